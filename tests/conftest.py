@@ -1,0 +1,20 @@
+"Every test runs in a leak check; tests marked `cuda` are skipped where there is no GPU"
+import pytest,torch
+from learnerdist.testing import leak_check
+
+@pytest.fixture(autouse=True)
+def no_leak():
+    with leak_check(): yield
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available(): return
+    skip = pytest.mark.skip(reason='no GPU here')
+    for o in items:
+        if 'cuda' in o.keywords: o.add_marker(skip)
+
+@pytest.fixture(autouse=True, scope='module')
+def default_dtype():
+    "A module that works in float64 leaves float32 behind"
+    old = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(old)

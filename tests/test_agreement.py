@@ -1,0 +1,146 @@
+"Cancel exceptions on one rank become the same on all; uneven loaders; weights stay equal; failures reach every rank"
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from learnerdist.all import *
+from learnerdist.testing import run_ranks
+
+N,BS = 24,3 # 2 ranks take 4 steps an epoch, 3 ranks take 3 (the last one padded)
+
+def data(n=N, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 3, generator=g, dtype=torch.float64)
+    return list(zip(x, (x.sum(1, keepdim=True)*.5)))
+
+def make(bn=False, opt=torch.optim.SGD, n=N, bs=BS, **kw):
+    torch.manual_seed(0)
+    layers = [nn.Linear(3,4), *([nn.BatchNorm1d(4)] if bn else []), nn.ReLU(), nn.Linear(4,1)]
+    model = nn.Sequential(*layers).double()
+    if opt is torch.optim.SGD: opt = lambda ps, lr: torch.optim.SGD(ps, lr=lr, momentum=.9)
+    learn = Learner(DataLoaders.from_dsets(data(n), data(10, 1), bs=bs), model, nn.MSELoss(), opt, lr=.05, **kw)
+    learn.logger = lambda line: None
+    return learn
+
+def weights(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
+
+class Raise(Callback):
+    "Raise `exc` in `event`, the `at`-th time it comes, on `rank` only"
+    order = 20
+    def __init__(self, event, exc, rank, at=0):
+        self.exc,self.rank,self.at,self.seen = exc,rank,at,0
+        if event in outer: self.order = 70 # what comes later in the event that raises is not told: let the recorder be first
+        setattr(self, event, self.act)
+    def act(self):
+        self.seen += 1
+        if self.rank in (None,group_rank()) and self.seen==self.at+1: raise self.exc
+
+class Trace(Callback):
+    order = 30
+    def __init__(self): self.after,self.steps = [],0
+    def after_step(self): self.steps += 1
+for _o in ('after_cancel_train','after_train','after_cancel_validate','after_validate','after_cancel_epoch','after_epoch',
+           'after_cancel_fit','after_fit'): setattr(Trace, _o, lambda self, _o=_o: self.after.append(_o))
+
+def run_cases(cases, bn=False):
+    with process_group(): return [run_case(bn, *case) for case in cases]
+
+def run_case(bn, event, exc, rank, at):
+    learn = make(bn=bn)
+    trace = Trace()
+    with learn.distrib_ctx(seed=1): learn.fit(2, cbs=[Raise(event, exc, rank, at), trace])
+    after = [o for o in trace.after if o!=event] # whoever raises in an event keeps it from those that come later
+    return after,len(learn.recorder.losses),learn.recorder.losses,learn.recorder.values,weights(learn)
+
+def same_everywhere(results, cases):
+    for i,case in enumerate(cases):
+        mine = [r[i] for r in results]
+        for other in mine[1:]:
+            assert other[0]==mine[0][0], case
+            assert other[1]==mine[0][1], case
+            assert repr(other[2:4])==repr(mine[0][2:4]), case
+            torch.testing.assert_close(other[4], mine[0][4], rtol=0, atol=1e-12, msg=str(case))
+
+outer = ['before_fit','before_epoch','before_train','after_train','before_validate','after_validate','after_epoch']
+inner = ['before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step','after_batch']
+inside = {CancelFitException:set(outer+inner), CancelEpochException:set(outer+inner)-{'before_fit','after_epoch'},
+          CancelTrainException:{'before_train',*inner}}
+
+def all_cases(world_size, events):
+    last = math.ceil(N/world_size/BS)-1
+    return [(e, exc, rank, at) for exc,allowed in inside.items() for e in events if e in allowed for rank in (0,world_size-1)
+            for at in ((0,last) if e in inner else (0,))]
+
+def check(world_size, cases, bn):
+    same_everywhere(run_ranks(run_cases, world_size, cases, bn, timeout_s=240), cases)
+
+def test_one_rank_cancels_outside_batches(): check(2, all_cases(2, outer), False)
+def test_one_rank_cancels_within_a_batch(): check(2, all_cases(2, inner), False)
+def test_one_of_three_ranks_cancels():
+    check(3, all_cases(3, ['before_train','before_batch','after_loss','after_backward','after_step','after_batch']), False)
+def test_with_synchronised_batchnorm(): check(2, all_cases(2, ['before_batch','after_pred','before_backward','after_batch']), True)
+
+@pytest.mark.parametrize('bn', [False,True])
+def test_batch_step_or_backward_cancelled_on_one_rank(bn):
+    events = {CancelBatchException:[e for e in inner if e!='after_batch'], CancelStepException:['before_step'],
+              CancelBackwardException:['before_backward']}
+    cases = [(e, exc, rank, at) for exc,es in events.items() for e in es for rank in (0,1) for at in (0,1,3)]
+    results = run_ranks(run_cases, 2, cases, bn, timeout_s=240)
+    same_everywhere(results, cases)
+    assert all(r[1]==8 for r in results[0])
+
+def test_validation_cancelled_on_one_rank():
+    cases = [(e, CancelValidException, rank, 0) for e in ('before_validate',) for rank in (0,1)]
+    same_everywhere(run_ranks(run_cases, 2, cases), cases)
+    results = run_ranks(valid_cases, 3)
+    assert results[0]==results[1]==results[2]
+
+class ValidStop(Callback):
+    run_train = False
+    def __init__(self, rank, at): self.rank,self.at = rank,at
+    def after_batch(self):
+        if group_rank()==self.rank and self.iter==self.at: raise CancelValidException
+
+def valid_cases():
+    "10 samples at batch size 1 on 3 ranks: rank 0 has 4 batches, the others 3"
+    res = []
+    for rank,at in [(0,0),(1,1),(2,2),(0,3),(1,2)]:
+        learn = make(bs=1)
+        trace = Trace()
+        with learn.distrib_ctx(seed=1): res.append((learn.validate(cbs=[ValidStop(rank, at), trace]), trace.after))
+    return res
+
+class Disturb(Callback):
+    def after_batch(self):
+        if group_rank()==1 and self.training and self.iter==1:
+            with torch.no_grad(): get_model(self.model)[0].bias[2] += 1e-9
+
+def diverge():
+    learn = make()
+    try:
+        with learn.distrib_ctx(check_every=2): learn.fit(1, cbs=Disturb)
+    except Exception as e: return str(e)
+
+def test_divergence_is_found():
+    for o in run_ranks(diverge, 2): assert o=='after 2 steps of this epoch 0.bias differs between rank 0 and [1]'
+
+def zero_contribution():
+    "One linear model, batch size 1, plain SGD: rank 1 cancels its second batch, and then goes on"
+    torch.manual_seed(0)
+    x = torch.arange(1., 7, dtype=torch.float64)[:,None]
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    learn = Learner(DataLoaders(TfmdDL(list(zip(x, x)), bs=1)), model, nn.MSELoss(), torch.optim.SGD, lr=.01)
+    learn.logger = lambda line: None
+    with learn.distrib_ctx(): learn.fit(1, cbs=Raise('before_batch', CancelBatchException, 1, 1))
+    return model.weight.item(),learn.recorder.losses
+
+def test_a_cancelled_batch_contributes_zero():
+    w,losses = 0.,[]
+    for a,b in [(1,2),(3,None),(5,6)]: # what ranks 0 and 1 read; the second batch of rank 1 is cancelled
+        ls = [(w*o-o)**2 for o in (a,b) if o]
+        losses.append(sum(ls)/len(ls))
+        w -= .01*sum(2*o*(w*o-o) for o in (a,b) if o)/2
+    for got in run_ranks(zero_contribution, 2): assert got==(pytest.approx(w, abs=1e-12), pytest.approx(losses, abs=1e-12))

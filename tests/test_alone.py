@@ -1,0 +1,207 @@
+"One process: every public call works without a launcher, and costs no group and no wrapper"
+import contextlib,io,os
+import pytest, torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+import learnerdist.all as everything
+from learnerdist.all import (AccumMetric, Callback, CSVLogger, DataLoaders, DistributedDL, DistributedTrainer, Learner, TfmdDL, accuracy,
+                             all_mean, all_sum, broadcast_object, default_device, distrib_barrier, epoch_order, gather_objects,
+                             gather_rows, group_rank, group_size, in_group, local_rank, num_distrib, process_group, rank0_first,
+                             rank_distrib, setup_distrib, sync_batchnorm, teardown_distrib)
+from learnerdist.launch import run
+from learnerdist.testing import run_ranks
+
+@pytest.fixture(params=['no variable','world of one'])
+def alone(request, monkeypatch):
+    "The environment of a plain script, or of a launcher that starts one process"
+    for k in ('RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE','MASTER_ADDR','MASTER_PORT'): monkeypatch.delenv(k, raising=False)
+    if request.param=='world of one':
+        monkeypatch.setenv('WORLD_SIZE', '1')
+        monkeypatch.setenv('RANK', '0')
+    return request.param
+
+class Spy(Callback):
+    "Types and groups at each event, and the samples"
+    order = 40
+    def __init__(self): self.types,self.groups,self.samples = set(),set(),[]
+    def _note(self):
+        self.types.add(type(self.model))
+        self.groups.add(dist.is_initialized())
+    def before_fit(self): self._note()
+    def before_train(self): self.samples.append([])
+    def after_batch(self):
+        self._note()
+        if self.training: self.samples[-1] += self.xb[0][:,0].tolist()
+
+def make(path, n=22, cbs=None, bs=4):
+    torch.manual_seed(0)
+    x = torch.arange(n*1.)[:,None].repeat(1, 3)
+    y = torch.arange(n)%2
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    return Learner(DataLoaders(TfmdDL(TensorDataset(x, y), bs, shuffle=True), TfmdDL(TensorDataset(x, y), 5), path=path), model,
+                   F.cross_entropy,
+                   torch.optim.SGD, metrics=[accuracy, AccumMetric(lambda p,t: (p.argmax(-1)==t).double().mean(), name='same')], cbs=cbs)
+
+def test_every_call(alone, tmp_path, capsys):
+    spy = Spy()
+    learn = make(tmp_path, cbs=[spy, CSVLogger()])
+    learn.fit(1)
+    learn.fit_one_cycle(1)
+    learn.save('a')
+    learn.load('a')
+    with learn.parallel_ctx(): learn.fit(1)
+    learn.to_parallel().fit(1)
+    learn.detach_parallel()
+    with learn.distrib_ctx(sync_bn=True, find_unused_parameters=True) as same:
+        assert same is learn
+        learn.fit(2)
+        loss,acc,same_acc = learn.validate()
+        preds,targs = learn.get_preds()
+        learn.save('b')
+        learn.load('b')
+        assert learn.predict(torch.zeros(3)).shape==(2,)
+    learn.to_distributed().fit(1)
+    learn.detach_distributed()
+    with learn.distrib_ctx(split_batches=True): learn.fit(1)
+    assert spy.types=={nn.Sequential} and spy.groups=={False}
+    assert targs.tolist()==[i%2 for i in range(22)] and preds.shape==(22, 2)
+    assert acc==pytest.approx((preds.argmax(-1)==targs).float().mean().item(), abs=1e-7)==same_acc
+    assert loss==pytest.approx(F.cross_entropy(preds, targs).item(), abs=1e-6)
+    assert len((tmp_path/'history.csv').read_text().splitlines())==2 # the last fit's
+    assert capsys.readouterr().out.count('epoch ')==7
+
+def test_functions(alone):
+    assert rank_distrib()==0 and local_rank()==0 and num_distrib()==(1 if alone=='world of one' else 0)
+    assert (group_rank(),group_size(),in_group())==(0, 1, False)
+    distrib_barrier()
+    t = torch.ones(2)
+    assert all_sum(t) is t and all_mean(t, 1).tolist()==[1, 1] and gather_rows(t)[0] is t and gather_objects(3)==[3]
+    assert broadcast_object(3)==3
+    assert rank0_first(max, 3, 4)==4 and run(max, 3, 4)==4
+    with process_group() as device: assert device==default_device() and not in_group()
+    undo = sync_batchnorm(nn.BatchNorm1d(2))
+    undo()
+    DistributedTrainer()
+
+def test_setup_without_a_launcher_only_chooses_the_device(monkeypatch):
+    for k in ('RANK','WORLD_SIZE'): monkeypatch.delenv(k, raising=False)
+    assert setup_distrib()==default_device() and not in_group()
+    teardown_distrib()
+
+def test_bad_arguments_are_refused_alone_too(alone, tmp_path):
+    learn = make(tmp_path)
+    for kw in (dict(bogus=1), dict(seed='x'), dict(cuda_id=99)):
+        with pytest.raises(ValueError), learn.distrib_ctx(**kw): pass
+    with pytest.raises(ValueError): setup_distrib(cuda_id=99)
+
+def rank_of_one(folder):
+    "W = 1 with a group that the user opened: it is used, and DDP with it"
+    learn = make(folder, cbs=Spy())
+    setup_distrib()
+    with quiet(), learn.distrib_ctx(seed=3): learn.fit(2)
+    is_open = dist.is_initialized()
+    teardown_distrib()
+    return is_open,[o.__name__ for o in learn.spy.types],learn.model[0].weight.tolist(),learn.spy.samples
+
+def quiet(): return contextlib.redirect_stdout(io.StringIO())
+
+def test_world_of_one_with_a_group(tmp_path):
+    learn = make(tmp_path, cbs=Spy())
+    with quiet(), learn.distrib_ctx(seed=3): learn.fit(2)
+    (is_open,types,weights,samples), = run_ranks(rank_of_one, 1, tmp_path)
+    assert is_open and DistributedDataParallel.__name__ in types and samples==learn.spy.samples
+    torch.testing.assert_close(torch.tensor(weights), learn.model[0].weight.detach())
+
+# --- the order of samples ---------------------------------------------------------------------------------------------------
+
+def test_order_alone_in_the_context_is_the_one_of_any_world_size(alone, tmp_path):
+    spy = Spy()
+    with quiet(), make(tmp_path, cbs=spy).distrib_ctx(seed=3) as learn: learn.fit(2)
+    assert spy.samples==[epoch_order(22, e, 3, shuffle=True).float().tolist() for e in range(2)]
+
+def rank_order(folder):
+    spy = Spy()
+    with quiet(), make(folder, cbs=spy, bs=2).distrib_ctx(seed=3) as learn: learn.fit(2)
+    return spy.samples
+
+def test_same_samples_at_two_ranks(tmp_path):
+    parts = run_ranks(rank_order, 2, tmp_path)
+    for e in range(2): # one padded sample would appear if 22 were odd
+        whole = [None]*22
+        for r in range(2): whole[r::2] = parts[r][e]
+        assert whole==epoch_order(22, e, 3, shuffle=True).float().tolist()
+
+def test_outside_a_context_the_order_is_torchs(tmp_path):
+    spy = Spy()
+    learn = make(tmp_path, cbs=spy)
+    torch.manual_seed(9)
+    with quiet(): learn.fit(1)
+    torch.manual_seed(9)
+    assert spy.samples==[[v for b in learn.dls.train for v in b[0][:,0].tolist()]]
+
+# --- a launcher's environment, outside a context ----------------------------------------------------------------------------
+
+@pytest.mark.parametrize('rank', [0, 1])
+def test_with_the_variables_of_two_ranks_but_no_context(monkeypatch, tmp_path, capsys, rank):
+    spies,learns = [],[]
+    for env in ({}, dict(WORLD_SIZE='2', RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE='2')):
+        with monkeypatch.context() as m:
+            for k,v in env.items(): m.setenv(k, v)
+            spies.append(Spy())
+            learns.append(learn := make(tmp_path/str(len(env)), cbs=[spies[-1], CSVLogger()]))
+            torch.manual_seed(5)
+            capsys.readouterr()
+            learn.fit(2)
+            out = capsys.readouterr().out
+            found = learn.validate(),learn.get_preds(),learn.predict(torch.zeros(3))
+            torch.testing.assert_close(found[1], learns[0].get_preds())
+            assert found[0]==learns[0].validate() and len(found[1][0])==22
+    a,b = spies
+    assert a.samples==b.samples and b.types=={nn.Sequential} and b.groups=={False}
+    assert all(torch.equal(p, q) for p,q in zip(learns[0].model.parameters(), learns[1].model.parameters()))
+    assert bool(out)==(rank==0) and (tmp_path/'4'/'history.csv').exists()==(rank==0)
+
+def rank_outside(folder):
+    "Two real ranks outside a context: each trains by itself, rank 0 alone prints and writes"
+    rank,out = rank_distrib(),io.StringIO()
+    learn = make(folder/str(rank), cbs=[CSVLogger()])
+    torch.manual_seed(5)
+    with contextlib.redirect_stdout(out):
+        learn.fit(2)
+        preds = learn.get_preds()[0]
+    learn.path = folder
+    learn.save('m')
+    return out.getvalue(),preds.tolist(),(folder/str(rank)/'history.csv').exists(),dist.is_initialized(),learn.load('m') is learn
+
+def test_two_ranks_outside_a_context(tmp_path):
+    learn = make(tmp_path)
+    torch.manual_seed(5)
+    with quiet(): learn.fit(2)
+    want = learn.get_preds()[0].tolist()
+    for r,(out,preds,file,is_open,loaded) in enumerate(run_ranks(rank_outside, 2, tmp_path, timeout_s=60)):
+        assert preds==want and bool(out)==file==(r==0) and not is_open and loaded
+
+def rank_prints(folder):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), make(folder).distrib_ctx() as learn: learn.fit(2)
+    return out.getvalue()
+
+def test_one_table_from_two_ranks(tmp_path):
+    out0,out1 = run_ranks(rank_prints, 2, tmp_path)
+    assert out1=='' and len(out0.splitlines())==3 and out0.startswith('epoch') and '\r' not in out0
+
+# --- names ------------------------------------------------------------------------------------------------------------------
+
+def test_names_that_stay():
+    import learnerdist.distributed as d
+    for k in ('ParallelTrainer','DistributedTrainer','DistributedDL','setup_distrib','teardown_distrib','rank0_first','rank_distrib',
+              'num_distrib', 'distrib_barrier'): assert k in d.__all__ and hasattr(everything, k)
+    for k in ('to_parallel','detach_parallel','parallel_ctx','to_distributed','detach_distributed','distrib_ctx','fit','fit_one_cycle',
+              'validate',
+              'get_preds','predict','save','load','add_cb','add_cbs','remove_cb','remove_cbs','added_cbs','no_bar','no_logging'):
+        assert hasattr(Learner, k)
+    dl = DistributedDL(list(range(10)), 1, 2, bs=5)
+    dl.set_epoch(0)
+    assert [o.tolist() for o in dl]==[[1, 3, 5, 7, 9]] and os.environ.get('WORLD_SIZE') is None

@@ -1,0 +1,169 @@
+"How many collectives a step, a validation batch, an epoch and a prediction take: exact counts, so that none creeps in"
+from collections import Counter
+import pytest, torch, torch.distributed as dist
+from sklearn.metrics import f1_score
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torchmetrics.classification import MulticlassAccuracy
+from learnerdist.all import (Callback, DataLoaders, Learner, Metric, TfmdDL, accuracy, error_rate, group_rank, group_size, process_group,
+                             skm_metric)
+from learnerdist.testing import run_ranks
+
+BS = 4
+names = ('all_gather','all_gather_coalesced','all_gather_into_tensor','all_gather_object','all_reduce','all_reduce_coalesced','all_to_all',
+         'all_to_all_single','barrier','batch_isend_irecv','broadcast','broadcast_object_list','gather','gather_object','irecv','isend',
+         'monitored_barrier','new_group','recv','recv_object_list','reduce','reduce_scatter','reduce_scatter_tensor','scatter',
+         'scatter_object_list','send','send_object_list')
+
+class Counted:
+    "In the body, count what goes through `torch.distributed`; not what DDP's own C++ code exchanges, nor what is within a call counted"
+    def __enter__(self):
+        self.calls,self.old,self.inside = Counter(),{o: getattr(dist, o) for o in names},False
+        for name in names: setattr(dist, name, self._counted(name))
+        return self.calls
+    def __exit__(self, *exc):
+        for name,func in self.old.items(): setattr(dist, name, func)
+    def _counted(self, name):
+        def call(*args, **kw):
+            outer,self.inside = self.inside,True
+            self.calls[name] += not outer
+            try: return self.old[name](*args, **kw)
+            finally: self.inside = outer
+        return call
+
+class BatchMeans(Metric):
+    "A class never seen"
+    def reset(self): self.means = []
+    def accumulate(self, learn): self.means.append(accuracy(learn.pred, learn.y).item())
+    @property
+    def value(self): return sum(self.means)
+
+def data(n):
+    g = torch.Generator().manual_seed(n)
+    return TensorDataset(torch.randn(n, 3, generator=g), torch.randint(4, (n,), generator=g))
+
+known = [accuracy, error_rate, MulticlassAccuracy(4, average='micro')]
+
+def make(n_steps=3, n_valid=2, metrics=known, train=None, norm=False, **kw):
+    "`n_steps` and `n_valid` are those of each rank"
+    torch.manual_seed(0)
+    n = BS*group_size()
+    dls = DataLoaders(train or TfmdDL(data(n*n_steps), BS, shuffle=True), TfmdDL(data(n*n_valid), BS))
+    model = nn.Sequential(nn.Linear(3, 4), *([nn.BatchNorm1d(4)] if norm else []))
+    return Learner(dls, model, F.cross_entropy, torch.optim.SGD, lr=.1, metrics=metrics)
+
+def less(a, b): return dict(a-b)
+
+# --- a fit ------------------------------------------------------------------------------------------------------------------
+
+def fit_calls(n_epoch=1, **kw):
+    learn = make(**kw)
+    with learn.distrib_ctx(seed=1), learn.no_logging(), Counted() as calls: learn.fit(n_epoch)
+    return calls
+
+def rank_fits():
+    with process_group():
+        f1 = skm_metric(f1_score, dim_argmax=-1, average='macro')
+        base,rows,replay = fit_calls(),fit_calls(metrics=[*known,f1]),fit_calls(metrics=[*known,BatchMeans])
+        return dict(fit=dict(base), step=less(fit_calls(n_steps=4), base), valid=less(fit_calls(n_valid=3), base),
+                    epoch=less(fit_calls(2), base), norm=less(fit_calls(norm=True), base),
+                    more_means=less(fit_calls(metrics=[*known,*[lambda p,t: p.mean()]*9]), base),
+                    rows=less(rows, base), rows_valid=less(fit_calls(metrics=[*known,f1], n_valid=3), rows),
+                    replay=less(replay, base), replays=less(fit_calls(metrics=[*known,*[BatchMeans]*3]), replay),
+                    replay_valid=less(fit_calls(metrics=[*known,BatchMeans], n_valid=3), replay))
+
+@pytest.mark.parametrize('W', [2, 3])
+def test_a_fit(W):
+    for got in run_ranks(rank_fits, W):
+        assert got['step']=={'all_reduce': 1}  # its vote
+        assert got['valid']=={'all_reduce': 1} # its vote
+        # Votes before and after the epoch, its training loop and its validation, and one on whether each rank has a first batch to
+        # train on: 7. The losses of its steps, and the sums of its validation: 2. Those of its 3 steps and 2 batches: 5
+        assert got['epoch']=={'all_reduce': 7+2+5}
+        assert got['fit']=={'all_reduce': 1+7+2+5} # and a vote before the fit
+        assert got['more_means']=={}
+        # BatchNorm: the sums of each step, forward and backward; 3 buffers after the epoch
+        assert got['norm']=={'all_reduce': 3*2, 'broadcast': 3}
+        # Predictions and targets each: what they look like, then how many keys, keys, how many rows, rows
+        assert got['rows']=={'all_gather_object': 2*3, 'all_gather': 2*2}
+        # All metrics of unknown kinds together: what the rows look like; how many and which keys; and the same for x, y, prediction,
+        # key, first key of the batch, and kinds
+        assert got['replay']=={'all_gather_object': 1+7, 'all_gather': 7}
+        assert got['replays']=={}
+        assert got['rows_valid']==got['replay_valid']=={'all_reduce': 1} # whatever is gathered, it is not by the batch
+
+# --- everything else --------------------------------------------------------------------------------------------------------
+
+def calls_of(func, *args, **kw):
+    with Counted() as calls: func(*args, **kw)
+    return dict(calls)
+
+def read_loaders(learn):
+    for dl in learn.dls:
+        dl.set_epoch(2)
+        for _ in range(2): assert len(dl)==len([*dl])
+        assert dl.one_batch()[0].shape==(BS, 3) and dl.n and dl.n_total
+        dl.new(bs=2).one_batch()
+    learn.dls.one_batch()
+    learn.dls.one_batch(1)
+
+def rank_others(path):
+    with process_group():
+        learn = make()
+        learn.path = path
+        with Counted() as context, learn.distrib_ctx(seed=1): pass
+        with learn.distrib_ctx(seed=1):
+            x = learn.dls.one_batch()[0][0]
+            return dict(context=dict(context), loaders=calls_of(read_loaders, learn), validate=calls_of(learn.validate),
+                        preds=calls_of(learn.get_preds), rank0=calls_of(learn.get_preds, on_rank0=True),
+                        predict=calls_of(learn.predict, x), save=calls_of(learn.save, 'm'), load=calls_of(learn.load, 'm'))
+
+def test_everything_else(tmp_path):
+    for got in run_ranks(rank_others, 2, tmp_path):
+        assert got['loaders']=={}
+        assert got['save']==got['load']=={}
+        # Votes before, after, and for each of 2 batches; the sums
+        assert got['validate']=={'all_reduce': 2+2+1}
+        # The same; what the rows look like; how many and which keys, predictions, targets
+        assert got['preds']=={'all_reduce': 2+2+1, 'all_gather_object': 1+3, 'all_gather': 3}
+        assert got['rank0']=={'all_reduce': 2+2+1, 'all_gather_object': 1+3, 'all_gather': 1, 'gather': 2}
+        assert got['predict']=={'all_reduce': 2+1} # votes; each rank reads the same item
+        # The control group; rank 0's seed; two parameters; whether all ranks have the same optimizer state
+        assert got['context']=={'new_group': 1, 'broadcast_object_list': 1, 'broadcast': 2, 'all_gather_object': 1}
+
+# --- one rank asks for more -------------------------------------------------------------------------------------------------
+
+class Looks(Callback):
+    "Rank 0 alone looks at batches, lengths and rates, at every event"
+    order = 20
+    def __init__(self): self.calls,self.seen = Counter(),0
+    def look(self):
+        if group_rank(): return
+        with Counted() as calls:
+            for o in (self.dls.one_batch(), self.dls.one_batch(1), self.dls.train.one_batch(), self.dls.valid.one_batch()): assert len(o)==2
+            assert len(self.dls.train)==3 and self.opt.param_groups[0]['lr']==.1
+            self.seen += len(self.recorder.losses)+len(self.recorder.values)+len([*self.dls.valid])
+        self.calls += calls
+for _o in ('before_epoch','before_train','before_batch','after_pred','after_backward','after_step','after_batch','after_train',
+           'before_validate','after_validate','after_epoch'): setattr(Looks, _o, Looks.look)
+
+def rank_looks(kind):
+    with process_group():
+        ds = data(24)
+        kw = dict(weighted=dict(sampler=WeightedRandomSampler(torch.arange(24.), 24)), workers=dict(shuffle=True, num_workers=2),
+                  shuffled=dict(shuffle=True))[kind]
+        res = []
+        for cb in (Looks(), None):
+            learn = make(train=DataLoader(ds, BS, **kw))
+            with learn.distrib_ctx(seed=1), learn.no_logging(): learn.fit(1 if kind=='workers' else 2, cbs=cb)
+            res.append((learn.recorder.values, [p.tolist() for p in learn.model.parameters()], cb and (dict(cb.calls), cb.seen)))
+        return res
+
+@pytest.mark.parametrize('kind', ['shuffled', 'weighted', 'workers'])
+def test_rank_0_alone_asks_for_batches(kind):
+    ranks = run_ranks(rank_looks, 2, kind)
+    (values,weights,(calls,seen)),without = ranks[0]
+    assert calls=={} and seen
+    assert (values, weights)==without[:2] # the epoch that is being read goes on undisturbed
+    assert ranks[1][0][:2]==(values, weights)

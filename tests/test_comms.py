@@ -1,0 +1,246 @@
+"Collectives against values by hand; `rank0_first` against a server that counts its requests"
+import http.server,io,os,socket,threading,time,zipfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
+import pytest, torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from learnerdist.all import (DataLoaders, Learner, RankError, TfmdDL, all_mean, all_sum, broadcast_object, distrib_barrier,
+                             gather_objects, gather_rows, group_rank, group_size, process_group, rank0_first, rank_distrib, setup_distrib,
+                             teardown_distrib)
+from learnerdist.testing import run_ranks
+
+def rank_collectives(own):
+    "By `process_group`, or in a group of the user's"
+    if own: setup_distrib()
+    with process_group():
+        r,W = group_rank(),group_size()
+        res = dict(W=W)
+        t = torch.arange(6.).view(2, 3)*(r+1)
+        res['sum'] = all_sum(t).tolist()
+        res['kept'] = t.tolist()
+        res['int'] = all_sum(torch.tensor([r+1, 2**40])).tolist()
+        res['scalar'] = all_sum(torch.tensor(r+1.5, dtype=torch.float64)).item()
+        res['strided'] = all_sum(t.T).tolist()
+        res['mean'] = all_mean(torch.tensor(float([6, 1, 2][r])), [3, 1, 0][r]).item()
+        res['mean_shape'] = all_mean(torch.tensor([[1., 2.]])*r, 1).shape
+        rows = torch.arange(r*2.).view(r, 2)+10*r # no row on rank 0
+        res['rows'] = [o.tolist() for o in gather_rows(rows)]
+        got = gather_rows(rows, dst=1)
+        res['dst'] = None if got is None else [o.tolist() for o in got]
+        res['bool'] = [o.tolist() for o in gather_rows(torch.ones(r+1, dtype=torch.bool))]
+        res['none'] = [tuple(o.shape) for o in gather_rows(torch.zeros(0, 2, 3))]
+        res['bf16'] = [o.dtype==torch.bfloat16 and o.tolist() for o in gather_rows(torch.ones(1, dtype=torch.bfloat16)*r)]
+        res['grad'] = gather_rows(torch.ones(1, requires_grad=True))[0].requires_grad
+        res['obj'] = gather_objects({'rank': r, 'big': 'x'*r*1000 if r else None})[-1]['rank']
+        res['bcast'] = broadcast_object(['a', r] if r==0 else None)
+        distrib_barrier()
+    res['open'] = dist.is_initialized()
+    if own: teardown_distrib()
+    return res
+
+@pytest.mark.parametrize('W', [2, 3])
+@pytest.mark.parametrize('own', [False, True])
+def test_values_by_hand(W, own):
+    k = W*(W+1)//2
+    t = torch.arange(6.).view(2, 3)*k
+    for r,got in enumerate(run_ranks(rank_collectives, W, own)):
+        assert got['W']==W and got['open']==own
+        assert got['sum']==t.tolist() and got['kept']==(torch.arange(6.).view(2, 3)*(r+1)).tolist() and got['strided']==t.T.tolist()
+        assert got['int']==[k, W*2**40] and got['scalar']==k+W*.5
+        assert got['mean']==([7/4, 9/4][W-2]) and tuple(got['mean_shape'])==(1, 2)
+        rows = [[], [[10., 11.]], [[20., 21.], [22., 23.]]][:W]
+        assert got['rows']==rows and got['dst']==(rows if r==1 else None)
+        assert got['bool']==[[True]*(i+1) for i in range(W)] and got['none']==[(0, 2, 3)]*W and got['bf16']==[[float(i)] for i in range(W)]
+        assert got['obj']==W-1 and got['bcast']==['a', 0] and not got['grad']
+
+def test_alone_they_are_free():
+    t = torch.arange(3.)
+    assert all_sum(t) is t and gather_rows(t)[0] is t and gather_rows(t, dst=0)[0] is t
+    assert all_mean(torch.tensor(6.), 3).item()==2 and gather_objects('a')==['a'] and broadcast_object(5)==5
+    distrib_barrier()
+    assert rank0_first(lambda a, b=2: (a, b), 1)==(1, 2) and not dist.is_initialized()
+    with process_group() as device: assert device.type in ('cpu','cuda') and not dist.is_initialized()
+
+def test_error_travels():
+    import pickle
+    e = pickle.loads(pickle.dumps(RankError(3, 'KeyError', "'x'", 'the trace')))
+    assert (e.rank,e.kind,e.message,e.trace)==(3, 'KeyError', "'x'", 'the trace') and 'rank 3' in str(e) and 'KeyError' in str(e)
+
+# --- rank0_first: a download ------------------------------------------------------------------------------------------------
+
+class Counting(http.server.BaseHTTPRequestHandler):
+    "Serves one zip file"
+    def _serve(self, body):
+        probe = self.command=='HEAD' or self.headers.get('Method')=='HEAD' # torchvision looks for redirections first
+        self.server.seen['probe' if probe else self.command] += 1
+        self.send_response(200)
+        self.send_header('Content-Length', str(len(self.server.zip)))
+        self.end_headers()
+        if body: self.wfile.write(self.server.zip)
+    def do_GET(self): self._serve(True)
+    def do_HEAD(self): self._serve(False)
+    def log_message(self, *args): pass
+
+@pytest.fixture
+def server():
+    buf = io.BytesIO()
+    with zipfile.ZipFile(buf, 'w') as z: z.writestr('data/x.txt', 'hello')
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Counting) as srv:
+        srv.zip,srv.seen = buf.getvalue(),Counter()
+        thread = threading.Thread(target=srv.serve_forever)
+        thread.start()
+        yield srv
+        srv.shutdown()
+        thread.join()
+
+def url_of(srv): return f'http://127.0.0.1:{srv.server_port}/data.zip'
+
+def untar_data(url, folder):
+    "As fastai's: downloads what is not there, and says where it is"
+    from torchvision.datasets.utils import download_and_extract_archive
+    if not (folder/'data').exists(): download_and_extract_archive(url, str(folder), remove_finished=False)
+    return folder/'data',os.getpid()
+
+def rank_download(url, folder):
+    path,pid = rank0_first(untar_data, url, folder=folder)
+    return (path/'x.txt').read_text(),pid,os.getpid(),dist.is_initialized()
+
+def rank_torchvision(url, folder):
+    from torchvision.datasets.utils import download_and_extract_archive
+    rank0_first(download_and_extract_archive, url, str(folder))
+    return (folder/'data/x.txt').read_text()
+
+no_proxy = dict(no_proxy='127.0.0.1', NO_PROXY='127.0.0.1')
+
+def test_one_request_for_four_ranks(server, tmp_path):
+    res = run_ranks(rank_download, 4, url_of(server), tmp_path, env=no_proxy)
+    assert server.seen['GET']==1 and server.seen['probe']<=1
+    assert all(text=='hello' and pid==own and not is_open for text,pid,own,is_open in res) # each has its own result
+    assert len({pid for _,pid,*_ in res})==4
+
+def test_torchvisions_own_function(server, tmp_path):
+    assert run_ranks(rank_torchvision, 4, url_of(server), tmp_path, env=no_proxy)==['hello']*4
+    assert server.seen['GET']==1 and server.seen['probe']<=1
+
+# --- rank0_first: order, failures, groups -----------------------------------------------------------------------------------
+
+def note(folder, fail=(), error=ValueError):
+    "Leaves a mark, and says whose marks were there"
+    there = sorted(o.name for o in folder.iterdir())
+    if rank_distrib() in fail: raise error(f'rank {rank_distrib()} on purpose')
+    (folder/str(rank_distrib())).touch()
+    return there
+
+def meet(folder, n):
+    "Returns once all the others are here as well: rank 0 first, the others together"
+    if rank_distrib()==0: return
+    (folder/f'm{rank_distrib()}').touch()
+    while len(list(folder.glob('m*')))<n-1: threading.Event().wait(.01)
+
+def rank_order(folder):
+    there = rank0_first(note, folder)
+    (folder/'meet').mkdir(exist_ok=True)
+    rank0_first(meet, folder/'meet', group_size() if dist.is_initialized() else 4)
+    return there
+
+def test_rank_0_first_then_the_others_together(tmp_path):
+    res = run_ranks(rank_order, 4, tmp_path)
+    assert res[0]==[] and all('0' in o for o in res[1:])
+
+def rank_failure(folder, fail, own, error=ValueError):
+    if own: setup_distrib()
+    try: res = 'fine',rank0_first(note, folder, fail, error)
+    except BaseException as e: res = type(e).__name__,str(e).split('\n')[0],'in note' in str(e),getattr(e, 'rank', None)
+    is_open = dist.is_initialized()
+    if own: teardown_distrib()
+    return res,is_open
+
+@pytest.mark.parametrize('own', [False, True])
+@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, SystemExit])
+def test_failure_on_rank_0_reaches_all(tmp_path, own, error):
+    res = run_ranks(rank_failure, 3, tmp_path, [0], own, error, timeout_s=20)
+    assert [o[1] for o in res]==[own]*3
+    assert res[0][0][:2]==(error.__name__,'rank 0 on purpose')
+    for r in (1, 2): assert res[r][0]==('RankError', f'rank 0 failed with {error.__name__}: rank 0 on purpose', True, 0)
+
+@pytest.mark.parametrize('own', [False, True])
+def test_failure_on_another_rank_strands_nobody(tmp_path, own):
+    res = run_ranks(rank_failure, 3, tmp_path, [1], own, timeout_s=20)
+    assert res[1][0][0]=='ValueError' and res[0][0]==('fine', []) and res[2][0][0]=='fine'
+    assert [o[1] for o in res]==[own]*3
+
+def dies(): os._exit(3)
+
+def rank_dies():
+    try: rank0_first(dies if rank_distrib()==0 else int)
+    except RuntimeError as e: return type(e).__name__,getattr(e, 'rank', None)
+
+def test_rank_0_dies_over_tcp():
+    "Its store dies with it"
+    port = free_port()
+    res = run_ranks(rank_dies, 2, env=dict(LEARNERDIST_INIT_METHOD='env://', MASTER_ADDR='127.0.0.1', MASTER_PORT=port), errors='return',
+                    timeout_s=30)
+    assert res[0].kind=='ProcessDied' and res[1]==('RankError', 0)
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return s.getsockname()[1]
+
+def outer(folder): return rank_distrib(),rank0_first(note, folder)
+
+def rank_groups(folder):
+    "Several times, nested, then with a context, then in a group"
+    res = [rank0_first(partial(note, folder)) for _ in range(2)]
+    x = torch.randn(8, 2)
+    learn = Learner(DataLoaders(TfmdDL(list(zip(x, x)), 2)), nn.Linear(2, 2), F.mse_loss)
+    with learn.no_logging(), learn.distrib_ctx():
+        learn.fit(1)
+        inside = rank0_first(note, folder)
+        learn.fit(1)
+    with process_group():
+        group = rank0_first(rank_distrib),dist.is_initialized()
+        all_sum(torch.ones(1))
+    later = rank0_first(note, folder)
+    return [*res,inside,later],group,dist.is_initialized()
+
+def test_in_and_out_of_groups(tmp_path):
+    for r,(marks,group,is_open) in enumerate(run_ranks(rank_groups, 3, tmp_path)):
+        assert marks[0]==[] if r==0 else '0' in marks[0]
+        assert all('0' in o for o in marks[1:]) and group==(r, True) and not is_open
+
+def rank_recovers(folder):
+    "A failure, and then a success"
+    try: rank0_first(note, folder, [0])
+    except (ValueError, RankError): pass
+    return rank0_first(note, folder)
+
+def test_after_a_failure_it_works(tmp_path):
+    res = run_ranks(rank_recovers, 2, tmp_path, timeout_s=20)
+    assert res==[[], ['0']]
+
+def rank_longer_than_timeout(folder):
+    "Rank 0's call may outlast the timeout of collectives"
+    with process_group(timeout_s=1): return rank0_first(waits, folder)
+
+def waits(folder):
+    if rank_distrib()==0:
+        t_end = time.monotonic()+2.5 # nothing to wait for but the clock itself: the timeout is one
+        while time.monotonic()<t_end: threading.Event().wait(.1)
+        (folder/'done').touch()
+    return (folder/'done').exists()
+
+def test_longer_than_the_groups_timeout(tmp_path): assert run_ranks(rank_longer_than_timeout, 2, tmp_path, timeout_s=30)==[True, True]
+
+def rank_saves_alone(folder):
+    learn = Learner(DataLoaders(TfmdDL([1., 2.], 2), path=Path(folder)), nn.Linear(1, 1), F.mse_loss)
+    return learn.save('a').exists()
+
+@pytest.mark.parametrize('address', [True, False])
+def test_rank_0_saves_while_no_other_rank_is_near(tmp_path, address):
+    "Under a launcher other than torchrun, rank 0 hosts the store: it must not wait for the others"
+    env = dict(LEARNERDIST_INIT_METHOD='env://', WORLD_SIZE=2, RANK=0)
+    if address: env |= dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=free_port())
+    assert run_ranks(rank_saves_alone, 1, tmp_path, env=env, timeout_s=8)==[True]

@@ -1,0 +1,181 @@
+"On a GPU: nccl, two ranks that share one GPU over gloo, pinned memory, the device of batches, `cuda_id`, SyncBatchNorm"
+import pytest, torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, accuracy, all_sum, broadcast_object, default_device, gather_objects,
+                             gather_rows, group_rank, group_size, process_group, rank0_first, setup_distrib, teardown_distrib)
+from learnerdist.testing import run_ranks
+
+pytestmark = pytest.mark.cuda
+F64 = torch.float64
+
+class Sees(Callback):
+    "Where batches and weights are, of which class BatchNorm layers are, and whether memory was pinned"
+    order = 40
+    def before_fit(self): self.learn.seen,self.learn.classes = set(),set()
+    def after_batch(self):
+        devices = *(o.device for o in (*self.xb, *self.yb, self.pred)),next(self.model.parameters()).device
+        self.seen |= {str(o) for o in devices}
+        self.classes |= {type(o).__name__+'/'+str(isinstance(o,
+                                                             nn.SyncBatchNorm) or 'Sync' in type(o).__name__) for o in self.model.modules()
+                         if isinstance(o, nn.modules.batchnorm._BatchNorm)}
+
+def make(W=1, rank=0, bn=False, dtype=F64, pin=False, device=None, n=40, n_valid=23):
+    g = torch.Generator().manual_seed(1)
+    x,v = (torch.randn(o, 6, generator=g, dtype=dtype) for o in (n, n_valid))
+    bs = 16//W
+    train,valid = (TfmdDL(list(zip(o, o[:,:3].argmax(1))), bs, shuffle=s, pin_memory=pin) for o,s in ((x, True), (v, False)))
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5) if bn else nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+    learn = Learner(DataLoaders(train, valid, device=device), model, F.cross_entropy, torch.optim.SGD, lr=.1, metrics=accuracy, cbs=Sees)
+    learn.logger = lambda o: None
+    return learn
+
+def run(W=1, rank=0, n_epoch=3, **kw):
+    ctx = kw.pop('ctx', {})
+    learn = make(W, rank, **kw)
+    with learn.distrib_ctx(seed=3, **ctx):
+        learn.fit(n_epoch)
+        val,(preds,targs) = learn.validate(),learn.get_preds()
+    return dict(state={k:v.cpu() for k,v in learn.model.state_dict().items()}, losses=learn.recorder.losses, val=val, preds=preds,
+                targs=targs, seen=sorted(learn.seen), classes=sorted(learn.classes), device=str(learn.device),
+                kinds=[type(o).__name__ for o in learn.model])
+
+def close(a, b, tol=1e-9):
+    for k in a['state']: torch.testing.assert_close(a['state'][k], b['state'][k], atol=tol, rtol=tol)
+    torch.testing.assert_close(torch.tensor(a['losses']), torch.tensor(b['losses']), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(a['preds'], b['preds'], atol=tol, rtol=tol)
+    assert a['targs'].tolist()==b['targs'].tolist() and a['val']==pytest.approx(b['val'], abs=1e-6)
+
+def rank_run(kws, own=False):
+    if own: setup_distrib()
+    res = []
+    with process_group():
+        backend = dist.get_backend() if dist.is_initialized() else None
+        for kw in kws: res.append(run(group_size(), group_rank(), **kw))
+    is_open = dist.is_initialized()
+    if own: teardown_distrib()
+    return res,backend,is_open
+
+def rank_alone(kws): return [run(**kw) for kw in kws]
+
+kws = dict(bn=False),dict(bn=True),dict(bn=False, pin=True)
+
+def test_alone_on_the_gpu():
+    res, = run_ranks(rank_alone, 1, kws)
+    for o in res: assert o['seen']==['cuda:0'] and o['preds'].device.type=='cpu' and o['classes'] in ([], ['BatchNorm1d/False'])
+
+def test_nccl_in_a_group_of_one_that_the_user_opened():
+    want, = run_ranks(rank_alone, 1, kws)
+    (got,backend,is_open), = run_ranks(rank_run, 1, kws, own=True)
+    assert 'nccl' in backend and is_open
+    for a,b in zip(got, want): close(a, b)
+    assert all(o['seen']==['cuda:0'] for o in got)
+
+def test_two_ranks_share_one_gpu_over_gloo():
+    want, = run_ranks(rank_alone, 1, kws)
+    env = dict(CUDA_VISIBLE_DEVICES=0)
+    for got,backend,_ in run_ranks(rank_run, 2, kws, env=env):
+        assert backend=='gloo'
+        for a,b in zip(got, want): close(a, b)
+        assert all(o['seen']==['cuda:0'] for o in got) and got[1]['kinds'][1]=='BatchNorm1d'
+
+@pytest.mark.skipif(torch.cuda.device_count()<2, reason='needs two GPUs')
+def test_nccl_on_two_gpus():
+    want, = run_ranks(rank_alone, 1, kws)
+    for r,(got,backend,_) in enumerate(run_ranks(rank_run, 2, kws)):
+        assert 'nccl' in backend
+        for a,b in zip(got, want): close(a, b)
+        assert all(o['seen']==[f'cuda:{r}'] for o in got)
+
+def test_sync_bn_is_torchs_on_the_gpu():
+    for got,*_ in run_ranks(rank_run, 2, [dict(bn=True), dict(bn=True, ctx=dict(sync_bn=False))], env=dict(CUDA_VISIBLE_DEVICES=0)):
+        on,off = got
+        assert any(o.endswith('/True') for o in on['classes']) and off['classes']==['BatchNorm1d/False'] and on['kinds']==off['kinds']
+
+def rank_torchs_path():
+    "Counts calls of SyncBatchNorm's own forward"
+    calls,forward = [],nn.SyncBatchNorm.forward
+    nn.SyncBatchNorm.forward = lambda self, x: calls.append(x.device.type) or forward(self, x)
+    with process_group(): run(group_size(), group_rank(), n_epoch=1, bn=True)
+    return calls
+
+def test_syncbatchnorm_runs():
+    for calls in run_ranks(rank_torchs_path, 2, env=dict(CUDA_VISIBLE_DEVICES=0)): assert calls and set(calls)=={'cuda'}
+
+def rank_pinned():
+    "Whether what the loader of the context gives is pinned"
+    learn = make(pin=True)
+    with process_group(), learn.distrib_ctx():
+        b = next(iter(learn.dls.train))
+        return b[0].is_pinned(),str(learn.dls.device),str(learn.dls.one_batch()[0].device)
+
+def test_pinned_memory():
+    for pinned,device,batch in run_ranks(rank_pinned, 2, env=dict(CUDA_VISIBLE_DEVICES=0)): assert pinned and device==batch=='cuda:0'
+
+def rank_cuda_id():
+    res = [str(default_device())]
+    learn = make(device='cpu')
+    with learn.distrib_ctx(cuda_id=torch.cuda.device_count()-1):
+        learn.fit(1)
+        res += [sorted(learn.seen), str(learn.dls.device)]
+    res.append(str(learn.dls.device))
+    try:
+        with learn.distrib_ctx(cuda_id=torch.cuda.device_count()): pass
+    except ValueError as e: res.append(str(e))
+    return res
+
+def test_cuda_id():
+    n = torch.cuda.device_count()
+    (default,seen,inside,after,error), = run_ranks(rank_cuda_id, 1)
+    assert default=='cuda:0' and seen==[f'cuda:{n-1}']==[inside] and after=='cpu' and f'cuda_id={n}' in error
+
+def rank_collectives():
+    r,res = group_rank,{}
+    with process_group():
+        for device in ('cpu','cuda'):
+            t = torch.full((3,), group_rank()+1., device=device)
+            o = all_sum(t)
+            rows = gather_rows(torch.full((r(), 2), 7, device=device))
+            res[device] = o.tolist(),o.device.type,[x.tolist() for x in rows],{x.device.type for x in rows}
+        res['obj'] = gather_objects(r()),broadcast_object(r()),rank0_first(r)
+    return res
+
+@pytest.mark.parametrize('W', [1, 2])
+def test_collectives_carry_tensors_of_either_device(W):
+    k = W*(W+1)/2
+    for r,got in enumerate(run_ranks(rank_collectives, W, env=dict(CUDA_VISIBLE_DEVICES=0))):
+        for device in ('cpu','cuda'): assert got[device]==([k]*3, device, [[], [[7, 7]]][:W], {device})
+        assert got['obj']==(list(range(W)), 0, r)
+
+def rank_streams():
+    "Dropout on the GPU: each rank draws from its own stream, and the global one goes on where it was"
+    torch.cuda.manual_seed(42)
+    learn = make()
+    learn.model = nn.Sequential(nn.Linear(6, 64), nn.Dropout(.5), nn.Linear(64, 3)).double()
+    masks = []
+    class Masks(Callback):
+        def after_pred(self): masks.append(torch.rand(2, device='cuda').tolist())
+    torch.cuda.manual_seed(7)
+    with learn.distrib_ctx(seed=1), learn.added_cbs(Masks()): learn.fit(1)
+    after = torch.rand(2, device='cuda').tolist()
+    torch.cuda.manual_seed(7)
+    return masks,after==torch.rand(2, device='cuda').tolist()
+
+def test_random_streams_on_the_gpu():
+    (m0,same0),(m1,same1) = run_ranks(rank_streams, 2, env=dict(CUDA_VISIBLE_DEVICES=0))
+    assert m0!=m1 and same0 and same1
+
+def rank_files(path):
+    learn = make()
+    learn.path = path
+    with learn.distrib_ctx():
+        learn.fit(1)
+        learn.save('a')
+        learn.load('a')
+    learn.dls.device = 'cpu' # a file of the GPU is read where there is none
+    learn.load('a')
+    return {str(v.device) for v in learn.model.state_dict().values()},all(torch.isfinite(p).all().item() for p in learn.model.parameters())
+
+def test_files_from_the_gpu(tmp_path):
+    for devices,finite in run_ranks(rank_files, 2, tmp_path, env=dict(CUDA_VISIBLE_DEVICES=0)): assert finite and len(devices)==1

@@ -1,0 +1,132 @@
+"What the launcher said, which device and backend follow from it, and groups that are opened and closed"
+import pytest, torch, torch.distributed as dist
+import learnerdist.env as env
+from learnerdist.env import (backend_for, close_group, current_group, default_device, group_rank, group_size, in_group, is_rank0,
+                             launch_store, local_rank,
+                             local_size, num_distrib, process_group, rank_distrib, setup_distrib, teardown_distrib)
+from learnerdist.testing import run_ranks
+
+variables = 'RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE'
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for k in variables: monkeypatch.delenv(k, raising=False)
+
+def launched(monkeypatch, **kw):
+    for k,v in kw.items(): monkeypatch.setenv(k, v)
+
+def test_without_a_launcher():
+    assert (rank_distrib(),num_distrib(),local_rank(),local_size())==(0, 0, 0, 1)
+    assert (group_rank(),group_size(),in_group(),is_rank0(),current_group(),launch_store())==(0, 1, False, True, None, None)
+
+@pytest.mark.parametrize('kw,want', [
+    (dict(RANK='5', WORLD_SIZE='8', LOCAL_RANK='1', LOCAL_WORLD_SIZE='4'), (5, 8, 1, 4)), (dict(RANK='3', WORLD_SIZE='4'), (3, 4, 3, 4)),
+    (dict(RANK='0', WORLD_SIZE='1'), (0, 1, 0, 1)), (dict(RANK='', WORLD_SIZE=''), (0, 0, 0, 1)), (dict(RANK='2', WORLD_SIZE='4',
+        LOCAL_RANK='0'), (2, 4, 0, 4))])
+def test_what_the_launcher_said(monkeypatch, kw, want):
+    launched(monkeypatch, **kw)
+    assert (rank_distrib(),num_distrib(),local_rank(),local_size())==want and is_rank0()==(want[0]==0)
+
+@pytest.fixture
+def gpus(monkeypatch):
+    "As if there were so many GPUs"
+    def f(n):
+        monkeypatch.setattr(torch.cuda, 'is_available', lambda: n>0)
+        monkeypatch.setattr(torch.cuda, 'device_count', lambda: n)
+    return f
+
+def test_devices(monkeypatch, gpus):
+    gpus(0)
+    assert default_device()==torch.device('cpu')
+    with pytest.raises(ValueError, match='cuda_id=0, but 0 GPUs'): default_device(0)
+    gpus(2)
+    assert default_device()==torch.device('cuda', 0) and default_device(1)==torch.device('cuda', 1)
+    for bad in (2, -1):
+        with pytest.raises(ValueError, match=f'cuda_id={bad}, but 2 GPUs'): default_device(bad)
+    launched(monkeypatch, RANK='5', WORLD_SIZE='8', LOCAL_RANK='1')
+    assert default_device()==torch.device('cuda', 1)
+    launched(monkeypatch, LOCAL_RANK='3') # more ranks than GPUs share them
+    assert default_device()==torch.device('cuda', 1)
+
+def test_backends(monkeypatch, gpus):
+    gpus(2)
+    assert backend_for(torch.device('cpu'))=='gloo'
+    launched(monkeypatch, RANK='0', WORLD_SIZE='2', LOCAL_WORLD_SIZE='2')
+    assert 'cuda:nccl' in backend_for(torch.device('cuda', 0)) and 'cpu:gloo' in backend_for(torch.device('cuda', 0))
+    launched(monkeypatch, WORLD_SIZE='4', LOCAL_WORLD_SIZE='4') # nccl refuses two ranks on one GPU
+    assert backend_for(torch.device('cuda', 0))=='gloo' and backend_for(torch.device('cpu'))=='gloo'
+
+def rank_groups():
+    res = {}
+    device = setup_distrib()
+    res['setup'] = in_group(),group_rank(),group_size(),device.type,dist.get_backend()
+    res['again'] = setup_distrib()==device
+    outer = dist.group.WORLD
+    with process_group() as d:
+        own = current_group()
+        res['inside'] = own is not outer and own is not None,group_rank(),group_size(),d==device
+        with process_group(): res['nested'] = current_group() is own
+        res['kept'] = current_group() is own and in_group()
+    res['left open'] = in_group(),dist.group.WORLD is outer,current_group()
+    dist.barrier()
+    teardown_distrib()
+    teardown_distrib()
+    res['closed'] = in_group(),group_rank(),group_size()
+    for _ in range(2): # one after the other
+        with process_group():
+            t = torch.ones(1)
+            dist.all_reduce(t)
+            res['sum'] = t.item()
+        assert not in_group()
+    try:
+        with process_group(): raise KeyError
+    except KeyError: res['error'] = in_group(),current_group()
+    with process_group():
+        close_group()
+        res['closed early'] = in_group()
+    with process_group(): teardown_distrib() # the user closes it under our hands
+    res['after'] = in_group(),current_group()
+    with process_group(): res['works'] = group_size()
+    return res
+
+def test_groups():
+    for r,got in enumerate(run_ranks(rank_groups, 2)):
+        on = (True, r, 2)
+        assert got['setup']==(*on, got['setup'][3], got['setup'][4]) and got['again'] and got['inside']==(*on, True) and got['nested']
+        assert got['kept']
+        assert got['left open']==(True, True, None) and got['closed']==(False, 0, 1) and got['sum']==2 and got['error']==(False, None)
+        assert not got['closed early'] and got['after']==(False, None) and got['works']==2
+
+def rank_cpu():
+    setup_distrib()
+    backend = dist.get_backend()
+    teardown_distrib()
+    return backend
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='this one is for machines without a GPU')
+def test_gloo_without_a_gpu(): assert run_ranks(rank_cpu, 2)==['gloo','gloo']
+
+def rank_world_of_one():
+    with process_group(): plain = in_group()
+    device = setup_distrib()
+    res = in_group(),group_size()
+    with process_group() as d: inside = group_size(),d==device
+    teardown_distrib()
+    return plain,res,inside,in_group()
+
+def test_world_of_one(): assert run_ranks(rank_world_of_one, 1)==[(False, (True, 1), (1, True), False)]
+
+def rank_fails_inside(failing):
+    "The others are freed from the collective that they wait in"
+    try:
+        with process_group():
+            if rank_distrib()==failing: raise KeyError('mine')
+            dist.all_reduce(torch.ones(1))
+    except Exception as e: return type(e).__name__,in_group()
+
+@pytest.mark.parametrize('failing', [0, 1])
+def test_a_rank_that_leaves_frees_the_others(failing):
+    res = run_ranks(rank_fails_inside, 2, failing, timeout_s=20)
+    assert res[failing]==('KeyError', False) and res[1-failing] is not None and not res[1-failing][1]
+
+def test_stores_are_kept_out_of_this_process(): assert env._stores=={} and env._ours==[]

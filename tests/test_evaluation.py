@@ -1,0 +1,374 @@
+"Every number of a validation on several ranks is the one that a single process computes on the whole data set"
+import contextlib,functools,io,math,traceback
+import numpy as np, pytest, torch
+from sklearn.datasets import load_digits
+from sklearn.metrics import f1_score, roc_auc_score
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import (BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SubsetRandomSampler, TensorDataset,
+                              WeightedRandomSampler)
+from torchmetrics import MetricCollection, classification as tm
+from learnerdist.all import (AccumMetric, AvgMetric, Callback, CancelBatchException, CSVLogger, DataLoaders, Learner, Metric, Rows, TfmdDL,
+                             accuracy, find_bs, group_rank, process_group, reduction, skm_metric)
+from learnerdist.testing import RanksError, run_ranks
+
+def values(learn): return [o if o is None else torch.as_tensor(o).double().tolist() for o in learn.final_record]
+
+def assert_close(a, b, tol=1e-6):
+    "Nested lists of numbers, nan equal to nan; whatever is no float is the same"
+    if isinstance(b, dict): a,b = [a[k] for k in b],list(b.values())
+    if isinstance(b, (list,tuple)):
+        assert len(a)==len(b), (a, b)
+        for o,p in zip(a, b): assert_close(o, p, tol)
+    elif isinstance(b, float): assert a==pytest.approx(b, abs=tol, nan_ok=True)
+    else: assert a==b
+
+# --- n, bs and W ------------------------------------------------------------------------------------------------------------
+
+class Zero(nn.Module):
+    def forward(self, x): return x*0
+
+sizes = [(n, bs) for n in range(1, 18) for bs in (1, 2, 4, 16)]
+
+def sweep_data(n): return torch.arange(n)[:,None]*1.,(torch.arange(n)[:,None]*3.)%5-1
+
+def sweep_one(n, bs, model):
+    x,y = sweep_data(n)
+    dls = DataLoaders.from_dsets(TensorDataset(x, y), TensorDataset(x, y), bs=bs)
+    learn = Learner(dls, model, nn.MSELoss(), metrics=[F.l1_loss, AccumMetric(lambda p,t: (p-t).abs().max())])
+    with learn.distrib_ctx(): return learn.validate(),[o.flatten().tolist() for o in learn.get_preds(with_loss=True)]
+
+def rank_sweep():
+    with process_group(): return {(n, bs): (sweep_one(n, bs, nn.Identity()), sweep_one(n, bs, Zero())) for n,bs in sizes}
+
+@functools.cache
+def sweep(W): return run_ranks(rank_sweep, W, timeout_s=240)
+
+def by_hand(n, bs, factor):
+    x,y = ([v.item() for v in o] for o in sweep_data(n))
+    preds = [factor*v for v in x]
+    losses = [(p-t)**2 for p,t in zip(preds, y)]
+    diffs = [abs(p-t) for p,t in zip(preds, y)]
+    return [sum(losses)/n, sum(diffs)/n, max(diffs)],preds,y,losses
+
+@pytest.mark.parametrize('W', [1, 2, 3, 4])
+def test_every_size_against_values_by_hand(W):
+    for rank in sweep(W):
+        for n,bs in sizes:
+            for factor,(record,(preds,targs,losses)) in zip((1, 0), rank[n,bs]):
+                means,p,t,l = by_hand(n, bs, factor)
+                assert (preds, targs)==(p, t), (n, bs)
+                assert record==pytest.approx(means, rel=1e-6) and losses==pytest.approx(l, rel=1e-6), (n, bs)
+
+# --- digits -----------------------------------------------------------------------------------------------------------------
+
+class BatchMeans(Metric):
+    "A class never seen: the mean of the batches' means, which depends on where the batches end"
+    def reset(self): self.means = []
+    def accumulate(self, learn): self.means.append(accuracy(learn.pred, learn.y).item())
+    @property
+    def value(self): return sum(self.means)/len(self.means) if self.means else None
+
+class Histogram(Metric):
+    "Another: of the inputs, with the index of the batch, the loss and the number of inputs"
+    def reset(self): self.counts = torch.zeros(8)
+    def accumulate(self, learn):
+        others = learn.iter,learn.loss*find_bs(learn.yb),learn.y.float().sum()
+        self.counts += torch.cat([torch.histc(learn.xb[0], 5, -2, 2), torch.tensor(others)])
+    @property
+    def value(self): return self.counts.tolist()
+
+def softmax(x): return x.softmax(-1)
+def as_float(p, t): return F.cross_entropy(p, t).item()
+def as_numpy(p, t): return np.float32((p.argmax(-1)==t).float().mean())
+
+def digits_metrics():
+    return [accuracy, as_float, as_numpy, skm_metric(f1_score, dim_argmax=-1, average='macro'),
+            skm_metric(roc_auc_score, activation=softmax, multi_class='ovr'), tm.MulticlassAccuracy(10, average='micro'),
+            tm.MulticlassAUROC(10), MetricCollection({'f1': tm.MulticlassF1Score(10), 'ap': tm.MulticlassAveragePrecision(10)}), BatchMeans]
+
+def digits_data():
+    digits = load_digits()
+    x,y = torch.tensor(digits.data, dtype=torch.float32)/16,torch.tensor(digits.target)
+    return x,y,torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).split(1400)
+
+def digits_learner(path, **kw):
+    x,y,(train,valid) = digits_data()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    dls = DataLoaders.from_dsets(TensorDataset(x[train], y[train]), TensorDataset(x[valid], y[valid]), bs=32, path=path)
+    return Learner(dls, model, nn.CrossEntropyLoss(), torch.optim.SGD, lr=1., metrics=digits_metrics(), **kw)
+
+class Weights(Callback):
+    def __init__(self): self.states = []
+    def after_epoch(self): self.states.append({k:v.clone() for k,v in self.model.state_dict().items()})
+
+def rank_digits(path):
+    learn,weights,out = digits_learner(path, cbs=CSVLogger()),Weights(),io.StringIO()
+    with learn.distrib_ctx(seed=1), contextlib.redirect_stdout(out): learn.fit(2, cbs=weights)
+    fit_record = learn.final_record
+    with learn.distrib_ctx(): record = learn.validate()
+    return dict(values=learn.recorder.values, fit_record=fit_record, record=record, final=learn.final_record, table=out.getvalue(),
+                states=weights.states)
+
+@pytest.mark.parametrize('W', [2, 3])
+def test_digits(W, tmp_path):
+    ranks = run_ranks(rank_digits, W, tmp_path)
+    learn,expect = digits_learner(tmp_path),[]
+    for state in ranks[0]['states']:
+        learn.model.load_state_dict(state)
+        expect.append(learn.validate())
+    assert len(expect)==2 and expect[1][1]>.7 and None not in expect[0]
+    for o in ranks:
+        assert_close([v[1:] for v in o['values']], expect)
+        assert o['fit_record']==o['values'][-1] and o['values']==ranks[0]['values']
+        for record in (o['record'], o['final']): assert_close(record, expect[-1])
+    table = [[*map(float, line.split()[1:-1])] for line in ranks[0]['table'].splitlines()[1:]]
+    csv = [[*map(float, line.split(',')[1:])] for line in (tmp_path/'history.csv').read_text().splitlines()[1:]]
+    for rows in (table, csv): assert_close([row[1:] for row in rows], expect, 2e-6) # the table has six digits
+    assert not any(o['table'] for o in ranks[1:])
+
+# --- one case after the other, alone and on ranks ---------------------------------------------------------------------------
+
+def xy(n=13, *shape):
+    g = torch.Generator().manual_seed(n)
+    return torch.randn(n, *shape, 3, generator=g),torch.randint(4, (n, *shape), generator=g)
+
+def make(valid, n_train=8, metrics=(accuracy, BatchMeans, Histogram), loss=F.cross_entropy, **kw):
+    torch.manual_seed(0)
+    train = DataLoader(TensorDataset(*xy(n_train)), 4)
+    return Learner(DataLoaders(train, valid), nn.Linear(3, 4), loss, torch.optim.SGD, lr=.1, metrics=[*metrics], **kw)
+
+def validated(ctx, *args, cbs=None, **kw):
+    learn = make(*args, **kw)
+    with ctx(learn): learn.validate(cbs=cbs)
+    return values(learn)
+
+class KeyedXY(Dataset):
+    def __init__(self, n): self.x,self.y = xy(n)
+    def __len__(self): return len(self.x)
+    def __getitem__(self, i): return self.x[i],self.y[i]
+
+class StreamXY(IterableDataset):
+    def __init__(self, n): self.x,self.y = xy(n)
+    def __iter__(self): return iter(zip(self.x, self.y))
+
+class Uneven:
+    "A batch sampler of the user's: batches of 1, 2, 3, … samples, from the last to the first"
+    def __init__(self, n): self.n = n
+    def __iter__(self):
+        left,size = [*range(self.n)],1
+        while left:
+            yield [left.pop() for _ in range(min(size, len(left)))]
+            size += 1
+    def __len__(self): return len([*iter(self)])
+
+def nan_for_some(p, t): return p.mean()*(math.nan if t.max()<2 else 1)
+def always_nan(p, t): return torch.tensor(math.nan)
+
+def tokens_loss(p, t): return F.cross_entropy(p.flatten(0, -2), t.flatten())
+
+class Largest(AvgMetric):
+    "A subclass whose state does not add up"
+    def __init__(self): super().__init__(None, 'largest')
+    def accumulate(self, learn): self.total,self.count = max(self.total, learn.pred.max()),1
+
+class Counts(AccumMetric):
+    "Of the samples of one class only: rows that are fewer than the samples"
+    def __init__(self): super().__init__(lambda p,t: (p.sum(0)*t[:,None]).sum().item())
+    def accumulate(self, learn):
+        self.preds.append(learn.pred[learn.y==1])
+        self.targs.append(learn.y[learn.y==1])
+
+class Uncounted(Counts): "Kept as `Counts` is, and as that registered"
+
+@reduction.register
+def _(m:Counts): return Rows(m, 'preds','targs')
+
+class Flat(AccumMetric):
+    "Each token is a row, so that rows are more than the samples"
+    def __init__(self): super().__init__(lambda p,t: (p[:,0]*torch.arange(len(p))*(t+1)).sum().item())
+    def accumulate(self, learn):
+        self.preds.append(learn.pred.flatten(0, 1))
+        self.targs.append(learn.y.flatten())
+
+@reduction.register
+def _(m:Flat): return Rows(m, 'preds','targs')
+
+class SkipBatch(Callback):
+    "Cancels the batch that has sample `x`"
+    order,run_train = 5,False
+    def __init__(self, x): self.x = x
+    def before_batch(self):
+        if (self.learn.x==self.x).all(-1).any(): raise CancelBatchException
+
+class FlatLM(nn.Module):
+    "Flattens tokens into rows, its output has as many for each sample"
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 4)
+    def forward(self, x): return self.lin(x).flatten(0, 1)
+
+class ShapeMetric(Metric):
+    def reset(self): self.shapes = []
+    def accumulate(self, learn): self.shapes += [*learn.pred.shape,*learn.y.shape,*learn.xb[0].shape]
+    @property
+    def value(self): return self.shapes
+
+def flat_lm(ctx):
+    x,y = xy(7, 5)
+    torch.manual_seed(0)
+    dls = DataLoaders.from_dsets(TensorDataset(x, y), TensorDataset(x, y), bs=2)
+    learn = Learner(dls, FlatLM(), lambda p,t: F.cross_entropy(p, t.flatten()), metrics=[ShapeMetric])
+    with ctx(learn): learn.validate()
+    return values(learn)
+
+def dict_model(ctx):
+    "Batches and outputs that are dicts, also the last one of a single sample"
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(3, 4)
+        def forward(self, b): return dict(logits=self.lin(b['x']), aux=[b['x']])
+    class Agree(BatchMeans):
+        def accumulate(self, learn):
+            b,pred = learn.xb[0],learn.pred
+            assert learn.yb[0]['y'].equal(b['y']) and pred['aux'][0].equal(b['x'])
+            self.means.append(accuracy(pred['logits'], b['y']).item())
+    x,y = xy(9)
+    torch.manual_seed(0)
+    items = [dict(x=a, y=b) for a,b in zip(x, y)]
+    learn = Learner(DataLoaders.from_dsets(items, items, bs=4), Model(), lambda p,b: F.cross_entropy(p['logits'], b['y']), metrics=[Agree])
+    with ctx(learn): learn.validate()
+    return values(learn)
+
+cases = dict(
+    function_kinds=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 4), metrics=[accuracy, as_float, as_numpy]),
+    nan=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 1), metrics=[nan_for_some, always_nan, accuracy]),
+    no_sample=lambda ctx: validated(ctx, TfmdDL(KeyedXY(0), 4), metrics=[accuracy, BatchMeans, Counts, tm.MulticlassAccuracy(4)]),
+    fewer_samples_than_ranks=lambda ctx: validated(ctx, TfmdDL(KeyedXY(1), 4), metrics=[accuracy, BatchMeans, Histogram, Counts,
+        tm.MulticlassAccuracy(4), tm.MulticlassAUROC(4), skm_metric(f1_score, dim_argmax=-1, average='macro')]),
+    fewer_samples_than_a_batch=lambda ctx: validated(ctx, TfmdDL(KeyedXY(5), 4)),
+    tokens=lambda ctx: validated(ctx, TfmdDL(TensorDataset(*xy(7, 5)), 2), loss=tokens_loss,
+        metrics=[accuracy, BatchMeans, Histogram, Flat]),
+    rows_fewer_than_samples=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 4), metrics=[Counts]),
+    batch_sampler=lambda ctx: validated(ctx, DataLoader(KeyedXY(13), batch_sampler=Uneven(13))),
+    torch_batch_sampler=lambda ctx: validated(ctx, DataLoader(KeyedXY(13), batch_sampler=BatchSampler(range(12, -1, -1), 3, False))),
+    no_automatic_batches=lambda ctx: validated(ctx, DataLoader([xy(n) for n in (3, 1, 4, 2, 5)], None)),
+    stream=lambda ctx: validated(ctx, DataLoader(StreamXY(13), 4)),
+    stream_of_batches=lambda ctx: validated(ctx, DataLoader(ReadyBatches(), None)),
+    stream_with_workers=lambda ctx: validated(ctx, DataLoader(StreamXY(13), 2, num_workers=2), metrics=[accuracy]),
+    map_style_with_workers=lambda ctx: validated(ctx, DataLoader(KeyedXY(13), 2, num_workers=2)),
+    drop_last=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 4, drop_last=True)),
+    drop_last_and_nothing_left=lambda ctx: validated(ctx, TfmdDL(KeyedXY(3), 4, drop_last=True)),
+    drop_last_in_batch_sampler=lambda ctx: validated(ctx, DataLoader(KeyedXY(13), batch_sampler=BatchSampler(range(12, -1, -1), 3, True))),
+    drop_last_stream=lambda ctx: validated(ctx, DataLoader(StreamXY(13), 4, drop_last=True)),
+    subclasses=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 4), metrics=[Largest, Uncounted]),
+    flattened_predictions=flat_lm,
+    dicts=dict_model,
+    skipped_batch=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 1), cbs=SkipBatch(xy(13)[0][5])),
+)
+# What draws from a random stream is compared with a context of one process, where the stream is the same
+random_cases = dict(
+    shuffled=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 4, shuffle=True)),
+    weighted=lambda ctx: validated(ctx, DataLoader(KeyedXY(13), 4, sampler=weighted())),
+    subset=lambda ctx: validated(ctx, DataLoader(KeyedXY(13), 4, sampler=SubsetRandomSampler([1, 2, 5, 7, 11]))),
+    shuffled_drop_last=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 4, shuffle=True, drop_last=True)),
+    weighted_drop_last=lambda ctx: validated(ctx, DataLoader(KeyedXY(13), 4, sampler=weighted(), drop_last=True)))
+
+def weighted(): return WeightedRandomSampler(torch.arange(13.), 10)
+
+class ReadyBatches(IterableDataset):
+    def __iter__(self): return (xy(n) for n in (3, 1, 4, 2, 5))
+
+def in_ctx(learn): return learn.distrib_ctx(seed=1)
+
+def outcome(name):
+    try: return {**cases,**random_cases}[name](in_ctx)
+    except Exception: return traceback.format_exc() # the next cases go on
+
+def rank_cases(names):
+    with process_group(): return {o: outcome(o) for o in names}
+
+@functools.cache
+def on_ranks(W): return run_ranks(rank_cases, W, [*cases,*random_cases], timeout_s=240)
+
+@pytest.mark.parametrize('name', [*cases,*random_cases])
+def test_case(name):
+    func = {**cases,**random_cases}[name]
+    expect = func(in_ctx if name in random_cases else lambda learn: contextlib.nullcontext())
+    assert_close(func(in_ctx), expect)
+    for W in (2, 3):
+        for got in on_ranks(W): assert_close(got[name], expect)
+
+# --- loaders that are split already -----------------------------------------------------------------------------------------
+
+class OwnSampler:
+    "A sampler of the user's that splits: the first half is for rank 0"
+    def __init__(self, n, rank, num_replicas): self.n,self.rank,self.num_replicas = n,rank,num_replicas
+    def __iter__(self): return iter(range(self.rank*self.n//self.num_replicas, (self.rank+1)*self.n//self.num_replicas))
+    def __len__(self): return len([*iter(self)])
+
+def rank_split(kind):
+    with process_group():
+        ds = KeyedXY(13)
+        sampler = OwnSampler(13, group_rank(), 2) if kind=='own' else DistributedSampler(ds, 2, group_rank(), shuffle=kind=='shuffled')
+        metrics = [accuracy, skm_metric(f1_score, dim_argmax=-1, average='macro'), tm.MulticlassAccuracy(4, average='micro')]
+        learn = make(DataLoader(ds, 4, sampler=sampler), metrics=metrics)
+        with learn.distrib_ctx(seed=1):
+            learn.validate()
+            return values(learn),[o.tolist() for o in learn.get_preds()]
+
+@pytest.mark.parametrize('kind', ['plain', 'shuffled', 'own'])
+def test_split_by_the_user(kind):
+    metrics = [accuracy, skm_metric(f1_score, dim_argmax=-1, average='macro'), tm.MulticlassAccuracy(4, average='micro')]
+    learn = make(DataLoader(KeyedXY(13), 4), metrics=metrics)
+    learn.validate()
+    expect = values(learn),[o.tolist() for o in learn.get_preds()]
+    for got in run_ranks(rank_split, 2, kind): assert_close(got, expect)
+
+# --- within a fit -----------------------------------------------------------------------------------------------------------
+
+class Evaluates(Callback):
+    "Validates and predicts in the midst of training and at its end"
+    order = 70
+    def __init__(self): self.seen = []
+    def after_batch(self):
+        if self.training and self.iter%2: self.look()
+    def after_train(self): self.look()
+    def look(self): self.seen.append((self.learn.validate(),self.learn.get_preds(0)[0].sum().item()))
+
+def rank_within(looks):
+    with process_group():
+        learn,cb = make(TfmdDL(KeyedXY(13), 4), n_train=16*2, metrics=[accuracy, BatchMeans]),Evaluates() if looks else None
+        with learn.distrib_ctx(seed=1), learn.no_logging(): learn.fit(2, cbs=cb)
+        return learn.recorder.values,learn.recorder.losses,[p.tolist() for p in learn.model.parameters()],cb and cb.seen
+
+@pytest.mark.parametrize('W', [1, 2])
+def test_evaluation_within_a_fit_leaves_no_trace(W):
+    looked,without = run_ranks(rank_within, W, True),run_ranks(rank_within, W, False)
+    for a,b in zip(looked, without): assert a[:3]==b[:3]
+    assert len(without[0][0][0])==4 and looked[0][3][-1][0]==without[0][0][-1][1:] and looked[0][3]==looked[-1][3]
+
+# --- failures ---------------------------------------------------------------------------------------------------------------
+
+def fails_here(p, t):
+    if group_rank()==1: raise KeyError('a metric')
+    return accuracy(p, t)
+
+class FailsAtTheEnd(BatchMeans):
+    @property
+    def value(self):
+        if group_rank()==1: raise KeyError('a metric')
+        return super().value
+
+def rank_fails(metric):
+    learn = make(TfmdDL(KeyedXY(13), 2), metrics=[metric])
+    with learn.distrib_ctx(): learn.fit(1)
+
+@pytest.mark.parametrize('metric', [fails_here, FailsAtTheEnd])
+def test_a_metric_that_fails_on_one_rank_fails_on_all(metric):
+    with pytest.raises(RanksError) as e: run_ranks(rank_fails, 2, metric, timeout_s=60)
+    errors = e.value.errors
+    assert errors[1].kind=='KeyError' and errors[0].kind=='RankError'
+    assert 'rank 1' in errors[0].message and 'a metric' in errors[0].message

@@ -1,0 +1,95 @@
+"The examples as a user runs them: the README's, digits by the launcher and on one process, FashionMNIST from a server on this machine"
+import gzip,hashlib,os,re,subprocess,sys,threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler,ThreadingHTTPServer
+from importlib.util import module_from_spec,spec_from_file_location
+from pathlib import Path
+import pytest,torch
+import torchvision # noqa: F401  (so that ranks start with it)
+from learnerdist.testing import run_ranks
+
+root = Path(__file__).parent.parent
+launcher = '-m','learnerdist.launch','--nproc','2'
+columns = ['epoch','train_loss','valid_loss','accuracy','time']
+
+def run_script(args, cwd=root):
+    env = dict(os.environ, PYTHONPATH=str(root), OMP_NUM_THREADS='1')
+    return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+def parse_table(out):
+    "The rows of the only table in `out`, without the clock, and the line after it"
+    header,*rows,last = [o.split() for o in out.splitlines()]
+    assert header==columns and all(len(o)==len(columns) for o in rows)
+    assert [int(o[0]) for o in rows]==[*range(len(rows))]
+    return [[float(v) for v in o[1:-1]] for o in rows],last
+
+def test_digits_on_two_processes_as_on_one():
+    with ThreadPoolExecutor() as pool:
+        two,one = pool.map(run_script, [(*launcher,'examples/digits.py'), ('examples/digits.py','--bs','64')])
+    assert (two.returncode, one.returncode) == (0, 0), two.stderr+one.stderr
+    (rows2,last2),(rows1,last1) = parse_table(two.stdout),parse_table(one.stdout)
+    assert len(rows2)==5
+    assert rows2==[pytest.approx(o, rel=1e-3, abs=1e-5) for o in rows1]
+    assert last2==last1 and last2[0]=='accuracy' and float(last2[1])>=.95
+
+def test_readmes_example(tmp_path):
+    (tmp_path/'train.py').write_text(re.search(r'```python\n(.*?)```', (root/'README.md').read_text(), re.S)[1])
+    res = run_script((*launcher,str(tmp_path/'train.py')), tmp_path)
+    assert res.returncode==0, res.stderr
+    header,*rows,last = res.stdout.splitlines()
+    assert header.split()[:-1]==['epoch','train_loss','valid_loss','error'] and len(rows)==5
+    assert last==f'500 predictions, error {rows[-1].split()[3]}'
+    assert (tmp_path/'models/sine.pth').exists()
+
+def write_idx(file, t):
+    "Bytes in the format of MNIST: kind, number of dimensions, sizes, values"
+    head = bytes([0, 0, 8, t.ndim]) + b''.join(n.to_bytes(4, 'big') for n in t.shape)
+    file.write_bytes(gzip.compress(head+t.numpy().tobytes()))
+
+def write_fashion_mnist(folder, sizes):
+    "Random files in the form of FashionMNIST's: each one's name and md5"
+    g = torch.Generator().manual_seed(0)
+    for name,n in sizes.items():
+        write_idx(folder/f'{name}-images-idx3-ubyte.gz', torch.randint(256, (n,28,28), generator=g).byte())
+        write_idx(folder/f'{name}-labels-idx1-ubyte.gz', torch.randint(10, (n,), generator=g).byte())
+    return [(o.name, hashlib.md5(o.read_bytes()).hexdigest()) for o in sorted(folder.iterdir())]
+
+@contextmanager
+def serve(folder):
+    "A server of `folder` on a port that is free; yields its address and, as they come, the files that are fetched"
+    fetched = []
+    class Handler(SimpleHTTPRequestHandler):
+        def __init__(self, *args): super().__init__(*args, directory=folder)
+        def log_message(self, *args):
+            probe = self.headers.get('Method')=='HEAD' # so torchvision asks first where a redirection leads
+            if not probe: fetched.append(self.path.strip('/'))
+    with ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try: yield f'http://127.0.0.1:{server.server_port}/',fetched
+        finally:
+            server.shutdown()
+            thread.join()
+
+def train_fashion_mnist(url, resources, *args):
+    "The example's last row: after a download from `url`, and again from what is there by then"
+    from torchvision.datasets import FashionMNIST
+    FashionMNIST.mirrors,FashionMNIST.resources = [url],resources
+    spec = spec_from_file_location('fashion_mnist', root/'examples/fashion_mnist.py')
+    example = module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return [example.main([*args]) for _ in range(2)]
+
+def test_fashion_mnist_is_downloaded_once_for_all_ranks(tmp_path):
+    (served := tmp_path/'served').mkdir()
+    resources = write_fashion_mnist(served, dict(train=24, t10k=13))
+    args = '--root',str(tmp_path/'data'),'--epochs','1','--bs','8','--resize','32','--limit','20'
+    with serve(served) as (url,fetched):
+        two = run_ranks(train_fashion_mnist, 2, url, resources, *args, env=dict(no_proxy='127.0.0.1'))
+        assert Counter(fetched) == {name: 1 for name,_ in resources}
+        one, = run_ranks(train_fashion_mnist, 1, url, resources, *args)
+        assert len(fetched) == len(resources)
+    assert two[0]==two[1] and two[0][0]==two[0][1]
+    assert two[0][0]==pytest.approx(one[0], rel=1e-3)

@@ -1,0 +1,230 @@
+"Each kind of fastai's loaders: dealt out, trained on, predicted in order"
+import random, warnings
+import pytest
+pytest.importorskip('fastai')
+import numpy as np, pandas as pd, torch
+from fastai.callback.data import PartialDL, WeightedDL
+from fastai.data.core import DataLoaders, Datasets, TfmdDL
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from fastai.optimizer import SGD
+from fastai.tabular.all import Categorify, CategoryBlock, FillMissing, Normalize, TabularPandas, tabular_learner
+from fastai.text.data import LMDataLoader, Pad_Input, SortedDL
+from fasttransform import Transform
+from torch import nn
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterableDataset
+from test_fastai import CrossEntropy, accuracy, data, floats, history, items, plain, same
+from test_fastai_callbacks import quiet
+from learnerdist.fastai import *
+from learnerdist.fastai_loaders import ShareDL
+
+warnings.filterwarnings('ignore')
+F64 = torch.float64
+
+def rows(dl, r, W, epoch=0, **kw):
+    share = ShareDL.from_dl(dl, r, W, seed=5, **kw)
+    share.set_epoch(epoch)
+    res = [b for b in share]
+    assert len(share)==len(res)
+    return [o for b in res for o in (b.tolist() if torch.is_tensor(b) else b)]
+
+# --- shares, in one process -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('n', [0, 1, 5, 16, 47])
+@pytest.mark.parametrize('bs', [1, 4])
+@pytest.mark.parametrize('W', [1, 2, 3, 8])
+@pytest.mark.parametrize('kw', [{}, dict(shuffle=True), dict(shuffle=True, drop_last=True), dict(drop_last=True)])
+def test_shares_of_a_plain_loader(n, bs, W, kw):
+    dl = TfmdDL(list(range(n)), bs=bs, num_workers=0, **kw)
+    shares = [rows(dl, r, W) for r in range(W)]
+    assert len({len(s) for s in shares})==1
+    if not kw.get('drop_last'): assert sorted({i for s in shares for i in s})==list(range(n))
+    whole = [rows(TfmdDL(list(range(n)), bs=bs*W, num_workers=0, **kw), 0, 1)]
+    if n%W==0: assert [i for row in zip(*shares) for i in row][:len(whole[0])]==whole[0]
+    own = [rows(dl, r, W, pad=False) for r in range(W)]
+    if not kw.get('drop_last'): assert sorted(i for s in own for i in s)==list(range(n))
+
+def test_epochs_differ_and_repeat():
+    dl = TfmdDL(list(range(40)), bs=4, shuffle=True, num_workers=0)
+    a,b,c = rows(dl, 0, 2, 0),rows(dl, 0, 2, 1),rows(dl, 0, 2, 0)
+    assert a!=b and a==c and sorted(a+rows(dl, 1, 2, 0))==list(range(40))
+
+def test_settings_are_kept():
+    dl = TfmdDL(list(range(40)), bs=4, after_item=lambda o: o+1, after_batch=lambda b: b*2, num_workers=2)
+    share = ShareDL.from_dl(dl, 1, 2)
+    assert share.fake_l.num_workers==2 and [o.tolist() for o in share][0]==[4,8,12,16]
+    assert [o.tolist() for o in dl][0]==[2,4,6,8] # the loader itself is as it was
+    assert share.one_batch().tolist()==[4,8,12,16]
+
+class Odd(TfmdDL):
+    "Reads odd items only, twice"
+    def get_idxs(self): return [i for i in range(self.n) if i%2]*2
+
+def test_a_users_own_order():
+    dl = Odd(list(range(20)), bs=2, num_workers=0)
+    assert [rows(dl, r, 2) for r in range(2)]==[[1,5,9,13,17]*2, [3,7,11,15,19]*2]
+
+class Skips(IterableDataset):
+    def __init__(self, n): self.n = n
+    def __iter__(self): return iter(range(self.n))
+
+def test_streams():
+    for workers in (0,2):
+        dl = DataLoader(Skips(11), bs=2, n=11, num_workers=workers)
+        assert [rows(dl, r, 2) for r in range(2)]==[[0,2,4,6,8,10], [1,3,5,7,9,0]]
+
+@pytest.mark.parametrize('kind', [WeightedDL, PartialDL, SortedDL])
+def test_steps_are_those_of_one_process(kind):
+    ds = [(torch.arange(i%7+1),) for i in range(48)]
+    kw = {WeightedDL: dict(wgts=np.arange(48)+1.), PartialDL: dict(partial_n=24), SortedDL: dict(sort_func=lambda o: len(o[0]))}[kind]
+    kw.update(shuffle=True, num_workers=0, create_batch=lambda b: [len(o[0]) for o in b])
+    mk = lambda bs: kind(ds, bs=bs, **kw)
+    one,two = rows(mk(8), 0, 1),[rows(mk(4), r, 2) for r in range(2)]
+    assert [i for pair in zip(*two) for i in pair]==one and len(one)==(24 if kind is PartialDL else 48)
+
+@pytest.mark.parametrize('W', [1, 2, 3])
+@pytest.mark.parametrize('shuffle', [False, True])
+def test_streams_of_a_language_model_go_on(W, shuffle):
+    texts = [torch.arange(i*1000, i*1000+20+i) for i in range(30)]
+    mk = lambda bs: LMDataLoader(texts, lens=[len(o) for o in texts], bs=bs, seq_len=7, shuffle=shuffle)
+    shares = [ShareDL.from_dl(mk(4), r, W, seed=5) for r in range(W)]
+    one,first = ShareDL.from_dl(mk(4*W), 0, 1, seed=5),None
+    for epoch in range(2):
+        for o in [one,*shares]: o.set_epoch(epoch)
+        whole,parts = list(one),[list(o) for o in shares]
+        assert len(whole)==len(parts[0])==len(shares[0])
+        for i,(x,y) in enumerate(whole):
+            assert all(torch.equal(parts[r][i][0], x[r::W]) and torch.equal(parts[r][i][1], y[r::W]) for r in range(W))
+            if i: assert torch.equal(x[:,0], whole[i-1][1][:,-1])
+        if epoch: assert torch.equal(first, whole[0][0])==(not shuffle)
+        first = whole[0][0]
+
+# --- learners ---------------------------------------------------------------------------------------------------------------
+
+def learn_on(dls):
+    torch.manual_seed(7)
+    learn = Learner(dls, plain(), CrossEntropy(), opt_func=SGD, lr=.1, metrics=[accuracy])
+    with quiet(learn), learn.distrib_ctx(seed=3):
+        learn.fit(2)
+        return history(learn),learn.get_preds(with_input=True, with_loss=True, with_decoded=True),learn.get_preds(ds_idx=0)[1].sum()
+
+def x_of(i): return data(200)[0][i]
+def y_of(i): return data(200)[1][i]
+
+class Twice(Transform):
+    def encodes(self, x:torch.Tensor): return x*2 if x.is_floating_point() else x
+
+def kinds_of_dls(W):
+    torch.set_default_dtype(F64)
+    dsets = Datasets(range(80), [[x_of],[y_of]], splits=[range(48), range(48, 80)])
+    bs = 16//W
+    kw = dict(bs=bs, num_workers=0, device='cpu')
+    yield 'datasets',dsets.dataloaders(after_batch=[Twice()], **kw)
+    yield 'workers',dsets.dataloaders(**{**kw, 'num_workers': 2})
+    yield 'weighted',dsets.weighted_dataloaders(np.arange(48)+1., **kw)
+    yield 'partial',dsets.partial_dataloaders(32, **kw)
+    yield 'torch',DataLoaders(*[TorchLoader(items(n), bs, shuffle=n==48) for n in (48, 31)])
+    yield 'stream',DataLoaders(DataLoader(Stream(48), bs=bs, n=48), DataLoader(Stream(31), bs=bs, n=31))
+
+class Stream(IterableDataset):
+    def __init__(self, n): self.n = n
+    def __iter__(self): return iter(items(self.n))
+
+def all_kinds(W, rank):
+    res = {}
+    for name,dls in kinds_of_dls(W):
+        if name in ('torch','stream'): res[name] = torch_like(dls)
+        else: res[name] = learn_on(dls)
+    return res
+
+def torch_like(dls):
+    torch.manual_seed(7)
+    learn = Learner(dls, plain(), CrossEntropy(), opt_func=SGD, lr=.1, metrics=[accuracy])
+    with quiet(learn), learn.distrib_ctx(seed=3):
+        learn.fit(2)
+        return history(learn),learn.get_preds(dl=learn.dls.valid),floats(learn.validate())
+
+def test_learners_on_every_kind_of_loader():
+    want = same(all_kinds, tol=1e-6)
+    assert len(want)==6
+
+class Bag(nn.Module):
+    "Padding does not matter to it"
+    def __init__(self):
+        super().__init__()
+        self.emb,self.out = nn.Embedding(20, 6, padding_idx=1),nn.Linear(6, 3)
+    def forward(self, x): return self.out(self.emb(x).sum(1))
+
+def sentences(n, seed):
+    g = torch.Generator().manual_seed(seed)
+    lens = torch.randint(3, 15, (n,), generator=g).tolist()
+    return [(torch.randint(2, 20, (l,), generator=g), torch.tensor(i%3)) for i,l in enumerate(lens)]
+
+def length(o): return len(o[0])
+
+def sorted_texts(W, rank):
+    torch.set_default_dtype(F64)
+    dls = DataLoaders.from_dsets(sentences(64, 0), sentences(29, 1), bs=8//W, dl_type=SortedDL, sort_func=length, before_batch=Pad_Input(),
+                                 num_workers=0)
+    torch.manual_seed(7)
+    learn = Learner(dls, Bag(), CrossEntropy(), opt_func=SGD, lr=.1, metrics=[accuracy])
+    with quiet(learn), learn.distrib_ctx(seed=3):
+        learn.fit(2)
+        inputs = learn.get_preds(with_input=True)[0]
+        return history(learn),learn.get_preds(with_loss=True),[o[o!=1].tolist() for o in inputs],learn.get_preds(ds_idx=0)
+
+def test_sorted_texts():
+    got = same(sorted_texts, W=(2,4), tol=1e-6)
+    assert got[2]==[o[0].tolist() for o in sentences(29, 1)]
+
+class Recurrent(nn.Module):
+    "Carries its state from batch to batch"
+    def __init__(self):
+        super().__init__()
+        self.emb,self.rnn,self.out,self.h = nn.Embedding(20, 5),nn.GRU(5, 6, batch_first=True),nn.Linear(6, 20),None
+    def reset(self): self.h = None
+    def forward(self, x):
+        y,h = self.rnn(self.emb(x), self.h)
+        self.h = h.detach()
+        return self.out(y)
+
+class SeqCrossEntropy(CrossEntropy):
+    def forward(self, out, y): return super().forward(out.flatten(0, 1), y.flatten())
+def seq_accuracy(pred, targ): return (pred.argmax(-1)==targ).double().mean()
+
+def language_model(W, rank):
+    from fastai.callback.rnn import ModelResetter
+    from fastai.metrics import Perplexity
+    torch.set_default_dtype(F64)
+    texts = [o for o,_ in sentences(60, 0)],[o for o,_ in sentences(40, 1)]
+    dls = DataLoaders(*[LMDataLoader(t, lens=[len(o) for o in t], bs=8//W, seq_len=5, shuffle=i==0) for i,t in enumerate(texts)])
+    torch.manual_seed(7)
+    learn = Learner(dls, Recurrent(), SeqCrossEntropy(), opt_func=SGD, lr=.1, metrics=[seq_accuracy,Perplexity()], cbs=ModelResetter)
+    with quiet(learn), learn.distrib_ctx(seed=3):
+        learn.fit(2)
+        preds,targs = learn.get_preds(act=lambda o: o) # their last ones are shorter, so that they are a list
+        return history(learn),[list(o) for o in (preds,targs)]
+
+def test_language_model(): same(language_model, W=(2,4), tol=1e-6)
+
+def table(n, seed):
+    g = np.random.RandomState(seed)
+    df = pd.DataFrame(dict(a=g.randn(n), b=g.randn(n), kind=g.choice(list('xyz'), n)))
+    df['y'] = np.where(df.a+df.b>0, 'yes', 'no')
+    df.loc[::7,'b'] = np.nan
+    return df
+
+def tabular(W, rank):
+    random.seed(0), np.random.seed(0), torch.manual_seed(7), torch.set_default_dtype(torch.float32)
+    to = TabularPandas(table(90, 1), [Categorify,FillMissing,Normalize], cat_names=['kind'], cont_names=['a','b'], y_names='y',
+                       y_block=CategoryBlock(), splits=(list(range(64)),list(range(64, 90))))
+    dls = to.dataloaders(bs=16//W, device='cpu')
+    learn = tabular_learner(dls, layers=[8], opt_func=SGD, lr=.01, metrics=accuracy)
+    with quiet(learn), learn.distrib_ctx(seed=3):
+        learn.fit(2)
+        test = learn.get_preds(dl=learn.dls.test_dl(table(13, 2)))[0]
+        row = learn.predict(table(13, 2).iloc[0])
+        return history(learn),learn.get_preds(),test,row[1:]
+
+def test_tabular(): same(tabular, tol=1e-5)

@@ -1,0 +1,327 @@
+"`save` writes once, whole or not at all, and waits for nobody; the `load` that follows sees the file on any rank"
+import os,pickle,stat,subprocess,sys,threading
+from pathlib import Path
+import pytest, torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from learnerdist.all import Callback, DataLoaders, Learner, RankError, TfmdDL, distrib_barrier, process_group, rank_distrib
+from learnerdist.testing import run_ranks
+
+def make(path, rank=0, value=None, opt=torch.optim.SGD):
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(16, 4, generator=g)
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    if value is not None: nn.init.constant_(model[0].weight, value)
+    items = list(zip(x, x[:,:1]))
+    return Learner(DataLoaders(TfmdDL(items, 4, shuffle=True), TfmdDL(items, 4), path=path), model, F.mse_loss, opt, lr=.1)
+
+def weight(learn): return learn.model[0].weight.flatten()[0].item()
+def set_weight(learn, v): nn.init.constant_(learn.model[0].weight, v)
+
+def await_file(path):
+    while not path.exists(): threading.Event().wait(.01)
+
+def litter(path): return sorted(o.name for o in Path(path).rglob('*') if o.is_file() and o.suffix!='.pth' and o.suffix!='.flag')
+
+class Slow:
+    "torch.save that writes half of a file, waits for a flag, and only then the whole"
+    def __init__(self, flag): self.flag,self.save = flag,torch.save
+    def __call__(self, o, f, *args, **kw):
+        Path(f).write_bytes(b'half of it')
+        await_file(self.flag)
+        self.save(o, f, *args, **kw)
+    def __enter__(self): torch.save = self
+    def __exit__(self, *exc): torch.save = self.save
+
+# --- alone ------------------------------------------------------------------------------------------------------------------
+
+def test_plain_keys_and_tensors_only(tmp_path):
+    learn = make(tmp_path)
+    with learn.no_logging(): learn.fit(1)
+    file = learn.save('a')
+    assert file==tmp_path/'models/a.pth'
+    state = torch.load(file, weights_only=True)
+    assert list(state)==['model','opt'] and list(state['model'])==list(learn.model.state_dict())
+    file = learn.save('b', with_opt=False)
+    assert list(torch.load(file, weights_only=True))==list(learn.model.state_dict())
+    nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).load_state_dict(torch.load(file, weights_only=True)) # without us
+
+def test_absolute_path_and_folders(tmp_path):
+    learn = make(tmp_path/'there')
+    assert learn.save(tmp_path/'else'/'where')==tmp_path/'else'/'where.pth'
+    assert learn.save('deep/er').exists()
+    assert learn.save('v1.5')==tmp_path/'there/models/v1.5.pth'
+    learn.load('v1.5')
+    learn.load(tmp_path/'else'/'where')
+
+def test_mode_is_that_of_any_file(tmp_path):
+    old = os.umask(0o027)
+    try: file = make(tmp_path).save('a')
+    finally: os.umask(old)
+    assert stat.S_IMODE(file.stat().st_mode)==0o640
+
+@pytest.mark.parametrize('opt', [torch.optim.SGD, torch.optim.Adam, lambda p, lr: torch.optim.SGD(p, lr, momentum=.9)])
+def test_optimizer_goes_on(tmp_path, opt):
+    def order(learn): # the same batches for both
+        torch.manual_seed(1)
+        with learn.no_logging(): learn.fit(1)
+    a = make(tmp_path, opt=opt)
+    order(a)
+    a.save('a')
+    b,c = (make(tmp_path, rank=5, opt=opt) for _ in range(2))
+    b.load('a')
+    c.load('a', with_opt=False)
+    assert b.opt is not None and c.opt is None
+    for learn in (a, b, c): order(learn)
+    same = [torch.equal(p, q) for p,q in zip(a.model.parameters(), b.model.parameters())]
+    assert all(same)
+    if opt is not torch.optim.SGD: assert not torch.equal(a.model[0].weight, c.model[0].weight)
+
+def test_load_into_a_trained_learner_keeps_its_optimizer_object(tmp_path):
+    learn = make(tmp_path, opt=torch.optim.Adam)
+    with learn.no_logging(): learn.fit(1)
+    learn.save('a')
+    want,opt = learn.opt.state_dict()['state'][0]['step'].item(),learn.opt
+    with learn.no_logging(): learn.fit(1)
+    assert learn.load('a') is learn and learn.opt is opt and opt.state_dict()['state'][0]['step'].item()==want
+    with learn.no_logging(): learn.fit(1)
+
+class Evil:
+    def __reduce__(self): return os.system,('touch /nonexistent/pwned',)
+
+def test_no_code_is_unpickled(tmp_path):
+    learn = make(tmp_path)
+    (tmp_path/'models').mkdir()
+    for name,o in dict(evil=Evil(), module=learn.model, nested=dict(model=Evil(), opt={})).items():
+        torch.save(o, tmp_path/f'models/{name}.pth')
+        with pytest.raises(ValueError, match=f'{name}.pth'): learn.load(name)
+    (tmp_path/'models/plain.pth').write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ValueError, match='plain.pth'): learn.load('plain')
+
+def test_absent_file_and_other_model(tmp_path):
+    learn = make(tmp_path)
+    with pytest.raises(FileNotFoundError, match='absent.pth'): learn.load('absent')
+    learn.save('a')
+    other = make(tmp_path)
+    other.model = nn.Sequential(nn.Linear(4, 3))
+    with pytest.raises(RuntimeError, match='Unexpected key'): other.load('a')
+    other.load('a', strict=False)
+    assert torch.equal(other.model[0].weight, learn.model[0].weight)
+
+@pytest.mark.parametrize('error', [OSError, KeyboardInterrupt])
+def test_failed_save_leaves_the_old_file(tmp_path, monkeypatch, error):
+    learn = make(tmp_path)
+    old = learn.save('a').read_bytes()
+    def broken(o, f):
+        Path(f).write_bytes(b'half')
+        raise error('full')
+    monkeypatch.setattr(torch, 'save', broken)
+    with pytest.raises(error): learn.save('a')
+    with pytest.raises(error): learn.save('new')
+    assert (tmp_path/'models/a.pth').read_bytes()==old
+    assert [o.name for o in (tmp_path/'models').iterdir()]==['a.pth']
+
+killed = '''
+import os,sys,torch
+from pathlib import Path
+from test_files import make
+learn = make(Path(sys.argv[1]), value=1.)
+learn.save('a')
+def broken(o, f):
+    Path(f).write_bytes(b'half')
+    os._exit(3)
+torch.save = broken
+learn.save('a')
+'''
+def test_killed_save_leaves_the_old_file(tmp_path):
+    res = subprocess.run([sys.executable, '-c', killed, str(tmp_path)], cwd=Path(__file__).parent,
+                         env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)})
+    learn = make(tmp_path)
+    learn.load('a')
+    assert res.returncode==3 and weight(learn)==1
+
+def test_symbolic_link_and_read_only_folder(tmp_path):
+    learn = make(tmp_path)
+    (tmp_path/'models').mkdir()
+    (tmp_path/'models/real.pth').write_bytes(b'')
+    (tmp_path/'models/a.pth').symlink_to('real.pth')
+    learn.save('a')
+    learn.load('a')
+
+# --- on several ranks -------------------------------------------------------------------------------------------------------
+
+class Saves(Callback):
+    "Saves in the midst of a fit, with the model wrapped"
+    order = 30
+    def __init__(self, everywhere=True): self.everywhere = everywhere
+    def after_step(self):
+        if self.everywhere or not rank_distrib(): self.learn.save('step')
+
+def rank_saves(path, inside):
+    "All ranks save, then rank 0 alone, each followed by a load on every rank; rank 0 is slow"
+    rank = rank_distrib()
+    learn,res = make(path, rank),{}
+    def body(tag):
+        for i,everywhere in enumerate([True, True, False]):
+            name,flag = ('all' if everywhere else 'one'),path/f'{tag}{i}.flag'
+            set_weight(learn, 10*rank+i+1)
+            with Slow(flag):
+                if everywhere or rank==0:
+                    if rank==0 and everywhere: threading.Thread(target=flag_by_others, args=(path/f'{tag}{i}',)).start()
+                    if rank==0 and not everywhere: flag.touch()
+                    learn.save(f'{tag}_{name}')
+                if rank: (path/f'{tag}{i}').touch() # ranks come here while rank 0 has half a file
+            set_weight(learn, -1)
+            learn.load(f'{tag}_{name}')
+            res[f'{tag}{i}'] = weight(learn)
+            if inside: distrib_barrier()
+    def flag_by_others(o):
+        await_file(o)
+        o.with_suffix('.flag').touch()
+    if inside:
+        with learn.distrib_ctx(): body('in')
+    else: body('out')
+    return res
+
+@pytest.mark.parametrize('inside', [True, False])
+def test_load_sees_rank_0s_file(tmp_path, inside):
+    tag = 'in' if inside else 'out'
+    for res in run_ranks(rank_saves, 3 if inside else 2, tmp_path, inside, timeout_s=60):
+        assert res=={f'{tag}0': 1, f'{tag}1': 2, f'{tag}2': 3}
+    assert [o for o in litter(tmp_path) if '.tmp' in o]==[]
+
+def rank_saves_in_fit(path):
+    learn,res = make(path, rank_distrib()),{}
+    with learn.no_logging(), learn.distrib_ctx(seed=1):
+        learn.fit(1, cbs=Saves(everywhere=True))
+        keys = list(torch.load(path/'models/step.pth', weights_only=True)['model'])
+        learn.fit(1, cbs=Saves(everywhere=False))
+        mine = {k:v.clone() for k,v in learn.model.state_dict().items()}
+        learn.save('end')
+        learn.load('end')
+        res['same'] = all(torch.equal(mine[k], v) for k,v in learn.model.state_dict().items())
+    learn.save('out')
+    learn.load('out')
+    learn.load('end')
+    res['keys'] = keys
+    return res
+
+def test_save_within_a_fit(tmp_path):
+    plain = list(make(tmp_path).model.state_dict())
+    for res in run_ranks(rank_saves_in_fit, 2, tmp_path, timeout_s=60): assert res==dict(same=True, keys=plain)
+    assert litter(tmp_path)==[]
+
+def rank_counts(path):
+    "Who writes: each rank counts its calls of torch.save"
+    learn,n,save = make(path, rank_distrib()),[],torch.save
+    def counted(*args, **kw):
+        n.append(1)
+        return save(*args, **kw)
+    torch.save = counted
+    learn.save('out')
+    with learn.no_logging(), learn.distrib_ctx():
+        learn.save('in')
+        learn.fit(1)
+        learn.save('in')
+    with process_group(): learn.save('group')
+    return len(n)
+
+def test_only_rank_0_writes(tmp_path): assert run_ranks(rank_counts, 2, tmp_path)==[4, 0]
+
+def rank_failed_save(path, inside):
+    "Rank 0's disk is full at the second save"
+    rank,res = rank_distrib(),{}
+    learn = make(path, rank, value=7.)
+    def body():
+        learn.save('a')
+        if rank==0: torch.save = no_space
+        for name in ('a','new'):
+            try:
+                learn.save(name)
+                learn.load(name)
+            except Exception as e: res[name] = type(e).__name__,str(e).split('\n')[0],getattr(e, 'rank', None)
+    if inside:
+        with learn.distrib_ctx(): body()
+    else: body()
+    return res
+
+def no_space(o, f):
+    Path(f).write_bytes(b'half')
+    raise OSError('no space left')
+
+@pytest.mark.parametrize('inside', [True, False])
+def test_failed_save_reaches_the_ranks_that_load(tmp_path, inside):
+    res0,res1 = run_ranks(rank_failed_save, 2, tmp_path, inside, timeout_s=60)
+    for k in ('a','new'):
+        assert res0[k][:2]==('OSError','no space left')
+        assert res1[k]==('RankError','rank 0 failed with OSError: no space left',0)
+    learn = make(tmp_path)
+    assert weight(learn.load('a'))==7 and litter(tmp_path)==[] and not (tmp_path/'models/new.pth').exists()
+
+def rank_optimizer(path):
+    "A second run goes on from the file that two ranks wrote"
+    rank = rank_distrib()
+    a,b = make(path, rank, opt=torch.optim.Adam),make(path, rank+7, opt=torch.optim.Adam)
+    with a.no_logging(), a.distrib_ctx(seed=1):
+        a.fit(2)
+        a.save('a')
+    with b.no_logging(), b.distrib_ctx(seed=1):
+        b.load('a')
+        b.fit(2)
+    with a.no_logging(), a.distrib_ctx(seed=1): a.fit(2)
+    return all(torch.equal(p, q) for p,q in zip(a.model.parameters(), b.model.parameters())),a.model[0].weight.tolist()
+
+def test_optimizer_goes_on_over_ranks(tmp_path):
+    (same0,w0),(same1,w1) = run_ranks(rank_optimizer, 2, tmp_path)
+    assert same0 and same1 and w0==w1
+
+def rank_own_group(path):
+    "A group of the user's, which is closed and opened anew between the saves"
+    rank,res = rank_distrib(),[]
+    learn = make(path, rank)
+    for i in range(2):
+        dist.init_process_group('gloo', init_method=f'file://{path}/rendezvous{i}', rank=rank, world_size=2)
+        set_weight(learn, i+1)
+        learn.save('a')
+        set_weight(learn, -1)
+        res.append(weight(learn.load('a')))
+        dist.barrier()
+        dist.destroy_process_group()
+    learn.save('b')
+    learn.load('b')
+    return res
+
+def test_with_a_group_of_the_users(tmp_path): assert run_ranks(rank_own_group, 2, tmp_path, timeout_s=60)==[[1,2]]*2
+
+def rank_subset_group(path):
+    "World of the launcher is 2, but rank 1 never opens a group: rank 0 saves by itself"
+    learn = make(path, rank_distrib())
+    if rank_distrib()==0: learn.save('a')
+    return learn.load('a') is learn
+
+def test_rank_0_alone_without_a_group(tmp_path): assert run_ranks(rank_subset_group, 2, tmp_path, timeout_s=60)==[True,True]
+
+def rank_error_type(path):
+    learn = make(path, rank_distrib())
+    if rank_distrib()==0: torch.save = no_space
+    try:
+        learn.save('x')
+        learn.load('x')
+    except (OSError, RankError) as e: return type(e).__name__,'no_space' in getattr(e, 'trace', '')
+
+def test_error_brings_rank_0s_traceback(tmp_path):
+    assert run_ranks(rank_error_type, 2, tmp_path, timeout_s=60)==[('OSError', False), ('RankError', True)]
+
+def rank_resumes(path):
+    "The usual way to go on, or to start: a missing file is missing on every rank, at once"
+    learn = make(path)
+    try: learn.load('not there')
+    except FileNotFoundError: missing = True
+    with learn.no_logging(), learn.distrib_ctx(): learn.fit(1)
+    learn.save('not there')
+    learn.load('not there')
+    return missing,rank_distrib(),len(learn.recorder.losses)
+
+def test_a_missing_file_is_missing_everywhere(tmp_path):
+    assert run_ranks(rank_resumes, 2, tmp_path, timeout_s=30)==[(True,0,2),(True,1,2)]

@@ -1,0 +1,87 @@
+"The rules of CONTRIBUTING.md that a program can check; its table of modules is read from there"
+import ast,io,re,subprocess,sys,tokenize
+from configparser import ConfigParser
+from pathlib import Path
+from learnerdist.callback import all_events
+
+root = Path(__file__).parent.parent
+package = root/'learnerdist'
+rows = re.findall(r'^\| `(\w+)` \| `(\w+)\.py` \|', (root/'CONTRIBUTING.md').read_text(), re.M)
+modules = [module for _,module in rows]
+sources = {o: (package/f'{o}.py').read_text() for o in modules}
+trees = {o: ast.parse(s) for o,s in sources.items()}
+functions = ast.FunctionDef,ast.AsyncFunctionDef
+
+def imports(tree):
+    "Modules of ours that a tree imports, wherever in it"
+    for o in ast.walk(tree):
+        inside = isinstance(o, ast.ImportFrom) and (o.module or 'learnerdist')=='learnerdist' # `from . import env`
+        names = [f'learnerdist.{a.name}' for a in o.names] if inside else [a.name for a in o.names] if isinstance(o, ast.Import) else []
+        if isinstance(o, ast.ImportFrom) and not inside: names = [f'learnerdist.{o.module}' if o.level else o.module]
+        yield from (n.split('.')[1] for n in names if n.startswith('learnerdist.'))
+
+def code_lines(source):
+    "Lines with code on them: no comments, no docstrings, no blank lines"
+    lines,skip = set(),(tokenize.COMMENT,tokenize.NL,tokenize.NEWLINE,tokenize.INDENT,tokenize.DEDENT,tokenize.ENDMARKER)
+    for t in tokenize.generate_tokens(io.StringIO(source).readline):
+        if t.type not in skip: lines |= {*range(t.start[0], t.end[0]+1)}
+    docs = [o.body[0] for o in ast.walk(ast.parse(source)) if isinstance(o, (*functions,ast.ClassDef,ast.Module)) and ast.get_docstring(o)]
+    return lines - {i for d in docs if not _shares_line(d, source) for i in range(d.lineno, d.end_lineno+1)}
+
+def _shares_line(node, source): return source.splitlines()[node.lineno-1][:node.col_offset].strip()!=''
+
+def per_module(find):
+    "What `find` finds in each module, for those where it finds something"
+    return {o: found for o in modules if (found := [*find(o)])}
+
+def loaded(statement, *names):
+    "Which of these modules a fresh interpreter has loaded after `statement`"
+    code = f'import sys\n{statement}\nprint(*(o for o in {names} if o in sys.modules))'
+    return subprocess.run([sys.executable, '-c', code], cwd=root, capture_output=True, text=True, check=True).stdout.split()
+
+def test_table_names_every_module_and_notebook():
+    by_hand = {'__init__','all','_modidx'}
+    assert {o.stem for o in package.glob('*.py')} - by_hand == {*modules}
+    assert {o.stem for o in (root/'nbs').glob('[0-9]*.ipynb')} == {nb for nb,_ in rows}
+    assert all(nb.partition('_')[2]==module for nb,module in rows)
+
+def test_imports_only_modules_above():
+    assert per_module(lambda o: {*imports(trees[o])} - {*modules[:modules.index(o)]}) == {}
+
+def test_all_hands_on_every_module_for_scripts():
+    assert [*imports(ast.parse((package/'all.py').read_text()))] == [
+        o for o in modules if o not in ('processes','launch','testing') and not o.startswith('fastai')]
+
+def test_package_imports_nothing_heavy():
+    assert loaded('import learnerdist', 'torch', 'numpy', 'fastcore') == []
+
+def test_all_imports_nothing_that_is_needed_only_sometimes():
+    assert loaded('import learnerdist.all', 'torch', 'torchvision', 'matplotlib', 'tensorboard', 'torch.utils.tensorboard', 'fastai',
+                  'fastprogress', 'sklearn', 'pandas', 'IPython') == ['torch']
+
+def test_sizes():
+    assert {o: len(code_lines(s)) for o,s in sources.items() if len(code_lines(s))>250} == {}
+    assert per_module(lambda o: [f.name for f in ast.walk(trees[o]) if isinstance(f, functions) and f.end_lineno-f.lineno>=30]) == {}
+
+def _self_explaining(o): return o.name in (*all_events,'cleanup') or o.lineno==o.end_lineno
+
+def without_docstring(tree):
+    found = [o for o in tree.body if isinstance(o, (*functions,ast.ClassDef)) and not o.name.startswith('_') and not ast.get_docstring(o)]
+    return [o.name for o in found if isinstance(o, ast.ClassDef) or not _self_explaining(o)]
+
+def test_public_names_have_docstrings():
+    "Of classes, and of functions but for those that answer an event or fit on one line"
+    assert all(ast.get_docstring(o) for o in trees.values())
+    assert per_module(lambda o: without_docstring(trees[o])) == {}
+
+def test_requires_four_packages():
+    cfg = ConfigParser(delimiters=['='])
+    cfg.read(root/'settings.ini')
+    assert {re.match(r'\w+', o)[0] for o in cfg['DEFAULT']['requirements'].split()} == {'torch','torchvision','fastcore','fastprogress'}
+
+def cuda_calls(tree):
+    calls = [o for o in ast.walk(tree) if isinstance(o, ast.Call) and isinstance(o.func, ast.Attribute)]
+    return [o.lineno for o in calls if o.func.attr=='cuda']
+
+def test_nothing_calls_cuda():
+    assert per_module(lambda o: cuda_calls(trees[o])) == {}

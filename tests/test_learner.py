@@ -1,0 +1,464 @@
+"The loop: events and their order, Cancel exceptions, callbacks, parameter groups, batches of any structure, predictions"
+from functools import partial
+import pytest, torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from learnerdist.all import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
+                             CancelStepException, CancelTrainException, CancelValidException, DataLoaders, Learner, ProgressCallback,
+                             Recorder, TfmdDL, all_events, group_lrs, inner_events)
+
+def data(n=8, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 3, generator=g)
+    return x,x@torch.tensor([[1.], [-2.], [.5]])
+
+def make(cbs=None, n=8, bs=4, valid=True, **kw):
+    torch.manual_seed(0)
+    ds = TensorDataset(*data(n))
+    dls = DataLoaders(TfmdDL(ds, bs), TfmdDL(ds, bs) if valid else None)
+    kw = dict(opt_func=torch.optim.SGD, lr=.1) | kw
+    learn = Learner(dls, nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), F.mse_loss, cbs=cbs, **kw)
+    learn.logger = lambda line: None
+    return learn
+
+class Tracer(Callback):
+    "Every event, in order, and one exception at the first time that an event comes"
+    order = 90
+    def __init__(self, at=None, error=None): self.seen,self.at,self.error,self.done = [],at,error,False
+for _e in all_events:
+    def _f(self, e=_e):
+        self.seen.append(e)
+        if e!=self.at or self.done: return
+        self.done = True
+        raise self.error
+    setattr(Tracer, _e, _f)
+
+train_batch = ['before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step','after_batch']
+valid_batch = ['before_batch','after_pred','after_loss','after_batch']
+epoch = ['before_epoch','before_train',*train_batch*2,'after_train','before_validate',*valid_batch*2,'after_validate','after_epoch']
+
+def test_events_and_their_order():
+    learn = make(cbs=Tracer())
+    learn.fit(2)
+    assert learn.tracer.seen==['after_create','before_fit',*epoch*2,'after_fit']
+    learn.tracer.seen.clear()
+    learn.validate()
+    assert learn.tracer.seen==['before_validate',*valid_batch*2,'after_validate']
+
+def test_names_are_fastais():
+    want = '''after_create before_fit before_epoch before_train before_batch after_pred after_loss before_backward after_cancel_backward
+        after_backward before_step after_cancel_step after_step after_cancel_batch after_batch after_cancel_train after_train
+        before_validate after_cancel_validate after_validate after_cancel_epoch after_epoch after_cancel_fit after_fit'''.split()
+    assert list(all_events)==want and list(inner_events)==want[4:15]
+
+scopes = {CancelFitException:'fit', CancelEpochException:'epoch', CancelTrainException:'train', CancelValidException:'validate',
+          CancelBatchException:'batch', CancelBackwardException:'backward', CancelStepException:'step'}
+next_of = dict(fit=[], epoch=epoch+['after_fit'], train=['before_validate'], validate=['after_epoch'], batch=['before_batch'],
+               backward=['before_step'], step=['after_batch'])
+inside = dict(fit=['before_fit','before_epoch','before_train','after_pred','after_step','after_batch','after_train','before_validate',
+                   'after_validate','after_epoch'],
+              epoch=['before_epoch','before_train','after_pred','after_batch','after_train','before_validate','after_validate'],
+              train=['before_train','before_batch','after_pred','after_loss','before_backward','after_step','after_batch'],
+              validate=['before_validate'], batch=['before_batch','after_pred','after_loss','before_backward','after_step'],
+              backward=['before_backward'], step=['before_step'])
+
+@pytest.mark.parametrize('error,event', [(c, e) for c,s in scopes.items() for e in inside[s]])
+def test_cancel(error, event):
+    tracer,scope = Tracer(event, error),scopes[error]
+    learn = make(cbs=tracer)
+    before = learn.model[0].weight.clone()
+    learn.fit(2)
+    i = tracer.seen.index(event)
+    want = [event,f'after_cancel_{scope}',f'after_{scope}']+next_of[scope]
+    assert tracer.seen[i:i+len(want)]==want
+    assert tracer.seen[-1]=='after_fit' and tracer.seen.count('after_fit')==1
+    n_epochs = (0 if event=='before_fit' else 1) if scope=='fit' else 2
+    assert tracer.seen.count('before_epoch')==n_epochs and len(learn.recorder.values)<=n_epochs
+    if scope in ('backward','step'): assert not torch.equal(learn.model[0].weight, before)
+
+def test_cancelled_backward_and_step_leave_the_weights():
+    class No(Callback):
+        def __init__(self, error, at): setattr(self, at, partial(self._raise, error))
+        def _raise(self, error): raise error
+    for error,at in ((CancelBackwardException,'before_backward'), (CancelStepException,'before_step'), (CancelBatchException,'after_loss')):
+        learn = make(cbs=No(error, at))
+        before = [p.clone() for p in learn.model.parameters()]
+        learn.fit(1)
+        assert all(torch.equal(p, q) for p,q in zip(before, learn.model.parameters()))
+        assert all(p.grad is None or not p.grad.any() for p in learn.model.parameters()) # nothing is carried into a later fit
+
+@pytest.mark.parametrize('error,event', [(CancelTrainException,'before_train'), (CancelEpochException,'before_epoch'),
+                                         (CancelEpochException,'before_train'), (CancelBatchException,'before_batch')])
+def test_columns_stay_in_place_where_nothing_was_trained(error, event):
+    class Always(Callback):
+        run_valid = False
+        def __init__(self): setattr(self, event, self._raise)
+        def _raise(self): raise error
+    learn = make(cbs=Always(), metrics=[F.l1_loss])
+    learn.fit(1)
+    train,valid,l1 = learn.recorder.values[0]
+    assert train is None or train!=train # not measured
+    if error is not CancelEpochException: assert [valid, l1]==learn.validate()
+    else: assert valid is None and l1 is None
+
+def test_cancel_outside_of_its_loop_is_an_error():
+    for error,event in ((CancelBatchException,'before_train'), (CancelValidException,'before_train'), (CancelEpochException,'before_fit')):
+        with pytest.raises(error): make(cbs=Tracer(event, error)).fit(1)
+
+def test_an_error_comes_through_as_it_is():
+    e = KeyError('mine')
+    tracer = Tracer('after_pred', e)
+    learn = make(cbs=tracer)
+    with pytest.raises(KeyError) as got: learn.fit(1)
+    assert got.value is e and tracer.seen[-1]=='after_pred' and not learn.training and learn.xb==()
+    learn.fit(1)
+
+# --- callbacks --------------------------------------------------------------------------------------------------------------
+
+class First(Callback):
+    order = 1
+    def before_fit(self): self.learn.told.append('first')
+
+class SecondOneCallback(Callback):
+    order = 2
+    def before_fit(self): self.learn.told.append('second')
+
+def test_order_names_and_classes():
+    learn = make(cbs=[SecondOneCallback, First()])
+    learn.told = []
+    learn.fit(1)
+    assert learn.told==['first','second'] and learn.first in learn.cbs and learn.second_one.name=='second_one'
+    learn.remove_cb(First)
+    assert not hasattr(learn, 'first') and not any(isinstance(o, First) for o in learn.cbs)
+    learn.remove_cbs([learn.second_one])
+    learn.told = []
+    learn.fit(1)
+    assert learn.told==[]
+    assert learn.add_cbs([First, SecondOneCallback]) is learn and learn.add_cb(Tracer()) is learn and learn.remove_cb(Tracer) is learn
+
+def test_a_callback_reads_the_learner_through_itself():
+    class Reads(Callback):
+        def after_batch(self):
+            assert self.model is self.learn.model and self.opt is self.learn.opt and self.epoch==self.learn.epoch
+            assert self.loss is self.learn.loss
+            assert self.x is self.learn.xb[0] and self.y is self.learn.yb[0] and self.recorder is self.learn.recorder
+            self.epoch = 99 # its own, the learner's stays
+            assert self.learn.epoch==0
+            del self.epoch
+            with pytest.raises(AttributeError): _ = self.nothing_like_it
+    make(cbs=Reads()).fit(1)
+
+class Trains(Tracer): run_valid = False
+class Validates(Tracer): run_train = False
+
+def test_run_flags():
+    learn = make(cbs=[Trains(), Validates()])
+    learn.fit(1)
+    assert learn.trains.seen.count('before_batch')==2==learn.validates.seen.count('before_batch')
+    assert 'before_validate' in learn.trains.seen and 'before_train' in learn.validates.seen and 'before_step' not in learn.validates.seen
+    learn.trains.run = False
+    learn.trains.seen.clear()
+    learn.fit(1)
+    assert learn.trains.seen==[] and learn.trains.run # for one fit
+
+def test_events_set_on_the_instance_are_heard():
+    cb = First()
+    cb.after_fit = lambda: told.append('instance')
+    told = []
+    learn = make(cbs=cb)
+    learn.told = told
+    learn.fit(1)
+    assert told==['first','instance']
+
+def test_added_cbs_are_taken_away_again():
+    learn = make()
+    before = list(learn.cbs)
+    with learn.added_cbs([First(), Tracer]): assert hasattr(learn, 'first') and hasattr(learn, 'tracer')
+    assert learn.cbs==before and not hasattr(learn, 'tracer')
+    with pytest.raises(KeyError), learn.added_cbs(First()): raise KeyError
+    assert learn.cbs==before
+    with pytest.raises(KeyError): learn.fit(1, cbs=Tracer('after_loss', KeyError))
+    assert learn.cbs==before
+    with pytest.raises(ValueError): learn.fit(1, cbs=[Tracer('before_fit', ValueError), Trains()])
+    assert learn.cbs==before
+
+def test_added_cbs_of_which_one_is_refused():
+    class Fit(Callback):
+        "Its name is a method's"
+    learn = make()
+    before = list(learn.cbs)
+    with pytest.raises(ValueError, match='fit'): learn.fit(1, cbs=[Tracer(), Fit()])
+    assert learn.cbs==before and not hasattr(learn, 'tracer')
+
+@pytest.mark.parametrize('name', ['Fit','Save','Device','Model','Dls','Opt','LossFunc','Metrics','Logger'])
+def test_a_name_that_would_hide_something(name):
+    learn = make()
+    with pytest.raises(ValueError, match='name'): learn.add_cb(type(name, (Callback,), {})())
+    learn.fit(1)
+
+def test_two_of_a_kind():
+    a,b = First(),First()
+    learn = make(cbs=[a, b])
+    learn.told = []
+    learn.remove_cb(b)
+    assert learn.first is a
+    learn.fit(1)
+    assert learn.told==['first']
+
+# --- optimizers and groups --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('opt', [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad,
+                                 torch.optim.NAdam,
+                                 torch.optim.RAdam, torch.optim.Adadelta, partial(torch.optim.SGD, momentum=.9, nesterov=True)])
+def test_any_optimizer(opt):
+    learn = make(opt_func=opt, lr=.05)
+    learn.fit(3)
+    assert learn.recorder.values[-1][1]<learn.recorder.values[0][1]
+    learn.fit_one_cycle(1)
+
+def test_against_a_bare_loop():
+    learn = make(opt_func=torch.optim.Adam, lr=.01)
+    learn.fit(3)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    opt,ds = torch.optim.Adam(model.parameters(), .01),TensorDataset(*data())
+    losses = []
+    for _ in range(3):
+        for x,y in DataLoader(ds, 4):
+            opt.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            opt.step()
+            losses.append(loss.item())
+    assert all(torch.equal(p, q) for p,q in zip(model.parameters(), learn.model.parameters()))
+    assert learn.recorder.losses==pytest.approx(losses)
+
+def by_layer(m): return [list(o.parameters()) for o in m]
+
+def test_groups():
+    learn = make(splitter=by_layer, lr=[.01, .2])
+    learn.fit(1)
+    assert [g['lr'] for g in learn.opt.param_groups]==[.01, .2] and learn.recorder.lrs==[.2]*2
+    learn.fit(1, lr=slice(1e-4, 1e-2))
+    assert [g['lr'] for g in learn.opt.param_groups]==pytest.approx([1e-4, 1e-2])
+    learn.fit(1, lr=slice(1e-2))
+    assert [g['lr'] for g in learn.opt.param_groups]==pytest.approx([1e-3, 1e-2])
+    learn.fit(1, lr=.3)
+    assert [g['lr'] for g in learn.opt.param_groups]==[.3, .3]
+    with pytest.raises(ValueError, match='3 learning rates.*2 parameter groups'): learn.fit(1, lr=[1, 2, 3])
+    learn.fit(1)
+    assert [g['lr'] for g in learn.opt.param_groups]==[.01, .2]
+
+@pytest.mark.parametrize('lr,n,want', [(.1, 1, [.1]), (.1, 3, [.1]*3), (slice(1e-3, 1e-1), 3, [1e-3, 1e-2, 1e-1]),
+                                       (slice(.1), 3, [.01, .01, .1]),
+                                       (slice(1e-3, .1), 1, [.1]), (slice(.1), 1, [.1]), ((1, 2), 2, [1, 2])])
+def test_group_lrs(lr, n, want): assert group_lrs(lr, n)==pytest.approx(want)
+
+def test_frozen_parameters_stay():
+    def last_only(m):
+        m[0].requires_grad_(False)
+        return [p for p in m.parameters() if p.requires_grad]
+    learn = make(splitter=last_only)
+    before = learn.model[0].weight.clone()
+    learn.fit(1)
+    assert torch.equal(learn.model[0].weight, before)
+    learn.model[0].requires_grad_(True)
+    learn.splitter = by_layer
+    learn.fit(1, reset_opt=True)
+    assert not torch.equal(learn.model[0].weight, before) and len(learn.opt.param_groups)==2
+    learn.model.requires_grad_(False)
+    learn.splitter = lambda m: [p for p in m.parameters() if p.requires_grad]
+    with pytest.raises(ValueError, match='no trainable parameter'): learn.fit(1, reset_opt=True)
+
+def test_a_second_fit_goes_on():
+    a,b = make(opt_func=torch.optim.Adam),make(opt_func=torch.optim.Adam)
+    a.fit(4)
+    b.fit(2)
+    opt = b.opt
+    b.fit(2)
+    assert b.opt is opt and all(torch.equal(p, q) for p,q in zip(a.model.parameters(), b.model.parameters()))
+    b.fit(1, reset_opt=True)
+    assert b.opt is not opt
+
+def test_start_epoch():
+    learn = make(cbs=Tracer())
+    learn.fit(3, start_epoch=1)
+    assert learn.tracer.seen.count('before_epoch')==2 and learn.epoch==2 and len(learn.recorder.values)==2
+    learn.fit(2, start_epoch=2)
+    assert learn.recorder.values==[]
+    learn.fit(0)
+    assert learn.recorder.values==[]
+
+def test_progress_through_the_fit():
+    class Pct(Callback):
+        run_valid = False
+        def after_batch(self): self.learn.got.append((self.train_iter, self.pct_train, self.iter, self.n_iter))
+    learn = make(cbs=Pct())
+    learn.got = []
+    learn.fit(2)
+    assert learn.got==[(1, .25, 0, 2), (2, .5, 1, 2), (3, .75, 0, 2), (4, 1., 1, 2)]
+
+# --- loaders ----------------------------------------------------------------------------------------------------------------
+
+class Stream(IterableDataset):
+    def __init__(self, n=8): self.n = n
+    def __iter__(self): return iter(zip(*data(self.n)))
+
+def test_loader_without_a_length():
+    learn = make()
+    learn.dls = DataLoaders(TfmdDL(Stream(), 4), TfmdDL(Stream(6), 4))
+    learn.fit(2)
+    assert len(learn.recorder.losses)==4 and learn.pct_train==.5
+    assert learn.get_preds()[0].shape==(6, 1) and len(learn.validate())==1
+    with pytest.raises(ValueError, match='len'): learn.fit_one_cycle(1)
+
+def test_without_validation():
+    learn = make(valid=False, metrics=[F.l1_loss])
+    learn.fit(2)
+    assert [v[1:] for v in learn.recorder.values]==[[None, None]]*2 and all(v[0]>0 for v in learn.recorder.values)
+    learn.recorder.plot_loss()
+    assert len(learn.validate(ds_idx=0))==2 and len(learn.get_preds(ds_idx=0)[0])==8
+    with pytest.raises((ValueError,IndexError)): learn.validate()
+
+def test_empty_loaders():
+    learn = make()
+    learn.dls = DataLoaders(TfmdDL(TensorDataset(*data(0)), 4), TfmdDL(TensorDataset(*data(0)), 4))
+    learn.fit(1)
+    assert learn.recorder.losses==[] and all(v is None or v!=v for v in learn.recorder.values[0])
+    assert learn.validate()==[None]
+
+def test_another_loader():
+    learn = make()
+    dl = TfmdDL(TensorDataset(*data(6, seed=4)), 4)
+    learn.fit(1)
+    x,y = data(6, seed=4)
+    assert learn.validate(dl=dl)[0]==pytest.approx(F.mse_loss(learn.model(x), y).item(), rel=1e-5)
+    assert torch.allclose(learn.get_preds(dl=dl)[0], learn.model(x)) and not learn.model.training
+
+# --- batches of any structure -----------------------------------------------------------------------------------------------
+
+class DictModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 1)
+    def forward(self, b): return {'out': self.lin(b['x']), 'more': [b['x'].sum(1), (b['z']['deep'],)]}
+
+def dicts(n=10):
+    x,y = data(n)
+    return [dict(x=a, y=b, z=dict(deep=torch.tensor(float(i)))) for i,(a,b) in enumerate(zip(x, y))]
+def dict_loss(p, b, reduction='mean'): return F.mse_loss(p['out'], b['y'], reduction=reduction)
+
+def test_dicts():
+    torch.manual_seed(0)
+    items = dicts()
+    learn = Learner(DataLoaders(TfmdDL(items, 4), TfmdDL(items, 4)), DictModel(), dict_loss, torch.optim.SGD, lr=.1, metrics=[dict_loss])
+    learn.logger = lambda o: None
+    learn.fit(2)
+    x,y = data(10)
+    with torch.no_grad(): want = F.mse_loss(learn.model.lin(x), y).item()
+    loss,metric = learn.validate()
+    assert loss==pytest.approx(want, rel=1e-5)==pytest.approx(metric, rel=1e-5) # weighted by samples: 4, 4, 2
+    preds,targs = learn.get_preds()
+    assert torch.allclose(preds['out'], learn.model.lin(x)) and preds['more'][1][0].tolist()==[float(i) for i in range(10)]
+    assert torch.equal(targs['y'], y) and learn.get_preds(with_loss=True)[2].shape==(10,)
+    one = learn.predict(items[3])
+    assert torch.allclose(one['out'], preds['out'][3]) and one['more'][1][0].item()==3
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a,self.b = nn.Linear(3, 1),nn.Linear(1, 1)
+    def forward(self, x, z): return self.a(x)+self.b(z),self.b(z)
+
+def two_loss(p, y1, y2): return F.mse_loss(p[0], y1)+F.mse_loss(p[1], y2)
+
+def test_several_inputs_targets_and_outputs():
+    torch.manual_seed(0)
+    x,y = data(10)
+    items = list(zip(x, y*2, y, y+1))
+    learn = Learner(DataLoaders(TfmdDL(items, 4), TfmdDL(items, 4), n_inp=2), Two(), two_loss, torch.optim.SGD, lr=.1)
+    learn.logger = lambda o: None
+    learn.fit(1)
+    with torch.no_grad(): out = learn.model(x, y*2)
+    assert learn.validate()[0]==pytest.approx(two_loss(out, y, y+1).item(), rel=1e-5)
+    inputs,preds,targs = learn.get_preds(with_input=True)
+    assert all(torch.allclose(a, b) for a,b in zip([*inputs, *preds, *targs], [x, y*2, *out, y, y+1], strict=True))
+    assert isinstance(preds, tuple)
+    one = learn.predict((x[2], y[2]*2))
+    assert all(torch.allclose(a, b[2]) for a,b in zip(one, out, strict=True)) and learn.dls.n_inp==2
+
+def test_without_targets():
+    learn = make()
+    x,_ = data(6)
+    for ds in (x, TensorDataset(x)):
+        preds = learn.get_preds(dl=TfmdDL(ds, 4))[0]
+        assert torch.allclose(preds, learn.model(x))
+
+# --- predictions ------------------------------------------------------------------------------------------------------------
+
+def test_get_preds_options():
+    learn = make(n=10)
+    learn.fit(1)
+    x,y = data(10)
+    with torch.no_grad(): p = learn.model(x)
+    inputs,preds,targs,losses = learn.get_preds(with_input=True, with_loss=True)
+    assert torch.equal(inputs, x) and torch.allclose(preds, p) and torch.equal(targs, y) and torch.allclose(losses, (p-y).square()[:,0])
+    assert torch.allclose(learn.get_preds(act=torch.sigmoid)[0], p.sigmoid()) and not preds.requires_grad
+    learn.loss_func = nn.MSELoss()
+    assert torch.allclose(learn.get_preds(with_loss=True)[2], (p-y).square()[:,0]) and learn.loss_func.reduction=='mean'
+    learn.loss_func.activation = torch.exp
+    assert torch.allclose(learn.get_preds()[0], p.exp())
+    seen = []
+    class Sees(Callback):
+        def after_pred(self): seen.append(len(self.pred))
+    learn.get_preds(cbs=Sees())
+    assert seen==[4, 4, 2]
+
+def test_dataset_order_whatever_the_loader():
+    learn = make(n=10)
+    x,_ = data(10)
+    learn.dls = DataLoaders(TfmdDL(TensorDataset(*data(10)), 4, shuffle=True, drop_last=True),
+                            DataLoader(TensorDataset(*data(10)), 4, shuffle=True))
+    with torch.no_grad(): p = learn.model(x)
+    for i in range(2):
+        assert torch.allclose(learn.get_preds(i)[0], p) and len(learn.get_preds(i)[0])==10
+        inputs,preds,_ = learn.get_preds(i, reorder=False, with_input=True)
+        assert torch.allclose(learn.model(inputs), preds) and not torch.equal(inputs, x[:len(inputs)])
+
+def test_predict():
+    learn = make()
+    x,_ = data()
+    assert torch.allclose(learn.predict(x[3]), learn.model(x[3:4])[0]) and learn.predict(x[3]).shape==(1,)
+    assert torch.allclose(learn.predict(x[3], act=torch.exp), learn.model(x[3:4])[0].exp())
+    assert learn.dls.n_inp is None and learn.recorder.mets is not None
+
+def test_predictions_leave_the_learner_as_it_was():
+    learn = make(metrics=[F.l1_loss])
+    learn.fit(2)
+    rec,keep = learn.recorder,(list(learn.recorder.losses), [list(o) for o in learn.recorder.values])
+    cbs,metrics = list(learn.cbs),list(learn.metrics)
+    learn.get_preds()
+    learn.predict(data()[0][0])
+    learn.validate()
+    with pytest.raises(KeyError): learn.get_preds(cbs=Tracer('after_batch', KeyError))
+    assert learn.cbs==cbs and learn.metrics==metrics and (rec.losses,rec.values)==keep and len(learn.validate())==2
+
+def test_evaluation_from_a_callback_changes_nothing():
+    class Evaluates(Callback):
+        order = 70
+        def after_epoch(self): self.learn.found.append((self.learn.validate()[0], len(self.learn.get_preds()[0])))
+    learn,plain = make(cbs=Evaluates()),make()
+    learn.found,lines,plain_lines = [],[],[]
+    learn.logger,plain.logger = lines.append,plain_lines.append
+    learn.fit(3)
+    plain.fit(3)
+    assert [o[0] for o in learn.found]==[o[1] for o in plain.recorder.values] and learn.recorder.values==plain.recorder.values
+    assert [o[:-1] for o in lines[1:]]==[o[:-1] for o in plain_lines[1:]] and len(lines)==4
+    assert all(torch.equal(p, q) for p,q in zip(learn.model.parameters(), plain.model.parameters()))
+
+def test_without_a_recorder():
+    learn = make()
+    learn.remove_cbs([Recorder, ProgressCallback])
+    learn.fit(1)
+    assert learn.get_preds()[0].shape==(8, 1)

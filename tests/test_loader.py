@@ -1,0 +1,485 @@
+"DistributedDL: the shares of all ranks, in one process"
+from collections import Counter
+from itertools import product
+from types import SimpleNamespace
+import copy, math, random
+import numpy as np, pandas as pd, pytest, torch
+from torch.utils.data import (BatchSampler, ChainDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler,
+                              SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, get_worker_info)
+from learnerdist.data import TfmdDL
+from learnerdist.loader import Dealer, DistributedDL, in_order, is_split, reindexed, set_epoch, shared_rng
+from learnerdist.shard import epoch_order, undeal
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+def ranks(dl, W, epoch=None, **kw):
+    "Every rank's share of a loader. What ranks drew before differs, as in a real run"
+    res = [DistributedDL.from_dl(dl, r, W, **kw) for r in range(W)]
+    if epoch is not None: [o.set_epoch(epoch) for o in res]
+    return res
+
+def disturb():
+    for f in (torch.rand, np.random.rand, lambda n: random.random()): f(1)
+
+def read(dls):
+    "Each rank's batches as lists, the global streams moving in between"
+    res = []
+    for dl in dls:
+        disturb()
+        res.append([b.tolist() if hasattr(b, 'tolist') else b for b in dl])
+        if len(dls)>1: disturb()
+    return res
+
+def rows(parts): return [[o for b in part for o in b] for part in parts]
+def flat(parts): return sum(rows(parts), [])
+def plain(b): return b          # a collate function that keeps lists
+
+# --- the sweep ---
+
+def check(n, bs, W, drop_last, shuffle, workers):
+    dl = TfmdDL(list(range(n)), bs, shuffle=shuffle, drop_last=drop_last, num_workers=workers)
+    order = epoch_order(n, 2, 9, shuffle).tolist()
+    padded = order + [i%n for i in range(-n%W if n else 0)]
+    for pad,longer in ((True, padded), (False, order)):
+        dls = ranks(dl, W, 2, seed=9, pad=pad)
+        got = read(dls)
+        expect = [longer[r::W] for r in range(W)]
+        if drop_last: expect = [o[:len(o)//bs*bs] for o in expect]
+        assert rows(got)==expect
+        assert [len(o) for o in dls] == [len(o) for o in got]
+        assert [(o.n, o.n_total) for o in dls] == [(len(longer[r::W]), n) for r in range(W)]
+        if pad: assert len({len(o) for o in got})==1
+        assert all(len(b)==bs for part in got for b in part[:-1])
+
+@pytest.mark.parametrize('drop_last', [False, True])
+@pytest.mark.parametrize('shuffle', [False, True])
+def test_sweep(drop_last, shuffle):
+    for n,bs,W in product(range(41), range(1, 8), range(1, 7)): check(n, bs, W, drop_last, shuffle, 0)
+
+@pytest.mark.parametrize('n,bs,W,drop_last,shuffle', [
+    (0,2,2,False,False), (1,3,4,False,True), (7,2,3,True,False), (40,7,2,False,True), (12,2,3,True,True), (13,1,6,False,False),
+    (5,5,5,True,True)])
+def test_sweep_with_workers(n, bs, W, drop_last, shuffle): check(n, bs, W, drop_last, shuffle, 2)
+
+def test_global_batches_do_not_depend_on_world_size():
+    for W,b,m,drop_last in product(range(1, 7), range(1, 5), range(6), [False, True]):
+        dl = TfmdDL(range(m*W), b, shuffle=True, drop_last=drop_last)
+        one = read(ranks(dl, 1, 3, bs=W*b))[0]
+        many = [undeal(list(step)) for step in zip(*read(ranks(dl, W, 3)))]
+        assert many==one
+
+def test_epochs_reshuffle_and_rereading_does_not():
+    dls = ranks(DataLoader(range(30), 4, shuffle=True), 3)
+    first = read(dls)
+    assert read(dls)==first
+    for o in dls: o.set_epoch(1)
+    second = read(dls)
+    assert second!=first and sorted(flat(second))==list(range(30)) and [o.epoch for o in dls]==[1]*3
+    for o in dls: o.set_epoch(0)
+    assert read(dls)==first
+    assert read(ranks(dls[0].source, 3, seed=1))!=first
+
+# --- samplers ---
+
+class GlobalDraws:
+    "Yields from all three global streams, one at a time"
+    def __init__(self, n): self.n = n
+    def __iter__(self):
+        for _ in range(self.n): yield from (random.randrange(100), int(np.random.randint(100)), int(torch.randint(100, (1,))))
+    def __len__(self): return 3*self.n
+
+class Epochs:
+    epoch = 0
+    def set_epoch(self, epoch): self.epoch = epoch
+    def __iter__(self): return iter([100*self.epoch+i for i in range(5)])
+    def __len__(self): return 5
+
+class Anything(Dataset):
+    "Any key is its own sample"
+    def __getitem__(self, k): return k
+    def __len__(self): return 1000
+
+SAMPLERS = {
+    'weighted': lambda: WeightedRandomSampler(torch.rand(50, generator=torch.Generator().manual_seed(0)), 31),
+    'weighted with a generator': lambda: WeightedRandomSampler(torch.ones(50), 31, generator=torch.Generator().manual_seed(5)),
+    'replacement': lambda: RandomSampler(range(20), replacement=True, num_samples=33),
+    'part': lambda: RandomSampler(range(20), num_samples=7),
+    'subset': lambda: SubsetRandomSampler([3, 1, 4, 15, 9, 26, 5]),
+    'global draws': lambda: GlobalDraws(9),
+    'list': lambda: [5, 3, 3, 8],
+    'keys': lambda: ['a', ('b', 1), 'c', None, 2.5],
+    'one': lambda: [7],
+    'none': lambda: [],
+}
+
+@pytest.mark.parametrize('kind', SAMPLERS)
+@pytest.mark.parametrize('W', [1, 2, 3, 5])
+def test_user_samplers(kind, W):
+    make = SAMPLERS[kind]
+    sampler = make()
+    g = getattr(sampler, 'generator', None)
+    with shared_rng(4, 6, generators=[g] if g else []): alone = list(sampler)
+    dl = DataLoader(Anything(), 2, sampler=make(), collate_fn=plain)
+    for _ in range(2):                               # twice: the sampler's own generator must not move
+        whole = read(ranks(dl, W, 6, seed=4, pad=False))
+        assert undeal(rows(whole))==alone
+    dls = ranks(dl, W, 6, seed=4)
+    got = read(dls)
+    longer = alone+[alone[i%len(alone)] for i in range(-len(alone)%W if alone else 0)]
+    assert rows(got) == [longer[r::W] for r in range(W)]
+    assert [len(o) for o in dls] == [len(o) for o in got]
+    assert Counter(alone)-Counter(flat(got)) == Counter()
+
+def test_random_sampler_with_a_plain_order_is_padded_with_the_first_samples():
+    dl = DataLoader(range(5), sampler=RandomSampler(range(5)), batch_size=2)
+    assert sorted(flat(read(ranks(dl, 4)))) == [0,0,1,1,2,2,3,4]
+
+def test_a_users_generator_is_restored():
+    g = torch.Generator().manual_seed(3)
+    state = g.get_state()
+    list(ranks(DataLoader(range(9), sampler=WeightedRandomSampler(torch.ones(9), 9, generator=g)), 2)[0])
+    assert torch.equal(g.get_state(), state)
+
+def test_epoch_reaches_samplers_and_data_sets():
+    sampler = Epochs()
+    a = ranks(DataLoader(Anything(), 2, sampler=sampler), 2, 3)
+    assert rows(read(a)) == [[300,302,304], [301,303,300]]
+    b = ranks(DataLoader(Anything(), batch_sampler=BatchSampler(sampler, 3, True)), 2, 1)
+    assert rows(read(b)) == [[100,102,104], [101,103,100]]
+    ds = Anything()
+    ds.set_epoch = lambda e: setattr(ds, 'seen', e)
+    ranks(DataLoader(ds), 1, 8)
+    assert ds.seen==8
+
+# --- batch samplers ---
+
+class Buckets(BatchSampler):
+    "A subclass: its batches belong together"
+
+@pytest.mark.parametrize('W', [1, 2, 3, 4])
+def test_batch_samplers_are_dealt_by_the_batch(W):
+    batches = [[0,1], [2,3], [4,5], [6]]
+    for bs in (Buckets(SequentialSampler(range(7)), 2, False), batches):
+        dls = ranks(DataLoader(range(7), batch_sampler=bs), W)
+        assert read(dls) == [(batches+batches[:-4%W])[r::W] for r in range(W)]
+        assert [(o.unit, len(o), o.n_total) for o in dls] == [('batch', -(-4//W), 4)]*W
+        assert undeal(read(ranks(dls[0].source, W, pad=False))) == batches
+
+def test_torchs_own_batch_sampler_is_dealt_by_the_row():
+    dls = ranks(DataLoader(range(7), batch_sampler=BatchSampler(RandomSampler(range(7)), 2, True)), 2, 5)
+    order = epoch_order(7, 5, 0, True).tolist()+[0]
+    assert rows(read(dls)) == [order[::2], order[1::2]]
+    assert dls[0].unit=='row' and len(dls[0])==2
+
+@pytest.mark.parametrize('pad,expect', [(True, [[0,2,4],[1,3,0]]), (False, [[0,2,4],[1,3]])])
+def test_no_batches(pad, expect): assert [list(o) for o in ranks(DataLoader(range(5), None), 2, pad=pad)] == expect
+
+# --- streams ---
+
+class Whole(IterableDataset):
+    "Does not know of workers; shuffles by the global streams, at the start and on the way"
+    def __init__(self, n, shuffle=False): self.start,self.end,self.shuffle,self.files = 0,n,shuffle,list(range(n))
+    def order(self):
+        items = list(range(self.start, self.end))
+        if self.shuffle: random.shuffle(items)
+        return items
+    def __iter__(self):
+        items = self.order()
+        while items: yield items.pop(int(torch.randint(len(items), (1,))) if self.shuffle else 0)
+
+class Sized(Whole):
+    def __len__(self): return self.end-self.start
+
+class Own(Whole):
+    "Splits itself, in a generator"
+    def order(self):
+        info = get_worker_info()
+        items = list(range(self.end) if info is None else range(info.id, self.end, info.num_workers))
+        if self.shuffle: random.shuffle(items)
+        return items
+
+class ShuffledThenSplit(Whole):
+    def order(self):
+        info,items = get_worker_info(),np.random.permutation(self.end).tolist()
+        return items if info is None else items[info.id::info.num_workers]
+
+class LooksAround(Whole):
+    "Asks for its id and seed, which says nothing of splitting"
+    def order(self):
+        info = get_worker_info()
+        if info is not None: assert info.id>=0 and info.seed is not None and isinstance(info.dataset, IterableDataset)
+        return super().order()
+
+class Files(Whole):
+    def order(self): return list(self.files)
+
+class Declared(Whole):
+    splits_by_worker = False
+    def order(self):
+        if get_worker_info() is not None: assert get_worker_info().num_workers>0
+        return super().order()
+
+class Nested(IterableDataset):
+    def __init__(self, inner): self.inner = inner
+    def __iter__(self): return iter(self.inner)
+
+def init_range(worker_id):
+    "The idiom of torch's documentation"
+    info = get_worker_info()
+    ds = info.dataset
+    start,end = ds.start,ds.end
+    per_worker = math.ceil((end-start)/info.num_workers)
+    ds.start = start+worker_id*per_worker
+    ds.end = min(ds.start+per_worker, end)
+
+def init_files(worker_id):
+    ds = get_worker_info().dataset
+    del ds.files[1-worker_id::2]
+
+def init_nested(worker_id):
+    ds = get_worker_info().dataset.inner
+    ds.start,ds.end = (0, ds.end//2) if worker_id==0 else (ds.end//2, ds.end)
+
+def init_seed(worker_id):
+    info = get_worker_info()
+    random.seed(worker_id+10*info.num_workers)
+    info.dataset.rng = np.random.default_rng(worker_id)
+    info.dataset.my_seed = worker_id
+
+STREAMS = {
+    'whole': (lambda n: Whole(n), None), 'whole, shuffled': (lambda n: Whole(n, True), None), 'own': (lambda n: Own(n), None),
+    'own, shuffled': (lambda n: Own(n, True), None), 'shuffled, then split': (lambda n: ShuffledThenSplit(n), None),
+    'looks around': (lambda n: LooksAround(n, True), None), 'init range': (lambda n: Whole(n), init_range),
+    'init files': (lambda n: Files(n), init_files), 'init nested': (lambda n: Nested(Whole(n)), init_nested),
+    'init seed': (lambda n: Whole(n, True), init_seed), 'declared': (lambda n: Declared(n), None),
+    'chain': (lambda n: ChainDataset([Whole(n//2), Nested(range(n//2, n))]), None),
+}
+
+@pytest.mark.parametrize('kind', STREAMS)
+@pytest.mark.parametrize('W', [1, 2, 3])
+def test_streams_in_this_process(kind, W):
+    make,init = STREAMS[kind]
+    for n in range(8):
+        for bs,drop_last in product((1, 2, None), (False, True)):
+            if bs is None and drop_last: continue
+            dl = DataLoader(make(n), bs, drop_last=drop_last, worker_init_fn=init)
+            whole = read(ranks(dl, W, 1, pad=False))
+            got = read(ranks(dl, W, 1))
+            if bs is None: whole,got = [[[o] for o in p] for p in whole],[[[o] for o in p] for p in got]
+            assert len({len(o) for o in got})==1 and len({len(o) for o in rows(got)})==1
+            if drop_last: continue
+            assert sorted(flat(whole))==list(range(n)) and set(flat(got))==set(range(n))
+            if 'shuffled' not in kind and kind not in ('looks around', 'init seed'): assert undeal(rows(whole))==list(range(n))
+
+@pytest.mark.parametrize('kind,n,W,pad', [(k, 11, 2, False) for k in STREAMS] + [
+    ('whole, shuffled', 11, 3, True), ('own, shuffled', 11, 3, True), ('init range', 5, 2, True), ('own', 1, 2, True),
+    ('whole', 2, 3, True)])
+def test_streams_with_workers(kind, n, W, pad):
+    make,init = STREAMS[kind]
+    dls = ranks(DataLoader(make(n), 2, num_workers=2, worker_init_fn=init), W, 1, pad=pad)
+    got = read(dls)
+    if pad: assert len({len(o) for o in got})==1 and len({len(o) for o in rows(got)})==1 and set(flat(got))==set(range(n))
+    else: assert sorted(flat(got))==list(range(n))
+    assert not dls[0].ordered and dls[0].n is None
+    with pytest.raises(TypeError, match='2 workers'): len(dls[0])
+
+@pytest.mark.parametrize('kind', ['whole', 'whole, shuffled', 'own', 'own, shuffled', 'init range'])
+@pytest.mark.parametrize('workers', [0, 2])
+def test_global_batches_of_streams_do_not_depend_on_world_size(kind, workers):
+    make,init = STREAMS[kind]
+    def steps(W, bs):
+        dls = ranks(DataLoader(make(24), bs, num_workers=workers, worker_init_fn=init), W, 1)
+        return [undeal(list(step)) for step in zip(*read(dls))]
+    assert steps(2, 2)==steps(1, 4) and steps(4, 1)==steps(1, 4)
+
+def test_one_worker_keeps_the_streams_order():
+    dls = ranks(DataLoader(Sized(7), 2, num_workers=1), 2, pad=False)
+    got = read(dls)
+    assert undeal(rows(got))==list(range(7)) and [len(o) for o in dls]==[len(o) for o in got] and dls[0].ordered
+
+def test_length_of_streams():
+    for n,bs,W,drop_last,pad in product(range(8), (1, 3), (1, 2, 3), (False, True), (False, True)):
+        dls = ranks(DataLoader(Sized(n), bs, drop_last=drop_last), W, pad=pad)
+        assert [len(o) for o in dls] == [len(list(o)) for o in dls]
+        assert sum(o.n for o in dls) == (n if not pad else -(-n//W)*W) and dls[0].n_total==n
+    unsized = ranks(DataLoader(Whole(3)), 2)[0]
+    assert unsized.n is None and unsized.n_total is None
+    with pytest.raises(TypeError): len(unsized)
+
+def test_stream_attributes_pass_through():
+    ds = Sized(6)
+    dl = ranks(DataLoader(ds, 2), 2)[0]
+    dl.dataset.start = 2
+    assert ds.start==2 and dl.dataset.end==6 and [b.tolist() for b in dl]==[[2,4]]
+    assert not hasattr(dl.dataset, 'nope')
+
+class EpochStream(IterableDataset):
+    "A data set that is told the epoch, and shuffles by the global stream too"
+    epoch = 0
+    def set_epoch(self, epoch): self.epoch = epoch
+    def __iter__(self): return iter([1000*self.epoch+i for i in torch.randperm(12).tolist()])
+
+@pytest.mark.parametrize('workers', [0, 2])
+def test_streams_see_new_epochs(workers):
+    dls = ranks(DataLoader(EpochStream(), 2, num_workers=workers, persistent_workers=workers>0), 2)
+    epochs = []
+    for e in (0, 1, 0, 2):
+        for o in dls: o.set_epoch(e)
+        epochs.append(rows(read(dls)))
+        assert sorted(sum(epochs[-1], [])) == [1000*e+i for i in range(12)]
+    assert epochs[0]==epochs[2] and [o%1000 for o in epochs[1][0]]!=epochs[0][0]
+
+def test_reading_streams_leaves_the_global_random_streams_alone():
+    def states(): return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+    dl = ranks(DataLoader(Whole(5, True), None), 1)[0]
+    it = iter(dl)
+    before = states()
+    assert sorted(it)==list(range(5)) and states()==before
+
+# --- settings ---
+
+class Extra(DataLoader):
+    def __init__(self, extra): super().__init__(range(8), 2, num_workers=0); self.extra = extra
+    def __iter__(self): return (b+100 for b in super().__iter__())
+
+def init(worker_id): pass
+
+def test_settings_are_kept():
+    g = torch.Generator().manual_seed(4)
+    kw = dict(num_workers=1, collate_fn=plain, timeout=7, worker_init_fn=init, generator=g, prefetch_factor=3, persistent_workers=True,
+              multiprocessing_context='forkserver', in_order=False, drop_last=True)
+    dl = DataLoader(range(8), 2, **kw)
+    a,b = ranks(dl, 2)
+    for o in (a, b):
+        for k in set(kw)-{'generator', 'multiprocessing_context'}: assert getattr(o, k) == kw[k]
+        assert o.multiprocessing_context is dl.multiprocessing_context and o.batch_size==2 and o.dataset==range(8) and not o.ordered
+    assert a.generator is g and b.generator is not g and b.generator.initial_seed()!=4
+    assert b.generator.initial_seed()==ranks(dl, 2)[1].generator.initial_seed()
+
+def test_subclass_and_its_methods_are_kept():
+    dl = ranks(Extra('x'), 2)[1]
+    assert type(dl.dl) is Extra and dl.extra=='x' and [b.tolist() for b in dl]==[[101,103],[105,107]]
+    assert not hasattr(dl, 'nope')
+
+@pytest.mark.parametrize('kw,expect', [
+    (dict(bs=3), [[0,2,4],[6]]), (dict(batch_size=3, drop_last=True), [[0,2,4]]), (dict(num_workers=1), [[0,2],[4,6]]),
+    (dict(sampler=[5,1,7]), [[5,7]]), (dict(collate_fn=len), [2,2]), (dict(bs=None), [0,2,4,6]), (dict(batch_sampler=[[1],[2,3]]), [[1]])])
+def test_settings_can_be_changed(kw, expect):
+    dl = TfmdDL(range(8), 2)
+    assert read([DistributedDL.from_dl(dl, 0, 2, **kw)])[0]==expect
+    assert dl.bs==2 and len(dl)==4 and [b.tolist() for b in dl][0]==[0,1]
+
+def test_shuffle_can_be_changed():
+    dl = DataLoader(range(40), 40, sampler=WeightedRandomSampler(torch.ones(40), 10))
+    assert flat(read(ranks(dl, 1, shuffle=False)))==list(range(40))
+    got = flat(read(ranks(dl, 1, shuffle=True)))
+    assert got!=list(range(40)) and sorted(got)==list(range(40))
+
+def test_worker_seeds_differ_by_rank_with_a_users_generator():
+    def it(r): return iter(DistributedDL.from_dl(DataLoader(range(8), generator=torch.Generator().manual_seed(1)), r, 4))
+    assert len({it(r)._base_seed for r in range(4)})==4
+    assert [it(r)._base_seed for r in range(4)]==[it(r)._base_seed for r in range(4)]
+
+def test_transforms_and_data_frames():
+    df = pd.DataFrame(dict(a=range(5), b=range(10, 15)))
+    assert [torch.cat(list(o)).tolist() for o in ranks(TfmdDL(df, 2), 2)] == [[[0,10],[2,12],[4,14]], [[1,11],[3,13],[0,10]]]
+    assert read(ranks(TfmdDL(range(4), 2, after_item=str, after_batch=tuple, collate_fn=plain), 2)) == [[('0','2')], [('1','3')]]
+
+def test_built_directly():
+    dl = DistributedDL(range(10), 1, 3, bs=2, shuffle=True, seed=5, pad=False, drop_last=True, collate_fn=plain)
+    assert (dl.rank, dl.world_size, dl.seed, dl.pad, dl.epoch, dl.unit, dl.n, dl.n_total, dl.bs) == (1, 3, 5, False, 0, 'row', 3, 10, 2)
+    assert list(dl) == [epoch_order(10, 0, 5, True)[1::3].tolist()[:2]]
+    assert [b for b in dl.new(range(4), shuffle=False)] == [] and list(dl.new(drop_last=False, shuffle=False)) == [[1,4],[7]]
+    assert DistributedDL(['a','b'], 0, 1, batch_size=1).one_batch()==['a']
+
+def test_persistent_workers_reshuffle_and_one_batch_leaves_them_alone():
+    dls = ranks(TfmdDL(list(range(12)), 2, shuffle=True, num_workers=1, persistent_workers=True), 2)
+    for e in (0, 1):
+        for o in dls: o.set_epoch(e)
+        its = [iter(o) for o in dls]
+        got = [[next(it).tolist()] for it in its]
+        assert dls[0].one_batch().tolist()==got[0][0]
+        for part,it in zip(got, its): part += [b.tolist() for b in it]
+        assert undeal(rows(got)) == epoch_order(12, e, 0, True).tolist()
+        assert dls[0].source._iterator is None
+
+def test_spawned_workers():
+    "Everything that a worker gets is pickled"
+    kw = dict(num_workers=2, multiprocessing_context='spawn')
+    got = rows(read(ranks(DataLoader(Whole(7), 2, worker_init_fn=init_range, **kw), 1, pad=False)))
+    assert sorted(got[0])==list(range(7))
+
+def test_copies():
+    dl = ranks(TfmdDL(range(6), 2, shuffle=True), 2, 1)[0]
+    for other in (copy.copy(dl), copy.deepcopy(dl)): assert read([other])==read([dl]) and other.epoch==1
+
+# --- already split, other kinds, errors ---
+
+@pytest.mark.parametrize('dl', [
+    DataLoader(range(9), sampler=DistributedSampler(range(9), 2, 1)),
+    DataLoader(range(9), batch_sampler=BatchSampler(DistributedSampler(range(9), 2, 1), 2, False)),
+    DataLoader(range(9), batch_sampler=Buckets(DistributedSampler(range(9), 2, 1), 2, False)), DistributedDL(range(9), 1, 2)],
+    ids=['sampler', 'batch sampler', 'in a batch sampler', 'DistributedDL'])
+def test_already_split(dl):
+    assert is_split(dl) and DistributedDL.from_dl(dl, 1, 2) is dl
+    with pytest.raises(ValueError, match='bs: this .* is split already'): DistributedDL.from_dl(dl, 1, 2, bs=3)
+    set_epoch(dl, 4)
+    inner = dl if isinstance(dl, DistributedDL) else getattr(dl.batch_sampler, 'sampler', None)
+    assert inner.epoch==4
+
+def test_data_sets_that_are_split_already():
+    ds = Whole(4)
+    assert not is_split(DataLoader(ds))
+    ds.splits_by_rank = True
+    assert is_split(DataLoader(ds))
+
+def test_another_kind_of_loader():
+    class Mine:
+        def __init__(self, n, idxs=None, shuffle=False): self.n,self.idxs,self.shuffle = n,idxs,shuffle
+        def __iter__(self): return iter(range(self.n) if self.idxs is None else self.idxs)
+        def __len__(self): return self.n if self.idxs is None else len(self.idxs)
+    with pytest.raises(ValueError, match='a Mine cannot be split.*register'): ranks(Mine(3), 2)
+    with pytest.raises(ValueError, match='a Mine cannot be read in order'): in_order(Mine(3))
+    with pytest.raises(ValueError, match='bs: settings of a Mine'): ranks(Mine(3), 2, bs=2)
+    @reindexed.register
+    def _(dl:Mine, dealer): return Mine(dl.n, dealer.order(range(dl.n), dl.shuffle))
+    dls = ranks(Mine(5), 2)
+    assert [list(o) for o in dls]==[[0,2,4],[1,3,0]] and [(len(o), o.n, o.n_total) for o in dls]==[(3,3,5)]*2
+
+@pytest.mark.parametrize('args,kw,match', [
+    ((2, 2), {}, 'rank=2 with world_size=2'), ((-1, 2), {}, 'rank=-1'), ((0, 0), {}, 'world_size=0'), ((0, 1), dict(bs=0), 'batch_size=0'),
+    ((0, 1), dict(seed=1.5), r'seed=1\.5'), ((0, 1), dict(seed=None), 'seed=None'),
+    ((0, 1), dict(btach=1), "'btach' is not a setting.*num_workers")])
+def test_bad_input(args, kw, match):
+    with pytest.raises(ValueError, match=match): DistributedDL.from_dl(DataLoader(range(3)), *args, **kw)
+    with pytest.raises(ValueError, match=match): DistributedDL(range(3), *args, **kw)
+
+@pytest.mark.parametrize('make', [
+    lambda: DataLoader(range(5), 2, shuffle=True, drop_last=True),
+    lambda: DataLoader(range(5), 2, sampler=WeightedRandomSampler(torch.ones(5), 9)),
+    lambda: DataLoader(range(5), 2, sampler=SubsetRandomSampler([4,2,0,1,3])),
+    lambda: DataLoader(range(5), batch_sampler=Buckets([4,4], 2, True)),
+    lambda: DataLoader(range(5), batch_sampler=BatchSampler(SubsetRandomSampler([4,2,0,1,3]), 2, True)),
+    lambda: DataLoader(range(5), 2, sampler=DistributedSampler(range(5), 2, 0)), lambda: TfmdDL(range(5), 2, shuffle=True, drop_last=True),
+    lambda: DistributedDL(range(5), 1, 2, bs=2, shuffle=True, drop_last=True), lambda: DataLoader(Whole(5), 2, drop_last=True)])
+def test_in_order(make): assert [b.tolist() for b in in_order(make())]==[[0,1],[2,3],[4]]
+
+def test_in_order_without_batches():
+    assert list(in_order(DataLoader(range(3), None, shuffle=True)))==[0,1,2]
+    assert list(in_order(DataLoader(Whole(3), None)))==[0,1,2]
+
+def test_no_collective(monkeypatch):
+    "One rank alone may read as it likes"
+    def fail(*args, **kw): raise AssertionError('a collective')
+    for o in ('all_reduce', 'all_gather', 'broadcast', 'barrier', 'all_gather_object', 'broadcast_object_list', 'new_group'):
+        monkeypatch.setattr(torch.distributed, o, fail)
+    for dl in (TfmdDL(range(5), 2, shuffle=True), DataLoader(Whole(5)), DataLoader(Anything(), sampler=GlobalDraws(2)),
+               DataLoader(range(5), batch_sampler=[[1]])):
+        o = ranks(dl, 2, 1)[0]
+        list(o), o.one_batch()
+
+def test_dealer_is_shared_by_nothing_else():
+    a,b = Dealer(0, 2),Dealer(0, 2)
+    a.epoch = 4
+    assert (a.epoch, b.epoch)==(4, 0) and isinstance(SimpleNamespace(dealer=a).dealer.epoch, int)

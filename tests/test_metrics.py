@@ -1,0 +1,231 @@
+"Numbers weighted by samples, on one rank and on several; the history of a fit"
+import warnings
+from functools import partial
+import numpy as np, pytest, sklearn.metrics as skm, torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+from learnerdist.all import (AccumMetric, AvgMetric, Callback, CancelBatchException, DataLoaders, Learner, Metric, TfmdDL, accuracy,
+                             error_rate, mk_metric, mk_metrics, process_group, skm_metric, top_k_accuracy)
+from learnerdist.testing import run_ranks
+tm = pytest.importorskip('torchmetrics')
+from torchmetrics import classification as tmc
+
+C = 4
+def data(n, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, C, generator=g, dtype=torch.float64)
+    return x,(x+torch.randn(n, C, generator=g)).argmax(1)
+
+class Hits(Metric):
+    "A metric of the user's, of which nothing is known"
+    def reset(self): self.seen = []
+    def accumulate(self, learn): self.seen.append((learn.pred.argmax(-1)==learn.yb[0]).tolist())
+    @property
+    def value(self): return [len(o) for o in self.seen],sum(map(sum, self.seen))
+
+def as_tensor(p, t): return (p.argmax(-1)==t).double().mean()
+def as_float(p, t): return float(as_tensor(p, t))
+def as_numpy(p, t): return np.float64(as_float(p, t))
+def as_numpy_array(p, t): return np.array(as_float(p, t))
+def as_bool(p, t): return bool((p.argmax(-1)==t).all())
+def as_int(p, t): return len(p)
+def with_grad(p, t): return nn.Parameter(torch.ones((), dtype=torch.float64))*as_tensor(p, t)
+class Called:
+    def __call__(self, p, t): return as_tensor(p, t)
+
+def f1_of(p, t): return skm.f1_score(t.numpy(), p.argmax(1).numpy(), average='macro')
+
+def all_metrics():
+    auc = partial(skm.roc_auc_score, multi_class='ovr')
+    return [as_tensor, as_float, as_numpy, as_numpy_array, as_bool, as_int, with_grad, partial(top_k_accuracy, k=2), accuracy, error_rate,
+            Called(), AvgMetric(as_tensor, 'named'), AvgMetric(lambda p,t: as_tensor(p, t)), Hits, Hits(),
+            AccumMetric(f1_of, name='f1'), skm_metric(skm.f1_score, dim_argmax=1, average='macro'),
+            skm_metric(skm.confusion_matrix, dim_argmax=-1, name='cm'), skm_metric(auc, activation=lambda p: p.softmax(1), name='auc'),
+            AccumMetric(lambda p,t: len(p), name='n'), AccumMetric(lambda p,t: (p.sum(), t.sum()), name='pair'),
+            tmc.MulticlassAccuracy(C, average='micro'), tmc.MulticlassF1Score(C, average='macro'), tmc.MulticlassAUROC(C),
+            tmc.MulticlassConfusionMatrix(C), tmc.MulticlassCohenKappa(C),
+            tm.MetricCollection({'acc': tmc.MulticlassAccuracy(C, average='micro'), 'prec': tmc.MulticlassPrecision(C)})]
+
+def make(n=23, bs=4, metrics=None, cbs=None, n_train=16):
+    torch.manual_seed(3)
+    train,valid = TensorDataset(*data(n_train, 1)),TensorDataset(*data(n, 2))
+    learn = Learner(DataLoaders(TfmdDL(train, bs, shuffle=True), TfmdDL(valid, bs)), nn.Linear(C, C).double(), F.cross_entropy,
+                    torch.optim.SGD, lr=.1, metrics=all_metrics() if metrics is None else metrics, cbs=cbs)
+    learn.logger = lambda o: None
+    return learn
+
+def plain(o):
+    if isinstance(o, (torch.Tensor,np.ndarray)): return o.tolist()
+    if isinstance(o, (tuple,list)): return [plain(i) for i in o]
+    return o
+
+def by_hand(learn, n=23, bs=4):
+    "Every number of `all_metrics`, without us"
+    x,y = data(n, 2)
+    with torch.no_grad(): p = learn.model(x)
+    hit = (p.argmax(1)==y).double()
+    acc,top2 = hit.mean().item(),(p.topk(2).indices==y[:,None]).any(1).double().mean().item()
+    sizes = [len(o) for o in hit.split(bs)]
+    all_right,f1 = sum(len(o)*float(o.all()) for o in hit.split(bs))/n,skm.f1_score(y, p.argmax(1), average='macro')
+    hits,auc = [[len(o) for o in hit.split(bs)], int(hit.sum())],skm.roc_auc_score(y, p.softmax(1), multi_class='ovr')
+    cm = skm.confusion_matrix(y, p.argmax(1)).tolist()
+    return [acc, acc, acc, acc, all_right, sum(o*o for o in sizes)/n, acc, top2, acc, 1-acc, acc, acc, acc, hits, hits, f1, f1, cm, auc, n,
+            [p.sum().item(), y.sum().item()], acc, f1, auc, cm, skm.cohen_kappa_score(y, p.argmax(1)), acc,
+            skm.precision_score(y, p.argmax(1), average='macro', zero_division=0)]
+
+def close(a, b, tol=1e-6):
+    assert len(a)==len(b)
+    for i,(u,v) in enumerate(zip(a, b)): np.testing.assert_allclose(flat(u), flat(v), rtol=tol, atol=tol, err_msg=f'metric {i}')
+
+def flat(o): return [v for i in o for v in flat(i)] if isinstance(o, list) else [o]
+
+def test_values_alone():
+    learn = make()
+    learn.fit(1)
+    loss,*vals = plain(learn.validate())
+    close(vals, by_hand(learn))
+    assert plain(learn.recorder.values[0][1:])==[loss,*vals]
+    x,y = data(23, 2)
+    assert loss==pytest.approx(F.cross_entropy(learn.model(x), y).item(), rel=1e-12)
+
+def test_names():
+    learn = make()
+    learn.fit(1)
+    want = '''as_tensor as_float as_numpy as_numpy_array as_bool as_int with_grad top_k_accuracy accuracy error_rate called named
+        <lambda> hits hits f1 f1_score cm auc n pair multiclassaccuracy multiclassf1score multiclassauroc
+        multiclassconfusionmatrix multiclasscohenkappa acc prec'''
+    assert learn.recorder.metric_names==['epoch','train_loss','valid_loss',*want.split(),'time']
+
+# --- on several ranks -------------------------------------------------------------------------------------------------------
+
+def rank_values(sizes):
+    "For each size of the validation set: values inside a fit, and of validate"
+    warnings.simplefilter('ignore')
+    res = []
+    with process_group():
+        for n in sizes:
+            learn = make(n)
+            with learn.distrib_ctx(seed=1):
+                learn.fit(1)
+                res.append((plain(learn.recorder.values), plain(learn.validate()), learn.model.state_dict()))
+    return res
+
+@pytest.fixture(scope='module', params=[2, 3])
+def ranks(request): return run_ranks(rank_values, request.param, [23])
+
+def test_values_on_several_ranks(ranks):
+    alone = make()
+    for (values,found,state), in ranks:
+        alone.model.load_state_dict(state)
+        alone.prepare(.1)
+        want = plain(alone.validate())
+        hits = [i+1 for i,m in enumerate(mk_metrics(all_metrics())) if isinstance(m, Hits)]
+        skip = {5, 6} # of single batches: another number at another batch size
+        keep = [i for i in range(len(want)) if i not in skip and i not in hits]
+        close([found[i] for i in keep], [want[i] for i in keep])
+        assert values[0][1:]==found and all(o[0][1]==ranks[0][0][1] for o in ranks) # the same on all ranks
+        for i in hits: assert found[i]==want[i] # fed the batches of one process
+
+def small_metrics():
+    return [as_tensor, AccumMetric(lambda p,t: len(p), name='n'), Hits(), tmc.MulticlassAccuracy(C, average='micro'), as_float]
+
+def rank_small():
+    res = {}
+    with process_group():
+        for n in (0, 1, 2, 5):
+            learn = make(n, metrics=small_metrics())
+            with learn.distrib_ctx(seed=1): learn.fit(1)
+            with learn.distrib_ctx(seed=1): res[n] = plain(learn.validate()),learn.get_preds()[0] if n else None,learn.model.state_dict()
+    return res
+
+def test_ranks_without_a_batch():
+    for res in run_ranks(rank_small, 3):
+        for n,(found,preds,state) in res.items():
+            alone = make(n, metrics=small_metrics())
+            alone.model.load_state_dict(state)
+            want = plain(alone.validate())
+            if n: close(found, want)
+            else: assert found==want
+            if n: assert torch.allclose(preds, alone.get_preds()[0]) and len(preds)==n
+
+class Skips(Callback):
+    "Leaves out the first batch of each loop"
+    def before_batch(self):
+        if self.iter==0: raise CancelBatchException
+
+def test_batches_that_are_left_out_do_not_count():
+    learn = make(metrics=[as_tensor, AccumMetric(lambda p,t: len(p), name='n')], cbs=Skips())
+    learn.fit(2)
+    x,y = data(23, 2)
+    assert learn.recorder.values[-1][3]==19
+    assert learn.recorder.values[-1][2]==pytest.approx((learn.model(x[4:]).argmax(1)==y[4:]).double().mean().item())
+    assert all(v==v for o in learn.recorder.values for v in o)
+
+# --- objects of the user's --------------------------------------------------------------------------------------------------
+
+def rank_traces():
+    m = tmc.MulticlassAccuracy(C)
+    learn = make(metrics=[m])
+    before = {k:v for k,v in vars(m).items() if not k.startswith(('_update','_computed','_cache')) and isinstance(v,
+        (bool,str,int,type(None)))}
+    with learn.distrib_ctx(): learn.fit(1)
+    return [k for k,v in before.items() if vars(m)[k]!=v]
+
+def test_torchmetrics_object_is_left_as_it_was(): assert run_ranks(rank_traces, 2)==[[], []]
+
+def test_what_is_no_metric():
+    with pytest.raises(ValueError, match='no metric'): mk_metric(3)
+    with pytest.raises(ValueError, match='no metric'): make(metrics=['accuracy']).fit(1)
+
+def test_functions_by_hand():
+    p,t = torch.tensor([[.1, .9], [.8, .2], [.3, .7]]),torch.tensor([1, 1, 1])
+    assert accuracy(p, t).item()==pytest.approx(2/3) and error_rate(p, t).item()==pytest.approx(1/3)
+    assert top_k_accuracy(p, t, k=2).item()==1
+    seq = p[None].repeat(2, 1, 1)
+    assert accuracy(seq, t[None].repeat(2, 1)).item()==pytest.approx(2/3)
+
+def test_one_metric_and_none():
+    assert make(metrics=accuracy).metrics==[accuracy] and len(make(metrics=[]).validate())==1
+
+# --- history ----------------------------------------------------------------------------------------------------------------
+
+class Losses(Callback):
+    order = 20
+    def after_loss(self):
+        if self.training: self.learn.noted.append((self.loss.item(), len(self.x)))
+
+def test_recorder():
+    learn = make(metrics=[as_tensor], cbs=Losses(), n_train=14)
+    learn.noted = []
+    learn.fit(2)
+    rec = learn.recorder
+    assert rec.losses==[o for o,_ in learn.noted] and rec.lrs==[.1]*8 and rec.iters==[4, 8]
+    epochs = learn.noted[:4],learn.noted[4:]
+    assert [v[0] for v in rec.values]==pytest.approx([sum(o*n for o,n in e)/14 for e in epochs],
+                                                     rel=1e-12) # weighted by samples: 4, 4, 4, 2
+    assert learn.final_record==rec.values[-1]
+    learn.fit(1)
+    assert len(rec.values)==1 and len(rec.losses)==4
+    learn.fit_one_cycle(2, .2)
+    assert len(rec.lrs)==8 and max(rec.lrs)==pytest.approx(.2) and rec.lrs[-1]<1e-4 and rec.lrs[0]==pytest.approx(.2/25)
+
+def test_plots():
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    learn = make(metrics=[])
+    learn.fit(2)
+    ax = learn.recorder.plot_loss(skip_start=1)
+    train,valid = ax.get_lines()
+    assert train.get_ydata().tolist()==learn.recorder.losses[1:] and valid.get_ydata().tolist()==[v[1] for v in learn.recorder.values]
+    assert train.get_xdata().tolist()==list(range(1, 8)) and valid.get_xdata().tolist()==[3, 7]
+    ax = learn.recorder.plot_lr()
+    assert ax.get_lines()[0].get_ydata().tolist()==learn.recorder.lrs
+    fig,own = plt.subplots()
+    assert learn.recorder.plot_loss(ax=own, with_valid=False) is own and len(own.get_lines())==1
+    learn.dls = DataLoaders(learn.dls.train) # without validation
+    learn.fit(1)
+    learn.recorder.plot_loss(ax=own)
+    fig.canvas.draw()
+    plt.close('all')

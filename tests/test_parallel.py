@@ -1,0 +1,218 @@
+"The DataParallel wrapper comes with a fit and goes with it; `reset` reaches a recurrent model through either wrapper"
+import pytest, torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+import learnerdist.parallel as par
+from learnerdist.callback import Callback, CancelFitException
+from learnerdist.data import DataLoaders
+from learnerdist.env import process_group
+from learnerdist.learner import Learner
+from learnerdist.parallel import ParallelTrainer, check_device_ids, parallel_ids
+from learnerdist.testing import run_ranks
+
+def cuda(i=None): return torch.device('cuda', i)
+cpu = torch.device('cpu')
+
+class Spy(Callback):
+    "Notes the type of the model at each event it answers, and raises what it is told to"
+    order = 99
+    def __init__(self, error=None, at='after_batch'): self.seen,self.error,self.at = {},error,at
+    def note(self, event):
+        self.seen[event] = type(self.model)
+        if self.error and event==self.at: raise self.error
+    def before_fit(self): self.note('before_fit')
+    def after_batch(self): self.note('after_batch')
+    def after_fit(self): self.note('after_fit')
+
+class Early(Spy): order = -100
+
+def make(tmp_path=None, cbs=None):
+    torch.manual_seed(1)
+    x = torch.arange(8.)[:, None]/8
+    return Learner(DataLoaders([(x, 3*x)]*3, [(x, 3*x)]), nn.Linear(1, 1), nn.MSELoss(), torch.optim.SGD, lr=.1, cbs=cbs, path=tmp_path)
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    "The choice of GPUs says two; without GPUs, DataParallel then calls the plain model"
+    monkeypatch.setattr(par, 'parallel_ids', lambda ids, device, n: [0,1] if ids is None else ids)
+
+def names(learn): return [type(o).__name__ for o in learn.cbs]
+
+# --- which GPUs -------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('ids,device,n,want', [
+    (None, cuda(0), 3, [0,1,2]), (None, cuda(2), 3, [2,0,1]), ([1,0], cuda(0), 2, [0,1]), (['cuda:0', cuda(2)], cuda(2), 3, [2,0]),
+    ([1], cuda(1), 2, []), (None, cuda(0), 1, []), ([0], cuda(0), 1, []), (None, cpu, 4, []), (None, cpu, 0, []), ([0,1,7], cpu, 0, [])])
+def test_ids(ids, device, n, want): assert parallel_ids(ids, device, n)==want
+
+@pytest.mark.parametrize('ids,msg', [
+    ([0,2], r'names \[2\], but 2 GPUs'), ([-1], r'\[-1\]'), (['cuda'], 'None'), ([1,1], 'twice'), (5, r'\[5\]')])
+def test_bad_ids(ids, msg):
+    with pytest.raises(ValueError, match=msg): check_device_ids(ids, 2)
+
+def test_ids_must_include_the_learners_device():
+    for device in (cuda(0), cpu):
+        with pytest.raises(ValueError, match=str(device)): parallel_ids([1,2], device, 3)
+
+def test_bad_ids_are_refused_at_once_and_change_nothing(monkeypatch):
+    learn = make()
+    cbs = list(learn.cbs)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    for f in (learn.to_parallel, lambda ids: learn.parallel_ctx(ids).__enter__(), ParallelTrainer):
+        with pytest.raises(ValueError, match=r'\[3\]'): f([0,3])
+    assert learn.cbs==cbs
+    learn.to_parallel([0,1])
+    with pytest.raises(ValueError, match=r'\[9\]'): learn.to_parallel([9])
+    assert learn.parallel_trainer.device_ids==[0,1]
+
+# --- alone ------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.skipif(torch.cuda.device_count()>1, reason='the plain model is for machines with fewer than two GPUs')
+@pytest.mark.parametrize('ids', [None, [0]])
+def test_without_gpus_the_plain_model_trains(ids):
+    plain = make()
+    plain.fit(2)
+    spy = Spy()
+    learn = make(cbs=spy)
+    with learn.parallel_ctx(ids) as same: same.fit(2)
+    assert same is learn and set(spy.seen.values())=={nn.Linear}
+    assert all(torch.equal(a, b) for a,b in zip(plain.model.parameters(), learn.model.parameters(), strict=True))
+
+# --- the wrapper --------------------------------------------------------------------------------------------------------------
+
+def test_wrapped_for_the_fit_only(two_gpus, tmp_path):
+    spy,early = Spy(),Early()
+    learn = make(tmp_path, [spy, early])
+    model,plain = learn.model,make()
+    plain.fit(2)
+    assert learn.to_parallel() is learn and learn.model is model
+    learn.fit(1)
+    learn.fit(1)
+    assert spy.seen==dict(before_fit=DataParallel, after_batch=DataParallel, after_fit=nn.Linear)
+    assert early.seen['before_fit'] is nn.Linear
+    assert learn.model is model and torch.equal(model.weight, plain.model.weight)
+    assert learn.detach_parallel() is learn and 'ParallelTrainer' not in names(learn)
+    learn.fit(1)
+    assert spy.seen['before_fit'] is nn.Linear
+
+def test_files_have_plain_keys_during_the_fit_too(two_gpus, tmp_path):
+    class SaveEach(Callback):
+        def after_epoch(self): self.learn.save('during', with_opt=False)
+    learn = make(tmp_path, SaveEach).to_parallel()
+    learn.fit(1)
+    learn.save('after', with_opt=False)
+    for o in ('during', 'after'): assert set(torch.load(tmp_path/f'models/{o}.pth', weights_only=True))=={'weight', 'bias'}
+    learn.load('during')
+
+def test_twice_replaces_and_detach_is_idempotent(two_gpus):
+    learn = make()
+    before = names(learn)
+    learn.to_parallel().to_parallel([0,1,2])
+    assert names(learn).count('ParallelTrainer')==1 and learn.parallel_trainer.device_ids==[0,1,2]
+    for _ in range(2): learn.detach_parallel()
+    assert names(learn)==before and not hasattr(learn, 'parallel_trainer')
+
+@pytest.mark.parametrize('at', ['before_fit', 'after_batch', 'after_fit'])
+@pytest.mark.parametrize('error', [KeyError('x'), KeyboardInterrupt()])
+def test_an_exception_leaves_no_trace(two_gpus, error, at):
+    learn = make()
+    model,cbs = learn.model,list(learn.cbs)
+    with pytest.raises(type(error)):
+        with learn.parallel_ctx(): learn.fit(1, cbs=Spy(error, at))
+    assert learn.model is model and learn.cbs==cbs
+
+def test_an_exception_before_the_wrapper_is_on(two_gpus):
+    learn = make(cbs=Early(KeyError(), 'before_fit'))
+    with pytest.raises(KeyError), learn.parallel_ctx(): learn.fit(1)
+    assert type(learn.model) is nn.Linear and 'ParallelTrainer' not in names(learn)
+
+def test_a_cancelled_fit_unwraps(two_gpus):
+    learn = make(cbs=Spy(CancelFitException())).to_parallel()
+    learn.fit(3)
+    assert type(learn.model) is nn.Linear
+
+def test_body_that_detaches_and_nested_contexts(two_gpus):
+    learn = make().to_parallel([0,1])
+    with learn.parallel_ctx([0,1,2]):
+        assert learn.parallel_trainer.device_ids==[0,1,2]
+        learn.detach_parallel()
+    assert names(learn).count('ParallelTrainer')==1 and learn.parallel_trainer.device_ids==[0,1]
+
+def test_a_wrapper_of_the_users_stays(two_gpus):
+    learn = make()
+    learn.model = wrapped = DataParallel(learn.model)
+    with learn.parallel_ctx(): learn.fit(1)
+    assert learn.model is wrapped
+
+def in_two_ranks():
+    old,par.parallel_ids = par.parallel_ids,lambda *args: [0,1]
+    try:
+        with process_group():
+            with pytest.raises(ValueError, match='one of 2 ranks'), make().parallel_ctx() as learn: learn.fit(1)
+    finally: par.parallel_ids = old
+
+def test_several_gpus_in_each_of_several_ranks_are_refused(): run_ranks(in_two_ranks, 2)
+
+# --- recurrent models ---------------------------------------------------------------------------------------------------------
+
+class Memory(nn.Module):
+    "An LSTM that goes on from batch to batch with the state in which it ended the last"
+    def __init__(self):
+        super().__init__()
+        self.rnn,self.state,self.resets = nn.LSTM(2, 3, batch_first=True),None,0
+    def reset(self): self.state,self.resets = None,self.resets+1
+    def forward(self, x):
+        y,state = self.rnn(x, self.state)
+        self.state = tuple(o.detach() for o in state)
+        return y[:, -1]
+
+class Resetter(Callback):
+    "As a callback for language models does it: at the start of each training and validation loop"
+    def before_train(self): self.model.reset()
+    def before_validate(self): self.model.reset()
+
+def recurrent():
+    torch.manual_seed(2)
+    data = [(torch.randn(4, 5, 2), torch.randn(4, 3)) for _ in range(3)]
+    return Learner(DataLoaders(data, data[:1]), Memory(), nn.MSELoss(), torch.optim.SGD, lr=.1, cbs=Resetter)
+
+def test_reset_reaches_a_recurrent_model_in_a_parallel_fit(two_gpus):
+    learn,plain = recurrent(),recurrent()
+    plain.fit(2)
+    with learn.parallel_ctx(): learn.fit(2)
+    assert learn.model.resets==plain.model.resets==4
+    assert all(torch.equal(a, b) for a,b in zip(learn.model.parameters(), plain.model.parameters(), strict=True))
+
+def check_reset(wrap):
+    model = wrap(Memory())
+    x = torch.ones(1, 2, 2)
+    a,b = model(x),model(x)
+    assert not torch.equal(a, b)
+    model.reset()
+    assert torch.equal(model(x), a) and model.module.resets==1
+    assert wrap(nn.Linear(1, 1)).reset() is None
+    return model.module.resets
+
+@pytest.mark.skipif(torch.cuda.device_count()>0, reason='on GPUs DataParallel wants the model there')
+def test_reset_through_data_parallel(): check_reset(DataParallel)
+
+def ddp_reset(): # the group is opened at any number of ranks
+    from learnerdist.env import setup_distrib, teardown_distrib
+    setup_distrib(backend='gloo')
+    try: return check_reset(lambda m: DistributedDataParallel(m))
+    finally: teardown_distrib()
+
+@pytest.mark.parametrize('n', [1, 2])
+def test_reset_through_ddp(n): assert run_ranks(ddp_reset, n)==[1]*n
+
+# --- GPUs ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count()<2, reason='needs two GPUs')
+def test_two_gpus_train_the_same_weights():
+    plain,spy = make(),Spy()
+    plain.fit(2)
+    learn = make(cbs=spy)
+    with learn.parallel_ctx(): learn.fit(2)
+    assert spy.seen['after_batch'] is DataParallel
+    torch.testing.assert_close(learn.model.weight.cpu(), plain.model.weight.cpu(), atol=1e-5, rtol=1e-5)

@@ -1,0 +1,316 @@
+"`get_preds` and `predict` on several ranks: what one process predicts, in the order of the data set, on every rank"
+import contextlib,functools,pickle,traceback
+from collections import namedtuple
+import pytest, torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from learnerdist.all import DataLoaders, Learner, TfmdDL, group_rank, process_group
+from learnerdist.rows import RowList, cat_rows, row_kinds, spread, to_rows
+from learnerdist.testing import run_ranks
+
+def plain(o):
+    "Nested lists and dicts of numbers"
+    if isinstance(o, torch.Tensor): return o.tolist()
+    if isinstance(o, dict): return {k:plain(v) for k,v in o.items()}
+    return [plain(v) for v in o] if isinstance(o, (list,tuple)) else o
+
+def flat(o): return [v for p in (o.values() if isinstance(o, dict) else o) for v in flat(p)] if isinstance(o, (dict,list)) else [o]
+
+def assert_same(got, expect):
+    "The same structure; numbers that went through a matrix product to 1e-6"
+    assert not isinstance(got, str), got
+    shape = lambda o: {k:shape(v) for k,v in o.items()} if isinstance(o, dict) else [*map(shape, o)] if isinstance(o, list) else type(o)
+    assert shape(got)==shape(expect)
+    assert flat(got)==pytest.approx(flat(expect), abs=1e-6)
+
+def xy(n=13):
+    g = torch.Generator().manual_seed(n)
+    return torch.randn(n, 3, generator=g),torch.randint(4, (n,), generator=g)
+
+def linear(): return nn.Linear(3, 4)
+
+def make(model=linear, valid=None, train=None, loss=F.cross_entropy, n=13):
+    "`model`: a module, or a function that makes one with the same weights each time"
+    torch.manual_seed(0)
+    ds = TensorDataset(*xy(n))
+    dls = DataLoaders(train or TfmdDL(ds, 4, shuffle=True, drop_last=True), TfmdDL(ds, 4) if valid is None else valid)
+    return Learner(dls, model if isinstance(model, nn.Module) else model(), loss, torch.optim.SGD, lr=.1)
+
+def preds(ctx, *args, model=linear, valid=None, train=None, loss=F.cross_entropy, n=13, **kw):
+    learn = make(model, valid, train, loss, n)
+    with ctx(learn): return plain(learn.get_preds(*args, **kw))
+
+# --- models -----------------------------------------------------------------------------------------------------------------
+
+Pair = namedtuple('Pair', 'a b')
+
+class Fn(nn.Module):
+    "A model of one function, whose output depends on each sample alone"
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+    def forward(self, *args): return self.f(*args)
+
+def nested(x): return dict(logits=x@x.new_ones(3, 4), aux=(x[:,0], [x*2, Pair(x+1, x.sum(1).long())]))
+def n_boxes(x): return int(x[0].abs()*3)
+def boxes(x): return [dict(boxes=o.repeat(n_boxes(o), 1), scores=o[:1].repeat(n_boxes(o))) for o in x]
+def box_list(x): return [o.repeat(n_boxes(o), 1) for o in x]
+def packed(x): return nn.utils.rnn.pack_sequence([o[:n_boxes(o)%3+1] for o in x], False)
+def bare_loss(p, *y): return torch.zeros(())
+
+class Sentences(torch.utils.data.Dataset):
+    "Of 1 to 5 numbers"
+    def __len__(self): return 11
+    def __getitem__(self, i): return torch.arange(1., i%5+2)+i,i
+
+def padded(items):
+    xs,ys = zip(*items)
+    return nn.utils.rnn.pad_sequence(xs, batch_first=True),torch.tensor(ys)
+
+class Images(torch.utils.data.Dataset):
+    "Of different sizes, with targets of detection"
+    def __len__(self): return 7
+    def __getitem__(self, i): return torch.full((3, 2+i%3, 3), float(i)),dict(boxes=torch.full((i%4, 4), float(i)), label=i)
+
+def as_tuples(items): return tuple(zip(*items))
+
+class Stream(IterableDataset):
+    def __iter__(self): return iter(zip(*xy()))
+
+class Inputs(torch.utils.data.Dataset):
+    "No targets: the tensor alone"
+    def __len__(self): return 9
+    def __getitem__(self, i): return torch.tensor([i, 1., 2.])
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self): return 9
+    def __getitem__(self, i): return 'abcdefghi'[i]*(i%3+1),i
+
+def lengths(texts): return torch.tensor([len(o) for o in texts])
+
+def bn_and_dropout(): return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(.5), nn.Linear(5, 4))
+
+class Smooth(nn.CrossEntropyLoss):
+    def activation(self, x): return x.softmax(-1)
+
+def dl(*args, **kw): return DataLoader(TensorDataset(*xy()), *args, **kw)
+def weighted(): return WeightedRandomSampler(torch.arange(13.), 10)
+
+def unpadded(ctx):
+    "What the padding adds depends on who else is in a batch; the sentences themselves do not"
+    learn = make(Fn(lambda x: x*2), TfmdDL(Sentences(), 3, collate_fn=padded), loss=bare_loss)
+    with ctx(learn): p,y = learn.get_preds()
+    return [o[:i%5+1].tolist() for i,o in zip(y.tolist(), p)],y.tolist()
+
+def predictions(ctx):
+    learn = make()
+    x = xy()[0]
+    res = {}
+    with ctx(learn): res['tensor'] = learn.predict(x[3])
+    two = make(Fn(lambda a,b: (a+1, dict(s=b.sum(1)))), loss=bare_loss)
+    with ctx(two): res['tuple'] = two.predict((x[3],x[4]))
+    dicts = make(Fn(lambda b: b['x']*2), loss=bare_loss)
+    with ctx(dicts): res['dict'] = dicts.predict(dict(x=x[3]))
+    with ctx(learn): res['act'] = learn.predict(x[3], act=lambda o: o.softmax(-1))
+    found = make(Fn(boxes), loss=bare_loss)
+    with ctx(found): res['boxes'] = found.predict(x[3])
+    changed = make(Fn(lambda x: x), TfmdDL(TensorDataset(*xy()), 4, after_batch=lambda b: (b[0]*10,*b[1:])), loss=bare_loss)
+    with ctx(changed): res['after_batch'] = changed.predict(x[3]),changed.get_preds()[0][3]
+    return plain(res)
+
+cases = dict(
+    options=lambda ctx: preds(ctx, with_input=True, with_loss=True, act=lambda o: o.softmax(-1)),
+    activation=lambda ctx: preds(ctx, loss=Smooth(), with_loss=True),
+    train_set=lambda ctx: preds(ctx, 0, with_input=True),
+    train_set_as_read=lambda ctx: preds(ctx, 0, train=TfmdDL(TensorDataset(*xy()), 4, drop_last=True), reorder=False),
+    one_sample=lambda ctx: preds(ctx, n=1, train=dl(4), with_input=True, with_loss=True),
+    other_loader=lambda ctx: preds(ctx, dl=dl(5), with_input=True),
+    other_loader_as_read=lambda ctx: preds(ctx, dl=dl(5), reorder=False),
+    other_shuffled_loader=lambda ctx: preds(ctx, dl=dl(5, shuffle=True, drop_last=True)),
+    weighted=lambda ctx: preds(ctx, dl=dl(5, sampler=weighted())),
+    subset=lambda ctx: preds(ctx, dl=dl(2, sampler=SubsetRandomSampler([7, 1, 4, 11, 2]))),
+    batch_sampler=lambda ctx: preds(ctx, dl=dl(batch_sampler=[[3, 1], [0], [7, 8, 9, 2], [5, 5]])),
+    batch_sampler_as_read=lambda ctx: preds(ctx, dl=dl(batch_sampler=[[3, 1], [0], [7, 8, 9, 2], [5, 5]]), reorder=False),
+    stream=lambda ctx: preds(ctx, dl=DataLoader(Stream(), 4)),
+    workers=lambda ctx: preds(ctx, dl=dl(2, num_workers=2), with_input=True),
+    evaluation_mode=lambda ctx: preds(ctx, model=bn_and_dropout),
+    tuple_output=lambda ctx: preds(ctx, model=Fn(lambda x: (x, x[:,0]>0, x.half(), x.long(), (9*x).short())), loss=bare_loss),
+    nested_output=lambda ctx: preds(ctx, model=Fn(nested), loss=bare_loss),
+    flattened_output=lambda ctx: preds(ctx, model=Fn(lambda x: x.reshape(-1)), loss=bare_loss),
+    packed_output=lambda ctx: preds(ctx, model=Fn(packed), loss=bare_loss),
+    number_beside_output=lambda ctx: preds(ctx, model=Fn(lambda x: (x, torch.tensor(3.), None, 'a')), loss=bare_loss),
+    boxes=lambda ctx: preds(ctx, model=Fn(boxes), loss=bare_loss),
+    list_of_boxes=lambda ctx: preds(ctx, model=Fn(box_list), loss=bare_loss),
+    detection=lambda ctx: preds(ctx, model=Fn(lambda xs: [dict(boxes=o[0]) for o in xs]), loss=bare_loss, with_input=True,
+                                dl=DataLoader(Images(), 3, collate_fn=as_tuples)),
+    no_targets=lambda ctx: preds(ctx, dl=DataLoader(Inputs(), 4), with_input=True),
+    texts=lambda ctx: preds(ctx, model=Fn(lengths), loss=bare_loss, dl=DataLoader(Texts(), 4), with_input=True),
+    padded_batches=unpadded,
+    predict=predictions)
+# What draws from a random stream is compared with a context of one process, where the stream is the same
+random_cases = dict(
+    shuffled_as_read=lambda ctx: preds(ctx, 0, reorder=False, with_input=True),
+    weighted_as_read=lambda ctx: preds(ctx, dl=dl(5, sampler=weighted()), reorder=False))
+
+def in_ctx(learn): return learn.distrib_ctx(seed=1)
+def alone(learn): return contextlib.nullcontext()
+
+def outcome(name):
+    try: return {**cases,**random_cases}[name](in_ctx)
+    except Exception: return traceback.format_exc() # the next cases go on
+
+def rank_cases(names):
+    with process_group(): return {o: outcome(o) for o in names}
+
+@functools.cache
+def on_ranks(W): return run_ranks(rank_cases, W, [*cases,*random_cases])
+
+@pytest.mark.parametrize('name', [*cases,*random_cases])
+def test_case(name):
+    func = {**cases,**random_cases}[name]
+    expect = func(in_ctx if name in random_cases else alone)
+    assert_same(plain(func(in_ctx)), plain(expect))
+    for W in (2, 3):
+        for got in on_ranks(W): assert_same(plain(got[name]), plain(expect))
+
+# --- values by hand ---------------------------------------------------------------------------------------------------------
+
+def test_alone_by_hand():
+    x,y = xy()
+    assert preds(alone, model=nn.Identity(), loss=bare_loss)==[x.tolist(), y.tolist()]
+    assert preds(alone, 0, model=nn.Identity(), loss=bare_loss)==[x.tolist(), y.tolist()] # shuffled, and its last batch dropped
+    assert [len(o) for o in preds(alone, 0, reorder=False)]==[12, 12]
+    got = preds(alone, model=Fn(boxes), loss=bare_loss)[0]
+    assert [len(o['boxes']) for o in got]==[n_boxes(o) for o in x] and len({n_boxes(o) for o in x})>3
+    learn = make()
+    losses = learn.get_preds(with_loss=True)[2]
+    torch.testing.assert_close(losses, F.cross_entropy(learn.model(x), y, reduction='none').detach())
+    assert learn.loss_func is F.cross_entropy
+
+def test_predict_transforms_as_the_loader_does():
+    res,x = predictions(alone),xy()[0]
+    assert res['after_batch'][0]==res['after_batch'][1]==(x[3]*10).tolist()
+
+def test_nothing_to_predict():
+    learn = make(n=0, train=dl(4))
+    assert learn.get_preds(with_input=True)==(None,)*3
+
+@pytest.mark.parametrize('n', [1, 2, 3, 4])
+def test_rows_of_lists(n):
+    "A list is rows or outputs; where one batch does not tell, another does"
+    outs = [torch.zeros(n, 2),torch.ones(n, 2)]
+    rows = cat_rows([to_rows([*outs], n), to_rows([torch.zeros(5, 2),torch.ones(5, 2)], 5)])
+    assert type(rows) is list and [o.shape for o in rows]==[(n+5, 2)]*2
+    ragged = cat_rows([to_rows([torch.zeros(n)]*n, n), to_rows([torch.zeros(1),torch.zeros(7)], 2)])
+    assert type(ragged) is RowList and [len(o) for o in ragged]==[n]*n+[1,7]
+    dicts = cat_rows([to_rows([dict(a=torch.zeros(n, 2))], n), to_rows([dict(a=torch.zeros(5, 2))], 5)])
+    assert type(dicts) is list and dicts[0]['a'].shape==(n+5, 2)
+
+def test_batches_of_different_structures():
+    with pytest.raises(ValueError, match='different structures'): cat_rows([to_rows((torch.zeros(2),), 2), to_rows(torch.zeros(2), 2)])
+
+def test_kinds_of_other_mappings():
+    class Encoding(dict): "As tokenizers return it"
+    b = Encoding(ids=torch.zeros(2, 3), mask=torch.ones(2, 3))
+    assert to_rows(b, 2).keys()=={'ids','mask'} and row_kinds(b, 2)==row_kinds(dict(b), 2)
+    assert spread(torch.tensor([], dtype=torch.long), 0).tolist()==[]
+
+# --- when -------------------------------------------------------------------------------------------------------------------
+
+def rank_times():
+    with process_group():
+        learn,res = make(bn_and_dropout),[]
+        def note(): res.append(({k:v.clone() for k,v in learn.model.state_dict().items()}, plain(learn.get_preds(with_loss=True))))
+        with learn.distrib_ctx(seed=1), learn.no_logging():
+            note()
+            learn.fit(1)
+            note()
+            learn.fit(1)
+            note()
+        note()
+        n_seen = len(learn.dls.valid)
+    note()
+    return res,n_seen,learn.training
+
+def test_before_a_fit_after_it_and_after_the_context():
+    ranks = run_ranks(rank_times, 2)
+    for res,n_seen,training in ranks:
+        assert n_seen==4 and not training
+        for i,(state,got) in enumerate(res):
+            learn = make(bn_and_dropout)
+            learn.model.load_state_dict(state)
+            assert_same(got, plain(learn.get_preds(with_loss=True)))
+            assert_same(got, ranks[0][0][i][1])
+    got = [flat(o) for _,o in ranks[0][0]]
+    assert got[0]!=pytest.approx(got[1], abs=1e-3) and got[1]!=pytest.approx(got[2], abs=1e-3)
+    assert got[3]==got[4]==pytest.approx(got[2], abs=1e-6) # after the second fit nothing changes
+
+# --- in what order ----------------------------------------------------------------------------------------------------------
+
+def rank_stream(workers):
+    with process_group():
+        learn = make(Fn(lambda x: x*2), valid=DataLoader(Stream(), 2, num_workers=workers), loss=bare_loss)
+        with learn.distrib_ctx(): return learn.dls.valid.ordered,*learn.get_preds()
+
+@pytest.mark.parametrize('workers', [0, 1, 2])
+def test_order_of_a_stream(workers):
+    "Each row once; in the stream's order, unless several workers read it: then `ordered` says so"
+    x,y = xy()
+    for ordered,p,t in run_ranks(rank_stream, 2, workers):
+        assert ordered==(workers<2)
+        rows = [*zip(p.tolist(), t.tolist())]
+        assert (rows if ordered else sorted(rows))==(list if ordered else sorted)(zip((x*2).tolist(), y.tolist()))
+
+# --- on rank 0 only ---------------------------------------------------------------------------------------------------------
+
+def count_received():
+    "From now on, the bytes that collectives bring to this process"
+    seen,size = [],lambda o: o.numel()*o.element_size()
+    def watch(name, count):
+        func = getattr(dist, name)
+        def counted(*args, **kw):
+            res = func(*args, **kw)
+            seen.append(count(*args))
+            return res
+        setattr(dist, name, counted)
+    watch('all_gather', lambda outs, *o: sum(map(size, outs)))
+    watch('gather', lambda t, outs=None, *o: sum(map(size, outs or [])))
+    watch('all_gather_object', lambda outs, *o: len(pickle.dumps(outs)))
+    watch('gather_object', lambda o, outs=None, *p: len(pickle.dumps(outs)))
+    watch('all_gather_into_tensor', lambda out, *o: size(out))
+    return seen
+
+def rank_rank0(ragged):
+    f = (lambda x: [o.repeat(400+i%2) for i,o in enumerate(x)]) if ragged else (lambda x: x.repeat(1, 400))
+    with process_group():
+        learn = make(Fn(f), loss=bare_loss, n=300)
+        with learn.distrib_ctx():
+            seen = count_received()
+            got = learn.get_preds(on_rank0=True, with_input=True)
+            few = sum(seen)
+            seen.clear()
+            learn.get_preds()
+    return few,sum(seen),None if got==(None,)*3 else [len(o) for o in got]
+
+@pytest.mark.parametrize('ragged', [False, True])
+def test_on_rank_0_alone_the_others_receive_no_rows(ragged):
+    whole = 300*1200*4
+    for r,(few,much,got) in enumerate(run_ranks(rank_rank0, 3, ragged)):
+        assert got==(None if r else [300]*3) and much>whole
+        assert few<.02*whole if r else few>whole # they receive the places of the rows
+
+# --- outside of a context -----------------------------------------------------------------------------------------------------
+
+def rank_outside():
+    "One rank alone predicts, before any group and within one"
+    res = []
+    if group_rank()==0: res.append(preds(alone))
+    with process_group():
+        if group_rank()==1: res.append(preds(alone))
+    return res
+
+def test_outside_of_a_context_a_rank_is_alone():
+    expect = preds(alone)
+    for res in run_ranks(rank_outside, 2):
+        for got in res: assert_same(got, expect)

@@ -1,0 +1,221 @@
+"The table, the bar, and the log file: from rank 0 alone, the bar only where somebody watches"
+import contextlib,csv,io,os,pty,subprocess,sys,threading
+import pytest, torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset
+from learnerdist.all import (Callback, CancelFitException, CSVLogger, DataLoaders, Learner, TfmdDL, accuracy, format_row, format_value,
+                             rank_distrib)
+from learnerdist.testing import run_ranks
+
+def make(cbs=None, path='.', valid=True, **kw):
+    torch.manual_seed(0)
+    x,y = torch.randn(8, 3),torch.arange(8)%2
+    dls = DataLoaders(TfmdDL(list(zip(x, y)), 4), TfmdDL(list(zip(x, y)), 4) if valid else None, path=path)
+    return Learner(dls, nn.Linear(3, 2), F.cross_entropy, torch.optim.SGD, metrics=[accuracy], cbs=cbs, **kw)
+
+# --- lines ------------------------------------------------------------------------------------------------------------------
+
+def test_formats():
+    assert [format_value(o) for o in (None, 3, .5, 'a', float('nan'))]==['', '3', '0.500000', 'a', 'nan']
+    assert format_row([0, .25, None, '00:01'], ['epoch','train_loss','acc','time'])=='0         0.250000              00:01'
+
+def test_table_in_a_pipe(capsys):
+    learn = make()
+    learn.fit(2)
+    out = capsys.readouterr().out
+    head,*rows = out.splitlines()
+    assert head.split()==['epoch','train_loss','valid_loss','accuracy','time'] and len(rows)==2 and '\r' not in out and '\x1b' not in out
+    for i,row in enumerate(rows):
+        cells = row.split()
+        assert cells[0]==str(i) and cells[1:4]==[f'{v:.6f}' for v in learn.recorder.values[i]] and ':' in cells[4]
+    assert head.index('valid_loss')==rows[0].index(rows[0].split()[2])
+
+def test_no_bar_and_no_logging(capsys):
+    learn = make()
+    logger = learn.logger
+    with learn.no_logging(): learn.fit(1)
+    assert capsys.readouterr().out==''
+    with learn.no_bar(): learn.fit(1)
+    assert len(capsys.readouterr().out.splitlines())==2
+    with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    with pytest.raises(KeyError), learn.no_logging(), learn.no_bar(): raise KeyError
+    assert learn.logger is logger and learn.progress.show_bar and capsys.readouterr().out==''
+    learn.progress.show_bar = False
+    with learn.no_bar(): pass
+    assert not learn.progress.show_bar # as it was, not as it usually is
+
+def test_a_logger_of_the_users(capsys):
+    lines,learn = [],make()
+    learn.logger = lines.append
+    learn.fit(1)
+    assert lines[0]==learn.recorder.metric_names and lines[1][:-1]==[0,*learn.recorder.values[0]] and capsys.readouterr().out==''
+    assert learn.logger==lines.append
+
+class Evaluates(Callback):
+    order = 70
+    def after_epoch(self):
+        self.learn.validate()
+        self.learn.get_preds()
+
+def test_evaluation_from_a_callback_prints_nothing_and_keeps_the_table(capsys):
+    make().fit(3)
+    want = [o[:-5] for o in capsys.readouterr().out.splitlines()]
+    make(cbs=Evaluates()).fit(3)
+    assert [o[:-5] for o in capsys.readouterr().out.splitlines()]==want
+
+def test_validate_and_predict_print_nothing(capsys):
+    learn = make()
+    learn.validate()
+    learn.get_preds()
+    learn.predict(torch.zeros(3))
+    assert capsys.readouterr().out==''
+
+class Stops(Callback):
+    order = 30
+    def after_batch(self):
+        if self.epoch==1: raise self.error
+
+@pytest.mark.parametrize('error', [CancelFitException, KeyError])
+def test_a_fit_that_ends_early_gives_the_logger_back(error, capsys):
+    learn = make(cbs=Stops())
+    learn.stops.error = error
+    logger = learn.logger
+    with contextlib.suppress(KeyError): learn.fit(3)
+    assert learn.logger is logger and learn.progress.mbar is None and len(capsys.readouterr().out.splitlines())==2
+
+# --- bars -------------------------------------------------------------------------------------------------------------------
+
+def on_terminal(f):
+    "What `f()` writes to a terminal"
+    ours,theirs = pty.openpty()
+    got = []
+    def read():
+        with contextlib.suppress(OSError):
+            while o := os.read(ours, 4096): got.append(o)
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        with os.fdopen(theirs, 'w') as tty, contextlib.redirect_stdout(tty): f()
+    finally:
+        thread.join() # reading ends where the other side is closed
+        os.close(ours)
+    return b''.join(got).decode()
+
+def in_terminal(learn, f): return on_terminal(lambda: f(learn))
+
+def lines_of(out): return [o.rpartition('\r')[2].rstrip() for o in out.replace('\r\n', '\n').split('\n')]
+
+def test_bar_on_a_terminal():
+    out = in_terminal(make(), lambda o: o.fit(2))
+    assert '█' in out and '\r' in out and '100.00%' in out
+    table = [o for o in lines_of(out) if o.strip()]
+    assert table[0].split()[:4]==['epoch','train_loss','valid_loss','accuracy'] and [o.split()[0] for o in table[1:3]]==['0', '1']
+    assert '█' not in table[1]
+
+def test_running_loss_on_the_bar():
+    learn = make()
+    x,y = learn.dls.one_batch()
+    first = F.cross_entropy(learn.model(x), y).item()
+    assert f'{first:.4f}' in in_terminal(learn, lambda o: o.fit(1, lr=0.))
+
+def test_no_bar_on_a_terminal():
+    def f(learn):
+        with learn.no_bar(): learn.fit(2)
+    out = in_terminal(make(), f)
+    assert '█' not in out and len([o for o in lines_of(out) if o.strip()])==3
+    def g(learn):
+        with learn.no_bar(), learn.no_logging(): learn.fit(1)
+    assert in_terminal(make(), g)==''
+
+def test_no_logging_on_a_terminal_draws_no_table():
+    def f(learn):
+        with learn.no_logging(): learn.fit(1)
+    assert 'train_loss' not in in_terminal(make(), f)
+
+class Stream(IterableDataset):
+    def __iter__(self): return iter([(torch.ones(3), torch.tensor(1))]*8)
+
+def test_bar_for_a_loader_without_a_length():
+    learn = make()
+    learn.dls = DataLoaders(TfmdDL(Stream(), 4), TfmdDL(Stream(), 4))
+    out = in_terminal(learn, lambda o: o.fit(2))
+    assert 'train_loss' in out and len(learn.recorder.losses)==4
+
+def test_bar_for_empty_and_cancelled_fits():
+    def f(learn):
+        with contextlib.suppress(KeyError): learn.fit(3)
+        learn.remove_cb(Stops)
+        learn.fit(1)
+        learn.fit(0)
+    for error in (CancelFitException, KeyError):
+        learn = make(cbs=Stops())
+        learn.stops.error = error
+        assert in_terminal(learn, f).count('train_loss')==3
+    learn = make()
+    learn.dls = DataLoaders(TfmdDL([], 4))
+    in_terminal(learn, lambda o: o.fit(1))
+
+def test_evaluation_from_a_callback_on_a_terminal():
+    out = in_terminal(make(cbs=Evaluates()), lambda o: o.fit(2))
+    assert [o.split()[0] for o in lines_of(out) if o.strip() and '█' not in o]==['epoch', '0', '1']
+
+# --- files ------------------------------------------------------------------------------------------------------------------
+
+def rows(file): return list(csv.reader(io.StringIO(file.read_text())))
+
+def test_csv(tmp_path, capsys):
+    learn = make(path=tmp_path/'deep', cbs=CSVLogger())
+    learn.fit(2)
+    file = tmp_path/'deep/history.csv'
+    head,*vals = rows(file)
+    assert head==['epoch','train_loss','valid_loss','accuracy']
+    assert [[float(o) for o in v] for v in vals]==[[i,*v] for i,v in enumerate(learn.recorder.values)]
+    learn.fit(1)
+    assert len(rows(file))==2 and learn.csv_logger.file is None
+
+def test_csv_append(tmp_path, capsys):
+    learn = make(path=tmp_path, cbs=CSVLogger('log.csv', append=True))
+    learn.fit(1)
+    learn.fit(2)
+    got = rows(tmp_path/'log.csv')
+    assert len(got)==4 and [o[0] for o in got]==['epoch','0','0','1']
+
+def test_csv_after_an_error(tmp_path, capsys):
+    learn = make(path=tmp_path, cbs=[CSVLogger(), Stops()])
+    learn.stops.error = KeyError
+    with pytest.raises(KeyError): learn.fit(3)
+    assert len(rows(tmp_path/'history.csv'))==2 and learn.csv_logger.file is None
+
+def test_csv_without_validation(tmp_path, capsys):
+    learn = make(path=tmp_path, cbs=CSVLogger(), valid=False)
+    learn.fit(1)
+    assert rows(tmp_path/'history.csv')[1][2:]==['', '']
+
+# --- ranks ------------------------------------------------------------------------------------------------------------------
+
+def rank_writes(path):
+    "Output and files on a pipe, and on a terminal"
+    rank,out = rank_distrib(),io.StringIO()
+    learn = make(path=path/str(rank), cbs=CSVLogger())
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), learn.distrib_ctx(seed=1):
+        learn.fit(2)
+        learn.validate()
+        learn.get_preds()
+    def f():
+        with learn.distrib_ctx(seed=1): learn.fit(1)
+    tty = on_terminal(f)
+    lines = []
+    learn.logger = lines.append
+    with learn.distrib_ctx(seed=1): learn.fit(1)
+    return out.getvalue(),tty,(path/str(rank)/'history.csv').exists(),lines,learn.recorder.values
+
+def test_only_rank_0_prints_and_writes(tmp_path):
+    (out0,tty0,file0,lines0,vals0),(out1,tty1,file1,lines1,vals1) = run_ranks(rank_writes, 2, tmp_path)
+    assert len(out0.splitlines())==3 and '\r' not in out0 and out1=='' and tty1=='' and '█' in tty0
+    assert file0 and not file1 and len(lines0)==2 and lines1==[] and vals0==vals1
+    assert lines0[1][1:-1]==vals0[0]
+
+def test_module_is_light():
+    code = 'import sys,learnerdist.all; print([m for m in ("fastprogress","matplotlib","torchvision","tensorboard") if m in sys.modules])'
+    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout.strip()=='[]'

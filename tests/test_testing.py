@@ -1,0 +1,133 @@
+"run_ranks: what comes back, what an error says, and that nothing is left; leak_check"
+import multiprocessing as mp,os,pickle,signal,subprocess,sys,threading
+from functools import partial
+from multiprocessing import connection
+from pathlib import Path
+import pytest,torch,torch.distributed as dist
+from learnerdist.testing import RankFailure,RanksError,leak_check,run_ranks
+
+def rank(): return int(os.environ['RANK'])
+
+def join():
+    url,n = os.environ['LEARNERDIST_INIT_METHOD'],int(os.environ['WORLD_SIZE'])
+    dist.init_process_group('gloo', init_method=url, rank=rank(), world_size=n)
+
+def summed(x):
+    join()
+    t = x*(rank()+1)
+    dist.all_reduce(t)
+    dist.destroy_process_group()
+    return dict(sum=t, threads=torch.get_num_threads())
+
+def environment(): return dict(os.environ), os.getcwd(), sys.path
+
+def fails(*ranks, code=None):
+    if rank() not in ranks: return rank()
+    if code is not None: sys.exit(code)
+    raise KeyError(f'rank {rank()}')
+
+def dies(how):
+    if rank() == 1: os._exit(7) if how == 'exit' else os.kill(os.getpid(), signal.SIGSEGV)
+    return 'fine'
+
+def first_of_two(folder):
+    "Rank 1 fails first, rank 0 after it"
+    if rank() == 0: await_file(folder/'failed')
+    try: raise ValueError(f'rank {rank()}')
+    finally:
+        if rank() == 1: (folder/'failed').touch()
+
+def await_file(path):
+    while not path.exists(): threading.Event().wait(.01)
+
+def stands(_): threading.Event().wait()
+
+def leaves_child():
+    return subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()']).pid
+
+def mismatch():
+    join()
+    dist.all_reduce(torch.ones(3)) if rank() else dist.broadcast(torch.ones(4), 0)
+
+def start_method(): return mp.get_start_method()
+
+def unpicklable(): return threading.Lock()
+
+@pytest.mark.parametrize('world_size', [1, 2, 3])
+def test_results_by_rank(world_size):
+    res = run_ranks(summed, world_size, torch.ones(2, dtype=torch.float64))
+    total = world_size*(world_size+1)/2
+    assert [o['sum'].tolist() for o in res] == [[total, total]]*world_size
+    assert [o['threads'] for o in res] == [1]*world_size
+
+def test_environment_of_a_rank(monkeypatch, tmp_path):
+    monkeypatch.setenv('LD_TEST_A', 'parent')
+    monkeypatch.setenv('MASTER_PORT', '1234')
+    monkeypatch.chdir(tmp_path)
+    (e0,cwd,path),(e1,*_) = run_ranks(environment, 2, env=dict(LD_TEST_B=3))
+    for r,e in enumerate((e0, e1)):
+        assert [e[k] for k in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')] == [str(r), '2', str(r), '2']
+        assert (e['LD_TEST_A'], e['LD_TEST_B']) == ('parent', '3') and 'MASTER_PORT' not in e
+    assert e0['LEARNERDIST_INIT_METHOD'] == e1['LEARNERDIST_INIT_METHOD'] and e0['LEARNERDIST_INIT_METHOD'].startswith('file:///')
+    assert cwd == str(tmp_path) and set(sys.path) <= set(path)
+    assert not Path(e0['LEARNERDIST_INIT_METHOD'][7:]).parent.exists()
+
+def test_closures_and_partials():
+    k = 5
+    assert run_ranks(lambda x: x*k + rank(), 2, 10) == [50, 51]
+    assert run_ranks(partial(max, 3), 1, 4) == [4]
+
+def test_error_names_the_first_rank(tmp_path):
+    with pytest.raises(RanksError) as e: run_ranks(first_of_two, 2, tmp_path)
+    assert list(e.value.errors) == [1, 0]
+    kind,message,trace = e.value.errors[1]
+    assert (kind, message) == ('ValueError', 'rank 1') and 'in first_of_two' in trace
+    assert str(e.value).startswith('rank 1 failed: ValueError: rank 1\nTraceback') and 'rank 0 failed: ValueError: rank 0' in str(e.value)
+    assert pickle.loads(pickle.dumps(e.value)).errors == e.value.errors
+
+def test_errors_returned():
+    ok,bad = run_ranks(fails, 2, 1, errors='return')
+    assert ok == 0 and isinstance(bad, RankFailure) and (bad.kind, bad.message) == ('KeyError', "'rank 1'")
+
+def test_sys_exit():
+    assert run_ranks(fails, 1, 0, code=0) == [None]
+    assert run_ranks(fails, 1, 0, code=3, errors='return')[0][:2] == ('SystemExit', '3')
+
+@pytest.mark.parametrize('how,words', [('exit', 'exit status 7'), ('signal', 'SIGSEGV')])
+def test_death_without_a_report(how, words):
+    ok,dead = run_ranks(dies, 2, how, errors='return')
+    assert ok == 'fine' and dead.kind == 'ProcessDied' and words in dead.message
+
+def test_timeout_shows_every_stack():
+    with pytest.raises(RanksError, match='still running after 1 s') as e: run_ranks(stands, 2, torch.ones(1), timeout_s=1)
+    assert all('in stands' in o.trace and 'processes.py' not in o.trace for o in e.value.errors.values()) and len(e.value.errors) == 2
+
+def test_children_of_a_rank_end_with_it():
+    pid, = run_ranks(leaves_child, 1)
+    try: fd = os.pidfd_open(pid)
+    except ProcessLookupError: return
+    assert connection.wait([fd], 10) == [fd]
+    os.close(fd)
+
+def test_mismatched_collectives_are_named_with_torchs_debug_level():
+    res = run_ranks(mismatch, 2, env=dict(TORCH_DISTRIBUTED_DEBUG='DETAIL'), errors='return')
+    assert all('Detected mismatch between collectives' in o.message for o in res)
+
+def test_loaders_of_a_rank_start_their_workers_as_anywhere():
+    assert run_ranks(start_method, 1) == [mp.get_start_method()]
+
+def test_result_that_cannot_travel():
+    assert 'pickle' in run_ranks(unpicklable, 1, errors='return')[0].message
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match='0 processes'): run_ranks(rank, 0)
+    with pytest.raises(ValueError, match="errors='warn'"): run_ranks(rank, 1, errors='warn')
+
+def test_leak_check_names_what_is_left():
+    with pytest.raises(AssertionError, match='LD_LEAK.*process group'), leak_check():
+        os.environ['LD_LEAK'] = '1'
+        dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    assert not dist.is_initialized() and 'LD_LEAK' not in os.environ
+    with pytest.raises(AssertionError, match='child processes'), leak_check():
+        child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])
+    assert child.wait() == -signal.SIGKILL
