@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['rank_distrib', 'num_distrib', 'local_rank', 'local_size', 'default_device', 'backend_for', 'in_group', 'launch_store',
-           'setup_distrib', 'teardown_distrib', 'process_group', 'close_group', 'current_group', 'control_group',
-           'group_rank', 'group_size', 'is_rank0']
+           'found_store', 'setup_distrib', 'teardown_distrib', 'process_group', 'close_group', 'current_group',
+           'control_group', 'group_rank', 'group_size', 'is_rank0']
 
 # %% ../nbs/00_env.ipynb #c002
 import itertools,os
@@ -81,10 +81,15 @@ def _connect_store():
         store = dist.TCPStore(env['MASTER_ADDR'], int(env['MASTER_PORT']), num_distrib(), hosts, multi_tenant=True, wait_for_workers=False)
     return dist.PrefixStore(f"learnerdist/{_env_int('TORCHELASTIC_RESTART_COUNT')}", store)
 
-def _open(device, backend, timeout_s):
-    store = launch_store() or _connect_store()
+def found_store(
+    store # What `launch_store` returned
+):
+    "`store`, or an error that says what its absence means"
     if store is None: raise ValueError(f'WORLD_SIZE={num_distrib()}, but no MASTER_ADDR and MASTER_PORT: use learnerdist.launch')
-    store = dist.PrefixStore(f'group{next(_opened)}', store)
+    return store
+
+def _open(device, backend, timeout_s):
+    store = dist.PrefixStore(f'group{next(_opened)}', found_store(launch_store() or _connect_store()))
     dist.init_process_group(backend or backend_for(device), store=store, rank=rank_distrib(), world_size=num_distrib(),
                             timeout=timedelta(seconds=timeout_s))
 
