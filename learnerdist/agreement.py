@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves,tree_map
 from .batchnorm import _Synced,muted
 from .callback import Callback,cancels
 from .comms import gather_rows
+from .data import data_len
 from .env import control_group,group_rank,group_size
 
 # %% ../nbs/13_agreement.ipynb #c005
@@ -201,14 +202,10 @@ def _say_dropped(self:AgreedLoader, res):
 def with_next(dl):
     "Each batch of `dl`, and whether another follows; it looks one batch ahead where the loader has no length"
     stream = isinstance(getattr(dl, 'dataset', None), IterableDataset) # whose length is what somebody wrote down
-    n = None if stream else _len(dl)
+    n = None if stream else data_len(dl)
     it = iter(dl)
     if n is not None: yield from ((b,i+1<n) for i,b in enumerate(it))
     else: yield from _look_ahead(it)
-
-def _len(dl):
-    try: return len(dl)
-    except TypeError: return None
 
 def _look_ahead(it):
     end = object()
@@ -290,7 +287,7 @@ def before_train(self:AgreementEnd):
 def before_validate(self:AgreementEnd):
     if group_size()>1: self.learn.dl = AgreedLoader(self.dl, self.agreement, self._vote(more=_may_have(self.dl)).more)
 
-def _may_have(dl): return _len(dl)!=0
+def _may_have(dl): return data_len(dl)!=0
 
 # %% ../nbs/13_agreement.ipynb #c029
 @patch

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['apply', 'to_device', 'to_cpu', 'to_detach', 'find_bs', 'check_options', 'is_shuffled', 'loader_settings', 'changed',
-           'data_len', 'one_batch', 'TfmdDL', 'DataLoaders']
+           'data_len', 'split_batch', 'single', 'one_batch', 'TfmdDL', 'DataLoaders']
 
 # %% ../nbs/03_data.ipynb #c002
 import copy, inspect, torch
@@ -158,13 +158,26 @@ class _Rows:
     def __getitems__(self, idxs): return self.items.iloc[list(idxs)]
 
 def data_len(dataset):
-    "`len(dataset)`, or None"
+    "The length of a data set or of a loader, or None"
     try: return len(dataset)
     except (TypeError, NotImplementedError): return None
 
 def _dataset(o): return _Rows(o) if hasattr(o, 'iloc') and not hasattr(o, '__getitems__') else o
 
 # %% ../nbs/03_data.ipynb #c026
+def split_batch(
+    b,         # A tuple or list, a dict, or a single tensor
+    n_inp=None # How many of a tuple's elements go into the model; None: all but the last
+):             # (inputs, targets), two tuples
+    "What goes into the model and what into the loss"
+    if isinstance(b, Mapping): return (b,),(b,)
+    if not isinstance(b, (tuple,list)): return (b,),()
+    n = max(len(b)-1, 1) if n_inp is None else n_inp
+    return tuple(b[:n]),tuple(b[n:])
+
+def single(b): return b[0] if len(b)==1 else b
+
+# %% ../nbs/03_data.ipynb #c029
 def one_batch(dl):
     "The first batch of any loader, read in this process; an epoch that is being read goes on undisturbed"
     if isinstance(dl, DataLoader):
@@ -173,7 +186,7 @@ def one_batch(dl):
     for b in dl: return b
     raise ValueError("the loader is empty: it has no first batch")
 
-# %% ../nbs/03_data.ipynb #c027
+# %% ../nbs/03_data.ipynb #c030
 class TfmdDL(DataLoader):
     "torch's loader, with a function for each item (in the workers) and one for each batch (in the main process)"
     def __init__(self,
@@ -211,7 +224,7 @@ class TfmdDL(DataLoader):
     n = property(lambda self: data_len(self.dataset), doc="Samples in the data set, None for a stream that does not know")
     def one_batch(self): return one_batch(self)
 
-# %% ../nbs/03_data.ipynb #c035
+# %% ../nbs/03_data.ipynb #c038
 class DataLoaders:
     "Loaders that belong together: the first trains, the second validates"
     def __init__(self,

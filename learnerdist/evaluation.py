@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves,tree_map
 
 from .callback import Callback
 from .comms import all_sum
-from .data import changed,find_bs,to_device
+from .data import changed,find_bs,single,to_device
 from .env import group_rank,group_size
 from .learner import Learner
 from .loader import DistributedDL,in_order,is_split
@@ -33,8 +33,6 @@ def has_result(learn)->bool:
 def batch_rows(learn)->int:
     "Samples in the batch at hand"
     return find_bs((*learn.xb,*learn.yb))
-
-def _single(b): return b[0] if len(b)==1 else b
 
 # %% ../nbs/14_evaluation.ipynb #c006
 class GatherPreds(Callback):
@@ -51,9 +49,9 @@ class GatherPreds(Callback):
     def after_batch(self):
         if not has_result(self.learn): return
         n = batch_rows(self.learn)
-        x = [_single(columns(self.xb, n))] if self.with_input else []
+        x = [single(columns(self.xb, n))] if self.with_input else []
         losses = [to_rows(self._row_losses(), n)] if self.with_loss else []
-        self.rows.append((*x, to_rows(self.act(self.pred), n), _single(columns(self.yb, n)), *losses))
+        self.rows.append((*x, to_rows(self.act(self.pred), n), single(columns(self.yb, n)), *losses))
 
     def _row_losses(self):
         with not_reduced(self.loss_func) as f: loss = f(self.pred, *self.yb)

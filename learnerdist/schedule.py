@@ -78,16 +78,19 @@ def fit_one_cycle(self:Learner,
     div=25.,        # The first rate is `lr_max/div`
     div_final=1e5,  # The last one is `lr_max/div_final`
     pct_start=.25,  # Part of the steps that go up
-    cbs=None, reset_opt=False
+    cbs=None, reset_opt=False,
+    **flags         # As in `fit`
 ):
     "Fit with one cycle of rates, up and then down, and momentum the other way round (Smith, 2018, arXiv:1803.09820)"
-    lr_max,n_batches = self.lr if lr_max is None else lr_max,_batches_per_epoch(self)
+    lr_max = self.lr if lr_max is None else lr_max
     def one_cycle(opt):
         cycled = 'betas' in opt.param_groups[0] or opt.param_groups[0].get('momentum')
         up = min(pct_start*(1+1e-9), 1.) # torch divides by zero where it is exactly one step
         return OneCycleLR(opt, group_lrs(lr_max, len(opt.param_groups)), total_steps=n_epoch*steps_per_epoch(self, n_batches), pct_start=up,
                           div_factor=div, final_div_factor=div_final/div, cycle_momentum=bool(cycled))
-    self.fit(n_epoch, lr_max, cbs=[Scheduler(one_cycle),*listify(cbs)], reset_opt=reset_opt)
+    with self.flagged(flags):
+        n_batches = _batches_per_epoch(self)
+        self.fit(n_epoch, lr_max, cbs=[Scheduler(one_cycle),*listify(cbs)], reset_opt=reset_opt)
 
 def _batches_per_epoch(learn):
     try: n = len(learn.dls.train)
