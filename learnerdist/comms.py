@@ -9,7 +9,7 @@ __all__ = ['distrib_barrier', 'all_sum', 'all_mean', 'gather_objects', 'broadcas
 
 # %% ../nbs/01_comms.ipynb #c002
 import itertools,json,os,tempfile,time,traceback
-from contextlib import contextmanager
+from contextlib import ExitStack,contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .env import (current_group,found_store,group_rank,group_size,in_group,is_rank0,launch_store,num_distrib,rank_distrib)
+from .env import (current_group,group_rank,group_size,in_group,is_rank0,launch_store,process_group,rank_distrib)
 
 # %% ../nbs/01_comms.ipynb #c005
 def _carried(t):
@@ -120,19 +120,32 @@ def wait_key(store, key, timeout_s):
 _calls = itertools.count()
 _week = 7*24*3600 # A download may outlast the timeout of any collective
 
-def _meeting(): return found_store(shared_store()),f'rank0_first/{next(_calls)}'
-
 def rank0_first(
     func,    # Safe to call again once rank 0 has: it finds what rank 0 left
     *args, **kwargs
 ):
     "Call `func` on rank 0, then on the others together; each returns its own result, and a failure on rank 0 reaches all"
-    rank,n = (group_rank(),group_size()) if in_group() else (rank_distrib(),num_distrib())
-    if n<2: return func(*args, **kwargs)
-    return _after_rank0(partial(func, *args, **kwargs)) if rank else _as_rank0(partial(func, *args, **kwargs))
+    with ExitStack() as stack:
+        _join(stack)
+        if group_size()<2: return func(*args, **kwargs)
+        return _rank0_first(partial(func, *args, **kwargs), shared_store())
 
-def _as_rank0(func):
-    store,key = _meeting()
+def _join(stack):
+    try: stack.enter_context(process_group())
+    except RuntimeError as e:
+        if rank_distrib()==0 or _answers(): raise
+        raise _lost() from e
+
+def _answers():
+    "Whether somebody still keeps the launch's store, which rank 0 does where no launcher does"
+    try: return launch_store().check(['any'])>=0
+    except RuntimeError: return False
+
+def _lost(): return RankError(0, 'lost', 'rank 0 ended before it was done')
+
+def _rank0_first(func, store):
+    key = f'rank0_first/{next(_calls)}'
+    if group_rank(): return _after_rank0(func, store, key)
     try: res = func()
     except BaseException as e:
         store.set(key, pack_error(e))
@@ -140,9 +153,9 @@ def _as_rank0(func):
     store.set(key, 'done')
     return res
 
-def _after_rank0(func):
-    try: state = wait_key(*_meeting(), _week)
-    except dist.DistNetworkError as e: raise RankError(0, 'lost', 'rank 0 ended before it was done') from e
+def _after_rank0(func, store, key):
+    try: state = wait_key(store, key, _week)
+    except dist.DistNetworkError as e: raise _lost() from e
     if state!='done': raise unpack_error(state)
     return func()
 

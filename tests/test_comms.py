@@ -7,7 +7,7 @@ import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from learnerdist.all import (DataLoaders, Learner, RankError, TfmdDL, all_mean, all_sum, broadcast_object, distrib_barrier,
-                             gather_objects, gather_rows, group_rank, group_size, launch_store, process_group, rank0_first, rank_distrib,
+                             gather_objects, gather_rows, group_rank, group_size, process_group, rank0_first, rank_distrib,
                              setup_distrib, teardown_distrib)
 from learnerdist.testing import run_ranks
 
@@ -174,7 +174,6 @@ def test_failure_on_another_rank_strands_nobody(tmp_path, own):
 def dies(): os._exit(3)
 
 def rank_dies():
-    for r in range(2): launch_store().set(f'here{r}', '') if r==rank_distrib() else launch_store().wait([f'here{r}'])
     try: rank0_first(dies if rank_distrib()==0 else int)
     except RuntimeError as e: return type(e).__name__,getattr(e, 'rank', None)
 
