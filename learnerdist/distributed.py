@@ -25,7 +25,7 @@ from .data import find_bs
 from .env import (control_group,current_group,group_rank,group_size,in_group,num_distrib,process_group,rank_distrib,
                              setup_distrib,teardown_distrib)
 from .evaluation import ExactEvaluation,Unshared
-from .failure import fail_together
+from .failure import announce,fail_together
 from .hooks import check_ddp_options,find_hook
 from .learner import Learner,get_model
 from .loader import DistributedDL,set_epoch
@@ -306,6 +306,7 @@ def distrib_ctx(self:Learner,
     _check_plain(self)
     key,several = f'first-failure/{next(_contexts)}',num_distrib()>1 or group_size()>1
     try:
+        if several: announce()
         self.to_distributed(cuda_id, **kw)
         yield self
     except (Exception,SystemExit) as e:

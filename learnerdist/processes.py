@@ -7,9 +7,10 @@ __all__ = ['RankFailure', 'RanksError', 'describe_exit', 'share_of_cores', 'loop
 
 # %% ../nbs/16b_processes.ipynb #c002
 import faulthandler,multiprocessing as mp,os,pickle,signal,socket,sys,tempfile,threading,time,traceback
-from multiprocessing import connection
+from multiprocessing import connection,forkserver
 from pathlib import Path
 from typing import Callable,NamedTuple
+from .stacks import catch_crashes,read_crash,report_folder,users_frame
 
 # %% ../nbs/16b_processes.ipynb #c005
 class RankFailure(NamedTuple):
@@ -60,6 +61,9 @@ def _forkserver():
     ctx = mp.get_context('forkserver')
     ours = [m for m in sys.modules if m.startswith('learnerdist.')]
     ctx.set_forkserver_preload(['torch', 'torch.distributed', 'torch._dynamo', *(m for m in _heavy if m in sys.modules), *ours])
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) # or Ctrl-C while it imports prints the server's traceback
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, old)
     return ctx
 
 # %% ../nbs/16b_processes.ipynb #c014
@@ -93,10 +97,12 @@ def _call(payload):
 def _rank_main(rank, folder, payload, env, n_threads):
     "The life of one rank: its environment, the call, and the file with what came of it"
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     die_with(mp.parent_process().sentinel)
     mp.set_start_method(None, force=True) # or the workers of this rank's loaders would come from a fork server as well
     os.environ.clear()
     os.environ.update(env)
+    catch_crashes(report_folder()/'crash.txt')
     faulthandler.register(signal.SIGUSR1, open(folder/f'{rank}.stack', 'w'), chain=True)
     import torch
     torch.set_num_threads(n_threads)
@@ -110,7 +116,10 @@ def _outcome(proc, rank, folder):
     "When and with what a rank ended"
     file = folder/f'{rank}.pkl'
     if file.exists(): return pickle.loads(file.read_bytes())
-    return time.time(),RankFailure('ProcessDied', f'{describe_exit(proc.exitcode)}, without a report', '')
+    if proc.exitcode == _unguarded: return time.time(),RankFailure('RuntimeError', _guard, '')
+    what,frames = read_crash(folder/f'{rank}/crash.txt')
+    crash = f' ({what}, {users_frame(frames)})' if what else ', without a report'
+    return time.time(),RankFailure('ProcessDied', describe_exit(proc.exitcode)+crash, '\n'.join(f'  File "{o.file}", line {o.line}, in {o.name}' for o in frames))
 
 def _end(procs):
     "End these processes with their children"
@@ -134,7 +143,7 @@ def _stacks(file):
     return '\n\n'.join(threads)
 
 # %% ../nbs/16b_processes.ipynb #c021
-def _watch(procs, folder, timeout_s, grace_s=20):
+def _watch(procs, folder, timeout_s, grace_s):
     "What came of each process; after a failure the others have `grace_s` seconds to end by themselves"
     res,alive,why = {},dict(enumerate(procs)),f'still running after {timeout_s} s'
     t_end = time.monotonic() + timeout_s if timeout_s else None
@@ -158,11 +167,13 @@ def call_on_ranks(
     env:dict|None=None,    # More environment variables for the ranks
     n_threads:int=1,       # Threads of torch on each rank
     timeout_s:float|None=None, # Seconds for the call
+    grace_s:float=20,      # Seconds that the others have to end by themselves after a failure
     errors:str='raise'     # `'return'`: the `RankFailure` of a rank that failed stands in the list in place of its result
 )->list:                   # What `func` returned on each rank
     "Call `func` on `world_size` processes with the environment of a rank; no process is left"
     if errors not in ('raise', 'return'): raise ValueError(f"errors={errors!r}: it is 'raise' or 'return'")
     if not isinstance(world_size, int) or world_size < 1: raise ValueError(f'{world_size!r} processes: give a whole number from 1 up')
+    if getattr(mp.current_process(), '_inheriting', False): os._exit(_unguarded) # a rank that imports the script, which starts ranks
     call = func,args,kwargs or {}
     payload = _pickled(call)
     ctx,procs = _start_method(payload),[]
@@ -170,16 +181,20 @@ def call_on_ranks(
         folder = Path(d)
         try:
             for r in range(world_size):
+                (folder/str(r)).mkdir()
                 procs.append(ctx.Process(target=_rank_main, args=(r, folder, payload or call, _rank_env(r, world_size, d, env), n_threads)))
                 procs[-1].start()
-            res = _watch(procs, folder, timeout_s)
+            res = _watch(procs, folder, timeout_s, grace_s)
         finally: _end([p for p in procs if p.pid])
     failed = {r:e for r,(_,e) in sorted(res.items(), key=lambda o: o[1][0]) if isinstance(e, RankFailure)}
     if failed and errors == 'raise': raise RanksError(failed)
     return [res[r][1] for r in range(world_size)]
 
+_unguarded,_guard = 64,"the ranks import this script, which calls run(...): put the call under if __name__ == '__main__':"
+
 def _rank_env(rank, world_size, folder, env):
     res = {k:v for k,v in os.environ.items() if not k.startswith(('TORCHELASTIC_', 'MASTER_'))}
     res |= dict(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
-                LEARNERDIST_INIT_METHOD=f'file://{folder}/rendezvous', GLOO_SOCKET_IFNAME=loopback())
+                LEARNERDIST_INIT_METHOD=f'file://{folder}/rendezvous', LEARNERDIST_ERROR_FILE=f'{folder}/{rank}/error.json',
+                GLOO_SOCKET_IFNAME=loopback())
     return res | {k:str(v) for k,v in (env or {}).items()}
