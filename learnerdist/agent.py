@@ -58,6 +58,7 @@ def _death(code, file):
 def explain(reports)->list:
     "Lines to print of what `exit_reports` found"
     first,*others = reports
+    if first[1].startswith('RankError'): return [first[1].splitlines()[0].removeprefix('RankError: ')] # what it was told of another machine
     return [f'rank {first[0]} failed first: {first[1]}', *(f'rank {r} failed too: {text}' for r,text,_ in others)]
 
 # %% ../nbs/16d_agent.ipynb #c013

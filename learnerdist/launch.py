@@ -112,6 +112,7 @@ def _ask_slurm(args):
         given = next((o for o in _for_agents if getattr(args, o)), None)
         if given: raise ValueError(f"--{given.replace('_', '-')} {getattr(args, given)} and SLURM_NTASKS={task.n_tasks}: of several "
                                    "tasks on a node each is a rank already; leave it out, or start one task a node (--ntasks-per-node=1)")
+        rank_env(task) # nothing in the environment contradicts it
         return task
     most = args.nnodes and args.nnodes.rpartition(':')[2]
     check_env({'--nnodes': most}, {'--nnodes': (task.n_nodes, 'SLURM_NNODES')})
@@ -207,9 +208,8 @@ def _print_exception(e):
 
 def _leave_report(e):
     "Write what torchrun reads as `torch.distributed.elastic`'s `record` would, with what our own report needs"
-    if not report_folder(): return
-    at = users_frame(frames_of(e))
-    text,now = f'{type(e).__name__}: {e}',time.time()
+    at,text,now = users_frame(frames_of(e)),f'{type(e).__name__}: {e}',time.time()
+    if not report_folder(): return _say(f'rank {os.environ["RANK"]} failed: {text} ({at.file}:{at.line})')
     extra = dict(py_callstack=''.join(traceback.format_exception(e)), timestamp=str(int(now)))
     code = e.code if isinstance(e, SystemExit) and isinstance(e.code, int) else 1
     res = dict(message=dict(message=text, extraInfo=extra), rank=int(os.environ['RANK']), time=now, code=code)

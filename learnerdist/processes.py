@@ -7,7 +7,7 @@ __all__ = ['RankFailure', 'RanksError', 'describe_exit', 'share_of_cores', 'loop
 
 # %% ../nbs/16b_processes.ipynb #c002
 import faulthandler,multiprocessing as mp,os,pickle,signal,socket,sys,tempfile,threading,time,traceback
-from multiprocessing import connection,forkserver
+from multiprocessing import connection,forkserver,resource_tracker
 from pathlib import Path
 from typing import Callable,NamedTuple
 from .stacks import catch_crashes,read_crash,report_folder,users_frame
@@ -61,6 +61,7 @@ def _forkserver():
     ctx = mp.get_context('forkserver')
     ours = [m for m in sys.modules if m.startswith('learnerdist.')]
     ctx.set_forkserver_preload(['torch', 'torch.distributed', 'torch._dynamo', *(m for m in _heavy if m in sys.modules), *ours])
+    resource_tracker.ensure_running() # which forkserver's would start, and end the block for
     old = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]) # or Ctrl-C while it imports prints the server's traceback
     forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, old)
@@ -78,7 +79,7 @@ def _start_method(payload):
     "A context to start processes with: a fork server, or a fork of this process for what only its memory holds"
     if payload is not None: return _forkserver()
     if 'torch' in sys.modules and sys.modules['torch'].cuda.is_initialized():
-        raise RuntimeError('A function of a notebook starts by fork, but CUDA is in use here: restart and use no GPU before, or import it')
+        raise RuntimeError('this process uses the GPU already and cannot fork: call run() before that, or import the function from a file')
     return mp.get_context('fork')
 
 # %% ../nbs/16b_processes.ipynb #c018
@@ -119,7 +120,8 @@ def _outcome(proc, rank, folder):
     if proc.exitcode == _unguarded: return time.time(),RankFailure('RuntimeError', _guard, '')
     what,frames = read_crash(folder/f'{rank}/crash.txt')
     crash = f' ({what}, {users_frame(frames)})' if what else ', without a report'
-    return time.time(),RankFailure('ProcessDied', describe_exit(proc.exitcode)+crash, '\n'.join(f'  File "{o.file}", line {o.line}, in {o.name}' for o in frames))
+    trace = '\n'.join(f'  File "{o.file}", line {o.line}, in {o.name}' for o in frames)
+    return time.time(),RankFailure('ProcessDied', describe_exit(proc.exitcode)+crash, trace)
 
 def _end(procs):
     "End these processes with their children"

@@ -1,42 +1,61 @@
 "The launcher as a command, in processes of its own; run() from scripts, from here, and from within a rank"
-import json,os,select,signal,subprocess,sys
+import fcntl,json,os,pty,random,select,signal,socket,subprocess,sys,termios
 from pathlib import Path
-import pytest
-from learnerdist.launch import _explain,main,run
+import pytest,torch
+from learnerdist.agent import exit_reports,explain
+from learnerdist.launch import main,run
 from learnerdist.processes import RanksError
 
 root = Path(__file__).parent.parent
 launcher = sys.executable,'-m','learnerdist.launch'
 
-# Says where and how it runs, without importing torch
+# Says where and how it runs, if not asked to meet the others without importing torch
 script = '''
 import json,os,sys
-keys = 'RANK','WORLD_SIZE','LOCAL_RANK','CUDA_VISIBLE_DEVICES','OMP_NUM_THREADS','MASTER_ADDR'
+keys = 'RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE','CUDA_VISIBLE_DEVICES','OMP_NUM_THREADS','MASTER_ADDR'
+port = f"{int(os.environ['MASTER_PORT']):04X}"
+sockets = [o.split()[1:4] for f in ('tcp', 'tcp6') for o in open(f'/proc/net/{f}')]
+listens = [a.split(':')[0] for a,_,state in sockets if a.endswith(f':{port}') and state == '0A']
+met = None
+if 'meet' in sys.argv:
+    import torch
+    from learnerdist.all import all_sum,process_group
+    with process_group(): met = all_sum(torch.ones(1)).item()
 json.dump(dict(env={k: os.environ.get(k) for k in keys}, argv=sys.argv, path=sys.path[0], name=__name__, file=__file__,
-    main=sys.modules['__main__'].__dict__ is globals()), open(f"{sys.argv[1]}/{os.environ['RANK']}.json", 'w'))
+    listens=listens, met=met, main=sys.modules['__main__'].__dict__ is globals()), open(f"{sys.argv[1]}/{os.environ['RANK']}.json", 'w'))
 '''
 
 # Fails on rank 1, in a function, while rank 0 waits
 failing = '''
-import os,signal,sys,threading
+import ctypes,os,signal,sys,threading
 def train(how):
     if os.environ['RANK'] != '1': threading.Event().wait()
-    if how == 'raise': raise ValueError('a bad batch')
-    if how == 'exit': sys.exit(3)
-    os.kill(os.getpid(), signal.SIGKILL)
+    if how == 'raise':
+        raise ValueError('a bad batch')
+    if how == 'crash':
+        ctypes.string_at(0)
+print('I am', os.environ['RANK'])
 train(sys.argv[1])
 '''
 
 # Tells a FIFO that it is there, then waits; so does its child
 waiting = '''
-import os,subprocess,sys,threading
-child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])
-with open(sys.argv[1], 'w') as f: f.write(f'{os.getpid()} {child.pid}\\n')
+import ctypes,os,signal,sys,threading
+how,rank = sys.argv[2] if len(sys.argv) > 2 else '',os.environ['RANK']
+child = os.fork()
+if not child: signal.pause()
+def put_off(*_):
+    if os.waitpid(child, os.WNOHANG) == (0, 0): sys.exit(75) # it was not ended at the same time
+if how == 'put off': signal.signal(signal.SIGTERM, put_off)
+if how == 'say': print('rank', rank, 'on a terminal' if sys.stdout.isatty() else 'on no terminal')
+with open(sys.argv[1], 'w') as f: f.write(f'{os.getpid()} {child}\\n')
+if how == 'in C' and rank == '1': # it does not come back to Python to hear of a signal
+    while ctypes.PyDLL(None).sleep(100): pass
 threading.Event().wait()
 '''
 
 def environment(**kw):
-    drop = 'CUDA_VISIBLE_DEVICES','OMP_NUM_THREADS','RANK','WORLD_SIZE','LOCAL_RANK'
+    drop = 'CUDA_VISIBLE_DEVICES','OMP_NUM_THREADS','RANK','WORLD_SIZE','LOCAL_RANK','MASTER_PORT'
     return {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=str(root)) | kw
 
 def launch(*args, env=None, cwd=None, command=launcher):
@@ -48,69 +67,85 @@ def write(folder, text, name='train.py'):
 
 def said(folder): return [json.loads(o.read_text()) for o in sorted(folder.glob('*.json'))]
 
-def test_script_runs_as_under_python(tmp_path):
+def test_two_launches_side_by_side_run_as_under_python(tmp_path):
+    "A script by the command, and a module on chosen GPUs by the console script"
+    (a,b),mine = (tmp_path/'a', tmp_path/'b'),['--nproc', '3', '-m', 'x y', '--n', '9'] # --n is no abbreviation of ours
+    for o in (a, b): o.mkdir()
     file = write(tmp_path, script)
-    mine = ['--nproc', '3', '-m', 'x y', '--n', '9'] # --n is no abbreviation of ours
-    res = launch('--nproc', 2, 'train.py', tmp_path, *mine, cwd=tmp_path)
-    assert res.returncode == 0, res.stderr
-    assert res.stderr.count('OMP_NUM_THREADS') == 1
-    for r,o in enumerate(said(tmp_path)):
-        assert o['argv'][1:] == [str(tmp_path), *mine] and Path(o['argv'][0]).name == 'train.py'
+    write(tmp_path, script, 'my_train.py')
+    console = sys.executable,'-c','import sys; from learnerdist.launch import main; sys.exit(main())'
+    gpus = environment(CUDA_VISIBLE_DEVICES='4,5,6', OMP_NUM_THREADS='3', PYTHONPATH=f'{root}:{tmp_path}')
+    said_,told = both([[*launcher, '--nproc', '2', 'train.py', a, *mine], [*console, '--gpus', '0,2', '-m', 'my_train', b, '-m']],
+                      [environment(), gpus], tmp_path)
+    assert said_.count('OMP_NUM_THREADS') == 1 and told == ''
+    for r,o in enumerate(said(a)):
+        assert o['argv'][1:] == [str(a), *mine] and Path(o['argv'][0]).name == 'train.py'
         assert (o['path'], o['name'], o['file'], o['main']) == (str(tmp_path), '__main__', str(file), True)
         assert [o['env'][k] for k in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR')] == [str(r), '2', str(r), '127.0.0.1']
         assert int(o['env']['OMP_NUM_THREADS']) >= 1
-    assert len(said(tmp_path)) == 2
+        assert o['listens'] == ['0100007F'] # at MASTER_PORT, on 127.0.0.1 alone
+    assert [(o['env']['CUDA_VISIBLE_DEVICES'], o['env']['OMP_NUM_THREADS']) for o in said(b)] == [('4,6', '3')]*2
+    assert all(o['argv'][1:] == [str(b), '-m'] and o['name'] == '__main__' and o['main'] for o in said(b))
+    assert len(said(a)) == 2
 
-def test_module_and_visible_gpus(tmp_path):
-    write(tmp_path, script, 'my_train.py')
-    env = dict(CUDA_VISIBLE_DEVICES='4,5,6', OMP_NUM_THREADS='3', PYTHONPATH=f'{root}:{tmp_path}')
-    res = launch('--gpus', '0,2', '-m', 'my_train', tmp_path, '-m', cwd=root, env=env)
-    assert res.returncode == 0, res.stderr
-    assert [(o['env']['CUDA_VISIBLE_DEVICES'], o['env']['OMP_NUM_THREADS']) for o in said(tmp_path)] == [('4,6', '3')]*2
-    assert all(o['argv'][1:] == [str(tmp_path), '-m'] and o['name'] == '__main__' and o['main'] for o in said(tmp_path))
+def both(commands, envs, cwd=None):
+    "What each of these says on stderr; they run at the same time, and well"
+    runs = [subprocess.Popen([*map(str, c)], env=e, cwd=cwd, stderr=subprocess.PIPE, text=True) for c,e in zip(commands, envs)]
+    errs = [o.communicate(timeout=120)[1] for o in runs]
+    assert [o.returncode for o in runs] == [0]*len(runs), errs
+    return errs
 
-def test_console_script_and_two_at_once(tmp_path):
-    file,folders = write(tmp_path, script),[tmp_path/'a', tmp_path/'b']
-    for o in folders: o.mkdir()
-    command = sys.executable,'-c','import sys; from learnerdist.launch import main; sys.exit(main())'
-    runs = [subprocess.Popen([*c, '--nproc', '2', file, o], env=environment()) for c,o in zip((launcher, command), folders)]
-    assert [o.wait(120) for o in runs] == [0, 0]
-    assert [[o['env']['RANK'] for o in said(f)] for f in folders] == [['0', '1']]*2
-
-@pytest.mark.parametrize('how,status,words', [
-    ('raise', 1, 'rank 1 failed first: ValueError: a bad batch ({file}:5)'),
-    ('exit', 3, 'rank 1 failed first: SystemExit: 3 ({file}:6)'),
-    ('kill', 137, 'rank 1 failed first: ended by SIGKILL (probably out of memory)')])
-def test_failing_rank_is_named(tmp_path, how, status, words):
+def test_failing_rank_is_named(tmp_path):
     file = write(tmp_path, failing)
-    res = launch('--nproc', 2, file, how, env=dict(TMPDIR=str(tmp_path)))
-    assert res.returncode == status
-    assert words.format(file=file) in res.stderr and 'failed too' not in res.stderr
-    if how == 'raise': assert res.stderr.count(f'Traceback (most recent call last):\n  File "{file}", line 8, in <module>') == 1
+    res = launch('--nproc', 2, file, 'raise', env=dict(TMPDIR=str(tmp_path)))
+    assert (res.returncode, res.stdout) == (1, 'I am 0\n[r1] I am 1\n') or sorted(res.stdout.splitlines()) == ['I am 0', '[r1] I am 1']
+    assert f'rank 1 failed first: ValueError: a bad batch ({file}:6)' in res.stderr and 'failed too' not in res.stderr
+    assert res.stderr.count(f'[r1] Traceback (most recent call last):\n[r1]   File "{file}", line 10, in <module>') == 1
+    assert 'torch/distributed/elastic' not in res.stderr # torchrun's own words on it
     assert os.listdir(tmp_path) == ['train.py']
 
-def test_first_failure_is_the_first_in_time(tmp_path):
-    class Failure:
-        def __init__(self, r, exitcode): self.exitcode,self.error_file = exitcode,str(tmp_path/str(r)/'error.json')
-    def report(r, time):
-        (tmp_path/str(r)).mkdir(exist_ok=True)
-        (tmp_path/str(r)/'error.json').write_text(json.dumps(dict(rank=r, time=time, code=1, text=f'Oops {r}')))
-    report(0, 10.2)
-    report(2, 10.1)
-    # Rank 2 wrote its report first, but torchrun saw rank 0 end, and ended rank 2
-    assert _explain({0: Failure(0, 1)}) == (['rank 2 failed first: Oops 2', 'rank 0 failed too: Oops 0'], 1)
-    assert _explain({0: Failure(0, 1), 1: Failure(1, -11), 3: Failure(3, -15)}) == (
-        ['rank 1 failed first: ended by SIGSEGV', 'rank 2 failed too: Oops 2', 'rank 0 failed too: Oops 0'], 139)
+def test_each_attempt_is_reported(tmp_path):
+    "A crash has a line, in each attempt; the log folder of the user's is kept, and so are his wishes about the output"
+    file = write(tmp_path, failing)
+    res = launch('--nproc', 2, '--max-restarts', 1, '--log-dir', tmp_path/'log', '--redirects', '1:1', file, 'crash')
+    assert res.returncode == 139 and res.stdout == 'I am 0\n'*2
+    report = f'learnerdist.launch: rank 1 failed first: ended by SIGSEGV (Segmentation fault, {file}:8 in train)\n'
+    assert res.stderr.endswith(f'{report}learnerdist.launch: restart 1 of 1\n{report}')
+    assert [o.read_text() for o in sorted((tmp_path/'log').glob('*/*/1/stdout.log'))] == ['I am 1\n']*2
+    assert all('in train' in o.read_text() for o in (tmp_path/'log').glob('*/*/1/crash.txt'))
 
-def start_waiting(folder, *command):
+def test_first_failure_is_the_first_in_time(tmp_path):
+    files = {r: tmp_path/str(r)/'error.json' for r in range(4)}
+    def report(r, time, text, code=1):
+        files[r].parent.mkdir(exist_ok=True)
+        files[r].write_text(json.dumps(dict(rank=r, time=time, code=code, text=text)))
+    report(0, 10.2, 'Oops 0')
+    report(2, 10.1, 'Oops 2', 3)
+    # Rank 2 wrote its report first, but torchrun saw rank 0 end, and ended rank 2
+    found = exit_reports({0: 1}, files)
+    assert explain(found) == ['rank 2 failed first: Oops 2', 'rank 0 failed too: Oops 0'] and found[0][2] == 3
+    found = exit_reports({0: 1, 1: -9, 3: -15}, files)
+    words = 'rank 1 failed first: ended by SIGKILL (probably out of memory)','rank 2 failed too: Oops 2','rank 0 failed too: Oops 0'
+    assert explain(found) == [*words] and found[0][2] == -9
+    assert explain(exit_reports({1: 4}, {})) == ['rank 1 failed first: ended with exit status 4, without an exception']
+    report(0, 10.2, 'RankError: rank 5 failed with KeyError: 3\n\non rank 5:\nTraceback …')
+    files[2].unlink()
+    assert explain(exit_reports({0: 1}, files)) == ['rank 5 failed with KeyError: 3']
+
+def start_waiting(folder, *command, how='wait', **kw):
     "A process whose two ranks wait, and the ids of those ranks and of their children"
+    folder.mkdir(exist_ok=True)
     fifo = folder/'fifo'
     os.mkfifo(fifo)
-    proc = subprocess.Popen([*command, str(write(folder, waiting)), str(fifo)], env=environment(), stderr=subprocess.DEVNULL)
     fd,said = os.open(fifo, os.O_RDWR),b''
-    while said.count(b'\n') < 2 and select.select([fd], [], [], 60)[0]: said += os.read(fd, 99)
-    os.close(fd)
-    return proc,[*map(int, said.split())]
+    command = *command,str(write(folder, waiting)),str(fifo),how
+    proc = subprocess.Popen(command, env=environment(), **(dict(stderr=subprocess.DEVNULL) | kw))
+    def pids():
+        nonlocal said
+        while said.count(b'\n') < 2 and select.select([fd], [], [], 60)[0]: said += os.read(fd, 99)
+        os.close(fd)
+        return [*map(int, said.split())]
+    return proc,pids
 
 def all_end(pids, timeout_s=30):
     "Whether all these processes end"
@@ -123,12 +158,35 @@ def all_end(pids, timeout_s=30):
     for o in fds: os.close(o)
     return all(ended)
 
-@pytest.mark.parametrize('sig,status', [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_no_process_is_left(tmp_path, sig, status):
-    proc,pids = start_waiting(tmp_path, *launcher, '--nproc', '2')
-    proc.send_signal(sig)
-    assert proc.wait(60) == status
-    assert all_end(pids)
+def ignore_hup(): signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+def test_no_process_is_left_after_a_signal(tmp_path):
+    command = *launcher,'--nproc','2','--max-restarts','2'
+    cases = {signal.SIGINT: 130, signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGHUP: 75}
+    # SIGINT finds ranks that wait in C, the first signal of the last one is ignored as under nohup, and its ranks put their work off
+    hows = {signal.SIGINT: dict(how='in C'), signal.SIGHUP: dict(how='put off', preexec_fn=ignore_hup)}
+    runs = {sig: start_waiting(tmp_path/sig.name, *command, **hows.get(sig, {})) for sig in cases}
+    pids = {sig: o[1]() for sig,o in runs.items()}
+    for sig,(proc,_) in runs.items(): proc.send_signal(sig)
+    runs[signal.SIGHUP][0].send_signal(signal.SIGTERM)
+    assert {sig: proc.wait(60) for sig,(proc,_) in runs.items()} == cases
+    assert all(all_end(o) for o in pids.values())
+
+def test_terminal_shows_rank_0_as_it_is_and_its_end_ends_all(tmp_path):
+    ours,theirs = pty.openpty()
+    def at_terminal():
+        os.setsid()
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+    streams = dict.fromkeys(('stdin', 'stdout', 'stderr'), theirs)
+    proc,pids = start_waiting(tmp_path, *launcher, '--nproc', '2', how='say', preexec_fn=at_terminal, **streams)
+    os.close(theirs)
+    shown = b''
+    while shown.count(b'terminal') < 2 and select.select([ours], [], [], 60)[0]: shown += os.read(ours, 999)
+    lines = shown.decode().splitlines()
+    assert 'rank 0 on a terminal' in lines and '[r1] rank 1 on no terminal' in lines
+    pids = pids()
+    os.close(ours)
+    assert proc.wait(60) == 129 and all_end(pids)
 
 @pytest.mark.parametrize('args,words', [
     (['--nproc', '0', 'x.py'], "'0' is no number of processes"), (['--nproc', 'two', 'x.py'], "'two' is no number of processes"),
@@ -136,6 +194,7 @@ def test_no_process_is_left(tmp_path, sig, status):
     (['--nproc', '2', '--nproc-per-node', '3', __file__], '--nproc 2 and --nproc-per-node 3 differ'),
     (['--nproc-per-node', 'many', __file__], 'many'), (['--nproc-per-node', '0', __file__], '--nproc-per-node 0'),
     (['--gpus', '1,3', __file__], '--gpus 1,3: 3 visible here (CUDA_VISIBLE_DEVICES=4,5,6)'),
+    (['--nnodes', '2', __file__], '--nnodes 2 without --rdzv-endpoint HOST:PORT'),
     (['no_such.py'], "no script 'no_such.py' here"), (['--no-such-option', __file__], 'no-such-option'), ([], 'required')])
 def test_bad_command_line(args, words, capsys, monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '4,5,6')
@@ -162,6 +221,42 @@ def test_run_raises_a_ranks_error():
 def test_run_bad_nproc(nproc):
     with pytest.raises(ValueError, match='nproc='): run(rank_times, 1, nproc=nproc)
 
+slurm = dict(SLURM_JOB_ID='5', SLURM_STEP_ID='0', SLURM_PROCID='1', SLURM_NTASKS='4', SLURM_NNODES='2', SLURM_NODEID='0', SLURM_LOCALID='1',
+             SLURM_JOB_NODELIST='localhost')
+
+@pytest.mark.parametrize('env,args,words', [
+    (dict(WORLD_SIZE='2'), [], 'WORLD_SIZE=2 and SLURM_NTASKS=4 differ'), (dict(RANK='0'), [], 'RANK=0 and SLURM_PROCID=1 differ'),
+    ({}, ['--nproc', '2'], '--nproc 2 and SLURM_NTASKS=4: '), ({}, ['--max-restarts', '2'], '--max-restarts 2 and SLURM_NTASKS=4: '),
+    (dict(SLURM_NTASKS='2'), ['--nnodes', '3'], '--nnodes=3 and SLURM_NNODES=2 differ'),
+    (dict(SLURM_NTASKS='2', WORLD_SIZE='2'), ['--nproc', '2'], 'WORLD_SIZE=2 and SLURM_NNODES x --nproc=4 differ'),
+    (dict(SLURM_JOB_NODELIST=''), [], 'neither SLURM_JOB_NODELIST nor MASTER_ADDR'), (dict(SLURM_NTASKS='many'), [], "SLURM_NTASKS='many'"),
+    (dict(SLURM_PROCID='4'), [], 'SLURM_PROCID=4, but SLURM_NTASKS=4')])
+def test_what_contradicts_slurm(env, args, words, capsys, monkeypatch):
+    for k in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'): monkeypatch.delenv(k, raising=False)
+    for k,v in (slurm | env).items(): monkeypatch.setenv(k, v)
+    with pytest.raises(SystemExit) as e: main([*args, __file__])
+    assert e.value.code == 2 and words in capsys.readouterr().err
+
+def free_port():
+    "Outside of the range from which the system takes ports for connections"
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as s:
+            if s.connect_ex(('127.0.0.1', port)): return port
+
+def test_slurm_by_task_and_by_node(tmp_path):
+    "Two tasks on one node are two ranks; two tasks on two nodes (which are this machine) are agents with two ranks each"
+    (a,b),file = (tmp_path/'a', tmp_path/'b'),write(tmp_path, script)
+    for o in (a, b): o.mkdir()
+    ports = [dict(MASTER_PORT=str(free_port())) for _ in range(2)]
+    tasks = [dict(SLURM_PROCID=r, SLURM_NTASKS=2, SLURM_LOCALID=r, SLURM_NODEID=0, SLURM_NNODES=1) for r in range(2)]
+    nodes = [dict(SLURM_PROCID=n, SLURM_NTASKS=2, SLURM_LOCALID=0, SLURM_NODEID=n) for n in range(2)]
+    envs = [environment(**slurm | {k: str(v) for k,v in o.items()} | p) for group,p in zip((tasks, nodes), ports) for o in group]
+    both([[*launcher, file, a, 'meet']]*2 + [[*launcher, '--nproc', '2', file, b]]*2, envs)
+    keys = 'RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE'
+    assert [[int(o['env'][k]) for k in keys] for o in said(a)] == [[0,2,0,2], [1,2,1,2]]
+    assert [[int(o['env'][k]) for k in keys] for o in said(b)] == [[0,4,0,2], [1,4,1,2], [2,4,0,2], [3,4,1,2]]
+    assert [o['met'] for o in said(a)] == [2.]*2
+
 # Starts its own ranks; within a launched rank it starts none
 starter = '''
 import os,sys
@@ -177,11 +272,23 @@ def test_run_from_a_script(tmp_path):
     res = launch(file, command=[sys.executable])
     assert (res.returncode, res.stdout) == (0, 'got 42\n'), res.stderr
     res = launch('--nproc', 3, file)
-    assert res.returncode == 0 and res.stdout == 'got 63\n'*3, res.stderr
+    assert res.returncode == 0 and sorted(res.stdout.splitlines()) == ['[r1] got 63', '[r2] got 63', 'got 63'], res.stderr
 
-def test_interrupt_ends_the_ranks_of_run(tmp_path):
+def test_interrupt_ends_the_ranks_of_run_in_few_words(tmp_path):
     code = 'import runpy,sys; from learnerdist.launch import run; sys.argv.pop(0); run(runpy.run_path, sys.argv[0], nproc=2)'
-    proc,pids = start_waiting(tmp_path, sys.executable, '-c', code)
+    proc,pids = start_waiting(tmp_path, sys.executable, '-c', code, stderr=subprocess.PIPE, text=True)
+    pids = pids()
     proc.send_signal(signal.SIGINT)
-    assert proc.wait(60) in (1, 130, -signal.SIGINT)
+    assert proc.communicate(timeout=60)[1].count('\n') <= 8
+    assert proc.returncode in (1, 130, -signal.SIGINT)
     assert all_end(pids)
+
+def test_run_without_a_guard(tmp_path):
+    res = launch(write(tmp_path, starter.replace("if __name__ == '__main__': ", '')), command=[sys.executable])
+    assert res.returncode == 1 and "put the call under if __name__ == '__main__':" in res.stderr.splitlines()[-2]
+
+def test_run_of_a_closure_after_cuda_was_used(monkeypatch):
+    "Nothing of a closure is in a file, so its ranks would be forks of this process, in which CUDA does not work"
+    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
+    with pytest.raises(RuntimeError, match='import the function from a file'): run(lambda: 3, nproc=2)
+    assert run(rank_times, 5, nproc=2) == ('0', 1)
