@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .comms import RankError,pack_error,shared_store,unpack_error
 from .env import close_group,in_group,num_distrib,rank_distrib
-from .stacks import Frame,answer_asks,describe_stack,frames_of,stack_of
+from .stacks import Frame,answer_asks,answerer,describe_stack,frames_of,stack_of
 
 # %% ../nbs/13b_failure.ipynb #c004
 _broken = re.compile('gloo|nccl|connection (closed|reset|refused)|broken pipe|process group', re.I)
@@ -50,11 +50,18 @@ def _find_the_absent(e, key):
     what = re.sub(r'^\[.*?\] *', '', str(e).splitlines()[0]) # without the place in gloo's source
     return TimeoutError('\n  '.join([f'a rank did not come: {what}', *places])).with_traceback(e.__traceback__)
 
+def _answerer(store, rank):
+    "Host, process and file of a rank; None of one that has not come as far as to tell, and is not of this machine"
+    if store.check([f'stack/{rank}']): return json.loads(store.get(f'stack/{rank}'))
+    found = answerer(rank-_me()[0])
+    return found and (socket.gethostname(),*found)
+
 def _place(store, key, rank, timeout_s=5):
     "What a rank is doing"
     waited = f'{key}/waited/{rank}'
-    if not store.check([waited]) and store.check([f'stack/{rank}']):
-        host,pid,file = json.loads(store.get(f'stack/{rank}'))
+    known = _answerer(store, rank)
+    if not store.check([waited]) and known:
+        host,pid,file = known
         if host != socket.gethostname(): return f'has not timed out, and runs on {host}'
         stack = stack_of(pid, file)
         if stack is None: return f'does not answer (process {pid})'

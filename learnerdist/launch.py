@@ -31,7 +31,7 @@ def run(
     if 'RANK' in os.environ: return main(*args)
     n = auto_nproc() if nproc == 'auto' else nproc
     if n == 1: return main(*args)
-    try: return call_on_ranks(main, n, args, n_threads=share_of_cores(n), grace_s=8)[0]
+    try: return call_on_ranks(main, n, args, n_threads=share_of_cores(n), grace_s=8, labels=True)[0]
     except KeyboardInterrupt: pass
     raise KeyboardInterrupt(f'all {n} ranks were ended') # without the lines of waiting for them
 
@@ -175,7 +175,7 @@ def _worker(parent, argv):
         _print_exception(e)
         sys.exit(1)
 
-def _end_after_interrupt(after_s=8):
+def _end_after_interrupt(after_s=6):
     "A rank that waits in C never hears of an interrupt: end it with its children if it is still there after a while"
     r,w = os.pipe()
     os.set_blocking(w, False)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ask', 'Frame', 'frames_of', 'users_frame', 'in_library', 'report_folder', 'catch_crashes', 'read_crash',
-           'answer_asks', 'stack_of', 'describe_stack']
+           'answer_asks', 'answerer', 'stack_of', 'describe_stack']
 
 # %% ../nbs/13a_stacks.ipynb #c002
 import faulthandler,functools,linecache,os,re,signal,sysconfig,tempfile,time,traceback
@@ -74,7 +74,17 @@ def answer_asks(
     f = open(folder/'stack.txt', 'w') if folder else tempfile.NamedTemporaryFile('w', prefix='stack-', suffix='.txt')
     faulthandler.register(ask, f, all_threads=False)
     _kept.append(f)
+    if folder: (folder/'pid').write_text(str(pid))
     return f.name
+
+def answerer(
+    shift:int # From this process's local rank to the other one's
+)->tuple:     # Its process and file; None where that is not known
+    "Where another rank of this machine answers, from the folder beside this rank's own"
+    here = report_folder()
+    if here is None or not here.name.isdigit(): return None
+    there = here.parent/str(int(here.name)+shift)
+    return (int((there/'pid').read_text()),str(there/'stack.txt')) if (there/'pid').exists() else None
 
 _kept,_head = [],'Stack (most recent call first):'
 

@@ -1,12 +1,17 @@
 "One rank fails: within seconds the others raise an error that names it and carries its exception"
 import itertools
+import threading
 import time
+from datetime import timedelta
 
+import faults
+import pytest
 import torch
 import torch.distributed as dist
 from test_agreement import Raise, make, weights
 
 from learnerdist.all import *
+from learnerdist.env import control_group,current_group
 from learnerdist.testing import run_ranks
 
 class Broken(Exception): pass
@@ -134,3 +139,36 @@ def test_a_rank_that_is_gone_without_a_word():
     a,b = run_ranks(ends_by_itself, 2, errors='return')
     assert a[0]=='RuntimeError' and 'peer' in a[1]
     assert '3' in b.message
+
+def stuck():
+    while not launch_store().check(['found']): threading.Event().wait(.01)
+
+class Hang(Callback):
+    "Rank 2 does not come to the next exchange, and the others' patience is short from now on"
+    def after_step(self):
+        for g in (current_group(), control_group()): dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), g)
+        if group_rank()==2: stuck()
+
+def hangs():
+    learn = make()
+    try:
+        with learn.distrib_ctx(): learn.fit(1, cbs=Hang)
+    except Exception as e:
+        launch_store().set('found', 'yes')
+        return type(e).__name__,str(e)
+
+def test_a_rank_that_hangs_is_found():
+    results = run_ranks(hangs, 3)
+    (_,text), = [o for o in results if o[0]=='TimeoutError']
+    assert text.startswith('a rank did not come: Timed out waiting 2000ms') and 'rank 2 was at' in text
+    place = next(o for o in text.splitlines() if 'rank 2' in o)
+    assert 'test_failure.py' in place and 'in stuck: while not launch_store()' in place
+    waited = [o for o in text.splitlines() if ' waited in ' in o]
+    assert waited and all('test_failure.py' in o and 'in hangs: with learn' in o for o in waited)
+    assert all(o[0] in ('TimeoutError','RankError') and 'rank 2 was at' in o[1] for o in results)
+
+@pytest.mark.parametrize('fault,phase', [('segfault','training'), ('SIGKILL','saving'), ('raise','loader worker')])
+def test_faults_through_the_launcher(fault, phase):
+    "A sample of `python tests/faults.py`, whose table is in nbs/tutorials/failures.ipynb"
+    outcome = faults.run(fault, phase)
+    assert faults.complaints(outcome)==[], outcome

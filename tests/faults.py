@@ -1,0 +1,130 @@
+"""What becomes of a run in which one rank fails: every fault in every phase.
+
+`python tests/faults.py [--write]` runs all of them through the launcher and prints a table (or puts it into
+nbs/tutorials/failures.ipynb); test_faults.py runs a sample. Under the launcher this file is the run that fails."""
+import argparse,ctypes,json,os,re,signal,subprocess,sys,tempfile,time
+from pathlib import Path
+from typing import NamedTuple
+
+root = Path(__file__).parent.parent
+notebook = root/'nbs/tutorials/failures.ipynb'
+faults = 'raise','sys.exit','os._exit','SIGKILL','segfault','hang'
+phases = 'before the group','rank0_first','training','validation','saving','loader worker'
+cases = [(f,p) for p in phases for f in faults if (f,p)!=('hang','rank0_first')] # which waits as long as a download may take
+lines = Path(__file__).read_text().splitlines()
+timeout_s = 3 # of a run that will hang; all other runs have distrib_ctx's usual 1800
+
+def who_fails(phase): return 0 if phase in ('rank0_first','saving') else 1 # rank 0 does those
+
+def fail(how):
+    Path(os.environ['FAULT_DIR'], 'when').write_text(str(time.time()))
+    if how=='raise': raise ValueError('a bad batch')
+    if how=='sys.exit': sys.exit(3)
+    if how=='os._exit': os._exit(3)
+    if how=='SIGKILL': os.kill(os.getpid(), signal.SIGKILL)
+    if how=='segfault': ctypes.string_at(0)
+    if how=='hang': time.sleep(1000)
+
+def train(fault, phase):
+    import torch
+    from learnerdist.all import Callback,DataLoaders,Learner,rank0_first,rank_distrib
+    mine,model = rank_distrib()==who_fails(phase),torch.nn.Linear(1, 1)
+    class Data(torch.utils.data.Dataset):
+        def __len__(self): return 40
+        def __getitem__(self, i):
+            if mine and phase=='loader worker' and i>20 and torch.utils.data.get_worker_info(): fail(fault)
+            return torch.ones(1)*i/40,torch.ones(1)
+    class Fail(Callback):
+        def before_batch(self):
+            if mine and self.epoch==1 and phase==('training' if self.training else 'validation'): fail(fault)
+    if mine and phase=='before the group': fail(fault)
+    rank0_first(lambda: fail(fault) if mine and phase=='rank0_first' else None)
+    dls = DataLoaders.from_dsets(Data(), Data(), bs=4, num_workers=2 if phase=='loader worker' else 0)
+    learn = Learner(dls, model, torch.nn.MSELoss(), lr=.01, path=os.environ['FAULT_DIR'])
+    learn.logger = lambda line: None
+    with learn.distrib_ctx(timeout_s=timeout_s if fault=='hang' else 1800):
+        learn.fit(1)
+        learn.save('m')
+        if mine and phase=='saving': model.register_state_dict_post_hook(lambda *_: fail(fault))
+        learn.fit(1, cbs=[]) if phase=='saving' else learn.fit(2, cbs=Fail)
+        learn.save('m')
+        learn.fit(1)
+
+class Outcome(NamedTuple):
+    fault:str
+    phase:str
+    seconds:float # From the fault to the end of the last process of the run
+    status:int    # The launcher's
+    said:str      # Its report
+    kept:bool     # Whether the weights that were saved before can be loaded
+
+def run(fault, phase, limit_s=100):
+    "One run, whose processes are known by a variable of their environment"
+    import torch
+    with tempfile.TemporaryDirectory() as d:
+        env = os.environ | dict(FAULT_DIR=d, PYTHONPATH=str(root), OMP_NUM_THREADS='1')
+        command = sys.executable,'-m','learnerdist.launch','--nproc','2',__file__,fault,phase
+        res = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=limit_s)
+        end = time.monotonic()+limit_s
+        while ours(d) and time.monotonic()<end: time.sleep(.05)
+        seconds = time.time()-float(Path(d, 'when').read_text())
+        assert not ours(d), f'{fault}, {phase}: left after {limit_s} s'
+        file = Path(d, 'models/m.pth')
+        kept = not file.exists() or bool(torch.load(file, weights_only=True))
+    said = re.sub(r'(?s)\n\non rank .*?\n(?= \()', '', res.stderr[res.stderr.find('learnerdist.launch: '):])
+    return Outcome(fault, phase, seconds, res.returncode, said.replace('learnerdist.launch: ', '').strip(), kept)
+
+def ours(folder):
+    "Processes of this run"
+    def has(o):
+        try: return f'FAULT_DIR={folder}'.encode() in (o/'environ').read_bytes()
+        except OSError: return False
+    return [o.name for o in Path('/proc').glob('[0-9]*') if has(o)]
+
+def line_of(fault):
+    "Where a fault happens in this file"
+    return next(i for i,o in enumerate(lines, 1) if f"how=='{fault}'" in o)
+
+def complaints(o:Outcome)->list:
+    "What is wrong with an outcome"
+    rank,lineless = who_fails(o.phase),o.fault in ('os._exit','SIGKILL') # of which nothing in the process can tell
+    words = {'raise': 'ValueError: a bad batch', 'sys.exit': 'SystemExit: 3', 'os._exit': 'status 3', 'SIGKILL': 'SIGKILL',
+             'segfault': 'SIGSEGV', 'hang': 'a rank did not come'}[o.fault]
+    if o.phase=='loader worker':
+        words = {'sys.exit': 'DataLoader worker', 'os._exit': 'DataLoader worker', 'SIGKILL': 'Killed',
+                 'segfault': 'Segmentation fault'}.get(o.fault, words)
+        lineless = lineless or o.fault=='sys.exit'
+    res = [] if o.seconds < 15 else [f'{o.seconds:.1f} s']
+    if f'rank {rank} ' not in o.said.splitlines()[0] and o.fault!='hang' or f'rank {rank}' not in o.said: res.append(f'no rank {rank}')
+    if words not in o.said: res.append(f'no {words!r}')
+    if not lineless and not re.search(rf'faults.py(:|", line ){line_of(o.fault)}\b', o.said): res.append('no line')
+    if not o.status or not o.kept: res.append(f'status {o.status}, kept {o.kept}')
+    return res
+
+def table(outcomes):
+    rows = ['| phase | fault | seconds | status | what the launcher says |', '|---|---|---|---|---|']
+    for o in outcomes:
+        said = '<br>'.join(re.sub(r'/\S*/', '', l).replace('|', '/').strip()[:150] for l in o.said.splitlines() if 'Traceback' not in l)
+        rows.append(f'| {o.phase} | `{o.fault}` | {o.seconds:.1f} | {o.status} | {said} |')
+    return '\n'.join(rows)
+
+def write(text):
+    nb = json.loads(notebook.read_text())
+    cell = next(o for o in nb['cells'] if ''.join(o['source']).startswith('| phase |'))
+    cell['source'] = text.splitlines(keepends=True)
+    notebook.write_text(json.dumps(nb, indent=1, sort_keys=True, ensure_ascii=False)+'\n')
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('--write', action='store_true', help=f'put the table into {notebook.name}')
+    parser.add_argument('--only', default='', help='faults or phases whose name contains this')
+    args = parser.parse_args()
+    outcomes = []
+    for f,p in cases:
+        if args.only not in f'{f} {p}': continue
+        outcomes.append(o := run(f, p))
+        print(f'{p}, {f}: {o.seconds:.1f} s', *complaints(o), file=sys.stderr, flush=True)
+    write(table(outcomes)) if args.write else print(table(outcomes))
+    return any(complaints(o) for o in outcomes)
+
+if __name__=='__main__': train(*sys.argv[1:]) if 'FAULT_DIR' in os.environ else sys.exit(main())
