@@ -315,7 +315,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'learnerdist.env': { 'learnerdist.env._connect_store': ('env.html#_connect_store', 'learnerdist/env.py'),
                                  'learnerdist.env._env_int': ('env.html#_env_int', 'learnerdist/env.py'),
                                  'learnerdist.env._open': ('env.html#_open', 'learnerdist/env.py'),
-                                 'learnerdist.env._timeout': ('env.html#_timeout', 'learnerdist/env.py'),
                                  'learnerdist.env.backend_for': ('env.html#backend_for', 'learnerdist/env.py'),
                                  'learnerdist.env.close_group': ('env.html#close_group', 'learnerdist/env.py'),
                                  'learnerdist.env.control_group': ('env.html#control_group', 'learnerdist/env.py'),

@@ -58,6 +58,7 @@ def backend_for(
 # %% ../nbs/00_env.ipynb #c017
 _stores = {}               # The launch's key-value store, once connected
 _opened = itertools.count()
+_patience = []             # How long the collectives of the open group wait
 _ours = []                 # The groups that `process_group` opened, while they are open; None stands for torch's default group
 
 def in_group()->bool:
@@ -118,7 +119,9 @@ def process_group(
     "A group for the body: one of our own where the launcher started several ranks; closed again if we opened it"
     outer,opened = bool(_ours),not in_group()
     device = setup_distrib(cuda_id, **kw) if num_distrib()>1 else default_device(cuda_id)
-    if in_group() and not outer: _ours.append(None if opened else dist.new_group(timeout=timedelta(seconds=kw.get('timeout_s', 1800))))
+    if in_group() and not outer:
+        _patience[:] = [timedelta(seconds=kw.get('timeout_s', 1800))]
+        _ours.append(None if opened else dist.new_group(timeout=_patience[0]))
     try: yield device
     finally:
         if not outer: close_group()
@@ -136,10 +139,8 @@ def current_group():
 
 def control_group():
     "A gloo group of the same ranks for small things on the host, which must not get in line behind gradients. Collective at its first call"
-    if len(_ours)<2: _ours.append(dist.new_group(backend='gloo', timeout=_timeout()))
+    if len(_ours)<2: _ours.append(dist.new_group(backend='gloo', timeout=_patience[0]))
     return _ours[1]
-
-def _timeout(): return dist.distributed_c10d._get_default_timeout(dist.get_backend())
 
 def group_rank()->int:
     "This process's rank in the open group; 0 alone"

@@ -25,7 +25,9 @@ def frames_of(
 )->list:  # Of `Frame`, the innermost first
     "The frames of an exception, or of a stack in a file"
     if not isinstance(stack, BaseException): return [Frame(f, int(n), name) for f,n,name in _frame.findall(stack)]
-    return [Frame(o.filename, o.lineno, o.name) for o in reversed(traceback.extract_tb(stack.__traceback__))]
+    inner = [Frame(o.filename, o.lineno, o.name) for o in reversed(traceback.extract_tb(stack.__traceback__))]
+    outer = stack.__traceback__ and stack.__traceback__.tb_frame.f_back # whoever called the function that has caught it
+    return inner + [Frame(f.f_code.co_filename, n, f.f_code.co_name) for f,n in traceback.walk_stack(outer)] if outer else inner
 
 _frame = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest,torch
 import torchvision # noqa: F401  (so that ranks start with it)
 from learnerdist.testing import run_ranks
+from test_launch import free_port
 
 root = Path(__file__).parent.parent
 launcher = '-m','learnerdist.launch','--nproc','2'
@@ -16,7 +17,7 @@ columns = ['epoch','train_loss','valid_loss','accuracy','time']
 
 def run_script(args, cwd=root):
     env = dict(os.environ, PYTHONPATH=str(root), OMP_NUM_THREADS='1')
-    return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 def parse_table(out):
     "The rows of the only table in `out`, without the clock, and the line after it"
@@ -25,14 +26,18 @@ def parse_table(out):
     assert [int(o[0]) for o in rows]==[*range(len(rows))]
     return [[float(v) for v in o[1:-1]] for o in rows],last
 
-def test_digits_on_two_processes_as_on_one():
+def test_digits_on_two_processes_and_by_two_agents_as_on_one_process():
+    "The README's commands: one launcher, two agents at an address that they share, and no launcher"
+    agent = '-m','learnerdist.launch','--nnodes','2','--nproc','1','--rdzv-endpoint',f'127.0.0.1:{free_port()}','examples/digits.py'
     with ThreadPoolExecutor() as pool:
-        two,one = pool.map(run_script, [(*launcher,'examples/digits.py'), ('examples/digits.py','--bs','64')])
-    assert (two.returncode, one.returncode) == (0, 0), two.stderr+one.stderr
-    (rows2,last2),(rows1,last1) = parse_table(two.stdout),parse_table(one.stdout)
-    assert len(rows2)==5
-    assert rows2==[pytest.approx(o, rel=1e-3, abs=1e-5) for o in rows1]
-    assert last2==last1 and last2[0]=='accuracy' and float(last2[1])>=.95
+        commands = (*launcher,'examples/digits.py'),('examples/digits.py','--bs','64'),agent,agent
+        runs = two,one,*agents = [*pool.map(run_script, commands)]
+    assert [o.returncode for o in runs]==[0]*4, [o.stderr for o in runs]
+    rows1,last1 = parse_table(one.stdout)
+    assert len(rows1)==5 and last1[0]=='accuracy' and float(last1[1])>=.95
+    for out in (two.stdout, agents[0].stdout+agents[1].stdout): # rank 0 is with one of the agents, and the other one prints nothing
+        rows,last = parse_table(out)
+        assert rows==[pytest.approx(o, rel=1e-3, abs=1e-5) for o in rows1] and last==last1
 
 def test_readmes_example(tmp_path):
     (tmp_path/'train.py').write_text(re.search(r'```python\n(.*?)```', (root/'README.md').read_text(), re.S)[1])

@@ -59,7 +59,7 @@ def environment(**kw):
     return {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=str(root)) | kw
 
 def launch(*args, env=None, cwd=None, command=launcher):
-    return subprocess.run([*command, *map(str, args)], env=environment(**(env or {})), cwd=cwd, capture_output=True, text=True, timeout=120)
+    return subprocess.run([*command, *map(str, args)], env=environment(**(env or {})), cwd=cwd, capture_output=True, text=True, timeout=300)
 
 def write(folder, text, name='train.py'):
     (folder/name).write_text(text)
