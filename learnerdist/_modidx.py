@@ -873,6 +873,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'learnerdist.processes.RanksError.__reduce__': ( 'processes.html#rankserror.__reduce__',
                                                                                         'learnerdist/processes.py'),
                                        'learnerdist.processes._call': ('processes.html#_call', 'learnerdist/processes.py'),
+                                       'learnerdist.processes._check_call': ('processes.html#_check_call', 'learnerdist/processes.py'),
                                        'learnerdist.processes._end': ('processes.html#_end', 'learnerdist/processes.py'),
                                        'learnerdist.processes._forkserver': ('processes.html#_forkserver', 'learnerdist/processes.py'),
                                        'learnerdist.processes._interrupt': ('processes.html#_interrupt', 'learnerdist/processes.py'),

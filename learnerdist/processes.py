@@ -203,9 +203,7 @@ def call_on_ranks(
     errors:str='raise'     # `'return'`: the `RankFailure` of a rank that failed stands in the list in place of its result
 )->list:                   # What `func` returned on each rank
     "Call `func` on `world_size` processes with the environment of a rank; no process is left"
-    if errors not in ('raise', 'return'): raise ValueError(f"errors={errors!r}: it is 'raise' or 'return'")
-    if not isinstance(world_size, int) or world_size < 1: raise ValueError(f'{world_size!r} processes: give a whole number from 1 up')
-    if getattr(mp.current_process(), '_inheriting', False): os._exit(_unguarded) # a rank that imports the script, which starts ranks
+    _check_call(world_size, errors)
     call = func,args,kwargs or {}
     payload = _pickled(call)
     ctx,procs = _start_method(payload),[]
@@ -222,6 +220,11 @@ def call_on_ranks(
     failed = {r:e for r,(_,e) in sorted(res.items(), key=lambda o: o[1][0]) if isinstance(e, RankFailure)}
     if failed and errors == 'raise': raise RanksError(failed)
     return [res[r][1] for r in range(world_size)]
+
+def _check_call(world_size, errors):
+    if errors not in ('raise', 'return'): raise ValueError(f"errors={errors!r}: it is 'raise' or 'return'")
+    if not isinstance(world_size, int) or world_size < 1: raise ValueError(f'{world_size!r} processes: give a whole number from 1 up')
+    if getattr(mp.current_process(), '_inheriting', False): os._exit(_unguarded) # a rank that imports the script, which starts ranks
 
 _unguarded,_guard = 64,"the ranks import this script, which calls run(...): put the call under if __name__ == '__main__':"
 
