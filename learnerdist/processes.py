@@ -7,7 +7,7 @@ __all__ = ['RankFailure', 'RanksError', 'describe_exit', 'share_of_cores', 'loop
            'call_on_ranks']
 
 # %% ../nbs/16b_processes.ipynb #c002
-import builtins,faulthandler,multiprocessing as mp,os,pickle,signal,socket,sys,tempfile,threading,time,traceback
+import builtins,faulthandler,gc,multiprocessing as mp,os,pickle,signal,socket,sys,tempfile,threading,time,traceback
 from multiprocessing import connection,forkserver,resource_tracker
 from pathlib import Path
 from typing import Callable,NamedTuple
@@ -136,6 +136,7 @@ def _rank_main(rank, folder, payload, env, n_threads, labels):
     vars(builtins).pop('get_ipython', None) # a fork of a notebook's kernel can print, but not draw
     if labels: _label_output(rank)
     torch.distributed.set_debug_level_from_env()
+    gc.freeze() # what has been imported stays: no collection need look at it (of which a failing rank makes one, for its sockets)
     try: res = pickle.dumps((time.time(), _call(payload)))
     except BaseException as e: res = pickle.dumps((time.time(), RankFailure(type(e).__name__, str(e), traceback.format_exc())))
     if labels: sys.stdout.flush(True), sys.stderr.flush(True)

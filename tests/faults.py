@@ -38,7 +38,7 @@ def train(fault, phase):
         def before_batch(self):
             if mine and self.epoch==1 and phase==('training' if self.training else 'validation'): fail(fault)
     if mine and phase=='before the group': fail(fault)
-    rank0_first(lambda: fail(fault) if mine and phase=='rank0_first' else None)
+    if phase=='rank0_first': rank0_first(lambda: fail(fault) if mine else None)
     dls = DataLoaders.from_dsets(Data(), Data(), bs=4, num_workers=2 if phase=='loader worker' else 0)
     learn = Learner(dls, model, torch.nn.MSELoss(), lr=.01, path=os.environ['FAULT_DIR'])
     learn.logger = lambda line: None
