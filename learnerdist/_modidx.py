@@ -1057,7 +1057,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'learnerdist.times.Timer.after_train': ('times.html#timer.after_train', 'learnerdist/times.py'),
                                    'learnerdist.times.Timer.before_backward': ('times.html#timer.before_backward', 'learnerdist/times.py'),
                                    'learnerdist.times.Timer.before_batch': ('times.html#timer.before_batch', 'learnerdist/times.py'),
-                                   'learnerdist.times.Timer.before_epoch': ('times.html#timer.before_epoch', 'learnerdist/times.py'),
                                    'learnerdist.times.Timer.before_fit': ('times.html#timer.before_fit', 'learnerdist/times.py'),
                                    'learnerdist.times.Timer.before_train': ('times.html#timer.before_train', 'learnerdist/times.py')},
             'learnerdist.training': { 'learnerdist.training.GradientAccumulation': ( 'training.html#gradientaccumulation',

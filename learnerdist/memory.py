@@ -27,14 +27,14 @@ def is_oom(e)->bool:
 
 class MemoryAdvice(Callback):
     "Where a batch does not fit into memory, add to the error how large it was, and what to do"
-    order,n = -500,None
-    def before_batch(self): self.n = find_bs(self.xb)
-    def after_batch(self): self.n = None
+    order,tried = -500,None
+    def before_batch(self): self.tried = find_bs(self.xb),self.training
+    def after_batch(self): self.tried = None
 
     def cleanup(self):
-        n,self.n,e = self.n,None,sys.exception()
-        if n is None or not is_oom(e): return
-        which = 'training' if self.learn.fitting else 'evaluation'
+        tried,self.tried,e = self.tried,None,sys.exception()
+        if tried is None or not is_oom(e): return
+        n,which = tried[0],'training' if tried[1] else 'evaluation'
         rank = f' on rank {group_rank()} of {group_size()}' if group_size()>1 else ''
         e.args = (f'{e}\nOut of memory in {which} with a batch of {n} samples{rank}. Take a smaller batch size: find_batch_size(learn) '
                   'finds one that fits. GradientAccumulation keeps the samples of a step, to_bf16() halves activations.',)

@@ -20,9 +20,8 @@ from .metrics import Recorder
 # %% ../nbs/14c_times.ipynb #c005
 class Timer(Callback):
     "Seconds of each epoch's training loop on this rank, by what they went to: see `recorder.times`"
-    order,run_valid,times = 2000,False,()
-    def before_fit(self): self.times = []
-    def before_epoch(self): self.begin = None
+    order,run_valid,times,begin = 2000,False,(),None
+    def before_fit(self): self.times,self.begin = [],None
     def before_train(self):
         self.data,self.votes,self.wait,self.end = 0.,0.,0.,None
         self.begin,self.voted = perf_counter(),Ballot.waited
@@ -55,8 +54,10 @@ def _exchanged(self:Timer): self.wait += perf_counter()-self.computed
 def after_epoch(self:Timer):
     names = 'data','step','comm','total','samples_per_s'
     if self.begin is None: return self.times.append(dict.fromkeys(names)) # cancelled before it trained
-    total,comm = (self.end or self.mark)-self.begin,self.votes+self.wait
-    self.times.append(dict(zip(names, (self.data, total-self.data-comm, comm, total, self.recorder.n_samples/total))))
+    total,comm,rec = (self.end or self.mark)-self.begin,self.votes+self.wait,getattr(self.learn, 'recorder', None)
+    rate = rec.n_samples/total if rec else None
+    self.times.append(dict(zip(names, (self.data, total-self.data-comm, comm, total, rate))))
+    self.begin = None
 
 # %% ../nbs/14c_times.ipynb #c008
 @patch(as_prop=True)
