@@ -60,7 +60,7 @@ def find_batch_size(
 # %% ../nbs/15b_memory.ipynb #c011
 def _fits(learn, b, n, amp):
     trial = Learner(DataLoaders([_resized(b, n)]*2, device=learn.device, n_inp=getattr(learn.dls, 'n_inp', None)), learn.model,
-                    learn.loss_func, learn.opt_func, learn.lr, learn.splitter)
+                    learn.loss_func, _opt_func(learn), learn.lr, learn.splitter)
     trial.remove_cbs([o for o in trial.cbs if not isinstance(o, TrainEvalCallback)])
     trial.add_cbs([MixedPrecision(o.dtype, **o.kw) for o in learn.cbs if isinstance(o, MixedPrecision)])
     try:
@@ -72,6 +72,10 @@ def _fits(learn, b, n, amp):
         if not is_oom(e): raise
     finally: trial.opt = None
     return False
+
+def _opt_func(learn):
+    "The learner's own; fastai's optimizers are of another kind, and AdamW holds as much as most of them"
+    return learn.opt_func if isinstance(learn, Learner) else torch.optim.AdamW
 
 def _resized(b, n):
     old = find_bs(b)

@@ -11,7 +11,7 @@ import inspect,math,operator
 
 import torch
 from fastcore.basics import listify,patch
-from torch.optim import lr_scheduler
+from torch.optim import Optimizer,lr_scheduler
 from torch.optim.lr_scheduler import LinearLR,OneCycleLR,SequentialLR
 
 from .callback import Callback,CancelFitException
@@ -33,9 +33,10 @@ class Scheduler(Callback):
 
     def before_fit(self):
         self.cancelled = False
-        self.old,self.patched,keys = [dict(g) for g in self.opt.param_groups],'step' in vars(self.opt),_keys(self.opt)
-        try: self.sched = self.func(self.opt)
-        finally: self.added = _keys(self.opt)-keys
+        self.torch_opt = opt = _torch_opt(self.opt)
+        self.old,self.patched,keys = [dict(g) for g in opt.param_groups],'step' in vars(opt),_keys(opt)
+        try: self.sched = self.func(opt)
+        finally: self.added = _keys(opt)-keys
 
     def after_cancel_step(self): self.cancelled = True
     def after_step(self):
@@ -45,17 +46,26 @@ class Scheduler(Callback):
     def after_epoch(self):
         if self.by=='epoch': self.sched.step()
 
+    def after_fit(self):
+        if not isinstance(self.learn, Learner): self.cleanup() # fastai's learner does not call it
+
 def _keys(opt): return {k for g in opt.param_groups for k in g}
+
+def _torch_opt(opt):
+    "The optimizer itself, or the one in fastai's `OptimWrapper`"
+    for o in (opt,getattr(opt, 'opt', None)):
+        if isinstance(o, Optimizer): return o
+    raise ValueError(f"{type(opt).__name__} is none of torch's optimizers, as its schedulers need: with fastai, opt_func=OptimWrapper(…)")
 
 # %% ../nbs/10_schedule.ipynb #c007
 @patch
 def cleanup(self:Scheduler):
     if self.old is None: return
-    for g,old in zip(self.opt.param_groups, self.old):
+    for g,old in zip(self.torch_opt.param_groups, self.old):
         for k in self.added: g.pop(k, None)
         g.update({k:old[k] for k in ('momentum','betas') if k in old})
-    if not self.patched: vars(self.opt).pop('step', None)
-    self.old = None
+    if not self.patched: vars(self.torch_opt).pop('step', None)
+    self.old = self.torch_opt = None
 
 # %% ../nbs/10_schedule.ipynb #c011
 def warm_up(

@@ -55,7 +55,7 @@ def after_epoch(self:Timer):
     names = 'data','step','comm','total','samples_per_s'
     if self.begin is None: return self.times.append(dict.fromkeys(names)) # cancelled before it trained
     total,comm,rec = (self.end or self.mark)-self.begin,self.votes+self.wait,getattr(self.learn, 'recorder', None)
-    rate = rec.n_samples/total if rec else None
+    rate = rec.n_samples/total if hasattr(rec, 'n_samples') else None # fastai's recorder does not count them
     self.times.append(dict(zip(names, (self.data, total-self.data-comm, comm, total, rate))))
     self.begin = None
 
