@@ -28,13 +28,13 @@ def is_oom(e)->bool:
 class MemoryAdvice(Callback):
     "Where a batch does not fit into memory, add to the error how large it was, and what to do"
     order,tried = -500,None
-    def before_batch(self): self.tried = find_bs(self.xb),self.training
+    def before_batch(self): self.tried = self.learn.xb,self.learn.training
     def after_batch(self): self.tried = None
 
     def cleanup(self):
         tried,self.tried,e = self.tried,None,sys.exception()
         if tried is None or not is_oom(e): return
-        n,which = tried[0],'training' if tried[1] else 'evaluation'
+        n,which = find_bs(tried[0]),'training' if tried[1] else 'evaluation'
         rank = f' on rank {group_rank()} of {group_size()}' if group_size()>1 else ''
         e.args = (f'{e}\nOut of memory in {which} with a batch of {n} samples{rank}. Take a smaller batch size: find_batch_size(learn) '
                   'finds one that fits. GradientAccumulation keeps the samples of a step, to_bf16() halves activations.',)
