@@ -34,7 +34,8 @@ class Timer(Callback):
 
     def after_batch(self): self.mark,self.mark_votes = perf_counter(),Ballot.waited
     def before_backward(self):
-        if isinstance(self.learn.model, DistributedDataParallel): self.learn.loss_grad.register_hook(self._begun)
+        loss = self.learn.loss_grad
+        if loss.requires_grad and isinstance(self.learn.model, DistributedDataParallel): loss.register_hook(self._begun)
 
     def after_train(self): self.end = perf_counter()
 

@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 from learnerdist import agreement,times
 from learnerdist.all import (CSVLogger, Callback, CancelFitException, CancelTrainException, DataLoaders, EarlyStoppingCallback,
                              GradientAccumulation, GradientClip, Learner, LogWriter, MixedPrecision, Scheduler, TensorBoardLogger, TfmdDL,
-                             find_batch_size, group_size, in_group, mk_metric, num_distrib, rank_distrib, ranked_warnings, warm_up)
+                             find_batch_size, group_size, half_type, in_group, mk_metric, num_distrib, rank_distrib, ranked_warnings, warm_up)
 from learnerdist.launch import run as launch_run
 from learnerdist.testing import run_ranks
 
@@ -100,12 +100,18 @@ def script_main():
     return num_distrib(),[o[0] for o in learn.recorder.values]
 
 def test_one_script_on_every_visible_gpu_or_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
     n,alone = launch_run(script_main)
     assert n==0
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2) # as CUDA_VISIBLE_DEVICES=0,1 has it
     n,two = launch_run(script_main)
     assert n==2
     close(two, alone, 2e-3)
+
+@pytest.mark.parametrize('able', [True, False])
+def test_type_that_suits_a_gpu(able, monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation: able)
+    assert half_type(torch.device('cuda'))==(torch.bfloat16 if able else torch.float16) and half_type(torch.device('cpu'))==torch.bfloat16
 
 # --- schedules ----------------------------------------------------------------------------------------------------------------
 
