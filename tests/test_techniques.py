@@ -8,7 +8,8 @@ from torch.optim.lr_scheduler import MultiStepLR
 from learnerdist import agreement,times
 from learnerdist.all import (CSVLogger, Callback, CancelFitException, CancelTrainException, DataLoaders, EarlyStoppingCallback,
                              GradientAccumulation, GradientClip, Learner, LogWriter, MixedPrecision, Scheduler, TensorBoardLogger, TfmdDL,
-                             find_batch_size, group_size, half_type, in_group, mk_metric, num_distrib, rank_distrib, ranked_warnings, warm_up)
+                             find_batch_size, group_size, half_type, in_group, mk_metric, num_distrib, rank_distrib,
+                             ranked_warnings, warm_up)
 from learnerdist.launch import run as launch_run
 from learnerdist.testing import run_ranks
 
