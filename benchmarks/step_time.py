@@ -5,6 +5,7 @@ import argparse,os,platform,statistics,time
 from functools import partial
 from pathlib import Path
 
+import learnerdist.memory,learnerdist.times # noqa: F401 - their callbacks are on every learner
 import torch
 from learnerdist.data import DataLoaders,to_device
 from learnerdist.distributed import DistributedDL

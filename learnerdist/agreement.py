@@ -9,6 +9,7 @@ __all__ = ['scopes', 'Tally', 'Ballot', 'Agreement', 'AgreedLoader', 'with_next'
 # %% ../nbs/13_agreement.ipynb #c002
 import warnings
 from itertools import chain,islice
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -43,12 +44,16 @@ class Tally(NamedTuple):
 # %% ../nbs/13_agreement.ipynb #c006
 class Ballot:
     "A vote of all ranks: posted without waiting, read when its outcome is needed"
+    waited = 0. # Seconds that this process has waited for outcomes
     def post(self, scope=None, stepped=False, more=False):
         self.votes = torch.tensor([scope==o for o in scopes]+[stepped,more], dtype=torch.int32)
         self.work = dist.all_reduce(self.votes, group=control_group(), async_op=True) if group_size()>1 else None
 
     def read(self)->Tally:
-        if self.work: self.work.wait()
+        start = perf_counter()
+        if self.work:
+            self.work.wait()
+            Ballot.waited += perf_counter()-start
         return Tally(*self.votes.tolist())
 
 # %% ../nbs/13_agreement.ipynb #c010

@@ -9,6 +9,7 @@ from learnerdist.callback import *
 from learnerdist.learner import *
 from learnerdist.metrics import *
 from learnerdist.progress import *
+from learnerdist.logs import *
 from learnerdist.training import *
 from learnerdist.schedule import *
 from learnerdist.parallel import *
@@ -18,4 +19,6 @@ from learnerdist.failure import *
 from learnerdist.rows import *
 from learnerdist.evaluation import *
 from learnerdist.hooks import *
+from learnerdist.times import *
 from learnerdist.distributed import *
+from learnerdist.memory import *

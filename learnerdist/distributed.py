@@ -27,8 +27,9 @@ from .env import (control_group,current_group,group_rank,group_size,in_group,num
 from .evaluation import ExactEvaluation,Unshared
 from .failure import announce,fail_together
 from .hooks import check_ddp_options,find_hook
-from .learner import Learner,get_model
+from .learner import Learner,fit_flags,get_model
 from .loader import DistributedDL,set_epoch
+from .logs import ranked_warnings
 from .parallel import ParallelTrainer
 from .shard import mix_seed
 
@@ -99,6 +100,7 @@ def attach(self:DistributedTrainer):
     "Join the group and deal out the loaders; whatever this does, `restore` undoes"
     try:
         device = self.stack.enter_context(process_group(self.cuda_id, timeout_s=self.timeout_s))
+        self.stack.enter_context(ranked_warnings())
         self._set(self.dls, 'device', device)
         self.seed = broadcast_object(_draw_seed() if self.seed is None else self.seed)
         if group_size()>1:
@@ -316,3 +318,9 @@ def distrib_ctx(self:Learner,
     finally: self.detach_distributed()
 
 _contexts = itertools.count()
+
+def _ddp_flag(learn, opts):
+    if opts is not True and not isinstance(opts, dict): raise ValueError(f'ddp={opts!r}: give True, or a dict of options of distrib_ctx')
+    return learn.distrib_ctx(**({} if opts is True else opts))
+
+fit_flags['ddp'] = _ddp_flag

@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['Metric', 'AvgMetric', 'AvgLoss', 'AccumMetric', 'skm_metric', 'TorchMetric', 'find_device', 'mk_metrics', 'mk_metric',
-           'accuracy', 'error_rate', 'top_k_accuracy', 'Sums', 'Rows', 'Replay', 'reduction', 'Recorder']
+           'accuracy', 'error_rate', 'top_k_accuracy', 'metric_named', 'Sums', 'Rows', 'Replay', 'reduction',
+           'Recorder']
 
 # %% ../nbs/07_metrics.ipynb #c002
-import time
+import re,time
+from difflib import get_close_matches
 from functools import partial,singledispatch
 
 import torch
@@ -124,19 +126,28 @@ def find_device(b)->torch.device:
 
 # %% ../nbs/07_metrics.ipynb #c013
 def mk_metrics(
-    ms # One or several: a function, a `Metric` or its class, a torchmetrics object or collection
+    ms # One or several: a function, a name, a `Metric` or its class, a torchmetrics object or collection
 )->list:
     "A `Metric` for each"
     collections = [list(o.items()) if hasattr(o, 'items') else [(None,o)] for o in listify(ms)]
     return [TorchMetric(m, name) if name else mk_metric(m) for o in collections for name,m in o]
 
-def mk_metric(m)->Metric:
-    "A `Metric` from a function, a torchmetrics object, or a metric's class"
-    if isinstance(m, type): m = m()
+def mk_metric(
+    m,   # A function, a metric's class, a torchmetrics object; or a name, see `metric_named`
+    **kw # Arguments of the class
+)->Metric:
+    "A `Metric` from what stands for one"
+    if isinstance(m, str): m = metric_named(m)
+    if isinstance(m, type): m = _made(m, kw)
+    elif kw: raise ValueError(f"{m!r} takes no arguments ({', '.join(kw)}): only a metric's class or its name does")
     if hasattr(m, 'accumulate'): return m
     if hasattr(m, 'update') and hasattr(m, 'compute'): return TorchMetric(m)
     if callable(m): return AvgMetric(m)
     raise ValueError(f'{m!r} is no metric: give a function of (prediction, targets), a Metric, or a torchmetrics object')
+
+def _made(cls, kw):
+    try: return cls(**kw)
+    except (TypeError,ValueError) as e: raise ValueError(f"{cls.__name__}: {e}; mk_metric('{cls.__name__}', …) takes its arguments") from e
 
 # %% ../nbs/07_metrics.ipynb #c015
 def accuracy(
@@ -152,7 +163,22 @@ def error_rate(pred, targ):
 
 def top_k_accuracy(pred, targ, k=5):
     "The fraction of samples whose class is among the `k` highest scores"
+    if k>pred.shape[-1]: raise ValueError(f'top_k_accuracy: k={k} of {pred.shape[-1]} classes')
     return (pred.topk(k, dim=-1).indices==targ.unsqueeze(-1)).any(-1).double().mean()
+
+def metric_named(
+    name:str # 'accuracy', 'error_rate', 'top_1', 'top_3' and so on; or a class of torchmetrics, if it is installed
+):           # What `mk_metric` takes
+    "The metric of this name"
+    if found := re.fullmatch(r'top_(\d+)', name): return AvgMetric(partial(top_k_accuracy, k=int(found[1])), name)
+    ours = dict(accuracy=accuracy, error_rate=error_rate, top_k_accuracy=top_k_accuracy)
+    if name in ours: return ours[name]
+    try: import torchmetrics
+    except ImportError as e: raise ValueError(f"no metric {name!r} here: we have {', '.join(ours)}, top_3; more with torchmetrics") from e
+    theirs = {k:o for k in torchmetrics.__all__ if isinstance(o := getattr(torchmetrics, k), type)}
+    if name in theirs: return theirs[name]
+    near = get_close_matches(name, [*ours,*theirs], 3) or [*ours]
+    raise ValueError(f"no metric {name!r}, of ours or of torchmetrics: did you mean {', '.join(near)}?")
 
 # %% ../nbs/07_metrics.ipynb #c018
 class Sums:
@@ -201,7 +227,7 @@ class Recorder(Callback):
 
     def _forget(self):
         self.lrs,self.iters,self.losses,self.values,self.steps,self.log = [],[],[],[],[],[]
-        self.start = self.lr_now = self.counted = None
+        self.start,self.lr_now,self.counted,self.n_samples = None,None,None,0
 
     def before_fit(self):
         self._forget()
@@ -249,7 +275,7 @@ def flush(self:Recorder, totals:Tensor):
     "Enter `totals`, as in `step_totals`, into the history"
     losses = totals[:,0]/totals[:,1]
     self.losses += losses.tolist()
-    self.steps = []
+    self.steps,self.n_samples = [],totals[:,1].sum().item()
     self.log.append((totals[:,0].nansum()/totals[:,1].sum()).item() if len(totals) else None)
     self.iters.append(len(self.losses))
 
@@ -286,31 +312,6 @@ def _catch_up(self:Recorder):
 def _clock(secs): return f'{int(secs)//60:02d}:{int(secs)%60:02d}'
 
 # %% ../nbs/07_metrics.ipynb #c029
-@patch
-def plot_loss(self:Recorder,
-    skip_start:int=0,     # Steps left out
-    with_valid:bool=True,
-    ax=None
-):
-    "Plot each step's training loss and each epoch's validation loss; returns the axes"
-    import matplotlib.pyplot as plt
-    ax = ax or plt.subplots()[1]
-    ax.plot(range(skip_start, len(self.losses)), self.losses[skip_start:], label='train')
-    if with_valid and self.values: ax.plot([o-1 for o in self.iters], [o[1] for o in self.values], label='valid')
-    ax.set(xlabel='step', ylabel='loss')
-    ax.legend()
-    return ax
-
-@patch
-def plot_lr(self:Recorder, ax=None):
-    "Plot each step's learning rate (of the last parameter group); returns the axes"
-    import matplotlib.pyplot as plt
-    ax = ax or plt.subplots()[1]
-    ax.plot(self.lrs)
-    ax.set(xlabel='step', ylabel='learning rate')
-    return ax
-
-# %% ../nbs/07_metrics.ipynb #c030
 @patch
 def validate(self:Learner,
     ds_idx:int=1, # Which of the loaders

@@ -176,7 +176,7 @@ def test_torchmetrics_object_is_left_as_it_was(): assert run_ranks(rank_traces, 
 
 def test_what_is_no_metric():
     with pytest.raises(ValueError, match='no metric'): mk_metric(3)
-    with pytest.raises(ValueError, match='no metric'): make(metrics=['accuracy']).fit(1)
+    with pytest.raises(ValueError, match='no metric'): make(metrics=['acuracy']).fit(1)
 
 def test_functions_by_hand():
     p,t = torch.tensor([[.1, .9], [.8, .2], [.3, .7]]),torch.tensor([1, 1, 1])

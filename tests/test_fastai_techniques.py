@@ -1,0 +1,80 @@
+"What fastai has no equivalent of, on its learner: torch's schedulers, scaled rates, hooks, top-k files, times, batch sizes"
+import contextlib
+from functools import partial
+from pathlib import Path
+import pytest, torch
+from torch import nn
+from torch.optim.lr_scheduler import MultiStepLR
+from fastai.callback.all import Callback
+from fastai.data.core import DataLoaders
+from fastai.learner import Learner
+from fastai.losses import CrossEntropyLossFlat
+from fastai.optimizer import OptimWrapper,SGD
+from learnerdist.env import num_distrib,rank_distrib
+from learnerdist.fastai import distrib_barrier
+from learnerdist.memory import find_batch_size
+from learnerdist.metrics import top_k_accuracy
+from learnerdist.schedule import SaveModelCallback,Scheduler,warm_up
+from learnerdist.testing import run_ranks
+from learnerdist.times import Timer
+
+torch.set_num_threads(1)
+drops = partial(MultiStepLR, milestones=[3], gamma=.3)
+
+class Net(nn.Module):
+    room = 10**6
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    def forward(self, x):
+        if self.training and len(x)>self.room and rank_distrib()==num_distrib()-1: raise torch.OutOfMemoryError('CUDA out of memory.')
+        return self.body(x)
+
+sgd = partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=.9))
+
+def make(lr=.02, path='.', opt=sgd):
+    torch.manual_seed(rank_distrib())
+    x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    ds = list(zip(x, x[:,:3].argmax(1)))
+    dls = DataLoaders.from_dsets(ds, ds[:11], bs=8//(num_distrib() or 1), num_workers=0, device='cpu')
+    return Learner(dls, Net(), CrossEntropyLossFlat(), opt, lr=lr, metrics=partial(top_k_accuracy, k=2), path=path)
+
+class Rates(Callback):
+    order = 90
+    def before_fit(self): self.lrs = []
+    def before_step(self): self.lrs.append(self.opt.hypers[-1]['lr'])
+
+def runs(path, scale):
+    res = {}
+    for k,ctx in {'plain': {}, 'bf16': dict(comm_hook='bf16')}.items():
+        learn = make(.02 if scale else .04, Path(path)/k)
+        ramp = warm_up(3, drops, scale_lr=True) if scale else warm_up(3, drops, start=.5)
+        cbs = [Scheduler(ramp, by='epoch'), SaveModelCallback('valid_loss', keep=2), Timer(), Rates()]
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3, **ctx):
+            learn.fit(8, cbs=cbs)
+            distrib_barrier()
+        ws,marks = torch.cat([p.detach().flatten() for p in learn.model.parameters()]),{k for g in learn.opt.opt.param_groups for k in g}
+        res[k] = dict(weights=ws, rates=cbs[3].lrs, files=sorted(o.name for o in learn.path.rglob('*.pth')), times=cbs[2].times,
+                      marked='initial_lr' in marks, values=[list(o) for o in learn.recorder.values])
+    small = make()
+    small.model.room = 5
+    with small.distrib_ctx(): n = find_batch_size(small, 16)
+    return res,n,small.model.training
+
+def test_fastais_learner(tmp_path):
+    want,n,_ = runs(tmp_path/'one', False)
+    assert n==16
+    torch.testing.assert_close(torch.tensor(want['plain']['rates'][::3]), torch.tensor([.02,.04*2/3,.04*5/6,.04,.04,.04,.012,.012]))
+    for res,n,training in run_ranks(runs, 2, tmp_path/'two', True):
+        assert n==4 and training
+        for k,tol in (('plain', 1e-9),('bf16', 1e-2)):
+            a,b = res[k],want[k]
+            torch.testing.assert_close(a['weights'], b['weights'], atol=tol, rtol=tol)
+            torch.testing.assert_close(torch.tensor(a['rates']), torch.tensor(b['rates']), atol=1e-9, rtol=1e-9)
+            assert len(a['files'])==2 and not a['marked'] and not b['marked']
+            assert all(t['data']+t['step']+t['comm']==pytest.approx(t['total']) and t['comm']>0 for t in a['times']) and len(a['times'])==8
+        assert res['plain']['files']==want['plain']['files'] and not torch.equal(res['bf16']['weights'], res['plain']['weights'])
+
+def test_fastais_own_optimizers_are_of_another_kind():
+    learn = make(opt=SGD)
+    with contextlib.redirect_stdout(None), pytest.raises(ValueError, match='opt_func=OptimWrapper'): learn.fit(1, cbs=Scheduler(warm_up(2)))

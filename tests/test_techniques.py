@@ -1,0 +1,386 @@
+"One-flag fits, rates that grow with the ranks, metrics by name, logs, times, memory: on 2 ranks as in one process"
+import contextlib,csv,io,sys,warnings
+from functools import partial
+import pytest, torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import MultiStepLR
+from learnerdist import agreement,times
+from learnerdist.all import (CSVLogger, Callback, CancelFitException, CancelTrainException, DataLoaders, EarlyStoppingCallback,
+                             GradientAccumulation, GradientClip, Learner, LogWriter, MixedPrecision, Scheduler, TensorBoardLogger, TfmdDL,
+                             find_batch_size, group_size, half_type, in_group, mk_metric, num_distrib, rank_distrib,
+                             ranked_warnings, warm_up)
+from learnerdist.launch import run as launch_run
+from learnerdist.testing import run_ranks
+
+torch.set_num_threads(1)
+F64 = torch.float64
+
+def data(n=24, dtype=F64, seed=0):
+    x = torch.randn(n, 4, generator=torch.Generator().manual_seed(seed), dtype=F64)
+    return list(zip(x.to(dtype), x[:,:3].argmax(1)))
+
+def make(dtype=F64, lr=.1, metrics=None, path='.', cbs=None, W=None, n=24):
+    "A global batch of 8, in 3 steps an epoch"
+    torch.manual_seed(rank_distrib()) # rank 0's weights are everyone's
+    bs = 8//(W or num_distrib() or 1)
+    dls = DataLoaders(TfmdDL(data(n, dtype), bs, shuffle=True), TfmdDL(data(11, dtype, 1), bs), path=path)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+    learn = Learner(dls, model, F.cross_entropy, partial(torch.optim.SGD, momentum=.9), lr=lr, metrics=metrics, cbs=cbs)
+    learn.lines = []
+    learn.logger = learn.lines.append
+    return learn
+
+def weights(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()]).clone()
+def close(a, b, tol=1e-9): torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), atol=tol, rtol=tol)
+
+# --- flags of a fit -----------------------------------------------------------------------------------------------------------
+
+class Kinds(Callback):
+    "The type within the model, its wrapper, and the number of ranks, in training"
+    run_valid = False
+    def before_fit(self): self.learn.kinds = set()
+    def after_pred(self):
+        half = torch.get_autocast_dtype('cpu') if torch.is_autocast_enabled('cpu') else None
+        self.kinds.add((str(half), type(self.learn.model).__name__, group_size()))
+
+opts = dict(seed=3)
+flag_fits = {'ddp': lambda o: o.fit(2, ddp=opts), 'cycle': lambda o: o.fit_one_cycle(2, ddp=opts),
+             'amp': lambda o: o.fit(2, ddp=opts, amp='fp16'), 'amp_cycle': lambda o: o.fit_one_cycle(2, .05, amp='fp16', ddp=opts),
+             'clip_acc': lambda o: o.fit(2, ddp=opts, amp='fp16', cbs=[GradientClip(.3),GradientAccumulation(8//(num_distrib() or 1))])}
+
+def flagged():
+    "In float64, where scaling by a power of two is exact"
+    res = {}
+    for k,f in flag_fits.items():
+        learn = make(cbs=Kinds)
+        before = list(learn.cbs),learn.model,list(learn.dls.loaders)
+        f(learn)
+        kept = (list(learn.cbs),learn.model,list(learn.dls.loaders))==before and not in_group()
+        res[k] = weights(learn),sorted(learn.kinds),kept,learn.recorder.values
+    half = make(torch.float32, cbs=Kinds)
+    half.fit(1, ddp=True, amp=True)
+    return res,sorted(half.kinds)
+
+def test_flags_on_ranks_are_the_fit_alone():
+    alone,kinds = flagged()
+    assert kinds==[('torch.bfloat16','Sequential',1)]
+    for res,kinds in run_ranks(flagged, 2):
+        assert kinds==[('torch.bfloat16','DistributedDataParallel',2)]
+        for k,(w,seen,kept,values) in res.items():
+            want = alone[k]
+            close(w, want[0])
+            close([o[:2] for o in values], [o[:2] for o in want[3]])
+            half = 'None' if k in ('ddp','cycle') else 'torch.float16'
+            assert seen==[(half,'DistributedDataParallel',2)] and want[1]==[(half,'Sequential',1)] and kept and want[2], k
+
+def test_flags_off_and_wrong():
+    learn = make(torch.float32, cbs=Kinds)
+    learn.fit(1, amp=False, ddp=None)
+    assert learn.kinds=={('None','Sequential',1)}
+    wrong = [(dict(amp='fp8'), "dtype='fp8'"), (dict(ddp='yes'), "ddp='yes'"), (dict(ddp=dict(bucket_cap=1)), 'mean bucket_cap_mb')]
+    for kw,words in wrong:
+        with pytest.raises(ValueError, match=words): learn.fit(1, **kw)
+    with pytest.raises(TypeError, match="no option 'apm'; flags: amp, ddp"): learn.fit(1, apm=True)
+    with learn.distrib_ctx(), pytest.raises(ValueError, match='distributed already'): learn.fit(1, ddp=True)
+    with pytest.raises(ValueError, match='leave out one'): learn.to_bf16().fit(1, amp=True)
+    assert not any(isinstance(o, MixedPrecision) for o in learn.to_fp32().cbs)
+
+def test_scale_goes_on_from_fit_to_fit():
+    learn = make(torch.float32)
+    learn.fit(2, amp='fp16')
+    first = learn._amp.state_dict()
+    learn.fit(2, amp='fp16')
+    assert learn._amp.state_dict()['_growth_tracker']==first['_growth_tracker']+6
+    learn.fit(1, amp='bf16')
+    assert learn._amp.state_dict()=={}
+
+def script_main():
+    learn = make(torch.float32)
+    learn.fit(2, ddp=dict(seed=3), amp=True)
+    return num_distrib(),[o[0] for o in learn.recorder.values]
+
+def test_one_script_on_every_visible_gpu_or_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
+    n,alone = launch_run(script_main)
+    assert n==0
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2) # as CUDA_VISIBLE_DEVICES=0,1 has it
+    n,two = launch_run(script_main)
+    assert n==2
+    close(two, alone, 2e-3)
+
+@pytest.mark.parametrize('able', [True, False])
+def test_type_that_suits_a_gpu(able, monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation: able)
+    assert half_type(torch.device('cuda'))==(torch.bfloat16 if able else torch.float16) and half_type(torch.device('cpu'))==torch.bfloat16
+
+# --- schedules ----------------------------------------------------------------------------------------------------------------
+
+drops = partial(MultiStepLR, milestones=[2,3], gamma=.3)
+ramps = {'linear': lambda k: warm_up(3, drops, scale_lr=True) if k else warm_up(3, drops, start=.5),
+         'root': lambda k: warm_up(2, scale_lr=lambda W: W**.5) if k else warm_up(2, start=.5**.5),
+         'zero': lambda k: warm_up(2, start=0., scale_lr=True) if k else warm_up(2)}
+
+def scaled(on_ranks):
+    "One process takes the rate that two ranks scale theirs to"
+    res = {}
+    for k,f in ramps.items():
+        learn = make(lr=.02 if on_ranks else .02*(2**.5 if k=='root' else 2))
+        with learn.distrib_ctx(seed=3): learn.fit(4, cbs=Scheduler(f(on_ranks), by='epoch' if k=='linear' else 'step'))
+        res[k] = learn.recorder.lrs,weights(learn)
+    for k,kw in {'mixed': {}, 'cycle': dict(scale_lr=on_ranks)}.items():
+        learn = make(lr=.02 if on_ranks else .04)
+        both = [Scheduler(warm_up(4, start=.5, scale_lr=on_ranks)), Scheduler(drops, by='epoch')]
+        with learn.distrib_ctx(seed=3): learn.fit(4, cbs=both) if k=='mixed' else learn.fit_one_cycle(4, **kw)
+        res[k] = learn.recorder.lrs,weights(learn)
+    return res
+
+def test_rates_that_grow_with_the_ranks():
+    want = scaled(False)
+    for res in run_ranks(scaled, 2, True):
+        for k in want:
+            for a,b in zip(res[k], want[k]): close(a, b)
+    close(want['linear'][0], [v for o in (.02, .04*2/3, .04*5/6, .04) for v in [o]*3])
+    close(want['mixed'][0], [.02,.025,.03,.035,.04,.04]+[.012]*3+[.0036]*3)
+    assert max(want['cycle'][0])<=.04 and want['zero'][0][0]<1e-9
+
+@pytest.mark.parametrize('bad', [lambda W: 0, lambda W: -1., lambda W: float('nan')])
+def test_factor_of_a_rate_is_positive(bad):
+    with pytest.raises(ValueError, match='a factor of'): make().fit(1, cbs=Scheduler(warm_up(2, scale_lr=bad)))
+
+# --- metrics, logs, warnings: one call on ranks ---------------------------------------------------------------------------------
+
+class Mine(LogWriter):
+    "A user's logger"
+    def open(self): self.rows = []
+    def log_epoch(self, row): self.rows.append(row)
+    def close(self): self.rows.append('closed')
+
+class Warns(Callback):
+    def before_epoch(self): warnings.warn(f'from {rank_distrib()}')
+
+def by_name(): return ['accuracy','top_1','top_3','error_rate',mk_metric('F1Score', task='multiclass', num_classes=3, average='macro'),
+                       mk_metric('ConfusionMatrix', task='multiclass', num_classes=3)]
+
+def logged(path):
+    warnings.simplefilter('always')
+    cbs = [Mine(),CSVLogger(append=True),TensorBoardLogger(),EarlyStoppingCallback('accuracy', min_delta=5., patience=2)]
+    learn,err = make(metrics=by_name(), path=path/str(rank_distrib()), cbs=Warns),io.StringIO()
+    showwarning = warnings.showwarning
+    with contextlib.redirect_stderr(err), learn.distrib_ctx(seed=3):
+        for _ in range(2): learn.fit(5, cbs=cbs)
+    files = sorted(str(o.relative_to(learn.path)).partition('.tfevents')[0] for o in learn.path.rglob('*') if o.is_file())
+    told = [o for o in learn.lines if isinstance(o, str)]
+    values = [[v.tolist() if torch.is_tensor(v) else v for v in o] for o in learn.recorder.values]
+    return dict(values=values, rows=getattr(cbs[0], 'rows', None), files=files, told=told, err=err.getvalue(), steps=cbs[2].n_steps,
+                names=learn.recorder.metric_names, losses=learn.recorder.losses, undone=warnings.showwarning is showwarning)
+
+@pytest.fixture(scope='module')
+def logs(tmp_path_factory):
+    path = tmp_path_factory.mktemp('alone')
+    with pytest.warns(UserWarning): alone = logged(path)
+    two = tmp_path_factory.mktemp('two')
+    return alone,run_ranks(logged, 2, two),two
+
+def flat(o): return [v for i in o for v in flat(i)] if isinstance(o, list) else [o]
+
+def test_metrics_by_name(logs):
+    alone,ranks,_ = logs
+    assert alone['names'][3:-1]==['accuracy','top_1','top_3','error_rate','multiclassf1score','multiclassconfusionmatrix']
+    _,_,acc,top1,top3,err,_,cm = alone['values'][-1]
+    assert acc==top1==pytest.approx(1-err) and top3==1 and sum(flat(cm))==11 and sum(cm[i][i] for i in range(3))==round(acc*11)
+    for r in ranks: close(flat(r['values']), flat(alone['values']), 1e-6)
+
+def test_early_stopping_says_when_and_why(logs):
+    alone,(zero,one),_ = logs
+    assert len(alone['values'])==3 and len(zero['told'])==2 and one['told']==[]
+    assert zero['told'][0].startswith('stopped after epoch 2: accuracy 0.')
+    assert 'no better than' in zero['told'][0] and zero['told']==alone['told']
+
+def test_a_log_of_ones_own_is_rank_0s(logs):
+    alone,(zero,one),_ = logs
+    assert [type(o) for o in zero['rows']]==[dict,dict,dict,str] and one['rows'] is None
+    assert [*zero['rows'][0]]==zero['names'][:-1] and [o['epoch'] for o in zero['rows'][:3]]==[0,1,2]
+    close([o['valid_loss'] for o in zero['rows'][:3]], [o[1] for o in alone['values']])
+
+def test_files_of_logs_are_rank_0s(logs):
+    alone,(zero,one),path = logs
+    assert zero['files']==alone['files']==['history.csv',*['tensorboard/events.out']*2] and one['files']==[] and one['steps']==0
+    head,*rows = csv.reader((path/'0/history.csv').read_text().splitlines())
+    assert head==zero['names'][:-1] and [o[0] for o in rows]==['0','1','2']*2 and rows[0][-1].startswith('[[')
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    events = EventAccumulator(str(path/'0/tensorboard')).Reload()
+    losses,valid = events.Scalars('step/loss'),events.Scalars('epoch/valid_loss')
+    assert [o.step for o in losses]==[*range(1, 19)] and [o.step for o in valid]==[*range(1, 7)] and zero['steps']==18
+    close([o.value for o in losses[9:]], zero['losses'], 1e-6)
+    close([o.value for o in valid[3:]], [o[1] for o in zero['values']], 1e-6)
+    assert {'step/lr','epoch/accuracy','epoch/samples_per_s'}<={*events.Tags()['scalars']}
+    assert not any('confusion' in o for o in events.Tags()['scalars'])
+
+def test_warnings_say_their_rank(logs):
+    _,(zero,one),_ = logs
+    assert zero['err'].count('UserWarning: from 0')==6 and 'rank' not in zero['err'].replace('rank_distrib', '')
+    assert one['err'].count('UserWarning: rank 1: from 1')==6 and zero['undone'] and one['undone']
+
+def test_a_showwarning_that_came_later_stays(monkeypatch):
+    monkeypatch.setattr('learnerdist.logs.group_rank', lambda: 3)
+    first,later,seen = warnings.showwarning,lambda *a, **kw: None,[]
+    with warnings.catch_warnings():
+        warnings.simplefilter('always')
+        warnings.showwarning = lambda message, *a, **kw: seen.append(str(message))
+        with ranked_warnings(): warnings.warn('mine')
+        with ranked_warnings(): warnings.showwarning = later
+        assert warnings.showwarning is later and seen==['rank 3: mine']
+    assert warnings.showwarning is first
+
+def test_log_of_an_epoch_that_was_cancelled_before_it_was_written(tmp_path):
+    class Early(Callback):
+        order = 61
+        def after_epoch(self):
+            if self.epoch==1: raise CancelFitException
+    learn = make(path=tmp_path)
+    learn.fit(4, cbs=[Early,Mine(),CSVLogger()])
+    assert len((tmp_path/'history.csv').read_text().splitlines())==3
+
+def test_tensorboard_that_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'torch.utils.tensorboard', None)
+    with pytest.raises(ValueError, match='install the extra'): make().fit(1, cbs=TensorBoardLogger())
+
+def test_names_that_are_none(monkeypatch):
+    for name,words in [('acuracy', 'did you mean accuracy'), ('F1score', 'F1Score'), ('F1Score', r"mk_metric\('F1Score', …\)")]:
+        with pytest.raises(ValueError, match=words): mk_metric(name)
+    with pytest.raises(ValueError, match='takes no arguments'): mk_metric('accuracy', k=2)
+    with pytest.raises(ValueError, match='k=5 of 3 classes'): make(metrics='top_5').fit(1)
+    monkeypatch.setitem(sys.modules, 'torchmetrics', None)
+    with pytest.raises(ValueError, match='more with torchmetrics'): mk_metric('F1Score')
+
+# --- times --------------------------------------------------------------------------------------------------------------------
+
+class Clock:
+    "Seconds that pass only where the test says so"
+    now = 0.
+    def __call__(self): return self.now
+
+class SlowData(torch.utils.data.Dataset):
+    def __init__(self, clock): self.clock,self.items = clock,data()
+    def __len__(self): return len(self.items)
+    def __getitem__(self, i):
+        self.clock.now += 1.
+        return self.items[i]
+
+class Slow(Callback):
+    run_valid = False
+    def __init__(self, clock): self.clock = clock
+    def after_loss(self): self.clock.now += 10.
+    def after_batch(self): self.clock.now += 5.
+
+def test_where_the_time_goes(monkeypatch):
+    clock = Clock()
+    for o in (times,agreement): monkeypatch.setattr(o, 'perf_counter', clock)
+    learn = make(cbs=Slow(clock))
+    learn.dls.loaders[0] = TfmdDL(SlowData(clock), 8)
+    learn.fit(2)
+    want = dict(data=24., step=45., comm=0., total=69., samples_per_s=24/69)
+    assert learn.recorder.times==[want]*2
+    ax = learn.recorder.plot_times()
+    assert [o.get_height() for o in ax.patches]==[24.,24.,45.,45.,0.,0.]
+
+def timed():
+    res = []
+    for cbs in ([],[GradientAccumulation(8)]):
+        learn = make(n=23) # one sample is read twice, and not counted
+        with learn.distrib_ctx(): learn.fit(2, cbs=cbs)
+        res += learn.recorder.times
+    return res
+
+def test_times_on_ranks():
+    for o in run_ranks(timed, 2):
+        for t in o:
+            assert t['comm']>0 and t['data']>0 and t['step']>0 and t['data']+t['step']+t['comm']==pytest.approx(t['total'])
+            assert t['samples_per_s']*t['total']==pytest.approx(23)
+
+def test_times_of_a_cancelled_epoch_are_blank():
+    class Skip(Callback):
+        def before_train(self):
+            if self.epoch==0: raise CancelTrainException
+    learn = make(cbs=Skip)
+    learn.fit(2)
+    assert learn.recorder.times[0]['total'] is None and learn.recorder.times[1]['comm']==0
+    learn.recorder.plot_times()
+
+# --- memory -------------------------------------------------------------------------------------------------------------------
+
+class Hungry(nn.Module):
+    "Has room for so many rows on each rank"
+    def __init__(self, rooms, kind='cuda'):
+        super().__init__()
+        self.rooms,self.kind,self.tried = rooms,kind,[]
+        self.body = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(.5), nn.Linear(5, 3))
+    def forward(self, x):
+        self.tried.append(len(x))
+        if len(x)>self.rooms[rank_distrib()]:
+            if self.kind=='cpu': torch.empty(2**55)
+            raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 1 GiB.')
+        return self.body(x)
+
+def hungry(rooms, bs, kind='cuda', **kw):
+    torch.manual_seed(rank_distrib())
+    dls = DataLoaders(TfmdDL(data(dtype=torch.float32), bs, shuffle=True))
+    learn = Learner(dls, Hungry(rooms, kind), F.cross_entropy, torch.optim.AdamW, **kw)
+    learn.logger = lambda o: None
+    return learn
+
+def failure(rooms, bs, kind='cuda'):
+    learn = hungry(rooms, bs, kind)
+    try:
+        with learn.distrib_ctx(): learn.fit(1)
+    except (RuntimeError,MemoryError) as e: return type(e).__name__,str(e)
+
+def found(rooms, start, ctx, amp=False):
+    learn = hungry(rooms, 4)
+    old = [t.clone() for t in (*learn.model.parameters(),*learn.model.buffers())],torch.get_rng_state()
+    with learn.distrib_ctx() if ctx else contextlib.nullcontext():
+        try: n = find_batch_size(learn, start, amp)
+        except torch.OutOfMemoryError as e: return str(e)
+        tried = learn.model.tried[:]
+        if not ctx: # inside, rank 0's weights are everyone's
+            assert all(torch.equal(a, b) for a,b in zip(old[0], (*learn.model.parameters(),*learn.model.buffers())))
+            assert torch.equal(old[1], torch.get_rng_state())
+        assert learn.opt is None and learn.model.training and all(p.grad is None for p in learn.model.parameters())
+    return n,tried
+
+def on_ranks():
+    return dict(fails=failure((99,6), 8), inside=found((100,30), 64, True), outside=found((100,30), 64, False, True),
+                other=found((10,100), None, True), none=found((0,0), 2, True), open=in_group())
+
+def test_out_of_memory_on_one_rank():
+    zero,one = run_ranks(on_ranks, 2)
+    for r in (zero,one):
+        assert 'allocate 1 GiB.\nOut of memory in training with a batch of 8 samples on rank 1 of 2.' in r['fails'][1]
+        assert r['inside'][0]==r['outside'][0]==16 and r['other']==(4,[4,4]) and 'one sample does not fit' in r['none'] and not r['open']
+    assert (zero['fails'][0],one['fails'][0])==('RankError','OutOfMemoryError')
+    assert zero['inside'][1]==[64,64,32,32,16,16] and one['inside'][1]==[64,32,16,16] # all try the same sizes
+
+def test_out_of_memory_alone():
+    for kind,words in [('cuda','CUDA out of memory'), ('cpu','DefaultCPUAllocator')]:
+        name,said = failure((6,), 8, kind)
+        assert name==('OutOfMemoryError' if kind=='cuda' else 'RuntimeError') and words in said and said.count('a batch of 8 samples.')==1
+    assert found((6,), 24, False)==(6,[24,12,6,6]) and found((100,), None, True)==(4,[4,4])
+
+def test_advice_is_for_the_batch_that_failed():
+    "A fit in the handler of another error leaves that one alone; other errors are left alone"
+    learn = hungry((99,), 8)
+    try: raise torch.OutOfMemoryError('elsewhere')
+    except torch.OutOfMemoryError as e:
+        learn.fit(1)
+        assert str(e)=='elsewhere'
+    class Bad(Callback):
+        def after_loss(self): raise RuntimeError('no memory problem')
+    with pytest.raises(RuntimeError, match='^no memory problem$'): learn.fit(1, cbs=Bad)
+    learn.model.rooms = (6,)
+    with pytest.raises(torch.OutOfMemoryError, match='evaluation with a batch of 8'): learn.validate(dl=learn.dls.train)
+
+def test_rows_that_cannot_be_repeated():
+    learn = hungry((99,), 8)
+    learn.dls.loaders[0] = [([object()]*3,)]
+    with pytest.raises(ValueError, match='repeats the rows of tensors'): find_batch_size(learn, 8)
