@@ -19,3 +19,6 @@ from learnerdist.rows import *
 from learnerdist.evaluation import *
 from learnerdist.hooks import *
 from learnerdist.distributed import *
+from learnerdist.snapshot import *
+from learnerdist.place import *
+from learnerdist.checkpoint import *

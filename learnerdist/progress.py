@@ -123,11 +123,11 @@ def no_bar(self:Learner):
 # %% ../nbs/08_progress.ipynb #c017
 class CSVLogger(Callback):
     "Write the table to a CSV file as the fit goes, on rank 0"
-    order = 60
+    order,fit_state = 60,('written',)
     def __init__(self,
         fname='history.csv',# Within the learner's path
         append:bool=False   # Go on in the file that is there, without a second header
-    ): self.fname,self.append,self.file = fname,append,None
+    ): self.fname,self.append,self.file,self.rows = fname,append,None,[]
 
     def before_fit(self):
         if not is_rank0(): return
@@ -136,10 +136,27 @@ class CSVLogger(Callback):
         fresh = not (self.append and path.exists())
         self.file = open(path, 'w' if fresh else 'a', newline='')
         if fresh: csv.writer(self.file).writerow(self.recorder.metric_names[:-1])
+        self.file.flush()
+        self.begin,self.rows = path.stat().st_size,[]
 
     def after_epoch(self):
         if self.file is None: return
+        self.rows.append(list(self.recorder.log))
         csv.writer(self.file).writerow(self.recorder.log)
+        self.file.flush()
+
+    @property
+    def written(self):
+        "Where this fit's lines begin in the file, and what is in them"
+        return [self.begin,self.rows] if self.file else []
+
+    @written.setter
+    def written(self, v):
+        if not self.file: return
+        self.begin,self.rows = v
+        self.file.seek(self.begin)
+        self.file.truncate() # what an interrupted run wrote after its checkpoint
+        csv.writer(self.file).writerows(self.rows)
         self.file.flush()
 
     def cleanup(self):
