@@ -170,8 +170,8 @@ def capture(self:Checkpoint, phase)->dict:
     dl,opt = self.loader if phase=='train' else None,type(learn.opt).__name__
     place = dict(phase=phase, epoch=self.epoch+(phase=='done'), step=self.train_iter, pct_train=self.pct_train, n_epoch=self.n_epoch,
                  fit=getattr(learn, 'fits_done', 0), world=self.world, opt=opt)
-    if dl: place |= dict(iter=i, offset=dl.offset, start=_start(dl), done=rows_done(dl, i), data=_data(dl))
-    own = dict(streams=place_of(dl, i) if dl else dict(now=self.streams.get()), cbs=_states(learn.cbs, 'rank_state'))
+    if dl is not None: place |= dict(iter=i, offset=dl.offset, start=_start(dl), done=rows_done(dl, i), data=_data(dl))
+    own = dict(streams=dict(now=self.streams.get()) if dl is None else place_of(dl, i), cbs=_states(learn.cbs, 'rank_state'))
     return dict(place=place, cbs=to_plain(_states(learn.cbs, 'fit_state'), 'callbacks'), own=own)
 
 def _start(dl): return dl.dealer.start if hasattr(dl, 'dealer') else 0
