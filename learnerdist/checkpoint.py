@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from fastcore.basics import patch
+from fastcore.foundation import L
 from torch.utils._pytree import tree_leaves
 
 from .agreement import Agreement
@@ -44,7 +45,7 @@ def check_every(every):
 # %% ../nbs/16_checkpoint.ipynb #c006
 class Checkpoint(Callback):
     "Save the fit as it goes: weights, optimizer, callbacks, numbers so far, random streams, and the place in the data"
-    order,run_valid,active = 900,True,False
+    order,active,nested = 900,False,0
     def __init__(self,
         path,             # A folder, within the learner's path; of this fit alone
         every='epoch',    # 'epoch', a number of steps, or a `timedelta` on rank 0's clock
@@ -61,6 +62,8 @@ class Checkpoint(Callback):
         self.resuming = False
 
     def before_fit(self):
+        self.nested += self.active # fastai's `get_preds` within a fit
+        if self.active or not getattr(self.learn, 'fitting', False) or 'lr_finder' in vars(self.learn): return
         others = [cb for cb in self.learn.cbs if isinstance(cb, Checkpoint)]
         if len(others)>1: raise ValueError(f'{len(others)} Checkpoints in one fit: give it one')
         self.active,self.due,self.stopping,self.signalled,self.phase = True,False,False,None,None
@@ -71,6 +74,7 @@ class Checkpoint(Callback):
         if self.agreement: self.agreement.watcher = self
         self.learn.add_cb(FitPlace(self))
         self._listen()
+        if hasattr(self.learn, 'at_end'): self.learn.at_end(self.learn, self) # fastai's has no `cleanup`
         if self.resume or self.resuming: self.restore()
         if is_rank0(): _make(self.folder)
 
@@ -88,6 +92,7 @@ class FitPlace(Callback):
 
     def before_epoch(self):
         o = self.owner
+        if o.nested: return
         if o.at and o.at['phase']=='epoch': o.arrive()
         o.phase = 'epoch'
         if o.every=='epoch' and o.last_place()!=(self.epoch,self.train_iter) and self.train_iter: o.due = True
@@ -108,6 +113,7 @@ class FitPlace(Callback):
 
     def after_fit(self):
         o = self.owner
+        if o.nested: return
         if o.at: o.arrive()
         o.due = o.last is None or o.last['phase']!='done'
         o.commit('done')
@@ -116,7 +122,11 @@ class FitPlace(Callback):
 
 # %% ../nbs/16_checkpoint.ipynb #c008
 @patch
+def after_fit(self:Checkpoint): self.nested = max(self.nested-1, 0)
+
+@patch
 def after_batch(self:Checkpoint):
+    if not self.active: return
     if self.training and isinstance(self.every, int) and self.train_iter%self.every==0: self.due = True
     if self.agreement is None: self.hear(*self.wishes())
 
@@ -184,10 +194,12 @@ def _keyed(cbs):
     return res
 
 def _states(cbs, kind):
-    own = kind=='fit_state'
-    states = {k: cb.state_dict() if own and hasattr(cb, 'state_dict') else {o: getattr(cb, o) for o in getattr(cb, kind, ())}
-              for k,cb in _keyed(cbs).items()}
-    return {k:v for k,v in states.items() if v}
+    res = {k: _state(cb, kind) for k,cb in _keyed(cbs).items()}
+    return {k:v for k,v in res.items() if v}
+
+def _state(cb, kind): # what is not the callback's own would be found in the learner
+    if kind=='fit_state' and hasattr(type(cb), 'state_dict'): return cb.state_dict()
+    return {o: getattr(cb, o) for o in getattr(type(cb), kind, ()) if o in vars(cb) or hasattr(type(cb), o)}
 
 # %% ../nbs/16_checkpoint.ipynb #c012
 @patch
@@ -231,7 +243,9 @@ def restore(self:Checkpoint):
     self._check()
     _check_model(get_model(self.learn.model), big['model'], self.source)
     get_model(self.learn.model).load_state_dict(big['model'])
-    self.opt.load_state_dict(to_device(big['opt'], self.learn.device))
+    if not isinstance(self.opt, torch.optim.Optimizer): # torch's own knows where its numbers belong
+        big['opt'] = to_device(big['opt'], next(get_model(self.learn.model).parameters()).device)
+    self.opt.load_state_dict(big['opt'])
     self.learn.train_iter,self.learn.pct_train = self.at['step'],self.at['pct_train']
     self.alike,self.unsettled = self.at['world']==self.world,self.at['step']>0 and self.world>2
     self._load_callbacks()
@@ -281,14 +295,14 @@ def _part(self:Checkpoint, k):
     return {a: sum(o[a] for o in states) * (group_rank()==0) for a in states[0]}
 
 def _load(cb, state):
-    if hasattr(cb, 'load_state_dict'): cb.load_state_dict(to_plain(state, ''))
+    if hasattr(type(cb), 'load_state_dict'): cb.load_state_dict(to_plain(state, ''))
     else: _set(cb, to_plain(state, ''))
 
 def _set(cb, state):
     for k,v in state.items():
         old = vars(cb).get(k)
         if isinstance(old, list): old[:] = v # somebody else may have it too
-        else: setattr(cb, k, v)
+        else: setattr(cb, k, L(v) if isinstance(old, L) else v)
 
 # %% ../nbs/16_checkpoint.ipynb #c017
 @patch
@@ -304,6 +318,7 @@ def _with_events(self:Checkpoint, f, event, *args):
 @patch
 def arrive(self:Checkpoint):
     "The fit is where it was"
+    self.learn.train_iter,self.learn.pct_train = self.at['step'],self.at['pct_train']
     self._load_callbacks()
     if self.at['phase']!='train': self._set_streams()
     self.at = None
@@ -330,7 +345,7 @@ def begin_train(self:Checkpoint):
 
 @patch
 def before_train(self:Checkpoint):
-    if self.at and self.at['phase']=='train': self.arrive()
+    if self.active and self.at and self.at['phase']=='train': self.arrive()
 
 @patch
 def settle(self:Checkpoint):
@@ -338,8 +353,8 @@ def settle(self:Checkpoint):
     self.unsettled = False
     ddp,streams = self.agreement.trainer.ddp,self.streams.get()
     buffers = [(o,o.clone()) for o in ddp.module.buffers()]
-    amp = getattr(self.learn, 'mixed_precision', None)
-    with amp.autocast() if amp else nullcontext(): out = ddp(*self.xb)
+    cast = getattr(getattr(self.learn, 'mixed_precision', None), 'autocast', nullcontext)
+    with cast if hasattr(cast, '__enter__') and not isinstance(cast, type) else cast(): out = ddp(*self.xb)
     sum(o.sum()*0 for o in tree_leaves(out) if isinstance(o, torch.Tensor) and o.requires_grad).backward()
     with torch.no_grad():
         for o,old in buffers: o.copy_(old)
@@ -363,7 +378,7 @@ def _on_signal(self:Checkpoint, num, frame):
 @patch
 def cleanup(self:Checkpoint):
     if not self.active: return
-    self.active = False
+    self.active = self.resuming = False
     for k in ('one_batch','_with_events'): vars(self.learn).pop(k, None)
     if self.agreement: self.agreement.watcher = None
     self.learn.remove_cb(FitPlace)

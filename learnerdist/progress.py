@@ -127,7 +127,7 @@ class CSVLogger(Callback):
     def __init__(self,
         fname='history.csv',# Within the learner's path
         append:bool=False   # Go on in the file that is there, without a second header
-    ): self.fname,self.append,self.file,self.rows = fname,append,None,[]
+    ): self.fname,self.append,self.file = fname,append,None
 
     def before_fit(self):
         if not is_rank0(): return
@@ -137,26 +137,23 @@ class CSVLogger(Callback):
         self.file = open(path, 'w' if fresh else 'a', newline='')
         if fresh: csv.writer(self.file).writerow(self.recorder.metric_names[:-1])
         self.file.flush()
-        self.begin,self.rows = path.stat().st_size,[]
 
     def after_epoch(self):
         if self.file is None: return
-        self.rows.append(list(self.recorder.log))
         csv.writer(self.file).writerow(self.recorder.log)
         self.file.flush()
 
     @property
-    def written(self):
-        "Where this fit's lines begin in the file, and what is in them"
-        return [self.begin,self.rows] if self.file else []
+    def written(self)->str:
+        "The file as it is now"
+        return Path(self.file.name).read_bytes().decode() if self.file else ''
 
     @written.setter
-    def written(self, v):
+    def written(self, text):
         if not self.file: return
-        self.begin,self.rows = v
-        self.file.seek(self.begin)
-        self.file.truncate() # what an interrupted run wrote after its checkpoint
-        csv.writer(self.file).writerows(self.rows)
+        self.file.seek(0)
+        self.file.truncate() # an interrupted run may have written more after its checkpoint
+        self.file.write(text)
         self.file.flush()
 
     def cleanup(self):
