@@ -35,9 +35,13 @@ TrackerCallback.fit_state = 'best','new_best','wait'
 ParamScheduler.fit_state = 'hps',
 
 # %% ../nbs/19d_fastai_checkpoint.ipynb #c006
-def _text(cb): return Path(cb.file.name).read_text() if _has(vars(cb).get('file'), 'name') else ''
+def _text(cb):
+    if not hasattr(cb, 'file'): return '' # a rank that writes nothing
+    cb.file.flush()
+    return Path(cb.file.name).read_text()
+
 def _set_text(cb, v):
-    if not _text(cb) and vars(cb).get('file') is None: return # a rank that writes nothing
+    if not hasattr(cb, 'file'): return
     cb.file.seek(0)
     cb.file.truncate()
     cb.file.write(v)

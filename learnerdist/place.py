@@ -23,22 +23,29 @@ def _parts(dl):
         if o is not None: yield from _parts(o)
 
 def generators(dls)->list:
-    "The random generators that loaders have of their own: torch's and Python's, each once"
-    found = [getattr(o, k, None) for dl in dls for o in _parts(dl) for k in ('generator','rng')]
-    return list({id(o):o for o in found if isinstance(o, (torch.Generator,random.Random))}.values())
+    "The random generators that loaders have of their own, torch's and Python's: (owner, name)"
+    kinds = torch.Generator,random.Random
+    return [(o,k) for dl in dls for o in _parts(dl) for k in ('generator','rng') if isinstance(getattr(o, '__dict__', {}).get(k), kinds)]
+
+def _get(g): return g.get_state() if isinstance(g, torch.Generator) else g.getstate()
+def _set(o, k, state):
+    g = vars(o)[k]
+    if isinstance(g, torch.Generator): return g.set_state(state)
+    vars(o)[k] = random.Random() # a new one: fastai's loaders begin with one that they share, and do not stay so
+    vars(o)[k].setstate(state)
 
 class Streams:
     "All random streams that this process's training draws from"
     def __init__(self, dls=()): self.dls = dls
     def get(self)->list:
         "Their states, plain data but for numpy's array"
-        return [rng_state(), [o.get_state() if isinstance(o, torch.Generator) else o.getstate() for o in generators(self.dls)]]
+        return [rng_state(), [_get(vars(o)[k]) for o,k in generators(self.dls)]]
     def set(self, state):
         "The inverse of `get`, also of what a file has made of it"
         (py,np_state,cpu,cuda),own = state
         np_state = np_state and (np_state[0], torch.as_tensor(np_state[1]).numpy(), *np_state[2:])
         set_rng_state((py, np_state, cpu, cuda))
-        for o,s in zip(generators(self.dls), own, strict=True): (o.set_state if isinstance(o, torch.Generator) else o.setstate)(s)
+        for (o,k),s in zip(generators(self.dls), own, strict=True): _set(o, k, s)
 
 # %% ../nbs/15c_place.ipynb #c007
 class PlacedLoader:
