@@ -172,7 +172,7 @@ def _leave(self:Checkpoint):
     name,self.signalled = signal.Signals(self.signalled).name if self.signalled else 'a signal to another rank',None
     raise Preempted(f'{name}: the run is saved in {self.folder} after step {self.train_iter}, and goes on from there with resume=True')
 
-# %% ../nbs/16_checkpoint.ipynb #c011
+# %% ../nbs/16_checkpoint.ipynb #c013
 @patch
 def capture(self:Checkpoint, phase)->dict:
     "What to keep beside weights and optimizer: the place, the callbacks, and this rank's own"
@@ -201,7 +201,7 @@ def _state(cb, kind): # what is not the callback's own would be found in the lea
     if kind=='fit_state' and hasattr(type(cb), 'state_dict'): return cb.state_dict()
     return {o: getattr(cb, o) for o in getattr(type(cb), kind, ()) if o in vars(cb) or hasattr(type(cb), o)}
 
-# %% ../nbs/16_checkpoint.ipynb #c012
+# %% ../nbs/16_checkpoint.ipynb #c014
 @patch
 def save(self:Checkpoint, phase):
     "Write a checkpoint. Sync point: one gather of what ranks have of their own"
@@ -228,7 +228,7 @@ def wait(self:Checkpoint):
 @patch
 def last_place(self:Checkpoint): return self.last and (self.last['epoch'],self.last['step'])
 
-# %% ../nbs/16_checkpoint.ipynb #c014
+# %% ../nbs/16_checkpoint.ipynb #c016
 @patch
 def restore(self:Checkpoint):
     "Bring this fit to where the newest good checkpoint is; without one it begins as any other"
@@ -258,7 +258,7 @@ def _agree_on_one(self:Checkpoint):
     if self.agreement: found = broadcast_object(found)
     return found and (found.folder,found.bad)
 
-# %% ../nbs/16_checkpoint.ipynb #c015
+# %% ../nbs/16_checkpoint.ipynb #c017
 @patch
 def _check(self:Checkpoint):
     at,fit = self.at,getattr(self.learn, 'fits_done', 0)
@@ -277,7 +277,7 @@ def _check_model(model, state, source):
     said = [f'{k}: {other.get(k, "missing")} in the checkpoint, {own.get(k, "missing")} here' for k in bad]
     if said: raise ValueError(f'{source} is of another model. {"; ".join(said[:5])}{"; …" if len(said)>5 else ""}')
 
-# %% ../nbs/16_checkpoint.ipynb #c016
+# %% ../nbs/16_checkpoint.ipynb #c018
 @patch
 def _load_callbacks(self:Checkpoint):
     cbs,ranks = _keyed(self.learn.cbs),self.state['ranks']
@@ -304,7 +304,7 @@ def _set(cb, state):
         if isinstance(old, list): old[:] = v # somebody else may have it too
         else: setattr(cb, k, L(v) if isinstance(old, L) else v)
 
-# %% ../nbs/16_checkpoint.ipynb #c017
+# %% ../nbs/16_checkpoint.ipynb #c019
 @patch
 def _with_events(self:Checkpoint, f, event, *args):
     "In place of the learner's, until the fit is where it was: what has been done is not done again"
@@ -328,7 +328,7 @@ def _set_streams(self:Checkpoint):
     if self.alike: self.streams.set(self.state['ranks'][group_rank() if self.world>1 else 0]['streams']['now'])
     else: seed_streams(self.at['step'], group_rank(), self.at['epoch'])
 
-# %% ../nbs/16_checkpoint.ipynb #c018
+# %% ../nbs/16_checkpoint.ipynb #c020
 @patch
 def begin_train(self:Checkpoint):
     "Have the training loop's loader watched, and read to where it was"
@@ -361,7 +361,7 @@ def settle(self:Checkpoint):
     for p in ddp.module.parameters(): p.grad = None
     self.streams.set(streams)
 
-# %% ../nbs/16_checkpoint.ipynb #c020
+# %% ../nbs/16_checkpoint.ipynb #c022
 @patch
 def _listen(self:Checkpoint):
     self.old_handlers,self.pid = {},os.getpid()
@@ -392,7 +392,7 @@ def _stop_listening(self:Checkpoint):
     num,self.signalled = self.signalled,None
     if num is not None: os.kill(self.pid, num) # it came too late, or when ranks were no longer able to agree
 
-# %% ../nbs/16_checkpoint.ipynb #c021
+# %% ../nbs/16_checkpoint.ipynb #c023
 class _Resume(Callback):
     order = -2000
     def before_fit(self):

@@ -47,7 +47,7 @@ class Streams:
         set_rng_state((py, np_state, cpu, cuda))
         for (o,k),s in zip(generators(self.dls), own, strict=True): _set(o, k, s)
 
-# %% ../nbs/15c_place.ipynb #c007
+# %% ../nbs/15c_place.ipynb #c009
 class PlacedLoader:
     "A training loader that says how it came to where it is, and can be read to there again"
     offset = first = 0 # Batches of this loop: read before this loader's first one; trained on before its first one is handed out
@@ -86,7 +86,7 @@ def _(dl:PlacedLoader, dealer):
     vars(res).update({k:v for k,v in vars(dl).items() if k!='dl'})
     return res
 
-# %% ../nbs/15c_place.ipynb #c008
+# %% ../nbs/15c_place.ipynb #c010
 def place_of(
     dl:PlacedLoader,
     i:int # Batches of this loop that were trained on
@@ -97,7 +97,7 @@ def place_of(
                                                         "loader in the place of the training loader. Save with every='epoch'")
     return dict(begin=dl.begin, ahead=list(dl.before)[-ahead:] if ahead else [], now=dl.streams.get())
 
-# %% ../nbs/15c_place.ipynb #c010
+# %% ../nbs/15c_place.ipynb #c014
 def rows_done(
     dl,   # `DistributedDL`, with more around it
     i:int # Batches of this loop that were trained on

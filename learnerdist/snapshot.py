@@ -56,7 +56,7 @@ def put_back(
     if isinstance(o, dict): return {k: put_back(v, f'{at}/{k}', tensors) for k,v in o.items()}
     return type(o)(put_back(v, f'{at}/{i}', tensors) for i,v in enumerate(o)) if isinstance(o, (list,tuple)) else o
 
-# %% ../nbs/15b_snapshot.ipynb #c008
+# %% ../nbs/15b_snapshot.ipynb #c011
 warnings.filterwarnings('ignore', 'torch.distributed is disabled') # rank 0 writes by itself, and that is what is meant
 
 def write_snapshot(
@@ -85,7 +85,7 @@ def _write_state(tmp, big, small, background, then):
         dcp.save(tensors, storage_writer=writer, no_dist=True)
         then(None)
 
-# %% ../nbs/15b_snapshot.ipynb #c009
+# %% ../nbs/15b_snapshot.ipynb #c012
 def _settle(done, tmp, folder, info, written):
     try:
         if written is not None: written.result()
@@ -115,7 +115,7 @@ def _chain(e):
         for o,_ in getattr(e, '_failures', {}).values(): yield from _chain(o)
         e = e.__cause__ or e.__context__
 
-# %% ../nbs/15b_snapshot.ipynb #c010
+# %% ../nbs/15b_snapshot.ipynb #c013
 def _write(path, data):
     with open(path, 'wb') as f:
         f.write(data)
@@ -133,7 +133,7 @@ def _checksum(path):
         while part := f.read(1<<20): res = zlib.crc32(part, res)
     return res
 
-# %% ../nbs/15b_snapshot.ipynb #c012
+# %% ../nbs/15b_snapshot.ipynb #c018
 class BadSnapshot(ValueError): "A folder that was a snapshot once, or part of one; an older one may be good"
 
 def check_snapshot(
@@ -151,7 +151,7 @@ def check_snapshot(
         if _checksum(path)!=crc: raise BadSnapshot(f'{path} is not what was written: its checksum differs')
     return res
 
-# %% ../nbs/15b_snapshot.ipynb #c013
+# %% ../nbs/15b_snapshot.ipynb #c020
 _metadata = ('Metadata','TensorStorageMetadata','TensorProperties','ChunkStorageMetadata','MetadataIndex','StorageMeta',
              '_MEM_FORMAT_ENCODING')
 _allowed = {*(('torch.distributed.checkpoint.metadata',o) for o in _metadata), ('torch.distributed.checkpoint.filesystem','_StorageInfo'),
@@ -165,7 +165,7 @@ class _NoCode(pickle.Unpickler):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f'{module}.{name}')
 
-# %% ../nbs/15b_snapshot.ipynb #c014
+# %% ../nbs/15b_snapshot.ipynb #c021
 def read_snapshot(
     folder:Path
 )->tuple: # `big` and `small`, on the CPU
@@ -183,7 +183,7 @@ def read_snapshot(
     dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     return put_back(state['big'], '', tensors),state['small']
 
-# %% ../nbs/15b_snapshot.ipynb #c016
+# %% ../nbs/15b_snapshot.ipynb #c025
 class Found(NamedTuple):
     "The newest good snapshot, and what is wrong with newer ones"
     folder:Path
@@ -207,7 +207,7 @@ def newest_good(
         except BadSnapshot as e: bad.append(str(e))
     if bad: raise ValueError(f'no checkpoint in {path} is good: {"; ".join(bad)}. To begin anew, use another folder')
 
-# %% ../nbs/15b_snapshot.ipynb #c017
+# %% ../nbs/15b_snapshot.ipynb #c026
 def drop_snapshot(folder:Path):
     "Remove a snapshot, which is gone at once: its files may take longer"
     tmp = folder.parent/f'.{folder.name}.{os.getpid()}.old.tmp'
