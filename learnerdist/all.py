@@ -21,4 +21,6 @@ from learnerdist.hooks import *
 from learnerdist.distributed import *
 from learnerdist.snapshot import *
 from learnerdist.place import *
+from learnerdist.states import *
+from learnerdist.requests import *
 from learnerdist.checkpoint import *

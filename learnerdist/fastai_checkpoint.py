@@ -62,6 +62,7 @@ DistributedTrainer.all_steps = property(lambda self: torch.stack(self.steps) if 
 
 @patch
 def state_dict(self:DistributedTrainer):
+    "What a checkpoint keeps: the shuffling, and what the Recorder had when this epoch began"
     res,begun = core.DistributedTrainer.state_dict(self),getattr(self, 'begun', None)
     return res | dict(begun=begun and [begun[0],begun[1].count,begun[1].val])
 
