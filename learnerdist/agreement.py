@@ -37,6 +37,8 @@ class Tally(NamedTuple):
     validate:int
     stepped:int # Ranks whose optimizer has taken this step
     more:int    # Ranks that have another batch
+    save:int=0  # Ranks that want a checkpoint
+    stop:int=0  # Ranks that want one, and to end then
 
     @property
     def verdict(self): return next((o for o in scopes if getattr(self, o)), None)
@@ -45,8 +47,8 @@ class Tally(NamedTuple):
 class Ballot:
     "A vote of all ranks: posted without waiting, read when its outcome is needed"
     waited = 0. # Seconds that this process has waited for outcomes
-    def post(self, scope=None, stepped=False, more=False):
-        self.votes = torch.tensor([scope==o for o in scopes]+[stepped,more], dtype=torch.int32)
+    def post(self, scope=None, stepped=False, more=False, save=False, stop=False):
+        self.votes = torch.tensor([scope==o for o in scopes]+[stepped,more,save,stop], dtype=torch.int32)
         self.work = dist.all_reduce(self.votes, group=control_group(), async_op=True) if group_size()>1 else None
 
     def read(self)->Tally:
@@ -61,7 +63,8 @@ class Agreement(Callback):
     "Turn a Cancel exception on one rank into the same one on all, and keep gradients and steps aligned meanwhile"
     order = -1001
     loop_state = 'in_batch','has_next','template','n_steps','scope','synced','predicted','stepped','step_cancelled','caught_up','ballot'
-    def __init__(self, trainer): self.trainer,self.agreed = trainer,None
+    fit_state = 'n_steps',
+    def __init__(self, trainer): self.trainer,self.agreed,self.watcher = trainer,None,None # watcher: has wishes, and hears those of all
     def before_fit(self): self._clear()
     def before_train(self): self._clear()
     def before_validate(self): self._clear()
@@ -71,14 +74,21 @@ class Agreement(Callback):
 
     def vote(self, scope=None, stepped=False, more=False)->Tally:
         "Post and read at once"
-        self.ballot.post(scope, stepped, more)
+        self._post(scope, stepped, more)
         return self.ballot.read()
+
+    def _post(self, *vote): self.ballot.post(*vote, *(self.watcher.wishes() if self.watcher else ()))
 
     def leave(self, scope):
         "Raise what all ranks have agreed on"
         if scope is None: return
         self.agreed,self.in_batch = scope,False
         raise cancels[scope]
+
+    def heed(self, res:Tally):
+        "Leave if ranks have agreed on that; else let the watcher hear what they wish"
+        self.leave(res.verdict)
+        if self.watcher: self.watcher.hear(res.save>0, res.stop>0)
 
 # %% ../nbs/13_agreement.ipynb #c011
 @patch
@@ -147,7 +157,7 @@ def end_batch(self:Agreement, scope=None):
     self.in_batch,self.scope = False,scope
     self.n_steps += self.training
     self.template = tree_map(lambda o: o, self.xb)
-    self.ballot.post(scope, self.stepped, self.has_next)
+    self._post(scope, self.stepped, self.has_next)
 
 @patch
 def outcome(self:Agreement)->Tally:
@@ -173,7 +183,7 @@ class AgreedLoader:
             yield b
             following = next(batches, None) # while the votes travel
             res = a.outcome()
-            a.leave(res.verdict)
+            a.heed(res)
             a.check_divergence()
             if a.training and res.more<group_size(): break
         else:
@@ -196,7 +206,7 @@ def _wait_for_others(self:AgreedLoader, res):
     more = self.more if res is None else res.more # the ranks that have a batch which this one has not
     while more:
         res = a.vote()
-        a.leave(res.verdict)
+        a.heed(res)
         more = res.more
 
 @patch
@@ -209,7 +219,8 @@ def with_next(dl):
     stream = isinstance(getattr(dl, 'dataset', None), IterableDataset) # whose length is what somebody wrote down
     n = None if stream else data_len(dl)
     it = iter(dl)
-    if n is not None: yield from ((b,i+1<n) for i,b in enumerate(it))
+    first = getattr(dl, 'first', 0) # batches that this loop has had before
+    if n is not None: yield from ((b,i+1<n) for i,b in enumerate(it, first))
     else: yield from _look_ahead(it)
 
 def _look_ahead(it):

@@ -22,3 +22,8 @@ from learnerdist.hooks import *
 from learnerdist.times import *
 from learnerdist.distributed import *
 from learnerdist.memory import *
+from learnerdist.snapshot import *
+from learnerdist.place import *
+from learnerdist.states import *
+from learnerdist.requests import *
+from learnerdist.checkpoint import *

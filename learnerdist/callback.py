@@ -39,6 +39,8 @@ class Callback(GetAttr):
     order,_default,learn = 0,'learn',None
     run,run_train,run_valid = True,True,True
     loop_state = () # Names of attributes that belong to the loop over data at hand
+    fit_state = () # Names of those that a checkpoint keeps: what the callback has come to in this fit, the same on every rank
+    rank_state = () # And of those that differ between ranks, as tensors; ranks' own are parts of one sum
 
     @property
     def name(self)->str:

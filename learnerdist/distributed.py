@@ -167,6 +167,16 @@ def _deal_out(self:DistributedTrainer):
     self.shares = [o for o in self.shares if o is not None]
 
 @patch
+def load_state_dict(self:DistributedTrainer, state):
+    "Go on with the shuffling of the run that a checkpoint is of"
+    self.seed,self.epochs_before = state['seed'],state['epochs_before']
+    for dl in self.shares:
+        if isinstance(dl, DistributedDL): dl.seed = dl.dealer.seed = self.seed
+
+@patch
+def state_dict(self:DistributedTrainer): return dict(seed=self.seed, epochs_before=self.epochs_before)
+
+@patch
 def _split(self:DistributedTrainer, dl):
     if not self.split_batches or isinstance(dl, DistributedDL): return {}
     bs,n = getattr(dl, 'batch_size', None) or getattr(dl, 'bs', None),group_size()
@@ -261,7 +271,7 @@ def padding_of(
     "Whether batch `i` ends with the row (or is the batch) that was repeated to make this rank's share as long as the others'"
     if not getattr(dl, 'pad', False) or not dl.n_total or dl.rank<(dl.n_total%dl.world_size or dl.world_size): return False
     last = dl.n-1 if dl.unit=='batch' else (dl.n-1)//dl.batch_size
-    return i==last
+    return i-getattr(dl, 'offset', 0)==last
 
 # %% ../nbs/15_distributed.ipynb #c022
 @patch

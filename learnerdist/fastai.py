@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ParallelTrainer', 'DistributedTrainer', 'DistributedDL', 'setup_distrib', 'teardown_distrib', 'rank0_first',
-           'rank_distrib', 'num_distrib', 'distrib_barrier']
+           'rank_distrib', 'num_distrib', 'distrib_barrier', 'Checkpoint', 'Preempted', 'preempted_status']
 
 # %% ../nbs/20_fastai.ipynb #c002
 import copy,random,sys
@@ -20,8 +20,9 @@ from fastai.torch_core import join_path_file
 from fastcore.basics import noop,patch
 from fastcore.foundation import L
 
-from . import distributed as core,parallel
+from . import distributed as core,fastai_checkpoint,parallel # noqa: F401
 from .agreement import AgreementEnd
+from .checkpoint import Checkpoint,Preempted,preempted_status # noqa: F401
 from .comms import await_save,distrib_barrier,rank0_first,save_once
 from .distributed import setup_distrib,teardown_distrib
 from .env import default_device,group_rank,group_size,num_distrib,rank_distrib
@@ -34,7 +35,7 @@ from .loader import DistributedDL
 from .shard import shared_rng
 
 _all_ = ['DistributedTrainer','DistributedDL','setup_distrib','teardown_distrib','rank0_first','rank_distrib','num_distrib',
-         'distrib_barrier']
+         'distrib_barrier','Checkpoint','Preempted','preempted_status']
 
 # %% ../nbs/20_fastai.ipynb #c006
 class _Distributed:

@@ -51,7 +51,7 @@ class _Order(_Dealt):
     def tensor(self):
         d,n = self.dealer,len(self.source)
         order = epoch_order(n, d.epoch, d.seed, True) if self.shuffle else range(n)
-        return share(order, d.rank, d.world_size, d.pad, base=range(n))
+        return share(order[d.start:], d.rank, d.world_size, d.pad, base=range(n))
 
 # %% ../nbs/04_loader.ipynb #c010
 class Dealer:
@@ -62,9 +62,12 @@ class Dealer:
         self.rank,self.world_size,self.seed,self.pad = rank,world_size,seed,pad
         self.unit,self.source,self.items = 'row',None,None
         self._epoch = torch.zeros((), dtype=torch.int64)
+    left_at = -1,0 # An epoch, and how many of its rows (or batches, see `unit`) other ranks have read before
     epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v))
-    def deal(self, items): return deal(items, self.rank, self.world_size, self.pad)
-    def count(self, n): return share_len(n, self.rank, self.world_size, self.pad)
+    start = property(lambda self: self.left_at[1] if self.left_at[0]==self.epoch else 0)
+    def deal(self, items): return deal(islice(items, self.start, None), self.rank, self.world_size, self.pad)
+    def left(self, n): return None if n is None else max(n-self.start, 0)
+    def count(self, n): return share_len(self.left(n), self.rank, self.world_size, self.pad)
     def _made(self, source, items):
         self.source,self.items = source,items
         return items
@@ -212,7 +215,8 @@ class DistributedDL:
         self.dealer.epoch = epoch
         set_epoch(self.source, epoch)
     epoch = property(lambda self: self.dealer.epoch)
-    n_total = property(lambda self: data_len(self.dealer.source), doc="Rows (or batches, see `unit`) before dealing; None: not known")
+    n_total = property(lambda self: self.dealer.left(data_len(self.dealer.source)),
+        doc="Rows (or batches, see `unit`) before dealing; None: not known")
     n = property(lambda self: None if self._mixed else data_len(self.dealer.items), doc="Those of this rank; None: not known")
     _mixed = property(lambda self: isinstance(self.dealer.items, _Stream) and self.num_workers>1)
     ordered = property(lambda self: not self._mixed and getattr(self.dl, 'in_order', True),

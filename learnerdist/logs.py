@@ -16,7 +16,7 @@ from .env import group_rank,is_rank0
 # %% ../nbs/08b_logs.ipynb #c005
 class LogWriter(Callback):
     "Writes down a fit, on rank 0 alone. A logger of your own is a subclass with `log_epoch`, and `open` and `close` where it needs them"
-    order,writing,seen = 62,False,0
+    order,writing,seen,fit_state = 62,False,0,('seen',)
     def open(self): "Called when a fit begins"
     def log_epoch(self,
         row:dict # From each column of the table but `time` to its value; None for what was not measured
@@ -41,6 +41,7 @@ class LogWriter(Callback):
 # %% ../nbs/08b_logs.ipynb #c009
 class CSVLogger(LogWriter):
     "Write the table to a CSV file as the fit goes"
+    fit_state = 'seen','written'
     def __init__(self,
         fname='history.csv',# Within the learner's path
         append:bool=False   # Go on in the file that is there, without a second header
@@ -57,6 +58,21 @@ class CSVLogger(LogWriter):
         csv.writer(self.file).writerow(o.tolist() if hasattr(o, 'tolist') else o for o in row.values())
         self.file.flush()
 
+    @property
+    def written(self)->str:
+        "The file as it is now"
+        if self.file is None: return ''
+        self.file.flush()
+        return Path(self.file.name).read_bytes().decode()
+
+    @written.setter
+    def written(self, text):
+        if self.file is None: return
+        self.file.seek(0)
+        self.file.truncate() # an interrupted run may have written more after its checkpoint
+        self.file.write(text)
+        self.file.flush()
+
     def close(self):
         if self.file is not None: self.file.close()
         self.file = None
@@ -64,9 +80,10 @@ class CSVLogger(LogWriter):
 # %% ../nbs/08b_logs.ipynb #c012
 class TensorBoardLogger(LogWriter):
     "Each step's loss and rate, and each epoch's numbers, for TensorBoard (the extra `tensorboard`)"
+    fit_state = 'seen','n_steps','n_epochs','done'
     def __init__(self,
         log_dir='tensorboard', # Within the learner's path; what several fits write there goes on
-    ): self.log_dir,self.writer,self.n_steps,self.n_epochs = log_dir,None,0,0
+    ): self.log_dir,self.writer,self.n_steps,self.n_epochs,self.done = log_dir,None,0,0,0
 
     def open(self):
         try: from torch.utils.tensorboard import SummaryWriter

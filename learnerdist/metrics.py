@@ -221,6 +221,7 @@ def _(m:TorchMetric):
 class Recorder(Callback):
     "The history of a fit: each step's loss and learning rate, each epoch's losses and metrics"
     order,loop_state = 50,('mets','measuring','reduced','log','steps','lr_now','counted')
+    fit_state,rank_state = ('lrs','iters','losses','values','log'),('totals',)
     def __init__(self):
         self.avg_loss,self.mets,self.metric_names,self.measuring,self.reduced = AvgLoss(),[],[],False,False
         self._forget()
@@ -269,6 +270,9 @@ def step_totals(self:Recorder)->Tensor: # (steps,2): loss × samples, samples
     "This epoch's steps so far"
     if not self.steps: return torch.zeros(0, 2, dtype=torch.double)
     return torch.stack([torch.as_tensor(o, dtype=torch.double).cpu() for step in self.steps for o in step]).reshape(-1,2)
+
+def _set_totals(self, totals): self.steps = [tuple(o) for o in totals]
+Recorder.totals = property(Recorder.step_totals, _set_totals, doc="This epoch's steps so far, as `step_totals` gives them")
 
 @patch
 def flush(self:Recorder, totals:Tensor):

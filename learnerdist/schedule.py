@@ -8,6 +8,7 @@ __all__ = ['Scheduler', 'warm_up', 'lr_scale', 'TrackerCallback', 'EarlyStopping
 
 # %% ../nbs/10_schedule.ipynb #c002
 import inspect,math,operator
+from pathlib import Path
 
 import torch
 from fastcore.basics import listify,patch
@@ -23,7 +24,7 @@ from .training import steps_per_epoch
 # %% ../nbs/10_schedule.ipynb #c005
 class Scheduler(Callback):
     "Drive a scheduler of `torch.optim.lr_scheduler` through a fit"
-    order,run_valid,old = 55,False,None
+    order,run_valid,old,sched = 55,False,None,None
     def __init__(self,
         func,          # From the optimizer to a scheduler, made anew at each fit
         by='step'      # 'step': after each step of the optimizer; 'epoch': after each epoch
@@ -48,6 +49,14 @@ class Scheduler(Callback):
 
     def after_fit(self):
         if not isinstance(self.learn, Learner): self.cleanup() # fastai's learner does not call it
+
+    def state_dict(self):
+        "Torch's scheduler's; empty before a fit"
+        return self.sched.state_dict() if self.sched else {}
+
+    def load_state_dict(self, state):
+        "Go on from what `state_dict` gave, in this fit"
+        self.sched.load_state_dict(state)
 
 def _keys(opt): return {k for g in opt.param_groups for k in g}
 
@@ -125,6 +134,7 @@ def _batches_per_epoch(learn):
 class TrackerCallback(Callback):
     "Keep the best value of `monitor` over the epochs of a fit: `best`, `best_epoch`, and `new_best` after each epoch"
     order,best,hist,seen = 65,None,None,0
+    fit_state = 'best','best_epoch','value','new_best','seen'
     def __init__(self,
         monitor='valid_loss', # A column of the table: a loss, or a metric's name
         comp=None,            # Called with two values: whether the first is better. None: lower for a loss or error, else higher
@@ -179,6 +189,7 @@ def after_fit(self:TrackerCallback): self.hist,self.seen = None,0
 class EarlyStoppingCallback(TrackerCallback):
     "Stop the fit when `monitor` has not improved for `patience` epochs"
     order,wait = 100,0
+    fit_state = *TrackerCallback.fit_state,'wait'
     def __init__(self, monitor='valid_loss', comp=None, min_delta=0.,
         patience:int=1, # Epochs without improvement, one after the other, that end the fit
         reset_on_fit=True
@@ -206,6 +217,7 @@ class EarlyStoppingCallback(TrackerCallback):
 class SaveModelCallback(TrackerCallback):
     "Save the model whenever `monitor` is at its best, and go back to the best weights after the fit"
     first_epoch,next_epoch = 0,0
+    fit_state = *TrackerCallback.fit_state,'first_epoch','next_epoch','saved'
     def __init__(self, monitor='valid_loss', comp=None, min_delta=0.,
         fname='model',     # As in `Learner.save`
         every_epoch=False, # Save `{fname}_{epoch}` after every epoch (or every so many) instead, and stay with the last weights
@@ -242,6 +254,10 @@ class SaveModelCallback(TrackerCallback):
 @patch
 def _save(self:SaveModelCallback, fname): self.last_saved_path = self.learn.save(fname, with_opt=self.with_opt)
 
+def _texts(self): return [[(*o,str(p)) for *o,p in self.kept],self.last_saved_path and str(self.last_saved_path)]
+def _paths(self, v): self.kept,self.last_saved_path = [(*o,Path(p)) for *o,p in v[0]],v[1] and Path(v[1])
+SaveModelCallback.saved = property(_texts, _paths, doc="What has been saved, as plain data")
+
 @patch
 def _is_kept(self:SaveModelCallback):
     if self.keep==1 or self.value is None or math.isnan(self.value): return self.new_best
@@ -272,6 +288,9 @@ class ReduceLROnPlateauCallback(TrackerCallback):
     def before_fit(self):
         super().before_fit()
         self.sched = lr_scheduler.ReduceLROnPlateau(self.opt, 'min' if self.lower else 'max', **self.kw)
+
+    fit_state = *TrackerCallback.fit_state,'plateau'
+    plateau = property(lambda self: self.sched.state_dict(), lambda self, v: self.sched.load_state_dict(v))
 
     def track(self):
         super().track()

@@ -64,17 +64,21 @@ class MixedPrecision(Callback):
         return self.loaded or (self.scaler.state_dict() if self.scaler else {})
 
     def load_state_dict(self, state:dict):
-        "Go on from what `state_dict` gave, with the next fit"
+        "Go on from what `state_dict` gave, in this fit or with the next one"
         self.loaded = dict(state)
+        if self.scaler: self._load()
 
     def before_fit(self):
         fp16 = self.autocast().fast_dtype==torch.float16
         if self.kw and not fp16: raise ValueError(f"{', '.join(self.kw)}: only fp16 scales gradients, so ask for dtype='fp16'")
         if not fp16: return
         if self.scaler is None: self.scaler = GradScaler(self.device.type, **self.kw)
+        self._load()
+        self.scaler.scale(torch.ones((), device=self.device)) # it makes its state now: a rank's first backward pass may be cancelled
+
+    def _load(self):
         if self.loaded: self.scaler.load_state_dict(self.loaded)
         self.loaded = None
-        self.scaler.scale(torch.ones((), device=self.device)) # it makes its state now: a rank's first backward pass may be cancelled
 
 # %% ../nbs/09_training.ipynb #c010
 @patch
@@ -160,7 +164,7 @@ Learner._amp,fit_flags['amp'] = None,_amp_flag
 # %% ../nbs/09_training.ipynb #c023
 class GradientClip(Callback):
     "Shorten gradients before each step, and remember how long they were"
-    order,run_valid = MixedPrecision.order+1,False
+    order,run_valid,fit_state = MixedPrecision.order+1,False,('norms',)
     def __init__(self,
         max_norm:float=1.,   # The norm over all parameters is at most this; `inf`: only measure
         norm_type:float=2.,
@@ -187,6 +191,9 @@ class GradientClip(Callback):
         "The gradient's norm at each step of this fit, before clipping. Sync point: once an epoch, and when it is read within one"
         self._fetch()
         return self._done
+
+    @norms.setter
+    def norms(self, v): self._done,self._fresh = list(v),[]
 
 # %% ../nbs/09_training.ipynb #c028
 class GradientAccumulation(Callback):

@@ -1,0 +1,342 @@
+"A fit that goes on from a checkpoint ends as one that nobody interrupted: to the bit on as many ranks, within rounding on others"
+import json,os,pickle,random,shutil,signal,subprocess,sys
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+import pytest, torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from learnerdist import snapshot
+from learnerdist.agreement import digest
+from learnerdist.all import (Callback, CancelFitException, Checkpoint, CSVLogger, DataLoaders, EarlyStoppingCallback, GradientAccumulation,
+                             GradientClip, Learner, Preempted, ReduceLROnPlateauCallback, SaveModelCallback, Scheduler, TfmdDL, accuracy,
+                             preempted_status, rank0_first, rank_distrib)
+from learnerdist.testing import run_ranks
+
+torch.set_num_threads(1)
+N = 70
+
+class Shaken(Dataset):
+    "Samples that differ each time that they are read, by torch's and Python's random streams"
+    def __init__(self, n, seed=0):
+        g = torch.Generator().manual_seed(seed)
+        self.x,self.y = torch.randn(n, 6, generator=g),torch.randint(3, (n,), generator=g)
+    def __len__(self): return len(self.x)
+    def __getitem__(self, i): return self.x[i].roll(random.randint(0, 1))+.1*torch.randn(6),self.y[i]
+
+class Stream(IterableDataset):
+    "It knows no length, so that a loop looks ahead"
+    def __init__(self, ds): self.ds = ds
+    def __iter__(self): return (self.ds[i] for i in range(len(self.ds)))
+
+def loader(kind):
+    ds,n_workers = Shaken(N),2 if 'workers' in kind else 0
+    if 'stream' in kind: return DataLoader(Stream(ds), 8, num_workers=n_workers)
+    if 'weighted' in kind: return DataLoader(ds, 8, sampler=WeightedRandomSampler(torch.arange(N)+1., N), generator=torch.Generator())
+    return TfmdDL(ds, 8, shuffle=True, num_workers=n_workers)
+
+def net():
+    layers = [nn.Linear(6, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Dropout(.2), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 3)]
+    return nn.Sequential(*layers)
+
+class At(Callback):
+    "Do something at a step, after a batch"
+    order = 950
+    def __init__(self, step, act, training=True): self.step,self.act,self.when = step,act,training
+    def after_batch(self):
+        if self.train_iter==self.step and self.training==self.when: self.act()
+
+def kill(num=signal.SIGTERM): os.kill(os.getpid(), num)
+def fail(): raise ZeroDivisionError('on purpose')
+def cancel(): raise CancelFitException
+
+def learner(path, kind='plain', model=None, opt=torch.optim.Adam):
+    torch.manual_seed(3)
+    random.seed(3)
+    learn = Learner(DataLoaders(loader(kind), TfmdDL(Shaken(20, 1), 8)), model or net(), nn.CrossEntropyLoss(), opt, lr=.01,
+                    metrics=accuracy, path=path)
+    learn.logger = lambda line: None
+    return learn
+
+def fit(path, kind='plain', cbs=(), every=1, keep=1000, ctx=True, n_epoch=2, **kw):
+    "Train with all that has a state; returns all that should be equal"
+    learn,clip = learner(path, kind),GradientClip()
+    trackers = [EarlyStoppingCallback(patience=9), SaveModelCallback(keep=2), ReduceLROnPlateauCallback(patience=0)]
+    cbs = [Checkpoint('ckpt', every, keep, **kw), clip, *trackers, CSVLogger(), Scheduler(lambda o: CosineAnnealingLR(o, 12)), *cbs]
+    if 'accumulate' in kind: cbs.append(GradientAccumulation(20))
+    with learn.distrib_ctx(bucket_cap_mb=.002) if ctx else nullcontext(): learn.fit(n_epoch, cbs=cbs, resume=True)
+    rec = learn.recorder
+    return dict(model=digest(learn.model.state_dict()), opt=digest(learn.opt.state_dict()), values=rec.values, losses=rec.losses,
+                lrs=rec.lrs, iters=rec.iters, norms=clip.norms, best=[(cb.best,cb.best_epoch) for cb in trackers], wait=trackers[0].wait,
+                kept=[o[:2] for o in trackers[1].kept], csv=(Path(path)/'history.csv').read_text(),
+                streams=None if ctx else (torch.rand(1).item(),random.random()))
+
+def differing(a, b): return [k for k in a if a[k]!=b[k]]
+
+def start_at(path, source, name):
+    "A run's folder as it was when checkpoint `name` was the last"
+    if rank_distrib()==0:
+        shutil.copytree(source, path, ignore=lambda d,names: [o for o in names if o.startswith('epoch_') and o!=name])
+    rank0_first(lambda: None)
+    return path
+
+def resumed_everywhere(path, kind, ctx, names=None):
+    "What differs from the whole run, for each place where it might have been interrupted"
+    whole = fit(path/'whole', kind, ctx=ctx)
+    rank0_first(lambda: None)
+    names = names or sorted(o.name for o in (path/'whole/ckpt').iterdir())
+    return {o: differing(whole, fit(start_at(path/o, path/'whole', o), kind, ctx=ctx, every='epoch')) for o in names}
+
+@pytest.mark.parametrize('kind,n', [('plain',19),('stream accumulate',7)])
+def test_every_place_alone(kind, n, tmp_path):
+    found = resumed_everywhere(tmp_path, kind, ctx=False)
+    assert len(found)==n and not any(found.values()), found
+
+def test_workers_alone(tmp_path):
+    found = resumed_everywhere(tmp_path, 'plain workers', False, ['epoch_0000-step_00000004','epoch_0001-step_00000009'])
+    assert not any(found.values()), found
+
+mid,end = 'epoch_0000-step_00000003','epoch_0001-step_00000005'
+
+def on_two_ranks(path):
+    path = Path(path)
+    res = {kind: resumed_everywhere(path/kind, kind, True, names) for kind,names in
+           [('plain',[mid,end]), ('plain workers',[mid]), ('stream accumulate',['epoch_0000-step_00000003'])]}
+    whole = fit(path/'ref', 'plain', every='epoch')
+    return res | {f'stop {k}': stopped(path/k, whole, *v) for k,v in
+                  dict(training=([1],2,True), validation=([0,1],5,False), end=([0],5,True)).items()}
+
+def stopped(path, whole, ranks, step, training):
+    "A signal to some ranks: how all of them ended, where, and what differs after the rerun"
+    try: fit(path, cbs=[At(step, kill, training)] if rank_distrib() in ranks else (), every='epoch')
+    except Preempted as e: code = e.code
+    else: code = 0
+    rank0_first(lambda: None)
+    saved = [(o.name, json.loads((o/'manifest.json').read_text())['phase']) for o in (path/'ckpt').glob('epoch_*')]
+    return code,saved,differing(whole, fit(path, every='epoch'))
+
+def test_two_ranks(tmp_path):
+    a,b = run_ranks(on_two_ranks, 2, str(tmp_path))
+    assert a==b
+    for kind in ('plain','plain workers','stream accumulate'): assert not any(a.pop(kind).values()), (kind,a)
+    assert a=={'stop training': (preempted_status, [('epoch_0000-step_00000002','train')], []),
+               'stop validation': (preempted_status, [('epoch_0000-step_00000005','validate')], []),
+               'stop end': (preempted_status, [('epoch_0000-step_00000005','validate')], [])}
+
+def on_three_ranks(path): return resumed_everywhere(Path(path), 'plain', True, ['epoch_0000-step_00000001','epoch_0000-step_00000002'])
+
+def test_three_ranks(tmp_path):
+    "There DDP's buckets, which it rebuilds after its first step, decide in which order it adds up"
+    for found in run_ranks(on_three_ranks, 3, str(tmp_path)): assert not any(found.values()), found
+
+script = """
+import json,os,signal,sys
+sys.path.insert(0, {tests!r})
+import test_checkpoint as t
+from learnerdist.all import rank_distrib
+first = os.environ['TORCHELASTIC_RESTART_COUNT']=='0'
+dies = [t.At(4, lambda: t.kill(signal.SIGKILL))] if first and rank_distrib()==1 else ()
+res = t.fit({path!r}, 'plain workers', dies, every=3)
+if rank_distrib()==0: print(json.dumps([first,res]), flush=True)
+"""
+
+def test_killed_and_started_again_by_the_launcher(tmp_path):
+    (tmp_path/'train.py').write_text(script.format(tests=str(Path(__file__).parent), path=str(tmp_path/'a')))
+    cmd = [sys.executable, '-m', 'learnerdist.launch', '--nproc', '2', '--max-restarts', '1', str(tmp_path/'train.py')]
+    out = subprocess.run(cmd, capture_output=True, text=True, timeout=300)
+    assert out.returncode==0, out.stderr
+    first,res = json.loads(out.stdout.splitlines()[-1])
+    whole = run_ranks(fit, 2, tmp_path/'whole', 'plain workers', every='epoch')[0]
+    assert not first and differing(json.loads(json.dumps(whole)), res)==[]
+
+class Numbered(nn.Module):
+    "A model whose batches say which samples they are"
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1)).double()
+    def forward(self, x, i): return self.layers(x)
+
+class Seen(Callback):
+    run_valid = False
+    def before_fit(self): self.seen = {}
+    def after_batch(self): self.seen[self.epoch,self.iter] = self.xb[1].tolist(),self.learn.n_iter
+
+def of_any_size(path, kind):
+    "A fit at a global batch size of 24, and what each step has seen"
+    n = 108 # 4 steps of 24 and one of 12
+    torch.manual_seed(1)
+    x = torch.randn(n, 4, generator=torch.Generator().manual_seed(5)).double()
+    items = [(x[i],i,x[i].sum()[None]) for i in range(n)]
+    if kind=='weighted': kw = dict(sampler=WeightedRandomSampler(torch.arange(n)+1., n))
+    else: kw = dict(shuffle=kind!='stream')
+    dls = DataLoaders(TfmdDL(Items(items) if kind=='stream' else items, 24, **kw), TfmdDL(items[:30], 24), n_inp=2)
+    learn = Learner(dls, Numbered(), nn.MSELoss(), lambda ps, lr: torch.optim.SGD(ps, lr=lr, momentum=.9), lr=.05, path=path)
+    learn.logger,seen = lambda line: None,Seen()
+    with learn.distrib_ctx(split_batches=True, seed=7):
+        learn.fit(2, cbs=[Checkpoint('ckpt', 3, 100), seen, Scheduler(lambda o: CosineAnnealingLR(o, 10))], resume=True)
+    rec = learn.recorder
+    return seen.seen,learn.model.state_dict(),torch.tensor(rec.values),torch.tensor(rec.losses),rec.lrs
+
+class Items(IterableDataset):
+    def __init__(self, items): self.items = items
+    def __iter__(self): return iter(self.items)
+    def __len__(self): return len(self.items)
+
+kinds = ['shuffled','weighted','stream']
+
+def all_of_any_size(path): return {kind: of_any_size(f'{path}/{kind}', kind) for kind in kinds}
+
+def steps(res, kind): return {k: sorted(sum((o[kind][0][k][0] for o in res), [])) for k in res[0][kind][0]}
+
+@pytest.mark.parametrize('world', [1, 3, 4])
+def test_another_number_of_ranks(world, two_ranks, tmp_path):
+    "After 3 of 5 steps: what is left of the epoch is dealt to them, and the run ends as that on two ranks does, within rounding"
+    source,whole = two_ranks
+    for kind in kinds: start_at(tmp_path/kind, source/kind, mid)
+    res = run_ranks(all_of_any_size, world, str(tmp_path))
+    for kind in kinds:
+        steps_of_two = steps(whole, kind)
+        assert steps(res, kind)=={k:v for k,v in steps_of_two.items() if k>=(0,3)}, kind
+        assert {n for o in res for _,n in o[kind][0].values()}=={5}
+        _,state,values,losses,lrs = res[0][kind]
+        _,state_of_two,*others,lrs_of_two = whole[0][kind]
+        torch.testing.assert_close([*state.values(),values,losses], [*state_of_two.values(),*others], rtol=0, atol=1e-12)
+        assert lrs==lrs_of_two
+
+@pytest.fixture(scope='module')
+def two_ranks(tmp_path_factory):
+    path = tmp_path_factory.mktemp('two')
+    return path,run_ranks(all_of_any_size, 2, str(path))
+
+def saved(path, **kw):
+    fit(path, ctx=False, n_epoch=1, every=3, **kw)
+    return sorted((path/'ckpt').iterdir())
+
+def again(path, **kw): return fit(path, ctx=False, n_epoch=1, every='epoch', **kw)
+
+def damage(file, how):
+    data = file.read_bytes()
+    if how=='missing': file.unlink()
+    else: file.write_bytes(data[:-3] if how=='truncated' else data[:-3]+b'???')
+
+@pytest.mark.parametrize('name', ['state.pt','__0_0.distcp','.metadata','manifest.json'])
+def test_a_bad_checkpoint_is_named_and_the_one_before_is_used(name, tmp_path):
+    first,*others = saved(tmp_path/'a')
+    whole = again(tmp_path/'whole')
+    for how in ('truncated','corrupt','missing'):
+        path = tmp_path/how
+        shutil.copytree(tmp_path/'a', path)
+        for o in others[:-1]: shutil.rmtree(path/'ckpt'/o.name)
+        damage(path/'ckpt'/others[-1].name/name, how)
+        with pytest.warns(UserWarning, match=f'{others[-1].name}/{name}.*going on from .*{first.name}, which is older'):
+            assert differing(whole, again(path))==[]
+    for o in (path/'ckpt').iterdir(): damage(o/'manifest.json', 'truncated')
+    with pytest.raises(ValueError, match='no checkpoint in .* is good: .*To begin anew, use another folder'): again(path)
+
+class Code:
+    def __reduce__(self): return os.mkdir,('ran',)
+
+def with_code(folder, name):
+    "A snapshot with code in it, and checksums to match"
+    if name=='state.pt': torch.save(dict(small=Code(), big={}), folder/name)
+    else: (folder/name).write_bytes(pickle.dumps(Code()))
+    (folder/'manifest.json').unlink()
+    tmp = folder.rename(folder.parent/'tmp')
+    snapshot._publish(tmp, folder, {})
+
+@pytest.mark.parametrize('name', ['state.pt','.metadata'])
+def test_a_file_that_carries_code_is_refused(name, tmp_path, monkeypatch):
+    with_code(saved(tmp_path)[-1], name)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r'more than tensors and plain data \((posix|nt|os).mkdir\), and is not read'): again(tmp_path)
+    assert not (tmp_path/'ran').exists()
+
+def test_a_later_format_is_refused(tmp_path):
+    file = saved(tmp_path)[-1]/'manifest.json'
+    file.write_text(json.dumps(json.loads(file.read_text())|dict(format=99)))
+    with pytest.raises(ValueError, match='has format 99, and this learnerdist reads 1: update it'): again(tmp_path)
+
+def resume(path, n_epoch=1, model=None, opt=torch.optim.Adam, **kw):
+    learn = learner(path, model=model, opt=opt)
+    learn.fit(n_epoch, cbs=Checkpoint('ckpt', **kw), resume=True)
+    return learn
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path):
+    saved(tmp_path)
+    said = r'of another model. 0.weight: \(30, 6\) in the checkpoint, \(3, 6\) here; .*1.bias: \(30,\) in the checkpoint, missing here'
+    with pytest.raises(ValueError, match=said): resume(tmp_path, model=nn.Sequential(nn.Linear(6, 3)))
+    with pytest.raises(ValueError, match='holds the state of Adam, and this fit uses SGD'): resume(tmp_path, opt=torch.optim.SGD)
+    with pytest.raises(ValueError, match='of a fit of 1 epochs, and this one has 5'): resume(tmp_path, n_epoch=5)
+    with pytest.warns(UserWarning, match='keeps the state of .*csv_logger.*, which this fit does not have'): learn = resume(tmp_path)
+    with pytest.raises(ValueError, match='of fit number 1 of its script, and this is number 2: each fit needs a folder of its own'):
+        learn.fit(1, cbs=Checkpoint('ckpt'), resume=True)
+
+def full(*args): raise OSError(28, 'No space left on device')
+
+@pytest.mark.parametrize('background', [False, True])
+def test_no_room_is_an_error_and_the_last_good_one_stays(background, tmp_path, monkeypatch):
+    whole = again(tmp_path/'whole')
+    said = 'No space left on device: the checkpoint was not written; earlier ones are as they were. Make room'
+    with monkeypatch.context() as m, pytest.raises(OSError, match=said):
+        filled = At(5, lambda: (filled.learn.checkpoint.wait(), m.setattr(snapshot, '_checksum', full)))
+        fit(tmp_path/'a', ctx=False, n_epoch=1, every=3, background=background, cbs=[filled])
+    assert [o.name for o in (tmp_path/'a/ckpt').iterdir()]==[mid]
+    assert differing(whole, again(tmp_path/'a'))==[]
+
+def test_a_path_that_is_no_folder(tmp_path):
+    (tmp_path/'ckpt').write_text('')
+    with pytest.raises(OSError, match='ckpt'): resume(tmp_path)
+
+def killed_while_saving(path, background):
+    "At the second checkpoint, before it gets its name"
+    os.environ.pop('WORLD_SIZE'), os.environ.pop('RANK')
+    def rename(self, target):
+        if 'step_00000006' in str(target): kill(signal.SIGKILL)
+        return os.rename(self, target)
+    Path.rename = rename
+    fit(path, ctx=False, n_epoch=1, every=3, background=background)
+
+@pytest.mark.parametrize('background', [False, True])
+def test_killed_while_saving(background, tmp_path):
+    failure = run_ranks(killed_while_saving, 1, tmp_path/'a', background, errors='return')[0]
+    assert failure.kind=='ProcessDied' and 'SIGKILL' in failure.message
+    left = sorted(o.name for o in (tmp_path/'a/ckpt').iterdir())
+    assert left[1:]==[mid] and left[0].startswith('.epoch_0000-step_00000006') and left[0].endswith('.tmp')
+    assert differing(again(tmp_path/'whole'), again(tmp_path/'a', keep=1))==[]
+    assert [o.name for o in (tmp_path/'a/ckpt').iterdir()]==['epoch_0001-step_00000009']
+
+def test_options(tmp_path):
+    for every in (0, -1, 2.5, 'step', True, timedelta()):
+        with pytest.raises(ValueError, match='every='): Checkpoint('ckpt', every)
+    with pytest.raises(ValueError, match='keep=0'): Checkpoint('ckpt', keep=0)
+    with pytest.raises(ValueError, match="'SIGNO' is no signal here"): Checkpoint('ckpt', signals=['SIGNO'])
+    learn = learner(tmp_path)
+    with pytest.raises(ValueError, match='give the fit a Checkpoint'): learn.fit(1, resume=True)
+    with pytest.raises(ValueError, match='2 Checkpoints in one fit'): learn.fit(1, cbs=[Checkpoint('a'), Checkpoint('b')])
+
+def test_what_is_kept_and_when(tmp_path):
+    "9 steps in an epoch"
+    def names(every, keep, **kw):
+        fit(tmp_path/f'{every}-{keep}', ctx=False, every=every, keep=keep, **kw)
+        return [f'{int(o.name[6:10])}-{int(o.name[-8:])}' for o in sorted((tmp_path/f'{every}-{keep}/ckpt').iterdir())]
+    assert names('epoch', 9)==['1-9','2-18']
+    assert names('epoch', 1)==['2-18']
+    assert names(4, 3)==['1-12','1-16','2-18']
+    assert names(4, 9, cbs=[At(6, cancel)])==['0-4','1-6'] # a fit that was cancelled is done
+    each_step = [f'{(i-1)//9}-{i}' for i in range(1, 19)]
+    assert names(timedelta(microseconds=1), 99, background=True)==[*each_step[:9],'1-9',*each_step[9:],'2-18']
+
+def test_a_fit_that_is_done_is_not_done_again(tmp_path):
+    first = fit(tmp_path, ctx=False, every='epoch')
+    assert differing(first, fit(tmp_path, ctx=False, cbs=[At(18, fail)]))==[]
+    learn = learner(tmp_path)
+    assert not [k for k in vars(learn) if k in ('_with_events','one_batch','checkpoint','fit_place')]
+
+def test_handlers_are_put_back_and_a_late_signal_is_not_lost(tmp_path):
+    got,old = [],signal.signal(signal.SIGTERM, lambda *a: got.append(1))
+    try:
+        mine = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(ZeroDivisionError): fit(tmp_path/'a', ctx=False, cbs=[At(2, kill), At(2, fail)])
+        assert got==[1] and signal.getsignal(signal.SIGTERM) is mine
+    finally: signal.signal(signal.SIGTERM, old)

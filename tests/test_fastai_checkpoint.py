@@ -1,0 +1,75 @@
+"The same `Checkpoint` for fastai's Learner: alone and on two ranks, in mid-epoch, between epochs, and after a signal"
+import os,random,shutil,signal
+from contextlib import nullcontext
+from pathlib import Path
+import pytest, torch
+from fastai.callback.progress import CSVLogger
+from fastai.callback.tracker import EarlyStoppingCallback
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from fastai.metrics import accuracy
+from learnerdist.agreement import digest
+from learnerdist.fastai import Checkpoint, Preempted, rank0_first, rank_distrib
+from learnerdist.callback import Callback
+from torch import nn
+
+torch.set_num_threads(1)
+
+class Items:
+    def __init__(self, n):
+        g = torch.Generator().manual_seed(0)
+        self.x,self.y = torch.randn(n, 6, generator=g),torch.randint(3, (n,), generator=g)
+    def __len__(self): return len(self.x)
+    def __getitem__(self, i): return self.x[i].roll(random.randint(0, 1))+.1*torch.randn(6),self.y[i]
+
+class Stop(Callback):
+    order = 950
+    def __init__(self, step): self.step = step
+    def after_batch(self):
+        if self.train_iter==self.step and self.training: os.kill(os.getpid(), signal.SIGTERM)
+
+def fit(path, every=1, keep=100, ctx=False, cbs=(), one=True, **kw):
+    torch.manual_seed(3)
+    random.seed(3)
+    path.mkdir(exist_ok=True)
+    dls = DataLoaders(DataLoader(Items(40), bs=8, shuffle=True, num_workers=0), DataLoader(Items(16), bs=8, num_workers=0))
+    model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(.2), nn.Linear(12, 3))
+    learn = Learner(dls, model, loss_func=nn.CrossEntropyLoss(), metrics=accuracy, path=path, lr=.01)
+    stopper = EarlyStoppingCallback(patience=9)
+    cbs = [Checkpoint('ckpt', every, keep, resume=one), stopper, CSVLogger(), *cbs]
+    with learn.no_bar() if hasattr(learn, 'no_bar') else nullcontext(), learn.distrib_ctx() if ctx else nullcontext():
+        if one: learn.fit_one_cycle(2, .01, cbs=cbs)
+        else: learn.fit(2, cbs=cbs, resume=True)
+        learn.validate()
+    rec = learn.recorder
+    return dict(model=digest(learn.model.state_dict()), opt=digest(learn.opt.state_dict()['state']), values=[list(o) for o in rec.values],
+                losses=[float(o) for o in rec.losses], lrs=list(rec.lrs), iters=list(rec.iters), wait=(stopper.best,stopper.wait),
+                csv=[o.rpartition(',')[0] for o in (path/'history.csv').read_text().splitlines()],
+                hps={k:[float(o) for o in v] for k,v in getattr(rec, 'hps', {}).items()})
+
+def differing(a, b): return [k for k in a if a[k]!=b[k]]
+
+def everywhere(path, ctx, names=None, **kw):
+    path = Path(path)
+    whole,found = fit(path/'whole', ctx=ctx, **kw),{}
+    rank0_first(lambda: None)
+    for name in names or sorted(o.name for o in (path/'whole/ckpt').iterdir()):
+        if rank_distrib()==0: shutil.copytree(path/'whole/ckpt'/name, path/name/'ckpt'/name)
+        rank0_first(lambda: None)
+        found[name] = differing(whole, fit(path/name, 'epoch', ctx=ctx, **kw))
+    try: fit(path/'stop', 'epoch', ctx=ctx, cbs=[Stop(2)] if rank_distrib() in (0,1)[-1 if ctx else 0:][:1] else (), **kw)
+    except Preempted as e: found['status'] = e.code
+    rank0_first(lambda: None)
+    found['stopped'] = differing(whole, fit(path/'stop', 'epoch', ctx=ctx, **kw))
+    return found
+
+@pytest.mark.parametrize('one', [True, False])
+def test_alone(one, tmp_path):
+    found = everywhere(tmp_path, False, one=one)
+    assert len(found)==13 and found.pop('status')==75 and not any(found.values()), found
+
+def test_two_ranks(tmp_path):
+    from learnerdist.testing import run_ranks
+    for found in run_ranks(everywhere, 2, str(tmp_path), True, ['epoch_0000-step_00000002','epoch_0001-step_00000004']):
+        assert found.pop('status')==75 and not any(found.values()), found
