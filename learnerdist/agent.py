@@ -70,11 +70,12 @@ class RankLogs(DefaultLogsSpecs):
     "Shows the output of ranks other than 0 line by line behind their rank's number, and says how each attempt ended"
     def __init__(self, log_dir, split:bool, **kw):
         super().__init__(log_dir, **kw)
-        self.split,self.files,self.first_death = split,{},None # split: by rank; else as the options say
+        self.split,self.files,self.first_death,self.groups = split,{},None,[] # split: by rank; else as the options say
 
     def reify(self, envs):
         "Called by torchrun before each attempt; the environment of each of its ranks says which one it is"
         if self.first_death: self._say_restart(*self.first_death, envs[0])
+        end_groups(self.groups) # of the attempt before
         if self.split: self._tee = {i: Std.ALL for i,e in envs.items() if e['RANK'] != '0'}
         res = super().reify(envs)
         self.files,self.first_death = {int(envs[i]['RANK']): Path(f) for i,f in res.error_files.items()},None
@@ -103,11 +104,11 @@ _loggers = 'elastic.multiprocessing.api','elastic.agent.server.api','run'
 
 # %% ../nbs/16d_agent.ipynb #c018
 def spare_children():
-    "Let torchrun's SIGTERM reach a rank and not its children; what the children leave over is ended by `end_groups`"
+    "Let torchrun's signals reach a rank and not its children; what is left of them is ended by `end_groups`. Returns the list of groups"
     close,pids = SubprocessHandler.close,[]
     def _close(self, death_sig=None):
         pids.append(self.proc.pid)
-        if death_sig != signal.SIGTERM: return close(self, death_sig)
+        if death_sig in (None, signal.SIGKILL): return close(self, death_sig)
         os.kill(self.proc.pid, death_sig)
     SubprocessHandler.close = _close
     return pids

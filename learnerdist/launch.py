@@ -240,6 +240,7 @@ def _launch_agent(args):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as d:
         args.log_dir = args.log_dir or d
         config,logs,cmd,cmd_args = _configure(args)
+        logs.groups = pids
         try: elastic_launch(config, cmd)(*cmd_args)
         except SignalException as e: status = 128 + e.sigval
         except ChildFailedError as e:
