@@ -81,7 +81,7 @@ def test_flags_off_and_wrong():
     wrong = [(dict(amp='fp8'), "dtype='fp8'"), (dict(ddp='yes'), "ddp='yes'"), (dict(ddp=dict(bucket_cap=1)), 'mean bucket_cap_mb')]
     for kw,words in wrong:
         with pytest.raises(ValueError, match=words): learn.fit(1, **kw)
-    with pytest.raises(TypeError, match="no option 'apm'; flags: amp, ddp"): learn.fit(1, apm=True)
+    with pytest.raises(TypeError, match=r"no option 'apm'; flags: .*amp"): learn.fit(1, apm=True)
     with learn.distrib_ctx(), pytest.raises(ValueError, match='distributed already'): learn.fit(1, ddp=True)
     with pytest.raises(ValueError, match='leave out one'): learn.to_bf16().fit(1, amp=True)
     assert not any(isinstance(o, MixedPrecision) for o in learn.to_fp32().cbs)
