@@ -201,11 +201,11 @@ def test_a_loader_that_nothing_is_known_of_is_an_error():
     with pytest.raises(ValueError, match='Own cannot be split.*register'): ShareDL.from_dl(Own(), 0, 2)
 
 class Bag(nn.Module):
-    "Padding does not matter to it"
+    "Padding matters to it"
     def __init__(self):
         super().__init__()
-        self.emb,self.out = nn.Embedding(20, 6, padding_idx=1),nn.Linear(6, 3)
-    def forward(self, x): return self.out(self.emb(x).sum(1))
+        self.emb,self.out = nn.Embedding(20, 6),nn.Linear(6, 3)
+    def forward(self, x): return self.out(self.emb(x).mean(1))
 
 def sentences(n, seed):
     g = torch.Generator().manual_seed(seed)
@@ -223,7 +223,8 @@ def sorted_texts(W, rank):
     with ctx(learn, W):
         learn.fit(2)
         inputs = learn.get_preds(with_input=True)[0]
-        return history(learn),learn.get_preds(with_loss=True),[o[o!=1].tolist() for o in inputs],learn.get_preds(ds_idx=0)
+        padded,inputs = [o.tolist() for o in inputs],[o[o!=1].tolist() for o in inputs]
+        return history(learn),learn.get_preds(with_loss=True),inputs,padded,learn.get_preds(ds_idx=0)
 
 class Recurrent(nn.Module):
     "Carries its state from batch to batch"
@@ -278,7 +279,7 @@ def of_sequences(W, rank): return dict(sorted=sorted_texts(W, rank), lm=language
 
 def test_texts_and_tables():
     want = same(of_sequences, W=(1,2,3,4), lines=dict(
-        sorted=('4 `SortedDL`, padded texts', 1e-6), lm=('4 `LMDataLoader`: streams go on, also through `ModelResetter`', 1e-6),
+        sorted=('4 `SortedDL`: texts, their padding', 1e-6), lm=('4 `LMDataLoader`: streams go on, also through `ModelResetter`', 1e-6),
         tabular=('7 `tabular_learner`: `TabDataLoader`, `TabularPandas`, `predict`, `test_dl`, `show_results`, '
                  '`ClassificationInterpretation` (float32)', 1e-5)))
     assert want['sorted'][2]==[o[0].tolist() for o in sentences(29, 1)]
