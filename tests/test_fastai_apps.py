@@ -1,5 +1,5 @@
 "fastai's applications end to end on two ranks, its downloads, and what its own `distributed` gets wrong"
-import contextlib, http.server, io, os, random, re, subprocess, sys, tarfile, threading, warnings
+import contextlib, http.server, io, os, random, re, runpy, subprocess, sys, tarfile, threading, warnings
 from pathlib import Path
 import pytest
 pytest.importorskip('fastai')
@@ -204,21 +204,32 @@ def test_fastai_distributed_imported_before():
 
 # --- the examples -----------------------------------------------------------------------------------------------------------
 
-def run_example(name, *args, launch=True):
+def table_of(text):
     "The lines of the table without the clock, and the last line"
-    cmd = ['-m','learnerdist.launch','--nproc','2'] if launch else []
-    env = dict(os.environ, PYTHONPATH=str(root), OMP_NUM_THREADS='1', MPLBACKEND='Agg')
-    cmd = [sys.executable,'-W','ignore',*cmd,f'examples/{name}.py',*args]
-    res = subprocess.run(cmd, cwd=root, env=env, capture_output=True, text=True, timeout=200)
-    assert res.returncode==0, res.stderr
-    lines = [o.strip() for o in res.stdout.replace('\r', '\n').splitlines()]
+    lines = [o.strip() for o in text.splitlines()]
     return [[float(v) for v in o.split()[:-1]] for o in lines if re.match(r'\d+ +[\d.]+ ', o)],lines[-1]
 
+def launched(name, *args):
+    env = dict(os.environ, PYTHONPATH=str(root), MPLBACKEND='Agg')
+    cmd = [sys.executable,'-W','ignore','-m','learnerdist.launch','--nproc','2',f'examples/{name}.py',*args]
+    res = subprocess.run(cmd, cwd=root, env=env, capture_output=True, text=True, timeout=200)
+    assert res.returncode==0, res.stderr
+    assert '\r' not in res.stdout and '%' not in res.stdout # no bar
+    return table_of(res.stdout)
+
+def alone(name, *args):
+    "The same script in this process"
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as m:
+        m.setattr(sys, 'argv', [name,*args])
+        torch.set_default_dtype(torch.float32)
+        runpy.run_path(str(root/f'examples/{name}.py'), run_name='__main__')
+    return table_of(out.getvalue())
+
 def test_tabular_example():
-    two,last2 = run_example('fastai_tabular', '--epochs', '3')
-    one,last1 = run_example('fastai_tabular', '--epochs', '3', '--bs', '16', launch=False)
+    (two,last2),(one,last1) = launched('fastai_tabular', '--epochs', '3'),alone('fastai_tabular', '--epochs', '3', '--bs', '16')
     assert len(two)==3 and two==[pytest.approx(o, abs=2e-6) for o in one] and last2==last1
 
 def test_vision_example(tmp_path):
-    rows,last = run_example('fastai_vision', '--epochs', '1', '--pictures', '90', '--bs', '16', '--path', str(tmp_path/'digits'))
+    rows,last = launched('fastai_vision', '--epochs', '1', '--pictures', '90', '--bs', '16', '--path', str(tmp_path/'digits'))
     assert len(rows)==1 and f'{rows[0][3]:.4f}'==last.split()[-4] and last.endswith('on 22 pictures')
