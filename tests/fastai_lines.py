@@ -41,7 +41,7 @@ def render(rows):
 def committed():
     "(test, line, W, outcome) of the table that is there"
     point,res = None,[]
-    for o in path.read_text().splitlines():
+    for o in path.read_text().splitlines() if path.exists() else []:
         if o.startswith('## '): point = next(k for k,v in points.items() if v==o[3:])
         row = re.fullmatch(r'\| (.+) \| `(\S+)` \|', o)
         if row:
@@ -74,11 +74,12 @@ def pytest_addoption(parser):
 
 def pytest_terminal_summary(terminalreporter, config):
     "On the process that the workers report to; of tests that did not run, the table keeps what it says"
-    if not config.option.fastai_table or terminalreporter.stats.get('failed'): return
+    failed = [o for k in ('failed','error') for o in terminalreporter.stats.get(k, []) if 'test_fastai_table' not in o.nodeid]
+    if not config.option.fastai_table or failed or hasattr(config, 'workerinput'): return
     reports = [o for os in terminalreporter.stats.values() for o in os if getattr(o, 'when', '')=='teardown']
     rows = [tuple(row) for o in reports for k,v in o.user_properties if k=='fastai_rows' for row in v]
     ran = {f"{o.nodeid.split('/')[-1]}" for o in reports}
-    kept = [o for o in (committed() if path.exists() else []) if o[0] not in ran and is_there(o[0])]
+    kept = [o for o in committed() if o[0] not in ran and is_there(o[0])]
     path.write_text(render(dict.fromkeys(kept+rows)))
 
 def is_there(test):

@@ -1,7 +1,8 @@
 "What `fastai.distributed` gets wrong, shown, and that it is right here. Its `.cuda()` is replaced, so that it runs on the CPU"
-import importlib, os, warnings
+import ast, importlib, json, os, re, warnings
 from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 import pytest
 pytest.importorskip('fastai')
@@ -24,7 +25,7 @@ from learnerdist.fastai_loaders import ShareDL
 from learnerdist.testing import run_ranks
 
 warnings.filterwarnings('ignore')
-F64 = torch.float64
+F64,root = torch.float64,Path(__file__).parent.parent
 
 def broadcast(self, t, rank):
     t = torch.LongTensor(t)
@@ -242,3 +243,15 @@ def test_rank0_first_tells_the_others(tmp_path):
 
 def test_there_is_a_launcher():
     assert find_spec('fastai.launch') is None and find_spec('learnerdist.launch')
+
+def test_every_option_of_theirs_is_taken_or_an_error_and_is_in_the_docs():
+    page = json.loads((root/'nbs/tutorials/from_fastai_distributed.ipynb').read_text())
+    named = {*re.findall(r'`(\w+)[=`]', '\n'.join(''.join(o['source']) for o in page['cells']))}
+    lib = find_spec('accelerate').submodule_search_locations[0]
+    source = ast.parse(Path(lib, 'accelerator.py').read_text()) # not imported, as it changes the environment
+    init = next(f for c in source.body if getattr(c, 'name', '')=='Accelerator' for f in c.body if getattr(f, 'name', '')=='__init__')
+    options = {o.arg for o in init.args.args} - {'self'}
+    assert {'device_placement','dataloader_config'} < options and options <= named
+    learn = make()
+    for o in options-{'split_batches','mixed_precision'}: # the latter is an option of DDP's
+        with pytest.raises(ValueError, match=o): learn.to_distributed(**{o: 1})
