@@ -13,12 +13,14 @@ from pathlib import Path
 
 import torch
 from fastai import learner as fastai_learner
+from fastai.callback import progress as fastai_progress
 from fastai.data.load import DataLoader
 from fastai.learner import Learner,_ConstantFunc,save_model
 from fastai.text.data import LMDataLoader
 from fastai.torch_core import join_path_file
 from fastcore.basics import noop,patch
 from fastcore.foundation import L
+from fastprogress.fastprogress import ConsoleMasterBar,MasterBar,ProgressBar
 
 from . import distributed as core,fastai_checkpoint,parallel # noqa: F401
 from .agreement import AgreementEnd
@@ -46,7 +48,7 @@ class _Distributed:
 
     def _call_one(self, event_name):
         for cb in self.cbs.sorted('order'):
-            if not self.distributed_trainer.silences(cb, event_name): cb(event_name)
+            if not self.distributed_trainer.silences(cb, event_name): self.distributed_trainer.call(cb, event_name)
 
     def all_batches(self):
         trainer = self.distributed_trainer
@@ -77,14 +79,6 @@ def in_one_order(self:DistributedTrainer, dl):
     with shared_rng(self.seed): idxs = list(dl.get_idxs())
     return dl.new(get_idxs=_ConstantFunc(idxs))
 
-@patch
-@contextmanager
-def on_its_own(self:DistributedTrainer):
-    "This rank's loops, for the length of the body, are no business of the others"
-    old,self.alone = self.alone,True
-    try: yield
-    finally: self.alone = old
-
 # %% ../nbs/20_fastai.ipynb #c009
 def _alone(name):
     "A method of fastai's that needs no other rank"
@@ -98,14 +92,6 @@ for _o in ('predict','show_results','summary'): setattr(_Distributed, _o, _alone
 def lr_find(self:_Distributed, *args, show_plot=True, **kwargs):
     "As fastai's; the plot is rank 0's"
     return self._plain.lr_find(self, *args, show_plot=show_plot and group_rank()==0, **kwargs)
-
-@patch
-def tta(self:_Distributed, *args, **kwargs):
-    "As fastai's; the bar is rank 0's"
-    bar = vars(self).pop('progress', None) if group_rank() else None # only rank 0 draws it
-    try: return self._plain.tta(self, *args, **kwargs)
-    finally:
-        if bar is not None: self.progress = bar
 
 # %% ../nbs/20_fastai.ipynb #c011
 def _path(learn, file): return join_path_file(file, learn.path/learn.model_dir, ext='.pth')
@@ -170,8 +156,30 @@ def attach(self:DistributedTrainer):
     learn.__class__ = _distributed_class(type(learn))
     core.DistributedTrainer.attach(self)
     if group_rank(): learn.logger = noop
+    self.quiet_bars()
 
 # %% ../nbs/20_fastai.ipynb #c015
+class _TableOnly(ConsoleMasterBar):
+    "fastai's bar without the bar: the table's lines are printed"
+    def __init__(self, gen, total=None, **kwargs):
+        MasterBar.__init__(self, gen, ProgressBar, total)
+        self.total_time = False
+    def add_child(self, child): "It is not drawn"
+
+class _NoBar(_TableOnly):
+    "Neither"
+    def write(self, line, table=False): "It is not printed"
+
+@patch
+def quiet_bars(self:DistributedTrainer):
+    "Bars where somebody sees them, until `restore`"
+    drawn = fastai_progress.master_bar is not ConsoleMasterBar or sys.stdout.isatty() # a notebook's, or on a terminal
+    if drawn and not group_rank(): return
+    for mod in (fastai_progress,fastai_learner): # `tta` has its own
+        self._set(mod, 'master_bar', _NoBar if group_rank() else _TableOnly)
+        self._set(mod, 'progress_bar', ProgressBar)
+
+# %% ../nbs/20_fastai.ipynb #c017
 @patch
 def to_distributed(self:Learner,
     cuda_id=None,     # This process's GPU; None: by local rank, or the CPU. A bool is `sync_bn`, fastai's first argument
@@ -201,7 +209,7 @@ def distrib_ctx(self:Learner,
     "The learner is distributed for the length of the body, and afterwards what it was, also when the body fails"
     return CoreLearner.distrib_ctx(self, cuda_id, **kw)
 
-# %% ../nbs/20_fastai.ipynb #c017
+# %% ../nbs/20_fastai.ipynb #c019
 class ParallelTrainer(parallel.ParallelTrainer):
     "Wrap a fastai learner's model in `DataParallel` for a fit; with fewer than two GPUs, train the plain model"
     def before_fit(self):

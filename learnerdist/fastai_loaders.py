@@ -10,7 +10,7 @@ import copy,random
 
 from fastai.callback.data import PartialDL
 from fastai.data.load import DataLoader
-from fastai.text.data import LMDataLoader
+from fastai.text.data import LMDataLoader,SortedDL
 
 from .loader import DistributedDL,in_order,reindexed
 from .shard import mix_seed,shared_rng
@@ -75,7 +75,37 @@ def _of_stream(dl, dealer):
 @in_order.register
 def _(dl:DataLoader): return dl.new(shuffle=False, drop_last=False)
 
-# %% ../nbs/19_fastai_loaders.ipynb #c015
+# %% ../nbs/19_fastai_loaders.ipynb #c013
+class _Lengths(_Share):
+    "In place of a `SortedDL`'s `get_idxs`; it notes the longest sample of each global batch"
+    def __init__(self, order, dl): self.order,self.res,self.step = order,dl.res,dl.bs*order.dealer.world_size
+    def __call__(self):
+        d = self.order.dealer
+        with shared_rng(d.seed, d.epoch): whole = list(self.order.source)
+        self.longest = [max(whole[i:i+self.step], key=self.res.__getitem__) for i in range(0, len(whole), self.step)]
+        return list(d.deal(whole))
+
+class _PaddedAlike:
+    "In place of `create_batches`"
+    def __init__(self, dl): self.dl = dl
+    def __call__(self, samps):
+        dl = self.dl
+        items = (o for o in map(dl.do_item, samps) if o is not None)
+        for k,b in enumerate(dl.chunkify(items)): yield self.batch(b, dl.get_idxs.longest[k*dl.num_workers+dl.offs])
+
+    def batch(self, b, longest):
+        extra = self.dl.do_item(longest)
+        rows = self.dl.before_batch([*b, *([] if extra is None else [extra])])
+        return self.dl.retain(self.dl.create_batch(rows[:len(b)]), b)
+
+@reindexed.register
+def _(dl:SortedDL, dealer):
+    new,order = shallow(dl),dealer.drawn(_Indices(_global(dl, dealer), dealer))
+    if dealer.world_size==1: return _reading(new, order)
+    _reading(new, order).get_idxs,new.create_batches = _Lengths(order, dl),_PaddedAlike(new)
+    return new
+
+# %% ../nbs/19_fastai_loaders.ipynb #c018
 class _Streams(_Indices):
     "The order of an `LMDataLoader`, which shuffles its texts, and never its indices"
     def __iter__(self):
@@ -89,7 +119,7 @@ def _(dl:LMDataLoader, dealer):
     new.create_item = whole.create_item
     return _reading(new, dealer.drawn(_Streams(whole, dealer)))
 
-# %% ../nbs/19_fastai_loaders.ipynb #c018
+# %% ../nbs/19_fastai_loaders.ipynb #c021
 class ShareDL(DistributedDL):
     "A rank's share of one of a fastai learner's loaders; `new` makes a whole one again"
     def new(self, *args, **kwargs):

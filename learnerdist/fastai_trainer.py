@@ -7,12 +7,13 @@ __all__ = ['parts', 'FastaiAgreement', 'writes', 'DistributedTrainer']
 
 # %% ../nbs/19c_fastai_trainer.ipynb #c002
 import copy
+from contextlib import contextmanager
 
 import fastai.callback.all,fastai.torch_core # noqa: F401
 import torch
 from fastai import learner as fastai_learner
 from fastai.callback.core import Callback as FastaiCallback
-from fastai.callback.progress import CSVLogger,ProgressCallback,ShowGraphCallback
+from fastai.callback.progress import CSVLogger,ShowGraphCallback
 from fastai.callback.training import GradientAccumulation
 from fastai.data.load import DataLoader
 from fastcore.basics import patch
@@ -66,21 +67,35 @@ _writers = 'tensorboard','wandb','neptune','comet','captum','azureml'
 def writes(
     cb # A callback
 )->bool:
-    "Whether `cb` prints, draws or keeps a log, which is for rank 0 alone"
+    "Whether `cb` keeps a log or draws, which is for rank 0 alone"
     modules = {o.__module__ for o in type(cb).__mro__}
-    return isinstance(cb, (ProgressCallback,ShowGraphCallback,CSVLogger)) or any(f'fastai.callback.{o}' in modules for o in _writers)
+    return isinstance(cb, (ShowGraphCallback,CSVLogger)) or any(f'fastai.callback.{o}' in modules for o in _writers)
 
 class DistributedTrainer(core.DistributedTrainer):
     "Train a fastai learner on every rank of the group: shares of the data, the mean of the gradients, the numbers of one process"
     def __init__(self, cuda_id=None, **kwargs):
         super().__init__(cuda_id, **kwargs)
         self.agreement = FastaiAgreement(self)
-        self.trained,self.looping,self.alone,self.saved,self.steps,self.counted = False,False,False,None,[],True
+        self.trained,self.looping,self.alone,self.saved,self.steps,self.counted,self.rank0s = False,False,False,None,[],True,[]
 
     def silences(self, cb, event):
         "Whether `event` of this learner is not for `cb`"
         if isinstance(cb, parts): return self.alone or event in inner_events and not self.looping
         return group_rank()>0 and writes(cb)
+
+    def call(self, cb, event):
+        "Tell `cb` of `event`; what rank 0's own callbacks do, and those that they add, is no business of the other ranks"
+        if not (writes(cb) or cb in self.rank0s): return cb(event)
+        before = [*self.learn.cbs]
+        with self.on_its_own(): cb(event)
+        self.rank0s += [o for o in self.learn.cbs if all(o is not p for p in before)]
+
+    @contextmanager
+    def on_its_own(self):
+        "This rank's loops, for the length of the body, are no business of the others"
+        old,self.alone = self.alone,True
+        try: yield
+        finally: self.alone = old
 
 # %% ../nbs/19c_fastai_trainer.ipynb #c017
 parts = core.DistributedTrainer,ExactEvaluation,Agreement,AgreementEnd # What a context adds to a learner's callbacks

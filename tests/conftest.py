@@ -1,6 +1,7 @@
 "Every test runs in a leak check; tests marked `cuda` are skipped where there is no GPU"
 import pytest,torch
 from learnerdist.testing import leak_check
+from fastai_lines import pytest_addoption,pytest_runtest_makereport,pytest_terminal_summary,table # noqa: F401
 
 @pytest.fixture(autouse=True)
 def no_leak():

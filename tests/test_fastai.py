@@ -1,5 +1,6 @@
 "fastai's Learner on W ranks and on one process: the same weights, numbers and predictions"
-import warnings
+import io, random, sys, warnings
+from contextlib import contextmanager, redirect_stdout
 import pytest
 pytest.importorskip('fastai')
 import torch, torch.distributed as dist
@@ -12,7 +13,11 @@ from fastai.metrics import F1Score, RocAuc
 from torch import nn
 from learnerdist.env import group_rank, group_size, process_group
 from learnerdist.fastai import *
+from learnerdist.fastai_loaders import ShareDL
+from learnerdist.fastai_trainer import fastais_gather
+from learnerdist.loader import set_epoch
 from learnerdist.testing import run_ranks
+from fastai_lines import shows
 
 warnings.filterwarnings('ignore')
 torch.set_num_threads(1)
@@ -39,12 +44,14 @@ def items(n, seed=1, dtype=F64):
     x,y = data(n, seed)
     return list(zip(x.to(dtype), y))
 
+def per_rank(bs, W): return bs//max(W, 1)
+
 def make(W=1, rank=0, model=plain, bs=24, n=96, n_valid=37, opt=SGD, drop_last=True, metrics=None, dtype=F64, loss=None, **kw):
     "A learner of W ranks, in float64; other ranks begin with other weights"
     torch.set_default_dtype(dtype)
     torch.manual_seed(100+rank)
-    dls = DataLoaders.from_dsets(items(n, 1, dtype), items(n_valid, 2, dtype), bs=bs//W, drop_last=(drop_last,False), num_workers=0,
-                                 device=torch.device('cpu'))
+    dls = DataLoaders.from_dsets(items(n, 1, dtype), items(n_valid, 2, dtype), bs=per_rank(bs, W), drop_last=(drop_last,False),
+                                 num_workers=0, device=torch.device('cpu'))
     mets = [accuracy, F1Score(average='macro'), RocAuc()] if metrics is None else metrics
     return Learner(dls, model(), loss or CrossEntropy(), opt_func=opt, lr=.1, metrics=mets, **kw)
 
@@ -55,61 +62,93 @@ def history(learn):
     return dict(state=state(learn), losses=floats(rec.losses), lrs=floats(rec.lrs), values=[floats(o) for o in rec.values],
                 iters=list(rec.iters), hps={k:floats(v) for k,v in getattr(rec, 'hps', {}).items()}, pct=float(learn.pct_train))
 
-def close(a, b, tol=1e-9):
+def close(a, b, tol=1e-9, at=''):
+    "Equal in structure, and in numbers up to `tol`; `at` says where, if not"
     if isinstance(b, dict):
-        assert list(a)==list(b)
-        for k in b: close(a[k], b[k], tol)
-    elif isinstance(b, (list,tuple)) and any(isinstance(o, (list,tuple,torch.Tensor,dict)) for o in b):
-        assert len(a)==len(b)
-        for o in zip(a, b): close(*o, tol)
-    elif b is None or isinstance(b, str): assert a==b
-    else: torch.testing.assert_close(torch.as_tensor(a, dtype=F64), torch.as_tensor(b, dtype=F64), atol=tol, rtol=tol)
+        assert list(a)==list(b), at
+        for k in b: close(a[k], b[k], tol, f'{at}.{k}')
+    elif isinstance(b, (list,tuple)) and any(isinstance(o, (list,tuple,torch.Tensor,dict,str)) or o is None for o in b):
+        assert len(a)==len(b), at
+        for i,o in enumerate(zip(a, b)): close(*o, tol, f'{at}[{i}]')
+    elif b is None or isinstance(b, str): assert a==b, at
+    else: torch.testing.assert_close(torch.as_tensor(a, dtype=F64), torch.as_tensor(b, dtype=F64), atol=tol, rtol=tol,
+                                     msg=lambda m: f'{at}: {m}')
 
 def on_ranks(func, *args):
     "What `func(W, rank, *args)` returns on this rank"
     with process_group(): return func(group_size(), group_rank(), *args)
 
-def same(func, *args, W=(2,), tol=1e-9):
-    want = func(1, 0, *args)
+class Dealt(Callback):
+    "A learner without a context reads its training data in the order that the context deals"
+    order,seen = -2000,0
+    def before_epoch(self):
+        for dl in self.dls.loaders: set_epoch(dl, self.seen+self.epoch)
+    def before_train(self): self.trained = True
+    def after_fit(self):
+        if getattr(self, 'trained', False): self.seen += self.n_epoch
+        self.trained = False
+
+@contextmanager
+def ctx(learn, W, seed=3, **kw):
+    "The context; for W=0, none"
+    if W: kind = learn.distrib_ctx(seed=seed, **kw)
+    else:
+        train,*others = learn.dls.loaders
+        learn.dls.loaders = [ShareDL.from_dl(train, 0, 1, seed=seed),*others]
+        kind = learn.added_cbs(Dealt())
+    with learn.no_bar(), learn.no_logging(), redirect_stdout(io.StringIO()), kind: yield learn
+
+def same(func, *args, W=(1,2,3), tol=1e-9, lines=()):
+    """What `func(W, rank, *args)` returns on every rank of W processes is what fastai returns without a context (W=0). `lines`: those of
+    the table that this shows; or for each key of what is returned its line, or its line and tolerance"""
+    want = func(0, 0, *args)
+    keyed = {k: v if isinstance(v, tuple) else (v,tol) for k,v in lines.items()} if isinstance(lines, dict) else {}
+    if keyed: assert keyed.keys()==want.keys()
     for w in W:
-        for got in run_ranks(on_ranks, w, func, *args): close(got, want, tol)
+        for got in [func(1, 0, *args)] if w==1 else run_ranks(on_ranks, w, func, *args):
+            if not keyed: close(got, want, tol if w>1 else 0)
+            for k,(_,t) in keyed.items(): close(got[k], want[k], t if w>1 else 0, k)
+        for line,t in keyed.values() if keyed else ((o,tol) for o in lines): shows(line, w, t if w>1 else 0)
     return want
 
 # --- fits -------------------------------------------------------------------------------------------------------------------
 
-def fits(W, rank, how, kw):
+def fits(W, rank, hows, kw):
     learn = make(W, rank, **kw)
-    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3):
-        getattr(learn, how[0])(*how[1], **how[2])
-        res = history(learn)
-        res['validate'],res['preds'] = floats(learn.validate()),learn.get_preds(with_loss=True)
-    return res
+    with ctx(learn, W):
+        for name,args,kws in hows: getattr(learn, name)(*args, **kws)
+        return dict(history(learn), validate=floats(learn.validate()), preds=learn.get_preds(with_loss=True))
 
 def call(name, *args, **kw): return name,args,kw
 
-cases = dict(
-    fit=(call('fit', 3), {}), cycle=(call('fit_one_cycle', 3, .2), {}), flat=(call('fit_flat_cos', 3), {}),
-    sgdr=(call('fit_sgdr', 2, 1), {}), bn=(call('fit_one_cycle', 2), dict(model=bn)), adam=(call('fit', 2), dict(opt=Adam)),
-    start=(call('fit', 3, start_epoch=1), {}),
-    tune=(call('fine_tune', 2), dict(model=bn, splitter=groups_of)),
-    slices=(call('fit_one_cycle', 2, slice(.01, .1)), dict(splitter=groups_of)),
-    drop=(call('fit', 2), dict(n=100)), one_valid=(call('fit', 2), dict(drop_last=False, n_valid=1, metrics=[accuracy])))
+cases = {
+    '`fit`': ([call('fit', 3)], {}),
+    '`fit` with Adam': ([call('fit', 2)], dict(opt=Adam)),
+    '`fit`, a model with BatchNorm': ([call('fit', 2)], dict(model=bn)),
+    '`fit(start_epoch=1)`': ([call('fit', 3, start_epoch=1)], {}),
+    '`fit_one_cycle`, momenta and learning rates': ([call('fit_one_cycle', 3, .2)], {}),
+    '`fit_flat_cos`': ([call('fit_flat_cos', 3)], {}),
+    '`fit_sgdr`': ([call('fit_sgdr', 2, 1)], {}),
+    '`fine_tune`': ([call('fine_tune', 2)], dict(model=bn, splitter=groups_of)),
+    '`freeze`, `unfreeze`': ([call('freeze'), call('fit', 1), call('unfreeze'), call('fit', 1, slice(.01, .1))],
+                             dict(model=bn, splitter=groups_of)),
+    'discriminative learning rates': ([call('fit_one_cycle', 2, slice(.01, .1))], dict(splitter=groups_of)),
+    '`drop_last`, `pct_train` ends at 1': ([call('fit', 2)], dict(n=100)),
+    'without `drop_last`, one sample to validate': ([call('fit', 2)], dict(drop_last=False, n_valid=1, metrics=[accuracy]))}
 
 def all_fits(W, rank): return {k: fits(W, rank, *o) for k,o in cases.items()}
 
-@pytest.fixture(scope='module')
-def alone(): return all_fits(1, 0)
-
-@pytest.fixture(scope='module', params=[2, 3])
-def ranks(request): return run_ranks(on_ranks, request.param, all_fits)
-
-@pytest.mark.parametrize('name', list(cases))
-def test_fits(alone, ranks, name):
-    for got in ranks:
-        close(got[name]['state'], alone[name]['state'])
-        close(got[name], alone[name], 1e-6)
-    assert all(torch.equal(ranks[0][name]['state'][k], r[name]['state'][k]) for r in ranks for k in r[name]['state'])
-    assert abs(alone[name]['pct']-1)<1e-9
+def test_fits():
+    want = all_fits(0, 0)
+    ranks = {1: [all_fits(1, 0)], **{W: run_ranks(on_ranks, W, all_fits) for W in (2,3)}}
+    for name in cases:
+        for W,res in ranks.items():
+            for got in res:
+                close(got[name]['state'], want[name]['state'], 1e-9 if W>1 else 0, name)
+                close(got[name], want[name], 1e-6 if W>1 else 0, name)
+            assert all(torch.equal(res[0][name]['state'][k], r[name]['state'][k]) for r in res for k in r[name]['state'])
+            shows(f'2 {name}', W, 'weights 1e-09, numbers 1e-06' if W>1 else 0)
+        assert abs(want[name]['pct']-1)<1e-9
 
 # --- no trace ---------------------------------------------------------------------------------------------------------------
 
@@ -126,32 +165,29 @@ def look(learn):
 
 usual = 'epoch iter n_iter n_epoch train_iter pct_train loss loss_grad pred xb yb dl training opt smooth_loss final_record'.split()
 
-def traces(W, rank, event):
+events = ['before_fit','before_train','after_pred','after_step','before_validate','after_validate','after_epoch','after_fit']
+
+def traces(W, rank):
     res = []
-    for fails in (None,event):
+    for event in (None,*events):
         learn = make(W, rank, model=bn)
         before = look(learn)
         try:
             with learn.distrib_ctx():
                 inside = look(learn)
-                learn.fit(2, cbs=Fails(fails) if fails else None)
-        except KeyError as e: res.append(str(e))
-        else: res.append('')
-        res.append(look(learn)==before)
-        res.append(inside!=before)
-        learn.fit(1) if W==1 else None
+                learn.fit(2, cbs=Fails(event) if event else None)
+        except KeyError as e: failed = str(e)
+        else: failed = ''
+        res.append((event, failed, look(learn)==before, inside!=before))
     return res
 
 def alone_on_ranks(func, *args):
     "With RANK and WORLD_SIZE set; the function opens the group, if it wants one"
-    return func(dist_size(), rank_distrib(), *args)
-def dist_size(): return num_distrib()
+    return func(num_distrib(), rank_distrib(), *args)
 
-@pytest.mark.parametrize('event', ['before_fit','before_train','after_pred','after_step','before_validate','after_validate','after_epoch',
-                                   'after_fit'])
-def test_no_trace(event):
-    for res in run_ranks(alone_on_ranks, 2, traces, event):
-        assert res[:3]==['',True,True] and event in res[3] and res[4:]==[True,True]
+def test_no_trace():
+    for res in run_ranks(alone_on_ranks, 2, traces):
+        for event,failed,restored,changed in res: assert restored and changed and (event in failed if event else not failed), event
 
 def one_fails(W, rank):
     learn = make(W, rank)
@@ -191,34 +227,42 @@ def test_options():
 
 def plain_run(path):
     "What a learner does without a context"
+    random.seed(1)
     learn = make(path=path, metrics=[accuracy])
     with learn.no_bar(), learn.no_logging():
         learn.fit(2)
-        return history(learn),learn.get_preds(),type(learn)
+        return history(learn),learn.get_preds(),type(learn).__name__
 
-def outside(W, rank, path): return plain_run(path)
-
-def test_outside_a_context_a_rank_is_one_process(tmp_path):
-    torch.manual_seed(0)
-    random_seeded = run_ranks(seeded_outside, 2, tmp_path)
-    want = run_ranks(seeded_outside, 1, tmp_path)[0]
-    for got in random_seeded: close(got[:2], want[:2], 0)
-
-def seeded_outside(path):
-    import random
-    random.seed(1)
-    return plain_run(path)[:2]
-
-def grouped_outside(path):
-    "Also with a group open"
+def outside(path):
+    "With WORLD_SIZE and RANK set, first without a group, then with one"
+    res = [plain_run(path/f'{rank_distrib()}')]
     setup_distrib()
-    res = seeded_outside(path)
+    res.append(plain_run(path/f'{rank_distrib()}'))
     teardown_distrib()
     return res
 
-def test_outside_a_context_with_a_group_open(tmp_path):
-    want = run_ranks(seeded_outside, 1, tmp_path)[0]
-    for got in run_ranks(grouped_outside, 2, tmp_path): close(got, want, 0)
+def test_outside_a_context_a_rank_is_one_process(tmp_path):
+    want = plain_run(tmp_path)
+    for W in (2,3):
+        for got in run_ranks(outside, W, tmp_path): close(got, [want]*2, 0)
+        shows('8 `fit` and `get_preds` with `WORLD_SIZE` and `RANK` set, with a group and without one', W, 0)
+
+changed = {'fastai.torch_core.maybe_gather', *(f'fastai.learner.Learner.{o}' for o in
+           ('to_distributed','detach_distributed','distrib_ctx','to_parallel','detach_parallel','parallel_ctx'))}
+
+def ours(o): return (getattr(o, '__module__', None) or '').startswith('learnerdist.')
+
+def planted():
+    "Where in fastai's modules something of ours stands"
+    for m in [o for k,o in sys.modules.items() if k.split('.')[0]=='fastai' and k!='fastai.distributed']:
+        for k,v in vars(m).items():
+            if ours(v): yield f'{m.__name__}.{k}'
+            if isinstance(v, type) and v.__module__==m.__name__: yield from (f'{m.__name__}.{k}.{n}' for n,f in vars(v).items() if ours(f))
+
+def test_the_import_changes_a_learners_distribution_and_one_function():
+    assert {*planted()}==changed
+    x = torch.ones(2)
+    assert fastai.torch_core.maybe_gather(x) is x is fastais_gather(x) # without a launcher it does what fastai's does
 
 def parallel(W, rank):
     learn = make()

@@ -1,10 +1,11 @@
 "fastai's applications end to end on two ranks, its downloads, and what its own `distributed` gets wrong"
-import contextlib, http.server, io, os, random, re, subprocess, sys, tarfile, threading, warnings
+import contextlib, http.server, io, os, random, re, runpy, subprocess, sys, tarfile, threading, warnings
 from pathlib import Path
 import pytest
 pytest.importorskip('fastai')
 import numpy as np, pandas as pd, torch
 from fastai.callback.core import Callback
+from fastai.callback.tensorboard import TensorBoardCallback
 from fastai.collab import CollabDataLoaders, collab_learner
 from fastai.data.external import untar_data
 from fastai.interpret import ClassificationInterpretation, Interpretation
@@ -16,7 +17,7 @@ from fastai.text.all import (AWD_LSTM, BaseTokenizer, Perplexity, TextDataLoader
 from fastai.vision.all import ImageDataLoaders, Resize, SegmentationDataLoaders, Normalize, unet_learner, vision_learner
 from PIL import Image
 from torchvision.models import resnet18
-from test_fastai import floats, history, make, on_ranks, same, state
+from test_fastai import ctx, floats, history, make, on_ranks, per_rank, same, state
 from test_fastai_callbacks import quiet
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
@@ -49,50 +50,64 @@ class ToDouble(Callback):
     def before_batch(self): self.learn.xb = tuple(x.double() for x in self.learn.xb)
 
 class Loss(CrossEntropyLossFlat):
-    def __call__(self, pred, *args): return super().__call__(pred, *args).float()
+    "fastai's Recorder takes float32 only"
+    def __call__(self, *args, **kw): return super().__call__(*args, **kw).float()
+
+def without_dropout(model):
+    for m in model.modules():
+        if isinstance(m, torch.nn.Dropout): m.p = 0.
+
+def recorded(learn): return floats(learn.recorder.losses),[floats(o) for o in learn.recorder.values]
 
 def vision(W, rank, path):
     seeds(W)
     files = sorted((path/'images').iterdir())
     tfms = dict(item_tfms=Resize(32), batch_tfms=Normalize.from_stats([.5]*3, [.5]*3))
-    dls = ImageDataLoaders.from_path_func(path, files, label_of, valid_pct=.3, seed=1, bs=8//W, num_workers=0, device='cpu', **tfms)
+    kw = dict(valid_pct=.25, seed=1, bs=per_rank(12, W), num_workers=0, device='cpu', **tfms)
+    dls = ImageDataLoaders.from_path_func(path, files, label_of, **kw)
     kw = dict(pretrained=False, normalize=False, metrics=accuracy, opt_func=SGD)
     learn = vision_learner(dls, resnet18, cbs=ToDouble, loss_func=Loss(), **kw)
     learn.model.double()
-    for m in learn.model.modules():
-        if isinstance(m, torch.nn.Dropout): m.p = 0.
-    res = {}
-    with quiet(learn), learn.distrib_ctx(seed=3):
-        learn.fit_one_cycle(1, 1e-2)
-        res.update(losses=floats(learn.recorder.losses), values=[floats(o) for o in learn.recorder.values], preds=learn.get_preds())
-        res['predict'] = learn.predict(files[0])[1:]
-        res['tta'] = learn.tta(n=2)
+    without_dropout(learn.model)
+    with ctx(learn, W):
+        learn.fit_one_cycle(1, 1e-2, cbs=TensorBoardCallback(log_dir=path/f'{W}_{rank}', trace_model=False)) # with log_preds
+        res = dict(vision_learner=(recorded(learn), learn.get_preds()))
+        res['predict'],res['tta'] = learn.predict(files[0])[1:],learn.tta(n=2)
+        res['max'] = learn.tta(n=1, use_max=True)[0]
         interp = ClassificationInterpretation.from_learner(learn)
-        res['confusion'],res['top'] = interp.confusion_matrix().tolist(),interp.top_losses(3)[0]
-        res['interp'] = Interpretation.from_learner(learn, ds_idx=0)[[0,2]][1]
+        res['interp'] = (interp.confusion_matrix().tolist(), interp.top_losses(3)[0], interp.most_confused(), interp[[0,2]][1],
+                         Interpretation.from_learner(learn, ds_idx=0)[[0,2]][1])
         res['test'] = learn.get_preds(dl=learn.dls.test_dl(files[:5]))[0]
-        learn.summary()
-        import matplotlib
-        matplotlib.use('Agg')
+        res['summary'] = [o.split()[-3:] for o in str(learn.summary()).splitlines() if 'True' in o or o.startswith('Total')]
         learn.show_results(max_n=2)
         learn.dls.show_batch(max_n=2)
         interp.plot_top_losses(2)
-        learn.dls.one_batch()
+        interp.plot_confusion_matrix()
+        res['batch'] = len(learn.dls.one_batch()[0])==per_rank(12, W)
     return res
 
-def test_vision(tmp_path): same(vision, pictures(tmp_path), tol=1e-5)
+def test_vision(tmp_path):
+    import matplotlib
+    matplotlib.use('Agg')
+    same(vision, pictures(tmp_path, 32), tol=1e-5, lines=dict(
+        vision_learner='7 `vision_learner` with a ResNet18, `ImageDataLoaders`, `TensorBoardCallback` with `log_preds`',
+        predict='3 `predict`', tta='3 `tta`', max='3 `tta(use_max=True)`', test='4 `test_dl` of files',
+        interp='3 `Interpretation`, `ClassificationInterpretation`, its plots, `show_results`',
+        summary="3 `learn.summary()`, with this rank's batch size",
+        batch="4 `one_batch`, `show_batch` of pictures: this rank's"))
+    assert sorted(o.name for o in tmp_path.iterdir() if o.name[0].isdigit())==[f'{W}_0' for W in range(4)]
 
 def unet(W, rank, path):
     seeds(W)
-    files = sorted((path/'images').iterdir())[:12]
-    kw = dict(valid_pct=.3, seed=1, bs=4//W, num_workers=0, device='cpu')
+    files = sorted((path/'images').iterdir())[:15]
+    kw = dict(valid_pct=.2, seed=1, bs=per_rank(6, W), num_workers=0, device='cpu')
     dls = SegmentationDataLoaders.from_label_func(path, files, mask_of, codes=['no','yes'], **kw)
-    learn = unet_learner(dls, resnet18, pretrained=False, normalize=False, metrics=Dice(), opt_func=SGD)
-    with quiet(learn), learn.distrib_ctx(seed=3):
+    kw = dict(pretrained=False, normalize=False, metrics=Dice(), opt_func=SGD, loss_func=Loss(axis=1))
+    learn = unet_learner(dls, resnet18, cbs=ToDouble, **kw)
+    learn.model.double()
+    with ctx(learn, W):
         learn.fit(1, 1e-2)
-        return floats(learn.recorder.losses),[floats(o) for o in learn.recorder.values],floats(learn.validate())
-
-def test_unet(tmp_path): same(unet, pictures(tmp_path, 12), tol=2e-3)
+        return recorded(learn),floats(learn.validate())
 
 class Words(BaseTokenizer):
     def __init__(self, **kw): super().__init__()
@@ -105,7 +120,8 @@ def texts():
 
 def text(W, rank, is_lm):
     seeds(W)
-    kw = dict(text_col='text', label_col='label', valid_col='is_valid', is_lm=is_lm, seq_len=10, bs=8//W, device='cpu', num_workers=0)
+    kw = dict(text_col='text', label_col='label', valid_col='is_valid', is_lm=is_lm, seq_len=10, bs=per_rank(12, W), device='cpu',
+              num_workers=0)
     with contextlib.redirect_stdout(io.StringIO()):
         dls = TextDataLoaders.from_df(texts(), tok_tfm=Tokenizer.from_df('text', tok=Words(), n_workers=1), **kw)
     config = dict(awd_lstm_lm_config if is_lm else awd_lstm_clas_config, n_hid=12, emb_sz=8, n_layers=2, output_p=0., hidden_p=0.,
@@ -113,24 +129,29 @@ def text(W, rank, is_lm):
     make_learner = language_model_learner if is_lm else text_classifier_learner
     mets = [accuracy,Perplexity()] if is_lm else accuracy
     learn = make_learner(dls, AWD_LSTM, config=config, pretrained=False, metrics=mets, opt_func=SGD)
-    with quiet(learn), learn.distrib_ctx(seed=3, find_unused_parameters=True):
+    learn.loss_func = Loss()
+    without_dropout(learn.model.double())
+    with ctx(learn, W, **(dict(find_unused_parameters=True) if W else {})):
         learn.fit_one_cycle(1, 1e-2)
-        return floats(learn.recorder.losses),[floats(o) for o in learn.recorder.values],floats(learn.validate())
-
-@pytest.mark.parametrize('is_lm', [True, False])
-def test_text(is_lm): same(text, is_lm, tol=2e-3)
+        return recorded(learn),floats(learn.validate())
 
 def collab(W, rank):
     seeds(W)
     g = np.random.RandomState(0)
     df = pd.DataFrame(dict(user=g.randint(0, 9, 120), item=g.randint(0, 7, 120), rating=g.rand(120)*5))
-    dls = CollabDataLoaders.from_df(df, bs=16//W, valid_pct=.2, seed=1, device='cpu')
+    dls = CollabDataLoaders.from_df(df, bs=per_rank(24, W), valid_pct=.2, seed=1, device='cpu')
     learn = collab_learner(dls, n_factors=5, y_range=(0, 5.5), metrics=rmse, opt_func=SGD)
-    with quiet(learn), learn.distrib_ctx(seed=3):
+    with ctx(learn, W):
         learn.fit(2, .1)
         return history(learn),learn.get_preds()
 
-def test_collab(): same(collab, tol=1e-5)
+def applications(W, rank, path):
+    return dict(unet=unet(W, rank, path), lm=text(W, rank, True), clas=text(W, rank, False), collab=collab(W, rank))
+
+def test_applications(tmp_path):
+    same(applications, pictures(tmp_path, 15), lines=dict(
+        unet=('7 `unet_learner`, `Dice`', 1e-5), lm=('7 `language_model_learner`, AWD-LSTM without dropout', 1e-5),
+        clas=('7 `text_classifier_learner`, AWD-LSTM without dropout', 1e-5), collab=('7 `collab_learner` (float32)', 1e-5)))
 
 # --- downloads --------------------------------------------------------------------------------------------------------------
 
@@ -181,29 +202,34 @@ def test_fastai_distributed_imported_before():
     for got in run_ranks(on_ranks, 2, imported_before):
         assert got[2]=='learnerdist.fastai_trainer'
 
-# --- its import -------------------------------------------------------------------------------------------------------------
-
-def test_only_this_module_imports_fastai():
-    code = 'import sys, learnerdist.all\nprint([o for o in sys.modules if o=="fastai" or o.startswith("fastai.")])'
-    assert subprocess.run([sys.executable, '-c', code], cwd=root, capture_output=True, text=True, check=True).stdout.strip()=='[]'
-
 # --- the examples -----------------------------------------------------------------------------------------------------------
 
-def run_example(name, *args, launch=True):
+def table_of(text):
     "The lines of the table without the clock, and the last line"
-    cmd = ['-m','learnerdist.launch','--nproc','2'] if launch else []
-    env = dict(os.environ, PYTHONPATH=str(root), OMP_NUM_THREADS='1', MPLBACKEND='Agg')
-    cmd = [sys.executable,'-W','ignore',*cmd,f'examples/{name}.py',*args]
-    res = subprocess.run(cmd, cwd=root, env=env, capture_output=True, text=True, timeout=200)
-    assert res.returncode==0, res.stderr
-    lines = [o.strip() for o in res.stdout.replace('\r', '\n').splitlines()]
+    lines = [o.strip() for o in text.splitlines()]
     return [[float(v) for v in o.split()[:-1]] for o in lines if re.match(r'\d+ +[\d.]+ ', o)],lines[-1]
 
+def launched(name, *args):
+    env = dict(os.environ, PYTHONPATH=str(root), MPLBACKEND='Agg')
+    cmd = [sys.executable,'-W','ignore','-m','learnerdist.launch','--nproc','2',f'examples/{name}.py',*args]
+    res = subprocess.run(cmd, cwd=root, env=env, capture_output=True, text=True, timeout=200)
+    assert res.returncode==0, res.stderr
+    assert '\r' not in res.stdout and '%' not in res.stdout # no bar
+    return table_of(res.stdout)
+
+def alone(name, *args):
+    "The same script in this process"
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as m:
+        m.setattr(sys, 'argv', [name,*args])
+        torch.set_default_dtype(torch.float32)
+        runpy.run_path(str(root/f'examples/{name}.py'), run_name='__main__')
+    return table_of(out.getvalue())
+
 def test_tabular_example():
-    two,last2 = run_example('fastai_tabular', '--epochs', '3')
-    one,last1 = run_example('fastai_tabular', '--epochs', '3', '--bs', '16', launch=False)
+    (two,last2),(one,last1) = launched('fastai_tabular', '--epochs', '3'),alone('fastai_tabular', '--epochs', '3', '--bs', '16')
     assert len(two)==3 and two==[pytest.approx(o, abs=2e-6) for o in one] and last2==last1
 
 def test_vision_example(tmp_path):
-    rows,last = run_example('fastai_vision', '--epochs', '1', '--pictures', '90', '--bs', '16', '--path', str(tmp_path/'digits'))
+    rows,last = launched('fastai_vision', '--epochs', '1', '--pictures', '90', '--bs', '16', '--path', str(tmp_path/'digits'))
     assert len(rows)==1 and f'{rows[0][3]:.4f}'==last.split()[-4] and last.endswith('on 22 pictures')

@@ -6,7 +6,11 @@ import numpy as np, pandas as pd, torch
 from fastai.callback.data import PartialDL, WeightedDL
 from fastai.data.core import DataLoaders, Datasets, TfmdDL
 from fastai.data.load import DataLoader
+from fastai.callback.rnn import ModelResetter
+from fastai.data.block import DataBlock
+from fastai.interpret import ClassificationInterpretation
 from fastai.learner import Learner
+from fastai.metrics import Perplexity
 from fastai.optimizer import SGD
 from fastai.tabular.all import Categorify, CategoryBlock, FillMissing, Normalize, TabularPandas, tabular_learner
 from fastai.text.data import LMDataLoader, Pad_Input, SortedDL
@@ -14,10 +18,13 @@ from fasttransform import Transform
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
-from test_fastai import CrossEntropy, accuracy, data, floats, history, items, plain, same
-from test_fastai_callbacks import quiet
+from test_fastai import CrossEntropy, accuracy, close, ctx, data, floats, history, items, on_ranks, per_rank, plain, same
+from learnerdist.comms import gather_rows
 from learnerdist.fastai import *
 from learnerdist.fastai_loaders import ShareDL
+from learnerdist.loader import reindexed
+from learnerdist.testing import run_ranks
+from fastai_lines import shows
 
 warnings.filterwarnings('ignore')
 F64 = torch.float64
@@ -102,12 +109,13 @@ def test_streams_of_a_language_model_go_on(W, shuffle):
 
 # --- learners ---------------------------------------------------------------------------------------------------------------
 
-def learn_on(dls):
+def learn_on(dls, W, **kw):
     torch.manual_seed(7)
     learn = Learner(dls, plain(), CrossEntropy(), opt_func=SGD, lr=.1, metrics=[accuracy])
-    with quiet(learn), learn.distrib_ctx(seed=3):
+    with ctx(learn, W):
         learn.fit(2)
-        return history(learn),learn.get_preds(with_input=True, with_loss=True, with_decoded=True),learn.get_preds(ds_idx=0)[1].sum()
+        res = history(learn),learn.get_preds(with_input=True, with_loss=True, with_decoded=True, **kw),floats(learn.validate())
+        return [*res, float(learn.get_preds(ds_idx=0)[1].sum())]
 
 def x_of(i): return data(200)[0][i]
 def y_of(i): return data(200)[1][i]
@@ -115,46 +123,89 @@ def y_of(i): return data(200)[1][i]
 class Twice(Transform):
     def encodes(self, x:torch.Tensor): return x*2 if x.is_floating_point() else x
 
-def kinds_of_dls(W):
-    torch.set_default_dtype(F64)
-    dsets = Datasets(range(80), [[x_of],[y_of]], splits=[range(48), range(48, 80)])
-    bs = 16//W
-    kw = dict(bs=bs, num_workers=0, device='cpu')
-    yield 'datasets',dsets.dataloaders(after_batch=[Twice()], **kw)
-    yield 'workers',dsets.dataloaders(**{**kw, 'num_workers': 2})
-    yield 'weighted',dsets.weighted_dataloaders(np.arange(48)+1., **kw)
-    yield 'partial',dsets.partial_dataloaders(32, **kw)
-    yield 'torch',DataLoaders(*[TorchLoader(items(n), bs, shuffle=n==48) for n in (48, 31)])
-    yield 'stream',DataLoaders(DataLoader(Stream(48), bs=bs, n=48), DataLoader(Stream(31), bs=bs, n=31))
-
 class Stream(IterableDataset):
     def __init__(self, n): self.n = n
     def __iter__(self): return iter(items(self.n))
+    def __len__(self): return self.n
 
-def all_kinds(W, rank):
-    res = {}
-    for name,dls in kinds_of_dls(W):
-        if name in ('torch','stream'): res[name] = torch_like(dls)
-        else: res[name] = learn_on(dls)
-    return res
+class MixedDL:
+    "Reads two loaders over the same rows side by side, as the well-known recipe does; it is no DataLoader"
+    n_inp,device,bs = 1,torch.device('cpu'),None
+    def __init__(self, *dls): self.dls,self.dataset,self.bs = dls,dls[0].dataset,dls[0].bs
+    def __len__(self): return len(self.dls[0])
+    def __iter__(self):
+        for parts in zip(*self.dls): yield torch.cat([p[0] for p in parts], 1),parts[0][1]
 
-def torch_like(dls):
+def splits(dl, dealer):
+    "What a user registers: a copy that reads what the dealer deals"
+    return MixedDL(*[reindexed(o, dealer) for o in dl.dls])
+
+def mixed(W):
+    reindexed.register(MixedDL, splits)
+    x,y = data(79)
+    parts = [list(zip(x[:,:3], y)), list(zip(x[:,3:], y))]
+    mk = lambda s: MixedDL(*[TfmdDL(p[s], bs=per_rank(12, W), shuffle=s.start is None, num_workers=0) for p in parts])
+    torch.manual_seed(7)
+    learn = Learner(DataLoaders(mk(slice(48)), mk(slice(48, 79))), plain(), CrossEntropy(), opt_func=SGD, lr=.1, metrics=[accuracy])
+    with ctx(learn, W):
+        learn.fit(2)
+        return history(learn),floats(learn.validate())
+
+def of_loaders(W, rank):
+    torch.set_default_dtype(F64)
+    dsets,bs = Datasets(range(80), [[x_of],[y_of]], splits=[range(48), range(48, 80)]),per_rank(12, W)
+    block = DataBlock(get_x=x_of, get_y=y_of, splitter=lambda o: [range(48), range(48, 80)], item_tfms=Twice)
+    kw = dict(bs=bs, num_workers=0, device='cpu')
+    inside = dsets.dataloaders(after_batch=[Twice()], **kw)
+    return {
+        '`Datasets.dataloaders`, `TfmdDL`, with batch transforms': learn_on(inside, W),
+        '`TfmdDL` with workers': learn_on(dsets.dataloaders(**{**kw, 'num_workers': 2}), W),
+        '`DataBlock`, with item transforms': learn_on(block.dataloaders(range(80), **kw), W),
+        '`WeightedDL` (`weighted_dataloaders`)': learn_on(dsets.weighted_dataloaders(np.arange(48)+1., **kw), W),
+        '`PartialDL` (`partial_dataloaders`)': learn_on(dsets.partial_dataloaders(32, **kw), W),
+        "torch's `DataLoader` in `DataLoaders`": torch_like(DataLoaders(*[TorchLoader(items(n), bs, shuffle=n==48) for n in (48, 31)]), W),
+        'an iterable data set': torch_like(DataLoaders(DataLoader(Stream(48), bs=bs, n=48), DataLoader(Stream(31), bs=bs, n=31)), W),
+        "an iterable data set in torch's `DataLoader`": torch_like(DataLoaders(*[TorchLoader(Stream(n), bs) for n in (48, 31)]), W),
+        "a mixed loader of one's own (fastai 2.8 has no `MixedDL`), registered in one line": mixed(W),
+        '`one_batch`, `test_dl`, `show_batch`, `len` inside the context': looks(inside, W)}
+
+def torch_like(dls, W):
     torch.manual_seed(7)
     learn = Learner(dls, plain(), CrossEntropy(), opt_func=SGD, lr=.1, metrics=[accuracy])
-    with quiet(learn), learn.distrib_ctx(seed=3):
+    with ctx(learn, W):
         learn.fit(2)
-        return history(learn),learn.get_preds(dl=learn.dls.valid),floats(learn.validate())
+        return history(learn),learn.get_preds(dl=learn.dls.valid, reorder=False),floats(learn.validate())
+
+def looks(dls, W):
+    "What a script may ask of the loaders; a batch is this rank's"
+    learn = Learner(dls, plain(), CrossEntropy())
+    with ctx(learn, W):
+        x,_ = learn.dls.valid.one_batch()
+        test = learn.dls.test_dl(range(7))
+        assert len(x)==per_rank(12, W) and [len(o) for o in (learn.dls.train_ds,learn.dls.valid_ds,test.dataset)]==[48,32,7]
+        whole = [b[0] for b in test]
+        learn.dls.show_batch(max_n=2, show=False)
+        rows = gather_rows(x) if W else [x]
+        return len(learn.dls.train),len(learn.dls.valid),torch.cat(whole),torch.stack(rows, 1).flatten(0, 1)
 
 def test_learners_on_every_kind_of_loader():
-    want = same(all_kinds, tol=1e-6)
-    assert len(want)==6
+    want = of_loaders(0, 0)
+    for W in (1,2,3):
+        for got in [of_loaders(1, 0)] if W==1 else run_ranks(on_ranks, W, of_loaders):
+            for k in want: close(got[k], want[k], 1e-6 if W>1 else 0, k)
+        for k in want: shows(f'4 {k}', W, 1e-6 if W>1 else 0)
+
+def test_a_loader_that_nothing_is_known_of_is_an_error():
+    class Own:
+        def __iter__(self): yield from [1]
+    with pytest.raises(ValueError, match='Own cannot be split.*register'): ShareDL.from_dl(Own(), 0, 2)
 
 class Bag(nn.Module):
-    "Padding does not matter to it"
+    "Padding matters to it"
     def __init__(self):
         super().__init__()
-        self.emb,self.out = nn.Embedding(20, 6, padding_idx=1),nn.Linear(6, 3)
-    def forward(self, x): return self.out(self.emb(x).sum(1))
+        self.emb,self.out = nn.Embedding(20, 6),nn.Linear(6, 3)
+    def forward(self, x): return self.out(self.emb(x).mean(1))
 
 def sentences(n, seed):
     g = torch.Generator().manual_seed(seed)
@@ -165,18 +216,15 @@ def length(o): return len(o[0])
 
 def sorted_texts(W, rank):
     torch.set_default_dtype(F64)
-    dls = DataLoaders.from_dsets(sentences(64, 0), sentences(29, 1), bs=8//W, dl_type=SortedDL, sort_func=length, before_batch=Pad_Input(),
-                                 num_workers=0)
+    dls = DataLoaders.from_dsets(sentences(60, 0), sentences(29, 1), bs=per_rank(12, W), dl_type=SortedDL, sort_func=length,
+                                 before_batch=Pad_Input(), num_workers=0)
     torch.manual_seed(7)
     learn = Learner(dls, Bag(), CrossEntropy(), opt_func=SGD, lr=.1, metrics=[accuracy])
-    with quiet(learn), learn.distrib_ctx(seed=3):
+    with ctx(learn, W):
         learn.fit(2)
         inputs = learn.get_preds(with_input=True)[0]
-        return history(learn),learn.get_preds(with_loss=True),[o[o!=1].tolist() for o in inputs],learn.get_preds(ds_idx=0)
-
-def test_sorted_texts():
-    got = same(sorted_texts, W=(2,4), tol=1e-6)
-    assert got[2]==[o[0].tolist() for o in sentences(29, 1)]
+        padded,inputs = [o.tolist() for o in inputs],[o[o!=1].tolist() for o in inputs]
+        return history(learn),learn.get_preds(with_loss=True),inputs,padded,learn.get_preds(ds_idx=0)
 
 class Recurrent(nn.Module):
     "Carries its state from batch to batch"
@@ -194,19 +242,16 @@ class SeqCrossEntropy(CrossEntropy):
 def seq_accuracy(pred, targ): return (pred.argmax(-1)==targ).double().mean()
 
 def language_model(W, rank):
-    from fastai.callback.rnn import ModelResetter
-    from fastai.metrics import Perplexity
     torch.set_default_dtype(F64)
     texts = [o for o,_ in sentences(60, 0)],[o for o,_ in sentences(40, 1)]
-    dls = DataLoaders(*[LMDataLoader(t, lens=[len(o) for o in t], bs=8//W, seq_len=5, shuffle=i==0) for i,t in enumerate(texts)])
+    bs = per_rank(12, W)
+    dls = DataLoaders(*[LMDataLoader(t, lens=[len(o) for o in t], bs=bs, seq_len=5, shuffle=i==0) for i,t in enumerate(texts)])
     torch.manual_seed(7)
     learn = Learner(dls, Recurrent(), SeqCrossEntropy(), opt_func=SGD, lr=.1, metrics=[seq_accuracy,Perplexity()], cbs=ModelResetter)
-    with quiet(learn), learn.distrib_ctx(seed=3):
+    with ctx(learn, W):
         learn.fit(2)
         preds,targs = learn.get_preds(act=lambda o: o) # their last ones are shorter, so that they are a list
         return history(learn),[list(o) for o in (preds,targs)]
-
-def test_language_model(): same(language_model, W=(2,4), tol=1e-6)
 
 def table(n, seed):
     g = np.random.RandomState(seed)
@@ -217,14 +262,24 @@ def table(n, seed):
 
 def tabular(W, rank):
     random.seed(0), np.random.seed(0), torch.manual_seed(7), torch.set_default_dtype(torch.float32)
-    to = TabularPandas(table(90, 1), [Categorify,FillMissing,Normalize], cat_names=['kind'], cont_names=['a','b'], y_names='y',
-                       y_block=CategoryBlock(), splits=(list(range(64)),list(range(64, 90))))
-    dls = to.dataloaders(bs=16//W, device='cpu')
+    to = TabularPandas(table(86, 1), [Categorify,FillMissing,Normalize], cat_names=['kind'], cont_names=['a','b'], y_names='y',
+                       y_block=CategoryBlock(), splits=(list(range(60)),list(range(60, 86))))
+    dls = to.dataloaders(bs=per_rank(12, W), device='cpu')
     learn = tabular_learner(dls, layers=[8], opt_func=SGD, lr=.01, metrics=accuracy)
-    with quiet(learn), learn.distrib_ctx(seed=3):
+    with ctx(learn, W):
         learn.fit(2)
+        res = history(learn)
         test = learn.get_preds(dl=learn.dls.test_dl(table(13, 2)))[0]
         row = learn.predict(table(13, 2).iloc[0])
-        return history(learn),learn.get_preds(),test,row[1:]
+        interp = ClassificationInterpretation.from_learner(learn)
+        learn.show_results(max_n=2)
+        return res,learn.get_preds(),test,row[1:],interp.confusion_matrix().tolist(),interp.top_losses(3)[0]
 
-def test_tabular(): same(tabular, tol=1e-5)
+def of_sequences(W, rank): return dict(sorted=sorted_texts(W, rank), lm=language_model(W, rank), tabular=tabular(W, rank))
+
+def test_texts_and_tables():
+    want = same(of_sequences, W=(1,2,3,4), lines=dict(
+        sorted=('4 `SortedDL`: texts, their padding', 1e-6), lm=('4 `LMDataLoader`: streams go on, also through `ModelResetter`', 1e-6),
+        tabular=('7 `tabular_learner`: `TabDataLoader`, `TabularPandas`, `predict`, `test_dl`, `show_results`, '
+                 '`ClassificationInterpretation` (float32)', 1e-5)))
+    assert want['sorted'][2]==[o[0].tolist() for o in sentences(29, 1)]

@@ -1,5 +1,5 @@
 "Every metric of fastai's, a user's own, and every option of get_preds: what ranks report is what one process reports"
-import warnings
+import re, warnings
 import pytest
 pytest.importorskip('fastai')
 import torch
@@ -9,10 +9,12 @@ from fastai.learner import AvgMetric, Learner, Metric, ValueMetric
 from fastai.optimizer import SGD
 from torch import nn
 from torch.nn import functional as F
-from test_fastai import accuracy, close, floats, items, make, on_ranks, same, state
+from test_fastai import accuracy, close, ctx, floats, items, make, on_ranks, per_rank, same, state
 from test_fastai_callbacks import quiet
+from learnerdist.env import group_rank
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
+from fastai_lines import shows
 
 warnings.filterwarnings('ignore')
 F64 = torch.float64
@@ -87,15 +89,35 @@ def kinds():
               fm.FBeta(2, average='micro'), fm.Jaccard(**macro), fm.Precision(**macro), fm.Recall(**macro), fm.RocAuc(), fm.Perplexity(),
               fm.MatthewsCorrCoef(), *fm.LossMetrics('part'), Harmonic(), First(), Positive()]
     binary = [fm.APScoreBinary(), fm.BrierScore(), fm.RocAucBinary(), fm.F1Score(), fm.Precision(), fm.Recall(), fm.Jaccard(), fm.FBeta(1)]
-    multi = [fm.accuracy_multi, fm.APScoreMulti(), fm.F1ScoreMulti(), fm.FBetaMulti(2), fm.HammingLossMulti(), fm.JaccardMulti(),
-             fm.PrecisionMulti(), fm.RecallMulti(), fm.RocAucMulti(), First()]
+    multi = [fm.accuracy_multi, fm.APScoreMulti(), fm.BrierScoreMulti(), fm.F1ScoreMulti(), fm.FBetaMulti(2), fm.HammingLossMulti(),
+             fm.JaccardMulti(), fm.PrecisionMulti(), fm.RecallMulti(), fm.RocAucMulti(), First()]
     real = [fm.mse, fm.rmse, fm.mae, fm.msle, fm.exp_rmspe, fm.ExplainedVariance(), fm.R2Score(), fm.PearsonCorrCoef(),
-            fm.SpearmanCorrCoef()]
+            fm.SpearmanCorrCoef(), fm.AccumMetric(fm.optim_metric(over, 'thresh', (.1, .9)), flatten=False)]
     mask = [fm.foreground_acc, fm.Dice(), fm.DiceMulti(), fm.JaccardCoeff(), fm.JaccardCoeffMulti(), First()]
     seq = [fm.CorpusBLEUMetric(vocab_sz=3), fm.accuracy, First()]
     ce,bce = F.cross_entropy,F.binary_cross_entropy_with_logits
     return dict(single=(single, Flat(3), ce), binary=(binary, Flat(2), ce), real=(real, Flat(1), F.mse_loss), multi=(multi, Flat(4), bce),
                 mask=(mask, Flat(2, 2, 3), ce), seq=(seq, Flat(5, 3), seq_loss))
+
+def over(pred, targ, thresh): return ((pred>thresh)==(targ>.5)).double().mean().item()
+
+lines = {
+    'single': '`accuracy`, `error_rate`, `top_k_accuracy`, `BalancedAccuracy`, `CohenKappa`, `F1Score`, `FBeta`, `HammingLoss`, `Jaccard`, '
+              '`Precision`, `Recall`, `RocAuc`, `Perplexity`, `MatthewsCorrCoef`, `LossMetric`, `LossMetrics`; metrics of a user: an '
+              '`AvgMetric` with more state, one that depends on the order, one that is neither mean nor rows',
+    'binary': '`APScoreBinary`, `BrierScore`, `RocAucBinary`; `F1Score`, `Precision`, `Recall`, `Jaccard`, `FBeta` of two classes',
+    'multi': '`accuracy_multi`, `APScoreMulti`, `BrierScoreMulti`, `F1ScoreMulti`, `FBetaMulti`, `HammingLossMulti`, `JaccardMulti`, '
+             '`PrecisionMulti`, `RecallMulti`, `RocAucMulti`',
+    'real': '`mse`, `rmse`, `mae`, `msle`, `exp_rmspe`, `ExplainedVariance`, `R2Score`, `PearsonCorrCoef`, `SpearmanCorrCoef`, '
+            '`optim_metric`',
+    'mask': '`foreground_acc`, `Dice`, `DiceMulti`, `JaccardCoeff`, `JaccardCoeffMulti`',
+    'seq': '`CorpusBLEUMetric`'}
+
+def test_every_metric_of_fastais_is_here():
+    named = {o for line in lines.values() for o in re.findall(r'`(\w+)`', line)} - {'AvgMetric'}
+    besides = {'AccumMetric','skm_to_fastai','perplexity', # what the classes are made of; an instance of `Perplexity`
+               'MatthewsCorrCoefMulti'} # see below
+    assert named==set(fm.__all__)-besides
 
 def top2(p, y): return fm.top_k_accuracy(p, y, k=2)
 
@@ -106,68 +128,89 @@ def measured(W, rank, n_valid, train_metrics):
         torch.manual_seed(3)
         mets,model,loss = kinds()[name]
         dsets = targets(name, 45, 1),targets(name, n_valid, 2)
-        dls = DataLoaders.from_dsets(*dsets, bs=16//W, num_workers=0, drop_last=False, shuffle=(True,False))
+        dls = DataLoaders.from_dsets(*dsets, bs=per_rank(12, W), num_workers=0, drop_last=False, shuffle=(True,False))
         learn = Learner(dls, model.double(), Attr(loss), opt_func=SGD, lr=.1, metrics=mets)
         if train_metrics: learn.recorder.train_metrics = True
-        with quiet(learn), learn.distrib_ctx(seed=3):
-            res[name] = floats(learn.validate())
+        with ctx(learn, W):
+            res[name] = [floats(learn.validate())]
             if train_metrics:
                 learn.fit(1, lr=0.)
-                res[name+' in training'] = dict(zip(learn.recorder.metric_names[1:], floats(learn.recorder.values[-1][:])))
-                res[name+' losses'] = floats(learn.recorder.losses)
+                res[name].append([[*learn.recorder.metric_names[1:]], floats(learn.recorder.values[-1][:]), floats(learn.recorder.losses)])
     return res
 
-@pytest.mark.parametrize('n_valid,train_metrics', [(37,True), (32,False)])
-def test_every_metric(n_valid, train_metrics):
+def every_metric(W, rank): return dict(measured(W, rank, 37, True), even={k: v[0] for k,v in measured(W, rank, 24, False).items()})
+
+def test_every_metric():
     "Also with a row that is read twice in training"
-    want = same(measured, n_valid, train_metrics, W=(2,4), tol=1e-6)
-    assert all(torch.isfinite(torch.tensor(v)).all() for v in want.values() if isinstance(v, list))
+    keyed = {k: f'5 {v}; in training too (`train_metrics`)' for k,v in lines.items()}
+    want = same(every_metric, tol=1e-6, lines=dict(keyed, even='5 `Recorder`, its loss and metrics, when all batches are full'))
+    assert all(torch.isfinite(torch.tensor(v[0])).all() for k,v in want.items() if k!='even')
 
-def few(W, rank, n):
-    learn = make(W, rank, n_valid=n, metrics=[accuracy, First(), Positive()])
-    with quiet(learn), learn.distrib_ctx(seed=3): return floats(learn.validate()),learn.get_preds(with_loss=True)
+def unsupported(W, rank):
+    torch.set_default_dtype(F64)
+    dsets = targets('multi', 45, 1),targets('multi', 37, 2)
+    dls = DataLoaders.from_dsets(*dsets, bs=per_rank(12, W), num_workers=0)
+    learn = Learner(dls, Flat(4), Attr(F.binary_cross_entropy_with_logits), metrics=fm.MatthewsCorrCoefMulti())
+    try:
+        with ctx(learn, W): learn.validate()
+    except Exception as e: return 'multilabel-indicator is not supported' in str(e)
 
-@pytest.mark.parametrize('n', [1, 2, 3])
-def test_ranks_without_a_batch(n): same(few, n, W=(4,), tol=1e-6)
+def test_what_fails_on_one_process_fails_on_all_ranks():
+    assert unsupported(0, 0) and unsupported(1, 0) and all(run_ranks(on_ranks, 3, unsupported))
+    for W in (1,2,3): shows('5 `MatthewsCorrCoefMulti`', W, 'an error, as without a context: scikit-learn refuses several labels')
 
-def valued(W, rank):
-    learn = make(W, rank, metrics=[ValueMetric(lambda: 1.5, 'mine')])
-    with quiet(learn), learn.distrib_ctx(seed=3): return floats(learn.validate())
+def few(W, rank):
+    res = {}
+    for n in (1,2,3):
+        learn = make(W, rank, bs=12, n_valid=n, metrics=[accuracy, First(), Positive(), ValueMetric(lambda: 1.5, 'mine')])
+        with ctx(learn, W): res[n] = floats(learn.validate()),learn.get_preds(with_loss=True)
+    return res
 
-def test_value_metric(): same(valued, tol=1e-6)
+def test_ranks_without_a_batch():
+    same(few, W=(1,2,3,4), tol=1e-6, lines=['5 `ValueMetric`; 1, 2 or 3 samples in all: ranks without a batch'])
 
 # --- predictions ------------------------------------------------------------------------------------------------------------
 
+def in_files(folder): return {o.name: torch.load(o, weights_only=False) for o in sorted(folder.iterdir(), key=lambda o: int(o.name))}
+
+def saved(learn, folder):
+    "The files of `save_preds` and `save_targs`"
+    if group_rank()==0:
+        for o in ('preds','targs','only'): (folder/o).mkdir(parents=True)
+    distrib_barrier()
+    res = learn.get_preds(save_preds=folder/'preds', save_targs=folder/'targs'),learn.get_preds(with_preds=False, save_preds=folder/'only')
+    return res,[in_files(folder/o) for o in ('preds','targs','only')]
+
 def options(W, rank, path):
-    learn = make(W, rank, n_valid=37)
+    learn = make(W, rank, n_valid=37, bs=12)
     res = {}
-    with quiet(learn), learn.distrib_ctx(seed=3):
-        kws = dict(plain={}, all=dict(with_input=True, with_loss=True, with_decoded=True), loader=dict(reorder=False),
-                   raw=dict(act=lambda o: o), train=dict(ds_idx=0), no_preds=dict(with_preds=False, with_loss=True),
-                   no_targs=dict(with_targs=False))
+    with ctx(learn, W):
+        kws = {'`get_preds`': {}, '`with_input`, `with_loss`, `with_decoded`': dict(with_input=True, with_loss=True, with_decoded=True),
+               '`reorder=False`': dict(reorder=False), '`act`': dict(act=lambda o: o), '`ds_idx=0`': dict(ds_idx=0),
+               '`with_preds=False`': dict(with_preds=False, with_loss=True), '`with_targs=False`': dict(with_targs=False)}
         for name,kw in kws.items(): res[name] = learn.get_preds(**kw)
-        res['dl'] = learn.get_preds(dl=TfmdDL(items(11, 5), bs=3, num_workers=0))
-        res['shuffled'] = learn.get_preds(dl=TfmdDL(items(11, 5), bs=3, shuffle=True, num_workers=0))[0].sum(0)
-        res['dropping'] = learn.get_preds(dl=TfmdDL(items(11, 5), bs=3, drop_last=True, num_workers=0))
-        with learn: res['inner'] = learn.get_preds(inner=True)
+        res['`dl`, whatever its batch size'] = learn.get_preds(dl=TfmdDL(items(11, 5), bs=3, num_workers=0))
+        res['`dl` with `drop_last`'] = learn.get_preds(dl=TfmdDL(items(11, 5), bs=3, drop_last=True, num_workers=0))
+        if W!=0: # fastai's own takes another order each time
+            res['`dl` with `shuffle`: in order'] = learn.get_preds(dl=TfmdDL(items(11, 5), bs=3, shuffle=True, num_workers=0))
+        with learn: res['`inner=True`'] = learn.get_preds(inner=True)
+        res['`save_preds`, `save_targs`: from rank 0, the files of one process'] = saved(learn, path/str(W))
+        res['`validate`, of either data set and of another loader'] = [floats(learn.validate()),floats(learn.validate(ds_idx=0)),
+            floats(learn.validate(dl=learn.dls.valid.new(bs=5)))]
     return res
 
 def test_get_preds(tmp_path):
-    want = same(options, tmp_path, W=(2,3), tol=1e-6)
-    close(want['plain'][1], [y for _,y in items(37, 2)])
-    close(want['shuffled'], want['dl'][0].sum(0))
-    assert len(want['train'][0])==96
-
-def shuffled(W, rank):
-    learn = make(W, rank)
-    with quiet(learn), learn.distrib_ctx(seed=3):
-        dl = TfmdDL(items(11, 5), bs=3, shuffle=True, num_workers=0)
-        return learn.get_preds(dl=dl),learn.get_preds(dl=learn.dls.train)
-
-def test_a_shuffled_loader_is_put_in_order():
-    for r in run_ranks(on_ranks, 2, shuffled):
-        close(r[0][1], [y for _,y in items(11, 5)])
-        close(r[1][1], [y for _,y in items(96, 1)])
+    want = options(0, 0, tmp_path)
+    shuffled = '`dl` with `shuffle`: in order'
+    want[shuffled] = want['`dl`, whatever its batch size']
+    for W in (1,2,3):
+        for got in [options(1, 0, tmp_path)] if W==1 else run_ranks(on_ranks, W, options, tmp_path):
+            for k in want: close(got[k], want[k], 1e-6 if W>1 or k==shuffled else 0, k)
+        for k in want:
+            line = k if k.startswith(('`get_preds`','`validate`')) else f'`get_preds`: {k}'
+            shows(f'3 {line}', W, 0 if W==1 and k!=shuffled else 1e-6)
+    close(want['`get_preds`'][1], [y for _,y in items(37, 2)])
+    assert len(want['`ds_idx=0`'][0])==96
 
 def on_rank_0_only(W, rank):
     "What needs no other rank may be asked for on one"
