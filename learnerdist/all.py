@@ -3,6 +3,7 @@
 from learnerdist.env import *
 from learnerdist.comms import *
 from learnerdist.shard import *
+from learnerdist.streams import *
 from learnerdist.data import *
 from learnerdist.loader import *
 from learnerdist.callback import *

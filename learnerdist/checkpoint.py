@@ -18,7 +18,7 @@ from .agreement import Agreement
 from .callback import Callback
 from .comms import broadcast_object,distrib_barrier,gather_objects
 from .data import data_len,to_device
-from .distributed import seed_streams
+from .streams import seed_streams
 from .env import group_rank,group_size,is_rank0
 from .learner import fit_flags,get_model
 from .place import PlacedLoader,Streams,deal_rest,place_of,rows_done

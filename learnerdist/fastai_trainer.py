@@ -24,11 +24,12 @@ from .agreement import Agreement,AgreementEnd
 from .callback import Callback,inner_events
 from .comms import all_sum,gather_objects
 from .data import find_bs
-from .distributed import padding_of,seed_streams
+from .distributed import padding_of
 from .env import group_rank,group_size
 from .evaluation import ExactEvaluation
 from .fastai_loaders import ShareDL
 from .loader import DistributedDL,set_epoch
+from .streams import seed_streams
 
 # %% ../nbs/19c_fastai_trainer.ipynb #c005
 @patch

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from .callback import Callback
 from .comms import gather_objects
 from .data import DataLoaders,find_bs,one_batch
-from .distributed import rng_state,set_rng_state
+from .streams import rng_state,set_rng_state
 from .env import group_rank,group_size,process_group
 from .learner import Learner,TrainEvalCallback,defaults,get_model
 from .training import MixedPrecision

@@ -11,7 +11,7 @@ from collections import deque
 
 import torch
 
-from .distributed import rng_state,set_rng_state
+from .streams import rng_state,set_rng_state
 from .loader import reindexed
 
 # %% ../nbs/15c_place.ipynb #c005
