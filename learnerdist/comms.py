@@ -131,6 +131,7 @@ def rank0_first(
         return _rank0_first(partial(func, *args, **kwargs), shared_store())
 
 def _join(stack):
+    if in_group(): return
     try: stack.enter_context(process_group())
     except RuntimeError as e:
         if rank_distrib()==0 or _answers(): raise
