@@ -92,9 +92,8 @@ def complaints(o:Outcome)->list:
     words = {'raise': 'ValueError: a bad batch', 'sys.exit': 'SystemExit: 3', 'os._exit': 'status 3', 'SIGKILL': 'SIGKILL',
              'segfault': 'SIGSEGV', 'hang': 'a rank did not come'}[o.fault]
     if o.phase=='loader worker':
-        words = {'sys.exit': 'DataLoader worker', 'os._exit': 'DataLoader worker', 'SIGKILL': 'Killed',
-                 'segfault': 'Segmentation fault'}.get(o.fault, words)
-        lineless = lineless or o.fault=='sys.exit'
+        words = {'raise': words, 'hang': 'rank 1 was at'}.get(o.fault, 'DataLoader worker')
+        lineless = o.fault!='raise' # the rank knows where it waited for its worker
     res = [] if o.seconds < 15 + (timeout_s if o.fault=='hang' else 0) else [f'{o.seconds:.1f} s']
     if f'rank {rank} ' not in o.said.splitlines()[0] and o.fault!='hang' or f'rank {rank}' not in o.said: res.append(f'no rank {rank}')
     if words not in o.said: res.append(f'no {words!r}')
@@ -102,10 +101,12 @@ def complaints(o:Outcome)->list:
     if not o.status or not o.kept: res.append(f'status {o.status}, kept {o.kept}')
     return res
 
+def telling(l): return re.match(r' *(rank \d|ValueError)', l) or 'faults.py' in l
+
 def table(outcomes):
     rows = ['| phase | fault | seconds | status | what the launcher says |', '|---|---|---|---|---|']
     for o in outcomes:
-        said = '<br>'.join(re.sub(r'/\S*/', '', l).replace('|', '/').strip()[:150] for l in o.said.splitlines() if 'Traceback' not in l)
+        said = '<br>'.join(re.sub(r'/\S*/', '', l).replace('|', '/').strip()[:150] for l in o.said.splitlines() if telling(l))
         rows.append(f'| {o.phase} | `{o.fault}` | {o.seconds:.1f} | {o.status} | {said} |')
     return '\n'.join(rows)
 
