@@ -9,7 +9,7 @@ __all__ = ['distrib_barrier', 'all_sum', 'all_mean', 'gather_objects', 'broadcas
 
 # %% ../nbs/01_comms.ipynb #c002
 import itertools,json,os,tempfile,time,traceback
-from contextlib import ExitStack,contextmanager
+from contextlib import ExitStack,contextmanager,suppress
 from functools import partial
 from pathlib import Path
 
@@ -117,14 +117,14 @@ def wait_key(store, key, timeout_s):
     return store.get(key).decode()
 
 # %% ../nbs/01_comms.ipynb #c018
-_calls = itertools.count()
+_calls,_running = itertools.count(),[]
 _week = 7*24*3600 # A download may outlast the timeout of any collective
 
 def rank0_first(
     func,    # Safe to call again once rank 0 has: it finds what rank 0 left
     *args, **kwargs
 ):
-    "Call `func` on rank 0, then on the others together; each returns its own result, and a failure on rank 0 reaches all"
+    "Call `func` on rank 0, then on the others together; each returns its own result when all are done. A failure on rank 0 reaches all"
     with ExitStack() as stack:
         _join(stack)
         if group_size()<2: return func(*args, **kwargs)
@@ -145,8 +145,18 @@ def _answers():
 def _lost(): return RankError(0, 'lost', 'rank 0 ended before it was done')
 
 def _rank0_first(func, store):
-    key = f'rank0_first/{next(_calls)}'
-    if group_rank(): return _after_rank0(func, store, key)
+    key,nested = f'rank0_first/{next(_calls)}',bool(_running)
+    _running.append(key)
+    try: res = (_after_rank0 if group_rank() else _as_rank0)(func, store, key)
+    finally:
+        _running.pop()
+        with _without_rank0(): store.set(f'{key}/{group_rank()}', 'left')
+    with _without_rank0(): nested or all(wait_key(store, f'{key}/{r}', _week) for r in range(group_size()))
+    return res
+
+def _without_rank0(): return suppress(dist.DistNetworkError) # which kept the store, and has left
+
+def _as_rank0(func, store, key):
     try: res = func()
     except BaseException as e:
         store.set(key, pack_error(e))
