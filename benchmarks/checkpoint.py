@@ -40,6 +40,7 @@ def main():
     for name,kw in dict(plain={}, background=dict(background=True)).items():
         saves,step = measure(20, args.steps, **kw)
         extra = [o-step for o in saves]
-        if rank_distrib()==0: print(f'{name:<11} {mean(extra):.3f} s a save (from {min(extra):.3f} to {max(extra):.3f}); a step {step:.3f} s')
+        said = f'{name:<11} {mean(extra):.3f} s a save (from {min(extra):.3f} to {max(extra):.3f}); a step {step:.3f} s'
+        if rank_distrib()==0: print(said)
 
 if __name__=='__main__': main()

@@ -246,10 +246,10 @@ def _check(self:Checkpoint):
 @patch
 def _load_callbacks(self:Checkpoint):
     cbs,rank = self.learn.cbs,group_rank() if self.world>1 else 0
-    lost = load_states(cbs, self.state['cbs'])
+    lost = load_states(cbs, self.state['cbs'], 'fit_state')
     if lost: warnings.warn(f'{self.source} keeps the state of {", ".join(lost)}, which this fit does not have')
     own = [o['cbs'] for o in self.state['ranks']]
-    load_states(cbs, own[rank] if self.alike else part_of(own, rank))
+    load_states(cbs, own[rank] if self.alike else part_of(own, rank), 'rank_state')
 
 # %% ../nbs/16_checkpoint.ipynb #c019
 @patch

@@ -36,16 +36,17 @@ def states_of(
 # %% ../nbs/15d_states.ipynb #c006
 def load_states(
     cbs,
-    states:dict # As `states_of` gave it
-)->list:        # The names for which there is no callback
+    states:dict, # As `states_of` gave it
+    kind:str     # As it was asked for
+)->list:         # The names for which there is no callback
     "Bring callbacks to where they were"
     keyed = _keyed(cbs)
     for k in states:
-        if k in keyed: _load(keyed[k], to_plain(states[k], k)) # a copy: it may be loaded again
+        if k in keyed: _load(keyed[k], to_plain(states[k], k), kind) # a copy: it may be loaded again
     return [k for k in states if k not in keyed]
 
-def _load(cb, state):
-    if hasattr(type(cb), 'load_state_dict'): return cb.load_state_dict(state)
+def _load(cb, state, kind):
+    if kind=='fit_state' and hasattr(type(cb), 'load_state_dict'): return cb.load_state_dict(state)
     for k,v in state.items():
         old = vars(cb).get(k)
         if isinstance(old, list): old[:] = v # somebody else may have it too

@@ -117,7 +117,7 @@ def stopped(path, whole, ranks, step, training):
     return code,saved,differing(whole, fit(path, every='epoch'))
 
 def test_two_ranks(tmp_path):
-    a,b = run_ranks(on_two_ranks, 2, str(tmp_path))
+    a,b = run_ranks(on_two_ranks, 2, str(tmp_path), timeout_s=400)
     assert a==b
     for kind in ('plain','plain workers','stream accumulate'): assert not any(a.pop(kind).values()), (kind,a)
     assert a=={'stop training': (preempted_status, [('epoch_0000-step_00000002','train')], []),
@@ -128,7 +128,7 @@ def on_three_ranks(path): return resumed_everywhere(Path(path), 'plain', True, [
 
 def test_three_ranks(tmp_path):
     "There DDP's buckets, which it rebuilds after its first step, decide in which order it adds up"
-    for found in run_ranks(on_three_ranks, 3, str(tmp_path)): assert not any(found.values()), found
+    for found in run_ranks(on_three_ranks, 3, str(tmp_path), timeout_s=400): assert not any(found.values()), found
 
 script = """
 import json,os,signal,sys
@@ -144,7 +144,7 @@ if rank_distrib()==0: print(json.dumps([first,res]), flush=True)
 def test_killed_and_started_again_by_the_launcher(tmp_path):
     (tmp_path/'train.py').write_text(script.format(tests=str(Path(__file__).parent), path=str(tmp_path/'a')))
     cmd = [sys.executable, '-m', 'learnerdist.launch', '--nproc', '2', '--max-restarts', '1', str(tmp_path/'train.py')]
-    out = subprocess.run(cmd, capture_output=True, text=True, timeout=300)
+    out = subprocess.run(cmd, capture_output=True, text=True, timeout=400)
     assert out.returncode==0, out.stderr
     first,res = json.loads(out.stdout.splitlines()[-1])
     whole = run_ranks(fit, 2, tmp_path/'whole', 'plain workers', every='epoch')[0]

@@ -71,5 +71,5 @@ def test_alone(one, tmp_path):
 
 def test_two_ranks(tmp_path):
     from learnerdist.testing import run_ranks
-    for found in run_ranks(everywhere, 2, str(tmp_path), True, ['epoch_0000-step_00000002','epoch_0001-step_00000004']):
+    for found in run_ranks(everywhere, 2, str(tmp_path), True, ['epoch_0000-step_00000002','epoch_0001-step_00000004'], timeout_s=400):
         assert found.pop('status')==75 and not any(found.values()), found
