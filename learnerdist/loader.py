@@ -12,7 +12,7 @@ from itertools import chain, islice
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, SubsetRandomSampler
 from torch.utils.data._utils import worker
 from .data import TfmdDL, changed, data_len, is_shuffled, one_batch
-from .shard import check_rank, deal, draw, epoch_order, mix_seed, share, share_len, shared_rng
+from .shard import check_rank, deal, draw, mix_seed, share_chunks, share_len, shared_rng
 
 # %% ../nbs/04_loader.ipynb #c005
 def _chain(o):
@@ -47,11 +47,9 @@ class _Order(_Dealt):
     "A rank's share of all samples, as they stand or shuffled"
     def __init__(self, dealer, source, shuffle): self.dealer,self.source,self.shuffle = dealer,source,shuffle
     def __iter__(self):
-        for chunk in self.tensor().split(1<<16): yield from chunk.tolist()
-    def tensor(self):
-        d,n = self.dealer,len(self.source)
-        order = epoch_order(n, d.epoch, d.seed, True) if self.shuffle else range(n)
-        return share(order[d.start:], d.rank, d.world_size, d.pad, base=range(n))
+        d = self.dealer
+        chunks = share_chunks(len(self.source), d.rank, d.world_size, d.pad, self.shuffle, d.epoch, d.seed, d.start)
+        return chain.from_iterable(o.tolist() for o in chunks)
 
 # %% ../nbs/04_loader.ipynb #c010
 class Dealer:

@@ -1,7 +1,9 @@
 "The arithmetic of all ranks, in one process"
-from itertools import product
+from itertools import islice,product
 import numpy as np, pytest, torch
-from learnerdist.shard import batch_count, check_rank, deal, epoch_order, mix_seed, share, share_len, undeal
+from learnerdist import shard
+from learnerdist.shard import (batch_count, check_rank, deal, epoch_order, mix_seed, permuted, share, share_chunks, share_len,
+                               undeal)
 
 SIZES = list(product(range(0, 41), range(1, 8)))
 
@@ -86,3 +88,63 @@ def test_mix_seed_low_bits_are_even():
 def test_mix_seed_takes_any_integers(ints):
     assert 0 <= mix_seed(*ints) < 2**63
     assert mix_seed(*ints) != mix_seed(*ints, 0)
+
+# --- orders too large to hold ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('n', [1, 2, 3, 10, 255, 256, 257, 4097, 99_999])
+def test_permuted_is_a_permutation(n):
+    orders = [permuted(torch.arange(n), n, s, 0) for s in range(3)]
+    assert all(torch.equal(o.sort()[0], torch.arange(n)) for o in orders)
+    if n>9: assert not any(torch.equal(a, b) for a,b in [orders[:2],orders[1:]])
+
+def test_permuted_needs_no_other_place():
+    n = 3*10**6
+    places = torch.randint(n, (40, 50))
+    assert torch.equal(permuted(places, n, 7), permuted(torch.arange(n), n, 7)[places])
+
+@pytest.mark.parametrize('n', [2**31-1, 2**40+1, 10**18//2])
+def test_permuted_of_huge_n_stays_in_range(n):
+    got = permuted(torch.arange(n-10_000, n), n, 1)
+    assert got.min()>=0 and got.max()<n and len(got.unique())==10_000
+
+def z_score(counts, expected):
+    "How many standard deviations a chi-square statistic is from its mean"
+    return ((counts-expected)**2/expected).sum().sub(counts.numel()-1).div((2*(counts.numel()-1))**.5).item()
+
+def test_permuted_is_uniform():
+    "Over 400 seeds: where a place goes, how far apart two neighbours go, and which comes first; randperm has the same scores"
+    n,bins = 2**20,64
+    i = torch.cat([torch.arange(4096), torch.arange(n-4096, n)])
+    got = torch.stack([permuted(i, n, s) for s in range(400)])
+    cells = torch.bincount((got//(n//bins)*bins+torch.arange(len(i))//(len(i)//bins)).flatten(), minlength=bins*bins).double()
+    gaps = torch.bincount(((got[:,1:]-got[:,:-1])%n//(n//4096)).flatten(), minlength=4096).double()
+    assert abs(z_score(cells, cells.sum()/bins**2))<5 and abs(z_score(gaps, gaps.sum()/4096))<5
+    rises = (got[:,1:]>got[:,:-1]).double().mean()
+    assert abs(rises-.5)<5*(1/12/got.numel())**.5
+
+def test_few_rounds_would_not_be_uniform(monkeypatch):
+    "The test above sees the difference"
+    monkeypatch.setattr(shard, '_scramble', lambda x, key: x*(key|1) & (1<<30)-1)
+    with pytest.raises(AssertionError): test_permuted_is_uniform()
+
+@pytest.mark.parametrize('shuffle', [True, False])
+def test_chunks_of_a_share(shuffle, monkeypatch):
+    for large in (1, 1<<20):
+        monkeypatch.setattr(shard, 'large', large)
+        for n,W in SIZES[::3]:
+            order = epoch_order(n, 3, 5, shuffle)
+            for r,pad in product(range(W), (True, False)):
+                for start in (0, n//3, n):
+                    chunks = [*share_chunks(n, r, W, pad, shuffle, 3, 5, start, size=3)]
+                    want = share(order[start:], r, W, pad, base=range(n))
+                    assert torch.equal(torch.cat([want[:0], *chunks]), want) and all(len(o)<=3 for o in chunks)
+
+def test_order_of_a_billion_is_computed_by_the_chunk(monkeypatch):
+    seen = []
+    def spy(i, *args):
+        seen.append(i.shape)
+        return permuted(i, *args)
+    monkeypatch.setattr(shard, 'permuted', spy)
+    monkeypatch.setattr(shard, 'epoch_order', None)
+    chunks = list(islice(share_chunks(10**9, 3, 8, shuffle=True), 3))
+    assert seen==[o.shape for o in chunks]==[(1<<15,)]*3 and len(torch.cat(chunks).unique())==3<<15
