@@ -1,103 +1,166 @@
-"""Validation of a classifier, three ways in turns: this package's, exact; fastai's, which gathers every batch; a loop over a bare module
+"""Validation and predictions of a classifier and of a model with large outputs: exact ones of this package, and gathers of every batch
 
-    python benchmarks/evaluation.py --ranks 2"""
-import argparse,os,platform,statistics,time
-from functools import partial
-from pathlib import Path
+    python benchmarks/evaluation.py"""
+from contextlib import ExitStack
 
 import torch
-import torch.distributed as dist
-from learnerdist.all import (DataLoaders,Learner,ProgressCallback,accuracy,all_sum,current_group,default_device,distrib_barrier,
-                             gather_objects,group_size,process_group,to_device)
-from learnerdist.launch import run
+from common import all_close,bars,main,on_ranks,quartiles,ratio_text,ratios,slowest,table,turns
+from learnerdist.all import (DataLoaders,Learner,ProgressCallback,all_sum,default_device,gather_rows,group_rank,group_size,process_group,
+                             to_device,undeal)
+from learnerdist.distributed import DistributedDL
+from step import installed,quiet,theirs
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader,TensorDataset
 
-def mlp(n_out): return nn.Sequential(nn.Flatten(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, n_out))
+def mlp(): return nn.Sequential(nn.Flatten(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+def pixels(): return nn.Conv2d(3, 21, 1)
 
-models = dict(few=partial(mlp, 10), many=partial(mlp, 1000)) # classes
+# Name: model, shape of a sample, of a target, classes, batch size, rounds
+models = dict(classifier=(mlp, (1,16,16), (), 10, 64, 8), segmentation=(pixels, (3,64,64), (64,64), 21, 2, 4))
 
-def get_data(n):
-    g = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(n, 1, 16, 16, generator=g), torch.randint(10, (n,), generator=g))
+def right(pred, y): return (pred.argmax(1)==y).double().mean()
 
-def gathered(t):
-    "The rows of all ranks, for batches that are equally long on all"
-    parts = [torch.empty_like(t) for _ in range(group_size())]
-    dist.all_gather(parts, t.contiguous(), group=current_group())
-    return torch.cat(parts)
+class Task:
+    "What all ways evaluate"
+    def __init__(self, func, shape, targ, n_classes, bs, n_batches):
+        g,n = torch.Generator().manual_seed(1),bs*group_size()*n_batches
+        torch.manual_seed(0)
+        self.bs,self.device,self.model = bs,default_device(),func().to(default_device())
+        self.data = TensorDataset(torch.randn(n, *shape, generator=g), torch.randint(n_classes, (n, *targ), generator=g))
+    def loader(self): return DataLoader(self.data, self.bs)
+    def share(self): return DistributedDL.from_dl(self.loader(), group_rank(), group_size())
 
-def eval_loop(model, dl, gather=False):
-    "Sums of loss and right answers, and the samples: of this rank, or of all ranks where `gather` brings every batch to each"
+def batches(task, dl, model=None):
+    model = task.model if model is None else model
     model.eval()
-    loss,right,n = 0.,0.,0
     with torch.no_grad():
         for b in dl:
-            x,y = to_device(b, default_device())
-            pred = model(x)
-            if gather: pred,y = gathered(pred),gathered(y)
-            loss += cross_entropy(pred, y, reduction='sum').double()
-            right += (pred.argmax(-1)==y).sum()
-            n += len(y)
-    return torch.stack([loss, right.double(), loss.new_tensor(n)])
+            x,y = to_device(b, task.device)
+            yield model(x),y
 
-def means(sums): return (sums[:2]/sums[2]).tolist()
+def means(batches):
+    "Sums of loss and right answers, and the samples"
+    loss,good,n = 0.,0.,0
+    for pred,y in batches:
+        loss += cross_entropy(pred, y).double()*len(y)
+        good += right(pred, y)*len(y)
+        n += len(y)
+    return torch.stack([torch.as_tensor(o, dtype=torch.double).cpu() for o in (loss,good,n)])
 
-def _timed(func):
-    distrib_barrier()
-    if torch.cuda.is_available(): torch.cuda.synchronize()
-    start = time.perf_counter()
-    res = func()
-    if torch.cuda.is_available(): torch.cuda.synchronize()
-    return time.perf_counter()-start,res
+def of_all(sums): return (sums[:2]/sums[2]).tolist()
 
-def measure(name, bs, n_batches, n_rounds):
-    "Seconds of each pass, by way and rank, and the loss and accuracy by each way"
-    torch.manual_seed(0)
-    data = get_data(bs*n_batches*group_size())
-    learn = Learner(DataLoaders(DataLoader(data, bs), DataLoader(data, bs)), models[name](), cross_entropy, metrics=accuracy)
-    learn.remove_cb(ProgressCallback)
-    with learn.distrib_ctx():
-        dl = learn.dls.valid
-        ways = dict(exact=learn.validate, gather=lambda: eval_loop(learn.model, dl, gather=True), bare=lambda: eval_loop(learn.model, dl))
-        rounds = [{k: _timed(f) for k,f in ways.items()} for _ in range(n_rounds+1)][1:] # the first one warms up
-        last = {k: res for k,(_,res) in rounds[-1].items()}
-        numbers = dict(exact=last['exact'], gather=means(last['gather']), bare=means(all_sum(last['bare'])))
-    return dict(numbers=numbers, times=gather_objects({k: [o[k][0] for o in rounds] for k in ways}))
+# --- the ways: each returns a function for validation, and one for predictions; what they return is compared ----------------
 
-def measure_all(names, *args):
-    with process_group(): return {o: measure(o, *args) for o in names}
+def bare(task, stack):
+    dl = task.share()
+    return lambda: means(batches(task, dl)),lambda: torch.cat([p.cpu() for p,_ in batches(task, dl)])
 
-def report(name, n_batches, res):
-    "Print the median pass of each way, by the slowest rank, and the ratios of passes of the same round"
-    slowest = {k: [max(o) for o in zip(*[t[k] for t in res['times']])] for k in res['numbers']}
-    print(f'{name}, ms a batch: '+', '.join(f'{k} {1000*statistics.median(v)/n_batches:.3f}' for k,v in slowest.items()))
-    for other in ('gather','bare'):
-        low,mid,high = statistics.quantiles([a/b for a,b in zip(slowest['exact'], slowest[other])], n=4)
-        print(f'  exact / {other}: median {mid:.3f}, half of the rounds from {low:.3f} to {high:.3f}')
-    diff = max(abs(a-b) for other in ('gather','bare') for a,b in zip(res['numbers']['exact'], res['numbers'][other]))
-    print(f'  loss {res["numbers"]["exact"][0]:.6f}, accuracy {res["numbers"]["exact"][1]:.6f}; largest difference between ways {diff:.1e}')
-    if not diff<1e-6: raise SystemExit(f'{name}: the ways do not agree: {res["numbers"]}')
+def ours(task, stack):
+    dls = DataLoaders(task.loader(), task.loader(), device=task.device)
+    learn = Learner(dls, task.model, cross_entropy, metrics=right).remove_cb(ProgressCallback)
+    stack.enter_context(learn.distrib_ctx())
+    return learn.validate,lambda: learn.get_preds()[0]
 
-def processor():
-    "What the machine computes on"
-    if torch.cuda.is_available(): return torch.cuda.get_device_name()
-    info = Path('/proc/cpuinfo')
-    names = [o.partition(':')[2].strip() for o in info.read_text().splitlines() if o.startswith('model name')] if info.exists() else []
-    return f'{os.cpu_count()} cores of {names[0] if names else platform.machine()}'
+def fastai_learner(task):
+    from fastai.callback.progress import ProgressCallback as FastaiProgress
+    from fastai.data.core import DataLoaders as FastaiLoaders
+    from fastai.data.core import TfmdDL
+    from fastai.learner import Learner as FastaiLearner
+    from fastai.metrics import AvgMetric
+    dl = TfmdDL(task.data, bs=task.bs, num_workers=0, device=task.device)
+    task.model.device = task.device
+    learn = FastaiLearner(FastaiLoaders(dl, dl, device=task.device), task.model, nn.CrossEntropyLoss(), metrics=AvgMetric(right))
+    learn.remove_cb(FastaiProgress)
+    return learn
 
-def main():
-    p = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
-    p.add_argument('--ranks', type=int, default=2)
-    p.add_argument('--batches', type=int, default=500, help='of each rank')
-    p.add_argument('--bs', type=int, default=64)
-    p.add_argument('--rounds', type=int, default=10, help='passes of each way; one more before them is not counted')
-    p.add_argument('--models', nargs='+', choices=[*models], default=[*models])
-    args = p.parse_args()
-    print(f'{processor()}; {args.ranks} ranks, {args.batches} batches of {args.bs} each; Python {platform.python_version()}, '
-          f'torch {torch.__version__}', flush=True)
-    res = run(partial(measure_all, args.models, args.bs, args.batches, args.rounds), nproc=args.ranks)
-    for name in args.models: report(name, args.batches, res[name])
+def fastai_ours(task, stack):
+    theirs()
+    import learnerdist.fastai # noqa: F401
+    learn = fastai_learner(task)
+    stack.enter_context(learn.distrib_ctx())
+    return lambda: [*learn.validate()],lambda: learn.get_preds(act=lambda o: o)[0]
 
-if __name__=='__main__': main()
+def fastai_theirs(task, stack):
+    import fastai.torch_core as core
+    import learnerdist.fastai_trainer as trainer
+    mod,learn = theirs(),fastai_learner(task)
+    learn.add_cb(mod.DistributedTrainer(sync_bn=False))
+    dl = mod.DistributedDL(learn.dls.valid, group_rank(), group_size(), device=task.device)
+    def gathering(func):
+        old,core.maybe_gather = core.maybe_gather,trainer.fastais_gather
+        try: return func()
+        finally: core.maybe_gather = old
+    return lambda: gathering(lambda: [*learn.validate(dl=dl)]),lambda: gathering(lambda: learn.get_preds(dl=dl, reorder=False)[0])
+
+def accelerated(task, stack):
+    from accelerate import Accelerator
+    acc = Accelerator(cpu=not torch.cuda.is_available())
+    dl = acc.prepare(task.loader())
+    def gathered():
+        for o in batches(task, dl): yield acc.gather_for_metrics(o)
+    return lambda: of_all(means(gathered())),lambda: torch.cat([p.cpu() for p,_ in gathered()])
+
+ways = {'bare loop': bare, 'learnerdist': ours, "learnerdist, fastai's Learner": fastai_ours, 'fastai.distributed': fastai_theirs,
+        'Accelerate': accelerated}
+
+# --- the measure ------------------------------------------------------------------------------------------------------------
+
+def into(res, name, func):
+    def way(): res[name] = func()
+    return way
+
+def check_all(name, numbers, preds, task):
+    "Losses, metrics and, of ways that promise their order, predictions are those of one process"
+    want = of_all(means(batches(task, task.loader())))
+    numbers['bare loop'] = of_all(all_sum(numbers['bare loop']))
+    diffs = {k: max(abs(float(a)-b) for a,b in zip(v, want)) for k,v in numbers.items()}
+    all_close(f'{name}: loss and metric', diffs, 2e-5)
+    whole = torch.cat([p.cpu() for p,_ in batches(task, task.loader())])
+    preds['bare loop'] = undeal(gather_rows(preds['bare loop']))
+    all_close(f'{name}: predictions', {k: (v-whole).abs().max().item() for k,v in preds.items() if k!='fastai.distributed'}, 1e-5)
+    return diffs
+
+def measure_model(names, name, spec, n_batches, n_rounds):
+    task,numbers,preds = Task(*spec, n_batches),{},{}
+    with ExitStack() as stack:
+        made = {k: ways[k](task, stack) for k in names}
+        valid = turns({k: into(numbers, k, v) for k,(v,_) in made.items()}, n_rounds)
+        pred = turns({k: into(preds, k, p) for k,(_,p) in made.items()}, n_rounds)
+    return dict(valid=valid, preds=pred, diffs=check_all(name, numbers, preds, task))
+
+def measure_rank(names, n_batches, n_rounds):
+    quiet()
+    with process_group(): return {k: measure_model(names, k, v[:-1], n_batches, n_rounds or v[-1]) for k,v in models.items()}
+
+def measure(quick, W=2):
+    n_batches,names = 50 if quick else 500,[o for o in installed() if o in ways]
+    got = on_ranks(measure_rank, W, ['bare loop', *names], n_batches, 2 if quick else None)
+    return dict(ranks=W, n_batches=n_batches, models={k: dict(diffs=got[0][k]['diffs'], valid=slowest([o[k]['valid'] for o in got]),
+                                                              preds=slowest([o[k]['preds'] for o in got])) for k in models})
+
+def report(res):
+    rows = []
+    for name,o in res['models'].items():
+        for what in ('valid','preds'):
+            rs = ratios(o[what], 'bare loop')
+            for i,(k,v) in enumerate(o[what].items()):
+                title = f"{name}, {dict(valid='validation', preds='predictions')[what]}" if not i else ''
+                rows.append([title, k, f"{1000*quartiles(v)[1]/res['n_batches']:.3f}", ratio_text(rs[k]) if k in rs else '1'])
+    text = table([f"{res['n_batches']} batches, {res['ranks']} ranks", 'way', 'ms a batch', 'ratio to the bare loop: median (quartiles)'], rows)
+    lines = []
+    for name,o in res['models'].items():
+        for what in ('valid','preds'):
+            meds = {k: v[1] for k,v in ratios(o[what], 'bare loop').items()}
+            peers = {k: v for k,v in meds.items() if 'learnerdist' not in k}
+            if not peers: continue
+            best = min(peers, key=peers.get)
+            lines.append(f"- {name}, {what}: the best peer is {best}, at {peers[best]:.2f}; learnerdist is at {meds['learnerdist']:.2f}: "
+                         f"{'ahead' if meds['learnerdist']<peers[best] else '**behind**'}.")
+    return text+'\n\n'+'\n'.join(lines)
+
+def plot(res, path):
+    groups = {f'{k}, {w}': ratios(o[w], 'bare loop') for k,o in res['models'].items() for w in ('valid','preds')}
+    bars(path, groups, 'time over the bare loop', f"Validation and predictions, {res['ranks']} ranks", line=1, log=True)
+
+if __name__=='__main__': main('evaluation', measure, report, plot)

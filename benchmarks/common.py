@@ -1,0 +1,156 @@
+"""What the benchmarks share: the machine, turns, medians and ratios, tables, files"""
+import argparse,importlib,json,os,platform,re,statistics,time
+from datetime import date
+from importlib.metadata import PackageNotFoundError,version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from learnerdist.env import current_group,group_size
+from learnerdist.processes import call_on_ranks,share_of_cores
+
+here = Path(__file__).parent
+packages = 'torch','fastai','accelerate','lightning-fabric'
+
+# --- the machine ------------------------------------------------------------------------------------------------------------
+
+def processor():
+    "What the machine computes on"
+    if torch.cuda.is_available(): return torch.cuda.get_device_name()
+    info = Path('/proc/cpuinfo')
+    names = [o.partition(':')[2].strip() for o in info.read_text().splitlines() if o.startswith('model name')] if info.exists() else []
+    return f'{os.cpu_count()} cores of {names[0] if names else platform.machine()}'
+
+def _version(name):
+    try: return version(name)
+    except PackageNotFoundError: return None
+
+def machine():
+    "Machine, versions, day and load, as they are now"
+    return dict(processor=processor(), system=platform.system(), python=platform.python_version(), date=str(date.today()),
+                load=round(os.getloadavg()[0], 1), versions={o: v for o in packages if (v := _version(o))})
+
+def describe(m):
+    "One line about `machine()`"
+    return f"{m['processor']}, {m['system']}, load {m['load']} at the start; Python {m['python']}, " + \
+           ', '.join(f'{k} {v}' for k,v in m['versions'].items()) + f"; {m['date']}"
+
+def peer(module, package=None):
+    "The module, or None, with a line that says so, where its package is not installed"
+    try: return importlib.import_module(module)
+    except ImportError as e:
+        if e.name!=module.partition('.')[0]: raise
+        print(f'{package or module} is not installed: left out (pip install learnerdist[bench])', flush=True)
+
+# --- ranks ------------------------------------------------------------------------------------------------------------------
+
+def on_ranks(func, world_size, *args, env=None):
+    "What `func(*args)` returned on each of so many processes. One process gets no more threads than one of two, to compare with them"
+    return call_on_ranks(_unlaunched if world_size==1 else func, world_size, (func,*args) if world_size==1 else args,
+                         n_threads=share_of_cores(max(world_size, 2)), env=env)
+
+def _unlaunched(func, *args):
+    "One process is none of a launch: a peer would want to hear of others"
+    for k in ('RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE'): os.environ.pop(k)
+    return func(*args)
+
+def now():
+    "Seconds, once the GPU has done what it was given"
+    if torch.cuda.is_available(): torch.cuda.synchronize()
+    return time.perf_counter()
+
+def together():
+    if group_size()>1: dist.barrier(group=current_group())
+
+def slowest(ranks):
+    "Of lists of seconds by name, one dict for each rank, the slowest rank's at each place"
+    return {k: [max(o) for o in zip(*[r[k] for r in ranks])] for k in ranks[0]}
+
+# --- turns ------------------------------------------------------------------------------------------------------------------
+
+def turns(
+    ways, # By name: called once a round, return the seconds that count; None: the whole call's
+    n_rounds,
+    warm=1 # Rounds before, that do not count
+):
+    "A B C, B C A, …: whatever else the machine does slows all of them. Seconds of each way, by round"
+    times,names = {k: [] for k in ways},list(ways)
+    for i in range(n_rounds+warm):
+        for k in names[i%len(names):]+names[:i%len(names)]:
+            together()
+            start = now()
+            secs = ways[k]()
+            times[k].append(now()-start if secs is None else secs)
+    return {k: v[warm:] for k,v in times.items()}
+
+def quartiles(xs): return statistics.quantiles(xs, n=4, method='inclusive') if len(xs)>1 else list(xs)*3
+
+def ratios(times, base):
+    "Of each way, the quartiles of its ratios to `base` in the same round"
+    return {k: quartiles([a/b for a,b in zip(v, times[base])]) for k,v in times.items() if k!=base}
+
+def ratio_text(q): return f'{q[1]:.3f} ({q[0]:.3f} to {q[2]:.3f})'
+
+def all_close(what, diffs, tol):
+    "Stop where two ways did not compute the same: a figure about something else is worse than none"
+    if not all(o<=tol for o in diffs.values()): raise SystemExit(f'{what}: these do not agree to {tol}: {diffs}')
+
+# --- tables and files -------------------------------------------------------------------------------------------------------
+
+def table(head, rows):
+    "In markdown"
+    return '\n'.join('| '+' | '.join(str(c) for c in o)+' |' for o in [head, ['---']*len(head), *rows])
+
+def verdict(what, value, target, fmt='{:.3f}'):
+    "A target, and whether it was met"
+    met = value<=target
+    return f"- {what}: at most {fmt.format(target)}, seen {fmt.format(value)}: {'met' if met else '**missed**'}."
+
+def bars(path, groups, ylabel, title, line=None, log=False):
+    "A bar for each way in each group: (low, middle, high) by way, by group"
+    plt = peer('matplotlib.pyplot', 'matplotlib')
+    if plt is None: return
+    ways = list(dict.fromkeys(k for o in groups.values() for k in o))
+    fig,ax = plt.subplots(figsize=(1.2+1.6*len(groups)+.25*len(ways)*len(groups), 3.6))
+    for i,way in enumerate(ways):
+        at = [(j,o[way]) for j,o in enumerate(groups.values()) if way in o]
+        mids = [q[1] for _,q in at]
+        err = [[q[1]-q[0] for _,q in at], [q[2]-q[1] for _,q in at]]
+        ax.bar([j+(i-(len(ways)-1)/2)*.8/len(ways) for j,_ in at], mids, .75/len(ways), yerr=err, label=way, capsize=2)
+    if line is not None: ax.axhline(line, color='black', lw=.8, ls=':')
+    if log: ax.set_yscale('log')
+    ax.set(xticks=range(len(groups)), xticklabels=list(groups), ylabel=ylabel, title=title)
+    save_plot(fig, ax, path)
+
+def save_plot(fig, ax, path):
+    ax.legend(fontsize=7)
+    fig.tight_layout()
+    fig.savefig(path, dpi=110)
+
+def into_readme(name, text, file=here/'README.md'):
+    "Put `text` between the markers of `name`"
+    old = file.read_text()
+    new,n = re.subn(rf'(<!-- {name} -->\n).*?(<!-- end -->)', lambda m: m[1]+text+'\n'+m[2], old, flags=re.S)
+    if n!=1: raise ValueError(f'{file}: {n} places for {name!r}, instead of one')
+    file.write_text(new)
+
+def main(name, measure, report, plot, args=None):
+    "Measure, print the report, and keep figures, plot and README; `--quick` only prints"
+    p = argparse.ArgumentParser(description=f'The benchmark of {name}')
+    p.add_argument('--quick', action='store_true', help='few rounds, nothing is kept: does it run?')
+    p.add_argument('--report', action='store_true', help='measure nothing: report, plot and README from the figures kept')
+    p.add_argument('--out', type=Path, default=here/'results', help='folder of figures and plots')
+    args = p.parse_args(args)
+    file = args.out/f'{name}.json'
+    if not args.report:
+        start,res = time.time(),dict(machine=machine())
+        res.update(measure(args.quick))
+        res['seconds'] = round(time.time()-start)
+    else: res = json.loads(file.read_text())
+    text = f"{describe(res['machine'])}; {res['seconds']} s.\n\n{report(res)}"
+    print(text, flush=True)
+    if args.quick: return
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not args.report: file.write_text(json.dumps(res, indent=1)+'\n')
+    plot(res, args.out/f'{name}.png')
+    if args.out==here/'results': into_readme(name, text)
