@@ -44,10 +44,10 @@ def peer(module, package=None):
 
 # --- ranks ------------------------------------------------------------------------------------------------------------------
 
-def on_ranks(func, world_size, *args, env=None):
+def on_ranks(func, world_size, *args, n_threads=None, launched=False):
     "What `func(*args)` returned on each of so many processes. One process gets no more threads than one of two, to compare with them"
-    return call_on_ranks(_unlaunched if world_size==1 else func, world_size, (func,*args) if world_size==1 else args,
-                         n_threads=share_of_cores(max(world_size, 2)), env=env)
+    call = (func,args) if launched or world_size>1 else (_unlaunched,(func,*args))
+    return call_on_ranks(call[0], world_size, call[1], n_threads=n_threads or share_of_cores(max(world_size, 2)))
 
 def _unlaunched(func, *args):
     "One process is none of a launch: a peer would want to hear of others"
@@ -134,14 +134,14 @@ def into_readme(name, text, file=here/'README.md'):
     if n!=1: raise ValueError(f'{file}: {n} places for {name!r}, instead of one')
     file.write_text(new)
 
-def main(name, measure, report, plot, args=None):
+def main(name, measure, report, plot, kept_as=None):
     "Measure, print the report, and keep figures, plot and README; `--quick` only prints"
     p = argparse.ArgumentParser(description=f'The benchmark of {name}')
     p.add_argument('--quick', action='store_true', help='few rounds, nothing is kept: does it run?')
     p.add_argument('--report', action='store_true', help='measure nothing: report, plot and README from the figures kept')
     p.add_argument('--out', type=Path, default=here/'results', help='folder of figures and plots')
-    args = p.parse_args(args)
-    file = args.out/f'{name}.json'
+    args = p.parse_args()
+    file = args.out/f'{kept_as or name}.json'
     if not args.report:
         start,res = time.time(),dict(machine=machine())
         res.update(measure(args.quick))
@@ -152,5 +152,5 @@ def main(name, measure, report, plot, args=None):
     if args.quick: return
     args.out.mkdir(parents=True, exist_ok=True)
     if not args.report: file.write_text(json.dumps(res, indent=1)+'\n')
-    plot(res, args.out/f'{name}.png')
+    plot(res, file.with_suffix('.png'))
     if args.out==here/'results': into_readme(name, text)

@@ -8,7 +8,7 @@ from common import all_close,bars,main,on_ranks,quartiles,ratio_text,ratios,slow
 from learnerdist.all import (DataLoaders,Learner,ProgressCallback,all_sum,default_device,gather_rows,group_rank,group_size,process_group,
                              to_device,undeal)
 from learnerdist.distributed import DistributedDL
-from step import installed,quiet,theirs
+from step_time import installed,quiet,theirs
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader,TensorDataset
@@ -147,7 +147,8 @@ def report(res):
             for i,(k,v) in enumerate(o[what].items()):
                 title = f"{name}, {dict(valid='validation', preds='predictions')[what]}" if not i else ''
                 rows.append([title, k, f"{1000*quartiles(v)[1]/res['n_batches']:.3f}", ratio_text(rs[k]) if k in rs else '1'])
-    text = table([f"{res['n_batches']} batches, {res['ranks']} ranks", 'way', 'ms a batch', 'ratio to the bare loop: median (quartiles)'], rows)
+    head = f"{res['n_batches']} batches, {res['ranks']} ranks"
+    text = table([head, 'way', 'ms a batch', 'ratio to the bare loop: median (quartiles)'], rows)
     lines = []
     for name,o in res['models'].items():
         for what in ('valid','preds'):

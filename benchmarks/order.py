@@ -27,13 +27,15 @@ def child(way, n, rank):
     it = globals()[way](n, rank)
     next(it)
     first = time.perf_counter()-start
-    (count,_), = deque(enumerate(it, 2), maxlen=1) # reads all, keeps the last
-    return dict(first=first, seconds=time.perf_counter()-start, count=count, mib=max(_peak()-base, 0))
+    deque(it, maxlen=0)
+    res = dict(first=first, seconds=time.perf_counter()-start, mib=max(_peak()-base, 0))
+    (count,_), = deque(enumerate(globals()[way](n, rank), 1), maxlen=1) # once more, to count them
+    return dict(res, count=count)
 
 def _peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/(2**20 if sys.platform=='darwin' else 2**10)
 
 def fresh(way, n, rank=3):
-    got = subprocess.run([sys.executable, __file__, '--child', way, str(n), str(rank)], capture_output=True, text=True, check=True, env=os.environ)
+    got = subprocess.run([sys.executable, __file__, '--child', way, str(n), str(rank)], capture_output=True, text=True, check=True)
     return json.loads(got.stdout.splitlines()[-1])
 
 def fits(n):
@@ -59,15 +61,16 @@ def report(res):
     rows = []
     for n,o in res['sizes'].items():
         for k,name in dict(ours='learnerdist', torchs='DistributedSampler').items():
-            if k in o: rows.append([f'{int(n):.0e}', name, *(f'{_mid(o[k], c):.3f}' for c in ('first','seconds')), f"{_mid(o[k], 'mib'):.1f}"])
+            if k not in o: continue
+            rows.append([f'{int(n):.0e}', name, *(f'{_mid(o[k], c):.3f}' for c in ('first','seconds')), f'{_mid(o[k], "mib"):.1f}'])
         if 'torchs' in o: rows[-2] += [f"{_mid(o['torchs'], c)/_mid(o['ours'], c):.1f}" for c in ('first','seconds')]
     text = table(['n','way','s to the first index','s for the share','peak MiB','times sooner at the first','times faster'],
                  [r+['']*(7-len(r)) for r in rows])
     at = res['sizes']['10000000']
     own = {n: _mid(o['ours'], 'mib') for n,o in res['sizes'].items()}
     grown = max(own.values())-own['1000000']
-    lines = [verdict('n = 1e7, time of the share over DistributedSampler\'s', _mid(at['ours'], 'seconds')/_mid(at['torchs'], 'seconds'), .1),
-             verdict('n = 1e7, memory over DistributedSampler\'s', _mid(at['ours'], 'mib')/_mid(at['torchs'], 'mib'), .1),
+    lines = [verdict("n = 1e7, time of the share over DistributedSampler's", _mid(at['ours'], 'seconds')/_mid(at['torchs'], 'seconds'), .1),
+             verdict("n = 1e7, memory over DistributedSampler's", _mid(at['ours'], 'mib')/_mid(at['torchs'], 'mib'), .1),
              verdict(f'MiB that the share of the largest n takes beyond that of 1e6 ({own["1000000"]:.1f})', grown, 4, '{:.1f}')]
     return text+'\n\n'+'\n'.join(lines)
 

@@ -146,10 +146,10 @@ def _(dl:DataLoader):
 # %% ../nbs/14_evaluation.ipynb #c018
 class ExactEvaluation(Callback):
     "In a validation loop over shares, make metrics and predictions what one process has, once, at its end"
-    order,run_train,loop_state = -999,False,('keys','seen','replay','n')
+    order,run_train,loop_state = -999,False,('keys','seen','replay','n','replays')
 
     def before_validate(self):
-        self.keys,self.seen,self.replay = [],0,[]
+        self.keys,self.seen,self.replay,self.replays = [],0,[],None
         self.learn.dl = exact_share(self.dl)
 
     def before_batch(self): self.n = batch_rows(self.learn)
@@ -157,7 +157,8 @@ class ExactEvaluation(Callback):
     def after_batch(self):
         if has_result(self.learn) and is_share(self.dl):
             self.keys.append(spread(self._keys(), batch_rows(self.learn)))
-            if self._having(Replay): self._remember()
+            if self.replays is None: self.replays = bool(self._having(Replay)) # once a loop: it asks for every metric's kind
+            if self.replays: self._remember()
         self.seen += self.n
 
     def _keys(self):
@@ -232,7 +233,9 @@ def reduce_rows(
         parts = getattr(red.obj, k)
         ns = [_n_rows(o) for o in parts]
         own = [spread(*o) for o in zip(keys, ns)] if len(ns)==len(keys) else [spread(cat_keys(keys), sum(ns))]
-        res = gather_all(cat_rows(parts), cat_keys(own), dst)
+        rows = cat_rows(parts)
+        parts.clear() # before as much again is made
+        res = gather_all(rows, cat_keys(own), dst)
         setattr(red.obj, k, [] if res is None else [res])
 
 def _n_rows(rows): return next((len(o) for o in tree_leaves(rows)), 0)

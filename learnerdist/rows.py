@@ -8,14 +8,16 @@ __all__ = ['RowList', 'to_rows', 'row_kinds', 'columns', 'listed', 'cat_rows', '
 
 # %% ../nbs/13c_rows.ipynb #c002
 import pickle,torch
+import torch.distributed as dist
 from collections.abc import Mapping
 from functools import partial
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence,unpack_sequence
 from torch.utils._pytree import tree_flatten,tree_leaves,tree_map,tree_unflatten
 
-from .comms import gather_objects,gather_rows
+from .comms import _carried,gather_objects,gather_rows
 from .data import to_cpu,to_detach
+from .env import current_group,group_rank
 
 # %% ../nbs/13c_rows.ipynb #c005
 class RowList(list): "Rows that do not fit one tensor; a leaf, where a plain list is a structure"
@@ -131,25 +133,53 @@ def gather_all(
     "Put the rows of all ranks in order"
     metas = [o for o in gather_objects(None if rows is None else _meta(rows)) if o is not None]
     if not metas: return None
-    order = torch.cat(gather_rows(keys)).argsort(stable=True)
+    parts = gather_rows(keys)
+    order,lens = torch.cat(parts).argsort(stable=True),[len(o) for o in parts]
     kinds,specs = zip(*metas)
-    if any(o!=specs[0] for o in specs): res = cat_rows(_gather_pickled(rows, dst))
-    else: res = _gather_leaves(rows, zip(*kinds), specs[0], dst)
+    if all(o==specs[0] for o in specs): return _gather_leaves(rows, list(zip(*kinds)), specs[0], order, lens, dst)
+    res = cat_rows(_gather_pickled(rows, dst))
     return None if res is None else take_rows(res, order)
 
-def _gather_leaves(rows, kinds, spec, dst):
-    leaves,kinds = None if rows is None else tree_leaves(rows),list(kinds)
-    cols = [_gather_leaf(None if leaves is None else leaves[i], o, dst) for i,o in enumerate(kinds)]
-    return None if None in cols else tree_unflatten([_cat_leaf(o) for o in cols], spec)
+def _gather_leaves(rows, kinds, spec, order, lens, dst):
+    leaves = [None]*len(kinds) if rows is None else tree_leaves(rows)
+    cols = [_gather_leaf(*o, order, lens, dst) for o in zip(leaves, kinds)]
+    return None if any(o is None for o in cols) else tree_unflatten(cols, spec)
 
 _not_carried = torch.int16,torch.uint16,torch.uint32,torch.uint64 # gloo knows no such numbers
 
-def _gather_leaf(o, kinds, dst):
-    if None in kinds or len(set(kinds))>1 or kinds[0][1] in _not_carried: return _gather_pickled(o, dst)
+def _gather_leaf(o, kinds, order, lens, dst):
+    if None in kinds or len(set(kinds))>1 or kinds[0][1] in _not_carried:
+        parts = _gather_pickled(o, dst)
+        return None if parts is None else take_rows(_cat_leaf(parts), order)
     shape,dtype = kinds[0]
-    return gather_rows(torch.empty(0, *shape, dtype=dtype) if o is None else o, dst)
+    o = torch.empty(0, *shape, dtype=dtype) if o is None else o
+    res,places = o.new_empty(len(order), *shape) if _wants(dst) else None,order.argsort().split(lens)
+    for i,parts in _pieces(o, lens, dst):
+        for place,p in zip(places, parts): res.index_copy_(0, place[i:i+len(p)], p)
+    return res
 
 # %% ../nbs/13c_rows.ipynb #c018
+_piece = 1<<24 # Bytes that a rank sends at a time
+
+def _wants(dst): return dst in (None,group_rank())
+
+def _pieces(t, lens, dst):
+    "Where a piece starts, and each rank's rows of it, until all `lens` rows of all ranks have been there"
+    if len(lens)==1: return iter([(0,[t])])
+    size = max(1, min(max(lens), _piece//max(t.element_size()*t.shape[1:].numel(), 1)))
+    padded = _carried(t.new_zeros(size, *t.shape[1:]))
+    outs = [torch.empty_like(padded) for _ in lens] if _wants(dst) else None
+    return _exchanged(t, size, padded, outs, lens, dst)
+
+def _exchanged(t, size, padded, outs, lens, dst):
+    for i in range(0, max(lens), size):
+        own = t[i:i+size]
+        padded[:len(own)] = own
+        if dst is None: dist.all_gather(outs, padded, group=current_group())
+        else: dist.gather(padded, outs, group_dst=dst, group=current_group())
+        if outs: yield i,[o[:max(n-i, 0)].to(t.device) for o,n in zip(outs, lens)]
+
+# %% ../nbs/13c_rows.ipynb #c020
 def _gather_pickled(o, dst):
     "Of the ranks that have one; None on a rank that did not ask"
     parts = gather_rows(torch.frombuffer(bytearray(pickle.dumps(o)), dtype=torch.uint8), dst)
@@ -157,7 +187,7 @@ def _gather_pickled(o, dst):
 
 def _unpickled(t): return pickle.loads(t.numpy().tobytes())
 
-# %% ../nbs/13c_rows.ipynb #c020
+# %% ../nbs/13c_rows.ipynb #c022
 def spread(
     keys:Tensor, # (n,) long, of samples
     m:int        # Rows made from them, in order

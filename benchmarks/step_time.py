@@ -1,6 +1,6 @@
 """A training step of every way, on the same model, samples, ranks and processes, in turns
 
-    python benchmarks/step.py"""
+    python benchmarks/step_time.py"""
 import importlib,os
 from contextlib import ExitStack
 from functools import partial
@@ -206,16 +206,15 @@ def measure(quick, ranks=(1, 2), only=None):
     for W in ranks:
         got = on_ranks(measure_rank, W, names, sizes)
         for k in sizes:
-            res[f'{k}, {W} rank{"s"*(W>1)}'] = dict(times=slowest([o[k]['times'] for o in got]),
-                                                   **{d: slowest([{n: [v] for n,v in o[k][d].items()} for o in got]) for d in ('weights','losses')})
-    for k,o in res.items():
-        for d in ('weights','losses'): all_close(f'{k}: {d}', {n: v[0] for n,v in o[d].items()}, 1e-4)
+            case,diffs = f'{k}, {W} rank{"s"*(W>1)}',{d: {n: max(o[k][d][n] for o in got) for n in names} for d in ('weights','losses')}
+            for d,v in diffs.items(): all_close(f'{case}: {d}', v, 1e-4)
+            res[case] = dict(diffs, times=slowest([o[k]['times'] for o in got]))
     return dict(cases=res)
 
 def rows_of(case, res):
     times,base = res['times'],'bare DDP'
     rs = ratios(times, base)
-    return [[case if i==0 else '', k, f'{1000*quartiles(v)[1]:.2f}', ratio_text(rs[k]) if k in rs else '1', f"{res['weights'][k][0]:.0e}"]
+    return [[case if i==0 else '', k, f'{1000*quartiles(v)[1]:.2f}', ratio_text(rs[k]) if k in rs else '1', f"{res['weights'][k]:.0e}"]
             for i,(k,v) in enumerate(times.items())]
 
 def report(res):
@@ -233,4 +232,4 @@ def report(res):
 def plot(res, path):
     bars(path, {k: ratios(o['times'], 'bare DDP') for k,o in res['cases'].items()}, 'time over bare DDP', 'A training step', line=1)
 
-if __name__=='__main__': main('step', measure, report, plot)
+if __name__=='__main__': main('step_time', measure, report, plot)

@@ -1,0 +1,212 @@
+"""How a step grows with the ranks: measured on 1, 2 and 4, bytes counted, a model of the step fitted and carried to 1,024
+
+    python benchmarks/growth.py"""
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from common import main,on_ranks,quartiles,save_plot,table,together,turns
+from learnerdist.agreement import Ballot,Tally
+from learnerdist.env import current_group,group_size,process_group
+from learnerdist.processes import share_of_cores
+from learnerdist.shard import share_chunks,share_len
+from step_time import Task,as_way,bare,ours
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+def model(): return nn.Sequential(nn.Flatten(), nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+shape,bs = (1,28,28),128
+worlds = 1,2,4
+far = 8,16,32,64,128,256,512,1024
+
+# --- what a step is made of, each by itself ---------------------------------------------------------------------------------
+
+def per_call(func, n, warm=3):
+    "Seconds of a call: the median of `n`"
+    secs = []
+    for i in range(n+warm):
+        start = time.perf_counter()
+        func()
+        if i>=warm: secs.append(time.perf_counter()-start)
+    return quartiles(secs)[1]
+
+def compute(task):
+    m = task.model()
+    opt,x,y = torch.optim.SGD(m.parameters(), lr=.01, momentum=.9),task.x[:task.bs],task.y[:task.bs]
+    def step():
+        cross_entropy(m(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+    return per_call(step, 20)
+
+def loader(task):
+    from torch.utils.data import DataLoader
+    dl = DataLoader(task.data(), task.bs)
+    return per_call(lambda: [*dl], 3, warm=1)/len(dl)
+
+def vote():
+    "A vote that is read as soon as it is posted"
+    b = Ballot()
+    def call():
+        b.post(more=True)
+        b.read()
+    together()
+    return per_call(call, 500)
+
+def exchange(n_bytes):
+    "An all-reduce of so many bytes"
+    t = torch.zeros(n_bytes//4)
+    together()
+    return per_call(partial(dist.all_reduce, t, group=current_group()), 15)
+
+sizes = 2**10,2**18,2**20,2**22,2**24
+
+def measure_rank(bs, n_steps, n_rounds):
+    with process_group(), ExitStack() as stack:
+        task,losses = Task(model, shape, bs, n_steps),{}
+        ways = {k: as_way(task, f(task, stack)[1], losses, k) for k,f in dict(bare=bare, ours=ours).items()}
+        res = {k: quartiles(v)[1] for k,v in turns(ways, n_rounds).items()}
+        return dict(res, vote=vote(), exchange={str(o): exchange(o) for o in sizes}, **count_bytes(task)) if group_size()>1 else res
+
+# --- bytes ------------------------------------------------------------------------------------------------------------------
+
+def _loopback():
+    "Bytes that have gone through the loopback interface; None where the system does not tell"
+    file = Path('/proc/net/dev')
+    lines = [o.split(':') for o in file.read_text().splitlines() if ':' in o] if file.exists() else []
+    return next((int(v.split()[0]) for k,v in lines if k.strip()=='lo'), None)
+
+def count_bytes(task):
+    "Bytes of gradients that a hook of DDP saw in a step, and what the loopback carried for all ranks, in training by `learnerdist`"
+    from learnerdist.all import Callback,DataLoaders,Learner,ProgressCallback
+    from torch.utils.data import DataLoader
+    seen = []
+    def hook(group, bucket):
+        seen.append(bucket.buffer().nbytes)
+        fut = dist.all_reduce(bucket.buffer().div_(group_size()), group=group, async_op=True).get_future()
+        return fut.then(lambda f: f.value()[0])
+    class Notes(Callback):
+        def before_batch(self):
+            if self.training and self.iter in (0,task.n_steps-1): notes.append(_loopback())
+    notes = []
+    dls = DataLoaders(DataLoader(task.data(), task.bs))
+    learn = Learner(dls, task.model(), cross_entropy, lr=.01, cbs=Notes).remove_cb(ProgressCallback)
+    with learn.distrib_ctx(seed=0, comm_hook=hook), learn.no_logging(): learn.fit(1)
+    wire = None if None in notes else (notes[1]-notes[0])/(task.n_steps-1)
+    return dict(gradient_bytes=sum(seen)/task.n_steps, wire_bytes=wire)
+
+# --- the model of a step ----------------------------------------------------------------------------------------------------
+
+def fit_exchange(times, W):
+    "Seconds for a message, and for a byte, of a ring: 2(W-1) messages one after the other, 2(W-1)/W of the bytes"
+    a = np.array([[2*(W-1), 2*(W-1)/W*int(k)] for k in times])
+    weights = 1/np.array(list(times.values())) # relative errors count
+    (msg,byte),*_ = np.linalg.lstsq(a*weights[:,None], np.array(list(times.values()))*weights, rcond=None)
+    return max(msg, 0.),max(byte, 0.)
+
+def fit_local(alone):
+    "What a step computes and reads: seconds, whatever the batch, and seconds for each sample more"
+    each,fixed = np.polyfit([int(b) for b in alone], list(alone.values()), 1)
+    return max(fixed, 0.),each
+
+def vote_rounds(W): return W-1 # of a ring, each as long as the vote of two ranks: an upper bound
+
+def predict(W, part, batch=bs, cores=None):
+    "Seconds of a step of W ranks; `cores`: that all of them share"
+    busy = max(1, W/cores) if cores else 1
+    local = part['fixed']+part['each']*batch
+    ring = 2*(W-1)*part['message']+2*(W-1)/W*part['gradient_bytes']*part['byte'] if W>1 else 0.
+    res = dict(local=local*busy, exchange=ring*busy, vote=part['vote']*vote_rounds(W)*busy)
+    return dict(res, step=sum(res.values()))
+
+# --- many ranks in one process ----------------------------------------------------------------------------------------------
+
+def simulate(W=1024, n=2**20+5):
+    "The shares of all ranks, put together, and what a vote of them says; seconds of both"
+    start = time.perf_counter()
+    lens,seen = [],torch.zeros(n, dtype=torch.int8)
+    for r in range(W):
+        idxs = torch.cat([*share_chunks(n, r, W, pad=False, shuffle=True, epoch=1, seed=2)])
+        seen[idxs] += 1
+        lens.append(len(idxs))
+    padded = {share_len(n, r, W) for r in range(W)}
+    shares = time.perf_counter()-start
+    if not (seen==1).all() or max(lens)-min(lens)>1 or len(padded)!=1: raise SystemExit('the shares are no partition')
+    told = votes(W, {700: 'epoch', 3: 'train', 1023: 'validate'})
+    if told!=Tally(0, 1, 1, 1, W, W-1) or told.verdict!='epoch': raise SystemExit(f'the votes of {W} ranks say {told}')
+    return dict(ranks=W, n=n, longest=max(lens), shortest=min(lens), padded=padded.pop(), shares_s=shares)
+
+def votes(W, asks):
+    "What the ranks of a vote hear: the sum of their ballots"
+    ballots = [Ballot() for _ in range(W)]
+    for r,b in enumerate(ballots): b.post(asks.get(r), stepped=True, more=r!=9)
+    return Tally(*torch.stack([b.votes for b in ballots]).sum(0).tolist())
+
+# --- report -----------------------------------------------------------------------------------------------------------------
+
+def alone(batches):
+    "By batch size: seconds to compute a step and to read its batch, in one process"
+    return {str(b): compute(task)+loader(task) for b in batches for task in [Task(model, shape, b, 10)]}
+
+def measure(quick):
+    n_steps,n_rounds,res = (6,2,{}) if quick else (20,10,{})
+    for kind in ('weak','strong'):
+        for W in worlds:
+            b = bs if kind=='weak' else bs//W
+            got = on_ranks(measure_rank, W, b, n_steps, n_rounds, n_threads=1)
+            res[f'{kind} {W}'] = dict(got[0], batch=b, **{k: max(o[k] for o in got) for k in ('bare','ours')})
+    own, = on_ranks(alone, 1, [bs, bs//2, bs//4], n_threads=1)
+    return dict(runs=res, alone=own, cores=share_of_cores(1), part=parts(res['weak 2'], own), simulated=simulate())
+
+def parts(two, own):
+    msg,byte = fit_exchange(two['exchange'], 2)
+    fixed,each = fit_local(own)
+    return dict(fixed=fixed, each=each, message=msg, byte=byte, vote=two['vote'], gradient_bytes=two['gradient_bytes'])
+
+def ms(o): return f'{1000*o:.2f}'
+
+def report(res):
+    rows = []
+    for name,o in res['runs'].items():
+        kind,W = name.split()
+        p = predict(int(W), res['part'], o['batch'], res['cores'])
+        rows.append([kind, W, o['batch'], ms(o['bare']), ms(o['ours']), f"{o['ours']/o['bare']:.3f}", ms(p['step']),
+                     f"{p['step']/o['ours']-1:+.0%}"])
+    text = table(['scaling','ranks','batch of a rank','bare DDP, ms','learnerdist, ms','ratio','the model says','off by'], rows)
+    two = res['runs']['weak 2']
+    seen = two['wire_bytes']
+    wire = '' if seen is None else f", {seen:,.0f} seen on the loopback interface (both ranks, and all other traffic)"
+    part = res['part']
+    text += f"\n\nBytes of a step on 2 ranks: {two['gradient_bytes']:,.0f} of gradients{wire}; a vote is 32 bytes.\n" + \
+            f"Parts of the model: compute and loader {ms(part['fixed'])} ms and {1e6*part['each']:.1f} µs a sample, " + \
+            f"vote of 2 ranks {ms(part['vote'])} ms, a message {1e6*part['message']:.0f} µs, {1e-9/max(part['byte'], 1e-15):.2f} GB/s.\n\n"
+    far_rows = [[W, *(ms(p[k]) for k in ('step','local','exchange','vote')), f"{predict(1, part)['step']/p['step']:.0%}"]
+                for W in far for p in [predict(W, part)]]
+    head = ['ranks','predicted step, ms','compute and loader','exchange','vote','efficiency']
+    return text+table(head, far_rows)+'\n\n'+_of_many(res['simulated'])
+
+def _of_many(sim):
+    return f"Simulated in one process: {sim['ranks']:,} ranks share {sim['n']:,} shuffled samples, each exactly once, " + \
+        f"{sim['shortest']:,} or {sim['longest']:,} a rank ({sim['padded']:,} padded), in {sim['shares_s']:.2f} s; " + \
+        "and a vote of theirs, added up, says what was asked."
+
+def plot(res, path):
+    import matplotlib.pyplot as plt
+    fig,axs = plt.subplots(1, 2, figsize=(9, 3.6))
+    for kind in ('weak','strong'):
+        got = {int(k.split()[1]): o['ours'] for k,o in res['runs'].items() if k.startswith(kind)}
+        axs[0].plot(list(got), [1000*v for v in got.values()], 'o-', label=f'{kind}, measured')
+        told = [1000*predict(W, res['part'], bs if kind=='weak' else bs//W, res['cores'])['step'] for W in got]
+        axs[0].plot(list(got), told, 'x:', label=f'{kind}, the model')
+    axs[0].set(xlabel=f"ranks, on {res['cores']} cores", ylabel='ms a step', xticks=list(worlds))
+    axs[0].legend(fontsize=7)
+    part = res['part']
+    for k in ('step','local','exchange','vote'): axs[1].plot(far, [1000*predict(W, part)[k] for W in far], 'o-', label=k)
+    axs[1].set(xscale='log', yscale='log', xlabel='ranks, each with a core of its own', ylabel='ms a step, predicted')
+    save_plot(fig, axs[1], path)
+
+if __name__=='__main__': main('growth', measure, report, plot)
