@@ -219,8 +219,8 @@ def with_next(dl):
     stream = isinstance(getattr(dl, 'dataset', None), IterableDataset) # whose length is what somebody wrote down
     n = None if stream else data_len(dl)
     it = iter(dl)
-    first = getattr(dl, 'first', 0) # batches that this loop has had before
-    if n is not None: yield from ((b,i+1<n) for i,b in enumerate(it, first))
+    had = getattr(dl, 'had', 0) # batches that this loop has had before
+    if n is not None: yield from ((b,i+1<n) for i,b in enumerate(it, had))
     else: yield from _look_ahead(it)
 
 def _look_ahead(it):

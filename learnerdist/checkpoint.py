@@ -283,7 +283,7 @@ def begin_train(self:Checkpoint):
     self.loader = self.learn.dl = dl
     if not at or at['phase']!='train': return
     same = self.alike and at['data']==_data(dl)
-    dl.first,dl.offset = at['iter'],at['offset'] if same else at['iter']
+    dl.had,dl.offset = at['iter'],at['offset'] if same else at['iter']
     if not same: deal_rest(dl, at['done'] if at['data'][0] else None)
     elif at['start']: deal_rest(dl, at['start'])
     if same: dl.again = self.state['ranks'][group_rank() if self.world>1 else 0]['streams']

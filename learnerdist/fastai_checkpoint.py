@@ -76,16 +76,25 @@ def load_state_dict(self:DistributedTrainer, state):
     self.trained,self.begun = True,(n,smooth)
 
 # %% ../nbs/19d_fastai_checkpoint.ipynb #c010
-_fit = Learner.fit
+_fit,_ends = Learner.fit,[] # fastai's own; of each fit that is under way, what its end has to do
 
 @patch
 def fit(self:Learner, *args, resume=False, **kwargs):
     "As fastai's; with `resume`, go on from the newest good checkpoint of the fit's `Checkpoint`"
     with ExitStack() as stack, resumed(self, True) if resume else nullcontext():
-        self.fitting = True
-        self.at_end = lambda learn, cb: stack.callback(_clean_up, learn, cb)
+        _ends.append((self,stack))
         try: return _fit(self, *args, **kwargs)
-        finally: self.fitting = False
+        finally: _ends.pop()
+
+@patch
+def at_end(self:Learner, learn, cb):
+    "Have `cb.cleanup` called however this fit ends"
+    _ends[-1][1].callback(_clean_up, learn, cb)
+
+@patch(as_prop=True)
+def fitting(self:Learner)->bool:
+    "Whether a fit is under way, and not only `get_preds` or `validate`"
+    return any(o is self for o,_ in _ends)
 
 def _clean_up(learn, cb):
     old,cb.learn = cb.learn,learn # fastai takes it away from a callback that it removes

@@ -50,7 +50,7 @@ class Streams:
 # %% ../nbs/15c_place.ipynb #c009
 class PlacedLoader:
     "A training loader that says how it came to where it is, and can be read to there again"
-    offset = first = 0 # Batches of this loop: read before this loader's first one; trained on before its first one is handed out
+    offset = had = 0 # Batches of this loop: read before this loader's first one; trained on before its first one is handed out
     def __init__(self, dl, streams:Streams): self.dl,self.streams,self.begin,self.again = dl,streams,None,None
     def __getattr__(self, k):
         if k.startswith('__') or k=='dl': raise AttributeError(k)
@@ -70,7 +70,7 @@ class PlacedLoader:
         return next(it, _end)
 
     def _replay(self, it):
-        for _ in range(self.first-self.offset): self._read(it)
+        for _ in range(self.had-self.offset): self._read(it)
         ahead = []
         for state in self.again['ahead']:
             self.streams.set(state)

@@ -63,7 +63,9 @@ def rank_calls():
 # 107 and 120 calls alone, 163 and 195 on two ranks. Who needs more says so here, and in benchmarks/README.md what it costs
 @pytest.mark.parametrize('W,step,batch', [(1, 120, 135), (2, 180, 215)])
 def test_python_calls(W, step, batch):
-    for steps,batches in run_ranks(rank_calls, W): assert step/2<steps<=step and batch/2<batches<=batch
+    for steps,batches in run_ranks(rank_calls, W):
+        print(steps, batches)
+        assert step/2<steps<=step and batch/2<batches<=batch
 
 def chunk_bytes(n, n_read):
     "The most that Python and numpy hold while so many indices of a rank's share of `n` are read, none of them kept"
