@@ -29,7 +29,7 @@ class Requests:
 
     def _note(self, num, frame):
         if os.getpid()==self.pid: self.got = num
-        else: # a process that was forked from this one, and looks at no notes
+        elif num==signal.SIGTERM: # a worker of a loader, say, which looks at no notes. Slurm sends the other ones to every process
             signal.signal(num, signal.SIG_DFL)
             os.kill(os.getpid(), num)
 

@@ -3,7 +3,8 @@
     python tools/soak.py --minutes 10 [--nproc 2] [--workers 0] [--seed 0]
 
 A round is a run of 5 epochs with checkpoints every 5 steps. In each attempt a rank drawn at random kills itself (SIGKILL) after a step
-drawn at random, or while rank 0 writes a checkpoint, or asks to end by SIGTERM; the launcher starts all ranks again. Weights, optimizer
+drawn at random, or while rank 0 writes a checkpoint, and the launcher starts all ranks again; or it asks to end by SIGTERM, the launcher
+ends with status 75, and is started again. Weights, optimizer
 state, recorded numbers and the CSV file at the end are compared bit for bit."""
 import argparse,json,os,random,signal,subprocess,sys,tempfile,time
 from pathlib import Path
@@ -16,7 +17,7 @@ def train(path, workers, plans):
     from learnerdist.all import (Callback,Checkpoint,CSVLogger,DataLoaders,Learner,TfmdDL,accuracy,rank_distrib)
     from sklearn.datasets import load_digits
     from torch import nn
-    digits,k = load_digits(),int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
+    digits,k = load_digits(),int(os.environ['SOAK_DONE'])+int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
     how,rank,step = plans[k] if k<len(plans) else (None,None,None)
     items = [*zip(torch.tensor(digits.images, dtype=torch.float32)/16, torch.tensor(digits.target))]
     def shaken(o): return (o[0].roll(random.randint(-1, 1), 0)+.1*torch.randn(8, 8)).flatten(),o[1]
@@ -45,8 +46,12 @@ def train(path, workers, plans):
 def launch(args, path, plans):
     "What came of a run"
     cmd = [sys.executable, '-m', 'learnerdist.launch', '--nproc', str(args.nproc), '--max-restarts', str(len(plans)), __file__]
+    ends,code,done = [k+1 for k,(how,*_) in enumerate(plans) if how=='SIGTERM'],75,0 # after which the launcher ends with status 75
     with open(f'{path}.log', 'w') as log:
-        code = subprocess.run([*cmd, '--train', json.dumps([path,args.workers,plans])], stdout=log, stderr=log).returncode
+        while code==75 and done<=len(plans):
+            args_of_train = ['--train', json.dumps([path,args.workers,plans])]
+            code = subprocess.run([*cmd, *args_of_train], stdout=log, stderr=log, env={**os.environ, 'SOAK_DONE': str(done)}).returncode
+            done = next((k for k in ends if k>done), len(plans)+1)
     file = Path(path)/'result.json'
     return code,file.read_text() if file.exists() else None
 
