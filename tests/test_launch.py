@@ -28,8 +28,9 @@ json.dump(dict(env={k: os.environ.get(k) for k in keys}, argv=sys.argv, path=sys
 # Fails on rank 1, in a function, while rank 0 waits
 failing = '''
 import ctypes,os,signal,sys,threading
-def train(how):
-    if os.environ['RANK'] != '1': threading.Event().wait()
+def train(how, mark=f"{os.path.dirname(sys.argv[0])}.{os.environ['TORCHELASTIC_RESTART_COUNT']}"): # rank 0 has spoken
+    if os.environ['RANK'] != '1': open(mark, 'w').close() or threading.Event().wait()
+    while not os.path.exists(mark): threading.Event().wait(.01)
     if how == 'raise':
         raise ValueError('a bad batch')
     if how == 'crash':
@@ -99,8 +100,8 @@ def test_failing_rank_is_named(tmp_path):
     file = write(tmp_path, failing)
     res = launch('--nproc', 2, file, 'raise', env=dict(TMPDIR=str(tmp_path)))
     assert (res.returncode, res.stdout) == (1, 'I am 0\n[r1] I am 1\n') or sorted(res.stdout.splitlines()) == ['I am 0', '[r1] I am 1']
-    assert f'rank 1 failed first: ValueError: a bad batch ({file}:6)' in res.stderr and 'failed too' not in res.stderr
-    assert res.stderr.count(f'[r1] Traceback (most recent call last):\n[r1]   File "{file}", line 10, in <module>') == 1
+    assert f'rank 1 failed first: ValueError: a bad batch ({file}:7)' in res.stderr and 'failed too' not in res.stderr
+    assert res.stderr.count(f'[r1] Traceback (most recent call last):\n[r1]   File "{file}", line 11, in <module>') == 1
     assert 'torch/distributed/elastic' not in res.stderr # torchrun's own words on it
     assert os.listdir(tmp_path) == ['train.py']
 
@@ -109,7 +110,7 @@ def test_each_attempt_is_reported(tmp_path):
     file = write(tmp_path, failing)
     res = launch('--nproc', 2, '--max-restarts', 1, '--log-dir', tmp_path/'log', '--redirects', '1:1', file, 'crash')
     assert res.returncode == 139 and res.stdout == 'I am 0\n'*2
-    report = f'learnerdist.launch: rank 1 failed first: ended by SIGSEGV (Segmentation fault, {file}:8 in train)\n'
+    report = f'learnerdist.launch: rank 1 failed first: ended by SIGSEGV (Segmentation fault, {file}:9 in train)\n'
     assert res.stderr.endswith(f'{report}learnerdist.launch: restart 1 of 1\n{report}')
     assert [o.read_text() for o in sorted((tmp_path/'log').glob('*/*/1/stdout.log'))] == ['I am 1\n']*2
     assert all('in train' in o.read_text() for o in (tmp_path/'log').glob('*/*/1/crash.txt'))
