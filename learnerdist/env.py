@@ -78,9 +78,13 @@ def _connect_store():
     if url!='env://': store,_,_ = next(rendezvous(url, rank_distrib(), num_distrib()))
     elif 'MASTER_ADDR' not in env or 'MASTER_PORT' not in env: return None
     else:
-        hosts = rank_distrib()==0 and env.get('TORCHELASTIC_USE_AGENT_STORE')!='True' # else torchrun's agent does
-        store = dist.TCPStore(env['MASTER_ADDR'], int(env['MASTER_PORT']), num_distrib(), hosts, multi_tenant=True, wait_for_workers=False)
-    return dist.PrefixStore(f"learnerdist/{_env_int('TORCHELASTIC_RESTART_COUNT')}", store)
+        store = dist.TCPStore(env['MASTER_ADDR'], int(env['MASTER_PORT']), num_distrib(), rank_distrib()==0 and not _agents_store(),
+                              multi_tenant=True, wait_for_workers=False)
+    return dist.PrefixStore(f"learnerdist/{_env_int('TORCHELASTIC_RESTART_COUNT') if _agents_store() else 0}", store)
+
+def _agents_store():
+    "Whether torchrun's agent keeps one store for all attempts. Else each has its own: agents that joined later count attempts otherwise"
+    return os.environ.get('TORCHELASTIC_USE_AGENT_STORE')=='True'
 
 def found_store(
     store # What `launch_store` returned
