@@ -398,7 +398,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'learnerdist.env.control_group': ('env.html#control_group', 'learnerdist/env.py'),
                                  'learnerdist.env.current_group': ('env.html#current_group', 'learnerdist/env.py'),
                                  'learnerdist.env.default_device': ('env.html#default_device', 'learnerdist/env.py'),
-                                 'learnerdist.env.found_store': ('env.html#found_store', 'learnerdist/env.py'),
                                  'learnerdist.env.group_rank': ('env.html#group_rank', 'learnerdist/env.py'),
                                  'learnerdist.env.group_size': ('env.html#group_size', 'learnerdist/env.py'),
                                  'learnerdist.env.in_group': ('env.html#in_group', 'learnerdist/env.py'),

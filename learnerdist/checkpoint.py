@@ -63,7 +63,7 @@ class Checkpoint(Callback):
         self.held,self.last,self.pending,self.at,self.unsettled,self.clock = None,None,None,None,False,time.monotonic()
         self.folder,self.streams = Path(self.learn.path)/self.path,Streams(_loaders(self.dls))
         self.agreement = next((cb for cb in self.learn.cbs if isinstance(cb, Agreement)), None) if group_size()>1 else None
-        self.world = group_size() if self.agreement else 1
+        self.world,self.rank = (group_size(),group_rank()) if self.agreement else (1,0)
         if self.agreement: self.agreement.watcher = self
         self.learn.add_cb(FitPlace(self))
         self.requests = Requests(self.signals)
@@ -245,11 +245,11 @@ def _check(self:Checkpoint):
 # %% ../nbs/16_checkpoint.ipynb #c018
 @patch
 def _load_callbacks(self:Checkpoint):
-    cbs,rank = self.learn.cbs,group_rank() if self.world>1 else 0
+    cbs = self.learn.cbs
     lost = load_states(cbs, self.state['cbs'], 'fit_state')
     if lost: warnings.warn(f'{self.source} keeps the state of {", ".join(lost)}, which this fit does not have')
     own = [o['cbs'] for o in self.state['ranks']]
-    load_states(cbs, own[rank] if self.alike else part_of(own, rank), 'rank_state')
+    load_states(cbs, own[self.rank] if self.alike else part_of(own, self.rank), 'rank_state')
 
 # %% ../nbs/16_checkpoint.ipynb #c019
 @patch
@@ -272,7 +272,7 @@ def arrive(self:Checkpoint):
 
 @patch
 def _set_streams(self:Checkpoint):
-    if self.alike: self.streams.set(self.state['ranks'][group_rank() if self.world>1 else 0]['streams']['now'])
+    if self.alike: self.streams.set(self.state['ranks'][self.rank]['streams']['now'])
     else: seed_streams(self.at['step'], group_rank(), self.at['epoch'])
 
 # %% ../nbs/16_checkpoint.ipynb #c020
@@ -286,7 +286,7 @@ def begin_train(self:Checkpoint):
     dl.had,dl.offset = at['iter'],at['offset'] if same else at['iter']
     if not same: deal_rest(dl, at['done'] if at['data'][0] else None)
     elif at['start']: deal_rest(dl, at['start'])
-    if same: dl.again = self.state['ranks'][group_rank() if self.world>1 else 0]['streams']
+    if same: dl.again = self.state['ranks'][self.rank]['streams']
     else: self._set_streams()
     self.learn.one_batch = lambda i,b: type(self.learn).one_batch(self.learn, i+at['iter'], b)
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['rank_distrib', 'num_distrib', 'local_rank', 'local_size', 'default_device', 'backend_for', 'in_group', 'launch_store',
-           'found_store', 'setup_distrib', 'teardown_distrib', 'process_group', 'close_group', 'current_group',
-           'control_group', 'group_rank', 'group_size', 'is_rank0']
+           'setup_distrib', 'teardown_distrib', 'process_group', 'close_group', 'current_group', 'control_group',
+           'group_rank', 'group_size', 'is_rank0']
 
 # %% ../nbs/00_env.ipynb #c002
 import itertools,os
@@ -86,15 +86,10 @@ def _agents_store():
     "Whether torchrun's agent keeps one store for all attempts. Else each has its own: agents that joined later count attempts otherwise"
     return os.environ.get('TORCHELASTIC_USE_AGENT_STORE')=='True'
 
-def found_store(
-    store # What `launch_store` returned
-):
-    "`store`, or an error that says what its absence means"
-    if store is None: raise ValueError(f'WORLD_SIZE={num_distrib()}, but no MASTER_ADDR and MASTER_PORT: use learnerdist.launch')
-    return store
-
 def _open(device, backend, timeout_s):
-    store = dist.PrefixStore(f'group{next(_opened)}', found_store(launch_store() or _connect_store()))
+    store = launch_store() or _connect_store()
+    if store is None: raise ValueError(f'WORLD_SIZE={num_distrib()}, but no MASTER_ADDR and MASTER_PORT: use learnerdist.launch')
+    store = dist.PrefixStore(f'group{next(_opened)}', store)
     dist.init_process_group(backend or backend_for(device), store=store, rank=rank_distrib(), world_size=num_distrib(),
                             timeout=timedelta(seconds=timeout_s))
 
