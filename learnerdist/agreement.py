@@ -13,7 +13,6 @@ from time import perf_counter
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from fastcore.basics import patch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -24,7 +23,7 @@ from .batchnorm import _Synced,muted
 from .callback import Callback,cancels
 from .comms import gather_rows
 from .data import data_len
-from .env import control_group,group_rank,group_size
+from .env import group_rank,group_size
 
 # %% ../nbs/13_agreement.ipynb #c005
 scopes = 'fit','epoch','train','validate' # What a rank may ask to leave; the first of those that are asked for wins
@@ -47,16 +46,17 @@ class Tally(NamedTuple):
 class Ballot:
     "A vote of all ranks: posted without waiting, read when its outcome is needed"
     waited = 0. # Seconds that this process has waited for outcomes
+    def __init__(self, links=None): self.links = links # To the other ranks; None alone
     def post(self, scope=None, stepped=False, more=False, save=False, stop=False):
-        self.votes = torch.tensor([scope==o for o in scopes]+[stepped,more,save,stop], dtype=torch.int32)
-        self.work = dist.all_reduce(self.votes, group=control_group(), async_op=True) if group_size()>1 else None
+        votes = [scope==o for o in scopes]+[stepped,more,save,stop]
+        self.votes = self.links.post(votes) if self.links else votes
 
     def read(self)->Tally:
+        if not self.links: return Tally(*self.votes)
         start = perf_counter()
-        if self.work:
-            self.work.wait()
-            Ballot.waited += perf_counter()-start
-        return Tally(*self.votes.tolist())
+        res = self.votes.read()
+        Ballot.waited += perf_counter()-start
+        return Tally(*res)
 
 # %% ../nbs/13_agreement.ipynb #c010
 class Agreement(Callback):
@@ -70,7 +70,7 @@ class Agreement(Callback):
     def before_validate(self): self._clear()
 
     def _clear(self):
-        self.ballot,self.in_batch,self.has_next,self.template,self.n_steps = Ballot(),False,False,None,0
+        self.ballot,self.in_batch,self.has_next,self.template,self.n_steps = Ballot(self.trainer.links),False,False,None,0
 
     def vote(self, scope=None, stepped=False, more=False)->Tally:
         "Post and read at once"

@@ -2,6 +2,7 @@
 # ruff: noqa: F403
 from learnerdist.env import *
 from learnerdist.comms import *
+from learnerdist.links import *
 from learnerdist.shard import *
 from learnerdist.streams import *
 from learnerdist.data import *

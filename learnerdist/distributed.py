@@ -21,12 +21,13 @@ from .batchnorm import _Synced,sync_batchnorm
 from .callback import Callback
 from .comms import all_sum,broadcast_object,distrib_barrier,gather_objects,rank0_first
 from .data import find_bs
-from .env import (control_group,current_group,group_rank,group_size,in_group,num_distrib,process_group,rank_distrib,
-                             setup_distrib,teardown_distrib)
+from .env import (current_group,group_rank,group_size,in_group,num_distrib,process_group,rank_distrib,setup_distrib,
+                             teardown_distrib)
 from .evaluation import ExactEvaluation,Unshared
 from .failure import announce,fail_together
 from .hooks import check_ddp_options,find_hook
 from .learner import Learner,fit_flags,get_model
+from .links import open_links
 from .loader import DistributedDL,set_epoch
 from .logs import ranked_warnings
 from .parallel import ParallelTrainer
@@ -66,7 +67,7 @@ class DistributedTrainer(Callback):
         if not isinstance(timeout_s, (int,float)) or timeout_s<=0: raise ValueError(f'timeout_s={timeout_s!r}: give seconds')
         self.cuda_id,self.sync_bn,self.split_batches,self.seed = cuda_id,sync_bn,split_batches,seed
         self.check_every,self.timeout_s,self.ddp_kw = check_every,timeout_s,ddp_kw
-        self.ddp,self.undo_bn,self.epochs_before,self.stack = None,None,0,ExitStack()
+        self.ddp,self.undo_bn,self.epochs_before,self.links,self.stack = None,None,0,None,ExitStack()
         self.agreement,self.comm_hook = Agreement(self),find_hook(comm_hook)
 
 # %% ../nbs/15_distributed.ipynb #c008
@@ -78,9 +79,8 @@ def attach(self:DistributedTrainer):
         self.stack.enter_context(ranked_warnings())
         self._set(self.dls, 'device', device)
         self.seed = broadcast_object(_draw_seed() if self.seed is None else self.seed)
-        if group_size()>1:
-            control_group()
-            self.stack.callback(set_rng_state, rng_state())
+        self.links = self.stack.enter_context(open_links(self.timeout_s))
+        if group_size()>1: self.stack.callback(set_rng_state, rng_state())
         self.prepare_model()
         broadcast_module(get_model(self.model))
         self._same_opt()

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from torchmetrics.classification import MulticlassAccuracy
 from learnerdist.all import (Callback, DataLoaders, Learner, Metric, TfmdDL, accuracy, error_rate, group_rank, group_size, process_group,
                              skm_metric)
+from learnerdist.links import GroupLinks, Links
 from learnerdist.testing import run_ranks
 
 BS = 4
@@ -17,18 +18,19 @@ names = ('all_gather','all_gather_coalesced','all_gather_into_tensor','all_gathe
          'scatter_object_list','send','send_object_list')
 
 class Counted:
-    "In the body, count what goes through `torch.distributed`; not what DDP's own C++ code exchanges, nor what is within a call counted"
+    "Counts votes and what goes through `torch.distributed`; not what DDP's own C++ code exchanges, nor what is within a call counted"
     def __enter__(self):
-        self.calls,self.old,self.inside = Counter(),{o: getattr(dist, o) for o in names},False
-        for name in names: setattr(dist, name, self._counted(name))
+        self.calls,self.inside = Counter(),False
+        self.old = [(o,name,getattr(o, name)) for o,name in [*((dist,o) for o in names),(Links,'post'),(GroupLinks,'post')]]
+        for o,name,func in self.old: setattr(o, name, self._counted('vote' if name=='post' else name, func))
         return self.calls
     def __exit__(self, *exc):
-        for name,func in self.old.items(): setattr(dist, name, func)
-    def _counted(self, name):
+        for o in self.old: setattr(*o)
+    def _counted(self, name, func):
         def call(*args, **kw):
             outer,self.inside = self.inside,True
             self.calls[name] += not outer
-            try: return self.old[name](*args, **kw)
+            try: return func(*args, **kw)
             finally: self.inside = outer
         return call
 
@@ -73,15 +75,15 @@ def rank_fits():
                     replay=less(replay, base), replays=less(fit_calls(metrics=[*known,*[BatchMeans]*3]), replay),
                     replay_valid=less(fit_calls(metrics=[*known,BatchMeans], n_valid=3), replay))
 
-@pytest.mark.parametrize('W', [2, 3])
-def test_a_fit(W):
-    for got in run_ranks(rank_fits, W):
-        assert got['step']=={'all_reduce': 1}  # its vote
-        assert got['valid']=={'all_reduce': 1} # its vote
+@pytest.mark.parametrize('W,env', [(2, {}), (3, {}), (2, dict(LOCAL_WORLD_SIZE='1'))]) # the last: each rank on a machine of its own
+def test_a_fit(W, env):
+    for got in run_ranks(rank_fits, W, env=env):
+        assert got['step']=={'vote': 1}
+        assert got['valid']=={'vote': 1}
         # Votes before and after the epoch, its training loop and its validation, and one on whether each rank has a first batch to
         # train on: 7. The losses of its steps, and the sums of its validation: 2. Those of its 3 steps and 2 batches: 5
-        assert got['epoch']=={'all_reduce': 7+2+5}
-        assert got['fit']=={'all_reduce': 1+7+2+5} # and a vote before the fit
+        assert got['epoch']=={'vote': 7+5, 'all_reduce': 2}
+        assert got['fit']=={'vote': 1+7+5, 'all_reduce': 2} # and a vote before the fit
         assert got['more_means']=={}
         # BatchNorm: the sums of each step, forward and backward; 3 buffers after the epoch
         assert got['norm']=={'all_reduce': 3*2, 'broadcast': 3}
@@ -91,7 +93,7 @@ def test_a_fit(W):
         # batch, and kinds
         assert got['replay']=={'all_gather_object': 1+1, 'all_gather': 1+6}
         assert got['replays']=={}
-        assert got['rows_valid']==got['replay_valid']=={'all_reduce': 1} # whatever is gathered, it is not by the batch
+        assert got['rows_valid']==got['replay_valid']=={'vote': 1} # whatever is gathered, it is not by the batch
 
 # --- everything else --------------------------------------------------------------------------------------------------------
 
@@ -124,13 +126,13 @@ def test_everything_else(tmp_path):
         assert got['loaders']=={}
         assert got['save']==got['load']=={}
         # Votes before, after, and for each of 2 batches; the sums
-        assert got['validate']=={'all_reduce': 2+2+1}
+        assert got['validate']=={'vote': 2+2, 'all_reduce': 1}
         # The same; what the rows look like; how many and which keys, predictions, targets
-        assert got['preds']=={'all_reduce': 2+2+1, 'all_gather_object': 1+1, 'all_gather': 3}
-        assert got['rank0']=={'all_reduce': 2+2+1, 'all_gather_object': 1+1, 'all_gather': 1, 'gather': 2}
-        assert got['predict']=={'all_reduce': 2+1} # votes; each rank reads the same item
-        # The control group; rank 0's seed; two parameters; whether all ranks have the same optimizer state
-        assert got['context']=={'new_group': 1, 'broadcast_object_list': 1, 'broadcast': 2, 'all_gather_object': 1}
+        assert got['preds']=={'vote': 2+2, 'all_reduce': 1, 'all_gather_object': 1+1, 'all_gather': 3}
+        assert got['rank0']=={'vote': 2+2, 'all_reduce': 1, 'all_gather_object': 1+1, 'all_gather': 1, 'gather': 2}
+        assert got['predict']=={'vote': 2+1} # each rank reads the same item
+        # Where ranks answer, and whether they do; rank 0's seed; two parameters; whether all ranks have the same optimizer state
+        assert got['context']=={'broadcast_object_list': 1, 'broadcast': 2, 'all_gather_object': 2+1}
 
 # --- one rank asks for more -------------------------------------------------------------------------------------------------
 

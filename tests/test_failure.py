@@ -12,6 +12,7 @@ from test_agreement import Raise, make, weights
 
 from learnerdist.all import *
 from learnerdist.env import control_group,current_group
+from learnerdist.links import Links
 from learnerdist.testing import run_ranks
 
 class Broken(Exception): pass
@@ -133,11 +134,12 @@ def ends_by_itself():
         with learn.distrib_ctx():
             if group_rank()==1: os._exit(3)
             learn.fit(1)
-    except Exception as e: return type(e).__name__,str(e)
+    except Exception as e: return isinstance(e, RuntimeError),str(e)
 
-def test_a_rank_that_is_gone_without_a_word():
-    a,b = run_ranks(ends_by_itself, 2, errors='return')
-    assert a[0]=='RuntimeError' and 'peer' in a[1]
+@pytest.mark.parametrize('env', [{}, dict(LOCAL_WORLD_SIZE='1')]) # the second: each rank on a machine of its own
+def test_a_rank_that_is_gone_without_a_word(env):
+    a,b = run_ranks(ends_by_itself, 2, errors='return', env=env)
+    assert a[0] and 'peer' in a[1]
     assert '3' in b.message
 
 def stuck():
@@ -146,7 +148,10 @@ def stuck():
 class Hang(Callback):
     "Rank 2 does not come to the next exchange, and the others' patience is short from now on"
     def after_step(self):
-        for g in (current_group(), control_group()): dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), g)
+        links,groups = self.distributed_trainer.links,[current_group()]
+        if isinstance(links, Links): links.set_timeout(2)
+        else: groups.append(control_group())
+        for g in groups: dist.set_timeout(timedelta(seconds=2), g)
         if group_rank()==2: stuck()
 
 def hangs():
@@ -157,11 +162,13 @@ def hangs():
         launch_store().set('found', 'yes')
         return type(e).__name__,str(e)
 
-def test_a_rank_that_hangs_is_found():
-    results = run_ranks(hangs, 3)
+@pytest.mark.parametrize('env,said', [({}, 'timed out waiting 2 s for rank 2'),
+                                      (dict(LOCAL_WORLD_SIZE='1'), 'Timed out waiting 2000ms')])
+def test_a_rank_that_hangs_is_found(env, said):
+    results = run_ranks(hangs, 3, env=env)
     (_,text), = [o for o in results if o[0]=='TimeoutError']
-    assert text.startswith('a rank did not come: Timed out waiting 2000ms') and 'rank 2 was at' in text
-    place = next(o for o in text.splitlines() if 'rank 2' in o)
+    assert text.startswith(f'a rank did not come: {said}') and 'rank 2 was at' in text
+    place = next(o for o in text.splitlines()[1:] if 'rank 2' in o)
     assert 'test_failure.py' in place and 'in stuck: while not launch_store()' in place
     waited = [o for o in text.splitlines() if ' waited in ' in o]
     assert waited and all('test_failure.py' in o and 'in hangs: with learn' in o for o in waited)
