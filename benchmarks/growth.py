@@ -12,6 +12,7 @@ import torch.distributed as dist
 from common import main,on_ranks,quartiles,save_plot,table,together,turns
 from learnerdist.agreement import Ballot,Tally
 from learnerdist.env import current_group,group_size,process_group
+from learnerdist.links import GroupLinks,open_links
 from learnerdist.processes import share_of_cores
 from learnerdist.shard import share_chunks,share_len
 from step_time import Task,as_way,bare,ours
@@ -48,9 +49,9 @@ def loader(task):
     dl = DataLoader(task.data(), task.bs)
     return per_call(lambda: [*dl], 3, warm=1)/len(dl)
 
-def vote():
+def vote(links):
     "A vote that is read as soon as it is posted"
-    b = Ballot()
+    b = Ballot(links)
     def call():
         b.post(more=True)
         b.read()
@@ -70,7 +71,12 @@ def measure_rank(bs, n_steps, n_rounds):
         task,losses = Task(model, shape, bs, n_steps),{}
         ways = {k: as_way(task, f(task, stack)[1], losses, k) for k,f in dict(bare=bare, ours=ours).items()}
         res = {k: quartiles(v)[1] for k,v in turns(ways, n_rounds).items()}
-        return dict(res, vote=vote(), exchange={str(o): exchange(o) for o in sizes}, **count_bytes(task)) if group_size()>1 else res
+        return dict(res, **between_ranks(task)) if group_size()>1 else res
+
+def between_ranks(task):
+    "What ranks tell one another, on one machine (sockets) and, by what is told over gloo, on several"
+    with open_links() as links: near = vote(links)
+    return dict(vote=near, far_vote=vote(GroupLinks()), exchange={str(o): exchange(o) for o in sizes}, **count_bytes(task))
 
 # --- bytes ------------------------------------------------------------------------------------------------------------------
 
@@ -113,14 +119,14 @@ def fit_local(alone):
     each,fixed = np.polyfit([int(b) for b in alone], list(alone.values()), 1)
     return max(fixed, 0.),each
 
-def vote_rounds(W): return W-1 # of a ring, each as long as the vote of two ranks: an upper bound
+def vote_rounds(W): return W-1 # each as long as the vote of two ranks: an upper bound, of sockets to each other rank and of gloo's ring
 
 def predict(W, part, batch=bs, cores=None):
-    "Seconds of a step of W ranks; `cores`: that all of them share"
+    "Seconds of a step of W ranks; `cores`: that all of them share, on one machine; else each has its own, and gloo carries the votes"
     busy = max(1, W/cores) if cores else 1
     local = part['fixed']+part['each']*batch
     ring = 2*(W-1)*part['message']+2*(W-1)/W*part['gradient_bytes']*part['byte'] if W>1 else 0.
-    res = dict(local=local*busy, exchange=ring*busy, vote=part['vote']*vote_rounds(W)*busy)
+    res = dict(local=local*busy, exchange=ring*busy, vote=part['vote' if cores else 'far_vote']*vote_rounds(W)*busy)
     return dict(res, step=sum(res.values()))
 
 # --- many ranks in one process ----------------------------------------------------------------------------------------------
@@ -144,7 +150,7 @@ def votes(W, asks):
     "What the ranks of a vote hear: the sum of their ballots"
     ballots = [Ballot() for _ in range(W)]
     for r,b in enumerate(ballots): b.post(asks.get(r), stepped=True, more=r!=9)
-    return Tally(*torch.stack([b.votes for b in ballots]).sum(0).tolist())
+    return Tally(*[sum(o) for o in zip(*[b.row() for b in ballots])])
 
 # --- report -----------------------------------------------------------------------------------------------------------------
 
@@ -165,7 +171,7 @@ def measure(quick):
 def parts(two, own):
     msg,byte = fit_exchange(two['exchange'], 2)
     fixed,each = fit_local(own)
-    return dict(fixed=fixed, each=each, message=msg, byte=byte, vote=two['vote'], gradient_bytes=two['gradient_bytes'])
+    return dict(fixed=fixed, each=each, message=msg, byte=byte, vote=two['vote'], far_vote=two['far_vote'], gradient_bytes=two['gradient_bytes'])
 
 def ms(o): return f'{1000*o:.2f}'
 
@@ -181,9 +187,9 @@ def report(res):
     seen = two['wire_bytes']
     wire = '' if seen is None else f", {seen:,.0f} seen on the loopback interface (both ranks, and all other traffic)"
     part = res['part']
-    text += f"\n\nBytes of a step on 2 ranks: {two['gradient_bytes']:,.0f} of gradients{wire}; a vote is 32 bytes.\n" + \
+    text += f"\n\nBytes of a step on 2 ranks: {two['gradient_bytes']:,.0f} of gradients{wire}; a vote is 8 bytes to each other rank, by gloo 32.\n" + \
             f"Parts of the model: compute and loader {ms(part['fixed'])} ms and {1e6*part['each']:.1f} µs a sample, " + \
-            f"vote of 2 ranks {ms(part['vote'])} ms, a message {1e6*part['message']:.0f} µs, {1e-9/max(part['byte'], 1e-15):.2f} GB/s.\n\n"
+            f"vote of 2 ranks {ms(part['vote'])} ms, by gloo {ms(part['far_vote'])} ms, a message {1e6*part['message']:.0f} µs, {1e-9/max(part['byte'], 1e-15):.2f} GB/s.\n\n"
     far_rows = [[W, *(ms(p[k]) for k in ('step','local','exchange','vote')), f"{predict(1, part)['step']/p['step']:.0%}"]
                 for W in far for p in [predict(W, part)]]
     head = ['ranks','predicted step, ms','compute and loader','exchange','vote','efficiency']

@@ -48,13 +48,14 @@ class Ballot:
     waited = 0. # Seconds that this process has waited for outcomes
     def __init__(self, links=None): self.links = links # To the other ranks; None alone
     def post(self, scope=None, stepped=False, more=False, save=False, stop=False):
-        votes = [scope==o for o in scopes]+[stepped,more,save,stop]
-        self.votes = self.links.post(votes) if self.links else votes
+        self.vote = scope,stepped,more,save,stop
+        if self.links: self.sum = self.links.post(self.row())
 
+    def row(self): return [self.vote[0]==o for o in scopes]+[*self.vote[1:]]
     def read(self)->Tally:
-        if not self.links: return Tally(*self.votes)
+        if not self.links: return Tally(*self.row())
         start = perf_counter()
-        res = self.votes.read()
+        res = self.sum.read()
         Ballot.waited += perf_counter()-start
         return Tally(*res)
 
@@ -130,7 +131,7 @@ def _shadow_forward(self:Agreement, ddp):
 @patch
 def catch_up(self:Agreement, scope=None):
     "After a batch without a step of its own: take the one that the others take"
-    if not self.training or self.stepped or self.caught_up: return
+    if self.stepped or self.caught_up or not self.training: return
     self.shadow()
     self.caught_up = True
     if self.vote(scope, more=self.has_next).stepped: self._step_with_others()
@@ -155,9 +156,11 @@ def _quietly(self:Agreement, event):
 def end_batch(self:Agreement, scope=None):
     "Cast this batch's vote; its outcome is read before the next batch"
     self.in_batch,self.scope = False,scope
-    self.n_steps += self.training
-    self.template = tree_map(lambda o: o, self.xb)
+    self.n_steps += self.learn.training
+    if self.ballot.links: self.template = _copied(self.learn.xb)
     self._post(scope, self.stepped, self.has_next)
+
+def _copied(xb): return xb if all(isinstance(o, Tensor) for o in xb) else tree_map(lambda o: o, xb)
 
 @patch
 def outcome(self:Agreement)->Tally:

@@ -69,6 +69,7 @@ def _is_rows(b)->bool:
 # %% ../nbs/03_data.ipynb #c011
 def find_bs(b)->int:
     "How many samples a batch holds: the length of its first tensor, or of a list with one entry a sample"
+    if type(b) is tuple and b and isinstance(b[0], Tensor) and b[0].ndim: return len(b[0]) # what is asked for at every batch
     if isinstance(b, PackedSequence): return int(b.batch_sizes[0])
     if _is_array(b): return b.shape[0]
     if isinstance(b, tuple) and len(b)==1 and isinstance(b[0], Mapping): return find_bs(b[0])

@@ -215,7 +215,7 @@ def after_train(self:DistributedTrainer):
     self.learn.model = self.ddp.module
     self._sync_buffers()
     rec = getattr(self.learn, 'recorder', None)
-    if rec is not None and group_size()>1: rec.steps = all_sum(_padded(rec.step_totals(), self.agreement.n_steps)).tolist()
+    if rec is not None and group_size()>1: rec.totals = all_sum(_padded(rec.step_totals(), self.agreement.n_steps))
 
 def _padded(t, n): return torch.cat([t, t.new_zeros(max(n-len(t), 0), 2)])[:n]
 
@@ -229,9 +229,10 @@ def _sync_buffers(self:DistributedTrainer): _broadcast(get_model(self.model).buf
 
 @patch
 def after_batch(self:DistributedTrainer):
-    last = self.training and self.iter+1==self.n_iter and group_size()>1
-    if last and hasattr(self.learn, 'recorder') and self.learn.loss is not None and padding_of(self.dl, self.iter):
-        self.recorder.counted = self._loss_without_padding(find_bs(self.xb))
+    learn = self.learn
+    if not learn.training or learn.iter+1!=learn.n_iter or group_size()<2: return
+    if hasattr(learn, 'recorder') and learn.loss is not None and padding_of(learn.dl, learn.iter):
+        learn.recorder.counted = self._loss_without_padding(find_bs(learn.xb))
 
 @patch
 def _loss_without_padding(self:DistributedTrainer, n):

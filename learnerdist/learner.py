@@ -15,7 +15,7 @@ import torch
 from fastcore.basics import listify,patch
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 
-from .callback import Callback,all_events,cancels
+from .callback import Callback,all_events,cancels,inner_events
 from .comms import await_save,save_once
 from .data import data_len,single,split_batch,to_device
 from .env import default_device
@@ -33,9 +33,9 @@ class TrainEvalCallback(Callback):
         self.learn.training = training
 
     def after_batch(self):
-        self.learn.train_iter += 1
-        done = (self.iter+1)/self.n_iter if self.n_iter else 0
-        self.learn.pct_train = (self.epoch+done)/self.n_epoch
+        learn = self.learn
+        learn.train_iter += 1
+        learn.pct_train = (learn.epoch + ((learn.iter+1)/learn.n_iter if learn.n_iter else 0))/learn.n_epoch
 
 # %% ../nbs/06_learner.ipynb #c006
 defaults = SimpleNamespace(callbacks=[TrainEvalCallback], lr=1e-3)
@@ -73,8 +73,9 @@ class Learner:
         self('after_create')
 
     def __call__(self, event):
+        on = 'run' if event not in inner_events else 'run_train' if self.training else 'run_valid'
         for cb in self._handlers.get(event, ()):
-            if cb.answers(event, self.training): getattr(cb, event)()
+            if cb.run and getattr(cb, on): getattr(cb, event)() # as `Callback.answers` says, without a call for each of some twenty a step
 
 # %% ../nbs/06_learner.ipynb #c010
 @patch

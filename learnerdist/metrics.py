@@ -237,8 +237,8 @@ class Recorder(Callback):
 
     def before_epoch(self): self.start,self.log = time.time(),[self.epoch]
     def before_train(self): self.steps = []
-    def before_batch(self): self.lr_now = self._lr() if self.training else None
-    def _lr(self): return self.opt.param_groups[-1]['lr']
+    def before_batch(self): self.lr_now = self._lr() if self.learn.training else None
+    def _lr(self): return self.learn.opt.param_groups[-1]['lr']
     def before_validate(self): self.reset_metrics()
     def reset_metrics(self):
         "Begin to measure a validation loop"
@@ -255,23 +255,25 @@ class Recorder(Callback):
 # %% ../nbs/07_metrics.ipynb #c026
 @patch
 def after_batch(self:Recorder):
-    n = find_bs(self.yb) if self.yb and self.learn.loss is not None else 0
-    if self.training:
-        loss,n = self.counted or (self.learn.loss,n)
-        self.counted = None
-        self.steps.append((loss.double()*n if n else 0., n))
+    learn = self.learn
+    n = find_bs(learn.yb) if learn.yb and learn.loss is not None else 0
+    if learn.training:
+        loss,n = self.counted or (learn.loss,n)
+        self.steps.append((loss if n else 0., n, n))
         self.lrs.append(self.lr_now or self._lr())
-        self.lr_now = None
+        self.counted = self.lr_now = None
     elif n:
-        for m in self.valid_mets: m.accumulate(self.learn)
+        for m in self.valid_mets: m.accumulate(learn)
 
 @patch
 def step_totals(self:Recorder)->Tensor: # (steps,2): loss × samples, samples
     "This epoch's steps so far"
     if not self.steps: return torch.zeros(0, 2, dtype=torch.double)
-    return torch.stack([torch.as_tensor(o, dtype=torch.double).cpu() for step in self.steps for o in step]).reshape(-1,2)
+    losses,weights,ns = zip(*self.steps)
+    totals = torch.stack([torch.as_tensor(o, device=find_device(losses)) for o in losses]).double().cpu()*torch.tensor(weights)
+    return torch.stack([totals, torch.tensor(ns, dtype=torch.double)], 1)
 
-def _set_totals(self, totals): self.steps = [tuple(o) for o in totals]
+def _set_totals(self, totals): self.steps = [(o[0],1,o[1].item()) for o in totals]
 Recorder.totals = property(Recorder.step_totals, _set_totals, doc="This epoch's steps so far, as `step_totals` gives them")
 
 @patch
