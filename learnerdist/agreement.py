@@ -23,7 +23,7 @@ from .batchnorm import _Synced,muted
 from .callback import Callback,cancels
 from .comms import gather_rows
 from .data import data_len
-from .env import group_rank,group_size
+from .env import group_rank,group_size,in_group
 
 # %% ../nbs/13_agreement.ipynb #c005
 scopes = 'fit','epoch','train','validate' # What a rank may ask to leave; the first of those that are asked for wins
@@ -72,6 +72,8 @@ class Agreement(Callback):
 
     def _clear(self):
         self.ballot,self.in_batch,self.has_next,self.template,self.n_steps = Ballot(self.trainer.links),False,False,None,0
+        self.n_ranks,self.stepped,self.caught_up = group_size(),False,False
+        self.run_train = self.run_valid = in_group() # alone, there is nobody to keep step with in a batch
 
     def vote(self, scope=None, stepped=False, more=False)->Tally:
         "Post and read at once"
@@ -166,7 +168,7 @@ def _copied(xb): return xb if all(isinstance(o, Tensor) for o in xb) else tree_m
 def outcome(self:Agreement)->Tally:
     "Read the vote of the batch that has ended"
     res = self.ballot.read()
-    if not self.training or self.caught_up or res.stepped==group_size(): return res
+    if res.stepped==self.n_ranks or self.caught_up or not self.training: return res
     return self.vote(self.scope, self.stepped, more=self.has_next) # somebody had to catch up, and votes again after it
 
 # %% ../nbs/13_agreement.ipynb #c019
@@ -188,7 +190,7 @@ class AgreedLoader:
             res = a.outcome()
             a.heed(res)
             a.check_divergence()
-            if a.training and res.more<group_size(): break
+            if res.more<a.n_ranks and a.training: break
         else:
             if a.training and a.has_next: raise ValueError(f'a loader of {len(self)} batches ended after {a.n_steps}')
         if a.training: self._say_dropped(res)

@@ -270,7 +270,8 @@ def step_totals(self:Recorder)->Tensor: # (steps,2): loss × samples, samples
     "This epoch's steps so far"
     if not self.steps: return torch.zeros(0, 2, dtype=torch.double)
     losses,weights,ns = zip(*self.steps)
-    totals = torch.stack([torch.as_tensor(o, device=find_device(losses)) for o in losses]).double().cpu()*torch.tensor(weights)
+    device = find_device(losses)
+    totals = torch.stack([torch.as_tensor(o, device=device) for o in losses]).double().cpu()*torch.tensor(weights)
     return torch.stack([totals, torch.tensor(ns, dtype=torch.double)], 1)
 
 def _set_totals(self, totals): self.steps = [(o[0],1,o[1].item()) for o in totals]
