@@ -12,6 +12,7 @@ import torch.distributed as dist
 from collections.abc import Mapping
 from functools import partial
 from torch import Tensor
+from torch.distributed import P2POp,irecv,isend
 from torch.nn.utils.rnn import PackedSequence,unpack_sequence
 from torch.utils._pytree import tree_flatten,tree_leaves,tree_map,tree_unflatten
 
@@ -154,8 +155,7 @@ def _gather_leaf(o, kinds, order, lens, dst):
     shape,dtype = kinds[0]
     o = torch.empty(0, *shape, dtype=dtype) if o is None else o
     res,places = o.new_empty(len(order), *shape) if _wants(dst) else None,order.argsort().split(lens)
-    for i,parts in _pieces(o, lens, dst):
-        for place,p in zip(places, parts): res.index_copy_(0, place[i:i+len(p)], p)
+    for r,i,rows in _pieces(o, lens, dst): res.index_copy_(0, places[r][i:i+len(rows)], rows)
     return res
 
 # %% ../nbs/13c_rows.ipynb #c018
@@ -164,20 +164,22 @@ _piece = 1<<24 # Bytes that a rank sends at a time
 def _wants(dst): return dst in (None,group_rank())
 
 def _pieces(t, lens, dst):
-    "Where a piece starts, and each rank's rows of it, until all `lens` rows of all ranks have been there"
-    if len(lens)==1: return iter([(0,[t])])
+    "Whose rows, from which of them on, and the rows: until all `lens` rows of all ranks have been there. A rank that wants none only sends"
+    me,W = group_rank(),len(lens)
+    if _wants(dst): yield me,0,t
     size = max(1, min(max(lens), _piece//max(t.element_size()*t.shape[1:].numel(), 1)))
-    padded = _carried(t.new_zeros(size, *t.shape[1:]))
-    outs = [torch.empty_like(padded) for _ in lens] if _wants(dst) else None
-    return _exchanged(t, size, padded, outs, lens, dst)
-
-def _exchanged(t, size, padded, outs, lens, dst):
+    buf = _carried(t.new_empty(size if W>1 and _wants(dst) else 0, *t.shape[1:]))
     for i in range(0, max(lens), size):
-        own = t[i:i+size]
-        padded[:len(own)] = own
-        if dst is None: dist.all_gather(outs, padded, group=current_group())
-        else: dist.gather(padded, outs, group_dst=dst, group=current_group())
-        if outs: yield i,[o[:max(n-i, 0)].to(t.device) for o,n in zip(outs, lens)]
+        for to,by in (((me+k)%W,(me-k)%W) for k in range(1, W)):
+            got = buf[:max(lens[by]-i, 0)]
+            _swap(t[i:i+size] if dst in (None,to) else t[:0], to, got, by)
+            if len(got): yield by,i,got.to(t.device)
+
+def _swap(own, to, got, by):
+    "Send rows to one rank, while others come from another"
+    ops = [(isend, _carried(own.contiguous()), to), (irecv, got, by)]
+    ops = [P2POp(op, rows, group=current_group(), group_peer=r) for op,rows,r in ops if rows.numel()]
+    for work in dist.batch_isend_irecv(ops) if ops else (): work.wait()
 
 # %% ../nbs/13c_rows.ipynb #c020
 def _gather_pickled(o, dst):

@@ -279,6 +279,7 @@ def count_received():
     watch('all_gather_object', lambda outs, *o: len(pickle.dumps(outs)))
     watch('gather_object', lambda o, outs=None, *p: len(pickle.dumps(outs)))
     watch('all_gather_into_tensor', lambda out, *o: size(out))
+    watch('batch_isend_irecv', lambda ops: sum(size(o.tensor) for o in ops if o.op is dist.irecv))
     return seen
 
 def rank_rank0(ragged):
@@ -297,8 +298,8 @@ def rank_rank0(ragged):
 def test_on_rank_0_alone_the_others_receive_no_rows(ragged):
     whole = 300*1200*4
     for r,(few,much,got) in enumerate(run_ranks(rank_rank0, 3, ragged)):
-        assert got==(None if r else [300]*3) and much>whole
-        assert few<.02*whole if r else few>whole # they receive the places of the rows
+        assert got==(None if r else [300]*3) and much>.6*whole # two ranks' rows, of three
+        assert few<.02*whole if r else few>.6*whole # they receive the places of the rows
 
 # --- outside of a context -----------------------------------------------------------------------------------------------------
 
