@@ -1285,6 +1285,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'learnerdist.shard._mix64': ('shard.html#_mix64', 'learnerdist/shard.py'),
                                    'learnerdist.shard._numpy': ('shard.html#_numpy', 'learnerdist/shard.py'),
                                    'learnerdist.shard._pad_place': ('shard.html#_pad_place', 'learnerdist/shard.py'),
+                                   'learnerdist.shard._rolled': ('shard.html#_rolled', 'learnerdist/shard.py'),
                                    'learnerdist.shard._scramble': ('shard.html#_scramble', 'learnerdist/shard.py'),
                                    'learnerdist.shard._streams': ('shard.html#_streams', 'learnerdist/shard.py'),
                                    'learnerdist.shard.batch_count': ('shard.html#batch_count', 'learnerdist/shard.py'),

@@ -62,8 +62,14 @@ def _feistel(i, bits, n, keys):
     left,right = (i>>bits).int(),i.bitwise_and((1<<bits)-1).int()
     for j,key in enumerate(keys):
         if j%2: right = _scramble(left, key).add_(right).bitwise_and_((1<<bits)-1)
-        else: left = _scramble(right, key).add_(left).remainder_(-(-n>>bits))
+        else: left = _rolled(left, _scramble(right, key), -(-n>>bits))
     return (left.long()<<bits).bitwise_or_(right)
+
+def _rolled(x, by, n):
+    "`x`, below `n`, moved around a circle of `n` places by as great a part of it as `by` is of 2**30"
+    if n>1<<22: return by.add_(x).remainder_(n) # float32 would leave out places; a division takes longer than all else in a round
+    x = by.float().mul_(n/2**30).int().add_(x).sub_(n)
+    return x.add_((x>>31).bitwise_and_(n))
 
 # %% ../nbs/02_shard.ipynb #c015
 def epoch_order(
