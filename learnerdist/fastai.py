@@ -9,6 +9,7 @@ __all__ = ['ParallelTrainer', 'DistributedTrainer', 'DistributedDL', 'setup_dist
 # %% ../nbs/20_fastai.ipynb #c002
 import copy,random,sys
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -40,15 +41,21 @@ _all_ = ['DistributedTrainer','DistributedDL','setup_distrib','teardown_distrib'
          'distrib_barrier','Checkpoint','Preempted','preempted_status']
 
 # %% ../nbs/20_fastai.ipynb #c006
+_order = attrgetter('order')
+
 class _Distributed:
     "What a learner does otherwise while it is distributed"
     @property
     def device(self): return torch.device(getattr(self.dls, 'device', None) or default_device())
     def prepare_model(self): self.model.to(self.device)
 
+    def __call__(self, event_name): # as fastai's does, without an `L` for each event of a step
+        usual = isinstance(event_name, str) and super().__call__.__func__ is Learner.__call__
+        return self._call_one(event_name) if usual else super().__call__(event_name)
+
     def _call_one(self, event_name):
-        for cb in self.cbs.sorted('order'):
-            if not self.distributed_trainer.silences(cb, event_name): self.distributed_trainer.call(cb, event_name)
+        trainer = self.distributed_trainer
+        for cb in sorted(self.cbs, key=_order): trainer.tell(cb, event_name)
 
     def all_batches(self):
         trainer = self.distributed_trainer

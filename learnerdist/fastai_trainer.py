@@ -6,7 +6,7 @@
 __all__ = ['parts', 'FastaiAgreement', 'writes', 'DistributedTrainer']
 
 # %% ../nbs/19c_fastai_trainer.ipynb #c002
-import copy
+import copy,functools
 from contextlib import contextmanager
 
 import fastai.callback.all,fastai.torch_core # noqa: F401
@@ -69,8 +69,12 @@ def writes(
     cb # A callback
 )->bool:
     "Whether `cb` keeps a log or draws, which is for rank 0 alone"
-    modules = {o.__module__ for o in type(cb).__mro__}
-    return isinstance(cb, (ShowGraphCallback,CSVLogger)) or any(f'fastai.callback.{o}' in modules for o in _writers)
+    return _writes(type(cb))
+
+@functools.cache
+def _writes(cls): # of every callback at every event
+    modules = {o.__module__ for o in cls.__mro__}
+    return issubclass(cls, (ShowGraphCallback,CSVLogger)) or any(f'fastai.callback.{o}' in modules for o in _writers)
 
 class DistributedTrainer(core.DistributedTrainer):
     "Train a fastai learner on every rank of the group: shares of the data, the mean of the gradients, the numbers of one process"
@@ -79,14 +83,17 @@ class DistributedTrainer(core.DistributedTrainer):
         self.agreement = FastaiAgreement(self)
         self.trained,self.looping,self.alone,self.saved,self.steps,self.counted,self.rank0s = False,False,False,None,[],True,[]
 
-    def silences(self, cb, event):
-        "Whether `event` of this learner is not for `cb`"
-        if isinstance(cb, parts): return self.alone or event in inner_events and not self.looping
-        return group_rank()>0 and writes(cb)
+    def tell(self, cb, event):
+        "Call `cb` with `event` of this learner, if it is for it"
+        if _is_deaf(cb, event): return
+        if isinstance(cb, parts):
+            if not (self.alone or event in inner_events and not self.looping): cb(event)
+        elif _writes(type(cb)) or self.rank0s and cb in self.rank0s: self._tell_rank0s(cb, event)
+        else: cb(event)
 
-    def call(self, cb, event):
-        "Tell `cb` of `event`; what rank 0's own callbacks do, and those that they add, is no business of the other ranks"
-        if not (writes(cb) or cb in self.rank0s): return cb(event)
+    def _tell_rank0s(self, cb, event):
+        "What rank 0's own callbacks do, and those that they add, is no business of the other ranks"
+        if group_rank()>0 and writes(cb): return
         before = [*self.learn.cbs]
         with self.on_its_own(): cb(event)
         self.rank0s += [o for o in self.learn.cbs if all(o is not p for p in before)]
@@ -97,6 +104,11 @@ class DistributedTrainer(core.DistributedTrainer):
         old,self.alone = self.alone,True
         try: yield
         finally: self.alone = old
+
+def _is_deaf(cb, event):
+    "Whether a callback has nothing to say to an event of a batch: fastai asks it all the same, which takes most of a small step"
+    plain = event in inner_events and type(cb).__call__ is FastaiCallback.__call__
+    return plain and not hasattr(type(cb), event) and event not in vars(cb)
 
 # %% ../nbs/19c_fastai_trainer.ipynb #c017
 parts = core.DistributedTrainer,ExactEvaluation,Agreement,AgreementEnd # What a context adds to a learner's callbacks
