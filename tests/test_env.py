@@ -1,5 +1,5 @@
 "What the launcher said, which device and backend follow from it, and groups that are opened and closed"
-import pytest, torch, torch.distributed as dist
+import os, pytest, torch, torch.distributed as dist
 import learnerdist.env as env
 from learnerdist.env import (backend_for, close_group, current_group, default_device, group_rank, group_size, in_group, is_rank0,
                              launch_store, local_rank,
@@ -48,13 +48,22 @@ def test_devices(monkeypatch, gpus):
     launched(monkeypatch, LOCAL_RANK='3') # more ranks than GPUs share them
     assert default_device()==torch.device('cuda', 1)
 
-def test_backends(monkeypatch, gpus):
-    gpus(2)
-    assert backend_for(torch.device('cpu'))=='gloo'
-    launched(monkeypatch, RANK='0', WORLD_SIZE='2', LOCAL_WORLD_SIZE='2')
-    assert 'cuda:nccl' in backend_for(torch.device('cuda', 0)) and 'cpu:gloo' in backend_for(torch.device('cuda', 0))
-    launched(monkeypatch, WORLD_SIZE='4', LOCAL_WORLD_SIZE='4') # nccl refuses two ranks on one GPU
-    assert backend_for(torch.device('cuda', 0))=='gloo' and backend_for(torch.device('cpu'))=='gloo'
+def test_backends():
+    assert backend_for(['cpu', 'cpu'])==backend_for(['cpu'])==backend_for(['a 1', 'cpu'])=='gloo'
+    assert backend_for(['a 1', 'a 1', 'b 1'])=='gloo' # nccl refuses two ranks on one GPU
+    for own in (['a 1'], ['a 1', 'a 2'], ['a 1', 'b 1']): assert 'cuda:nccl' in backend_for(own) and 'cpu:gloo' in backend_for(own)
+
+def rank_backend(cards):
+    "What ranks open, when each sees one GPU and has the card that is named"
+    names = []
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(env, 'gpu_id', lambda device: cards[int(os.environ['RANK'])])
+        m.setattr(dist, 'init_process_group', lambda backend, **kw: names.append(backend))
+        setup_distrib()
+    return names
+
+@pytest.mark.parametrize('cards,backend', [(['a 1', 'a 2'], 'cpu:gloo,cuda:nccl'), (['a 1', 'a 1'], 'gloo'), (['a 1', 'cpu'], 'gloo')])
+def test_all_ranks_open_the_same(cards, backend): assert run_ranks(rank_backend, 2, cards)==[[backend]]*2
 
 def rank_groups():
     res = {}
