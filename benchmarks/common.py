@@ -1,5 +1,5 @@
 """What the benchmarks share: the machine, turns, medians and ratios, tables, files"""
-import argparse,importlib,json,os,platform,re,statistics,time
+import argparse,importlib,json,os,platform,random,re,statistics,time
 from datetime import date
 from importlib.metadata import PackageNotFoundError,version
 from pathlib import Path
@@ -73,10 +73,10 @@ def turns(
     n_rounds,
     warm=1 # Rounds before, that do not count
 ):
-    "A B C, B C A, …: whatever else the machine does slows all of them. Seconds of each way, by round"
-    times,names = {k: [] for k in ways},list(ways)
-    for i in range(n_rounds+warm):
-        for k in names[i%len(names):]+names[:i%len(names)]:
+    "Seconds of each way, by round; in an order drawn anew each round, since whatever else the machine does is to slow all of them"
+    times,rng = {k: [] for k in ways},random.Random(0)
+    for _ in range(n_rounds+warm):
+        for k in rng.sample(list(ways), len(ways)):
             together()
             start = now()
             secs = ways[k]()

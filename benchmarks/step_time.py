@@ -24,7 +24,7 @@ def resnet():
     return resnet18(num_classes=10)
 
 # Name: model, shape of a sample, samples a step on each rank, steps of a round, rounds
-models = dict(small=(mlp, (1,28,28), 64, 50, 60), large=(resnet, (3,64,64), 16, 6, 12))
+models = dict(small=(mlp, (1,28,28), 64, 50, 60), large=(resnet, (3,64,64), 16, 8, 20))
 quick_models = dict(small=(mlp, (1,28,28), 64, 12, 3), large=(resnet, (3,64,64), 2, 4, 2))
 skip = 2 # Steps of a round that do not count: after the first one DDP makes its buckets anew
 lr,momentum = .01,.9

@@ -110,7 +110,7 @@ def _is_deaf(cb, event):
     plain = event in inner_events and type(cb).__call__ is FastaiCallback.__call__
     return plain and not hasattr(type(cb), event) and event not in vars(cb)
 
-# %% ../nbs/19c_fastai_trainer.ipynb #c017
+# %% ../nbs/19c_fastai_trainer.ipynb #c019
 parts = core.DistributedTrainer,ExactEvaluation,Agreement,AgreementEnd # What a context adds to a learner's callbacks
 
 @patch
@@ -138,7 +138,7 @@ def _split(self:DistributedTrainer, dl):
     if not bs or bs%n: raise ValueError(f'split_batches: a batch size of {bs} does not divide among {n} ranks')
     return dict(bs=bs//n)
 
-# %% ../nbs/19c_fastai_trainer.ipynb #c019
+# %% ../nbs/19c_fastai_trainer.ipynb #c021
 @patch
 def wrap(self:DistributedTrainer): "Not yet: see `before_train`"
 @patch
@@ -173,7 +173,7 @@ def end_fit(self:DistributedTrainer):
     self.learn.opt.load_state_dict(opt)
     folder.cleanup()
 
-# %% ../nbs/19c_fastai_trainer.ipynb #c022
+# %% ../nbs/19c_fastai_trainer.ipynb #c024
 @patch
 def before_batch(self:DistributedTrainer):
     self.counted = not self.training
@@ -208,7 +208,7 @@ def _own_loss(self:DistributedTrainer):
     if not n or mixed or not padding_of(self.dl, self.iter): return self.learn.loss,n
     return self._loss_without_padding(n)
 
-# %% ../nbs/19c_fastai_trainer.ipynb #c023
+# %% ../nbs/19c_fastai_trainer.ipynb #c025
 @patch
 def after_train(self:DistributedTrainer):
     if self.ddp is None or self.learn.model is not self.ddp: return

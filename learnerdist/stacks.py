@@ -115,7 +115,8 @@ def _holds(pid, file):
     except OSError: return False
 
 # %% ../nbs/13a_stacks.ipynb #c014
-_waits = 'torch/distributed/','torch/autograd/graph.py','learnerdist/agreement.py','learnerdist/links.py','learnerdist/comms.py'
+_waits = ('torch/distributed/','torch/autograd/graph.py','learnerdist/env.py','learnerdist/comms.py','learnerdist/links.py',
+          'learnerdist/agreement.py')
 
 def describe_stack(
     frames:list # Of `Frame`, the innermost first
@@ -128,4 +129,5 @@ def describe_stack(
     name = next((o.name for o in frames if 'c10d_logger' not in o.file), at.name)
     return f'waited in {_called.get(name, name)}, from {where}'
 
-_called = dict(_engine_run_backward='backward', receive='the vote of a step', send='the vote of a step', wait_key='the store')
+_called = dict(_engine_run_backward='backward', receive='the vote of a step', send='the vote of a step', wait_key='the store',
+               _everyones='the start of the group')
