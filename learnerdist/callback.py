@@ -13,6 +13,7 @@ from fastcore.basics import GetAttr,class2attr
 _loop = ('before_batch after_pred after_loss before_backward after_cancel_backward after_backward before_step '
          'after_cancel_step after_step after_cancel_batch after_batch')
 inner_events = tuple(_loop.split())
+_inner = frozenset(inner_events)
 all_events = ('after_create','before_fit','before_epoch','before_train',*inner_events,'after_cancel_train','after_train',
               'before_validate','after_cancel_validate','after_validate','after_cancel_epoch','after_epoch',
               'after_cancel_fit','after_fit')
@@ -49,7 +50,7 @@ class Callback(GetAttr):
 
     def answers(self, event:str, training:bool)->bool:
         "Whether `event` is for this callback, now"
-        return self.run and (event not in inner_events or (self.run_train if training else self.run_valid))
+        return self.run and (event not in _inner or (self.run_train if training else self.run_valid))
 
     def __getattr__(self, k): # `GetAttr`'s own takes three calls for each of some thirty attributes a step
         if k.startswith('__') or self.learn is None: raise AttributeError(k)

@@ -107,8 +107,8 @@ class DistributedTrainer(core.DistributedTrainer):
 
 def _is_deaf(cb, event):
     "Whether a callback has nothing to say to an event of a batch: fastai asks it all the same, which takes most of a small step"
-    plain = event in inner_events and type(cb).__call__ is FastaiCallback.__call__
-    return plain and not hasattr(type(cb), event) and event not in vars(cb)
+    if event not in inner_events or hasattr(type(cb), event) or event in vars(cb): return False
+    return all(getattr(type(cb), o) is getattr(FastaiCallback, o) for o in ('__call__','__getattr__','__getattribute__'))
 
 # %% ../nbs/19c_fastai_trainer.ipynb #c019
 parts = core.DistributedTrainer,ExactEvaluation,Agreement,AgreementEnd # What a context adds to a learner's callbacks

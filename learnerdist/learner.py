@@ -15,7 +15,7 @@ import torch
 from fastcore.basics import listify,patch
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 
-from .callback import Callback,all_events,cancels,inner_events
+from .callback import Callback,all_events,cancels
 from .comms import await_save,save_once
 from .data import data_len,single,split_batch,to_device
 from .env import default_device
@@ -73,9 +73,8 @@ class Learner:
         self('after_create')
 
     def __call__(self, event):
-        on = 'run' if event not in inner_events else 'run_train' if self.training else 'run_valid'
         for cb in self._handlers.get(event, ()):
-            if cb.run and getattr(cb, on): getattr(cb, event)() # as `Callback.answers` says, without a call for each of some twenty a step
+            if cb.answers(event, self.training): getattr(cb, event)()
 
 # %% ../nbs/06_learner.ipynb #c010
 @patch

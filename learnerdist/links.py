@@ -6,7 +6,7 @@
 __all__ = ['PostedSum', 'Links', 'SocketLinks', 'GlooLinks', 'open_links']
 
 # %% ../nbs/01b_links.ipynb #c003
-import socket,tempfile
+import itertools,socket,tempfile
 from contextlib import ExitStack,contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ class PostedSum:
     "A row of small counts added up over ranks: sent without waiting, read when it is needed"
     def __init__(self, links, row):
         self.links,self.rows,self.size,self.total = links,row,len(row),None
-        links.send(1, row)
+        links.tell(1, row)
 
     def read(self)->list: # The sum of every rank's row, the same on every rank
         "Wait for the others' rows"
@@ -33,12 +33,12 @@ class PostedSum:
 
     def _double(self, n):
         n_bytes = self.size*min(n, self.links.world_size-n)
-        if n>1: self.links.send(n, self.rows[:n_bytes])
-        self.rows += self.links.receive(n, n_bytes)
+        if n>1: self.links.tell(n, self.rows[:n_bytes])
+        self.rows += self.links.hear(n, n_bytes)
 
 # %% ../nbs/01b_links.ipynb #c007
 class Links:
-    "From this rank to those it adds up with; subclasses send and receive"
+    "From this rank to those it adds up with; subclasses say how to `tell` and to `hear`"
     def __init__(self, rank, world_size,
         timeout_s:float=1800 # Seconds to wait for an absent rank
     ):
@@ -55,9 +55,9 @@ class Links:
 
     def before(self, n): return (self.rank-n)%self.world_size
     def after(self, n): return (self.rank+n)%self.world_size
-    def send(self, n, rows): raise NotImplementedError # To rank `before(n)`, without waiting for it
-    def receive(self, n, n_bytes): raise NotImplementedError # From rank `after(n)`
-    def close(self): "Whoever waits for this rank gets an error"
+    def tell(self, n, rows): raise NotImplementedError # To rank `before(n)`, without waiting for it
+    def hear(self, n, n_bytes): raise NotImplementedError # From rank `after(n)`
+    def close(self): raise NotImplementedError
 
 # %% ../nbs/01b_links.ipynb #c011
 class SocketLinks(Links):
@@ -67,32 +67,35 @@ class SocketLinks(Links):
         self.to,self.by = {},{} # For each n of `hops` a socket to the rank n before this one, and one to the rank n after it
 
     def close(self):
+        "Whoever waits for this rank gets an error"
         for s in (*self.to.values(),*self.by.values()):
             try: s.shutdown(socket.SHUT_RDWR) # a process forked from this one may hold it too
             except OSError: pass # the other end has gone
             s.close()
 
-    def send(self, n, rows):
-        try: self.to[n].sendall(rows)
+    def tell(self, n, rows):
+        try: self.to[n].sendall(rows, _no_signal)
         except OSError as e: raise self._lost(self.before(n), e) from e
 
-    def receive(self, n, n_bytes):
+    def hear(self, n, n_bytes):
         self.by[n].settimeout(self.timeout_s)
         try: got = self.by[n].recv(n_bytes)
         except OSError as e: raise self._lost(self.after(n), e) from e
         if not got: raise self._lost(self.after(n), 'end of stream')
-        return got if len(got)==n_bytes else got+self.receive(n, n_bytes-len(got))
+        return got if len(got)==n_bytes else got+self.hear(n, n_bytes-len(got))
 
     def _lost(self, rank, e):
         if isinstance(e, TimeoutError): return dist.DistNetworkError(f'timed out: {self.timeout_s:g} s without a word from rank {rank}')
-        return dist.DistNetworkError(f'connection closed by peer ({e}): rank {rank}')
+        return dist.DistNetworkError(f'connection closed by peer ({e}): rank {rank} is gone, or has left since another one is')
+
+_no_signal = getattr(socket, 'MSG_NOSIGNAL', 0) # SIGPIPE would end a process that does not ignore it, as Python does
 
 # %% ../nbs/01b_links.ipynb #c021
 def _listen(stack):
     "A socket that other processes of this user can call, and its path; None where there is none to be had"
     if not hasattr(socket, 'AF_UNIX') or local_size()<group_size(): return None,None
     try:
-        path = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='learnerdist-')))/'link')
+        path = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='learnerdist-', ignore_cleanup_errors=True)))/'link')
         server = stack.enter_context(socket.socket(socket.AF_UNIX))
         server.bind(path)
         server.listen(group_size())
@@ -100,14 +103,14 @@ def _listen(stack):
     return server,path
 
 def _call(path, n):
-    s = socket.socket(socket.AF_UNIX)
-    try:
-        s.connect(path)
-        s.sendall(n.to_bytes(4, 'big'))
-    except OSError:
-        s.close()
-        return None
-    return s
+    with ExitStack() as stack:
+        try:
+            s = stack.enter_context(socket.socket(socket.AF_UNIX))
+            s.connect(path)
+            s.sendall(n.to_bytes(4, 'big'))
+        except OSError: return None
+        stack.pop_all()
+        return s
 
 def _answer(server):
     s = server.accept()[0]
@@ -127,21 +130,26 @@ def _connect(timeout_s):
 
 # %% ../nbs/01b_links.ipynb #c022
 class GlooLinks(Links):
-    "Over gloo, for ranks on several machines"
+    "Over gloo, for ranks on several machines. Collective to make"
     def __init__(self, timeout_s):
         super().__init__(group_rank(), group_size(), timeout_s)
-        self.group,self.sent = control_group(),[]
+        self.group,self.tag,self.told = control_group(),max(gather_objects(next(_tags))),{}
 
-    def send(self, n, rows):
-        self.sent = [o for o in self.sent if not o[1].is_completed()] # the others' rows must stay where they are
+    def tell(self, n, rows):
         t = torch.frombuffer(bytearray(rows), dtype=torch.uint8)
-        self.sent.append((t, dist.isend(t, group=self.group, group_dst=self.before(n))))
+        self.told[n] = dist.isend(t, group=self.group, group_dst=self.before(n), tag=self.tag),t
 
-    def receive(self, n, n_bytes):
-        t = torch.empty(n_bytes, dtype=torch.uint8)
-        dist.irecv(t, group=self.group, group_src=self.after(n)).wait(timedelta(seconds=self.timeout_s))
+    def hear(self, n, n_bytes):
+        t,patience = torch.empty(n_bytes, dtype=torch.uint8),timedelta(seconds=self.timeout_s)
+        dist.irecv(t, group=self.group, group_src=self.after(n), tag=self.tag).wait(patience)
+        self.told.pop(n)[0].wait(patience)
         return t.numpy().tobytes()
 
+    def close(self): self.group = None # it is closed with the others
+
+_tags = itertools.count(1)
+
+# %% ../nbs/01b_links.ipynb #c024
 @contextmanager
 def open_links(
     timeout_s:float=1800 # Seconds to wait for an absent rank

@@ -259,7 +259,7 @@ def after_batch(self:Recorder):
     n = find_bs(learn.yb) if learn.yb and learn.loss is not None else 0
     if learn.training:
         loss,n = self.counted or (learn.loss,n)
-        self.steps.append((loss if n else 0., n, n))
+        self.steps.append((loss.detach().to(torch.double, copy=True) if n else 0., n, n)) # the loss's owner may write into it
         self.lrs.append(self.lr_now or self._lr())
         self.counted = self.lr_now = None
     elif n:
@@ -271,7 +271,7 @@ def step_totals(self:Recorder)->Tensor: # (steps,2): loss × samples, samples
     if not self.steps: return torch.zeros(0, 2, dtype=torch.double)
     losses,weights,ns = zip(*self.steps)
     device = find_device(losses)
-    totals = torch.stack([torch.as_tensor(o, device=device) for o in losses]).double().cpu()*torch.tensor(weights)
+    totals = torch.stack([torch.as_tensor(o, dtype=torch.double, device=device) for o in losses]).cpu()*torch.tensor(weights)
     return torch.stack([totals, torch.tensor(ns, dtype=torch.double)], 1)
 
 def _set_totals(self, totals): self.steps = [(o[0],1,o[1].item()) for o in totals]

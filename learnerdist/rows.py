@@ -16,6 +16,7 @@ from torch.distributed import P2POp,irecv,isend
 from torch.nn.utils.rnn import PackedSequence,unpack_sequence
 from torch.utils._pytree import tree_flatten,tree_leaves,tree_map,tree_unflatten
 
+from .agreement import _ints
 from .comms import _carried,gather_objects,gather_rows
 from .data import to_cpu,to_detach
 from .env import current_group,group_rank
@@ -146,17 +147,19 @@ def _gather_leaves(rows, kinds, spec, order, lens, dst):
     cols = [_gather_leaf(*o, order, lens, dst) for o in zip(leaves, kinds)]
     return None if any(o is None for o in cols) else tree_unflatten(cols, spec)
 
-_not_carried = torch.int16,torch.uint16,torch.uint32,torch.uint64 # gloo knows no such numbers
-
 def _gather_leaf(o, kinds, order, lens, dst):
-    if None in kinds or len(set(kinds))>1 or kinds[0][1] in _not_carried:
+    if None in kinds or len(set(kinds))>1:
         parts = _gather_pickled(o, dst)
         return None if parts is None else take_rows(_cat_leaf(parts), order)
     shape,dtype = kinds[0]
-    o = torch.empty(0, *shape, dtype=dtype) if o is None else o
-    res,places = o.new_empty(len(order), *shape) if _wants(dst) else None,order.argsort().split(lens)
+    o = _as_ints(torch.empty(0, *shape, dtype=dtype) if o is None else o)
+    res,places = o.new_empty(len(order), o.shape[1]) if _wants(dst) else None,order.argsort().split(lens)
     for r,i,rows in _pieces(o, lens, dst): res.index_copy_(0, places[r][i:i+len(rows)], rows)
-    return res
+    return None if res is None else res.view(dtype).reshape(len(order), *shape)
+
+def _as_ints(t):
+    "The bits of `t` (n,…), of any dtype, as whole numbers (n,m)"
+    return t.resolve_conj().resolve_neg().reshape(len(t), t.shape[1:].numel()).contiguous().view(_ints[t.element_size()])
 
 # %% ../nbs/13c_rows.ipynb #c018
 _piece = 1<<24 # Bytes that a rank sends at a time
@@ -167,8 +170,8 @@ def _pieces(t, lens, dst):
     "Whose rows, from which of them on, and the rows: until all `lens` rows of all ranks have been there. A rank that wants none only sends"
     me,W = group_rank(),len(lens)
     if _wants(dst): yield me,0,t
-    size = max(1, min(max(lens), _piece//max(t.element_size()*t.shape[1:].numel(), 1)))
-    buf = _carried(t.new_empty(size if W>1 and _wants(dst) else 0, *t.shape[1:]))
+    size = max(1, min(max(lens), _piece//max(t.element_size()*t.shape[1], 1)))
+    buf = _carried(t.new_empty(size if W>1 and _wants(dst) else 0, t.shape[1]))
     for i in range(0, max(lens), size):
         for to,by in (((me+k)%W,(me-k)%W) for k in range(1, W)):
             got = buf[:max(lens[by]-i, 0)]
@@ -177,8 +180,8 @@ def _pieces(t, lens, dst):
 
 def _swap(own, to, got, by):
     "Send rows to one rank, while others come from another"
-    ops = [(isend, _carried(own.contiguous()), to), (irecv, got, by)]
-    ops = [P2POp(op, rows, group=current_group(), group_peer=r) for op,rows,r in ops if rows.numel()]
+    ops = [(isend, _carried(own), to), (irecv, got, by)]
+    ops = [P2POp(op, rows.view(torch.uint8), group=current_group(), group_peer=r) for op,rows,r in ops if rows.numel()]
     for work in dist.batch_isend_irecv(ops) if ops else (): work.wait()
 
 # %% ../nbs/13c_rows.ipynb #c020

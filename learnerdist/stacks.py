@@ -129,5 +129,5 @@ def describe_stack(
     name = next((o.name for o in frames if 'c10d_logger' not in o.file), at.name)
     return f'waited in {_called.get(name, name)}, from {where}'
 
-_called = dict(_engine_run_backward='backward', receive='the vote of a step', send='the vote of a step', wait_key='the store',
+_called = dict(_engine_run_backward='backward', hear='the vote of a step', tell='the vote of a step', wait_key='the store',
                _everyones='the start of the group')
