@@ -155,11 +155,13 @@ def _gather_leaf(o, kinds, order, lens, dst):
     o = _as_ints(torch.empty(0, *shape, dtype=dtype) if o is None else o)
     res,places = o.new_empty(len(order), o.shape[1]) if _wants(dst) else None,order.argsort().split(lens)
     for r,i,rows in _pieces(o, lens, dst): res.index_copy_(0, places[r][i:i+len(rows)], rows)
-    return None if res is None else res.view(dtype).reshape(len(order), *shape)
+    return None if res is None else res.reshape(-1).view(dtype).reshape(len(order), *shape)
 
 def _as_ints(t):
     "The bits of `t` (n,…), of any dtype, as whole numbers (n,m)"
-    return t.resolve_conj().resolve_neg().reshape(len(t), t.shape[1:].numel()).contiguous().view(_ints[t.element_size()])
+    t = t.resolve_conj().resolve_neg().contiguous()
+    bits = t.as_strided((t.numel(),), (1,)).view(_ints[t.element_size()]) # a single element may have any stride, which `view` refuses
+    return bits.reshape(len(t), t.shape[1:].numel()*t.element_size()//bits.element_size())
 
 # %% ../nbs/13c_rows.ipynb #c018
 _piece = 1<<24 # Bytes that a rank sends at a time
@@ -181,7 +183,7 @@ def _pieces(t, lens, dst):
 def _swap(own, to, got, by):
     "Send rows to one rank, while others come from another"
     ops = [(isend, _carried(own), to), (irecv, got, by)]
-    ops = [P2POp(op, rows.view(torch.uint8), group=current_group(), group_peer=r) for op,rows,r in ops if rows.numel()]
+    ops = [P2POp(op, rows.reshape(-1).view(torch.uint8), group=current_group(), group_peer=r) for op,rows,r in ops if rows.numel()]
     for work in dist.batch_isend_irecv(ops) if ops else (): work.wait()
 
 # %% ../nbs/13c_rows.ipynb #c020

@@ -1,0 +1,136 @@
+"Votes by sockets and by gloo: a rank that is slow, or leaves first; two learners at once; predictions and losses that travel or are kept"
+import contextlib,threading
+import pytest, torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from learnerdist.all import (Callback, CancelTrainException, DataLoaders, Learner, SocketLinks, group_rank, group_size, open_links,
+                             process_group)
+from learnerdist.links import GlooLinks
+from learnerdist.testing import run_ranks
+
+ways = pytest.mark.parametrize('env,way', [({}, SocketLinks), (dict(LOCAL_WORLD_SIZE='1'), GlooLinks)]) # the second: as on several machines
+
+def make(n=12, f=None, cbs=None):
+    torch.manual_seed(0)
+    x,y = torch.randn(n, 3),torch.randint(4, (n,))
+    dls = DataLoaders(*[DataLoader(TensorDataset(x, y), 2)]*2)
+    return Learner(dls, f or nn.Linear(3, 4), F.cross_entropy, torch.optim.SGD, lr=.1, cbs=cbs)
+
+class Late:
+    "Rank 1 hears what the others have told it when they have long gone on"
+    def __enter__(self):
+        self.old = {o: o.hear for o in (SocketLinks, GlooLinks)}
+        def late(links, n, n_bytes):
+            if group_rank()==1: threading.Event().wait(.02)
+            return self.old[type(links)](links, n, n_bytes)
+        for o in self.old: o.hear = late
+    def __exit__(self, *exc):
+        for o,hear in self.old.items(): o.hear = hear
+
+def rank_late(outer):
+    with Late():
+        if not outer: return in_contexts()
+        with process_group(timeout_s=20): return in_contexts()
+
+def in_contexts():
+    for _ in range(3):
+        learn = make()
+        with learn.distrib_ctx(seed=1, timeout_s=20), learn.no_logging():
+            learn.fit(1)
+            way = type(learn.distributed_trainer.links)
+        del learn
+    return way,3
+
+@ways
+@pytest.mark.parametrize('outer', [False, True])
+def test_a_rank_that_hears_late(env, way, outer): assert run_ranks(rank_late, 3, outer, env=env)==[(way, 3)]*3
+
+class Others(Callback):
+    "Evaluate another learner while this one's vote has been cast and not read"
+    order = 2000
+    def __init__(self, other): self.other,self.got = other,[]
+    def after_batch(self):
+        if self.training and self.iter==0: self.got.append(self.other.validate())
+
+class Cancel(Callback):
+    def before_batch(self):
+        if self.training and self.iter==1 and group_rank()==0: raise CancelTrainException
+
+def rank_two_learners():
+    a,b = make(),make(9)
+    want = b.validate()
+    cb = Others(b)
+    with process_group(), a.distrib_ctx(seed=1, timeout_s=20), b.distrib_ctx(seed=1, timeout_s=20), a.no_logging():
+        a.fit(2, cbs=[cb,Cancel])
+    return want,cb.got,len(a.recorder.losses)
+
+@ways
+def test_two_learners_at_once(env, way):
+    for want,got,n in run_ranks(rank_two_learners, 2, env=env):
+        assert n and got and all(o==pytest.approx(want, rel=1e-6) for o in got)
+
+def rank_many():
+    "What is kept of votes that are over"
+    with process_group(), open_links(20) as links:
+        sums = [links.post([group_rank(), 1]).read() for _ in range(200)]
+        return sums==[[sum(range(group_size())), group_size()]]*200,len(getattr(links, 'told', ())),sorted(getattr(links, 'told', ()))
+
+@ways
+def test_nothing_is_kept(env, way): assert run_ranks(rank_many, 3, env=env)==[(True, 0, [])]*3
+
+kinds = dict(u16=lambda x: (100*x).abs().to(torch.uint16), u32=lambda x: (100*x).abs().to(torch.uint32), i16=lambda x: (100*x).short(),
+             bool=lambda x: x>0, bf16=lambda x: x.bfloat16(), f8=lambda x: x.to(torch.float8_e4m3fn),
+             complex=lambda x: torch.complex(x, x), conj=lambda x: torch.complex(x, x).conj(), z128=lambda x: torch.complex(x, x).cdouble(),
+             column=lambda x: x[:,:1], row=lambda x: x[:,0])
+
+class Is(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.w,self.kind = nn.Parameter(torch.zeros(1)),kind
+    def forward(self, x): return kinds[self.kind](x+0*self.w)
+
+def preds(kind, ctx):
+    learn = make(5, Is(kind))
+    learn.loss_func = lambda pred, targ: torch.zeros(())
+    with ctx(learn): p = learn.get_preds()[0]
+    return p.dtype,p.shape,p.resolve_conj().view(torch.uint8).tolist() if p.ndim>1 else p.tolist()
+
+def all_preds(ctx): return {o: preds(o, ctx) for o in kinds}
+
+def rank_preds():
+    with process_group(): return all_preds(lambda learn: learn.distrib_ctx(seed=1))
+
+def test_predictions_of_any_dtype():
+    want = all_preds(contextlib.nullcontext)
+    for got in run_ranks(rank_preds, 3): assert got==want
+
+class Smooth(Callback):
+    "Keeps a running loss in a tensor of its own"
+    order,mean = 40,torch.zeros(())
+    def after_batch(self):
+        if not self.training: return
+        self.mean = self.mean if self.iter else torch.zeros(())
+        self.learn.loss = self.mean.mul_(.5).add_(self.learn.loss, alpha=.5)
+
+def test_a_loss_that_its_owner_writes_into():
+    plain,smooth = make(),make(cbs=Smooth)
+    for o in (plain, smooth):
+        with o.no_logging(): o.fit(1)
+    want,mean = [],0.
+    for o in plain.recorder.losses:
+        mean = .5*mean+.5*o
+        want.append(mean)
+    assert smooth.recorder.losses==pytest.approx(want, rel=1e-6)
+
+class Sometimes(Callback):
+    "Has its own way to say which events it answers"
+    n = 0
+    def answers(self, event, training): return super().answers(event, training) and training
+    def after_batch(self): self.n += 1
+
+def test_a_callback_says_what_it_answers():
+    cb = Sometimes()
+    learn = make(cbs=cb)
+    with learn.no_logging(): learn.fit(1)
+    assert cb.n==6
