@@ -172,8 +172,9 @@ def _pieces(t, lens, dst):
     "Whose rows, from which of them on, and the rows: until all `lens` rows of all ranks have been there. A rank that wants none only sends"
     me,W = group_rank(),len(lens)
     if _wants(dst): yield me,0,t
+    if W<2: return
     size = max(1, min(max(lens), _piece//max(t.element_size()*t.shape[1], 1)))
-    buf = _carried(t.new_empty(size if W>1 and _wants(dst) else 0, t.shape[1]))
+    buf = _carried(t.new_empty(size if _wants(dst) else 0, t.shape[1]))
     for i in range(0, max(lens), size):
         for to,by in (((me+k)%W,(me-k)%W) for k in range(1, W)):
             got = buf[:max(lens[by]-i, 0)]
