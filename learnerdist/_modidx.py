@@ -398,6 +398,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'learnerdist.env._env_int': ('env.html#_env_int', 'learnerdist/env.py'),
                                  'learnerdist.env._everyones': ('env.html#_everyones', 'learnerdist/env.py'),
                                  'learnerdist.env._open': ('env.html#_open', 'learnerdist/env.py'),
+                                 'learnerdist.env._say': ('env.html#_say', 'learnerdist/env.py'),
                                  'learnerdist.env.backend_for': ('env.html#backend_for', 'learnerdist/env.py'),
                                  'learnerdist.env.close_group': ('env.html#close_group', 'learnerdist/env.py'),
                                  'learnerdist.env.control_group': ('env.html#control_group', 'learnerdist/env.py'),

@@ -9,7 +9,7 @@ __all__ = ['rank_distrib', 'num_distrib', 'local_rank', 'local_size', 'default_d
 
 # %% ../nbs/00_env.ipynb #c002
 import itertools,os,socket
-from contextlib import contextmanager
+from contextlib import contextmanager,suppress
 from datetime import timedelta
 
 import torch
@@ -99,13 +99,18 @@ def _open(device, backend, timeout_s):
     store,timeout = dist.PrefixStore(f'group{next(_opened)}', store),timedelta(seconds=timeout_s)
     backend = backend or backend_for(_everyones(gpu_id(device), store, timeout))
     dist.init_process_group(backend, store=store, rank=rank_distrib(), world_size=num_distrib(), timeout=timeout)
+    with suppress(dist.DistStoreError): _say('opened', 'yes', store, min(timeout, timedelta(seconds=20)))
 
 def _everyones(word, store, timeout):
     "What each rank says, before there is a group"
-    keys = [f'said/{r}' for r in range(num_distrib())]
+    return [o.decode() for o in store.multi_get(_say('said', word, store, timeout))]
+
+def _say(what, word, store, timeout):
+    "Tell `word` to all ranks, and wait until each has told its own; returns the keys"
+    keys = [f'{what}/{r}' for r in range(num_distrib())]
     store.set(keys[rank_distrib()], word)
     store.wait(keys, timeout)
-    return [o.decode() for o in store.multi_get(keys)]
+    return keys
 
 # %% ../nbs/00_env.ipynb #c021
 def setup_distrib(

@@ -130,4 +130,4 @@ def describe_stack(
     return f'waited in {_called.get(name, name)}, from {where}'
 
 _called = dict(_engine_run_backward='backward', hear='the vote of a step', tell='the vote of a step', wait_key='the store',
-               _everyones='the start of the group')
+               _say='the start of the group')
