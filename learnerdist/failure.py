@@ -45,7 +45,7 @@ def _find_the_absent(e, key):
     store,(me,n) = shared_store(),_me()
     store.set(f'{key}/waited/{me}', json.dumps(frames_of(e)))
     with open(answer_asks(os.getpid()), 'a') as f: traceback.print_exception(e, file=f)
-    if store.add(f'{key}/asks', 1) > 1: return first_failure(key, timeout_s=10) or e
+    if store.add(f'{key}/asks', 1) > 1: return first_failure(key, timeout_s=30) or e
     places = [f'rank {r} {_place(store, key, r)}' for r in range(n)]
     what = re.sub(r'^\[.*?\] *', '', str(e).splitlines()[0]) # without the place in gloo's source
     return TimeoutError('\n  '.join([f'a rank did not come: {what}', *places])).with_traceback(e.__traceback__)

@@ -93,7 +93,7 @@ _kept,_head = [],'Stack (most recent call first):'
 def stack_of(
     pid:int,      # A process on this machine
     file,         # What `answer_asks` returned there
-    timeout_s=5
+    timeout_s=10
 )->str:           # What `faulthandler` wrote; None if it is gone, or does not answer
     "The Python stack of another process's main thread at this moment"
     try: before = _read(file).count(_head)
