@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from learnerdist.env import current_group,group_size
-from learnerdist.processes import call_on_ranks,share_of_cores
+from learnerdist.core.env import current_group,group_size
+from learnerdist.launch.processes import call_on_ranks,share_of_cores
 
 here = Path(__file__).parent
 packages = 'torch','fastai','accelerate','lightning-fabric'

@@ -5,8 +5,10 @@ from contextlib import ExitStack
 
 import torch
 from common import all_close,bars,main,on_ranks,quartiles,ratio_text,ratios,slowest,table,turns
-from learnerdist.all import (DataLoaders,Learner,ProgressCallback,all_sum,default_device,gather_rows,group_rank,group_size,process_group,
-                             to_device,undeal)
+from learnerdist.all import DataLoaders, Learner, ProgressCallback, all_sum, default_device, group_rank, group_size, process_group
+from learnerdist.core.collectives import gather_rows
+from learnerdist.data.loaders import to_device
+from learnerdist.data.sharding import undeal
 from learnerdist.distributed import DistributedDL
 from step_time import installed,quiet,theirs
 from torch import nn
@@ -83,7 +85,7 @@ def fastai_ours(task, stack):
 
 def fastai_theirs(task, stack):
     import fastai.torch_core as core
-    import learnerdist.fastai_trainer as trainer
+    import learnerdist.fastai.trainer as trainer
     mod,learn = theirs(),fastai_learner(task)
     learn.add_cb(mod.DistributedTrainer(sync_bn=False))
     dl = mod.DistributedDL(learn.dls.valid, group_rank(), group_size(), device=task.device)

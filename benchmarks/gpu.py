@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import torch
 from common import all_close,bars,main,on_ranks,processor,quartiles,ratio_text,ratios,table,turns,verdict
-from learnerdist.env import setup_distrib,teardown_distrib
+from learnerdist.core.env import setup_distrib,teardown_distrib
 from step_time import Task,as_way,bare,mlp,ours,resnet
 
 # Name: model, shape of a sample, samples a step, steps of a round, rounds

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from common import main,on_ranks,quartiles,save_plot,table,together,turns
-from learnerdist.agreement import Ballot,Tally
-from learnerdist.env import current_group,group_size,process_group
-from learnerdist.links import GlooLinks,Links,open_links
-from learnerdist.processes import share_of_cores
-from learnerdist.shard import share_chunks,share_len
+from learnerdist.distributed.agreement import Ballot,Tally
+from learnerdist.core.env import current_group,group_size,process_group
+from learnerdist.distributed.vote_links import GlooLinks,Links,open_links
+from learnerdist.launch.processes import share_of_cores
+from learnerdist.data.sharding import share_chunks,share_len
 from step_time import Task,as_way,bare,ours
 from torch import nn
 from torch.nn.functional import cross_entropy

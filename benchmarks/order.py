@@ -11,7 +11,7 @@ most = 10**8     # DistributedSampler holds a list and a tensor of n whole numbe
 def rounds(n): return 5 if n<10**8 else 1
 
 def ours(n, rank):
-    from learnerdist.loader import DistributedDL
+    from learnerdist.data.distributed_dl import DistributedDL
     return iter(DistributedDL(range(n), rank, W, bs=64, shuffle=True).dealer.items)
 
 def torchs(n, rank):

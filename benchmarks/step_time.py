@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 from common import all_close,bars,main,now,on_ranks,peer,quartiles,ratio_text,ratios,slowest,table,turns,verdict
-from learnerdist.comms import all_sum
+from learnerdist.core.collectives import all_sum
 from learnerdist.all import DataLoaders,Learner,ProgressCallback # all: with every callback that users have
-from learnerdist.data import to_device
+from learnerdist.data.loaders import to_device
 from learnerdist.distributed import DistributedDL
-from learnerdist.env import default_device,group_rank,group_size,in_group,process_group
+from learnerdist.core.env import default_device,group_rank,group_size,in_group,process_group
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel

@@ -1,31 +1,45 @@
-"Everything for training scripts: `from learnerdist.all import *`"
-# ruff: noqa: F403
-from learnerdist.env import *
-from learnerdist.comms import *
-from learnerdist.links import *
-from learnerdist.shard import *
-from learnerdist.streams import *
-from learnerdist.data import *
-from learnerdist.loader import *
-from learnerdist.callback import *
-from learnerdist.learner import *
-from learnerdist.metrics import *
-from learnerdist.progress import *
-from learnerdist.logs import *
-from learnerdist.training import *
-from learnerdist.schedule import *
-from learnerdist.parallel import *
-from learnerdist.batchnorm import *
-from learnerdist.agreement import *
-from learnerdist.failure import *
-from learnerdist.rows import *
-from learnerdist.evaluation import *
-from learnerdist.hooks import *
-from learnerdist.times import *
-from learnerdist.distributed import *
-from learnerdist.memory import *
-from learnerdist.snapshot import *
-from learnerdist.place import *
-from learnerdist.states import *
-from learnerdist.requests import *
-from learnerdist.checkpoint import *
+"""Everything for training scripts: `from learnerdist.all import *`. What stands here is public; all else is reached through its module"""
+# Processes: who am I, what ranks say to one another
+from learnerdist.core.env import (default_device, group_rank, group_size, is_rank0, local_rank, num_distrib, process_group, rank_distrib,
+                                  setup_distrib, teardown_distrib)
+from learnerdist.core.collectives import (RankError, all_mean, all_sum, await_save, broadcast_object, distrib_barrier, gather_objects,
+                                          rank0_first, save_once)
+from learnerdist.core.random import set_seed
+# Data
+from learnerdist.data.loaders import DataLoaders, TfmdDL, to_device
+from learnerdist.data.distributed_dl import DistributedDL
+# The Learner and its callbacks
+from learnerdist.learner.callback import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
+                                          CancelFitException, CancelStepException, CancelTrainException, CancelValidException)
+from learnerdist.learner.learner import Learner, TrainEvalCallback, get_model, trainable_params
+from learnerdist.learner.metrics import (AccumMetric, AvgLoss, AvgMetric, Metric, Recorder, TorchMetric, accuracy, error_rate, mk_metric,
+                                         skm_metric, top_k_accuracy)
+from learnerdist.learner.progress import ProgressCallback
+from learnerdist.learner.loggers import CSVLogger, LogWriter, TensorBoardLogger
+from learnerdist.learner.techniques import GradientAccumulation, GradientClip, Lookahead, MixedPrecision, steps_per_epoch
+from learnerdist.learner.schedule import (EarlyStoppingCallback, ReduceLROnPlateauCallback, SaveModelCallback, Scheduler,
+                                          TerminateOnNaNCallback, TrackerCallback, lr_scale, warm_up)
+# Several processes
+from learnerdist.distributed.batchnorm import sync_batchnorm
+from learnerdist.distributed.data_parallel import ParallelTrainer
+from learnerdist.distributed.timer import Timer
+from learnerdist.distributed.trainer import DistributedTrainer
+from learnerdist.distributed.memory import find_batch_size
+# Interruption, and going on
+from learnerdist.checkpoint.preemption import Preempted, preempted_status
+from learnerdist.checkpoint.checkpoint import Checkpoint
+
+__all__ = [
+    'default_device', 'group_rank', 'group_size', 'is_rank0', 'local_rank', 'num_distrib', 'process_group', 'rank_distrib',
+    'setup_distrib', 'teardown_distrib',
+    'RankError', 'all_mean', 'all_sum', 'await_save', 'broadcast_object', 'distrib_barrier', 'gather_objects', 'rank0_first', 'save_once',
+    'set_seed', 'DataLoaders', 'TfmdDL', 'DistributedDL', 'to_device',
+    'Callback', 'CancelBackwardException', 'CancelBatchException', 'CancelEpochException', 'CancelFitException', 'CancelStepException',
+    'CancelTrainException', 'CancelValidException', 'Learner', 'TrainEvalCallback', 'get_model', 'trainable_params',
+    'AccumMetric', 'AvgLoss', 'AvgMetric', 'Metric', 'Recorder', 'TorchMetric', 'accuracy', 'error_rate', 'mk_metric', 'skm_metric',
+    'top_k_accuracy', 'ProgressCallback', 'CSVLogger', 'LogWriter', 'TensorBoardLogger',
+    'GradientAccumulation', 'GradientClip', 'Lookahead', 'MixedPrecision', 'steps_per_epoch',
+    'EarlyStoppingCallback', 'ReduceLROnPlateauCallback', 'SaveModelCallback', 'Scheduler', 'TerminateOnNaNCallback', 'TrackerCallback',
+    'lr_scale', 'warm_up',
+    'sync_batchnorm', 'ParallelTrainer', 'Timer', 'DistributedTrainer', 'find_batch_size',
+    'Preempted', 'preempted_status', 'Checkpoint']

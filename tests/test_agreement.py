@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from learnerdist.all import *
+from learnerdist.core.env import group_rank
 from learnerdist.testing import run_ranks
 
 N,BS = 24,3 # 2 ranks take 4 steps an epoch, 3 ranks take 3 (the last one padded)

@@ -4,8 +4,8 @@ import pytest, torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from learnerdist.batchnorm import sync_batchnorm, _local_stats, _merge_stats
-from learnerdist.env import process_group, setup_distrib, teardown_distrib
+from learnerdist.distributed.batchnorm import sync_batchnorm, _local_stats, _merge_stats
+from learnerdist.core.env import process_group, setup_distrib, teardown_distrib
 from learnerdist.testing import run_ranks
 
 F64 = torch.float64

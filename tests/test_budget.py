@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-from learnerdist.all import DataLoaders, DistributedDL, Learner, ProgressCallback, accuracy, group_rank, group_size, in_group, process_group
+from learnerdist.all import DataLoaders, DistributedDL, Learner, ProgressCallback, accuracy, group_rank, group_size, process_group
+from learnerdist.core.env import in_group
 from learnerdist.testing import run_ranks
 
 BS = 4

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from torchmetrics.classification import MulticlassAccuracy
 from learnerdist.all import (Callback, DataLoaders, Learner, Metric, TfmdDL, accuracy, error_rate, group_rank, group_size, process_group,
                              skm_metric)
-from learnerdist.links import Links
+from learnerdist.distributed.vote_links import Links
 from learnerdist.testing import run_ranks
 
 BS = 4

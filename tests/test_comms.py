@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from learnerdist.all import (DataLoaders, Learner, RankError, TfmdDL, all_mean, all_sum, broadcast_object, distrib_barrier,
-                             gather_objects, gather_rows, group_rank, group_size, process_group, rank0_first, rank_distrib,
-                             setup_distrib, teardown_distrib)
+from learnerdist.all import (DataLoaders, Learner, RankError, TfmdDL, all_mean, all_sum, broadcast_object, distrib_barrier, gather_objects,
+                             group_rank, group_size, process_group, rank0_first, rank_distrib, setup_distrib, teardown_distrib)
+from learnerdist.core.collectives import gather_rows
 from learnerdist.testing import run_ranks
 
 def rank_collectives(own):

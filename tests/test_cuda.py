@@ -3,7 +3,8 @@ import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, accuracy, all_sum, broadcast_object, default_device, gather_objects,
-                             gather_rows, group_rank, group_size, process_group, rank0_first, setup_distrib, teardown_distrib)
+                             group_rank, group_size, process_group, rank0_first, setup_distrib, teardown_distrib)
+from learnerdist.core.collectives import gather_rows
 from learnerdist.testing import run_ranks
 
 pytestmark = pytest.mark.cuda

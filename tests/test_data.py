@@ -3,7 +3,7 @@ from collections import OrderedDict, defaultdict, namedtuple
 import pandas as pd, pytest, torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
-from learnerdist.data import (DataLoaders, TfmdDL, apply, changed, check_options, find_bs, is_shuffled, loader_settings, one_batch,
+from learnerdist.data.loaders import (DataLoaders, TfmdDL, apply, changed, check_options, find_bs, is_shuffled, loader_settings, one_batch,
                               to_cpu, to_detach, to_device)
 
 torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 "What the launcher said, which device and backend follow from it, and groups that are opened and closed"
 import os, pytest, torch, torch.distributed as dist
-import learnerdist.env as env
-from learnerdist.env import (backend_for, close_group, current_group, default_device, group_rank, group_size, in_group, is_rank0,
+import learnerdist.core.env as env
+from learnerdist.core.env import (backend_for, close_group, current_group, default_device, group_rank, group_size, in_group, is_rank0,
                              launch_store, local_rank,
                              local_size, num_distrib, process_group, rank_distrib, setup_distrib, teardown_distrib)
 from learnerdist.testing import run_ranks

@@ -8,8 +8,10 @@ from torch.nn import functional as F
 from torch.utils.data import (BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SubsetRandomSampler, TensorDataset,
                               WeightedRandomSampler)
 from torchmetrics import MetricCollection, classification as tm
-from learnerdist.all import (AccumMetric, AvgMetric, Callback, CancelBatchException, CSVLogger, DataLoaders, Learner, Metric, Rows, TfmdDL,
-                             accuracy, find_bs, group_rank, process_group, reduction, skm_metric)
+from learnerdist.all import (AccumMetric, AvgMetric, Callback, CancelBatchException, CSVLogger, DataLoaders, Learner, Metric, TfmdDL,
+                             accuracy, group_rank, process_group, skm_metric)
+from learnerdist.data.loaders import find_bs
+from learnerdist.learner.metrics import Rows, reduction
 from learnerdist.testing import RanksError, run_ranks
 
 def values(learn): return [o if o is None else torch.as_tensor(o).double().tolist() for o in learn.final_record]

@@ -11,11 +11,11 @@ from fastai.learner import Learner
 from fastai.optimizer import SGD, Adam
 from fastai.metrics import F1Score, RocAuc
 from torch import nn
-from learnerdist.env import group_rank, group_size, process_group
+from learnerdist.core.env import group_rank, group_size, process_group
 from learnerdist.fastai import *
-from learnerdist.fastai_loaders import ShareDL
-from learnerdist.fastai_trainer import fastais_gather
-from learnerdist.loader import set_epoch
+from learnerdist.fastai.loaders import ShareDL
+from learnerdist.fastai.trainer import fastais_gather
+from learnerdist.data.distributed_dl import set_epoch
 from learnerdist.testing import run_ranks
 from fastai_lines import shows
 

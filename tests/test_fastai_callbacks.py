@@ -20,7 +20,7 @@ from fastai.losses import CrossEntropyLossFlat, LabelSmoothingCrossEntropy, Labe
 from fastai.optimizer import Adam
 from torch import nn
 from test_fastai import F64, accuracy, close, ctx, data, floats, history, make, on_ranks, per_rank, same, state
-from learnerdist.env import current_group, group_rank, group_size
+from learnerdist.core.env import current_group, group_rank, group_size
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
 from fastai_lines import shows

@@ -9,9 +9,9 @@ from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.metrics import accuracy
-from learnerdist.agreement import digest
+from learnerdist.distributed.agreement import digest
 from learnerdist.fastai import Checkpoint, Preempted, rank0_first, rank_distrib
-from learnerdist.callback import Callback
+from learnerdist.learner.callback import Callback
 from torch import nn
 
 torch.set_num_threads(1)

@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
 from test_fastai import CrossEntropy, accuracy, close, ctx, data, floats, history, items, on_ranks, per_rank, plain, same
-from learnerdist.comms import gather_rows
+from learnerdist.core.collectives import gather_rows
 from learnerdist.fastai import *
-from learnerdist.fastai_loaders import ShareDL
-from learnerdist.loader import reindexed
+from learnerdist.fastai.loaders import ShareDL
+from learnerdist.data.distributed_dl import reindexed
 from learnerdist.testing import run_ranks
 from fastai_lines import shows
 

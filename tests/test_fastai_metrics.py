@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from test_fastai import accuracy, close, ctx, floats, items, make, on_ranks, per_rank, same, state
 from test_fastai_callbacks import quiet
-from learnerdist.env import group_rank
+from learnerdist.core.env import group_rank
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
 from fastai_lines import shows

@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from test_fastai import CrossEntropy, accuracy, bn, make
 from test_fastai_callbacks import quiet
-import learnerdist.fastai_trainer as ours
+import learnerdist.fastai.trainer as ours
 from learnerdist.fastai import *
-from learnerdist.env import process_group
-from learnerdist.fastai_loaders import ShareDL
+from learnerdist.core.env import process_group
+from learnerdist.fastai.loaders import ShareDL
 from learnerdist.testing import run_ranks
 
 warnings.filterwarnings('ignore')

@@ -10,13 +10,13 @@ from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
 from fastai.optimizer import OptimWrapper,SGD
-from learnerdist.env import num_distrib,rank_distrib
+from learnerdist.core.env import num_distrib,rank_distrib
 from learnerdist.fastai import distrib_barrier
-from learnerdist.memory import find_batch_size
-from learnerdist.metrics import top_k_accuracy
-from learnerdist.schedule import SaveModelCallback,Scheduler,warm_up
+from learnerdist.distributed.memory import find_batch_size
+from learnerdist.learner.metrics import top_k_accuracy
+from learnerdist.learner.schedule import SaveModelCallback,Scheduler,warm_up
 from learnerdist.testing import run_ranks
-from learnerdist.times import Timer
+from learnerdist.distributed.timer import Timer
 
 torch.set_num_threads(1)
 drops = partial(MultiStepLR, milestones=[3], gamma=.3)

@@ -2,23 +2,25 @@
 import ast,io,re,subprocess,sys,tokenize
 from configparser import ConfigParser
 from pathlib import Path
-from learnerdist.callback import all_events
+from learnerdist.learner.callback import all_events
 
 root = Path(__file__).parent.parent
 package = root/'learnerdist'
-rows = re.findall(r'^\| `(\w+)` \| `(\w+)\.py` \|', (root/'CONTRIBUTING.md').read_text(), re.M)
-modules = [module for _,module in rows]
-sources = {o: (package/f'{o}.py').read_text() for o in modules}
+rows = re.findall(r'^\| `([\w/]+)` \| `([\w/]+)\.py` \|', (root/'CONTRIBUTING.md').read_text(), re.M)
+modules = [module.replace('/', '.') for _,module in rows]
+sources = {o: (package/f'{o.replace(".", "/")}.py').read_text() for o in modules}
 trees = {o: ast.parse(s) for o,s in sources.items()}
 functions = ast.FunctionDef,ast.AsyncFunctionDef
 
-def imports(tree):
-    "Modules of ours that a tree imports, wherever in it"
+def imports(tree, at):
+    "Modules of ours that the module `at` imports, wherever in it; a folder stands for what its `__init__` hands on"
     for o in ast.walk(tree):
-        inside = isinstance(o, ast.ImportFrom) and (o.module or 'learnerdist')=='learnerdist' # `from . import env`
-        names = [f'learnerdist.{a.name}' for a in o.names] if inside else [a.name for a in o.names] if isinstance(o, ast.Import) else []
-        if isinstance(o, ast.ImportFrom) and not inside: names = [f'learnerdist.{o.module}' if o.level else o.module]
-        yield from (n.split('.')[1] for n in names if n.startswith('learnerdist.'))
+        if isinstance(o, ast.Import): names = [a.name for a in o.names]
+        elif not isinstance(o, ast.ImportFrom): continue
+        else:
+            base = '.'.join(['learnerdist',*at.split('.')][:-o.level] + ([o.module] if o.module else [])) if o.level else o.module
+            names = [f'{base}.{a.name}' if f'{base}.{a.name}'.removeprefix('learnerdist.') in modules else base for a in o.names]
+        yield from (n.partition('.')[2] for n in names if n.startswith('learnerdist.'))
 
 def code_lines(source):
     "Lines with code on them: no comments, no docstrings, no blank lines"
@@ -40,17 +42,39 @@ def loaded(statement, *names):
     return subprocess.run([sys.executable, '-c', code], cwd=root, capture_output=True, text=True, check=True).stdout.split()
 
 def test_table_names_every_module_and_notebook():
-    by_hand = {'__init__','all','_modidx'}
-    assert {o.stem for o in package.glob('*.py')} - by_hand == {*modules}
-    assert {o.stem for o in (root/'nbs').glob('[0-9]*.ipynb')} == {nb for nb,_ in rows}
-    assert all(nb.partition('_')[2]==module for nb,module in rows)
+    by_hand = {'__init__','__main__','all','_modidx'}
+    assert {'.'.join(o.relative_to(package).with_suffix('').parts) for o in package.rglob('*.py') if o.stem not in by_hand} == {*modules}
+    found = [o.relative_to(root/'nbs').with_suffix('') for o in (root/'nbs').rglob('[0-9]*.ipynb') if '.ipynb_checkpoints' not in o.parts]
+    assert {str(o) for o in found} == {nb for nb,_ in rows}
+    assert all(re.sub(r'\d\d_', '', nb)==module for nb,module in rows)
 
 def test_imports_only_modules_above():
-    assert per_module(lambda o: {*imports(trees[o])} - {*modules[:modules.index(o)]}) == {}
+    above = lambda o: {*modules[:modules.index(o)]}
+    if_not_above = lambda o: {*imports(trees[o], o)} - above(o)
+    assert per_module(if_not_above) == {}
 
-def test_all_hands_on_every_module_for_scripts():
-    assert [*imports(ast.parse((package/'all.py').read_text()))] == [
-        o for o in modules if o not in ('stacks','processes','slurm','agent','launch','testing') and not o.startswith('fastai')]
+def test_folders_keep_apart():
+    launch = {o: {*imports(trees[o], o)} for o in modules if o.startswith('launch.')}
+    assert {o for found in launch.values() for o in found if o.split('.')[0] not in ('core','launch')} == set()
+    heavy = {o: [n for n in ast.walk(t) if isinstance(n, (ast.Import,ast.ImportFrom)) and 'fastai' in (getattr(n, 'module', None) or n.names[0].name)
+                 and not getattr(n, 'level', 0)] for o,t in trees.items()}
+    assert [o for o,found in heavy.items() if found and not o.startswith('fastai.')] == []
+
+def handed_on(file):
+    "The names that a module written by hand imports, and those of its `__all__`"
+    tree = ast.parse((package/file).read_text())
+    names = [a.asname or a.name for o in tree.body if isinstance(o, ast.ImportFrom) for a in o.names]
+    listed = next((ast.literal_eval(o.value) for o in tree.body if isinstance(o, ast.Assign) and o.targets[0].id=='__all__'), [])
+    return sorted(names),sorted(listed)
+
+def test_public_names():
+    "What scripts get by a star import is what is listed, and no more; each has a docstring"
+    import learnerdist.all as public
+    for file in ('all.py','distributed/__init__.py','launch/__init__.py','fastai/__init__.py'):
+        names,listed = handed_on(file)
+        assert names==listed and len({*listed})==len(listed)
+    assert len(public.__all__)<=85
+    assert [o for o in public.__all__ if not getattr(public, o).__doc__ and o!='preempted_status'] == []
 
 def test_package_imports_nothing_heavy():
     assert loaded('import learnerdist', 'torch', 'numpy', 'fastcore') == []

@@ -2,9 +2,9 @@
 import fcntl,json,os,pty,random,select,signal,socket,subprocess,sys,termios
 from pathlib import Path
 import pytest,torch
-from learnerdist.agent import exit_reports,explain
+from learnerdist.launch.agent import exit_reports,explain
 from learnerdist.launch import main,run
-from learnerdist.processes import RanksError
+from learnerdist.launch.processes import RanksError
 
 root = Path(__file__).parent.parent
 launcher = sys.executable,'-m','learnerdist.launch'

@@ -6,7 +6,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from learnerdist.all import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                              CancelStepException, CancelTrainException, CancelValidException, DataLoaders, Learner, ProgressCallback,
-                             Recorder, TfmdDL, all_events, group_lrs, inner_events)
+                             Recorder, TfmdDL)
+from learnerdist.learner.callback import all_events, inner_events
+from learnerdist.learner.learner import group_lrs
 
 def data(n=8, seed=0):
     g = torch.Generator().manual_seed(seed)

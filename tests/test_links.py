@@ -4,9 +4,9 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from learnerdist.all import (Callback, CancelTrainException, DataLoaders, Learner, SocketLinks, group_rank, group_size, open_links,
-                             process_group)
-from learnerdist.links import GlooLinks
+from learnerdist.all import Callback, CancelTrainException, DataLoaders, Learner, group_rank, group_size, process_group
+from learnerdist.distributed.vote_links import SocketLinks, open_links
+from learnerdist.distributed.vote_links import GlooLinks
 from learnerdist.testing import run_ranks
 
 ways = pytest.mark.parametrize('env,way', [({}, SocketLinks), (dict(LOCAL_WORLD_SIZE='1'), GlooLinks)]) # the second: as on several machines

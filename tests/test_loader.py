@@ -6,9 +6,9 @@ import copy, math, random
 import numpy as np, pandas as pd, pytest, torch
 from torch.utils.data import (BatchSampler, ChainDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler,
                               SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, get_worker_info)
-from learnerdist.data import TfmdDL
-from learnerdist.loader import Dealer, DistributedDL, in_order, is_split, reindexed, set_epoch, shared_rng
-from learnerdist.shard import epoch_order, undeal
+from learnerdist.data.loaders import TfmdDL
+from learnerdist.data.distributed_dl import Dealer, DistributedDL, in_order, is_split, reindexed, set_epoch, shared_rng
+from learnerdist.data.sharding import epoch_order, undeal
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from learnerdist.all import (AccumMetric, AvgMetric, Callback, CancelBatchException, DataLoaders, Learner, Metric, TfmdDL, accuracy,
-                             error_rate, mk_metric, mk_metrics, process_group, skm_metric, top_k_accuracy)
+                             error_rate, mk_metric, process_group, skm_metric, top_k_accuracy)
+from learnerdist.learner.metrics import mk_metrics
 from learnerdist.testing import run_ranks
 tm = pytest.importorskip('torchmetrics')
 from torchmetrics import classification as tmc

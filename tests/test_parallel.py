@@ -2,12 +2,12 @@
 import pytest, torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-import learnerdist.parallel as par
-from learnerdist.callback import Callback, CancelFitException
-from learnerdist.data import DataLoaders
-from learnerdist.env import process_group
-from learnerdist.learner import Learner
-from learnerdist.parallel import ParallelTrainer, check_device_ids, parallel_ids
+import learnerdist.distributed.data_parallel as par
+from learnerdist.learner.callback import Callback, CancelFitException
+from learnerdist.data.loaders import DataLoaders
+from learnerdist.core.env import process_group
+from learnerdist.learner.learner import Learner
+from learnerdist.distributed.data_parallel import ParallelTrainer, check_device_ids, parallel_ids
 from learnerdist.testing import run_ranks
 
 def cuda(i=None): return torch.device('cuda', i)
@@ -197,7 +197,7 @@ def check_reset(wrap):
 def test_reset_through_data_parallel(): check_reset(DataParallel)
 
 def ddp_reset(): # the group is opened at any number of ranks
-    from learnerdist.env import setup_distrib, teardown_distrib
+    from learnerdist.core.env import setup_distrib, teardown_distrib
     setup_distrib(backend='gloo')
     try: return check_reset(lambda m: DistributedDataParallel(m))
     finally: teardown_distrib()

@@ -4,8 +4,8 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
-from learnerdist.all import (Callback, CancelFitException, CSVLogger, DataLoaders, Learner, TfmdDL, accuracy, format_row, format_value,
-                             rank_distrib)
+from learnerdist.all import Callback, CancelFitException, CSVLogger, DataLoaders, Learner, TfmdDL, accuracy, rank_distrib
+from learnerdist.learner.progress import format_row, format_value
 from learnerdist.testing import run_ranks
 
 def make(cbs=None, path='.', valid=True, **kw):

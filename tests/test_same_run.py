@@ -6,8 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from learnerdist.all import (AvgMetric, Callback, DataLoaders, DistributedDL, Learner, TfmdDL, accuracy, epoch_order, group_rank,
-                             group_size, process_group, rank_distrib)
+from learnerdist.all import (AvgMetric, Callback, DataLoaders, DistributedDL, Learner, TfmdDL, accuracy, group_rank, group_size,
+                             process_group, rank_distrib)
+from learnerdist.data.sharding import epoch_order
 from learnerdist.testing import run_ranks
 
 F64 = torch.float64
@@ -344,7 +345,7 @@ def test_alone_nothing_is_reseeded():
 # --- the group --------------------------------------------------------------------------------------------------------------
 
 def rank_own_group():
-    from learnerdist.env import setup_distrib
+    from learnerdist.core.env import setup_distrib
     setup_distrib()
     group = dist.group.WORLD
     res = [run(case(), 2, group_rank()) for _ in range(2)]

@@ -343,7 +343,7 @@ def test_order_of_callbacks_does_not_matter(tmp_path):
     assert res[0]['values']==res[1]['values'] and torch.equal(res[0]['weights'], res[1]['weights']) and res[0]['lrs']==res[1]['lrs']
 
 def test_epoch_that_stops_the_fit_is_in_the_log(tmp_path):
-    from learnerdist.logs import CSVLogger
+    from learnerdist.learner.loggers import CSVLogger
     learn = make(tmp_path)
     learn.fit(8, lr=0., cbs=[EarlyStoppingCallback(), CSVLogger()])
     assert len((tmp_path/'history.csv').read_text().splitlines())==1+2

@@ -5,11 +5,13 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import MultiStepLR
-from learnerdist import agreement,times
+from learnerdist.distributed import agreement,timer
 from learnerdist.all import (CSVLogger, Callback, CancelFitException, CancelTrainException, DataLoaders, EarlyStoppingCallback,
                              GradientAccumulation, GradientClip, Learner, LogWriter, MixedPrecision, Scheduler, TensorBoardLogger, TfmdDL,
-                             find_batch_size, group_size, half_type, in_group, mk_metric, num_distrib, rank_distrib,
-                             ranked_warnings, warm_up)
+                             find_batch_size, group_size, mk_metric, num_distrib, rank_distrib, warm_up)
+from learnerdist.core.env import in_group
+from learnerdist.learner.loggers import ranked_warnings
+from learnerdist.learner.techniques import half_type
 from learnerdist.launch import run as launch_run
 from learnerdist.testing import run_ranks
 
@@ -276,7 +278,7 @@ class Slow(Callback):
 
 def test_where_the_time_goes(monkeypatch):
     clock = Clock()
-    for o in (times,agreement): monkeypatch.setattr(o, 'perf_counter', clock)
+    for o in (timer,agreement): monkeypatch.setattr(o, 'perf_counter', clock)
     learn = make(cbs=Slow(clock))
     learn.dls.loaders[0] = TfmdDL(SlowData(clock), 8)
     learn.fit(2)

@@ -12,8 +12,8 @@ from learnerdist.all import (Callback, CancelBackwardException, CancelBatchExcep
                              CancelStepException, CancelTrainException, DataLoaders, Learner, Scheduler, TfmdDL, group_rank, group_size,
                              process_group)
 from learnerdist.testing import run_ranks
-from learnerdist.streams import set_seed
-from learnerdist.training import GradientAccumulation,GradientClip,Lookahead,MixedPrecision,steps_per_epoch
+from learnerdist.core.random import set_seed
+from learnerdist.learner.techniques import GradientAccumulation,GradientClip,Lookahead,MixedPrecision,steps_per_epoch
 
 F32,F64 = torch.float32,torch.float64
 torch.set_num_threads(1)

@@ -12,8 +12,8 @@ from pathlib import Path
 def train(path, workers, plans):
     "On each rank: attempt k dies as `plans[k]` says"
     import torch
-    from learnerdist import snapshot
-    from learnerdist.agreement import digest
+    from learnerdist.checkpoint import snapshot
+    from learnerdist.distributed.agreement import digest
     from learnerdist.all import (Callback,Checkpoint,CSVLogger,DataLoaders,Learner,TfmdDL,accuracy,rank_distrib)
     from sklearn.datasets import load_digits
     from torch import nn

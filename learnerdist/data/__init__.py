@@ -1,0 +1,1 @@
+"Loaders, and which sample each rank reads in which order"

@@ -1,0 +1,11 @@
+"fastai's own Learner, distributed: `from learnerdist.fastai import *` in place of `from fastai.distributed import *`"
+from learnerdist.checkpoint.checkpoint import Checkpoint
+from learnerdist.checkpoint.preemption import Preempted,preempted_status
+from learnerdist.core.collectives import distrib_barrier,rank0_first
+from learnerdist.core.env import num_distrib,rank_distrib,setup_distrib,teardown_distrib
+from learnerdist.data.distributed_dl import DistributedDL
+from learnerdist.fastai.learner import ParallelTrainer
+from learnerdist.fastai.trainer import DistributedTrainer
+
+__all__ = ['ParallelTrainer','DistributedTrainer','DistributedDL','setup_distrib','teardown_distrib','rank0_first','rank_distrib',
+           'num_distrib','distrib_barrier','Checkpoint','Preempted','preempted_status']

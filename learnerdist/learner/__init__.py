@@ -1,0 +1,1 @@
+"The training loop, its events and callbacks: knows nothing of ranks"
