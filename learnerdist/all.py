@@ -2,8 +2,8 @@
 # Processes: who am I, what ranks say to one another
 from learnerdist.core.env import (default_device, group_rank, group_size, is_rank0, local_rank, num_distrib, process_group, rank_distrib,
                                   setup_distrib, teardown_distrib)
-from learnerdist.core.collectives import (RankError, all_mean, all_sum, await_save, broadcast_object, distrib_barrier, gather_objects,
-                                          rank0_first, save_once)
+from learnerdist.core.rank0 import RankError,await_save,rank0_first,save_once
+from learnerdist.core.collectives import all_mean,all_sum,broadcast_object,distrib_barrier,gather_objects
 from learnerdist.core.random import set_seed
 # Data
 from learnerdist.data.loaders import DataLoaders, TfmdDL, to_device
@@ -12,8 +12,9 @@ from learnerdist.data.distributed_dl import DistributedDL
 from learnerdist.learner.callback import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
                                           CancelFitException, CancelStepException, CancelTrainException, CancelValidException)
 from learnerdist.learner.learner import Learner, TrainEvalCallback, get_model, trainable_params
-from learnerdist.learner.metrics import (AccumMetric, AvgLoss, AvgMetric, Metric, Recorder, TorchMetric, accuracy, error_rate, mk_metric,
-                                         skm_metric, top_k_accuracy)
+from learnerdist.learner.metrics import (AccumMetric,AvgLoss,AvgMetric,Metric,TorchMetric,accuracy,error_rate,mk_metric,skm_metric,
+                                         top_k_accuracy)
+from learnerdist.learner.recorder import Recorder
 from learnerdist.learner.progress import ProgressCallback
 from learnerdist.learner.loggers import CSVLogger, LogWriter, TensorBoardLogger
 from learnerdist.learner.techniques import GradientAccumulation, GradientClip, Lookahead, MixedPrecision, steps_per_epoch

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from test_agreement import Raise, make, weights
 
 from learnerdist.all import *
-from learnerdist.core.collectives import wait_key
+from learnerdist.core.rank0 import wait_key
 from learnerdist.core.env import group_rank,in_group,launch_store
 from learnerdist.core.env import current_group
 from learnerdist.testing import run_ranks

@@ -56,9 +56,10 @@ def test_imports_only_modules_above():
 def test_folders_keep_apart():
     launch = {o: {*imports(trees[o], o)} for o in modules if o.startswith('launch.')}
     assert {o for found in launch.values() for o in found if o.split('.')[0] not in ('core','launch')} == set()
-    heavy = {o: [n for n in ast.walk(t) if isinstance(n, (ast.Import,ast.ImportFrom)) and 'fastai' in (getattr(n, 'module', None) or n.names[0].name)
-                 and not getattr(n, 'level', 0)] for o,t in trees.items()}
-    assert [o for o,found in heavy.items() if found and not o.startswith('fastai.')] == []
+    whole = lambda n: not getattr(n, 'level', 0) and (getattr(n, 'module', None) or n.names[0].name)
+    nodes = {o: [n for n in ast.walk(t) if isinstance(n, (ast.Import,ast.ImportFrom))] for o,t in trees.items()}
+    fastais = per_module(lambda o: [n for n in nodes[o] if 'fastai' in (whole(n) or '')])
+    assert [o for o in fastais if not o.startswith('fastai.')] == []
 
 def handed_on(file):
     "The names that a module written by hand imports, and those of its `__all__`"

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 from learnerdist.all import DataLoaders, Learner, TfmdDL, group_rank, process_group
-from learnerdist.distributed.gather_rows import RowList, cat_rows, row_kinds, spread, to_rows
+from learnerdist.data.rows import RowList,cat_rows,row_kinds,spread,to_rows
 from learnerdist.testing import run_ranks
 
 def plain(o):

@@ -13,7 +13,7 @@ def train(path, workers, plans):
     "On each rank: attempt k dies as `plans[k]` says"
     import torch
     from learnerdist.checkpoint import snapshot
-    from learnerdist.distributed.agreement import digest
+    from learnerdist.distributed.divergence import digest
     from learnerdist.all import (Callback,Checkpoint,CSVLogger,DataLoaders,Learner,TfmdDL,accuracy,rank_distrib)
     from sklearn.datasets import load_digits
     from torch import nn

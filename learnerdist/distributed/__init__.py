@@ -1,5 +1,6 @@
 "The same run on several processes: the names of `fastai.distributed`, for our Learner"
-from learnerdist.core.collectives import distrib_barrier,rank0_first
+from learnerdist.core.collectives import distrib_barrier
+from learnerdist.core.rank0 import rank0_first
 from learnerdist.core.env import num_distrib,rank_distrib,setup_distrib,teardown_distrib
 from learnerdist.data.distributed_dl import DistributedDL
 from learnerdist.distributed.data_parallel import ParallelTrainer

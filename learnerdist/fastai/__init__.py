@@ -1,7 +1,8 @@
 "fastai's own Learner, distributed: `from learnerdist.fastai import *` in place of `from fastai.distributed import *`"
 from learnerdist.checkpoint.checkpoint import Checkpoint
 from learnerdist.checkpoint.preemption import Preempted,preempted_status
-from learnerdist.core.collectives import distrib_barrier,rank0_first
+from learnerdist.core.collectives import distrib_barrier
+from learnerdist.core.rank0 import rank0_first
 from learnerdist.core.env import num_distrib,rank_distrib,setup_distrib,teardown_distrib
 from learnerdist.data.distributed_dl import DistributedDL
 from learnerdist.fastai.learner import ParallelTrainer

@@ -23,7 +23,8 @@ from ..data.loaders import find_bs,to_device
 from ..core.env import group_rank
 from ..distributed.evaluation import ExactEvaluation,is_share
 from ..learner.metrics import Replay,Rows,Sums,reduction
-from ..distributed.gather_rows import RowList,cat_rows,gather_all,take_rows,to_rows
+from ..data.rows import RowList,cat_rows,take_rows,to_rows
+from ..distributed.gather_rows import gather_all
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c005
 _sums = {AvgMetric.accumulate: ('total','count'), AvgLoss.accumulate: ('total','count'), LossMetric.accumulate: ('total','count'),

@@ -26,7 +26,7 @@ from ..distributed import data_parallel,trainer as core
 from . import checkpoint # noqa: F401
 from ..distributed.agreement import AgreementEnd
 from ..checkpoint.checkpoint import Checkpoint,Preempted,preempted_status # noqa: F401
-from ..core.collectives import await_save,save_once
+from ..core.rank0 import await_save,save_once
 from ..core.env import default_device,group_rank,group_size
 from .evaluation import Evaluation
 from .loaders import shallow,undealt

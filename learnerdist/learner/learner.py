@@ -16,7 +16,7 @@ from fastcore.basics import listify,patch
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 
 from .callback import Callback,all_events,cancels
-from ..core.collectives import await_save,save_once
+from ..core.rank0 import await_save,save_once
 from ..data.loaders import data_len,single,split_batch,to_device
 from ..core.env import default_device
 

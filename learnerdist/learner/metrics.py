@@ -4,21 +4,18 @@
 
 # %% auto #0
 __all__ = ['Metric', 'AvgMetric', 'AvgLoss', 'AccumMetric', 'skm_metric', 'TorchMetric', 'find_device', 'mk_metrics', 'mk_metric',
-           'accuracy', 'error_rate', 'top_k_accuracy', 'metric_named', 'Sums', 'Rows', 'Replay', 'reduction',
-           'Recorder']
+           'accuracy', 'error_rate', 'top_k_accuracy', 'metric_named', 'Sums', 'Rows', 'Replay', 'reduction']
 
 # %% ../../nbs/learner/02_metrics.ipynb #c002
-import re,time
+import re
 from difflib import get_close_matches
 from functools import partial,singledispatch
 
 import torch
-from fastcore.basics import listify,patch
+from fastcore.basics import listify
 from torch import Tensor
 
-from .callback import Callback
 from ..data.loaders import find_bs,to_cpu,to_detach
-from .learner import Learner,defaults
 
 # %% ../../nbs/learner/02_metrics.ipynb #c005
 class Metric:
@@ -216,120 +213,3 @@ def _(m:TorchMetric):
     t = m.metric
     additive = all(getattr(f, '__name__', '')=='dim_zero_sum' and isinstance(getattr(t, k), Tensor) for k,f in t._reductions.items())
     return Sums(t, *t._reductions, '_update_count') if t._reductions and additive else Replay()
-
-# %% ../../nbs/learner/02_metrics.ipynb #c024
-class Recorder(Callback):
-    "The history of a fit: each step's loss and learning rate, each epoch's losses and metrics"
-    order,loop_state = 50,('mets','measuring','reduced','log','steps','lr_now','counted')
-    fit_state,rank_state = ('lrs','iters','losses','values','log'),('totals',)
-    def __init__(self):
-        self.avg_loss,self.mets,self.metric_names,self.measuring,self.reduced = AvgLoss(),[],[],False,False
-        self._forget()
-
-    def _forget(self):
-        self.lrs,self.iters,self.losses,self.values,self.steps,self.log = [],[],[],[],[],[]
-        self.start,self.lr_now,self.counted,self.n_samples = None,None,None,0
-
-    def before_fit(self):
-        self._forget()
-        self.mets = mk_metrics(self.metrics)
-        self.metric_names = ['epoch','train_loss','valid_loss',*[m.name for m in self.mets],'time']
-
-    def before_epoch(self): self.start,self.log = time.time(),[self.epoch]
-    def before_train(self): self.steps = []
-    def before_batch(self): self.lr_now = self._lr() if self.learn.training else None
-    def _lr(self): return self.learn.opt.param_groups[-1]['lr']
-    def before_validate(self): self.reset_metrics()
-    def reset_metrics(self):
-        "Begin to measure a validation loop"
-        self.mets,self.measuring,self.reduced = mk_metrics(self.metrics),True,False
-        for m in self.valid_mets: m.reset()
-
-    @property
-    def valid_mets(self): return [self.avg_loss,*self.mets]
-    @property
-    def valid_values(self)->list:
-        "Validation loss and metrics of the last validation loop"
-        return [m.value for m in self.valid_mets]
-
-# %% ../../nbs/learner/02_metrics.ipynb #c026
-@patch
-def after_batch(self:Recorder):
-    learn = self.learn
-    n = find_bs(learn.yb) if learn.yb and learn.loss is not None else 0
-    if learn.training:
-        loss,n = self.counted or (learn.loss,n)
-        self.steps.append((loss.detach().to(torch.double, copy=True) if n else 0., n, n)) # the loss's owner may write into it
-        self.lrs.append(self.lr_now or self._lr())
-        self.counted = self.lr_now = None
-    elif n:
-        for m in self.valid_mets: m.accumulate(learn)
-
-@patch
-def step_totals(self:Recorder)->Tensor: # (steps,2): loss × samples, samples
-    "This epoch's steps so far"
-    if not self.steps: return torch.zeros(0, 2, dtype=torch.double)
-    losses,weights,ns = zip(*self.steps)
-    device = find_device(losses)
-    totals = torch.stack([torch.as_tensor(o, dtype=torch.double, device=device) for o in losses]).cpu()*torch.tensor(weights)
-    return torch.stack([totals, torch.tensor(ns, dtype=torch.double)], 1)
-
-def _set_totals(self, totals): self.steps = [(o[0],1,o[1].item()) for o in totals]
-Recorder.totals = property(Recorder.step_totals, _set_totals, doc="This epoch's steps so far, as `step_totals` gives them")
-
-@patch
-def flush(self:Recorder, totals:Tensor):
-    "Enter `totals`, as in `step_totals`, into the history"
-    losses = totals[:,0]/totals[:,1]
-    self.losses += losses.tolist()
-    self.steps,self.n_samples = [],totals[:,1].sum().item()
-    self.log.append((totals[:,0].nansum()/totals[:,1].sum()).item() if len(totals) else None)
-    self.iters.append(len(self.losses))
-
-# %% ../../nbs/learner/02_metrics.ipynb #c027
-@patch
-def after_train(self:Recorder): self.flush(self.step_totals())
-@patch
-def after_validate(self:Recorder):
-    if not self.measuring: self.reset_metrics() # the loop was cancelled before it began
-    self.log = self.log+self.valid_values # a new list: `aside` keeps the old one for the loop that goes on
-    self.measuring = self.reduced = False
-@patch
-def after_epoch(self:Recorder):
-    if self.start is None: self.before_epoch() # the epoch was cancelled before it began
-    self._catch_up()
-    n = len(self.metric_names)-1
-    self.log = (self.log+[None]*n)[:n]
-    self.learn.final_record = self.log[1:]
-    self.values.append(self.log[1:])
-    self.learn.logger(self.log+[_clock(time.time()-self.start)])
-    self.start = None
-
-@patch
-def after_cancel_fit(self:Recorder):
-    self._catch_up()
-    if self.start is not None and len(self.log)==len(self.metric_names)-1: self.after_epoch() # a whole epoch, and the cancel came first
-
-@patch
-def _catch_up(self:Recorder):
-    "Record what a cancel, raised in the same event by another callback, kept from being recorded"
-    if self.steps: self.after_train()
-    if self.reduced: self.after_validate()
-
-def _clock(secs): return f'{int(secs)//60:02d}:{int(secs)%60:02d}'
-
-# %% ../../nbs/learner/02_metrics.ipynb #c029
-@patch
-def validate(self:Learner,
-    ds_idx:int=1, # Which of the loaders
-    dl=None,      # Or another one
-    cbs=None      # For this loop only
-)->list:          # Loss, then the metrics
-    "Loss and metrics of the model as it is, over a whole data set"
-    self.prepare_model()
-    with self.added_cbs(cbs), self.aside():
-        self._do_epoch_validate(ds_idx, dl)
-        self.final_record = self.recorder.valid_values
-    return self.final_record
-
-defaults.callbacks.append(Recorder)
