@@ -225,7 +225,7 @@ def test_warnings_say_their_rank(logs):
     assert one['err'].count('UserWarning: rank 1: from 1')==6 and zero['undone'] and one['undone']
 
 def test_a_showwarning_that_came_later_stays(monkeypatch):
-    monkeypatch.setattr('learnerdist.logs.group_rank', lambda: 3)
+    monkeypatch.setattr('learnerdist.learner.loggers.group_rank', lambda: 3)
     first,later,seen = warnings.showwarning,lambda *a, **kw: None,[]
     with warnings.catch_warnings():
         warnings.simplefilter('always')
