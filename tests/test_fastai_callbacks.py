@@ -444,7 +444,7 @@ class Reduces(Callback):
     "Counts the all-reduces of gradients"
     def before_fit(self): self.learn.n_reduced = 0
     def before_train(self):
-        if hasattr(self.learn.model, 'register_comm_hook'): self.learn.model.register_comm_hook(self.learn, counted)
+        if vars(self.learn).get("wrapper") is not None: self.learn.wrapper.ddp.register_comm_hook(self.learn, counted)
 
 def counted(learn, bucket):
     learn.n_reduced += 1

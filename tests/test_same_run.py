@@ -207,7 +207,7 @@ class Peek(Callback):
     "Notes what DDP was told"
     def after_pred(self):
         if not self.training: return
-        m = self.model
+        m = self.wrapper.ddp
         self.learn.seen = dict(ddp=isinstance(m, DistributedDataParallel), unused=getattr(m, 'find_unused_parameters', None),
                                static=m.static_graph,
                                view=m.gradient_as_bucket_view, cap=m.bucket_bytes_cap, buffers=bool(m.broadcast_buffers))

@@ -114,18 +114,21 @@ def after_batch(self:Agreement): self.catch_up()
 # %% ../../nbs/distributed/03_agreement.ipynb #c013
 @patch
 def shadow(self:Agreement):
-    "Take part in the collectives of a forward and backward pass that this rank has cancelled, with a contribution of zero"
-    ddp = self.trainer.ddp
-    if self.synced or not self.training or ddp is None: return
-    if not ddp.require_backward_grad_sync and not self.trainer.has_sync_bn: return
+    "Take part in the exchanges of a forward and backward pass that this rank has cancelled, with a contribution of zero"
+    replica = self.trainer.replica
+    if self.synced or not self.training or replica is None: return
+    if not replica.sync and not replica.forward_exchanges: return self.trainer.take_part()
     self.synced = True
-    out = self.pred if self.predicted and self.trainer.has_sync_bn else self._shadow_forward(ddp)
-    with torch.enable_grad(): sum(o.sum()*0 for o in tree_leaves(out) if torch.is_tensor(o) and o.requires_grad).backward()
+    out = self.pred if self.predicted and replica.forward_exchanges else self._shadow_forward(replica)
+    outs = [o for o in tree_leaves(out) if torch.is_tensor(o) and o.requires_grad]
+    self.trainer.take_part()
+    with torch.enable_grad(): torch.autograd.backward(outs, [torch.zeros_like(o) for o in outs])
+    replica.after_backward()
 
 @patch
-def _shadow_forward(self:Agreement, ddp):
-    xb = self.xb if self.template is None else self.template
-    with muted(): return ddp(*tree_map(lambda o: torch.zeros_like(o) if torch.is_tensor(o) else o, xb))
+def _shadow_forward(self:Agreement, replica):
+    "On the last batch that was trained on, a valid input; at first on this one"
+    with muted(): return replica(*(self.xb if self.template is None else self.template))
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c015
 @patch
@@ -175,7 +178,7 @@ def check_divergence(self:Agreement):
     "Raise if the ranks' weights differ, where it is time to look"
     every = self.trainer.check_every
     if not every or not self.training or self.n_steps%every: return
-    found = first_difference(compared(self.trainer.ddp.module))
+    found = first_difference(compared(self.learn.model))
     if found: raise RuntimeError(f'after {self.n_steps} steps of this epoch {found[0]} differs between rank 0 and {found[1]}')
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c019
@@ -268,6 +271,7 @@ class AgreementEnd(Callback):
 def before_train(self:AgreementEnd):
     self.learn.dl = self.agreement.trainer.share_now(self.dl, pad=True)
     if group_size()<2: return
+    self.agreement.trainer.weights.begin(self.dl)
     self._vote()
     self.learn.dl = AgreedLoader(self.dl, self.agreement, 0)
 

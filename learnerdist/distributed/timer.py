@@ -10,7 +10,6 @@ from time import perf_counter
 
 from fastcore.basics import patch
 from torch.autograd import Variable
-from torch.nn.parallel import DistributedDataParallel
 
 from .agreement import Ballot
 from ..learner.callback import Callback
@@ -35,7 +34,7 @@ class Timer(Callback):
     def after_batch(self): self.mark,self.mark_votes = perf_counter(),Ballot.waited
     def before_backward(self):
         loss = self.learn.loss_grad
-        if loss.requires_grad and isinstance(self.learn.model, DistributedDataParallel): loss.register_hook(self._begun)
+        if loss.requires_grad and self.learn.wrapper is not None: loss.register_hook(self._begun)
 
     def after_train(self): self.end = perf_counter()
 

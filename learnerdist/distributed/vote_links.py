@@ -30,6 +30,11 @@ class PostedSum:
             for n in self.links.hops: self._double(n)
             self.total = [sum(self.rows[i::self.size]) for i in range(self.size)]
         return self.total
+    def of_ranks(self)->list: # Of bytes, in the order of ranks
+        "Every rank's row, which need not be counts"
+        self.read()
+        rows = [self.rows[i:i+self.size] for i in range(0, len(self.rows), self.size)] # this rank's, the next one's, …
+        return rows[-self.links.rank:]+rows[:-self.links.rank]
 
     def _double(self, n):
         n_bytes = self.size*min(n, self.links.world_size-n)

@@ -58,6 +58,8 @@ class _Distributed:
         try: super().all_batches()
         finally: trainer.looping = old
 
+    def _do_one_batch(self):
+        with self.distributed_trainer.swapped(): super()._do_one_batch()
     def fit(self, *args, **kwargs):
         try: return super().fit(*args, **kwargs)
         finally: self.distributed_trainer.end_fit()

@@ -8,6 +8,7 @@ __all__ = ['parts', 'FastaiAgreement', 'writes', 'DistributedTrainer']
 # %% ../../nbs/fastai/02_trainer.ipynb #c002
 import copy,functools
 from contextlib import contextmanager
+from types import MethodType
 
 import fastai.callback.all,fastai.torch_core # noqa: F401
 import torch
@@ -16,6 +17,7 @@ from fastai.callback.core import Callback as FastaiCallback
 from fastai.callback.progress import CSVLogger,ShowGraphCallback
 from fastai.callback.training import GradientAccumulation
 from fastai.data.load import DataLoader
+from fastai.losses import BaseLoss
 from fastcore.basics import patch
 from fastcore.foundation import L
 
@@ -30,6 +32,7 @@ from ..distributed.evaluation import ExactEvaluation
 from .loaders import ShareDL
 from ..data.distributed_dl import DistributedDL,set_epoch
 from ..core.random import seed_streams
+from ..learner.losses import MeanOver,mean_over,n_items,weighted
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c005
 @patch
@@ -81,6 +84,7 @@ class DistributedTrainer(core.DistributedTrainer):
     def __init__(self, cuda_id=None, **kwargs):
         super().__init__(cuda_id, **kwargs)
         self.agreement = FastaiAgreement(self)
+        self.plain = None
         self.trained,self.looping,self.alone,self.saved,self.steps,self.counted,self.rank0s = False,False,False,None,[],True,[]
 
     def tell(self, cb, event):
@@ -149,8 +153,9 @@ def _epoch_id(self:DistributedTrainer): return self.epochs_before+getattr(self.l
 
 @patch
 def before_train(self:DistributedTrainer):
-    if self.ddp is None: core.DistributedTrainer.wrap(self)
+    if self.replica is None: core.DistributedTrainer.wrap(self)
     core.DistributedTrainer.before_train(self)
+    self.weights.begin(self.learn.dl)
     set_epoch(self.learn.dl, self._epoch_id())
     if group_size()>1: seed_streams(self.seed, group_rank(), self._epoch_id())
     self.trained,self.steps = True,[]
@@ -173,15 +178,42 @@ def end_fit(self:DistributedTrainer):
     self.learn.opt.load_state_dict(opt)
     folder.cleanup()
 
+# %% ../../nbs/fastai/02_trainer.ipynb #31e10466
+@patch
+@contextmanager
+def swapped(self:DistributedTrainer):
+    "For the forward pass of a training batch alone, `learn.model` is what the training loop calls; to callbacks it is the user's"
+    learn = self.learn
+    wrapper,self.plain = vars(learn).get('wrapper'),learn.model
+    if wrapper is not None and learn.training: learn.model = wrapper
+    try: yield
+    finally: self.unswap()
+
+@patch
+def unswap(self:DistributedTrainer):
+    if self.plain is not None: self.learn.model = self.plain
+    self.plain = None
+
+# %% ../../nbs/fastai/02_trainer.ipynb #063eec04
+@mean_over.register
+def _(loss_func:BaseLoss): return mean_over(loss_func.func)
+
+@mean_over.register
+def _(loss_func:MethodType): # MixUp's and the like, which reduce to a mean over samples
+    return MeanOver('samples') if isinstance(loss_func.__self__, FastaiCallback) else MeanOver('unknown')
+
 # %% ../../nbs/fastai/02_trainer.ipynb #c024
 @patch
 def before_batch(self:DistributedTrainer):
     self.counted = not self.training
-    if not self.training or self.ddp is None: return
+    self.weights.begin_batch()
+    if not self.training or self.replica is None: return
     acc = next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
     alike = getattr(self.dl, 'pad', False) and hasattr(self.dl, 'dealer') # all ranks' batches are of one size
-    self.ddp.require_backward_grad_sync = not (acc and alike) or acc.count+find_bs(self.yb)>=acc.n_acc
+    self.replica.sync = not (acc and alike) or acc.count+find_bs(self.yb)>=acc.n_acc
 
+@patch
+def after_pred(self:DistributedTrainer): self.unswap()
 @patch
 def after_loss(self:DistributedTrainer): self.has_loss = True
 
@@ -195,7 +227,7 @@ def share_loss(self:DistributedTrainer):
     if self.counted: return
     self.counted,loss,n = True,self.learn.loss,0
     if getattr(self, 'has_loss', False): loss,n = self._own_loss()
-    self.has_loss,tot = False,torch.stack([loss.detach().double().mean().cpu()*n, torch.tensor(float(n))])
+    self.has_loss,tot = False,torch.stack([weighted(loss.detach().mean(), n).cpu(), torch.as_tensor(n, dtype=torch.double).cpu()])
     if 'lr_finder' in vars(self.learn):
         tot = all_sum(tot)
         if tot[1]: self.learn.loss = (tot[0]/tot[1]).to(self.learn.loss)
@@ -205,14 +237,14 @@ def share_loss(self:DistributedTrainer):
 @patch
 def _own_loss(self:DistributedTrainer):
     n,mixed = find_bs(self.yb) if len(self.yb) else 0,isinstance(getattr(self.loss_func, '__self__', None), FastaiCallback)
-    if not n or mixed or not padding_of(self.dl, self.iter): return self.learn.loss,n
-    return self._loss_without_padding(n)
+    if not n or mixed: return self.learn.loss,n
+    return self._loss_without_padding(n)[:2] if padding_of(self.dl, self.iter) else (self.learn.loss,n_items(self.learn))
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c025
 @patch
 def after_train(self:DistributedTrainer):
-    if self.ddp is None or self.learn.model is not self.ddp: return
-    self.learn.model = self.ddp.module
+    if vars(self.learn).get('wrapper') is None: return
+    self.learn.wrapper = None
     self._sync_buffers()
     if group_size()>1 and 'recorder' in vars(self.learn): self._global_losses()
 

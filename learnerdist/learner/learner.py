@@ -16,6 +16,7 @@ from fastcore.basics import listify,patch
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 
 from .callback import Callback,all_events,cancels
+from .losses import as_mean
 from ..core.rank0 import await_save,save_once
 from ..data.loaders import data_len,single,split_batch,to_device
 from ..core.env import default_device
@@ -54,7 +55,7 @@ class Learner:
     def __init__(self,
         dls,                        # `DataLoaders`, or anything with `train` and `valid` and an index
         model:torch.nn.Module,
-        loss_func,                  # Called with the prediction and the targets of a batch, returns a scalar tensor
+        loss_func,                  # Called with the prediction and the targets of a batch, returns a scalar tensor; or a sum and a count
         opt_func=torch.optim.AdamW, # Called with parameter groups and `lr=`: any optimizer of `torch.optim`, or alike
         lr=defaults.lr,             # Learning rate; a `slice` or a list spreads rates over the parameter groups
         splitter=trainable_params,  # From the model to its parameters, or to a list of groups of them
@@ -69,6 +70,7 @@ class Learner:
         self.opt,self.training,self.fitting,self.logger,self.cbs = None,False,False,print,[]
         self.epoch,self.n_epoch,self.iter,self.n_iter,self.dl = 0,1,0,None,None
         self.xb,self.yb,self.pred,self.loss_grad,self.loss = (),(),None,None,None
+        self.items,self.global_items,self.wrapper = None,None,None
         self.add_cbs(defaults.callbacks).add_cbs(cbs)
         self('after_create')
 
@@ -149,16 +151,17 @@ def one_batch(self:Learner,
     b      # As the loader gave it
 ):
     "Run one batch: prediction, loss, and in training the step"
-    self.iter,self.pred,self.loss_grad,self.loss = i,None,None,None
+    self.iter,self.pred,self.loss_grad,self.loss,self.items = i,None,None,None,None
     self.xb,self.yb = split_batch(to_device(b, self.device), getattr(self.dls, 'n_inp', None))
     self._with_events(self._do_batch, 'batch')
 
 @patch
 def _do_batch(self:Learner):
-    self.pred = self.model(*self.xb)
+    self.pred = (self.wrapper or self.model)(*self.xb)
     self('after_pred')
     if self.yb:
         self.loss_grad = self.loss_func(self.pred, *self.yb)
+        if type(self.loss_grad) is tuple: self.loss_grad,self.items = as_mean(*self.loss_grad)
         self.loss = self.loss_grad.detach().clone()
     self('after_loss')
     if not self.training or not self.yb: return
@@ -223,12 +226,13 @@ def fit(self:Learner,
 
 @patch
 def _end_fit(self:Learner):
-    self.dl,self.xb,self.yb,self.pred,self.loss_grad,self.training,self.fitting = None,(),(),None,None,False,False
+    self.dl,self.xb,self.yb,self.pred,self.loss_grad,self.items,self.training,self.fitting = None,(),(),None,None,None,False,False
+    self.wrapper = None
     for cb in self.cbs: cb.run = True
     for cb in reversed(self.cbs): cb.cleanup()
 
 # %% ../../nbs/learner/01_learner.ipynb #c021
-_loop_state = 'model','dl','iter','n_iter','xb','yb','pred','loss_grad','loss','training'
+_loop_state = 'model','wrapper','dl','iter','n_iter','xb','yb','pred','loss_grad','loss','items','training'
 
 @patch
 @contextmanager

@@ -16,6 +16,7 @@ from fastcore.basics import listify
 from torch import Tensor
 
 from ..data.loaders import find_bs,to_cpu,to_detach
+from .losses import n_items,weighted
 
 # %% ../../nbs/learner/02_metrics.ipynb #c005
 class Metric:
@@ -42,8 +43,8 @@ class AvgMetric(Metric):
     def reset(self): self.total,self.count = 0.,0
     def accumulate(self, learn): self.add(self.func(learn.pred, *learn.yb), find_bs(learn.yb))
     def add(self, mean, n):
-        self.total = self.total + torch.as_tensor(mean, dtype=torch.double).detach()*n
-        self.count += n
+        self.total = self.total + weighted(mean, n)
+        self.count = self.count + n
 
     @property
     def value(self): return None if not self.count else float(self.total/self.count)
@@ -52,9 +53,9 @@ class AvgMetric(Metric):
 
 # %% ../../nbs/learner/02_metrics.ipynb #c009
 class AvgLoss(AvgMetric):
-    "The average loss over samples"
+    "The average loss over the items that it counts: samples, tokens, weights of classes"
     def __init__(self): super().__init__(None, 'loss')
-    def accumulate(self, learn): self.add(learn.loss, find_bs(learn.yb))
+    def accumulate(self, learn): self.add(learn.loss, n_items(learn))
 
 class AccumMetric(Metric):
     "`func` of the predictions and targets of the whole data set, for what is no mean of batches: F1, ROC AUC, …"

@@ -13,6 +13,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from ..data.loaders import find_bs
+from .losses import n_items,weighted
 from .callback import Callback
 from .learner import Learner,defaults
 from .metrics import AvgLoss,find_device,mk_metrics
@@ -58,23 +59,26 @@ def after_batch(self:Recorder):
     learn = self.learn
     n = find_bs(learn.yb) if learn.yb and learn.loss is not None else 0
     if learn.training:
-        loss,n = self.counted or (learn.loss,n)
-        self.steps.append((loss.detach().to(torch.double, copy=True) if n else 0., n, n)) # the loss's owner may write into it
+        loss,items,n = self.counted or (learn.loss, n_items(learn) if n else 0, n)
+        self.steps.append((weighted(loss, items) if n else 0., items, n))
         self.lrs.append(self.lr_now or self._lr())
         self.counted = self.lr_now = None
     elif n:
         for m in self.valid_mets: m.accumulate(learn)
 
 @patch
-def step_totals(self:Recorder)->Tensor: # (steps,2): loss × samples, samples
+def step_totals(self:Recorder)->Tensor: # (steps,3): loss × items, items, samples
     "This epoch's steps so far"
-    if not self.steps: return torch.zeros(0, 2, dtype=torch.double)
-    losses,weights,ns = zip(*self.steps)
-    device = find_device(losses)
-    totals = torch.stack([torch.as_tensor(o, dtype=torch.double, device=device) for o in losses]).cpu()*torch.tensor(weights)
-    return torch.stack([totals, torch.tensor(ns, dtype=torch.double)], 1)
+    if not self.steps: return torch.zeros(0, 3, dtype=torch.double)
+    return torch.stack([_stacked(o) for o in zip(*self.steps)], 1)
 
-def _set_totals(self, totals): self.steps = [(o[0],1,o[1].item()) for o in totals]
+def _stacked(os):
+    "Numbers and tensors () as one tensor on the CPU, float64"
+    if not any(isinstance(o, Tensor) for o in os): return torch.tensor(os, dtype=torch.double)
+    device = find_device(os)
+    return torch.stack([torch.as_tensor(o, dtype=torch.double, device=device) for o in os]).cpu()
+
+def _set_totals(self, totals): self.steps = [tuple(o) for o in totals]
 Recorder.totals = property(Recorder.step_totals, _set_totals, doc="This epoch's steps so far, as `step_totals` gives them")
 
 @patch
@@ -82,7 +86,7 @@ def flush(self:Recorder, totals:Tensor):
     "Enter `totals`, as in `step_totals`, into the history"
     losses = totals[:,0]/totals[:,1]
     self.losses += losses.tolist()
-    self.steps,self.n_samples = [],totals[:,1].sum().item()
+    self.steps,self.n_samples = [],totals[:,2].sum().item()
     self.log.append((totals[:,0].nansum()/totals[:,1].sum()).item() if len(totals) else None)
     self.iters.append(len(self.losses))
 

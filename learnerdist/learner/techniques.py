@@ -13,7 +13,6 @@ from contextlib import contextmanager
 import torch
 from fastcore.basics import patch
 from torch.amp import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_,clip_grad_value_
 from torch.optim import Optimizer
 
@@ -21,6 +20,7 @@ from .callback import Callback,CancelBatchException,CancelStepException,cancels
 from ..data.loaders import apply,find_bs
 from ..core.env import group_size
 from .learner import Learner,fit_flags
+from .losses import MeanOver,loss_over,n_items,probe_loss
 from ..data.distributed_dl import reindexed
 
 # %% ../../nbs/learner/06_techniques.ipynb #c007
@@ -203,7 +203,7 @@ class GradientAccumulation(Callback):
         n_acc:int=32 # Samples of this rank, as the batch size is: one process that does as W ranks do has W times as many
     ):
         if n_acc<1: raise ValueError(f'n_acc={n_acc}: give the number of samples that make a step')
-        self.n_acc,self.count,self.total,self.stepping,self.marks = n_acc,0,n_acc,True,deque()
+        self.n_acc,self.count,self.items,self.total,self.stepping,self.marks = n_acc,0,0,n_acc,True,deque()
 
     def before_train(self):
         self._forget()
@@ -214,26 +214,44 @@ class GradientAccumulation(Callback):
         self.count += self.n
         self.stepping = self._on_any_rank(self._is_last() or self.count>=self.n_acc)
         self._exchange(self.stepping)
-        if self.stepping: self._divide_by(max(self.count, 1))
-
-    def before_backward(self): self.learn.loss_grad = self.loss_grad*(self.n/self.total)
+        if self.stepping and loss_over(self.learn).kind!='sum': self._divide_by(self.count or 1)
+    def before_backward(self):
+        if self._kind()=='sum': return # sums add up by themselves
+        counted = self.global_items is not None or loss_over(self.learn).counts(self.yb) or self.learn.items is not None
+        n = self.share_items() if counted else self.n
+        self.learn.loss_grad = self.loss_grad*(n/self.total)
     def before_step(self):
         if not self.stepping: raise CancelBatchException
-    def after_step(self): self.count,self.total = 0,self.n_acc
+    def after_step(self): self.count,self.items,self.total = 0,0,self.n_acc
     def cleanup(self): self._forget()
 
 # %% ../../nbs/learner/06_techniques.ipynb #c030
 @patch
+def share_items(self:GradientAccumulation):
+    "The items of this batch (of all ranks, divided by their number); when they complete the group, what is accumulated is divided by all"
+    n = self.global_items
+    if n is None: n = n_items(self.learn)
+    self.items = self.items + n
+    if self.stepping: self._divide_by(self.items+(self.items==0))
+    return n
+
+@patch
+def _kind(self:GradientAccumulation):
+    "What the loss is the mean over; one that nobody has described is probed, alone: several ranks have agreed on it already"
+    learn = self.learn
+    if loss_over(learn).kind=='unknown' and learn.wrapper is None:
+        found = probe_loss(learn)
+        if found: learn._loss_over = learn.loss_func,MeanOver('sum' if found=='sum' else 'samples')
+    return loss_over(learn).kind
+@patch
 def _divide_by(self:GradientAccumulation, total):
-    if total!=self.total:
+    if isinstance(total, torch.Tensor) or total!=self.total:
         for p in _with_grad(self.opt): p.grad.mul_(self.total/total)
     self.total = total
 
 @patch
 def _exchange(self:GradientAccumulation, on):
-    if not isinstance(self.model, DistributedDataParallel): return
-    first = self.model.static_graph and not self.learn.train_iter # where a static graph is recorded, which needs the exchange
-    self.model.require_backward_grad_sync = on or first
+    if hasattr(self.wrapper, 'sync'): self.wrapper.sync = on
 
 @patch
 def _forget(self:GradientAccumulation):
