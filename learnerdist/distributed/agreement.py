@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves,tree_map
 from ..core.env import group_rank,group_size,in_group
 from ..data.loaders import data_len
 from .batchnorm import muted
-from .divergence import compared,first_difference
 from ..learner.callback import Callback,cancels
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c005
@@ -45,9 +44,9 @@ class Ballot:
     "A vote of all ranks: posted without waiting, read when its outcome is needed"
     waited = 0. # Seconds that this process has waited for outcomes
     def __init__(self, links=None): self.links = links # To the other ranks; None alone
-    def post(self, scope=None, stepped=False, more=False, save=False, stop=False):
+    def post(self, scope=None, stepped=False, more=False, save=False, stop=False, place=0):
         self.vote = scope,stepped,more,save,stop
-        if self.links: self.sum = self.links.post(self.row())
+        if self.links: self.sum = self.links.post(self.row(), place)
 
     def row(self): return [self.vote[0]==o for o in scopes]+[*self.vote[1:]]
     def read(self)->Tally:
@@ -61,14 +60,20 @@ class Ballot:
 class Agreement(Callback):
     "Turn a Cancel exception on one rank into the same one on all, and keep gradients and steps aligned meanwhile"
     order = -1001
-    loop_state = 'in_batch','has_next','template','n_steps','scope','synced','predicted','stepped','step_cancelled','caught_up','ballot'
+    loop_state = ('place','in_batch','has_next','template','n_steps','scope','synced','predicted','stepped','step_cancelled','caught_up',
+                  'ballot')
     fit_state = 'n_steps',
     def __init__(self, trainer): self.trainer,self.agreed,self.watcher = trainer,None,None # watcher: has wishes, and hears those of all
-    def before_fit(self): self._clear()
-    def before_train(self): self._clear()
-    def before_validate(self): self._clear()
+    def before_fit(self): self._clear(1)
+    def before_epoch(self): self.place = 2
+    def before_train(self): self._clear(3)
+    def after_train(self): self.place = 5
+    def before_validate(self): self._clear(6)
+    def after_validate(self): self.place = 8
+    def after_epoch(self): self.place = 9
 
-    def _clear(self):
+    def _clear(self, place):
+        self.place = place
         self.ballot,self.in_batch,self.has_next,self.template,self.n_steps = Ballot(self.trainer.links),False,False,None,0
         self.n_ranks,self.stepped,self.caught_up = group_size(),False,False
         self.run_train = self.run_valid = in_group() # alone, there is nobody to keep step with in a batch
@@ -78,7 +83,7 @@ class Agreement(Callback):
         self._post(scope, stepped, more)
         return self.ballot.read()
 
-    def _post(self, *vote): self.ballot.post(*vote, *(self.watcher.wishes() if self.watcher else ()))
+    def _post(self, *vote): self.ballot.post(*vote, *(self.watcher.wishes() if self.watcher else ()), place=self.place)
 
     def leave(self, scope):
         "Raise what all ranks have agreed on"
@@ -94,7 +99,7 @@ class Agreement(Callback):
 # %% ../../nbs/distributed/03_agreement.ipynb #c011
 @patch
 def before_batch(self:Agreement):
-    self.in_batch,self.synced,self.predicted = True,False,False
+    self.in_batch,self.synced,self.predicted,self.place = True,False,False,4 if self.training else 7
     self.stepped,self.step_cancelled,self.caught_up = False,False,False
 @patch
 def after_pred(self:Agreement): self.predicted = True
@@ -175,11 +180,8 @@ def outcome(self:Agreement)->Tally:
 # %% ../../nbs/distributed/03_agreement.ipynb #c42150fe
 @patch
 def check_divergence(self:Agreement):
-    "Raise if the ranks' weights differ, where it is time to look"
     every = self.trainer.check_every
-    if not every or not self.training or self.n_steps%every: return
-    found = first_difference(compared(self.learn.model))
-    if found: raise RuntimeError(f'after {self.n_steps} steps of this epoch {found[0]} differs between rank 0 and {found[1]}')
+    if every and self.training and self.n_steps%every==0: self.trainer.check_divergence()
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c019
 class AgreedLoader:
@@ -218,7 +220,7 @@ class AgreedLoader:
 @patch
 def _wait_for_others(self:AgreedLoader, res):
     a = self.agreement
-    more = self.more if res is None else res.more # the ranks that have a batch which this one has not
+    a.place,more = 7,self.more if res is None else res.more # the ranks that have a batch which this one has not
     while more:
         res = a.vote()
         a.heed(res)
@@ -258,6 +260,7 @@ class AgreementEnd(Callback):
 
     def before_fit(self):
         self._vote()
+        if group_size()>1: self.agreement.trainer.same_settings()
         self.agreement.trainer.wrap()
 
     def before_epoch(self): self._vote()
@@ -285,14 +288,19 @@ def _may_have(dl): return data_len(dl)!=0
 @patch
 def on_cancel(self:Agreement, scope):
     "This rank has raised, and the loop that it named has ended here: tell the others, or go on to what they agreed on"
-    if self.agreed==scope:
-        self.agreed = None
-        return
+    if self.agreed==scope: self.agreed = None
+    else: self._leave_with_others(scope)
+    self.place = _after[scope]
+
+@patch
+def _leave_with_others(self:Agreement, scope):
     if self.in_batch:
         self.catch_up(scope)
         self.end_batch(scope)
         verdict = self.outcome().verdict
     else: verdict = self.vote(scope).verdict
     if verdict!=scope: self.leave(verdict)
+
+_after = dict(train=5, validate=8, epoch=9, fit=0) # The place of the event that comes next
 
 for _o in scopes: setattr(Agreement, f'after_cancel_{_o}', lambda self, scope=_o: self.on_cancel(scope))

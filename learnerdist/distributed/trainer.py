@@ -8,19 +8,20 @@ __all__ = ['DistributedTrainer', 'padding_of']
 # %% ../../nbs/distributed/10_trainer.ipynb #c002
 import itertools,warnings
 from contextlib import ExitStack,contextmanager
+from pathlib import Path
 
 import torch
 from fastcore.basics import patch
 
 from ..core.collectives import all_sum,broadcast_object,gather_objects
 from ..core.env import group_rank,group_size,in_group,num_distrib,process_group
-from ..core.random import rng_state,seed_streams,set_rng_state
-from ..data.distributed_dl import DistributedDL,set_epoch
+from ..core.random import seed_streams
+from ..data.distributed_dl import DistributedDL,is_split,set_epoch
 from ..data.loaders import find_bs,to_device
 from ..data.rows import as_batch,row_kinds,take_rows,to_rows
 from .agreement import Agreement,AgreementEnd
 from .comm_hooks import check_ddp_options,find_hook
-from .divergence import digest
+from .divergence import compared,differences,digest,fingerprint,tell_unequal,unequal
 from .evaluation import ExactEvaluation
 from .failure import announce,fail_together
 from .loss_weights import LossWeights
@@ -42,7 +43,8 @@ class DistributedTrainer(Callback):
         sync_bn:bool=True,  # BatchNorm over the global batch
         split_batches:bool=False, # The loaders' batch size is the global one: each rank takes a W-th of it
         seed:int=None,      # Of shuffling; None: drawn from torch's generator on rank 0
-        check_every:int=None, # Compare the ranks' weights every so many steps, and raise where they differ
+        check_every:int=None, # Compare the ranks' weights every so many steps, and raise where they differ; None: after each epoch
+        check_data:bool=True, # Compare the ranks' data sets when they are dealt out
         comm_hook=None,     # How gradients travel: 'fp16' or 'bf16' (half the bytes), 'powersgd', or a function as in `register_comm_hook`
         timeout_s=1800,     # Seconds after which a collective gives up on an absent rank
         **ddp_kw            # Options of `DistributedDataParallel`
@@ -53,8 +55,8 @@ class DistributedTrainer(Callback):
             raise ValueError(f'check_every={check_every!r}: give a number of steps, from 1 up')
         if not isinstance(timeout_s, (int,float)) or timeout_s<=0: raise ValueError(f'timeout_s={timeout_s!r}: give seconds')
         self.cuda_id,self.sync_bn,self.split_batches,self.seed = cuda_id,sync_bn,split_batches,seed
-        self.check_every,self.timeout_s,self.ddp_kw = check_every,timeout_s,ddp_kw
-        self.replica,self.epochs_before,self.links,self.stack = None,0,None,ExitStack()
+        self.check_every,self.check_data,self.timeout_s,self.ddp_kw = check_every,check_data,timeout_s,ddp_kw
+        self.replica,self.epochs_before,self.links,self.said,self.stack = None,0,None,set(),ExitStack()
         self.agreement,self.comm_hook = Agreement(self),find_hook(comm_hook)
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c008
@@ -64,15 +66,17 @@ def attach(self:DistributedTrainer):
     try:
         device = self.stack.enter_context(process_group(self.cuda_id, timeout_s=self.timeout_s))
         self.stack.enter_context(ranked_warnings())
-        self._set(self.dls, 'device', device)
-        self.seed = broadcast_object(_draw_seed() if self.seed is None else self.seed)
+        self._same_path()
+        drawn = broadcast_object(torch.randint(2**62, ()).item()) # on every rank, so that streams which are alike stay so
+        self.seed = drawn if self.seed is None else broadcast_object(self.seed)
+        self.stack.callback(seed_streams, drawn, 1) # what the script draws afterwards does not depend on the number of ranks
         self.links = self.stack.enter_context(open_links(self.timeout_s))
         self.weights = LossWeights(self.learn, self.links)
-        if group_size()>1: self.stack.callback(set_rng_state, rng_state())
         self.prepare_model()
         broadcast_module(get_model(self.model))
         self._same_opt()
-        self._deal_out()
+        self.device_here = device
+        self.deal_out()
     except BaseException:
         self.restore()
         raise
@@ -87,8 +91,6 @@ def _same_opt(self:DistributedTrainer):
     else:
         if self.opt is None: self.learn.create_opt()
         self.opt.load_state_dict(state)
-
-def _draw_seed(): return torch.randint(2**62, ()).item()
 
 @patch
 def _set(self:DistributedTrainer, obj, name, val):
@@ -120,14 +122,53 @@ def share_now(self:DistributedTrainer, dl, pad):
     return dl
 
 @patch
-def _deal_out(self:DistributedTrainer):
+def deal_out(self:DistributedTrainer):
+    "Let the learner's loaders be this rank's shares; also when it gets other ones within the context"
     dls = self.dls
+    self._set(dls, 'device', self.device_here)
     names = ['train','valid'] if not hasattr(dls, 'loaders') else []
     found = [getattr(dls, o) for o in names] or dls.loaders
+    if self.check_data and group_size()>1: _same_data(found)
     self.shares = [dl if dl is None else self.share(dl, pad=i==0, **self._split(dl)) for i,dl in enumerate(found)]
     for name,dl in zip(names, self.shares): self._set(dls, name, dl)
     if not names: self._set(dls, 'loaders', self.shares[:])
     self.shares = [o for o in self.shares if o is not None]
+
+@patch
+def after_dls(self:DistributedTrainer): self.deal_out()
+
+def _same_data(dls):
+    "ValueError where ranks have data sets of different lengths; a warning where they look different"
+    named = {}
+    for name,dl in zip(('training data','validation data'), dls):
+        ds = getattr(dl, 'dataset', None)
+        if ds is not None and not is_split(dl): named.update(fingerprint(ds, name))
+    found = unequal(named)
+    if not found: return
+    hint = 'is a split or a vocabulary drawn without a seed, or made from a set? Make it alike on all ranks'
+    if any(k.startswith('len(') for k in found): raise ValueError(f'the ranks have different data: {tell_unequal(found)}; {hint}')
+    if group_rank()==0: warnings.warn(f'the ranks have different data: {tell_unequal(found)}; {hint}')
+
+@patch
+def _same_path(self:DistributedTrainer):
+    "Rank 0's path for all, since rank 0 writes: a temporary folder or a clock's time may name another one on each rank"
+    if not hasattr(self.learn, 'path'): return
+    found = unequal(dict(path=str(self.learn.path)))
+    if not found: return
+    if group_rank()==0: warnings.warn(f"learn.path differs: {tell_unequal(found)}; in this context it is rank 0's")
+    self._set(self.learn, 'path', Path(found['path'][0]))
+
+@patch
+def same_settings(self:DistributedTrainer):
+    "ValueError where this fit is another one on some rank. Sync point"
+    opt,learn = self.learn.opt,self.learn
+    groups = [{k: v for k,v in g.items() if isinstance(v, (int,float,str))} for g in getattr(opt, 'param_groups', ())]
+    named = dict(n_epoch=learn.n_epoch, optimizer=type(opt).__name__, n_groups=len(groups))
+    dealt = [o for o in self.shares if isinstance(o, DistributedDL)]
+    named |= {f'batch size of loader {i}': getattr(dl, 'batch_size', None) for i,dl in enumerate(dealt)}
+    named |= {f'{k} of parameter group {i}': v for i,g in enumerate(groups) for k,v in g.items()}
+    found = unequal(named)
+    if found: raise ValueError(f'the ranks would train differently: {tell_unequal(found)}. Give the same on all ranks')
 
 @patch
 def load_state_dict(self:DistributedTrainer, state):
@@ -199,12 +240,25 @@ def before_train(self:DistributedTrainer): self.learn.wrapper = self.replica
 def after_train(self:DistributedTrainer):
     if self.learn.wrapper is None: return
     self.learn.wrapper = None
+    if group_size()>1: self.check_divergence()
     self._sync_buffers()
     rec = getattr(self.learn, 'recorder', None)
     if rec is not None and group_size()>1: rec.totals = self._of_all_ranks(_padded(rec.step_totals(), self.agreement.n_steps))
 
 def _padded(t, n): return torch.cat([t, t.new_zeros(max(n-len(t), 0), 3)])[:n]
 
+@patch
+def check_divergence(self:DistributedTrainer):
+    "RuntimeError where the ranks' weights differ; a warning where buffers do that a module keeps itself. Sync point"
+    found = differences(compared(self.learn.model))
+    params = {k for k,_ in self.learn.model.named_parameters()}
+    bad = next((k for k in found if k in params), None)
+    if bad: raise RuntimeError(f'after {self.agreement.n_steps} steps of this epoch {bad} differs between rank 0 and {found[bad]}: '
+                               'something changes it on one rank and not on the others')
+    new = [k for k in found if k not in self.said]
+    self.said.update(new)
+    if new and group_rank()==0: warnings.warn(f"{', '.join(new)}: each rank has computed this from its own batches, and rank 0's is kept, "
+                                              "which is not what one process computes. Exchange it in the module (all_mean)")
 @patch
 def _of_all_ranks(self:DistributedTrainer, totals):
     "Each step's loss × items, items and samples, over all ranks. A loss that is a sum adds up: S = ΣSᵣ, where a mean is ΣnᵣLᵣ/Σnᵣ"

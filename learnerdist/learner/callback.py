@@ -14,7 +14,7 @@ _loop = ('before_batch after_pred after_loss before_backward after_cancel_backwa
          'after_cancel_step after_step after_cancel_batch after_batch')
 inner_events = tuple(_loop.split())
 _inner = frozenset(inner_events)
-all_events = ('after_create','before_fit','before_epoch','before_train',*inner_events,'after_cancel_train','after_train',
+all_events = ('after_create','after_dls','before_fit','before_epoch','before_train',*inner_events,'after_cancel_train','after_train',
               'before_validate','after_cancel_validate','after_validate','after_cancel_epoch','after_epoch',
               'after_cancel_fit','after_fit')
 

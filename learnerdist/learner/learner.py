@@ -74,6 +74,12 @@ class Learner:
         self.add_cbs(defaults.callbacks).add_cbs(cbs)
         self('after_create')
 
+    @property
+    def dls(self): return self._dls
+    @dls.setter
+    def dls(self, dls):
+        self._dls = dls
+        if hasattr(self, '_handlers'): self('after_dls')
     def __call__(self, event):
         for cb in self._handlers.get(event, ()):
             if cb.answers(event, self.training): getattr(cb, event)()
