@@ -1718,6 +1718,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'learnerdist/learner/losses.py'),
                                             'learnerdist.learner.losses._parts': ( 'learner/losses.html#_parts',
                                                                                    'learnerdist/learner/losses.py'),
+                                            'learnerdist.learner.losses._said': ( 'learner/losses.html#_said',
+                                                                                  'learnerdist/learner/losses.py'),
                                             'learnerdist.learner.losses._value': ( 'learner/losses.html#_value',
                                                                                    'learnerdist/learner/losses.py'),
                                             'learnerdist.learner.losses.as_mean': ( 'learner/losses.html#as_mean',

@@ -24,6 +24,7 @@ from learnerdist.learner.schedule import (EarlyStoppingCallback, ReduceLROnPlate
 from learnerdist.distributed.batchnorm import sync_batchnorm
 from learnerdist.distributed.data_parallel import ParallelTrainer
 from learnerdist.distributed.timer import Timer
+from learnerdist.distributed.loss_weights import gather_with_grad
 from learnerdist.distributed.trainer import DistributedTrainer
 from learnerdist.distributed.memory import find_batch_size
 # Interruption, and going on
@@ -42,5 +43,5 @@ __all__ = [
     'GradientAccumulation', 'GradientClip', 'Lookahead', 'MixedPrecision', 'steps_per_epoch',
     'EarlyStoppingCallback', 'ReduceLROnPlateauCallback', 'SaveModelCallback', 'Scheduler', 'TerminateOnNaNCallback', 'TrackerCallback',
     'lr_scale', 'warm_up',
-    'sync_batchnorm', 'ParallelTrainer', 'Timer', 'DistributedTrainer', 'find_batch_size',
+    'sync_batchnorm', 'gather_with_grad', 'ParallelTrainer', 'Timer', 'DistributedTrainer', 'find_batch_size',
     'Preempted', 'preempted_status', 'Checkpoint']

@@ -71,7 +71,7 @@ class LossWeights:
 
     def _counts(self):
         over = loss_over(self.learn)
-        return over.kind not in ('sum','other') and bool(self.learn.yb) and (over.counts(self.learn.yb) or not self.equal)
+        return over.kind not in ('sum','other','whole') and bool(self.learn.yb) and (over.counts(self.learn.yb) or not self.equal)
     def _total(self, n):
         total = sum_over_ranks(n, self.links)
         self.learn.global_items = total/group_size()
@@ -101,9 +101,9 @@ def _say(self:LossWeights, kind):
     why = {'other': 'its value on a batch does not follow from its values on parts of it',
            'uncut': 'it could not be called on a part of a batch, to compare the values of parts'}[kind]
     warnings.warn(f"the loss {name} may train otherwise on {group_size()} ranks than in one process: {why}. The gradients of ranks "
-                  "count alike. If it is a mean over other things than samples, say what it counts: give it an attribute n_items, a function "
-                  "of (pred, *targs), or let it return (sum, count). If it needs the whole global batch, as contrastive losses do, let it "
-                  "work on gather_with_grad(pred)")
+                  "count alike. If it is a mean over other things than samples, say what it counts: give it an attribute n_items, a "
+                  "function of (pred, *targs), or let it return (sum, count). If it needs the whole global batch, as contrastive losses "
+                  "do, let it work on gather_with_grad(pred), and set n_items = 'whole'")
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #95d00497
 class _Gather(torch.autograd.Function):

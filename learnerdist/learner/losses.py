@@ -20,7 +20,8 @@ from ..data.rows import as_batch,columns,listed,row_kinds,take_rows,to_rows
 # %% ../../nbs/learner/00_losses.ipynb #1be6cc1c
 class MeanOver(NamedTuple):
     "What a loss is the mean over"
-    kind:str            # 'samples'; 'items', which `count` counts; 'sum': no mean; 'unknown': see `probe`; 'other': no mean over samples
+    kind:str            # 'samples'; 'items', which `count` counts; 'sum': no mean; 'whole': of all ranks' rows, on each of them;
+                        # 'unknown': see `probe`; 'other': none of these
     count:Callable=None # From (prediction, targets) of a batch to its number of items: a number, or a tensor ()
     min_dims:int=0      # Targets of fewer dimensions have as many items for each sample, so that samples can be counted instead
 
@@ -59,19 +60,21 @@ def _of_torch(name, opts):
     return MeanOver('items', partial(_n_classes_items, **{k: opts[k] for k in ('weight','ignore_index') if k in opts}))
 
 # %% ../../nbs/learner/00_losses.ipynb #0864ecc0
+def _said(n_items): return MeanOver('whole') if n_items=='whole' else MeanOver('items', n_items)
+
 @singledispatch
 def mean_over(
     loss_func # A learner's; for a class of your own register a function that returns its `MeanOver`
 )->MeanOver:
     "What `loss_func` is the mean over"
-    if hasattr(loss_func, 'n_items'): return MeanOver('items', loss_func.n_items)
+    if hasattr(loss_func, 'n_items'): return _said(loss_func.n_items)
     f,opts = loss_func,{}
     while isinstance(f, partial): f,opts = f.func,{**f.keywords, **opts}
     return _of_torch(_functions[f], opts) if getattr(f, '__hash__', None) and f in _functions else MeanOver('unknown')
 
 @mean_over.register
 def _(loss_func:nn.Module):
-    if hasattr(loss_func, 'n_items'): return MeanOver('items', loss_func.n_items)
+    if hasattr(loss_func, 'n_items'): return _said(loss_func.n_items)
     name = _forwards.get(type(loss_func).forward) # a subclass with a `forward` of its own may do anything
     opts = {k: getattr(loss_func, k) for k in ('weight','ignore_index','reduction') if hasattr(loss_func, k)}
     return MeanOver('unknown') if name is None else _of_torch(name, opts)
