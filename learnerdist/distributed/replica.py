@@ -70,12 +70,13 @@ class Replica:
     def __init__(self, learn,
         sync_bn=True,   # BatchNorm over the global batch
         comm_hook=None, # From (ddp, group): registers a communication hook
+        max_norm=None,  # The model's `SharedMaxNorm`, if it has one
         **ddp_kw        # Options of `DistributedDataParallel`
     ):
         self.learn,self.model,self.comm_hook,self.ddp = learn,learn.model,comm_hook,None
         self.kw = ddp_kw if 'broadcast_buffers' in ddp_kw else {'forward_sync_buffers': False, **ddp_kw}
         self.undo_bn = sync_batchnorm(self.model, current_group()) if sync_bn else None
-        self.max_norm,self._sync = SharedMaxNorm(self.model),True
+        self.max_norm,self._sync = max_norm,True
         self._wrap()
 
     def _wrap(self):
@@ -105,8 +106,7 @@ class Replica:
 
     def undo(self):
         "Leave the model as it was"
-        for undo in (self.max_norm.undo,self.undo_bn):
-            if undo: undo()
+        if self.undo_bn: self.undo_bn()
 
 # %% ../../nbs/distributed/09_replica.ipynb #0fa2282f
 def _sync_next(self, on):
@@ -117,7 +117,7 @@ Replica.sync = property(lambda self: self._sync, _sync_next, doc="Whether the ne
 
 def _has_exchange(self):
     sync_bn = self.undo_bn and any(isinstance(m, _Synced) for m in self.model.modules())
-    return bool(sync_bn or self.max_norm.used)
+    return bool(sync_bn or self.max_norm and self.max_norm.used)
 Replica.forward_exchanges = property(_has_exchange, doc="Whether ranks exchange something in each forward pass")
 
 # %% ../../nbs/distributed/09_replica.ipynb #b934f430
@@ -128,6 +128,8 @@ def after_backward(self:Replica):
     "What is left to do after a backward pass that exchanged gradients. Sync point"
     if not self.sync: return
     average_grads([p for p in self.others if p.requires_grad])
+    for p,on in zip(self.params, self.trained[0]):
+        if on and not p.requires_grad: p.grad = None # frozen after the forward pass: without a gradient in one process, too
     if self.ddp is None or self.checked or self.ddp.find_unused_parameters or self.ddp.static_graph: return
     self.checked = True
     named = {k:p for k,p in self.model.named_parameters() if p.requires_grad and p.numel()}

@@ -25,7 +25,7 @@ from .divergence import compared,differences,digest,fingerprint,tell_unequal,une
 from .evaluation import ExactEvaluation
 from .failure import announce,fail_together
 from .loss_weights import LossWeights
-from .replica import Replica,broadcast_module,broadcast_tensors
+from .replica import Replica,SharedMaxNorm,broadcast_module,broadcast_tensors
 from .vote_links import open_links
 from ..learner.callback import Callback
 from ..learner.learner import Learner,fit_flags,get_model
@@ -56,7 +56,7 @@ class DistributedTrainer(Callback):
         if not isinstance(timeout_s, (int,float)) or timeout_s<=0: raise ValueError(f'timeout_s={timeout_s!r}: give seconds')
         self.cuda_id,self.sync_bn,self.split_batches,self.seed = cuda_id,sync_bn,split_batches,seed
         self.check_every,self.check_data,self.timeout_s,self.ddp_kw = check_every,check_data,timeout_s,ddp_kw
-        self.replica,self.epochs_before,self.links,self.said,self.stack = None,0,None,set(),ExitStack()
+        self.replica,self.epochs_before,self.links,self.said,self.max_norm,self.stack = None,0,None,set(),None,ExitStack()
         self.agreement,self.comm_hook = Agreement(self),find_hook(comm_hook)
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c008
@@ -74,6 +74,8 @@ def attach(self:DistributedTrainer):
         self.weights = LossWeights(self.learn, self.links)
         self.prepare_model()
         broadcast_module(get_model(self.model))
+        self.max_norm = SharedMaxNorm(get_model(self.model)) if group_size()>1 else None
+        if self.max_norm: self.stack.callback(self.max_norm.undo)
         self._same_opt()
         self.device_here = device
         self.deal_out()
@@ -191,7 +193,7 @@ def _split(self:DistributedTrainer, dl):
 @patch
 def wrap(self:DistributedTrainer):
     "What the training loops of this fit call in place of the model, if a group is open"
-    if in_group(): self.replica = Replica(self.learn, self.sync_bn, self.comm_hook, **self.ddp_kw)
+    if in_group(): self.replica = Replica(self.learn, self.sync_bn, self.comm_hook, self.max_norm, **self.ddp_kw)
 
 @patch
 def unwrap(self:DistributedTrainer):
@@ -321,6 +323,10 @@ def padding_of(
 def before_validate(self:DistributedTrainer):
     self.learn.wrapper = None
     self.learn.dl = self.share_now(_source(self.dl), pad=False)
+
+@patch
+def after_validate(self:DistributedTrainer):
+    if self.max_norm: self.max_norm.catch_up()
 
 def _source(dl): return dl.source if isinstance(dl, DistributedDL) and dl.pad else dl
 
