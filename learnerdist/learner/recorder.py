@@ -60,7 +60,7 @@ def after_batch(self:Recorder):
     if learn.training:
         loss,n = self.counted or (learn.loss,n)
         self.steps.append((loss.detach().to(torch.double, copy=True) if n else 0., n, n)) # the loss's owner may write into it
-        self.lrs.append(self.lr_now or self._lr())
+        self.lrs.append(self._lr() if self.lr_now is None else self.lr_now)
         self.counted = self.lr_now = None
     elif n:
         for m in self.valid_mets: m.accumulate(learn)
