@@ -83,10 +83,12 @@ def run_config(
     "What the fit that begins depends on"
     dl,opt = learn.dls.train,learn.opt
     groups = getattr(opt, 'param_groups', None) or getattr(opt, 'hypers', [{}])
-    hypers = {k: _plain(v) for k,v in groups[-1].items() if k!='params' and _plain(v) is not None}
+    known = getattr(opt, 'defaults', groups[-1]) # a scheduler adds others
+    hypers = {k: _plain(v) for k,v in groups[-1].items() if k in known and _plain(v) is not None}
     bs,trainer = getattr(dl, 'batch_size', None) or getattr(dl, 'bs', None),getattr(learn, 'distributed_trainer', None)
+    n = data_len(getattr(dl.source if hasattr(dl, 'dealer') else dl, 'dataset', None))
     return dict(model=type(get_model(learn.model)).__name__, loss=_name(learn.loss_func), optimizer=type(opt).__name__, **hypers,
-                n_epoch=learn.n_epoch, batch_size=bs and bs*world, samples=data_len(getattr(dl, 'dataset', None)), ranks=world,
+                n_epoch=learn.n_epoch, batch_size=bs and bs*world, samples=n, ranks=world,
                 seed=getattr(trainer, 'seed', None), schedule=horizons(learn.cbs), torch=str(torch.__version__), learnerdist=__version__)
 
 def horizons(cbs)->dict:
@@ -106,8 +108,8 @@ def config_changes(
     old:dict, # What `run_config` said when the checkpoint was made
     new:dict  # What it says now
 )->list:      # Texts
-    "What differs. Not the seed, with which the run goes on in any case"
-    return [f'{k} {old.get(k)} then, {new.get(k)} now' for k in {**old,**new} if k not in ('seed','schedule') and old.get(k)!=new.get(k)]
+    "What differs. Not the seed, with which the run goes on in any case, and not what has rules of its own"
+    return [f'{k} {old.get(k)} then, {new.get(k)} now' for k in {**old,**new} if k not in ('seed','schedule','n_epoch') and old.get(k)!=new.get(k)]
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c013
 def settle(
