@@ -132,7 +132,7 @@ def test_files_of_save(tmp_path):
     learn.create_opt()
     file = learn.save('a')
     whole,data,n_bad = digest(learn.model.state_dict()),file.read_bytes(),0
-    for i in range(300):
+    for i in range(200):
         file.write_bytes(damaged(random.Random(i), data))
         nn.init.zeros_(learn.model[0].weight)
         try: learn.load('a')
@@ -140,7 +140,7 @@ def test_files_of_save(tmp_path):
             n_bad += 1
             assert f'{file}' in str(e), (i,e)
         else: assert digest(learn.model.state_dict())==whole, i
-    assert n_bad>250
+    assert n_bad>180
 
 def test_files_of_plain_torch(tmp_path):
     learn = learner(tmp_path)
@@ -158,7 +158,7 @@ def test_files_of_plain_torch(tmp_path):
     for make in (pickle.dumps, zipped, tarred, lambda o: zipped(o, True)):
         file.write_bytes(make(dict(model=Code(ran), opt={})))
         with pytest.raises(ValueError, match=f'{file}'): learn.load('a')
-    for data in (b'', b'PK', b'PK\3\4', b'a'*1000): 
+    for data in (b'', b'PK', b'PK\3\4', b'a'*1000):
         file.write_bytes(data)
         with pytest.raises(ValueError, match=f'{file}'): learn.load('a')
     file.unlink()

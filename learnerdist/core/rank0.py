@@ -147,9 +147,8 @@ def seal(
         return f.tell(),zlib.crc32(mark, crc)
 
 def _has_bad_seal(data):
-    body,mark = data[:-len(_seal)-8],data[-len(_seal)-8:]
-    sealed = mark.startswith(_seal) or body[-22:-18]==b'PK\5\6' # where an archive ends if its comment is of this length
-    return sealed and mark!=_seal+b'%08x' % zlib.crc32(body)
+    end = data.rfind(b'PK\5\6')+22 # of an archive without its comment
+    return data[:2]==b'PK' and data[end:]!=b'' and data[end:]!=_seal+b'%08x' % zlib.crc32(data[:end])
 
 # %% ../../nbs/core/02_rank0.ipynb #ckf03
 def read_bytes(path)->bytes:
