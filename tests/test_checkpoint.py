@@ -1,5 +1,5 @@
 "A fit that goes on from a checkpoint ends as one that nobody interrupted: to the bit on as many ranks, within rounding on others"
-import json,os,pickle,random,shutil,signal,subprocess,sys
+import json,os,random,shutil,signal,subprocess,sys
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -270,7 +270,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
     saved(tmp_path)
     said = r'of another model. 0.weight: \(30, 6\) in the checkpoint, \(3, 6\) here; .*1.bias: \(30,\) in the checkpoint, missing here'
     with pytest.raises(ValueError, match=said): resume(tmp_path, model=nn.Sequential(nn.Linear(6, 3)))
-    with pytest.raises(ValueError, match='holds the state of Adam, and this fit uses SGD'): resume(tmp_path, opt=torch.optim.SGD)
+    with pytest.raises(ValueError, match='with the state of Adam, and this fit uses SGD'): resume(tmp_path, opt=torch.optim.SGD)
     with pytest.raises(ValueError, match='of a fit of 1 epochs, and this one has 0'): resume(tmp_path, n_epoch=0)
     with pytest.warns(UserWarning, match='keeps the state of .*csv_logger.*, which this fit does not have'): learn = resume(tmp_path)
     with pytest.raises(ValueError, match='of fit number 1 of its script, and this is number 2: each fit needs a folder of its own'):
@@ -314,7 +314,7 @@ def test_options(tmp_path):
     for every in (0, -1, 2.5, 'step', True, timedelta()):
         with pytest.raises(ValueError, match='every='): Checkpoint('ckpt', every)
     with pytest.raises(ValueError, match='keep=0'): Checkpoint('ckpt', keep=0)
-    with pytest.raises(ValueError, match="'SIGNO' is no signal here"): Checkpoint('ckpt', signals=['SIGNO'])
+    with pytest.raises(ValueError, match="'SIGNO': it is no signal here"): Checkpoint('ckpt', signals=['SIGNO'])
     learn = learner(tmp_path)
     with pytest.raises(ValueError, match='give the fit a Checkpoint'): learn.fit(1, resume=True)
     with pytest.raises(ValueError, match='2 Checkpoints in one fit'): learn.fit(1, cbs=[Checkpoint('a'), Checkpoint('b')])

@@ -67,7 +67,8 @@ def loader(kind):
     if kind=='stream': return DataLoader(NoisyStream(), BS)
     if kind=='stateful': return Stateful(ds)
     if kind=='generating': return Generating(ds, BS, shuffle=True)
-    return TfmdDL(ds, BS, shuffle=True, num_workers=n, persistent_workers='persistent' in kind, after_batch=lambda b: [b[0]*random.random(),b[1]])
+    noise = lambda b: [b[0]*random.random(),b[1]]
+    return TfmdDL(ds, BS, shuffle=True, num_workers=n, persistent_workers='persistent' in kind, after_batch=noise)
 
 class Stop(Callback):
     order = 950

@@ -6,7 +6,7 @@
 __all__ = ['check_every', 'Checkpoint', 'resumed', 'Preempted', 'preempted_status']
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c002
-import secrets,signal,time,warnings
+import secrets,time,warnings
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,14 +17,14 @@ from fastcore.basics import patch
 from ..distributed.agreement import Agreement
 from ..learner.callback import Callback
 from ..core.collectives import broadcast_object,distrib_barrier,gather_objects
-from ..data.loaders import data_len,to_device
+from ..data.loaders import to_device
 from ..core.random import seed_streams
 from ..core.env import group_rank,group_size,is_rank0
 from ..learner.learner import StartAt,fit_flags,get_model
-from .position import PlacedLoader,Streams,deal_rest,place_of,rows_done
+from .position import PlacedLoader,Streams,go_back,place_in_epoch,place_of
 from .preemption import Preempted,Requests,check_signals,preempted_status
-from .snapshot import newest_good,prune,read_snapshot,snapshot_name,snapshots,sweep,to_plain,write_snapshot
-from .callback_state import (check_model,config_changes,horizons,load_states,part_of,run_config,settle,states_of)
+from .snapshot import newest_good,open_folder,prune,read_snapshot,snapshot_name,to_plain,write_snapshot
+from .callback_state import check_model,check_run,config_changes,load_states,part_of,run_config,settle,states_of
 
 _all_ = ['Preempted','preempted_status']
 
@@ -78,16 +78,22 @@ class Checkpoint(Callback):
         self.config,self.requests = run_config(self.learn, self.world),Requests(self.signals)
         self.learn.add_cb(_Early(self))
         if self.resume or self.resuming: self.restore()
-        if is_rank0(): _make(self.folder, self.resume or self.resuming)
+        if is_rank0(): open_folder(self.folder, self.resume or self.resuming)
+
+    def before_train(self):
+        if self.active and self.at and self.at['phase']=='train': self.arrive()
+
+    def after_batch(self):
+        if not self.active: return
+        if self.training and isinstance(self.every, int) and self.train_iter%self.every==0: self.due = True
+        if self.agreement is None: self.hear(*self.wishes())
+
+    def after_train(self): self.phase = 'trained'
+    def after_validate(self):
+        if self.active and self.phase=='validate': self.phase,self.held = 'validated',None
+    def after_fit(self): self.nested = max(self.nested-1, 0)
 
 def _loaders(dls): return [o for o in (dls.loaders if hasattr(dls, 'loaders') else (dls.train,dls.valid)) if o is not None]
-
-def _make(folder, resume):
-    found = snapshots(folder)
-    if found and not resume: raise ValueError(f'{folder} holds checkpoints of another run, the newest is {found[-1].name}: go on with it by '
-                                              'resume=True, or use another folder, or remove this one')
-    folder.mkdir(parents=True, exist_ok=True)
-    sweep(folder)
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c007
 class _Early(Callback):
@@ -102,6 +108,7 @@ class _Early(Callback):
 
 @patch
 def at_epoch(self:Checkpoint):
+    "Between two epochs"
     if self.nested: return
     if self.at and self.at['phase']=='epoch': self.arrive()
     self.phase = 'epoch'
@@ -111,12 +118,16 @@ def at_epoch(self:Checkpoint):
 
 @patch
 def at_train(self:Checkpoint):
+    "Before a training loop: have its loader watched"
     self.phase,self.loader = 'train',PlacedLoader(self.learn.dl, self.streams) # others may wrap it in one that looks ahead
     self.learn.dl = self.loader
-    if self.at and self.at['phase']=='train': self._go_back(self.loader)
+    if not self.at or self.at['phase']!='train': return
+    again = self.state['ranks'][self.rank]['streams'] if self.alike else None
+    if not go_back(self.loader, self.at, again): self._set_streams()
 
 @patch
 def at_batch(self:Checkpoint):
+    "Between two training steps"
     if not self.training or self.phase!='train': return
     self.commit('train')
     if self.unsettled: settle(self.learn, self.agreement.trainer.ddp, self.streams)
@@ -124,6 +135,7 @@ def at_batch(self:Checkpoint):
 
 @patch
 def at_validate(self:Checkpoint):
+    "Between training and validation"
     if self.at and self.at['phase']=='validate': # the training loop was left out
         self.arrive()
         self.phase = 'trained'
@@ -133,6 +145,7 @@ def at_validate(self:Checkpoint):
 
 @patch
 def at_end(self:Checkpoint):
+    "When the last epoch is over"
     if self.nested: return
     if self.at: self.arrive()
     self.due = self.last is None or self.last['phase']!='done'
@@ -141,25 +154,6 @@ def at_end(self:Checkpoint):
     self.learn.fits_done = getattr(self.learn, 'fits_done', 0)+1
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c008
-@patch
-def before_train(self:Checkpoint):
-    if self.active and self.at and self.at['phase']=='train': self.arrive()
-
-@patch
-def after_batch(self:Checkpoint):
-    if not self.active: return
-    if self.training and isinstance(self.every, int) and self.train_iter%self.every==0: self.due = True
-    if self.agreement is None: self.hear(*self.wishes())
-
-@patch
-def after_train(self:Checkpoint): self.phase = 'trained'
-@patch
-def after_validate(self:Checkpoint):
-    if self.active and self.phase=='validate': self.phase,self.held = 'validated',None
-@patch
-def after_fit(self:Checkpoint): self.nested = max(self.nested-1, 0)
-
-# %% ../../nbs/checkpoint/04_checkpoint.ipynb #ckc01
 @patch
 def wishes(self:Checkpoint)->tuple:
     "Whether this rank wants a checkpoint, and whether it wants to end then; part of each vote"
@@ -201,12 +195,9 @@ def capture(self:Checkpoint, phase)->dict:
     dl = self.loader if phase=='train' else None
     place = dict(phase=phase, epoch=self.epoch+(phase=='done'), step=self.train_iter, pct_train=self.pct_train, n_epoch=self.n_epoch,
                  fit=getattr(learn, 'fits_done', 0), world=self.world)
-    if dl is not None: place |= dict(iter=i, offset=dl.offset, start=_start(dl), done=rows_done(dl, i), data=_data(dl))
+    if dl is not None: place |= place_in_epoch(dl, i)
     own = dict(streams=dict(now=self.streams.get()) if dl is None else place_of(dl, i), cbs=states_of(learn.cbs, 'rank_state'))
     return dict(place=place, cbs=to_plain(states_of(learn.cbs, 'fit_state'), 'callbacks'), own=own)
-
-def _start(dl): return dl.dealer.start if hasattr(dl, 'dealer') else 0
-def _data(dl): return [hasattr(dl, 'dealer'), getattr(dl, 'batch_size', None), data_len(getattr(dl, 'dataset', None))]
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c014
 @patch
@@ -220,7 +211,8 @@ def save(self:Checkpoint, phase):
     state = dict(opt=to_plain(self.opt.state_dict(), 'optimizer'), cbs=held['cbs'], ranks=to_plain(ranks, 'ranks'))
     parts = dict(model=to_plain(get_model(self.learn.model).state_dict(), 'model'), state=state)
     info = to_plain(dict(run=self.run, epoch=at['epoch'], step=at['step'], place=at, config=self.config), 'manifest')
-    self.pending = write_snapshot(self.folder/snapshot_name(at['epoch'], at['step']), parts, info, self.background and not self.stopping)
+    folder = self.folder/snapshot_name(at['epoch'], at['step'])
+    self.pending = write_snapshot(folder, parts, info, self.background and not self.stopping)
     if not self.background: self.wait()
 
 @patch
@@ -243,7 +235,7 @@ def restore(self:Checkpoint):
     if not self.source.exists(): raise ValueError(f'rank {group_rank()} does not see {self.source}: all ranks need the same folder, on a '
                                                   'file system that all machines share')
     if self.agreement: found = found._replace(parts=read_snapshot(self.source, found.info) if parts is None else parts)
-    self._check(old)
+    check_run(old, self.config, self.at, getattr(self.learn, 'fits_done', 0), self.source)
     self._load(**found.parts)
     self._set_start()
     self._say(found, old)
@@ -267,43 +259,18 @@ def _set_start(self:Checkpoint):
     if at['phase']=='done' and at['epoch']==at['n_epoch']<self.n_epoch: at['phase'] = 'epoch' # one that was cancelled stays done
     done = at['phase']=='done'
     self.learn.start_at = StartAt(self.n_epoch if done else at['epoch'], at.get('iter', 0), at['phase']=='validate')
-    self._set_counts()
-
-@patch
-def _set_counts(self:Checkpoint): self.learn.train_iter,self.learn.pct_train = self.at['step'],self.at['pct_train']
+    self.learn.train_iter,self.learn.pct_train = at['step'],at['pct_train']
 
 @patch
 def _say(self:Checkpoint, found, old):
     if not is_rank0(): return
     if found.bad: warnings.warn(f'{"; ".join(found.bad)}: going on from {self.source}, which is older')
-    changes = config_changes(old, self.config)
-    if changes: warnings.warn(f'{self.source} is of a fit that differed from this one: {"; ".join(changes)}. The optimizer and the schedule go '
-                              'on with their numbers in the checkpoint')
+    changes,said = config_changes(old, self.config),'The optimizer and the schedule go on with their numbers in the checkpoint'
+    if changes: warnings.warn(f'{self.source} is of a fit that differed from this one: {"; ".join(changes)}. {said}')
     at,when = self.at,time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found.info['time']))
     said = f'going on in epoch {at["epoch"]} after step {at["step"]}, from the checkpoint {self.source} of {when}'
     if at['phase']=='done': said = f'this fit was done already, after {at["step"]} steps: checkpoint {self.source} of {when}'
     getattr(self.learn, 'say', self.learn.logger)(said)
-
-# %% ../../nbs/checkpoint/04_checkpoint.ipynb #c017
-@patch
-def _check(self:Checkpoint, old):
-    "ValueError where going on makes no sense"
-    at,new,src,fit = self.at,self.config,self.source,getattr(self.learn, 'fits_done', 0)
-    if at['fit']!=fit: raise ValueError(f'{src} is of fit number {at["fit"]+1} of its script, and this is number {fit+1}: each fit needs a '
-                                        'folder of its own')
-    if at['n_epoch']>self.n_epoch: raise ValueError(f'{src} is of a fit of {at["n_epoch"]} epochs, and this one has {self.n_epoch}: give as '
-                                                    'many or more, or another folder')
-    if old['optimizer']!=new['optimizer']:
-        raise ValueError(f'{src} holds the state of {old["optimizer"]}, and this fit uses {new["optimizer"]}')
-    if at['phase']=='train' and old['samples']!=new['samples']:
-        raise ValueError(f'{src} was made in the midst of an epoch of {old["samples"]} samples, and the data set has {new["samples"]} now: give '
-                         'the same data. (A checkpoint between two epochs can be used with other data.)')
-    bad = [k for k,v in old['schedule'].items() if new['schedule'].get(k, v)!=v]
-    if bad: raise ValueError(f'{src}: the schedule of {bad[0]} was made for {_counts(old, bad[0])}, and that of this fit for '
-                             f'{_counts(new, bad[0])}. {"; ".join(config_changes(old, new))}. Give as many epochs as then, and the same global '
-                             'batch size: by as many ranks, or by split_batches=True. For more epochs, begin another fit after learn.load(folder)')
-
-def _counts(config, k): return ', '.join(f'{name}={n}' for name,n in config['schedule'][k])
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c018
 @patch
@@ -317,7 +284,7 @@ def _load_callbacks(self:Checkpoint):
 @patch
 def arrive(self:Checkpoint):
     "The fit is where it was"
-    self._set_counts()
+    self.learn.train_iter,self.learn.pct_train = self.at['step'],self.at['pct_train']
     self._load_callbacks()
     if self.at['phase']!='train': self._set_streams()
     values = self.learn.recorder.values if self.at['phase']=='done' and hasattr(self.learn, 'recorder') else []
@@ -328,16 +295,6 @@ def arrive(self:Checkpoint):
 def _set_streams(self:Checkpoint):
     if self.alike: self.streams.set(self.state['ranks'][self.rank]['streams']['now'])
     else: seed_streams(self.at['step'], group_rank(), self.at['epoch'])
-
-@patch
-def _go_back(self:Checkpoint, dl):
-    "Have the training loop's loader brought to where it was"
-    at,same = self.at,self.alike and self.at['data']==_data(dl)
-    dl.had,dl.offset = at['iter'],at['offset'] if same else at['iter']
-    if not same: deal_rest(dl, at['done'] if at['data'][0] else None)
-    elif at['start']: deal_rest(dl, at['start'])
-    if same: dl.again = self.state['ranks'][self.rank]['streams']
-    else: self._set_streams()
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c022
 @patch

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['generators', 'Streams', 'has_state', 'start_indexed', 'end_indexed', 'PlacedLoader', 'place_of', 'rows_done',
-           'deal_rest']
+           'deal_rest', 'place_in_epoch', 'go_back']
 
 # %% ../../nbs/checkpoint/01_position.ipynb #c002
 import hashlib,random
@@ -14,12 +14,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from fastcore.basics import patch
-from torch.utils.data import (BatchSampler,DataLoader,DistributedSampler,IterableDataset,RandomSampler,SequentialSampler,SubsetRandomSampler,
-                              WeightedRandomSampler)
+from torch.utils.data import (BatchSampler,DataLoader,DistributedSampler,IterableDataset,RandomSampler,SequentialSampler,
+                              SubsetRandomSampler,WeightedRandomSampler)
 
 from ..core.random import rng_state,seed_streams,set_rng_state
 from ..data.distributed_dl import reindexed
-from ..data.loaders import TfmdDL
+from ..data.loaders import TfmdDL,data_len
 
 # %% ../../nbs/checkpoint/01_position.ipynb #c005
 def _parts(dl):
@@ -213,3 +213,26 @@ def deal_rest(
                          'ranks, or in batches of another size: the loader was split by its user or not at all, or workers read a stream. '
                          "Use as many ranks as then, or save with every='epoch'")
     dealer.left_at = dealer.epoch,done
+
+# %% ../../nbs/checkpoint/01_position.ipynb #ckp06
+def place_in_epoch(
+    dl:PlacedLoader,
+    i:int # Batches of this loop that were trained on
+)->dict:  # The same on every rank
+    "Where a training loop is, in plain numbers"
+    return dict(iter=i, offset=dl.offset, start=_start_of(dl), done=rows_done(dl, i), data=_data(dl))
+
+def go_back(
+    dl:PlacedLoader,
+    at:dict,   # Of `place_in_epoch`
+    again:dict # Of `place_of`, this rank's; None on another number of ranks
+)->bool:       # Whether that is exact: else the random streams are the caller's to choose
+    "Have a loader brought to a place in its epoch"
+    same = again is not None and at['data']==_data(dl)
+    dl.had,dl.offset,dl.again = at['iter'],at['offset'] if same else at['iter'],again if same else None
+    if not same: deal_rest(dl, at['done'] if at['data'][0] else None)
+    elif at['start']: deal_rest(dl, at['start'])
+    return same
+
+def _start_of(dl): return dl.dealer.start if hasattr(dl, 'dealer') else 0
+def _data(dl): return [hasattr(dl, 'dealer'), getattr(dl, 'batch_size', None), data_len(getattr(dl, 'dataset', None))]

@@ -22,8 +22,9 @@ def check_signals(names):
     "ValueError unless these are names of signals that a process can hear"
     for o in names:
         num = getattr(signal, o, None) if isinstance(o, str) else None
-        if not isinstance(num, signal.Signals): raise ValueError(f"signals={names}: {o!r} is no signal here; give names such as 'SIGTERM' and 'SIGUSR1'")
-        if o in ('SIGKILL','SIGSTOP'): raise ValueError(f"signals={names}: a process does not hear {o}; give the one that comes before it, such as 'SIGTERM'")
+        why = None if isinstance(num, signal.Signals) else 'it is no signal here'
+        if o in ('SIGKILL','SIGSTOP'): why = 'a process does not hear it'
+        if why: raise ValueError(f"signals={names}: {o!r}: {why}; give names such as 'SIGTERM' and 'SIGUSR1'")
 
 class Requests:
     "Signals are noted, until `close`"

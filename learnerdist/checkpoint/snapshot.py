@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['format_version', 'to_plain', 'on_cpu', 'write_snapshot', 'read_manifest', 'read_snapshot', 'Found', 'snapshots',
-           'snapshot_name', 'newest_good', 'drop_snapshot', 'prune', 'sweep']
+           'snapshot_name', 'newest_good', 'drop_snapshot', 'prune', 'open_folder']
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c002
 import json,os,re,shutil,time,zlib
@@ -161,7 +161,8 @@ def _manifests(path):
         try: res[o] = read_manifest(o)
         except DamagedFile as e: res[o] = e
         else:
-            if o.name!=snapshot_name(res[o]['epoch'], res[o]['step']): res[o] = DamagedFile(f'{o/"manifest.json"} is that of another folder')
+            at = snapshot_name(res[o]['epoch'], res[o]['step'])
+            if o.name!=at: res[o] = DamagedFile(f'{o/"manifest.json"} is that of {at}')
     return res
 
 def _good(found): return {k:o for k,o in found.items() if isinstance(o, dict)}
@@ -195,6 +196,13 @@ def prune(
     own = [o for o,info in _good(_manifests(path)).items() if info['run']==run]
     for folder in own[:-keep]: drop_snapshot(folder)
 
-def sweep(path:Path):
-    "Remove what runs that were killed have left unfinished"
+def open_folder(
+    path:Path,
+    resume:bool # Is this the run whose snapshots are there?
+):
+    "Make the folder of a run's snapshots, and remove what a run that was killed has left unfinished; ValueError if it is another run's"
+    found = snapshots(path)
+    if found and not resume: raise ValueError(f'{path} holds checkpoints of another run, the newest is {found[-1].name}: go on with it by '
+                                              'resume=True, or use another folder, or remove this one')
+    path.mkdir(parents=True, exist_ok=True)
     for folder in path.glob('.epoch_*.tmp'): shutil.rmtree(folder, ignore_errors=True)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RankError', 'pack_error', 'unpack_error', 'shared_store', 'wait_key', 'rank0_first', 'whole_file', 'DamagedFile',
-           'seal', 'read_bytes', 'load_plain', 'save_once', 'await_save']
+           'seal', 'read_bytes', 'load_plain', 'save_sealed', 'load_weights', 'weights_in', 'save_once', 'await_save']
 
 # %% ../../nbs/core/02_rank0.ipynb #ea042e1c
 import itertools,json,os,re,stat,struct,tempfile,time,traceback,zlib
@@ -168,9 +168,38 @@ def load_plain(
     try: return torch.load(BytesIO(data), map_location=device, weights_only=True)
     except Exception as e:
         code = re.search(r'GLOBAL ([\w.]+)', str(e))
-        if code: raise ValueError(f'{path} holds more than tensors and plain data ({code[1]}), and is not read: a file could run code') from e
+        said = f'{path} holds more than tensors and plain data'
+        if code: raise ValueError(f'{said} ({code[1]}), and is not read: a file could run code') from e
         why = (str(e).splitlines() or [''])[0][:200]
-        raise DamagedFile(f'{path} is damaged, or holds more than tensors and plain data ({type(e).__name__}: {why})') from e
+        raise DamagedFile(f'{said}, or is damaged ({type(e).__name__}: {why})') from e
+
+# %% ../../nbs/core/02_rank0.ipynb #ckf06
+def save_sealed(state, path):
+    "`torch.save`, and a seal"
+    torch.save(state, path)
+    seal(path)
+
+def load_weights(
+    path, # A file of `save_sealed` or `torch.save`
+    device='cpu'
+)->tuple: # A model's weights; an optimizer's state or None
+    "What a learner has saved; ValueError for any other file"
+    res = load_plain(read_bytes(path), path, device)
+    model,opt = (res['model'],res['opt']) if isinstance(res, dict) and set(res)=={'model','opt'} else (res,None)
+    if not isinstance(model, dict) or not all(isinstance(k, str) for k in model) or opt is not None and not _is_opt(opt):
+        raise ValueError(f'{path} holds no weights of a model: give a file that `save` wrote')
+    return model,opt
+
+def _is_opt(o): return isinstance(o, dict) and {'state','param_groups'}<=set(o)
+
+def weights_in(
+    folder:Path
+)->Path: # None if there is no such folder
+    "The file of weights in a checkpoint, or in the newest one of a folder of several"
+    if not folder.is_dir(): return None
+    found = [folder/'model.pt'] if (folder/'model.pt').exists() else sorted(folder.glob('epoch_*-step_*/model.pt'))
+    if not found: raise ValueError(f'{folder} is no checkpoint, and holds none')
+    return found[-1]
 
 # %% ../../nbs/core/02_rank0.ipynb #c025
 _saves = {} # path: how often this rank has saved it

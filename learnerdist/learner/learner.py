@@ -16,7 +16,7 @@ from fastcore.basics import listify,patch
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 
 from .callback import Callback,all_events,cancels
-from ..core.rank0 import await_save,load_plain,read_bytes,save_once,seal
+from ..core.rank0 import await_save,load_weights,save_once,save_sealed,weights_in
 from ..data.loaders import data_len,single,split_batch,to_device
 from ..core.env import default_device
 
@@ -295,12 +295,7 @@ def device(self:Learner)->torch.device:
 
 # %% ../../nbs/learner/01_learner.ipynb #c035
 @patch
-def _file(self:Learner, file):
-    return self.path/self.model_dir/f'{file}.pth'
-
-def _save_sealed(state, path):
-    torch.save(state, path)
-    seal(path)
+def _file(self:Learner, file): return self.path/self.model_dir/f'{file}.pth'
 
 @patch
 def save(self:Learner,
@@ -310,35 +305,23 @@ def save(self:Learner,
     "Write the model's weights, whole or not at all, with a checksum. On several ranks rank 0 writes, and no rank waits"
     state = get_model(self.model).state_dict()
     if with_opt and self.opt is not None: state = dict(model=state, opt=self.opt.state_dict())
-    save_once(self._file(file), lambda p: _save_sealed(state, p))
+    save_once(self._file(file), lambda p: save_sealed(state, p))
     return self._file(file)
 
 # %% ../../nbs/learner/01_learner.ipynb #c036
 @patch
 def load(self:Learner,
-    file,               # Name within `model_dir`, without `.pth`; an absolute path; or the folder of a `Checkpoint`, within the learner's path
+    file,               # Name within `model_dir`, without `.pth`; an absolute path; or a `Checkpoint`'s folder within the learner's path
     with_opt:bool=True, # The optimizer's state too, where the file has it; the folder of a checkpoint gives weights alone
     strict:bool=True    # Every key of the model must be in the file, and no other
 ):
     "Read what `save` or a `Checkpoint` wrote; tensors and plain data only, so that a file cannot run code. ValueError for a damaged file"
-    path = _weights_in(self.path/file) if (self.path/file).is_dir() else self._file(file)
+    path = weights_in(self.path/file) or self._file(file)
     await_save(path)
-    state = load_plain(read_bytes(path), path, self.device)
-    if not _is_state(state): raise ValueError(f'{path} holds no weights of a model: give a file that `save` wrote')
-    has_opt = set(state)=={'model','opt'}
-    get_model(self.model).load_state_dict(state['model'] if has_opt else state, strict=strict)
-    if with_opt and has_opt: self._load_opt(state['opt'])
+    state,opt = load_weights(path, self.device)
+    get_model(self.model).load_state_dict(state, strict=strict)
+    if with_opt and opt: self._load_opt(opt)
     return self
-
-def _weights_in(folder):
-    "Those of a checkpoint, or of the newest one in a folder of several"
-    found = [folder/'model.pt'] if (folder/'model.pt').exists() else sorted(folder.glob('epoch_*-step_*/model.pt'))
-    if not found: raise ValueError(f'{folder} is no checkpoint, and holds none')
-    return found[-1]
-
-def _is_state(o):
-    if not isinstance(o, dict) or not all(isinstance(k, str) for k in o): return False
-    return set(o)!={'model','opt'} or isinstance(o['model'], dict) and isinstance(o['opt'], dict) and {'state','param_groups'}<=set(o['opt'])
 
 @patch
 def _load_opt(self:Learner, state):
