@@ -115,6 +115,8 @@ def _set_start(learn, start):
         type(learn).one_batch(learn, i+start.batches*(learn.training and learn.epoch==start.epoch), b)
     own = dict(_start_at=start, _with_events=with_events, one_batch=one_batch)
     for k,v in own.items(): setattr(learn, k, v)
+    mbar = getattr(getattr(learn, 'progress', None), 'mbar', None)
+    if mbar: mbar.update(0) # a bar must see its first value first
     _ends[-1][1].callback(lambda: [vars(learn).pop(k) for k in own])
 
 Learner.start_at = property(_start, _set_start, doc="Where a fit begins, as in the compact Learner")
