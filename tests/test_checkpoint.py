@@ -1,5 +1,5 @@
 "A fit that goes on from a checkpoint ends as one that nobody interrupted: to the bit on as many ranks, within rounding on others"
-import json,os,pickle,random,shutil,signal,subprocess,sys
+import json,os,random,shutil,signal,subprocess,sys
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -113,7 +113,7 @@ def stopped(path, whole, ranks, step, training):
     except Preempted as e: code = e.code
     else: code = 0
     rank0_first(lambda: None)
-    saved = [(o.name, json.loads((o/'manifest.json').read_text())['phase']) for o in (path/'ckpt').glob('epoch_*')]
+    saved = [(o.name, json.loads((o/'manifest.json').read_text())['place']['phase']) for o in (path/'ckpt').glob('epoch_*')]
     return code,saved,differing(whole, fit(path, every='epoch'))
 
 def test_two_ranks(tmp_path):
@@ -220,7 +220,7 @@ def damage(file, how):
     if how=='missing': file.unlink()
     else: file.write_bytes(data[:-3] if how=='truncated' else data[:-3]+b'???')
 
-@pytest.mark.parametrize('name', ['state.pt','__0_0.distcp','.metadata','manifest.json'])
+@pytest.mark.parametrize('name', ['state.pt','model.pt','manifest.json'])
 def test_a_bad_checkpoint_is_named_and_the_one_before_is_used(name, tmp_path):
     first,*others = saved(tmp_path/'a')
     whole = again(tmp_path/'whole')
@@ -239,23 +239,27 @@ class Code:
 
 def with_code(folder, name):
     "A snapshot with code in it, and checksums to match"
-    if name=='state.pt': torch.save(dict(small=Code(), big={}), folder/name)
-    else: (folder/name).write_bytes(pickle.dumps(Code()))
-    (folder/'manifest.json').unlink()
-    tmp = folder.rename(folder.parent/'tmp')
-    snapshot._publish(tmp, folder, {})
+    info = snapshot.read_manifest(folder)
+    parts = snapshot.read_snapshot(folder, info) | {name: dict(opt=Code())}
+    shutil.rmtree(folder)
+    snapshot.write_snapshot(folder, parts, {k: info[k] for k in ('run','epoch','step','place','config')}).result()
 
-@pytest.mark.parametrize('name', ['state.pt','.metadata'])
+@pytest.mark.parametrize('name', ['state','model'])
 def test_a_file_that_carries_code_is_refused(name, tmp_path, monkeypatch):
     with_code(saved(tmp_path)[-1], name)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r'more than tensors and plain data \((posix|nt|os).mkdir\), and is not read'): again(tmp_path)
     assert not (tmp_path/'ran').exists()
 
-def test_a_later_format_is_refused(tmp_path):
-    file = saved(tmp_path)[-1]/'manifest.json'
-    file.write_text(json.dumps(json.loads(file.read_text())|dict(format=99)))
-    with pytest.raises(ValueError, match='has format 99, and this learnerdist reads 1: update it'): again(tmp_path)
+def changed_manifest(folder, **kw):
+    file = folder/'manifest.json'
+    res = {k:v for k,v in json.loads(file.read_text()).items() if k!='crc32'} | kw
+    file.write_text(json.dumps(res | dict(crc32=snapshot._crc(res))))
+
+def test_another_format_is_refused(tmp_path):
+    for n in (1,99):
+        changed_manifest(saved(tmp_path/f'{n}')[-1], format=n)
+        with pytest.raises(ValueError, match=f'has format {n}, and this learnerdist reads 2'): again(tmp_path/f'{n}')
 
 def resume(path, n_epoch=1, model=None, opt=torch.optim.Adam, **kw):
     learn = learner(path, model=model, opt=opt)
@@ -266,8 +270,8 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
     saved(tmp_path)
     said = r'of another model. 0.weight: \(30, 6\) in the checkpoint, \(3, 6\) here; .*1.bias: \(30,\) in the checkpoint, missing here'
     with pytest.raises(ValueError, match=said): resume(tmp_path, model=nn.Sequential(nn.Linear(6, 3)))
-    with pytest.raises(ValueError, match='holds the state of Adam, and this fit uses SGD'): resume(tmp_path, opt=torch.optim.SGD)
-    with pytest.raises(ValueError, match='of a fit of 1 epochs, and this one has 5'): resume(tmp_path, n_epoch=5)
+    with pytest.raises(ValueError, match='with the state of Adam, and this fit uses SGD'): resume(tmp_path, opt=torch.optim.SGD)
+    with pytest.raises(ValueError, match='of a fit of 1 epochs, and this one has 0'): resume(tmp_path, n_epoch=0)
     with pytest.warns(UserWarning, match='keeps the state of .*csv_logger.*, which this fit does not have'): learn = resume(tmp_path)
     with pytest.raises(ValueError, match='of fit number 1 of its script, and this is number 2: each fit needs a folder of its own'):
         learn.fit(1, cbs=Checkpoint('ckpt'), resume=True)
@@ -279,7 +283,7 @@ def test_no_room_is_an_error_and_the_last_good_one_stays(background, tmp_path, m
     whole = again(tmp_path/'whole')
     said = 'No space left on device: the checkpoint was not written; earlier ones are as they were. Make room'
     with monkeypatch.context() as m, pytest.raises(OSError, match=said):
-        filled = At(5, lambda: (filled.learn.checkpoint.wait(), m.setattr(snapshot, '_checksum', full)))
+        filled = At(5, lambda: (filled.learn.checkpoint.wait(), m.setattr(snapshot, 'seal', full)))
         fit(tmp_path/'a', ctx=False, n_epoch=1, every=3, background=background, cbs=[filled])
     assert [o.name for o in (tmp_path/'a/ckpt').iterdir()]==[mid]
     assert differing(whole, again(tmp_path/'a'))==[]
@@ -310,7 +314,7 @@ def test_options(tmp_path):
     for every in (0, -1, 2.5, 'step', True, timedelta()):
         with pytest.raises(ValueError, match='every='): Checkpoint('ckpt', every)
     with pytest.raises(ValueError, match='keep=0'): Checkpoint('ckpt', keep=0)
-    with pytest.raises(ValueError, match="'SIGNO' is no signal here"): Checkpoint('ckpt', signals=['SIGNO'])
+    with pytest.raises(ValueError, match="'SIGNO': it is no signal here"): Checkpoint('ckpt', signals=['SIGNO'])
     learn = learner(tmp_path)
     with pytest.raises(ValueError, match='give the fit a Checkpoint'): learn.fit(1, resume=True)
     with pytest.raises(ValueError, match='2 Checkpoints in one fit'): learn.fit(1, cbs=[Checkpoint('a'), Checkpoint('b')])

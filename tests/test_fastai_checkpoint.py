@@ -73,3 +73,24 @@ def test_two_ranks(tmp_path):
     from learnerdist.testing import run_ranks
     for found in run_ranks(everywhere, 2, str(tmp_path), True, ['epoch_0000-step_00000002','epoch_0001-step_00000004'], timeout_s=400):
         assert found.pop('status')==75 and not any(found.values()), found
+
+def test_done_and_more_epochs(tmp_path, capsys):
+    "With fastai's bar; what is said, and that a finished fit goes on where no schedule counts its epochs"
+    def fit(path, n, one=False):
+        torch.manual_seed(3)
+        random.seed(3)
+        dls = DataLoaders(DataLoader(Items(40), bs=8, shuffle=True, num_workers=0), DataLoader(Items(16), bs=8, num_workers=0))
+        learn = Learner(dls, nn.Linear(6, 3), loss_func=nn.CrossEntropyLoss(), path=path, lr=.01)
+        (learn.fit_one_cycle if one else learn.fit)(n, cbs=Checkpoint('ckpt', resume=True))
+        return learn
+    first,again = fit(tmp_path/'a', 2),fit(tmp_path/'a', 2)
+    assert again.final_record==first.final_record and not {'_with_events','one_batch','_start_at'} & {*vars(again)}
+    assert 'this fit was done already, after 10 steps' in capsys.readouterr().out
+    more,whole = fit(tmp_path/'a', 4),fit(tmp_path/'b', 4)
+    assert 'going on in epoch 2 after step 10' in capsys.readouterr().out
+    assert list(more.recorder.values)==list(whole.recorder.values) and torch.equal(more.model.weight, whole.model.weight)
+    fit(tmp_path/'c', 2, one=True)
+    with pytest.raises(ValueError, match='for n_epoch=2, and that of this fit is for n_epoch=4'): fit(tmp_path/'c', 4, one=True)
+    with pytest.raises(ValueError, match='holds checkpoints of another run'):
+        learn = fit(tmp_path/'d', 1)
+        learn.fit(1, cbs=Checkpoint('ckpt'))

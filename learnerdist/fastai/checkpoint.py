@@ -15,10 +15,11 @@ from fastai.callback.progress import CSVLogger
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
 from fastai.learner import Learner,Recorder
-from fastcore.basics import patch
+from fastcore.basics import noop,patch
 
 from ..distributed import trainer as core
 from ..checkpoint.checkpoint import resumed
+from ..learner.learner import StartAt
 from .trainer import DistributedTrainer
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c005
@@ -33,6 +34,7 @@ Recorder.all_losses = property(lambda self: torch.stack([*map(torch.as_tensor, s
                                lambda self, v: setattr(self, 'losses', list(v)), doc="The losses, as one tensor")
 TrackerCallback.fit_state = 'best','new_best','wait'
 ParamScheduler.fit_state = 'hps',
+ParamScheduler.horizon = property(lambda self: [['n_epoch',self.n_epoch]], doc="A schedule by the part of the fit that is done")
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c006
 def _text(cb):
@@ -91,10 +93,33 @@ def at_end(self:Learner, learn, cb):
     "Have `cb.cleanup` called however this fit ends"
     _ends[-1][1].callback(_clean_up, learn, cb)
 
+@patch
+def say(self:Learner, line):
+    "Print a line; the logger of fastai's learner takes a row of the table"
+    logger = getattr(getattr(self, 'progress', None), 'old_logger', self.logger)
+    if logger is not noop: print(line, flush=True)
+
 @patch(as_prop=True)
 def fitting(self:Learner)->bool:
     "Whether a fit is under way, and not only `get_preds` or `validate`"
     return any(o is self for o,_ in _ends)
+
+def _start(learn): return vars(learn).get('_start_at', StartAt())
+
+def _set_start(learn, start):
+    "Have fastai's loop leave out what is before `start`, until the fit ends"
+    def with_events(f, event, *args):
+        done = event=='epoch' and learn.epoch<start.epoch or event=='train' and learn.epoch==start.epoch and start.trained
+        if not done: type(learn)._with_events(learn, f, event, *args)
+    def one_batch(i, b):
+        type(learn).one_batch(learn, i+start.batches*(learn.training and learn.epoch==start.epoch), b)
+    own = dict(_start_at=start, _with_events=with_events, one_batch=one_batch)
+    for k,v in own.items(): setattr(learn, k, v)
+    mbar = getattr(getattr(learn, 'progress', None), 'mbar', None)
+    if mbar: mbar.update(0) # a bar must see its first value first
+    _ends[-1][1].callback(lambda: [vars(learn).pop(k) for k in own])
+
+Learner.start_at = property(_start, _set_start, doc="Where a fit begins, as in the compact Learner")
 
 def _clean_up(learn, cb):
     old,cb.learn = cb.learn,learn # fastai takes it away from a callback that it removes

@@ -61,7 +61,7 @@ def after_batch(self:Recorder):
     if learn.training:
         loss,items,n = self.counted or (learn.loss, n_items(learn) if n else 0, n)
         self.steps.append((weighted(loss, items) if n else 0., items, n))
-        self.lrs.append(self.lr_now or self._lr())
+        self.lrs.append(self._lr() if self.lr_now is None else self.lr_now)
         self.counted = self.lr_now = None
     elif n:
         for m in self.valid_mets: m.accumulate(learn)

@@ -58,6 +58,15 @@ class Scheduler(Callback):
         "Go on from what `state_dict` gave, in this fit"
         self.sched.load_state_dict(state)
 
+    @property
+    def horizon(self)->list:
+        "The numbers of steps or epochs that the schedule was made for"
+        return _horizon(self.sched.state_dict()) if self.sched else []
+
+def _horizon(state):
+    own = [[k,v] for k,v in state.items() if k in ('total_steps','total_iters','T_max','T_0','_milestones')]
+    return own + [o for inner in state.get('_schedulers', ()) for o in _horizon(inner)]
+
 def _keys(opt): return {k for g in opt.param_groups for k in g}
 
 def _torch_opt(opt):

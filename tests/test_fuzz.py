@@ -1,0 +1,167 @@
+"Files that were damaged, mixed up or made up: none loads as other data without a word, none runs code, each is named by one ValueError"
+import io,json,os,pickle,random,shutil,tarfile
+import pytest, torch
+from torch import nn
+from learnerdist.all import DataLoaders, Learner, TfmdDL
+from learnerdist.checkpoint import snapshot
+from learnerdist.distributed.divergence import digest
+
+names = ['epoch_0000-step_00000001','epoch_0000-step_00000002']
+files = ['model.pt','state.pt','manifest.json']
+
+def parts(i): return dict(model=dict(w=torch.arange(40.)+i), state=dict(opt=dict(lr=.1*i, m=torch.ones(3)*i), cbs={}, ranks=[(i,'a')]))
+
+class Code:
+    "Unpickled, it leaves a folder"
+    def __init__(self, ran): self.ran = ran
+    def __reduce__(self): return os.mkdir,(str(self.ran),)
+
+def zipped(o, legacy=False):
+    buf = io.BytesIO()
+    torch.save(o, buf, _use_new_zipfile_serialization=not legacy)
+    return buf.getvalue()
+
+def tarred(o):
+    "As torch wrote files in 2016"
+    buf = io.BytesIO()
+    with tarfile.open(fileobj=buf, mode='w') as t:
+        for name in ('storages','tensors','pickle','sys_info'):
+            data = pickle.dumps(o)
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            t.addfile(info, io.BytesIO(data))
+    return buf.getvalue()
+
+def flip(rng, folder, file, ran):
+    data = bytearray((folder/file).read_bytes())
+    for _ in range(rng.choice([1,1,1,2,30])): data[rng.randrange(len(data))] ^= 1<<rng.randrange(8)
+    (folder/file).write_bytes(data)
+def truncate(rng, folder, file, ran): os.truncate(folder/file, rng.randrange((folder/file).stat().st_size))
+def append(rng, folder, file, ran): (folder/file).write_bytes((folder/file).read_bytes()+rng.randbytes(rng.choice([1,26,300])))
+def remove(rng, folder, file, ran): (folder/file).unlink()
+def swap_between(rng, folder, file, ran): swap(folder/file, folder.parent/names[0]/file)
+def swap_within(rng, folder, file, ran): swap(folder/file, folder/rng.choice(files))
+def swap_folders(rng, folder, file, ran): swap(folder, folder.parent/names[0])
+
+def swap(a, b):
+    if a==b: return
+    tmp = a.with_suffix('.swap')
+    a.rename(tmp)
+    b.rename(a)
+    tmp.rename(b)
+
+def link(rng, folder, file, ran):
+    "Something else of that name: a link, a folder, a pipe"
+    (folder/file).unlink()
+    to = rng.choice([folder.parent/names[0]/file, '/dev/zero', file, 'nowhere', '/etc/hostname', None, 'folder'])
+    if to is None: os.mkfifo(folder/file)
+    elif to=='folder': (folder/file).mkdir()
+    else: (folder/file).symlink_to(to)
+
+def add(rng, folder, file, ran):
+    "Files that nobody asked for"
+    for name in ('.metadata','__0.metadata','data.pkl','manifest.json.bak'): (folder/name).write_bytes(pickle.dumps(Code(ran)))
+    (folder/'model.pt.link').symlink_to('/etc/passwd')
+
+def code(rng, folder, file, ran):
+    "A pickle with code, in several formats, with a manifest that fits or not"
+    c = rng.choice([Code(ran), dict(w=Code(ran)), [Code(ran)], {Code(ran): 1}])
+    make = rng.choice([pickle.dumps, zipped, lambda o: zipped(o, True), tarred, lambda o: zipped(5)[:-22]+pickle.dumps(o)])
+    (folder/file).write_bytes(make(c))
+    if file!='manifest.json' and rng.random()<.7: fitting_manifest(folder)
+
+def odd(rng, folder, file, ran):
+    "Data of another kind or none, with a manifest that fits"
+    o = rng.choice([b'', b'PK\3\4', b'PK\3\4'+rng.randbytes(300), zipped(5), zipped([1]), zipped(None), rng.randbytes(200), b'['*100_000])
+    (folder/file).write_bytes(o)
+    if file!='manifest.json': fitting_manifest(folder)
+
+def odd_manifest(rng, folder, file, ran):
+    values = [None, 5, 'a', [], {}, -1, 1e99, True, ['model.pt',1]]
+    fitting_manifest(folder, **{rng.choice(['files','run','epoch','step','time','format']): rng.choice(values)})
+
+def fitting_manifest(folder, **kw):
+    res = {k:v for k,v in json.loads((folder/'manifest.json').read_text()).items() if k!='crc32'}
+    for k in res['files']:
+        data = (folder/k).read_bytes()
+        res['files'][k] = [len(data),snapshot.zlib.crc32(data)]
+    res |= kw
+    (folder/'manifest.json').write_text(json.dumps(res | dict(crc32=snapshot._crc(res))))
+
+kinds = [flip,flip,flip,truncate,append,remove,swap_between,swap_within,swap_folders,link,add,code,code,odd,odd_manifest]
+
+@pytest.fixture(scope='module')
+def two(tmp_path_factory):
+    path = tmp_path_factory.mktemp('two')
+    for i,name in enumerate(names, 1): snapshot.write_snapshot(path/name, parts(i), dict(run='a', epoch=0, step=i)).result()
+    return path
+
+@pytest.mark.parametrize('kind', [*dict.fromkeys(kinds)], ids=lambda o: o.__name__)
+def test_checkpoints(kind, two, tmp_path):
+    ran,n_found,n = tmp_path/'ran',0,25 if kind in (flip,code) else 12
+    for i in range(n):
+        rng,path = random.Random(1000*kinds.index(kind)+i),tmp_path/f'{i}'
+        shutil.copytree(two, path)
+        kind(rng, path/names[1], rng.choice(files), ran)
+        try: found = snapshot.newest_good(path)
+        except ValueError as e: assert any(f'{path/o/f}' in str(e) for o in names for f in files), (i,e)
+        else:
+            n_found += 1
+            assert found.folder.name in names and digest(found.parts)==digest(parts(1+names.index(found.folder.name))), i
+            if found.folder.name==names[0]: assert len(found.bad)==1 and f'{path/names[1]}/' in found.bad[0], i
+        assert not ran.exists(), i
+    if kind in (flip,truncate,append,remove): assert n_found==n # the one before is good
+
+def learner(path):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    items = [(torch.ones(6),torch.ones(1))]*4
+    return Learner(DataLoaders(TfmdDL(items, 4)), model, nn.MSELoss(), torch.optim.Adam, path=path)
+
+def damaged(rng, data):
+    kind = rng.choice(['flip','flip','flip','cut','append','swap'])
+    if kind=='cut': return data[:rng.randrange(len(data))]
+    if kind=='append': return data+rng.randbytes(rng.choice([1,26,400]))
+    data,i = bytearray(data),rng.randrange(len(data)-8)
+    if kind=='swap': data[i:i+8] = data[i:i+8][::-1]
+    else: data[i] ^= 1<<rng.randrange(8)
+    return bytes(data)
+
+def test_files_of_save(tmp_path):
+    learn = learner(tmp_path)
+    learn.create_opt()
+    file = learn.save('a')
+    whole,data,n_bad = digest(learn.model.state_dict()),file.read_bytes(),0
+    for i in range(200):
+        file.write_bytes(damaged(random.Random(i), data))
+        nn.init.zeros_(learn.model[0].weight)
+        try: learn.load('a')
+        except ValueError as e:
+            n_bad += 1
+            assert f'{file}' in str(e), (i,e)
+        else: assert digest(learn.model.state_dict())==whole, i
+    assert n_bad>180
+
+def test_files_of_plain_torch(tmp_path):
+    learn = learner(tmp_path)
+    (tmp_path/'models').mkdir()
+    file,ran = tmp_path/'models/a.pth',tmp_path/'ran'
+    for legacy in (False,True):
+        state = learner(tmp_path).model.state_dict()
+        file.write_bytes(zipped(state, legacy))
+        nn.init.zeros_(learn.model[0].weight)
+        assert digest(learn.load('a').model.state_dict())==digest(state)
+    good = dict(model=learn.model.state_dict(), opt=dict(state={}, param_groups=[]))
+    for o in (5, None, [1,2], 'a', {}, {1: torch.ones(2)}, good|dict(opt=3), good|dict(model=None), {'a': 1}, good|dict(model={'a': 1})):
+        file.write_bytes(zipped(o))
+        with pytest.raises((ValueError,RuntimeError), match=f'{file}|Missing key'): learn.load('a')
+    for make in (pickle.dumps, zipped, tarred, lambda o: zipped(o, True)):
+        file.write_bytes(make(dict(model=Code(ran), opt={})))
+        with pytest.raises(ValueError, match=f'{file}'): learn.load('a')
+    for data in (b'', b'PK', b'PK\3\4', b'a'*1000):
+        file.write_bytes(data)
+        with pytest.raises(ValueError, match=f'{file}'): learn.load('a')
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ValueError, match=f'{file}'): learn.load('a')
+    assert not ran.exists()

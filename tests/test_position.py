@@ -1,0 +1,118 @@
+"Resuming in the midst of an epoch: which samples are read again, and that all draws are those of the whole run"
+import random
+from pathlib import Path
+import numpy as np
+import pytest, torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from learnerdist.all import Callback, Checkpoint, DataLoaders, Learner, TfmdDL
+from learnerdist.distributed.divergence import digest
+from learnerdist.testing import run_ranks
+
+torch.set_num_threads(1)
+N,BS = 400,4 # 100 batches
+
+class Noisy(Dataset):
+    "Samples with noise of all three streams; it counts the reads of each, in its workers too"
+    def __init__(self, n=N): self.n,self.reads = n,torch.zeros(n, dtype=torch.int64).share_memory_()
+    def __len__(self): return self.n
+    def __getitem__(self, i):
+        self.reads[i] += 1
+        return torch.full((3,), i/self.n)+.1*torch.rand(3)+random.random()+np.random.rand(),torch.tensor([i/self.n], dtype=torch.double)
+
+class NoisyBatches(Noisy):
+    "Read by the batch"
+    def __getitems__(self, idxs): return [self[i] for i in idxs]
+
+class OwnNoise(Noisy):
+    "With a random stream of its own"
+    def __init__(self):
+        super().__init__()
+        self.rng = random.Random(5)
+    def __getitem__(self, i):
+        x,y = super().__getitem__(i)
+        return x+self.rng.random(),y
+
+class NoisyStream(Noisy, IterableDataset):
+    def __iter__(self): return (self[i] for i in range(self.n))
+
+class Drawing(Sampler):
+    "It draws from the global stream between two reads"
+    def __init__(self, n): self.n = n
+    def __len__(self): return self.n
+    def __iter__(self): return (torch.randint(self.n, ()).item() for _ in range(self.n))
+
+class Stateful:
+    "A loader that knows its place, as torchdata's StatefulDataLoader does"
+    def __init__(self, ds): self.dataset,self.i,self.start = ds,0,0
+    def __len__(self): return N//BS
+    def state_dict(self): return dict(i=self.i)
+    def load_state_dict(self, state): self.start = state['i']
+    def __iter__(self):
+        self.i,self.start = self.start,0
+        while self.i<N//BS:
+            items = [self.dataset[self.i*BS+j] for j in range(BS)]
+            self.i += 1
+            yield [torch.stack(o) for o in zip(*items)]
+
+class Generating(DataLoader):
+    "One whose iterator begins late"
+    def __iter__(self): yield from super().__iter__()
+
+def loader(kind):
+    ds,n = (NoisyBatches if 'batches' in kind else OwnNoise if 'own' in kind else Noisy)(),2 if 'workers' in kind else 0
+    if kind=='weighted': return DataLoader(ds, BS, sampler=WeightedRandomSampler(torch.arange(N)+1., N))
+    if kind=='replaced': return DataLoader(ds, BS, sampler=RandomSampler(ds, True, generator=torch.Generator().manual_seed(2)))
+    if kind=='drawing': return DataLoader(ds, BS, sampler=Drawing(N))
+    if kind=='stream': return DataLoader(NoisyStream(), BS)
+    if kind=='stateful': return Stateful(ds)
+    if kind=='generating': return Generating(ds, BS, shuffle=True)
+    noise = lambda b: [b[0]*random.random(),b[1]]
+    return TfmdDL(ds, BS, shuffle=True, num_workers=n, persistent_workers='persistent' in kind, after_batch=noise)
+
+class Stop(Callback):
+    order = 950
+    def __init__(self, step): self.step = step
+    def after_batch(self):
+        if self.train_iter==self.step: raise InterruptedError
+
+def fit(path, kind, every=1000, stop=None, ctx=False, n_epoch=2):
+    "What the run came to, and how often samples were read"
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    dl = loader(kind)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(.2), nn.Linear(8, 1)).double()
+    learn = Learner(DataLoaders(dl), model, lambda p,y: (p-y).square().mean(), torch.optim.SGD, lr=.01, path=path)
+    learn.logger,cbs = lambda line: None,[Checkpoint('ckpt', every), *([Stop(stop)] if stop else [])]
+    learn.add_cb(ToDouble)
+    if ctx:
+        with learn.distrib_ctx(split_batches=True): learn.fit(n_epoch, cbs=cbs, resume=True)
+    else: learn.fit(n_epoch, cbs=cbs, resume=True)
+    vars(dl).pop('_iterator', None) # or persistent workers end when the garbage collector finds them, after 10 s
+    return (digest(model.state_dict()),learn.recorder.losses),int(dl.dataset.reads.sum())
+
+class ToDouble(Callback):
+    def before_batch(self): self.learn.xb = tuple(o.double() for o in self.learn.xb)
+
+def resumed(path, kind, ctx=False):
+    "After 99 of the 100 batches of the first epoch of two: does the run end alike, and how many samples of that epoch were read?"
+    path = Path(path)
+    whole,n = fit(path/'whole', kind, ctx=ctx)
+    try: fit(path/'cut', kind, 99, 100, ctx=ctx)
+    except InterruptedError: pass
+    again,n_again = fit(path/'cut', kind, ctx=ctx)
+    return again==whole,n_again-n//2
+
+indexed = ['shuffled','batches','own','weighted','replaced','workers','workers persistent','workers batches','stateful']
+
+@pytest.mark.parametrize('kind', indexed)
+def test_trained_on_and_not_read_again(kind, tmp_path): assert resumed(tmp_path, kind)==(True,BS)
+
+@pytest.mark.parametrize('kind', ['stream','drawing','generating'])
+def test_read_again(kind, tmp_path): assert resumed(tmp_path, kind)==(True,N)
+
+def on_two_ranks(path): return {kind: resumed(f'{path}/{kind}', kind, True) for kind in ('shuffled','workers')}
+
+def test_two_ranks(tmp_path):
+    for found in run_ranks(on_two_ranks, 2, str(tmp_path), timeout_s=300): assert found=={k: (True,BS//2) for k in found}

@@ -1,0 +1,190 @@
+"What a resumed fit says, and what it refuses before anything is trained"
+import re,shutil,signal
+from datetime import datetime
+import pytest, torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
+from learnerdist.all import (Callback, Checkpoint, DataLoaders, EarlyStoppingCallback, Learner, RankError, Scheduler, TfmdDL)
+from learnerdist.checkpoint.snapshot import read_manifest, snapshots
+from learnerdist.distributed.divergence import digest
+from learnerdist.testing import run_ranks
+
+torch.set_num_threads(1)
+
+class Stop(Callback):
+    order = 950
+    def __init__(self, step): self.step = step
+    def after_batch(self):
+        if self.training and self.train_iter==self.step: raise InterruptedError
+
+def learner(path, n=40, bs=8, opt=torch.optim.SGD, lr=.1, loss=None):
+    torch.manual_seed(1)
+    x = torch.randn(n, 3, generator=torch.Generator().manual_seed(2))
+    items = [*zip(x, x.sum(1, keepdim=True))]
+    model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(.2), nn.Linear(5, 1))
+    learn = Learner(DataLoaders(TfmdDL(items, bs, shuffle=True), TfmdDL(items[:8], bs)), model, loss or nn.MSELoss(), opt, lr=lr, path=path)
+    learn.lines = []
+    learn.logger = learn.lines.append
+    return learn
+
+def fit(path, n_epoch=2, resume=True, stop=None, every='epoch', cbs=(), one_cycle=False, **kw):
+    learn = learner(path, **kw)
+    cbs = [Checkpoint('ckpt', every, 100), *cbs, *([Stop(stop)] if stop else [])]
+    try: (learn.fit_one_cycle if one_cycle else learn.fit)(n_epoch, cbs=cbs, resume=resume)
+    except InterruptedError: pass
+    return learn
+
+def cosine(n): return Scheduler(lambda o: CosineAnnealingLR(o, n))
+def said(learn): return [o for o in learn.lines if isinstance(o, str)]
+def names(path): return [o.name for o in snapshots(path/'ckpt')]
+def same(a, b): return digest(a.model.state_dict())==digest(b.model.state_dict()) and a.recorder.losses==b.recorder.losses
+
+# --- whose checkpoints ------------------------------------------------------------------------------------------------------
+
+def test_a_folder_of_another_run_is_refused(tmp_path):
+    first,learn = fit(tmp_path, 3),learner(tmp_path)
+    before,weights = names(tmp_path),digest(learn.model.state_dict())
+    with pytest.raises(ValueError, match='ckpt holds checkpoints of another run, .*step_00000015.*resume=True, or use another folder'):
+        learn.fit(2, cbs=Checkpoint('ckpt'))
+    assert digest(learn.model.state_dict())==weights and names(tmp_path)==before and 'checkpoint' not in vars(learn)
+    assert same(fit(tmp_path, 3), first)
+
+def refused_on_ranks(path):
+    learn = learner(path)
+    try:
+        with learn.distrib_ctx(): learn.fit(2, cbs=Checkpoint('ckpt'))
+    except (ValueError,RankError) as e: return type(e).__name__,'holds checkpoints of another run' in str(e)
+
+def test_it_is_refused_on_all_ranks(tmp_path):
+    fit(tmp_path)
+    assert run_ranks(refused_on_ranks, 2, tmp_path, timeout_s=60)==[('ValueError',True),('RankError',True)]
+
+def test_runs_that_were_copied_together(tmp_path):
+    "The one that wrote last is meant; the other one's checkpoints are neither restored nor removed"
+    fit(tmp_path/'old', 9)
+    fit(tmp_path/'new', 2, stop=7, every=2)
+    for o in snapshots(tmp_path/'old/ckpt')[-2:]: shutil.copytree(o, tmp_path/'new/ckpt'/o.name)
+    learn = learner(tmp_path/'new')
+    learn.fit(2, cbs=Checkpoint('ckpt', keep=1), resume=True)
+    assert 'in epoch 1 after step 6' in said(learn)[0]
+    assert names(tmp_path/'new')==['epoch_0002-step_00000010','epoch_0008-step_00000040','epoch_0009-step_00000045']
+    assert same(learn, fit(tmp_path/'whole', 2))
+
+# --- what is said -----------------------------------------------------------------------------------------------------------
+
+def test_one_line(tmp_path):
+    fit(tmp_path, stop=7, every=3)
+    learn = fit(tmp_path)
+    line, = said(learn)
+    found = re.fullmatch(r'going on in epoch 1 after step 6, from the checkpoint (.*) of (.*)', line)
+    assert found[1]==str(tmp_path/'ckpt/epoch_0001-step_00000006') and datetime.fromisoformat(found[2])<=datetime.now()
+    assert said(fit(tmp_path/'fresh'))==[]
+
+def test_a_fit_that_was_done(tmp_path):
+    first = fit(tmp_path)
+    learn = fit(tmp_path)
+    assert re.fullmatch('this fit was done already, after 10 steps: checkpoint .*epoch_0002-step_00000010 of .*', said(learn)[0])
+    assert learn.final_record==first.final_record==first.recorder.values[-1]
+
+def lines_of_ranks(path):
+    learn = learner(path)
+    with learn.distrib_ctx(seed=1): learn.fit(2, cbs=Checkpoint('ckpt'), resume=True)
+    return [o.split(':')[0] for o in said(learn)]
+
+def test_rank_0_says_it(tmp_path):
+    assert run_ranks(lines_of_ranks, 2, tmp_path)==[[],[]]
+    assert run_ranks(lines_of_ranks, 2, tmp_path)==[['this fit was done already, after 6 steps'],[]]
+
+def test_what_a_run_depends_on(tmp_path):
+    fit(tmp_path, cbs=[cosine(10)])
+    config = read_manifest(snapshots(tmp_path/'ckpt')[-1])['config']
+    known = dict(model='Sequential', loss='MSELoss', optimizer='SGD', lr=.1, momentum=0, n_epoch=2, batch_size=8, samples=40, ranks=1,
+                 schedule=dict(scheduler=[['T_max',10]]), torch=str(torch.__version__))
+    assert {k: config[k] for k in known}==known and config['learnerdist']
+
+def test_differences_are_one_warning(tmp_path):
+    fit(tmp_path, stop=7)
+    with pytest.warns(UserWarning) as found: fit(tmp_path, lr=.2, bs=10, loss=nn.L1Loss())
+    assert [str(o.message).partition('this one: ')[2].partition('. The')[0] for o in found]==[
+        'loss MSELoss then, L1Loss now; lr 0.1 then, 0.2 now; batch_size 8 then, 10 now']
+
+# --- data, schedules, epochs ------------------------------------------------------------------------------------------------
+
+def test_another_data_set(tmp_path):
+    fit(tmp_path/'mid', stop=4, every=3)
+    for n in (80, 24, 8):
+        said = f'in the midst of an epoch of 40 samples, and the data set has {n} now'
+        with pytest.raises(ValueError, match=said): fit(tmp_path/'mid', n=n)
+    fit(tmp_path/'end', stop=7)
+    with pytest.warns(UserWarning, match='samples 40 then, 80 now'): learn = fit(tmp_path/'end', n=80)
+    assert len(learn.recorder.losses)==5+10
+
+@pytest.mark.parametrize('cbs', [[], [Scheduler(lambda o: StepLR(o, 4))], [Scheduler(lambda o: LambdaLR(o, lambda i: .9**i))]])
+def test_more_epochs_where_nothing_depends_on_their_number(cbs, tmp_path):
+    fit(tmp_path/'a', 2, cbs=cbs)
+    learn,whole = fit(tmp_path/'a', 4, cbs=cbs),fit(tmp_path/'b', 4, cbs=cbs)
+    assert same(learn, whole) and [o[1:] for o in learn.recorder.values]==[o[1:] for o in whole.recorder.values]
+    fit(tmp_path/'c', 3, cbs=cbs, stop=8, every=2)
+    assert same(fit(tmp_path/'c', 4, cbs=cbs), whole)
+    with pytest.raises(ValueError, match='of a fit of 4 epochs, and this one has 3'): fit(tmp_path/'a', 3, cbs=cbs)
+
+def test_more_epochs_of_a_schedule(tmp_path):
+    fit(tmp_path/'a', 2, one_cycle=True)
+    said = 'with a scheduler for total_steps=10, and that of this fit is for total_steps=20.*begin another fit after learn.load'
+    with pytest.raises(ValueError, match=said): fit(tmp_path/'a', 4, one_cycle=True)
+    fit(tmp_path/'b', 2, cbs=[cosine(10)])
+    with pytest.raises(ValueError, match='for T_max=10, and that of this fit is for T_max=20'): fit(tmp_path/'b', 4, cbs=[cosine(20)])
+
+def test_a_fit_that_was_cancelled_stays_done(tmp_path):
+    stopper = lambda: EarlyStoppingCallback(min_delta=1e9)
+    fit(tmp_path, 9, cbs=[stopper()])
+    n = len(fit(tmp_path, 9, cbs=[stopper()]).recorder.values)
+    learn = fit(tmp_path, 12, cbs=[stopper()])
+    assert n<9 and len(learn.recorder.values)==n and 'done already' in said(learn)[0]
+
+def one_cycle_on_ranks(path, split, stop):
+    learn = learner(path)
+    try:
+        with learn.distrib_ctx(seed=1, split_batches=split):
+            learn.fit_one_cycle(2, cbs=[Checkpoint('ckpt', 2, 9), *([Stop(stop)] if stop else [])], resume=True)
+    except InterruptedError: pass
+    except ValueError as e: return str(e)
+    return len(learn.recorder.losses)
+
+def test_one_cycle_on_another_number_of_ranks(tmp_path):
+    "Per rank, the batch size of all is another one: refused before a step; with `split_batches` it is not"
+    for split in (False,True):
+        path = tmp_path/f'{split}'
+        run_ranks(one_cycle_on_ranks, 2, path, split, 3)
+        found = run_ranks(one_cycle_on_ranks, 1, path, split, None)[0]
+        if split: assert found==10
+        else: assert re.search('total_steps=6, .* total_steps=10. batch_size 16 then, 8 now; ranks 2 then, 1 now.*split_batches', found)
+
+# --- weights alone, signals -------------------------------------------------------------------------------------------------
+
+def test_load_the_weights_of_a_checkpoint(tmp_path):
+    learn = fit(tmp_path, 2)
+    for o in ('ckpt', 'ckpt/epoch_0002-step_00000010', tmp_path/'ckpt'):
+        other = learner(tmp_path)
+        assert digest(other.load(o).model.state_dict())==digest(learn.model.state_dict()) and other.opt is None
+    first = learner(tmp_path).load('ckpt/epoch_0001-step_00000005').model.state_dict()
+    assert digest(first)!=digest(learn.model.state_dict())
+    (tmp_path/'empty').mkdir()
+    with pytest.raises(ValueError, match='empty is no checkpoint, and holds none'): learn.load('empty')
+    file = tmp_path/'ckpt/epoch_0002-step_00000010/model.pt'
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(ValueError, match=f'{file}'): learn.load('ckpt')
+
+def test_signals():
+    for o in ('SIGKILL','SIGSTOP'):
+        with pytest.raises(ValueError, match=f'{o}.: a process does not hear it'): Checkpoint('ckpt', signals=[o])
+    for o in ('SIG_DFL', 9, 'SIGNO'):
+        with pytest.raises(ValueError, match=f'{o!r}: it is no signal here'): Checkpoint('ckpt', signals=[o])
+
+def test_a_failure_at_the_start_is_not_hidden(tmp_path, monkeypatch):
+    monkeypatch.setattr(signal, 'signal', lambda *a: (_ for _ in ()).throw(OSError(22, 'Invalid argument')))
+    with pytest.raises(OSError, match='Invalid argument'): fit(tmp_path)
+
+def test_rates_of_zero(tmp_path):
+    learn = fit(tmp_path, 1, cbs=[Scheduler(lambda o: LambdaLR(o, lambda i: float(i!=1)))])
+    assert learn.recorder.lrs==[.1,0.,.1,.1,.1]
