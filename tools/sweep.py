@@ -144,7 +144,8 @@ def of_boxes(outs, ys): return torch.cat([(o['center']-y['boxes'])**2 for o,y in
 
 ce = nn.CrossEntropyLoss
 losses = {'class': dict(mean=ce, weighted=lambda: ce(torch.tensor(weights)), ignore=IgnoreSome, sum=lambda: ce(reduction='sum'),
-                        pos_weight=PosWeight, smooth=lambda: ce(label_smoothing=.1), focal=Focal, focal_by_weight=lambda: Focal(True), learned=Learned),
+                        pos_weight=PosWeight, smooth=lambda: ce(label_smoothing=.1), focal=Focal,
+                        focal_by_weight=lambda: Focal(True), learned=Learned),
           'token': dict(mean=lambda: of_texts, tokens=OfTokens, tokens_weighted=lambda: OfTokens(torch.tensor(weights)),
                         sum=lambda: OfTokens(reduction='sum')),
           'heads': dict(mean=lambda: of_heads), 'list': dict(mean=lambda: of_images, boxes=lambda: of_boxes)}
