@@ -90,11 +90,11 @@ def unfrozen(): return learner(cbs=Unfreeze, splitter=lambda m: [*m.parameters()
 def test_same(f):
     res = verify(f)
     assert res.same and res.first is None and str(res).splitlines()[-1].startswith('The same: 2 processes and one'), res
-    assert max(d.by for d in res.largest.values())<1e-12 and {*res.largest} >= {'gradients','weights','loss','metrics','predictions'}
+    assert max(res.largest[k].by for k in ('gradients','weights','predictions'))<1e-11 and {*res.largest} >= {'gradients','weights','loss','metrics','predictions'}
 
 @pytest.mark.parametrize('f,kind,name,cause', [
     (weighted, 'gradients', '', 'the loss is no mean over samples'), (summed, 'gradients', '', 'the loss is a sum'),
-    (dropout, 'gradients', '', 'the forward pass draws'), (plain_bn, 'buffers', '1.running', 'BatchNorm is not synchronised: 1'),
+    (dropout, 'gradients', '', 'a layer or a callback draws'), (plain_bn, 'buffers', '1.running', 'BatchNorm is not synchronised: 1'),
     (learned_loss, 'gradients', 'loss_func.scale', 'loss_func.scale: trained, but not exchanged'),
     (max_norm, 'weights', '0.weight', '0.weight: changed in place'), (augmented, 'gradients', '', 'random draws differ by rank: a sample'),
     (not_dealt, 'gradients', '', 'the training loader is not dealt'), (other_split, 'gradients', '', 'the training data of rank 1'),
