@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import (BatchSampler,DataLoader,IterableDataset,RandomSampler,SequentialSampler,SubsetRandomSampler,
                               WeightedRandomSampler)
-from learnerdist.all import (AvgMetric,AccumMetric,Callback,DataLoaders,GradientAccumulation,GradientClip,Learner,Lookahead,Scheduler,
+from learnerdist.all import (AccumMetric,Callback,DataLoaders,GradientAccumulation,GradientClip,Learner,Lookahead,Scheduler,
                              TfmdDL)
 from learnerdist.learner.callback import cancels,inner_events
 from learnerdist.testing import run_ranks
@@ -239,7 +239,7 @@ def rmse(out, y):
     a = tree_leaves(out)[0]
     return ((a.flatten(1)[:,0]-tree_leaves(y)[0].flatten()[:len(a)].to(a))**2).mean().sqrt()
 def first_mean(out, y): return torch.stack([o.flatten()[:1].sum() for o in tree_leaves(out)[0]]).mean() # over samples
-metrics = dict(none=None, mean=first_mean, rmse=rmse)
+metrics = dict(none=None, mean=first_mean, rmse=rmse, accum=rmse)
 
 def make_learner(c, bs):
     loss,model = losses[models[c['model']][2]][c['loss']](),models[c['model']][1](c)
@@ -247,8 +247,8 @@ def make_learner(c, bs):
     func,metric = loss,metrics[c['metric']]
     if c['items']=='dict':
         model,func = OfDict(model),lambda out,b: loss(out, b['y'])
-        metric = metric and AvgMetric(lambda out,b: metrics[c['metric']](out, b['y']), c['metric'])
-    if c['metric']=='accum': metric = AccumMetric(rmse)
+        metric = metric and (lambda out,b: metrics[c['metric']](out, b['y']))
+    if c['metric']=='accum': metric = AccumMetric(metric, name='accum')
     res = Learner(make_dls(c, bs), model, func, opts[c['opt']], lr=c['lr'], metrics=metric, splitter=lambda m: [*m.parameters(),*own])
     res.logger = lambda line: None
     return res,own
@@ -393,7 +393,7 @@ def judged(c, alone, ranks, tol=1e-9):
     "(verdict, where or why, by how much)"
     errors = [o['error'] for o in ranks if 'error' in o]
     if any('hang' in o or 'imed out' in o.get('error', '') for o in ranks): return 'hang',errors[0],math.inf
-    if 'error' in alone: return ('same','all raise',0.) if len(errors)==len(ranks) else ('error',f'alone: {alone["error"]}',math.inf)
+    if 'error' in alone: return 'error',f'alone: {alone["error"]}; ranks: {errors}',math.inf
     if errors: return 'refused' if len(errors)==len(ranks) and all('ValueError' in o for o in errors) else 'error',errors[0],math.inf
     keys = [a for a in alone if a!='said']
     far = {f'{a} between ranks': max(distance(o[a], ranks[0][a]) for o in ranks) for a in keys}
@@ -412,7 +412,9 @@ _verdicts = {}
 def verdicts(cases):
     "Of each case; none is run twice"
     todo = {repr(c): c for c in cases if repr(c) not in _verdicts}
-    for k,c,o in zip(todo, todo.values(), outcomes([*todo.values()])): _verdicts[k] = judged(c, *o)
+    for i in range(0, len(todo), 50):
+        some = [*todo.values()][i:i+50]
+        for c,o in zip(some, outcomes(some)): _verdicts[repr(c)] = judged(c, *o)
     return [_verdicts[repr(c)] for c in cases]
 
 def smaller(c):
@@ -421,18 +423,27 @@ def smaller(c):
     if c['drop_last'] or c['n']%(c['W']*c['bs']): res.append({**c, 'drop_last': False, 'n': c['W']*c['bs']*4})
     return [o for o in res if o!=c]
 
+def parts_of(c):
+    "The smallest cases with one of the options of `c` each: an option, and the model that it may need"
+    kept = {k: v for k,v in c.items() if v!=base[k] and k not in sizes}
+    res = [fitting(base | {'W': c['W'], 'lr': c['lr'], 'model': c['model'], k: v}) for k,v in kept.items()]
+    if c['n']%(c['W']*c['bs']) and not c['drop_last']: res += [{**o, 'n': 4*4*o['W']-5} for o in (base | {'W': c['W']}, *res)]
+    return [o for o in {repr(o): o for o in res}.values() if o!=c]
+
 def shrunk(found):
-    "Each (number, case, verdict) with the smallest case found that has the same verdict; a round for all of them at a time"
-    open_,done = [*found],[]
-    while open_:
-        tries = [smaller(c) for _,c,_ in open_]
+    "Each (number, case, verdict) with the smallest case found that fails too; a round for all of them at a time"
+    todo,done,smaller_ = [*found],[],parts_of
+    while todo:
+        tries = [smaller_(c) for _,c,_ in todo]
         vs = iter(verdicts([t for ts in tries for t in ts]))
-        rows = [(k, c, v, [(t, next(vs)) for t in ts]) for (k,c,v),ts in zip(open_, tries)]
-        open_ = []
-        for k,c,v,ts in rows:
-            better = next(((k, t, w) for t,w in ts if w[0]==v[0]), None)
-            open_.append(better) if better else done.append((k, c, v))
-        print(f'… {len(open_)} of {len(found)} can be made smaller', file=sys.stderr, flush=True)
+        rows,todo = [(o, [(t, next(vs)) for t in ts]) for o,ts in zip(todo, tries)],[]
+        for (k,c,v),ts in rows:
+            better = next(((k, t, w) for t,w in ts if w[0] in faults), None)
+            if better and smaller_ is parts_of: done.append(better)
+            elif better or smaller_ is parts_of: todo.append(better or (k, c, v))
+            else: done.append((k, c, v))
+        smaller_ = smaller
+        print(f'… {len(todo)} of {len(found)} may be made smaller', file=sys.stderr, flush=True)
     return sorted(done, key=lambda o: o[0])
 
 def named(c):
