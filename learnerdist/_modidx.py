@@ -1286,8 +1286,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'learnerdist/fit_record.py'),
                                         'learnerdist.fit_record.FitRecord._cast': ( 'fit_record.html#fitrecord._cast',
                                                                                     'learnerdist/fit_record.py'),
-                                        'learnerdist.fit_record.FitRecord._probe': ( 'fit_record.html#fitrecord._probe',
-                                                                                     'learnerdist/fit_record.py'),
                                         'learnerdist.fit_record.FitRecord._record': ( 'fit_record.html#fitrecord._record',
                                                                                       'learnerdist/fit_record.py'),
                                         'learnerdist.fit_record.FitRecord.after_batch': ( 'fit_record.html#fitrecord.after_batch',

@@ -6,7 +6,7 @@
 __all__ = ['sketch', 'row_keys', 'fingerprint', 'additivity', 'trained', 'silence', 'FitRecord', 'BatchRecord', 'Limit',
            'widened', 'Recorded', 'first_fit']
 
-# %% ../nbs/01_fit_record.ipynb #8e8b49cf
+# %% ../nbs/01_fit_record.ipynb #baff48ff
 import math,os,pickle,sys
 from contextlib import ExitStack,contextmanager
 from functools import partial
@@ -30,7 +30,7 @@ from .distributed.divergence import digest,tensor_hash
 from .learner.callback import Callback,cancels
 from .learner.learner import Learner,get_model
 
-# %% ../nbs/01_fit_record.ipynb #2df13147
+# %% ../nbs/01_fit_record.ipynb #aa15960a
 _size = 1024
 
 def sketch(
@@ -44,7 +44,7 @@ def sketch(
 
 def _whole(t): return t.full_tensor() if hasattr(t, 'full_tensor') else t # a sharded one
 
-# %% ../nbs/01_fit_record.ipynb #23788ccf
+# %% ../nbs/01_fit_record.ipynb #f6c30d2b
 def row_keys(
     b:tuple # A batch: inputs and targets
 )->list:    # An integer for each sample
@@ -63,7 +63,7 @@ def _trimmed(row):
     at = new.nonzero().flatten().tolist()
     return row[at[0]:at[-1]+2] if at else row[:1]
 
-# %% ../nbs/01_fit_record.ipynb #b63077c2
+# %% ../nbs/01_fit_record.ipynb #5272df06
 def fingerprint(dl)->dict:
     "Type, length and some samples of a loader's data set; `steady`: whether its batches are the same at each reading"
     ds = getattr(dl, 'dataset', None)
@@ -80,7 +80,7 @@ def _first(dl, seed):
     with shared_rng(seed): b = dl.one_batch() if hasattr(dl, 'one_batch') else one_batch(dl)
     return row_keys(tuple(b) if isinstance(b, (list,tuple)) else (b,))
 
-# %% ../nbs/01_fit_record.ipynb #6117bc12
+# %% ../nbs/01_fit_record.ipynb #50e4040b
 def additivity(
     f,        # A loss function
     pred, yb:tuple, # Of one batch
@@ -91,15 +91,15 @@ def additivity(
     leaves = [o for o in tree_leaves((pred,yb)) if isinstance(o, Tensor) and o.ndim and len(o)==n]
     if n<k or not leaves: return {}
     part = lambda r: tree_map(lambda o: o[r::k] if isinstance(o, Tensor) and o.ndim and len(o)==n else o, (pred,yb))
-    with torch.no_grad():
-        try: whole,parts = _number(f(pred, *yb)),[_number(f(p, *y)) for p,y in map(part, range(k))]
-        except Exception: return {} # it cannot be called on less than a batch
+    try:
+        with torch.no_grad(): whole,parts = _number(f(pred, *yb)),[_number(f(p, *y)) for p,y in map(part, range(k))]
+    except Exception: return {} # it cannot be called on less than a batch
     mean,size = sum(o*len(range(r, n, k)) for r,o in enumerate(parts))/n,max(abs(whole), 1e-12)
     return dict(mean=abs(whole-mean)/size, sum=abs(whole-sum(parts))/size)
 
 def _number(loss): return float(loss.double().mean() if isinstance(loss, Tensor) else loss)
 
-# %% ../nbs/01_fit_record.ipynb #f02bc035
+# %% ../nbs/01_fit_record.ipynb #1fcef407
 def trained(learn)->dict:
     "By name: the model's parameters, and what else the optimizer trains"
     res = dict(get_model(learn.model).named_parameters())
@@ -112,12 +112,11 @@ def silence(model)->list:
     "Switch off what draws random numbers in the layers of `model`; returns their names"
     res = []
     for kinds,name in ((nn.modules.dropout._DropoutNd, 'p'), ((nn.MultiheadAttention,nn.RNNBase), 'dropout')):
-        found = {k: m for k,m in model.named_modules() if isinstance(m, kinds) and getattr(m, name)}
+        res += (found := {k: m for k,m in model.named_modules() if isinstance(m, kinds) and getattr(m, name)})
         for m in found.values(): setattr(m, name, 0.)
-        res += found
     return res
 
-# %% ../nbs/01_fit_record.ipynb #73cc8388
+# %% ../nbs/01_fit_record.ipynb #4ffcb34a
 _casts = dict(float64=torch.float64, float32=torch.float32)
 
 class FitRecord(Callback):
@@ -148,11 +147,8 @@ class FitRecord(Callback):
         now = {k: tensor_hash(_whole(p)) for k,p in trained(learn).items()}
         self.rec['in_place'] += [k for k in now if k in self.held and now[k]!=self.held[k] and k not in self.rec['in_place']]
         self.rec['draws'] |= _streams()!=self.drawn
-        if self.n_alone and len(self.rec['probes'])<3: self._probe(learn)
-
-    def _probe(self, learn):
-        with shared_rng(0): found = additivity(learn.loss_func, learn.pred, tuple(learn.yb), find_bs(learn.yb), self.n_alone)
-        self.rec['probes'].append(found)
+        if not self.n_alone or len(self.rec['probes'])>2: return
+        with shared_rng(0): self.rec['probes'].append(additivity(learn.loss_func, learn.pred, learn.yb, find_bs(learn.yb), self.n_alone))
 
     def after_step(self):
         if self.learn.training: self._record(self.learn)
@@ -162,7 +158,7 @@ class FitRecord(Callback):
 def _streams(): return [tensor_hash(o) for o in rng_state()[2:] if o is not None]
 def _plain(o): return None if o is None else float(o)
 
-# %% ../nbs/01_fit_record.ipynb #cf7fb506
+# %% ../nbs/01_fit_record.ipynb #0e09a92a
 @patch
 def _record(self:FitRecord, learn):
     "A step that the optimizer has taken: its samples, gradients, weights and buffers"
@@ -175,7 +171,7 @@ def _record(self:FitRecord, learn):
     self.rec['bn'] = list(bns)
     self.rec['plain_bn'] = [k for k,m in bns.items() if not isinstance(m, (_Synced,nn.SyncBatchNorm))]
 
-# %% ../nbs/01_fit_record.ipynb #baa17d38
+# %% ../nbs/01_fit_record.ipynb #395d5e63
 class BatchRecord(Callback):
     "The first to hear of a batch: its samples, and where random streams stand before callbacks and the model draw from them"
     order = -10**6
@@ -200,7 +196,7 @@ def _cancel(learn, what):
     if isinstance(learn, Learner): return cancels[what]()
     return getattr(sys.modules['fastai.learner'], f'Cancel{what.title()}Exception')()
 
-# %% ../nbs/01_fit_record.ipynb #087fe3a1
+# %% ../nbs/01_fit_record.ipynb #bed86083
 class _Joined:
     "Batches of a batch sampler, `k` of them as one"
     def __init__(self, sampler, k): self.sampler,self.k = sampler,k
@@ -220,7 +216,7 @@ def widened(
     if not bs: raise ValueError(f'{type(dl).__name__} without a batch size: one process cannot have batches {k} times as large')
     return new(bs=bs*k)
 
-# %% ../nbs/01_fit_record.ipynb #ba8b3f1f
+# %% ../nbs/01_fit_record.ipynb #fabd99ae
 class Recorded(BaseException):
     "Ends a script whose fit has been recorded; no `except Exception` catches it"
 
@@ -236,7 +232,7 @@ class _Catch:
         return {**kw, 'seed': self.start['seed']} if self.n_alone else kw
 
     def watch(self, learn):
-        vars(learn)['fit'] = partial(self.fit, learn)
+        learn.fit = partial(self.fit, learn)
         return learn
 
     def widened(self, dl):
@@ -245,7 +241,7 @@ class _Catch:
         dl._widened = True
         return dl
 
-# %% ../nbs/01_fit_record.ipynb #f3816755
+# %% ../nbs/01_fit_record.ipynb #f69d0052
 @patch
 def fit(self:_Catch, learn, *args, **kw):
     "In place of the learner's own"
@@ -289,7 +285,7 @@ def prepare(self:_Catch, learn):
     if self.start.get('opt') and learn.opt: learn.opt.load_state_dict(self.start['opt'])
     return [] if self.dropout else silence(model)
 
-# %% ../nbs/01_fit_record.ipynb #61c0a101
+# %% ../nbs/01_fit_record.ipynb #b35a31a8
 @contextmanager
 def first_fit(
     folder:Path,       # Where the records go, and what one process takes over from rank 0
@@ -302,20 +298,19 @@ def first_fit(
     folder,rank = Path(folder),int(os.environ.get('RANK', 0))
     _share_streams(folder/'streams.pkl', n_alone, rank)
     catch,old_type = _Catch(folder, steps, dtype, dropout, n_alone),torch.get_default_dtype()
-    found = None
     try:
         with _replaced(catch): yield
-    except Recorded as e: found = dict(e.args[0], streams=str(digest(rng_state()[:3])), hash_seed=os.environ.get('PYTHONHASHSEED'))
+    except Recorded as e: rec = dict(e.args[0], streams=str(digest(rng_state()[:3])), hash_seed=os.environ.get('PYTHONHASHSEED'))
+    else: raise RuntimeError('no fit within a distrib_ctx was run: outside of one each process trains for itself')
     finally: torch.set_default_dtype(old_type)
-    if found is None: raise RuntimeError('no fit within a distrib_ctx was run: outside of one each process trains for itself')
-    torch.save(found, folder/('alone.pt' if n_alone else f'{rank}.pt'))
+    torch.save(rec, folder/('alone.pt' if n_alone else f'{rank}.pt'))
 
 def _share_streams(file, n_alone, rank):
     "Let one process begin with rank 0's random streams"
     if n_alone: set_rng_state(pickle.loads(file.read_bytes()))
     elif not rank: file.write_bytes(pickle.dumps(rng_state()))
 
-# %% ../nbs/01_fit_record.ipynb #f5f2c504
+# %% ../nbs/01_fit_record.ipynb #251c71bb
 @contextmanager
 def _replaced(catch):
     "Methods that lead to a fit, of either Learner, for the length of the body"

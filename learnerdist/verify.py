@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['kinds', 'causes', 'Difference', 'Verdict', 'differences', 'cause', 'judge', 'verify', 'NoRun', 'main']
 
-# %% ../nbs/02_verify.ipynb #04a809b2
+# %% ../nbs/02_verify.ipynb #603834ea
 import argparse,io,math,os,re,subprocess,sys,tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -17,7 +17,7 @@ from .fit_record import first_fit
 from .launch.cli import _run_target
 from .launch.processes import RanksError,call_on_ranks
 
-# %% ../nbs/02_verify.ipynb #46f8c08d
+# %% ../nbs/02_verify.ipynb #31fa288e
 class Difference(NamedTuple):
     "Two numbers, or tensors, that should be equal"
     step:int  # Of the optimizer, from 0; what comes at the end of the fit comes after the last
@@ -47,7 +47,7 @@ class Verdict(NamedTuple):
 
     __repr__ = __str__
 
-# %% ../nbs/02_verify.ipynb #928b0d5a
+# %% ../nbs/02_verify.ipynb #194630e8
 _tols = dict(float64=1e-9, float32=1e-4)
 kinds = 'steps','buffers','gradients','weights','loss','metrics','predictions' # in one step, in this order
 
@@ -80,7 +80,7 @@ def _of_step(i, kind, alone, ranks):
 def _floor(sketches): return 1e-4*sum((o.nan_to_num()**2).sum().item() for o in sketches.values())**.5
 def _far(a, b, floor): return _apart(a, b, floor) if a is not None and b is not None else 0. if a is b else math.inf
 
-# %% ../nbs/02_verify.ipynb #799bf026
+# %% ../nbs/02_verify.ipynb #781289c3
 causes = [] # Functions of (first difference, record of one process, records of ranks): what is likely to have made it, or None
 
 def cause(f):
@@ -123,7 +123,7 @@ def _in_place(d, alone, ranks):
     names = sorted({k for r in (alone,*ranks) for k in r['in_place']})
     if names: return f"{_few(names)}: changed in place by the forward pass, on each rank for its own samples (Embedding(max_norm=…))"
 
-# %% ../nbs/02_verify.ipynb #749628b0
+# %% ../nbs/02_verify.ipynb #97938061
 @cause
 def _augmented(d, alone, ranks):
     (want,),rows = _rows(d.step, alone, ranks)
@@ -147,7 +147,7 @@ def _other_samples(d, alone, ranks):
     (want,),rows = _rows(d.step, alone, ranks)
     if sorted(_dealt(rows))!=sorted(want): return "the step's samples are other ones than one process's"
 
-# %% ../nbs/02_verify.ipynb #7bd2936a
+# %% ../nbs/02_verify.ipynb #9e65806c
 @cause
 def _batchnorm(d, alone, ranks):
     names = ranks[0]['plain_bn']
@@ -176,7 +176,7 @@ def _rounding(d, alone, ranks):
     if grads[d.name].norm()<_floor(grads):
         return f'the gradient of {d.name} is zero but for rounding, which the optimizer enlarges: compare in float64'
 
-# %% ../nbs/02_verify.ipynb #136df27b
+# %% ../nbs/02_verify.ipynb #d9f56177
 def judge(alone, ranks)->Verdict:
     "What the records of one process and of several say"
     found,tol = sorted(differences(alone, ranks), key=lambda d: (d.step,kinds.index(d.kind))),_tols.get(alone['dtype'], .05)
@@ -191,7 +191,7 @@ def judge(alone, ranks)->Verdict:
     likely = [text for f in causes if first and (text := f(first, alone, ranks))]
     return Verdict(first is None, first, likely, largest, notes, setting)
 
-# %% ../nbs/02_verify.ipynb #d1ca5452
+# %% ../nbs/02_verify.ipynb #51a31244
 def verify(
     target,             # A function that returns a learner, or runs a fit within a `distrib_ctx`; or a script's path, or 'm' for `-m m`
     *args,              # The function's or the script's
@@ -227,7 +227,7 @@ def _compare(target, args, nproc, how, module, timeout_s):
         start(folder, target, args, 1, dict(how, n_alone=nproc), env, timeout_s)
         return judge(torch.load(folder/'alone.pt', weights_only=True), ranks)
 
-# %% ../nbs/02_verify.ipynb #8fea5234
+# %% ../nbs/02_verify.ipynb #f53b273f
 def _call(folder, func, args, n, how, env, timeout_s):
     call_on_ranks(_record_call, n, (folder, how, func, args), env=env, timeout_s=timeout_s)
 
@@ -245,7 +245,7 @@ def _launch(folder, target, args, n, how, env, timeout_s):
     if res.returncode or not (folder/('alone.pt' if how['n_alone'] else '0.pt')).exists():
         raise NoRun(f'on {n} process{"es" if n>1 else ""}:\n{res.stdout[-4000:]}')
 
-# %% ../nbs/02_verify.ipynb #e0ebfae0
+# %% ../nbs/02_verify.ipynb #c7f760bb
 def _parser():
     p = argparse.ArgumentParser('learnerdist.verify', description=verify.__doc__, allow_abbrev=False,
                                 epilog='Exit status: 0 the same, 1 different, 2 it could not be run')
@@ -275,4 +275,5 @@ def main(
 def _record_script(folder, argv):
     with first_fit(folder, **torch.load(folder/'how.pt', weights_only=True)): _run_target(argv)
 
+# %% ../nbs/02_verify.ipynb #6c02ddc5
 if __name__=='__main__': sys.exit(main())

@@ -4,7 +4,8 @@ import pytest,torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from learnerdist.all import Callback,DataLoaders,GradientAccumulation,Learner,TfmdDL,accuracy,get_model
-from learnerdist.verify import verify
+from learnerdist.testing import RanksError
+from learnerdist.verify import main,verify
 
 torch.set_num_threads(1)
 
@@ -107,3 +108,44 @@ def test_difference(f, kind, name, cause):
     print(res)
     assert not res.same and res.first.kind==kind and res.first.name.startswith(name) and res.first.by>1e-6
     assert cause in res.causes[0]
+
+# --- the command -------------------------------------------------------------------------------------------------------------
+
+script = """
+import sys
+sys.path.insert(0, {tests!r})
+import test_verify
+learn = getattr(test_verify, sys.argv[1])()
+try:
+    with learn.distrib_ctx(): learn.fit_one_cycle(30)
+except Exception: print('not caught')
+print('not reached')
+"""
+
+def test_command(tmp_path, capsys):
+    "Its status, and the script's arguments; what a script does after its first fit is not done, and its files stay as they are"
+    file = tmp_path/'train.py'
+    file.write_text(script.format(tests=os.path.dirname(__file__)))
+    assert main(['--steps', '3', str(file), 'dropout'])==1
+    out = capsys.readouterr().out
+    assert 'DIFFERENT: 2 processes and one, 3 steps in float64' in out and 'likely cause: random draws' in out and 'not reached' not in out
+    assert [*tmp_path.iterdir()]==[file]
+
+def test_without_dropout():
+    res = verify(dropout, steps=3, dropout=False)
+    assert res.same and 'without random draws: 1' in res.notes
+
+def test_could_not_be_run(tmp_path, capsys):
+    (tmp_path/'train.py').write_text('print("no learner here")')
+    assert main([str(tmp_path/'train.py')])==2
+    assert 'no fit within a distrib_ctx was run' in capsys.readouterr().err
+
+class Float32Only(nn.Module):
+    def forward(self, x): return x @ torch.eye(8, dtype=torch.float32)
+
+def float32_only(): return learner(mlp(Float32Only()))
+
+def test_type():
+    res = verify(float32_only, steps=2)
+    assert res.same and res.setting.endswith('2 steps in float32') and 'not in float64' in res.notes[-1], res
+    with pytest.raises(RanksError, match='dtype|Double'): verify(float32_only, steps=2, dtype='float64')

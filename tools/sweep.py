@@ -222,7 +222,7 @@ def callbacks(c, k):
     if c['clip']: res.append(GradientClip(c['clip']))
     if c['sched']: res.append(Scheduler(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, .9), by=c['sched']))
     if c['freeze']: res.append(FreezeAt(*c['freeze']))
-    if c['cancel']: res.append(RaiseAt(*c['cancel']))
+    if c['cancel']: res.append(RaiseAt(*c['cancel'][:3], c['cancel'][3] if k==1 else None)) # one process stands for all
     return res
 
 # --- one run -----------------------------------------------------------------------------------------------------------------
@@ -426,9 +426,10 @@ def smaller(c):
 def parts_of(c):
     "The smallest cases with one of the options of `c` each: an option, and the model that it may need"
     kept = {k: v for k,v in c.items() if v!=base[k] and k not in sizes}
-    res = [fitting(base | {'W': c['W'], 'lr': c['lr'], 'model': c['model'], k: v}) for k,v in kept.items()]
-    if c['n']%(c['W']*c['bs']) and not c['drop_last']: res += [{**o, 'n': 4*4*o['W']-5} for o in (base | {'W': c['W']}, *res)]
-    return [o for o in {repr(o): o for o in res}.values() if o!=c]
+    plain = {**base, 'W': c['W']}
+    res = [fitting({**plain, **o, k: v}) for o in ({}, {'model': c['model']}) for k,v in kept.items()]
+    if c['n']%(c['W']*c['bs']) and not c['drop_last']: res += [{**o, 'n': 4*4*o['W']-5} for o in (plain, *res)]
+    return [o for o in {repr(o): o for o in res}.values() if o not in (c, plain)]
 
 def shrunk(found):
     "Each (number, case, verdict) with the smallest case found that fails too; a round for all of them at a time"
@@ -465,7 +466,8 @@ def table(found):
     for k,c,v in found: groups.setdefault((v[0],class_of(c)), []).append((k,c,v))
     for (what,name),rows in sorted(groups.items(), key=lambda o: (faults.index(o[0][0]),-len(o[1]))):
         _,c,(_,where,by) = min(rows, key=lambda o: len(named(o[1])))
-        print(f'{what:9} {name}\n          {len(rows)} cases: {", ".join(str(o[0]) for o in rows[:12])}; {by:.2g}: {where[:400]}')
+        numbers,where = ', '.join(str(o[0]) for o in rows[:12]),' '.join(where.split())[:300]
+        print(f'{what:9} {name}\n          {len(rows)} cases: {numbers}; {by:.2g}: {where}')
         print(f'          {" ".join(f"{a}={b!r}" for a,b in named(c).items())} seed={c["seed"]}', flush=True)
 
 def show(c):
