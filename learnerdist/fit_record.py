@@ -6,7 +6,7 @@
 __all__ = ['sketch', 'row_keys', 'fingerprint', 'additivity', 'trained', 'silence', 'FitRecord', 'BatchRecord', 'Limit',
            'widened', 'Recorded', 'first_fit']
 
-# %% ../nbs/01_fit_record.ipynb #baff48ff
+# %% ../nbs/01_fit_record.ipynb #e858b1f1
 import math,os,pickle,sys
 from contextlib import ExitStack,contextmanager
 from functools import partial
@@ -30,7 +30,7 @@ from .distributed.divergence import digest,tensor_hash
 from .learner.callback import Callback,cancels
 from .learner.learner import Learner,get_model
 
-# %% ../nbs/01_fit_record.ipynb #aa15960a
+# %% ../nbs/01_fit_record.ipynb #0b625052
 _size = 1024
 
 def sketch(
@@ -44,7 +44,7 @@ def sketch(
 
 def _whole(t): return t.full_tensor() if hasattr(t, 'full_tensor') else t # a sharded one
 
-# %% ../nbs/01_fit_record.ipynb #f6c30d2b
+# %% ../nbs/01_fit_record.ipynb #71cb0f4b
 def row_keys(
     b:tuple # A batch: inputs and targets
 )->list:    # An integer for each sample
@@ -63,7 +63,7 @@ def _trimmed(row):
     at = new.nonzero().flatten().tolist()
     return row[at[0]:at[-1]+2] if at else row[:1]
 
-# %% ../nbs/01_fit_record.ipynb #5272df06
+# %% ../nbs/01_fit_record.ipynb #e8efa7a8
 def fingerprint(dl)->dict:
     "Type, length and some samples of a loader's data set; `steady`: whether its batches are the same at each reading"
     ds = getattr(dl, 'dataset', None)
@@ -80,7 +80,7 @@ def _first(dl, seed):
     with shared_rng(seed): b = dl.one_batch() if hasattr(dl, 'one_batch') else one_batch(dl)
     return row_keys(tuple(b) if isinstance(b, (list,tuple)) else (b,))
 
-# %% ../nbs/01_fit_record.ipynb #50e4040b
+# %% ../nbs/01_fit_record.ipynb #47a12925
 def additivity(
     f,        # A loss function
     pred, yb:tuple, # Of one batch
@@ -99,7 +99,7 @@ def additivity(
 
 def _number(loss): return float(loss.double().mean() if isinstance(loss, Tensor) else loss)
 
-# %% ../nbs/01_fit_record.ipynb #1fcef407
+# %% ../nbs/01_fit_record.ipynb #fa951e02
 def trained(learn)->dict:
     "By name: the model's parameters, and what else the optimizer trains"
     res = dict(get_model(learn.model).named_parameters())
@@ -116,7 +116,7 @@ def silence(model)->list:
         for m in found.values(): setattr(m, name, 0.)
     return res
 
-# %% ../nbs/01_fit_record.ipynb #4ffcb34a
+# %% ../nbs/01_fit_record.ipynb #f0ae99f4
 _casts = dict(float64=torch.float64, float32=torch.float32)
 
 class FitRecord(Callback):
@@ -158,7 +158,7 @@ class FitRecord(Callback):
 def _streams(): return [tensor_hash(o) for o in rng_state()[2:] if o is not None]
 def _plain(o): return None if o is None else float(o)
 
-# %% ../nbs/01_fit_record.ipynb #0e09a92a
+# %% ../nbs/01_fit_record.ipynb #8147d08c
 @patch
 def _record(self:FitRecord, learn):
     "A step that the optimizer has taken: its samples, gradients, weights and buffers"
@@ -171,7 +171,7 @@ def _record(self:FitRecord, learn):
     self.rec['bn'] = list(bns)
     self.rec['plain_bn'] = [k for k,m in bns.items() if not isinstance(m, (_Synced,nn.SyncBatchNorm))]
 
-# %% ../nbs/01_fit_record.ipynb #395d5e63
+# %% ../nbs/01_fit_record.ipynb #149a37cf
 class BatchRecord(Callback):
     "The first to hear of a batch: its samples, and where random streams stand before callbacks and the model draw from them"
     order = -10**6
@@ -196,7 +196,7 @@ def _cancel(learn, what):
     if isinstance(learn, Learner): return cancels[what]()
     return getattr(sys.modules['fastai.learner'], f'Cancel{what.title()}Exception')()
 
-# %% ../nbs/01_fit_record.ipynb #bed86083
+# %% ../nbs/01_fit_record.ipynb #8e827e2c
 class _Joined:
     "Batches of a batch sampler, `k` of them as one"
     def __init__(self, sampler, k): self.sampler,self.k = sampler,k
@@ -216,7 +216,7 @@ def widened(
     if not bs: raise ValueError(f'{type(dl).__name__} without a batch size: one process cannot have batches {k} times as large')
     return new(bs=bs*k)
 
-# %% ../nbs/01_fit_record.ipynb #fabd99ae
+# %% ../nbs/01_fit_record.ipynb #b2f22d2b
 class Recorded(BaseException):
     "Ends a script whose fit has been recorded; no `except Exception` catches it"
 
@@ -241,7 +241,7 @@ class _Catch:
         dl._widened = True
         return dl
 
-# %% ../nbs/01_fit_record.ipynb #f69d0052
+# %% ../nbs/01_fit_record.ipynb #32c35d57
 @patch
 def fit(self:_Catch, learn, *args, **kw):
     "In place of the learner's own"
@@ -285,7 +285,7 @@ def prepare(self:_Catch, learn):
     if self.start.get('opt') and learn.opt: learn.opt.load_state_dict(self.start['opt'])
     return [] if self.dropout else silence(model)
 
-# %% ../nbs/01_fit_record.ipynb #b35a31a8
+# %% ../nbs/01_fit_record.ipynb #15a409c3
 @contextmanager
 def first_fit(
     folder:Path,       # Where the records go, and what one process takes over from rank 0
@@ -310,7 +310,7 @@ def _share_streams(file, n_alone, rank):
     if n_alone: set_rng_state(pickle.loads(file.read_bytes()))
     elif not rank: file.write_bytes(pickle.dumps(rng_state()))
 
-# %% ../nbs/01_fit_record.ipynb #251c71bb
+# %% ../nbs/01_fit_record.ipynb #4e06d150
 @contextmanager
 def _replaced(catch):
     "Methods that lead to a fit, of either Learner, for the length of the body"

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['kinds', 'causes', 'Difference', 'Verdict', 'differences', 'cause', 'judge', 'verify', 'NoRun', 'main']
 
-# %% ../nbs/02_verify.ipynb #603834ea
+# %% ../nbs/02_verify.ipynb #8aa1d3d0
 import argparse,io,math,os,re,subprocess,sys,tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -17,7 +17,7 @@ from .fit_record import first_fit
 from .launch.cli import _run_target
 from .launch.processes import RanksError,call_on_ranks
 
-# %% ../nbs/02_verify.ipynb #31fa288e
+# %% ../nbs/02_verify.ipynb #96e58333
 class Difference(NamedTuple):
     "Two numbers, or tensors, that should be equal"
     step:int  # Of the optimizer, from 0; what comes at the end of the fit comes after the last
@@ -47,7 +47,7 @@ class Verdict(NamedTuple):
 
     __repr__ = __str__
 
-# %% ../nbs/02_verify.ipynb #194630e8
+# %% ../nbs/02_verify.ipynb #0227e035
 _tols = dict(float64=1e-9, float32=1e-4)
 kinds = 'steps','buffers','gradients','weights','loss','metrics','predictions' # in one step, in this order
 
@@ -63,24 +63,27 @@ def differences(alone, ranks):
     one,n = ranks[0],len(alone['steps'])
     if (m := len(one['steps']))!=n: yield Difference(min(n, m), 'steps', '', math.inf, [])
     for i,(a,*bs) in enumerate(zip(alone['steps'], *[r['steps'] for r in ranks])):
-        for kind in kinds[1:4]: yield from _of_step(i, kind, a, bs)
+        for kind in kinds[1:4]: yield from _of_step(i, kind, a, bs, _floor(a[kind], alone))
     at = lambda i: sum(o['batch']<i for o in alone['steps'])
     for i,(a,b) in enumerate(zip(alone['losses'], one['losses'])): yield Difference(at(i), 'loss', '', _number(b, a), [])
     for r,s in zip(alone['epochs'], one['epochs']):
         for k,a,b in zip(alone['names'], r, s): yield Difference(n, 'metrics', k, _number(b, a), [])
     for a,b in zip(alone['preds'], one['preds']): yield Difference(n, 'predictions', '', _apart(b, a, 1e-4), [])
 
-def _of_step(i, kind, alone, ranks):
-    floor = _floor(alone[kind])
+def _of_step(i, kind, alone, ranks, floor):
     for k in {**alone[kind], **ranks[0][kind]}:
         yield Difference(i, kind, k, _far(ranks[0][kind].get(k), alone[kind].get(k), floor), [])
         far = {r: _far(o[kind].get(k), ranks[0][kind].get(k), floor) for r,o in enumerate(ranks)}
         if others := [r for r,by in far.items() if by>1e-12]: yield Difference(i, kind, k, max(far.values()), others)
 
-def _floor(sketches): return 1e-4*sum((o.nan_to_num()**2).sum().item() for o in sketches.values())**.5
+def _floor(sketches, rec):
+    "Below this part of the norm of all tensors of a kind, one may be nothing but rounding"
+    part = 1e-4 if rec['dtype']=='float64' else 1e-2
+    return part*sum((o.nan_to_num()**2).sum().item() for o in sketches.values())**.5
+
 def _far(a, b, floor): return _apart(a, b, floor) if a is not None and b is not None else 0. if a is b else math.inf
 
-# %% ../nbs/02_verify.ipynb #781289c3
+# %% ../nbs/02_verify.ipynb #f6555ed9
 causes = [] # Functions of (first difference, record of one process, records of ranks): what is likely to have made it, or None
 
 def cause(f):
@@ -112,7 +115,7 @@ def _other_data(d, alone, ranks):
 def _not_exchanged(d, alone, ranks):
     if d.step>=len(ranks[0]['steps']): return None
     found = [r['steps'][d.step]['gradients'] for r in ranks]
-    names = [k for k,o in found[0].items() if any(_far(p.get(k), o, _floor(found[0]))>1e-6 for p in found[1:])]
+    names = [k for k,o in found[0].items() if any(_far(p.get(k), o, _floor(found[0], alone))>1e-6 for p in found[1:])]
     if names: return (f"{_few(names)}: trained, but not exchanged; each rank has the gradient of its own samples (a parameter outside of "
                       "the model, or one unfrozen or added after the fit began)")
 
@@ -123,7 +126,7 @@ def _in_place(d, alone, ranks):
     names = sorted({k for r in (alone,*ranks) for k in r['in_place']})
     if names: return f"{_few(names)}: changed in place by the forward pass, on each rank for its own samples (Embedding(max_norm=…))"
 
-# %% ../nbs/02_verify.ipynb #97938061
+# %% ../nbs/02_verify.ipynb #56956c98
 @cause
 def _augmented(d, alone, ranks):
     (want,),rows = _rows(d.step, alone, ranks)
@@ -147,7 +150,7 @@ def _other_samples(d, alone, ranks):
     (want,),rows = _rows(d.step, alone, ranks)
     if sorted(_dealt(rows))!=sorted(want): return "the step's samples are other ones than one process's"
 
-# %% ../nbs/02_verify.ipynb #9e65806c
+# %% ../nbs/02_verify.ipynb #9af584c0
 @cause
 def _batchnorm(d, alone, ranks):
     names = ranks[0]['plain_bn']
@@ -173,10 +176,10 @@ def _metric_is_no_mean(d, alone, ranks):
 @cause
 def _rounding(d, alone, ranks):
     if d.kind!='weights' or d.name not in (grads := alone['steps'][d.step]['gradients']): return None
-    if grads[d.name].norm()<_floor(grads):
+    if grads[d.name].norm()<_floor(grads, alone):
         return f'the gradient of {d.name} is zero but for rounding, which the optimizer enlarges: compare in float64'
 
-# %% ../nbs/02_verify.ipynb #d9f56177
+# %% ../nbs/02_verify.ipynb #63732c5f
 def judge(alone, ranks)->Verdict:
     "What the records of one process and of several say"
     found,tol = sorted(differences(alone, ranks), key=lambda d: (d.step,kinds.index(d.kind))),_tols.get(alone['dtype'], .05)
@@ -191,7 +194,7 @@ def judge(alone, ranks)->Verdict:
     likely = [text for f in causes if first and (text := f(first, alone, ranks))]
     return Verdict(first is None, first, likely, largest, notes, setting)
 
-# %% ../nbs/02_verify.ipynb #51a31244
+# %% ../nbs/02_verify.ipynb #a6bb9d2d
 def verify(
     target,             # A function that returns a learner, or runs a fit within a `distrib_ctx`; or a script's path, or 'm' for `-m m`
     *args,              # The function's or the script's
@@ -227,7 +230,7 @@ def _compare(target, args, nproc, how, module, timeout_s):
         start(folder, target, args, 1, dict(how, n_alone=nproc), env, timeout_s)
         return judge(torch.load(folder/'alone.pt', weights_only=True), ranks)
 
-# %% ../nbs/02_verify.ipynb #f53b273f
+# %% ../nbs/02_verify.ipynb #349a685a
 def _call(folder, func, args, n, how, env, timeout_s):
     call_on_ranks(_record_call, n, (folder, how, func, args), env=env, timeout_s=timeout_s)
 
@@ -245,7 +248,7 @@ def _launch(folder, target, args, n, how, env, timeout_s):
     if res.returncode or not (folder/('alone.pt' if how['n_alone'] else '0.pt')).exists():
         raise NoRun(f'on {n} process{"es" if n>1 else ""}:\n{res.stdout[-4000:]}')
 
-# %% ../nbs/02_verify.ipynb #c7f760bb
+# %% ../nbs/02_verify.ipynb #a150fcb8
 def _parser():
     p = argparse.ArgumentParser('learnerdist.verify', description=verify.__doc__, allow_abbrev=False,
                                 epilog='Exit status: 0 the same, 1 different, 2 it could not be run')
@@ -275,5 +278,5 @@ def main(
 def _record_script(folder, argv):
     with first_fit(folder, **torch.load(folder/'how.pt', weights_only=True)): _run_target(argv)
 
-# %% ../nbs/02_verify.ipynb #6c02ddc5
+# %% ../nbs/02_verify.ipynb #c383bf30
 if __name__=='__main__': sys.exit(main())

@@ -140,6 +140,14 @@ def test_could_not_be_run(tmp_path, capsys):
     assert main([str(tmp_path/'train.py')])==2
     assert 'no fit within a distrib_ctx was run' in capsys.readouterr().err
 
+def adam(): return learner(mlp(nn.BatchNorm1d(8)), opt_func=torch.optim.Adam)
+
+def test_rounding_is_told_apart():
+    "The gradient of a bias before BatchNorm is zero but for rounding, of which Adam makes steps of full length"
+    assert verify(adam, steps=4).same
+    res = verify(adam, steps=4, dtype='float32')
+    assert res.same or res.first.kind=='weights' and res.first.name=='0.bias' and 'zero but for rounding' in res.causes[0], res
+
 class Float32Only(nn.Module):
     def forward(self, x): return x @ torch.eye(8, dtype=torch.float32)
 
