@@ -1,0 +1,42 @@
+"`verify` on fastai's own Learner"
+import torch
+from fastai.callback.all import GradientAccumulation,MixUp
+from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
+from fastai.losses import CrossEntropyLossFlat
+from fastai.metrics import RocAuc,accuracy
+from torch import nn
+import learnerdist.fastai # noqa: F401
+from learnerdist.verify import verify
+
+torch.set_num_threads(1)
+
+def data(n):
+    x = torch.randn(n, 6, generator=torch.Generator().manual_seed(n))
+    return list(zip(x, x[:,:3].argmax(1)))
+
+def learner(loss=None, **kw):
+    dls = DataLoaders(DataLoader(data(48), bs=4, shuffle=True), DataLoader(data(13), bs=4))
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    return Learner(dls, model, loss or CrossEntropyLossFlat(), lr=.05, metrics=[accuracy,RocAuc()], **kw)
+
+def plain(cbs=None):
+    learn = learner()
+    with learn.distrib_ctx(seed=1): learn.fit_one_cycle(2, cbs=cbs)
+
+def accumulating(): plain(GradientAccumulation(8))
+def weighted(): return learner(CrossEntropyLossFlat(weight=torch.tensor([.1,1.,9.])))
+def mixed_up(): return learner(cbs=MixUp())
+
+def test_same():
+    for f in (plain,accumulating):
+        res = verify(f, steps=3)
+        assert res.same and max(res.largest[k].by for k in ('gradients','weights','predictions'))<1e-11, res
+        assert {*res.largest} >= {'buffers','gradients','weights','loss','metrics','predictions'}
+
+def test_difference():
+    res = verify(weighted, steps=3)
+    assert res.first[:2]==(0,'gradients') and 'the loss is no mean over samples' in res.causes[0], res
+    res = verify(mixed_up, steps=3)
+    assert res.first.step==0 and 'random draws differ by rank' in res.causes[0], res

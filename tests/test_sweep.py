@@ -1,0 +1,37 @@
+"Twenty of tools/sweep.py's random cases on 2 and 3 processes: each is what one process does at the same global batch size, in float64"
+import sys
+from pathlib import Path
+import torch
+sys.path.insert(0, str(Path(__file__).parent.parent/'tools'))
+import sweep
+
+torch.set_num_threads(1)
+# What is not exact yet: a class that becomes so leaves this table, and its cases are then among the twenty
+not_exact = dict(loss=('weighted','ignore','sum','tokens','tokens_weighted','focal_by_weight','learned','boxes'),
+                 norm=('own','instance','bn_nostats'), model=('max_norm','detector'), metric=('rmse',), late=(True,), after=(True,),
+                 folds=(2,))
+
+def is_exact(c):
+    uneven = c['n']%(c['W']*c['bs']) and not c['drop_last']
+    return not uneven and not c['freeze'] and not c['cancel'] and all(c[k] not in v for k,v in not_exact.items())
+
+def cases(n, seed=0):
+    found = (c for k in range(1000) if is_exact(c := sweep.draw_case(seed, k)))
+    return [next(found) for _ in range(n)]
+
+def test_twenty_cases():
+    print('seed 0')
+    cs = cases(20)
+    assert {c['W'] for c in cs}=={2,3} and len({c['model'] for c in cs})>=5 and len({c['sampler'] for c in cs})>=5
+    vs = sweep.verdicts(cs)
+    assert [(v, sweep.named(c)) for c,v in zip(cs, vs) if v[0]!='same' or v[1]] == []
+
+def test_a_fault_is_found_and_made_smaller():
+    "On a sweep without faults this would be the only sign that it looks"
+    c = sweep.fitting(sweep.base | dict(norm='bn', clip=1., opt='rms', lr=.01))
+    alone,ranks = sweep.guarded(c, 2),[sweep.guarded(c, 2)]*2
+    assert sweep.judged(c, alone, ranks)==('same', '', 0.)
+    off = dict(ranks[1], weights=[o+1e-6 for o in ranks[1]['weights']])
+    what,where,by = sweep.judged(c, alone, [ranks[0],off])
+    assert (what,where)==('DIFFERENT','weights between ranks') and abs(by-1e-6)<1e-9
+    assert [sweep.class_of(o) for o in sweep.parts_of(c)]==['norm=bn','opt=rms','clip=1.0']

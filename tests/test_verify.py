@@ -1,0 +1,159 @@
+"`verify` says of a run that is one process's that it is, and of each kind of difference what it is and where it begins"
+import os
+import pytest,torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from learnerdist.all import Callback,DataLoaders,GradientAccumulation,Learner,TfmdDL,accuracy,get_model
+from learnerdist.testing import RanksError
+from learnerdist.verify import main,verify
+
+torch.set_num_threads(1)
+
+# --- learners: one that is the same at any number of processes, and others ---------------------------------------------------
+
+def data(n=32):
+    x = torch.randn(n, 6, generator=torch.Generator().manual_seed(n))
+    return TensorDataset(x, x[:,:3].argmax(1))
+
+def mlp(*layers): return nn.Sequential(nn.Linear(6, 8), *layers, nn.Tanh(), nn.Linear(8, 3))
+
+def learner(model=None, loss=None, train=None, valid=None, metrics=accuracy, **kw):
+    torch.manual_seed(int(os.environ.get('RANK', 0))) # other first weights on other ranks
+    dls = DataLoaders(train or TfmdDL(data(), 4, shuffle=True), valid or TfmdDL(data(13), 4))
+    return Learner(dls, model or mlp(), loss or nn.CrossEntropyLoss(), lr=.05, metrics=metrics, **kw)
+
+def plain(): return learner()
+def two_fits():
+    learn = learner(mlp(nn.BatchNorm1d(8)), train=TfmdDL(data(), 4, shuffle=True), opt_func=torch.optim.SGD)
+    with learn.distrib_ctx(seed=1): learn.fit_one_cycle(3, .1, cbs=GradientAccumulation(8))
+    raise AssertionError('verify ends the function after its first fit')
+
+def weighted(): return learner(loss=nn.CrossEntropyLoss(torch.tensor([.1,1.,9.])))
+def summed(): return learner(loss=nn.CrossEntropyLoss(reduction='sum'))
+def dropout(): return learner(mlp(nn.Dropout(.4)))
+
+def plain_bn():
+    learn = learner(mlp(nn.BatchNorm1d(8)))
+    with learn.distrib_ctx(sync_bn=False): learn.fit(2)
+
+class Scaled(nn.CrossEntropyLoss):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+    def forward(self, out, y): return super().forward(out*self.scale, y)
+
+def learned_loss():
+    loss = Scaled()
+    return learner(loss=loss, splitter=lambda m: [*m.parameters(),*loss.parameters()])
+
+def max_norm():
+    x = torch.randint(9, (32,3), generator=torch.Generator().manual_seed(0))
+    dl = TfmdDL(TensorDataset(x, x[:,0]%3), 4)
+    return learner(nn.Sequential(nn.Embedding(9, 4, max_norm=.5), nn.Flatten(), nn.Linear(12, 3)), train=dl, valid=dl)
+
+def augmented(): return learner(train=TfmdDL(data(), 4, after_item=lambda o: (o[0]+torch.randn(6), o[1])))
+def not_dealt():
+    "A data set that says it is split already, and is not"
+    ds = data()
+    ds.splits_by_rank = True
+    return learner(train=TfmdDL(ds, 4))
+
+def other_split():
+    "As an unseeded `train_test_split`"
+    at = torch.randperm(40, generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(4))))
+    return learner(train=TfmdDL([data(40)[i] for i in at[:32]], 4))
+
+def uneven(): return learner(train=TfmdDL(data(31), 4))
+
+class Mean(nn.Module):
+    "Keeps a mean of its own"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('mean', torch.zeros(8))
+    def forward(self, x):
+        if self.training: self.mean.lerp_(x.detach().mean(0), .1)
+        return x-self.mean
+
+def own_buffer(): return learner(mlp(Mean()))
+def rmse(out, y): return ((out[:,0]-y)**2).mean().sqrt()
+def batch_metric(): return learner(metrics=rmse)
+
+class Unfreeze(Callback):
+    def before_fit(self): self.learn.model[0].requires_grad_(False)
+    def before_train(self):
+        if self.epoch: get_model(self.model)[0].requires_grad_(True)
+
+def unfrozen(): return learner(cbs=Unfreeze, splitter=lambda m: [*m.parameters()])
+
+# --- the verdicts ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('f', [plain,two_fits])
+def test_same(f):
+    res = verify(f)
+    assert res.same and res.first is None and str(res).splitlines()[-1].startswith('The same: 2 processes and one'), res
+    assert max(res.largest[k].by for k in ('gradients','weights','predictions'))<1e-11
+    assert {*res.largest} >= {'gradients','weights','loss','metrics','predictions'}
+
+@pytest.mark.parametrize('f,kind,name,cause', [
+    (weighted, 'gradients', '', 'the loss is no mean over samples'), (summed, 'gradients', '', 'the loss is a sum'),
+    (dropout, 'gradients', '', 'a layer or a callback draws'), (plain_bn, 'buffers', '1.running', 'BatchNorm is not synchronised: 1'),
+    (learned_loss, 'gradients', 'loss_func.scale', 'loss_func.scale: trained, but not exchanged'),
+    (max_norm, 'weights', '0.weight', '0.weight: changed in place'), (augmented, 'gradients', '', 'random draws differ by rank: a sample'),
+    (not_dealt, 'gradients', '', 'the training loader is not dealt'), (other_split, 'gradients', '', 'the training data of rank 1'),
+    (uneven, 'gradients', '', 'samples do not divide'), (own_buffer, 'buffers', '1.mean', '1.mean: a module computes'),
+    (batch_metric, 'metrics', 'rmse', 'rmse: a metric that is no mean'), (unfrozen, 'gradients', '0.', 'trained, but not exchanged')],
+    ids=lambda o: getattr(o, '__name__', ''))
+def test_difference(f, kind, name, cause):
+    res = verify(f, steps=10)
+    print(res)
+    assert not res.same and res.first.kind==kind and res.first.name.startswith(name) and res.first.by>1e-6
+    assert cause in res.causes[0]
+
+# --- the command -------------------------------------------------------------------------------------------------------------
+
+script = """
+import sys
+sys.path.insert(0, {tests!r})
+import test_verify
+learn = getattr(test_verify, sys.argv[1])()
+try:
+    with learn.distrib_ctx(): learn.fit_one_cycle(30)
+except Exception: print('not caught')
+print('not reached')
+"""
+
+def test_command(tmp_path, capsys):
+    "Its status, and the script's arguments; what a script does after its first fit is not done, and its files stay as they are"
+    file = tmp_path/'train.py'
+    file.write_text(script.format(tests=os.path.dirname(__file__)))
+    assert main(['--steps', '3', str(file), 'dropout'])==1
+    out = capsys.readouterr().out
+    assert 'DIFFERENT: 2 processes and one, 3 steps in float64' in out and 'likely cause: random draws' in out and 'not reached' not in out
+    assert [*tmp_path.iterdir()]==[file]
+
+def test_without_dropout():
+    res = verify(dropout, steps=3, dropout=False)
+    assert res.same and 'without random draws: 1' in res.notes
+
+def test_could_not_be_run(tmp_path, capsys):
+    (tmp_path/'train.py').write_text('print("no learner here")')
+    assert main([str(tmp_path/'train.py')])==2
+    assert 'no fit within a distrib_ctx was run' in capsys.readouterr().err
+
+def adam(): return learner(mlp(nn.BatchNorm1d(8)), opt_func=torch.optim.Adam)
+
+def test_rounding_is_told_apart():
+    "The gradient of a bias before BatchNorm is zero but for rounding, of which Adam makes steps of full length"
+    assert verify(adam, steps=4).same
+    res = verify(adam, steps=4, dtype='float32')
+    assert res.same or res.first.kind=='weights' and res.first.name=='0.bias' and 'zero but for rounding' in res.causes[0], res
+
+class Float32Only(nn.Module):
+    def forward(self, x): return x @ torch.eye(8, dtype=torch.float32)
+
+def float32_only(): return learner(mlp(Float32Only()))
+
+def test_type():
+    res = verify(float32_only, steps=2)
+    assert res.same and res.setting.endswith('2 steps in float32') and 'not in float64' in res.notes[-1], res
+    with pytest.raises(RanksError, match='dtype|Double'): verify(float32_only, steps=2, dtype='float64')
