@@ -10,8 +10,8 @@ from contextlib import nullcontext
 
 import torch
 from fastcore.foundation import L
-from torch.utils._pytree import tree_leaves
 
+from ..core.compat import tree_leaves
 from .snapshot import to_plain
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c005

@@ -15,8 +15,8 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 from torch.utils.data import IterableDataset
-from torch.utils._pytree import tree_leaves,tree_map
 
+from ..core.compat import ddp_flag,tree_leaves,tree_map
 from ..core.env import group_rank,group_size,in_group
 from ..data.loaders import data_len
 from .batchnorm import muted
@@ -117,7 +117,7 @@ def shadow(self:Agreement):
     "Take part in the collectives of a forward and backward pass that this rank has cancelled, with a contribution of zero"
     ddp = self.trainer.ddp
     if self.synced or not self.training or ddp is None: return
-    if not ddp.require_backward_grad_sync and not self.trainer.has_sync_bn: return
+    if not ddp_flag(ddp, 'require_backward_grad_sync') and not self.trainer.has_sync_bn: return
     self.synced = True
     out = self.pred if self.predicted and self.trainer.has_sync_bn else self._shadow_forward(ddp)
     with torch.enable_grad(): sum(o.sum()*0 for o in tree_leaves(out) if torch.is_tensor(o) and o.requires_grad).backward()

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from fastcore.basics import patch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
 
 from .agreement import Agreement,AgreementEnd
 from .divergence import digest
 from .batchnorm import _Synced,sync_batchnorm
 from ..learner.callback import Callback
+from ..core.compat import ddp_flag,sync_buffers,tree_map
 from ..core.collectives import all_sum,broadcast_object,gather_objects
 from ..data.loaders import find_bs
 from ..core.env import (current_group,group_rank,group_size,in_group,num_distrib,process_group)
@@ -162,7 +162,7 @@ def wrap(self:DistributedTrainer):
     if self.sync_bn: self.undo_bn = sync_batchnorm(self.model, current_group())
     device = self.learn.device
     ids = [device.index] if device.type=='cuda' else None
-    kw = {'forward_sync_buffers':False, **self.ddp_kw} if 'broadcast_buffers' not in self.ddp_kw else self.ddp_kw
+    kw = {sync_buffers:False, **self.ddp_kw} if 'broadcast_buffers' not in self.ddp_kw else self.ddp_kw
     self.all_used = False
     self.ddp = DistributedDataParallel(self.model, device_ids=ids, process_group=current_group(), **kw)
     if self.comm_hook: self.comm_hook(self.ddp, current_group())
@@ -188,7 +188,8 @@ def after_fit(self:DistributedTrainer):
 @patch
 def after_backward(self:DistributedTrainer):
     ddp = self.ddp
-    if ddp is None or self.all_used or not ddp.require_backward_grad_sync or ddp.find_unused_parameters or ddp.static_graph: return
+    if ddp is None or self.all_used or not ddp_flag(ddp, 'require_backward_grad_sync'): return
+    if ddp_flag(ddp, 'find_unused_parameters') or ddp_flag(ddp, 'static_graph'): return
     self.all_used = True
     named = {k:p for k,p in ddp.module.named_parameters() if p.requires_grad}
     idle = [k for k,p in named.items() if p.grad is None]

@@ -152,7 +152,7 @@ def _run_target(argv):
     sys.argv = argv[is_module:]
     target = sys.argv[0]
     if is_module: return runpy.run_module(target, run_name='__main__', alter_sys=True)
-    if not sys.flags.safe_path: sys.path[0] = str(Path(target).resolve().parent)
+    if not getattr(sys.flags, 'safe_path', False): sys.path[0] = str(Path(target).resolve().parent)
     runpy.run_path(os.path.abspath(target), run_name='__main__')
 
 def _worker(parent, argv):
@@ -253,14 +253,16 @@ def _launch_agent(args):
 def _configure(args):
     "torchrun's configuration with what we plug in, our logs, and the command of a rank"
     from torch.distributed.run import Std,config_from_args
+    from learnerdist.core.compat import ignore_signals
     from learnerdist.launch.agent import RankLogs,hear_torchrun
     args.master_port = args.master_port or 29500
     ignored = [o.name for o in signal.valid_signals() if signal.getsignal(o) == signal.SIG_IGN and isinstance(o, signal.Signals)]
-    args.signals_to_handle = ','.join(o for o in args.signals_to_handle.split(',') if o not in ignored) # or nohup would be of no use
+    ignore_signals(args, ignored) # or nohup would be of no use
     res,cmd,cmd_args = config_from_args(args)
+    shown = {*map(int, args.local_ranks_filter.split(','))} if args.local_ranks_filter else None
     split = args.tee == args.redirects == '0' and not args.local_ranks_filter
     logs = RankLogs(args.log_dir, split, redirects=Std.from_str(args.redirects), tee=Std.from_str(args.tee),
-                    local_ranks_filter=res.logs_specs._local_ranks_filter)
+                    local_ranks_filter=shown)
     if not args.logs_specs: res.logs_specs = logs
     res.log_line_prefix_template = res.log_line_prefix_template or '[r${rank}] '
     sys.stdout.reconfigure(line_buffering=True) # through which the other ranks' lines go

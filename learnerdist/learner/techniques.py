@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from .callback import Callback,CancelBatchException,CancelStepException,cancels
 from ..data.loaders import apply,find_bs
+from ..core.compat import ddp_flag
 from ..core.env import group_size
 from .learner import Learner,fit_flags
 from ..data.distributed_dl import reindexed
@@ -232,7 +233,7 @@ def _divide_by(self:GradientAccumulation, total):
 @patch
 def _exchange(self:GradientAccumulation, on):
     if not isinstance(self.model, DistributedDataParallel): return
-    first = self.model.static_graph and not self.learn.train_iter # where a static graph is recorded, which needs the exchange
+    first = ddp_flag(self.model, 'static_graph') and not self.learn.train_iter # where a static graph is recorded, which needs the exchange
     self.model.require_backward_grad_sync = on or first
 
 @patch
