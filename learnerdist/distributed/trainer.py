@@ -40,7 +40,10 @@ def broadcast_module(model):
 def _broadcast(tensors):
     if group_size()<2: return
     src = dist.get_global_rank(current_group(), 0) if current_group() else 0
-    for t in tensors: dist.broadcast(t.detach(), src, group=current_group())
+    for t in tensors: # as bytes: gloo knows few types
+        o = t.detach().contiguous()
+        dist.broadcast(o.reshape(-1).view(torch.uint8), src, group=current_group())
+        if o.data_ptr()!=t.data_ptr(): t.detach().copy_(o)
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c007
 class DistributedTrainer(Callback):
