@@ -8,11 +8,11 @@ __all__ = ['Loopback', 'exit_reports', 'explain', 'say', 'RankLogs', 'hear_torch
 # %% ../../nbs/launch/02_agent.ipynb #c002
 import json,logging,os,signal,socket,sys
 from pathlib import Path
-from torch.distributed import PrefixStore,TCPStore
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs,Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler,RendezvousInfo,RendezvousStoreInfo,rendezvous_handler_registry
 from .processes import describe_exit
-from ..core.compat import find,set_tee
+from ..core.compat import find,listening_store,set_tee
 from ..core.stacks import read_crash,users_frame
 
 # %% ../../nbs/launch/02_agent.ipynb #c005
@@ -22,7 +22,7 @@ class Loopback(RendezvousHandler):
     def next_rendezvous(self):
         listener = socket.create_server(('127.0.0.1', 0))
         port = listener.getsockname()[1]
-        self.store = TCPStore('127.0.0.1', port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        self.store = listening_store('127.0.0.1', port, listener.detach())
         return RendezvousInfo(PrefixStore('agent', self.store), 0, 1, RendezvousStoreInfo('127.0.0.1', port))
 
     def get_backend(self): return 'loopback'

@@ -47,6 +47,8 @@ def _gpus(s):
     if all(o.strip().isdigit() for o in res) and len({*map(int, res)}) == len(res): return [*map(int, res)]
     raise argparse.ArgumentTypeError(f'{s!r} is no list of GPUs: give each number once, as in 0,2')
 
+_ours = 'nproc_per_node','nnodes','rdzv_backend','master_port'
+
 def _parser():
     "torchrun's parser with `--nproc` and `--gpus`"
     from torch.distributed.run import get_args_parser
@@ -54,7 +56,7 @@ def _parser():
     res.prog,res.description = 'learnerdist.launch','Run a script or a module on several processes'
     res.usage = "%(prog)s [--nproc N] [--gpus 0,2] [torchrun's options] (script.py | -m module) [its arguments]"
     res.allow_abbrev = False # else an argument of the script's, such as --n, is taken for the start of --nnodes
-    res.set_defaults(**{o: os.environ.get(f'PET_{o.upper()}') for o in ('nproc_per_node','nnodes','rdzv_backend')}) # None: not given
+    res.set_defaults(**{o: os.environ.get(f'PET_{o.upper()}') for o in _ours}) # None: not given
     res.add_argument('--nproc', type=_count, help='Processes on this machine (default: one for each visible GPU, one without GPUs)')
     res.add_argument('--gpus', type=_gpus, default=[], help='Which of the visible GPUs to use, as in 0,2; sets the default of --nproc')
     return res
