@@ -227,6 +227,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'learnerdist.core.compat.find': ('core/compat.html#find', 'learnerdist/core/compat.py'),
                                          'learnerdist.core.compat.ignore_signals': ( 'core/compat.html#ignore_signals',
                                                                                      'learnerdist/core/compat.py'),
+                                         'learnerdist.core.compat.listening_store': ( 'core/compat.html#listening_store',
+                                                                                      'learnerdist/core/compat.py'),
                                          'learnerdist.core.compat.metric_state': ( 'core/compat.html#metric_state',
                                                                                    'learnerdist/core/compat.py'),
                                          'learnerdist.core.compat.missing': ('core/compat.html#missing', 'learnerdist/core/compat.py'),

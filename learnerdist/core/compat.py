@@ -6,7 +6,7 @@
 __all__ = ['names', 'queue_callback', 'default_store', 'BatchNorm', 'no_iterator', 'check_channels', 'update_stats',
            'batch_norm_backward', 'update_count', 'tree_flatten', 'tree_leaves', 'tree_map', 'tree_unflatten', 'shims',
            'OutOfMemoryError', 'read_in_order', 'sync_buffers', 'find', 'missing', 'check_input_dim', 'ddp_flag',
-           'set_worker_info', 'set_tee', 'metric_state', 'unsynced', 'ignore_signals']
+           'set_worker_info', 'set_tee', 'metric_state', 'unsynced', 'ignore_signals', 'listening_store']
 
 # %% ../../nbs/core/00_compat.ipynb #bca14321
 import copy
@@ -17,6 +17,7 @@ from inspect import signature
 
 import torch
 from torch import nn
+from torch.distributed import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -159,7 +160,7 @@ tree_flatten,tree_leaves,tree_map,tree_unflatten = _trees if None not in _trees 
 
 # %% ../../nbs/core/00_compat.ipynb #b037916a
 # By name: the first torch that does not need it
-shims = dict(OutOfMemoryError='2.5', read_in_order='2.6', ignore_signals='2.9', sync_buffers='2.11')
+shims = dict(OutOfMemoryError='2.5', read_in_order='2.6', listening_store='2.7', ignore_signals='2.9', sync_buffers='2.11')
 
 
 OutOfMemoryError = getattr(torch, 'OutOfMemoryError', torch.cuda.OutOfMemoryError)
@@ -174,3 +175,13 @@ def ignore_signals(
     "Let torchrun's agent ignore these signals. An older one handles them: it ends on SIGHUP, also under `nohup`"
     handled = getattr(args, 'signals_to_handle', None)
     if handled: args.signals_to_handle = ','.join(o for o in handled.split(',') if o not in ignored)
+
+def listening_store(
+    host:str,
+    port:int,
+    fd:int    # Of a socket that listens there
+)->TCPStore:
+    "The server of a store, at a socket that is open already; the server of an older torch can do that only without libuv"
+    kw = dict(is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    try: return TCPStore(host, port, **kw)
+    except NotImplementedError: return TCPStore(host, port, use_libuv=False, **kw)
