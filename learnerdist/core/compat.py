@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['names', 'queue_callback', 'default_store', 'BatchNorm', 'no_iterator', 'check_channels', 'update_stats',
            'batch_norm_backward', 'update_count', 'tree_flatten', 'tree_leaves', 'tree_map', 'tree_unflatten', 'shims',
-           'OutOfMemoryError', 'read_in_order', 'sync_buffers', 'find', 'missing', 'check_input_dim', 'ddp_flag',
-           'set_worker_info', 'set_tee', 'metric_state', 'unsynced', 'ignore_signals', 'listening_store']
+           'OutOfMemoryError', 'torch_version', 'read_in_order', 'sync_buffers', 'find', 'missing', 'check_input_dim',
+           'ddp_flag', 'set_worker_info', 'set_tee', 'metric_state', 'unsynced', 'ignore_signals', 'listening_store']
 
 # %% ../../nbs/core/00_compat.ipynb #bca14321
-import copy
+import copy,signal
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -160,10 +161,11 @@ tree_flatten,tree_leaves,tree_map,tree_unflatten = _trees if None not in _trees 
 
 # %% ../../nbs/core/00_compat.ipynb #b037916a
 # By name: the first torch that does not need it
-shims = dict(OutOfMemoryError='2.5', read_in_order='2.6', listening_store='2.7', ignore_signals='2.9', sync_buffers='2.11')
+shims = dict(OutOfMemoryError='2.5', read_in_order='2.6', listening_store='2.8', ignore_signals='2.9', sync_buffers='2.11')
 
 
 OutOfMemoryError = getattr(torch, 'OutOfMemoryError', torch.cuda.OutOfMemoryError)
+torch_version = tuple(map(int, torch.__version__.split('.')[:2]))
 read_in_order = dict(in_order=True) if 'in_order' in signature(DataLoader).parameters else {} # before, loaders knew no other order
 sync_buffers = 'forward_sync_buffers' # DDP's option: whether rank 0's buffers are sent to the others at each forward pass
 if sync_buffers not in signature(DistributedDataParallel).parameters: sync_buffers = 'broadcast_buffers'
@@ -172,9 +174,13 @@ def ignore_signals(
     args,        # Of torchrun's parser
     ignored:list # Names of signals
 ):
-    "Let torchrun's agent ignore these signals. An older one handles them: it ends on SIGHUP, also under `nohup`"
-    handled = getattr(args, 'signals_to_handle', None)
-    if handled: args.signals_to_handle = ','.join(o for o in handled.split(',') if o not in ignored)
+    "Let torchrun's agent ignore these signals, which it would handle: under `nohup` it would end on SIGHUP"
+    if hasattr(args, 'signals_to_handle'):
+        args.signals_to_handle = ','.join(o for o in args.signals_to_handle.split(',') if o not in ignored)
+        return
+    from torch.distributed.elastic.multiprocessing import api
+    handle = lambda sig, f: None if sig.name in ignored else signal.signal(sig, f)
+    api.signal = SimpleNamespace(**{**vars(signal), 'signal': handle})
 
 def listening_store(
     host:str,
@@ -182,6 +188,5 @@ def listening_store(
     fd:int    # Of a socket that listens there
 )->TCPStore:
     "The server of a store, at a socket that is open already; the server of an older torch can do that only without libuv"
-    kw = dict(is_master=True, wait_for_workers=False, master_listen_fd=fd)
-    try: return TCPStore(host, port, **kw)
-    except NotImplementedError: return TCPStore(host, port, use_libuv=False, **kw)
+    old = dict(use_libuv=False) if torch_version<(2,8) else {}
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, **old)
