@@ -1,16 +1,30 @@
+"The package's metadata: settings.ini, and the version of learnerdist/__init__.py"
+import re
 from configparser import ConfigParser
 from pathlib import Path
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 root = Path(__file__).parent
 cfg = ConfigParser(delimiters=['='])
-cfg.read(root/'settings.ini')
+cfg.read(root/'settings.ini', encoding='utf-8')
 cfg = cfg['DEFAULT']
+name = cfg['lib_name']
+pythons = [f'Programming Language :: Python :: {o}' for o in ('3', *cfg['pythons'].split())]
+urls = {k.removeprefix('url_').title(): v for k,v in cfg.items() if k.startswith('url_') and v}
+
+class BuildPy(build_py):
+    "Without nbdev's index of the notebooks, which only building the docs reads"
+    def find_package_modules(self, package, package_dir):
+        return [o for o in super().find_package_modules(package, package_dir) if o[1]!='_modidx']
 
 setup(
-    name=cfg['lib_name'], version=cfg['version'], description=cfg['description'], keywords=cfg['keywords'].split(),
-    author=cfg['author'], license=cfg['license'], packages=find_packages(include=[f"{cfg['lib_name']}*"]), python_requires=f"~={cfg['min_python']}",
-    install_requires=cfg['requirements'].split(),
+    name=name, version=re.search("__version__ = '(.+)'", (root/name/'__init__.py').read_text(encoding='utf-8'))[1],
+    description=cfg['description'], keywords=cfg['keywords'].split(), author=cfg['author'],
+    license_expression=cfg['license'], license_files=['LICENSE'], project_urls=urls,
+    classifiers=[*cfg['classifiers'].strip().splitlines(), *pythons],
+    packages=find_packages(include=[name, f'{name}.*']), package_data={name: ['py.typed']}, cmdclass=dict(build_py=BuildPy),
+    python_requires=f">={cfg['pythons'].split()[0]}", install_requires=cfg['requirements'].split(),
     extras_require={k.removeprefix('extra_'): v.split() for k,v in cfg.items() if k.startswith('extra_')},
     long_description=(root/'README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
     entry_points={'console_scripts': ['learnerdist-launch = learnerdist.launch:main']})

@@ -17,7 +17,7 @@ import torch
 from fastcore.basics import listify,patch
 from torch import Tensor,nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves,tree_map
+from .core.compat import tree_leaves,tree_map
 from torch.utils.data import BatchSampler
 
 from .core.env import group_rank

@@ -42,10 +42,11 @@ def train(fault, phase):
     dls = DataLoaders.from_dsets(Data(), Data(), bs=4, num_workers=2 if phase=='loader worker' else 0)
     learn = Learner(dls, model, torch.nn.MSELoss(), lr=.01, path=os.environ['FAULT_DIR'])
     learn.logger = lambda line: None
+    on_state_dict = getattr(model, 'register_state_dict_post_hook', model._register_state_dict_hook) # torch 2.4 has only the second
     with learn.distrib_ctx(timeout_s=timeout_s if fault=='hang' else 1800):
         learn.fit(1)
         learn.save('m')
-        if mine and phase=='saving': model.register_state_dict_post_hook(lambda *_: fail(fault))
+        if mine and phase=='saving': on_state_dict(lambda *_: fail(fault))
         learn.fit(1, cbs=[]) if phase=='saving' else learn.fit(2, cbs=Fail)
         learn.save('m')
         learn.fit(1)

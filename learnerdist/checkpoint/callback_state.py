@@ -11,11 +11,11 @@ from contextlib import nullcontext
 
 import torch
 from fastcore.foundation import L
-from torch.utils._pytree import tree_leaves
 
-from .. import __version__
+from . import __version__
 from ..data.loaders import data_len
 from ..learner.learner import get_model
+from ..core.compat import tree_leaves
 from .snapshot import to_plain
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c005

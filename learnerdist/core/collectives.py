@@ -74,5 +74,5 @@ def gather_rows(
     wanted = dst in (None, group_rank())
     outs = [torch.empty_like(full) for _ in sizes] if wanted else None
     if dst is None: dist.all_gather(outs, full, group=current_group())
-    else: dist.gather(full, outs, group_dst=dst, group=current_group())
+    else: dist.gather(full, outs, dst, group=current_group()) # our groups hold all ranks, in their order
     return [o[:n].to(t.device, t.dtype) for o,n in zip(outs, sizes)] if wanted else None

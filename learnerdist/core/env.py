@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from .compat import default_store
+
 # %% ../../nbs/core/00_env.ipynb #c005
 def _env_int(name): return int(os.environ.get(name) or 0)
 
@@ -80,7 +82,7 @@ def launch_store():
 
 # %% ../../nbs/core/00_env.ipynb #c019
 def _connect_store():
-    if in_group(): return dist.distributed_c10d._get_default_store()
+    if in_group() and (store := default_store()): return store
     url,env = os.environ.get('LEARNERDIST_INIT_METHOD', 'env://'),os.environ
     if url!='env://': store,_,_ = next(rendezvous(url, rank_distrib(), num_distrib()))
     elif 'MASTER_ADDR' not in env or 'MASTER_PORT' not in env: return None

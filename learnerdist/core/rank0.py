@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from .compat import default_store
 from .env import group_rank,group_size,in_group,is_rank0,launch_store,process_group,rank_distrib
 
 # %% ../../nbs/core/02_rank0.ipynb #c014
@@ -39,7 +40,7 @@ def unpack_error(s)->RankError:
 def shared_store():
     "The store that all ranks reach, with or without a group of ours; None alone"
     store = launch_store()
-    return dist.distributed_c10d._get_default_store() if store is None and in_group() and dist.get_world_size()>1 else store
+    return default_store() if store is None and in_group() and dist.get_world_size()>1 else store
 
 def wait_key(store, key, timeout_s):
     "The value of `key` once some rank has set it; None when `timeout_s` seconds pass first"

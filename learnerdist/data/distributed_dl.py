@@ -6,11 +6,11 @@
 __all__ = ['is_split', 'set_epoch', 'Dealer', 'reindexed', 'in_order', 'DistributedDL']
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c002
-import copy, torch
+import copy, torch, warnings
 from functools import singledispatch
 from itertools import chain, islice
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, SubsetRandomSampler
-from torch.utils.data._utils import worker
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, SubsetRandomSampler, get_worker_info
+from ..core.compat import no_iterator,read_in_order,set_worker_info
 from .loaders import TfmdDL, changed, data_len, is_shuffled, one_batch
 from ..core.random import draw,mix_seed,shared_rng
 from .sharding import check_rank, deal, share_chunks, share_len
@@ -110,7 +110,7 @@ class _WatchedInit:
     "A `worker_init_fn` that notes whether it changes the data set: other than to seed it, that means to split it"
     def __init__(self, func): self.func = func
     def __call__(self, worker_id):
-        stream = worker._worker_info.dataset
+        stream = get_worker_info().dataset
         old = _state(stream._inner)
         self.func(worker_id)
         new = {k:v for k,v in _state(stream._inner).items() if k not in old or v[0] is not old[k][0] or v[1]!=old[k][1]}
@@ -127,13 +127,15 @@ class _Stream(IterableDataset):
     def __setattr__(self, k, v): setattr(self._inner, k, v)
     def __len__(self): return self._dealer.count(len(self._inner))
     def __iter__(self):
-        d,info = self._dealer,worker._worker_info
+        d,info = self._dealer,get_worker_info()
         rng = shared_rng(d.seed, d.epoch)
         items = draw(self._inner, rng, d.world_size)
         if info is None: return d.deal(items)
         if hasattr(self._inner, 'set_epoch'): self._inner.set_epoch(d.epoch)
-        if not isinstance(info, _Spy): worker._worker_info = _Spy(info)
-        return self._in_worker(items, rng, worker._worker_info)
+        spy = info if isinstance(info, _Spy) else _Spy(info)
+        if not set_worker_info(spy) and not hasattr(self._inner, 'splits_by_worker'):
+            warnings.warn(f'{type(self._inner).__name__}: say with its attribute splits_by_worker whether it splits itself among workers')
+        return self._in_worker(items, rng, spy)
     def _in_worker(self, items, rng, spy):
         items = chain(list(islice(items, 1)), items)                 # a generator asks for its worker when it starts
         d,i,n = self._dealer,spy._info.id,spy._info.num_workers
@@ -155,7 +157,7 @@ def reindexed(
 def _(dl:DataLoader, dealer):
     new,bs = copy.copy(dl),dl.batch_sampler
     v = vars(new)
-    v.update(_iterator=None, generator=dealer.generator(dl.generator))
+    v.update(no_iterator, generator=dealer.generator(dl.generator))
     if isinstance(dl.dataset, IterableDataset):
         v['dataset'] = dealer.stream(dl.dataset, dl.num_workers)
         if dl.worker_init_fn is not None and dl.num_workers: v['worker_init_fn'] = _WatchedInit(dl.worker_init_fn)
@@ -180,7 +182,7 @@ def _(dl:DataLoader):
     sampler = bs.sampler if type(bs) is BatchSampler else dl.sampler
     kw = {'sampler': sorted(sampler.indices)} if isinstance(sampler, SubsetRandomSampler) else {'shuffle': False}
     if bs is not None: kw.update(batch_sampler=None, batch_size=dl.batch_size or getattr(bs, 'batch_size', 64), drop_last=False)
-    return changed(dl, in_order=True, **kw)
+    return changed(dl, **read_in_order, **kw)
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c026
 class DistributedDL:

@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate, default_convert
+from ..core.compat import no_iterator
 
 # %% ../../nbs/data/01_loaders.ipynb #c005
 def apply(
@@ -183,7 +184,7 @@ def one_batch(dl):
     "The first batch of any loader, read in this process; an epoch that is being read goes on undisturbed"
     if isinstance(dl, DataLoader):
         dl = copy.copy(dl)
-        vars(dl).update(_iterator=None, num_workers=0, persistent_workers=False, prefetch_factor=None, timeout=0)
+        vars(dl).update(no_iterator, num_workers=0, persistent_workers=False, prefetch_factor=None, timeout=0)
     for b in dl: return b
     raise ValueError("the loader is empty: it has no first batch")
 
@@ -206,11 +207,11 @@ class TfmdDL(DataLoader):
         super().__init__(_dataset(dataset), shuffle=shuffle, drop_last=drop_last, num_workers=num_workers, **kw)
         self._set_collate()
     def _set_collate(self):
-        f,rows = self.collate_fn,isinstance(self.dataset, _Rows)
+        f,rows,batched = self.collate_fn,isinstance(self.dataset, _Rows),self.batch_sampler is not None
         if isinstance(f, _Collate): f = f.collate_fn
-        if f in _COLLATES: f = _rows_tensor if rows else default_collate if self._auto_collation else default_convert
+        if f in _COLLATES: f = _rows_tensor if rows else default_collate if batched else default_convert
         if rows and self.after_item: raise ValueError("after_item: rows of a data set with iloc are read by the batch; use after_batch")
-        self.collate_fn = _Collate(self.after_item, f, self._auto_collation) if self.after_item else f
+        self.collate_fn = _Collate(self.after_item, f, batched) if self.after_item else f
     def __iter__(self):
         it = super().__iter__()
         return map(partial(_pipe, self.after_batch), it) if self.after_batch else it

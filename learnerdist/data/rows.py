@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence,unpack_sequence
-from torch.utils._pytree import tree_flatten,tree_leaves,tree_map,tree_unflatten
+from ..core.compat import tree_flatten,tree_leaves,tree_map,tree_unflatten
 
 from .loaders import to_cpu,to_detach
 

@@ -15,8 +15,8 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 from torch.utils.data import IterableDataset
-from torch.utils._pytree import tree_leaves,tree_map
 
+from ..core.compat import tree_leaves,tree_map
 from ..core.env import group_rank,group_size,in_group
 from ..data.loaders import data_len
 from .batchnorm import muted

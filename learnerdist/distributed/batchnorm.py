@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn, Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
+
+from ..core.compat import BatchNorm,batch_norm_backward,check_channels,check_input_dim,update_stats
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c006
 def _local_stats(x:Tensor)->Tensor:
@@ -24,7 +25,7 @@ def _local_stats(x:Tensor)->Tensor:
     if not x.numel(): return row
     # Scratch running statistics make the kernel accumulate and answer in float32 for half-precision inputs
     scratch = row.new_zeros(2, c, dtype=torch.promote_types(x.dtype, torch.float32))
-    mean,var = torch.batch_norm_update_stats(x, *scratch, 0.)
+    mean,var = update_stats(x, *scratch, 0.)
     row[0] = n = x.numel()//c
     row[1:c+1],row[c+1:] = mean,var.double()*n
     return row
@@ -71,8 +72,7 @@ def _global_stats(
 def _grad_sums(g:Tensor, x:Tensor, mean:Tensor, var:Tensor, eps:float)->Tensor:
     "Sums of g·x̂ and of g over this rank's rows: (2,C), `mean`'s dtype"
     if not x.numel(): return mean.new_zeros(2, len(mean)) # torch's kernel divides by the number of rows
-    bwd = torch.ops.aten.native_batch_norm_backward
-    _,gx,g1 = bwd(g, x, torch.ones_like(mean), mean, var, None, None, False, eps, [False, True, True])
+    _,gx,g1 = batch_norm_backward(g, x, torch.ones_like(mean), mean, var, None, None, False, eps, [False, True, True])
     return torch.stack([gx, g1])
 
 class _Normalize(torch.autograd.Function):
@@ -107,7 +107,7 @@ def _input_grad(ctx, g, x, weight, mean, var, sums):
 class _Synced:
     "What a synchronised class has in front of the plain one, `plain`"
     plain,process_group = None,None
-    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
+    _check_non_zero_input_channels = check_channels
 
     def forward(self, x):
         if not self.training or _ranks(self.process_group)<2: return super().forward(x)
@@ -128,7 +128,7 @@ class _Synced:
 
     def _check_input(self, x):
         "A wrong shape is an error before the collective, not after"
-        self._check_input_dim(x)
+        check_input_dim(self, x)
         if (self.affine or self.running_mean is not None) and x.shape[1]!=self.num_features:
             raise ValueError(f"{self.num_features} channels expected by {type(self).__name__}, got input size {x.shape}")
 
@@ -148,7 +148,7 @@ class _Synced:
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c020
 def _can_sync(m:nn.Module)->bool:
     "True if `m` runs torch's own forward, which we know how to replace, and is not about to change its class by itself"
-    return type(m).forward is _BatchNorm.forward and not isinstance(m, LazyModuleMixin)
+    return type(m).forward is nn.BatchNorm1d.forward and not isinstance(m, LazyModuleMixin)
 
 def _swap(
     model:nn.Module,
@@ -158,7 +158,7 @@ def _swap(
     made,swapped,left = {},[],[]
     for name,m in model.named_modules():
         cls = type(m)
-        if not isinstance(m, _BatchNorm) or isinstance(m, (_Synced, nn.SyncBatchNorm)): continue
+        if not isinstance(m, BatchNorm) or isinstance(m, (_Synced, nn.SyncBatchNorm)): continue
         if not _can_sync(m): left.append(f'{name or "the model"} ({cls.__name__})')
         else:
             if cls not in made: made[cls] = type('Sync'+cls.__name__, (_Synced, cls), dict(plain=cls, process_group=group))

@@ -10,10 +10,9 @@ import zlib
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
 
 from ..core.collectives import gather_objects,gather_rows
+from ..core.compat import BatchNorm,tree_leaves
 from ..data.loaders import data_len
 from ..data.rows import as_ints
 from .batchnorm import _Synced
@@ -46,7 +45,7 @@ def digest(state)->tuple:
 
 def compared(model)->dict:
     "What must be equal on all ranks: parameters, and buffers but for those of BatchNorm layers that keep statistics of their own"
-    own = [m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, _Synced)]
+    own = [m for m in model.modules() if isinstance(m, BatchNorm) and not isinstance(m, _Synced)]
     skip = {id(b) for m in own for b in m.buffers()}
     return {k:v for k,v in [*model.named_parameters(),*model.named_buffers()] if id(v) not in skip}
 

@@ -14,9 +14,9 @@ from itertools import chain
 from fastcore.basics import patch
 from torch import Tensor
 from torch.utils.data import BatchSampler,DataLoader,DistributedSampler,IterableDataset
-from torch.utils._pytree import tree_leaves
 
 from ..core.collectives import all_sum
+from ..core.compat import tree_leaves
 from ..core.env import group_rank,group_size
 from ..data.distributed_dl import DistributedDL,in_order,is_split
 from ..data.loaders import changed,to_device

@@ -10,16 +10,16 @@ import pickle,torch
 import torch.distributed as dist
 from torch.distributed import P2POp,irecv,isend
 from torch import Tensor
-from torch.utils._pytree import tree_flatten,tree_leaves,tree_unflatten
 
 from ..core.collectives import _carried,gather_objects,gather_rows
+from ..core.compat import tree_flatten,tree_leaves,tree_unflatten
 from ..core.env import current_group,group_rank
 from ..data.rows import _cat_leaf,as_ints,cat_rows,take_rows
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c017
 def _meta(rows):
     leaves,spec = tree_flatten(rows)
-    return [(o.shape[1:],o.dtype) if isinstance(o, Tensor) else None for o in leaves],spec
+    return [(o.shape[1:],o.dtype) if isinstance(o, Tensor) else None for o in leaves],tree_unflatten(range(len(leaves)), spec)
 
 def gather_all(
     rows,         # This rank's rows; None where it has none
@@ -31,7 +31,7 @@ def gather_all(
     if not metas: return None
     parts = gather_rows(keys)
     order,lens = torch.cat(parts).argsort(stable=True),[len(o) for o in parts]
-    kinds,specs = zip(*metas)
+    kinds,specs = zip(*[(kind,tree_flatten(o)[1]) for kind,o in metas]) # torch's own description of a tree is not for sending
     if all(o==specs[0] for o in specs): return _gather_leaves(rows, list(zip(*kinds)), specs[0], order, lens, dst)
     res = cat_rows(_gather_pickled(rows, dst))
     return None if res is None else take_rows(res, order)
@@ -72,7 +72,7 @@ def _pieces(t, lens, dst):
 def _swap(own, to, got, by):
     "Send rows to one rank, while others come from another"
     ops = [(isend, _carried(own), to), (irecv, got, by)]
-    ops = [P2POp(op, rows.reshape(-1).view(torch.uint8), group=current_group(), group_peer=r) for op,rows,r in ops if rows.numel()]
+    ops = [P2POp(op, rows.reshape(-1).view(torch.uint8), r, current_group()) for op,rows,r in ops if rows.numel()]
     for work in dist.batch_isend_irecv(ops) if ops else (): work.wait()
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c020

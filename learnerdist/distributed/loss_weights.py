@@ -11,9 +11,9 @@ import struct,warnings
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ..core.collectives import all_sum,gather_rows
+from ..core.compat import tree_leaves
 from ..core.env import current_group,group_rank,group_size
 from ..learner.losses import MeanOver,loss_over,mean_over,n_items,probe_loss
 

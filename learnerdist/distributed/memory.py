@@ -10,9 +10,9 @@ import gc,sys
 from contextlib import contextmanager
 
 import torch
-from torch.utils._pytree import tree_map
 
 from ..learner.callback import Callback
+from ..core.compat import OutOfMemoryError,tree_map
 from ..core.collectives import gather_objects
 from ..data.loaders import DataLoaders,find_bs,one_batch
 from ..core.random import rng_state,set_rng_state
@@ -23,7 +23,7 @@ from ..learner.techniques import MixedPrecision
 # %% ../../nbs/distributed/11_memory.ipynb #c005
 def is_oom(e)->bool:
     "Whether an exception says that memory has run out, on a GPU or on the host"
-    return isinstance(e, (torch.OutOfMemoryError,MemoryError)) or isinstance(e, RuntimeError) and 'DefaultCPUAllocator' in str(e)
+    return isinstance(e, (OutOfMemoryError,MemoryError)) or isinstance(e, RuntimeError) and 'DefaultCPUAllocator' in str(e)
 
 class MemoryAdvice(Callback):
     "Where a batch does not fit into memory, add to the error how large it was, and what to do"
@@ -32,7 +32,7 @@ class MemoryAdvice(Callback):
     def after_batch(self): self.tried = None
 
     def cleanup(self):
-        tried,self.tried,e = self.tried,None,sys.exception()
+        tried,self.tried,e = self.tried,None,sys.exc_info()[1]
         if tried is None or not is_oom(e): return
         n,which = find_bs(tried[0]),'training' if tried[1] else 'evaluation'
         rank = f' on rank {group_rank()} of {group_size()}' if group_size()>1 else ''

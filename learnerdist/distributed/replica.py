@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.collectives import all_sum
+from ..core.compat import ddp_flag,sync_buffers
 from ..core.env import current_group,group_size
 from . import batchnorm
 from .batchnorm import _Synced,sync_batchnorm
@@ -27,7 +28,10 @@ def broadcast_tensors(
     "Give every rank the values of rank 0. Sync point: all ranks call this"
     if group_size()<2: return
     src = dist.get_global_rank(current_group(), 0) if current_group() else 0
-    for t in tensors: dist.broadcast(t.detach(), src, group=current_group())
+    for t in tensors: # as bytes: gloo knows few types
+        o = t.detach().contiguous()
+        dist.broadcast(o.reshape(-1).view(torch.uint8), src, group=current_group())
+        if o.data_ptr()!=t.data_ptr(): t.detach().copy_(o)
 
 # %% ../../nbs/distributed/09_replica.ipynb #d7e6e468
 def average_grads(
@@ -74,7 +78,7 @@ class Replica:
         **ddp_kw        # Options of `DistributedDataParallel`
     ):
         self.learn,self.model,self.comm_hook,self.ddp = learn,learn.model,comm_hook,None
-        self.kw = ddp_kw if 'broadcast_buffers' in ddp_kw else {'forward_sync_buffers': False, **ddp_kw}
+        self.kw = ddp_kw if 'broadcast_buffers' in ddp_kw else {sync_buffers: False, **ddp_kw}
         self.undo_bn = sync_batchnorm(self.model, current_group()) if sync_bn else None
         self.max_norm,self._sync = max_norm,True
         self._wrap()
@@ -110,7 +114,8 @@ class Replica:
 
 # %% ../../nbs/distributed/09_replica.ipynb #0fa2282f
 def _sync_next(self, on):
-    first = self.ddp is not None and self.ddp.static_graph and not self.learn.train_iter # a static graph is recorded by an exchange
+    static = self.ddp is not None and ddp_flag(self.ddp, 'static_graph')
+    first = static and not self.learn.train_iter # a static graph is recorded by an exchange
     self._sync = on or first
     if self.ddp is not None: self.ddp.require_backward_grad_sync = self._sync
 Replica.sync = property(lambda self: self._sync, _sync_next, doc="Whether the next backward pass exchanges gradients")
@@ -130,7 +135,7 @@ def after_backward(self:Replica):
     average_grads([p for p in self.others if p.requires_grad])
     for p,on in zip(self.params, self.trained[0]):
         if on and not p.requires_grad: p.grad = None # frozen after the forward pass: without a gradient in one process, too
-    if self.ddp is None or self.checked or self.ddp.find_unused_parameters or self.ddp.static_graph: return
+    if self.ddp is None or self.checked or ddp_flag(self.ddp, 'find_unused_parameters') or ddp_flag(self.ddp, 'static_graph'): return
     self.checked = True
     named = {k:p for k,p in self.model.named_parameters() if p.requires_grad and p.numel()}
     idle = [k for k,p in named.items() if p.grad is None]

@@ -9,9 +9,9 @@ __all__ = ['Timer']
 from time import perf_counter
 
 from fastcore.basics import patch
-from torch.autograd import Variable
 
 from .agreement import Ballot
+from ..core.compat import queue_callback
 from ..learner.callback import Callback
 from ..learner.learner import defaults
 from ..learner.recorder import Recorder
@@ -34,19 +34,19 @@ class Timer(Callback):
     def after_batch(self): self.mark,self.mark_votes = perf_counter(),Ballot.waited
     def before_backward(self):
         loss = self.learn.loss_grad
-        if loss.requires_grad and self.learn.wrapper is not None: loss.register_hook(self._begun)
+        if not loss.requires_grad or self.learn.wrapper is None: return
+        if queue_callback: loss.register_hook(self._begun)
+        else: self.wait = None # not known
 
     def after_train(self): self.end = perf_counter()
 
 # %% ../../nbs/distributed/09_timer.ipynb #c007
-_queue = Variable._execution_engine.queue_callback
-
 @patch
-def _begun(self:Timer, grad): _queue(self._computed)
+def _begun(self:Timer, grad): queue_callback(self._computed)
 @patch
 def _computed(self:Timer):
     self.computed = perf_counter()
-    _queue(self._exchanged)
+    queue_callback(self._exchanged)
 @patch
 def _exchanged(self:Timer): self.wait += perf_counter()-self.computed
 
@@ -54,9 +54,11 @@ def _exchanged(self:Timer): self.wait += perf_counter()-self.computed
 def after_epoch(self:Timer):
     names = 'data','step','comm','total','samples_per_s'
     if self.begin is None: return self.times.append(dict.fromkeys(names)) # cancelled before it trained
-    total,comm,rec = (self.end or self.mark)-self.begin,self.votes+self.wait,getattr(self.learn, 'recorder', None)
+    total,rec = (self.end or self.mark)-self.begin,getattr(self.learn, 'recorder', None)
+    comm = None if self.wait is None else self.votes+self.wait
+    step = None if comm is None else total-self.data-comm
     rate = rec.n_samples/total if hasattr(rec, 'n_samples') else None # fastai's recorder does not count them
-    self.times.append(dict(zip(names, (self.data, total-self.data-comm, comm, total, rate))))
+    self.times.append(dict(zip(names, (self.data, step, comm, total, rate))))
     self.begin = None
 
 # %% ../../nbs/distributed/09_timer.ipynb #c008

@@ -166,11 +166,11 @@ class GlooLinks(Links):
 
     def tell(self, n, rows):
         t = torch.frombuffer(bytearray(rows), dtype=torch.uint8)
-        self.told[n] = dist.isend(t, group=self.group, group_dst=self.before(n), tag=self.tag),t
+        self.told[n] = dist.isend(t, self.before(n), group=self.group, tag=self.tag),t
 
     def hear(self, n, n_bytes):
         t,patience = torch.empty(n_bytes, dtype=torch.uint8),timedelta(seconds=self.timeout_s)
-        dist.irecv(t, group=self.group, group_src=self.after(n), tag=self.tag).wait(patience)
+        dist.irecv(t, self.after(n), group=self.group, tag=self.tag).wait(patience)
         self.told.pop(n)[0].wait(patience)
         return t.numpy().tobytes()
 

@@ -16,8 +16,8 @@ from fastai.metrics import AccumMetric,CorpusBLEUMetric,Dice,DiceMulti,LossMetri
 from fastcore.basics import patch
 from fastcore.foundation import L
 from torch import Tensor
-from torch.utils._pytree import tree_leaves,tree_map
 
+from ..core.compat import tree_leaves,tree_map
 from ..core.collectives import distrib_barrier,gather_objects
 from ..data.loaders import find_bs,to_device
 from ..core.env import group_rank
@@ -148,7 +148,7 @@ class Evaluation(ExactEvaluation):
     def _mets(self):
         rec = getattr(self.learn, 'recorder', None)
         if rec is None or rec not in self.learn.cbs: return []
-        if not self.training: return list(rec._valid_mets)
+        if not self.training: return list(getattr(rec, '_valid_mets', self.learn.metrics))
         return list(self.learn.metrics) if rec.train_metrics and not getattr(rec, 'cancel_train', False) else []
 
     def _kind(self, m):

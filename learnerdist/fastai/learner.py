@@ -15,7 +15,7 @@ import torch
 from fastai import learner as fastai_learner
 from fastai.callback import progress as fastai_progress
 from fastai.data.load import DataLoader
-from fastai.learner import Learner,_ConstantFunc,save_model
+from fastai.learner import Learner,save_model
 from fastai.text.data import LMDataLoader
 from fastai.torch_core import join_path_file
 from fastcore.basics import noop,patch
@@ -29,7 +29,7 @@ from ..checkpoint.checkpoint import Checkpoint,Preempted,preempted_status # noqa
 from ..core.rank0 import await_save,save_once
 from ..core.env import default_device,group_rank,group_size
 from .evaluation import Evaluation
-from .loaders import shallow,undealt
+from .loaders import _Share,shallow,undealt
 from .trainer import DistributedTrainer,parts
 from ..learner.learner import Learner as CoreLearner
 from ..learner.learner import get_model
@@ -81,7 +81,7 @@ def in_one_order(self:DistributedTrainer, dl):
     dl = shallow(dl.new(shuffle=False, drop_last=False) if dl.drop_last else dl)
     dl.rng = random.Random(self.seed)
     with shared_rng(self.seed): idxs = list(dl.get_idxs())
-    return dl.new(get_idxs=_ConstantFunc(idxs))
+    return dl.new(get_idxs=_Share(idxs))
 
 # %% ../../nbs/fastai/04_learner.ipynb #c009
 def _alone(name):
@@ -129,7 +129,7 @@ def _no_barrier():
 def keep(self:DistributedTrainer):
     "Keep weights and optimizer as they are; `end_fit` puts them back"
     learn = self.learn
-    self.saved = copy.deepcopy((get_model(learn.model).state_dict(),learn.opt.state_dict())) + (learn.lr_finder.tmp_d,)
+    self.saved = copy.deepcopy((get_model(learn.model).state_dict(),learn.opt.state_dict())) + (getattr(learn.lr_finder, 'tmp_d', None),)
 
 @patch
 def export(self:_Distributed, *args, **kwargs):
@@ -229,7 +229,7 @@ def to_parallel(self:Learner, device_ids=None)->Learner:
 @patch
 def detach_parallel(self:Learner)->Learner:
     "Back to fits on one device; nothing to do is fine"
-    for cb in self._grab_cbs(data_parallel.ParallelTrainer): self.remove_cb(cb.restore())
+    for cb in [o for o in self.cbs if isinstance(o, data_parallel.ParallelTrainer)]: self.remove_cb(cb.restore())
     return self
 
 Learner.parallel_ctx = CoreLearner.parallel_ctx

@@ -12,8 +12,19 @@ from fastai.callback.data import PartialDL
 from fastai.data.load import DataLoader
 from fastai.text.data import LMDataLoader,SortedDL
 
+from ..core.compat import names
 from ..data.distributed_dl import DistributedDL,in_order,reindexed
 from ..core.random import mix_seed,shared_rng
+
+# %% ../../nbs/fastai/00_loaders.ipynb #b73587e2
+names.update( # Private names of fastai, as `core.compat` lists torch's
+    fake_l=('fastai.data.load', 'DataLoader.one_batch().fake_l', 'quick copies of its loaders: `new` makes them'),
+    valid_mets=('fastai.learner', 'Recorder._valid_mets', 'exact metrics that callbacks add'),
+    tmp_d=('fastai.callback.schedule', 'LRFinder.before_fit().tmp_d', 'the removal of `lr_find`\'s folder on exit'),
+    maybe_gather=('fastai.torch_core', 'maybe_gather', 'evaluation over shares'),
+    master_bar=('fastai.callback.progress', 'master_bar', 'a quiet screen: bars are drawn by each rank'),
+    progress_bar=('fastai.learner', 'progress_bar', 'a quiet screen: bars are drawn by each rank'),
+    barrier=('fastai.learner', 'distrib_barrier', '`load` on one rank alone'))
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c005
 def _is_plain(dl):
@@ -38,6 +49,7 @@ def shallow(
     dl:DataLoader
 )->DataLoader: # Shares data set, transforms and settings with `dl`
     "A copy of a loader of fastai's that can be told to read something else"
+    if not hasattr(dl, 'fake_l'): return dl.new()
     new,fake = copy.copy(dl),copy.copy(dl.fake_l)
     fake.d,fake.default,fake.dataset,new.fake_l = new,new,fake,fake
     return new

@@ -176,7 +176,7 @@ def end_fit(self:DistributedTrainer):
     self.saved = None
     self.learn.model.load_state_dict(model)
     self.learn.opt.load_state_dict(opt)
-    folder.cleanup()
+    if folder is not None: folder.cleanup()
 
 # %% ../../nbs/fastai/02_trainer.ipynb #31e10466
 @patch

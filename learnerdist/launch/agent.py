@@ -8,11 +8,11 @@ __all__ = ['Loopback', 'exit_reports', 'explain', 'say', 'RankLogs', 'hear_torch
 # %% ../../nbs/launch/02_agent.ipynb #c002
 import json,logging,os,signal,socket,sys
 from pathlib import Path
-from torch.distributed import PrefixStore,TCPStore
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs,Std
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousHandler,RendezvousInfo,RendezvousStoreInfo,rendezvous_handler_registry
 from .processes import describe_exit
+from ..core.compat import find,listening_store,set_tee
 from ..core.stacks import read_crash,users_frame
 
 # %% ../../nbs/launch/02_agent.ipynb #c005
@@ -22,7 +22,7 @@ class Loopback(RendezvousHandler):
     def next_rendezvous(self):
         listener = socket.create_server(('127.0.0.1', 0))
         port = listener.getsockname()[1]
-        self.store = TCPStore('127.0.0.1', port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        self.store = listening_store('127.0.0.1', port, listener.detach())
         return RendezvousInfo(PrefixStore('agent', self.store), 0, 1, RendezvousStoreInfo('127.0.0.1', port))
 
     def get_backend(self): return 'loopback'
@@ -76,7 +76,7 @@ class RankLogs(DefaultLogsSpecs):
         "Called by torchrun before each attempt; the environment of each of its ranks says which one it is"
         if self.first_death: self._say_restart(*self.first_death, envs[0])
         end_groups(self.groups) # of the attempt before
-        if self.split: self._tee = {i: Std.ALL for i,e in envs.items() if e['RANK'] != '0'}
+        if self.split: set_tee(self, {i: Std.ALL for i,e in envs.items() if e['RANK'] != '0'})
         res = super().reify(envs)
         self.files,self.first_death = {int(envs[i]['RANK']): Path(f) for i,f in res.error_files.items()},None
         return res
@@ -105,12 +105,14 @@ _loggers = 'elastic.multiprocessing.api','elastic.agent.server.api','run'
 # %% ../../nbs/launch/02_agent.ipynb #c018
 def spare_children():
     "Let torchrun's signals reach a rank and not its children; what is left of them is ended by `end_groups`. Returns the list of groups"
-    close,pids = SubprocessHandler.close,[]
+    handler,pids = find('handler'),[]
+    if handler is None: return pids
+    close = handler.close
     def _close(self, death_sig=None):
         pids.append(self.proc.pid)
         if death_sig in (None, signal.SIGKILL): return close(self, death_sig)
         os.kill(self.proc.pid, death_sig)
-    SubprocessHandler.close = _close
+    handler.close = _close
     return pids
 
 def end_groups(pids):

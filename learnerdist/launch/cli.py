@@ -47,6 +47,8 @@ def _gpus(s):
     if all(o.strip().isdigit() for o in res) and len({*map(int, res)}) == len(res): return [*map(int, res)]
     raise argparse.ArgumentTypeError(f'{s!r} is no list of GPUs: give each number once, as in 0,2')
 
+_ours = 'nproc_per_node','nnodes','rdzv_backend','master_port'
+
 def _parser():
     "torchrun's parser with `--nproc` and `--gpus`"
     from torch.distributed.run import get_args_parser
@@ -54,7 +56,7 @@ def _parser():
     res.prog,res.description = 'learnerdist.launch','Run a script or a module on several processes'
     res.usage = "%(prog)s [--nproc N] [--gpus 0,2] [torchrun's options] (script.py | -m module) [its arguments]"
     res.allow_abbrev = False # else an argument of the script's, such as --n, is taken for the start of --nnodes
-    res.set_defaults(**{o: os.environ.get(f'PET_{o.upper()}') for o in ('nproc_per_node','nnodes','rdzv_backend')}) # None: not given
+    res.set_defaults(**{o: os.environ.get(f'PET_{o.upper()}') for o in _ours}) # None: not given
     res.add_argument('--nproc', type=_count, help='Processes on this machine (default: one for each visible GPU, one without GPUs)')
     res.add_argument('--gpus', type=_gpus, default=[], help='Which of the visible GPUs to use, as in 0,2; sets the default of --nproc')
     return res
@@ -152,7 +154,7 @@ def _run_target(argv):
     sys.argv = argv[is_module:]
     target = sys.argv[0]
     if is_module: return runpy.run_module(target, run_name='__main__', alter_sys=True)
-    if not sys.flags.safe_path: sys.path[0] = str(Path(target).resolve().parent)
+    if not getattr(sys.flags, 'safe_path', False): sys.path[0] = str(Path(target).resolve().parent)
     runpy.run_path(os.path.abspath(target), run_name='__main__')
 
 def _worker(parent, argv):
@@ -253,14 +255,16 @@ def _launch_agent(args):
 def _configure(args):
     "torchrun's configuration with what we plug in, our logs, and the command of a rank"
     from torch.distributed.run import Std,config_from_args
+    from learnerdist.core.compat import ignore_signals
     from learnerdist.launch.agent import RankLogs,hear_torchrun
     args.master_port = args.master_port or 29500
     ignored = [o.name for o in signal.valid_signals() if signal.getsignal(o) == signal.SIG_IGN and isinstance(o, signal.Signals)]
-    args.signals_to_handle = ','.join(o for o in args.signals_to_handle.split(',') if o not in ignored) # or nohup would be of no use
+    ignore_signals(args, ignored) # or nohup would be of no use
     res,cmd,cmd_args = config_from_args(args)
+    shown = {*map(int, args.local_ranks_filter.split(','))} if args.local_ranks_filter else None
     split = args.tee == args.redirects == '0' and not args.local_ranks_filter
     logs = RankLogs(args.log_dir, split, redirects=Std.from_str(args.redirects), tee=Std.from_str(args.tee),
-                    local_ranks_filter=res.logs_specs._local_ranks_filter)
+                    local_ranks_filter=shown)
     if not args.logs_specs: res.logs_specs = logs
     res.log_line_prefix_template = res.log_line_prefix_template or '[r${rank}] '
     sys.stdout.reconfigure(line_buffering=True) # through which the other ranks' lines go

@@ -15,6 +15,7 @@ import torch
 from fastcore.basics import listify
 from torch import Tensor
 
+from ..core.compat import metric_state,unsynced,update_count
 from ..data.loaders import find_bs,to_cpu,to_detach
 from .losses import n_items,weighted
 
@@ -108,10 +109,8 @@ class TorchMetric(Metric):
 
     @property
     def value(self):
-        if not self.metric._update_count: return None
-        old,self.metric._to_sync = self.metric._to_sync,False # its own exchange would add up a second time what `reduction` has added
-        try: res = self.metric.compute()
-        finally: self.metric._to_sync = old
+        if not self.metric.update_called: return None
+        with unsynced(self.metric): res = self.metric.compute() # its own exchange would add up a second time what `reduction` has added
         return res.item() if isinstance(res, Tensor) and res.numel()==1 else res
     @property
     def name(self): return self._name or type(self.metric).__name__.lower()
@@ -211,6 +210,6 @@ def _same(m, cls, *names):
 # %% ../../nbs/learner/02_metrics.ipynb #c022
 @reduction.register
 def _(m:TorchMetric):
-    t = m.metric
-    additive = all(getattr(f, '__name__', '')=='dim_zero_sum' and isinstance(getattr(t, k), Tensor) for k,f in t._reductions.items())
-    return Sums(t, *t._reductions, '_update_count') if t._reductions and additive else Replay()
+    t,fs = m.metric,metric_state(m.metric)
+    additive = all(getattr(f, '__name__', '')=='dim_zero_sum' and isinstance(getattr(t, k), Tensor) for k,f in fs.items())
+    return Sums(t, *fs, update_count) if fs and additive else Replay()

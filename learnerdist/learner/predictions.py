@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from functools import partial
 
 from fastcore.basics import listify,noop,patch
-from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
+from ..core.compat import tree_map
 from ..data.distributed_dl import in_order
 from ..data.loaders import find_bs,single
 from ..data.rows import cat_rows,columns,to_rows
