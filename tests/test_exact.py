@@ -2,7 +2,6 @@
 import re, warnings
 import pytest, torch
 from torch import nn, tensor
-from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset, TensorDataset
 from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, gather_with_grad, get_model, group_rank, group_size, process_group,
                              set_seed)
@@ -128,7 +127,8 @@ def batch_sampler():
     with learn.distrib_ctx(seed=3), learn.no_logging(): learn.fit(2)
     return tensor(0.),[],[o[1] is not None for o in learn.recorder.values]
 
-scenes = {f'unfreeze in {o}': lambda o=o: fitted(learner(), Freeze(o, unfreeze)) for o in ('before_batch','after_pred','after_step','after_batch')}
+unfrozen_in = 'before_batch','after_pred','after_step','after_batch'
+scenes = {f'unfreeze in {o}': lambda o=o: fitted(learner(), Freeze(o, unfreeze)) for o in unfrozen_in}
 scenes |= {f'freeze in {o}': lambda o=o: fitted(learner(), Freeze(o, freeze_more)) for o in ('before_batch','after_loss','after_backward')}
 scenes |= {'freeze all but one': lambda: fitted(learner(), Freeze('before_batch', freeze_all_but_bias)),
            'a layer is added': lambda: fitted(learner(), AddsLayer()), 'parameters of the loss': loss_params,
@@ -195,7 +195,8 @@ def other_path(): return learner(path=f'/tmp/run-{group_rank()}')
 @pytest.mark.parametrize('make, want', [
     (odd_loss, r'the loss batch_std may train otherwise on 2 ranks .*n_items'), (other_split, r'different data: training data.indices: #'),
     (other_length, r'^ValueError: .*len\(training data\): 24 on rank 0, 30 on rank 1'),
-    (other_rate, r'^ValueError: .*momentum of parameter group 0: 0\.1 on rank 0, 0\.2 on rank 1'), (own_buffer, 'seen: each rank has computed this'),
+    (other_rate, r'^ValueError: .*momentum of parameter group 0: 0\.1 on rank 0, 0\.2 on rank 1'),
+    (own_buffer, 'seen: each rank has computed this'),
     (drift, r'^RuntimeError: .*2\.bias differs between rank 0 and \[1\]'), (other_path, 'learn.path differs: .*run-0 on rank 0, .*run-1')],
     ids=lambda o: getattr(o, '__name__', ''))
 def test_a_difference_is_told(make, want):

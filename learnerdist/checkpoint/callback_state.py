@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import torch
 from fastcore.foundation import L
 
-from . import __version__
+from .. import __version__
 from ..data.loaders import data_len
 from ..learner.learner import get_model
 from ..core.compat import tree_leaves

@@ -88,7 +88,7 @@ def fingerprint(
     attrs = {k: v for k,v in getattr(o, '__dict__', {}).items() if not k.startswith('_') and not callable(v)}
     res = {f'type({name})': type(o).__name__}
     if hasattr(o, '__len__') and data_len(o) is not None: res[f'len({name})'] = len(o)
-    if not attrs and isinstance(o, (list,tuple,dict,Tensor)): attrs,name = {'': o},name
+    if not attrs and isinstance(o, (list,tuple,dict,Tensor)): attrs = {'': o}
     for k,v in attrs.items():
         at = f'{name}.{k}' if k else name
         if depth and hasattr(v, '__getitem__') and getattr(v, '__dict__', None): res.update(fingerprint(v, at, depth-1))
