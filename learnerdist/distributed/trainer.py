@@ -164,8 +164,20 @@ def wrap(self:DistributedTrainer):
     ids = [device.index] if device.type=='cuda' else None
     kw = {'forward_sync_buffers':False, **self.ddp_kw} if 'broadcast_buffers' not in self.ddp_kw else self.ddp_kw
     self.all_used = False
-    self.ddp = DistributedDataParallel(self.model, device_ids=ids, process_group=current_group(), **kw)
+    with _without_empty(self.model):
+        self.ddp = DistributedDataParallel(self.model, device_ids=ids, process_group=current_group(), **kw)
     if self.comm_hook: self.comm_hook(self.ddp, current_group())
+
+@contextmanager
+def _without_empty(model):
+    "DDP that is made in the body leaves out parameters without an element, which it refuses"
+    name,empty = '_ddp_params_and_buffers_to_ignore',{k for k,p in model.named_parameters() if not p.numel()}
+    old = vars(model).get(name)
+    if empty: setattr(model, name, {*(old or ()), *empty})
+    try: yield
+    finally:
+        if old is not None: setattr(model, name, old)
+        elif empty: delattr(model, name)
 
 @patch
 def unwrap(self:DistributedTrainer):
@@ -190,7 +202,7 @@ def after_backward(self:DistributedTrainer):
     ddp = self.ddp
     if ddp is None or self.all_used or not ddp.require_backward_grad_sync or ddp.find_unused_parameters or ddp.static_graph: return
     self.all_used = True
-    named = {k:p for k,p in ddp.module.named_parameters() if p.requires_grad}
+    named = {k:p for k,p in ddp.module.named_parameters() if p.requires_grad and p.numel()}
     idle = [k for k,p in named.items() if p.grad is None]
     if 0<len(idle)<len(named): raise ValueError(f"no gradient for {', '.join(idle)}: if they take no part in the loss, say so with "
                                                 "distrib_ctx(find_unused_parameters=True), or freeze them with requires_grad_(False)")

@@ -227,7 +227,7 @@ def _global_losses(self:DistributedTrainer):
         loss = (tot/count).to(smooth.val) if count else loss
         smooth.accumulate(_WithLoss(loss))
         rec.losses.append(smooth.value)
-    rec.smooth_loss = smooth
+    vars(rec)['smooth_loss'] = smooth # fastai warns of a name that the learner has too
     if n: self.learn.smooth_loss = smooth.value
 
 class _WithLoss:
