@@ -75,6 +75,14 @@ class ExactEvaluation(Callback):
 
     def after_validate(self): self.put_together()
 
+    # With `measured`, `batch_ids` and `batch_loss`, what another kind of learner says otherwise
+    def kind(self, m): return reduction(m) # how the state of `m` adds up
+    def is_measured(self): return has_result(self.learn) # the batch at hand counts
+    def batch_parts(self): return listed(self.learn.xb),listed(self.learn.yb),self.learn.pred # inputs, targets, prediction
+    def row_parts(self, m, parts, ns): return parts # what `m` has kept of each batch, as rows; ns: samples in each batch
+    def kept_parts(self, m, rows): return [] if rows is None else [rows] # the rows of all ranks as `m` keeps them
+    def n_rows(self): "Rows whose key is not below this number are padding; None: there is none"
+
     def _ranks(self): return getattr(self.dl, 'rank', group_rank()),getattr(self.dl, 'world_size', group_size())
     def _batch(self): return self.iter*self._ranks()[1] + self._ranks()[0]
     def _keys(self):
@@ -103,25 +111,10 @@ def deals_batches(dl)->bool:
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c021
 @patch
-def is_measured(self:ExactEvaluation)->bool:
-    "Whether the batch at hand counts"
-    return has_result(self.learn)
-
-@patch
 def measured(self:ExactEvaluation)->list:
     "The metrics of this loop, and the callbacks that gather"
     cbs = [cb for cb in self.cbs if reduction.dispatch(type(cb)) is not reduction.dispatch(object)]
     return [*(self.recorder.valid_mets if hasattr(self.learn, 'recorder') else []), *cbs]
-
-@patch
-def kind(self:ExactEvaluation, m):
-    "How the state of `m` adds up"
-    return reduction(m)
-
-@patch
-def batch_parts(self:ExactEvaluation)->tuple:
-    "Inputs, targets, prediction of the batch at hand"
-    return listed(self.learn.xb),listed(self.learn.yb),self.learn.pred
 
 @patch
 def batch_ids(self:ExactEvaluation, keys, own, ragged)->Tensor: # (rows,)
@@ -133,21 +126,6 @@ def batch_ids(self:ExactEvaluation, keys, own, ragged)->Tensor: # (rows,)
 def batch_loss(self:ExactEvaluation):
     "The loss that a metric which is fed anew sees"
     return self.learn.loss_func(self.learn.pred, *self.learn.yb).detach() if self.learn.yb else None
-
-# %% ../../nbs/distributed/08_evaluation.ipynb #c021b
-@patch
-def row_parts(self:ExactEvaluation, m, parts:list, ns:list)->list:
-    "What `m` has kept of each batch, as rows"
-    return parts
-
-@patch
-def kept_parts(self:ExactEvaluation, m, rows)->list:
-    "The rows of all ranks as `m` keeps them"
-    return [] if rows is None else [rows]
-
-@patch
-def n_rows(self:ExactEvaluation):
-    "Rows whose key is not below this number are padding; None: there is none"
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c022
 @patch
@@ -231,7 +209,7 @@ def _feed(self:ExactEvaluation, mets):
     got = self._all_rows(cat_rows(self.replay), cat_keys([o[1] for o in self.replay]))
     if got is None: return
     rows,keys,own,kinds = got
-    common = min(kinds, key=len).tolist()
+    common = (kinds[0] if isinstance(kinds, Tensor) else min(kinds, key=len)).tolist()
     ragged = is_ragged(rows, common)
     with _kept(self.learn, 'xb','yb','pred','loss','iter'):
         for i,idxs in in_groups(self.batch_ids(keys, own, ragged)):

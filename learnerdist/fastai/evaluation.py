@@ -95,48 +95,42 @@ class Evaluation(ExactEvaluation):
     def before_batch(self):
         if self.is_measured(): super().before_batch()
     def after_batch(self):
-        if not self.is_measured(): return
-        super().after_batch()
+        if self.is_measured(): super().after_batch()
         for o in self.files: o.keep(self.learn)
 
     def after_train(self):
         if self._mets(): self.put_together()
     def after_validate(self):
-        self.put_together()
+        super().after_validate()
         for o in self.files: o.write()
         if self.files: distrib_barrier() # when `get_preds` returns, the files are there
 
-    def _gatherers(self): return [cb for cb in self.learn.cbs if isinstance(cb, GatherPredsCallback)]
-    def _mets(self):
-        rec = getattr(self.learn, 'recorder', None)
-        if rec is None or rec not in self.learn.cbs: return []
-        if not self.training: return list(rec._valid_mets)
-        return list(self.learn.metrics) if rec.train_metrics and not getattr(rec, 'cancel_train', False) else []
+    def is_measured(self): return not self.training or bool(self._mets())
+    def batch_parts(self): return list(self.learn.xb),list(self.learn.yb),self.learn.pred
+    def n_rows(self): return self.dl.n_total if self.padded else None
+    def batch_ids(self, keys, own, ragged): return own if deals_batches(self.dl) else own//self.dl.world_size # batches of all ranks
+    def batch_loss(self):
+        mixed = isinstance(getattr(self.learn.loss_func, '__self__', None), Callback) # MixUp's, which knows only the batch at hand
+        return None if mixed else super().batch_loss()
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c016
 @patch
-def is_measured(self:Evaluation)->bool: return not self.training or bool(self._mets())
+def _gatherers(self:Evaluation): return [cb for cb in self.learn.cbs if isinstance(cb, GatherPredsCallback)]
+
 @patch
-def measured(self:Evaluation)->list: return self._mets() if self.training else [*self._mets(), *self._gatherers(), *self.files]
+def _mets(self:Evaluation):
+    rec = getattr(self.learn, 'recorder', None)
+    if rec is None or rec not in self.learn.cbs: return []
+    if not self.training: return list(rec._valid_mets)
+    return list(self.learn.metrics) if rec.train_metrics and not getattr(rec, 'cancel_train', False) else []
+
 @patch
-def n_rows(self:Evaluation): return self.dl.n_total if self.padded else None
+def measured(self:Evaluation): return self._mets() if self.training else [*self._mets(), *self._gatherers(), *self.files]
 
 @patch
 def kind(self:Evaluation, m):
     red = reduction(m)
     return Replay() if self.padded and isinstance(red, Sums) and red.names else red
-
-@patch
-def batch_parts(self:Evaluation): return list(self.learn.xb),list(self.learn.yb),self.learn.pred
-
-@patch
-def batch_ids(self:Evaluation, keys, own, ragged):
-    return own if deals_batches(self.dl) else own//self.dl.world_size
-
-@patch
-def batch_loss(self:Evaluation):
-    mixed = isinstance(getattr(self.learn.loss_func, '__self__', None), Callback) # MixUp's, which knows only the batch at hand
-    return None if mixed else ExactEvaluation.batch_loss(self)
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c017
 @patch

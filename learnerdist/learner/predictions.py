@@ -122,7 +122,9 @@ def _without_metrics(learn):
     finally: learn.metrics = old
 
 # %% ../../nbs/learner/08_predictions.ipynb #c011
-class Unshared(list): "Batches that every rank reads for itself"
+class Unshared(list):
+    "Batches of one sample that every rank reads for itself"
+    bs = n = 1
 
 @patch
 def predict(self:Learner,
