@@ -7,7 +7,7 @@ __all__ = ['Autocast', 'setup_distrib', 'ParallelTrainer', 'say_replaced']
 
 # %% ../../nbs/fastai/04_learner.ipynb #c002
 import copy,random,sys,warnings
-from contextlib import contextmanager,suppress
+from contextlib import ExitStack,contextmanager,suppress
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -118,19 +118,24 @@ def save(self:_Base, file, **kwargs):
 @patch
 def load(self:_Distributed, *args, **kwargs):
     "As fastai's, once rank 0 has written the file. No collective"
-    file = args[0] if args else kwargs.get('file')
-    if isinstance(file, (str,Path)): await_save(_path(self, file))
-    with _no_barrier(): return self._plain.load(self, *args, **kwargs)
+    with _awaiting(): return self._plain.load(self, *args, **kwargs)
 
 @contextmanager
-def _no_barrier():
-    "`load` on one rank must not wait for the others"
-    mods = [m for m in (fastai_learner,sys.modules.get('fastai.text.learner')) if m]
-    old = [m.distrib_barrier for m in mods]
-    for m in mods: m.distrib_barrier = noop
-    try: yield
-    finally:
-        for m,f in zip(mods, old): m.distrib_barrier = f
+def _awaiting():
+    "A file is read when rank 0 has written it; `load` on one rank must not wait for the others"
+    mods = [(m,name) for m,name in ((fastai_learner,'load_model'),(sys.modules.get('fastai.text.learner'),'load_model_text')) if m]
+    with ExitStack() as stack:
+        for m,name in mods:
+            for k,f in (('distrib_barrier',noop),(name,_awaited(getattr(m, name)))):
+                stack.callback(setattr, m, k, getattr(m, k))
+                setattr(m, k, f)
+        yield
+
+def _awaited(load):
+    def f(file, *args, **kwargs):
+        if isinstance(file, (str,Path)): await_save(Path(file))
+        return load(file, *args, **kwargs)
+    return f
 
 # %% ../../nbs/fastai/04_learner.ipynb #c012
 @patch
