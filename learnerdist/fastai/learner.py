@@ -253,7 +253,7 @@ def fit(self:Learner, *args, amp=None, ddp=None, **kwargs):
     say_replaced()
     try: return _fit(self, *args, **kwargs)
     except Exception as e:
-        say_oom(e, self.xb, self.training)
+        if 'xb' in vars(self): say_oom(e, self.xb, self.training)
         raise
 
 # %% ../../nbs/fastai/04_learner.ipynb #c019
