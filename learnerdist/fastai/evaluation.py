@@ -129,16 +129,19 @@ def measured(self:Evaluation): return self._mets() if self.training else [*self.
 
 @patch
 def kind(self:Evaluation, m):
+    "As in `reduction`; a mean cannot leave out padding, so its metric is fed anew"
     red = reduction(m)
     return Replay() if self.padded and isinstance(red, Sums) and red.names else red
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c017
 @patch
 def row_parts(self:Evaluation, m, parts, ns):
+    "What `get_preds` keeps is whole batches in any structure, what a metric keeps is rows"
     return parts if isinstance(m, Metric) else [to_rows(o, n) for o,n in zip(parts, ns)]
 
 @patch
 def kept_parts(self:Evaluation, m, rows):
+    "Rows in one entry; batch by batch for files, and where they are put together along another dimension"
     if not isinstance(m, Metric) and m.concat_dim!=0: return self._by_batch(rows) # every rank comes here
     return [] if rows is None else [as_fastais(rows)]
 
