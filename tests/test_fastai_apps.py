@@ -200,7 +200,7 @@ def imported_before(W, rank):
 def test_fastai_distributed_imported_before():
     pytest.importorskip('accelerate')
     for got in run_ranks(on_ranks, 2, imported_before):
-        assert got[2]=='learnerdist.fastai_trainer'
+        assert got[2]=='learnerdist.fastai.trainer'
 
 # --- the examples -----------------------------------------------------------------------------------------------------------
 
