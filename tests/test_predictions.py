@@ -1,5 +1,5 @@
 "`get_preds` and `predict` on several ranks: what one process predicts, in the order of the data set, on every rank"
-import contextlib,functools,pickle,traceback
+import contextlib,functools,pickle,traceback,warnings
 from collections import namedtuple
 import pytest, torch, torch.distributed as dist
 from torch import nn
@@ -315,3 +315,52 @@ def test_outside_of_a_context_a_rank_is_alone():
     expect = preds(alone)
     for res in run_ranks(rank_outside, 2):
         for got in res: assert_same(got, expect)
+
+# --- what belongs to which sample -------------------------------------------------------------------------------------------
+
+def time_first(items):
+    x,y = torch.utils.data.default_collate(items)
+    return x.unflatten(1, (3, 1)).transpose(0, 1).expand(-1, -1, 2),y
+
+def with_scalar(items):
+    x,y = torch.utils.data.default_collate(items)
+    return dict(scale=torch.tensor(2.), x=x),y
+
+def bag(items):
+    "Tokens of all samples in a row, and where each sample begins"
+    ys = torch.utils.data.default_collate([y for _,y in items])
+    lens = ys%3+1
+    return torch.arange(int(lens.sum())),lens.cumsum(0)-lens,ys
+
+def counted(name):
+    col,f = dict(mean=(time_first, lambda x: x.mean(0)), steps=(time_first, lambda x: x*2), bag=(bag, lambda t,o: o*2.),
+                 scalar=(with_scalar, lambda b: b['x']*b['scale']))[name]
+    learn = make(Fn(f), DataLoader(TensorDataset(*xy()), 5, collate_fn=col), loss=bare_loss)
+    if name=='bag': learn.dls.n_inp = 2
+    with warnings.catch_warnings(record=True) as ws, learn.distrib_ctx(seed=1):
+        warnings.simplefilter('always')
+        preds = learn.get_preds(with_input=name=='bag')
+    return plain(preds),[str(o.message) for o in ws if 'get_preds' in str(o.message)]
+
+def rank_counted():
+    with process_group(): return {o: counted(o) for o in ('mean','steps','scalar','bag')}
+
+def test_samples_are_counted_as_the_loader_says():
+    x,y = xy()
+    alone_ = rank_counted()
+    for res in [alone_], run_ranks(rank_counted, 2), run_ranks(rank_counted, 3):
+        for rank,got in enumerate(res):
+            for name,want in dict(mean=x.mean(1, keepdim=True).expand(-1, 2), scalar=x*2).items():
+                assert not got[name][1] and got[name][0][1]==y.tolist()
+                torch.testing.assert_close(torch.tensor(got[name][0][0]), want)
+            for name in ('steps','bag'): assert len(got[name][1])==(rank==0) # it is said once
+            assert len(torch.tensor(got['bag'][0][1]))==13 and got['bag'][0][2]==y.tolist()
+    steps,tokens = alone_['steps'][0][0],alone_['bag'][0][0][0]
+    assert [torch.tensor(o).shape for o in steps]==[(3, 5, 2),(3, 5, 2),(3, 3, 2)] # batch by batch
+    torch.testing.assert_close(torch.tensor(steps[2])[:,:,0], x[10:].T*2)
+    assert [len(o) for o in tokens]==[(y[i:i+5]%3+1).sum() for i in (0,5,10)]
+
+def test_one_time_first_sample():
+    dl = TfmdDL(TensorDataset(*xy()), 4, collate_fn=lambda items: time_first([(o[0],o[-1]) for o in items])[:1])
+    learn = make(Fn(lambda x: x*2), dl, loss=bare_loss)
+    assert learn.predict(xy()[0][3]).shape==(3, 1, 2)

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import torch
 from fastcore.foundation import L
 
-from .. import __version__
+import learnerdist
 from ..data.loaders import data_len
 from ..learner.learner import get_model
 from ..core.compat import tree_leaves
@@ -90,7 +90,7 @@ def run_config(
     n = data_len(getattr(dl.source if hasattr(dl, 'dealer') else dl, 'dataset', None))
     return dict(model=type(get_model(learn.model)).__name__, loss=_name(learn.loss_func), optimizer=type(opt).__name__, **hypers,
                 n_epoch=learn.n_epoch, batch_size=bs and bs*world, samples=n, ranks=world,
-                seed=getattr(trainer, 'seed', None), schedule=horizons(learn.cbs), torch=str(torch.__version__), learnerdist=__version__)
+                seed=getattr(trainer, 'seed', None), schedule=horizons(learn.cbs), torch=str(torch.__version__), learnerdist=learnerdist.__version__)
 
 def horizons(cbs)->dict:
     "How many steps or epochs the schedules among callbacks are made for: what they call `horizon`, by name"

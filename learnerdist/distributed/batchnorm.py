@@ -135,6 +135,7 @@ class _Synced:
     @torch.no_grad()
     def _track(self, n, mean, var):
         "Move the running statistics towards the global batch's: momentum None is the mean of all batches so far"
+        if not n and _mute: return # all ranks have cancelled this batch
         if self.num_batches_tracked is not None: self.num_batches_tracked.add_(1)
         if not n or self.running_mean is None: return
         f = 1/float(self.num_batches_tracked) if self.momentum is None else self.momentum

@@ -19,7 +19,8 @@ from ..data.rows import _cat_leaf,as_ints,cat_rows,take_rows
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c017
 def _meta(rows):
     leaves,spec = tree_flatten(rows)
-    return [(o.shape[1:],o.dtype) if isinstance(o, Tensor) else None for o in leaves],tree_unflatten(range(len(leaves)), spec)
+    dense = [(o.shape[1:],o.dtype,type(o)) if isinstance(o, Tensor) else None for o in leaves]
+    return dense,tree_unflatten(range(len(leaves)), spec)
 
 def gather_all(
     rows,         # This rank's rows; None where it has none
@@ -45,11 +46,11 @@ def _gather_leaf(o, kinds, order, lens, dst):
     if None in kinds or len(set(kinds))>1:
         parts = _gather_pickled(o, dst)
         return None if parts is None else take_rows(_cat_leaf(parts), order)
-    shape,dtype = kinds[0]
-    o = as_ints(torch.empty(0, *shape, dtype=dtype) if o is None else o)
+    shape,dtype,cls = kinds[0]
+    o = as_ints(torch.empty(0, *shape, dtype=dtype) if o is None else o.as_subclass(Tensor))
     res,places = o.new_empty(len(order), o.shape[1]) if _wants(dst) else None,order.argsort().split(lens)
     for r,i,rows in _pieces(o, lens, dst): res.index_copy_(0, places[r][i:i+len(rows)], rows)
-    return None if res is None else res.reshape(-1).view(dtype).reshape(len(order), *shape)
+    return None if res is None else res.reshape(-1).view(dtype).reshape(len(order), *shape).as_subclass(cls)
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c018
 _piece = 1<<24 # Bytes that a rank sends at a time

@@ -6,6 +6,8 @@
 __all__ = ['broadcast_module', 'broadcast_tensors', 'average_grads', 'SharedMaxNorm', 'Replica']
 
 # %% ../../nbs/distributed/09_replica.ipynb #55899e64
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -68,6 +70,18 @@ class SharedMaxNorm:
     def undo(self):
         while self.handles: self.handles.pop().remove()
 
+# %% ../../nbs/distributed/09_replica.ipynb #581ba1f4
+@contextmanager
+def _without_empty(model):
+    "DDP that is made in the body leaves out parameters without an element, which it refuses"
+    name,empty = '_ddp_params_and_buffers_to_ignore',{k for k,p in model.named_parameters() if not p.numel()}
+    old = vars(model).get(name)
+    if empty: setattr(model, name, {*(old or ()), *empty})
+    try: yield
+    finally:
+        if old is not None: setattr(model, name, old)
+        elif empty: delattr(model, name)
+
 # %% ../../nbs/distributed/09_replica.ipynb #7565e5ad
 class Replica:
     "What the training loop calls in place of the learner's model: the model in DDP, made anew when what is trained has changed"
@@ -91,12 +105,10 @@ class Replica:
         broadcast_tensors(self.others)
         self.trained,self.checked,self.ddp = self._what_is_trained(),False,None
         if not any(p.requires_grad for p in self.params): return # DDP refuses a model that is frozen as a whole
-        empty = [k for k,p in self.model.named_parameters() if not p.numel()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, empty)
         device = self.learn.device
         ids = [device.index] if device.type=='cuda' else None
-        self.ddp = DistributedDataParallel(self.model, device_ids=ids, process_group=current_group(), **self.kw)
-        del self.model._ddp_params_and_buffers_to_ignore
+        with _without_empty(self.model):
+            self.ddp = DistributedDataParallel(self.model, device_ids=ids, process_group=current_group(), **self.kw)
         if self.comm_hook: self.comm_hook(self.ddp, current_group())
         self.sync = self._sync
 

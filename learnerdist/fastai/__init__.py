@@ -3,9 +3,9 @@ from learnerdist.checkpoint.checkpoint import Checkpoint
 from learnerdist.checkpoint.preemption import Preempted,preempted_status
 from learnerdist.core.collectives import distrib_barrier
 from learnerdist.core.rank0 import rank0_first
-from learnerdist.core.env import num_distrib,rank_distrib,setup_distrib,teardown_distrib
-from learnerdist.data.distributed_dl import DistributedDL
-from learnerdist.fastai.learner import ParallelTrainer
+from learnerdist.core.env import num_distrib,rank_distrib,teardown_distrib
+from learnerdist.fastai.learner import ParallelTrainer,setup_distrib
+from learnerdist.fastai.loaders import DistributedDL
 from learnerdist.fastai.trainer import DistributedTrainer
 
 __all__ = ['ParallelTrainer','DistributedTrainer','DistributedDL','setup_distrib','teardown_distrib','rank0_first','rank_distrib',

@@ -81,7 +81,11 @@ def _writes(cls): # of every callback at every event
 
 class DistributedTrainer(core.DistributedTrainer):
     "Train a fastai learner on every rank of the group: shares of the data, the mean of the gradients, the numbers of one process"
-    def __init__(self, cuda_id=None, **kwargs):
+    def __init__(self,
+        cuda_id=None, # This process's GPU; None: by local rank, or the CPU. A bool is `sync_bn`, fastai's first argument
+        **kwargs      # As in our own
+    ):
+        if isinstance(cuda_id, bool): cuda_id,kwargs = None,dict(kwargs, sync_bn=cuda_id)
         super().__init__(cuda_id, **kwargs)
         self.agreement = FastaiAgreement(self)
         self.plain = None
@@ -132,6 +136,7 @@ def _set(self:DistributedTrainer, obj, name, val):
 def share(self:DistributedTrainer, dl, pad, **kw):
     "This rank's share of a loader; a list of batches, and a loader that is split already, are left alone"
     if isinstance(dl, (list,tuple,L)): return dl
+    if getattr(dl, 'by_hand', False) and (dl.rank,dl.world_size)==(group_rank(),group_size()): dl = dl.source
     if not pad and isinstance(dl, DataLoader) and dl.drop_last: dl = dl.new(drop_last=False)
     return ShareDL.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
 
@@ -259,7 +264,7 @@ def _global_losses(self:DistributedTrainer):
         loss = (tot/count).to(smooth.val) if count else loss
         smooth.accumulate(_WithLoss(loss))
         rec.losses.append(smooth.value)
-    rec.smooth_loss = smooth
+    vars(rec)['smooth_loss'] = smooth # fastai warns of a name that the learner has too
     if n: self.learn.smooth_loss = smooth.value
 
 class _WithLoss:

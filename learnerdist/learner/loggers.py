@@ -24,12 +24,14 @@ class LogWriter(Callback):
     def close(self): "Called however the fit ends"
 
     def before_fit(self):
-        self.seen,self.writing = 0,is_rank0()
+        self.seen,self.writing = 0,is_rank0() and self.learn.fitting # fastai's `get_preds` begins a fit, too
+        if self.writing and hasattr(self.learn, 'at_end'): self.learn.at_end(self.learn, self) # fastai's has no `cleanup`
         if self.writing: self.open()
 
     def after_epoch(self):
-        self.seen = len(self.recorder.values)
-        if self.writing: self.log_epoch(dict(zip(self.recorder.metric_names, self.recorder.log)))
+        rec = self.recorder
+        self.seen = len(rec.values)
+        if self.writing: self.log_epoch({k:v for k,v in zip(rec.metric_names, rec.log) if k!='time'})
 
     def after_cancel_fit(self):
         if len(self.recorder.values)>self.seen: self.after_epoch() # somebody cancelled before this epoch was written down

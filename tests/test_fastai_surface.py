@@ -1,0 +1,337 @@
+"fastai's own signatures, subclasses, flags and warnings within the context: what a script may do without a context, it may do here"
+import importlib, io, random, warnings
+from contextlib import nullcontext
+from contextlib import redirect_stdout
+import numpy as np, pandas as pd, pytest
+pytest.importorskip('fastai')
+import torch
+from fastai.callback.core import CancelBatchException
+from fastai.callback.data import WeightedDL
+from fastai.callback.training import ShortEpochCallback
+from fastai.collab import CollabDataLoaders, collab_learner
+from fastai.data.core import DataLoaders, TfmdDL
+from fastai.tabular.all import Categorify, TabularDataLoaders, tabular_learner
+from fastai.text.all import (AWD_LSTM, TextDataLoaders, Tokenizer, awd_lstm_clas_config, awd_lstm_lm_config, language_model_learner,
+                             text_classifier_learner)
+from fastai.torch_core import defaults
+from fastai.vision.gan import FixedGANSwitcher, GANLearner
+from torch import nn
+from test_fastai import (Callback, F1Score, Learner, RocAuc, SGD, alone_on_ranks, bn, close, ctx, floats, items, make, on_ranks,
+                         per_rank, state)
+from test_fastai_apps import Words, texts
+from test_fastai_metrics import First
+from learnerdist.fastai import *
+from learnerdist.learner.loggers import CSVLogger, LogWriter
+from learnerdist.testing import run_ranks
+from fastai_lines import shows
+
+warnings.filterwarnings('ignore')
+
+# --- learners ---------------------------------------------------------------------------------------------------------------
+
+def loaders(ds, bs, W, valid=None):
+    return DataLoaders.from_dsets(ds, valid or ds, bs=per_rank(bs, W), num_workers=0, device=torch.device('cpu'))
+
+def unlabelled(W, rank):
+    "Train with metrics that are no plain means, predict the test set"
+    learn = make(W, rank, metrics=[F1Score(average='macro'), RocAuc(), First()])
+    with ctx(learn, W):
+        learn.fit(1)
+        return learn.get_preds(dl=loaders([o[:1] for o in items(37)], 24, W)[1], with_input=True)[:2]
+
+class Mine(Learner):
+    "A subclass whose methods take something else"
+    def get_preds(self, mine=1, **kw): return [mine, super().get_preds(**kw)]
+    def save(self, name, mine=2): return super().save(f'{name}-{mine}')
+    def load(self, name, mine=2): return super().load(f'{name}-{mine}')
+
+def subclass(W, rank, path):
+    learn = make(W, rank, metrics=[], path=path)
+    learn.__class__ = Mine
+    with ctx(learn, W):
+        learn.fit(1)
+        learn.save('a', 3)
+        learn.load('a', 3)
+        lrs = learn.lr_find(1e-6, 1., 4, False, False)
+        by_position = Learner.get_preds(learn, 1, None, True, False, False, None, False, False) if not W else \
+            super(type(learn), learn).get_preds(mine=4, with_input=True, reorder=False)[1]
+        return learn.get_preds(5, ds_idx=1), by_position, floats(lrs)
+
+def language_model(W, rank):
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    kw = dict(text_col='text', valid_col='is_valid', is_lm=True, seq_len=4, bs=per_rank(6, W), device='cpu', num_workers=0)
+    tok = Tokenizer.from_df('text', tok=Words(), n_workers=1)
+    with redirect_stdout(io.StringIO()): dls = TextDataLoaders.from_df(texts(), tok_tfm=tok, **kw)
+    torch.manual_seed(0)
+    config = dict(awd_lstm_lm_config, n_hid=12, emb_sz=8, n_layers=2)
+    learn = language_model_learner(dls, AWD_LSTM, config=config, pretrained=False, metrics=[])
+    with ctx(learn, W): return learn.get_preds(ds_idx=0, reorder=False), learn.predict("abc", 3, no_bar=True, no_unk=False), len(dls.train)
+
+def empty_parameters(W, rank):
+    "Tables without continuous columns have a `BatchNorm1d(0)`"
+    torch.set_default_dtype(torch.float32)
+    res,g = {},np.random.RandomState(0)
+    df = pd.DataFrame(dict(a=g.randint(0, 4, 80).astype(str), b=g.randint(0, 3, 80).astype(str), y=g.rand(80).astype('float32')))
+    kw = dict(bs=per_rank(12, W), device='cpu', num_workers=0)
+    tab = TabularDataLoaders.from_df(df, procs=[Categorify], cat_names=['a','b'], y_names='y', valid_idx=[*range(60, 80)], **kw)
+    named = dict(user_name='a', item_name='b', rating_name='y')
+    col = CollabDataLoaders.from_df(df, valid_pct=.25, seed=1, bs=per_rank(12, W), device='cpu', **named)
+    for name,func in dict(tab=lambda: tabular_learner(tab, layers=[6]), col=lambda: collab_learner(col, use_nn=True, layers=[6])).items():
+        torch.manual_seed(1+rank if W else 1)
+        learn = func()
+        learn.opt_func,before = SGD,{*vars(learn.model)}
+        with ctx(learn, W):
+            learn.fit(2, .1)
+            res[name] = floats(learn.validate()),any(not p.numel() for p in learn.model.parameters())
+        assert before=={*vars(learn.model)}
+    return res
+
+class SkipsSecond(Callback):
+    def before_batch(self):
+        if self.training and self.iter==1: raise CancelBatchException
+
+def cancelled(W, rank):
+    "What a batch that all ranks cancel leaves in BatchNorm; rows of short epochs"
+    learn = make(W, rank, model=bn, metrics=[])
+    with ctx(learn, W): learn.fit(2, cbs=SkipsSecond())
+    res = [{k:v for k,v in state(learn).items() if 'running' in k or 'tracked' in k}]
+    for pct,both in ((0.,False),(.3,True),(.3,False),(.75,False)):
+        learn = make(W, rank, metrics=[])
+        with ctx(learn, W): learn.fit(2, cbs=ShortEpochCallback(pct, both))
+        res.append([[floats(o) for o in learn.recorder.values], len(learn.recorder.losses), learn.recorder.iters])
+    return res
+
+def applications(W, rank, path): return dict(unlabelled=unlabelled(W, rank), subclass=subclass(W, rank, path/str(W)),
+    lm=language_model(W, rank), empty=empty_parameters(W, rank), cancelled=cancelled(W, rank))
+
+lines = dict(unlabelled=('3 `get_preds` of data without labels, with metrics that are no means', 1e-6),
+    subclass=('3 a subclass of `Learner` with arguments of its own', 1e-6),
+    lm=('7 `LMLearner.get_preds`, `LMLearner.predict` (float32)', 1e-5),
+    empty=('7 `tabular_learner` without continuous columns, `collab_learner(use_nn=True)` (float32)', 1e-5),
+    cancelled=('6 `CancelBatchException` on all ranks with BatchNorm; the rows of `ShortEpochCallback`', 1e-6))
+
+def test_applications(tmp_path):
+    for o in range(4): (tmp_path/str(o)).mkdir()
+    want = applications(0, 0, tmp_path)
+    assert want['lm'][2]==3 and want['empty']['tab'][1] and want['cancelled'][0]['1.num_batches_tracked']==6
+    for W in (1,2,3):
+        for got in [applications(1, 0, tmp_path)] if W==1 else run_ranks(on_ranks, W, applications, tmp_path):
+            for k,(_,tol) in lines.items(): close(got[k], want[k], tol if W>1 else 0, k)
+        for line,tol in lines.values(): shows(line, W, tol if W>1 else 0)
+
+# --- what is said -----------------------------------------------------------------------------------------------------------
+
+def said(func):
+    "The warnings of `func()` that are fastai's of a shadowed name, or ours of a replaced method"
+    with warnings.catch_warnings(record=True) as ws:
+        warnings.simplefilter('always')
+        func()
+    return [str(o.message) for o in ws if 'shadowing' in str(o.message) or 'learnerdist.fastai' in str(o.message)]
+
+def a_fit(W, rank):
+    learn = make(W, rank, metrics=[])
+    with ctx(learn, W): learn.fit(2)
+
+def test_a_fit_warns_of_no_shadowed_name():
+    assert run_ranks(on_ranks, 2, shadowed)==[[]]*2
+
+def shadowed(W, rank): return said(lambda: a_fit(W, rank))
+
+def theirs_later(W, rank):
+    "`fastai.distributed` is imported later; then another library replaces a method"
+    importlib.import_module('fastai.distributed')
+    still = Learner.distrib_ctx.__module__, said(lambda: a_fit(W, rank))
+    old,Learner.distrib_ctx = Learner.distrib_ctx,lambda self, *args, **kw: nullcontext()
+    try: return still, said(lambda: a_fit(0, 0)), said(lambda: a_fit(0, 0))
+    finally: Learner.distrib_ctx = old
+
+def test_the_last_word_stays_ours():
+    pytest.importorskip('accelerate')
+    for (module,none),once,again in run_ranks(on_ranks, 2, theirs_later):
+        assert module=='learnerdist.fastai.learner' and none==again==[]
+        assert len(once)==1 and 'Learner.distrib_ctx (now of test_fastai_surface)' in once[0]
+
+# --- fastai.distributed's signatures ----------------------------------------------------------------------------------------
+
+def blocks(n, W, bs, drop_last=False):
+    "By hand: what each rank reads of 0, …, n-1 in fastai's blocks, in batches"
+    size = -(-n//W)
+    own = [(torch.arange(r*size, (r+1)*size)%n).split(bs) for r in range(W)]
+    return [[b for b in bs_ if len(b)==bs or not drop_last] for bs_ in own]
+
+def as_lists(batches): return [[o.tolist() for o in (b if isinstance(b, (tuple,list)) else (b,))] for b in batches]
+
+@pytest.mark.parametrize('kind', ['fastai', 'torch', 'pairs', 'drop_last'])
+def test_a_loader_in_blocks(kind):
+    "What fastai's notebook 20a asserts of `DistributedDL(dl, rank, world_size)`"
+    ds = list(zip(range(50), range(100, 150))) if kind=='pairs' else list(range(50))
+    dl = torch.utils.data.DataLoader(ds, batch_size=12, num_workers=2) if kind=='torch' else \
+        TfmdDL(ds, bs=12, num_workers=2, drop_last=kind=='drop_last')
+    want = blocks(50, 4, 12, kind=='drop_last')
+    for r in range(4):
+        got = DistributedDL(dl, r, 4)
+        assert as_lists(got)==[[b.tolist(), *[(100+b).tolist()]*(kind=='pairs')] for b in want[r]] and len(got)==len(want[r])
+
+class Gathers(DistributedDL):
+    "As the notebook does where it has one process: other ranks' rows are -100"
+    def _to_detach(self, b, cpu=True, gather=True):
+        whole = lambda o: torch.cat([o if r==self.rank else torch.full_like(o, -100) for r in range(self.world_size)])
+        return tuple(map(whole, b)) if isinstance(b, (tuple,list)) else whole(b)
+
+def test_what_is_gathered_loses_its_padding():
+    ds = list(zip(range(12), range(100, 112)))
+    for r in range(5):
+        dl = Gathers(TfmdDL(ds, bs=12, num_workers=2), r, 5)
+        for b in dl: assert [(o!=-100).sum().item() for o in dl.to_detach(b)]==([0,0] if r==4 else [3,3])
+    for r in range(3):
+        dl = Gathers(TfmdDL(list(range(10)), bs=4, num_workers=2, shuffle=True), r, 3)
+        b = list(dl)[0]
+        assert dl.to_detach(b)[4*r:4*r+4].tolist()==b[:None if r<2 else 2].tolist()
+        assert DistributedDL(dl.source, r, 3).to_detach(b).equal(b) # nothing was gathered
+
+def test_a_weighted_loader():
+    dl = WeightedDL(list(range(50)), bs=16, num_workers=2, shuffle=True, wgts=[float(i>=25) for i in range(50)])
+    got = [list(DistributedDL(dl, r, 4))[0] for r in range(4)]
+    assert [len(o) for o in got]==[13]*4 and torch.cat(got).min()>=25
+
+def test_a_data_set_and_errors():
+    assert as_lists(DistributedDL(list(range(5)), 1, 2, 2))==as_lists(DistributedDL(list(range(5)), 1, 2, bs=2))==[[[1,3]],[[0]]]
+    dl = TfmdDL(list(range(5)), bs=2, num_workers=0)
+    assert as_lists(DistributedDL(dl))==as_lists(dl) # without a launcher, all of it
+    assert DistributedDL(dl, 0, 2, device='meta').device.type=='meta' and dl.device is None
+    with pytest.raises(ValueError, match='seed: over a loader'): DistributedDL(dl, 0, 2, seed=1)
+    with pytest.raises(ValueError, match='device=cpu: a DataLoader has none'): DistributedDL(torch.utils.data.DataLoader([1]), 0, 2, 'cpu')
+    learn = make()
+    with learn.distrib_ctx(False, True): assert not learn.distributed_trainer.sync_bn
+    assert DistributedTrainer(False).sync_bn is False and setup_distrib(gpu=None).type=='cpu'
+
+def by_hand(W, rank):
+    "Loaders that the script has made by hand are dealt as all others"
+    learn = make(W, rank)
+    if W: learn.dls.loaders = [DistributedDL(o) for o in learn.dls.loaders]
+    with ctx(learn, W):
+        learn.fit(2)
+        return state(learn),[floats(o) for o in learn.recorder.values],learn.get_preds()
+
+def test_loaders_by_hand():
+    want = by_hand(0, 0)
+    for W in (2,3):
+        for got in run_ranks(alone_on_ranks, W, by_hand): close(got, want, 1e-6)
+
+# --- flags of `fit`, logs, memory -------------------------------------------------------------------------------------------
+
+class Rows(LogWriter):
+    def open(self): self.rows = []
+    def log_epoch(self, row): self.rows.append({k:float(v) for k,v in row.items()})
+    def close(self): self.closed = True
+
+class Full(nn.Module):
+    "Has no room for a batch, on the last rank"
+    def __init__(self, fails):
+        super().__init__()
+        self.lin,self.fails = nn.Linear(8, 3),fails
+    def forward(self, x):
+        if self.fails: raise torch.OutOfMemoryError('CUDA out of memory.')
+        return self.lin(x)
+
+class Types(Callback):
+    order = 5
+    def before_fit(self): self.seen = set()
+    def after_pred(self): self.seen.add(self.pred.dtype)
+
+def flags(W, rank, path):
+    learn,types,rows = make(dtype=torch.float32, metrics=[], path=path/f'{rank}'),Types(),Rows()
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(2, amp='bf16', ddp=dict(seed=3, split_batches=True), cbs=[types,rows,CSVLogger()])
+        trained,n = state(learn),len(learn.cbs)
+        learn.fit(1, amp=False, ddp=None, cbs=types)
+        with pytest.raises(ValueError, match='leave out one'): learn.to_bf16().fit(1, amp=True)
+        broken = make(dtype=torch.float32, metrics=[], model=lambda: Full(rank in (0, W-1)))
+        try: broken.fit(1, ddp=True)
+        except Exception as e: err = str(e)
+    csv = path/f'{rank}'/'history.csv'
+    text,closed = csv.exists() and csv.read_text(),getattr(rows, 'closed', False)
+    return trained,types.seen,getattr(rows, 'rows', None),closed,text,err,n,type(learn).__name__
+
+def test_flags(tmp_path):
+    for o in ('one','two'): (tmp_path/o).mkdir()
+    want = flags(0, 0, tmp_path/'one')
+    assert want[1]=={torch.float32} and [*want[2][0]]==['epoch','train_loss','valid_loss'] and want[3] and len(want[4].splitlines())==3
+    for rank,got in enumerate(run_ranks(alone_on_ranks, 2, flags, tmp_path/'two')):
+        close(got[0], want[0], 2e-2) # bfloat16 sums of half batches
+        assert got[1]=={torch.float32} and got[6]==want[6] and got[7]=='Learner'
+        assert (got[2] is not None, got[3], bool(got[4]))==(rank==0,)*3
+        if rank==0: close(got[2], want[2], 2e-2)
+        assert 'with a batch of 24 samples' in got[5] and 'find_batch_size' in got[5]
+    assert 'with a batch of 24 samples. Take' in want[5]
+
+class Bf16(Callback):
+    "What the layers compute in"
+    def before_fit(self):
+        self.seen = set()
+        self.learn.model[0].register_forward_hook(lambda m, x, out: self.seen.add(out.dtype))
+
+def test_amp_is_on():
+    learn,seen = make(dtype=torch.float32, metrics=[]),Bf16()
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, amp=True, cbs=seen)
+    assert seen.seen=={torch.bfloat16}
+
+# --- models of which callbacks ask more than a prediction -------------------------------------------------------------------
+
+class Generator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 12)
+    def forward(self, x): return self.lin(x).view(-1, 3, 2, 2)
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(12, 1)
+    def forward(self, x): return self.lin(x.flatten(1)).view(-1)
+
+def gen_loss(fake, out, target): return ((out-target)**2).mean()-fake.mean()
+def crit_loss(real, fake): return (fake-real).mean()
+
+def gan(W, rank):
+    "Its trainer calls `learn.model.switch`, and keeps what it needs on the model"
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(1+rank if W else 1)
+    g = torch.Generator().manual_seed(0)
+    ds = list(zip(torch.randn(48, 8, generator=g), torch.randn(48, 3, 2, 2, generator=g)))
+    kw = dict(switcher=FixedGANSwitcher(1, 1), opt_func=SGD, lr=.01, gen_first=False)
+    learn = GANLearner(loaders(ds, 12, W, ds[:12]), Generator(), Critic(), gen_loss, crit_loss, **kw)
+    with ctx(learn, W, **(dict(find_unused_parameters=True) if W else {})):
+        learn.fit(2)
+        return state(learn)
+
+def test_gan():
+    want = gan(0, 0)
+    for W in (1,2,3):
+        for got in [gan(1, 0)] if W==1 else run_ranks(on_ranks, W, gan): close(got, want, 1e-5 if W>1 else 0)
+        shows('7 `GANLearner` (float32)', W, 1e-5 if W>1 else 0)
+
+def classifier(W, rank, bs=12):
+    "Of texts of uneven length, with weights that tell them apart"
+    torch.set_default_dtype(torch.float32)
+    def text(i): return ' '.join(random.Random(i).choices(['aa bb','cc dd'] if i%2 else ['cc dd','ee'], k=random.Random(i).randint(2, 30)))
+    df = pd.DataFrame([(text(i), i%2, i>=60) for i in range(100)], columns=['text','label','is_valid'])
+    kw = dict(text_col='text', label_col='label', valid_col='is_valid', seq_len=10, bs=per_rank(bs, W), device='cpu', num_workers=0)
+    with redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as m:
+        m.setattr(defaults, 'cpus', 1)
+        dls = TextDataLoaders.from_df(df, **kw)
+    config,g = dict(awd_lstm_clas_config, n_hid=12, emb_sz=8, n_layers=2),torch.Generator().manual_seed(5)
+    learn = text_classifier_learner(dls, AWD_LSTM, config=config, pretrained=False, seq_len=10, metrics=[])
+    with torch.no_grad():
+        for p in learn.model.parameters(): p.copy_(torch.randn(p.shape, generator=g)*.5)
+    with ctx(learn, W): return learn.get_preds()[0]
+
+def test_texts_that_share_a_batch():
+    "fastai's classifier reads a text otherwise beside other texts: on one process too, where the batch size differs"
+    want = classifier(0, 0)
+    assert 1e-2<(classifier(0, 0, 6)-want).abs().max()<5e-2
+    for W in (1,2,3):
+        for got in [classifier(1, 0)] if W==1 else run_ranks(on_ranks, W, classifier): close(got, want, 5e-2 if W>1 else 0)
+        shows('7 `text_classifier_learner`, predictions: they depend on who shares a batch, on one process too, by as much',
+              W, 5e-2 if W>1 else 0)
