@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ask', 'Frame', 'frames_of', 'users_frame', 'in_library', 'report_folder', 'catch_crashes', 'read_crash',
-           'answer_asks', 'answerer', 'stack_of', 'describe_stack']
+           'answer_asks', 'answerer', 'stack_of', 'process_state', 'is_stopped', 'describe_stack']
 
 # %% ../../nbs/core/04_stacks.ipynb #c002
 import faulthandler,functools,linecache,os,re,signal,sysconfig,tempfile,time,traceback
@@ -114,9 +114,18 @@ def _holds(pid, file):
     try: return any(os.readlink(o) == str(file) for o in Path(f'/proc/{pid}/fd').iterdir())
     except OSError: return False
 
+def process_state(
+    pid
+)->str: # One letter as in `ps`: T for one that is stopped, Z for one that has ended; '' where there is none, or no /proc
+    "What the system says of a process"
+    try: return _read(f'/proc/{pid}/stat').rpartition(')')[2].split()[0]
+    except OSError: return ''
+
+def is_stopped(pid): return process_state(pid)=='T'
+
 # %% ../../nbs/core/04_stacks.ipynb #c014
-_waits = ('torch/distributed/','torch/autograd/graph.py','learnerdist/core/env.py','learnerdist/core/collectives.py',
-          'learnerdist/distributed/vote_links.py','learnerdist/distributed/agreement.py')
+_exchanges = 'core/env','core/collectives','distributed/vote_links','distributed/agreement'
+_waits = ('torch/distributed/','torch/autograd/graph.py',*(str(Path(learnerdist.__file__).parent/f'{o}.py') for o in _exchanges))
 
 def describe_stack(
     frames:list # Of `Frame`, the innermost first
@@ -126,8 +135,8 @@ def describe_stack(
     at,user = frames[0],users_frame(frames)
     where = f'{user}: {src}' if (src := linecache.getline(user.file, user.line).strip()) else str(user)
     if not any(o in at.file for o in _waits): return f'was at {where}' + ('' if at == user else f' ({at.name})')
-    name = next((o.name for o in frames if 'c10d_logger' not in o.file), at.name)
+    name = next((o.name for o in frames if 'c10d_logger' not in o.file and o.name not in ('wait_key','wait_keys')), at.name)
     return f'waited in {_called.get(name, name)}, from {where}'
 
-_called = dict(_engine_run_backward='backward', hear='the vote of a step', tell='the vote of a step', wait_key='the store',
-               _say='the start of the group')
+_called = dict(_engine_run_backward='backward', hear='the vote of a step', tell='the vote of a step', _open='the start of the group',
+               _everyones='the start of the group', _after_rank0='rank0_first', _rank0_first='rank0_first')

@@ -6,7 +6,6 @@
 __all__ = ['broadcast_module', 'DistributedTrainer', 'padding_of']
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c002
-import itertools
 from contextlib import ExitStack,contextmanager
 
 import torch
@@ -21,10 +20,10 @@ from .batchnorm import _Synced,sync_batchnorm
 from ..learner.callback import Callback
 from ..core.collectives import all_sum,broadcast_object,gather_objects
 from ..data.loaders import find_bs
-from ..core.env import (current_group,group_rank,group_size,in_group,num_distrib,process_group)
+from ..core.env import current_group,group_rank,group_size,group_timeout,in_group,process_group
 from .evaluation import ExactEvaluation
 from ..learner.predictions import Unshared
-from .failure import announce,fail_together
+from .failure import failing_together
 from .comm_hooks import check_ddp_options,find_hook
 from ..learner.learner import Learner,fit_flags,get_model
 from .vote_links import open_links
@@ -53,14 +52,15 @@ class DistributedTrainer(Callback):
         seed:int=None,      # Of shuffling; None: drawn from torch's generator on rank 0
         check_every:int=None, # Compare the ranks' weights every so many steps, and raise where they differ
         comm_hook=None,     # How gradients travel: 'fp16' or 'bf16' (half the bytes), 'powersgd', or a function as in `register_comm_hook`
-        timeout_s=1800,     # Seconds after which a collective gives up on an absent rank
+        timeout_s:float=None, # Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
         **ddp_kw            # Options of `DistributedDataParallel`
     ):
         check_ddp_options(ddp_kw)
         if seed is not None and not isinstance(seed, int): raise ValueError(f'seed={seed!r}: give a whole number, or None to draw one')
         if check_every is not None and not (isinstance(check_every, int) and check_every>0):
             raise ValueError(f'check_every={check_every!r}: give a number of steps, from 1 up')
-        if not isinstance(timeout_s, (int,float)) or timeout_s<=0: raise ValueError(f'timeout_s={timeout_s!r}: give seconds')
+        if timeout_s is not None and not (isinstance(timeout_s, (int,float)) and timeout_s>0):
+            raise ValueError(f'timeout_s={timeout_s!r}: give seconds')
         self.cuda_id,self.sync_bn,self.split_batches,self.seed = cuda_id,sync_bn,split_batches,seed
         self.check_every,self.timeout_s,self.ddp_kw = check_every,timeout_s,ddp_kw
         self.ddp,self.undo_bn,self.epochs_before,self.links,self.stack = None,None,0,None,ExitStack()
@@ -75,7 +75,7 @@ def attach(self:DistributedTrainer):
         self.stack.enter_context(ranked_warnings())
         self._set(self.dls, 'device', device)
         self.seed = broadcast_object(_draw_seed() if self.seed is None else self.seed)
-        self.links = self.stack.enter_context(open_links(self.timeout_s))
+        self.links = self.stack.enter_context(open_links(group_timeout()))
         if group_size()>1: self.stack.callback(set_rng_state, rng_state())
         self.prepare_model()
         broadcast_module(get_model(self.model))
@@ -288,18 +288,9 @@ def distrib_ctx(self:Learner,
 ):
     "The learner is distributed for the length of the body, and afterwards what it was, also when the body fails"
     _check_plain(self)
-    key,several = f'first-failure/{next(_contexts)}',num_distrib()>1 or group_size()>1
-    try:
-        if several: announce()
+    with failing_together(self.detach_distributed):
         self.to_distributed(cuda_id, **kw)
         yield self
-    except (Exception,SystemExit) as e:
-        err = fail_together(e, key, self.detach_distributed) if several else e
-        if err is e: raise
-        raise err from e
-    finally: self.detach_distributed()
-
-_contexts = itertools.count()
 
 def _ddp_flag(learn, opts):
     if opts is not True and not isinstance(opts, dict): raise ValueError(f'ddp={opts!r}: give True, or a dict of options of distrib_ctx')
