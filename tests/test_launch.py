@@ -117,9 +117,9 @@ def test_each_attempt_is_reported(tmp_path):
 
 def test_first_failure_is_the_first_in_time(tmp_path):
     files = {r: tmp_path/str(r)/'error.json' for r in range(4)}
-    def report(r, time, text, code=1):
+    def report(r, time, text, code=1, **kw):
         files[r].parent.mkdir(exist_ok=True)
-        files[r].write_text(json.dumps(dict(rank=r, time=time, code=code, text=text)))
+        files[r].write_text(json.dumps(dict(rank=r, time=time, code=code, text=text, **kw)))
     report(0, 10.2, 'Oops 0')
     report(2, 10.1, 'Oops 2', 3)
     # Rank 2 wrote its report first, but torchrun saw rank 0 end, and ended rank 2
@@ -129,7 +129,7 @@ def test_first_failure_is_the_first_in_time(tmp_path):
     words = 'rank 1 failed first: ended by SIGKILL (probably out of memory)','rank 2 failed too: Oops 2','rank 0 failed too: Oops 0'
     assert explain(found) == [*words] and found[0][2] == -9
     assert explain(exit_reports({1: 4}, {})) == ['rank 1 failed first: ended with exit status 4, without an exception']
-    report(0, 10.2, 'RankError: rank 5 failed with KeyError: 3\n\non rank 5:\nTraceback …')
+    report(0, 10.2, 'RankError: rank 5 failed with KeyError: 3\n\non rank 5:\nTraceback …', told=True)
     files[2].unlink()
     assert explain(exit_reports({0: 1}, files)) == ['rank 5 failed with KeyError: 3']
 

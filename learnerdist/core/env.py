@@ -5,16 +5,17 @@
 # %% auto #0
 __all__ = ['section', 'rank_distrib', 'num_distrib', 'local_rank', 'local_size', 'default_device', 'gpu_id', 'backend_for',
            'in_group', 'launch_store', 'shared_store', 'connect_store', 'RankError', 'pack_error', 'unpack_error',
-           'record_exit', 'wait_keys', 'wait_key', 'setup_distrib', 'teardown_distrib', 'close_group', 'process_group',
-           'group_timeout', 'current_group', 'control_group', 'group_rank', 'group_size', 'is_rank0']
+           'is_consequence', 'record_exit', 'wait_keys', 'wait_key', 'setup_distrib', 'teardown_distrib', 'close_group',
+           'process_group', 'group_timeout', 'current_group', 'control_group', 'group_rank', 'group_size', 'is_rank0']
 
 # %% ../../nbs/core/00_env.ipynb #c002
-import json,os,re,socket,time,traceback
+import dis,json,os,re,socket,time,traceback
 from collections import Counter
 from contextlib import contextmanager,suppress
 from datetime import timedelta
 from pathlib import Path
 
+import learnerdist
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -127,6 +128,25 @@ def pack_error(e)->str:
 def unpack_error(s)->RankError:
     "The other half of `pack_error`"
     return RankError(**json.loads(s))
+
+# %% ../../nbs/core/00_env.ipynb #conseq
+_communicate = tuple(f'{Path(o.__file__).parent}{os.sep}' for o in (dist,learnerdist))
+_gloos = re.compile(r'\[\S*gloo\S*:\d+\]') # where in gloo's source an error was raised, which it puts before its message
+
+def is_consequence(
+    e # With its traceback
+)->bool:
+    "Whether an exception may be how this rank noticed that another one has gone: decided by where it was raised, not by its words"
+    if not isinstance(e, dist.DistError) and type(e) is not RuntimeError: return False
+    *_,(frame,at) = ((o.tb_frame, o.tb_lasti) for o in _entries(e.__traceback__))
+    if dis.opname[frame.f_code.co_code[at]]=='RAISE_VARARGS': # by Python's `raise`, not by what C++ returned to this line
+        return isinstance(e, dist.DistError) and frame.f_code.co_filename.startswith(_communicate)
+    return isinstance(e, dist.DistError) or bool(_gloos.search(str(e)))
+
+def _entries(tb):
+    while tb:
+        yield tb
+        tb = tb.tb_next
 
 # %% ../../nbs/core/00_env.ipynb #left03
 section = [] # The key of the record of the first failure, in a part of the run that ranks enter and leave together

@@ -101,11 +101,13 @@ def stack_of(
     try: before = _read(file).count(_head)
     except OSError: return None
     for i in (1,2): # signals of one kind are handled one after the other: when the second answer begins, the first is complete
-        end = time.monotonic()+timeout_s
-        if not _holds(pid, file): return None
-        os.kill(pid, ask)
+        start,n_asked = time.monotonic(),0
         while _read(file).count(_head) < before+i:
-            if time.monotonic() > end or not _holds(pid, file): return None
+            waited = time.monotonic()-start
+            if waited > timeout_s or not _holds(pid, file): return None
+            if waited >= .2*n_asked: # while the first is answered, the second one may reach a thread of C++, which has no answer
+                os.kill(pid, ask)
+                n_asked += 1
             time.sleep(.005)
     return _read(file).split(_head)[before+1]
 

@@ -6,34 +6,17 @@
 __all__ = ['first_failure', 'announce', 'failing_together']
 
 # %% ../../nbs/distributed/04_failure.ipynb #c002
-import dis,itertools,json,os,re,socket,time,traceback
+import itertools,json,os,re,socket,time,traceback
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
-import learnerdist
 import torch.distributed as dist
 
-from ..core.env import RankError,close_group,group_size,in_group,num_distrib,pack_error,rank_distrib,section,shared_store,unpack_error
+from ..core.env import (RankError,close_group,group_size,in_group,is_consequence,num_distrib,pack_error,rank_distrib,section,shared_store,
+                        unpack_error)
 from ..core.stacks import Frame,answer_asks,answerer,describe_stack,frames_of,is_stopped,stack_of
 
 # %% ../../nbs/distributed/04_failure.ipynb #c004
-_communicate = tuple(f'{Path(o.__file__).parent}{os.sep}' for o in (dist,learnerdist))
-_gloos = re.compile(r'\[\S*gloo\S*:\d+\]') # where in gloo's source an error was raised, which it puts before its message
-
-def _is_consequence(e):
-    "Whether `e` may be how this rank noticed that another one has gone: decided by where it was raised"
-    if not isinstance(e, dist.DistError) and type(e) is not RuntimeError: return False
-    *_,(frame,at) = ((o.tb_frame, o.tb_lasti) for o in _entries(e.__traceback__))
-    if dis.opname[frame.f_code.co_code[at]]=='RAISE_VARARGS': # by Python's `raise`, not by what C++ returned to this line
-        return isinstance(e, dist.DistError) and frame.f_code.co_filename.startswith(_communicate)
-    return isinstance(e, dist.DistError) or bool(_gloos.search(str(e)))
-
-def _entries(tb):
-    while tb:
-        yield tb
-        tb = tb.tb_next
-
 def first_failure(
     key,         # Of this section, the same on every rank
     timeout_s=0  # Seconds to wait for it
@@ -54,7 +37,7 @@ def announce():
     store = shared_store()
     if store is not None: store.set(f'stack/{_me()[0]}', json.dumps([socket.gethostname(), os.getpid(), answer_asks(os.getpid())]))
 
-def _has_timed_out(e): return _is_consequence(e) and bool(re.search(r'timed? ?out', str(e), re.I))
+def _has_timed_out(e): return is_consequence(e) and bool(re.search(r'timed? ?out', str(e), re.I))
 
 def _find_the_absent(e, key):
     "This rank has waited for too long: an error that says where all ranks are, from the first one to notice"
@@ -133,11 +116,11 @@ def _first(e, key):
 def _record(e, key):
     "The exception, and whether it is what happened on this rank, which then is in the store before the others are freed"
     if _has_timed_out(e): e = _find_the_absent(e, key)
-    if _is_consequence(e): return e,False
+    if is_consequence(e): return e,False
     if not isinstance(e, RankError): shared_store().compare_set(key, '', pack_error(e))
     return e,True
 
 def _cut_off(e, lost):
-    if not _is_consequence(e): return e
+    if not is_consequence(e): return e
     where = f"{os.environ.get('MASTER_ADDR', 'rank 0')}, where the ranks' store is"
     return ConnectionError(f'{socket.gethostname()} cannot reach {where}: the machine or the link to it is gone ({lost})')

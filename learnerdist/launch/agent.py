@@ -44,14 +44,13 @@ def exit_reports(
     known=None  # By rank: what else is known of its end
 )->list:        # Of (rank, what happened, exit status): the one that failed first comes first
     "How ranks failed, from what they left; those are not in it that were only ended, or told, because of another's failure"
-    found = {r: (0, (known or {}).get(r) or _death(code, files.get(r)), code) for r,code in codes.items() if code != -signal.SIGTERM}
+    found = {r: (0, (known or {}).get(r) or _death(code, files.get(r)), code, False) for r,code in codes.items() if code != -signal.SIGTERM}
     for r,file in files.items():
         o = json.loads(file.read_text()) if file.exists() else {}
-        if 'text' in o: found[r] = o['time'],o['text'],o['code']
-    told = lambda o: o[1][1].startswith('RankError') # how a rank that was well heard of another's failure
-    if not found: found = {min(codes): (0, describe_exit(-signal.SIGTERM), -signal.SIGTERM)}
-    first,*others = sorted(found.items(), key=lambda o: (told(o),o[1][0]))
-    return [(r,text,code) for r,(_,text,code) in [first, *(o for o in others if not told(o))]]
+        if 'text' in o: found[r] = o['time'],o['text'],o['code'],o.get('told', False) # a rank that was well, and noticed another's failure
+    if not found: found = {min(codes): (0, describe_exit(-signal.SIGTERM), -signal.SIGTERM, False)}
+    first,*others = sorted(found.items(), key=lambda o: (o[1][3],o[1][0]))
+    return [(r,text,code) for r,(_,text,code,_) in [first, *(o for o in others if not o[1][3])]]
 
 def _death(code, file):
     "What is known of a rank that left no report"
@@ -59,11 +58,15 @@ def _death(code, file):
     silent = ', without an exception' if code > 0 else ''
     return describe_exit(code) + (f' ({what}, {users_frame(frames)})' if what else silent)
 
-def explain(reports)->list:
+def explain(
+    reports,
+    left=() # By rank: of those that had left before, with status 0, how
+)->list:
     "Lines to print of what `exit_reports` found"
     first,*others = reports
     if first[1].startswith('RankError'): return [first[1].splitlines()[0].removeprefix('RankError: ')] # what it was told of another machine
-    return [f'rank {first[0]} failed first: {first[1]}', *(f'rank {r} failed too: {text}' for r,text,_ in others)]
+    return [f'rank {first[0]} failed first: {first[1]}', *(f'rank {r} failed too: {text}' for r,text,_ in others),
+            *(f'rank {r} {how} before' for r,how in dict(left).items())]
 
 # %% ../../nbs/launch/02_agent.ipynb #c013
 class RankLogs(DefaultLogsSpecs):
@@ -71,7 +74,7 @@ class RankLogs(DefaultLogsSpecs):
     def __init__(self, log_dir, split:bool, **kw):
         super().__init__(log_dir, **kw)
         self.split,self.files,self.first_death,self.handlers = split,{},None,[] # split: by rank; else as the options say
-        self.envs,self.known = {},{} # of each local rank; by rank, what `Watch` knows of its end
+        self.envs,self.known,self.left = {},{},{} # of each local rank; by rank, what `Watch` knows of its end
 
     def reify(self, envs):
         "Called by torchrun before each attempt; the environment of each of its ranks says which one it is"
@@ -79,7 +82,7 @@ class RankLogs(DefaultLogsSpecs):
         end_groups(self.handlers) # of the attempt before
         if self.split: self._tee = {i: Std.ALL for i,e in envs.items() if e['RANK'] != '0'}
         res = super().reify(envs)
-        self.files,self.envs,self.first_death = {int(envs[i]['RANK']): Path(f) for i,f in res.error_files.items()},envs,None
+        self.files,self.envs,self.first_death,self.left = {int(envs[i]['RANK']): Path(f) for i,f in res.error_files.items()},envs,None,{}
         return res
 
     def _say_restart(self, local_rank, code, env):
@@ -153,6 +156,7 @@ class Watch:
     def _tell_others(self, handler, code):
         env = self.logs.envs[handler.local_rank_id]
         how = f'left with status {preempted_status}, to go on later' if self._rank(handler) in self.logs.put_off() else describe_exit(code)
+        if not code: self.logs.left[int(env['RANK'])] = how
         with suppress(RuntimeError): record_exit(connect_store(env, timeout_s=5), int(env['RANK']), how) # whoever kept the store has left
 
     def _wait_for(self, running, ended, waited_s):

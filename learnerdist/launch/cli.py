@@ -211,10 +211,12 @@ def _print_exception(e):
 
 def _leave_report(e, status):
     "Write what torchrun reads as `torch.distributed.elastic`'s `record` would, with what our own report needs"
+    from learnerdist.core.env import RankError,is_consequence
     at,text,now = users_frame(frames_of(e)),f'{type(e).__name__}: {e}',time.time()
     if not report_folder(): return say(f'rank {os.environ["RANK"]} failed: {text} ({at.file}:{at.line})')
     extra = dict(py_callstack=''.join(traceback.format_exception(e)), timestamp=str(int(now)))
-    res = dict(message=dict(message=text, extraInfo=extra), rank=int(os.environ['RANK']), time=now, code=status)
+    told = isinstance(e, RankError) or is_consequence(e)
+    res = dict(message=dict(message=text, extraInfo=extra), rank=int(os.environ['RANK']), time=now, code=status, told=told)
     with whole_file(os.environ['TORCHELASTIC_ERROR_FILE']) as f: f.write_text(json.dumps(res | dict(text=f'{text} ({at.file}:{at.line})')))
 
 # %% ../../nbs/launch/03_cli.ipynb #c030
@@ -248,7 +250,7 @@ def _launch_agent(args):
         except SignalException as e: return preempted_status if logs.files and [*logs.files] == logs.put_off() else 128 + e.sigval
         except ChildFailedError as e:
             reports = exit_reports({r: f.exitcode for r,f in e.failures.items()}, logs.files, logs.known)
-            say(*explain(reports))
+            say(*explain(reports, logs.left))
             return reports[0][2] if reports[0][2] > 0 else 128-reports[0][2]
         else: handlers.clear() # what a script that ended well leaves running may go on, as under `python`
         finally: end_groups(handlers)
