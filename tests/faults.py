@@ -2,7 +2,7 @@
 
 `python tests/faults.py [--write]` runs all of them through the launcher and prints a table (or puts it into
 nbs/tutorials/failures.ipynb); test_faults.py runs a sample. Under the launcher this file is the run that fails."""
-import argparse,ctypes,json,os,re,signal,subprocess,sys,tempfile,time
+import argparse,atexit,ctypes,json,os,re,signal,subprocess,sys,tempfile,time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,9 +10,13 @@ root = Path(__file__).parent.parent
 notebook = root/'nbs/tutorials/failures.ipynb'
 faults = 'raise','sys.exit','os._exit','SIGKILL','segfault','hang'
 phases = 'before the group','rank0_first','training','validation','saving','loader worker'
+leaves,ends = ('sys.exit(0)','os._exit(0)','sys.exit(75)'),('end of the context','after the context','exit hook')
 cases = [(f,p) for p in phases for f in faults if (f,p)!=('hang','rank0_first')] # which waits as long as a download may take
+cases += [(f,p) for p in phases[:3] for f in leaves] + [('sys.exit(256)','training'),('stop','training')]
+cases += [(f,p) for p in ends for f in ('stop','hang')]
 lines = Path(__file__).read_text().splitlines()
-timeout_s = 8 # of a run that will hang; all other runs have distrib_ctx's usual 1800
+hangs = 'hang','stop'
+timeout_s = 8 # of a run that will hang, and of the launcher's --wait for what hangs after it; all other runs have distrib_ctx's usual 1800
 
 def who_fails(phase): return 0 if phase in ('rank0_first','saving') else 1 # rank 0 does those
 
@@ -24,6 +28,11 @@ def fail(how):
     if how=='SIGKILL': os.kill(os.getpid(), signal.SIGKILL)
     if how=='segfault': ctypes.string_at(0)
     if how=='hang': time.sleep(1000)
+    if how=='stop': os.kill(os.getpid(), signal.SIGSTOP)
+    if how=='sys.exit(0)': sys.exit(0)
+    if how=='os._exit(0)': os._exit(0)
+    if how=='sys.exit(75)': sys.exit(75)
+    if how=='sys.exit(256)': sys.exit(256)
 
 def train(fault, phase):
     import torch
@@ -42,13 +51,16 @@ def train(fault, phase):
     dls = DataLoaders.from_dsets(Data(), Data(), bs=4, num_workers=2 if phase=='loader worker' else 0)
     learn = Learner(dls, model, torch.nn.MSELoss(), lr=.01, path=os.environ['FAULT_DIR'])
     learn.logger = lambda line: None
-    with learn.distrib_ctx(timeout_s=timeout_s if fault=='hang' else 1800):
+    with learn.distrib_ctx(timeout_s=timeout_s if fault in hangs else 1800):
         learn.fit(1)
         learn.save('m')
         if mine and phase=='saving': model.register_state_dict_post_hook(lambda *_: fail(fault))
         learn.fit(1, cbs=[]) if phase=='saving' else learn.fit(2, cbs=Fail)
         learn.save('m')
         learn.fit(1)
+        if mine and phase=='end of the context': fail(fault)
+    if mine and phase=='after the context': fail(fault)
+    if mine and phase=='exit hook': atexit.register(fail, fault)
 
 class Outcome(NamedTuple):
     fault:str
@@ -63,7 +75,8 @@ def run(fault, phase, limit_s=100):
     import torch
     with tempfile.TemporaryDirectory() as d:
         env = os.environ | dict(FAULT_DIR=d, PYTHONPATH=str(root), OMP_NUM_THREADS='1')
-        command = sys.executable,'-m','learnerdist.launch','--nproc','2',__file__,fault,phase
+        wait = ('--wait',str(timeout_s)) if phase in ends else ()
+        command = sys.executable,'-m','learnerdist.launch','--nproc','2',*wait,__file__,fault,phase
         res = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=limit_s)
         end = time.monotonic()+limit_s
         while ours(d) and time.monotonic()<end: time.sleep(.05)
@@ -88,14 +101,16 @@ def line_of(fault):
 
 def complaints(o:Outcome)->list:
     "What is wrong with an outcome"
-    rank,lineless = who_fails(o.phase),o.fault in ('os._exit','SIGKILL') # of which nothing in the process can tell
+    rank,lineless = who_fails(o.phase),o.fault in ('os._exit','SIGKILL','stop',*leaves) # of which nothing in the process can tell
     words = {'raise': 'ValueError: a bad batch', 'sys.exit': 'SystemExit: 3', 'os._exit': 'status 3', 'SIGKILL': 'SIGKILL',
-             'segfault': 'SIGSEGV', 'hang': 'a rank did not come'}[o.fault]
+             'segfault': 'SIGSEGV', 'hang': 'a rank did not come', 'stop': 'is stopped',
+             'sys.exit(256)': 'SystemExit: 256'}.get(o.fault, 'left')
+    if o.phase in ends: words = {'stop': 'is stopped', 'hang': 'still ran'}[o.fault]
     if o.phase=='loader worker':
         words = {'raise': words, 'hang': 'rank 1 was at'}.get(o.fault, 'DataLoader worker')
         lineless = o.fault!='raise' # the rank knows where it waited for its worker
-    res = [] if o.seconds < 15 + (timeout_s if o.fault=='hang' else 0) else [f'{o.seconds:.1f} s']
-    if f'rank {rank} ' not in o.said.splitlines()[0] and o.fault!='hang' or f'rank {rank}' not in o.said: res.append(f'no rank {rank}')
+    res = [] if o.seconds < 15 + (timeout_s if o.fault in hangs else 0) else [f'{o.seconds:.1f} s']
+    if f'rank {rank} ' not in o.said.splitlines()[0] and o.fault not in hangs or f'rank {rank}' not in o.said: res.append(f'no rank {rank}')
     if words not in o.said: res.append(f'no {words!r}')
     if not lineless and not re.search(rf'faults.py(:|", line ){line_of(o.fault)}\b', o.said): res.append('no line')
     if not o.status or not o.kept: res.append(f'status {o.status}, kept {o.kept}')

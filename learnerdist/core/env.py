@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from .stacks import preempted_status
+
 # %% ../../nbs/core/00_env.ipynb #c005
 def _env_int(name): return int(os.environ.get(name) or 0)
 
@@ -116,6 +118,7 @@ class RankError(RuntimeError):
 
 def _how(kind, message):
     if kind=='exit': return message # what its launcher saw of it
+    if kind=='Preempted' or (kind,message)==('SystemExit','75'): return f'left with status {preempted_status}, to go on later'
     return 'left by sys.exit(0)' if (kind,message) in _well else f'failed with {kind}: {message}'
 
 _well = [('SystemExit',o) for o in ('','0','None')]
