@@ -64,7 +64,7 @@ def _place(store, key, rank, end):
         if is_stopped(pid): return f'is stopped (process {pid}, by SIGSTOP)'
         stack = stack_of(pid, file)
         if stack is None: return f'does not answer (process {pid})'
-        if not any(o.file==__file__ for o in frames_of(stack)): return describe_stack(frames_of(stack))
+        if not any(o.file==_place.__code__.co_filename for o in frames_of(stack)): return describe_stack(frames_of(stack))
     while not store.check([waited]) and time.monotonic()<end: time.sleep(.01)
     if store.check([waited]): return describe_stack([Frame(*o) for o in json.loads(store.get(waited))])
     return _reach(known[0]) if known and known[0]!=socket.gethostname() else 'has not come so far'
