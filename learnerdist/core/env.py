@@ -118,7 +118,7 @@ class RankError(RuntimeError):
 
 def _how(kind, message):
     if kind=='exit': return message # what its launcher saw of it
-    if kind=='Preempted' or (kind,message)==('SystemExit',str(preempted_status)): return f'left with status {preempted_status}, to go on later'
+    if kind=='Preempted' or (kind,message)==('SystemExit','75'): return f'left with status {preempted_status}, to go on later'
     return 'left by sys.exit(0)' if (kind,message) in _well else f'failed with {kind}: {message}'
 
 _well = [('SystemExit',o) for o in ('','0','None')]
