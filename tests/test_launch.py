@@ -2,7 +2,9 @@
 import fcntl,json,os,pty,random,select,signal,socket,subprocess,sys,termios
 from pathlib import Path
 import pytest,torch
-from learnerdist.launch.agent import exit_reports,explain
+from learnerdist.launch import agent
+from learnerdist.launch.agent import RankLogs,Watch,exit_reports,explain
+from learnerdist.launch.cli import _status,_status_of_all
 from learnerdist.launch import main,run
 from learnerdist.launch.processes import RanksError
 
@@ -42,9 +44,12 @@ train(sys.argv[1])
 # Tells a FIFO that it is there, then waits; so does its child
 waiting = '''
 import ctypes,os,signal,sys,threading
+import time
 how,rank = sys.argv[2] if len(sys.argv) > 2 else '',os.environ['RANK']
 child = os.fork()
-if not child: signal.pause()
+if not child:
+    if how == 'raise': signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+    signal.pause()
 def put_off(*_):
     if os.waitpid(child, os.WNOHANG) == (0, 0): sys.exit(75) # it was not ended at the same time
 if how == 'put off': signal.signal(signal.SIGTERM, put_off)
@@ -52,7 +57,13 @@ if how == 'say': print('rank', rank, 'on a terminal' if sys.stdout.isatty() else
 with open(sys.argv[1], 'w') as f: f.write(f'{os.getpid()} {child}\\n')
 if how == 'in C' and rank == '1': # it does not come back to Python to hear of a signal
     while ctypes.PyDLL(None).sleep(100): pass
-threading.Event().wait()
+if how == 'raise': raise KeyError(rank)
+try: threading.Event().wait()
+except KeyboardInterrupt:
+    end = time.monotonic() + 7
+    while how == 'saves' and time.monotonic() < end: threading.Event().wait(.1) # what it saves takes long
+    if how == 'saves': open(f'{sys.argv[1]}.{rank}', 'w').close()
+    raise
 '''
 
 def environment(**kw):
@@ -117,9 +128,9 @@ def test_each_attempt_is_reported(tmp_path):
 
 def test_first_failure_is_the_first_in_time(tmp_path):
     files = {r: tmp_path/str(r)/'error.json' for r in range(4)}
-    def report(r, time, text, code=1):
+    def report(r, time, text, code=1, **kw):
         files[r].parent.mkdir(exist_ok=True)
-        files[r].write_text(json.dumps(dict(rank=r, time=time, code=code, text=text)))
+        files[r].write_text(json.dumps(dict(rank=r, time=time, code=code, text=text, **kw)))
     report(0, 10.2, 'Oops 0')
     report(2, 10.1, 'Oops 2', 3)
     # Rank 2 wrote its report first, but torchrun saw rank 0 end, and ended rank 2
@@ -129,7 +140,10 @@ def test_first_failure_is_the_first_in_time(tmp_path):
     words = 'rank 1 failed first: ended by SIGKILL (probably out of memory)','rank 2 failed too: Oops 2','rank 0 failed too: Oops 0'
     assert explain(found) == [*words] and found[0][2] == -9
     assert explain(exit_reports({1: 4}, {})) == ['rank 1 failed first: ended with exit status 4, without an exception']
-    report(0, 10.2, 'RankError: rank 5 failed with KeyError: 3\n\non rank 5:\nTraceback …')
+    report(1, 10.0, 'RuntimeError: Connection closed by peer', told=True)
+    assert explain(exit_reports({0: 1}, files)) == ['rank 2 failed first: Oops 2', 'rank 0 failed too: Oops 0']
+    files[1].unlink()
+    report(0, 10.2, 'RankError: rank 5 failed with KeyError: 3\n\non rank 5:\nTraceback …', told=True)
     files[2].unlink()
     assert explain(exit_reports({0: 1}, files)) == ['rank 5 failed with KeyError: 3']
 
@@ -162,16 +176,111 @@ def all_end(pids, timeout_s=30):
 def ignore_hup(): signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 def test_no_process_is_left_after_a_signal(tmp_path):
-    command = *launcher,'--nproc','2','--max-restarts','2'
+    command = *launcher,'--nproc','2','--max-restarts','2','--shutdown-timeout','2'
+    patient,pids_ = start_waiting(tmp_path/'saves', *launcher, '--nproc', '2', how='saves') # with torchrun's 30 seconds to shut down
     cases = {signal.SIGINT: 130, signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGHUP: 75}
     # SIGINT finds ranks that wait in C, the first signal of the last one is ignored as under nohup, and its ranks put their work off
     hows = {signal.SIGINT: dict(how='in C'), signal.SIGHUP: dict(how='put off', preexec_fn=ignore_hup)}
     runs = {sig: start_waiting(tmp_path/sig.name, *command, **hows.get(sig, {})) for sig in cases}
     pids = {sig: o[1]() for sig,o in runs.items()}
+    pids['saves'] = pids_()
+    patient.send_signal(signal.SIGINT)
     for sig,(proc,_) in runs.items(): proc.send_signal(sig)
     runs[signal.SIGHUP][0].send_signal(signal.SIGTERM)
     assert {sig: proc.wait(60) for sig,(proc,_) in runs.items()} == cases
+    assert patient.wait(60) == 130 and all((tmp_path/f'saves/fifo.{r}').exists() for r in range(2))
     assert all(all_end(o) for o in pids.values())
+
+def test_children_that_hear_no_signal_end_with_a_failed_run(tmp_path):
+    proc,pids = start_waiting(tmp_path, *launcher, '--nproc', '2', how='raise')
+    pids = pids()
+    assert proc.wait(60) == 1 and all_end(pids)
+
+# --- ranks that leave, and ranks that do not ----------------------------------------------------------------------
+
+leaving = """
+import os,sys
+if os.environ['RANK'] == '1': os._exit(int(sys.argv[1])) if sys.argv[2:] else sys.exit(int(sys.argv[1]))
+import torch
+from learnerdist.all import process_group
+with process_group(): pass
+"""
+
+def test_a_rank_that_leaves_with_status_0_fails_those_that_wait_for_it(tmp_path):
+    file = write(tmp_path, leaving)
+    res = launch('--nproc', 2, file, 0, 'hard')
+    assert res.returncode == 1 and res.stderr.splitlines()[-1] == f'learnerdist.launch: rank 1 left with status 0 ({file}:6)'
+    res = launch('--nproc', 2, file, 75)
+    assert res.returncode == 1 and 'launch: rank 1 left with status 75, to go on later' in res.stderr
+
+def test_slurms_ranks_say_themselves_that_they_leave(tmp_path):
+    file = write(tmp_path, leaving.replace('if os', 'from learnerdist.all import rank0_first\nrank0_first(int)\nif os'))
+    port = str(free_port())
+    tasks = [environment(**slurm | dict(SLURM_PROCID=str(r), SLURM_NTASKS='2', SLURM_LOCALID=str(r), SLURM_NNODES='1', MASTER_PORT=port))
+             for r in range(2)]
+    for status,said in {75: 'left with status 75', 0: 'left by sys.exit(0)'}.items():
+        runs = [subprocess.Popen([*launcher, file, str(status)], env=e, stderr=subprocess.PIPE, text=True) for e in tasks]
+        a,b = (o.communicate(timeout=120)[1] for o in runs)
+        assert [o.returncode for o in runs] == [1,status] and f'RankError: rank 1 {said}' in a and 'failed' not in b, (a,b)
+
+@pytest.mark.parametrize('code,status', [(None,0), (0,0), (True,1), (3,3), (256,1), (-1,255), ('words',1), ('',1), (75,75)])
+def test_exit_status(code, status): assert _status(SystemExit(code)) == status
+
+class FakeRank:
+    "What torchrun holds of a rank"
+    def __init__(self, local_rank_id, pid): self.local_rank_id,self.proc,self.code,self.signals,self.pid = local_rank_id,self,None,[],pid
+    def poll(self): return self.code
+    def close(self, sig): self.signals.append(sig)
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    "Two ranks of a run, one of which is this process"
+    logs,told = RankLogs(None, False),[]
+    monkeypatch.setattr(agent, 'connect_store', lambda env, timeout_s: 'store')
+    monkeypatch.setattr(agent, 'record_exit', lambda store, rank, how: told.append((rank,how)))
+    logs.envs,logs.files = {i: dict(RANK=str(4+i)) for i in range(2)},{4+i: tmp_path/f'{i}/error.json' for i in range(2)}
+    logs.handlers = [FakeRank(i, os.getpid()) for i in range(2)]
+    return logs,told
+
+def test_the_launcher_says_which_rank_it_waits_for(watched, capsys):
+    logs,told = watched
+    watch,(a,b) = Watch(logs),logs.handlers
+    def said(now):
+        watch.look(now)
+        return capsys.readouterr().err
+    assert said(0.) == '' and told == []
+    a.code = 0
+    assert said(100.) == said(159.) == '' and told == [(4,'left with status 0')] and logs.left == {4: 'left with status 0'}
+    line = 'learnerdist.launch: rank 5 still runs {} s after rank 4 had ended: it does not answer'
+    assert said(161.).startswith(line.format(61)) and said(170.) == '' and said(230.).startswith(line.format(130))
+    assert b.signals == [] and said(1e6) and b.signals == [] # it may run as long as it wants
+    b.code = 0
+    assert said(2e6) == '' and len(told) == 1
+
+@pytest.mark.parametrize('wait_s,stopped,ended_after', [(5,False,5), (0,True,1800), (7,True,7), (0,False,None)])
+def test_the_launcher_ends_what_does_not_end(watched, monkeypatch, wait_s, stopped, ended_after):
+    logs,_ = watched
+    monkeypatch.setattr(agent, 'is_stopped', lambda pid: stopped)
+    watch,(a,b) = Watch(logs, wait_s),logs.handlers
+    a.code = 0
+    watch.look(10.)
+    if ended_after: watch.look(10.+ended_after)
+    assert b.signals == [] and logs.known == {}
+    watch.look(11.+(ended_after or 1e5))
+    assert b.signals == ([signal.SIGKILL] if ended_after else [])
+    if not ended_after: return
+    where = f'it {"is stopped" if stopped else "does not answer"} (process {os.getpid()}'
+    assert logs.known[5].startswith(f'ended by the launcher, since it still ran {ended_after+1} s after rank 4 had ended: {where}')
+    assert explain(exit_reports({5: -9}, logs.files, logs.known))[0] == f'rank 5 failed first: {logs.known[5]}'
+
+def test_ranks_of_which_only_some_go_on_later(watched, capsys):
+    logs,_ = watched
+    assert _status_of_all(logs) == 0
+    for f,status in zip(logs.files.values(), (1,75)):
+        f.parent.mkdir()
+        f.with_name('put-off').touch()
+        assert _status_of_all(logs) == status
+    assert capsys.readouterr().err.count('ranks [4] left with status 75, to go on later, but ranks [5] came to their end') == 1
 
 def test_terminal_shows_rank_0_as_it_is_and_its_end_ends_all(tmp_path):
     ours,theirs = pty.openpty()

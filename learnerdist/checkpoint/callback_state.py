@@ -90,7 +90,8 @@ def run_config(
     n = data_len(getattr(dl.source if hasattr(dl, 'dealer') else dl, 'dataset', None))
     return dict(model=type(get_model(learn.model)).__name__, loss=_name(learn.loss_func), optimizer=type(opt).__name__, **hypers,
                 n_epoch=learn.n_epoch, batch_size=bs and bs*world, samples=n, ranks=world,
-                seed=getattr(trainer, 'seed', None), schedule=horizons(learn.cbs), torch=str(torch.__version__), learnerdist=learnerdist.__version__)
+                seed=getattr(trainer, 'seed', None), schedule=horizons(learn.cbs),
+                torch=str(torch.__version__), learnerdist=learnerdist.__version__)
 
 def horizons(cbs)->dict:
     "How many steps or epochs the schedules among callbacks are made for: what they call `horizon`, by name"

@@ -6,7 +6,7 @@
 __all__ = ['DistributedTrainer', 'padding_of']
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c002
-import itertools,warnings
+import warnings
 from contextlib import ExitStack,contextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 from fastcore.basics import patch
 
 from ..core.collectives import all_sum,broadcast_object,gather_objects
-from ..core.env import group_rank,group_size,in_group,num_distrib,process_group
+from ..core.env import group_rank,group_size,group_timeout,in_group,process_group
 from ..core.random import seed_streams
 from ..data.distributed_dl import DistributedDL,is_split,set_epoch
 from ..data.loaders import find_bs,to_device
@@ -23,7 +23,7 @@ from .agreement import Agreement,AgreementEnd
 from .comm_hooks import check_ddp_options,find_hook
 from .divergence import compared,differences,digest,fingerprint,tell_unequal,unequal
 from .evaluation import ExactEvaluation
-from .failure import announce,fail_together
+from .failure import failing_together
 from .loss_weights import LossWeights
 from .replica import Replica,SharedMaxNorm,broadcast_module,broadcast_tensors
 from .vote_links import open_links
@@ -46,14 +46,15 @@ class DistributedTrainer(Callback):
         check_every:int=None, # Compare the ranks' weights every so many steps, and raise where they differ; None: after each epoch
         check_data:bool=True, # Compare the ranks' data sets when they are dealt out
         comm_hook=None,     # How gradients travel: 'fp16' or 'bf16' (half the bytes), 'powersgd', or a function as in `register_comm_hook`
-        timeout_s=1800,     # Seconds after which a collective gives up on an absent rank
+        timeout_s:float=None, # Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
         **ddp_kw            # Options of `DistributedDataParallel`
     ):
         check_ddp_options(ddp_kw)
         if seed is not None and not isinstance(seed, int): raise ValueError(f'seed={seed!r}: give a whole number, or None to draw one')
         if check_every is not None and not (isinstance(check_every, int) and check_every>0):
             raise ValueError(f'check_every={check_every!r}: give a number of steps, from 1 up')
-        if not isinstance(timeout_s, (int,float)) or timeout_s<=0: raise ValueError(f'timeout_s={timeout_s!r}: give seconds')
+        if timeout_s is not None and not (isinstance(timeout_s, (int,float)) and timeout_s>0):
+            raise ValueError(f'timeout_s={timeout_s!r}: give seconds')
         self.cuda_id,self.sync_bn,self.split_batches,self.seed = cuda_id,sync_bn,split_batches,seed
         self.check_every,self.check_data,self.timeout_s,self.ddp_kw = check_every,check_data,timeout_s,ddp_kw
         self.replica,self.epochs_before,self.links,self.said,self.max_norm,self.stack = None,0,None,set(),None,ExitStack()
@@ -70,7 +71,7 @@ def attach(self:DistributedTrainer):
         drawn = broadcast_object(torch.randint(2**62, ()).item()) # on every rank, so that streams which are alike stay so
         self.seed = drawn if self.seed is None else broadcast_object(self.seed)
         self.stack.callback(seed_streams, drawn, 1) # what the script draws afterwards does not depend on the number of ranks
-        self.links = self.stack.enter_context(open_links(self.timeout_s))
+        self.links = self.stack.enter_context(open_links(group_timeout()))
         self.weights = LossWeights(self.learn, self.links)
         self.prepare_model()
         broadcast_module(get_model(self.model))
@@ -365,18 +366,9 @@ def distrib_ctx(self:Learner,
 ):
     "The learner is distributed for the length of the body, and afterwards what it was, also when the body fails"
     _check_plain(self)
-    key,several = f'first-failure/{next(_contexts)}',num_distrib()>1 or group_size()>1
-    try:
-        if several: announce()
+    with failing_together(self.detach_distributed):
         self.to_distributed(cuda_id, **kw)
         yield self
-    except (Exception,SystemExit) as e:
-        err = fail_together(e, key, self.detach_distributed) if several else e
-        if err is e: raise
-        raise err from e
-    finally: self.detach_distributed()
-
-_contexts = itertools.count()
 
 def _ddp_flag(learn, opts):
     if opts is not True and not isinstance(opts, dict): raise ValueError(f'ddp={opts!r}: give True, or a dict of options of distrib_ctx')
