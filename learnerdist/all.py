@@ -17,7 +17,8 @@ from learnerdist.learner.metrics import (AccumMetric,AvgLoss,AvgMetric,Metric,To
 from learnerdist.learner.recorder import Recorder
 from learnerdist.learner.progress import ProgressCallback
 from learnerdist.learner.loggers import CSVLogger, LogWriter, TensorBoardLogger
-from learnerdist.learner.techniques import GradientAccumulation, GradientClip, Lookahead, MixedPrecision, steps_per_epoch
+from learnerdist.learner.accumulation import GradientAccumulation,steps_per_epoch
+from learnerdist.learner.techniques import GradientClip,Lookahead,MixedPrecision
 from learnerdist.learner.schedule import (EarlyStoppingCallback, ReduceLROnPlateauCallback, SaveModelCallback, Scheduler,
                                           TerminateOnNaNCallback, TrackerCallback, lr_scale, warm_up)
 # Several processes

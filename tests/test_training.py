@@ -13,7 +13,8 @@ from learnerdist.all import (Callback, CancelBackwardException, CancelBatchExcep
                              process_group)
 from learnerdist.testing import run_ranks
 from learnerdist.core.random import set_seed
-from learnerdist.learner.techniques import GradientAccumulation,GradientClip,Lookahead,MixedPrecision,steps_per_epoch
+from learnerdist.learner.accumulation import GradientAccumulation,steps_per_epoch
+from learnerdist.learner.techniques import GradientClip,Lookahead,MixedPrecision
 
 F32,F64 = torch.float32,torch.float64
 torch.set_num_threads(1)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RowList', 'to_rows', 'Whole', 'row_kinds', 'columns', 'listed', 'cat_rows', 'has_whole', 'without_rows', 'take_rows',
-           'as_batch', 'is_ragged', 'spread', 'as_ints']
+           'without_last', 'as_batch', 'is_ragged', 'spread', 'as_ints']
 
 # %% ../../nbs/data/02_rows.ipynb #92168161
 import torch
@@ -126,6 +126,23 @@ def take_rows(
 ):
     "The rows of `b` at `idxs`"
     return tree_map(lambda o: o[idxs] if isinstance(o, Tensor) else RowList(o[i] for i in idxs.tolist()), b)
+
+# %% ../../nbs/data/02_rows.ipynb #6799f7b2
+def without_last(
+    b,    # A batch of anything, as in `to_rows`
+    n:int # Samples in it
+):        # The same structure, in which gradients flow back to `b`
+    "A batch without its last sample; ValueError where no part of it is rows"
+    kinds = row_kinds(b, n)
+    if not any(k in (_each,_flat,_list) for k in kinds): raise ValueError(f'nothing in it has a row for each of {n} samples')
+    return tree_map(partial(_cut_last, n=n), b, is_leaf=partial(_is_row_list, n=n))
+
+def _cut_last(o, n):
+    if isinstance(o, PackedSequence): raise ValueError('a PackedSequence')
+    if isinstance(o, Mapping): return {k: without_last(v, n) for k,v in o.items()}
+    kind = _kind(o, n)
+    if kind==_once: return o
+    return o[:len(o)//n*(n-1)] if kind==_flat else o[:n-1]
 
 # %% ../../nbs/data/02_rows.ipynb #c014
 def as_batch(

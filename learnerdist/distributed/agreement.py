@@ -180,6 +180,7 @@ def outcome(self:Agreement)->Tally:
 # %% ../../nbs/distributed/03_agreement.ipynb #c42150fe
 @patch
 def check_divergence(self:Agreement):
+    "Compare the ranks' weights, where it is time to"
     every = self.trainer.check_every
     if every and self.training and self.n_steps%every==0: self.trainer.check_divergence()
 
@@ -260,7 +261,7 @@ class AgreementEnd(Callback):
 
     def before_fit(self):
         self._vote()
-        if group_size()>1: self.agreement.trainer.same_settings()
+        if group_size()>1: self.agreement.trainer.check_settings()
         self.agreement.trainer.wrap()
 
     def before_epoch(self): self._vote()

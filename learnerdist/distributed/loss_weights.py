@@ -15,6 +15,8 @@ from torch import Tensor
 from ..core.collectives import all_sum,gather_rows
 from ..core.compat import tree_leaves
 from ..core.env import current_group,group_rank,group_size
+from ..data.loaders import find_bs
+from .padding import loss_without_padding,padding_of,is_padded
 from ..learner.losses import MeanOver,loss_over,mean_over,n_items,probe_loss
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #ce578703
@@ -43,25 +45,47 @@ _found = [None,'samples','sum','other','items','uncut']
 
 class LossWeights:
     "Weigh each rank's loss by its items. Exactly once in each training batch, every rank calls `weigh` or `take_part`"
-    def __init__(self, learn, links): self.learn,self.links,self.said,self.equal,self.ask,self.done = learn,links,set(),True,False,True
+    def __init__(self, learn, links):
+        self.learn,self.links,self.said = learn,links,set()
+        self.dl,self.equal,self.ask,self.done,self.cut,self.padded,self.last = None,True,False,True,None,False,False
     def begin(self, dl):
         "Before a training loop over `dl`"
-        self.equal,self.ask,self.done = equal_batches(dl),mean_over(self.learn.loss_func).kind=='unknown',True
-    def begin_batch(self): self.done,self.learn.global_items = False,None
+        self.dl,self.equal,self.padded,self.done = dl,equal_batches(dl),is_padded(dl),True
+        self.ask = mean_over(self.learn.loss_func).kind=='unknown'
+    def begin_batch(self):
+        learn = self.learn
+        self.done,self.cut,learn.global_items = False,None,None # cut: see `_leave_padding_out`
+        self.last = learn.training and self.padded and learn.iter+1==learn.n_iter
 
     def weigh(self):
         "Multiply `loss_grad`, so that the mean over ranks is the mean over all items. Sync point where items have to be counted"
         learn,W = self.learn,group_size()
         self.done = True
         if self.ask: self._agree(probe_loss(learn))
+        if self.last and padding_of(self.dl, learn.iter): self._leave_padding_out()
         if loss_over(learn).kind=='sum': learn.loss_grad = learn.loss_grad*W
         if not self._counts(): return
-        n = n_items(learn)
+        n = self.cut[1] if self.cut else n_items(learn)
         if not isinstance(n, Tensor) or n.device.type=='cpu': n = float(n)
         total = self._total(n)
         if isinstance(total, Tensor): learn.loss_grad = learn.loss_grad*(n*W/total)
-        elif not n: learn.loss_grad = sum(o.sum()*0 for o in tree_leaves(learn.pred) if isinstance(o, Tensor) and o.requires_grad)
+        elif not n: learn.loss_grad = self._zero()
         elif n*W!=total: learn.loss_grad = learn.loss_grad*float(n*W/total)
+
+    def _leave_padding_out(self):
+        learn,n = self.learn,find_bs(self.learn.yb)
+        if loss_over(learn).kind=='whole' or hasattr(learn.loss_func, '__self__'): return # of all ranks' rows; a callback's (MixUp)
+        if n==1 or self.dl.unit=='batch':
+            learn.loss_grad,self.cut = self._zero(),(learn.loss,0,0)
+            return
+        found = loss_without_padding(learn, n)
+        if found is None: return
+        loss,items = found
+        learn.loss_grad = learn.loss_grad+(loss-learn.loss_func(learn.pred, *learn.yb)) if self._is_changed() else loss
+        self.cut = loss.detach(),items,n-1
+    def _zero(self):
+        return sum(o.sum()*0 for o in tree_leaves(self.learn.pred) if isinstance(o, Tensor) and o.requires_grad)
+    def _is_changed(self): return not torch.equal(self.learn.loss_grad.detach(), self.learn.loss.to(self.learn.loss_grad))
 
     def take_part(self):
         "In place of `weigh` on a rank that has cancelled its batch: it has no items"
@@ -71,7 +95,7 @@ class LossWeights:
 
     def _counts(self):
         over = loss_over(self.learn)
-        return over.kind not in ('sum','other','whole') and bool(self.learn.yb) and (over.counts(self.learn.yb) or not self.equal)
+        return over.kind not in ('sum','other','whole') and bool(self.learn.yb) and (over.counts(self.learn.yb) or self.last or not self.equal)
     def _total(self, n):
         total = sum_over_ranks(n, self.links)
         self.learn.global_items = total/group_size()

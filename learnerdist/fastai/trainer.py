@@ -26,7 +26,6 @@ from ..distributed.agreement import Agreement,AgreementEnd
 from ..learner.callback import Callback,inner_events
 from ..core.collectives import all_sum,gather_objects
 from ..data.loaders import find_bs
-from ..distributed.trainer import padding_of
 from ..core.env import group_rank,group_size
 from ..distributed.evaluation import ExactEvaluation
 from .loaders import ShareDL
@@ -196,6 +195,7 @@ def swapped(self:DistributedTrainer):
 
 @patch
 def unswap(self:DistributedTrainer):
+    "Give the learner the user's model back"
     if self.plain is not None: self.learn.model = self.plain
     self.plain = None
 
@@ -242,8 +242,8 @@ def share_loss(self:DistributedTrainer):
 @patch
 def _own_loss(self:DistributedTrainer):
     n,mixed = find_bs(self.yb) if len(self.yb) else 0,isinstance(getattr(self.loss_func, '__self__', None), FastaiCallback)
-    if not n or mixed: return self.learn.loss,n
-    return self._loss_without_padding(n)[:2] if padding_of(self.dl, self.iter) else (self.learn.loss,n_items(self.learn))
+    if self.weights.cut: return self.weights.cut[:2]
+    return self.learn.loss,n if not n or mixed else n_items(self.learn)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c025
 @patch

@@ -1,5 +1,5 @@
 "The training loop, its events and callbacks: knows nothing of ranks. A `Learner` with all its methods"
 from learnerdist.learner.learner import Learner
-from learnerdist.learner import predictions,progress,recorder,schedule,techniques # noqa: F401
+from learnerdist.learner import accumulation,predictions,progress,recorder,saving,schedule,techniques # noqa: F401
 
 __all__ = ['Learner']

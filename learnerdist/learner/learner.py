@@ -17,7 +17,6 @@ from torch.nn.parallel import DataParallel,DistributedDataParallel
 
 from .callback import Callback,all_events,cancels
 from .losses import as_mean
-from ..core.rank0 import await_save,load_weights,save_once,save_sealed,weights_in
 from ..data.loaders import data_len,single,split_batch,to_device
 from ..core.env import default_device
 
@@ -302,42 +301,6 @@ def y(self:Learner): return single(self.yb)
 def device(self:Learner)->torch.device:
     "Where batches and model go: the loaders' device, or this process's own"
     return torch.device(getattr(self.dls, 'device', None) or default_device())
-
-# %% ../../nbs/learner/01_learner.ipynb #c035
-@patch
-def _file(self:Learner, file): return self.path/self.model_dir/f'{file}.pth'
-
-@patch
-def save(self:Learner,
-    file,               # Name within `model_dir`, without `.pth`; or an absolute path
-    with_opt:bool=True  # The optimizer's state too
-)->Path:
-    "Write the model's weights, whole or not at all, with a checksum. On several ranks rank 0 writes, and no rank waits"
-    state = get_model(self.model).state_dict()
-    if with_opt and self.opt is not None: state = dict(model=state, opt=self.opt.state_dict())
-    save_once(self._file(file), lambda p: save_sealed(state, p))
-    return self._file(file)
-
-# %% ../../nbs/learner/01_learner.ipynb #c036
-@patch
-def load(self:Learner,
-    file,               # Name within `model_dir`, without `.pth`; an absolute path; or a `Checkpoint`'s folder within the learner's path
-    with_opt:bool=True, # The optimizer's state too, where the file has it; the folder of a checkpoint gives weights alone
-    strict:bool=True    # Every key of the model must be in the file, and no other
-):
-    "Read what `save` or a `Checkpoint` wrote; tensors and plain data only, so that a file cannot run code. ValueError for a damaged file"
-    path = weights_in(self.path/file) or self._file(file)
-    await_save(path)
-    state,opt = load_weights(path, self.device)
-    get_model(self.model).load_state_dict(state, strict=strict)
-    if with_opt and opt: self._load_opt(opt)
-    return self
-
-@patch
-def _load_opt(self:Learner, state):
-    self.prepare_model()
-    if self.opt is None: self.create_opt()
-    self.opt.load_state_dict(state)
 
 # %% ../../nbs/learner/01_learner.ipynb #c039
 @patch
