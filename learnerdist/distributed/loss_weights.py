@@ -81,8 +81,9 @@ class LossWeights:
         found = loss_without_padding(learn, n)
         if found is None: return
         loss,items = found
-        learn.loss_grad = learn.loss_grad+(loss-learn.loss_func(learn.pred, *learn.yb)) if self._is_changed() else loss
-        self.cut = loss.detach(),items,n-1
+        if self._is_changed(): loss = loss+learn.loss_grad-learn.loss_func(learn.pred, *learn.yb) # what a callback has added stays
+        learn.loss_grad = loss
+        self.cut = found[0].detach(),items,n-1
     def _zero(self):
         return sum(o.sum()*0 for o in tree_leaves(self.learn.pred) if isinstance(o, Tensor) and o.requires_grad)
     def _is_changed(self): return not torch.equal(self.learn.loss_grad.detach(), self.learn.loss.to(self.learn.loss_grad))
