@@ -23,7 +23,8 @@ from ..data.loaders import changed,to_device
 from ..data.rows import as_batch,cat_rows,is_ragged,listed,row_kinds,spread,take_rows,to_rows
 from .gather_rows import gather_all
 from ..learner.callback import Callback
-from ..learner.metrics import Replay,Rows,Sums,reduction
+from ..learner.losses import as_mean,loss_over
+from ..learner.metrics import AvgLoss,Replay,Rows,Sums,reduction
 from ..learner.predictions import batch_rows,has_result
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c014
@@ -76,7 +77,8 @@ class ExactEvaluation(Callback):
     def after_validate(self): self.put_together()
 
     # With `measured`, `batch_ids` and `batch_loss`, what another kind of learner says otherwise
-    def kind(self, m): return reduction(m) # how the state of `m` adds up
+    def kind(self, m): # how the state of `m` adds up
+        return Replay() if isinstance(m, AvgLoss) and loss_over(self.learn).kind in ('sum','other') else reduction(m)
     def is_measured(self): return has_result(self.learn) # the batch at hand counts
     def batch_parts(self): return listed(self.learn.xb),listed(self.learn.yb),self.learn.pred # inputs, targets, prediction
     def row_parts(self, m, parts, ns): return parts # what `m` has kept of each batch, as rows; ns: samples in each batch
@@ -125,7 +127,10 @@ def batch_ids(self:ExactEvaluation, keys, own, ragged)->Tensor: # (rows,)
 @patch
 def batch_loss(self:ExactEvaluation):
     "The loss that a metric which is fed anew sees"
-    return self.learn.loss_func(self.learn.pred, *self.learn.yb).detach() if self.learn.yb else None
+    learn = self.learn
+    res = learn.loss_func(learn.pred, *learn.yb) if learn.yb else None
+    if type(res) is tuple: res,learn.items = as_mean(*res)
+    return None if res is None else res.detach()
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c022
 @patch
@@ -134,6 +139,7 @@ def put_together(self:ExactEvaluation):
     if not is_share(self.dl): return
     rec = getattr(self.learn, 'recorder', None)
     if hasattr(rec, 'measuring') and not rec.measuring: rec.reset_metrics() # the loop was cancelled before it began
+    self._settle()
     kinds = [(m,self.kind(m)) for m in self.measured()]
     reduce_sums([red for _,red in kinds if isinstance(red, Sums)])
     for m,red in kinds:
@@ -142,6 +148,13 @@ def put_together(self:ExactEvaluation):
     if again: self._feed(again)
     self._start()
     if hasattr(rec, 'measuring'): rec.reduced = True
+
+@patch
+def _settle(self:ExactEvaluation):
+    "Let all ranks agree on what their batches have told of metrics that are functions"
+    asking = [m for m in self.measured() if getattr(m, 'asks', False)]
+    if not asking: return
+    for m,*told in zip(asking, *gather_objects([m.tells() for m in asking])): m.settle(told)
 
 def cat_keys(keys:list): return torch.cat(keys) if keys else torch.zeros(0, dtype=torch.long)
 
@@ -211,7 +224,7 @@ def _feed(self:ExactEvaluation, mets):
     rows,keys,own,kinds = got
     common = (kinds[0] if isinstance(kinds, Tensor) else min(kinds, key=len)).tolist()
     ragged = is_ragged(rows, common)
-    with _kept(self.learn, 'xb','yb','pred','loss','iter'):
+    with _kept(self.learn, 'xb','yb','pred','loss','items','iter'):
         for i,idxs in in_groups(self.batch_ids(keys, own, ragged)):
             self._feed_batch(mets, i, as_batch(take_rows(rows, idxs), kinds[idxs[0]].tolist() if ragged else common))
 
@@ -227,6 +240,7 @@ def in_groups(
 def _feed_batch(self:ExactEvaluation, mets, i, b):
     learn = self.learn
     learn.iter,(learn.xb,learn.yb,learn.pred) = i,to_device(b, learn.device)
+    learn.items = None
     learn.loss = self.batch_loss()
     for m in mets: m.accumulate(learn)
 

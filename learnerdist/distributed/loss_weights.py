@@ -96,7 +96,8 @@ class LossWeights:
 
     def _counts(self):
         over = loss_over(self.learn)
-        return over.kind not in ('sum','other','whole') and bool(self.learn.yb) and (over.counts(self.learn.yb) or self.last or not self.equal)
+        if over.kind in ('sum','other','whole') or not self.learn.yb: return False
+        return over.counts(self.learn.yb) or self.last or not self.equal
     def _total(self, n):
         total = sum_over_ranks(n, self.links)
         self.learn.global_items = total/group_size()

@@ -23,6 +23,7 @@ from ..core.env import group_rank
 from ..data.rows import RowList,take_rows,to_rows,without_rows
 from ..distributed.evaluation import ExactEvaluation,cat_keys,deals_batches,in_groups,is_share
 from ..distributed.gather_rows import gather_all
+from ..learner.losses import loss_over
 from ..learner.metrics import Replay,Rows,Sums,reduction
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c005
@@ -129,8 +130,9 @@ def measured(self:Evaluation): return self._mets() if self.training else [*self.
 
 @patch
 def kind(self:Evaluation, m):
-    "As in `reduction`; a mean cannot leave out padding, so its metric is fed anew"
+    "As in `reduction`; a mean cannot leave out padding, and a loss that is no mean over samples does not add up: they are fed anew"
     red = reduction(m)
+    if isinstance(m, AvgLoss) and not loss_over(self.learn).of_samples: return Replay()
     return Replay() if self.padded and isinstance(red, Sums) and red.names else red
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c017

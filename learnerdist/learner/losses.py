@@ -25,6 +25,13 @@ class MeanOver(NamedTuple):
     count:Callable=None # From (prediction, targets) of a batch to its number of items: a number, or a tensor ()
     min_dims:int=0      # Targets of fewer dimensions have as many items for each sample, so that samples can be counted instead
 
+    @property
+    def of_samples(self)->bool:
+        "Whether samples count alike, but for labels that are ignored by default"
+        opts = getattr(self.count, 'keywords', None)
+        plain = opts is not None and opts.get('weight') is None and opts.get('ignore_index', -100)==-100
+        return self.kind in ('samples','unknown','whole') or self.kind=='items' and (plain or self.count is _n_elements)
+
     def counts(self, yb)->bool:
         "Whether the items of a batch with the targets `yb` have to be counted; the same on every rank"
         return self.kind=='items' and getattr(yb[0], 'ndim', self.min_dims)>=self.min_dims

@@ -96,6 +96,8 @@ def after_train(self:Recorder): self.flush(self.step_totals())
 @patch
 def after_validate(self:Recorder):
     if not self.measuring: self.reset_metrics() # the loop was cancelled before it began
+    for m in self.mets:
+        if getattr(m, 'asks', False): m.settle([m.tells()])
     self.log = self.log+self.valid_values # a new list: `aside` keeps the old one for the loop that goes on
     self.measuring = self.reduced = False
 @patch
