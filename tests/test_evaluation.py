@@ -123,7 +123,7 @@ def test_digits(W, tmp_path):
     for state in ranks[0]['states']:
         learn.model.load_state_dict(state)
         expect.append(learn.validate())
-    assert len(expect)==2 and expect[1][1]>.7 and None not in expect[0]
+    assert len(expect)==2 and expect[1][1]>.6 and None not in expect[0]
     for o in ranks:
         assert_close([v[1:] for v in o['values']], expect)
         assert o['fit_record']==o['values'][-1] and o['values']==ranks[0]['values']

@@ -71,7 +71,7 @@ def by_hand(learn, n=23, bs=4):
     all_right,f1 = sum(len(o)*float(o.all()) for o in hit.split(bs))/n,skm.f1_score(y, p.argmax(1), average='macro')
     hits,auc = [[len(o) for o in hit.split(bs)], int(hit.sum())],skm.roc_auc_score(y, p.softmax(1), multi_class='ovr')
     cm = skm.confusion_matrix(y, p.argmax(1)).tolist()
-    return [acc, acc, acc, acc, all_right, sum(o*o for o in sizes)/n, acc, top2, acc, 1-acc, acc, acc, acc, hits, hits, f1, f1, cm, auc, n,
+    return [acc, acc, acc, acc, float(hit.all()), n, acc, top2, acc, 1-acc, acc, acc, acc, hits, hits, f1, f1, cm, auc, n,
             [p.sum().item(), y.sum().item()], acc, f1, auc, cm, skm.cohen_kappa_score(y, p.argmax(1)), acc,
             skm.precision_score(y, p.argmax(1), average='macro', zero_division=0)]
 

@@ -167,7 +167,7 @@ def by_name(): return ['accuracy','top_1','top_3','error_rate',mk_metric('F1Scor
 def logged(path):
     warnings.simplefilter('always')
     cbs = [Mine(),CSVLogger(append=True),TensorBoardLogger(),EarlyStoppingCallback('accuracy', min_delta=5., patience=2)]
-    learn,err = make(metrics=by_name(), path=path/str(rank_distrib()), cbs=Warns),io.StringIO()
+    learn,err = make(metrics=by_name(), path=path, cbs=Warns),io.StringIO()
     showwarning = warnings.showwarning
     with contextlib.redirect_stderr(err), learn.distrib_ctx(seed=3):
         for _ in range(2): learn.fit(5, cbs=cbs)

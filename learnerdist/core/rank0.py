@@ -137,7 +137,7 @@ def load_weights(
         raise ValueError(f'{path} holds no weights of a model: give a file that `save` wrote')
     return model,opt
 
-def _is_opt(o): return isinstance(o, dict) and {'state','param_groups'}<=set(o)
+def _is_opt(o): return isinstance(o, dict) and all(isinstance(k, str) for k in o)
 
 def weights_in(
     folder:Path

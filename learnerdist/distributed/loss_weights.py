@@ -38,7 +38,8 @@ def sum_over_ranks(
         n = n.detach().double().clone()
         dist.all_reduce(n, group=current_group())
         return n
-    return sum(struct.unpack('<d', o)[0] for o in links.post(struct.pack('<d', float(n)), 10).of_ranks())
+    rows = links.post(struct.pack('<d', n), 10).of_ranks()
+    return sum(struct.unpack(f'<{len(rows)}d', b''.join(rows)))
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #6c6077a1
 _found = [None,'samples','sum','other','items','uncut']
@@ -59,14 +60,15 @@ class LossWeights:
 
     def weigh(self):
         "Multiply `loss_grad`, so that the mean over ranks is the mean over all items. Sync point where items have to be counted"
-        learn,W = self.learn,group_size()
-        self.done = True
+        learn,W,self.done = self.learn,group_size(),True
         if self.ask: self._agree(probe_loss(learn))
+        over = loss_over(learn)
         if self.last and padding_of(self.dl, learn.iter): self._leave_padding_out()
-        if loss_over(learn).kind=='sum': learn.loss_grad = learn.loss_grad*W
-        if not self._counts(): return
+        if over.kind=='sum': learn.loss_grad = learn.loss_grad*W
+        if not self._counts(over): return
         n = self.cut[1] if self.cut else n_items(learn)
         if not isinstance(n, Tensor) or n.device.type=='cpu': n = float(n)
+        if not self.cut: learn.items = n # counted once
         total = self._total(n)
         if isinstance(total, Tensor): learn.loss_grad = learn.loss_grad*(n*W/total)
         elif not n: learn.loss_grad = self._zero()
@@ -92,10 +94,9 @@ class LossWeights:
         "In place of `weigh` on a rank that has cancelled its batch: it has no items"
         self.done = True
         if self.ask: self._agree(None)
-        if self._counts(): self._total(self._none())
+        if self._counts(loss_over(self.learn)): self._total(self._none())
 
-    def _counts(self):
-        over = loss_over(self.learn)
+    def _counts(self, over):
         if over.kind in ('sum','other','whole') or not self.learn.yb: return False
         return over.counts(self.learn.yb) or self.last or not self.equal
     def _total(self, n):

@@ -144,7 +144,7 @@ from fastcore.basics import patch
 def after_backward(self:Replica):
     "What is left to do after a backward pass that exchanged gradients. Sync point"
     if not self.sync: return
-    average_grads([p for p in self.others if p.requires_grad])
+    if self.others: average_grads([p for p in self.others if p.requires_grad])
     for p,on in zip(self.params, self.trained[0]):
         if on and not p.requires_grad: p.grad = None # frozen after the forward pass: without a gradient in one process, too
     if self.ddp is None or self.checked or ddp_flag(self.ddp, 'find_unused_parameters') or ddp_flag(self.ddp, 'static_graph'): return

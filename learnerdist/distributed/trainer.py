@@ -17,7 +17,7 @@ from ..core.random import seed_streams
 from ..data.distributed_dl import DistributedDL,is_split,set_epoch
 from .agreement import Agreement,AgreementEnd
 from .comm_hooks import check_ddp_options,find_hook
-from .divergence import check_weights,digest,path_of_rank0,same_data,same_settings
+from .divergence import check_weights,digest,tensor_hash,path_of_rank0,same_data,same_settings
 from .evaluation import ExactEvaluation
 from .failure import failing_together
 from .loss_weights import LossWeights
@@ -63,9 +63,11 @@ def attach(self:DistributedTrainer):
         device = self.stack.enter_context(process_group(self.cuda_id, timeout_s=self.timeout_s))
         self.stack.enter_context(ranked_warnings())
         if path := path_of_rank0(self.learn): self._set(self.learn, 'path', path)
-        drawn = broadcast_object(torch.randint(2**62, ()).item()) # on every rank, so that streams which are alike stay so
-        self.seed = drawn if self.seed is None else broadcast_object(self.seed)
-        self.stack.callback(seed_streams, drawn, 1) # what the script draws afterwards does not depend on the number of ranks
+        own = [k for k in ('_loss_over','wrapper','global_items','items') if k not in vars(self.learn)]
+        self.stack.callback(lambda: [vars(self.learn).pop(k, None) for k in own]) # fastai's learner has none of these
+        drawn = torch.randint(2**62, ()).item() if self.seed is None else self.seed # drawn on every rank, so that streams stay alike
+        self.seed,after = broadcast_object((drawn,tensor_hash(torch.get_rng_state()).item()))
+        self.stack.callback(seed_streams, after) # what the script draws afterwards does not depend on the number of ranks
         self.links = self.stack.enter_context(open_links(group_timeout()))
         self.weights = LossWeights(self.learn, self.links)
         self.prepare_model()

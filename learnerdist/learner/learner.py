@@ -75,7 +75,7 @@ class Learner:
         self.opt,self.training,self.fitting,self.logger,self.cbs = None,False,False,print,[]
         self.epoch,self.n_epoch,self.iter,self.n_iter,self.dl = 0,1,0,None,None
         self.xb,self.yb,self.pred,self.loss_grad,self.loss,self.start_at = (),(),None,None,None,StartAt()
-        self.items,self.global_items,self.wrapper = None,None,None
+        self.items,self.global_items,self.wrapper,self._loss_over = None,None,None,None
         self.add_cbs(defaults.callbacks).add_cbs(cbs)
         self('after_create')
 

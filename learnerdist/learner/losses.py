@@ -121,7 +121,8 @@ def n_items(
     learn # After the loss of a batch
 ):        # A number, or a tensor ()
     "What the loss of the batch at hand counts by: the items that it is the mean over, else its samples"
-    if vars(learn).get('items') is not None: return learn.items
+    n = vars(learn).get('items')
+    if n is not None: return n
     over = loss_over(learn)
     if not over.counts(learn.yb): return find_bs(learn.yb)
     n = over.count(learn.pred, *learn.yb)
