@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from .compat import default_store
+from .compat import default_store,destroy_group
 
 # %% ../../nbs/core/00_env.ipynb #c005
 def _env_int(name): return int(os.environ.get(name) or 0)
@@ -128,7 +128,7 @@ def setup_distrib(
 
 def teardown_distrib():
     "Close the process group, if one is open"
-    if in_group(): dist.destroy_process_group()
+    if in_group(): destroy_group()
 
 # %% ../../nbs/core/00_env.ipynb #c023
 @contextmanager
@@ -150,7 +150,7 @@ def close_group():
     "Close the group that `process_group` opened, if it is still open; ranks that wait in one of its collectives get an error"
     while _ours:
         g = _ours.pop()
-        if in_group(): dist.destroy_process_group(g)
+        if in_group(): destroy_group(g)
 
 # %% ../../nbs/core/00_env.ipynb #c025
 def current_group():
