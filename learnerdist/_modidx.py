@@ -288,6 +288,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'learnerdist.core.compat.check_input_dim': ( 'core/compat.html#check_input_dim',
                                                                                       'learnerdist/core/compat.py'),
                                          'learnerdist.core.compat.ddp_flag': ('core/compat.html#ddp_flag', 'learnerdist/core/compat.py'),
+                                         'learnerdist.core.compat.destroy_group': ( 'core/compat.html#destroy_group',
+                                                                                    'learnerdist/core/compat.py'),
                                          'learnerdist.core.compat.find': ('core/compat.html#find', 'learnerdist/core/compat.py'),
                                          'learnerdist.core.compat.ignore_signals': ( 'core/compat.html#ignore_signals',
                                                                                      'learnerdist/core/compat.py'),

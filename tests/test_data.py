@@ -3,6 +3,7 @@ from collections import OrderedDict, defaultdict, namedtuple
 import pandas as pd, pytest, torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
+from learnerdist.core.compat import read_in_order
 from learnerdist.data.loaders import (DataLoaders, TfmdDL, apply, changed, check_options, find_bs, is_shuffled, loader_settings, one_batch,
                               to_cpu, to_detach, to_device)
 
@@ -68,7 +69,7 @@ def test_options():
         TfmdDL([1], nope=1)
     with pytest.raises(ValueError, match="'nope'"): changed(DataLoader([1]), nope=1)
     with pytest.raises(ValueError, match="batch_size=0"): TfmdDL([1], bs=0)
-    check_options(['shuffle', 'pin_memory', 'in_order'])
+    check_options(['shuffle', 'pin_memory', *read_in_order])
 
 def test_is_shuffled():
     class Mine(RandomSampler): pass

@@ -67,8 +67,7 @@ def by_hand(learn, n=23, bs=4):
     with torch.no_grad(): p = learn.model(x)
     hit = (p.argmax(1)==y).double()
     acc,top2 = hit.mean().item(),(p.topk(2).indices==y[:,None]).any(1).double().mean().item()
-    sizes = [len(o) for o in hit.split(bs)]
-    all_right,f1 = sum(len(o)*float(o.all()) for o in hit.split(bs))/n,skm.f1_score(y, p.argmax(1), average='macro')
+    f1 = skm.f1_score(y, p.argmax(1), average='macro')
     hits,auc = [[len(o) for o in hit.split(bs)], int(hit.sum())],skm.roc_auc_score(y, p.softmax(1), multi_class='ovr')
     cm = skm.confusion_matrix(y, p.argmax(1)).tolist()
     return [acc, acc, acc, acc, float(hit.all()), n, acc, top2, acc, 1-acc, acc, acc, acc, hits, hits, f1, f1, cm, auc, n,

@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['names', 'queue_callback', 'default_store', 'BatchNorm', 'no_iterator', 'check_channels', 'update_stats',
            'batch_norm_backward', 'update_count', 'tree_flatten', 'tree_leaves', 'tree_map', 'tree_unflatten', 'shims',
-           'OutOfMemoryError', 'torch_version', 'read_in_order', 'sync_buffers', 'find', 'missing', 'check_input_dim',
-           'ddp_flag', 'set_worker_info', 'set_tee', 'metric_state', 'unsynced', 'ignore_signals', 'listening_store']
+           'OutOfMemoryError', 'torch_version', 'read_in_order', 'sync_buffers', 'abort_group', 'find', 'missing',
+           'check_input_dim', 'ddp_flag', 'set_worker_info', 'set_tee', 'metric_state', 'unsynced', 'ignore_signals',
+           'listening_store', 'destroy_group']
 
 # %% ../../nbs/core/00_compat.ipynb #bca14321
-import copy,signal
+import copy,signal,time
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import nn
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore,destroy_process_group
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -32,6 +33,7 @@ names = dict( # Of each: the module, the attributes on the way to it, and what i
     batch_norm_backward=('torch', 'ops.aten.native_batch_norm_backward', 'speed of synchronised BatchNorm on the CPU'),
     worker_info=('torch.utils.data._utils.worker', '_worker_info', 'to notice that a stream splits itself among workers'),
     iterator=('torch.utils.data', 'DataLoader()._iterator', 'copies of a loader with persistent workers'),
+    abort_group=('torch.distributed.distributed_c10d', '_abort_process_group', "the other ranks' way out of nccl's waits after a failure"),
     default_store=('torch.distributed.distributed_c10d', '_get_default_store', "the store of a group that the script opened"),
     backward_sync=('torch.nn.parallel', 'DistributedDataParallel().require_backward_grad_sync', 'accumulation without exchange'),
     static_graph=('torch.nn.parallel', 'DistributedDataParallel().static_graph', 'the error for parameters without a gradient'),
@@ -161,7 +163,8 @@ tree_flatten,tree_leaves,tree_map,tree_unflatten = _trees if None not in _trees 
 
 # %% ../../nbs/core/00_compat.ipynb #b037916a
 # By name: the first torch that does not need it
-shims = dict(OutOfMemoryError='2.5', read_in_order='2.6', listening_store='2.8', ignore_signals='2.9', sync_buffers='2.11')
+shims = dict(OutOfMemoryError='2.5', read_in_order='2.6', listening_store='2.8', ignore_signals='2.9', sync_buffers='2.11',
+             destroy_group='2.13') # of those in between some may not need it: not tried
 
 
 OutOfMemoryError = getattr(torch, 'OutOfMemoryError', torch.cuda.OutOfMemoryError)
@@ -190,3 +193,12 @@ def listening_store(
     "The server of a store, at a socket that is open already; the server of an older torch can do that only without libuv"
     old = dict(use_libuv=False) if torch_version<(2,8) else {}
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, **old)
+
+def destroy_group(
+    group=None # None: the default group
+):
+    "Close a group. In an older torch its end waits, with the GIL, for a thread that may need the GIL to forget its last collective"
+    if torch_version<(2,13): time.sleep(.1) # which lets that thread have it
+    destroy_process_group(group)
+
+abort_group = find('abort_group', destroy_group)

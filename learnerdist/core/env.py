@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from .compat import default_store
+from .compat import abort_group,default_store,destroy_group
 from .stacks import preempted_status
 
 # %% ../../nbs/core/01_env.ipynb #c005
@@ -246,7 +246,7 @@ def _in_section(key):
 
 def teardown_distrib():
     "Close the process group, if one is open"
-    if in_group(): dist.destroy_process_group()
+    if in_group(): destroy_group()
 
 # %% ../../nbs/core/01_env.ipynb #close1
 _ours,_loops = [],[] # The groups that `process_group` opened, while they are open (None: torch's default group); gloo's event loops in them
@@ -278,7 +278,7 @@ def close_group(
     if failed and in_group(): _hang_up()
     while _ours:
         g = _ours.pop()
-        if in_group(): (dist.distributed_c10d._abort_process_group if failed else dist.destroy_process_group)(g)
+        if in_group(): (abort_group if failed else destroy_group)(g)
     _loops.clear()
 
 # %% ../../nbs/core/01_env.ipynb #c023
