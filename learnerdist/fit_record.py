@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from fastcore.basics import listify,patch
 from torch import Tensor,nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from .core.compat import tree_leaves,tree_map
+from .core.compat import BatchNorm,tree_leaves,tree_map
 from torch.utils.data import BatchSampler
 
 from .core.env import group_rank
@@ -167,7 +166,7 @@ def _record(self:FitRecord, learn):
     sketches = {kind: {k: sketch(t) for k,t in ts.items()} for kind,ts in found.items()}
     self.rec['steps'].append(dict(sketches, rows=self.rows, batch=self.n_batches))
     self.rows = []
-    bns = {k: m for k,m in model.named_modules() if isinstance(m, _BatchNorm) and m.training}
+    bns = {k: m for k,m in model.named_modules() if isinstance(m, BatchNorm) and m.training}
     self.rec['bn'] = list(bns)
     self.rec['plain_bn'] = [k for k,m in bns.items() if not isinstance(m, (_Synced,nn.SyncBatchNorm))]
 
@@ -278,7 +277,7 @@ def prepare(self:_Catch, learn):
     parts = [model,*[o for o in (loss,*getattr(loss, '__dict__', {}).values()) if isinstance(o, nn.Module)]]
     if self.dtype in _casts:
         torch.set_default_dtype(_casts[self.dtype])
-        for o in parts: o._apply(lambda t: t.to(_casts[self.dtype]) if t.is_floating_point() else t)
+        for o in parts: o.to(_casts[self.dtype])
     states = dict(parts=[o.state_dict() for o in parts], opt=learn.opt and learn.opt.state_dict())
     if not self.n_alone and not group_rank(): torch.save(dict(states, seed=learn.distributed_trainer.seed), self.folder/'start.pt')
     for o,state in zip(parts, self.start.get('parts', [])): o.load_state_dict(state)

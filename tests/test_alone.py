@@ -30,7 +30,7 @@ class Spy(Callback):
     order = 40
     def __init__(self): self.types,self.groups,self.samples = set(),set(),[]
     def _note(self):
-        self.types.add(type(self.model))
+        self.types.add(type(getattr(self.learn.wrapper, 'ddp', self.model))) # what the loop calls
         self.groups.add(dist.is_initialized())
     def before_fit(self): self._note()
     def before_train(self): self.samples.append([])

@@ -41,7 +41,7 @@ def test_private_names_are_in_compat():
     ours = {n.name for n in nodes if isinstance(n, (ast.FunctionDef,ast.ClassDef))}
     ours |= {getattr(n, 'attr', getattr(n, 'id', '')) for n in nodes if isinstance(getattr(n, 'ctx', None), ast.Store)}
     ours |= {k.arg for n in nodes if isinstance(n, ast.Call) for k in n.keywords if k.arg} # vars(self).update(_name=…)
-    pythons = {'_exit','_fields','_make','_forkserver_pid','_forkserver','_resource_tracker','_pid'}
+    pythons = {'_exit','_asdict','_replace','_fields','_make','_forkserver_pid','_forkserver','_resource_tracker','_pid'}
     found = {str(o.relative_to(root)): sorted({*private_names(t, ours)}-pythons) for o,t in trees.items()}
     assert {k:v for k,v in found.items() if v} == {}
 

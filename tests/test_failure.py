@@ -314,8 +314,8 @@ def test_groups_of_a_failed_rank_are_aborted(monkeypatch):
     calls = []
     monkeypatch.setattr(env, '_ours', [None,'control'])
     monkeypatch.setattr(dist, 'is_initialized', lambda: True)
-    monkeypatch.setattr(dist, 'destroy_process_group', lambda g: calls.append(('destroy',g)))
-    monkeypatch.setattr(dist.distributed_c10d, '_abort_process_group', lambda g: calls.append(('abort',g)))
+    monkeypatch.setattr(env, 'destroy_group', lambda g: calls.append(('destroy',g)))
+    monkeypatch.setattr(env, 'abort_group', lambda g: calls.append(('abort',g)))
     close_group(failed=True)
     assert calls==[('abort','control'),('abort',None)] and env._ours==[]
     env._ours.append(None)

@@ -44,7 +44,7 @@ class Kinds(Callback):
     def before_fit(self): self.learn.kinds = set()
     def after_pred(self):
         half = torch.get_autocast_dtype('cpu') if torch.is_autocast_enabled('cpu') else None
-        self.kinds.add((str(half), type(self.learn.model).__name__, group_size()))
+        self.kinds.add((str(half), type(getattr(self.learn.wrapper, 'ddp', self.learn.model)).__name__, group_size()))
 
 opts = dict(seed=3)
 flag_fits = {'ddp': lambda o: o.fit(2, ddp=opts), 'cycle': lambda o: o.fit_one_cycle(2, ddp=opts),
@@ -171,7 +171,7 @@ def logged(path):
     showwarning = warnings.showwarning
     with contextlib.redirect_stderr(err), learn.distrib_ctx(seed=3):
         for _ in range(2): learn.fit(5, cbs=cbs)
-    files = sorted(str(o.relative_to(learn.path)).partition('.tfevents')[0] for o in learn.path.rglob('*') if o.is_file())
+    files = sorted(str(o.relative_to(learn.path)).partition('.tfevents')[0] for o in (learn.path if not rank_distrib() else learn.path/'1').rglob('*') if o.is_file())
     told = [o for o in learn.lines if isinstance(o, str)]
     values = [[v.tolist() if torch.is_tensor(v) else v for v in o] for o in learn.recorder.values]
     return dict(values=values, rows=getattr(cbs[0], 'rows', None), files=files, told=told, err=err.getvalue(), steps=cbs[2].n_steps,
@@ -208,10 +208,10 @@ def test_a_log_of_ones_own_is_rank_0s(logs):
 def test_files_of_logs_are_rank_0s(logs):
     alone,(zero,one),path = logs
     assert zero['files']==alone['files']==['history.csv',*['tensorboard/events.out']*2] and one['files']==[] and one['steps']==0
-    head,*rows = csv.reader((path/'0/history.csv').read_text().splitlines())
+    head,*rows = csv.reader((path/'history.csv').read_text().splitlines())
     assert head==zero['names'][:-1] and [o[0] for o in rows]==['0','1','2']*2 and rows[0][-1].startswith('[[')
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    events = EventAccumulator(str(path/'0/tensorboard')).Reload()
+    events = EventAccumulator(str(path/'tensorboard')).Reload()
     losses,valid = events.Scalars('step/loss'),events.Scalars('epoch/valid_loss')
     assert [o.step for o in losses]==[*range(1, 19)] and [o.step for o in valid]==[*range(1, 7)] and zero['steps']==18
     close([o.value for o in losses[9:]], zero['losses'], 1e-6)

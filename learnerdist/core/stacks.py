@@ -8,7 +8,7 @@ __all__ = ['preempted_status', 'ask', 'Frame', 'frames_of', 'frames_of_caller', 
            'describe_stack']
 
 # %% ../../nbs/core/00_stacks.ipynb #c002
-import faulthandler,functools,linecache,os,re,signal,sys,sysconfig,tempfile,time,traceback
+import faulthandler,functools,inspect,linecache,os,re,signal,sysconfig,tempfile,time,traceback
 from pathlib import Path
 from typing import NamedTuple
 import learnerdist
@@ -32,7 +32,7 @@ def frames_of(
 
 def frames_of_caller()->list: # Of `Frame`, the innermost first
     "The frames of the function that calls this"
-    return [Frame(f.f_code.co_filename, n, f.f_code.co_name) for f,n in traceback.walk_stack(sys._getframe(1))]
+    return [Frame(f.f_code.co_filename, n, f.f_code.co_name) for f,n in traceback.walk_stack(inspect.currentframe().f_back)]
 
 _frame = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 

@@ -6,7 +6,7 @@
 __all__ = ['scopes', 'Tally', 'Ballot', 'Agreement', 'AgreedLoader', 'with_next', 'AgreementEnd']
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c002
-import warnings
+import sys,traceback,warnings
 from itertools import chain,islice
 from time import perf_counter
 from typing import NamedTuple
@@ -63,7 +63,8 @@ class Agreement(Callback):
     loop_state = ('place','in_batch','has_next','template','n_steps','scope','synced','predicted','stepped','step_cancelled','caught_up',
                   'ballot')
     fit_state = 'n_steps',
-    def __init__(self, trainer): self.trainer,self.agreed,self.watcher = trainer,None,None # watcher: has wishes, and hears those of all
+    def __init__(self, trainer):
+        self.trainer,self.agreed,self.watcher,self.ended = trainer,None,None,False # watcher: has wishes, and hears those of all
     def before_fit(self): self._clear(1)
     def before_epoch(self): self.place = 2
     def before_train(self): self._clear(3)
@@ -114,7 +115,8 @@ def after_cancel_step(self:Agreement):
 @patch
 def after_step(self:Agreement): self.stepped = not self.step_cancelled
 @patch
-def after_batch(self:Agreement): self.catch_up()
+def after_batch(self:Agreement):
+    if not self.ended: self.catch_up()
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c013
 @patch
@@ -153,8 +155,9 @@ def _step_with_others(self:Agreement):
     self.opt.zero_grad()
 
 @patch
-def _quietly(self:Agreement, event):
-    for cb in self.learn._handlers[event]: # one at a time: clipping, unscaling and schedules hear of this step as they do on the others
+def _quietly(self:Agreement, event, after=None):
+    cbs = self.learn._handlers[event]
+    for cb in cbs[cbs.index(after)+1 if after in cbs else 0:]: # one at a time: clipping, unscaling and schedules hear of this step
         try:
             if cb.answers(event, self.training): getattr(cb, event)()
         except tuple(cancels.values()): pass # it has been asked for already, or the others would have stopped too
@@ -268,7 +271,8 @@ class AgreementEnd(Callback):
     def after_train(self): self._vote()
     def after_validate(self): self._vote()
     def after_epoch(self): self._vote()
-    def after_batch(self): self.agreement.end_batch()
+    def after_batch(self):
+        if not self.agreement.ended: self.agreement.end_batch()
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c028
 @patch
@@ -298,9 +302,25 @@ def _leave_with_others(self:Agreement, scope):
     if self.in_batch:
         self.catch_up(scope)
         self.end_batch(scope)
-        verdict = self.outcome().verdict
+        res = self.outcome()
+        if self.training and getattr(res, scope)<self.n_ranks: self._finish_batch()
+        verdict = res.verdict
     else: verdict = self.vote(scope).verdict
     if verdict!=scope: self.leave(verdict)
+
+@patch
+def _finish_batch(self:Agreement):
+    "Other ranks have ended this batch: callbacks here hear of its end as they do there, so that all count the same steps"
+    event,cb = _raised_in(self.learn)
+    if event=='after_step': self._quietly(event, cb)
+    self.ended = True # the vote of this batch has been cast
+    try: self._quietly('after_batch', cb if event=='after_batch' else None)
+    finally: self.ended = False
+
+def _raised_in(learn):
+    "The event and the callback that have raised the exception at hand"
+    frames = [o for o,_ in traceback.walk_tb(sys.exc_info()[2]) if o.f_code is getattr(type(learn).__call__, '__code__', None)]
+    return (frames[-1].f_locals.get('event'),frames[-1].f_locals.get('cb')) if frames else (None,None)
 
 _after = dict(train=5, validate=8, epoch=9, fit=0) # The place of the event that comes next
 
