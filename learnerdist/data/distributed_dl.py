@@ -218,7 +218,8 @@ class DistributedDL:
     epoch = property(lambda self: self.dealer.epoch)
     n_total = property(lambda self: self.dealer.left(data_len(self.dealer.source)),
         doc="Number of samples over all ranks (of batches, if `unit` is 'batch'); None if it is not known")
-    n = property(lambda self: None if self._mixed else data_len(self.dealer.items),         doc="Number of samples (or batches, see `unit`) of this rank; None if it is not known")
+    n = property(lambda self: None if self._mixed else data_len(self.dealer.items),
+        doc="Number of samples (or batches, see `unit`) of this rank; None if it is not known")
     _mixed = property(lambda self: isinstance(self.dealer.items, _Stream) and self.num_workers>1)
     ordered = property(lambda self: not self._mixed and getattr(self.dl, 'in_order', True),
         doc="Whether `undeal` of the rows of all ranks restores the loader's order. False if several workers read one stream")
