@@ -89,7 +89,7 @@ def probe(
     func,       # From (prediction, *targets) to a number: a loss or a metric
     pred, yb,   # Prediction and targets of a batch
     n:int       # Number of samples in the batch
-):              # 'samples' (the batch's value is the mean of its parts', weighted by samples), 'sum', 'other'; None: this batch cannot decide
+):              # 'samples' (the value is the mean of the parts', weighted by samples), 'sum', 'other'; None: not known from this batch
     "Find out how the value of a batch follows from the values of its parts, by cutting the batch in two, in two ways"
     if n<3: return None
     cols,device = (to_rows(pred, n),*columns(yb, n)),getattr(yb[0], 'device', None)

@@ -20,7 +20,7 @@ from .metrics import AvgLoss,find_device,mk_metrics
 
 # %% ../../nbs/learner/03_recorder.ipynb #c024
 class Recorder(Callback):
-    "History of a fit, over all ranks: `losses` and `lrs` per step; `values` (losses, metrics) and `iters` (steps so far) per epoch"
+    "History of a fit over all ranks: `losses`, `lrs` per step; `values` (losses, metrics), `iters` (steps so far) per epoch"
     order,loop_state = 50,('mets','measuring','reduced','log','steps','lr_now','counted')
     fit_state,rank_state = ('lrs','iters','losses','values','log'),('totals',)
     def __init__(self):
@@ -67,7 +67,7 @@ def after_batch(self:Recorder):
         for m in self.valid_mets: m.accumulate(learn)
 
 @patch
-def step_totals(self:Recorder)->Tensor: # (steps,3), float64, CPU: loss × items, items, samples; of this rank until they are summed over ranks
+def step_totals(self:Recorder)->Tensor: # (steps,3), float64, CPU: loss × items, items, samples; of this rank, or summed over ranks
     "The totals of this epoch's steps so far. Moves them to the CPU"
     if not self.steps: return torch.zeros(0, 3, dtype=torch.double)
     return torch.stack([_stacked(o) for o in zip(*self.steps)], 1)
@@ -79,7 +79,7 @@ def _stacked(os):
     return torch.stack([torch.as_tensor(o, dtype=torch.double, device=device) for o in os]).cpu()
 
 def _set_totals(self, totals): self.steps = [tuple(o) for o in totals]
-Recorder.totals = property(Recorder.step_totals, _set_totals, doc="The result of `step_totals`; assign the sum over ranks to replace this rank's steps")
+Recorder.totals = property(Recorder.step_totals, _set_totals, doc="`step_totals()`; assign their sum over ranks to replace this rank's")
 
 @patch
 def flush(self:Recorder, totals:Tensor):
@@ -96,7 +96,7 @@ def after_train(self:Recorder): self.flush(self.step_totals())
 @patch
 def after_validate(self:Recorder):
     if not self.measuring: self.reset_metrics() # the loop was cancelled before it began
-    self.log = self.log+self.valid_values # a new list, because `aside` keeps the old one for the outer loop
+    self.log = self.log+self.valid_values # a new list: `aside` keeps the old one for the outer loop
     self.measuring = self.reduced = False
 @patch
 def after_epoch(self:Recorder):
@@ -112,7 +112,7 @@ def after_epoch(self:Recorder):
 @patch
 def after_cancel_fit(self:Recorder):
     self._catch_up()
-    if self.start is not None and len(self.log)==len(self.metric_names)-1: self.after_epoch() # the epoch is complete, but another callback cancelled the fit first
+    if self.start is not None and len(self.log)==len(self.metric_names)-1: self.after_epoch() # complete, but cancelled by another callback
 
 @patch
 def _catch_up(self:Recorder):

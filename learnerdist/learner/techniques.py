@@ -70,7 +70,7 @@ class MixedPrecision(Callback):
         if not fp16: return
         if self.scaler is None: self.scaler = GradScaler(self.device.type, **self.kw)
         self._load()
-        self.scaler.scale(torch.ones((), device=self.device)) # creates its state now, since this rank's first backward pass may be cancelled
+        self.scaler.scale(torch.ones((), device=self.device)) # create its state now: this rank's first backward pass may be cancelled
 
     def _load(self):
         if self.loaded: self.scaler.load_state_dict(self.loaded)
