@@ -28,7 +28,7 @@ def rank0_first(
     func,    # Called on every rank, on rank 0 first: on the other ranks it should find what rank 0 made
     *args, **kwargs
 ):           # This rank's own result of `func`
-    "Call `func` on rank 0, then on all other ranks. Returns when all are done, within a week. `RankError` on the others if rank 0 fails"
+    "Call `func` on rank 0, then on all other ranks. Waits up to a week for each other. `RankError` on the others if rank 0 fails"
     with ExitStack() as stack:
         _join(stack)
         if group_size()<2: return func(*args, **kwargs)

@@ -81,7 +81,7 @@ class CSVLogger(LogWriter):
 
 # %% ../../nbs/learner/05_loggers.ipynb #c012
 class TensorBoardLogger(LogWriter):
-    "Write the loss and learning rate of each step, and the numbers of each epoch, for TensorBoard, on rank 0. ValueError without it"
+    "Write the loss and learning rate of each step, and the numbers of each epoch, on rank 0. ValueError if TensorBoard is missing"
     fit_state = 'seen','n_steps','n_epochs','done'
     def __init__(self,
         log_dir='tensorboard', # Folder within the learner's path; a second fit continues the curves of the first

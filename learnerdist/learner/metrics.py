@@ -155,7 +155,7 @@ def accuracy(
     return (pred.argmax(-1)==targ).double().mean()
 
 def error_rate(pred, targ):
-    "1 - `accuracy`: the fraction of wrong predictions in this batch, float64 tensor ()"
+    "1 - `accuracy`: the fraction of wrong predictions in this batch, float64 tensor (); shapes as in `accuracy`"
     return 1-accuracy(pred, targ)
 
 def top_k_accuracy(pred, targ, k=5):

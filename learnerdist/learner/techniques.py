@@ -159,7 +159,7 @@ Learner._amp,fit_flags['amp'] = None,_amp_flag
 
 # %% ../../nbs/learner/06_techniques.ipynb #c023
 class GradientClip(Callback):
-    "Clip gradients before each step, by their global norm or by value; `norms` records their norms before clipping"
+    "Clip gradients before each step, by their global norm or by value; `norms` has their norms before. ValueError for a bad limit"
     order,run_valid,fit_state = MixedPrecision.order+1,False,('norms',)
     def __init__(self,
         max_norm:float=1.,   # Largest norm over all parameters; `inf`: only record norms
