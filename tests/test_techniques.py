@@ -171,7 +171,8 @@ def logged(path):
     showwarning = warnings.showwarning
     with contextlib.redirect_stderr(err), learn.distrib_ctx(seed=3):
         for _ in range(2): learn.fit(5, cbs=cbs)
-    files = sorted(str(o.relative_to(learn.path)).partition('.tfevents')[0] for o in (learn.path if not rank_distrib() else learn.path/'1').rglob('*') if o.is_file())
+    own = learn.path if not rank_distrib() else learn.path/'1'
+    files = sorted(str(o.relative_to(learn.path)).partition('.tfevents')[0] for o in own.rglob('*') if o.is_file())
     told = [o for o in learn.lines if isinstance(o, str)]
     values = [[v.tolist() if torch.is_tensor(v) else v for v in o] for o in learn.recorder.values]
     return dict(values=values, rows=getattr(cbs[0], 'rows', None), files=files, told=told, err=err.getvalue(), steps=cbs[2].n_steps,

@@ -1,1 +1,1 @@
-"Who am I among the processes, what ranks say to one another, random streams; what an older torch lacks"
+"Ranks and process groups, collectives, files, random streams; compatibility with older versions of torch"

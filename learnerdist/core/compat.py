@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 # %% ../../nbs/core/00_compat.ipynb #ede8b4a3
-names = dict( # Of each: the module, the attributes on the way to it, and what is lost without it
+names = dict( # By our name: the module, the path of attributes to the object, and the feature that is lost without it
     queue_callback=('torch.autograd', 'Variable._execution_engine.queue_callback', "the gradients' exchange in `recorder.times`"),
     batch_norm=('torch.nn.modules.batchnorm', '_BatchNorm', 'synchronised statistics of layers that are not BatchNorm1d, 2d or 3d'),
     check_channels=('torch.nn', 'SyncBatchNorm._check_non_zero_input_channels', 'the error for an input without channels'),
@@ -53,8 +53,8 @@ names = dict( # Of each: the module, the attributes on the way to it, and what i
 def find(
     name:str,      # A key of `names`
     default=None   # The result where the installed version has no such name
-):                 # What stands there; for `Class().name`, an attribute that `__init__` sets, the class
-    "Look a private name up"
+):                 # The object; for `Class().name` (an attribute that `__init__` sets) the class
+    "Look up a private name"
     where,path,_ = names[name]
     try: return _follow(import_module(where), *path.partition('().')[::2])
     except (ImportError,AttributeError): return default
@@ -66,7 +66,7 @@ def _follow(o, path, attr):
     return o
 
 def missing()->dict:
-    "The private names that the installed versions lack, and what is lost; of a package that is not installed, none"
+    "The private names that the installed versions lack, and the feature that each costs. Packages that are not installed are skipped"
     there = [k for k,(where,*_) in names.items() if find_spec(where.partition('.')[0])]
     return {'.'.join(names[k][:2]): names[k][2] for k in there if find(k, missing) is missing}
 
@@ -74,7 +74,7 @@ def missing()->dict:
 queue_callback = find('queue_callback')
 default_store = find('default_store', lambda: None)
 BatchNorm = find('batch_norm', (nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d,nn.SyncBatchNorm)) # for isinstance
-no_iterator = dict(_iterator=None) # Attributes of a copied DataLoader: else it reads from the persistent workers of the first one
+no_iterator = dict(_iterator=None) # For a copied DataLoader, which would else read from the workers of the original
 
 def _no_check(self, x): "torch checks this itself, or not at all"
 check_channels = find('check_channels', _no_check)
@@ -95,14 +95,14 @@ update_stats,batch_norm_backward = find('update_stats', _update_stats),find('bat
 def ddp_flag(
     ddp,      # A `DistributedDataParallel`
     name:str
-)->bool:      # True where this version has no such attribute: gradients are exchanged, and nothing is checked that depends on the others
+)->bool:      # True if this torch lacks the attribute: then gradients are exchanged, and checks that need the other two are left out
     "One of DDP's attributes `require_backward_grad_sync`, `static_graph` and `find_unused_parameters`"
     return getattr(ddp, name, True)
 
 def set_worker_info(
-    info # In place of what torch says
-)->bool: # Whether that is possible
-    "What `get_worker_info()` says in this worker of a loader from now on"
+    info # What `get_worker_info()` is to return
+)->bool: # Whether this torch allows it
+    "Replace the result of `get_worker_info()` in this worker of a loader, from now on"
     found = find('worker_info', set_worker_info) is not set_worker_info
     if found: import_module(names['worker_info'][0])._worker_info = info
     return found
@@ -111,21 +111,21 @@ def set_tee(
     logs, # A `DefaultLogsSpecs`
     tee   # What its argument of this name takes
 ):
-    "Choose anew which ranks' output torchrun shows"
+    "Change which ranks' output torchrun shows"
     logs._tee = tee
 
 # %% ../../nbs/core/00_compat.ipynb #75c9ed82
 update_count = '_update_count' # The attribute in which a torchmetrics object counts its batches
 
 def metric_state(
-    metric # Of torchmetrics
-)->dict:   # Empty where that is not known
-    "By attribute: how torchmetrics reduces it over ranks"
+    metric # A torchmetrics object
+)->dict:   # Empty if it is not known
+    "From each state attribute to the function by which torchmetrics reduces it over ranks"
     return metric._reductions if find('reductions') and find('update_count') else {}
 
 @contextmanager
 def unsynced(metric):
-    "Let a torchmetrics object compute from this rank's state, within the body"
+    "Context in which a torchmetrics object computes from this rank's state only"
     old = getattr(metric, '_to_sync', True)
     metric._to_sync = False
     try: yield
@@ -169,15 +169,15 @@ shims = dict(OutOfMemoryError='2.5', read_in_order='2.6', listening_store='2.8',
 
 OutOfMemoryError = getattr(torch, 'OutOfMemoryError', torch.cuda.OutOfMemoryError)
 torch_version = tuple(map(int, torch.__version__.split('.')[:2]))
-read_in_order = dict(in_order=True) if 'in_order' in signature(DataLoader).parameters else {} # before, loaders knew no other order
-sync_buffers = 'forward_sync_buffers' # DDP's option: whether rank 0's buffers are sent to the others at each forward pass
+read_in_order = dict(in_order=True) if 'in_order' in signature(DataLoader).parameters else {} # before 2.6, loaders had no other order
+sync_buffers = 'forward_sync_buffers' # DDP's option: whether each forward pass broadcasts rank 0's buffers
 if sync_buffers not in signature(DistributedDataParallel).parameters: sync_buffers = 'broadcast_buffers'
 
 def ignore_signals(
-    args,        # Of torchrun's parser
-    ignored:list # Names of signals
+    args,        # Parsed arguments of torchrun
+    ignored:list # Names of signals, such as 'SIGHUP'
 ):
-    "Let torchrun's agent ignore these signals, which it would handle: under `nohup` it would end on SIGHUP"
+    "Let torchrun's agent ignore these signals. By default it handles them: under `nohup` a SIGHUP would end it"
     if hasattr(args, 'signals_to_handle'):
         args.signals_to_handle = ','.join(o for o in args.signals_to_handle.split(',') if o not in ignored)
         return
@@ -188,9 +188,9 @@ def ignore_signals(
 def listening_store(
     host:str,
     port:int,
-    fd:int    # Of a socket that listens there
+    fd:int    # File descriptor of a socket that listens on this host and port
 )->TCPStore:
-    "The server of a store, at a socket that is open already; the server of an older torch can do that only without libuv"
+    "The server of a store, on a socket that is already open. Before torch 2.8 that works only without libuv"
     old = dict(use_libuv=False) if torch_version<(2,8) else {}
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, **old)
 

@@ -1,4 +1,4 @@
-"The training loop, its events and callbacks: knows nothing of ranks. A `Learner` with all its methods"
+"The Learner: the training loop, its events and callbacks. A `Learner` with all its methods"
 from learnerdist.learner.learner import Learner
 from learnerdist.learner import accumulation,predictions,progress,recorder,saving,schedule,techniques # noqa: F401
 
