@@ -178,12 +178,12 @@ def commit(self:Checkpoint, phase):
 
 @patch
 def _within_step(self:Checkpoint):
-    return any(getattr(cb, 'count', 0) for cb in self.learn.cbs if cb.name=='gradient_accumulation') # accumulated gradients are in no checkpoint
+    return any(getattr(cb, 'count', 0) for cb in self.learn.cbs if cb.name=='gradient_accumulation') # gradients are not in a checkpoint
 
 @patch
 def _leave(self:Checkpoint):
     self.wait()
-    if self.agreement: distrib_barrier() # the launcher would end the other ranks when the first one exits
+    if self.agreement: distrib_barrier() # the launcher ends the others when one exits
     why = self.requests.take() or 'a signal to another rank'
     raise Preempted(f'{why}: the run is saved in {self.folder} after step {self.train_iter}, and goes on from there with resume=True')
 
@@ -246,7 +246,7 @@ def _load(self:Checkpoint, model, state):
     check_model(own, model, self.source)
     own.load_state_dict(model)
     opt,self.state = state.pop('opt'),state
-    if not isinstance(self.opt, torch.optim.Optimizer): opt = to_device(opt, next(own.parameters()).device) # torch's optimizers move their state themselves
+    if not isinstance(self.opt, torch.optim.Optimizer): opt = to_device(opt, next(own.parameters()).device) # torch's do it themselves
     self.opt.load_state_dict(opt)
     self.alike,self.unsettled = self.at['world']==self.world,self.at['step']>0 and self.world>2
     self._load_callbacks()

@@ -37,7 +37,7 @@ class Requests:
 
     def _note(self, num, frame):
         if os.getpid()==self.pid: self.got = num
-        elif num==signal.SIGTERM: # a forked process, such as a loader's worker, ends at SIGTERM. Slurm sends the other signals to every process
+        elif num==signal.SIGTERM: # a forked process, such as a loader's worker, ends. Slurm sends other signals to every process
             signal.signal(num, signal.SIG_DFL)
             os.kill(os.getpid(), num)
 

@@ -130,7 +130,7 @@ def _read_part(path, said):
     except FileNotFoundError as e: raise DamagedFile(f'{path} is missing') from e
     except OSError as e: raise DamagedFile(f'{path} cannot be read ({e.strerror})') from e
     if [len(data),zlib.crc32(data)]!=said: raise DamagedFile(f'{path} is not what was written: its size or its checksum differs')
-    if data[:4]!=b'PK\3\4': raise ValueError(f'{path} is no file of a checkpoint, and is not read') # older torch runs code in files of other formats
+    if data[:4]!=b'PK\3\4': raise ValueError(f'{path} is no file of a checkpoint, and is not read') # older torch runs code in others
     res = load_plain(data, path)
     if not isinstance(res, dict): raise ValueError(f'{path} holds no state, but a {type(res).__name__}')
     return res
