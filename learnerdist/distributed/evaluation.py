@@ -29,7 +29,7 @@ from ..learner.predictions import batch_rows,has_result
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c014
 class FullBatches(IterableDataset):
-    "Of a sampler, or of a stream, what fills whole batches"
+    "The samples of a sampler or of a stream that fill whole batches"
     def __init__(self, sampler, bs:int): self.sampler,self.bs = sampler,bs
     def __iter__(self): return chain.from_iterable(BatchSampler(self.sampler, self.bs, True))
     def __len__(self): return len(self.sampler)//self.bs*self.bs
@@ -41,7 +41,7 @@ class FullBatches(IterableDataset):
 def whole(
     dl # Any loader; kinds that can drop samples register a function
 ):
-    "The loader whose shares, of any size, are together what one process evaluates"
+    "`dl` restricted to the samples that one process evaluates (a global `drop_last`), to be sharded without padding"
     return dl
 
 @whole.register
@@ -55,14 +55,14 @@ def _(dl:DataLoader):
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c018
 class ExactEvaluation(Callback):
-    "At the end of a loop over shares, make metrics and predictions what one process has. A subclass says how another learner measures"
+    "At the end of a loop over shards, turn metrics and predictions into those of one process. A subclass adapts it to another learner"
     order,run_train,loop_state = -999,False,('keys','own','seen','replay','n','replays')
 
     def before_validate(self):
         self._start()
         self.learn.dl = exact_share(self.dl)
 
-    def _start(self): self.keys,self.own,self.seen,self.replay,self.replays = [],[],0,[],None # keys, own: of each batch's rows
+    def _start(self): self.keys,self.own,self.seen,self.replay,self.replays = [],[],0,[],None # keys, own: one tensor per batch
     def before_batch(self): self.n = batch_rows(self.learn)
 
     def after_batch(self):
@@ -70,16 +70,16 @@ class ExactEvaluation(Callback):
             n = batch_rows(self.learn)
             self.keys.append(spread(self._keys(), n))
             self.own.append(torch.full((n,), self._batch()))
-            if self.replays is None: self.replays = any(isinstance(self.kind(m), Replay) for m in self.measured()) # once a loop
+            if self.replays is None: self.replays = any(isinstance(self.kind(m), Replay) for m in self.measured()) # once per loop
             if self.replays and len(self.learn.yb): self._remember(n)
         self.seen += self.n
 
     def after_validate(self): self.put_together()
 
-    # With `measured`, `batch_ids` and `batch_loss`, what another kind of learner says otherwise
+    # A subclass for another kind of learner overrides these, and `measured`, `batch_ids` and `batch_loss`
     def kind(self, m): # how the state of `m` adds up
         return Replay() if isinstance(m, AvgLoss) and loss_over(self.learn).kind in ('sum','other') else reduction(m)
-    def is_measured(self): return has_result(self.learn) # the batch at hand counts
+    def is_measured(self): return has_result(self.learn) # whether this batch counts
     def batch_parts(self): return listed(self.learn.xb),listed(self.learn.yb),self.learn.pred # inputs, targets, prediction
     def row_parts(self, m, parts, ns): return parts # what `m` has kept of each batch, as rows; ns: samples in each batch
     def kept_parts(self, m, rows): return [] if rows is None else [rows] # the rows of all ranks as `m` keeps them
@@ -94,7 +94,7 @@ class ExactEvaluation(Callback):
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c019
 def exact_share(dl):
-    "A rank's share of the `whole` of what `dl` is a share of"
+    "This rank's shard of the full evaluation loader behind `dl`"
     source = getattr(dl, 'source', dl) if isinstance(dl, DistributedDL) else dl
     if whole(source) is source: return dl
     args = (dl.rank,dl.world_size,dl.seed) if isinstance(dl, DistributedDL) else (group_rank(),group_size())
@@ -104,11 +104,11 @@ def exact_share(dl):
     return res
 
 def is_share(dl)->bool:
-    "Whether `dl` is one rank's share of several"
+    "Whether `dl` is one rank's shard, with other ranks beside it"
     return getattr(dl, 'world_size', 1)>1 or group_size()>1 and is_split(dl)
 
 def deals_batches(dl)->bool:
-    "Whether ranks take turns by batches, made by the user, and not by samples"
+    "Whether ranks are dealt whole batches, which the user's sampler or data set makes, and not samples"
     return getattr(dl, 'unit', 'row')=='batch' or getattr(dl, 'batch_sampler', dl) is None
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c021
@@ -120,13 +120,13 @@ def measured(self:ExactEvaluation)->list:
 
 @patch
 def batch_ids(self:ExactEvaluation, keys, own, ragged)->Tensor: # (rows,)
-    "Which batch of one process each row was in; its own batch where that is not known"
+    "For each row the number of its batch in one process; the rank's own batch if that is not known"
     bs = getattr(getattr(self.dl, 'batch_sampler', None), 'batch_size', None) or getattr(self.dl, 'bs', None)
     return own if ragged or not bs or deals_batches(self.dl) else keys//bs
 
 @patch
 def batch_loss(self:ExactEvaluation):
-    "The loss that a metric which is fed anew sees"
+    "The loss of a batch that is replayed for a metric"
     learn = self.learn
     res = learn.loss_func(learn.pred, *learn.yb) if learn.yb else None
     if type(res) is tuple: res,learn.items = as_mean(*res)
@@ -135,7 +135,7 @@ def batch_loss(self:ExactEvaluation):
 # %% ../../nbs/distributed/08_evaluation.ipynb #c022
 @patch
 def put_together(self:ExactEvaluation):
-    "Sync point: every rank comes here at the end of the loop, also without a batch"
+    "Reduce metrics and predictions at the end of the loop. Sync point, also for a rank without a batch"
     if not is_share(self.dl): return
     rec = getattr(self.learn, 'recorder', None)
     if hasattr(rec, 'measuring') and not rec.measuring: rec.reset_metrics() # the loop was cancelled before it began
@@ -162,15 +162,15 @@ def cat_keys(keys:list): return torch.cat(keys) if keys else torch.zeros(0, dtyp
 def add_states(
     a, b # Numbers, tensors, or lists or dicts of them; the state of a rank without a batch is 0 or empty
 ):
-    "The sum of two states; of tensors in float64"
+    "The sum of two states; tensors are added in float64"
     if isinstance(a, dict): return {k: add_states(a.get(k, 0), b.get(k, 0)) for k in {**a, **b}}
     if isinstance(a, list): return [add_states(*o) for o in zip(a, b, strict=True)]
     return sum(o.double() if isinstance(o, Tensor) else o for o in (a, b))
 
 def reduce_sums(
-    reds:list # Of `Sums`, the same on every rank
+    reds:list # `Sums`, the same on every rank
 ):
-    "Add up the states of all of them over ranks, in one exchange"
+    "Sum the states of all `reds` over ranks. Sync point: one exchange"
     places = [(red.obj,k) for red in reds for k in red.names]
     if not places: return
     parts = gather_objects([_plain(getattr(*o)) for o in places])
@@ -179,7 +179,7 @@ def reduce_sums(
 def _plain(o): return o.detach().cpu().as_subclass(Tensor) if isinstance(o, Tensor) else o
 
 def _like(tot, parts, own):
-    "`tot` in the type of its parts, where all ranks have the same; a rank without a batch has another"
+    "`tot` in the dtype of its parts, if it is the same on all ranks; a rank without a batch may have another"
     if not isinstance(tot, Tensor) or not isinstance(own, Tensor): return tot
     dtypes = {getattr(o, 'dtype', None) for o in parts}
     return tot.to(own.device, own.dtype if len(dtypes)==1 else None)
@@ -187,7 +187,7 @@ def _like(tot, parts, own):
 # %% ../../nbs/distributed/08_evaluation.ipynb #c024
 @patch
 def _gather(self:ExactEvaluation, m, red):
-    "Make each list of `red` what one process would have: the rows of all ranks, in order"
+    "Replace each list of `red` by what one process would have: the rows of all ranks, in order"
     for k in red.names:
         kept = getattr(red.obj, k)
         parts = self.row_parts(m, kept, [len(o) for o in self.keys])
@@ -195,7 +195,7 @@ def _gather(self:ExactEvaluation, m, red):
         own = [spread(*o) for o in zip(self.keys, ns)] if len(ns)==len(self.keys) else [spread(cat_keys(self.keys), sum(ns))]
         rows = cat_rows(parts)
         del parts
-        kept.clear() # before as much again is made
+        kept.clear() # free this memory before the gathered rows are allocated
         setattr(red.obj, k, self.kept_parts(m, self._all_rows(rows, cat_keys(own), 0 if getattr(m, 'on_rank0', False) else None)))
 
 @patch

@@ -21,7 +21,7 @@ from ..learner.losses import MeanOver,loss_over,mean_over,n_items,probe_loss
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #ce578703
 def equal_batches(
-    dl # This rank's share of a training loader
+    dl # This rank's shard of a training loader
 )->bool: # The same on every rank
     "Whether the batches of a step have equally many samples on every rank"
     dealt = getattr(dl, 'pad', False) and getattr(dl, 'unit', None)=='row' and not getattr(dl, '_mixed', True)
@@ -45,7 +45,7 @@ def sum_over_ranks(
 _found = [None,'samples','sum','other','items','uncut']
 
 class LossWeights:
-    "Weigh each rank's loss by its items. Exactly once in each training batch, every rank calls `weigh` or `take_part`"
+    "Weights each rank's loss by its items. In each training batch, every rank calls either `weigh` or `take_part`, once"
     def __init__(self, learn, links):
         self.learn,self.links,self.said = learn,links,set()
         self.dl,self.equal,self.ask,self.done,self.cut,self.padded,self.last = None,True,False,True,None,False,False
@@ -76,7 +76,7 @@ class LossWeights:
 
     def _leave_padding_out(self):
         learn,n = self.learn,find_bs(self.learn.yb)
-        if loss_over(learn).kind=='whole' or hasattr(learn.loss_func, '__self__'): return # of all ranks' rows; a callback's (MixUp)
+        if loss_over(learn).kind=='whole' or hasattr(learn.loss_func, '__self__'): return # over all ranks' rows, or a callback's (MixUp)
         if n==1 or self.dl.unit=='batch':
             learn.loss_grad,self.cut = self._zero(),(learn.loss,0,0)
             return
@@ -91,7 +91,7 @@ class LossWeights:
     def _is_changed(self): return not torch.equal(self.learn.loss_grad.detach(), self.learn.loss.to(self.learn.loss_grad))
 
     def take_part(self):
-        "In place of `weigh` on a rank that has cancelled its batch: it has no items"
+        "In place of `weigh` on a rank that has cancelled its batch: it has no items. Sync point as in `weigh`"
         self.done = True
         if self.ask: self._agree(None)
         if self._counts(loss_over(self.learn)): self._total(self._none())
@@ -112,7 +112,7 @@ from fastcore.basics import patch
 
 @patch
 def _agree(self:LossWeights, own):
-    "Sync point, once an epoch: what ranks have found out about a loss that nobody has described"
+    "Agree on the kind of an unknown loss from the probes of all ranks. Sync point, once per epoch"
     self.ask,learn = False,self.learn
     found = {_found[o[0]] for o in self.links.post([_found.index(own)], 10).of_ranks()}-{None}
     kind = found.pop() if len(found)==1 else 'other' if found else 'unknown'
@@ -134,7 +134,7 @@ def _say(self:LossWeights, kind):
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #95d00497
 class _Gather(torch.autograd.Function):
-    "Rows of all ranks; its gradient is the sum of what all ranks have found for this rank's rows"
+    "All-gather of rows; the backward pass sums the gradients that all ranks have for this rank's rows"
     @staticmethod
     def forward(ctx, t):
         parts = gather_rows(t.detach())
@@ -145,6 +145,6 @@ class _Gather(torch.autograd.Function):
 
 def gather_with_grad(
     t:Tensor # (n,…): this rank's rows; n may differ between ranks
-)->Tensor:   # (Σn,…): rank after rank; `t` itself alone
+)->Tensor:   # (Σn,…): rank after rank; `t` itself with one process
     "The rows of all ranks, through which gradients flow back to the rank that each came from. Sync point, also in the backward pass"
     return t if group_size()<2 else _Gather.apply(t)

@@ -31,7 +31,7 @@ from ..learner.predictions import Unshared
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c007
 class DistributedTrainer(Callback):
-    "Train the learner on every rank of the group: shares of the data, the mean of the gradients, the numbers of one process"
+    "Train the learner on every rank of the group: shards of the data, averaged gradients, the metrics of one process"
     order = -1000
     def __init__(self,
         cuda_id:int=None,   # This process's GPU; None: by local rank, or the CPU
@@ -39,7 +39,7 @@ class DistributedTrainer(Callback):
         split_batches:bool=False, # The loaders' batch size is the global one: each rank takes a W-th of it
         seed:int=None,      # Of shuffling; None: drawn from torch's generator on rank 0
         check_every:int=None, # Compare the ranks' weights every so many steps, and raise where they differ; None: after each epoch
-        check_data:bool=True, # Compare the ranks' data sets when they are dealt out
+        check_data:bool=True, # Compare the ranks' data sets when they are sharded
         comm_hook=None,     # How gradients travel: 'fp16' or 'bf16' (half the bytes), 'powersgd', or a function as in `register_comm_hook`
         timeout_s:float=None, # Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
         **ddp_kw            # Options of `DistributedDataParallel`
@@ -58,7 +58,7 @@ class DistributedTrainer(Callback):
 # %% ../../nbs/distributed/10_trainer.ipynb #c008
 @patch
 def attach(self:DistributedTrainer):
-    "Join the group and deal out the loaders; whatever this does, `restore` undoes"
+    "Join the group and shard the loaders; `restore` undoes it"
     try:
         device = self.stack.enter_context(process_group(self.cuda_id, timeout_s=self.timeout_s))
         self.stack.enter_context(ranked_warnings())
@@ -83,7 +83,7 @@ def attach(self:DistributedTrainer):
 
 @patch
 def _same_opt(self:DistributedTrainer):
-    "Rank 0's optimizer state everywhere: after fits outside of the context the ranks' own may differ"
+    "Give every rank the optimizer state of rank 0: after fits outside of the context the states may differ. Sync point"
     state = None if self.opt is None else self.opt.state_dict()
     if len(set(gather_objects(state if state is None else digest(state))))==1: return
     state = broadcast_object(state)
@@ -107,23 +107,23 @@ def restore(self:DistributedTrainer):
 @patch
 def share(self:DistributedTrainer,
     dl,           # Any loader
-    pad:bool,     # The same number of samples on every rank, for training; else none twice, for evaluation
+    pad:bool,     # True: the same number of samples on every rank, for training; False: no sample twice, for evaluation
     **kw          # Settings of the loader to change
 ):
-    "This rank's share of a loader; one that is split already is left alone"
+    "This rank's shard of a loader; a loader that is sharded already is left alone"
     if isinstance(dl, Unshared): return dl
     return DistributedDL.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
 
 @patch
 def share_now(self:DistributedTrainer, dl, pad):
-    "This rank's share of a loader that a callback or a caller brings, in this epoch's order"
+    "This rank's shard of a loader that a callback or a caller provides, in this epoch's order"
     dl = self.share(dl, pad)
     if not isinstance(dl, Unshared): set_epoch(dl, self.epochs_before+self.epoch)
     return dl
 
 @patch
 def deal_out(self:DistributedTrainer):
-    "Let the learner's loaders be this rank's shares; also when it gets other ones within the context"
+    "Replace the learner's loaders by this rank's shards; called again when it gets other loaders within the context"
     dls = self.dls
     self._set(dls, 'device', self.device_here)
     names = ['train','valid'] if not hasattr(dls, 'loaders') else []
@@ -142,7 +142,7 @@ def check_settings(self:DistributedTrainer): same_settings(self.learn, [o for o 
 
 @patch
 def load_state_dict(self:DistributedTrainer, state):
-    "Go on with the shuffling of the run that a checkpoint is of"
+    "Go on with a checkpoint's seed of shuffling and its number of epochs"
     self.seed,self.epochs_before = state['seed'],state['epochs_before']
     for dl in self.shares:
         if isinstance(dl, DistributedDL): dl.seed = dl.dealer.seed = self.seed
@@ -160,12 +160,12 @@ def _split(self:DistributedTrainer, dl):
 # %% ../../nbs/distributed/10_trainer.ipynb #c012
 @patch
 def wrap(self:DistributedTrainer):
-    "What the training loops of this fit call in place of the model, if a group is open"
+    "If a group is open, make the `Replica` that the training loops of this fit call in place of the model"
     if in_group(): self.replica = Replica(self.learn, self.sync_bn, self.comm_hook, self.max_norm, **self.ddp_kw)
 
 @patch
 def unwrap(self:DistributedTrainer):
-    "Give the learner its own model back, with its own BatchNorm layers"
+    "Remove the replica, and give the BatchNorm layers their own class back"
     self.learn.wrapper = None
     if self.replica is not None: self.replica.undo()
     self.replica = None
@@ -188,7 +188,7 @@ def before_backward(self:DistributedTrainer):
     if self.replica is not None and group_size()>1: self.weights.weigh()
 @patch
 def take_part(self:DistributedTrainer):
-    "On a rank that has cancelled its batch: the exchange of items, and what a group of micro-batches learns from it"
+    "On a rank that has cancelled its batch: take part in the exchange of item counts, also for a group of micro-batches"
     if group_size()<2 or self.weights.done: return
     self.weights.take_part()
     acc = getattr(self.learn, 'gradient_accumulation', None)
@@ -286,7 +286,7 @@ def distrib_ctx(self:Learner,
     cuda_id:int=None, # This process's GPU; None: by local rank, or the CPU
     **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, comm_hook, timeout_s, and DDP's options
 ):
-    "The learner is distributed for the length of the body, and afterwards what it was, also when the body fails"
+    "Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an exception"
     _check_plain(self)
     with failing_together(self.detach_distributed):
         self.to_distributed(cuda_id, **kw)
