@@ -79,13 +79,15 @@ def rank_fits():
 def test_a_fit(W, env):
     for got in run_ranks(rank_fits, W, env=env):
         if env: assert all(o.pop('irecv', 0)==o.get('vote', 0) for o in got.values()) # one round of two ranks, over gloo
-        assert got['step']=={'vote': 1}
+        assert got['step']=={'vote': 1+1} # and the items that cross-entropy counts: the labels that are not ignored
         assert got['valid']=={'vote': 1}
         # Votes before and after the epoch, its training loop and its validation, and one on whether each rank has a first batch to
-        # train on: 7. The losses of its steps, and the sums of its validation: 2. Those of its 3 steps and 2 batches: 5
-        assert got['epoch']=={'vote': 7+5, 'all_reduce': 2}
-        assert got['fit']=={'vote': 1+7+5, 'all_reduce': 2} # and a vote before the fit
-        assert got['more_means']=={}
+        # train on: 7. Those of its 3 steps and 2 batches: 5. The items of 3 steps. The losses of its steps: an all-reduce. The sums of its
+        # validation; whether the weights are equal, and how many hashes there are
+        epoch = {'all_reduce': 1, 'all_gather': 1}
+        assert got['epoch']==dict(epoch, vote=7+5+3, all_gather_object=1+1)
+        assert got['fit']==dict(epoch, vote=1+7+5+3, all_gather_object=1+1+1) # before the fit a vote, and its settings
+        assert got['more_means']=={'all_gather_object': 1} # what they are is asked once, of all together
         # BatchNorm: the sums of each step, forward and backward; 3 buffers after the epoch
         assert got['norm']=={'all_reduce': 3*2, 'broadcast': 3}
         # Predictions and targets each: what they look like, then how many keys, keys, rows
@@ -127,13 +129,13 @@ def test_everything_else(tmp_path):
         assert got['loaders']=={}
         assert got['save']==got['load']=={}
         # Votes before, after, and for each of 2 batches; the sums
-        assert got['validate']=={'vote': 2+2, 'all_reduce': 1}
+        assert got['validate']=={'vote': 2+2, 'all_gather_object': 1}
         # The same; what the rows look like; how many and which keys, predictions, targets
-        assert got['preds']=={'vote': 2+2, 'all_reduce': 1, 'all_gather_object': 1+1, 'all_gather': 1, 'batch_isend_irecv': 2}
-        assert got['rank0']=={'vote': 2+2, 'all_reduce': 1, 'all_gather_object': 1+1, 'all_gather': 1, 'batch_isend_irecv': 2}
+        assert got['preds']=={'vote': 2+2, 'all_gather_object': 1+1+1, 'all_gather': 1, 'batch_isend_irecv': 2}
+        assert got['rank0']=={'vote': 2+2, 'all_gather_object': 1+1+1, 'all_gather': 1, 'batch_isend_irecv': 2}
         assert got['predict']=={'vote': 2+1} # each rank reads the same item
-        # Where ranks answer, and whether they do; rank 0's seed; two parameters; whether all ranks have the same optimizer state
-        assert got['context']=={'broadcast_object_list': 1, 'broadcast': 2, 'all_gather_object': 2+1}
+        # Where ranks answer, and whether they do; rank 0's seed; two parameters; optimizer state, path and data
+        assert got['context']=={'broadcast_object_list': 1, 'broadcast': 2, 'all_gather_object': 2+3}
 
 # --- one rank asks for more -------------------------------------------------------------------------------------------------
 

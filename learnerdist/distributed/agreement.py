@@ -314,7 +314,9 @@ def _leave_with_others(self:Agreement, scope):
 def _finish_batch(self:Agreement):
     "Other ranks have ended this batch: callbacks here hear of its end as they do there, so that all count the same steps"
     event,cb = _raised_in(self.learn)
-    if event=='after_step': self._quietly(event, cb)
+    if event=='after_step':
+        self._quietly(event, cb)
+        self.opt.zero_grad()
     self.ended = True # the vote of this batch has been cast
     try: self._quietly('after_batch', cb if event=='after_batch' else None)
     finally: self.ended = False

@@ -56,13 +56,13 @@ def _(dl:DataLoader):
 # %% ../../nbs/distributed/08_evaluation.ipynb #c018
 class ExactEvaluation(Callback):
     "At the end of a loop over shards, turn metrics and predictions into those of one process. A subclass adapts it to another learner"
-    order,run_train,loop_state = -999,False,('keys','own','seen','replay','n','replays')
+    order,run_train,loop_state = -999,False,('keys','own','seen','replay','n','replays','ranks')
 
     def before_validate(self):
         self._start()
         self.learn.dl = exact_share(self.dl)
 
-    def _start(self): self.keys,self.own,self.seen,self.replay,self.replays = [],[],0,[],None # keys, own: one tensor per batch
+    def _start(self): self.keys,self.own,self.seen,self.replay,self.replays,self.ranks = [],[],0,[],None,None # keys, own: one tensor per batch
     def before_batch(self): self.n = batch_rows(self.learn)
 
     def after_batch(self):
@@ -85,7 +85,9 @@ class ExactEvaluation(Callback):
     def kept_parts(self, m, rows): return [] if rows is None else [rows] # the rows of all ranks as `m` keeps them
     def n_rows(self): "Rows whose key is not below this number are padding; None: there is none"
 
-    def _ranks(self): return getattr(self.dl, 'rank', group_rank()),getattr(self.dl, 'world_size', group_size())
+    def _ranks(self):
+        if self.ranks is None: self.ranks = getattr(self.dl, 'rank', group_rank()),getattr(self.dl, 'world_size', group_size())
+        return self.ranks
     def _batch(self): return self.iter*self._ranks()[1] + self._ranks()[0]
     def _keys(self):
         rank,world_size = self._ranks()

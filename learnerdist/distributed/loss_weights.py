@@ -47,7 +47,7 @@ _found = [None,'samples','sum','other','items','uncut']
 class LossWeights:
     "Weights each rank's loss by its items. In each training batch, every rank calls either `weigh` or `take_part`, once"
     def __init__(self, learn, links):
-        self.learn,self.links,self.said = learn,links,set()
+        self.learn,self.links,self.said,self.world_size = learn,links,set(),group_size()
         self.dl,self.equal,self.ask,self.done,self.cut,self.padded,self.last = None,True,False,True,None,False,False
     def begin(self, dl):
         "Before a training loop over `dl`"
@@ -60,7 +60,7 @@ class LossWeights:
 
     def weigh(self):
         "Multiply `loss_grad`, so that the mean over ranks is the mean over all items. Sync point where items have to be counted"
-        learn,W,self.done = self.learn,group_size(),True
+        learn,W,self.done = self.learn,self.world_size,True
         if self.ask: self._agree(probe_loss(learn))
         over = loss_over(learn)
         if self.last and padding_of(self.dl, learn.iter): self._leave_padding_out()
@@ -101,7 +101,7 @@ class LossWeights:
         return over.counts(self.learn.yb) or self.last or not self.equal
     def _total(self, n):
         total = sum_over_ranks(n, self.links)
-        self.learn.global_items = total/group_size()
+        self.learn.global_items = total/self.world_size
         return total
     def _none(self):
         n = self.learn.loss_func and loss_over(self.learn).counts(self.learn.yb) and getattr(self.learn.yb[0], 'device', None)

@@ -185,11 +185,11 @@ def after_fit(self:DistributedTrainer):
 def before_batch(self:DistributedTrainer): self.weights.begin_batch()
 @patch
 def before_backward(self:DistributedTrainer):
-    if self.replica is not None and group_size()>1: self.weights.weigh()
+    if self.replica is not None and self.links: self.weights.weigh()
 @patch
 def take_part(self:DistributedTrainer):
     "On a rank that has cancelled its batch: take part in the exchange of item counts, also for a group of micro-batches"
-    if group_size()<2 or self.weights.done: return
+    if not self.links or self.weights.done: return
     self.weights.take_part()
     acc = getattr(self.learn, 'gradient_accumulation', None)
     if hasattr(acc, 'share_items') and self.learn.global_items is not None: acc.share_items()

@@ -121,10 +121,11 @@ class FuncMetric(AvgMetric):
     def _look(self, learn, n):
         found,before = None,rng_state()
         try: found = probe(self.func, learn.pred, learn.yb, n)
-        except Exception: found,self.n_same = 'samples',2 # its batches cannot be cut: it is called on them whole
+        except Exception: found,self.n_same = 'samples',1 # its batches cannot be cut: it is called on them whole
         finally: set_rng_state(before)
         self.n_same += found=='samples'
-        if found in ('other','sum') or self.n_same==3: self.found = 'samples' if found=='samples' else 'other'
+        if found in ('other','sum') or self.n_same==2: # two batches, each cut in two ways
+            self.found = 'samples' if found=='samples' else 'other'
     def _keep(self, learn, n):
         self.rows.append((to_rows(learn.pred, n), *columns(learn.yb, n)))
         self.kinds = [k for o in (learn.pred, *listed(learn.yb)) for k in row_kinds(o, n)]

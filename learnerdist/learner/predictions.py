@@ -31,6 +31,7 @@ def has_result(learn)->bool:
 def batch_rows(learn)->int:
     "Number of samples in this rank's current batch: the length of its tensors, or the loader's batch size if their lengths differ"
     b = (*learn.xb,*learn.yb)
+    if len(b)==2 and type(b[0]) is type(b[1]) is Tensor and b[1].ndim==1 and b[0].shape[:1]==b[1].shape: return len(b[1]) # the usual
     tensors = [o for o in tree_leaves(b) if isinstance(o, Tensor) and o.ndim]
     lens,seconds = {len(o) for o in tensors},{o.shape[1:2] for o in tensors}
     if len(lens)==1 and seconds!={tensors[0].shape[1:2]}-{()}: return lens.pop()
