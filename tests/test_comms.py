@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from learnerdist.all import (DataLoaders, Learner, RankError, TfmdDL, all_mean, all_sum, broadcast_object, distrib_barrier, gather_objects,
                              group_rank, group_size, process_group, rank0_first, rank_distrib, setup_distrib, teardown_distrib)
 from learnerdist.core.collectives import gather_rows
+from learnerdist.core.env import launch_store,wait_key
 from learnerdist.testing import run_ranks
 
 def rank_collectives(own):
@@ -148,6 +149,17 @@ def rank_order(folder):
 def test_rank_0_first_then_the_others_together(tmp_path):
     res = run_ranks(rank_order, 4, tmp_path)
     assert res[0]==[] and all('0' in o for o in res[1:])
+
+def dawdle():
+    "Rank 2 gives the others a second to return before it has"
+    if rank_distrib()==2: return wait_key(launch_store(), 'returned', 1)
+
+def rank_waits():
+    early = rank0_first(dawdle)
+    launch_store().set('returned', 'yes')
+    return early
+
+def test_nobody_returns_before_all_are_done(): assert run_ranks(rank_waits, 3)==[None]*3
 
 def rank_failure(folder, fail, own, error=ValueError):
     if own: setup_distrib()
