@@ -35,7 +35,7 @@ def all_out(k):
     "Whether every rank has left the context of round `k`; this one stays alive meanwhile, with its exception and all that it holds"
     store = launch_store()
     store.set(f'out/{k}/{rank_distrib()}', 'yes')
-    return all(wait_key(store, f'out/{k}/{r}', 15) for r in range(num_distrib()))
+    return all(wait_key(store, f'out/{k}/{r}', 60) for r in range(num_distrib()))
 
 def caught(learn, rank, event, *cbs):
     try:
