@@ -7,6 +7,7 @@ from torch import nn
 
 from learnerdist.all import *
 from learnerdist.core.env import group_rank
+from learnerdist.data.sharding import epoch_order
 from learnerdist.testing import run_ranks
 
 N,BS = 24,3 # 2 ranks take 4 steps an epoch, 3 ranks take 3 (the last one padded)
@@ -53,7 +54,34 @@ def run_case(bn, event, exc, rank, at):
     trace = Trace()
     with learn.distrib_ctx(seed=1): learn.fit(2, cbs=[Raise(event, exc, rank, at), trace])
     after = [o for o in trace.after if o!=event] # whoever raises in an event keeps it from those that come later
-    return after,len(learn.recorder.losses),learn.recorder.losses,learn.recorder.values,weights(learn)
+    return after,len(learn.recorder.losses),learn.recorder.losses,learn.recorder.values,state(learn.model)
+
+def state(model): return torch.cat([o.detach().double().flatten() for o in model.state_dict().values()])
+
+def one_process(bn, W, event, exc, rank, at):
+    "Weights and buffers of that fit by hand: one plain model, whose batches hold the rows of all ranks"
+    model,ds = make(bn=bn).model,data()
+    opt = torch.optim.SGD(model.parameters(), lr=.05, momentum=.9)
+    for epoch in range(2):
+        for i,idxs in enumerate(epoch_order(N, epoch, 1, shuffle=True).split(W*BS)):
+            cancelled = (epoch,i)==(0,at)
+            x,y = (torch.stack(o) for o in zip(*[ds[j] for j in idxs]))
+            others = torch.arange(len(x))%W!=rank # dealt like cards
+            if cancelled and event=='before_batch': x,y,others = x[others],y[others],others[others] # its rows go through no layer
+            losses = (model(x)-y).square()[:,0]
+            if cancelled and event in ('before_batch','after_pred','after_loss','before_backward'): losses = losses[others]
+            (losses.sum()/len(idxs)).backward()
+            opt.step()
+            opt.zero_grad()
+            if cancelled and exc in (CancelTrainException,CancelEpochException,CancelFitException): break
+        if cancelled and exc is CancelFitException: break
+    return state(model)
+
+late = 'after_step', # What is raised there keeps this rank, and would keep one process, from clearing its gradient: only ranks are compared
+
+def like_one_process(results, cases, bn, but=()):
+    for got,case in zip(results[0], cases, strict=True):
+        if case[0] not in but: torch.testing.assert_close(got[4], one_process(bn, len(results), *case), rtol=0, atol=1e-12, msg=str(case))
 
 def same_everywhere(results, cases):
     for i,case in enumerate(cases):
@@ -75,13 +103,30 @@ def all_cases(world_size, events):
             for at in ((0,last) if e in inner else (0,))]
 
 def check(world_size, cases, bn):
-    same_everywhere(run_ranks(run_cases, world_size, cases, bn, timeout_s=240), cases)
+    results = run_ranks(run_cases, world_size, cases, bn, timeout_s=240)
+    same_everywhere(results, cases)
+    return results
 
 def test_one_rank_cancels_outside_batches(): check(2, all_cases(2, outer), False)
-def test_one_rank_cancels_within_a_batch(): check(2, all_cases(2, inner), False)
+def test_one_rank_cancels_within_a_batch():
+    cases = all_cases(2, inner)
+    like_one_process(check(2, cases, False), cases, False, late)
 def test_one_of_three_ranks_cancels():
     check(3, all_cases(3, ['before_train','before_batch','after_loss','after_backward','after_step','after_batch']), False)
-def test_with_synchronised_batchnorm(): check(2, all_cases(2, ['before_batch','after_pred','before_backward','after_batch']), True)
+def test_with_synchronised_batchnorm():
+    cases = all_cases(2, ['after_pred','before_backward','after_batch'])
+    like_one_process(check(2, cases, True), cases, True)
+
+def test_statistics_of_a_batch_cancelled_before_its_forward_pass():
+    "The first step, after which the fit ends: all from the BatchNorm layer on, behind the 16 numbers of the linear one"
+    cases = [('before_batch', CancelFitException, rank, 0) for rank in (0,1)]
+    for got,case in zip(check(2, cases, True)[0], cases, strict=True):
+        torch.testing.assert_close(got[4][16:], one_process(True, 2, *case)[16:], rtol=0, atol=1e-12)
+
+@pytest.mark.xfail(strict=True, reason='_input_grad sends a gradient through statistics to the rows that are not counted in them')
+def test_a_batch_cancelled_before_its_forward_pass_has_no_part_in_batchnorm():
+    cases = [*all_cases(2, ['before_batch']), *(('before_batch', CancelBatchException, rank, at) for rank in (0,1) for at in (0,1,3))]
+    like_one_process(check(2, cases, True), cases, True)
 
 @pytest.mark.parametrize('bn', [False,True])
 def test_batch_step_or_backward_cancelled_on_one_rank(bn):
@@ -90,6 +135,7 @@ def test_batch_step_or_backward_cancelled_on_one_rank(bn):
     cases = [(e, exc, rank, at) for exc,es in events.items() for e in es for rank in (0,1) for at in (0,1,3)]
     results = run_ranks(run_cases, 2, cases, bn, timeout_s=240)
     same_everywhere(results, cases)
+    like_one_process(results, cases, bn, (*late,'before_batch') if bn else late)
     assert all(r[1]==8 for r in results[0])
 
 def test_validation_cancelled_on_one_rank():

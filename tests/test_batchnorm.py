@@ -1,10 +1,11 @@
 "BatchNorm over ranks equals BatchNorm of one process on the global batch"
 import copy, inspect, io, pickle, warnings
+from contextlib import nullcontext
 import pytest, torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from learnerdist.distributed.batchnorm import sync_batchnorm, _local_stats, _merge_stats
+from learnerdist.distributed.batchnorm import is_muted, muted, sync_batchnorm, _local_stats, _merge_stats
 from learnerdist.core.env import process_group, setup_distrib, teardown_distrib
 from learnerdist.testing import run_ranks
 
@@ -183,6 +184,69 @@ def test_small_batches_and_wrong_shapes():
         torch.testing.assert_close(res[3], alone(torch.tensor([[0.]*3, [1.]*3], dtype=F64)).detach()[r:r+1], atol=1e-9, rtol=0)
         torch.testing.assert_close(var, alone.running_var, atol=1e-12, rtol=0)
         assert shape==(0,3) and not grad.any() and n==2
+
+# --- a batch that is cancelled ------------------------------------------------------------------------------------------------
+
+def mute_rank_1():
+    "Two passes, the first of which rank 1 has cancelled; in the third all have"
+    with process_group():
+        r,bn = dist.get_rank(),layer()
+        undo = sync_batchnorm(bn)
+        parts,states = batch().split(4),[]
+        for who in ((1,),(),(0,1)):
+            with muted() if r in who else nullcontext(): y = bn(parts[r].clone().requires_grad_())
+            (y*(r not in who)).sum().backward()
+            states.append({k: plain(v) for k,v in bn.state_dict().items()})
+            if who==(1,): first = y.detach()
+        undo()
+        return states,first,is_muted()
+
+def test_rows_of_a_cancelled_batch_are_not_counted():
+    "On the CPU: running statistics and outputs are those of one process on the rows of the others"
+    (s0,y0,_),(s1,_,still) = run_ranks(mute_rank_1, 2)
+    bn,want = layer(),[]
+    for x in (batch()[:4],batch()):
+        y = bn(x)
+        if not want: close(y0, y.detach(), 1e-9)
+        want.append({k: plain(v) for k,v in bn.state_dict().items()})
+    want.append(want[-1]) # nothing to count
+    for states in (s0,s1):
+        for a,b in zip(states, want, strict=True):
+            for k in b: close(a[k], b[k], 1e-9)
+    assert not still
+
+def gradient_of_muted():
+    with process_group():
+        bn,x = layer(),batch().split(4)[dist.get_rank()].clone().requires_grad_()
+        undo = sync_batchnorm(bn)
+        with muted() if dist.get_rank() else nullcontext(): y = bn(x)
+        (y**3*(1-dist.get_rank())).sum().backward()
+        undo()
+        return x.grad
+
+@pytest.mark.xfail(strict=True, reason='_input_grad sends a gradient through statistics to the rows that are not counted in them')
+def test_no_gradient_reaches_rows_that_are_not_counted():
+    a,b = run_ranks(gradient_of_muted, 2)
+    x = batch()[:4].clone().requires_grad_()
+    (layer()(x)**3).sum().backward()
+    close(a, x.grad, 1e-9)
+    assert not b.any()
+
+def test_torchs_layer_gets_no_row_of_a_cancelled_batch(monkeypatch):
+    "On a GPU: a stand-in for torch's layer, which has to be called, and to be in the graph, since its exchanges are those of all ranks"
+    seen = []
+    def stand_in(self, x):
+        seen.append((tuple(x.shape),x.dtype))
+        return x*self.weight[:,None,None]
+    monkeypatch.setattr(nn.SyncBatchNorm, 'forward', stand_in)
+    bn,x = layer(),batch(dtype=torch.bfloat16)
+    undo = sync_batchnorm(bn)
+    with muted(): y = bn._forward_torch(x)
+    y.sum().backward()
+    assert y.shape==x.shape and torch.equal(bn.weight.grad, torch.zeros(3, dtype=F64)) and seen==[((0,3,4,5),torch.float32)]
+    bn._forward_torch(x)
+    assert seen[1:]==[((8,3,4,5),torch.bfloat16)]
+    undo()
 
 # --- whole models -----------------------------------------------------------------------------------------------------------
 

@@ -1,13 +1,14 @@
 "A fit that goes on from a checkpoint ends as one that nobody interrupted: to the bit on as many ranks, within rounding on others"
-import json,os,random,shutil,signal,subprocess,sys
+import json,os,random,shutil,signal,subprocess,sys,time
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 import pytest, torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
-from learnerdist.checkpoint import snapshot
+from learnerdist.checkpoint import checkpoint,snapshot
 from learnerdist.distributed.divergence import digest
 from learnerdist.all import (Callback, CancelFitException, Checkpoint, CSVLogger, DataLoaders, EarlyStoppingCallback, GradientAccumulation,
                              GradientClip, Learner, Preempted, ReduceLROnPlateauCallback, SaveModelCallback, Scheduler, TfmdDL, accuracy,
@@ -330,6 +331,17 @@ def test_what_is_kept_and_when(tmp_path):
     assert names(4, 9, cbs=[At(6, cancel)])==['0-4','1-6'] # a fit that was cancelled is done
     each_step = [f'{(i-1)//9}-{i}' for i in range(1, 19)]
     assert names(timedelta(microseconds=1), 99, background=True)==[*each_step[:9],'1-9',*each_step[9:],'2-18']
+
+class Tick(Callback):
+    "One second for each training step, on a clock that stands still meanwhile"
+    order,now = 800,0.
+    def after_batch(self): self.now += self.training
+
+def test_a_time_is_from_one_checkpoint_to_the_next(tmp_path, monkeypatch):
+    tick = Tick()
+    monkeypatch.setattr(checkpoint, 'time', SimpleNamespace(**vars(time) | dict(monotonic=lambda: tick.now)))
+    fit(tmp_path, ctx=False, every=timedelta(seconds=4), cbs=[tick])
+    assert [int(o.name[-8:]) for o in sorted((tmp_path/'ckpt').iterdir())]==[4,8,12,16,18] # the last at the end of the fit
 
 def test_a_fit_that_is_done_is_not_done_again(tmp_path):
     first = fit(tmp_path, ctx=False, every='epoch')

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from learnerdist.all import (DataLoaders, Learner, RankError, TfmdDL, all_mean, all_sum, broadcast_object, distrib_barrier, gather_objects,
                              group_rank, group_size, process_group, rank0_first, rank_distrib, setup_distrib, teardown_distrib)
 from learnerdist.core.collectives import gather_rows
+from learnerdist.core.env import launch_store,wait_key
 from learnerdist.testing import run_ranks
 
 def rank_collectives(own):
@@ -149,6 +150,17 @@ def test_rank_0_first_then_the_others_together(tmp_path):
     res = run_ranks(rank_order, 4, tmp_path)
     assert res[0]==[] and all('0' in o for o in res[1:])
 
+def dawdle():
+    "Rank 2 gives the others a second to return before it has"
+    if rank_distrib()==2: return wait_key(launch_store(), 'returned', 1)
+
+def rank_waits():
+    early = rank0_first(dawdle)
+    launch_store().set('returned', 'yes')
+    return early
+
+def test_nobody_returns_before_all_are_done(): assert run_ranks(rank_waits, 3)==[None]*3
+
 def rank_failure(folder, fail, own, error=ValueError):
     if own: setup_distrib()
     try: res = 'fine',rank0_first(note, folder, fail, error)
@@ -160,14 +172,14 @@ def rank_failure(folder, fail, own, error=ValueError):
 @pytest.mark.parametrize('own', [False, True])
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, SystemExit])
 def test_failure_on_rank_0_reaches_all(tmp_path, own, error):
-    res = run_ranks(rank_failure, 3, tmp_path, [0], own, error, timeout_s=20)
+    res = run_ranks(rank_failure, 3, tmp_path, [0], own, error)
     assert [o[1] for o in res]==[own]*3
     assert res[0][0][:2]==(error.__name__,'rank 0 on purpose')
     for r in (1, 2): assert res[r][0]==('RankError', f'rank 0 failed with {error.__name__}: rank 0 on purpose', True, 0)
 
 @pytest.mark.parametrize('own', [False, True])
 def test_failure_on_another_rank_strands_nobody(tmp_path, own):
-    res = run_ranks(rank_failure, 3, tmp_path, [1], own, timeout_s=20)
+    res = run_ranks(rank_failure, 3, tmp_path, [1], own)
     assert res[1][0][0]=='ValueError' and res[0][0]==('fine', []) and res[2][0][0]=='fine'
     assert [o[1] for o in res]==[own]*3
 
@@ -180,8 +192,7 @@ def rank_dies():
 def test_rank_0_dies_over_tcp():
     "Its store dies with it"
     port = free_port()
-    res = run_ranks(rank_dies, 2, env=dict(LEARNERDIST_INIT_METHOD='env://', MASTER_ADDR='127.0.0.1', MASTER_PORT=port), errors='return',
-                    timeout_s=30)
+    res = run_ranks(rank_dies, 2, env=dict(LEARNERDIST_INIT_METHOD='env://', MASTER_ADDR='127.0.0.1', MASTER_PORT=port), errors='return')
     assert res[0].kind=='ProcessDied' and res[1]==('RankError', 0)
 
 def free_port():
@@ -218,7 +229,7 @@ def rank_recovers(folder):
     return rank0_first(note, folder)
 
 def test_after_a_failure_it_works(tmp_path):
-    res = run_ranks(rank_recovers, 2, tmp_path, timeout_s=20)
+    res = run_ranks(rank_recovers, 2, tmp_path)
     assert res==[[], ['0']]
 
 def rank_longer_than_timeout(folder):
@@ -232,7 +243,7 @@ def waits(folder):
         (folder/'done').touch()
     return (folder/'done').exists()
 
-def test_longer_than_the_groups_timeout(tmp_path): assert run_ranks(rank_longer_than_timeout, 2, tmp_path, timeout_s=30)==[True, True]
+def test_longer_than_the_groups_timeout(tmp_path): assert run_ranks(rank_longer_than_timeout, 2, tmp_path)==[True, True]
 
 def rank_saves_alone(folder):
     learn = Learner(DataLoaders(TfmdDL([1., 2.], 2), path=Path(folder)), nn.Linear(1, 1), F.mse_loss)
@@ -243,4 +254,4 @@ def test_rank_0_saves_while_no_other_rank_is_near(tmp_path, address):
     "Under a launcher other than torchrun, rank 0 hosts the store: it must not wait for the others"
     env = dict(LEARNERDIST_INIT_METHOD='env://', WORLD_SIZE=2, RANK=0)
     if address: env |= dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=free_port())
-    assert run_ranks(rank_saves_alone, 1, tmp_path, env=env, timeout_s=8)==[True]
+    assert run_ranks(rank_saves_alone, 1, tmp_path, env=env)==[True]

@@ -135,7 +135,7 @@ def rank_fails_inside(failing):
 
 @pytest.mark.parametrize('failing', [0, 1])
 def test_a_rank_that_leaves_frees_the_others(failing):
-    res = run_ranks(rank_fails_inside, 2, failing, timeout_s=20)
+    res = run_ranks(rank_fails_inside, 2, failing)
     assert res[failing]==('KeyError', False) and res[1-failing] is not None and not res[1-failing][1]
 
 def test_stores_are_kept_out_of_this_process(): assert env._stores=={} and env._ours==[]

@@ -35,7 +35,7 @@ def all_out(k):
     "Whether every rank has left the context of round `k`; this one stays alive meanwhile, with its exception and all that it holds"
     store = launch_store()
     store.set(f'out/{k}/{rank_distrib()}', 'yes')
-    return all(wait_key(store, f'out/{k}/{r}', 15) for r in range(num_distrib()))
+    return all(wait_key(store, f'out/{k}/{r}', 60) for r in range(num_distrib()))
 
 def caught(learn, rank, event, *cbs):
     try:
@@ -90,6 +90,24 @@ def both_fail():
     except Exception as e: return type(e).__name__,str(e)
 
 def test_each_rank_keeps_its_own_exception(): assert run_ranks(both_fail, 2)==[('Broken','on 0'),('Broken','on 1')]
+
+def one_after_the_other():
+    "Rank 1 fails; then rank 2, which has not heard of it; then rank 0 finds its peers gone"
+    class InTurn(Callback):
+        def after_loss(self):
+            r = group_rank()
+            if r!=1: wait_key(launch_store(), f'out of the context {dict([(2,1), (0,2)])[r]}', 60)
+            if r: raise Broken(f'on {r}')
+    learn = make()
+    try:
+        with learn.distrib_ctx(): learn.fit(1, cbs=InTurn)
+    except Exception as e:
+        launch_store().set(f'out of the context {rank_distrib()}', 'yes')
+        return type(e).__name__,getattr(e, 'rank', None),str(e).splitlines()[0]
+
+def test_the_first_of_two_failures_is_the_one_that_others_hear_of():
+    a,b,c = run_ranks(one_after_the_other, 3)
+    assert a==('RankError',1,'rank 1 failed with Broken: on 1') and (b,c)==(('Broken',None,'on 1'),('Broken',None,'on 2'))
 
 def again():
     "After a failure that the script has caught, the next context is a fresh one"

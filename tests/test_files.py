@@ -324,4 +324,4 @@ def rank_resumes(path):
     return missing,rank_distrib(),len(learn.recorder.losses)
 
 def test_a_missing_file_is_missing_everywhere(tmp_path):
-    assert run_ranks(rank_resumes, 2, tmp_path, timeout_s=30)==[(True,0,2),(True,1,2)]
+    assert run_ranks(rank_resumes, 2, tmp_path)==[(True,0,2),(True,1,2)]

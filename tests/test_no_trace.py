@@ -141,7 +141,7 @@ def rank_alone_fails(event, failing, error=KeyError):
                                    'after_epoch'])
 @pytest.mark.parametrize('failing', [0, 1])
 def test_one_rank_fails_and_all_end_cleanly(event, failing):
-    res = run_ranks(rank_alone_fails, 2, event, failing, timeout_s=20)
+    res = run_ranks(rank_alone_fails, 2, event, failing)
     changed = [o[0] for o in res]
     assert changed==[[], []]
     assert res[failing][1]==('KeyError', "'on purpose'")
@@ -212,7 +212,7 @@ def fails_to_attach_any(rank, spoil):
     return 'left without an error'
 
 def test_attach_fails_on_one_rank():
-    (left0,e0),(left1,e1) = run_ranks(rank_attach_fails_on_one, 2, timeout_s=20)
+    (left0,e0),(left1,e1) = run_ranks(rank_attach_fails_on_one, 2)
     assert left0==left1==[] and e1=='ValueError' and e0=='RankError'
 
 # --- random streams, mode, loss function ------------------------------------------------------------------------------------

@@ -192,6 +192,26 @@ def test_predict_transforms_as_the_loader_does():
     res,x = predictions(alone),xy()[0]
     assert res['after_batch'][0]==res['after_batch'][1]==(x[3]*10).tolist()
 
+def measured(ctx):
+    "How often a metric was fed by `get_preds` and `predict`, and then by `validate`"
+    learn,seen = make(),[]
+    def count(pred, y):
+        seen.append(len(y))
+        return pred.sum()
+    learn.metrics = mets = [count]
+    with ctx(learn):
+        learn.get_preds()
+        learn.predict(torch.zeros(3))
+        before = len(seen)
+        learn.validate()
+    return before,len(seen)-before,learn.metrics is mets
+
+def measured_in_context(): return measured(lambda learn: learn.distrib_ctx())
+
+def test_predictions_are_not_measured():
+    assert measured(lambda learn: contextlib.nullcontext())==(0,4,True)
+    assert run_ranks(measured_in_context, 2)==[(0,2,True)]*2 # of 7 and 6 samples, by 4
+
 def test_nothing_to_predict():
     learn = make(n=0, train=dl(4))
     assert learn.get_preds(with_input=True)==(None,)*3

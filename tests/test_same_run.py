@@ -46,6 +46,8 @@ def linear(): return nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
 def conv(): return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3))
 def bn(): return nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4),
                                nn.Linear(4, 3))
+def bn_no_bias(): return nn.Sequential(nn.Conv2d(1, 3, 3, bias=False), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(),
+                                       nn.Linear(12, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(4, 3))
 def bn_frozen():
     m = bn()
     m[1].requires_grad_(False)
@@ -141,7 +143,7 @@ cases = dict(
     linear_37_drop=case(n=37, drop_last=True), conv_37_drop=case(n=37, drop_last=True, model=conv),
     lstm_42_drop=case(n=42, drop_last=True, model=Recurrent),
     adam=case(opt='adam', lr=.01), conv_adam=case(model=conv, opt='adam', lr=.01), lstm_adamw=case(model=Recurrent, opt='adamw', lr=.01),
-    rms=case(opt='rms', lr=.01), bn=case(model=bn), bn_adam=case(model=bn, opt='adam', lr=.01), bn_frozen=case(model=bn_frozen),
+    rms=case(opt='rms', lr=.01), bn=case(model=bn), bn_adam=case(model=bn_no_bias, opt='adam', lr=.01), bn_frozen=case(model=bn_frozen),
     bn_cumulative=case(model=bn_cumulative), bn_off_alone=case(ctx=dict(sync_bn=False)),
     split=case(model=bn, ctx=dict(split_batches=True), val_bs=None),
     find_unused=case(model=PartUsed, ctx=dict(find_unused_parameters=True)), static=case(model=conv, ctx=dict(static_graph=True)),
@@ -248,7 +250,7 @@ def test_split_batches_indivisible():
 
 # --- several fits, seeds ----------------------------------------------------------------------------------------------------
 
-def two_fits(c, W=1, rank=0, seed=3, torch_seed=None, fail=False):
+def two_fits(c, W=1, rank=0, seed=3, torch_seed=None):
     learn = make(c, W, rank)
     if torch_seed is not None: torch.manual_seed(torch_seed)
     with learn.no_logging(), learn.distrib_ctx(**({} if seed is None else dict(seed=seed))):
@@ -260,28 +262,45 @@ def two_fits(c, W=1, rank=0, seed=3, torch_seed=None, fail=False):
         third = result(learn)
     return [first,second,third],learn.opt.state_dict()
 
-def rank_two_fits(cs, **kw):
-    with process_group(): return [two_fits(c, group_size(), group_rank(), **kw) for c in cs]
+def rank_two_fits(cs, seeds=(3,), **kw):
+    with process_group(): return [two_fits(c, group_size(), group_rank(), seed=s, **kw) for s in seeds for c in cs]
+
+def same_fits(res, want, tol, loose=()):
+    "Weights, losses, recorded numbers and the optimizer's state; `loose`: names of weights and buffers that are compared elsewhere"
+    (fits,opt),(want_fits,want_opt) = res,want
+    for a,b in zip(fits, want_fits, strict=True):
+        same_state(*({k:v for k,v in o['state'].items() if k not in loose} for o in (a,b)))
+        close(a['losses'], b['losses'])
+        close(a['values'], b['values'], tol)
+    for k,st in want_opt['state'].items():
+        for name,v in st.items(): close(opt['state'][k][name], v)
+
+seeds = 2,3,4
 
 def test_fits_go_on():
-    cs = [case(model=conv), case(model=bn, opt='adam', lr=.01)]
-    want = [two_fits(c) for c in cs]
-    for res in run_ranks(rank_two_fits, 2, cs):
-        for (fits,opt),(want_fits,want_opt) in zip(res, want):
-            for a,b in zip(fits, want_fits):
-                same_state(a['state'], b['state'])
-                close(a['losses'], b['losses'])
-                close(a['values'], b['values'])
-            for k,st in want_opt['state'].items():
-                for name,v in st.items(): close(opt['state'][k][name], v)
+    cs = [case(model=conv), case(model=bn), case(model=bn_no_bias, opt='adam', lr=.01)]
+    want = [two_fits(c, seed=s) for s in seeds for c in cs]
+    for res in run_ranks(rank_two_fits, 2, cs, seeds):
+        for a,b in zip(res, want, strict=True): same_fits(a, b, 1e-9)
     ids = want[0][0][-1]['ids']
     assert len(ids)==6 and len({tuple(sum(o, [])) for o in ids})==6 # an order of its own for each epoch of each fit
+
+def test_the_exception_a_bias_before_batchnorm_with_adam():
+    """README's Limits: the gradient of such a bias is zero but for rounding, and Adam divides by its size. The bias and the running mean
+    that follows it differ by up to 1e-8, and so do validation numbers; other weights, training losses and Adam's state hold 1e-9"""
+    cs,loose = [case(model=bn, opt='adam', lr=.01)],('0.bias','1.running_mean','4.bias','5.running_mean')
+    want = [two_fits(c, seed=s) for s in seeds for c in cs]
+    for res in run_ranks(rank_two_fits, 2, cs, seeds):
+        for a,b in zip(res, want, strict=True):
+            same_fits(a, b, 1e-8, loose)
+            for x,y in zip(a[0], b[0]):
+                for k in loose: close(x['state'][k], y['state'][k], 1e-8)
 
 def test_seed_is_drawn_from_torchs_generator():
     one = two_fits(case(), seed=None, torch_seed=7)[0][-1]
     other = two_fits(case(), seed=None, torch_seed=8)[0][-1]
     assert one['ids']!=other['ids']
-    for res in run_ranks(rank_two_fits, 2, [case()], seed=None, torch_seed=7):
+    for res in run_ranks(rank_two_fits, 2, [case()], [None], torch_seed=7):
         same_state(res[0][0][-1]['state'], one['state'])
 
 # --- random streams ---------------------------------------------------------------------------------------------------------

@@ -288,6 +288,32 @@ def test_where_the_time_goes(monkeypatch):
     ax = learn.recorder.plot_times()
     assert [o.get_height() for o in ax.patches]==[24.,24.,45.,45.,0.,0.]
 
+class SlowVotes:
+    "What a rank's votes are posted to: each outcome is known two seconds later"
+    def __init__(self, links, clock): self.links,self.clock = links,clock
+    def post(self, *args):
+        self.sum = self.links.post(*args)
+        return self
+    def read(self):
+        self.clock.now += 2.
+        return self.sum.read()
+
+def voting():
+    "Where the time of 3 steps on each rank goes, by a clock of its own: each of its 12 samples takes 1 s to read"
+    clock = Clock()
+    for o in (timer,agreement): o.perf_counter = clock
+    class Votes(Callback):
+        order = -900
+        def before_train(self): self.learn.agreement.ballot.links = SlowVotes(self.learn.agreement.ballot.links, clock)
+    learn = make()
+    learn.dls.loaders[0] = TfmdDL(SlowData(clock), 4)
+    with learn.distrib_ctx(): learn.fit(2, cbs=Votes)
+    return [(o['data'],o['comm']) for o in learn.recorder.times]
+
+def test_a_vote_is_no_time_for_data():
+    "One vote before the first batch, and one between two batches"
+    for o in run_ranks(voting, 2): assert o==[(12.,6.)]*2
+
 def timed():
     res = []
     for cbs in ([],[GradientAccumulation(8)]):

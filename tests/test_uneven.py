@@ -131,7 +131,7 @@ def test_one_cycle_needs_a_length():
 
 @pytest.mark.parametrize('lens,said', [((3,5),(5,5)), ((5,3),(5,5)), ((5,5),(3,5)), ((3,3),(5,5))])
 def test_a_length_that_is_wrong_hangs_nobody(lens, said):
-    rs = [r['a'] for r in run_ranks(many, 2, dict(a=dict(kind='', lens=lens, said=said)), timeout_s=30)]
+    rs = [r['a'] for r in run_ranks(many, 2, dict(a=dict(kind='', lens=lens, said=said)))]
     equal_on_all(rs)
 
 def test_with_workers():
@@ -190,7 +190,7 @@ def nothing(kind, lens):
 @pytest.mark.parametrize('kind', ['stream','known_stream','sampler'])
 @pytest.mark.parametrize('lens', [(0,2),(2,0)])
 def test_a_rank_without_any_batch(kind, lens):
-    res = run_ranks(nothing, 2, kind, lens, timeout_s=30)
+    res = run_ranks(nothing, 2, kind, lens)
     for name,msg,clean in res: assert name in ('ValueError','RankError') and 'no training batch' in msg and clean, res
     assert 'ValueError' in [o[0] for o in res]
 
