@@ -81,7 +81,7 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx, x, weight, bias, mean, var, n, eps, group):
         mean,var = (o.to(torch.promote_types(x.dtype, torch.float32)) for o in (mean, var))
         ctx.save_for_backward(x, weight, mean, var)
-        ctx.n,ctx.eps,ctx.group = n,eps,group
+        ctx.n,ctx.eps,ctx.group,ctx.muted = n,eps,group,_mute
         w,b = (o if o is None else o.to(mean.dtype) for o in (weight, bias))
         return F.batch_norm(x, mean, var, w, b, False, 0., eps)
 
@@ -97,7 +97,7 @@ def _input_grad(ctx, g, x, weight, mean, var, sums):
     "Gradient of this rank's `x`. Sync point: one all-reduce, on ranks without a row too"
     sums = sums.to(torch.float64, copy=True) # `sums` itself stays this rank's: the parameters' gradients
     dist.all_reduce(sums, group=ctx.group)
-    gx,g1 = sums/max(ctx.n, 1)
+    gx,g1 = sums/max(ctx.n, 1)*(not ctx.muted) # rows that were not counted have moved no statistic
     inv = (var.double()+ctx.eps).rsqrt()
     k = inv if weight is None else inv*weight
     m,a,b,k = (o.to(mean.dtype).view(-1, *[1]*(x.dim()-2)) for o in (mean, -k*g1, -k*inv*gx, k))

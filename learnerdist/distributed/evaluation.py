@@ -62,7 +62,8 @@ class ExactEvaluation(Callback):
         self._start()
         self.learn.dl = exact_share(self.dl)
 
-    def _start(self): self.keys,self.own,self.seen,self.replay,self.replays,self.ranks = [],[],0,[],None,None # keys, own: one tensor per batch
+    def _start(self): # keys, own: one tensor per batch
+        self.keys,self.own,self.seen,self.replay,self.replays,self.ranks = [],[],0,[],None,None
     def before_batch(self): self.n = batch_rows(self.learn)
 
     def after_batch(self):
