@@ -7,10 +7,10 @@ __all__ = ['auto_nproc', 'run', 'main']
 
 # %% ../../nbs/launch/03_cli.ipynb #c002
 import argparse,json,os,runpy,signal,sys,tempfile,time,traceback
-from contextlib import suppress
+from contextlib import contextmanager,suppress
 from pathlib import Path
 from typing import Callable
-from .processes import call_on_ranks,die_with,loopback,say,share_of_cores
+from .processes import call_on_ranks,die_with,loopback,say,seed_alike,share_of_cores
 from .slurm import check_env,find_task,rank_env
 from ..core.files import whole_file
 from ..core.stacks import answer_asks,catch_crashes,frames_of,preempted_status,report_folder,users_frame
@@ -166,6 +166,7 @@ def _worker(parent, argv):
         catch_crashes(report_folder()/'crash.txt')
         answer_asks(os.getpid())
     for o in (sys.stdout, sys.stderr): o.reconfigure(line_buffering=True, write_through=False) # so that the ranks' lines do not mix
+    seed_alike()
     try: _run_target(argv)
     except KeyboardInterrupt as e:
         say(f'rank {os.environ["RANK"]} interrupted at {users_frame(frames_of(e))}')
@@ -237,6 +238,15 @@ def _launch(args, task):
     if task.n_nodes == 1: os.environ.setdefault('GLOO_SOCKET_IFNAME', loopback())
     return _worker(None, _target(args))
 
+@contextmanager
+def _one_hash_seed():
+    "Environment in which Python's string hashes, and so the orders of sets, are the same on all ranks"
+    own = 'PYTHONHASHSEED' not in os.environ
+    if own: os.environ['PYTHONHASHSEED'] = '0'
+    try: yield
+    finally:
+        if own: del os.environ['PYTHONHASHSEED']
+
 def _launch_agent(args):
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -248,7 +258,8 @@ def _launch_agent(args):
         config,logs,cmd,cmd_args = _configure(args)
         logs.handlers = handlers
         Watch(logs, args.wait).start()
-        try: elastic_launch(config, cmd)(*cmd_args)
+        try:
+            with _one_hash_seed(): elastic_launch(config, cmd)(*cmd_args)
         except SignalException as e: return preempted_status if logs.files and [*logs.files] == logs.put_off() else 128 + e.sigval
         except ChildFailedError as e:
             reports = exit_reports({r: f.exitcode for r,f in e.failures.items()}, logs.files, logs.known)
