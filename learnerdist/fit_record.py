@@ -120,7 +120,7 @@ _casts = dict(float64=torch.float64, float32=torch.float32)
 
 class FitRecord(Callback):
     "Record a fit, step by step, as plain data in `rec`. Its high `order` makes it the last callback at each event"
-    order = 10**6
+    order = 10**10
     def __init__(self,
         dtype=None,  # 'float64' or 'float32': cast batches to it; None: do not
         n_alone:int=0 # The number of ranks that this single process stands for; 0: it is one of several ranks
@@ -173,7 +173,7 @@ def _record(self:FitRecord, learn):
 # %% ../nbs/01_fit_record.ipynb #149a37cf
 class BatchRecord(Callback):
     "Record the samples of a batch and the state of the random streams, before other callbacks and the model change them"
-    order = -10**6
+    order = -10**10
     def __init__(self, record): self.record = record
     __call__ = FitRecord.__call__
     def before_batch(self):

@@ -190,3 +190,23 @@ def test_a_cancelled_batch_contributes_zero():
         losses.append(sum(ls)/len(ls))
         w -= .01*sum(2*o*(w*o-o) for o in (a,b) if o)/2
     for got in run_ranks(zero_contribution, 2): assert got==(pytest.approx(w, abs=1e-12), pytest.approx(losses, abs=1e-12))
+
+class Extreme(Callback):
+    "Cancels on rank 1 alone, first or last of all that a user may ask for"
+    def __init__(self, order, event): self.order = order; setattr(self, event, self.cancel)
+    def cancel(self):
+        if group_rank()==1 and self.epoch==0 and self.learn.training: raise CancelFitException
+
+def rank_extreme():
+    res = []
+    with process_group():
+        for order in (-10**6, 10**6):
+            for event in ('before_batch','after_batch','after_step','before_train'):
+                learn = make()
+                with learn.distrib_ctx(seed=1, timeout_s=60), learn.no_logging(): learn.fit(2, cbs=Extreme(order, event))
+                res.append(weights(learn).tolist())
+    return res
+
+def test_a_cancel_by_the_first_or_the_last_callback_reaches_all_ranks():
+    a,b = run_ranks(rank_extreme, 2)
+    assert a==b and len(a)==8

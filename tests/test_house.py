@@ -110,3 +110,15 @@ def cuda_calls(tree):
 
 def test_nothing_calls_cuda():
     assert per_module(lambda o: cuda_calls(trees[o])) == {}
+
+def test_orders_of_callbacks_are_in_one_table():
+    "A number in a class of the package would not be seen beside the others"
+    found = per_module(lambda o: [n.name for n in ast.walk(trees[o]) if isinstance(n, ast.ClassDef) and n.name!='Order' for a in n.body
+                                  if isinstance(a, ast.Assign) and has_bare_order(a)])
+    assert {k: v for k,v in found.items() if k not in ('learner.callback','fit_record')} == {} # the default 0; a recorder outside of all
+
+def has_bare_order(a):
+    "Whether an assignment gives `order` a number"
+    names,vals = a.targets[0],a.value
+    pairs = zip(names.elts, vals.elts) if isinstance(names, ast.Tuple) and isinstance(vals, ast.Tuple) else [(names, vals)]
+    return any(getattr(k, 'id', '')=='order' and not isinstance(v, ast.Attribute) for k,v in pairs)

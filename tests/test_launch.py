@@ -402,3 +402,14 @@ def test_run_of_a_closure_after_cuda_was_used(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
     with pytest.raises(RuntimeError, match='import the function from a file'): run(lambda: 3, nproc=2)
     assert run(rank_times, 5, nproc=2) == ('0', 1)
+
+draws = """import random,numpy as np,torch,os,sys,json
+words = list({f'word {i}' for i in range(50)})
+open(f'{sys.argv[1]}/{os.environ["RANK"]}.json', 'w').write(json.dumps([random.random(), np.random.rand(), torch.rand(()).item(), words]))
+"""
+
+def test_what_a_script_draws_without_a_seed_is_the_same_on_all_ranks(tmp_path):
+    (tmp_path/'draws.py').write_text(draws)
+    env = {k: v for k,v in os.environ.items() if k!='PYTHONHASHSEED'}
+    subprocess.run([*launcher,'--nproc','2',str(tmp_path/'draws.py'),str(tmp_path)], check=True, capture_output=True, env=env)
+    assert (tmp_path/'0.json').read_text()==(tmp_path/'1.json').read_text()

@@ -15,7 +15,7 @@ import torch
 from fastcore.basics import patch
 
 from ..distributed.agreement import Agreement
-from ..learner.callback import Callback
+from ..learner.callback import Callback,Order
 from ..core.collectives import broadcast_object,distrib_barrier,gather_objects
 from ..data.loaders import to_device
 from ..core.random import seed_streams
@@ -38,7 +38,8 @@ def check_every(every):
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c006
 class Checkpoint(Callback):
     "Save the fit while it runs: weights, optimizer, callbacks, recorded numbers, random streams, and the position in the data"
-    order = 900 # `before_fit` and `before_train` after callbacks that reset themselves there, and before the model is wrapped in DDP
+    # `before_fit` and `before_train` after callbacks that reset themselves there, and before the model is wrapped in DDP
+    order = Order.checkpoint
     active,resuming,requests,nested = False,False,None,0
     def __init__(self,
         path,             # A folder, relative to the learner's path; for this fit only
@@ -98,7 +99,7 @@ def _loaders(dls): return [o for o in (dls.loaders if hasattr(dls, 'loaders') el
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c007
 class _Early(Callback):
     "Calls a `Checkpoint` in events before other callbacks run, after all ranks have agreed to go on"
-    order = -1000.5 # before DistributedTrainer, after Agreement
+    order = Order.checkpoint_early # before DistributedTrainer, after Agreement
     def __init__(self, owner): self.owner = owner
     def before_epoch(self): self.owner.at_epoch()
     def before_train(self): self.owner.at_train()
@@ -309,7 +310,7 @@ def cleanup(self:Checkpoint):
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c023
 class _Resume(Callback):
-    order = -2000
+    order = Order.resume
     def before_fit(self):
         cbs = [cb for cb in self.learn.cbs if isinstance(cb, Checkpoint)]
         if not cbs: raise ValueError('fit(resume=True) needs to know from where: give the fit a Checkpoint(path)')

@@ -20,7 +20,7 @@ from ..core.compat import tree_leaves,tree_map
 from ..core.env import group_rank,group_size,in_group
 from ..data.loaders import data_len
 from .batchnorm import muted
-from ..learner.callback import Callback,cancels
+from ..learner.callback import Callback,Order,cancels
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c005
 scopes = 'fit','epoch','train','validate' # Loops that a rank may ask to leave; of several requests the first in this order wins
@@ -61,7 +61,7 @@ class Ballot:
 # %% ../../nbs/distributed/03_agreement.ipynb #c010
 class Agreement(Callback):
     "Turn a Cancel exception on one rank into the same one on all, and keep gradients and steps aligned meanwhile"
-    order = -1001
+    order = Order.agreement
     loop_state = ('place','in_batch','has_next','template','n_steps','scope','synced','predicted','stepped','step_cancelled','caught_up',
                   'ballot')
     fit_state = 'n_steps',
@@ -257,7 +257,7 @@ def _look_ahead(it):
 # %% ../../nbs/distributed/03_agreement.ipynb #c027
 class AgreementEnd(Callback):
     "Runs last in each event: casts this rank's vote when no callback has raised in it"
-    order = 1001
+    order = Order.agreement_end
     def __init__(self, agreement): self.agreement = agreement
     def _vote(self, **kw):
         res = self.agreement.vote(**kw)

@@ -12,9 +12,9 @@ import torch
 from fastcore.basics import listify,patch
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 
-from ..learner.callback import Callback
+from ..learner.callback import Callback,Order
 from ..core.env import group_size
-from ..learner.learner import Learner,TrainEvalCallback,get_model
+from ..learner.learner import Learner,get_model
 
 # %% ../../nbs/distributed/05_data_parallel.ipynb #c006
 def check_device_ids(
@@ -43,7 +43,7 @@ def parallel_ids(
 # %% ../../nbs/distributed/05_data_parallel.ipynb #c012
 class ParallelTrainer(Callback):
     "Wrap `learn.model` in `DataParallel` for a fit; with fewer than two GPUs, train the plain model"
-    order,wrapped = TrainEvalCallback.order+1,None
+    order,wrapped = Order.data_parallel,None
     def __init__(self,
         device_ids=None # Indices of the GPUs to train on; None: every visible one
     ):

@@ -22,7 +22,7 @@ from ..data.distributed_dl import DistributedDL,in_order,is_split
 from ..data.loaders import changed,to_device
 from ..data.rows import as_batch,cat_rows,is_ragged,listed,row_kinds,spread,take_rows,to_rows
 from .gather_rows import gather_all
-from ..learner.callback import Callback
+from ..learner.callback import Callback,Order
 from ..learner.losses import as_mean,loss_over
 from ..learner.metrics import AvgLoss,Replay,Rows,Sums,reduction
 from ..learner.predictions import batch_rows,has_result
@@ -56,7 +56,7 @@ def _(dl:DataLoader):
 # %% ../../nbs/distributed/08_evaluation.ipynb #c018
 class ExactEvaluation(Callback):
     "At the end of a loop over shards, turn metrics and predictions into those of one process. A subclass adapts it to another learner"
-    order,run_train,loop_state = -999,False,('keys','own','seen','replay','n','replays','ranks')
+    order,run_train,loop_state = Order.evaluation,False,('keys','own','seen','replay','n','replays','ranks')
 
     def before_validate(self):
         self._start()

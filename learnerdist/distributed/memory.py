@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..learner.callback import Callback
+from ..learner.callback import Callback,Order
 from ..core.compat import OutOfMemoryError,tree_map
 from ..core.collectives import gather_objects
 from ..data.loaders import DataLoaders,find_bs,one_batch
@@ -27,7 +27,7 @@ def is_oom(e)->bool:
 
 class MemoryAdvice(Callback):
     "If a batch does not fit into memory, add its size and a remedy to the error"
-    order,tried = -500,None
+    order,tried = Order.memory,None
     def before_batch(self): self.tried = self.learn.xb,self.learn.training
     def after_batch(self): self.tried = None
 

@@ -12,14 +12,14 @@ from fastcore.basics import patch
 
 from .agreement import Ballot
 from ..core.compat import queue_callback
-from ..learner.callback import Callback
+from ..learner.callback import Callback,Order
 from ..learner.learner import defaults
 from ..learner.recorder import Recorder
 
 # %% ../../nbs/distributed/09_timer.ipynb #c005
 class Timer(Callback):
     "Measures this rank's seconds in each epoch's training loop: data, step and comm. See `recorder.times`"
-    order,run_valid,times,begin = 2000,False,(),None
+    order,run_valid,times,begin = Order.timer,False,(),None
     def before_fit(self): self.times,self.begin = [],None
     def before_train(self):
         self.data,self.votes,self.wait,self.end = 0.,0.,0.,None

@@ -23,7 +23,7 @@ from .failure import failing_together
 from .loss_weights import LossWeights
 from .replica import Replica,SharedMaxNorm,broadcast_module,broadcast_tensors
 from .vote_links import open_links
-from ..learner.callback import Callback
+from ..learner.callback import Callback,Order
 from ..learner.learner import Learner,fit_flags,get_model
 from ..learner.loggers import ranked_warnings
 from ..learner.losses import loss_over
@@ -32,7 +32,7 @@ from ..learner.predictions import Unshared
 # %% ../../nbs/distributed/10_trainer.ipynb #c007
 class DistributedTrainer(Callback):
     "Train the learner on every rank of the group: shards of the data, averaged gradients, the metrics of one process"
-    order = -1000
+    order = Order.trainer
     def __init__(self,
         cuda_id:int=None,   # This process's GPU; None: by local rank, or the CPU
         sync_bn:bool=True,  # BatchNorm over the global batch

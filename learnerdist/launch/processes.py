@@ -7,7 +7,7 @@ __all__ = ['RankFailure', 'RanksError', 'describe_exit', 'say', 'share_of_cores'
            'call_on_ranks']
 
 # %% ../../nbs/launch/00_processes.ipynb #c002
-import builtins,faulthandler,gc,json,multiprocessing as mp,os,pickle,random,signal,socket,sys,tempfile,threading,time,traceback,zlib
+import builtins,faulthandler,gc,importlib.util,json,multiprocessing as mp,os,pickle,random,signal,socket,sys,tempfile,threading,time,traceback,zlib
 from multiprocessing import connection,forkserver,resource_tracker
 from pathlib import Path
 from typing import Callable,NamedTuple
@@ -90,12 +90,27 @@ def _start_method(payload):
 
 # %% ../../nbs/launch/00_processes.ipynb #986578f5
 def seed_alike():
-    "Start Python's and numpy's random streams at the same place on all ranks of a launch; torch's start at the same place anyway"
+    "Start Python's, numpy's and torch's random streams at the same place on all ranks of a launch, the latter when they are imported"
     seed = zlib.crc32(os.environ.get('TORCHELASTIC_RUN_ID', '').encode())
     random.seed(seed)
-    try: import numpy
-    except ImportError: return
-    numpy.random.seed(seed)
+    for name,seeds in (('numpy.random','seed'), ('torch','manual_seed')):
+        if name in sys.modules: getattr(sys.modules[name], seeds)(seed)
+        else: sys.meta_path.insert(0, _AfterImport(name, lambda mod,seeds=seeds: getattr(mod, seeds)(seed)))
+
+class _AfterImport:
+    "A finder that calls `func` with the module `name` once it has been imported"
+    def __init__(self, name, func): self.name,self.func = name,func
+    def find_spec(self, name, path=None, target=None):
+        if name != self.name: return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None: return None
+        run = spec.loader.exec_module
+        def exec_module(mod):
+            run(mod)
+            self.func(mod)
+        spec.loader.exec_module = exec_module
+        return spec
 
 # %% ../../nbs/launch/00_processes.ipynb #c018
 class Lines:

@@ -15,14 +15,14 @@ from fastcore.basics import patch
 from ..core.env import group_size
 from ..data.distributed_dl import reindexed
 from ..data.loaders import find_bs
-from .callback import Callback,CancelBatchException
+from .callback import Callback,CancelBatchException,Order
 from .losses import MeanOver,loss_over,n_items,probe_loss
 from .techniques import _with_grad
 
 # %% ../../nbs/learner/07_accumulation.ipynb #c028
 class GradientAccumulation(Callback):
     "Step the optimizer once for every `n_acc` samples of each rank, with the gradient of the mean loss over all of them"
-    order,run_valid = -900,False
+    order,run_valid = Order.accumulation,False
     def __init__(self,
         n_acc:int=32 # Samples per rank and step, as `bs` is per rank: for the same run, one process needs W times as many as W ranks
     ):

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['inner_events', 'all_events', 'cancels', 'CancelFitException', 'CancelEpochException', 'CancelTrainException',
-           'CancelValidException', 'CancelBatchException', 'CancelStepException', 'CancelBackwardException', 'Callback']
+           'CancelValidException', 'CancelBatchException', 'CancelStepException', 'CancelBackwardException', 'Order',
+           'Callback']
 
 # %% ../../nbs/learner/00_callback.ipynb #c002
 from fastcore.basics import GetAttr,class2attr
@@ -33,6 +34,16 @@ class CancelBackwardException(Exception): "Skip the backward pass, and go to `af
 
 cancels = {k:globals()[f'Cancel{v}Exception'] for k,v in dict(fit='Fit', epoch='Epoch', train='Train', validate='Valid',
                                                                  batch='Batch', step='Step', backward='Backward').items()}
+
+# %% ../../nbs/learner/00_callback.ipynb #cbf50641
+class Order:
+    "The `order` of every callback of this package: callbacks with a lower number receive an event first. A user's are between the ends"
+    resume,agreement,checkpoint_early,trainer,evaluation = -10**9-2,-10**9-1,-10**9-.5,-10**9,-10**9+1
+    accumulation,memory,train_eval,data_parallel = -900,-500,-10,-9
+    user = 0
+    mixed_precision,clip,predictions,recorder,scheduler,progress,loggers,tracker = 10,11,49,50,55,60,62,65
+    terminate,early_stopping,checkpoint = 90,100,900
+    agreement_end,timer = 10**9,10**9+1
 
 # %% ../../nbs/learner/00_callback.ipynb #c011
 class Callback(GetAttr):

@@ -15,7 +15,7 @@ import torch
 from fastcore.basics import listify,patch
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 
-from .callback import Callback,all_events,cancels
+from .callback import Callback,Order,all_events,cancels
 from .losses import as_mean
 from ..data.loaders import data_len,single,split_batch,to_device
 from ..core.env import default_device
@@ -23,7 +23,7 @@ from ..core.env import default_device
 # %% ../../nbs/learner/01_learner.ipynb #c005
 class TrainEvalCallback(Callback):
     "Set the model to training or evaluation mode; count `learn.train_iter` (batches) and `learn.pct_train` (0 to 1) of this fit"
-    order,run_valid = -10,False
+    order,run_valid = Order.train_eval,False
     def before_fit(self): self.learn.train_iter,self.learn.pct_train = 0,0.
     def before_train(self): self._mode(True)
     def before_validate(self): self._mode(False)

@@ -19,7 +19,7 @@ from ..core.env import group_rank
 from ..data.distributed_dl import in_order
 from ..data.loaders import data_len,find_bs,single
 from ..data.rows import cat_rows,columns,has_whole,to_rows,without_rows
-from .callback import Callback
+from .callback import Callback,Order
 from .learner import Learner
 from .metrics import Rows,reduction
 
@@ -50,7 +50,7 @@ def _said(dl, i):
 # %% ../../nbs/learner/10_predictions.ipynb #c006
 class GatherPreds(Callback):
     "Collect predictions and targets of each batch, and on request inputs and losses"
-    order = 49
+    order = Order.predictions
     def __init__(self,
         with_input=False, with_loss=False, # Also collect inputs, and the loss of each sample
         act=noop,       # A function to apply to the predictions

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from fastcore.basics import patch
 from fastcore.imports import in_notebook
 
-from .callback import Callback
+from .callback import Callback,Order
 from ..core.env import is_rank0
 from .learner import Learner,defaults
 
@@ -55,7 +55,7 @@ class _Smooth:
 # %% ../../nbs/learner/04_progress.ipynb #c009
 class ProgressCallback(Callback):
     "A progress bar for epochs, one for batches, and a table with a line for each epoch. Prints on rank 0 only"
-    order,loop_state = 60,('bar',)
+    order,loop_state = Order.progress,('bar',)
     def __init__(self, show_bar=True): self.show_bar,self.mbar,self.bar,self.old_logger = show_bar,None,None,None
 
     def before_fit(self):

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from ..data.loaders import find_bs
 from .losses import n_items,weighted
-from .callback import Callback
+from .callback import Callback,Order
 from .learner import Learner,defaults
 from .metrics import AvgLoss,find_device,mk_metrics
 
 # %% ../../nbs/learner/03_recorder.ipynb #c024
 class Recorder(Callback):
     "History of a fit over all ranks: `losses`, `lrs` per step; `values` (losses, metrics), `iters` (steps so far) per epoch"
-    order,loop_state = 50,('mets','measuring','reduced','log','steps','lr_now','counted')
+    order,loop_state = Order.recorder,('mets','measuring','reduced','log','steps','lr_now','counted')
     fit_state,rank_state = ('lrs','iters','losses','values','log'),('totals',)
     def __init__(self):
         self.avg_loss,self.mets,self.metric_names,self.measuring,self.reduced = AvgLoss(),[],[],False,False

@@ -15,7 +15,7 @@ from fastcore.basics import listify,patch
 from torch.optim import Optimizer,lr_scheduler
 from torch.optim.lr_scheduler import LinearLR,OneCycleLR,SequentialLR
 
-from .callback import Callback,CancelFitException
+from .callback import Callback,Order,CancelFitException
 from ..core.collectives import gather_objects
 from ..core.env import group_size,is_rank0
 from .learner import Learner
@@ -24,7 +24,7 @@ from .accumulation import steps_per_epoch
 # %% ../../nbs/learner/09_schedule.ipynb #c005
 class Scheduler(Callback):
     "Drive a scheduler of `torch.optim.lr_scheduler` by step or by epoch of a fit, the same on every rank"
-    order,run_valid,old,sched = 55,False,None,None
+    order,run_valid,old,sched = Order.scheduler,False,None,None
     def __init__(self,
         func,          # From the optimizer to a scheduler; called at the start of each fit
         by='step'      # 'step': after each step of the optimizer; 'epoch': after each epoch
@@ -142,7 +142,7 @@ def _batches_per_epoch(learn):
 # %% ../../nbs/learner/09_schedule.ipynb #c025
 class TrackerCallback(Callback):
     "Track `monitor` over the epochs of a fit: `best`, `best_epoch`, and `new_best` (whether the last epoch is the best). All ranks agree"
-    order,best,hist,seen = 65,None,None,0
+    order,best,hist,seen = Order.tracker,None,None,0
     fit_state = 'best','best_epoch','value','new_best','seen'
     def __init__(self,
         monitor='valid_loss', # A column of the table: a loss, or a metric's name
@@ -197,7 +197,7 @@ def after_fit(self:TrackerCallback): self.hist,self.seen = None,0
 # %% ../../nbs/learner/09_schedule.ipynb #c032
 class EarlyStoppingCallback(TrackerCallback):
     "Stop the fit, on all ranks, when `monitor` has not improved for `patience` epochs"
-    order,wait = 100,0
+    order,wait = Order.early_stopping,0
     fit_state = *TrackerCallback.fit_state,'wait'
     def __init__(self, monitor='valid_loss', comp=None, min_delta=0.,
         patience:int=1, # Number of successive epochs without improvement that ends the fit
@@ -308,6 +308,6 @@ class ReduceLROnPlateauCallback(TrackerCallback):
 # %% ../../nbs/learner/09_schedule.ipynb #c047
 class TerminateOnNaNCallback(Callback):
     "Stop the fit, on all ranks, at the first training loss that is NaN or infinite, before the weights change. Syncs the GPU each step"
-    order,run_valid = 90,False
+    order,run_valid = Order.terminate,False
     def after_loss(self):
         if self.learn.loss_grad is not None and not torch.isfinite(self.learn.loss_grad).all(): raise CancelFitException

@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_,clip_grad_value_
 from torch.optim import Optimizer
 
-from .callback import Callback,CancelStepException,cancels
+from .callback import Callback,Order,CancelStepException,cancels
 from ..data.loaders import apply
 from .learner import Learner,fit_flags
 
@@ -41,7 +41,7 @@ def half_type(device:torch.device)->torch.dtype:
 
 class MixedPrecision(Callback):
     "Run forward pass and loss in a 16-bit type where `torch.autocast` allows it. Weights, gradients and `learn.pred` stay float32"
-    order,loop_state = 10,('cast',)
+    order,loop_state = Order.mixed_precision,('cast',)
     def __init__(self,
         dtype=None, # 'fp16', 'bf16', `torch.float16` or `torch.bfloat16`; None: chosen for the device, see `half_type`
         **kw        # Only for fp16: options of `torch.amp.GradScaler`, such as `init_scale`
@@ -160,7 +160,7 @@ Learner._amp,fit_flags['amp'] = None,_amp_flag
 # %% ../../nbs/learner/06_techniques.ipynb #c023
 class GradientClip(Callback):
     "Clip gradients before each step, by their global norm or by value; `norms` has their norms before. ValueError for a bad limit"
-    order,run_valid,fit_state = MixedPrecision.order+1,False,('norms',)
+    order,run_valid,fit_state = Order.clip,False,('norms',)
     def __init__(self,
         max_norm:float=1.,   # Largest norm over all parameters; `inf`: only record norms
         norm_type:float=2.,  # As in `torch.nn.utils.clip_grad_norm_`
