@@ -7,7 +7,8 @@ __all__ = ['RankFailure', 'RanksError', 'describe_exit', 'say', 'share_of_cores'
            'call_on_ranks']
 
 # %% ../../nbs/launch/00_processes.ipynb #c002
-import builtins,faulthandler,gc,importlib.util,json,multiprocessing as mp,os,pickle,random,signal,socket,sys,tempfile,threading,time,traceback,zlib
+import builtins,faulthandler,gc,importlib.util,json,multiprocessing as mp,os,pickle,random,signal,socket,sys,tempfile,threading,time
+import traceback,zlib
 from multiprocessing import connection,forkserver,resource_tracker
 from pathlib import Path
 from typing import Callable,NamedTuple
