@@ -19,7 +19,7 @@ from torch.utils.data import (BatchSampler,DataLoader,DistributedSampler,Iterabl
 
 from ..core.random import rng_state,seed_streams,set_rng_state
 from ..data.distributed_dl import reindexed
-from ..data.loaders import TfmdDL,data_len
+from ..data.loaders import LoaderWrapper,TfmdDL,data_len
 
 # %% ../../nbs/checkpoint/01_position.ipynb #c005
 def _parts(dl):
@@ -66,12 +66,10 @@ def _seeded(index, *seeds):
     seed_streams(*seeds)
     return index
 
-class _Indices:
+class _Indices(LoaderWrapper):
     "Replaces the sampler that a loader asks for indices: skips the first `n_skip` batches"
     def __init__(self): self.n_skip,self.seed,self.it = 0,None,None
-    def __getattr__(self, k):
-        if k.startswith('__') or k=='sampler': raise AttributeError(k)
-        return getattr(self.sampler, k)
+    inside = 'sampler'
     def __len__(self): return len(self.sampler)
     def __iter__(self):
         self.it,self.n = iter(self.sampler),0
@@ -121,15 +119,11 @@ def end_indexed(inner):
     if isinstance(inner, DataLoader) and inner in _indices: _indices[inner].n_skip,_indices[inner].seed = 0,None
 
 # %% ../../nbs/checkpoint/01_position.ipynb #c009
-class PlacedLoader:
+class PlacedLoader(LoaderWrapper):
     "A training loader that can save and restore its position in the epoch"
     # offset: batches of this epoch that were read before this loader was made; had: batches that were trained on before
     offset = had = 0
     def __init__(self, dl, streams:Streams): self.dl,self.streams,self.begin,self.again = dl,streams,None,None
-    def __getattr__(self, k):
-        if k.startswith('__') or k=='dl': raise AttributeError(k)
-        return getattr(self.dl, k)
-
     def __len__(self): return self.offset+len(self.dl)
     def __iter__(self):
         if self.again: self.streams.set(self.again['begin'])

@@ -11,7 +11,7 @@ from functools import singledispatch
 from itertools import chain, islice
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, SubsetRandomSampler, get_worker_info
 from ..core.compat import no_iterator,read_in_order,set_worker_info
-from .loaders import TfmdDL, changed, data_len, is_shuffled, one_batch
+from .loaders import LoaderWrapper, TfmdDL, changed, data_len, is_shuffled, one_batch
 from ..core.random import draw,mix_seed,shared_rng
 from .sharding import check_rank, deal, share_chunks, share_len
 
@@ -185,7 +185,7 @@ def _(dl:DataLoader):
     return changed(dl, **read_in_order, **kw)
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c026
-class DistributedDL:
+class DistributedDL(LoaderWrapper):
     "One rank's shard of a data loader. Other attributes are read from the copied loader, `.dl`. `len` is in batches of this rank"
     def __init__(self,
         dataset, rank:int, world_size:int,
@@ -228,9 +228,6 @@ class DistributedDL:
         raise TypeError(f"the number of batches of a stream that {self.num_workers} workers read is not known before its end")
     def __iter__(self): return iter(self.dl)
     def one_batch(self): return one_batch(self.dl)
-    def __getattr__(self, k):
-        if k.startswith('__') or 'dl' not in vars(self): raise AttributeError(k)
-        return getattr(self.dl, k)
 
 def _changed(dl, dataset=None, **kw):
     if hasattr(dl, 'new'): return dl.new(dataset, **kw)

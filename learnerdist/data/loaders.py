@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['apply', 'to_device', 'to_cpu', 'to_detach', 'find_bs', 'check_options', 'is_shuffled', 'loader_settings', 'changed',
-           'data_len', 'split_batch', 'single', 'one_batch', 'TfmdDL', 'DataLoaders']
+           'data_len', 'LoaderWrapper', 'look_ahead', 'split_batch', 'single', 'one_batch', 'TfmdDL', 'DataLoaders']
 
 # %% ../../nbs/data/01_loaders.ipynb #c002
 import copy, inspect, torch
@@ -165,6 +165,23 @@ def data_len(dataset):
     except (TypeError, NotImplementedError): return None
 
 def _dataset(o): return _Rows(o) if hasattr(o, 'iloc') and not hasattr(o, '__getitems__') else o
+
+# %% ../../nbs/data/01_loaders.ipynb #f4498fad
+class LoaderWrapper:
+    "Around a loader or a sampler: attributes that the wrapper does not have are those of what is inside"
+    inside = 'dl' # The attribute that holds it
+    def __getattr__(self, k):
+        if k.startswith('__') or k==self.inside: raise AttributeError(k)
+        return getattr(getattr(self, self.inside), k)
+
+def look_ahead(it):
+    "Each item of an iterator, and whether another follows; it reads one item ahead"
+    end = object()
+    o = next(it, end)
+    while o is not end:
+        following = next(it, end)
+        yield o,following is not end
+        o = following
 
 # %% ../../nbs/data/01_loaders.ipynb #c026
 def split_batch(

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 
 from ..core.compat import tree_leaves,tree_map
 from ..core.env import group_rank,group_size,in_group
-from ..data.loaders import data_len
+from ..data.loaders import LoaderWrapper,data_len,look_ahead
 from .batchnorm import muted
 from ..learner.callback import Callback,Order,cancels
 
@@ -190,14 +190,10 @@ def check_divergence(self:Agreement):
     if every and self.training and self.n_steps%every==0: self.trainer.check_divergence()
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c019
-class AgreedLoader:
+class AgreedLoader(LoaderWrapper):
     "A rank's shard of a loader whose loop ends at the same step on all ranks. `more`: ranks that may have a validation batch"
     def __init__(self, dl, agreement, more:int): self.dl,self.agreement,self.more = dl,agreement,more
     def __len__(self): return len(self.dl)
-    def __getattr__(self, k):
-        if k.startswith('__') or k=='dl': raise AttributeError(k)
-        return getattr(self.dl, k)
-
     def __iter__(self):
         a,res,batches = self.agreement,None,self._begin(with_next(self.dl))
         following = next(batches, None)
@@ -244,15 +240,7 @@ def with_next(dl):
     it = iter(dl)
     had = getattr(dl, 'had', 0) # batches that this loop had before it was resumed
     if n is not None: yield from ((b,i+1<n) for i,b in enumerate(it, had))
-    else: yield from _look_ahead(it)
-
-def _look_ahead(it):
-    end = object()
-    b = next(it, end)
-    while b is not end:
-        following = next(it, end)
-        yield b,following is not end
-        b = following
+    else: yield from look_ahead(it)
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c027
 class AgreementEnd(Callback):

@@ -19,7 +19,7 @@ from ..core.collectives import gather_objects
 from ..core.compat import tree_leaves
 from ..core.env import group_rank,group_size
 from ..data.distributed_dl import DistributedDL,in_order,is_split
-from ..data.loaders import changed,to_device
+from ..data.loaders import LoaderWrapper,changed,to_device
 from ..data.rows import as_batch,cat_rows,is_ragged,listed,row_kinds,spread,take_rows,to_rows
 from .gather_rows import gather_all
 from ..learner.callback import Callback,Order
@@ -28,14 +28,12 @@ from ..learner.metrics import AvgLoss,Replay,Rows,Sums,reduction
 from ..learner.predictions import batch_rows,has_result
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c014
-class FullBatches(IterableDataset):
+class FullBatches(LoaderWrapper, IterableDataset):
     "The samples of a sampler or of a stream that fill whole batches"
     def __init__(self, sampler, bs:int): self.sampler,self.bs = sampler,bs
     def __iter__(self): return chain.from_iterable(BatchSampler(self.sampler, self.bs, True))
     def __len__(self): return len(self.sampler)//self.bs*self.bs
-    def __getattr__(self, k):
-        if k.startswith('__') or k=='sampler': raise AttributeError(k)
-        return getattr(self.sampler, k)
+    inside = 'sampler'
 
 @singledispatch
 def whole(

@@ -14,7 +14,7 @@ from fastcore.basics import patch
 
 from ..core.env import group_size
 from ..data.distributed_dl import reindexed
-from ..data.loaders import find_bs
+from ..data.loaders import LoaderWrapper,find_bs,look_ahead
 from .callback import Callback,CancelBatchException,Order
 from .losses import MeanOver,loss_over,n_items,probe_loss
 from .techniques import _with_grad
@@ -100,21 +100,13 @@ def _has_length(dl):
     except TypeError: return False
 
 # %% ../../nbs/learner/07_accumulation.ipynb #c033
-class _Marked:
+class _Marked(LoaderWrapper):
     "A loader without a length that reads one batch ahead: for each batch that it yields, `marks` gets whether it is the last"
     def __init__(self, dl, marks): self.dl,self.marks = dl,marks
-    def __getattr__(self, k):
-        if k.startswith('__') or k=='dl': raise AttributeError(k)
-        return getattr(self.dl, k)
-
     def __iter__(self):
-        it,end = iter(self.dl),object()
-        b = next(it, end)
-        while b is not end:
-            following = next(it, end)
-            self.marks.append(following is end)
+        for b,more in look_ahead(iter(self.dl)):
+            self.marks.append(not more)
             yield b
-            b = following
 
 @reindexed.register
 def _(dl:_Marked, dealer): return _Marked(reindexed(dl.dl, dealer), dl.marks)
