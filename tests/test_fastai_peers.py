@@ -132,7 +132,8 @@ def reduces(rank, whose, path):
     class Hooked(Callback):
         order = 2000
         def before_train(self):
-            if isinstance(self.learn.model, DistributedDataParallel): self.learn.model.register_comm_hook(calls, hook)
+            ddp = getattr(vars(self.learn).get('wrapper'), 'ddp', self.learn.model) # ours; or fastai's
+            if isinstance(ddp, DistributedDataParallel): ddp.register_comm_hook(calls, hook)
     with quiet(learn), learn.distrib_ctx(): learn.fit(1, cbs=[GradientAccumulation(16),Hooked])
     return len(calls)
 

@@ -49,10 +49,11 @@ def test_events_and_their_order():
     assert learn.tracer.seen==['before_validate',*valid_batch*2,'after_validate']
 
 def test_names_are_fastais():
-    want = '''after_create before_fit before_epoch before_train before_batch after_pred after_loss before_backward after_cancel_backward
+    want = '''after_create after_dls before_fit
+        before_epoch before_train before_batch after_pred after_loss before_backward after_cancel_backward
         after_backward before_step after_cancel_step after_step after_cancel_batch after_batch after_cancel_train after_train
         before_validate after_cancel_validate after_validate after_cancel_epoch after_epoch after_cancel_fit after_fit'''.split()
-    assert list(all_events)==want and list(inner_events)==want[4:15]
+    assert list(all_events)==want and list(inner_events)==want[5:16] # after_dls is ours
 
 scopes = {CancelFitException:'fit', CancelEpochException:'epoch', CancelTrainException:'train', CancelValidException:'validate',
           CancelBatchException:'batch', CancelBackwardException:'backward', CancelStepException:'step'}

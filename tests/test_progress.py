@@ -1,4 +1,5 @@
 "The table, the bar, and the log file: from rank 0 alone, the bar only where somebody watches"
+import warnings
 import contextlib,csv,io,os,pty,subprocess,sys,threading
 import pytest, torch
 from torch import nn
@@ -197,6 +198,7 @@ def test_csv_without_validation(tmp_path, capsys):
 def rank_writes(path):
     "Output and files on a pipe, and on a terminal"
     rank,out = rank_distrib(),io.StringIO()
+    warnings.simplefilter('ignore') # of the paths, which differ so that each rank's files are seen
     learn = make(path=path/str(rank), cbs=CSVLogger())
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), learn.distrib_ctx(seed=1):
         learn.fit(2)

@@ -6,7 +6,7 @@
 __all__ = ['padding_of', 'is_padded', 'loss_without_padding']
 
 # %% ../../nbs/distributed/09_padding.ipynb #5c39e462
-import warnings
+import copy,warnings
 
 from ..core.env import group_rank
 from ..data.rows import without_last
@@ -36,7 +36,7 @@ def loss_without_padding(
     "The loss of the samples that are not repeats"
     try:
         pred,*yb = [without_last(o, n) for o in (learn.pred, *learn.yb)]
-        loss = learn.loss_func(pred, *yb)
+        loss = copy.copy(learn.loss_func)(pred, *yb) # a copy: it may keep what it has computed
         if isinstance(loss, tuple): return as_mean(*loss)
         over = loss_over(learn)
         return loss,over.count(pred, *yb) if over.counts(yb) else n-1

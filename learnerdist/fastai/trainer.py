@@ -51,7 +51,7 @@ class FastaiAgreement(Agreement):
         self.agreed,self.in_batch = scope,False
         raise _fastai_cancel(scope)
 
-    def _quietly(self, event):
+    def _quietly(self, event, after=None):
         try: self.learn(event)
         except tuple(map(_fastai_cancel, ('fit','epoch','train','validate','batch','step','backward'))): pass
 

@@ -6,6 +6,7 @@
 __all__ = ['MeanOver', 'mean_over', 'probe', 'loss_over', 'n_items', 'probe_loss', 'as_mean', 'weighted']
 
 # %% ../../nbs/learner/00_losses.ipynb #66de90f6
+import copy
 from functools import partial,singledispatch
 from typing import Callable,NamedTuple
 
@@ -135,7 +136,7 @@ def probe_loss(
     if vars(learn).get('items') is not None: return 'items'
     buffers = [(o,o.clone()) for o in learn.loss_func.buffers()] if isinstance(learn.loss_func, nn.Module) else []
     before = rng_state()
-    try: return probe(learn.loss_func, learn.pred, learn.yb, find_bs(learn.yb))
+    try: return probe(copy.copy(learn.loss_func), learn.pred, learn.yb, find_bs(learn.yb)) # a copy: it may keep what it has computed
     except Exception: return 'uncut'
     finally:
         set_rng_state(before)
