@@ -101,7 +101,7 @@ class Unfreeze(Callback):
         if self.epoch: get_model(self.model)[0].requires_grad_(True)
 
 def unfrozen():
-    without(replica.Replica, '_what_is_trained', lambda self: None)
+    without(replica.Replica, '_what_is_trained', lambda self: ([],[]))
     return learner(cbs=Unfreeze, splitter=lambda m: [*m.parameters()])
 
 def remedied():

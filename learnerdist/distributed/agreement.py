@@ -302,6 +302,7 @@ def _leave_with_others(self:Agreement, scope):
 def _finish_batch(self:Agreement):
     "Other ranks have ended this batch: callbacks here hear of its end as they do there, so that all count the same steps"
     event,cb = _raised_in(self.learn)
+    if event is None: return # fastai's learner does not say how far it has come
     if event=='after_step':
         self._quietly(event, cb)
         self.opt.zero_grad()
