@@ -140,7 +140,8 @@ def probe_loss(
     except Exception: return 'uncut'
     finally:
         set_rng_state(before)
-        for o,old in buffers: o.copy_(old)
+        for o,old in buffers:
+            if not torch.equal(o, old): o.copy_(old) # else untouched: the loss's graph may hold it
 
 def as_mean(total, n):
     "(mean, count) for a loss given as a sum and a count; the mean is 0 if the count is 0"
