@@ -193,7 +193,7 @@ class Limit(Callback):
 def _cancel(learn, what):
     "The exception that cancels a loop of this learner, ours or fastai's"
     if isinstance(learn, Learner): return cancels[what]()
-    return getattr(sys.modules['fastai.learner'], f'Cancel{what.title()}Exception')()
+    return getattr(sys.modules['fastai.learner'], cancels[what].__name__)()
 
 # %% ../nbs/01_fit_record.ipynb #8e827e2c
 class _Joined:

@@ -65,6 +65,7 @@ class Agreement(Callback):
     loop_state = ('place','in_batch','has_next','template','n_steps','scope','synced','predicted','stepped','step_cancelled','caught_up',
                   'ballot')
     fit_state = 'n_steps',
+    cancels = cancels # the learner's exceptions, by loop
     # watcher: the Checkpoint, which adds requests to save and stop to each vote, and is told the result
     def __init__(self, trainer): self.trainer,self.agreed,self.watcher,self.ended = trainer,None,None,False
     def before_fit(self): self._clear(1)
@@ -92,7 +93,7 @@ class Agreement(Callback):
         "Raise the Cancel exception that all ranks have agreed on, if any"
         if scope is None: return
         self.agreed,self.in_batch = scope,False
-        raise cancels[scope]
+        raise self.cancels[scope]
 
     def heed(self, res:Tally):
         "Leave the loop if the vote says so; else tell the watcher the requests to save and stop"
@@ -162,7 +163,7 @@ def _quietly(self:Agreement, event, after=None):
     for cb in cbs[cbs.index(after)+1 if after in cbs else 0:]: # one at a time: clipping, unscaling and schedules hear of this step
         try:
             if cb.answers(event, self.training): getattr(cb, event)()
-        except tuple(cancels.values()): pass # this rank has voted for it already, or the others would have stopped too
+        except tuple(self.cancels.values()): pass # this rank has voted for it already, or the others would have stopped too
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c017
 @patch

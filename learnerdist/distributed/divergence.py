@@ -43,8 +43,7 @@ def differences(
 
 def digest(state)->tuple:
     "Hashes of the tensors and texts of the other values of a nested `state`, to compare states"
-    leaves = [o for o in tree_leaves(state)]
-    return tuple(tensor_hash(o).item() if isinstance(o, Tensor) else repr(o) for o in leaves)
+    return tuple(tensor_hash(o).item() if isinstance(o, Tensor) else repr(o) for o in tree_leaves(state))
 
 def compared(model)->dict:
     "Tensors that must be equal on all ranks: parameters, and buffers except those of BatchNorm layers that are not synchronised"

@@ -10,6 +10,7 @@ import struct,warnings
 
 import torch
 import torch.distributed as dist
+from fastcore.basics import patch
 from torch import Tensor
 
 from ..core.collectives import all_sum,gather_rows
@@ -104,12 +105,10 @@ class LossWeights:
         self.learn.global_items = total/self.world_size
         return total
     def _none(self):
-        n = self.learn.loss_func and loss_over(self.learn).counts(self.learn.yb) and getattr(self.learn.yb[0], 'device', None)
-        return torch.zeros((), device=n) if n and n.type!='cpu' else 0
+        device = self.learn.loss_func and loss_over(self.learn).counts(self.learn.yb) and getattr(self.learn.yb[0], 'device', None)
+        return torch.zeros((), device=device) if device and device.type!='cpu' else 0
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #dc7d9de7
-from fastcore.basics import patch
-
 @patch
 def _agree(self:LossWeights, own):
     "Agree on the kind of an unknown loss from the probes of all ranks. Sync point, once per epoch"

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from fastcore.basics import patch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -138,8 +139,6 @@ def _has_exchange(self):
 Replica.forward_exchanges = property(_has_exchange, doc="Whether ranks exchange something in each forward pass")
 
 # %% ../../nbs/distributed/09_replica.ipynb #b934f430
-from fastcore.basics import patch
-
 @patch
 def after_backward(self:Replica):
     "After a backward pass with an exchange: average gradients outside of DDP, look for missing ones. Sync point"

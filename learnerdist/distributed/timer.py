@@ -23,7 +23,7 @@ class Timer(Callback):
     def before_fit(self): self.times,self.begin = [],None
     def before_train(self):
         self.data,self.votes,self.wait,self.end = 0.,0.,0.,None
-        self.begin,self.voted = perf_counter(),Ballot.waited
+        self.begin = perf_counter()
         self.after_batch()
 
     def before_batch(self):

@@ -153,7 +153,7 @@ def state_dict(self:DistributedTrainer): return dict(seed=self.seed, epochs_befo
 @patch
 def _split(self:DistributedTrainer, dl):
     if not self.split_batches or isinstance(dl, DistributedDL): return {}
-    bs,n = getattr(dl, 'batch_size', None) or getattr(dl, 'bs', None),group_size()
+    bs,n = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None),group_size() # bs: fastai's
     if not bs or bs%n: raise ValueError(f'split_batches: a batch size of {bs} does not divide among {n} ranks')
     return dict(bs=bs//n)
 

@@ -23,13 +23,13 @@ from fastcore.foundation import L
 
 from ..distributed import trainer as core
 from ..distributed.agreement import Agreement,AgreementEnd
-from ..learner.callback import Callback,inner_events
+from ..learner.callback import Callback,cancels,inner_events
 from ..core.collectives import all_sum,gather_objects
 from ..data.loaders import find_bs
 from ..core.env import group_rank,group_size
 from ..distributed.evaluation import ExactEvaluation
 from .loaders import ShareDL
-from ..data.distributed_dl import DistributedDL,set_epoch
+from ..data.distributed_dl import set_epoch
 from ..core.random import seed_streams
 from ..learner.losses import MeanOver,mean_over,n_items,weighted
 
@@ -40,20 +40,13 @@ def __call__(self:Callback, event):
     if hasattr(type(self), event) and self.answers(event, getattr(self.learn, 'training', False)): getattr(self, event)()
     if event=='after_fit': self.run = True
 
-def _fastai_cancel(scope):
-    return getattr(fastai_learner, {'validate': 'CancelValidException'}.get(scope, f'Cancel{scope.title()}Exception'))
-
 # %% ../../nbs/fastai/02_trainer.ipynb #c009
 class FastaiAgreement(Agreement):
     "Ranks of a fastai learner leave their loops by fastai's exceptions"
-    def leave(self, scope):
-        if scope is None: return
-        self.agreed,self.in_batch = scope,False
-        raise _fastai_cancel(scope)
-
+    cancels = {k: getattr(fastai_learner, o.__name__) for k,o in cancels.items()}
     def _quietly(self, event, after=None):
         try: self.learn(event)
-        except tuple(map(_fastai_cancel, ('fit','epoch','train','validate','batch','step','backward'))): pass
+        except tuple(self.cancels.values()): pass
 
     def end_batch(self, scope=None):
         self.trainer.share_loss()
@@ -138,13 +131,6 @@ def share(self:DistributedTrainer, dl, pad, **kw):
     if getattr(dl, 'by_hand', False) and (dl.rank,dl.world_size)==(group_rank(),group_size()): dl = dl.source
     if not pad and isinstance(dl, DataLoader) and dl.drop_last: dl = dl.new(drop_last=False)
     return ShareDL.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
-
-@patch
-def _split(self:DistributedTrainer, dl):
-    if not self.split_batches or isinstance(dl, DistributedDL): return {}
-    bs,n = getattr(dl, 'bs' if isinstance(dl, DataLoader) else 'batch_size', None),group_size()
-    if not bs or bs%n: raise ValueError(f'split_batches: a batch size of {bs} does not divide among {n} ranks')
-    return dict(bs=bs//n)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c021
 @patch
