@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler
 from .core.env import group_rank
 from .core.random import rng_state,set_rng_state,shared_rng
 from .data.distributed_dl import DistributedDL
-from .data.loaders import changed,data_len,find_bs,one_batch
+from .data.loaders import batch_shape,changed,data_len,find_bs,one_batch
 from .data.rows import RowList,columns
 from .distributed.batchnorm import _Synced
 from .distributed.divergence import digest,tensor_hash
@@ -211,7 +211,7 @@ def widened(
     "A copy of `dl` with batches `k` times as large. ValueError if it has no batch size"
     sampler,new = getattr(dl, 'batch_sampler', None),partial(changed, dl) if not hasattr(dl, 'new') else dl.new
     if sampler is not None and type(sampler) is not BatchSampler: return new(batch_sampler=_Joined(sampler, k))
-    bs = getattr(sampler, 'batch_size', None) or getattr(dl, 'batch_size', None) or getattr(dl, 'bs', None)
+    bs,_ = batch_shape(dl)
     if not bs: raise ValueError(f'{type(dl).__name__} without a batch size: one process cannot have batches {k} times as large')
     return new(bs=bs*k)
 

@@ -11,9 +11,9 @@ from functools import singledispatch
 from itertools import chain, islice
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, SubsetRandomSampler, get_worker_info
 from ..core.compat import no_iterator,read_in_order,set_worker_info
-from .loaders import LoaderWrapper, TfmdDL, changed, data_len, is_shuffled, one_batch
+from .loaders import LoaderWrapper, TfmdDL, batch_shape, changed, data_len, is_shuffled, one_batch
 from ..core.random import draw,mix_seed,shared_rng
-from .sharding import check_rank, deal, share_chunks, share_len
+from .sharding import check_rank, deal, full_rows, share_chunks, share_len
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c005
 def _chain(o):
@@ -41,41 +41,73 @@ class _Dealt:
     def __iter__(self):
         d = self.dealer
         gens = [o.generator for o in _chain(self.source) if isinstance(getattr(o, 'generator', None), torch.Generator)]
-        return d.deal(draw(self.source, shared_rng(d.seed, d.epoch, generators=gens), self.chunk))
+        items = d.deal(draw(self.source, shared_rng(d.seed, d.epoch, generators=gens), self.chunk))
+        return d.sized(items) if d.unit=='batch' else items
     def __len__(self): return self.dealer.count(len(self.source))
 
 class _Order(_Dealt):
     "A rank's shard of all samples, in order or shuffled"
     def __init__(self, dealer, source, shuffle): self.dealer,self.source,self.shuffle = dealer,source,shuffle
     def __iter__(self):
-        d = self.dealer
-        chunks = share_chunks(len(self.source), d.rank, d.world_size, d.pad, self.shuffle, d.epoch, d.seed, d.start)
-        return chain.from_iterable(o.tolist() for o in chunks)
+        d,n = self.dealer,len(self.source)
+        chunks = share_chunks(n, d.rank, d.world_size, d.end_of(d.left(n)), self.shuffle, d.epoch, d.seed, d.start)
+        return islice(chain.from_iterable(o.tolist() for o in chunks), d.count(n))
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c010
 class Dealer:
     "Makes the shard of one rank, of orders, samplers and streams, for the current epoch"
-    def __init__(self, rank, world_size, seed=0, pad=True):
+    def __init__(self, rank, world_size, seed=0,
+        pad=True # Repeat items so that all ranks read equally many? 'batch': only where a rank would have a batch less than others
+    ):
         check_rank(rank, world_size)
         if not isinstance(seed, int): raise ValueError(f"seed={seed!r}: need an integer, the same on every rank")
+        if pad not in (True,False,'batch'): raise ValueError(f"pad={pad!r}: give True, False or 'batch'")
         self.rank,self.world_size,self.seed,self.pad = rank,world_size,seed,pad
-        self.unit,self.source,self.items = 'row',None,None
-        self._epoch = torch.zeros((), dtype=torch.int64)
+        self.unit,self.source,self.items,self.bs,self.drop_last,self.sizes = 'row',None,None,None,False,[]
+        self.streams = False # Whether the source is an iterable data set
+        self._epoch,self._n_read = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
     left_at = -1,0 # An epoch, and the number of its items (see `unit`), over all ranks, that an earlier run has already read
     epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v))
     start = property(lambda self: self.left_at[1] if self.left_at[0]==self.epoch else 0)
-    def deal(self, items): return deal(islice(items, self.start, None), self.rank, self.world_size, self.pad)
+    def deal(self, items):
+        items = islice(items, self.start, None)
+        self._n_read.zero_()
+        if self._floor: items = full_rows(items, self.world_size)
+        return deal(items, self.rank, self.world_size, self.end_of)
     def left(self, n): return None if n is None else max(n-self.start, 0)
-    def count(self, n): return share_len(self.left(n), self.rank, self.world_size, self.pad)
+    def count(self, n):
+        n = self.left(n)
+        return n//self.world_size if self._floor else share_len(n, self.rank, self.world_size, self.pads(n))
+    _floor = property(lambda self: self.pad=='batch' and self.drop_last and bool(self.bs)) # each rank's last batch is dropped in any case
+    def pads(self, n):
+        "Whether ranks repeat an item if `n` items are dealt"
+        return n//self.world_size%self.bs==0 if self.pad=='batch' and self.bs else bool(self.pad)
+    def end_of(self, n):
+        "As `pads`, for the `n` items of this epoch, which `repeats` then knows"
+        self._n_read.fill_(n)
+        return self.pads(n)
+    def repeats(self, i):
+        "Whether batch `i` of this rank's shard is a repeat, and nothing else; known once it has been read"
+        n,W = int(self._n_read),self.world_size
+        return bool(n and self.bs and self.pad=='batch' and self.rank>=(n%W or W) and i*self.bs==n//W)
     def _made(self, source, items):
         self.source,self.items = source,items
         return items
     def order(self, source, shuffle):
         "Sampler over this rank's shard of `len(source)` indices, in order or shuffled"
         return self._made(source, _Order(self, source, shuffle))
+    def sized(self, batches):
+        "Remember the length of each batch, in `sizes`"
+        self.sizes = []
+        for o in batches:
+            self.sizes.append(data_len(o))
+            yield o
+    def of_batches(self):
+        "What is dealt are batches, not samples"
+        self.unit,self.bs = 'batch',1
     def drawn(self, source, unit='row', chunk=64):
         "Sampler over this rank's shard of a user's sampler, which yields indices or other keys, or lists of them (`unit='batch'`)"
-        self.unit = unit
+        if unit=='batch': self.of_batches()
         return self._made(source, _Dealt(self, source, self.world_size if unit=='batch' else chunk))
     def indices(self, sampler, chunk=64):
         "Sampler over this rank's shard of torch's `sampler`: `order` if it is sequential or plainly shuffled, else `drawn`"
@@ -83,7 +115,9 @@ class Dealer:
         return self.order(sampler.data_source, True) if is_shuffled(sampler) else self.drawn(sampler, chunk=chunk)
     def stream(self, dataset, num_workers):
         "Iterable data set of this rank's samples. Its copies in workers see changes of the epoch, through shared memory"
+        self.streams = True
         if num_workers: self._epoch.share_memory_()
+        if num_workers==1: self._n_read.share_memory_() # of several workers, each deals a part
         return self._made(dataset, _Stream(dataset, self))
     def generator(self, g):
         "`g` on rank 0; on other ranks another generator, because the seeds of the workers are drawn from it"
@@ -196,6 +230,8 @@ class DistributedDL(LoaderWrapper):
         **kw):              # Further settings of `TfmdDL`
         self._split(TfmdDL(dataset, bs=bs, shuffle=shuffle, **kw), Dealer(rank, world_size, seed, pad))
     def _split(self, dl, dealer):
+        dealer.bs,dealer.drop_last = batch_shape(dl)
+        if getattr(dl, 'batch_sampler', dl) is None: dealer.bs = 1 # torch's loader without batches
         self.source,self.dealer,self.dl = dl,dealer,reindexed(dl, dealer)
         self.rank,self.world_size,self.seed,self.pad,self.unit = dealer.rank,dealer.world_size,dealer.seed,dealer.pad,dealer.unit
         return self

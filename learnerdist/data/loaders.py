@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['apply', 'to_device', 'to_cpu', 'to_detach', 'find_bs', 'check_options', 'is_shuffled', 'loader_settings', 'changed',
-           'data_len', 'LoaderWrapper', 'look_ahead', 'split_batch', 'single', 'one_batch', 'TfmdDL', 'DataLoaders']
+           'data_len', 'LoaderWrapper', 'look_ahead', 'batch_shape', 'split_batch', 'single', 'one_batch', 'TfmdDL',
+           'DataLoaders']
 
 # %% ../../nbs/data/01_loaders.ipynb #c002
 import copy, inspect, torch
@@ -63,6 +64,7 @@ def _leaves(b):
 def _is_rows(b)->bool:
     "Does this list have one entry per sample (strings, numbers, uncollated dicts), rather than one per column?"
     columns = not isinstance(b, (list, tuple)) or hasattr(b, '_fields')
+    if not columns and b and all(isinstance(o, Mapping) and o.keys()==b[0].keys() for o in b): return True
     if columns or any(isinstance(o, (list, tuple)) or hasattr(o, 'shape') for o in b): return False
     sizes = {o.shape[0] if len(o.shape) else None for o in _leaves(b) if hasattr(o, 'shape')}
     return len(b)<2 or len(sizes)!=1 or None in sizes
@@ -182,6 +184,14 @@ def look_ahead(it):
         following = next(it, end)
         yield o,following is not end
         o = following
+
+def batch_shape(
+    dl # Any loader
+)->tuple: # (samples in a batch, None if not known; whether an incomplete last batch is dropped)
+    "What a loader says about its batches"
+    bs = getattr(dl, 'batch_sampler', None)
+    if bs is not None: return (bs.batch_size,bs.drop_last) if type(bs) is BatchSampler else (None,False) # a user's own may do anything
+    return getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None),bool(getattr(dl, 'drop_last', False)) # bs: fastai's
 
 # %% ../../nbs/data/01_loaders.ipynb #c026
 def split_batch(

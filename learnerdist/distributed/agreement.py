@@ -268,7 +268,7 @@ class AgreementEnd(Callback):
 # %% ../../nbs/distributed/03_agreement.ipynb #c028
 @patch
 def before_train(self:AgreementEnd):
-    self.learn.dl = self.agreement.trainer.share_now(self.dl, pad=True)
+    self.learn.dl = self.agreement.trainer.share_now(self.dl, pad='batch')
     if group_size()<2: return
     self.agreement.trainer.weights.begin(self.dl)
     self._vote()

@@ -19,13 +19,13 @@ from ..core.collectives import gather_objects
 from ..core.compat import tree_leaves
 from ..core.env import group_rank,group_size
 from ..data.distributed_dl import DistributedDL,in_order,is_split
-from ..data.loaders import LoaderWrapper,changed,to_device
+from ..data.loaders import LoaderWrapper,batch_shape,changed,to_device
 from ..data.rows import as_batch,cat_rows,is_ragged,listed,row_kinds,spread,take_rows,to_rows
 from .gather_rows import gather_all
 from ..learner.callback import Callback,Order
-from ..learner.losses import as_mean,loss_over
+from ..learner.losses import batch_rows,loss_of_batch,loss_over
 from ..learner.metrics import AvgLoss,Replay,Rows,Sums,reduction
-from ..learner.predictions import batch_rows,has_result
+from ..learner.predictions import has_result
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c014
 class FullBatches(LoaderWrapper, IterableDataset):
@@ -77,7 +77,7 @@ class ExactEvaluation(Callback):
 
     # A subclass for another kind of learner overrides these, and `measured`, `batch_ids` and `batch_loss`
     def kind(self, m): # how the state of `m` adds up
-        return Replay() if isinstance(m, AvgLoss) and loss_over(self.learn).kind in ('sum','other') else reduction(m)
+        return Replay() if isinstance(m, AvgLoss) and loss_over(self.learn).kind in ('sum','other','whole') else reduction(m)
     def is_measured(self): return has_result(self.learn) # whether this batch counts
     def batch_parts(self): return listed(self.learn.xb),listed(self.learn.yb),self.learn.pred # inputs, targets, prediction
     def row_parts(self, m, parts, ns): return parts # what `m` has kept of each batch, as rows; ns: samples in each batch
@@ -121,24 +121,23 @@ def measured(self:ExactEvaluation)->list:
 
 @patch
 def batch_ids(self:ExactEvaluation, keys, own, ragged)->Tensor: # (rows,)
-    "For each row the number of its batch in one process; the rank's own batch if that is not known"
-    bs = getattr(getattr(self.dl, 'batch_sampler', None), 'batch_size', None) or getattr(self.dl, 'bs', None)
+    "For each row the number of its batch in one process with the same loader; the rank's own batch if that is not known"
+    bs,_ = batch_shape(self.dl)
     return own if ragged or not bs or deals_batches(self.dl) else keys//bs
 
 @patch
 def batch_loss(self:ExactEvaluation):
     "The loss of a batch that is replayed for a metric"
-    learn = self.learn
-    res = learn.loss_func(learn.pred, *learn.yb) if learn.yb else None
-    if type(res) is tuple: res,learn.items = as_mean(*res)
-    return None if res is None else res.detach()
+    return loss_of_batch(self.learn).detach() if self.learn.yb else None
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c022
 @patch
 def put_together(self:ExactEvaluation):
     "Reduce metrics and predictions at the end of the loop. Sync point, also for a rank without a batch"
-    if not is_share(self.dl): return
     rec = getattr(self.learn, 'recorder', None)
+    if not is_share(self.dl):
+        if hasattr(rec, 'measuring'): rec.reduced = True
+        return
     if hasattr(rec, 'measuring') and not rec.measuring: rec.reset_metrics() # the loop was cancelled before it began
     self._settle()
     kinds = [(m,self.kind(m)) for m in self.measured()]

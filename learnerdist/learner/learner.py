@@ -16,7 +16,7 @@ from fastcore.basics import listify,patch
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 
 from .callback import Callback,Order,all_events,cancels
-from .losses import as_mean
+from .losses import loss_of_batch
 from ..data.loaders import data_len,single,split_batch,to_device
 from ..core.env import default_device
 
@@ -75,7 +75,7 @@ class Learner:
         self.opt,self.training,self.fitting,self.logger,self.cbs = None,False,False,print,[]
         self.epoch,self.n_epoch,self.iter,self.n_iter,self.dl = 0,1,0,None,None
         self.xb,self.yb,self.pred,self.loss_grad,self.loss,self.start_at = (),(),None,None,None,StartAt()
-        self.items,self.global_items,self.wrapper,self._loss_over = None,None,None,None
+        self.items,self.global_items,self.wrapper,self._loss_over,self.repeated = None,None,None,None,False
         self.add_cbs(defaults.callbacks).add_cbs(cbs)
         self('after_create')
 
@@ -171,8 +171,7 @@ def _do_batch(self:Learner):
     self.pred = (self.wrapper or self.model)(*self.xb)
     self('after_pred')
     if self.yb:
-        self.loss_grad = self.loss_func(self.pred, *self.yb)
-        if type(self.loss_grad) is tuple: self.loss_grad,self.items = as_mean(*self.loss_grad)
+        self.loss_grad = loss_of_batch(self)
         self.loss = self.loss_grad.detach().clone()
     self('after_loss')
     if not self.training or not self.yb: return

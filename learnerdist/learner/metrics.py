@@ -19,9 +19,9 @@ from torch import Tensor
 from ..core.compat import metric_state,unsynced,update_count
 from ..core.env import is_rank0
 from ..core.random import rng_state,set_rng_state
-from ..data.loaders import find_bs,to_cpu,to_detach
+from ..data.loaders import to_cpu,to_detach
 from ..data.rows import as_batch,cat_rows,columns,listed,row_kinds,to_rows
-from .losses import n_items,probe,weighted
+from .losses import batch_rows,n_items,probe,weighted
 
 # %% ../../nbs/learner/02_metrics.ipynb #c005
 class Metric:
@@ -46,7 +46,7 @@ class AvgMetric(Metric):
     ): self.func,self._name = func,name
 
     def reset(self): self.total,self.count = 0.,0
-    def accumulate(self, learn): self.add(self.func(learn.pred, *learn.yb), find_bs(learn.yb))
+    def accumulate(self, learn): self.add(self.func(learn.pred, *learn.yb), batch_rows(learn))
     def add(self, mean, n):
         self.total = self.total + weighted(mean, n)
         self.count = self.count + n
@@ -114,7 +114,7 @@ class FuncMetric(AvgMetric):
     def accumulate(self, learn):
         if self.found!='other' or self.asks: super().accumulate(learn)
         if self.found=='samples': return
-        n = find_bs(learn.yb)
+        n = batch_rows(learn)
         if self.found is None: self._look(learn, n)
         if self.found=='samples': self.rows = []
         else: self._keep(learn, n)

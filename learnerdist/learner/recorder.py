@@ -12,8 +12,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from ..data.loaders import find_bs
-from .losses import n_items,weighted
+from .losses import batch_rows,n_items,weighted
 from .callback import Callback,Order
 from .learner import Learner,defaults
 from .metrics import AvgLoss,find_device,mk_metrics
@@ -21,7 +20,7 @@ from .metrics import AvgLoss,find_device,mk_metrics
 # %% ../../nbs/learner/03_recorder.ipynb #c024
 class Recorder(Callback):
     "History of a fit over all ranks: `losses`, `lrs` per step; `values` (losses, metrics), `iters` (steps so far) per epoch"
-    order,loop_state = Order.recorder,('mets','measuring','reduced','log','steps','lr_now','counted')
+    order,loop_state = Order.recorder,('mets','measuring','reduced','log','steps','lr_now')
     fit_state,rank_state = ('lrs','iters','losses','values','log'),('totals',)
     def __init__(self):
         self.avg_loss,self.mets,self.metric_names,self.measuring,self.reduced = AvgLoss(),[],[],False,False
@@ -29,7 +28,7 @@ class Recorder(Callback):
 
     def _forget(self):
         self.lrs,self.iters,self.losses,self.values,self.steps,self.log = [],[],[],[],[],[]
-        self.start,self.lr_now,self.counted,self.n_samples = None,None,None,0
+        self.start,self.lr_now,self.n_samples = None,None,0
 
     def before_fit(self):
         self._forget()
@@ -57,12 +56,12 @@ class Recorder(Callback):
 @patch
 def after_batch(self:Recorder):
     learn = self.learn
-    n = find_bs(learn.yb) if learn.yb and learn.loss is not None else 0
+    n = batch_rows(learn) if learn.yb and learn.loss is not None and not learn.repeated else 0
     if learn.training:
-        loss,items,n = self.counted or (learn.loss, n_items(learn) if n else 0, n)
-        self.steps.append((weighted(loss, items) if n else 0., items, n))
+        items = n_items(learn) if n else 0
+        self.steps.append((weighted(learn.loss, items) if n else 0., items, n))
         self.lrs.append(self._lr() if self.lr_now is None else self.lr_now)
-        self.counted = self.lr_now = None
+        self.lr_now = None
     elif n:
         for m in self.valid_mets: m.accumulate(learn)
 
