@@ -761,6 +761,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                       'learnerdist/distributed/agreement.py'),
                                                    'learnerdist.distributed.agreement.Ballot.row': ( 'distributed/agreement.html#ballot.row',
                                                                                                      'learnerdist/distributed/agreement.py'),
+                                                   'learnerdist.distributed.agreement.Progress': ( 'distributed/agreement.html#progress',
+                                                                                                   'learnerdist/distributed/agreement.py'),
                                                    'learnerdist.distributed.agreement.Tally': ( 'distributed/agreement.html#tally',
                                                                                                 'learnerdist/distributed/agreement.py'),
                                                    'learnerdist.distributed.agreement.Tally.verdict': ( 'distributed/agreement.html#tally.verdict',
