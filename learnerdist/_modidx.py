@@ -2309,8 +2309,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                       'learnerdist/learner/recorder.py'),
                                               'learnerdist.learner.recorder._clock': ( 'learner/recorder.html#_clock',
                                                                                        'learnerdist/learner/recorder.py'),
-                                              'learnerdist.learner.recorder._set_totals': ( 'learner/recorder.html#_set_totals',
-                                                                                            'learnerdist/learner/recorder.py'),
                                               'learnerdist.learner.recorder._stacked': ( 'learner/recorder.html#_stacked',
                                                                                          'learnerdist/learner/recorder.py')},
             'learnerdist.learner.saving': { 'learnerdist.learner.saving.Learner._file': ( 'learner/saving.html#learner._file',

@@ -77,6 +77,23 @@ def test_public_names():
     assert len(public.__all__)<=85
     assert [o for o in public.__all__ if not getattr(public, o).__doc__ and o!='preempted_status'] == []
 
+def test_stubs_are_current():
+    "What editors and type checkers read in place of a module: python tools/stubs.py writes it"
+    sys.path.insert(0, str(root/'tools'))
+    try: import stubs
+    finally: sys.path.remove(str(root/'tools'))
+    for o in stubs.stubbed: assert (package/f'{o}.pyi').read_text()==stubs.stub(o), f'{o}.pyi: run python tools/stubs.py'
+
+def test_stubs_have_every_public_method():
+    "Also those that modules patch in"
+    import learnerdist.all as public
+    for cls in (public.Learner,public.Recorder):
+        tree = ast.parse((package/f'{cls.__module__.partition(".")[2].replace(".", "/")}.pyi').read_text())
+        stub = next(o for o in tree.body if isinstance(o, ast.ClassDef) and o.name==cls.__name__)
+        found = {getattr(o, 'name', '') or o.target.id for o in stub.body if isinstance(o, (*functions,ast.AnnAssign))}
+        assert {o for o in vars(cls) if not o.startswith('_')} <= found
+        assert 'distrib_ctx' in found or cls is not public.Learner
+
 def test_package_imports_nothing_heavy():
     assert loaded('import learnerdist', 'torch', 'numpy', 'fastcore') == []
 

@@ -52,6 +52,8 @@ class Recorder(Callback):
     def valid_values(self)->list:
         "Loss and metrics of the last validation loop, over all ranks"
         return [m.value for m in self.valid_mets]
+    totals = property(lambda self: self.step_totals(), lambda self, v: setattr(self, 'steps', [tuple(o) for o in v]),
+                      doc="`step_totals()`; assign their sum over ranks to replace this rank's")
 
 # %% ../../nbs/learner/03_recorder.ipynb #c026
 @patch
@@ -77,9 +79,6 @@ def _stacked(os):
     if not any(isinstance(o, Tensor) for o in os): return torch.tensor(os, dtype=torch.double)
     device = find_device(os)
     return torch.stack([torch.as_tensor(o, dtype=torch.double, device=device) for o in os]).cpu()
-
-def _set_totals(self, totals): self.steps = [tuple(o) for o in totals]
-Recorder.totals = property(Recorder.step_totals, _set_totals, doc="`step_totals()`; assign their sum over ranks to replace this rank's")
 
 @patch
 def flush(self:Recorder, totals:Tensor):
