@@ -1,7 +1,11 @@
 "The rules of CONTRIBUTING.md that a program can check; its table of modules is read from there"
 import ast,io,re,subprocess,sys,tokenize
 from configparser import ConfigParser
+from importlib import import_module
 from pathlib import Path
+
+import pytest
+
 from learnerdist.learner.callback import all_events
 
 root = Path(__file__).parent.parent
@@ -11,6 +15,7 @@ modules = [module.replace('/', '.') for _,module in rows]
 sources = {o: (package/f'{o.replace(".", "/")}.py').read_text() for o in modules}
 trees = {o: ast.parse(s) for o,s in sources.items()}
 functions = ast.FunctionDef,ast.AsyncFunctionDef
+kinds = type(lambda: 0),property,classmethod
 
 def imports(tree, at):
     "Modules of ours that the module `at` imports, wherever in it; a folder stands for what its `__init__` hands on"
@@ -105,16 +110,52 @@ def test_sizes():
     assert {o: len(code_lines(s)) for o,s in sources.items() if len(code_lines(s))>250} == {}
     assert per_module(lambda o: [f.name for f in ast.walk(trees[o]) if isinstance(f, functions) and f.end_lineno-f.lineno>=30]) == {}
 
-def _self_explaining(o): return o.name in (*all_events,'cleanup') or o.lineno==o.end_lineno
+def public_functions(o):
+    "The functions of a module's `__all__` and the public methods of its classes, but for those that answer an event: (class, name, node)"
+    listed = next((ast.literal_eval(n.value) for n in trees[o].body if isinstance(n, ast.Assign) and n.targets[0].id=='__all__'), [])
+    for n in trees[o].body:
+        patches = [d for d in getattr(n, 'decorator_list', ()) if ast.unparse(d).startswith('patch')]
+        if isinstance(n, ast.ClassDef) and n.name in listed:
+            yield from ((n.name, f.name, f) for f in n.body if isinstance(f, functions) and is_public(f))
+        elif isinstance(n, functions) and (n.name in listed or patches and is_public(n)):
+            yield ast.unparse(n.args.args[0].annotation or ast.Name('')) if patches else '',n.name,n
 
-def without_docstring(tree):
-    found = [o for o in tree.body if isinstance(o, (*functions,ast.ClassDef)) and not o.name.startswith('_') and not ast.get_docstring(o)]
-    return [o.name for o in found if isinstance(o, ast.ClassDef) or not _self_explaining(o)]
+def is_public(f):
+    again = any(ast.unparse(d).endswith(('.setter','.register')) for d in f.decorator_list)
+    return (f.name=='__init__' or not f.name.startswith('_')) and f.name not in (*all_events,'cleanup') and not again
+
+def documented(o):
+    "Names and lambdas of a module's public classes, with what the class inherits"
+    for k,cls in vars(import_module(f'learnerdist.{o}')).items():
+        if k.startswith('_') or not isinstance(cls, type) or cls.__module__!=f'learnerdist.{o}': continue
+        for name,v in vars(cls).items():
+            if name.startswith('_') or name in (*all_events,'cleanup') or not isinstance(v, kinds): continue
+            yield f'{k}.{name}',any(getattr(vars(c).get(name), '__doc__', None) for c in cls.__mro__)
 
 def test_public_names_have_docstrings():
-    "Of classes, and of functions but for those that answer an event or fit on one line"
+    "Functions and classes of a module's `__all__`, and their public methods and properties, unless a base class has said it"
+    pytest.importorskip('fastai')
     assert all(ast.get_docstring(o) for o in trees.values())
-    assert per_module(lambda o: without_docstring(trees[o])) == {}
+    bare = lambda o: [name for cls,name,f in public_functions(o) if not cls and not ast.get_docstring(f)]
+    assert per_module(bare) == {}
+    classes = lambda o: [n for n in trees[o].body if isinstance(n, ast.ClassDef) and n.name[0]!='_']
+    assert per_module(lambda o: [n.name for n in classes(o) if not ast.get_docstring(n)]) == {}
+    assert per_module(lambda o: [name for name,has in documented(o) if not has]) == {}
+
+clear = {'self','cls','args','kwargs','learn','model','dl','epoch','event','training','path','device','state','rank','world_size'}
+
+def test_public_parameters_have_docments():
+    "Of what scripts import, unless the name says it all: a comment on the parameter's line"
+    import learnerdist.all as public
+    def bare(o):
+        lines = sources[o].splitlines()
+        for cls,name,f in public_functions(o):
+            internal = cls in ('DistributedTrainer','Checkpoint') and name!='__init__' # which their callbacks call, not scripts
+            if not {cls or name} & {*public.__all__} or internal or o.startswith('fastai.'): continue
+            args = [*f.args.args,*f.args.kwonlyargs,f.args.vararg,f.args.kwarg]
+            found = [a.arg for a in args if a and a.arg not in clear and '#' not in lines[a.lineno-1]]
+            if found and not (cls and len(args)-args.count(None)==2): yield f'{cls}.{name}',found # the docstring has the only one
+    assert per_module(bare) == {}
 
 def test_requires_four_packages():
     cfg = ConfigParser(delimiters=['='])

@@ -78,7 +78,12 @@ no_iterator = dict(_iterator=None) # For a copied DataLoader, which would else r
 
 def _no_check(self, x): "torch checks this itself, or not at all"
 check_channels = find('check_channels', _no_check)
-def check_input_dim(layer, x): getattr(layer, '_check_input_dim', lambda o: None)(x)
+def check_input_dim(
+    layer, # A BatchNorm layer
+    x      # Its input
+):
+    "Raise ValueError if the input has another number of dimensions than the layer takes"
+    getattr(layer, '_check_input_dim', lambda o: None)(x)
 
 def _update_stats(x, mean, var, momentum):
     var,mean = torch.var_mean(x.to(mean.dtype), [0,*range(2, x.dim())], correction=0)

@@ -42,7 +42,9 @@ def users_frame(
     "The innermost frame of the user's own code, that is outside of installed packages; if there is none, the innermost frame of all"
     return next((o for o in frames if not in_library(o.file)), frames[0] if frames else Frame('?', 0, '?'))
 
-def in_library(file):
+def in_library(
+    file:str # Path of a source file
+)->bool:
     "Whether a file belongs to Python, to an installed package, or to learnerdist"
     return file.startswith((sysconfig.get_path('stdlib'), str(Path(learnerdist.__file__).parent), '<frozen')) or '-packages' in file
 
@@ -130,7 +132,11 @@ def process_state(
     try: return _read(f'/proc/{pid}/stat').rpartition(')')[2].split()[0]
     except OSError: return ''
 
-def is_stopped(pid): return process_state(pid)=='T'
+def is_stopped(
+    pid # Id of any process
+)->bool:
+    "Whether a process has been stopped, as by SIGSTOP, and not continued"
+    return process_state(pid)=='T'
 
 # %% ../../nbs/core/00_stacks.ipynb #c014
 _exchanges = 'core/env','core/collectives','distributed/vote_links','distributed/agreement'

@@ -38,7 +38,9 @@ class Tally(NamedTuple):
     stop:int=0  # Ranks that want a checkpoint, and then to stop
 
     @property
-    def verdict(self): return next((o for o in scopes if getattr(self, o)), None)
+    def verdict(self):
+        "The loop that all ranks leave: the widest one that any rank has asked for; None: go on"
+        return next((o for o in scopes if getattr(self, o)), None)
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c006
 class Ballot:
@@ -50,7 +52,9 @@ class Ballot:
         self.vote = scope,stepped,more,save,stop
         if self.links: self.sum = self.links.post(self.row(), place)
 
-    def row(self): return [self.vote[0]==o for o in scopes]+[*self.vote[1:]]
+    def row(self)->list:
+        "This rank's vote as counts, in the order of `Tally`"
+        return [self.vote[0]==o for o in scopes]+[*self.vote[1:]]
     def read(self)->Tally:
         "Wait for the votes of all ranks. Sync point"
         if not self.links: return Tally(*self.row())

@@ -50,7 +50,9 @@ def muted():
     try: yield
     finally: _mute = old
 
-def is_muted()->bool: return _mute
+def is_muted()->bool:
+    "Whether this code runs within `muted`"
+    return _mute
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c013
 def _ranks(group)->int:

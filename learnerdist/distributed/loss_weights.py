@@ -55,6 +55,7 @@ class LossWeights:
         self.dl,self.equal,self.padded,self.done = dl,equal_batches(dl),is_padded(dl),True
         self.ask = mean_over(self.learn.loss_func).kind=='unknown'
     def begin_batch(self):
+        "Before each batch"
         learn = self.learn
         self.done,self.cut,learn.global_items = False,None,None # cut: see `_leave_padding_out`
         self.last = learn.training and self.padded and learn.iter+1==learn.n_iter

@@ -69,6 +69,7 @@ class SharedMaxNorm:
         "After a validation loop, where ranks may have different numbers of batches: shorten the remaining rows. Sync point"
         for m in self.used: self._shorten(m)
     def undo(self):
+        "Leave the embeddings to themselves again"
         while self.handles: self.handles.pop().remove()
 
 # %% ../../nbs/distributed/09_replica.ipynb #581ba1f4

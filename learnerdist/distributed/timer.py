@@ -71,7 +71,9 @@ defaults.callbacks.append(Timer)
 
 # %% ../../nbs/distributed/09_timer.ipynb #c012
 @patch
-def plot_times(self:Recorder, ax=None):
+def plot_times(self:Recorder,
+    ax=None # matplotlib's axes; None: new ones
+):
     "Plot each epoch's seconds as stacked bars; returns the axes"
     import matplotlib.pyplot as plt
     ax,below = ax or plt.subplots()[1],[0.]*len(self.times)

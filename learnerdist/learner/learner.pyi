@@ -79,7 +79,7 @@ class Learner:
 
     @property
     def dls(self):
-        ...
+        """The loaders. New ones can be assigned; in `distrib_ctx` they are sharded then"""
 
     @dls.setter
     def dls(self, dls):
@@ -152,11 +152,11 @@ class Learner:
 
     @property
     def x(self):
-        ...
+        """The inputs of this rank's current batch; without the tuple around a single one"""
 
     @property
     def y(self):
-        ...
+        """The targets of this rank's current batch; without the tuple around a single one"""
 
     @property
     def device(self) -> torch.device:
@@ -192,7 +192,7 @@ class Learner:
         """Train and evaluate in the model's own precision, without mixed precision"""
 
     def to_fp16(self, **kw) -> Learner:
-        """Train and evaluate in mixed precision with float16; `kw` are options of `torch.amp.GradScaler`"""
+        """Train and evaluate in mixed precision with float16"""
 
     def to_bf16(self) -> Learner:
         """Train and evaluate in mixed precision with bfloat16"""

@@ -26,12 +26,20 @@ from .losses import n_items,probe,weighted
 # %% ../../nbs/learner/02_metrics.ipynb #c005
 class Metric:
     "A number about a loop over data. The recorder calls `reset` before it, `accumulate` after each batch, and reads `value` at its end"
-    def reset(self): raise NotImplementedError
-    def accumulate(self, learn): raise NotImplementedError
+    def reset(self):
+        "Forget all batches"
+        raise NotImplementedError
+    def accumulate(self, learn):
+        "Take in this rank's current batch: `learn.pred` and `learn.yb`"
+        raise NotImplementedError
     @property
-    def value(self): raise NotImplementedError
+    def value(self):
+        "The number, of all batches since `reset`; None if there was none. In `distrib_ctx` after a loop: of all ranks"
+        raise NotImplementedError
     @property
-    def name(self): return type(self).__name__.lower()
+    def name(self)->str:
+        "Its column in the table"
+        return type(self).__name__.lower()
 
 def _func_name(f):
     while isinstance(f, partial): f = f.func
@@ -47,7 +55,11 @@ class AvgMetric(Metric):
 
     def reset(self): self.total,self.count = 0.,0
     def accumulate(self, learn): self.add(self.func(learn.pred, *learn.yb), find_bs(learn.yb))
-    def add(self, mean, n):
+    def add(self,
+        mean, # Of a batch: a number or a tensor ()
+        n     # Its weight in the mean over batches, such as the number of samples
+    ):
+        "Take in the mean of a batch"
         self.total = self.total + weighted(mean, n)
         self.count = self.count + n
 
@@ -167,7 +179,10 @@ def metric_of(
 # %% ../../nbs/learner/02_metrics.ipynb #c012
 class TorchMetric(Metric):
     "A torchmetrics object as a `Metric`. In `distrib_ctx` learnerdist reduces its state over ranks, in place of torchmetrics"
-    def __init__(self, metric, name=None): self.metric,self._name = metric,name
+    def __init__(self,
+        metric,   # An object of torchmetrics; it is changed
+        name=None # Its column in the table; None: the name of its class
+    ): self.metric,self._name = metric,name
     def reset(self): self.metric.reset()
     def accumulate(self, learn):
         self.metric.to(find_device(learn.pred))
@@ -220,11 +235,16 @@ def accuracy(
     "The fraction of predictions whose highest score is that of the target class: float64 tensor (), of this batch"
     return (pred.argmax(-1)==targ).double().mean()
 
-def error_rate(pred, targ):
-    "1 - `accuracy`: the fraction of wrong predictions in this batch, float64 tensor (); shapes as in `accuracy`"
+def error_rate(
+    pred:Tensor, targ:Tensor # As in `accuracy`
+):
+    "1 - `accuracy`: the fraction of wrong predictions in this batch, float64 tensor ()"
     return 1-accuracy(pred, targ)
 
-def top_k_accuracy(pred, targ, k=5):
+def top_k_accuracy(
+    pred:Tensor, targ:Tensor, # As in `accuracy`
+    k:int=5                   # The target counts as found among this many classes
+):
     "The fraction of predictions with the target class among their `k` highest scores. ValueError if there are fewer classes"
     if k>pred.shape[-1]: raise ValueError(f'top_k_accuracy: k={k} of {pred.shape[-1]} classes')
     return (pred.topk(k, dim=-1).indices==targ.unsqueeze(-1)).any(-1).double().mean()

@@ -56,7 +56,9 @@ class _Smooth:
 class ProgressCallback(Callback):
     "A progress bar for epochs, one for batches, and a table with a line for each epoch. Prints on rank 0 only"
     order,loop_state = Order.progress,('bar',)
-    def __init__(self, show_bar=True): self.show_bar,self.mbar,self.bar,self.old_logger = show_bar,None,None,None
+    def __init__(self,
+        show_bar=True # False: the table only
+    ): self.show_bar,self.mbar,self.bar,self.old_logger = show_bar,None,None,None
 
     def before_fit(self):
         self.old_logger,self.learn.logger = self.learn.logger,self._write

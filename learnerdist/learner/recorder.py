@@ -47,7 +47,9 @@ class Recorder(Callback):
         for m in self.valid_mets: m.reset()
 
     @property
-    def valid_mets(self): return [self.avg_loss,*self.mets]
+    def valid_mets(self)->list:
+        "The `Metric`s of a validation loop: the loss, then the learner's"
+        return [self.avg_loss,*self.mets]
     @property
     def valid_values(self)->list:
         "Loss and metrics of the last validation loop, over all ranks"
@@ -143,8 +145,8 @@ defaults.callbacks.append(Recorder)
 @patch
 def plot_loss(self:Recorder,
     skip_start:int=0,     # Number of steps to leave out at the start
-    with_valid:bool=True,
-    ax=None
+    with_valid:bool=True, # Also each epoch's validation loss
+    ax=None               # matplotlib's axes; None: new ones
 ):
     "Plot each step's training loss and each epoch's validation loss; returns the axes"
     import matplotlib.pyplot as plt
@@ -156,7 +158,9 @@ def plot_loss(self:Recorder,
     return ax
 
 @patch
-def plot_lr(self:Recorder, ax=None):
+def plot_lr(self:Recorder,
+    ax=None # matplotlib's axes; None: new ones
+):
     "Plot each step's learning rate (of the last parameter group); returns the axes"
     import matplotlib.pyplot as plt
     ax = ax or plt.subplots()[1]

@@ -57,8 +57,8 @@ class Recorder(Callback):
         """Make new metrics and start them for a validation loop"""
 
     @property
-    def valid_mets(self):
-        ...
+    def valid_mets(self) -> list:
+        """The `Metric`s of a validation loop: the loss, then the learner's"""
 
     @property
     def valid_values(self) -> list:

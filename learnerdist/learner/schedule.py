@@ -113,12 +113,12 @@ def lr_scale(
 # %% ../../nbs/learner/09_schedule.ipynb #c019
 @patch
 def fit_one_cycle(self:Learner,
-    n_epoch:int,
+    n_epoch:int,    # As in `fit`
     lr_max=None,    # Highest rate; a `slice` or a list for parameter groups; None: the learner's `lr`
     div=25.,        # The first rate is `lr_max/div`
     div_final=1e5,  # The last rate is `lr_max/div_final`
     pct_start=.25,  # Fraction of the steps in which the rate rises
-    cbs=None, reset_opt=False,
+    cbs=None, reset_opt=False, # As in `fit`
     scale_lr=False, # As in `warm_up`
     **flags         # As in `fit`
 ):
@@ -199,9 +199,10 @@ class EarlyStoppingCallback(TrackerCallback):
     "Stop the fit, on all ranks, when `monitor` has not improved for `patience` epochs"
     order,wait = Order.early_stopping,0
     fit_state = *TrackerCallback.fit_state,'wait'
-    def __init__(self, monitor='valid_loss', comp=None, min_delta=0.,
-        patience:int=1, # Number of successive epochs without improvement that ends the fit
-        reset_on_fit=True
+    def __init__(self,
+        monitor='valid_loss', comp=None, min_delta=0., # As in `TrackerCallback`
+        patience:int=1,   # Number of successive epochs without improvement that ends the fit
+        reset_on_fit=True # As in `TrackerCallback`
     ):
         if patience<1: raise ValueError(f'patience={patience}: the fit ends after this many epochs without improvement, 1 or more')
         super().__init__(monitor, comp, min_delta, reset_on_fit)
@@ -227,13 +228,14 @@ class SaveModelCallback(TrackerCallback):
     "Save the model when `monitor` improves, and load the best weights after the fit. Every rank must have it; rank 0 writes"
     first_epoch,next_epoch = 0,0
     fit_state = *TrackerCallback.fit_state,'first_epoch','next_epoch','saved'
-    def __init__(self, monitor='valid_loss', comp=None, min_delta=0.,
+    def __init__(self,
+        monitor='valid_loss', comp=None, min_delta=0., # As in `TrackerCallback`
         fname='model',     # File name as in `Learner.save`
         every_epoch=False, # True, or a number n: save `{fname}_{epoch}` after every 1 or n epochs, and keep the last weights
         at_end=False,      # Save the last weights as `fname` at the end, and keep them
         with_opt=False,    # Also save the optimizer's state
         keep:int=1,        # Number of best models to keep; if more than 1, their files are `{fname}_{epoch}`
-        reset_on_fit=True
+        reset_on_fit=True  # As in `TrackerCallback`
     ):
         if keep<1 or every_epoch and keep>1: raise ValueError(f'keep={keep}, every_epoch={every_epoch}: keep 1 or more, or every epoch')
         super().__init__(monitor, comp, min_delta, reset_on_fit)
@@ -285,7 +287,8 @@ _plateau_options = [*inspect.signature(lr_scheduler.ReduceLROnPlateau).parameter
 
 class ReduceLROnPlateauCallback(TrackerCallback):
     "Reduce the learning rate when `monitor` stops improving, by torch's `ReduceLROnPlateau` after each epoch"
-    def __init__(self, monitor='valid_loss', comp=None,
+    def __init__(self,
+        monitor='valid_loss', comp=None, # As in `TrackerCallback`
         **kw # Options of torch's scheduler: `factor=.1`, `patience=10`, `threshold`, `cooldown`, `min_lr`, …
     ):
         bad = [o for o in kw if o not in _plateau_options]
@@ -299,7 +302,7 @@ class ReduceLROnPlateauCallback(TrackerCallback):
         self.sched = lr_scheduler.ReduceLROnPlateau(self.opt, 'min' if self.lower else 'max', **self.kw)
 
     fit_state = *TrackerCallback.fit_state,'plateau'
-    plateau = property(lambda self: self.sched.state_dict(), lambda self, v: self.sched.load_state_dict(v))
+    plateau = property(lambda self: self.sched.state_dict(), lambda self, v: self.sched.load_state_dict(v), doc="torch's state, to save")
 
     def track(self):
         super().track()

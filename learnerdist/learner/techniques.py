@@ -138,8 +138,10 @@ def to_fp32(self:Learner)->Learner:
     return self
 
 @patch
-def to_fp16(self:Learner, **kw)->Learner:
-    "Train and evaluate in mixed precision with float16; `kw` are options of `torch.amp.GradScaler`"
+def to_fp16(self:Learner,
+    **kw # Options of `torch.amp.GradScaler`, such as `init_scale`
+)->Learner:
+    "Train and evaluate in mixed precision with float16"
     return self.to_fp32().add_cb(MixedPrecision(torch.float16, **kw))
 
 @patch
@@ -202,9 +204,9 @@ class Lookahead(Optimizer):
         if k<1 or not 0<alpha<=1: raise ValueError(f'{k=}, {alpha=}: give at least one step, and a part above 0 and up to 1')
         self.optimizer,self.k,self.alpha,self.n_steps,self.slow = optimizer,k,alpha,0,{} # slow: from parameters to slow weights
 
-    param_groups = property(lambda self: self.optimizer.param_groups)
-    state = property(lambda self: self.optimizer.state)
-    defaults = property(lambda self: self.optimizer.defaults)
+    param_groups = property(lambda self: self.optimizer.param_groups, doc="The inner optimizer's")
+    state = property(lambda self: self.optimizer.state, doc="The inner optimizer's")
+    defaults = property(lambda self: self.optimizer.defaults, doc="The inner optimizer's")
     def zero_grad(self, set_to_none=True): self.optimizer.zero_grad(set_to_none)
     def add_param_group(self, group): self.optimizer.add_param_group(group)
     def __getstate__(self): return {k:v for k,v in vars(self).items() if k!='step'} # a scheduler wraps `step`; the wrapper is not copied
