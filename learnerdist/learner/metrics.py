@@ -13,10 +13,10 @@ from difflib import get_close_matches
 from functools import partial,singledispatch
 
 import torch
-from fastcore.basics import listify,patch
+from fastcore.basics import listify
 from torch import Tensor
 
-from ..core.compat import metric_state,unsynced,update_count
+from ..core.compat import metric_state,tree_leaves,unsynced,update_count
 from ..core.env import is_rank0
 from ..core.random import rng_state,set_rng_state
 from ..data.loaders import find_bs,to_cpu,to_detach
@@ -100,7 +100,7 @@ class AccumMetric(Metric):
         args = [torch.cat(o) for o in (self.preds,self.targs)]
         if self.to_np: args = [o.numpy() for o in args]
         res = self.func(*(args[::-1] if self.invert_arg else args), **self.kwargs)
-        return res.item() if hasattr(res, 'item') and getattr(res, 'size', 1) in (1,res.size) and _is_scalar(res) else res
+        return res.item() if hasattr(res, 'item') and _is_scalar(res) else res
     @property
     def name(self): return self._name or _func_name(self.func)
 
@@ -146,27 +146,24 @@ class FuncMetric(AvgMetric):
         if self.found=='samples' or not self.rows: return super().value
         return float(self.func(*as_batch(cat_rows(self.rows), self.kinds)))
 
-# %% ../../nbs/learner/02_metrics.ipynb #55cf34dc
-@patch
-def tells(self:FuncMetric)->tuple: # For `settle` of all ranks
-    "What this rank's batches have told"
-    return self.found,self.kinds,self.count>0
+    def tells(self)->tuple: # For `settle` of all ranks
+        "What this rank's batches have told"
+        return self.found,self.kinds,self.count>0
 
-@patch
-def settle(self:FuncMetric,
-    told:list # `tells()` of all ranks
-):
-    "Do what all ranks do: after a loop, before its value is asked for"
-    self.asks,found = False,{o for o,_,had in told if had}
-    self.kinds = next((o for _,o,_ in told if o), None)
-    if 'other' in found: _known[self.func] = 'other'
-    elif 'samples' in found: _known[self.func] = 'samples'
-    if 'other' in found and is_rank0():
-        late = ', from the next loop on: on some rank the first batches looked otherwise' if 'samples' in found else ''
-        warnings.warn(f'the metric {self.name} is no mean over samples: it is computed on the whole data set{late}. '
-                      f'AvgMetric({self.name}) gives the mean of batches')
-    self.found = 'samples' if 'samples' in found else 'other'
-    if self.found=='samples': self.rows = []
+    def settle(self,
+        told:list # `tells()` of all ranks
+    ):
+        "Do what all ranks do: after a loop, before its value is asked for"
+        self.asks,found = False,{o for o,_,had in told if had}
+        self.kinds = next((o for _,o,_ in told if o), None)
+        if 'other' in found: _known[self.func] = 'other'
+        elif 'samples' in found: _known[self.func] = 'samples'
+        if 'other' in found and is_rank0():
+            late = ', from the next loop on: on some rank the first batches looked otherwise' if 'samples' in found else ''
+            warnings.warn(f'the metric {self.name} is no mean over samples: it is computed on the whole data set{late}. '
+                          f'AvgMetric({self.name}) gives the mean of batches')
+        self.found = 'samples' if 'samples' in found else 'other'
+        if self.found=='samples': self.rows = []
 
 def metric_of(
     func, # From (prediction, targets) to a number
@@ -198,9 +195,7 @@ class TorchMetric(Metric):
 
 def find_device(b)->torch.device:
     "The device of the first tensor in a nested `b`; the CPU if there is none"
-    if isinstance(b, Tensor): return b.device
-    vals = b.values() if isinstance(b, dict) else b if isinstance(b, (list,tuple)) else ()
-    return next((find_device(o) for o in vals), torch.device('cpu'))
+    return next((o.device for o in tree_leaves(b) if isinstance(o, Tensor)), torch.device('cpu'))
 
 # %% ../../nbs/learner/02_metrics.ipynb #c013
 def mk_metrics(

@@ -168,31 +168,26 @@ class TrackerCallback(Callback):
         "Forget the best value"
         self.best,self.best_epoch,self.value,self.new_best = math.inf if self.lower else -math.inf,None,None,False
 
-# %% ../../nbs/learner/09_schedule.ipynb #c026
-@patch
-def _column(self:TrackerCallback):
-    names = self.recorder.metric_names[1:-1]
-    if self.monitor not in names: raise ValueError(f'monitor={self.monitor!r} is none of {names}: name one of them, or add it to `metrics`')
-    if self.monitor!='train_loss' and len(self.dls)<2:
-        raise ValueError(f"monitor={self.monitor!r} is measured on validation data, and there is none: give some, or monitor 'train_loss'")
-    return names.index(self.monitor)
+    def _column(self):
+        names = self.recorder.metric_names[1:-1]
+        if self.monitor not in names:
+            raise ValueError(f'monitor={self.monitor!r} is none of {names}: name one of them, or add it to `metrics`')
+        if self.monitor!='train_loss' and len(self.dls)<2:
+            raise ValueError(f"monitor={self.monitor!r} is measured on validation data, and there is none: give some, or use 'train_loss'")
+        return names.index(self.monitor)
 
-@patch
-def track(self:TrackerCallback):
-    "Compare the value of the epoch that has ended with the best one. Subclasses extend this method"
-    self.seen = len(self.hist)
-    self.value = self.hist[-1][self.idx]
-    better = -self.min_delta if self.lower else self.min_delta
-    self.new_best = self.value is not None and bool(self.comp(self.value-better, self.best))
-    if self.new_best: self.best,self.best_epoch = self.value,self.epoch
+    def track(self):
+        "Compare the value of the epoch that has ended with the best one. Subclasses extend this method"
+        self.seen = len(self.hist)
+        self.value = self.hist[-1][self.idx]
+        better = -self.min_delta if self.lower else self.min_delta
+        self.new_best = self.value is not None and bool(self.comp(self.value-better, self.best))
+        if self.new_best: self.best,self.best_epoch = self.value,self.epoch
 
-@patch
-def after_epoch(self:TrackerCallback): self.track()
-@patch
-def after_cancel_fit(self:TrackerCallback):
-    if self.recorder.values is self.hist and len(self.hist)>self.seen: self.track() # cancelled by another callback before `track`
-@patch
-def after_fit(self:TrackerCallback): self.hist,self.seen = None,0
+    def after_epoch(self): self.track()
+    def after_cancel_fit(self):
+        if self.recorder.values is self.hist and len(self.hist)>self.seen: self.track() # cancelled by another callback before `track`
+    def after_fit(self): self.hist,self.seen = None,0
 
 # %% ../../nbs/learner/09_schedule.ipynb #c032
 class EarlyStoppingCallback(TrackerCallback):
@@ -261,26 +256,23 @@ class SaveModelCallback(TrackerCallback):
         elif self.seen and self.kept: self.learn.load(self.kept[0][1], with_opt=self.with_opt)
         super().after_fit()
 
-# %% ../../nbs/learner/09_schedule.ipynb #c037
-@patch
-def _save(self:SaveModelCallback, fname): self.last_saved_path = self.learn.save(fname, with_opt=self.with_opt)
+    def _save(self, fname): self.last_saved_path = self.learn.save(fname, with_opt=self.with_opt)
 
-def _texts(self): return [[(*o,str(p)) for *o,p in self.kept],self.last_saved_path and str(self.last_saved_path)]
-def _paths(self, v): self.kept,self.last_saved_path = [(*o,Path(p)) for *o,p in v[0]],v[1] and Path(v[1])
-SaveModelCallback.saved = property(_texts, _paths, doc="The files saved so far, as plain data for a checkpoint")
+    def _is_kept(self):
+        if self.keep==1 or self.value is None or math.isnan(self.value): return self.new_best
+        return len(self.kept)<self.keep or bool(self.comp(self.value, self.kept[-1][0]))
 
-@patch
-def _is_kept(self:SaveModelCallback):
-    if self.keep==1 or self.value is None or math.isnan(self.value): return self.new_best
-    return len(self.kept)<self.keep or bool(self.comp(self.value, self.kept[-1][0]))
+    def _keep(self, fname):
+        self._save(fname)
+        ranked = sorted([*self.kept,(self.value,fname,self.last_saved_path)], key=lambda o: o[0], reverse=not self.lower)
+        self.kept = ranked[:self.keep]
+        if self.keep>1 and is_rank0():
+            for *_,path in ranked[self.keep:]: path.unlink(missing_ok=True)
 
-@patch
-def _keep(self:SaveModelCallback, fname):
-    self._save(fname)
-    ranked = sorted([*self.kept,(self.value,fname,self.last_saved_path)], key=lambda o: o[0], reverse=not self.lower)
-    self.kept = ranked[:self.keep]
-    if self.keep>1 and is_rank0():
-        for *_,path in ranked[self.keep:]: path.unlink(missing_ok=True)
+    def _texts(self): return [[(*o,str(p)) for *o,p in self.kept],self.last_saved_path and str(self.last_saved_path)]
+    def _paths(self, v): self.kept,self.last_saved_path = [(*o,Path(p)) for *o,p in v[0]],v[1] and Path(v[1])
+    saved = property(_texts, _paths, doc="The files saved so far, as plain data for a checkpoint")
+
 
 # %% ../../nbs/learner/09_schedule.ipynb #c043
 _plateau_options = [*inspect.signature(lr_scheduler.ReduceLROnPlateau).parameters][2:]
