@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from fastcore.basics import listify,patch
 from torch import Tensor,nn
-from .core.compat import BatchNorm,tree_leaves,tree_map
+from .core.compat import BatchNorm,Dropout,tree_leaves,tree_map
 from torch.utils.data import BatchSampler
 
 from .core.env import group_rank
@@ -92,7 +92,7 @@ def trained(learn)->dict:
 def silence(model)->list:
     "Set the dropout of all layers of `model` to 0; returns the names of these layers"
     res = []
-    for kinds,name in ((nn.modules.dropout._DropoutNd, 'p'), ((nn.MultiheadAttention,nn.RNNBase), 'dropout')):
+    for kinds,name in ((Dropout, 'p'), ((nn.MultiheadAttention,nn.RNNBase), 'dropout')):
         res += (found := {k: m for k,m in model.named_modules() if isinstance(m, kinds) and getattr(m, name)})
         for m in found.values(): setattr(m, name, 0.)
     return res

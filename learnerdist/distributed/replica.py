@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.collectives import all_sum
-from ..core.compat import ddp_flag,sync_buffers
+from ..core.compat import ddp_flag,ignored_by_ddp,sync_buffers
 from ..core.env import current_group,group_size
 from . import batchnorm
 from .batchnorm import _Synced,sync_batchnorm
@@ -75,7 +75,7 @@ class SharedMaxNorm:
 @contextmanager
 def _without_empty(model):
     "Within the body, DDP ignores parameters without elements, which it would refuse"
-    name,empty = '_ddp_params_and_buffers_to_ignore',{k for k,p in model.named_parameters() if not p.numel()}
+    name,empty = ignored_by_ddp,{k for k,p in model.named_parameters() if not p.numel()}
     old = vars(model).get(name)
     if empty: setattr(model, name, {*(old or ()), *empty})
     try: yield
