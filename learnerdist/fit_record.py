@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler
 from .core.env import group_rank
 from .core.random import rng_state,set_rng_state,shared_rng
 from .data.distributed_dl import DistributedDL
-from .data.loaders import changed,data_len,find_bs,one_batch
+from .data.loaders import changed,data_len,find_bs,loaders_of,one_batch
 from .data.rows import RowList,columns
 from .distributed.batchnorm import _Synced
 from .distributed.divergence import digest,tensor_hash
@@ -229,19 +229,18 @@ def fit(self:_Catch, learn, *args, **kw):
     del vars(learn)['fit']
     record = FitRecord(self.dtype, self.n_alone)
     limit,batches = Limit(record, self.steps),BatchRecord(record)
-    record.rec.update(data=[fingerprint(dl) for dl in _loaders(learn.dls)], silenced=self.prepare(learn), dtype=_dtype(learn))
+    record.rec.update(data=[fingerprint(dl) for dl in loaders_of(learn.dls)], silenced=self.prepare(learn), dtype=_dtype(learn))
     learn.add_cbs([record,limit,batches])
     for cb in [*learn.cbs,*[o for v in (*args,*kw.values()) for o in listify(v)]]: # `n_acc` is per rank: one process needs W times as many
         if self.n_alone and 'n_acc' in getattr(cb, '__dict__', {}): cb.n_acc *= self.n_alone
     learn.fit(*args, **kw)
     learn.remove_cb(limit)
     record.rec.update(_numbers_of(learn.recorder))
-    record.rec['preds'] = [sketch(torch.cat(_numbers(learn.get_preds())))] if len(_loaders(learn.dls))>1 else []
+    record.rec['preds'] = [sketch(torch.cat(_numbers(learn.get_preds())))] if len(loaders_of(learn.dls))>1 else []
     raise Recorded(record.rec)
 
 def _dtype(learn): return next((str(p.dtype)[6:] for p in get_model(learn.model).parameters() if p.is_floating_point()), 'float32')
 def _finds_lr(kw): return any(type(o).__name__=='LRFinder' for o in listify(kw.get('cbs')))
-def _loaders(dls): return [dl for dl in getattr(dls, 'loaders', None) or [dls.train,dls.valid] if dl is not None]
 def _numbers_of(recorder):
     names = [o for o in recorder.metric_names if o not in ('epoch','time')]
     return dict(losses=[_plain(o) for o in recorder.losses], epochs=[[_plain(o) for o in row] for row in recorder.values], names=names)

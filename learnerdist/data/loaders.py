@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['apply', 'to_device', 'to_cpu', 'to_detach', 'find_bs', 'check_options', 'is_shuffled', 'loader_settings', 'changed',
-           'data_len', 'LoaderWrapper', 'look_ahead', 'split_batch', 'single', 'one_batch', 'TfmdDL', 'DataLoaders']
+           'data_len', 'LoaderWrapper', 'look_ahead', 'split_batch', 'single', 'one_batch', 'TfmdDL', 'DataLoaders',
+           'loaders_of']
 
 # %% ../../nbs/data/01_loaders.ipynb #c002
 import copy, inspect, torch
@@ -295,3 +296,9 @@ class DataLoaders:
         "Set the device for batches, and return these loaders"
         self.device = device
         return self
+
+def loaders_of(
+    dls # A `DataLoaders`, ours or fastai's, or an object with `train` and `valid`
+)->list:
+    "Its loaders, without those that are None"
+    return [o for o in (dls.loaders if hasattr(dls, 'loaders') else (dls.train,dls.valid)) if o is not None]
