@@ -87,11 +87,16 @@ def test_public_names():
     assert len(public.__all__)<=85
     assert [o for o in public.__all__ if not getattr(public, o).__doc__ and o!='preempted_status'] == []
 
-def test_stubs_are_current():
+def tool(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(root/'tools'))
+    return import_module(name)
+
+def test_list_of_public_names_is_current(monkeypatch):
+    assert (root/'docs/names.md').read_text()==tool('names', monkeypatch).table(), 'run python tools/names.py'
+
+def test_stubs_are_current(monkeypatch):
     "What editors and type checkers read in place of a module: python tools/stubs.py writes it"
-    sys.path.insert(0, str(root/'tools'))
-    try: import stubs
-    finally: sys.path.remove(str(root/'tools'))
+    stubs = tool('stubs', monkeypatch)
     for o in stubs.stubbed: assert (package/f'{o}.pyi').read_text()==stubs.stub(o), f'{o}.pyi: run python tools/stubs.py'
 
 def test_stubs_have_every_public_method():
