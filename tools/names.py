@@ -14,7 +14,8 @@ def first_sentence(name):
 def table()->str:
     "The page, in the groups of all.py"
     source = Path(public.__file__).read_text().partition('__all__')[0]
-    lines = ['# Public names','`from learnerdist.all import *` hands these out, and no more; `help(name)` says the rest. Written by `tools/names.py`.']
+    intro = '`from learnerdist.all import *` hands these out, and no more; `help(name)` says the rest. Written by `tools/names.py`.'
+    lines = ['# Public names',intro]
     for title,body in re.findall(r'^# (.+)\n((?:(?!# ).*\n)*)', source, re.M):
         names = re.findall(r'\w+', ' '.join(re.findall(r'import\s+(\([^)]*\)|.*)', body)))
         lines += ['',f'## {title}','| | |','|---|---|',*[f'| `{o}` | {first_sentence(o)} |' for o in names]]
