@@ -16,7 +16,7 @@ import torch
 from fastcore.basics import listify
 from torch import Tensor
 
-from ..core.compat import metric_state,tree_leaves,unsynced,update_count
+from ..core.compat import metric_state,unsynced,update_count
 from ..core.env import is_rank0
 from ..core.random import rng_state,set_rng_state
 from ..data.loaders import find_bs,to_cpu,to_detach
@@ -195,7 +195,9 @@ class TorchMetric(Metric):
 
 def find_device(b)->torch.device:
     "The device of the first tensor in a nested `b`; the CPU if there is none"
-    return next((o.device for o in tree_leaves(b) if isinstance(o, Tensor)), torch.device('cpu'))
+    if isinstance(b, Tensor): return b.device # the first leaf is found without a walk over the others
+    vals = b.values() if isinstance(b, dict) else b if isinstance(b, (list,tuple)) else ()
+    return next((find_device(o) for o in vals), torch.device('cpu'))
 
 # %% ../../nbs/learner/02_metrics.ipynb #c013
 def mk_metrics(
