@@ -37,7 +37,7 @@ def attributes(cls):
     "Names that a class assigns, and its methods to `self`"
     stores = [o for f in cls.body for o in ast.walk(f) if isinstance(getattr(o, 'ctx', None), ast.Store)]
     top = {id(o) for f in cls.body if isinstance(f, ast.Assign) for o in ast.walk(f)}
-    names = [o.attr for o in stores if isinstance(o, ast.Attribute) and ast.unparse(o.value)=='self']
+    names = [o.attr for o in stores if isinstance(o, ast.Attribute) and ast.unparse(o.value)=='self' and o.attr[0]!='_']
     names += [o.id for o in stores if isinstance(o, ast.Name) and id(o) in top]
     return [o for o in dict.fromkeys(names) if all(getattr(f, 'name', '')!=o for f in cls.body)]
 
@@ -46,7 +46,8 @@ _others = 'def __getattr__(self, name:str)->Any: "A callback of the learner, or 
 def bare_class(cls, more):
     "A class without code, with these methods too"
     own = ast.parse(''.join(f'{o}:Any\n' for o in attributes(cls))).body
-    kept = [bare(o) if isinstance(o, functions) else o for o in [*cls.body,*more] if not isinstance(o, ast.Assign)]
+    shown = [o for o in [*cls.body,*more] if not isinstance(o, ast.Assign) and not re.match('_[a-z]', getattr(o, 'name', ''))]
+    kept = [bare(o) if isinstance(o, functions) else o for o in shown]
     cls.body = [kept[0],*own,*kept[1:],*ast.parse(_others if more else '').body]
     return cls
 

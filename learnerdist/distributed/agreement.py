@@ -220,20 +220,18 @@ class AgreedLoader(LoaderWrapper):
         if 0<n<group_size(): raise ValueError(f'{group_size()-n} of {group_size()} ranks have no training batch')
         return chain(first, batches)
 
-# %% ../../nbs/distributed/03_agreement.ipynb #c021
-@patch
-def _wait_for_others(self:AgreedLoader, res):
-    a = self.agreement
-    a.place,more = 7,self.more if res is None else res.more # how many ranks still have a batch
-    while more:
-        res = a.vote()
-        a.heed(res)
-        more = res.more
+    def _wait_for_others(self, res):
+        a = self.agreement
+        a.place,more = 7,self.more if res is None else res.more # how many ranks still have a batch
+        while more:
+            res = a.vote()
+            a.heed(res)
+            more = res.more
 
-@patch
-def _say_dropped(self:AgreedLoader, res):
-    if res is not None and res.more and self.agreement.has_next:
-        warnings.warn(f'rank {group_rank()} had more training batches than another rank: this epoch ends after {self.agreement.n_steps}')
+    def _say_dropped(self, res):
+        if res is not None and res.more and self.agreement.has_next:
+            n = self.agreement.n_steps
+            warnings.warn(f'rank {group_rank()} had more training batches than another rank: this epoch ends after {n}')
 
 def with_next(dl):
     "Each batch of `dl`, and whether another follows; it looks one batch ahead where the loader has no length"

@@ -22,9 +22,6 @@ class TrainEvalCallback(Callback):
     def before_validate(self):
         ...
 
-    def _mode(self, training):
-        ...
-
     def after_batch(self):
         ...
 
@@ -71,8 +68,6 @@ class Learner:
     items: Any
     global_items: Any
     wrapper: Any
-    _loss_over: Any
-    _dls: Any
 
     def __init__(self, dls, model: torch.nn.Module, loss_func, opt_func=..., lr=..., splitter=..., cbs=None, metrics=None, path=None, model_dir='models'):
         ...

@@ -32,9 +32,6 @@ class Recorder(Callback):
     def __init__(self):
         ...
 
-    def _forget(self):
-        ...
-
     def before_fit(self):
         ...
 
@@ -45,9 +42,6 @@ class Recorder(Callback):
         ...
 
     def before_batch(self):
-        ...
-
-    def _lr(self):
         ...
 
     def before_validate(self):
@@ -63,13 +57,6 @@ class Recorder(Callback):
     @property
     def valid_values(self) -> list:
         """Loss and metrics of the last validation loop, over all ranks"""
-
-    @property
-    def times(self) -> list:
-        """For each epoch's training loop: this rank's seconds for data, step, comm and in total, and the samples per second of all ranks"""
-
-    def plot_times(self, ax=None):
-        """Plot each epoch's seconds as stacked bars; returns the axes"""
 
     def after_batch(self):
         ...
@@ -91,6 +78,13 @@ class Recorder(Callback):
 
     def after_cancel_fit(self):
         ...
+
+    @property
+    def times(self) -> list:
+        """For each epoch's training loop: this rank's seconds for data, step, comm and in total, and the samples per second of all ranks"""
+
+    def plot_times(self, ax=None):
+        """Plot each epoch's seconds as stacked bars; returns the axes"""
 
     def plot_loss(self, skip_start: int=0, with_valid: bool=True, ax=None):
         """Plot each step's training loss and each epoch's validation loss; returns the axes"""

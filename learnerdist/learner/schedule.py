@@ -63,6 +63,14 @@ class Scheduler(Callback):
         "The numbers of steps or epochs for which the scheduler was made, such as `[['total_steps', 100]]`"
         return _horizon(self.sched.state_dict()) if self.sched else []
 
+    def cleanup(self):
+        if self.old is None: return
+        for g,old in zip(self.torch_opt.param_groups, self.old):
+            for k in self.added: g.pop(k, None)
+            g.update({k:old[k] for k in ('momentum','betas') if k in old})
+        if not self.patched: vars(self.torch_opt).pop('step', None)
+        self.old = self.torch_opt = None
+
 def _horizon(state):
     own = [[k,v] for k,v in state.items() if k in ('total_steps','total_iters','T_max','T_0','_milestones')]
     return own + [o for inner in state.get('_schedulers', ()) for o in _horizon(inner)]
@@ -74,16 +82,6 @@ def _torch_opt(opt):
     for o in (opt,getattr(opt, 'opt', None)):
         if isinstance(o, Optimizer): return o
     raise ValueError(f"{type(opt).__name__} is none of torch's optimizers, as its schedulers need: with fastai, opt_func=OptimWrapper(…)")
-
-# %% ../../nbs/learner/09_schedule.ipynb #c007
-@patch
-def cleanup(self:Scheduler):
-    if self.old is None: return
-    for g,old in zip(self.torch_opt.param_groups, self.old):
-        for k in self.added: g.pop(k, None)
-        g.update({k:old[k] for k in ('momentum','betas') if k in old})
-    if not self.patched: vars(self.torch_opt).pop('step', None)
-    self.old = self.torch_opt = None
 
 # %% ../../nbs/learner/09_schedule.ipynb #c011
 def warm_up(
