@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['preempted_status', 'ask', 'Frame', 'frames_of', 'frames_of_caller', 'users_frame', 'in_library', 'report_folder',
-           'catch_crashes', 'read_crash', 'answer_asks', 'answerer', 'stack_of', 'process_state', 'is_stopped',
-           'describe_stack']
+           'catch_crashes', 'read_crash', 'answer_asks', 'answerer', 'stack_of', 'is_stopped', 'describe_stack']
 
 # %% ../../nbs/core/00_stacks.ipynb #c002
 import faulthandler,functools,inspect,linecache,os,re,signal,sysconfig,tempfile,time,traceback
@@ -125,18 +124,12 @@ def _holds(pid, file):
     try: return any(os.readlink(o) == str(file) for o in Path(f'/proc/{pid}/fd').iterdir())
     except OSError: return False
 
-def process_state(
-    pid # Id of any process
-)->str: # One letter as in `ps`: T is stopped, Z has ended; '' if there is no such process, or no /proc
-    "The state of a process, as the system reports it"
-    try: return _read(f'/proc/{pid}/stat').rpartition(')')[2].split()[0]
-    except OSError: return ''
-
 def is_stopped(
     pid # Id of any process
 )->bool:
-    "Whether a process has been stopped, as by SIGSTOP, and not continued"
-    return process_state(pid)=='T'
+    "Whether a process has been stopped, as by SIGSTOP, and not continued; False where there is no /proc"
+    try: return _read(f'/proc/{pid}/stat').rpartition(')')[2].split()[0]=='T'
+    except OSError: return False
 
 # %% ../../nbs/core/00_stacks.ipynb #c014
 _exchanges = 'core/env','core/collectives','distributed/vote_links','distributed/agreement'

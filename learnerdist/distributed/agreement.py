@@ -272,9 +272,7 @@ class AgreementEnd(Callback):
         self.learn.dl = AgreedLoader(self.dl, self.agreement, 0)
 
     def before_validate(self):
-        if group_size()>1: self.learn.dl = AgreedLoader(self.dl, self.agreement, self._vote(more=_may_have(self.dl)).more)
-
-def _may_have(dl): return data_len(dl)!=0
+        if group_size()>1: self.learn.dl = AgreedLoader(self.dl, self.agreement, self._vote(more=data_len(self.dl)!=0).more)
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c029
 @patch
