@@ -67,15 +67,20 @@ class Dealer:
         self.streams = False # Whether the source is an iterable data set
         self._epoch,self._n_read = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
     left_at = -1,0 # An epoch, and the number of its items (see `unit`), over all ranks, that an earlier run has already read
-    epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v))
-    start = property(lambda self: self.left_at[1] if self.left_at[0]==self.epoch else 0)
+    epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v), doc="The epoch, which workers see too")
+    start = property(lambda self: self.left_at[1] if self.left_at[0]==self.epoch else 0,
+        doc="Number of items of this epoch, over all ranks, that an earlier run has read")
     def deal(self, items):
+        "Iterator over this rank's shard of `items`, an iterable that is the same on every rank"
         items = islice(items, self.start, None)
         self._n_read.zero_()
         if self._floor: items = full_rows(items, self.world_size)
         return deal(items, self.rank, self.world_size, self.end_of)
-    def left(self, n): return None if n is None else max(n-self.start, 0)
-    def count(self, n):
+    def left(self, n):
+        "How many of an epoch's `n` items this run reads, over all ranks; None if `n` is None"
+        return None if n is None else max(n-self.start, 0)
+    def count(self, n)->int:
+        "How many of an epoch's `n` items this rank reads"
         n = self.left(n)
         return n//self.world_size if self._floor else share_len(n, self.rank, self.world_size, self.pads(n))
     _floor = property(lambda self: self.pad=='batch' and self.drop_last and bool(self.bs)) # each rank's last batch is dropped in any case
@@ -222,9 +227,10 @@ def _(dl:DataLoader):
 class DistributedDL(LoaderWrapper):
     "One rank's shard of a data loader. Other attributes are read from the copied loader, `.dl`. `len` is in batches of this rank"
     def __init__(self,
-        dataset, rank:int, world_size:int,
+        dataset,            # As in `TfmdDL`
+        rank:int, world_size:int,
         bs:int=64,          # Batch size per rank
-        shuffle:bool=False,
+        shuffle:bool=False, # Another order in each epoch?
         seed:int=0,         # Selects the order, together with the epoch; the same on every rank
         pad:bool=True,      # Repeat up to `world_size-1` samples, so that all ranks read the same number?
         **kw):              # Further settings of `TfmdDL`
@@ -236,7 +242,9 @@ class DistributedDL(LoaderWrapper):
         self.rank,self.world_size,self.seed,self.pad,self.unit = dealer.rank,dealer.world_size,dealer.seed,dealer.pad,dealer.unit
         return self
     @classmethod
-    def from_dl(cls, dl, rank, world_size, seed=0, pad=True,
+    def from_dl(cls,
+        dl,                 # Any loader; it is not changed
+        rank, world_size, seed=0, pad=True, # As in `DistributedDL`
         **kw):              # Settings to change, such as `bs`
         "The shard of `rank` of any loader; `dl` itself if it is already split. ValueError for a kind of loader that cannot be split"
         dealer = Dealer(rank, world_size, seed, pad)
@@ -244,14 +252,16 @@ class DistributedDL(LoaderWrapper):
             if kw: raise ValueError(f"{', '.join(kw)}: this {type(dl).__name__} is split already, so its settings are its user's")
             return dl
         return cls.__new__(cls)._split(_changed(dl, **kw) if kw else dl, dealer)
-    def new(self, dataset=None, **kw):
+    def new(self,
+        dataset=None,       # Another data set; None: the same
+        **kw):              # Settings to change
         "The shard of the same rank, of another data set or with other settings"
         return self.from_dl(_changed(self.source, dataset, **kw), self.rank, self.world_size, self.seed, self.pad)
     def set_epoch(self, epoch):
         "Select the order of an epoch. It holds until the next call: reading again gives the same order"
         self.dealer.epoch = epoch
         set_epoch(self.source, epoch)
-    epoch = property(lambda self: self.dealer.epoch)
+    epoch = property(lambda self: self.dealer.epoch, doc="The epoch whose order is read, see `set_epoch`")
     n_total = property(lambda self: self.dealer.left(data_len(self.dealer.source)),
         doc="Number of samples over all ranks (of batches, if `unit` is 'batch'); None if it is not known")
     n = property(lambda self: None if self._mixed else data_len(self.dealer.items),
@@ -263,7 +273,9 @@ class DistributedDL(LoaderWrapper):
         if not self._mixed: return len(self.dl)
         raise TypeError(f"the number of batches of a stream that {self.num_workers} workers read is not known before its end")
     def __iter__(self): return iter(self.dl)
-    def one_batch(self): return one_batch(self.dl)
+    def one_batch(self):
+        "This rank's first batch, read in this process. ValueError if there is none"
+        return one_batch(self.dl)
 
 def _changed(dl, dataset=None, **kw):
     if hasattr(dl, 'new'): return dl.new(dataset, **kw)

@@ -57,7 +57,9 @@ def mute(
     global _mute
     _mute = on
 
-def is_muted()->bool: return _mute
+def is_muted()->bool:
+    "Whether this code runs within `muted`"
+    return _mute
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c013
 def _ranks(group)->int:

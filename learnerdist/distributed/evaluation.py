@@ -76,12 +76,21 @@ class ExactEvaluation(Callback):
     def after_validate(self): self.put_together()
 
     # A subclass for another kind of learner overrides these, and `measured`, `batch_ids` and `batch_loss`
-    def kind(self, m): # how the state of `m` adds up
+    def kind(self, m):
+        "How the state of `m` adds up over ranks, see `reduction`"
         return Replay() if isinstance(m, AvgLoss) and loss_over(self.learn).kind in ('sum','other','whole') else reduction(m)
-    def is_measured(self): return has_result(self.learn) # whether this batch counts
-    def batch_parts(self): return listed(self.learn.xb),listed(self.learn.yb),self.learn.pred # inputs, targets, prediction
-    def row_parts(self, m, parts, ns): return parts # what `m` has kept of each batch, as rows; ns: samples in each batch
-    def kept_parts(self, m, rows): return [] if rows is None else [rows] # the rows of all ranks as `m` keeps them
+    def is_measured(self)->bool:
+        "Whether this batch counts"
+        return has_result(self.learn)
+    def batch_parts(self)->tuple:
+        "Inputs, targets and prediction of this rank's batch; the first two are lists"
+        return listed(self.learn.xb),listed(self.learn.yb),self.learn.pred
+    def row_parts(self, m, parts, ns):
+        "What `m` has kept of each batch of this rank, as rows; `ns`: samples in each batch"
+        return parts
+    def kept_parts(self, m, rows)->list:
+        "The rows of all ranks as `m` keeps them"
+        return [] if rows is None else [rows]
     def n_rows(self): "Rows whose key is not below this number are padding; None: there is none"
 
     def _ranks(self):
@@ -156,7 +165,9 @@ def _settle(self:ExactEvaluation):
     if not asking: return
     for m,*told in zip(asking, *gather_objects([m.tells() for m in asking])): m.settle(told)
 
-def cat_keys(keys:list): return torch.cat(keys) if keys else torch.zeros(0, dtype=torch.long)
+def cat_keys(keys:list)->Tensor:
+    "The keys of a rank's batches, one int64 tensor for each, as one tensor"
+    return torch.cat(keys) if keys else torch.zeros(0, dtype=torch.long)
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c022b
 def add_states(

@@ -58,6 +58,7 @@ class LossWeights:
         self.ask = mean_over(self.learn.loss_func).kind=='unknown'
         self._say_repeats(getattr(dl, 'dealer', None))
     def begin_batch(self):
+        "Before each batch"
         learn = self.learn
         self.done,self.n_rows,learn.global_items,learn.items,_local.on = False,None,None,None,not learn.training
         learn.repeated = learn.training and learn.n_iter in (None,learn.iter+1) and self._is_repeat()

@@ -140,7 +140,9 @@ def deal_out(self:DistributedTrainer):
 def after_dls(self:DistributedTrainer): self.deal_out()
 
 @patch
-def check_settings(self:DistributedTrainer): same_settings(self.learn, [o for o in self.shares if isinstance(o, DistributedDL)])
+def check_settings(self:DistributedTrainer):
+    "Raise ValueError if the ranks begin different fits. Sync point"
+    same_settings(self.learn, [o for o in self.shares if isinstance(o, DistributedDL)])
 
 @patch
 def load_state_dict(self:DistributedTrainer, state):
@@ -150,7 +152,9 @@ def load_state_dict(self:DistributedTrainer, state):
         if isinstance(dl, DistributedDL): dl.seed = dl.dealer.seed = self.seed
 
 @patch
-def state_dict(self:DistributedTrainer): return dict(seed=self.seed, epochs_before=self.epochs_before)
+def state_dict(self:DistributedTrainer)->dict:
+    "Seed and epoch of the shuffling, for a checkpoint"
+    return dict(seed=self.seed, epochs_before=self.epochs_before)
 
 @patch
 def _split(self:DistributedTrainer, dl):
@@ -175,7 +179,9 @@ def unwrap(self:DistributedTrainer):
     self.replica = None
 
 @patch(as_prop=True)
-def ddp(self:DistributedTrainer): return self.replica and self.replica.ddp
+def ddp(self:DistributedTrainer):
+    "The `DistributedDataParallel` around the model within a fit; else None"
+    return self.replica and self.replica.ddp
 
 @patch
 def cleanup(self:DistributedTrainer): self.unwrap()
@@ -227,7 +233,9 @@ def _padded(t):
     return torch.cat([t, t.new_zeros(n-len(t), 3)])
 
 @patch
-def check_divergence(self:DistributedTrainer): check_weights(self.learn.model, self.agreement.n_steps, self.said)
+def check_divergence(self:DistributedTrainer):
+    "Compare the ranks' weights, see `check_weights`. Sync point"
+    check_weights(self.learn.model, self.agreement.n_steps, self.said)
 
 @patch
 def _of_all_ranks(self:DistributedTrainer, totals):

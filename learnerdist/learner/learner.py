@@ -59,7 +59,7 @@ class Learner:
     "Data, model, loss and optimizer, with the training loop over them"
     def __init__(self,
         dls,                        # `DataLoaders`, or an object with `train`, an index and a length
-        model:torch.nn.Module,
+        model:torch.nn.Module,      # Called with the inputs of a batch, each an argument; moved to the learner's device
         loss_func,                  # Called as `loss_func(pred, *targets)`; returns a scalar tensor, or a tuple (sum, count)
         opt_func=torch.optim.AdamW, # Called with parameter groups and `lr=`; any optimizer class of `torch.optim` or like it
         lr=defaults.lr,             # Learning rate; a `slice` or a list gives each parameter group its own, see `group_lrs`
@@ -80,7 +80,9 @@ class Learner:
         self('after_create')
 
     @property
-    def dls(self): return self._dls
+    def dls(self):
+        "The loaders. New ones can be assigned; in `distrib_ctx` they are sharded then"
+        return self._dls
     @dls.setter
     def dls(self, dls):
         self._dls = dls
@@ -272,7 +274,7 @@ def prepare_model(self:Learner):
     get_model(self.model).to(self.device)
 
 @patch
-def prepare(self:Learner, lr, reset_opt=False):
+def prepare(self:Learner, lr, reset_opt=False): # as in `fit`
     "Move the model to its device, make an optimizer if there is none, and set the rates of its parameter groups"
     self.prepare_model()
     if reset_opt or self.opt is None: self.create_opt()
@@ -292,9 +294,13 @@ def group_lrs(
 
 # %% ../../nbs/learner/01_learner.ipynb #c029
 @patch(as_prop=True)
-def x(self:Learner): return single(self.xb)
+def x(self:Learner):
+    "The inputs of this rank's current batch; without the tuple around a single one"
+    return single(self.xb)
 @patch(as_prop=True)
-def y(self:Learner): return single(self.yb)
+def y(self:Learner):
+    "The targets of this rank's current batch; without the tuple around a single one"
+    return single(self.yb)
 
 @patch(as_prop=True)
 def device(self:Learner)->torch.device:
