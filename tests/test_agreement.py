@@ -70,7 +70,8 @@ def one_process(bn, W, event, exc, rank, at):
             if cancelled and event=='before_batch': x,y,others = x[others],y[others],others[others] # its rows go through no layer
             losses = (model(x)-y).square()[:,0]
             if cancelled and event in ('before_batch','after_pred','after_loss','before_backward'): losses = losses[others]
-            (losses.sum()/len(idxs)).backward()
+            n = len(idxs) if event=='before_backward' else len(losses) # by then, ranks have added up how many rows take part
+            (losses.sum()/n).backward()
             opt.step()
             opt.zero_grad()
             if cancelled and exc in (CancelTrainException,CancelEpochException,CancelFitException): break
@@ -171,7 +172,7 @@ def diverge():
 
 def test_divergence_is_found():
     said = 'after 2 steps of this epoch 0.bias differs between rank 0 and [1]: something changes it on one rank and not on the others'
-    assert run_ranks(diverge, 2)==[said]*2
+    assert all(o.startswith(said) for o in run_ranks(diverge, 2))
 
 def zero_contribution():
     "One linear model, batch size 1, plain SGD: rank 1 cancels its second batch, and then goes on"
@@ -184,12 +185,12 @@ def zero_contribution():
     with learn.distrib_ctx(): learn.fit(1, cbs=Raise('before_batch', CancelBatchException, 1, 1))
     return model.weight.item(),learn.recorder.losses
 
-def test_a_cancelled_batch_contributes_zero():
+def test_a_cancelled_batch_has_no_part_in_the_mean():
     w,losses = 0.,[]
     for a,b in [(1,2),(3,None),(5,6)]: # what ranks 0 and 1 read; the second batch of rank 1 is cancelled
         ls = [(w*o-o)**2 for o in (a,b) if o]
         losses.append(sum(ls)/len(ls))
-        w -= .01*sum(2*o*(w*o-o) for o in (a,b) if o)/2
+        w -= .01*sum(2*o*(w*o-o) for o in (a,b) if o)/len(ls)
     for got in run_ranks(zero_contribution, 2): assert got==(pytest.approx(w, abs=1e-12), pytest.approx(losses, abs=1e-12))
 
 class Extreme(Callback):

@@ -210,8 +210,7 @@ class RaiseAt(Callback):
     def before_fit(self):
         if self.event!='before_fit': self.n = 0
     def _event(self):
-        training_only,valid_only = self.what in ('train','step','backward'),self.what=='validate'
-        if self.event in inner_events and (training_only and not self.training or valid_only and self.training): return
+        if self.event in inner_events and self.training==(self.what=='validate'): return # loops of validation have other lengths
         now,self.n = self.n,self.n+1
         if now==self.step and self.rank in (None,int(os.environ.get('RANK', 0))): raise cancels[self.what]
 
@@ -401,7 +400,7 @@ def judged(c, alone, ranks, tol=1e-9):
     if has_one_answer(c): far |= {a: distance(ranks[0][a], alone[a]) for a in keys}
     bad = {a: d for a,d in far.items() if d>tol}
     if not bad: return 'same','',max(far.values())
-    return 'told' if any(o['said'] for o in ranks) else 'DIFFERENT',', '.join(bad),max(bad.values())
+    return 'told' if any(not o.startswith('the metric') for r in ranks for o in r['said']) else 'DIFFERENT',', '.join(bad),max(bad.values())
 
 def has_one_answer(c):
     "Whether one process could do the same: not if a rank cancels a batch alone, or validation ends after so many batches of each rank"

@@ -189,7 +189,8 @@ def outcome(self:Agreement)->Tally:
 def check_divergence(self:Agreement):
     "Compare the ranks' weights every `check_every` steps. Sync point then"
     every = self.trainer.check_every
-    if every and self.training and self.n_steps%every==0: self.trainer.check_divergence()
+    first = self.n_steps==1 and self.learn.train_iter==1 # of a fit: an error in the script need not wait for the epoch's end
+    if self.training and (every and self.n_steps%every==0 or first): self.trainer.check_divergence()
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c019
 class AgreedLoader(LoaderWrapper):

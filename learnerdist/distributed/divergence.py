@@ -4,18 +4,19 @@
 
 # %% auto #0
 __all__ = ['tensor_hash', 'differences', 'digest', 'compared', 'unequal', 'tell_unequal', 'fingerprint', 'same_data',
-           'path_of_rank0', 'same_settings', 'check_weights']
+           'path_of_rank0', 'same_settings', 'check_weights', 'check_others', 'say_loss']
 
 # %% ../../nbs/distributed/02_divergence.ipynb #2fc3611b
 import warnings,zlib
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor,nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..core.collectives import gather_objects,gather_rows
 from ..core.compat import BatchNorm,tree_leaves
-from ..core.env import group_rank
+from ..core.env import group_rank,group_size
 from ..data.loaders import batch_shape,data_len
 from ..data.rows import as_ints
 from .batchnorm import _Synced
@@ -139,8 +140,34 @@ def check_weights(
     found,params = differences(compared(model)),{k for k,_ in model.named_parameters()}
     bad = next((k for k in found if k in params), None)
     if bad: raise RuntimeError(f'after {n_steps} steps of this epoch {bad} differs between rank 0 and {found[bad]}: something changes it '
-                               'on one rank and not on the others')
+        'on one rank and not on the others, such as a callback, or a backward pass or an optimizer of its own (SAM, LBFGS, GANs), whose '
+        'gradients no one averages: average_grads(params) does')
+    _say_own(found, said)
+
+def check_others(
+    learn,
+    said:set # As in `check_weights`
+):
+    "Warn on rank 0 if tensors of the loss, or of modules that callbacks hold, differ between ranks. Sync point"
+    cbs = [(f'{cb.name}.{k}',v) for cb in learn.cbs for k,v in vars(cb).items()]
+    found = [(k,m) for k,m in [('loss_func',learn.loss_func),*cbs] if isinstance(m, nn.Module) and m is not learn.model]
+    own = {f'{k}.{name}': t for k,m in found if not isinstance(m, DistributedDataParallel) for name,t in compared(m).items()}
+    _say_own(differences(own), said)
+
+def _say_own(found, said):
     new = [k for k in found if k not in said]
     said.update(new)
-    if new and group_rank()==0: warnings.warn(f"{', '.join(new)}: each rank has computed this from its own batches, and rank 0's is kept, "
-                                              "which is not what one process computes. Exchange it in the module (all_mean)")
+    if new and group_rank()==0: warnings.warn(f"{', '.join(new)}: each rank has computed this from its own batches, which is not what one "
+                                              "process computes. Exchange it where it is computed (all_mean, average_grads)")
+
+def say_loss(loss_func, kind):
+    "Warn on rank 0 of a loss that has not shown what it is the mean over"
+    if group_rank(): return
+    why = {'other': 'its value on a batch does not follow from its values on parts of it',
+           'uncut': 'its value on a part of a batch is not known, to be compared with that of the whole',
+           'unseen': 'no batch could show what it is the mean over, as a batch of one sample does not'}[kind]
+    name = getattr(loss_func, '__name__', type(loss_func).__name__)
+    warnings.warn(f"the loss {name} may train otherwise on {group_size()} ranks than in one process: {why}. Samples count alike. If it is "
+                  "a mean over other things, say what it counts: give it an attribute n_items, a function of (pred, *targs), or let it "
+                  "return (sum, count). If it needs the whole global batch, as contrastive losses do, let it work on "
+                  "gather_with_grad(pred), and set n_items = 'whole'")

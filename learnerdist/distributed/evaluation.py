@@ -21,9 +21,10 @@ from ..core.env import group_rank,group_size
 from ..data.distributed_dl import DistributedDL,in_order,is_split
 from ..data.loaders import LoaderWrapper,batch_shape,changed,to_device
 from ..data.rows import as_batch,cat_rows,is_ragged,listed,row_kinds,spread,take_rows,to_rows
+from .divergence import say_loss
 from .gather_rows import gather_all
 from ..learner.callback import Callback,Order
-from ..learner.losses import batch_rows,loss_of_batch,loss_over
+from ..learner.losses import MeanOver,batch_rows,loss_of_batch,loss_over,probe_loss
 from ..learner.metrics import AvgLoss,Replay,Rows,Sums,reduction
 from ..learner.predictions import has_result
 
@@ -54,14 +55,15 @@ def _(dl:DataLoader):
 # %% ../../nbs/distributed/08_evaluation.ipynb #c018
 class ExactEvaluation(Callback):
     "At the end of a loop over shards, turn metrics and predictions into those of one process. A subclass adapts it to another learner"
-    order,run_train,loop_state = Order.evaluation,False,('keys','own','seen','replay','n','replays','ranks')
+    order,run_train = Order.evaluation,False
+    loop_state = 'keys','own','seen','replay','n','replays','ranks','found','asks'
 
     def before_validate(self):
         self._start()
         self.learn.dl = exact_share(self.dl)
 
     def _start(self): # keys, own: one tensor per batch
-        self.keys,self.own,self.seen,self.replay,self.replays,self.ranks = [],[],0,[],None,None
+        self.keys,self.own,self.seen,self.replay,self.replays,self.ranks,self.found,self.asks = [],[],0,[],None,None,[],None
     def before_batch(self): self.n = batch_rows(self.learn)
 
     def after_batch(self):
@@ -69,8 +71,8 @@ class ExactEvaluation(Callback):
             n = batch_rows(self.learn)
             self.keys.append(spread(self._keys(), n))
             self.own.append(torch.full((n,), self._batch()))
-            if self.replays is None: self.replays = any(isinstance(self.kind(m), Replay) for m in self.measured()) # once per loop
-            if self.replays and len(self.learn.yb): self._remember(n)
+            if self.replays is None: self.replays,self.asks = self._plan() # once per loop
+            if len(self.learn.yb) and (self.asks and self._ask() or self.replays): self._remember(n)
         self.seen += self.n
 
     def after_validate(self): self.put_together()
@@ -161,9 +163,36 @@ def put_together(self:ExactEvaluation):
 @patch
 def _settle(self:ExactEvaluation):
     "Let all ranks agree on what their batches have told of metrics that are functions"
+    if _is_unknown(self.learn): self._settle_loss(*gather_objects((self.found,not self.found or bool(self.replay))))
     asking = [m for m in self.measured() if getattr(m, 'asks', False)]
     if not asking: return
     for m,*told in zip(asking, *gather_objects([m.tells() for m in asking])): m.settle(told)
+
+def _is_unknown(learn): return learn.loss_func is not None and loss_over(learn).kind=='unknown'
+
+@patch
+def _plan(self:ExactEvaluation):
+    "Whether batches are replayed; whether the loss has to show what it is the mean over"
+    mets = self.measured()
+    return any(isinstance(self.kind(m), Replay) for m in mets),_is_unknown(self.learn) and any(isinstance(m, AvgLoss) for m in mets)
+
+@patch
+def _ask(self:ExactEvaluation)->bool:
+    "Probe a loss that is not known, until two batches have shown a mean over samples. Whether the batch may have to be replayed"
+    self.found.append(probe_loss(self.learn))
+    self.asks = self.found[-2:] not in (['samples']*2, ['items']*2)
+    if not self.asks and not self.replays: self.replay = []
+    return self.asks
+
+@patch
+def _settle_loss(self:ExactEvaluation, *told):
+    "Agree on what the loss is the mean over, from what each rank has found, and whether it has kept its batches"
+    kinds,kept = {k for found,_ in told for k in found}-{None},all(o for _,o in told)
+    if not kinds: return
+    kind = kinds.pop() if len(kinds)==1 else 'other'
+    replays = kind in ('sum','other') and kept
+    self.learn._loss_over = self.learn.loss_func,MeanOver(kind if replays or kind=='items' else 'samples')
+    if kind=='uncut' or kind=='other' and not kept: say_loss(self.learn.loss_func, kind)
 
 def cat_keys(keys:list)->Tensor:
     "The keys of a rank's batches, one int64 tensor for each, as one tensor"

@@ -19,6 +19,7 @@ from ..core.compat import tree_leaves
 from ..core.env import current_group,group_rank,group_size
 from ..data.loaders import batch_shape
 from .batchnorm import is_muted,mute
+from .divergence import say_loss
 from ..learner.losses import MeanOver,batch_rows,loss_over,mean_over,n_items,probe_loss
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #ce578703
@@ -144,17 +145,8 @@ def _say_repeats(self:LossWeights, dealer):
 
 @patch
 def _say(self:LossWeights, kind):
-    f = self.learn.loss_func
-    name = getattr(f, '__name__', type(f).__name__)
-    if group_rank() or name in self.said: return
-    self.said.add(name)
-    why = {'other': 'its value on a batch does not follow from its values on parts of it',
-           'uncut': 'its value on a part of a batch is not known, to be compared with that of the whole',
-           'unseen': 'no batch could show what it is the mean over, as a batch of one sample does not'}[kind]
-    warnings.warn(f"the loss {name} may train otherwise on {group_size()} ranks than in one process: {why}. The gradients of ranks "
-                  "count alike. If it is a mean over other things than samples, say what it counts: give it an attribute n_items, a "
-                  "function of (pred, *targs), or let it return (sum, count). If it needs the whole global batch, as contrastive losses "
-                  "do, let it work on gather_with_grad(pred), and set n_items = 'whole'")
+    if id(self.learn.loss_func) not in self.said: say_loss(self.learn.loss_func, kind)
+    self.said.add(id(self.learn.loss_func))
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #95d00497
 class _Gather(torch.autograd.Function):

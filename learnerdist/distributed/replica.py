@@ -95,12 +95,14 @@ class Replica:
         self.learn,self.model,self.comm_hook,self.ddp = learn,learn.model,comm_hook,None
         self.kw = ddp_kw if 'broadcast_buffers' in ddp_kw else {sync_buffers: False, **ddp_kw}
         self.undo_bn = sync_batchnorm(self.model, current_group()) if sync_bn else None
-        self.max_norm,self._sync = max_norm,True
+        self.max_norm,self._sync,self.params,self.trained = max_norm,True,[],([],[])
         self._wrap()
 
     def _wrap(self):
         "Wrap the model in DDP, which broadcasts rank 0's parameters. Sync point"
+        was = {id(p) for p,on in zip(self.params, self.trained[0]) if on}
         self.params = [*self.model.parameters()]
+        self.frozen = [p for p in self.params if id(p) in was and not p.requires_grad] # with gradients of earlier micro-batches
         own = {id(p) for p in self.params}
         self.others = [p for p in self._optimized() if id(p) not in own]
         broadcast_tensors(self.others)
@@ -142,6 +144,8 @@ class Replica:
         "After a backward pass with an exchange: average gradients outside of DDP, look for missing ones. Sync point"
         if not self.sync: return
         if self.others: average_grads([p for p in self.others if p.requires_grad])
+        if self.frozen: average_grads(self.frozen)
+        self.frozen = []
         for p,on in zip(self.params, self.trained[0]):
             if on and not p.requires_grad: p.grad = None # frozen after the forward pass: in one process it has no gradient either
         if self.ddp is None or self.checked or ddp_flag(self.ddp, 'find_unused_parameters') or ddp_flag(self.ddp, 'static_graph'): return

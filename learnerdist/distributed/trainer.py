@@ -17,9 +17,9 @@ from ..core.random import seed_streams
 from ..data.distributed_dl import DistributedDL,is_split,set_epoch
 from ..data.loaders import batch_shape
 from .agreement import Agreement,AgreementEnd
-from .batchnorm import mute
+from .batchnorm import mute,say_batch_dependent
 from .comm_hooks import check_ddp_options,find_hook
-from .divergence import check_weights,digest,tensor_hash,path_of_rank0,same_data,same_settings
+from .divergence import check_others,check_weights,digest,tensor_hash,path_of_rank0,same_data,same_settings
 from .evaluation import ExactEvaluation
 from .failure import failing_together
 from .loss_weights import LossWeights,_local
@@ -74,6 +74,7 @@ def attach(self:DistributedTrainer):
         self.weights = LossWeights(self.learn, self.links)
         self.prepare_model()
         broadcast_module(get_model(self.model))
+        if group_size()>1 and group_rank()==0: say_batch_dependent(get_model(self.model))
         self.max_norm = SharedMaxNorm(get_model(self.model)) if group_size()>1 else None
         if self.max_norm: self.stack.callback(self.max_norm.undo)
         self._same_opt()
@@ -222,7 +223,9 @@ def before_train(self:DistributedTrainer): self.learn.wrapper = self.replica
 def after_train(self:DistributedTrainer):
     if self.learn.wrapper is None: return
     self.learn.wrapper = None
-    if group_size()>1: self.check_divergence()
+    if group_size()>1:
+        self.check_divergence()
+        check_others(self.learn, self.said)
     self.weights.end()
     self._sync_buffers()
     rec = getattr(self.learn, 'recorder', None)

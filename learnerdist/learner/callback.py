@@ -65,6 +65,7 @@ class Callback(GetAttr):
 
     def __getattr__(self, k): # faster than `GetAttr`'s own, which makes three calls for each of some thirty attributes per step
         if k.startswith('__') or self.learn is None: raise AttributeError(k)
+        if hasattr(type(self), k): return object.__getattribute__(self, k) # a property that has failed: raises its own error
         return getattr(self.learn, k)
 
     def cleanup(self): "Undo this callback's changes of the learner. Called at the end of every fit, also after an exception"
