@@ -154,11 +154,11 @@ def _record(self:FitRecord, learn):
 # %% ../nbs/01_fit_record.ipynb #149a37cf
 class BatchRecord(Callback):
     "Record the samples of a batch and the state of the random streams, before other callbacks and the model change them"
-    order = -10**10
+    order = -10**9+.5 # after the trainer, which says whether the batch is a repeat
     def __init__(self, record): self.record = record
     __call__ = FitRecord.__call__
     def before_batch(self):
-        if self.learn.training: self.record.rows += row_keys((*self.learn.xb,*self.learn.yb))
+        if self.learn.training and not self.learn.repeated: self.record.rows += row_keys((*self.learn.xb,*self.learn.yb))
         self.record.drawn = _streams()
 
 class Limit(Callback):
@@ -209,7 +209,9 @@ class _Catch:
 
     def options(self, kw):
         self.split = kw.get('split_batches', False)
-        return {**kw, 'seed': self.start['seed']} if self.n_alone else kw
+        if not self.n_alone: return kw
+        if kw.get('seed') is None: torch.randint(2**62, ()) # a context draws its seed, and what is drawn later depends on that
+        return {**kw, 'seed': self.start['seed']}
 
     def watch(self, learn):
         learn.fit = partial(self.fit, learn)
@@ -301,7 +303,8 @@ def _replaced(catch):
     def fit_within(self, *args, ddp=None, **kw):
         if not ddp: return fit(self, *args, **kw)
         with self.distrib_ctx(**(ddp if isinstance(ddp, dict) else {})): return self.fit(*args, **kw)
-    def from_dl(cls, dl, *args, **kw): return deal.__func__(cls, catch.widened(dl), *args, **kw)
+    def from_dl(cls, dl, *args, pad=True, **kw): # evaluation is that of one process with the loader's own batch size
+        return deal.__func__(cls, catch.widened(dl) if pad else dl, *args, pad=pad, **kw)
     with ExitStack() as stack:
         for cls,f,old in ((Learner,distrib_ctx,ctx), (Learner,to_distributed,attach), (DistributedDL,classmethod(from_dl),deal)):
             stack.callback(setattr, cls, old.__name__, old)

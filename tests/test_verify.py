@@ -4,6 +4,7 @@ import pytest,torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from learnerdist.all import AvgMetric,Callback,DataLoaders,GradientAccumulation,Learner,TfmdDL,accuracy,get_model
+from learnerdist.data.distributed_dl import Dealer
 from learnerdist.distributed import replica,trainer
 from learnerdist.distributed.loss_weights import LossWeights
 from learnerdist.testing import RanksError
@@ -79,7 +80,7 @@ def other_split():
     return learner(train=TfmdDL([data(40)[i] for i in at[:32]], 4))
 
 def uneven():
-    without(LossWeights, '_leave_padding_out', lambda self: None)
+    without(Dealer, 'pads', lambda self, n: bool(self.pad))
     return learner(train=TfmdDL(data(31), 4))
 
 class Mean(nn.Module):

@@ -326,7 +326,7 @@ def fitting(c):
     if c['model']=='detector': c.update(items='tuple', metric='none' if c['metric'] in ('rmse','accum') else c['metric'])
     if c['loss'] not in losses[models[c['model']][2]]: c['loss'] = 'mean'
     if c['model'] not in ('mlp','conv'): c['norm'] = 'none'
-    if c['model']=='dict_heads' and c['metric']=='accum': c['metric'] = 'rmse' # it concatenates tensors
+    if c['metric']=='accum' and (c['model'].endswith('heads') or c['items']=='dict'): c['metric'] = 'rmse' # it concatenates tensors
     return c
 
 # --- many runs ---------------------------------------------------------------------------------------------------------------
