@@ -78,6 +78,7 @@ class ExactEvaluation(Callback):
     # A subclass for another kind of learner overrides these, and `measured`, `batch_ids` and `batch_loss`
     def kind(self, m): # how the state of `m` adds up
         return Replay() if isinstance(m, AvgLoss) and loss_over(self.learn).kind in ('sum','other') else reduction(m)
+    def functions(self): return self.measured() # among them the metrics that are functions, see `FuncMetric`
     def is_measured(self): return has_result(self.learn) # whether this batch counts
     def batch_parts(self): return listed(self.learn.xb),listed(self.learn.yb),self.learn.pred # inputs, targets, prediction
     def row_parts(self, m, parts, ns): return parts # what `m` has kept of each batch, as rows; ns: samples in each batch
@@ -153,7 +154,7 @@ def put_together(self:ExactEvaluation):
 @patch
 def _settle(self:ExactEvaluation):
     "Let all ranks agree on what their batches have told of metrics that are functions"
-    asking = [m for m in self.measured() if getattr(m, 'asks', False)]
+    asking = [m for m in self.functions() if getattr(m, 'asks', False)]
     if not asking: return
     for m,*told in zip(asking, *gather_objects([m.tells() for m in asking])): m.settle(told)
 

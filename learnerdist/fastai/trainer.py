@@ -196,7 +196,7 @@ def _(loss_func:MethodType): # a callback's loss such as MixUp's, a mean over sa
 # %% ../../nbs/fastai/02_trainer.ipynb #c024
 @patch
 def before_batch(self:DistributedTrainer):
-    self.counted = not self.training
+    self.counted,self.learn.items = not self.training,None # items: of the last batch; fastai's Learner does not reset it
     self.weights.begin_batch()
     if not self.training or self.replica is None: return
     acc = next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)

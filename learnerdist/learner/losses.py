@@ -88,7 +88,7 @@ def _(loss_func:nn.Module):
     return MeanOver('unknown') if name is None else _of_torch(name, opts)
 
 # %% ../../nbs/learner/00_losses.ipynb #ceff65e0
-def _value(func, args): return float(torch.as_tensor(func(*args)).detach().double().mean())
+def _number(o): return float(torch.as_tensor(o).detach().double().mean())
 def _parts(n): return [(torch.arange(n//3), torch.arange(n//3, n)), (torch.arange(0, n, 2), torch.arange(1, n, 2))]
 _tols = {torch.float64: 1e-8, torch.float32: 1e-4}
 
@@ -103,10 +103,12 @@ def probe(
     cols,device = (to_rows(pred, n),*columns(yb, n)),getattr(yb[0], 'device', None)
     kinds = [o for c in (pred,*listed(yb)) for o in row_kinds(c, n)]
     cut = lambda idxs: to_device(as_batch(take_rows(cols, idxs), kinds), device)
-    whole,found = _value(func, (pred,*yb)),set()
+    value,found = func(pred, *yb),set()
+    rel = max(_tols.get(getattr(pred, 'dtype', None), .02), _tols.get(getattr(value, 'dtype', None), 1e-6)) # .item() of float32 is a float
+    whole = _number(value)
     for idxs in _parts(n):
-        (a,b),(i,j) = [_value(func, cut(o)) for o in idxs],map(len, idxs)
-        tol = _tols.get(getattr(pred, 'dtype', None), .02)*max(abs(whole), abs(a), abs(b))
+        (a,b),(i,j) = [_number(func(*cut(o))) for o in idxs],map(len, idxs)
+        tol = rel*max(abs(whole), abs(a), abs(b))
         if not a-a==b-b==whole-whole==0 or a==b==whole: return None # not finite, or too similar to decide
         found.add('samples' if abs((a*i+b*j)/n-whole)<=tol else 'sum' if abs(a+b-whole)<=tol else 'other')
     return found.pop() if len(found)==1 else 'other'
