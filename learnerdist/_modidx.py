@@ -1382,6 +1382,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'learnerdist/fastai/evaluation.py'),
                                                'learnerdist.fastai.evaluation._base': ( 'fastai/evaluation.html#_base',
                                                                                         'learnerdist/fastai/evaluation.py'),
+                                               'learnerdist.fastai.evaluation._fit': ( 'fastai/evaluation.html#_fit',
+                                                                                       'learnerdist/fastai/evaluation.py'),
                                                'learnerdist.fastai.evaluation._is_function': ( 'fastai/evaluation.html#_is_function',
                                                                                                'learnerdist/fastai/evaluation.py'),
                                                'learnerdist.fastai.evaluation._stacked': ( 'fastai/evaluation.html#_stacked',

@@ -121,7 +121,7 @@ def measured(self:ExactEvaluation)->list:
     return [*(self.recorder.valid_mets if hasattr(self.learn, 'recorder') else []), *cbs]
 
 @patch
-def batch_ids(self:ExactEvaluation, keys, own, ragged)->Tensor: # (rows,)
+def batch_ids(self:ExactEvaluation, keys, own, ragged, rows=None)->Tensor: # (rows,)
     "For each row the number of its batch in one process; the rank's own batch if that is not known"
     bs = getattr(getattr(self.dl, 'batch_sampler', None), 'batch_size', None) or getattr(self.dl, 'bs', None)
     return own if ragged or not bs or deals_batches(self.dl) else keys//bs
@@ -227,7 +227,7 @@ def _feed(self:ExactEvaluation, mets):
     common = (kinds[0] if isinstance(kinds, Tensor) else min(kinds, key=len)).tolist()
     ragged = is_ragged(rows, common)
     with _kept(self.learn, 'xb','yb','pred','loss','items','iter'):
-        for i,idxs in in_groups(self.batch_ids(keys, own, ragged)):
+        for i,idxs in in_groups(self.batch_ids(keys, own, ragged, rows)):
             self._feed_batch(mets, i, as_batch(take_rows(rows, idxs), kinds[idxs[0]].tolist() if ragged else common))
 
 def in_groups(

@@ -18,7 +18,7 @@ from fastcore.basics import patch
 from fastcore.foundation import L
 from torch import Tensor
 
-from ..core.compat import tree_map
+from ..core.compat import tree_leaves,tree_map
 from ..core.collectives import distrib_barrier
 from ..core.env import group_rank
 from ..data.loaders import find_bs
@@ -133,7 +133,9 @@ class Evaluation(ExactEvaluation):
     def is_measured(self): return not self.training or bool(self._mets())
     def batch_parts(self): return list(self.learn.xb) if self.inputs else [],list(self.learn.yb),self.learn.pred
     def n_rows(self): return self.dl.n_total if self.padded else None
-    def batch_ids(self, keys, own, ragged): return own if deals_batches(self.dl) else own//self.dl.world_size # batches of all ranks
+    def batch_ids(self, keys, own, ragged, rows=None): # batches of all ranks; of each rank, if pictures of several sizes do not fit one
+        ids = own if deals_batches(self.dl) else own//self.dl.world_size
+        return own if ragged and not _fit(rows, ids) else ids
     def batch_loss(self):
         mixed = isinstance(getattr(self.learn.loss_func, '__self__', None), Callback) # MixUp's, which depends on its current batch
         return None if mixed else super().batch_loss()
@@ -191,5 +193,10 @@ def kept_parts(self:Evaluation, m, rows):
 
 @patch
 def _by_batch(self:Evaluation, rows):
-    ids = gather_all(self.batch_ids(cat_keys(self.keys), cat_keys(self.own), False), cat_keys(self.keys))
-    return [] if rows is None else [as_fastais(take_rows(rows, idxs)) for _,idxs in in_groups(ids)]
+    own = gather_all(cat_keys(self.own), cat_keys(self.keys))
+    return [] if rows is None else [as_fastais(take_rows(rows, idxs)) for _,idxs in in_groups(self.batch_ids(None, own, True, rows))]
+
+def _fit(rows, ids):
+    "Whether the rows of each batch have one shape"
+    lists = [o for o in tree_leaves(rows) if isinstance(o, RowList)]
+    return all(len({getattr(o[i], 'shape', None) for i in idxs})==1 for o in lists for _,idxs in in_groups(ids))
