@@ -108,8 +108,8 @@ def over(pred, targ, thresh): return ((pred>thresh)==(targ>.5)).double().mean().
 lines = {
     'single': '`accuracy`, `error_rate`, `top_k_accuracy`, `BalancedAccuracy`, `CohenKappa`, `F1Score`, `FBeta`, `HammingLoss`, `Jaccard`, '
               '`Precision`, `Recall`, `RocAuc`, `Perplexity`, `MatthewsCorrCoef`, `LossMetric`, `LossMetrics`; metrics of a user: an '
-              '`AvgMetric` with more state, one that depends on the order, one that is neither mean nor rows; his functions that are no means '
-              'over samples, F1 by scikit-learn and a root: their means over (global) batches',
+              '`AvgMetric` with more state, one that depends on the order, one that is neither mean nor rows; functions that '
+              'are no means over samples, F1 by scikit-learn and a root: their means over (global) batches',
     'binary': '`APScoreBinary`, `BrierScore`, `RocAucBinary`; `F1Score`, `Precision`, `Recall`, `Jaccard`, `FBeta` of two classes',
     'multi': '`accuracy_multi`, `APScoreMulti`, `BrierScoreMulti`, `F1ScoreMulti`, `FBetaMulti`, `HammingLossMulti`, `JaccardMulti`, '
              '`PrecisionMulti`, `RecallMulti`, `RocAucMulti`',

@@ -1,30 +1,26 @@
 "What scripts and other libraries do with fastai: timm, fastxtend, fasttransform, folds, self-supervision, pictures of any size"
-import copy, random, warnings
+import copy, warnings
 from pathlib import Path
 import pytest
 pytest.importorskip('fastai')
 import numpy as np, torch
 from fastai.callback.core import Callback
-from fastai.collab import CollabDataLoaders, collab_learner
-from fastai.data.block import DataBlock, RegressionBlock, TransformBlock
-from fastai.data.core import Datasets, DataLoaders
+from fastai.data.block import DataBlock, TransformBlock
+from fastai.data.core import Datasets
 from fastai.data.transforms import IndexSplitter
-from fastai.learner import Learner
 from fastai.metrics import Dice, foreground_acc
 from fastai.optimizer import SGD
 from fastcore.basics import noop
-from fastai.vision.all import ImageDataLoaders, Normalize, PILImage, Resize, SegmentationDataLoaders, unet_learner, vision_learner
+from fastai.vision.all import ImageDataLoaders, Resize, SegmentationDataLoaders, unet_learner, vision_learner
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 from torchvision.models import resnet18
-from test_fastai import close, ctx, data, floats, history, make, on_ranks, per_rank, same, state
+from test_fastai import ctx, data, floats, history, make, per_rank, same
 from test_fastai_apps import Loss, ToDouble, label_of, pictures, recorded, seeds, without_dropout
 from test_fastai_metrics import in_files
 from learnerdist.core.env import group_rank
 from learnerdist.fastai import *
-from learnerdist.testing import run_ranks
-from fastai_lines import shows
 
 warnings.filterwarnings('ignore')
 torch.set_num_threads(1)
@@ -39,7 +35,8 @@ def picture_dls(W, path):
 def of_timm(W, rank, path):
     "A model by its name, cut and given a head by fastai"
     seeds(W)
-    learn = vision_learner(picture_dls(W, path), 'test_resnet', pretrained=False, normalize=False, opt_func=SGD, cbs=ToDouble, loss_func=Loss())
+    learn = vision_learner(picture_dls(W, path), 'test_resnet', pretrained=False, normalize=False, opt_func=SGD, cbs=ToDouble,
+                           loss_func=Loss())
     without_dropout(learn.model.double())
     with ctx(learn, W):
         learn.fine_tune(1, 1e-3)
@@ -69,7 +66,6 @@ def scaled():
         "Learns the mean and the spread of the training set; one method for each type"
         def setups(self, items): self.mean,self.std = (getattr(torch.stack([*items]), o)(0) for o in ('mean','std'))
         def encodes(self, o:torch.Tensor): return (o-self.mean)/self.std
-        def encodes(self, o:int): return torch.tensor(o)
         def decodes(self, o:torch.Tensor): return o*self.std+self.mean
     class Shifted(Transform):
         "Of batches, in training only"
@@ -151,7 +147,8 @@ def recipes(W, rank): return dict(tfms=transformed(W, rank), folds=folds(W, rank
 
 def test_recipes():
     pytest.importorskip('fasttransform')
-    same(recipes, tol=1e-6, lines=dict(tfms='4 fasttransform: a transform that learns from the training set, one of batches in training only',
+    same(recipes, tol=1e-6, lines=dict(
+        tfms='4 fasttransform: a transform that learns from the training set, one of batches in training only',
         folds='4 `DataBlock` with an `IndexSplitter` for each of K folds, a context for each; predictions of what was left out',
         byol='6 BYOL-like: two views, a target model, an optimizer of its own for the predictor'))
 
@@ -178,7 +175,7 @@ def full_size(W, rank, path):
     "Trains on pictures of one size, one at a time; then validates and predicts each at its own size, into files"
     seeds(W)
     files = sorted((path/'images').iterdir())
-    kw = dict(valid_pct=.3, seed=1, bs=per_rank(6, W), num_workers=0, device='cpu', item_tfms=Resize(32, 'squish')) # crops are random
+    kw = dict(valid_pct=.3, seed=1, bs=per_rank(6, W), num_workers=0, device='cpu', item_tfms=Resize(32, 'squish')) # no random crop
     small = SegmentationDataLoaders.from_label_func(path, files, mask_of, codes=['no','yes'], **kw)
     large = SegmentationDataLoaders.from_label_func(path, files, mask_of, codes=['no','yes'], **dict(kw, bs=1, item_tfms=None))
     learn = unet_learner(small, resnet18, pretrained=False, normalize=False, metrics=[Dice(),foreground_acc,pixels],

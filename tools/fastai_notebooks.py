@@ -4,8 +4,8 @@ prediction in a `distrib_ctx` (context), and that on 2 processes (ranks). A tabl
     python tools/fastai_notebooks.py path/to/fastai/nbs                      # a folder, or an archive of the repository (.tar.gz, .zip)
     python tools/fastai_notebooks.py fastai.zip --only 13a 17 --ways plain ranks --write table.md
 
-Cells that are exported are not run: their names come from the installed fastai, which learnerdist changes. Cells marked as slow, cuda, skip or
-`eval: false`, and lines for IPython (`%`, `!`), are left out. PyPI's sdist of fastai has no notebooks (seen with 2.7.18, 2.8.0, 2.8.12).
+Cells that are exported are not run: their names come from the installed fastai, which learnerdist changes. Cells marked as slow, cuda, skip
+or `eval: false`, and lines for IPython (`%`, `!`), are left out. PyPI's sdist of fastai has no notebooks (seen with 2.7.18, 2.8.0, 2.8.12).
 Exit status 1 where a cell passes plain, and not in another way."""
 import argparse,functools,importlib,io,json,os,re,shutil,sys,tempfile,types,warnings
 from contextlib import redirect_stdout
@@ -22,8 +22,9 @@ directive = re.compile(r'^#(?:\s*\|)?\s*(default_exp|export[a-z]*|eval|slow|cuda
 def find_notebooks(source, tmp):
     "The notebooks of a folder or an archive"
     if source.is_file(): shutil.unpack_archive(source, tmp)
-    res = sorted(o for o in (Path(tmp) if source.is_file() else source).rglob('*.ipynb') if '.ipynb_checkpoints' not in o.parts)
-    if not res: sys.exit(f"{source}: no notebooks in it, as in fastai's sdist on PyPI. Give a checkout's nbs/, or an archive of the repository")
+    folder = Path(tmp) if source.is_file() else source
+    res = sorted(o for o in folder.rglob('*.ipynb') if '.ipynb_checkpoints' not in o.parts)
+    if not res: sys.exit(f"{source}: no notebooks in it, as in fastai's sdist on PyPI. Give a checkout's nbs/, or the repository's archive")
     return res
 
 def kind_of(src):
@@ -109,7 +110,8 @@ def table(results):
     bad = [o for k,res in results.items() for o in differences(k, res)]
     total = {w: {(k,i): o for k,res in results.items() for i,o in res[w].items()} for w in names}
     head = [f"| notebook | cells | {' | '.join(names)} |", '|---'*(len(names)+2)+'|']
-    return '\n'.join([*head, *(line_of(*o) for o in results.items()), line_of('all', total), '', *(bad or ['Every cell that passes plain passes.'])]),bad
+    lines = [*(line_of(*o) for o in results.items()), line_of('all', total), '', *(bad or ['Every cell that passes plain passes.'])]
+    return '\n'.join(head+lines),bad
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.split('\n\n')[0])
