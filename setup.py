@@ -23,7 +23,7 @@ setup(
     description=cfg['description'], keywords=cfg['keywords'].split(), author=cfg['author'],
     license_expression=cfg['license'], license_files=['LICENSE'], project_urls=urls,
     classifiers=[*cfg['classifiers'].strip().splitlines(), *pythons],
-    packages=find_packages(include=[name, f'{name}.*']), package_data={name: ['py.typed']}, cmdclass=dict(build_py=BuildPy),
+    packages=find_packages(include=[name, f'{name}.*']), package_data={'': ['py.typed','*.pyi']}, cmdclass=dict(build_py=BuildPy),
     python_requires=f">={cfg['pythons'].split()[0]}", install_requires=cfg['requirements'].split(),
     extras_require={k.removeprefix('extra_'): v.split() for k,v in cfg.items() if k.startswith('extra_')},
     long_description=(root/'README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',

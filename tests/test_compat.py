@@ -30,7 +30,7 @@ def test_what_is_missing_is_said():
 def private_names(tree, ours):
     "Private attributes and imports of other packages"
     for o in ast.walk(tree):
-        if isinstance(o, ast.Attribute) and re.match('_[a-z]', o.attr) and o.attr not in ours: yield o.attr
+        if isinstance(o, ast.Attribute) and re.match('_[A-Za-z]', o.attr) and o.attr not in ours: yield o.attr
         if isinstance(o, ast.ImportFrom) and not o.level and '._' in o.module: yield o.module
         if isinstance(o, ast.ImportFrom) and not o.level: yield from (a.name for a in o.names if a.name.startswith('_'))
 

@@ -1,7 +1,11 @@
 "The rules of CONTRIBUTING.md that a program can check; its table of modules is read from there"
 import ast,io,re,subprocess,sys,tokenize
 from configparser import ConfigParser
+from importlib import import_module
 from pathlib import Path
+
+import pytest
+
 from learnerdist.learner.callback import all_events
 
 root = Path(__file__).parent.parent
@@ -11,6 +15,7 @@ modules = [module.replace('/', '.') for _,module in rows]
 sources = {o: (package/f'{o.replace(".", "/")}.py').read_text() for o in modules}
 trees = {o: ast.parse(s) for o,s in sources.items()}
 functions = ast.FunctionDef,ast.AsyncFunctionDef
+kinds = type(lambda: 0),property,classmethod
 
 def imports(tree, at):
     "Modules of ours that the module `at` imports, wherever in it; a folder stands for what its `__init__` hands on"
@@ -29,6 +34,11 @@ def code_lines(source):
         if t.type not in skip: lines |= {*range(t.start[0], t.end[0]+1)}
     docs = [o.body[0] for o in ast.walk(ast.parse(source)) if isinstance(o, (*functions,ast.ClassDef,ast.Module)) and ast.get_docstring(o)]
     return lines - {i for d in docs if not _shares_line(d, source) for i in range(d.lineno, d.end_lineno+1)}
+
+def folded(source):
+    "Lines that assignments of more than four names save"
+    assigned = [t for o in ast.walk(ast.parse(source)) if isinstance(o, ast.Assign) for t in o.targets if isinstance(t, ast.Tuple)]
+    return sum((len(t.elts)-1)//4 for t in assigned)
 
 def _shares_line(node, source): return source.splitlines()[node.lineno-1][:node.col_offset].strip()!=''
 
@@ -77,6 +87,28 @@ def test_public_names():
     assert len(public.__all__)<=85
     assert [o for o in public.__all__ if not getattr(public, o).__doc__ and o!='preempted_status'] == []
 
+def tool(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(root/'tools'))
+    return import_module(name)
+
+def test_list_of_public_names_is_current(monkeypatch):
+    assert (root/'docs/names.md').read_text()==tool('names', monkeypatch).table(), 'run python tools/names.py'
+
+def test_stubs_are_current(monkeypatch):
+    "What editors and type checkers read in place of a module: python tools/stubs.py writes it"
+    stubs = tool('stubs', monkeypatch)
+    for o in stubs.stubbed: assert (package/f'{o}.pyi').read_text()==stubs.stub(o), f'{o}.pyi: run python tools/stubs.py'
+
+def test_stubs_have_every_public_method():
+    "Also those that modules patch in"
+    import learnerdist.all as public
+    for cls in (public.Learner,public.Recorder):
+        tree = ast.parse((package/f'{cls.__module__.partition(".")[2].replace(".", "/")}.pyi').read_text())
+        stub = next(o for o in tree.body if isinstance(o, ast.ClassDef) and o.name==cls.__name__)
+        found = {getattr(o, 'name', '') or o.target.id for o in stub.body if isinstance(o, (*functions,ast.AnnAssign))}
+        assert {o for o in vars(cls) if not o.startswith('_')} <= found
+        assert 'distrib_ctx' in found or cls is not public.Learner
+
 def test_package_imports_nothing_heavy():
     assert loaded('import learnerdist', 'torch', 'numpy', 'fastcore') == []
 
@@ -85,19 +117,57 @@ def test_all_imports_nothing_that_is_needed_only_sometimes():
                   'fastprogress', 'sklearn', 'pandas', 'IPython') == ['torch']
 
 def test_sizes():
-    assert {o: len(code_lines(s)) for o,s in sources.items() if len(code_lines(s))>250} == {}
+    "A module has up to 250 lines of code, a function 30 in all; an assignment counts a line for each four names, and no line has two"
+    assert {o: n for o,s in sources.items() if (n := len(code_lines(s))+folded(s))>250} == {}
+    assert per_module(lambda o: [t.start for t in tokenize.generate_tokens(io.StringIO(sources[o]).readline) if t.string==';']) == {}
     assert per_module(lambda o: [f.name for f in ast.walk(trees[o]) if isinstance(f, functions) and f.end_lineno-f.lineno>=30]) == {}
 
-def _self_explaining(o): return o.name in (*all_events,'cleanup') or o.lineno==o.end_lineno
+def public_functions(o):
+    "The functions of a module's `__all__` and the public methods of its classes, but for those that answer an event: (class, name, node)"
+    listed = next((ast.literal_eval(n.value) for n in trees[o].body if isinstance(n, ast.Assign) and n.targets[0].id=='__all__'), [])
+    for n in trees[o].body:
+        patches = [d for d in getattr(n, 'decorator_list', ()) if ast.unparse(d).startswith('patch')]
+        if isinstance(n, ast.ClassDef) and n.name in listed:
+            yield from ((n.name, f.name, f) for f in n.body if isinstance(f, functions) and is_public(f))
+        elif isinstance(n, functions) and (n.name in listed or patches and is_public(n)):
+            yield ast.unparse(n.args.args[0].annotation or ast.Name('')) if patches else '',n.name,n
 
-def without_docstring(tree):
-    found = [o for o in tree.body if isinstance(o, (*functions,ast.ClassDef)) and not o.name.startswith('_') and not ast.get_docstring(o)]
-    return [o.name for o in found if isinstance(o, ast.ClassDef) or not _self_explaining(o)]
+def is_public(f):
+    again = any(ast.unparse(d).endswith(('.setter','.register')) for d in f.decorator_list)
+    return (f.name=='__init__' or not f.name.startswith('_')) and f.name not in (*all_events,'cleanup') and not again
+
+def documented(o):
+    "Names and lambdas of a module's public classes, with what the class inherits"
+    for k,cls in vars(import_module(f'learnerdist.{o}')).items():
+        if k.startswith('_') or not isinstance(cls, type) or cls.__module__!=f'learnerdist.{o}': continue
+        for name,v in vars(cls).items():
+            if name.startswith('_') or name in (*all_events,'cleanup') or not isinstance(v, kinds): continue
+            yield f'{k}.{name}',any(getattr(vars(c).get(name), '__doc__', None) for c in cls.__mro__)
 
 def test_public_names_have_docstrings():
-    "Of classes, and of functions but for those that answer an event or fit on one line"
+    "Functions and classes of a module's `__all__`, and their public methods and properties, unless a base class has said it"
+    pytest.importorskip('fastai')
     assert all(ast.get_docstring(o) for o in trees.values())
-    assert per_module(lambda o: without_docstring(trees[o])) == {}
+    bare = lambda o: [name for cls,name,f in public_functions(o) if not cls and not ast.get_docstring(f)]
+    assert per_module(bare) == {}
+    classes = lambda o: [n for n in trees[o].body if isinstance(n, ast.ClassDef) and n.name[0]!='_']
+    assert per_module(lambda o: [n.name for n in classes(o) if not ast.get_docstring(n)]) == {}
+    assert per_module(lambda o: [name for name,has in documented(o) if not has]) == {}
+
+clear = {'self','cls','args','kwargs','learn','model','dl','epoch','event','training','path','device','state','rank','world_size'}
+
+def test_public_parameters_have_docments():
+    "Of what scripts import, unless the name says it all: a comment on the parameter's line"
+    import learnerdist.all as public
+    def bare(o):
+        lines = sources[o].splitlines()
+        for cls,name,f in public_functions(o):
+            internal = cls in ('DistributedTrainer','Checkpoint') and name!='__init__' # which their callbacks call, not scripts
+            if not {cls or name} & {*public.__all__} or internal or o.startswith('fastai.'): continue
+            args = [*f.args.args,*f.args.kwonlyargs,f.args.vararg,f.args.kwarg]
+            found = [a.arg for a in args if a and a.arg not in clear and '#' not in lines[a.lineno-1]]
+            if found and not (cls and len(args)-args.count(None)==2): yield f'{cls}.{name}',found # the docstring has the only one
+    assert per_module(bare) == {}
 
 def test_requires_four_packages():
     cfg = ConfigParser(delimiters=['='])

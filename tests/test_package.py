@@ -46,7 +46,7 @@ def test_what_the_wheel_holds(dist):
         info = f'learnerdist-{learnerdist.__version__}.dist-info'
         files,meta = {o for o in z.namelist() if not o.startswith(info)},message_from_bytes(z.read(f'{info}/METADATA'))
         assert f'{info}/licenses/LICENSE' in z.namelist()
-    modules = {str(o.relative_to(root)) for o in (root/'learnerdist').rglob('*.py')}-{'learnerdist/_modidx.py'}
+    modules = {str(o.relative_to(root)) for k in ('*.py','*.pyi') for o in (root/'learnerdist').rglob(k)}-{'learnerdist/_modidx.py'}
     assert files==modules|{'learnerdist/py.typed'}
     assert meta['Version']==learnerdist.__version__ and meta['License-Expression']=='Apache-2.0' and meta['Requires-Python']=='>=3.10'
     assert {'Typing :: Typed','Programming Language :: Python :: 3.10'} <= {*meta.get_all('Classifier')}

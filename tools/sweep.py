@@ -183,7 +183,7 @@ def samples(c, n, seed):
 def make_dls(c, bs, seed=1):
     valid,n = samples(c, c['n_valid'], seed+100),c['n']*(2 if c['sampler']=='subset' else 1)
     kw = dict(collate_fn=as_list) if c['model']=='detector' else {}
-    return DataLoaders(train_dl(c, samples(c, n, seed), bs), TfmdDL(valid, c['valid_bs']*(bs//c['bs']), **kw))
+    return DataLoaders(train_dl(c, samples(c, n, seed), bs), TfmdDL(valid, c['valid_bs'], **kw)) # its batch size is that of one process
 
 # --- callbacks ---------------------------------------------------------------------------------------------------------------
 
@@ -327,6 +327,7 @@ def fitting(c):
     if c['model']=='detector': c.update(items='tuple', metric='none' if c['metric'] in ('rmse','accum') else c['metric'])
     if c['loss'] not in losses[models[c['model']][2]]: c['loss'] = 'mean'
     if c['model'] not in ('mlp','conv'): c['norm'] = 'none'
+    if c['model']=='dict_heads' and c['metric']=='accum': c['metric'] = 'rmse' # it concatenates tensors
     return c
 
 # --- many runs ---------------------------------------------------------------------------------------------------------------
@@ -403,8 +404,10 @@ def judged(c, alone, ranks, tol=1e-9):
     return 'told' if any(o['said'] for o in ranks) else 'DIFFERENT',', '.join(bad),max(bad.values())
 
 def has_one_answer(c):
-    "Whether one process could do the same: a rank that cancels a batch alone has no equal there"
-    return not (c['cancel'] and c['cancel'][3] is not None and c['cancel'][0] in in_step)
+    "Whether one process could do the same: not if a rank cancels a batch alone, or validation ends after so many batches of each rank"
+    if not c['cancel']: return True
+    event,what,_,rank = c['cancel']
+    return not (event in in_step and (rank is not None or what=='validate') or what=='validate' and event=='after_batch')
 
 faults = 'DIFFERENT','error','hang','refused','told'
 _verdicts = {}

@@ -13,7 +13,7 @@ import torch
 from fastcore.foundation import L
 
 import learnerdist
-from ..data.loaders import data_len
+from ..data.loaders import batch_shape,data_len
 from ..learner.learner import get_model
 from ..core.compat import tree_leaves
 from .snapshot import to_plain
@@ -86,7 +86,7 @@ def run_config(
     groups = getattr(opt, 'param_groups', None) or getattr(opt, 'hypers', [{}])
     known = getattr(opt, 'defaults', groups[-1]) # a scheduler adds others, which are left out
     hypers = {k: _plain(v) for k,v in groups[-1].items() if k in known and _plain(v) is not None}
-    bs,trainer = getattr(dl, 'batch_size', None) or getattr(dl, 'bs', None),getattr(learn, 'distributed_trainer', None)
+    bs,trainer = batch_shape(dl)[0],getattr(learn, 'distributed_trainer', None)
     n = data_len(getattr(dl.source if hasattr(dl, 'dealer') else dl, 'dataset', None))
     return dict(model=type(get_model(learn.model)).__name__, loss=_name(learn.loss_func), optimizer=type(opt).__name__, **hypers,
                 n_epoch=learn.n_epoch, batch_size=bs and bs*world, samples=n, ranks=world,

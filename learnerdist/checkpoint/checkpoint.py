@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from ..distributed.agreement import Agreement
 from ..learner.callback import Callback,Order
 from ..core.collectives import broadcast_object,distrib_barrier,gather_objects
-from ..data.loaders import to_device
+from ..data.loaders import loaders_of,to_device
 from ..core.random import seed_streams
 from ..core.env import group_rank,group_size,is_rank0
 from ..learner.learner import StartAt,fit_flags,get_model
@@ -75,7 +75,7 @@ class Checkpoint(Callback):
         self.world,self.rank = (group_size(),group_rank()) if self.agreement else (1,0)
         if self.agreement: self.agreement.watcher = self
         if hasattr(self.learn, 'at_end'): self.learn.at_end(self.learn, self) # fastai's has no `cleanup`
-        self.folder,self.streams = Path(self.learn.path)/self.path,Streams(_loaders(self.dls))
+        self.folder,self.streams = Path(self.learn.path)/self.path,Streams(loaders_of(self.dls))
         self.config,self.requests = run_config(self.learn, self.world),Requests(self.signals)
         self.learn.add_cb(_Early(self))
         if self.resume or self.resuming: self.restore()
@@ -93,8 +93,6 @@ class Checkpoint(Callback):
     def after_validate(self):
         if self.active and self.phase=='validate': self.phase,self.held = 'validated',None
     def after_fit(self): self.nested = max(self.nested-1, 0)
-
-def _loaders(dls): return [o for o in (dls.loaders if hasattr(dls, 'loaders') else (dls.train,dls.valid)) if o is not None]
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c007
 class _Early(Callback):

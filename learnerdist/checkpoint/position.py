@@ -19,7 +19,7 @@ from torch.utils.data import (BatchSampler,DataLoader,DistributedSampler,Iterabl
 
 from ..core.random import rng_state,seed_streams,set_rng_state
 from ..data.distributed_dl import reindexed
-from ..data.loaders import LoaderWrapper,TfmdDL,data_len
+from ..data.loaders import LoaderWrapper,TfmdDL,batch_shape,data_len
 
 # %% ../../nbs/checkpoint/01_position.ipynb #c005
 def _parts(dl):
@@ -192,7 +192,7 @@ def rows_done(
     i:int # Batches of this loop that were trained on
 )->int:   # None if it is not known
     "How many rows of the epoch's order (or batches, see `DistributedDL.unit`) all ranks together have trained on"
-    dealer,bs = getattr(dl, 'dealer', None),getattr(dl, 'batch_size', None)
+    dealer,bs = getattr(dl, 'dealer', None),batch_shape(dl)[0]
     if dealer is None or dl._mixed or not bs and dl.unit=='row': return None
     done = (i-getattr(dl, 'offset', 0))*(1 if dl.unit=='batch' else bs)*dealer.world_size
     return dealer.start+(done if dl.n_total is None else min(done, dl.n_total))

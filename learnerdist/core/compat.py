@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['names', 'queue_callback', 'default_store', 'BatchNorm', 'no_iterator', 'check_channels', 'update_stats',
-           'batch_norm_backward', 'update_count', 'tree_flatten', 'tree_leaves', 'tree_map', 'tree_unflatten', 'shims',
-           'OutOfMemoryError', 'torch_version', 'read_in_order', 'sync_buffers', 'abort_group', 'find', 'missing',
-           'check_input_dim', 'ddp_flag', 'set_worker_info', 'set_tee', 'metric_state', 'unsynced', 'ignore_signals',
-           'listening_store', 'destroy_group']
+           'batch_norm_backward', 'Dropout', 'ignored_by_ddp', 'update_count', 'tree_flatten', 'tree_leaves',
+           'tree_map', 'tree_unflatten', 'shims', 'OutOfMemoryError', 'torch_version', 'read_in_order', 'sync_buffers',
+           'abort_group', 'find', 'missing', 'check_input_dim', 'ddp_flag', 'set_worker_info', 'set_tee',
+           'metric_state', 'unsynced', 'ignore_signals', 'listening_store', 'destroy_group']
 
 # %% ../../nbs/core/00_compat.ipynb #bca14321
 import copy,signal,time
@@ -37,6 +37,8 @@ names = dict( # By our name: the module, the path of attributes to the object, a
     default_store=('torch.distributed.distributed_c10d', '_get_default_store', "the store of a group that the script opened"),
     backward_sync=('torch.nn.parallel', 'DistributedDataParallel().require_backward_grad_sync', 'accumulation without exchange'),
     static_graph=('torch.nn.parallel', 'DistributedDataParallel().static_graph', 'the error for parameters without a gradient'),
+    ignored=('torch.nn.parallel', 'DistributedDataParallel()._ddp_params_and_buffers_to_ignore', 'models with parameters without elements'),
+    dropout=('torch.nn.modules.dropout', '_DropoutNd', 'to silence dropout layers of unknown kinds in `verify`'),
     find_unused=('torch.nn.parallel', 'DistributedDataParallel().find_unused_parameters', 'the error for parameters without a gradient'),
     tree_flatten=('torch.utils._pytree', 'tree_flatten', 'batches and predictions of registered container classes'),
     tree_leaves=('torch.utils._pytree', 'tree_leaves', 'batches and predictions of registered container classes'),
@@ -78,7 +80,12 @@ no_iterator = dict(_iterator=None) # For a copied DataLoader, which would else r
 
 def _no_check(self, x): "torch checks this itself, or not at all"
 check_channels = find('check_channels', _no_check)
-def check_input_dim(layer, x): getattr(layer, '_check_input_dim', lambda o: None)(x)
+def check_input_dim(
+    layer, # A BatchNorm layer
+    x      # Its input
+):
+    "Raise ValueError if the input has another number of dimensions than the layer takes"
+    getattr(layer, '_check_input_dim', lambda o: None)(x)
 
 def _update_stats(x, mean, var, momentum):
     var,mean = torch.var_mean(x.to(mean.dtype), [0,*range(2, x.dim())], correction=0)
@@ -115,6 +122,8 @@ def set_tee(
     logs._tee = tee
 
 # %% ../../nbs/core/00_compat.ipynb #75c9ed82
+Dropout = find('dropout', nn.Dropout) # for isinstance
+ignored_by_ddp = '_ddp_params_and_buffers_to_ignore' # The attribute of a model in which DDP looks for names
 update_count = '_update_count' # The attribute in which a torchmetrics object counts its batches
 
 def metric_state(

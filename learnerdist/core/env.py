@@ -112,7 +112,7 @@ def _agents_store(env):
 # %% ../../nbs/core/01_env.ipynb #left01
 class RankError(RuntimeError):
     "An error of another rank. Attributes: `rank`, `kind` (name of its type), `message` and `trace` (its traceback)"
-    def __init__(self, rank, kind, message, trace=''):
+    def __init__(self, rank, kind, message, trace=''): # see above
         self.rank,self.kind,self.message,self.trace = rank,kind,message,trace
         super().__init__(f'rank {rank} {_how(kind, message)}' + (f'\n\non rank {rank}:\n{trace}' if trace else ''))
     def __reduce__(self): return type(self),(self.rank,self.kind,self.message,self.trace)

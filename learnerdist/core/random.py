@@ -74,6 +74,7 @@ class shared_rng:
         self.gens = list(generators)
         self.reseed(*seeds)
     def reseed(self, *seeds):
+        "Begin new streams from these seeds"
         s,np = mix_seed(*seeds),_numpy()
         cpu,*gens = [torch.Generator(o.device).manual_seed(s).get_state() for o in [torch.default_generator, *self.gens]]
         self.inner = (random.Random(s).getstate(), np and np.RandomState(s%2**32).get_state(), cpu, None),gens

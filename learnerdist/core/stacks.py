@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['preempted_status', 'ask', 'Frame', 'frames_of', 'frames_of_caller', 'users_frame', 'in_library', 'report_folder',
-           'catch_crashes', 'read_crash', 'answer_asks', 'answerer', 'stack_of', 'process_state', 'is_stopped',
-           'describe_stack']
+           'catch_crashes', 'read_crash', 'answer_asks', 'answerer', 'stack_of', 'is_stopped', 'describe_stack']
 
 # %% ../../nbs/core/00_stacks.ipynb #c002
 import faulthandler,functools,inspect,linecache,os,re,signal,sysconfig,tempfile,time,traceback
@@ -42,7 +41,9 @@ def users_frame(
     "The innermost frame of the user's own code, that is outside of installed packages; if there is none, the innermost frame of all"
     return next((o for o in frames if not in_library(o.file)), frames[0] if frames else Frame('?', 0, '?'))
 
-def in_library(file):
+def in_library(
+    file:str # Path of a source file
+)->bool:
     "Whether a file belongs to Python, to an installed package, or to learnerdist"
     return file.startswith((sysconfig.get_path('stdlib'), str(Path(learnerdist.__file__).parent), '<frozen')) or '-packages' in file
 
@@ -123,14 +124,12 @@ def _holds(pid, file):
     try: return any(os.readlink(o) == str(file) for o in Path(f'/proc/{pid}/fd').iterdir())
     except OSError: return False
 
-def process_state(
+def is_stopped(
     pid # Id of any process
-)->str: # One letter as in `ps`: T is stopped, Z has ended; '' if there is no such process, or no /proc
-    "The state of a process, as the system reports it"
-    try: return _read(f'/proc/{pid}/stat').rpartition(')')[2].split()[0]
-    except OSError: return ''
-
-def is_stopped(pid): return process_state(pid)=='T'
+)->bool:
+    "Whether a process has been stopped, as by SIGSTOP, and not continued; False where there is no /proc"
+    try: return _read(f'/proc/{pid}/stat').rpartition(')')[2].split()[0]=='T'
+    except OSError: return False
 
 # %% ../../nbs/core/00_stacks.ipynb #c014
 _exchanges = 'core/env','core/collectives','distributed/vote_links','distributed/agreement'

@@ -11,9 +11,9 @@ from functools import singledispatch
 from itertools import chain, islice
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, SubsetRandomSampler, get_worker_info
 from ..core.compat import no_iterator,read_in_order,set_worker_info
-from .loaders import LoaderWrapper, TfmdDL, changed, data_len, is_shuffled, one_batch
+from .loaders import LoaderWrapper, TfmdDL, batch_shape, changed, data_len, is_shuffled, one_batch
 from ..core.random import draw,mix_seed,shared_rng
-from .sharding import check_rank, deal, share_chunks, share_len
+from .sharding import check_rank, deal, full_rows, share_chunks, share_len
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c005
 def _chain(o):
@@ -41,41 +41,78 @@ class _Dealt:
     def __iter__(self):
         d = self.dealer
         gens = [o.generator for o in _chain(self.source) if isinstance(getattr(o, 'generator', None), torch.Generator)]
-        return d.deal(draw(self.source, shared_rng(d.seed, d.epoch, generators=gens), self.chunk))
+        items = d.deal(draw(self.source, shared_rng(d.seed, d.epoch, generators=gens), self.chunk))
+        return d.sized(items) if d.unit=='batch' else items
     def __len__(self): return self.dealer.count(len(self.source))
 
 class _Order(_Dealt):
     "A rank's shard of all samples, in order or shuffled"
     def __init__(self, dealer, source, shuffle): self.dealer,self.source,self.shuffle = dealer,source,shuffle
     def __iter__(self):
-        d = self.dealer
-        chunks = share_chunks(len(self.source), d.rank, d.world_size, d.pad, self.shuffle, d.epoch, d.seed, d.start)
-        return chain.from_iterable(o.tolist() for o in chunks)
+        d,n = self.dealer,len(self.source)
+        chunks = share_chunks(n, d.rank, d.world_size, d.end_of(d.left(n)), self.shuffle, d.epoch, d.seed, d.start)
+        return islice(chain.from_iterable(o.tolist() for o in chunks), d.count(n))
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c010
 class Dealer:
     "Makes the shard of one rank, of orders, samplers and streams, for the current epoch"
-    def __init__(self, rank, world_size, seed=0, pad=True):
+    def __init__(self, rank, world_size, seed=0,
+        pad=True # Repeat items so that all ranks read equally many? 'batch': only where a rank would have a batch less than others
+    ):
         check_rank(rank, world_size)
         if not isinstance(seed, int): raise ValueError(f"seed={seed!r}: need an integer, the same on every rank")
+        if pad not in (True,False,'batch'): raise ValueError(f"pad={pad!r}: give True, False or 'batch'")
         self.rank,self.world_size,self.seed,self.pad = rank,world_size,seed,pad
-        self.unit,self.source,self.items = 'row',None,None
-        self._epoch = torch.zeros((), dtype=torch.int64)
+        self.unit,self.source,self.items,self.bs,self.drop_last,self.sizes = 'row',None,None,None,False,[]
+        self.streams = False # Whether the source is an iterable data set
+        self._epoch,self._n_read = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
     left_at = -1,0 # An epoch, and the number of its items (see `unit`), over all ranks, that an earlier run has already read
-    epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v))
-    start = property(lambda self: self.left_at[1] if self.left_at[0]==self.epoch else 0)
-    def deal(self, items): return deal(islice(items, self.start, None), self.rank, self.world_size, self.pad)
-    def left(self, n): return None if n is None else max(n-self.start, 0)
-    def count(self, n): return share_len(self.left(n), self.rank, self.world_size, self.pad)
+    epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v), doc="The epoch, which workers see too")
+    start = property(lambda self: self.left_at[1] if self.left_at[0]==self.epoch else 0,
+        doc="Number of items of this epoch, over all ranks, that an earlier run has read")
+    def deal(self, items):
+        "Iterator over this rank's shard of `items`, an iterable that is the same on every rank"
+        items = islice(items, self.start, None)
+        self._n_read.zero_()
+        if self._floor: items = full_rows(items, self.world_size)
+        return deal(items, self.rank, self.world_size, self.end_of)
+    def left(self, n):
+        "How many of an epoch's `n` items this run reads, over all ranks; None if `n` is None"
+        return None if n is None else max(n-self.start, 0)
+    def count(self, n)->int:
+        "How many of an epoch's `n` items this rank reads"
+        n = self.left(n)
+        return n//self.world_size if self._floor else share_len(n, self.rank, self.world_size, self.pads(n))
+    _floor = property(lambda self: self.pad=='batch' and self.drop_last and bool(self.bs)) # each rank's last batch is dropped in any case
+    def pads(self, n):
+        "Whether ranks repeat an item if `n` items are dealt"
+        return n//self.world_size%self.bs==0 if self.pad=='batch' and self.bs else bool(self.pad)
+    def end_of(self, n):
+        "As `pads`, for the `n` items of this epoch, which `repeats` then knows"
+        self._n_read.fill_(n)
+        return self.pads(n)
+    def repeats(self, i):
+        "Whether batch `i` of this rank's shard is a repeat, and nothing else; known once it has been read"
+        n,W = int(self._n_read),self.world_size
+        return bool(n and self.bs and self.pad=='batch' and self.rank>=(n%W or W) and i*self.bs==n//W)
     def _made(self, source, items):
         self.source,self.items = source,items
         return items
     def order(self, source, shuffle):
         "Sampler over this rank's shard of `len(source)` indices, in order or shuffled"
         return self._made(source, _Order(self, source, shuffle))
+    def sized(self, batches):
+        "Remember the length of each batch, in `sizes`"
+        self.sizes = []
+        for o in batches:
+            self.sizes.append(data_len(o))
+            yield o
+    def of_batches(self):
+        "What is dealt are batches, not samples"
+        self.unit,self.bs = 'batch',1
     def drawn(self, source, unit='row', chunk=64):
         "Sampler over this rank's shard of a user's sampler, which yields indices or other keys, or lists of them (`unit='batch'`)"
-        self.unit = unit
+        if unit=='batch': self.of_batches()
         return self._made(source, _Dealt(self, source, self.world_size if unit=='batch' else chunk))
     def indices(self, sampler, chunk=64):
         "Sampler over this rank's shard of torch's `sampler`: `order` if it is sequential or plainly shuffled, else `drawn`"
@@ -83,7 +120,9 @@ class Dealer:
         return self.order(sampler.data_source, True) if is_shuffled(sampler) else self.drawn(sampler, chunk=chunk)
     def stream(self, dataset, num_workers):
         "Iterable data set of this rank's samples. Its copies in workers see changes of the epoch, through shared memory"
+        self.streams = True
         if num_workers: self._epoch.share_memory_()
+        if num_workers==1: self._n_read.share_memory_() # of several workers, each deals a part
         return self._made(dataset, _Stream(dataset, self))
     def generator(self, g):
         "`g` on rank 0; on other ranks another generator, because the seeds of the workers are drawn from it"
@@ -188,19 +227,24 @@ def _(dl:DataLoader):
 class DistributedDL(LoaderWrapper):
     "One rank's shard of a data loader. Other attributes are read from the copied loader, `.dl`. `len` is in batches of this rank"
     def __init__(self,
-        dataset, rank:int, world_size:int,
+        dataset,            # As in `TfmdDL`
+        rank:int, world_size:int,
         bs:int=64,          # Batch size per rank
-        shuffle:bool=False,
+        shuffle:bool=False, # Another order in each epoch?
         seed:int=0,         # Selects the order, together with the epoch; the same on every rank
         pad:bool=True,      # Repeat up to `world_size-1` samples, so that all ranks read the same number?
         **kw):              # Further settings of `TfmdDL`
         self._split(TfmdDL(dataset, bs=bs, shuffle=shuffle, **kw), Dealer(rank, world_size, seed, pad))
     def _split(self, dl, dealer):
+        dealer.bs,dealer.drop_last = batch_shape(dl)
+        if getattr(dl, 'batch_sampler', dl) is None: dealer.bs = 1 # torch's loader without batches
         self.source,self.dealer,self.dl = dl,dealer,reindexed(dl, dealer)
         self.rank,self.world_size,self.seed,self.pad,self.unit = dealer.rank,dealer.world_size,dealer.seed,dealer.pad,dealer.unit
         return self
     @classmethod
-    def from_dl(cls, dl, rank, world_size, seed=0, pad=True,
+    def from_dl(cls,
+        dl,                 # Any loader; it is not changed
+        rank, world_size, seed=0, pad=True, # As in `DistributedDL`
         **kw):              # Settings to change, such as `bs`
         "The shard of `rank` of any loader; `dl` itself if it is already split. ValueError for a kind of loader that cannot be split"
         dealer = Dealer(rank, world_size, seed, pad)
@@ -208,14 +252,16 @@ class DistributedDL(LoaderWrapper):
             if kw: raise ValueError(f"{', '.join(kw)}: this {type(dl).__name__} is split already, so its settings are its user's")
             return dl
         return cls.__new__(cls)._split(_changed(dl, **kw) if kw else dl, dealer)
-    def new(self, dataset=None, **kw):
+    def new(self,
+        dataset=None,       # Another data set; None: the same
+        **kw):              # Settings to change
         "The shard of the same rank, of another data set or with other settings"
         return self.from_dl(_changed(self.source, dataset, **kw), self.rank, self.world_size, self.seed, self.pad)
     def set_epoch(self, epoch):
         "Select the order of an epoch. It holds until the next call: reading again gives the same order"
         self.dealer.epoch = epoch
         set_epoch(self.source, epoch)
-    epoch = property(lambda self: self.dealer.epoch)
+    epoch = property(lambda self: self.dealer.epoch, doc="The epoch whose order is read, see `set_epoch`")
     n_total = property(lambda self: self.dealer.left(data_len(self.dealer.source)),
         doc="Number of samples over all ranks (of batches, if `unit` is 'batch'); None if it is not known")
     n = property(lambda self: None if self._mixed else data_len(self.dealer.items),
@@ -227,7 +273,9 @@ class DistributedDL(LoaderWrapper):
         if not self._mixed: return len(self.dl)
         raise TypeError(f"the number of batches of a stream that {self.num_workers} workers read is not known before its end")
     def __iter__(self): return iter(self.dl)
-    def one_batch(self): return one_batch(self.dl)
+    def one_batch(self):
+        "This rank's first batch, read in this process. ValueError if there is none"
+        return one_batch(self.dl)
 
 def _changed(dl, dataset=None, **kw):
     if hasattr(dl, 'new'): return dl.new(dataset, **kw)

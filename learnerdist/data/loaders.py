@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['apply', 'to_device', 'to_cpu', 'to_detach', 'find_bs', 'check_options', 'is_shuffled', 'loader_settings', 'changed',
-           'data_len', 'LoaderWrapper', 'look_ahead', 'split_batch', 'single', 'one_batch', 'TfmdDL', 'DataLoaders']
+           'data_len', 'LoaderWrapper', 'look_ahead', 'batch_shape', 'split_batch', 'single', 'one_batch', 'TfmdDL',
+           'DataLoaders', 'loaders_of']
 
 # %% ../../nbs/data/01_loaders.ipynb #c002
 import copy, inspect, torch
@@ -46,7 +47,9 @@ def to_device(
         return o.to(device) if hasattr(o, 'to') and not isinstance(o, type) else o
     return apply(move, b)
 
-def to_cpu(b): return to_device(b, 'cpu', non_blocking=False)   # blocking: the CPU would read garbage before the copy has arrived
+def to_cpu(b):
+    "The batch with its tensors on the CPU, when they have arrived there"
+    return to_device(b, 'cpu', non_blocking=False)   # else the CPU would read garbage before the copy has arrived
 
 def to_detach(b):
     "The batch with its tensors detached from the autograd graph"
@@ -63,6 +66,7 @@ def _leaves(b):
 def _is_rows(b)->bool:
     "Does this list have one entry per sample (strings, numbers, uncollated dicts), rather than one per column?"
     columns = not isinstance(b, (list, tuple)) or hasattr(b, '_fields')
+    if not columns and b and all(isinstance(o, Mapping) and o.keys()==b[0].keys() for o in b): return True
     if columns or any(isinstance(o, (list, tuple)) or hasattr(o, 'shape') for o in b): return False
     sizes = {o.shape[0] if len(o.shape) else None for o in _leaves(b) if hasattr(o, 'shape')}
     return len(b)<2 or len(sizes)!=1 or None in sizes
@@ -183,6 +187,14 @@ def look_ahead(it):
         yield o,following is not end
         o = following
 
+def batch_shape(
+    dl # Any loader
+)->tuple: # (samples in a batch, None if not known; whether an incomplete last batch is dropped)
+    "What a loader says about its batches"
+    bs = getattr(dl, 'batch_sampler', None)
+    if bs is not None: return (bs.batch_size,bs.drop_last) if type(bs) is BatchSampler else (None,False) # a user's own may do anything
+    return getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None),bool(getattr(dl, 'drop_last', False)) # bs: fastai's
+
 # %% ../../nbs/data/01_loaders.ipynb #c026
 def split_batch(
     b,         # A tuple or list, a dict, or a single tensor
@@ -194,7 +206,9 @@ def split_batch(
     n = max(len(b)-1, 1) if n_inp is None else n_inp
     return tuple(b[:n]),tuple(b[n:])
 
-def single(b): return b[0] if len(b)==1 else b
+def single(b):
+    "The only element of a tuple or list; `b` itself if it has several, or none"
+    return b[0] if len(b)==1 else b
 
 # %% ../../nbs/data/01_loaders.ipynb #c029
 def one_batch(dl):
@@ -211,10 +225,11 @@ class TfmdDL(DataLoader):
     def __init__(self,
         dataset,               # A map-style or iterable data set, a list, or an object with `iloc` (a DataFrame: its rows)
         bs=64,                 # Batch size; None: samples are not batched
-        shuffle=False,
+        shuffle=False,         # Read in another order in each epoch?
         after_item=None,       # A function from an item to an item, applied before collation; or a list of them
         after_batch=None,      # A function from a batch to a batch; or a list of them
-        drop_last=False, num_workers=0,
+        drop_last=False,       # Leave out a last batch that is not full?
+        num_workers=0,         # Processes that read ahead; 0: this process reads
         **kw                   # Any other setting of `DataLoader`
     ):
         check_options(kw, ['bs', 'after_item', 'after_batch'])
@@ -232,16 +247,21 @@ class TfmdDL(DataLoader):
     def __iter__(self):
         it = super().__iter__()
         return map(partial(_pipe, self.after_batch), it) if self.after_batch else it
-    def new(self, dataset=None, **kw):
+    def new(self,
+        dataset=None,          # Another data set; None: the same
+        **kw                   # Settings to change, by the names of `TfmdDL`
+    ):
         "A copy with another data set, other settings or other transforms"
         fs = {k:_as_list(kw.pop(k)) for k in ('after_item', 'after_batch') if k in kw}
         res = changed(self, None if dataset is None else _dataset(dataset), **kw)
         vars(res).update(fs)
         res._set_collate()
         return res
-    bs = property(lambda self: self.batch_size)
+    bs = property(lambda self: self.batch_size, doc="Batch size; None if samples are not batched")
     n = property(lambda self: data_len(self.dataset), doc="Number of samples in the data set; None for a stream without a length")
-    def one_batch(self): return one_batch(self)
+    def one_batch(self):
+        "The first batch, read in this process, with its transforms. ValueError if there is none"
+        return one_batch(self)
 
 # %% ../../nbs/data/01_loaders.ipynb #c038
 class DataLoaders:
@@ -256,10 +276,12 @@ class DataLoaders:
         self.loaders = [o for o in (train, valid, *more) if o is not None]
         self.path,self.device,self.n_inp = Path(path),device,n_inp
     @classmethod
-    def from_dsets(cls, train_ds, valid_ds=None, bs=64,
+    def from_dsets(cls,
+        train_ds, valid_ds=None, # As `dataset` of `TfmdDL`; without `valid_ds` there is no second loader
+        bs=64,                # Batch size; of one rank in `distrib_ctx`
         shuffle=True,         # Shuffle the training set? Ignored for a stream, and if `kw` has a sampler
         valid_bs=None,        # Batch size for validation; None: `bs`
-        path='.', device=None, n_inp=None,
+        path='.', device=None, n_inp=None, # As in `DataLoaders`
         **kw                  # Settings of both loaders; samplers and `drop_last` apply to training only
     ):
         "`TfmdDL`s for these data sets; validation reads its whole data set in order"
@@ -271,9 +293,11 @@ class DataLoaders:
     def __getitem__(self, i): return self.loaders[i]
     def __len__(self): return len(self.loaders)
     def __iter__(self): return iter(self.loaders)
-    train = property(lambda self: self.loaders[0])
+    train = property(lambda self: self.loaders[0], doc="The first loader")
     valid = property(lambda self: self.loaders[1] if len(self.loaders)>1 else None, doc="The second loader; None if there is none")
-    def one_batch(self, i=0):
+    def one_batch(self,
+        i=0 # Index of the loader
+    ):
         "The first batch of loader `i`, moved to `device`"
         dl = self.loaders[i]
         return to_device(dl.one_batch() if hasattr(dl, 'one_batch') else one_batch(dl), self.device)
@@ -281,3 +305,9 @@ class DataLoaders:
         "Set the device for batches, and return these loaders"
         self.device = device
         return self
+
+def loaders_of(
+    dls # A `DataLoaders`, ours or fastai's, or an object with `train` and `valid`
+)->list:
+    "Its loaders, without those that are None"
+    return [o for o in (dls.loaders if hasattr(dls, 'loaders') else (dls.train,dls.valid)) if o is not None]

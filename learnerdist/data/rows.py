@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RowList', 'to_rows', 'Whole', 'row_kinds', 'columns', 'listed', 'cat_rows', 'has_whole', 'without_rows', 'take_rows',
-           'without_last', 'as_batch', 'is_ragged', 'spread', 'as_ints']
+           'as_batch', 'is_ragged', 'spread', 'as_ints']
 
 # %% ../../nbs/data/02_rows.ipynb #92168161
 import torch
@@ -126,23 +126,6 @@ def take_rows(
 ):              # The same structure, with m rows
     "Select rows"
     return tree_map(lambda o: o[idxs] if isinstance(o, Tensor) else RowList(o[i] for i in idxs.tolist()), b)
-
-# %% ../../nbs/data/02_rows.ipynb #6799f7b2
-def without_last(
-    b,    # A batch, as in `to_rows`
-    n:int # Number of samples in it
-):        # The same structure, on the same device; gradients flow back to `b`
-    "A batch without its last sample. ValueError if no part of it has rows"
-    kinds = row_kinds(b, n)
-    if not any(k in (_each,_flat,_list) for k in kinds): raise ValueError(f'nothing in it has a row for each of {n} samples')
-    return tree_map(partial(_cut_last, n=n), b, is_leaf=partial(_is_row_list, n=n))
-
-def _cut_last(o, n):
-    if isinstance(o, PackedSequence): raise ValueError('a PackedSequence')
-    if isinstance(o, Mapping): return {k: without_last(v, n) for k,v in o.items()}
-    kind = _kind(o, n)
-    if kind==_once: return o
-    return o[:len(o)//n*(n-1)] if kind==_flat else o[:n-1]
 
 # %% ../../nbs/data/02_rows.ipynb #c014
 def as_batch(

@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['large', 'check_rank', 'permuted', 'epoch_order', 'share', 'share_len', 'batch_count', 'share_chunks', 'deal',
-           'undeal']
+           'full_rows', 'undeal']
 
 # %% ../../nbs/data/00_sharding.ipynb #c002
+from itertools import islice
+
 import torch
 from torch import Tensor
 
@@ -136,17 +138,25 @@ def _deal(items, rank, world_size, pad):
     for i,o in enumerate(items):
         if i<world_size-1: head.append(o)
         if i%world_size==rank: yield o
-    place = _pad_place(i+1, rank, world_size) if pad and head else None
+    place = _pad_place(i+1, rank, world_size) if (pad(i+1) if callable(pad) else pad) and head else None
     if place is not None: yield head[place]
 
 def deal(
     items,          # Any iterable, the same on every rank: indices of a sampler, batches or samples
     rank:int, world_size:int,
-    pad:bool=True   # Repeat one of the first items where needed, so that all ranks get the same number?
+    pad=True        # Repeat one of the first items where needed, so that all ranks get the same number? Or a function of the items' number
 ):                  # Iterator over this rank's shard
     "`share` for an iterable that is read once: lazy; keeps at most the first `world_size-1` items in memory"
     check_rank(rank, world_size)
     return _deal(items, rank, world_size, pad)
+
+def full_rows(
+    items, # Any iterable
+    n:int  # Items in a row
+):
+    "The items without those at the end that do not fill a row. Reads a row at a time"
+    it = iter(items)
+    while len(row := [*islice(it, n)])==n: yield from row
 
 # %% ../../nbs/data/00_sharding.ipynb #c037
 def undeal(

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.collectives import gather_objects,gather_rows
 from ..core.compat import BatchNorm,tree_leaves
 from ..core.env import group_rank
-from ..data.loaders import data_len
+from ..data.loaders import batch_shape,data_len
 from ..data.rows import as_ints
 from .batchnorm import _Synced
 
@@ -125,7 +125,7 @@ def same_settings(
     "Raise ValueError if epochs, optimizer, batch sizes or hyperparameters differ between ranks. Sync point"
     groups = [{k: v for k,v in g.items() if isinstance(v, (int,float,str))} for g in getattr(learn.opt, 'param_groups', ())]
     named = dict(n_epoch=learn.n_epoch, optimizer=type(learn.opt).__name__, n_groups=len(groups))
-    named |= {f'batch size of loader {i}': getattr(dl, 'batch_size', None) for i,dl in enumerate(shares)}
+    named |= {f'batch size of loader {i}': batch_shape(dl)[0] for i,dl in enumerate(shares)}
     named |= {f'{k} of parameter group {i}': v for i,g in enumerate(groups) for k,v in g.items()}
     found = unequal(named)
     if found: raise ValueError(f'the ranks would train differently: {tell_unequal(found)}. Give the same on all ranks')

@@ -19,13 +19,13 @@ from ..core.collectives import gather_objects
 from ..core.compat import tree_leaves
 from ..core.env import group_rank,group_size
 from ..data.distributed_dl import DistributedDL,in_order,is_split
-from ..data.loaders import LoaderWrapper,changed,to_device
+from ..data.loaders import LoaderWrapper,batch_shape,changed,to_device
 from ..data.rows import as_batch,cat_rows,is_ragged,listed,row_kinds,spread,take_rows,to_rows
 from .gather_rows import gather_all
 from ..learner.callback import Callback,Order
-from ..learner.losses import as_mean,loss_over
+from ..learner.losses import batch_rows,loss_of_batch,loss_over
 from ..learner.metrics import AvgLoss,Replay,Rows,Sums,reduction
-from ..learner.predictions import batch_rows,has_result
+from ..learner.predictions import has_result
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c014
 class FullBatches(LoaderWrapper, IterableDataset):
@@ -76,13 +76,24 @@ class ExactEvaluation(Callback):
     def after_validate(self): self.put_together()
 
     # A subclass for another kind of learner overrides these, and `measured`, `batch_ids` and `batch_loss`
-    def kind(self, m): # how the state of `m` adds up
-        return Replay() if isinstance(m, AvgLoss) and loss_over(self.learn).kind in ('sum','other') else reduction(m)
-    def functions(self): return self.measured() # among them the metrics that are functions, see `FuncMetric`
-    def is_measured(self): return has_result(self.learn) # whether this batch counts
-    def batch_parts(self): return listed(self.learn.xb),listed(self.learn.yb),self.learn.pred # inputs, targets, prediction
-    def row_parts(self, m, parts, ns): return parts # what `m` has kept of each batch, as rows; ns: samples in each batch
-    def kept_parts(self, m, rows): return [] if rows is None else [rows] # the rows of all ranks as `m` keeps them
+    def kind(self, m):
+        "How the state of `m` adds up over ranks, see `reduction`"
+        return Replay() if isinstance(m, AvgLoss) and loss_over(self.learn).kind in ('sum','other','whole') else reduction(m)
+    def functions(self):
+        "Metrics, among them those that are functions, see `FuncMetric`"
+        return self.measured()
+    def is_measured(self)->bool:
+        "Whether this batch counts"
+        return has_result(self.learn)
+    def batch_parts(self)->tuple:
+        "Inputs, targets and prediction of this rank's batch; the first two are lists"
+        return listed(self.learn.xb),listed(self.learn.yb),self.learn.pred
+    def row_parts(self, m, parts, ns):
+        "What `m` has kept of each batch of this rank, as rows; `ns`: samples in each batch"
+        return parts
+    def kept_parts(self, m, rows)->list:
+        "The rows of all ranks as `m` keeps them"
+        return [] if rows is None else [rows]
     def n_rows(self): "Rows whose key is not below this number are padding; None: there is none"
 
     def _ranks(self):
@@ -122,24 +133,23 @@ def measured(self:ExactEvaluation)->list:
 
 @patch
 def batch_ids(self:ExactEvaluation, keys, own, ragged, rows=None)->Tensor: # (rows,)
-    "For each row the number of its batch in one process; the rank's own batch if that is not known"
-    bs = getattr(getattr(self.dl, 'batch_sampler', None), 'batch_size', None) or getattr(self.dl, 'bs', None)
+    "For each row the number of its batch in one process with the same loader; the rank's own batch if that is not known"
+    bs,_ = batch_shape(self.dl)
     return own if ragged or not bs or deals_batches(self.dl) else keys//bs
 
 @patch
 def batch_loss(self:ExactEvaluation):
     "The loss of a batch that is replayed for a metric"
-    learn = self.learn
-    res = learn.loss_func(learn.pred, *learn.yb) if learn.yb else None
-    if type(res) is tuple: res,learn.items = as_mean(*res)
-    return None if res is None else res.detach()
+    return loss_of_batch(self.learn).detach() if self.learn.yb else None
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c022
 @patch
 def put_together(self:ExactEvaluation):
     "Reduce metrics and predictions at the end of the loop. Sync point, also for a rank without a batch"
-    if not is_share(self.dl): return
     rec = getattr(self.learn, 'recorder', None)
+    if not is_share(self.dl):
+        if hasattr(rec, 'measuring'): rec.reduced = True
+        return
     if hasattr(rec, 'measuring') and not rec.measuring: rec.reset_metrics() # the loop was cancelled before it began
     self._settle()
     kinds = [(m,self.kind(m)) for m in self.measured()]
@@ -158,7 +168,9 @@ def _settle(self:ExactEvaluation):
     if not asking: return
     for m,*told in zip(asking, *gather_objects([m.tells() for m in asking])): m.settle(told)
 
-def cat_keys(keys:list): return torch.cat(keys) if keys else torch.zeros(0, dtype=torch.long)
+def cat_keys(keys:list)->Tensor:
+    "The keys of a rank's batches, one int64 tensor for each, as one tensor"
+    return torch.cat(keys) if keys else torch.zeros(0, dtype=torch.long)
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c022b
 def add_states(

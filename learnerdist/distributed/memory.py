@@ -51,7 +51,7 @@ defaults.callbacks.append(MemoryAdvice)
 
 # %% ../../nbs/distributed/11_memory.ipynb #c009
 def find_batch_size(
-    learn,
+    learn,          # Ours or fastai's; it is left as it was
     start:int=None, # The first size that is tried, samples of one rank; None: that of the training loader's first batch
     amp=False       # As in `fit`; a learner's own `to_fp16` or `to_bf16` is used without it
 )->int:             # The same on all ranks

@@ -10,12 +10,11 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from fastcore.basics import patch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.collectives import all_sum
-from ..core.compat import ddp_flag,sync_buffers
+from ..core.compat import ddp_flag,ignored_by_ddp,sync_buffers
 from ..core.env import current_group,group_size
 from . import batchnorm
 from .batchnorm import _Synced,sync_batchnorm
@@ -69,13 +68,14 @@ class SharedMaxNorm:
         "After a validation loop, where ranks may have different numbers of batches: shorten the remaining rows. Sync point"
         for m in self.used: self._shorten(m)
     def undo(self):
+        "Leave the embeddings to themselves again"
         while self.handles: self.handles.pop().remove()
 
 # %% ../../nbs/distributed/09_replica.ipynb #581ba1f4
 @contextmanager
 def _without_empty(model):
     "Within the body, DDP ignores parameters without elements, which it would refuse"
-    name,empty = '_ddp_params_and_buffers_to_ignore',{k for k,p in model.named_parameters() if not p.numel()}
+    name,empty = ignored_by_ddp,{k for k,p in model.named_parameters() if not p.numel()}
     old = vars(model).get(name)
     if empty: setattr(model, name, {*(old or ()), *empty})
     try: yield
@@ -125,30 +125,29 @@ class Replica:
         "Leave the model as it was"
         if self.undo_bn: self.undo_bn()
 
-# %% ../../nbs/distributed/09_replica.ipynb #0fa2282f
-def _sync_next(self, on):
-    static = self.ddp is not None and ddp_flag(self.ddp, 'static_graph')
-    first = static and not self.learn.train_iter # a static graph is recorded in the first pass, which must exchange
-    self._sync = on or first
-    if self.ddp is not None: self.ddp.require_backward_grad_sync = self._sync
-Replica.sync = property(lambda self: self._sync, _sync_next, doc="Whether the next backward pass exchanges gradients")
+    def _sync_next(self, on):
+        static = self.ddp is not None and ddp_flag(self.ddp, 'static_graph')
+        first = static and not self.learn.train_iter # a static graph is recorded in the first pass, which must exchange
+        self._sync = on or first
+        if self.ddp is not None: self.ddp.require_backward_grad_sync = self._sync
+    sync = property(lambda self: self._sync, _sync_next, doc="Whether the next backward pass exchanges gradients")
 
-def _has_exchange(self):
-    sync_bn = self.undo_bn and any(isinstance(m, _Synced) for m in self.model.modules())
-    return bool(sync_bn or self.max_norm and self.max_norm.used)
-Replica.forward_exchanges = property(_has_exchange, doc="Whether ranks exchange something in each forward pass")
+    @property
+    def forward_exchanges(self)->bool:
+        "Whether ranks exchange something in each forward pass"
+        sync_bn = self.undo_bn and any(isinstance(m, _Synced) for m in self.model.modules())
+        return bool(sync_bn or self.max_norm and self.max_norm.used)
 
-# %% ../../nbs/distributed/09_replica.ipynb #b934f430
-@patch
-def after_backward(self:Replica):
-    "After a backward pass with an exchange: average gradients outside of DDP, look for missing ones. Sync point"
-    if not self.sync: return
-    if self.others: average_grads([p for p in self.others if p.requires_grad])
-    for p,on in zip(self.params, self.trained[0]):
-        if on and not p.requires_grad: p.grad = None # frozen after the forward pass: in one process it has no gradient either
-    if self.ddp is None or self.checked or ddp_flag(self.ddp, 'find_unused_parameters') or ddp_flag(self.ddp, 'static_graph'): return
-    self.checked = True
-    named = {k:p for k,p in self.model.named_parameters() if p.requires_grad and p.numel()}
-    idle = [k for k,p in named.items() if p.grad is None]
-    if 0<len(idle)<len(named): raise ValueError(f"no gradient for {', '.join(idle)}: if they take no part in the loss, say so with "
-                                                "distrib_ctx(find_unused_parameters=True), or freeze them with requires_grad_(False)")
+    def after_backward(self):
+        "After a backward pass with an exchange: average gradients outside of DDP, look for missing ones. Sync point"
+        if not self.sync: return
+        if self.others: average_grads([p for p in self.others if p.requires_grad])
+        for p,on in zip(self.params, self.trained[0]):
+            if on and not p.requires_grad: p.grad = None # frozen after the forward pass: in one process it has no gradient either
+        if self.ddp is None or self.checked or ddp_flag(self.ddp, 'find_unused_parameters') or ddp_flag(self.ddp, 'static_graph'): return
+        self.checked = True
+        named = {k:p for k,p in self.model.named_parameters() if p.requires_grad and p.numel()}
+        idle = [k for k,p in named.items() if p.grad is None]
+        if 0<len(idle)<len(named): raise ValueError(f"no gradient for {', '.join(idle)}: if they take no part in the loss, say so with "
+                                                    "distrib_ctx(find_unused_parameters=True), or freeze them with requires_grad_(False)")
+

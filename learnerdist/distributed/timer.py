@@ -40,26 +40,21 @@ class Timer(Callback):
 
     def after_train(self): self.end = perf_counter()
 
-# %% ../../nbs/distributed/09_timer.ipynb #c007
-@patch
-def _begun(self:Timer, grad): queue_callback(self._computed)
-@patch
-def _computed(self:Timer):
-    self.computed = perf_counter()
-    queue_callback(self._exchanged)
-@patch
-def _exchanged(self:Timer): self.wait += perf_counter()-self.computed
+    def _begun(self, grad): queue_callback(self._computed)
+    def _computed(self):
+        self.computed = perf_counter()
+        queue_callback(self._exchanged)
+    def _exchanged(self): self.wait += perf_counter()-self.computed
 
-@patch
-def after_epoch(self:Timer):
-    names = 'data','step','comm','total','samples_per_s'
-    if self.begin is None: return self.times.append(dict.fromkeys(names)) # cancelled before it trained
-    total,rec = (self.end or self.mark)-self.begin,getattr(self.learn, 'recorder', None)
-    comm = None if self.wait is None else self.votes+self.wait
-    step = None if comm is None else total-self.data-comm
-    rate = rec.n_samples/total if hasattr(rec, 'n_samples') else None # fastai's recorder does not count them
-    self.times.append(dict(zip(names, (self.data, step, comm, total, rate))))
-    self.begin = None
+    def after_epoch(self):
+        names = 'data','step','comm','total','samples_per_s'
+        if self.begin is None: return self.times.append(dict.fromkeys(names)) # cancelled before it trained
+        total,rec = (self.end or self.mark)-self.begin,getattr(self.learn, 'recorder', None)
+        comm = None if self.wait is None else self.votes+self.wait
+        step = None if comm is None else total-self.data-comm
+        rate = rec.n_samples/total if hasattr(rec, 'n_samples') else None # fastai's recorder does not count them
+        self.times.append(dict(zip(names, (self.data, step, comm, total, rate))))
+        self.begin = None
 
 # %% ../../nbs/distributed/09_timer.ipynb #c008
 @patch(as_prop=True)
@@ -71,7 +66,9 @@ defaults.callbacks.append(Timer)
 
 # %% ../../nbs/distributed/09_timer.ipynb #c012
 @patch
-def plot_times(self:Recorder, ax=None):
+def plot_times(self:Recorder,
+    ax=None # matplotlib's axes; None: new ones
+):
     "Plot each epoch's seconds as stacked bars; returns the axes"
     import matplotlib.pyplot as plt
     ax,below = ax or plt.subplots()[1],[0.]*len(self.times)

@@ -15,12 +15,14 @@ from ..core.collectives import all_sum,broadcast_object,gather_objects
 from ..core.env import group_rank,group_size,group_timeout,in_group,process_group
 from ..core.random import seed_streams
 from ..data.distributed_dl import DistributedDL,is_split,set_epoch
+from ..data.loaders import batch_shape
 from .agreement import Agreement,AgreementEnd
+from .batchnorm import mute
 from .comm_hooks import check_ddp_options,find_hook
 from .divergence import check_weights,digest,tensor_hash,path_of_rank0,same_data,same_settings
 from .evaluation import ExactEvaluation
 from .failure import failing_together
-from .loss_weights import LossWeights
+from .loss_weights import LossWeights,_local
 from .replica import Replica,SharedMaxNorm,broadcast_module,broadcast_tensors
 from .vote_links import open_links
 from ..learner.callback import Callback,Order
@@ -63,7 +65,7 @@ def attach(self:DistributedTrainer):
         device = self.stack.enter_context(process_group(self.cuda_id, timeout_s=self.timeout_s))
         self.stack.enter_context(ranked_warnings())
         if path := path_of_rank0(self.learn): self._set(self.learn, 'path', path)
-        own = [k for k in ('_loss_over','wrapper','global_items','items') if k not in vars(self.learn)]
+        own = [k for k in ('_loss_over','wrapper','global_items','items','repeated') if k not in vars(self.learn)]
         self.stack.callback(lambda: [vars(self.learn).pop(k, None) for k in own]) # fastai's learner has none of these
         drawn = torch.randint(2**62, ()).item() if self.seed is None else self.seed # drawn on every rank, so that streams stay alike
         self.seed,after = broadcast_object((drawn,tensor_hash(torch.get_rng_state()).item()))
@@ -107,7 +109,7 @@ def restore(self:DistributedTrainer):
 @patch
 def share(self:DistributedTrainer,
     dl,           # Any loader
-    pad:bool,     # True: the same number of samples on every rank, for training; False: no sample twice, for evaluation
+    pad,          # 'batch': the same number of batches on every rank, for training; False: no sample twice, for evaluation
     **kw          # Settings of the loader to change
 ):
     "This rank's shard of a loader; a loader that is sharded already is left alone"
@@ -129,7 +131,7 @@ def deal_out(self:DistributedTrainer):
     names = ['train','valid'] if not hasattr(dls, 'loaders') else []
     found = [getattr(dls, o) for o in names] or dls.loaders
     if self.check_data and group_size()>1: same_data([o for o in found if not is_split(o)])
-    self.shares = [dl if dl is None else self.share(dl, pad=i==0, **self._split(dl)) for i,dl in enumerate(found)]
+    self.shares = [dl if dl is None else self.share(dl, pad=i==0 and 'batch', **self._split(dl)) for i,dl in enumerate(found)]
     for name,dl in zip(names, self.shares): self._set(dls, name, dl)
     if not names: self._set(dls, 'loaders', self.shares[:])
     self.shares = [o for o in self.shares if o is not None]
@@ -138,7 +140,9 @@ def deal_out(self:DistributedTrainer):
 def after_dls(self:DistributedTrainer): self.deal_out()
 
 @patch
-def check_settings(self:DistributedTrainer): same_settings(self.learn, [o for o in self.shares if isinstance(o, DistributedDL)])
+def check_settings(self:DistributedTrainer):
+    "Raise ValueError if the ranks begin different fits. Sync point"
+    same_settings(self.learn, [o for o in self.shares if isinstance(o, DistributedDL)])
 
 @patch
 def load_state_dict(self:DistributedTrainer, state):
@@ -148,12 +152,14 @@ def load_state_dict(self:DistributedTrainer, state):
         if isinstance(dl, DistributedDL): dl.seed = dl.dealer.seed = self.seed
 
 @patch
-def state_dict(self:DistributedTrainer): return dict(seed=self.seed, epochs_before=self.epochs_before)
+def state_dict(self:DistributedTrainer)->dict:
+    "Seed and epoch of the shuffling, for a checkpoint"
+    return dict(seed=self.seed, epochs_before=self.epochs_before)
 
 @patch
 def _split(self:DistributedTrainer, dl):
     if not self.split_batches or isinstance(dl, DistributedDL): return {}
-    bs,n = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None),group_size() # bs: fastai's
+    bs,n = batch_shape(dl)[0],group_size()
     if not bs or bs%n: raise ValueError(f'split_batches: a batch size of {bs} does not divide among {n} ranks')
     return dict(bs=bs//n)
 
@@ -167,11 +173,15 @@ def wrap(self:DistributedTrainer):
 def unwrap(self:DistributedTrainer):
     "Remove the replica, and give the BatchNorm layers their own class back"
     self.learn.wrapper = None
+    mute(False)
+    _local.on = False
     if self.replica is not None: self.replica.undo()
     self.replica = None
 
 @patch(as_prop=True)
-def ddp(self:DistributedTrainer): return self.replica and self.replica.ddp
+def ddp(self:DistributedTrainer):
+    "The `DistributedDataParallel` around the model within a fit; else None"
+    return self.replica and self.replica.ddp
 
 @patch
 def cleanup(self:DistributedTrainer): self.unwrap()
@@ -183,6 +193,8 @@ def after_fit(self:DistributedTrainer):
 # %% ../../nbs/distributed/10_trainer.ipynb #c013
 @patch
 def before_batch(self:DistributedTrainer): self.weights.begin_batch()
+@patch
+def after_loss(self:DistributedTrainer): self.weights.loss = self.learn.loss_grad
 @patch
 def before_backward(self:DistributedTrainer):
     if self.replica is not None and self.links: self.weights.weigh()
@@ -211,14 +223,19 @@ def after_train(self:DistributedTrainer):
     if self.learn.wrapper is None: return
     self.learn.wrapper = None
     if group_size()>1: self.check_divergence()
+    self.weights.end()
     self._sync_buffers()
     rec = getattr(self.learn, 'recorder', None)
-    if rec is not None and group_size()>1: rec.totals = self._of_all_ranks(_padded(rec.step_totals(), self.agreement.n_steps))
+    if rec is not None and group_size()>1: rec.totals = self._of_all_ranks(_padded(rec.step_totals()))
 
-def _padded(t, n): return torch.cat([t, t.new_zeros(max(n-len(t), 0), 3)])[:n]
+def _padded(t):
+    n = max(gather_objects(len(t))) # a rank that has left the loop in its last step has not recorded it
+    return torch.cat([t, t.new_zeros(n-len(t), 3)])
 
 @patch
-def check_divergence(self:DistributedTrainer): check_weights(self.learn.model, self.agreement.n_steps, self.said)
+def check_divergence(self:DistributedTrainer):
+    "Compare the ranks' weights, see `check_weights`. Sync point"
+    check_weights(self.learn.model, self.agreement.n_steps, self.said)
 
 @patch
 def _of_all_ranks(self:DistributedTrainer, totals):
@@ -237,14 +254,12 @@ def after_cancel_fit(self:DistributedTrainer): self.after_train()
 @patch
 def _sync_buffers(self:DistributedTrainer): broadcast_tensors(get_model(self.model).buffers())
 
-@patch
-def after_batch(self:DistributedTrainer):
-    if self.learn.training and self.weights.cut and hasattr(self.learn, 'recorder'): self.learn.recorder.counted = self.weights.cut
-
 # %% ../../nbs/distributed/10_trainer.ipynb #c018
 @patch
 def before_validate(self:DistributedTrainer):
     self.learn.wrapper = None
+    _local.on = True
+    mute(False)
     self.learn.dl = self.share_now(_source(self.dl), pad=False)
 
 @patch

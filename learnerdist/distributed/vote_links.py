@@ -82,11 +82,21 @@ class Links:
         return RanksApart(f"{'; '.join(where)}. What exchanges something (fit, validate, get_preds) has to be called on every rank: "
                           'outside of `if rank==0`, and in a callback on all ranks alike')
 
-    def before(self, n): return (self.rank-n)%self.world_size # The rank that this one sends to
-    def after(self, n): return (self.rank+n)%self.world_size # The rank that this one receives from
-    def tell(self, n, rows): raise NotImplementedError # To rank `before(n)`, without waiting for it
-    def hear(self, n, n_bytes): raise NotImplementedError # From rank `after(n)`
-    def close(self): raise NotImplementedError
+    def before(self, n)->int:
+        "The rank that this one sends to, over the link of hop `n`"
+        return (self.rank-n)%self.world_size
+    def after(self, n)->int:
+        "The rank that this one receives from, over the link of hop `n`"
+        return (self.rank+n)%self.world_size
+    def tell(self, n, rows:bytes):
+        "Send `rows` to rank `before(n)`, without waiting for it. DistNetworkError if that rank has gone"
+        raise NotImplementedError
+    def hear(self, n, n_bytes:int)->bytes:
+        "Wait for `n_bytes` from rank `after(n)`. DistNetworkError if that rank has gone, or after `timeout_s`"
+        raise NotImplementedError
+    def close(self):
+        "Give up the connections"
+        raise NotImplementedError
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #c011
 class SocketLinks(Links):

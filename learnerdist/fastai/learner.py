@@ -240,7 +240,7 @@ def distrib_ctx(self:Learner,
 # %% ../../nbs/fastai/04_learner.ipynb #c017b
 class Autocast(MixedPrecision):
     "Our mixed precision for fastai's Learner; fastai's own does not change the dtype on the CPU"
-    device = property(lambda self: next(self.learn.model.parameters()).device)
+    device = property(lambda self: next(self.learn.model.parameters()).device, doc="The model's device")
     def before_fit(self):
         super().before_fit()
         if self.learn.fitting: self.learn.at_end(self.learn, self)

@@ -80,7 +80,7 @@ def _reading(new, order):
 @reindexed.register
 def _(dl:DataLoader, dealer):
     if not dl.indexed: return _of_stream(dl, dealer)
-    if dl.bs is None: dealer.unit = 'batch' # the data set's items are batches
+    if dl.bs is None: dealer.of_batches() # the data set's items are batches
     order = dealer.order(range(dl.n), dl.shuffle) if _is_plain(dl) else dealer.drawn(_Indices(_global(dl, dealer), dealer))
     return _reading(shallow(dl), order)
 

@@ -199,9 +199,21 @@ def before_batch(self:DistributedTrainer):
     self.counted,self.learn.items = not self.training,None # items: of the last batch; fastai's Learner does not reset it
     self.weights.begin_batch()
     if not self.training or self.replica is None: return
-    acc = next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
-    alike = getattr(self.dl, 'pad', False) and hasattr(self.dl, 'dealer') # all ranks have batches of the same size
-    self.replica.sync = not (acc and alike) or acc.count+find_bs(self.yb)>=acc.n_acc
+    acc = self._accumulation()
+    self.weights.with_rows = acc is not None
+    self.replica.sync = acc is None or self.weights.is_uneven or acc.count+find_bs(self.yb)>=acc.n_acc
+
+@patch
+def _accumulation(self:DistributedTrainer): return next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
+
+@patch
+def before_backward(self:DistributedTrainer):
+    core.DistributedTrainer.before_backward(self)
+    acc,n = self._accumulation(),self.weights.n_rows
+    if acc is None or n is None: return
+    own,mean = find_bs(self.yb),n/group_size() # it counts this rank's samples, in `after_loss` and in `before_step`
+    self.learn.loss_grad = self.learn.loss_grad*(mean/own)
+    acc.count += mean-own
 
 @patch
 def after_pred(self:DistributedTrainer): self.unswap()
@@ -228,8 +240,8 @@ def share_loss(self:DistributedTrainer):
 @patch
 def _own_loss(self:DistributedTrainer):
     n,mixed = find_bs(self.yb) if len(self.yb) else 0,isinstance(getattr(self.loss_func, '__self__', None), FastaiCallback)
-    loss,n = self.weights.cut[:2] if self.weights.cut else (self.learn.loss,n if not n or mixed else n_items(self.learn))
-    return loss,bool(n) if self._is_sum() else n
+    n = 0 if self.learn.repeated else n if not n or mixed else n_items(self.learn)
+    return self.learn.loss,bool(n) if self._is_sum() else n
 
 @patch
 def _is_sum(self:DistributedTrainer): return loss_over(self.learn).kind=='sum'

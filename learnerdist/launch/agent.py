@@ -137,7 +137,9 @@ class Watch:
     ):
         self.logs,self.wait_s,self.say_s,self.told,self.since = logs,wait_s,say_s,set(),None
 
-    def start(self): threading.Thread(target=self._run, daemon=True, name='watch').start()
+    def start(self):
+        "Watch in a thread, until this process ends"
+        threading.Thread(target=self._run, daemon=True, name='watch').start()
 
     def _run(self):
         while True:

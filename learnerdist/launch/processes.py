@@ -119,7 +119,8 @@ class Lines:
     def __init__(self, stream, label=''): self.stream,self.label,self.part = stream,label,''
     def __getattr__(self, k): return getattr(self.stream, k)
 
-    def write(self, s):
+    def write(self, s)->int:
+        "As of any stream; what follows the last line feed waits for the rest of its line"
         *lines,self.part = (self.part+s).split('\n')
         if lines: self._pass_on(''.join(f'{self.label}{o}\n' for o in lines))
         return len(s)

@@ -23,7 +23,9 @@ class Task(NamedTuple):
     id:str         # The numbers of the job and its step
 
     @property
-    def is_rank(self): return self.n_tasks > self.n_nodes
+    def is_rank(self)->bool:
+        "Whether srun started a task for each rank; else one for each node, which starts the ranks of its node"
+        return self.n_tasks > self.n_nodes
 
 def find_task(
     env=os.environ

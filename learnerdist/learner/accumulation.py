@@ -14,9 +14,9 @@ from fastcore.basics import patch
 
 from ..core.env import group_size
 from ..data.distributed_dl import reindexed
-from ..data.loaders import LoaderWrapper,find_bs,look_ahead
+from ..data.loaders import LoaderWrapper,batch_shape,look_ahead
 from .callback import Callback,CancelBatchException,Order
-from .losses import MeanOver,loss_over,n_items,probe_loss
+from .losses import MeanOver,batch_rows,loss_over,n_items,probe_loss
 from .techniques import _with_grad
 
 # %% ../../nbs/learner/07_accumulation.ipynb #c028
@@ -34,14 +34,14 @@ class GradientAccumulation(Callback):
         if not _has_length(self.dl): self.learn.dl = _Marked(self.dl, self.marks)
 
     def before_batch(self):
-        self.n = find_bs(self.yb or self.xb)
+        self.n = 0 if self.repeated else batch_rows(self.learn)
         self.count += self.n
         self.stepping = self._on_any_rank(self._is_last() or self.count>=self.n_acc)
         self._exchange(self.stepping)
         if self.stepping and loss_over(self.learn).kind!='sum': self._divide_by(self.count or 1)
     def before_backward(self):
         if self._kind()=='sum': return # the gradients of sums need no weights
-        counted = self.global_items is not None or loss_over(self.learn).counts(self.yb) or self.learn.items is not None
+        counted = self.global_items is not None or loss_over(self.learn).kind=='items' or self.learn.items is not None
         n = self.share_items() if counted else self.n
         if not counted: self.items = self.items + n
         self.learn.loss_grad = self.loss_grad*(n/self.total)
@@ -66,7 +66,7 @@ def _kind(self:GradientAccumulation):
     learn = self.learn
     if loss_over(learn).kind=='unknown' and learn.wrapper is None:
         found = probe_loss(learn)
-        if found: learn._loss_over = learn.loss_func,MeanOver('sum' if found=='sum' else 'samples')
+        if found: learn._loss_over = learn.loss_func,MeanOver(found if found in ('sum','items') else 'samples')
     return loss_over(learn).kind
 @patch
 def _divide_by(self:GradientAccumulation, total):
@@ -121,5 +121,6 @@ def steps_per_epoch(
     n = len(dl) if n is None else n
     acc = next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)), None)
     if acc is None: return n
-    if not getattr(dl, 'batch_size', None): raise ValueError(f'{type(dl).__name__} without a batch size: count the steps')
-    return math.ceil(n/math.ceil(acc.n_acc/dl.batch_size))
+    bs,_ = batch_shape(dl)
+    if not bs: raise ValueError(f'{type(dl).__name__} without a batch size: count the steps')
+    return math.ceil(n/math.ceil(acc.n_acc/bs))

@@ -16,7 +16,7 @@ from fastcore.basics import listify,patch
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 
 from .callback import Callback,Order,all_events,cancels
-from .losses import as_mean
+from .losses import loss_of_batch
 from ..data.loaders import data_len,single,split_batch,to_device
 from ..core.env import default_device
 
@@ -59,7 +59,7 @@ class Learner:
     "Data, model, loss and optimizer, with the training loop over them"
     def __init__(self,
         dls,                        # `DataLoaders`, or an object with `train`, an index and a length
-        model:torch.nn.Module,
+        model:torch.nn.Module,      # Called with the inputs of a batch, each an argument; moved to the learner's device
         loss_func,                  # Called as `loss_func(pred, *targets)`; returns a scalar tensor, or a tuple (sum, count)
         opt_func=torch.optim.AdamW, # Called with parameter groups and `lr=`; any optimizer class of `torch.optim` or like it
         lr=defaults.lr,             # Learning rate; a `slice` or a list gives each parameter group its own, see `group_lrs`
@@ -75,12 +75,14 @@ class Learner:
         self.opt,self.training,self.fitting,self.logger,self.cbs = None,False,False,print,[]
         self.epoch,self.n_epoch,self.iter,self.n_iter,self.dl = 0,1,0,None,None
         self.xb,self.yb,self.pred,self.loss_grad,self.loss,self.start_at = (),(),None,None,None,StartAt()
-        self.items,self.global_items,self.wrapper,self._loss_over = None,None,None,None
+        self.items,self.global_items,self.wrapper,self._loss_over,self.repeated = None,None,None,None,False
         self.add_cbs(defaults.callbacks).add_cbs(cbs)
         self('after_create')
 
     @property
-    def dls(self): return self._dls
+    def dls(self):
+        "The loaders. New ones can be assigned; in `distrib_ctx` they are sharded then"
+        return self._dls
     @dls.setter
     def dls(self, dls):
         self._dls = dls
@@ -171,8 +173,7 @@ def _do_batch(self:Learner):
     self.pred = (self.wrapper or self.model)(*self.xb)
     self('after_pred')
     if self.yb:
-        self.loss_grad = self.loss_func(self.pred, *self.yb)
-        if type(self.loss_grad) is tuple: self.loss_grad,self.items = as_mean(*self.loss_grad)
+        self.loss_grad = loss_of_batch(self)
         self.loss = self.loss_grad.detach().clone()
     self('after_loss')
     if not self.training or not self.yb: return
@@ -273,7 +274,7 @@ def prepare_model(self:Learner):
     get_model(self.model).to(self.device)
 
 @patch
-def prepare(self:Learner, lr, reset_opt=False):
+def prepare(self:Learner, lr, reset_opt=False): # as in `fit`
     "Move the model to its device, make an optimizer if there is none, and set the rates of its parameter groups"
     self.prepare_model()
     if reset_opt or self.opt is None: self.create_opt()
@@ -293,9 +294,13 @@ def group_lrs(
 
 # %% ../../nbs/learner/01_learner.ipynb #c029
 @patch(as_prop=True)
-def x(self:Learner): return single(self.xb)
+def x(self:Learner):
+    "The inputs of this rank's current batch; without the tuple around a single one"
+    return single(self.xb)
 @patch(as_prop=True)
-def y(self:Learner): return single(self.yb)
+def y(self:Learner):
+    "The targets of this rank's current batch; without the tuple around a single one"
+    return single(self.yb)
 
 @patch(as_prop=True)
 def device(self:Learner)->torch.device:

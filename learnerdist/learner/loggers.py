@@ -20,7 +20,9 @@ class LogWriter(Callback):
     def open(self): "Called on rank 0 when a fit begins"
     def log_epoch(self,
         row:dict # From each column of the table, except `time`, to its value over all ranks; None if it was not measured
-    ): raise NotImplementedError
+    ):
+        "Write the numbers of an epoch. Called on rank 0 after each"
+        raise NotImplementedError
     def close(self): "Called on rank 0 at the end of the fit, also after an exception"
 
     def before_fit(self):
@@ -99,11 +101,11 @@ class TensorBoardLogger(LogWriter):
             self.writer.add_scalar('step/loss', loss, self.n_steps)
             self.writer.add_scalar('step/lr', lr, self.n_steps)
         self.done,self.n_epochs = len(rec.losses),self.n_epochs+1
-        for k,v in [*row.items(),*self.times().items()]:
+        for k,v in [*row.items(),*self._times().items()]:
             if k!='epoch' and isinstance(v, (int,float)): self.writer.add_scalar(f'epoch/{k}', v, self.n_epochs)
         self.writer.flush()
 
-    def times(self): return dict(samples_per_s=self.recorder.times[-1]['samples_per_s']) if getattr(self.recorder, 'times', None) else {}
+    def _times(self): return dict(samples_per_s=self.recorder.times[-1]['samples_per_s']) if getattr(self.recorder, 'times', None) else {}
     def close(self):
         if self.writer is not None: self.writer.close()
         self.writer = None

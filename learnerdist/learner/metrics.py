@@ -13,25 +13,33 @@ from difflib import get_close_matches
 from functools import partial,singledispatch
 
 import torch
-from fastcore.basics import listify,patch
+from fastcore.basics import listify
 from torch import Tensor
 
 from ..core.compat import metric_state,unsynced,update_count
 from ..core.env import is_rank0
 from ..core.random import rng_state,set_rng_state
-from ..data.loaders import find_bs,to_cpu,to_detach
+from ..data.loaders import to_cpu,to_detach
 from ..data.rows import as_batch,cat_rows,columns,listed,row_kinds,to_rows
-from .losses import n_items,probe,weighted
+from .losses import batch_rows,n_items,probe,weighted
 
 # %% ../../nbs/learner/02_metrics.ipynb #c005
 class Metric:
     "A number about a loop over data. The recorder calls `reset` before it, `accumulate` after each batch, and reads `value` at its end"
-    def reset(self): raise NotImplementedError
-    def accumulate(self, learn): raise NotImplementedError
+    def reset(self):
+        "Forget all batches"
+        raise NotImplementedError
+    def accumulate(self, learn):
+        "Take in this rank's current batch: `learn.pred` and `learn.yb`"
+        raise NotImplementedError
     @property
-    def value(self): raise NotImplementedError
+    def value(self):
+        "The number, of all batches since `reset`; None if there was none. In `distrib_ctx` after a loop: of all ranks"
+        raise NotImplementedError
     @property
-    def name(self): return type(self).__name__.lower()
+    def name(self)->str:
+        "Its column in the table"
+        return type(self).__name__.lower()
 
 def _func_name(f):
     while isinstance(f, partial): f = f.func
@@ -46,8 +54,12 @@ class AvgMetric(Metric):
     ): self.func,self._name = func,name
 
     def reset(self): self.total,self.count = 0.,0
-    def accumulate(self, learn): self.add(self.func(learn.pred, *learn.yb), find_bs(learn.yb))
-    def add(self, mean, n):
+    def accumulate(self, learn): self.add(self.func(learn.pred, *learn.yb), batch_rows(learn))
+    def add(self,
+        mean, # Of a batch: a number or a tensor ()
+        n     # Its weight in the mean over batches, such as the number of samples
+    ):
+        "Take in the mean of a batch"
         self.total = self.total + weighted(mean, n)
         self.count = self.count + n
 
@@ -88,7 +100,7 @@ class AccumMetric(Metric):
         args = [torch.cat(o) for o in (self.preds,self.targs)]
         if self.to_np: args = [o.numpy() for o in args]
         res = self.func(*(args[::-1] if self.invert_arg else args), **self.kwargs)
-        return res.item() if hasattr(res, 'item') and getattr(res, 'size', 1) in (1,res.size) and _is_scalar(res) else res
+        return res.item() if hasattr(res, 'item') and _is_scalar(res) else res
     @property
     def name(self): return self._name or _func_name(self.func)
 
@@ -115,7 +127,7 @@ class FuncMetric(AvgMetric):
     def accumulate(self, learn):
         if self.found!='other' or self.asks: super().accumulate(learn)
         if self.found=='samples': return
-        n = find_bs(learn.yb)
+        n = batch_rows(learn)
         if self.found is None: self._look(learn, n)
         if self.found=='samples': self.rows = []
         else: self._keep(learn, n)
@@ -135,26 +147,23 @@ class FuncMetric(AvgMetric):
         if self.found=='samples' or not self.rows: return super().value
         return float(self.func(*as_batch(cat_rows(self.rows), self.kinds)))
 
-# %% ../../nbs/learner/02_metrics.ipynb #55cf34dc
-@patch
-def tells(self:FuncMetric)->tuple: # For `settle` of all ranks
-    "What this rank's batches have told"
-    return self.found,self.kinds,self.count>0
+    def tells(self)->tuple: # For `settle` of all ranks
+        "What this rank's batches have told"
+        return self.found,self.kinds,self.count>0
 
-@patch
-def settle(self:FuncMetric,
-    told:list # `tells()` of all ranks
-):
-    "Do what all ranks do: after a loop, before its value is asked for"
-    self.asks,found = False,{o for o,_,had in told if had}
-    self.kinds = next((o for _,o,_ in told if o), None)
-    if 'other' in found: _known[self.func] = 'other'
-    elif 'samples' in found: _known[self.func] = 'samples'
-    if 'other' in found and is_rank0():
-        late = ', from the next loop on: on some rank the first batches looked otherwise' if 'samples' in found else ''
-        warnings.warn(f'the metric {self.name} is no mean over samples: {self.what.format(late=late, name=self.name)}')
-    self.found = 'samples' if 'samples' in found else 'other'
-    if self.found=='samples': self.rows = []
+    def settle(self,
+        told:list # `tells()` of all ranks
+    ):
+        "Do what all ranks do: after a loop, before its value is asked for"
+        self.asks,found = False,{o for o,_,had in told if had}
+        self.kinds = next((o for _,o,_ in told if o), None)
+        if 'other' in found: _known[self.func] = 'other'
+        elif 'samples' in found: _known[self.func] = 'samples'
+        if 'other' in found and is_rank0():
+            late = ', from the next loop on: on some rank the first batches looked otherwise' if 'samples' in found else ''
+            warnings.warn(f'the metric {self.name} is no mean over samples: {self.what.format(late=late, name=self.name)}')
+        self.found = 'samples' if 'samples' in found else 'other'
+        if self.found=='samples': self.rows = []
 
 def metric_of(
     func, # From (prediction, targets) to a number
@@ -167,7 +176,10 @@ def metric_of(
 # %% ../../nbs/learner/02_metrics.ipynb #c012
 class TorchMetric(Metric):
     "A torchmetrics object as a `Metric`. In `distrib_ctx` learnerdist reduces its state over ranks, in place of torchmetrics"
-    def __init__(self, metric, name=None): self.metric,self._name = metric,name
+    def __init__(self,
+        metric,   # An object of torchmetrics; it is changed
+        name=None # Its column in the table; None: the name of its class
+    ): self.metric,self._name = metric,name
     def reset(self): self.metric.reset()
     def accumulate(self, learn):
         self.metric.to(find_device(learn.pred))
@@ -183,7 +195,7 @@ class TorchMetric(Metric):
 
 def find_device(b)->torch.device:
     "The device of the first tensor in a nested `b`; the CPU if there is none"
-    if isinstance(b, Tensor): return b.device
+    if isinstance(b, Tensor): return b.device # the first leaf is found without a walk over the others
     vals = b.values() if isinstance(b, dict) else b if isinstance(b, (list,tuple)) else ()
     return next((find_device(o) for o in vals), torch.device('cpu'))
 
@@ -220,11 +232,16 @@ def accuracy(
     "The fraction of predictions whose highest score is that of the target class: float64 tensor (), of this batch"
     return (pred.argmax(-1)==targ).double().mean()
 
-def error_rate(pred, targ):
-    "1 - `accuracy`: the fraction of wrong predictions in this batch, float64 tensor (); shapes as in `accuracy`"
+def error_rate(
+    pred:Tensor, targ:Tensor # As in `accuracy`
+):
+    "1 - `accuracy`: the fraction of wrong predictions in this batch, float64 tensor ()"
     return 1-accuracy(pred, targ)
 
-def top_k_accuracy(pred, targ, k=5):
+def top_k_accuracy(
+    pred:Tensor, targ:Tensor, # As in `accuracy`
+    k:int=5                   # The target counts as found among this many classes
+):
     "The fraction of predictions with the target class among their `k` highest scores. ValueError if there are fewer classes"
     if k>pred.shape[-1]: raise ValueError(f'top_k_accuracy: k={k} of {pred.shape[-1]} classes')
     return (pred.topk(k, dim=-1).indices==targ.unsqueeze(-1)).any(-1).double().mean()

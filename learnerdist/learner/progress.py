@@ -14,6 +14,7 @@ from fastcore.imports import in_notebook
 
 from .callback import Callback,Order
 from ..core.env import is_rank0
+from ..data.loaders import data_len
 from .learner import Learner,defaults
 
 # %% ../../nbs/learner/04_progress.ipynb #c005
@@ -56,7 +57,9 @@ class _Smooth:
 class ProgressCallback(Callback):
     "A progress bar for epochs, one for batches, and a table with a line for each epoch. Prints on rank 0 only"
     order,loop_state = Order.progress,('bar',)
-    def __init__(self, show_bar=True): self.show_bar,self.mbar,self.bar,self.old_logger = show_bar,None,None,None
+    def __init__(self,
+        show_bar=True # False: the table only
+    ): self.show_bar,self.mbar,self.bar,self.old_logger = show_bar,None,None,None
 
     def before_fit(self):
         self.old_logger,self.learn.logger = self.learn.logger,self._write
@@ -71,40 +74,30 @@ class ProgressCallback(Callback):
     def before_train(self): self._start_bar()
     def before_validate(self): self._start_bar()
 
-# %% ../../nbs/learner/04_progress.ipynb #c011
-@patch
-def _start_bar(self:ProgressCallback):
-    self.bar = None
-    if self.mbar is None: return
-    self.bar = self.mbar.pcls(self.dl, total=_total(self.dl), parent=self.mbar, leave=False)
-    self.bar.comment = _Smooth(self.learn)
-    self.bar.update(0)
+    def _start_bar(self):
+        self.bar = None
+        if self.mbar is None: return
+        n = data_len(self.dl)
+        self.bar = self.mbar.pcls(self.dl, total='noinfer' if n is None else n, parent=self.mbar, leave=False) # so for an unknown length
+        self.bar.comment = _Smooth(self.learn)
+        self.bar.update(0)
 
-def _total(dl):
-    try: return len(dl)
-    except TypeError: return 'noinfer' # how fastprogress denotes an unknown length
+    def after_batch(self):
+        if self.mbar and self.bar: self.bar.update(self.iter+1)
 
-@patch
-def after_batch(self:ProgressCallback):
-    if self.mbar and self.bar: self.bar.update(self.iter+1)
+    def _write(self, line):
+        if not is_rank0(): return
+        if self.old_logger is not print: self.old_logger(line)
+        elif isinstance(line, str): self.mbar.write(line) if self.mbar else print(line, flush=True)
+        elif self.mbar: self.mbar.write([format_value(o) for o in line], table=True)
+        else: print(format_row(line, self.recorder.metric_names), flush=True)
 
-@patch
-def _write(self:ProgressCallback, line):
-    if not is_rank0(): return
-    if self.old_logger is not print: self.old_logger(line)
-    elif isinstance(line, str): self.mbar.write(line) if self.mbar else print(line, flush=True)
-    elif self.mbar: self.mbar.write([format_value(o) for o in line], table=True)
-    else: print(format_row(line, self.recorder.metric_names), flush=True)
+    def after_fit(self):
+        if self.mbar: self.mbar.on_iter_end()
 
-# %% ../../nbs/learner/04_progress.ipynb #c012
-@patch
-def after_fit(self:ProgressCallback):
-    if self.mbar: self.mbar.on_iter_end()
-
-@patch
-def cleanup(self:ProgressCallback):
-    if self.old_logger is not None: self.learn.logger = self.old_logger
-    self.mbar,self.bar,self.old_logger = None,None,None
+    def cleanup(self):
+        if self.old_logger is not None: self.learn.logger = self.old_logger
+        self.mbar,self.bar,self.old_logger = None,None,None
 
 defaults.callbacks.append(ProgressCallback)
 

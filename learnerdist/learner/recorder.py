@@ -12,8 +12,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from ..data.loaders import find_bs
-from .losses import n_items,weighted
+from .losses import batch_rows,n_items,weighted
 from .callback import Callback,Order
 from .learner import Learner,defaults
 from .metrics import AvgLoss,find_device,mk_metrics
@@ -21,7 +20,7 @@ from .metrics import AvgLoss,find_device,mk_metrics
 # %% ../../nbs/learner/03_recorder.ipynb #c024
 class Recorder(Callback):
     "History of a fit over all ranks: `losses`, `lrs` per step; `values` (losses, metrics), `iters` (steps so far) per epoch"
-    order,loop_state = Order.recorder,('mets','measuring','reduced','log','steps','lr_now','counted')
+    order,loop_state = Order.recorder,('mets','measuring','reduced','log','steps','lr_now')
     fit_state,rank_state = ('lrs','iters','losses','values','log'),('totals',)
     def __init__(self):
         self.avg_loss,self.mets,self.metric_names,self.measuring,self.reduced = AvgLoss(),[],[],False,False
@@ -29,7 +28,7 @@ class Recorder(Callback):
 
     def _forget(self):
         self.lrs,self.iters,self.losses,self.values,self.steps,self.log = [],[],[],[],[],[]
-        self.start,self.lr_now,self.counted,self.n_samples = None,None,None,0
+        self.start,self.lr_now,self.n_samples = None,None,0
 
     def before_fit(self):
         self._forget()
@@ -47,82 +46,76 @@ class Recorder(Callback):
         for m in self.valid_mets: m.reset()
 
     @property
-    def valid_mets(self): return [self.avg_loss,*self.mets]
+    def valid_mets(self)->list:
+        "The `Metric`s of a validation loop: the loss, then the learner's"
+        return [self.avg_loss,*self.mets]
     @property
     def valid_values(self)->list:
         "Loss and metrics of the last validation loop, over all ranks"
         return [m.value for m in self.valid_mets]
+    totals = property(lambda self: self.step_totals(), lambda self, v: setattr(self, 'steps', [tuple(o) for o in v]),
+                      doc="`step_totals()`; assign their sum over ranks to replace this rank's")
 
-# %% ../../nbs/learner/03_recorder.ipynb #c026
-@patch
-def after_batch(self:Recorder):
-    learn = self.learn
-    n = find_bs(learn.yb) if learn.yb and learn.loss is not None else 0
-    if learn.training:
-        loss,items,n = self.counted or (learn.loss, n_items(learn) if n else 0, n)
-        self.steps.append((weighted(loss, items) if n else 0., items, n))
-        self.lrs.append(self._lr() if self.lr_now is None else self.lr_now)
-        self.counted = self.lr_now = None
-    elif n:
-        for m in self.valid_mets: m.accumulate(learn)
+    def after_batch(self):
+        learn = self.learn
+        n = batch_rows(learn) if learn.yb and learn.loss is not None and not learn.repeated else 0
+        if learn.training:
+            items = n_items(learn) if n else 0
+            self.steps.append((weighted(learn.loss, items) if n else 0., items, n))
+            self.lrs.append(self._lr() if self.lr_now is None else self.lr_now)
+            self.lr_now = None
+        elif n:
+            for m in self.valid_mets: m.accumulate(learn)
 
-@patch
-def step_totals(self:Recorder)->Tensor: # (steps,3), float64, CPU: loss × items, items, samples; of this rank, or summed over ranks
-    "The totals of this epoch's steps so far. Moves them to the CPU"
-    if not self.steps: return torch.zeros(0, 3, dtype=torch.double)
-    return torch.stack([_stacked(o) for o in zip(*self.steps)], 1)
+    def step_totals(self)->Tensor: # (steps,3), float64, CPU: loss × items, items, samples; of this rank, or summed over ranks
+        "The totals of this epoch's steps so far. Moves them to the CPU"
+        if not self.steps: return torch.zeros(0, 3, dtype=torch.double)
+        return torch.stack([_stacked(o) for o in zip(*self.steps)], 1)
+
+    def flush(self, totals:Tensor):
+        "Enter `totals`, (steps,3) as from `step_totals`, into the history"
+        losses = totals[:,0]/totals[:,1]
+        self.losses += losses.tolist()
+        self.steps,self.n_samples = [],totals[:,2].sum().item()
+        self.log.append((totals[:,0].nansum()/totals[:,1].sum()).item() if len(totals) else None)
+        self.iters.append(len(self.losses))
+
+    def after_train(self): self.flush(self.step_totals())
+
+    def after_validate(self):
+        if not self.measuring: self.reset_metrics() # the loop was cancelled before it began
+        for m in self.mets:
+            if getattr(m, 'asks', False): m.settle([m.tells()])
+        self.log = self.log+self.valid_values # a new list: `aside` keeps the old one for the outer loop
+        self.measuring = self.reduced = False
+
+    def after_epoch(self):
+        if self.start is None: self.before_epoch() # the epoch was cancelled before it began
+        self._catch_up()
+        n = len(self.metric_names)-1
+        self.log = (self.log+[None]*n)[:n]
+        self.learn.final_record = self.log[1:]
+        self.values.append(self.log[1:])
+        self.learn.logger(self.log+[_clock(time.time()-self.start)])
+        self.start = None
+
+    def after_cancel_fit(self):
+        self._catch_up()
+        complete = self.start is not None and len(self.log)==len(self.metric_names)-1
+        if complete: self.after_epoch() # which another callback has cancelled
+
+    def _catch_up(self):
+        "Record what is still missing because another callback raised a cancel exception in the same event"
+        if self.steps: self.after_train()
+        if self.reduced: self.after_validate()
+
+def _clock(secs): return f'{int(secs)//60:02d}:{int(secs)%60:02d}'
 
 def _stacked(os):
     "Numbers and tensors () as one float64 tensor on the CPU"
     if not any(isinstance(o, Tensor) for o in os): return torch.tensor(os, dtype=torch.double)
     device = find_device(os)
     return torch.stack([torch.as_tensor(o, dtype=torch.double, device=device) for o in os]).cpu()
-
-def _set_totals(self, totals): self.steps = [tuple(o) for o in totals]
-Recorder.totals = property(Recorder.step_totals, _set_totals, doc="`step_totals()`; assign their sum over ranks to replace this rank's")
-
-@patch
-def flush(self:Recorder, totals:Tensor):
-    "Enter `totals`, (steps,3) as from `step_totals`, into the history"
-    losses = totals[:,0]/totals[:,1]
-    self.losses += losses.tolist()
-    self.steps,self.n_samples = [],totals[:,2].sum().item()
-    self.log.append((totals[:,0].nansum()/totals[:,1].sum()).item() if len(totals) else None)
-    self.iters.append(len(self.losses))
-
-# %% ../../nbs/learner/03_recorder.ipynb #c027
-@patch
-def after_train(self:Recorder): self.flush(self.step_totals())
-@patch
-def after_validate(self:Recorder):
-    if not self.measuring: self.reset_metrics() # the loop was cancelled before it began
-    for m in self.mets:
-        if getattr(m, 'asks', False): m.settle([m.tells()])
-    self.log = self.log+self.valid_values # a new list: `aside` keeps the old one for the outer loop
-    self.measuring = self.reduced = False
-@patch
-def after_epoch(self:Recorder):
-    if self.start is None: self.before_epoch() # the epoch was cancelled before it began
-    self._catch_up()
-    n = len(self.metric_names)-1
-    self.log = (self.log+[None]*n)[:n]
-    self.learn.final_record = self.log[1:]
-    self.values.append(self.log[1:])
-    self.learn.logger(self.log+[_clock(time.time()-self.start)])
-    self.start = None
-
-@patch
-def after_cancel_fit(self:Recorder):
-    self._catch_up()
-    if self.start is not None and len(self.log)==len(self.metric_names)-1: self.after_epoch() # complete, but cancelled by another callback
-
-@patch
-def _catch_up(self:Recorder):
-    "Record what is still missing because another callback raised a cancel exception in the same event"
-    if self.steps: self.after_train()
-    if self.reduced: self.after_validate()
-
-def _clock(secs): return f'{int(secs)//60:02d}:{int(secs)%60:02d}'
 
 # %% ../../nbs/learner/03_recorder.ipynb #c029
 @patch
@@ -144,8 +137,8 @@ defaults.callbacks.append(Recorder)
 @patch
 def plot_loss(self:Recorder,
     skip_start:int=0,     # Number of steps to leave out at the start
-    with_valid:bool=True,
-    ax=None
+    with_valid:bool=True, # Also each epoch's validation loss
+    ax=None               # matplotlib's axes; None: new ones
 ):
     "Plot each step's training loss and each epoch's validation loss; returns the axes"
     import matplotlib.pyplot as plt
@@ -157,7 +150,9 @@ def plot_loss(self:Recorder,
     return ax
 
 @patch
-def plot_lr(self:Recorder, ax=None):
+def plot_lr(self:Recorder,
+    ax=None # matplotlib's axes; None: new ones
+):
     "Plot each step's learning rate (of the last parameter group); returns the axes"
     import matplotlib.pyplot as plt
     ax = ax or plt.subplots()[1]

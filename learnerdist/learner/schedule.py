@@ -63,6 +63,14 @@ class Scheduler(Callback):
         "The numbers of steps or epochs for which the scheduler was made, such as `[['total_steps', 100]]`"
         return _horizon(self.sched.state_dict()) if self.sched else []
 
+    def cleanup(self):
+        if self.old is None: return
+        for g,old in zip(self.torch_opt.param_groups, self.old):
+            for k in self.added: g.pop(k, None)
+            g.update({k:old[k] for k in ('momentum','betas') if k in old})
+        if not self.patched: vars(self.torch_opt).pop('step', None)
+        self.old = self.torch_opt = None
+
 def _horizon(state):
     own = [[k,v] for k,v in state.items() if k in ('total_steps','total_iters','T_max','T_0','_milestones')]
     return own + [o for inner in state.get('_schedulers', ()) for o in _horizon(inner)]
@@ -74,16 +82,6 @@ def _torch_opt(opt):
     for o in (opt,getattr(opt, 'opt', None)):
         if isinstance(o, Optimizer): return o
     raise ValueError(f"{type(opt).__name__} is none of torch's optimizers, as its schedulers need: with fastai, opt_func=OptimWrapper(…)")
-
-# %% ../../nbs/learner/09_schedule.ipynb #c007
-@patch
-def cleanup(self:Scheduler):
-    if self.old is None: return
-    for g,old in zip(self.torch_opt.param_groups, self.old):
-        for k in self.added: g.pop(k, None)
-        g.update({k:old[k] for k in ('momentum','betas') if k in old})
-    if not self.patched: vars(self.torch_opt).pop('step', None)
-    self.old = self.torch_opt = None
 
 # %% ../../nbs/learner/09_schedule.ipynb #c011
 def warm_up(
@@ -113,12 +111,12 @@ def lr_scale(
 # %% ../../nbs/learner/09_schedule.ipynb #c019
 @patch
 def fit_one_cycle(self:Learner,
-    n_epoch:int,
+    n_epoch:int,    # As in `fit`
     lr_max=None,    # Highest rate; a `slice` or a list for parameter groups; None: the learner's `lr`
     div=25.,        # The first rate is `lr_max/div`
     div_final=1e5,  # The last rate is `lr_max/div_final`
     pct_start=.25,  # Fraction of the steps in which the rate rises
-    cbs=None, reset_opt=False,
+    cbs=None, reset_opt=False, # As in `fit`
     scale_lr=False, # As in `warm_up`
     **flags         # As in `fit`
 ):
@@ -168,40 +166,36 @@ class TrackerCallback(Callback):
         "Forget the best value"
         self.best,self.best_epoch,self.value,self.new_best = math.inf if self.lower else -math.inf,None,None,False
 
-# %% ../../nbs/learner/09_schedule.ipynb #c026
-@patch
-def _column(self:TrackerCallback):
-    names = self.recorder.metric_names[1:-1]
-    if self.monitor not in names: raise ValueError(f'monitor={self.monitor!r} is none of {names}: name one of them, or add it to `metrics`')
-    if self.monitor!='train_loss' and len(self.dls)<2:
-        raise ValueError(f"monitor={self.monitor!r} is measured on validation data, and there is none: give some, or monitor 'train_loss'")
-    return names.index(self.monitor)
+    def _column(self):
+        names = self.recorder.metric_names[1:-1]
+        if self.monitor not in names:
+            raise ValueError(f'monitor={self.monitor!r} is none of {names}: name one of them, or add it to `metrics`')
+        if self.monitor!='train_loss' and len(self.dls)<2:
+            raise ValueError(f"monitor={self.monitor!r} is measured on validation data, and there is none: give some, or use 'train_loss'")
+        return names.index(self.monitor)
 
-@patch
-def track(self:TrackerCallback):
-    "Compare the value of the epoch that has ended with the best one. Subclasses extend this method"
-    self.seen = len(self.hist)
-    self.value = self.hist[-1][self.idx]
-    better = -self.min_delta if self.lower else self.min_delta
-    self.new_best = self.value is not None and bool(self.comp(self.value-better, self.best))
-    if self.new_best: self.best,self.best_epoch = self.value,self.epoch
+    def track(self):
+        "Compare the value of the epoch that has ended with the best one. Subclasses extend this method"
+        self.seen = len(self.hist)
+        self.value = self.hist[-1][self.idx]
+        better = -self.min_delta if self.lower else self.min_delta
+        self.new_best = self.value is not None and bool(self.comp(self.value-better, self.best))
+        if self.new_best: self.best,self.best_epoch = self.value,self.epoch
 
-@patch
-def after_epoch(self:TrackerCallback): self.track()
-@patch
-def after_cancel_fit(self:TrackerCallback):
-    if self.recorder.values is self.hist and len(self.hist)>self.seen: self.track() # cancelled by another callback before `track`
-@patch
-def after_fit(self:TrackerCallback): self.hist,self.seen = None,0
+    def after_epoch(self): self.track()
+    def after_cancel_fit(self):
+        if self.recorder.values is self.hist and len(self.hist)>self.seen: self.track() # cancelled by another callback before `track`
+    def after_fit(self): self.hist,self.seen = None,0
 
 # %% ../../nbs/learner/09_schedule.ipynb #c032
 class EarlyStoppingCallback(TrackerCallback):
     "Stop the fit, on all ranks, when `monitor` has not improved for `patience` epochs"
     order,wait = Order.early_stopping,0
     fit_state = *TrackerCallback.fit_state,'wait'
-    def __init__(self, monitor='valid_loss', comp=None, min_delta=0.,
-        patience:int=1, # Number of successive epochs without improvement that ends the fit
-        reset_on_fit=True
+    def __init__(self,
+        monitor='valid_loss', comp=None, min_delta=0., # As in `TrackerCallback`
+        patience:int=1,   # Number of successive epochs without improvement that ends the fit
+        reset_on_fit=True # As in `TrackerCallback`
     ):
         if patience<1: raise ValueError(f'patience={patience}: the fit ends after this many epochs without improvement, 1 or more')
         super().__init__(monitor, comp, min_delta, reset_on_fit)
@@ -227,13 +221,14 @@ class SaveModelCallback(TrackerCallback):
     "Save the model when `monitor` improves, and load the best weights after the fit. Every rank must have it; rank 0 writes"
     first_epoch,next_epoch = 0,0
     fit_state = *TrackerCallback.fit_state,'first_epoch','next_epoch','saved'
-    def __init__(self, monitor='valid_loss', comp=None, min_delta=0.,
+    def __init__(self,
+        monitor='valid_loss', comp=None, min_delta=0., # As in `TrackerCallback`
         fname='model',     # File name as in `Learner.save`
         every_epoch=False, # True, or a number n: save `{fname}_{epoch}` after every 1 or n epochs, and keep the last weights
         at_end=False,      # Save the last weights as `fname` at the end, and keep them
         with_opt=False,    # Also save the optimizer's state
         keep:int=1,        # Number of best models to keep; if more than 1, their files are `{fname}_{epoch}`
-        reset_on_fit=True
+        reset_on_fit=True  # As in `TrackerCallback`
     ):
         if keep<1 or every_epoch and keep>1: raise ValueError(f'keep={keep}, every_epoch={every_epoch}: keep 1 or more, or every epoch')
         super().__init__(monitor, comp, min_delta, reset_on_fit)
@@ -259,33 +254,31 @@ class SaveModelCallback(TrackerCallback):
         elif self.seen and self.kept: self.learn.load(self.kept[0][1], with_opt=self.with_opt)
         super().after_fit()
 
-# %% ../../nbs/learner/09_schedule.ipynb #c037
-@patch
-def _save(self:SaveModelCallback, fname): self.last_saved_path = self.learn.save(fname, with_opt=self.with_opt)
+    def _save(self, fname): self.last_saved_path = self.learn.save(fname, with_opt=self.with_opt)
 
-def _texts(self): return [[(*o,str(p)) for *o,p in self.kept],self.last_saved_path and str(self.last_saved_path)]
-def _paths(self, v): self.kept,self.last_saved_path = [(*o,Path(p)) for *o,p in v[0]],v[1] and Path(v[1])
-SaveModelCallback.saved = property(_texts, _paths, doc="The files saved so far, as plain data for a checkpoint")
+    def _is_kept(self):
+        if self.keep==1 or self.value is None or math.isnan(self.value): return self.new_best
+        return len(self.kept)<self.keep or bool(self.comp(self.value, self.kept[-1][0]))
 
-@patch
-def _is_kept(self:SaveModelCallback):
-    if self.keep==1 or self.value is None or math.isnan(self.value): return self.new_best
-    return len(self.kept)<self.keep or bool(self.comp(self.value, self.kept[-1][0]))
+    def _keep(self, fname):
+        self._save(fname)
+        ranked = sorted([*self.kept,(self.value,fname,self.last_saved_path)], key=lambda o: o[0], reverse=not self.lower)
+        self.kept = ranked[:self.keep]
+        if self.keep>1 and is_rank0():
+            for *_,path in ranked[self.keep:]: path.unlink(missing_ok=True)
 
-@patch
-def _keep(self:SaveModelCallback, fname):
-    self._save(fname)
-    ranked = sorted([*self.kept,(self.value,fname,self.last_saved_path)], key=lambda o: o[0], reverse=not self.lower)
-    self.kept = ranked[:self.keep]
-    if self.keep>1 and is_rank0():
-        for *_,path in ranked[self.keep:]: path.unlink(missing_ok=True)
+    def _texts(self): return [[(*o,str(p)) for *o,p in self.kept],self.last_saved_path and str(self.last_saved_path)]
+    def _paths(self, v): self.kept,self.last_saved_path = [(*o,Path(p)) for *o,p in v[0]],v[1] and Path(v[1])
+    saved = property(_texts, _paths, doc="The files saved so far, as plain data for a checkpoint")
+
 
 # %% ../../nbs/learner/09_schedule.ipynb #c043
 _plateau_options = [*inspect.signature(lr_scheduler.ReduceLROnPlateau).parameters][2:]
 
 class ReduceLROnPlateauCallback(TrackerCallback):
     "Reduce the learning rate when `monitor` stops improving, by torch's `ReduceLROnPlateau` after each epoch"
-    def __init__(self, monitor='valid_loss', comp=None,
+    def __init__(self,
+        monitor='valid_loss', comp=None, # As in `TrackerCallback`
         **kw # Options of torch's scheduler: `factor=.1`, `patience=10`, `threshold`, `cooldown`, `min_lr`, …
     ):
         bad = [o for o in kw if o not in _plateau_options]
@@ -299,7 +292,7 @@ class ReduceLROnPlateauCallback(TrackerCallback):
         self.sched = lr_scheduler.ReduceLROnPlateau(self.opt, 'min' if self.lower else 'max', **self.kw)
 
     fit_state = *TrackerCallback.fit_state,'plateau'
-    plateau = property(lambda self: self.sched.state_dict(), lambda self, v: self.sched.load_state_dict(v))
+    plateau = property(lambda self: self.sched.state_dict(), lambda self, v: self.sched.load_state_dict(v), doc="torch's state, to save")
 
     def track(self):
         super().track()

@@ -76,59 +76,47 @@ class MixedPrecision(Callback):
         if self.loaded: self.scaler.load_state_dict(self.loaded)
         self.loaded = None
 
-# %% ../../nbs/learner/06_techniques.ipynb #c010
-@patch
-def before_batch(self:MixedPrecision):
-    if self.training: self._put_back()
-    self.cast = self.autocast()
-    self.cast.__enter__()
+    def before_batch(self):
+        if self.training: self._put_back()
+        self.cast = self.autocast()
+        self.cast.__enter__()
 
-@patch
-def _leave(self:MixedPrecision):
-    cast,self.cast = self.cast,None
-    if cast is not None: cast.__exit__(None, None, None)
+    def _leave(self):
+        cast,self.cast = self.cast,None
+        if cast is not None: cast.__exit__(None, None, None)
 
-@patch
-def after_pred(self:MixedPrecision): self.learn.pred = apply(_as_float32, self.pred)
-@patch
-def after_loss(self:MixedPrecision): self._leave()
+    def after_pred(self): self.learn.pred = apply(_as_float32, self.pred)
+    def after_loss(self): self._leave()
+
+    def before_backward(self):
+        if self.scaler: self.learn.loss_grad = self.scaler.scale(self.loss_grad)
+
+    def before_step(self):
+        if not self.scaler or not _with_grad(self.opt): return
+        if self.gate is None: # not None: this rank cancelled the step, and now takes it again with the other ranks
+            self.gate = _Gate(self.opt)
+            self.scaler.unscale_(self.gate)
+            self.scaler.step(self.gate)
+        if not self.gate.open: raise CancelStepException
+
+    def after_step(self):
+        if self.gate is None: return
+        self.skipped += not self.gate.open
+        self.gate = None
+        self.scaler.update()
+
+    def _put_back(self):
+        "If a batch was cancelled after unscaling, scale its gradients again, because later gradients are added to them"
+        if self.gate is None: return
+        self.gate = None
+        self.scaler.update()
+        for p in _with_grad(self.opt): p.grad.mul_(self.scaler.get_scale())
+
+    def cleanup(self):
+        self._leave()
+        self._put_back()
 
 for _o in cancels: setattr(MixedPrecision, f'after_cancel_{_o}', MixedPrecision._leave)
-
-# %% ../../nbs/learner/06_techniques.ipynb #c012
-@patch
-def before_backward(self:MixedPrecision):
-    if self.scaler: self.learn.loss_grad = self.scaler.scale(self.loss_grad)
-
-@patch
-def before_step(self:MixedPrecision):
-    if not self.scaler or not _with_grad(self.opt): return
-    if self.gate is None: # not None: this rank cancelled the step, and now takes it again with the other ranks
-        self.gate = _Gate(self.opt)
-        self.scaler.unscale_(self.gate)
-        self.scaler.step(self.gate)
-    if not self.gate.open: raise CancelStepException
-
-@patch
-def after_step(self:MixedPrecision):
-    if self.gate is None: return
-    self.skipped += not self.gate.open
-    self.gate = None
-    self.scaler.update()
-
-# %% ../../nbs/learner/06_techniques.ipynb #c013
-@patch
-def _put_back(self:MixedPrecision):
-    "If a batch was cancelled after unscaling, scale its gradients again, because later gradients are added to them"
-    if self.gate is None: return
-    self.gate = None
-    self.scaler.update()
-    for p in _with_grad(self.opt): p.grad.mul_(self.scaler.get_scale())
-
-@patch
-def cleanup(self:MixedPrecision):
-    self._leave()
-    self._put_back()
 
 # %% ../../nbs/learner/06_techniques.ipynb #c014
 @patch
@@ -138,8 +126,10 @@ def to_fp32(self:Learner)->Learner:
     return self
 
 @patch
-def to_fp16(self:Learner, **kw)->Learner:
-    "Train and evaluate in mixed precision with float16; `kw` are options of `torch.amp.GradScaler`"
+def to_fp16(self:Learner,
+    **kw # Options of `torch.amp.GradScaler`, such as `init_scale`
+)->Learner:
+    "Train and evaluate in mixed precision with float16"
     return self.to_fp32().add_cb(MixedPrecision(torch.float16, **kw))
 
 @patch
@@ -202,9 +192,9 @@ class Lookahead(Optimizer):
         if k<1 or not 0<alpha<=1: raise ValueError(f'{k=}, {alpha=}: give at least one step, and a part above 0 and up to 1')
         self.optimizer,self.k,self.alpha,self.n_steps,self.slow = optimizer,k,alpha,0,{} # slow: from parameters to slow weights
 
-    param_groups = property(lambda self: self.optimizer.param_groups)
-    state = property(lambda self: self.optimizer.state)
-    defaults = property(lambda self: self.optimizer.defaults)
+    param_groups = property(lambda self: self.optimizer.param_groups, doc="The inner optimizer's")
+    state = property(lambda self: self.optimizer.state, doc="The inner optimizer's")
+    defaults = property(lambda self: self.optimizer.defaults, doc="The inner optimizer's")
     def zero_grad(self, set_to_none=True): self.optimizer.zero_grad(set_to_none)
     def add_param_group(self, group): self.optimizer.add_param_group(group)
     def __getstate__(self): return {k:v for k,v in vars(self).items() if k!='step'} # a scheduler wraps `step`; the wrapper is not copied
@@ -212,30 +202,27 @@ class Lookahead(Optimizer):
     def __repr__(self): return f'Lookahead({self.optimizer}, k={self.k}, alpha={self.alpha})'
     def _params(self): return [p for g in self.param_groups for p in g['params']]
 
-# %% ../../nbs/learner/06_techniques.ipynb #c046
-@patch
-@torch.no_grad()
-def step(self:Lookahead,
-    closure=None # As in `torch.optim`
-):
-    "Take a step of the inner optimizer; after every `k` steps also move the slow weights"
-    for p in self._params():
-        if p not in self.slow: self.slow[p] = p.detach().clone()
-    loss = self.optimizer.step(closure)
-    self.n_steps += 1
-    if self.n_steps%self.k: return loss
-    for p in self._params(): p.copy_(self.slow[p].lerp_(p, self.alpha))
-    return loss
+    @torch.no_grad()
+    def step(self,
+        closure=None # As in `torch.optim`
+    ):
+        "Take a step of the inner optimizer; after every `k` steps also move the slow weights"
+        for p in self._params():
+            if p not in self.slow: self.slow[p] = p.detach().clone()
+        loss = self.optimizer.step(closure)
+        self.n_steps += 1
+        if self.n_steps%self.k: return loss
+        for p in self._params(): p.copy_(self.slow[p].lerp_(p, self.alpha))
+        return loss
 
-@patch
-def state_dict(self:Lookahead)->dict:
-    "State dict: that of the inner optimizer, the slow weights in the order of parameters, and the number of steps"
-    return dict(optimizer=self.optimizer.state_dict(), slow=[self.slow.get(p) for p in self._params()], n_steps=self.n_steps)
+    def state_dict(self)->dict:
+        "State dict: that of the inner optimizer, the slow weights in the order of parameters, and the number of steps"
+        return dict(optimizer=self.optimizer.state_dict(), slow=[self.slow.get(p) for p in self._params()], n_steps=self.n_steps)
 
-@patch
-def load_state_dict(self:Lookahead, state_dict:dict):
-    "Load a result of `state_dict`"
-    self.optimizer.load_state_dict(state_dict['optimizer'])
-    slow = zip(self._params(), state_dict['slow'], strict=True)
-    self.slow = {p: o.detach().to(p.device, p.dtype, copy=True) for p,o in slow if o is not None}
-    self.n_steps = state_dict['n_steps']
+    def load_state_dict(self, state_dict:dict):
+        "Load a result of `state_dict`"
+        self.optimizer.load_state_dict(state_dict['optimizer'])
+        slow = zip(self._params(), state_dict['slow'], strict=True)
+        self.slow = {p: o.detach().to(p.device, p.dtype, copy=True) for p,o in slow if o is not None}
+        self.n_steps = state_dict['n_steps']
+

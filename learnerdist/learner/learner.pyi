@@ -1,0 +1,204 @@
+# Made by tools/stubs.py from the modules: do not edit
+from typing import Any
+import torch
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+from learnerdist.learner.callback import Callback
+
+__all__: Any
+
+class TrainEvalCallback(Callback):
+    """Set the model to training or evaluation mode; count `learn.train_iter` (batches) and `learn.pct_train` (0 to 1) of this fit"""
+    order: Any
+    run_valid: Any
+
+    def before_fit(self):
+        ...
+
+    def before_train(self):
+        ...
+
+    def before_validate(self):
+        ...
+
+    def after_batch(self):
+        ...
+
+defaults: Any
+
+def trainable_params(model) -> list:
+    """The parameters of `model` with `requires_grad`, as one group: the default `splitter`"""
+
+def get_model(model):
+    """The user's model inside a `DataParallel` or `DistributedDataParallel` wrapper; a model without a wrapper is returned as it is"""
+
+class StartAt(NamedTuple):
+    """The point at which a fit begins. An earlier run has done what comes before it"""
+    epoch: int = 0
+    batches: int = 0
+    trained: bool = False
+
+class Learner:
+    """Data, model, loss and optimizer, with the training loop over them"""
+    path: Any
+    model: Any
+    loss_func: Any
+    opt_func: Any
+    lr: Any
+    splitter: Any
+    metrics: Any
+    model_dir: Any
+    opt: Any
+    training: Any
+    fitting: Any
+    logger: Any
+    cbs: Any
+    epoch: Any
+    n_epoch: Any
+    iter: Any
+    n_iter: Any
+    dl: Any
+    xb: Any
+    yb: Any
+    pred: Any
+    loss_grad: Any
+    loss: Any
+    start_at: Any
+    items: Any
+    global_items: Any
+    wrapper: Any
+    repeated: Any
+
+    def __init__(self, dls, model: torch.nn.Module, loss_func, opt_func=..., lr=..., splitter=..., cbs=None, metrics=None, path=None, model_dir='models'):
+        ...
+
+    @property
+    def dls(self):
+        """The loaders. New ones can be assigned; in `distrib_ctx` they are sharded then"""
+
+    @dls.setter
+    def dls(self, dls):
+        ...
+
+    def __call__(self, event):
+        ...
+
+    def to_parallel(self, device_ids=None) -> Learner:
+        """Use several GPUs in every fit from now on; a second call replaces the first"""
+
+    def detach_parallel(self) -> Learner:
+        """Undo `to_parallel`; without one it does nothing"""
+
+    @contextmanager
+    def parallel_ctx(self, device_ids=None):
+        """Use several GPUs in the fits of the body; afterwards the learner is restored, also after an exception"""
+
+    def to_distributed(self, cuda_id: int | None=None, **kw) -> Learner:
+        """Train, evaluate and predict on all ranks from now on, until `detach_distributed`"""
+
+    def detach_distributed(self) -> Learner:
+        """Undo `to_distributed`: model, loaders, BatchNorm classes and callbacks are what they were, and the group is closed if we opened it"""
+
+    @contextmanager
+    def distrib_ctx(self, cuda_id: int | None=None, **kw):
+        """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an exception"""
+
+    def add_cb(self, cb):
+        """Add a callback (an instance or a class), and make it an attribute, as in `learn.recorder`. ValueError if that hides another attribute"""
+
+    def remove_cb(self, cb):
+        """Remove a callback, or every callback of a class"""
+
+    def add_cbs(self, cbs):
+        """Add one callback or several"""
+
+    def remove_cbs(self, cbs):
+        """Remove one callback or several"""
+
+    @contextmanager
+    def added_cbs(self, cbs):
+        """Context in which the learner has these callbacks, too"""
+
+    def all_batches(self):
+        """Run every batch of `self.dl`"""
+
+    def one_batch(self, i: int, b):
+        """Run one batch: prediction and loss; in training also the backward pass and the optimizer's step"""
+
+    @contextmanager
+    def flagged(self, flags: dict):
+        """Context that applies `flags` to the learner. TypeError for an unknown flag"""
+
+    def fit(self, n_epoch: int, lr=None, cbs=None, reset_opt: bool=False, start_epoch: int=0, **flags):
+        """Train for `n_epoch` epochs. A second fit goes on with the weights and the optimizer of the first"""
+
+    @contextmanager
+    def aside(self):
+        """Context for another loop over data, also within a fit: the state of the outer loop is restored afterwards"""
+
+    def create_opt(self):
+        """Make a new optimizer over the model's parameter groups. ValueError if no parameter is trainable"""
+
+    def prepare_model(self):
+        """Move the model to its device"""
+
+    def prepare(self, lr, reset_opt=False):
+        """Move the model to its device, make an optimizer if there is none, and set the rates of its parameter groups"""
+
+    @property
+    def x(self):
+        """The inputs of this rank's current batch; without the tuple around a single one"""
+
+    @property
+    def y(self):
+        """The targets of this rank's current batch; without the tuple around a single one"""
+
+    @property
+    def device(self) -> torch.device:
+        """The device for model and batches: that of `dls`, or this process's own"""
+
+    @contextmanager
+    def no_logging(self):
+        """Context in which the learner prints no lines of its table"""
+
+    def get_preds(self, ds_idx: int=1, dl=None, with_input: bool=False, with_loss: bool=False, act=None, reorder: bool=True, on_rank0: bool=False, cbs=None) -> tuple:
+        """Predictions and targets of a whole data set; in `distrib_ctx` those of all ranks, on every rank"""
+
+    def predict(self, item, act=None):
+        """The prediction for one item; each rank computes it"""
+
+    @contextmanager
+    def no_bar(self):
+        """Context without a progress bar; the lines of the table still appear"""
+
+    def validate(self, ds_idx: int=1, dl=None, cbs=None) -> list:
+        """Loss and metrics of the present model over a whole data set"""
+
+    def save(self, file, with_opt: bool=True) -> Path:
+        """Write the model's weights atomically, with a checksum. On several ranks only rank 0 writes, and no rank waits"""
+
+    def load(self, file, with_opt: bool=True, strict: bool=True):
+        """Load what `save` or a `Checkpoint` wrote. Reads only tensors and plain data, so a file cannot run code. ValueError for a damaged file"""
+
+    def fit_one_cycle(self, n_epoch: int, lr_max=None, div=25.0, div_final=100000.0, pct_start=0.25, cbs=None, reset_opt=False, scale_lr=False, **flags):
+        """Fit with one cycle of rates, up and then down, and momentum the other way round (Smith, 2018, arXiv:1803.09820)"""
+
+    def to_fp32(self) -> Learner:
+        """Train and evaluate in the model's own precision, without mixed precision"""
+
+    def to_fp16(self, **kw) -> Learner:
+        """Train and evaluate in mixed precision with float16"""
+
+    def to_bf16(self) -> Learner:
+        """Train and evaluate in mixed precision with bfloat16"""
+
+    def __getattr__(self, name: str) -> Any:
+        """A callback of the learner, or another attribute that is set at run time"""
+
+fit_flags: Any
+
+_loop_state: Any
+
+def group_lrs(lr, n: int) -> list:
+    """The learning rate of each parameter group. ValueError for a list of another length"""

@@ -1,0 +1,95 @@
+# Made by tools/stubs.py from the modules: do not edit
+from typing import Any
+from torch import Tensor
+from learnerdist.learner.callback import Callback
+
+__all__: Any
+
+class Recorder(Callback):
+    """History of a fit over all ranks: `losses`, `lrs` per step; `values` (losses, metrics), `iters` (steps so far) per epoch"""
+    avg_loss: Any
+    mets: Any
+    metric_names: Any
+    measuring: Any
+    reduced: Any
+    lrs: Any
+    iters: Any
+    losses: Any
+    values: Any
+    steps: Any
+    log: Any
+    start: Any
+    lr_now: Any
+    n_samples: Any
+    order: Any
+    loop_state: Any
+    fit_state: Any
+    rank_state: Any
+    totals: Any
+    o: Any
+
+    def __init__(self):
+        ...
+
+    def before_fit(self):
+        ...
+
+    def before_epoch(self):
+        ...
+
+    def before_train(self):
+        ...
+
+    def before_batch(self):
+        ...
+
+    def before_validate(self):
+        ...
+
+    def reset_metrics(self):
+        """Make new metrics and start them for a validation loop"""
+
+    @property
+    def valid_mets(self) -> list:
+        """The `Metric`s of a validation loop: the loss, then the learner's"""
+
+    @property
+    def valid_values(self) -> list:
+        """Loss and metrics of the last validation loop, over all ranks"""
+
+    def after_batch(self):
+        ...
+
+    def step_totals(self) -> Tensor:
+        """The totals of this epoch's steps so far. Moves them to the CPU"""
+
+    def flush(self, totals: Tensor):
+        """Enter `totals`, (steps,3) as from `step_totals`, into the history"""
+
+    def after_train(self):
+        ...
+
+    def after_validate(self):
+        ...
+
+    def after_epoch(self):
+        ...
+
+    def after_cancel_fit(self):
+        ...
+
+    @property
+    def times(self) -> list:
+        """For each epoch's training loop: this rank's seconds for data, step, comm and in total, and the samples per second of all ranks"""
+
+    def plot_times(self, ax=None):
+        """Plot each epoch's seconds as stacked bars; returns the axes"""
+
+    def plot_loss(self, skip_start: int=0, with_valid: bool=True, ax=None):
+        """Plot each step's training loss and each epoch's validation loss; returns the axes"""
+
+    def plot_lr(self, ax=None):
+        """Plot each step's learning rate (of the last parameter group); returns the axes"""
+
+    def __getattr__(self, name: str) -> Any:
+        """A callback of the learner, or another attribute that is set at run time"""

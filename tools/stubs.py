@@ -1,0 +1,80 @@
+"""Write the `.pyi` of modules whose classes get methods by `@patch`, which editors and type checkers do not follow
+
+`python tools/stubs.py` after `nbdev-export`; `tests/test_house.py` compares."""
+import ast,re
+from pathlib import Path
+
+package = Path(__file__).parent.parent/'learnerdist'
+stubbed = 'learner/learner','learner/recorder'
+functions = ast.FunctionDef,ast.AsyncFunctionDef
+
+def patched()->dict:
+    "From each class to the methods that modules patch in, fastai's apart, as (module, function)"
+    res = {}
+    for file in sorted(package.rglob('*.py')):
+        if 'fastai' in file.parts or file.name=='_modidx.py': continue
+        for f in ast.parse(file.read_text()).body:
+            if isinstance(f, functions) and any(ast.unparse(d).startswith('patch') for d in f.decorator_list):
+                res.setdefault(ast.unparse(f.args.args[0].annotation or ast.Constant(0)), []).append((file, f))
+    return res
+
+def bare(f):
+    "The signature and docstring of a function"
+    f.body = [o for o in f.body[:1] if ast.get_docstring(f)] or [ast.Expr(ast.Constant(...))]
+    kinds = {'patch': [], 'patch(as_prop=True)': [ast.Name('property')]}
+    f.decorator_list = [p for d in f.decorator_list for p in kinds.get(ast.unparse(d), [d])]
+    a = f.args
+    pairs = [*zip([*a.posonlyargs,*a.args][::-1], a.defaults[::-1]),*zip(a.kwonlyargs, a.kw_defaults)]
+    for arg,default in pairs:
+        if arg.annotation and isinstance(default, ast.Constant) and default.value is None:
+            arg.annotation = ast.parse(f'{ast.unparse(arg.annotation)}|None').body[0].value
+    plain = lambda o: o if o is None or isinstance(o, ast.Constant) else ast.Constant(...)
+    a.defaults,a.kw_defaults = [*map(plain, a.defaults)],[*map(plain, a.kw_defaults)]
+    if a.args and a.args[0].arg=='self': a.args[0].annotation = None
+    return f
+
+def attributes(cls):
+    "Names that a class assigns, and its methods to `self`"
+    stores = [o for f in cls.body for o in ast.walk(f) if isinstance(getattr(o, 'ctx', None), ast.Store)]
+    top = {id(o) for f in cls.body if isinstance(f, ast.Assign) for o in ast.walk(f)}
+    names = [o.attr for o in stores if isinstance(o, ast.Attribute) and ast.unparse(o.value)=='self' and o.attr[0]!='_']
+    names += [o.id for o in stores if isinstance(o, ast.Name) and id(o) in top]
+    return [o for o in dict.fromkeys(names) if all(getattr(f, 'name', '')!=o for f in cls.body)]
+
+_others = 'def __getattr__(self, name:str)->Any: "A callback of the learner, or another attribute that is set at run time"'
+
+def bare_class(cls, more):
+    "A class without code, with these methods too"
+    own = ast.parse(''.join(f'{o}:Any\n' for o in attributes(cls))).body
+    shown = [o for o in [*cls.body,*more] if not isinstance(o, ast.Assign) and not re.match('_[a-z]', getattr(o, 'name', ''))]
+    kept = [bare(o) if isinstance(o, functions) else o for o in shown]
+    cls.body = [kept[0],*own,*kept[1:],*ast.parse(_others if more else '').body]
+    return cls
+
+def imports_for(used, files):
+    "Absolute imports of these names, as the modules that use them have them"
+    for file in files:
+        for o in ast.parse(file.read_text()).body:
+            if not isinstance(o, ast.ImportFrom): continue
+            names = [a for a in o.names if (a.asname or a.name) in used]
+            base = ['learnerdist',*file.relative_to(package).with_suffix('').parts][:-o.level or None] if o.level else []
+            if names: yield ast.unparse(ast.ImportFrom('.'.join([*base,*[o.module]*bool(o.module)]), names, 0))
+
+def bare_statement(o, added):
+    "What stands in a stub for a statement of a module; None: nothing"
+    if isinstance(o, ast.ClassDef): return bare_class(o, [f for _,f in added.get(o.name, []) if not f.name.startswith('_')])
+    if isinstance(o, functions): return None if o.decorator_list or o.name.startswith('_') else bare(o)
+    if isinstance(o, ast.Assign) and isinstance(o.targets[0], ast.Name): return ast.parse(f'{o.targets[0].id}:Any')
+
+def stub(name)->str:
+    "The text of a module's `.pyi`"
+    file,added = package/f'{name}.py',patched()
+    tree = ast.parse(file.read_text()).body
+    sources = dict.fromkeys([file,*[f for o in tree if isinstance(o, ast.ClassDef) for f,_ in added.get(o.name, [])]])
+    text = '\n\n'.join(ast.unparse(s) for o in tree if (s := bare_statement(o, added)))
+    used = {o.id for o in ast.walk(ast.parse(text)) if isinstance(o, ast.Name) and not re.search(rf'^(class )?{o.id}\b', text, re.M)}
+    lines = ['from typing import Any',*['import torch']*('torch' in used),*imports_for(used-{'Any','torch'}, sources)]
+    return '\n'.join(['# Made by tools/stubs.py from the modules: do not edit',*dict.fromkeys(lines)])+f'\n\n{text}\n'
+
+if __name__=='__main__':
+    for o in stubbed: (package/f'{o}.pyi').write_text(stub(o))
