@@ -196,7 +196,7 @@ def _(loss_func:MethodType): # a callback's loss such as MixUp's, a mean over sa
 # %% ../../nbs/fastai/02_trainer.ipynb #c024
 @patch
 def before_batch(self:DistributedTrainer):
-    self.counted,self.learn.items = not self.training,None # items: of the last batch; fastai's Learner does not reset it
+    self.counted = not self.training
     self.weights.begin_batch()
     if not self.training or self.replica is None: return
     acc = self._accumulation()
@@ -218,7 +218,9 @@ def before_backward(self:DistributedTrainer):
 @patch
 def after_pred(self:DistributedTrainer): self.unswap()
 @patch
-def after_loss(self:DistributedTrainer): self.has_loss = True
+def after_loss(self:DistributedTrainer):
+    core.DistributedTrainer.after_loss(self)
+    self.has_loss = True
 
 @patch
 def after_batch(self:DistributedTrainer):
