@@ -1,5 +1,6 @@
 "What scripts and other libraries do with fastai: timm, fastxtend, fasttransform, folds, self-supervision, pictures of any size"
 import copy, warnings
+from importlib.util import find_spec
 from pathlib import Path
 import pytest
 pytest.importorskip('fastai')
@@ -16,11 +17,13 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 from torchvision.models import resnet18
-from test_fastai import ctx, data, floats, history, make, per_rank, same
+from test_fastai import close, ctx, data, floats, history, make, on_ranks, per_rank, same
 from test_fastai_apps import Loss, ToDouble, label_of, pictures, recorded, seeds, without_dropout
 from test_fastai_metrics import in_files
 from learnerdist.core.env import group_rank
 from learnerdist.fastai import *
+from learnerdist.testing import run_ranks
+from fastai_lines import shows
 
 warnings.filterwarnings('ignore')
 torch.set_num_threads(1)
@@ -55,8 +58,14 @@ def of_fastxtend(W, rank):
         return history(learn),learn.get_preds(),[*learn.model_ema.parameters()]
 
 def test_fastxtend():
-    pytest.importorskip('fastxtend')
-    same(of_fastxtend, tol=1e-6, lines=['6 fastxtend: `EMACallback`'])
+    "In processes of their own, also alone: fastxtend gives every learner another callback"
+    if find_spec('fastxtend') is None: pytest.skip('no fastxtend here')
+    want, = run_ranks(without_context, 1, of_fastxtend)
+    for W in (1,2,3):
+        for got in run_ranks(on_ranks, W, of_fastxtend): close(got, want, 1e-6 if W>1 else 0)
+        shows('6 fastxtend: `EMACallback`', W, 1e-6 if W>1 else 0)
+
+def without_context(func): return func(0, 0)
 
 # --- data -------------------------------------------------------------------------------------------------------------------
 
