@@ -7,6 +7,7 @@ from fastai import metrics as fm
 from fastai.data.core import DataLoaders, TfmdDL
 from fastai.learner import AvgMetric, Learner, Metric, ValueMetric
 from fastai.optimizer import SGD
+from sklearn.metrics import f1_score
 from torch import nn
 from torch.nn import functional as F
 from test_fastai import accuracy, close, ctx, floats, items, make, on_ranks, per_rank, same, state
@@ -87,7 +88,7 @@ def kinds():
     macro = dict(average='macro')
     single = [fm.accuracy, fm.error_rate, AvgMetric(top2), fm.BalancedAccuracy(), fm.CohenKappa(), fm.F1Score(**macro), fm.HammingLoss(),
               fm.FBeta(2, average='micro'), fm.Jaccard(**macro), fm.Precision(**macro), fm.Recall(**macro), fm.RocAuc(), fm.Perplexity(),
-              fm.MatthewsCorrCoef(), *fm.LossMetrics('part'), Harmonic(), First(), Positive()]
+              fm.MatthewsCorrCoef(), *fm.LossMetrics('part'), Harmonic(), First(), Positive(), f1, root, fraction]
     binary = [fm.APScoreBinary(), fm.BrierScore(), fm.RocAucBinary(), fm.F1Score(), fm.Precision(), fm.Recall(), fm.Jaccard(), fm.FBeta(1)]
     multi = [fm.accuracy_multi, fm.APScoreMulti(), fm.BrierScoreMulti(), fm.F1ScoreMulti(), fm.FBetaMulti(2), fm.HammingLossMulti(),
              fm.JaccardMulti(), fm.PrecisionMulti(), fm.RecallMulti(), fm.RocAucMulti(), First()]
@@ -99,12 +100,16 @@ def kinds():
     return dict(single=(single, Flat(3), ce), binary=(binary, Flat(2), ce), real=(real, Flat(1), F.mse_loss), multi=(multi, Flat(4), bce),
                 mask=(mask, Flat(2, 2, 3), ce), seq=(seq, Flat(5, 3), seq_loss))
 
+def f1(pred, targ): return f1_score(targ.numpy(), pred.argmax(-1).numpy(), average='macro')
+def root(pred, targ): return (pred.softmax(-1)-F.one_hot(targ, 3)).pow(2).mean().sqrt()
+def fraction(pred, targ): return (pred.argmax(-1)==targ).float().mean().item() # float32 of float64 predictions
 def over(pred, targ, thresh): return ((pred>thresh)==(targ>.5)).double().mean().item()
 
 lines = {
     'single': '`accuracy`, `error_rate`, `top_k_accuracy`, `BalancedAccuracy`, `CohenKappa`, `F1Score`, `FBeta`, `HammingLoss`, `Jaccard`, '
               '`Precision`, `Recall`, `RocAuc`, `Perplexity`, `MatthewsCorrCoef`, `LossMetric`, `LossMetrics`; metrics of a user: an '
-              '`AvgMetric` with more state, one that depends on the order, one that is neither mean nor rows',
+              '`AvgMetric` with more state, one that depends on the order, one that is neither mean nor rows; functions that '
+              'are no means over samples, F1 by scikit-learn and a root: their means over (global) batches',
     'binary': '`APScoreBinary`, `BrierScore`, `RocAucBinary`; `F1Score`, `Precision`, `Recall`, `Jaccard`, `FBeta` of two classes',
     'multi': '`accuracy_multi`, `APScoreMulti`, `BrierScoreMulti`, `F1ScoreMulti`, `FBetaMulti`, `HammingLossMulti`, `JaccardMulti`, '
              '`PrecisionMulti`, `RecallMulti`, `RocAucMulti`',
@@ -145,6 +150,21 @@ def test_every_metric():
     keyed = {k: f'5 {v}; in training too (`train_metrics`)' for k,v in lines.items()}
     want = same(every_metric, tol=1e-6, lines=dict(keyed, even='5 `Recorder`, its loss and metrics, when all batches are full'))
     assert all(torch.isfinite(torch.tensor(v[0])).all() for k,v in want.items() if k!='even')
+
+def told(W, rank):
+    "What is said of functions, and their values"
+    learn = make(W, rank, n_valid=37, metrics=[f1, root, fraction, fm.accuracy])
+    with ctx(learn, W), warnings.catch_warnings(record=True) as ws:
+        warnings.simplefilter('always')
+        vals = [floats(learn.validate()) for _ in range(2)]
+    return vals,[str(o.message) for o in ws if 'metric' in str(o.message)]
+
+def test_a_function_that_is_no_mean_over_samples_is_told_of_once():
+    want = told(0, 0)
+    (vals,said),(others,nothing) = run_ranks(on_ranks, 2, told)
+    close([vals,others], [want[0]]*2, 1e-6)
+    assert want[1]==nothing==[] and [o.split(' is ')[0] for o in said]==['the metric f1','the metric root']
+    assert all('mean of its values on (global) batches. AccumMetric(' in o for o in said)
 
 def unsupported(W, rank):
     torch.set_default_dtype(F64)

@@ -81,6 +81,9 @@ class ExactEvaluation(Callback):
     def kind(self, m):
         "How the state of `m` adds up over ranks, see `reduction`"
         return Replay() if isinstance(m, AvgLoss) and loss_over(self.learn).kind in ('sum','other','whole') else reduction(m)
+    def functions(self):
+        "Metrics, among them those that are functions, see `FuncMetric`"
+        return self.measured()
     def is_measured(self)->bool:
         "Whether this batch counts"
         return has_result(self.learn)
@@ -131,7 +134,7 @@ def measured(self:ExactEvaluation)->list:
     return [*(self.recorder.valid_mets if hasattr(self.learn, 'recorder') else []), *cbs]
 
 @patch
-def batch_ids(self:ExactEvaluation, keys, own, ragged)->Tensor: # (rows,)
+def batch_ids(self:ExactEvaluation, keys, own, ragged, rows=None)->Tensor: # (rows,)
     "For each row the number of its batch in one process with the same loader; the rank's own batch if that is not known"
     bs,_ = batch_shape(self.dl)
     return own if ragged or not bs or deals_batches(self.dl) else keys//bs
@@ -164,7 +167,7 @@ def put_together(self:ExactEvaluation):
 def _settle(self:ExactEvaluation):
     "Let all ranks agree on what their batches have told of metrics that are functions"
     if _is_unknown(self.learn): self._settle_loss(*gather_objects((self.found,not self.found or bool(self.replay))))
-    asking = [m for m in self.measured() if getattr(m, 'asks', False)]
+    asking = [m for m in self.functions() if getattr(m, 'asks', False)]
     if not asking: return
     for m,*told in zip(asking, *gather_objects([m.tells() for m in asking])): m.settle(told)
 
@@ -265,7 +268,7 @@ def _feed(self:ExactEvaluation, mets):
     common = (kinds[0] if isinstance(kinds, Tensor) else min(kinds, key=len)).tolist()
     ragged = is_ragged(rows, common)
     with _kept(self.learn, 'xb','yb','pred','loss','items','iter'):
-        for i,idxs in in_groups(self.batch_ids(keys, own, ragged)):
+        for i,idxs in in_groups(self.batch_ids(keys, own, ragged, rows)):
             self._feed_batch(mets, i, as_batch(take_rows(rows, idxs), kinds[idxs[0]].tolist() if ragged else common))
 
 def in_groups(

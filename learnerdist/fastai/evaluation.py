@@ -12,19 +12,21 @@ from pathlib import Path
 import torch
 from fastai.callback.core import Callback,GatherPredsCallback
 from fastai.learner import AvgLoss,AvgMetric,Metric,ValueMetric
-from fastai.metrics import AccumMetric,CorpusBLEUMetric,Dice,DiceMulti,LossMetric,foreground_acc
+from fastai.metrics import (AccumMetric,CorpusBLEUMetric,Dice,DiceMulti,LossMetric,accuracy,accuracy_multi,error_rate,foreground_acc,
+                            mae,mse,msle,top_k_accuracy)
 from fastcore.basics import patch
 from fastcore.foundation import L
 from torch import Tensor
 
-from ..core.compat import tree_map
+from ..core.compat import tree_leaves,tree_map
 from ..core.collectives import distrib_barrier
 from ..core.env import group_rank
+from ..data.loaders import find_bs
 from ..data.rows import RowList,take_rows,to_rows,without_rows
 from ..distributed.evaluation import ExactEvaluation,cat_keys,deals_batches,in_groups,is_share
 from ..distributed.gather_rows import gather_all
 from ..learner.losses import loss_over
-from ..learner.metrics import Replay,Rows,Sums,reduction
+from ..learner.metrics import FuncMetric,Replay,Rows,Sums,metric_of,reduction
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c005
 _sums = {AvgMetric.accumulate: ('total','count'), AvgLoss.accumulate: ('total','count'), LossMetric.accumulate: ('total','count'),
@@ -45,6 +47,23 @@ def _(m:Metric):
 @reduction.register
 def _(m:GatherPredsCallback):
     return Rows(m, *['inputs']*m.with_input, *['preds']*m.with_preds, *['targets']*m.with_targs, *['losses']*m.with_loss)
+
+# %% ../../nbs/fastai/01_evaluation.ipynb #c006f
+for _o in (accuracy,accuracy_multi,error_rate,mae,mse,msle,top_k_accuracy): metric_of(_o, of_samples=True)
+
+class _Asked(FuncMetric):
+    "What batches tell of the function of fastai's `AvgMetric`: whether the means of ranks add up to the number of one process"
+    what = 'as in fastai, it is the mean of its values on (global) batches{late}. AccumMetric({name}) computes it on the whole data set'
+    def __init__(self, m):
+        super().__init__(m.func, m.name)
+        self.reset()
+    def look(self, learn):
+        n = find_bs(learn.yb)
+        self.count += n
+        if self.found is None: self._look(learn, n)
+
+def _is_function(m):
+    return isinstance(m, AvgMetric) and type(m).accumulate is AvgMetric.accumulate and _base(m.func) is not foreground_acc
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c010
 def as_fastais(rows):
@@ -82,7 +101,10 @@ def _(m:BatchFiles): return Rows(m, *m.folders)
 # %% ../../nbs/fastai/01_evaluation.ipynb #c015
 class Evaluation(ExactEvaluation):
     "Exact evaluation for a fastai learner, also in training (`Recorder(train_metrics=True)`)"
-    run_train,files,padded = True,(),False
+    run_train,files,padded,asked = True,(),False,None
+    def _start(self):
+        super()._start()
+        self.asked = None
     def before_validate(self):
         super().before_validate()
         self.padded = False
@@ -96,7 +118,9 @@ class Evaluation(ExactEvaluation):
     def before_batch(self):
         if self.is_measured(): super().before_batch()
     def after_batch(self):
-        if self.is_measured(): super().after_batch()
+        if self.is_measured():
+            if is_share(self.dl): self._look()
+            super().after_batch()
         for o in self.files: o.keep(self.learn)
 
     def after_train(self):
@@ -107,9 +131,11 @@ class Evaluation(ExactEvaluation):
         if self.files: distrib_barrier() # the files exist when `get_preds` returns
 
     def is_measured(self): return not self.training or bool(self._mets())
-    def batch_parts(self): return list(self.learn.xb),list(self.learn.yb),self.learn.pred
+    def batch_parts(self): return list(self.learn.xb) if self.inputs else [],list(self.learn.yb),self.learn.pred
     def n_rows(self): return self.dl.n_total if self.padded else None
-    def batch_ids(self, keys, own, ragged): return own if deals_batches(self.dl) else own//self.dl.world_size # batches of all ranks
+    def batch_ids(self, keys, own, ragged, rows=None): # batches of all ranks; of each rank, if pictures of several sizes do not fit one
+        ids = own if deals_batches(self.dl) else own//self.dl.world_size
+        return own if ragged and not _fit(rows, ids) else ids
     def batch_loss(self):
         mixed = isinstance(getattr(self.learn.loss_func, '__self__', None), Callback) # MixUp's, which depends on its current batch
         return None if mixed else super().batch_loss()
@@ -126,12 +152,30 @@ def _mets(self:Evaluation):
     return list(self.learn.metrics) if rec.train_metrics and not getattr(rec, 'cancel_train', False) else []
 
 @patch
+def functions(self:Evaluation):
+    "The functions among this loop's metrics"
+    if self.asked is None:
+        self.asked = {id(m): _Asked(m) for m in self.measured() if _is_function(m)}
+        self.inputs = any(isinstance(self.kind(m), Replay) for m in self.measured() if id(m) not in self.asked) # a function takes none
+    return self.asked.values()
+
+@patch
+def _look(self:Evaluation):
+    "Let a batch tell of the functions that nothing is known of; once all add up, forget the batches"
+    asked = [o for o in self.functions() if o.found is None and len(self.learn.yb)]
+    for o in asked: o.look(self.learn)
+    if not any(o.found for o in asked): return
+    self.replays = any(isinstance(self.kind(m), Replay) for m in self.measured())
+    if not self.replays: self.replay.clear()
+
+@patch
 def measured(self:Evaluation): return self._mets() if self.training else [*self._mets(), *self._gatherers(), *self.files]
 
 @patch
 def kind(self:Evaluation, m):
-    "As in `reduction`; a sum cannot leave out padding, and a loss that is no mean over samples does not add up: they are replayed"
-    red = reduction(m)
+    "As in `reduction`; a sum cannot leave out padding, and a loss or a function that is no mean over samples does not add up: replayed"
+    red,func = reduction(m),(self.asked or {}).get(id(m))
+    if func and func.found!='samples': return Replay()
     if isinstance(m, AvgLoss) and not loss_over(self.learn).of_samples: return Replay()
     return Replay() if self.padded and isinstance(red, Sums) and red.names else red
 
@@ -149,5 +193,10 @@ def kept_parts(self:Evaluation, m, rows):
 
 @patch
 def _by_batch(self:Evaluation, rows):
-    ids = gather_all(self.batch_ids(cat_keys(self.keys), cat_keys(self.own), False), cat_keys(self.keys))
-    return [] if rows is None else [as_fastais(take_rows(rows, idxs)) for _,idxs in in_groups(ids)]
+    own = gather_all(cat_keys(self.own), cat_keys(self.keys))
+    return [] if rows is None else [as_fastais(take_rows(rows, idxs)) for _,idxs in in_groups(self.batch_ids(None, own, True, rows))]
+
+def _fit(rows, ids):
+    "Whether the rows of each batch have one shape"
+    lists = [o for o in tree_leaves(rows) if isinstance(o, RowList)]
+    return all(len({getattr(o[i], 'shape', None) for i in idxs})==1 for o in lists for _,idxs in in_groups(ids))

@@ -51,6 +51,13 @@ class _Distributed:
     def device(self): return torch.device(getattr(self.dls, 'device', None) or default_device())
     def prepare_model(self): self.model.to(self.device)
 
+    @property
+    def dls(self): return vars(self)['dls']
+    @dls.setter
+    def dls(self, dls): # other loaders are dealt as the first ones were
+        vars(self)['dls'] = dls
+        self.distributed_trainer.deal_out()
+
     def __call__(self, event_name): # as in fastai, but without an `L` for each event of a step
         usual = isinstance(event_name, str) and super().__call__.__func__ is Learner.__call__
         return self._call_one(event_name) if usual else super().__call__(event_name)

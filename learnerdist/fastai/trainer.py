@@ -31,7 +31,7 @@ from ..distributed.evaluation import ExactEvaluation
 from .loaders import ShareDL
 from ..data.distributed_dl import set_epoch
 from ..core.random import seed_streams
-from ..learner.losses import MeanOver,mean_over,n_items,weighted
+from ..learner.losses import MeanOver,loss_over,mean_over,n_items,weighted
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c005
 @patch
@@ -218,7 +218,9 @@ def before_backward(self:DistributedTrainer):
 @patch
 def after_pred(self:DistributedTrainer): self.unswap()
 @patch
-def after_loss(self:DistributedTrainer): self.has_loss = True
+def after_loss(self:DistributedTrainer):
+    core.DistributedTrainer.after_loss(self)
+    self.has_loss = True
 
 @patch
 def after_batch(self:DistributedTrainer):
@@ -233,14 +235,23 @@ def share_loss(self:DistributedTrainer):
     self.has_loss,tot = False,torch.stack([weighted(loss.detach().mean(), n).cpu(), torch.as_tensor(n, dtype=torch.double).cpu()])
     if 'lr_finder' in vars(self.learn):
         tot = all_sum(tot)
-        if tot[1]: self.learn.loss = (tot[0]/tot[1]).to(self.learn.loss)
+        if tot[1]: self.learn.loss = self._of_all(*tot).to(self.learn.loss)
         tot = tot/group_size()
     self.steps.append(tot)
 
 @patch
 def _own_loss(self:DistributedTrainer):
     n,mixed = find_bs(self.yb) if len(self.yb) else 0,isinstance(getattr(self.loss_func, '__self__', None), FastaiCallback)
-    return self.learn.loss,0 if self.learn.repeated else n if not n or mixed else n_items(self.learn)
+    n = 0 if self.learn.repeated else n if not n or mixed else n_items(self.learn)
+    return self.learn.loss,bool(n) if self._is_sum() else n
+
+@patch
+def _is_sum(self:DistributedTrainer): return loss_over(self.learn).kind=='sum'
+
+@patch
+def _of_all(self:DistributedTrainer, tot, count):
+    "A step's loss over all ranks: a mean is Σnᵣℓᵣ/Σnᵣ, and a sum Σℓᵣ"
+    return tot if self._is_sum() else tot/count
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c025
 @patch
@@ -258,7 +269,7 @@ def _global_losses(self:DistributedTrainer):
     steps = all_sum(torch.stack(self.steps[:n])) if n else torch.zeros(0, 2)
     rec.losses,rec.lrs,loss = rec.losses[:start],rec.lrs[:start+n],torch.tensor(0.)
     for tot,count in steps:
-        loss = (tot/count).to(smooth.val) if count else loss
+        loss = self._of_all(tot, count).to(smooth.val) if count else loss
         smooth.accumulate(_WithLoss(loss))
         rec.losses.append(smooth.value)
     vars(rec)['smooth_loss'] = smooth # `setattr` would warn, since the learner has this name too

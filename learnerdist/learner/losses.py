@@ -108,7 +108,7 @@ class LossTrace(TorchFunctionMode):
 def _value(func, args): return float(torch.as_tensor(func(*args)).detach().double().mean())
 def _parts(n): return [(torch.arange(n).split([max(n//3, 1), n-max(n//3, 1)])), (torch.arange(0, n, 2), torch.arange(1, n, 2))]
 _tols = {torch.float64: 1e-8, torch.float32: 1e-4}
-def _tol(*os): return max(_tols.get(o.dtype, .02) for o in map(torch.as_tensor, os))
+def _tol(*os): return max(_tols.get(o.dtype, .02) if isinstance(o, Tensor) else 1e-6 for o in os) # a float may be of float32, by `item()`
 
 @torch.no_grad()
 def probe(

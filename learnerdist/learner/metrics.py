@@ -119,6 +119,7 @@ _known = weakref.WeakKeyDictionary() # By function: 'samples' (batches' means ad
 
 class FuncMetric(AvgMetric):
     "`func` of the whole data set: called on batches where their means add up to it, which the first batches tell"
+    what = 'it is computed on the whole data set{late}. AvgMetric({name}) gives the mean of batches'
     def reset(self):
         super().reset()
         self.found,self.rows,self.kinds,self.n_same = _known.get(self.func),[],None,0
@@ -160,8 +161,7 @@ class FuncMetric(AvgMetric):
         elif 'samples' in found: _known[self.func] = 'samples'
         if 'other' in found and is_rank0():
             late = ', from the next loop on: on some rank the first batches looked otherwise' if 'samples' in found else ''
-            warnings.warn(f'the metric {self.name} is no mean over samples: it is computed on the whole data set{late}. '
-                          f'AvgMetric({self.name}) gives the mean of batches')
+            warnings.warn(f'the metric {self.name} is no mean over samples: {self.what.format(late=late, name=self.name)}')
         self.found = 'samples' if 'samples' in found else 'other'
         if self.found=='samples': self.rows = []
 
