@@ -6,7 +6,7 @@
 __all__ = ['auto_nproc', 'run', 'main']
 
 # %% ../../nbs/launch/03_cli.ipynb #c002
-import argparse,json,os,runpy,signal,sys,tempfile,time,traceback
+import argparse,json,os,runpy,signal,socket,sys,tempfile,time,traceback
 from contextlib import contextmanager,suppress
 from pathlib import Path
 from typing import Callable
@@ -248,26 +248,41 @@ def _one_hash_seed():
         if own: del os.environ['PYTHONHASHSEED']
 
 def _launch_agent(args):
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
     from torch.distributed.launcher.api import elastic_launch
-    from learnerdist.launch.agent import Watch,end_groups,exit_reports,explain,hear_of_ranks
+    from learnerdist.launch.agent import Watch,end_groups,hear_of_ranks
     handlers = hear_of_ranks()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as d:
         args.log_dir = args.log_dir or d
         config,logs,cmd,cmd_args = _configure(args)
         logs.handlers = handlers
-        Watch(logs, args.wait).start()
+        Watch(logs, args.wait, 5+(config.shutdown_timeout if not config.max_restarts else 900)).start()
         try:
             with _one_hash_seed(): elastic_launch(config, cmd)(*cmd_args)
         except SignalException as e: return preempted_status if logs.files and [*logs.files] == logs.put_off() else 128 + e.sigval
-        except ChildFailedError as e:
-            reports = exit_reports({r: f.exitcode for r,f in e.failures.items()}, logs.files, logs.known)
-            say(*explain(reports, logs.left))
-            return reports[0][2] if reports[0][2] > 0 else 128-reports[0][2]
+        except ChildFailedError as e: return _say_failures({r: f.exitcode for r,f in e.failures.items()}, logs)
+        except (RendezvousConnectionError, DistError) as e: return _say_cut_off(e, args.rdzv_endpoint, logs)
         else: handlers.clear() # processes that a successful script leaves may go on, as under `python`
         finally: end_groups(handlers)
         return _status_of_all(logs)
+
+def _say_failures(codes, logs):
+    "Report which ranks failed; returns the launcher's exit status"
+    from learnerdist.launch.agent import exit_reports,explain
+    reports = exit_reports(codes, logs.files, logs.known)
+    say(*explain(reports, logs.left))
+    return reports[0][2] if reports[0][2] > 0 else 128-reports[0][2]
+
+def _say_cut_off(e, endpoint, logs):
+    "Report that another machine cannot be reached, or the failure of a rank that this launcher could not discuss with the others"
+    codes = {int(logs.envs[o.local_rank_id]['RANK']): c for o in logs.handlers if (c := o.proc.poll())}
+    if codes: return _say_failures(codes, logs)
+    where = f'{socket.gethostname()} cannot reach {endpoint}, where the launchers meet'
+    say(f'{where}: the machine or the link to it is gone ({e.__cause__ or e})')
+    return 1
 
 def _status_of_all(logs):
     "The launcher's exit status if all ranks ended well or left with `preempted_status`"
