@@ -2,6 +2,7 @@
 import fcntl,json,os,pty,random,select,signal,socket,subprocess,sys,termios
 from pathlib import Path
 import pytest,torch
+from learnerdist.core import stacks
 from learnerdist.launch import agent
 from learnerdist.launch.agent import RankLogs,Watch,exit_reports,explain
 from learnerdist.launch.cli import _status,_status_of_all
@@ -260,7 +261,7 @@ def test_the_launcher_says_which_rank_it_waits_for(watched, capsys):
 @pytest.mark.parametrize('wait_s,stopped,ended_after', [(5,False,5), (0,True,1800), (7,True,7), (0,False,None)])
 def test_the_launcher_ends_what_does_not_end(watched, monkeypatch, wait_s, stopped, ended_after):
     logs,_ = watched
-    monkeypatch.setattr(agent, 'is_stopped', lambda pid: stopped)
+    for mod in (agent,stacks): monkeypatch.setattr(mod, 'is_stopped', lambda pid: stopped)
     watch,(a,b) = Watch(logs, wait_s),logs.handlers
     a.code = 0
     watch.look(10.)
@@ -269,9 +270,26 @@ def test_the_launcher_ends_what_does_not_end(watched, monkeypatch, wait_s, stopp
     watch.look(11.+(ended_after or 1e5))
     assert b.signals == ([signal.SIGKILL] if ended_after else [])
     if not ended_after: return
+    monkeypatch.setattr(stacks, 'is_stopped', lambda pid: False)
+    watch.look(12.+ended_after) # it has not gone yet, and is not asked again
+    assert b.signals == [signal.SIGKILL]
     where = f'it {"is stopped" if stopped else "does not answer"} (process {os.getpid()}'
     assert logs.known[5].startswith(f'ended by the launcher, since it still ran {ended_after+1} s after rank 4 had ended: {where}')
     assert explain(exit_reports({5: -9}, logs.files, logs.known))[0] == f'rank 5 failed first: {logs.known[5]}'
+
+def test_an_agent_that_waits_for_a_machine_that_is_gone_is_freed(watched, monkeypatch):
+    "It has not heard that one of its ranks failed; `test_failure` cuts a link for it"
+    logs,_ = watched
+    freed = []
+    monkeypatch.setattr(agent, 'hang_up', lambda: freed.append(1))
+    watch,(a,b) = Watch(logs, give_up_s=9),logs.handlers
+    a.code = 0
+    for now in (0.,100.): watch.look(now)
+    b.code = 1
+    for now in (200.,209.): watch.look(now)
+    assert freed == []
+    watch.look(210.)
+    assert freed == [1]
 
 def test_ranks_of_which_only_some_go_on_later(watched, capsys):
     logs,_ = watched

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..core.env import (RankError,close_group,group_size,in_group,is_consequence,num_distrib,pack_error,rank_distrib,section,shared_store,
                         unpack_error)
-from ..core.stacks import Frame,answer_asks,answerer,describe_stack,frames_of,is_stopped,stack_of
+from ..core.stacks import Frame,answer_asks,answerer,describe_stack,frames_of,place_of
 
 # %% ../../nbs/distributed/04_failure.ipynb #c004
 def first_failure(
@@ -60,11 +60,8 @@ def _place(store, key, rank, end):
     "What a rank is doing; a rank that cannot be asked has until `end` to report it"
     waited,known = f'{key}/waited/{rank}',_answerer(store, rank)
     if not store.check([waited]) and known and known[0]==socket.gethostname():
-        _,pid,file = known
-        if is_stopped(pid): return f'is stopped (process {pid}, by SIGSTOP)'
-        stack = stack_of(pid, file)
-        if stack is None: return f'does not answer (process {pid})'
-        if not any(o.file==_place.__code__.co_filename for o in frames_of(stack)): return describe_stack(frames_of(stack))
+        frames,text = place_of(*known[1:])
+        if not any(o.file==_place.__code__.co_filename for o in frames): return text
     while not store.check([waited]) and time.monotonic()<end: time.sleep(.01)
     if store.check([waited]): return describe_stack([Frame(*o) for o in json.loads(store.get(waited))])
     return _reach(known[0]) if known and known[0]!=socket.gethostname() else 'has not come so far'

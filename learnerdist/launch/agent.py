@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler,RendezvousInf
 from .processes import describe_exit,say
 from ..core.compat import find,listening_store,set_tee
 from ..core.env import connect_store,record_exit
-from ..core.stacks import describe_stack,frames_of,is_stopped,preempted_status,read_crash,stack_of,users_frame
+from ..core.stacks import is_stopped,place_of,preempted_status,read_crash,users_frame
 
 # %% ../../nbs/launch/02_agent.ipynb #c005
 class Loopback(RendezvousHandler):
@@ -81,7 +81,8 @@ class RankLogs(DefaultLogsSpecs):
         end_groups(self.handlers) # of the attempt before
         if self.split: set_tee(self, {i: Std.ALL for i,e in envs.items() if e['RANK'] != '0'})
         res = super().reify(envs)
-        self.files,self.envs,self.first_death,self.left = {int(envs[i]['RANK']): Path(f) for i,f in res.error_files.items()},envs,None,{}
+        self.files,self.envs,self.first_death = {int(envs[i]['RANK']): Path(f) for i,f in res.error_files.items()},envs,None
+        self.known,self.left = {},{}
         return res
 
     def _say_restart(self, local_rank, code, env):
@@ -132,7 +133,7 @@ def hang_up():
     "Shut down this process's connections to other machines, so that whatever waits for an answer gets an error"
     for fd in map(int, os.listdir('/proc/self/fd')):
         with suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
-            if not s.getpeername()[0].startswith('127.'): s.shutdown(socket.SHUT_RDWR)
+            if '127.0.0.1' not in s.getpeername()[0]: s.shutdown(socket.SHUT_RDWR)
 
 # %% ../../nbs/launch/02_agent.ipynb #watch1
 class Watch:
@@ -172,6 +173,8 @@ class Watch:
         with suppress(RuntimeError): record_exit(connect_store(env, timeout_s=5), int(env['RANK']), how) # the host of the store has left
 
     def _wait_for(self, running, ended, waited_s):
+        running = [o for o in running if self._rank(o) not in self.logs.known] # others were ended, and have not gone yet
+        if not running: return
         stopped = all(is_stopped(o.proc.pid) for o in running)
         is_over = waited_s > (self.wait_s or (1800 if stopped else float('inf')))
         if not is_over and waited_s < self.say_s: return
@@ -185,7 +188,4 @@ class Watch:
     def _rank(self, handler): return int(self.logs.envs[handler.local_rank_id]['RANK'])
 
     def _place(self, handler):
-        pid = handler.proc.pid
-        if is_stopped(pid): return f'is stopped (process {pid}, by SIGSTOP)'
-        stack = stack_of(pid, self.logs.files[self._rank(handler)].with_name('stack.txt'))
-        return describe_stack(frames_of(stack)) if stack else f'does not answer (process {pid})'
+        return place_of(handler.proc.pid, self.logs.files[self._rank(handler)].with_name('stack.txt'))[1]
