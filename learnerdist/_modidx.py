@@ -1319,6 +1319,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'learnerdist/fastai/checkpoint.py'),
                                                'learnerdist.fastai.checkpoint.Learner.fitting': ( 'fastai/checkpoint.html#learner.fitting',
                                                                                                   'learnerdist/fastai/checkpoint.py'),
+                                               'learnerdist.fastai.checkpoint.Learner.load': ( 'fastai/checkpoint.html#learner.load',
+                                                                                               'learnerdist/fastai/checkpoint.py'),
                                                'learnerdist.fastai.checkpoint.Learner.say': ( 'fastai/checkpoint.html#learner.say',
                                                                                               'learnerdist/fastai/checkpoint.py'),
                                                'learnerdist.fastai.checkpoint._clean_up': ( 'fastai/checkpoint.html#_clean_up',

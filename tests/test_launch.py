@@ -223,6 +223,7 @@ def test_slurms_ranks_say_themselves_that_they_leave(tmp_path):
         runs = [subprocess.Popen([*launcher, file, str(status)], env=e, stderr=subprocess.PIPE, text=True) for e in tasks]
         a,b = (o.communicate(timeout=120)[1] for o in runs)
         assert [o.returncode for o in runs] == [1,status] and f'RankError: rank 1 {said}' in a and 'failed' not in b, (a,b)
+        assert f'learnerdist.launch: rank 0 ended, since rank 1 {said}' in a and 'rank 0 failed' not in a, a
 
 @pytest.mark.parametrize('code,status', [(None,0), (0,0), (True,1), (3,3), (256,1), (-1,255), ('words',1), ('',1), (75,75)])
 def test_exit_status(code, status): assert _status(SystemExit(code)) == status

@@ -216,7 +216,9 @@ def _leave_report(e, status):
     "Write the error file that torchrun reads, as torch's `record` does, with the fields of our own report"
     from learnerdist.core.env import RankError,is_consequence
     at,text,now = users_frame(frames_of(e)),f'{type(e).__name__}: {e}',time.time()
-    if not report_folder(): return say(f'rank {os.environ["RANK"]} failed: {text} ({at.file}:{at.line})')
+    if not report_folder():
+        if isinstance(e, RankError): return say(f'rank {os.environ["RANK"]} ended, since {str(e).splitlines()[0]}')
+        return say(f'rank {os.environ["RANK"]} failed: {text} ({at.file}:{at.line})')
     extra = dict(py_callstack=''.join(traceback.format_exception(e)), timestamp=str(int(now)))
     told = isinstance(e, RankError) or is_consequence(e)
     res = dict(message=dict(message=text, extraInfo=extra), rank=int(os.environ['RANK']), time=now, code=status, told=told)
