@@ -316,6 +316,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'learnerdist.core.env._hang_up': ('core/env.html#_hang_up', 'learnerdist/core/env.py'),
                                       'learnerdist.core.env._how': ('core/env.html#_how', 'learnerdist/core/env.py'),
                                       'learnerdist.core.env._in_section': ('core/env.html#_in_section', 'learnerdist/core/env.py'),
+                                      'learnerdist.core.env._new_group': ('core/env.html#_new_group', 'learnerdist/core/env.py'),
                                       'learnerdist.core.env._next_group': ('core/env.html#_next_group', 'learnerdist/core/env.py'),
                                       'learnerdist.core.env._noting_loops': ('core/env.html#_noting_loops', 'learnerdist/core/env.py'),
                                       'learnerdist.core.env._open': ('core/env.html#_open', 'learnerdist/core/env.py'),

@@ -26,7 +26,7 @@ torch.manual_seed(1)
 dls = DataLoaders.from_dsets([(torch.ones(1)*i/400,torch.ones(1)) for i in range(400)], bs=4)
 learn = Learner(dls, torch.nn.Linear(1,1), torch.nn.MSELoss(), lr=.01, path=path)
 cbs = [Checkpoint('ckpt', signals=('SIGTERM','SIGUSR1')), *([] if how=='quick' else [Slow()])]
-with learn.distrib_ctx(): learn.fit(8 if how=='long' else 1, cbs=cbs, resume=True)
+with learn.distrib_ctx(): learn.fit(60 if how=='long' else 1, cbs=cbs, resume=True)
 if rank_distrib()==0: open(f'{path}/done', 'w').write(f'{len(learn.recorder.losses)} {num_distrib()}')
 '''
 
@@ -141,7 +141,9 @@ def failing_task(d):
     return job.end()=='FAILED' and 'rank 1 failed: ValueError: a bad batch' in job.text() and 'rank 0 failed' not in job.text(),job
 
 requeued = '''srun {launch} {d}/train.py long {d}
-[ $? = 75 ] && scontrol requeue $SLURM_JOB_ID
+status=$?
+[ $status = 75 ] && scontrol requeue $SLURM_JOB_ID
+exit $status
 '''
 
 def after_signal(d, name, script, *options):
