@@ -2,10 +2,11 @@
 import fcntl,json,os,pty,random,select,signal,socket,subprocess,sys,termios
 from pathlib import Path
 import pytest,torch
+from torch.distributed import DistNetworkError
 from learnerdist.core import stacks
 from learnerdist.launch import agent
 from learnerdist.launch.agent import RankLogs,Watch,exit_reports,explain
-from learnerdist.launch.cli import _status,_status_of_all
+from learnerdist.launch.cli import _say_cut_off,_status,_status_of_all
 from learnerdist.launch import main,run
 from learnerdist.launch.processes import RanksError
 
@@ -291,6 +292,18 @@ def test_an_agent_that_waits_for_a_machine_that_is_gone_is_freed(watched, monkey
     assert freed == []
     watch.look(210.)
     assert freed == [1]
+
+def test_a_launcher_that_has_lost_the_others(watched, capsys):
+    "It says so, unless a rank of its own has failed"
+    logs,_ = watched
+    a,b = logs.handlers
+    a.code = -signal.SIGTERM # from torchrun, which ends the ranks
+    assert _say_cut_off(DistNetworkError('reset'), 'gpu1:29500', logs) == 1
+    said = capsys.readouterr().err
+    assert 'cannot reach gpu1:29500, where the launchers meet' in said and '(reset)' in said and 'rank' not in said
+    b.code = 3
+    assert _say_cut_off(DistNetworkError('reset'), 'gpu1:29500', logs) == 3
+    assert capsys.readouterr().err == 'learnerdist.launch: rank 5 failed first: ended with exit status 3, without an exception\n'
 
 def test_ranks_of_which_only_some_go_on_later(watched, capsys):
     logs,_ = watched

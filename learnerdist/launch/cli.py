@@ -281,9 +281,9 @@ def _say_failures(codes, logs):
 def _say_cut_off(e, endpoint, logs):
     "Report that another machine cannot be reached, or the failure of a rank that this launcher could not discuss with the others"
     codes = {int(logs.envs[o.local_rank_id]['RANK']): c for o in logs.handlers if (c := o.proc.poll())}
-    if codes: return _say_failures(codes, logs)
+    if any(c != -signal.SIGTERM for c in codes.values()): return _say_failures(codes, logs) # torchrun has sent SIGTERM to the others
     where = f'{socket.gethostname()} cannot reach {endpoint}, where the launchers meet'
-    say(f'{where}: the machine or the link to it is gone ({e.__cause__ or e})')
+    say(f'{where}: the launcher there has ended, or the machine or the link to it is gone ({e.__cause__ or e})')
     return 1
 
 def _status_of_all(logs):
