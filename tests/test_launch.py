@@ -215,6 +215,24 @@ def test_a_rank_that_leaves_with_status_0_fails_those_that_wait_for_it(tmp_path)
     res = launch('--nproc', 2, file, 75)
     assert res.returncode == 1 and 'launch: rank 1 left with status 75, to go on later' in res.stderr
 
+failing_alone = """
+import os
+if os.environ['RANK'] == '1': import no_such_module
+from learnerdist.all import process_group
+with process_group(): pass
+"""
+
+def test_a_rank_that_fails_before_the_group_is_heard_on_other_machines(tmp_path):
+    "One rank to a launcher, so that no other rank of its own machine hears it; the first launcher runs the store"
+    file,at = write(tmp_path, failing_alone),f'127.0.0.1:{free_port()}'
+    conf = [['--rdzv-conf',f'is_host={i == 0}'] for i in range(2)]
+    runs = [subprocess.Popen([*launcher, '--nnodes', '2', '--nproc', '1', '--rdzv-endpoint', at, *o, file], env=environment(),
+                             stderr=subprocess.PIPE, text=True) for o in conf]
+    said = [o.communicate(timeout=120)[1] for o in runs]
+    assert [o.returncode for o in runs] == [1,1], said
+    assert sum('learnerdist.launch: rank 1 failed first: ModuleNotFoundError' in o for o in said) == 1, said
+    assert sum('learnerdist.launch: rank 1 failed with ModuleNotFoundError: No module named' in o for o in said) == 1, said
+
 def test_slurms_ranks_say_themselves_that_they_leave(tmp_path):
     file = write(tmp_path, leaving.replace('if os', 'from learnerdist.all import rank0_first\nrank0_first(int)\nif os'))
     port = str(free_port())

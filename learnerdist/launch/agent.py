@@ -135,6 +135,13 @@ def hang_up():
         with suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
             if '127.0.0.1' not in s.getpeername()[0]: s.shutdown(socket.SHUT_RDWR)
 
+def _packed(file, rank):
+    "The exception in a rank's error.json, as `pack_error` gives it; None without one, or if the rank only heard of another's failure"
+    o = json.loads(file.read_text()) if file.exists() else {}
+    if 'text' not in o or o.get('told'): return None
+    kind,_,message = o['message']['message'].partition(': ')
+    return json.dumps(dict(rank=rank, kind=kind, message=message, trace=o['message']['extraInfo']['py_callstack']))
+
 # %% ../../nbs/launch/02_agent.ipynb #watch1
 class Watch:
     "Watches the ranks of this machine: tells them when one has left, and tells the user when one does not end"
@@ -147,30 +154,40 @@ class Watch:
         self.logs,self.wait_s,self.give_up_s,self.say_s = logs,wait_s,give_up_s,say_s
         self.told,self.since,self.failed = set(),None,None
 
-    def start(self): threading.Thread(target=self._run, daemon=True, name='watch').start()
+        self.over,self.thread = threading.Event(),threading.Thread(target=self._run, daemon=True, name='watch')
+
+    def start(self): self.thread.start()
+
+    def stop(self):
+        "End the thread: one that waits in C++ while Python ends would crash the process"
+        self.over.set()
+        self.thread.join(10)
 
     def _run(self):
-        while True:
-            time.sleep(.2)
-            self.look(time.monotonic())
+        while not self.over.wait(.2): self.look(time.monotonic())
 
     def look(self, now):
         "Check all ranks once, at the time `now` in seconds"
         codes = {o: o.proc.poll() for o in [*self.logs.handlers] if self.logs.envs} # empty with a user's own `--logs-specs`
         running,ended = ([o for o,c in codes.items() if (c is None)==b] for b in (True,False))
-        for o in running and ended:
-            if o not in self.told: self._tell_others(o, codes[o])
+        for o in ended:
+            if o not in self.told and (running or self._are_others()): self._tell_others(o, codes[o])
         self.told = {*ended}
         self.since = (self.since or now) if running and ended and not any(codes.values()) else None # torchrun ends all after a failure
         if self.since: self._wait_for(running, ended, now-self.since)
         self.failed = (self.failed or now) if any(codes.values()) else None
         if self.failed and now-self.failed > self.give_up_s: hang_up() # the agent waits for the answer of a machine that is gone
 
+    def _are_others(self):
+        "Whether ranks run on other machines"
+        return any(int(o.get('WORLD_SIZE', 0)) > len(self.logs.envs) for o in self.logs.envs.values())
+
     def _tell_others(self, handler, code):
-        env = self.logs.envs[handler.local_rank_id]
-        how = f'left with status {preempted_status}, to go on later' if self._rank(handler) in self.logs.put_off() else describe_exit(code)
-        if not code: self.logs.left[int(env['RANK'])] = how
-        with suppress(RuntimeError): record_exit(connect_store(env, timeout_s=5), int(env['RANK']), how) # the host of the store has left
+        env,rank = self.logs.envs[handler.local_rank_id],self._rank(handler)
+        how = f'left with status {preempted_status}, to go on later' if rank in self.logs.put_off() else describe_exit(code)
+        if not code: self.logs.left[rank] = how
+        with suppress(RuntimeError): # the host of the store has left
+            record_exit(connect_store(env, timeout_s=5), rank, _packed(self.logs.files[rank], rank) or how)
 
     def _wait_for(self, running, ended, waited_s):
         running = [o for o in running if self._rank(o) not in self.logs.known] # others were ended, and have not gone yet

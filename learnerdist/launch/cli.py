@@ -261,14 +261,20 @@ def _launch_agent(args):
         args.log_dir = args.log_dir or d
         config,logs,cmd,cmd_args = _configure(args)
         logs.handlers = handlers
-        Watch(logs, args.wait, 5+(config.shutdown_timeout if not config.max_restarts else 900)).start()
+        watch = Watch(logs, args.wait, 5+(config.shutdown_timeout if not config.max_restarts else 900))
+        watch.start()
         try:
             with _one_hash_seed(): elastic_launch(config, cmd)(*cmd_args)
         except SignalException as e: return preempted_status if logs.files and [*logs.files] == logs.put_off() else 128 + e.sigval
-        except ChildFailedError as e: return _say_failures({r: f.exitcode for r,f in e.failures.items()}, logs)
+        except ChildFailedError as e:
+            watch.stop()
+            watch.look(time.monotonic()) # other machines hear of it before this process ends
+            return _say_failures({r: f.exitcode for r,f in e.failures.items()}, logs)
         except (RendezvousConnectionError, DistError) as e: return _say_cut_off(e, args.rdzv_endpoint, logs)
         else: handlers.clear() # processes that a successful script leaves may go on, as under `python`
-        finally: end_groups(handlers)
+        finally:
+            watch.stop()
+            end_groups(handlers)
         return _status_of_all(logs)
 
 def _say_failures(codes, logs):
