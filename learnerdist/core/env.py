@@ -305,7 +305,7 @@ def process_group(
 def _new_group(**kw):
     "A further group of all ranks. A rank that left before all have connected would fail those that still connect"
     res = dist.new_group(timeout=timedelta(seconds=group_timeout()), **kw)
-    _everyones('yes', 'opened', dist.PrefixStore(_next_group(), shared_store()), min(group_timeout(), 20))
+    if dist.get_world_size()>1: _everyones('yes', 'opened', dist.PrefixStore(_next_group(), shared_store()), min(group_timeout(), 20))
     return res
 
 def group_timeout()->float:
