@@ -2,17 +2,25 @@
 
 `python tests/faults.py [--write]` runs all of them through the launcher and prints a table (or puts it into
 nbs/tutorials/failures.ipynb); test_faults.py runs a sample. Under the launcher this file is the run that fails."""
-import argparse,ctypes,json,os,re,signal,subprocess,sys,tempfile,time
+import argparse,atexit,ctypes,json,os,re,signal,subprocess,sys,tempfile,time
 from pathlib import Path
 from typing import NamedTuple
+import machines
 
 root = Path(__file__).parent.parent
 notebook = root/'nbs/tutorials/failures.ipynb'
 faults = 'raise','sys.exit','os._exit','SIGKILL','segfault','hang'
 phases = 'before the group','rank0_first','training','validation','saving','loader worker'
 cases = [(f,p) for p in phases for f in faults if (f,p)!=('hang','rank0_first')] # which waits as long as a download may take
+well = 'sys.exit(0)','os._exit(0)','sys.exit(75)' # a rank leaves without an error, while the others go on
+ends = 'end of the context','after the context','exit hook' # where no other rank waits in a collective
+cases += [(f,p) for p in ('before the group','rank0_first','training') for f in well]
+cases += [('sys.exit(256)','training'),('deaf child','training'),('stop','training'),*((f,p) for p in ends for f in ('stop','hang'))]
+cases += [('cut link','two machines')] # where this process may make network namespaces
 lines = Path(__file__).read_text().splitlines()
-timeout_s = 8 # of a run that will hang; all other runs have distrib_ctx's usual 1800
+timeout_s = 8 # of a run that will hang, and what `--wait` gets; all other runs have distrib_ctx's usual 1800
+
+def hangs(fault): return fault in ('hang','stop','cut link')
 
 def who_fails(phase): return 0 if phase in ('rank0_first','saving') else 1 # rank 0 does those
 
@@ -21,9 +29,22 @@ def fail(how):
     if how=='raise': raise ValueError('a bad batch')
     if how=='sys.exit': sys.exit(3)
     if how=='os._exit': os._exit(3)
+    if how=='sys.exit(0)': sys.exit(0)
+    if how=='os._exit(0)': os._exit(0)
+    if how=='sys.exit(75)': sys.exit(75)
+    if how=='sys.exit(256)': sys.exit(256)
+    if how=='stop': os.kill(os.getpid(), signal.SIGSTOP)
+    if how=='deaf child': deaf_child()
+    if how=='cut link': Path(os.environ['FAULT_DIR'], 'cut').touch() or time.sleep(3) # `run` cuts it meanwhile
     if how=='SIGKILL': os.kill(os.getpid(), signal.SIGKILL)
     if how=='segfault': ctypes.string_at(0)
     if how=='hang': time.sleep(1000)
+
+def deaf_child():
+    "Fail, and leave a child that no signal but SIGKILL ends"
+    if os.fork(): raise ValueError('a bad batch')
+    for o in signal.valid_signals()-{signal.SIGKILL,signal.SIGSTOP}: signal.signal(o, signal.SIG_IGN)
+    time.sleep(1000)
 
 def train(fault, phase):
     import torch
@@ -36,20 +57,24 @@ def train(fault, phase):
             return torch.ones(1)*i/40,torch.ones(1)
     class Fail(Callback):
         def before_batch(self):
-            if mine and self.epoch==1 and phase==('training' if self.training else 'validation'): fail(fault)
+            where = ('training','two machines') if self.training else ('validation',)
+            if mine and self.epoch==1 and phase in where: fail(fault)
     if mine and phase=='before the group': fail(fault)
     if phase=='rank0_first': rank0_first(lambda: fail(fault) if mine else None)
     dls = DataLoaders.from_dsets(Data(), Data(), bs=4, num_workers=2 if phase=='loader worker' else 0)
     learn = Learner(dls, model, torch.nn.MSELoss(), lr=.01, path=os.environ['FAULT_DIR'])
     learn.logger = lambda line: None
     on_state_dict = getattr(model, 'register_state_dict_post_hook', model._register_state_dict_hook) # torch 2.4 has only the second
-    with learn.distrib_ctx(timeout_s=timeout_s if fault=='hang' else 1800):
+    if mine and phase=='exit hook': atexit.register(fail, fault)
+    with learn.distrib_ctx(timeout_s=timeout_s if hangs(fault) else 1800):
         learn.fit(1)
         learn.save('m')
         if mine and phase=='saving': on_state_dict(lambda *_: fail(fault))
         learn.fit(1, cbs=[]) if phase=='saving' else learn.fit(2, cbs=Fail)
         learn.save('m')
         learn.fit(1)
+        if mine and phase=='end of the context': fail(fault)
+    if mine and phase=='after the context': fail(fault)
 
 class Outcome(NamedTuple):
     fault:str
@@ -64,8 +89,12 @@ def run(fault, phase, limit_s=100):
     import torch
     with tempfile.TemporaryDirectory() as d:
         env = os.environ | dict(FAULT_DIR=d, PYTHONPATH=str(root), OMP_NUM_THREADS='1')
-        command = sys.executable,'-m','learnerdist.launch','--nproc','2',__file__,fault,phase
-        res = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=limit_s)
+        if phase=='two machines': said,status = on_two_machines(env, d, limit_s)
+        else:
+            wait = ['--wait',str(timeout_s)] if phase in ends else []
+            command = *launcher,'--nproc','2',*wait,__file__,fault,phase
+            res = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=limit_s)
+            said,status = report(res.stderr),res.returncode
         end = time.monotonic()+limit_s
         while ours(d) and time.monotonic()<end: time.sleep(.05)
         when = Path(d, 'when')
@@ -73,8 +102,30 @@ def run(fault, phase, limit_s=100):
         assert not ours(d), f'{fault}, {phase}: left after {limit_s} s'
         file = Path(d, 'models/m.pth')
         kept = not file.exists() or bool(torch.load(file, weights_only=True))
-    said = re.sub(r'(?s)\n\non rank .*?\n(?= \()', '', res.stderr[res.stderr.find('learnerdist.launch: '):])
-    return Outcome(fault, phase, seconds, res.returncode, said.replace('learnerdist.launch: ', '').strip(), kept)
+    return Outcome(fault, phase, seconds, status, said, kept)
+
+launcher = sys.executable,'-m','learnerdist.launch'
+
+def report(text):
+    "What the launcher itself said"
+    said = re.sub(r'(?s)\n\non rank .*?\n(?= \()', '', text[text.find('learnerdist.launch: '):])
+    return said.replace('learnerdist.launch: ', '').strip()
+
+def on_two_machines(env, folder, limit_s):
+    "A rank on each of two machines, whose link is cut: what both launchers said, and the least status"
+    command = *launcher,'--nnodes','2','--nproc','1','--shutdown-timeout','2','--rdzv-endpoint','machine-a:29500'
+    env = {k:v for k,v in env.items() if k!='GLOO_SOCKET_IFNAME'}
+    with machines.two_machines() as (on,cut):
+        kw = dict(env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        runs = [subprocess.Popen(on(i, *command, __file__, 'cut link', 'two machines'), **kw) for i in (0,1)]
+        try:
+            end = time.monotonic()+limit_s
+            while not Path(folder, 'cut').exists() and time.monotonic()<end: time.sleep(.05)
+            cut()
+            said = [report(o.communicate(timeout=limit_s)[1]) for o in runs]
+        finally:
+            for o in runs: o.kill()
+    return '\n'.join(said),min(o.returncode for o in runs)
 
 def ours(folder):
     "Processes of this run"
@@ -91,12 +142,17 @@ def complaints(o:Outcome)->list:
     "What is wrong with an outcome"
     rank,lineless = who_fails(o.phase),o.fault in ('os._exit','SIGKILL') # of which nothing in the process can tell
     words = {'raise': 'ValueError: a bad batch', 'sys.exit': 'SystemExit: 3', 'os._exit': 'status 3', 'SIGKILL': 'SIGKILL',
-             'segfault': 'SIGSEGV', 'hang': 'a rank did not come'}[o.fault]
+             'segfault': 'SIGSEGV', 'hang': 'a rank did not come', 'stop': 'by SIGSTOP', 'sys.exit(256)': 'SystemExit: 256',
+             'deaf child': 'ValueError: a bad batch', 'sys.exit(75)': 'left with status 75',
+             'cut link': 'cannot reach machine-'}.get(o.fault, 'left ')
+    if o.phase in ends: words = f'still ran {timeout_s} s after rank 0 had ended: it {"is stopped" if o.fault=="stop" else "was at"}'
+    lineless = lineless or o.fault in (*well,'stop','deaf child','cut link')
     if o.phase=='loader worker':
         words = {'raise': words, 'hang': 'rank 1 was at'}.get(o.fault, 'DataLoader worker')
         lineless = o.fault!='raise' # the rank knows where it waited for its worker
+    if o.fault=='cut link' and 'machine that cannot be reached from machine-' not in o.said: return ['no unreachable machine']
     res = []
-    if f'rank {rank} ' not in o.said.splitlines()[0] and o.fault!='hang' or f'rank {rank}' not in o.said: res.append(f'no rank {rank}')
+    if f'rank {rank} ' not in o.said.splitlines()[0] and not hangs(o.fault) or f'rank {rank}' not in o.said: res.append(f'no rank {rank}')
     if words not in o.said: res.append(f'no {words!r}')
     if not lineless and not re.search(rf'faults.py(:|", line ){line_of(o.fault)}\b', o.said): res.append('no line')
     if not o.status or not o.kept: res.append(f'status {o.status}, kept {o.kept}')
@@ -104,7 +160,7 @@ def complaints(o:Outcome)->list:
 
 def late(o:Outcome)->list:
     "What is too slow about it, on a machine that does nothing else: no matter of a test"
-    return [f'{o.seconds:.1f} s'] if o.seconds > 15 + (timeout_s if o.fault=='hang' else 0) else []
+    return [f'{o.seconds:.1f} s'] if o.seconds > 15 + (2*timeout_s if hangs(o.fault) else 0) else []
 
 def telling(l): return re.match(r' *(rank \d|ValueError)', l) or 'faults.py' in l
 
@@ -124,11 +180,11 @@ def write(text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--write', action='store_true', help=f'put the table into {notebook.name}')
-    parser.add_argument('--only', default='', help='faults or phases whose name contains this')
+    parser.add_argument('--only', default='', help='faults or phases whose name contains this; the table then keeps its other rows')
     args = parser.parse_args()
     outcomes = []
     for f,p in cases:
-        if args.only not in f'{f} {p}': continue
+        if args.only not in f'{f} {p}' or p=='two machines' and not machines.usable(): continue
         outcomes.append(o := run(f, p))
         print(f'{p}, {f}: {o.seconds:.1f} s', *late(o), *complaints(o), file=sys.stderr, flush=True)
     write(table(outcomes)) if args.write else print(table(outcomes))

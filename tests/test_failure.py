@@ -1,18 +1,21 @@
 "One rank fails: within seconds the others raise an error that names it and carries its exception"
 import itertools
 import os
+import signal
+import subprocess
 import threading
 from functools import partial
 from datetime import timedelta
 
 import faults
+import machines
 import pytest
 import torch
 import torch.distributed as dist
 from test_agreement import Raise, make, weights
 
 from learnerdist.all import *
-from learnerdist.core import env
+from learnerdist.core import env,stacks
 from learnerdist.core.env import (close_group,connect_store,current_group,group_rank,group_timeout,in_group,is_consequence,launch_store,
                                   setup_distrib,wait_key)
 from learnerdist.testing import run_ranks
@@ -191,7 +194,19 @@ def test_a_rank_that_hangs_is_found(env, said):
     assert waited and all('test_failure.py' in o and 'in hangs: with learn' in o for o in waited)
     assert all(o[0] in ('TimeoutError','RankError') and 'rank 2 was at' in o[1] for o in results)
 
-@pytest.mark.parametrize('fault,phase', [('segfault','training'), ('SIGKILL','saving'), ('raise','loader worker')])
+def test_a_rank_that_stops_while_it_is_asked(monkeypatch):
+    p = subprocess.Popen(['sleep','100'])
+    def stack_of(pid, file):
+        p.send_signal(signal.SIGSTOP)
+        while not stacks.is_stopped(pid): pass
+    monkeypatch.setattr(stacks, 'stack_of', stack_of)
+    assert stacks.place_of(p.pid, 'none')==([],f'is stopped (process {p.pid}, by SIGSTOP)')
+    p.kill()
+    assert p.wait()==-signal.SIGKILL
+
+two_machines = pytest.param('cut link', 'two machines', marks=pytest.mark.skipif(not machines.usable(), reason='needs root and ip netns'))
+
+@pytest.mark.parametrize('fault,phase', [('segfault','training'), ('SIGKILL','saving'), ('raise','loader worker'), two_machines])
 def test_faults_through_the_launcher(fault, phase):
     "A sample of `python tests/faults.py`, whose table is in nbs/tutorials/failures.ipynb"
     outcome = faults.run(fault, phase)

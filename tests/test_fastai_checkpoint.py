@@ -29,13 +29,16 @@ class Stop(Callback):
     def after_batch(self):
         if self.train_iter==self.step and self.training: os.kill(os.getpid(), signal.SIGTERM)
 
-def fit(path, every=1, keep=100, ctx=False, cbs=(), one=True, **kw):
+def learner(path):
     torch.manual_seed(3)
     random.seed(3)
     path.mkdir(exist_ok=True)
     dls = DataLoaders(DataLoader(Items(40), bs=8, shuffle=True, num_workers=0), DataLoader(Items(16), bs=8, num_workers=0))
     model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(.2), nn.Linear(12, 3))
-    learn = Learner(dls, model, loss_func=nn.CrossEntropyLoss(), metrics=accuracy, path=path, lr=.01)
+    return Learner(dls, model, loss_func=nn.CrossEntropyLoss(), metrics=accuracy, path=path, lr=.01)
+
+def fit(path, every=1, keep=100, ctx=False, cbs=(), one=True, **kw):
+    learn = learner(path)
     stopper = EarlyStoppingCallback(patience=9)
     cbs = [Checkpoint('ckpt', every, keep, resume=one), stopper, CSVLogger(), *cbs]
     with learn.no_bar() if hasattr(learn, 'no_bar') else nullcontext(), learn.distrib_ctx() if ctx else nullcontext():
@@ -68,6 +71,21 @@ def everywhere(path, ctx, names=None, **kw):
 def test_alone(one, tmp_path):
     found = everywhere(tmp_path, False, one=one)
     assert len(found)==13 and found.pop('status')==75 and not any(found.values()), found
+
+def loads(path):
+    "The weights of a checkpoint, in and out of the context, and those of fastai's own file beside it"
+    path,res = Path(path),[]
+    for _ in range(2):
+        learn = learner(path)
+        with learn.distrib_ctx(): res.append(digest(learn.load('ckpt').model.state_dict()))
+        res.append(digest(learn.load('ckpt/epoch_0001-step_00000005').model.state_dict()))
+    learn.save('mine')
+    return res+[digest(learner(path).load('mine').model.state_dict())]
+
+def test_load_the_weights_of_a_checkpoint(tmp_path):
+    from learnerdist.testing import run_ranks
+    whole = fit(tmp_path, 'epoch')['model']
+    for a,first,b,*others in run_ranks(loads, 2, str(tmp_path)): assert a==b==whole!=first and others==[first]*2
 
 def test_two_ranks(tmp_path):
     from learnerdist.testing import run_ranks

@@ -109,6 +109,9 @@ def test_checkpoints(kind, two, tmp_path):
             n_found += 1
             assert found.folder.name in names and digest(found.parts)==digest(parts(1+names.index(found.folder.name))), i
             if found.folder.name==names[0]: assert len(found.bad)==1 and f'{path/names[1]}/' in found.bad[0], i
+            try: alone = snapshot.weights_in(path)
+            except ValueError as e: assert found.folder.name==names[0] and f'{path/names[1]}/' in str(e), (i,e)
+            else: assert digest(alone)==digest(parts(2)['model']), i # of the newest, or of none
         assert not ran.exists(), i
     if kind in (flip,truncate,append,remove): assert n_found==n # the one before is good
 
@@ -127,15 +130,16 @@ def damaged(rng, data):
     else: data[i] ^= 1<<rng.randrange(8)
     return bytes(data)
 
-def test_files_of_save(tmp_path):
+@pytest.mark.parametrize('name', ['a','a.safetensors'])
+def test_files_of_save(name, tmp_path):
     learn = learner(tmp_path)
     learn.create_opt()
-    file = learn.save('a')
+    file = learn.save(name)
     whole,data,n_bad = digest(learn.model.state_dict()),file.read_bytes(),0
     for i in range(200):
         file.write_bytes(damaged(random.Random(i), data))
         nn.init.zeros_(learn.model[0].weight)
-        try: learn.load('a')
+        try: learn.load(name)
         except ValueError as e:
             n_bad += 1
             assert f'{file}' in str(e), (i,e)

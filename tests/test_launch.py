@@ -2,9 +2,11 @@
 import fcntl,json,os,pty,random,select,signal,socket,subprocess,sys,termios
 from pathlib import Path
 import pytest,torch
+from torch.distributed import DistNetworkError
+from learnerdist.core import stacks
 from learnerdist.launch import agent
 from learnerdist.launch.agent import RankLogs,Watch,exit_reports,explain
-from learnerdist.launch.cli import _status,_status_of_all
+from learnerdist.launch.cli import _say_cut_off,_status,_status_of_all
 from learnerdist.launch import main,run
 from learnerdist.launch.processes import RanksError
 
@@ -213,6 +215,24 @@ def test_a_rank_that_leaves_with_status_0_fails_those_that_wait_for_it(tmp_path)
     res = launch('--nproc', 2, file, 75)
     assert res.returncode == 1 and 'launch: rank 1 left with status 75, to go on later' in res.stderr
 
+failing_alone = """
+import os
+if os.environ['RANK'] == '1': import no_such_module
+from learnerdist.all import process_group
+with process_group(): pass
+"""
+
+def test_a_rank_that_fails_before_the_group_is_heard_on_other_machines(tmp_path):
+    "One rank to a launcher, so that no other rank of its own machine hears it; the first launcher runs the store"
+    file,at = write(tmp_path, failing_alone),f'127.0.0.1:{free_port()}'
+    conf = [['--rdzv-conf',f'is_host={i == 0}'] for i in range(2)]
+    runs = [subprocess.Popen([*launcher, '--nnodes', '2', '--nproc', '1', '--rdzv-endpoint', at, *o, file], env=environment(),
+                             stderr=subprocess.PIPE, text=True) for o in conf]
+    said = [o.communicate(timeout=120)[1] for o in runs]
+    assert [o.returncode for o in runs] == [1,1], said
+    assert sum('learnerdist.launch: rank 1 failed first: ModuleNotFoundError' in o for o in said) == 1, said
+    assert sum('learnerdist.launch: rank 1 failed with ModuleNotFoundError: No module named' in o for o in said) == 1, said
+
 def test_slurms_ranks_say_themselves_that_they_leave(tmp_path):
     file = write(tmp_path, leaving.replace('if os', 'from learnerdist.all import rank0_first\nrank0_first(int)\nif os'))
     port = str(free_port())
@@ -222,6 +242,7 @@ def test_slurms_ranks_say_themselves_that_they_leave(tmp_path):
         runs = [subprocess.Popen([*launcher, file, str(status)], env=e, stderr=subprocess.PIPE, text=True) for e in tasks]
         a,b = (o.communicate(timeout=120)[1] for o in runs)
         assert [o.returncode for o in runs] == [1,status] and f'RankError: rank 1 {said}' in a and 'failed' not in b, (a,b)
+        assert f'learnerdist.launch: rank 0 ended, since rank 1 {said}' in a and 'rank 0 failed' not in a, a
 
 @pytest.mark.parametrize('code,status', [(None,0), (0,0), (True,1), (3,3), (256,1), (-1,255), ('words',1), ('',1), (75,75)])
 def test_exit_status(code, status): assert _status(SystemExit(code)) == status
@@ -260,7 +281,7 @@ def test_the_launcher_says_which_rank_it_waits_for(watched, capsys):
 @pytest.mark.parametrize('wait_s,stopped,ended_after', [(5,False,5), (0,True,1800), (7,True,7), (0,False,None)])
 def test_the_launcher_ends_what_does_not_end(watched, monkeypatch, wait_s, stopped, ended_after):
     logs,_ = watched
-    monkeypatch.setattr(agent, 'is_stopped', lambda pid: stopped)
+    for mod in (agent,stacks): monkeypatch.setattr(mod, 'is_stopped', lambda pid: stopped)
     watch,(a,b) = Watch(logs, wait_s),logs.handlers
     a.code = 0
     watch.look(10.)
@@ -269,9 +290,38 @@ def test_the_launcher_ends_what_does_not_end(watched, monkeypatch, wait_s, stopp
     watch.look(11.+(ended_after or 1e5))
     assert b.signals == ([signal.SIGKILL] if ended_after else [])
     if not ended_after: return
+    monkeypatch.setattr(stacks, 'is_stopped', lambda pid: False)
+    watch.look(12.+ended_after) # it has not gone yet, and is not asked again
+    assert b.signals == [signal.SIGKILL]
     where = f'it {"is stopped" if stopped else "does not answer"} (process {os.getpid()}'
     assert logs.known[5].startswith(f'ended by the launcher, since it still ran {ended_after+1} s after rank 4 had ended: {where}')
     assert explain(exit_reports({5: -9}, logs.files, logs.known))[0] == f'rank 5 failed first: {logs.known[5]}'
+
+def test_an_agent_that_waits_for_a_machine_that_is_gone_is_freed(watched, monkeypatch):
+    "It has not heard that one of its ranks failed; `test_failure` cuts a link for it"
+    logs,_ = watched
+    freed = []
+    monkeypatch.setattr(agent, 'hang_up', lambda: freed.append(1))
+    watch,(a,b) = Watch(logs, give_up_s=9),logs.handlers
+    a.code = 0
+    for now in (0.,100.): watch.look(now)
+    b.code = 1
+    for now in (200.,209.): watch.look(now)
+    assert freed == []
+    watch.look(210.)
+    assert freed == [1]
+
+def test_a_launcher_that_has_lost_the_others(watched, capsys):
+    "It says so, unless a rank of its own has failed"
+    logs,_ = watched
+    a,b = logs.handlers
+    a.code = -signal.SIGTERM # from torchrun, which ends the ranks
+    assert _say_cut_off(DistNetworkError('reset'), 'gpu1:29500', logs) == 1
+    said = capsys.readouterr().err
+    assert 'cannot reach gpu1:29500, where the launchers meet' in said and '(reset)' in said and 'rank' not in said
+    b.code = 3
+    assert _say_cut_off(DistNetworkError('reset'), 'gpu1:29500', logs) == 3
+    assert capsys.readouterr().err == 'learnerdist.launch: rank 5 failed first: ended with exit status 3, without an exception\n'
 
 def test_ranks_of_which_only_some_go_on_later(watched, capsys):
     logs,_ = watched

@@ -167,7 +167,12 @@ def test_load_the_weights_of_a_checkpoint(tmp_path):
     for o in ('ckpt', 'ckpt/epoch_0002-step_00000010', tmp_path/'ckpt'):
         other = learner(tmp_path)
         assert digest(other.load(o).model.state_dict())==digest(learn.model.state_dict()) and other.opt is None
+    old,new = (tmp_path/f'ckpt/{o}/model.pt' for o in names(tmp_path))
     first = learner(tmp_path).load('ckpt/epoch_0001-step_00000005').model.state_dict()
+    shutil.copy(new, tmp_path/'kept')
+    shutil.copy(old, new) # whole in itself, and not what this checkpoint wrote
+    with pytest.raises(ValueError, match=f'{new} is not what was written'): learner(tmp_path).load('ckpt')
+    shutil.copy(tmp_path/'kept', new)
     assert digest(first)!=digest(learn.model.state_dict())
     (tmp_path/'empty').mkdir()
     with pytest.raises(ValueError, match='empty is no checkpoint, and holds none'): learn.load('empty')

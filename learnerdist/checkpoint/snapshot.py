@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['format_version', 'to_plain', 'on_cpu', 'write_snapshot', 'read_manifest', 'read_snapshot', 'Found', 'snapshots',
-           'snapshot_name', 'newest_good', 'drop_snapshot', 'prune', 'open_folder']
+           'snapshot_name', 'newest_good', 'drop_snapshot', 'prune', 'open_folder', 'weights_in']
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c002
 import json,os,re,shutil,time,zlib
@@ -18,7 +18,9 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor
 
-from ..core.rank0 import DamagedFile,load_plain,read_bytes,seal,whole_file
+from ..core.files import whole_file
+from ..core.weights import DamagedFile,load_plain,read_bytes,seal
+from ..learner.saving import weights_of_folder
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c005
 format_version = 2 # Of a snapshot's files; other versions are not read
@@ -166,13 +168,14 @@ def _manifests(path):
     return res
 
 def _good(found): return {k:o for k,o in found.items() if isinstance(o, dict)}
+def _newest_run(found): return max(((o['time'],o['run']) for o in _good(found).values()), default=(0,None))[1]
 
 def newest_good(
     path:Path
 )->Found: # None where there is no snapshot at all
     "The newest undamaged snapshot in `path`; ValueError if all of them are damaged"
     found,bad = _manifests(path),[]
-    run = max(((o['time'],o['run']) for o in _good(found).values()), default=(0,None))[1]
+    run = _newest_run(found)
     for folder,info in reversed(found.items()):
         try:
             if isinstance(info, DamagedFile): raise info
@@ -206,3 +209,18 @@ def open_folder(
                                               'resume=True, or use another folder, or remove this one')
     path.mkdir(parents=True, exist_ok=True)
     for folder in path.glob('.epoch_*.tmp'): shutil.rmtree(folder, ignore_errors=True)
+
+# %% ../../nbs/checkpoint/00_snapshot.ipynb #ckl11
+def weights_in(
+    folder:Path # A snapshot, or a folder of snapshots
+)->dict:        # State dict of the model, on the CPU
+    "The weights in a snapshot, or in the newest one of a folder, of the run that wrote last. ValueError without one, DamagedFile"
+    if (folder/'manifest.json').exists(): return read_snapshot(folder, read_manifest(folder), ('model',))['model']
+    found = _manifests(folder)
+    run = _newest_run(found)
+    for path,info in reversed(found.items()):
+        if isinstance(info, DamagedFile): raise info
+        if info['run']==run: return read_snapshot(path, info, ('model',))['model']
+    raise ValueError(f'{folder} is no checkpoint, and holds none')
+
+weights_of_folder.append(weights_in) # for `Learner.load`

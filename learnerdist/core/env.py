@@ -213,8 +213,9 @@ def _open(device, backend, timeout_s, name):
 
 def _everyones(word, what, store, timeout_s):
     "Send `word` to all ranks; returns the word of each rank, None for a rank that did not send one in time"
-    keys = {r: f'{what}/{r}' for r in range(num_distrib())}
-    store.set(keys[rank_distrib()], word)
+    me,n = (dist.get_rank(),dist.get_world_size()) if in_group() else (rank_distrib(),num_distrib())
+    keys = {r: f'{what}/{r}' for r in range(n)}
+    store.set(keys[me], word)
     return wait_keys(store, keys, timeout_s) or [store.get(k).decode() if store.check([k]) else None for k in keys.values()]
 
 # %% ../../nbs/core/01_env.ipynb #c021
@@ -296,10 +297,16 @@ def process_group(
     try:
         with _noting_loops():
             device = setup_distrib(cuda_id, timeout_s=group_timeout(), **kw) if num_distrib()>1 else default_device(cuda_id)
-            if in_group(): _ours.append(None if opened else dist.new_group(timeout=timedelta(seconds=group_timeout())))
+            if in_group(): _ours.append(None if opened else _new_group())
         yield device
         failed = False
     finally: close_group(failed)
+
+def _new_group(**kw):
+    "A further group of all ranks. A rank that left before all have connected would fail those that still connect"
+    res = dist.new_group(timeout=timedelta(seconds=group_timeout()), **kw)
+    if dist.get_world_size()>1: _everyones('yes', 'opened', dist.PrefixStore(_next_group(), shared_store()), min(group_timeout(), 20))
+    return res
 
 def group_timeout()->float:
     "Timeout in seconds of the collectives of this package"
@@ -325,7 +332,7 @@ def current_group():
 def control_group():
     "A gloo group of the same ranks, for small values on the host that must not queue behind gradients. The first call is a collective"
     if len(_ours)<2:
-        with _noting_loops(): _ours.append(dist.new_group(backend='gloo', timeout=timedelta(seconds=group_timeout())))
+        with _noting_loops(): _ours.append(_new_group(backend='gloo'))
     return _ours[1]
 
 def group_rank()->int:

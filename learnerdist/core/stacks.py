@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['preempted_status', 'ask', 'Frame', 'frames_of', 'frames_of_caller', 'users_frame', 'in_library', 'report_folder',
-           'catch_crashes', 'read_crash', 'answer_asks', 'answerer', 'stack_of', 'is_stopped', 'describe_stack']
+           'catch_crashes', 'read_crash', 'answer_asks', 'answerer', 'stack_of', 'is_stopped', 'describe_stack',
+           'place_of']
 
 # %% ../../nbs/core/00_stacks.ipynb #c002
 import faulthandler,functools,inspect,linecache,os,re,signal,sysconfig,tempfile,time,traceback
@@ -110,7 +111,7 @@ def stack_of(
         start,n_asked = time.monotonic(),0
         while _read(file).count(_head) < before+i:
             waited = time.monotonic()-start
-            if waited > timeout_s or not _holds(pid, file): return None
+            if waited > timeout_s or is_stopped(pid) or not _holds(pid, file): return None
             if waited >= .2*n_asked: # ask again: a signal may reach a C++ thread, which does not answer
                 os.kill(pid, ask)
                 n_asked += 1
@@ -145,6 +146,15 @@ def describe_stack(
     if not any(o in at.file for o in _waits): return f'was at {where}' + ('' if at == user else f' ({at.name})')
     name = next((o.name for o in frames if 'c10d_logger' not in o.file and o.name not in ('wait_key','wait_keys')), at.name)
     return f'waited in {_called.get(name, name)}, from {where}'
+
+def place_of(
+    pid, # A process on this machine
+    file # Its stack file, see `answer_asks`
+)->tuple: # (`Frame`s, none if it does not answer; a text)
+    "Where another process is"
+    found = frames_of(stack_of(pid, file) or '')
+    if found: return found,describe_stack(found)
+    return [],f'is stopped (process {pid}, by SIGSTOP)' if is_stopped(pid) else f'does not answer (process {pid})'
 
 _called = dict(_engine_run_backward='backward', hear='the vote of a step', tell='the vote of a step', _open='the start of the group',
                _everyones='the start of the group', _after_rank0='rank0_first', _rank0_first='rank0_first')

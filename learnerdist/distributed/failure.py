@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..core.env import (RankError,close_group,group_size,in_group,is_consequence,num_distrib,pack_error,rank_distrib,section,shared_store,
                         unpack_error)
-from ..core.stacks import Frame,answer_asks,answerer,describe_stack,frames_of,is_stopped,stack_of
+from ..core.stacks import Frame,answer_asks,answerer,describe_stack,frames_of,place_of
 
 # %% ../../nbs/distributed/04_failure.ipynb #c004
 def first_failure(
@@ -60,21 +60,23 @@ def _place(store, key, rank, end):
     "What a rank is doing; a rank that cannot be asked has until `end` to report it"
     waited,known = f'{key}/waited/{rank}',_answerer(store, rank)
     if not store.check([waited]) and known and known[0]==socket.gethostname():
-        _,pid,file = known
-        if is_stopped(pid): return f'is stopped (process {pid}, by SIGSTOP)'
-        stack = stack_of(pid, file)
-        if stack is None: return f'does not answer (process {pid})'
-        if not any(o.file==_place.__code__.co_filename for o in frames_of(stack)): return describe_stack(frames_of(stack))
+        frames,text = place_of(*known[1:])
+        if not any(o.file==_place.__code__.co_filename for o in frames): return text
     while not store.check([waited]) and time.monotonic()<end: time.sleep(.01)
     if store.check([waited]): return describe_stack([Frame(*o) for o in json.loads(store.get(waited))])
     return _reach(known[0]) if known and known[0]!=socket.gethostname() else 'has not come so far'
 
+def _cut(host, port):
+    "An OSError if a machine does not answer; None if it does, also if nothing listens there, and if its name is not known here"
+    try: socket.create_connection((host, port), 3).close()
+    except (ConnectionRefusedError,socket.gaierror): return None
+    except OSError as e: return e
+
 @cache
 def _reach(host):
     "A text about a rank on another machine that has not reported where it is"
-    try: socket.create_connection((host, 9), 3).close()
-    except (ConnectionRefusedError,socket.gaierror): pass # it is reachable, or its name is not known here
-    except OSError as e: return f'runs on {host}, a machine that cannot be reached from {socket.gethostname()} ({e})'
+    e = _cut(host, 9)
+    if e: return f'runs on {host}, a machine that cannot be reached from {socket.gethostname()} ({e})'
     return f'has not timed out, and runs on {host}'
 
 # %% ../../nbs/distributed/04_failure.ipynb #c008
@@ -108,10 +110,18 @@ def failing_together(
 def _first(e, key):
     "What to raise on this rank: `e`, or the failure of another rank that caused it. Closes the group, which frees the other ranks"
     try:
-        try: e,is_ours = _record(e, key)
+        try:
+            _check_link()
+            e,is_ours = _record(e, key)
         finally: close_group(failed=True) # also a group that was opened outside of the section
         return e if is_ours else first_failure(key, timeout_s=5) or e
     except dist.DistError as lost: return _cut_off(e, lost)
+
+def _check_link():
+    "DistNetworkError if the machine of the launch's store does not answer: requests to it would block for a quarter of an hour"
+    if 'MASTER_ADDR' not in os.environ or 'LEARNERDIST_INIT_METHOD' in os.environ: return
+    lost = _cut(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']))
+    if lost: raise dist.DistNetworkError(str(lost))
 
 def _record(e, key):
     "The exception, and whether it began on this rank; then it is in the store before the other ranks are freed"

@@ -14,12 +14,14 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.progress import CSVLogger
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
-from fastai.learner import Learner,Recorder
+from fastai.learner import Learner,Recorder,join_path_file
 from fastcore.basics import noop,patch
 
 from ..distributed import trainer as core
 from ..checkpoint.checkpoint import resumed
-from ..learner.learner import StartAt
+from ..checkpoint.snapshot import weights_in
+from ..core.rank0 import await_save
+from ..learner.learner import StartAt,get_model
 from .trainer import DistributedTrainer
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c005
@@ -125,3 +127,17 @@ def _clean_up(learn, cb):
     old,cb.learn = cb.learn,learn # fastai sets it to None on a removed callback
     cb.cleanup()
     cb.learn = old
+
+# %% ../../nbs/fastai/03_checkpoint.ipynb #ckf11
+_load = Learner.load
+
+@patch
+def load(self:Learner, file, *args, **kwargs):
+    "As fastai's; or the weights of a `Checkpoint`, given its folder within the learner's path"
+    if not isinstance(file, (str,Path)): return _load(self, file, *args, **kwargs)
+    folder = Path(self.path)/file
+    if not folder.is_dir():
+        await_save(join_path_file(file, self.path/self.model_dir, ext='.pth'))
+        return _load(self, file, *args, **kwargs)
+    get_model(self.model).load_state_dict(weights_in(folder))
+    return self

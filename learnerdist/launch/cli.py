@@ -6,7 +6,7 @@
 __all__ = ['auto_nproc', 'run', 'main']
 
 # %% ../../nbs/launch/03_cli.ipynb #c002
-import argparse,json,os,runpy,signal,sys,tempfile,time,traceback
+import argparse,json,os,runpy,signal,socket,sys,tempfile,time,traceback
 from contextlib import contextmanager,suppress
 from pathlib import Path
 from typing import Callable
@@ -216,7 +216,9 @@ def _leave_report(e, status):
     "Write the error file that torchrun reads, as torch's `record` does, with the fields of our own report"
     from learnerdist.core.env import RankError,is_consequence
     at,text,now = users_frame(frames_of(e)),f'{type(e).__name__}: {e}',time.time()
-    if not report_folder(): return say(f'rank {os.environ["RANK"]} failed: {text} ({at.file}:{at.line})')
+    if not report_folder():
+        if isinstance(e, RankError): return say(f'rank {os.environ["RANK"]} ended, since {str(e).splitlines()[0]}')
+        return say(f'rank {os.environ["RANK"]} failed: {text} ({at.file}:{at.line})')
     extra = dict(py_callstack=''.join(traceback.format_exception(e)), timestamp=str(int(now)))
     told = isinstance(e, RankError) or is_consequence(e)
     res = dict(message=dict(message=text, extraInfo=extra), rank=int(os.environ['RANK']), time=now, code=status, told=told)
@@ -248,26 +250,47 @@ def _one_hash_seed():
         if own: del os.environ['PYTHONHASHSEED']
 
 def _launch_agent(args):
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
     from torch.distributed.launcher.api import elastic_launch
-    from learnerdist.launch.agent import Watch,end_groups,exit_reports,explain,hear_of_ranks
+    from learnerdist.launch.agent import Watch,end_groups,hear_of_ranks
     handlers = hear_of_ranks()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as d:
         args.log_dir = args.log_dir or d
         config,logs,cmd,cmd_args = _configure(args)
         logs.handlers = handlers
-        Watch(logs, args.wait).start()
+        watch = Watch(logs, args.wait, 5+(config.shutdown_timeout if not config.max_restarts else 900))
+        watch.start()
         try:
             with _one_hash_seed(): elastic_launch(config, cmd)(*cmd_args)
         except SignalException as e: return preempted_status if logs.files and [*logs.files] == logs.put_off() else 128 + e.sigval
         except ChildFailedError as e:
-            reports = exit_reports({r: f.exitcode for r,f in e.failures.items()}, logs.files, logs.known)
-            say(*explain(reports, logs.left))
-            return reports[0][2] if reports[0][2] > 0 else 128-reports[0][2]
+            watch.stop()
+            watch.look(time.monotonic()) # other machines hear of it before this process ends
+            return _say_failures({r: f.exitcode for r,f in e.failures.items()}, logs)
+        except (RendezvousConnectionError, DistError) as e: return _say_cut_off(e, args.rdzv_endpoint, logs)
         else: handlers.clear() # processes that a successful script leaves may go on, as under `python`
-        finally: end_groups(handlers)
+        finally:
+            watch.stop()
+            end_groups(handlers)
         return _status_of_all(logs)
+
+def _say_failures(codes, logs):
+    "Report which ranks failed; returns the launcher's exit status"
+    from learnerdist.launch.agent import exit_reports,explain
+    reports = exit_reports(codes, logs.files, logs.known)
+    say(*explain(reports, logs.left))
+    return reports[0][2] if reports[0][2] > 0 else 128-reports[0][2]
+
+def _say_cut_off(e, endpoint, logs):
+    "Report that another machine cannot be reached, or the failure of a rank that this launcher could not discuss with the others"
+    codes = {int(logs.envs[o.local_rank_id]['RANK']): c for o in logs.handlers if (c := o.proc.poll())}
+    if any(c != -signal.SIGTERM for c in codes.values()): return _say_failures(codes, logs) # torchrun has sent SIGTERM to the others
+    where = f'{socket.gethostname()} cannot reach {endpoint}, where the launchers meet'
+    say(f'{where}: the launcher there has ended, or the machine or the link to it is gone ({e.__cause__ or e})')
+    return 1
 
 def _status_of_all(logs):
     "The launcher's exit status if all ranks ended well or left with `preempted_status`"

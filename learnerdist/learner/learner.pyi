@@ -175,7 +175,7 @@ class Learner:
     def validate(self, ds_idx: int=1, dl=None, cbs=None) -> list:
         """Loss and metrics of the present model over a whole data set"""
 
-    def save(self, file, with_opt: bool=True) -> Path:
+    def save(self, file, with_opt: bool | None=None) -> Path:
         """Write the model's weights atomically, with a checksum. On several ranks only rank 0 writes, and no rank waits"""
 
     def load(self, file, with_opt: bool=True, strict: bool=True):
