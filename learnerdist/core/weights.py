@@ -63,7 +63,9 @@ def load_plain(
 _mark = re.compile(rb'"learnerdist":"crc32 ([0-9a-f]{8})"') # in the header
 _no_crc = b'0'*8
 
-def is_safetensors(path)->bool: return Path(path).suffix=='.safetensors'
+def is_safetensors(path)->bool:
+    "Whether a file's name says that it is in the format of safetensors"
+    return Path(path).suffix=='.safetensors'
 
 def _safetensors():
     try: import safetensors.torch
