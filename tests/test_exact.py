@@ -2,9 +2,9 @@
 import re, warnings
 import pytest, torch
 from torch import nn, tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset, TensorDataset
-from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, gather_with_grad, get_model, group_rank, group_size, process_group,
-                             set_seed)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset
+from learnerdist.all import (Callback, DataLoaders, GradientAccumulation, Learner, TfmdDL, gather_with_grad, get_model, group_rank,
+                             group_size, process_group, set_seed)
 from learnerdist.testing import RanksError, run_ranks
 
 N,BS = 48,6 # a global batch of 12: on 1, 2 and 3 ranks 12, 6 and 4 each
@@ -85,6 +85,8 @@ def loss_params():
 def contrast(p, t): return torch.logsumexp(-torch.cdist(gather_with_grad(p), gather_with_grad(t.detach())), 1).mean()
 contrast.n_items = 'whole'
 
+def contrastive(): return loaded(TfmdDL(data(), size(), shuffle=True), TfmdDL(data(11, 3), 3), net(), contrast)
+
 class Attributes(Callback):
     "To a callback, the learner's model is the user's at every event of training"
     def before_batch(self): self.model.temperature = self.iter
@@ -127,14 +129,114 @@ def batch_sampler():
     with learn.distrib_ctx(seed=3), learn.no_logging(): learn.fit(2)
     return tensor(0.),[],[o[1] is not None for o in learn.recorder.values]
 
+# --- batches of different sizes, and of any structure ------------------------------------------------------------------------
+
+def normed():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+class Stream(IterableDataset):
+    def __init__(self, ds): self.ds = ds
+    def __iter__(self): return iter(self.ds)
+
+def loaded(dl, valid, model, loss, *cbs, **kw):
+    learn = Learner(DataLoaders(dl, valid), model, loss, sgd, splitter=every_param, **kw)
+    res = fitted(learn, *cbs)
+    return *res,[o.tolist() for o in learn.model.buffers()]
+
+def of_length(n, model=normed, **kw):
+    ds = data(n)
+    return loaded(TfmdDL(ds, size(), shuffle=True, **kw), TfmdDL(data(11, 3), 3), model(), nn.MSELoss())
+
+def a_stream():
+    return loaded(TfmdDL(Stream(data(45)), size()), TfmdDL(data(11, 3), 3), normed(), nn.MSELoss())
+
+class Tags(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.emb,self.rnn,self.out = nn.Embedding(9, 5).double(),nn.GRU(5, 5, batch_first=True).double(),nn.Linear(5, 4).double()
+    def forward(self, x): return self.out(self.rnn(self.emb(x))[0])
+
+def texts(n):
+    g = torch.Generator().manual_seed(4)
+    x = torch.randint(9, (n,6), generator=g)
+    return list(zip(x, (x%4).masked_fill(torch.arange(6)>=torch.randint(1, 7, (n,1), generator=g), -100)))
+
+def of_tokens(out, y): return nn.functional.cross_entropy(out.flatten(0, 1), y.flatten()) # a user's; nothing is said of it
+def flat_tokens(): return loaded(TfmdDL(texts(45), size(), shuffle=True), TfmdDL(texts(11), 3), Tags(), of_tokens)
+
+class Boxes(nn.Module):
+    "From a list of pictures to a list of dicts"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.lin = nn.Linear(4, 2).double()
+    def forward(self, xs): return [dict(center=self.lin(x).mean(0)) for x in xs]
+
+def of_boxes(outs, ys): return torch.stack([((o['center']-y['boxes'])**2).mean() for o,y in zip(outs, ys)]).mean()
+def scenes_with_boxes(n):
+    g = torch.Generator().manual_seed(6)
+    rows = lambda *s: torch.randn(*s, generator=g, dtype=torch.double)
+    return [(rows(3, 4),dict(boxes=rows(2, 2))) for _ in range(n)]
+
+class Batches:
+    "A batch sampler of the user's"
+    def __init__(self, n): self.n = n
+    def __len__(self): return -(-self.n//size())
+    def __iter__(self): return iter(torch.randperm(self.n).split(size()))
+
+def as_lists(b): return tuple(map(list, zip(*b)))
+def detection():
+    dl = DataLoader(scenes_with_boxes(45), batch_sampler=Batches(45), collate_fn=as_lists)
+    return loaded(dl, TfmdDL(scenes_with_boxes(11), 3, collate_fn=as_lists), Boxes(), of_boxes)
+
+def as_graph(b): return torch.cat([o for o,_ in b]),torch.cat([o for _,o in b])
+def graphs(n):
+    g = torch.Generator().manual_seed(6)
+    return [(torch.randn(k, 4, generator=g, dtype=torch.double),torch.randn(k, 2, generator=g, dtype=torch.double))
+            for k in torch.randint(1, 6, (n,), generator=g).tolist()]
+def nodes(): return loaded(TfmdDL(graphs(48), size(), collate_fn=as_graph), TfmdDL(graphs(11), 3, collate_fn=as_graph), net(), nn.MSELoss())
+
+class Penalty(Callback):
+    run_valid = False
+    def after_loss(self): self.learn.loss_grad = self.loss_grad+.01*sum(p.square().sum() for p in self.model.parameters())
+def sum_and_penalty():
+    return loaded(TfmdDL(data(45), size()), TfmdDL(data(11, 3), 3), net(), nn.MSELoss(reduction='sum'), Penalty(), SmallSteps())
+
+class SmallSteps(Callback):
+    def before_fit(self): self.opt.param_groups[0]['lr'] = 1e-3
+
+class FreezeBetween(Callback):
+    "Freezes the first layer after the first of two micro-batches"
+    def before_batch(self):
+        if self.training and self.train_iter==1: self.model[0].requires_grad_(False)
+def freeze_in_a_group():
+    acc = GradientAccumulation(size())
+    return loaded(TfmdDL(data(48), size()//2), TfmdDL(data(11, 3), 3), net(), nn.MSELoss(), acc, FreezeBetween())
+
+def odd(p, t): return ((p-t)/(t.std(0)+1)).pow(2).mean()
+def validated():
+    "Before any fit: a loss that is no mean over samples, and one of the whole batch on ranks with different numbers of batches"
+    res = []
+    for loss in (odd, contrast):
+        learn = Learner(DataLoaders(TfmdDL(data(24), size()), TfmdDL(data(11, 3), 4)), net(), loss, sgd)
+        with learn.distrib_ctx(seed=3): res += learn.validate()
+    return tensor(res),[],[]
+
 unfrozen_in = 'before_batch','after_pred','after_step','after_batch'
 scenes = {f'unfreeze in {o}': lambda o=o: fitted(learner(), Freeze(o, unfreeze)) for o in unfrozen_in}
 scenes |= {f'freeze in {o}': lambda o=o: fitted(learner(), Freeze(o, freeze_more)) for o in ('before_batch','after_loss','after_backward')}
 scenes |= {'freeze all but one': lambda: fitted(learner(), Freeze('before_batch', freeze_all_but_bias)),
            'a layer is added': lambda: fitted(learner(), AddsLayer()), 'parameters of the loss': loss_params,
-           'max_norm': lambda: fitted(learner(Shortened(), tokens())), 'contrastive': lambda: fitted(learner(loss=contrast)),
+           'max_norm': lambda: fitted(learner(Shortened(), tokens())), 'contrastive': contrastive,
            'attributes of the model': attributes, 'new loaders': lambda: fitted(learner(), NewLoaders()),
            'new loaders, one cycle': new_loaders_then_one_cycle, 'folds': folds, 'batch sampler': batch_sampler}
+# 45: three samples fewer than fill the batches; 37, 38: one or two for the last step; 47 with drop_last: rank 0 has a full batch more
+scenes |= {'45 samples': lambda: of_length(45), '37 samples': lambda: of_length(37, net), '38 samples': lambda: of_length(38),
+           '47, drop_last': lambda: of_length(47, drop_last=True),
+           '2 samples': lambda: of_length(2, net), 'stream': a_stream, 'tokens': flat_tokens, 'detection': detection, 'graph': nodes,
+           'sum and penalty': sum_and_penalty, 'freeze in a group': freeze_in_a_group, 'validate first': validated}
 
 def all_scenes():
     with process_group(): return {k: f() for k,f in scenes.items()}
@@ -151,7 +253,12 @@ def test_as_in_one_process(alone, ranks, k):
     for got in (o[k] for o in ranks):
         assert got[0].shape==want[0].shape and (got[0]-want[0]).abs().max()<=1e-9
         assert torch.allclose(tensor(got[1], dtype=torch.double), tensor(want[1], dtype=torch.double), atol=1e-9)
-        assert str(got[3:])==str(want[3:]) and len(got[2])==len(want[2])
+        assert len(got[2])==len(want[2]) and len(got)==len(want)
+        for a,b in zip(_numbers([got[2:]]), _numbers([want[2:]]), strict=True): assert a==pytest.approx(b, abs=1e-9, nan_ok=True)
+
+def _numbers(o):
+    "The numbers in nested lists, in order"
+    return [p for v in o for p in _numbers(v)] if isinstance(o, (list,tuple)) else [float('nan') if o is None else o]
 
 # --- what cannot be the same is said ----------------------------------------------------------------------------------------
 
@@ -192,11 +299,36 @@ class Drifts(Callback):
 def drift(): return learner(cbs=Drifts())
 def other_path(): return learner(path=f'/tmp/run-{group_rank()}')
 
+def pairs(): return Learner(DataLoaders(TfmdDL(data(), 2)), net(), batch_std, sgd)
+def batch_mean(p, t): return 2*((p-t)**2).mean()
+def single_samples(): return Learner(DataLoaders(TfmdDL(data(8), 1)), net(), batch_mean, sgd)
+class WithLoss(nn.Module):
+    "Returns its loss, as models of Hugging Face do"
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 2).double()
+    def forward(self, x): return dict(loss=self.lin(x).square().mean())
+def given(out, y): return out['loss']
+def of_model(): return learner(WithLoss(), loss=given)
+def no_statistics():
+    return learner(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2, track_running_stats=False)).double())
+class Second(Callback):
+    "Trains a model of its own, on each rank with that rank's samples"
+    def __init__(self): self.net = nn.Linear(4, 1).double()
+    def before_batch(self):
+        with torch.no_grad(): self.net.weight.add_(self.learn.xb[0].mean(0)*self.training)
+def second_model():
+    torch.manual_seed(1)
+    return learner(cbs=Second())
+
 @pytest.mark.parametrize('make, want', [
     (odd_loss, r'the loss batch_std may train otherwise on 2 ranks .*n_items'), (other_split, r'different data: training data.indices: #'),
     (other_length, r'^ValueError: .*len\(training data\): 24 on rank 0, 30 on rank 1'),
     (other_rate, r'^ValueError: .*momentum of parameter group 0: 0\.1 on rank 0, 0\.2 on rank 1'),
     (own_buffer, 'seen: each rank has computed this'),
+    (pairs, r'the loss batch_std may train otherwise'), (of_model, r'the loss given may train otherwise .* is not known'),
+    (single_samples, r'the loss batch_mean may train otherwise .* batch of one sample'),
+    (no_statistics, r'1: BatchNorm without running statistics'), (second_model, r'second\.net\.weight: each rank has computed this'),
     (drift, r'^RuntimeError: .*2\.bias differs between rank 0 and \[1\]'), (other_path, 'learn.path differs: .*run-0 on rank 0, .*run-1')],
     ids=lambda o: getattr(o, '__name__', ''))
 def test_a_difference_is_told(make, want):

@@ -190,9 +190,10 @@ def _ask(self:ExactEvaluation)->bool:
 @patch
 def _settle_loss(self:ExactEvaluation, *told):
     "Agree on what the loss is the mean over, from what each rank has found, and whether it has kept its batches"
-    kinds,kept = {k for found,_ in told for k in found}-{None},all(o for _,o in told)
+    kinds,kept = {k for found,_ in told for k in found},all(o for _,o in told)
     if not kinds: return
-    kind = kinds.pop() if len(kinds)==1 else 'other'
+    kinds -= {None}
+    kind = kinds.pop() if len(kinds)==1 else 'other' # also if no batch could tell
     replays = kind in ('sum','other') and kept
     self.learn._loss_over = self.learn.loss_func,MeanOver(kind if replays or kind=='items' else 'samples')
     if kind=='uncut' or kind=='other' and not kept: say_loss(self.learn.loss_func, kind)
