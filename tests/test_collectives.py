@@ -86,7 +86,8 @@ def test_a_fit(W, env):
         # validation; whether the weights are equal, and how many hashes there are
         epoch = {'all_reduce': 1, 'all_gather': 1}
         assert got['epoch']==dict(epoch, vote=7+5+3, all_gather_object=1+1)
-        assert got['fit']==dict(epoch, vote=1+7+5+3, all_gather_object=1+1+1) # before the fit a vote, and its settings
+        # Before the fit a vote, and its settings; after its first step, whether the weights are equal
+        assert got['fit']==dict(epoch, all_gather=1+1, vote=1+7+5+3, all_gather_object=1+1+1+1)
         assert got['more_means']=={'all_gather_object': 1} # what they are is asked once, of all together
         # BatchNorm: the sums of each step, forward and backward; 3 buffers after the epoch
         assert got['norm']=={'all_reduce': 3*2, 'broadcast': 3}

@@ -359,6 +359,7 @@ def saves(W, rank, path):
         learn.load('b', with_opt=False)
         learn.export('whole.pkl')
         kept = len(learn.cbs)==n_cbs
+        learn.load('a') # on all ranks alike
         learn.fit(1)
     return before,loaded,last if group_rank()==max(W, 1)-1 else second,second,kept
 

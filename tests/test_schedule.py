@@ -259,13 +259,13 @@ def nan_cases(path):
     return res
 
 def weights_by_hand(ranks_of_steps, world_size):
-    "Plain SGD; at each step the sum of these ranks' gradients, over the number of all"
+    "Plain SGD; at each step the mean of these ranks' gradients"
     learn = make()
     for i,ranks in enumerate(ranks_of_steps):
         b = data()[i*BS:(i+1)*BS]
         for r in ranks:
             x,y = (torch.stack(o) for o in zip(*b[r::world_size]))
-            (learn.loss_func(learn.model(x), y)/world_size).backward()
+            (learn.loss_func(learn.model(x), y)/len(ranks)).backward()
         learn.prepare(.1)
         learn.opt.step()
         learn.opt.zero_grad()

@@ -220,20 +220,21 @@ def before_epoch(self:DistributedTrainer):
 def before_train(self:DistributedTrainer): self.learn.wrapper = self.replica
 
 @patch
-def after_train(self:DistributedTrainer):
-    if self.learn.wrapper is None: return
+def leave_train(self:DistributedTrainer)->bool: # Whether a training loop has ended
+    "After a training loop: the loop's model is the user's again, tensors are compared, buffers are rank 0's. Sync point"
+    if vars(self.learn).get('wrapper') is None: return False
     self.learn.wrapper = None
     if group_size()>1:
         self.check_divergence()
         check_others(self.learn, self.said)
     self.weights.end()
     self._sync_buffers()
-    rec = getattr(self.learn, 'recorder', None)
-    if rec is not None and group_size()>1: rec.totals = self._of_all_ranks(_padded(rec.step_totals()))
+    return True
 
-def _padded(t):
-    n = max(gather_objects(len(t))) # a rank that has left the loop in its last step has not recorded it
-    return torch.cat([t, t.new_zeros(n-len(t), 3)])
+@patch
+def after_train(self:DistributedTrainer):
+    rec = getattr(self.learn, 'recorder', None)
+    if self.leave_train() and rec is not None and group_size()>1: rec.totals = self._of_all_ranks(rec.step_totals())
 
 @patch
 def check_divergence(self:DistributedTrainer):
@@ -243,11 +244,12 @@ def check_divergence(self:DistributedTrainer):
 @patch
 def _of_all_ranks(self:DistributedTrainer, totals):
     "Each step's loss × items, items and samples, over all ranks. A loss that is a sum adds up: S = ΣSᵣ, where a mean is ΣnᵣLᵣ/Σnᵣ"
-    if loss_over(self.learn).kind!='sum': return all_sum(totals)
-    totals[:,0] = (totals[:,0]/totals[:,1]).nan_to_num()
-    totals = all_sum(totals)
-    totals[:,0] *= totals[:,1]
-    return totals
+    adds_up,n = loss_over(self.learn).kind=='sum',self.agreement.n_steps
+    if adds_up: totals[:,0] = (totals[:,0]/totals[:,1]).nan_to_num()
+    own = torch.cat([totals, totals.new_ones(len(totals), 1)], 1) # 1: this rank has recorded the step, and not left the loop in it
+    totals = all_sum(torch.cat([own, own.new_zeros(max(n-len(own), 0), 4)])[:n])
+    if adds_up: totals[:,0] *= totals[:,1]
+    return totals[totals[:,3]>0,:3]
 
 @patch
 def after_cancel_epoch(self:DistributedTrainer): self.after_train()

@@ -256,10 +256,7 @@ def _of_all(self:DistributedTrainer, tot, count):
 # %% ../../nbs/fastai/02_trainer.ipynb #c025
 @patch
 def after_train(self:DistributedTrainer):
-    if vars(self.learn).get('wrapper') is None: return
-    self.learn.wrapper = None
-    self._sync_buffers()
-    if group_size()>1 and 'recorder' in vars(self.learn): self._global_losses()
+    if self.leave_train() and group_size()>1 and 'recorder' in vars(self.learn): self._global_losses()
 
 @patch
 def _global_losses(self:DistributedTrainer):
