@@ -153,7 +153,6 @@ class Watch:
     ):
         self.logs,self.wait_s,self.give_up_s,self.say_s = logs,wait_s,give_up_s,say_s
         self.told,self.since,self.failed = set(),None,None
-
         self.over,self.thread = threading.Event(),threading.Thread(target=self._run, daemon=True, name='watch')
 
     def start(self):
@@ -163,7 +162,7 @@ class Watch:
     def stop(self):
         "End the thread: one that waits in C++ while Python ends would crash the process"
         self.over.set()
-        self.thread.join(10)
+        self.thread.join(30) # longer than it waits for another machine
 
     def _run(self):
         while not self.over.wait(.2): self.look(time.monotonic())
@@ -188,7 +187,8 @@ class Watch:
         env,rank = self.logs.envs[handler.local_rank_id],self._rank(handler)
         how = f'left with status {preempted_status}, to go on later' if rank in self.logs.put_off() else describe_exit(code)
         if not code: self.logs.left[rank] = how
-        with suppress(RuntimeError): # the host of the store has left
+        with suppress(OSError, RuntimeError): # the host of the store has left; c10d would try for 11 s, also at the end of a good run
+            if 'MASTER_ADDR' in env: socket.create_connection((env['MASTER_ADDR'], int(env['MASTER_PORT'])), 3).close()
             record_exit(connect_store(env, timeout_s=5), rank, _packed(self.logs.files[rank], rank) or how)
 
     def _wait_for(self, running, ended, waited_s):
