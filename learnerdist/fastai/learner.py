@@ -28,6 +28,7 @@ from ..distributed import data_parallel,trainer as core
 from . import checkpoint # noqa: F401
 from ..distributed.agreement import AgreementEnd
 from ..checkpoint.checkpoint import Checkpoint,Preempted,preempted_status # noqa: F401
+from ..core.collectives import distrib_barrier
 from ..core.rank0 import await_save,save_once
 from ..core import env
 from ..core.env import default_device,group_rank,group_size
@@ -94,7 +95,9 @@ class _Base(Learner):
 
     def lr_find(self, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True, show_plot=True, *args, **kwargs):
         "As fastai's; only rank 0 plots"
-        return super().lr_find(start_lr, end_lr, num_it, stop_div, show_plot and group_rank()==0, *args, **kwargs)
+        res = super().lr_find(start_lr, end_lr, num_it, stop_div, show_plot and group_rank()==0, *args, **kwargs)
+        if not self.distributed_trainer.alone: distrib_barrier() # every rank has removed its temporary folder
+        return res
 
 @patch
 def in_one_order(self:DistributedTrainer, dl):
