@@ -10,6 +10,7 @@ import pytest,torch
 import torchvision # noqa: F401  (so that ranks start with it)
 from learnerdist.testing import run_ranks
 from test_launch import free_port
+pytestmark = pytest.mark.slow
 
 root = Path(__file__).parent.parent
 launcher = '-m','learnerdist.launch','--nproc','2'

@@ -206,6 +206,7 @@ def test_a_rank_that_stops_while_it_is_asked(monkeypatch):
 
 two_machines = pytest.param('cut link', 'two machines', marks=pytest.mark.skipif(not machines.usable(), reason='needs root and ip netns'))
 
+@pytest.mark.slow
 @pytest.mark.parametrize('fault,phase', [('segfault','training'), ('SIGKILL','saving'), ('raise','loader worker'), two_machines])
 def test_faults_through_the_launcher(fault, phase):
     "A sample of `python tests/faults.py`, whose table is in nbs/tutorials/failures.ipynb"

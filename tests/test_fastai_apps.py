@@ -21,6 +21,7 @@ from test_fastai import ctx, floats, history, make, on_ranks, per_rank, same, st
 from test_fastai_callbacks import quiet
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
+pytestmark = pytest.mark.slow
 
 warnings.filterwarnings('ignore')
 root = Path(__file__).parent.parent

@@ -27,6 +27,7 @@ from fastai_lines import shows
 
 warnings.filterwarnings('ignore')
 torch.set_num_threads(1)
+pytestmark = pytest.mark.slow
 F64 = torch.float64
 
 # --- other libraries --------------------------------------------------------------------------------------------------------

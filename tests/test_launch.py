@@ -29,6 +29,8 @@ json.dump(dict(env={k: os.environ.get(k) for k in keys}, argv=sys.argv, path=sys
     listens=listens, met=met, main=sys.modules['__main__'].__dict__ is globals()), open(f"{sys.argv[1]}/{os.environ['RANK']}.json", 'w'))
 '''
 
+pytestmark = pytest.mark.slow
+
 # Fails on rank 1, in a function, while rank 0 waits
 failing = '''
 import ctypes,os,signal,sys,threading

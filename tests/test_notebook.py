@@ -6,9 +6,10 @@ from nbclient import NotebookClient
 cells = '''
 import os,threading
 from pathlib import Path
-import torch
+import pytest,torch
 from learnerdist.launch import run
 from learnerdist.all import *
+pytestmark = pytest.mark.slow
 (torch.randn(600, 600)@torch.randn(600, 600)).sum() # so that this process has threads
 k = 21
 def add():

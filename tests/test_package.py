@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 import learnerdist
 from learnerdist.all import DataLoaders,Learner,is_rank0,num_distrib
+pytestmark = pytest.mark.slow
 
 x = torch.linspace(-1, 1, 16)[:,None]
 dls = DataLoaders.from_dsets(TensorDataset(x, x*2), TensorDataset(x, x*2), bs=4)
