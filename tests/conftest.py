@@ -1,7 +1,11 @@
 "Every test runs in a leak check; tests marked `cuda` are skipped where there is no GPU"
+import signal
 import pytest,torch
 from learnerdist.testing import leak_check
 from fastai_lines import pytest_addoption,pytest_runtest_makereport,pytest_terminal_summary,table # noqa: F401
+
+if signal.getsignal(signal.SIGINT)==signal.SIG_IGN: # as in a job that a shell has put into the background: tests interrupt their processes
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(autouse=True)
 def no_leak():

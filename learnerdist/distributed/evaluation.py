@@ -26,7 +26,7 @@ from .gather_rows import gather_all
 from ..learner.callback import Callback,Order
 from ..learner.losses import MeanOver,batch_rows,loss_of_batch,loss_over,probe_loss
 from ..learner.metrics import AvgLoss,Replay,Rows,Sums,reduction
-from ..learner.predictions import has_result
+from ..learner.predictions import GatherPreds,has_result
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c014
 class FullBatches(LoaderWrapper, IterableDataset):
@@ -166,18 +166,22 @@ def put_together(self:ExactEvaluation):
 @patch
 def _settle(self:ExactEvaluation):
     "Let all ranks agree on what their batches have told of metrics that are functions"
-    if _is_unknown(self.learn): self._settle_loss(*gather_objects((self.found,not self.found or bool(self.replay))))
+    if self._has_unknown_loss(): self._settle_loss(*gather_objects((self.found,not self.found or bool(self.replay))))
     asking = [m for m in self.functions() if getattr(m, 'asks', False)]
     if not asking: return
     for m,*told in zip(asking, *gather_objects([m.tells() for m in asking])): m.settle(told)
 
-def _is_unknown(learn): return learn.loss_func is not None and loss_over(learn).kind=='unknown'
+@patch
+def _has_unknown_loss(self:ExactEvaluation)->bool:
+    "Whether the mean of a loss is wanted that has not shown what it is the mean over; `get_preds` returns none"
+    learn,mets = self.learn,self.measured()
+    wanted = any(isinstance(m, AvgLoss) for m in mets) and not any(isinstance(m, GatherPreds) for m in mets)
+    return wanted and learn.loss_func is not None and loss_over(learn).kind=='unknown'
 
 @patch
 def _plan(self:ExactEvaluation):
     "Whether batches are replayed; whether the loss has to show what it is the mean over"
-    mets = self.measured()
-    return any(isinstance(self.kind(m), Replay) for m in mets),_is_unknown(self.learn) and any(isinstance(m, AvgLoss) for m in mets)
+    return any(isinstance(self.kind(m), Replay) for m in self.measured()),self._has_unknown_loss()
 
 @patch
 def _ask(self:ExactEvaluation)->bool:
