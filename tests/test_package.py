@@ -4,6 +4,7 @@ from email import message_from_bytes
 from importlib.util import find_spec
 from pathlib import Path
 import pytest
+pytestmark = pytest.mark.slow
 import learnerdist
 
 root = Path(__file__).parent.parent
@@ -13,7 +14,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 import learnerdist
 from learnerdist.all import DataLoaders,Learner,is_rank0,num_distrib
-pytestmark = pytest.mark.slow
 
 x = torch.linspace(-1, 1, 16)[:,None]
 dls = DataLoaders.from_dsets(TensorDataset(x, x*2), TensorDataset(x, x*2), bs=4)
