@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ..core.collectives import gather_objects
-from ..core.rank0 import shared_store,wait_key
 from ..core.stacks import frames_of_caller,users_frame
-from ..core.env import control_group,group_rank,group_size,local_size
+from ..core.env import control_group,group_rank,group_size,local_size,shared_store,wait_key
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #c006
 places = ['a vote','the start of a fit','the start of an epoch','the start of a training loop','a training batch',
