@@ -6,17 +6,16 @@
 __all__ = ['rank0_first']
 
 # %% ../../nbs/core/03_rank0.ipynb #ea042e1c
-import itertools
 from contextlib import ExitStack,suppress
 from functools import partial
 
 import torch.distributed as dist
 
-from .env import (RankError,group_rank,group_size,in_group,launch_store,pack_error,process_group,rank_distrib,shared_store,
+from .env import (RankError,count,group_rank,group_size,in_group,launch_store,pack_error,process_group,rank_distrib,shared_store,
                                   unpack_error,wait_key,wait_keys)
 
 # %% ../../nbs/core/03_rank0.ipynb #c018
-_calls,_running = itertools.count(),[]
+_running = []
 _week = 7*24*3600 # A download may outlast the timeout of any collective
 
 def rank0_first(
@@ -44,7 +43,7 @@ def _answers():
 def _lost(): return RankError(0, 'exit', 'ended before it was done')
 
 def _rank0_first(func, store):
-    key,nested = f'rank0_first/{next(_calls)}',bool(_running)
+    key,nested = f'rank0_first/{count("rank0_first")}',bool(_running)
     _running.append(key)
     try: res = (_after_rank0 if group_rank() else _as_rank0)(func, store, key)
     finally:

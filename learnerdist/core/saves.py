@@ -8,19 +8,17 @@ __all__ = ['save_once', 'await_save']
 # %% ../../nbs/core/03_saves.ipynb #sv03
 from pathlib import Path
 
-from .env import RankError,is_rank0,pack_error,shared_store,unpack_error,wait_key
+from .env import RankError,count,counted,is_rank0,pack_error,shared_store,unpack_error,wait_key
 from .files import whole_file
 
 # %% ../../nbs/core/03_saves.ipynb #c025
-_saves = {} # From each path to the number of saves that this rank has counted
-
 def save_once(
     path, # The same on every rank
     write # Called on rank 0 only, with a temporary path to write to
 ):
     "Rank 0 writes `path`, atomically. Not a collective: every rank may call it, or rank 0 alone; the other ranks only count the save"
     key = str(Path(path).absolute())
-    _saves[key] = _saves.get(key, 0)+1
+    n = count(f'save {key}')
     if not is_rank0(): return
     error = ''
     _report(f'first/{key}', 'saving')
@@ -29,7 +27,7 @@ def save_once(
     except BaseException as e:
         error = pack_error(e)
         raise
-    finally: _report(f'saved/{key}/{_saves[key]}', error or 'done')
+    finally: _report(f'saved/{key}/{n}', error or 'done')
 
 def _report(key, state):
     store = shared_store()
@@ -42,7 +40,7 @@ def await_save(
 ):
     "Wait until rank 0 has finished as many saves of `path` as this rank counted, at least one. FileNotFoundError; `RankError` if it failed"
     key,store = str(Path(path).absolute()),shared_store()
-    n,there = _saves.get(key, 0),Path(path).exists()
+    n,there = counted(f'save {key}'),Path(path).exists()
     if store is None: return
     if is_rank0(): return None if n else store.set(f'first/{key}', 'there' if there else 'missing')
     first = 'saving' if n else 'there' if there else _first_of_rank0(store, key, path)
