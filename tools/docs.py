@@ -1,6 +1,6 @@
 """Write the pages of the site: notebooks and Markdown files of this repository, as Markdown for zensical
 
-`tools/docs.sh` calls it. Nothing of a notebook is executed: outputs are those that it holds, signatures and docments those of the modules."""
+`tools/docs.sh` calls it. No notebook is executed: outputs are those that it holds, signatures and docments those of the modules."""
 import ast,inspect,json,os,re,shutil,sys
 from base64 import b64decode
 from importlib import import_module
@@ -14,7 +14,8 @@ root = Path(__file__).parent.parent
 sys.path.insert(0, str(root))
 defs = ast.FunctionDef,ast.AsyncFunctionDef,ast.ClassDef
 guides = 'what_holds launching checkpoints features fastai'.split()
-tutorials = 'gallery is_it_the_same launching training_tricks failures from_fastai_distributed fastai_table catalyst_ddp ddp_from_scratch versions'.split()
+tutorials = '''gallery is_it_the_same launching training_tricks failures from_fastai_distributed fastai_table catalyst_ddp ddp_from_scratch
+versions'''.split()
 folders = 'core data learner distributed checkpoint launch fastai'.split()
 
 # Which file becomes which page
@@ -27,7 +28,7 @@ def page_of(path)->str:
 
 def sources()->dict:
     "The files of the repository that become pages, and their pages"
-    files = [*root.glob('*.md'),*(root/'docs').glob('*.md'),*(root/'nbs').rglob('*.ipynb'),*(root/'nbs').rglob('*.md'),root/'benchmarks/README.md']
+    files = [o for pattern in ('*.md','docs/*.md','nbs/**/*.ipynb','nbs/**/*.md','benchmarks/README.md') for o in root.glob(pattern)]
     files = [o.relative_to(root) for o in files if '.ipynb_checkpoints' not in o.parts]
     return {str(o): page_of(o) for o in sorted(files)}
 
@@ -145,7 +146,7 @@ class Links:
         full = os.path.normpath(Path(path).parent/target)
         page = self.files.get(full) or self.files.get(f'{full}/README.md') or (f'{full[4:]}/index.md' if full[4:] in folders else None)
         if not page and (root/full).is_file(): page = self.assets[full] = full
-        if not page: return text if (root/full).is_dir() else m[0] # a folder that is no page; a picture of ours, or what zensical complains about
+        if not page: return text if (root/full).is_dir() else m[0] # a folder without a page; our picture, or an error that zensical tells
         return f'[{text}]({relative(page, at)}{"#"*bool(anchor)}{anchor})'
 
     def __call__(self, text, path, at):

@@ -1,8 +1,8 @@
 """Run notebooks and keep their outputs: `python tools/outputs.py nbs/core` writes those that changed, `--check nbs` compares
 
-The notebooks run in a copy of the tree, by `nbdev-test`. Left out are progress bars and stderr. Two outputs are the same if the text between their
-numbers is equal, the numbers are close, and both have a picture or none; clock times and dates do not count. A check looks at cells that hold an output,
-except those marked `#| varies`, which show rounding errors or what depends on the processor."""
+The notebooks run in a copy of the tree, by `nbdev-test`. Left out are progress bars and stderr. Two outputs are the same if the text
+between their numbers is equal, the numbers are close, and both have a picture or none; clock times and dates do not count. A check looks
+at cells that hold an output, except those marked `#| varies`, which show rounding errors or what depends on the processor."""
 import argparse,io,json,math,re,shutil,subprocess,sys,tempfile
 from base64 import b64decode,b64encode
 from pathlib import Path
@@ -26,7 +26,8 @@ def cleaned(outputs)->list:
         o = {k:v for k,v in o.items() if k!='metadata'} | ({'execution_count': None} if 'execution_count' in o else {})
         data = o.get('data', {})
         html = ''.join(data.get('text/html', ''))
-        if o.get('name')=='stderr' or html and (re.search('<progress|table.fastprogress', html) or not re.sub(r'<.*?>|\s', '', html)): continue
+        is_bar = re.search('<progress|table.fastprogress', html) or html and not re.sub(r'<.*?>|\s', '', html)
+        if is_bar or o.get('name')=='stderr': continue
         if 'image/png' in data: o['data'] = {'image/png': small(data['image/png'])}
         res.append(o | ({'metadata': {}} if data else {}))
     return res
@@ -40,7 +41,8 @@ def same(old, new)->bool:
     if [('image/png' in o.get('data', {})) for o in old]!=[('image/png' in o.get('data', {})) for o in new]: return False
     a,b = (re.sub(clock, '', '\n'.join(map(text_of, o))) for o in (old,new))
     if re.sub(rf'{number}|\s', '', a)!=re.sub(rf'{number}|\s', '', b): return False
-    return all(map(is_close, re.findall(number, a), re.findall(number, b)))
+    a,b = (re.findall(number, o) for o in (a,b))
+    return len(a)==len(b) and all(map(is_close, a, b))
 
 def run(paths)->Path:
     "A folder with this tree, in which the notebooks of `paths` have run"
@@ -73,9 +75,10 @@ def main():
     p.add_argument('--check', action='store_true', help='change nothing; fail if an output differs')
     args = p.parse_args()
     at = run(args.paths)
-    files = [f for o in args.paths for f in ([root/o] if o.endswith('.ipynb') else sorted((root/o).rglob('*.ipynb'))) if '.ipynb_' not in str(f)]
+    files = [f for o in args.paths for f in ([root/o] if o.endswith('.ipynb') else sorted((root/o).rglob('[!.]*.ipynb')))]
+    files = [f for f in files if '.ipynb_checkpoints' not in f.parts]
     found = [l for f in files for l in (compare if args.check else write)(f, at/f.relative_to(root)) or ()]
     shutil.rmtree(at.parent)
-    if found: sys.exit('\n'.join([*found,'', f'Outputs differ in {len(found)} cells: run tools/outputs.py on these notebooks and look at the changes']))
+    if found: sys.exit('\n'.join([*found,f'{len(found)} outputs differ: run tools/outputs.py on these notebooks and look at the changes']))
 
 if __name__=='__main__': main()
