@@ -59,13 +59,16 @@ def found(module, name):
     return inspect.unwrap(o) if callable(o) else o
 
 def table(o)->str:
-    try: return str(DocmentTbl(o, verbose=False)) # types and defaults stand in the signature
+    "The docments that there are; types and defaults stand in the signature"
+    try: return re.sub(r'^\| \S+ \|  \|\n', '', str(DocmentTbl(o, verbose=False)), flags=re.M)
     except (TypeError, ValueError, OSError): return '' # a class with another metaclass, or without a signature
 
 def described(node, name, module, level=3):
     "The section of a definition, then those of a class's methods that have a docstring"
-    doc = ast.get_docstring(node) or ''
-    yield f'{"#"*level} `{name}` {{#{name}}}\n\n```python\n{signature(node, name)}\n```\n\n{doc}\n\n{table(found(module, name))}'
+    text = f'{ast.get_docstring(node) or ""}\n\n{table(found(module, name))}'
+    for o in ast.walk(node):  # a parameter is no link, whatever else has its name
+        if isinstance(o, ast.arg): text = text.replace(f'`{o.arg}`', f'<code>{o.arg}</code>')
+    yield f'{"#"*level} `{name}` {{#{name}}}\n\n```python\n{signature(node, name)}\n```\n\n{text}'
     for f in node.body if isinstance(node, ast.ClassDef) else []:
         if isinstance(f, defs) and is_public(f.name) and ast.get_docstring(f): yield from described(f, f'{name}.{f.name}', module, level+1)
 
@@ -129,7 +132,7 @@ class Links:
         self.files,self.assets,self.where = files,{},{}
         for p in sorted(pages, key=lambda p: p.at.startswith('fastai/')):  # a name that both Learners have leads to ours
             for name in p.anchors:
-                for k in {name, name.split('.')[-1]} if p.anchors[name] else {name}: self.where.setdefault(k, []).append((p.at, name))
+                for k in {name, name.removeprefix('Learner.')}: self.where.setdefault(k, []).append((p.at, name))
 
     def named(self, m, at):
         text,name = m[0],m[1].removeprefix('learnerdist.').removeprefix('learn.')
