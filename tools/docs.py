@@ -170,11 +170,13 @@ def api_index(pages)->str:
     return '\n\n'.join(res)
 
 def nav(files)->list:
-    inside = lambda folder: [at for at in files.values() if Path(at).parent.as_posix()==folder and not at.endswith('index.md')]
+    def inside(folder, first=()): # those that are named first, then the others
+        found = [at for at in files.values() if Path(at).parent.as_posix()==folder and not at.endswith('index.md')]
+        return sorted(found, key=lambda at: [*first,Path(at).stem].index(Path(at).stem))
     modules = [{o: [f'{o}/index.md',*inside(o)]} for o in folders]
-    return [{'Home': 'index.md'},{'Guide': ['guide/index.md',*[f'guide/{o}.md' for o in (*guides,'names')]]},
-            {'Tutorials': [f'tutorials/{o}.md' for o in tutorials if f'tutorials/{o}.md' in files.values()]},
-            {'Modules': ['notebooks.md',*modules,{'top': ['testing.md','fit_record.md','verify.md']}]},{'API': 'api.md'},
+    top = [at for path,at in files.items() if re.fullmatch(r'nbs/[^/]+\.ipynb', path)]
+    return [{'Home': 'index.md'},{'Guide': ['guide/index.md',*inside('guide', guides)]},{'Tutorials': inside('tutorials', tutorials)},
+            {'Modules': ['notebooks.md',*modules,{'top': top}]},{'API': 'api.md'},
             {'Project': ['contributing.md','benchmarks.md','changelog.md']}]
 
 def main(out):
