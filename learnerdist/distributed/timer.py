@@ -19,7 +19,7 @@ from ..learner.recorder import Recorder
 # %% ../../nbs/distributed/09_timer.ipynb #c005
 class Timer(Callback):
     "Measures this rank's seconds in each epoch's training loop: data, step and comm. See `recorder.times`"
-    order,run_valid,times,begin = Order.timer,False,(),None
+    order,run_valid,run_find,times,begin = Order.timer,False,False,(),None
     def before_fit(self): self.times,self.begin = [],None
     def before_train(self):
         self.data,self.votes,self.wait,self.end = 0.,0.,0.,None
