@@ -4,8 +4,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from learnerdist.all import Callback,DataLoaders,Learner,num_distrib
-from learnerdist.learner.finder import minimum,slide,steep,valley
+from learnerdist.all import Callback,DataLoaders,Learner,load_learner,minimum,num_distrib,slide,steep,valley
 from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)
@@ -44,7 +43,8 @@ def alike(func, *worlds):
     return one
 
 def same(a, b, at):
-    if isinstance(b, torch.Tensor) and b.is_floating_point(): assert a.shape==b.shape and torch.allclose(a, b, rtol=0, atol=1e-9, equal_nan=True), at
+    if isinstance(b, torch.Tensor) and b.is_floating_point():
+        assert a.shape==b.shape and torch.allclose(a, b, rtol=0, atol=1e-9, equal_nan=True), at
     elif isinstance(b, torch.Tensor): assert torch.equal(a, b), at
     elif isinstance(b, (list,tuple)): assert len(a)==len(b) and all(same(*o, at) is None for o in zip(a, b)), at
     elif isinstance(b, float): assert a==pytest.approx(b, rel=1e-9, abs=1e-9, nan_ok=True), at
@@ -56,7 +56,8 @@ def everything(learn):
     "What `lr_find` must leave as it was, exactly"
     rec,opt = learn.recorder,learn.opt and learn.opt.state_dict()
     torch.set_printoptions(precision=17, threshold=10**6)
-    return [*map(str, (state(learn),opt,rec.losses,rec.lrs,rec.values,learn.keeps.seen,learn.epoch,torch.get_rng_state(),learn.model.training))]
+    recorded = rec.losses,rec.lrs,rec.values,learn.keeps.seen,learn.epoch
+    return [*map(str, (state(learn),opt,recorded,torch.get_rng_state(),learn.model.training))]
 
 def find():
     learn,res = learner(cbs=Keeps()),{}
@@ -182,4 +183,66 @@ def test_dict_batches():
 
 def test_no_loss():
     learn = Learner(DataLoaders.from_dsets([*texts(4, 0, labels=False)], bs=2), Takes())
-    with pytest.raises(ValueError, match="its output, a dict, has no 'loss': give a loss_func"): learn.fit(1)
+    with pytest.raises(ValueError, match="the output of the model, a dict, has no `loss`"): learn.fit(1)
+
+# --- looking, test data, and use elsewhere --------------------------------------------------------------------------------------
+
+def jitter(item): return item[0]+torch.rand(1, dtype=torch.double)*.5,item[1] # another number for each sample
+
+def predicted():
+    learn = learner()
+    learn.dls.train.after_item = [jitter]
+    with learn.distrib_ctx(seed=3):
+        learn.fit(1)
+        res = dict(summary=str(learn.summary()), tta=learn.tta(n=2), both=learn.tta(beta=None)[0], largest=learn.tta(use_max=True)[0])
+        test = learn.dls.test_dl([x for x,_ in images(7, 2)], bs=2)
+        labelled = learn.dls.test_dl(images(7, 2), with_labels=True)
+        return res | dict(test=learn.get_preds(dl=test)[0], valid=learn.validate(dl=labelled), plain=learn.get_preds()[0])
+
+def test_predictions():
+    one = alike(predicted)
+    assert not torch.allclose(one['tta'][0], one['plain']) and one['test'].shape==(7,4)
+    aug,plain = one['both']
+    assert torch.equal(plain, one['plain']) and (one['largest']>=plain).all()
+    assert 'Linear               bs x 8                              136  True' in one['summary']
+
+def shown():
+    import matplotlib
+    matplotlib.use('agg')
+    learn = learner()
+    learn.dls.vocab = [*'abcd']
+    with learn.distrib_ctx(seed=3):
+        learn.fit(1)
+        axs = learn.dls.show_batch(max_n=2, i=1),learn.show_results(max_n=4, shuffle=False),learn.show_results(max_n=3)
+        return [o if o is None else [a.get_title() for a in o] for o in axs],repr(learn)
+
+def test_pictures():
+    "Rank 0 draws, and the others read the same batches"
+    pytest.importorskip('matplotlib')
+    titles,text = shown()
+    assert titles[0]==['abcd'[y] for _,y in images(2, 1)] and [o[0] for o in titles[1]]==['abcd'[y] for _,y in images(4, 1)]
+    assert '50 samples in 5 batches of 12' in text and 'Learner of Sequential: 188 parameters, 188 trained' in text
+    (first,text),(second,_) = run_ranks(shown, 2)
+    assert first[:2]==titles[:2] and second==[None]*3
+    assert '50 samples in 5 batches of 6 (rank 0 of 2)' in text
+
+def exported(folder):
+    learn = learner(path=folder)
+    with learn.distrib_ctx(seed=3):
+        learn.fit(1)
+        file = learn.export()
+        again = load_learner(file, net())
+        test = again.dls.test_dl([x for x,_ in images(7, 2)])
+        return learn.predict(images(1, 2)[0][0]),again.predict(images(1, 2)[0][0]),again.get_preds(dl=test)[0]
+
+def test_export(tmp_path):
+    one = exported(tmp_path)
+    assert torch.equal(one[0], one[1]) and torch.allclose(one[2][0], one[0])
+    for res in run_ranks(exported, 2, tmp_path): same(res, one, 'export')
+    class Code:
+        def __reduce__(self): return print,('code ran',)
+    torch.save(dict(learnerdist_export=1, model=Code()), tmp_path/'bad.pth')
+    with pytest.raises(ValueError, match='more than tensors'): load_learner(tmp_path/'bad.pth', net())
+    learn = learner(path=tmp_path)
+    learn.dls.vocab = [Code()]
+    with pytest.raises(ValueError, match='is a Code, and an exported file holds tensors, numbers and texts only'): learn.export()

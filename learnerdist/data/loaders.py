@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['all_inputs', 'apply', 'to_device', 'to_cpu', 'to_detach', 'find_bs', 'check_options', 'is_shuffled',
            'loader_settings', 'changed', 'data_len', 'LoaderWrapper', 'look_ahead', 'batch_shape', 'split_batch',
-           'single', 'one_batch', 'TfmdDL', 'DataLoaders', 'loaders_of']
+           'call_model', 'single', 'one_batch', 'TfmdDL', 'DataLoaders', 'loaders_of']
 
 # %% ../../nbs/data/01_loaders.ipynb #c002
 import copy, inspect, sys, torch
@@ -208,6 +208,20 @@ def split_batch(
     n = max(len(b)-1, 1) if n_inp is None else n_inp
     return tuple(b[:n]),tuple(b[n:])
 
+def call_model(
+    f,     # The model, or a wrapper around it
+    xb,    # The inputs of a batch, each an argument. A single dict whose keys `forward` takes by name becomes keyword arguments
+    model  # The user's model, whose `forward` is looked at
+):
+    "The prediction of `f` for a batch. Keys of a dict that `forward` does not name are left out"
+    if len(xb)!=1 or not isinstance(xb[0], Mapping): return f(*xb)
+    sig = inspect.signature(model.forward)
+    named = {k: v for k,v in xb[0].items() if k in sig.parameters}
+    if not named and any(p.kind==p.VAR_KEYWORD for p in sig.parameters.values()): named = xb[0]
+    try: sig.bind(**named)
+    except TypeError: return f(*xb) # it needs something that is no key: the dict itself
+    return f(**named) if named else f(*xb)
+
 def single(b):
     "The only element of a tuple or list; `b` itself if it has several, or none"
     return b[0] if len(b)==1 else b
@@ -307,26 +321,6 @@ class DataLoaders:
         "Set the device for batches, and return these loaders"
         self.device = device
         return self
-
-    def test_dl(self,
-        test_items,        # A data set, as in `TfmdDL`
-        with_labels=False, # Whether its items end with targets. False: all elements of an item are inputs
-        **kw               # Settings to change, by the names of `TfmdDL`
-    ):
-        "The validation loader, for other data: for `get_preds(dl=…)`, `validate(dl=…)`"
-        dl = next(getattr(o, 'source', o) for o in (self.valid,self.train) if o is not None)
-        dl = dl.new(test_items, **kw) if self.valid is not None else dl.new(test_items, shuffle=False, drop_last=False, **kw)
-        if not with_labels: dl.n_inp = all_inputs
-        return dl
-    def __repr__(self):
-        shown = [f'{k}: {_shown(dl)}' for k,dl in zip(('train','valid',*range(2, len(self))), self.loaders)]
-        return f"DataLoaders({', '.join([*shown, f'device={self.device}'])})"
-
-def _shown(dl):
-    "The sizes of a loader, in words"
-    n,n_batches,bs = getattr(dl, 'n_total', data_len(getattr(dl, 'dataset', None))),data_len(dl),batch_shape(dl)[0]
-    share = f' (rank {dl.rank} of {dl.world_size})' if hasattr(dl, 'world_size') else ''
-    return f"{'?' if n is None else n} samples in {'?' if n_batches is None else n_batches} batches of {bs or '?'}{share}"
 
 def loaders_of(
     dls # A `DataLoaders`, ours or fastai's, or an object with `train` and `valid`

@@ -19,10 +19,9 @@ from torch.utils.data import IterableDataset
 
 from ..core.compat import tree_leaves,tree_map
 from ..core.env import group_rank,group_size,in_group
-from ..data.loaders import LoaderWrapper,data_len,look_ahead
+from ..data.loaders import LoaderWrapper,call_model,data_len,look_ahead
 from .batchnorm import muted
 from ..learner.callback import Callback,Order,cancels
-from ..learner.learner import call_model
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c005
 scopes = 'fit','epoch','train','validate' # Loops that a rank may ask to leave; of several requests the first in this order wins

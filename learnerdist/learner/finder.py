@@ -6,7 +6,6 @@
 __all__ = ['no_trace', 'LRFinder', 'valley', 'minimum', 'steep', 'slide', 'plot_lr_find']
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf02
-import math
 from collections import namedtuple
 from contextlib import contextmanager
 from copy import deepcopy
@@ -112,8 +111,8 @@ def valley(
     num_it:int                 # Number of steps that were asked for
 )->tuple:                      # (rate, (rate, loss))
     "The rate at half of the longest valley: the longest series of ever smaller losses (not only of neighbours), without its ends"
-    lens = []
-    for i,o in enumerate(losses.tolist()): lens.append(1+max((n for n,p in zip(lens, losses.tolist()) if o<p), default=0))
+    lens,vals = [],losses.tolist()
+    for o in vals: lens.append(1+max((n for n,p in zip(lens, vals) if o<p), default=0))
     n = max(lens)
     end = lens.index(n)
     idx = end-n + int(n/3)+int(n/6) if n>1 else 0
@@ -142,7 +141,7 @@ def slide(
 )->tuple:
     "The rate at the left end of an interval that slides from the highest rates down until the loss has one slope in it"
     slope,left = torch.gradient(losses)[0],len(losses)-1-lr_diff
-    if left<0: raise ValueError(f'slide: an interval of {lr_diff} steps, and {len(losses)} were recorded: let lr_find take more, or give another lr_diff')
+    if left<0: raise ValueError(f'slide: {len(losses)} steps for an interval of lr_diff={lr_diff}: give lr_find a larger num_it')
     at = left
     while left>=0 and abs(slope[left+lr_diff]-slope[left])>thresh: at,left = left,left-1
     return _at(lrs, losses, at, adjust_value)

@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 from ..core.compat import tree_leaves,tree_map
 from ..core.env import group_rank
 from ..data.distributed_dl import in_order
-from ..data.loaders import all_inputs,single
+from ..data.loaders import DataLoaders,all_inputs,single
 from ..data.rows import cat_rows,columns,has_whole,to_rows,without_rows
 from .callback import Callback,Order
 from .learner import Learner
@@ -115,8 +115,11 @@ def _without_metrics(learn):
 
 # %% ../../nbs/learner/10_predictions.ipynb #c011
 class Unshared(list):
-    "A list of batches of one sample, all inputs, which is not split: every rank reads it whole"
-    bs,n,n_inp = 1,1,all_inputs
+    "A list with one batch of `n` samples, all inputs, which is not split: every rank reads it whole"
+    n_inp = all_inputs
+    def __init__(self, b, n=1):
+        super().__init__([b])
+        self.bs = self.n = n
 
 @patch
 def predict(self:Learner,
@@ -128,5 +131,18 @@ def predict(self:Learner,
     b = getattr(dl, 'collate_fn', default_collate)([item if isinstance(item, (tuple,dict)) else (item,)])
     for f in getattr(dl, 'after_batch', ()): b = f(b)
     if not isinstance(b, (list,tuple)): b = [b]
-    preds,_ = self.get_preds(dl=Unshared([b]), act=act, reorder=False)
+    preds,_ = self.get_preds(dl=Unshared(b), act=act, reorder=False)
     return tree_map(lambda o: o[0], preds)
+
+# %% ../../nbs/learner/10_predictions.ipynb #prd21
+@patch
+def test_dl(self:DataLoaders,
+    test_items,        # A data set, as in `TfmdDL`
+    with_labels=False, # Whether its items end with targets. False: all elements of an item are inputs
+    **kw               # Settings to change, by the names of `TfmdDL`
+):
+    "The validation loader, for other data: for `get_preds(dl=…)`, `validate(dl=…)`"
+    dl = self.loaders[-1] if self.valid is None else self.valid
+    dl = getattr(dl, 'source', dl).new(test_items, **{'shuffle': False, 'drop_last': False, **kw})
+    if not with_labels: dl.n_inp = all_inputs
+    return dl
