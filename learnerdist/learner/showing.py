@@ -125,12 +125,12 @@ def show_images(
 # %% ../../nbs/learner/13_showing.ipynb #shw32
 @patch
 def show_batch(self:DataLoaders,
-    b=None,       # A batch; None: the first one
+    b=None,       # A batch; None: the first one, of the whole loader also on several ranks
     max_n:int=9,  # Number of images
     i:int=0       # Index of the loader
 ):                # matplotlib's axes; None on ranks other than 0
     "Draw the first images of a batch, with their targets. ValueError if they are no images"
-    b = to_cpu(self.one_batch(i) if b is None else b)
+    b = to_cpu(one_batch(getattr(self[i], 'source', self[i])) if b is None else b)
     (x,*_),yb = split_batch(b, self.n_inp)
     if not is_rank0(): return
     n = min(max_n, find_bs(b))
