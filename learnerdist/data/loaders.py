@@ -14,7 +14,8 @@ from functools import partial, reduce
 from pathlib import Path
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate, default_convert
+from torch.utils.data import (BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate,
+                              default_convert)
 from ..core.compat import no_iterator
 
 # %% ../../nbs/data/01_loaders.ipynb #c005
@@ -290,6 +291,8 @@ class DataLoaders:
         n_inp:int|None=None   # Number of elements of a tuple batch that are inputs of the model; None: all but the last
     ):
         self.loaders = [o for o in (train, valid, *more) if o is not None]
+        bad = next((o for o in self.loaders if isinstance(o, Dataset) and not isinstance(o, IterableDataset)), None)
+        if bad is not None: raise ValueError(f'a {type(bad).__name__} is a data set, no loader: DataLoaders.from_dsets(train, valid)')
         self.path,self.device,self.n_inp = Path(path),device,n_inp
     @classmethod
     def from_dsets(cls,
@@ -306,7 +309,9 @@ class DataLoaders:
         kw = {k:v for k,v in kw.items() if k not in ('sampler', 'batch_sampler', 'drop_last', 'batch_size')}
         if valid_ds is not None: dls.append(TfmdDL(valid_ds, bs if valid_bs is None else valid_bs, **kw))
         return cls(*dls, path=path, device=device, n_inp=n_inp)
-    def __getitem__(self, i): return self.loaders[i]
+    def __getitem__(self, i):
+        if not isinstance(i, int) or -len(self)<=i<len(self): return self.loaders[i]
+        raise IndexError(f'no loader {i} among {len(self)}: 0 is that for training, 1 that for validation; give `valid`, or `dl=`')
     def __len__(self): return len(self.loaders)
     def __iter__(self): return iter(self.loaders)
     train = property(lambda self: self.loaders[0], doc="The first loader")

@@ -6,6 +6,7 @@
 __all__ = ['defaults', 'fit_flags', 'TrainEvalCallback', 'trainable_params', 'get_model', 'StartAt', 'Learner', 'group_lrs']
 
 # %% ../../nbs/learner/01_learner.ipynb #c002
+import inspect
 from contextlib import ExitStack,contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -209,7 +210,8 @@ def flagged(self:Learner,
 ):
     "Context that applies `flags` to the learner. TypeError for an unknown flag"
     unknown = [o for o in flags if o not in fit_flags]
-    if unknown: raise TypeError(f"fit has no option {unknown[0]!r}; flags: {', '.join(fit_flags)}")
+    hint = "; the rate of a fit with a schedule of its own is 'lr_max'" if 'lr' in unknown else ''
+    if unknown: raise TypeError(f"fit has no option {unknown[0]!r}{hint}; flags: {', '.join(fit_flags)}")
     with ExitStack() as stack:
         for k,f in fit_flags.items():
             if flags.get(k) not in (None,False): stack.enter_context(f(self, flags[k]))
@@ -269,6 +271,9 @@ def create_opt(self:Learner):
     if not groups: raise ValueError('the model has no trainable parameter: unfreeze some, or look at `splitter`')
     if isinstance(groups[0], torch.Tensor): groups = [groups]
     self.opt = self.opt_func([dict(params=list(g)) for g in groups], lr=group_lrs(self.lr, len(groups))[-1])
+    closure = inspect.signature(self.opt.step).parameters.get('closure')
+    if closure and closure.default is closure.empty:
+        raise ValueError(f'{type(self.opt).__name__} evaluates the loss several times a step, and this loop does once: take another optimizer')
 
 @patch
 def prepare_model(self:Learner):

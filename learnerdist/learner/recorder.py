@@ -6,12 +6,14 @@
 __all__ = ['Recorder', 'stacked']
 
 # %% ../../nbs/learner/03_recorder.ipynb #8e909483
-import time
+import time,warnings
 
 import torch
 from fastcore.basics import patch
 from torch import Tensor
 
+from ..core.env import is_rank0
+from ..data.loaders import data_len
 from .losses import batch_rows,n_items,weighted
 from .callback import Callback,Order
 from .learner import Learner,defaults
@@ -36,7 +38,10 @@ class Recorder(Callback):
         self.metric_names = ['epoch','train_loss','valid_loss',*[m.name for m in self.mets],'time']
 
     def before_epoch(self): self.start,self.log = time.time(),[self.epoch]
-    def before_train(self): self.steps = []
+    def before_train(self):
+        self.steps = []
+        if data_len(self.dl)==0 and is_rank0(): warnings.warn(f'the training loader, a {type(self.dl).__name__}, has no batch: nothing is '
+                                                              'trained. Is the data set empty, or shorter than a batch with drop_last?')
     def before_batch(self): self.lr_now = self._lr() if self.learn.training else None
     def _lr(self): return self.learn.opt.param_groups[-1]['lr']
     def before_validate(self): self.reset_metrics()
@@ -64,6 +69,7 @@ class Recorder(Callback):
             self.steps.append((weighted(learn.loss, items) if n else 0., items, n))
             self.lrs.append(self._lr() if self.lr_now is None else self.lr_now)
             self.lr_now = None
+            if len(self.lrs)==1: _say_hidden(learn)
         elif n:
             for m in self.valid_mets: m.accumulate(learn)
 
@@ -108,6 +114,10 @@ class Recorder(Callback):
         "Record what is still missing because another callback raised a cancel exception in the same event"
         if self.steps: self.after_train()
         if self.reduced: self.after_validate()
+
+def _say_hidden(learn):
+    found = [f'{cb}.{k}' for cb in learn.cbs for k in ('xb','yb','pred','loss','loss_grad','model','opt') if k in vars(cb)]
+    if found: warnings.warn(f"{', '.join(found)}: the callback's own, which hides the learner's. To change that, assign to self.learn")
 
 def _clock(secs): return f'{int(secs)//60:02d}:{int(secs)%60:02d}'
 
