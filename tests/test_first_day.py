@@ -1,10 +1,14 @@
 "What a fastai user does on the first day, with our Learner: exact on 2 and 3 ranks against one process. docs/first_day.md lists it"
+import inspect,re
+from pathlib import Path
+
 import pytest,torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from learnerdist.all import Callback,DataLoaders,Learner,load_learner,minimum,num_distrib,slide,steep,valley
+from learnerdist.all import (Callback,DataLoaders,EarlyStoppingCallback,Learner,SaveModelCallback,accuracy,error_rate,load_learner,minimum,
+                             num_distrib,slide,steep,valley)
 from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)
@@ -49,6 +53,27 @@ def same(a, b, at):
     elif isinstance(b, (list,tuple)): assert len(a)==len(b) and all(same(*o, at) is None for o in zip(a, b)), at
     elif isinstance(b, float): assert a==pytest.approx(b, rel=1e-9, abs=1e-9, nan_ok=True), at
     else: assert a==b, at
+
+# --- the everyday, in one process and on ranks ------------------------------------------------------------------------------------
+
+def everyday(folder):
+    learn,res = learner(path=folder, metrics=[accuracy,error_rate]),{}
+    with learn.distrib_ctx(seed=3):
+        learn.fit(1)
+        learn.fit_one_cycle(2, .1)
+        res['valid'],res['weights'] = learn.validate(),weights(learn)
+        preds,targs = learn.get_preds()
+        learn.save('mine')
+        with learn.no_bar(): learn.fit(1, cbs=[SaveModelCallback(monitor='accuracy'),EarlyStoppingCallback(patience=2)])
+        learn.load('mine')
+        return res | dict(preds=preds, targs=targs, one=learn.predict(images(1, 2)[0][0]), loaded=weights(learn), final=learn.final_record)
+
+def test_everyday(tmp_path):
+    one = everyday(tmp_path/'1')
+    for W in (2,3):
+        for res in run_ranks(everyday, W, tmp_path/str(W)):
+            for k,v in one.items(): same(res[k], v, k)
+    assert torch.equal(one['weights'], one['loaded'])
 
 # --- lr_find ----------------------------------------------------------------------------------------------------------------
 
@@ -246,3 +271,22 @@ def test_export(tmp_path):
     learn = learner(path=tmp_path)
     learn.dls.vocab = [Code()]
     with pytest.raises(ValueError, match='is a Code, and an exported file holds tensors, numbers and texts only'): learn.export()
+
+# --- the table in the docs --------------------------------------------------------------------------------------------------------
+
+docs = Path(__file__).parent.parent/'docs/first_day.md'
+
+def test_table_of_the_first_day():
+    "Each row's line stands, as it is, in the test that the row names, or in a function that it calls"
+    rows = re.findall(r'^\| .* \| `(.*)` \| `(test_\w+)` \|$', docs.read_text(), re.M)
+    assert len(rows)>20 and len(rows)==docs.read_text().count('`test_')
+    for line,test in rows:
+        assert line in sources(test, {}), (line,test)
+
+def sources(name, seen):
+    "The code of a function of this file and of those that it calls"
+    seen[name] = inspect.getsource(globals()[name])
+    for o in re.findall(r'\w+', seen[name]):
+        f = globals().get(o)
+        if o not in seen and inspect.isfunction(f) and f.__module__==__name__: sources(o, seen)
+    return '\n'.join(seen.values())

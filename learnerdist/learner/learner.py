@@ -273,7 +273,7 @@ def create_opt(self:Learner):
     self.opt = self.opt_func([dict(params=list(g)) for g in groups], lr=group_lrs(self.lr, len(groups))[-1])
     closure = inspect.signature(self.opt.step).parameters.get('closure')
     if closure and closure.default is closure.empty:
-        raise ValueError(f'{type(self.opt).__name__} evaluates the loss several times a step, and this loop does once: take another optimizer')
+        raise ValueError(f'{type(self.opt).__name__} needs the loss several times a step, and this loop has it once: take another one')
 
 @patch
 def prepare_model(self:Learner):

@@ -239,7 +239,7 @@ def accuracy(
     targ:Tensor, # (bs,…) or (bs,…,1), class indices
     axis:int=-1  # Of `pred`, with the scores of the classes
 ):
-    "The fraction of predictions whose highest score is that of the target class: float64 tensor (), of this batch. ValueError for other shapes"
+    "The fraction of predictions with the highest score at the target class: float64 tensor (), of this batch. ValueError for other shapes"
     scores,classes = _in_rows(pred, targ, axis)
     return (scores.argmax(-1)==classes).double().mean()
 
