@@ -148,7 +148,7 @@ def settle(
     before,buffers = streams.get(),[(o,o.clone()) for o in ddp.module.buffers()]
     cast = getattr(getattr(learn, 'mixed_precision', None), 'autocast', nullcontext)
     with cast if hasattr(cast, '__enter__') and not isinstance(cast, type) else cast():
-        out = call_model(ddp, learn.xb, get_model(learn.model))
+        out = call_model(ddp, learn.xb, learn.model)
     sum(o.sum()*0 for o in tree_leaves(out) if isinstance(o, torch.Tensor) and o.requires_grad).backward()
     with torch.no_grad():
         for o,old in buffers: o.copy_(old)

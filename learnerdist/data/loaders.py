@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from functools import partial, reduce
 from pathlib import Path
 from torch import Tensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import (BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate,
-                              default_convert)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate, default_convert
 from ..core.compat import no_iterator
 
 # %% ../../nbs/data/01_loaders.ipynb #c005
@@ -212,10 +212,11 @@ def split_batch(
 def call_model(
     f,     # The model, or a wrapper around it
     xb,    # The inputs of a batch, each an argument. A single dict whose keys `forward` takes by name becomes keyword arguments
-    model  # The user's model, whose `forward` is looked at
+    model  # The model whose `forward` is looked at; of a wrapper, the one inside
 ):
     "The prediction of `f` for a batch. Keys of a dict that `forward` does not name are left out"
-    if len(xb)!=1 or not isinstance(xb[0], Mapping): return f(*xb)
+    if len(xb)!=1 or isinstance(xb[0], Tensor) or not isinstance(xb[0], Mapping): return f(*xb)
+    while isinstance(model, (DataParallel,DistributedDataParallel)): model = model.module
     sig = inspect.signature(model.forward)
     named = {k: v for k,v in xb[0].items() if k in sig.parameters}
     if not named and any(p.kind==p.VAR_KEYWORD for p in sig.parameters.values()): named = xb[0]
@@ -291,7 +292,7 @@ class DataLoaders:
         n_inp:int|None=None   # Number of elements of a tuple batch that are inputs of the model; None: all but the last
     ):
         self.loaders = [o for o in (train, valid, *more) if o is not None]
-        bad = next((o for o in self.loaders if isinstance(o, Dataset) and not isinstance(o, IterableDataset)), None)
+        bad = next((o for o in self.loaders if isinstance(o, torch.utils.data.Dataset) and not isinstance(o, IterableDataset)), None)
         if bad is not None: raise ValueError(f'a {type(bad).__name__} is a data set, no loader: DataLoaders.from_dsets(train, valid)')
         self.path,self.device,self.n_inp = Path(path),device,n_inp
     @classmethod

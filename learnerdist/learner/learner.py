@@ -173,7 +173,7 @@ def one_batch(self:Learner,
 
 @patch
 def _do_batch(self:Learner):
-    self.pred = call_model(self.wrapper or self.model, self.xb, get_model(self.model))
+    self.pred = call_model(self.wrapper or self.model, self.xb, self.model)
     self('after_pred')
     if self.yb:
         self.loss_grad = loss_of_batch(self)
