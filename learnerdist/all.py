@@ -2,7 +2,8 @@
 # Processes: who am I, what ranks say to one another
 from learnerdist.core.env import (default_device, group_rank, group_size, is_rank0, local_rank, num_distrib, process_group, rank_distrib,
                                   setup_distrib, teardown_distrib)
-from learnerdist.core.rank0 import RankError,await_save,rank0_first,save_once
+from learnerdist.core.rank0 import RankError,rank0_first
+from learnerdist.core.saves import await_save,save_once
 from learnerdist.core.collectives import all_mean,all_sum,broadcast_object,distrib_barrier,gather_objects
 from learnerdist.core.random import set_seed
 # Data

@@ -4,8 +4,9 @@ import pytest,torch
 from learnerdist.testing import leak_check
 from fastai_lines import pytest_addoption,pytest_runtest_makereport,pytest_terminal_summary,table # noqa: F401
 
-if signal.getsignal(signal.SIGINT)==signal.SIG_IGN: # as in a job that a shell has put into the background: tests interrupt their processes
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell's job in the background ignores SIGINT, and one of nohup SIGHUP: tests send both to their processes, which would inherit that
+for o,handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(o)==signal.SIG_IGN: signal.signal(o, handler)
 
 @pytest.fixture(autouse=True)
 def no_leak():

@@ -165,6 +165,7 @@ lines = dict(unlabelled=('3 `get_preds` of data without labels, with metrics tha
     losses=('2 losses that are means over weights of classes, labels that are not ignored, or what they count; a sum (float32)', 1e-5),
     paths=('3 a `learn.path` of each rank\'s own, `SaveModelCallback`', 1e-6))
 
+@pytest.mark.slow
 def test_applications(tmp_path):
     for o in range(4): (tmp_path/str(o)).mkdir()
     want = applications(0, 0, tmp_path)

@@ -1,15 +1,16 @@
 "run() in a real notebook: a kernel, and cells that are executed as Jupyter executes them"
 import os,re,select
-import nbformat
+import nbformat,pytest
 from nbclient import NotebookClient
+
+pytestmark = pytest.mark.slow
 
 cells = '''
 import os,threading
 from pathlib import Path
-import pytest,torch
-from learnerdist.launch import run
+import torch
+from learnerdist.launch import ranks,run
 from learnerdist.all import *
-pytestmark = pytest.mark.slow
 (torch.randn(600, 600)@torch.randn(600, 600)).sum() # so that this process has threads
 k = 21
 def add():
@@ -45,16 +46,56 @@ def waits():
 run(waits, nproc=2)
 ===
 run(add, nproc=2)
+===
+import learnerdist.launch.processes as processes
+os.sched_getaffinity = lambda pid: range(8) # so that each rank computes with several threads, which a fork of this process could not
+def many_threads(): return torch.get_num_threads(),float((torch.ones(600, 600)@torch.ones(600, 600)).mean())
+run(many_threads, nproc=2)
+===
+def plots():
+    import matplotlib.pyplot as plt
+    from IPython.display import HTML,display
+    if rank_distrib()==0: plt.plot([1,2])
+    display(HTML(f'<i>rank {rank_distrib()}</i>'))
+run(plots, nproc=2)
+===
+class Model(torch.nn.Linear): pass
+def make():
+    ds = [(torch.ones(1),torch.ones(1))]*4
+    return Learner(DataLoaders.from_dsets(ds, ds, bs=2), Model(1, 1), torch.nn.MSELoss())
+def fit(learn, n):
+    with learn.distrib_ctx(): learn.fit(n)
+    return len(learn.recorder.losses),type(learn.model)
+r = ranks(2)
+learn = r.keep(make)
+n,cls = r.run(fit, learn, 2)
+n,cls is Model,r.run(os.getpid)==r.run(os.getpid)
+===
+def more(learn):
+    fit(learn, 1)
+    print('pid', os.getpid(), flush=True)
+    return int(learn.model.weight.numel())
+r.run(more, learn)
+===
+def waits_again(learn):
+    print('waits', flush=True)
+    threading.Event().wait()
+r.run(waits_again, learn)
+===
+n = r.run(fit, learn, 1)[0]
+r.close()
+n
 '''
 
 class Reader(NotebookClient):
     "Acts on what a cell prints, while it runs"
     def __init__(self, nb, seen, **kw):
         super().__init__(nb, allow_errors=True, timeout=120, **kw)
-        self.seen,self.text,self.pids = seen,'',[]
+        self.seen,self.text,self.pids,self.updates = seen,'',[],[]
 
     def process_message(self, msg, cell, cell_index):
         if msg['msg_type']=='stream': self._read(msg['content']['text'])
+        if msg['msg_type']=='update_display_data': self.updates.append((cell_index,msg['content']['data'].get('text/html', '')))
         return super().process_message(msg, cell, cell_index)
 
     def _read(self, text):
@@ -64,6 +105,7 @@ class Reader(NotebookClient):
         if len(pids)==2 and not self.pids:
             self.pids = [os.pidfd_open(p) for p in pids]
             os.kill(self.km.provisioner.pid, 2) # Jupyter's interrupt
+        if 'waits\n' in text and self.text.count('waits\n')==2: os.kill(self.km.provisioner.pid, 2)
 
 def outputs(cell): return [(o.get('text') or o.get('data', {}).get('text/plain') or o.get('evalue')) for o in cell.outputs]
 
@@ -73,10 +115,12 @@ def test_run_in_a_notebook(tmp_path, monkeypatch):
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(o) for o in sources])
     client = Reader(nb, tmp_path/'seen')
     client.execute()
-    _,first,second,live,failed,interrupted,last = nb.cells
+    _,first,second,live,failed,interrupted,last,threads,plot,keep,more,again,after = nb.cells
     for cell,value in ((first,'42'), (second,'8'), (last,'8')): # again, also after a failure and an interrupt
-        *table,res = outputs(cell)
-        assert res==value and [o.split()[0] for o in ''.join(table).splitlines()]==['epoch','0']
+        *_,table,res = cell.outputs
+        assert res.data['text/plain']==value and '<th>epoch</th>' in table.data['text/html'].replace('\n', '')
+    bars = [int(o) for i,html in client.updates if i==1 for o in re.findall(r' value="(\d+)"', html)]
+    assert {0,1} <= {*bars} # it moves
     shown = ''.join(outputs(live))
     assert shown.replace('[r1] also here\n', '', 1)=="epoch 0\nepoch 1\n'done'" # the second was printed because we had seen the first
     error = failed.outputs[-1]
@@ -86,3 +130,8 @@ def test_run_in_a_notebook(tmp_path, monkeypatch):
     for o in client.pids:
         assert select.select([o], [], [], 30)[0]
         os.close(o)
+    assert outputs(threads)[-1]=='(4, 600.0)'
+    html,png,*_ = sorted((o.data for o in plot.outputs if 'data' in o), key=len)
+    assert html['text/html']=='<i>rank 0</i>' and 'image/png' in png
+    assert [outputs(o)[-1] for o in (keep,more)]==['(2, True, True)','1']
+    assert again.outputs[-1].ename=='KeyboardInterrupt' and outputs(after)[-1]=='1' # on the ranks that were interrupted

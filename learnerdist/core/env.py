@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['section', 'rank_distrib', 'num_distrib', 'local_rank', 'local_size', 'default_device', 'gpu_id', 'backend_for',
            'in_group', 'launch_store', 'shared_store', 'connect_store', 'RankError', 'pack_error', 'unpack_error',
-           'is_consequence', 'record_exit', 'wait_keys', 'wait_key', 'setup_distrib', 'teardown_distrib', 'close_group',
-           'process_group', 'group_timeout', 'current_group', 'control_group', 'group_rank', 'group_size', 'is_rank0']
+           'is_consequence', 'record_exit', 'wait_keys', 'wait_key', 'count', 'counted', 'new_launch', 'setup_distrib',
+           'teardown_distrib', 'close_group', 'process_group', 'group_timeout', 'current_group', 'control_group',
+           'group_rank', 'group_size', 'is_rank0']
 
 # %% ../../nbs/core/01_env.ipynb #c002
 import dis,json,os,re,socket,time,traceback
@@ -192,13 +193,27 @@ def wait_key(store, key, timeout_s, rank=None):
     return (wait_keys(store, {rank: key}, timeout_s) or [None])[0]
 
 # %% ../../nbs/core/01_env.ipynb #open01
-_opened = Counter() # From each section to the number of groups opened in it
+_counts = Counter() # Of this launch; by the name of what is counted
+
+def count(
+    what:str # What is counted, by the same name on every rank
+)->int:
+    "How often this has been called for `what`. Ranks of a launch count alike, so the number names what they share"
+    _counts[what] += 1
+    return _counts[what]
+
+def counted(what:str)->int:
+    "How often `count` was called for `what`"
+    return _counts[what]
+
+def new_launch():
+    "Forget the store and all counts, since this process goes on as a rank of another launch"
+    for o in (_stores,_counts,section): o.clear()
 
 def _next_group():
     "The name of the next group. Groups are counted by section, so that counts agree after a rank failed before it opened one"
     where = ''.join(section)
-    _opened[where] += 1
-    return f'{where}/group{_opened[where]}'
+    return f'{where}/group{count(f"{where}/group")}'
 
 def _open(device, backend, timeout_s, name):
     store = launch_store() or connect_store(os.environ, hosts=rank_distrib()==0)

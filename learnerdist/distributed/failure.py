@@ -6,14 +6,14 @@
 __all__ = ['first_failure', 'announce', 'failing_together']
 
 # %% ../../nbs/distributed/04_failure.ipynb #c002
-import itertools,json,os,re,socket,time,traceback
+import json,os,re,socket,time,traceback
 from contextlib import contextmanager
 from functools import cache
 
 import torch.distributed as dist
 
-from ..core.env import (RankError,close_group,group_size,in_group,is_consequence,num_distrib,pack_error,rank_distrib,section,shared_store,
-                        unpack_error)
+from ..core.env import (RankError,close_group,count,group_size,in_group,is_consequence,num_distrib,pack_error,rank_distrib,section,
+                        shared_store,unpack_error)
 from ..core.stacks import Frame,answer_asks,answerer,describe_stack,frames_of,place_of
 
 # %% ../../nbs/distributed/04_failure.ipynb #c004
@@ -80,8 +80,6 @@ def _reach(host):
     return f'has not timed out, and runs on {host}'
 
 # %% ../../nbs/distributed/04_failure.ipynb #c008
-_sections = itertools.count()
-
 @contextmanager
 def failing_together(
     undo # Releases the wrapped model and the group; called at the end, in any case
@@ -91,7 +89,7 @@ def failing_together(
         try: yield
         finally: undo()
         return
-    key = f'first-failure/{next(_sections)}'
+    key = f'first-failure/{count("section")}'
     section.append(key)
     try:
         announce()

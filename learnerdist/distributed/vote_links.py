@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ..core.collectives import gather_objects
-from ..core.rank0 import shared_store,wait_key
 from ..core.stacks import frames_of_caller,users_frame
-from ..core.env import control_group,group_rank,group_size,local_size
+from ..core.env import control_group,count,group_rank,group_size,local_size,shared_store,wait_key
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #c006
 places = ['a vote','the start of a fit','the start of an epoch','the start of a training loop','a training batch',
@@ -75,7 +74,7 @@ class Links:
         here,store = users_frame(frames_of_caller()),shared_store()
         lines = {self.rank: str(here)}
         if store is not None:
-            key = f'apart/{next(_aparts)}'
+            key = f'apart/{count("apart")}'
             store.set(f'{key}/{self.rank}', str(here))
             lines = {r: wait_key(store, f'{key}/{r}', 10) for r in range(len(at))}
         where = [f'rank {r} is at {places[o]} ({lines.get(r) or "its line is not known"})' for r,o in enumerate(at)]
@@ -187,7 +186,6 @@ class GlooLinks(Links):
     def close(self): self.group = None # which is closed together with the other groups
 
 _tags = itertools.count(1)
-_aparts = itertools.count()
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #c024
 @contextmanager

@@ -14,13 +14,13 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.progress import CSVLogger
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
-from fastai.learner import Learner,Recorder,join_path_file
+from fastai.learner import Learner,Recorder,join_path_file,save_model
 from fastcore.basics import noop,patch
 
 from ..distributed import trainer as core
 from ..checkpoint.checkpoint import resumed
 from ..checkpoint.snapshot import weights_in
-from ..core.rank0 import await_save
+from ..core.saves import await_save,save_once
 from ..learner.learner import StartAt,get_model
 from .trainer import DistributedTrainer
 
@@ -129,7 +129,17 @@ def _clean_up(learn, cb):
     cb.learn = old
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #ckf11
-_load = Learner.load
+_load,_save = Learner.load,Learner.save
+
+def _path(learn, file): return join_path_file(file, learn.path/learn.model_dir, ext='.pth')
+
+@patch
+def save(self:Learner, file, **kwargs):
+    "As fastai's: rank 0 writes the file, atomically; the other ranks count the save. No collective"
+    if not isinstance(file, (str,Path)): return _save(self, file, **kwargs)
+    path = _path(self, file)
+    save_once(path, lambda p: save_model(p, self.model, getattr(self, 'opt', None), **kwargs))
+    return path
 
 @patch
 def load(self:Learner, file, *args, **kwargs):
@@ -137,7 +147,7 @@ def load(self:Learner, file, *args, **kwargs):
     if not isinstance(file, (str,Path)): return _load(self, file, *args, **kwargs)
     folder = Path(self.path)/file
     if not folder.is_dir():
-        await_save(join_path_file(file, self.path/self.model_dir, ext='.pth'))
+        await_save(_path(self, file))
         return _load(self, file, *args, **kwargs)
     get_model(self.model).load_state_dict(weights_in(folder))
     return self

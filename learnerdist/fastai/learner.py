@@ -17,9 +17,8 @@ from fastai import learner as fastai_learner
 from fastai.callback import progress as fastai_progress
 from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
 from fastai.data.load import DataLoader
-from fastai.learner import Learner,save_model
+from fastai.learner import Learner
 from fastai.text.data import LMDataLoader
-from fastai.torch_core import join_path_file
 from fastcore.basics import noop,patch
 from fastcore.foundation import L
 from fastprogress.fastprogress import ConsoleMasterBar,MasterBar,ProgressBar
@@ -29,7 +28,7 @@ from . import checkpoint # noqa: F401
 from ..distributed.agreement import AgreementEnd
 from ..checkpoint.checkpoint import Checkpoint,Preempted,preempted_status # noqa: F401
 from ..core.collectives import distrib_barrier
-from ..core.rank0 import await_save,save_once
+from ..core.saves import await_save
 from ..core import env
 from ..core.env import default_device,group_rank,group_size
 from .evaluation import Evaluation
@@ -117,15 +116,11 @@ def _alone(name):
 for _o in ('predict','show_results','summary'): setattr(_Distributed, _o, _alone(_o))
 
 # %% ../../nbs/fastai/04_learner.ipynb #c011
-def _path(learn, file): return join_path_file(file, learn.path/learn.model_dir, ext='.pth')
-
 @patch
 def save(self:_Base, file, **kwargs):
-    "As fastai's: rank 0 writes the file atomically. No collective"
+    "As outside of the context; the file of `lr_find` is kept in memory"
     if 'lr_finder' in vars(self) and str(file).endswith('/_tmp'): return self.distributed_trainer.keep()
-    if not isinstance(file, (str,Path)): return Learner.save(self, file, **kwargs)
-    save_once(_path(self, file), lambda p: save_model(p, self.model, getattr(self, 'opt', None), **kwargs))
-    return _path(self, file)
+    return Learner.save(self, file, **kwargs)
 
 @patch
 def load(self:_Distributed, *args, **kwargs):

@@ -12,7 +12,7 @@ import torch
 from fastcore.basics import patch
 
 from ..core.compat import tree_leaves
-from ..core.rank0 import await_save,save_once
+from ..core.saves import await_save,save_once
 from ..core.weights import load_plain,read_bytes,seal
 from ..data.loaders import DataLoaders,TfmdDL,batch_shape
 from .learner import Learner,get_model

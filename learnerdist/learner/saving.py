@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fastcore.basics import patch
 
-from ..core.rank0 import await_save,save_once
+from ..core.saves import await_save,save_once
 from ..core.weights import is_safetensors,load_weights,save_weights
 from .learner import Learner,get_model
 
