@@ -34,7 +34,7 @@ def fitted(learn, *cbs, n=2):
 
 # --- what is trained --------------------------------------------------------------------------------------------------------
 
-class Freeze(Callback):
+class Freezes(Callback):
     "Freezes the first layer at once, and unfreezes it at `event` of the sixth step, or freezes another one then"
     def __init__(self, event, later): self.event,self.later = event,later
     def before_fit(self): self.model[0].requires_grad_(False)
@@ -42,7 +42,7 @@ def _freezes(event):
     def f(self):
         if self.event==event and self.training and self.train_iter==5: self.later(self.model)
     return f
-for _o in ('before_batch','after_pred','after_loss','after_backward','after_step','after_batch'): setattr(Freeze, _o, _freezes(_o))
+for _o in ('before_batch','after_pred','after_loss','after_backward','after_step','after_batch'): setattr(Freezes, _o, _freezes(_o))
 
 def unfreeze(m): m[0].requires_grad_(True)
 def freeze_more(m): m[2].requires_grad_(False)
@@ -225,9 +225,9 @@ def validated():
     return tensor(res),[],[]
 
 unfrozen_in = 'before_batch','after_pred','after_step','after_batch'
-scenes = {f'unfreeze in {o}': lambda o=o: fitted(learner(), Freeze(o, unfreeze)) for o in unfrozen_in}
-scenes |= {f'freeze in {o}': lambda o=o: fitted(learner(), Freeze(o, freeze_more)) for o in ('before_batch','after_loss','after_backward')}
-scenes |= {'freeze all but one': lambda: fitted(learner(), Freeze('before_batch', freeze_all_but_bias)),
+scenes = {f'unfreeze in {o}': lambda o=o: fitted(learner(), Freezes(o, unfreeze)) for o in unfrozen_in}
+scenes |= {f'freeze in {o}': lambda o=o: fitted(learner(), Freezes(o, freeze_more)) for o in ('before_batch','after_loss','after_backward')}
+scenes |= {'freeze all but one': lambda: fitted(learner(), Freezes('before_batch', freeze_all_but_bias)),
            'a layer is added': lambda: fitted(learner(), AddsLayer()), 'parameters of the loss': loss_params,
            'max_norm': lambda: fitted(learner(Shortened(), tokens())), 'contrastive': contrastive,
            'attributes of the model': attributes, 'new loaders': lambda: fitted(learner(), NewLoaders()),

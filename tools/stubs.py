@@ -5,7 +5,7 @@ import ast,re
 from pathlib import Path
 
 package = Path(__file__).parent.parent/'learnerdist'
-stubbed = 'learner/learner','learner/recorder'
+stubbed = 'learner/learner','learner/recorder','data/loaders'
 functions = ast.FunctionDef,ast.AsyncFunctionDef
 
 def patched()->dict:

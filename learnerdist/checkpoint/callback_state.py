@@ -14,6 +14,7 @@ from fastcore.foundation import L
 
 import learnerdist
 from ..data.loaders import batch_shape,data_len
+from ..data.loaders import call_model
 from ..learner.learner import get_model
 from ..core.compat import tree_leaves
 from .snapshot import to_plain
@@ -146,7 +147,8 @@ def settle(
     "Let DDP rebuild its buckets as they were before the interruption. Sync point: all ranks call this"
     before,buffers = streams.get(),[(o,o.clone()) for o in ddp.module.buffers()]
     cast = getattr(getattr(learn, 'mixed_precision', None), 'autocast', nullcontext)
-    with cast if hasattr(cast, '__enter__') and not isinstance(cast, type) else cast(): out = ddp(*learn.xb)
+    with cast if hasattr(cast, '__enter__') and not isinstance(cast, type) else cast():
+        out = call_model(ddp, learn.xb, learn.model)
     sum(o.sum()*0 for o in tree_leaves(out) if isinstance(o, torch.Tensor) and o.requires_grad).backward()
     with torch.no_grad():
         for o,old in buffers: o.copy_(old)

@@ -39,7 +39,7 @@ def check_every(every):
 class Checkpoint(Callback):
     "Save the fit while it runs: weights, optimizer, callbacks, recorded numbers, random streams, and the position in the data"
     # `before_fit` and `before_train` after callbacks that reset themselves there, and before the model is wrapped in DDP
-    order = Order.checkpoint
+    order,run_find = Order.checkpoint,False
     active,resuming,requests,nested = False,False,None,0
     def __init__(self,
         path,             # A folder, relative to the learner's path; for this fit only

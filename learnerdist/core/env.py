@@ -119,10 +119,11 @@ class RankError(RuntimeError):
     def __reduce__(self): return type(self),(self.rank,self.kind,self.message,self.trace)
 
 def _how(kind, message):
-    if kind=='exit': return message # its launcher's description of its exit
+    if kind=='exit': return message + _absent*message.endswith(' status 0') # its launcher's description of its exit
     if kind=='Preempted' or (kind,message)==('SystemExit','75'): return f'left with status {preempted_status}, to go on later'
     return 'left by sys.exit(0)' if (kind,message) in _well else f'failed with {kind}: {message}'
 
+_absent = ', and this rank waits for it, in a call that all ranks have to make (fit, validate, get_preds): has this rank made it alone?'
 _well = [('SystemExit',o) for o in ('','0','None')]
 
 def pack_error(e)->str:

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 
 from ..core.compat import tree_leaves,tree_map
 from ..core.env import group_rank,group_size,in_group
-from ..data.loaders import LoaderWrapper,data_len,look_ahead
+from ..data.loaders import LoaderWrapper,call_model,data_len,look_ahead
 from .batchnorm import muted
 from ..learner.callback import Callback,Order,cancels
 
@@ -139,7 +139,7 @@ def shadow(self:Agreement):
 @patch
 def _shadow_forward(self:Agreement, replica):
     "Forward pass on the inputs of the last training batch, which are valid; before there is one, on this batch's"
-    with muted(): return replica(*(self.xb if self.template is None else self.template))
+    with muted(): return call_model(replica, self.xb if self.template is None else self.template, replica.model)
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c015
 @patch

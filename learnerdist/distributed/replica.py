@@ -119,9 +119,9 @@ class Replica:
     def _what_is_trained(self): # compared at each step
         return [p.requires_grad for p in self.params],[*map(id, self._optimized())]
 
-    def __call__(self, *xb):
+    def __call__(self, *xb, **kw):
         if self.trained!=self._what_is_trained(): self._wrap()
-        return (self.ddp or self.model)(*xb)
+        return (self.ddp or self.model)(*xb, **kw)
 
     def undo(self):
         "Leave the model as it was"

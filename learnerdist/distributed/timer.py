@@ -19,8 +19,9 @@ from ..learner.recorder import Recorder
 # %% ../../nbs/distributed/09_timer.ipynb #c005
 class Timer(Callback):
     "Measures this rank's seconds in each epoch's training loop: data, step and comm. See `recorder.times`"
-    order,run_valid,times,begin = Order.timer,False,(),None
+    order,run_valid,run_find,times,begin = Order.timer,False,False,(),None
     def before_fit(self): self.times,self.begin = [],None
+    def before_epoch(self): self.entered = False
     def before_train(self):
         self.data,self.votes,self.wait,self.end = 0.,0.,0.,None
         self.begin = perf_counter()
@@ -38,7 +39,9 @@ class Timer(Callback):
         if queue_callback: loss.register_hook(self._begun)
         else: self.wait = None # not known
 
-    def after_train(self): self.end = perf_counter()
+    def after_train(self):
+        self.end = perf_counter()
+        self._enter()
 
     def _begun(self, grad): queue_callback(self._computed)
     def _computed(self):
@@ -47,6 +50,10 @@ class Timer(Callback):
     def _exchanged(self): self.wait += perf_counter()-self.computed
 
     def after_epoch(self):
+        if not self.entered: self._enter() # cancelled before its end
+    def _enter(self):
+        "Append this epoch's row: after the training loop, so that loggers find it"
+        self.entered = True
         names = 'data','step','comm','total','samples_per_s'
         if self.begin is None: return self.times.append(dict.fromkeys(names)) # cancelled before it trained
         total,rec = (self.end or self.mark)-self.begin,getattr(self.learn, 'recorder', None)

@@ -155,7 +155,10 @@ def _label_output(rank):
 
 def _call(payload):
     "What the function returns; None if it leaves by `sys.exit()`"
-    func,args,kwargs = pickle.loads(payload) if isinstance(payload, bytes) else payload
+    try: func,args,kwargs = pickle.loads(payload) if isinstance(payload, bytes) else payload
+    except AttributeError as e:
+        raise ValueError(f"{e}. Each process imports the script anew, without what is under `if __name__=='__main__':`. Define the "
+                         'function above that line, and only call run() below it') from e
     try: return func(*args, **kwargs)
     except SystemExit as e:
         if e.code: raise

@@ -50,6 +50,7 @@ class Callback(GetAttr):
     "Base class of callbacks. A method named after an event handles it; attributes of the learner can be read from the callback"
     order,_default,learn = 0,'learn',None
     run,run_train,run_valid = True,True,True
+    run_find = True # Whether it runs in `lr_find`: a callback that logs, saves, stops a fit or sets the rate does not
     loop_state = () # Names of attributes that belong to the current loop over data; saved while a nested loop runs
     fit_state = () # Names of attributes that a checkpoint saves: the callback's state in this fit, the same on every rank
     rank_state = () # Attributes that a checkpoint saves and that differ between ranks: tensors whose sum over ranks is the global value

@@ -6,6 +6,7 @@
 __all__ = ['defaults', 'fit_flags', 'TrainEvalCallback', 'trainable_params', 'get_model', 'StartAt', 'Learner', 'group_lrs']
 
 # %% ../../nbs/learner/01_learner.ipynb #c002
+import inspect
 from contextlib import ExitStack,contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from torch.nn.parallel import DataParallel,DistributedDataParallel
 
 from .callback import Callback,Order,all_events,cancels
 from .losses import loss_of_batch
-from ..data.loaders import data_len,single,split_batch,to_device
+from ..data.loaders import call_model,data_len,single,split_batch,to_device
 from ..core.env import default_device
 
 # %% ../../nbs/learner/01_learner.ipynb #c005
@@ -59,18 +60,20 @@ class Learner:
     "Data, model, loss and optimizer, with the training loop over them"
     def __init__(self,
         dls,                        # `DataLoaders`, or an object with `train`, an index and a length
-        model:torch.nn.Module,      # Called with the inputs of a batch, each an argument; moved to the learner's device
-        loss_func,                  # Called as `loss_func(pred, *targets)`; returns a scalar tensor, or a tuple (sum, count)
+        model:torch.nn.Module,      # Called with the inputs of a batch, see `call_model`; moved to the learner's device
+        loss_func=None,             # Called as `loss_func(pred, *targets)`; returns a scalar tensor, or (sum, count). None: `pred.loss`
         opt_func=torch.optim.AdamW, # Called with parameter groups and `lr=`; any optimizer class of `torch.optim` or like it
         lr=defaults.lr,             # Learning rate; a `slice` or a list gives each parameter group its own, see `group_lrs`
         splitter=trainable_params,  # From the model to a list of parameters, or of lists of them (parameter groups)
         cbs=None,                   # One callback or several, instances or classes
         metrics=None,               # Functions of (prediction, targets), `Metric`s, or torchmetrics objects
         path=None,                  # Folder for saved models and logs; None: that of `dls`
-        model_dir='models'          # Folder for saved models, within `path`
+        model_dir='models',         # Folder for saved models, within `path`
+        train_bn=True               # Train the normalisation layers of frozen parameter groups, too
     ):
         self.dls,self.model,self.loss_func,self.opt_func,self.lr = dls,model,loss_func,opt_func,lr
         self.splitter,self.metrics,self.model_dir = splitter,[metrics] if hasattr(metrics, 'items') else listify(metrics),model_dir
+        self.train_bn = train_bn
         self.path = Path(path or getattr(dls, 'path', '.'))
         self.opt,self.training,self.fitting,self.logger,self.cbs = None,False,False,print,[]
         self.epoch,self.n_epoch,self.iter,self.n_iter,self.dl = 0,1,0,None,None
@@ -165,12 +168,12 @@ def one_batch(self:Learner,
 ):
     "Run one batch: prediction and loss; in training also the backward pass and the optimizer's step"
     self.iter,self.pred,self.loss_grad,self.loss,self.items = i,None,None,None,None
-    self.xb,self.yb = split_batch(to_device(b, self.device), getattr(self.dls, 'n_inp', None))
+    self.xb,self.yb = split_batch(to_device(b, self.device), getattr(self.dl, 'n_inp', getattr(self.dls, 'n_inp', None)))
     self._with_events(self._do_batch, 'batch')
 
 @patch
 def _do_batch(self:Learner):
-    self.pred = (self.wrapper or self.model)(*self.xb)
+    self.pred = call_model(self.wrapper or self.model, self.xb, self.model)
     self('after_pred')
     if self.yb:
         self.loss_grad = loss_of_batch(self)
@@ -207,7 +210,8 @@ def flagged(self:Learner,
 ):
     "Context that applies `flags` to the learner. TypeError for an unknown flag"
     unknown = [o for o in flags if o not in fit_flags]
-    if unknown: raise TypeError(f"fit has no option {unknown[0]!r}; flags: {', '.join(fit_flags)}")
+    hint = "; the rate of a fit with a schedule of its own is 'lr_max'" if 'lr' in unknown else ''
+    if unknown: raise TypeError(f"fit has no option {unknown[0]!r}{hint}; flags: {', '.join(fit_flags)}")
     with ExitStack() as stack:
         for k,f in fit_flags.items():
             if flags.get(k) not in (None,False): stack.enter_context(f(self, flags[k]))
@@ -267,6 +271,9 @@ def create_opt(self:Learner):
     if not groups: raise ValueError('the model has no trainable parameter: unfreeze some, or look at `splitter`')
     if isinstance(groups[0], torch.Tensor): groups = [groups]
     self.opt = self.opt_func([dict(params=list(g)) for g in groups], lr=group_lrs(self.lr, len(groups))[-1])
+    closure = inspect.signature(self.opt.step).parameters.get('closure')
+    if closure and closure.default is closure.empty:
+        raise ValueError(f'{type(self.opt).__name__} needs the loss several times a step, and this loop has it once: take another one')
 
 @patch
 def prepare_model(self:Learner):

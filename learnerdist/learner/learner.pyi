@@ -41,6 +41,7 @@ class StartAt(NamedTuple):
 
 class Learner:
     """Data, model, loss and optimizer, with the training loop over them"""
+    train_bn: Any
     path: Any
     model: Any
     loss_func: Any
@@ -70,7 +71,7 @@ class Learner:
     wrapper: Any
     repeated: Any
 
-    def __init__(self, dls, model: torch.nn.Module, loss_func, opt_func=..., lr=..., splitter=..., cbs=None, metrics=None, path=None, model_dir='models'):
+    def __init__(self, dls, model: torch.nn.Module, loss_func=None, opt_func=..., lr=..., splitter=..., cbs=None, metrics=None, path=None, model_dir='models', train_bn=True):
         ...
 
     @property
@@ -103,6 +104,27 @@ class Learner:
     @contextmanager
     def distrib_ctx(self, cuda_id: int | None=None, **kw):
         """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an exception"""
+
+    def export(self, fname='export.pth') -> Path:
+        """Write weights, `dls.vocab`, batch size, number of inputs. On several ranks rank 0 writes. ValueError if the state is no plain data"""
+
+    def lr_find(self, start_lr=1e-07, end_lr=10, num_it: int=100, stop_div: bool=True, show_plot: bool=True, suggest_funcs=...):
+        """Train with a rising rate, and suggest one. Afterwards the learner is as before. ValueError if too few losses are finite"""
+
+    def freeze_to(self, n: int):
+        """Freeze the parameter groups before `n`, train the others, and forget the state of the optimizer. ValueError if that leaves no group"""
+
+    def freeze(self):
+        """Train the last parameter group only. ValueError if there is one group"""
+
+    def unfreeze(self):
+        """Train all parameter groups"""
+
+    def fine_tune(self, epochs: int, base_lr: float=0.002, freeze_epochs: int=1, lr_mult: float=100, pct_start: float=0.3, div: float=5.0, **kwargs):
+        """Train the last parameter group for `freeze_epochs`, then all of them for `epochs`, each time by `fit_one_cycle`"""
+
+    def fit_flat_cos(self, n_epoch: int, lr=None, div_final: float=100000.0, pct_start: float=0.75, cbs=None, reset_opt=False, **flags):
+        """Fit with a constant rate, and then with one that falls by a cosine"""
 
     def add_cb(self, cb):
         """Add a callback (an instance or a class), and make it an attribute, as in `learn.recorder`. ValueError if that hides another attribute"""
@@ -184,6 +206,12 @@ class Learner:
     def fit_one_cycle(self, n_epoch: int, lr_max=None, div=25.0, div_final=100000.0, pct_start=0.25, cbs=None, reset_opt=False, scale_lr=False, **flags):
         """Fit with one cycle of rates, up and then down, and momentum the other way round (Smith, 2018, arXiv:1803.09820)"""
 
+    def summary(self) -> str:
+        """The layers of the model in the order of their calls: shape of the output, parameters, whether trained. Optimizer, loss, callbacks"""
+
+    def show_results(self, ds_idx: int=1, dl=None, max_n: int=9, shuffle: bool=True):
+        """Draw images with their targets and, below these, the predictions: green where they agree, and red where not"""
+
     def to_fp32(self) -> Learner:
         """Train and evaluate in the model's own precision, without mixed precision"""
 
@@ -192,6 +220,9 @@ class Learner:
 
     def to_bf16(self) -> Learner:
         """Train and evaluate in mixed precision with bfloat16"""
+
+    def tta(self, ds_idx: int=1, dl=None, n: int=4, item_tfms=None, batch_tfms=None, beta: float=0.25, use_max: bool=False) -> tuple:
+        """Predict `n` augmented versions of each sample, and the sample itself, and mix the predictions"""
 
     def __getattr__(self, name: str) -> Any:
         """A callback of the learner, or another attribute that is set at run time"""

@@ -16,7 +16,7 @@ from ..core.env import group_rank,is_rank0
 # %% ../../nbs/learner/05_loggers.ipynb #c005
 class LogWriter(Callback):
     "Base class of loggers, which write on rank 0 only. A subclass defines `log_epoch`, and `open` and `close` if it needs them"
-    order,writing,seen,fit_state = Order.loggers,False,0,('seen',)
+    order,run_find,writing,seen,fit_state = Order.loggers,False,False,0,('seen',)
     def open(self): "Called on rank 0 when a fit begins"
     def log_epoch(self,
         row:dict # From each column of the table, except `time`, to its value over all ranks; None if it was not measured

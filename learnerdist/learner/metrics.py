@@ -59,7 +59,9 @@ class AvgMetric(Metric):
         mean, # Of a batch: a number or a tensor ()
         n     # Its weight in the mean over batches, such as the number of samples
     ):
-        "Take in the mean of a batch"
+        "Take in the mean of a batch. ValueError if it is no number"
+        if (mean.numel()!=1 if isinstance(mean, Tensor) else not isinstance(mean, (int,float)) and not hasattr(mean, 'item')):
+            raise ValueError(f'the metric {self.name} returned {mean!r}: let it return the mean over the batch, a number or a tensor ()')
         self.total = self.total + weighted(mean, n)
         self.count = self.count + n
 
@@ -225,26 +227,37 @@ def _made(cls, kw):
     except (TypeError,ValueError) as e: raise ValueError(f"{cls.__name__}: {e}; mk_metric('{cls.__name__}', …) takes its arguments") from e
 
 # %% ../../nbs/learner/02_metrics.ipynb #c015
+def _in_rows(pred, targ, axis):
+    "Scores (n,classes) and class indices (n,). ValueError if they are not as many"
+    scores,classes = pred.movedim(axis, -1).reshape(-1, pred.shape[axis]),targ.reshape(-1)
+    if len(scores)==len(classes): return scores,classes
+    raise ValueError(f'predictions of shape {tuple(pred.shape)}, with the scores of the classes in axis {axis}, for targets of shape '
+                     f'{tuple(targ.shape)}: give one class index for each prediction, or another axis')
+
 def accuracy(
     pred:Tensor, # (bs,…,classes)
-    targ:Tensor, # (bs,…), class indices
+    targ:Tensor, # (bs,…) or (bs,…,1), class indices
+    axis:int=-1  # Of `pred`, with the scores of the classes
 ):
-    "The fraction of predictions whose highest score is that of the target class: float64 tensor (), of this batch"
-    return (pred.argmax(-1)==targ).double().mean()
+    "The fraction of predictions with the highest score at the target class: float64 tensor (), of this batch. ValueError for other shapes"
+    scores,classes = _in_rows(pred, targ, axis)
+    return (scores.argmax(-1)==classes).double().mean()
 
 def error_rate(
-    pred:Tensor, targ:Tensor # As in `accuracy`
+    pred:Tensor, targ:Tensor, axis:int=-1 # As in `accuracy`
 ):
     "1 - `accuracy`: the fraction of wrong predictions in this batch, float64 tensor ()"
-    return 1-accuracy(pred, targ)
+    return 1-accuracy(pred, targ, axis)
 
 def top_k_accuracy(
     pred:Tensor, targ:Tensor, # As in `accuracy`
-    k:int=5                   # The target counts as found among this many classes
+    k:int=5,                  # The target counts as found among this many classes
+    axis:int=-1               # As in `accuracy`
 ):
     "The fraction of predictions with the target class among their `k` highest scores. ValueError if there are fewer classes"
-    if k>pred.shape[-1]: raise ValueError(f'top_k_accuracy: k={k} of {pred.shape[-1]} classes')
-    return (pred.topk(k, dim=-1).indices==targ.unsqueeze(-1)).any(-1).double().mean()
+    scores,classes = _in_rows(pred, targ, axis)
+    if k>scores.shape[1]: raise ValueError(f'top_k_accuracy: k={k} of {scores.shape[1]} classes')
+    return (scores.topk(k).indices==classes[:,None]).any(-1).double().mean()
 
 def metric_named(
     name:str # 'accuracy', 'error_rate', 'top_1', 'top_3' and so on; or a class of torchmetrics, if it is installed

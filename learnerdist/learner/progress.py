@@ -6,14 +6,14 @@
 __all__ = ['format_value', 'format_row', 'ProgressCallback']
 
 # %% ../../nbs/learner/04_progress.ipynb #c002
-import sys
+import sys,warnings
 from contextlib import contextmanager
 
 from fastcore.basics import patch
 from fastcore.imports import in_notebook
 
 from .callback import Callback,Order
-from ..core.env import is_rank0
+from ..core.env import is_rank0,num_distrib
 from ..data.loaders import data_len
 from .learner import Learner,defaults
 
@@ -53,6 +53,11 @@ class _Smooth:
         return f'{self.val:.4f}'
     def __format__(self, spec): return str(self)
 
+def _say_alone(said=[]): # noqa: B006 - once in a process
+    if is_rank0() and not said: warnings.warn(f'each of the {num_distrib()} processes of this launch trains on the whole data, since '
+                                              'this fit is outside of distrib_ctx(). If you mean that, each has to write its own files')
+    said.append(1)
+
 # %% ../../nbs/learner/04_progress.ipynb #c009
 class ProgressCallback(Callback):
     "A progress bar for epochs, one for batches, and a table with a line for each epoch. Prints on rank 0 only"
@@ -62,6 +67,7 @@ class ProgressCallback(Callback):
     ): self.show_bar,self.mbar,self.bar,self.old_logger = show_bar,None,None,None
 
     def before_fit(self):
+        if num_distrib()>1 and not hasattr(self.learn, 'distributed_trainer') and self.learn.fitting: _say_alone()
         self.old_logger,self.learn.logger = self.learn.logger,self._write
         if not is_rank0(): return
         cls = _bars() if self.show_bar else None

@@ -93,3 +93,6 @@ class Recorder(Callback):
 
     def __getattr__(self, name: str) -> Any:
         """A callback of the learner, or another attribute that is set at run time"""
+
+def stacked(os) -> Tensor:
+    """Numbers and tensors () as one float64 tensor on the CPU"""

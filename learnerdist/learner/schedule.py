@@ -24,7 +24,7 @@ from .accumulation import steps_per_epoch
 # %% ../../nbs/learner/09_schedule.ipynb #c005
 class Scheduler(Callback):
     "Drive a scheduler of `torch.optim.lr_scheduler` by step or by epoch of a fit, the same on every rank"
-    order,run_valid,old,sched = Order.scheduler,False,None,None
+    order,run_valid,run_find,old,sched = Order.scheduler,False,False,None,None
     def __init__(self,
         func,          # From the optimizer to a scheduler; called at the start of each fit
         by='step'      # 'step': after each step of the optimizer; 'epoch': after each epoch
@@ -73,7 +73,7 @@ class Scheduler(Callback):
 
 def _horizon(state):
     own = [[k,v] for k,v in state.items() if k in ('total_steps','total_iters','T_max','T_0','_milestones')]
-    return own + [o for inner in state.get('_schedulers', ()) for o in _horizon(inner)]
+    return own + [o for inner in (*state.get('_schedulers', ()),*state.get('lr_lambdas', ())) if inner for o in _horizon(inner)]
 
 def _keys(opt): return {k for g in opt.param_groups for k in g}
 
@@ -121,26 +121,31 @@ def fit_one_cycle(self:Learner,
     **flags         # As in `fit`
 ):
     "Fit with one cycle of rates, up and then down, and momentum the other way round (Smith, 2018, arXiv:1803.09820)"
-    lr_max = self.lr if lr_max is None else lr_max
-    def one_cycle(opt):
+    def one_cycle(opt, n_steps):
         cycled = 'betas' in opt.param_groups[0] or opt.param_groups[0].get('momentum')
         up = min(pct_start*(1+1e-9), 1.) # torch divides by zero if this is exactly one step
         highest = [g['lr']*lr_scale(scale_lr) for g in opt.param_groups] # the fit has set it to `lr_max`
-        return OneCycleLR(opt, highest, total_steps=n_epoch*steps_per_epoch(self, n_batches), pct_start=up,
+        return OneCycleLR(opt, highest, total_steps=n_steps, pct_start=up,
                           div_factor=div, final_div_factor=div_final/div, cycle_momentum=bool(cycled))
+    self._fit_by_step(n_epoch, lr_max, one_cycle, cbs, reset_opt, flags)
+
+@patch
+def _fit_by_step(self:Learner, n_epoch, lr, make, cbs, reset_opt, flags):
+    "Fit with the scheduler that `make` returns for an optimizer and the number of the fit's steps"
     with self.flagged(flags):
         n_batches = _batches_per_epoch(self)
-        self.fit(n_epoch, lr_max, cbs=[Scheduler(one_cycle),*listify(cbs)], reset_opt=reset_opt)
+        sched = Scheduler(lambda opt: make(opt, n_epoch*steps_per_epoch(self, n_batches)))
+        self.fit(n_epoch, lr, cbs=[sched,*listify(cbs)], reset_opt=reset_opt)
 
 def _batches_per_epoch(learn):
     try: n = len(learn.dls.train)
-    except TypeError as e: raise ValueError('fit_one_cycle must know its steps, and the training loader has no length: use fit') from e
+    except TypeError as e: raise ValueError('this schedule must know its steps, and the training loader has no length: use fit') from e
     return min(gather_objects(n)) if hasattr(learn, 'distributed_trainer') else n
 
 # %% ../../nbs/learner/09_schedule.ipynb #c025
 class TrackerCallback(Callback):
     "Track `monitor` over the epochs of a fit: `best`, `best_epoch`, and `new_best` (whether the last epoch is the best). All ranks agree"
-    order,best,hist,seen = Order.tracker,None,None,0
+    order,run_find,best,hist,seen = Order.tracker,False,None,None,0
     fit_state = 'best','best_epoch','value','new_best','seen'
     def __init__(self,
         monitor='valid_loss', # A column of the table: a loss, or a metric's name

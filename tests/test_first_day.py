@@ -1,0 +1,292 @@
+"What a fastai user does on the first day, with our Learner: exact on 2 and 3 ranks against one process. docs/first_day.md lists it"
+import inspect,re
+from pathlib import Path
+
+import pytest,torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from learnerdist.all import (Callback,DataLoaders,EarlyStoppingCallback,Learner,SaveModelCallback,accuracy,error_rate,load_learner,minimum,
+                             num_distrib,slide,steep,valley)
+from learnerdist.testing import run_ranks
+
+torch.set_num_threads(1)
+
+def images(n, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.rand(n, 1, 4, 4, generator=g, dtype=torch.double)
+    return list(zip(x, x[:,0].mean(2).argmax(1)))
+
+def net(): return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
+def groups(m): return [[*m[1].parameters(),*m[2].parameters()],[*m[4].parameters()]]
+def sgd(ps, lr): return SGD(ps, lr, momentum=.9)
+
+def learner(**kw):
+    torch.manual_seed(1)
+    dls = DataLoaders.from_dsets(images(50), images(23, 1), bs=12//max(num_distrib(), 1)) # no batch size divides 50
+    learn = Learner(dls, net(), nn.CrossEntropyLoss(), sgd, lr=.1, splitter=groups, **kw)
+    learn.logger = lambda line: None
+    return learn
+
+def weights(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
+def state(learn): return {k: v.clone() for k,v in learn.model.state_dict().items()}
+
+class Keeps(Callback):
+    "Keeps a list that grows"
+    def __init__(self): self.seen = []
+    def after_batch(self): self.seen.append(float(self.learn.loss))
+
+def alike(func, *worlds):
+    "What `func` returns in one process, after comparison with each rank of 2 and of 3"
+    one = func()
+    for W in worlds or (2,3):
+        for res in run_ranks(func, W):
+            assert res.keys()==one.keys()
+            for k,v in one.items(): same(res[k], v, k)
+    return one
+
+def same(a, b, at):
+    if isinstance(b, torch.Tensor) and b.is_floating_point():
+        assert a.shape==b.shape and torch.allclose(a, b, rtol=0, atol=1e-9, equal_nan=True), at
+    elif isinstance(b, torch.Tensor): assert torch.equal(a, b), at
+    elif isinstance(b, (list,tuple)): assert len(a)==len(b) and all(same(*o, at) is None for o in zip(a, b)), at
+    elif isinstance(b, float): assert a==pytest.approx(b, rel=1e-9, abs=1e-9, nan_ok=True), at
+    else: assert a==b, at
+
+# --- the everyday, in one process and on ranks ------------------------------------------------------------------------------------
+
+def everyday(folder):
+    learn,res = learner(path=folder, metrics=[accuracy,error_rate]),{}
+    with learn.distrib_ctx(seed=3):
+        learn.fit(1)
+        learn.fit_one_cycle(2, .1)
+        res['valid'],res['weights'] = learn.validate(),weights(learn)
+        preds,targs = learn.get_preds()
+        learn.save('mine')
+        with learn.no_bar(): learn.fit(1, cbs=[SaveModelCallback(monitor='accuracy'),EarlyStoppingCallback(patience=2)])
+        learn.load('mine')
+        return res | dict(preds=preds, targs=targs, one=learn.predict(images(1, 2)[0][0]), loaded=weights(learn), final=learn.final_record)
+
+def test_everyday(tmp_path):
+    one = everyday(tmp_path/'1')
+    for W in (2,3):
+        for res in run_ranks(everyday, W, tmp_path/str(W)):
+            for k,v in one.items(): same(res[k], v, k)
+    assert torch.equal(one['weights'], one['loaded'])
+
+# --- lr_find ----------------------------------------------------------------------------------------------------------------
+
+def everything(learn):
+    "What `lr_find` must leave as it was, exactly"
+    rec,opt = learn.recorder,learn.opt and learn.opt.state_dict()
+    torch.set_printoptions(precision=17, threshold=10**6)
+    recorded = rec.losses,rec.lrs,rec.values,learn.keeps.seen,learn.epoch
+    return [*map(str, (state(learn),opt,recorded,torch.get_rng_state(),learn.model.training))]
+
+def find():
+    learn,res = learner(cbs=Keeps()),{}
+    with learn.distrib_ctx(seed=3):
+        for name in ('fresh','trained'):
+            before = everything(learn)
+            lrs = learn.lr_find(end_lr=100, suggest_funcs=(valley,steep,minimum,slide))
+            assert everything(learn)==before
+            res |= {f'{name} {k}': v for k,v in dict(lrs._asdict(), lrs=lrs.lrs, losses=lrs.losses).items()}
+            learn.fit(1)
+            res[f'{name} weights'] = weights(learn)
+    return res
+
+def plain_fit():
+    learn = learner()
+    with learn.distrib_ctx(seed=3):
+        learn.fit(1)
+        return weights(learn)
+
+def test_lr_find():
+    "The same losses on all ranks, and the fit after it is the one without it"
+    one = alike(find)
+    assert 20<len(one['fresh losses'])<100 # diverges: end_lr=100
+    assert torch.equal(one['fresh weights'], plain_fit())
+
+def test_suggestions_are_fastais():
+    theirs = pytest.importorskip('fastai.callback.schedule')
+    for seed in range(8):
+        g = torch.Generator().manual_seed(seed)
+        lrs,losses = torch.logspace(-6, 1, 85),torch.linspace(3, 1, 85)+torch.randn(85, generator=g)*.1*seed
+        for f in (valley,steep,minimum,slide):
+            ours,(lr,loss) = f(lrs, losses, 100)
+            their,(their_lr,_) = getattr(theirs, f.__name__)(lrs, losses, 100)
+            assert (ours,lr)==(pytest.approx(their),pytest.approx(their_lr)), (f.__name__,seed)
+
+def test_lr_find_as_fastai(tmp_path):
+    "The same losses at the same rates as fastai's own, from the same weights and batches"
+    pytest.importorskip('fastai.callback.schedule')
+    from fastai.learner import Learner as FastaiLearner
+    from fastai.data.core import DataLoaders as FastaiLoaders
+    from fastai.data.load import DataLoader as FastaiLoader
+    from fastai.losses import CrossEntropyLossFlat
+    from fastai.optimizer import OptimWrapper
+    dls = FastaiLoaders(FastaiLoader(images(48), bs=12), FastaiLoader(images(12, 1), bs=12))
+    model = net()
+    ours = learner()
+    ours.dls = DataLoaders.from_dsets(images(48), images(12, 1), bs=12, shuffle=False)
+    model.load_state_dict(ours.model.state_dict())
+    theirs = FastaiLearner(dls, model, CrossEntropyLossFlat(), lambda ps, lr: OptimWrapper(ps, SGD, lr=lr, momentum=.9), path=tmp_path)
+    with theirs.no_bar(), theirs.no_logging(): their = theirs.lr_find(show_plot=False)
+    our = ours.lr_find(show_plot=False)
+    assert our.lrs==pytest.approx(theirs.recorder.lrs)
+    assert our.losses==pytest.approx([float(o) for o in theirs.recorder.losses], rel=1e-5)
+    assert our.valley==pytest.approx(their.valley)
+
+def test_lr_find_of_nothing():
+    learn = learner()
+    with pytest.raises(ValueError, match='too few of them had a finite loss'): learn.lr_find(start_lr=1e30, end_lr=1e35)
+    assert not weights(learn).isnan().any()
+
+# --- transfer learning ------------------------------------------------------------------------------------------------------
+
+def tuned():
+    learn,res = learner(),{}
+    with learn.distrib_ctx(seed=3):
+        learn.fine_tune(2, base_lr=.1)
+        res['fine_tune'],res['valid'] = weights(learn),learn.recorder.values[-1]
+        learn.freeze()
+        learn.fit(1, .1)
+        res['freeze'] = weights(learn)
+        learn.unfreeze()
+        learn.fit_flat_cos(2, slice(.01, .1))
+        res['flat_cos'],res['lrs'] = weights(learn),learn.recorder.lrs
+    return res
+
+def test_fine_tune():
+    one = alike(tuned)
+    body = slice(0, 16*8+8)
+    assert torch.equal(one['fine_tune'][body], one['freeze'][body]) and not torch.equal(one['flat_cos'][body], one['freeze'][body])
+    assert not torch.equal(one['fine_tune'][136:152], one['freeze'][136:152]) # BatchNorm in the frozen group trains, as in fastai
+
+# --- dict batches, and models that compute their loss -------------------------------------------------------------------------
+
+class Takes(nn.Module):
+    "Takes its inputs by name, as models of transformers do"
+    def __init__(self):
+        super().__init__()
+        self.emb,self.head = nn.Embedding(9, 4).double(),nn.Linear(4, 3).double()
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        mask = attention_mask.double()[...,None]
+        logits = self.head((self.emb(input_ids)*mask).sum(1)/mask.sum(1))
+        return dict(logits=logits) if labels is None else dict(loss=F.cross_entropy(logits, labels), logits=logits)
+
+def texts(n, seed, labels=True):
+    g = torch.Generator().manual_seed(seed)
+    for i in range(n):
+        ids = torch.randint(9, (5,), generator=g)
+        item = dict(input_ids=ids, attention_mask=(torch.arange(5)<1+i%5).long(), idx=i)
+        yield dict(item, labels=ids[0]%3) if labels else item
+
+def by_name(with_loss):
+    torch.manual_seed(1)
+    dls = DataLoaders.from_dsets([*texts(48, 0)], [*texts(24, 1)], bs=12//max(num_distrib(), 1))
+    loss = None if with_loss else (lambda out, b: F.cross_entropy(out['logits'], b['labels']))
+    learn = Learner(dls, Takes(), loss, sgd, lr=.1)
+    learn.logger = lambda line: None
+    with learn.distrib_ctx(seed=3):
+        learn.fit(2)
+        preds,targs = learn.get_preds()
+        test,_ = learn.get_preds(dl=learn.dls.test_dl([*texts(10, 2, labels=False)]))
+        return dict(weights=weights(learn), valid=learn.validate(), preds=preds if with_loss else preds['logits'], labels=targs['labels'],
+                    test=test if with_loss else test['logits'])
+def own_loss(): return by_name(True)
+
+def test_dict_batches():
+    "`forward` gets the keys that it names, without a wrapper class; `idx` is not one of them"
+    one = alike(own_loss)
+    assert one['preds'].shape==(24,3) and one['test'].shape==(10,3)
+    assert one['valid'][0]==pytest.approx(F.cross_entropy(one['preds'], one['labels']).item())
+    plain = by_name(False)
+    same(plain['weights'], one['weights'], 'weights')
+    same(plain['preds'], one['preds'], 'preds')
+
+def test_no_loss():
+    learn = Learner(DataLoaders.from_dsets([*texts(4, 0, labels=False)], bs=2), Takes())
+    with pytest.raises(ValueError, match="the output of the model, a dict, has no `loss`"): learn.fit(1)
+
+# --- looking, test data, and use elsewhere --------------------------------------------------------------------------------------
+
+def jitter(item): return item[0]+torch.rand(1, dtype=torch.double)*.5,item[1] # another number for each sample
+
+def predicted():
+    learn = learner()
+    learn.dls.train.after_item = [jitter]
+    with learn.distrib_ctx(seed=3):
+        learn.fit(1)
+        res = dict(summary=str(learn.summary()), tta=learn.tta(n=2), both=learn.tta(beta=None)[0], largest=learn.tta(use_max=True)[0])
+        test = learn.dls.test_dl([x for x,_ in images(7, 2)], bs=2)
+        labelled = learn.dls.test_dl(images(7, 2), with_labels=True)
+        return res | dict(test=learn.get_preds(dl=test)[0], valid=learn.validate(dl=labelled), plain=learn.get_preds()[0])
+
+def test_predictions():
+    one = alike(predicted)
+    assert not torch.allclose(one['tta'][0], one['plain']) and one['test'].shape==(7,4)
+    aug,plain = one['both']
+    assert torch.equal(plain, one['plain']) and (one['largest']>=plain).all()
+    assert 'Linear               bs x 8                              136  True' in one['summary']
+
+def shown():
+    import matplotlib
+    matplotlib.use('agg')
+    learn = learner()
+    learn.dls.vocab = [*'abcd']
+    with learn.distrib_ctx(seed=3):
+        learn.fit(1)
+        axs = learn.dls.show_batch(max_n=2, i=1),learn.show_results(max_n=4, shuffle=False),learn.show_results(max_n=3)
+        return [o if o is None else [a.get_title() for a in o] for o in axs],repr(learn)
+
+def test_pictures():
+    "Rank 0 draws, and the others read the same batches"
+    pytest.importorskip('matplotlib')
+    titles,text = shown()
+    assert titles[0]==['abcd'[y] for _,y in images(2, 1)] and [o[0] for o in titles[1]]==['abcd'[y] for _,y in images(4, 1)]
+    assert '50 samples in 5 batches of 12' in text and 'Learner of Sequential: 188 parameters, 188 trained' in text
+    (first,text),(second,_) = run_ranks(shown, 2)
+    assert first[:2]==titles[:2] and second==[None]*3
+    assert '50 samples in 5 batches of 6 (rank 0 of 2)' in text
+
+def exported(folder):
+    learn = learner(path=folder)
+    with learn.distrib_ctx(seed=3):
+        learn.fit(1)
+        file = learn.export()
+        again = load_learner(file, net())
+        test = again.dls.test_dl([x for x,_ in images(7, 2)])
+        return learn.predict(images(1, 2)[0][0]),again.predict(images(1, 2)[0][0]),again.get_preds(dl=test)[0]
+
+def test_export(tmp_path):
+    one = exported(tmp_path)
+    assert torch.equal(one[0], one[1]) and torch.allclose(one[2][0], one[0])
+    for res in run_ranks(exported, 2, tmp_path): same(res, one, 'export')
+    class Code:
+        def __reduce__(self): return print,('code ran',)
+    torch.save(dict(learnerdist_export=1, model=Code()), tmp_path/'bad.pth')
+    with pytest.raises(ValueError, match='more than tensors'): load_learner(tmp_path/'bad.pth', net())
+    learn = learner(path=tmp_path)
+    learn.dls.vocab = [Code()]
+    with pytest.raises(ValueError, match='is a Code, and an exported file holds tensors, numbers and texts only'): learn.export()
+
+# --- the table in the docs --------------------------------------------------------------------------------------------------------
+
+docs = Path(__file__).parent.parent/'docs/first_day.md'
+
+def test_table_of_the_first_day():
+    "Each row's line stands, as it is, in the test that the row names, or in a function that it calls"
+    rows = re.findall(r'^\| .* \| `(.*)` \| `(test_\w+)` \|$', docs.read_text(), re.M)
+    assert len(rows)>20 and len(rows)==docs.read_text().count('`test_')
+    for line,test in rows:
+        assert line in sources(test, {}), (line,test)
+
+def sources(name, seen):
+    "The code of a function of this file and of those that it calls"
+    seen[name] = inspect.getsource(globals()[name])
+    for o in re.findall(r'\w+', seen[name]):
+        f = globals().get(o)
+        if o not in seen and inspect.isfunction(f) and f.__module__==__name__: sources(o, seen)
+    return '\n'.join(seen.values())

@@ -1,0 +1,114 @@
+"What a newcomer gets wrong in the first hour, and what is said then"
+import subprocess,sys,warnings
+
+import pytest,torch
+from torch import nn
+from torch.utils.data import DataLoader,TensorDataset
+
+from learnerdist.all import (Callback,DataLoaders,Learner,LogWriter,TfmdDL,Timer,accuracy,error_rate,is_rank0,top_k_accuracy)
+from learnerdist.learner.callback import Order
+from learnerdist.testing import run_ranks
+
+torch.set_num_threads(1)
+x = torch.linspace(-3, 3, 24)[:,None]
+ds = TensorDataset(x, x.sin())
+
+def learner(*loaders, **kw):
+    torch.manual_seed(1)
+    loaders = loaders or (TfmdDL(ds, 8),TfmdDL(ds, 8))
+    learn = Learner(DataLoaders(*loaders), nn.Linear(1, 1), nn.MSELoss(), **kw)
+    learn.logger = lambda line: None
+    return learn
+
+def test_targets_with_a_dimension_more():
+    "(bs,1), as of a column of a table: not broadcast to (bs,bs)"
+    pred,targ = torch.eye(4)[:3],torch.arange(3)
+    for t in (targ,targ[:,None]): assert (accuracy(pred, t),error_rate(pred, t),top_k_accuracy(pred, t, k=1))==(1,0,1)
+    assert accuracy(pred.T, targ, axis=0)==1 and accuracy(pred[None], targ[None])==1
+    assert top_k_accuracy(pred.T, targ, 1, axis=0)==1
+    for f in (accuracy,error_rate,top_k_accuracy):
+        with pytest.raises(ValueError, match=r'targets of shape \(2,\): give one class index for each prediction'): f(pred, targ[:2])
+
+class Twice(Callback):
+    def before_batch(self): self.xb = (self.learn.xb[0]*2,)
+
+class Number: "No number"
+
+def say_empty(): learner(TfmdDL([], 2), TfmdDL(ds, 8)).fit(1)
+def say_hidden(): learner(cbs=Twice).fit(1)
+
+@pytest.mark.parametrize('f,said', [(say_empty,'has no batch: nothing is trained'),(say_hidden,'Twice.xb: the callback.s own')])
+def test_warnings(f, said):
+    with pytest.warns(UserWarning, match=said): f()
+
+cases = dict(
+    data_set=(lambda: DataLoaders(ds, ds), ValueError, r'a TensorDataset is a data set, no loader: DataLoaders.from_dsets'),
+    metric=(lambda: learner(metrics=lambda p,t: [1]).fit(1), ValueError, r'the metric <lambda> returned \[1\]: let it return the mean'),
+    metric_object=(lambda: learner(metrics=lambda p,t: Number()).fit(1), ValueError, 'let it return the mean'),
+    metric_rows=(lambda: learner(metrics=lambda p,t: p-t).fit(1), ValueError, 'let it return the mean'),
+    no_valid=(lambda: learner(TfmdDL(ds, 8)).validate(), IndexError, 'no loader 1 among 1: .* give `valid`'),
+    no_valid_preds=(lambda: learner(TfmdDL(ds, 8)).get_preds(), IndexError, 'give `valid`'),
+    lr=(lambda: learner().fit_one_cycle(1, lr=.1), TypeError, "no option 'lr'; the rate of a fit with a schedule of its own is 'lr_max'"),
+    lbfgs=(lambda: learner(opt_func=torch.optim.LBFGS).fit(1), ValueError, 'LBFGS needs the loss several times a step'))
+
+@pytest.mark.parametrize('name', cases)
+def test_errors(name):
+    f,kind,said = cases[name]
+    with pytest.raises(kind, match=said): f()
+
+def test_plain_loaders_stay_loaders():
+    learn = learner(DataLoader(ds, 8), [tuple(ds[:8])])
+    learn.fit(1)
+    assert len(learn.recorder.losses)==3
+
+# --- on several processes ---------------------------------------------------------------------------------------------------------
+
+def warned(f):
+    with warnings.catch_warnings(record=True) as ws:
+        warnings.simplefilter('always')
+        f()
+    return [str(o.message) for o in ws if 'trains on the whole data' in str(o.message)]
+
+def outside():
+    learn = learner()
+    fits = warned(lambda: learn.fit(1)),warned(lambda: learn.fit(1))
+    with learn.distrib_ctx(): return *fits,warned(lambda: learn.fit(1))
+
+def test_a_fit_outside_of_the_context():
+    "Said once, on rank 0, and not in one process"
+    assert outside()==([],[],[])
+    (first,*more),other = run_ranks(outside, 2)
+    assert 'each of the 2 processes of this launch' in first[0] and more==[[],[]] and other==([],[],[])
+
+def alone_in_a_call():
+    learn = learner()
+    with learn.distrib_ctx():
+        if is_rank0(): learn.get_preds()
+
+def test_a_call_on_rank_0_alone():
+    said = run_ranks(alone_in_a_call, 2, errors='return')[0].message
+    assert 'in a call that all ranks have to make (fit, validate, get_preds): has this rank made it alone?' in said
+
+script = """
+from learnerdist.launch import run
+if __name__=='__main__':
+    def main(): return 1
+    run(main, nproc=2)
+"""
+
+def test_main_under_the_guard(tmp_path):
+    file = tmp_path/'guard.py'
+    file.write_text(script)
+    res = subprocess.run([sys.executable, file], capture_output=True, text=True)
+    assert 'Define the function above that line, and only call run() below it' in res.stderr
+
+class Counts(LogWriter):
+    "As a logger with the samples per second of each epoch"
+    def open(self): self.seen_times = []
+    def log_epoch(self, row): self.seen_times.append(len(self.recorder.times))
+
+def test_times_are_there_for_loggers():
+    log = Counts()
+    assert Order.loggers<Order.timer
+    learner(cbs=[Timer,log]).fit(3)
+    assert log.seen_times==[1,2,3]
