@@ -22,7 +22,6 @@ from learnerdist.learner.accumulation import GradientAccumulation,steps_per_epoc
 from learnerdist.learner.techniques import GradientClip,Lookahead,MixedPrecision
 from learnerdist.learner.schedule import (EarlyStoppingCallback, ReduceLROnPlateauCallback, SaveModelCallback, Scheduler,
                                           TerminateOnNaNCallback, TrackerCallback, lr_scale, warm_up)
-from learnerdist.learner.finder import minimum,slide,steep,valley
 from learnerdist.learner.exporting import load_learner
 # Several processes
 from learnerdist.distributed.batchnorm import sync_batchnorm
@@ -46,6 +45,6 @@ __all__ = [
     'top_k_accuracy', 'ProgressCallback', 'CSVLogger', 'LogWriter', 'TensorBoardLogger',
     'GradientAccumulation', 'GradientClip', 'Lookahead', 'MixedPrecision', 'steps_per_epoch',
     'EarlyStoppingCallback', 'ReduceLROnPlateauCallback', 'SaveModelCallback', 'Scheduler', 'TerminateOnNaNCallback', 'TrackerCallback',
-    'lr_scale', 'warm_up', 'minimum', 'slide', 'steep', 'valley', 'load_learner',
+    'lr_scale', 'warm_up', 'load_learner',
     'sync_batchnorm', 'gather_with_grad', 'ParallelTrainer', 'Timer', 'DistributedTrainer', 'find_batch_size',
     'Preempted', 'preempted_status', 'Checkpoint']

@@ -7,8 +7,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from learnerdist.all import (Callback,DataLoaders,EarlyStoppingCallback,Learner,SaveModelCallback,accuracy,error_rate,load_learner,minimum,
-                             num_distrib,slide,steep,valley)
+from learnerdist.all import (Callback,DataLoaders,EarlyStoppingCallback,Learner,SaveModelCallback,accuracy,error_rate,load_learner,
+                             num_distrib)
+from learnerdist.learner.finder import minimum,slide,steep,valley
 from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)
