@@ -186,6 +186,24 @@ class Batches:
     def __len__(self): return -(-self.n//size())
     def __iter__(self): return iter(torch.randperm(self.n).split(size()))
 
+class OwnLoss(Tags):
+    "Computes its loss itself, as models of Hugging Face do: the mean over labels that are not -100"
+    def __init__(self, kind=dict):
+        super().__init__()
+        self.kind,self.idle = kind,nn.Linear(2, 2).double()
+    def forward(self, b):
+        out = super().forward(b['x'])
+        loss = nn.functional.cross_entropy(out.flatten(0, 1), b['labels'].flatten())
+        return dict(loss=loss, logits=out) if self.kind is dict else (loss,out)
+
+def of_output(out, b): return out[0]
+def loss_of_model(kind=dict, loss=None, n=45, cb=()):
+    rows = lambda n: [dict(x=x, labels=y) for x,y in texts(n)]
+    dls = DataLoaders(TfmdDL(rows(n), size()//(2 if cb else 1), shuffle=True), TfmdDL(rows(11), 3))
+    learn = Learner(dls, OwnLoss(kind), loss, sgd, splitter=every_param)
+    with learn.distrib_ctx(seed=3, find_unused_parameters=True), learn.no_logging(): learn.fit(2, cbs=cb)
+    return flat(learn),learn.recorder.losses,learn.recorder.values
+
 def as_lists(b): return tuple(map(list, zip(*b)))
 def detection():
     dl = DataLoader(scenes_with_boxes(45), batch_sampler=Batches(45), collate_fn=as_lists)
@@ -236,6 +254,8 @@ scenes |= {'freeze all but one': lambda: fitted(learner(), Freeze('before_batch'
 scenes |= {'45 samples': lambda: of_length(45), '37 samples': lambda: of_length(37, net), '38 samples': lambda: of_length(38),
            '47, drop_last': lambda: of_length(47, drop_last=True),
            '2 samples': lambda: of_length(2, net), 'stream': a_stream, 'tokens': flat_tokens, 'detection': detection, 'graph': nodes,
+           'loss of the model': loss_of_model, 'loss of the model, in a tuple': lambda: loss_of_model(tuple, of_output),
+           'loss of the model, accumulated': lambda: loss_of_model(n=48, cb=[GradientAccumulation(size())]),
            'sum and penalty': sum_and_penalty, 'freeze in a group': freeze_in_a_group, 'validate first': validated}
 
 def all_scenes():

@@ -176,7 +176,7 @@ def _has_unknown_loss(self:ExactEvaluation)->bool:
     "Whether the mean of a loss is wanted that has not shown what it is the mean over; `get_preds` returns none"
     learn,mets = self.learn,self.measured()
     wanted = any(isinstance(m, AvgLoss) for m in mets) and not any(isinstance(m, GatherPreds) for m in mets)
-    return wanted and learn.loss_func is not None and loss_over(learn).kind=='unknown'
+    return wanted and loss_over(learn).kind=='unknown'
 
 @patch
 def _plan(self:ExactEvaluation):

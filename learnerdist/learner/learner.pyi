@@ -69,6 +69,7 @@ class Learner:
     global_items: Any
     wrapper: Any
     repeated: Any
+    trace: Any
 
     def __init__(self, dls, model: torch.nn.Module, loss_func, opt_func=..., lr=..., splitter=..., cbs=None, metrics=None, path=None, model_dir='models'):
         ...

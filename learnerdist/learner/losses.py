@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['MeanOver', 'mean_over', 'LossTrace', 'probe', 'batch_rows', 'loss_over', 'loss_of_batch', 'n_items', 'probe_loss',
-           'as_mean', 'weighted']
+           'as_mean', 'weighted', 'loss_trace', 'loss_of_model']
 
 # %% ../../nbs/learner/00_losses.ipynb #66de90f6
 import copy,inspect
+from collections.abc import Mapping
 from functools import partial,singledispatch
 from typing import Callable,NamedTuple
 
@@ -89,20 +90,32 @@ def _(loss_func:nn.Module):
 # %% ../../nbs/learner/00_losses.ipynb #7d1f33a2
 class LossTrace(TorchFunctionMode):
     "While it is entered, records the calls of torch's loss functions"
-    def __enter__(self):
+    def __init__(self):
+        super().__init__()
         self.calls = []
-        return super().__enter__()
+    def __call__(self, model, *args, **kwargs):
+        "The model's prediction, with a new record: that of the loss functions which the model calls itself"
+        self.calls = []
+        with self: return model(*args, **kwargs)
     def __torch_function__(self, func, types, args=(), kwargs=None):
         res,kwargs = func(*args, **(kwargs or {})),kwargs or {}
-        if func in _functions: self.calls.append((res, func, args, kwargs))
+        if func in _functions: self.calls.append((res, _version(res), func, args, kwargs))
+        elif func in _same and args and (call := self._call_of(args[0])): self.calls.append((res,_version(res),*call[2:]))
         return res
+    def _call_of(self, loss):
+        "The call that has returned the mean `loss`, if nothing has changed it in place"
+        return next((o for o in self.calls if o[0] is loss and not loss.ndim and o[1]==_version(loss)), None)
     def items(self, loss):
-        "What the mean `loss` is over, if it is the result of one of these calls: a number or a tensor (); else None"
-        res,func,args,kwargs = next((o for o in self.calls if o[0] is loss), (None,)*4)
-        if res is None or res.ndim: return None
+        "What the mean `loss` is over, if it is the result of one of these calls, or a copy: a number or a tensor (); else None"
+        call = self._call_of(loss)
+        if call is None: return None
+        func,args,kwargs = call[2:]
         pred,targ,*_ = inspect.signature(func).bind(*args, **kwargs).arguments.values()
         over = _of_torch(_functions[func], inspect.signature(func).bind(*args, **kwargs).arguments)
         return over.count(pred, targ) if over.kind=='items' else None
+
+_same = {torch.clone, *[getattr(Tensor, o) for o in ('clone','to','float','double','contiguous','mean')]} # DDP clones outputs
+def _version(o): return o._version if isinstance(o, Tensor) and not o.is_inference() else 0 # changes with `loss += penalty`
 
 # %% ../../nbs/learner/00_losses.ipynb #ceff65e0
 def _value(func, args): return float(torch.as_tensor(func(*args)).detach().double().mean())
@@ -166,11 +179,10 @@ def loss_of_batch(
     learn # A learner, after the prediction for a batch
 ):        # As the loss function returns it, with its graph; the mean, if it returns a sum and a count
     "Call the learner's loss function. Sets `learn.items`, if the loss says or shows what it is the mean over"
-    over = loss_over(learn)
-    if over.count is None and over.kind in ('unknown','items'):
-        with LossTrace() as trace: res = learn.loss_func(learn.pred, *learn.yb)
-        learn.items = trace.items(res)
-    else: res = learn.loss_func(learn.pred, *learn.yb)
+    over,func = loss_over(learn),learn.loss_func
+    if func is None: func = loss_of_model
+    if over.count is None and over.kind in ('unknown','items'): res = _observed(learn, func)
+    else: res = func(learn.pred, *learn.yb)
     if type(res) is tuple: res,learn.items = as_mean(*res)
     return res
 
@@ -179,10 +191,10 @@ def n_items(
 ):        # A number, or a tensor (); of this rank's batch
     "The weight of the current batch's loss in a mean: its number of items if they must be counted, else of samples"
     n = vars(learn).get('items')
-    if n is not None: return n
-    over = loss_over(learn)
-    if over.count is None: return batch_rows(learn)
-    n = over.count(learn.pred, *learn.yb)
+    if n is None:
+        over = loss_over(learn)
+        if over.count is None: return batch_rows(learn)
+        n = over.count(learn.pred, *learn.yb)
     return n.detach().double() if isinstance(n, Tensor) else n
 
 def probe_loss(
@@ -211,3 +223,27 @@ def weighted(
     mean = torch.as_tensor(mean, dtype=torch.double).detach()
     if not isinstance(n, Tensor): return mean*n if n else torch.zeros_like(mean)
     return torch.where(n.to(mean.device)==0, 0., mean*n)
+
+# %% ../../nbs/learner/00_losses.ipynb #0f5e7a11
+def loss_trace(
+    learn # A learner, before a loop
+):        # A `LossTrace`, or None
+    "What observes the forward pass of the next batch: the model may compute the loss itself, if the loss function is not known"
+    over = loss_over(learn)
+    return LossTrace() if over.count is None and over.kind in ('unknown','items') else None
+
+def _observed(learn, func):
+    "The loss; `learn.trace` goes on only if the model has computed it"
+    trace = vars(learn).get('trace') or LossTrace()
+    n = len(trace.calls)
+    with trace: res = func(learn.pred, *learn.yb)
+    learn.items = trace.items(res)
+    if 'trace' in vars(learn) and all(o[0] is not res for o in trace.calls[:n]): learn.trace = None
+    trace.calls = [] # they hold the batch
+    return res
+
+def loss_of_model(pred, *_):
+    "The loss that a model has put into its output, as models of Hugging Face do: `pred['loss']` or `pred.loss`"
+    res = pred.get('loss') if isinstance(pred, Mapping) else getattr(pred, 'loss', None)
+    if res is None: raise ValueError(f'loss_func=None: the output of the model, {type(pred).__name__}, has no loss: give a loss function')
+    return res
