@@ -1152,6 +1152,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'learnerdist/distributed/replica.py'),
                                                  'learnerdist.distributed.replica.SharedMaxNorm.__init__': ( 'distributed/replica.html#sharedmaxnorm.__init__',
                                                                                                              'learnerdist/distributed/replica.py'),
+                                                 'learnerdist.distributed.replica.SharedMaxNorm._after': ( 'distributed/replica.html#sharedmaxnorm._after',
+                                                                                                           'learnerdist/distributed/replica.py'),
                                                  'learnerdist.distributed.replica.SharedMaxNorm._before': ( 'distributed/replica.html#sharedmaxnorm._before',
                                                                                                             'learnerdist/distributed/replica.py'),
                                                  'learnerdist.distributed.replica.SharedMaxNorm._shorten': ( 'distributed/replica.html#sharedmaxnorm._shorten',

@@ -75,7 +75,7 @@ class Learner:
         self.opt,self.training,self.fitting,self.logger,self.cbs = None,False,False,print,[]
         self.epoch,self.n_epoch,self.iter,self.n_iter,self.dl = 0,1,0,None,None
         self.xb,self.yb,self.pred,self.loss_grad,self.loss,self.start_at = (),(),None,None,None,StartAt()
-        self.items,self.global_items,self.wrapper,self._loss_over,self.repeated,self.trace = None,None,None,None,False,None
+        self.items,self.global_items,self.wrapper,self._loss_over,self.repeated,self.loss_trace = None,None,None,None,False,None
         self.add_cbs(defaults.callbacks).add_cbs(cbs)
         self('after_create')
 
@@ -154,7 +154,7 @@ def _with_events(self:Learner, f, event):
 @patch
 def all_batches(self:Learner):
     "Run every batch of `self.dl`"
-    self.n_iter,start,self.trace = data_len(self.dl),self.start_at,loss_trace(self)
+    self.n_iter,start,self.loss_trace = data_len(self.dl),self.start_at,loss_trace(self)
     for o in enumerate(self.dl, start.batches if self.training and self.epoch==start.epoch else 0): self.one_batch(*o)
 
 # %% ../../nbs/learner/01_learner.ipynb #c014
@@ -171,7 +171,7 @@ def one_batch(self:Learner,
 @patch
 def _do_batch(self:Learner):
     model = self.wrapper or self.model
-    self.pred = model(*self.xb) if self.trace is None else self.trace(model, *self.xb)
+    self.pred = model(*self.xb) if self.loss_trace is None else self.loss_trace(model, *self.xb)
     self('after_pred')
     if self.yb:
         self.loss_grad = loss_of_batch(self)
@@ -240,12 +240,12 @@ def fit(self:Learner,
 @patch
 def _end_fit(self:Learner):
     self.dl,self.xb,self.yb,self.pred,self.loss_grad,self.items,self.training,self.fitting = None,(),(),None,None,None,False,False
-    self.wrapper = self.trace = None
+    self.wrapper = self.loss_trace = None
     for cb in self.cbs: cb.run = True
     for cb in reversed(self.cbs): cb.cleanup()
 
 # %% ../../nbs/learner/01_learner.ipynb #c021
-_loop_state = 'model','wrapper','dl','iter','n_iter','xb','yb','pred','loss_grad','loss','items','trace','training'
+_loop_state = 'model','wrapper','dl','iter','n_iter','xb','yb','pred','loss_grad','loss','items','loss_trace','training'
 
 @patch
 @contextmanager

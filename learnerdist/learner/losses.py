@@ -151,6 +151,7 @@ def batch_rows(
     "Number of samples in the current batch: the length of its tensors, or what the loader says if their lengths differ"
     b = (*learn.xb,*learn.yb)
     if len(b)==2 and type(b[0]) is type(b[1]) is Tensor and b[1].ndim==1 and b[0].shape[:1]==b[1].shape: return len(b[1]) # the usual
+    if (n := vars(learn).get('n_rows')) is not None: return n # put together from the rows of all ranks
     tensors,lists = [o for o in tree_leaves(b) if isinstance(o, Tensor) and o.ndim],[o for o in b if isinstance(o, (list,tuple))]
     lens,seconds = {len(o) for o in tensors},{o.shape[1:2] for o in tensors}
     if not lists and len(lens)==1 and seconds!={tensors[0].shape[1:2]}-{()}: return lens.pop()
@@ -233,12 +234,12 @@ def loss_trace(
     return LossTrace() if over.count is None and over.kind in ('unknown','items') else None
 
 def _observed(learn, func):
-    "The loss; `learn.trace` goes on only if the model has computed it"
-    trace = vars(learn).get('trace') or LossTrace()
+    "The loss; `learn.loss_trace` goes on only if the model has computed it"
+    trace = vars(learn).get('loss_trace') or LossTrace()
     n = len(trace.calls)
     with trace: res = func(learn.pred, *learn.yb)
     learn.items = trace.items(res)
-    if 'trace' in vars(learn) and all(o[0] is not res for o in trace.calls[:n]): learn.trace = None
+    if 'loss_trace' in vars(learn) and all(o[0] is not res for o in trace.calls[:n]): learn.loss_trace = None
     trace.calls = [] # they hold the batch
     return res
 
