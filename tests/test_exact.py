@@ -135,6 +135,11 @@ def normed():
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).double()
 
+def instance_normed():
+    torch.manual_seed(5)
+    norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+    return nn.Sequential(nn.Unflatten(1, (2,2)), norm, nn.Flatten(), nn.Linear(4, 2)).double()
+
 class Stream(IterableDataset):
     def __init__(self, ds): self.ds = ds
     def __iter__(self): return iter(self.ds)
@@ -254,6 +259,7 @@ scenes |= {'freeze all but one': lambda: fitted(learner(), Freeze('before_batch'
 scenes |= {'45 samples': lambda: of_length(45), '37 samples': lambda: of_length(37, net), '38 samples': lambda: of_length(38),
            '47, drop_last': lambda: of_length(47, drop_last=True),
            '2 samples': lambda: of_length(2, net), 'stream': a_stream, 'tokens': flat_tokens, 'detection': detection, 'graph': nodes,
+           'InstanceNorm': lambda: of_length(37, instance_normed),
            'loss of the model': loss_of_model, 'loss of the model, in a tuple': lambda: loss_of_model(tuple, of_output),
            'loss of the model, accumulated': lambda: loss_of_model(n=48, cb=[GradientAccumulation(size())]),
            'sum and penalty': sum_and_penalty, 'freeze in a group': freeze_in_a_group, 'validate first': validated}
