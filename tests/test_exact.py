@@ -334,6 +334,12 @@ class WithLoss(nn.Module):
         super().__init__()
         self.lin = nn.Linear(4, 2).double()
     def forward(self, x): return dict(loss=self.lin(x).square().mean())
+class Pairs(WithLoss):
+    "A contrastive loss: each row against the other rows of its batch"
+    def forward(self, x):
+        out = self.lin(x)
+        return dict(loss=nn.functional.cross_entropy(out@out.T, torch.arange(len(out))))
+def of_pairs(): return learner(Pairs(), loss=given)
 def given(out, y): return out['loss']
 def of_model(): return learner(WithLoss(), loss=given)
 def no_statistics():
@@ -353,7 +359,7 @@ def second_model():
     (other_rate, r'^ValueError: .*momentum of parameter group 0: 0\.1 on rank 0, 0\.2 on rank 1'),
     (own_buffer, 'seen: each rank has computed this'),
     (pairs, r'the loss batch_std may train otherwise'), (of_model, r'the loss given may train otherwise .* is not known'),
-    (single_samples, r'the loss batch_mean may train otherwise .* batch of one sample'),
+    (of_pairs, r'the loss given may train otherwise'), (single_samples, r'the loss batch_mean may train otherwise .* batch of one sample'),
     (no_statistics, r'1: BatchNorm without running statistics'), (second_model, r'second\.net\.weight: each rank has computed this'),
     (drift, r'^RuntimeError: .*2\.bias differs between rank 0 and \[1\]'), (other_path, 'learn.path differs: .*run-0 on rank 0, .*run-1')],
     ids=lambda o: getattr(o, '__name__', ''))

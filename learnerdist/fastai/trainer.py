@@ -231,7 +231,7 @@ def after_pred(self:DistributedTrainer): self.unswap()
 @patch
 def after_loss(self:DistributedTrainer):
     if self.trace is not None: # what is the loss the mean over? If it does not show, the next batches are not observed
-        self.learn.items = self.end_trace().items(self.learn.loss_grad)
+        self.learn.items = self.end_trace().items(self.learn.loss_grad, self.learn.iter==0 and loss_over(self.learn).kind=='unknown')
         self.watches = self.learn.items is not None
     core.DistributedTrainer.after_loss(self)
     self.has_loss = True

@@ -105,14 +105,19 @@ class LossTrace(TorchFunctionMode):
     def _call_of(self, loss):
         "The call that has returned the mean `loss`, if nothing has changed it in place"
         return next((o for o in self.calls if o[0] is loss and not loss.ndim and o[1]==_version(loss)), None)
-    def items(self, loss):
+    def items(self, loss, check=False): # check: whether it needs the whole batch; waits for a GPU
         "What the mean `loss` is over, if it is the result of one of these calls, or a copy: a number or a tensor (); else None"
         call = self._call_of(loss)
         if call is None: return None
         func,args,kwargs = call[2:]
         pred,targ,*_ = inspect.signature(func).bind(*args, **kwargs).arguments.values()
         over = _of_torch(_functions[func], inspect.signature(func).bind(*args, **kwargs).arguments)
-        return over.count(pred, targ) if over.kind=='items' else None
+        return over.count(pred, targ) if over.kind=='items' and not (check and _within_batch(pred, targ)) else None
+
+def _within_batch(pred, targ):
+    "Whether the classes are the samples of the batch, as in a contrastive loss"
+    n = len(targ)
+    return n>1 and targ.ndim==1 and pred.ndim==2 and pred.shape[1]>=n and torch.equal(targ, torch.arange(n, device=targ.device).to(targ))
 
 _same = {torch.clone, *[getattr(Tensor, o) for o in ('clone','to','float','double','contiguous','mean')]} # DDP clones outputs
 def _version(o): return o._version if isinstance(o, Tensor) and not o.is_inference() else 0 # changes with `loss += penalty`
@@ -238,7 +243,7 @@ def _observed(learn, func):
     trace = vars(learn).get('loss_trace') or LossTrace()
     n = len(trace.calls)
     with trace: res = func(learn.pred, *learn.yb)
-    learn.items = trace.items(res)
+    learn.items = trace.items(res, learn.iter==0 and loss_over(learn).kind=='unknown')
     if 'loss_trace' in vars(learn) and all(o[0] is not res for o in trace.calls[:n]): learn.loss_trace = None
     trace.calls = [] # they hold the batch
     return res
