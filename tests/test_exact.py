@@ -5,6 +5,7 @@ from torch import nn, tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset
 from learnerdist.all import (Callback, DataLoaders, GradientAccumulation, Learner, TfmdDL, gather_with_grad, get_model, group_rank,
                              group_size, process_group, set_seed)
+from learnerdist.learner.callback import CancelBackwardException, CancelTrainException
 from learnerdist.testing import RanksError, run_ranks
 
 N,BS = 48,6 # a global batch of 12: on 1, 2 and 3 ranks 12, 6 and 4 each
@@ -57,6 +58,14 @@ class AddsLayer(Callback):
         torch.manual_seed(8)
         self.model.append(nn.Linear(2, 2).double())
         self.opt.add_param_group(dict(params=list(self.model[-1].parameters())))
+
+class CancelAt(Callback):
+    "Raises `what` at `event` of the third step of each epoch: on all ranks, or on the last one"
+    def __init__(self, event, what, last=False):
+        self.what,self.last = what,last
+        setattr(self, event, self._raise)
+    def _raise(self):
+        if self.training and self.iter==2 and (not self.last or group_rank()==group_size()-1): raise self.what
 
 class LearnedLoss(nn.Module):
     "Has parameters of its own, which the optimizer trains and the model does not have"
@@ -259,6 +268,9 @@ scenes |= {'freeze all but one': lambda: fitted(learner(), Freeze('before_batch'
 scenes |= {'45 samples': lambda: of_length(45), '37 samples': lambda: of_length(37, net), '38 samples': lambda: of_length(38),
            '47, drop_last': lambda: of_length(47, drop_last=True),
            '2 samples': lambda: of_length(2, net), 'stream': a_stream, 'tokens': flat_tokens, 'detection': detection, 'graph': nodes,
+           'max_norm, cancelled': lambda: fitted(learner(Shortened(), tokens()), CancelAt('before_batch', CancelTrainException)),
+           'a backward pass cancelled': lambda: fitted(learner(), CancelAt('before_backward', CancelBackwardException)),
+           'cancelled after a step': lambda: fitted(learner(), CancelAt('after_batch', CancelTrainException, True)),
            'InstanceNorm': lambda: of_length(37, instance_normed),
            'loss of the model': loss_of_model, 'loss of the model, in a tuple': lambda: loss_of_model(tuple, of_output),
            'loss of the model, accumulated': lambda: loss_of_model(n=48, cb=[GradientAccumulation(size())]),
