@@ -7,7 +7,7 @@ __all__ = ['sketch', 'row_keys', 'fingerprint', 'trained', 'silence', 'FitRecord
            'first_fit']
 
 # %% ../nbs/01_fit_record.ipynb #e858b1f1
-import math,os,pickle,sys
+import math,os,pickle,sys,warnings
 from contextlib import ExitStack,contextmanager
 from functools import partial
 from itertools import islice
@@ -22,13 +22,14 @@ from torch.utils.data import BatchSampler
 from .core.env import group_rank
 from .core.random import rng_state,set_rng_state,shared_rng
 from .data.distributed_dl import DistributedDL
+from .data import rows as parts
 from .data.loaders import batch_shape,changed,data_len,find_bs,loaders_of,one_batch
-from .data.rows import RowList,columns
+from .data.rows import RowList,columns,listed,row_kinds
 from .distributed.batchnorm import _Synced
 from .distributed.divergence import digest,tensor_hash
 from .learner.callback import Callback,cancels
 from .learner.learner import Learner,get_model
-from .learner.losses import probe_loss
+from .learner.losses import batch_rows,probe_loss
 
 # %% ../nbs/01_fit_record.ipynb #0b625052
 _size = 1024
@@ -109,7 +110,7 @@ class FitRecord(Callback):
     ):
         self.dtype,self.n_alone = _casts.get(dtype),n_alone
         self.rec = dict(steps=[], probes=[], in_place=[], draws=False)
-        self.rows,self.n_batches = [],0
+        self.rows,self.n_batches,self.rowless = [],0,set()
 
     def __call__(self, event): # fastai's learner calls a callback
         if hasattr(type(self), event): getattr(self, event)()
@@ -133,7 +134,12 @@ class FitRecord(Callback):
     def after_step(self):
         if self.learn.training: self._record(self.learn)
 
-    def after_batch(self): self.n_batches += self.learn.training
+    def after_batch(self):
+        learn = self.learn
+        self.n_batches += learn.training
+        if not learn.training and learn.pred is not None: # leaves that have no row for each sample, such as a loss
+            kinds = [k for o in (learn.pred,*listed(learn.yb)) for k in row_kinds(o, batch_rows(learn))]
+            self.rowless |= {i for i,k in enumerate(kinds) if k in (parts._once,parts._whole)}
 
 def _streams(): return [tensor_hash(o) for o in rng_state()[2:] if o is not None]
 def _plain(o): return None if o is None else float(o)
@@ -235,11 +241,21 @@ def fit(self:_Catch, learn, *args, **kw):
     learn.add_cbs([record,limit,batches])
     for cb in [*learn.cbs,*[o for v in (*args,*kw.values()) for o in listify(v)]]: # `n_acc` is per rank: one process needs W times as many
         if self.n_alone and 'n_acc' in getattr(cb, '__dict__', {}): cb.n_acc *= self.n_alone
-    learn.fit(*args, **kw)
-    learn.remove_cb(limit)
-    record.rec.update(_numbers_of(learn.recorder))
-    record.rec['preds'] = [sketch(torch.cat(_numbers(learn.get_preds())))] if len(loaders_of(learn.dls))>1 else []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        learn.fit(*args, **kw)
+        learn.remove_cb(limit)
+        record.rec.update(_numbers_of(learn.recorder))
+        record.rec['preds'] = record.predictions() if len(loaders_of(learn.dls))>1 else []
+    record.rec['said'] = [*dict.fromkeys(str(o.message) for o in said if str(Path(__file__).parent) in o.filename)]
     raise Recorded(record.rec)
+
+@patch
+def predictions(self:FitRecord)->list:
+    "A sketch of predictions and targets; without what has no row for each sample, which depends on the samples that share a batch"
+    leaves = tree_leaves(self.learn.get_preds(), is_leaf=lambda o: isinstance(o, list))
+    self.rec['rowless'] = len(self.rowless)
+    return [sketch(torch.cat([torch.zeros(0), *_numbers([o for i,o in enumerate(leaves) if i not in self.rowless])]))]
 
 def _dtype(learn): return next((str(p.dtype)[6:] for p in get_model(learn.model).parameters() if p.is_floating_point()), 'float32')
 def _finds_lr(kw): return any(type(o).__name__=='LRFinder' for o in listify(kw.get('cbs')))

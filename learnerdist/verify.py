@@ -176,6 +176,11 @@ def _rounding(d, alone, ranks):
     if grads[d.name].norm()<_floor(grads, alone):
         return f'the gradient of {d.name} is zero but for rounding, which the optimizer enlarges: compare in float64'
 
+@cause
+def _told(d, alone, ranks):
+    new = [o for o in ranks[0]['said'] if o not in alone['said']]
+    return '; '.join(new) or None
+
 # %% ../nbs/02_verify.ipynb #63732c5f
 def judge(alone, ranks)->Verdict:
     "Compare the records of one process and of several, and find likely causes of the first difference"
@@ -184,7 +189,8 @@ def judge(alone, ranks)->Verdict:
     bad = [d for d in found if d.by>(max(tol, 1e-6) if d.kind in ('loss','metrics') else tol)] # metrics may be computed in float32
     bad = [d for d in bad if (d.step,d.kind)==(bad[0].step,bad[0].kind)]
     first = max(bad, key=lambda d: d.by, default=None)
-    notes = [f"without random draws: {_few(alone['silenced'])}"] if alone['silenced'] else []
+    notes = ['outputs without a row for each sample, such as a loss, are left out of the predictions'] if alone.get('rowless') else []
+    notes += [f"without random draws: {_few(alone['silenced'])}"] if alone['silenced'] else []
     if any(o['streams']!=alone['streams'] for o in ranks):
         notes.append("after the context the random streams stand elsewhere than one process's: what the script draws next depends on them")
     setting = f"{len(ranks)} processes and one, {len(alone['steps'])} steps in {alone['dtype']}"

@@ -5,6 +5,7 @@ from torch import nn, tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset
 from learnerdist.all import (Callback, DataLoaders, GradientAccumulation, Learner, TfmdDL, gather_with_grad, get_model, group_rank,
                              group_size, process_group, set_seed)
+from learnerdist.learner.callback import CancelBackwardException, CancelTrainException
 from learnerdist.testing import RanksError, run_ranks
 
 N,BS = 48,6 # a global batch of 12: on 1, 2 and 3 ranks 12, 6 and 4 each
@@ -57,6 +58,14 @@ class AddsLayer(Callback):
         torch.manual_seed(8)
         self.model.append(nn.Linear(2, 2).double())
         self.opt.add_param_group(dict(params=list(self.model[-1].parameters())))
+
+class CancelAt(Callback):
+    "Raises `what` at `event` of the third step of each epoch: on all ranks, or on the last one"
+    def __init__(self, event, what, last=False):
+        self.what,self.last = what,last
+        setattr(self, event, self._raise)
+    def _raise(self):
+        if self.training and self.iter==2 and (not self.last or group_rank()==group_size()-1): raise self.what
 
 class LearnedLoss(nn.Module):
     "Has parameters of its own, which the optimizer trains and the model does not have"
@@ -135,6 +144,11 @@ def normed():
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).double()
 
+def instance_normed():
+    torch.manual_seed(5)
+    norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+    return nn.Sequential(nn.Unflatten(1, (2,2)), norm, nn.Flatten(), nn.Linear(4, 2)).double()
+
 class Stream(IterableDataset):
     def __init__(self, ds): self.ds = ds
     def __iter__(self): return iter(self.ds)
@@ -186,6 +200,24 @@ class Batches:
     def __len__(self): return -(-self.n//size())
     def __iter__(self): return iter(torch.randperm(self.n).split(size()))
 
+class OwnLoss(Tags):
+    "Computes its loss itself, as models of Hugging Face do: the mean over labels that are not -100"
+    def __init__(self, kind=dict):
+        super().__init__()
+        self.kind,self.idle = kind,nn.Linear(2, 2).double()
+    def forward(self, b):
+        out = super().forward(b['x'])
+        loss = nn.functional.cross_entropy(out.flatten(0, 1), b['labels'].flatten())
+        return dict(loss=loss, logits=out) if self.kind is dict else (loss,out)
+
+def of_output(out, b): return out[0]
+def loss_of_model(kind=dict, loss=None, n=45, cb=()):
+    rows = lambda n: [dict(x=x, labels=y) for x,y in texts(n)]
+    dls = DataLoaders(TfmdDL(rows(n), size()//(2 if cb else 1), shuffle=True), TfmdDL(rows(11), 3))
+    learn = Learner(dls, OwnLoss(kind), loss, sgd, splitter=every_param)
+    with learn.distrib_ctx(seed=3, find_unused_parameters=True), learn.no_logging(): learn.fit(2, cbs=cb)
+    return flat(learn),learn.recorder.losses,learn.recorder.values
+
 def as_lists(b): return tuple(map(list, zip(*b)))
 def detection():
     dl = DataLoader(scenes_with_boxes(45), batch_sampler=Batches(45), collate_fn=as_lists)
@@ -236,6 +268,12 @@ scenes |= {'freeze all but one': lambda: fitted(learner(), Freezes('before_batch
 scenes |= {'45 samples': lambda: of_length(45), '37 samples': lambda: of_length(37, net), '38 samples': lambda: of_length(38),
            '47, drop_last': lambda: of_length(47, drop_last=True),
            '2 samples': lambda: of_length(2, net), 'stream': a_stream, 'tokens': flat_tokens, 'detection': detection, 'graph': nodes,
+           'max_norm, cancelled': lambda: fitted(learner(Shortened(), tokens()), CancelAt('before_batch', CancelTrainException)),
+           'a backward pass cancelled': lambda: fitted(learner(), CancelAt('before_backward', CancelBackwardException)),
+           'cancelled after a step': lambda: fitted(learner(), CancelAt('after_batch', CancelTrainException, True)),
+           'InstanceNorm': lambda: of_length(37, instance_normed),
+           'loss of the model': loss_of_model, 'loss of the model, in a tuple': lambda: loss_of_model(tuple, of_output),
+           'loss of the model, accumulated': lambda: loss_of_model(n=48, cb=[GradientAccumulation(size())]),
            'sum and penalty': sum_and_penalty, 'freeze in a group': freeze_in_a_group, 'validate first': validated}
 
 def all_scenes():
@@ -308,6 +346,12 @@ class WithLoss(nn.Module):
         super().__init__()
         self.lin = nn.Linear(4, 2).double()
     def forward(self, x): return dict(loss=self.lin(x).square().mean())
+class Pairs(WithLoss):
+    "A contrastive loss: each row against the other rows of its batch"
+    def forward(self, x):
+        out = self.lin(x)
+        return dict(loss=nn.functional.cross_entropy(out@out.T, torch.arange(len(out))))
+def of_pairs(): return learner(Pairs(), loss=given)
 def given(out, y): return out['loss']
 def of_model(): return learner(WithLoss(), loss=given)
 def no_statistics():
@@ -327,7 +371,7 @@ def second_model():
     (other_rate, r'^ValueError: .*momentum of parameter group 0: 0\.1 on rank 0, 0\.2 on rank 1'),
     (own_buffer, 'seen: each rank has computed this'),
     (pairs, r'the loss batch_std may train otherwise'), (of_model, r'the loss given may train otherwise .* is not known'),
-    (single_samples, r'the loss batch_mean may train otherwise .* batch of one sample'),
+    (of_pairs, r'the loss given may train otherwise'), (single_samples, r'the loss batch_mean may train otherwise .* batch of one sample'),
     (no_statistics, r'1: BatchNorm without running statistics'), (second_model, r'second\.net\.weight: each rank has computed this'),
     (drift, r'^RuntimeError: .*2\.bias differs between rank 0 and \[1\]'), (other_path, 'learn.path differs: .*run-0 on rank 0, .*run-1')],
     ids=lambda o: getattr(o, '__name__', ''))

@@ -44,6 +44,26 @@ def items(n, seed=1, dtype=F64):
     x,y = data(n, seed)
     return list(zip(x.to(dtype), y))
 
+class OwnLoss(nn.Module):
+    "Computes its loss itself, as models of Hugging Face do: the mean over labels that are not -100"
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 3)
+    def forward(self, b):
+        out = self.lin(b['x'])
+        return dict(logits=out, loss=nn.functional.cross_entropy(out, b['labels']))
+def of_output(out, y): return out['loss'].float()
+
+def own_loss(W, rank):
+    rows = [(dict(x=x, labels=torch.tensor(-100) if x[0]>.4 else y),y) for x,y in items(96)]
+    learn = make(W, rank, OwnLoss, loss=of_output, metrics=[])
+    learn.dls = DataLoaders.from_dsets(rows, rows[:37], bs=per_rank(24, W), drop_last=(False,False), num_workers=0, device='cpu')
+    with ctx(learn, W):
+        learn.fit(2)
+        return dict(history(learn), validate=floats(learn.validate()))
+
+def test_a_model_computes_its_loss(): same(own_loss, W=(2,3), tol=1e-7) # the loss, and so its factor, is float32
+
 def per_rank(bs, W): return bs//max(W, 1)
 
 def make(W=1, rank=0, model=plain, bs=24, n=96, n_valid=37, opt=SGD, drop_last=True, metrics=None, dtype=F64, loss=None, **kw):

@@ -17,6 +17,7 @@ from torch.utils.data import (BatchSampler,DataLoader,IterableDataset,RandomSamp
 from learnerdist.all import (AccumMetric,Callback,DataLoaders,GradientAccumulation,GradientClip,Learner,Lookahead,Scheduler,
                              TfmdDL)
 from learnerdist.learner.callback import cancels,inner_events
+from learnerdist.learner.metrics import _known
 from learnerdist.testing import run_ranks
 
 # --- data: a sample is (input, target) ---------------------------------------------------------------------------------------
@@ -78,8 +79,8 @@ class Detector(nn.Module):
     "A list of pictures to a list of dicts"
     def __init__(self):
         super().__init__()
-        self.lin = nn.Linear(6, 2)
-    def forward(self, xs): return [dict(center=self.lin(x).mean(0)) for x in xs]
+        self.lin,self.out = nn.Linear(6, 3),nn.Linear(3, 2)
+    def forward(self, xs): return [dict(center=self.out(torch.tanh(self.lin(x)).mean(0))) for x in xs]
 
 class Kept(nn.Module):
     "A running mean that the module keeps itself"
@@ -96,9 +97,10 @@ norms = dict(none=lambda n,d: nn.Identity(), bn=lambda n,d: (nn.BatchNorm2d if d
              group=lambda n,d: nn.GroupNorm(1, n), own=lambda n,d: Kept(n),
              instance=lambda n,d: nn.InstanceNorm2d(n, track_running_stats=True, affine=True) if d==2 else nn.GroupNorm(1, n))
 
-def mlp(c): return nn.Sequential(nn.Linear(6, 8), norms[c['norm']](8, 1), nn.Tanh(), nn.Linear(8, C))
-def conv(c): return nn.Sequential(nn.Conv2d(1, 4, 3), norms[c['norm']](4, 2), nn.ReLU(), nn.Flatten(), nn.Linear(16, C))
-def encoder(c): return nn.TransformerEncoderLayer(8, 2, 16, dropout=0., batch_first=True)
+def has_bias(c): return not c['norm'].startswith(('bn','instance')) # its gradient would be zero but for rounding, which Adam enlarges
+def mlp(c): return nn.Sequential(nn.Linear(6, 8, has_bias(c)), norms[c['norm']](8, 1), nn.Tanh(), nn.Linear(8, C))
+def conv(c): return nn.Sequential(nn.Conv2d(1, 4, 3, bias=has_bias(c)), norms[c['norm']](4, 2), nn.ReLU(), nn.Flatten(), nn.Linear(16, C))
+def encoder(c): return nn.TransformerEncoderLayer(8, 2, 16, dropout=0., batch_first=True, bias=False) # as above: that of the keys
 
 # name: data, model, losses
 models = dict(mlp=(vectors, mlp, 'class'), conv=(images, conv, 'class'), text=(texts, lambda c: FirstToken(), 'class'),
@@ -237,7 +239,8 @@ class OfDict(nn.Module):
 def rmse(out, y):
     a = tree_leaves(out)[0]
     return ((a.flatten(1)[:,0]-tree_leaves(y)[0].flatten()[:len(a)].to(a))**2).mean().sqrt()
-def first_mean(out, y): return torch.stack([o.flatten()[:1].sum() for o in tree_leaves(out)[0]]).mean() # over samples
+def first_mean(out, y): # over samples
+    return torch.stack([tree_leaves(o)[0].flatten()[:1].sum() for o in (out if isinstance(out, list) else tree_leaves(out)[0])]).mean()
 metrics = dict(none=None, mean=first_mean, rmse=rmse, accum=rmse)
 
 def make_learner(c, bs):
@@ -255,6 +258,7 @@ def make_learner(c, bs):
 def one_run(c, k=1):
     "What comes out of a run; `k=W` for one process with the batches of W"
     torch.set_default_dtype(torch.float64)
+    _known.clear() # what earlier cases have shown of the metrics
     torch.manual_seed(c['seed'])
     random.seed(c['seed'])
     out = {}
@@ -326,6 +330,7 @@ def fitting(c):
     if c['model']=='detector': c.update(items='tuple', metric='none' if c['metric'] in ('rmse','accum') else c['metric'])
     if c['loss'] not in losses[models[c['model']][2]]: c['loss'] = 'mean'
     if c['model'] not in ('mlp','conv'): c['norm'] = 'none'
+    if c['norm']=='bn_nostats': c['model'] = 'conv' # a batch of one sample has one value of each channel otherwise
     if c['metric']=='accum' and (c['model'].endswith('heads') or c['items']=='dict'): c['metric'] = 'rmse' # it concatenates tensors
     return c
 

@@ -87,7 +87,11 @@ class Agreement(Callback):
     def before_train(self): self._clear(3)
     def before_batch(self): self.progress,self.place = Progress.begun,4 if self.training else 7
     def after_pred(self): self.progress = Progress.predicted
-    def after_cancel_backward(self): self.shadow()
+    def after_cancel_backward(self):
+        idle = [p for p in self.model.parameters() if p.grad is None and not hasattr(p, 'full_tensor')]
+        self.shadow()
+        if any(p.grad is not None and p.grad.any() for p in idle): return
+        for p in idle: p.grad = None # all ranks have cancelled: the optimizer leaves these alone, as in one process
     def after_backward(self): self.progress = Progress.synced
     def after_cancel_step(self): self.catch_up() # before the gradients are set to zero
     def after_step(self):

@@ -161,10 +161,32 @@ class _Synced:
         _,_,*state = super().__reduce_ex__(protocol)
         return object.__new__,(self.plain,),*state
 
+# %% ../../nbs/distributed/01_batchnorm.ipynb #c019i
+class _SyncedInstance(_Synced):
+    "Mixin for InstanceNorm with running statistics, which are means over samples: averaged over ranks, weighted by samples"
+    def forward(self, x):
+        old = torch.cat([self.running_mean, self.running_var])
+        out = self.plain.forward(self, x)
+        if self.training and _ranks(self.process_group)>1:
+            self._average(old, 0 if _mute else 1 if x.dim()==self._get_no_batch_dim() else len(x))
+        return out
+
+    @torch.no_grad()
+    def _average(self, old, n):
+        row = torch.cat([self.running_mean, self.running_var, old.new_ones(1)]).double()*n
+        dist.all_reduce(row, group=self.process_group)
+        new = torch.where(row[-1]>0, row[:-1]/row[-1].clamp(min=1), old) # without a sample on any rank, as before
+        for t,o in zip((self.running_mean,self.running_var), new.chunk(2)): t.copy_(o)
+
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c020
 def _can_sync(m:nn.Module)->bool:
     "True if `m` runs torch's own forward, which we know how to replace, and is not about to change its class by itself"
-    return type(m).forward is nn.BatchNorm1d.forward and not isinstance(m, LazyModuleMixin)
+    return type(m).forward in (nn.BatchNorm1d.forward,nn.InstanceNorm1d.forward) and not isinstance(m, LazyModuleMixin)
+
+def _kind(m):
+    "The mixin for layer `m`; None if it needs none"
+    if isinstance(m, (nn.InstanceNorm1d,nn.InstanceNorm2d,nn.InstanceNorm3d)): return _SyncedInstance if m.track_running_stats else None
+    return _Synced if isinstance(m, BatchNorm) else None
 
 def _swap(
     model:nn.Module,
@@ -174,10 +196,10 @@ def _swap(
     made,swapped,left = {},[],[]
     for name,m in model.named_modules():
         cls = type(m)
-        if not isinstance(m, BatchNorm) or isinstance(m, (_Synced, nn.SyncBatchNorm)): continue
+        if _kind(m) is None or isinstance(m, (_Synced, nn.SyncBatchNorm)): continue
         if not _can_sync(m): left.append(f'{name or "the model"} ({cls.__name__})')
         else:
-            if cls not in made: made[cls] = type('Sync'+cls.__name__, (_Synced, cls), dict(plain=cls, process_group=group))
+            if cls not in made: made[cls] = type('Sync'+cls.__name__, (_kind(m), cls), dict(plain=cls, process_group=group))
             m.__class__ = made[cls]
             swapped.append((m, cls))
     return swapped,left

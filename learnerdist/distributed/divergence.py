@@ -166,7 +166,7 @@ def say_loss(loss_func, kind):
     why = {'other': 'its value on a batch does not follow from its values on parts of it',
            'uncut': 'its value on a part of a batch is not known, to be compared with that of the whole',
            'unseen': 'no batch could show what it is the mean over, as a batch of one sample does not'}[kind]
-    name = getattr(loss_func, '__name__', type(loss_func).__name__)
+    name = 'of the model' if loss_func is None else getattr(loss_func, '__name__', type(loss_func).__name__)
     warnings.warn(f"the loss {name} may train otherwise on {group_size()} ranks than in one process: {why}. Samples count alike. If it is "
                   "a mean over other things, say what it counts: give it an attribute n_items, a function of (pred, *targs), or let it "
                   "return (sum, count). If it needs the whole global batch, as contrastive losses do, let it work on "

@@ -176,7 +176,7 @@ def _has_unknown_loss(self:ExactEvaluation)->bool:
     "Whether the mean of a loss is wanted that has not shown what it is the mean over; `get_preds` returns none"
     learn,mets = self.learn,self.measured()
     wanted = any(isinstance(m, AvgLoss) for m in mets) and not any(isinstance(m, GatherPreds) for m in mets)
-    return wanted and learn.loss_func is not None and loss_over(learn).kind=='unknown'
+    return wanted and loss_over(learn).kind=='unknown'
 
 @patch
 def _plan(self:ExactEvaluation):
@@ -272,8 +272,9 @@ def _feed(self:ExactEvaluation, mets):
     rows,keys,own,kinds = got
     common = (kinds[0] if isinstance(kinds, Tensor) else min(kinds, key=len)).tolist()
     ragged = is_ragged(rows, common)
-    with _kept(self.learn, 'xb','yb','pred','loss','items','iter'):
+    with _kept(self.learn, 'xb','yb','pred','loss','items','iter','n_rows'):
         for i,idxs in in_groups(self.batch_ids(keys, own, ragged, rows)):
+            self.learn.n_rows = len(idxs)
             self._feed_batch(mets, i, as_batch(take_rows(rows, idxs), kinds[idxs[0]].tolist() if ragged else common))
 
 def in_groups(

@@ -107,8 +107,9 @@ class LossWeights:
     def _counts(self, over): return over.kind not in ('sum','other','whole') and bool(self.learn.yb)
     def _number(self, n, over):
         "A number of items as it travels: on a GPU as a tensor there, if items are counted, so that the host need not wait for it"
-        device = getattr(self.learn.yb[0], 'device', None)
-        if over.kind!='items' or device is None or device.type=='cpu': return float(n)
+        if over.kind!='items': return float(n)
+        device = getattr(self.learn.yb[0], 'device', None) or self.learn.device # a dict has none
+        if device.type=='cpu': return float(n)
         return n if isinstance(n, Tensor) else torch.full((), n, dtype=torch.double, device=device)
     def _total(self, n):
         total = sum_over_ranks(n, self.links)

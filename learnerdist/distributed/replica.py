@@ -54,15 +54,18 @@ class SharedMaxNorm:
         kinds = nn.Embedding,nn.EmbeddingBag
         self.used = {m: torch.zeros(m.num_embeddings, dtype=torch.long, device=m.weight.device)
                      for m in model.modules() if isinstance(m, kinds) and m.max_norm is not None}
-        self.handles = [m.register_forward_pre_hook(self._before) for m in self.used]
+        self.norms = {m: m.max_norm for m in self.used}
+        self.handles = [o for m in self.used for o in (m.register_forward_pre_hook(self._before), m.register_forward_hook(self._after))]
     def _before(self, m, args):
         used = self.used[m] = self.used[m].to(m.weight.device)
-        if not batchnorm.is_muted(): used[args[0].reshape(-1)] = 1
+        if batchnorm.is_muted(): m.max_norm = None # torch would shorten the rows of a batch that does not count, on this rank alone
+        else: used[args[0].reshape(-1)] = 1
         if m.training and torch.is_grad_enabled(): self._shorten(m)
+    def _after(self, m, args, out): m.max_norm = self.norms[m]
     @torch.no_grad()
     def _shorten(self, m):
         rows = all_sum(self.used[m]).nonzero()[:,0]
-        if len(rows): torch.embedding_renorm_(m.weight.detach(), rows, m.max_norm, m.norm_type)
+        if len(rows): torch.embedding_renorm_(m.weight.detach(), rows, self.norms[m], m.norm_type)
         self.used[m].zero_()
     def catch_up(self):
         "After a validation loop, where ranks may have different numbers of batches: shorten the remaining rows. Sync point"
@@ -70,6 +73,7 @@ class SharedMaxNorm:
     def undo(self):
         "Leave the embeddings to themselves again"
         while self.handles: self.handles.pop().remove()
+        for m,norm in self.norms.items(): m.max_norm = norm
 
 # %% ../../nbs/distributed/09_replica.ipynb #581ba1f4
 @contextmanager

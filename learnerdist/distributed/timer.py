@@ -20,8 +20,7 @@ from ..learner.recorder import Recorder
 class Timer(Callback):
     "Measures this rank's seconds in each epoch's training loop: data, step and comm. See `recorder.times`"
     order,run_valid,run_find,times,begin = Order.timer,False,False,(),None
-    def before_fit(self): self.times,self.begin = [],None
-    def before_epoch(self): self.entered = False
+    def before_fit(self): self.times,self.begin,self.entered = [],None,False
     def before_train(self):
         self.data,self.votes,self.wait,self.end = 0.,0.,0.,None
         self.begin = perf_counter()
@@ -51,6 +50,7 @@ class Timer(Callback):
 
     def after_epoch(self):
         if not self.entered: self._enter() # cancelled before its end
+        self.entered = False
     def _enter(self):
         "Append this epoch's row: after the training loop, so that loggers find it"
         self.entered = True

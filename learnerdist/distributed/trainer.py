@@ -65,7 +65,7 @@ def attach(self:DistributedTrainer):
         device = self.stack.enter_context(process_group(self.cuda_id, timeout_s=self.timeout_s))
         self.stack.enter_context(ranked_warnings())
         if path := path_of_rank0(self.learn): self._set(self.learn, 'path', path)
-        own = [k for k in ('_loss_over','wrapper','global_items','items','repeated') if k not in vars(self.learn)]
+        own = [k for k in ('_loss_over','wrapper','global_items','items','repeated','n_rows') if k not in vars(self.learn)]
         self.stack.callback(lambda: [vars(self.learn).pop(k, None) for k in own]) # fastai's learner has none of these
         drawn = torch.randint(2**62, ()).item() if self.seed is None else self.seed # drawn on every rank, so that streams stay alike
         self.seed,after = broadcast_object((drawn,tensor_hash(torch.get_rng_state()).item()))

@@ -37,6 +37,7 @@ from .trainer import DistributedTrainer,parts
 from ..distributed.memory import say_oom
 from ..learner.learner import Learner as CoreLearner
 from ..learner.learner import fit_flags,get_model
+from ..learner.losses import loss_trace
 from ..learner.techniques import MixedPrecision
 from ..core.random import shared_rng
 
@@ -68,9 +69,9 @@ class _Distributed:
 
     def all_batches(self):
         trainer = self.distributed_trainer
-        old,trainer.looping = trainer.looping,True
+        old,trainer.looping,trainer.watches = (trainer.looping,trainer.watches),True,loss_trace(self) is not None
         try: super().all_batches()
-        finally: trainer.looping = old
+        finally: trainer.looping,trainer.watches = old
 
     def _do_one_batch(self):
         with self.distributed_trainer.swapped(): super()._do_one_batch()

@@ -31,7 +31,7 @@ from ..distributed.evaluation import ExactEvaluation
 from .loaders import ShareDL
 from ..data.distributed_dl import set_epoch
 from ..core.random import seed_streams
-from ..learner.losses import MeanOver,loss_over,mean_over,n_items,weighted
+from ..learner.losses import LossTrace,MeanOver,loss_over,mean_over,n_items,weighted
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c005
 @patch
@@ -82,6 +82,7 @@ class DistributedTrainer(core.DistributedTrainer):
         self.agreement = FastaiAgreement(self)
         self.plain = None
         self.trained,self.looping,self.alone,self.saved,self.steps,self.counted,self.rank0s = False,False,False,None,[],True,[]
+        self.watches,self.trace = False,None # whether, and by what, the model and the loss are observed
 
     def tell(self, cb, event):
         "Send `event` to `cb`, if this callback is to run on this rank"
@@ -172,12 +173,22 @@ def end_fit(self:DistributedTrainer):
 @patch
 @contextmanager
 def swapped(self:DistributedTrainer):
-    "During the forward pass of a training batch, `learn.model` is `learn.wrapper`; for callbacks it is the user's model"
+    "During the forward pass of a training batch, `learn.model` is `learn.wrapper`; to callbacks it is the user's model"
     learn = self.learn
     wrapper,self.plain = vars(learn).get('wrapper'),learn.model
     if wrapper is not None and learn.training: learn.model = wrapper
+    if self.watches and group_size()>1 and not self.alone: self.trace = LossTrace().__enter__()
     try: yield
-    finally: self.unswap()
+    finally:
+        if self.trace is not None: self.end_trace()
+        self.unswap()
+
+@patch
+def end_trace(self:DistributedTrainer)->LossTrace:
+    "Observe no longer; returns what was observed"
+    trace,self.trace = self.trace,None
+    trace.__exit__(None, None, None)
+    return trace
 
 @patch
 def unswap(self:DistributedTrainer):
@@ -219,6 +230,9 @@ def before_backward(self:DistributedTrainer):
 def after_pred(self:DistributedTrainer): self.unswap()
 @patch
 def after_loss(self:DistributedTrainer):
+    if self.trace is not None: # what is the loss the mean over? If it does not show, the next batches are not observed
+        self.learn.items = self.end_trace().items(self.learn.loss_grad, self.learn.iter==0 and loss_over(self.learn).kind=='unknown')
+        self.watches = self.learn.items is not None
     core.DistributedTrainer.after_loss(self)
     self.has_loss = True
 

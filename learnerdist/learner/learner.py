@@ -8,6 +8,7 @@ __all__ = ['defaults', 'fit_flags', 'TrainEvalCallback', 'trainable_params', 'ge
 # %% ../../nbs/learner/01_learner.ipynb #c002
 import inspect
 from contextlib import ExitStack,contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from fastcore.basics import listify,patch
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 
 from .callback import Callback,Order,all_events,cancels
-from .losses import loss_of_batch
+from .losses import loss_of_batch,loss_trace
 from ..data.loaders import call_model,data_len,single,split_batch,to_device
 from ..core.env import default_device
 
@@ -61,7 +62,7 @@ class Learner:
     def __init__(self,
         dls,                        # `DataLoaders`, or an object with `train`, an index and a length
         model:torch.nn.Module,      # Called with the inputs of a batch, see `call_model`; moved to the learner's device
-        loss_func=None,             # Called as `loss_func(pred, *targets)`; returns a scalar tensor, or (sum, count). None: `pred.loss`
+        loss_func=None,             # Called as `loss_func(pred, *targets)`; returns a tensor () or (sum, count). None: the model's `loss`
         opt_func=torch.optim.AdamW, # Called with parameter groups and `lr=`; any optimizer class of `torch.optim` or like it
         lr=defaults.lr,             # Learning rate; a `slice` or a list gives each parameter group its own, see `group_lrs`
         splitter=trainable_params,  # From the model to a list of parameters, or of lists of them (parameter groups)
@@ -78,7 +79,7 @@ class Learner:
         self.opt,self.training,self.fitting,self.logger,self.cbs = None,False,False,print,[]
         self.epoch,self.n_epoch,self.iter,self.n_iter,self.dl = 0,1,0,None,None
         self.xb,self.yb,self.pred,self.loss_grad,self.loss,self.start_at = (),(),None,None,None,StartAt()
-        self.items,self.global_items,self.wrapper,self._loss_over,self.repeated = None,None,None,None,False
+        self.items,self.global_items,self.wrapper,self._loss_over,self.repeated,self.loss_trace = None,None,None,None,False,None
         self.add_cbs(defaults.callbacks).add_cbs(cbs)
         self('after_create')
 
@@ -157,7 +158,7 @@ def _with_events(self:Learner, f, event):
 @patch
 def all_batches(self:Learner):
     "Run every batch of `self.dl`"
-    self.n_iter,start = data_len(self.dl),self.start_at
+    self.n_iter,start,self.loss_trace = data_len(self.dl),self.start_at,loss_trace(self)
     for o in enumerate(self.dl, start.batches if self.training and self.epoch==start.epoch else 0): self.one_batch(*o)
 
 # %% ../../nbs/learner/01_learner.ipynb #c014
@@ -173,7 +174,8 @@ def one_batch(self:Learner,
 
 @patch
 def _do_batch(self:Learner):
-    self.pred = call_model(self.wrapper or self.model, self.xb, self.model)
+    model,trace = self.wrapper or self.model,self.loss_trace
+    self.pred = call_model(model if trace is None else partial(trace, model), self.xb, self.model)
     self('after_pred')
     if self.yb:
         self.loss_grad = loss_of_batch(self)
@@ -243,12 +245,12 @@ def fit(self:Learner,
 @patch
 def _end_fit(self:Learner):
     self.dl,self.xb,self.yb,self.pred,self.loss_grad,self.items,self.training,self.fitting = None,(),(),None,None,None,False,False
-    self.wrapper = None
+    self.wrapper = self.loss_trace = None
     for cb in self.cbs: cb.run = True
     for cb in reversed(self.cbs): cb.cleanup()
 
 # %% ../../nbs/learner/01_learner.ipynb #c021
-_loop_state = 'model','wrapper','dl','iter','n_iter','xb','yb','pred','loss_grad','loss','items','training'
+_loop_state = 'model','wrapper','dl','iter','n_iter','xb','yb','pred','loss_grad','loss','items','loss_trace','training'
 
 @patch
 @contextmanager

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 from learnerdist.learner.callback import Callback
+from learnerdist.learner.losses import loss_trace
 
 __all__: Any
 
@@ -70,6 +71,7 @@ class Learner:
     global_items: Any
     wrapper: Any
     repeated: Any
+    loss_trace: Any
 
     def __init__(self, dls, model: torch.nn.Module, loss_func=None, opt_func=..., lr=..., splitter=..., cbs=None, metrics=None, path=None, model_dir='models', train_bn=True):
         ...

@@ -22,7 +22,7 @@ from .metrics import AvgLoss,find_device,mk_metrics
 # %% ../../nbs/learner/03_recorder.ipynb #c024
 class Recorder(Callback):
     "History of a fit over all ranks: `losses`, `lrs` per step; `values` (losses, metrics), `iters` (steps so far) per epoch"
-    order,loop_state = Order.recorder,('mets','measuring','reduced','log','steps','lr_now')
+    order,loop_state = Order.recorder,('mets','measuring','reduced','log','steps','lr_now','n_before')
     fit_state,rank_state = ('lrs','iters','losses','values','log'),('totals',)
     def __init__(self):
         self.avg_loss,self.mets,self.metric_names,self.measuring,self.reduced = AvgLoss(),[],[],False,False
@@ -30,7 +30,7 @@ class Recorder(Callback):
 
     def _forget(self):
         self.lrs,self.iters,self.losses,self.values,self.steps,self.log = [],[],[],[],[],[]
-        self.start,self.lr_now,self.n_samples = None,None,0
+        self.start,self.lr_now,self.n_samples,self.n_before = None,None,0,None # n_before: batches of this fit up to the last one recorded
 
     def before_fit(self):
         self._forget()
@@ -42,7 +42,9 @@ class Recorder(Callback):
         self.steps = []
         if data_len(self.dl)==0 and is_rank0(): warnings.warn(f'the training loader, a {type(self.dl).__name__}, has no batch: nothing is '
                                                               'trained. Is the data set empty, or shorter than a batch with drop_last?')
-    def before_batch(self): self.lr_now = self._lr() if self.learn.training else None
+    def before_batch(self):
+        self.lr_now = None
+        if self.learn.training: self.lr_now,self.n_before = self._lr(),self.learn.train_iter
     def _lr(self): return self.learn.opt.param_groups[-1]['lr']
     def before_validate(self): self.reset_metrics()
     def reset_metrics(self):
@@ -63,8 +65,10 @@ class Recorder(Callback):
 
     def after_batch(self):
         learn = self.learn
+        if learn.training and self.n_before==learn.train_iter: return # it is recorded already
         n = batch_rows(learn) if learn.yb and learn.loss is not None and not learn.repeated else 0
         if learn.training:
+            self.n_before = learn.train_iter
             items = n_items(learn) if n else 0
             self.steps.append((weighted(learn.loss, items) if n else 0., items, n))
             self.lrs.append(self._lr() if self.lr_now is None else self.lr_now)
@@ -75,6 +79,7 @@ class Recorder(Callback):
 
     def step_totals(self)->Tensor: # (steps,3), float64, CPU: loss × items, items, samples; of this rank, or summed over ranks
         "The totals of this epoch's steps so far. Moves them to the CPU"
+        if self.learn.training and self.n_before is not None and self.learn.train_iter>self.n_before: self.after_batch() # it was cancelled
         if not self.steps: return torch.zeros(0, 3, dtype=torch.double)
         return torch.stack([stacked(o) for o in zip(*self.steps)], 1)
 
@@ -112,7 +117,7 @@ class Recorder(Callback):
 
     def _catch_up(self):
         "Record what is still missing because another callback raised a cancel exception in the same event"
-        if self.steps: self.after_train()
+        if len(self.step_totals()): self.after_train()
         if self.reduced: self.after_validate()
 
 def _say_hidden(learn):

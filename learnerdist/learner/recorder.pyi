@@ -21,6 +21,7 @@ class Recorder(Callback):
     start: Any
     lr_now: Any
     n_samples: Any
+    n_before: Any
     order: Any
     loop_state: Any
     fit_state: Any
