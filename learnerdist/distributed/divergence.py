@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.collectives import gather_objects,gather_rows
 from ..core.compat import BatchNorm,tree_leaves
 from ..core.env import group_rank,group_size
+from ..core.shards import is_part
 from ..data.loaders import batch_shape,data_len
 from ..data.rows import as_ints
 from .batchnorm import _Synced
@@ -47,10 +48,10 @@ def digest(state)->tuple:
     return tuple(tensor_hash(o).item() if isinstance(o, Tensor) else repr(o) for o in tree_leaves(state))
 
 def compared(model)->dict:
-    "Tensors that must be equal on all ranks: parameters, and buffers except those of BatchNorm layers that are not synchronised"
+    "Tensors that must be equal on all ranks: parameters that are not sharded, and buffers but those of BatchNorm that is not synchronised"
     own = [m for m in model.modules() if isinstance(m, BatchNorm) and not isinstance(m, _Synced)]
     skip = {id(b) for m in own for b in m.buffers()}
-    return {k:v for k,v in [*model.named_parameters(),*model.named_buffers()] if id(v) not in skip}
+    return {k:v for k,v in [*model.named_parameters(),*model.named_buffers()] if id(v) not in skip and not is_part(v)}
 
 # %% ../../nbs/distributed/02_divergence.ipynb #70b5ade9
 def unequal(

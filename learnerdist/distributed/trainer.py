@@ -18,11 +18,13 @@ from ..data.distributed_dl import DistributedDL,is_split,set_epoch
 from ..data.loaders import batch_shape
 from .agreement import Agreement,AgreementEnd
 from .batchnorm import mute,say_batch_dependent
+from .blocks import shard_options
 from .comm_hooks import check_ddp_options,find_hook
 from .divergence import check_others,check_weights,digest,tensor_hash,path_of_rank0,same_data,same_settings
 from .evaluation import ExactEvaluation
 from .failure import failing_together
 from .loss_weights import LossWeights,_local
+from .sharded import spread
 from .replica import Replica,SharedMaxNorm,broadcast_module,broadcast_tensors
 from .vote_links import open_links
 from ..learner.callback import Callback,Order
@@ -43,10 +45,12 @@ class DistributedTrainer(Callback):
         check_every:int=None, # Compare the ranks' weights every so many steps, and raise where they differ; None: after each epoch
         check_data:bool=True, # Compare the ranks' data sets when they are sharded
         comm_hook=None,     # How gradients travel: 'fp16' or 'bf16' (half the bytes), 'powersgd', or a function as in `register_comm_hook`
+        shard=None,         # True: a part of the model on each rank, by FSDP2; or which modules are blocks, see `ShardOptions`
         timeout_s:float=None, # Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
         **ddp_kw            # Options of `DistributedDataParallel`
     ):
         check_ddp_options(ddp_kw)
+        self.shard = shard_options(shard, ddp_kw, comm_hook)
         if seed is not None and not isinstance(seed, int): raise ValueError(f'seed={seed!r}: give a whole number, or None to draw one')
         if check_every is not None and not (isinstance(check_every, int) and check_every>0):
             raise ValueError(f'check_every={check_every!r}: give a number of steps, from 1 up')
@@ -54,7 +58,7 @@ class DistributedTrainer(Callback):
             raise ValueError(f'timeout_s={timeout_s!r}: give seconds')
         self.cuda_id,self.sync_bn,self.split_batches,self.seed = cuda_id,sync_bn,split_batches,seed
         self.check_every,self.check_data,self.timeout_s,self.ddp_kw = check_every,check_data,timeout_s,ddp_kw
-        self.replica,self.epochs_before,self.links,self.said,self.max_norm,self.stack = None,0,None,set(),None,ExitStack()
+        self.replica,self.epochs_before,self.links,self.said,self.max_norm,self.stack,self.shards = None,0,None,set(),None,ExitStack(),None
         self.agreement,self.comm_hook = Agreement(self),find_hook(comm_hook)
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c008
@@ -78,6 +82,7 @@ def attach(self:DistributedTrainer):
         self.max_norm = SharedMaxNorm(get_model(self.model)) if group_size()>1 else None
         if self.max_norm: self.stack.callback(self.max_norm.undo)
         self._same_opt()
+        if self.shard and group_size()>1: self.shards = spread(self)
         self.device_here = device
         self.deal_out()
     except BaseException:
@@ -168,7 +173,8 @@ def _split(self:DistributedTrainer, dl):
 @patch
 def wrap(self:DistributedTrainer):
     "If a group is open, make the `Replica` that the training loops of this fit call in place of the model"
-    if in_group(): self.replica = Replica(self.learn, self.sync_bn, self.comm_hook, self.max_norm, **self.ddp_kw)
+    if self.shards: self.replica = self.shards.begin(self.sync_bn)
+    elif in_group(): self.replica = Replica(self.learn, self.sync_bn, self.comm_hook, self.max_norm, **self.ddp_kw)
 
 @patch
 def unwrap(self:DistributedTrainer):
@@ -282,7 +288,7 @@ def _check_plain(learn):
 @patch
 def to_distributed(self:Learner,
     cuda_id:int=None, # This process's GPU; None: by local rank, or the CPU
-    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, comm_hook, timeout_s, and DDP's options
+    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, comm_hook, shard, timeout_s, and DDP's options
 )->Learner:
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
     _check_plain(self)
@@ -304,7 +310,7 @@ def detach_distributed(self:Learner)->Learner:
 @contextmanager
 def distrib_ctx(self:Learner,
     cuda_id:int=None, # This process's GPU; None: by local rank, or the CPU
-    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, comm_hook, timeout_s, and DDP's options
+    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, comm_hook, shard, timeout_s, and DDP's options
 ):
     "Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an exception"
     _check_plain(self)

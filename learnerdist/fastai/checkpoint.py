@@ -21,6 +21,7 @@ from ..distributed import trainer as core
 from ..checkpoint.checkpoint import resumed
 from ..checkpoint.snapshot import weights_in
 from ..core.rank0 import await_save
+from ..core.shards import load_model
 from ..learner.learner import StartAt,get_model
 from .trainer import DistributedTrainer
 
@@ -139,5 +140,5 @@ def load(self:Learner, file, *args, **kwargs):
     if not folder.is_dir():
         await_save(join_path_file(file, self.path/self.model_dir, ext='.pth'))
         return _load(self, file, *args, **kwargs)
-    get_model(self.model).load_state_dict(weights_in(folder))
+    load_model(get_model(self.model), weights_in(folder))
     return self
