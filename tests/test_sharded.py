@@ -1,14 +1,14 @@
 "`distrib_ctx(shard=…)`: the run of one process, whatever is trained and evaluated; files, and the way out of the context"
-import copy, itertools, traceback
+import copy, itertools, os, shutil, signal, traceback, warnings
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from learnerdist.all import (Callback, CancelBatchException, CancelFitException, CancelTrainException, CancelValidException, Checkpoint,
-                             DataLoaders, EarlyStoppingCallback, GradientAccumulation, GradientClip, Learner, Lookahead, accuracy,
-                             group_rank, group_size, process_group)
+                             DataLoaders, EarlyStoppingCallback, GradientAccumulation, GradientClip, Learner, Lookahead,
+                             group_rank, group_size, process_group, rank_distrib)
 from learnerdist.core.compat import torch_version
-from learnerdist.core.shards import is_part
+from learnerdist.core.shards import is_part, whole_state
 from learnerdist.testing import RanksError, run_ranks
 
 F64 = torch.float64
@@ -163,3 +163,109 @@ def test_cancelled_as_with_ddp(W):
     "On one rank, and on all, at the first batch, before the order of the blocks is known, and at a later one"
     for a,b in zip(run_ranks(cancelled, W, False), run_ranks(cancelled, W, True)):
         assert {k: d for k in a if (d := differs(a[k], b[k]))>1e-9} == {}
+
+# --- files ------------------------------------------------------------------------------------------------------------------
+
+def saved(folder, at, shard):
+    "Train, save the learner, and checkpoints of another fit, which is interrupted if `at` is a number of batches"
+    with process_group():
+        c = case(cbs=[lambda W: Lookup()], n=24)
+        learn = make(c, group_size())
+        learn.path = folder
+        with learn.no_logging(), learn.distrib_ctx(seed=3, **shard):
+            learn.fit(1)
+            learn.save('now')
+            weights = {k: v.clone() for k,v in whole_state(learn.model.state_dict()).items()}
+            learn.fit(1)
+            learn.load('now')
+            again = all(torch.equal(v, weights[k]) for k,v in whole_state(learn.model.state_dict()).items())
+        return again,weights,whole_state(learn.opt.state_dict()) if at is None else None
+
+class Lookup(Callback): pass
+
+class Stop(Callback):
+    def __init__(self, at): self.at = at
+    def after_batch(self):
+        if self.training and self.learn.train_iter==self.at: raise KeyError('stopped')
+
+def resumed(folder, shard, stop=None, bs=6):
+    "A fit that is stopped after `stop` steps, or goes on from there"
+    W = max(group_size(), 1)
+    learn = make(case(n=36, bs=bs), W)
+    learn.path = folder
+    with learn.no_logging(), learn.distrib_ctx(seed=3, **(shard if W>1 else {})):
+        learn.fit(3, cbs=[Checkpoint('ck', every=2), *([Stop(stop)] if stop else [])], resume=not stop)
+    return dict(w={k: p.detach().clone() for k,p in learn.model.state_dict().items()}, v=numbers(learn))
+
+def on_ranks(f, *args, **kw):
+    with process_group(): return f(*args, **kw)
+
+@needs_fsdp2
+def test_files_are_those_of_a_whole_model(tmp_path):
+    "What two ranks save sharded, each of them, one process and two with DDP load"
+    ranks = run_ranks(saved, 2, tmp_path, None, dict(shard=True))
+    assert [o[0] for o in ranks]==[True, True]
+    learn = make(case(n=24))
+    learn.path = tmp_path
+    learn.load('now')
+    assert all(torch.equal(v, ranks[1][1][k]) for k,v in learn.model.state_dict().items())
+    assert all(not is_part(t) for t in learn.opt.state[learn.model.head.weight].values())
+    assert differs([learn.opt.state_dict()['state']], [{k: v for k,v in learn.opt.state_dict()['state'].items()}])==0
+
+@needs_fsdp2
+def test_resume_in_any_number_sharded_or_not(tmp_path):
+    "Bitwise on as many ranks, else within rounding"
+    whole = run_ranks(on_ranks, 2, resumed_whole, tmp_path/'a')[0]
+    with pytest.raises(RanksError, match='stopped'): run_ranks(on_ranks, 2, resumed, tmp_path/'b', dict(shard=True), 9)
+    for i,(W,shard) in enumerate([(2, dict(shard=True)), (3, dict(shard=True)), (2, {}), (1, {})]):
+        shutil.copytree(tmp_path/'b', tmp_path/f'c{i}')
+        found = run_ranks(on_ranks, W, resumed, tmp_path/f'c{i}', shard)
+        assert all(differs(whole, o)<=(0 if i==0 else 1e-9) for o in found)
+    with pytest.raises(RanksError, match='stopped'): run_ranks(on_ranks, 2, resumed, tmp_path/'d', {}, 9) # DDP -> sharded
+    assert all(differs(whole, o)<1e-9 for o in run_ranks(on_ranks, 2, resumed, tmp_path/'d', dict(shard=True)))
+
+def resumed_whole(folder):
+    learn = make(case(n=36), group_size())
+    learn.path = folder
+    with learn.no_logging(), learn.distrib_ctx(seed=3, shard=True): learn.fit(3)
+    return dict(w={k: p.detach().clone() for k,p in learn.model.state_dict().items()}, v=numbers(learn))
+
+def save_on_rank0():
+    with process_group():
+        learn = make(case(), group_size())
+        with learn.distrib_ctx(shard=True):
+            if group_rank()==0:
+                with short_patience(): learn.save('x')
+            distrib_barrier()
+
+# --- the way out ------------------------------------------------------------------------------------------------------------
+
+def left_by(how):
+    "The model after a context that was left by an exception on one rank, or that a rank died in"
+    learn = make(case(), 2)
+    params = dict(learn.model.named_parameters())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        try:
+            with learn.no_logging(), learn.distrib_ctx(seed=3, shard=True):
+                learn.fit(1)
+                kept = whole_state(learn.model.state_dict())
+                if rank_distrib()==1 and how=='raise': raise KeyError('mine')
+                if rank_distrib()==1 and how=='killed': os.kill(os.getpid(), signal.SIGKILL)
+                learn.validate()
+        except Exception as e: error = type(e).__name__
+    same = all(params[k] is p for k,p in learn.model.named_parameters())
+    with torch.no_grad(): right = how!='killed' and all(torch.equal(v, kept[k]) for k,v in learn.model.state_dict().items())
+    return error,same,right,[len(p) for p in params.values()],[str(o.message) for o in said if 'parts' in str(o.message)]
+
+@needs_fsdp2
+def test_left_by_an_exception():
+    "The ranks meet again, and each has the whole weights of the moment"
+    (a,*found),(b,*found2) = run_ranks(left_by, 2, 'raise')
+    assert (a,b)==('RankError','KeyError') and found[:2]==found2[:2]==[True,True] and not found[3]
+
+@needs_fsdp2
+def test_a_dead_rank_takes_its_part_along():
+    found,dead = run_ranks(left_by, 2, 'killed', errors='return')
+    error,same,_,sizes,said = found
+    assert same and set(sizes)=={0} and 'weights of learn.model are empty' in said[0]

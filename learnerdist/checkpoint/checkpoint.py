@@ -131,8 +131,7 @@ def at_batch(self:Checkpoint):
     "Between two training steps"
     if not self.training or self.phase!='train': return
     self.commit('train')
-    ddp = self.agreement.trainer.ddp if self.unsettled else None
-    if ddp is not None: settle(self.learn, ddp, self.streams)
+    if self.unsettled: settle(self.learn, self.agreement.trainer.ddp, self.streams)
     self.unsettled = False
 
 @patch
@@ -186,8 +185,8 @@ def _within_step(self:Checkpoint):
 def _leave(self:Checkpoint):
     self.wait()
     if self.agreement: distrib_barrier() # the launcher ends the others when one exits
-    why = self.requests.take() or 'a signal to another rank'
-    raise Preempted(f'{why}: the run is saved in {self.folder} after step {self.train_iter}, and goes on from there with resume=True')
+    raise Preempted(f'{self.requests.take() or "a signal to another rank"}: the run is saved in {self.folder} after step {self.train_iter}, '
+                    'and goes on from there with resume=True')
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c013
 @patch
@@ -259,8 +258,7 @@ def _set_start(self:Checkpoint):
     at = self.last = self.at
     if at['n_epoch']!=self.n_epoch: at['pct_train'] *= at['n_epoch']/self.n_epoch
     if at['phase']=='done' and at['epoch']==at['n_epoch']<self.n_epoch: at['phase'] = 'epoch' # a fit that was cancelled stays done
-    done = at['phase']=='done'
-    self.learn.start_at = StartAt(self.n_epoch if done else at['epoch'], at.get('iter', 0), at['phase']=='validate')
+    self.learn.start_at = StartAt(self.n_epoch if at['phase']=='done' else at['epoch'], at.get('iter', 0), at['phase']=='validate')
     self.learn.train_iter,self.learn.pct_train = at['step'],at['pct_train']
 
 @patch

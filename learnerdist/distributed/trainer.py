@@ -11,7 +11,7 @@ from contextlib import ExitStack,contextmanager
 import torch
 from fastcore.basics import patch
 
-from ..core.collectives import all_sum,broadcast_object,gather_objects
+from ..core.collectives import all_sum,broadcast_object
 from ..core.env import group_rank,group_size,group_timeout,in_group,process_group
 from ..core.random import seed_streams
 from ..data.distributed_dl import DistributedDL,is_split,set_epoch
@@ -20,11 +20,11 @@ from .agreement import Agreement,AgreementEnd
 from .batchnorm import mute,say_batch_dependent
 from .blocks import shard_options
 from .comm_hooks import check_ddp_options,find_hook
-from .divergence import check_others,check_weights,digest,tensor_hash,path_of_rank0,same_data,same_settings
+from .divergence import check_others,check_weights,tensor_hash,path_of_rank0,same_data,same_optimizer,same_settings
 from .evaluation import ExactEvaluation
 from .failure import failing_together
 from .loss_weights import LossWeights,_local
-from .sharded import spread
+from .sharded import Sharded
 from .replica import Replica,SharedMaxNorm,broadcast_module,broadcast_tensors
 from .vote_links import open_links
 from ..learner.callback import Callback,Order
@@ -67,6 +67,7 @@ def attach(self:DistributedTrainer):
     "Join the group and shard the loaders; `restore` undoes it"
     try:
         device = self.stack.enter_context(process_group(self.cuda_id, timeout_s=self.timeout_s))
+        self.stack.callback(lambda: self.shards and self.shards.restore()) # last: closed links free the others after a failure
         self.stack.enter_context(ranked_warnings())
         if path := path_of_rank0(self.learn): self._set(self.learn, 'path', path)
         own = [k for k in ('_loss_over','wrapper','global_items','items','repeated') if k not in vars(self.learn)]
@@ -81,24 +82,13 @@ def attach(self:DistributedTrainer):
         if group_size()>1 and group_rank()==0: say_batch_dependent(get_model(self.model))
         self.max_norm = SharedMaxNorm(get_model(self.model)) if group_size()>1 else None
         if self.max_norm: self.stack.callback(self.max_norm.undo)
-        self._same_opt()
-        if self.shard and group_size()>1: self.shards = spread(self)
+        same_optimizer(self.learn)
+        if self.shard and group_size()>1: Sharded(self).shard()
         self.device_here = device
         self.deal_out()
     except BaseException:
         self.restore()
         raise
-
-@patch
-def _same_opt(self:DistributedTrainer):
-    "Give every rank the optimizer state of rank 0: after fits outside of the context the states may differ. Sync point"
-    state = None if self.opt is None else self.opt.state_dict()
-    if len(set(gather_objects(state if state is None else digest(state))))==1: return
-    state = broadcast_object(state)
-    if state is None: self.learn.opt = None
-    else:
-        if self.opt is None: self.learn.create_opt()
-        self.opt.load_state_dict(state)
 
 @patch
 def _set(self:DistributedTrainer, obj, name, val):
