@@ -3,12 +3,13 @@ import copy, itertools, os, shutil, signal, traceback, warnings
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from learnerdist.all import (Callback, CancelBatchException, CancelFitException, CancelTrainException, CancelValidException, Checkpoint,
                              DataLoaders, EarlyStoppingCallback, GradientAccumulation, GradientClip, Learner, Lookahead,
                              group_rank, group_size, process_group, rank_distrib)
 from learnerdist.core.compat import torch_version
 from learnerdist.core.shards import is_part, whole_state
+from learnerdist.learner import saving
 from learnerdist.testing import RanksError, run_ranks
 
 F64 = torch.float64
@@ -28,7 +29,7 @@ class Net(nn.Module):
         super().__init__()
         self.head,self.layers,self.emb = nn.Linear(5, 6, bias=False),nn.ModuleList([Layer() for _ in range(3)]),nn.Linear(6, 5, bias=False)
         self.scale = nn.Parameter(torch.ones(1))
-        if tied: self.head.weight = nn.Parameter(self.emb.weight.detach().t().contiguous()); self.emb = nn.Identity()
+        if tied: self.head.weight,self.emb = nn.Parameter(self.emb.weight.detach().t().contiguous()),nn.Identity()
         self.tied = tied
     def forward(self, x):
         x = F.linear(x, self.head.weight.t()) if self.tied else self.emb(x)
@@ -63,13 +64,14 @@ sgd = lambda p, lr: torch.optim.SGD(p, lr, momentum=.9, weight_decay=.01)
 def ahead(p, lr): return Lookahead(torch.optim.SGD(p, lr), k=2)
 def two_groups(m): return [list(m.layers.parameters()), [m.head.weight, m.emb.weight, m.scale]]
 
-base = dict(model=net, opt=torch.optim.AdamW, lr=.05, n=21, n_valid=11, bs=6, cbs=(), cycle=False, shard=True, splitter=None, fits=(2,), ctx={})
+base = dict(model=net, opt=torch.optim.AdamW, lr=.05, n=21, n_valid=11, bs=6, cbs=(), cycle=False, shard=True, splitter=None, fits=(2,),
+            ctx={})
 def case(**kw): return {**base, **kw}
 
 def make(c, W=1, rank=0):
     torch.manual_seed(5+rank)
-    learn = Learner(DataLoaders(DataLoader(data(c['n']), c['bs']//W, shuffle=True), DataLoader(data(c['n_valid'], 2), 3)), c['model']().double(),
-                    F.cross_entropy, c['opt'], lr=c['lr'], metrics=acc64, **({'splitter': c['splitter']} if c['splitter'] else {}))
+    dls = DataLoaders(DataLoader(data(c['n']), c['bs']//W, shuffle=True), DataLoader(data(c['n_valid'], 2), 3))
+    learn = Learner(dls, c['model']().double(), F.cross_entropy, c['opt'], lr=c['lr'], metrics=acc64, **({'splitter': c['splitter']} if c['splitter'] else {}))
     learn.add_cbs([o(W) for o in c['cbs']])
     return learn
 
@@ -82,9 +84,9 @@ def run(c, W=1, rank=0):
         start = learn.validate() # before any other pass
         for n in c['fits']: (learn.fit_one_cycle if c['cycle'] else learn.fit)(n)
         sharded = W==1 or all(is_part(p) for p in learn.model.parameters())
-        res = dict(start=start, values=numbers(learn), losses=list(learn.recorder.losses), lrs=list(learn.recorder.lrs), preds=learn.get_preds(),
-                   short=learn.get_preds(dl=DataLoader(data(1, 7), 3)), norms=[x for cb in learn.cbs for x in getattr(cb, 'norms', [])],
-                   n=learn.train_iter)
+        res = dict(start=start, values=numbers(learn), losses=list(learn.recorder.losses), lrs=list(learn.recorder.lrs), n=learn.train_iter,
+                   preds=learn.get_preds(), norms=[x for cb in learn.cbs for x in getattr(cb, 'norms', [])],
+                   short=learn.get_preds(dl=DataLoader(data(1, 7), 3)))
     assert sharded
     assert all(params[k] is p for k,p in learn.model.named_parameters())
     assert [(type(m),{*vars(m)}) for m in learn.model.modules()]==before
@@ -115,12 +117,13 @@ def differs(a, b):
 
 # --- the same run -----------------------------------------------------------------------------------------------------------
 
-same = dict(sgd=case(opt=sgd), adamw=case(), one_cycle=case(cycle=True), two_fits=case(fits=(1,2)), groups=case(splitter=two_groups, lr=[.01,.05]),
-            lookahead=case(opt=ahead), clip=case(cbs=[lambda W: GradientClip(.5)]), clip_value=case(cbs=[lambda W: GradientClip(value=.02)]), frozen=case(model=partly_frozen), tied=case(model=tied),
+same = dict(sgd=case(opt=sgd), adamw=case(), one_cycle=case(cycle=True), two_fits=case(fits=(1,2)), few=case(n_valid=1),
+            groups=case(splitter=two_groups, lr=[.01,.05]), lookahead=case(opt=ahead), clip=case(cbs=[lambda W: GradientClip(.5)]),
+            clip_value=case(cbs=[lambda W: GradientClip(value=.02)]), frozen=case(model=partly_frozen), tied=case(model=tied),
             accumulation=case(cbs=[lambda W: GradientAccumulation(12//W)]), odd=case(cbs=[lambda W: GradientAccumulation(18//W)], n=40),
-            recurrent=case(model=Recurrent), batchnorm=case(model=bn, n=24), root=case(shard=lambda m: False), linears=case(shard=[nn.Linear]),
-            kept=case(shard=dict(reshard=False)), dropped=case(shard=dict(blocks=Layer, reshard=True)),
-            stopping=case(cbs=[lambda W: EarlyStoppingCallback(min_delta=10., patience=1)], fits=(6,)), few=case(n_valid=1))
+            recurrent=case(model=Recurrent), batchnorm=case(model=bn, n=24), root=case(shard=lambda m: False),
+            linears=case(shard=[nn.Linear]), kept=case(shard=dict(reshard=False)), dropped=case(shard=dict(blocks=Layer, reshard=True)),
+            stopping=case(cbs=[lambda W: EarlyStoppingCallback(min_delta=10., patience=1)], fits=(6,)))
 
 @needs_fsdp2
 @pytest.mark.parametrize('W', [2, 3])
@@ -152,7 +155,7 @@ def cancelled(shard):
     res = {}
     with process_group():
         for (e,x),i,rank in itertools.product(events, (0,1), (1,None)):
-            learn = make(case(cbs=[lambda W: Cancel(e, x, group_rank() if rank is None else rank, i)], n=16, n_valid=12), group_size())
+            learn = make(case(n=16, n_valid=12), group_size()).add_cb(Cancel(e, x, group_rank() if rank is None else rank, i))
             with learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': True} if shard else {})): learn.fit(1)
             res[f'{e} {x.__name__} {i} {rank}'] = dict(w=[p.detach().clone() for p in learn.model.parameters()], v=numbers(learn))
     return res
@@ -169,8 +172,7 @@ def test_cancelled_as_with_ddp(W):
 def saved(folder, at, shard):
     "Train, save the learner, and checkpoints of another fit, which is interrupted if `at` is a number of batches"
     with process_group():
-        c = case(cbs=[lambda W: Lookup()], n=24)
-        learn = make(c, group_size())
+        learn = make(case(n=24), group_size())
         learn.path = folder
         with learn.no_logging(), learn.distrib_ctx(seed=3, **shard):
             learn.fit(1)
@@ -180,8 +182,6 @@ def saved(folder, at, shard):
             learn.load('now')
             again = all(torch.equal(v, weights[k]) for k,v in whole_state(learn.model.state_dict()).items())
         return again,weights,whole_state(learn.opt.state_dict()) if at is None else None
-
-class Lookup(Callback): pass
 
 class Stop(Callback):
     def __init__(self, at): self.at = at
@@ -230,14 +230,6 @@ def resumed_whole(folder):
     with learn.no_logging(), learn.distrib_ctx(seed=3, shard=True): learn.fit(3)
     return dict(w={k: p.detach().clone() for k,p in learn.model.state_dict().items()}, v=numbers(learn))
 
-def save_on_rank0():
-    with process_group():
-        learn = make(case(), group_size())
-        with learn.distrib_ctx(shard=True):
-            if group_rank()==0:
-                with short_patience(): learn.save('x')
-            distrib_barrier()
-
 # --- the way out ------------------------------------------------------------------------------------------------------------
 
 def left_by(how):
@@ -269,3 +261,91 @@ def test_a_dead_rank_takes_its_part_along():
     found,dead = run_ranks(left_by, 2, 'killed', errors='return')
     error,same,_,sizes,said = found
     assert same and set(sizes)=={0} and 'weights of learn.model are empty' in said[0]
+
+# --- replicas, half precision, calls by rank 0 --------------------------------------------------------------------------------
+
+@needs_fsdp2
+def test_replicas_of_a_sharded_model():
+    "Two ranks hold the model, and two others its replica"
+    some = {k: dict(same[k], shard=dict(replicas=2)) for k in ('adamw','clip','few')}
+    for k,c in same.items(): some |= {k: dict(c, n=24, bs=12, shard=dict(replicas=2))} if k in some else {}
+    alone = {k: run(c) for k,c in some.items()}
+    for ranks in run_ranks(rank_runs, 4, some): assert {k: d for k in some if (d := differs(alone[k], ranks[k]))>1e-9} == {}
+
+class Big(Callback):
+    "A loss that overflows in float16 on rank 1, in the second batch"
+    order = 5
+    def after_loss(self):
+        if self.training and self.learn.iter==1 and group_rank()==1: self.learn.loss_grad = self.learn.loss_grad*1e38*1e38
+
+def half(shard, dtype):
+    with process_group():
+        learn = make(case(n=24), 2)
+        learn.model.float()
+        ds = TensorDataset(*[t.float() if t.is_floating_point() else t for t in data(24).tensors])
+        learn.dls = DataLoaders(DataLoader(ds, 3), DataLoader(ds, 3))
+        getattr(learn, f'to_{dtype}')()
+        if dtype=='fp16': learn.add_cb(Big())
+        learn.metrics = []
+        with learn.no_logging(), learn.distrib_ctx(seed=3, sync_bn=False, **({'shard': True} if shard else {})): learn.fit(2)
+        return [p.detach().double() for p in learn.model.parameters()],learn.mixed_precision.skipped
+
+@needs_fsdp2
+@pytest.mark.parametrize('dtype', ['fp16', 'bf16'])
+def test_autocast_as_with_ddp(dtype):
+    "Also where one rank's gradients overflow: then all skip the step"
+    for a,b in zip(run_ranks(half, 2, False, dtype), run_ranks(half, 2, True, dtype)):
+        assert a[1]==b[1]==(2 if dtype=='fp16' else 0) and differs(a[0], b[0])<1e-6
+
+def save_by_rank0():
+    with process_group():
+        learn = make(case(), 2)
+        with learn.distrib_ctx(shard=True):
+            if group_rank()==0: saving.come_together.__defaults__ = .5,
+            if group_rank()==0: learn.save('x')
+            learn.validate()
+
+@needs_fsdp2
+def test_save_by_rank_0_alone_is_an_error():
+    with pytest.raises(RanksError, match='rank 0 waits in save for rank 1'): run_ranks(save_by_rank0, 2)
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------------
+
+def tied_layers():
+    m = Net()
+    m.layers[0].a.weight = m.layers[1].a.weight
+    return m
+
+refused = [(net, dict(shard='node'), 'classes of modules'), (net, dict(shard=dict(block=1)), "'block' is no option"),
+           (net, dict(shard=dict(replicas=0)), 'replicas=0'), (net, dict(shard=dict(reshard=2)), 'reshard=2'),
+           (net, dict(shard=True, find_unused_parameters=True), 'find_unused_parameters: of DDP'),
+           (net, dict(shard=True, comm_hook='fp16'), 'comm_hook: of DDP'), (net, dict(shard=[nn.LSTM]), 'no such module with weights'),
+           (net, dict(shard=dict(replicas=3)), 'replicas=3 does not divide 2 ranks'), (net, dict(shard=nn.ModuleList), 'has no forward pass'),
+           (tied_layers, dict(shard=Layer), 'shares weights with'),
+           (lambda: nn.Sequential(nn.LazyLinear(3)), dict(shard=True), 'uninitialized parameter'),
+           (lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.)), dict(shard=True), 'max_norm'),
+           (lambda: nn.Linear(6, 3, device='meta'), dict(shard=True), 'meta device')]
+
+def refusals():
+    with process_group():
+        res = []
+        for model,kw,_ in refused:
+            m = model()
+            learn = Learner(DataLoaders(DataLoader(data(8), 2), DataLoader(data(8), 2)), m, F.cross_entropy)
+            if any(p.is_meta for p in m.parameters()): learn.prepare_model = lambda: None
+            before = [(type(o),{*vars(o)}) for o in m.modules()]
+            try:
+                with learn.distrib_ctx(**kw): pass
+            except Exception as e: res.append(f'{type(e).__name__}: {e}')
+            else: res.append('')
+            assert before==[(type(o),{*vars(o)}) for o in m.modules()] and not learn.cbs[-1].name.startswith('agreement')
+        return res
+
+@needs_fsdp2
+def test_refused_with_a_remedy():
+    for found in run_ranks(refusals, 2): assert [(o, why) for o,(_,_,why) in zip(found, refused) if why not in o]==[]
+
+@pytest.mark.skipif(torch_version>=(2,6), reason='this torch has FSDP2')
+def test_an_older_torch_is_told():
+    learn = make(case())
+    with pytest.raises(ValueError, match='needs FSDP2, which came with torch 2.6'), learn.distrib_ctx(shard=True): pass

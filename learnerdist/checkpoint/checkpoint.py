@@ -20,9 +20,8 @@ from ..core.collectives import broadcast_object,distrib_barrier,gather_objects
 from ..data.loaders import loaders_of,to_device
 from ..core.random import seed_streams
 from ..core.env import group_rank,group_size,is_rank0
-from ..core.shards import load_model,load_opt
 from ..learner.learner import StartAt,fit_flags,get_model
-from ..learner.saving import whole_states
+from ..learner.saving import load_model,load_opt,whole_states
 from .position import PlacedLoader,Streams,go_back,place_in_epoch,place_of
 from .preemption import Preempted,Requests,check_signals,preempted_status
 from .snapshot import newest_good,open_folder,prune,read_snapshot,snapshot_name,to_plain,write_snapshot
@@ -185,8 +184,8 @@ def _within_step(self:Checkpoint):
 def _leave(self:Checkpoint):
     self.wait()
     if self.agreement: distrib_barrier() # the launcher ends the others when one exits
-    raise Preempted(f'{self.requests.take() or "a signal to another rank"}: the run is saved in {self.folder} after step {self.train_iter}, '
-                    'and goes on from there with resume=True')
+    why = self.requests.take() or 'a signal to another rank'
+    raise Preempted(f'{why}: the run is saved in {self.folder} after step {self.train_iter}, and goes on from there with resume=True')
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c013
 @patch

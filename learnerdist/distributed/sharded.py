@@ -102,7 +102,7 @@ def shard(self:Sharded):
     from torch.distributed.fsdp import fully_shard
     try:
         for m in self.blocks: fully_shard(m, **kw)
-    finally: self.pairs = list({id(p): (p,m._parameters[k]) for m,k,p in named if is_part(m._parameters[k])}.values())
+    finally: self.pairs = list({id(p): (p,getattr(m, k)) for m,k,p in named if is_part(getattr(m, k))}.values())
     new = {id(old): p for old,p in self.pairs}
     exchange_params(self.learn.opt, new, state_part)
     for old,p in self.pairs:
@@ -161,7 +161,7 @@ def _follow_passes(self:Sharded):
     first = {}
     for m,k,_ in self.places: first.setdefault(owner[id(m)], (m,k))
     for i,(m,k) in first.items():
-        self.handles.append(self.blocks[i].register_forward_pre_hook(lambda _,x,i=i,m=m,k=k: self._note(i, m._parameters[k]), prepend=True))
+        self.handles.append(self.blocks[i].register_forward_pre_hook(lambda _,x,i=i,m=m,k=k: self._note(i, getattr(m, k)), prepend=True))
     self.handles.append(self.model.register_forward_hook(lambda *_: self._rest()))
 
 @patch
