@@ -71,7 +71,8 @@ def case(**kw): return {**base, **kw}
 def make(c, W=1, rank=0):
     torch.manual_seed(5+rank)
     dls = DataLoaders(DataLoader(data(c['n']), c['bs']//W, shuffle=True), DataLoader(data(c['n_valid'], 2), 3))
-    learn = Learner(dls, c['model']().double(), F.cross_entropy, c['opt'], lr=c['lr'], metrics=acc64, **({'splitter': c['splitter']} if c['splitter'] else {}))
+    kw = {'splitter': c['splitter']} if c['splitter'] else {}
+    learn = Learner(dls, c['model']().double(), F.cross_entropy, c['opt'], lr=c['lr'], metrics=acc64, **kw)
     learn.add_cbs([o(W) for o in c['cbs']])
     return learn
 
@@ -320,7 +321,8 @@ refused = [(net, dict(shard='node'), 'classes of modules'), (net, dict(shard=dic
            (net, dict(shard=dict(replicas=0)), 'replicas=0'), (net, dict(shard=dict(reshard=2)), 'reshard=2'),
            (net, dict(shard=True, find_unused_parameters=True), 'find_unused_parameters: of DDP'),
            (net, dict(shard=True, comm_hook='fp16'), 'comm_hook: of DDP'), (net, dict(shard=[nn.LSTM]), 'no such module with weights'),
-           (net, dict(shard=dict(replicas=3)), 'replicas=3 does not divide 2 ranks'), (net, dict(shard=nn.ModuleList), 'has no forward pass'),
+           (net, dict(shard=dict(replicas=3)), 'replicas=3 does not divide 2 ranks'),
+           (net, dict(shard=nn.ModuleList), 'has no forward pass'),
            (tied_layers, dict(shard=Layer), 'shares weights with'),
            (lambda: nn.Sequential(nn.LazyLinear(3)), dict(shard=True), 'uninitialized parameter'),
            (lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.)), dict(shard=True), 'max_norm'),
