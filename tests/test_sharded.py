@@ -7,13 +7,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from learnerdist.all import (Callback, CancelBatchException, CancelFitException, CancelTrainException, CancelValidException, Checkpoint,
                              DataLoaders, EarlyStoppingCallback, GradientAccumulation, GradientClip, Learner, Lookahead,
                              group_rank, group_size, process_group, rank_distrib)
-from learnerdist.core.compat import torch_version
+from learnerdist.core.compat import fsdp_on_cpu, torch_version
 from learnerdist.core.shards import is_part, whole_state
 from learnerdist.learner import saving
 from learnerdist.testing import RanksError, run_ranks
 
 F64 = torch.float64
-needs_fsdp2 = pytest.mark.skipif(torch_version<(2,6), reason='FSDP2 came with torch 2.6')
+needs_fsdp2 = pytest.mark.skipif(torch_version<(2,6) or not fsdp_on_cpu, reason='a torch without FSDP2 on the CPU')
 
 # --- models -----------------------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ same = dict(sgd=case(opt=sgd), adamw=case(), one_cycle=case(cycle=True), two_fit
             stopping=case(cbs=[lambda W: EarlyStoppingCallback(min_delta=10., patience=1)], fits=(6,)))
 
 @needs_fsdp2
-@pytest.mark.parametrize('W', [2, 3])
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_same_run(W):
     alone = {k: run(c) for k,c in same.items()}
     for ranks in run_ranks(rank_runs, W, same): assert {k: d for k in same if (d := differs(alone[k], ranks[k]))>1e-9} == {}
@@ -162,7 +162,7 @@ def cancelled(shard):
     return res
 
 @needs_fsdp2
-@pytest.mark.parametrize('W', [2, 3])
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_cancelled_as_with_ddp(W):
     "On one rank, and on all, at the first batch, before the order of the blocks is known, and at a later one"
     for a,b in zip(run_ranks(cancelled, W, False), run_ranks(cancelled, W, True)):

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['names', 'queue_callback', 'default_store', 'BatchNorm', 'no_iterator', 'check_channels', 'update_stats',
            'batch_norm_backward', 'Dropout', 'ignored_by_ddp', 'update_count', 'tree_flatten', 'tree_leaves',
-           'tree_map', 'tree_unflatten', 'shims', 'OutOfMemoryError', 'torch_version', 'read_in_order', 'sync_buffers',
-           'abort_group', 'find', 'missing', 'check_input_dim', 'ddp_flag', 'set_worker_info', 'set_tee',
-           'metric_state', 'unsynced', 'fsdp_ready', 'forget_fsdp', 'ignore_signals', 'listening_store',
+           'tree_map', 'tree_unflatten', 'fsdp_on_cpu', 'shims', 'OutOfMemoryError', 'torch_version', 'read_in_order',
+           'sync_buffers', 'abort_group', 'find', 'missing', 'check_input_dim', 'ddp_flag', 'set_worker_info',
+           'set_tee', 'metric_state', 'unsynced', 'fsdp_ready', 'forget_fsdp', 'ignore_signals', 'listening_store',
            'destroy_group']
 
 # %% ../../nbs/core/00_compat.ipynb #bca14321
@@ -173,6 +173,8 @@ _trees = [find(f'tree_{o}') for o in ('flatten','leaves','map','unflatten')]
 tree_flatten,tree_leaves,tree_map,tree_unflatten = _trees if None not in _trees else (_flatten,_leaves,_map,_unflatten)
 
 # %% ../../nbs/core/00_compat.ipynb #fsdpcmp1
+fsdp_on_cpu = hasattr(torch.cpu.Stream, 'record_event') # torch 2.6 has FSDP2 for GPUs only
+
 def fsdp_ready(
     model # That `fully_shard` was applied to last
 ):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from fastcore.basics import patch
 
-from ..core.compat import forget_fsdp,fsdp_ready
+from ..core.compat import forget_fsdp,fsdp_on_cpu,fsdp_ready
 from ..core.env import (_noting_loops,current_group,group_size,group_timeout,num_distrib,process_group,rank_distrib,shared_store,
                                   wait_key,wait_keys)
 from ..core.shards import exchange_params,is_part,part_of,state_part,whole
@@ -34,6 +34,8 @@ class Sharded:
     ):
         self.learn,self.opts,self.cancels = trainer.learn,trainer.shard,tuple(trainer.agreement.cancels.values())
         self.model,opts = get_model(self.learn.model),self.opts
+        if self.learn.device.type=='cpu' and not fsdp_on_cpu:
+            raise ValueError(f'shard=: FSDP2 of torch {torch.__version__} does not run on the CPU: get a newer torch (seen with 2.15)')
         if group_size()%opts.replicas: raise ValueError(f'replicas={opts.replicas} does not divide {group_size()} ranks')
         check_model(self.model)
         check_opt(self.learn.opt)
@@ -98,7 +100,8 @@ def shard(self:Sharded):
     named = [(m,k,p) for m in self.model.modules() for k,p in m.named_parameters(recurse=False)]
     self.places,self.names = named,[(m,{*vars(m)}) for m in self.model.modules()]
     self.classes = [(m,type(m)) for m in self.blocks]
-    kw = dict(mesh=make_mesh(self.learn.device, self.opts.replicas), reshard_after_forward=self.opts.reshard)
+    kw = dict(mesh=make_mesh(self.learn.device, self.opts.replicas))
+    if self.opts.reshard is not None: kw['reshard_after_forward'] = self.opts.reshard # an older torch takes no None
     from torch.distributed.fsdp import fully_shard
     try:
         for m in self.blocks: fully_shard(m, **kw)
