@@ -141,10 +141,11 @@ def _counts(config, k): return ', '.join(f'{name}={n}' for name,n in config['sch
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c013
 def settle(
     learn,   # Before a training batch
-    ddp,     # Its model in DDP, `learn.wrapper.ddp`
+    ddp,     # Its model in DDP, `learn.wrapper.ddp`; None if it is not in DDP
     streams  # Its random streams, see `Streams`
 ):
     "Let DDP rebuild its buckets as they were before the interruption. Sync point: all ranks call this"
+    if ddp is None: return
     before,buffers = streams.get(),[(o,o.clone()) for o in ddp.module.buffers()]
     cast = getattr(getattr(learn, 'mixed_precision', None), 'autocast', nullcontext)
     with cast if hasattr(cast, '__enter__') and not isinstance(cast, type) else cast():

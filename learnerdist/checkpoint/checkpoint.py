@@ -21,6 +21,7 @@ from ..data.loaders import loaders_of,to_device
 from ..core.random import seed_streams
 from ..core.env import group_rank,group_size,is_rank0
 from ..learner.learner import StartAt,fit_flags,get_model
+from ..learner.saving import load_model,load_opt,whole_states
 from .position import PlacedLoader,Streams,go_back,place_in_epoch,place_of
 from .preemption import Preempted,Requests,check_signals,preempted_status
 from .snapshot import newest_good,open_folder,prune,read_snapshot,snapshot_name,to_plain,write_snapshot
@@ -205,13 +206,13 @@ def save(self:Checkpoint, phase):
     held = self.held or self.capture(phase)
     ranks = gather_objects(held['own']) if self.agreement else [held['own']]
     self.last = at = held['place']
+    model,opt = whole_states(self.learn.model, self.opt)
     if not is_rank0(): return
     self.wait()
-    state = dict(opt=to_plain(self.opt.state_dict(), 'optimizer'), cbs=held['cbs'], ranks=to_plain(ranks, 'ranks'))
-    parts = dict(model=to_plain(get_model(self.learn.model).state_dict(), 'model'), state=state)
+    state = dict(opt=to_plain(opt, 'optimizer'), cbs=held['cbs'], ranks=to_plain(ranks, 'ranks'))
+    parts = dict(model=to_plain(model, 'model'), state=state)
     info = to_plain(dict(run=self.run, epoch=at['epoch'], step=at['step'], place=at, config=self.config), 'manifest')
-    folder = self.folder/snapshot_name(at['epoch'], at['step'])
-    self.pending = write_snapshot(folder, parts, info, self.background and not self.stopping)
+    self.pending = write_snapshot(self.folder/snapshot_name(at['epoch'], at['step']), parts, info, self.background and not self.stopping)
     if not self.background: self.wait()
 
 @patch
@@ -243,10 +244,10 @@ def restore(self:Checkpoint):
 def _load(self:Checkpoint, model, state):
     own = get_model(self.learn.model)
     check_model(own, model, self.source)
-    own.load_state_dict(model)
+    load_model(own, model)
     opt,self.state = state.pop('opt'),state
     if not isinstance(self.opt, torch.optim.Optimizer): opt = to_device(opt, next(own.parameters()).device) # torch's do it themselves
-    self.opt.load_state_dict(opt)
+    load_opt(self.opt, opt)
     self.alike,self.unsettled = self.at['world']==self.world,self.at['step']>0 and self.world>2
     self._load_callbacks()
 
@@ -256,8 +257,7 @@ def _set_start(self:Checkpoint):
     at = self.last = self.at
     if at['n_epoch']!=self.n_epoch: at['pct_train'] *= at['n_epoch']/self.n_epoch
     if at['phase']=='done' and at['epoch']==at['n_epoch']<self.n_epoch: at['phase'] = 'epoch' # a fit that was cancelled stays done
-    done = at['phase']=='done'
-    self.learn.start_at = StartAt(self.n_epoch if done else at['epoch'], at.get('iter', 0), at['phase']=='validate')
+    self.learn.start_at = StartAt(self.n_epoch if at['phase']=='done' else at['epoch'], at.get('iter', 0), at['phase']=='validate')
     self.learn.train_iter,self.learn.pct_train = at['step'],at['pct_train']
 
 @patch

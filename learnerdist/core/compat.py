@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['names', 'queue_callback', 'default_store', 'BatchNorm', 'no_iterator', 'check_channels', 'update_stats',
            'batch_norm_backward', 'Dropout', 'ignored_by_ddp', 'update_count', 'tree_flatten', 'tree_leaves',
-           'tree_map', 'tree_unflatten', 'shims', 'OutOfMemoryError', 'torch_version', 'read_in_order', 'sync_buffers',
-           'abort_group', 'find', 'missing', 'check_input_dim', 'ddp_flag', 'set_worker_info', 'set_tee',
-           'metric_state', 'unsynced', 'ignore_signals', 'listening_store', 'destroy_group']
+           'tree_map', 'tree_unflatten', 'fsdp_on_cpu', 'shims', 'OutOfMemoryError', 'torch_version', 'read_in_order',
+           'sync_buffers', 'abort_group', 'find', 'missing', 'check_input_dim', 'ddp_flag', 'set_worker_info',
+           'set_tee', 'metric_state', 'unsynced', 'fsdp_ready', 'forget_fsdp', 'ignore_signals', 'listening_store',
+           'destroy_group']
 
 # %% ../../nbs/core/00_compat.ipynb #bca14321
 import copy,signal,time
@@ -49,6 +50,7 @@ names = dict( # By our name: the module, the path of attributes to the object, a
     run_backward=('torch.autograd.graph', '_engine_run_backward', "'backward' as the place where a rank waits"),
     reductions=('torchmetrics', 'Metric()._reductions', 'adding up: each rank computes the metric from all batches'),
     update_count=('torchmetrics', 'Metric()._update_count', 'adding up: each rank computes the metric from all batches'),
+    module_states=('torch.distributed._composable_state', '_module_state_mapping', 'a second sharded context of a model'),
     to_sync=('torchmetrics', 'Metric()._to_sync', 'torchmetrics in a group of the script: it adds up a second time'))
 
 # %% ../../nbs/core/00_compat.ipynb #a8354756
@@ -169,6 +171,27 @@ def _unflatten(leaves, spec): return _map([*leaves].__getitem__, spec)
 
 _trees = [find(f'tree_{o}') for o in ('flatten','leaves','map','unflatten')]
 tree_flatten,tree_leaves,tree_map,tree_unflatten = _trees if None not in _trees else (_flatten,_leaves,_map,_unflatten)
+
+# %% ../../nbs/core/00_compat.ipynb #fsdpcmp1
+fsdp_on_cpu = hasattr(torch.cpu.Stream, 'record_event') # torch 2.6 has FSDP2 for GPUs only
+
+def fsdp_ready(
+    model # That `fully_shard` was applied to last
+):
+    "Let FSDP2 set up what it sets up in its first forward pass"
+    model._get_fsdp_state()._lazy_init()
+
+def forget_fsdp(
+    m,    # A module of a model that `fully_shard` was applied to
+    names # Of its attributes before
+):
+    "Remove what `fully_shard` has added to a module, but for the class and the parameters"
+    hooks = [v for k,v in vars(m).items() if k.endswith('hooks') and isinstance(v, dict)]
+    ids = {i for d in hooks for i,h in d.items() if str(getattr(h, '__module__', '')).startswith('torch.distributed.fsdp.')}
+    for d in [v for k,v in vars(m).items() if 'hooks' in k and isinstance(v, dict)]:
+        for i in ids: d.pop(i, None)
+    for k in [k for k in vars(m) if k not in names and (k.startswith('__composable_api') or 'fsdp' in k)]: del vars(m)[k]
+    find('module_states', {}).pop(m, None)
 
 # %% ../../nbs/core/00_compat.ipynb #b037916a
 # By name: the first torch that does not need it

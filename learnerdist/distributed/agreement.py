@@ -80,12 +80,15 @@ class Agreement(Callback):
     loop_state = 'place','progress','has_next','template','n_steps','ballot'
     fit_state = 'n_steps',
     cancels = cancels # the learner's exceptions, by loop
-    # watcher: the Checkpoint, which adds requests to save and stop to each vote, and is told the result
-    def __init__(self, trainer): self.trainer,self.agreed,self.watcher = trainer,None,None
+    # watcher: the Checkpoint, which adds requests to save and stop to each vote, and is told the result; shards: `Sharded`, if the model is
+    def __init__(self, trainer): self.trainer,self.agreed,self.watcher,self.shards = trainer,None,None,None
     def before_fit(self): self._clear(1)
     def before_epoch(self): self.place = 2
     def before_train(self): self._clear(3)
-    def before_batch(self): self.progress,self.place = Progress.begun,4 if self.training else 7
+    def before_batch(self):
+        training = self.training
+        self.progress,self.place = Progress.begun,4 if training else 7
+        if self.shards is not None and not training: self.shards.begin_batch()
     def after_pred(self): self.progress = Progress.predicted
     def after_cancel_backward(self):
         idle = [p for p in self.model.parameters() if p.grad is None and not hasattr(p, 'full_tensor')]
@@ -149,7 +152,11 @@ def _shadow_forward(self:Agreement, replica):
 @patch
 def catch_up(self:Agreement, scope=None):
     "After a batch in which this rank took no optimizer step: take the step that the others take"
-    if self.progress>=Progress.caught_up or not self.training: return
+    if self.progress>=Progress.caught_up: return
+    if not self.training:
+        if self.shards is not None: self.shards.end_batch(self.progress>=Progress.predicted)
+        self.progress = Progress.caught_up
+        return
     self.shadow()
     self.progress = Progress.caught_up
     if self.vote(scope, more=self.has_next).stepped: self._step_with_others()
@@ -229,6 +236,7 @@ class AgreedLoader(LoaderWrapper):
         a = self.agreement
         a.place,more = 7,self.more if res is None else res.more # how many ranks still have a batch
         while more:
+            if a.shards is not None: a.shards.follow()
             res = a.vote()
             a.heed(res)
             more = res.more

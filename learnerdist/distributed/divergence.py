@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['tensor_hash', 'differences', 'digest', 'compared', 'unequal', 'tell_unequal', 'fingerprint', 'same_data',
-           'path_of_rank0', 'same_settings', 'check_weights', 'check_others', 'say_loss']
+           'same_optimizer', 'path_of_rank0', 'same_settings', 'check_weights', 'check_others', 'say_loss']
 
 # %% ../../nbs/distributed/02_divergence.ipynb #2fc3611b
 import warnings,zlib
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor,nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.collectives import gather_objects,gather_rows
+from ..core.collectives import broadcast_object,gather_objects,gather_rows
 from ..core.compat import BatchNorm,tree_leaves
 from ..core.env import group_rank,group_size
+from ..core.shards import is_part
 from ..data.loaders import batch_shape,data_len
 from ..data.rows import as_ints
 from .batchnorm import _Synced
@@ -47,10 +48,10 @@ def digest(state)->tuple:
     return tuple(tensor_hash(o).item() if isinstance(o, Tensor) else repr(o) for o in tree_leaves(state))
 
 def compared(model)->dict:
-    "Tensors that must be equal on all ranks: parameters, and buffers except those of BatchNorm layers that are not synchronised"
+    "Tensors that must be equal on all ranks: parameters that are not sharded, and buffers but those of BatchNorm that is not synchronised"
     own = [m for m in model.modules() if isinstance(m, BatchNorm) and not isinstance(m, _Synced)]
     skip = {id(b) for m in own for b in m.buffers()}
-    return {k:v for k,v in [*model.named_parameters(),*model.named_buffers()] if id(v) not in skip}
+    return {k:v for k,v in [*model.named_parameters(),*model.named_buffers()] if id(v) not in skip and not is_part(v)}
 
 # %% ../../nbs/distributed/02_divergence.ipynb #70b5ade9
 def unequal(
@@ -111,6 +112,16 @@ def same_data(
     said = f'the ranks have different data: {tell_unequal(found)}; is a split or a vocabulary drawn without a seed, or made from a set?'
     if any(k.startswith('len(') for k in found): raise ValueError(f'{said} Make it alike on all ranks')
     if group_rank()==0: warnings.warn(f'{said} Make it alike on all ranks, or say distrib_ctx(check_data=False) if it is meant')
+
+def same_optimizer(learn):
+    "Give every rank the optimizer state of rank 0: after fits outside of the context the states may differ. Sync point"
+    state = None if learn.opt is None else learn.opt.state_dict()
+    if len(set(gather_objects(state if state is None else digest(state))))==1: return
+    state = broadcast_object(state)
+    if state is None: learn.opt = None
+    else:
+        if learn.opt is None: learn.create_opt()
+        learn.opt.load_state_dict(state)
 
 def path_of_rank0(learn):
     "Rank 0's path if the ranks' paths differ (a temporary folder, a time stamp), since rank 0 writes; else None. Sync point"

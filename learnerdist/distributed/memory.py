@@ -16,6 +16,7 @@ from ..core.compat import OutOfMemoryError,tree_map
 from ..core.collectives import gather_objects
 from ..data.loaders import DataLoaders,find_bs,one_batch
 from ..core.random import rng_state,set_rng_state
+from ..core.shards import has_parts
 from ..core.env import group_rank,group_size,process_group
 from ..learner.learner import Learner,TrainEvalCallback,defaults,get_model
 from ..learner.techniques import MixedPrecision
@@ -57,6 +58,7 @@ def find_batch_size(
 )->int:             # The same on all ranks
     "The largest of `start`, its half, its quarter, … with which two training steps fit into the memory of every rank"
     if start is not None and not (isinstance(start, int) and start>0): raise ValueError(f'start={start!r}: give samples, from 1 up')
+    if has_parts(get_model(learn.model)): raise ValueError('find_batch_size in a sharded context: call it before, with a model that fits')
     with process_group(), _unharmed(learn):
         b = one_batch(learn.dls.train)
         n = max(gather_objects(start or find_bs(b)))

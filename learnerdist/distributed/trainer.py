@@ -11,18 +11,20 @@ from contextlib import ExitStack,contextmanager
 import torch
 from fastcore.basics import patch
 
-from ..core.collectives import all_sum,broadcast_object,gather_objects
+from ..core.collectives import all_sum,broadcast_object
 from ..core.env import group_rank,group_size,group_timeout,in_group,process_group
 from ..core.random import seed_streams
 from ..data.distributed_dl import DistributedDL,is_split,set_epoch
 from ..data.loaders import batch_shape
 from .agreement import Agreement,AgreementEnd
 from .batchnorm import mute,say_batch_dependent
+from .blocks import shard_options
 from .comm_hooks import check_ddp_options,find_hook
-from .divergence import check_others,check_weights,digest,tensor_hash,path_of_rank0,same_data,same_settings
+from .divergence import check_others,check_weights,tensor_hash,path_of_rank0,same_data,same_optimizer,same_settings
 from .evaluation import ExactEvaluation
 from .failure import failing_together
 from .loss_weights import LossWeights,_local
+from .sharded import Sharded
 from .replica import Replica,SharedMaxNorm,broadcast_module,broadcast_tensors
 from .vote_links import open_links
 from ..learner.callback import Callback,Order
@@ -43,10 +45,12 @@ class DistributedTrainer(Callback):
         check_every:int=None, # Compare the ranks' weights every so many steps, and raise where they differ; None: after each epoch
         check_data:bool=True, # Compare the ranks' data sets when they are sharded
         comm_hook=None,     # How gradients travel: 'fp16' or 'bf16' (half the bytes), 'powersgd', or a function as in `register_comm_hook`
+        shard=None,         # True: a part of the model on each rank, by FSDP2; or which modules are blocks, see `ShardOptions`
         timeout_s:float=None, # Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
         **ddp_kw            # Options of `DistributedDataParallel`
     ):
         check_ddp_options(ddp_kw)
+        self.shard = shard_options(shard, ddp_kw, comm_hook)
         if seed is not None and not isinstance(seed, int): raise ValueError(f'seed={seed!r}: give a whole number, or None to draw one')
         if check_every is not None and not (isinstance(check_every, int) and check_every>0):
             raise ValueError(f'check_every={check_every!r}: give a number of steps, from 1 up')
@@ -54,7 +58,7 @@ class DistributedTrainer(Callback):
             raise ValueError(f'timeout_s={timeout_s!r}: give seconds')
         self.cuda_id,self.sync_bn,self.split_batches,self.seed = cuda_id,sync_bn,split_batches,seed
         self.check_every,self.check_data,self.timeout_s,self.ddp_kw = check_every,check_data,timeout_s,ddp_kw
-        self.replica,self.epochs_before,self.links,self.said,self.max_norm,self.stack = None,0,None,set(),None,ExitStack()
+        self.replica,self.epochs_before,self.links,self.said,self.max_norm,self.stack,self.shards = None,0,None,set(),None,ExitStack(),None
         self.agreement,self.comm_hook = Agreement(self),find_hook(comm_hook)
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c008
@@ -63,6 +67,7 @@ def attach(self:DistributedTrainer):
     "Join the group and shard the loaders; `restore` undoes it"
     try:
         device = self.stack.enter_context(process_group(self.cuda_id, timeout_s=self.timeout_s))
+        self.stack.callback(lambda: self.shards and self.shards.restore()) # last: closed links free the others after a failure
         self.stack.enter_context(ranked_warnings())
         if path := path_of_rank0(self.learn): self._set(self.learn, 'path', path)
         own = [k for k in ('_loss_over','wrapper','global_items','items','repeated','n_rows') if k not in vars(self.learn)]
@@ -77,23 +82,13 @@ def attach(self:DistributedTrainer):
         if group_size()>1 and group_rank()==0: say_batch_dependent(get_model(self.model))
         self.max_norm = SharedMaxNorm(get_model(self.model)) if group_size()>1 else None
         if self.max_norm: self.stack.callback(self.max_norm.undo)
-        self._same_opt()
+        same_optimizer(self.learn)
+        if self.shard and group_size()>1: Sharded(self).shard()
         self.device_here = device
         self.deal_out()
     except BaseException:
         self.restore()
         raise
-
-@patch
-def _same_opt(self:DistributedTrainer):
-    "Give every rank the optimizer state of rank 0: after fits outside of the context the states may differ. Sync point"
-    state = None if self.opt is None else self.opt.state_dict()
-    if len(set(gather_objects(state if state is None else digest(state))))==1: return
-    state = broadcast_object(state)
-    if state is None: self.learn.opt = None
-    else:
-        if self.opt is None: self.learn.create_opt()
-        self.opt.load_state_dict(state)
 
 @patch
 def _set(self:DistributedTrainer, obj, name, val):
@@ -168,7 +163,8 @@ def _split(self:DistributedTrainer, dl):
 @patch
 def wrap(self:DistributedTrainer):
     "If a group is open, make the `Replica` that the training loops of this fit call in place of the model"
-    if in_group(): self.replica = Replica(self.learn, self.sync_bn, self.comm_hook, self.max_norm, **self.ddp_kw)
+    if self.shards: self.replica = self.shards.begin(self.sync_bn)
+    elif in_group(): self.replica = Replica(self.learn, self.sync_bn, self.comm_hook, self.max_norm, **self.ddp_kw)
 
 @patch
 def unwrap(self:DistributedTrainer):
@@ -282,7 +278,7 @@ def _check_plain(learn):
 @patch
 def to_distributed(self:Learner,
     cuda_id:int=None, # This process's GPU; None: by local rank, or the CPU
-    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, comm_hook, timeout_s, and DDP's options
+    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, comm_hook, shard, timeout_s, and DDP's options
 )->Learner:
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
     _check_plain(self)
@@ -304,7 +300,7 @@ def detach_distributed(self:Learner)->Learner:
 @contextmanager
 def distrib_ctx(self:Learner,
     cuda_id:int=None, # This process's GPU; None: by local rank, or the CPU
-    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, comm_hook, timeout_s, and DDP's options
+    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, comm_hook, shard, timeout_s, and DDP's options
 ):
     "Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an exception"
     _check_plain(self)

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c002
 from contextlib import ExitStack,nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from fastai.callback.fp16 import MixedPrecision
@@ -21,7 +22,9 @@ from ..distributed import trainer as core
 from ..checkpoint.checkpoint import resumed
 from ..checkpoint.snapshot import weights_in
 from ..core.saves import await_save,save_once
+from ..core.shards import has_parts,load_model
 from ..learner.learner import StartAt,get_model
+from ..learner.saving import whole_states
 from .trainer import DistributedTrainer
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c005
@@ -135,10 +138,11 @@ def _path(learn, file): return join_path_file(file, learn.path/learn.model_dir, 
 
 @patch
 def save(self:Learner, file, **kwargs):
-    "As fastai's: rank 0 writes the file, atomically; the other ranks count the save. No collective"
+    "As fastai's: rank 0 writes the file, atomically; the other ranks count the save. No collective, unless the model is sharded"
     if not isinstance(file, (str,Path)): return _save(self, file, **kwargs)
-    path = _path(self, file)
-    save_once(path, lambda p: save_model(p, self.model, getattr(self, 'opt', None), **kwargs))
+    path,model,opt = _path(self, file),self.model,getattr(self, 'opt', None)
+    if has_parts(get_model(model)): model,opt = [o and SimpleNamespace(state_dict=lambda o=o: o) for o in whole_states(model, opt)]
+    save_once(path, lambda p: save_model(p, model, opt, **kwargs))
     return path
 
 @patch
@@ -149,5 +153,5 @@ def load(self:Learner, file, *args, **kwargs):
     if not folder.is_dir():
         await_save(_path(self, file))
         return _load(self, file, *args, **kwargs)
-    get_model(self.model).load_state_dict(weights_in(folder))
+    load_model(get_model(self.model), weights_in(folder))
     return self

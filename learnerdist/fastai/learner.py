@@ -11,6 +11,7 @@ from contextlib import ExitStack,contextmanager,suppress
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from fastai import learner as fastai_learner
@@ -29,6 +30,7 @@ from ..distributed.agreement import AgreementEnd
 from ..checkpoint.checkpoint import Checkpoint,Preempted,preempted_status # noqa: F401
 from ..core.collectives import distrib_barrier
 from ..core.saves import await_save
+from ..core.shards import come_together,has_parts,load_model,load_opt
 from ..core import env
 from ..core.env import default_device,group_rank,group_size
 from .evaluation import Evaluation
@@ -109,8 +111,9 @@ def in_one_order(self:DistributedTrainer, dl):
 
 # %% ../../nbs/fastai/04_learner.ipynb #c009
 def _alone(name):
-    "fastai's method, run on this rank without votes and exchanges"
+    "fastai's method, run on this rank without votes and exchanges; if the model is sharded, on all ranks at once"
     def method(self, *args, **kwargs):
+        if self.distributed_trainer.shards: come_together(name)
         with self.distributed_trainer.on_its_own(): return getattr(super(_Distributed, self), name)(*args, **kwargs)
     return method
 
@@ -121,6 +124,7 @@ for _o in ('predict','show_results','summary'): setattr(_Distributed, _o, _alone
 def save(self:_Base, file, **kwargs):
     "As outside of the context; the file of `lr_find` is kept in memory"
     if 'lr_finder' in vars(self) and str(file).endswith('/_tmp'): return self.distributed_trainer.keep()
+    if not isinstance(file, (str,Path)): self.distributed_trainer.check_whole('save to an open file')
     return Learner.save(self, file, **kwargs)
 
 @patch
@@ -140,9 +144,11 @@ def _awaiting():
         yield
 
 def _awaited(load):
-    def f(file, *args, **kwargs):
+    def f(file, model, opt, *args, **kwargs):
         if isinstance(file, (str,Path)): await_save(Path(file))
-        return load(file, *args, **kwargs)
+        if has_parts(get_model(model)): # each rank keeps its part
+            model,opt = [o and SimpleNamespace(load_state_dict=partial(f, o)) for f,o in ((load_model,get_model(model)),(load_opt,opt))]
+        return load(file, model, opt, *args, **kwargs)
     return f
 
 # %% ../../nbs/fastai/04_learner.ipynb #c012
@@ -155,7 +161,19 @@ def keep(self:DistributedTrainer):
 @patch
 def export(self:_Distributed, *args, **kwargs):
     "As fastai's: the learner as it is outside of the context"
+    self.distributed_trainer.check_whole('export')
     with self.distributed_trainer.put_aside(): return self.export(*args, **kwargs)
+
+@patch
+def save_encoder(self:_Distributed, *args, **kwargs):
+    "As fastai's `TextLearner`"
+    self.distributed_trainer.check_whole('save_encoder')
+    return super(_Distributed, self).save_encoder(*args, **kwargs)
+
+@patch
+def check_whole(self:DistributedTrainer, what):
+    "ValueError if the model is sharded"
+    if self.shards: raise ValueError(f'{what}: rank 0 has a part of this sharded model only. Do it after the context, or use learn.save')
 
 @patch
 @contextmanager
@@ -210,7 +228,7 @@ def quiet_bars(self:DistributedTrainer):
 def to_distributed(self:Learner,
     cuda_id=None,     # As in `DistributedTrainer`
     in_notebook=None, # fastai's option: open a group if there is none; here this is always done
-    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, timeout_s, and DDP's options
+    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, shard, timeout_s, and DDP's options
 )->Learner:
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
     if any(isinstance(cb, parts) for cb in self.cbs): raise ValueError('this learner is distributed already: detach_distributed() first')

@@ -7,7 +7,7 @@ __all__ = ['parts', 'FastaiAgreement', 'writes', 'DistributedTrainer']
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c002
 import copy,functools
-from contextlib import contextmanager
+from contextlib import contextmanager,nullcontext
 from types import MethodType
 
 import fastai.callback.all,fastai.torch_core # noqa: F401
@@ -96,7 +96,7 @@ class DistributedTrainer(core.DistributedTrainer):
         "Run logging callbacks, and callbacks that they add, on rank 0 only, without collectives"
         if group_rank()>0 and writes(cb): return
         before = [*self.learn.cbs]
-        with self.on_its_own(): cb(event)
+        with self.on_its_own(), self.shards.on_rank0() if self.shards else nullcontext(): cb(event)
         self.rank0s += [o for o in self.learn.cbs if all(o is not p for p in before)]
 
     @contextmanager

@@ -200,7 +200,7 @@ class Learner:
         """Loss and metrics of the present model over a whole data set"""
 
     def save(self, file, with_opt: bool | None=None) -> Path:
-        """Write the model's weights atomically, with a checksum. On several ranks only rank 0 writes, and no rank waits"""
+        """Write the model's weights atomically, with a checksum. Only rank 0 writes, and no rank waits; if the model is sharded, all must call"""
 
     def load(self, file, with_opt: bool=True, strict: bool=True):
         """Load what `save` or a `Checkpoint` wrote. Reads only tensors and plain data, so a file cannot run code. ValueError for a damaged file"""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from .callback import Callback,Order,CancelStepException,cancels
 from ..data.loaders import apply
+from ..core.shards import whole
 from .learner import Learner,fit_flags
 
 # %% ../../nbs/learner/06_techniques.ipynb #c007
@@ -164,7 +165,7 @@ class GradientClip(Callback):
     def before_step(self):
         ps = _with_grad(self.opt)
         max_norm = self.max_norm if self.value is None else math.inf
-        self._fresh.append(clip_grad_norm_(ps, max_norm, self.norm_type).detach())
+        self._fresh.append(whole(clip_grad_norm_(ps, max_norm, self.norm_type).detach()))
         if self.value is not None: clip_grad_value_(ps, self.value)
 
     def after_train(self): self._fetch()

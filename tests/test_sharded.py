@@ -1,0 +1,353 @@
+"`distrib_ctx(shard=…)`: the run of one process, whatever is trained and evaluated; files, and the way out of the context"
+import copy, itertools, os, shutil, signal, traceback, warnings
+import pytest, torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from learnerdist.all import (Callback, CancelBatchException, CancelFitException, CancelTrainException, CancelValidException, Checkpoint,
+                             DataLoaders, EarlyStoppingCallback, GradientAccumulation, GradientClip, Learner, Lookahead,
+                             group_rank, group_size, process_group, rank_distrib)
+from learnerdist.core.compat import fsdp_on_cpu, torch_version
+from learnerdist.core.shards import is_part, whole_state
+from learnerdist.learner import saving
+from learnerdist.testing import RanksError, run_ranks
+
+F64 = torch.float64
+needs_fsdp2 = pytest.mark.skipif(torch_version<(2,6) or not fsdp_on_cpu, reason='a torch without FSDP2 on the CPU')
+
+# --- models -----------------------------------------------------------------------------------------------------------------
+
+class Layer(nn.Module):
+    def __init__(self, n=5):
+        super().__init__()
+        self.a,self.b = nn.Linear(n, 7),nn.Linear(7, n, bias=False)
+    def forward(self, x): return x+self.b(self.a(x).tanh())
+
+class Net(nn.Module):
+    "Its layers are registered in another order than they run in; weights of the root; one with fewer rows than ranks"
+    def __init__(self, tied=False):
+        super().__init__()
+        self.head,self.layers,self.emb = nn.Linear(5, 6, bias=False),nn.ModuleList([Layer() for _ in range(3)]),nn.Linear(6, 5, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        if tied: self.head.weight,self.emb = nn.Parameter(self.emb.weight.detach().t().contiguous()),nn.Identity()
+        self.tied = tied
+    def forward(self, x):
+        x = F.linear(x, self.head.weight.t()) if self.tied else self.emb(x)
+        for o in self.layers: x = o(x)
+        return self.head(x*self.scale)
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn,self.out,self.n = nn.LSTM(6, 5, batch_first=True),nn.Linear(5, 6),0
+    def reset(self): self.n += 1
+    def forward(self, x): return self.out(self.rnn(x[:,None])[0][:,-1])
+
+def net(): return Net()
+def tied(): return Net(tied=True)
+def bn(): return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
+def partly_frozen():
+    m = Net()
+    m.layers[1].a.requires_grad_(False)
+    m.emb.requires_grad_(False)
+    return m
+
+def data(n, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(n, 6, generator=g, dtype=F64), torch.randint(6, (n,), generator=g))
+
+def acc64(p, y): return (p.argmax(-1)==y).double().mean()
+
+# --- one run ----------------------------------------------------------------------------------------------------------------
+
+sgd = lambda p, lr: torch.optim.SGD(p, lr, momentum=.9, weight_decay=.01)
+def ahead(p, lr): return Lookahead(torch.optim.SGD(p, lr), k=2)
+def two_groups(m): return [list(m.layers.parameters()), [m.head.weight, m.emb.weight, m.scale]]
+
+base = dict(model=net, opt=torch.optim.AdamW, lr=.05, n=21, n_valid=11, bs=6, cbs=(), cycle=False, shard=True, splitter=None, fits=(2,),
+            ctx={})
+def case(**kw): return {**base, **kw}
+
+def make(c, W=1, rank=0):
+    torch.manual_seed(5+rank)
+    dls = DataLoaders(DataLoader(data(c['n']), c['bs']//W, shuffle=True), DataLoader(data(c['n_valid'], 2), 3))
+    kw = {'splitter': c['splitter']} if c['splitter'] else {}
+    learn = Learner(dls, c['model']().double(), F.cross_entropy, c['opt'], lr=c['lr'], metrics=acc64, **kw)
+    learn.add_cbs([o(W) for o in c['cbs']])
+    return learn
+
+def numbers(learn): return [list(o) for o in learn.recorder.values]
+
+def run(c, W=1, rank=0):
+    learn = make(c, W, rank)
+    params,before = dict(learn.model.named_parameters()),[(type(m),{*vars(m)}) for m in learn.model.modules()]
+    with learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': c['shard']} if W>1 else {}), **c['ctx']):
+        start = learn.validate() # before any other pass
+        for n in c['fits']: (learn.fit_one_cycle if c['cycle'] else learn.fit)(n)
+        sharded = W==1 or all(is_part(p) for p in learn.model.parameters())
+        res = dict(start=start, values=numbers(learn), losses=list(learn.recorder.losses), lrs=list(learn.recorder.lrs), n=learn.train_iter,
+                   preds=learn.get_preds(), norms=[x for cb in learn.cbs for x in getattr(cb, 'norms', [])],
+                   short=learn.get_preds(dl=DataLoader(data(1, 7), 3)))
+    assert sharded
+    assert all(params[k] is p for k,p in learn.model.named_parameters())
+    assert [(type(m),{*vars(m)}) for m in learn.model.modules()]==before
+    copy.deepcopy(learn.model)
+    res['params'] = {k: p.detach().clone() for k,p in learn.model.state_dict().items()}
+    res['opt'] = {k: {n: torch.as_tensor(v).clone() for n,v in s.items()} for k,s in learn.opt.state_dict().get('state', {}).items()}
+    with learn.no_logging(): learn.fit(1) # alone, with the state of the optimizer
+    return res
+
+def rank_runs(cases):
+    with process_group(): return {k: outcome(c, group_size(), group_rank()) for k,c in cases.items()}
+
+def outcome(c, W=1, rank=0):
+    try: return run(c, W, rank)
+    except Exception as e: return dict(error=''.join(traceback.format_exception(e)))
+
+def flat(o):
+    if isinstance(o, dict): return [x for k in o for x in flat(o[k])]
+    if isinstance(o, (list,tuple)): return [x for v in o for x in flat(v)]
+    return [] if isinstance(o, str) else [-1. if o is None else o]
+
+def differs(a, b):
+    "The largest difference of two results"
+    assert 'error' not in b, b['error']
+    xs,ys = flat(a),flat(b)
+    assert len(xs)==len(ys)
+    return max((float((torch.as_tensor(x, dtype=F64)-torch.as_tensor(y, dtype=F64)).abs().max()) for x,y in zip(xs, ys)), default=0.)
+
+# --- the same run -----------------------------------------------------------------------------------------------------------
+
+same = dict(sgd=case(opt=sgd), adamw=case(), one_cycle=case(cycle=True), two_fits=case(fits=(1,2)), few=case(n_valid=1),
+            groups=case(splitter=two_groups, lr=[.01,.05]), lookahead=case(opt=ahead), clip=case(cbs=[lambda W: GradientClip(.5)]),
+            clip_value=case(cbs=[lambda W: GradientClip(value=.02)]), frozen=case(model=partly_frozen), tied=case(model=tied),
+            accumulation=case(cbs=[lambda W: GradientAccumulation(12//W)]), odd=case(cbs=[lambda W: GradientAccumulation(18//W)], n=40),
+            recurrent=case(model=Recurrent), batchnorm=case(model=bn, n=24), root=case(shard=lambda m: False),
+            linears=case(shard=[nn.Linear]), kept=case(shard=dict(reshard=False)), dropped=case(shard=dict(blocks=Layer, reshard=True)),
+            stopping=case(cbs=[lambda W: EarlyStoppingCallback(min_delta=10., patience=1)], fits=(6,)))
+
+@needs_fsdp2
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_same_run(W):
+    alone = {k: run(c) for k,c in same.items()}
+    for ranks in run_ranks(rank_runs, W, same): assert {k: d for k in same if (d := differs(alone[k], ranks[k]))>1e-9} == {}
+
+# --- cancels ----------------------------------------------------------------------------------------------------------------
+
+class Cancel(Callback):
+    "Raises once at an event of batch `i`, on one rank"
+    def __init__(self, event, exc, rank=1, i=1): self.event,self.exc,self.rank,self.i,self.done = event,exc,rank,i,False
+    def _at(self, event):
+        if self.done or event!=self.event or self.learn.iter!=self.i or self.training!=('valid' not in event): return
+        if group_rank()==self.rank:
+            self.done = True
+            raise self.exc
+    def before_batch(self): self._at('before_batch' if self.training else 'before_batch valid')
+    def after_pred(self): self._at('after_pred' if self.training else 'after_pred valid')
+    def before_backward(self): self._at('before_backward')
+    def before_step(self): self._at('before_step')
+
+events = [('before_batch', CancelBatchException), ('after_pred', CancelFitException), ('before_backward', CancelTrainException),
+          ('before_step', CancelBatchException), ('before_batch valid', CancelBatchException), ('before_batch valid', CancelFitException),
+          ('after_pred valid', CancelValidException), ('after_pred valid', CancelBatchException)]
+
+def cancelled(shard):
+    "The weights and numbers after each cancelled run"
+    res = {}
+    with process_group():
+        for (e,x),i,rank in itertools.product(events, (0,1), (1,None)):
+            learn = make(case(n=16, n_valid=12), group_size()).add_cb(Cancel(e, x, group_rank() if rank is None else rank, i))
+            with learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': True} if shard else {})): learn.fit(1)
+            res[f'{e} {x.__name__} {i} {rank}'] = dict(w=[p.detach().clone() for p in learn.model.parameters()], v=numbers(learn))
+    return res
+
+@needs_fsdp2
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_cancelled_as_with_ddp(W):
+    "On one rank, and on all, at the first batch, before the order of the blocks is known, and at a later one"
+    for a,b in zip(run_ranks(cancelled, W, False), run_ranks(cancelled, W, True)):
+        assert {k: d for k in a if (d := differs(a[k], b[k]))>1e-9} == {}
+
+# --- files ------------------------------------------------------------------------------------------------------------------
+
+def saved(folder, at, shard):
+    "Train, save the learner, and checkpoints of another fit, which is interrupted if `at` is a number of batches"
+    with process_group():
+        learn = make(case(n=24), group_size())
+        learn.path = folder
+        with learn.no_logging(), learn.distrib_ctx(seed=3, **shard):
+            learn.fit(1)
+            learn.save('now')
+            weights = {k: v.clone() for k,v in whole_state(learn.model.state_dict()).items()}
+            learn.fit(1)
+            learn.load('now')
+            again = all(torch.equal(v, weights[k]) for k,v in whole_state(learn.model.state_dict()).items())
+        return again,weights,whole_state(learn.opt.state_dict()) if at is None else None
+
+class Stop(Callback):
+    def __init__(self, at): self.at = at
+    def after_batch(self):
+        if self.training and self.learn.train_iter==self.at: raise KeyError('stopped')
+
+def resumed(folder, shard, stop=None, bs=6):
+    "A fit that is stopped after `stop` steps, or goes on from there"
+    W = max(group_size(), 1)
+    learn = make(case(n=36, bs=bs), W)
+    learn.path = folder
+    with learn.no_logging(), learn.distrib_ctx(seed=3, **(shard if W>1 else {})):
+        learn.fit(3, cbs=[Checkpoint('ck', every=2), *([Stop(stop)] if stop else [])], resume=not stop)
+    return dict(w={k: p.detach().clone() for k,p in learn.model.state_dict().items()}, v=numbers(learn))
+
+def on_ranks(f, *args, **kw):
+    with process_group(): return f(*args, **kw)
+
+@needs_fsdp2
+def test_files_are_those_of_a_whole_model(tmp_path):
+    "What two ranks save sharded, each of them, one process and two with DDP load"
+    ranks = run_ranks(saved, 2, tmp_path, None, dict(shard=True))
+    assert [o[0] for o in ranks]==[True, True]
+    learn = make(case(n=24))
+    learn.path = tmp_path
+    learn.load('now')
+    assert all(torch.equal(v, ranks[1][1][k]) for k,v in learn.model.state_dict().items())
+    assert all(not is_part(t) for t in learn.opt.state[learn.model.head.weight].values())
+    assert differs([learn.opt.state_dict()['state']], [{k: v for k,v in learn.opt.state_dict()['state'].items()}])==0
+
+@needs_fsdp2
+def test_resume_in_any_number_sharded_or_not(tmp_path):
+    "Bitwise on as many ranks, else within rounding"
+    whole = run_ranks(on_ranks, 2, resumed_whole, tmp_path/'a')[0]
+    with pytest.raises(RanksError, match='stopped'): run_ranks(on_ranks, 2, resumed, tmp_path/'b', dict(shard=True), 9)
+    for i,(W,shard) in enumerate([(2, dict(shard=True)), (3, dict(shard=True)), (2, {}), (1, {})]):
+        shutil.copytree(tmp_path/'b', tmp_path/f'c{i}')
+        found = run_ranks(on_ranks, W, resumed, tmp_path/f'c{i}', shard)
+        assert all(differs(whole, o)<=(0 if i==0 else 1e-9) for o in found)
+    with pytest.raises(RanksError, match='stopped'): run_ranks(on_ranks, 2, resumed, tmp_path/'d', {}, 9) # DDP -> sharded
+    assert all(differs(whole, o)<1e-9 for o in run_ranks(on_ranks, 2, resumed, tmp_path/'d', dict(shard=True)))
+
+def resumed_whole(folder):
+    learn = make(case(n=36), group_size())
+    learn.path = folder
+    with learn.no_logging(), learn.distrib_ctx(seed=3, shard=True): learn.fit(3)
+    return dict(w={k: p.detach().clone() for k,p in learn.model.state_dict().items()}, v=numbers(learn))
+
+# --- the way out ------------------------------------------------------------------------------------------------------------
+
+def left_by(how):
+    "The model after a context that was left by an exception on one rank, or that a rank died in"
+    learn = make(case(), 2)
+    params = dict(learn.model.named_parameters())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        try:
+            with learn.no_logging(), learn.distrib_ctx(seed=3, shard=True):
+                learn.fit(1)
+                kept = whole_state(learn.model.state_dict())
+                if rank_distrib()==1 and how=='raise': raise KeyError('mine')
+                if rank_distrib()==1 and how=='killed': os.kill(os.getpid(), signal.SIGKILL)
+                learn.validate()
+        except Exception as e: error = type(e).__name__
+    same = all(params[k] is p for k,p in learn.model.named_parameters())
+    with torch.no_grad(): right = how!='killed' and all(torch.equal(v, kept[k]) for k,v in learn.model.state_dict().items())
+    return error,same,right,[len(p) for p in params.values()],[str(o.message) for o in said if 'parts' in str(o.message)]
+
+@needs_fsdp2
+def test_left_by_an_exception():
+    "The ranks meet again, and each has the whole weights of the moment"
+    (a,*found),(b,*found2) = run_ranks(left_by, 2, 'raise')
+    assert (a,b)==('RankError','KeyError') and found[:2]==found2[:2]==[True,True] and not found[3]
+
+@needs_fsdp2
+def test_a_dead_rank_takes_its_part_along():
+    found,dead = run_ranks(left_by, 2, 'killed', errors='return')
+    error,same,_,sizes,said = found
+    assert same and set(sizes)=={0} and 'weights of learn.model are empty' in said[0]
+
+# --- replicas, half precision, calls by rank 0 --------------------------------------------------------------------------------
+
+@needs_fsdp2
+def test_replicas_of_a_sharded_model():
+    "Two ranks hold the model, and two others its replica"
+    some = {k: dict(same[k], shard=dict(replicas=2)) for k in ('adamw','clip','few')}
+    for k,c in same.items(): some |= {k: dict(c, n=24, bs=12, shard=dict(replicas=2))} if k in some else {}
+    alone = {k: run(c) for k,c in some.items()}
+    for ranks in run_ranks(rank_runs, 4, some): assert {k: d for k in some if (d := differs(alone[k], ranks[k]))>1e-9} == {}
+
+class Big(Callback):
+    "A loss that overflows in float16 on rank 1, in the second batch"
+    order = 5
+    def after_loss(self):
+        if self.training and self.learn.iter==1 and group_rank()==1: self.learn.loss_grad = self.learn.loss_grad*1e38*1e38
+
+def half(shard, dtype):
+    with process_group():
+        learn = make(case(n=24), 2)
+        learn.model.float()
+        ds = TensorDataset(*[t.float() if t.is_floating_point() else t for t in data(24).tensors])
+        learn.dls = DataLoaders(DataLoader(ds, 3), DataLoader(ds, 3))
+        getattr(learn, f'to_{dtype}')()
+        if dtype=='fp16': learn.add_cb(Big())
+        learn.metrics = []
+        with learn.no_logging(), learn.distrib_ctx(seed=3, sync_bn=False, **({'shard': True} if shard else {})): learn.fit(2)
+        return [p.detach().double() for p in learn.model.parameters()],learn.mixed_precision.skipped
+
+@needs_fsdp2
+@pytest.mark.parametrize('dtype', ['fp16', 'bf16'])
+def test_autocast_as_with_ddp(dtype):
+    "Also where one rank's gradients overflow: then all skip the step"
+    for a,b in zip(run_ranks(half, 2, False, dtype), run_ranks(half, 2, True, dtype)):
+        assert a[1]==b[1]==(2 if dtype=='fp16' else 0) and differs(a[0], b[0])<1e-6
+
+def save_by_rank0():
+    with process_group():
+        learn = make(case(), 2)
+        with learn.distrib_ctx(shard=True):
+            if group_rank()==0: saving.come_together.__defaults__ = .5,
+            if group_rank()==0: learn.save('x')
+            learn.validate()
+
+@needs_fsdp2
+def test_save_by_rank_0_alone_is_an_error():
+    with pytest.raises(RanksError, match='rank 0 waits in save for rank 1'): run_ranks(save_by_rank0, 2)
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------------
+
+def tied_layers():
+    m = Net()
+    m.layers[0].a.weight = m.layers[1].a.weight
+    return m
+
+refused = [(net, dict(shard='node'), 'classes of modules'), (net, dict(shard=dict(block=1)), "'block' is no option"),
+           (net, dict(shard=dict(replicas=0)), 'replicas=0'), (net, dict(shard=dict(reshard=2)), 'reshard=2'),
+           (net, dict(shard=True, find_unused_parameters=True), 'find_unused_parameters: of DDP'),
+           (net, dict(shard=True, comm_hook='fp16'), 'comm_hook: of DDP'), (net, dict(shard=[nn.LSTM]), 'no such module with weights'),
+           (net, dict(shard=dict(replicas=3)), 'replicas=3 does not divide 2 ranks'),
+           (net, dict(shard=nn.ModuleList), 'has no forward pass'),
+           (tied_layers, dict(shard=Layer), 'shares weights with'),
+           (lambda: nn.Sequential(nn.LazyLinear(3)), dict(shard=True), 'uninitialized parameter'),
+           (lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.)), dict(shard=True), 'max_norm'),
+           (lambda: nn.Linear(6, 3, device='meta'), dict(shard=True), 'meta device')]
+
+def refusals():
+    with process_group():
+        res = []
+        for model,kw,_ in refused:
+            m = model()
+            learn = Learner(DataLoaders(DataLoader(data(8), 2), DataLoader(data(8), 2)), m, F.cross_entropy)
+            if any(p.is_meta for p in m.parameters()): learn.prepare_model = lambda: None
+            before = [(type(o),{*vars(o)}) for o in m.modules()]
+            try:
+                with learn.distrib_ctx(**kw): pass
+            except Exception as e: res.append(f'{type(e).__name__}: {e}')
+            else: res.append('')
+            assert before==[(type(o),{*vars(o)}) for o in m.modules()] and not learn.cbs[-1].name.startswith('agreement')
+        return res
+
+@needs_fsdp2
+def test_refused_with_a_remedy():
+    for found in run_ranks(refusals, 2): assert [(o, why) for o,(_,_,why) in zip(found, refused) if why not in o]==[]
+
+@pytest.mark.skipif(torch_version>=(2,6), reason='this torch has FSDP2')
+def test_an_older_torch_is_told():
+    learn = make(case())
+    with pytest.raises(ValueError, match='needs FSDP2, which came with torch 2.6'), learn.distrib_ctx(shard=True): pass
