@@ -48,7 +48,9 @@ def run(paths)->Path:
     "A folder with this tree, in which the notebooks of `paths` have run"
     at = Path(tempfile.mkdtemp())/'tree'
     shutil.copytree(root, at, ignore=skipped)
-    for o in paths: subprocess.run(['nbdev-test', '--save', '--n-workers', '2', str(o)], cwd=at, check=True)
+    for o in paths: # tutorials by themselves: a module's notebook defines methods anew for the notebooks that follow in its process
+        apart = [[f'{o}/tutorials'], [o, '--skip-folder-re', '^[_.]|^tutorials$']] if (root/o/'tutorials').is_dir() else [[o]]
+        for args in apart: subprocess.run(['nbdev-test', '--save', '--n-workers', '2', *args], cwd=at, check=True)
     return at
 
 def varies(cell): return cell['source'][:1]==['#| varies\n']
