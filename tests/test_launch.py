@@ -466,3 +466,9 @@ def test_what_a_script_draws_without_a_seed_is_the_same_on_all_ranks(tmp_path):
     env = {k: v for k,v in os.environ.items() if k!='PYTHONHASHSEED'}
     subprocess.run([*launcher,'--nproc','2',str(tmp_path/'draws.py'),str(tmp_path)], check=True, capture_output=True, env=env)
     assert (tmp_path/'0.json').read_text()==(tmp_path/'1.json').read_text()
+
+def test_help_begins_with_our_options():
+    out = subprocess.run([*launcher, '--help'], capture_output=True, text=True).stdout
+    head,theirs,_ = out.partition("torchrun's options follow")
+    assert theirs and all(o in head for o in ('--nproc N','--gpus 0,2','--wait SECONDS','python -m learnerdist.launch --nproc 2 train.py'))
+    assert subprocess.run([*launcher, '--version'], capture_output=True, text=True).stdout.startswith('learnerdist 0.')

@@ -6,11 +6,12 @@
 __all__ = ['auto_nproc', 'run', 'main']
 
 # %% ../../nbs/launch/03_cli.ipynb #c002
-import argparse,json,os,runpy,signal,socket,sys,tempfile,time,traceback
+import json,os,runpy,signal,socket,sys,tempfile,time,traceback
 from contextlib import contextmanager,suppress
 from pathlib import Path
 from typing import Callable
 from .processes import call_on_ranks,die_with,loopback,say,seed_alike,share_of_cores
+from .options import get_parser
 from .slurm import check_env,find_task,rank_env
 from ..core.files import whole_file
 from ..core.stacks import answer_asks,catch_crashes,frames_of,preempted_status,report_folder,users_frame
@@ -36,34 +37,6 @@ def run(
     try: return call_on_ranks(main, n, args, n_threads=share_of_cores(n), grace_s=8, labels=True)[0]
     except KeyboardInterrupt: pass
     raise KeyboardInterrupt(f'all {n} ranks were ended') # raised here, without the traceback of the wait
-
-# %% ../../nbs/launch/03_cli.ipynb #c012
-def _count(s):
-    "argparse type: how many processes"
-    if s.isdigit() and int(s): return int(s)
-    raise argparse.ArgumentTypeError(f'{s!r} is no number of processes: give a whole number from 1 up')
-
-def _gpus(s):
-    "argparse type: which GPUs"
-    res = s.split(',')
-    if all(o.strip().isdigit() for o in res) and len({*map(int, res)}) == len(res): return [*map(int, res)]
-    raise argparse.ArgumentTypeError(f'{s!r} is no list of GPUs: give each number once, as in 0,2')
-
-_ours = 'nproc_per_node','nnodes','rdzv_backend','master_port'
-
-def _parser():
-    "torchrun's parser with `--nproc` and `--gpus`"
-    from torch.distributed.run import get_args_parser
-    res = get_args_parser()
-    res.prog,res.description = 'learnerdist.launch','Run a script or a module on several processes'
-    res.usage = "%(prog)s [--nproc N] [--gpus 0,2] [torchrun's options] (script.py | -m module) [its arguments]"
-    res.allow_abbrev = False # otherwise a script's argument such as --n would be read as --nnodes
-    res.set_defaults(**{o: os.environ.get(f'PET_{o.upper()}') for o in _ours}) # None: not given
-    res.add_argument('--nproc', type=_count, help='Processes on this machine (default: one for each visible GPU, one without GPUs)')
-    res.add_argument('--gpus', type=_gpus, default=[], help='Which of the visible GPUs to use, as in 0,2; sets the default of --nproc')
-    res.add_argument('--wait', type=float, default=0, metavar='SECONDS', help='How long ranks may go on after the first one has ended well '
-                     "(default: 0, without end; said after a minute; a rank that is stopped: half an hour)")
-    return res
 
 # %% ../../nbs/launch/03_cli.ipynb #c015
 def _choose_gpus(gpus):
@@ -129,7 +102,7 @@ def _ask_slurm(args):
 # %% ../../nbs/launch/03_cli.ipynb #c023
 def _parse(args):
     "torchrun's arguments for `args`, with which each rank starts in `_worker`; and this process's Slurm task, or None"
-    parser = _parser()
+    parser = get_parser()
     res = parser.parse_args(args)
     is_python = not (res.no_python or res.run_path)
     try:
