@@ -6,7 +6,7 @@
 __all__ = ['Sharded', 'make_mesh']
 
 # %% ../../nbs/distributed/09_sharded.ipynb #hf22b6dc
-import itertools,warnings
+import warnings
 from contextlib import ExitStack,contextmanager,suppress
 from time import monotonic
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fastcore.basics import patch
 
 from ..core.compat import forget_fsdp,fsdp_on_cpu,fsdp_ready
-from ..core.env import (_noting_loops,current_group,group_size,group_timeout,num_distrib,process_group,rank_distrib,shared_store,
+from ..core.env import (_noting_loops,count,current_group,group_size,group_timeout,num_distrib,process_group,rank_distrib,shared_store,
                                   wait_key,wait_keys)
 from ..core.shards import exchange_params,is_part,part_of,state_part,whole
 from .batchnorm import sync_batchnorm
@@ -24,8 +24,6 @@ from .replica import average_grads,broadcast_tensors
 from ..learner.learner import get_model
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h434a5f5
-_contexts = itertools.count()
-
 class Sharded:
     "A learner's model spread over the ranks until `restore`. Within a fit it is `learn.wrapper`, as `Replica` is, with the same methods"
     ddp,forward_exchanges,undo_bn,alone = None,True,None,False
@@ -40,7 +38,7 @@ class Sharded:
         check_model(self.model)
         check_opt(self.learn.opt)
         self.blocks = [*find_blocks(self.model, opts.blocks),self.model]
-        self.key,self.order,self.log,self.rounds = f'sharded/{next(_contexts)}',None,None,0
+        self.key,self.order,self.log,self.rounds = f'sharded/{count("sharded")}',None,None,0
         self.handles,self.pairs,self.checked = [],[],False
         trainer.shards = trainer.agreement.shards = self
 
@@ -147,12 +145,10 @@ def _any_group(timeout_s=10):
             if not here and _meet(timeout_s): here = bool(stack.enter_context(process_group(timeout_s=60)))
         yield here
 
-_meetings = itertools.count()
-
 def _meet(timeout_s):
     store = shared_store()
     if store is None: return False
-    key = f'sharded/meeting/{next(_meetings)}'
+    key = f'sharded/meeting/{count("meeting")}'
     store.set(f'{key}/{rank_distrib()}', 'here')
     return wait_keys(store, {r: f'{key}/{r}' for r in range(num_distrib())}, timeout_s) is not None
 
