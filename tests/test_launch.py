@@ -451,9 +451,11 @@ def test_run_without_a_guard(tmp_path):
     assert res.returncode == 1 and "put the call under if __name__ == '__main__':" in res.stderr.splitlines()[-2]
 
 def test_run_of_a_closure_after_cuda_was_used(monkeypatch):
-    "Nothing of a closure is in a file, so its ranks would be forks of this process, in which CUDA does not work"
+    "Nothing of a closure is in a file. A fork of this process, in which CUDA does not work, is no way out; cloudpickle is"
     monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
-    with pytest.raises(RuntimeError, match='import the function from a file'): run(lambda: 3, nproc=2)
+    assert run(lambda: 3, nproc=2)==3
+    monkeypatch.setitem(sys.modules, 'cloudpickle', None) # as if it were not installed
+    with pytest.raises(RuntimeError, match='pip install cloudpickle'): run(lambda: 3, nproc=2)
     assert run(rank_times, 5, nproc=2) == ('0', 1)
 
 draws = """import random,numpy as np,torch,os,sys,json

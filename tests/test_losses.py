@@ -78,7 +78,7 @@ cases = [(kind,opt,n_acc) for kind in losses for opt in ((small,) if kind in ('s
 def all_fits():
     with process_group(): return [fit(*o) for o in cases]
 
-@pytest.fixture(scope='module', params=[1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope='module', params=[1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 def fits(request): return request.param,run_ranks(all_fits, request.param, timeout_s=300)
 
 @pytest.mark.parametrize('i', range(len(cases)), ids=[f'{k}-{o.func.__name__}-{n}' for k,o,n in cases])

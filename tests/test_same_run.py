@@ -157,7 +157,7 @@ cases = dict(
 @pytest.fixture(scope='module')
 def alone(): return {k:outcome({**c, 'ctx': {o:v for o,v in c['ctx'].items() if o!='split_batches'}}) for k,c in cases.items()}
 
-@pytest.fixture(scope='module', params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope='module', params=[2, pytest.param(4, marks=pytest.mark.long)])
 def ranks(request): return run_ranks(rank_runs, request.param, cases)
 
 def close(a, b, tol=1e-9):

@@ -127,7 +127,7 @@ same = dict(sgd=case(opt=sgd), adamw=case(), one_cycle=case(cycle=True), two_fit
             stopping=case(cbs=[lambda W: EarlyStoppingCallback(min_delta=10., patience=1)], fits=(6,)))
 
 @needs_fsdp2
-@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 def test_same_run(W):
     alone = {k: run(c) for k,c in same.items()}
     for ranks in run_ranks(rank_runs, W, same): assert {k: d for k in same if (d := differs(alone[k], ranks[k]))>1e-9} == {}
@@ -162,7 +162,7 @@ def cancelled(shard):
     return res
 
 @needs_fsdp2
-@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 def test_cancelled_as_with_ddp(W):
     "On one rank, and on all, at the first batch, before the order of the blocks is known, and at a later one"
     for a,b in zip(run_ranks(cancelled, W, False), run_ranks(cancelled, W, True)):

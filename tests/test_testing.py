@@ -32,10 +32,18 @@ def dies(how):
 
 def first_of_two(folder):
     "Rank 1 fails first, rank 0 after it"
-    if rank() == 0: await_file(folder/'failed')
+    if rank() == 0:
+        await_file(folder/'pid')
+        while is_running((folder/'pid').read_text()): threading.Event().wait(.01)
     try: raise ValueError(f'rank {rank()}')
     finally:
-        if rank() == 1: (folder/'failed').touch()
+        if rank() == 1:
+            (folder/'new').write_text(str(os.getpid()))
+            (folder/'new').rename(folder/'pid')
+
+def is_running(pid):
+    try: return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'Z'
+    except OSError: return False
 
 def await_file(path):
     while not path.exists(): threading.Event().wait(.01)

@@ -96,18 +96,18 @@ def own_buffer(): return learner(mlp(Mean()))
 def rmse(out, y): return ((out[:,0]-y)**2).mean().sqrt()
 def batch_metric(): return learner(metrics=AvgMetric(rmse)) # the mean of batches, asked for by name
 
-class Unfreeze(Callback):
+class Unfreezes(Callback):
     def before_fit(self): self.learn.model[0].requires_grad_(False)
     def before_train(self):
         if self.epoch: get_model(self.model)[0].requires_grad_(True)
 
 def unfrozen():
     without(replica.Replica, '_what_is_trained', lambda self: ([],[]))
-    return learner(cbs=Unfreeze, splitter=lambda m: [*m.parameters()])
+    return learner(cbs=Unfreezes, splitter=lambda m: [*m.parameters()])
 
 def remedied():
     "What a remedy makes the same is the same"
-    learn = learner(loss=nn.CrossEntropyLoss(torch.tensor([.1,1.,9.])), train=TfmdDL(data(31), 4), metrics=rmse, cbs=Unfreeze,
+    learn = learner(loss=nn.CrossEntropyLoss(torch.tensor([.1,1.,9.])), train=TfmdDL(data(31), 4), metrics=rmse, cbs=Unfreezes,
                     splitter=lambda m: [*m.parameters()])
     return learn
 

@@ -164,11 +164,13 @@ class _Synced:
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c019i
 class _SyncedInstance(_Synced):
     "Mixin for InstanceNorm with running statistics, which are means over samples: averaged over ranks, weighted by samples"
+    @property
+    def _dims(self): return next(n for n,o in ((3,nn.InstanceNorm1d), (4,nn.InstanceNorm2d), (5,nn.InstanceNorm3d)) if isinstance(self, o))
     def forward(self, x):
         old = torch.cat([self.running_mean, self.running_var])
         out = self.plain.forward(self, x)
         if self.training and _ranks(self.process_group)>1:
-            self._average(old, 0 if _mute else 1 if x.dim()==self._get_no_batch_dim() else len(x))
+            self._average(old, 0 if _mute else 1 if x.dim()==self._dims-1 else len(x))
         return out
 
     @torch.no_grad()

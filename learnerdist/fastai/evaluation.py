@@ -6,6 +6,7 @@
 __all__ = ['as_fastais', 'BatchFiles', 'LossSteps', 'Evaluation']
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c002
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -101,10 +102,17 @@ def _(m:BatchFiles): return Rows(m, *m.folders)
 # %% ../../nbs/fastai/01_evaluation.ipynb #c014l
 class LossSteps:
     "The losses of global batches, from each rank's loss and items. It sets an `AvgLoss` to fastai's number: their mean over samples"
-    def __init__(self, m, steps): self.m,self._steps = m,steps # by step (3,): loss × items, items, samples; of this rank
+    def __init__(self, m, steps): self.m,self._steps = m,steps # by step (8,), of this rank: see `of`
+    @staticmethod
+    def of(loss, items, n, targ)->list:
+        "A step: loss × items, items, samples; loss × samples; a number for a sample's shape, its square, ranks, ranks that ignore items"
+        whole = torch.as_tensor(items)==getattr(targ, 'numel', int)()
+        shape = zlib.crc32(repr(targ.shape[1:] if isinstance(targ, Tensor) else '').encode()) & 0xffff
+        return [weighted(loss, items),items,n,weighted(loss, n),shape,shape**2,1,~whole]
     def _enter(self, steps):
-        tot,items,n = torch.stack([*steps.values()], 1) if steps else torch.zeros(3, 0)
-        self.m.total,self.m.count = (tot/items*n).sum(),n.sum().item()
+        tot,items,n,own,shape,square,ranks,ignoring = torch.stack([*steps.values()], 1) if steps else torch.zeros(8, 0)
+        apart = (ignoring==0) & (ranks*square!=shape**2) # pictures of several sizes, which one process could not put into one batch
+        self.m.total,self.m.count = torch.where(apart, own, tot/items*n).sum(),n.sum().item()
     steps = property(lambda self: {k: o.cpu() for k,o in self._steps.items()}, _enter, doc="This rank's; assign the sum over ranks")
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c015
@@ -129,7 +137,7 @@ class Evaluation(ExactEvaluation):
     def after_batch(self):
         if self.is_measured():
             if is_share(self.dl): self._look()
-            if is_share(self.dl) and not self.training and loss_over(self.learn).kind in ('unknown','items') and len(self.learn.yb):
+            if is_share(self.dl) and loss_over(self.learn).kind in ('unknown','items') and len(self.learn.yb):
                 self._keep_loss(self.learn)
             super().after_batch()
         for o in self.files: o.keep(self.learn)
@@ -181,8 +189,7 @@ def _look(self:Evaluation):
 
 @patch
 def _keep_loss(self:Evaluation, learn):
-    n = n_items(learn)
-    parts = weighted(learn.loss.mean(), n),n,find_bs(learn.yb)
+    parts = LossSteps.of(learn.loss.mean(), n_items(learn), find_bs(learn.yb), learn.yb[0])
     self.loss_steps[self.iter] = torch.stack([torch.as_tensor(o, dtype=torch.double, device=parts[0].device) for o in parts])
 
 @patch

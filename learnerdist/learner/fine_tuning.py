@@ -12,11 +12,12 @@ from fastcore.basics import patch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from ..core.compat import BatchNorm
 from . import schedule # noqa: F401 - `fit_one_cycle`
 from .learner import Learner,get_model
 
 # %% ../../nbs/learner/12_fine_tuning.ipynb #ftn11
-norm_types = (nn.modules.batchnorm._BatchNorm,nn.modules.instancenorm._InstanceNorm,nn.LayerNorm)
+norm_types = BatchNorm,nn.InstanceNorm1d,nn.InstanceNorm2d,nn.InstanceNorm3d,nn.LayerNorm # for isinstance
 
 @patch
 def freeze_to(self:Learner,
