@@ -142,7 +142,7 @@ res = t.fit({path!r}, 'plain workers', dies, every=3)
 if rank_distrib()==0: print(json.dumps([first,res]), flush=True)
 """
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_and_started_again_by_the_launcher(tmp_path):
     (tmp_path/'train.py').write_text(script.format(tests=str(Path(__file__).parent), path=str(tmp_path/'a')))
     cmd = [sys.executable, '-m', 'learnerdist.launch', '--nproc', '2', '--max-restarts', '1', str(tmp_path/'train.py')]

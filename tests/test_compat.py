@@ -96,7 +96,7 @@ def run_script(path, *how, **env):
     assert p.returncode==0, p.stderr
     return json.loads(p.stdout.splitlines()[-1])
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_torch_without_these_names_trains(tmp_path):
     "On two ranks of the launcher, with synchronised BatchNorm and nested predictions, as one process that has all names"
     (tmp_path/'sitecustomize.py').write_text(nothing_private)

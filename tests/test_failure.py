@@ -204,7 +204,8 @@ def test_a_rank_that_stops_while_it_is_asked(monkeypatch):
     p.kill()
     assert p.wait()==-signal.SIGKILL
 
-two_machines = pytest.param('cut link', 'two machines', marks=pytest.mark.skipif(not machines.usable(), reason='needs root and ip netns'))
+needs_netns = pytest.mark.skipif(not machines.usable(), reason='needs root and ip netns')
+two_machines = pytest.param('cut link', 'two machines', marks=[pytest.mark.long, needs_netns])
 
 @pytest.mark.slow
 @pytest.mark.parametrize('fault,phase', [('segfault','training'), ('SIGKILL','saving'), ('raise','loader worker'), two_machines])

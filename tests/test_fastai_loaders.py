@@ -277,7 +277,7 @@ def tabular(W, rank):
 
 def of_sequences(W, rank): return dict(sorted=sorted_texts(W, rank), lm=language_model(W, rank), tabular=tabular(W, rank))
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_texts_and_tables():
     want = same(of_sequences, W=(1,2,3,4), lines=dict(
         sorted=('4 `SortedDL`: texts, their padding', 1e-6), lm=('4 `LMDataLoader`: streams go on, also through `ModelResetter`', 1e-6),

@@ -205,6 +205,7 @@ def full_size(W, rank, path):
         distrib_barrier()
     return trained,valid,[*in_files(out/'raw').values()],[np.asarray(Image.open(o)).tolist() for o in sorted(out.glob('*.png'))]
 
+@pytest.mark.long
 def test_full_size(tmp_path):
     same(full_size, sized_pictures(tmp_path), tol=1e-5, lines=[
         '7 semantic segmentation, trained at one size; validated and predicted at full size, one picture at a time, into files'])

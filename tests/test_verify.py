@@ -148,7 +148,7 @@ except Exception: print('not caught')
 print('not reached')
 """
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_command(tmp_path, capsys):
     "Its status, and the script's arguments; what a script does after its first fit is not done, and its files stay as they are"
     file = tmp_path/'train.py'
