@@ -19,7 +19,7 @@ from fastcore.foundation import L
 from torch import Tensor
 
 from ..core.files import whole_file
-from ..core.weights import DamagedFile,load_plain,read_bytes,seal
+from ..core.weights import DamagedFile,load_plain,read_bytes,save_sealed
 from ..learner.saving import weights_of_folder
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c005
@@ -76,9 +76,7 @@ def _write(done, folder, parts, info):
     else: done.set_result(None)
 
 def _write_part(path, state):
-    with whole_file(path) as tmp:
-        with open(tmp, 'wb') as f: torch.save(state, f) # given a path, torch raises a RuntimeError when the disk is full
-        return seal(tmp)
+    with whole_file(path) as tmp: return save_sealed(state, tmp)
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c012
 def _publish(tmp, folder, info):

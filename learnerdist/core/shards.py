@@ -8,7 +8,6 @@ __all__ = ['is_part', 'has_parts', 'whole', 'part_of', 'whole_state', 'load_mode
 
 # %% ../../nbs/core/05_shards.ipynb #h03cef3b
 import copy
-from collections import Counter
 from collections.abc import MutableMapping
 
 import torch
@@ -16,7 +15,7 @@ from fastcore.foundation import L
 from torch import Tensor
 
 from .collectives import gather_rows
-from .env import group_rank,group_size,shared_store,wait_keys
+from .env import count,group_rank,group_size,shared_store,wait_keys
 
 # %% ../../nbs/core/05_shards.ipynb #hb26b00b
 def is_part(o)->bool:
@@ -122,8 +121,6 @@ def load_opt(opt,
     exchange_params(opt, {}, state_part)
 
 # %% ../../nbs/core/05_shards.ipynb #h9e77d8e
-_calls = Counter()
-
 def come_together(
     what:str,    # The call, for the error
     timeout_s=60 # Seconds to wait
@@ -131,8 +128,8 @@ def come_together(
     "Wait until every rank makes this call; ValueError that names the ranks which have not, before a collective waits for them"
     if group_size()<2: return
     store,me = shared_store(),group_rank()
-    _calls[what] += 1
-    keys = {r: f'together/{what}/{_calls[what]}/{r}' for r in range(group_size())}
+    n = count(f'together {what}')
+    keys = {r: f'together/{what}/{n}/{r}' for r in range(group_size())}
     store.set(keys[me], 'here')
     if wait_keys(store, keys, timeout_s) is None:
         absent = ', '.join(str(r) for r,k in keys.items() if not store.check([k]))

@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset
 
 from ..core.compat import tree_leaves,tree_map
 from ..core.env import group_rank,group_size,in_group
+from ..core.shards import is_part
 from ..data.loaders import LoaderWrapper,call_model,data_len,look_ahead
 from .batchnorm import muted
 from ..learner.callback import Callback,Order,cancels
@@ -80,18 +81,18 @@ class Agreement(Callback):
     loop_state = 'place','progress','has_next','template','n_steps','ballot'
     fit_state = 'n_steps',
     cancels = cancels # the learner's exceptions, by loop
-    # watcher: the Checkpoint, which adds requests to save and stop to each vote, and is told the result; shards: `Sharded`, if the model is
-    def __init__(self, trainer): self.trainer,self.agreed,self.watcher,self.shards = trainer,None,None,None
+    # watcher: the Checkpoint, which adds requests to save and stop to each vote, and is told the result
+    def __init__(self, trainer): self.trainer,self.agreed,self.watcher = trainer,None,None
     def before_fit(self): self._clear(1)
     def before_epoch(self): self.place = 2
     def before_train(self): self._clear(3)
     def before_batch(self):
-        training = self.training
+        training,shards = self.training,self.trainer.shards
         self.progress,self.place = Progress.begun,4 if training else 7
-        if self.shards is not None and not training: self.shards.begin_batch()
+        if shards is not None and not training: shards.begin_batch()
     def after_pred(self): self.progress = Progress.predicted
     def after_cancel_backward(self):
-        idle = [p for p in self.model.parameters() if p.grad is None and not hasattr(p, 'full_tensor')]
+        idle = [p for p in self.model.parameters() if p.grad is None and not is_part(p)]
         self.shadow()
         if any(p.grad is not None and p.grad.any() for p in idle): return
         for p in idle: p.grad = None # all ranks have cancelled: the optimizer leaves these alone, as in one process
@@ -154,7 +155,7 @@ def catch_up(self:Agreement, scope=None):
     "After a batch in which this rank took no optimizer step: take the step that the others take"
     if self.progress>=Progress.caught_up: return
     if not self.training:
-        if self.shards is not None: self.shards.end_batch(self.progress>=Progress.predicted)
+        if self.trainer.shards is not None: self.trainer.shards.end_batch(self.progress>=Progress.predicted)
         self.progress = Progress.caught_up
         return
     self.shadow()
@@ -236,7 +237,7 @@ class AgreedLoader(LoaderWrapper):
         a = self.agreement
         a.place,more = 7,self.more if res is None else res.more # how many ranks still have a batch
         while more:
-            if a.shards is not None: a.shards.follow()
+            if a.trainer.shards is not None: a.trainer.shards.follow()
             res = a.vote()
             a.heed(res)
             more = res.more

@@ -20,7 +20,7 @@ from ..core.env import (_noting_loops,count,current_group,group_size,group_timeo
 from ..core.shards import exchange_params,is_part,part_of,state_part,whole
 from .batchnorm import sync_batchnorm
 from .blocks import check_model,check_opt,find_blocks
-from .replica import average_grads,broadcast_tensors
+from .replica import average_grads,broadcast_tensors,without_gradient
 from ..learner.learner import get_model
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h434a5f5
@@ -28,7 +28,7 @@ class Sharded:
     "A learner's model spread over the ranks until `restore`. Within a fit it is `learn.wrapper`, as `Replica` is, with the same methods"
     ddp,forward_exchanges,undo_bn,alone = None,True,None,False
     def __init__(self,
-        trainer # A `DistributedTrainer` with options in `shard`; it and its `Agreement` get this object as `shards`
+        trainer # A `DistributedTrainer` with options in `shard`; it gets this object as `shards`
     ):
         self.learn,self.opts,self.cancels = trainer.learn,trainer.shard,tuple(trainer.agreement.cancels.values())
         self.model,opts = get_model(self.learn.model),self.opts
@@ -40,7 +40,7 @@ class Sharded:
         self.blocks = [*find_blocks(self.model, opts.blocks),self.model]
         self.key,self.order,self.log,self.rounds = f'sharded/{count("sharded")}',None,None,0
         self.handles,self.pairs,self.checked = [],[],False
-        trainer.shards = trainer.agreement.shards = self
+        trainer.shards = self
 
     sync = property(lambda self: True, lambda self, on: None, doc="Each backward pass exchanges gradients")
 
@@ -78,9 +78,8 @@ class Sharded:
             if on and not p.requires_grad: p.grad = None # frozen after the forward pass: in one process it has no gradient either
         if self.checked: return
         self.checked = True
-        named = {k: p for k,p in self.model.named_parameters() if p.requires_grad and p.numel()}
-        idle = [k for k,p in named.items() if p.grad is None]
-        if 0<len(idle)<len(named): raise ValueError(f"no gradient for {', '.join(idle)}: freeze what takes no part in the loss, with "
+        idle = without_gradient(self.model)
+        if idle: raise ValueError(f"no gradient for {', '.join(idle)}: freeze what takes no part in the loss, with "
                                                     'requires_grad_(False), since a rank that cancels a batch would send one')
 
 def _groups(opt): return [g['params'] for g in opt.param_groups] if hasattr(opt, 'param_groups') else opt.param_lists

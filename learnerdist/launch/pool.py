@@ -7,13 +7,16 @@ __all__ = ['Kept', 'Ranks', 'ranks']
 
 # %% ../../nbs/launch/04_pool.ipynb #pl02
 import itertools,os,signal,tempfile,weakref
+from contextlib import ExitStack
 from multiprocessing import connection
 from pathlib import Path
 from typing import Callable,NamedTuple
 
-from .cli import auto_nproc
-from .processes import (RankFailure,RanksError,answer,begin_rank,by_value,end,forkserver_context,open_screens,pickled,
-                                          rank_environment,remedy,share_of_cores,watch)
+from fastcore.basics import patch
+
+from .cli import count_nproc
+from .processes import (RanksError,answer,begin_rank,by_value,check_call,end,failures,forkserver_context,open_screens,pickled,
+                        prepare_rank,remedy,share_of_cores,watch)
 
 # %% ../../nbs/launch/04_pool.ipynb #pl05
 class Kept(NamedTuple):
@@ -58,9 +61,9 @@ class Ranks:
     def __init__(self,
         nproc:int|str='auto' # Number of processes; `'auto'`: one for each visible GPU, one without GPUs
     ):
-        self.nproc = auto_nproc() if nproc=='auto' else nproc
-        if not isinstance(self.nproc, int) or self.nproc<1: raise ValueError(f"nproc={nproc!r}: give a whole number from 1 up, or 'auto'")
         if 'RANK' in os.environ: raise RuntimeError('this process is a rank already: call ranks() where no rank runs')
+        self.nproc = count_nproc(nproc)
+        check_call(self.nproc)
         self.calls,self._n = [],itertools.count()
 
     def run(self,
@@ -84,9 +87,6 @@ class Ranks:
     def __repr__(self): return f"{self.nproc} ranks, {'which wait for a call' if self.calls else 'which the next call starts'}"
 
 # %% ../../nbs/launch/04_pool.ipynb #pl08
-from fastcore.basics import patch
-from contextlib import ExitStack
-
 @patch
 def _start(self:Ranks):
     stack,ctx = ExitStack(),forkserver_context()
@@ -94,11 +94,9 @@ def _start(self:Ranks):
     self.screens,there = stack.enter_context(open_screens(self.nproc))
     self.start,self.calls = next(_starts),[]
     for r in range(self.nproc):
-        (self.folder/str(r)).mkdir()
         here,theirs = connection.Pipe()
-        self.env = rank_environment(r, self.nproc, self.folder, None)
-        how = r,self.folder,self.env,share_of_cores(self.nproc),True,there
-        proc = ctx.Process(target=_serve, args=(theirs,*how))
+        *how,self.env = prepare_rank(r, self.nproc, self.folder)
+        proc = ctx.Process(target=_serve, args=(theirs,*how,self.env,share_of_cores(self.nproc),True,there))
         proc.start()
         theirs.close()
         self.calls.append(_Call(proc, here))
@@ -112,8 +110,7 @@ def _run(self:Ranks, func, args, kwargs, number=None):
     if lost: raise ValueError('these ranks do not hold this object, since the ranks that held it were ended: build it again with keep()')
     call = _call_kept,(func,args,kwargs,number),{}
     payload = pickled(call) or by_value(call)
-    if payload is None:
-        raise ValueError(f'{func!r} cannot be sent to other processes. {remedy}')
+    if payload is None: raise ValueError(f'{func!r} cannot be sent to other processes. {remedy}')
     url = f'file://{self.folder}/rendezvous{next(self._n)}'
     for o in self.calls: o.sentinel.send((payload,url))
     return self._result(url)
@@ -124,7 +121,7 @@ def _result(self:Ranks, url):
     except KeyboardInterrupt:
         self._interrupt()
         raise KeyboardInterrupt(f'the call was ended on all {self.nproc} ranks') from None
-    failed = {r:e for r,(_,e) in sorted(res.items(), key=lambda o: o[1][0]) if isinstance(e, RankFailure)}
+    failed = failures(res)
     if any(e.kind in ('ProcessDied','TimeoutError') for e in failed.values()): self._forget()
     if failed: raise RanksError(failed)
     return res[0][1]

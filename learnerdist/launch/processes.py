@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['remedy', 'RankFailure', 'RanksError', 'describe_exit', 'say', 'share_of_cores', 'loopback', 'die_with',
            'forkserver_context', 'pickled', 'by_value', 'seed_alike', 'Lines', 'begin_rank', 'answer', 'end', 'watch',
-           'open_screens', 'call_on_ranks', 'rank_environment']
+           'open_screens', 'call_on_ranks', 'failures', 'check_call', 'prepare_rank']
 
 # %% ../../nbs/launch/00_processes.ipynb #c002
 import builtins,faulthandler,gc,importlib.util,json,multiprocessing as mp,os,pickle,random,signal,socket,sys,tempfile,threading,time
@@ -295,7 +295,7 @@ def call_on_ranks(
     errors:str='raise'     # `'return'`: the list holds the `RankFailure` of a failed rank in place of its result
 )->list:                   # What `func` returned on each rank
     "Call `func` on `world_size` processes, each with the environment of a rank; RanksError if one fails. No process is left"
-    _check_call(world_size, errors)
+    check_call(world_size, errors)
     call = func,args,kwargs or {}
     payload,n_threads = _portable(call, n_threads)
     ctx,procs = mp.get_context('fork') if payload is None else forkserver_context(),[]
@@ -303,28 +303,32 @@ def call_on_ranks(
         folder = Path(d)
         try:
             for r in range(world_size):
-                (folder/str(r)).mkdir()
-                rank_env = rank_environment(r, world_size, d, env)
-                how = r,folder,rank_env,n_threads,labels,there
-                procs.append(ctx.Process(target=_rank_main, args=(payload or call,*how)))
+                how = prepare_rank(r, world_size, folder, env)
+                procs.append(ctx.Process(target=_rank_main, args=(payload or call,*how,n_threads,labels,there)))
                 procs[-1].start()
-            res = watch(procs, folder, rank_env, timeout_s, grace_s, screens)
+            res = watch(procs, folder, how[-1], timeout_s, grace_s, screens)
         finally: end([p for p in procs if p.pid])
-    failed = {r:e for r,(_,e) in sorted(res.items(), key=lambda o: o[1][0]) if isinstance(e, RankFailure)}
-    if failed and errors == 'raise': raise RanksError(failed)
+    if errors == 'raise' and (failed := failures(res)): raise RanksError(failed)
     return [res[r][1] for r in range(world_size)]
 
-def _check_call(world_size, errors):
+def failures(
+    outcomes:dict # As from `watch`
+)->dict:
+    "The `RankFailure` of each rank that has failed, the first in time first"
+    return {r:e for r,(_,e) in sorted(outcomes.items(), key=lambda o: o[1][0]) if isinstance(e, RankFailure)}
+
+def check_call(world_size, errors='raise'):
+    "ValueError for a call that cannot be made. Ends a rank whose script would start ranks again"
     if errors not in ('raise', 'return'): raise ValueError(f"errors={errors!r}: it is 'raise' or 'return'")
     if not isinstance(world_size, int) or world_size < 1: raise ValueError(f'{world_size!r} processes: give a whole number from 1 up')
     if getattr(mp.current_process(), '_inheriting', False): os._exit(_unguarded) # a rank imports the script, which would start ranks again
 
 _unguarded,_guard = 64,"the ranks import this script, which calls run(...): put the call under if __name__ == '__main__':"
 
-def rank_environment(rank, world_size, folder, env)->dict:
-    "The environment of a rank, with `env`; its rendezvous and reports are in `folder`"
-    res = {k:v for k,v in os.environ.items() if not k.startswith(('TORCHELASTIC_', 'MASTER_'))}
-    res |= dict(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size),
-                LEARNERDIST_INIT_METHOD=f'file://{folder}/rendezvous', LEARNERDIST_ERROR_FILE=f'{folder}/{rank}/error.json',
-                GLOO_SOCKET_IFNAME=loopback())
-    return res | {k:str(v) for k,v in (env or {}).items()}
+def prepare_rank(rank, world_size, folder, env=None)->tuple: # (rank, folder, environment): the first arguments of `begin_rank`
+    "Make a rank's folder within `folder`, and its environment, with `env`; its rendezvous and reports are in `folder`"
+    (folder/str(rank)).mkdir()
+    kept = {k:v for k,v in os.environ.items() if not k.startswith(('TORCHELASTIC_', 'MASTER_'))}
+    ours = dict(RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world_size, GLOO_SOCKET_IFNAME=loopback(),
+                LEARNERDIST_INIT_METHOD=f'file://{folder}/rendezvous', LEARNERDIST_ERROR_FILE=f'{folder}/{rank}/error.json')
+    return rank,folder,kept | {k:str(v) for k,v in {**ours, **(env or {})}.items()}

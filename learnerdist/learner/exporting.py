@@ -13,7 +13,7 @@ from fastcore.basics import patch
 
 from ..core.compat import tree_leaves
 from ..core.saves import await_save,save_once
-from ..core.weights import load_plain,read_bytes,seal
+from ..core.weights import load_plain,read_bytes,save_sealed
 from ..data.loaders import DataLoaders,TfmdDL,batch_shape
 from .learner import Learner,get_model
 
@@ -31,12 +31,8 @@ def export(self:Learner,
                 n_inp=getattr(dls, 'n_inp', None), vocab=vocab if vocab is None else list(vocab))
     bad = [o for o in tree_leaves(data) if not isinstance(o, (torch.Tensor,str,bytes,int,float,bool,type(None)))]
     if bad: raise ValueError(f'{bad[0]!r} is a {type(bad[0]).__name__}, and an exported file holds tensors, numbers and texts only')
-    save_once(path, lambda p: _write(data, p))
+    save_once(path, lambda p: save_sealed(data, p))
     return path
-
-def _write(data, path):
-    torch.save(data, path)
-    seal(path)
 
 # %% ../../nbs/learner/14_exporting.ipynb #exp12
 def load_learner(
