@@ -62,7 +62,7 @@ def catch_crashes(
     "Write the Python stack of this process to `file` if the process crashes, or when SIGTERM ends it"
     f = open(file, 'w')
     faulthandler.enable(f)
-    faulthandler.register(signal.SIGTERM, f, all_threads=False, chain=True)
+    if ask: faulthandler.register(signal.SIGTERM, f, all_threads=False, chain=True)
 
 def read_crash(
     file:Path # The file that `catch_crashes` was given
@@ -74,7 +74,8 @@ def read_crash(
     return what or None,frames_of(thread)
 
 # %% ../../nbs/core/00_stacks.ipynb #c012
-ask = signal.SIGRTMIN+7 if hasattr(signal, 'SIGRTMIN') else signal.SIGUSR2 # not SIGUSR1, with which Slurm users ask for a requeue
+# not SIGUSR1, with which Slurm users ask for a requeue; None on Windows
+ask = signal.SIGRTMIN+7 if hasattr(signal, 'SIGRTMIN') else getattr(signal, 'SIGUSR2', None)
 
 @functools.cache
 def answer_asks(
@@ -83,7 +84,7 @@ def answer_asks(
     "Let this process write its stack to a file whenever another process asks for it by `stack_of`"
     folder = report_folder()
     f = open(folder/'stack.txt', 'w') if folder else tempfile.NamedTemporaryFile('w', prefix='stack-', suffix='.txt')
-    faulthandler.register(ask, f, all_threads=False)
+    if ask: faulthandler.register(ask, f, all_threads=False)
     _kept.append(f)
     if folder: (folder/'pid').write_text(str(pid))
     return f.name
@@ -154,7 +155,8 @@ def place_of(
     "Where another process is"
     found = frames_of(stack_of(pid, file) or '')
     if found: return found,describe_stack(found)
-    return [],f'is stopped (process {pid}, by SIGSTOP)' if is_stopped(pid) else f'does not answer (process {pid})'
+    silent = 'does not answer' if Path('/proc').exists() else 'is not asked where there is no /proc'
+    return [],f'is stopped (process {pid}, by SIGSTOP)' if is_stopped(pid) else f'{silent} (process {pid})'
 
 _called = dict(_engine_run_backward='backward', hear='the vote of a step', tell='the vote of a step', _open='the start of the group',
                _everyones='the start of the group', _after_rank0='rank0_first', _rank0_first='rank0_first')

@@ -10,7 +10,7 @@ import json,os,runpy,signal,socket,sys,tempfile,time,traceback
 from contextlib import contextmanager,suppress
 from pathlib import Path
 from typing import Callable
-from .processes import call_on_ranks,die_with,loopback,say,seed_alike,share_of_cores
+from .processes import call_on_ranks,check_call,die_with,loopback,say,seed_alike,share_of_cores
 from .options import get_parser
 from .slurm import check_env,find_task,rank_env
 from ..core.files import whole_file
@@ -58,7 +58,7 @@ def _choose_nproc(args):
         raise ValueError(f'--nproc {args.nproc} and --nproc-per-node {args.nproc_per_node} differ: give one of the two')
     if args.gpus: _choose_gpus(args.gpus)
     res = determine_local_world_size(str(args.nproc or args.nproc_per_node or len(args.gpus) or auto_nproc()))
-    if res < 1: raise ValueError(f'--nproc-per-node {args.nproc_per_node}: give a whole number from 1 up')
+    check_call(res)
     return res
 
 # %% ../../nbs/launch/03_cli.ipynb #c019

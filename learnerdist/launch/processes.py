@@ -47,8 +47,7 @@ def say(*lines):
 
 def share_of_cores(nproc:int)->int:
     "How many threads each of `nproc` processes can use without competing for cores"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    return max(1, cores//nproc)
+    return max(1, (len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())//nproc)
 
 def loopback()->str:
     "Name of the loopback network interface, whose traffic stays within this machine"
@@ -321,6 +320,7 @@ def check_call(world_size, errors='raise'):
     "ValueError for a call that cannot be made. Ends a rank whose script would start ranks again"
     if errors not in ('raise', 'return'): raise ValueError(f"errors={errors!r}: it is 'raise' or 'return'")
     if not isinstance(world_size, int) or world_size < 1: raise ValueError(f'{world_size!r} processes: give a whole number from 1 up')
+    if not hasattr(os, 'killpg'): raise ValueError(f'{world_size} processes: {sys.platform} has no process groups: use Linux, macOS, WSL 2')
     if getattr(mp.current_process(), '_inheriting', False): os._exit(_unguarded) # a rank imports the script, which would start ranks again
 
 _unguarded,_guard = 64,"the ranks import this script, which calls run(...): put the call under if __name__ == '__main__':"
