@@ -48,3 +48,6 @@ __all__ = [
     'lr_scale', 'warm_up', 'load_learner',
     'sync_batchnorm', 'gather_with_grad', 'ParallelTrainer', 'Timer', 'DistributedTrainer', 'find_batch_size',
     'Preempted', 'preempted_status', 'Checkpoint']
+
+import learnerdist.core.docstrings as _docstrings
+if _docstrings.is_interactive(): _docstrings.add_docments([globals()[o] for o in __all__]) # so that `help` shows them

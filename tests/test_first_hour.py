@@ -112,3 +112,11 @@ def test_times_are_there_for_loggers():
     assert Order.loggers<Order.timer
     learner(cbs=[Timer,log]).fit(3)
     assert log.seen_times==[1,2,3]
+
+@pytest.mark.parametrize('public,prompt', [('learnerdist.all', True), ('learnerdist.all', False), ('learnerdist.fastai', True)])
+def test_help_says_what_parameters_mean(public, prompt):
+    "At a prompt only: scripts do not wait for it"
+    code = f'import sys\nif {prompt}: sys.ps1 = ">>> "\nfrom {public} import *\nfrom {public} import Checkpoint\n' \
+           'help(Checkpoint)\nif "fastai" in sys.modules: from fastai.learner import Learner\nhelp(Learner.distrib_ctx)'
+    said = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout
+    assert all((o in said)==prompt for o in ("cuda_id: This process's GPU", 'kw: Of `DistributedTrainer`', 'keep: How many')), said

@@ -10,3 +10,9 @@ from learnerdist.fastai.trainer import DistributedTrainer
 
 __all__ = ['ParallelTrainer','DistributedTrainer','DistributedDL','setup_distrib','teardown_distrib','rank0_first','rank_distrib',
            'num_distrib','distrib_barrier','Checkpoint','Preempted','preempted_status']
+
+import fastai.learner as _learner
+import learnerdist.core.docstrings as _docstrings
+if _docstrings.is_interactive(): # so that `help` shows what parameters mean
+    _ours = [o for o in vars(_learner.Learner).values() if getattr(o, '__module__', '').startswith('learnerdist.')]
+    _docstrings.add_docments([*(globals()[o] for o in __all__),*_ours])

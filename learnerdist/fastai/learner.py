@@ -226,7 +226,7 @@ def quiet_bars(self:DistributedTrainer):
 # %% ../../nbs/fastai/04_learner.ipynb #c017
 @patch
 def to_distributed(self:Learner,
-    cuda_id=None,     # As in `DistributedTrainer`
+    cuda_id=None,     # This process's GPU; None: by local rank, or the CPU
     in_notebook=None, # fastai's option: open a group if there is none; here this is always done
     **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, shard, timeout_s, and DDP's options
 )->Learner:
@@ -247,9 +247,9 @@ def detach_distributed(self:Learner)->Learner:
 
 @patch
 def distrib_ctx(self:Learner,
-    cuda_id=None,     # As in `to_distributed`
+    cuda_id=None,     # This process's GPU; None: by local rank, or the CPU
     in_notebook=None, # As in `to_distributed`
-    **kw              # As in `to_distributed`
+    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, shard, timeout_s, and DDP's options
 ):
     "Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an exception"
     return CoreLearner.distrib_ctx(self, cuda_id, in_notebook=in_notebook, **kw)
