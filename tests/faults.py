@@ -144,7 +144,7 @@ def complaints(o:Outcome)->list:
     words = {'raise': 'ValueError: a bad batch', 'sys.exit': 'SystemExit: 3', 'os._exit': 'status 3', 'SIGKILL': 'SIGKILL',
              'segfault': 'SIGSEGV', 'hang': 'a rank did not come', 'stop': 'by SIGSTOP', 'sys.exit(256)': 'SystemExit: 256',
              'deaf child': 'ValueError: a bad batch', 'sys.exit(75)': 'left with status 75',
-             'cut link': 'cannot reach machine-'}.get(o.fault, 'left ')
+             'cut link': 'machine-b cannot reach '}.get(o.fault, 'left ')
     if o.phase in ends: words = f'still ran {timeout_s} s after rank 0 had ended: it {"is stopped" if o.fault=="stop" else "was at"}'
     lineless = lineless or o.fault in (*well,'stop','deaf child','cut link')
     if o.phase=='loader worker':

@@ -2,7 +2,7 @@
 
 Needs root and `ip` (iproute2): see `usable`."""
 import os,subprocess,tempfile
-from contextlib import contextmanager
+from contextlib import ExitStack,contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -18,15 +18,21 @@ def usable()->bool:
     try: return subprocess.run(['unshare','-n','-u','-m','ip','link'], capture_output=True).returncode==0
     except OSError: return False
 
+# What /etc/hosts of machine i says: all machines; none; itself as 127.0.1.1, as Debian's installer writes it
+names = dict(all=lambda i: ''.join(f'{_address.format(j+1)} {o}\n' for j,o in enumerate(hosts)), none=lambda i: '',
+             debian=lambda i: f'127.0.1.1 {hosts[i]}\n')
+
 @contextmanager
-def two_machines():
-    "Yields (a function that prefixes a command so that it runs on machine 0 or 1, a function that cuts the link)"
+def two_machines(known='all'):
+    "Yields (a function that prefixes a command so that it runs on machine 0 or 1, a function that cuts the link); `known`: a key of `names`"
     ids = [f'ld{os.getpid()}{o}' for o in 'ab']
-    with tempfile.NamedTemporaryFile('w', suffix='.hosts') as names:
-        names.write('127.0.0.1 localhost\n' + ''.join(f'{_address.format(i+1)} {o}\n' for i,o in enumerate(hosts)))
-        names.flush()
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.NamedTemporaryFile('w', suffix='.hosts')) for _ in hosts]
+        for i,f in enumerate(files):
+            f.write('127.0.0.1 localhost\n' + names[known](i))
+            f.flush()
         def on(i, *command): # `ip netns exec` has mounts of its own
-            setup = f'mount --bind {names.name} /etc/hosts && hostname {hosts[i]} && exec "$@"'
+            setup = f'mount --bind {files[i].name} /etc/hosts && hostname {hosts[i]} && exec "$@"'
             return ['ip','netns','exec',ids[i],'unshare','-u','sh','-c',setup,'sh',*map(str, command)]
         try:
             for o in ids: _ip('netns', 'add', o)

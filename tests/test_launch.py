@@ -1,7 +1,7 @@
 "The launcher as a command, in processes of its own; run() from scripts, from here, and from within a rank"
 import fcntl,json,os,pty,random,select,signal,socket,subprocess,sys,termios
 from pathlib import Path
-import pytest,torch
+import machines,pytest,torch
 from torch.distributed import DistNetworkError
 from learnerdist.core.env import _absent
 from learnerdist.core import stacks
@@ -474,3 +474,16 @@ def test_help_begins_with_our_options():
     head,theirs,_ = out.partition("torchrun's options follow")
     assert theirs and all(o in head for o in ('--nproc N','--gpus 0,2','--wait SECONDS','python -m learnerdist.launch --nproc 2 train.py'))
     assert subprocess.run([*launcher, '--version'], capture_output=True, text=True).stdout.startswith('learnerdist 0.')
+
+@pytest.mark.skipif(not machines.usable(), reason='needs root and ip netns')
+@pytest.mark.parametrize('known', ['none', 'debian'])
+def test_machines_that_do_not_know_each_others_names_meet(known, tmp_path):
+    "torchrun takes host names for addresses; where these mean nothing, or 127.0.1.1, its launchers wait for one another in vain"
+    (tmp_path/'script.py').write_text(script)
+    env = {k:v for k,v in os.environ.items() if k!='GLOO_SOCKET_IFNAME'}
+    command = *launcher,'--nnodes','2','--nproc','1','--rdzv-endpoint','10.77.0.1:29500',tmp_path/'script.py',tmp_path,'meet'
+    with machines.two_machines(known) as (on,_):
+        runs = [subprocess.Popen(on(i, *command), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for i in (0,1)]
+        said = [p.communicate(timeout=120)[0] for p in runs]
+    assert [p.returncode for p in runs]==[0,0], said
+    for r in (0,1): assert json.loads((tmp_path/f'{r}.json').read_text())['met']==2

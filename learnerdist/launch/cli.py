@@ -10,7 +10,8 @@ import json,os,runpy,signal,socket,sys,tempfile,time,traceback
 from contextlib import contextmanager,suppress
 from pathlib import Path
 from typing import Callable
-from .processes import call_on_ranks,check_call,die_with,loopback,say,seed_alike,share_of_cores
+from .processes import call_on_ranks,check_call,die_with,say,seed_alike,share_of_cores
+from .network import choose_addresses,loopback
 from .options import get_parser
 from .slurm import check_env,find_task,rank_env
 from ..core.files import whole_file
@@ -77,7 +78,8 @@ def _choose_meeting(args):
         args.rdzv_backend,args.rdzv_endpoint,args.standalone = 'loopback','127.0.0.1:0',False
     args.rdzv_backend = args.rdzv_backend or ('c10d' if host else 'static')
     if n_nodes > 1: os.environ.setdefault('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1') # otherwise restarts find addresses of ended processes
-    if n_nodes > 1 and host not in ('127.0.0.1', 'localhost'): return
+    host = host or args.master_addr
+    if n_nodes > 1 and host not in ('127.0.0.1', 'localhost'): return choose_addresses(args, host)
     args.local_addr = args.local_addr or '127.0.0.1'
     os.environ.setdefault('GLOO_SOCKET_IFNAME', loopback())
 
