@@ -24,7 +24,7 @@ names = dict(all=lambda i: ''.join(f'{_address.format(j+1)} {o}\n' for j,o in en
 
 @contextmanager
 def two_machines(known='all'):
-    "Yields (a function that prefixes a command so that it runs on machine 0 or 1, a function that cuts the link); `known`: a key of `names`"
+    "Yields (a function that prefixes a command so that it runs on machine 0 or 1, one that cuts the link); `known`: a key of `names`"
     ids = [f'ld{os.getpid()}{o}' for o in 'ab']
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.NamedTemporaryFile('w', suffix='.hosts')) for _ in hosts]
