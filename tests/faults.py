@@ -164,17 +164,20 @@ def late(o:Outcome)->list:
 
 def telling(l): return re.match(r' *(rank \d|ValueError)', l) or 'faults.py' in l
 
-def table(outcomes):
-    rows = ['| phase | fault | seconds | status | what the launcher says |', '|---|---|---|---|---|']
-    for o in outcomes:
-        said = '<br>'.join(re.sub(r'/\S*/', '', l).replace('|', '/').strip()[:150] for l in o.said.splitlines() if telling(l))
-        rows.append(f'| {o.phase} | `{o.fault}` | {o.seconds:.1f} | {o.status} | {said} |')
-    return '\n'.join(rows)
+def row(o:Outcome):
+    said = '<br>'.join(re.sub(r'/\S*/', '', l).replace('|', '/').strip()[:150] for l in o.said.splitlines() if telling(l))
+    return f'| {o.phase} | `{o.fault}` | {o.seconds:.1f} | {o.status} | {said} |'
 
-def write(text):
+def key(row): return row.split(' | ')[:2] # phase and fault
+
+def write(rows):
+    "Put these rows into the table; others stay"
     nb = json.loads(notebook.read_text())
     cell = next(o for o in nb['cells'] if ''.join(o['source']).startswith('| phase |'))
-    cell['source'] = text.splitlines(keepends=True)
+    head,line,*old = ''.join(cell['source']).splitlines()
+    new = [next((o for o in rows if key(o)==key(was)), was) for was in old]
+    new += [o for o in rows if key(o) not in map(key, old)]
+    cell['source'] = '\n'.join([head,line,*new]).splitlines(keepends=True)
     notebook.write_text(json.dumps(nb, indent=1, sort_keys=True, ensure_ascii=False)+'\n')
 
 def main():
@@ -187,7 +190,8 @@ def main():
         if args.only not in f'{f} {p}' or p=='two machines' and not machines.usable(): continue
         outcomes.append(o := run(f, p))
         print(f'{p}, {f}: {o.seconds:.1f} s', *late(o), *complaints(o), file=sys.stderr, flush=True)
-    write(table(outcomes)) if args.write else print(table(outcomes))
+    rows = [*map(row, outcomes)]
+    write(rows) if args.write else print(*rows, sep='\n')
     return any(late(o) or complaints(o) for o in outcomes)
 
 if __name__=='__main__': train(*sys.argv[1:]) if 'FAULT_DIR' in os.environ else sys.exit(main())
