@@ -104,7 +104,7 @@ class Page:
         known = cell.directives
         cell.source = re.sub(r'^#\|.*\n?', '', cell.source, flags=re.M).strip()
         if {'hide','default_exp'} & {*known} or not cell.source: return
-        if 'export' in known: return self.exported(cell)
+        if {'export','exporti'} & {*known}: return self.exported(cell)
         outs = [o for o in (output(o, self.save) for o in cell.outputs) if o]
         self.parts += [fenced(cell.source, 'python'),*[f'<div class="output" markdown="1">\n\n{o}\n\n</div>' for o in outs]]
 
