@@ -303,6 +303,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'learnerdist.core.compat.set_tee': ('core/compat.html#set_tee', 'learnerdist/core/compat.py'),
                                          'learnerdist.core.compat.set_worker_info': ( 'core/compat.html#set_worker_info',
                                                                                       'learnerdist/core/compat.py'),
+                                         'learnerdist.core.compat.shutdown_s': ( 'core/compat.html#shutdown_s',
+                                                                                 'learnerdist/core/compat.py'),
                                          'learnerdist.core.compat.unsynced': ('core/compat.html#unsynced', 'learnerdist/core/compat.py')},
             'learnerdist.core.docstrings': { 'learnerdist.core.docstrings._add': ( 'core/docstrings.html#_add',
                                                                                    'learnerdist/core/docstrings.py'),

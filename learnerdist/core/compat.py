@@ -6,9 +6,9 @@
 __all__ = ['names', 'queue_callback', 'default_store', 'BatchNorm', 'no_iterator', 'check_channels', 'update_stats',
            'batch_norm_backward', 'Dropout', 'ignored_by_ddp', 'update_count', 'tree_flatten', 'tree_leaves',
            'tree_map', 'tree_unflatten', 'fsdp_on_cpu', 'shims', 'OutOfMemoryError', 'torch_version', 'read_in_order',
-           'sync_buffers', 'abort_group', 'find', 'missing', 'check_input_dim', 'ddp_flag', 'set_worker_info',
-           'set_tee', 'metric_state', 'unsynced', 'fsdp_ready', 'forget_fsdp', 'ignore_signals', 'listening_store',
-           'destroy_group']
+           'sync_buffers', 'abort_group', 'set_timeout', 'find', 'missing', 'check_input_dim', 'ddp_flag',
+           'set_worker_info', 'set_tee', 'metric_state', 'unsynced', 'fsdp_ready', 'forget_fsdp', 'ignore_signals',
+           'shutdown_s', 'listening_store', 'destroy_group']
 
 # %% ../../nbs/core/00_compat.ipynb #bca14321
 import copy,signal,time
@@ -35,6 +35,7 @@ names = dict( # By our name: the module, the path of attributes to the object, a
     worker_info=('torch.utils.data._utils.worker', '_worker_info', 'to notice that a stream splits itself among workers'),
     iterator=('torch.utils.data', 'DataLoader()._iterator', 'copies of a loader with persistent workers'),
     abort_group=('torch.distributed.distributed_c10d', '_abort_process_group', "the other ranks' way out of nccl's waits after a failure"),
+    set_pg_timeout=('torch.distributed.distributed_c10d', '_set_pg_timeout', '`timeout_s` within an open group, before torch 2.9'),
     default_store=('torch.distributed.distributed_c10d', '_get_default_store', "the store of a group that the script opened"),
     backward_sync=('torch.nn.parallel', 'DistributedDataParallel().require_backward_grad_sync', 'accumulation without exchange'),
     static_graph=('torch.nn.parallel', 'DistributedDataParallel().static_graph', 'the error for parameters without a gradient'),
@@ -194,10 +195,9 @@ def forget_fsdp(
     find('module_states', {}).pop(m, None)
 
 # %% ../../nbs/core/00_compat.ipynb #b037916a
-# By name: the first torch that does not need it
-shims = dict(OutOfMemoryError='2.5', read_in_order='2.6', listening_store='2.8', ignore_signals='2.9', sync_buffers='2.11',
-             destroy_group='2.13') # of those in between some may not need it: not tried
-
+# By name: the first torch that does not need it; perhaps an earlier one does not either, since not every version was tried
+shims = dict(OutOfMemoryError='2.5', read_in_order='2.6', abort_group='2.6', listening_store='2.8', ignore_signals='2.9',
+             shutdown_s='2.9', set_timeout='2.9', sync_buffers='2.11', destroy_group='2.13')
 
 OutOfMemoryError = getattr(torch, 'OutOfMemoryError', torch.cuda.OutOfMemoryError)
 torch_version = tuple(map(int, torch.__version__.split('.')[:2]))
@@ -217,6 +217,12 @@ def ignore_signals(
     handle = lambda sig, f: None if sig.name in ignored else signal.signal(sig, f)
     api.signal = SimpleNamespace(**{**vars(signal), 'signal': handle})
 
+def shutdown_s(
+    config # torchrun's `LaunchConfig`
+)->float:
+    "Seconds that torchrun's agent waits for its ranks to end, after a signal. Before torch 2.9 that is no option"
+    return getattr(config, 'shutdown_timeout', 30)
+
 def listening_store(
     host:str,
     port:int,
@@ -234,3 +240,4 @@ def destroy_group(
     destroy_process_group(group)
 
 abort_group = find('abort_group', destroy_group)
+set_timeout = getattr(torch.distributed, 'set_timeout', find('set_pg_timeout', lambda timeout, group: None))

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from .compat import abort_group,default_store,destroy_group
+from .compat import abort_group,default_store,destroy_group,set_timeout
 from .stacks import preempted_status
 
 # %% ../../nbs/core/01_env.ipynb #c005
@@ -338,7 +338,7 @@ def _waiting(timeout_s):
 def _set_timeout(timeout_s):
     if timeout_s==group_timeout(): return
     _patience[:] = [timeout_s]
-    for g in _ours if in_group() else []: dist.set_timeout(timedelta(seconds=timeout_s), g)
+    for g in _ours if in_group() else []: set_timeout(timedelta(seconds=timeout_s), g)
 
 # %% ../../nbs/core/01_env.ipynb #c025
 def current_group():

@@ -59,6 +59,7 @@ def _choose_nproc(args):
         raise ValueError(f'--nproc {args.nproc} and --nproc-per-node {args.nproc_per_node} differ: give one of the two')
     if args.gpus: _choose_gpus(args.gpus)
     res = determine_local_world_size(str(args.nproc or args.nproc_per_node or len(args.gpus) or auto_nproc()))
+    if res < 1: raise ValueError(f'--nproc-per-node {args.nproc_per_node}: give a whole number from 1 up')
     check_call(res)
     return res
 
@@ -233,13 +234,14 @@ def _launch_agent(args):
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
     from torch.distributed.launcher.api import elastic_launch
+    from learnerdist.core.compat import shutdown_s
     from learnerdist.launch.agent import Watch,end_groups,hear_of_ranks
     handlers = hear_of_ranks()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as d:
         args.log_dir = args.log_dir or d
         config,logs,cmd,cmd_args = _configure(args)
         logs.handlers = handlers
-        watch = Watch(logs, args.wait, 5+(config.shutdown_timeout if not config.max_restarts else 900))
+        watch = Watch(logs, args.wait, 5+(shutdown_s(config) if not config.max_restarts else 900))
         watch.start()
         try:
             with _one_hash_seed(): elastic_launch(config, cmd)(*cmd_args)
