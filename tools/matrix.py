@@ -17,7 +17,7 @@ rows = dict(
     middle=('3.11', 'torch==2.6.0 torchvision==0.21.0 fastai==2.8.12'),
     newest_python=('3.13', 'torch torchvision fastai'),
     newest=('3.11', 'torch torchvision fastai'))
-tests = 'compat','env','comms','agreement'
+tests = 'compat','env','comms','agreement','launch'
 head = f"""# Versions that were run
 Each row is an environment of its own, made by `tools/matrix.py`, in which README's main job ran on 2 processes, and these test files:
 {', '.join(f'`{o}`' for o in tests)}. The numbers are tests that passed and, if there are any, failed. Names of failed tests follow below.
