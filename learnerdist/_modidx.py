@@ -762,6 +762,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                 'learnerdist/distributed/agreement.py'),
                                                    'learnerdist.distributed.agreement.Agreement.after_validate': ( 'distributed/agreement.html#agreement.after_validate',
                                                                                                                    'learnerdist/distributed/agreement.py'),
+                                                   'learnerdist.distributed.agreement.Agreement.all_cancelled': ( 'distributed/agreement.html#agreement.all_cancelled',
+                                                                                                                  'learnerdist/distributed/agreement.py'),
                                                    'learnerdist.distributed.agreement.Agreement.before_batch': ( 'distributed/agreement.html#agreement.before_batch',
                                                                                                                  'learnerdist/distributed/agreement.py'),
                                                    'learnerdist.distributed.agreement.Agreement.before_epoch': ( 'distributed/agreement.html#agreement.before_epoch',

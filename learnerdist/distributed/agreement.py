@@ -37,6 +37,7 @@ class Tally(NamedTuple):
     more:int    # Ranks that have another batch
     save:int=0  # Ranks that want a checkpoint
     stop:int=0  # Ranks that want a checkpoint, and then to stop
+    asks:int=0  # Ranks that have cancelled a backward pass, and ask before their step whether all have
 
     @property
     def verdict(self):
@@ -48,21 +49,23 @@ class Ballot:
     "A vote of all ranks: posted without waiting, read when its outcome is needed"
     waited = 0. # Seconds that this process has waited for outcomes
     def __init__(self, links=None): self.links = links # `Links` to the other ranks; None with one process
-    def post(self, scope=None, stepped=False, more=False, save=False, stop=False, place=0):
+    def post(self, scope=None, stepped=False, more=False, save=False, stop=False, asks=False, place=0):
         "Send this rank's vote; `scope`: the loop to leave, or None; the others as in `Tally`"
-        self.vote = scope,stepped,more,save,stop
+        self.vote,self.place = (scope,stepped,more,save,stop,asks),place
         if self.links: self.sum = self.links.post(self.row(), place)
 
     def row(self)->list:
         "This rank's vote as counts, in the order of `Tally`"
         return [self.vote[0]==o for o in scopes]+[*self.vote[1:]]
     def read(self)->Tally:
-        "Wait for the votes of all ranks. Sync point"
+        "Wait for the votes of all ranks; those of a round in which another rank asks are cast again. Sync point"
         if not self.links: return Tally(*self.row())
         start = perf_counter()
         res = self.sum.read()
         Ballot.waited += perf_counter()-start
-        return Tally(*res)
+        if not res[-1] or self.vote[-1]: return Tally(*res)
+        self.post(*self.vote, place=self.place)
+        return self.read()
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c010
 class Progress(IntEnum):
@@ -94,8 +97,13 @@ class Agreement(Callback):
     def after_cancel_backward(self):
         idle = [p for p in self.model.parameters() if p.grad is None and not is_part(p)]
         self.shadow()
-        if any(p.grad is not None and p.grad.any() for p in idle): return
-        for p in idle: p.grad = None # all ranks have cancelled: the optimizer leaves these alone, as in one process
+        if idle and not any(p.grad is not None and p.grad.any() for p in idle) and self.all_cancelled():
+            for p in idle: p.grad = None # the optimizer leaves these alone, as in one process
+    def all_cancelled(self)->bool:
+        "Whether each rank has cancelled this backward pass. A rank that has not answers at the end of its batch"
+        if self.trainer.replica is None or not self.trainer.replica.sync: return True # others' gradients have not come here
+        self.ballot.post(asks=True, place=self.place)
+        return self.ballot.read().asks==self.n_ranks
     def after_backward(self): self.progress = Progress.synced
     def after_cancel_step(self): self.catch_up() # before the gradients are set to zero
     def after_step(self):
