@@ -137,11 +137,13 @@ def as_batch(
     return tree_unflatten([_batch_leaf(*o) for o in zip(leaves, kinds)], spec)
 
 def _batch_leaf(o, kind):
-    if has_whole(o): return o[0].val
+    if has_whole(o): return _joined([r.val for r in o if r.val is not None])
     if kind==_list: return list(o)
     if kind==_once: return o.mean(0) if isinstance(o, Tensor) and o.is_floating_point() else o[0]
     if kind==_flat: return torch.cat(list(o))
     return o if isinstance(o, Tensor) or len({r.shape for r in o})>1 else torch.stack(list(o))
+
+def _joined(os): return os[0] if len(os)==1 else torch.cat(os)
 
 def is_ragged(rows, kinds):
     "Whether rows of these kinds do not fit one tensor: batches were padded to different lengths, or have no rows"

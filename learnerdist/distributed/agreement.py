@@ -21,7 +21,7 @@ from ..core.compat import tree_leaves,tree_map
 from ..core.env import group_rank,group_size,in_group
 from ..core.shards import is_part
 from ..data.loaders import LoaderWrapper,call_model,data_len,look_ahead
-from .batchnorm import muted
+from .batchnorm import _local,muted
 from ..learner.callback import Callback,Order,cancels
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c005
@@ -281,7 +281,9 @@ class AgreementEnd(Callback):
 
     def before_epoch(self): self._vote()
     def after_train(self): self._vote()
-    def after_validate(self): self._vote()
+    def after_validate(self):
+        self._vote()
+        _local.on = False
     def after_epoch(self): self._vote()
     def after_batch(self):
         if self.agreement.progress!=Progress.ended: self.agreement.end_batch()

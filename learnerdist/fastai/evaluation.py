@@ -61,7 +61,7 @@ class _Asked(FuncMetric):
     def look(self, learn):
         n = find_bs(learn.yb)
         self.count += n
-        if self.found is None: self._look(learn, n)
+        self._look(learn, n)
 
 def _is_function(m):
     return isinstance(m, AvgMetric) and type(m).accumulate is AvgMetric.accumulate and _base(m.func) is not foreground_acc

@@ -124,22 +124,26 @@ class FuncMetric(AvgMetric):
     what = 'it is computed on the whole data set{late}. AvgMetric({name}) gives the mean of batches'
     def reset(self):
         super().reset()
-        self.found,self.rows,self.kinds,self.n_same = _known.get(self.func),[],None,0
-        self.asks = self.found is None # not known before this loop, on any rank
+        self.found,self.rows,self.kinds,self.n_same,self.n_batches,self.late = _known.get(self.func),[],None,0,0,False
+        self.asks,self.of_all = self.found is None,None # asks: not known before this loop, on any rank
     def accumulate(self, learn):
         if self.found!='other' or self.asks: super().accumulate(learn)
-        if self.found=='samples': return
+        if self.found=='samples' and not self.asks: return
         n = batch_rows(learn)
-        if self.found is None: self._look(learn, n)
+        self._look(learn, n)
         if self.found=='samples': self.rows = []
         else: self._keep(learn, n)
     def _look(self, learn, n):
+        "Probe the first batches of the loop; once two have shown a mean over samples, only the batches 2, 4, 8, …"
+        i,self.n_batches = self.n_batches,self.n_batches+1
+        if not self.asks or self.late or self.found=='other' or self.found and i&(i-1): return
         found,before = None,rng_state()
         try: found = probe(self.func, learn.pred, learn.yb, n)
-        except Exception: found,self.n_same = 'samples',1 # its batches cannot be cut: it is called on them whole
+        except Exception: found = 'other' # its batches cannot be cut
         finally: set_rng_state(before)
         self.n_same += found=='samples'
-        if found in ('other','sum') or self.n_same==2: # two batches, each cut in two ways
+        if self.found: self.late = found in ('other','sum')
+        elif found in ('other','sum') or self.n_same==2: # two batches, each cut in two ways
             self.found = 'samples' if found=='samples' else 'other'
     def _keep(self, learn, n):
         self.rows.append((to_rows(learn.pred, n), *columns(learn.yb, n)))
@@ -147,18 +151,28 @@ class FuncMetric(AvgMetric):
     @property
     def value(self):
         if self.found=='samples' or not self.rows: return super().value
-        return float(self.func(*as_batch(cat_rows(self.rows), self.kinds)))
+        try: return float(self.func(*as_batch(cat_rows(self.rows), self.kinds)))
+        except Exception as e:
+            if self.of_all is None: raise
+            return self._of_batches(e)
+    def _of_batches(self, e):
+        _known[self.func] = self.found = 'samples'
+        self.total,self.count = self.of_all
+        if is_rank0(): warnings.warn(f'the metric {self.name} cannot be computed on the whole data set ({type(e).__name__}: {e}), as if batches '
+            'are padded to different lengths: it is the mean of batches, which depends on the batches. Pad all to one length')
+        return self.value
 
     def tells(self)->tuple: # For `settle` of all ranks
         "What this rank's batches have told"
-        return self.found,self.kinds,self.count>0
+        return [self.found,*['other']*self.late],self.kinds,float(self.total),self.count
 
     def settle(self,
         told:list # `tells()` of all ranks
     ):
         "Do what all ranks do: after a loop, before its value is asked for"
-        self.asks,found = False,{o for o,_,had in told if had}
-        self.kinds = next((o for _,o,_ in told if o), None)
+        self.asks,found = False,{o for os,_,_,n in told if n for o in os}
+        self.kinds = next((o[1] for o in told if o[1]), None)
+        self.of_all = sum(o[2] for o in told),sum(o[3] for o in told)
         if 'other' in found: _known[self.func] = 'other'
         elif 'samples' in found: _known[self.func] = 'samples'
         if 'other' in found and is_rank0():
