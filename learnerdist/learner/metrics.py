@@ -41,20 +41,24 @@ class Metric:
         "Its column in the table"
         return type(self).__name__.lower()
 
-def _func_name(f):
+def _func_name(f): return getattr(_inner(f), '__name__', type(_inner(f)).__name__.lower())
+def _inner(f):
     while isinstance(f, partial): f = f.func
-    return getattr(f, '__name__', type(f).__name__.lower())
+    return f
 
 # %% ../../nbs/learner/02_metrics.ipynb #c006
 class AvgMetric(Metric):
-    "The mean of `func` over samples. In `distrib_ctx` its `value` after a loop is that of all ranks together"
+    "The mean of `func` over samples, or over what `func.n_items` counts. In `distrib_ctx` its `value` is that of all ranks together"
+    n_items = None
     def __init__(self,
         func,     # From (prediction, *targets) of a batch to the mean over that batch: a tensor (), a float or a numpy scalar
         name=None # Its column in the table; None: the name of the function
-    ): self.func,self._name = func,name
+    ): self.func,self._name,self.n_items = func,name,getattr(_inner(func), 'n_items', None)
 
     def reset(self): self.total,self.count = 0.,0
-    def accumulate(self, learn): self.add(self.func(learn.pred, *learn.yb), batch_rows(learn))
+    def accumulate(self, learn):
+        n = batch_rows(learn) if self.n_items is None else self.n_items(learn.pred, *learn.yb)
+        self.add(self.func(learn.pred, *learn.yb), n)
     def add(self,
         mean, # Of a batch: a number or a tensor ()
         n     # Its weight in the mean over batches, such as the number of samples
@@ -119,13 +123,17 @@ def skm_metric(
 # %% ../../nbs/learner/02_metrics.ipynb #0f1201ac
 _known = weakref.WeakKeyDictionary() # By function: 'samples' (batches' means add up) or 'other'; all ranks have found the same
 
+_remedy = 'if it is the mean over something, give it an attribute n_items: a function of (pred, *targs) that counts that'
+
 class FuncMetric(AvgMetric):
     "`func` of the whole data set: called on batches where their means add up to it, which the first batches tell"
-    what = 'it is computed on the whole data set{late}. AvgMetric({name}) gives the mean of batches'
+    what = ('it is computed on the whole data set{late}. AvgMetric({name}) gives the mean of batches; if it is the mean over what a function '
+            'of (pred, *targs) counts, set {name}.n_items to that')
     def reset(self):
         super().reset()
         self.found,self.rows,self.kinds,self.n_same,self.n_batches,self.late = _known.get(self.func),[],None,0,0,False
-        self.asks,self.of_all = self.found is None,None # asks: not known before this loop, on any rank
+        if self.n_items: self.found = 'samples'
+        self.asks,self.of_all,self.shapes = self.found is None,None,set() # asks: not known before this loop, on any rank
     def accumulate(self, learn):
         if self.found!='other' or self.asks: super().accumulate(learn)
         if self.found=='samples' and not self.asks: return
@@ -136,6 +144,8 @@ class FuncMetric(AvgMetric):
     def _look(self, learn, n):
         "Probe the first batches of the loop; once two have shown a mean over samples, only the batches 2, 4, 8, …"
         i,self.n_batches = self.n_batches,self.n_batches+1
+        ts = [o for o in (learn.pred, *learn.yb) if isinstance(o, Tensor) and o.ndim]
+        if self.asks and all(len(o)==n for o in ts): self.shapes.add(tuple(o.shape[1:] for o in ts))
         if not self.asks or self.late or self.found=='other' or self.found and i&(i-1): return
         found,before = None,rng_state()
         try: found = probe(self.func, learn.pred, learn.yb, n)
@@ -153,24 +163,24 @@ class FuncMetric(AvgMetric):
         if self.found=='samples' or not self.rows: return super().value
         try: return float(self.func(*as_batch(cat_rows(self.rows), self.kinds)))
         except Exception as e:
-            if self.of_all is None: raise
-            return self._of_batches(e)
-    def _of_batches(self, e):
+            if self.of_all is None: raise ValueError(f'the metric {self.name} fails on the whole data set: {_remedy}') from e
+            self._use_batches(f'{type(e).__name__}: {e}')
+            return self.value
+    def _use_batches(self, why):
         _known[self.func] = self.found = 'samples'
-        self.total,self.count = self.of_all
-        if is_rank0(): warnings.warn(f'the metric {self.name} cannot be computed on the whole data set ({type(e).__name__}: {e}), as if batches '
-            'are padded to different lengths: it is the mean of batches, which depends on the batches. Pad all to one length')
-        return self.value
+        (self.total,self.count),self.rows = self.of_all,[]
+        if is_rank0(): warnings.warn(f'the metric {self.name} cannot be computed on the whole data set ({why}): it is the mean of batches, '
+                                     f'which depends on the batches; {_remedy}')
 
     def tells(self)->tuple: # For `settle` of all ranks
         "What this rank's batches have told"
-        return [self.found,*['other']*self.late],self.kinds,float(self.total),self.count
+        return [self.found,*['other']*self.late],self.kinds,float(self.total),float(self.count),self.shapes
 
     def settle(self,
         told:list # `tells()` of all ranks
     ):
         "Do what all ranks do: after a loop, before its value is asked for"
-        self.asks,found = False,{o for os,_,_,n in told if n for o in os}
+        self.asks,found,shapes = False,{o for os,_,_,n,_ in told if n for o in os},set().union(*[o[4] for o in told])
         self.kinds = next((o[1] for o in told if o[1]), None)
         self.of_all = sum(o[2] for o in told),sum(o[3] for o in told)
         if 'other' in found: _known[self.func] = 'other'
@@ -179,6 +189,7 @@ class FuncMetric(AvgMetric):
             late = ', from the next loop on: on some rank the first batches looked otherwise' if 'samples' in found else ''
             warnings.warn(f'the metric {self.name} is no mean over samples: {self.what.format(late=late, name=self.name)}')
         self.found = 'samples' if 'samples' in found else 'other'
+        if 'other' in found and len(shapes)>1: self._use_batches('batches are padded to different lengths')
         if self.found=='samples': self.rows = []
 
 def metric_of(
@@ -287,7 +298,7 @@ def metric_named(
     near = get_close_matches(name, [*ours,*theirs], 3) or [*ours]
     raise ValueError(f"no metric {name!r}, of ours or of torchmetrics: did you mean {', '.join(near)}?")
 
-for _o in (accuracy,error_rate,top_k_accuracy): _known[_o] = 'samples'
+for _o in (accuracy,error_rate,top_k_accuracy): _o.n_items = lambda pred, targ, *_: targ.numel()
 
 # %% ../../nbs/learner/02_metrics.ipynb #c018
 class Sums:
