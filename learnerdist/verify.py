@@ -148,8 +148,8 @@ def _draws(d, alone, ranks):
 @cause
 def _lengths(d, alone, ranks):
     one,*each = [o['steps'][d.step]['shapes'] if d.step<len(o['steps']) else None for o in (alone,*ranks)]
-    if any(o!=one for o in each): return (f"the batches have other shapes ({one} on one process, {each[0]} on rank 0), as when samples are padded to "
-                                          "the longest of a batch: here it matters how far. Mask the padding, or pad to one length")
+    if any(o!=one for o in each): return (f"the batches have other shapes ({one} on one process, {each[0]} on rank 0), as when samples are "
+                                          "padded to the longest of a batch, and that matters. Mask the padding, or pad to one length")
 
 @cause
 def _other_samples(d, alone, ranks):
@@ -169,8 +169,8 @@ def _loss_is_no_mean(d, alone, ranks):
 
 @cause
 def _samples_mix(d, alone, ranks):
-    if alone['mixes'] and d.kind!='buffers': return ("a prediction depends on which samples share the batch (statistics over the batch, attention among samples): "
-                               "exchange them by all_mean, or let the model work on gather_with_grad(x)")
+    if alone['mixes'] and d.kind!='buffers': return ("a prediction depends on which samples share the batch (statistics over the batch, "
+                                                     "attention among samples): let the model work on gather_with_grad(x)")
 
 @cause
 def _added(d, alone, ranks):
@@ -205,7 +205,7 @@ def judge(alone, ranks)->Verdict:
     bad = [d for d in found if d.by>(max(tol, 1e-6) if d.kind in ('loss','metrics') else tol)] # metrics may be computed in float32
     bad = [d for d in bad if (d.step,d.kind)==(bad[0].step,bad[0].kind)]
     first = max(bad, key=lambda d: d.by, default=None)
-    notes = ['outputs without a row for each sample, such as a loss or the nodes of graphs, are left out of the predictions'] if alone.get('rowless') else []
+    notes = ['outputs without a row for each sample (a loss, nodes of graphs) are not compared as predictions']*bool(alone.get('rowless'))
     notes += [f"without random draws: {_few(alone['silenced'])}"] if alone['silenced'] else []
     if any(o['streams']!=alone['streams'] for o in ranks):
         notes.append("after the context the random streams stand elsewhere than one process's: what the script draws next depends on them")

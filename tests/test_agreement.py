@@ -204,7 +204,8 @@ def rank_extreme():
     res = []
     with process_group():
         for order in (-10**6, 10**6):
-            for event,*cbs in (['before_batch'],['before_batch',GradientAccumulation(2*BS)],['after_batch'],['after_step'],['before_train']):
+            grouped = GradientAccumulation(2*BS)
+            for event,*cbs in (['before_batch'],['before_batch',grouped],['after_batch'],['after_step'],['before_train']):
                 learn = make()
                 with learn.distrib_ctx(seed=1, timeout_s=60), learn.no_logging(): learn.fit(2, cbs=[*cbs, Extreme(order, event)])
                 res.append(weights(learn).tolist())
@@ -239,7 +240,8 @@ def cancels_before_a_forward_pass():
     with process_group():
         for fit,at,cbs in [('fit', 2, [GradientAccumulation(2*BS)]), ('fit_one_cycle', 1, [])]:
             learn = make()
-            with learn.distrib_ctx(seed=1, timeout_s=60): getattr(learn, fit)(1, cbs=[*cbs, Raise('before_batch', CancelBatchException, 0, at)])
+            cbs.append(Raise('before_batch', CancelBatchException, 0, at))
+            with learn.distrib_ctx(seed=1, timeout_s=60): getattr(learn, fit)(1, cbs=cbs)
             res.append((learn.recorder.lrs, weights(learn).tolist()))
     return res
 

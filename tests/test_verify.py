@@ -105,13 +105,15 @@ def texts(b): return nn.utils.rnn.pad_sequence([x[:2+i%4] for i,(x,_) in b], bat
 class MeanOfTexts(nn.Module):
     "Its padding counts"
     def forward(self, x): return x.mean(1, keepdim=True)*torch.ones(6)
-def padded(): return learner(nn.Sequential(MeanOfTexts(), mlp()), train=TfmdDL([*enumerate(data())], 4, collate_fn=texts, shuffle=True), valid=None)
+def padded(): return learner(nn.Sequential(MeanOfTexts(), mlp()), train=TfmdDL([*enumerate(data())], 4, collate_fn=texts, shuffle=True))
 class OfGraphs(nn.Module):
     def __init__(self):
         super().__init__()
         self.lin = nn.Linear(6, 3)
     def forward(self, x, sizes): return self.lin(x)
-def joined(b): return torch.cat([x.expand(2+i%4, 6) for i,(x,_) in b]),torch.tensor([i for i,_ in b]),torch.cat([y.expand(2+i%4) for i,(_,y) in b])
+def joined(b):
+    "A graph of 2 to 5 nodes for each sample"
+    return torch.cat([x.expand(2+i%4, 6) for i,(x,_) in b]),torch.tensor([i for i,_ in b]),torch.cat([y.expand(2+i%4) for i,(_,y) in b])
 def graphs():
     dl = TfmdDL([*enumerate(data(21))], 3, collate_fn=joined)
     learn = learner(OfGraphs(), train=dl, valid=dl)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RowList', 'ByBatch', 'to_rows', 'Whole', 'row_kinds', 'columns', 'listed', 'cat_rows', 'has_whole', 'without_rows',
-           'take_rows', 'as_batch', 'is_ragged', 'spread', 'as_ints']
+           'take_rows', 'as_batch', 'is_ragged', 'find_device', 'spread', 'as_ints']
 
 # %% ../../nbs/data/02_rows.ipynb #92168161
 import torch
@@ -149,6 +149,13 @@ def _joined(os): return os[0] if len(os)==1 else torch.cat(os)
 def is_ragged(rows, kinds):
     "Whether rows of these kinds do not fit one tensor: batches were padded to different lengths, or have no rows"
     return any(has_whole(o) or k==_each and not isinstance(o, Tensor) for o,k in zip(tree_flatten(rows)[0], kinds))
+
+# %% ../../nbs/data/02_rows.ipynb #finddev1
+def find_device(b)->torch.device:
+    "The device of the first tensor in a nested `b`; the CPU if there is none"
+    if isinstance(b, Tensor): return b.device # the first leaf is found without a walk over the others
+    vals = b.values() if isinstance(b, dict) else b if isinstance(b, (list,tuple)) else ()
+    return next((find_device(o) for o in vals), torch.device('cpu'))
 
 # %% ../../nbs/data/02_rows.ipynb #c022
 def spread(

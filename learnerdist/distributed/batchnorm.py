@@ -247,5 +247,5 @@ def _tell_own(m):
     line = users_frame(frames_of_caller())
     if any(line in told or m in known and not _local.on for known,told in _watches): return
     _watches[-1][1].add(line)
-    warnings.warn(f"{type(m).__name__}({m.num_features}) in training mode normalises by this rank's own samples, not by those of all ranks, from {line}. "
-                  "Set its module to eval(), or synchronise it by sync_batchnorm(module), if all ranks call it equally often")
+    warnings.warn(f"{type(m).__name__}({m.num_features}) in training mode normalises by this rank's own samples, not those of all ranks, "
+                  f"from {line}. Set its module to eval(), or synchronise it by sync_batchnorm(module), if all ranks call it equally often")

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ..core.env import is_rank0
 from ..data.loaders import data_len
+from ..data.rows import find_device
 from .losses import batch_rows,n_items,weighted
 from .callback import Callback,Order
 from .learner import Learner,defaults
-from .metrics import AvgLoss,find_device,mk_metrics
+from .metrics import AvgLoss,mk_metrics
 
 # %% ../../nbs/learner/03_recorder.ipynb #c024
 class Recorder(Callback):
