@@ -146,6 +146,12 @@ def _draws(d, alone, ranks):
         return "random draws differ by rank: a layer or a callback draws numbers (dropout, MixUp); --no-dropout silences torch's layers"
 
 @cause
+def _lengths(d, alone, ranks):
+    one,*each = [o['steps'][d.step]['shapes'] if d.step<len(o['steps']) else None for o in (alone,*ranks)]
+    if any(o!=one for o in each): return (f"the batches have other shapes ({one} on one process, {each[0]} on rank 0), as when samples are "
+                                          "padded to the longest of a batch, and that matters. Mask the padding, or pad to one length")
+
+@cause
 def _other_samples(d, alone, ranks):
     (want,),rows = _rows(d.step, alone, ranks)
     if sorted(_dealt(rows))!=sorted(want): return "the step's samples are other ones than one process's"
@@ -160,6 +166,16 @@ def _batchnorm(d, alone, ranks):
 def _loss_is_no_mean(d, alone, ranks):
     if 'other' in alone['probes']: return 'the loss is no mean over samples (weights of classes, ignored labels, tokens)'
     if 'sum' in alone['probes']: return 'the loss is a sum over samples, not a mean'
+
+@cause
+def _samples_mix(d, alone, ranks):
+    if alone['mixes'] and d.kind!='buffers': return ("a prediction depends on which samples share the batch (statistics over the batch, "
+                                                     "attention among samples): let the model work on gather_with_grad(x)")
+
+@cause
+def _added(d, alone, ranks):
+    if alone['adds'] and d.kind=='gradients': return ("a callback changes loss_grad: each rank computes what it adds from its own samples, "
+                                                      "which makes a difference if that is no mean over samples")
 
 @cause
 def _own_buffer(d, alone, ranks):
@@ -189,7 +205,7 @@ def judge(alone, ranks)->Verdict:
     bad = [d for d in found if d.by>(max(tol, 1e-6) if d.kind in ('loss','metrics') else tol)] # metrics may be computed in float32
     bad = [d for d in bad if (d.step,d.kind)==(bad[0].step,bad[0].kind)]
     first = max(bad, key=lambda d: d.by, default=None)
-    notes = ['outputs without a row for each sample, such as a loss, are left out of the predictions'] if alone.get('rowless') else []
+    notes = ['outputs without a row for each sample (a loss, nodes of graphs) are not compared as predictions']*bool(alone.get('rowless'))
     notes += [f"without random draws: {_few(alone['silenced'])}"] if alone['silenced'] else []
     if any(o['streams']!=alone['streams'] for o in ranks):
         notes.append("after the context the random streams stand elsewhere than one process's: what the script draws next depends on them")

@@ -1,12 +1,13 @@
 "Cancel exceptions on one rank become the same on all; uneven loaders; weights stay equal; failures reach every rank"
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from learnerdist.all import *
-from learnerdist.core.env import group_rank
+from learnerdist.core.env import group_rank, group_size
 from learnerdist.data.sharding import epoch_order
 from learnerdist.testing import run_ranks
 
@@ -203,12 +204,47 @@ def rank_extreme():
     res = []
     with process_group():
         for order in (-10**6, 10**6):
-            for event in ('before_batch','after_batch','after_step','before_train'):
+            grouped = GradientAccumulation(2*BS)
+            for event,*cbs in (['before_batch'],['before_batch',grouped],['after_batch'],['after_step'],['before_train']):
                 learn = make()
-                with learn.distrib_ctx(seed=1, timeout_s=60), learn.no_logging(): learn.fit(2, cbs=Extreme(order, event))
+                with learn.distrib_ctx(seed=1, timeout_s=60), learn.no_logging(): learn.fit(2, cbs=[*cbs, Extreme(order, event)])
                 res.append(weights(learn).tolist())
     return res
 
 def test_a_cancel_by_the_first_or_the_last_callback_reaches_all_ranks():
     a,b = run_ranks(rank_extreme, 2)
-    assert a==b and len(a)==8
+    assert a==b and len(a)==10
+
+def zero_gradients():
+    "One step with weight decay, in which the gradients are zero, on ranks of which some cancel the backward pass"
+    res = []
+    with process_group():
+        W = group_size()
+        for cancelling in ([1], [*range(1, W)], [*range(W)]):
+            model = nn.Linear(1, 1, bias=False).double()
+            nn.init.ones_(model.weight)
+            opt = partial(torch.optim.SGD, weight_decay=.1)
+            learn = Learner(DataLoaders(TfmdDL([(torch.zeros(1).double(),)*2]*2*W, bs=1)), model, nn.MSELoss(), opt, lr=1.)
+            cbs = [Raise('before_backward', CancelBackwardException, r, 0) for r in cancelling]
+            with learn.distrib_ctx(timeout_s=60), learn.no_logging(): learn.fit(1, cbs=cbs)
+            res.append(model.weight.item())
+    return res
+
+@pytest.mark.parametrize('W', [2,3])
+def test_zero_gradients_are_no_cancelled_backward_pass(W):
+    for got in run_ranks(zero_gradients, W): assert got==pytest.approx([.81,.81,.9], abs=1e-12)
+
+def cancels_before_a_forward_pass():
+    "On rank 0 alone: of a group's first micro-batch, after the first step; of a batch of one-cycle"
+    res = []
+    with process_group():
+        for fit,at,cbs in [('fit', 2, [GradientAccumulation(2*BS)]), ('fit_one_cycle', 1, [])]:
+            learn = make()
+            cbs.append(Raise('before_batch', CancelBatchException, 0, at))
+            with learn.distrib_ctx(seed=1, timeout_s=60): getattr(learn, fit)(1, cbs=cbs)
+            res.append((learn.recorder.lrs, weights(learn).tolist()))
+    return res
+
+def test_a_cancel_before_the_forward_pass_that_regroups_gradients_or_before_the_recorder():
+    a,b = run_ranks(cancels_before_a_forward_pass, 2, timeout_s=100)
+    assert a==b and len(set(a[1][0]))==4

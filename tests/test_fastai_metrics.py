@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from test_fastai import accuracy, close, ctx, floats, items, make, on_ranks, per_rank, same, state
 from test_fastai_callbacks import quiet
+from learnerdist.all import gather_with_grad
 from learnerdist.core.env import group_rank
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
@@ -165,6 +166,23 @@ def test_a_function_that_is_no_mean_over_samples_is_told_of_once():
     close([vals,others], [want[0]]*2, 1e-6)
     assert want[1]==nothing==[] and [o.split(' is ')[0] for o in said]==['the metric f1','the metric root']
     assert all('mean of its values on (global) batches. AccumMetric(' in o for o in said)
+
+def in_batch(p, t):
+    "A loss of all pairs in the global batch"
+    p = gather_with_grad(p)
+    return F.cross_entropy(p@p.T, torch.arange(len(p)))
+in_batch.n_items = 'whole'
+
+def of_pairs(W, rank):
+    "37 samples: the last batch is smaller"
+    learn = make(W, rank, bs=12, n_valid=37, metrics=[])
+    learn.loss_func = Attr(in_batch)
+    learn.loss_func.n_items = 'whole'
+    with ctx(learn, W): return floats(learn.validate())
+
+def test_validation_loss_of_the_whole_global_batch():
+    want = of_pairs(0, 0)
+    for got in run_ranks(on_ranks, 2, of_pairs): close([got], [want], 1e-6)
 
 def unsupported(W, rank):
     torch.set_default_dtype(F64)

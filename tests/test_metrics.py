@@ -174,6 +174,55 @@ def rank_traces():
 
 def test_torchmetrics_object_is_left_as_it_was(): assert run_ranks(rank_traces, 2)==[[], []]
 
+class Nodes(nn.Module):
+    "A layer for each node of the graphs of a batch, or for each token"
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(C, C).double()
+    def forward(self, x, edges=None): return self.lin(x)
+
+def per_node(p, t): return (p.argmax(-1)==t)[t>=0].double().mean()
+def per_token(p, t): return per_node(p, t)
+def counted(p, t): return per_node(p, t)
+counted.n_items = lambda p, t: (t>=0).sum()
+def of_nodes(p, t): return F.cross_entropy(p.flatten(0, -2), t.flatten())
+
+def graphs(n=48):
+    "Inputs, edges and classes; the first graphs of the data set have the same size"
+    (x,y),sizes = data(n*5),torch.randint(2, 6, (n,), generator=torch.Generator().manual_seed(1)).tolist()
+    return [(x[i*5:i*5+k], torch.zeros(2, 2*k), y[i*5:i*5+k]) for i,k in enumerate([2]*12+sizes[12:])]
+
+def joined(b):
+    x,edges,y = zip(*b)
+    return torch.cat(x),torch.cat(edges, 1),torch.cat(y)
+def padded(b): return [nn.utils.rnn.pad_sequence([o[i] for o in b], batch_first=True, padding_value=v) for i,v in ((0,0.),(2,-100))]
+
+def rank_nodes():
+    "Two validations each: metrics of graphs' nodes, and of tokens in padded batches; and what is said"
+    res = []
+    with process_group():
+        for collate,metrics in ((joined, [per_node,counted,partial(accuracy)]), (padded, [counted,per_token])):
+            torch.manual_seed(0)
+            dl = TfmdDL(graphs(), bs=2, collate_fn=collate)
+            dls = DataLoaders(dl, dl)
+            dls.n_inp = 2 if collate is joined else 1
+            learn = Learner(dls, Nodes(), of_nodes, metrics=metrics)
+            with learn.distrib_ctx(), warnings.catch_warnings(record=True) as w:
+                warnings.simplefilter('always')
+                res.append((learn.validate()[1:], learn.validate()[1:], str([str(o.message) for o in w])))
+    return res
+
+def test_means_over_nodes_and_tokens():
+    x,_,y = joined(graphs())
+    torch.manual_seed(0)
+    p,tol = Nodes()(x).detach(),dict(abs=1e-12)
+    want = [f(p, y).item() for f in (per_node,per_node,accuracy)]
+    for graph,token in (rank_nodes(), *(ranks := run_ranks(rank_nodes, 2))):
+        assert graph[1]==pytest.approx(want, **tol) and graph[0][1:]==pytest.approx(want[1:], **tol)
+        assert token[0][0]==token[1][0]==pytest.approx(want[0], **tol)
+    graph,token = ranks[0]
+    assert 'per_node is no mean over samples' in graph[2] and 'per_token cannot be computed on the whole data set' in token[2]
+
 def test_what_is_no_metric():
     with pytest.raises(ValueError, match='no metric'): mk_metric(3)
     with pytest.raises(ValueError, match='no metric'): make(metrics=['acuracy']).fit(1)

@@ -93,6 +93,32 @@ class Mean(nn.Module):
         return x-self.mean
 
 def own_buffer(): return learner(mlp(Mean()))
+class Centred(nn.Module):
+    def forward(self, x): return x-x.mean(0)
+def centred(): return learner(mlp(Centred()))
+class AddsBalance(Callback):
+    "A term that is the square of a mean over the batch"
+    def after_loss(self):
+        if self.training: self.learn.loss_grad = self.loss_grad+(self.pred.softmax(-1).mean(0)**2).sum()
+def balanced(): return learner(cbs=AddsBalance)
+def texts(b): return nn.utils.rnn.pad_sequence([x[:2+i%4] for i,(x,_) in b], batch_first=True),torch.stack([y for _,(_,y) in b])
+class MeanOfTexts(nn.Module):
+    "Its padding counts"
+    def forward(self, x): return x.mean(1, keepdim=True)*torch.ones(6)
+def padded(): return learner(nn.Sequential(MeanOfTexts(), mlp()), train=TfmdDL([*enumerate(data())], 4, collate_fn=texts, shuffle=True))
+class OfGraphs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(6, 3)
+    def forward(self, x, sizes): return self.lin(x)
+def joined(b):
+    "A graph of 2 to 5 nodes for each sample"
+    return torch.cat([x.expand(2+i%4, 6) for i,(x,_) in b]),torch.tensor([i for i,_ in b]),torch.cat([y.expand(2+i%4) for i,(_,y) in b])
+def graphs():
+    dl = TfmdDL([*enumerate(data(21))], 3, collate_fn=joined)
+    learn = learner(OfGraphs(), train=dl, valid=dl)
+    learn.dls.n_inp = 2
+    return learn
 def rmse(out, y): return ((out[:,0]-y)**2).mean().sqrt()
 def batch_metric(): return learner(metrics=AvgMetric(rmse)) # the mean of batches, asked for by name
 
@@ -113,7 +139,7 @@ def remedied():
 
 # --- the verdicts ------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('f', [plain,two_fits,remedied])
+@pytest.mark.parametrize('f', [plain,two_fits,remedied,graphs])
 def test_same(f):
     res = verify(f)
     assert res.same and res.first is None and str(res).splitlines()[-1].startswith('The same: 2 processes and one'), res
@@ -127,6 +153,8 @@ def test_same(f):
     (max_norm, 'weights', '0.weight', '0.weight: changed in place'), (augmented, 'gradients', '', 'random draws differ by rank: a sample'),
     (not_dealt, 'gradients', '', 'the training loader is not dealt'), (other_split, 'gradients', '', 'the training data of rank 1'),
     (uneven, 'gradients', '', 'samples do not divide'), (own_buffer, 'buffers', '1.mean', '1.mean: a module computes'),
+    (centred, 'gradients', '', 'a prediction depends on which samples'), (balanced, 'gradients', '', 'a callback changes loss_grad'),
+    (padded, 'gradients', '', 'the batches have other shapes'),
     (batch_metric, 'metrics', 'rmse', 'rmse: a metric that is no mean'), (unfrozen, 'gradients', '0.', 'trained, but not exchanged')],
     ids=lambda o: getattr(o, '__name__', ''))
 def test_difference(f, kind, name, cause):

@@ -21,6 +21,7 @@ from ..core.env import group_rank,group_size
 from ..data.distributed_dl import DistributedDL,in_order,is_split
 from ..data.loaders import LoaderWrapper,batch_shape,changed,to_device
 from ..data.rows import as_batch,cat_rows,is_ragged,listed,row_kinds,spread,take_rows,to_rows
+from .batchnorm import _local
 from .divergence import say_loss
 from .gather_rows import gather_all
 from ..learner.callback import Callback,Order
@@ -75,7 +76,9 @@ class ExactEvaluation(Callback):
             if len(self.learn.yb) and (self.asks and self._ask() or self.replays): self._remember(n)
         self.seen += self.n
 
-    def after_validate(self): self.put_together()
+    def after_validate(self):
+        self.put_together()
+        _local.on = False
 
     # A subclass for another kind of learner overrides these, and `measured`, `batch_ids` and `batch_loss`
     def kind(self, m):

@@ -7,7 +7,6 @@ __all__ = ['uneven_steps', 'sum_over_ranks', 'LossWeights', 'gather_with_grad']
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #3a7d6981
 import struct,warnings
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from ..core.collectives import all_sum,gather_rows
 from ..core.compat import tree_leaves
 from ..core.env import current_group,group_rank,group_size
 from ..data.loaders import batch_shape
-from .batchnorm import is_muted,mute
+from .batchnorm import _local,is_muted,mute
 from .divergence import say_loss
 from ..learner.losses import MeanOver,batch_rows,loss_over,mean_over,n_items,probe_loss
 
@@ -45,7 +44,6 @@ def sum_over_ranks(
     return sum(struct.unpack(f'<{len(rows)}d', b''.join(rows)))
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #6c6077a1
-_local = SimpleNamespace(on=False) # Whether `gather_with_grad` returns this rank's rows: in evaluation, where ranks differ in their batches
 _found = [None,'samples','sum','other','items','uncut']
 
 class LossWeights:

@@ -118,7 +118,7 @@ class Replica:
         own = {id(p) for p in self.params}
         self.others = [p for p in self._optimized() if id(p) not in own]
         broadcast_tensors(self.others)
-        self.trained,self.checked,self.ddp = self._what_is_trained(),False,None
+        self.trained,self.checked,self.regroups,self.ddp = self._what_is_trained(),False,False,None
         if not any(p.requires_grad for p in self.params): return # DDP refuses a model that is frozen as a whole
         device = self.learn.device
         ids = [device.index] if device.type=='cuda' else None
@@ -133,6 +133,7 @@ class Replica:
 
     def __call__(self, *xb, **kw):
         if self.trained!=self._what_is_trained(): self._wrap()
+        self.regroups = False
         return (self.ddp or self.model)(*xb, **kw)
 
     def undo(self):
@@ -150,7 +151,7 @@ class Replica:
     def forward_exchanges(self)->bool:
         "Whether ranks exchange something in each forward pass"
         sync_bn = self.undo_bn and any(isinstance(m, _Synced) for m in self.model.modules())
-        return bool(sync_bn or self.max_norm and self.max_norm.used)
+        return bool(sync_bn or self.regroups or self.max_norm and self.max_norm.used)
 
     def after_backward(self):
         "After a backward pass with an exchange: average gradients outside of DDP, look for missing ones. Sync point"
@@ -160,8 +161,9 @@ class Replica:
         self.frozen = []
         for p,on in zip(self.params, self.trained[0]):
             if on and not p.requires_grad: p.grad = None # frozen after the forward pass: in one process it has no gradient either
-        if self.ddp is None or self.checked or ddp_flag(self.ddp, 'find_unused_parameters') or ddp_flag(self.ddp, 'static_graph'): return
-        self.checked = True
+        if self.ddp is None or self.checked: return
+        self.checked = self.regroups = True # in the next forward pass DDP exchanges the order in which gradients have come
+        if ddp_flag(self.ddp, 'find_unused_parameters') or ddp_flag(self.ddp, 'static_graph'): return
         idle = without_gradient(self.model)
         if idle: raise ValueError(f"no gradient for {', '.join(idle)}: if they take no part in the loss, say so with "
                                   "distrib_ctx(find_unused_parameters=True), or freeze them with requires_grad_(False)")

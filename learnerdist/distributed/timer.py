@@ -10,7 +10,7 @@ from time import perf_counter
 
 from fastcore.basics import patch
 
-from .agreement import Ballot
+from .vote_links import Ballot
 from ..core.compat import queue_callback
 from ..learner.callback import Callback,Order
 from ..learner.learner import defaults

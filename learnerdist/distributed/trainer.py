@@ -9,6 +9,7 @@ __all__ = ['DistributedTrainer']
 from contextlib import ExitStack,contextmanager
 
 import torch
+from torch import nn
 from fastcore.basics import patch
 
 from ..core.collectives import all_sum,broadcast_object
@@ -17,13 +18,13 @@ from ..core.random import seed_streams
 from ..data.distributed_dl import DistributedDL,is_split,set_epoch
 from ..data.loaders import batch_shape
 from .agreement import Agreement,AgreementEnd
-from .batchnorm import mute,say_batch_dependent
+from .batchnorm import _local,mute,say_batch_dependent,watch_batchnorm
 from .blocks import shard_options
 from .comm_hooks import check_ddp_options,find_hook
 from .divergence import check_others,check_weights,tensor_hash,path_of_rank0,same_data,same_optimizer,same_settings
 from .evaluation import ExactEvaluation
 from .failure import failing_together
-from .loss_weights import LossWeights,_local
+from .loss_weights import LossWeights
 from .sharded import Sharded
 from .replica import Replica,SharedMaxNorm,broadcast_module,broadcast_tensors
 from .vote_links import open_links
@@ -80,6 +81,7 @@ def attach(self:DistributedTrainer):
         self.prepare_model()
         broadcast_module(get_model(self.model))
         if group_size()>1 and group_rank()==0: say_batch_dependent(get_model(self.model))
+        if group_size()>1: self.stack.callback(watch_batchnorm(nn.Module() if self.sync_bn else get_model(self.model)))
         self.max_norm = SharedMaxNorm(get_model(self.model)) if group_size()>1 else None
         if self.max_norm: self.stack.callback(self.max_norm.undo)
         same_optimizer(self.learn)

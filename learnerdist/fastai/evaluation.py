@@ -61,7 +61,8 @@ class _Asked(FuncMetric):
     def look(self, learn):
         n = find_bs(learn.yb)
         self.count += n
-        if self.found is None: self._look(learn, n)
+        self._look(learn, n)
+    def _use_batches(self, why): "Does nothing: it is the mean of batches"
 
 def _is_function(m):
     return isinstance(m, AvgMetric) and type(m).accumulate is AvgMetric.accumulate and _base(m.func) is not foreground_acc
@@ -181,7 +182,7 @@ def functions(self:Evaluation):
 @patch
 def _look(self:Evaluation):
     "Let a batch tell of the functions that nothing is known of; once all add up, forget the batches"
-    asked = [o for o in self.functions() if o.found is None and len(self.learn.yb)]
+    asked = [o for o in self.functions() if o.asks and len(self.learn.yb)]
     for o in asked: o.look(self.learn)
     if not any(o.found for o in asked): return
     self.replays = any(isinstance(self.kind(m), Replay) for m in self.measured())

@@ -35,7 +35,7 @@ class MeanOver(NamedTuple):
         "Whether samples count alike, but for labels that are ignored by default"
         opts = getattr(self.count, 'keywords', None)
         plain = opts is not None and opts.get('weight') is None and opts.get('ignore_index', -100)==-100
-        return self.kind in ('samples','unknown','whole') or self.kind=='items' and (plain or self.count is _n_elements)
+        return self.kind in ('samples','unknown') or self.kind=='items' and (plain or self.count is _n_elements)
 
 def _n_classes_items(pred, targ, *_, weight=None, ignore_index=-100):
     if targ.is_floating_point(): return targ.numel()//targ.shape[min(targ.ndim-1, 1)] # probabilities of classes

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ..core.env import is_rank0
 from ..data.loaders import data_len
+from ..data.rows import find_device
 from .losses import batch_rows,n_items,weighted
 from .callback import Callback,Order
 from .learner import Learner,defaults
-from .metrics import AvgLoss,find_device,mk_metrics
+from .metrics import AvgLoss,mk_metrics
 
 # %% ../../nbs/learner/03_recorder.ipynb #c024
 class Recorder(Callback):
@@ -39,11 +40,10 @@ class Recorder(Callback):
 
     def before_epoch(self): self.start,self.log = time.time(),[self.epoch]
     def before_train(self):
-        self.steps = []
+        self.steps,self.lr_now = [],self._lr()
         if data_len(self.dl)==0 and is_rank0(): warnings.warn(f'the training loader, a {type(self.dl).__name__}, has no batch: nothing is '
                                                               'trained. Is the data set empty, or shorter than a batch with drop_last?')
     def before_batch(self):
-        self.lr_now = None
         if self.learn.training: self.lr_now,self.n_before = self._lr(),self.learn.train_iter
     def _lr(self): return self.learn.opt.param_groups[-1]['lr']
     def before_validate(self): self.reset_metrics()
@@ -71,8 +71,8 @@ class Recorder(Callback):
             self.n_before = learn.train_iter
             items = n_items(learn) if n else 0
             self.steps.append((weighted(learn.loss, items) if n else 0., items, n))
-            self.lrs.append(self._lr() if self.lr_now is None else self.lr_now)
-            self.lr_now = None
+            self.lrs.append(self.lr_now)
+            self.lr_now = self._lr() # of the next batch, if a callback cancels that before this one hears of its begin
             if len(self.lrs)==1: _say_hidden(learn)
         elif n:
             for m in self.valid_mets: m.accumulate(learn)
