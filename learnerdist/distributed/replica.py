@@ -100,11 +100,12 @@ class Replica:
     "`learn.wrapper`, which the training loop calls in place of `learn.model`: DDP, made again when the trained parameters change"
     def __init__(self, learn,
         sync_bn=True,   # BatchNorm over the global batch
-        comm_hook=None, # A function of (ddp, group) that registers a communication hook
+        comm_hook=None, # A function of (ddp, links) that registers a communication hook, see `find_hook`
+        links=None,     # To the other ranks
         max_norm=None,  # The model's `SharedMaxNorm`, if it has one
         **ddp_kw        # Options of `DistributedDataParallel`
     ):
-        self.learn,self.model,self.comm_hook,self.ddp = learn,learn.model,comm_hook,None
+        self.learn,self.model,self.comm_hook,self.links,self.ddp = learn,learn.model,comm_hook,links,None
         self.kw = ddp_kw if 'broadcast_buffers' in ddp_kw else {sync_buffers: False, **ddp_kw}
         self.undo_bn = sync_batchnorm(self.model, current_group()) if sync_bn else None
         self.max_norm,self._sync,self.params,self.trained = max_norm,True,[],([],[])
@@ -124,7 +125,7 @@ class Replica:
         ids = [device.index] if device.type=='cuda' else None
         with _without_empty(self.model):
             self.ddp = DistributedDataParallel(self.model, device_ids=ids, process_group=current_group(), **self.kw)
-        if self.comm_hook: self.comm_hook(self.ddp, current_group())
+        if self.comm_hook: self.comm_hook(self.ddp, self.links)
         self.sync = self._sync
 
     def _optimized(self): return [] if self.learn.opt is None else [p for g in self.learn.opt.param_groups for p in g['params']]
@@ -165,4 +166,3 @@ class Replica:
         idle = without_gradient(self.model)
         if idle: raise ValueError(f"no gradient for {', '.join(idle)}: if they take no part in the loss, say so with "
                                   "distrib_ctx(find_unused_parameters=True), or freeze them with requires_grad_(False)")
-
