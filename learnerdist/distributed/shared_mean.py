@@ -6,15 +6,15 @@
 __all__ = ['shared_memory', 'SharedMean', 'can_share']
 
 # %% ../../nbs/distributed/05_shared_mean.ipynb #sm002
-import mmap,os,socket,tempfile
+import mmap,os,tempfile
 from time import perf_counter
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ..core.compat import ddp_flag
 from ..core.env import current_group
 from .vote_links import SocketLinks,places
 
@@ -24,11 +24,8 @@ def shared_memory(
     n_bytes:int        # The same on every rank
 )->Tensor:             # (n_bytes,): uint8, zeros at first
     "Memory that all ranks of this machine read and write. It is freed with the last tensor over it. Sync point"
-    if links.last: links.last.read() # whose bytes would come first
-    fd = _nameless(n_bytes) if links.rank==0 else _received(links)
-    try:
-        if links.rank!=1: socket.send_fds(links.to[1], [b'm'], [fd]) # rank 0 to the last one, and so on down to rank 1
-        return torch.frombuffer(mmap.mmap(fd, n_bytes), dtype=torch.uint8)
+    fd = links.pass_round(lambda: _nameless(n_bytes))
+    try: return torch.frombuffer(mmap.mmap(fd, n_bytes), dtype=torch.uint8)
     finally: os.close(fd)
 
 def _nameless(n_bytes):
@@ -38,11 +35,6 @@ def _nameless(n_bytes):
     os.truncate(fd, n_bytes)
     return fd
 
-def _received(links):
-    _,fds,*_ = socket.recv_fds(links.by[1], 1, 1)
-    if not fds: raise dist.DistNetworkError(f'connection closed by peer: rank {links.after(1)} is gone')
-    return fds[0]
-
 # %% ../../nbs/distributed/05_shared_mean.ipynb #sm008
 _line = 64 # Bytes between the beginnings of buckets: a whole number of any dtype
 _here = places.index('the backward pass of a training batch')
@@ -51,20 +43,22 @@ class SharedMean:
     "State of a communication hook that averages gradients in shared memory. Sync point: all ranks construct it"
     seconds = 0. # That this process has spent on adding up, with waiting
     def __init__(self, ddp, links): # see `can_share`
-        self.links,self.W,self.rank,self.turn,self.pending,self.views = links,links.world_size,links.rank,0,[],{}
+        self.links,self.W,self.rank,self.turn,self.views = links,links.world_size,links.rank,0,{}
+        self.at_once = ddp_flag(ddp, 'static_graph') # whose first pass calls every bucket the first, and none the last
         n = max(sum(_whole(p.nbytes) for p in ddp.parameters() if p.requires_grad), _line)
         self.slots = shared_memory(links, 2*self.W*n).view(2, self.W, n) # turn, rank, bytes
 
     def hook(self, bucket):
         "Called by DDP for each bucket; the future's result is the mean over ranks"
-        t = bucket.buffer()
-        if not bucket.index(): self.pending,self.end = [],0 # whatever an interrupted backward pass has left
+        t,i = bucket.buffer(),bucket.index()
+        if i: self.at_once = False
+        else: self.pending,self.end = [],0 # whatever an interrupted backward pass has left
         if t.is_sparse: fut = allreduce_hook(current_group(), bucket)
         else:
-            fut,slots = torch.futures.Future(),self._slots(bucket.index(), t)
+            fut,slots = torch.futures.Future(),self._slots(i, t)
             torch.mul(t, 1/self.W, out=slots[self.rank])
             self.pending.append((t,slots,fut))
-        if bucket.is_last(): self._finish()
+        if self.at_once or bucket.is_last(): self._finish()
         return fut
 
     def _slots(self, i, t):

@@ -6,7 +6,7 @@
 __all__ = ['places', 'RanksApart', 'PostedSum', 'Links', 'SocketLinks', 'GlooLinks', 'open_links']
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #c003
-import itertools,socket,tempfile
+import itertools,os,socket,tempfile
 from contextlib import ExitStack,contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -121,6 +121,28 @@ class SocketLinks(Links):
         except OSError as e: raise self._lost(self.after(n), e) from e
         if not got: raise self._lost(self.after(n), 'end of stream')
         return got if len(got)==n_bytes else got+self.hear(n, n_bytes-len(got))
+
+    def pass_round(self,
+        make # Returns a file descriptor; called on rank 0
+    )->int:
+        "A descriptor of rank 0's file on every rank, which closes it. Sync point"
+        if self.last: self.last.read() # whose bytes come first
+        fd = make() if self.rank==0 else self._take()
+        try: return fd if self.rank==1 else self._hand_on(fd) # from rank 0 to the last one, and so on down to rank 1
+        except OSError as e:
+            os.close(fd)
+            raise self._lost(self.before(1), e) from e
+
+    def _hand_on(self, fd):
+        socket.send_fds(self.to[1], [b'm'], [fd], _no_signal)
+        return fd
+
+    def _take(self):
+        self.by[1].settimeout(self.timeout_s)
+        try: _,fds,*_ = socket.recv_fds(self.by[1], 1, 1)
+        except OSError as e: raise self._lost(self.after(1), e) from e
+        if not fds: raise self._lost(self.after(1), 'end of stream')
+        return fds[0]
 
     def _lost(self, rank, e):
         if isinstance(e, TimeoutError): return dist.DistNetworkError(f'timed out: {self.timeout_s:g} s without a word from rank {rank}')
