@@ -49,7 +49,7 @@ def in_order(t):
 
 def rank_bits():
     with process_group(), open_links() as links:
-        cases = [{},dict(bucket_cap_mb=.001),dict(gradient_as_bucket_view=True, bucket_cap_mb=.001),dict(static_graph=True)]
+        cases = [{},dict(bucket_cap_mb=.001),dict(gradient_as_bucket_view=True, bucket_cap_mb=.001),dict(static_graph=True, bucket_cap_mb=.001)]
         gloo = grads('allreduce', links)
         before = SharedMean.seconds
         ours = [grads(o, links, **kw) for o in ('shm',None) for kw in cases]

@@ -41,7 +41,7 @@ class Tally(NamedTuple):
     @property
     def verdict(self):
         "The loop that all ranks leave: the widest one that any rank has asked for; None: go on"
-        return next((o for o in scopes if getattr(self, o)), None)
+        return next((o for o in scopes if getattr(self, o)), None) if any(self[:len(scopes)]) else None
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c006
 class Ballot:
@@ -55,7 +55,7 @@ class Ballot:
 
     def row(self)->list:
         "This rank's vote as counts, in the order of `Tally`"
-        return [self.vote[0]==o for o in scopes]+[*self.vote[1:]]
+        return [*map(self.vote[0].__eq__, scopes)]+[*self.vote[1:]] if self.vote[0] else [0]*len(scopes)+[*self.vote[1:]]
     def read(self)->Tally:
         "Wait for the votes of all ranks. Sync point"
         if not self.links: return Tally(*self.row())
@@ -187,7 +187,7 @@ def end_batch(self:Agreement, scope=None):
     self._post(scope, self.progress==Progress.stepped, self.has_next)
     self.progress = Progress.ended
 
-def _copied(xb): return xb if all(isinstance(o, Tensor) for o in xb) else tree_map(lambda o: o, xb)
+def _copied(xb): return xb if {*map(type, xb)}=={Tensor} else tree_map(lambda o: o, xb)
 
 @patch
 def outcome(self:Agreement)->Tally:

@@ -7,6 +7,7 @@ __all__ = ['broadcast_module', 'broadcast_tensors', 'without_gradient', 'average
 
 # %% ../../nbs/distributed/09_replica.ipynb #55899e64
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -96,6 +97,8 @@ def _without_empty(model):
         elif empty: delattr(model, name)
 
 # %% ../../nbs/distributed/09_replica.ipynb #7565e5ad
+_is_trained = attrgetter('requires_grad')
+
 class Replica:
     "`learn.wrapper`, which the training loop calls in place of `learn.model`: DDP, made again when the trained parameters change"
     def __init__(self, learn,
@@ -130,7 +133,7 @@ class Replica:
 
     def _optimized(self): return [] if self.learn.opt is None else [p for g in self.learn.opt.param_groups for p in g['params']]
     def _what_is_trained(self): # compared at each step
-        return [p.requires_grad for p in self.params],[*map(id, self._optimized())]
+        return [*map(_is_trained, self.params)],[*map(id, self._optimized())]
 
     def __call__(self, *xb, **kw):
         if self.trained!=self._what_is_trained(): self._wrap()
@@ -155,7 +158,7 @@ class Replica:
 
     def after_backward(self):
         "After a backward pass with an exchange: average gradients outside of DDP, look for missing ones. Sync point"
-        if not self.sync: return
+        if not self._sync: return
         if self.others: average_grads([p for p in self.others if p.requires_grad])
         if self.frozen: average_grads(self.frozen)
         self.frozen = []

@@ -43,7 +43,7 @@ class SharedMean:
     "State of a communication hook that averages gradients in shared memory. Sync point: all ranks construct it"
     seconds = 0. # That this process has spent on adding up, with waiting
     def __init__(self, ddp, links): # see `can_share`
-        self.links,self.W,self.rank,self.turn,self.views = links,links.world_size,links.rank,0,{}
+        self.links,self.W,self.rank,self.turn,self.places = links,links.world_size,links.rank,0,{}
         self.at_once = ddp_flag(ddp, 'static_graph') # whose first pass calls every bucket the first, and none the last
         n = max(sum(_whole(p.nbytes) for p in ddp.parameters() if p.requires_grad), _line)
         self.slots = shared_memory(links, 2*self.W*n).view(2, self.W, n) # turn, rank, bytes
@@ -55,18 +55,19 @@ class SharedMean:
         else: self.pending,self.end = [],0 # whatever an interrupted backward pass has left
         if t.is_sparse: fut = allreduce_hook(current_group(), bucket)
         else:
-            fut,slots = torch.futures.Future(),self._slots(i, t)
+            fut,(slots,self.end) = torch.futures.Future(),self._place(t)
             torch.mul(t, 1/self.W, out=slots[self.rank])
             self.pending.append((t,slots,fut))
         if self.at_once or bucket.is_last(): self._finish()
         return fut
 
-    def _slots(self, i, t):
-        "Each rank's place for a bucket"
-        start,self.end = self.end,self.end+_whole(t.nbytes)
-        key = self.turn,i,start,t.dtype,len(t) # DDP makes its buckets anew after the first backward pass
-        if key not in self.views: self.views[key] = [o[start:start+t.nbytes].view(t.dtype) for o in self.slots[self.turn]]
-        return self.views[key]
+    def _place(self, t):
+        "Each rank's slot for a bucket, and the slot's end"
+        key = self.turn,self.end,t.dtype,len(t) # DDP makes its buckets anew after the first backward pass
+        if key not in self.places:
+            at = slice(self.end, self.end+t.nbytes)
+            self.places[key] = [o[at].view(t.dtype) for o in self.slots[self.turn]],self.end+_whole(t.nbytes)
+        return self.places[key]
 
     def _finish(self):
         begin = perf_counter()
@@ -75,6 +76,7 @@ class SharedMean:
         if self.W>2: self._fetch()
         self.turn = 1-self.turn
         for t,_,fut in self.pending: fut.set_result(t)
+        self.pending = []
         SharedMean.seconds += perf_counter()-begin
 
     def _meet(self): self.links.post([], _here).read()

@@ -36,10 +36,13 @@ class PostedSum:
     def read(self)->list: # The sum of every rank's row, the same on every rank
         "Wait for the others' rows"
         if self.total is None:
-            for n in self.links.hops: self._double(n)
+            for n in self.links.hops: # the rows double
+                n_bytes = _size*min(n, self.links.world_size-n)
+                if n>1: self.links.tell(n, self.rows[:n_bytes])
+                self.rows += self.links.hear(n, n_bytes)
             at = self.rows[::_size]
             if at.count(at[0])<len(at): raise self.links.apart(self._rotated(list(at)))
-            self.total = [sum(self.rows[i::_size]) for i in range(1, self.n+1)]
+            self.total = [sum(self.rows[i::_size]) for i in range(1, self.n+1)] if self.n else []
         return self.total
     def of_ranks(self)->list: # One bytes object per rank, in the order of ranks
         "The row of every rank, which may hold any bytes"
@@ -47,10 +50,6 @@ class PostedSum:
         return self._rotated([self.rows[i+1:i+1+self.n] for i in range(0, len(self.rows), _size)])
     def _rotated(self, os): # rows are stored as this rank's, the next rank's, …
         return os[-self.links.rank:]+os[:-self.links.rank]
-    def _double(self, n):
-        n_bytes = _size*min(n, self.links.world_size-n)
-        if n>1: self.links.tell(n, self.rows[:n_bytes])
-        self.rows += self.links.hear(n, n_bytes)
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #c007
 class Links:
@@ -66,7 +65,7 @@ class Links:
         place:int=0 # Where this rank is, an index of `places`; `RanksApart` where ranks differ
     )->PostedSum:
         "Start a sum; if the sum before it has not been read, that one is read first"
-        if self.last: self.last.read()
+        if self.last and self.last.total is None: self.last.read()
         self.last = PostedSum(self, bytes(row), place)
         return self.last
     def apart(self, at):
