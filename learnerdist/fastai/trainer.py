@@ -124,8 +124,9 @@ _order = attrgetter('order')
 
 def _is_deaf(cls, event):
     "Whether a class of callbacks has no handler for an event; fastai calls its callbacks all the same, which takes most of a small step"
+    if hasattr(cls, event): return False
     asks = ('__call__','__getattr__','__getattribute__')
-    return not hasattr(cls, event) and all(getattr(cls, o) is getattr(FastaiCallback, o) for o in asks)
+    return cls.__call__ is Callback.__call__ or all(getattr(cls, o) is getattr(FastaiCallback, o) for o in asks)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c019
 parts = core.DistributedTrainer,ExactEvaluation,Agreement,AgreementEnd # What a context adds to a learner's callbacks
