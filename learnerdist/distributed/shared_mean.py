@@ -37,6 +37,7 @@ def _nameless(n_bytes):
 
 # %% ../../nbs/distributed/05_shared_mean.ipynb #sm008
 _line = 64 # Bytes between the beginnings of buckets: a whole number of any dtype
+_large = 2**26 # Bytes of gradients from which a message more in a step costs less than a second slot
 _here = places.index('the backward pass of a training batch')
 
 class SharedMean:
@@ -46,13 +47,14 @@ class SharedMean:
         self.links,self.W,self.rank,self.turn,self.places = links,links.world_size,links.rank,0,{}
         self.at_once = ddp_flag(ddp, 'static_graph') # whose first pass calls every bucket the first, and none the last
         n = max(sum(_whole(p.nbytes) for p in ddp.parameters() if p.requires_grad), _line)
-        self.slots = shared_memory(links, 2*self.W*n).view(2, self.W, n) # turn, rank, bytes
+        self.turns = 1 if n>_large else 2
+        self.slots = shared_memory(links, self.turns*self.W*n).view(self.turns, self.W, n) # turn, rank, bytes
 
     def hook(self, bucket):
         "Called by DDP for each bucket; the future's result is the mean over ranks"
         t,i = bucket.buffer(),bucket.index()
         if i: self.at_once = False
-        else: self.pending,self.end = [],0 # whatever an interrupted backward pass has left
+        else: self._begin()
         if t.is_sparse: fut = allreduce_hook(current_group(), bucket)
         else:
             fut,(slots,self.end) = torch.futures.Future(),self._place(t)
@@ -60,6 +62,10 @@ class SharedMean:
             self.pending.append((t,slots,fut))
         if self.at_once or bucket.is_last(): self._finish()
         return fut
+
+    def _begin(self):
+        self.pending,self.end = [],0 # whatever an interrupted backward pass has left
+        if self.turns==1: self._meet() # everyone has read what the slots held
 
     def _place(self, t):
         "Each rank's slot for a bucket, and the slot's end"
@@ -74,7 +80,7 @@ class SharedMean:
         self._meet()
         for t,slots,_ in self.pending: self._add(t, slots)
         if self.W>2: self._fetch()
-        self.turn = 1-self.turn
+        self.turn = (self.turn+1)%self.turns
         for t,_,fut in self.pending: fut.set_result(t)
         self.pending = []
         SharedMean.seconds += perf_counter()-begin
