@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from learnerdist.core.collectives import broadcast_object
 from learnerdist.core.env import current_group,group_size
 from learnerdist.launch.processes import call_on_ranks,share_of_cores
 
@@ -68,19 +69,22 @@ def slowest(ranks):
 
 # --- turns ------------------------------------------------------------------------------------------------------------------
 
+limit = float(os.environ.get('BENCH_SECONDS') or 'inf') # After which no further round begins; fewer rounds have wider quartiles
+
 def turns(
     ways, # By name: called once a round, return the seconds that count; None: the whole call's
     n_rounds,
     warm=1 # Rounds before, that do not count
 ):
     "Seconds of each way, by round; in an order drawn anew each round, since whatever else the machine does is to slow all of them"
-    times,rng = {k: [] for k in ways},random.Random(0)
-    for _ in range(n_rounds+warm):
+    times,rng,begin = {k: [] for k in ways},random.Random(0),now()
+    for i in range(n_rounds+warm):
         for k in rng.sample(list(ways), len(ways)):
             together()
             start = now()
             secs = ways[k]()
             times[k].append(now()-start if secs is None else secs)
+        if i>=warm+2 and broadcast_object(now()-begin>limit): break
     return {k: v[warm:] for k,v in times.items()}
 
 def quartiles(xs): return statistics.quantiles(xs, n=4, method='inclusive') if len(xs)>1 else list(xs)*3

@@ -29,7 +29,7 @@ def apply(
     if isinstance(b, tuple):
         items = [apply(func, o, method) for o in b]
         return type(b)._make(items) if hasattr(b, '_fields') else type(b)(items)
-    if not isinstance(b, (Mapping, list)): return func(b)
+    if not isinstance(b, (list, Mapping)): return func(b)
     res = copy.copy(b)
     for k in (b if isinstance(b, Mapping) else range(len(b))): res[k] = apply(func, b[k], method)
     return res
@@ -43,6 +43,7 @@ def to_device(
     "Move the tensors of a batch, and its objects with a method `to`, to `device`"
     if device is None: return b
     if non_blocking is None: non_blocking = torch.device(device).type=='cuda'
+    if type(b) in (tuple,list) and {*map(type, b)}=={Tensor}: return type(b)([o.to(device, non_blocking=non_blocking) for o in b])
     def move(o):
         if isinstance(o, Tensor): return o.to(device, non_blocking=non_blocking)
         return o.to(device) if hasattr(o, 'to') and not isinstance(o, type) else o
@@ -204,8 +205,7 @@ def split_batch(
     n_inp=None # Number of elements of a tuple that are inputs of the model; None: all but the last; `all_inputs`
 ):             # (inputs, targets), two tuples
     "Split a batch into the inputs of the model and the targets of the loss"
-    if isinstance(b, Mapping): return (b,),() if n_inp==all_inputs else (b,)
-    if not isinstance(b, (tuple,list)): return (b,),()
+    if not isinstance(b, (tuple,list)): return (b,),(b,) if isinstance(b, Mapping) and n_inp!=all_inputs else ()
     n = max(len(b)-1, 1) if n_inp is None else n_inp
     return tuple(b[:n]),tuple(b[n:])
 

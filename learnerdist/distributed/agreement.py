@@ -151,7 +151,7 @@ def end_batch(self:Agreement, scope=None):
     self._post(scope, self.progress==Progress.stepped, self.has_next)
     self.progress = Progress.ended
 
-def _copied(xb): return xb if all(isinstance(o, Tensor) for o in xb) else tree_map(lambda o: o, xb)
+def _copied(xb): return xb if {*map(type, xb)}=={Tensor} else tree_map(lambda o: o, xb)
 
 @patch
 def outcome(self:Agreement)->Tally:

@@ -12,10 +12,13 @@ from difflib import get_close_matches
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks,powerSGD_hook as psgd
 from torch.nn.parallel import DistributedDataParallel
 
-# %% ../../nbs/distributed/06_comm_hooks.ipynb #c005
-def _plain(hook): return lambda ddp, group: ddp.register_comm_hook(group, hook)
+from ..core.env import current_group
+from .shared_mean import SharedMean,can_share
 
-def _powersgd(ddp, group): ddp.register_comm_hook(psgd.PowerSGDState(group, start_powerSGD_iter=10), _in_order)
+# %% ../../nbs/distributed/06_comm_hooks.ipynb #c005
+def _plain(hook): return lambda ddp, links: ddp.register_comm_hook(current_group(), hook)
+
+def _powersgd(ddp, links): ddp.register_comm_hook(psgd.PowerSGDState(current_group(), start_powerSGD_iter=10), _in_order)
 
 def _in_order(state, bucket):
     "PowerSGD (Vogels et al., 2019, arXiv:1905.13727), one bucket after the other"
@@ -23,14 +26,36 @@ def _in_order(state, bucket):
     res.wait()
     return res
 
+# %% ../../nbs/distributed/06_comm_hooks.ipynb #shm01
+def _shm(ddp, links):
+    if links is None: return # one process
+    if not can_share(ddp, links):
+        raise ValueError("comm_hook='shm' averages gradients in the memory of one machine, on its CPUs, and these ranks are on several "
+                         "machines, or on GPUs: leave comm_hook out")
+    ddp.register_comm_hook(SharedMean(ddp, links), SharedMean.hook)
+
+def _by_default(ddp, links):
+    "Shared memory where it can be; a hook that DDP or a callback registers before the first forward pass has precedence"
+    if not can_share(ddp, links): return
+    state = SharedMean(ddp, links) # a sync point, which the first forward pass is none of
+    def register(*args):
+        first.remove()
+        try: ddp.register_comm_hook(state, SharedMean.hook)
+        except RuntimeError as e:
+            if 'once' not in str(e): raise
+    first = ddp.register_forward_pre_hook(register)
+
+def _ddps_own(ddp, links): "Leave DDP without a hook"
+
 # %% ../../nbs/distributed/06_comm_hooks.ipynb #c007
-comm_hooks = dict(fp16=_plain(default_hooks.fp16_compress_hook), bf16=_plain(default_hooks.bf16_compress_hook), powersgd=_powersgd)
+comm_hooks = dict(shm=_shm, allreduce=_ddps_own, fp16=_plain(default_hooks.fp16_compress_hook),
+                  bf16=_plain(default_hooks.bf16_compress_hook), powersgd=_powersgd)
 
 def find_hook(
     hook # A name in `comm_hooks`; a function of (group, bucket) as `register_comm_hook` takes it; or None
-):       # A function of (ddp, group) that registers the hook; None for None
+):       # A function of (ddp, links) that registers the hook
     "A function that registers a communication hook on a DDP module; ValueError for an unknown name"
-    if hook is None: return None
+    if hook is None: return _by_default
     if callable(hook): return _plain(hook)
     if hook not in comm_hooks: raise ValueError(f"comm_hook={hook!r}: give {', '.join(comm_hooks)}, or a function of (group, bucket)")
     return comm_hooks[hook]

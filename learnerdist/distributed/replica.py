@@ -7,6 +7,7 @@ __all__ = ['broadcast_module', 'broadcast_tensors', 'without_gradient', 'average
 
 # %% ../../nbs/distributed/09_replica.ipynb #55899e64
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -96,15 +97,18 @@ def _without_empty(model):
         elif empty: delattr(model, name)
 
 # %% ../../nbs/distributed/09_replica.ipynb #7565e5ad
+_is_trained = attrgetter('requires_grad')
+
 class Replica:
     "`learn.wrapper`, which the training loop calls in place of `learn.model`: DDP, made again when the trained parameters change"
     def __init__(self, learn,
         sync_bn=True,   # BatchNorm over the global batch
-        comm_hook=None, # A function of (ddp, group) that registers a communication hook
+        comm_hook=None, # A function of (ddp, links) that registers a communication hook, see `find_hook`
+        links=None,     # To the other ranks
         max_norm=None,  # The model's `SharedMaxNorm`, if it has one
         **ddp_kw        # Options of `DistributedDataParallel`
     ):
-        self.learn,self.model,self.comm_hook,self.ddp = learn,learn.model,comm_hook,None
+        self.learn,self.model,self.comm_hook,self.links,self.ddp = learn,learn.model,comm_hook,links,None
         self.kw = ddp_kw if 'broadcast_buffers' in ddp_kw else {sync_buffers: False, **ddp_kw}
         self.undo_bn = sync_batchnorm(self.model, current_group()) if sync_bn else None
         self.max_norm,self._sync,self.params,self.trained = max_norm,True,[],([],[])
@@ -124,12 +128,12 @@ class Replica:
         ids = [device.index] if device.type=='cuda' else None
         with _without_empty(self.model):
             self.ddp = DistributedDataParallel(self.model, device_ids=ids, process_group=current_group(), **self.kw)
-        if self.comm_hook: self.comm_hook(self.ddp, current_group())
+        if self.comm_hook: self.comm_hook(self.ddp, self.links)
         self.sync = self._sync
 
     def _optimized(self): return [] if self.learn.opt is None else [p for g in self.learn.opt.param_groups for p in g['params']]
     def _what_is_trained(self): # compared at each step
-        return [p.requires_grad for p in self.params],[*map(id, self._optimized())]
+        return [*map(_is_trained, self.params)],[*map(id, self._optimized())]
 
     def __call__(self, *xb, **kw):
         if self.trained!=self._what_is_trained(): self._wrap()
@@ -155,7 +159,7 @@ class Replica:
 
     def after_backward(self):
         "After a backward pass with an exchange: average gradients outside of DDP, look for missing ones. Sync point"
-        if not self.sync: return
+        if not self._sync: return
         if self.others: average_grads([p for p in self.others if p.requires_grad])
         if self.frozen: average_grads(self.frozen)
         self.frozen = []
@@ -167,4 +171,3 @@ class Replica:
         idle = without_gradient(self.model)
         if idle: raise ValueError(f"no gradient for {', '.join(idle)}: if they take no part in the loss, say so with "
                                   "distrib_ctx(find_unused_parameters=True), or freeze them with requires_grad_(False)")
-

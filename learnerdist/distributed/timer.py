@@ -10,6 +10,7 @@ from time import perf_counter
 
 from fastcore.basics import patch
 
+from .shared_mean import SharedMean
 from .vote_links import Ballot
 from ..core.compat import queue_callback
 from ..learner.callback import Callback,Order
@@ -42,11 +43,13 @@ class Timer(Callback):
         self.end = perf_counter()
         self._enter()
 
-    def _begun(self, grad): queue_callback(self._computed)
+    def _begun(self, grad):
+        self.mark_shared = SharedMean.seconds
+        queue_callback(self._computed)
     def _computed(self):
         self.computed = perf_counter()
         queue_callback(self._exchanged)
-    def _exchanged(self): self.wait += perf_counter()-self.computed
+    def _exchanged(self): self.wait += perf_counter()-self.computed+SharedMean.seconds-self.mark_shared
 
     def after_epoch(self):
         if not self.entered: self._enter() # cancelled before its end

@@ -45,7 +45,7 @@ class DistributedTrainer(Callback):
         seed:int=None,      # Of shuffling; None: drawn from torch's generator on rank 0
         check_every:int=None, # Compare the ranks' weights every so many steps, and raise where they differ; None: after each epoch
         check_data:bool=True, # Compare the ranks' data sets when they are sharded
-        comm_hook=None,     # How gradients travel: 'fp16' or 'bf16' (half the bytes), 'powersgd', or a function as in `register_comm_hook`
+        comm_hook=None,     # How gradients travel: a name in `comm_hooks`, or as in `register_comm_hook`; None: 'shm' where it can be
         shard=None,         # True: a part of the model on each rank, by FSDP2; or which modules are blocks, see `ShardOptions`
         timeout_s:float=None, # Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
         **ddp_kw            # Options of `DistributedDataParallel`
@@ -166,7 +166,7 @@ def _split(self:DistributedTrainer, dl):
 def wrap(self:DistributedTrainer):
     "If a group is open, make the `Replica` that the training loops of this fit call in place of the model"
     if self.shards: self.replica = self.shards.begin(self.sync_bn)
-    elif in_group(): self.replica = Replica(self.learn, self.sync_bn, self.comm_hook, self.max_norm, **self.ddp_kw)
+    elif in_group(): self.replica = Replica(self.learn, self.sync_bn, self.comm_hook, self.links, self.max_norm, **self.ddp_kw)
 
 @patch
 def unwrap(self:DistributedTrainer):

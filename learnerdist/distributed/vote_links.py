@@ -6,7 +6,7 @@
 __all__ = ['places', 'scopes', 'RanksApart', 'PostedSum', 'Links', 'SocketLinks', 'GlooLinks', 'open_links', 'Tally', 'Ballot']
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #c003
-import itertools,socket,tempfile
+import itertools,os,socket,tempfile
 from contextlib import ExitStack,contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -38,10 +38,13 @@ class PostedSum:
     def read(self)->list: # The sum of every rank's row, the same on every rank
         "Wait for the others' rows"
         if self.total is None:
-            for n in self.links.hops: self._double(n)
+            for n in self.links.hops: # the rows double
+                n_bytes = _size*min(n, self.links.world_size-n)
+                if n>1: self.links.tell(n, self.rows[:n_bytes])
+                self.rows += self.links.hear(n, n_bytes)
             at = self.rows[::_size]
             if at.count(at[0])<len(at): raise self.links.apart(self._rotated(list(at)))
-            self.total = [sum(self.rows[i::_size]) for i in range(1, self.n+1)]
+            self.total = [sum(self.rows[i::_size]) for i in range(1, self.n+1)] if self.n else []
         return self.total
     def of_ranks(self)->list: # One bytes object per rank, in the order of ranks
         "The row of every rank, which may hold any bytes"
@@ -49,10 +52,6 @@ class PostedSum:
         return self._rotated([self.rows[i+1:i+1+self.n] for i in range(0, len(self.rows), _size)])
     def _rotated(self, os): # rows are stored as this rank's, the next rank's, …
         return os[-self.links.rank:]+os[:-self.links.rank]
-    def _double(self, n):
-        n_bytes = _size*min(n, self.links.world_size-n)
-        if n>1: self.links.tell(n, self.rows[:n_bytes])
-        self.rows += self.links.hear(n, n_bytes)
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #c007
 class Links:
@@ -68,7 +67,7 @@ class Links:
         place:int=0 # Where this rank is, an index of `places`; `RanksApart` where ranks differ
     )->PostedSum:
         "Start a sum; if the sum before it has not been read, that one is read first"
-        if self.last: self.last.read()
+        if self.last and self.last.total is None: self.last.read()
         self.last = PostedSum(self, bytes(row), place)
         return self.last
     def apart(self, at):
@@ -123,6 +122,28 @@ class SocketLinks(Links):
         except OSError as e: raise self._lost(self.after(n), e) from e
         if not got: raise self._lost(self.after(n), 'end of stream')
         return got if len(got)==n_bytes else got+self.hear(n, n_bytes-len(got))
+
+    def pass_round(self,
+        make # Returns a file descriptor; called on rank 0
+    )->int:
+        "A descriptor of rank 0's file on every rank, which closes it. Sync point"
+        if self.last: self.last.read() # whose bytes come first
+        fd = make() if self.rank==0 else self._take()
+        try: return fd if self.rank==1 else self._hand_on(fd) # from rank 0 to the last one, and so on down to rank 1
+        except OSError as e:
+            os.close(fd)
+            raise self._lost(self.before(1), e) from e
+
+    def _hand_on(self, fd):
+        socket.send_fds(self.to[1], [b'm'], [fd], _no_signal)
+        return fd
+
+    def _take(self):
+        self.by[1].settimeout(self.timeout_s)
+        try: _,fds,*_ = socket.recv_fds(self.by[1], 1, 1)
+        except OSError as e: raise self._lost(self.after(1), e) from e
+        if not fds: raise self._lost(self.after(1), 'end of stream')
+        return fds[0]
 
     def _lost(self, rank, e):
         if isinstance(e, TimeoutError): return dist.DistNetworkError(f'timed out: {self.timeout_s:g} s without a word from rank {rank}')
@@ -218,7 +239,7 @@ class Tally(NamedTuple):
     @property
     def verdict(self):
         "The loop that all ranks leave: the widest one that any rank has asked for; None: go on"
-        return next((o for o in scopes if getattr(self, o)), None)
+        return next((o for o in scopes if getattr(self, o)), None) if any(self[:len(scopes)]) else None
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #vote2
 class Ballot:
@@ -232,7 +253,7 @@ class Ballot:
 
     def row(self)->list:
         "This rank's vote as counts, in the order of `Tally`"
-        return [self.vote[0]==o for o in scopes]+[*self.vote[1:]]
+        return [*map(self.vote[0].__eq__, scopes),*self.vote[1:]] if self.vote[0] else [0]*len(scopes)+[*self.vote[1:]]
     def read(self)->Tally:
         "Wait for the votes of all ranks; those of a round in which another rank asks are cast again. Sync point"
         if not self.links: return Tally(*self.row())

@@ -9,7 +9,6 @@ __all__ = ['Autocast', 'setup_distrib', 'ParallelTrainer', 'say_replaced']
 import copy,random,sys,warnings
 from contextlib import ExitStack,contextmanager,suppress
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,8 +45,6 @@ from ..core.random import shared_rng
 with suppress(Exception): import fastai.distributed # noqa: F401 # first, so that a later import does not replace ours; fails without accelerate
 
 # %% ../../nbs/fastai/04_learner.ipynb #c006
-_order = attrgetter('order')
-
 class _Distributed:
     "Methods that differ while a learner is distributed; they take the same arguments as those of its own class"
     @property
@@ -65,9 +62,7 @@ class _Distributed:
         usual = isinstance(event_name, str) and super().__call__.__func__ is Learner.__call__
         return self._call_one(event_name) if usual else super().__call__(event_name)
 
-    def _call_one(self, event_name):
-        trainer = self.distributed_trainer
-        for cb in sorted(self.cbs, key=_order): trainer.tell(cb, event_name)
+    def _call_one(self, event_name): self.distributed_trainer.tell_all(event_name)
 
     def all_batches(self):
         trainer = self.distributed_trainer

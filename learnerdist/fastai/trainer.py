@@ -8,6 +8,7 @@ __all__ = ['parts', 'FastaiAgreement', 'writes', 'DistributedTrainer']
 # %% ../../nbs/fastai/02_trainer.ipynb #c002
 import copy,functools
 from contextlib import contextmanager,nullcontext
+from operator import attrgetter
 from types import MethodType
 
 import fastai.callback.all,fastai.torch_core # noqa: F401
@@ -80,13 +81,12 @@ class DistributedTrainer(core.DistributedTrainer):
         if isinstance(cuda_id, bool): cuda_id,kwargs = None,dict(kwargs, sync_bn=cuda_id)
         super().__init__(cuda_id, **kwargs)
         self.agreement = FastaiAgreement(self)
-        self.plain = None
+        self.plain,self.asked = None,{} # asked: from an event of a batch to the callbacks, their orders, and which have no handler
         self.trained,self.looping,self.alone,self.saved,self.steps,self.counted,self.rank0s = False,False,False,None,[],True,[]
         self.watches,self.trace = False,None # whether, and by what, the model and the loss are observed
 
     def tell(self, cb, event):
         "Send `event` to `cb`, if this callback is to run on this rank"
-        if _is_deaf(cb, event): return
         if isinstance(cb, parts):
             if not (self.alone or event in inner_events and not self.looping): cb(event)
         elif _writes(type(cb)) or self.rank0s and cb in self.rank0s: self._tell_rank0s(cb, event)
@@ -106,10 +106,27 @@ class DistributedTrainer(core.DistributedTrainer):
         try: yield
         finally: self.alone = old
 
-def _is_deaf(cb, event):
-    "Whether a callback has no handler for an event of a batch. fastai calls it all the same, which takes most of a small step"
-    if event not in inner_events or hasattr(type(cb), event) or event in vars(cb): return False
-    return all(getattr(type(cb), o) is getattr(FastaiCallback, o) for o in ('__call__','__getattr__','__getattribute__'))
+@patch
+def tell_all(self:DistributedTrainer, event):
+    "Send `event` to the learner's callbacks in their order, but not an event of a batch to those without a handler, as fastai does"
+    cbs = getattr(self.learn.cbs, 'items', self.learn.cbs)
+    if event not in inner_events:
+        self.asked.clear() # a class may have got a handler since
+        for cb in sorted(cbs, key=_order): self.tell(cb, event)
+        return
+    orders,known = [*map(_order, cbs)],self.asked.get(event)
+    if known is None or known[0]!=cbs or known[1]!=orders:
+        known = self.asked[event] = [*cbs],orders,[(cb,_is_deaf(type(cb), event)) for cb in sorted(cbs, key=_order)]
+    for cb,deaf in known[2]:
+        if not deaf or event in cb.__dict__: self.tell(cb, event)
+
+_order = attrgetter('order')
+
+def _is_deaf(cls, event):
+    "Whether a class of callbacks has no handler for an event; fastai calls its callbacks all the same, which takes most of a small step"
+    if hasattr(cls, event): return False
+    asks = ('__call__','__getattr__','__getattribute__')
+    return cls.__call__ is Callback.__call__ or all(getattr(cls, o) is getattr(FastaiCallback, o) for o in asks)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c019
 parts = core.DistributedTrainer,ExactEvaluation,Agreement,AgreementEnd # What a context adds to a learner's callbacks

@@ -17,7 +17,7 @@ import torch
 from fastcore.basics import listify,patch
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 
-from .callback import Callback,Order,all_events,cancels
+from .callback import Callback,Order,_inner,all_events,cancels
 from .losses import loss_of_batch,loss_trace
 from ..data.loaders import call_model,data_len,single,split_batch,to_device
 from ..core.env import default_device
@@ -92,8 +92,9 @@ class Learner:
         self._dls = dls
         if hasattr(self, '_handlers'): self('after_dls')
     def __call__(self, event):
-        for cb in self._handlers.get(event, ()):
-            if cb.answers(event, self.training): getattr(cb, event)()
+        for cb in self._handlers.get(event, ()): # as `answers` says, without a call for each, unless a class has its own
+            if (cb.answers(event, self.training) if type(cb).answers is not Callback.answers else
+                cb.run and (event not in _inner or (cb.run_train if self.training else cb.run_valid))): getattr(cb, event)()
 
 # %% ../../nbs/learner/01_learner.ipynb #c010
 @patch

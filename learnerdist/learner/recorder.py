@@ -128,7 +128,7 @@ def _clock(secs): return f'{int(secs)//60:02d}:{int(secs)%60:02d}'
 
 def stacked(os)->Tensor:
     "Numbers and tensors () as one float64 tensor on the CPU"
-    if not any(isinstance(o, Tensor) for o in os): return torch.tensor(os, dtype=torch.double)
+    if not any(issubclass(o, Tensor) for o in {*map(type, os)}): return torch.tensor(os, dtype=torch.double)
     device = find_device(os)
     return torch.stack([torch.as_tensor(o, dtype=torch.double, device=device) for o in os]).cpu()
 
