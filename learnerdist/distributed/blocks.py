@@ -7,12 +7,14 @@ __all__ = ['ShardOptions', 'shard_options', 'repeated_blocks', 'find_blocks', 'c
 
 # %% ../../nbs/distributed/09_blocks.ipynb #h303f2ed
 from collections import Counter
+from pathlib import Path
 from typing import Any,NamedTuple
 
 import torch
 from torch import nn
 
 from ..core.compat import torch_version
+from ..core.deferred import source_of
 from ..core.shards import is_part,optimizers_in
 
 # %% ../../nbs/distributed/09_blocks.ipynb #hc0a87fb
@@ -20,6 +22,8 @@ class ShardOptions(NamedTuple):
     "What `shard=` says; a dict has these keys"
     blocks:Any=True    # True: found; or classes of modules, or a function of a module. What is in no block is gathered as one
     reshard:Any=None   # Drop a block's weights between its forward and its backward pass: a bool. None: in all but the outermost
+    weights:Any=None   # A file of `save`, torch or safetensors, or the index of several: the weights of a model on the meta device
+    keep_sharded:bool=False # End the context without gathering: each rank keeps its parts for the next context
     replicas:int=1     # Spread the model over W/replicas ranks, and replicate it so many times (HSDP)
 
 def shard_options(
@@ -39,11 +43,19 @@ def shard_options(
     classes = isinstance(blocks, (list,tuple)) and blocks and all(isinstance(o, type) and issubclass(o, nn.Module) for o in blocks)
     if blocks is not True and not classes and (not callable(blocks) or isinstance(blocks, type)):
         raise ValueError(f'shard={shard!r}: give True, classes of modules such as [Block], a function of a module, or a dict of options')
-    if opts.get('reshard') not in (None,True,False): raise ValueError(f"reshard={opts['reshard']!r}: give True, False, or None")
+    _check_kinds(opts)
     if not isinstance(n, int) or isinstance(n, bool) or n<1: raise ValueError(f'replicas={n!r}: give the number of copies of the model')
     if torch_version<(2,6):
         raise ValueError(f'shard={shard!r} needs FSDP2, which came with torch 2.6, and this is {torch.__version__}: get a newer one')
     return ShardOptions(**{**opts, 'blocks': tuple(blocks) if classes else blocks})
+
+# %% ../../nbs/distributed/09_blocks.ipynb #h16b01
+_kinds = dict(reshard=((bool,type(None)), 'True, False, or None'), keep_sharded=(bool, 'True or False'),
+              weights=((str,Path,type(None)), 'the path of a file'))
+
+def _check_kinds(opts):
+    for k,(kinds,said) in _kinds.items():
+        if k in opts and not isinstance(opts[k], kinds): raise ValueError(f'{k}={opts[k]!r}: give {said}')
 
 # %% ../../nbs/distributed/09_blocks.ipynb #h3d8d362
 def _owns(m): return next(m.parameters(), None) is not None
@@ -81,11 +93,14 @@ def find_blocks(model,
     return list(named.values())[::-1]
 
 # %% ../../nbs/distributed/09_blocks.ipynb #h3f650b5
-def check_model(model):
+def check_model(model,
+    known=() # Names of weights that a file has
+):
     "ValueError for a model that cannot be sharded, before anything is changed"
+    for k,t in [*model.named_parameters(),*model.named_buffers()]:
+        if t.is_meta and k not in known: source_of(k, t)
     for k,p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter): why = 'has no size yet: run a batch through the model before the context'
-        elif p.device.type=='meta': why = 'is on the meta device, and has no values: build the model on a device'
         elif not p.ndim: why = 'is a single number, which cannot be cut: make it a tensor of shape (1,)'
         elif not p.is_contiguous(): why = 'is not contiguous: model.to(memory_format=torch.contiguous_format)'
         elif is_part(p): why = 'is a DTensor already: a model that is sharded by hand trains in a loop by hand'

@@ -12,6 +12,7 @@ import torch
 from fastcore.basics import patch
 
 from ..core.compat import tree_leaves
+from ..core.deferred import fill_in
 from ..core.saves import await_save,save_once
 from ..core.weights import load_plain,read_bytes,save_sealed
 from ..data.loaders import DataLoaders,TfmdDL,batch_shape
@@ -25,7 +26,7 @@ def export(self:Learner,
     fname='export.pth' # File name within the learner's path
 )->Path:               # The file
     "Write weights, `dls.vocab`, batch size, number of inputs. On several ranks rank 0 writes. ValueError if the state is no plain data"
-    path,model,dls = self.path/fname,get_model(self.model),self.dls
+    path,model,dls = self.path/fname,fill_in(get_model(self.model)),self.dls
     vocab = getattr(dls, 'vocab', None)
     data = dict(learnerdist_export=format_version, model=model.state_dict(), name=type(model).__name__, bs=batch_shape(dls[len(dls)-1])[0],
                 n_inp=getattr(dls, 'n_inp', None), vocab=vocab if vocab is None else list(vocab))

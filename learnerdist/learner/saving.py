@@ -10,6 +10,8 @@ from pathlib import Path
 
 from fastcore.basics import patch
 
+from ..core.deferred import fill_in
+from ..core.env import is_rank0
 from ..core.saves import await_save,save_once
 from ..core.shards import come_together,has_parts,load_model,load_opt,whole_state
 from ..core.weights import is_safetensors,load_weights,save_weights
@@ -26,6 +28,7 @@ def whole_states(
 )->tuple:     # (that of the model, that of the optimizer or None)
     "State dicts with whole tensors. If the model is sharded, rank 0's only, and a sync point: ValueError if a rank does not come"
     model = get_model(model)
+    fill_in(model)
     if not has_parts(model): return model.state_dict(),opt and opt.state_dict()
     come_together('save')
     return whole_state((model.state_dict(),opt and opt.state_dict()), 0)
@@ -56,10 +59,14 @@ def load(self:Learner,
     "Load what `save` or a `Checkpoint` wrote. Reads only tensors and plain data, so a file cannot run code. ValueError for a damaged file"
     path = self.path/file if (self.path/file).is_dir() else self._file(file)
     await_save(path)
-    state,opt = (_in_folder(path),None) if path.is_dir() else load_weights(path, self.device)
+    state,opt = (_in_folder(path),None) if path.is_dir() else _read(path, self)
     load_model(get_model(self.model), state, strict)
     if with_opt and opt: self._load_opt(opt)
     return self
+
+def _read(path, learn):
+    if not has_parts(get_model(learn.model)): return load_weights(path, learn.device)
+    return load_weights(path, mapped=True, check=is_rank0()) # each rank reads its rows
 
 def _in_folder(path):
     if not weights_of_folder: raise ValueError(f'{path} is a folder: import learnerdist.checkpoint, which reads checkpoints')
