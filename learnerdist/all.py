@@ -38,8 +38,8 @@ from learnerdist.checkpoint.checkpoint import Checkpoint
 __all__ = [
     'default_device', 'group_rank', 'group_size', 'is_rank0', 'local_rank', 'num_distrib', 'process_group', 'rank_distrib',
     'setup_distrib', 'teardown_distrib',
-    'RankError', 'all_mean', 'all_sum', 'await_save', 'broadcast_object', 'deferred', 'distrib_barrier', 'gather_objects', 'rank0_first', 'save_once',
-    'set_seed', 'DataLoaders', 'TfmdDL', 'DistributedDL', 'to_device',
+    'RankError', 'all_mean', 'all_sum', 'await_save', 'broadcast_object', 'distrib_barrier', 'gather_objects', 'rank0_first', 'save_once',
+    'set_seed', 'deferred', 'DataLoaders', 'TfmdDL', 'DistributedDL', 'to_device',
     'Callback', 'CancelBackwardException', 'CancelBatchException', 'CancelEpochException', 'CancelFitException', 'CancelStepException',
     'CancelTrainException', 'CancelValidException', 'Learner', 'TrainEvalCallback', 'get_model', 'trainable_params',
     'AccumMetric', 'AvgLoss', 'AvgMetric', 'Metric', 'Recorder', 'TorchMetric', 'accuracy', 'error_rate', 'mk_metric', 'skm_metric',

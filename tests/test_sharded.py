@@ -9,7 +9,7 @@ from learnerdist.all import (Callback, CancelBatchException, CancelFitException,
                              group_rank, group_size, process_group, rank_distrib)
 from learnerdist.core.compat import fsdp_on_cpu, torch_version
 from learnerdist.core.shards import is_part, whole_state
-from learnerdist.learner import saving
+from learnerdist.core import parted
 from learnerdist.testing import RanksError, run_ranks
 
 F64 = torch.float64
@@ -302,7 +302,7 @@ def save_by_rank0():
     with process_group():
         learn = make(case(), 2)
         with learn.distrib_ctx(shard=True):
-            if group_rank()==0: saving.come_together.__defaults__ = .5,
+            if group_rank()==0: parted.come_together.__defaults__ = .5,
             if group_rank()==0: learn.save('x')
             learn.validate()
 

@@ -8,13 +8,13 @@ from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.optimizer import Adam, OptimWrapper, SGD, ranger
 from functools import partial
-from learnerdist.all import group_rank, group_size, process_group
+from learnerdist.all import deferred, group_rank, group_size, process_group
 from learnerdist.core.shards import is_part
 import learnerdist.fastai # noqa: F401
 from learnerdist.testing import run_ranks
 from test_sharded import acc64, data, differs, needs_fsdp2, net, two_groups
 
-base = dict(opt=Adam, cbs=(), splitter=None, do='fit', n=24, n_valid=11)
+base = dict(model=lambda: net().double(), opt=Adam, cbs=(), splitter=None, do='fit', n=24, n_valid=11)
 def case(**kw): return {**base, **kw}
 
 class CrossEntropy(nn.CrossEntropyLoss):
@@ -24,7 +24,7 @@ class CrossEntropy(nn.CrossEntropyLoss):
 def make(c, W, path):
     torch.manual_seed(5+group_rank())
     dls = DataLoaders(DataLoader(data(c['n']), bs=6//W, shuffle=False), DataLoader(data(c['n_valid'], 2), bs=3))
-    return Learner(dls, net().double(), CrossEntropy(), lr=.05, opt_func=c['opt'], metrics=acc64, path=path, cbs=[o(W) for o in c['cbs']],
+    return Learner(dls, c['model'](), CrossEntropy(), lr=.05, opt_func=c['opt'], metrics=acc64, path=path, cbs=[o(W) for o in c['cbs']],
                    **({'splitter': c['splitter']} if c['splitter'] else {}))
 
 def run(c, path, W=1):
@@ -62,7 +62,7 @@ same = dict(adam=case(), sgd=case(opt=partial(SGD, mom=.9)), ranger=case(opt=ran
             torchs=case(opt=partial(OptimWrapper, opt=torch.optim.AdamW)), one_cycle=case(do='one_cycle', splitter=two_groups),
             fine_tune=case(do='fine_tune', splitter=two_groups), freeze=case(do='freeze', splitter=two_groups),
             clip=case(cbs=[lambda W: GradientClip(.5)]), save=case(cbs=[lambda W: SaveModelCallback()]),
-            accumulation=case(cbs=[lambda W: GradientAccumulation(12//W)]))
+            accumulation=case(cbs=[lambda W: GradientAccumulation(12//W)]), deferred=case(model=lambda: deferred(lambda: net().double())))
 
 tol = dict(start=1e-6, values=1e-6, losses=1e-6, preds=1e-9, params=1e-9) # fastai records float32
 

@@ -51,6 +51,7 @@ names = dict( # By our name: the module, the path of attributes to the object, a
     reductions=('torchmetrics', 'Metric()._reductions', 'adding up: each rank computes the metric from all batches'),
     update_count=('torchmetrics', 'Metric()._update_count', 'adding up: each rank computes the metric from all batches'),
     dispatch_mode=('torch.utils._python_dispatch', 'TorchDispatchMode', '`deferred`: models that never fit'),
+    fake_mode=('torch._subclasses.fake_tensor', 'FakeTensorMode', '`save` and `export` of a sharded model'),
     swap_impl=('torch', '_C._swap_tensor_impl', '`deferred` for recurrent layers'),
     module_states=('torch.distributed._composable_state', '_module_state_mapping', 'a second sharded context of a model'),
     to_sync=('torchmetrics', 'Metric()._to_sync', 'torchmetrics in a group of the script: it adds up a second time'))

@@ -109,7 +109,9 @@ class _Deferring(TorchDispatchMode or object):
     def _try(self, func, args, kwargs):
         "The result on the meta device; None if it depends on values, or changes a tensor that has some"
         if any(not self.recipe.knows(t) for t in written_by(func, args, kwargs)): return None
-        shape = lambda o: torch.empty_strided(o.size(), o.stride(), dtype=o.dtype, device='meta') if isinstance(o, Tensor) and not self.recipe.knows(o) else o
+        def shape(o):
+            if not isinstance(o, Tensor) or self.recipe.knows(o): return o
+            return torch.empty_strided(o.size(), o.stride(), dtype=o.dtype, device='meta')
         kw = {k: torch.device('meta') if k=='device' and v is not None else v for k,v in kwargs.items() if k!='generator'}
         try: return func(*tree_map(shape, args), **tree_map(shape, kw))
         except (RuntimeError,NotImplementedError): return None # where the arguments are at fault, real ones will say so
@@ -132,8 +134,8 @@ class _AsOnCPU(TorchFunctionMode):
 def deferred(
     build # Called without arguments; returns a model
 )->nn.Module:
-    "The model that `build` makes, without memory for its weights: these are computed when a learner needs them, each rank's part only if it is sharded"
-    if TorchDispatchMode is None: raise ImportError(f'deferred: torch {torch.__version__} has no TorchDispatchMode where it was: build the model as usual')
+    "The model that `build` makes, without memory for its weights: a learner computes them when it needs them, or parts"
+    if TorchDispatchMode is None: raise ImportError(f'deferred: torch {torch.__version__} has no TorchDispatchMode: build the model as usual')
     with _Deferring() as mode,_AsOnCPU(mode.recipe): model = build()
     if not isinstance(model, nn.Module): raise ValueError(f'deferred: build returned a {type(model).__name__}, and no module')
     for t in [*model.parameters(),*model.buffers()]:
@@ -178,6 +180,6 @@ def source_of(k, t):
     "Where the tensor of name `k` gets its value from; ValueError if that is not known"
     found = getattr(t, 'source', None)
     if found is None or hasattr(found, 'made') and not found.made(t):
-        raise ValueError(f'{k} is on the meta device, and nothing says which values it has: build the model by deferred(lambda: …), or give '
-                         'shard=dict(weights=file). What changes tensors, such as .double(), belongs within the function')
+        raise ValueError(f'{k} is on the meta device, and nothing says which values it has: build the model by deferred(lambda: …), or '
+                         'give shard=dict(weights=file). What changes tensors, such as .double(), belongs within the function')
     return found

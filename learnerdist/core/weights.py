@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DamagedFile', 'seal', 'save_sealed', 'read_bytes', 'map_bytes', 'load_plain', 'is_safetensors', 'save_tensors',
-           'load_tensors', 'load_weights', 'save_weights']
+           'seal_tensors', 'load_tensors', 'load_weights']
 
 # %% ../../nbs/core/00_weights.ipynb #ckw02
 import json,mmap,os,re,stat,struct,zlib
@@ -47,14 +47,17 @@ def _has_bad_seal(data):
 # %% ../../nbs/core/00_weights.ipynb #ckf03
 def read_bytes(path)->bytes:
     "The bytes of a regular file. DamagedFile if `path` is something else, such as a pipe"
-    fd = os.open(path, os.O_RDONLY|os.O_NONBLOCK) # a pipe would wait for its writer
-    with open(fd, 'rb') as f:
-        if not stat.S_ISREG(os.fstat(fd).st_mode): raise DamagedFile(f'{path} is no file')
-        return f.read()
+    with _opened(path) as f: return f.read()
 
 def map_bytes(path):
     "The bytes of a file as `read_bytes` gives them, in the memory of the system's cache: what is not looked at is not read"
-    with open(path, 'rb') as f: return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(f.fileno()).st_size else b''
+    with _opened(path) as f: return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(f.fileno()).st_size else b''
+
+def _opened(path):
+    f = open(os.open(path, os.O_RDONLY|os.O_NONBLOCK), 'rb') # a pipe would wait for its writer
+    if stat.S_ISREG(os.fstat(f.fileno()).st_mode): return f
+    f.close()
+    raise DamagedFile(f'{path} is no file')
 
 def load_plain(
     data:bytes,   # Content of a file of `torch.save`, with or without a seal; None: not checked
@@ -105,10 +108,16 @@ def save_tensors(
         t = t.detach().contiguous()
         own[k] = t.clone() if t.untyped_storage().data_ptr() in seen else t # the format has no shared memory
         seen.add(t.untyped_storage().data_ptr())
-    data = bytearray(_safetensors().save(own, dict(learnerdist=f'crc32 {_no_crc.decode()}')))
-    at = _mark.search(_header(BytesIO(data))).start(1)+8
-    data[at:at+8] = b'%08x' % zlib.crc32(data)
-    Path(path).write_bytes(data)
+    Path(path).write_bytes(_safetensors().save(own, dict(learnerdist=f'crc32 {_no_crc.decode()}')))
+    seal_tensors(path)
+
+def seal_tensors(
+    path # A file of safetensors with zeros in the place of its checksum
+):
+    "Write the checksum of a file of safetensors into its header"
+    with open(path, 'r+b') as f, mmap.mmap(f.fileno(), 0) as data:
+        at = _mark.search(_header(data)).start(1)+8
+        data[at:at+8] = b'%08x' % zlib.crc32(data)
 
 def load_tensors(
     data:bytes,  # Content of a file of safetensors, with or without a checksum; None: not checked
@@ -124,7 +133,7 @@ def load_tensors(
 
 # %% ../../nbs/core/00_weights.ipynb #ckf06
 def load_weights(
-    path, # A file of `save_weights`, `torch.save` or safetensors, or the index of several (`….safetensors.index.json`)
+    path, # A file of `Learner.save`, `torch.save` or safetensors, or the index of several (`….safetensors.index.json`)
     device='cpu', # Where its tensors go
     mapped=False, # Whether tensors stay in the file until they are read
     check=True    # Whether to look at the checksum, for which all of the file is read
@@ -146,14 +155,3 @@ def _several(path, *args):
     return {k: v for o in sorted(files) for k,v in load_weights(path.with_name(o), *args)[0].items()}
 
 def _is_opt(o): return isinstance(o, dict) and all(isinstance(k, str) for k in o)
-
-# %% ../../nbs/core/00_weights.ipynb #ckw21
-def save_weights(
-    model:dict,    # State dict of a model
-    opt:dict,      # That of an optimizer, or None. safetensors cannot hold one
-    path,          # Where to write
-    as_safetensors # Whether as safetensors
-):
-    "Write the weights of a model, and the state of its optimizer, in a file with a checksum"
-    if as_safetensors: return save_tensors(model, path)
-    save_sealed(model if opt is None else dict(model=model, opt=opt), path)

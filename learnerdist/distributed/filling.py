@@ -10,7 +10,7 @@ import torch
 
 from ..core.deferred import set_value,source_of
 from ..core.env import group_rank
-from ..core.shards import Kept,is_part,load_model,part_from,part_of
+from ..core.shards import Kept,load_model,part_from,part_of
 from .replica import broadcast_tensors
 
 # %% ../../nbs/distributed/09_filling.ipynb #h16f05

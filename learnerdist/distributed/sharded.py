@@ -16,8 +16,8 @@ from fastcore.basics import patch
 
 from ..core.compat import forget_fsdp,fsdp_on_cpu,fsdp_ready
 from ..core.deferred import set_value
-from ..core.env import (_noting_loops,count,current_group,group_rank,group_size,group_timeout,num_distrib,process_group,rank_distrib,shared_store,
-                                  wait_key,wait_keys)
+from ..core.env import (_noting_loops,count,current_group,group_rank,group_size,group_timeout,num_distrib,process_group,
+                                  rank_distrib,shared_store,wait_key,wait_keys)
 from ..core.shards import exchange_params,is_part,keep_part,part_of,state_part,whole
 from ..core.weights import load_weights
 from .batchnorm import sync_batchnorm
