@@ -273,6 +273,75 @@ def test_replicas_of_a_sharded_model():
     alone = {k: run(c) for k,c in some.items()}
     for ranks in run_ranks(rank_runs, 4, some): assert {k: d for k in some if (d := differs(alone[k], ranks[k]))>1e-9} == {}
 
+def by_node(local):
+    "What `shard='node'` makes of ranks on machines of so many"
+    os.environ['LOCAL_WORLD_SIZE'],os.environ['LOCAL_RANK'] = str(local),str(rank_distrib()%local)
+    with process_group():
+        learn = make(case(n=24, bs=12), group_size())
+        with learn.no_logging(), learn.distrib_ctx(seed=3, shard='node'):
+            learn.fit(2)
+            mesh = next(learn.model.parameters()).device_mesh
+            shape,ranks = tuple(mesh.shape),mesh.mesh.tolist()
+        return shape,ranks,[p.detach().clone() for p in learn.model.parameters()]
+
+@needs_fsdp2
+def test_a_replica_on_each_machine():
+    "Two machines of two ranks, rehearsed: rows of the mesh are machines"
+    learn = make(case(n=24, bs=12))
+    with learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(2)
+    for shape,ranks,params in run_ranks(by_node, 4, 2):
+        assert (shape,ranks)==((2,2), [[0,1],[2,3]]) and differs(list(learn.model.parameters()), params)<1e-9
+    with pytest.raises(RanksError, match="'node' needs as many ranks on each machine"): run_ranks(by_node, 3, 2)
+
+class Dtypes(Callback):
+    "The types that the model computes in"
+    def before_fit(self):
+        self.seen = set()
+        self.h = self.model.layers[0].register_forward_hook(lambda m,x,y: self.seen.update([x[0].dtype,y.dtype,m.a.weight.dtype]))
+    def after_pred(self): self.out = self.pred.dtype
+    def after_fit(self): self.h.remove()
+
+def floats(n=24): return TensorDataset(*[t.float() if t.is_floating_point() else t for t in data(n).tensors])
+
+def lower(policy):
+    "Weights after training in bfloat16 by the learner, and in a bare loop of FSDP2"
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from learnerdist.distributed.sharded import make_mesh
+    with process_group():
+        torch.manual_seed(5)
+        ds,m = floats(),Net()
+        bare,dls = copy.deepcopy(m),DataLoaders(DataLoader(ds, 3), DataLoader(ds, 3))
+        learn = Learner(dls, m, F.cross_entropy, torch.optim.SGD, lr=.1, cbs=Dtypes())
+        mp = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if policy else 'bf16'
+        with learn.no_logging(), learn.distrib_ctx(seed=3, shard=dict(mp=mp)): learn.fit(1)
+        mesh,kw = make_mesh(torch.device('cpu'), 1),dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for o in bare.layers: fully_shard(o, mesh=mesh, mp_policy=MixedPrecisionPolicy(**kw))
+        fully_shard(bare, mesh=mesh, mp_policy=MixedPrecisionPolicy(**kw, output_dtype=None if policy else torch.float32))
+        opt = torch.optim.SGD(bare.parameters(), lr=.1)
+        for x,y in DataLoader(torch.utils.data.Subset(ds, range(group_rank(), 24, 2)), 3):
+            F.cross_entropy(bare(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        own,other = [p.detach() for p in learn.model.parameters()],[p.full_tensor().detach() for p in bare.parameters()]
+        return own,other,learn.dtypes.seen,learn.dtypes.out,{p.dtype for p in own}
+
+@needs_fsdp2
+@pytest.mark.parametrize('policy', [False, True])
+def test_fsdps_own_mixed_precision(policy):
+    "As a bare loop with the policy; weights stay float32, and by 'bf16' what the loss gets is float32"
+    for own,other,seen,out,kept in run_ranks(lower, 2, policy):
+        assert differs(own, other)<1e-6 and torch.bfloat16 in seen and kept=={torch.float32}
+        assert out==(torch.bfloat16 if policy else torch.float32)
+
+def two_kinds():
+    with process_group():
+        learn = Learner(DataLoaders(DataLoader(floats(), 3), DataLoader(floats(), 3)), Net(), F.cross_entropy).to_bf16()
+        with learn.no_logging(), learn.distrib_ctx(shard=dict(mp='bf16')): learn.fit(1)
+
+@needs_fsdp2
+def test_one_kind_of_mixed_precision():
+    with pytest.raises(RanksError, match='leave out one of the two'): run_ranks(two_kinds, 2)
+
 class Big(Callback):
     "A loss that overflows in float16 on rank 1, in the second batch"
     order = 5
@@ -317,7 +386,8 @@ def tied_layers():
     m.layers[0].a.weight = m.layers[1].a.weight
     return m
 
-refused = [(net, dict(shard='node'), 'classes of modules'), (net, dict(shard=dict(block=1)), "'block' is no option"),
+refused = [(net, dict(shard='nodes'), 'classes of modules'), (net, dict(shard=dict(mp='fp16')), 'for float16 use learn.to_fp16()'),
+           (net, dict(shard=dict(block=1)), "'block' is no option"),
            (net, dict(shard=dict(replicas=0)), 'replicas=0'), (net, dict(shard=dict(reshard=2)), 'reshard=2'),
            (net, dict(shard=True, find_unused_parameters=True), 'find_unused_parameters: of DDP'),
            (net, dict(shard=True, comm_hook='fp16'), 'comm_hook: of DDP'), (net, dict(shard=[nn.LSTM]), 'no such module with weights'),

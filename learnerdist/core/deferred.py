@@ -135,7 +135,7 @@ def deferred(
     build # Called without arguments; returns a model
 )->nn.Module:
     "The model that `build` makes, without memory for its weights: a learner computes them when it needs them, or parts"
-    if TorchDispatchMode is None: raise ImportError(f'deferred: torch {torch.__version__} has no TorchDispatchMode: build the model as usual')
+    if TorchDispatchMode is None: raise ImportError('deferred: this torch has no TorchDispatchMode: build the model as usual')
     with _Deferring() as mode,_AsOnCPU(mode.recipe): model = build()
     if not isinstance(model, nn.Module): raise ValueError(f'deferred: build returned a {type(model).__name__}, and no module')
     for t in [*model.parameters(),*model.buffers()]:
