@@ -5,10 +5,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from learnerdist.all import (Callback, CancelBatchException, CancelFitException, CancelTrainException, CancelValidException, Checkpoint,
-                             DataLoaders, EarlyStoppingCallback, GradientAccumulation, GradientClip, Learner, Lookahead,
+                             DataLoaders, EarlyStoppingCallback, GradientAccumulation, GradientClip, Learner, Lookahead, find_batch_size,
                              group_rank, group_size, process_group, rank_distrib)
 from learnerdist.core.compat import fsdp_on_cpu, torch_version
-from learnerdist.core.shards import is_part, whole_state
+from learnerdist.core.shards import is_part, load_opt, whole_state
 from learnerdist.core import parted
 from learnerdist.testing import RanksError, run_ranks
 
@@ -386,6 +386,16 @@ def tied_layers():
     m.layers[0].a.weight = m.layers[1].a.weight
     return m
 
+def strided():
+    m = nn.Linear(6, 3)
+    m.weight = nn.Parameter(torch.randn(6, 3).t())
+    return m
+
+def number():
+    m = nn.Linear(6, 3)
+    m.scale = nn.Parameter(torch.tensor(1.))
+    return m
+
 refused = [(net, dict(shard='nodes'), 'classes of modules'), (net, dict(shard=dict(mp='fp16')), 'for float16 use learn.to_fp16()'),
            (net, dict(shard=dict(block=1)), "'block' is no option"),
            (net, dict(shard=dict(replicas=0)), 'replicas=0'), (net, dict(shard=dict(reshard=2)), 'reshard=2'),
@@ -396,7 +406,8 @@ refused = [(net, dict(shard='nodes'), 'classes of modules'), (net, dict(shard=di
            (tied_layers, dict(shard=Layer), 'shares weights with'),
            (lambda: nn.Sequential(nn.LazyLinear(3)), dict(shard=True), 'uninitialized parameter'),
            (lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.)), dict(shard=True), 'max_norm'),
-           (lambda: nn.Linear(6, 3, device='meta'), dict(shard=True), 'meta device')]
+           (lambda: nn.Linear(6, 3, device='meta'), dict(shard=True), 'meta device'),
+           (strided, dict(shard=True), 'is not contiguous'), (number, dict(shard=True), 'is a single number, which cannot be cut')]
 
 def refusals():
     with process_group():
@@ -416,6 +427,53 @@ def refusals():
 @needs_fsdp2
 def test_refused_with_a_remedy():
     for found in run_ranks(refusals, 2): assert [(o, why) for o,(_,_,why) in zip(found, refused) if why not in o]==[]
+
+class Idle(Net):
+    "Its last layer takes no part"
+    def __init__(self):
+        super().__init__()
+        self.idle = nn.Linear(2, 2)
+
+class Cancels(Net):
+    def forward(self, x): raise CancelBatchException
+
+class Calls(Callback):
+    "Calls the model on one rank's behalf, as a logger of pictures or graphs does"
+    def after_epoch(self):
+        with self.learn.distributed_trainer.shards.on_rank0(): self.learn.model(torch.zeros(1, 6, dtype=F64))
+
+def factored(m, lr):
+    "An optimizer whose state has another shape than the weight"
+    opt = torch.optim.SGD(m, lr)
+    for g in opt.param_groups:
+        for p in g['params']: opt.state[p] = dict(rows=torch.zeros(len(p)+1, dtype=F64))
+    return opt
+
+def load_factored(learn): load_opt(learn.opt, {**learn.opt.state_dict(), 'state': {0: dict(rows=torch.zeros(9))}})
+
+within = dict(idle=(Idle, {}, lambda o: o.fit(1), 'no gradient for idle.weight'),
+              cancel=(Cancels, {}, lambda o: o.fit(1), 'CancelBatchException within the forward pass'),
+              calls=(Net, {}, lambda o: o.fit(1, cbs=Calls()), 'calls the model, of which rank 0 has a part'),
+              batch_size=(Net, {}, lambda o: find_batch_size(o), 'shard'),
+              loaded=(Net, dict(opt=torch.optim.SGD), load_factored, 'keeps a tensor of shape (9,)'),
+              factored=(Net, dict(opt=factored), None, 'cannot be cut as they are'))
+
+def refused_within():
+    said = {}
+    for k,(model,kw,f,_) in within.items():
+        with process_group():
+            learn = make(case(n=24, model=model, **kw), group_size())
+            if f is None: learn.create_opt()
+            try:
+                with learn.no_logging(), learn.distrib_ctx(seed=3, shard=True):
+                    if k=='loaded': learn.fit(1)
+                    if f: f(learn)
+            except Exception as e: said[k] = str(e)
+    return said
+
+@needs_fsdp2
+def test_refused_within_the_context():
+    for said in run_ranks(refused_within, 2): assert {k: said.get(k) for k,(*_,why) in within.items() if why not in said.get(k, '')}=={}
 
 @pytest.mark.skipif(torch_version>=(2,6), reason='this torch has FSDP2')
 def test_an_older_torch_is_told():

@@ -140,7 +140,8 @@ def files(folder):
     for k,names in parts.items(): save_tensors({n: state[n] for n in names}, folder/k)
     index = dict(weight_map={n: k for k,names in parts.items() for n in names})
     (folder/'d.safetensors.index.json').write_text(json.dumps(index))
-    return ['a.pth','b.pth','c.safetensors','d.safetensors.index.json']
+    torch.save(without('emb.weight', state), folder/'e.pth') # the other name of a shared weight
+    return ['a.pth','b.pth','c.safetensors','d.safetensors.index.json','e.pth']
 
 same = dict(deferred=case(model=deferred_net), sgd=case(model=deferred_net, opt=torch.optim.SGD, shard=[Block]),
             one=case(model=deferred_net, shard=lambda m: False, n_valid=1))

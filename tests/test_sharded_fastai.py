@@ -74,3 +74,18 @@ def test_same_run(tmp_path):
     alone = {k: run(c, tmp_path/'alone') for k,c in same.items()}
     for ranks in run_ranks(rank_runs, 2, tmp_path):
         assert {(k,q): d for k in same for q in ranks[k] if (d := differs([alone[k][q]], [ranks[k][q]]))>tol[q]} == {}
+
+def refused(path):
+    said = []
+    for f in (lambda o: o.export('x.pkl'), lambda o: o.save(open(path/'f', 'wb'))):
+        with process_group():
+            learn = make(base, group_size(), path)
+            try:
+                with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(shard=True): f(learn)
+            except Exception as e: said.append(str(e))
+    return said
+
+@needs_fsdp2
+def test_refused_within_the_context(tmp_path):
+    for said in run_ranks(refused, 2, tmp_path):
+        assert [o.partition(':')[0] for o in said]==['export','save to an open file'] and all('Do it after the context' in o for o in said)

@@ -19,11 +19,10 @@ from ..learner.callback import Callback,Order
 from ..core.collectives import broadcast_object,distrib_barrier,gather_objects
 from ..data.loaders import loaders_of,to_device
 from ..core.parted import shard_place,take_apart
-from ..core.shards import a_part
+from ..core.shards import a_part,load_model,load_opt
 from ..core.random import seed_streams
 from ..core.env import group_rank,group_size,is_rank0
 from ..learner.learner import StartAt,fit_flags,get_model
-from ..learner.saving import load_model,load_opt
 from .position import PlacedLoader,Streams,go_back,place_in_epoch,place_of
 from .preemption import Preempted,Requests,check_every,check_signals,preempted_status
 from .snapshot import Writers,newest_good,on_cpu,open_folder,prune,read_snapshot,snapshot_name,to_plain,write_snapshot
@@ -166,14 +165,11 @@ def hear(self:Checkpoint, save:bool, stop:bool):
 @patch
 def commit(self:Checkpoint, phase):
     "Save if a checkpoint is due, and stop if that was requested. Sync point: all ranks call this at the same point"
-    if not self.due or phase=='train' and self._within_step(): return
+    within = any(getattr(cb, 'count', 0) for cb in self.learn.cbs if cb.name=='gradient_accumulation') # gradients are not in a checkpoint
+    if not self.due or phase=='train' and within: return
     self.save(phase)
     self.due = False
     if self.stopping: self._leave()
-
-@patch
-def _within_step(self:Checkpoint):
-    return any(getattr(cb, 'count', 0) for cb in self.learn.cbs if cb.name=='gradient_accumulation') # gradients are not in a checkpoint
 
 @patch
 def _leave(self:Checkpoint):
@@ -199,17 +195,15 @@ def capture(self:Checkpoint, phase)->dict:
 def save(self:Checkpoint, phase):
     "Write a checkpoint. Sync point: one gather of the ranks' own states. Of a sharded model each rank writes the rows that it has"
     held = self.held or self.capture(phase)
-    ranks,tokens = zip(*(gather_objects((held['own'],os.getpid())) if self.agreement else [(held['own'],os.getpid())]))
+    ranks,tokens = zip(*gather_objects((held['own'],os.getpid())))
     self.last,like = held['place'],a_part(get_model(self.learn.model))
     i,n,again = shard_place(like) if like is not None else (0,1,not is_rank0())
     if again: return
     self.wait()
     (model,opt),rows = take_apart((get_model(self.learn.model).state_dict(),self.opt.state_dict()))
-    parts = {f'rows_{i}': dict(rows=rows)} if rows else {}
-    if i==0:
-        state = dict(opt=to_plain(opt, 'optimizer'), cbs=held['cbs'], ranks=to_plain([*ranks], 'ranks'))
-        parts |= dict(model=to_plain(model, 'model'), state=state)
-    at = self.last
+    parts,at = {f'rows_{i}': dict(rows=rows)} if rows else {},self.last
+    state = dict(opt=to_plain(opt, 'optimizer'), cbs=held['cbs'], ranks=to_plain([*ranks], 'ranks'))
+    if i==0: parts |= dict(model=to_plain(model, 'model'), state=state)
     info = dict(run=self.run, epoch=at['epoch'], step=at['step'], place=at, config=self.config, **(dict(shards=n) if rows else {}))
     self.pending = write_snapshot(self.folder/snapshot_name(at['epoch'], at['step']), parts, to_plain(info, 'manifest'),
                                   self.background and not self.stopping, Writers(i, n, tokens[0]))
@@ -235,9 +229,7 @@ def restore(self:Checkpoint):
     self.source,self.run,self.at,old = found.folder,found.info['run'],found.info['place'],found.info['config']
     if not self.source.exists(): raise ValueError(f'rank {group_rank()} does not see {self.source}: all ranks need the same folder, on a '
                                                   'file system that all machines share')
-    if self.agreement:
-        if parts is None: parts = read_snapshot(self.source, found.info, like=like, check=False)
-        found = found._replace(parts=parts)
+    if self.agreement: found = found._replace(parts=parts or read_snapshot(self.source, found.info, like=like, check=False))
     check_run(old, self.config, self.at, getattr(self.learn, 'fits_done', 0), self.source)
     self._load(**found.parts)
     self._set_start()

@@ -23,7 +23,7 @@ from ..core.shards import exchange_params,is_part,keep_part,part_of,state_part,w
 from ..core.weights import load_weights
 from .batchnorm import sync_batchnorm
 from .blocks import check_model,check_opt,find_blocks,policy_of,replicas_of
-from .filling import fill_parts
+from .filling import fill_parts,with_shared
 from .replica import average_grads,broadcast_tensors,without_gradient
 from ..learner.learner import get_model
 
@@ -40,7 +40,7 @@ class Sharded:
             raise ValueError(f'shard=: FSDP2 of torch {torch.__version__} does not run on the CPU: get a newer torch (seen with 2.15)')
         places = gather_objects((local_rank(),local_size()))
         self.opts = opts = opts._replace(replicas=replicas_of(opts.replicas, places))
-        self.file = load_weights(opts.weights, mapped=True, check=group_rank()==0)[0] if opts.weights else {}
+        self.file = with_shared(self.model, load_weights(opts.weights, mapped=True, check=group_rank()==0)[0]) if opts.weights else {}
         check_model(self.model, self.file)
         check_opt(self.learn.opt)
         self.blocks = [*find_blocks(self.model, opts.blocks),self.model]
