@@ -4,6 +4,7 @@ from learnerdist.core.env import (default_device, group_rank, group_size, is_ran
                                   setup_distrib, teardown_distrib)
 from learnerdist.core.rank0 import RankError,rank0_first
 from learnerdist.core.saves import await_save,save_once
+from learnerdist.core.deferred import deferred
 from learnerdist.core.collectives import all_mean,all_sum,broadcast_object,distrib_barrier,gather_objects
 from learnerdist.core.random import set_seed
 # Data
@@ -38,7 +39,7 @@ __all__ = [
     'default_device', 'group_rank', 'group_size', 'is_rank0', 'local_rank', 'num_distrib', 'process_group', 'rank_distrib',
     'setup_distrib', 'teardown_distrib',
     'RankError', 'all_mean', 'all_sum', 'await_save', 'broadcast_object', 'distrib_barrier', 'gather_objects', 'rank0_first', 'save_once',
-    'set_seed', 'DataLoaders', 'TfmdDL', 'DistributedDL', 'to_device',
+    'set_seed', 'deferred', 'DataLoaders', 'TfmdDL', 'DistributedDL', 'to_device',
     'Callback', 'CancelBackwardException', 'CancelBatchException', 'CancelEpochException', 'CancelFitException', 'CancelStepException',
     'CancelTrainException', 'CancelValidException', 'Learner', 'TrainEvalCallback', 'get_model', 'trainable_params',
     'AccumMetric', 'AvgLoss', 'AvgMetric', 'Metric', 'Recorder', 'TorchMetric', 'accuracy', 'error_rate', 'mk_metric', 'skm_metric',

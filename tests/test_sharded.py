@@ -5,11 +5,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from learnerdist.all import (Callback, CancelBatchException, CancelFitException, CancelTrainException, CancelValidException, Checkpoint,
-                             DataLoaders, EarlyStoppingCallback, GradientAccumulation, GradientClip, Learner, Lookahead,
+                             DataLoaders, EarlyStoppingCallback, GradientAccumulation, GradientClip, Learner, Lookahead, find_batch_size,
                              group_rank, group_size, process_group, rank_distrib)
 from learnerdist.core.compat import fsdp_on_cpu, torch_version
-from learnerdist.core.shards import is_part, whole_state
-from learnerdist.learner import saving
+from learnerdist.core.shards import is_part, load_opt, whole_state
+from learnerdist.core import parted
 from learnerdist.testing import RanksError, run_ranks
 
 F64 = torch.float64
@@ -273,6 +273,75 @@ def test_replicas_of_a_sharded_model():
     alone = {k: run(c) for k,c in some.items()}
     for ranks in run_ranks(rank_runs, 4, some): assert {k: d for k in some if (d := differs(alone[k], ranks[k]))>1e-9} == {}
 
+def by_node(local):
+    "What `shard='node'` makes of ranks on machines of so many"
+    os.environ['LOCAL_WORLD_SIZE'],os.environ['LOCAL_RANK'] = str(local),str(rank_distrib()%local)
+    with process_group():
+        learn = make(case(n=24, bs=12), group_size())
+        with learn.no_logging(), learn.distrib_ctx(seed=3, shard='node'):
+            learn.fit(2)
+            mesh = next(learn.model.parameters()).device_mesh
+            shape,ranks = tuple(mesh.shape),mesh.mesh.tolist()
+        return shape,ranks,[p.detach().clone() for p in learn.model.parameters()]
+
+@needs_fsdp2
+def test_a_replica_on_each_machine():
+    "Two machines of two ranks, rehearsed: rows of the mesh are machines"
+    learn = make(case(n=24, bs=12))
+    with learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(2)
+    for shape,ranks,params in run_ranks(by_node, 4, 2):
+        assert (shape,ranks)==((2,2), [[0,1],[2,3]]) and differs(list(learn.model.parameters()), params)<1e-9
+    with pytest.raises(RanksError, match="'node' needs as many ranks on each machine"): run_ranks(by_node, 3, 2)
+
+class Dtypes(Callback):
+    "The types that the model computes in"
+    def before_fit(self):
+        self.seen = set()
+        self.h = self.model.layers[0].register_forward_hook(lambda m,x,y: self.seen.update([x[0].dtype,y.dtype,m.a.weight.dtype]))
+    def after_pred(self): self.out = self.pred.dtype
+    def after_fit(self): self.h.remove()
+
+def floats(n=24): return TensorDataset(*[t.float() if t.is_floating_point() else t for t in data(n).tensors])
+
+def lower(policy):
+    "Weights after training in bfloat16 by the learner, and in a bare loop of FSDP2"
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from learnerdist.distributed.sharded import make_mesh
+    with process_group():
+        torch.manual_seed(5)
+        ds,m = floats(),Net()
+        bare,dls = copy.deepcopy(m),DataLoaders(DataLoader(ds, 3), DataLoader(ds, 3))
+        learn = Learner(dls, m, F.cross_entropy, torch.optim.SGD, lr=.1, cbs=Dtypes())
+        mp = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if policy else 'bf16'
+        with learn.no_logging(), learn.distrib_ctx(seed=3, shard=dict(mp=mp)): learn.fit(1)
+        mesh,kw = make_mesh(torch.device('cpu'), 1),dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for o in bare.layers: fully_shard(o, mesh=mesh, mp_policy=MixedPrecisionPolicy(**kw))
+        fully_shard(bare, mesh=mesh, mp_policy=MixedPrecisionPolicy(**kw, output_dtype=None if policy else torch.float32))
+        opt = torch.optim.SGD(bare.parameters(), lr=.1)
+        for x,y in DataLoader(torch.utils.data.Subset(ds, range(group_rank(), 24, 2)), 3):
+            F.cross_entropy(bare(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        own,other = [p.detach() for p in learn.model.parameters()],[p.full_tensor().detach() for p in bare.parameters()]
+        return own,other,learn.dtypes.seen,learn.dtypes.out,{p.dtype for p in own}
+
+@needs_fsdp2
+@pytest.mark.parametrize('policy', [False, True])
+def test_fsdps_own_mixed_precision(policy):
+    "As a bare loop with the policy; weights stay float32, and by 'bf16' what the loss gets is float32"
+    for own,other,seen,out,kept in run_ranks(lower, 2, policy):
+        assert differs(own, other)<1e-6 and torch.bfloat16 in seen and kept=={torch.float32}
+        assert out==(torch.bfloat16 if policy else torch.float32)
+
+def two_kinds():
+    with process_group():
+        learn = Learner(DataLoaders(DataLoader(floats(), 3), DataLoader(floats(), 3)), Net(), F.cross_entropy).to_bf16()
+        with learn.no_logging(), learn.distrib_ctx(shard=dict(mp='bf16')): learn.fit(1)
+
+@needs_fsdp2
+def test_one_kind_of_mixed_precision():
+    with pytest.raises(RanksError, match='leave out one of the two'): run_ranks(two_kinds, 2)
+
 class Big(Callback):
     "A loss that overflows in float16 on rank 1, in the second batch"
     order = 5
@@ -302,7 +371,7 @@ def save_by_rank0():
     with process_group():
         learn = make(case(), 2)
         with learn.distrib_ctx(shard=True):
-            if group_rank()==0: saving.come_together.__defaults__ = .5,
+            if group_rank()==0: parted.come_together.__defaults__ = .5,
             if group_rank()==0: learn.save('x')
             learn.validate()
 
@@ -317,7 +386,18 @@ def tied_layers():
     m.layers[0].a.weight = m.layers[1].a.weight
     return m
 
-refused = [(net, dict(shard='node'), 'classes of modules'), (net, dict(shard=dict(block=1)), "'block' is no option"),
+def strided():
+    m = nn.Linear(6, 3)
+    m.weight = nn.Parameter(torch.randn(6, 3).t())
+    return m
+
+def number():
+    m = nn.Linear(6, 3)
+    m.scale = nn.Parameter(torch.tensor(1.))
+    return m
+
+refused = [(net, dict(shard='nodes'), 'classes of modules'), (net, dict(shard=dict(mp='fp16')), 'for float16 use learn.to_fp16()'),
+           (net, dict(shard=dict(block=1)), "'block' is no option"),
            (net, dict(shard=dict(replicas=0)), 'replicas=0'), (net, dict(shard=dict(reshard=2)), 'reshard=2'),
            (net, dict(shard=True, find_unused_parameters=True), 'find_unused_parameters: of DDP'),
            (net, dict(shard=True, comm_hook='fp16'), 'comm_hook: of DDP'), (net, dict(shard=[nn.LSTM]), 'no such module with weights'),
@@ -326,7 +406,8 @@ refused = [(net, dict(shard='node'), 'classes of modules'), (net, dict(shard=dic
            (tied_layers, dict(shard=Layer), 'shares weights with'),
            (lambda: nn.Sequential(nn.LazyLinear(3)), dict(shard=True), 'uninitialized parameter'),
            (lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.)), dict(shard=True), 'max_norm'),
-           (lambda: nn.Linear(6, 3, device='meta'), dict(shard=True), 'meta device')]
+           (lambda: nn.Linear(6, 3, device='meta'), dict(shard=True), 'meta device'),
+           (strided, dict(shard=True), 'is not contiguous'), (number, dict(shard=True), 'is a single number, which cannot be cut')]
 
 def refusals():
     with process_group():
@@ -346,6 +427,53 @@ def refusals():
 @needs_fsdp2
 def test_refused_with_a_remedy():
     for found in run_ranks(refusals, 2): assert [(o, why) for o,(_,_,why) in zip(found, refused) if why not in o]==[]
+
+class Idle(Net):
+    "Its last layer takes no part"
+    def __init__(self):
+        super().__init__()
+        self.idle = nn.Linear(2, 2)
+
+class Cancels(Net):
+    def forward(self, x): raise CancelBatchException
+
+class Calls(Callback):
+    "Calls the model on one rank's behalf, as a logger of pictures or graphs does"
+    def after_epoch(self):
+        with self.learn.distributed_trainer.shards.on_rank0(): self.learn.model(torch.zeros(1, 6, dtype=F64))
+
+def factored(m, lr):
+    "An optimizer whose state has another shape than the weight"
+    opt = torch.optim.SGD(m, lr)
+    for g in opt.param_groups:
+        for p in g['params']: opt.state[p] = dict(rows=torch.zeros(len(p)+1, dtype=F64))
+    return opt
+
+def load_factored(learn): load_opt(learn.opt, {**learn.opt.state_dict(), 'state': {0: dict(rows=torch.zeros(9))}})
+
+within = dict(idle=(Idle, {}, lambda o: o.fit(1), 'no gradient for idle.weight'),
+              cancel=(Cancels, {}, lambda o: o.fit(1), 'CancelBatchException within the forward pass'),
+              calls=(Net, {}, lambda o: o.fit(1, cbs=Calls()), 'calls the model, of which rank 0 has a part'),
+              batch_size=(Net, {}, lambda o: find_batch_size(o), 'shard'),
+              loaded=(Net, dict(opt=torch.optim.SGD), load_factored, 'keeps a tensor of shape (9,)'),
+              factored=(Net, dict(opt=factored), None, 'cannot be cut as they are'))
+
+def refused_within():
+    said = {}
+    for k,(model,kw,f,_) in within.items():
+        with process_group():
+            learn = make(case(n=24, model=model, **kw), group_size())
+            if f is None: learn.create_opt()
+            try:
+                with learn.no_logging(), learn.distrib_ctx(seed=3, shard=True):
+                    if k=='loaded': learn.fit(1)
+                    if f: f(learn)
+            except Exception as e: said[k] = str(e)
+    return said
+
+@needs_fsdp2
+def test_refused_within_the_context():
+    for said in run_ranks(refused_within, 2): assert {k: said.get(k) for k,(*_,why) in within.items() if why not in said.get(k, '')}=={}
 
 @pytest.mark.skipif(torch_version>=(2,6), reason='this torch has FSDP2')
 def test_an_older_torch_is_told():

@@ -8,13 +8,13 @@ from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.optimizer import Adam, OptimWrapper, SGD, ranger
 from functools import partial
-from learnerdist.all import group_rank, group_size, process_group
+from learnerdist.all import deferred, group_rank, group_size, process_group
 from learnerdist.core.shards import is_part
 import learnerdist.fastai # noqa: F401
 from learnerdist.testing import run_ranks
 from test_sharded import acc64, data, differs, needs_fsdp2, net, two_groups
 
-base = dict(opt=Adam, cbs=(), splitter=None, do='fit', n=24, n_valid=11)
+base = dict(model=lambda: net().double(), opt=Adam, cbs=(), splitter=None, do='fit', n=24, n_valid=11)
 def case(**kw): return {**base, **kw}
 
 class CrossEntropy(nn.CrossEntropyLoss):
@@ -24,7 +24,7 @@ class CrossEntropy(nn.CrossEntropyLoss):
 def make(c, W, path):
     torch.manual_seed(5+group_rank())
     dls = DataLoaders(DataLoader(data(c['n']), bs=6//W, shuffle=False), DataLoader(data(c['n_valid'], 2), bs=3))
-    return Learner(dls, net().double(), CrossEntropy(), lr=.05, opt_func=c['opt'], metrics=acc64, path=path, cbs=[o(W) for o in c['cbs']],
+    return Learner(dls, c['model'](), CrossEntropy(), lr=.05, opt_func=c['opt'], metrics=acc64, path=path, cbs=[o(W) for o in c['cbs']],
                    **({'splitter': c['splitter']} if c['splitter'] else {}))
 
 def run(c, path, W=1):
@@ -62,7 +62,7 @@ same = dict(adam=case(), sgd=case(opt=partial(SGD, mom=.9)), ranger=case(opt=ran
             torchs=case(opt=partial(OptimWrapper, opt=torch.optim.AdamW)), one_cycle=case(do='one_cycle', splitter=two_groups),
             fine_tune=case(do='fine_tune', splitter=two_groups), freeze=case(do='freeze', splitter=two_groups),
             clip=case(cbs=[lambda W: GradientClip(.5)]), save=case(cbs=[lambda W: SaveModelCallback()]),
-            accumulation=case(cbs=[lambda W: GradientAccumulation(12//W)]))
+            accumulation=case(cbs=[lambda W: GradientAccumulation(12//W)]), deferred=case(model=lambda: deferred(lambda: net().double())))
 
 tol = dict(start=1e-6, values=1e-6, losses=1e-6, preds=1e-9, params=1e-9) # fastai records float32
 
@@ -74,3 +74,18 @@ def test_same_run(tmp_path):
     alone = {k: run(c, tmp_path/'alone') for k,c in same.items()}
     for ranks in run_ranks(rank_runs, 2, tmp_path):
         assert {(k,q): d for k in same for q in ranks[k] if (d := differs([alone[k][q]], [ranks[k][q]]))>tol[q]} == {}
+
+def refused(path):
+    said = []
+    for f in (lambda o: o.export('x.pkl'), lambda o: o.save(open(path/'f', 'wb'))):
+        with process_group():
+            learn = make(base, group_size(), path)
+            try:
+                with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(shard=True): f(learn)
+            except Exception as e: said.append(str(e))
+    return said
+
+@needs_fsdp2
+def test_refused_within_the_context(tmp_path):
+    for said in run_ranks(refused, 2, tmp_path):
+        assert [o.partition(':')[0] for o in said]==['export','save to an open file'] and all('Do it after the context' in o for o in said)

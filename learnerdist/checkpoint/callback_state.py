@@ -17,6 +17,7 @@ from ..data.loaders import batch_shape,data_len
 from ..data.loaders import call_model
 from ..learner.learner import get_model
 from ..core.compat import tree_leaves
+from ..core.shards import model_name
 from .snapshot import to_plain
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c005
@@ -89,7 +90,7 @@ def run_config(
     hypers = {k: _plain(v) for k,v in groups[-1].items() if k in known and _plain(v) is not None}
     bs,trainer = batch_shape(dl)[0],getattr(learn, 'distributed_trainer', None)
     n = data_len(getattr(dl.source if hasattr(dl, 'dealer') else dl, 'dataset', None))
-    return dict(model=type(get_model(learn.model)).__name__, loss=_name(learn.loss_func), optimizer=type(opt).__name__, **hypers,
+    return dict(model=model_name(get_model(learn.model)), loss=_name(learn.loss_func), optimizer=type(opt).__name__, **hypers,
                 n_epoch=learn.n_epoch, batch_size=bs and bs*world, samples=n, ranks=world,
                 seed=getattr(trainer, 'seed', None), schedule=horizons(learn.cbs),
                 torch=str(torch.__version__), learnerdist=learnerdist.__version__)

@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['names', 'queue_callback', 'default_store', 'BatchNorm', 'no_iterator', 'check_channels', 'update_stats',
            'batch_norm_backward', 'Dropout', 'ignored_by_ddp', 'update_count', 'tree_flatten', 'tree_leaves',
-           'tree_map', 'tree_unflatten', 'fsdp_on_cpu', 'shims', 'OutOfMemoryError', 'torch_version', 'read_in_order',
-           'sync_buffers', 'abort_group', 'set_timeout', 'find', 'missing', 'check_input_dim', 'ddp_flag',
-           'set_worker_info', 'set_tee', 'metric_state', 'unsynced', 'fsdp_ready', 'forget_fsdp', 'ignore_signals',
-           'shutdown_s', 'listening_store', 'destroy_group']
+           'tree_map', 'tree_unflatten', 'fsdp_on_cpu', 'TorchDispatchMode', 'shims', 'OutOfMemoryError',
+           'torch_version', 'read_in_order', 'sync_buffers', 'abort_group', 'set_timeout', 'find', 'missing',
+           'check_input_dim', 'ddp_flag', 'set_worker_info', 'set_tee', 'metric_state', 'unsynced', 'fsdp_ready',
+           'forget_fsdp', 'storage_id', 'version', 'swap_content', 'written_by', 'ignore_signals', 'shutdown_s',
+           'listening_store', 'destroy_group']
 
 # %% ../../nbs/core/00_compat.ipynb #bca14321
-import copy,signal,time
+import copy,signal,time,weakref
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -51,6 +52,9 @@ names = dict( # By our name: the module, the path of attributes to the object, a
     run_backward=('torch.autograd.graph', '_engine_run_backward', "'backward' as the place where a rank waits"),
     reductions=('torchmetrics', 'Metric()._reductions', 'adding up: each rank computes the metric from all batches'),
     update_count=('torchmetrics', 'Metric()._update_count', 'adding up: each rank computes the metric from all batches'),
+    dispatch_mode=('torch.utils._python_dispatch', 'TorchDispatchMode', '`deferred`: models that never fit'),
+    fake_mode=('torch._subclasses.fake_tensor', 'FakeTensorMode', '`save` and `export` of a sharded model'),
+    swap_impl=('torch', '_C._swap_tensor_impl', '`deferred` for recurrent layers'),
     module_states=('torch.distributed._composable_state', '_module_state_mapping', 'a second sharded context of a model'),
     to_sync=('torchmetrics', 'Metric()._to_sync', 'torchmetrics in a group of the script: it adds up a second time'))
 
@@ -193,6 +197,41 @@ def forget_fsdp(
         for i in ids: d.pop(i, None)
     for k in [k for k in vars(m) if k not in names and (k.startswith('__composable_api') or 'fsdp' in k)]: del vars(m)[k]
     find('module_states', {}).pop(m, None)
+
+# %% ../../nbs/core/00_compat.ipynb #dfrcmp1
+TorchDispatchMode = find('dispatch_mode')
+
+def storage_id(
+    t # A tensor, also on the meta device
+)->int:
+    "What tensors that share memory have in common, as long as one of them lives"
+    return t.untyped_storage()._cdata
+
+def version(t)->int:
+    "How often a tensor was changed in place"
+    return t._version
+
+def swap_content(
+    t,  # A tensor or Parameter
+    new # Of the same kind, and without references
+):
+    "Let the object `t` be what `new` is. `torch.utils.swap_tensors` refuses an LSTM's weights, to which the layer holds weak references"
+    if not weakref.getweakrefs(t): return torch.utils.swap_tensors(t, new)
+    for k in ('__class__','__dict__'):
+        old = getattr(t, k)
+        setattr(t, k, getattr(new, k))
+        setattr(new, k, old)
+    find('swap_impl')(t, new)
+
+def written_by(
+    func, # An operation as a `TorchDispatchMode` sees it
+    args:tuple, kwargs:dict
+)->list:
+    "The tensors that the operation writes to"
+    named = func._schema.arguments
+    vals = [*args,*[kwargs.get(a.name) for a in named[len(args):]]]
+    found = [v for a,v in zip(named, vals) if a.alias_info is not None and a.alias_info.is_write]
+    return [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
 
 # %% ../../nbs/core/00_compat.ipynb #b037916a
 # By name: the first torch that does not need it; perhaps an earlier one does not either, since not every version was tried

@@ -45,7 +45,7 @@ def differences(
 
 def digest(state)->tuple:
     "Hashes of the tensors and texts of the other values of a nested `state`, to compare states"
-    return tuple(tensor_hash(o).item() if isinstance(o, Tensor) else repr(o) for o in tree_leaves(state))
+    return tuple(tensor_hash(o).item() if isinstance(o, Tensor) and not o.is_meta else repr(o) for o in tree_leaves(state))
 
 def compared(model)->dict:
     "Tensors that must be equal on all ranks: parameters that are not sharded, and buffers but those of BatchNorm that is not synchronised"

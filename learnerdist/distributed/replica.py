@@ -22,8 +22,8 @@ from .batchnorm import _Synced,sync_batchnorm
 
 # %% ../../nbs/distributed/09_replica.ipynb #67d8f350
 def broadcast_module(model):
-    "Give every rank the parameters and buffers of rank 0"
-    broadcast_tensors([*model.parameters(),*model.buffers()])
+    "Give every rank the parameters and buffers of rank 0, but for those without memory"
+    broadcast_tensors([t for t in [*model.parameters(),*model.buffers()] if not t.is_meta])
 
 def broadcast_tensors(
     tensors # The same shapes and dtypes on every rank

@@ -7,19 +7,23 @@ __all__ = ['Sharded', 'make_mesh']
 
 # %% ../../nbs/distributed/09_sharded.ipynb #hf22b6dc
 import warnings
-from contextlib import ExitStack,contextmanager,suppress
+from contextlib import ExitStack,contextmanager,nullcontext,suppress
 from time import monotonic
 
 import torch
 import torch.distributed as dist
 from fastcore.basics import patch
 
+from ..core.collectives import gather_objects
 from ..core.compat import forget_fsdp,fsdp_on_cpu,fsdp_ready
-from ..core.env import (_noting_loops,count,current_group,group_size,group_timeout,num_distrib,process_group,rank_distrib,shared_store,
-                                  wait_key,wait_keys)
-from ..core.shards import exchange_params,is_part,part_of,state_part,whole
+from ..core.deferred import set_value
+from ..core.env import (_noting_loops,count,current_group,group_rank,group_size,group_timeout,local_rank,local_size,
+                                  num_distrib,process_group,rank_distrib,shared_store,wait_key,wait_keys)
+from ..core.shards import exchange_params,is_part,keep_part,part_of,state_part,whole
+from ..core.weights import load_weights
 from .batchnorm import sync_batchnorm
-from .blocks import check_model,check_opt,find_blocks
+from .blocks import check_model,check_opt,find_blocks,policy_of,replicas_of
+from .filling import fill_parts,with_shared
 from .replica import average_grads,broadcast_tensors,without_gradient
 from ..learner.learner import get_model
 
@@ -34,8 +38,10 @@ class Sharded:
         self.model,opts = get_model(self.learn.model),self.opts
         if self.learn.device.type=='cpu' and not fsdp_on_cpu:
             raise ValueError(f'shard=: FSDP2 of torch {torch.__version__} does not run on the CPU: get a newer torch (seen with 2.15)')
-        if group_size()%opts.replicas: raise ValueError(f'replicas={opts.replicas} does not divide {group_size()} ranks')
-        check_model(self.model)
+        places = gather_objects((local_rank(),local_size()))
+        self.opts = opts = opts._replace(replicas=replicas_of(opts.replicas, places))
+        self.file = with_shared(self.model, load_weights(opts.weights, mapped=True, check=group_rank()==0)[0]) if opts.weights else {}
+        check_model(self.model, self.file)
         check_opt(self.learn.opt)
         self.blocks = [*find_blocks(self.model, opts.blocks),self.model]
         self.key,self.order,self.log,self.rounds = f'sharded/{count("sharded")}',None,None,0
@@ -46,6 +52,8 @@ class Sharded:
 
     def begin(self, sync_bn):
         "At the start of a fit"
+        if self.opts.mp and hasattr(self.learn, 'mixed_precision'):
+            raise ValueError("shard=dict(mp=…) and mixed precision of the learner (to_bf16, to_fp16): leave out one of the two")
         self.undo_bn,self.checked = sync_batchnorm(self.model, current_group()) if sync_bn else None,False
         broadcast_tensors(self._others())
         return self
@@ -57,9 +65,9 @@ class Sharded:
         "Trained parameters that are not the model's, such as a loss's"
         return [] if self.learn.opt is None else [p for g in _groups(self.learn.opt) for p in g if not is_part(p)]
 
-    def __call__(self, *xb):
+    def __call__(self, *xb, **kw):
         self.trained = [p.requires_grad for _,p in self.pairs]
-        try: return self.model(*xb)
+        try: return self.model(*xb, **kw)
         except self.cancels as e:
             raise ValueError(f'{type(e).__name__} within the forward pass: the other ranks of a sharded model wait there for this one. '
                              'Raise it in an event of a callback') from e
@@ -101,15 +109,17 @@ def shard(self:Sharded):
     if self.opts.reshard is not None: kw['reshard_after_forward'] = self.opts.reshard # an older torch takes no None
     from torch.distributed.fsdp import fully_shard
     try:
-        for m in self.blocks: fully_shard(m, **kw)
+        for m in self.blocks: fully_shard(m, **kw, **(dict(mp_policy=policy_of(self.opts.mp, m is self.model)) if self.opts.mp else {}))
     finally: self.pairs = list({id(p): (p,getattr(m, k)) for m,k,p in named if is_part(getattr(m, k))}.values())
     new = {id(old): p for old,p in self.pairs}
+    for old,p in self.pairs: vars(p).update(vars(old))
+    fill_parts(self.model, self.pairs, self.file)
+    self.file = None
     exchange_params(self.learn.opt, new, state_part)
     for old,p in self.pairs:
-        vars(p).update(vars(old))
         grad,old.grad = old.grad,None
         if grad is not None: p.grad = part_of(grad, p)
-        old.data = old.data.new_empty(0) # this memory is what sharding is for
+        if not old.is_meta: old.data = old.data.new_empty(0) # this memory is what sharding is for
     self._follow_passes()
 
 @patch
@@ -118,18 +128,26 @@ def restore(self:Sharded):
     pairs,self.pairs = self.pairs,[]
     while self.handles: self.handles.pop().remove()
     if not pairs: return
-    with _any_group() as gathers:
-        if not gathers: warnings.warn(_lost)
-        get = whole if gathers else lambda t: torch.empty(0, dtype=t.dtype, device=t.device)
+    with nullcontext(True) if self.opts.keep_sharded else _any_group() as here:
+        if not here: warnings.warn(_lost)
+        get = keep_part if self.opts.keep_sharded else whole if here else lambda t: torch.empty(0, dtype=t.dtype, device=t.device)
         for old,p in pairs:
-            old.data = get(p.detach())
-            old.requires_grad_(p.requires_grad)
-            if p.grad is not None and gathers: old.grad = whole(p.grad)
+            if not p.is_meta: _give_back(old, p, get) # else it was not filled
+            if p.grad is not None and get is whole: old.grad = whole(p.grad)
         exchange_params(self.learn.opt, {id(p): old for old,p in pairs}, lambda p,t: get(t) if is_part(t) else t)
     for m,names in self.names: forget_fsdp(m, names)
     for m,cls in self.classes: m.__class__ = cls
     for m,k,p in self.places: setattr(m, k, p)
     self.places = self.names = self.classes = ()
+
+def _give_back(old, p, get):
+    val = get(p.detach())
+    if old.is_meta or val.is_meta:
+        source = getattr(val, 'source', None)
+        set_value(old, val)
+        if source is not None: old.source = source
+    else: old.data = val
+    old.requires_grad_(p.requires_grad)
 
 _lost = ('this run failed, and not all ranks are here to put the parts of its weights together: the weights of learn.model are empty. Load '
          'a checkpoint or a file of learn.save, or make the model anew')

@@ -13,6 +13,7 @@ from torch import nn
 from fastcore.basics import patch
 
 from ..core.collectives import all_sum,broadcast_object
+from ..core.deferred import has_deferred
 from ..core.env import group_rank,group_size,group_timeout,in_group,process_group
 from ..core.random import seed_streams
 from ..data.distributed_dl import DistributedDL,is_split,set_epoch
@@ -78,7 +79,7 @@ def attach(self:DistributedTrainer):
         self.stack.callback(seed_streams, after) # what the script draws afterwards does not depend on the number of ranks
         self.links = self.stack.enter_context(open_links(group_timeout()))
         self.weights = LossWeights(self.learn, self.links)
-        self.prepare_model()
+        if not (self.shard and group_size()>1 and has_deferred(get_model(self.model))): self.prepare_model()
         broadcast_module(get_model(self.model))
         if group_size()>1 and group_rank()==0: say_batch_dependent(get_model(self.model))
         if group_size()>1: self.stack.callback(watch_batchnorm(nn.Module() if self.sync_bn else get_model(self.model)))

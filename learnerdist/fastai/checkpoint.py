@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c002
 from contextlib import ExitStack,nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from fastai.callback.fp16 import MixedPrecision
@@ -22,9 +21,10 @@ from ..distributed import trainer as core
 from ..checkpoint.checkpoint import resumed
 from ..checkpoint.snapshot import weights_in
 from ..core.saves import await_save,save_once
+from ..core.deferred import fill_in
+from ..core.parted import save_state
 from ..core.shards import has_parts,load_model
 from ..learner.learner import StartAt,get_model
-from ..learner.saving import whole_states
 from .trainer import DistributedTrainer
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c005
@@ -140,9 +140,11 @@ def _path(learn, file): return join_path_file(file, learn.path/learn.model_dir, 
 def save(self:Learner, file, **kwargs):
     "As fastai's: rank 0 writes the file, atomically; the other ranks count the save. No collective, unless the model is sharded"
     if not isinstance(file, (str,Path)): return _save(self, file, **kwargs)
-    path,model,opt = _path(self, file),self.model,getattr(self, 'opt', None)
-    if has_parts(get_model(model)): model,opt = [o and SimpleNamespace(state_dict=lambda o=o: o) for o in whole_states(model, opt)]
-    save_once(path, lambda p: save_model(p, model, opt, **kwargs))
+    path,model,opt = _path(self, file),fill_in(get_model(self.model)),getattr(self, 'opt', None)
+    if has_parts(model):
+        state,with_opt = model.state_dict(),opt is not None and kwargs.get('with_opt', True)
+        save_state(dict(model=state, opt=opt.state_dict()) if with_opt else state, path, None, noop)
+    else: save_once(path, lambda p: save_model(p, model, opt, **kwargs))
     return path
 
 @patch

@@ -29,6 +29,7 @@ from ..distributed.agreement import AgreementEnd
 from ..checkpoint.checkpoint import Checkpoint,Preempted,preempted_status # noqa: F401
 from ..core.collectives import distrib_barrier
 from ..core.saves import await_save
+from ..core.deferred import fill_in
 from ..core.shards import come_together,has_parts,load_model,load_opt
 from ..core import env
 from ..core.env import default_device,group_rank,group_size
@@ -49,7 +50,7 @@ class _Distributed:
     "Methods that differ while a learner is distributed; they take the same arguments as those of its own class"
     @property
     def device(self): return torch.device(getattr(self.dls, 'device', None) or default_device())
-    def prepare_model(self): self.model.to(self.device)
+    def prepare_model(self): fill_in(self.model).to(self.device)
 
     @property
     def dls(self): return vars(self)['dls']

@@ -12,7 +12,10 @@ import torch
 from fastcore.basics import patch
 
 from ..core.compat import tree_leaves
-from ..core.saves import await_save,save_once
+from ..core.deferred import fill_in
+from ..core.parted import save_state
+from ..core.saves import await_save
+from ..core.shards import model_name
 from ..core.weights import load_plain,read_bytes,save_sealed
 from ..data.loaders import DataLoaders,TfmdDL,batch_shape
 from .learner import Learner,get_model
@@ -24,14 +27,14 @@ format_version = 1 # Of an exported file
 def export(self:Learner,
     fname='export.pth' # File name within the learner's path
 )->Path:               # The file
-    "Write weights, `dls.vocab`, batch size, number of inputs. On several ranks rank 0 writes. ValueError if the state is no plain data"
-    path,model,dls = self.path/fname,get_model(self.model),self.dls
+    "Write weights, `dls.vocab`, batch size, number of inputs, on rank 0; if the model is sharded, all must call. ValueError if not data"
+    path,model,dls = self.path/fname,fill_in(get_model(self.model)),self.dls
     vocab = getattr(dls, 'vocab', None)
-    data = dict(learnerdist_export=format_version, model=model.state_dict(), name=type(model).__name__, bs=batch_shape(dls[len(dls)-1])[0],
+    data = dict(learnerdist_export=format_version, model=model.state_dict(), name=model_name(model), bs=batch_shape(dls[len(dls)-1])[0],
                 n_inp=getattr(dls, 'n_inp', None), vocab=vocab if vocab is None else list(vocab))
     bad = [o for o in tree_leaves(data) if not isinstance(o, (torch.Tensor,str,bytes,int,float,bool,type(None)))]
     if bad: raise ValueError(f'{bad[0]!r} is a {type(bad[0]).__name__}, and an exported file holds tensors, numbers and texts only')
-    save_once(path, lambda p: save_sealed(data, p))
+    save_state(data, path, save_sealed)
     return path
 
 # %% ../../nbs/learner/14_exporting.ipynb #exp12

@@ -20,6 +20,7 @@ from torch.nn.parallel import DataParallel,DistributedDataParallel
 from .callback import Callback,Order,_inner,all_events,cancels
 from .losses import loss_of_batch,loss_trace
 from ..data.loaders import call_model,data_len,single,split_batch,to_device
+from ..core.deferred import fill_in
 from ..core.env import default_device
 
 # %% ../../nbs/learner/01_learner.ipynb #c005
@@ -280,8 +281,8 @@ def create_opt(self:Learner):
 
 @patch
 def prepare_model(self:Learner):
-    "Move the model to its device"
-    get_model(self.model).to(self.device)
+    "Move the model to its device; compute weights that were deferred"
+    fill_in(get_model(self.model)).to(self.device)
 
 @patch
 def prepare(self:Learner, lr, reset_opt=False): # as in `fit`

@@ -108,7 +108,7 @@ class Learner:
         """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an exception"""
 
     def export(self, fname='export.pth') -> Path:
-        """Write weights, `dls.vocab`, batch size, number of inputs. On several ranks rank 0 writes. ValueError if the state is no plain data"""
+        """Write weights, `dls.vocab`, batch size, number of inputs, on rank 0; if the model is sharded, all must call. ValueError if not data"""
 
     def lr_find(self, start_lr=1e-07, end_lr=10, num_it: int=100, stop_div: bool=True, show_plot: bool=True, suggest_funcs=...):
         """Train with a rising rate, and suggest one. Afterwards the learner is as before. ValueError if too few losses are finite"""
@@ -165,7 +165,7 @@ class Learner:
         """Make a new optimizer over the model's parameter groups. ValueError if no parameter is trainable"""
 
     def prepare_model(self):
-        """Move the model to its device"""
+        """Move the model to its device; compute weights that were deferred"""
 
     def prepare(self, lr, reset_opt=False):
         """Move the model to its device, make an optimizer if there is none, and set the rates of its parameter groups"""

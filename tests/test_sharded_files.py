@@ -1,0 +1,216 @@
+"Checkpoints and files of a sharded model: each rank writes and reads its rows"
+import os, random, shutil, signal, weakref
+import pytest, torch
+from learnerdist.all import Callback, Checkpoint, DataLoaders, Learner, group_rank, group_size, load_learner, process_group
+from learnerdist.checkpoint import snapshot
+from learnerdist.core import shards
+from learnerdist.core.deferred import deferred
+from learnerdist.testing import RanksError, run_ranks
+from test_sharded import Net, Stop, ahead, case, differs, make, needs_fsdp2, numbers
+
+def net(): return Net(tied=True)
+def deferred_net(): return deferred(lambda: Net(tied=True).double())
+
+def train(folder, shard, stop=None, opt='adamw', model=net, background=False, cbs=(), every=2, n=36):
+    "A fit of three epochs that is stopped after `stop` steps, or goes on from there"
+    W = max(group_size(), 1)
+    learn = make(case(n=n, model=model, opt=dict(adamw=torch.optim.AdamW, ahead=ahead)[opt], bs=12), W)
+    learn.path = folder
+    with learn.no_logging(), learn.distrib_ctx(seed=3, **(dict(shard=shard) if W>1 and shard else {})):
+        cbs = [Checkpoint('ck', every=every, background=background),*([Stop(stop)] if stop else []),*cbs]
+        learn.fit(3, cbs=cbs, resume=True)
+    return dict(w={k: p.detach().clone() for k,p in learn.model.state_dict().items()}, v=numbers(learn))
+
+def on_ranks(f, *args, **kw):
+    with process_group(): return f(*args, **kw)
+
+# --- any number of ranks ----------------------------------------------------------------------------------------------------
+
+@needs_fsdp2
+@pytest.mark.parametrize('W,shard,opt', [(2,True,'adamw'), pytest.param(3, True, 'ahead', marks=pytest.mark.slow),
+                                         pytest.param(4, dict(replicas=2), 'adamw', marks=pytest.mark.slow)])
+def test_written_by_any_number_and_read_by_any_number(W, shard, opt, tmp_path):
+    "Bitwise on as many ranks, else within rounding: sharded, replicated, and in one process"
+    whole = run_ranks(on_ranks, W, train, tmp_path/'whole', shard, opt=opt)[0]
+    with pytest.raises(RanksError, match='stopped'): run_ranks(on_ranks, W, train, tmp_path/'a', shard, 5, opt)
+    found = snapshot.snapshots(tmp_path/'a/ck')[-1]
+    info = snapshot.read_manifest(found)
+    n = W//2 if isinstance(shard, dict) else W
+    assert info['shards']==n and info['format']==snapshot.sharded_format
+    assert sorted(o.name for o in found.iterdir())==sorted(['manifest.json','model.pt','state.pt',*[f'rows_{i}.pt' for i in range(n)]])
+    for i,(V,how) in enumerate([(W,shard), (3-W%2,True), (2,False), (1,False)]):
+        shutil.copytree(tmp_path/'a', tmp_path/f'b{i}')
+        for o in run_ranks(on_ranks, V, train, tmp_path/f'b{i}', how, opt=opt):
+            assert differs([whole['w'],whole['v']], [o['w'],o['v']])<=(0 if i==0 else 1e-9), (V,how)
+
+@needs_fsdp2
+def test_a_checkpoint_of_ddp_goes_on_deferred_and_sharded(tmp_path):
+    "And a sharded one in a model that is never whole, in the background; weights alone are read by `load`"
+    whole = run_ranks(on_ranks, 2, train, tmp_path/'whole', False)[0]
+    for i,first in enumerate([False, True]):
+        with pytest.raises(RanksError, match='stopped'): run_ranks(on_ranks, 2, train, tmp_path/f'{i}', first, 5)
+        for o in run_ranks(on_ranks, 2, train, tmp_path/f'{i}', True, model=deferred_net, background=True):
+            assert differs([whole['w'],whole['v']], [o['w'],o['v']])<1e-9
+    alone = make(case(model=net))
+    alone.path = tmp_path/'1'
+    assert differs(whole['w'], {k: p for k,p in alone.load('ck').model.state_dict().items()})<1e-9
+
+def without_gather(folder):
+    def forbidden(*_): raise AssertionError('gathered')
+    old,shards.whole = shards.whole,forbidden
+    try: train(folder, dict(keep_sharded=True), every=3, model=deferred_net)
+    finally: shards.whole = old
+
+@needs_fsdp2
+def test_nothing_is_gathered(tmp_path):
+    run_ranks(on_ranks, 2, without_gather, tmp_path)
+    found = snapshot.snapshots(tmp_path/'ck')[-1]
+    sizes = {o.name: o.stat().st_size for o in found.glob('rows_*')}
+    assert len(sizes)==2 and max(sizes.values())<.65*sum(sizes.values())
+
+# --- one file ---------------------------------------------------------------------------------------------------------------
+
+def peak_of(f):
+    "The most bytes of whole tensors that are held at once"
+    live,most = set(),[0]
+    real = shards.gather_rows
+    def gather(own, dst=None):
+        res = real(own, dst)
+        for o in res or []:
+            live.add(id(o))
+            weakref.finalize(o, live.discard, id(o))
+        most[0] = max(most[0], len(live))
+        return res
+    shards.gather_rows = gather
+    try: f()
+    finally: shards.gather_rows = real
+    return most[0]
+
+def saved(folder, shard):
+    learn = make(case(n=24, model=deferred_net if shard else net), group_size())
+    learn.path = folder
+    with learn.no_logging(), learn.distrib_ctx(seed=3, **(dict(shard=True) if shard else {})):
+        learn.fit(1)
+        peaks = [peak_of(lambda: learn.save('a')),peak_of(lambda: learn.save('a.safetensors')),peak_of(learn.export)]
+        assert learn.export().name=='export.pth' and learn.load('a.safetensors') and learn.load('a')
+        learn.fit(1)
+    return peaks,[p.detach().clone() for p in learn.model.parameters()]
+
+@needs_fsdp2
+def test_one_file_is_that_of_a_whole_model(tmp_path):
+    "Byte for byte the tensors that DDP saves, shared ones shared; not more than one whole tensor at a time"
+    (_,ddp),(b,own) = run_ranks(on_ranks, 2, saved, tmp_path/'a', False)[0],run_ranks(on_ranks, 2, saved, tmp_path/'b', True)[0]
+    assert differs(ddp, own)<1e-9 and b and max(b)<=2 # the parts of one tensor, from two ranks
+    for name in ('models/a.pth','export.pth'):
+        x,y = [torch.load(tmp_path/o/name) for o in 'ab']
+        assert differs([x.get('model', x)], [y.get('model', y)])<1e-9 and list(x)==list(y) and x.get('name')==y.get('name')
+        w = y['model']
+        assert w['head.weight'].data_ptr()!=w['scale'].data_ptr() and [*w]==[*x['model']]
+    again = Learner(DataLoaders([], []), net().double(), path=tmp_path/'b')
+    assert again.load('a').model.scale.dtype==torch.float64 and again.load('a.safetensors')
+    assert load_learner(tmp_path/'b/export.pth', net().double()).model.scale.shape==(1,)
+
+class FullFile:
+    "A disk without room for a file of this rank"
+    def __init__(self): self.real = os.posix_fallocate
+    def __call__(self, *_): raise OSError(28, 'No space left on device')
+
+def without_room(folder):
+    learn = make(case(n=24, model=net), group_size())
+    learn.path = folder
+    with learn.no_logging(), learn.distrib_ctx(seed=3, shard=True):
+        learn.save('a')
+        os.posix_fallocate = full = FullFile()
+        try: learn.save('a')
+        finally: os.posix_fallocate = full.real
+        learn.validate()
+
+@needs_fsdp2
+def test_a_full_disk_is_an_error_of_save(tmp_path):
+    with pytest.raises(RanksError, match='No space left on device'): run_ranks(on_ranks, 2, without_room, tmp_path)
+    assert os.listdir(tmp_path/'models')==['a.pth'] and torch.load(tmp_path/'models/a.pth')
+
+# --- failures ---------------------------------------------------------------------------------------------------------------
+
+class Full(Callback):
+    "The disk of one rank is full from step `at` on"
+    def __init__(self, rank, at): self.rank,self.at = rank,at
+    def before_fit(self): self.old = snapshot.save_sealed
+    def cleanup(self): snapshot.save_sealed = self.old
+    def before_batch(self):
+        if self.training and self.learn.train_iter==self.at and group_rank()==self.rank: snapshot.save_sealed = self.fail
+    def fail(self, *_): raise OSError(28, 'No space left on device')
+
+def failing(folder, rank, background):
+    try: train(folder, True, cbs=[Full(rank, 3)], background=background)
+    except Exception as e: return f'{type(e).__name__}: {e}'
+
+@needs_fsdp2
+@pytest.mark.parametrize('background', [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_rank_that_cannot_write_ends_the_run(background, tmp_path):
+    "With the cause on all ranks; the checkpoint before it is the newest, and good"
+    for rank in (0,1):
+        said = run_ranks(on_ranks, 2, failing, tmp_path/str(rank), rank, background)
+        assert 'No space left on device: the checkpoint was not written; earlier ones are as they were' in said[rank]
+        assert f'rank {rank} failed with OSError' in said[1-rank]
+        assert [o.name for o in (tmp_path/str(rank)/'ck').glob('epoch*')]==['epoch_0000-step_00000002']
+        assert snapshot.newest_good(tmp_path/str(rank)/'ck').info['step']==2
+
+@needs_fsdp2
+def test_damage_is_noticed_before_it_is_read(tmp_path):
+    with pytest.raises(RanksError, match='stopped'): run_ranks(on_ranks, 2, train, tmp_path/'a', True, 5)
+    older,newer = snapshot.snapshots(tmp_path/'a/ck')
+    good = torch.load(newer/'rows_1.pt')
+    for damage in ('bit','short','gone','code'):
+        shutil.copytree(tmp_path/'a', tmp_path/damage)
+        file = tmp_path/damage/'ck'/newer.name/'rows_1.pt'
+        data = bytearray(file.read_bytes())
+        if damage=='bit': data[len(data)//2] ^= 1
+        if damage in ('bit','short'): file.write_bytes(data[:-9] if damage=='short' else data)
+        if damage=='gone': file.unlink()
+        if damage=='code': torch.save(dict(good, rows=[os.system]), file)
+        found = snapshot.newest_good(tmp_path/damage/'ck')
+        assert found.folder.name==older.name and 'rows_1.pt is' in found.bad[0]
+    again = run_ranks(on_ranks, 2, train, tmp_path/'bit', True)[0]
+    assert differs(run_ranks(on_ranks, 2, train, tmp_path/'whole', True)[0]['w'], again['w'])==0
+
+# --- kills ------------------------------------------------------------------------------------------------------------------
+
+class Kill:
+    "Ends this process at its `n`-th operation on files of a checkpoint"
+    def __init__(self, n):
+        self.left = n
+        for name in ('fsync','replace','rename','open'): setattr(os, name, self.counting(getattr(os, name)))
+    def counting(self, f):
+        def g(*args, **kw):
+            if any('ck' in str(o) or isinstance(o, int) and f.__name__=='fsync' for o in args[:2]):
+                self.left -= 1
+                if self.left<=0: os.kill(os.getpid(), signal.SIGKILL)
+            return f(*args, **kw)
+        return g
+
+def killed(folder, kills, background):
+    if group_rank() in kills: Kill(kills[group_rank()])
+    return train(folder, True, background=background, every=1)
+
+def soak(folder, seed, rounds, background):
+    "Runs that are killed while they write, each going on from the one before; how many steps were done at each kill"
+    rng,steps = random.Random(seed),[]
+    for _ in range(rounds):
+        kills = {rng.randrange(2): rng.randrange(1, 60)}
+        run_ranks(on_ranks, 2, killed, folder, kills, background, errors='return')
+        found = snapshot.newest_good(folder/'ck') if (folder/'ck').exists() else None
+        steps.append(found and found.info['step'])
+    return steps,run_ranks(on_ranks, 2, train, folder, True, every=1)
+
+@needs_fsdp2
+@pytest.mark.parametrize('seed,rounds,background', [(1,3,False), pytest.param(2, 12, False, marks=pytest.mark.long),
+                                                    pytest.param(3, 12, True, marks=pytest.mark.long)])
+def test_killed_while_writing(seed, rounds, background, tmp_path):
+    "At any moment a good checkpoint is there, and the run that goes on is the one that was never killed"
+    steps,ranks = soak(tmp_path/'a', seed, rounds, background)
+    known = [o or 0 for o in steps]
+    assert known==sorted(known) and max(known)>0
+    whole = run_ranks(on_ranks, 2, train, tmp_path/'whole', True, every=1)
+    for a,b in zip(whole, ranks): assert differs([a['w'],a['v']], [b['w'],b['v']])==0
+    assert not [*(tmp_path/'a/ck').glob('.*.tmp')]
