@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 root = Path(__file__).parent.parent
-shown = 'core','data','launch','checkpoint','tutorials' # folders
+shown = 'core','data','learner','distributed','checkpoint','launch','fastai','tutorials' # folders
 
 @pytest.fixture
 def outputs(monkeypatch):
