@@ -17,7 +17,7 @@ def is_interactive()->bool:
 def add_docments(
     objects # Functions and classes; of a class, its constructor and public methods
 ):
-    "Add to docstrings what each parameter means, and what is returned"
+    "Add to docstrings what each parameter means, and what is returned, once"
     for o in objects:
         of_class = [v for k,v in vars(o).items() if k=='__init__' or not k.startswith('_')] if isclass(o) else []
         for f in filter(isfunction, of_class or [o]): _add(f)
@@ -26,5 +26,5 @@ def _add(func):
     from fastcore.docments import docments
     try: found = docments(func, args_kwargs=True)
     except (OSError, SyntaxError, TypeError): return # no source; an older fastcore
-    lines = [f"{'returns' if k=='return' else k}: {v}" for k,v in found.items() if v]
-    if lines: func.__doc__ = '\n'.join([func.__doc__ or '', '', *lines]).strip()
+    doc,said = func.__doc__ or '','\n'.join(f"{'returns' if k=='return' else k}: {v}" for k,v in found.items() if v)
+    if said not in doc: func.__doc__ = f'{doc}\n\n{said}'.strip()
