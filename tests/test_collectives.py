@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from torchmetrics.classification import MulticlassAccuracy
 from learnerdist.all import (Callback, DataLoaders, Learner, Metric, TfmdDL, accuracy, error_rate, group_rank, group_size, process_group,
                              skm_metric)
+from learnerdist.distributed.shared_mean import SharedMean
 from learnerdist.distributed.vote_links import Links
 from learnerdist.testing import run_ranks
 
@@ -17,12 +18,14 @@ names = ('all_gather','all_gather_coalesced','all_gather_into_tensor','all_gathe
          'monitored_barrier','new_group','recv','recv_object_list','reduce','reduce_scatter','reduce_scatter_tensor','scatter',
          'scatter_object_list','send','send_object_list')
 
+ours = dict(post='vote', _meet='mean')
+
 class Counted:
-    "Counts votes and what goes through `torch.distributed`; not what DDP's own C++ code exchanges, nor what is within a call counted"
+    "Counts votes, meetings, and what goes through `torch.distributed`; not what DDP's own C++ code exchanges, nor what is within these"
     def __enter__(self):
         self.calls,self.inside = Counter(),False
-        self.old = [(o,name,getattr(o, name)) for o,name in [*((dist,o) for o in names),(Links,'post')]]
-        for o,name,func in self.old: setattr(o, name, self._counted('vote' if name=='post' else name, func))
+        self.old = [(o,name,getattr(o, name)) for o,name in [*((dist,o) for o in names),(Links,'post'),(SharedMean,'_meet')]]
+        for o,name,func in self.old: setattr(o, name, self._counted(ours.get(name, name), func))
         return self.calls
     def __exit__(self, *exc):
         for o in self.old: setattr(*o)
@@ -77,7 +80,9 @@ def rank_fits():
 
 @pytest.mark.parametrize('W,env', [(2, {}), (3, {}), (2, dict(LOCAL_WORLD_SIZE='1'))]) # the last: each rank on a machine of its own
 def test_a_fit(W, env):
+    mean = 0 if env else W-1 # meetings of a step: 2 ranks add up all of the gradients each, 3 a part, which the others fetch
     for got in run_ranks(rank_fits, W, env=env):
+        assert (got['step'].pop('mean', 0),got['epoch'].pop('mean', 0),got['fit'].pop('mean', 0))==(mean,3*mean,3*mean)
         if env: assert all(o.pop('irecv', 0)==o.get('vote', 0) for o in got.values()) # one round of two ranks, over gloo
         assert got['step']=={'vote': 1+1} # and the items that cross-entropy counts: the labels that are not ignored
         assert got['valid']=={'vote': 1}
