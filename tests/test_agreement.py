@@ -113,6 +113,7 @@ def test_one_rank_cancels_outside_batches(): check(2, all_cases(2, outer), False
 def test_one_rank_cancels_within_a_batch():
     cases = all_cases(2, inner)
     like_one_process(check(2, cases, False), cases, False, late)
+@pytest.mark.slow
 def test_one_of_three_ranks_cancels():
     check(3, all_cases(3, ['before_train','before_batch','after_loss','after_backward','after_step','after_batch']), False)
 def test_with_synchronised_batchnorm():
@@ -129,7 +130,7 @@ def test_a_batch_cancelled_before_its_forward_pass_has_no_part_in_batchnorm():
     cases = [*all_cases(2, ['before_batch']), *(('before_batch', CancelBatchException, rank, at) for rank in (0,1) for at in (0,1,3))]
     like_one_process(check(2, cases, True), cases, True)
 
-@pytest.mark.parametrize('bn', [False,True])
+@pytest.mark.parametrize('bn', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_batch_step_or_backward_cancelled_on_one_rank(bn):
     events = {CancelBatchException:[e for e in inner if e!='after_batch'], CancelStepException:['before_step'],
               CancelBackwardException:['before_backward']}

@@ -56,7 +56,7 @@ def by_hand(n, bs, factor):
     diffs = [abs(p-t) for p,t in zip(preds, y)]
     return [sum(losses)/n, sum(diffs)/n, max(diffs)],preds,y,losses
 
-@pytest.mark.parametrize('W', [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize('W', [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)])
 def test_every_size_against_values_by_hand(W):
     for rank in sweep(W):
         for n,bs in sizes:

@@ -107,6 +107,7 @@ def votes(W, rank):
         res.append((list(learn.trail), floats(learn.recorder.losses), len(learn.recorder.values), state(learn)))
     return res
 
+@pytest.mark.slow
 def test_a_cancel_on_one_rank_is_a_cancel_on_all():
     want = votes(0, 0)
     close(votes(1, 0), want, 0)
@@ -239,6 +240,7 @@ cases = { # line: function, tolerance
 
 def all_cases(W, rank, path): return {k: f(W, rank, path) for k,(f,_) in cases.items()}
 
+@pytest.mark.slow
 def test_callbacks(tmp_path):
     want = same(all_cases, tmp_path, lines={k: (f'6 {k}', tol) for k,(_,tol) in cases.items()})
     assert 1<len(want['`EarlyStoppingCallback`']['values'])<4 and want['`ReduceLROnPlateau`']['lrs'][-1]<.5

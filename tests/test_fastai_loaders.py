@@ -188,6 +188,7 @@ def looks(dls, W):
         rows = gather_rows(x) if W else [x]
         return len(learn.dls.train),len(learn.dls.valid),torch.cat(whole),torch.stack(rows, 1).flatten(0, 1)
 
+@pytest.mark.slow
 def test_learners_on_every_kind_of_loader():
     want = of_loaders(0, 0)
     for W in (1,2,3):

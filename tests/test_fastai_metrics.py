@@ -146,6 +146,7 @@ def measured(W, rank, n_valid, train_metrics):
 
 def every_metric(W, rank): return dict(measured(W, rank, 37, True), even={k: v[0] for k,v in measured(W, rank, 24, False).items()})
 
+@pytest.mark.slow
 def test_every_metric():
     "Also with a row that is read twice in training"
     keyed = {k: f'5 {v}; in training too (`train_metrics`)' for k,v in lines.items()}

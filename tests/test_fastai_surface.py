@@ -394,6 +394,7 @@ def rounded(W, rank, dtype=torch.float32):
 
 def not_exact(W, rank): return classifier(W, rank),rounded(W, rank)
 
+@pytest.mark.slow
 def test_what_is_not_exact_on_one_process_either():
     "fastai's classifier reads a text otherwise beside other texts, where the batch size differs; rounding differs by the dtype"
     (texts_,rounds),f64 = not_exact(0, 0),rounded(0, 0, torch.float64)

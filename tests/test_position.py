@@ -106,7 +106,7 @@ def resumed(path, kind, ctx=False):
 
 indexed = ['shuffled','batches','own','weighted','replaced','workers','workers persistent','workers batches','stateful']
 
-@pytest.mark.parametrize('kind', indexed)
+@pytest.mark.parametrize('kind', [pytest.param(o, marks=pytest.mark.slow) if o=='workers persistent' else o for o in indexed])
 def test_trained_on_and_not_read_again(kind, tmp_path): assert resumed(tmp_path, kind)==(True,BS)
 
 @pytest.mark.parametrize('kind', ['stream','drawing','generating'])

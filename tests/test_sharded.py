@@ -161,6 +161,7 @@ def cancelled(shard):
             res[f'{e} {x.__name__} {i} {rank}'] = dict(w=[p.detach().clone() for p in learn.model.parameters()], v=numbers(learn))
     return res
 
+@pytest.mark.slow
 @needs_fsdp2
 @pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 def test_cancelled_as_with_ddp(W):
@@ -213,6 +214,7 @@ def test_files_are_those_of_a_whole_model(tmp_path):
     assert all(not is_part(t) for t in learn.opt.state[learn.model.head.weight].values())
     assert differs([learn.opt.state_dict()['state']], [{k: v for k,v in learn.opt.state_dict()['state'].items()}])==0
 
+@pytest.mark.slow
 @needs_fsdp2
 def test_resume_in_any_number_sharded_or_not(tmp_path):
     "Bitwise on as many ranks, else within rounding"
@@ -265,6 +267,7 @@ def test_a_dead_rank_takes_its_part_along():
 
 # --- replicas, half precision, calls by rank 0 --------------------------------------------------------------------------------
 
+@pytest.mark.slow
 @needs_fsdp2
 def test_replicas_of_a_sharded_model():
     "Two ranks hold the model, and two others its replica"

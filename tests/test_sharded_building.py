@@ -149,6 +149,7 @@ same = dict(deferred=case(model=deferred_net), sgd=case(model=deferred_net, opt=
 def rank_runs(cases):
     with process_group(): return {k: outcome(c, group_size(), group_rank()) for k,c in cases.items()}
 
+@pytest.mark.slow
 @needs_fsdp2
 @pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_same_run_as_built_whole(W, tmp_path):

@@ -69,6 +69,7 @@ tol = dict(start=1e-6, values=1e-6, losses=1e-6, preds=1e-9, params=1e-9) # fast
 def rank_runs(path, names=None):
     with process_group(): return {k: run(same[k], path/k, group_size()) for k in names or same}
 
+@pytest.mark.slow
 @needs_fsdp2
 def test_same_run(tmp_path):
     alone = {k: run(c, tmp_path/'alone') for k,c in same.items()}

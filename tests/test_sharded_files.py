@@ -26,6 +26,7 @@ def on_ranks(f, *args, **kw):
 
 # --- any number of ranks ----------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 @needs_fsdp2
 @pytest.mark.parametrize('W,shard,opt', [(2,True,'adamw'), pytest.param(3, True, 'ahead', marks=pytest.mark.slow),
                                          pytest.param(4, dict(replicas=2), 'adamw', marks=pytest.mark.slow)])
@@ -203,6 +204,7 @@ def soak(folder, seed, rounds, background):
         steps.append(found and found.info['step'])
     return steps,run_ranks(on_ranks, 2, train, folder, True, every=1)
 
+@pytest.mark.slow
 @needs_fsdp2
 @pytest.mark.parametrize('seed,rounds,background', [(1,3,False), pytest.param(2, 12, False, marks=pytest.mark.long),
                                                     pytest.param(3, 12, True, marks=pytest.mark.long)])

@@ -63,6 +63,7 @@ def loss(tmp_path_factory):
 
 called = "\nif __name__=='__main__': print(run(main, {!r}, nproc=2))"
 
+@pytest.mark.slow
 def test_macos_trains(loss, tmp_path):
     res = python(tmp_path, 'train.py', sitecustomize=macos, train=train+called.format(None))
     assert res.stdout==f'{loss}\n', res.stderr

@@ -5,7 +5,7 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import MultiStepLR
-from learnerdist.distributed import timer,vote_links
+from learnerdist.distributed import shared_mean,timer,vote_links
 from learnerdist.all import (CSVLogger, Callback, CancelFitException, CancelTrainException, DataLoaders, EarlyStoppingCallback,
                              GradientAccumulation, GradientClip, Learner, LogWriter, MixedPrecision, Scheduler, TensorBoardLogger, TfmdDL,
                              find_batch_size, group_size, mk_metric, num_distrib, rank_distrib, warm_up)
@@ -301,7 +301,7 @@ class SlowVotes:
 def voting():
     "Where the time of 3 steps on each rank goes, by a clock of its own: each of its 12 samples takes 1 s to read"
     clock = Clock()
-    for o in (timer,vote_links): o.perf_counter = clock
+    for o in (shared_mean,timer,vote_links): o.perf_counter = clock
     class Votes(Callback):
         order = -900
         def before_train(self): self.learn.agreement.ballot.links = SlowVotes(self.learn.agreement.ballot.links, clock)
