@@ -8,7 +8,7 @@ from learnerdist.all import (Callback, CancelBatchException, CancelFitException,
                              DataLoaders, EarlyStoppingCallback, GradientAccumulation, GradientClip, Learner, Lookahead, find_batch_size,
                              group_rank, group_size, process_group, rank_distrib)
 from learnerdist.core.compat import fsdp_on_cpu, torch_version
-from learnerdist.core.shards import is_part, load_opt, whole_state
+from learnerdist.core.shards import is_part, load_opt, map_tensors, whole
 from learnerdist.core import parted
 from learnerdist.testing import RanksError, run_ranks
 
@@ -179,11 +179,11 @@ def saved(folder, at, shard):
         with learn.no_logging(), learn.distrib_ctx(seed=3, **shard):
             learn.fit(1)
             learn.save('now')
-            weights = {k: v.clone() for k,v in whole_state(learn.model.state_dict()).items()}
+            weights = {k: v.clone() for k,v in map_tensors(learn.model.state_dict(), whole).items()}
             learn.fit(1)
             learn.load('now')
-            again = all(torch.equal(v, weights[k]) for k,v in whole_state(learn.model.state_dict()).items())
-        return again,weights,whole_state(learn.opt.state_dict()) if at is None else None
+            again = all(torch.equal(v, weights[k]) for k,v in map_tensors(learn.model.state_dict(), whole).items())
+        return again,weights,map_tensors(learn.opt.state_dict(), whole) if at is None else None
 
 class Stop(Callback):
     def __init__(self, at): self.at = at
@@ -244,7 +244,7 @@ def left_by(how):
         try:
             with learn.no_logging(), learn.distrib_ctx(seed=3, shard=True):
                 learn.fit(1)
-                kept = whole_state(learn.model.state_dict())
+                kept = map_tensors(learn.model.state_dict(), whole)
                 if rank_distrib()==1 and how=='raise': raise KeyError('mine')
                 if rank_distrib()==1 and how=='killed': os.kill(os.getpid(), signal.SIGKILL)
                 learn.validate()

@@ -8,21 +8,18 @@ __all__ = []
 # %% ../../nbs/core/06_parted.ipynb #prt03
 import json,mmap,os,struct,zipfile,zlib
 from collections import defaultdict
+from itertools import accumulate
 
 import torch
-from fastcore.foundation import L
-from torch import Tensor
 
 from .compat import find,storage_id
 from .env import is_rank0
 from .saves import save_once
-from .shards import come_together,is_part,part_from,whole
+from .shards import come_together,containers,is_part,map_tensors,part_from,whole
 from .weights import is_safetensors,seal,seal_tensors
 
 # %% ../../nbs/core/06_parted.ipynb #prt05
 _mark = '__rows__' # In place of a part: its number among the rows, and the whole's shape
-
-_containers = list,tuple,L
 
 def _is_mark(o): return isinstance(o, dict) and _mark in o
 
@@ -37,13 +34,7 @@ def take_apart(
             seen[_key(t)] = len(rows)
             rows.append(t.detach().to_local())
         return {_mark: seen[_key(t)], 'shape': tuple(t.shape)}
-    return _mapped(state, f),rows
-
-def _mapped(o, f):
-    "`o` with `f(t)` in place of each tensor"
-    if isinstance(o, dict): return {k: _mapped(v, f) for k,v in o.items()}
-    if isinstance(o, _containers): return type(o)([_mapped(v, f) for v in o])
-    return f(o) if isinstance(o, Tensor) else o
+    return map_tensors(state, f),rows
 
 def _key(t):
     "What tensors and parts that are the same memory have in common"
@@ -56,7 +47,7 @@ def put_together(
     like=None  # Any part of the present group, as which others are cut; None: tensors are whole
 ):
     "The state, with whole tensors, or with this rank's parts for any number of ranks"
-    if isinstance(state, _containers): return type(state)([put_together(v, files, like) for v in state])
+    if isinstance(state, containers): return type(state)([put_together(v, files, like) for v in state])
     if not isinstance(state, dict): return state
     if not _is_mark(state): return {k: put_together(v, files, like) for k,v in state.items()}
     shape,pieces = state['shape'],[rows[state[_mark]] for rows in files]
@@ -78,7 +69,7 @@ def _rows_of(n, like):
     size = -(-n//W) # as `torch.chunk`
     return min(size*k, n),min(size*(k+1), n)
 
-def _starts(pieces): return torch.tensor([0]+[len(o) for o in pieces]).cumsum(0).tolist()
+def _starts(pieces): return accumulate(map(len, pieces), initial=0)
 
 # %% ../../nbs/core/06_parted.ipynb #prt11
 def save_state(
@@ -89,11 +80,11 @@ def save_state(
 ):
     "Rank 0 writes a file. No collective, unless the state has parts: then all ranks must call, and ValueError if one does not"
     found = []
-    _mapped(state, lambda t: found.append(is_part(t)))
+    map_tensors(state, lambda t: found.append(is_part(t)))
     if not any(found): return save_once(path, lambda p: write(state, p))
     come_together('save')
     save_once(path, lambda p: _gather_into(state, p, is_safetensors(path), tail))
-    if not is_rank0(): _mapped(state, lambda t: whole(t.detach(), 0))
+    if not is_rank0(): map_tensors(state, lambda t: whole(t.detach(), 0))
 
 def _gather_into(state, path, as_safetensors, tail):
     places,error = {},None
@@ -102,7 +93,7 @@ def _gather_into(state, path, as_safetensors, tail):
     def put(t):
         val = whole(t.detach(), 0)
         for o in places.get(_key(t), ()): o.copy_(val)
-    _mapped(state, put)
+    map_tensors(state, put)
     places.clear()
     if error: raise error
     if not as_safetensors: _mend_sums(path)
@@ -115,7 +106,7 @@ def _room(state, path):
     def fake(t):
         key,shape,dtype = _key(t),t.shape,t.dtype
         with mode: return fakes.setdefault(key, torch.empty(shape, dtype=dtype))
-    skeleton = _mapped(state, fake)
+    skeleton = map_tensors(state, fake)
     with open(path, 'wb') as file, torch.serialization.skip_data(materialize_fake_tensors=True): torch.save(skeleton, file)
     with zipfile.ZipFile(path) as z, open(path, 'rb') as f: starts = {o.filename.partition('/')[2]: _start(f, o) for o in z.infolist()}
     return _places(path, [(k, t, starts[f'data/{i}']) for i,(k,t) in enumerate(fakes.items())]) # storages are numbered as they come

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/core/05_shards.ipynb #h03cef3b
 import copy
 from collections.abc import MutableMapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -101,16 +102,16 @@ def keep_part(t)->Tensor:
     return res
 
 # %% ../../nbs/core/05_shards.ipynb #h7a80927
-_lists = list,tuple,L
+containers = list,tuple,L # of a state, beside dicts
 
-def whole_state(
-    o,           # A state dict, or a tuple of them
-    dst:int=None # As in `whole`
+def map_tensors(
+    o, # State dicts, in dicts, lists and tuples
+    f  # A function of a tensor, such as `whole`
 ):
-    "`o` with whole tensors in place of parts. Sync point"
-    if isinstance(o, dict): return {k: whole_state(v, dst) for k,v in o.items()}
-    if isinstance(o, _lists): return type(o)([whole_state(v, dst) for v in o])
-    return whole(o, dst) if isinstance(o, Tensor) else o
+    "`o` with `f(t)` in place of each tensor `t`"
+    if isinstance(o, dict): return {k: map_tensors(v, f) for k,v in o.items()}
+    if isinstance(o, containers): return type(o)([map_tensors(v, f) for v in o])
+    return f(o) if isinstance(o, Tensor) else o
 
 def load_model(model,
     state,      # State dict with whole tensors, on every rank
@@ -133,6 +134,10 @@ def optimizers_in(opt)->list:
         found += [v for v in inner if all(v is not p for p in found)]
     return found
 
+def groups_of(opt)->list:
+    "The lists of parameters of torch's or fastai's optimizer"
+    return [g['params'] for g in opt.param_groups] if hasattr(opt, 'param_groups') else opt.param_lists
+
 def exchange_params(opt,
     new:dict, # From the ids of parameters to those that replace them
     f         # A function of (parameter, tensor): the tensor that replaces it in the parameter's state
@@ -145,15 +150,10 @@ def exchange_params(opt,
         for d in [own[k] for k in ('state','slow') if isinstance(own.get(k), MutableMapping)]:
             old = dict(d)
             d.clear()
-            for p,s in old.items(): d[get(p)] = _mapped(s, get(p), f)
+            for p,s in old.items(): d[get(p)] = map_tensors(s, partial(f, get(p)))
     for o in optimizers_in(opt): # fastai's Lookahead
         if getattr(o, 'slow_weights', None) is not None and 'slow_weights' in vars(o):
             o.slow_weights = L(L(f(p, t) for p,t in zip(*os)) for os in zip(o.param_lists, o.slow_weights))
-
-def _mapped(s, p, f):
-    if isinstance(s, dict): return {k: _mapped(v, p, f) for k,v in s.items()}
-    if isinstance(s, _lists): return type(s)([_mapped(v, p, f) for v in s])
-    return f(p, s) if isinstance(s, Tensor) else s
 
 def state_part(p, t):
     "This rank's part of a tensor in the state of parameter `p`; ValueError if the tensor's shape is not that of `p`"
@@ -169,7 +169,7 @@ def load_opt(opt,
 ):
     "Load a state into an optimizer, whose parameters may be parts: then each rank keeps its part"
     opt.load_state_dict(state)
-    exchange_params(opt, {}, state_part)
+    if any(is_part(p) for g in groups_of(opt) for p in g): exchange_params(opt, {}, state_part)
 
 # %% ../../nbs/core/05_shards.ipynb #h9e77d8e
 def come_together(

@@ -19,7 +19,7 @@ from ..core.compat import forget_fsdp,fsdp_on_cpu,fsdp_ready
 from ..core.deferred import set_value
 from ..core.env import (_noting_loops,count,current_group,group_rank,group_size,group_timeout,local_rank,local_size,
                                   num_distrib,process_group,rank_distrib,shared_store,wait_key,wait_keys)
-from ..core.shards import exchange_params,is_part,keep_part,part_of,state_part,whole
+from ..core.shards import exchange_params,groups_of,is_part,keep_part,part_of,state_part,whole
 from ..core.weights import load_weights
 from .batchnorm import sync_batchnorm
 from .blocks import check_model,check_opt,find_blocks,policy_of,replicas_of
@@ -63,7 +63,7 @@ class Sharded:
 
     def _others(self):
         "Trained parameters that are not the model's, such as a loss's"
-        return [] if self.learn.opt is None else [p for g in _groups(self.learn.opt) for p in g if not is_part(p)]
+        return [] if self.learn.opt is None else [p for g in groups_of(self.learn.opt) for p in g if not is_part(p)]
 
     def __call__(self, *xb, **kw):
         self.trained = [p.requires_grad for _,p in self.pairs]
@@ -89,8 +89,6 @@ class Sharded:
         idle = without_gradient(self.model)
         if idle: raise ValueError(f"no gradient for {', '.join(idle)}: freeze what takes no part in the loss, with "
                                                     'requires_grad_(False), since a rank that cancels a batch would send one')
-
-def _groups(opt): return [g['params'] for g in opt.param_groups] if hasattr(opt, 'param_groups') else opt.param_lists
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h690c51d
 def make_mesh(device, replicas):
