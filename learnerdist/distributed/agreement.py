@@ -233,7 +233,6 @@ class AgreementEnd(Callback):
     def before_fit(self):
         self._vote()
         if group_size()>1: self.agreement.trainer.check_settings()
-        self.agreement.trainer.wrap()
 
     def before_epoch(self): self._vote()
     def after_train(self): self._vote()

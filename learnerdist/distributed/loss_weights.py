@@ -147,6 +147,20 @@ def _say(self:LossWeights, kind):
     if id(self.learn.loss_func) not in self.said: say_loss(self.learn.loss_func, kind)
     self.said.add(id(self.learn.loss_func))
 
+# %% ../../nbs/distributed/09_loss_weights.ipynb #5f1c20ab
+def total_losses(
+    learn,
+    totals:Tensor, # (steps of this rank,k), float64, CPU: each step's loss × items, items, and what else adds up
+    n:int # Steps, the same on every rank
+)->Tensor: # (steps that any rank has recorded,k)
+    "The totals of each step over all ranks. A loss that is a sum adds up: S = ΣSᵣ, where a mean is ΣnᵣLᵣ/Σnᵣ. Sync point"
+    adds_up = loss_over(learn).kind=='sum'
+    if adds_up: totals[:,0] = (totals[:,0]/totals[:,1]).nan_to_num()
+    own = torch.cat([totals, totals.new_ones(len(totals), 1)], 1) # 1: this rank has recorded the step, and not left the loop in it
+    totals = all_sum(torch.cat([own, own.new_zeros(max(n-len(own), 0), own.shape[1])])[:n])
+    if adds_up: totals[:,0] *= totals[:,1]
+    return totals[totals[:,-1]>0,:-1]
+
 # %% ../../nbs/distributed/09_loss_weights.ipynb #95d00497
 class _Gather(torch.autograd.Function):
     "All-gather of rows; the backward pass sums the gradients that all ranks have for this rank's rows"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from fastcore.basics import patch
 
-from ..core.collectives import all_sum,broadcast_object
+from ..core.collectives import broadcast_object
 from ..core.deferred import has_deferred
 from ..core.env import group_rank,group_size,group_timeout,in_group,process_group
 from ..core.random import seed_streams
@@ -25,14 +25,13 @@ from .comm_hooks import check_ddp_options,find_hook
 from .divergence import check_others,check_weights,tensor_hash,path_of_rank0,same_data,same_optimizer,same_settings
 from .evaluation import ExactEvaluation
 from .failure import failing_together
-from .loss_weights import LossWeights
+from .loss_weights import LossWeights,total_losses
 from .sharded import Sharded
 from .replica import Replica,SharedMaxNorm,broadcast_module,broadcast_tensors
 from .vote_links import open_links
 from ..learner.callback import Callback,Order
 from ..learner.learner import Learner,fit_flags,get_model
 from ..learner.loggers import ranked_warnings
-from ..learner.losses import loss_over
 from ..learner.predictions import Unshared
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c007
@@ -119,14 +118,14 @@ def share(self:DistributedTrainer,
 def share_now(self:DistributedTrainer, dl, pad):
     "This rank's shard of a loader that a callback or a caller provides, in this epoch's order"
     dl = self.share(dl, pad)
-    if not isinstance(dl, Unshared): set_epoch(dl, self.epochs_before+self.epoch)
+    if not isinstance(dl, Unshared): set_epoch(dl, self.epoch_id)
     return dl
 
 @patch
 def deal_out(self:DistributedTrainer):
     "Replace the learner's loaders by this rank's shards; called again when it gets other loaders within the context"
     dls = self.dls
-    self._set(dls, 'device', self.device_here)
+    self.set_device(self.device_here)
     names = ['train','valid'] if not hasattr(dls, 'loaders') else []
     found = [getattr(dls, o) for o in names] or dls.loaders
     if self.check_data and group_size()>1: same_data([o for o in found if not is_split(o)])
@@ -134,6 +133,11 @@ def deal_out(self:DistributedTrainer):
     for name,dl in zip(names, self.shares): self._set(dls, name, dl)
     if not names: self._set(dls, 'loaders', self.shares[:])
     self.shares = [o for o in self.shares if o is not None]
+
+@patch
+def set_device(self:DistributedTrainer, device):
+    "Let the loaders put their batches on `device`"
+    self._set(self.dls, 'device', device)
 
 @patch
 def after_dls(self:DistributedTrainer): self.deal_out()
@@ -212,11 +216,23 @@ def after_backward(self:DistributedTrainer):
 # %% ../../nbs/distributed/10_trainer.ipynb #c015
 @patch
 def before_epoch(self:DistributedTrainer):
-    for dl in self.shares: set_epoch(dl, self.epochs_before+self.epoch)
-    if group_size()>1: seed_streams(self.seed, group_rank(), self.epochs_before+self.epoch)
+    for dl in self.shares: set_epoch(dl, self.epoch_id)
+    self.seed_epoch()
+
+@patch(as_prop=True)
+def epoch_id(self:DistributedTrainer)->int:
+    "The number of this epoch, counted from the learner's first in this context"
+    return self.epochs_before+getattr(self.learn, 'epoch', 0)
 
 @patch
-def before_train(self:DistributedTrainer): self.learn.wrapper = self.replica
+def seed_epoch(self:DistributedTrainer):
+    "Let this rank's random streams begin an epoch"
+    if group_size()>1: seed_streams(self.seed, group_rank(), self.epoch_id)
+
+@patch
+def before_train(self:DistributedTrainer):
+    if self.replica is None: self.wrap()
+    self.learn.wrapper = self.replica
 
 @patch
 def leave_train(self:DistributedTrainer)->bool: # Whether a training loop has ended
@@ -227,13 +243,17 @@ def leave_train(self:DistributedTrainer)->bool: # Whether a training loop has en
         self.check_divergence()
         check_others(self.learn, self.said)
     self.weights.end()
-    self._sync_buffers()
+    broadcast_tensors(get_model(self.model).buffers())
     return True
 
 @patch
 def after_train(self:DistributedTrainer):
-    rec = getattr(self.learn, 'recorder', None)
-    if self.leave_train() and rec is not None and group_size()>1: rec.totals = self._of_all_ranks(rec.step_totals())
+    if self.leave_train() and group_size()>1 and 'recorder' in vars(self.learn): self.record_all_ranks()
+
+@patch
+def record_all_ranks(self:DistributedTrainer):
+    "Let the Recorder have this loop's losses over all ranks. Sync point"
+    self.learn.recorder.totals = total_losses(self.learn, self.recorder.step_totals(), self.agreement.n_steps)
 
 @patch
 def check_divergence(self:DistributedTrainer):
@@ -241,22 +261,9 @@ def check_divergence(self:DistributedTrainer):
     check_weights(self.learn.model, self.agreement.n_steps, self.said)
 
 @patch
-def _of_all_ranks(self:DistributedTrainer, totals):
-    "Each step's loss × items, items and samples, over all ranks. A loss that is a sum adds up: S = ΣSᵣ, where a mean is ΣnᵣLᵣ/Σnᵣ"
-    adds_up,n = loss_over(self.learn).kind=='sum',self.agreement.n_steps
-    if adds_up: totals[:,0] = (totals[:,0]/totals[:,1]).nan_to_num()
-    own = torch.cat([totals, totals.new_ones(len(totals), 1)], 1) # 1: this rank has recorded the step, and not left the loop in it
-    totals = all_sum(torch.cat([own, own.new_zeros(max(n-len(own), 0), 4)])[:n])
-    if adds_up: totals[:,0] *= totals[:,1]
-    return totals[totals[:,3]>0,:3]
-
-@patch
 def after_cancel_epoch(self:DistributedTrainer): self.after_train()
 @patch
 def after_cancel_fit(self:DistributedTrainer): self.after_train()
-
-@patch
-def _sync_buffers(self:DistributedTrainer): broadcast_tensors(get_model(self.model).buffers())
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c018
 @patch

@@ -25,13 +25,13 @@ from fastcore.foundation import L
 from ..distributed import trainer as core
 from ..distributed.agreement import Agreement,AgreementEnd
 from ..learner.callback import Callback,cancels,inner_events
-from ..core.collectives import all_sum,gather_objects
+from ..core.collectives import gather_objects
 from ..data.loaders import find_bs
 from ..core.env import group_rank,group_size
 from ..distributed.evaluation import ExactEvaluation
+from ..distributed.loss_weights import total_losses
 from .loaders import ShareDL
 from ..data.distributed_dl import set_epoch
-from ..core.random import seed_streams
 from ..learner.losses import LossTrace,MeanOver,loss_over,mean_over,n_items,weighted
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c005
@@ -133,15 +133,15 @@ def _is_deaf(cls, event):
 parts = core.DistributedTrainer,ExactEvaluation,Agreement,AgreementEnd # What a context adds to a learner's callbacks
 
 @patch
-def _set(self:DistributedTrainer, obj, name, val):
-    if name!='device': return core.DistributedTrainer._set(self, obj, name, val)
+def set_device(self:DistributedTrainer, device):
+    "Let the loaders put their batches on `device`"
     for dl in self.dls.loaders:
-        if isinstance(dl, DataLoader) and dl.device!=val:
+        if isinstance(dl, DataLoader) and dl.device!=device:
             self.stack.callback(setattr, dl, 'device' if dl.device is not None else '_device', dl.device)
-            dl.device = val
-    old = vars(self.dls).get('_device')
+            dl.device = device
+    old = vars(self.dls).get('_device') # `getattr` would find a loader's
     self.stack.callback((lambda: vars(self.dls).pop('_device', None)) if old is None else (lambda: setattr(self.dls, '_device', old)))
-    self.dls._device = val
+    self.dls._device = device
 
 @patch
 def share(self:DistributedTrainer, dl, pad, **kw):
@@ -153,20 +153,14 @@ def share(self:DistributedTrainer, dl, pad, **kw):
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c021
 @patch
-def wrap(self:DistributedTrainer): "Does nothing here: `before_train` makes the `Replica`"
-@patch
-def before_epoch(self:DistributedTrainer):
-    for dl in self.dls.loaders: set_epoch(dl, self._epoch_id())
-@patch
-def _epoch_id(self:DistributedTrainer): return self.epochs_before+getattr(self.learn, 'epoch', 0)
+def before_epoch(self:DistributedTrainer): # of `get_preds` and `validate`, too
+    for dl in self.dls.loaders: set_epoch(dl, self.epoch_id)
 
 @patch
 def before_train(self:DistributedTrainer):
-    if self.replica is None: core.DistributedTrainer.wrap(self)
     core.DistributedTrainer.before_train(self)
-    self.weights.begin(self.learn.dl)
-    set_epoch(self.learn.dl, self._epoch_id())
-    if group_size()>1: seed_streams(self.seed, group_rank(), self._epoch_id())
+    set_epoch(self.learn.dl, self.epoch_id)
+    self.seed_epoch()
     self.trained,self.steps = True,[]
     if hasattr(self.learn, 'recorder'): self.begun = len(self.recorder.losses),copy.copy(self.recorder.smooth_loss)
 
@@ -263,42 +257,27 @@ def share_loss(self:DistributedTrainer):
     "Add this step's loss to the totals, once; in `lr_find` average it over ranks. Sync point in `lr_find`"
     if self.counted: return
     self.counted,loss,n = True,self.learn.loss,0
-    if getattr(self, 'has_loss', False): loss,n = self._own_loss()
-    self.has_loss,tot = False,torch.stack([weighted(loss.detach().mean(), n).cpu(), torch.as_tensor(n, dtype=torch.double).cpu()])
-    if 'lr_finder' in vars(self.learn):
-        tot = all_sum(tot)
-        if tot[1]: self.learn.loss = self._of_all(*tot).to(self.learn.loss)
-        tot = tot/group_size()
-    self.steps.append(tot)
+    if getattr(self, 'has_loss', False): n = self._n_items()
+    self.has_loss = False
+    self.steps.append(torch.stack([weighted(loss.detach().mean(), n).cpu(), torch.as_tensor(n, dtype=torch.double).cpu()]))
+    if 'lr_finder' not in vars(self.learn): return
+    tot,count = total_losses(self.learn, torch.stack(self.steps[-1:]), 1)[0]
+    if count: self.learn.loss = (tot/count).to(self.learn.loss)
 
 @patch
-def _own_loss(self:DistributedTrainer):
+def _n_items(self:DistributedTrainer):
     n,mixed = find_bs(self.yb) if len(self.yb) else 0,isinstance(getattr(self.loss_func, '__self__', None), FastaiCallback)
-    n = 0 if self.learn.repeated else n if not n or mixed else n_items(self.learn)
-    return self.learn.loss,bool(n) if self._is_sum() else n
-
-@patch
-def _is_sum(self:DistributedTrainer): return loss_over(self.learn).kind=='sum'
-
-@patch
-def _of_all(self:DistributedTrainer, tot, count):
-    "A step's loss over all ranks: a mean is Σnᵣℓᵣ/Σnᵣ, and a sum Σℓᵣ"
-    return tot if self._is_sum() else tot/count
+    return 0 if self.learn.repeated else n if not n or mixed else n_items(self.learn)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c025
 @patch
-def after_train(self:DistributedTrainer):
-    if self.leave_train() and group_size()>1 and 'recorder' in vars(self.learn): self._global_losses()
-
-@patch
-def _global_losses(self:DistributedTrainer):
+def record_all_ranks(self:DistributedTrainer):
     "Replace the Recorder's losses by those of the global batches. Sync point"
     rec,(start,smooth) = self.learn.recorder,self.begun
     n = min(gather_objects(min(len(self.steps), len(rec.losses)-start)))
-    steps = all_sum(torch.stack(self.steps[:n])) if n else torch.zeros(0, 2)
     rec.losses,rec.lrs,loss = rec.losses[:start],rec.lrs[:start+n],torch.tensor(0.)
-    for tot,count in steps:
-        loss = self._of_all(tot, count).to(smooth.val) if count else loss
+    for tot,count in total_losses(self.learn, torch.stack(self.steps[:n]), n) if n else ():
+        loss = (tot/count).to(smooth.val) if count else loss
         smooth.accumulate(_WithLoss(loss))
         rec.losses.append(smooth.value)
     vars(rec)['smooth_loss'] = smooth # `setattr` would warn, since the learner has this name too
@@ -309,7 +288,7 @@ class _WithLoss:
 
 @patch
 def after_cancel_fit(self:DistributedTrainer):
-    self.after_train()
+    core.DistributedTrainer.after_cancel_fit(self)
     if group_size()<2 or 'recorder' not in vars(self.learn): return
     rec = self.learn.recorder
     n = min(gather_objects(len(rec.values))) # the rank that cancelled may not have recorded the epoch
