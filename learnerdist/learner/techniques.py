@@ -85,7 +85,9 @@ class MixedPrecision(Callback):
 
     def _leave(self):
         cast,self.cast = self.cast,None
-        if cast is not None: cast.__exit__(None, None, None)
+        if cast is None: return
+        cast.__exit__(None, None, None)
+        if not self.training: torch.clear_autocast_cache() # weights that a loop within a batch has cast, before torch 2.7 without a gradient
 
     def after_pred(self): self.learn.pred = apply(_as_float32, self.pred)
     def after_loss(self): self._leave()
