@@ -289,6 +289,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'learnerdist/core/compat.py'),
                                          'learnerdist.core.compat._update_stats': ( 'core/compat.html#_update_stats',
                                                                                     'learnerdist/core/compat.py'),
+                                         'learnerdist.core.compat.abort_group': ( 'core/compat.html#abort_group',
+                                                                                  'learnerdist/core/compat.py'),
                                          'learnerdist.core.compat.check_input_dim': ( 'core/compat.html#check_input_dim',
                                                                                       'learnerdist/core/compat.py'),
                                          'learnerdist.core.compat.ddp_flag': ('core/compat.html#ddp_flag', 'learnerdist/core/compat.py'),

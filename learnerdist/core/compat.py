@@ -229,8 +229,8 @@ def written_by(
 
 # %% ../../nbs/core/00_compat.ipynb #b037916a
 # By name: the first torch that does not need it; perhaps an earlier one does not either, since not every version was tried
-shims = dict(OutOfMemoryError='2.5', read_in_order='2.6', abort_group='2.6', listening_store='2.8', ignore_signals='2.9',
-             shutdown_s='2.9', set_timeout='2.9', sync_buffers='2.11', destroy_group='2.13')
+shims = dict(OutOfMemoryError='2.5', read_in_order='2.6', listening_store='2.8', ignore_signals='2.9',
+             shutdown_s='2.9', set_timeout='2.9', sync_buffers='2.11', destroy_group='2.13', abort_group='2.13')
 
 OutOfMemoryError = getattr(torch, 'OutOfMemoryError', torch.cuda.OutOfMemoryError)
 torch_version = tuple(map(int, torch.__version__.split('.')[:2]))
@@ -272,5 +272,11 @@ def destroy_group(
     if torch_version<(2,13): time.sleep(.1) # which lets that thread have it
     destroy_process_group(group)
 
-abort_group = find('abort_group', destroy_group)
+def abort_group(
+    group=None # None: the default group
+):
+    "Close a group after a failure, and abort its pending work. In an older torch only nccl's work can be aborted"
+    only_nccl = torch_version<(2,13) and torch.distributed.get_backend(group)!='nccl'
+    (destroy_group if only_nccl else find('abort_group', destroy_group))(group)
+
 set_timeout = getattr(torch.distributed, 'set_timeout', find('set_pg_timeout', lambda timeout, group: None))
