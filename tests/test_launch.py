@@ -60,11 +60,12 @@ def put_off(*_):
     if os.waitpid(child, os.WNOHANG) == (0, 0): sys.exit(75) # it was not ended at the same time
 if how == 'put off': signal.signal(signal.SIGTERM, put_off)
 if how == 'say': print('rank', rank, 'on a terminal' if sys.stdout.isatty() else 'on no terminal')
-with open(sys.argv[1], 'w') as f: f.write(f'{os.getpid()} {child}\\n')
-if how == 'in C' and rank == '1': # it does not come back to Python to hear of a signal
-    while ctypes.PyDLL(None).sleep(100): pass
-if how == 'raise': raise KeyError(rank)
-try: threading.Event().wait()
+try: # a signal may come as soon as the FIFO is closed
+    with open(sys.argv[1], 'w') as f: f.write(f'{os.getpid()} {child}\\n')
+    if how == 'in C' and rank == '1': # it does not come back to Python to hear of a signal
+        while ctypes.PyDLL(None).sleep(100): pass
+    if how == 'raise': raise KeyError(rank)
+    threading.Event().wait()
 except KeyboardInterrupt:
     end = time.monotonic() + 7
     while how == 'saves' and time.monotonic() < end: threading.Event().wait(.1) # what it saves takes long
