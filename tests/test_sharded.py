@@ -1,16 +1,18 @@
 "`distrib_ctx(shard=…)`: the run of one process, whatever is trained and evaluated; files, and the way out of the context"
 import copy, itertools, os, shutil, signal, traceback, warnings
 import pytest, torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from learnerdist.all import (Callback, CancelBatchException, CancelFitException, CancelTrainException, CancelValidException, Checkpoint,
                              DataLoaders, EarlyStoppingCallback, GradientAccumulation, GradientClip, Learner, Lookahead, find_batch_size,
                              group_rank, group_size, process_group, rank_distrib)
-from learnerdist.core.compat import fsdp_on_cpu, torch_version
+from learnerdist.core.compat import fsdp_on_cpu, held_grads, torch_version
 from learnerdist.core.shards import is_part, load_opt, map_tensors, whole
 from learnerdist.core import parted
 from learnerdist.testing import RanksError, run_ranks
+from sharded_lines import shows
 
 F64 = torch.float64
 needs_fsdp2 = pytest.mark.skipif(torch_version<(2,6) or not fsdp_on_cpu, reason='a torch without FSDP2 on the CPU')
@@ -122,6 +124,8 @@ same = dict(sgd=case(opt=sgd), adamw=case(), one_cycle=case(cycle=True), two_fit
             groups=case(splitter=two_groups, lr=[.01,.05]), lookahead=case(opt=ahead), clip=case(cbs=[lambda W: GradientClip(.5)]),
             clip_value=case(cbs=[lambda W: GradientClip(value=.02)]), frozen=case(model=partly_frozen), tied=case(model=tied),
             accumulation=case(cbs=[lambda W: GradientAccumulation(12//W)]), odd=case(cbs=[lambda W: GradientAccumulation(18//W)], n=40),
+            once=case(cbs=[lambda W: GradientAccumulation(12//W),lambda W: GradientClip(.5)], shard=dict(sync_once=True), fits=(1,2)),
+            once_odd=case(cbs=[lambda W: GradientAccumulation(18//W)], n=40, opt=sgd, shard=dict(sync_once=True, blocks=Layer)),
             recurrent=case(model=Recurrent), batchnorm=case(model=bn, n=24), root=case(shard=lambda m: False),
             linears=case(shard=[nn.Linear]), kept=case(shard=dict(reshard=False)), dropped=case(shard=dict(blocks=Layer, reshard=True)),
             stopping=case(cbs=[lambda W: EarlyStoppingCallback(min_delta=10., patience=1)], fits=(6,)))
@@ -131,6 +135,60 @@ same = dict(sgd=case(opt=sgd), adamw=case(), one_cycle=case(cycle=True), two_fit
 def test_same_run(W):
     alone = {k: run(c) for k,c in same.items()}
     for ranks in run_ranks(rank_runs, W, same): assert {k: d for k in same if (d := differs(alone[k], ranks[k]))>1e-9} == {}
+
+# --- one exchange for several micro-batches ------------------------------------------------------------------------------------
+
+class Exchanges(Callback):
+    "How many reduce-scatters there were in each training batch, and the bytes of gradients that FSDP2 held back by its end"
+    order = 800
+    def before_fit(self):
+        self.n,self.counts,self.held,self.real = 0,[],[],getattr(dist, reduce_scatter)
+        def counted(*args, **kw):
+            self.n += 1
+            return self.real(*args, **kw)
+        setattr(dist, reduce_scatter, counted)
+    def after_batch(self):
+        if not self.training: return
+        self.counts.append(self.n)
+        self.held.append(sum(t.nbytes for t in held_grads(self.model)))
+        self.n = 0
+    def after_fit(self): setattr(dist, reduce_scatter, self.real)
+
+reduce_scatter = next(o for o in ('reduce_scatter_single','reduce_scatter_tensor') if hasattr(dist, o)) # a newer torch, an older one
+
+def exchanges(once, n_acc):
+    with process_group():
+        learn = make(case(n=21, cbs=[lambda W: GradientAccumulation(n_acc),lambda W: Exchanges()]), group_size())
+        with learn.no_logging(), learn.distrib_ctx(seed=3, shard=dict(sync_once=once)): learn.fit(1)
+        return learn.exchanges.counts,learn.exchanges.held,sum(p.nbytes for p in learn.model.parameters())
+
+@needs_fsdp2
+def test_one_exchange_for_a_step_of_an_accumulation():
+    "Three layers and the rest of the model, four micro-batches: a step after two of them. Until then a rank has whole gradients"
+    for once,counts,held in ((False,[4,4,4,4],[0,0,0,0]), (True,[0,4,0,4],[1,0,1,0])):
+        for found,bytes_held,size in run_ranks(exchanges, 2, once, 6):
+            assert found==counts and bytes_held==[o*size for o in held]
+    shows('2 `GradientAccumulation` with `sync_once=True`: reduce-scatters, for 2 micro-batches', 2, 'one for each block')
+
+class Left(Callback):
+    "Leaves the loop in the middle of an accumulation, on one rank; a layer is frozen before the next one"
+    def after_batch(self):
+        if self.training and self.learn.iter==2 and group_rank()==group_size()-1: raise CancelTrainException
+    def after_epoch(self): self.model.layers[0].requires_grad_(False)
+
+def left_within(once, W=1):
+    learn = make(case(n=24, opt=sgd, cbs=[lambda W: GradientAccumulation(12//W),lambda W: Left()]), W)
+    with learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': dict(sync_once=once)} if W>1 else {})):
+        for _ in range(2): learn.fit(2)
+    return [p.detach().clone() for p in learn.model.parameters()]
+
+def ranks_left_within(once):
+    with process_group(): return left_within(once, group_size())
+
+@needs_fsdp2
+def test_gradients_of_an_incomplete_accumulation_are_dropped():
+    alone = left_within(False)
+    for once in (False,True): assert all(differs(alone, o)<1e-9 for o in run_ranks(ranks_left_within, 2, once))
 
 # --- cancels ----------------------------------------------------------------------------------------------------------------
 
