@@ -950,6 +950,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'learnerdist/distributed/agreement.py'),
                                                    'learnerdist.distributed.agreement._copied': ( 'distributed/agreement.html#_copied',
                                                                                                   'learnerdist/distributed/agreement.py'),
+                                                   'learnerdist.distributed.agreement._has_values': ( 'distributed/agreement.html#_has_values',
+                                                                                                      'learnerdist/distributed/agreement.py'),
                                                    'learnerdist.distributed.agreement._raised_in': ( 'distributed/agreement.html#_raised_in',
                                                                                                      'learnerdist/distributed/agreement.py'),
                                                    'learnerdist.distributed.agreement.with_next': ( 'distributed/agreement.html#with_next',

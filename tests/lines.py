@@ -1,7 +1,7 @@
 """Tables in the docs that tests write: what they have shown, line by line
 
-A test says `shows('6 `GradientClip`', W, outcome)` once it has compared. At its end, what it has shown must be what the table says of it, for
-these numbers of ranks; `python -m pytest tests/test_fastai*.py --fastai-table` writes a table anew."""
+A test says `shows('6 `GradientClip`', W, outcome)` once it has compared. At its end, what it has shown must be what the table says of it,
+for these numbers of ranks; `python -m pytest tests/test_fastai*.py --fastai-table` writes a table anew."""
 import re
 from pathlib import Path
 import pytest

@@ -5,12 +5,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from learnerdist.all import (Callback, CancelBatchException, CancelFitException, CancelTrainException, CancelValidException, Checkpoint,
-                             DataLoaders, EarlyStoppingCallback, GradientAccumulation, GradientClip, Learner, Lookahead, find_batch_size,
+from learnerdist.all import (Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelStepException,
+                             CancelTrainException, CancelValidException, Checkpoint, DataLoaders, EarlyStoppingCallback,
+                             GradientAccumulation, GradientClip, Learner, Lookahead, find_batch_size,
                              group_rank, group_size, process_group, rank_distrib)
 from learnerdist.core.compat import fsdp_on_cpu, held_grads, torch_version
 from learnerdist.core.shards import is_part, load_opt, map_tensors, whole
 from learnerdist.core import parted
+from learnerdist.learner.callback import cancels, inner_events
 from learnerdist.testing import RanksError, run_ranks
 from sharded_lines import shows
 
@@ -80,10 +82,10 @@ def make(c, W=1, rank=0):
 
 def numbers(learn): return [list(o) for o in learn.recorder.values]
 
-def run(c, W=1, rank=0):
+def run(c, W=1, rank=0, sharded=False):
     learn = make(c, W, rank)
     params,before = dict(learn.model.named_parameters()),[(type(m),{*vars(m)}) for m in learn.model.modules()]
-    with learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': c['shard']} if W>1 else {}), **c['ctx']):
+    with learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': c['shard']} if sharded or W>1 else {}), **c['ctx']):
         start = learn.validate() # before any other pass
         for n in c['fits']: (learn.fit_one_cycle if c['cycle'] else learn.fit)(n)
         sharded = W==1 or all(is_part(p) for p in learn.model.parameters())
@@ -103,7 +105,7 @@ def rank_runs(cases):
     with process_group(): return {k: outcome(c, group_size(), group_rank()) for k,c in cases.items()}
 
 def outcome(c, W=1, rank=0):
-    try: return run(c, W, rank)
+    try: return run(c, W, rank, sharded=True)
     except Exception as e: return dict(error=''.join(traceback.format_exception(e)))
 
 def flat(o):
@@ -120,21 +122,33 @@ def differs(a, b):
 
 # --- the same run -----------------------------------------------------------------------------------------------------------
 
-same = dict(sgd=case(opt=sgd), adamw=case(), one_cycle=case(cycle=True), two_fits=case(fits=(1,2)), few=case(n_valid=1),
-            groups=case(splitter=two_groups, lr=[.01,.05]), lookahead=case(opt=ahead), clip=case(cbs=[lambda W: GradientClip(.5)]),
-            clip_value=case(cbs=[lambda W: GradientClip(value=.02)]), frozen=case(model=partly_frozen), tied=case(model=tied),
-            accumulation=case(cbs=[lambda W: GradientAccumulation(12//W)]), odd=case(cbs=[lambda W: GradientAccumulation(18//W)], n=40),
-            once=case(cbs=[lambda W: GradientAccumulation(12//W),lambda W: GradientClip(.5)], shard=dict(sync_once=True), fits=(1,2)),
-            once_odd=case(cbs=[lambda W: GradientAccumulation(18//W)], n=40, opt=sgd, shard=dict(sync_once=True, blocks=Layer)),
-            recurrent=case(model=Recurrent), batchnorm=case(model=bn, n=24), root=case(shard=lambda m: False),
-            linears=case(shard=[nn.Linear]), kept=case(shard=dict(reshard=False)), dropped=case(shard=dict(blocks=Layer, reshard=True)),
-            stopping=case(cbs=[lambda W: EarlyStoppingCallback(min_delta=10., patience=1)], fits=(6,)))
+def even(**kw): return case(**{**dict(n=43, bs=12), **kw}) # a batch size that 1 to 4 ranks divide, and a last batch that they do not
+def acc(n): return lambda W: GradientAccumulation(n//W)
+
+same = dict(sgd=even(opt=sgd), adamw=even(), one_cycle=even(cycle=True), two_fits=even(fits=(1,2)), few=even(n_valid=1),
+            groups=even(splitter=two_groups, lr=[.01,.05]), lookahead=even(opt=ahead), clip=even(cbs=[lambda W: GradientClip(.5)]),
+            clip_value=even(cbs=[lambda W: GradientClip(value=.02)]), frozen=even(model=partly_frozen), tied=even(model=tied),
+            accumulation=even(cbs=[acc(24)]), odd=even(cbs=[acc(36)], n=80),
+            once=even(cbs=[acc(24),lambda W: GradientClip(.5)], shard=dict(sync_once=True), fits=(1,2)),
+            once_odd=even(cbs=[acc(36)], n=80, opt=sgd, shard=dict(sync_once=True, blocks=Layer)),
+            recurrent=even(model=Recurrent), batchnorm=even(model=bn, n=48), root=even(shard=lambda m: False),
+            linears=even(shard=[nn.Linear]), kept=even(shard=dict(reshard=False)), dropped=even(shard=dict(blocks=Layer, reshard=True)),
+            stopping=even(cbs=[lambda W: EarlyStoppingCallback(min_delta=10., patience=1)], fits=(6,)))
+
+lines = dict(sgd='SGD with momentum and weight decay', adamw='AdamW; validation before it', one_cycle='`fit_one_cycle`',
+             two_fits='two fits', few='one validation sample: ranks without a batch', groups='parameter groups with rates of their own',
+             lookahead='Lookahead', clip='`GradientClip`, recorded norms', clip_value='`GradientClip(value=)`', frozen='frozen weights',
+             tied='tied weights in the rest of the model', accumulation='`GradientAccumulation`', recurrent='an LSTM',
+             odd='`GradientAccumulation` with an incomplete group', once='`GradientAccumulation` and clipping, `sync_once=True`',
+             once_odd='an incomplete group, `sync_once=True`', batchnorm='BatchNorm over the global batch', root='no block: all at once',
+             linears='blocks by class: `[nn.Linear]`', kept='`reshard=False`', dropped='`reshard=True`', stopping='`EarlyStoppingCallback`')
 
 @needs_fsdp2
-@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize('W', [pytest.param(1, marks=pytest.mark.long), 2, *(pytest.param(o, marks=pytest.mark.long) for o in (3,4))])
 def test_same_run(W):
     alone = {k: run(c) for k,c in same.items()}
     for ranks in run_ranks(rank_runs, W, same): assert {k: d for k in same if (d := differs(alone[k], ranks[k]))>1e-9} == {}
+    for k in same: shows(f'2 {lines[k]}', W, 1e-9)
 
 # --- one exchange for several micro-batches ------------------------------------------------------------------------------------
 
@@ -158,7 +172,7 @@ reduce_scatter = next(o for o in ('reduce_scatter_single','reduce_scatter_tensor
 
 def exchanges(once, n_acc):
     with process_group():
-        learn = make(case(n=21, cbs=[lambda W: GradientAccumulation(n_acc),lambda W: Exchanges()]), group_size())
+        learn = make(case(n=21, cbs=[acc(n_acc),lambda W: Exchanges()]), group_size())
         with learn.no_logging(), learn.distrib_ctx(seed=3, shard=dict(sync_once=once)): learn.fit(1)
         return learn.exchanges.counts,learn.exchanges.held,sum(p.nbytes for p in learn.model.parameters())
 
@@ -166,7 +180,7 @@ def exchanges(once, n_acc):
 def test_one_exchange_for_a_step_of_an_accumulation():
     "Three layers and the rest of the model, four micro-batches: a step after two of them. Until then a rank has whole gradients"
     for once,counts,held in ((False,[4,4,4,4],[0,0,0,0]), (True,[0,4,0,4],[1,0,1,0])):
-        for found,bytes_held,size in run_ranks(exchanges, 2, once, 6):
+        for found,bytes_held,size in run_ranks(exchanges, 2, once, 12):
             assert found==counts and bytes_held==[o*size for o in held]
     shows('2 `GradientAccumulation` with `sync_once=True`: reduce-scatters, for 2 micro-batches', 2, 'one for each block')
 
@@ -177,7 +191,7 @@ class Left(Callback):
     def after_epoch(self): self.model.layers[0].requires_grad_(False)
 
 def left_within(once, W=1):
-    learn = make(case(n=24, opt=sgd, cbs=[lambda W: GradientAccumulation(12//W),lambda W: Left()]), W)
+    learn = make(case(n=24, opt=sgd, cbs=[acc(12),lambda W: Left()]), W)
     with learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': dict(sync_once=once)} if W>1 else {})):
         for _ in range(2): learn.fit(2)
     return [p.detach().clone() for p in learn.model.parameters()]
@@ -193,39 +207,59 @@ def test_gradients_of_an_incomplete_accumulation_are_dropped():
 # --- cancels ----------------------------------------------------------------------------------------------------------------
 
 class Cancel(Callback):
-    "Raises once at an event of batch `i`, on one rank"
-    def __init__(self, event, exc, rank=1, i=1): self.event,self.exc,self.rank,self.i,self.done = event,exc,rank,i,False
-    def _at(self, event):
-        if self.done or event!=self.event or self.learn.iter!=self.i or self.training!=('valid' not in event): return
+    "Raises once at an event, on one rank; at one of a batch in batch `i`"
+    def __init__(self, event, exc, rank=1, i=1):
+        self.exc,self.rank,self.i,self.done = exc,rank,i,False
+        name,_,valid = event.partition(' ')
+        setattr(self, name, lambda: self._at(name in inner_events, not valid))
+    def _at(self, in_batch, training):
+        if self.done or in_batch and (self.learn.iter!=self.i or self.training!=training): return
         if group_rank()==self.rank:
             self.done = True
             raise self.exc
-    def before_batch(self): self._at('before_batch' if self.training else 'before_batch valid')
-    def after_pred(self): self._at('after_pred' if self.training else 'after_pred valid')
-    def before_backward(self): self._at('before_backward')
-    def before_step(self): self._at('before_step')
 
 events = [('before_batch', CancelBatchException), ('after_pred', CancelFitException), ('before_backward', CancelTrainException),
           ('before_step', CancelBatchException), ('before_batch valid', CancelBatchException), ('before_batch valid', CancelFitException),
           ('after_pred valid', CancelValidException), ('after_pred valid', CancelBatchException)]
 
-def cancelled(shard):
+# Each event, and each exception that may be raised there
+in_training,in_validation = ['before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step'],[
+    'before_batch valid','after_pred valid','after_loss valid']
+all_raised = dict(dict.fromkeys(in_training, 'batch train epoch fit'), **dict.fromkeys(in_validation, 'batch validate epoch fit'),
+                  **{'after_batch': 'train epoch fit', 'after_batch valid': 'validate epoch fit'})
+all_raised |= dict(before_epoch='epoch fit', before_train='train epoch fit', after_train='epoch fit',
+    before_validate='validate epoch fit', after_validate='epoch fit', after_epoch='fit', before_fit='fit')
+every = [(e, cancels[k]) for e,ks in all_raised.items() for k in ks.split()]
+every += [('before_backward', CancelBackwardException), ('before_step', CancelStepException)]
+
+def cancelled(shard, events, places):
     "The weights and numbers after each cancelled run"
     res = {}
     with process_group():
-        for (e,x),i,rank in itertools.product(events, (0,1), (1,None)):
+        for (e,x),i,rank in itertools.product(events, places, (1,None)):
             learn = make(case(n=16, n_valid=12), group_size()).add_cb(Cancel(e, x, group_rank() if rank is None else rank, i))
             with learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': True} if shard else {})): learn.fit(1)
             res[f'{e} {x.__name__} {i} {rank}'] = dict(w=[p.detach().clone() for p in learn.model.parameters()], v=numbers(learn))
     return res
+
+def as_with_ddp(W, *args):
+    for a,b in zip(run_ranks(cancelled, W, False, *args), run_ranks(cancelled, W, True, *args)):
+        assert {k: d for k in a if (d := differs(a[k], b[k]))>1e-9} == {}
 
 @pytest.mark.slow
 @needs_fsdp2
 @pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 def test_cancelled_as_with_ddp(W):
     "On one rank, and on all, at the first batch, before the order of the blocks is known, and at a later one"
-    for a,b in zip(run_ranks(cancelled, W, False), run_ranks(cancelled, W, True)):
-        assert {k: d for k in a if (d := differs(a[k], b[k]))>1e-9} == {}
+    as_with_ddp(W, events, (0,1))
+    shows('2 Cancel exceptions on one rank and on all, at the first batch and later, against DDP', W, 1e-9)
+
+@pytest.mark.long
+@needs_fsdp2
+@pytest.mark.parametrize('W', [2, 3])
+def test_cancelled_at_every_event(W):
+    as_with_ddp(W, every, (1,))
+    shows('2 each Cancel exception at each event, on one rank and on all, against DDP', W, 1e-9)
 
 # --- files ------------------------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ class ShardOptions(NamedTuple):
     weights:Any=None   # A file of `save`, torch or safetensors, or the index of several: the weights of a model on the meta device
     keep_sharded:bool=False # End the context without gathering: each rank keeps its parts for the next context
     replicas:Any=1     # Spread the model over W/replicas ranks, and replicate it so many times (HSDP). 'node': a replica on each machine
-    sync_once:bool=False # Exchange gradients once for each step of an accumulation, not in each micro-batch: until then a rank has whole ones
+    sync_once:bool=False # Exchange gradients once for a step of an accumulation, not in each micro-batch: a rank has whole ones until then
     offload:bool=False # Keep each rank's parts, their gradients and the optimizer's state in the CPU's memory; for GPUs
     mp:Any=None        # Compute in 'bf16' (weights, gradients and optimizer stay as they are), or FSDP2's `MixedPrecisionPolicy`
 

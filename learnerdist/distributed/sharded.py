@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from ..core.collectives import gather_objects
 from ..core.compat import forget_fsdp,fsdp_on_cpu,fsdp_ready,held_grads
 from ..core.deferred import set_value
-from ..core.env import (_noting_loops,count,current_group,group_rank,group_size,group_timeout,local_rank,local_size,
+from ..core.env import (_noting_loops,count,current_group,group_size,group_timeout,local_rank,local_size,
                                   num_distrib,process_group,rank_distrib,shared_store,wait_key,wait_keys)
 from ..core.parted import shared_crc
 from ..core.shards import exchange_params,groups_of,is_part,keep_part,part_of,state_part,whole
@@ -54,7 +54,7 @@ class Sharded:
         if not self.opts.sync_once or on==self._sync: return
         self._sync = on
         self.model.set_requires_gradient_sync(on)
-    sync = property(lambda self: self._sync, _sync_next, doc="Whether the next backward pass exchanges gradients; always, but with `sync_once`")
+    sync = property(lambda self: self._sync, _sync_next, doc="Whether the next backward pass exchanges gradients")
 
     def held(self,
         drop=False # Whether to forget them
