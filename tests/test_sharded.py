@@ -10,8 +10,10 @@ from learnerdist.all import (Callback, CancelBackwardException, CancelBatchExcep
                              GradientAccumulation, GradientClip, Learner, Lookahead, find_batch_size,
                              group_rank, group_size, process_group, rank_distrib)
 from learnerdist.core.compat import fsdp_on_cpu, held_grads, torch_version
-from learnerdist.core.shards import is_part, load_opt, map_tensors, whole
+from learnerdist.core.env import shared_store, wait_key
+from learnerdist.core.shards import is_part, load_opt, map_tensors, part_of, whole
 from learnerdist.core import parted
+from learnerdist.distributed import sharded as sharded_module
 from learnerdist.learner.callback import cancels, inner_events
 from learnerdist.testing import RanksError, run_ranks
 from sharded_lines import shows
@@ -243,7 +245,7 @@ def cancelled(shard, events, places):
     return res
 
 def as_with_ddp(W, *args):
-    for a,b in zip(run_ranks(cancelled, W, False, *args), run_ranks(cancelled, W, True, *args)):
+    for a,b in zip(*(run_ranks(cancelled, W, o, *args, timeout_s=600) for o in (False,True))):
         assert {k: d for k in a if (d := differs(a[k], b[k]))>1e-9} == {}
 
 @pytest.mark.slow
@@ -491,37 +493,63 @@ def number():
     m.scale = nn.Parameter(torch.tensor(1.))
     return m
 
-refused = [(net, dict(shard='nodes'), 'classes of modules'), (net, dict(shard=dict(mp='fp16')), 'for float16 use learn.to_fp16()'),
-           (net, dict(shard=dict(block=1)), "'block' is no option"),
-           (net, dict(shard=dict(replicas=0)), 'replicas=0'), (net, dict(shard=dict(reshard=2)), 'reshard=2'),
-           (net, dict(shard=True, find_unused_parameters=True), 'find_unused_parameters: of DDP'),
-           (net, dict(shard=True, comm_hook='fp16'), 'comm_hook: of DDP'), (net, dict(shard=[nn.LSTM]), 'no such module with weights'),
-           (net, dict(shard=dict(replicas=3)), 'replicas=3 does not divide 2 ranks'),
-           (net, dict(shard=nn.ModuleList), 'has no forward pass'),
-           (tied_layers, dict(shard=Layer), 'shares weights with'),
-           (lambda: nn.Sequential(nn.LazyLinear(3)), dict(shard=True), 'uninitialized parameter'),
-           (lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.)), dict(shard=True), 'max_norm'),
-           (lambda: nn.Linear(6, 3, device='meta'), dict(shard=True), 'meta device'),
-           (strided, dict(shard=True), 'is not contiguous'), (number, dict(shard=True), 'is a single number, which cannot be cut')]
+def cut_by_hand():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    m = nn.Linear(6, 4)
+    m.weight = nn.Parameter(distribute_tensor(m.weight.detach(), init_device_mesh('cpu', (2,)), [Shard(0)]))
+    return m
+
+# Name: (model, options of the context, what the error says)
+refused = dict(text=(net, dict(shard='nodes'), 'give True, classes of modules such as [Block], a function of a module'),
+    fp16_policy=(net, dict(shard=dict(mp='fp16')), 'for float16 use learn.to_fp16()'),
+    unknown=(net, dict(shard=dict(block=1)), "'block' is no option; give blocks, reshard"),
+    replicas_0=(net, dict(shard=dict(replicas=0)), 'replicas=0: give the number of copies'),
+    replicas_3=(net, dict(shard=dict(replicas=3)), 'replicas=3 does not divide 2 ranks: give a divisor of 2'),
+    reshard=(net, dict(shard=dict(reshard=2)), 'reshard=2: give True, False, or None'),
+    sync_once=(net, dict(shard=dict(sync_once='x')), "sync_once='x': give True or False"),
+    offload_kind=(net, dict(shard=dict(offload=1)), 'offload=1: give True or False'),
+    offload=(net, dict(shard=dict(offload=True)), 'trains on the CPU, in whose memory the weights are: leave it out'),
+    ddp_option=(net, dict(shard=True, find_unused_parameters=True), 'find_unused_parameters: of DDP, and without a meaning'),
+    comm_hook=(net, dict(shard=True, comm_hook='fp16'), 'comm_hook: of DDP'),
+    absent=(net, dict(shard=[nn.LSTM]), "has no such module with weights. Give classes of its own: Linear"),
+    container=(net, dict(shard=nn.ModuleList), 'has no forward pass: give the modules in it'),
+    tied=(tied_layers, dict(shard=Layer), 'or give the module that holds both'),
+    lazy=(lambda: nn.Sequential(nn.LazyLinear(3)), dict(shard=True), 'run a batch through the model before the context'),
+    max_norm=(lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.)), dict(shard=True), '(max_norm), on a copy: train without one'),
+    meta=(lambda: nn.Linear(6, 3, device='meta'), dict(shard=True), 'build the model by deferred(lambda: …)'),
+    strided=(strided, dict(shard=True), 'is not contiguous: model.to(memory_format=torch.contiguous_format)'),
+    number=(number, dict(shard=True), 'is a single number, which cannot be cut: make it a tensor of shape (1,)'),
+    by_hand=(cut_by_hand, dict(shard=True), 'is a DTensor already: a model that is sharded by hand trains in a loop by hand'),
+    no_cpu=(net, dict(shard=True), 'does not run on the CPU: get a newer torch'))
+
+refused_lines = dict(text='a text that is no option', fp16_policy="`mp='fp16'`", unknown='an unknown key', replicas_0='`replicas=0`',
+    replicas_3='replicas that do not divide the ranks', reshard='`reshard=2`', sync_once="`sync_once='x'`",
+    offload_kind='`offload=1`', offload='`offload=True` on the CPU', ddp_option="DDP's options", comm_hook='`comm_hook`',
+    absent='a class that the model has not', container='a `ModuleList` as a block', tied='weights that two blocks share',
+    lazy='weights without a size', max_norm='`nn.Embedding(max_norm=)`', meta='the meta device without `deferred` or `weights=`',
+    strided='weights that are not contiguous', number='a number as a weight', by_hand='weights that are DTensors already', no_cpu='a torch whose FSDP2 needs a GPU (pretended)')
 
 def refusals():
-    with process_group():
-        res = []
-        for model,kw,_ in refused:
+    res = {}
+    for k,(model,kw,_) in refused.items():
+        with process_group():
             m = model()
             learn = Learner(DataLoaders(DataLoader(data(8), 2), DataLoader(data(8), 2)), m, F.cross_entropy)
-            if any(p.is_meta for p in m.parameters()): learn.prepare_model = lambda: None
+            if any(p.is_meta or is_part(p) for p in m.parameters()): learn.prepare_model = lambda: None
             before = [(type(o),{*vars(o)}) for o in m.modules()]
+            sharded_module.fsdp_on_cpu = k!='no_cpu'
             try:
                 with learn.distrib_ctx(**kw): pass
-            except Exception as e: res.append(f'{type(e).__name__}: {e}')
-            else: res.append('')
+            except Exception as e: res[k] = f'{type(e).__name__}: {e}'
+            else: res[k] = ''
             assert before==[(type(o),{*vars(o)}) for o in m.modules()] and not learn.cbs[-1].name.startswith('agreement')
-        return res
+    return res
 
 @needs_fsdp2
 def test_refused_with_a_remedy():
-    for found in run_ranks(refusals, 2): assert [(o, why) for o,(_,_,why) in zip(found, refused) if why not in o]==[]
+    for found in run_ranks(refusals, 2): assert {k: found[k] for k,(_,_,why) in refused.items() if why not in found[k]}=={}
+    for k in refused: shows(f'8 {refused_lines[k]}', 2, 'ValueError')
 
 class Idle(Net):
     "Its last layer takes no part"
@@ -544,19 +572,31 @@ def factored(m, lr):
         for p in g['params']: opt.state[p] = dict(rows=torch.zeros(len(p)+1, dtype=F64))
     return opt
 
+def alone_in_evaluation(learn):
+    if not rank_distrib(): return wait_key(shared_store(), 'told', 20)
+    try: learn.distributed_trainer.shards.follow() # as if it had no batch, while others have
+    finally: shared_store().set('told', 'told')
+
 def load_factored(learn): load_opt(learn.opt, {**learn.opt.state_dict(), 'state': {0: dict(rows=torch.zeros(9))}})
 
-within = dict(idle=(Idle, {}, lambda o: o.fit(1), 'no gradient for idle.weight'),
+within = dict(idle=(Idle, {}, lambda o: o.fit(1), 'no gradient for idle.weight, idle.bias: freeze what takes no part in the loss'),
               cancel=(Cancels, {}, lambda o: o.fit(1), 'CancelBatchException within the forward pass'),
-              calls=(Net, {}, lambda o: o.fit(1, cbs=Calls()), 'calls the model, of which rank 0 has a part'),
+              calls=(Net, {}, lambda o: o.fit(1, cbs=Calls()), 'calls the model, of which rank 0 has a part: after the context'),
               batch_size=(Net, {}, lambda o: find_batch_size(o), 'shard'),
-              loaded=(Net, dict(opt=torch.optim.SGD), load_factored, 'keeps a tensor of shape (9,)'),
-              factored=(Net, dict(opt=factored), None, 'cannot be cut as they are'))
+              loaded=(Net, dict(opt=torch.optim.SGD), load_factored, 'Begin with a new optimizer: fit(…, reset_opt=True)'),
+              factored=(Net, dict(opt=factored), None, 'cannot be cut as they are: set learn.opt = None before the context'),
+              shapes=(Net, {}, lambda o: part_of(torch.zeros(9), o.model.head.weight), 'a tensor of shape (9,) has no parts like'),
+              alone=(Net, {}, alone_in_evaluation, 'no rank has run the model in 2 s: validate and predict on all ranks'))
+
+within_lines = dict(idle='weights without a gradient that are not frozen', cancel='a Cancel exception within `forward`',
+                    calls='a callback that calls the model on rank 0 only', batch_size='`find_batch_size` within the context',
+                    loaded="a state that is loaded, of another shape than the weight's", factored='such a state from before the context',
+                    shapes='a part of a tensor of another shape', alone='evaluation on one rank only')
 
 def refused_within():
     said = {}
     for k,(model,kw,f,_) in within.items():
-        with process_group():
+        with process_group(timeout_s=2 if k=='alone' else 60):
             learn = make(case(n=24, model=model, **kw), group_size())
             if f is None: learn.create_opt()
             try:
@@ -568,7 +608,32 @@ def refused_within():
 
 @needs_fsdp2
 def test_refused_within_the_context():
-    for said in run_ranks(refused_within, 2): assert {k: said.get(k) for k,(*_,why) in within.items() if why not in said.get(k, '')}=={}
+    for rank,said in enumerate(run_ranks(refused_within, 2)):
+        assert {k: said.get(k) for k,(*_,why) in within.items() if why not in said.get(k, '') and (k!='alone' or rank)}=={}
+    for k in within: shows(f'8 {within_lines[k]}', 2, 'TimeoutError' if k=='alone' else 'ValueError')
+
+# --- offloading ---------------------------------------------------------------------------------------------------------------
+
+def offloaded(cases):
+    "As on a GPU, but for the check of the device: what FSDP2 was given, and the runs"
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+    given,real = [],torch.distributed.fsdp.fully_shard
+    def spy(m, **kw):
+        given.append(kw['offload_policy'])
+        return real(m, **kw)
+    sharded_module.offload_of,torch.distributed.fsdp.fully_shard = (lambda device: CPUOffloadPolicy(pin_memory=False)),spy
+    try: res = rank_runs(cases)
+    finally: torch.distributed.fsdp.fully_shard = fully_shard
+    return res,len(given),all(isinstance(o, CPUOffloadPolicy) for o in given)
+
+@needs_fsdp2
+def test_offloading_reaches_fsdp():
+    "Every block has the policy, and the run is the same; on a CPU this moves nothing, so that `offload=True` is refused there"
+    some = {k: dict(same[k], shard=dict(offload=True)) for k in ('adamw','clip')}
+    alone = {k: run(c) for k,c in some.items()}
+    for ranks,n,right in run_ranks(offloaded, 2, some):
+        assert right and n==2*4 and {k: d for k in some if (d := differs(alone[k], ranks[k]))>1e-9}=={}
+    shows("1 `offload=True`: FSDP2's policy (pretended, where it is no GPU)", 2, 1e-9)
 
 @pytest.mark.skipif(torch_version>=(2,6), reason='this torch has FSDP2')
 def test_an_older_torch_is_told():

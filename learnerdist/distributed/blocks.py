@@ -95,7 +95,7 @@ def replicas_of(
             said = ', '.join(f'{i} of {k}' for i,k in places)
             raise ValueError(f"'node' needs as many ranks on each machine, numbered machine by machine; these are {said}. Give replicas=2")
         return W//L
-    if W%n: raise ValueError(f'replicas={n} does not divide {W} ranks')
+    if W%n: raise ValueError(f'replicas={n} does not divide {W} ranks: give a divisor of {W}')
     return n
 
 # %% ../../nbs/distributed/09_blocks.ipynb #h3d8d362
@@ -125,7 +125,8 @@ def find_blocks(model,
     wanted = blocks if not isinstance(blocks, tuple) else lambda m: isinstance(m, blocks)
     named = {k: m for k,m in model.named_modules() if m is not model and wanted(m) and _owns(m)}
     if isinstance(blocks, tuple) and not named:
-        raise ValueError(f"shard={[o.__name__ for o in blocks]}: the model has no such module with weights")
+        own = ', '.join(sorted({type(m).__name__ for m in model.children() if _owns(m)}))
+        raise ValueError(f'shard={[o.__name__ for o in blocks]}: the model has no such module with weights. Give classes of its own: {own}')
     for k,m in named.items():
         if not _runs(m): raise ValueError(f'shard=: {k} is a {type(m).__name__}, which has no forward pass: give the modules in it')
         if shared := _outside(m, model):

@@ -252,7 +252,7 @@ def _learn_order(self:Sharded):
     while True:
         while (got := wait_key(store, f'{self.key}/{len(order)+1}', .3)) is None:
             if not order and store.add(skips, 0)==group_size(): return None
-            if monotonic()>end: raise TimeoutError(f'no rank has run the model in {group_timeout():g} s')
+            if monotonic()>end: raise TimeoutError(f'no rank has run the model in {group_timeout():g} s: validate and predict on all ranks')
         if got=='end': return order
         order.append(int(got))
         self._gather(order[-1])
