@@ -882,6 +882,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                 'learnerdist/distributed/agreement.py'),
                                                    'learnerdist.distributed.agreement.Agreement.after_cancel_backward': ( 'distributed/agreement.html#agreement.after_cancel_backward',
                                                                                                                           'learnerdist/distributed/agreement.py'),
+                                                   'learnerdist.distributed.agreement.Agreement.after_cancel_batch': ( 'distributed/agreement.html#agreement.after_cancel_batch',
+                                                                                                                       'learnerdist/distributed/agreement.py'),
                                                    'learnerdist.distributed.agreement.Agreement.after_cancel_step': ( 'distributed/agreement.html#agreement.after_cancel_step',
                                                                                                                       'learnerdist/distributed/agreement.py'),
                                                    'learnerdist.distributed.agreement.Agreement.after_epoch': ( 'distributed/agreement.html#agreement.after_epoch',

@@ -528,7 +528,8 @@ refused_lines = dict(text='a text that is no option', fp16_policy="`mp='fp16'`",
     offload_kind='`offload=1`', offload='`offload=True` on the CPU', ddp_option="DDP's options", comm_hook='`comm_hook`',
     absent='a class that the model has not', container='a `ModuleList` as a block', tied='weights that two blocks share',
     lazy='weights without a size', max_norm='`nn.Embedding(max_norm=)`', meta='the meta device without `deferred` or `weights=`',
-    strided='weights that are not contiguous', number='a number as a weight', by_hand='weights that are DTensors already', no_cpu='a torch whose FSDP2 needs a GPU (pretended)')
+    strided='weights that are not contiguous', number='a number as a weight',
+    by_hand='weights that are DTensors already', no_cpu='a torch whose FSDP2 needs a GPU (pretended)')
 
 def refusals():
     res = {}

@@ -1,5 +1,5 @@
 "Models that no rank holds whole: `deferred`, weights from a file, and contexts that end without gathering"
-import copy, json, re
+import copy, json, re, zlib
 import numpy as np, pytest, torch
 from torch import nn
 from torch.nn import functional as F
@@ -7,8 +7,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from learnerdist.all import DataLoaders, Learner, deferred, distrib_barrier, group_rank, group_size, process_group
 from learnerdist.core.deferred import fill_in, has_deferred
 from learnerdist.core.weights import save_sealed, save_tensors
+from learnerdist.core import parted
 from learnerdist.distributed import filling
+from learnerdist.learner import saving
 from learnerdist.testing import run_ranks
+from sharded_lines import shows
 from test_sharded import F64, case, differs, needs_fsdp2, outcome, run
 
 # --- one process ------------------------------------------------------------------------------------------------------------
@@ -168,30 +171,70 @@ def learner(model, path='.'):
 class Mapped:
     "The bytes of a mapped file that are in memory, by the end of `load_model`"
     def __init__(self, f): self.f,self.kb = f,0
-    def __call__(self, model, file):
-        res = self.f(model, file)
+    def __call__(self, *args, **kw):
+        res = self.f(*args, **kw)
         with open('/proc/self/smaps') as f: text = f.read()
         self.kb = sum(map(int, re.findall(r'big\.pth\n(?:.*\n)??Size:.*\n(?:.*\n)*?Rss: +(\d+) kB', text)))
         return res
 
-def read_by_rank(file):
+class Summed:
+    "Bytes whose checksum this rank has computed; in place of the module zlib"
+    def __init__(self): self.n = 0
+    def crc32(self, data, *start):
+        self.n += len(data)
+        return zlib.crc32(data, *start)
+
+def read_by_rank(file, later):
+    "What a rank reads of a file by `weights=`, or in `learn.load`: KiB that it maps, KiB for the checksum"
     with process_group():
         learn = learner(lambda: deferred(big))
-        filling.load_model = spy = Mapped(filling.load_model)
-        try:
-            with learn.distrib_ctx(shard=dict(weights=file, keep_sharded=True)): pass
-        finally: filling.load_model = spy.f
-        return spy.kb
+        place = saving if later else filling
+        place.load_model,parted.zlib = spy,summed = Mapped(place.load_model),Summed()
+        with learn.distrib_ctx(shard=dict(keep_sharded=True, **({} if later else dict(weights=file)))):
+            if later: learn.load(str(file.with_suffix('')), with_opt=False)
+        return spy.kb,summed.n/1024
 
 def big(): return nn.Sequential(*[nn.Linear(1024, 4096) for _ in range(4)]) # the system maps up to 2 MiB around what is read
 
 @needs_fsdp2
-def test_a_rank_reads_its_rows_of_a_file(tmp_path):
-    "Rank 0 also reads it for the checksum, without keeping it"
+@pytest.mark.parametrize('later', [False, True])
+def test_a_rank_reads_its_rows_of_a_file(later, tmp_path):
+    "And another half of it for the checksum, without keeping it"
     save_sealed(big().state_dict(), tmp_path/'big.pth')
     size = (tmp_path/'big.pth').stat().st_size/1024
-    found = run_ranks(read_by_rank, 2, tmp_path/'big.pth')
-    assert all(.4*size<o<.8*size for o in found), (size,found)
+    found = run_ranks(read_by_rank, 2, tmp_path/'big.pth', later)
+    assert all(.4*size<o<.8*size and abs(n-size/2)<1 for o,n in found), (size,found)
+    shows(f"4 `{'learn.load' if later else 'weights='}`: of a file, a rank reads", 2, 'its rows, and one half for the checksum')
+
+def damaged(folder, names):
+    said = {}
+    for name in names:
+        for later in (False,True):
+            with process_group():
+                learn = learner(deferred_net, folder)
+                try:
+                    with learn.distrib_ctx(shard=dict(keep_sharded=True, **({} if later else dict(weights=folder/name)))):
+                        if later: learn.load(folder/name.removesuffix('.pth'))
+                except ValueError as e: said[name,later] = str(e)
+    return said
+
+@needs_fsdp2
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_damage_is_noticed_by_all_ranks(W, tmp_path):
+    "One bit, wherever it is: in the part of any rank"
+    torch.manual_seed(5)
+    state,names = whole_net().state_dict(),[]
+    for end,save in (('.pth',lambda p: save_sealed(state, p)), ('.safetensors',lambda p: save_tensors(state, p))):
+        save(tmp_path/f'good{end}')
+        good = bytearray((tmp_path/f'good{end}').read_bytes())
+        for at in (.4,.6,.9):
+            data = good[:]
+            data[int(at*len(data))] ^= 4
+            names.append(f'{at}{end}')
+            (tmp_path/names[-1]).write_bytes(data)
+    for said in run_ranks(damaged, W, tmp_path, names):
+        assert {(o,later) for o in names for later in (False,True) if 'its checksum differs' not in said[o,later]}==set()
+    shows('8 a damaged file, in `weights=` and `learn.load`', W, 'DamagedFile')
 
 # --- kept parts -------------------------------------------------------------------------------------------------------------
 

@@ -65,6 +65,9 @@ class Agreement(Callback):
     def after_cancel_step(self): self.catch_up() # before the gradients are set to zero
     def after_step(self):
         if self.progress not in (Progress.caught_up,Progress.ended): self.progress = Progress.stepped
+    def after_cancel_batch(self):
+        if not self.training or self.progress!=Progress.stepped or self.all_cancelled(): return
+        self.opt.zero_grad() # as other ranks, which have gone on after the step; in one process these gradients count in the next one, too
     def after_batch(self):
         if self.progress!=Progress.ended: self.catch_up()
     def after_train(self): self.place = 5
