@@ -14,10 +14,11 @@ pytestmark = pytest.mark.slow
 
 root = Path(__file__).parent.parent
 launcher = '-m','learnerdist.launch','--nproc','2'
+path = os.pathsep.join(o for o in (str(root),os.environ.get('PYTHONPATH')) if o) # extras may be installed elsewhere
 columns = ['epoch','train_loss','valid_loss','accuracy','time']
 
 def run_script(args, cwd=root):
-    env = dict(os.environ, PYTHONPATH=str(root), OMP_NUM_THREADS='1')
+    env = dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS='1')
     return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 def parse_table(out):
@@ -120,3 +121,9 @@ def test_sharded_on_two_processes_as_on_one(name, needs, tmp_path):
     assert rows1[-1][1]<rows1[0][1] and (name!='sharded_gpt' or last1=='346,347,348')
     a,b = [torch.load(next((o/'models').glob('*.pth')))['model'] for o in (here,there)]
     assert {k: (v.shape,v.dtype) for k,v in a.items()}=={k: (v.shape,v.dtype) for k,v in b.items()}
+
+def test_the_tutorial_with_hugging_face():
+    "Its cells assert that two processes do what one does; its outputs are those that it holds"
+    for o in ('transformers','peft'): pytest.importorskip(o)
+    res = run_script(('tools/outputs.py','--check','nbs/tutorials/sharded_lora.ipynb'))
+    assert res.returncode==0, res.stdout+res.stderr

@@ -47,7 +47,7 @@ def run(c, path, W=1):
             learn.fit(1)
             learn.unfreeze()
             learn.fit(1)
-        elif c['do']=='amp': learn.to_fp16().fit(1) # fastai's: on the CPU it changes no number
+        elif c['do']=='amp': learn.to_fp16().fit(1) # fastai's: on the CPU it makes predictions float32, and no more
         elif c['do']=='fits':
             for _ in range(3): learn.fit(1) # gradients of an incomplete group stay until the next one
         assert W==1 or all(is_part(p) for p in learn.model.parameters())
@@ -92,7 +92,7 @@ same = dict(adam=case(), sgd=case(opt=partial(SGD, mom=.9)), ranger=case(opt=ran
 lines = dict(adam='Adam', sgd='SGD with momentum', ranger='ranger: RAdam and Lookahead', lr_find='`lr_find`, and a fit after it',
              torchs="torch's AdamW in `OptimWrapper`", one_cycle='`fit_one_cycle` with discriminative rates', fine_tune='`fine_tune`',
              freeze='`freeze_to`, `unfreeze`', clip='`GradientClip`', save='`SaveModelCallback`', accumulation='`GradientAccumulation`',
-             deferred='a model of `deferred`', amp='`to_fp16`: on the CPU it changes no number',
+             deferred='a model of `deferred`', amp='`to_fp16`, which on the CPU computes the loss in float32',
              best='`EarlyStoppingCallback`, and the best model',
              once='`GradientAccumulation` over epochs and fits, `sync_once=True`', reset='an LSTM with `reset`, `ModelResetter`')
 
@@ -107,8 +107,8 @@ def rank_runs(path, names=None):
 def test_same_run(W, tmp_path):
     alone = {k: run(c, tmp_path/'alone') for k,c in same.items()}
     for ranks in run_ranks(rank_runs, W, tmp_path, timeout_s=400):
-        assert {(k,q): d for k in same for q in ranks[k] if (d := differs([alone[k][q]], [ranks[k][q]]))>tol[q]} == {}
-    for k in same: shows(f'6 {lines[k]}', W, 1e-9)
+        assert {(k,q): d for k in same for q in ranks[k] if (d := differs([alone[k][q]], [ranks[k][q]]))>(1e-6 if k=='amp' else tol[q])} == {}
+    for k in same: shows(f'6 {lines[k]}', W, 1e-6 if k=='amp' else 1e-9)
 
 def half(path, shard, dtype):
     "Weights after two fits in 16 bits"
