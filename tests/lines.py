@@ -44,11 +44,12 @@ class Table:
                 res += [(row[2], f'{point} {line}', W, c.strip()) for W,c in zip(self.columns, cells) if c.strip()]
         return res
 
-    def write(self, reports):
+    def write(self, reports, skipped):
         "The rows of tests that ran, and of others what the table says"
         rows = [tuple(row) for o in reports for k,v in o.user_properties if k==self.name for row in v]
         new = {o[:3] for o in rows}
-        ran = {_bare(o.nodeid.split('/')[-1]) for o in reports if '[' not in o.nodeid} # of one with parameters, others may not have run
+        own = [o.nodeid for o in reports if '[' not in o.nodeid and o.nodeid not in skipped] # with other parameters, one may not have run
+        ran = {o.split('/')[-1] for o in own}
         kept = [o for o in self.committed() if o[0] not in ran and o[:3] not in new and is_there(o[0])]
         self.path.write_text(self.render(dict.fromkeys(kept+rows)))
 
@@ -85,7 +86,8 @@ def pytest_terminal_summary(terminalreporter, config):
     for own in tables:
         failed = [o for k in ('failed','error') for o in terminalreporter.stats.get(k, []) if f'test_{own.name}' not in o.nodeid]
         if not config.getoption(own.option) or failed or hasattr(config, 'workerinput'): continue
-        own.write([o for os in terminalreporter.stats.values() for o in os if getattr(o, 'when', '')=='teardown'])
+        skipped = {o.nodeid for o in terminalreporter.stats.get('skipped', [])}
+        own.write([o for os in terminalreporter.stats.values() for o in os if getattr(o, 'when', '')=='teardown'], skipped)
 
 def is_there(test):
     file,name = test.split('::')

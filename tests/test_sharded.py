@@ -306,7 +306,7 @@ def test_files_are_those_of_a_whole_model(tmp_path):
     learn.load('now')
     assert all(torch.equal(v, ranks[1][1][k]) for k,v in learn.model.state_dict().items())
     assert all(not is_part(t) for t in learn.opt.state[learn.model.head.weight].values())
-    assert differs([learn.opt.state_dict()['state']], [{k: v for k,v in learn.opt.state_dict()['state'].items()}])==0
+    shows("4 `save`'s file in one process; `load` within the context", 2, 0)
 
 @pytest.mark.slow
 @needs_fsdp2
@@ -352,6 +352,7 @@ def test_left_by_an_exception():
     "The ranks meet again, and each has the whole weights of the moment"
     (a,*found),(b,*found2) = run_ranks(left_by, 2, 'raise')
     assert (a,b)==('RankError','KeyError') and found[:2]==found2[:2]==[True,True] and not found[3]
+    shows('4 after an exception: the same Parameter objects, whole values', 2, 0)
 
 @needs_fsdp2
 def test_a_dead_rank_takes_its_part_along():
@@ -369,6 +370,7 @@ def test_replicas_of_a_sharded_model():
     for k,c in same.items(): some |= {k: dict(c, n=24, bs=12, shard=dict(replicas=2))} if k in some else {}
     alone = {k: run(c) for k,c in some.items()}
     for ranks in run_ranks(rank_runs, 4, some): assert {k: d for k in some if (d := differs(alone[k], ranks[k]))>1e-9} == {}
+    shows('1 `replicas=2`: HSDP', 4, 1e-9)
 
 def by_node(local):
     "What `shard='node'` makes of ranks on machines of so many"
@@ -388,6 +390,8 @@ def test_a_replica_on_each_machine():
     with learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(2)
     for shape,ranks,params in run_ranks(by_node, 4, 2):
         assert (shape,ranks)==((2,2), [[0,1],[2,3]]) and differs(list(learn.model.parameters()), params)<1e-9
+    shows("1 `'node'`: two machines of two ranks, rehearsed", 4, 1e-9)
+    shows("8 `'node'` with 2 and 1 ranks on the machines", 3, 'ValueError')
     with pytest.raises(RanksError, match="'node' needs as many ranks on each machine"): run_ranks(by_node, 3, 2)
 
 class Dtypes(Callback):
@@ -429,6 +433,7 @@ def test_fsdps_own_mixed_precision(policy):
     for own,other,seen,out,kept in run_ranks(lower, 2, policy):
         assert differs(own, other)<1e-6 and torch.bfloat16 in seen and kept=={torch.float32}
         assert out==(torch.bfloat16 if policy else torch.float32)
+    shows(f"1 `mp={'MixedPrecisionPolicy(…)' if policy else repr('bf16')}`, in float32, against a bare loop of FSDP2", 2, 1e-6)
 
 def two_kinds():
     with process_group():
@@ -438,6 +443,7 @@ def two_kinds():
 @needs_fsdp2
 def test_one_kind_of_mixed_precision():
     with pytest.raises(RanksError, match='leave out one of the two'): run_ranks(two_kinds, 2)
+    shows('8 `mp=` and `to_bf16`', 2, 'ValueError')
 
 class Big(Callback):
     "A loss that overflows in float16 on rank 1, in the second batch"
@@ -463,6 +469,7 @@ def test_autocast_as_with_ddp(dtype):
     "Also where one rank's gradients overflow: then all skip the step"
     for a,b in zip(run_ranks(half, 2, False, dtype), run_ranks(half, 2, True, dtype)):
         assert a[1]==b[1]==(2 if dtype=='fp16' else 0) and differs(a[0], b[0])<1e-6
+    shows(f'1 `to_{dtype}`, in float32, against DDP', 2, 1e-6)
 
 def save_by_rank0():
     with process_group():
@@ -475,6 +482,7 @@ def save_by_rank0():
 @needs_fsdp2
 def test_save_by_rank_0_alone_is_an_error():
     with pytest.raises(RanksError, match='rank 0 waits in save for rank 1'): run_ranks(save_by_rank0, 2)
+    shows('8 `save` by one rank only', 2, 'ValueError')
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------------
 

@@ -161,6 +161,9 @@ def test_same_run_as_built_whole(W, tmp_path):
     alone = {k: run(dict(c, model=whole_net)) for k,c in same.items()}
     for ranks in run_ranks(rank_runs, W, cases):
         assert {k: d for k in cases if (d := differs(alone.get(k, alone['deferred']), ranks[k]))>1e-9} == {}
+    shows('4 `deferred`: a model that is never whole, as built whole', W, 1e-9)
+    for o in ("`learn.save`'s",'`torch.save`','safetensors',"Hugging Face's index",'a file with one name of shared weights'):
+        shows(f'4 `weights=`: {o}', W, 1e-9)
 
 def learner(model, path='.'):
     torch.manual_seed(5+group_rank())
@@ -242,6 +245,8 @@ refused = dict(fit=lambda o: o.fit(1), validate=lambda o: o.validate(), get_pred
                predict=lambda o: o.predict(torch.zeros(6, dtype=F64)), export=lambda o: o.export(), load=lambda o: o.load('a'),
                summary=lambda o: o.summary(), safetensors=lambda o: o.save('x.safetensors'))
 
+kept_lines = dict(safetensors='`save` as safetensors', ddp='a context with DDP', replicas='another number of replicas')
+
 def keep(path, W_of=None):
     "Two contexts that keep parts, and a third that gathers; what the calls in between say"
     with process_group():
@@ -283,6 +288,8 @@ def test_contexts_that_keep_parts(tmp_path):
         assert {k for k,o in said.items() if 'which keep_sharded left where they were' not in o}=={'replicas'}
         assert said['replicas'].endswith('go on with as many ranks and replicas, or save and load')
         assert held<=.55*sum(p.numel() for p in res[0]) and differs(alone, res)<1e-9
+    shows('4 `keep_sharded=True`: two contexts, and a third that gathers', 2, 1e-9)
+    for o in (*refused,'ddp','replicas'): shows(f'8 {kept_lines.get(o, f"`{o}`")} on parts that `keep_sharded` left', 2, 'ValueError')
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------------
 
@@ -323,6 +330,9 @@ def refusals(folder):
 @needs_fsdp2
 def test_refused_with_a_remedy(tmp_path):
     "And the model can still be built as it could before"
+    lines = ['`weights=3`','no such file in `weights=`','a file without a bias','a file without a weight',
+             'a file with another shape','buffers on a bare meta device, which no file has','`keep_sharded=2`']
+    for o in lines: shows(f'8 {o}', 2, 'FileNotFoundError' if 'no such' in o else 'RuntimeError' if 'a file' in o else 'ValueError')
     for found in run_ranks(refusals, 2, tmp_path):
         for said,why in zip(found, ['inp.weight is on the meta device', 'weights=3: give the path', 'none.pth',
                                     'Missing key(s) in state_dict: "out.bias"',

@@ -107,7 +107,8 @@ def rank_runs(path, names=None):
 def test_same_run(W, tmp_path):
     alone = {k: run(c, tmp_path/'alone') for k,c in same.items()}
     for ranks in run_ranks(rank_runs, W, tmp_path, timeout_s=400):
-        assert {(k,q): d for k in same for q in ranks[k] if (d := differs([alone[k][q]], [ranks[k][q]]))>(1e-6 if k=='amp' else tol[q])} == {}
+        far = lambda k, q: differs([alone[k][q]], [ranks[k][q]])>(1e-6 if k=='amp' else tol[q]) # noqa: B023
+        assert [(k, q) for k in same for q in ranks[k] if far(k, q)] == []
     for k in same: shows(f'6 {lines[k]}', W, 1e-6 if k=='amp' else 1e-9)
 
 def half(path, shard, dtype):
