@@ -7,7 +7,7 @@ round. Accelerate takes FSDP for GPUs only: on the CPU it is told so by its stat
 the bytes of weights, gradients and optimizer state in a step; *peak* is the largest resident size of the process beyond that before the
 model was made. glibc keeps freed memory in arenas unless its threshold for mmap is small (`MALLOC_MMAP_THRESHOLD_=65536` in the environment
 of the launch): both are measured, since without it the peak on the CPU says little."""
-import ctypes,gc,threading,time
+import ctypes,gc,re,sys,threading,time
 from contextlib import ExitStack
 from functools import partial
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from common import all_close,bars,main,on_ranks,peer,quartiles,ratio_text,ratios,slowest,table,turns,verdict
+from common import all_close,bars,main,on_ranks,peer,processor,quartiles,ratio_text,ratios,slowest,table,turns,verdict
 from learnerdist.all import Callback,DataLoaders,Learner,ProgressCallback,group_size,process_group
 from learnerdist.core.shards import is_part,whole
 from learnerdist.distributed.blocks import repeated_blocks
@@ -23,7 +23,7 @@ from learnerdist.distributed.sharded import make_mesh
 from learnerdist.testing import run_ranks
 from step_time import Task,as_way,loop,quiet,skip
 
-width,layers,bs = 1024,8,16 # samples a step on each rank
+width,layers,bs = (4096,24,16) if torch.cuda.is_available() else (512,8,16) # samples a step on each rank
 
 class Block(nn.Module):
     def __init__(self, n):
@@ -109,8 +109,9 @@ def rss(): # MiB
     with open('/proc/self/status') as f: return next(int(o.split()[1]) for o in f if o.startswith('VmRSS'))/1024
 
 class Peak:
-    "The largest resident size while it runs, sampled each millisecond"
+    "The largest resident size while it runs, sampled each millisecond; on a GPU what torch has allocated there"
     def __enter__(self):
+        if torch.cuda.is_available(): torch.cuda.reset_peak_memory_stats()
         self.base,self.top,self.on = rss(),0.,True
         self.thread = threading.Thread(target=self._watch)
         self.thread.start()
@@ -119,6 +120,7 @@ class Peak:
         while self.on:
             self.top = max(self.top, rss())
             time.sleep(.001)
+    def over(self): return torch.cuda.max_memory_allocated()/2**20 if torch.cuda.is_available() else self.top-self.base
     def __exit__(self, *_):
         self.on = False
         self.thread.join()
@@ -147,7 +149,7 @@ def memory(shard, gives_back):
             learn = Learner(DataLoaders(DataLoader(ds, bs)), make(), F.cross_entropy, opt_func=adamw, cbs=Watch).remove_cb(ProgressCallback)
             with learn.no_logging(), learn.distrib_ctx(seed=1, **({'shard': True} if shard else {})):
                 learn.fit(1)
-                return learn.watch.bytes,peak.top-peak.base
+                return learn.watch.bytes,peak.over()
 
 def memory_of(W):
     res = {}
@@ -158,7 +160,9 @@ def memory_of(W):
 
 # --- the report ---------------------------------------------------------------------------------------------------------------
 
-def measure(quick, ranks=(2,4)):
+def measure(quick):
+    ranks = [W for W in (2,4) if W<=(torch.cuda.device_count() or 4)]
+    if not ranks: sys.exit(print('sharded: two GPUs are needed, nothing measured'))
     names,res = [k for k,(_,needs) in ways.items() if all(peer(o) is not None for o in needs)],{}
     for W in ranks:
         got = on_ranks(measure_rank, W, names, skip+4 if quick else skip+8, 2 if quick else 15, launched=True)
@@ -186,4 +190,6 @@ def plot(res, path):
     groups = {k: ratios(o['times'], 'bare FSDP2') for k,o in res['cases'].items()}
     bars(path, groups, 'time over bare FSDP2', 'A step of a sharded model', line=1)
 
-if __name__=='__main__': main('sharded', measure, report, plot)
+if __name__=='__main__':
+    gpu = torch.cuda.is_available()
+    main('sharded', measure, report, plot, kept_as='sharded-'+re.sub(r'\W+', '-', processor()).lower() if gpu else None)
