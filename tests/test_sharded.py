@@ -149,7 +149,7 @@ lines = dict(sgd='SGD with momentum and weight decay', adamw='AdamW; validation 
 @pytest.mark.parametrize('W', [pytest.param(1, marks=pytest.mark.long), 2, *(pytest.param(o, marks=pytest.mark.long) for o in (3,4))])
 def test_same_run(W):
     alone = {k: run(c) for k,c in same.items()}
-    for ranks in run_ranks(rank_runs, W, same): assert {k: d for k in same if (d := differs(alone[k], ranks[k]))>1e-9} == {}
+    for ranks in run_ranks(rank_runs, W, same, timeout_s=600): assert {k: d for k in same if (d := differs(alone[k], ranks[k]))>1e-9} == {}
     for k in same: shows(f'2 {lines[k]}', W, 1e-9)
 
 # --- one exchange for several micro-batches ------------------------------------------------------------------------------------
