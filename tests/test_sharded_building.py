@@ -221,8 +221,9 @@ def damaged(folder, names):
                 except ValueError as e: said[name,later] = str(e)
     return said
 
+@pytest.mark.slow
 @needs_fsdp2
-@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 def test_damage_is_noticed_by_all_ranks(W, tmp_path):
     "One bit, wherever it is: in the part of any rank"
     torch.manual_seed(5)

@@ -121,6 +121,7 @@ def half(path, shard, dtype):
             for _ in range(2): learn.fit(1, amp=dtype)
         return [p.detach().double() for p in learn.model.parameters()]
 
+@pytest.mark.slow
 @needs_fsdp2
 @pytest.mark.parametrize('dtype', ['fp16','bf16'])
 def test_amp_as_with_ddp(dtype, tmp_path):
