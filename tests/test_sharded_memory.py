@@ -105,4 +105,3 @@ def test_trains_where_ddp_does_not_fit(tmp_path):
     first = run_ranks(limited, 2, True, 170, tmp_path)[0]
     whole = learner(1024, 12, tmp_path).load('big')
     assert first>0 and whole.opt.state[whole.model[0].lin.weight]['step']==3
-    shows('3 a limit of memory (`RLIMIT_DATA`) under which DDP fails', 2, 'trains')
