@@ -1,16 +1,22 @@
 "`distrib_ctx(shard=…)`: the run of one process, whatever is trained and evaluated; files, and the way out of the context"
 import copy, itertools, os, shutil, signal, traceback, warnings
 import pytest, torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from learnerdist.all import (Callback, CancelBatchException, CancelFitException, CancelTrainException, CancelValidException, Checkpoint,
-                             DataLoaders, EarlyStoppingCallback, GradientAccumulation, GradientClip, Learner, Lookahead, find_batch_size,
+from learnerdist.all import (Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelStepException,
+                             CancelTrainException, CancelValidException, Checkpoint, DataLoaders, EarlyStoppingCallback,
+                             GradientAccumulation, GradientClip, Learner, Lookahead, find_batch_size,
                              group_rank, group_size, process_group, rank_distrib)
-from learnerdist.core.compat import fsdp_on_cpu, torch_version
-from learnerdist.core.shards import is_part, load_opt, map_tensors, whole
+from learnerdist.core.compat import fsdp_on_cpu, held_grads, torch_version
+from learnerdist.core.env import shared_store, wait_key
+from learnerdist.core.shards import is_part, load_opt, map_tensors, part_of, whole
 from learnerdist.core import parted
+from learnerdist.distributed import sharded as sharded_module
+from learnerdist.learner.callback import cancels, inner_events
 from learnerdist.testing import RanksError, run_ranks
+from sharded_lines import shows
 
 F64 = torch.float64
 needs_fsdp2 = pytest.mark.skipif(torch_version<(2,6) or not fsdp_on_cpu, reason='a torch without FSDP2 on the CPU')
@@ -78,10 +84,10 @@ def make(c, W=1, rank=0):
 
 def numbers(learn): return [list(o) for o in learn.recorder.values]
 
-def run(c, W=1, rank=0):
+def run(c, W=1, rank=0, sharded=False):
     learn = make(c, W, rank)
     params,before = dict(learn.model.named_parameters()),[(type(m),{*vars(m)}) for m in learn.model.modules()]
-    with learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': c['shard']} if W>1 else {}), **c['ctx']):
+    with learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': c['shard']} if sharded or W>1 else {}), **c['ctx']):
         start = learn.validate() # before any other pass
         for n in c['fits']: (learn.fit_one_cycle if c['cycle'] else learn.fit)(n)
         sharded = W==1 or all(is_part(p) for p in learn.model.parameters())
@@ -101,7 +107,7 @@ def rank_runs(cases):
     with process_group(): return {k: outcome(c, group_size(), group_rank()) for k,c in cases.items()}
 
 def outcome(c, W=1, rank=0):
-    try: return run(c, W, rank)
+    try: return run(c, W, rank, sharded=True)
     except Exception as e: return dict(error=''.join(traceback.format_exception(e)))
 
 def flat(o):
@@ -118,56 +124,144 @@ def differs(a, b):
 
 # --- the same run -----------------------------------------------------------------------------------------------------------
 
-same = dict(sgd=case(opt=sgd), adamw=case(), one_cycle=case(cycle=True), two_fits=case(fits=(1,2)), few=case(n_valid=1),
-            groups=case(splitter=two_groups, lr=[.01,.05]), lookahead=case(opt=ahead), clip=case(cbs=[lambda W: GradientClip(.5)]),
-            clip_value=case(cbs=[lambda W: GradientClip(value=.02)]), frozen=case(model=partly_frozen), tied=case(model=tied),
-            accumulation=case(cbs=[lambda W: GradientAccumulation(12//W)]), odd=case(cbs=[lambda W: GradientAccumulation(18//W)], n=40),
-            recurrent=case(model=Recurrent), batchnorm=case(model=bn, n=24), root=case(shard=lambda m: False),
-            linears=case(shard=[nn.Linear]), kept=case(shard=dict(reshard=False)), dropped=case(shard=dict(blocks=Layer, reshard=True)),
-            stopping=case(cbs=[lambda W: EarlyStoppingCallback(min_delta=10., patience=1)], fits=(6,)))
+def even(**kw): return case(**{**dict(n=43, bs=12), **kw}) # a batch size that 1 to 4 ranks divide, and a last batch that they do not
+def acc(n): return lambda W: GradientAccumulation(n//W)
+
+same = dict(sgd=even(opt=sgd), adamw=even(), one_cycle=even(cycle=True), two_fits=even(fits=(1,2)), few=even(n_valid=1),
+            groups=even(splitter=two_groups, lr=[.01,.05]), lookahead=even(opt=ahead), clip=even(cbs=[lambda W: GradientClip(.5)]),
+            clip_value=even(cbs=[lambda W: GradientClip(value=.02)]), frozen=even(model=partly_frozen), tied=even(model=tied),
+            accumulation=even(cbs=[acc(24)]), odd=even(cbs=[acc(36)], n=80),
+            once=even(cbs=[acc(24),lambda W: GradientClip(.5)], shard=dict(sync_once=True), fits=(1,2)),
+            once_odd=even(cbs=[acc(36)], n=80, opt=sgd, shard=dict(sync_once=True, blocks=Layer)),
+            recurrent=even(model=Recurrent), batchnorm=even(model=bn, n=48), root=even(shard=lambda m: False),
+            linears=even(shard=[nn.Linear]), kept=even(shard=dict(reshard=False)), dropped=even(shard=dict(blocks=Layer, reshard=True)),
+            stopping=even(cbs=[lambda W: EarlyStoppingCallback(min_delta=10., patience=1)], fits=(6,)))
+
+lines = dict(sgd='SGD with momentum and weight decay', adamw='AdamW; validation before it', one_cycle='`fit_one_cycle`',
+             two_fits='two fits', few='one validation sample: ranks without a batch', groups='parameter groups with rates of their own',
+             lookahead='Lookahead', clip='`GradientClip`, recorded norms', clip_value='`GradientClip(value=)`', frozen='frozen weights',
+             tied='tied weights in the rest of the model', accumulation='`GradientAccumulation`', recurrent='an LSTM',
+             odd='`GradientAccumulation` with an incomplete group', once='`GradientAccumulation` and clipping, `sync_once=True`',
+             once_odd='an incomplete group, `sync_once=True`', batchnorm='BatchNorm over the global batch', root='no block: all at once',
+             linears='blocks by class: `[nn.Linear]`', kept='`reshard=False`', dropped='`reshard=True`', stopping='`EarlyStoppingCallback`')
 
 @needs_fsdp2
-@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize('W', [pytest.param(1, marks=pytest.mark.long), 2, *(pytest.param(o, marks=pytest.mark.long) for o in (3,4))])
 def test_same_run(W):
     alone = {k: run(c) for k,c in same.items()}
-    for ranks in run_ranks(rank_runs, W, same): assert {k: d for k in same if (d := differs(alone[k], ranks[k]))>1e-9} == {}
+    for ranks in run_ranks(rank_runs, W, same, timeout_s=600): assert {k: d for k in same if (d := differs(alone[k], ranks[k]))>1e-9} == {}
+    for k in same: shows(f'2 {lines[k]}', W, 1e-9)
+
+# --- one exchange for several micro-batches ------------------------------------------------------------------------------------
+
+class Exchanges(Callback):
+    "How many reduce-scatters there were in each training batch, and the bytes of gradients that FSDP2 held back by its end"
+    order = 800
+    def before_fit(self):
+        self.n,self.counts,self.held,self.real = 0,[],[],getattr(dist, reduce_scatter)
+        def counted(*args, **kw):
+            self.n += 1
+            return self.real(*args, **kw)
+        setattr(dist, reduce_scatter, counted)
+    def after_batch(self):
+        if not self.training: return
+        self.counts.append(self.n)
+        self.held.append(sum(t.nbytes for t in held_grads(self.model)))
+        self.n = 0
+    def after_fit(self): setattr(dist, reduce_scatter, self.real)
+
+reduce_scatter = next(o for o in ('reduce_scatter_single','reduce_scatter_tensor') if hasattr(dist, o)) # a newer torch, an older one
+
+def exchanges(once, n_acc):
+    with process_group():
+        learn = make(case(n=21, cbs=[acc(n_acc),lambda W: Exchanges()]), group_size())
+        with learn.no_logging(), learn.distrib_ctx(seed=3, shard=dict(sync_once=once)): learn.fit(1)
+        return learn.exchanges.counts,learn.exchanges.held,sum(p.nbytes for p in learn.model.parameters())
+
+@needs_fsdp2
+def test_one_exchange_for_a_step_of_an_accumulation():
+    "Three layers and the rest of the model, four micro-batches: a step after two of them. Until then a rank has whole gradients"
+    for once,counts,held in ((False,[4,4,4,4],[0,0,0,0]), (True,[0,4,0,4],[1,0,1,0])):
+        for found,bytes_held,size in run_ranks(exchanges, 2, once, 12):
+            assert found==counts and bytes_held==[o*size for o in held]
+    shows('2 `GradientAccumulation` with `sync_once=True`: reduce-scatters, for 2 micro-batches', 2, 'one for each block')
+
+class Left(Callback):
+    "Leaves the loop in the middle of an accumulation, on one rank; a layer is frozen before the next one"
+    def after_batch(self):
+        if self.training and self.learn.iter==2 and group_rank()==group_size()-1: raise CancelTrainException
+    def after_epoch(self): self.model.layers[0].requires_grad_(False)
+
+def left_within(once, W=1):
+    learn = make(case(n=24, opt=sgd, cbs=[acc(12),lambda W: Left()]), W)
+    with learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': dict(sync_once=once)} if W>1 else {})):
+        for _ in range(2): learn.fit(2)
+    return [p.detach().clone() for p in learn.model.parameters()]
+
+def ranks_left_within(once):
+    with process_group(): return left_within(once, group_size())
+
+@needs_fsdp2
+def test_gradients_of_an_incomplete_accumulation_are_dropped():
+    alone = left_within(False)
+    for once in (False,True): assert all(differs(alone, o)<1e-9 for o in run_ranks(ranks_left_within, 2, once))
 
 # --- cancels ----------------------------------------------------------------------------------------------------------------
 
 class Cancel(Callback):
-    "Raises once at an event of batch `i`, on one rank"
-    def __init__(self, event, exc, rank=1, i=1): self.event,self.exc,self.rank,self.i,self.done = event,exc,rank,i,False
-    def _at(self, event):
-        if self.done or event!=self.event or self.learn.iter!=self.i or self.training!=('valid' not in event): return
+    "Raises once at an event, on one rank; at one of a batch in batch `i`"
+    def __init__(self, event, exc, rank=1, i=1):
+        self.exc,self.rank,self.i,self.done = exc,rank,i,False
+        name,_,valid = event.partition(' ')
+        setattr(self, name, lambda: self._at(name in inner_events, not valid))
+    def _at(self, in_batch, training):
+        if self.done or in_batch and (self.learn.iter!=self.i or self.training!=training): return
         if group_rank()==self.rank:
             self.done = True
             raise self.exc
-    def before_batch(self): self._at('before_batch' if self.training else 'before_batch valid')
-    def after_pred(self): self._at('after_pred' if self.training else 'after_pred valid')
-    def before_backward(self): self._at('before_backward')
-    def before_step(self): self._at('before_step')
 
 events = [('before_batch', CancelBatchException), ('after_pred', CancelFitException), ('before_backward', CancelTrainException),
           ('before_step', CancelBatchException), ('before_batch valid', CancelBatchException), ('before_batch valid', CancelFitException),
           ('after_pred valid', CancelValidException), ('after_pred valid', CancelBatchException)]
 
-def cancelled(shard):
+# Each event, and each exception that may be raised there
+in_training,in_validation = ['before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step'],[
+    'before_batch valid','after_pred valid','after_loss valid']
+all_raised = dict(dict.fromkeys(in_training, 'batch train epoch fit'), **dict.fromkeys(in_validation, 'batch validate epoch fit'),
+                  **{'after_batch': 'train epoch fit', 'after_batch valid': 'validate epoch fit'})
+all_raised |= dict(before_epoch='epoch fit', before_train='train epoch fit', after_train='epoch fit',
+    before_validate='validate epoch fit', after_validate='epoch fit', after_epoch='fit', before_fit='fit')
+every = [(e, cancels[k]) for e,ks in all_raised.items() for k in ks.split()]
+every += [('before_backward', CancelBackwardException), ('before_step', CancelStepException)]
+
+def cancelled(shard, events, places):
     "The weights and numbers after each cancelled run"
     res = {}
     with process_group():
-        for (e,x),i,rank in itertools.product(events, (0,1), (1,None)):
+        for (e,x),i,rank in itertools.product(events, places, (1,None)):
             learn = make(case(n=16, n_valid=12), group_size()).add_cb(Cancel(e, x, group_rank() if rank is None else rank, i))
             with learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': True} if shard else {})): learn.fit(1)
             res[f'{e} {x.__name__} {i} {rank}'] = dict(w=[p.detach().clone() for p in learn.model.parameters()], v=numbers(learn))
     return res
+
+def as_with_ddp(W, *args):
+    for a,b in zip(*(run_ranks(cancelled, W, o, *args, timeout_s=600) for o in (False,True))):
+        assert {k: d for k in a if (d := differs(a[k], b[k]))>1e-9} == {}
 
 @pytest.mark.slow
 @needs_fsdp2
 @pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 def test_cancelled_as_with_ddp(W):
     "On one rank, and on all, at the first batch, before the order of the blocks is known, and at a later one"
-    for a,b in zip(run_ranks(cancelled, W, False), run_ranks(cancelled, W, True)):
-        assert {k: d for k in a if (d := differs(a[k], b[k]))>1e-9} == {}
+    as_with_ddp(W, events, (0,1))
+    shows('2 Cancel exceptions on one rank and on all, at the first batch and later, against DDP', W, 1e-9)
+
+@pytest.mark.long
+@needs_fsdp2
+@pytest.mark.parametrize('W', [2, 3])
+def test_cancelled_at_every_event(W):
+    as_with_ddp(W, every, (1,))
+    shows('2 each Cancel exception at each event, on one rank and on all, against DDP', W, 1e-9)
 
 # --- files ------------------------------------------------------------------------------------------------------------------
 
@@ -212,7 +306,7 @@ def test_files_are_those_of_a_whole_model(tmp_path):
     learn.load('now')
     assert all(torch.equal(v, ranks[1][1][k]) for k,v in learn.model.state_dict().items())
     assert all(not is_part(t) for t in learn.opt.state[learn.model.head.weight].values())
-    assert differs([learn.opt.state_dict()['state']], [{k: v for k,v in learn.opt.state_dict()['state'].items()}])==0
+    shows("4 `save`'s file in one process; `load` within the context", 2, 0)
 
 @pytest.mark.slow
 @needs_fsdp2
@@ -258,6 +352,7 @@ def test_left_by_an_exception():
     "The ranks meet again, and each has the whole weights of the moment"
     (a,*found),(b,*found2) = run_ranks(left_by, 2, 'raise')
     assert (a,b)==('RankError','KeyError') and found[:2]==found2[:2]==[True,True] and not found[3]
+    shows('4 after an exception: the same Parameter objects, whole values', 2, 0)
 
 @needs_fsdp2
 def test_a_dead_rank_takes_its_part_along():
@@ -275,6 +370,7 @@ def test_replicas_of_a_sharded_model():
     for k,c in same.items(): some |= {k: dict(c, n=24, bs=12, shard=dict(replicas=2))} if k in some else {}
     alone = {k: run(c) for k,c in some.items()}
     for ranks in run_ranks(rank_runs, 4, some): assert {k: d for k in some if (d := differs(alone[k], ranks[k]))>1e-9} == {}
+    shows('1 `replicas=2`: HSDP', 4, 1e-9)
 
 def by_node(local):
     "What `shard='node'` makes of ranks on machines of so many"
@@ -294,6 +390,8 @@ def test_a_replica_on_each_machine():
     with learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(2)
     for shape,ranks,params in run_ranks(by_node, 4, 2):
         assert (shape,ranks)==((2,2), [[0,1],[2,3]]) and differs(list(learn.model.parameters()), params)<1e-9
+    shows("1 `'node'`: two machines of two ranks, rehearsed", 4, 1e-9)
+    shows("8 `'node'` with 2 and 1 ranks on the machines", 3, 'ValueError')
     with pytest.raises(RanksError, match="'node' needs as many ranks on each machine"): run_ranks(by_node, 3, 2)
 
 class Dtypes(Callback):
@@ -335,6 +433,7 @@ def test_fsdps_own_mixed_precision(policy):
     for own,other,seen,out,kept in run_ranks(lower, 2, policy):
         assert differs(own, other)<1e-6 and torch.bfloat16 in seen and kept=={torch.float32}
         assert out==(torch.bfloat16 if policy else torch.float32)
+    shows(f"1 `mp={'MixedPrecisionPolicy(…)' if policy else repr('bf16')}`, in float32, against a bare loop of FSDP2", 2, 1e-6)
 
 def two_kinds():
     with process_group():
@@ -344,6 +443,7 @@ def two_kinds():
 @needs_fsdp2
 def test_one_kind_of_mixed_precision():
     with pytest.raises(RanksError, match='leave out one of the two'): run_ranks(two_kinds, 2)
+    shows('8 `mp=` and `to_bf16`', 2, 'ValueError')
 
 class Big(Callback):
     "A loss that overflows in float16 on rank 1, in the second batch"
@@ -369,6 +469,7 @@ def test_autocast_as_with_ddp(dtype):
     "Also where one rank's gradients overflow: then all skip the step"
     for a,b in zip(run_ranks(half, 2, False, dtype), run_ranks(half, 2, True, dtype)):
         assert a[1]==b[1]==(2 if dtype=='fp16' else 0) and differs(a[0], b[0])<1e-6
+    shows(f'1 `to_{dtype}`, in float32, against DDP', 2, 1e-6)
 
 def save_by_rank0():
     with process_group():
@@ -381,6 +482,7 @@ def save_by_rank0():
 @needs_fsdp2
 def test_save_by_rank_0_alone_is_an_error():
     with pytest.raises(RanksError, match='rank 0 waits in save for rank 1'): run_ranks(save_by_rank0, 2)
+    shows('8 `save` by one rank only', 2, 'ValueError')
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------------
 
@@ -399,37 +501,64 @@ def number():
     m.scale = nn.Parameter(torch.tensor(1.))
     return m
 
-refused = [(net, dict(shard='nodes'), 'classes of modules'), (net, dict(shard=dict(mp='fp16')), 'for float16 use learn.to_fp16()'),
-           (net, dict(shard=dict(block=1)), "'block' is no option"),
-           (net, dict(shard=dict(replicas=0)), 'replicas=0'), (net, dict(shard=dict(reshard=2)), 'reshard=2'),
-           (net, dict(shard=True, find_unused_parameters=True), 'find_unused_parameters: of DDP'),
-           (net, dict(shard=True, comm_hook='fp16'), 'comm_hook: of DDP'), (net, dict(shard=[nn.LSTM]), 'no such module with weights'),
-           (net, dict(shard=dict(replicas=3)), 'replicas=3 does not divide 2 ranks'),
-           (net, dict(shard=nn.ModuleList), 'has no forward pass'),
-           (tied_layers, dict(shard=Layer), 'shares weights with'),
-           (lambda: nn.Sequential(nn.LazyLinear(3)), dict(shard=True), 'uninitialized parameter'),
-           (lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.)), dict(shard=True), 'max_norm'),
-           (lambda: nn.Linear(6, 3, device='meta'), dict(shard=True), 'meta device'),
-           (strided, dict(shard=True), 'is not contiguous'), (number, dict(shard=True), 'is a single number, which cannot be cut')]
+def cut_by_hand():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    m = nn.Linear(6, 4)
+    m.weight = nn.Parameter(distribute_tensor(m.weight.detach(), init_device_mesh('cpu', (2,)), [Shard(0)]))
+    return m
+
+# Name: (model, options of the context, what the error says)
+refused = dict(text=(net, dict(shard='nodes'), 'give True, classes of modules such as [Block], a function of a module'),
+    fp16_policy=(net, dict(shard=dict(mp='fp16')), 'for float16 use learn.to_fp16()'),
+    unknown=(net, dict(shard=dict(block=1)), "'block' is no option; give blocks, reshard"),
+    replicas_0=(net, dict(shard=dict(replicas=0)), 'replicas=0: give the number of copies'),
+    replicas_3=(net, dict(shard=dict(replicas=3)), 'replicas=3 does not divide 2 ranks: give a divisor of 2'),
+    reshard=(net, dict(shard=dict(reshard=2)), 'reshard=2: give True, False, or None'),
+    sync_once=(net, dict(shard=dict(sync_once='x')), "sync_once='x': give True or False"),
+    offload_kind=(net, dict(shard=dict(offload=1)), 'offload=1: give True or False'),
+    offload=(net, dict(shard=dict(offload=True)), 'trains on the CPU, in whose memory the weights are: leave it out'),
+    ddp_option=(net, dict(shard=True, find_unused_parameters=True), 'find_unused_parameters: of DDP, and without a meaning'),
+    comm_hook=(net, dict(shard=True, comm_hook='fp16'), 'comm_hook: of DDP'),
+    absent=(net, dict(shard=[nn.LSTM]), "has no such module with weights. Give classes of its own: Linear"),
+    container=(net, dict(shard=nn.ModuleList), 'has no forward pass: give the modules in it'),
+    tied=(tied_layers, dict(shard=Layer), 'or give the module that holds both'),
+    lazy=(lambda: nn.Sequential(nn.LazyLinear(3)), dict(shard=True), 'run a batch through the model before the context'),
+    max_norm=(lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.)), dict(shard=True), '(max_norm), on a copy: train without one'),
+    meta=(lambda: nn.Linear(6, 3, device='meta'), dict(shard=True), 'build the model by deferred(lambda: …)'),
+    strided=(strided, dict(shard=True), 'is not contiguous: model.to(memory_format=torch.contiguous_format)'),
+    number=(number, dict(shard=True), 'is a single number, which cannot be cut: make it a tensor of shape (1,)'),
+    by_hand=(cut_by_hand, dict(shard=True), 'is a DTensor already: a model that is sharded by hand trains in a loop by hand'),
+    no_cpu=(net, dict(shard=True), 'does not run on the CPU: get a newer torch'))
+
+refused_lines = dict(text='a text that is no option', fp16_policy="`mp='fp16'`", unknown='an unknown key', replicas_0='`replicas=0`',
+    replicas_3='replicas that do not divide the ranks', reshard='`reshard=2`', sync_once="`sync_once='x'`",
+    offload_kind='`offload=1`', offload='`offload=True` on the CPU', ddp_option="DDP's options", comm_hook='`comm_hook`',
+    absent='a class that the model has not', container='a `ModuleList` as a block', tied='weights that two blocks share',
+    lazy='weights without a size', max_norm='`nn.Embedding(max_norm=)`', meta='the meta device without `deferred` or `weights=`',
+    strided='weights that are not contiguous', number='a number as a weight',
+    by_hand='weights that are DTensors already', no_cpu='a torch whose FSDP2 needs a GPU (pretended)')
 
 def refusals():
-    with process_group():
-        res = []
-        for model,kw,_ in refused:
+    res = {}
+    for k,(model,kw,_) in refused.items():
+        with process_group():
             m = model()
             learn = Learner(DataLoaders(DataLoader(data(8), 2), DataLoader(data(8), 2)), m, F.cross_entropy)
-            if any(p.is_meta for p in m.parameters()): learn.prepare_model = lambda: None
+            if any(p.is_meta or is_part(p) for p in m.parameters()): learn.prepare_model = lambda: None
             before = [(type(o),{*vars(o)}) for o in m.modules()]
+            sharded_module.fsdp_on_cpu = k!='no_cpu'
             try:
                 with learn.distrib_ctx(**kw): pass
-            except Exception as e: res.append(f'{type(e).__name__}: {e}')
-            else: res.append('')
+            except Exception as e: res[k] = f'{type(e).__name__}: {e}'
+            else: res[k] = ''
             assert before==[(type(o),{*vars(o)}) for o in m.modules()] and not learn.cbs[-1].name.startswith('agreement')
-        return res
+    return res
 
 @needs_fsdp2
 def test_refused_with_a_remedy():
-    for found in run_ranks(refusals, 2): assert [(o, why) for o,(_,_,why) in zip(found, refused) if why not in o]==[]
+    for found in run_ranks(refusals, 2): assert {k: found[k] for k,(_,_,why) in refused.items() if why not in found[k]}=={}
+    for k in refused: shows(f'8 {refused_lines[k]}', 2, 'ValueError')
 
 class Idle(Net):
     "Its last layer takes no part"
@@ -452,19 +581,31 @@ def factored(m, lr):
         for p in g['params']: opt.state[p] = dict(rows=torch.zeros(len(p)+1, dtype=F64))
     return opt
 
+def alone_in_evaluation(learn):
+    if not rank_distrib(): return wait_key(shared_store(), 'told', 20)
+    try: learn.distributed_trainer.shards.follow() # as if it had no batch, while others have
+    finally: shared_store().set('told', 'told')
+
 def load_factored(learn): load_opt(learn.opt, {**learn.opt.state_dict(), 'state': {0: dict(rows=torch.zeros(9))}})
 
-within = dict(idle=(Idle, {}, lambda o: o.fit(1), 'no gradient for idle.weight'),
+within = dict(idle=(Idle, {}, lambda o: o.fit(1), 'no gradient for idle.weight, idle.bias: freeze what takes no part in the loss'),
               cancel=(Cancels, {}, lambda o: o.fit(1), 'CancelBatchException within the forward pass'),
-              calls=(Net, {}, lambda o: o.fit(1, cbs=Calls()), 'calls the model, of which rank 0 has a part'),
+              calls=(Net, {}, lambda o: o.fit(1, cbs=Calls()), 'calls the model, of which rank 0 has a part: after the context'),
               batch_size=(Net, {}, lambda o: find_batch_size(o), 'shard'),
-              loaded=(Net, dict(opt=torch.optim.SGD), load_factored, 'keeps a tensor of shape (9,)'),
-              factored=(Net, dict(opt=factored), None, 'cannot be cut as they are'))
+              loaded=(Net, dict(opt=torch.optim.SGD), load_factored, 'Begin with a new optimizer: fit(…, reset_opt=True)'),
+              factored=(Net, dict(opt=factored), None, 'cannot be cut as they are: set learn.opt = None before the context'),
+              shapes=(Net, {}, lambda o: part_of(torch.zeros(9), o.model.head.weight), 'a tensor of shape (9,) has no parts like'),
+              alone=(Net, {}, alone_in_evaluation, 'no rank has run the model in 2 s: validate and predict on all ranks'))
+
+within_lines = dict(idle='weights without a gradient that are not frozen', cancel='a Cancel exception within `forward`',
+                    calls='a callback that calls the model on rank 0 only', batch_size='`find_batch_size` within the context',
+                    loaded="a state that is loaded, of another shape than the weight's", factored='such a state from before the context',
+                    shapes='a part of a tensor of another shape', alone='evaluation on one rank only')
 
 def refused_within():
     said = {}
     for k,(model,kw,f,_) in within.items():
-        with process_group():
+        with process_group(timeout_s=2 if k=='alone' else 60):
             learn = make(case(n=24, model=model, **kw), group_size())
             if f is None: learn.create_opt()
             try:
@@ -476,7 +617,32 @@ def refused_within():
 
 @needs_fsdp2
 def test_refused_within_the_context():
-    for said in run_ranks(refused_within, 2): assert {k: said.get(k) for k,(*_,why) in within.items() if why not in said.get(k, '')}=={}
+    for rank,said in enumerate(run_ranks(refused_within, 2)):
+        assert {k: said.get(k) for k,(*_,why) in within.items() if why not in said.get(k, '') and (k!='alone' or rank)}=={}
+    for k in within: shows(f'8 {within_lines[k]}', 2, 'TimeoutError' if k=='alone' else 'ValueError')
+
+# --- offloading ---------------------------------------------------------------------------------------------------------------
+
+def offloaded(cases):
+    "As on a GPU, but for the check of the device: what FSDP2 was given, and the runs"
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+    given,real = [],torch.distributed.fsdp.fully_shard
+    def spy(m, **kw):
+        given.append(kw['offload_policy'])
+        return real(m, **kw)
+    sharded_module.offload_of,torch.distributed.fsdp.fully_shard = (lambda device: CPUOffloadPolicy(pin_memory=False)),spy
+    try: res = rank_runs(cases)
+    finally: torch.distributed.fsdp.fully_shard = fully_shard
+    return res,len(given),all(isinstance(o, CPUOffloadPolicy) for o in given)
+
+@needs_fsdp2
+def test_offloading_reaches_fsdp():
+    "Every block has the policy, and the run is the same; on a CPU this moves nothing, so that `offload=True` is refused there"
+    some = {k: dict(same[k], shard=dict(offload=True)) for k in ('adamw','clip')}
+    alone = {k: run(c) for k,c in some.items()}
+    for ranks,n,right in run_ranks(offloaded, 2, some):
+        assert right and n==2*4 and {k: d for k in some if (d := differs(alone[k], ranks[k]))>1e-9}=={}
+    shows("1 `offload=True`: FSDP2's policy (pretended, where it is no GPU)", 2, 1e-9)
 
 @pytest.mark.skipif(torch_version>=(2,6), reason='this torch has FSDP2')
 def test_an_older_torch_is_told():

@@ -1,5 +1,5 @@
 "Models that no rank holds whole: `deferred`, weights from a file, and contexts that end without gathering"
-import copy, json, re
+import copy, json, re, zlib
 import numpy as np, pytest, torch
 from torch import nn
 from torch.nn import functional as F
@@ -7,8 +7,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from learnerdist.all import DataLoaders, Learner, deferred, distrib_barrier, group_rank, group_size, process_group
 from learnerdist.core.deferred import fill_in, has_deferred
 from learnerdist.core.weights import save_sealed, save_tensors
+from learnerdist.core import parted
 from learnerdist.distributed import filling
+from learnerdist.learner import saving
 from learnerdist.testing import run_ranks
+from sharded_lines import shows
 from test_sharded import F64, case, differs, needs_fsdp2, outcome, run
 
 # --- one process ------------------------------------------------------------------------------------------------------------
@@ -158,6 +161,9 @@ def test_same_run_as_built_whole(W, tmp_path):
     alone = {k: run(dict(c, model=whole_net)) for k,c in same.items()}
     for ranks in run_ranks(rank_runs, W, cases):
         assert {k: d for k in cases if (d := differs(alone.get(k, alone['deferred']), ranks[k]))>1e-9} == {}
+    shows('4 `deferred`: a model that is never whole, as built whole', W, 1e-9)
+    for o in ("`learn.save`'s",'`torch.save`','safetensors',"Hugging Face's index",'a file with one name of shared weights'):
+        shows(f'4 `weights=`: {o}', W, 1e-9)
 
 def learner(model, path='.'):
     torch.manual_seed(5+group_rank())
@@ -168,36 +174,79 @@ def learner(model, path='.'):
 class Mapped:
     "The bytes of a mapped file that are in memory, by the end of `load_model`"
     def __init__(self, f): self.f,self.kb = f,0
-    def __call__(self, model, file):
-        res = self.f(model, file)
+    def __call__(self, *args, **kw):
+        res = self.f(*args, **kw)
         with open('/proc/self/smaps') as f: text = f.read()
         self.kb = sum(map(int, re.findall(r'big\.pth\n(?:.*\n)??Size:.*\n(?:.*\n)*?Rss: +(\d+) kB', text)))
         return res
 
-def read_by_rank(file):
+class Summed:
+    "Bytes whose checksum this rank has computed; in place of the module zlib"
+    def __init__(self): self.n = 0
+    def crc32(self, data, *start):
+        self.n += len(data)
+        return zlib.crc32(data, *start)
+
+def read_by_rank(file, later):
+    "What a rank reads of a file by `weights=`, or in `learn.load`: KiB that it maps, KiB for the checksum"
     with process_group():
         learn = learner(lambda: deferred(big))
-        filling.load_model = spy = Mapped(filling.load_model)
-        try:
-            with learn.distrib_ctx(shard=dict(weights=file, keep_sharded=True)): pass
-        finally: filling.load_model = spy.f
-        return spy.kb
+        place = saving if later else filling
+        place.load_model,parted.zlib = spy,summed = Mapped(place.load_model),Summed()
+        with learn.distrib_ctx(shard=dict(keep_sharded=True, **({} if later else dict(weights=file)))):
+            if later: learn.load(str(file.with_suffix('')), with_opt=False)
+        return spy.kb,summed.n/1024
 
 def big(): return nn.Sequential(*[nn.Linear(1024, 4096) for _ in range(4)]) # the system maps up to 2 MiB around what is read
 
 @needs_fsdp2
-def test_a_rank_reads_its_rows_of_a_file(tmp_path):
-    "Rank 0 also reads it for the checksum, without keeping it"
+@pytest.mark.parametrize('later', [False, True])
+def test_a_rank_reads_its_rows_of_a_file(later, tmp_path):
+    "And another half of it for the checksum, without keeping it"
     save_sealed(big().state_dict(), tmp_path/'big.pth')
     size = (tmp_path/'big.pth').stat().st_size/1024
-    found = run_ranks(read_by_rank, 2, tmp_path/'big.pth')
-    assert all(.4*size<o<.8*size for o in found), (size,found)
+    found = run_ranks(read_by_rank, 2, tmp_path/'big.pth', later)
+    assert all(.4*size<o<.8*size and abs(n-size/2)<1 for o,n in found), (size,found)
+    shows(f"4 `{'learn.load' if later else 'weights='}`: of a file, a rank reads", 2, 'its rows, and one half for the checksum')
+
+def damaged(folder, names):
+    said = {}
+    for name in names:
+        for later in (False,True):
+            with process_group():
+                learn = learner(deferred_net, folder)
+                try:
+                    with learn.distrib_ctx(shard=dict(keep_sharded=True, **({} if later else dict(weights=folder/name)))):
+                        if later: learn.load(folder/name.removesuffix('.pth'))
+                except ValueError as e: said[name,later] = str(e)
+    return said
+
+@pytest.mark.slow
+@needs_fsdp2
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
+def test_damage_is_noticed_by_all_ranks(W, tmp_path):
+    "One bit, wherever it is: in the part of any rank"
+    torch.manual_seed(5)
+    state,names = whole_net().state_dict(),[]
+    for end,save in (('.pth',lambda p: save_sealed(state, p)), ('.safetensors',lambda p: save_tensors(state, p))):
+        save(tmp_path/f'good{end}')
+        good = bytearray((tmp_path/f'good{end}').read_bytes())
+        for at in (.4,.6,.9):
+            data = good[:]
+            data[int(at*len(data))] ^= 4
+            names.append(f'{at}{end}')
+            (tmp_path/names[-1]).write_bytes(data)
+    for said in run_ranks(damaged, W, tmp_path, names):
+        assert {(o,later) for o in names for later in (False,True) if 'its checksum differs' not in said[o,later]}==set()
+    shows('8 a damaged file, in `weights=` and `learn.load`', W, 'DamagedFile')
 
 # --- kept parts -------------------------------------------------------------------------------------------------------------
 
 refused = dict(fit=lambda o: o.fit(1), validate=lambda o: o.validate(), get_preds=lambda o: o.get_preds(), save=lambda o: o.save('x'),
                predict=lambda o: o.predict(torch.zeros(6, dtype=F64)), export=lambda o: o.export(), load=lambda o: o.load('a'),
                summary=lambda o: o.summary(), safetensors=lambda o: o.save('x.safetensors'))
+
+kept_lines = dict(safetensors='`save` as safetensors', ddp='a context with DDP', replicas='another number of replicas')
 
 def keep(path, W_of=None):
     "Two contexts that keep parts, and a third that gathers; what the calls in between say"
@@ -240,6 +289,8 @@ def test_contexts_that_keep_parts(tmp_path):
         assert {k for k,o in said.items() if 'which keep_sharded left where they were' not in o}=={'replicas'}
         assert said['replicas'].endswith('go on with as many ranks and replicas, or save and load')
         assert held<=.55*sum(p.numel() for p in res[0]) and differs(alone, res)<1e-9
+    shows('4 `keep_sharded=True`: two contexts, and a third that gathers', 2, 1e-9)
+    for o in (*refused,'ddp','replicas'): shows(f'8 {kept_lines.get(o, f"`{o}`")} on parts that `keep_sharded` left', 2, 'ValueError')
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------------
 
@@ -280,6 +331,9 @@ def refusals(folder):
 @needs_fsdp2
 def test_refused_with_a_remedy(tmp_path):
     "And the model can still be built as it could before"
+    lines = ['`weights=3`','no such file in `weights=`','a file without a bias','a file without a weight',
+             'a file with another shape','buffers on a bare meta device, which no file has','`keep_sharded=2`']
+    for o in lines: shows(f'8 {o}', 2, 'FileNotFoundError' if 'no such' in o else 'RuntimeError' if 'a file' in o else 'ValueError')
     for found in run_ranks(refusals, 2, tmp_path):
         for said,why in zip(found, ['inp.weight is on the meta device', 'weights=3: give the path', 'none.pth',
                                     'Missing key(s) in state_dict: "out.bias"',

@@ -1,20 +1,23 @@
 "`distrib_ctx(shard=…)` with fastai's Learner: the run of one process"
 import pytest, torch
 from torch import nn
+from torch.utils.data import TensorDataset
 pytest.importorskip('fastai')
 from fastai.basics import Learner
-from fastai.callback.all import GradientClip, GradientAccumulation, SaveModelCallback
+from fastai.callback.all import EarlyStoppingCallback, GradientAccumulation, GradientClip, ModelResetter, SaveModelCallback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.optimizer import Adam, OptimWrapper, SGD, ranger
 from functools import partial
 from learnerdist.all import deferred, group_rank, group_size, process_group
 from learnerdist.core.shards import is_part
-import learnerdist.fastai # noqa: F401
+from learnerdist.fastai import learner
 from learnerdist.testing import run_ranks
+from sharded_lines import shows
 from test_sharded import acc64, data, differs, needs_fsdp2, net, two_groups
+from test_sharded_building import Mapped
 
-base = dict(model=lambda: net().double(), opt=Adam, cbs=(), splitter=None, do='fit', n=24, n_valid=11)
+base = dict(model=lambda: net().double(), opt=Adam, cbs=(), splitter=None, do='fit', n=24, n_valid=11, shard=True)
 def case(**kw): return {**base, **kw}
 
 class CrossEntropy(nn.CrossEntropyLoss):
@@ -28,9 +31,10 @@ def make(c, W, path):
                    **({'splitter': c['splitter']} if c['splitter'] else {}))
 
 def run(c, path, W=1):
+    "The numbers of a learner's calls, in a context that is sharded on several ranks"
     learn = make(c, W, path)
     params,before = dict(learn.model.named_parameters()),[(type(m),{*vars(m)}) for m in learn.model.modules()]
-    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': True} if W>1 else {})):
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': c['shard']} if W>1 else {})):
         res = dict(start=list(learn.validate()))
         if c['do']=='fit': learn.fit(2)
         elif c['do']=='one_cycle': learn.fit_one_cycle(2, slice(.01,.05))
@@ -43,6 +47,9 @@ def run(c, path, W=1):
             learn.fit(1)
             learn.unfreeze()
             learn.fit(1)
+        elif c['do']=='amp': learn.to_fp16().fit(1) # fastai's: on the CPU it makes predictions float32, and no more
+        elif c['do']=='fits':
+            for _ in range(3): learn.fit(1) # gradients of an incomplete group stay until the next one
         assert W==1 or all(is_part(p) for p in learn.model.parameters())
         res |= dict(values=[list(o) for o in learn.recorder.values], losses=list(learn.recorder.losses), preds=list(learn.get_preds()))
         learn.save('now')
@@ -58,11 +65,36 @@ def run(c, path, W=1):
     with learn.no_bar(), learn.no_logging(): learn.fit(1) # alone, with the state of the optimizer
     return res
 
+def acc(n): return lambda W: GradientAccumulation(n//W)
+def recurrent(): return Resets().double()
+
+class Resets(nn.Module):
+    "Keeps its hidden state, as a language model does, until it is reset"
+    def __init__(self):
+        super().__init__()
+        self.emb,self.rnn,self.head = nn.Linear(6, 5),nn.LSTM(5, 5, batch_first=True),nn.Linear(5, 6, bias=False)
+        self.h,self.n_resets = torch.zeros(1),0
+    def reset(self): self.h,self.n_resets = torch.zeros(1),self.n_resets+1
+    def forward(self, x):
+        out = self.rnn(self.emb(x)[:,None])[0][:,-1]
+        if self.training: self.h = self.h+1
+        return self.head(out)*(1+.1/self.h.to(out))
+
 same = dict(adam=case(), sgd=case(opt=partial(SGD, mom=.9)), ranger=case(opt=ranger), lr_find=case(do='lr_find'),
             torchs=case(opt=partial(OptimWrapper, opt=torch.optim.AdamW)), one_cycle=case(do='one_cycle', splitter=two_groups),
             fine_tune=case(do='fine_tune', splitter=two_groups), freeze=case(do='freeze', splitter=two_groups),
             clip=case(cbs=[lambda W: GradientClip(.5)]), save=case(cbs=[lambda W: SaveModelCallback()]),
-            accumulation=case(cbs=[lambda W: GradientAccumulation(12//W)]), deferred=case(model=lambda: deferred(lambda: net().double())))
+            accumulation=case(cbs=[acc(12)]), deferred=case(model=lambda: deferred(lambda: net().double())),
+            amp=case(do='amp'), once=case(cbs=[acc(18)], shard=dict(sync_once=True), do='fits'),
+            reset=case(model=recurrent, cbs=[lambda W: ModelResetter()]),
+            best=case(cbs=[lambda W: SaveModelCallback(),lambda W: EarlyStoppingCallback(min_delta=9.)]))
+
+lines = dict(adam='Adam', sgd='SGD with momentum', ranger='ranger: RAdam and Lookahead', lr_find='`lr_find`, and a fit after it',
+             torchs="torch's AdamW in `OptimWrapper`", one_cycle='`fit_one_cycle` with discriminative rates', fine_tune='`fine_tune`',
+             freeze='`freeze_to`, `unfreeze`', clip='`GradientClip`', save='`SaveModelCallback`', accumulation='`GradientAccumulation`',
+             deferred='a model of `deferred`', amp='`to_fp16`, which on the CPU computes the loss in float32',
+             best='`EarlyStoppingCallback`, and the best model',
+             once='`GradientAccumulation` over epochs and fits, `sync_once=True`', reset='an LSTM with `reset`, `ModelResetter`')
 
 tol = dict(start=1e-6, values=1e-6, losses=1e-6, preds=1e-9, params=1e-9) # fastai records float32
 
@@ -71,22 +103,65 @@ def rank_runs(path, names=None):
 
 @pytest.mark.slow
 @needs_fsdp2
-def test_same_run(tmp_path):
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
+def test_same_run(W, tmp_path):
     alone = {k: run(c, tmp_path/'alone') for k,c in same.items()}
-    for ranks in run_ranks(rank_runs, 2, tmp_path):
-        assert {(k,q): d for k in same for q in ranks[k] if (d := differs([alone[k][q]], [ranks[k][q]]))>tol[q]} == {}
+    for ranks in run_ranks(rank_runs, W, tmp_path, timeout_s=400):
+        far = lambda k, q: differs([alone[k][q]], [ranks[k][q]])>(1e-6 if k=='amp' else tol[q]) # noqa: B023
+        assert [(k, q) for k in same for q in ranks[k] if far(k, q)] == []
+    for k in same: shows(f'6 {lines[k]}', W, 1e-6 if k=='amp' else 1e-9)
+
+def half(path, shard, dtype):
+    "Weights after two fits in 16 bits"
+    with process_group():
+        learn = make(dict(base, model=lambda: net().float(), n_valid=6), group_size(), path)
+        ds = [TensorDataset(o.tensors[0].float(), o.tensors[1]) for o in (data(24),data(6, 2))]
+        learn.dls,learn.metrics = DataLoaders(*(DataLoader(o, bs=3) for o in ds)),[]
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': True} if shard else {})):
+            for _ in range(2): learn.fit(1, amp=dtype)
+        return [p.detach().double() for p in learn.model.parameters()]
+
+@pytest.mark.slow
+@needs_fsdp2
+@pytest.mark.parametrize('dtype', ['fp16','bf16'])
+def test_amp_as_with_ddp(dtype, tmp_path):
+    for a,b in zip(run_ranks(half, 2, tmp_path, False, dtype), run_ranks(half, 2, tmp_path, True, dtype)): assert differs(a, b)<1e-6
+    shows(f"6 `fit(amp='{dtype}')`, in float32, against DDP", 2, 1e-6)
+
+def loaded(path):
+    "KiB of a file of fastai's that are in memory when a rank loads it, its size, and whether the weights are those"
+    with process_group():
+        learn = make(dict(base, model=lambda: nn.Sequential(*[nn.Linear(1024, 4096) for _ in range(4)])), group_size(), path)
+        with learn.distrib_ctx(shard=True):
+            learn.create_opt()
+            file = learn.save('big')
+            before = [p.to_local().clone() for p in learn.model.parameters()]
+            for p in learn.model.parameters(): p.data.mul_(0)
+            learner.load_model = spy = Mapped(learner.load_model)
+            learn.load('big')
+            now = [p.to_local() for p in learn.model.parameters()]
+        return spy.kb,file.stat().st_size/1024,all(map(torch.equal, before, now))
+
+@needs_fsdp2
+def test_a_rank_reads_its_rows_of_fastais_file(tmp_path):
+    for kb,size,equal in run_ranks(loaded, 2, tmp_path): assert equal and .4*size<kb<.8*size
+    shows("6 `learn.load`: of fastai's file, a rank reads", 2, 'its rows')
 
 def refused(path):
     said = []
-    for f in (lambda o: o.export('x.pkl'), lambda o: o.save(open(path/'f', 'wb'))):
+    calls = lambda o: o.export('x.pkl'), lambda o: o.save(open(path/'f', 'wb')), lambda o: o.save_encoder('x')
+    for f in (*calls, lambda o: o.to_fp16().fit(1)):
         with process_group():
             learn = make(base, group_size(), path)
             try:
-                with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(shard=True): f(learn)
+                with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(shard=True if f in calls else dict(mp='bf16')): f(learn)
             except Exception as e: said.append(str(e))
     return said
 
 @needs_fsdp2
 def test_refused_within_the_context(tmp_path):
     for said in run_ranks(refused, 2, tmp_path):
-        assert [o.partition(':')[0] for o in said]==['export','save to an open file'] and all('Do it after the context' in o for o in said)
+        assert [o.partition(':')[0] for o in said[:3]]==['export','save to an open file','save_encoder']
+        assert all('Do it after the context' in o for o in said[:3]) and 'leave out one of the two' in said[3]
+    for o in ('export','save to an open file','save_encoder'): shows(f"8 fastai's `{o}` within the context", 2, 'ValueError')
+    shows("8 fastai's `to_fp16` and `mp=`", 2, 'ValueError')

@@ -1,11 +1,13 @@
 "A model that fails under a memory limit with DDP, and trains sharded"
-import ctypes, resource
+import ctypes, gc, resource, threading
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from learnerdist.all import DataLoaders, Learner, deferred, process_group
+from learnerdist.all import Callback, DataLoaders, Learner, deferred, process_group
 from learnerdist.testing import RanksError, run_ranks
+from learnerdist.core.shards import is_part
+from sharded_lines import shows
 from test_sharded import needs_fsdp2
 
 class Layer(nn.Module):
@@ -38,6 +40,62 @@ def limited(how, mib, path):
                 learn.save('big')
                 return learn.recorder.losses[0]
         finally: resource.setrlimit(resource.RLIMIT_DATA, old)
+
+# --- what a rank holds ------------------------------------------------------------------------------------------------------
+
+def live_bytes(learn):
+    "Bytes of weights, gradients and optimizer state on this rank; tensors that share memory count once"
+    state = [v for s in learn.opt.state.values() for v in s.values() if torch.is_tensor(v)]
+    found = [t for p in learn.model.parameters() for t in (p,p.grad) if t is not None]+state
+    stored = [(t.to_local() if is_part(t) else t).untyped_storage() for t in found]
+    return {o.data_ptr(): o.nbytes() for o in stored}
+
+def rss(): # bytes of this process that are in memory
+    with open('/proc/self/statm') as f: return int(f.read().split()[1])*resource.getpagesize()
+
+class Held(Callback):
+    "After the second step: bytes by kind; the largest resident size that a thread saw since the fit began"
+    order = 50
+    def before_fit(self):
+        self.top,self.on = 0,True
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+    def watch(self):
+        while self.on: self.top = max(self.top, rss())
+    def before_step(self):
+        if self.training and self.iter==1: self.bytes = sum(live_bytes(self.learn).values())
+    def after_fit(self):
+        self.on = False
+        self.thread.join()
+
+def held(how, n, layers, path):
+    "Live bytes of a rank in a step, and its peak over what the process had before the model was made"
+    torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(-3, 2**16) # M_MMAP_THRESHOLD
+    with process_group():
+        with learner(40, 2, path).no_logging() as small, small.distrib_ctx(shard=how): small.fit(1) # threads, modules
+        gc.collect()
+        before = rss()
+        with learner(n, layers, path).no_logging() as learn, learn.distrib_ctx(shard=how and dict(keep_sharded=True)):
+            learn.fit(1, cbs=(cb := Held()))
+            return cb.bytes,cb.top-before
+
+@pytest.mark.slow
+@needs_fsdp2
+@pytest.mark.parametrize('W', [2, *(pytest.param(o, marks=pytest.mark.long) for o in (3,4))])
+def test_a_rank_holds_its_part(W, tmp_path):
+    "At most 1.15/W of a replica's bytes and one block: tensors of weights, gradients and AdamW; and the resident size, DDP's beside it"
+    n,layers = 1024,12
+    block,whole = n*n*4,sum(p.numel() for p in net(n, layers).parameters())*16 # weights, gradients, two moments
+    limit = 1.15*whole/W+block
+    live,peak = zip(*run_ranks(held, W, True, n, layers, tmp_path))
+    assert max(live)<=limit and sum(live)>=.99*whole
+    assert max(peak)<=limit+4*block, (peak,limit) # while it computes: the gathered block before it, gradients on their way, activations
+    if W==2:
+        ddp,ddp_peak = zip(*run_ranks(held, W, False, n, layers, tmp_path))
+        assert min(ddp)>=.99*whole and min(ddp_peak)>=.99*whole
+    shows('3 live bytes of weights, gradients and AdamW on a rank, of 1 replica', W, f'at most 1.15/{W} and a block')
+    shows('3 peak resident size beyond that before the model was made', W, f'at most 1.15/{W} and 5 blocks')
 
 @pytest.mark.slow
 @needs_fsdp2

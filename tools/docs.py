@@ -14,8 +14,8 @@ root = Path(__file__).parent.parent
 sys.path.insert(0, str(root))
 defs = ast.FunctionDef,ast.AsyncFunctionDef,ast.ClassDef
 guides = 'what_holds launching checkpoints features fastai'.split()
-tutorials = '''gallery is_it_the_same launching training_tricks failures from_fastai_distributed fastai_table catalyst_ddp ddp_from_scratch
-versions'''.split()
+tutorials = '''gallery is_it_the_same launching training_tricks failures from_fastai_distributed fastai_table sharded_lora sharded_table
+catalyst_ddp ddp_from_scratch versions'''.split()
 folders = 'core data learner distributed checkpoint launch fastai'.split()
 
 # Which file becomes which page

@@ -5,6 +5,7 @@ between their numbers is equal, the numbers are close, and both have a picture o
 at cells that hold an output, except those marked `#| varies`, which show rounding errors or what depends on the processor."""
 import argparse,io,json,math,re,shutil,subprocess,sys,tempfile
 from base64 import b64decode,b64encode
+from importlib.util import find_spec
 from pathlib import Path
 
 root = Path(__file__).parent.parent
@@ -44,13 +45,19 @@ def same(old, new)->bool:
     a,b = (re.findall(number, o) for o in (a,b))
     return len(a)==len(b) and all(map(is_close, a, b))
 
+def flags()->list:
+    "Options of `nbdev-test` for the cells marked `#| hf`, which need the extra hf. Without it they are not run, and keep their outputs"
+    missing = [o for o in ('transformers','peft') if find_spec(o) is None]
+    if missing: print(f"cells marked hf are not run: {', '.join(missing)} not installed (pip install 'learnerdist[hf]')", flush=True)
+    return [] if missing else ['--flags','hf']
+
 def run(paths)->Path:
     "A folder with this tree, in which the notebooks of `paths` have run"
     at = Path(tempfile.mkdtemp())/'tree'
     shutil.copytree(root, at, ignore=skipped)
     for o in paths: # tutorials by themselves: a module's notebook defines methods anew for the notebooks that follow in its process
         apart = [[f'{o}/tutorials'], [o, '--skip-folder-re', '^[_.]|^tutorials$']] if (root/o/'tutorials').is_dir() else [[o]]
-        for args in apart: subprocess.run(['nbdev-test', '--save', '--n-workers', '2', *args], cwd=at, check=True)
+        for args in apart: subprocess.run(['nbdev-test', '--save', '--n-workers', '2', *flags(), *args], cwd=at, check=True)
     return at
 
 def varies(cell): return cell['source'][:1]==['#| varies\n']

@@ -2,18 +2,19 @@
 
     python tools/soak.py --minutes 10 [--nproc 2] [--workers 0] [--background] [--seed 0]
     python tools/soak.py --minutes 10 --nproc 1,2,3      # another number of processes at each restart
+    python tools/soak.py --minutes 10 --shard            # a model spread over the ranks, each of which writes its rows
 
 A round is a run of 5 epochs with checkpoints every 5 steps. In each attempt a rank drawn at random kills itself (SIGKILL) after a step
-drawn at random, or while rank 0 writes a checkpoint, and the launcher starts all ranks again; or it asks to end by SIGTERM, the launcher
-ends with status 75, and is started again. Weights, optimizer
-state, recorded numbers and the CSV file at the end are compared bit for bit. Nothing but whole checkpoints may be left in the folder.
+drawn at random, or while it writes a checkpoint (rank 0, or any rank of a sharded model), and the launcher starts all ranks again; or it
+asks to end by SIGTERM, the launcher ends with status 75, and is started again. Weights, optimizer state, recorded numbers and the CSV file
+at the end are compared bit for bit. Nothing but whole checkpoints may be left in the folder.
 
 With several numbers of processes the global batch size stays (`split_batches`), and nothing draws at random but the order of the samples,
 in float64: then weights and recorded numbers are equal to 1e-9."""
 import argparse,json,os,random,re,signal,subprocess,sys,tempfile,time
 from pathlib import Path
 
-def train(path, workers, background, varying, plans):
+def train(path, workers, background, varying, shard, plans):
     "On each rank: attempt k dies as `plans[k]` says"
     import torch
     if varying: torch.set_default_dtype(torch.float64)
@@ -31,7 +32,8 @@ def train(path, workers, background, varying, plans):
         order = 950
         def after_batch(self):
             if not self.training or self.train_iter!=step or rank_distrib()!=rank: return
-            if how=='write': snapshot._sync = lambda o: os.kill(os.getpid(), signal.SIGKILL)
+            if how=='write' and shard: snapshot.save_sealed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            elif how=='write': snapshot._sync = lambda o: os.kill(os.getpid(), signal.SIGKILL)
             else: os.kill(os.getpid(), getattr(signal, how))
 
     torch.manual_seed(3)
@@ -44,7 +46,8 @@ def train(path, workers, background, varying, plans):
     layers = [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(drop), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)]
     learn = Learner(dls, nn.Sequential(*layers), nn.CrossEntropyLoss(), opt, lr=.003, metrics=accuracy, path=path)
     learn.logger,cbs = lambda line: None,[Checkpoint('ckpt', 5, background=background), CSVLogger(), Die()]
-    with learn.distrib_ctx(bucket_cap_mb=.01, split_batches=varying, seed=3): learn.fit_one_cycle(5, cbs=cbs, resume=True)
+    kw = dict(shard=True) if shard else dict(bucket_cap_mb=.01)
+    with learn.distrib_ctx(**kw, split_batches=varying, seed=3): learn.fit_one_cycle(5, cbs=cbs, resume=True)
     rec,weights = learn.recorder,learn.model.state_dict()
     states = [[o.tolist() for o in weights.values()]] if varying else [digest(weights),digest(learn.opt.state_dict())]
     res = [*states,rec.values,rec.losses,rec.lrs,(Path(path)/'history.csv').read_text()]
@@ -53,7 +56,7 @@ def train(path, workers, background, varying, plans):
 def launch(args, path, plans, nprocs):
     "What came of a run whose attempts have these numbers of processes; only one number: the launcher itself starts them again"
     one = len({*nprocs})==1
-    args_of_train = ['--train', json.dumps([path,args.workers,args.background,len(args.nproc)>1,plans])]
+    args_of_train = ['--train', json.dumps([path,args.workers,args.background,len(args.nproc)>1,args.shard,plans])]
     ends = [k+1 for k,(how,*_) in enumerate(plans) if how=='SIGTERM' or not one] # after which the launcher is started again
     with open(f'{path}.log', 'w') as log:
         for k in [0, *ends]:
@@ -75,11 +78,11 @@ def same(a, b, exact):
     a,b = numbers(a),numbers(b)
     return len(a)==len(b) and all(abs(x-y)<=1e-9*max(1, abs(x)) for x,y in zip(a, b))
 
-def draw(rng, nprocs):
+def draw(rng, nprocs, shard):
     "Three interruptions, the later ones at later steps; the numbers of processes before and after them"
     steps,ns = sorted(rng.sample(range(6, 60), 3)),rng.choices(nprocs, k=4)
     hows = rng.choices(['SIGKILL','write','SIGTERM'], [2,1,1], k=3)
-    return [(how, 0 if how=='write' else rng.randrange(n), step) for how,step,n in zip(hows, steps, ns)],ns
+    return [(how, 0 if how=='write' and not shard else rng.randrange(n), step) for how,step,n in zip(hows, steps, ns)],ns
 
 def soak(args):
     "Rounds until the time is up; exit status 1 at the first that differs"
@@ -88,7 +91,7 @@ def soak(args):
         code,whole,_ = launch(args, f'{d}/whole', [], args.nproc[:1])
         if code: sys.exit(Path(f'{d}/whole.log').read_text())
         while time.monotonic()<end:
-            n,(plans,ns),start = n+1,draw(rng, args.nproc),time.monotonic()
+            n,(plans,ns),start = n+1,draw(rng, args.nproc, args.shard),time.monotonic()
             code,res,left = launch(args, f'{d}/{n}', plans, ns)
             good = code==0 and same(whole, res, exact) and not left
             print(f'round {n}, processes {ns}: {plans}: {"equal" if good else f"DIFFERENT (status {code}, left {left})"}, '
@@ -101,6 +104,7 @@ def main():
     for k,v in dict(minutes=10., workers=0, seed=0).items(): p.add_argument(f'--{k}', type=type(v), default=v)
     p.add_argument('--nproc', type=lambda s: [*map(int, s.split(','))], default=[2], help='number of processes, or several: 1,2,3')
     p.add_argument('--background', action='store_true', help='write checkpoints while training goes on')
+    p.add_argument('--shard', action='store_true', help='spread the model: each rank writes its rows')
     p.add_argument('--train', help=argparse.SUPPRESS)
     args = p.parse_args()
     return train(*json.loads(args.train)) if args.train else soak(args)

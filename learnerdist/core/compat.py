@@ -192,6 +192,20 @@ def forget_fsdp(
     for k in [k for k in vars(m) if k not in names and (k.startswith('__composable_api') or 'fsdp' in k)]: del vars(m)[k]
     find('module_states', {}).pop(m, None)
 
+def held_grads(
+    model, # That `fully_shard` was applied to
+    drop=False # Whether FSDP2 is to forget them
+)->list:   # Tensors of whole shape
+    "The gradients of micro-batches that were not exchanged, as FSDP2 keeps them on this rank"
+    states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, '_get_fsdp_state')]
+    groups = [g for s in states for g in getattr(s, '_fsdp_param_groups', None) or [s._fsdp_param_group] if g is not None]
+    params = [p for g in groups for p in g.fsdp_params]
+    owners = [o for p in params for o in ((p,'unsharded_accumulated_grad'),(getattr(p, '_unsharded_param', None),'grad'))]
+    res = [t for o,k in owners if (t := getattr(o, k, None)) is not None]
+    for o,k in owners:
+        if drop and o is not None: setattr(o, k, None)
+    return res
+
 # %% ../../nbs/core/00_compat.ipynb #dfrcmp1
 TorchDispatchMode = find('dispatch_mode')
 

@@ -13,10 +13,11 @@ from itertools import accumulate
 import torch
 
 from .compat import find,storage_id
-from .env import is_rank0
+from .collectives import gather_objects
+from .env import group_rank,group_size,is_rank0
 from .saves import save_once
-from .shards import come_together,containers,is_part,map_tensors,part_from,whole
-from .weights import is_safetensors,seal,seal_tensors
+from .shards import come_together,containers,device_of,is_part,map_tensors,part_from,whole
+from .weights import crc_of_both,is_safetensors,seal,seal_tensors
 
 # %% ../../nbs/core/06_parted.ipynb #prt05
 _mark = '__rows__' # In place of a part: its number among the rows, and the whole's shape
@@ -55,13 +56,23 @@ def put_together(
     if like is None: return torch.cat(pieces)
     a,b = _rows_of(shape[0], like)
     own = torch.cat([o[max(a-start, 0):max(b-start, 0)] for o,start in zip(pieces, _starts(pieces))]) # a copy
-    return part_from(own.to(like.device_mesh.device_type), like, torch.empty(shape, device='meta'))
+    return part_from(own.to(device_of(like)), like, torch.empty(shape, device='meta'))
 
 def shard_place(like)->tuple:
     "(this rank's number, the number) of ranks among which tensors are cut as `like`, and whether another rank has the same part"
     mesh,i = like.device_mesh,next(i for i,o in enumerate(like.placements) if o.is_shard())
     at = mesh.get_coordinate()
     return at[i],mesh.size(i),any(at[:i]+at[i+1:])
+
+def shared_crc(
+    data # The same bytes on every rank, such as those of a mapped file
+)->int:
+    "Their CRC-32. Each rank reads a part of them. Sync point"
+    cuts = [len(data)*i//group_size() for i in range(group_size()+1)]
+    res,r = 0,group_rank()
+    with memoryview(data)[cuts[r]:cuts[r+1]] as own: crcs = gather_objects(zlib.crc32(own))
+    for crc,a,b in zip(crcs, cuts, cuts[1:]): res = crc_of_both(res, crc, b-a)
+    return res
 
 def _rows_of(n, like):
     "The first row of this rank, and the end, of `n` rows that FSDP2 cuts"

@@ -50,7 +50,8 @@ def whole(
 
 def part_of(
     full:Tensor, # On every rank
-    like         # A part: that of `full` is cut as this one
+    like,        # A part: that of `full` is cut as this one
+    device=None  # Where it goes; None: where `like` is
 ):
     "This rank's part of a tensor; ValueError if the shapes differ"
     if full.shape!=like.shape: raise ValueError(f'a tensor of shape {tuple(full.shape)} has no parts like those of {tuple(like.shape)}')
@@ -59,8 +60,14 @@ def part_of(
         if not o.is_shard(): continue
         parts,k = own.chunk(mesh.size(i), o.dim),mesh.get_local_rank(i)
         own = parts[k] if k<len(parts) else own.narrow(o.dim, 0, 0)
-    own = own.detach().to(mesh.device_type, copy=True) # not a view, which would keep `full` in memory
+    own = own.detach().to(device or device_of(like), copy=True) # not a view, which would keep `full` in memory
     return part_from(own, like)
+
+def device_of(
+    part # DTensor
+)->torch.device:
+    "Where a part is, which is the CPU if it is offloaded; of one on the meta device, the device that ranks compute on"
+    return torch.device(part.device_mesh.device_type) if part.is_meta else part.detach().to_local().device
 
 def part_from(
     own:Tensor, # This rank's rows
@@ -84,13 +91,14 @@ class Kept(NamedTuple):
                          'distrib_ctx(shard=…) of as many ranks, or load a file of learn.save into a new one')
 
     def part(self,
-        like # A part of the same shape
+        like, # A part of the same shape
+        device=None # As in `part_of`
     ):
         "The tensor as a part of a new group. ValueError if the group has another shape"
         (shape,at),new = self.at,_place(like)
         if self.at!=new: raise ValueError(f'kept parts of a mesh of {shape} ranks, at {at}, do not fit one of {new[0]}, at {new[1]}: go on '
                                           'with as many ranks and replicas, or save and load')
-        return part_from(self.own, like)
+        return part_from(self.own.to(device or device_of(like)), like)
 
 def _place(t): return tuple(t.device_mesh.shape),tuple(t.device_mesh.get_coordinate())
 

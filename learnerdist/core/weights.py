@@ -39,9 +39,24 @@ def save_sealed(
     with open(path, 'wb') as f: torch.save(data, f) # given a path, torch raises a RuntimeError then
     return seal(path)
 
-def _has_bad_seal(data):
+def crc_of_both(
+    a:int, b:int, # CRC-32 of two pieces of bytes
+    n:int         # Bytes in the second one
+)->int:
+    "The CRC-32 of one piece followed by the other: zlib's `crc32_combine`, which Python does not have"
+    def times(op, crc): # matrices over one bit, as lists of columns
+        res = 0
+        for i,col in enumerate(op): res ^= col*(crc>>i & 1)
+        return res
+    op = [0xedb88320]+[1<<i for i in range(31)] # what one more bit of zero does
+    for i in range(n.bit_length()+3):
+        if i>2 and n>>i-3 & 1: a = times(op, a)
+        op = [times(op, col) for col in op] # twice as many bits
+    return a^b
+
+def _has_bad_seal(data, crc):
     end = data.rfind(b'PK\5\6')+22 # of an archive without its comment
-    return data[:2]==b'PK' and data[end:]!=b'' and data[end:]!=_seal+b'%08x' % zlib.crc32(memoryview(data)[:end])
+    return data[:2]==b'PK' and data[end:]!=b'' and data[end:]!=_seal+b'%08x' % crc(memoryview(data)[:end])
 
 # %% ../../nbs/core/00_weights.ipynb #ckf03
 def read_bytes(path)->bytes:
@@ -62,10 +77,11 @@ def load_plain(
     data:bytes,   # Content of a file of `torch.save`, with or without a seal; None: not checked
     path,         # Its path, for error messages
     device='cpu', # Where its tensors go
-    mapped=False  # Whether tensors stay in the file until they are read
+    mapped=False, # Whether tensors stay in the file until they are read
+    crc=zlib.crc32 # Of bytes
 ):
     "The tensors and plain data in a file. ValueError if it holds other objects, which could run code; DamagedFile if it is damaged"
-    if data is not None and _has_bad_seal(data): raise DamagedFile(f'{path} is not what was written: its checksum differs')
+    if data is not None and _has_bad_seal(data, crc): raise DamagedFile(f'{path} is not what was written: its checksum differs')
     source,kw = (path,dict(mmap=True)) if mapped else (BytesIO(data),{})
     try: return torch.load(source, map_location=device, weights_only=True, **kw)
     except Exception as e:
@@ -92,7 +108,9 @@ def _header(f)->bytes:
     size, = struct.unpack('<Q', (f.read(8)+bytes(8))[:8])
     return f.read(min(size, 100_000_000)) # the format's own limit
 
-def _crc_without(data, at): return zlib.crc32(data[at+8:], zlib.crc32(_no_crc, zlib.crc32(data[:at])))
+def _crc_without(data, at, crc):
+    "The checksum of a file, in which its own place counts as zeros"
+    return crc_of_both(zlib.crc32(_no_crc, zlib.crc32(data[:at])), crc(data[at+8:]), len(data)-at-8)
 
 # %% ../../nbs/core/00_weights.ipynb #ckw12
 def save_tensors(
@@ -121,11 +139,12 @@ def seal_tensors(
 def load_tensors(
     data:bytes,  # Content of a file of safetensors, with or without a checksum; None: not checked
     path,        # Its path, for error messages
-    mapped=False # As in `load_plain`
+    mapped=False, # As in `load_plain`
+    crc=zlib.crc32 # Of bytes
 )->dict:         # Tensors by name, on the CPU
     "The tensors in a file of safetensors; DamagedFile if it is damaged. Needs the package safetensors"
     mark,lib = data is not None and _mark.search(_header(data if mapped else BytesIO(data))),_safetensors()
-    if mark and int(mark[1], 16)!=_crc_without(memoryview(data), mark.start(1)+8):
+    if mark and int(mark[1], 16)!=_crc_without(memoryview(data), mark.start(1)+8, crc):
         raise DamagedFile(f'{path} is not what was written: its checksum differs')
     try: return lib.load_file(path) if mapped else lib.load(data)
     except Exception as e: raise DamagedFile(f'{path} is no file of safetensors, or is damaged ({type(e).__name__}: {e})') from e
@@ -135,13 +154,13 @@ def load_weights(
     path, # A file of `Learner.save`, `torch.save` or safetensors, or the index of several (`….safetensors.index.json`)
     device='cpu', # Where its tensors go
     mapped=False, # Whether tensors stay in the file until they are read
-    check=True    # Whether to look at the checksum, for which all of the file is read
+    crc=zlib.crc32 # A function of the bytes to check, see `shared_crc`
 )->tuple: # (state dict of a model, state dict of an optimizer or None)
     "What `Learner.save` wrote. ValueError for any other file, DamagedFile for a damaged one"
     path = Path(path)
-    if path.name.endswith('.index.json'): return _several(path, device, mapped, check),None
-    data = None if mapped and not check else map_bytes(path) if mapped else read_bytes(path)
-    res = load_tensors(data, path, mapped) if is_safetensors(path) else load_plain(data, path, device, mapped)
+    if path.name.endswith('.index.json'): return _several(path, device, mapped, crc),None
+    data = map_bytes(path) if mapped else read_bytes(path)
+    res = load_tensors(data, path, mapped, crc) if is_safetensors(path) else load_plain(data, path, device, mapped, crc)
     model,opt = (res['model'],res['opt']) if isinstance(res, dict) and set(res)=={'model','opt'} else (res,None)
     if not isinstance(model, dict) or not all(isinstance(k, str) for k in model) or opt is not None and not _is_opt(opt):
         raise ValueError(f'{path} holds no weights of a model: give a file that `save` wrote')

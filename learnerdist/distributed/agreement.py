@@ -51,9 +51,10 @@ class Agreement(Callback):
         if shards is not None and not training: shards.begin_batch()
     def after_pred(self): self.progress = Progress.predicted
     def after_cancel_backward(self):
-        idle = [p for p in self.model.parameters() if p.grad is None and not is_part(p)]
+        parts = [p for _,p in self.trainer.shards.pairs] if self.trainer.shards else [] # between the passes the model has others
+        idle = [p for p in [*self.model.parameters(),*parts] if p.grad is None]
         self.shadow()
-        if idle and not any(p.grad is not None and p.grad.any() for p in idle) and self.all_cancelled():
+        if idle and not any(_has_values(p.grad) for p in idle) and self.all_cancelled():
             for p in idle: p.grad = None # the optimizer leaves these alone, as in one process
     def all_cancelled(self)->bool:
         "Whether each rank has cancelled this backward pass. A rank that has not answers at the end of its batch"
@@ -64,6 +65,9 @@ class Agreement(Callback):
     def after_cancel_step(self): self.catch_up() # before the gradients are set to zero
     def after_step(self):
         if self.progress not in (Progress.caught_up,Progress.ended): self.progress = Progress.stepped
+    def after_cancel_batch(self):
+        if not self.training or self.progress!=Progress.stepped or self.all_cancelled(): return
+        self.opt.zero_grad() # as other ranks, which have gone on after the step; in one process these gradients count in the next one, too
     def after_batch(self):
         if self.progress!=Progress.ended: self.catch_up()
     def after_train(self): self.place = 5
@@ -93,6 +97,10 @@ class Agreement(Callback):
         "Leave the loop if the vote says so; else tell the watcher the requests to save and stop"
         self.leave(res.verdict)
         if self.watcher: self.watcher.hear(res.save>0, res.stop>0)
+
+def _has_values(grad):
+    "Whether a gradient, or this rank's part of it, is there and not zero"
+    return grad is not None and bool((grad.to_local() if is_part(grad) else grad).any())
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c013
 @patch

@@ -25,6 +25,8 @@ class ShardOptions(NamedTuple):
     weights:Any=None   # A file of `save`, torch or safetensors, or the index of several: the weights of a model on the meta device
     keep_sharded:bool=False # End the context without gathering: each rank keeps its parts for the next context
     replicas:Any=1     # Spread the model over W/replicas ranks, and replicate it so many times (HSDP). 'node': a replica on each machine
+    sync_once:bool=False # Exchange gradients once for a step of an accumulation, not in each micro-batch: a rank has whole ones until then
+    offload:bool=False # Keep each rank's parts, their gradients and the optimizer's state in the CPU's memory; for GPUs
     mp:Any=None        # Compute in 'bf16' (weights, gradients and optimizer stay as they are), or FSDP2's `MixedPrecisionPolicy`
 
 def shard_options(
@@ -53,6 +55,7 @@ def shard_options(
 
 # %% ../../nbs/distributed/09_blocks.ipynb #h16b01
 _kinds = dict(reshard=((bool,type(None)), 'True, False, or None'), keep_sharded=(bool, 'True or False'),
+              sync_once=(bool, 'True or False'), offload=(bool, 'True or False'),
               weights=((str,Path,type(None)), 'the path of a file'))
 
 def _check_kinds(opts):
@@ -72,6 +75,14 @@ def policy_of(
     if isinstance(mp, MixedPrecisionPolicy): return mp
     return MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32 if outermost else None)
 
+def offload_of(
+    device:torch.device # Of the learner
+):
+    "FSDP2's policy of offloading. ValueError on the CPU, where it would do nothing"
+    if device.type=='cpu': raise ValueError('offload=True: this learner trains on the CPU, in whose memory the weights are: leave it out')
+    from torch.distributed.fsdp import CPUOffloadPolicy
+    return CPUOffloadPolicy(pin_memory=device.type=='cuda')
+
 def replicas_of(
     n, # Of `ShardOptions`
     places:list # Of each rank in order: (rank on its machine, ranks of this machine)
@@ -84,7 +95,7 @@ def replicas_of(
             said = ', '.join(f'{i} of {k}' for i,k in places)
             raise ValueError(f"'node' needs as many ranks on each machine, numbered machine by machine; these are {said}. Give replicas=2")
         return W//L
-    if W%n: raise ValueError(f'replicas={n} does not divide {W} ranks')
+    if W%n: raise ValueError(f'replicas={n} does not divide {W} ranks: give a divisor of {W}')
     return n
 
 # %% ../../nbs/distributed/09_blocks.ipynb #h3d8d362
@@ -114,7 +125,8 @@ def find_blocks(model,
     wanted = blocks if not isinstance(blocks, tuple) else lambda m: isinstance(m, blocks)
     named = {k: m for k,m in model.named_modules() if m is not model and wanted(m) and _owns(m)}
     if isinstance(blocks, tuple) and not named:
-        raise ValueError(f"shard={[o.__name__ for o in blocks]}: the model has no such module with weights")
+        own = ', '.join(sorted({type(m).__name__ for m in model.children() if _owns(m)}))
+        raise ValueError(f'shard={[o.__name__ for o in blocks]}: the model has no such module with weights. Give classes of its own: {own}')
     for k,m in named.items():
         if not _runs(m): raise ValueError(f'shard=: {k} is a {type(m).__name__}, which has no forward pass: give the modules in it')
         if shared := _outside(m, model):

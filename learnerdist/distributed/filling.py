@@ -24,22 +24,23 @@ def with_shared(model, file)->dict:
 
 def fill_parts(model,
     pairs:list, # (parameter before, its part) of each weight
-    file:dict   # The weights in a file, by name, which are read where they are looked at; empty: no file
+    file:dict,  # The weights in a file, by name, which are read where they are looked at; empty: no file
+    home        # The device of parts; buffers go where ranks compute
 ):
     "Give values to the tensors of a sharded model that are on the meta device. Sync point"
     device,names = torch.device(pairs[0][1].device_mesh.device_type),{id(p): k for k,p in model.named_parameters()}
     for old,p in pairs:
         if not p.is_meta: continue
-        own = torch.empty_like(p.to_local(), device=device)
-        set_value(p, part_from(own, p) if names[id(p)] in file else _part(names[id(p)], old, p, device))
+        own = torch.empty_like(p.to_local(), device=home)
+        set_value(p, part_from(own, p) if names[id(p)] in file else _part(names[id(p)], old, p, device, home))
         vars(old).pop('source', None) # what it held is here
     for k,b in model.named_buffers():
         if b.is_meta: set_value(b, torch.empty_like(b, device=device) if k in file else _from_rank0(k, b, device))
     if file: load_model(model, file)
 
-def _part(k, old, p, device):
+def _part(k, old, p, device, home):
     source = source_of(k, old)
-    return source.part(p) if isinstance(source, Kept) else part_of(_from_rank0(k, old, device), p)
+    return source.part(p, home) if isinstance(source, Kept) else part_of(_from_rank0(k, old, device), p, home)
 
 def _from_rank0(k, t, device):
     "The whole tensor, computed on rank 0"

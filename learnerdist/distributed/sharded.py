@@ -15,14 +15,15 @@ import torch.distributed as dist
 from fastcore.basics import patch
 
 from ..core.collectives import gather_objects
-from ..core.compat import forget_fsdp,fsdp_on_cpu,fsdp_ready
+from ..core.compat import forget_fsdp,fsdp_on_cpu,fsdp_ready,held_grads
 from ..core.deferred import set_value
-from ..core.env import (_noting_loops,count,current_group,group_rank,group_size,group_timeout,local_rank,local_size,
+from ..core.env import (_noting_loops,count,current_group,group_size,group_timeout,local_rank,local_size,
                                   num_distrib,process_group,rank_distrib,shared_store,wait_key,wait_keys)
+from ..core.parted import shared_crc
 from ..core.shards import exchange_params,groups_of,is_part,keep_part,part_of,state_part,whole
 from ..core.weights import load_weights
 from .batchnorm import sync_batchnorm
-from .blocks import check_model,check_opt,find_blocks,policy_of,replicas_of
+from .blocks import check_model,check_opt,find_blocks,offload_of,policy_of,replicas_of
 from .filling import fill_parts,with_shared
 from .replica import average_grads,broadcast_tensors,without_gradient
 from ..learner.learner import get_model
@@ -40,15 +41,26 @@ class Sharded:
             raise ValueError(f'shard=: FSDP2 of torch {torch.__version__} does not run on the CPU: get a newer torch (seen with 2.15)')
         places = gather_objects((local_rank(),local_size()))
         self.opts = opts = opts._replace(replicas=replicas_of(opts.replicas, places))
-        self.file = with_shared(self.model, load_weights(opts.weights, mapped=True, check=group_rank()==0)[0]) if opts.weights else {}
+        self.offload = offload_of(self.learn.device) if opts.offload else None
+        self.file = with_shared(self.model, load_weights(opts.weights, mapped=True, crc=shared_crc)[0]) if opts.weights else {}
         check_model(self.model, self.file)
         check_opt(self.learn.opt)
         self.blocks = [*find_blocks(self.model, opts.blocks),self.model]
         self.key,self.order,self.log,self.rounds = f'sharded/{count("sharded")}',None,None,0
-        self.handles,self.pairs,self.checked = [],[],False
+        self.handles,self.pairs,self.checked,self._sync = [],[],False,True
         trainer.shards = self
 
-    sync = property(lambda self: True, lambda self, on: None, doc="Each backward pass exchanges gradients")
+    def _sync_next(self, on):
+        if not self.opts.sync_once or on==self._sync: return
+        self._sync = on
+        self.model.set_requires_gradient_sync(on)
+    sync = property(lambda self: self._sync, _sync_next, doc="Whether the next backward pass exchanges gradients")
+
+    def held(self,
+        drop=False # Whether to forget them
+    )->list:       # Tensors of whole shape; this rank's
+        "Gradients of backward passes that did not exchange them"
+        return held_grads(self.model, drop)
 
     def begin(self, sync_bn):
         "At the start of a fit"
@@ -84,7 +96,7 @@ class Sharded:
         average_grads([p for p in self._others() if p.requires_grad])
         for on,(_,p) in zip(self.trained, self.pairs):
             if on and not p.requires_grad: p.grad = None # frozen after the forward pass: in one process it has no gradient either
-        if self.checked: return
+        if self.checked or not self._sync: return
         self.checked = True
         idle = without_gradient(self.model)
         if idle: raise ValueError(f"no gradient for {', '.join(idle)}: freeze what takes no part in the loss, with "
@@ -105,13 +117,16 @@ def shard(self:Sharded):
     self.classes = [(m,type(m)) for m in self.blocks]
     kw = dict(mesh=make_mesh(self.learn.device, self.opts.replicas))
     if self.opts.reshard is not None: kw['reshard_after_forward'] = self.opts.reshard # an older torch takes no None
+    if self.offload:
+        kw['offload_policy'] = self.offload
+        self.model.to = lambda *_, **kw: self.model # a fit begins with it, and would move the parts
     from torch.distributed.fsdp import fully_shard
     try:
         for m in self.blocks: fully_shard(m, **kw, **(dict(mp_policy=policy_of(self.opts.mp, m is self.model)) if self.opts.mp else {}))
     finally: self.pairs = list({id(p): (p,getattr(m, k)) for m,k,p in named if is_part(getattr(m, k))}.values())
     new = {id(old): p for old,p in self.pairs}
     for old,p in self.pairs: vars(p).update(vars(old))
-    fill_parts(self.model, self.pairs, self.file)
+    fill_parts(self.model, self.pairs, self.file, torch.device('cpu') if self.offload else self.learn.device)
     self.file = None
     exchange_params(self.learn.opt, new, state_part)
     for old,p in self.pairs:
@@ -128,11 +143,13 @@ def restore(self:Sharded):
     if not pairs: return
     with nullcontext(True) if self.opts.keep_sharded else _any_group() as here:
         if not here: warnings.warn(_lost)
-        get = keep_part if self.opts.keep_sharded else whole if here else lambda t: torch.empty(0, dtype=t.dtype, device=t.device)
+        device,keeps = self.learn.device,self.opts.keep_sharded # of parts that were offloaded
+        get = keep_part if keeps else lambda t: whole(t).to(device) if here else torch.empty(0, dtype=t.dtype, device=device)
         for old,p in pairs:
             if not p.is_meta: _give_back(old, p, get) # else it was not filled
-            if p.grad is not None and get is whole: old.grad = whole(p.grad)
+            if p.grad is not None and here and not keeps: old.grad = get(p.grad)
         exchange_params(self.learn.opt, {id(p): old for old,p in pairs}, lambda p,t: get(t) if is_part(t) else t)
+    vars(self.model).pop('to', None)
     for m,names in self.names: forget_fsdp(m, names)
     for m,cls in self.classes: m.__class__ = cls
     for m,k,p in self.places: setattr(m, k, p)
@@ -235,7 +252,7 @@ def _learn_order(self:Sharded):
     while True:
         while (got := wait_key(store, f'{self.key}/{len(order)+1}', .3)) is None:
             if not order and store.add(skips, 0)==group_size(): return None
-            if monotonic()>end: raise TimeoutError(f'no rank has run the model in {group_timeout():g} s')
+            if monotonic()>end: raise TimeoutError(f'no rank has run the model in {group_timeout():g} s: validate and predict on all ranks')
         if got=='end': return order
         order.append(int(got))
         self._gather(order[-1])

@@ -79,13 +79,14 @@ def attach(self:DistributedTrainer):
         self.links = self.stack.enter_context(open_links(group_timeout()))
         self.weights = LossWeights(self.learn, self.links)
         if not (self.shard and group_size()>1 and has_deferred(get_model(self.model))): self.prepare_model()
+        shards = Sharded(self) if self.shard and group_size()>1 else None
         broadcast_module(get_model(self.model))
         if group_size()>1 and group_rank()==0: say_batch_dependent(get_model(self.model))
         if group_size()>1: self.stack.callback(watch_batchnorm(nn.Module() if self.sync_bn else get_model(self.model)))
         self.max_norm = SharedMaxNorm(get_model(self.model)) if group_size()>1 else None
         if self.max_norm: self.stack.callback(self.max_norm.undo)
         same_optimizer(self.learn)
-        if self.shard and group_size()>1: Sharded(self).shard()
+        if shards: shards.shard()
         self.device_here = device
         self.deal_out()
     except BaseException:

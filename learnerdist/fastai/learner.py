@@ -144,6 +144,7 @@ def _awaited(load):
         if isinstance(file, (str,Path)): await_save(Path(file))
         if has_parts(get_model(model)): # each rank keeps its part
             model,opt = [o and SimpleNamespace(load_state_dict=partial(f, o)) for f,o in ((load_model,get_model(model)),(load_opt,opt))]
+            if isinstance(file, (str,Path)): kwargs |= dict(device='cpu', mmap=True) # what a rank does not keep is not read
         return load(file, model, opt, *args, **kwargs)
     return f
 

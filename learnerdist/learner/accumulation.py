@@ -27,7 +27,7 @@ class GradientAccumulation(Callback):
         n_acc:int=32 # Samples per rank and step, as `bs` is per rank: for the same run, one process needs W times as many as W ranks
     ):
         if n_acc<1: raise ValueError(f'n_acc={n_acc}: give the number of samples that make a step')
-        self.n_acc,self.count,self.items,self.total,self.stepping,self.marks = n_acc,0,0,n_acc,True,deque()
+        self.n_acc,self.count,self.items,self.total,self.stepping,self.marks,self.engine = n_acc,0,0,n_acc,True,deque(),None
 
     def before_train(self):
         self._forget()
@@ -48,7 +48,9 @@ class GradientAccumulation(Callback):
     def before_step(self):
         if not self.stepping: raise CancelBatchException
     def after_step(self): self.count,self.items,self.total = 0,0,self.n_acc
-    def cleanup(self): self._forget()
+    def cleanup(self):
+        self._forget()
+        self.engine = None
 
 # %% ../../nbs/learner/07_accumulation.ipynb #c030
 @patch
@@ -71,17 +73,25 @@ def _kind(self:GradientAccumulation):
 @patch
 def _divide_by(self:GradientAccumulation, total):
     if isinstance(total, torch.Tensor) or total!=self.total:
-        for p in _with_grad(self.opt): p.grad.mul_(self.total/total)
+        for g in [*(p.grad for p in _with_grad(self.opt)),*self._held()]: g.mul_(self.total/total)
     self.total = total
 
 @patch
 def _exchange(self:GradientAccumulation, on):
-    if hasattr(self.wrapper, 'sync'): self.wrapper.sync = on
+    if self.wrapper is not None: self.engine = self.wrapper # at the end of a fit the learner has none any more
+    if hasattr(self.engine, 'sync'): self.engine.sync = on
+
+@patch
+def _held(self:GradientAccumulation, drop=False):
+    "Gradients that are in no parameter's `grad` yet, since they have not been exchanged"
+    return self.engine.held(drop) if hasattr(self.engine, 'held') else []
 
 @patch
 def _forget(self:GradientAccumulation):
     "Drop the gradients of an incomplete group, after its loop was left early"
-    if self.count and self.opt is not None: self.opt.zero_grad()
+    if self.count and self.opt is not None:
+        self.opt.zero_grad()
+        self._held(drop=True)
     self.after_step()
     self.marks.clear()
     self._exchange(True)

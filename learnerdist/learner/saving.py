@@ -11,10 +11,9 @@ from pathlib import Path
 from fastcore.basics import patch
 
 from ..core.deferred import fill_in
-from ..core.env import is_rank0
-from ..core.parted import save_state
+from ..core.parted import save_state,shared_crc
 from ..core.saves import await_save
-from ..core.shards import has_parts,load_model,load_opt
+from ..core.shards import come_together,has_parts,load_model,load_opt
 from ..core.weights import is_safetensors,load_weights,save_sealed,save_tensors
 from .learner import Learner,get_model
 
@@ -58,7 +57,8 @@ def load(self:Learner,
 
 def _read(path, learn):
     if not has_parts(get_model(learn.model)): return load_weights(path, learn.device)
-    return load_weights(path, mapped=True, check=is_rank0()) # each rank reads its rows
+    come_together('load')
+    return load_weights(path, mapped=True, crc=shared_crc) # each rank reads its rows
 
 def _in_folder(path):
     if not weights_of_folder: raise ValueError(f'{path} is a folder: import learnerdist.checkpoint, which reads checkpoints')
