@@ -107,7 +107,7 @@ class FitRecord(Callback):
         n_alone:int=0 # The number of ranks that this single process stands for; 0: it is one of several ranks
     ):
         self.dtype,self.n_alone = _casts.get(dtype),n_alone
-        self.rec = dict(steps=[], probes=[], in_place=[], draws=False, mixes=False, adds=False)
+        self.rec = dict(steps=[], probes=[], in_place=[], draws=False, mixes=False, adds=False, edits=False)
         self.rows,self.shapes,self.n_batches,self.rowless = [],[],0,set()
 
     def __call__(self, event): # fastai's learner calls a callback
@@ -117,6 +117,7 @@ class FitRecord(Callback):
         learn = self.learn
         if learn.training:
             self.held = {k: tensor_hash(_whole(p)) for k,p in trained(learn).items()}
+            self.rec['edits'] |= [*map(id, tree_leaves((*learn.xb,*learn.yb)))]!=self.loaded
         if self.dtype: learn.xb,learn.yb = tree_map(self._cast, (tuple(learn.xb),tuple(learn.yb)))
 
     def _cast(self, o): return o.to(self.dtype) if isinstance(o, Tensor) and o.is_floating_point() else o
@@ -170,7 +171,7 @@ class BatchRecord(Callback):
             self.record.rows += row_keys(b)
             ts = [o for o in tree_leaves(b) if isinstance(o, Tensor) and o.shape[:1]==(batch_rows(self.learn),)]
             self.record.shapes.append([list(o.shape[1:]) for o in ts])
-        self.record.drawn = _streams()
+        self.record.drawn,self.record.loaded = _streams(),[*map(id, tree_leaves(b))]
 
 class Limit(Callback):
     "End the fit after `n` optimizer steps, after the validation of that epoch"

@@ -178,6 +178,11 @@ def _added(d, alone, ranks):
                                                       "which makes a difference if that is no mean over samples")
 
 @cause
+def _edited(d, alone, ranks):
+    if alone['edits'] and d.kind!='predictions': return ("a callback changes the batches: what it mixes among samples (MixUp, CutMix) it mixes "
+                                                         "among those of a rank")
+
+@cause
 def _own_buffer(d, alone, ranks):
     own = d.kind=='buffers' and d.name.rpartition('.')[0] not in alone['bn']
     if own: return f"{d.name}: a module computes this buffer from its own rank's samples"
