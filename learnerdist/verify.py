@@ -179,8 +179,8 @@ def _added(d, alone, ranks):
 
 @cause
 def _edited(d, alone, ranks):
-    if alone['edits'] and d.kind!='predictions': return ("a callback changes the batches: what it mixes among samples (MixUp, CutMix) it mixes "
-                                                         "among those of a rank")
+    if alone['edits'] and d.kind!='predictions': return ('a callback changes the batches: what it mixes among samples '
+                                                         '(MixUp, CutMix) it mixes among those of a rank')
 
 @cause
 def _own_buffer(d, alone, ranks):

@@ -20,7 +20,8 @@ from ..core.compat import tree_leaves
 from ..core.env import group_rank,group_size
 from ..data.distributed_dl import DistributedDL,in_order,is_split
 from ..data.loaders import LoaderWrapper,batch_shape,changed,to_device
-from ..data.rows import as_batch,as_wholes,cat_rows,flat_lens,is_ragged,layouts,listed,row_kinds,rowless,same_layout,spread,take_rows,to_rows
+from ..data.rows import (as_batch,as_wholes,cat_rows,flat_lens,is_ragged,layouts,listed,row_kinds,rowless,same_layout,spread,take_rows,
+                         to_rows)
 from .batchnorm import _local
 from .divergence import say_loss
 from .gather_rows import gather_all
@@ -270,8 +271,8 @@ def settle_rows(self:ExactEvaluation, m, parts): # parts: this rank's batches, a
     m.again = getattr(m, 'by_batch', None) is not None and (uneven or not same_layout(found))
     if m.again: m.by_sample = BySample()
     elif (uneven or rowless(found)) and group_rank()==0:
-        warnings.warn('get_preds: there is not one row for each sample, and this loader cannot be dealt out by batches: rows are in another '
-                      'order than in one process. Use a loader in order over a data set with a length, or one row for each sample')
+        warnings.warn('get_preds: there is not one row for each sample, and this loader cannot be dealt out by batches: rows are in '
+                      'another order than in one process. Use a loader in order over a data set with a length')
     return [] if m.again else [as_wholes(o, found) for o in parts]
 
 @patch

@@ -93,9 +93,9 @@ class LossWeights:
         elif n*W!=total: learn.loss_grad = learn.loss_grad*float(n*W/total)
     def keep(self):
         "After the loss of a batch, before callbacks change it"
-        loss = self.learn.loss_grad
+        loss,known = self.learn.loss_grad,vars(self.learn).get('_loss_over')
         self.plain = loss,loss._version
-        self.loss = loss.clone() if self.ask or loss_over(self.learn).kind=='sum' else loss # a sum may be changed in place
+        self.loss = loss.clone() if known is None or known[1].kind in ('unknown','sum') else loss # which callbacks may change in place
     def _zero(self):
         return sum(o.sum()*0 for o in tree_leaves(self.learn.pred) if isinstance(o, Tensor) and o.requires_grad)
 
@@ -141,11 +141,12 @@ def _agree(self:LossWeights, own):
 def _look_for_changes(self:LossWeights, over):
     "Tell the user of a callback that changes the loss by something which depends on the samples of this rank, once"
     learn,(plain,version) = self.learn,self.plain
-    if 'changed' in self.said or learn.loss_grad is plain and plain._version==version or not _is_of(learn.loss_grad, self.loss, learn.pred): return
+    if 'changed' in self.said or learn.loss_grad is plain and plain._version==version: return
+    if not _is_of(learn.loss_grad, self.loss, learn.pred): return
     self.said.add('changed')
     what = 'the items of the loss' if over.kind=='items' else 'samples'
-    if not group_rank(): warnings.warn(f'a callback changes learn.loss_grad by what it computes from predictions, on each of {self.world_size} '
-                                       f'ranks from its own samples. It does what it does in one process if that is a mean over {what}')
+    if not group_rank(): warnings.warn(f'a callback changes learn.loss_grad by what it computes from predictions, on {self.world_size} '
+                                       f'ranks from the samples of each. It does what it does in one process if that is a mean over {what}')
 
 def _is_of(new, old, pred):
     "Whether `new` depends on predictions in another way than through the loss `old`"

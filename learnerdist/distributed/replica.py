@@ -143,11 +143,11 @@ class Replica:
         return (self.ddp or self.model)(*xb, **kw)
 
     def _check_second(self):
-        "Tell the user of a further backward pass of a callback (SAM), whose loss no one weighs, where ranks have different numbers of items"
+        "Tell the user of a further backward pass of a callback (SAM), whose loss no one weighs, if ranks have other numbers of items"
         n,mean = self.learn.items,self.learn.global_items
         if self.said or n is None or float(n)==float(mean): return
         self.said = True
-        warnings.warn('learn.wrapper is called again in a batch of which ranks have different numbers of items. They would count alike in a '
+        warnings.warn('learn.wrapper is called again in a batch of which ranks have different numbers of items. They count alike in a '
                       'second backward pass: multiply its loss by learn.items/learn.global_items')
 
     def undo(self):

@@ -195,7 +195,7 @@ def after_fit(self:DistributedTrainer):
 def before_batch(self:DistributedTrainer): self.weights.begin_batch()
 @patch
 def after_loss(self:DistributedTrainer):
-    if self.training and self.learn.yb: self.weights.keep()
+    if self.links and self.learn.training and self.learn.yb: self.weights.keep()
 @patch
 def before_backward(self:DistributedTrainer):
     if self.replica is not None and self.links: self.weights.weigh()

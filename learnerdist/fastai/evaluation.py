@@ -69,7 +69,7 @@ def _is_function(m):
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c010
 def as_fastais(rows):
-    "Rows as `get_preds` returns them: in an `L` if they do not fit into one tensor; outputs of whole batches are concatenated, as in fastai"
+    "Rows as `get_preds` returns them: in an `L` if they do not fit into one tensor; outputs of whole batches are concatenated"
     return tree_map(lambda o: _joined(o) if isinstance(o, ByBatch) else _stacked(o) if isinstance(o, RowList) else o, without_rows(rows))
 
 def _joined(o):

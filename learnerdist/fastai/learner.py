@@ -90,7 +90,8 @@ class _Base(Learner):
             with self.distributed_trainer.on_its_own(): return get(dl=dl, reorder=reorder)
         reorder = reorder and isinstance(dl, DataLoader) and dl.indexed and not isinstance(dl, LMDataLoader) # a stream is in order
         trainer = self.distributed_trainer
-        with trainer.in_batches(not {*kwargs}&{'save_preds','save_targs'}): return get(dl=trainer.in_one_order(dl) if reorder else dl, reorder=reorder)
+        with trainer.in_batches(not {*kwargs}&{'save_preds','save_targs'}): # files are those of global batches
+            return get(dl=trainer.in_one_order(dl) if reorder else dl, reorder=reorder)
 
     def lr_find(self, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True, show_plot=True, *args, **kwargs):
         "As fastai's; only rank 0 plots"

@@ -134,7 +134,7 @@ def probe(
     func,       # From (prediction, *targets) to a number: a loss or a metric
     pred, yb,   # Prediction and targets of a batch
     n:int       # Number of samples in the batch
-):              # 'samples' (the value is the mean of the parts', weighted by `counted_rows`), 'sum', 'other'; None: not known from this batch
+):              # 'samples' (the value is the mean of the parts', weighted by `counted_rows`), 'sum', 'other'; None: not known
     "Find out how the value of a batch follows from the values of its parts, by cutting the batch in two, in two ways"
     n = counted_rows(pred, yb, n)
     if n<2: return None
