@@ -51,14 +51,16 @@ def _kind(o, n):
     if not isinstance(o, Tensor) or not o.ndim: return _once
     return _whole if not n or len(o)%n or n>1 and o.shape[1:2]==(n,) else _flat # time-first, tokens of all samples, or one table for all
 
+def _may_be_flat(o, n): return _kind(o, n) in (_flat,_whole) and n>0 and len(o)%n==0
+
 def _leaf_rows(o, n, cut):
     if isinstance(o, Mapping): return to_rows(dict(o), n, cut)
     if isinstance(o, PackedSequence): return RowList(unpack_sequence(o))
     kind = _kind(o, n)
     if kind==_each: return o
-    if kind==_flat: return o.unflatten(0, (n, len(o)//n)) if cut is None else _wholes(o, n, cut)
+    if kind==_flat and cut is None: return o.unflatten(0, (n, len(o)//n))
     if kind==_list: return RowList(o)
-    if kind==_whole: return _wholes(o, n)
+    if kind in (_flat,_whole): return _wholes(o, n, cut and _may_be_flat(o, n))
     return o.expand(n, *o.shape) if isinstance(o, Tensor) else RowList([o]*n)
 
 # %% ../../nbs/data/02_rows.ipynb #c006
@@ -78,7 +80,14 @@ def flat_lens(
     n:int # Number of samples in it
 )->set:
     "The lengths of those tensors in a batch that seem to have several rows for each sample"
-    return {len(o) for o in _leaves(b, n) if _kind(o, n)==_flat}
+    return {len(o) for o in _leaves(b, n) if _may_be_flat(o, n)}
+
+def has_batch_value(
+    b,    # As in `to_rows`
+    n:int # Number of samples in it
+)->bool:
+    "Whether a batch has a number that belongs to all samples together, such as a loss"
+    return any(isinstance(o, Tensor) and _kind(o, n)==_once for o in _leaves(b, n))
 
 def columns(
     b,       # `learn.xb` or `learn.yb`
@@ -159,7 +168,7 @@ def as_wholes(
     found:set # `layouts` of all batches
 ):            # The same structure
     "Keep whole, in this batch too, those leaves that have no row for each sample in some other batch"
-    bad,(leaves,spec) = rowless(found),tree_flatten(rows)
+    bad,(leaves,spec) = rowless({(i,k,False) for i,k,_ in found}),tree_flatten(rows) # also those of which all batches have one sample
     return tree_unflatten([_wholes(o, len(o)) if i in bad and isinstance(o, Tensor) else o for i,o in enumerate(leaves)], spec)
 
 def rowless(found:set)->set: # found: `layouts` of all batches

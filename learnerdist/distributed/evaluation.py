@@ -58,7 +58,7 @@ def _(dl:DataLoader):
 class ExactEvaluation(Callback):
     "At the end of a loop over shards, turn metrics and predictions into those of one process. A subclass adapts it to another learner"
     order,run_train = Order.evaluation,False
-    loop_state = 'keys','own','seen','replay','n','replays','ranks','found','asks','by_sample','uneven'
+    loop_state = 'keys','own','seen','replay','n','replays','ranks','found','asks','by_sample','uneven','usual'
 
     def before_validate(self):
         self._start()
@@ -66,13 +66,15 @@ class ExactEvaluation(Callback):
 
     def _start(self): # keys, own: one tensor per batch
         self.keys,self.own,self.seen,self.replay,self.replays,self.ranks,self.found,self.asks = [],[],0,[],None,None,[],None
-        self.by_sample,self.uneven = BySample(),False
+        self.by_sample,self.uneven,self.usual = BySample(),False,None # usual: the number of samples in a batch
     def before_batch(self): self.n = batch_rows(self.learn)
 
     def after_batch(self):
         if is_share(self.dl) and self.is_measured():
             n = batch_rows(self.learn)
-            self.uneven |= n!=self._samples(n)
+            if n!=self.usual or self.learn.iter+1==self.learn.n_iter: # not asked at each batch, which takes longer than the rest
+                self.usual = self._samples(n)
+                self.uneven |= n!=self.usual
             self.keys.append(spread(self._keys(), n))
             self.own.append(torch.full((n,), self._batch()))
             if self.replays is None: self.replays,self.asks = self._plan() # once per loop
@@ -265,7 +267,7 @@ def _gather(self:ExactEvaluation, m, red):
 @patch
 def settle_rows(self:ExactEvaluation, m, parts): # parts: this rank's batches, as rows
     "Agree on which outputs have a row for each sample. Where they have not, and whole batches can be dealt out instead: none. Sync point"
-    told = gather_objects((self.uneven, set().union(*map(layouts, parts))))
+    told = gather_objects((self.uneven or getattr(m, 'has_value', False), set().union(*map(layouts, parts))))
     uneven,found = any(o for o,_ in told),set().union(*[o for _,o in told])
     if deals_batches(self.dl): return [as_wholes(o, found) for o in parts]
     m.again = getattr(m, 'by_batch', None) is not None and (uneven or not same_layout(found))

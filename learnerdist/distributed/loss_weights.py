@@ -51,7 +51,7 @@ class LossWeights:
     def __init__(self, learn, links):
         self.learn,self.links,self.said,self.world_size = learn,links,set(),group_size()
         self.dl,self.uneven,self.ask,self.done,self.with_rows,self.n_rows,self.loss = None,'none',False,True,False,None,None
-        self.plain = None,0 # the loss as it was computed, and its version
+        self.plain,self.version = None,0 # the loss as it was computed; `loss` is the same, or a copy
     def begin(self, dl):
         "Before a training loop over `dl`"
         self.dl,self.uneven,self.done = dl,uneven_steps(dl),True
@@ -82,7 +82,7 @@ class LossWeights:
         if self.with_rows: self._count_rows(0 if learn.repeated else batch_rows(learn))
         if self.ask and self._asks: self._agree(None if learn.repeated else probe_loss(learn))
         over = loss_over(learn)
-        if not learn.iter&(learn.iter-1): self._look_for_changes(over)
+        if learn.loss_grad is not self.plain or self.plain._version!=self.version: self._look_at_change(over)
         if over.kind=='sum': learn.loss_grad = learn.loss_grad+self.loss*(W-1) # a callback may have added a penalty
         if learn.repeated and over.kind!='whole': learn.loss_grad = self._zero() # 'whole': `gather_with_grad` sends no row of it
         if not self._counts(over): return
@@ -91,11 +91,6 @@ class LossWeights:
         if isinstance(total, Tensor): learn.loss_grad = learn.loss_grad*(n*W/total)
         elif not n: learn.loss_grad = self._zero()
         elif n*W!=total: learn.loss_grad = learn.loss_grad*float(n*W/total)
-    def keep(self):
-        "After the loss of a batch, before callbacks change it"
-        loss,known = self.learn.loss_grad,vars(self.learn).get('_loss_over')
-        self.plain = loss,loss._version
-        self.loss = loss.clone() if known is None or known[1].kind in ('unknown','sum') else loss # which callbacks may change in place
     def _zero(self):
         return sum(o.sum()*0 for o in tree_leaves(self.learn.pred) if isinstance(o, Tensor) and o.requires_grad)
 
@@ -138,11 +133,10 @@ def _agree(self:LossWeights, own):
     if kind in ('other','uncut'): self._say(kind)
 
 @patch
-def _look_for_changes(self:LossWeights, over):
+def _look_at_change(self:LossWeights, over):
     "Tell the user of a callback that changes the loss by something which depends on the samples of this rank, once"
-    learn,(plain,version) = self.learn,self.plain
-    if 'changed' in self.said or learn.loss_grad is plain and plain._version==version: return
-    if not _is_of(learn.loss_grad, self.loss, learn.pred): return
+    learn = self.learn
+    if learn.iter&(learn.iter-1) or 'changed' in self.said or not _is_of(learn.loss_grad, self.loss, learn.pred): return
     self.said.add('changed')
     what = 'the items of the loss' if over.kind=='items' else 'samples'
     if not group_rank(): warnings.warn(f'a callback changes learn.loss_grad by what it computes from predictions, on {self.world_size} '

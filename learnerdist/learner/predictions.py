@@ -22,7 +22,7 @@ from ..core.random import shared_rng
 from ..core.shards import has_parts
 from ..data.distributed_dl import by_batch,in_order
 from ..data.loaders import DataLoaders,all_inputs,call_model,single
-from ..data.rows import cat_rows,columns,cut_up,flat_lens,has_whole,to_rows,without_rows
+from ..data.rows import cat_rows,columns,cut_up,flat_lens,has_batch_value,has_whole,to_rows,without_rows
 from .callback import Callback,Order
 from .learner import Learner
 from .losses import batch_rows
@@ -44,13 +44,13 @@ class GatherPreds(Callback):
     ):
         self.with_input,self.with_loss,self.act,self.on_rank0 = with_input,with_loss,act,on_rank0
         self.rows = [] # (inputs,) predictions, targets (, losses) of each batch
-        self.by_batch,self.again = None,False # On several ranks: the loader for another loop, whether it is needed
+        self.by_batch,self.again,self.has_value = None,False,False # On several ranks: the loader for another loop, whether it is needed
         self.by_sample = BySample()
 
     def after_batch(self):
         if not has_result(self.learn): return
         n,pred = batch_rows(self.learn),self.act(self.of_model())
-        flat = flat_lens(pred, n)
+        flat,self.has_value = flat_lens(pred, n),self.has_value or has_batch_value(pred, n)
         cut = bool(flat) and self.by_sample(self.learn, n, pred, lambda o: self.act(self.of_model(o)))
         x = [single(columns(self.xb, n, False))] if self.with_input else []
         losses = [self._row_losses()] if self.with_loss else []
