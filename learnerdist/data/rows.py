@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/data/02_rows.ipynb #92168161
-import torch
+import torch,zlib
 from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
@@ -69,25 +69,25 @@ def row_kinds(
     n:int # Number of samples in it
 )->list:  # An integer for each leaf, in order
     "The kind of each leaf of a batch, as `to_rows` treats it"
-    return [_kind(o, n) for o in _leaves(b, n)]
+    return [_kind(o, n) for o in batch_leaves(b, n)]
 
-def _leaves(b, n):
+def batch_leaves(b, n):
     "The leaves of a batch, also those in a mapping that torch does not know"
-    for o in tree_leaves(b, is_leaf=partial(_is_row_list, n=n)): yield from _leaves(dict(o), n) if isinstance(o, Mapping) else [o]
+    for o in tree_leaves(b, is_leaf=partial(_is_row_list, n=n)): yield from batch_leaves(dict(o), n) if isinstance(o, Mapping) else [o]
 
 def flat_lens(
     b,    # As in `to_rows`
     n:int # Number of samples in it
 )->set:
     "The lengths of those tensors in a batch that seem to have several rows for each sample"
-    return {len(o) for o in _leaves(b, n) if _may_be_flat(o, n)}
+    return {len(o) for o in batch_leaves(b, n) if _may_be_flat(o, n)}
 
 def has_batch_value(
     b,    # As in `to_rows`
     n:int # Number of samples in it
 )->bool:
     "Whether a batch has a number that belongs to all samples together, such as a loss"
-    return any(isinstance(o, Tensor) and _kind(o, n)==_once for o in _leaves(b, n))
+    return any(isinstance(o, Tensor) and _kind(o, n)==_once for o in batch_leaves(b, n))
 
 def columns(
     b,       # `learn.xb` or `learn.yb`
@@ -152,9 +152,9 @@ def _cut_leaf(o):
 
 def layouts(
     rows # From `to_rows`
-)->set:  # Of (number of a leaf, rows for each sample and the shape of a row or None, whether the batch has one sample)
+)->set:  # Of (place of a leaf, rows for each sample and the shape of a row or None, whether the batch has one sample)
     "How the tensors of a batch are cut into rows: for comparison with other batches, see `same_layout`"
-    at = [(i, o[0] if has_whole(o) else Whole(o, len(o), True)) for i,o in enumerate(tree_leaves(rows)) if len(o)]
+    at = [(i, o[0] if has_whole(o) else Whole(o, len(o), True)) for i,o in zip(*_places(rows)) if len(o)]
     return {(i, (len(r.val)/r.n, *r.val.shape[1:]) if r.cut else None, r.n==1) for i,r in at if isinstance(r.val, Tensor)}
 
 def same_layout(found:set)->bool: # found: `layouts` of all batches
@@ -168,8 +168,13 @@ def as_wholes(
     found:set # `layouts` of all batches
 ):            # The same structure
     "Keep whole, in this batch too, those leaves that have no row for each sample in some other batch"
-    bad,(leaves,spec) = rowless({(i,k,False) for i,k,_ in found}),tree_flatten(rows) # also those of which all batches have one sample
-    return tree_unflatten([_wholes(o, len(o)) if i in bad and isinstance(o, Tensor) else o for i,o in enumerate(leaves)], spec)
+    bad,spec = rowless({(i,k,False) for i,k,_ in found}),tree_flatten(rows)[1] # also those of which all batches have one sample
+    return tree_unflatten([_wholes(o, len(o)) if i in bad and isinstance(o, Tensor) else o for i,o in zip(*_places(rows))], spec)
+
+def _places(rows):
+    "(number of a leaf, structure) for each leaf, and the leaves"
+    leaves,spec = tree_flatten(rows)
+    return [(i,zlib.crc32(repr(spec).encode())) for i in range(len(leaves))],leaves
 
 def rowless(found:set)->set: # found: `layouts` of all batches
     "The numbers of the leaves that have no row for each sample"

@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler
 from ..core.compat import tree_leaves
 from ..core.random import rng_state,set_rng_state
 from ..data.loaders import data_len,find_bs,to_device
-from ..data.rows import as_batch,columns,listed,row_kinds,take_rows,to_rows
+from ..data.rows import as_batch,batch_leaves,columns,listed,row_kinds,take_rows,to_rows
 
 # %% ../../nbs/learner/00_losses.ipynb #1be6cc1c
 class MeanOver(NamedTuple):
@@ -157,9 +157,10 @@ def counted_rows(
 )->int:
     "What a mean counts of which nothing is known: samples; but the length of all tensors, if it is another (nodes of graphs, tokens)"
     if type(pred) is Tensor and len(yb)==1 and type(yb[0]) is Tensor and pred.shape[:1]==yb[0].shape[:1]==(n,): return n # the usual
-    ts = [o for o in tree_leaves((pred,tuple(yb))) if isinstance(o, Tensor) and o.ndim]
-    time_first = all(o.shape[1:2]==(n,) for o in ts)
-    return n if len(ts)<2 or time_first or len({len(o) for o in ts})>1 else len(ts[0])
+    found = [o for b in (pred,*listed(yb)) for o in batch_leaves(b, n)]
+    ts = [o for o in found if isinstance(o, Tensor) and o.ndim]
+    if len(ts)<2 or any(isinstance(o, (list,tuple)) for o in found) or all(o.shape[1:2]==(n,) for o in ts): return n # time first
+    return n if len({len(o) for o in ts})>1 else len(ts[0])
 
 # %% ../../nbs/learner/00_losses.ipynb #ba7c4f0e
 def batch_rows(
