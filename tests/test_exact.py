@@ -300,8 +300,8 @@ scenes |= {'45 samples': lambda: of_length(45), '37 samples': lambda: of_length(
            'InstanceNorm': lambda: of_length(37, instance_normed),
            'loss of the model': loss_of_model, 'loss of the model, in a tuple': lambda: loss_of_model(tuple, of_output),
            'loss of the model, accumulated': lambda: loss_of_model(n=48, cb=[GradientAccumulation(size())]),
-           'sum and penalty': sum_and_penalty, 'sum and penalty in place': sum_and_penalty_in_place,
-           'a loss of nodes': nodes_and_ids, 'weighed twice': weighed_twice, 'freeze in a group': freeze_in_a_group, 'validate first': validated}
+           'sum and penalty': sum_and_penalty, 'sum and penalty in place': sum_and_penalty_in_place, 'a loss of nodes': nodes_and_ids,
+           'weighed twice': weighed_twice, 'freeze in a group': freeze_in_a_group, 'validate first': validated}
 
 def all_scenes():
     with process_group(): return {k: f() for k,f in scenes.items()}

@@ -406,7 +406,8 @@ def lengthened(b):
 
 # sizes of samples, their collation, the model, whether each sample has rows of its own, and whether the user is told that there are none
 rowless = {'graphs': ([1,3,2,2,5,3], graph, lambda x,i: x*2, True), 'as many nodes as fit': ([1,3,2,2], graph, lambda x,i: x*2, True),
-           'as many nodes as fit one rank': ([2,1,3], graph, lambda x,i: x*2, True), 'as many nodes as graphs': ([1,1,1,2], graph, lambda x,i: x, True),
+           'as many nodes as fit one rank': ([2,1,3], graph, lambda x,i: x*2, True),
+           'as many nodes as graphs': ([1,1,1,2], graph, lambda x,i: x, True),
            'nodes': ([1,3,2,2], nodes, lambda x: x*2, False), 'flattened': ([3], None, lambda x: x.flatten(0, 1), False),
            'flattened, time first': ([3], None, lambda x: x.transpose(0, 1).flatten(0, 1), True),
            'masked': ([4], None, lambda x: x[(x[:,:,0]>0)], True), 'padded': ([1,3,2,5], lengthened, lambda x: x.cumsum(1), False),
@@ -432,7 +433,7 @@ def test_outputs_without_rows(name, rowless_on_ranks):
     for bs in (1,2,4):
         want,said = outputs(name, bs)
         assert len(said)==(rowless[name][3] and bs>1)
-        for W,ranks in rowless_on_ranks.items():
+        for ranks in rowless_on_ranks.values():
             for r,o in enumerate(ranks):
                 got,told = o[name,bs]
                 assert_same(got, want)
