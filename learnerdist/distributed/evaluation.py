@@ -85,9 +85,7 @@ class ExactEvaluation(Callback):
         self.put_together()
         _local.on = False
 
-    def predicts(self, m)->bool:
-        "Whether `m` gathers predictions"
-        return isinstance(m, GatherPreds)
+    def predicts(self, m): return isinstance(m, GatherPreds) # whether `m` gathers predictions
 
     # A subclass for another kind of learner overrides these, and `measured`, `batch_ids` and `batch_loss`
     def kind(self, m):
