@@ -85,7 +85,7 @@ class ExactEvaluation(Callback):
         self.put_together()
         _local.on = False
 
-    def predicts(self, m): return isinstance(m, GatherPreds) # whether `m` gathers predictions
+    def _predicts(self, m): return isinstance(m, GatherPreds) # whether `m` gathers predictions
 
     # A subclass for another kind of learner overrides these, and `measured`, `batch_ids` and `batch_loss`
     def kind(self, m):
@@ -254,7 +254,7 @@ def _gather(self:ExactEvaluation, m, red):
     for k in red.names:
         kept = getattr(red.obj, k)
         parts = self.row_parts(m, kept, [len(o) for o in self.keys])
-        if self.predicts(m): parts = self.settle_rows(m, parts)
+        if self._predicts(m): parts = self.settle_rows(m, parts)
         ns = [_n_rows(o) for o in parts]
         own = [spread(*o) for o in zip(self.keys, ns)] if len(ns)==len(self.keys) else [spread(cat_keys(self.keys), sum(ns))]
         rows = cat_rows(parts)

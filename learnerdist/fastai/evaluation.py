@@ -154,7 +154,7 @@ class Evaluation(ExactEvaluation):
         for o in self.files: o.write()
         if self.files: distrib_barrier() # the files exist when `get_preds` returns
 
-    def predicts(self, m): return not isinstance(m, Metric)
+    def _predicts(self, m): return not isinstance(m, Metric)
     def is_measured(self): return not self.training or bool(self._mets())
     def batch_parts(self): return list(self.learn.xb) if self.inputs else [],list(self.learn.yb),self.learn.pred
     def n_rows(self): return self.dl.n_total if self.padded else None
