@@ -19,9 +19,8 @@ from .core.compat import BatchNorm,Dropout,tree_leaves,tree_map
 from .core.env import group_rank
 from .core.random import rng_state,set_rng_state,shared_rng
 from .data.distributed_dl import DistributedDL,widened
-from .data import rows as parts
 from .data.loaders import data_len,find_bs,loaders_of,one_batch
-from .data.rows import ByBatch,RowList,columns,listed,row_kinds
+from .data.rows import ByBatch,RowList,columns
 from .distributed.batchnorm import _Synced
 from .distributed.divergence import digest,tensor_hash
 from .learner.callback import Callback,cancels
@@ -107,8 +106,8 @@ class FitRecord(Callback):
         n_alone:int=0 # The number of ranks that this single process stands for; 0: it is one of several ranks
     ):
         self.dtype,self.n_alone = _casts.get(dtype),n_alone
-        self.rec = dict(steps=[], probes=[], in_place=[], draws=False, mixes=False, adds=False)
-        self.rows,self.shapes,self.n_batches,self.rowless = [],[],0,set()
+        self.rec = dict(steps=[], probes=[], in_place=[], draws=False, mixes=False, adds=False, edits=False)
+        self.rows,self.shapes,self.n_batches = [],[],0
 
     def __call__(self, event): # fastai's learner calls a callback
         if hasattr(type(self), event): getattr(self, event)()
@@ -117,6 +116,7 @@ class FitRecord(Callback):
         learn = self.learn
         if learn.training:
             self.held = {k: tensor_hash(_whole(p)) for k,p in trained(learn).items()}
+            self.rec['edits'] |= [*map(id, tree_leaves((*learn.xb,*learn.yb)))]!=self.loaded
         if self.dtype: learn.xb,learn.yb = tree_map(self._cast, (tuple(learn.xb),tuple(learn.yb)))
 
     def _cast(self, o): return o.to(self.dtype) if isinstance(o, Tensor) and o.is_floating_point() else o
@@ -135,12 +135,7 @@ class FitRecord(Callback):
     def after_step(self):
         if self.learn.training: self._record(self.learn)
 
-    def after_batch(self):
-        learn = self.learn
-        self.n_batches += learn.training
-        if not learn.training and learn.pred is not None: # leaves that have no row for each sample, such as a loss
-            kinds = [k for o in (learn.pred,*listed(learn.yb)) for k in row_kinds(o, batch_rows(learn))]
-            self.rowless |= {i for i,k in enumerate(kinds) if k in (parts._once,parts._whole)}
+    def after_batch(self): self.n_batches += self.learn.training
 
 def _streams(): return [tensor_hash(o) for o in rng_state()[2:] if o is not None]
 def _plain(o): return None if o is None else float(o)
@@ -170,7 +165,7 @@ class BatchRecord(Callback):
             self.record.rows += row_keys(b)
             ts = [o for o in tree_leaves(b) if isinstance(o, Tensor) and o.shape[:1]==(batch_rows(self.learn),)]
             self.record.shapes.append([list(o.shape[1:]) for o in ts])
-        self.record.drawn = _streams()
+        self.record.drawn,self.record.loaded = _streams(),[*map(id, tree_leaves(b))]
 
 class Limit(Callback):
     "End the fit after `n` optimizer steps, after the validation of that epoch"
@@ -237,11 +232,9 @@ def fit(self:_Catch, learn, *args, **kw):
 
 @patch
 def predictions(self:FitRecord)->list:
-    "A sketch of predictions and targets; without what has no row for each sample, which depends on the samples that share a batch"
+    "A sketch of predictions and targets"
     leaves = tree_leaves(self.learn.get_preds(), is_leaf=lambda o: isinstance(o, list))
-    self.rowless |= {i for i,o in enumerate(leaves) if isinstance(o, ByBatch)}
-    self.rec['rowless'] = len(self.rowless)
-    return [sketch(torch.cat([torch.zeros(0), *_numbers([o for i,o in enumerate(leaves) if i not in self.rowless])]))]
+    return [sketch(torch.cat([torch.zeros(0), *_numbers(leaves)]))]
 
 def _dtype(learn): return next((str(p.dtype)[6:] for p in get_model(learn.model).parameters() if p.is_floating_point()), 'float32')
 def _finds_lr(kw): return any(type(o).__name__=='LRFinder' for o in listify(kw.get('cbs')))
@@ -250,7 +243,7 @@ def _numbers_of(recorder):
     return dict(losses=[_plain(o) for o in recorder.losses], epochs=[[_plain(o) for o in row] for row in recorder.values], names=names)
 
 def _numbers(b):
-    leaves = tree_leaves([list(o) if isinstance(o, RowList) else o for o in tree_leaves(b)])
+    leaves = tree_leaves([list(o) if isinstance(o, (RowList,ByBatch)) else o for o in tree_leaves(b)])
     return [torch.as_tensor(o).double().flatten().cpu() for o in leaves if isinstance(o, (Tensor,int,float))]
 
 @patch

@@ -178,6 +178,11 @@ def _added(d, alone, ranks):
                                                       "which makes a difference if that is no mean over samples")
 
 @cause
+def _edited(d, alone, ranks):
+    if alone['edits'] and d.kind!='predictions': return ('a callback changes the batches: what it mixes among samples '
+                                                         '(MixUp, CutMix) it mixes among those of a rank')
+
+@cause
 def _own_buffer(d, alone, ranks):
     own = d.kind=='buffers' and d.name.rpartition('.')[0] not in alone['bn']
     if own: return f"{d.name}: a module computes this buffer from its own rank's samples"
@@ -205,8 +210,7 @@ def judge(alone, ranks)->Verdict:
     bad = [d for d in found if d.by>(max(tol, 1e-6) if d.kind in ('loss','metrics') else tol)] # metrics may be computed in float32
     bad = [d for d in bad if (d.step,d.kind)==(bad[0].step,bad[0].kind)]
     first = max(bad, key=lambda d: d.by, default=None)
-    notes = ['outputs without a row for each sample (a loss, nodes of graphs) are not compared as predictions']*bool(alone.get('rowless'))
-    notes += [f"without random draws: {_few(alone['silenced'])}"] if alone['silenced'] else []
+    notes = [f"without random draws: {_few(alone['silenced'])}"] if alone['silenced'] else []
     if any(o['streams']!=alone['streams'] for o in ranks):
         notes.append("after the context the random streams stand elsewhere than one process's: what the script draws next depends on them")
     setting = f"{len(ranks)} processes and one, {len(alone['steps'])} steps in {alone['dtype']}"

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from learnerdist.all import *
@@ -234,6 +235,46 @@ def zero_gradients():
 @pytest.mark.parametrize('W', [2,3])
 def test_zero_gradients_are_no_cancelled_backward_pass(W):
     for got in run_ranks(zero_gradients, W): assert got==pytest.approx([.81,.81,.9], abs=1e-12)
+
+class Summed(Callback):
+    "A collective of the user's"
+    def before_step(self): dist.all_reduce(torch.ones(1))
+
+def zero_gradients_and_a_collective():
+    res = []
+    with process_group():
+        for cancelling in ([1], [0,1]):
+            model = nn.Linear(1, 1, bias=False).double()
+            nn.init.ones_(model.weight)
+            learn = Learner(DataLoaders(TfmdDL([(torch.zeros(1).double(),)*2]*4, bs=1)), model, nn.MSELoss(),
+                            partial(torch.optim.SGD, weight_decay=.1), lr=1.)
+            cbs = [Summed(), *[Raise('before_backward', CancelBackwardException, r, 0) for r in cancelling]]
+            with learn.distrib_ctx(timeout_s=20), learn.no_logging(): learn.fit(1, cbs=cbs)
+            res.append(model.weight.item())
+    return res
+
+def test_zero_gradients_and_a_collective_before_the_step():
+    "The rank that has cancelled asks the others only after callbacks have exchanged what they exchange"
+    for got in run_ranks(zero_gradients_and_a_collective, 2): assert got==pytest.approx([.81,.9], abs=1e-12)
+
+class CancelsInside(Callback):
+    "Raises within the backward pass of rank 1"
+    def __init__(self, exc): self.exc = exc
+    def after_pred(self):
+        if group_rank()==1 and self.training: self.learn.pred.register_hook(self.fail)
+    def fail(self, grad): raise self.exc
+
+def cancel_inside(bn, exc):
+    learn = make(bn)
+    try:
+        with learn.distrib_ctx(timeout_s=60): learn.fit(1, cbs=CancelsInside(exc))
+    except Exception as e: return f'{type(e).__name__}: {e}'
+
+@pytest.mark.parametrize('bn', [False,True])
+@pytest.mark.parametrize('exc', [CancelBackwardException,CancelBatchException,CancelFitException])
+def test_a_cancel_within_a_backward_pass_is_an_error(bn, exc):
+    for o in run_ranks(cancel_inside, 2, bn, exc):
+        assert f'ValueError: {exc.__name__} was raised within the backward pass' in o and 'in fail' in o
 
 def cancels_before_a_forward_pass():
     "On rank 0 alone: of a group's first micro-batch, after the first step; of a batch of one-cycle"

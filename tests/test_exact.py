@@ -230,11 +230,37 @@ def graphs(n):
             for k in torch.randint(1, 6, (n,), generator=g).tolist()]
 def nodes(): return loaded(TfmdDL(graphs(48), size(), collate_fn=as_graph), TfmdDL(graphs(11), 3, collate_fn=as_graph), net(), nn.MSELoss())
 
+class OfNodes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+    def forward(self, x, ids): return self.net(x).sum(1)
+def with_ids(b): return torch.cat([o for o,_ in b]),torch.arange(len(b)),torch.cat([o.sum(1) for _,o in b])
+def huber(p, t): return ((p-t)**2+1).sqrt().mean()
+def nodes_and_ids():
+    "A loss and a metric of nodes, of which nothing is known; a tensor tells the number of graphs"
+    dls = DataLoaders(*[TfmdDL(graphs(n), bs, collate_fn=with_ids) for n,bs in ((48,size()),(11,3))])
+    dls.n_inp = 2
+    return fitted(Learner(dls, OfNodes(), huber, sgd, metrics=lambda p,t: (p-t).abs().mean()))
+
+class WeighedTwice(Callback):
+    "A second backward pass, whose loss is weighed by hand"
+    run_valid = False
+    def before_step(self):
+        share = 1 if self.learn.global_items is None else self.learn.items/self.learn.global_items
+        (share*self.loss_func((self.wrapper or self.model)(*self.xb), *self.yb)).backward()
+def weighed_twice(): return loaded(TfmdDL(data(45), size()), TfmdDL(data(11, 3), 3), net(), nn.MSELoss(), WeighedTwice())
+
 class Penalty(Callback):
     run_valid = False
     def after_loss(self): self.learn.loss_grad = self.loss_grad+.01*sum(p.square().sum() for p in self.model.parameters())
 def sum_and_penalty():
     return loaded(TfmdDL(data(45), size()), TfmdDL(data(11, 3), 3), net(), nn.MSELoss(reduction='sum'), Penalty(), SmallSteps())
+
+class PenaltyInPlace(Penalty):
+    def after_loss(self): self.learn.loss_grad += .01*sum(p.square().sum() for p in self.model.parameters())
+def sum_and_penalty_in_place():
+    return loaded(TfmdDL(data(45), size()), TfmdDL(data(11, 3), 3), net(), nn.MSELoss(reduction='sum'), PenaltyInPlace(), SmallSteps())
 
 class SmallSteps(Callback):
     def before_fit(self): self.opt.param_groups[0]['lr'] = 1e-3
@@ -274,7 +300,8 @@ scenes |= {'45 samples': lambda: of_length(45), '37 samples': lambda: of_length(
            'InstanceNorm': lambda: of_length(37, instance_normed),
            'loss of the model': loss_of_model, 'loss of the model, in a tuple': lambda: loss_of_model(tuple, of_output),
            'loss of the model, accumulated': lambda: loss_of_model(n=48, cb=[GradientAccumulation(size())]),
-           'sum and penalty': sum_and_penalty, 'freeze in a group': freeze_in_a_group, 'validate first': validated}
+           'sum and penalty': sum_and_penalty, 'sum and penalty in place': sum_and_penalty_in_place, 'a loss of nodes': nodes_and_ids,
+           'weighed twice': weighed_twice, 'freeze in a group': freeze_in_a_group, 'validate first': validated}
 
 def all_scenes():
     with process_group(): return {k: f() for k,f in scenes.items()}
@@ -365,7 +392,28 @@ def second_model():
     torch.manual_seed(1)
     return learner(cbs=Second())
 
+def by_weight(p, t):
+    w = torch.tensor([1.,9.], dtype=torch.double)[t]
+    return (nn.functional.cross_entropy(p, t, reduction='none')*w).sum()/w.sum()
+def late_weights():
+    "Of one class in the first two batches, where weights do not show"
+    i = torch.arange(48)
+    return Learner(DataLoaders(TfmdDL(TensorDataset(data(48).tensors[0], (i>=24)*(i//3%2)), size())), net(), by_weight, sgd)
+
+class HardOnes(Callback):
+    "Trains on the half of a batch with the largest losses"
+    run_valid = False
+    def after_loss(self): self.learn.loss_grad = (self.pred-self.y).square().mean(1).topk(len(self.y)//2)[0].mean()
+def hard_ones(): return learner(cbs=HardOnes())
+
+class Twice(Callback):
+    "A second backward pass, by DDP"
+    run_valid = False
+    def before_step(self): self.loss_func(self.wrapper(*self.xb), *self.yb).backward()
+def twice(): return Learner(DataLoaders(TfmdDL(data(45), size())), net(), nn.MSELoss(), sgd, cbs=Twice())
+
 @pytest.mark.parametrize('make, want', [
+    (late_weights, r'the loss by_weight may train otherwise on 2 ranks'), (hard_ones, r'a callback changes learn.loss_grad'),
     (odd_loss, r'the loss batch_std may train otherwise on 2 ranks .*n_items'), (other_split, r'different data: training data.indices: #'),
     (other_length, r'^ValueError: .*len\(training data\): 24 on rank 0, 30 on rank 1'),
     (other_rate, r'^ValueError: .*momentum of parameter group 0: 0\.1 on rank 0, 0\.2 on rank 1'),
@@ -383,6 +431,9 @@ def test_a_difference_is_told(make, want):
 
 def test_known_and_additive_losses_are_not_told():
     assert run_ranks(told, 2, learner)==['','']
+
+def test_a_second_backward_pass_on_ranks_with_different_numbers_of_items_is_told():
+    assert any('learn.wrapper is called again' in o for o in run_ranks(told, 2, twice))
 
 class ValidatesAlone(Callback):
     def after_batch(self):

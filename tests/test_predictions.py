@@ -385,3 +385,61 @@ def test_one_time_first_sample():
     dl = TfmdDL(TensorDataset(*xy()), 4, collate_fn=lambda items: time_first([(o[0],o[-1]) for o in items])[:1])
     learn = make(Fn(lambda x: x*2), dl, loss=bare_loss)
     assert learn.predict(xy()[0][3]).shape==(3, 1, 2)
+
+# --- outputs without a row for each sample ----------------------------------------------------------------------------------
+
+def pieces(sizes, n=18):
+    g = torch.Generator().manual_seed(5)
+    return [(torch.randn(sizes[i%len(sizes)], 4, generator=g), torch.tensor(float(i))) for i in range(n)]
+
+def graph(b):
+    "Nodes of all graphs, the graph of each node, a target for each graph"
+    xs,ys = zip(*b)
+    return torch.cat(xs),torch.arange(len(b)).repeat_interleave(torch.tensor([len(o) for o in xs])),torch.stack(ys)
+def nodes(b):
+    "Nodes alone, each with a target"
+    xs,ys = zip(*b)
+    return torch.cat(xs),torch.cat([x[:,0]+y for x,y in zip(xs, ys)])
+def lengthened(b):
+    xs,ys = zip(*b)
+    return nn.utils.rnn.pad_sequence(xs, batch_first=True),torch.stack(ys)
+
+# sizes of samples, their collation, the model, whether each sample has rows of its own, and whether the user is told that there are none
+rowless = {'graphs': ([1,3,2,2,5,3], graph, lambda x,i: x*2, True), 'as many nodes as fit': ([1,3,2,2], graph, lambda x,i: x*2, True),
+           'as many nodes as fit one rank': ([2,1,3], graph, lambda x,i: x*2, True),
+           'as many nodes as graphs': ([1,1,1,2], graph, lambda x,i: x, True),
+           'nodes': ([1,3,2,2], nodes, lambda x: x*2, False), 'flattened': ([3], None, lambda x: x.flatten(0, 1), False),
+           'flattened, time first': ([3], None, lambda x: x.transpose(0, 1).flatten(0, 1), True),
+           'masked': ([4], None, lambda x: x[(x[:,:,0]>0)], True), 'padded': ([1,3,2,5], lengthened, lambda x: x.cumsum(1), False),
+           'with a number': ([2], None, lambda x: dict(x=x, mean=x.mean()), False)}
+
+def outputs(name, bs):
+    sizes,collate,f,_ = rowless[name]
+    learn = make(Fn(f), TfmdDL(pieces(sizes), bs, **({'collate_fn': collate} if collate else {})), loss=bare_loss)
+    with warnings.catch_warnings(record=True) as seen, in_ctx(learn):
+        warnings.simplefilter('always')
+        res = learn.get_preds()
+    return plain(res),[str(o.message) for o in seen]
+
+def rank_rowless():
+    with process_group(): return {(k,bs): outputs(k, bs) for k in rowless for bs in (1,2,4)}
+
+@pytest.fixture(scope='module')
+def rowless_on_ranks(): return {W: run_ranks(rank_rowless, W) for W in (2,3)}
+
+@pytest.mark.parametrize('name', rowless)
+def test_outputs_without_rows(name, rowless_on_ranks):
+    "Those of one process, batch by batch, whatever their lengths happen to be; the user is told where they have no rows"
+    for bs in (1,2,4):
+        want,said = outputs(name, bs)
+        assert len(said)==(rowless[name][3] and bs>1)
+        for ranks in rowless_on_ranks.values():
+            for r,o in enumerate(ranks):
+                got,told = o[name,bs]
+                assert_same(got, want)
+                assert [s[:40] for s in told]==[s[:40] for s in said]*(r==0)
+
+def test_flattened_outputs_have_rows():
+    (p,_),said = outputs('flattened', 4)
+    assert torch.tensor(p).shape==(18,3,4) and not said
+    assert torch.equal(torch.tensor(p), torch.stack([x for x,_ in pieces([3])]))

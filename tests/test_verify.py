@@ -119,6 +119,12 @@ def graphs():
     learn = learner(OfGraphs(), train=dl, valid=dl)
     learn.dls.n_inp = 2
     return learn
+class ApartInEvaluation(OfGraphs):
+    def forward(self, x, sizes): return super().forward(x, sizes)*(1 if self.training else 1+int(os.environ.get('WORLD_SIZE', 1)))
+def graphs_apart():
+    learn = graphs()
+    learn.model = ApartInEvaluation()
+    return learn
 def rmse(out, y): return ((out[:,0]-y)**2).mean().sqrt()
 def batch_metric(): return learner(metrics=AvgMetric(rmse)) # the mean of batches, asked for by name
 
@@ -145,6 +151,9 @@ def test_same(f):
     assert res.same and res.first is None and str(res).splitlines()[-1].startswith('The same: 2 processes and one'), res
     assert max(res.largest[k].by for k in ('gradients','weights','predictions'))<1e-11
     assert {*res.largest} >= {'gradients','weights','loss','metrics','predictions'}
+
+def test_predictions_without_rows_are_compared():
+    assert verify(graphs_apart, steps=2).largest['predictions'].by>.1
 
 @pytest.mark.parametrize('f,kind,name,cause', [
     (weighted, 'gradients', '', 'the loss is no mean over samples'), (summed, 'gradients', '', 'the loss is a sum'),

@@ -291,6 +291,15 @@ class _Joined:
         it = iter(self.sampler)
         while bs := list(islice(it, self.k)): yield [i for b in bs for i in b]
 
+def by_batch(
+    dl # Any loader
+):     # None where its batches are not made of indices in order, or are dealt out already
+    "A copy of `dl` whose batches ranks are dealt as they are, instead of samples"
+    bs = getattr(dl, 'batch_sampler', None)
+    in_turn = isinstance(getattr(bs, 'sampler', None), (SequentialSampler,list,tuple,range))
+    if type(bs) is not BatchSampler or not in_turn or is_split(dl): return None
+    return (dl.new if hasattr(dl, 'new') else partial(changed, dl))(batch_sampler=_Joined(bs, 1))
+
 def widened(
     dl,   # Any loader of batches that is not split among ranks
     k:int # Factor of the batch size

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/data/02_rows.ipynb #92168161
-import torch
+import torch,zlib
 from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
@@ -22,10 +22,11 @@ class ByBatch(list): "The outputs of batches of which no part belongs to a sampl
 
 def to_rows(
     b,    # A batch: tensors `(n,…)` in any structure, or a list of `n` dicts or of `n` tensors of different shapes
-    n:int # Number of samples in it
-):        # The same structure, on the CPU; each leaf is a tensor `(n,…)` or a `RowList` of length n
+    n:int,    # Number of samples in it
+    cut=None  # What becomes of a tensor `(n*k,…)`. None: k rows for each sample; else it stays whole, and True: `cut_up` may cut it
+):            # The same structure, on the CPU; each leaf is a tensor `(n,…)` or a `RowList` of length n
     "Split a batch into rows, one for each sample"
-    return tree_map(partial(_leaf_rows, n=n), to_cpu(to_detach(b)), is_leaf=partial(_is_row_list, n=n))
+    return tree_map(partial(_leaf_rows, n=n, cut=cut), to_cpu(to_detach(b)), is_leaf=partial(_is_row_list, n=n))
 
 def _is_row_list(b, n):
     if isinstance(b, (RowList,PackedSequence)): return True
@@ -37,10 +38,12 @@ def _is_row_list(b, n):
 _each,_flat,_list,_once,_whole = range(5)
 
 class Whole(NamedTuple):
-    "A row of a leaf without recognisable rows: the first row holds the whole leaf, the others None"
+    "A row of a leaf without recognisable rows: the first row of a batch holds the whole leaf, the others None"
     val:object = None
+    n:int = 0         # Samples of that batch
+    cut:bool = False  # Whether each sample is known to have the same number of rows, one sample after the other
 
-def _wholes(o, n): return RowList([Whole(o), *[Whole()]*(n-1)])
+def _wholes(o, n, cut=False): return RowList([Whole(o, n, cut or n==1), *[Whole()]*(n-1)])
 
 def _kind(o, n):
     if isinstance(o, (list,tuple)): return _list
@@ -48,14 +51,16 @@ def _kind(o, n):
     if not isinstance(o, Tensor) or not o.ndim: return _once
     return _whole if not n or len(o)%n or n>1 and o.shape[1:2]==(n,) else _flat # time-first, tokens of all samples, or one table for all
 
-def _leaf_rows(o, n):
-    if isinstance(o, Mapping): return to_rows(dict(o), n)
+def _may_be_flat(o, n): return _kind(o, n) in (_flat,_whole) and n>0 and len(o)%n==0
+
+def _leaf_rows(o, n, cut):
+    if isinstance(o, Mapping): return to_rows(dict(o), n, cut)
     if isinstance(o, PackedSequence): return RowList(unpack_sequence(o))
     kind = _kind(o, n)
     if kind==_each: return o
-    if kind==_flat: return o.unflatten(0, (n, len(o)//n))
+    if kind==_flat and cut is None: return o.unflatten(0, (n, len(o)//n))
     if kind==_list: return RowList(o)
-    if kind==_whole: return _wholes(o, n)
+    if kind in (_flat,_whole): return _wholes(o, n, cut and _may_be_flat(o, n))
     return o.expand(n, *o.shape) if isinstance(o, Tensor) else RowList([o]*n)
 
 # %% ../../nbs/data/02_rows.ipynb #c006
@@ -64,15 +69,33 @@ def row_kinds(
     n:int # Number of samples in it
 )->list:  # An integer for each leaf, in order
     "The kind of each leaf of a batch, as `to_rows` treats it"
-    leaves = tree_flatten(b, is_leaf=partial(_is_row_list, n=n))[0]
-    return [k for o in leaves for k in (row_kinds(dict(o), n) if isinstance(o, Mapping) else [_kind(o, n)])]
+    return [_kind(o, n) for o in batch_leaves(b, n)]
+
+def batch_leaves(b, n):
+    "The leaves of a batch, also those in a mapping that torch does not know"
+    for o in tree_leaves(b, is_leaf=partial(_is_row_list, n=n)): yield from batch_leaves(dict(o), n) if isinstance(o, Mapping) else [o]
+
+def flat_lens(
+    b,    # As in `to_rows`
+    n:int # Number of samples in it
+)->set:
+    "The lengths of those tensors in a batch that seem to have several rows for each sample"
+    return {len(o) for o in batch_leaves(b, n) if _may_be_flat(o, n)}
+
+def has_batch_value(
+    b,    # As in `to_rows`
+    n:int # Number of samples in it
+)->bool:
+    "Whether a batch has a number that belongs to all samples together, such as a loss"
+    return any(isinstance(o, Tensor) and _kind(o, n)==_once for o in batch_leaves(b, n))
 
 def columns(
-    b,    # `learn.xb` or `learn.yb`
-    n:int # Number of samples
-)->tuple: # One element for each element of `b`
+    b,       # `learn.xb` or `learn.yb`
+    n:int,   # Number of samples
+    cut=None # As in `to_rows`
+)->tuple:    # One element for each element of `b`
     "The rows of each part of a batch"
-    return tuple(to_rows(o, n) for o in listed(b))
+    return tuple(to_rows(o, n, cut) for o in listed(b))
 
 def listed(b):
     "The parts of a batch; a part that collation left as a tuple is a list of samples"
@@ -113,6 +136,49 @@ def _as_whole(o, ref):
     "A leaf that looked like rows by chance (or because its batch has one sample), as a whole output"
     if isinstance(o, Tensor) and isinstance(ref.val, Tensor) and o.ndim>ref.val.ndim: return _wholes(o.flatten(0, 1), len(o))
     return _wholes(o, len(o))
+
+def cut_up(
+    rows # From `cat_rows`
+):       # The same structure
+    "Cut the leaves that are kept whole into rows, where each batch is known to have the same number of rows for each sample"
+    return tree_map(lambda o: _cut_leaf(o) if has_whole(o) else o, rows)
+
+def _cut_leaf(o):
+    at,(vals,ns,cuts) = [i for i,r in enumerate(o) if r.n],zip(*[r for r in o if r.n])
+    if not all(cuts) or at!=[sum(ns[:i]) for i in range(len(ns))]: return o # rows of several ranks, one after the other
+    if {*ns}=={1}: return _cat_leaf([v[None] for v in vals])
+    ks = {len(v)/n for v,n in zip(vals, ns)}
+    return _cat_leaf([v.unflatten(0, (n, -1)) for v,n in zip(vals, ns)]) if len(ks)==1 else o
+
+def layouts(
+    rows # From `to_rows`
+)->set:  # Of (place of a leaf, rows for each sample and the shape of a row or None, whether the batch has one sample)
+    "How the tensors of a batch are cut into rows: for comparison with other batches, see `same_layout`"
+    at = [(i, o[0] if has_whole(o) else Whole(o, len(o), True)) for i,o in zip(*_places(rows)) if len(o)]
+    return {(i, (len(r.val)/r.n, *r.val.shape[1:]) if r.cut else None, r.n==1) for i,r in at if isinstance(r.val, Tensor)}
+
+def same_layout(found:set)->bool: # found: `layouts` of all batches
+    "Whether the rows of all batches have one shape, so that they do not depend on which samples share a batch"
+    return all(len(o)==1 and None not in o for o in _of_leaves(found).values())
+
+def _of_leaves(found): return {i: {k for j,k,_ in found if i==j} for i,_,one in found if not one}
+
+def as_wholes(
+    rows,     # From `to_rows`
+    found:set # `layouts` of all batches
+):            # The same structure
+    "Keep whole, in this batch too, those leaves that have no row for each sample in some other batch"
+    bad,spec = rowless({(i,k,False) for i,k,_ in found}),tree_flatten(rows)[1] # also those of which all batches have one sample
+    return tree_unflatten([_wholes(o, len(o)) if i in bad and isinstance(o, Tensor) else o for i,o in zip(*_places(rows))], spec)
+
+def _places(rows):
+    "(number of a leaf, structure) for each leaf, and the leaves"
+    leaves,spec = tree_flatten(rows)
+    return [(i,zlib.crc32(repr(spec).encode())) for i in range(len(leaves))],leaves
+
+def rowless(found:set)->set: # found: `layouts` of all batches
+    "The numbers of the leaves that have no row for each sample"
+    return {i for i,ks in _of_leaves(found).items() if None in ks or len({k[0] for k in ks})>1}
 
 def without_rows(
     rows # From `cat_rows`

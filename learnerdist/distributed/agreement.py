@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 from ..core.compat import tree_leaves,tree_map
 from ..core.env import group_rank,group_size,in_group
 from ..core.shards import is_part
+from ..core.stacks import Frame
 from ..data.loaders import LoaderWrapper,call_model,data_len,look_ahead
 from .batchnorm import muted
 from .vote_links import Ballot,Tally,scopes
@@ -37,7 +38,7 @@ class Progress(IntEnum):
 class Agreement(Callback):
     "Turn a Cancel exception on one rank into the same one on all, and keep gradients and steps aligned meanwhile"
     order = Order.agreement
-    loop_state = 'place','progress','has_next','template','n_steps','ballot'
+    loop_state = 'place','progress','has_next','template','n_steps','ballot','idle'
     fit_state = 'n_steps',
     cancels = cancels # the learner's exceptions, by loop
     # watcher: the Checkpoint, which adds requests to save and stop to each vote, and is told the result
@@ -46,7 +47,7 @@ class Agreement(Callback):
     def before_epoch(self): self.place = 2
     def before_train(self): self._clear(3)
     def before_batch(self):
-        training,shards = self.training,self.trainer.shards
+        training,shards,self.idle = self.training,self.trainer.shards,()
         self.progress,self.place = Progress.begun,4 if training else 7
         if shards is not None and not training: shards.begin_batch()
     def after_pred(self): self.progress = Progress.predicted
@@ -54,7 +55,11 @@ class Agreement(Callback):
         parts = [p for _,p in self.trainer.shards.pairs] if self.trainer.shards else [] # between the passes the model has others
         idle = [p for p in [*self.model.parameters(),*parts] if p.grad is None]
         self.shadow()
-        if idle and not any(_has_values(p.grad) for p in idle) and self.all_cancelled():
+        self.idle = () if any(_has_values(p.grad) for p in idle) else idle
+    def settle_idle(self):
+        "Before the step, and after what users' callbacks exchange: if all ranks have cancelled the backward pass, there is no gradient"
+        idle,self.idle = self.idle,()
+        if idle and self.all_cancelled():
             for p in idle: p.grad = None # the optimizer leaves these alone, as in one process
     def all_cancelled(self)->bool:
         "Whether each rank has cancelled this backward pass. A rank that has not answers at the end of its batch"
@@ -62,12 +67,18 @@ class Agreement(Callback):
         self.ballot.post(asks=True, place=self.place)
         return self.ballot.read().asks==self.n_ranks
     def after_backward(self): self.progress = Progress.synced
+    def after_cancel_batch(self): # what raised it is known here, and not in `after_batch`
+        if not self.training: return
+        if self.progress==Progress.predicted and self.exchanges(): _check_outside_backward()
+        if self.progress==Progress.stepped and not self.all_cancelled():
+            self.opt.zero_grad() # as other ranks, which have gone on after the step; in one process these gradients count in the next one
+    def exchanges(self)->bool:
+        "Whether ranks exchange something in this batch's forward or backward pass"
+        replica = self.trainer.replica
+        return self.n_ranks>1 and replica is not None and bool(replica.sync or replica.forward_exchanges)
     def after_cancel_step(self): self.catch_up() # before the gradients are set to zero
     def after_step(self):
         if self.progress not in (Progress.caught_up,Progress.ended): self.progress = Progress.stepped
-    def after_cancel_batch(self):
-        if not self.training or self.progress!=Progress.stepped or self.all_cancelled(): return
-        self.opt.zero_grad() # as other ranks, which have gone on after the step; in one process these gradients count in the next one, too
     def after_batch(self):
         if self.progress!=Progress.ended: self.catch_up()
     def after_train(self): self.place = 5
@@ -77,7 +88,7 @@ class Agreement(Callback):
 
     def _clear(self, place):
         self.place,self.progress,self.n_ranks = place,Progress.outside,group_size()
-        self.ballot,self.has_next,self.template,self.n_steps = Ballot(self.trainer.links),False,None,0
+        self.ballot,self.has_next,self.template,self.n_steps,self.idle = Ballot(self.trainer.links),False,None,0,()
         self.run_train = self.run_valid = in_group() # with one process there is no other rank to keep in step with
 
     def vote(self, scope=None, stepped=False, more=False)->Tally:
@@ -109,12 +120,21 @@ def shadow(self:Agreement):
     replica = self.trainer.replica
     if self.progress>=Progress.synced or not self.training or replica is None: return
     if not replica.sync and not replica.forward_exchanges: return self.trainer.take_part()
+    if self.n_ranks>1: _check_outside_backward()
     predicted,self.progress = self.progress==Progress.predicted,Progress.synced
     out = self.pred if predicted and replica.forward_exchanges else self._shadow_forward(replica)
     outs = [o for o in tree_leaves(out) if torch.is_tensor(o) and o.requires_grad]
     self.trainer.take_part()
     with torch.enable_grad(): torch.autograd.backward(outs, [torch.zeros_like(o) for o in outs])
     replica.after_backward()
+
+def _check_outside_backward():
+    "ValueError if the exception at hand was raised within a backward pass, in which ranks exchange gradients"
+    frames = [f for f,_ in traceback.walk_tb(sys.exc_info()[2])]
+    if all(f.f_code is not torch.autograd.backward.__code__ for f in frames): return
+    at = Frame(frames[-1].f_code.co_filename, frames[-1].f_lineno, frames[-1].f_code.co_name)
+    raise ValueError(f'{type(sys.exc_info()[1]).__name__} was raised within the backward pass ({at}), in which ranks exchange gradients, '
+                     'so it cannot be left. Raise it in an event: before_backward, or after_backward for what shows in the pass')
 
 @patch
 def _shadow_forward(self:Agreement, replica):
@@ -131,6 +151,7 @@ def catch_up(self:Agreement, scope=None):
         self.progress = Progress.caught_up
         return
     self.shadow()
+    self.settle_idle()
     self.progress = Progress.caught_up
     if self.vote(scope, more=self.has_next).stepped: self._step_with_others()
 
@@ -243,6 +264,8 @@ class AgreementEnd(Callback):
         if group_size()>1: self.agreement.trainer.check_settings()
 
     def before_epoch(self): self._vote()
+    def before_step(self):
+        if self.agreement.idle: self.agreement.settle_idle()
     def after_train(self): self._vote()
     def after_validate(self): self._vote()
     def after_epoch(self): self._vote()

@@ -7,10 +7,11 @@ __all__ = []
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c002
 import torch
+import warnings
 from contextlib import contextmanager
 from functools import reduce,singledispatch
 from itertools import chain
-from fastcore.basics import patch
+from fastcore.basics import noop,patch
 from torch import Tensor
 from torch.utils.data import BatchSampler,DataLoader,DistributedSampler,IterableDataset
 
@@ -19,14 +20,15 @@ from ..core.compat import tree_leaves
 from ..core.env import group_rank,group_size
 from ..data.distributed_dl import DistributedDL,in_order,is_split
 from ..data.loaders import LoaderWrapper,batch_shape,changed,to_device
-from ..data.rows import as_batch,cat_rows,is_ragged,listed,row_kinds,spread,take_rows,to_rows
+from ..data.rows import (as_batch,as_wholes,cat_rows,flat_lens,is_ragged,layouts,listed,row_kinds,rowless,same_layout,spread,take_rows,
+                         to_rows)
 from .batchnorm import _local
 from .divergence import say_loss
 from .gather_rows import gather_all
 from ..learner.callback import Callback,Order
-from ..learner.losses import MeanOver,batch_rows,loss_of_batch,loss_over,probe_loss
+from ..learner.losses import MeanOver,batch_rows,loader_says,loss_of_batch,loss_over,probe_loss
 from ..learner.metrics import AvgLoss,Replay,Rows,Sums,reduction
-from ..learner.predictions import GatherPreds,has_result
+from ..learner.predictions import BySample,GatherPreds,has_result
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c014
 class FullBatches(LoaderWrapper, IterableDataset):
@@ -56,7 +58,7 @@ def _(dl:DataLoader):
 class ExactEvaluation(Callback):
     "At the end of a loop over shards, turn metrics and predictions into those of one process. A subclass adapts it to another learner"
     order,run_train = Order.evaluation,False
-    loop_state = 'keys','own','seen','replay','n','replays','ranks','found','asks'
+    loop_state = 'keys','own','seen','replay','n','replays','ranks','found','asks','by_sample','uneven','usual'
 
     def before_validate(self):
         self._start()
@@ -64,11 +66,15 @@ class ExactEvaluation(Callback):
 
     def _start(self): # keys, own: one tensor per batch
         self.keys,self.own,self.seen,self.replay,self.replays,self.ranks,self.found,self.asks = [],[],0,[],None,None,[],None
+        self.by_sample,self.uneven,self.usual = BySample(),False,None # usual: the number of samples in a batch
     def before_batch(self): self.n = batch_rows(self.learn)
 
     def after_batch(self):
         if is_share(self.dl) and self.is_measured():
             n = batch_rows(self.learn)
+            if n!=self.usual or self.learn.iter+1==self.learn.n_iter: # not asked at each batch, which takes longer than the rest
+                self.usual = self._samples(n)
+                self.uneven |= n!=self.usual
             self.keys.append(spread(self._keys(), n))
             self.own.append(torch.full((n,), self._batch()))
             if self.replays is None: self.replays,self.asks = self._plan() # once per loop
@@ -78,6 +84,8 @@ class ExactEvaluation(Callback):
     def after_validate(self):
         self.put_together()
         _local.on = False
+
+    def _predicts(self, m): return isinstance(m, GatherPreds) # whether `m` gathers predictions
 
     # A subclass for another kind of learner overrides these, and `measured`, `batch_ids` and `batch_loss`
     def kind(self, m):
@@ -103,6 +111,11 @@ class ExactEvaluation(Callback):
     def _ranks(self):
         if self.ranks is None: self.ranks = getattr(self.dl, 'rank', group_rank()),getattr(self.dl, 'world_size', group_size())
         return self.ranks
+    def _samples(self, n): # n: rows of this batch
+        "The samples of this batch, as its loader says; of a stream, whose last batch may be short, only where there are more rows"
+        said,dealer = loader_says(self.dl, self.iter),getattr(self.dl, 'dealer', None)
+        known = said is not None and dealer is not None and not deals_batches(self.dl)
+        return said if known and (n>said or not dealer.streams) else n
     def _batch(self): return self.iter*self._ranks()[1] + self._ranks()[0]
     def _keys(self):
         rank,world_size = self._ranks()
@@ -241,12 +254,26 @@ def _gather(self:ExactEvaluation, m, red):
     for k in red.names:
         kept = getattr(red.obj, k)
         parts = self.row_parts(m, kept, [len(o) for o in self.keys])
+        if self._predicts(m): parts = self.settle_rows(m, parts)
         ns = [_n_rows(o) for o in parts]
         own = [spread(*o) for o in zip(self.keys, ns)] if len(ns)==len(self.keys) else [spread(cat_keys(self.keys), sum(ns))]
         rows = cat_rows(parts)
         del parts
         kept.clear() # free this memory before the gathered rows are allocated
         setattr(red.obj, k, self.kept_parts(m, self._all_rows(rows, cat_keys(own), 0 if getattr(m, 'on_rank0', False) else None)))
+
+@patch
+def settle_rows(self:ExactEvaluation, m, parts): # parts: this rank's batches, as rows
+    "Agree on which outputs have a row for each sample. Where they have not, and whole batches can be dealt out instead: none. Sync point"
+    told = gather_objects((self.uneven or getattr(m, 'has_value', False), set().union(*map(layouts, parts))))
+    uneven,found = any(o for o,_ in told),set().union(*[o for _,o in told])
+    if deals_batches(self.dl): return [as_wholes(o, found) for o in parts]
+    m.again = getattr(m, 'by_batch', None) is not None and (uneven or not same_layout(found))
+    if m.again: m.by_sample = BySample()
+    elif (uneven or rowless(found)) and group_rank()==0:
+        warnings.warn('get_preds: there is not one row for each sample, and this loader cannot be dealt out by batches: rows are in '
+                      'another order than in one process. Use a loader in order over a data set with a length')
+    return [] if m.again else [as_wholes(o, found) for o in parts]
 
 @patch
 def _all_rows(self:ExactEvaluation, rows, keys, dst=None):
@@ -262,14 +289,18 @@ def _n_rows(rows): return next((len(o) for o in tree_leaves(rows)), 0)
 @patch
 def _remember(self:ExactEvaluation, n):
     xb,yb,pred = self.batch_parts()
-    rows = tuple(to_rows(o, n) for o in xb),tuple(to_rows(o, n) for o in yb),to_rows(pred, n)
+    flat = flat_lens(pred, n)
+    cut = bool(flat) and self.by_sample(self.learn, n, pred, noop)
+    rows = tuple(to_rows(o, n, False) for o in xb),tuple(to_rows(o, n, cut and flat_lens(o, n)<=flat) for o in yb),to_rows(pred, n, cut)
     kinds = torch.tensor([k for o in (*xb,*yb,pred) for k in row_kinds(o, n)])
     self.replay.append((rows, self.keys[-1], self.own[-1], kinds.expand(n, -1)))
 
 @patch
 def _feed(self:ExactEvaluation, mets):
     for m in mets: m.reset()
-    got = self._all_rows(cat_rows(self.replay), cat_keys([o[1] for o in self.replay]))
+    found = set().union(*gather_objects(set().union(*[layouts(o) for o,*_ in self.replay])))
+    replay = [(as_wholes(o, found),*more) for o,*more in self.replay]
+    got = self._all_rows(cat_rows(replay), cat_keys([o[1] for o in replay]))
     if got is None: return
     rows,keys,own,kinds = got
     common = (kinds[0] if isinstance(kinds, Tensor) else min(kinds, key=len)).tolist()

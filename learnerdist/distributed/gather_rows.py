@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.collectives import _carried,gather_objects,gather_rows
 from ..core.compat import tree_flatten,tree_leaves,tree_unflatten
 from ..core.env import current_group,group_rank
-from ..data.rows import _cat_leaf,as_ints,cat_rows,take_rows
+from ..data.rows import _cat_leaf,as_ints,cat_rows,cut_up,take_rows
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c017
 def _meta(rows):
@@ -28,25 +28,26 @@ def gather_all(
     dst:int=None  # The only rank that gets the result; None: all ranks
 ):                # The rows of all ranks by ascending key; None if no rank has any, and on ranks other than `dst`
     "All-gather rows of any structure, in the order of their keys. Sync point"
-    metas = [o for o in gather_objects(None if rows is None else _meta(rows)) if o is not None]
+    cut = cut_up(rows)
+    metas = [o for o in gather_objects(None if rows is None else _meta(cut)) if o is not None]
     if not metas: return None
     parts = gather_rows(keys)
     order,lens = torch.cat(parts).argsort(stable=True),[len(o) for o in parts]
     kinds,specs = zip(*[(kind,tree_flatten(o)[1]) for kind,o in metas]) # rebuilt here, since torch's tree spec is not sent
-    if all(o==specs[0] for o in specs): return _gather_leaves(rows, list(zip(*kinds)), specs[0], order, lens, dst)
+    if all(o==specs[0] for o in specs): return _gather_leaves(rows, cut, list(zip(*kinds)), specs[0], order, lens, dst)
     res = cat_rows(_gather_pickled(rows, dst))
     return None if res is None else take_rows(res, order)
 
-def _gather_leaves(rows, kinds, spec, order, lens, dst):
-    leaves = [None]*len(kinds) if rows is None else tree_leaves(rows)
-    cols = [_gather_leaf(*o, order, lens, dst) for o in zip(leaves, kinds)]
+def _gather_leaves(rows, cut, kinds, spec, order, lens, dst):
+    leaves = [[None]*len(kinds) if o is None else tree_leaves(o) for o in (rows,cut)]
+    cols = [_gather_leaf(*o, order, lens, dst) for o in zip(*leaves, kinds)]
     return None if any(o is None for o in cols) else tree_unflatten(cols, spec)
 
-def _gather_leaf(o, kinds, order, lens, dst):
+def _gather_leaf(o, cut, kinds, order, lens, dst):
     if None in kinds or len(set(kinds))>1:
         parts = _gather_pickled(o, dst)
         return None if parts is None else take_rows(_cat_leaf(parts), order)
-    shape,dtype,cls = kinds[0]
+    o,(shape,dtype,cls) = cut,kinds[0]
     o = as_ints(torch.empty(0, *shape, dtype=dtype) if o is None else o.as_subclass(Tensor))
     res,places = o.new_empty(len(order), o.shape[1]) if _wants(dst) else None,order.argsort().split(lens)
     for r,i,rows in _pieces(o, lens, dst): res.index_copy_(0, places[r][i:i+len(rows)], rows)

@@ -51,6 +51,7 @@ class LossWeights:
     def __init__(self, learn, links):
         self.learn,self.links,self.said,self.world_size = learn,links,set(),group_size()
         self.dl,self.uneven,self.ask,self.done,self.with_rows,self.n_rows,self.loss = None,'none',False,True,False,None,None
+        self.plain,self.version = None,0 # the loss as it was computed; `loss` is the same, or a copy
     def begin(self, dl):
         "Before a training loop over `dl`"
         self.dl,self.uneven,self.done = dl,uneven_steps(dl),True
@@ -80,8 +81,9 @@ class LossWeights:
         learn,W,self.done = self.learn,self.world_size,True
         if self.with_rows: self._count_rows(0 if learn.repeated else batch_rows(learn))
         if self.ask and self._asks: self._agree(None if learn.repeated else probe_loss(learn))
-        over,penalty = loss_over(learn),learn.loss_grad is not self.loss # which a callback has added
-        if over.kind=='sum': learn.loss_grad = learn.loss_grad+self.loss*(W-1) if penalty else learn.loss_grad*W
+        over = loss_over(learn)
+        if learn.loss_grad is not self.plain or self.plain._version!=self.version: self._look_at_change(over)
+        if over.kind=='sum': learn.loss_grad = learn.loss_grad+self.loss*(W-1) # a callback may have added a penalty
         if learn.repeated and over.kind!='whole': learn.loss_grad = self._zero() # 'whole': `gather_with_grad` sends no row of it
         if not self._counts(over): return
         learn.items = self._number(n_items(learn)*(not learn.repeated), over) # counted once
@@ -129,6 +131,28 @@ def _agree(self:LossWeights, own):
     learn,kind = self.learn,found.pop() if len(found)==1 else 'other'
     learn._loss_over,self.ask = (learn.loss_func,MeanOver('samples' if kind=='uncut' else kind)),kind=='samples'
     if kind in ('other','uncut'): self._say(kind)
+
+@patch
+def _look_at_change(self:LossWeights, over):
+    "Tell the user of a callback that changes the loss by something which depends on the samples of this rank, once"
+    learn = self.learn
+    if learn.iter&(learn.iter-1) or 'changed' in self.said or not _is_of(learn.loss_grad, self.loss, learn.pred): return
+    self.said.add('changed')
+    what = 'the items of the loss' if over.kind=='items' else 'samples'
+    if not group_rank(): warnings.warn(f'a callback changes learn.loss_grad by what it computes from predictions, on {self.world_size} '
+                                       f'ranks from the samples of each. It does what it does in one process if that is a mean over {what}')
+
+def _is_of(new, old, pred):
+    "Whether `new` depends on predictions in another way than through the loss `old`"
+    ends = {o.grad_fn for o in tree_leaves(pred) if isinstance(o, Tensor)}-{None}
+    todo,seen = [new.grad_fn],{old.grad_fn,None}
+    while todo:
+        node = todo.pop()
+        if node in ends and node not in seen: return True
+        if node in seen: continue
+        seen.add(node)
+        todo += [o for o,_ in node.next_functions]
+    return False
 
 @patch
 def _say_repeats(self:LossWeights, dealer):

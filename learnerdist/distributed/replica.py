@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/distributed/09_replica.ipynb #55899e64
+import warnings
 from contextlib import contextmanager
 from operator import attrgetter
 
@@ -111,7 +112,7 @@ class Replica:
         self.learn,self.model,self.comm_hook,self.links,self.ddp = learn,learn.model,comm_hook,links,None
         self.kw = ddp_kw if 'broadcast_buffers' in ddp_kw else {sync_buffers: False, **ddp_kw}
         self.undo_bn = sync_batchnorm(self.model, current_group()) if sync_bn else None
-        self.max_norm,self._sync,self.params,self.trained = max_norm,True,[],([],[])
+        self.max_norm,self._sync,self.params,self.trained,self.said = max_norm,True,[],([],[]),False
         self._wrap()
 
     def _wrap(self):
@@ -138,7 +139,16 @@ class Replica:
     def __call__(self, *xb, **kw):
         if self.trained!=self._what_is_trained(): self._wrap()
         self.regroups = False
+        if self.learn.global_items is not None and not batchnorm.is_muted(): self._check_second()
         return (self.ddp or self.model)(*xb, **kw)
+
+    def _check_second(self):
+        "Tell the user of a further backward pass of a callback (SAM), whose loss no one weighs, if ranks have other numbers of items"
+        n,mean = self.learn.items,self.learn.global_items
+        if self.said or n is None or float(n)==float(mean): return
+        self.said = True
+        warnings.warn('learn.wrapper is called again in a batch of which ranks have different numbers of items. They count alike in a '
+                      'second backward pass: multiply its loss by learn.items/learn.global_items')
 
     def undo(self):
         "Leave the model as it was"

@@ -23,7 +23,7 @@ from ..core.compat import tree_leaves,tree_map
 from ..core.collectives import distrib_barrier
 from ..core.env import group_rank
 from ..data.loaders import find_bs
-from ..data.rows import RowList,take_rows,to_rows,without_rows
+from ..data.rows import ByBatch,RowList,take_rows,to_rows,without_rows
 from ..distributed.evaluation import ExactEvaluation,cat_keys,deals_batches,in_groups,is_share
 from ..distributed.gather_rows import gather_all
 from ..learner.losses import loss_over,n_items,weighted
@@ -69,8 +69,12 @@ def _is_function(m):
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c010
 def as_fastais(rows):
-    "Rows as `get_preds` returns them: in an `L` if they do not fit into one tensor, by batches if they belong to no sample"
-    return tree_map(lambda o: _stacked(o) if isinstance(o, RowList) else o, without_rows(rows))
+    "Rows as `get_preds` returns them: in an `L` if they do not fit into one tensor; outputs of whole batches are concatenated"
+    return tree_map(lambda o: _joined(o) if isinstance(o, ByBatch) else _stacked(o) if isinstance(o, RowList) else o, without_rows(rows))
+
+def _joined(o):
+    same = all(isinstance(b, Tensor) for b in o) and len({b.shape[1:] for b in o})==1
+    return torch.cat([*o]) if same else o
 
 def _stacked(o):
     same = all(isinstance(r, Tensor) for r in o) and len({r.shape for r in o})==1
@@ -150,6 +154,7 @@ class Evaluation(ExactEvaluation):
         for o in self.files: o.write()
         if self.files: distrib_barrier() # the files exist when `get_preds` returns
 
+    def _predicts(self, m): return not isinstance(m, Metric)
     def is_measured(self): return not self.training or bool(self._mets())
     def batch_parts(self): return list(self.learn.xb) if self.inputs else [],list(self.learn.yb),self.learn.pred
     def n_rows(self): return self.dl.n_total if self.padded else None
@@ -209,7 +214,7 @@ def kind(self:Evaluation, m):
 @patch
 def row_parts(self:Evaluation, m, parts, ns):
     "`get_preds` keeps batches of any structure, which are split into rows; a metric keeps rows"
-    return parts if isinstance(m, Metric) else [to_rows(o, n) for o,n in zip(parts, ns)]
+    return parts if isinstance(m, Metric) else [to_rows(o, n, False) for o,n in zip(parts, ns)]
 
 @patch
 def kept_parts(self:Evaluation, m, rows):

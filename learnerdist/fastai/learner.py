@@ -89,13 +89,23 @@ class _Base(Learner):
         if isinstance(dl, (list,tuple,L)):
             with self.distributed_trainer.on_its_own(): return get(dl=dl, reorder=reorder)
         reorder = reorder and isinstance(dl, DataLoader) and dl.indexed and not isinstance(dl, LMDataLoader) # a stream is in order
-        return get(dl=self.distributed_trainer.in_one_order(dl) if reorder else dl, reorder=reorder)
+        trainer = self.distributed_trainer
+        with trainer.in_batches(not {*kwargs}&{'save_preds','save_targs'}): # files are those of global batches
+            return get(dl=trainer.in_one_order(dl) if reorder else dl, reorder=reorder)
 
     def lr_find(self, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True, show_plot=True, *args, **kwargs):
         "As fastai's; only rank 0 plots"
         res = super().lr_find(start_lr, end_lr, num_it, stop_div, show_plot and group_rank()==0, *args, **kwargs)
         if not self.distributed_trainer.alone: distrib_barrier() # every rank has removed its temporary folder
         return res
+
+@patch
+@contextmanager
+def in_batches(self:DistributedTrainer, on):
+    "Within the body, ranks evaluate whole batches of one process, if `on`: what they predict does not depend on how samples are dealt"
+    old,self.by_batch = self.by_batch,on
+    try: yield
+    finally: self.by_batch = old
 
 @patch
 def in_one_order(self:DistributedTrainer, dl):

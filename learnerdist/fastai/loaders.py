@@ -80,6 +80,7 @@ def _reading(new, order):
 @reindexed.register
 def _(dl:DataLoader, dealer):
     if not dl.indexed: return _of_stream(dl, dealer)
+    if 'by_batch' in vars(dl): return _share_of_batches(dl, dealer)
     if dl.bs is None: dealer.of_batches() # the data set's items are batches
     order = dealer.order(range(dl.n), dl.shuffle) if _is_plain(dl) else dealer.drawn(_Indices(_global(dl, dealer), dealer))
     return _reading(shallow(dl), order)
@@ -92,6 +93,33 @@ def _of_stream(dl, dealer):
 
 @in_order.register
 def _(dl:DataLoader): return dl.new(shuffle=False, drop_last=False)
+
+# %% ../../nbs/fastai/00_loaders.ipynb #bybatch1
+class _Batches(_Indices):
+    "The batches of indices that `dl` reads"
+    def __iter__(self):
+        idxs = list(super().__iter__())
+        return iter([idxs[i:i+self.dl.bs] for i in range(0, len(idxs), self.dl.bs)])
+    def __len__(self): return -(-super().__len__()//self.dl.bs)
+
+class _OneAfterAnother:
+    "The samples of batches"
+    def __init__(self, batches): self.batches,self.n = batches,sum(map(len, batches))
+    def __iter__(self): return (i for b in self.batches for i in b)
+    def __len__(self): return self.n
+
+def by_batch(
+    dl # Any loader
+):
+    "A copy of `dl` whose batches ranks are dealt as they are, instead of samples; `dl` itself where that cannot be"
+    if not isinstance(dl, DataLoader): return core.by_batch(dl) or dl
+    if not dl.indexed or dl.bs is None or dl.shuffle or isinstance(dl, (LMDataLoader,SortedDL)): return dl
+    new = shallow(dl)
+    new.by_batch = True
+    return new
+
+def _share_of_batches(dl, dealer):
+    return _reading(shallow(dl), _OneAfterAnother(dealer.drawn(_Batches(dl, dealer), unit='batch')))
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c013
 class _Lengths(_Share):

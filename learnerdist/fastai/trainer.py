@@ -30,7 +30,7 @@ from ..data.loaders import find_bs
 from ..core.env import group_rank,group_size
 from ..distributed.evaluation import ExactEvaluation
 from ..distributed.loss_weights import total_losses
-from .loaders import ShareDL
+from .loaders import ShareDL,by_batch
 from ..data.distributed_dl import set_epoch
 from ..learner.losses import LossTrace,MeanOver,loss_over,mean_over,n_items,weighted
 
@@ -84,6 +84,7 @@ class DistributedTrainer(core.DistributedTrainer):
         self.agreement = FastaiAgreement(self)
         self.plain,self.asked = None,{} # asked: from an event of a batch to the callbacks, their orders, and which have no handler
         self.trained,self.looping,self.alone,self.saved,self.steps,self.counted,self.rank0s = False,False,False,None,[],True,[]
+        self.by_batch = False # whether evaluation deals out whole batches
         self.watches,self.trace = False,None # whether, and by what, the model and the loss are observed
 
     def tell(self, cb, event):
@@ -149,6 +150,7 @@ def share(self:DistributedTrainer, dl, pad, **kw):
     if isinstance(dl, (list,tuple,L)): return dl
     if getattr(dl, 'by_hand', False) and (dl.rank,dl.world_size)==(group_rank(),group_size()): dl = dl.source
     if not pad and isinstance(dl, DataLoader) and dl.drop_last: dl = dl.new(drop_last=False)
+    if self.by_batch and not pad: dl = by_batch(dl)
     return ShareDL.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c021

@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler
 from ..core.compat import tree_leaves
 from ..core.random import rng_state,set_rng_state
 from ..data.loaders import data_len,find_bs,to_device
-from ..data.rows import as_batch,columns,listed,row_kinds,take_rows,to_rows
+from ..data.rows import as_batch,batch_leaves,columns,listed,row_kinds,take_rows,to_rows
 
 # %% ../../nbs/learner/00_losses.ipynb #1be6cc1c
 class MeanOver(NamedTuple):
@@ -134,8 +134,9 @@ def probe(
     func,       # From (prediction, *targets) to a number: a loss or a metric
     pred, yb,   # Prediction and targets of a batch
     n:int       # Number of samples in the batch
-):              # 'samples' (the value is the mean of the parts', weighted by samples), 'sum', 'other'; None: not known from this batch
+):              # 'samples' (the value is the mean of the parts', weighted by `counted_rows`), 'sum', 'other'; None: not known
     "Find out how the value of a batch follows from the values of its parts, by cutting the batch in two, in two ways"
+    n = counted_rows(pred, yb, n)
     if n<2: return None
     if any(isinstance(o, Tensor) and not o.ndim and o.is_floating_point() for o in tree_leaves(pred)): raise ValueError('a loss in `pred`')
     cols,device = (to_rows(pred, n),*columns(yb, n)),getattr(yb[0], 'device', None)
@@ -150,6 +151,17 @@ def probe(
         found.add('samples' if abs((a*i+b*j)/n-whole)<=far else 'sum' if abs(a+b-whole)<=far else 'other')
     return found.pop() if len(found)==1 else 'other'
 
+def counted_rows(
+    pred, yb, # Prediction and targets of a batch
+    n:int     # Number of samples in it
+)->int:
+    "What a mean counts of which nothing is known: samples; but the length of all tensors, if it is another (nodes of graphs, tokens)"
+    if type(pred) is Tensor and len(yb)==1 and type(yb[0]) is Tensor and pred.shape[:1]==yb[0].shape[:1]==(n,): return n # the usual
+    found = [o for b in (pred,*listed(yb)) for o in batch_leaves(b, n)]
+    ts = [o for o in found if isinstance(o, Tensor) and o.ndim]
+    if len(ts)<2 or any(isinstance(o, (list,tuple)) for o in found) or all(o.shape[1:2]==(n,) for o in ts): return n # time first
+    return n if len({len(o) for o in ts})>1 else len(ts[0])
+
 # %% ../../nbs/learner/00_losses.ipynb #ba7c4f0e
 def batch_rows(
     learn # A learner, at a batch
@@ -161,12 +173,12 @@ def batch_rows(
     tensors,lists = [o for o in tree_leaves(b) if isinstance(o, Tensor) and o.ndim],[o for o in b if isinstance(o, (list,tuple))]
     lens,seconds = {len(o) for o in tensors},{o.shape[1:2] for o in tensors}
     if not lists and len(lens)==1 and seconds!={tensors[0].shape[1:2]}-{()}: return lens.pop()
-    said = _loader_says(learn.dl, learn.iter)
+    said = loader_says(learn.dl, learn.iter)
     if said in lens.union(map(len, lists)): return said
     if lens and seconds=={(said,)}: return said # time is the first dimension
     return lens.pop() if len(lens)==1 else find_bs(b)
 
-def _loader_says(dl, i):
+def loader_says(dl, i):
     "The number of samples in batch `i`; None if it is not known"
     bs,dealer = getattr(dl, 'batch_sampler', None),getattr(dl, 'dealer', None)
     k = i-getattr(dl, 'offset', 0)
@@ -201,7 +213,7 @@ def n_items(
     n = vars(learn).get('items')
     if n is None:
         over = loss_over(learn)
-        if over.count is None: return batch_rows(learn)
+        if over.count is None: return counted_rows(learn.pred, learn.yb, batch_rows(learn))
         n = over.count(learn.pred, *learn.yb)
     return n.detach().double() if isinstance(n, Tensor) else n
 

@@ -20,7 +20,7 @@ from ..core.env import is_rank0
 from ..core.random import rng_state,set_rng_state
 from ..data.loaders import to_cpu,to_detach
 from ..data.rows import as_batch,cat_rows,columns,find_device,listed,row_kinds,to_rows
-from .losses import batch_rows,n_items,probe,weighted
+from .losses import batch_rows,counted_rows,n_items,probe,weighted
 
 # %% ../../nbs/learner/02_metrics.ipynb #c005
 class Metric:
@@ -56,7 +56,8 @@ class AvgMetric(Metric):
 
     def reset(self): self.total,self.count = 0.,0
     def accumulate(self, learn):
-        n = batch_rows(learn) if self.n_items is None else self.n_items(learn.pred, *learn.yb)
+        plain = self.n_items is None
+        n = counted_rows(learn.pred, learn.yb, batch_rows(learn)) if plain else self.n_items(learn.pred, *learn.yb)
         self.add(self.func(learn.pred, *learn.yb), n)
     def add(self,
         mean, # Of a batch: a number or a tensor ()

@@ -19,9 +19,10 @@ from torch.utils.data import default_collate
 from ..core.compat import BatchNorm,tree_leaves,tree_map
 from ..core.env import group_rank
 from ..core.random import shared_rng
-from ..data.distributed_dl import in_order
+from ..core.shards import has_parts
+from ..data.distributed_dl import by_batch,in_order
 from ..data.loaders import DataLoaders,all_inputs,call_model,single
-from ..data.rows import cat_rows,columns,has_whole,to_rows,without_rows
+from ..data.rows import cat_rows,columns,cut_up,flat_lens,has_batch_value,has_whole,to_rows,without_rows
 from .callback import Callback,Order
 from .learner import Learner
 from .losses import batch_rows
@@ -43,14 +44,23 @@ class GatherPreds(Callback):
     ):
         self.with_input,self.with_loss,self.act,self.on_rank0 = with_input,with_loss,act,on_rank0
         self.rows = [] # (inputs,) predictions, targets (, losses) of each batch
+        self.by_batch,self.again,self.has_value = None,False,False # On several ranks: the loader for another loop, whether it is needed
+        self.by_sample = BySample()
 
     def after_batch(self):
         if not has_result(self.learn): return
-        n = batch_rows(self.learn)
-        x = [single(columns(self.xb, n))] if self.with_input else []
-        losses = [to_rows(self._row_losses(), n)] if self.with_loss else []
-        pred = self.pred if self.loss_func is not None else without_loss(self.pred)
-        self.rows.append((*x, to_rows(self.act(pred), n), single(columns(self.yb, n)), *losses))
+        n,pred = batch_rows(self.learn),self.act(self.of_model())
+        flat,self.has_value = flat_lens(pred, n),self.has_value or has_batch_value(pred, n)
+        cut = bool(flat) and self.by_sample(self.learn, n, pred, lambda o: self.act(self.of_model(o)))
+        x = [single(columns(self.xb, n, False))] if self.with_input else []
+        losses = [self._row_losses()] if self.with_loss else []
+        y,*losses = [single(columns(o, n, cut and flat_lens(o, n)<=flat)) for o in (self.yb,*([o] for o in losses))]
+        self.rows.append((*x, to_rows(pred, n, cut), y, *losses))
+
+    def of_model(self, pred=None): # pred: of the model; None: of this batch
+        "What is collected of an output of the model"
+        pred = self.pred if pred is None else pred
+        return pred if self.loss_func is not None else without_loss(pred)
 
     def _row_losses(self):
         with not_reduced(self.loss_func) as f: loss = f(self.pred, *self.yb)
@@ -96,13 +106,17 @@ def get_preds(self:Learner,
     dl = self.dls[ds_idx] if dl is None else dl
     gather = GatherPreds(with_input, with_loss, act or getattr(self.loss_func, 'activation', noop), on_rank0)
     self.prepare_model()
+    if reorder: dl = in_order(getattr(dl, 'source', dl))
+    gather.by_batch = by_batch(dl)
     with self.added_cbs([gather,*listify(cbs)]), self.aside(), _without_metrics(self):
-        self._do_epoch_validate(dl=in_order(getattr(dl, 'source', dl)) if reorder else dl)
+        self._do_epoch_validate(dl=dl)
+        if gather.again: self._do_epoch_validate(dl=gather.by_batch)
     rows = cat_rows(gather.rows)
     return (None,)*(2+with_input+with_loss) if rows is None else told_apart(rows)
 
 def told_apart(rows):
     "`rows`; outputs without recognisable rows as a list, one entry per batch, with a warning"
+    rows = cut_up(rows)
     found = [o[0].val for o in tree_leaves(rows) if has_whole(o)]
     if found and group_rank()==0:
         what = ', '.join(str(tuple(o.shape)) for o in found)
@@ -115,6 +129,35 @@ def _without_metrics(learn):
     old,learn.metrics = learn.metrics,[]
     try: yield
     finally: learn.metrics = old
+
+# %% ../../nbs/learner/10_predictions.ipynb #bysampl1
+class BySample:
+    "Looks, in the batches 0, 1, 2, 4, 8, … of a loop, whether outputs with several rows for each sample come sample by sample"
+    def __init__(self): self.found,self.n = True,0
+    def __call__(self, learn, n, pred, of_model)->bool: # n: samples; pred: what `of_model` makes of the model's output
+        if n>1 and self.found:
+            if not self.n&(self.n-1): self.found = comes_by_sample(learn.model, learn.xb, n, pred, of_model)
+            self.n += 1
+        return self.found
+
+def comes_by_sample(
+    model, xb:tuple,
+    n:int,        # Number of samples in the batch
+    pred,         # The model's output for it, after `of_model`
+    of_model=noop
+)->bool:          # False also if it cannot be told, as for graphs
+    "Whether the output for the samples in reversed order is the reversed output, in `n` blocks; by a copy of the model"
+    turned = lambda o: o.flip(0) if isinstance(o, Tensor) else o
+    blocks = lambda o: o.unflatten(0, (n, len(o)//n)).flip(0).flatten(0, 1) if isinstance(o, Tensor) and o.ndim else o
+    if has_parts(model) or any(not isinstance(o, Tensor) or o.shape[:1]!=(n,) for o in tree_leaves(xb)): return False
+    with torch.no_grad(), shared_rng(0):
+        try: got = tree_leaves(of_model(call_model(copy.deepcopy(model), tree_map(turned, tuple(xb)), model)))
+        except Exception: return False # a model that keeps what it has computed cannot be copied
+    return all(_like(a, b) for a,b in zip(tree_leaves(tree_map(blocks, pred)), got))
+
+def _like(a, b):
+    if not isinstance(a, Tensor) or not a.is_floating_point(): return True
+    return a.shape==b.shape and torch.allclose(a.float(), b.float(), 1e-2, 1e-2*a.float().abs().max().item())
 
 # %% ../../nbs/learner/10_predictions.ipynb #mixes1
 def mixes(

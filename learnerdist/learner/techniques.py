@@ -87,7 +87,7 @@ class MixedPrecision(Callback):
         cast,self.cast = self.cast,None
         if cast is None: return
         cast.__exit__(None, None, None)
-        if not self.training: torch.clear_autocast_cache() # weights that a loop within a batch has cast, before torch 2.7 without a gradient
+        if not self.training: torch.clear_autocast_cache() # weights that this loop has cast, in an older torch without a gradient
 
     def after_pred(self): self.learn.pred = apply(_as_float32, self.pred)
     def after_loss(self): self._leave()
