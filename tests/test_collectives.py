@@ -127,7 +127,7 @@ def rank_others(path):
         with learn.distrib_ctx(seed=1):
             x = learn.dls.one_batch()[0][0]
             return dict(context=dict(context), loaders=calls_of(read_loaders, learn), validate=calls_of(learn.validate),
-                        preds=calls_of(learn.get_preds), rank0=calls_of(learn.get_preds, on_rank0=True),
+                        preds=calls_of(learn.get_preds), rank0=calls_of(learn.get_preds, gather='rank0'),
                         predict=calls_of(learn.predict, x), save=calls_of(learn.save, 'm'), load=calls_of(learn.load, 'm'))
 
 def test_everything_else(tmp_path):

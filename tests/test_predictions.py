@@ -309,7 +309,7 @@ def rank_rank0(ragged):
         learn = make(Fn(f), loss=bare_loss, n=300)
         with learn.distrib_ctx():
             seen = count_received()
-            got = learn.get_preds(on_rank0=True, with_input=True)
+            got = learn.get_preds(gather='rank0', with_input=True)
             few = sum(seen)
             seen.clear()
             learn.get_preds()

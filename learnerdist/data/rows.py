@@ -84,10 +84,17 @@ def cat_rows(
 ):          # The same structure; each leaf a tensor if all its rows fit one, else a `RowList`. None for an empty list
     "Concatenate the rows of several batches. ValueError if their structures differ"
     if not bs: return None
+    cols,spec = row_columns(bs)
+    return tree_unflatten([cat_leaf(o) for o in cols], spec)
+
+def row_columns(
+    bs:list # As in `cat_rows`, with one batch at least
+)->tuple:   # For each leaf the list of its parts, one for each batch; and the structure, for `tree_unflatten`
+    "The leaves of several batches, side by side. ValueError if their structures differ"
     flat = [tree_flatten(b) for b in bs]
     if any(spec!=flat[0][1] for _,spec in flat): flat = [tree_flatten(b) for b in _agreed(bs)]
     if any(spec!=flat[0][1] for _,spec in flat): raise ValueError(f'batches of different structures: {[b for _,b in flat]}')
-    return tree_unflatten([_cat_leaf(o) for o in zip(*[f[0] for f in flat])], flat[0][1])
+    return [[*o] for o in zip(*[f[0] for f in flat])],flat[0][1]
 
 def _agreed(bs):
     "The batches with each plain list read the same way in all of them: as rows, or as a container"
@@ -96,11 +103,18 @@ def _agreed(bs):
     kind = RowList if all(len(o)==len(tree_leaves(o)[0]) for o in plain) else list
     return [tree_map(lambda o: kind(o) if is_list(o) else o, b, is_leaf=is_list) for b in bs]
 
-def _cat_leaf(os):
+def fit(
+    os:list # Of one leaf, its rows in each batch
+)->bool:
+    "Whether these rows are those of one tensor"
+    return all(isinstance(o, Tensor) for o in os) and len({(o.shape[1:],o.dtype) for o in os})==1
+
+def cat_leaf(os:list):
+    "The rows of one leaf: a tensor if they fit one, else a `RowList`"
     if len(os)==1: return os[0]
     ref = next((o[0] for o in os if has_whole(o)), None)
     if ref is not None: os = [o if has_whole(o) else _as_whole(o, ref) for o in os]
-    if all(isinstance(o, Tensor) for o in os) and len({(o.shape[1:],o.dtype) for o in os})==1: return torch.cat(os)
+    if fit(os): return torch.cat(os)
     return RowList(row for o in os for row in o)
 
 def has_whole(

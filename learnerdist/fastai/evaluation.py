@@ -219,7 +219,7 @@ def kept_parts(self:Evaluation, m, rows):
 
 @patch
 def _by_batch(self:Evaluation, rows):
-    own = gather_all(cat_keys(self.own), cat_keys(self.keys))
+    own = gather_all([cat_keys(self.own)], cat_keys(self.keys))
     return [] if rows is None else [as_fastais(take_rows(rows, idxs)) for _,idxs in in_groups(self.batch_ids(None, own, True, rows))]
 
 def _fit(rows, ids):
