@@ -99,6 +99,9 @@ class ExactEvaluation(Callback):
     def kept_parts(self, m, rows)->list:
         "The rows of all ranks as `m` keeps them"
         return [] if rows is None else [rows]
+    def places(self, m, keys):
+        "Where rows belong in what `m` gets, from their keys"
+        return keys
     def n_rows(self): "Rows whose key is not below this number are padding; None: there is none"
 
     def _ranks(self):
@@ -247,8 +250,8 @@ def _gather(self:ExactEvaluation, m, red):
         own = [spread(*o) for o in zip(self.keys, ns)] if len(ns)==len(self.keys) else [spread(cat_keys(self.keys), sum(ns))]
         if parts is kept: parts = [*kept]
         kept.clear() # the memory of batches is freed as they are gathered
-        setattr(red.obj, k, self.kept_parts(m, self._all_rows(parts, cat_keys(own), how, getattr(m, 'names', k))))
-    m.gathered = True
+        setattr(red.obj, k, self.kept_parts(m, self._all_rows(parts, self.places(m, cat_keys(own)), how, getattr(m, 'names', k))))
+    if isinstance(m, GatherPreds): m.gathered = True
 
 @patch
 def _all_rows(self:ExactEvaluation, parts, keys, how='all', names=''):

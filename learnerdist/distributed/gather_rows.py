@@ -43,6 +43,7 @@ def gather_all(
     kinds,specs = zip(*[(kind,tree_flatten(o)[1]) for kind,o in metas]) # rebuilt here, since torch's tree spec is not sent
     gather = Gather(order, lens, dst, links, folder)
     if all(o==specs[0] for o in specs): return gather.leaves(cols, [*zip(*kinds)], specs[0], file_names(metas[0][1], names))
+    if folder and group_rank()==0: warnings.warn(f'{folder}: rows of different structures fit no file: {_in_memory}')
     res = cat_rows(_gather_pickled(tree_unflatten([cat_leaf(o) for o in cols], spec) if cols else None, dst))
     return None if res is None else take_rows(res, order)
 
@@ -73,7 +74,7 @@ class Gather:
 
     def ragged(self, parts, name):
         if self.folder and group_rank()==0:
-            warnings.warn(f'{name}: rows of different shapes fit no file: they are gathered in memory, on all ranks')
+            warnings.warn(f'{name}: rows of different shapes fit no file: {_in_memory}')
         parts = _gather_pickled(cat_leaf(parts) if parts else None, self.dst)
         return None if parts is None else take_rows(cat_leaf(parts), self.order)
 
@@ -83,6 +84,7 @@ class Gather:
         for r,i,rows in _pieces(o, self.lens, self.dst): res.index_copy_(0, self.places[r][i:i+len(rows)], rows)
         return None if res is None else res.reshape(-1).view(dtype).reshape(len(self.order), *shape).as_subclass(cls)
 
+_in_memory = 'they are gathered in memory, on all ranks'
 def _read(rows, cls): return rows.read().as_subclass(cls)
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c018

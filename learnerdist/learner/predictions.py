@@ -46,7 +46,7 @@ class GatherPreds(Callback):
     ):
         self.with_input,self.with_loss,self.act,self.gather = with_input,with_loss,act,gather
         self.rows = [] # (inputs,) predictions, targets (, losses) of each batch. In `distrib_ctx`, after the loop: of all ranks
-        self.names = [*['inputs']*with_input,'preds','targs',*['losses']*with_loss]
+        self.names = [*['inputs']*with_input,'preds','targets',*['losses']*with_loss]
 
     def after_batch(self):
         if not has_result(self.learn): return
