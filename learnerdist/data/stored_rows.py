@@ -126,7 +126,9 @@ def leaf_names(
     name:str
 )->list:      # Of texts
     "A name for each leaf, in the order of `tree_leaves`: that of its place, as 'preds.boxes.0'"
-    kids = b.items() if isinstance(b, dict) else enumerate(b) if isinstance(b, (tuple,list)) and not isinstance(b, RowList) else None
+    listed = isinstance(b, (tuple,list)) and not isinstance(b, RowList)
+    if listed and len(b)==1: return leaf_names(b[0], name)
+    kids = b.items() if isinstance(b, dict) else enumerate(b) if listed else None
     found = [name] if kids is None else [o for k,v in kids for o in leaf_names(v, f'{name}.{k}'.replace(os.sep, '_'))]
     n = len(tree_leaves(b))
     return found if len(found)==n else [f'{name}.{i}' for i in range(n)] # a container of another kind

@@ -85,8 +85,8 @@ class _Base(Learner):
                   cbs=None, gather='all', **kwargs):
         "As fastai's: predictions for the whole data set, in its order, on every rank; `gather` as in our own"
         check_gather(gather)
-        get = partial(super().get_preds, ds_idx, with_input=with_input, with_decoded=with_decoded, with_loss=with_loss, inner=inner, cbs=cbs,
-                      **kwargs)
+        get = partial(super().get_preds, ds_idx, with_input=with_input, with_decoded=with_decoded, with_loss=with_loss, inner=inner,
+                      cbs=cbs, **kwargs)
         dl,trainer = undealt(self.dls[ds_idx].new(shuffle=False, drop_last=False) if dl is None else dl),self.distributed_trainer
         names = [*['inputs']*with_input,'preds','targets',*['decoded']*with_decoded,*['losses']*with_loss]
         if isinstance(dl, (list,tuple,L)):
