@@ -97,7 +97,7 @@ def row_files(
             tmp = stack.enter_context(_sized(Path(folder)/f'{name}.npy', head, shape[0]*row_bytes(shape, dtype))) if first else None
             if together: tmp = broadcast_object(tmp)
             made.append(StoredRows(open(tmp, 'r+b', buffering=0), shape, dtype, len(head)))
-            stack.push(partial(_undo, made[-1].file, tmp))
+            stack.push(partial(_undo, made[-1].file, None if first else tmp))
             return made[-1]
         yield make
         for o in made: os.fsync(o.file.fileno())
@@ -115,10 +115,9 @@ def _sized(path, head, n):
         yield tmp
 
 def _undo(file, tmp, error, *_):
-    "A rank that was killed cannot remove its file"
-    if not error: return
-    file.close()
-    Path(tmp).unlink(missing_ok=True)
+    "After an error of an exchange rank 0 may be gone, killed, which else removes its file"
+    if error: file.close()
+    if error and tmp and issubclass(error, RuntimeError): Path(tmp).unlink(missing_ok=True)
 
 # %% ../../nbs/data/02_stored_rows.ipynb #str11
 def leaf_names(
