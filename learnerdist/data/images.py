@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/data/04_images.ipynb #img02
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
