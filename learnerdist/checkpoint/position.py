@@ -17,7 +17,8 @@ from torch.utils.data import (BatchSampler,DataLoader,DistributedSampler,Iterabl
                               SubsetRandomSampler,WeightedRandomSampler)
 
 from ..core.random import rng_state,seed_streams,set_rng_state
-from ..data.distributed_dl import reindexed,saves_place
+from ..data.distributed_dl import reindexed
+from ..data.streams import saves_place
 from ..data.loaders import LoaderWrapper,TfmdDL,batch_shape,data_len
 
 # %% ../../nbs/checkpoint/01_position.ipynb #c005

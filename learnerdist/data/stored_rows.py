@@ -70,7 +70,9 @@ class StoredRows:
         "All rows, mapped from the file: read when they are used. Changes of the tensor are this process's own, and change no file"
         with self.file: return self._mapped(mmap.ACCESS_COPY, self.dtype, self.shape)
 
-def row_bytes(shape, dtype): return torch.Size(shape[1:]).numel()*torch.empty(0, dtype=dtype).element_size()
+def row_bytes(shape, dtype)->int:
+    "Bytes of a row of a tensor of this shape `(n,…)`"
+    return torch.Size(shape[1:]).numel()*torch.empty(0, dtype=dtype).element_size()
 
 # %% ../../nbs/data/02_stored_rows.ipynb #str08
 _numpy = {'float16':'f2', 'float32':'f4', 'float64':'f8', 'uint8':'u1', 'uint16':'u2', 'uint32':'u4', 'uint64':'u8', 'int8':'i1',

@@ -59,6 +59,7 @@ class Gather:
         self.storage = row_files(folder) if folder else memory_rows(links) if isinstance(links, SocketLinks) else nullcontext()
 
     def leaves(self, cols, kinds, spec, names):
+        "All leaves, in their structure; None on ranks other than `dst`"
         with self.storage as make: found = [self.leaf(*o, make) for o in zip(cols or [[]]*len(kinds), kinds, names)]
         found = [_read(o, k[0][2]) if isinstance(o, StoredRows) and _wants(self.dst) else o for o,k in zip(found, kinds)]
         return tree_unflatten(found, spec) if _wants(self.dst) else None
@@ -73,12 +74,14 @@ class Gather:
         return rows
 
     def ragged(self, parts, name):
+        "Rows that do not fit one tensor, sent as objects"
         if self.folder and group_rank()==0:
             warnings.warn(f'{name}: rows of different shapes fit no file: {_in_memory}')
         parts = _gather_pickled(cat_leaf(parts) if parts else None, self.dst)
         return None if parts is None else take_rows(cat_leaf(parts), self.order)
 
     def exchanged(self, parts, shape, dtype, cls, device):
+        "Rows of one tensor, sent from rank to rank"
         o = as_ints(torch.cat([o.as_subclass(Tensor) for o in parts]) if parts else torch.empty(0, *shape, dtype=dtype))
         res = o.new_empty(len(self.order), o.shape[1]) if _wants(self.dst) else None
         for r,i,rows in _pieces(o, self.lens, self.dst): res.index_copy_(0, self.places[r][i:i+len(rows)], rows)

@@ -134,6 +134,7 @@ class Predicting:
         if self.rec is not None: self.rec.valid_metrics = self.old[1]
 
     def activate(self):
+        "Apply `act` to the predictions of each batch"
         if self.act and self.cb.with_preds: self.cb.preds = [self.act(o) for o in self.cb.preds]
 
     def keep_whole(self, names):
