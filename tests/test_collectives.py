@@ -96,11 +96,12 @@ def test_a_fit(W, env):
         assert got['more_means']=={'all_gather_object': 1} # what they are is asked once, of all together
         # BatchNorm: the sums of each step, forward and backward; 3 buffers after the epoch
         assert got['norm']=={'all_reduce': 3*2, 'broadcast': 3}
-        # Predictions and targets each: what they look like, then how many keys, keys, rows
-        assert got['rows']=={'all_gather_object': 2*2, 'all_gather': 2, 'batch_isend_irecv': 2*(W-1)}
+        # Predictions and targets each: what they look like, then how many keys, keys, rows. On one machine nobody sends rows: ranks say
+        # that they have written theirs
+        assert got['rows']=={'all_gather_object': 2*2, 'all_gather': 2, **({'batch_isend_irecv': 2*(W-1)} if env else {'vote': 2})}
         # All metrics of unknown kinds together: what the rows look like; how many and which keys; x, y, prediction, key, first key of the
         # batch, and kinds
-        assert got['replay']=={'all_gather_object': 1+1, 'all_gather': 1, 'batch_isend_irecv': 6*(W-1)}
+        assert got['replay']=={'all_gather_object': 1+1, 'all_gather': 1, **({'batch_isend_irecv': 6*(W-1)} if env else {'vote': 1})}
         assert got['replays']=={}
         assert got['rows_valid']==got['replay_valid']=={'vote': 1} # whatever is gathered, it is not by the batch
 
@@ -127,7 +128,7 @@ def rank_others(path):
         with learn.distrib_ctx(seed=1):
             x = learn.dls.one_batch()[0][0]
             return dict(context=dict(context), loaders=calls_of(read_loaders, learn), validate=calls_of(learn.validate),
-                        preds=calls_of(learn.get_preds), rank0=calls_of(learn.get_preds, on_rank0=True),
+                        preds=calls_of(learn.get_preds), rank0=calls_of(learn.get_preds, gather='rank0'),
                         predict=calls_of(learn.predict, x), save=calls_of(learn.save, 'm'), load=calls_of(learn.load, 'm'))
 
 def test_everything_else(tmp_path):
@@ -136,9 +137,8 @@ def test_everything_else(tmp_path):
         assert got['save']==got['load']=={}
         # Votes before, after, and for each of 2 batches; the sums
         assert got['validate']=={'vote': 2+2, 'all_gather_object': 1}
-        # The same; what the rows look like; how many and which keys, predictions, targets
-        assert got['preds']=={'vote': 2+2, 'all_gather_object': 1+1+1, 'all_gather': 1, 'batch_isend_irecv': 2}
-        assert got['rank0']=={'vote': 2+2, 'all_gather_object': 1+1+1, 'all_gather': 1, 'batch_isend_irecv': 2}
+        # The same; what the rows look like; how many and which keys; that predictions and targets are written
+        assert got['preds']==got['rank0']=={'vote': 2+2+1, 'all_gather_object': 1+1+1, 'all_gather': 1}
         assert got['predict']=={'vote': 2+1} # each rank reads the same item
         # Where ranks answer, and whether they do; rank 0's seed; two parameters; optimizer state, path and data
         assert got['context']=={'broadcast_object_list': 1, 'broadcast': 2, 'all_gather_object': 2+3}

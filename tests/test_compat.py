@@ -8,6 +8,7 @@ import pytest,torch
 from torch import nn
 from learnerdist.core import compat
 from learnerdist.data.rows import RowList
+from learnerdist.data.rows import row_columns
 from learnerdist.distributed.gather_rows import _meta
 
 root = Path(__file__).parent.parent
@@ -121,5 +122,5 @@ class Row(NamedTuple):
 
 def test_only_plain_data_travels():
     "What ranks say of the structure of their rows has nothing of torch's own classes in it"
-    _,structure = _meta(({'x': torch.zeros(3, 2)}, [torch.zeros(3)]))
+    _,structure = _meta(*row_columns([({'x': torch.zeros(3, 2)}, [torch.zeros(3)])]))
     assert structure==({'x': 0}, [1])

@@ -36,6 +36,19 @@ class OwnNoise(Noisy):
 class NoisyStream(Noisy, IterableDataset):
     def __iter__(self): return (self[i] for i in range(self.n))
 
+class Placed(NoisyStream):
+    "It saves its place, as data sets of Hugging Face do; its samples are shuffled in a buffer"
+    def __init__(self):
+        super().__init__()
+        self.i,self.start = 0,0
+    def state_dict(self): return dict(i=self.i)
+    def load_state_dict(self, state): self.start = state['i']
+    def __iter__(self):
+        self.i,self.start = self.start,0
+        while self.i<self.n:
+            self.i += 1
+            yield self[self.i-1]
+
 class Drawing(Sampler):
     "It draws from the global stream between two reads"
     def __init__(self, n): self.n = n
@@ -65,6 +78,7 @@ def loader(kind):
     if kind=='replaced': return DataLoader(ds, BS, sampler=RandomSampler(ds, True, generator=torch.Generator().manual_seed(2)))
     if kind=='drawing': return DataLoader(ds, BS, sampler=Drawing(N))
     if kind=='stream': return DataLoader(NoisyStream(), BS)
+    if kind=='placed': return DataLoader(Placed(), BS)
     if kind=='stateful': return Stateful(ds)
     if kind=='generating': return Generating(ds, BS, shuffle=True)
     noise = lambda b: [b[0]*random.random(),b[1]]
@@ -104,7 +118,7 @@ def resumed(path, kind, ctx=False):
     again,n_again = fit(path/'cut', kind, ctx=ctx)
     return again==whole,n_again-n//2
 
-indexed = ['shuffled','batches','own','weighted','replaced','workers','workers persistent','workers batches','stateful']
+indexed = ['shuffled','batches','own','weighted','replaced','workers','workers persistent','workers batches','stateful','placed']
 
 @pytest.mark.parametrize('kind', [pytest.param(o, marks=pytest.mark.slow) if o=='workers persistent' else o for o in indexed])
 def test_trained_on_and_not_read_again(kind, tmp_path): assert resumed(tmp_path, kind)==(True,BS)
@@ -112,7 +126,65 @@ def test_trained_on_and_not_read_again(kind, tmp_path): assert resumed(tmp_path,
 @pytest.mark.parametrize('kind', ['stream','drawing','generating'])
 def test_read_again(kind, tmp_path): assert resumed(tmp_path, kind)==(True,N)
 
-def on_two_ranks(path): return {kind: resumed(f'{path}/{kind}', kind, True) for kind in ('shuffled','workers')}
+def on_ranks(path, kinds): return {kind: resumed(f'{path}/{kind}', kind, True) for kind in kinds}
 
 def test_two_ranks(tmp_path):
-    for found in run_ranks(on_two_ranks, 2, str(tmp_path), timeout_s=300): assert found=={k: (True,BS//2) for k in found}
+    ranks = run_ranks(on_ranks, 2, str(tmp_path), ('shuffled','workers'), timeout_s=300)
+    for found in ranks: assert found=={k: (True,BS//2) for k in found}
+
+# --- streams that save their place ------------------------------------------------------------------------------------------
+
+class Numbers(IterableDataset):
+    "0, 1, …; it counts what it reads, and draws a number for each"
+    def __init__(self, n): self.n,self.i,self.start,self.reads = n,0,0,0
+    def state_dict(self): return dict(i=self.i)
+    def load_state_dict(self, state): self.start = state['i']
+    def __iter__(self):
+        self.i,self.start = self.start,0
+        while self.i<self.n:
+            self.i += 1
+            self.reads += 1
+            yield torch.tensor([self.i-1.]),torch.rand(1)
+
+class Seen(Callback):
+    "What is trained on, and counts: (epoch, number, what was drawn). Stops in the batch `stop`, of which there is no checkpoint"
+    order = 950
+    def __init__(self, stop=None): self.stop,self.seen,self.n = stop,[],0
+    def after_batch(self):
+        self.n += 1
+        if self.n==self.stop: raise InterruptedError
+        if not self.learn.repeated: self.seen += [(self.epoch,int(a),round(float(b), 6)) for a,b in zip(self.xb[0], self.yb[0])]
+
+def stream_fit(path, ds, stop=None, n_epoch=2, bs=2, drop_last=False):
+    seen,dls = Seen(stop),DataLoaders(DataLoader(ds, bs, drop_last=drop_last))
+    learn = Learner(dls, nn.Linear(1, 1), nn.functional.mse_loss, torch.optim.SGD, lr=1e-4, path=path)
+    learn.logger = lambda line: None
+    with learn.distrib_ctx(seed=3):
+        try: learn.fit(n_epoch, cbs=[seen,Checkpoint('c', 1)], resume=True)
+        except InterruptedError: pass
+    return seen.seen
+
+def rank_streams(path, cases):
+    res = {}
+    for n,stops,bs,drop in cases:
+        kw = dict(bs=bs, drop_last=drop)
+        whole,parts = stream_fit(f'{path}/whole-{n}-{stops}-{bs}-{drop}', Numbers(n), **kw),[]
+        where = f'{path}/cut-{n}-{stops}-{bs}-{drop}'
+        for stop in (*stops,None):
+            ds = Numbers(n)
+            parts += stream_fit(where, ds, stop, **kw)
+        res[n,stops,bs,drop] = parts==whole,ds.reads,[o[1] for o in whole if o[0]==0]
+    return res
+
+stream_cases = [(24, (3,), 2, False),(25, (2,1), 2, False),(27, (4,), 2, True),(13, (1,), 1, False)]
+
+@pytest.mark.parametrize('W', [1, 2, 3])
+def test_a_stream_goes_on_where_it_was(W, tmp_path):
+    "Each number once, with the draws of the whole run, and what was trained on is not read again"
+    ranks = [rank_streams(tmp_path, stream_cases)] if W==1 else run_ranks(rank_streams, W, str(tmp_path), stream_cases, timeout_s=300)
+    for case in stream_cases:
+        n,stops,bs,drop = case
+        done = sum(o-1 for o in stops)*bs*W
+        for r in ranks: assert r[case][0] and r[case][1]==n-done+n, (case, r[case]) # the rest of this epoch, and the next one
+        dealt = sorted(o for r in ranks for o in r[case][2])
+        assert dealt==[*range(n//(bs*W)*bs*W if drop else n)]

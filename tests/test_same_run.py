@@ -544,7 +544,7 @@ def story(W=1, rank=0, path=None):
         res['train_preds'] = learn.get_preds(ds_idx=0)[0].tolist()
         res['dl'] = learn.validate(dl=dl)
         res['dl_preds'] = learn.get_preds(dl=DataLoader(dl.dataset, 2, shuffle=True), with_input=True, with_loss=True)[3].tolist()
-        res['on_rank0'] = learn.get_preds(on_rank0=True)[0]
+        res['on_rank0'] = learn.get_preds(gather='rank0')[0]
         res['one'] = learn.predict(dl.dataset[3][0]).tolist()
         other.fit(1)
         res['other'] = other.validate()

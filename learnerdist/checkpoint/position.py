@@ -18,6 +18,7 @@ from torch.utils.data import (BatchSampler,DataLoader,DistributedSampler,Iterabl
 
 from ..core.random import rng_state,seed_streams,set_rng_state
 from ..data.distributed_dl import reindexed
+from ..data.streams import saves_place
 from ..data.loaders import LoaderWrapper,TfmdDL,batch_shape,data_len
 
 # %% ../../nbs/checkpoint/01_position.ipynb #c005
@@ -93,6 +94,12 @@ def has_state(dl)->bool:
     "Whether the loader saves and loads its own position"
     return hasattr(type(dl), 'state_dict') and hasattr(type(dl), 'load_state_dict')
 
+def _placed(dl):
+    "What tells the place in an epoch: the loader itself, or the stream that it reads in this process; None if neither does"
+    if has_state(dl): return dl
+    stream = isinstance(dl, DataLoader) and isinstance(dl.dataset, IterableDataset) and not dl.num_workers
+    return dl.dataset if stream and saves_place(dl.dataset) else None
+
 def _has_index(dl):
     if not isinstance(dl, DataLoader) or isinstance(dl.dataset, IterableDataset) or has_state(dl): return False
     if type(dl).__iter__ not in (DataLoader.__iter__,TfmdDL.__iter__): return False
@@ -138,7 +145,10 @@ class PlacedLoader(LoaderWrapper):
         self.n_read += 1 # counted even if there is no batch left
         return next(it, _end)
 
-    def _own_state(self): return self.inner.state_dict() if has_state(self.inner) else None
+    def _own_state(self):
+        if self.again and self.n_read==self.had: return self.again['loader'] # nothing has been read since
+        placed = _placed(self.inner)
+        return placed.state_dict() if placed is not None and self.n_read>self.offset else None
 
     def _ahead(self, it):
         res = []
@@ -155,8 +165,8 @@ _end = object()
 def _start(self:PlacedLoader):
     "An iterator that starts after the batches that were trained on"
     self.inner,n,indices = _innermost(self.dl),self.had-self.offset if self.again else 0,None
-    known = has_state(self.inner)
-    if self.again and known: self.inner.load_state_dict(self.again['loader'])
+    known = n and self.again['loader'] is not None and _placed(self.inner) is not None
+    if known: _placed(self.inner).load_state_dict(self.again['loader'])
     if _has_index(self.inner): it,indices = start_indexed(self.dl, self.inner, n, _loop_seed(self.begin))
     else: it = iter(self.dl)
     if indices and n: indices.skip() # while the streams are in their state of the loop's start

@@ -93,11 +93,12 @@ class shared_rng:
 def draw(
     items,          # Any iterable
     rng:shared_rng, # The context in which `items` is read
-    chunk:int=1     # Number of items to read at a time, after the first; each swap of random streams takes some 20 µs
+    chunk:int=1,    # Number of items to read at a time, after the first; each swap of random streams takes some 20 µs
+    first:int=1     # Number of items to read at first
 ):
     "Iterator over `items`, which draws its random numbers from `rng`"
     with rng: it = iter(items)
-    size = 1
+    size = first
     while True:
         with rng: got = list(islice(it, size))
         if not got: return

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from ..core.compat import no_iterator,read_in_order,set_worker_info
 from .loaders import LoaderWrapper, TfmdDL, batch_shape, changed, data_len, is_shuffled, one_batch
 from ..core.random import draw,mix_seed,shared_rng
+from .streams import Placed,saves_place
 from .sharding import check_rank, deal, full_rows, share_chunks, share_len
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c005
@@ -70,12 +71,14 @@ class Dealer:
     epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v), doc="The epoch, which workers see too")
     start = property(lambda self: self.left_at[1] if self.left_at[0]==self.epoch else 0,
         doc="Number of items of this epoch, over all ranks, that an earlier run has read")
-    def deal(self, items):
+    def deal(self, items,
+        at=0 # Place of the first item in the epoch, over all ranks
+    ):
         "Iterator over this rank's shard of `items`, an iterable that is the same on every rank"
-        items = islice(items, self.start, None)
+        items = islice(items, max(self.start-at, 0), None)
         self._n_read.zero_()
         if self._floor: items = full_rows(items, self.world_size)
-        return deal(items, self.rank, self.world_size, self.end_of)
+        return deal(items, self.rank, self.world_size, self.end_of, max(at-self.start, 0))
     def left(self, n):
         "How many of an epoch's `n` items this run reads, over all ranks; None if `n` is None"
         return None if n is None else max(n-self.start, 0)
@@ -123,7 +126,7 @@ class Dealer:
         self.streams = True
         if num_workers: self._epoch.share_memory_()
         if num_workers==1: self._n_read.share_memory_() # of several workers, each deals a part
-        return self._made(dataset, _Stream(dataset, self))
+        return self._made(dataset, (_PlacedStream if saves_place(dataset) and not num_workers else _Stream)(dataset, self))
     def generator(self, g):
         "`g` on rank 0; on other ranks another generator, because the seeds of the workers are drawn from it"
         return g if g is None or not self.rank else torch.Generator(g.device).manual_seed(mix_seed(g.initial_seed(), self.rank))
@@ -181,6 +184,8 @@ class _Stream(IterableDataset):
         if getattr(self._inner, 'splits_by_worker', self._split or spy._asked): rng.reseed(d.seed, d.epoch, i)
         else: items = islice(items, i, None, n)
         yield from d.deal(items)
+
+class _PlacedStream(Placed, _Stream): "The shard of a data set that saves its place, read in this process"
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c019
 @singledispatch

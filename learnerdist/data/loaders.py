@@ -193,7 +193,8 @@ def batch_shape(
 )->tuple: # (samples in a batch, None if not known; whether an incomplete last batch is dropped)
     "What a loader says about its batches"
     bs = getattr(dl, 'batch_sampler', None)
-    if bs is not None: return (bs.batch_size,bs.drop_last) if type(bs) is BatchSampler else (None,False) # a user's own may do anything
+    if type(bs) is BatchSampler: return bs.batch_size,bs.drop_last
+    if bs is not None and getattr(dl, 'batch_size', None) is None: return None,False # a user's own may do anything
     return getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None),bool(getattr(dl, 'drop_last', False)) # bs: fastai's
 
 # %% ../../nbs/data/01_loaders.ipynb #c026

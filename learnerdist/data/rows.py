@@ -107,10 +107,17 @@ def cat_rows(
 ):          # The same structure; each leaf a tensor if all its rows fit one, else a `RowList`. None for an empty list
     "Concatenate the rows of several batches. ValueError if their structures differ"
     if not bs: return None
+    cols,spec = row_columns(bs)
+    return tree_unflatten([cat_leaf(o) for o in cols], spec)
+
+def row_columns(
+    bs:list # As in `cat_rows`, with one batch at least
+)->tuple:   # For each leaf the list of its parts, one for each batch; and the structure, for `tree_unflatten`
+    "The leaves of several batches, side by side. ValueError if their structures differ"
     flat = [tree_flatten(b) for b in bs]
     if any(spec!=flat[0][1] for _,spec in flat): flat = [tree_flatten(b) for b in _agreed(bs)]
     if any(spec!=flat[0][1] for _,spec in flat): raise ValueError(f'batches of different structures: {[b for _,b in flat]}')
-    return tree_unflatten([_cat_leaf(o) for o in zip(*[f[0] for f in flat])], flat[0][1])
+    return [[*o] for o in zip(*[f[0] for f in flat])],flat[0][1]
 
 def _agreed(bs):
     "The batches with each plain list read the same way in all of them: as rows, or as a container"
@@ -119,11 +126,18 @@ def _agreed(bs):
     kind = RowList if all(len(o)==len(tree_leaves(o)[0]) for o in plain) else list
     return [tree_map(lambda o: kind(o) if is_list(o) else o, b, is_leaf=is_list) for b in bs]
 
-def _cat_leaf(os):
+def fit(
+    os:list # Of one leaf, its rows in each batch
+)->bool:
+    "Whether these rows are those of one tensor"
+    return all(isinstance(o, Tensor) for o in os) and len({(o.shape[1:],o.dtype) for o in os})==1
+
+def cat_leaf(os:list):
+    "The rows of one leaf: a tensor if they fit one, else a `RowList`"
     if len(os)==1: return os[0]
     ref = next((o[0] for o in os if has_whole(o)), None)
     if ref is not None: os = [o if has_whole(o) else _as_whole(o, ref) for o in os]
-    if all(isinstance(o, Tensor) for o in os) and len({(o.shape[1:],o.dtype) for o in os})==1: return torch.cat(os)
+    if fit(os): return torch.cat(os)
     return RowList(row for o in os for row in o)
 
 def has_whole(
@@ -141,14 +155,20 @@ def cut_up(
     rows # From `cat_rows`
 ):       # The same structure
     "Cut the leaves that are kept whole into rows, where each batch is known to have the same number of rows for each sample"
-    return tree_map(lambda o: _cut_leaf(o) if has_whole(o) else o, rows)
+    return tree_map(lambda o: cut_column([o])[0], rows)
+
+def cut_column(
+    os:list # Of one leaf, its rows in each batch
+)->list:    # The same list if there is nothing to cut, else one with all rows
+    "`cut_up` for the rows of one leaf"
+    return [_cut_leaf(cat_leaf(os))] if any(map(has_whole, os)) else os
 
 def _cut_leaf(o):
     at,(vals,ns,cuts) = [i for i,r in enumerate(o) if r.n],zip(*[r for r in o if r.n])
     if not all(cuts) or at!=[sum(ns[:i]) for i in range(len(ns))]: return o # rows of several ranks, one after the other
-    if {*ns}=={1}: return _cat_leaf([v[None] for v in vals])
+    if {*ns}=={1}: return cat_leaf([v[None] for v in vals])
     ks = {len(v)/n for v,n in zip(vals, ns)}
-    return _cat_leaf([v.unflatten(0, (n, -1)) for v,n in zip(vals, ns)]) if len(ks)==1 else o
+    return cat_leaf([v.unflatten(0, (n, -1)) for v,n in zip(vals, ns)]) if len(ks)==1 else o
 
 def layouts(
     rows # From `to_rows`

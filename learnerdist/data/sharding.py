@@ -132,22 +132,23 @@ def share_chunks(
     if place is not None: yield torch.tensor([place])
 
 # %% ../../nbs/data/00_sharding.ipynb #c033
-def _deal(items, rank, world_size, pad):
-    head,i = [],-1
-    for i,o in enumerate(items):
-        if i<world_size-1: head.append(o)
+def _deal(items, rank, world_size, pad, first):
+    head,i = [],first-1
+    for i,o in enumerate(items, first):
+        if len(head)<world_size-1: head.append(o)
         if i%world_size==rank: yield o
     place = _pad_place(i+1, rank, world_size) if (pad(i+1) if callable(pad) else pad) and head else None
-    if place is not None: yield head[place]
+    if place is not None: yield head[place%len(head)]
 
 def deal(
     items,          # Any iterable, the same on every rank: indices of a sampler, batches or samples
     rank:int, world_size:int,
-    pad=True        # Repeat one of the first items where needed, so that all ranks get the same number? Or a function of the items' number
+    pad=True,       # Repeat one of the first items where needed, so that all ranks get the same number? Or a function of the items' number
+    first:int=0     # Place of the first item, if those before it have been dealt
 ):                  # Iterator over this rank's shard
     "`share` for an iterable that is read once: lazy; keeps at most the first `world_size-1` items in memory"
     check_rank(rank, world_size)
-    return _deal(items, rank, world_size, pad)
+    return _deal(items, rank, world_size, pad, first)
 
 def full_rows(
     items, # Any iterable

@@ -11,6 +11,7 @@ import warnings
 from contextlib import contextmanager
 from functools import reduce,singledispatch
 from itertools import chain
+from pathlib import Path
 from fastcore.basics import noop,patch
 from torch import Tensor
 from torch.utils.data import BatchSampler,DataLoader,DistributedSampler,IterableDataset
@@ -106,6 +107,9 @@ class ExactEvaluation(Callback):
     def kept_parts(self, m, rows)->list:
         "The rows of all ranks as `m` keeps them"
         return [] if rows is None else [rows]
+    def places(self, m, keys):
+        "Where rows belong in what `m` gets, from their keys"
+        return keys
     def n_rows(self): "Rows whose key is not below this number are padding; None: there is none"
 
     def _ranks(self):
@@ -251,16 +255,17 @@ def _like(tot, parts, own):
 @patch
 def _gather(self:ExactEvaluation, m, red):
     "Replace each list of `red` by what one process would have: the rows of all ranks, in order"
+    how = getattr(m, 'gather', 'all')
     for k in red.names:
         kept = getattr(red.obj, k)
         parts = self.row_parts(m, kept, [len(o) for o in self.keys])
         if self._predicts(m): parts = self.settle_rows(m, parts)
         ns = [_n_rows(o) for o in parts]
         own = [spread(*o) for o in zip(self.keys, ns)] if len(ns)==len(self.keys) else [spread(cat_keys(self.keys), sum(ns))]
-        rows = cat_rows(parts)
-        del parts
-        kept.clear() # free this memory before the gathered rows are allocated
-        setattr(red.obj, k, self.kept_parts(m, self._all_rows(rows, cat_keys(own), 0 if getattr(m, 'on_rank0', False) else None)))
+        if parts is kept: parts = [*kept]
+        kept.clear() # the memory of batches is freed as they are gathered
+        setattr(red.obj, k, self.kept_parts(m, self._all_rows(parts, self.places(m, cat_keys(own)), how, getattr(m, 'names', k))))
+    if isinstance(m, GatherPreds): m.gathered = True
 
 @patch
 def settle_rows(self:ExactEvaluation, m, parts): # parts: this rank's batches, as rows
@@ -276,12 +281,13 @@ def settle_rows(self:ExactEvaluation, m, parts): # parts: this rank's batches, a
     return [] if m.again else [as_wholes(o, found) for o in parts]
 
 @patch
-def _all_rows(self:ExactEvaluation, rows, keys, dst=None):
+def _all_rows(self:ExactEvaluation, parts, keys, how='all', names=''):
     n = self.n_rows()
-    if n is not None and rows is not None:
+    if n is not None and parts:
         real = (keys<n).nonzero()[:,0]
-        rows,keys = take_rows(rows, real),keys[real]
-    return gather_all(rows, keys, dst)
+        parts,keys = [take_rows(cat_rows(parts), real)],keys[real]
+    links = getattr(getattr(self.learn, 'distributed_trainer', None), 'links', None)
+    return gather_all(parts, keys, 0 if how=='rank0' else None, links, how if isinstance(how, Path) else None, names)
 
 def _n_rows(rows): return next((len(o) for o in tree_leaves(rows)), 0)
 
@@ -300,7 +306,7 @@ def _feed(self:ExactEvaluation, mets):
     for m in mets: m.reset()
     found = set().union(*gather_objects(set().union(*[layouts(o) for o,*_ in self.replay])))
     replay = [(as_wholes(o, found),*more) for o,*more in self.replay]
-    got = self._all_rows(cat_rows(replay), cat_keys([o[1] for o in replay]))
+    got = self._all_rows(replay, cat_keys([o[1] for o in replay]))
     if got is None: return
     rows,keys,own,kinds = got
     common = (kinds[0] if isinstance(kinds, Tensor) else min(kinds, key=len)).tolist()

@@ -6,52 +6,91 @@
 __all__ = []
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c002
-import pickle,torch
+import pickle,torch,warnings
 import torch.distributed as dist
+from contextlib import contextmanager,nullcontext
 from torch.distributed import P2POp,irecv,isend
 from torch import Tensor
 
 from ..core.collectives import _carried,gather_objects,gather_rows
-from ..core.compat import tree_flatten,tree_leaves,tree_unflatten
+from ..core.compat import tree_flatten,tree_unflatten
 from ..core.env import current_group,group_rank
-from ..data.rows import _cat_leaf,as_ints,cat_rows,cut_up,take_rows
+from ..data.rows import as_ints,cat_leaf,cat_rows,cut_column,fit,row_columns,take_rows
+from ..data.stored_rows import StoredRows,leaf_names,row_bytes,row_files
+from .shared_mean import nameless
+from .vote_links import SocketLinks,places
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c017
-def _meta(rows):
-    leaves,spec = tree_flatten(rows)
-    dense = [(o.shape[1:],o.dtype,type(o)) if isinstance(o, Tensor) else None for o in leaves]
-    return dense,tree_unflatten(range(len(leaves)), spec)
+def _meta(cols, spec):
+    dense = [(o[0].shape[1:],o[0].dtype,type(o[0]),o[0].device.type) if fit(o) else None for o in cols]
+    return dense,tree_unflatten(range(len(cols)), spec)
 
 def gather_all(
-    rows,         # This rank's rows; None where it has none
+    parts:list,   # This rank's rows of each batch, see `to_rows`; none where it has no batch. Emptied: memory is freed as rows leave
     keys:Tensor,  # (n,) long: the position of each row among the rows of all ranks
-    dst:int=None  # The only rank that gets the result; None: all ranks
+    dst:int=None, # The only rank that gets the result; None: all ranks
+    links=None,   # To the other ranks, see `open_links`: ranks of one machine share memory
+    folder=None,  # Write the rows into files there, see `row_files`, which the result is mapped from
+    names=''      # Of the files: of one tensor or structure, or a list with a name for each element of a tuple
 ):                # The rows of all ranks by ascending key; None if no rank has any, and on ranks other than `dst`
     "All-gather rows of any structure, in the order of their keys. Sync point"
-    cut = cut_up(rows)
-    metas = [o for o in gather_objects(None if rows is None else _meta(cut)) if o is not None]
+    cols,spec = row_columns(parts) if parts else ([],None)
+    parts.clear()
+    cuts = [*map(cut_column, cols)]
+    metas = [o for o in gather_objects(_meta(cuts, spec) if cols else None) if o is not None]
     if not metas: return None
-    parts = gather_rows(keys)
-    order,lens = torch.cat(parts).argsort(stable=True),[len(o) for o in parts]
+    lens = gather_rows(keys)
+    order,lens = torch.cat(lens).argsort(stable=True),[len(o) for o in lens]
     kinds,specs = zip(*[(kind,tree_flatten(o)[1]) for kind,o in metas]) # rebuilt here, since torch's tree spec is not sent
-    if all(o==specs[0] for o in specs): return _gather_leaves(rows, cut, list(zip(*kinds)), specs[0], order, lens, dst)
-    res = cat_rows(_gather_pickled(rows, dst))
+    gather = Gather(order, lens, dst, links, folder)
+    if all(o==specs[0] for o in specs): return gather.leaves(cols, cuts, [*zip(*kinds)], specs[0], file_names(metas[0][1], names))
+    if folder and group_rank()==0: warnings.warn(f'{folder}: rows of different structures fit no file: {_in_memory}')
+    res = cat_rows(_gather_pickled(tree_unflatten([cat_leaf(o) for o in cols], spec) if cols else None, dst))
     return None if res is None else take_rows(res, order)
 
-def _gather_leaves(rows, cut, kinds, spec, order, lens, dst):
-    leaves = [[None]*len(kinds) if o is None else tree_leaves(o) for o in (rows,cut)]
-    cols = [_gather_leaf(*o, order, lens, dst) for o in zip(*leaves, kinds)]
-    return None if any(o is None for o in cols) else tree_unflatten(cols, spec)
+def file_names(b, names):
+    "A name for each leaf of `b`"
+    return leaf_names(b, names) if isinstance(names, str) else [n for o,k in zip(b, names) for n in leaf_names(o, k)]
 
-def _gather_leaf(o, cut, kinds, order, lens, dst):
-    if None in kinds or len(set(kinds))>1:
-        parts = _gather_pickled(o, dst)
-        return None if parts is None else take_rows(_cat_leaf(parts), order)
-    o,(shape,dtype,cls) = cut,kinds[0]
-    o = as_ints(torch.empty(0, *shape, dtype=dtype) if o is None else o.as_subclass(Tensor))
-    res,places = o.new_empty(len(order), o.shape[1]) if _wants(dst) else None,order.argsort().split(lens)
-    for r,i,rows in _pieces(o, lens, dst): res.index_copy_(0, places[r][i:i+len(rows)], rows)
-    return None if res is None else res.reshape(-1).view(dtype).reshape(len(order), *shape).as_subclass(cls)
+class Gather:
+    "How the rows of all ranks come together: in files, in shared memory, or from rank to rank"
+    def __init__(self, order, lens, dst, links, folder):
+        self.order,self.lens,self.dst,self.folder = order,lens,dst,folder
+        self.places = order.argsort().split(lens) # of each rank's rows in the result
+        self.storage = row_files(folder) if folder else memory_rows(links) if isinstance(links, SocketLinks) else nullcontext()
+
+    def leaves(self, cols, cuts, kinds, spec, names):
+        "All leaves, in their structure; None on ranks other than `dst`"
+        none = [[]]*len(kinds) # of a rank without a batch
+        with self.storage as make: found = [self.leaf(*o, make) for o in zip(cols or none, cuts or none, kinds, names)]
+        found = [_read(o, k[0][2]) if isinstance(o, StoredRows) and _wants(self.dst) else o for o,k in zip(found, kinds)]
+        return tree_unflatten(found, spec) if _wants(self.dst) else None
+
+    def leaf(self, whole, parts, kinds, name, make): # whole: parts that are not cut into rows
+        "`StoredRows` of all ranks, to be read once all have written, or the rows themselves"
+        if None in kinds or len(set(kinds))>1: return self.ragged(whole, name)
+        shape,dtype,_,device = kinds[0]
+        if make is None or device!='cpu': return self.exchanged(parts, *kinds[0])
+        rows = make(name, (len(self.order),*shape), dtype)
+        rows.write(self.places[group_rank()], parts)
+        return rows
+
+    def ragged(self, parts, name):
+        "Rows that do not fit one tensor, sent as objects"
+        if self.folder and group_rank()==0:
+            warnings.warn(f'{name}: rows of different shapes fit no file: {_in_memory}')
+        parts = _gather_pickled(cat_leaf(parts) if parts else None, self.dst)
+        return None if parts is None else take_rows(cat_leaf(parts), self.order)
+
+    def exchanged(self, parts, shape, dtype, cls, device):
+        "Rows of one tensor, sent from rank to rank"
+        o = as_ints(torch.cat([o.as_subclass(Tensor) for o in parts]) if parts else torch.empty(0, *shape, dtype=dtype))
+        res = o.new_empty(len(self.order), o.shape[1]) if _wants(self.dst) else None
+        for r,i,rows in _pieces(o, self.lens, self.dst): res.index_copy_(0, self.places[r][i:i+len(rows)], rows)
+        return None if res is None else res.reshape(-1).view(dtype).reshape(len(self.order), *shape).as_subclass(cls)
+
+_in_memory = 'they are gathered in memory, on all ranks'
+def _read(rows, cls): return rows.read().as_subclass(cls)
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c018
 _piece = 1<<24 # Bytes that a rank sends at a time
@@ -76,6 +115,20 @@ def _swap(own, to, got, by):
     ops = [(isend, _carried(own), to), (irecv, got, by)]
     ops = [P2POp(op, rows.reshape(-1).view(torch.uint8), r, current_group()) for op,rows,r in ops if rows.numel()]
     for work in dist.batch_isend_irecv(ops) if ops else (): work.wait()
+
+# %% ../../nbs/distributed/07_gather_rows.ipynb #gmem1
+@contextmanager
+def memory_rows(
+    links:SocketLinks # To the other ranks
+):                    # A function of (name, shape, dtype) that makes `StoredRows`
+    "As `row_files`, in memory of this machine that is freed with the last tensor over it. Sync points: each call, and the end"
+    def make(name, shape, dtype):
+        n = shape[0]*row_bytes(shape, dtype)
+        return StoredRows(open(links.pass_round(lambda: nameless(n)), 'r+b', buffering=0), shape, dtype, in_memory=True)
+    yield make
+    links.post([], _here).read() # all ranks have written
+
+_here = places.index('the end of a validation loop')
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c020
 def _gather_pickled(o, dst):

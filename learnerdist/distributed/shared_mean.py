@@ -24,11 +24,12 @@ def shared_memory(
     n_bytes:int        # The same on every rank
 )->Tensor:             # (n_bytes,): uint8, zeros at first
     "Memory that all ranks of this machine read and write. It is freed with the last tensor over it. Sync point"
-    fd = links.pass_round(lambda: _nameless(n_bytes))
+    fd = links.pass_round(lambda: nameless(n_bytes))
     try: return torch.frombuffer(mmap.mmap(fd, n_bytes), dtype=torch.uint8)
     finally: os.close(fd)
 
-def _nameless(n_bytes):
+def nameless(n_bytes)->int:
+    "A descriptor of memory that has no name, all zeros"
     if hasattr(os, 'memfd_create'): fd = os.memfd_create('learnerdist')
     else:
         with tempfile.TemporaryFile() as f: fd = os.dup(f.fileno())

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c002
 import zlib
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from fastai.callback.core import Callback,GatherPredsCallback
 from fastai.learner import AvgLoss,AvgMetric,Metric,ValueMetric
 from fastai.metrics import (AccumMetric,CorpusBLEUMetric,Dice,DiceMulti,LossMetric,accuracy,accuracy_multi,error_rate,foreground_acc,
                             mae,mse,msle,top_k_accuracy)
-from fastcore.basics import patch
+from fastcore.basics import detuplify,patch
 from fastcore.foundation import L
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from ..core.collectives import distrib_barrier
 from ..core.env import group_rank
 from ..data.loaders import find_bs
 from ..data.rows import ByBatch,RowList,take_rows,to_rows,without_rows
+from ..data.stored_rows import store_rows
 from ..distributed.evaluation import ExactEvaluation,cat_keys,deals_batches,in_groups,is_share
 from ..distributed.gather_rows import gather_all
 from ..learner.losses import loss_over,n_items,weighted
@@ -104,6 +106,73 @@ class BatchFiles:
 @reduction.register
 def _(m:BatchFiles): return Rows(m, *m.folders)
 
+# %% ../../nbs/fastai/01_evaluation.ipynb #prdg1
+class Predicting:
+    "What one call of `get_preds` asks of its loop. Metrics are not computed, nor is a loss that nobody looks at: it returns none"
+    cb = None # Its `GatherPredsCallback`, once the loop has begun
+    def __init__(self, learn,
+        gather,     # As in our own `get_preds`
+        act,        # For files: what is applied to the predictions of each batch
+        idxs,       # The sample at each place of the loader's order; None: rows stay in this order
+        with_loss   # Whether the loss is wanted
+    ):
+        self.learn,self.gather,self.act,self.with_loss,self.rec = learn,gather,act,with_loss,getattr(learn, 'recorder', None)
+        self.places = None if idxs is None else torch.tensor(idxs).argsort(stable=True).argsort()
+        self.old = learn.loss_func,getattr(self.rec, 'valid_metrics', None)
+
+    def begin(self, cb):
+        "Called before the loop"
+        self.cb,cb.gather = cb,self.gather
+        if self.rec is not None: self.rec.valid_metrics = False
+        heard = any(type(o).__module__.split('.')[0]!='learnerdist' and type(o).__module__ not in _deaf for o in self.learn.cbs)
+        if not self.with_loss and not heard: self.learn.loss_func = _NoLoss(self.learn.loss_func)
+
+    def end(self):
+        "Called after the loop, before callbacks are told of its end. The recorder's line has no numbers"
+        self.learn.loss_func = self.old[0]
+        if self.rec is not None and self.old[1]: self.rec.log += [None]*(1+len(self.rec.metrics))
+
+    def restore(self):
+        "Called also after an error"
+        self.learn.loss_func = self.old[0]
+        if self.rec is not None: self.rec.valid_metrics = self.old[1]
+
+    def activate(self):
+        "Apply `act` to the predictions of each batch"
+        if self.act and self.cb.with_preds: self.cb.preds = [self.act(o) for o in self.cb.preds]
+
+    def keep_whole(self, names):
+        "What is one tensor already is not concatenated again, which would copy it"
+        if self.gather=='rank0' and group_rank(): found = {k: None for k in names}
+        else: found = {k: _unpacked(getattr(self.cb, k)[0], k) for k in names if _is_whole(getattr(self.cb, k))}
+        if len(found)<len(names) or self.cb.concat_dim!=0: return
+        vars(self.cb).update(found, after_validate=partial(vars(self.cb).pop, 'after_validate'))
+
+_deaf = 'fastai.callback.core','fastai.callback.data','fastai.callback.progress','fastai.learner'
+
+def _is_whole(os): return len(os)==1 and all(isinstance(o, Tensor) and o.ndim for o in tree_leaves(os[0]))
+
+def stored_alone(
+    res:tuple,  # Of fastai's `get_preds`
+    gather,
+    names:list  # Of its elements
+)->tuple:
+    "Results of one process: mapped from files, if `gather` is a folder"
+    if not isinstance(gather, Path): return res
+    written = [i for i,(k,o) in enumerate(zip(names, res)) if o is not None and k!='decoded']
+    found = dict(zip(written, store_rows([tuple(res[i] for i in written)], gather, [names[i] for i in written])))
+    return tuple(found.get(i, o) for i,o in enumerate(res))
+
+def _unpacked(o, k): return o if k=='losses' else detuplify(o) # as the callback does
+
+class _NoLoss:
+    "In place of a loss function: its attributes, and no loss"
+    def __init__(self, func): self.func = func
+    def __call__(self, pred, *targ): return torch.zeros(())
+    def __getattr__(self, k):
+        if k.startswith('__') or k=='func': raise AttributeError(k)
+        return getattr(self.func, k)
+
 # %% ../../nbs/fastai/01_evaluation.ipynb #c014l
 class LossSteps:
     "The losses of global batches, from each rank's loss and items. It sets an `AvgLoss` to fastai's number: their mean over samples"
@@ -123,7 +192,7 @@ class LossSteps:
 # %% ../../nbs/fastai/01_evaluation.ipynb #c015
 class Evaluation(ExactEvaluation):
     "Exact evaluation for a fastai learner, also in training (`Recorder(train_metrics=True)`)"
-    run_train,files,padded,asked = True,(),False,None
+    run_train,files,padded,asked,predicting = True,(),False,None,None
     def _start(self):
         super()._start()
         self.asked,self.loss_steps = None,{}
@@ -131,6 +200,7 @@ class Evaluation(ExactEvaluation):
         super().before_validate()
         self.padded = False
         self.files = [BatchFiles(cb) for cb in self._gatherers() if cb.save_preds or cb.save_targs] if is_share(self.dl) else []
+        if self.predicting: self.predicting.begin(self._gatherers()[-1]) # the last one is that of `get_preds`
 
     def before_train(self):
         self._start()
@@ -142,7 +212,7 @@ class Evaluation(ExactEvaluation):
     def after_batch(self):
         if self.is_measured():
             if is_share(self.dl): self._look()
-            if is_share(self.dl) and loss_over(self.learn).kind in ('unknown','items') and len(self.learn.yb):
+            if is_share(self.dl) and len(self.learn.yb) and self._mets() and loss_over(self.learn).kind in ('unknown','items'):
                 self._keep_loss(self.learn)
             super().after_batch()
         for o in self.files: o.keep(self.learn)
@@ -151,6 +221,7 @@ class Evaluation(ExactEvaluation):
         if self._mets(): self.put_together()
     def after_validate(self):
         super().after_validate()
+        if self.predicting: self.predicting.end()
         for o in self.files: o.write()
         if self.files: distrib_barrier() # the files exist when `get_preds` returns
 
@@ -158,6 +229,7 @@ class Evaluation(ExactEvaluation):
     def is_measured(self): return not self.training or bool(self._mets())
     def batch_parts(self): return list(self.learn.xb) if self.inputs else [],list(self.learn.yb),self.learn.pred
     def n_rows(self): return self.dl.n_total if self.padded else None
+    def places(self, m, keys): return self.predicting.places[keys] if self._of_preds(m) and self.predicting.places is not None else keys
     def batch_ids(self, keys, own, ragged, rows=None): # batches of all ranks; of each rank, if pictures of several sizes do not fit one
         ids = own if deals_batches(self.dl) else own//self.dl.world_size
         return own if ragged and not _fit(rows, ids) else ids
@@ -168,6 +240,25 @@ class Evaluation(ExactEvaluation):
 # %% ../../nbs/fastai/01_evaluation.ipynb #c016
 @patch
 def _gatherers(self:Evaluation): return [cb for cb in self.learn.cbs if isinstance(cb, GatherPredsCallback)]
+
+@patch
+@contextmanager
+def predicts(self:Evaluation, *args):
+    "Context of one call of `get_preds`; arguments of `Predicting`"
+    old,self.predicting = self.predicting,Predicting(self.learn, *args)
+    try: yield
+    finally:
+        self.predicting.restore()
+        self.predicting = old
+
+@patch
+def _of_preds(self:Evaluation, m): return self.predicting is not None and self.predicting.cb is m
+
+@patch
+def _gather(self:Evaluation, m, red):
+    if self._of_preds(m): self.predicting.activate()
+    ExactEvaluation._gather(self, m, red)
+    if self._of_preds(m): self.predicting.keep_whole(red.names)
 
 @patch
 def _mets(self:Evaluation):
@@ -224,7 +315,7 @@ def kept_parts(self:Evaluation, m, rows):
 
 @patch
 def _by_batch(self:Evaluation, rows):
-    own = gather_all(cat_keys(self.own), cat_keys(self.keys))
+    own = gather_all([cat_keys(self.own)], cat_keys(self.keys))
     return [] if rows is None else [as_fastais(take_rows(rows, idxs)) for _,idxs in in_groups(self.batch_ids(None, own, True, rows))]
 
 def _fit(rows, ids):

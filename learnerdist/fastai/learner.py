@@ -19,7 +19,7 @@ from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.text.data import LMDataLoader
-from fastcore.basics import noop,patch
+from fastcore.basics import getcallable,noop,patch
 from fastcore.foundation import L
 from fastprogress.fastprogress import ConsoleMasterBar,MasterBar,ProgressBar
 
@@ -33,13 +33,14 @@ from ..core.deferred import fill_in
 from ..core.shards import come_together,has_parts,load_model,load_opt
 from ..core import env
 from ..core.env import default_device,group_rank,group_size
-from .evaluation import Evaluation
+from .evaluation import Evaluation,stored_alone
 from .loaders import _Share,shallow,undealt
 from .trainer import DistributedTrainer,parts
 from ..distributed.memory import say_oom
 from ..learner.learner import Learner as CoreLearner
 from ..learner.learner import fit_flags,get_model
 from ..learner.losses import loss_trace
+from ..learner.predictions import check_gather
 from ..learner.techniques import MixedPrecision
 from ..core.random import shared_rng
 
@@ -81,17 +82,24 @@ class _Distributed:
 class _Base(Learner):
     "Our methods between fastai's `Learner` and its subclasses, which call them with fastai's arguments"
     def get_preds(self, ds_idx=1, dl=None, with_input=False, with_decoded=False, with_loss=False, act=None, inner=False, reorder=True,
-                  cbs=None, **kwargs):
-        "As fastai's: predictions for the whole data set, in its order, on every rank"
-        get = partial(super().get_preds, ds_idx, with_input=with_input, with_decoded=with_decoded, with_loss=with_loss, act=act,
-                      inner=inner, cbs=cbs, **kwargs)
-        dl = undealt(self.dls[ds_idx].new(shuffle=False, drop_last=False) if dl is None else dl)
+                  cbs=None, gather='all', **kwargs):
+        "As fastai's: predictions for the whole data set, in its order, on every rank; `gather` as in our own"
+        check_gather(gather)
+        get = partial(super().get_preds, ds_idx, with_input=with_input, with_decoded=with_decoded, with_loss=with_loss, inner=inner,
+                      cbs=cbs, **kwargs)
+        dl,trainer = undealt(self.dls[ds_idx].new(shuffle=False, drop_last=False) if dl is None else dl),self.distributed_trainer
+        names = [*['inputs']*with_input,'preds','targets',*['decoded']*with_decoded,*['losses']*with_loss]
         if isinstance(dl, (list,tuple,L)):
-            with self.distributed_trainer.on_its_own(): return get(dl=dl, reorder=reorder)
+            with trainer.on_its_own(): return stored_alone(get(dl=dl, reorder=reorder, act=act), gather, names)
         reorder = reorder and isinstance(dl, DataLoader) and dl.indexed and not isinstance(dl, LMDataLoader) # a stream is in order
-        trainer = self.distributed_trainer
-        with trainer.in_batches(not {*kwargs}&{'save_preds','save_targs'}): # files are those of global batches
-            return get(dl=trainer.in_one_order(dl) if reorder else dl, reorder=reorder)
+        dl = trainer.in_one_order(dl) if reorder else dl
+        if group_size()<2 or trainer.alone: return stored_alone(get(dl=dl, reorder=reorder, act=act), gather, names)
+        idxs = dl.get_idxs() if reorder and dl.bs is not None and not kwargs.get('concat_dim') else None
+        of_batch,act = (act or getcallable(self.loss_func, 'activation'),noop) if isinstance(gather, Path) else (None,act)
+        by_batch = trainer.in_batches(not {*kwargs}&{'save_preds','save_targs'}) # files are those of global batches
+        with by_batch,next(o for o in self.cbs if isinstance(o, Evaluation)).predicts(gather, of_batch, idxs, with_loss):
+            res = get(dl=dl, reorder=reorder and idxs is None, act=act)
+        return (None,)*len(names) if gather=='rank0' and group_rank() else res
 
     def lr_find(self, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True, show_plot=True, *args, **kwargs):
         "As fastai's; only rank 0 plots"

@@ -186,8 +186,8 @@ class Learner:
     def no_logging(self):
         """Context in which the learner prints no lines of its table"""
 
-    def get_preds(self, ds_idx: int=1, dl=None, with_input: bool=False, with_loss: bool=False, act=None, reorder: bool=True, on_rank0: bool=False, cbs=None) -> tuple:
-        """Predictions and targets of a whole data set; in `distrib_ctx` those of all ranks, on every rank"""
+    def get_preds(self, ds_idx: int=1, dl=None, with_input: bool=False, with_loss: bool=False, act=None, reorder: bool=True, gather='all', cbs=None) -> tuple:
+        """Predictions and targets of a whole data set; in `distrib_ctx` those of all ranks, on every rank. ValueError for another `gather`"""
 
     def predict(self, item, act=None):
         """The prediction for one item; each rank computes it"""

@@ -8,8 +8,9 @@ __all__ = []
 # %% ../../nbs/learner/10_predictions.ipynb #56d3b1bf
 import copy,warnings
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager,nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 from fastcore.basics import listify,noop,patch
@@ -23,7 +24,8 @@ from ..core.shards import has_parts
 from ..data.distributed_dl import by_batch,in_order
 from ..data.loaders import DataLoaders,all_inputs,call_model,single
 from ..data.rows import cat_rows,columns,cut_up,flat_lens,has_batch_value,has_whole,to_rows,without_rows
-from .callback import Callback,Order
+from ..data.stored_rows import store_rows
+from .callback import Callback,Order,all_events
 from .learner import Learner
 from .losses import batch_rows
 from .metrics import Rows,reduction
@@ -37,13 +39,15 @@ def has_result(learn)->bool:
 class GatherPreds(Callback):
     "Collect predictions and targets of each batch, and on request inputs and losses"
     order = Order.predictions
+    gathered = False # Whether `rows` are those of all ranks
     def __init__(self,
         with_input=False, with_loss=False, # Also collect inputs, and the loss of each sample
         act=noop,       # A function to apply to the predictions
-        on_rank0=False  # On several ranks, gather the rows on rank 0 only
+        gather='all'    # As in `get_preds`
     ):
-        self.with_input,self.with_loss,self.act,self.on_rank0 = with_input,with_loss,act,on_rank0
-        self.rows = [] # (inputs,) predictions, targets (, losses) of each batch
+        self.with_input,self.with_loss,self.act,self.gather = with_input,with_loss,act,gather
+        self.rows = [] # (inputs,) predictions, targets (, losses) of each batch. In `distrib_ctx`, after the loop: of all ranks
+        self.names = [*['inputs']*with_input,'preds','targets',*['losses']*with_loss]
         self.by_batch,self.again,self.has_value = None,False,False # On several ranks: the loader for another loop, whether it is needed
         self.by_sample = BySample()
 
@@ -99,20 +103,27 @@ def get_preds(self:Learner,
     with_loss:bool=False,    # Also return the loss of each sample, after the targets
     act=None,                # A function to apply to the predictions; None: the loss function's `activation`, if it has one
     reorder:bool=True,       # True: in the order of the data set; False: in the order of the loader
-    on_rank0:bool=False,     # In `distrib_ctx`, only rank 0 gets the results, and the other ranks None; for large outputs
+    gather='all',            # 'rank0': on other ranks all results are None. A `Path`: they are mapped from files in this folder, see below
     cbs=None                 # Callbacks for this loop only
 )->tuple: # (predictions, targets) in the model's structure, CPU tensors `(n,…)`, or lists of rows that do not fit a tensor
-    "Predictions and targets of a whole data set; in `distrib_ctx` those of all ranks, on every rank"
+    "Predictions and targets of a whole data set; in `distrib_ctx` those of all ranks, on every rank. ValueError for another `gather`"
+    check_gather(gather)
     dl = self.dls[ds_idx] if dl is None else dl
-    gather = GatherPreds(with_input, with_loss, act or getattr(self.loss_func, 'activation', noop), on_rank0)
+    cb = GatherPreds(with_input, with_loss, act or getattr(self.loss_func, 'activation', noop), gather)
     self.prepare_model()
     if reorder: dl = in_order(getattr(dl, 'source', dl))
-    gather.by_batch = by_batch(dl)
-    with self.added_cbs([gather,*listify(cbs)]), self.aside(), _without_metrics(self):
+    cb.by_batch = by_batch(dl)
+    with self.added_cbs([cb,*listify(cbs)]), self.aside(), _without_metrics(self), nullcontext() if with_loss else _unheard_loss(self):
         self._do_epoch_validate(dl=dl)
-        if gather.again: self._do_epoch_validate(dl=gather.by_batch)
-    rows = cat_rows(gather.rows)
-    return (None,)*(2+with_input+with_loss) if rows is None else told_apart(rows)
+        if cb.again: self._do_epoch_validate(dl=cb.by_batch)
+    alone = isinstance(gather, Path) and cb.rows and not cb.gathered
+    rows = store_rows(cb.rows, gather, cb.names) if alone else cat_rows(cb.rows)
+    return (None,)*len(cb.names) if rows is None else told_apart(rows)
+
+def check_gather(how):
+    "Make the folder, if it is one. ValueError for what `gather` cannot be, OSError where a folder cannot be made"
+    if isinstance(how, Path): how.mkdir(parents=True, exist_ok=True)
+    elif how not in ('all','rank0'): raise ValueError(f"gather={how!r}: give 'all', 'rank0', or a pathlib.Path for a folder of files")
 
 def told_apart(rows):
     "`rows`; outputs without recognisable rows as a list, one entry per batch, with a warning"
@@ -123,6 +134,18 @@ def told_apart(rows):
         warnings.warn(f'get_preds: which part of a tensor belongs to which sample cannot be told, with shapes {what} in the first batch. '
                       'You get the batches\' outputs, one after the other; put the samples into the first dimension to get rows')
     return without_rows(rows)
+
+@contextmanager
+def _unheard_loss(learn):
+    "Compute no loss in the body, unless a callback of the user's may look at it: of large outputs it takes longer than the prediction"
+    hear = {type(cb) for e in _after for cb in learn._handlers[e]}
+    old = learn.loss_func
+    if old is not None and all(o.__module__.startswith('learnerdist.') for o in hear): learn.loss_func = _no_loss
+    try: yield
+    finally: learn.loss_func = old
+
+_after = [o for o in all_events if o.startswith('after_')]
+def _no_loss(pred, *targ): return torch.zeros(())
 
 @contextmanager
 def _without_metrics(learn):

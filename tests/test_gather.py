@@ -1,0 +1,275 @@
+"`get_preds(gather=…)`: shared memory, rank 0 alone, and files that all ranks write, of both Learners; exact for any shares"
+import errno,os,resource,signal,warnings
+from pathlib import Path
+import pytest, torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+from learnerdist.all import Callback, CancelBatchException, DataLoaders, Learner, TfmdDL, group_rank, process_group
+from learnerdist.data import stored_rows
+from learnerdist.data.stored_rows import StoredRows,leaf_names,npy_header,row_files
+from learnerdist.distributed import gather_rows
+from learnerdist.testing import run_ranks
+
+np = pytest.importorskip('numpy')
+torch.set_num_threads(1)
+
+class Fn(nn.Module):
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+    def forward(self, x): return self.f(x)
+
+def zero(p, *y): return torch.zeros(())
+def xy(n): return torch.randn(n, 3, generator=torch.Generator().manual_seed(n)),torch.arange(n)
+def wide(x): return x.repeat(1, 400)
+def nested(x): return dict(wide=wide(x), few=(x.half(), x[:,0].bfloat16(), x[:,:1]>0))
+def boxes(x): return [o.repeat(1+int(o[0]>0)) for o in x]
+models = dict(narrow=lambda x: x*2, wide=wide, nested=nested, boxes=boxes)
+
+def make(name, n, bs=3, cbs=None):
+    return Learner(DataLoaders(*[TfmdDL(TensorDataset(*xy(n)), bs)]*2), Fn(models[name]), zero, cbs=cbs)
+
+def leaves(o):
+    "Nested lists of numbers, with dtypes"
+    if isinstance(o, dict): return {k: leaves(v) for k,v in o.items()}
+    return (str(o.dtype),o.tolist()) if isinstance(o, torch.Tensor) else [leaves(v) for v in o] if isinstance(o, (list,tuple)) else o
+
+cases = [('narrow', 13),('wide', 13),('nested', 13),('nested', 1),('wide', 2),('boxes', 7)] # one or two samples: ranks without any
+
+def rank_gathers(folder):
+    res,folder = {},Path(folder)
+    with process_group(), warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        for name,n in cases:
+            learn = make(name, n)
+            with learn.distrib_ctx(seed=1):
+                out = folder/f'{name}{n}'
+                got = {'all': learn.get_preds(with_input=True), 'rank0': learn.get_preds(gather='rank0'),
+                       'file': learn.get_preds(gather=out, with_input=True, with_loss=False),
+                       'again': learn.get_preds(gather=out)} # replaces the files
+                files = {o.name: stored_kind(o) for o in out.iterdir()}
+                for t in torch.utils._pytree.tree_leaves((got['all'],got['file'])):
+                    if name!='boxes' and t.dtype!=torch.bool: t += group_rank()+1 # each rank's own
+                dist.barrier() if dist.is_initialized() else None
+                again = learn.get_preds(gather=out)
+                res[name,n] = {k: leaves(o) for k,o in got.items()},files,leaves(again)
+    return res
+
+def stored_kind(path):
+    a = np.load(path, mmap_mode='r')
+    return str(a.dtype),a.shape
+
+def bumped(o, by):
+    if isinstance(o, dict): return {k: bumped(v, by) for k,v in o.items()}
+    if isinstance(o, tuple): return o if 'bool' in o[0] else (o[0],plus(o, by))
+    return [bumped(v, by) for v in o]
+def plus(o, by): return torch.tensor(o[1], dtype=getattr(torch, o[0][6:])).add(by).tolist()
+
+@pytest.mark.parametrize('W', [1, 2, 3])
+def test_everything_as_in_one_process(W, tmp_path):
+    want = {}
+    for name,n in cases:
+        rows = make(name, n).get_preds(with_input=True)
+        want[name,n] = leaves(rows)
+    ranks = [rank_gathers(tmp_path)] if W==1 else run_ranks(rank_gathers, W, str(tmp_path))
+    for r,res in enumerate(ranks):
+        for case,(got,files,again) in res.items():
+            more = 0 if case[0]=='boxes' else r+1
+            assert got['all']==bumped(want[case], more) and again==want[case][1:], case
+            assert got['file']==bumped(want[case], more), case
+            assert got['again']==want[case][1:] and got['rank0']==(want[case][1:] if r==0 else [None,None])
+            assert set(files)<=expected_files(case)
+            assert len(files)==len(expected_files(case)) or case[0]=='boxes'
+    assert stored_kind(tmp_path/'nested13'/'preds.wide.npy')==('float32',(13, 1200))
+    assert np.load(tmp_path/'wide13'/'preds.npy').tolist()==want['wide', 13][1][1]
+
+def expected_files(case):
+    if case[0]=='boxes': return {'inputs.npy','targets.npy'}
+    preds = [f'preds.{o}.npy' for o in ('wide','few.0','few.1','few.2')] if case[0]=='nested' else ['preds.npy']
+    return {'inputs.npy','targets.npy',*preds}
+
+# --- how rows travel --------------------------------------------------------------------------------------------------------
+
+def rank_travels(name):
+    made,sent = [],[]
+    real,swap = StoredRows.__init__,gather_rows._swap
+    StoredRows.__init__ = lambda self, *args, **kw: (made.append(kw.get('in_memory', False)),real(self, *args, **kw))[1]
+    gather_rows._swap = lambda *args: (sent.append(1),swap(*args))[1]
+    with process_group():
+        learn = make(name, 300)
+        with learn.distrib_ctx(): got = leaves(learn.get_preds())
+    maps = Path('/proc/self/maps').read_text() if Path('/proc/self/maps').exists() else ''
+    return got==leaves(make(name, 300).get_preds()),made,len(sent),'memfd:learnerdist' in maps
+
+@pytest.mark.parametrize('apart', [False, True])
+def test_between_machines_rows_travel_and_on_one_they_do_not(apart):
+    for same,made,sent,left in run_ranks(rank_travels, 2, 'wide', env=dict(LOCAL_WORLD_SIZE=1 if apart else 2)):
+        assert same and made==([] if apart else [True,True]) and (sent>0)==apart and not left # freed with the last tensor
+
+def rank_files_apart(folder):
+    with process_group():
+        learn = make('wide', 13)
+        with learn.distrib_ctx(): return leaves(learn.get_preds(gather=Path(folder)))
+
+def test_machines_with_a_shared_file_system(tmp_path):
+    want = leaves(make('wide', 13).get_preds())
+    assert run_ranks(rank_files_apart, 2, str(tmp_path), env=dict(LOCAL_WORLD_SIZE=1))==[want]*2
+
+# --- what a callback sees ---------------------------------------------------------------------------------------------------
+
+class Skips(Callback):
+    "A batch that rank 0 leaves out; and the losses that are there to see"
+    def before_batch(self):
+        if self.iter==1 and group_rank()==0: raise CancelBatchException
+class Sees(Callback):
+    def __init__(self): self.seen = []
+    def after_loss(self): self.seen.append(self.loss.item())
+
+def test_no_loss_is_computed_that_nobody_looks_at():
+    calls = []
+    def loss(p, y): return (calls.append(1),torch.ones(()))[1]
+    learn = make('narrow', 7)
+    learn.loss_func = loss
+    learn.get_preds()
+    assert not calls and learn.loss_func is loss
+    sees = Sees()
+    learn.get_preds(cbs=sees)
+    assert sees.seen==[1.]*3 and len(calls)==3
+    with pytest.raises(ZeroDivisionError): learn.get_preds(act=lambda o: 1/0)
+    assert learn.loss_func is loss
+
+def rank_skips(folder):
+    with process_group():
+        learn = make('wide', 13, cbs=[Skips()])
+        with learn.distrib_ctx(): return [leaves(learn.get_preds(**kw)[1]) for kw in ({}, dict(gather=Path(folder)))]
+
+def test_a_cancelled_batch_has_no_rows(tmp_path):
+    for a,b in run_ranks(rank_skips, 2, str(tmp_path)): assert a==b==('torch.int64',[0,1,2,3,4,5,7,9,11,12]) # not 6, 8, 10
+
+# --- errors -----------------------------------------------------------------------------------------------------------------
+
+def test_what_gather_may_be(tmp_path):
+    learn = make('narrow', 3)
+    for how in ('rank1', str(tmp_path), None):
+        with pytest.raises(ValueError, match='gather=.*pathlib.Path'): learn.get_preds(gather=how)
+    (tmp_path/'file').touch()
+    with pytest.raises(OSError): learn.get_preds(gather=tmp_path/'file')
+
+def full(): raise OSError(errno.ENOSPC, 'No space left on device')
+
+def rank_full(folder, how):
+    if how=='limit': resource.setrlimit(resource.RLIMIT_FSIZE, (10000, resource.RLIM_INFINITY)) # bytes of a file
+    with process_group():
+        if how=='write' and group_rank()==1: os.pwrite = lambda *args: full()
+        if how=='kill' and group_rank()==0: StoredRows.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        learn = make('wide', 13)
+        try:
+            with learn.distrib_ctx(): learn.get_preds(gather=Path(folder))
+        except Exception as e: return type(e).__name__,str(e)
+
+@pytest.mark.parametrize('how', ['limit', 'write', 'kill'])
+def test_a_full_disk_and_a_dead_rank_leave_nothing(how, tmp_path):
+    out = tmp_path/'out'
+    out.mkdir()
+    (out/'preds.npy').write_text('old')
+    res = run_ranks(rank_full, 2, str(out), how, errors='return', timeout_s=60)
+    assert [o.name for o in out.iterdir()]==['preds.npy'] and (out/'preds.npy').read_text()=='old'
+    if how=='limit':
+        assert res[0][0]=='OSError' and '62,4' in res[0][1]
+        assert res[1][0]=='RankError' and 'rank 0 failed with OSError' in res[1][1]
+    if how=='write': assert res[1][0]=='OSError' and res[0][0]=='RankError' and 'No space left' in res[0][1]
+    if how=='kill': assert res[0].kind=='ProcessDied' and res[1][0] in ('RankError','DistNetworkError','RuntimeError')
+
+def test_a_full_disk_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(stored_rows.os, 'posix_fallocate', lambda *args: full())
+    with pytest.raises(OSError, match='62,4.. bytes of rows'): make('wide', 13).get_preds(gather=tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+# --- files ------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float16, torch.bool, torch.uint8, torch.int16, torch.int64, torch.complex64])
+@pytest.mark.parametrize('shape', [(), (3,), (0,), (700, 2)])
+def test_numpy_reads_each_kind(dtype, shape, tmp_path):
+    rows = (torch.randn(5, *shape)*3).to(dtype)
+    with row_files(tmp_path, together=False) as make:
+        got = make('a', rows.shape, dtype)
+        got.write(torch.tensor([4,0,1]), [rows[[4,0]],rows[1:2]])
+        got.write(torch.tensor([2,3]), [rows[2:4]])
+    assert torch.equal(got.read(), rows) and np.load(tmp_path/'a.npy').tolist()==rows.tolist()
+    assert got.read is not None and npy_header((5,*shape), dtype)==npy_header_of_numpy(rows)
+
+def npy_header_of_numpy(rows):
+    import io
+    f = io.BytesIO()
+    np.lib.format.write_array_header_1_0(f, np.lib.format.header_data_from_array_1_0(rows.numpy()))
+    ours = npy_header(rows.shape, rows.dtype)
+    assert np.lib.format.read_array_header_1_0(io.BytesIO(ours[8:]))==np.lib.format.read_array_header_1_0(io.BytesIO(f.getvalue()[8:]))
+    return ours
+
+def test_names():
+    assert leaf_names({'a/b': torch.zeros(1), 'c': [torch.zeros(1)]*2}, 'preds')==['preds.a_b','preds.c.0','preds.c.1']
+
+# --- fastai's Learner -------------------------------------------------------------------------------------------------------
+
+def fastai_learner(n, name='narrow'):
+    from fastai.data.core import DataLoaders as FastaiLoaders
+    from fastai.data.core import TfmdDL as FastaiDL
+    from fastai.learner import Learner as FastaiLearner
+    class Loss(nn.MSELoss):
+        def forward(self, pred, targ): return super().forward(pred[:,0], targ.float())
+        def activation(self, o): return o.softmax(-1)
+        def decodes(self, o): return o.argmax(-1)
+    dl = FastaiDL([*zip(*xy(n))], bs=3, num_workers=0, device='cpu')
+    model = Fn(models[name])
+    model.unused = nn.Parameter(torch.zeros(1))
+    return FastaiLearner(FastaiLoaders(dl, dl, device='cpu'), model, Loss(), metrics=[])
+
+def shuffled(learn):
+    dl = learn.dls.valid.new(get_idxs=lambda: [3, 0, 2, 1])
+    dl.n = 4
+    return dl
+
+def rank_fastai(folder):
+    pytest.importorskip('fastai')
+    import learnerdist.fastai # noqa: F401
+    res,folder = {},Path(folder)
+    with process_group():
+        for n in (13,1):
+            learn = fastai_learner(n, 'wide')
+            with learn.distrib_ctx():
+                res[n] = [leaves(learn.get_preds(with_input=True, with_decoded=True, gather=o)) for o in ('all','rank0',folder/str(n))]
+                res[n] += [[o.name for o in sorted((folder/str(n)).iterdir())],leaves(learn.get_preds(with_preds=False))]
+                if n==13: res['order'] = [leaves(learn.get_preds(dl=shuffled(learn), gather=o)) for o in ('all',folder/'order')]
+        seen = Sees_fastai()
+        learn = fastai_learner(13)
+        with learn.distrib_ctx():
+            learn.get_preds(cbs=seen)
+            mets = learn.recorder.valid_metrics,type(learn.loss_func).__name__
+            with pytest.raises(ValueError, match='gather'): learn.get_preds(gather='no')
+    return res,min(seen.seen or [1.])>0,mets
+
+def Sees_fastai():
+    from fastai.callback.core import Callback as FastaiCallback
+    class Look(FastaiCallback):
+        def __init__(self): self.seen = []
+        def after_loss(self): self.seen.append(self.loss.item())
+    return Look()
+
+@pytest.mark.parametrize('W', [1, 2, 3])
+def test_fastais_learner(W, tmp_path):
+    pytest.importorskip('fastai')
+    import learnerdist.fastai # noqa: F401
+    want = {n: leaves(fastai_learner(n, 'wide').get_preds(with_input=True, with_decoded=True)) for n in (13,1)}
+    learn = fastai_learner(13, 'wide')
+    order = leaves(learn.get_preds(dl=shuffled(learn)))
+    for r,(res,saw,mets) in enumerate([rank_fastai(tmp_path)] if W==1 else run_ranks(rank_fastai, W, str(tmp_path))):
+        for n in (13,1):
+            whole,rank0,file,names,targs = res[n]
+            assert same(whole, want[n]) and same(file, want[n]) and targs==[None,want[n][2]]
+            assert rank0==[None]*4 if r else same(rank0, want[n])
+            assert names==['inputs.npy','preds.npy','targets.npy']
+        assert all(same(o, order) for o in res['order']) and saw and mets==(True,'Loss')
+
+def same(a, b):
+    "To the rounding of a softmax over other batches"
+    return len(a)==len(b) and all(p[0]==q[0] and torch.allclose(torch.tensor(p[1]), torch.tensor(q[1]), 1e-5, 1e-6) for p,q in zip(a, b))

@@ -1,0 +1,121 @@
+"Streams and loaders of other packages, where they are installed: each sample once over all ranks; a resumed fit trains on the rest"
+import io,json,tarfile
+from pathlib import Path
+import pytest, torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from learnerdist.all import Callback, Checkpoint, DataLoaders, Learner
+from learnerdist.data.streams import saves_place
+from learnerdist.testing import run_ranks
+
+torch.set_num_threads(1)
+reads = []
+
+def stacked(items): return (torch.stack([o['x'] for o in items]),)*2
+def numbers(shards):
+    for s in shards:
+        for i in range(12):
+            reads.append(s)
+            yield {'x': [float(12*s+i)]}
+
+def hugging_face(folder, shuffle=False):
+    import datasets
+    ds = datasets.IterableDataset.from_generator(numbers, gen_kwargs={'shards': [0,1,2]})
+    ds = (ds.shuffle(seed=1, buffer_size=4) if shuffle else ds).with_format('torch')
+    return DataLoader(ds, 2, collate_fn=stacked)
+
+class Rows(Dataset):
+    def __len__(self): return 37
+    def __getitem__(self, i):
+        reads.append(i)
+        return (torch.tensor([float(i)]),)*2
+
+def stateful(folder):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    return StatefulDataLoader(Rows(), 2, shuffle=True)
+
+def stateful_stream(folder):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from test_position import Numbers
+    return StatefulDataLoader(Numbers(37), 2)
+
+def write_shards(folder):
+    for s in range(3):
+        with tarfile.open(folder/f'{s}.tar', 'w') as tar:
+            for i in range(7*s, 7*s+7):
+                b,info = json.dumps([float(i)]).encode(),tarfile.TarInfo(f'{i:04}.json')
+                info.size = len(b)
+                tar.addfile(info, io.BytesIO(b))
+
+def webdataset(folder):
+    import webdataset as wds
+    ds = wds.WebDataset([str(folder/f'{s}.tar') for s in range(3)], shardshuffle=False, nodesplitter=lambda urls: urls)
+    return DataLoader(ds.decode().map(lambda o: {'x': torch.tensor(o['json'])}), 2, collate_fn=stacked)
+
+# Needs, loader, samples, and whether what was trained on is left unread
+kinds = dict(hugging_face=('datasets', hugging_face, 36, True), shuffled=('datasets', lambda f: hugging_face(f, True), 36, False),
+             stateful=('torchdata', stateful, 37, True), stateful_stream=('torchdata', stateful_stream, 37, None),
+             webdataset=('webdataset', webdataset, 21, None))
+
+class Seen(Callback):
+    "What is trained on, and counts; stops in the batch `stop`, of which there is no checkpoint"
+    order = 950
+    def __init__(self, stop): self.stop,self.seen,self.n = stop,[],0
+    def after_batch(self):
+        self.n += 1
+        if self.n==self.stop: raise InterruptedError
+        if not self.learn.repeated: self.seen += [(self.epoch,int(o)) for o in self.xb[0]]
+
+def fit(folder, name, kind, stop=None):
+    torch.manual_seed(5)
+    seen = Seen(stop)
+    dls = DataLoaders(kinds[kind][1](folder))
+    learn = Learner(dls, nn.Linear(1, 1), nn.functional.mse_loss, torch.optim.SGD, lr=1e-4, path=folder/name)
+    learn.logger = lambda line: None
+    with learn.distrib_ctx(seed=3):
+        try: learn.fit(2, cbs=[seen,Checkpoint('c', 1)], resume=True)
+        except InterruptedError: pass
+    return seen.seen
+
+def rank_resumes(folder, kind):
+    folder = Path(folder)
+    whole,parts = fit(folder, 'whole', kind),fit(folder, 'cut', kind, 9)
+    reads.clear()
+    parts += fit(folder, 'cut', kind)
+    return parts==whole,len(reads),[o for e,o in whole if e==0]
+
+@pytest.mark.parametrize('W', [1, 2])
+@pytest.mark.parametrize('kind', list(kinds))
+def test_each_sample_once_and_no_batch_again(kind, W, tmp_path):
+    needs,_,n,unread = kinds[kind]
+    pytest.importorskip(needs)
+    if needs=='webdataset': write_shards(tmp_path)
+    ranks = [rank_resumes(tmp_path, kind)] if W==1 else run_ranks(rank_resumes, W, str(tmp_path), kind, timeout_s=200)
+    assert all(same for same,_,_ in ranks) and sorted(o for *_,os in ranks for o in os)==[*range(n)]
+    if unread is None: return
+    for _,n_reads,own in ranks:
+        if needs=='torchdata': assert 0<=n_reads-(2*len(own)-8*2)<=(4 if W>1 else 0) # and up to a batch an epoch that fills a share
+        else: assert n_reads==2*n-(8*2*W//12*12 if unread else 0) # a rank reads the stream whole; it passes over whole shards of 12
+
+def test_what_saves_its_place():
+    class Plain: pass
+    class Placed:
+        def state_dict(self): return {}
+        def load_state_dict(self, state): pass
+    assert not saves_place(Plain()) and saves_place(Placed())
+
+def buffered(inside):
+    "As Hugging Face's: a data set of the module `datasets`, with what it reads inside"
+    methods = dict(state_dict=lambda self: {}, load_state_dict=lambda self, o: None)
+    cls = type('IterableDataset', (), dict(methods, __module__='datasets.iterable'))
+    ds = cls()
+    if inside is not None: ds._ex_iterable = inside
+    return ds
+
+def test_a_shuffle_buffer_is_not_in_the_state():
+    ex = lambda name, **kw: type(name, (), kw)()
+    plain = ex('Examples')
+    assert saves_place(buffered(ex('Mapped', ex_iterable=plain)))
+    assert not saves_place(buffered(ex('Mapped', ex_iterable=ex('BufferShuffledExamplesIterable', ex_iterable=plain))))
+    assert not saves_place(buffered(ex('Cycling', ex_iterables=[plain,ex('BufferShuffledExamplesIterable')])))
+    assert not saves_place(buffered(None)) # a version that is not known
