@@ -29,7 +29,7 @@ class Branches(nn.Module):
 def blocks(): return nn.Sequential(nn.Linear(6, 8), *[Block(8) for _ in range(3)], nn.Linear(8, 3))
 def branches(): return nn.Sequential(Branches(), nn.Linear(8, 3))
 
-def make(model=blocks, n=45, bs=12, cbs=None, **kw):
+def make(model=blocks, n=47, bs=12, cbs=None, **kw):
     g = torch.Generator().manual_seed(1)
     x,v = (torch.randn(o, 6, generator=g) for o in (n, 23))
     bs = bs//max(group_size(), 1)
@@ -85,7 +85,7 @@ def fit_files(path, compiled):
     class Copies(Callback):
         def after_loss(self): copies.append(copy.deepcopy(self.learn.model))
     cbs = CancelSome,GradientAccumulation(6),MixedPrecision('bf16'),Copies,Checkpoint(path/f'c{compiled}')
-    learn = make(n=45, cbs=[*cbs], path=path)
+    learn = make(cbs=[*cbs], path=path)
     if compiled: learn.compile(backend='eager')
     with learn.no_logging(), learn.distrib_ctx(seed=3):
         learn.fit(2)
