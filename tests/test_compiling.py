@@ -208,7 +208,8 @@ class Fan(nn.Module):
     "Layers beside one another, each with another number of channels"
     def __init__(self):
         super().__init__()
-        self.sides,self.bns = nn.ModuleList([nn.Linear(8, 8*i) for i in range(1, 7)]),nn.ModuleList([nn.BatchNorm1d(8*i) for i in range(1, 7)])
+        self.sides = nn.ModuleList([nn.Linear(8, 8*i) for i in range(1, 7)])
+        self.bns = nn.ModuleList([nn.BatchNorm1d(8*i) for i in range(1, 7)])
     def forward(self, x): return torch.cat([m(x)-bn(m(x)) for m,bn in zip(self.sides, self.bns)], 1)
 
 def rank_order():
