@@ -156,6 +156,9 @@ def test_what_is_compiled():
     learn.compile(regional=nn.Conv2d)
     with pytest.raises(ValueError, match='no such blocks'), learn.no_logging(): learn.fit(1)
     assert not hasattr(learn.uncompile(), 'compiled') and not any('forward' in vars(m) for m in learn.model.modules())
+    learn = make().compile(backend='eager')
+    learn.loss_func = None
+    with pytest.raises(ValueError, match='computes its loss'), learn.no_logging(): learn.fit(1)
     learn = make(lambda: torch.compile(blocks(), backend='eager')).compile()
     with pytest.raises(ValueError, match='the result of torch.compile'), learn.no_logging(): learn.fit(1)
 

@@ -120,6 +120,8 @@ def switch_on(self:Compiled):
     if self.of is None or self.of[0] is not model or self.of[1] is not shards:
         if isinstance(learn.model, nn.DataParallel): raise ValueError('DataParallel copies the model at each step: use distrib_ctx')
         self.of,self.regions = (model,shards),find_regions(model, self.regional, shards)
+    if learn.training and learn.loss_func is None and model in self.regions:
+        raise ValueError('the model computes its loss, and what that counts is not seen in a graph: compile its blocks, by regional=True')
     for m in self.regions:
         if not self.runs: self._look_away()
         if type(m) not in self.runs: self.runs[type(m)] = runner(type(m), **self.kw)
