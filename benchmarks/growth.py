@@ -131,6 +131,35 @@ def predict(W, part, batch=bs, cores=None):
     res = dict(local=local*busy, exchange=ring*busy, vote=part['vote' if cores else 'far_vote']*vote_rounds(W)*busy)
     return dict(res, step=sum(res.values()))
 
+# --- GPUs, by what is published ---------------------------------------------------------------------------------------------
+
+# µs, from nccl's own model of itself (src/graph/tuning.cc): of a call, of a step over NVLink and over the network; share of the bandwidth
+nccl = dict(ring=(8.4, 3.4, 9.6, 1.), ring_ll128=(10., 1.9, 4., .92), tree_ll128=(4.4, 1.2, 8.5, .9*.915))
+link = 370e9 # Bytes/s of a ring: H100 over NVLink (nccl-tests issue 212), and of 8 network cards of 46 to 48 GB/s (issue 290)
+gpu_steps = {'ResNet50, 25.6 million weights': (102.4e6, .100), 'a transformer of 1.3 billion weights, bfloat16': (2.6e9, .600)} # bytes, s
+gpu_spread = .02 # Standard deviation of a rank's step, relative
+
+def slowest_of(W, spread, n):
+    "The mean of the largest of W draws, over the mean of one: how much longer a step is when ranks wait for the slowest"
+    draws = np.random.default_rng(0).choice(spread, (n,W))
+    return draws.max(1).mean()/np.mean(spread)
+
+def nccl_s(W, n_bytes, per_node=8):
+    "Seconds of nccl's all-reduce over W GPUs, by the quickest of its ways"
+    N = max(1, W//per_node)
+    def way(name):
+        base,near,net,share = nccl[name]
+        if name.startswith('ring'): return base+2*(W-N)*near+2*(N-1)*net,link*share*W/(2*(W-1))
+        return base+2*((W//N-1)*near+(N-1).bit_length()*net),link*share/2
+    return min(lat*1e-6+n_bytes/speed for lat,speed in map(way, nccl))
+
+def of_gpus(W, n_bytes, secs):
+    "Seconds of a step: computing, waiting for the slowest of W (normal, independent), a tenth of the exchange at least, all of it at most"
+    waiting = secs*(slowest_of(W, np.random.default_rng(1).normal(1, gpu_spread, 20000), 500)-1)
+    whole = nccl_s(W, n_bytes)
+    hidden = max(whole-secs*2/3, whole/10) # DDP sends what is computed; two thirds of a step are the backward pass
+    return dict(waiting=waiting, exchange=whole, least=secs+waiting+hidden, most=secs+waiting+whole)
+
 # --- many ranks in one process ----------------------------------------------------------------------------------------------
 
 def simulate(W=1024, n=2**20+5):
@@ -208,7 +237,13 @@ def report(res):
     far_rows = [[W, *(ms(p[k]) for k in ('step','local','exchange','vote')), f"{predict(1, part)['step']/p['step']:.0%}"]
                 for W in far for p in [predict(W, part)]]
     head = ['ranks','predicted step, ms','compute and loader','exchange','vote','efficiency']
-    return text+table(head, far_rows)+'\n\n'+_of_many(res['simulated'])
+    return text+table(head, far_rows)+'\n\n'+gpu_table()+'\n\n'+_of_many(res['simulated'])
+
+def gpu_table():
+    rows = [[k if W==far[0] else '', W, ms(o['waiting']), ms(o['exchange']), f"{ms(o['least'])} to {ms(o['most'])}",
+             f"{secs/o['most']:.0%} to {secs/o['least']:.0%}"]
+            for k,(n,secs) in gpu_steps.items() for W in far for o in [of_gpus(W, n, secs)]]
+    return table(['GPUs, nccl','ranks','waiting, ms','all-reduce, ms','step, ms','efficiency'], rows)
 
 def _of_many(sim):
     return f"Simulated in one process: {sim['ranks']:,} ranks share {sim['n']:,} shuffled samples, each exactly once, " + \

@@ -12,9 +12,11 @@ from step_time import Task,as_way,bare,lr,models,momentum,quick_models
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-def plain(task, stack, opt_func=None, **kw):
+def plain(task, stack, opt_func=None, cbs=None, compiled=None, **kw):
+    "Our Learner with options of `distrib_ctx`; `compiled`: those of `compile`"
     dls = DataLoaders(DataLoader(task.data(), task.bs), device=task.device)
-    learn = Learner(dls, task.model(), cross_entropy, opt_func=opt_func or sgd(), lr=lr).remove_cb(ProgressCallback)
+    learn = Learner(dls, task.model(), cross_entropy, opt_func=opt_func or sgd(), lr=lr, cbs=cbs).remove_cb(ProgressCallback)
+    if compiled is not None: learn.compile(**compiled)
     learn.one_batch = task.clock.ticking(learn.one_batch)
     stack.enter_context(learn.distrib_ctx(sync_bn=False, seed=0, **kw))
     stack.enter_context(learn.no_logging())

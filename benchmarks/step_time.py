@@ -96,7 +96,7 @@ def ours(task, stack):
         return learn.loss
     return learn.model,train
 
-def fastai_learner(task, order=None):
+def fastai_learner(task, order=None, **flags):
     from fastai.callback.core import Callback
     from fastai.callback.progress import ProgressCallback as FastaiProgress
     from fastai.data.core import DataLoaders as FastaiLoaders
@@ -114,14 +114,14 @@ def fastai_learner(task, order=None):
     learn.remove_cb(FastaiProgress)
     learn.logger,learn.one_batch = lambda line: None,task.clock.ticking(learn.one_batch)
     def train():
-        learn.fit(1)
+        learn.fit(1, **flags)
         return learn.last_loss
     return learn,train
 
-def fastai_ours(task, stack):
+def fastai_ours(task, stack, **flags):
     theirs() # before ours: the last one imported is the one that patches the Learner
     import learnerdist.fastai # noqa: F401
-    learn,train = fastai_learner(task)
+    learn,train = fastai_learner(task, **flags)
     stack.enter_context(learn.distrib_ctx(sync_bn=False, seed=0))
     return learn.model,train
 
@@ -145,23 +145,23 @@ def plain_buffers():
     from accelerate import DistributedDataParallelKwargs
     return DistributedDataParallelKwargs(broadcast_buffers=False)
 
-def accelerated(task, stack):
+def accelerated(task, stack, opt_func=sgd, **kw):
     from accelerate import Accelerator
-    acc = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[plain_buffers()])
+    acc = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[plain_buffers()], **kw)
     model = task.model()
-    ddp,opt,dl = acc.prepare(model, sgd(model.parameters(), lr), DataLoader(task.data(task.in_batches()), task.bs))
+    ddp,opt,dl = acc.prepare(model, opt_func(model.parameters(), lr=lr), DataLoader(task.data(task.in_batches()), task.bs))
     return model,partial(loop, task, ddp, opt, dl, acc.backward)
 
-def fabric(task, stack):
+def fabric(task, stack, opt_func=sgd, **kw):
     from lightning_fabric import Fabric
     from lightning_fabric.plugins.environments import LightningEnvironment
     from lightning_fabric.strategies import DDPStrategy
     gpu,model = torch.cuda.is_available(),task.model()
     strategy = DDPStrategy(broadcast_buffers=False) if group_size()>1 else 'auto'
     plugins = [LightningEnvironment()] if group_size()>1 else None
-    fab = Fabric(accelerator='cuda' if gpu else 'cpu', devices=group_size(), strategy=strategy, plugins=plugins)
+    fab = Fabric(accelerator='cuda' if gpu else 'cpu', devices=group_size(), strategy=strategy, plugins=plugins, **kw)
     fab.launch()
-    ddp,opt = fab.setup(model, sgd(model.parameters(), lr))
+    ddp,opt = fab.setup(model, opt_func(model.parameters(), lr=lr))
     return model,partial(loop, task, ddp, opt, fab.setup_dataloaders(DataLoader(task.data(), task.bs)), fab.backward)
 
 ways = {'bare DDP': (bare, []), 'learnerdist': (ours, []), "learnerdist, fastai's Learner": (fastai_ours, ['fastai']),

@@ -28,6 +28,8 @@ from learnerdist.learner.exporting import load_learner
 from learnerdist.distributed.batchnorm import sync_batchnorm
 from learnerdist.distributed.data_parallel import ParallelTrainer
 from learnerdist.distributed.timer import Timer
+from learnerdist.distributed.compiling import Compiled
+from learnerdist.distributed.profiling import FlopCount,Profile
 from learnerdist.distributed.loss_weights import gather_with_grad
 from learnerdist.distributed.trainer import DistributedTrainer
 from learnerdist.distributed.memory import find_batch_size
@@ -47,7 +49,8 @@ __all__ = [
     'GradientAccumulation', 'GradientClip', 'Lookahead', 'MixedPrecision', 'steps_per_epoch',
     'EarlyStoppingCallback', 'ReduceLROnPlateauCallback', 'SaveModelCallback', 'Scheduler', 'TerminateOnNaNCallback', 'TrackerCallback',
     'lr_scale', 'warm_up', 'load_learner',
-    'sync_batchnorm', 'gather_with_grad', 'ParallelTrainer', 'Timer', 'DistributedTrainer', 'find_batch_size',
+    'sync_batchnorm', 'gather_with_grad', 'ParallelTrainer', 'Timer', 'Compiled', 'FlopCount', 'Profile',
+    'DistributedTrainer', 'find_batch_size',
     'Preempted', 'preempted_status', 'Checkpoint']
 
 import learnerdist.core.docstrings as _docstrings

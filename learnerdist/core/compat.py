@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/core/00_compat.ipynb #bca14321
 import copy,signal,time,weakref
-from contextlib import contextmanager
+from contextlib import contextmanager,nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
@@ -50,6 +50,11 @@ names = dict( # By our name: the module, the path of attributes to the object, a
     fake_mode=('torch._subclasses.fake_tensor', 'FakeTensorMode', '`save` and `export` of a sharded model'),
     swap_impl=('torch', '_C._swap_tensor_impl', '`deferred` for recurrent layers'),
     module_states=('torch.distributed._composable_state', '_module_state_mapping', 'a second sharded context of a model'),
+    compiled_call=('torch.nn', 'Module._compiled_call_impl', '`learn.compile`'),
+    call_impl=('torch.nn', 'Module._call_impl', '`learn.compile`'),
+    no_modes=('torch', '_C.DisableTorchFunction', '`learn.compile` with losses that are observed'),
+    compile_counts=('torch._dynamo.utils', 'counters', 'the count of graphs in `learn.compile`'),
+    compile_metrics=('torch._dynamo.utils', 'get_compilation_metrics', 'the count of graphs in `learn.compile`'),
     to_sync=('torchmetrics', 'Metric()._to_sync', 'torchmetrics in a group of the script: it adds up a second time'))
 
 # %% ../../nbs/core/00_compat.ipynb #a8354756
@@ -205,6 +210,26 @@ def held_grads(
     for o,k in owners:
         if drop and o is not None: setattr(o, k, None)
     return res
+
+# %% ../../nbs/core/00_compat.ipynb #cmpcmp1
+compiled_call,compiled_inside = '_compiled_call_impl','_orig_mod' # Attributes: by which a module is called; of a compiled one
+call_with_hooks,plain_calls = find('call_impl'),find('no_modes', nullcontext) # the latter without observers of torch's functions
+_compiled = SimpleNamespace(n=0, last=None)
+
+def compilations()->list: # (name of the function, its name and place, why there was need of another graph or None)
+    "The functions compiled since the last call"
+    counts,metrics = find('compile_counts'),find('compile_metrics')
+    if counts is None or metrics is None or counts['stats']['unique_graphs']==_compiled.n: return []
+    found,_compiled.n = metrics(),counts['stats']['unique_graphs']
+    at = next((i+1 for i,o in enumerate(found) if o is _compiled.last), 0)
+    _compiled.last = found[-1] if found else None
+    return [(o.co_name,f'{o.co_name} {o.co_filename}:{o.co_firstlineno}',str(o.recompile_reason).strip().partition('\n')[0][:300])
+            for o in found[at:] if o.co_name and o.co_filename]
+
+def graph_breaks()->list:
+    "Why the compiler could not follow the code, each reason once, since this process began"
+    counts = find('compile_counts')
+    return [] if counts is None else [str(o).strip().partition('\n')[0][:300] for o in counts['graph_break']]
 
 # %% ../../nbs/core/00_compat.ipynb #dfrcmp1
 TorchDispatchMode = find('dispatch_mode')

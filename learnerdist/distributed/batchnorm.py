@@ -7,11 +7,15 @@ __all__ = ['sync_batchnorm']
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c003
 import warnings
+from collections import Counter
 from contextlib import contextmanager
+from itertools import count
 from types import SimpleNamespace
+from typing import Optional
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
+from torch.compiler import is_compiling
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -100,8 +104,7 @@ class _Normalize(torch.autograd.Function):
         mean,var = (o.to(torch.promote_types(x.dtype, torch.float32)) for o in (mean, var))
         ctx.save_for_backward(x, weight, mean, var)
         ctx.n,ctx.eps,ctx.group,ctx.muted = n,eps,group,_mute
-        w,b = (o if o is None else o.to(mean.dtype) for o in (weight, bias))
-        return F.batch_norm(x, mean, var, w, b, False, 0., eps)
+        return _normalized(x, weight, bias, mean, var, eps)
 
     @staticmethod
     @once_differentiable
@@ -109,22 +112,101 @@ class _Normalize(torch.autograd.Function):
         x,weight,mean,var = ctx.saved_tensors
         sums,need = _grad_sums(g, x, mean, var, ctx.eps),ctx.needs_input_grad
         grads = [o.to(weight.dtype) if yes else None for o,yes in zip(sums, need[1:3])]
-        return _input_grad(ctx, g, x, weight, mean, var, sums) if need[0] else None, *grads, *[None]*5
+        args = ctx.n,ctx.muted,ctx.eps,ctx.group
+        return _input_grad(g, x, weight, mean, var, sums, *args) if need[0] else None, *grads, *[None]*5
 
-def _input_grad(ctx, g, x, weight, mean, var, sums):
+def _normalized(x, weight, bias, mean, var, eps):
+    w,b = (o if o is None else o.to(mean.dtype) for o in (weight, bias))
+    return F.batch_norm(x, mean, var, w, b, False, 0., eps)
+
+def _input_grad(g, x, weight, mean, var, sums, n, muted, eps, group):
     "Gradient of this rank's `x`. Sync point: one all-reduce, on ranks without a row too"
     sums = sums.to(torch.float64, copy=True) # `sums` itself stays this rank's: the parameters' gradients
-    dist.all_reduce(sums, group=ctx.group)
-    gx,g1 = sums/max(ctx.n, 1)*(not ctx.muted) # rows that were not counted have moved no statistic
-    inv = (var.double()+ctx.eps).rsqrt()
+    dist.all_reduce(sums, group=group)
+    gx,g1 = sums/max(n, 1)*(not muted) # rows that were not counted have moved no statistic
+    inv = (var.double()+eps).rsqrt()
     k = inv if weight is None else inv*weight
     m,a,b,k = (o.to(mean.dtype).view(-1, *[1]*(x.dim()-2)) for o in (mean, -k*g1, -k*inv*gx, k))
     return (x-m).mul_(b).addcmul_(g, k).add_(a).to(x.dtype)
 
+# %% ../../nbs/distributed/01_batchnorm.ipynb #c015b
+class Chain: # the compiler can trace this, and no SimpleNamespace
+    "Between synchronised layers that are compiled together, so that none is run before the one that comes first"
+    on,last = False,None
+
+chain,_keys,_users = Chain(),count(1),Counter() # _users: by key, how often it is in use
+_groups,_classes = {0: None},{} # by key; by key and plain class: the synchronised ones
+
+def _key(group):
+    "The key of a group; those of groups before it are forgotten, with their classes"
+    for k,o in _groups.items():
+        if o is group: return k
+    for k in [k for k in _groups if k and not _users[k]]:
+        del _groups[k]
+        for o in [o for o in _classes if o[0]==k]: del _classes[o]
+    _groups[key := next(_keys)] = group
+    return key
+
+def _laid_out(out, x):
+    "`out` with the strides that the compiler expects, those of a tensor like `x`"
+    return out if out.stride()==(res := torch.empty_like(x)).stride() else res.copy_(out)
+
+@torch.library.custom_op('learnerdist::sync_bn', mutates_args=())
+def _sync_bn(x:Tensor, weight:Optional[Tensor], bias:Optional[Tensor], link:Tensor, eps:float, group:int)->tuple[Tensor,Tensor,Tensor]:
+    n,mean,var = _checked_stats(x, _groups[group])
+    out = _normalized(x, weight, bias, *(o.to(torch.promote_types(x.dtype, torch.float32)) for o in (mean, var)), eps)
+    return _laid_out(out, x),torch.cat([mean.new_tensor([n, _mute]), mean, var]),link.clone()
+
+@torch.library.custom_op('learnerdist::sync_bn_grads', mutates_args=())
+def _sync_bn_grads(g:Tensor, x:Tensor, weight:Optional[Tensor], stats:Tensor, link:Tensor, eps:float, group:int, need:bool
+                   )->tuple[Tensor,Tensor,Tensor]:
+    (n,muted),(mean,var) = stats[:2].tolist(),stats[2:].to(torch.promote_types(x.dtype, torch.float32)).chunk(2)
+    sums = _grad_sums(g, x, mean, var, eps)
+    gx = _input_grad(g, x, weight, mean, var, sums, n, muted, eps, _groups[group]) if need else torch.empty_like(x)
+    return _laid_out(gx, x),sums.clone(),link.clone()
+
+@torch.library.custom_op('learnerdist::sync_bn_track', mutates_args=('mean','var','seen'))
+def _sync_bn_track(mean:Tensor, var:Tensor, seen:Optional[Tensor], stats:Tensor, momentum:Optional[float])->None:
+    _track(mean, var, seen, momentum, stats[0].item(), *stats[2:].chunk(2))
+
+@_sync_bn.register_fake
+def _(x, weight, bias, link, eps, group):
+    return torch.empty_like(x),x.new_empty(2*x.shape[1]+2, dtype=torch.float64),torch.empty_like(link)
+@_sync_bn_grads.register_fake
+def _(g, x, weight, stats, link, eps, group, need):
+    return torch.empty_like(x),x.new_empty(2, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32)),torch.empty_like(link)
+
+# %% ../../nbs/distributed/01_batchnorm.ipynb #c015c
+def _keep(ctx, inputs, output):
+    x,weight,_,_,ctx.eps,ctx.group = inputs
+    ctx.save_for_backward(x, weight, output[1])
+def _differentiate(ctx, g, _, g_link):
+    x,weight,stats = ctx.saved_tensors
+    need = ctx.needs_input_grad
+    g,g_link = torch.zeros_like(x) if g is None else g,x.new_zeros(1) if g_link is None else g_link
+    gx,sums,link = _sync_bn_grads(g, x, weight, stats, g_link, ctx.eps, ctx.group, need[0])
+    return gx if need[0] else None,*(o.to(weight.dtype) if yes else None for o,yes in zip(sums, need[1:3])),link,None,None
+_sync_bn.register_autograd(_differentiate, setup_context=_keep)
+
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c019
+def _checked_stats(x, group):
+    n,mean,var = _global_stats(x, group)
+    if n==1: raise ValueError(f"Expected more than 1 value per channel when training, got 1 over all ranks (input size here {x.shape})")
+    return n,mean,var
+
+@torch.no_grad()
+def _track(old_mean, old_var, seen, momentum, n, mean, var):
+    "Move the running statistics towards the global batch's: momentum None is the mean of all batches so far"
+    if not n and _mute: return # all ranks have cancelled this batch
+    if seen is not None: seen.add_(1)
+    if not n or old_mean is None: return
+    f = 1/float(seen) if momentum is None else momentum
+    for old,new in ((old_mean, mean), (old_var, var*n/(n-1))): # unbiased over the global count
+        old.copy_(old.double()*(1-f) + new*f)
+
 class _Synced:
     "Mixin that makes a synchronised class from a plain BatchNorm class, `plain`"
-    plain,process_group = None,None
+    plain,process_group,key = None,None,0
     _check_non_zero_input_channels = check_channels
 
     def forward(self, x):
@@ -139,26 +221,25 @@ class _Synced:
 
     def _forward_cpu(self, x):
         self._check_input(x)
-        n,mean,var = _global_stats(x, self.process_group)
-        if n==1: raise ValueError(f"Expected more than 1 value per channel when training, got 1 over all ranks (input size here {x.shape})")
-        if self.track_running_stats: self._track(n, mean, var)
+        if is_compiling(): return self._forward_compiled(x)
+        n,mean,var = _checked_stats(x, self.process_group)
+        if self.track_running_stats: _track(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum, n, mean, var)
         return _Normalize.apply(x, self.weight, self.bias, mean, var, n, self.eps, self.process_group)
+
+    def _forward_compiled(self, x):
+        "The same by operations that the compiler does not look into, and in the order of the layers, which it may not change"
+        link = chain.last if chain.on and chain.last is not None else x.new_zeros(1)
+        out,stats,link = _sync_bn(x, self.weight, self.bias, link, self.eps, self.key)
+        if chain.on: chain.last = link
+        if self.track_running_stats and self.running_mean is not None:
+            _sync_bn_track(self.running_mean, self.running_var, self.num_batches_tracked, stats, self.momentum)
+        return out
 
     def _check_input(self, x):
         "A wrong shape is an error before the collective, not after"
         check_input_dim(self, x)
         if (self.affine or self.running_mean is not None) and x.shape[1]!=self.num_features:
             raise ValueError(f"{self.num_features} channels expected by {type(self).__name__}, got input size {x.shape}")
-
-    @torch.no_grad()
-    def _track(self, n, mean, var):
-        "Move the running statistics towards the global batch's: momentum None is the mean of all batches so far"
-        if not n and _mute: return # all ranks have cancelled this batch
-        if self.num_batches_tracked is not None: self.num_batches_tracked.add_(1)
-        if not n or self.running_mean is None: return
-        f = 1/float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        for old,new in ((self.running_mean, mean), (self.running_var, var*n/(n-1))): # unbiased over the global count
-            old.copy_(old.double()*(1-f) + new*f)
 
     def __reduce_ex__(self, protocol):
         _,_,*state = super().__reduce_ex__(protocol)
@@ -169,6 +250,7 @@ class _SyncedInstance(_Synced):
     "Mixin for InstanceNorm with running statistics, which are means over samples: averaged over ranks, weighted by samples"
     @property
     def _dims(self): return next(n for n,o in ((3,nn.InstanceNorm1d), (4,nn.InstanceNorm2d), (5,nn.InstanceNorm3d)) if isinstance(self, o))
+    @torch.compiler.disable # as a whole, it is a break in a compiled graph
     def forward(self, x):
         old = torch.cat([self.running_mean, self.running_var])
         out = self.plain.forward(self, x)
@@ -198,14 +280,15 @@ def _swap(
     group           # For the new classes
 )->tuple:           # (layers swapped with the class they had, names of those left alone)
     "Give each BatchNorm layer the synchronised version of its class"
-    made,swapped,left = {},[],[]
+    swapped,left,key = [],[],_key(group)
     for name,m in model.named_modules():
         cls = type(m)
         if _kind(m) is None or isinstance(m, (_Synced, nn.SyncBatchNorm)): continue
         if not _can_sync(m): left.append(f'{name or "the model"} ({cls.__name__})')
         else:
-            if cls not in made: made[cls] = type('Sync'+cls.__name__, (_kind(m), cls), dict(plain=cls, process_group=group))
-            m.__class__ = made[cls]
+            if (key,cls) not in _classes: # one class for all fits: a compiled graph is made for classes
+                _classes[key,cls] = type('Sync'+cls.__name__, (_kind(m), cls), dict(plain=cls, process_group=group, key=key))
+            m.__class__ = _classes[key,cls]
             swapped.append((m, cls))
     return swapped,left
 
@@ -216,9 +299,12 @@ def sync_batchnorm(
 ):                   # undo(): each layer gets its own class back; calling it again does nothing
     "Let every BatchNorm layer of `model` train on the statistics of the global batch, until `undo()` is called"
     swapped,left = _swap(model, group)
+    keys = [_key(group)]
+    _users[keys[0]] += 1
     if left: warnings.warn(f"BatchNorm not synchronised, as its forward is not torch's or its size is not known yet: {', '.join(left)}")
     def undo():
         "Give back to each layer the class that it had"
+        while keys: _users[keys.pop()] -= 1
         while swapped:
             m,cls = swapped.pop()
             if isinstance(m, _Synced): m.__class__ = cls
@@ -240,7 +326,7 @@ def watch_batchnorm(
     return undo
 
 def _watched(self, x):
-    if self.training and not group_rank(): _tell_own(self)
+    if self.training and not is_compiling() and not group_rank(): _tell_own(self)
     return _forward(self, x)
 
 def _tell_own(m):

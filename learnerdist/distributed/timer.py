@@ -6,33 +6,55 @@
 __all__ = ['Timer']
 
 # %% ../../nbs/distributed/09_timer.ipynb #c002
+import warnings
+from statistics import median
 from time import perf_counter
 
+import torch
 from fastcore.basics import patch
 
 from .shared_mean import SharedMean
-from .vote_links import Ballot
+from .vote_links import Links
+from ..core.collectives import all_sum
+from ..core.env import group_rank,group_size
 from ..core.compat import queue_callback
 from ..learner.callback import Callback,Order
 from ..learner.learner import defaults
 from ..learner.recorder import Recorder
 
+# %% ../../nbs/distributed/09_timer.ipynb #c004b
+parts = 'data','step','comm','total' # Of a row of times, in seconds
+_names = dict(data='loading data', step='its step', comm='the exchange')
+
+def slowest_rank(
+    rows:list,   # For each rank its seconds, a dict of `parts`
+    least=.2,    # Of the time of a loop that the others wait for this rank
+    least_s=0.   # And of seconds
+):               # None: no rank is waited for so long
+    "One line that names the rank for which the others wait, how long, and in what it is slower"
+    if not all(o['total'] for o in rows): return None # a rank has not trained
+    slow = min(range(len(rows)), key=lambda r: rows[r]['comm'])
+    others = {k: median([o[k] for r,o in enumerate(rows) if r!=slow] or [0.]) for k in parts}
+    wait,total = others['comm']-rows[slow]['comm'],rows[slow]['total']
+    if wait<max(least*total, least_s): return None
+    more = {k: rows[slow][k]-others[k] for k in ('data','step')}
+    k = max(more, key=more.get)
+    if more[k]<wait/2: k = 'comm' # neither explains it
+    said = '' if k=='comm' else f" ({rows[slow][k]:.2f} s, the others {others[k]:.2f} s)"
+    return f'the others wait {wait:.2f} of {total:.2f} s ({wait/total:.0%}) for rank {slow}, which is slower in {_names[k]}{said}'
+
 # %% ../../nbs/distributed/09_timer.ipynb #c005
 class Timer(Callback):
     "Measures this rank's seconds in each epoch's training loop: data, step and comm. See `recorder.times`"
-    order,run_valid,run_find,times,begin = Order.timer,False,False,(),None
-    def before_fit(self): self.times,self.begin,self.entered = [],None,False
+    order,run_valid,run_find,times,begin,rows = Order.timer,False,False,(),None,None
+    def before_fit(self): self.times,self.ranks,self.begin,self.entered,self.told = [],[],None,False,False
     def before_train(self):
-        self.data,self.votes,self.wait,self.end = 0.,0.,0.,None
-        self.begin = perf_counter()
+        self.data,self.wait,self.end,self.rows = 0.,0.,None,None
+        self.begin,self.begin_links = perf_counter(),Links.waited
         self.after_batch()
 
-    def before_batch(self):
-        votes = Ballot.waited-self.mark_votes
-        self.votes += votes
-        self.data += perf_counter()-self.mark-votes
-
-    def after_batch(self): self.mark,self.mark_votes = perf_counter(),Ballot.waited
+    def before_batch(self): self.data += perf_counter()-self.mark-(Links.waited-self.mark_links)
+    def after_batch(self): self.mark,self.mark_links = perf_counter(),Links.waited
     def before_backward(self):
         loss = self.learn.loss_grad
         if not loss.requires_grad or self.learn.wrapper is None: return
@@ -44,12 +66,12 @@ class Timer(Callback):
         self._enter()
 
     def _begun(self, grad):
-        self.mark_shared = SharedMean.seconds
+        self.mark_shared = SharedMean.seconds-Links.waited # what it waits over links is counted there
         queue_callback(self._computed)
     def _computed(self):
         self.computed = perf_counter()
         queue_callback(self._exchanged)
-    def _exchanged(self): self.wait += perf_counter()-self.computed+SharedMean.seconds-self.mark_shared
+    def _exchanged(self): self.wait += perf_counter()-self.computed+SharedMean.seconds-Links.waited-self.mark_shared
 
     def after_epoch(self):
         if not self.entered: self._enter() # cancelled before its end
@@ -57,20 +79,44 @@ class Timer(Callback):
     def _enter(self):
         "Append this epoch's row: after the training loop, so that loggers find it"
         self.entered = True
-        names = 'data','step','comm','total','samples_per_s'
-        if self.begin is None: return self.times.append(dict.fromkeys(names)) # cancelled before it trained
-        total,rec = (self.end or self.mark)-self.begin,getattr(self.learn, 'recorder', None)
-        comm = None if self.wait is None else self.votes+self.wait
-        step = None if comm is None else total-self.data-comm
-        rate = rec.n_samples/total if hasattr(rec, 'n_samples') else None # fastai's recorder does not count them
-        self.times.append(dict(zip(names, (self.data, step, comm, total, rate))))
+        self.ranks.append(self.rows)
+        if self.begin is None: return self.times.append(dict.fromkeys((*parts,'samples_per_s'))) # cancelled before it trained
+        row,rec = self._row(self.end or self.mark),getattr(self.learn, 'recorder', None)
+        rate = rec.n_samples/row['total'] if hasattr(rec, 'n_samples') else None # fastai's recorder does not count them
+        self.times.append(dict(row, samples_per_s=rate))
         self.begin = None
+
+    def _row(self, end):
+        total = end-self.begin
+        comm = None if self.wait is None else self.wait+Links.waited-self.begin_links
+        return dict(data=self.data, step=None if comm is None else total-self.data-comm, comm=comm, total=total)
+
+    def share(self):
+        "At the end of a training loop, before ranks exchange anything else: get the rows of all ranks. Sync point"
+        tot = torch.zeros(group_size(), len(parts), dtype=torch.double)
+        own = self.begin is not None and self.wait is not None # else a callback has cancelled the loop
+        if own: tot[group_rank()] = torch.tensor([*self._row(perf_counter()).values()])
+        self.rows = [dict(zip(parts, o)) for o in all_sum(tot).tolist()]
+        if not self.told and not group_rank() and (line := slowest_rank(self.rows, least_s=1.)):
+            warnings.warn(f'epoch {self.epoch}: {line}')
+            self.told = True
 
 # %% ../../nbs/distributed/09_timer.ipynb #c008
 @patch(as_prop=True)
 def times(self:Recorder)->list:
     "For each epoch's training loop: this rank's seconds for data, step, comm and in total, and the samples per second of all ranks"
     return list(self.learn.timer.times)
+
+@patch(as_prop=True)
+def rank_times(self:Recorder)->list:
+    "For each epoch's training loop the seconds of every rank for data, step, comm and in total, by rank; None without other ranks"
+    return list(self.learn.timer.ranks)
+
+@patch(as_prop=True)
+def straggler(self:Recorder)->str:
+    "The line about the rank that the others waited for in the last epoch; None if they waited for none"
+    rows = next((o for o in reversed(self.learn.timer.ranks) if o), None)
+    return rows and slowest_rank(rows)
 
 defaults.callbacks.append(Timer)
 

@@ -244,6 +244,7 @@ def leave_train(self:DistributedTrainer)->bool: # Whether a training loop has en
     if vars(self.learn).get('wrapper') is None: return False
     self.learn.wrapper = None
     if group_size()>1:
+        if hasattr(vars(self.learn).get('timer'), 'share'): self.learn.timer.share()
         self.check_divergence()
         check_others(self.learn, self.said)
     self.weights.end()

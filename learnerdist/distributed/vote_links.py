@@ -38,10 +38,12 @@ class PostedSum:
     def read(self)->list: # The sum of every rank's row, the same on every rank
         "Wait for the others' rows"
         if self.total is None:
+            start = perf_counter()
             for n in self.links.hops: # the rows double
                 n_bytes = _size*min(n, self.links.world_size-n)
                 if n>1: self.links.tell(n, self.rows[:n_bytes])
                 self.rows += self.links.hear(n, n_bytes)
+            Links.waited += perf_counter()-start
             at = self.rows[::_size]
             if at.count(at[0])<len(at): raise self.links.apart(self._rotated(list(at)))
             self.total = [sum(self.rows[i::_size]) for i in range(1, self.n+1)] if self.n else []
@@ -56,6 +58,7 @@ class PostedSum:
 # %% ../../nbs/distributed/00_vote_links.ipynb #c007
 class Links:
     "This rank's connections for sums over ranks; subclasses implement `tell` (send) and `hear` (receive)"
+    waited = 0. # Seconds that this process has waited for the others
     def __init__(self, rank, world_size,
         timeout_s:float=1800 # Seconds to wait for an absent rank
     ):
@@ -244,7 +247,6 @@ class Tally(NamedTuple):
 # %% ../../nbs/distributed/00_vote_links.ipynb #vote2
 class Ballot:
     "A vote of all ranks: posted without waiting, read when its outcome is needed"
-    waited = 0. # Seconds that this process has waited for outcomes
     def __init__(self, links=None): self.links = links # `Links` to the other ranks; None with one process
     def post(self, scope=None, stepped=False, more=False, save=False, stop=False, asks=False, place=0):
         "Send this rank's vote; `scope`: the loop to leave, or None; the others as in `Tally`"
@@ -257,9 +259,7 @@ class Ballot:
     def read(self)->Tally:
         "Wait for the votes of all ranks; those of a round in which another rank asks are cast again. Sync point"
         if not self.links: return Tally(*self.row())
-        start = perf_counter()
         res = self.sum.read()
-        Ballot.waited += perf_counter()-start
         if not res[-1] or self.vote[-1]: return Tally(*res)
         self.post(*self.vote, place=self.place)
         return self.read()

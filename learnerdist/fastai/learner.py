@@ -23,7 +23,7 @@ from fastcore.basics import getcallable,noop,patch
 from fastcore.foundation import L
 from fastprogress.fastprogress import ConsoleMasterBar,MasterBar,ProgressBar
 
-from ..distributed import data_parallel,trainer as core
+from ..distributed import compiling,data_parallel,trainer as core # noqa: F401
 from . import checkpoint # noqa: F401
 from ..distributed.agreement import AgreementEnd
 from ..checkpoint.checkpoint import Checkpoint,Preempted,preempted_status # noqa: F401
@@ -324,6 +324,7 @@ def detach_parallel(self:Learner)->Learner:
     return self
 
 Learner.parallel_ctx = CoreLearner.parallel_ctx
+Learner.compile,Learner.uncompile = CoreLearner.compile,CoreLearner.uncompile
 
 # %% ../../nbs/fastai/04_learner.ipynb #c019b
 _ours = {k:vars(Learner)[k] for k in ('to_distributed','detach_distributed','distrib_ctx','to_parallel','detach_parallel','parallel_ctx')}

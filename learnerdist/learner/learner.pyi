@@ -87,6 +87,12 @@ class Learner:
     def __call__(self, event):
         ...
 
+    def compile(self, regional=None, **kw) -> Learner:
+        """Run the model compiled by torch in fits, validation and predictions, also in `distrib_ctx`. A second call replaces the first"""
+
+    def uncompile(self) -> Learner:
+        """Undo `compile`"""
+
     def to_parallel(self, device_ids=None) -> Learner:
         """Use several GPUs in every fit from now on; a second call replaces the first"""
 

@@ -80,8 +80,20 @@ class Recorder(Callback):
         ...
 
     @property
+    def mfu(self) -> list:
+        """For each epoch the share of the devices' FLOP/s that training has used, 0 to 1. ValueError without a callback `FlopCount(peak)`"""
+
+    @property
     def times(self) -> list:
         """For each epoch's training loop: this rank's seconds for data, step, comm and in total, and the samples per second of all ranks"""
+
+    @property
+    def rank_times(self) -> list:
+        """For each epoch's training loop the seconds of every rank for data, step, comm and in total, by rank; None without other ranks"""
+
+    @property
+    def straggler(self) -> str:
+        """The line about the rank that the others waited for in the last epoch; None if they waited for none"""
 
     def plot_times(self, ax=None):
         """Plot each epoch's seconds as stacked bars; returns the axes"""

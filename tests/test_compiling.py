@@ -1,0 +1,242 @@
+"`learn.compile`: the weights and numbers of the plain model on 1, 2 and 3 ranks, two graphs a fit, no break, plain keys, no trace"
+import copy, warnings
+from collections import Counter
+import pytest, torch
+from torch import nn
+from torch.nn import functional as F
+from learnerdist.all import *
+from learnerdist.core import compat
+from learnerdist.testing import run_ranks
+
+threads = dict(TORCHINDUCTOR_COMPILE_THREADS='1')
+
+class Block(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.a,self.b = nn.Linear(n, n),nn.Linear(n, n)
+    def forward(self, x): return x+self.b(self.a(x).relu())
+
+class Branches(nn.Module):
+    "Synchronised layers side by side, which a compiler could reorder"
+    def __init__(self):
+        super().__init__()
+        self.inp,self.sides = nn.Linear(6, 8),nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.bns = nn.ModuleList([nn.BatchNorm1d(8, momentum=.1*(i+1)) for i in range(5)])
+    def forward(self, x):
+        x = self.bns[4](self.inp(x)).relu()
+        return torch.cat([bn(m(x)) for m,bn in zip(self.sides, self.bns)], 1)
+
+def blocks(): return nn.Sequential(nn.Linear(6, 8), *[Block(8) for _ in range(3)], nn.Linear(8, 3))
+def branches(): return nn.Sequential(Branches(), nn.Linear(32, 3))
+
+def make(model=blocks, n=47, bs=12, cbs=None, **kw):
+    g = torch.Generator().manual_seed(1)
+    x,v = (torch.randn(o, 6, generator=g) for o in (n, 23))
+    bs = bs//max(group_size(), 1)
+    train,valid = (TfmdDL(list(zip(o, o[:,:3].argmax(1))), bs, shuffle=s) for o,s in ((x, True), (v, False)))
+    torch.manual_seed(0)
+    learn = Learner(DataLoaders(train, valid), model(), F.cross_entropy, torch.optim.SGD, lr=.1, metrics=accuracy, cbs=cbs, **kw)
+    return learn.remove_cb(ProgressCallback)
+
+def traces(model): return [k for m in model.modules() for k in vars(m) if 'compiled' in k or k=='forward']
+
+def run(compiled, model=blocks, n_epoch=2, ctx=(), **kw):
+    "Weights and numbers of a fit, and what the compiler did in it"
+    learn,counts = make(model),Counter(compat.find('compile_counts')['graph_break'])
+    if compiled is not None: learn.compile(compiled, **kw)
+    with learn.no_logging(), learn.distrib_ctx(seed=3, **dict(ctx)):
+        learn.fit(n_epoch)
+        graphs = sorted(learn.compiled.graphs.values()) if compiled is not None else []
+        val,(preds,_) = learn.validate(),learn.get_preds()
+    cb = getattr(learn, 'compiled', None)
+    return dict(state=[t.clone() for t in learn.model.state_dict().values()], keys=[*learn.model.state_dict()],
+                losses=learn.recorder.losses, val=val, preds=preds, graphs=graphs, n_eager=cb and cb.n_eager,
+                breaks=[*compat.find('compile_counts')['graph_break']][len(counts):],
+                left=traces(learn.model))
+
+def rank_runs(cases):
+    with process_group(): return [run(None if c is None else c, **kw) for c,kw in cases]
+
+def close(a, b, tol=1e-5):
+    for x,y in zip(a['state'], b['state'], strict=True): torch.testing.assert_close(x, y, atol=tol, rtol=tol)
+    torch.testing.assert_close(torch.tensor(a['losses']), torch.tensor(b['losses']), atol=tol, rtol=tol)
+    torch.testing.assert_close(a['preds'], b['preds'], atol=tol, rtol=tol)
+    assert a['val']==pytest.approx(b['val'], abs=tol) and a['keys']==b['keys']
+
+@pytest.mark.parametrize('W,backend', [(2, 'eager'), *(pytest.param(W, 'aot_eager', marks=pytest.mark.slow) for W in (1, 2, 3))])
+def test_the_plain_run(W, backend):
+    kw = dict(backend=backend)
+    cases = [(None,{}), (False,kw), (Block,kw), (None,dict(model=branches)), (False,dict(kw, model=branches, fullgraph=True))]
+    for r,(plain,whole,parts,bn,synced) in enumerate(run_ranks(rank_runs, W, cases, timeout_s=200)):
+        for a,b in ((plain,whole), (plain,parts), (bn,synced)): # the last batch is whole on rank 0, and not on the last rank
+            close(a, b)
+            assert sum(b['graphs'])==2 and (b['n_eager']>0)==(r==W-1) and b['breaks']==[] and b['left']==[], b
+
+class CancelSome(Callback):
+    "Rank 1 cancels a batch, then the epoch"
+    def after_pred(self):
+        if group_rank()!=group_size()-1 or not self.training: return
+        if self.epoch==0 and self.iter==1: raise CancelBatchException
+        if self.epoch==1 and self.iter==2: raise CancelEpochException
+
+def fit_files(path, compiled):
+    "Weights after a fit with cancelled batches, accumulation and autocast; keys in files of all kinds; a copy made within a batch"
+    copies = []
+    class Copies(Callback):
+        def after_loss(self): copies.append(copy.deepcopy(self.learn.model))
+    cbs = CancelSome,GradientAccumulation(6),MixedPrecision('bf16'),Copies,Checkpoint(path/f'c{compiled}')
+    learn = make(cbs=[*cbs], path=path)
+    if compiled: learn.compile(backend='eager')
+    with learn.no_logging(), learn.distrib_ctx(seed=3):
+        learn.fit(2)
+        files = [learn.save(f'a{compiled}'), learn.export(f'e{compiled}.pth')]
+        learn.load(f'a{compiled}').load(f'c{compiled}')
+    keys = [[*torch.load(f, weights_only=True)['model']] for f in files]
+    return [p.detach().clone() for p in learn.model.parameters()],keys,traces(copies[0])
+
+def rank_files(path):
+    with process_group(): return fit_files(path, False),fit_files(path, True)
+
+def test_cancels_accumulation_and_files(tmp_path):
+    for (want,keys,_),(got,keys2,left) in run_ranks(rank_files, 2, tmp_path):
+        for a,b in zip(want, got, strict=True): torch.testing.assert_close(a, b, atol=2e-3, rtol=2e-3) # bfloat16
+        assert keys==keys2==[[*blocks().state_dict()]]*2 and left==[]
+
+def rank_sharded():
+    with process_group():
+        want = run(None)
+        return want,run(None, ctx=dict(shard=[Block])),run_sharded_compiled()
+
+def run_sharded_compiled():
+    learn = make().compile(backend='aot_eager')
+    with learn.no_logging(), learn.distrib_ctx(seed=3, shard=[Block]):
+        learn.fit(2)
+        n = learn.compiled.n_eager,sum(learn.compiled.graphs.values()),len(learn.compiled.regions)
+        val,(preds,_) = learn.validate(),learn.get_preds()
+    return dict(state=[t.clone() for t in learn.model.state_dict().values()], keys=[*learn.model.state_dict()],
+                losses=learn.recorder.losses, val=val, preds=preds),n
+
+@pytest.mark.slow
+def test_sharded():
+    for want,plain,(got,(n_eager,n,n_regions)) in run_ranks(rank_sharded, 2, timeout_s=200):
+        close(want, plain)
+        close(want, got)
+        assert n_eager and n<=3 and n_regions==3
+
+class Counting(nn.Module):
+    "A model that changes a number of its own at every call"
+    def __init__(self):
+        super().__init__()
+        self.layer,self.n = nn.Linear(6, 3),0
+    def forward(self, x):
+        self.n += 1
+        return self.layer(x)*(1+self.n)
+
+class Prints(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+    def forward(self, x): return self.layer(x)*(2. if x.sum()>-1e9 else 1.)
+
+@pytest.mark.parametrize('model,said', [(Counting, 'was compiled 4 times'), (Prints, 'cut into several graphs')])
+def test_what_is_told(model, said):
+    learn = make(model).compile(backend='eager', dynamic=False)
+    with warnings.catch_warnings(record=True) as found, learn.no_logging():
+        warnings.simplefilter('always')
+        learn.fit(3)
+    told = [str(o.message) for o in found if 'learn.compile' in str(o.message)]
+    assert len(told)==1 and said in told[0] and 'Remedy' in told[0] and (model is Prints or 'Counting' in told[0]), told
+
+def test_what_is_compiled():
+    learn = make().compile(regional=True, backend='eager')
+    with learn.no_logging(): learn.fit(1)
+    assert learn.compiled.regions==list(learn.model[1:4]) and sum(learn.compiled.graphs.values())==2
+    for bad in (5, 'Block'):
+        with pytest.raises(ValueError, match='regional='): learn.compile(regional=bad)
+    learn.compile(regional=nn.Conv2d)
+    with pytest.raises(ValueError, match='no such blocks'), learn.no_logging(): learn.fit(1)
+    assert not hasattr(learn.uncompile(), 'compiled') and not any('forward' in vars(m) for m in learn.model.modules())
+    learn = make().compile(backend='eager')
+    learn.loss_func = None
+    with pytest.raises(ValueError, match='computes its loss'), learn.no_logging(): learn.fit(1)
+    learn = make(lambda: torch.compile(blocks(), backend='eager')).compile()
+    with pytest.raises(ValueError, match='the result of torch.compile'), learn.no_logging(): learn.fit(1)
+
+def test_an_error_in_a_batch_leaves_the_plain_model():
+    class Fails(Callback):
+        def after_pred(self): raise ZeroDivisionError
+    learn = make(cbs=Fails).compile(backend='eager')
+    with pytest.raises(ZeroDivisionError), learn.no_logging(): learn.fit(1)
+    assert traces(learn.model)==[]
+
+@pytest.mark.long # inductor: a C++ compiler at work
+@pytest.mark.parametrize('W', [1, 2, 3])
+def test_inductor(W):
+    cases = [(None,{}), (False,{}), (Block,{}), (None,dict(model=branches)), (False,dict(model=branches, fullgraph=True))]
+    for plain,whole,parts,bn,synced in run_ranks(rank_runs, W, cases, timeout_s=500, env=threads):
+        for a,b in ((plain,whole), (plain,parts), (bn,synced)):
+            close(a, b)
+            assert sum(b['graphs'])==2 and b['breaks']==[]
+
+def fastai_fit(compiled):
+    "Weights, predictions and graphs of a fastai learner"
+    import learnerdist.fastai # noqa: F401
+    from fastai.basics import DataLoaders as Loaders, Learner as FastaiLearner, TfmdDL as FastaiDL
+    from fastai.callback.progress import ProgressCallback as Bars
+    from fastai.optimizer import SGD
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(45, 6, generator=g)
+    bs = 12//max(group_size(), 1)
+    dls = Loaders(*(FastaiDL(list(zip(x[:n], x[:n,:3].argmax(1))), bs=b, shuffle=s) for n,b,s in ((45, bs, True), (23, bs, False))))
+    torch.manual_seed(0)
+    learn = FastaiLearner(dls, blocks(), nn.CrossEntropyLoss(), opt_func=SGD, lr=.1).remove_cb(Bars)
+    if compiled: learn.compile(backend='eager')
+    with learn.no_logging(), learn.distrib_ctx(seed=3):
+        learn.fit(2)
+        graphs = sum(learn.compiled.graphs.values()) if compiled else 2
+        preds = learn.get_preds(reorder=False)[0]
+    return [p.detach().clone() for p in learn.model.parameters()],preds,graphs,traces(learn.model)
+
+def rank_fastai():
+    with process_group(): return fastai_fit(False),fastai_fit(True)
+
+@pytest.mark.slow
+@pytest.mark.parametrize('W', [1, 2])
+def test_fastais_learner(W):
+    for (want,p,_,_),(got,q,graphs,left) in run_ranks(rank_fastai, W, timeout_s=200):
+        for a,b in zip([*want, p], [*got, q], strict=True): torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+        assert graphs==2 and left==[]
+
+class Fan(nn.Module):
+    "Layers beside one another, each with another number of channels"
+    def __init__(self):
+        super().__init__()
+        self.sides = nn.ModuleList([nn.Linear(8, 8*i) for i in range(1, 7)])
+        self.bns = nn.ModuleList([nn.BatchNorm1d(8*i) for i in range(1, 7)])
+    def forward(self, x): return torch.cat([m(x)-bn(m(x)) for m,bn in zip(self.sides, self.bns)], 1)
+
+def rank_order():
+    "The sizes of what is exchanged, in their order: plain and compiled"
+    from learnerdist.distributed import batchnorm,compiling
+    sizes,reduce = [],batchnorm.dist.all_reduce
+    def noted(t, *args, **kw):
+        sizes.append(t.numel())
+        return reduce(t, *args, **kw)
+    with process_group():
+        torch.manual_seed(0)
+        model,x = Fan(),torch.randn(4, 8)
+        undo,found,run = sync_batchnorm(model),[],compiling.runner(Fan, fullgraph=True)
+        batchnorm.dist.all_reduce = noted
+        try:
+            for call in (model, lambda x: run(model, x)):
+                sizes.clear()
+                (call(x)**2).sum().backward()
+                found.append([*sizes])
+        finally:
+            batchnorm.dist.all_reduce = reduce
+            undo()
+    return found
+
+@pytest.mark.long # inductor changes the order of what does not depend on one another
+def test_compiled_layers_exchange_in_the_order_of_plain_ones():
+    for plain,compiled in run_ranks(rank_order, 2, timeout_s=300, env=threads): assert len(plain)==12 and plain==compiled
