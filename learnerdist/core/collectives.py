@@ -6,6 +6,8 @@
 __all__ = ['distrib_barrier', 'all_sum', 'all_mean', 'gather_objects', 'broadcast_object']
 
 # %% ../../nbs/core/02_collectives.ipynb #c002
+from functools import reduce
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -76,3 +78,29 @@ def gather_rows(
     if dst is None: dist.all_gather(outs, full, group=current_group())
     else: dist.gather(full, outs, dst, group=current_group()) # our groups hold all ranks, in their order
     return [o[:n].to(t.device, t.dtype) for o,n in zip(outs, sizes)] if wanted else None
+
+# %% ../../nbs/core/02_collectives.ipynb #sumstat2
+def add_states(
+    a, b # Numbers, tensors, or lists or dicts of them; the state of a rank without a batch is 0 or empty
+):
+    "The sum of two states; tensors are added in float64"
+    if isinstance(a, dict): return {k: add_states(a.get(k, 0), b.get(k, 0)) for k in {**a, **b}}
+    if isinstance(a, list): return [add_states(*o) for o in zip(a, b, strict=True)]
+    return sum(o.double() if isinstance(o, Tensor) else o for o in (a, b))
+
+def reduce_sums(
+    reds:list # `Sums`, the same on every rank
+):
+    "Sum the states of all `reds` over ranks. Sync point: one exchange"
+    places = [(red.obj,k) for red in reds for k in red.names]
+    if not places: return
+    parts = gather_objects([_plain(getattr(*o)) for o in places])
+    for (obj,k),os in zip(places, zip(*parts)): setattr(obj, k, _like(reduce(add_states, os), os, getattr(obj, k)))
+
+def _plain(o): return o.detach().cpu().as_subclass(Tensor) if isinstance(o, Tensor) else o
+
+def _like(tot, parts, own):
+    "`tot` in the dtype of its parts, if it is the same on all ranks; a rank without a batch may have another"
+    if not isinstance(tot, Tensor) or not isinstance(own, Tensor): return tot
+    dtypes = {getattr(o, 'dtype', None) for o in parts}
+    return tot.to(own.device, own.dtype if len(dtypes)==1 else None)

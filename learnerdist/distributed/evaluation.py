@@ -6,17 +6,16 @@
 __all__ = []
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c002
-import torch
-import warnings
+import torch,warnings
 from contextlib import contextmanager
-from functools import reduce,singledispatch
+from functools import singledispatch
 from itertools import chain
 from pathlib import Path
 from fastcore.basics import noop,patch
 from torch import Tensor
 from torch.utils.data import BatchSampler,DataLoader,DistributedSampler,IterableDataset
 
-from ..core.collectives import gather_objects
+from ..core.collectives import gather_objects,reduce_sums
 from ..core.compat import tree_leaves
 from ..core.env import group_rank,group_size
 from ..data.distributed_dl import DistributedDL,in_order,is_split
@@ -224,32 +223,6 @@ def _settle_loss(self:ExactEvaluation, *told):
 def cat_keys(keys:list)->Tensor:
     "The keys of a rank's batches, one int64 tensor for each, as one tensor"
     return torch.cat(keys) if keys else torch.zeros(0, dtype=torch.long)
-
-# %% ../../nbs/distributed/08_evaluation.ipynb #c022b
-def add_states(
-    a, b # Numbers, tensors, or lists or dicts of them; the state of a rank without a batch is 0 or empty
-):
-    "The sum of two states; tensors are added in float64"
-    if isinstance(a, dict): return {k: add_states(a.get(k, 0), b.get(k, 0)) for k in {**a, **b}}
-    if isinstance(a, list): return [add_states(*o) for o in zip(a, b, strict=True)]
-    return sum(o.double() if isinstance(o, Tensor) else o for o in (a, b))
-
-def reduce_sums(
-    reds:list # `Sums`, the same on every rank
-):
-    "Sum the states of all `reds` over ranks. Sync point: one exchange"
-    places = [(red.obj,k) for red in reds for k in red.names]
-    if not places: return
-    parts = gather_objects([_plain(getattr(*o)) for o in places])
-    for (obj,k),os in zip(places, zip(*parts)): setattr(obj, k, _like(reduce(add_states, os), os, getattr(obj, k)))
-
-def _plain(o): return o.detach().cpu().as_subclass(Tensor) if isinstance(o, Tensor) else o
-
-def _like(tot, parts, own):
-    "`tot` in the dtype of its parts, if it is the same on all ranks; a rank without a batch may have another"
-    if not isinstance(tot, Tensor) or not isinstance(own, Tensor): return tot
-    dtypes = {getattr(o, 'dtype', None) for o in parts}
-    return tot.to(own.device, own.dtype if len(dtypes)==1 else None)
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c024
 @patch

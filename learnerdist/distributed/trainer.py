@@ -67,7 +67,7 @@ class DistributedTrainer(Callback):
 def attach(self:DistributedTrainer):
     "Join the group and shard the loaders; `restore` undoes it"
     try:
-        device = self.stack.enter_context(process_group(self.cuda_id, timeout_s=self.timeout_s))
+        self.device_here = self.stack.enter_context(process_group(self.cuda_id, timeout_s=self.timeout_s))
         self.stack.callback(lambda: self.shards and self.shards.restore()) # last: closed links free the others after a failure
         self.stack.enter_context(ranked_warnings())
         if path := path_of_rank0(self.learn): self._set(self.learn, 'path', path)
@@ -87,7 +87,6 @@ def attach(self:DistributedTrainer):
         if self.max_norm: self.stack.callback(self.max_norm.undo)
         same_optimizer(self.learn)
         if shards: shards.shard()
-        self.device_here = device
         self.deal_out()
     except BaseException:
         self.restore()
@@ -221,17 +220,12 @@ def after_backward(self:DistributedTrainer):
 @patch
 def before_epoch(self:DistributedTrainer):
     for dl in self.shares: set_epoch(dl, self.epoch_id)
-    self.seed_epoch()
+    if group_size()>1: seed_streams(self.seed, group_rank(), self.epoch_id)
 
 @patch(as_prop=True)
 def epoch_id(self:DistributedTrainer)->int:
     "The number of this epoch, counted from the learner's first in this context"
     return self.epochs_before+getattr(self.learn, 'epoch', 0)
-
-@patch
-def seed_epoch(self:DistributedTrainer):
-    "Let this rank's random streams begin an epoch"
-    if group_size()>1: seed_streams(self.seed, group_rank(), self.epoch_id)
 
 @patch
 def before_train(self:DistributedTrainer):

@@ -32,6 +32,7 @@ from ..distributed.evaluation import ExactEvaluation
 from ..distributed.loss_weights import total_losses
 from .loaders import ShareDL,by_batch
 from ..data.distributed_dl import set_epoch
+from ..core.random import seed_streams
 from ..learner.losses import LossTrace,MeanOver,loss_over,mean_over,n_items,weighted
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c005
@@ -162,7 +163,7 @@ def before_epoch(self:DistributedTrainer): # of `get_preds` and `validate`, too
 def before_train(self:DistributedTrainer):
     core.DistributedTrainer.before_train(self)
     set_epoch(self.learn.dl, self.epoch_id)
-    self.seed_epoch()
+    if group_size()>1: seed_streams(self.seed, group_rank(), self.epoch_id)
     self.trained,self.steps = True,[]
     if hasattr(self.learn, 'recorder'): self.begun = len(self.recorder.losses),copy.copy(self.recorder.smooth_loss)
 
