@@ -229,7 +229,9 @@ class Evaluation(ExactEvaluation):
     def is_measured(self): return not self.training or bool(self._mets())
     def batch_parts(self): return list(self.learn.xb) if self.inputs else [],list(self.learn.yb),self.learn.pred
     def n_rows(self): return self.dl.n_total if self.padded else None
-    def places(self, m, keys): return self.predicting.places[keys] if self._of_preds(m) and self.predicting.places is not None else keys
+    def places(self, m, keys):
+        if not self._of_preds(m) or self.predicting.places is None: return keys
+        return self.predicting.places[(keys>>32)*self.dl.bs+(keys&(1<<32)-1) if deals_batches(self.dl) else keys]
     def batch_ids(self, keys, own, ragged, rows=None): # batches of all ranks; of each rank, if pictures of several sizes do not fit one
         ids = own if deals_batches(self.dl) else own//self.dl.world_size
         return own if ragged and not _fit(rows, ids) else ids
