@@ -400,6 +400,11 @@ def late_weights():
     i = torch.arange(48)
     return Learner(DataLoaders(TfmdDL(TensorDataset(data(48).tensors[0], (i>=24)*(i//3%2)), size())), net(), by_weight, sgd)
 
+def one_class():
+    "Labels alternate as ranks do, so that each rank has one class in every batch"
+    i = torch.arange(48)
+    return Learner(DataLoaders(TfmdDL(TensorDataset(data(48).tensors[0], i%2), size())), net(), by_weight, sgd)
+
 class HardOnes(Callback):
     "Trains on the half of a batch with the largest losses"
     run_valid = False
@@ -414,6 +419,7 @@ def twice(): return Learner(DataLoaders(TfmdDL(data(45), size())), net(), nn.MSE
 
 @pytest.mark.parametrize('make, want', [
     (late_weights, r'the loss by_weight may train otherwise on 2 ranks'), (hard_ones, r'a callback changes learn.loss_grad'),
+    (one_class, 'the loss by_weight may train otherwise'),
     (odd_loss, r'the loss batch_std may train otherwise on 2 ranks .*n_items'), (other_split, r'different data: training data.indices: #'),
     (other_length, r'^ValueError: .*len\(training data\): 24 on rank 0, 30 on rank 1'),
     (other_rate, r'^ValueError: .*momentum of parameter group 0: 0\.1 on rank 0, 0\.2 on rank 1'),

@@ -7,13 +7,14 @@ __all__ = ['gather_with_grad']
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #3a7d6981
 import struct,warnings
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from fastcore.basics import patch
 from torch import Tensor
 
-from ..core.collectives import all_sum,gather_rows
+from ..core.collectives import all_sum,gather_objects,gather_rows
 from ..core.compat import tree_leaves
 from ..core.env import current_group,group_rank,group_size
 from ..data.loaders import batch_shape
@@ -126,11 +127,27 @@ def _asks(self:LossWeights):
 @patch
 def _agree(self:LossWeights, own):
     "Agree on the kind of an unknown loss from the probes of all ranks. Sync point"
-    found = {_found[o[0]] for o in self.links.post([_found.index(own)], 10).of_ranks()}-{None}
-    if not found: return
-    learn,kind = self.learn,found.pop() if len(found)==1 else 'other'
+    learn,kind = self.learn,self._of_all(own)
+    if kind is None: return
+    if kind=='samples' and not learn.iter: kind = self._of_all(self._of_few(own)) or kind
     learn._loss_over,self.ask = (learn.loss_func,MeanOver('samples' if kind=='uncut' else kind)),kind=='samples'
     if kind in ('other','uncut'): self._say(kind)
+
+@patch
+def _of_all(self:LossWeights, own):
+    found = {_found[o[0]] for o in self.links.post([_found.index(own)], 10).of_ranks()}-{None}
+    return None if not found else found.pop() if len(found)==1 else 'other'
+
+@patch
+def _of_few(self:LossWeights, own):
+    "What a probe of two samples of each rank finds: a batch of one class does not show weights of classes. Sync point"
+    learn = self.learn
+    ts = (learn.pred,*learn.yb) if own=='samples' else ()
+    rows = bool(ts) and all(isinstance(o, Tensor) and o.ndim for o in ts) and len({*map(len, ts)})==1
+    parts = [o for o in gather_objects([o[:2].detach().cpu().as_subclass(Tensor) for o in ts] if rows else None) if o is not None]
+    if not parts or any(len({t.shape[1:] for t in o})>1 for o in zip(*parts)): return None
+    pred,*yb = [torch.cat(o).to(learn.loss_grad.device) for o in zip(*parts)]
+    return 'other' if probe_loss(SimpleNamespace(loss_func=learn.loss_func, pred=pred, yb=yb, xb=(), n_rows=len(pred)))=='other' else None
 
 @patch
 def _look_at_change(self:LossWeights, over):
