@@ -87,9 +87,9 @@ def test_a_fit(W, env):
         assert got['step']=={'vote': 1+1} # and the items that cross-entropy counts: the labels that are not ignored
         assert got['valid']=={'vote': 1}
         # Votes before and after the epoch, its training loop and its validation, and one on whether each rank has a first batch to
-        # train on: 7. Those of its 3 steps and 2 batches: 5. The items of 3 steps. The losses of its steps: an all-reduce. The sums of its
-        # validation; whether the weights are equal, and how many hashes there are
-        epoch = {'all_reduce': 1, 'all_gather': 1}
+        # train on: 7. Those of its 3 steps and 2 batches: 5. The items of 3 steps. The losses of its steps, and everyone's seconds: two
+        # all-reduces. The sums of its validation; whether the weights are equal, and how many hashes there are
+        epoch = {'all_reduce': 2, 'all_gather': 1}
         assert got['epoch']==dict(epoch, vote=7+5+3, all_gather_object=1+1)
         # Before the fit a vote, and its settings; after its first step, whether the weights are equal
         assert got['fit']==dict(epoch, all_gather=1+1, vote=1+7+5+3, all_gather_object=1+1+1+1)
@@ -99,9 +99,9 @@ def test_a_fit(W, env):
         # Predictions and targets each: what they look like, then how many keys, keys, rows. On one machine nobody sends rows: ranks say
         # that they have written theirs
         assert got['rows']=={'all_gather_object': 2*2, 'all_gather': 2, **({'batch_isend_irecv': 2*(W-1)} if env else {'vote': 2})}
-        # All metrics of unknown kinds together: what the rows look like; how many and which keys; x, y, prediction, key, first key of the
-        # batch, and kinds
-        assert got['replay']=={'all_gather_object': 1+1, 'all_gather': 1, **({'batch_isend_irecv': 6*(W-1)} if env else {'vote': 1})}
+        # All metrics of unknown kinds together: whether there are rows; what they look like; how many and which keys; x, y, prediction, key,
+        # first key of the batch, and kinds
+        assert got['replay']=={'all_gather_object': 1+1+1, 'all_gather': 1, **({'batch_isend_irecv': 6*(W-1)} if env else {'vote': 1})}
         assert got['replays']=={}
         assert got['rows_valid']==got['replay_valid']=={'vote': 1} # whatever is gathered, it is not by the batch
 
@@ -137,8 +137,8 @@ def test_everything_else(tmp_path):
         assert got['save']==got['load']=={}
         # Votes before, after, and for each of 2 batches; the sums
         assert got['validate']=={'vote': 2+2, 'all_gather_object': 1}
-        # The same; what the rows look like; how many and which keys; that predictions and targets are written
-        assert got['preds']==got['rank0']=={'vote': 2+2+1, 'all_gather_object': 1+1+1, 'all_gather': 1}
+        # The same; whether there is a row for each sample; what the rows look like; how many and which keys; that all is written
+        assert got['preds']==got['rank0']=={'vote': 2+2+1, 'all_gather_object': 1+1+1+1, 'all_gather': 1}
         assert got['predict']=={'vote': 2+1} # each rank reads the same item
         # Where ranks answer, and whether they do; rank 0's seed; two parameters; optimizer state, path and data
         assert got['context']=={'broadcast_object_list': 1, 'broadcast': 2, 'all_gather_object': 2+3}

@@ -269,7 +269,7 @@ def test_outside_a_context_a_rank_is_one_process(tmp_path):
 
 changed = {'fastai.torch_core.maybe_gather', *(f'fastai.learner.Learner.{o}' for o in
            ('to_distributed','detach_distributed','distrib_ctx','to_parallel','detach_parallel','parallel_ctx',
-            'fit','at_end','say','save','load'))} # for `fit(resume=)`, and files of weights that rank 0 writes
+            'fit','at_end','say','save','load','compile','uncompile'))} # for `fit(resume=)`, and files of weights that rank 0 writes
 
 def ours(o): return (getattr(o, '__module__', None) or '').startswith('learnerdist.')
 

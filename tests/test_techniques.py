@@ -296,6 +296,7 @@ class SlowVotes:
         return self
     def read(self):
         self.clock.now += 2.
+        vote_links.Links.waited += 2.
         return self.sum.read()
 
 def voting():
@@ -311,8 +312,8 @@ def voting():
     return [(o['data'],o['comm']) for o in learn.recorder.times]
 
 def test_a_vote_is_no_time_for_data():
-    "One vote before the first batch, and one between two batches"
-    for o in run_ranks(voting, 2): assert o==[(12.,6.)]*2
+    "One vote before the first batch, one after each of three, and one at the end of the loop"
+    for o in run_ranks(voting, 2): assert o==[(12.,10.)]*2
 
 def timed():
     res = []
