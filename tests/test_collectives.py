@@ -99,8 +99,8 @@ def test_a_fit(W, env):
         # Predictions and targets each: what they look like, then how many keys, keys, rows. On one machine nobody sends rows: ranks say
         # that they have written theirs
         assert got['rows']=={'all_gather_object': 2*2, 'all_gather': 2, **({'batch_isend_irecv': 2*(W-1)} if env else {'vote': 2})}
-        # All metrics of unknown kinds together: whether there are rows; what they look like; how many and which keys; x, y, prediction, key,
-        # first key of the batch, and kinds
+        # All metrics of unknown kinds together: whether there are rows; what they look like; how many and which keys; x, y, prediction,
+        # key, first key of the batch, and kinds
         assert got['replay']=={'all_gather_object': 1+1+1, 'all_gather': 1, **({'batch_isend_irecv': 6*(W-1)} if env else {'vote': 1})}
         assert got['replays']=={}
         assert got['rows_valid']==got['replay_valid']=={'vote': 1} # whatever is gathered, it is not by the batch

@@ -63,7 +63,9 @@ def close(a, b, tol=1e-5):
     torch.testing.assert_close(a['preds'], b['preds'], atol=tol, rtol=tol)
     assert a['val']==pytest.approx(b['val'], abs=tol) and a['keys']==b['keys']
 
-@pytest.mark.parametrize('W,backend', [(2, 'eager'), *(pytest.param(W, 'aot_eager', marks=pytest.mark.slow) for W in (1, 2, 3))])
+aot = [pytest.param(W, 'aot_eager', marks=pytest.mark.long if W==3 else pytest.mark.slow) for W in (1, 2, 3)]
+
+@pytest.mark.parametrize('W,backend', [(2, 'eager'), *aot])
 def test_the_plain_run(W, backend):
     kw = dict(backend=backend)
     cases = [(None,{}), (False,kw), (Block,kw), (None,dict(model=branches)), (False,dict(kw, model=branches, fullgraph=True))]
@@ -118,10 +120,12 @@ def run_sharded_compiled():
 
 @pytest.mark.slow
 def test_sharded():
-    for want,plain,(got,(n_eager,n,n_regions)) in run_ranks(rank_sharded, 2, timeout_s=200):
+    ranks = run_ranks(rank_sharded, 2, timeout_s=200)
+    for want,plain,(got,(_,n,n_regions)) in ranks:
         close(want, plain)
         close(want, got)
-        assert n_eager and n<=3 and n_regions==3
+        assert n<=3 and n_regions==3
+    assert sum(n_eager for _,_,(_,(n_eager,_,_)) in ranks) # the last batch of one rank is smaller
 
 class Counting(nn.Module):
     "A model that changes a number of its own at every call"

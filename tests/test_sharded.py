@@ -146,7 +146,7 @@ lines = dict(sgd='SGD with momentum and weight decay', adamw='AdamW; validation 
              linears='blocks by class: `[nn.Linear]`', kept='`reshard=False`', dropped='`reshard=True`', stopping='`EarlyStoppingCallback`')
 
 @needs_fsdp2
-@pytest.mark.parametrize('W', [pytest.param(1, marks=pytest.mark.long), 2, *(pytest.param(o, marks=pytest.mark.long) for o in (3,4))])
+@pytest.mark.parametrize('W', [pytest.param(2, marks=pytest.mark.slow), *(pytest.param(o, marks=pytest.mark.long) for o in (1,3,4))])
 def test_same_run(W):
     alone = {k: run(c) for k,c in same.items()}
     for ranks in run_ranks(rank_runs, W, same, timeout_s=600): assert {k: d for k in same if (d := differs(alone[k], ranks[k]))>1e-9} == {}
@@ -248,9 +248,9 @@ def as_with_ddp(W, *args):
     for a,b in zip(*(run_ranks(cancelled, W, o, *args, timeout_s=600) for o in (False,True))):
         assert {k: d for k in a if (d := differs(a[k], b[k]))>1e-9} == {}
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_fsdp2
-@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize('W', [2, 3])
 def test_cancelled_as_with_ddp(W):
     "On one rank, and on all, at the first batch, before the order of the blocks is known, and at a later one"
     as_with_ddp(W, events, (0,1))

@@ -154,7 +154,7 @@ def rank_runs(cases):
 
 @pytest.mark.slow
 @needs_fsdp2
-@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 def test_same_run_as_built_whole(W, tmp_path):
     "Also where the weights come from a file: the constructor's were others"
     cases = same | {o: case(model=meta_net, shard=dict(weights=str(tmp_path/o))) for o in files(tmp_path)}
