@@ -108,34 +108,19 @@ def _(m:BatchFiles): return Rows(m, *m.folders)
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #prdg1
 class Predicting:
-    "What one call of `get_preds` asks of its loop. Metrics are not computed, nor is a loss that nobody looks at: it returns none"
+    "What one call of `get_preds` asks of its loop"
     cb = None # Its `GatherPredsCallback`, once the loop has begun
-    def __init__(self, learn,
+    def __init__(self,
         gather,     # As in our own `get_preds`
         act,        # For files: what is applied to the predictions of each batch
-        idxs,       # The sample at each place of the loader's order; None: rows stay in this order
-        with_loss   # Whether the loss is wanted
+        idxs        # The sample at each place of the loader's order; None: rows stay in this order
     ):
-        self.learn,self.gather,self.act,self.with_loss,self.rec = learn,gather,act,with_loss,getattr(learn, 'recorder', None)
+        self.gather,self.act = gather,act
         self.places = None if idxs is None else torch.tensor(idxs).argsort(stable=True).argsort()
-        self.old = learn.loss_func,getattr(self.rec, 'valid_metrics', None)
 
     def begin(self, cb):
         "Called before the loop"
         self.cb,cb.gather = cb,self.gather
-        if self.rec is not None: self.rec.valid_metrics = False
-        heard = any(type(o).__module__.split('.')[0]!='learnerdist' and type(o).__module__ not in _deaf for o in self.learn.cbs)
-        if not self.with_loss and not heard: self.learn.loss_func = _NoLoss(self.learn.loss_func)
-
-    def end(self):
-        "Called after the loop, before callbacks are told of its end. The recorder's line has no numbers"
-        self.learn.loss_func = self.old[0]
-        if self.rec is not None and self.old[1]: self.rec.log += [None]*(1+len(self.rec.metrics))
-
-    def restore(self):
-        "Called also after an error"
-        self.learn.loss_func = self.old[0]
-        if self.rec is not None: self.rec.valid_metrics = self.old[1]
 
     def activate(self):
         "Apply `act` to the predictions of each batch"
@@ -147,8 +132,6 @@ class Predicting:
         else: found = {k: _unpacked(getattr(self.cb, k)[0], k) for k in names if _is_whole(getattr(self.cb, k))}
         if len(found)<len(names) or self.cb.concat_dim!=0: return
         vars(self.cb).update(found, after_validate=partial(vars(self.cb).pop, 'after_validate'))
-
-_deaf = 'fastai.callback.core','fastai.callback.data','fastai.callback.progress','fastai.learner'
 
 def _is_whole(os): return len(os)==1 and all(isinstance(o, Tensor) and o.ndim for o in tree_leaves(os[0]))
 
@@ -164,14 +147,6 @@ def stored_alone(
     return tuple(found.get(i, o) for i,o in enumerate(res))
 
 def _unpacked(o, k): return o if k=='losses' else detuplify(o) # as the callback does
-
-class _NoLoss:
-    "In place of a loss function: its attributes, and no loss"
-    def __init__(self, func): self.func = func
-    def __call__(self, pred, *targ): return torch.zeros(())
-    def __getattr__(self, k):
-        if k.startswith('__') or k=='func': raise AttributeError(k)
-        return getattr(self.func, k)
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c014l
 class LossSteps:
@@ -221,7 +196,6 @@ class Evaluation(ExactEvaluation):
         if self._mets(): self.put_together()
     def after_validate(self):
         super().after_validate()
-        if self.predicting: self.predicting.end()
         for o in self.files: o.write()
         if self.files: distrib_barrier() # the files exist when `get_preds` returns
 
@@ -247,10 +221,9 @@ def _gatherers(self:Evaluation): return [cb for cb in self.learn.cbs if isinstan
 @contextmanager
 def predicts(self:Evaluation, *args):
     "Context of one call of `get_preds`; arguments of `Predicting`"
-    old,self.predicting = self.predicting,Predicting(self.learn, *args)
+    old,self.predicting = self.predicting,Predicting(*args)
     try: yield
     finally:
-        self.predicting.restore()
         self.predicting = old
 
 @patch

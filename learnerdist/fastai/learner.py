@@ -97,7 +97,7 @@ class _Base(Learner):
         idxs = dl.get_idxs() if reorder and dl.bs is not None and not kwargs.get('concat_dim') else None
         of_batch,act = (act or getcallable(self.loss_func, 'activation'),noop) if isinstance(gather, Path) else (None,act)
         by_batch = trainer.in_batches(not {*kwargs}&{'save_preds','save_targs'}) # files are those of global batches
-        with by_batch,next(o for o in self.cbs if isinstance(o, Evaluation)).predicts(gather, of_batch, idxs, with_loss):
+        with by_batch,next(o for o in self.cbs if isinstance(o, Evaluation)).predicts(gather, of_batch, idxs):
             res = get(dl=dl, reorder=reorder and idxs is None, act=act)
         return (None,)*len(names) if gather=='rank0' and group_rank() else res
 

@@ -35,6 +35,35 @@ def has_result(learn)->bool:
     "Whether the current batch was evaluated, and not cancelled before by a callback"
     return learn.pred is not None and (learn.loss is not None or not learn.yb)
 
+# %% ../../nbs/learner/10_predictions.ipynb #bysampl1
+class BySample:
+    "Looks, in the batches 0, 1, 2, 4, 8, … of a loop, whether outputs with several rows for each sample come sample by sample"
+    def __init__(self): self.found,self.n = True,0
+    def __call__(self, learn, n, pred, of_model)->bool: # n: samples; pred: what `of_model` makes of the model's output
+        if n>1 and self.found:
+            if not self.n&(self.n-1): self.found = comes_by_sample(learn.model, learn.xb, n, pred, of_model)
+            self.n += 1
+        return self.found
+
+def comes_by_sample(
+    model, xb:tuple,
+    n:int,        # Number of samples in the batch
+    pred,         # The model's output for it, after `of_model`
+    of_model=noop
+)->bool:          # False also if it cannot be told, as for graphs
+    "Whether the output for the samples in reversed order is the reversed output, in `n` blocks; by a copy of the model"
+    turned = lambda o: o.flip(0) if isinstance(o, Tensor) else o
+    blocks = lambda o: o.unflatten(0, (n, len(o)//n)).flip(0).flatten(0, 1) if isinstance(o, Tensor) and o.ndim else o
+    if has_parts(model) or any(not isinstance(o, Tensor) or o.shape[:1]!=(n,) for o in tree_leaves(xb)): return False
+    with torch.no_grad(), shared_rng(0):
+        try: got = tree_leaves(of_model(call_model(copy.deepcopy(model), tree_map(turned, tuple(xb)), model)))
+        except Exception: return False # a model that keeps what it has computed cannot be copied
+    return all(_like(a, b) for a,b in zip(tree_leaves(tree_map(blocks, pred)), got))
+
+def _like(a, b):
+    if not isinstance(a, Tensor) or not a.is_floating_point(): return True
+    return a.shape==b.shape and torch.allclose(a.float(), b.float(), 1e-2, 1e-2*a.float().abs().max().item())
+
 # %% ../../nbs/learner/10_predictions.ipynb #c006
 class GatherPreds(Callback):
     "Collect predictions and targets of each batch, and on request inputs and losses"
@@ -152,35 +181,6 @@ def _without_metrics(learn):
     old,learn.metrics = learn.metrics,[]
     try: yield
     finally: learn.metrics = old
-
-# %% ../../nbs/learner/10_predictions.ipynb #bysampl1
-class BySample:
-    "Looks, in the batches 0, 1, 2, 4, 8, … of a loop, whether outputs with several rows for each sample come sample by sample"
-    def __init__(self): self.found,self.n = True,0
-    def __call__(self, learn, n, pred, of_model)->bool: # n: samples; pred: what `of_model` makes of the model's output
-        if n>1 and self.found:
-            if not self.n&(self.n-1): self.found = comes_by_sample(learn.model, learn.xb, n, pred, of_model)
-            self.n += 1
-        return self.found
-
-def comes_by_sample(
-    model, xb:tuple,
-    n:int,        # Number of samples in the batch
-    pred,         # The model's output for it, after `of_model`
-    of_model=noop
-)->bool:          # False also if it cannot be told, as for graphs
-    "Whether the output for the samples in reversed order is the reversed output, in `n` blocks; by a copy of the model"
-    turned = lambda o: o.flip(0) if isinstance(o, Tensor) else o
-    blocks = lambda o: o.unflatten(0, (n, len(o)//n)).flip(0).flatten(0, 1) if isinstance(o, Tensor) and o.ndim else o
-    if has_parts(model) or any(not isinstance(o, Tensor) or o.shape[:1]!=(n,) for o in tree_leaves(xb)): return False
-    with torch.no_grad(), shared_rng(0):
-        try: got = tree_leaves(of_model(call_model(copy.deepcopy(model), tree_map(turned, tuple(xb)), model)))
-        except Exception: return False # a model that keeps what it has computed cannot be copied
-    return all(_like(a, b) for a,b in zip(tree_leaves(tree_map(blocks, pred)), got))
-
-def _like(a, b):
-    if not isinstance(a, Tensor) or not a.is_floating_point(): return True
-    return a.shape==b.shape and torch.allclose(a.float(), b.float(), 1e-2, 1e-2*a.float().abs().max().item())
 
 # %% ../../nbs/learner/10_predictions.ipynb #mixes1
 def mixes(
