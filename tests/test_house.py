@@ -122,7 +122,7 @@ def test_package_imports_nothing_heavy():
     assert loaded('import learnerdist', 'torch', 'numpy', 'fastcore') == []
 
 def test_all_imports_nothing_that_is_needed_only_sometimes():
-    assert loaded('import learnerdist.all', 'torch', 'torchvision', 'matplotlib', 'tensorboard', 'torch.utils.tensorboard', 'fastai',
+    assert loaded('import learnerdist.all', 'torch', 'torchvision', 'matplotlib', 'tensorboard', 'torch.utils.tensorboard', 'torch._dynamo', 'fastai',
                   'fastprogress', 'sklearn', 'pandas', 'IPython') == ['torch']
 
 def test_sizes():

@@ -250,7 +250,6 @@ class _SyncedInstance(_Synced):
     "Mixin for InstanceNorm with running statistics, which are means over samples: averaged over ranks, weighted by samples"
     @property
     def _dims(self): return next(n for n,o in ((3,nn.InstanceNorm1d), (4,nn.InstanceNorm2d), (5,nn.InstanceNorm3d)) if isinstance(self, o))
-    @torch.compiler.disable # as a whole, it is a break in a compiled graph
     def forward(self, x):
         old = torch.cat([self.running_mean, self.running_var])
         out = self.plain.forward(self, x)

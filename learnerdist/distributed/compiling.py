@@ -18,7 +18,7 @@ from torch import nn
 from ..core.compat import call_with_hooks,compilations,compiled_call,compiled_inside,graph_breaks,plain_calls,tree_map
 from ..core.env import group_rank
 from ..data.loaders import batch_shape
-from .batchnorm import chain
+from .batchnorm import _SyncedInstance,chain
 from .blocks import repeated_blocks
 from ..learner.callback import Callback,Order
 from ..learner.learner import Learner,get_model
@@ -60,6 +60,8 @@ def runner(
         out = type(m).forward(m, *args, **kwargs)
         chain.on,chain.last = False,None
         return out
+    f = _SyncedInstance.forward # as a whole, it is a break in a graph. Said here, since it imports the compiler, which takes seconds
+    if not hasattr(f, '_torchdynamo_disable'): _SyncedInstance.forward = torch.compiler.disable(f)
     return torch.compile(FunctionType(run.__code__.replace(co_name=cls.__name__), run.__globals__), **kw)
 
 def _is_subclass(o): return isinstance(o, torch.Tensor) and type(o) not in (torch.Tensor,nn.Parameter) and hasattr(o, 'as_subclass') and \
