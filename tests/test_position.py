@@ -178,7 +178,7 @@ def rank_streams(path, cases):
 
 stream_cases = [(24, (3,), 2, False),(25, (2,1), 2, False),(27, (4,), 2, True),(13, (1,), 1, False)]
 
-@pytest.mark.parametrize('W', [1, 2, 3])
+@pytest.mark.parametrize('W', [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_stream_goes_on_where_it_was(W, tmp_path):
     "Each number once, with the draws of the whole run, and what was trained on is not read again"
     ranks = [rank_streams(tmp_path, stream_cases)] if W==1 else run_ranks(rank_streams, W, str(tmp_path), stream_cases, timeout_s=300)

@@ -80,9 +80,9 @@ def held(how, n, layers, path):
             learn.fit(1, cbs=(cb := Held()))
             return cb.bytes,cb.top-before
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_fsdp2
-@pytest.mark.parametrize('W', [2, *(pytest.param(o, marks=pytest.mark.long) for o in (3,4))])
+@pytest.mark.parametrize('W', [2, 3, 4])
 def test_a_rank_holds_its_part(W, tmp_path):
     "At most 1.15/W of a replica's bytes and one block: tensors of weights, gradients and AdamW; and the resident size, DDP's beside it"
     n,layers = 1024,12
