@@ -1312,6 +1312,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                     'learnerdist/distributed/evaluation.py'),
                                                     'learnerdist.distributed.evaluation.ExactEvaluation._has_unknown_loss': ( 'distributed/evaluation.html#exactevaluation._has_unknown_loss',
                                                                                                                               'learnerdist/distributed/evaluation.py'),
+                                                    'learnerdist.distributed.evaluation.ExactEvaluation._in_loader': ( 'distributed/evaluation.html#exactevaluation._in_loader',
+                                                                                                                       'learnerdist/distributed/evaluation.py'),
                                                     'learnerdist.distributed.evaluation.ExactEvaluation._keys': ( 'distributed/evaluation.html#exactevaluation._keys',
                                                                                                                   'learnerdist/distributed/evaluation.py'),
                                                     'learnerdist.distributed.evaluation.ExactEvaluation._plan': ( 'distributed/evaluation.html#exactevaluation._plan',

@@ -122,8 +122,8 @@ def test_package_imports_nothing_heavy():
     assert loaded('import learnerdist', 'torch', 'numpy', 'fastcore') == []
 
 def test_all_imports_nothing_that_is_needed_only_sometimes():
-    never = ('torchvision','matplotlib','tensorboard','torch.utils.tensorboard','torch._dynamo','fastai','fastprogress','sklearn','pandas',
-             'IPython')
+    never = ('torchvision','matplotlib','tensorboard','torch.utils.tensorboard','torch._dynamo','triton','fastai','fastprogress','sklearn',
+             'pandas','IPython')
     assert loaded('import learnerdist.all', 'torch', *never) == ['torch']
 
 def test_sizes():

@@ -36,11 +36,9 @@ class OwnNoise(Noisy):
 class NoisyStream(Noisy, IterableDataset):
     def __iter__(self): return (self[i] for i in range(self.n))
 
-class Placed(NoisyStream):
-    "It saves its place, as data sets of Hugging Face do; its samples are shuffled in a buffer"
-    def __init__(self):
-        super().__init__()
-        self.i,self.start = 0,0
+class SavesPlace(IterableDataset):
+    "A stream of items `self[i]` that saves its place, as data sets of Hugging Face do"
+    i,start = 0,0
     def state_dict(self): return dict(i=self.i)
     def load_state_dict(self, state): self.start = state['i']
     def __iter__(self):
@@ -48,6 +46,8 @@ class Placed(NoisyStream):
         while self.i<self.n:
             self.i += 1
             yield self[self.i-1]
+
+class Placed(SavesPlace, NoisyStream): "Its samples are shuffled in a buffer"
 
 class Drawing(Sampler):
     "It draws from the global stream between two reads"
@@ -134,17 +134,12 @@ def test_two_ranks(tmp_path):
 
 # --- streams that save their place ------------------------------------------------------------------------------------------
 
-class Numbers(IterableDataset):
+class Numbers(SavesPlace):
     "0, 1, …; it counts what it reads, and draws a number for each"
-    def __init__(self, n): self.n,self.i,self.start,self.reads = n,0,0,0
-    def state_dict(self): return dict(i=self.i)
-    def load_state_dict(self, state): self.start = state['i']
-    def __iter__(self):
-        self.i,self.start = self.start,0
-        while self.i<self.n:
-            self.i += 1
-            self.reads += 1
-            yield torch.tensor([self.i-1.]),torch.rand(1)
+    def __init__(self, n): self.n,self.reads = n,0
+    def __getitem__(self, i):
+        self.reads += 1
+        return torch.tensor([float(i)]),torch.rand(1)
 
 class Seen(Callback):
     "What is trained on, and counts: (epoch, number, what was drawn). Stops in the batch `stop`, of which there is no checkpoint"

@@ -124,6 +124,9 @@ class ExactEvaluation(Callback):
         rank,world_size = self._ranks()
         if deals_batches(self.dl): return (self._batch()<<32) + torch.arange(self.n)
         return torch.arange(self.seen, self.seen+self.n)*world_size + rank
+    def _in_loader(self, keys):
+        "The places of rows in the loader's order, from their keys"
+        return (keys>>32)*self.dl.bs + (keys&(1<<32)-1) if deals_batches(self.dl) else keys
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c019
 def exact_share(dl):

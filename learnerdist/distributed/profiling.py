@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from fastcore.basics import patch
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..core.env import group_rank,group_size
 from ..learner.callback import Callback,Order
@@ -30,6 +29,7 @@ class FlopCount(Callback):
     def before_batch(self):
         if self.per_sample is not None: return
         if hasattr(self.learn, 'compiled'): self.learn.compiled.switch_off() # nothing is seen of what is compiled
+        from torch.utils.flop_counter import FlopCounterMode # it imports triton
         self.n,self.mode = batch_rows(self.learn),FlopCounterMode(display=False)
         self.mode.__enter__()
     def after_backward(self):

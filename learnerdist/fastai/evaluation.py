@@ -205,7 +205,7 @@ class Evaluation(ExactEvaluation):
     def n_rows(self): return self.dl.n_total if self.padded else None
     def places(self, m, keys):
         if not self._of_preds(m) or self.predicting.places is None: return keys
-        return self.predicting.places[(keys>>32)*self.dl.bs+(keys&(1<<32)-1) if deals_batches(self.dl) else keys]
+        return self.predicting.places[self._in_loader(keys)]
     def batch_ids(self, keys, own, ragged, rows=None): # batches of all ranks; of each rank, if pictures of several sizes do not fit one
         ids = own if deals_batches(self.dl) else own//self.dl.world_size
         return own if ragged and not _fit(rows, ids) else ids
@@ -223,8 +223,7 @@ def predicts(self:Evaluation, *args):
     "Context of one call of `get_preds`; arguments of `Predicting`"
     old,self.predicting = self.predicting,Predicting(*args)
     try: yield
-    finally:
-        self.predicting = old
+    finally: self.predicting = old
 
 @patch
 def _of_preds(self:Evaluation, m): return self.predicting is not None and self.predicting.cb is m
