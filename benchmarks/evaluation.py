@@ -9,8 +9,7 @@ from learnerdist.all import DataLoaders, Learner, ProgressCallback, all_sum, def
 from learnerdist.core.collectives import gather_rows
 from learnerdist.data.loaders import to_device
 from learnerdist.data.sharding import undeal
-from learnerdist.distributed import DistributedDL
-from step_time import installed,quiet,theirs
+from step_time import installed,plain_loader,quiet,theirs
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader,TensorDataset
@@ -31,7 +30,7 @@ class Task:
         self.bs,self.device,self.model = bs,default_device(),func().to(default_device())
         self.data = TensorDataset(torch.randn(n, *shape, generator=g), torch.randint(n_classes, (n, *targ), generator=g))
     def loader(self): return DataLoader(self.data, self.bs)
-    def share(self): return DistributedDL.from_dl(self.loader(), group_rank(), group_size())
+    def share(self): return plain_loader(self.data, self.bs)
 
 def batches(task, dl, model=None):
     model = task.model if model is None else model

@@ -7,6 +7,7 @@ import os,re,sys,time,warnings
 from contextlib import ExitStack
 from functools import partial
 
+import sharded_step
 import torch
 import torch.distributed as dist
 from common import all_close,bars,main,now,on_ranks,processor,quartiles,ratio_text,ratios,slowest,table,together,turns,verdict
@@ -65,7 +66,9 @@ compiled_ways = {'bare DDP': by_hand, 'bare DDP, torch.compile': partial(by_hand
                  'learnerdist, compile()': partial(plain, compiled={}),
                  'learnerdist, compile(regional=True)': partial(plain, compiled=dict(regional=True))}
 two_ways = {'bare DDP': bare, 'learnerdist': ours}
-sharded_ways = {'bare DDP': bare, 'learnerdist': ours, 'learnerdist, shard=True': partial(plain, shard=True)}
+sharded_ways = {'bare DDP': bare, 'learnerdist': ours, 'bare FSDP2': sharded_step.by_hand,
+                'learnerdist, shard=True': partial(plain, shard=True),
+                **among({'Accelerate': sharded_step.accelerated, 'Fabric': sharded_step.fabric})}
 
 # --- the measure ------------------------------------------------------------------------------------------------------------
 

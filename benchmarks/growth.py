@@ -1,4 +1,4 @@
-"""How a step grows with the ranks: measured on 1, 2 and 4, bytes counted, a model of the step fitted and carried to 1,024
+"""How a step grows with the ranks: measured on 1 to 4, bytes counted, a model of the step fitted and carried to 1,024
 
     python benchmarks/growth.py"""
 import time
@@ -12,9 +12,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from common import main,on_ranks,quartiles,save_plot,table,together,turns
+from learnerdist.all import TfmdDL
+from learnerdist.core.collectives import gather_rows
 from learnerdist.distributed.agreement import Ballot,Tally
 from learnerdist.core.env import current_group,group_size,process_group
 from learnerdist.distributed.vote_links import GlooLinks,Links,open_links
+from learnerdist.distributed.shared_mean import SharedMean
 from learnerdist.launch.processes import share_of_cores
 from learnerdist.data.sharding import share_chunks,share_len
 from step_time import Task,as_way,bare,ours
@@ -23,7 +26,7 @@ from torch.nn.functional import cross_entropy
 
 def model(): return nn.Sequential(nn.Flatten(), nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
 shape,bs = (1,28,28),128
-worlds = 1,2,4
+worlds = 1,2,3,4
 far = 8,16,32,64,128,256,512,1024
 
 # --- what a step is made of, each by itself ---------------------------------------------------------------------------------
@@ -37,19 +40,20 @@ def per_call(func, n, warm=3):
         if i>=warm: secs.append(time.perf_counter()-start)
     return quartiles(secs)[1]
 
-def compute(task):
-    m = task.model()
-    opt,x,y = torch.optim.SGD(m.parameters(), lr=.01, momentum=.9),task.x[:task.bs],task.y[:task.bs]
-    def step():
-        cross_entropy(m(x), y).backward()
-        opt.step()
-        opt.zero_grad()
-    return per_call(step, 20)
-
-def loader(task):
-    from torch.utils.data import DataLoader
-    dl = DataLoader(task.data(), task.bs)
-    return per_call(lambda: [*dl], 3, warm=1)/len(dl)
+def local_steps(task, n_epochs=4):
+    "Seconds of each step that computes and reads its batch, and exchanges nothing"
+    m,dl,secs = task.model(),TfmdDL(task.data(), task.bs),[]
+    opt = torch.optim.SGD(m.parameters(), lr=.01, momentum=.9)
+    for _ in range(n_epochs):
+        together()
+        start = time.perf_counter()
+        for x,y in dl:
+            cross_entropy(m(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+            secs.append(time.perf_counter()-start)
+            start = time.perf_counter()
+    return secs[len(dl):]
 
 def vote(links):
     "A vote that is read as soon as it is posted"
@@ -66,6 +70,20 @@ def exchange(n_bytes):
     together()
     return per_call(partial(dist.all_reduce, t, group=current_group()), 15)
 
+class Bucket:
+    "As DDP gives it to a hook: all gradients in one"
+    def __init__(self, t): self.t = t
+    def buffer(self): return self.t
+    def index(self): return 0
+    def is_last(self): return True
+
+def shared(links, n_bytes):
+    "An average of so many bytes in shared memory"
+    t = torch.zeros(n_bytes//4)
+    mean = SharedMean(nn.ParameterList([nn.Parameter(t)]), links)
+    together()
+    return per_call(lambda: mean.hook(Bucket(t)).wait(), 15)
+
 sizes = 2**10,2**18,2**20,2**22,2**24
 
 def measure_rank(bs, n_steps, n_rounds):
@@ -77,8 +95,8 @@ def measure_rank(bs, n_steps, n_rounds):
 
 def between_ranks(task):
     "What ranks tell one another, on one machine (sockets) and, by what is told over gloo, on several"
-    with open_links() as links: near = vote(links)
-    return dict(vote=near, far_vote=vote(GlooLinks(60)), exchange={str(o): exchange(o) for o in sizes}, **count_bytes(task))
+    with open_links() as links: near,means = vote(links),{str(o): shared(links, o) for o in sizes}
+    return dict(vote=near, shared=means, far_vote=vote(GlooLinks(60)), exchange={str(o): exchange(o) for o in sizes}, **count_bytes(task))
 
 # --- bytes ------------------------------------------------------------------------------------------------------------------
 
@@ -109,26 +127,36 @@ def count_bytes(task):
 
 # --- the model of a step ----------------------------------------------------------------------------------------------------
 
-def fit_exchange(times, W):
-    "Seconds for a message, and for a byte, of a ring: 2(W-1) messages one after the other, 2(W-1)/W of the bytes"
-    a = np.array([[2*(W-1), 2*(W-1)/W*int(k)] for k in times])
-    weights = 1/np.array(list(times.values())) # relative errors count
-    (msg,byte),*_ = np.linalg.lstsq(a*weights[:,None], np.array(list(times.values()))*weights, rcond=None)
+def fit_line(times, n_messages, n_bytes):
+    "Seconds for a message, and for a byte, from times by size; `n_bytes`: how many for each byte of a size"
+    secs = np.array(list(times.values()))
+    a = np.array([[n_messages, n_bytes*int(k)] for k in times])/secs[:,None] # relative errors count
+    (msg,byte),*_ = np.linalg.lstsq(a, np.ones(len(secs)), rcond=None)
     return max(msg, 0.),max(byte, 0.)
 
-def fit_local(alone):
-    "What a step computes and reads: seconds, whatever the batch, and seconds for each sample more"
-    each,fixed = np.polyfit([int(b) for b in alone], list(alone.values()), 1)
-    return max(fixed, 0.),each
+def ring(W): return 2*(W-1),2*(W-1)/W # gloo's: messages one after the other, and of the bytes each rank sends so many
+def memory(W):
+    "Shared memory: rounds of votes in which ranks meet, and bytes that a rank reads and writes for each byte of gradients"
+    if W==2: return 1,5 # into its slot (2), then both slots are added up (3)
+    return 2*vote_rounds(W),2+5*(W-1)/W+2/W # into its slot; its part of all slots is added up, put there (2/W), and the others' are fetched
+
+def fit_local(times):
+    "What a step computes and reads: seconds, whatever the batch, and seconds for each sample more; `spread`: steps over their mean"
+    means = {int(b): np.mean(v) for b,v in times.items()}
+    each,fixed = np.polyfit([*means], [*means.values()], 1)
+    return dict(fixed=max(fixed, 0.), each=each, spread=[o/np.mean(v) for v in times.values() for o in v])
 
 def vote_rounds(W): return (W-1).bit_length() # each as long as the vote of two ranks
 
 def predict(W, part, batch=bs, cores=None):
-    "Seconds of a step of W ranks; `cores`: that all of them share, on one machine; else each has its own, and gloo carries the votes"
-    busy = max(1, W/cores) if cores else 1
-    local = part['fixed']+part['each']*batch
-    ring = 2*(W-1)*part['message']+2*(W-1)/W*part['gradient_bytes']*part['byte'] if W>1 else 0.
-    res = dict(local=local*busy, exchange=ring*busy, vote=part['vote' if cores else 'far_vote']*vote_rounds(W)*busy)
+    "Seconds of a step of W ranks; `cores`: that all of them share, on one machine; else each has its own, over gloo"
+    if W==1: return dict(local=(t := part['alone']['fixed']+part['alone']['each']*batch), waiting=0., exchange=0., vote=0., step=t)
+    own,busy = part['beside' if cores else 'alone'],max(1, W/cores) if cores else 1
+    local,at_once = own['fixed']+own['each']*batch,min(W, cores or W) # of more ranks than cores, one that waits gives its core to another
+    (n_msg,n_byte),(msg,byte) = (memory(W),part['shared']) if cores else (ring(W),part['gloo'])
+    res = dict(local=local*busy, waiting=local*(slowest_of(at_once, own['spread'], 4000)-1)*busy,
+               exchange=(n_msg*msg+n_byte*part['gradient_bytes']*byte)*busy,
+               vote=2*part['vote' if cores else 'far_vote']*vote_rounds(W)*busy) # a vote, and the number of items
     return dict(res, step=sum(res.values()))
 
 # --- GPUs, by what is published ---------------------------------------------------------------------------------------------
@@ -197,24 +225,26 @@ def votes(W, asks):
 
 # --- report -----------------------------------------------------------------------------------------------------------------
 
-def alone(batches):
-    "By batch size: seconds to compute a step and to read its batch, in one process"
-    return {str(b): compute(task)+loader(task) for b in batches for task in [Task(model, shape, b, 10)]}
+def local(batches):
+    "By batch size, seconds of steps without exchange, of all ranks that run at once"
+    with process_group():
+        secs = {b: local_steps(Task(model, shape, b, 10)) for b in batches}
+        return {str(b): torch.cat(gather_rows(torch.tensor(v, dtype=torch.double))).tolist() for b,v in secs.items()}
 
 def measure(quick):
-    n_steps,n_rounds,res = (6,2,{}) if quick else (20,10,{})
+    (n_steps,n_rounds),cores,res = (6,2) if quick else (20,10),share_of_cores(1),{}
     for kind in ('weak','strong'):
         for W in worlds:
             b = bs if kind=='weak' else bs//W
             got = on_ranks(measure_rank, W, b, n_steps, n_rounds, n_threads=1)
             res[f'{kind} {W}'] = dict(got[0], batch=b, **{k: max(o[k] for o in got) for k in ('bare','ours')})
-    own, = on_ranks(alone, 1, [bs, bs//2, bs//4], n_threads=1)
-    return dict(runs=res, alone=own, cores=share_of_cores(1), part=parts(res['weak 2'], own), simulated=simulate())
+    batches = [bs, bs//2, bs//4]
+    alone,beside = (on_ranks(local, W, batches, n_threads=1)[0] for W in (1, max(cores, 2)))
+    return dict(runs=res, cores=cores, part=parts(res['weak 2'], alone, beside), simulated=simulate())
 
-def parts(two, own):
-    msg,byte = fit_exchange(two['exchange'], 2)
-    fixed,each = fit_local(own)
-    return dict(fixed=fixed, each=each, message=msg, byte=byte, **{k: two[k] for k in ('vote','far_vote','gradient_bytes')})
+def parts(two, alone, beside):
+    return dict(alone=fit_local(alone), beside=fit_local(beside), gloo=fit_line(two['exchange'], *ring(2)),
+                shared=fit_line(two['shared'], *memory(2)), **{k: two[k] for k in ('vote','far_vote','gradient_bytes')})
 
 def ms(o): return f'{1000*o:.2f}'
 
@@ -231,13 +261,20 @@ def report(res):
     wire = '' if seen is None else f", {seen:,.0f} seen on the loopback interface (both ranks, and all other traffic)"
     part = res['part']
     text += f"\n\nBytes of a step on 2 ranks: {two['gradient_bytes']:,.0f} of gradients{wire}; a vote is 8 of them.\n" + \
-            f"Parts of the model: compute and loader {ms(part['fixed'])} ms and {1e6*part['each']:.1f} µs a sample, " + \
-            f"a round of votes {1e6*part['vote']:.0f} µs, by gloo {1e6*part['far_vote']:.0f} µs, " + \
-            f"a message {1e6*part['message']:.0f} µs, {1e-9/max(part['byte'], 1e-15):.2f} GB/s.\n\n"
-    far_rows = [[W, *(ms(p[k]) for k in ('step','local','exchange','vote')), f"{predict(1, part)['step']/p['step']:.0%}"]
-                for W in far for p in [predict(W, part)]]
-    head = ['ranks','predicted step, ms','compute and loader','exchange','vote','efficiency']
+            of_parts(res['part'])
+    keys = 'step','local','waiting','exchange','vote'
+    far_rows = [[W, *(ms(p[k]) for k in keys), f"{predict(1, part)['step']/p['step']:.0%}"] for W in far for p in [predict(W, part)]]
+    head = ['ranks, gloo between machines','predicted step, ms','compute and loader','waiting','exchange','votes','efficiency']
     return text+table(head, far_rows)+'\n\n'+gpu_table()+'\n\n'+_of_many(res['simulated'])
+
+def of_parts(part):
+    def own(k):
+        o = part[k]
+        return f"{ms(o['fixed'])} ms and {1e6*o['each']:.1f} µs a sample, the slower of two {slowest_of(2, o['spread'], 4000)-1:.0%} longer"
+    def way(k): return f"{1e6*part[k][0]:.0f} µs and {1e-9/max(part[k][1], 1e-15):.2f} GB/s"
+    return f"Parts of the model: a step that exchanges nothing takes alone {own('alone')}; beside another rank {own('beside')}. " + \
+        f"A round of votes {1e6*part['vote']:.0f} µs, by gloo {1e6*part['far_vote']:.0f} µs; " + \
+        f"a meeting in shared memory, and what it moves, {way('shared')}; a message of gloo's {way('gloo')}.\n\n"
 
 def gpu_table():
     rows = [[k if W==far[0] else '', W, ms(o['waiting']), ms(o['exchange']), f"{ms(o['least'])} to {ms(o['most'])}",
@@ -261,7 +298,7 @@ def plot(res, path):
     axs[0].set(xlabel=f"ranks, on {res['cores']} cores", ylabel='ms a step', xticks=list(worlds))
     axs[0].legend(fontsize=7)
     part = res['part']
-    for k in ('step','local','exchange','vote'): axs[1].plot(far, [1000*predict(W, part)[k] for W in far], 'o-', label=k)
+    for k in ('step','local','waiting','exchange','vote'): axs[1].plot(far, [1000*predict(W, part)[k] for W in far], 'o-', label=k)
     axs[1].set(xscale='log', yscale='log', xlabel='ranks, each with a core of its own', ylabel='ms a step, predicted')
     save_plot(fig, axs[1], path)
 

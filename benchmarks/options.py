@@ -8,15 +8,17 @@ import torch
 from common import all_close,main,on_ranks,quartiles,ratio_text,ratios,slowest,table,turns
 from learnerdist.all import DataLoaders,Learner,ProgressCallback
 from learnerdist.core.env import process_group
+from learnerdist.distributed.timer import Timer
 from step_time import Task,as_way,bare,lr,models,momentum,quick_models
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-def plain(task, stack, opt_func=None, cbs=None, compiled=None, **kw):
+def plain(task, stack, opt_func=None, cbs=None, compiled=None, timer=True, **kw):
     "Our Learner with options of `distrib_ctx`; `compiled`: those of `compile`"
     dls = DataLoaders(DataLoader(task.data(), task.bs), device=task.device)
     learn = Learner(dls, task.model(), cross_entropy, opt_func=opt_func or sgd(), lr=lr, cbs=cbs).remove_cb(ProgressCallback)
     if compiled is not None: learn.compile(**compiled)
+    if not timer: learn.remove_cb(Timer)
     learn.one_batch = task.clock.ticking(learn.one_batch)
     stack.enter_context(learn.distrib_ctx(sync_bn=False, seed=0, **kw))
     stack.enter_context(learn.no_logging())
@@ -29,7 +31,9 @@ def sgd(**kw): return partial(torch.optim.SGD, momentum=momentum, **kw)
 
 base,adamw = "gloo's all-reduce",partial(torch.optim.AdamW, weight_decay=.01)
 gloo,views = dict(comm_hook='allreduce'),dict(gradient_as_bucket_view=True)
-ways = {base: gloo, 'shared memory, the default': {}, 'gradients are views': {**gloo, **views}, 'shared memory and views': views,
+default = 'shared memory, the default'
+ways = {base: gloo, default: {}, 'the default, without the timer': dict(timer=False),
+        'gradients are views': {**gloo, **views}, 'shared memory and views': views,
         'static_graph': dict(gloo, static_graph=True), 'bucket_cap_mb=1': dict(gloo, bucket_cap_mb=1),
         'bucket_cap_mb=100': dict(gloo, bucket_cap_mb=100),
         'fused SGD': dict(gloo, opt_func=sgd(fused=True)), 'foreach SGD': dict(gloo, opt_func=sgd(foreach=True)),
@@ -38,6 +42,7 @@ ways = {base: gloo, 'shared memory, the default': {}, 'gradients are views': {**
         'AdamW, foreach': dict(gloo, opt_func=partial(adamw, foreach=True))}
 optimizers = [k for k in ways if 'AdamW' in k or 'SGD' in k]
 other = {k: 'AdamW' for k in ways if k.startswith('AdamW, ')} # The way that each of these is compared with, in place of `base`
+other['the default, without the timer'] = default
 
 def measure_model(func, shape, bs, n_steps, n_rounds):
     task,losses,params = Task(func, shape, bs, n_steps),{},{}

@@ -10,12 +10,12 @@ from common import all_close,bars,main,now,on_ranks,peer,quartiles,ratio_text,ra
 from learnerdist.core.collectives import all_sum
 from learnerdist.all import DataLoaders,Learner,ProgressCallback # all: with every callback that users have
 from learnerdist.data.loaders import to_device
-from learnerdist.distributed import DistributedDL
 from learnerdist.core.env import default_device,group_rank,group_size,in_group,process_group
+from learnerdist.core.shards import whole
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader,TensorDataset
+from torch.utils.data import DataLoader,DistributedSampler,TensorDataset
 
 def mlp(): return nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
@@ -82,8 +82,11 @@ def bare(task, stack):
     model = task.model()
     ids = [task.device.index] if task.device.type=='cuda' else None
     ddp = DistributedDataParallel(model, device_ids=ids, forward_sync_buffers=False) if in_group() else model
-    dl = DistributedDL.from_dl(DataLoader(task.data(), task.bs), group_rank(), group_size())
-    return model,partial(loop, task, ddp, sgd(model.parameters(), lr), dl)
+    return model,partial(loop, task, ddp, sgd(model.parameters(), lr), plain_loader(task.data(), task.bs))
+
+def plain_loader(data, bs):
+    "torch's, as one writes it by hand: the samples are dealt out as ours are"
+    return DataLoader(data, bs, sampler=DistributedSampler(data, group_size(), group_rank(), shuffle=False) if in_group() else None)
 
 def ours(task, stack):
     dls = DataLoaders(DataLoader(task.data(), task.bs), device=task.device)
@@ -179,16 +182,16 @@ def as_way(task, train, losses, name):
         return task.clock.step
     return way
 
-def measure_model(names, func, shape, bs, n_steps, n_rounds):
+def measure_model(ways, func, shape, bs, n_steps, n_rounds):
     "Seconds of a step in each round of each way, and how far its weights and last loss are from the bare loop's"
     task,losses = Task(func, shape, bs, n_steps),{}
     with ExitStack() as stack:
-        made = {k: ways[k][0](task, stack) for k in names}
+        made = {k: way(task, stack) for k,way in ways.items()}
         times = turns({k: as_way(task, train, losses, k) for k,(_,train) in made.items()}, n_rounds)
-        params = {k: [p.detach().clone() for p in model.parameters()] for k,(model,_) in made.items()}
-    base,mean = params[names[0]],lambda o: all_sum(o.double())/group_size()
+        params = {k: [whole(p).detach().clone() for p in model.parameters()] for k,(model,_) in made.items()}
+    base,mean = next(iter(params.values())),lambda o: all_sum(o.double())/group_size()
     diffs = {k: max((a-b).abs().max().item() for a,b in zip(v, base)) for k,v in params.items()}
-    loss_diffs = {k: abs(mean(v)-mean(losses[names[0]])).item() for k,v in losses.items()}
+    loss_diffs = {k: abs(mean(v)-mean(losses[next(iter(ways))])).item() for k,v in losses.items()}
     return dict(times=times, weights=diffs, losses=loss_diffs)
 
 def quiet():
@@ -198,7 +201,7 @@ def quiet():
 
 def measure_rank(names, sizes):
     quiet()
-    with process_group(): return {k: measure_model(names, *v) for k,v in sizes.items()}
+    with process_group(): return {k: measure_model({n: ways[n][0] for n in names}, *v) for k,v in sizes.items()}
 
 def measure(quick, ranks=(1, 2), only=None):
     names,sizes,res = only or installed(),quick_models if quick else models,{}

@@ -31,6 +31,7 @@ from learnerdist.distributed.timer import Timer
 from learnerdist.distributed.compiling import Compiled
 from learnerdist.distributed.profiling import FlopCount,Profile
 from learnerdist.distributed.loss_weights import gather_with_grad
+from learnerdist.distributed.replica import average_grads
 from learnerdist.distributed.trainer import DistributedTrainer
 from learnerdist.distributed.memory import find_batch_size
 # Interruption, and going on
@@ -49,7 +50,7 @@ __all__ = [
     'GradientAccumulation', 'GradientClip', 'Lookahead', 'MixedPrecision', 'steps_per_epoch',
     'EarlyStoppingCallback', 'ReduceLROnPlateauCallback', 'SaveModelCallback', 'Scheduler', 'TerminateOnNaNCallback', 'TrackerCallback',
     'lr_scale', 'warm_up', 'load_learner',
-    'sync_batchnorm', 'gather_with_grad', 'ParallelTrainer', 'Timer', 'Compiled', 'FlopCount', 'Profile',
+    'sync_batchnorm', 'gather_with_grad', 'average_grads', 'ParallelTrainer', 'Timer', 'Compiled', 'FlopCount', 'Profile',
     'DistributedTrainer', 'find_batch_size',
     'Preempted', 'preempted_status', 'Checkpoint']
 

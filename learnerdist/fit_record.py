@@ -130,7 +130,7 @@ class FitRecord(Callback):
         self.rec['adds'] |= learn.loss_grad.sum().item()!=learn.loss.sum().item()
         if not self.n_alone or len(self.rec['probes'])>2: return
         self.rec['probes'].append(probe_loss(learn))
-        self.rec['mixes'] |= not self.rec['draws'] and mixes(get_model(learn.model), learn.xb, batch_rows(learn))
+        self.rec['mixes'] |= not self.rec['draws'] and mixes(get_model(learn.model), learn.xb, batch_rows(learn), True)
 
     def after_step(self):
         if self.learn.training: self._record(self.learn)

@@ -1,8 +1,8 @@
 """What becomes of a run in which one rank fails: every fault in every phase.
 
 `python tests/faults.py [--write]` runs all of them through the launcher and prints a table (or puts it into
-nbs/tutorials/failures.ipynb); test_faults.py runs a sample. Under the launcher this file is the run that fails."""
-import argparse,atexit,ctypes,json,os,re,signal,subprocess,sys,tempfile,time
+nbs/tutorials/failures.ipynb); test_failure.py runs a sample. Under the launcher this is the run that fails, in ranks that are forks."""
+import torch,argparse,atexit,ctypes,json,os,re,signal,subprocess,sys,tempfile,time
 from pathlib import Path
 from typing import NamedTuple
 import machines
@@ -47,9 +47,9 @@ def deaf_child():
     time.sleep(1000)
 
 def train(fault, phase):
-    import torch
     from learnerdist.all import Callback,DataLoaders,Learner,rank0_first,rank_distrib
-    mine,model = rank_distrib()==who_fails(phase),torch.nn.Linear(1, 1)
+    mine = rank_distrib()==who_fails(phase)
+    model = torch.nn.Linear(1, 1)
     class Data(torch.utils.data.Dataset):
         def __len__(self): return 40
         def __getitem__(self, i):
@@ -86,7 +86,6 @@ class Outcome(NamedTuple):
 
 def run(fault, phase, limit_s=100):
     "One run, whose processes are known by a variable of their environment"
-    import torch
     with tempfile.TemporaryDirectory() as d:
         env = os.environ | dict(FAULT_DIR=d, PYTHONPATH=str(root), OMP_NUM_THREADS='1')
         if phase=='two machines': said,status = on_two_machines(env, d, limit_s)

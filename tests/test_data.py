@@ -2,8 +2,10 @@
 from collections import OrderedDict, defaultdict, namedtuple
 import pandas as pd, pytest, torch
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, TensorDataset,
+                              WeightedRandomSampler, default_collate)
 from learnerdist.core.compat import read_in_order
+from learnerdist.data.distributed_dl import DistributedDL
 from learnerdist.data.loaders import (DataLoaders, TfmdDL, apply, changed, check_options, find_bs, is_shuffled, loader_settings, one_batch,
                               to_cpu, to_detach, to_device)
 
@@ -150,3 +152,40 @@ def test_dataloaders():
     assert (plain.one_batch(1), plain.one_batch().tolist(), len(plain)) == (1, [0], 3)
     assert is_shuffled(DataLoaders.from_dsets(range(4), range(4)).train.sampler)
     assert type(DataLoaders.from_dsets(range(4), range(4)).valid.sampler) is SequentialSampler
+
+class Squares(TensorDataset):
+    def __getitem__(self, i): return self.tensors[0][i]**2,self.tensors[1][i]
+
+def test_rows_of_tensors_are_those_of_torchs_loader():
+    x,y = torch.randn(23, 2, 3),torch.arange(23)
+    ds,seen = TensorDataset(x, y),[]
+    def noted(b):
+        seen.append(len(b))
+        return default_collate(b)
+    class Last(torch.utils.data.Sampler): # keys that only the data set's own rules say what they are
+        def __iter__(self): return iter([-1,torch.tensor(3),5])
+        def __len__(self): return 3
+    cases = [(ds,{}), (ds,dict(drop_last=True)), (ds,dict(shuffle=True)), (Subset(Subset(ds, range(2, 20)), [5,0,5,9]),{}),
+             (Squares(x, y),{}), (ds,dict(sampler=Last())), (ds,dict(collate_fn=noted)),
+             (TensorDataset(x.transpose(0, 1).contiguous().transpose(0, 1), y),{}),
+             (TensorDataset(x.clone().requires_grad_(), y),{})]
+    for ds_,kw in cases:
+        dl = DataLoader(ds_, batch_size=4, **kw)
+        for share in (DistributedDL.from_dl(dl, 0, 1), DistributedDL.from_dl(TfmdDL(ds_, bs=4, **kw), 0, 1)):
+            torch.manual_seed(1)
+            got,state = [*share],torch.get_rng_state()
+            torch.manual_seed(1)
+            want = [*DataLoader.__iter__(share.dl)]
+            assert len(got)==len(want) and torch.get_rng_state().equal(state)
+            for a,b in zip(got, want):
+                assert type(a) is type(b)
+                assert all(o.equal(p) and (o.stride(),o.requires_grad)==(p.stride(),p.requires_grad) for o,p in zip(a, b))
+    assert len(seen)==24 # each batch of that case, by both loaders, also as torch reads it
+    with pytest.raises(IndexError): [*DistributedDL.from_dl(DataLoader(ds, sampler=[40]), 0, 1)]
+
+def test_a_callback_may_change_tensors_between_batches():
+    ds = TensorDataset(torch.zeros(4))
+    it = iter(DistributedDL.from_dl(DataLoader(ds, 2), 0, 1))
+    next(it)
+    ds.tensors = torch.ones(4),
+    assert next(it)[0].tolist()==[1,1]

@@ -3,8 +3,8 @@ import re, warnings
 import pytest, torch
 from torch import nn, tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset
-from learnerdist.all import (Callback, DataLoaders, GradientAccumulation, Learner, TfmdDL, gather_with_grad, get_model, group_rank,
-                             group_size, process_group, set_seed)
+from learnerdist.all import (Callback, all_sum, DataLoaders, GradientAccumulation, Learner, TfmdDL, gather_with_grad, get_model,
+                             group_rank, group_size, process_group, set_seed)
 from learnerdist.learner.callback import CancelBackwardException, CancelTrainException
 from learnerdist.testing import RanksError, run_ranks
 
@@ -417,7 +417,43 @@ class Twice(Callback):
     def before_step(self): self.loss_func(self.wrapper(*self.xb), *self.yb).backward()
 def twice(): return Learner(DataLoaders(TfmdDL(data(45), size())), net(), nn.MSELoss(), sgd, cbs=Twice())
 
+class MixUp(Callback):
+    run_valid = False
+    def before_batch(self):
+        x,y,i = self.xb[0],self.yb[0],torch.randperm(len(self.y))
+        self.learn.xb,self.learn.yb = (.3*x + .7*x[i],),(.3*y + .7*y[i],)
+def mixed_up(): return learner(cbs=MixUp())
+class Advantages(Callback):
+    "Normalises targets by the statistics of the batch; `over`: from a tensor (n,…) to its sum over ranks"
+    run_valid = False
+    def __init__(self, over=lambda o: o): self.over = over
+    def before_batch(self):
+        y = self.yb[0]
+        self.learn.yb = (y-self.over(y.sum(0))/self.over(tensor(float(len(y)))),)
+def advantages(): return learner(cbs=Advantages())
+
+class Centred(nn.Module):
+    def forward(self, x): return x-x.mean(0)
+class Drawing(nn.Module):
+    "Draws also in evaluation"
+    def forward(self, x): return x+torch.randn_like(x)
+def centred(): return learner(model=nn.Sequential(nn.Linear(4, 4), Centred(), nn.Dropout(.1), nn.Linear(4, 2)).double())
+def unrelated(): return learner(model=nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.BatchNorm1d(4), nn.Linear(4, 2), Drawing()).double())
+
+class Ordinary(Callback):
+    "Constants, noise, a part of the samples, and sorting: what a sample becomes does not depend on others"
+    run_valid = False
+    def before_batch(self):
+        x,i,half = (self.xb[0]-.5)/.25,self.xb[0][:,0].argsort(),torch.rand(len(self.y))<.5
+        x = (x+torch.randn_like(x)).float().double()
+        x[half] = x[half].flip(-1)
+        x = torch.cat([x[:2]*2, x[2:]])
+        self.learn.xb,self.learn.yb = (x[i],),(self.y[i],)
+def ordinary(): return learner(cbs=[Ordinary(),Advantages(all_sum)])
+
 @pytest.mark.parametrize('make, want', [
+    (mixed_up, r'MixUp mixes the samples of a batch \(.*test_exact.py:\d+ in before_batch\)'), (advantages, 'Advantages mixes the samples'),
+    (centred, 'predictions of Sequential depend on which samples share a batch'),
     (late_weights, r'the loss by_weight may train otherwise on 2 ranks'), (hard_ones, r'a callback changes learn.loss_grad'),
     (one_class, 'the loss by_weight may train otherwise'),
     (odd_loss, r'the loss batch_std may train otherwise on 2 ranks .*n_items'), (other_split, r'different data: training data.indices: #'),
@@ -436,7 +472,7 @@ def test_a_difference_is_told(make, want):
     else: assert not re.search(want, got[1]) # once, on rank 0
 
 def test_known_and_additive_losses_are_not_told():
-    assert run_ranks(told, 2, learner)==['','']
+    for make in (learner,ordinary,unrelated): assert run_ranks(told, 2, make)==['','']
 
 def test_a_second_backward_pass_on_ranks_with_different_numbers_of_items_is_told():
     assert any('learn.wrapper is called again' in o for o in run_ranks(told, 2, twice))
@@ -454,3 +490,55 @@ def test_what_rank_0_alone_calls_is_named_on_all_ranks():
     with pytest.raises(RanksError) as e: run_ranks(validates_alone, 2)
     for f in e.value.errors.values():
         assert 'RanksApart' in str(f) and 'rank 0 is at the start of a validation loop' in str(f) and 'in after_batch' in str(f)
+
+# --- found by scripts of many domains, and by sweeps --------------------------------------------------------------------------
+
+def ranked(p, t):
+    "Over the whole batch: each prediction against the mean"
+    p,t = gather_with_grad(p),gather_with_grad(t)
+    return ((p-p.mean(0)-t)**2).mean().sqrt()
+ranked.n_items = 'whole'
+
+def split_validation():
+    "A loss of whole batches is validated on those of one process, of which the last one is dropped"
+    valid = DataLoader(data(31, 1), 12, drop_last=True)
+    learn = Learner(DataLoaders(TfmdDL(data(), 12, shuffle=True), valid), net(), ranked, sgd)
+    with learn.distrib_ctx(seed=3, split_batches=True), learn.no_logging(): learn.fit(1)
+    return learn.recorder.values[0]
+
+def test_validation_on_split_batches():
+    want = split_validation()
+    for W in (2,3):
+        for got in run_ranks(split_validation, W): assert got==pytest.approx(want, abs=1e-12)
+
+class Scaled(nn.Module):
+    "With a parameter that the optimizer has, and the model has not"
+    def __init__(self):
+        super().__init__()
+        self.log = nn.Parameter(torch.zeros((), dtype=torch.double))
+    def forward(self, p, t): return ((p-t)**2).mean()*(-self.log).exp()+self.log
+
+class Cancels(Callback):
+    "On rank 1 alone, in one batch of each epoch"
+    def __init__(self, event, exc): self.exc = exc; setattr(self, event, self.cancel)
+    def cancel(self):
+        if self.training and group_rank()==1 and self.iter==self.at: raise self.exc
+    at = 0
+
+def cancels_alone():
+    "A backward pass, where the loss has a parameter; a batch before the loss, which has to be probed, with accumulation"
+    res = []
+    with process_group():
+        loss = Scaled()
+        scaled = learner(loss=loss, splitter=lambda m: [*m.parameters(),loss.log])
+        unknown = learner(loss=lambda p,t: ((p-t)**2).mean(1).mean())
+        for learn,cbs in ((scaled, [Cancels('before_backward', CancelBackwardException)]),
+                          (unknown, [Cancels('before_batch', CancelTrainException), GradientAccumulation(12)])):
+            with learn.distrib_ctx(seed=3, timeout_s=30), learn.no_logging(): learn.fit(2, cbs=cbs)
+            res.append(flat(learn).tolist())
+    return res+[loss.log.item()]
+
+@pytest.mark.parametrize('W', [2,pytest.param(3, marks=pytest.mark.long)])
+def test_a_cancel_with_parameters_of_the_loss_and_with_a_loss_to_probe(W):
+    first,*others = run_ranks(cancels_alone, W)
+    assert all(o==first for o in others) and first[-1]!=0

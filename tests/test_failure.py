@@ -99,7 +99,7 @@ def one_after_the_other():
     class InTurn(Callback):
         def after_loss(self):
             r = group_rank()
-            if r!=1: wait_key(launch_store(), f'out of the context {dict([(2,1), (0,2)])[r]}', 60)
+            if r!=1: launch_store().get(f'out of the context {dict([(2,1), (0,2)])[r]}') # `wait_key` would hear of the failure
             if r: raise Broken(f'on {r}')
     learn = make()
     try:
@@ -342,7 +342,8 @@ def within_short_patience():
 
 def test_timeout_within_a_group():
     a,_ = run_ranks(within_short_patience, 2)
-    assert 'Timed out waiting 1000ms' in a.pop('said') and a==dict(inherited=(77,77), within=9, after=77)
+    said = 'Timed out waiting 1000ms' if hasattr(dist, 'set_timeout') else 'Connection closed by peer' # an older gloo waits as it began to
+    assert said in a.pop('said') and a==dict(inherited=(77,77), within=9, after=77)
 
 def test_groups_of_a_failed_rank_are_aborted(monkeypatch):
     "nccl's `destroy` would wait for what is pending. A stand-in for its groups"

@@ -4,7 +4,7 @@ import pytest
 pytest.importorskip('fastai')
 import numpy as np, pandas as pd, torch
 from fastai.callback.data import PartialDL, WeightedDL
-from fastai.data.core import DataLoaders, Datasets, TfmdDL
+from fastai.data.core import DataLoaders, Datasets, TfmdDL, Transform
 from fastai.data.load import DataLoader
 from fastai.callback.rnn import ModelResetter
 from fastai.data.block import DataBlock
@@ -14,7 +14,6 @@ from fastai.metrics import Perplexity
 from fastai.optimizer import SGD
 from fastai.tabular.all import Categorify, CategoryBlock, FillMissing, Normalize, TabularPandas, tabular_learner
 from fastai.text.data import LMDataLoader, Pad_Input, SortedDL
-from fasttransform import Transform
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset

@@ -1,7 +1,7 @@
 "What a newcomer gets wrong in the first hour, and what is said then"
 import subprocess,sys,warnings
 
-import pytest,torch
+import fastcore,pytest,torch
 from torch import nn
 from torch.utils.data import DataLoader,TensorDataset
 
@@ -119,4 +119,6 @@ def test_help_says_what_parameters_mean(public, prompt):
     code = f'import sys\nif {prompt}: sys.ps1 = ">>> "\nfrom {public} import *\nfrom {public} import Checkpoint\n' \
            'help(Checkpoint)\nif "fastai" in sys.modules: from fastai.learner import Learner\nhelp(Learner.distrib_ctx)'
     said = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout
-    assert all((o in said)==prompt for o in ("cuda_id: This process's GPU", 'kw: Of `DistributedTrainer`', 'keep: How many')), said
+    known = ["cuda_id: This process's GPU",'keep: How many']
+    if fastcore.__version__>='2': known.append('kw: Of `DistributedTrainer`') # an older one leaves out what stands beside `**kw`
+    assert all((o in said)==prompt for o in known), said

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from learnerdist.all import Callback, CancelBatchException, DataLoaders, Learner, TfmdDL, group_rank, process_group
 from learnerdist.data import stored_rows
+from learnerdist.data.rows import to_rows
 from learnerdist.data.stored_rows import StoredRows,leaf_names,npy_header,row_files
 from learnerdist.distributed import gather_rows
 from learnerdist.testing import run_ranks
@@ -273,3 +274,12 @@ def test_fastais_learner(W, tmp_path):
 def same(a, b):
     "To the rounding of a softmax over other batches"
     return len(a)==len(b) and all(p[0]==q[0] and torch.allclose(torch.tensor(p[1]), torch.tensor(q[1]), 1e-5, 1e-6) for p,q in zip(a, b))
+
+def rank_lists():
+    "Pictures of 4 rows in batches of 4: on rank 0 a list of them looks like columns of a batch"
+    with process_group():
+        rows = to_rows([torch.full((4-group_rank(), 2), float(2*i+group_rank())) for i in range(4)], 4)
+        return [o.tolist() for o in gather_rows.gather_all([rows], 2*torch.arange(4)+group_rank())]
+
+def test_a_list_of_samples_that_looks_like_columns_on_one_rank():
+    for got in run_ranks(rank_lists, 2): assert got==[[[float(i)]*2]*(4-i%2) for i in range(8)]

@@ -33,8 +33,8 @@ json.dump(dict(env={k: os.environ.get(k) for k in keys}, argv=sys.argv, path=sys
 
 pytestmark = pytest.mark.slow
 
-# Fails on rank 1, in a function, while rank 0 waits
-failing = '''
+# Fails on rank 1, in a function, while rank 0 waits. It imports torch first, so that it runs in forks of the server
+failing = '''import torch
 import ctypes,os,signal,sys,threading
 def train(how, mark=f"{os.path.dirname(sys.argv[0])}.{os.environ['TORCHELASTIC_RESTART_COUNT']}"): # rank 0 has spoken
     if os.environ['RANK'] != '1': open(mark, 'w').close() or threading.Event().wait()
@@ -48,7 +48,7 @@ train(sys.argv[1])
 '''
 
 # Tells a FIFO that it is there, then waits; so does its child
-waiting = '''
+waiting = '''import torch
 import ctypes,os,signal,sys,threading
 import time
 how,rank = sys.argv[2] if len(sys.argv) > 2 else '',os.environ['RANK']
@@ -206,7 +206,7 @@ def test_children_that_hear_no_signal_end_with_a_failed_run(tmp_path):
 
 # --- ranks that leave, and ranks that do not ----------------------------------------------------------------------
 
-leaving = """
+leaving = """import torch
 import os,sys
 if os.environ['RANK'] == '1': os._exit(int(sys.argv[1])) if sys.argv[2:] else sys.exit(int(sys.argv[1]))
 import torch

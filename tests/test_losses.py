@@ -1,10 +1,12 @@
 "The gradient, the weights and the recorded losses of the mean over all items of the global batch, whatever a loss counts"
 from functools import partial
+from types import SimpleNamespace
 import pytest, torch
 from torch import nn, tensor
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 from learnerdist.all import DataLoaders, GradientAccumulation, Learner, TfmdDL, process_group
+from learnerdist.learner.losses import batch_rows
 from learnerdist.testing import run_ranks
 
 N,BS,SEQ,V = 37,3,5,4
@@ -105,3 +107,12 @@ def test_recorded_losses_are_alike_on_all_ranks_and_leave_padding_out(fits, i):
     if kind in ('sum','squares'): return # their validation loss depends on the batch size
     whole = whole[0]/whole[1] if isinstance(whole, tuple) else whole
     assert abs(got[0][i][2][1]-whole.item())<1e-9 # the mean over all items of the data set
+
+class Pictures(IterableDataset):
+    "A stream of (picture of its own height, boxes)"
+    def __iter__(self): return ((torch.zeros(3+i, 6), dict(boxes=torch.zeros(2, 4))) for i in range(3))
+
+def test_samples_of_a_streams_last_batch_of_lists():
+    "It has one picture with two boxes, which is not the batch size of two"
+    dl = TfmdDL(Pictures(), 2, collate_fn=lambda items: tuple(map(list, zip(*items))))
+    assert [batch_rows(SimpleNamespace(xb=b[:1], yb=b[1:], dl=dl, iter=i)) for i,b in enumerate(dl)]==[2,1]

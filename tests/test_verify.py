@@ -76,7 +76,7 @@ def not_dealt():
 
 def other_split():
     "As an unseeded `train_test_split`"
-    at = torch.randperm(40, generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(4))))
+    at = torch.randperm(40, generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(4), 'big')))
     return learner(train=TfmdDL([data(40)[i] for i in at[:32]], 4))
 
 def uneven():

@@ -60,8 +60,10 @@ def found(module, name):
 
 def table(o)->str:
     "The docments that there are; types and defaults stand in the signature"
-    try: return re.sub(r'^\| \S+ \|  \|\n', '', str(DocmentTbl(o, verbose=False)), flags=re.M)
+    try: rows = str(DocmentTbl(o, verbose=False)).splitlines()
     except (TypeError, ValueError, OSError): return '' # a class with another metaclass, or without a signature
+    rows = [r for r in rows if not re.match(r'\| \S+ \|  \|$', r)]
+    return '\n'.join(rows) if len(rows)>2 else ''
 
 def described(node, name, module, level=3):
     "The section of a definition, then those of a class's methods that have a docstring"

@@ -1,6 +1,6 @@
-"""What works with which versions: an environment for each row, chosen tests and README's first job in it, and a table of the results.
+"""What works with which versions: an environment for each row, README's tests and first job in it, and a table of the results.
 
-    python tools/matrix.py                     # all rows, environments in a temporary folder (some 6 GB each, one at a time)
+    python tools/matrix.py                     # all rows, an hour; environments in a temporary folder (some 6 GB each, one at a time)
     python tools/matrix.py --rows oldest --envs /tmp/envs --write   # kept environments; the row's line in nbs/tutorials/versions.md
 """
 import argparse,json,os,re,shutil,subprocess,sys,tempfile
@@ -9,7 +9,8 @@ from pathlib import Path
 root = Path(__file__).resolve().parent.parent
 table = root/'nbs/tutorials/versions.md'
 shown = 'torch','torchvision','fastcore','fastprogress','fastai','numpy'
-tools = 'pytest','pytest-xdist','scikit-learn','matplotlib','torchmetrics'
+tools = ('pytest','pytest-xdist','scikit-learn','matplotlib','torchmetrics','pandas','tensorboard','nbclient','ipykernel','safetensors',
+         'cloudpickle','setuptools<81') # timm and others import pkg_resources
 # By name: the version of Python, and what pip is asked for. The lower bounds of settings.ini are those of the first row
 rows = dict(
     oldest=('3.10', 'torch==2.4.1 torchvision==0.19.1 fastcore==1.7.29 fastprogress==1.0.5 fastai==2.7.18'),
@@ -17,10 +18,10 @@ rows = dict(
     middle=('3.11', 'torch==2.6.0 torchvision==0.21.0 fastai==2.8.12'),
     newest_python=('3.13', 'torch torchvision fastai'),
     newest=('3.11', 'torch torchvision fastai'))
-tests = 'compat','env','comms','agreement','launch'
 head = f"""# Versions that were run
-Each row is an environment of its own, made by `tools/matrix.py`, in which README's main job ran on 2 processes, and these test files:
-{', '.join(f'`{o}`' for o in tests)}. The numbers are tests that passed and, if there are any, failed. Names of failed tests follow below.
+Each row is an environment of its own, made by `tools/matrix.py`, in which README's main job ran on 2 processes, and README's tests,
+`python -m pytest -n 2`. The numbers are tests that passed, that were skipped since a package or a part of torch is not there, and, if there
+are any, that failed: their names follow below. A row that ran chosen files only names them.
 
 | row | Python | {' | '.join(shown)} | README's job | tests |
 |---|---|{'---|'*len(shown)}---|---|
@@ -70,21 +71,23 @@ def readme_job(exe):
     return 'the same' if 'predictions, error' in two and two==alone else f'alone: {alone}; on 2: {two}'
 
 def run_tests(exe, names):
-    "Tests that passed and failed, and the names of those that failed"
+    "How many tests passed, were skipped and failed, as text, and the names of those that failed"
     files = [f'tests/test_{o}.py' for o in names]
-    pytest = [exe, '-m', 'pytest', '-m', '', '-p', 'no:cacheprovider', '-rfE', '--tb=no']
+    pytest = [exe, '-m', 'pytest', '-n', '2', '-p', 'no:cacheprovider', '-rfE', '--tb=short']
     p = subprocess.run([*pytest, *files], cwd=root, env=env_of(), capture_output=True, text=True)
-    failed = re.findall(r'^(?:FAILED|ERROR) tests/(\S+)', p.stdout, re.M)
-    passed = re.search(r'(\d+) passed', p.stdout)
-    return int(passed[1]) if passed else 0,failed
+    failed = list(dict.fromkeys(re.findall(r'^(?:FAILED|ERROR) tests/(\S+)', p.stdout, re.M)))
+    if failed: print(p.stdout[-20000:])
+    counts = {k: int(m[1]) if (m := re.search(rf'(\d+) {k}', p.stdout)) else 0 for k in ('passed','skipped')}
+    said = f"{counts['passed']}, skipped {counts['skipped']}"+(f', failed {len(failed)}' if failed else '')
+    return said+(f" ({', '.join(names)})" if names else ''),failed
 
 def run_row(name, envs, names):
     "The row's line, and its failed tests"
     python,packages = rows[name]
     exe,why = environment(name, python, packages, envs)
     if exe is None: return f"| {name} | {python} | {' | '.join(['']*len(shown))} | {why} | |",[]
-    passed,failed = run_tests(exe, names)
-    return f"| {name} | {' | '.join(versions(exe))} | {readme_job(exe)} | {passed}{f', failed {len(failed)}' if failed else ''} |",failed
+    said,failed = run_tests(exe, names)
+    return f"| {name} | {' | '.join(versions(exe))} | {readme_job(exe)} | {said} |",failed
 
 def write(lines, failed):
     "Put these rows into the table; others stay"
@@ -97,7 +100,7 @@ def write(lines, failed):
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument('--rows', nargs='+', choices=rows, default=[*rows])
-    p.add_argument('--tests', nargs='+', default=tests, help='names of test files, without test_ and .py')
+    p.add_argument('--tests', nargs='+', default=[], help='names of test files, without test_ and .py; all, if none is given')
     p.add_argument('--envs', help='folder of environments, which are kept; else each is made and removed')
     p.add_argument('--write', action='store_true', help=f'put the rows into {table.relative_to(root)}')
     args,lines,failed = p.parse_args(),{},{}

@@ -5,7 +5,8 @@
 Case K of a seed is always the same: a model, a loss, a structure of samples, a sampler, callbacks, an optimizer. One that differs is made
 smaller, option by option, for as long as it differs; the table groups failures by what is left. `--only K` shows one case in full, `--set`
 the smallest one with these options. A case is *same*, *told* (it differs, and a warning was given), *refused* (ValueError on every
-rank), *DIFFERENT*, *error*, or *hang*. Exit status 1 where one is DIFFERENT, error or hang."""
+rank), *DIFFERENT*, *error*, or *hang*. Exit status 1 where one is DIFFERENT, error or hang. Numbers may differ by 1e-9; in a fit that
+enlarges rounding, such as one that diverges, by ten times what one process's own do when its first weights are rounded otherwise."""
 import argparse,ast,math,os,pickle,random,sys,tempfile,traceback,warnings
 from pathlib import Path
 import torch
@@ -255,8 +256,8 @@ def make_learner(c, bs):
     res.logger = lambda line: None
     return res,own
 
-def one_run(c, k=1):
-    "What comes out of a run; `k=W` for one process with the batches of W"
+def one_run(c, k=1, nudge=None):
+    "What comes out of a run; `k=W` for one process with the batches of W; `nudge`: a seed by which the first weights are rounded otherwise"
     torch.set_default_dtype(torch.float64)
     _known.clear() # what earlier cases have shown of the metrics
     torch.manual_seed(c['seed'])
@@ -264,6 +265,7 @@ def one_run(c, k=1):
     out = {}
     for fold in range(c['folds']):
         learn,own = make_learner(c, c['bs']*k)
+        if nudge is not None: round_otherwise([*learn.model.parameters(),*own], nudge)
         with learn.distrib_ctx(timeout_s=30, **(dict(seed=5) if c['folds']==1 else {})):
             _fits(c, learn, k)
             final = dict(validate=learn.validate())
@@ -274,6 +276,12 @@ def one_run(c, k=1):
         out.update({f'fold {fold} {a}' if c['folds']>1 else a: b for a,b in final.items()})
     if c['after']: out['streams afterwards'] = [torch.rand(2), random.random()]
     return out
+
+@torch.no_grad()
+def round_otherwise(params, seed):
+    "Move each number to one of its neighbours"
+    g = torch.Generator().manual_seed(seed)
+    for p in params: p.copy_(torch.nextafter(p, torch.where(torch.rand(p.shape, generator=g)<.5, -math.inf, math.inf)))
 
 def _fits(c, learn, k):
     fit = learn.fit_one_cycle if c['cycle'] else learn.fit
@@ -336,11 +344,11 @@ def fitting(c):
 
 # --- many runs ---------------------------------------------------------------------------------------------------------------
 
-def guarded(c, k=1):
+def guarded(c, k=1, nudge=None):
     "The run's outcome, or its error; and what was said"
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
-        try: res = one_run(c, k)
+        try: res = one_run(c, k, nudge)
         except Exception as e: res = dict(error=f'{type(e).__name__}: {e}', trace=''.join(traceback.format_exception(e)))
         finally: torch.set_default_dtype(torch.float32)
     return res | dict(said=[str(o.message) for o in said if issubclass(o.category, UserWarning)])
@@ -390,7 +398,7 @@ def distance(a, b):
 
 def _far(x, y):
     if x is None or y is None or isinstance(x, str): return 0. if x is y or x==y else math.inf
-    x,y = torch.as_tensor(x).double(),torch.as_tensor(y).double()
+    x,y = (torch.as_tensor(o, dtype=torch.double) for o in (x, y)) # not by the default dtype, which is float32 here
     if x.shape!=y.shape or not torch.equal(x.isnan(), y.isnan()): return math.inf
     return ((x-y).abs()/y.abs().clamp_min(1)).nan_to_num(0).max().item() if x.numel() else 0.
 
@@ -404,8 +412,17 @@ def judged(c, alone, ranks, tol=1e-9):
     far = {f'{a} between ranks': max(distance(o[a], ranks[0][a]) for o in ranks) for a in keys}
     if has_one_answer(c): far |= {a: distance(ranks[0][a], alone[a]) for a in keys}
     bad = {a: d for a,d in far.items() if d>tol}
+    if {*bad}&{*keys}: # a difference from one process, not between ranks
+        free = rounding(c, alone, keys)
+        bad = {a: d for a,d in bad.items() if d>free.get(a, 0)}
     if not bad: return 'same','',max(far.values())
     return 'told' if any(not o.startswith('the metric') for r in ranks for o in r['said']) else 'DIFFERENT',', '.join(bad),max(bad.values())
+
+def rounding(c, alone, keys, seeds=range(3)):
+    "By how much outcomes may differ for rounding: ten times as much as one process's own do where its first weights are rounded otherwise"
+    others = [guarded(c, c['W'], seed) for seed in seeds]
+    far = {a: 10*max(distance(o.get(a), alone[a]) for o in others) for a in keys}
+    return {a: d for a,d in far.items() if d<1e-3} # beyond that nothing can be seen
 
 def has_one_answer(c):
     "Whether one process could do the same: not if a rank cancels a batch alone, or validation ends after so many batches of each rank"

@@ -46,15 +46,11 @@ class Streams:
     def __init__(self, dls=()): self.dls = dls
     def get(self)->list:
         "Their states, plain data"
-        py,np_state,cpu,cuda = rng_state()
-        if np_state: np_state = np_state[0],torch.from_numpy(np_state[1].astype('int64')),*np_state[2:] # older torch cannot save uint32
-        return [(py,np_state,cpu,cuda), [_get(vars(o)[k]) for o,k in generators(self.dls)]]
+        return [rng_state(), [_get(vars(o)[k]) for o,k in generators(self.dls)]]
     def set(self, state):
         "The inverse of `get`"
-        (py,np_state,cpu,cuda),own = state
-        if np_state: np_state = np_state[0],np_state[1].numpy().astype('uint32'),*np_state[2:]
-        set_rng_state((py,np_state,cpu,cuda))
-        for (o,k),s in zip(generators(self.dls), own, strict=True): _set(o, k, s)
+        set_rng_state(state[0])
+        for (o,k),s in zip(generators(self.dls), state[1], strict=True): _set(o, k, s)
 
 # %% ../../nbs/checkpoint/01_position.ipynb #ckp03
 class _Seeded:

@@ -43,6 +43,8 @@ names = dict( # By our name: the module, the path of attributes to the object, a
     tree_unflatten=('torch.utils._pytree', 'tree_unflatten', 'batches and predictions of registered container classes'),
     tee=('torch.distributed.elastic.multiprocessing', 'DefaultLogsSpecs()._tee', "the rank's number before its lines"),
     handler=('torch.distributed.elastic.multiprocessing.subprocess_handler', 'SubprocessHandler', "the end of ranks' children after them"),
+    popen=('torch.distributed.elastic.multiprocessing.subprocess_handler', 'SubprocessHandler._popen', 'the fork server'),
+    rank_out=('torch.distributed.elastic.multiprocessing.subprocess_handler', 'SubprocessHandler()._stdout', 'the fork server'),
     run_backward=('torch.autograd.graph', '_engine_run_backward', "'backward' as the place where a rank waits"),
     reductions=('torchmetrics', 'Metric()._reductions', 'adding up: each rank computes the metric from all batches'),
     update_count=('torchmetrics', 'Metric()._update_count', 'adding up: each rank computes the metric from all batches'),
@@ -128,6 +130,17 @@ def set_tee(
     logs._tee = tee
 
 # %% ../../nbs/core/00_compat.ipynb #75c9ed82
+def start_ranks_by(
+    start # Gets command line, environment, and descriptors for output and errors; returns what `subprocess.Popen` returns
+):
+    "Let torchrun start its ranks by this function; where it returns None, torchrun does it itself"
+    handler,popen = find('handler'),find('popen')
+    if popen is None or find('rank_out') is None: return
+    def _popen(self, args, env):
+        outs = [o.fileno() if o else i for i,o in enumerate((self._stdout, self._stderr), 1)]
+        return start(args, env, *outs) or popen(self, args, env)
+    handler._popen = _popen
+
 Dropout = find('dropout', nn.Dropout) # for isinstance
 ignored_by_ddp = '_ddp_params_and_buffers_to_ignore' # The attribute of a model in which DDP looks for names
 update_count = '_update_count' # The attribute in which a torchmetrics object counts its batches
@@ -205,10 +218,10 @@ def held_grads(
     states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, '_get_fsdp_state')]
     groups = [g for s in states for g in getattr(s, '_fsdp_param_groups', None) or [s._fsdp_param_group] if g is not None]
     params = [p for g in groups for p in g.fsdp_params]
-    owners = [o for p in params for o in ((p,'unsharded_accumulated_grad'),(getattr(p, '_unsharded_param', None),'grad'))]
+    owners = [(p,k) for p in params for k in ['unsharded_accumulated_grad'] if not hasattr(type(p), k)] # of 2.15: a property, of the next
+    owners += [(o,'grad') for p in params if (o := getattr(p, '_unsharded_param', None)) is not None]
     res = [t for o,k in owners if (t := getattr(o, k, None)) is not None]
-    for o,k in owners:
-        if drop and o is not None: setattr(o, k, None)
+    for o,k in owners*drop: setattr(o, k, None)
     return res
 
 # %% ../../nbs/core/00_compat.ipynb #cmpcmp1
@@ -223,7 +236,8 @@ def compilations()->list: # (name of the function, its name and place, why there
     found,_compiled.n = metrics(),counts['stats']['unique_graphs']
     at = next((i+1 for i,o in enumerate(found) if o is _compiled.last), 0)
     _compiled.last = found[-1] if found else None
-    return [(o.co_name,f'{o.co_name} {o.co_filename}:{o.co_firstlineno}',str(o.recompile_reason).strip().partition('\n')[0][:300])
+    why = lambda o: str(getattr(o, 'recompile_reason', None)).strip().partition('\n')[0][:300] # torch 2.6 does not say it
+    return [(o.co_name,f'{o.co_name} {o.co_filename}:{o.co_firstlineno}',why(o))
             for o in found[at:] if o.co_name and o.co_filename]
 
 def graph_breaks()->list:

@@ -41,20 +41,24 @@ def set_seed(
 
 # %% ../../nbs/core/04_random.ipynb #c013
 def _numpy(): return sys.modules['numpy'].random if 'numpy' in sys.modules else None
+def _state_of(stream):
+    "A numpy stream's state, with a tensor of a type that an older torch can save, too"
+    name,key,*rest = stream.get_state()
+    return name,torch.from_numpy(key.astype('int64')),*rest
 
 def rng_state(
     cuda:bool=True # Include the current GPU's stream
 )->tuple:          # For `set_rng_state`
     "The state of every global random stream: Python's, numpy's, torch's on the CPU and on the current GPU"
     np = _numpy()
-    return (random.getstate(), np and np.get_state(), torch.get_rng_state(),
+    return (random.getstate(), np and _state_of(np), torch.get_rng_state(),
             torch.cuda.get_rng_state() if cuda and torch.cuda.is_initialized() else None)
 
 def set_rng_state(state):
     "Restore the state of every global random stream from a result of `rng_state`"
     py,np_state,cpu,cuda = state
     random.setstate(py)
-    if np_state is not None: _numpy().set_state(np_state)
+    if np_state is not None: _numpy().set_state((np_state[0],np_state[1].numpy(),*np_state[2:]))
     torch.set_rng_state(cpu)
     if cuda is not None: torch.cuda.set_rng_state(cuda)
 
@@ -77,7 +81,7 @@ class shared_rng:
         "Begin new streams from these seeds"
         s,np = mix_seed(*seeds),_numpy()
         cpu,*gens = [torch.Generator(o.device).manual_seed(s).get_state() for o in [torch.default_generator, *self.gens]]
-        self.inner = (random.Random(s).getstate(), np and np.RandomState(s%2**32).get_state(), cpu, None),gens
+        self.inner = (random.Random(s).getstate(), np and _state_of(np.RandomState(s%2**32)), cpu, None),gens
     def _swap(self, state):
         "Set these streams, and return their old states. The GPU's is left alone, since no sampler draws from it"
         old = rng_state(cuda=False),[g.get_state() for g in self.gens]

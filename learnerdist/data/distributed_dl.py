@@ -11,7 +11,7 @@ from functools import partial, singledispatch
 from itertools import chain, islice
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, SubsetRandomSampler, get_worker_info
 from ..core.compat import no_iterator,read_in_order,set_worker_info
-from .loaders import LoaderWrapper, TfmdDL, batch_shape, changed, data_len, is_shuffled, one_batch
+from .loaders import LoaderWrapper, TfmdDL, batch_shape, changed, data_len, is_shuffled, one_batch, _read
 from ..core.random import draw,mix_seed,shared_rng
 from .streams import Placed,saves_place
 from .sharding import check_rank, deal, full_rows, share_chunks, share_len
@@ -116,7 +116,7 @@ class Dealer:
     def drawn(self, source, unit='row', chunk=64):
         "Sampler over this rank's shard of a user's sampler, which yields indices or other keys, or lists of them (`unit='batch'`)"
         if unit=='batch': self.of_batches()
-        return self._made(source, _Dealt(self, source, self.world_size if unit=='batch' else chunk))
+        return self._made(source, _Dealt(self, source, getattr(source, 'read_ahead', self.world_size if unit=='batch' else chunk)))
     def indices(self, sampler, chunk=64):
         "Sampler over this rank's shard of torch's `sampler`: `order` if it is sequential or plainly shuffled, else `drawn`"
         if type(sampler) is SequentialSampler: return self.order(sampler.data_source, False)
@@ -277,7 +277,7 @@ class DistributedDL(LoaderWrapper):
     def __len__(self):
         if not self._mixed: return len(self.dl)
         raise TypeError(f"the number of batches of a stream that {self.num_workers} workers read is not known before its end")
-    def __iter__(self): return iter(self.dl)
+    def __iter__(self): return _read(self.dl)
     def one_batch(self):
         "This rank's first batch, read in this process. ValueError if there is none"
         return one_batch(self.dl)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate, default_convert
 from ..core.compat import no_iterator
+from .tensors import batches
 
 # %% ../../nbs/data/01_loaders.ipynb #c005
 def apply(
@@ -179,6 +180,8 @@ class LoaderWrapper:
         if k.startswith('__') or k==self.inside: raise AttributeError(k)
         return getattr(getattr(self, self.inside), k)
 
+def _read(dl): return batches(dl) if type(dl) is DataLoader else iter(dl) # any loader
+
 def look_ahead(it):
     "Each item of an iterator, and whether another follows; it reads one item ahead"
     end = object()
@@ -263,8 +266,7 @@ class TfmdDL(DataLoader):
         if rows and self.after_item: raise ValueError("after_item: rows of a data set with iloc are read by the batch; use after_batch")
         self.collate_fn = _Collate(self.after_item, f, batched) if self.after_item else f
     def __iter__(self):
-        it = super().__iter__()
-        return map(partial(_pipe, self.after_batch), it) if self.after_batch else it
+        return map(partial(_pipe, self.after_batch), batches(self)) if self.after_batch else batches(self)
     def new(self,
         dataset=None,          # Another data set; None: the same
         **kw                   # Settings to change, by the names of `TfmdDL`

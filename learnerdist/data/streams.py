@@ -6,7 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/data/02_streams.ipynb #stm02
+from torch.utils.data import IterableDataset
+
 from ..core.random import draw,shared_rng
+from .loaders import data_len,look_ahead
 
 # %% ../../nbs/data/02_streams.ipynb #stm05
 def saves_place(
@@ -47,3 +50,13 @@ class Placed:
         "Begin at this place when it is read the next time"
         self._inner.load_state_dict(state['inner'])
         vars(self)['_loaded'] = state
+
+# %% ../../nbs/data/02_streams.ipynb #stm07
+def with_next(dl):
+    "Each batch of `dl`, and whether another follows; it looks one batch ahead where the loader has no length"
+    stream = isinstance(getattr(dl, 'dataset', None), IterableDataset) # its length is only what its author declared
+    n = None if stream else data_len(dl)
+    it = iter(dl)
+    had = getattr(dl, 'had', 0) # batches that this loop had before it was resumed
+    if n is not None: yield from ((b,i+1<n) for i,b in enumerate(it, had))
+    else: yield from look_ahead(it)

@@ -13,14 +13,15 @@ from itertools import chain,islice
 import torch
 from fastcore.basics import patch
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
 from ..core.compat import tree_leaves,tree_map
 from ..core.env import group_rank,group_size,in_group
 from ..core.shards import is_part
 from ..core.stacks import Frame
-from ..data.loaders import LoaderWrapper,call_model,data_len,look_ahead
+from ..data.loaders import LoaderWrapper,call_model,data_len
+from ..data.streams import with_next
 from .batchnorm import muted
+from .mixing import MixWatch
 from .vote_links import Ballot,Tally,scopes
 from ..learner.callback import Callback,Order,cancels
 
@@ -31,9 +32,10 @@ class Progress(IntEnum):
     begun     = 1
     predicted = 2
     synced    = 3 # has taken part in the exchanges of the backward pass
-    caught_up = 4 # has told the others that it takes no step of its own
-    stepped   = 5
-    ended     = 6 # has cast this batch's vote
+    shadowed  = 4 # the same with a contribution of zero, as it has cancelled the pass
+    caught_up = 5 # has told the others that it takes no step of its own
+    stepped   = 6
+    ended     = 7 # has cast this batch's vote
 
 class Agreement(Callback):
     "Turn a Cancel exception on one rank into the same one on all, and keep gradients and steps aligned meanwhile"
@@ -42,7 +44,7 @@ class Agreement(Callback):
     fit_state = 'n_steps',
     cancels = cancels # the learner's exceptions, by loop
     # watcher: the Checkpoint, which adds requests to save and stop to each vote, and is told the result
-    def __init__(self, trainer): self.trainer,self.agreed,self.watcher = trainer,None,None
+    def __init__(self, trainer): self.trainer,self.agreed,self.watcher,self.mixing = trainer,None,None,MixWatch(trainer)
     def before_fit(self): self._clear(1)
     def before_epoch(self): self.place = 2
     def before_train(self): self._clear(3)
@@ -50,6 +52,7 @@ class Agreement(Callback):
         training,shards,self.idle = self.training,self.trainer.shards,()
         self.progress,self.place = Progress.begun,4 if training else 7
         if shards is not None and not training: shards.begin_batch()
+        if training and (self.mixing.changed or not self.iter&(self.iter-1)): self.mixing.begin(self.learn)
     def after_pred(self): self.progress = Progress.predicted
     def after_cancel_backward(self):
         parts = [p for _,p in self.trainer.shards.pairs] if self.trainer.shards else [] # between the passes the model has others
@@ -66,8 +69,9 @@ class Agreement(Callback):
         if self.trainer.replica is None or not self.trainer.replica.sync: return True # others' gradients have not come here
         self.ballot.post(asks=True, place=self.place)
         return self.ballot.read().asks==self.n_ranks
-    def after_backward(self): self.progress = Progress.synced
+    def after_backward(self): self.progress = max(self.progress, Progress.synced)
     def after_cancel_batch(self): # what raised it is known here, and not in `after_batch`
+        self.mixing.end()
         if not self.training: return
         if self.progress==Progress.predicted and self.exchanges(): _check_outside_backward()
         if self.progress==Progress.stepped and not self.all_cancelled():
@@ -121,7 +125,7 @@ def shadow(self:Agreement):
     if self.progress>=Progress.synced or not self.training or replica is None: return
     if not replica.sync and not replica.forward_exchanges: return self.trainer.take_part()
     if self.n_ranks>1: _check_outside_backward()
-    predicted,self.progress = self.progress==Progress.predicted,Progress.synced
+    predicted,self.progress = self.progress==Progress.predicted,Progress.shadowed
     out = self.pred if predicted and replica.forward_exchanges else self._shadow_forward(replica)
     outs = [o for o in tree_leaves(out) if torch.is_tensor(o) and o.requires_grad]
     self.trainer.take_part()
@@ -240,20 +244,13 @@ class AgreedLoader(LoaderWrapper):
             n = self.agreement.n_steps
             warnings.warn(f'rank {group_rank()} had more training batches than another rank: this epoch ends after {n}')
 
-def with_next(dl):
-    "Each batch of `dl`, and whether another follows; it looks one batch ahead where the loader has no length"
-    stream = isinstance(getattr(dl, 'dataset', None), IterableDataset) # its length is only what its author declared
-    n = None if stream else data_len(dl)
-    it = iter(dl)
-    had = getattr(dl, 'had', 0) # batches that this loop had before it was resumed
-    if n is not None: yield from ((b,i+1<n) for i,b in enumerate(it, had))
-    else: yield from look_ahead(it)
-
 # %% ../../nbs/distributed/03_agreement.ipynb #c027
 class AgreementEnd(Callback):
     "Runs last in each event: casts this rank's vote when no callback has raised in it"
     order = Order.agreement_end
     def __init__(self, agreement): self.agreement = agreement
+    def before_batch(self):
+        if self.agreement.mixing.looks: self.agreement.mixing.tell(self.learn)
     def _vote(self, **kw):
         res = self.agreement.vote(**kw)
         self.agreement.leave(res.verdict)
@@ -286,6 +283,7 @@ class AgreementEnd(Callback):
 @patch
 def on_cancel(self:Agreement, scope):
     "This rank has left the loop `scope` by an exception: vote for it, unless the ranks have agreed on this exception"
+    self.mixing.end()
     if self.agreed==scope: self.agreed = None
     else: self._leave_with_others(scope)
     self.place = _after[scope]

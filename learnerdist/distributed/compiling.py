@@ -15,7 +15,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
-from ..core.compat import call_with_hooks,compilations,compiled_call,compiled_inside,graph_breaks,plain_calls,tree_map
+from ..core.compat import call_with_hooks,compilations,compiled_call,compiled_inside,graph_breaks,plain_calls,torch_version,tree_map
 from ..core.env import group_rank
 from ..data.loaders import batch_shape
 from .batchnorm import _SyncedInstance,chain
@@ -174,6 +174,7 @@ def compile(self:Learner, # noqa: A001
     "Run the model compiled by torch in fits, validation and predictions, also in `distrib_ctx`. A second call replaces the first"
     if not any(regional is o for o in (None,True,False)) and not callable(regional) and not isinstance(regional, (list,tuple)):
         raise ValueError(f'regional={regional!r}: give True, False, classes of modules, or a function of a module')
+    if torch_version<(2,6): raise ValueError(f'compile() needs torch 2.6, whose compiler sees hooks: this is {torch.__version__}')
     self.uncompile().add_cb(Compiled(regional, **kw))
     return self
 

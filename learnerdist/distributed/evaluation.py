@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler,DataLoader,DistributedSampler,Iterable
 from ..core.collectives import gather_objects,reduce_sums
 from ..core.compat import tree_leaves
 from ..core.env import group_rank,group_size
-from ..data.distributed_dl import DistributedDL,in_order,is_split
+from ..data.distributed_dl import DistributedDL,_changed,in_order,is_split
 from ..data.loaders import LoaderWrapper,batch_shape,changed,to_device
 from ..data.rows import (as_batch,as_wholes,cat_rows,flat_lens,is_ragged,layouts,listed,row_kinds,rowless,same_layout,spread,take_rows,
                          to_rows)
@@ -53,6 +53,20 @@ def _(dl:DataLoader):
     if not isinstance(dl.dataset, IterableDataset):
         return changed(dl, batch_sampler=BatchSampler(FullBatches(bs.sampler, bs.batch_size), bs.batch_size, False))
     return dl if dl.num_workers else changed(dl, FullBatches(dl.dataset, bs.batch_size), drop_last=False)
+
+def parted(
+    dl,         # Any loader
+    n:int,      # Number of ranks
+    trains:bool # Whether it is the training loader
+):
+    "A copy of `dl` with an `n`-th of its batch size, ValueError if `n` does not divide it; `dl` itself if it is a rank's share"
+    if isinstance(dl, DistributedDL): return dl
+    if is_split(dl): raise ValueError(f"split_batches: this {type(dl).__name__} is split already, so its settings are its user's")
+    bs = batch_shape(dl)[0]
+    if not bs or bs%n: raise ValueError(f'split_batches: a batch size of {bs} does not divide among {n} ranks')
+    res = _changed(dl if trains else whole(dl), bs=bs//n)
+    res.bs_alone = bs # with which one process evaluates
+    return res
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c018
 class ExactEvaluation(Callback):
@@ -157,7 +171,7 @@ def measured(self:ExactEvaluation)->list:
 @patch
 def batch_ids(self:ExactEvaluation, keys, own, ragged, rows=None)->Tensor: # (rows,)
     "For each row the number of its batch in one process with the same loader; the rank's own batch if that is not known"
-    bs,_ = batch_shape(self.dl)
+    bs = getattr(getattr(self.dl, 'source', None), 'bs_alone', None) or batch_shape(self.dl)[0]
     return own if ragged or not bs or deals_batches(self.dl) else keys//bs
 
 @patch

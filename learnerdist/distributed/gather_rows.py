@@ -45,8 +45,8 @@ def gather_all(
     gather = Gather(order, lens, dst, links, folder)
     if all(o==specs[0] for o in specs): return gather.leaves(cols, cuts, [*zip(*kinds)], specs[0], file_names(metas[0][1], names))
     if folder and group_rank()==0: warnings.warn(f'{folder}: rows of different structures fit no file: {_in_memory}')
-    res = cat_rows(_gather_pickled(tree_unflatten([cat_leaf(o) for o in cols], spec) if cols else None, dst))
-    return None if res is None else take_rows(res, order)
+    found = _gather_pickled([tree_unflatten(o, spec) for o in zip(*cols)], dst) # batch by batch: `cat_rows` reads all lists the same way
+    return None if found is None else take_rows(cat_rows([b for bs in found for b in bs]), order)
 
 def file_names(b, names):
     "A name for each leaf of `b`"

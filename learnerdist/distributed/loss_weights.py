@@ -146,7 +146,7 @@ def _of_few(self:LossWeights, own):
     rows = bool(ts) and all(isinstance(o, Tensor) and o.ndim for o in ts) and len({*map(len, ts)})==1
     parts = [o for o in gather_objects([o[:2].detach().cpu().as_subclass(Tensor) for o in ts] if rows else None) if o is not None]
     if not parts or any(len({t.shape[1:] for t in o})>1 for o in zip(*parts)): return None
-    pred,*yb = [torch.cat(o).to(learn.loss_grad.device) for o in zip(*parts)]
+    pred,*yb = [torch.cat(o).to(learn.device) for o in zip(*parts)] # a rank that has cancelled has no loss
     return 'other' if probe_loss(SimpleNamespace(loss_func=learn.loss_func, pred=pred, yb=yb, xb=(), n_rows=len(pred)))=='other' else None
 
 @patch

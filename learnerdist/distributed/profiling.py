@@ -19,7 +19,7 @@ from ..learner.recorder import Recorder
 # %% ../../nbs/distributed/09_profiling.ipynb #prf005
 class FlopCount(Callback):
     "Counts the floating-point operations of the first training step of a fit, for `recorder.mfu`"
-    order,run_valid,run_find,mode,per_sample = Order.profiling,False,False,None,None # per_sample: FLOPs of a sample, forward and backward
+    order,run_valid,run_find,mode,per_sample = Order.flop_count,False,False,None,None # per_sample: FLOPs of a sample, forward and backward
     def __init__(self,
         peak:float=None # FLOP/s that the device of a rank can do, in the type that the model computes in
     ):

@@ -17,13 +17,12 @@ from ..core.deferred import has_deferred
 from ..core.env import group_rank,group_size,group_timeout,in_group,process_group
 from ..core.random import seed_streams
 from ..data.distributed_dl import DistributedDL,is_split,set_epoch
-from ..data.loaders import batch_shape
-from .agreement import Agreement,AgreementEnd
+from .agreement import Agreement,AgreementEnd,Progress
 from .batchnorm import _local,mute,say_batch_dependent,watch_batchnorm
 from .blocks import shard_options
 from .comm_hooks import check_ddp_options,find_hook
 from .divergence import check_others,check_weights,tensor_hash,path_of_rank0,same_data,same_optimizer,same_settings
-from .evaluation import ExactEvaluation
+from .evaluation import ExactEvaluation,parted
 from .failure import failing_together
 from .loss_weights import LossWeights,total_losses
 from .sharded import Sharded
@@ -129,7 +128,8 @@ def deal_out(self:DistributedTrainer):
     names = ['train','valid'] if not hasattr(dls, 'loaders') else []
     found = [getattr(dls, o) for o in names] or dls.loaders
     if self.check_data and group_size()>1: same_data([o for o in found if not is_split(o)])
-    self.shares = [dl if dl is None else self.share(dl, pad=i==0 and 'batch', **self._split(dl)) for i,dl in enumerate(found)]
+    part = (lambda dl, i: parted(dl, group_size(), i==0)) if self.split_batches else lambda dl, i: dl
+    self.shares = [dl if dl is None else self.share(part(dl, i), pad=i==0 and 'batch') for i,dl in enumerate(found)]
     for name,dl in zip(names, self.shares): self._set(dls, name, dl)
     if not names: self._set(dls, 'loaders', self.shares[:])
     self.shares = [o for o in self.shares if o is not None]
@@ -159,13 +159,6 @@ def state_dict(self:DistributedTrainer)->dict:
     "Seed and epoch of the shuffling, for a checkpoint"
     return dict(seed=self.seed, epochs_before=self.epochs_before)
 
-@patch
-def _split(self:DistributedTrainer, dl):
-    if not self.split_batches or isinstance(dl, DistributedDL): return {}
-    bs,n = batch_shape(dl)[0],group_size()
-    if not bs or bs%n: raise ValueError(f'split_batches: a batch size of {bs} does not divide among {n} ranks')
-    return dict(bs=bs//n)
-
 # %% ../../nbs/distributed/10_trainer.ipynb #c012
 @patch
 def wrap(self:DistributedTrainer):
@@ -177,6 +170,7 @@ def wrap(self:DistributedTrainer):
 def unwrap(self:DistributedTrainer):
     "Remove the replica, and give the BatchNorm layers their own class back"
     self.learn.wrapper = None
+    self.agreement.mixing.end()
     mute(False)
     _local.on = False
     if self.replica is not None: self.replica.undo()
@@ -214,7 +208,7 @@ def take_part(self:DistributedTrainer):
     if hasattr(acc, 'share_items') and self.learn.global_items is not None: acc.share_items()
 @patch
 def after_backward(self:DistributedTrainer):
-    if self.replica is not None: self.replica.after_backward()
+    if self.replica is not None and self.agreement.progress!=Progress.shadowed: self.replica.after_backward()
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c015
 @patch

@@ -151,18 +151,20 @@ def _unpacked(o, k): return o if k=='losses' else detuplify(o) # as the callback
 # %% ../../nbs/fastai/01_evaluation.ipynb #c014l
 class LossSteps:
     "The losses of global batches, from each rank's loss and items. It sets an `AvgLoss` to fastai's number: their mean over samples"
-    def __init__(self, m, steps): self.m,self._steps = m,steps # by step (8,), of this rank: see `of`
+    def __init__(self, m, kept): self.m,self.kept = m,kept # of this rank, by step: arguments of `of`
     @staticmethod
-    def of(loss, items, n, targ)->list:
+    def of(loss, items, n, shape)->list: # shape: of the targets, or None
         "A step: loss × items, items, samples; loss × samples; a number for a sample's shape, its square, ranks, ranks that ignore items"
-        whole = torch.as_tensor(items)==getattr(targ, 'numel', int)()
-        shape = zlib.crc32(repr(targ.shape[1:] if isinstance(targ, Tensor) else '').encode()) & 0xffff
-        return [weighted(loss, items),items,n,weighted(loss, n),shape,shape**2,1,~whole]
+        ignores,mark = items!=(shape and shape.numel()),zlib.crc32(repr(shape and shape[1:]).encode()) & 0xffff
+        return [float(o) for o in (weighted(loss, items),items,n,weighted(loss, n),mark,mark**2,1,ignores)]
     def _enter(self, steps):
-        tot,items,n,own,shape,square,ranks,ignoring = torch.stack([*steps.values()], 1) if steps else torch.zeros(8, 0)
-        apart = (ignoring==0) & (ranks*square!=shape**2) # pictures of several sizes, which one process could not put into one batch
+        tot,items,n,own,mark,square,ranks,ignoring = torch.tensor([[*o.values()] for o in steps], dtype=torch.double)
+        apart = (ignoring==0) & (ranks*square!=mark**2) # pictures of several sizes, which one process could not put into one batch
         self.m.total,self.m.count = torch.where(apart, own, tot/items*n).sum(),n.sum().item()
-    steps = property(lambda self: {k: o.cpu() for k,o in self._steps.items()}, _enter, doc="This rank's; assign the sum over ranks")
+    def _own(self):
+        rows = {k: self.of(*o) for k,o in self.kept.items()}
+        return [{k: row[j] for k,row in rows.items()} for j in range(8)] # plain numbers, which are sent in less time than tensors
+    steps = property(_own, _enter, doc="This rank's, each number of `of` by step; assign the sum over ranks")
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c015
 class Evaluation(ExactEvaluation):
@@ -260,8 +262,8 @@ def _look(self:Evaluation):
 
 @patch
 def _keep_loss(self:Evaluation, learn):
-    parts = LossSteps.of(learn.loss.mean(), n_items(learn), find_bs(learn.yb), learn.yb[0])
-    self.loss_steps[self.iter] = torch.stack([torch.as_tensor(o, dtype=torch.double, device=parts[0].device) for o in parts])
+    shape = learn.yb[0].shape if isinstance(learn.yb[0], Tensor) else None
+    self.loss_steps[self.iter] = learn.loss.mean().detach(),n_items(learn),find_bs(learn.yb),shape
 
 @patch
 def measured(self:Evaluation): return self._mets() if self.training else [*self._mets(), *self._gatherers(), *self.files]

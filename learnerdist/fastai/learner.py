@@ -35,10 +35,10 @@ from ..core import env
 from ..core.env import default_device,group_rank,group_size
 from .evaluation import Evaluation,stored_alone
 from .loaders import _Share,shallow,undealt
+from .quick import ShortBatches,short_ways
 from .trainer import DistributedTrainer,parts
 from ..distributed.memory import say_oom
-from ..learner.learner import Learner as CoreLearner
-from ..learner.learner import fit_flags,get_model
+from ..learner.learner import Learner as CoreLearner,fit_flags,get_model
 from ..learner.losses import loss_trace
 from ..learner.predictions import check_gather
 from ..learner.techniques import MixedPrecision
@@ -79,7 +79,7 @@ class _Distributed:
         finally: self.distributed_trainer.end_fit()
 
 # %% ../../nbs/fastai/04_learner.ipynb #c008
-class _Base(Learner):
+class _Base(ShortBatches, Learner):
     "Our methods between fastai's `Learner` and its subclasses, which call them with fastai's arguments"
     def get_preds(self, ds_idx=1, dl=None, with_input=False, with_decoded=False, with_loss=False, act=None, inner=False, reorder=True,
                   cbs=None, gather='all', **kwargs):
@@ -214,6 +214,7 @@ def attach(self:DistributedTrainer):
     for k in ('__class__','logger'): self.stack.callback(setattr, learn, k, getattr(learn, k))
     learn.__class__ = _distributed_class(type(learn))
     core.DistributedTrainer.attach(self)
+    self.stack.enter_context(short_ways())
     if group_rank(): learn.logger = noop
     self.quiet_bars()
 

@@ -6,7 +6,7 @@
 __all__ = ['DistributedDL']
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c002
-import copy,random,torch
+import copy,random,sys,torch
 
 from fastai.callback.data import PartialDL
 from fastai.data.load import DataLoader
@@ -14,6 +14,7 @@ from fastai.text.data import LMDataLoader,SortedDL
 from fastai import torch_core
 from fastcore.basics import patch
 
+from .quick import AtOnce
 from ..core.compat import names,tree_map
 from ..core.env import num_distrib,rank_distrib
 from ..core.random import mix_seed,shared_rng
@@ -40,6 +41,7 @@ def _is_plain(dl):
 
 class _Indices:
     "The indices that `dl` reads in an epoch, the same on every rank"
+    read_ahead = sys.maxsize # random streams are swapped once, not at each batch
     def __init__(self, dl, dealer): self.dl,self.dealer = dl,dealer
     def __iter__(self):
         self.dl.rng = random.Random(mix_seed(self.dealer.seed, self.dealer.epoch))
@@ -74,6 +76,7 @@ class _Share:
 # %% ../../nbs/fastai/00_loaders.ipynb #c008
 def _reading(new, order):
     new.get_idxs,new.n = _Share(order),len(order)
+    if 'create_batches' not in vars(new): new.create_batches = AtOnce(new)
     if isinstance(new, PartialDL) and new.partial_n is not None: new.partial_n = new.n
     return new
 
@@ -155,7 +158,7 @@ def _(dl:SortedDL, dealer):
 class _Streams(_Indices):
     "The order of an `LMDataLoader`, which shuffles its texts, and never its indices"
     def __iter__(self):
-        self.dl.items.idxs[:] = range(len(self.dl.items)) # otherwise the last epoch's order would be shuffled
+        for i in range(len(self.dl.items)): self.dl.items.idxs[i] = i # in place, or the last epoch's order would be shuffled
         return super().__iter__()
     def __len__(self): return self.dl.n
 

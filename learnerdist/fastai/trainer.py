@@ -31,6 +31,7 @@ from ..core.env import group_rank,group_size
 from ..distributed.evaluation import ExactEvaluation
 from ..distributed.loss_weights import total_losses
 from .loaders import ShareDL,by_batch
+from .quick import short_way,take
 from ..data.distributed_dl import set_epoch
 from ..core.random import seed_streams
 from ..learner.losses import LossTrace,MeanOver,loss_over,mean_over,n_items,weighted
@@ -87,6 +88,7 @@ class DistributedTrainer(core.DistributedTrainer):
         self.trained,self.looping,self.alone,self.saved,self.steps,self.counted,self.rank0s = False,False,False,None,[],True,[]
         self.by_batch = False # whether evaluation deals out whole batches
         self.watches,self.trace = False,None # whether, and by what, the model and the loss are observed
+        self.seen = None # within a loop, what `ShortBatches` has found
 
     def tell(self, cb, event):
         "Send `event` to `cb`, if this callback is to run on this rank"
@@ -119,9 +121,11 @@ def tell_all(self:DistributedTrainer, event):
         return
     orders,known = [*map(_order, cbs)],self.asked.get(event)
     if known is None or known[0]!=cbs or known[1]!=orders:
-        known = self.asked[event] = [*cbs],orders,[(cb,_is_deaf(type(cb), event)) for cb in sorted(cbs, key=_order)]
-    for cb,deaf in known[2]:
-        if not deaf or event in cb.__dict__: self.tell(cb, event)
+        known = self.asked[event] = [*cbs],orders,[(cb,_is_deaf(type(cb), event),short_way(cb, event)) for cb in sorted(cbs, key=_order)]
+    for cb,deaf,short in known[2]:
+        own = event in cb.__dict__
+        if short and not own and not self.rank0s and take(short, cb, event): continue
+        if own or not deaf: self.tell(cb, event)
 
 _order = attrgetter('order')
 

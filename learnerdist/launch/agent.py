@@ -133,7 +133,7 @@ def hang_up():
     "Shut down this process's connections to other machines, so that whatever waits for an answer gets an error"
     for fd in map(int, os.listdir('/dev/fd')):
         with suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
-            if '127.0.0.1' not in s.getpeername()[0]: s.shutdown(socket.SHUT_RDWR)
+            if s.family in (socket.AF_INET,socket.AF_INET6) and '127.0.0.1' not in s.getpeername()[0]: s.shutdown(socket.SHUT_RDWR)
 
 def _packed(file, rank):
     "The exception in a rank's error.json, as `pack_error` gives it; None without one, or if the rank only heard of another's failure"

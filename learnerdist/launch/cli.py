@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Callable
 from .processes import call_on_ranks,check_call,die_with,say,seed_alike,share_of_cores
 from .network import choose_addresses,loopback
+from .forkserver import ForkServer,enter,guess,serve
 from .options import get_parser
 from .slurm import check_env,find_task,rank_env
 from ..core.files import whole_file
@@ -131,12 +132,9 @@ def _target(args): return [*(['-m'] if args.module else []), args.training_scrip
 # %% ../../nbs/launch/03_cli.ipynb #c025
 def _run_target(argv):
     "Run a script or `-m` a module as `python` would"
-    is_module = argv[0] == '-m'
-    sys.argv = argv[is_module:]
-    target = sys.argv[0]
-    if is_module: return runpy.run_module(target, run_name='__main__', alter_sys=True)
-    if not getattr(sys.flags, 'safe_path', False): sys.path[0] = str(Path(target).resolve().parent)
-    runpy.run_path(os.path.abspath(target), run_name='__main__')
+    enter(argv)
+    if argv[0] == '-m': return runpy.run_module(argv[1], run_name='__main__', alter_sys=True)
+    runpy.run_path(os.path.abspath(argv[0]), run_name='__main__')
 
 def _worker(parent, argv):
     "The process of one rank: like `python`, but it ends with its launcher, and reports its failure"
@@ -209,12 +207,24 @@ def main(
 )->int:                 # Exit status
     "The command `python -m learnerdist.launch`"
     args = sys.argv[1:] if args is None else [*args]
+    if args[:1] == ['--serve']: args = serve(int(args[1]), args[2:]) # of a rank, which is a fork of this process
     if args[:1] == ['--worker']: return _worker(int(args[1]), args[2:])
-    try: return _launch(*_parse(args))
+    server = ForkServer()
+    try:
+        _start_early(server, args)
+        return _launch(*_parse(args), server)
     except KeyboardInterrupt: return 128 + signal.SIGINT
+    finally: server.close()
 
-def _launch(args, task):
-    if not (task and task.is_rank): return _launch_agent(args)
+def _start_early(server, args):
+    "Let the fork server import while this process imports torch, if `args` look as if ranks will be needed"
+    argv,n = guess(args)
+    if argv is None or 'SLURM_PROCID' in os.environ: return # a rank, perhaps
+    threads = dict(OMP_NUM_THREADS=str(share_of_cores(n))) if n > 1 else {}
+    server.prepare(argv, dict(PYTHONHASHSEED='0', **threads) | os.environ)
+
+def _launch(args, task, server):
+    if not (task and task.is_rank): return _launch_agent(args, None if args.no_fork_server else server)
     os.environ.update({k: str(v) for k,v in rank_env(task).items()})
     if task.n_nodes == 1: os.environ.setdefault('GLOO_SOCKET_IFNAME', loopback())
     return _worker(None, _target(args))
@@ -228,14 +238,15 @@ def _one_hash_seed():
     finally:
         if own: del os.environ['PYTHONHASHSEED']
 
-def _launch_agent(args):
+def _launch_agent(args, server):
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
     from torch.distributed.launcher.api import elastic_launch
-    from learnerdist.core.compat import shutdown_s
+    from learnerdist.core.compat import shutdown_s,start_ranks_by
     from learnerdist.launch.agent import Watch,end_groups,hear_of_ranks
+    if server: start_ranks_by(server.start)
     handlers = hear_of_ranks()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as d:
         args.log_dir = args.log_dir or d

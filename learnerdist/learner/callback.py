@@ -43,7 +43,7 @@ class Order:
     user = 0
     mixed_precision,clip,predictions,recorder,scheduler,progress,loggers,tracker = 10,11,49,50,55,60,62,65
     terminate,early_stopping,checkpoint = 90,100,900
-    compiled,profiling,agreement_end,timer = 10**9-2,10**9-1,10**9,10**9+1
+    compiled,profiling,agreement_end,flop_count,timer = 10**9-2,10**9-1,10**9,10**9+.5,10**9+1
 
 # %% ../../nbs/learner/00_callback.ipynb #c011
 class Callback(GetAttr):

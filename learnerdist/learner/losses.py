@@ -174,6 +174,8 @@ def batch_rows(
     lens,seconds = {len(o) for o in tensors},{o.shape[1:2] for o in tensors}
     if not lists and len(lens)==1 and seconds!={tensors[0].shape[1:2]}-{()}: return lens.pop()
     said = loader_says(learn.dl, learn.iter)
+    if len(lists)==len(b) and len(lens)>1 and _size_and_n(learn.dl)[1] is None: # a stream's lists of samples, with tensors of other lengths
+        if len(ns := {*map(len, lists)})==1 and max(ns)<(said or 0): return ns.pop()
     if said in lens.union(map(len, lists)): return said
     if lens and seconds=={(said,)}: return said # time is the first dimension
     return lens.pop() if len(lens)==1 else find_bs(b)
@@ -184,9 +186,14 @@ def loader_says(dl, i):
     k = i-getattr(dl, 'offset', 0)
     if dealer is not None and dealer.unit=='batch': return dealer.sizes[k] if k<len(dealer.sizes) else None
     if isinstance(bs, (list,tuple)): return len(bs[k]) if k<len(bs) else None
-    size = getattr(dl, 'bs', None) if bs is None else bs.batch_size if type(bs) is BatchSampler else None
-    n = data_len(bs.sampler) if type(bs) is BatchSampler else getattr(dl, 'n', None)
+    size,n = _size_and_n(dl)
     return size if None in (size,n) else min(size, n-i*size)
+
+def _size_and_n(dl):
+    "The batch size and the number of samples of a loader, each None if it is not known; that of a stream's last batch may be smaller"
+    bs = getattr(dl, 'batch_sampler', None)
+    if type(bs) is BatchSampler: return bs.batch_size,data_len(bs.sampler)
+    return getattr(dl, 'bs', None) if bs is None else None,getattr(dl, 'n', None)
 
 # %% ../../nbs/learner/00_losses.ipynb #031ef7b2
 def loss_over(learn)->MeanOver:

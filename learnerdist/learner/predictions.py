@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 
 from ..core.compat import BatchNorm,tree_leaves,tree_map
 from ..core.env import group_rank
-from ..core.random import shared_rng
+from ..core.random import rng_state,set_rng_state,shared_rng
 from ..core.shards import has_parts
 from ..data.distributed_dl import by_batch,in_order
 from ..data.loaders import DataLoaders,all_inputs,call_model,single
@@ -185,17 +185,27 @@ def _without_metrics(learn):
 # %% ../../nbs/learner/10_predictions.ipynb #mixes1
 def mixes(
     model, xb:tuple,
-    n:int # Number of samples in the batch
-)->bool:  # False if it cannot be told
-    "Whether a prediction depends on which other samples are in the batch, by a copy of the model, with BatchNorm in evaluation mode"
-    first = lambda b: tree_map(lambda o: o[:n//2] if isinstance(o, Tensor) and o.shape[:1]==(n,) else o, b)
-    with torch.no_grad(), shared_rng(0):
-        try:
-            model = copy.deepcopy(model)
-            for m in model.modules(): m.training &= not isinstance(m, BatchNorm)
-            whole,part = [tree_leaves(first(call_model(model, b, model))) for b in (tuple(xb),tuple(first(xb)))]
-        except Exception: return False # a model that keeps what it has computed cannot be copied
-    return n>1 and any(isinstance(a, Tensor) and (a.shape!=b.shape or not torch.allclose(a, b, 1e-3, 1e-5)) for a,b in zip(whole, part))
+    n:int,         # Number of samples in the batch
+    training=False # Look at the model in its own modes, but for BatchNorm; else in evaluation, where dropout is silent
+)->bool:           # False if it cannot be told
+    "Whether a prediction depends on which other samples are in the batch, by copies of the model. Random streams are left as they are"
+    of_batch = lambda o: isinstance(o, Tensor) and o.shape[:1]==(n,)
+    first,before = lambda b: tree_map(lambda o: o[:n//2] if of_batch(o) else o, b),rng_state()
+    try:
+        whole,part = [tree_leaves(_by_copy(model, b, training)) for b in (xb,first(xb))]
+        if any(o is not None and not torch.equal(o, s) for o,s in zip(rng_state()[2:], before[2:])): return False # it draws
+        return n>1 and any(_differ(first(a), b) for a,b in zip(whole, part) if of_batch(a))
+    except Exception: return False # a model that keeps what it has computed cannot be copied
+    finally: set_rng_state(before)
+
+def _by_copy(model, xb, training):
+    model = copy.deepcopy(model)
+    for m in model.modules(): m.training &= training and not isinstance(m, BatchNorm)
+    with torch.no_grad(): return call_model(model, tuple(xb), model)
+
+def _differ(a, b):
+    "By more than arithmetic that depends on the size of a batch"
+    return a.shape==b.shape and not (a.double()-b.double()).norm()<=5e-3*a.double().norm()+1e-6
 
 # %% ../../nbs/learner/10_predictions.ipynb #c011
 class Unshared(list):

@@ -34,10 +34,10 @@ def format_row(
 
 # %% ../../nbs/learner/04_progress.ipynb #c008
 def _bars():
-    "The class of fastprogress's bar for a notebook or a terminal; None for other outputs, such as a file"
+    "fastprogress's classes of bars, of epochs and of batches, for a notebook or a terminal; None for other outputs, such as a file"
     if not (in_notebook() or sys.stdout.isatty()): return None
-    from fastprogress.fastprogress import ConsoleMasterBar,NBMasterBar
-    return NBMasterBar if in_notebook() and _has_matplotlib() else ConsoleMasterBar
+    from fastprogress.fastprogress import ConsoleMasterBar,ConsoleProgressBar,NBMasterBar,NBProgressBar
+    return (NBMasterBar,NBProgressBar) if in_notebook() and _has_matplotlib() else (ConsoleMasterBar,ConsoleProgressBar)
 
 def _has_matplotlib():
     from importlib.util import find_spec
@@ -52,6 +52,7 @@ class _Smooth:
         self.val = now if self.val is None else .9*self.val+.1*now
         return f'{self.val:.4f}'
     def __format__(self, spec): return str(self)
+    def __len__(self): return 1 # fastprogress 1.0 asks whether there is a text
 
 def _say_alone(said=[]): # noqa: B006 - once in a process
     if is_rank0() and not said: warnings.warn(f'each of the {num_distrib()} processes of this launch trains on the whole data, since '
@@ -64,14 +65,14 @@ class ProgressCallback(Callback):
     order,loop_state = Order.progress,('bar',)
     def __init__(self,
         show_bar=True # False: the table only
-    ): self.show_bar,self.mbar,self.bar,self.old_logger = show_bar,None,None,None
+    ): self.show_bar,self.mbar,self.bar_of,self.bar,self.old_logger = show_bar,None,None,None,None
 
     def before_fit(self):
         if num_distrib()>1 and not hasattr(self.learn, 'distributed_trainer') and self.learn.fitting: _say_alone()
         self.old_logger,self.learn.logger = self.learn.logger,self._write
         if not is_rank0(): return
-        cls = _bars() if self.show_bar else None
-        if cls: self.mbar = cls(range(self.n_epoch))
+        bars = _bars() if self.show_bar else None
+        if bars: self.mbar,self.bar_of = bars[0](range(self.n_epoch)),bars[1]
         if self.mbar: self.mbar.update(0)
         self.learn.logger(self.recorder.metric_names)
 
@@ -84,7 +85,7 @@ class ProgressCallback(Callback):
         self.bar = None
         if self.mbar is None: return
         n = data_len(self.dl)
-        self.bar = self.mbar.pcls(self.dl, total='noinfer' if n is None else n, parent=self.mbar, leave=False) # so for an unknown length
+        self.bar = self.bar_of(self.dl, total='noinfer' if n is None else n, parent=self.mbar, leave=False) # so for an unknown length
         self.bar.comment = _Smooth(self.learn)
         self.bar.update(0)
 

@@ -1,0 +1,238 @@
+"Ranks that are forks of the launcher's server: what they are, what is left to them, and what ends when"
+import json,os,random,re,select,signal,socket,subprocess,sys,time
+from pathlib import Path
+import pytest
+from learnerdist.launch import agent,forkserver
+from learnerdist.launch.forkserver import ForkServer,guess
+from learnerdist.launch.imports import FirstImports
+
+root = Path(__file__).parent.parent
+launcher = sys.executable,'-m','learnerdist.launch'
+
+pytestmark = pytest.mark.skipif(not hasattr(os, 'memfd_create'), reason='ranks are forks on Linux only')
+
+def write(folder, name='train.py', text=''):
+    (folder/name).parent.mkdir(parents=True, exist_ok=True)
+    (folder/name).write_text(text)
+    return folder/name
+
+def launch(*args, cwd=None, **env):
+    drop = 'PYTHONHASHSEED','OMP_NUM_THREADS','RANK','WORLD_SIZE','LOCAL_RANK','MASTER_PORT'
+    env = {k: v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=str(root)) | env
+    return subprocess.run([*launcher, *map(str, args)], env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+# --- what may be imported in advance ------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def first(tmp_path):
+    "The modules of files that a script imports first, by name"
+    def _first(files, *argv):
+        for k,v in files.items(): write(tmp_path, k, v)
+        argv = argv or (str(tmp_path/'train.py'),)
+        return [(k,*v) for k,v in FirstImports(argv, [str(tmp_path),str(tmp_path/'site-packages'),*sys.path]).found]
+    return _first
+
+@pytest.mark.parametrize('text,found', [
+    ('"""Doc"""\nfrom __future__ import annotations\nimport csv, wave as w\nfrom lib import a as b,c', '__future__ csv wave lib'),
+    ('import csv\nimport os\nos.environ["A"] = "b"\nimport lib', 'csv os'), ('import csv\nsys.path[0] = "b"\nimport lib', 'csv'),
+    ('import csv\ntry: import lib\nexcept ImportError: lib = None\nimport wave', 'csv'),
+    ('import csv\nimport no_such_module\nimport lib', 'csv'),
+    ('import csv\nclass A(B, k=f()): pass\nimport lib', 'csv'), ('import csv\n@f()\ndef g(): pass\nimport lib', 'csv'),
+    ('import csv\nclass A:\n    def g(self): f()\n    n,m = 1,[2]\nlr = 1e-3\ndef f(): import b\nimport lib', 'csv lib'),
+    ('import csv\nwith a: pass\nimport lib', 'csv'), ('def broken(:', ''), ('import lib.part', 'lib.part')])
+def test_imports_before_anything_else(text, found, first):
+    assert ' '.join(o[0] for o in first({'train.py': text, 'site-packages/lib/__init__.py': '', 'site-packages/lib/part.py': 'f()'}))==found
+
+def test_the_users_own_modules_are_read_and_not_imported(first):
+    files = {'train.py': 'from pack.nets import Net\nfrom pack import data\nimport wave', 'pack/__init__.py': 'import csv',
+             'pack/nets.py': 'from . import layers\nfrom ..up import x', 'pack/layers.py': 'from colorsys import *\nn = 3',
+             'pack/data.py': 'import this'}
+    assert [o[0] for o in first(files)]==[] # a relative import beyond the top is an error
+    assert first(files | {'pack/nets.py': 'from .layers import *\nimport pack'})==[('csv',),('colorsys','*'),('this',),('wave',)]
+    assert first(files | {'pack/nets.py': 'from . import layers', 'pack/layers.py': 'import csv\nprint(3)'})==[('csv',),('csv',)]
+    assert first(files | {'pack/nets.py': '', 'pack/__main__.py': 'import wave'}, '-m', 'pack')==[('csv',),('wave',)]
+    assert first({}, 'no_such.py')==first({}, '-m', 'no_such')==[]
+
+@pytest.mark.parametrize('args,argv,n', [
+    ('--nproc 3 --max-restarts 1 train.py --nproc 5', 'train.py --nproc 5', 3), ('--gpus 0,2 --module pack --n 3', '-m pack --n 3', 2),
+    ('train.py', 'train.py', 1), ('--nproc-per-node gpu -m pack', '-m pack', 1), ('--no-fork-server train.py', None, 0),
+    ('--no-python a.py', None, 0), ('--help', None, 0)])
+def test_what_the_launcher_guesses(args, argv, n, monkeypatch):
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
+    assert guess(args.split())==(argv and argv.split(), n)
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '4,5,7')
+    assert guess(['train.py'])==(['train.py'], 3) and guess('--gpus 0,2 train.py'.split())==(['train.py'], 2)
+
+@pytest.mark.parametrize('foreign', ['LD_PRELOAD','NSYS_PROFILING_SESSION_ID','CUDA_INJECTION64_PATH'])
+def test_tools_that_may_not_follow_a_fork_find_none(foreign):
+    server = ForkServer()
+    server.prepare(['train.py'], {foreign: 'x'})
+    assert server.proc is None and server.start((*forkserver.command,'--worker','1','train.py'), {foreign: 'x'}, 1, 2) is None
+
+# --- ranks --------------------------------------------------------------------------------------------------------------------
+
+about = '''import torch
+import atexit,gc,json,logging,multiprocessing,os,pathlib,random,re,signal,sys,threading
+import numpy
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 3
+    def __getitem__(self, i): return i
+def fds():
+    links = [f'/proc/self/fd/{o}' for o in os.listdir('/proc/self/fd')]
+    return sorted(re.sub('[0-9]+|/[^ ]*/', '', os.readlink(o)) for o in links if os.path.exists(o))
+def status(*keys): return {k: v for k,v in (o.split(':\\t') for o in open('/proc/self/status').read().splitlines()) if k in keys}
+def read(how): return list(torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context=how))[2].item()
+if __name__=='__main__':
+    atexit.register(print, 'exit hook of', os.environ['RANK'])
+    main,old,torchs = sys.modules['__main__'],os.umask(18),('TORCHELASTIC_ERROR_FILE','TORCHELASTIC_RUN_ID','MASTER_PORT')
+    workers = ('fork','spawn','forkserver') if 'workers' in sys.argv and os.environ['RANK']=='1' else ()
+    res = dict(
+        flags=str(sys.flags), argv=sys.argv, path=sys.path, warn=sys.warnoptions, options=sys._xoptions, hash=hash('a'), cwd=os.getcwd(),
+        main=main.__dict__ is globals(), spec=str(main.__spec__).split('0x')[0], names=[__file__,__name__,__package__], umask=old,
+        env={k: v for k,v in os.environ.items() if k not in torchs}, environ=type(os.environ).__name__, fds=fds(),
+        status=status('SigBlk','SigIgn','SigCgt','Threads','Cpus_allowed'), leads=os.getpid()==os.getpgrp()==os.getsid(0),
+        signals=[str(signal.getsignal(o)).partition(' at ')[0] for o in signal.valid_signals()],
+        threads=[o.name for o in threading.enumerate()], n_threads=torch.get_num_threads(), gc=gc.isenabled(), level=logging.root.level,
+        process=[str(multiprocessing.parent_process()),multiprocessing.current_process().name,multiprocessing.active_children()],
+        draws=[random.random(),numpy.random.rand(),torch.rand(()).item()],
+        streams=[(o.name,o.line_buffering,o.isatty()) for o in (sys.stdin,sys.stdout,sys.stderr)],
+        started=[o for o in getattr(sys, 'orig_argv', []) if not o.isdigit()], read=[*map(read, workers)])
+    forked = '--serve' in open('/proc/self/cmdline').read().split('\\0')
+    key = multiprocessing.current_process().authkey.hex()
+    pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(json.dumps([forked,key,res]))
+'''
+
+def told(folder): return [json.loads((folder/str(r)).read_text()) for r in range(2)]
+
+@pytest.mark.slow
+@pytest.mark.parametrize('how', ['script','module'])
+def test_a_fork_is_what_python_starts(how, tmp_path):
+    "What a rank can see of itself is the same with and without the server, but for its ids"
+    target = [write(tmp_path, text=about)] if how=='script' else ['-m',write(tmp_path, 'pack/train.py', about) and 'pack.train']
+    options = ['--nproc','2'] if how=='script' else ['--nproc','2','--redirects','3']
+    seen = {}
+    for o in ([],['--no-fork-server']):
+        (tmp_path/'out').mkdir(exist_ok=True)
+        args = [*o,*target,'out',*(['workers'] if how=='script' else [])]
+        res = launch(*options, *args, cwd=tmp_path, OWN='1')
+        assert res.returncode==0, res.stderr
+        if how=='script': assert sorted(res.stdout.splitlines())==['[r1] exit hook of 1','exit hook of 0']
+        seen[bool(o)] = told(tmp_path/'out')
+    assert [o[0] for o in seen[False]]==[True]*2 and [o[0] for o in seen[True]]==[False]*2
+    assert len({o[1] for o in seen[False]})==2 # not one key for all ranks
+    for (_,_,a),(_,_,b) in zip(seen[False], seen[True]): assert {k: (v,b[k]) for k,v in a.items() if v!=b[k]}=={}
+    assert seen[False][1][2]['read']==([2,2,2] if how=='script' else [])
+
+libraries = dict(
+    good='import os\nos.environ["GOOD"] = "3"\nprint("good is imported")\npid = os.getpid()',
+    reads='import os\nrank,pid = os.environ.get("LOCAL_RANK"),os.getpid()',
+    copies='import os\nenv,pid = {**os.environ},os.getpid()',
+    threads='import os,threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\npid = os.getpid()',
+    child='import os,subprocess,sys\nproc,pid = subprocess.Popen([sys.executable,"-c","import time; time.sleep(3)"]),os.getpid()',
+    traces='import os,sys\nsys.setprofile(lambda *_: None)\npid = os.getpid()',
+    opens='import os\nfile,pid = open(__file__),os.getpid()',
+    fails='import os\nprint("fails is imported")\nraise KeyError("no data")')
+uses = '''import torch
+import good,reads,copies,threads,child,opens
+import traces
+import os,sys
+sys.setprofile(None)
+own = [o for o in ('good','reads','copies','threads','child','opens','traces') if sys.modules[o].pid==os.getpid()]
+rank = os.environ['RANK']
+print(rank, reads.rank==rank, copies.env['RANK']==rank, os.environ['GOOD'], *own)
+try: import fails
+except KeyError as e: print(e)
+'''
+
+@pytest.mark.slow
+def test_imports_that_a_fork_would_not_survive_are_left_to_the_ranks(tmp_path):
+    for k,v in libraries.items(): write(tmp_path/'my-packages', f'{k}.py', v)
+    text = uses.replace('import torch\n', 'import torch\nimport fails\n') # which ends each rank there
+    res = launch('--nproc', 2, write(tmp_path, text=uses), PYTHONPATH=f"{root}:{tmp_path/'my-packages'}")
+    own = 'True True 3 reads copies threads child opens traces'
+    expected = [f'{l}{o}' for r,l in enumerate(('','[r1] ')) for o in ('good is imported',f'{r} {own}','fails is imported',"'no data'")]
+    assert (res.returncode,sorted(res.stdout.splitlines()))==(0,sorted(expected)), res.stderr
+    res = launch('--nproc', 2, write(tmp_path, text=text), PYTHONPATH=f"{root}:{tmp_path/'my-packages'}")
+    assert res.returncode==1 and sorted(res.stdout.splitlines())==['[r1] fails is imported','fails is imported']
+    assert 'rank 0 failed first: KeyError: ' in res.stderr or 'rank 1 failed first: KeyError: ' in res.stderr
+
+# --- ends ---------------------------------------------------------------------------------------------------------------------
+
+ends = '''import torch
+import os,signal,sys,threading
+if os.environ['TORCHELASTIC_RESTART_COUNT']=='0':
+    with open(sys.argv[1], 'w') as f: f.write(f'{os.getpid()} {os.getppid()}\\n')
+    threading.Event().wait()
+print(*[o for o in open('/proc/self/cmdline').read().split('\\0') if o in ('--serve','--worker')])
+'''
+
+def start(tmp_path, *options):
+    "A launcher whose ranks wait; (rank, its parent) of each"
+    fifo = tmp_path/'fifo'
+    os.mkfifo(fifo)
+    fd,said = os.open(fifo, os.O_RDWR),b''
+    env = os.environ | dict(PYTHONPATH=str(root), MARK=str(tmp_path))
+    proc = subprocess.Popen([*launcher,'--nproc','2',*options,write(tmp_path, text=ends),fifo], env=env, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)
+    while said.count(b'\n')<2 and select.select([fd], [], [], 60)[0]: said += os.read(fd, 99)
+    os.close(fd)
+    return proc,[tuple(map(int, o.split())) for o in said.splitlines()]
+
+def left(tmp_path, timeout_s=20):
+    "Processes of this run, after waiting for those that end"
+    def has(o):
+        try: return f'MARK={tmp_path}'.encode() in (o/'environ').read_bytes().split(b'\0')
+        except OSError: return False
+    end = time.monotonic()+timeout_s
+    while (res := [o.name for o in Path('/proc').glob('[0-9]*') if has(o)]) and time.monotonic()<end: time.sleep(.05)
+    return res
+
+def test_a_launcher_that_hangs_up_on_other_machines_keeps_its_server():
+    a,b = socket.socketpair()
+    with a,b:
+        agent.hang_up()
+        a.send(b'.')
+        assert b.recv(1)==b'.'
+
+@pytest.mark.slow
+@pytest.mark.parametrize('who,status', [('launcher',-9), ('server',137), ('rank',137)])
+def test_no_process_outlives_another(who, status, tmp_path):
+    proc,ranks = start(tmp_path)
+    (rank,server),(_,other) = ranks
+    assert server==other!=proc.pid
+    os.kill(dict(launcher=proc.pid, server=server, rank=rank)[who], signal.SIGKILL)
+    assert proc.wait(60)==status and left(tmp_path)==[]
+
+@pytest.mark.slow
+def test_restarts_come_from_the_server_as_long_as_it_lives(tmp_path):
+    for kill,found in (0,'--serve'),(1,'--worker'):
+        path = tmp_path/str(kill)
+        path.mkdir()
+        proc,ranks = start(path, '--max-restarts', '1')
+        for o in ('TERM','INT','HUP','USR1'): os.kill(ranks[0][1], getattr(signal, f'SIG{o}')) # as a batch system sends them to all
+        os.kill(ranks[0][kill], signal.SIGKILL)
+        out,err = proc.communicate(timeout=60)
+        assert (proc.returncode,sorted(out.split()))==(0,[found,found,'[r1]']), err
+        assert re.search('rank [01] failed first: ended by SIGKILL.*\n.*restart 1 of 1', err) and left(path)==[]
+
+@pytest.mark.slow
+@pytest.mark.parametrize('n', [15, pytest.param(100, marks=pytest.mark.long)])
+def test_starts_and_kills(n, tmp_path):
+    "Of one server, at any time after the start; no start waits, and nothing is left"
+    rng,server,fds = random.Random(0),ForkServer(),len(os.listdir('/proc/self/fd'))
+    file = write(tmp_path, text='import torch\nimport os,sys,threading\nif len(sys.argv)>1: os._exit(7)\nthreading.Event().wait()')
+    env = os.environ | dict(PYTHONHASHSEED='0', OMP_NUM_THREADS='1', RANK='0', PYTHONPATH=str(root), MARK=str(tmp_path))
+    server.prepare([str(file)], env)
+    try:
+        command = *forkserver.command,'--worker',str(os.getpid()),str(file)
+        for _ in range(n):
+            ranks = [server.start((*command,*more), env, 1, 2) for more in ([],['7'])]
+            time.sleep(rng.random()*.06)
+            assert ranks[0].poll() is None
+            ranks[0].send_signal(signal.SIGKILL)
+            assert [o.wait(30) for o in ranks]==[-9,7] and [o.poll() for o in ranks]==[-9,7]
+        assert not (Path('/proc')/str(ranks[0].pid)).exists()
+        with pytest.raises(ProcessLookupError): os.kill(ranks[0].pid, 0)
+    finally: server.close()
+    del ranks
+    assert left(tmp_path)==[] and len(os.listdir('/proc/self/fd'))==fds
