@@ -27,8 +27,9 @@ def test_same(outputs):
         assert not outputs.same([stream('[1, 2]')], [stream(text)]), text
 
 def test_cleaned(outputs):
-    "Progress bars, empty frames and stderr go; so do counts and metadata"
-    outs = [stream('w', 'stderr'),display(text_html='<div><progress value=1></progress></div>'),display(text_html='<div></div>'),
+    "Progress bars of notebooks and consoles, empty frames and stderr go; so do counts and metadata"
+    outs = [stream('w', 'stderr'),stream('\rEpoch 1/1 : |█---| 25% [1/4]\rEpoch 1/1 :      \r'),
+            display(text_html='<div><progress value=1></progress></div>'),display(text_html='<div></div>'),
             display(text_html='<table class="x"><td>1</td></table>', text_plain='t'),
             dict(output_type='execute_result', execution_count=3, data={'text/plain': '3'})]
     table,three = outputs.cleaned(outs)

@@ -28,7 +28,8 @@ def cleaned(outputs)->list:
         data = o.get('data', {})
         html = ''.join(data.get('text/html', ''))
         is_bar = re.search('<progress|table.fastprogress', html) or html and not re.sub(r'<.*?>|\s', '', html)
-        if is_bar or o.get('name')=='stderr': continue
+        if o.get('name')=='stdout': o['text'] = re.sub(r'[^\n]*\r', '', ''.join(o['text'])).splitlines(keepends=True) # bars of a console
+        if is_bar or o.get('name')=='stderr' or o.get('text')==[]: continue
         if 'image/png' in data: o['data'] = {'image/png': small(data['image/png'])}
         res.append(o | ({'metadata': {}} if data else {}))
     return res
