@@ -25,6 +25,7 @@ from .divergence import check_others,check_weights,tensor_hash,path_of_rank0,sam
 from .evaluation import ExactEvaluation,parted
 from .failure import failing_together
 from .loss_weights import LossWeights,total_losses
+from .meeting import meeting_first
 from .sharded import Sharded
 from .replica import Replica,SharedMaxNorm,broadcast_module,broadcast_tensors
 from .vote_links import open_links
@@ -81,6 +82,7 @@ def attach(self:DistributedTrainer):
         shards = Sharded(self) if self.shard and group_size()>1 else None
         broadcast_module(get_model(self.model))
         if group_size()>1 and group_rank()==0: say_batch_dependent(get_model(self.model))
+        if group_size()>1: self.stack.enter_context(meeting_first(self.agreement.meet, self.agreement.tellers(), self.learn))
         if group_size()>1: self.stack.callback(watch_batchnorm(nn.Module() if self.sync_bn else get_model(self.model)))
         self.max_norm = SharedMaxNorm(get_model(self.model)) if group_size()>1 else None
         if self.max_norm: self.stack.callback(self.max_norm.undo)

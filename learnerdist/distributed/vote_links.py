@@ -19,11 +19,16 @@ import torch.distributed as dist
 from ..core.collectives import gather_objects
 from ..core.stacks import frames_of_caller,users_frame
 from ..core.env import control_group,count,group_rank,group_size,local_size,shared_store,wait_key
+from ..learner.callback import all_events
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #c006
 places = ['a vote','the start of a fit','the start of an epoch','the start of a training loop','a training batch',
           'the end of a training loop','the start of a validation loop (validate, get_preds)','a validation batch',
           'the end of a validation loop','the end of an epoch','the backward pass of a training batch']
+in_batch = places.index('a training batch')
+collective_in = {e: len(places)+i for i,e in enumerate(all_events)} # The place of a collective that a callback calls in an event
+places += [f'a collective of a callback in {o}' for o in collective_in]
+_joined = {collective_in[o]: o for o in ('after_backward','before_step','after_step','after_batch')} # in which a rank may come later
 _size = 16 # Bytes of a row: its place, and up to 15 more
 
 class RanksApart(RuntimeError):
@@ -31,6 +36,7 @@ class RanksApart(RuntimeError):
 
 class PostedSum:
     "The sum over ranks of a row of small counts: sent without waiting, read when it is needed"
+    awaits = None # The event in which other ranks are at a collective of a callback, while this one votes in a training batch
     def __init__(self, links, row, place):
         self.links,self.n,self.total = links,len(row),None
         self.rows = (bytes([place])+row).ljust(_size, b'\0')
@@ -45,7 +51,7 @@ class PostedSum:
                 self.rows += self.links.hear(n, n_bytes)
             Links.waited += perf_counter()-start
             at = self.rows[::_size]
-            if at.count(at[0])<len(at): raise self.links.apart(self._rotated(list(at)))
+            if at.count(at[0])<len(at): self.awaits = self.links.event_awaited(self._rotated(list(at)))
             self.total = [sum(self.rows[i::_size]) for i in range(1, self.n+1)] if self.n else []
         return self.total
     def of_ranks(self)->list: # One bytes object per rank, in the order of ranks
@@ -62,7 +68,7 @@ class Links:
     def __init__(self, rank, world_size,
         timeout_s:float=1800 # Seconds to wait for an absent rank
     ):
-        self.rank,self.world_size,self.timeout_s,self.last = rank,world_size,timeout_s,None
+        self.rank,self.world_size,self.timeout_s,self.last,self.awaited = rank,world_size,timeout_s,None,None
         self.hops = [1<<k for k in range((world_size-1).bit_length())]
 
     def post(self,
@@ -73,6 +79,18 @@ class Links:
         if self.last and self.last.total is None: self.last.read()
         self.last = PostedSum(self, bytes(row), place)
         return self.last
+    def meet(self, row, event):
+        "Before a collective that a callback calls in `event`: wait until all ranks are at one. `RanksApart` if one does not come"
+        while self.post(row, collective_in[event]).read() and self.last.awaits: pass
+        self.awaited = None
+
+    def event_awaited(self, at)->str:
+        "The event in which ranks call a collective while others vote in a training batch, once; else the error of `apart`"
+        event = _joined.get(max(at))
+        if event in (None,self.awaited) or {*at}!={in_batch,max(at)}: raise self.apart(at)
+        self.awaited = event
+        return event
+
     def apart(self, at):
         "The error for ranks at the places `at`, with each rank's line of the user's code"
         here,store = users_frame(frames_of_caller()),shared_store()
@@ -82,8 +100,8 @@ class Links:
             store.set(f'{key}/{self.rank}', str(here))
             lines = {r: wait_key(store, f'{key}/{r}', 10) for r in range(len(at))}
         where = [f'rank {r} is at {places[o]} ({lines.get(r) or "its line is not known"})' for r,o in enumerate(at)]
-        return RanksApart(f"{'; '.join(where)}. What exchanges something (fit, validate, get_preds) has to be called on every rank: "
-                          'outside of `if rank==0`, and in a callback on all ranks alike')
+        return RanksApart(f"{'; '.join(where)}. What exchanges something (fit, validate, get_preds, collectives) has to be called on every "
+                          'rank: outside of `if rank==0`, and in a callback on all ranks alike')
 
     def before(self, n)->int:
         "The rank that this one sends to, over the link of hop `n`"
@@ -247,7 +265,7 @@ class Tally(NamedTuple):
 # %% ../../nbs/distributed/00_vote_links.ipynb #vote2
 class Ballot:
     "A vote of all ranks: posted without waiting, read when its outcome is needed"
-    def __init__(self, links=None): self.links = links # `Links` to the other ranks; None with one process
+    def __init__(self, links=None): self.links,self.sum = links,None # `Links` to the other ranks; None with one process
     def post(self, scope=None, stepped=False, more=False, save=False, stop=False, asks=False, place=0):
         "Send this rank's vote; `scope`: the loop to leave, or None; the others as in `Tally`"
         self.vote,self.place = (scope,stepped,more,save,stop,asks),place
@@ -260,6 +278,15 @@ class Ballot:
         "Wait for the votes of all ranks; those of a round in which another rank asks are cast again. Sync point"
         if not self.links: return Tally(*self.row())
         res = self.sum.read()
-        if not res[-1] or self.vote[-1]: return Tally(*res)
+        if not res[-1] or self.vote[-1] or self.sum.awaits: return Tally(*res)
+        return self.again()
+
+    def again(self)->Tally:
+        "Cast the same vote once more, and read it"
         self.post(*self.vote, place=self.place)
         return self.read()
+
+    @property
+    def awaits(self)->str:
+        "The event in which other ranks were at a collective of a callback, see `PostedSum`; None: they voted, too"
+        return self.sum and self.sum.awaits

@@ -48,8 +48,12 @@ class FastaiAgreement(Agreement):
     "Ranks of a fastai learner leave their loops by fastai's exceptions"
     cancels = {k: getattr(fastai_learner, o.__name__) for k,o in cancels.items()}
     def _quietly(self, event, after=None):
-        try: self.learn(event)
-        except tuple(self.cancels.values()): pass
+        cbs = sorted(self.learn.cbs, key=_order)
+        for cb in cbs[cbs.index(after)+1 if after in cbs else 0:]:
+            try: self.trainer.tell(cb, event)
+            except tuple(self.cancels.values()): pass
+
+    def _finish_batch(self): "Nothing: the Recorder would note a loss which it does not in one process, where `after_batch` is left, too"
 
     def end_batch(self, scope=None):
         self.trainer.share_loss()
@@ -110,6 +114,8 @@ class DistributedTrainer(core.DistributedTrainer):
         old,self.alone = self.alone,True
         try: yield
         finally: self.alone = old
+
+FastaiAgreement.tells = DistributedTrainer.tell
 
 @patch
 def tell_all(self:DistributedTrainer, event):
