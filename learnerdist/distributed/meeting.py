@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/distributed/02_meeting.ipynb #meet03
-import inspect,sys
+import inspect
 from contextlib import ExitStack,contextmanager
 from functools import wraps
 from pathlib import Path
@@ -28,7 +28,7 @@ def event_of_caller(
     learn  # Whose callbacks count
 )->str:    # None: it is not called by a callback's own code
     "The event whose handler calls the function that calls this"
-    f,is_users,codes = sys._getframe(1),False,[o.__code__ for o in told]
+    f,is_users,codes = inspect.currentframe().f_back,False,[o.__code__ for o in told]
     while f is not None:
         file = f.f_code.co_filename
         if f.f_code in codes: return f.f_locals['event'] if is_users and _learner(f.f_locals['self']) is learn else None

@@ -265,7 +265,8 @@ class Tally(NamedTuple):
 # %% ../../nbs/distributed/00_vote_links.ipynb #vote2
 class Ballot:
     "A vote of all ranks: posted without waiting, read when its outcome is needed"
-    def __init__(self, links=None): self.links,self.sum = links,None # `Links` to the other ranks; None with one process
+    # links: `Links` to the other ranks, None with one process; sum: what has been posted last
+    def __init__(self, links=None): self.links,self.sum = links,PostedSum
     def post(self, scope=None, stepped=False, more=False, save=False, stop=False, asks=False, place=0):
         "Send this rank's vote; `scope`: the loop to leave, or None; the others as in `Tally`"
         self.vote,self.place = (scope,stepped,more,save,stop,asks),place
@@ -285,8 +286,3 @@ class Ballot:
         "Cast the same vote once more, and read it"
         self.post(*self.vote, place=self.place)
         return self.read()
-
-    @property
-    def awaits(self)->str:
-        "The event in which other ranks were at a collective of a callback, see `PostedSum`; None: they voted, too"
-        return self.sum and self.sum.awaits

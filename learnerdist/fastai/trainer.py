@@ -115,7 +115,7 @@ class DistributedTrainer(core.DistributedTrainer):
         try: yield
         finally: self.alone = old
 
-FastaiAgreement.tells = DistributedTrainer.tell
+FastaiAgreement._tells = DistributedTrainer.tell
 
 @patch
 def tell_all(self:DistributedTrainer, event):
