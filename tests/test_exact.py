@@ -395,6 +395,17 @@ def second_model():
 def by_weight(p, t):
     w = torch.tensor([1.,9.], dtype=torch.double)[t]
     return (nn.functional.cross_entropy(p, t, reduction='none')*w).sum()/w.sum()
+def with_loss(loss_func): return Learner(DataLoaders(TfmdDL(data(48), size())), net(), loss_func, sgd)
+def distances(): return with_loss(lambda p,t: nn.functional.mse_loss(torch.cdist(p, p), torch.cdist(t, t)))
+def alike(): return with_loss(lambda p,t: nn.functional.binary_cross_entropy_with_logits(p@p.T, (t[:,None]>t).double().mean(2)))
+def of_centred(): return with_loss(lambda p,t: nn.functional.l1_loss(p-p.mean(0), t))
+def gram(): return with_loss(lambda p,t: nn.functional.mse_loss(p.T@p, t.T@t))
+def counted(): return with_loss(lambda p,t: (nn.functional.mse_loss(p-p.mean(0), t, reduction='sum'),tensor(float(t.numel()))))
+def of_sizes():
+    "Means of torch's losses over items of the samples, which follow from those of parts"
+    def of_some(p, t): return nn.functional.mse_loss(p[t[:,0]>0], t[t[:,0]>0])
+    return with_loss(of_some)
+
 def late_weights():
     "Of one class in the first two batches, where weights do not show"
     i = torch.arange(48)
@@ -440,6 +451,17 @@ class Drawing(nn.Module):
 def centred(): return learner(model=nn.Sequential(nn.Linear(4, 4), Centred(), nn.Dropout(.1), nn.Linear(4, 2)).double())
 def unrelated(): return learner(model=nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.BatchNorm1d(4), nn.Linear(4, 2), Drawing()).double())
 
+class Spoken(torch.utils.data.Dataset):
+    "Sequences with labels of other lengths, which a batch holds one after the other"
+    def __len__(self): return 24
+    def __getitem__(self, i): return torch.full((12, 4), i/24, dtype=torch.double),torch.arange(1, 3+i%3)
+def together(b): return torch.stack([o[0] for o in b]),torch.cat([o[1] for o in b]),tensor([len(o[1]) for o in b])
+def ctc(p, t, n): return nn.functional.ctc_loss(p.log_softmax(-1).transpose(0, 1), t, torch.full_like(n, 12), n)
+def spoken():
+    dls = DataLoaders(torch.utils.data.DataLoader(Spoken(), size(), collate_fn=together))
+    dls.n_inp = 1
+    return Learner(dls, nn.Linear(4, 6).double(), ctc, sgd)
+
 class Ordinary(Callback):
     "Constants, noise, a part of the samples, and sorting: what a sample becomes does not depend on others"
     run_valid = False
@@ -456,6 +478,7 @@ def ordinary(): return learner(cbs=[Ordinary(),Advantages(all_sum)])
     (centred, 'predictions of Sequential depend on which samples share a batch'),
     (late_weights, r'the loss by_weight may train otherwise on 2 ranks'), (hard_ones, r'a callback changes learn.loss_grad'),
     (one_class, 'the loss by_weight may train otherwise'),
+    *[(o, r'the loss <lambda> may train otherwise on 2 ranks .* does not follow') for o in (distances,alike,of_centred,gram,counted)],
     (odd_loss, r'the loss batch_std may train otherwise on 2 ranks .*n_items'), (other_split, r'different data: training data.indices: #'),
     (other_length, r'^ValueError: .*len\(training data\): 24 on rank 0, 30 on rank 1'),
     (other_rate, r'^ValueError: .*momentum of parameter group 0: 0\.1 on rank 0, 0\.2 on rank 1'),
@@ -472,7 +495,7 @@ def test_a_difference_is_told(make, want):
     else: assert not re.search(want, got[1]) # once, on rank 0
 
 def test_known_and_additive_losses_are_not_told():
-    for make in (learner,ordinary,unrelated): assert run_ranks(told, 2, make)==['','']
+    for make in (learner,ordinary,unrelated,of_sizes,spoken): assert run_ranks(told, 2, make)==['','']
 
 def test_a_second_backward_pass_on_ranks_with_different_numbers_of_items_is_told():
     assert any('learn.wrapper is called again' in o for o in run_ranks(told, 2, twice))

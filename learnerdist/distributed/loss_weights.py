@@ -130,7 +130,7 @@ def _agree(self:LossWeights, own):
     learn,kind = self.learn,self._of_all(own)
     if kind is None: return
     if kind=='samples' and not learn.iter: kind = self._of_all(self._of_few(own)) or kind
-    learn._loss_over,self.ask = (learn.loss_func,MeanOver('samples' if kind=='uncut' else kind)),kind=='samples'
+    learn._loss_over,self.ask = (learn.loss_func,MeanOver('samples' if kind=='uncut' else kind)),kind in ('samples','items')
     if kind in ('other','uncut'): self._say(kind)
 
 @patch

@@ -111,6 +111,7 @@ class LossTrace(TorchFunctionMode):
         func,args,kwargs = call[2:]
         opts = _signature(func).bind(*args, **kwargs).arguments
         (pred,targ,*_),over = opts.values(),_of_torch(_functions[func], opts)
+        if func is F.ctc_loss and over.kind=='samples': return len(opts['target_lengths'])
         return over.count(pred, targ) if over.kind=='items' and not (check and _within_batch(pred, targ)) else None
 
 _signature = cache(inspect.signature)
@@ -139,10 +140,7 @@ def probe(
     n = counted_rows(pred, yb, n)
     if n<2: return None
     if any(isinstance(o, Tensor) and not o.ndim and o.is_floating_point() for o in tree_leaves(pred)): raise ValueError('a loss in `pred`')
-    cols,device = (to_rows(pred, n),*columns(yb, n)),getattr(yb[0], 'device', None)
-    kinds = [o for c in (pred,*listed(yb)) for o in row_kinds(c, n)]
-    cut = lambda idxs: to_device(as_batch(take_rows(cols, idxs), kinds), device)
-    res,found = func(pred, *yb),set()
+    cut,res,found = _cutter(pred, yb, n),func(pred, *yb),set()
     whole,tol = float(torch.as_tensor(res).detach().double().mean()),_tol(res, *[o for o in (pred,) if isinstance(o, Tensor)])
     for idxs in _parts(n):
         (a,b),(i,j) = [_value(func, cut(o)) for o in idxs],map(len, idxs)
@@ -150,6 +148,30 @@ def probe(
         if not a-a==b-b==whole-whole==0 or a==b==whole: return None # not finite, or too similar to decide
         found.add('samples' if abs((a*i+b*j)/n-whole)<=far else 'sum' if abs(a+b-whole)<=far else 'other')
     return found.pop() if len(found)==1 else 'other'
+
+def _cutter(pred, yb, n):
+    "A function from the indices of samples to the arguments of the loss that belong to them"
+    cols,device = (to_rows(pred, n),*columns(yb, n)),getattr(yb[0], 'device', None)
+    kinds = [o for c in (pred,*listed(yb)) for o in row_kinds(c, n)]
+    return lambda idxs: to_device(as_batch(take_rows(cols, idxs), kinds), device)
+
+@torch.no_grad()
+def adds_up(
+    func,     # A loss that shows its items, see `LossTrace`, or returns them
+    pred, yb, # Prediction and targets of a batch
+    n:int     # Number of samples in the batch
+)->bool:
+    "Whether the sum over the items of a batch, and their number, are those of its parts together. Distances between samples are not"
+    trace = LossTrace()
+    def totals(args):
+        with trace: res = func(*args)
+        mean,items = as_mean(*res) if type(res) is tuple else (res,trace.items(res))
+        return torch.stack([weighted(mean, items), torch.as_tensor(items, dtype=torch.double)]).cpu(),_tol(mean)
+    n = counted_rows(pred, yb, n)
+    cut,(whole,tol) = _cutter(pred, yb, n),totals((pred,*yb))
+    if n<2 or any(o[2] is F.ctc_loss for o in trace.calls): return True # whose labels may lie one after the other: they cannot be cut
+    parts = [[totals(cut(idxs))[0] for idxs in o] for o in _parts(n)]
+    return all(torch.allclose(a+b, whole, rtol=tol, atol=tol*float(whole.abs().max()), equal_nan=True) for a,b in parts)
 
 def counted_rows(
     pred, yb, # Prediction and targets of a batch
@@ -226,13 +248,13 @@ def n_items(
 
 def probe_loss(
     learn # A learner, after the loss of a batch
-):        # As `probe`; 'items' if the loss returned its count; 'uncut' if the loss fails on a part of the batch
+):        # As `probe`; 'items' if it shows or returns its count; 'uncut' if the loss fails on a part of the batch
     "Apply `probe` to the learner's loss and the current batch. It restores the random streams and the buffers of the loss"
-    if vars(learn).get('items') is not None: return 'items'
+    counted = vars(learn).get('items') is not None
     buffers = [(o,o.clone()) for o in learn.loss_func.buffers()] if isinstance(learn.loss_func, nn.Module) else []
-    before = rng_state()
-    try: return probe(copy.copy(learn.loss_func), learn.pred, learn.yb, batch_rows(learn)) # a copy: it may keep what it has computed
-    except Exception: return 'uncut'
+    before,args = rng_state(),(copy.copy(learn.loss_func), learn.pred, learn.yb, batch_rows(learn)) # it may keep what it has computed
+    try: return probe(*args) if not counted else 'items' if adds_up(*args) else 'other'
+    except Exception: return 'items' if counted else 'uncut' # such as the loss of a model
     finally:
         set_rng_state(before)
         for o,old in buffers:
