@@ -290,6 +290,7 @@ def test_where_the_time_goes(monkeypatch):
 
 class SlowVotes:
     "What a rank's votes are posted to: each outcome is known two seconds later"
+    awaits = None
     def __init__(self, links, clock): self.links,self.clock = links,clock
     def post(self, *args):
         self.sum = self.links.post(*args)

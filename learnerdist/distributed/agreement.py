@@ -75,7 +75,7 @@ class Agreement(Callback):
         self.raised = *_raised_in(self._tells),'batch'
         if not self.training: return
         if self.progress==Progress.predicted and self.exchanges(): _check_outside_backward()
-        if self.progress==Progress.stepped and not self.all_cancelled():
+        if self.progress==Progress.stepped and 'after_step' not in self.joined and not self.all_cancelled():
             self.opt.zero_grad() # as other ranks, which have gone on after the step; in one process these gradients count in the next one
     def exchanges(self)->bool:
         "Whether ranks exchange something in this batch's forward or backward pass"
@@ -84,6 +84,7 @@ class Agreement(Callback):
     def after_cancel_step(self): # before the gradients are set to zero
         self.raised = *_raised_in(self._tells),'step'
         self.catch_up()
+        if self.progress==Progress.stepped: raise self.cancels['batch'] # with the others, and callbacks have heard of it
     def after_step(self):
         if self.progress not in (Progress.caught_up,Progress.ended): self.progress = Progress.stepped
     def after_batch(self):
@@ -175,7 +176,6 @@ def _step_with_others(self:Agreement):
     if 'before_step' not in self.joined: self._run_rest('before_step')
     self.opt.step()
     self.progress = Progress.stepped
-    if self.raised[2]=='step': return # `after_step` comes by itself
     self._run_rest('after_step')
     self.opt.zero_grad()
 
