@@ -142,13 +142,14 @@ def of_texts(out, y): return F.cross_entropy(out.transpose(1, 2), y.clamp_min(0)
 def of_heads(out, y):
     a,b = tree_leaves(out)
     return F.cross_entropy(a, y)+F.mse_loss(b[:,0], y.to(b))
+def distances(out, y): return F.mse_loss(torch.cdist(out, out), (y[:,None]!=y).to(out))
 def of_images(outs, ys): return torch.stack([((o['center']-y['boxes'])**2).mean() for o,y in zip(outs, ys)]).mean()
 def of_boxes(outs, ys): return torch.cat([(o['center']-y['boxes'])**2 for o,y in zip(outs, ys)]).mean()
 
 ce = nn.CrossEntropyLoss
 losses = {'class': dict(mean=ce, weighted=lambda: ce(torch.tensor(weights)), ignore=IgnoreSome, sum=lambda: ce(reduction='sum'),
                         pos_weight=PosWeight, smooth=lambda: ce(label_smoothing=.1), focal=Focal,
-                        focal_by_weight=lambda: Focal(True), learned=Learned),
+                        focal_by_weight=lambda: Focal(True), learned=Learned, distances=lambda: distances),
           'token': dict(mean=lambda: of_texts, tokens=OfTokens, tokens_weighted=lambda: OfTokens(torch.tensor(weights)),
                         sum=lambda: OfTokens(reduction='sum')),
           'heads': dict(mean=lambda: of_heads), 'list': dict(mean=lambda: of_images, boxes=lambda: of_boxes)}
