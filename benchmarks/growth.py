@@ -11,20 +11,31 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import main,on_ranks,quartiles,save_plot,table,together,turns
+from common import main,on_ranks,quartiles,save_plot,table,together,turns,verdict
 from learnerdist.all import TfmdDL
 from learnerdist.core.collectives import gather_rows
 from learnerdist.distributed.agreement import Ballot,Tally
-from learnerdist.core.env import current_group,group_size,process_group
+from learnerdist.core.env import current_group,group_rank,group_size,process_group
 from learnerdist.distributed.vote_links import GlooLinks,Links,open_links
 from learnerdist.distributed.shared_mean import SharedMean
 from learnerdist.launch.processes import share_of_cores
 from learnerdist.data.sharding import share_chunks,share_len
-from step_time import Task,as_way,bare,ours
+from step_time import Task,as_way,bare,lr,ours,sgd,skip
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 def model(): return nn.Sequential(nn.Flatten(), nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+
+class Sleeping(nn.Module):
+    "As many weights, and 20 ms of sleep (2 more or less: standard deviation) in place of computing, in which ranks share no cores"
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(p.shape)) for p in model().parameters()])
+        self.rng = np.random.default_rng(group_rank())
+    def forward(self, x):
+        time.sleep(max(self.rng.normal(.02, .002), 0))
+        return x.flatten(1)[:,:10]+sum(p.mean() for p in self.weights)
+
 shape,bs = (1,28,28),128
 worlds = 1,2,3,4
 far = 8,16,32,64,128,256,512,1024
@@ -40,20 +51,21 @@ def per_call(func, n, warm=3):
         if i>=warm: secs.append(time.perf_counter()-start)
     return quartiles(secs)[1]
 
-def local_steps(task, n_epochs=4):
-    "Seconds of each step that computes and reads its batch, and exchanges nothing"
-    m,dl,secs = task.model(),TfmdDL(task.data(), task.bs),[]
-    opt = torch.optim.SGD(m.parameters(), lr=.01, momentum=.9)
-    for _ in range(n_epochs):
-        together()
-        start = time.perf_counter()
+def local_steps(task, secs):
+    "A way whose steps compute and read their batch, and exchange nothing; the seconds of each are added to `secs`"
+    m,dl = task.model(),TfmdDL(task.data(), task.bs)
+    opt = sgd(m.parameters(), lr)
+    def way():
+        start,own = time.perf_counter(),[]
         for x,y in dl:
             cross_entropy(m(x), y).backward()
             opt.step()
             opt.zero_grad()
-            secs.append(time.perf_counter()-start)
+            own.append(time.perf_counter()-start)
             start = time.perf_counter()
-    return secs[len(dl):]
+        secs.extend(own[skip:])
+        return np.mean(own[skip:])
+    return way
 
 def vote(links):
     "A vote that is read as soon as it is posted"
@@ -86,12 +98,13 @@ def shared(links, n_bytes):
 
 sizes = 2**10,2**18,2**20,2**22,2**24
 
-def measure_rank(bs, n_steps, n_rounds):
+def measure_rank(func, bs, n_steps, n_rounds):
     with process_group(), ExitStack() as stack:
-        task,losses = Task(model, shape, bs, n_steps),{}
+        task,losses,secs = Task(func, shape, bs, n_steps),{},[]
         ways = {k: as_way(task, f(task, stack)[1], losses, k) for k,f in dict(bare=bare, ours=ours).items()}
-        res = {k: quartiles(v)[1] for k,v in turns(ways, n_rounds).items()}
-        return dict(res, **between_ranks(task)) if group_size()>1 else res
+        res = {k: quartiles(v)[1] for k,v in turns(dict(ways, local=local_steps(task, secs)), n_rounds).items()}
+        secs = torch.cat(gather_rows(torch.tensor(secs[n_steps-skip:], dtype=torch.double))).tolist() # without the round that warms up
+        return dict(res, secs=[round(o, 6) for o in secs], **(between_ranks(task) if group_size()>1 else {}))
 
 def between_ranks(task):
     "What ranks tell one another, on one machine (sockets) and, by what is told over gloo, on several"
@@ -140,21 +153,15 @@ def memory(W):
     if W==2: return 1,5 # into its slot (2), then both slots are added up (3)
     return 2*vote_rounds(W),2+5*(W-1)/W+2/W # into its slot; its part of all slots is added up, put there (2/W), and the others' are fetched
 
-def fit_local(times):
-    "What a step computes and reads: seconds, whatever the batch, and seconds for each sample more; `spread`: steps over their mean"
-    means = {int(b): np.mean(v) for b,v in times.items()}
-    each,fixed = np.polyfit([*means], [*means.values()], 1)
-    return dict(fixed=max(fixed, 0.), each=each, spread=[o/np.mean(v) for v in times.values() for o in v])
-
 def vote_rounds(W): return (W-1).bit_length() # each as long as the vote of two ranks
 
-def predict(W, part, batch=bs, cores=None):
-    "Seconds of a step of W ranks; `cores`: that all of them share, on one machine; else each has its own, over gloo"
-    if W==1: return dict(local=(t := part['alone']['fixed']+part['alone']['each']*batch), waiting=0., exchange=0., vote=0., step=t)
-    own,busy = part['beside' if cores else 'alone'],max(1, W/cores) if cores else 1
-    local,at_once = own['fixed']+own['each']*batch,min(W, cores or W) # of more ranks than cores, one that waits gives its core to another
+def predict(W, part, secs, cores=None, sleeping=False):
+    "Seconds of a step of W ranks; `secs`: of local steps; `cores`: that all of them share, on one machine; else each has its own, over gloo"
+    local = np.mean(secs)
+    if W==1: return dict(local=local, waiting=0., exchange=0., vote=0., step=local)
+    busy,at_once = max(1, W/cores) if cores else 1,W if sleeping else min(W, cores or W) # one that waits gives its core to another
     (n_msg,n_byte),(msg,byte) = (memory(W),part['shared']) if cores else (ring(W),part['gloo'])
-    res = dict(local=local*busy, waiting=local*(slowest_of(at_once, own['spread'], 4000)-1)*busy,
+    res = dict(local=local, waiting=local*(slowest_of(at_once, secs, 4000)-1),
                exchange=(n_msg*msg+n_byte*part['gradient_bytes']*byte)*busy,
                vote=2*part['vote' if cores else 'far_vote']*vote_rounds(W)*busy) # a vote, and the number of items
     return dict(res, step=sum(res.values()))
@@ -225,55 +232,53 @@ def votes(W, asks):
 
 # --- report -----------------------------------------------------------------------------------------------------------------
 
-def local(batches):
-    "By batch size, seconds of steps without exchange, of all ranks that run at once"
-    with process_group():
-        secs = {b: local_steps(Task(model, shape, b, 10)) for b in batches}
-        return {str(b): torch.cat(gather_rows(torch.tensor(v, dtype=torch.double))).tolist() for b,v in secs.items()}
-
 def measure(quick):
-    (n_steps,n_rounds),cores,res = (6,2) if quick else (20,10),share_of_cores(1),{}
-    for kind in ('weak','strong'):
+    (n_steps,n_rounds),cores,res = (6,2) if quick else (16,7),share_of_cores(1),{}
+    for kind in ('weak','strong','sleeping'):
         for W in worlds:
-            b = bs if kind=='weak' else bs//W
-            got = on_ranks(measure_rank, W, b, n_steps, n_rounds, n_threads=1)
+            b = bs//W if kind=='strong' else bs
+            got = on_ranks(measure_rank, W, Sleeping if kind=='sleeping' else model, b, n_steps, n_rounds, n_threads=1)
             res[f'{kind} {W}'] = dict(got[0], batch=b, **{k: max(o[k] for o in got) for k in ('bare','ours')})
-    batches = [bs, bs//2, bs//4]
-    alone,beside = (on_ranks(local, W, batches, n_threads=1)[0] for W in (1, max(cores, 2)))
-    return dict(runs=res, cores=cores, part=parts(res['weak 2'], alone, beside), simulated=simulate())
+    two,part = res['weak 2'],dict(alone=res['weak 1']['secs'])
+    part.update(gloo=fit_line(two['exchange'], *ring(2)), shared=fit_line(two['shared'], *memory(2)),
+                **{k: two[k] for k in ('vote','far_vote','gradient_bytes')})
+    return dict(runs=res, cores=cores, part=part, simulated=simulate())
 
-def parts(two, alone, beside):
-    return dict(alone=fit_local(alone), beside=fit_local(beside), gloo=fit_line(two['exchange'], *ring(2)),
-                shared=fit_line(two['shared'], *memory(2)), **{k: two[k] for k in ('vote','far_vote','gradient_bytes')})
+def predicted(res, name):
+    kind,W = name.split()
+    return predict(int(W), res['part'], res['runs'][name]['secs'], res['cores'], kind=='sleeping')
 
 def ms(o): return f'{1000*o:.2f}'
 
 def report(res):
-    rows = []
+    rows,lines,part = [],[],res['part']
     for name,o in res['runs'].items():
-        kind,W = name.split()
-        p = predict(int(W), res['part'], o['batch'], res['cores'])
-        rows.append([kind, W, o['batch'], ms(o['bare']), ms(o['ours']), f"{o['ours']/o['bare']:.3f}", ms(p['step']),
-                     f"{p['step']/o['ours']-1:+.0%}"])
-    text = table(['scaling','ranks','batch of a rank','bare DDP, ms','learnerdist, ms','ratio','the model says','off by'], rows)
+        (kind,W),p = name.split(),predicted(res, name)
+        off = p['step']/o['ours']-1
+        rows.append([kind, W, o['batch'], ms(o['bare']), ms(o['ours']), f"{o['ours']/o['bare']:.3f}", *(ms(p[k]) for k in parts),
+                     ms(p['step']), f'{off:+.0%}'])
+        if kind=='sleeping' or int(W)<=res['cores']:
+            lines.append(verdict(f"{kind}, {W} rank{'s'*(W!='1')}: the model is off by, in %", abs(100*off), 10, '{:.1f}'))
+    head = ['scaling','ranks','batch of a rank','bare DDP, ms','learnerdist, ms','ratio',*parts.values(),'the model says','off by']
     two = res['runs']['weak 2']
     seen = two['wire_bytes']
     wire = '' if seen is None else f", {seen:,.0f} seen on the loopback interface (both ranks, and all other traffic)"
-    part = res['part']
-    text += f"\n\nBytes of a step on 2 ranks: {two['gradient_bytes']:,.0f} of gradients{wire}; a vote is 8 of them.\n" + \
-            of_parts(res['part'])
-    keys = 'step','local','waiting','exchange','vote'
-    far_rows = [[W, *(ms(p[k]) for k in keys), f"{predict(1, part)['step']/p['step']:.0%}"] for W in far for p in [predict(W, part)]]
-    head = ['ranks, gloo between machines','predicted step, ms','compute and loader','waiting','exchange','votes','efficiency']
+    text = '\n\n'.join([table(head, rows), '\n'.join(lines),
+                        f"Bytes of a step on 2 ranks: {two['gradient_bytes']:,.0f} of gradients{wire}; a vote is 8 of them.",
+                        of_parts(res['runs'], part)])
+    far_rows = [[W, *(ms(p[k]) for k in ('step',*parts)), f"{np.mean(part['alone'])/p['step']:.0%}"]
+                for W in far for p in [predict(W, part, part['alone'])]]
+    head = ['ranks, gloo between machines','predicted step, ms',*parts.values(),'efficiency']
     return text+table(head, far_rows)+'\n\n'+gpu_table()+'\n\n'+_of_many(res['simulated'])
 
-def of_parts(part):
-    def own(k):
-        o = part[k]
-        return f"{ms(o['fixed'])} ms and {1e6*o['each']:.1f} µs a sample, the slower of two {slowest_of(2, o['spread'], 4000)-1:.0%} longer"
+parts = dict(local='compute and loader', waiting='waiting', exchange='exchange', vote='votes')
+
+def of_parts(runs, part):
+    def spread(k): return f"{slowest_of(2, runs[k]['secs'], 4000)-1:.0%}"
     def way(k): return f"{1e6*part[k][0]:.0f} µs and {1e-9/max(part[k][1], 1e-15):.2f} GB/s"
-    return f"Parts of the model: a step that exchanges nothing takes alone {own('alone')}; beside another rank {own('beside')}. " + \
-        f"A round of votes {1e6*part['vote']:.0f} µs, by gloo {1e6*part['far_vote']:.0f} µs; " + \
+    return f"Of two steps that exchange nothing the slower one takes {spread('weak 2')} longer than the mean " + \
+        f"({spread('sleeping 2')} where ranks sleep). A round of votes takes {1e6*part['vote']:.0f} µs, by gloo " + \
+        f"{1e6*part['far_vote']:.0f} µs; " + \
         f"a meeting in shared memory, and what it moves, {way('shared')}; a message of gloo's {way('gloo')}.\n\n"
 
 def gpu_table():
@@ -290,15 +295,14 @@ def _of_many(sim):
 def plot(res, path):
     import matplotlib.pyplot as plt
     fig,axs = plt.subplots(1, 2, figsize=(9, 3.6))
-    for kind in ('weak','strong'):
+    for kind in ('weak','strong','sleeping'):
         got = {int(k.split()[1]): o['ours'] for k,o in res['runs'].items() if k.startswith(kind)}
         axs[0].plot(list(got), [1000*v for v in got.values()], 'o-', label=f'{kind}, measured')
-        told = [1000*predict(W, res['part'], bs if kind=='weak' else bs//W, res['cores'])['step'] for W in got]
-        axs[0].plot(list(got), told, 'x:', label=f'{kind}, the model')
+        axs[0].plot(list(got), [1000*predicted(res, f'{kind} {W}')['step'] for W in got], 'x:', label=f'{kind}, the model')
     axs[0].set(xlabel=f"ranks, on {res['cores']} cores", ylabel='ms a step', xticks=list(worlds))
     axs[0].legend(fontsize=7)
     part = res['part']
-    for k in ('step','local','waiting','exchange','vote'): axs[1].plot(far, [1000*predict(W, part)[k] for W in far], 'o-', label=k)
+    for k in ('step',*parts): axs[1].plot(far, [1000*predict(W, part, part['alone'])[k] for W in far], 'o-', label=k)
     axs[1].set(xscale='log', yscale='log', xlabel='ranks, each with a core of its own', ylabel='ms a step, predicted')
     save_plot(fig, axs[1], path)
 
