@@ -156,7 +156,7 @@ def memory(W):
 def vote_rounds(W): return (W-1).bit_length() # each as long as the vote of two ranks
 
 def predict(W, part, secs, cores=None, sleeping=False):
-    "Seconds of a step of W ranks; `secs`: of local steps; `cores`: that all of them share, on one machine; else each has its own, over gloo"
+    "Seconds of a step of W ranks; `secs`: of local steps; `cores`: that all share, on one machine; else each has its own, over gloo"
     local = np.mean(secs)
     if W==1: return dict(local=local, waiting=0., exchange=0., vote=0., step=local)
     busy,at_once = max(1, W/cores) if cores else 1,W if sleeping else min(W, cores or W) # one that waits gives its core to another
