@@ -15,7 +15,7 @@ from common import main,on_ranks,quartiles,save_plot,table,together,turns,verdic
 from learnerdist.all import TfmdDL
 from learnerdist.core.collectives import gather_rows
 from learnerdist.distributed.agreement import Ballot,Tally
-from learnerdist.core.env import current_group,group_rank,group_size,process_group
+from learnerdist.core.env import current_group,group_rank,group_size,in_group,process_group
 from learnerdist.distributed.vote_links import GlooLinks,Links,open_links
 from learnerdist.distributed.shared_mean import SharedMean
 from learnerdist.launch.processes import share_of_cores
@@ -23,18 +23,18 @@ from learnerdist.data.sharding import share_chunks,share_len
 from step_time import Task,as_way,bare,lr,ours,sgd,skip
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 def model(): return nn.Sequential(nn.Flatten(), nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
 
 class Sleeping(nn.Module):
-    "As many weights, and 20 ms of sleep (2 more or less: standard deviation) in place of computing, in which ranks share no cores"
+    "20 ms of sleep (2 more or less: standard deviation) in place of computing, in which ranks share no cores; 1 MiB of weights"
     def __init__(self):
         super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(p.shape)) for p in model().parameters()])
-        self.rng = np.random.default_rng(group_rank())
+        self.weights,self.rng = nn.Parameter(torch.zeros(2**18)),np.random.default_rng(group_rank())
     def forward(self, x):
         time.sleep(max(self.rng.normal(.02, .002), 0))
-        return x.flatten(1)[:,:10]+sum(p.mean() for p in self.weights)
+        return x.flatten(1)[:,:10]+self.weights.sum()
 
 shape,bs = (1,28,28),128
 worlds = 1,2,3,4
@@ -42,19 +42,28 @@ far = 8,16,32,64,128,256,512,1024
 
 # --- what a step is made of, each by itself ---------------------------------------------------------------------------------
 
-def per_call(func, n, warm=3):
-    "Seconds of a call: the median of `n`"
+def per_call(func, n, warm=3, before=lambda: None):
+    "Seconds of a call: the median of `n`; `before` each of them something that does not count"
     secs = []
     for i in range(n+warm):
+        before()
         start = time.perf_counter()
         func()
         if i>=warm: secs.append(time.perf_counter()-start)
     return quartiles(secs)[1]
 
+def nothing(state, bucket):
+    "A hook of DDP that exchanges nothing; its gradients are copied into buckets and out of them all the same"
+    fut = torch.futures.Future()
+    fut.set_result(bucket.buffer())
+    return fut
+
 def local_steps(task, secs):
-    "A way whose steps compute and read their batch, and exchange nothing; the seconds of each are added to `secs`"
-    m,dl = task.model(),TfmdDL(task.data(), task.bs)
-    opt = sgd(m.parameters(), lr)
+    "A way whose steps compute and read their batch, within DDP, and exchange nothing; the seconds of each are added to `secs`"
+    plain,dl = task.model(),TfmdDL(task.data(), task.bs)
+    m = DistributedDataParallel(plain, forward_sync_buffers=False) if in_group() else plain
+    if in_group(): m.register_comm_hook(None, nothing)
+    opt = sgd(plain.parameters(), lr)
     def way():
         start,own = time.perf_counter(),[]
         for x,y in dl:
@@ -76,11 +85,17 @@ def vote(links):
     together()
     return per_call(call, 500)
 
+class Cold:
+    "Called before an exchange: reads and writes other memory, as a step does, so that caches hold none of the gradients; then ranks meet"
+    def __init__(self): self.t = torch.zeros(2**24)
+    def __call__(self):
+        self.t += 1
+        together()
+
 def exchange(n_bytes):
     "An all-reduce of so many bytes"
     t = torch.zeros(n_bytes//4)
-    together()
-    return per_call(partial(dist.all_reduce, t, group=current_group()), 15)
+    return per_call(partial(dist.all_reduce, t, group=current_group()), 15, before=Cold())
 
 class Bucket:
     "As DDP gives it to a hook: all gradients in one"
@@ -93,8 +108,7 @@ def shared(links, n_bytes):
     "An average of so many bytes in shared memory"
     t = torch.zeros(n_bytes//4)
     mean = SharedMean(nn.ParameterList([nn.Parameter(t)]), links)
-    together()
-    return per_call(lambda: mean.hook(Bucket(t)).wait(), 15)
+    return per_call(lambda: mean.hook(Bucket(t)).wait(), 15, before=Cold())
 
 sizes = 2**10,2**18,2**20,2**22,2**24
 
@@ -155,14 +169,14 @@ def memory(W):
 
 def vote_rounds(W): return (W-1).bit_length() # each as long as the vote of two ranks
 
-def predict(W, part, secs, cores=None, sleeping=False):
-    "Seconds of a step of W ranks; `secs`: of local steps; `cores`: that all share, on one machine; else each has its own, over gloo"
+def predict(W, part, secs, n_bytes=0, cores=None, sleeping=False):
+    "Seconds of a step of W ranks with `n_bytes` of gradients; `secs`: of local steps; `cores`: that all share; None: each its own, gloo"
     local = np.mean(secs)
     if W==1: return dict(local=local, waiting=0., exchange=0., vote=0., step=local)
     busy,at_once = max(1, W/cores) if cores else 1,W if sleeping else min(W, cores or W) # one that waits gives its core to another
     (n_msg,n_byte),(msg,byte) = (memory(W),part['shared']) if cores else (ring(W),part['gloo'])
     res = dict(local=local, waiting=local*(slowest_of(at_once, secs, 4000)-1),
-               exchange=(n_msg*msg+n_byte*part['gradient_bytes']*byte)*busy,
+               exchange=(n_msg*msg+n_byte*n_bytes*byte)*busy,
                vote=2*part['vote' if cores else 'far_vote']*vote_rounds(W)*busy) # a vote, and the number of items
     return dict(res, step=sum(res.values()))
 
@@ -233,20 +247,25 @@ def votes(W, asks):
 # --- report -----------------------------------------------------------------------------------------------------------------
 
 def measure(quick):
-    (n_steps,n_rounds),cores,res = (6,2) if quick else (16,7),share_of_cores(1),{}
+    (n_steps,n_rounds),cores,res = (6,2) if quick else (16,6),share_of_cores(1),{}
     for kind in ('weak','strong','sleeping'):
         for W in worlds:
             b = bs//W if kind=='strong' else bs
             got = on_ranks(measure_rank, W, Sleeping if kind=='sleeping' else model, b, n_steps, n_rounds, n_threads=1)
             res[f'{kind} {W}'] = dict(got[0], batch=b, **{k: max(o[k] for o in got) for k in ('bare','ours')})
-    two,part = res['weak 2'],dict(alone=res['weak 1']['secs'])
-    part.update(gloo=fit_line(two['exchange'], *ring(2)), shared=fit_line(two['shared'], *memory(2)),
-                **{k: two[k] for k in ('vote','far_vote','gradient_bytes')})
+    two = res['weak 2']
+    part = dict(gloo=fit_line(two['exchange'], *ring(2)), shared=fit_line(two['shared'], *memory(2)), vote=two['vote'],
+                far_vote=two['far_vote'])
     return dict(runs=res, cores=cores, part=part, simulated=simulate())
 
 def predicted(res, name):
     kind,W = name.split()
-    return predict(int(W), res['part'], res['runs'][name]['secs'], res['cores'], kind=='sleeping')
+    o = res['runs'][name]
+    return predict(int(W), res['part'], o['secs'], o.get('gradient_bytes', 0), res['cores'], kind=='sleeping')
+
+def far_away(res, W):
+    two = res['runs']['weak 2']
+    return predict(W, res['part'], two['secs'], two['gradient_bytes'])
 
 def ms(o): return f'{1000*o:.2f}'
 
@@ -266,12 +285,12 @@ def report(res):
     text = '\n\n'.join([table(head, rows), '\n'.join(lines),
                         f"Bytes of a step on 2 ranks: {two['gradient_bytes']:,.0f} of gradients{wire}; a vote is 8 of them.",
                         of_parts(res['runs'], part)])
-    far_rows = [[W, *(ms(p[k]) for k in ('step',*parts)), f"{np.mean(part['alone'])/p['step']:.0%}"]
-                for W in far for p in [predict(W, part, part['alone'])]]
+    alone = np.mean(res['runs']['weak 1']['secs'])
+    far_rows = [[W, *(ms(p[k]) for k in ('step',*parts)), f"{alone/p['step']:.0%}"] for W in far for p in [far_away(res, W)]]
     head = ['ranks, gloo between machines','predicted step, ms',*parts.values(),'efficiency']
-    return text+table(head, far_rows)+'\n\n'+gpu_table()+'\n\n'+_of_many(res['simulated'])
+    return text+'\n\n'+table(head, far_rows)+'\n\n'+gpu_table()+'\n\n'+_of_many(res['simulated'])
 
-parts = dict(local='compute and loader', waiting='waiting', exchange='exchange', vote='votes')
+parts = dict(local='compute, loader, copies', waiting='waiting', exchange='exchange', vote='votes')
 
 def of_parts(runs, part):
     def spread(k): return f"{slowest_of(2, runs[k]['secs'], 4000)-1:.0%}"
@@ -279,7 +298,7 @@ def of_parts(runs, part):
     return f"Of two steps that exchange nothing the slower one takes {spread('weak 2')} longer than the mean " + \
         f"({spread('sleeping 2')} where ranks sleep). A round of votes takes {1e6*part['vote']:.0f} µs, by gloo " + \
         f"{1e6*part['far_vote']:.0f} µs; " + \
-        f"a meeting in shared memory, and what it moves, {way('shared')}; a message of gloo's {way('gloo')}.\n\n"
+        f"a meeting in shared memory, and what it moves, {way('shared')}; a message of gloo's {way('gloo')}."
 
 def gpu_table():
     rows = [[k if W==far[0] else '', W, ms(o['waiting']), ms(o['exchange']), f"{ms(o['least'])} to {ms(o['most'])}",
@@ -301,8 +320,7 @@ def plot(res, path):
         axs[0].plot(list(got), [1000*predicted(res, f'{kind} {W}')['step'] for W in got], 'x:', label=f'{kind}, the model')
     axs[0].set(xlabel=f"ranks, on {res['cores']} cores", ylabel='ms a step', xticks=list(worlds))
     axs[0].legend(fontsize=7)
-    part = res['part']
-    for k in ('step',*parts): axs[1].plot(far, [1000*predict(W, part, part['alone'])[k] for W in far], 'o-', label=k)
+    for k in ('step',*parts): axs[1].plot(far, [1000*far_away(res, W)[k] for W in far], 'o-', label=k)
     axs[1].set(xscale='log', yscale='log', xlabel='ranks, each with a core of its own', ylabel='ms a step, predicted')
     save_plot(fig, axs[1], path)
 
