@@ -42,15 +42,26 @@ far = 8,16,32,64,128,256,512,1024
 
 # --- what a step is made of, each by itself ---------------------------------------------------------------------------------
 
-def per_call(func, n, warm=3, before=lambda: None):
-    "Seconds of a call: the median of `n`; `before` each of them something that does not count"
+def per_call(func, n, warm=3):
+    "Seconds of a call: the median of `n`"
     secs = []
     for i in range(n+warm):
-        before()
         start = time.perf_counter()
         func()
         if i>=warm: secs.append(time.perf_counter()-start)
     return quartiles(secs)[1]
+
+def after_last(func, n, warm=3, before=lambda: None):
+    "Seconds from when the last rank begins a call until the last one has ended it, the median of `n`: each rank is 1 ms late by turns"
+    marks = []
+    for i in range(n+warm):
+        before()
+        if i%group_size()==group_rank(): time.sleep(.001)
+        start = time.perf_counter() # the same clock in all processes of a machine
+        func()
+        marks.append((start,time.perf_counter()))
+    starts,ends = torch.stack(gather_rows(torch.tensor(marks[warm:], dtype=torch.double))).amax(0).T
+    return (ends-starts).median().item()
 
 def nothing(state, bucket):
     "A hook of DDP that exchanges nothing; its gradients are copied into buckets and out of them all the same"
@@ -76,14 +87,14 @@ def local_steps(task, secs):
         return np.mean(own[skip:])
     return way
 
-def vote(links):
+def vote(links, measure=per_call):
     "A vote that is read as soon as it is posted"
     b = Ballot(links)
     def call():
         b.post(more=True)
         b.read()
     together()
-    return per_call(call, 500)
+    return measure(call, 500)
 
 class Cold:
     "Called before an exchange: reads and writes other memory, as a step does, so that caches hold none of the gradients; then ranks meet"
@@ -95,7 +106,7 @@ class Cold:
 def exchange(n_bytes):
     "An all-reduce of so many bytes"
     t = torch.zeros(n_bytes//4)
-    return per_call(partial(dist.all_reduce, t, group=current_group()), 15, before=Cold())
+    return after_last(partial(dist.all_reduce, t, group=current_group()), 15, before=Cold())
 
 class Bucket:
     "As DDP gives it to a hook: all gradients in one"
@@ -108,7 +119,7 @@ def shared(links, n_bytes):
     "An average of so many bytes in shared memory"
     t = torch.zeros(n_bytes//4)
     mean = SharedMean(nn.ParameterList([nn.Parameter(t)]), links)
-    return per_call(lambda: mean.hook(Bucket(t)).wait(), 15, before=Cold())
+    return after_last(lambda: mean.hook(Bucket(t)).wait(), 15, before=Cold())
 
 sizes = 2**10,2**18,2**20,2**22,2**24
 
@@ -122,8 +133,9 @@ def measure_rank(func, bs, n_steps, n_rounds):
 
 def between_ranks(task):
     "What ranks tell one another, on one machine (sockets) and, by what is told over gloo, on several"
-    with open_links() as links: near,means = vote(links),{str(o): shared(links, o) for o in sizes}
-    return dict(vote=near, shared=means, far_vote=vote(GlooLinks(60)), exchange={str(o): exchange(o) for o in sizes}, **count_bytes(task))
+    with open_links() as links: near,means = vote(links, after_last),{str(o): shared(links, o) for o in sizes}
+    return dict(vote=near, shared=means, far_vote=vote(GlooLinks(60), after_last), exchange={str(o): exchange(o) for o in sizes},
+                **count_bytes(task))
 
 # --- bytes ------------------------------------------------------------------------------------------------------------------
 
