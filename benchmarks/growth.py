@@ -181,13 +181,13 @@ def memory(W):
 
 def vote_rounds(W): return (W-1).bit_length() # each as long as the vote of two ranks
 
-def predict(W, part, secs, n_bytes=0, cores=None, sleeping=False):
+def predict(W, part, secs, n_bytes=0, own=0., cores=None, sleeping=False):
     "Seconds of a step of W ranks with `n_bytes` of gradients; `secs`: of local steps; `cores`: that all share; None: each its own, gloo"
     local = np.mean(secs)
-    if W==1: return dict(local=local, waiting=0., exchange=0., vote=0., step=local)
+    if W==1: return dict(local=local, own=0., waiting=0., exchange=0., vote=0., step=local)
     busy,at_once = max(1, W/cores) if cores else 1,W if sleeping else min(W, cores or W) # one that waits gives its core to another
     (n_msg,n_byte),(msg,byte) = (memory(W),part['shared']) if cores else (ring(W),part['gloo'])
-    res = dict(local=local, waiting=local*(slowest_of(at_once, secs, 4000)-1),
+    res = dict(local=local, own=own, waiting=local*(slowest_of(at_once, secs, 4000)-1),
                exchange=(n_msg*msg+n_byte*n_bytes*byte)*busy,
                vote=2*part['vote' if cores else 'far_vote']*vote_rounds(W)*busy) # a vote, and the number of items
     return dict(res, step=sum(res.values()))
@@ -272,12 +272,12 @@ def measure(quick):
 
 def predicted(res, name):
     kind,W = name.split()
-    o = res['runs'][name]
-    return predict(int(W), res['part'], o['secs'], o.get('gradient_bytes', 0), res['cores'], kind=='sleeping')
+    o,one = res['runs'][name],res['runs'][f'{kind} 1']
+    return predict(int(W), res['part'], o['secs'], o.get('gradient_bytes', 0), one['ours']-one['local'], res['cores'], kind=='sleeping')
 
 def far_away(res, W):
-    two = res['runs']['weak 2']
-    return predict(W, res['part'], two['secs'], two['gradient_bytes'])
+    one,two = res['runs']['weak 1'],res['runs']['weak 2']
+    return predict(W, res['part'], two['secs'], two['gradient_bytes'], one['ours']-one['local'])
 
 def ms(o): return f'{1000*o:.2f}'
 
@@ -302,7 +302,7 @@ def report(res):
     head = ['ranks, gloo between machines','predicted step, ms',*parts.values(),'efficiency']
     return text+'\n\n'+table(head, far_rows)+'\n\n'+gpu_table()+'\n\n'+_of_many(res['simulated'])
 
-parts = dict(local='compute, loader, copies', waiting='waiting', exchange='exchange', vote='votes')
+parts = dict(local='compute, loader, copies', own='Learner', waiting='waiting', exchange='exchange', vote='votes')
 
 def of_parts(runs, part):
     def spread(k): return f"{slowest_of(2, runs[k]['secs'], 4000)-1:.0%}"
