@@ -1,7 +1,8 @@
 """What options of `distrib_ctx`, of the optimizer and of the loader bring, each by itself and together: our Learner with it beside our
 Learner without, in turns; and what the timer takes
 
-    python benchmarks/options.py"""
+    python benchmarks/options.py
+    python benchmarks/options.py --cases small   # one of the models; the figures of the other are kept"""
 from contextlib import ExitStack,nullcontext
 from functools import partial
 from time import perf_counter
@@ -125,8 +126,9 @@ def measure_epochs(task, n_rounds):
 def measure_rank(sizes):
     with process_group(): return {k: measure_model(*v) for k,v in sizes.items()}
 
-def measure(quick):
+def measure(quick, cases=('',)):
     sizes,res = quick_models if quick else {k: (*v[:3],v[3]//2+2,v[4]//3) for k,v in models.items()},{}
+    sizes = {k: v for k,v in sizes.items() if k.startswith(tuple(cases))}
     got = on_ranks(measure_rank, 2, sizes)
     for k in sizes:
         diffs = {n: max(o[k]['weights'][n] for o in got) for n in got[0][k]['weights']}
