@@ -143,12 +143,14 @@ def main(name, measure, report, plot, kept_as=None):
     p = argparse.ArgumentParser(description=f'The benchmark of {name}')
     p.add_argument('--quick', action='store_true', help='few rounds, nothing is kept: does it run?')
     p.add_argument('--report', action='store_true', help='measure nothing: report, plot and README from the figures kept')
+    p.add_argument('--cases', nargs='+', help='beginnings of the names of cases: measure these, and keep the figures of the others')
     p.add_argument('--out', type=Path, default=here/'results', help='folder of figures and plots')
     args = p.parse_args()
     file = args.out/f'{kept_as or name}.json'
     if not args.report:
         start,res = time.time(),dict(machine=machine())
-        res.update(measure(args.quick))
+        res.update(measure(args.quick, cases=args.cases) if args.cases else measure(args.quick))
+        if args.cases and file.exists(): res['cases'] = {**json.loads(file.read_text())['cases'], **res['cases']}
         res['seconds'] = round(time.time()-start)
     else: res = json.loads(file.read_text())
     text = f"{describe(res['machine'])}; {res['seconds']} s.\n\n{report(res)}"

@@ -4,7 +4,7 @@
 from contextlib import ExitStack
 
 import torch
-from common import all_close,bars,main,on_ranks,quartiles,ratio_text,ratios,slowest,table,turns
+from common import all_close,bars,main,on_ranks,quartiles,ratio_text,ratios,slowest,table,turns,verdict
 from learnerdist.all import DataLoaders, Learner, ProgressCallback, all_sum, default_device, group_rank, group_size, process_group
 from learnerdist.core.collectives import gather_rows
 from learnerdist.data.loaders import to_device
@@ -140,6 +140,8 @@ def measure(quick, W=2):
     return dict(ranks=W, n_batches=n_batches, models={k: dict(diffs=got[0][k]['diffs'], valid=slowest([o[k]['valid'] for o in got]),
                                                               preds=slowest([o[k]['preds'] for o in got])) for k in models})
 
+goals = {'learnerdist': 3, "learnerdist, fastai's Learner": 5} # of predictions
+
 def report(res):
     rows = []
     for name,o in res['models'].items():
@@ -159,6 +161,8 @@ def report(res):
             best = min(peers, key=peers.get)
             lines.append(f"- {name}, {what}: the best peer is {best}, at {peers[best]:.2f}; learnerdist is at {meds['learnerdist']:.2f}: "
                          f"{'ahead' if meds['learnerdist']<peers[best] else '**behind**'}.")
+    lines += [verdict(f'{name}, predictions, {k} over the bare loop', ratios(o['preds'], 'bare loop')[k][1], goal, '{:.2f}')
+              for name,o in res['models'].items() for k,goal in goals.items() if k in o['preds']]
     return text+'\n\n'+'\n'.join(lines)
 
 def plot(res, path):

@@ -11,20 +11,31 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import main,on_ranks,quartiles,save_plot,table,together,turns
+from common import main,on_ranks,quartiles,save_plot,table,together,turns,verdict
 from learnerdist.all import TfmdDL
 from learnerdist.core.collectives import gather_rows
 from learnerdist.distributed.agreement import Ballot,Tally
-from learnerdist.core.env import current_group,group_size,process_group
+from learnerdist.core.env import current_group,group_rank,group_size,in_group,process_group
 from learnerdist.distributed.vote_links import GlooLinks,Links,open_links
 from learnerdist.distributed.shared_mean import SharedMean
 from learnerdist.launch.processes import share_of_cores
 from learnerdist.data.sharding import share_chunks,share_len
-from step_time import Task,as_way,bare,ours
+from step_time import Task,as_way,bare,lr,ours,sgd,skip
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 def model(): return nn.Sequential(nn.Flatten(), nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+
+class Sleeping(nn.Module):
+    "20 ms of sleep (2 more or less: standard deviation) in place of computing, in which ranks share no cores; 1 MiB of weights"
+    def __init__(self):
+        super().__init__()
+        self.weights,self.rng = nn.Parameter(torch.zeros(2**18)),np.random.default_rng(group_rank())
+    def forward(self, x):
+        time.sleep(max(self.rng.normal(.02, .002), 0))
+        return x.flatten(1)[:,:10]+self.weights.sum()
+
 shape,bs = (1,28,28),128
 worlds = 1,2,3,4
 far = 8,16,32,64,128,256,512,1024
@@ -40,35 +51,62 @@ def per_call(func, n, warm=3):
         if i>=warm: secs.append(time.perf_counter()-start)
     return quartiles(secs)[1]
 
-def local_steps(task, n_epochs=4):
-    "Seconds of each step that computes and reads its batch, and exchanges nothing"
-    m,dl,secs = task.model(),TfmdDL(task.data(), task.bs),[]
-    opt = torch.optim.SGD(m.parameters(), lr=.01, momentum=.9)
-    for _ in range(n_epochs):
-        together()
-        start = time.perf_counter()
+def after_last(func, n, warm=3, before=lambda: None):
+    "Seconds from when the last rank begins a call until the last one has ended it, the median of `n`: each rank is 1 ms late by turns"
+    marks = []
+    for i in range(n+warm):
+        before()
+        if i%group_size()==group_rank(): time.sleep(.001)
+        start = time.perf_counter() # the same clock in all processes of a machine
+        func()
+        marks.append((start,time.perf_counter()))
+    starts,ends = torch.stack(gather_rows(torch.tensor(marks[warm:], dtype=torch.double))).amax(0).T
+    return (ends-starts).median().item()
+
+def nothing(state, bucket):
+    "A hook of DDP that exchanges nothing; its gradients are copied into buckets and out of them all the same"
+    fut = torch.futures.Future()
+    fut.set_result(bucket.buffer())
+    return fut
+
+def local_steps(task, secs):
+    "A way whose steps compute and read their batch, within DDP, and exchange nothing; the seconds of each are added to `secs`"
+    plain,dl = task.model(),TfmdDL(task.data(), task.bs)
+    m = DistributedDataParallel(plain, forward_sync_buffers=False) if in_group() else plain
+    if in_group(): m.register_comm_hook(None, nothing)
+    opt = sgd(plain.parameters(), lr)
+    def way():
+        start,own = time.perf_counter(),[]
         for x,y in dl:
             cross_entropy(m(x), y).backward()
             opt.step()
             opt.zero_grad()
-            secs.append(time.perf_counter()-start)
+            own.append(time.perf_counter()-start)
             start = time.perf_counter()
-    return secs[len(dl):]
+        secs.extend(own[skip:])
+        return np.mean(own[skip:])
+    return way
 
-def vote(links):
+def vote(links, measure=per_call):
     "A vote that is read as soon as it is posted"
     b = Ballot(links)
     def call():
         b.post(more=True)
         b.read()
     together()
-    return per_call(call, 500)
+    return measure(call, 500)
+
+class Cold:
+    "Called before an exchange: reads and writes other memory, as a step does, so that caches hold none of the gradients; then ranks meet"
+    def __init__(self): self.t = torch.zeros(2**24)
+    def __call__(self):
+        self.t += 1
+        together()
 
 def exchange(n_bytes):
     "An all-reduce of so many bytes"
     t = torch.zeros(n_bytes//4)
-    together()
-    return per_call(partial(dist.all_reduce, t, group=current_group()), 15)
+    return after_last(partial(dist.all_reduce, t, group=current_group()), 15, before=Cold())
 
 class Bucket:
     "As DDP gives it to a hook: all gradients in one"
@@ -81,22 +119,23 @@ def shared(links, n_bytes):
     "An average of so many bytes in shared memory"
     t = torch.zeros(n_bytes//4)
     mean = SharedMean(nn.ParameterList([nn.Parameter(t)]), links)
-    together()
-    return per_call(lambda: mean.hook(Bucket(t)).wait(), 15)
+    return after_last(lambda: mean.hook(Bucket(t)).wait(), 15, before=Cold())
 
 sizes = 2**10,2**18,2**20,2**22,2**24
 
-def measure_rank(bs, n_steps, n_rounds):
+def measure_rank(func, bs, n_steps, n_rounds):
     with process_group(), ExitStack() as stack:
-        task,losses = Task(model, shape, bs, n_steps),{}
+        task,losses,secs = Task(func, shape, bs, n_steps),{},[]
         ways = {k: as_way(task, f(task, stack)[1], losses, k) for k,f in dict(bare=bare, ours=ours).items()}
-        res = {k: quartiles(v)[1] for k,v in turns(ways, n_rounds).items()}
-        return dict(res, **between_ranks(task)) if group_size()>1 else res
+        res = {k: quartiles(v)[1] for k,v in turns(dict(ways, local=local_steps(task, secs)), n_rounds).items()}
+        secs = torch.cat(gather_rows(torch.tensor(secs[n_steps-skip:], dtype=torch.double))).tolist() # without the round that warms up
+        return dict(res, secs=[round(o, 6) for o in secs], **(between_ranks(task) if group_size()>1 else {}))
 
 def between_ranks(task):
     "What ranks tell one another, on one machine (sockets) and, by what is told over gloo, on several"
-    with open_links() as links: near,means = vote(links),{str(o): shared(links, o) for o in sizes}
-    return dict(vote=near, shared=means, far_vote=vote(GlooLinks(60)), exchange={str(o): exchange(o) for o in sizes}, **count_bytes(task))
+    with open_links() as links: near,means = vote(links, after_last),{str(o): shared(links, o) for o in sizes}
+    return dict(vote=near, shared=means, far_vote=vote(GlooLinks(60), after_last), exchange={str(o): exchange(o) for o in sizes},
+                **count_bytes(task))
 
 # --- bytes ------------------------------------------------------------------------------------------------------------------
 
@@ -140,22 +179,16 @@ def memory(W):
     if W==2: return 1,5 # into its slot (2), then both slots are added up (3)
     return 2*vote_rounds(W),2+5*(W-1)/W+2/W # into its slot; its part of all slots is added up, put there (2/W), and the others' are fetched
 
-def fit_local(times):
-    "What a step computes and reads: seconds, whatever the batch, and seconds for each sample more; `spread`: steps over their mean"
-    means = {int(b): np.mean(v) for b,v in times.items()}
-    each,fixed = np.polyfit([*means], [*means.values()], 1)
-    return dict(fixed=max(fixed, 0.), each=each, spread=[o/np.mean(v) for v in times.values() for o in v])
-
 def vote_rounds(W): return (W-1).bit_length() # each as long as the vote of two ranks
 
-def predict(W, part, batch=bs, cores=None):
-    "Seconds of a step of W ranks; `cores`: that all of them share, on one machine; else each has its own, over gloo"
-    if W==1: return dict(local=(t := part['alone']['fixed']+part['alone']['each']*batch), waiting=0., exchange=0., vote=0., step=t)
-    own,busy = part['beside' if cores else 'alone'],max(1, W/cores) if cores else 1
-    local,at_once = own['fixed']+own['each']*batch,min(W, cores or W) # of more ranks than cores, one that waits gives its core to another
+def predict(W, part, secs, n_bytes=0, own=0., cores=None, sleeping=False):
+    "Seconds of a step of W ranks with `n_bytes` of gradients; `secs`: of local steps; `cores`: that all share; None: each its own, gloo"
+    local = np.mean(secs)
+    if W==1: return dict(local=local, own=0., waiting=0., exchange=0., vote=0., step=local)
+    busy,at_once = max(1, W/cores) if cores else 1,W if sleeping else min(W, cores or W) # one that waits gives its core to another
     (n_msg,n_byte),(msg,byte) = (memory(W),part['shared']) if cores else (ring(W),part['gloo'])
-    res = dict(local=local*busy, waiting=local*(slowest_of(at_once, own['spread'], 4000)-1)*busy,
-               exchange=(n_msg*msg+n_byte*part['gradient_bytes']*byte)*busy,
+    res = dict(local=local, own=own, waiting=local*(slowest_of(at_once, secs, 4000)-1),
+               exchange=(n_msg*msg+n_byte*n_bytes*byte)*busy,
                vote=2*part['vote' if cores else 'far_vote']*vote_rounds(W)*busy) # a vote, and the number of items
     return dict(res, step=sum(res.values()))
 
@@ -225,56 +258,59 @@ def votes(W, asks):
 
 # --- report -----------------------------------------------------------------------------------------------------------------
 
-def local(batches):
-    "By batch size, seconds of steps without exchange, of all ranks that run at once"
-    with process_group():
-        secs = {b: local_steps(Task(model, shape, b, 10)) for b in batches}
-        return {str(b): torch.cat(gather_rows(torch.tensor(v, dtype=torch.double))).tolist() for b,v in secs.items()}
-
 def measure(quick):
-    (n_steps,n_rounds),cores,res = (6,2) if quick else (20,10),share_of_cores(1),{}
-    for kind in ('weak','strong'):
+    (n_steps,n_rounds),cores,res = (6,2) if quick else (16,6),share_of_cores(1),{}
+    for kind in ('weak','strong','sleeping'):
         for W in worlds:
-            b = bs if kind=='weak' else bs//W
-            got = on_ranks(measure_rank, W, b, n_steps, n_rounds, n_threads=1)
+            b = bs//W if kind=='strong' else bs
+            got = on_ranks(measure_rank, W, Sleeping if kind=='sleeping' else model, b, n_steps, n_rounds, n_threads=1)
             res[f'{kind} {W}'] = dict(got[0], batch=b, **{k: max(o[k] for o in got) for k in ('bare','ours')})
-    batches = [bs, bs//2, bs//4]
-    alone,beside = (on_ranks(local, W, batches, n_threads=1)[0] for W in (1, max(cores, 2)))
-    return dict(runs=res, cores=cores, part=parts(res['weak 2'], alone, beside), simulated=simulate())
+    two = res['weak 2']
+    part = dict(gloo=fit_line(two['exchange'], *ring(2)), shared=fit_line(two['shared'], *memory(2)), vote=two['vote'],
+                far_vote=two['far_vote'])
+    return dict(runs=res, cores=cores, part=part, simulated=simulate())
 
-def parts(two, alone, beside):
-    return dict(alone=fit_local(alone), beside=fit_local(beside), gloo=fit_line(two['exchange'], *ring(2)),
-                shared=fit_line(two['shared'], *memory(2)), **{k: two[k] for k in ('vote','far_vote','gradient_bytes')})
+def predicted(res, name):
+    kind,W = name.split()
+    o,one = res['runs'][name],res['runs'][f'{kind} 1']
+    return predict(int(W), res['part'], o['secs'], o.get('gradient_bytes', 0), one['ours']-one['local'], res['cores'], kind=='sleeping')
+
+def far_away(res, W):
+    one,two = res['runs']['weak 1'],res['runs']['weak 2']
+    return predict(W, res['part'], two['secs'], two['gradient_bytes'], one['ours']-one['local'])
 
 def ms(o): return f'{1000*o:.2f}'
 
 def report(res):
-    rows = []
+    rows,lines,part = [],[],res['part']
     for name,o in res['runs'].items():
-        kind,W = name.split()
-        p = predict(int(W), res['part'], o['batch'], res['cores'])
-        rows.append([kind, W, o['batch'], ms(o['bare']), ms(o['ours']), f"{o['ours']/o['bare']:.3f}", ms(p['step']),
-                     f"{p['step']/o['ours']-1:+.0%}"])
-    text = table(['scaling','ranks','batch of a rank','bare DDP, ms','learnerdist, ms','ratio','the model says','off by'], rows)
+        (kind,W),p = name.split(),predicted(res, name)
+        off = p['step']/o['ours']-1
+        rows.append([kind, W, o['batch'], ms(o['bare']), ms(o['ours']), f"{o['ours']/o['bare']:.3f}", *(ms(p[k]) for k in parts),
+                     ms(p['step']), f'{off:+.0%}'])
+        if kind=='sleeping' or int(W)<=res['cores']:
+            lines.append(verdict(f"{kind}, {W} rank{'s'*(W!='1')}: the model is off by, in %", abs(100*off), 10, '{:.1f}'))
+    head = ['scaling','ranks','batch of a rank','bare DDP, ms','learnerdist, ms','ratio',*parts.values(),'the model says','off by']
     two = res['runs']['weak 2']
     seen = two['wire_bytes']
     wire = '' if seen is None else f", {seen:,.0f} seen on the loopback interface (both ranks, and all other traffic)"
-    part = res['part']
-    text += f"\n\nBytes of a step on 2 ranks: {two['gradient_bytes']:,.0f} of gradients{wire}; a vote is 8 of them.\n" + \
-            of_parts(res['part'])
-    keys = 'step','local','waiting','exchange','vote'
-    far_rows = [[W, *(ms(p[k]) for k in keys), f"{predict(1, part)['step']/p['step']:.0%}"] for W in far for p in [predict(W, part)]]
-    head = ['ranks, gloo between machines','predicted step, ms','compute and loader','waiting','exchange','votes','efficiency']
-    return text+table(head, far_rows)+'\n\n'+gpu_table()+'\n\n'+_of_many(res['simulated'])
+    text = '\n\n'.join([table(head, rows), '\n'.join(lines),
+                        f"Bytes of a step on 2 ranks: {two['gradient_bytes']:,.0f} of gradients{wire}; a vote is 8 of them.",
+                        of_parts(res['runs'], part)])
+    alone = np.mean(res['runs']['weak 1']['secs'])
+    far_rows = [[W, *(ms(p[k]) for k in ('step',*parts)), f"{alone/p['step']:.0%}"] for W in far for p in [far_away(res, W)]]
+    head = ['ranks, gloo between machines','predicted step, ms',*parts.values(),'efficiency']
+    return text+'\n\n'+table(head, far_rows)+'\n\n'+gpu_table()+'\n\n'+_of_many(res['simulated'])
 
-def of_parts(part):
-    def own(k):
-        o = part[k]
-        return f"{ms(o['fixed'])} ms and {1e6*o['each']:.1f} µs a sample, the slower of two {slowest_of(2, o['spread'], 4000)-1:.0%} longer"
+parts = dict(local='compute, loader, copies', own='Learner', waiting='waiting', exchange='exchange', vote='votes')
+
+def of_parts(runs, part):
+    def spread(k): return f"{slowest_of(2, runs[k]['secs'], 4000)-1:.0%}"
     def way(k): return f"{1e6*part[k][0]:.0f} µs and {1e-9/max(part[k][1], 1e-15):.2f} GB/s"
-    return f"Parts of the model: a step that exchanges nothing takes alone {own('alone')}; beside another rank {own('beside')}. " + \
-        f"A round of votes {1e6*part['vote']:.0f} µs, by gloo {1e6*part['far_vote']:.0f} µs; " + \
-        f"a meeting in shared memory, and what it moves, {way('shared')}; a message of gloo's {way('gloo')}.\n\n"
+    return f"Of two steps that exchange nothing the slower one takes {spread('weak 2')} longer than the mean " + \
+        f"({spread('sleeping 2')} where ranks sleep). A round of votes takes {1e6*part['vote']:.0f} µs, by gloo " + \
+        f"{1e6*part['far_vote']:.0f} µs; " + \
+        f"a meeting in shared memory, and what it moves, {way('shared')}; a message of gloo's {way('gloo')}."
 
 def gpu_table():
     rows = [[k if W==far[0] else '', W, ms(o['waiting']), ms(o['exchange']), f"{ms(o['least'])} to {ms(o['most'])}",
@@ -290,15 +326,13 @@ def _of_many(sim):
 def plot(res, path):
     import matplotlib.pyplot as plt
     fig,axs = plt.subplots(1, 2, figsize=(9, 3.6))
-    for kind in ('weak','strong'):
+    for kind in ('weak','strong','sleeping'):
         got = {int(k.split()[1]): o['ours'] for k,o in res['runs'].items() if k.startswith(kind)}
         axs[0].plot(list(got), [1000*v for v in got.values()], 'o-', label=f'{kind}, measured')
-        told = [1000*predict(W, res['part'], bs if kind=='weak' else bs//W, res['cores'])['step'] for W in got]
-        axs[0].plot(list(got), told, 'x:', label=f'{kind}, the model')
+        axs[0].plot(list(got), [1000*predicted(res, f'{kind} {W}')['step'] for W in got], 'x:', label=f'{kind}, the model')
     axs[0].set(xlabel=f"ranks, on {res['cores']} cores", ylabel='ms a step', xticks=list(worlds))
     axs[0].legend(fontsize=7)
-    part = res['part']
-    for k in ('step','local','waiting','exchange','vote'): axs[1].plot(far, [1000*predict(W, part)[k] for W in far], 'o-', label=k)
+    for k in ('step',*parts): axs[1].plot(far, [1000*far_away(res, W)[k] for W in far], 'o-', label=k)
     axs[1].set(xscale='log', yscale='log', xlabel='ranks, each with a core of its own', ylabel='ms a step, predicted')
     save_plot(fig, axs[1], path)
 

@@ -1,6 +1,7 @@
 """A training step of every way, on the same model, samples, ranks and processes, in turns
 
-    python benchmarks/step_time.py"""
+    python benchmarks/step_time.py
+    python benchmarks/step_time.py --cases 'large, 2'   # one of the cases; the figures of the others are kept"""
 import importlib,os
 from contextlib import ExitStack
 from functools import partial
@@ -203,12 +204,14 @@ def measure_rank(names, sizes):
     quiet()
     with process_group(): return {k: measure_model({n: ways[n][0] for n in names}, *v) for k,v in sizes.items()}
 
-def measure(quick, ranks=(1, 2), only=None):
-    names,sizes,res = only or installed(),quick_models if quick else models,{}
+def measure(quick, ranks=(1, 2), only=None, cases=('',)):
+    names,res = only or installed(),{}
     for W in ranks:
-        got = on_ranks(measure_rank, W, names, sizes)
+        named = {k: f'{k}, {W} rank{"s"*(W>1)}' for k in models}
+        sizes = {k: v for k,v in (quick_models if quick else models).items() if named[k].startswith(tuple(cases))}
+        got = on_ranks(measure_rank, W, names, sizes) if sizes else []
         for k in sizes:
-            case,diffs = f'{k}, {W} rank{"s"*(W>1)}',{d: {n: max(o[k][d][n] for o in got) for n in names} for d in ('weights','losses')}
+            case,diffs = named[k],{d: {n: max(o[k][d][n] for o in got) for n in names} for d in ('weights','losses')}
             for d,v in diffs.items(): all_close(f'{case}: {d}', v, 1e-4)
             res[case] = dict(diffs, times=slowest([o[k]['times'] for o in got]))
     return dict(cases=res)

@@ -329,3 +329,13 @@ def lengths(W, rank):
         return len(dls.train),dls.train.n,len(dls.valid.new(bs=37)),dls.valid_ds is dls.valid.source.dataset
 
 def test_lengths_inside(): assert run_ranks(on_ranks, 2, lengths)==[(4, 48, 1, True)]*2
+
+def rank_of_one():
+    setup_distrib() # a group of one, with DDP: what a launch with one process for one GPU has
+    try:
+        learn = make(1, 0, plain)
+        with learn.distrib_ctx(seed=1), learn.no_logging(): learn.fit(1)
+        return len(learn.recorder.losses)
+    finally: teardown_distrib()
+
+def test_a_group_of_one(): assert run_ranks(rank_of_one, 1)==[4]

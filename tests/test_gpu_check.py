@@ -5,8 +5,8 @@ import pytest
 
 root = Path(__file__).parent.parent
 
-def check(out, *args, python=sys.executable, timeout=60):
-    env = {**os.environ, 'PYTHON': str(python)}
+def check(out, *args, python=sys.executable, timeout=60, **env):
+    env = {**os.environ, 'PYTHON': str(python), **env}
     call = 'bash',root/'tools/gpu_check.sh','--out',out,*args
     return subprocess.run(call, env=env, capture_output=True, text=True, timeout=timeout)
 
@@ -29,6 +29,13 @@ def test_wheels(tmp_path):
     log = (tmp_path/'out/log.txt').read_text()
     assert 'lacking-here: from' in log and 'pytest: the machine has' in log and 'it is here' in log
     assert res.returncode==1 and not (tmp_path/'out/.site').exists()
+
+def test_packages_that_are_elsewhere(tmp_path):
+    (tmp_path/'a_peer.py').write_text('said = "a peer"')
+    python = tmp_path/'python'
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import a_peer,learnerdist,sys; print(a_peer.said); sys.exit(1)"\n')
+    python.chmod(python.stat().st_mode|stat.S_IXUSR)
+    assert 'a peer' in check(tmp_path/'out', python=python, PYTHONPATH=str(tmp_path)).stdout
 
 @pytest.mark.long
 def test_rehearsal(tmp_path):

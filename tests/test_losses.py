@@ -116,3 +116,10 @@ def test_samples_of_a_streams_last_batch_of_lists():
     "It has one picture with two boxes, which is not the batch size of two"
     dl = TfmdDL(Pictures(), 2, collate_fn=lambda items: tuple(map(list, zip(*items))))
     assert [batch_rows(SimpleNamespace(xb=b[:1], yb=b[1:], dl=dl, iter=i)) for i,b in enumerate(dl)]==[2,1]
+
+def test_samples_of_pictures_and_masks():
+    def rows(x, y, **kw): return batch_rows(SimpleNamespace(xb=(torch.zeros(x),), yb=(torch.zeros(y),), iter=0, **kw))
+    said = dict(dl=SimpleNamespace(bs=4, n=8))
+    assert rows((5,3,8,8), (5,8,8), **said)==5 and rows((5,3), (5,), **said)==5 and rows((5,), (5,), **said)==5
+    assert rows((7,4), (7,4), **said)==4 # time first, as the loader says
+    assert rows((5,3,8,8), (5,8,8), n_rows=9, **said)==9 # put together from the rows of all ranks

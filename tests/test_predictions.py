@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 from learnerdist.all import DataLoaders, Learner, TfmdDL, group_rank, process_group
-from learnerdist.data.rows import RowList,cat_rows,row_kinds,spread,to_rows
+from learnerdist.data.rows import RowList,all_layouts,as_wholes,cat_rows,layouts,row_kinds,spread,to_rows
 from learnerdist.testing import run_ranks
 
 def plain(o):
@@ -443,3 +443,25 @@ def test_flattened_outputs_have_rows():
     (p,_),said = outputs('flattened', 4)
     assert torch.tensor(p).shape==(18,3,4) and not said
     assert torch.equal(torch.tensor(p), torch.stack([x for x,_ in pieces([3])]))
+
+class Other(torch.Tensor): pass
+
+@pytest.mark.parametrize('cut', [None, False, True])
+def test_rows_of_plain_tensors_are_those_of_any_other(cut): # which take the long way
+    for n,shapes in ((2, [(2,3),(2,)]), (1, [(1,4)]), (3, [(3,),(6,2)]), (2, [(4,5),(2,5)]), (0, [(0,3)]), (2, [()])):
+        ts = tuple(torch.randn(o, requires_grad=True) for o in shapes)
+        for plain,other in ((ts[0], ts[0].as_subclass(Other)), (ts, tuple(o.as_subclass(Other) for o in ts))):
+            a,b = to_rows(plain, n, cut),to_rows(other, n, cut)
+            assert all_layouts([a])==layouts(a)==layouts(to_rows(plain, n, cut)) and type(a) is type(plain) or isinstance(a, RowList)
+            a,b = ([o] if isinstance(o, (torch.Tensor,RowList)) else [*o] for o in (a,b))
+            for u,v in zip(a, b, strict=True):
+                assert isinstance(u, RowList)==isinstance(v, RowList) and len(u)==len(v)
+                if not isinstance(u, RowList): assert torch.equal(u, v.as_subclass(torch.Tensor)) and not u.requires_grad
+
+def test_layouts_of_all_batches():
+    batches = [torch.randn(4, 3),(torch.randn(4, 3),),torch.randn(2, 3),torch.randn(4, 5),dict(a=torch.randn(4, 3)),torch.randn(4, 3),
+               (torch.randn(4, 3),torch.randn(4)),(torch.randn(4, 3),RowList('abcd')),RowList([torch.zeros(2)]*4),()]
+    rows = [to_rows(b, 2 if torch.is_tensor(b) and len(b)==2 else 4) for b in batches]
+    found = all_layouts(rows)
+    assert found==set().union(*map(layouts, rows)) and len(found)>3
+    assert as_wholes(rows[0], layouts(rows[0])) is rows[0] # nothing to keep whole

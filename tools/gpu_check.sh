@@ -25,7 +25,8 @@ mkdir -p "$out" && out=$(cd "$out" && pwd) || exit 2
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 py=${PYTHON:-python3} log=$out/log.txt failed=() begin=$SECONDS
 : >"$log"
-export PYTHONPATH=$PWD PYTHONDONTWRITEBYTECODE=1 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" BENCH_SECONDS="${BENCH_SECONDS:-25}"
+there=${PYTHONPATH:+:$PYTHONPATH} # peers that are elsewhere
+export PYTHONPATH=$PWD$there PYTHONDONTWRITEBYTECODE=1 GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" BENCH_SECONDS="${BENCH_SECONDS:-25}"
 [[ -z $rehearse ]] || export REHEARSE=1
 
 say() { echo "$@" | tee -a "$log"; }
@@ -70,7 +71,7 @@ P
 
 export -f unpack where
 export py wheels out
-[[ -z $wheels ]] || { phase 'packages from wheels' 120 bash -c unpack; export PYTHONPATH=$PWD:$out/.site; }
+[[ -z $wheels ]] || { phase 'packages from wheels' 120 bash -c unpack; export PYTHONPATH=$PWD:$out/.site$there; }
 phase 'machine' 120 bash -c where
 grep -E '^(torch|GPU|learnerdist) ?' "$log"
 if ((${#failed[@]}==0)); then

@@ -94,8 +94,9 @@ def reduce_sums(
     "Sum the states of all `reds` over ranks. Sync point: one exchange"
     places = [(red.obj,k) for red in reds for k in red.names]
     if not places: return
-    parts = gather_objects([_plain(getattr(*o)) for o in places])
-    for (obj,k),os in zip(places, zip(*parts)): setattr(obj, k, _like(reduce(add_states, os), os, getattr(obj, k)))
+    owns = [getattr(*o) for o in places]
+    parts = gather_objects([*map(_plain, owns)])
+    for (obj,k),own,os in zip(places, owns, zip(*parts)): setattr(obj, k, _like(reduce(add_states, os), os, own))
 
 def _plain(o): return o.detach().cpu().as_subclass(Tensor) if isinstance(o, Tensor) else o
 

@@ -26,7 +26,11 @@ def to_rows(
     cut=None  # What becomes of a tensor `(n*k,…)`. None: k rows for each sample; else it stays whole, and True: `cut_up` may cut it
 ):            # The same structure, on the CPU; each leaf is a tensor `(n,…)` or a `RowList` of length n
     "Split a batch into rows, one for each sample"
+    if type(b) is Tensor and b.shape[:1]==(n,): return b.detach().cpu() # the usual
+    if type(b) is tuple and b and {*map(_plain_len, b)}=={n}: return tuple([o.detach().cpu() for o in b])
     return tree_map(partial(_leaf_rows, n=n, cut=cut), to_cpu(to_detach(b)), is_leaf=partial(_is_row_list, n=n))
+
+def _plain_len(o): return len(o) if type(o) is Tensor and o.ndim else None
 
 def _is_row_list(b, n):
     if isinstance(b, (RowList,PackedSequence)): return True
@@ -177,6 +181,18 @@ def layouts(
     at = [(i, o[0] if has_whole(o) else Whole(o, len(o), True)) for i,o in zip(*_places(rows)) if len(o)]
     return {(i, (len(r.val)/r.n, *r.val.shape[1:]) if r.cut else None, r.n==1) for i,r in at if isinstance(r.val, Tensor)}
 
+def all_layouts(
+    bs:list # From `to_rows`
+)->set:
+    "`layouts` of several batches; of plain tensors, each of their shapes is looked at once"
+    found,seen = set(),set()
+    for b in bs:
+        ts = b if type(b) is tuple else (b,)
+        key = (type(b), *[o.shape for o in ts]) if {*map(type, ts)}=={Tensor} else None
+        if key is None or key not in seen: found |= layouts(b)
+        seen.add(key)
+    return found
+
 def same_layout(found:set)->bool: # found: `layouts` of all batches
     "Whether the rows of all batches have one shape, so that they do not depend on which samples share a batch"
     return all(len(o)==1 and None not in o for o in _of_leaves(found).values())
@@ -188,8 +204,10 @@ def as_wholes(
     found:set # `layouts` of all batches
 ):            # The same structure
     "Keep whole, in this batch too, those leaves that have no row for each sample in some other batch"
-    bad,spec = rowless({(i,k,False) for i,k,_ in found}),tree_flatten(rows)[1] # also those of which all batches have one sample
-    return tree_unflatten([_wholes(o, len(o)) if i in bad and isinstance(o, Tensor) else o for i,o in zip(*_places(rows))], spec)
+    bad = rowless({(i,k,False) for i,k,_ in found}) # also those of which all batches have one sample
+    if not bad: return rows
+    leaves = [_wholes(o, len(o)) if i in bad and isinstance(o, Tensor) else o for i,o in zip(*_places(rows))]
+    return tree_unflatten(leaves, tree_flatten(rows)[1])
 
 def _places(rows):
     "(number of a leaf, structure) for each leaf, and the leaves"
@@ -248,7 +266,7 @@ def spread(
     m:int        # Number of rows made from the samples, in their order
 )->Tensor:       # A key for each row, int64 `(m,)`
     "Repeat each sample's key for the rows made from it: m/n rows for each sample, if n divides m"
-    return keys[torch.arange(m)*len(keys)//max(m, 1)]
+    return keys if m==len(keys) else keys[torch.arange(m)*len(keys)//max(m, 1)]
 
 # %% ../../nbs/data/02_rows.ipynb #afbc4d9c
 _ints = {1:torch.uint8, 2:torch.int16, 4:torch.int32, 8:torch.int64, 16:torch.int64}

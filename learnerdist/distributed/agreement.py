@@ -44,6 +44,7 @@ class Agreement(Callback):
     fit_state = 'n_steps',
     cancels = cancels # the learner's exceptions, by loop
     _tells = Learner.__call__ # calls the handlers of an event
+    progress = Progress.outside # also where nobody has to agree: in a group of one
     # watcher: the Checkpoint, which adds requests to save and stop to each vote, and is told the result
     def __init__(self, trainer): self.trainer,self.agreed,self.watcher,self.mixing = trainer,None,None,MixWatch(trainer)
     def before_fit(self): self._clear(1)

@@ -20,8 +20,8 @@ from ..core.compat import tree_leaves
 from ..core.env import group_rank,group_size
 from ..data.distributed_dl import DistributedDL,_changed,in_order,is_split
 from ..data.loaders import LoaderWrapper,batch_shape,changed,to_device
-from ..data.rows import (as_batch,as_wholes,cat_rows,flat_lens,is_ragged,layouts,listed,row_kinds,rowless,same_layout,spread,take_rows,
-                         to_rows)
+from ..data.rows import (all_layouts,as_batch,as_wholes,cat_rows,flat_lens,is_ragged,layouts,listed,row_kinds,rowless,same_layout,spread,
+                         take_rows,to_rows)
 from .batchnorm import _local
 from .divergence import say_loss
 from .gather_rows import gather_all
@@ -260,7 +260,7 @@ def _gather(self:ExactEvaluation, m, red):
 @patch
 def settle_rows(self:ExactEvaluation, m, parts): # parts: this rank's batches, as rows
     "Agree on which outputs have a row for each sample. Where they have not, and whole batches can be dealt out instead: none. Sync point"
-    told = gather_objects((self.uneven or getattr(m, 'has_value', False), set().union(*map(layouts, parts))))
+    told = gather_objects((self.uneven or getattr(m, 'has_value', False), all_layouts(parts)))
     uneven,found = any(o for o,_ in told),set().union(*[o for _,o in told])
     if deals_batches(self.dl): return [as_wholes(o, found) for o in parts]
     m.again = getattr(m, 'by_batch', None) is not None and (uneven or not same_layout(found))

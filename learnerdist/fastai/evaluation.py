@@ -172,7 +172,7 @@ class Evaluation(ExactEvaluation):
     run_train,files,padded,asked,predicting = True,(),False,None,None
     def _start(self):
         super()._start()
-        self.asked,self.loss_steps = None,{}
+        self.asked,self.loss_steps,self.scores = None,{},None # scores: whether this loop has metrics, its loss included
     def before_validate(self):
         super().before_validate()
         self.padded = False
@@ -189,7 +189,8 @@ class Evaluation(ExactEvaluation):
     def after_batch(self):
         if self.is_measured():
             if is_share(self.dl): self._look()
-            if is_share(self.dl) and len(self.learn.yb) and self._mets() and loss_over(self.learn).kind in ('unknown','items'):
+            if self.scores is None: self.scores = bool(self._mets())
+            if self.scores and is_share(self.dl) and len(self.learn.yb) and loss_over(self.learn).kind in ('unknown','items'):
                 self._keep_loss(self.learn)
             super().after_batch()
         for o in self.files: o.keep(self.learn)

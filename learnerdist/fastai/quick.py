@@ -88,11 +88,22 @@ def _lr(opt):
 def _record(rec):
     learn,smooth = rec.learn,rec.smooth_loss
     if not len(learn.yb): return True
-    if not learn.training or rec.train_metrics or getattr(rec, 'cancel_train', False) or type(smooth) is not AvgSmoothLoss: return False
+    if not learn.training: return _measure(rec, learn)
+    if rec.train_metrics or getattr(rec, 'cancel_train', False) or type(smooth) is not AvgSmoothLoss: return False
     smooth.accumulate(learn)
     rec.lrs.append(_lr(learn.opt))
     rec.losses.append(smooth.value)
     learn.smooth_loss = smooth.value
+    return True
+
+_mets = '_valid_mets' # of fastai's Recorder, see `names` in `fastai.loaders`
+
+def _measure(rec, learn):
+    "The metrics of a validation loop are asked for once, not at each batch"
+    seen = learn.distributed_trainer.seen
+    if seen is None or getattr(type(rec), _mets) is not getattr(Recorder, _mets): return False
+    if 'mets' not in seen: seen['mets'] = [*getattr(rec, _mets)]
+    for m in seen['mets']: m.accumulate(learn)
     return True
 
 _short = {CastToTensor.before_batch: _cast, TrainEvalCallback.after_batch: _count, Recorder.after_batch: _record}

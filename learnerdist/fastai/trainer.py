@@ -127,8 +127,12 @@ def tell_all(self:DistributedTrainer, event):
         return
     orders,known = [*map(_order, cbs)],self.asked.get(event)
     if known is None or known[0]!=cbs or known[1]!=orders:
-        known = self.asked[event] = [*cbs],orders,[(cb,_is_deaf(type(cb), event),short_way(cb, event)) for cb in sorted(cbs, key=_order)]
-    for cb,deaf,short in known[2]:
+        ways = [(cb,_is_deaf(type(cb), event),short_way(cb, event),isinstance(cb, parts)) for cb in sorted(cbs, key=_order)]
+        known = self.asked[event] = [*cbs],orders,ways
+    for cb,deaf,short,is_part in known[2]:
+        if is_part:
+            if not deaf and self.looping and not self.alone and cb.answers(event, self.learn.training): getattr(cb, event)()
+            continue
         own = event in cb.__dict__
         if short and not own and not self.rank0s and take(short, cb, event): continue
         if own or not deaf: self.tell(cb, event)

@@ -192,6 +192,8 @@ def batch_rows(
     b = (*learn.xb,*learn.yb)
     if len(b)==2 and type(b[0]) is type(b[1]) is Tensor and b[1].ndim==1 and b[0].shape[:1]==b[1].shape: return len(b[1]) # the usual
     if (n := vars(learn).get('n_rows')) is not None: return n # put together from the rows of all ranks
+    if len(b)==2 and type(b[0]) is type(b[1]) is Tensor and b[0].shape[:1]==b[1].shape[:1]!=():
+        if b[0].shape[1:2]!=b[1].shape[1:2]: return len(b[0])
     tensors,lists = [o for o in tree_leaves(b) if isinstance(o, Tensor) and o.ndim],[o for o in b if isinstance(o, (list,tuple))]
     lens,seconds = {len(o) for o in tensors},{o.shape[1:2] for o in tensors}
     if not lists and len(lens)==1 and seconds!={tensors[0].shape[1:2]}-{()}: return lens.pop()
