@@ -37,6 +37,7 @@ from learnerdist.distributed.memory import find_batch_size
 # Interruption, and going on
 from learnerdist.checkpoint.preemption import Preempted, preempted_status
 from learnerdist.checkpoint.checkpoint import Checkpoint
+import learnerdist.checkpoint.survivors # noqa: F401 - fits that go on without ranks that die
 
 __all__ = [
     'default_device', 'group_rank', 'group_size', 'is_rank0', 'local_rank', 'num_distrib', 'process_group', 'rank_distrib',

@@ -10,11 +10,13 @@ from contextlib import ExitStack,contextmanager
 
 import torch
 from torch import nn
+from torch.distributed import DistNetworkError
 from fastcore.basics import patch
 
 from ..core.collectives import broadcast_object
 from ..core.deferred import has_deferred
-from ..core.env import group_rank,group_size,group_timeout,in_group,process_group
+from ..core.env import (group_rank,group_size,group_timeout,in_group,launch_store,may_shrink,num_distrib,process_group,rank_distrib,
+                        set_group_timeout,wait_keys)
 from ..core.random import seed_streams
 from ..data.distributed_dl import DistributedDL,is_split,set_epoch
 from .agreement import Agreement,AgreementEnd,Progress
@@ -87,14 +89,34 @@ def attach(self:DistributedTrainer):
         same_optimizer(self.learn)
         if shards: shards.shard()
         self.deal_out()
+        if may_shrink() and group_size()>1:
+            for f in on_attach: f(self)
     except BaseException:
         self.restore()
         raise
+
+on_attach = [] # Functions of a trainer that has opened its group, where the launcher lets ranks go on without others
 
 @patch
 def _set(self:DistributedTrainer, obj, name, val):
     self.stack.callback(*((setattr, obj, name, getattr(obj, name)) if hasattr(obj, name) else (delattr, obj, name)))
     setattr(obj, name, val)
+
+@patch
+def reopen(self:DistributedTrainer,
+    timeout_s=5 # Seconds in which the group has to be open, once all are there
+):
+    "Open a group, and deal the data, for the ranks that are left. Sync point, for as long as collectives wait otherwise"
+    store,patience = launch_store(),group_timeout()
+    if store is not None: # others may hear of the end of the old group only at their next exchange
+        store.set(f'here/{rank_distrib()}', '')
+        if wait_keys(store, {r: f'here/{r}' for r in range(num_distrib())}, patience) is None:
+            raise DistNetworkError(f'timed out: {patience:g} s without a word from another rank')
+    self.stack.enter_context(process_group(self.cuda_id, timeout_s=timeout_s))
+    self.links = self.stack.enter_context(open_links(patience))
+    set_group_timeout(patience)
+    self.weights = LossWeights(self.learn, self.links)
+    self.deal_out(self.sources)
 
 @patch
 def restore(self:DistributedTrainer):
@@ -121,14 +143,17 @@ def share_now(self:DistributedTrainer, dl, pad):
     return dl
 
 @patch
-def deal_out(self:DistributedTrainer):
+def deal_out(self:DistributedTrainer,
+    sources=None # The loaders; None: the learner's
+):
     "Replace the learner's loaders by this rank's shards; called again when it gets other loaders within the context"
     dls = self.dls
     self.set_device(self.device_here)
     names = ['train','valid'] if not hasattr(dls, 'loaders') else []
-    found = [getattr(dls, o) for o in names] or dls.loaders
-    if self.check_data and group_size()>1: same_data([o for o in found if not is_split(o)])
-    part = (lambda dl, i: parted(dl, group_size(), i==0)) if self.split_batches else lambda dl, i: dl
+    found = sources or [getattr(dls, o) for o in names] or dls.loaders[:]
+    self.sources = found
+    if self.check_data and not sources and group_size()>1: same_data([o for o in found if not is_split(o)])
+    part = (lambda dl, i: parted(dl, group_size(), i==0, bool(sources))) if self.split_batches else lambda dl, i: dl
     self.shares = [dl if dl is None else self.share(part(dl, i), pad=i==0 and 'batch') for i,dl in enumerate(found)]
     for name,dl in zip(names, self.shares): self._set(dls, name, dl)
     if not names: self._set(dls, 'loaders', self.shares[:])

@@ -230,13 +230,21 @@ def _launch(args, task, server):
     return _worker(None, _target(args))
 
 @contextmanager
-def _one_hash_seed():
-    "Environment in which Python's string hashes, and so the orders of sets, are the same on all ranks"
-    own = 'PYTHONHASHSEED' not in os.environ
-    if own: os.environ['PYTHONHASHSEED'] = '0'
+def _in_environment(**names):
+    "Within the body, variables that the environment lacks. One PYTHONHASHSEED makes the orders of sets the same on all ranks"
+    own = {k:v for k,v in names.items() if k not in os.environ}
+    os.environ.update(own)
     try: yield
     finally:
-        if own: del os.environ['PYTHONHASHSEED']
+        for k in own: del os.environ[k]
+
+def _members(args):
+    "`Members` for `--on-failure`; None if all ranks are to end with the first one"
+    if args.on_failure == 'restart': return None
+    from learnerdist.launch.members import Members
+    if args.rdzv_backend == 'loopback': return Members()
+    say(f'--on-failure {args.on_failure} is for the ranks of one machine: restart')
+    return None
 
 def _launch_agent(args, server):
     from torch.distributed import DistError
@@ -247,15 +255,17 @@ def _launch_agent(args, server):
     from learnerdist.core.compat import shutdown_s,start_ranks_by
     from learnerdist.launch.agent import Watch,end_groups,hear_of_ranks
     if server: start_ranks_by(server.start)
-    handlers = hear_of_ranks()
+    members = _members(args)
+    handlers = hear_of_ranks(members)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as d:
         args.log_dir = args.log_dir or d
         config,logs,cmd,cmd_args = _configure(args)
-        logs.handlers = handlers
+        logs.handlers,logs.members = handlers,members
         watch = Watch(logs, args.wait, 5+(shutdown_s(config) if not config.max_restarts else 900))
         watch.start()
         try:
-            with _one_hash_seed(): elastic_launch(config, cmd)(*cmd_args)
+            with _in_environment(PYTHONHASHSEED='0', LEARNERDIST_ON_FAILURE=args.on_failure if members else 'restart'):
+                elastic_launch(config, cmd)(*cmd_args)
         except SignalException as e: return preempted_status if logs.files and [*logs.files] == logs.put_off() else 128 + e.sigval
         except ChildFailedError as e:
             watch.stop()
