@@ -6,7 +6,7 @@ Each run trains on several ranks under `--on-failure shrink`. A point is a numbe
 of C) that a rank has come to since the fit began, or since it went on without others: there it kills itself, sometimes another rank at the
 same time. So deaths are anywhere in steps, validation, ends of epochs, and while those that are left form a group. Weights, recorded
 numbers and learning rates are compared at 1e-9 in float64, on every rank that is left; shown is how long the ranks stood still."""
-import argparse,json,os,random,signal,subprocess,sys,tempfile,time
+import argparse,faulthandler,json,os,random,signal,subprocess,sys,tempfile,time
 from pathlib import Path
 
 def train(folder, plan, fastai):
@@ -19,6 +19,7 @@ def train(folder, plan, fastai):
     from torch import nn
     me,state = local_rank(),dict(n=0, gen=0, pause=0., left=None)
     (folder/f'{me}.pid').write_text(str(os.getpid()))
+    faulthandler.register(signal.SIGUSR1, open(folder/f'{me}.stack', 'w'))
     own = [o for o in plan if o[0]==me]
     def watch(frame, event, arg):
         state['n'] += 1
@@ -62,10 +63,24 @@ def launch(args, folder, plan):
     "The launcher's exit status, what each rank left, and the rows of the CSV file"
     folder.mkdir()
     cmd = [sys.executable,'-m','learnerdist.launch','--nproc',str(args.nproc),'--on-failure','shrink',__file__]
-    with open(folder/'log', 'w') as log:
-        code = subprocess.run([*cmd, '--train', json.dumps([str(folder),plan,args.fastai])], stdout=log, stderr=log, timeout=120).returncode
+    with open(folder/'log', 'w') as log, subprocess.Popen([*cmd, '--train', json.dumps([str(folder),plan,args.fastai])], stdout=log,
+                                                          stderr=log) as proc:
+        try: code = proc.wait(60)
+        except subprocess.TimeoutExpired:
+            code = 'hangs at '+stacks(folder)
+            proc.kill()
     csv = folder/'history.csv'
     return code,{int(o.stem): json.loads(o.read_text()) for o in folder.glob('*.json')},csv.read_text() if csv.exists() else ''
+
+whats = 'weights','losses','values','rates','steps'
+
+def stacks(folder):
+    "Where the ranks are that still run"
+    for o in folder.glob('*.pid'):
+        try: os.kill(int(o.read_text()), signal.SIGUSR1)
+        except ProcessLookupError: pass
+    time.sleep(.5)
+    return '\n'.join(f'{o.stem}: {o.read_text()}' for o in folder.glob('*.stack') if o.stat().st_size)
 
 def flat(o): return [n for i in o for n in flat(i)] if isinstance(o, list) else [o]
 
@@ -73,13 +88,13 @@ def close(a, b):
     a,b = flat(a),flat(b)
     return len(a)==len(b) and all(abs(x-y)<=1e-9*max(1, abs(x)) for x,y in zip(a, b))
 
-def draw(rng, n_ranks, n_events, kills):
+def draw(rng, n_ranks, n_events, kills, soon):
     "A plan of up to `kills` deaths"
     plan,alive,gen,n = [],[*range(n_ranks)],0,0
-    for _ in range(rng.randint(1, kills)):
-        both = len(alive)>2 and rng.random()<.2
+    for _ in range(kills if soon else rng.randint(1, kills)):
+        both = len(alive)>2 and rng.random()<(.5 if soon and gen else .2)
         dead = rng.sample(alive, 1+both)
-        most = n_events if not gen else rng.choice([3000, n_events//2]) # soon after the others have heard of a death, or later
+        most = n_events if not gen else rng.choice([3000, 300 if soon else n_events//2]) # soon after the others have heard of a death, or later
         plan.append([dead[0],gen,rng.randint(1, most),dead])
         alive,gen = [o for o in alive if o not in dead],gen+1
         if len(alive)<2: break
@@ -92,24 +107,27 @@ def main(args):
         assert not code and len(ref)==args.nproc, (Path(d)/'ref/log').read_text()
         n_events = min(o['n'] for o in ref.values())
         while died<args.kills:
-            k,plan = k+1,draw(rng, args.nproc, n_events, args.nproc-1)
+            k,plan = k+1,draw(rng, args.nproc, n_events, args.nproc-1, args.soon)
             folder,begin = Path(d)/str(k),time.monotonic()
-            try: code,got,rows = launch(args, folder, plan)
-            except subprocess.TimeoutExpired: code,got,rows = 'hangs',{},''
+            code,got,rows = launch(args, folder, plan)
             died += (n := args.nproc-len(got))
-            same = not code and got and all(close(o['numbers'], ref[0]['numbers']) for o in got.values()) and close_rows(rows, csv)
+            wrong = [f'{what} of rank {r}' for r,o in got.items() for what,a,b in zip(whats, o['numbers'], ref[0]['numbers']) if not close(a, b)]
+            late = code==137 and 'left with status 0 before' in (folder/'log').read_text() # the others had ended their fit
+            wrong += ['CSV']*(not close_rows(rows, csv)) + ['exit']*bool(code and not late)
+            left = sorted(o.name for o in folder.iterdir() if o.suffix not in ('.json','.pid','.stack') and o.name not in ('log','history.csv'))
+            same = got and not wrong and not left
             worst += [o['pause'] for o in got.values()]
             print(f'{k}: {plan}: {n} died, exit {code}, pause {max(worst[-len(got):], default=0):.2f} s, {time.monotonic()-begin:.0f} s,',
-                  'equal' if same else 'DIFFERENT', flush=True)
+                  ('equal' if not late else 'equal, but died when the others had come to their end') if same else f'DIFFERENT: {wrong} {left}', flush=True)
             if not same:
                 bad.append(k)
-                print((folder/'log').read_text()[-args.tail:], flush=True)
+                print((folder/'log').read_text()[-args.tail:], rows, csv, sep='\n', flush=True)
     worst.sort()
     print(f'{k} runs, {died} deaths, {len(bad)} bad: {bad}; stood still at most {worst[-1]:.2f} s, in the median {worst[len(worst)//2]:.2f} s')
     return len(bad)
 
 def close_rows(a, b):
-    a,b = ([[float(n) for n in o.split(',')] for o in s.split()[1:]] for s in (a, b))
+    a,b = ([[float(n) for n in o.split(',')] for o in s.splitlines()[1:]] for s in (a, b))
     return close(a, b)
 
 if __name__=='__main__':
@@ -118,6 +136,7 @@ if __name__=='__main__':
     p.add_argument('--nproc', type=int, default=4)
     p.add_argument('--seed', type=int, default=0)
     p.add_argument('--tail', type=int, default=3000)
+    p.add_argument('--soon', action='store_true', help='many deaths while those that are left form a group')
     p.add_argument('--fastai', action='store_true')
     p.add_argument('--train')
     args = p.parse_args()

@@ -65,7 +65,10 @@ class Checkpoint(Callback):
         if self.active or not getattr(self.learn, 'fitting', False) or 'lr_finder' in vars(self.learn): return
         others = [cb for cb in self.learn.cbs if isinstance(cb, Checkpoint)]
         if len(others)>1: raise ValueError(f'{len(others)} Checkpoints in one fit: give it one')
+        again = getattr(vars(self.learn).get('survivors'), 'at', None) is not None # this fit goes on without ranks that have died
+        before = (self.run,self.last) if again and hasattr(self, 'run') else None
         self._begin()
+        if before: self.run,self.last = before
         self.agreement = next((cb for cb in self.learn.cbs if isinstance(cb, Agreement)), None) if group_size()>1 else None
         self.world,self.rank = (group_size(),group_rank()) if self.agreement else (1,0)
         if self.agreement: self.agreement.watcher = self
@@ -73,8 +76,9 @@ class Checkpoint(Callback):
         self.folder,self.streams = Path(self.learn.path)/self.path,Streams(loaders_of(self.dls))
         self.config,self.requests = run_config(self.learn, self.world),Requests(self.signals)
         self.learn.add_cb(_Early(self))
-        if self.resume or self.resuming: self.restore()
-        if is_rank0(): open_folder(self.folder, self.resume or self.resuming)
+        resume = self.resume or self.resuming
+        if resume and not again: self.restore()
+        if is_rank0(): open_folder(self.folder, resume or again)
 
     def before_train(self):
         if self.active and self.at and self.at['phase']=='train': self.arrive()
@@ -113,7 +117,9 @@ def at_epoch(self:Checkpoint):
 @patch
 def at_train(self:Checkpoint):
     "Before a training loop: wrap its loader in a `PlacedLoader`, at its position if the fit is resumed"
-    self.phase,self.loader = 'train',PlacedLoader(self.learn.dl, self.streams) # others may wrap it in a loader that reads ahead
+    self.phase,dl = 'train',self.learn.dl
+    self.loader = dl if isinstance(dl, PlacedLoader) else PlacedLoader(dl, self.streams) # others may wrap it in a loader that reads ahead
+    self.loader.streams = self.streams
     self.learn.dl = self.loader
     if not self.at or self.at['phase']!='train': return
     again = self.state['ranks'][self.rank]['streams'] if self.alike else None
@@ -195,8 +201,8 @@ def capture(self:Checkpoint, phase)->dict:
 def save(self:Checkpoint, phase):
     "Write a checkpoint. Sync point: one gather of the ranks' own states. Of a sharded model each rank writes the rows that it has"
     held = self.held or self.capture(phase)
-    ranks,tokens = zip(*gather_objects((held['own'],os.getpid())))
-    self.last,like = held['place'],a_part(get_model(self.learn.model))
+    ranks,tokens,runs = zip(*gather_objects((held['own'],os.getpid(),self.run)))
+    self.run,self.last,like = runs[0],held['place'],a_part(get_model(self.learn.model))
     i,n,again = shard_place(like) if like is not None else (0,1,not is_rank0())
     if again: return
     self.wait()

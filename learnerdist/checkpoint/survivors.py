@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/checkpoint/05_survivors.ipynb #sv02
 import gc,json,os,signal,sys,time
-from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from ..distributed.failure import _has_timed_out,announce
 from ..distributed.shared_mean import shared_memory
 from ..distributed.vote_links import SocketLinks
 from ..learner.callback import Callback,Order
-from ..learner.learner import Learner,StartAt,get_model
+from ..learner.learner import StartAt,get_model
 from ..learner.losses import batch_rows,loss_over,n_items,weighted
 from .callback_state import horizons,load_states,states_of
 from .position import PlacedLoader,Streams,_data,go_back,rows_done
@@ -193,7 +192,7 @@ def _mark_step(self:Survivors, i):
     place['iter'],place['step'],place['pct'],self.stepped = i,learn.train_iter,learn.pct_train,False
     self.lens = [*map(len, self.lists)]
     for o in self.buffers:
-        if o[2]!=version(o[0]): o[1].copy_(o[0]); o[2] = version(o[0])
+        if o[2]!=version(o[0]): o[1:] = o[1].copy_(o[0]),version(o[0])
 
 @patch
 def before_backward(self:Survivors):
@@ -214,7 +213,8 @@ def after_cancel_batch(self:Survivors): self.in_step = False
 @patch
 def at_trained(self:Survivors):
     "After the batches of a training loop"
-    if self.place['phase']=='train' and self.active: self.mark('trained', iter=self.agreement.n_steps, done=sys.maxsize, data=_data(self.dl))
+    if not self.active or self.place['phase']!='train': return
+    self.mark('trained', iter=self.agreement.n_steps, done=sys.maxsize, data=_data(self.dl)) # also of a loop that was cancelled
 
 @patch
 def at_validate(self:Survivors):
@@ -235,6 +235,10 @@ def at_end(self:Survivors):
 def note(self:Survivors):
     "After an exception: undo a half-done step, end a completed one, and say where this rank is. `head` is larger where more is done"
     learn,place = self.learn,self.place
+    if self.at: # it has not come back to where it was
+        self.place,(self.held,self.groups,self.rows) = self.at,self.had
+        self.head = self._head()
+        return
     if place['phase']=='train':
         if self.stepped: self._end_step()
         else: self._undo_step()
@@ -244,7 +248,10 @@ def note(self:Survivors):
         self.held = self._states()
     self.groups,self.rows = _plain_groups(self.opt),None
     if self.ledger and place['phase'] in ('train','trained'): self.rows = self.ledger.read(place['iter'], place['step']-place['iter']+1)
-    self.head = [self.n_fits,place['epoch'],phases.index(place['phase']),place['step']]
+    self.head = self._head()
+
+@patch
+def _head(self:Survivors): return [self.n_fits,self.place['epoch'],phases.index(self.place['phase']),self.place['step']]
 
 @patch
 def _end_step(self:Survivors):
@@ -411,7 +418,8 @@ def _share_totals(self:Survivors, rows):
 def follow(trainer):
     "Let the fits of a trainer's learner go on without ranks that die"
     cb = Survivors(trainer)
-    trainer._set(trainer.learn, 'run_fit', cb.run_fit)
+    trainer.learn.run_fit = cb.run_fit
+    trainer.stack.callback(vars(trainer.learn).pop, 'run_fit')
     for o in (cb,_Marks(cb)):
         trainer.learn.add_cb(o)
         trainer.stack.callback(trainer.learn.remove_cb, o)

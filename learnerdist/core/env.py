@@ -102,9 +102,8 @@ def connect_store(
     else:
         store = dist.TCPStore(env['MASTER_ADDR'], int(env['MASTER_PORT']), int(env['WORLD_SIZE']), hosts and not _agents_store(env),
                               timedelta(seconds=timeout_s), multi_tenant=True, wait_for_workers=False)
-    n = env.get(generation_var) or 0
-    return dist.PrefixStore(f"learnerdist/{env.get('TORCHELASTIC_RESTART_COUNT') or 0 if _agents_store(env) else 0}{f'/{n}' if int(n) else ''}",
-                            store)
+    attempt,n = env.get('TORCHELASTIC_RESTART_COUNT') or 0 if _agents_store(env) else 0,int(env.get(generation_var) or 0)
+    return dist.PrefixStore(f'learnerdist/{attempt}'+f'/{n}'*bool(n), store)
 
 generation_var = 'LEARNERDIST_GENERATION' # Environment variable: how often ranks of this attempt have died and the others gone on
 
