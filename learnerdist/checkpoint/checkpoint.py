@@ -58,7 +58,7 @@ class Checkpoint(Callback):
         self.last = self.pending = None # the position of the newest checkpoint, and the Future of one that is being written
         self.at = None # the position that this fit will resume at
         self.unsettled = False # whether DDP still has its initial buckets
-        self.run,self.clock,self.active = secrets.token_hex(4),time.monotonic(),True
+        self.run_id,self.clock,self.active = secrets.token_hex(4),time.monotonic(),True
 
     def before_fit(self):
         if self.active: self.nested += 1
@@ -66,9 +66,9 @@ class Checkpoint(Callback):
         others = [cb for cb in self.learn.cbs if isinstance(cb, Checkpoint)]
         if len(others)>1: raise ValueError(f'{len(others)} Checkpoints in one fit: give it one')
         again = getattr(vars(self.learn).get('survivors'), 'at', None) is not None # this fit goes on without ranks that have died
-        before = (self.run,self.last) if again and hasattr(self, 'run') else None
+        before = (self.run_id,self.last) if again and hasattr(self, 'run_id') else None
         self._begin()
-        if before: self.run,self.last = before
+        if before: self.run_id,self.last = before
         self.agreement = next((cb for cb in self.learn.cbs if isinstance(cb, Agreement)), None) if group_size()>1 else None
         self.world,self.rank = (group_size(),group_rank()) if self.agreement else (1,0)
         if self.agreement: self.agreement.watcher = self
@@ -201,8 +201,8 @@ def capture(self:Checkpoint, phase)->dict:
 def save(self:Checkpoint, phase):
     "Write a checkpoint. Sync point: one gather of the ranks' own states. Of a sharded model each rank writes the rows that it has"
     held = self.held or self.capture(phase)
-    ranks,tokens,runs = zip(*gather_objects((held['own'],os.getpid(),self.run)))
-    self.run,self.last,like = runs[0],held['place'],a_part(get_model(self.learn.model))
+    ranks,tokens,runs = zip(*gather_objects((held['own'],os.getpid(),self.run_id)))
+    self.run_id,self.last,like = runs[0],held['place'],a_part(get_model(self.learn.model))
     i,n,again = shard_place(like) if like is not None else (0,1,not is_rank0())
     if again: return
     self.wait()
@@ -210,7 +210,7 @@ def save(self:Checkpoint, phase):
     parts,at = {f'rows_{i}': dict(rows=rows)} if rows else {},self.last
     state = dict(opt=to_plain(opt, 'optimizer'), cbs=held['cbs'], ranks=to_plain([*ranks], 'ranks'))
     if i==0: parts |= dict(model=to_plain(model, 'model'), state=state)
-    info = dict(run=self.run, epoch=at['epoch'], step=at['step'], place=at, config=self.config, **(dict(shards=n) if rows else {}))
+    info = dict(run=self.run_id, epoch=at['epoch'], step=at['step'], place=at, config=self.config, **(dict(shards=n) if rows else {}))
     self.pending = write_snapshot(self.folder/snapshot_name(at['epoch'], at['step']), parts, to_plain(info, 'manifest'),
                                   self.background and not self.stopping, Writers(i, n, tokens[0]))
     if not self.background: self.wait()
@@ -221,7 +221,7 @@ def wait(self:Checkpoint):
     pending,self.pending = self.pending,None
     if pending is None: return
     pending.result()
-    if is_rank0(): prune(self.folder, self.keep, self.run)
+    if is_rank0(): prune(self.folder, self.keep, self.run_id)
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c016
 @patch
@@ -232,7 +232,7 @@ def restore(self:Checkpoint):
     if self.agreement: # so that all ranks have the same one, also while another is being written
         parts,found = found and found.parts,broadcast_object(found and found._replace(parts=None))
     if found is None: return
-    self.source,self.run,self.at,old = found.folder,found.info['run'],found.info['place'],found.info['config']
+    self.source,self.run_id,self.at,old = found.folder,found.info['run'],found.info['place'],found.info['config']
     if not self.source.exists(): raise ValueError(f'rank {group_rank()} does not see {self.source}: all ranks need the same folder, on a '
                                                   'file system that all machines share')
     if self.agreement: found = found._replace(parts=parts or read_snapshot(self.source, found.info, like=like, check=False))

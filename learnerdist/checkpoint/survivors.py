@@ -87,7 +87,7 @@ class Survivors(Callback):
     "Where this rank is in the fit, and the way on if another rank has died. Its learner's `run_fit` is that of this callback"
     order,run_find = Order.checkpoint,False
     def __init__(self, trainer):
-        self.trainer,self.n_fits,self.active,self.horizon = trainer,0,False,None
+        self.trainer,self.n_fits,self.active = trainer,0,False
         self._begin(None)
 
     def _begin(self, at):
@@ -106,7 +106,9 @@ class Survivors(Callback):
                 self._go_on()
                 _set_groups(self.opt, groups)
                 self.learn.fitting,self.learn.start_at = True,StartAt()
-        finally: self.active = False
+        finally:
+            self.active = False
+            self._begin(None) # the memory of the ledger is free
 
     def _is_lost(self):
         "Run the fit; True if a rank has died, and the launcher lets the others go on"
@@ -326,7 +328,7 @@ def _cannot(why, rank, n):
 @patch
 def _form(self:Survivors):
     "Open the group, and take the state of the rank that is furthest. Sync point"
-    trainer,was = self.trainer,self._global_batch()
+    trainer,was,n_ranks = self.trainer,self._global_batch(),self.trainer.weights.world_size
     trainer.reopen()
     announce()
     heads = gather_objects(self.head)
@@ -338,12 +340,18 @@ def _form(self:Survivors):
     if place['phase'] in ('train','trained') and place['done'] is None:
         raise _cannot('what is left of the epoch cannot be dealt out: workers read a stream, or nothing says which samples a batch has',
                       group_rank(), group_size())
+    now,steps = self._global_batch(),horizons([o for o in self.learn.cbs if getattr(o, 'by', 'step')=='step'])
+    if now!=was and 'scheduler' in steps:
+        raise _cannot(f'a schedule was made for {steps["scheduler"]} with global batches of {was} samples, and not of {now}: give '
+                      'split_batches=True, and a batch size that the number of ranks divides', group_rank(), group_size())
+    acc = getattr(self.learn, 'gradient_accumulation', None)
+    if acc is not None and now==was: trainer._set(acc, 'n_acc', -(-acc.n_acc*n_ranks//group_size())) # of each rank
     if min(o[-1] for o in heads)<best[-1]: self._take_weights(src)
     _set_groups(self.opt, groups)
     self._begin(None if place['phase']=='begin' else place)
     self.had = held,groups,rows
     root_store().set(f'formed/{generation()}', '')
-    self._say(was)
+    self._say(was, now)
 
 @patch
 def _take_weights(self:Survivors, src):
@@ -363,10 +371,10 @@ def _global_batch(self:Survivors):
     return bs and bs*self.trainer.weights.world_size
 
 @patch
-def _say(self:Survivors, was):
+def _say(self:Survivors, was, now):
     "One line about what has changed"
     if not is_rank0(): return
-    now,at = self._global_batch(),self.at or dict(epoch=0, step=0)
+    at = self.at or dict(epoch=0, step=0)
     batches = f'global batches of {now} samples' + (f', before {was}' if now!=was else ' as before')
     self.learn.logger(f'going on in epoch {at["epoch"]} after step {at["step"]} with {group_size()} ranks: {batches}')
 
@@ -374,10 +382,6 @@ def _say(self:Survivors, was):
 @patch
 def before_fit(self:Survivors):
     if not self.active or 'lr_finder' in vars(self.learn): return
-    now = horizons(self.learn.cbs)
-    if not self.at: self.horizon = now
-    if now!=self.horizon: raise _cannot(f'a schedule was made for {self.horizon}, and not for {now}: give split_batches=True, and a batch '
-                                        'size that divides', group_rank(), group_size())
     if not self.at: return
     self._load()
     at = self.at
