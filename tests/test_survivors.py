@@ -50,18 +50,22 @@ def train(folder, plan, kind='', how='SIGKILL'):
     rec = learn.recorder
     gc.collect()
     res = dict(weights=[o.tolist() for o in net.state_dict().values()], losses=rec.losses, values=rec.values, lrs=rec.lrs, iters=rec.iters,
-               n=count.n, world=num_distrib(), left=sorted(o.readlink().name for o in Path('/proc/self/fd').iterdir()
-                                                        if o.is_symlink() and 'learnerdist' in str(o.readlink())))
+               n=count.n, world=num_distrib(), left=[o for o in map(str, links()) if 'learnerdist' in o])
     (Path(folder)/f'{local_rank()}.json').write_text(json.dumps(res))
 
 def launch(folder, plan=(), *args, nproc=3, policy='shrink', options=()):
     "Exit status, what each rank has left, and what was printed"
     folder.mkdir(parents=True, exist_ok=True)
-    cmd = [sys.executable,'-m','learnerdist.launch','--nproc',nproc,'--on-failure',policy,*options,__file__,folder,json.dumps(dict(plan)),*args]
+    cmd = [sys.executable,'-m','learnerdist.launch','--nproc',nproc,'--on-failure',policy,*options]
+    cmd += [__file__,folder,json.dumps(dict(plan)),*args]
     drop = 'RANK','WORLD_SIZE','LOCAL_RANK','MASTER_PORT'
     env = {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=str(root))
     res = subprocess.run([*map(str, cmd)], env=env, capture_output=True, text=True, timeout=150)
     return res.returncode,{int(o.stem): json.loads(o.read_text()) for o in folder.glob('[0-9].json')},res.stdout+res.stderr
+
+def links():
+    "What this process has open"
+    return [o.readlink() for o in Path('/proc/self/fd').iterdir() if o.is_symlink()]
 
 def flat(o): return [n for i in o for n in flat(i)] if isinstance(o, list) else [o]
 
@@ -88,9 +92,12 @@ def undisturbed(tmp_path_factory):
 
 # the plan: one rank after another, each at another point. 60 samples of a global batch divide among 6 to 1 ranks
 @pytest.mark.parametrize('plan', [
-    {0: at('before_backward', 0, 0), 1: at('after_pred', 0, 2), 2: at('after_train', 0), 3: at('after_pred', 1, 0, False), 4: at('after_epoch', 1)},
-    {5: at('before_fit', 0), 4: at('before_train', 0), 3: at('after_backward', 0, 3), 2: at('after_step', 1, 2), 0: at('after_validate', 1)},
-    {1: at('before_epoch', 1), 0: at('before_batch', 1, 3), 2: at('before_step', 1, 3), 3: at('before_validate', 1), 5: at('after_batch', 2, 0)}])
+    {0: at('before_backward', 0, 0), 1: at('after_pred', 0, 2), 2: at('after_train', 0), 3: at('after_pred', 1, 0, False),
+     4: at('after_epoch', 1)},
+    {5: at('before_fit', 0), 4: at('before_train', 0), 3: at('after_backward', 0, 3), 2: at('after_step', 1, 2),
+     0: at('after_validate', 1)},
+    {1: at('before_epoch', 1), 0: at('before_batch', 1, 3), 2: at('before_step', 1, 3), 3: at('before_validate', 1),
+     5: at('after_batch', 2, 0)}])
 def test_deaths_of_five_of_six(plan, tmp_path, undisturbed):
     check(tmp_path, launch(tmp_path, plan, nproc=6), undisturbed(), 1, 'with 1 ranks: global batches of 60 samples as before')
 

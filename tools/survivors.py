@@ -1,6 +1,6 @@
 """Kill ranks of a run at random points, and compare with the run that nobody disturbed:
 
-    python tools/survivors.py --kills 200 [--nproc 4] [--seed 0] [--fastai]
+    python tools/survivors.py --kills 200 [--nproc 4] [--seed 0] [--soon]
 
 Each run trains on several ranks under `--on-failure shrink`. A point is a number of events (calls and returns of functions, of Python and
 of C) that a rank has come to since the fit began, or since it went on without others: there it kills itself, sometimes another rank at the
@@ -9,7 +9,7 @@ numbers and learning rates are compared at 1e-9 in float64, on every rank that i
 import argparse,faulthandler,json,os,random,signal,subprocess,sys,tempfile,time
 from pathlib import Path
 
-def train(folder, plan, fastai):
+def train(folder, plan):
     "On each rank; `plan`: (rank, how many had died, events since then, ranks to kill)"
     import torch,torch._dynamo # noqa: F401
     torch.set_default_dtype(torch.float64)
@@ -63,7 +63,7 @@ def launch(args, folder, plan):
     "The launcher's exit status, what each rank left, and the rows of the CSV file"
     folder.mkdir()
     cmd = [sys.executable,'-m','learnerdist.launch','--nproc',str(args.nproc),'--on-failure','shrink',__file__]
-    with open(folder/'log', 'w') as log, subprocess.Popen([*cmd, '--train', json.dumps([str(folder),plan,args.fastai])], stdout=log,
+    with open(folder/'log', 'w') as log, subprocess.Popen([*cmd, '--train', json.dumps([str(folder),plan])], stdout=log,
                                                           stderr=log) as proc:
         try: code = proc.wait(60)
         except subprocess.TimeoutExpired:
@@ -94,7 +94,7 @@ def draw(rng, n_ranks, n_events, kills, soon):
     for _ in range(kills if soon else rng.randint(1, kills)):
         both = len(alive)>2 and rng.random()<(.5 if soon and gen else .2)
         dead = rng.sample(alive, 1+both)
-        most = n_events if not gen else rng.choice([3000, 300 if soon else n_events//2]) # soon after the others have heard of a death, or later
+        most = n_events if not gen else rng.choice([3000, 300 if soon else n_events//2]) # soon after another death, or later
         plan.append([dead[0],gen,rng.randint(1, most),dead])
         alive,gen = [o for o in alive if o not in dead],gen+1
         if len(alive)<2: break
@@ -111,20 +111,27 @@ def main(args):
             folder,begin = Path(d)/str(k),time.monotonic()
             code,got,rows = launch(args, folder, plan)
             died += (n := args.nproc-len(got))
-            wrong = [f'{what} of rank {r}' for r,o in got.items() for what,a,b in zip(whats, o['numbers'], ref[0]['numbers']) if not close(a, b)]
             late = code==137 and 'left with status 0 before' in (folder/'log').read_text() # the others had ended their fit
-            wrong += ['CSV']*(not close_rows(rows, csv)) + ['exit']*bool(code and not late)
-            left = sorted(o.name for o in folder.iterdir() if o.suffix not in ('.json','.pid','.stack') and o.name not in ('log','history.csv'))
-            same = got and not wrong and not left
+            wrong,left = differences(got, ref[0], rows, csv) + [f'exit {code}']*bool(code and not late),left_over(folder)
             worst += [o['pause'] for o in got.values()]
-            print(f'{k}: {plan}: {n} died, exit {code}, pause {max(worst[-len(got):], default=0):.2f} s, {time.monotonic()-begin:.0f} s,',
-                  ('equal' if not late else 'equal, but died when the others had come to their end') if same else f'DIFFERENT: {wrong} {left}', flush=True)
-            if not same:
+            found = f'DIFFERENT: {wrong} {left}' if wrong or left or not got else 'equal'+', died when the others had ended'*late
+            print(f'{k}: {plan}: {n} died, {max(worst[-len(got):], default=0):.2f} s, {time.monotonic()-begin:.0f} s in all, {found}', flush=True)
+            if found[0]=='D':
                 bad.append(k)
                 print((folder/'log').read_text()[-args.tail:], rows, csv, sep='\n', flush=True)
     worst.sort()
-    print(f'{k} runs, {died} deaths, {len(bad)} bad: {bad}; stood still at most {worst[-1]:.2f} s, in the median {worst[len(worst)//2]:.2f} s')
+    print(f'{k} runs, {died} deaths, {len(bad)} bad: {bad}; stood still at most {worst[-1]:.2f} s, in the median',
+          f'{worst[len(worst)//2]:.2f} s')
     return len(bad)
+
+def differences(got, ref, rows, csv):
+    "What differs from the undisturbed run"
+    res = [f'{what} of rank {r}' for r,o in got.items() for what,a,b in zip(whats, o['numbers'], ref['numbers']) if not close(a, b)]
+    return res + ['CSV']*(not close_rows(rows, csv))
+
+def left_over(folder):
+    "Files that nobody has asked for"
+    return sorted(o.name for o in folder.iterdir() if o.suffix not in ('.json','.pid','.stack') and o.name not in ('log','history.csv'))
 
 def close_rows(a, b):
     a,b = ([[float(n) for n in o.split(',')] for o in s.splitlines()[1:]] for s in (a, b))
@@ -137,10 +144,9 @@ if __name__=='__main__':
     p.add_argument('--seed', type=int, default=0)
     p.add_argument('--tail', type=int, default=3000)
     p.add_argument('--soon', action='store_true', help='many deaths while those that are left form a group')
-    p.add_argument('--fastai', action='store_true')
     p.add_argument('--train')
     args = p.parse_args()
     if args.train:
-        folder,plan,fastai = json.loads(args.train)
-        train(Path(folder), plan, fastai)
+        folder,plan = json.loads(args.train)
+        train(Path(folder), plan)
     else: sys.exit(main(args))

@@ -87,10 +87,11 @@ class Members:
 
     def _tell(self, dead, codes):
         for r in dead: self._kill(r) # its children, which may hold its sockets open
-        there,old,n = self._connect(self.n),self.left,len(self.left)
-        self.left,self.n = [r for r,o in codes.items() if o is None],self.n+1
+        old,left = self.left,[r for r,o in codes.items() if o is None]
+        if left:
+            self.store.set('members', json.dumps([self.n+1, left]))
+            there = self._connect(self.n)
+            for r in dead: record_exit(there, old.index(r), describe_exit(codes[r]))
+            say(*(f'rank {r} {describe_exit(codes[r])}: {len(left)} of {len(old)} ranks are left' for r in dead))
+        self.left,self.n = left,self.n+1 # now: after an error of the store, all this is done again
         self.died |= {r: self.n for r in dead}
-        if not self.left: return
-        self.store.set('members', json.dumps([self.n, self.left]))
-        for r in dead: record_exit(there, old.index(r), describe_exit(codes[r]))
-        say(*(f'rank {r} {describe_exit(codes[r])}: {len(self.left)} of {n} ranks are left' for r in dead))
