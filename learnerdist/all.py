@@ -37,7 +37,6 @@ from learnerdist.distributed.memory import find_batch_size
 # Interruption, and going on
 from learnerdist.checkpoint.preemption import Preempted, preempted_status
 from learnerdist.checkpoint.checkpoint import Checkpoint
-import learnerdist.checkpoint.survivors # noqa: F401 - fits that go on without ranks that die
 
 __all__ = [
     'default_device', 'group_rank', 'group_size', 'is_rank0', 'local_rank', 'num_distrib', 'process_group', 'rank_distrib',
@@ -55,5 +54,6 @@ __all__ = [
     'DistributedTrainer', 'find_batch_size',
     'Preempted', 'preempted_status', 'Checkpoint']
 
+import learnerdist.checkpoint.survivors as _survivors # noqa: F401 - fits that go on without ranks that die
 import learnerdist.core.docstrings as _docstrings
 if _docstrings.is_interactive(): _docstrings.add_docments([globals()[o] for o in __all__]) # so that `help` shows them

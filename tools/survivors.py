@@ -90,7 +90,7 @@ def close(a, b):
 
 def draw(rng, n_ranks, n_events, kills, soon):
     "A plan of up to `kills` deaths"
-    plan,alive,gen,n = [],[*range(n_ranks)],0,0
+    plan,alive,gen = [],[*range(n_ranks)],0
     for _ in range(kills if soon else rng.randint(1, kills)):
         both = len(alive)>2 and rng.random()<(.5 if soon and gen else .2)
         dead = rng.sample(alive, 1+both)
@@ -115,7 +115,8 @@ def main(args):
             wrong,left = differences(got, ref[0], rows, csv) + [f'exit {code}']*bool(code and not late),left_over(folder)
             worst += [o['pause'] for o in got.values()]
             found = f'DIFFERENT: {wrong} {left}' if wrong or left or not got else 'equal'+', died when the others had ended'*late
-            print(f'{k}: {plan}: {n} died, {max(worst[-len(got):], default=0):.2f} s, {time.monotonic()-begin:.0f} s in all, {found}', flush=True)
+            still,took = max(worst[-len(got):], default=0),time.monotonic()-begin
+            print(f'{k}: {plan}: {n} died, {still:.2f} s, {took:.0f} s in all, {found}', flush=True)
             if found[0]=='D':
                 bad.append(k)
                 print((folder/'log').read_text()[-args.tail:], rows, csv, sep='\n', flush=True)

@@ -19,7 +19,7 @@ from ..learner.callback import Callback,Order
 from ..learner.learner import get_model
 from ..learner.losses import batch_rows,n_items,weighted
 from .callback_state import states_of
-from .position import PlacedLoader,Streams,_data,go_back,rows_done
+from .position import Streams,_data,go_back,placed,rows_done
 from .snapshot import to_plain
 
 # %% ../../nbs/checkpoint/05_marks.ipynb #sv04
@@ -116,7 +116,7 @@ def at_train(self:Marks):
     if not self.active: return
     learn,at = self.learn,self.at
     if at and at['phase'] in ('train','trained'):
-        if not isinstance(learn.dl, PlacedLoader): learn.dl = PlacedLoader(learn.dl, Streams())
+        learn.dl = placed(learn.dl, Streams())
         go_back(learn.dl, at, None)
     self.dl,self.epoch_loop = learn.dl,learn.epoch
     self.buffers = [[b,b.clone(),version(b)] for b in get_model(learn.model).buffers()]

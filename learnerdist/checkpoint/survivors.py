@@ -7,21 +7,24 @@ __all__ = []
 
 # %% ../../nbs/checkpoint/06_survivors.ipynb #sv02
 import gc,json,os,signal,time
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from fastcore.basics import patch
 
 from ..core.collectives import gather_objects
-from ..core.env import (RankError,close_group,current_group,generation,group_rank,group_size,group_timeout,is_consequence,is_rank0,
-                                  join_generation,launch_store,local_rank,num_distrib,rank_distrib,root_store,section,shared_store)
+from ..core.env import (RankError,close_group,current_group,group_rank,group_size,group_timeout,is_consequence,is_rank0,
+                                  launch_store,local_rank,num_distrib,process_group,rank_distrib,section,set_group_timeout,shared_store)
+from ..core.generations import generation,join_generation,root_store
 from ..core.random import seed_streams
 from ..core.shards import load_model,load_opt
 from ..data.distributed_dl import is_split
 from ..data.loaders import batch_shape
 from ..distributed import trainer as distributed
 from ..distributed.failure import _has_timed_out,announce
-from ..distributed.vote_links import SocketLinks
+from ..distributed.loss_weights import LossWeights
+from ..distributed.vote_links import SocketLinks,open_links
 from ..learner.learner import StartAt,get_model
 from ..learner.losses import loss_over
 from .callback_state import horizons,load_states
@@ -35,14 +38,17 @@ def is_loss(
     return is_consequence(e) or isinstance(e, RankError) and e.kind=='exit'
 
 class Survivors(Marks):
-    "On every rank, the way on if another rank has died. Its learner's `run_fit` is that of this callback"
-    def run_fit(self):
-        "Run the fit, and go on with it when ranks have died"
-        if self.active: return type(self.learn).run_fit(self.learn)
+    "On every rank, the way on if another rank has died. Its learner's `_with_events` is that of this callback"
+    def with_events(self, f, event, *args):
+        "As the learner's; a fit goes on when ranks have died"
+        run = partial(type(self.learn)._with_events, self.learn, f, event, *args)
+        run() if event!='fit' or self.active else self._run_fit(run)
+
+    def _run_fit(self, run):
         self.active,self.n_fits,groups = True,self.n_fits+1,_plain_groups(self.opt)
         self._begin(None)
         try:
-            while self._is_lost():
+            while self._is_lost(run):
                 self._clean_up()
                 self._go_on()
                 _set_groups(self.opt, groups)
@@ -51,9 +57,9 @@ class Survivors(Marks):
             self.active = False
             self._begin(None) # the memory of the ledger is free
 
-    def _is_lost(self):
+    def _is_lost(self, run):
         "Run the fit; True if a rank has died, and the launcher lets the others go on"
-        try: type(self.learn).run_fit(self.learn)
+        try: run()
         except Exception as e:
             if not is_loss(e): raise
             self.note()
@@ -140,7 +146,7 @@ def _form(self:Survivors):
     "Open the group, and take the state of the rank that is furthest. Sync point"
     trainer,was,n_ranks = self.trainer,self._global_batch(),self.trainer.weights.world_size
     _meet()
-    trainer.reopen()
+    _reopen(trainer)
     announce()
     heads = gather_objects(self.head)
     best = max(heads)
@@ -163,6 +169,17 @@ def _form(self:Survivors):
     self.had = held,groups,rows
     root_store().set(f'formed/{generation()}', '')
     self._say(was, now)
+
+def _reopen(trainer,
+    timeout_s=5 # Seconds in which the group has to be open
+):
+    "Open a group, and deal out the data, for the ranks that are left and have met. Sync point"
+    patience = group_timeout()
+    trainer.stack.enter_context(process_group(trainer.cuda_id, timeout_s=timeout_s))
+    trainer.links = trainer.stack.enter_context(open_links(patience))
+    set_group_timeout(patience)
+    trainer.weights = LossWeights(trainer.learn, trainer.links)
+    trainer.deal_out(trainer.sources)
 
 @patch
 def _take_weights(self:Survivors, src):
@@ -233,8 +250,8 @@ def _share_totals(self:Survivors, rows):
 def follow(trainer):
     "Let the fits of a trainer's learner go on without ranks that die"
     cb = Survivors(trainer)
-    trainer.learn.run_fit = cb.run_fit
-    trainer.stack.callback(vars(trainer.learn).pop, 'run_fit')
+    trainer.learn._with_events = cb.with_events
+    trainer.stack.callback(vars(trainer.learn).pop, '_with_events')
     for o in (cb,_Points(cb)):
         trainer.learn.add_cb(o)
         trainer.stack.callback(trainer.learn.remove_cb, o)

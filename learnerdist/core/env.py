@@ -212,29 +212,6 @@ def new_launch():
     "Forget the store and all counts, since this process goes on as a rank of another launch"
     for o in (_stores,_counts,section): o.clear()
 
-def may_shrink()->bool:
-    "Whether the launcher lets ranks go on without one that has died"
-    return os.environ.get('LEARNERDIST_ON_FAILURE', 'restart')!='restart'
-
-def root_store():
-    "The store in which the launcher says who is left, whatever has happened in this attempt"
-    if 'root' not in _stores: _stores['root'] = connect_store({**os.environ, generation_var: '0'})
-    return _stores['root']
-
-def generation()->int:
-    "How often this process has gone on without ranks that died"
-    return _env_int(generation_var)
-
-def join_generation(
-    n:int,      # The number of this generation
-    places:list # The local ranks of those that are left on this machine, in the order of their new ranks
-):
-    "Go on as one of those that are left of a launch: with a new rank, in a part of the store where nobody has written before"
-    new = {'RANK': places.index(local_rank()), 'WORLD_SIZE': len(places), 'LOCAL_WORLD_SIZE': len(places), generation_var: n}
-    os.environ.update({k: str(v) for k,v in new.items()})
-    _stores.clear()
-    for k in [k for k in _counts if k!='section']: del _counts[k] # those that are left may have counted differently
-
 def _next_group():
     "The name of the next group. Groups are counted by section, so that counts agree after a rank failed before it opened one"
     where = ''.join(section)
@@ -362,6 +339,7 @@ def _waiting(timeout_s):
     finally: set_group_timeout(old)
 
 def set_group_timeout(timeout_s):
+    "Let collectives of this package wait so many seconds from now on"
     if timeout_s==group_timeout(): return
     _patience[:] = [timeout_s]
     for g in _ours if in_group() else []: set_timeout(timedelta(seconds=timeout_s), g)

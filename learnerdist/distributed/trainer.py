@@ -14,7 +14,8 @@ from fastcore.basics import patch
 
 from ..core.collectives import broadcast_object
 from ..core.deferred import has_deferred
-from ..core.env import group_rank,group_size,group_timeout,in_group,may_shrink,process_group,set_group_timeout
+from ..core.env import group_rank,group_size,group_timeout,in_group,process_group
+from ..core.generations import may_shrink
 from ..core.random import seed_streams
 from ..data.distributed_dl import DistributedDL,is_split,set_epoch
 from .agreement import Agreement,AgreementEnd,Progress
@@ -99,18 +100,6 @@ _on_attach = [] # Functions of a trainer that has opened its group, where the la
 def _set(self:DistributedTrainer, obj, name, val):
     self.stack.callback(*((setattr, obj, name, getattr(obj, name)) if hasattr(obj, name) else (delattr, obj, name)))
     setattr(obj, name, val)
-
-@patch
-def reopen(self:DistributedTrainer,
-    timeout_s=5 # Seconds in which the group has to be open
-):
-    "Open a group, and deal the data, for the ranks that are left and have met. Sync point"
-    patience = group_timeout()
-    self.stack.enter_context(process_group(self.cuda_id, timeout_s=timeout_s))
-    self.links = self.stack.enter_context(open_links(patience))
-    set_group_timeout(patience)
-    self.weights = LossWeights(self.learn, self.links)
-    self.deal_out(self.sources)
 
 @patch
 def restore(self:DistributedTrainer):

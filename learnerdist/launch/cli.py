@@ -238,14 +238,6 @@ def _in_environment(**names):
     finally:
         for k in own: del os.environ[k]
 
-def _members(args):
-    "`Members` for `--on-failure`; None if all ranks are to end with the first one"
-    if args.on_failure == 'restart': return None
-    from learnerdist.launch.members import Members
-    if args.rdzv_backend == 'loopback': return Members()
-    say(f'--on-failure {args.on_failure} is for the ranks of one machine: restart')
-    return None
-
 def _launch_agent(args, server):
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -254,8 +246,9 @@ def _launch_agent(args, server):
     from torch.distributed.launcher.api import elastic_launch
     from learnerdist.core.compat import shutdown_s,start_ranks_by
     from learnerdist.launch.agent import Watch,end_groups,hear_of_ranks
+    from learnerdist.launch.members import members_for
     if server: start_ranks_by(server.start)
-    members = _members(args)
+    members = members_for(args)
     handlers = hear_of_ranks(members)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as d:
         args.log_dir = args.log_dir or d

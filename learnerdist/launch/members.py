@@ -95,3 +95,12 @@ class Members:
             say(*(f'rank {r} {describe_exit(codes[r])}: {len(left)} of {len(old)} ranks are left' for r in dead))
         self.left,self.n = left,self.n+1 # now: after an error of the store, all this is done again
         self.died |= {r: self.n for r in dead}
+
+def members_for(
+    args # Parsed options of the launcher
+)->Members: # None if all ranks are to end with the first one
+    "What `--on-failure` asks for"
+    if args.on_failure == 'restart': return None
+    if args.rdzv_backend == 'loopback': return Members()
+    say(f'--on-failure {args.on_failure} is for the ranks of one machine: restart')
+    return None

@@ -242,13 +242,8 @@ def fit(self:Learner,
     with self.flagged(flags), self.added_cbs(cbs):
         self.prepare(self.lr if lr is None else lr, reset_opt)
         self.n_epoch,self.fitting,self.start_at = n_epoch,True,StartAt(start_epoch)
-        try: self.run_fit()
+        try: self._with_events(self._do_fit, 'fit')
         finally: self._end_fit()
-
-@patch
-def run_fit(self:Learner):
-    "What `fit` runs, from `before_fit` to `after_fit`"
-    self._with_events(self._do_fit, 'fit')
 
 @patch
 def _end_fit(self:Learner):

@@ -163,9 +163,6 @@ class Learner:
     def fit(self, n_epoch: int, lr=None, cbs=None, reset_opt: bool=False, start_epoch: int=0, **flags):
         """Train for `n_epoch` epochs. A second fit goes on with the weights and the optimizer of the first"""
 
-    def run_fit(self):
-        """What `fit` runs, from `before_fit` to `after_fit`"""
-
     @contextmanager
     def aside(self):
         """Context for another loop over data, also within a fit: the state of the outer loop is restored afterwards"""
