@@ -383,6 +383,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                               'learnerdist/checkpoint/survivors.py'),
                                                   'learnerdist.checkpoint.survivors._cannot': ( 'checkpoint/survivors.html#_cannot',
                                                                                                 'learnerdist/checkpoint/survivors.py'),
+                                                  'learnerdist.checkpoint.survivors._divisible': ( 'checkpoint/survivors.html#_divisible',
+                                                                                                   'learnerdist/checkpoint/survivors.py'),
                                                   'learnerdist.checkpoint.survivors._has_news': ( 'checkpoint/survivors.html#_has_news',
                                                                                                   'learnerdist/checkpoint/survivors.py'),
                                                   'learnerdist.checkpoint.survivors._meet': ( 'checkpoint/survivors.html#_meet',

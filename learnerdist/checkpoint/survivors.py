@@ -19,7 +19,7 @@ from ..core.env import (RankError,close_group,current_group,group_rank,group_siz
 from ..core.generations import generation,join_generation,root_store
 from ..core.random import seed_streams
 from ..core.shards import load_model,load_opt
-from ..data.distributed_dl import is_split
+from ..data.distributed_dl import _changed,is_split
 from ..data.loaders import batch_shape
 from ..distributed import trainer as distributed
 from ..distributed.failure import _has_timed_out,announce
@@ -179,7 +179,14 @@ def _reopen(trainer,
     trainer.links = trainer.stack.enter_context(open_links(patience))
     set_group_timeout(patience)
     trainer.weights = LossWeights(trainer.learn, trainer.links)
-    trainer.deal_out(trainer.sources)
+    sources = trainer.sources
+    if trainer.split_batches: sources = [o if o is None else _divisible(o, group_size()) for o in sources]
+    trainer.deal_out(sources)
+
+def _divisible(dl, n):
+    "A loader whose batch size `n` divides: the nearest one"
+    bs = batch_shape(dl)[0]
+    return dl if not bs or bs%n==0 else _changed(dl, bs=max(round(bs/n), 1)*n)
 
 @patch
 def _take_weights(self:Survivors, src):

@@ -126,9 +126,7 @@ def share_now(self:DistributedTrainer, dl, pad):
     return dl
 
 @patch
-def deal_out(self:DistributedTrainer,
-    sources=None # The loaders; None: the learner's
-):
+def deal_out(self:DistributedTrainer, sources=None): # sources: the loaders; None: the learner's
     "Replace the learner's loaders by this rank's shards; called again when it gets other loaders within the context"
     dls = self.dls
     self.set_device(self.device_here)
@@ -136,7 +134,7 @@ def deal_out(self:DistributedTrainer,
     found = sources or [getattr(dls, o) for o in names] or dls.loaders[:]
     self.sources = found
     if self.check_data and not sources and group_size()>1: same_data([o for o in found if not is_split(o)])
-    part = (lambda dl, i: parted(dl, group_size(), i==0, bool(sources))) if self.split_batches else lambda dl, i: dl
+    part = (lambda dl, i: parted(dl, group_size(), i==0)) if self.split_batches else lambda dl, i: dl
     self.shares = [dl if dl is None else self.share(part(dl, i), pad=i==0 and 'batch') for i,dl in enumerate(found)]
     for name,dl in zip(names, self.shares): self._set(dls, name, dl)
     if not names: self._set(dls, 'loaders', self.shares[:])
