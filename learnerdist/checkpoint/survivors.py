@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/checkpoint/06_survivors.ipynb #sv02
-import gc,json,os,signal,time
+import gc,json,os,signal,time,warnings
 from functools import partial
 
 import torch
@@ -25,7 +25,7 @@ from ..distributed import trainer as distributed
 from ..distributed.failure import _has_timed_out,announce
 from ..distributed.loss_weights import LossWeights
 from ..distributed.vote_links import SocketLinks,open_links
-from ..learner.learner import StartAt,get_model
+from ..learner.learner import Learner,StartAt,get_model
 from ..learner.losses import loss_over
 from .callback_state import horizons,load_states
 from .marks import Ledger,Marks,_Points,_plain_groups,_set_groups,add_up
@@ -256,6 +256,8 @@ def _share_totals(self:Survivors, rows):
 # %% ../../nbs/checkpoint/06_survivors.ipynb #sv18
 def follow(trainer):
     "Let the fits of a trainer's learner go on without ranks that die"
+    if not isinstance(trainer.learn, Learner):
+        return warnings.warn('--on-failure shrink is for the compact Learner: all ranks end with the first one') if is_rank0() else None
     cb = Survivors(trainer)
     trainer.learn._with_events = cb.with_events
     trainer.stack.callback(vars(trainer.learn).pop, '_with_events')

@@ -248,8 +248,7 @@ def _launch_agent(args, server):
     from learnerdist.launch.agent import Watch,end_groups,hear_of_ranks
     from learnerdist.launch.members import members_for
     if server: start_ranks_by(server.start)
-    members = members_for(args)
-    handlers = hear_of_ranks(members)
+    handlers = hear_of_ranks(members := members_for(args))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as d:
         args.log_dir = args.log_dir or d
         config,logs,cmd,cmd_args = _configure(args)
