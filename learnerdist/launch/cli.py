@@ -246,17 +246,15 @@ def _launch_agent(args, server):
     from torch.distributed.launcher.api import elastic_launch
     from learnerdist.core.compat import shutdown_s,start_ranks_by
     from learnerdist.launch.agent import Watch,end_groups,hear_of_ranks
-    from learnerdist.launch.members import members_for
     if server: start_ranks_by(server.start)
-    handlers = hear_of_ranks(members := members_for(args))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as d:
         args.log_dir = args.log_dir or d
         config,logs,cmd,cmd_args = _configure(args)
-        logs.handlers,logs.members = handlers,members
+        logs.handlers = handlers = hear_of_ranks(logs.members)
         watch = Watch(logs, args.wait, 5+(shutdown_s(config) if not config.max_restarts else 900))
         watch.start()
         try:
-            with _in_environment(PYTHONHASHSEED='0', LEARNERDIST_ON_FAILURE=args.on_failure if members else 'restart'):
+            with _in_environment(PYTHONHASHSEED='0', LEARNERDIST_ON_FAILURE=args.on_failure if logs.members else 'restart'):
                 elastic_launch(config, cmd)(*cmd_args)
         except SignalException as e: return preempted_status if logs.files and [*logs.files] == logs.put_off() else 128 + e.sigval
         except ChildFailedError as e:
@@ -298,6 +296,7 @@ def _configure(args):
     from torch.distributed.run import Std,config_from_args
     from learnerdist.core.compat import ignore_signals
     from learnerdist.launch.agent import RankLogs,hear_torchrun
+    from learnerdist.launch.members import members_for
     args.master_port = args.master_port or 29500
     ignored = [o.name for o in signal.valid_signals() if signal.getsignal(o) == signal.SIG_IGN and isinstance(o, signal.Signals)]
     ignore_signals(args, ignored) # otherwise nohup would have no effect
@@ -306,7 +305,7 @@ def _configure(args):
     split = args.tee == args.redirects == '0' and not args.local_ranks_filter
     logs = RankLogs(args.log_dir, split, redirects=Std.from_str(args.redirects), tee=Std.from_str(args.tee),
                     local_ranks_filter=shown)
-    if not args.logs_specs: res.logs_specs = logs
+    if not args.logs_specs: res.logs_specs,logs.members = logs,members_for(args)
     res.log_line_prefix_template = res.log_line_prefix_template or '[r${rank}] '
     sys.stdout.reconfigure(line_buffering=True) # the other ranks' lines go through it
     hear_torchrun(logs)
