@@ -26,6 +26,10 @@ def _keyed(cbs):
     for cb in cbs: res[cb.name if cb.name not in res else f'{cb.name}-{sum(o.split("-")[0]==cb.name for o in res)}'] = cb
     return res
 
+def goes_on(learn)->bool:
+    "Whether a fit goes on in which ranks have died, see `Survivors`"
+    return getattr(vars(learn).get('survivors'), 'at', None) is not None
+
 def _state(cb, kind): # `getattr` alone would find other names in the learner
     if kind=='fit_state' and hasattr(type(cb), 'state_dict'): return cb.state_dict()
     return {o: getattr(cb, o) for o in getattr(type(cb), kind, ()) if o in vars(cb) or hasattr(type(cb), o)}

@@ -23,10 +23,10 @@ from ..core.shards import a_part,load_model,load_opt
 from ..core.random import seed_streams
 from ..core.env import group_rank,group_size,is_rank0
 from ..learner.learner import StartAt,fit_flags,get_model
-from .position import PlacedLoader,Streams,go_back,place_in_epoch,place_of
+from .position import Streams,go_back,place_in_epoch,place_of,placed
 from .preemption import Preempted,Requests,check_every,check_signals,preempted_status
 from .snapshot import Writers,newest_good,on_cpu,open_folder,prune,read_snapshot,snapshot_name,to_plain,write_snapshot
-from .callback_state import check_model,check_run,config_changes,load_states,part_of,run_config,settle,states_of
+from .callback_state import check_model,check_run,config_changes,goes_on,load_states,part_of,run_config,settle,states_of
 
 _all_ = ['Preempted','preempted_status']
 
@@ -49,23 +49,23 @@ class Checkpoint(Callback):
         if not isinstance(keep, int) or keep<1: raise ValueError(f'keep={keep!r}: give the number of checkpoints to keep, from 1 up')
         self.path,self.every,self.keep,self.background,self.resume,self.signals = Path(path),every,keep,background,resume,signals
 
-    def _begin(self):
+    def _begin(self, run_id, last):
         "Reset this callback's state at the start of a fit"
         self.nested = 0 # loops within this fit, such as fastai's `get_preds`
         self.phase = None # what the fit is doing: 'epoch', 'train', 'trained', 'validate', 'validated'
         self.due = self.stopping = False # save at the next common point of all ranks; stop after that
         self.held = None # the state that was captured before validation
-        self.last = self.pending = None # the position of the newest checkpoint, and the Future of one that is being written
+        self.last,self.pending = last,None # the position of the newest checkpoint, and the Future of one that is being written
         self.at = None # the position that this fit will resume at
         self.unsettled = False # whether DDP still has its initial buckets
-        self.run,self.clock,self.active = secrets.token_hex(4),time.monotonic(),True
+        self.run_id,self.clock,self.active = run_id,time.monotonic(),True
 
     def before_fit(self):
         if self.active: self.nested += 1
         if self.active or not getattr(self.learn, 'fitting', False) or 'lr_finder' in vars(self.learn): return
         others = [cb for cb in self.learn.cbs if isinstance(cb, Checkpoint)]
         if len(others)>1: raise ValueError(f'{len(others)} Checkpoints in one fit: give it one')
-        self._begin()
+        self._begin(*(self.run_id,self.last) if goes_on(self.learn) else (secrets.token_hex(4),None))
         self.agreement = next((cb for cb in self.learn.cbs if isinstance(cb, Agreement)), None) if group_size()>1 else None
         self.world,self.rank = (group_size(),group_rank()) if self.agreement else (1,0)
         if self.agreement: self.agreement.watcher = self
@@ -73,8 +73,8 @@ class Checkpoint(Callback):
         self.folder,self.streams = Path(self.learn.path)/self.path,Streams(loaders_of(self.dls))
         self.config,self.requests = run_config(self.learn, self.world),Requests(self.signals)
         self.learn.add_cb(_Early(self))
-        if self.resume or self.resuming: self.restore()
-        if is_rank0(): open_folder(self.folder, self.resume or self.resuming)
+        if (self.resume or self.resuming) and not goes_on(self.learn): self.restore()
+        if is_rank0(): open_folder(self.folder, self.resume or self.resuming or goes_on(self.learn))
 
     def before_train(self):
         if self.active and self.at and self.at['phase']=='train': self.arrive()
@@ -113,7 +113,7 @@ def at_epoch(self:Checkpoint):
 @patch
 def at_train(self:Checkpoint):
     "Before a training loop: wrap its loader in a `PlacedLoader`, at its position if the fit is resumed"
-    self.phase,self.loader = 'train',PlacedLoader(self.learn.dl, self.streams) # others may wrap it in a loader that reads ahead
+    self.phase,self.loader = 'train',placed(self.learn.dl, self.streams) # others may wrap it in a loader that reads ahead
     self.learn.dl = self.loader
     if not self.at or self.at['phase']!='train': return
     again = self.state['ranks'][self.rank]['streams'] if self.alike else None
@@ -195,8 +195,8 @@ def capture(self:Checkpoint, phase)->dict:
 def save(self:Checkpoint, phase):
     "Write a checkpoint. Sync point: one gather of the ranks' own states. Of a sharded model each rank writes the rows that it has"
     held = self.held or self.capture(phase)
-    ranks,tokens = zip(*gather_objects((held['own'],os.getpid())))
-    self.last,like = held['place'],a_part(get_model(self.learn.model))
+    ranks,tokens,runs = zip(*gather_objects((held['own'],os.getpid(),self.run_id)))
+    self.run_id,self.last,like = runs[0],held['place'],a_part(get_model(self.learn.model))
     i,n,again = shard_place(like) if like is not None else (0,1,not is_rank0())
     if again: return
     self.wait()
@@ -204,7 +204,7 @@ def save(self:Checkpoint, phase):
     parts,at = {f'rows_{i}': dict(rows=rows)} if rows else {},self.last
     state = dict(opt=to_plain(opt, 'optimizer'), cbs=held['cbs'], ranks=to_plain([*ranks], 'ranks'))
     if i==0: parts |= dict(model=to_plain(model, 'model'), state=state)
-    info = dict(run=self.run, epoch=at['epoch'], step=at['step'], place=at, config=self.config, **(dict(shards=n) if rows else {}))
+    info = dict(run=self.run_id, epoch=at['epoch'], step=at['step'], place=at, config=self.config, **(dict(shards=n) if rows else {}))
     self.pending = write_snapshot(self.folder/snapshot_name(at['epoch'], at['step']), parts, to_plain(info, 'manifest'),
                                   self.background and not self.stopping, Writers(i, n, tokens[0]))
     if not self.background: self.wait()
@@ -215,7 +215,7 @@ def wait(self:Checkpoint):
     pending,self.pending = self.pending,None
     if pending is None: return
     pending.result()
-    if is_rank0(): prune(self.folder, self.keep, self.run)
+    if is_rank0(): prune(self.folder, self.keep, self.run_id)
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c016
 @patch
@@ -226,7 +226,7 @@ def restore(self:Checkpoint):
     if self.agreement: # so that all ranks have the same one, also while another is being written
         parts,found = found and found.parts,broadcast_object(found and found._replace(parts=None))
     if found is None: return
-    self.source,self.run,self.at,old = found.folder,found.info['run'],found.info['place'],found.info['config']
+    self.source,self.run_id,self.at,old = found.folder,found.info['run'],found.info['place'],found.info['config']
     if not self.source.exists(): raise ValueError(f'rank {group_rank()} does not see {self.source}: all ranks need the same folder, on a '
                                                   'file system that all machines share')
     if self.agreement: found = found._replace(parts=parts or read_snapshot(self.source, found.info, like=like, check=False))

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..core.compat import BatchNorm,batch_norm_backward,check_channels,check_input_dim,update_stats
-from ..core.env import group_rank
+from ..core.env import group_rank,group_size
 from ..core.stacks import frames_of_caller,users_frame
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c006
@@ -330,7 +330,7 @@ def _watched(self, x):
 
 def _tell_own(m):
     line = users_frame(frames_of_caller())
-    if any(line in told or m in known and not _local.on for known,told in _watches): return
+    if group_size()<2 or any(line in told or m in known and not _local.on for known,told in _watches): return
     _watches[-1][1].add(line)
     warnings.warn(f"{type(m).__name__}({m.num_features}) in training mode normalises by this rank's own samples, not those of all ranks, "
                   f"from {line}. Set its module to eval(), or synchronise it by sync_batchnorm(module), if all ranks call it equally often")

@@ -89,9 +89,12 @@ def attach(self:DistributedTrainer):
         same_optimizer(self.learn)
         if shards: shards.shard()
         self.deal_out()
+        for f in _on_attach: f(self)
     except BaseException:
         self.restore()
         raise
+
+_on_attach = [] # Functions of a trainer that has opened its group
 
 @patch
 def _set(self:DistributedTrainer, obj, name, val):
@@ -123,13 +126,14 @@ def share_now(self:DistributedTrainer, dl, pad):
     return dl
 
 @patch
-def deal_out(self:DistributedTrainer):
+def deal_out(self:DistributedTrainer, sources=None): # sources: the loaders; None: the learner's
     "Replace the learner's loaders by this rank's shards; called again when it gets other loaders within the context"
     dls = self.dls
     self.set_device(self.device_here)
     names = ['train','valid'] if not hasattr(dls, 'loaders') else []
-    found = [getattr(dls, o) for o in names] or dls.loaders
-    if self.check_data and group_size()>1: same_data([o for o in found if not is_split(o)])
+    found = sources or [getattr(dls, o) for o in names] or dls.loaders[:]
+    self.sources = found
+    if self.check_data and not sources and group_size()>1: same_data([o for o in found if not is_split(o)])
     part = (lambda dl, i: parted(dl, group_size(), i==0)) if self.split_batches else lambda dl, i: dl
     self.shares = [dl if dl is None else self.share(part(dl, i), pad=i==0 and 'batch') for i,dl in enumerate(found)]
     for name,dl in zip(names, self.shares): self._set(dls, name, dl)

@@ -12,6 +12,7 @@ from pathlib import Path
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs,Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler,RendezvousInfo,RendezvousStoreInfo,rendezvous_handler_registry
+from .members import Shown
 from .processes import describe_exit,say
 from ..core.compat import find,listening_store,set_tee
 from ..core.env import connect_store,record_exit
@@ -74,6 +75,7 @@ class RankLogs(DefaultLogsSpecs):
         super().__init__(log_dir, **kw)
         self.split,self.files,self.first_death,self.handlers = split,{},None,[] # split: label by rank; else as in the options
         self.envs,self.known,self.left = {},{},{} # envs: by local rank; known, left: by rank, how it ended, from `Watch`
+        self.members = None # `Members`, if ranks may die without an end of the others
 
     def reify(self, envs):
         "Called by torchrun before each attempt, with the environment of each local rank"
@@ -83,6 +85,7 @@ class RankLogs(DefaultLogsSpecs):
         res = super().reify(envs)
         self.files,self.envs,self.first_death = {int(envs[i]['RANK']): Path(f) for i,f in res.error_files.items()},envs,None
         self.known,self.left = {},{}
+        if self.members: self.members.begin(envs)
         return res
 
     def _say_restart(self, local_rank, code, env):
@@ -108,24 +111,32 @@ def hear_torchrun(logs:RankLogs):
 _loggers = 'elastic.multiprocessing.api','elastic.agent.server.api','run'
 
 # %% ../../nbs/launch/02_agent.ipynb #c018
-def hear_of_ranks()->list: # torchrun's handler of each rank that it starts from now on, until `end_groups`
+def hear_of_ranks(
+    members=None # `Members`, to which each rank is added
+)->list: # torchrun's handler of each rank that it starts from now on, until `end_groups`
     "Let torchrun send its signals to a rank and not to its children, which `end_groups` ends"
     handler,found = find('handler'),[]
     if handler is None: return found
     init,close = handler.__init__,handler.close
     def _init(self, *args, **kw):
         init(self, *args, **kw)
+        if members: members.add(self)
         found.append(self)
     def _close(self, death_sig=None):
+        if real(self.proc).poll() is not None: return # a death that torchrun has not seen
         if death_sig in (None, signal.SIGKILL): return close(self, death_sig)
         for o in (death_sig, signal.SIGCONT): os.kill(self.proc.pid, o) # a stopped process handles signals only after SIGCONT
     handler.__init__,handler.close = _init,_close
     return found
 
+def real(proc):
+    "A rank's process, also of one that torchrun sees as `Shown`"
+    return proc.proc if isinstance(proc, Shown) else proc
+
 def end_groups(handlers):
     "Kill what is left of these ranks' process groups"
     while handlers:
-        proc = handlers.pop().proc
+        proc = real(handlers.pop().proc)
         if proc.poll() is not None and Path(f'/proc/{proc.pid}').exists(): continue # the process id belongs to another process now
         with suppress(ProcessLookupError, PermissionError): os.killpg(proc.pid, signal.SIGKILL)
 
@@ -165,11 +176,14 @@ class Watch:
         self.thread.join(30) # longer than it waits for another machine
 
     def _run(self):
-        while not self.over.wait(.2): self.look(time.monotonic())
+        while not self.over.wait(.05 if self.logs.members else .2): self.look(time.monotonic())
 
     def look(self, now):
         "Check all ranks once, at the time `now` in seconds"
+        if self.logs.members:
+            with suppress(RuntimeError): self.logs.members.look() # the store ends with the last rank
         codes = {o: o.proc.poll() for o in [*self.logs.handlers] if self.logs.envs} # empty with a user's own `--logs-specs`
+        codes = {o:c for o,c in codes.items() if c is not None or real(o.proc).poll() is None} # the others go on without the rest
         running,ended = ([o for o,c in codes.items() if (c is None)==b] for b in (True,False))
         for o in ended:
             if o not in self.told and (running or self._are_others()): self._tell_others(o, codes[o])
@@ -189,7 +203,8 @@ class Watch:
         if not code: self.logs.left[rank] = how
         with suppress(OSError, RuntimeError): # the host of the store has left; c10d would try for 11 s, also at the end of a good run
             if 'MASTER_ADDR' in env: socket.create_connection((env['MASTER_ADDR'], int(env['MASTER_PORT'])), 3).close()
-            record_exit(connect_store(env, timeout_s=5), rank, _packed(self.logs.files[rank], rank) or how)
+            env,now = self.logs.members.place(handler.local_rank_id) if self.logs.members else (env,rank)
+            record_exit(connect_store(env, timeout_s=5), now, _packed(self.logs.files[rank], rank) or how)
 
     def _wait_for(self, running, ended, waited_s):
         running = [o for o in running if self._rank(o) not in self.logs.known] # others were ended, and have not gone yet

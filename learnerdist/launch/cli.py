@@ -230,13 +230,13 @@ def _launch(args, task, server):
     return _worker(None, _target(args))
 
 @contextmanager
-def _one_hash_seed():
-    "Environment in which Python's string hashes, and so the orders of sets, are the same on all ranks"
-    own = 'PYTHONHASHSEED' not in os.environ
-    if own: os.environ['PYTHONHASHSEED'] = '0'
+def _in_environment(**names):
+    "Within the body, variables that the environment lacks. One PYTHONHASHSEED makes the orders of sets the same on all ranks"
+    own = {k:v for k,v in names.items() if k not in os.environ}
+    os.environ.update(own)
     try: yield
     finally:
-        if own: del os.environ['PYTHONHASHSEED']
+        for k in own: del os.environ[k]
 
 def _launch_agent(args, server):
     from torch.distributed import DistError
@@ -247,15 +247,15 @@ def _launch_agent(args, server):
     from learnerdist.core.compat import shutdown_s,start_ranks_by
     from learnerdist.launch.agent import Watch,end_groups,hear_of_ranks
     if server: start_ranks_by(server.start)
-    handlers = hear_of_ranks()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as d:
         args.log_dir = args.log_dir or d
         config,logs,cmd,cmd_args = _configure(args)
-        logs.handlers = handlers
+        logs.handlers = handlers = hear_of_ranks(logs.members)
         watch = Watch(logs, args.wait, 5+(shutdown_s(config) if not config.max_restarts else 900))
         watch.start()
         try:
-            with _one_hash_seed(): elastic_launch(config, cmd)(*cmd_args)
+            with _in_environment(PYTHONHASHSEED='0', LEARNERDIST_ON_FAILURE=args.on_failure if logs.members else 'restart'):
+                elastic_launch(config, cmd)(*cmd_args)
         except SignalException as e: return preempted_status if logs.files and [*logs.files] == logs.put_off() else 128 + e.sigval
         except ChildFailedError as e:
             watch.stop()
@@ -296,6 +296,7 @@ def _configure(args):
     from torch.distributed.run import Std,config_from_args
     from learnerdist.core.compat import ignore_signals
     from learnerdist.launch.agent import RankLogs,hear_torchrun
+    from learnerdist.launch.members import members_for
     args.master_port = args.master_port or 29500
     ignored = [o.name for o in signal.valid_signals() if signal.getsignal(o) == signal.SIG_IGN and isinstance(o, signal.Signals)]
     ignore_signals(args, ignored) # otherwise nohup would have no effect
@@ -304,7 +305,7 @@ def _configure(args):
     split = args.tee == args.redirects == '0' and not args.local_ranks_filter
     logs = RankLogs(args.log_dir, split, redirects=Std.from_str(args.redirects), tee=Std.from_str(args.tee),
                     local_ranks_filter=shown)
-    if not args.logs_specs: res.logs_specs = logs
+    if not args.logs_specs: res.logs_specs,logs.members = logs,members_for(args)
     res.log_line_prefix_template = res.log_line_prefix_template or '[r${rank}] '
     sys.stdout.reconfigure(line_buffering=True) # the other ranks' lines go through it
     hear_torchrun(logs)

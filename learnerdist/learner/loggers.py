@@ -64,10 +64,10 @@ class CSVLogger(LogWriter):
 
     @property
     def written(self)->str:
-        "The present content of the file; part of a checkpoint"
-        if self.file is None: return ''
-        self.file.flush()
-        return Path(self.file.name).read_bytes().decode()
+        "The present content of the file, on every rank; part of a checkpoint, and what another rank goes on with if rank 0 dies"
+        if self.file is not None: self.file.flush()
+        path = Path(self.path)/self.fname
+        return path.read_bytes().decode() if path.exists() else ''
 
     @written.setter
     def written(self, text):

@@ -1,0 +1,153 @@
+"""Kill ranks of a run at random points, and compare with the run that nobody disturbed:
+
+    python tools/survivors.py --kills 200 [--nproc 4] [--seed 0] [--soon]
+
+Each run trains on several ranks under `--on-failure shrink`. A point is a number of events (calls and returns of functions, of Python and
+of C) that a rank has come to since the fit began, or since it went on without others: there it kills itself, sometimes another rank at the
+same time. So deaths are anywhere in steps, validation, ends of epochs, and while those that are left form a group. Weights, recorded
+numbers and learning rates are compared at 1e-9 in float64, on every rank that is left; shown is how long the ranks stood still."""
+import argparse,faulthandler,json,os,random,signal,subprocess,sys,tempfile,time
+from pathlib import Path
+
+def train(folder, plan):
+    "On each rank; `plan`: (rank, how many had died, events since then, ranks to kill)"
+    import torch,torch._dynamo # noqa: F401
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    from learnerdist.all import (Callback,CSVLogger,DataLoaders,GradientClip,Learner,TfmdDL,accuracy,local_rank,num_distrib,rank_distrib)
+    from learnerdist.checkpoint import survivors
+    from torch import nn
+    me,state = local_rank(),dict(n=0, gen=0, pause=0., left=None)
+    (folder/f'{me}.pid').write_text(str(os.getpid()))
+    faulthandler.register(signal.SIGUSR1, open(folder/f'{me}.stack', 'w'))
+    own = [o for o in plan if o[0]==me]
+    def watch(frame, event, arg):
+        state['n'] += 1
+        for _,gen,n,ranks in own:
+            if state['gen']==gen and state['n']==n:
+                for r in sorted(ranks, key=me.__eq__): os.kill(int((folder/f'{r}.pid').read_text()), signal.SIGKILL)
+    join = survivors.join_generation
+    def joined(n, left):
+        join(n, left)
+        state.update(gen=n, n=0)
+    survivors.join_generation = joined
+
+    class Clock(Callback):
+        order = -10**9-.7
+        last = None
+        def before_batch(self):
+            now = time.monotonic()
+            if self.last: state['pause'] = max(state['pause'], now-self.last)
+            self.last = now
+
+    def data(n, seed):
+        g = torch.Generator().manual_seed(seed)
+        return [*zip(torch.randn(n, 6, generator=g), torch.randint(3, (n,), generator=g))]
+
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 3))
+    dls = DataLoaders(TfmdDL(data(106, 0), 24, shuffle=True), TfmdDL(data(50, 1), 24))
+    learn = Learner(dls, net, nn.CrossEntropyLoss(), torch.optim.AdamW, lr=.01, metrics=accuracy, path=folder)
+    learn.logger = lambda line: None
+    with learn.distrib_ctx(split_batches=True, seed=3):
+        sys.setprofile(watch)
+        try: learn.fit_one_cycle(3, cbs=[Clock(), GradientClip(5.), CSVLogger()])
+        finally: sys.setprofile(None)
+    rec = learn.recorder
+    numbers = [[o.tolist() for o in net.state_dict().values()],rec.losses,rec.values,rec.lrs,rec.iters]
+    files = sum(o.readlink().name.startswith(('socket', '/memfd')) for o in Path('/proc/self/fd').iterdir() if o.is_symlink())
+    res = dict(numbers=numbers, pause=state['pause'], n=state['n'], world=num_distrib(), rank=rank_distrib(), gen=state['gen'], files=files)
+    (folder/f'{me}.json').write_text(json.dumps(res))
+
+def launch(args, folder, plan):
+    "The launcher's exit status, what each rank left, and the rows of the CSV file"
+    folder.mkdir()
+    cmd = [sys.executable,'-m','learnerdist.launch','--nproc',str(args.nproc),'--on-failure','shrink',__file__]
+    with open(folder/'log', 'w') as log, subprocess.Popen([*cmd, '--train', json.dumps([str(folder),plan])], stdout=log,
+                                                          stderr=log) as proc:
+        try: code = proc.wait(60)
+        except subprocess.TimeoutExpired:
+            code = 'hangs at '+stacks(folder)
+            proc.kill()
+    csv = folder/'history.csv'
+    return code,{int(o.stem): json.loads(o.read_text()) for o in folder.glob('*.json')},csv.read_text() if csv.exists() else ''
+
+whats = 'weights','losses','values','rates','steps'
+
+def stacks(folder):
+    "Where the ranks are that still run"
+    for o in folder.glob('*.pid'):
+        try: os.kill(int(o.read_text()), signal.SIGUSR1)
+        except ProcessLookupError: pass
+    time.sleep(.5)
+    return '\n'.join(f'{o.stem}: {o.read_text()}' for o in folder.glob('*.stack') if o.stat().st_size)
+
+def flat(o): return [n for i in o for n in flat(i)] if isinstance(o, list) else [o]
+
+def close(a, b):
+    a,b = flat(a),flat(b)
+    return len(a)==len(b) and all(abs(x-y)<=1e-9*max(1, abs(x)) for x,y in zip(a, b))
+
+def draw(rng, n_ranks, n_events, kills, soon):
+    "A plan of up to `kills` deaths"
+    plan,alive,gen = [],[*range(n_ranks)],0
+    for _ in range(kills if soon else rng.randint(1, kills)):
+        both = len(alive)>2 and rng.random()<(.5 if soon and gen else .2)
+        dead = rng.sample(alive, 1+both)
+        most = n_events if not gen else rng.choice([3000, 300 if soon else n_events//2]) # soon after another death, or later
+        plan.append([dead[0],gen,rng.randint(1, most),dead])
+        alive,gen = [o for o in alive if o not in dead],gen+1
+        if len(alive)<2: break
+    return plan
+
+def main(args):
+    rng,died,worst,bad,k = random.Random(args.seed),0,[],[],0
+    with tempfile.TemporaryDirectory() as d:
+        code,ref,csv = launch(args, Path(d)/'ref', [])
+        assert not code and len(ref)==args.nproc, (Path(d)/'ref/log').read_text()
+        n_events = min(o['n'] for o in ref.values())
+        while died<args.kills:
+            k,plan = k+1,draw(rng, args.nproc, n_events, args.nproc-1, args.soon)
+            folder,begin = Path(d)/str(k),time.monotonic()
+            code,got,rows = launch(args, folder, plan)
+            died += (n := args.nproc-len(got))
+            late = code==137 and 'left with status 0 before' in (folder/'log').read_text() # the others had ended their fit
+            wrong,left = differences(got, ref[0], rows, csv) + [f'exit {code}']*bool(code and not late),left_over(folder)
+            worst += [o['pause'] for o in got.values()]
+            found = f'DIFFERENT: {wrong} {left}' if wrong or left or not got else 'equal'+', died when the others had ended'*late
+            still,took = max(worst[-len(got):], default=0),time.monotonic()-begin
+            print(f'{k}: {plan}: {n} died, {still:.2f} s, {took:.0f} s in all, {found}', flush=True)
+            if found[0]=='D':
+                bad.append(k)
+                print((folder/'log').read_text()[-args.tail:], rows, csv, sep='\n', flush=True)
+    worst.sort()
+    print(f'{k} runs, {died} deaths, {len(bad)} bad: {bad}; stood still at most {worst[-1]:.2f} s, in the median',
+          f'{worst[len(worst)//2]:.2f} s')
+    return len(bad)
+
+def differences(got, ref, rows, csv):
+    "What differs from the undisturbed run"
+    res = [f'{what} of rank {r}' for r,o in got.items() for what,a,b in zip(whats, o['numbers'], ref['numbers']) if not close(a, b)]
+    return res + ['CSV']*(not close_rows(rows, csv))
+
+def left_over(folder):
+    "Files that nobody has asked for"
+    return sorted(o.name for o in folder.iterdir() if o.suffix not in ('.json','.pid','.stack') and o.name not in ('log','history.csv'))
+
+def close_rows(a, b):
+    a,b = ([[float(n) for n in o.split(',')] for o in s.splitlines()[1:]] for s in (a, b))
+    return close(a, b)
+
+if __name__=='__main__':
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--kills', type=int, default=200)
+    p.add_argument('--nproc', type=int, default=4)
+    p.add_argument('--seed', type=int, default=0)
+    p.add_argument('--tail', type=int, default=3000)
+    p.add_argument('--soon', action='store_true', help='many deaths while those that are left form a group')
+    p.add_argument('--train')
+    args = p.parse_args()
+    if args.train:
+        folder,plan = json.loads(args.train)
+        train(Path(folder), plan)
+    else: sys.exit(main(args))
