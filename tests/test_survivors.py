@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest,torch
 
 root = Path(__file__).parent.parent
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow # and those that are long are run before a release
 
 def at(event, epoch=1, i=1, training=True):
     "A point of a fit"
@@ -91,6 +91,7 @@ def undisturbed(tmp_path_factory):
     return _undisturbed
 
 # the plan: one rank after another, each at another point. 60 samples of a global batch divide among 6 to 1 ranks
+@pytest.mark.long
 @pytest.mark.parametrize('plan', [
     {0: at('before_backward', 0, 0), 1: at('after_pred', 0, 2), 2: at('after_train', 0), 3: at('after_pred', 1, 0, False),
      4: at('after_epoch', 1)},
@@ -105,6 +106,7 @@ def test_two_at_once(tmp_path, undisturbed):
     plan = {1: at('before_backward'), 2: at('before_backward'), 0: at('before_train', 2)}
     check(tmp_path, launch(tmp_path, plan, nproc=4), undisturbed(), 1)
 
+@pytest.mark.long
 def test_a_group_of_micro_batches_is_done_again(tmp_path, undisturbed):
     ref = undisturbed('accumulate') # a step after the batches 1 and 3 of each epoch
     check(tmp_path, launch(tmp_path, {1: at('before_backward', 1, 3)}, 'accumulate'), ref, 2)
@@ -115,6 +117,7 @@ def test_the_new_rank_0_writes_checkpoints(tmp_path, undisturbed):
     assert len(saved)==2 and saved[-1]=='epoch_0003-step_00000012', saved
     assert {json.loads((tmp_path/'ckpt'/o/'manifest.json').read_text())['config']['ranks'] for o in saved}=={2}
 
+@pytest.mark.long
 def test_a_batch_size_per_rank(tmp_path):
     code,ranks,text = launch(tmp_path, {1: at('before_backward', 1, 1)}, 'plain per rank')
     assert code==0 and len(ranks)==2, text
@@ -122,6 +125,7 @@ def test_a_batch_size_per_rank(tmp_path):
     assert ranks[0]['weights']==ranks[2]['weights']
     assert len(ranks[0]['losses'])==14 + 1+19 + 20 # 200 samples: 13⅓ steps of 15; then one of 15, and 18.5 of 10; 20 of 10
 
+@pytest.mark.long
 def test_a_schedule_by_steps_needs_the_global_batch(tmp_path):
     code,ranks,text = launch(tmp_path, {1: at('before_backward', 1, 1)}, 'per rank')
     assert code and not ranks
@@ -131,6 +135,7 @@ def test_an_exception_ends_the_run(tmp_path):
     code,ranks,text = launch(tmp_path, {1: at('before_backward')}, '', 'raise')
     assert code==1 and not ranks and 'rank 1 failed first: ZeroDivisionError: on purpose' in text, text
 
+@pytest.mark.long
 def test_a_sharded_model_is_started_again(tmp_path):
     begin = time.monotonic()
     code,ranks,text = launch(tmp_path, {1: at('before_backward')}, 'sharded', options=['--max-restarts','1'])
@@ -138,6 +143,7 @@ def test_a_sharded_model_is_started_again(tmp_path):
     assert text.count('cannot go on by themselves, since a part of the model is gone: it is sharded')>=2 and 'restart 1 of 1' in text, text
     assert 'rank 1 failed first: ended by SIGKILL' in text and time.monotonic()-begin<100
 
+@pytest.mark.long
 def test_a_rank_that_is_stopped(tmp_path, undisturbed):
     check(tmp_path, launch(tmp_path, {1: at('before_backward')}, '', 'SIGSTOP'), undisturbed(), 2, 'rank 1 ended by SIGKILL')
 
@@ -145,6 +151,7 @@ def test_the_default_is_to_end(tmp_path):
     code,ranks,text = launch(tmp_path, {1: at('before_backward')}, policy='restart')
     assert code==137 and not ranks and 'rank 1 failed first: ended by SIGKILL' in text and 'left' not in text, text
 
+@pytest.mark.long
 def test_several_machines_restart(tmp_path):
     code,ranks,text = launch(tmp_path, {}, options=['--nnodes','1','--rdzv-endpoint','127.0.0.1:0','--rdzv-backend','c10d'])
     assert code==0 and len(ranks)==3 and '--on-failure shrink is for the ranks of one machine: restart' in text, text
