@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from functools import partial
 from datetime import timedelta
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from test_agreement import Raise, make, weights
 
 from learnerdist.all import *
-from learnerdist.core import env,stacks
+from learnerdist.core import env,saves,stacks
 from learnerdist.core.env import (close_group,connect_store,current_group,group_rank,group_timeout,in_group,is_consequence,launch_store,
                                   setup_distrib,wait_key)
 from learnerdist.testing import run_ranks
@@ -357,3 +358,21 @@ def test_groups_of_a_failed_rank_are_aborted(monkeypatch):
     env._ours.append(None)
     close_group()
     assert calls[2:]==[('destroy',None)]
+
+def rank_reads_files(path):
+    learn,whole = make(path=path),saves.whole_file
+    def slow(p):
+        time.sleep(.5)
+        return whole(p)
+    saves.whole_file = slow # on rank 0, which alone writes
+    try:
+        with learn.no_logging(), learn.distrib_ctx():
+            files = [learn.save('a'),learn.export('e.pth')]
+            begin = time.monotonic()
+    finally: saves.whole_file = whole
+    for o in files: torch.load(o, weights_only=False) # by other means than ours, which wait by themselves
+    return time.monotonic()-begin
+
+def test_files_of_rank_0_are_there_after_the_context(tmp_path):
+    first,*others = run_ranks(rank_reads_files, 3, tmp_path)
+    assert min(others)>.5>first # they were ahead

@@ -7,13 +7,13 @@ __all__ = []
 
 # %% ../../nbs/distributed/04_failure.ipynb #c002
 import json,os,re,socket,time,traceback
-from contextlib import contextmanager
+from contextlib import contextmanager,suppress
 from functools import cache
 
 import torch.distributed as dist
 
 from ..core.env import (RankError,close_group,count,group_size,in_group,is_consequence,num_distrib,pack_error,rank_distrib,section,
-                        shared_store,unpack_error)
+                        shared_store,unpack_error,wait_key)
 from ..core.stacks import Frame,answer_asks,answerer,describe_stack,frames_of,place_of
 
 # %% ../../nbs/distributed/04_failure.ipynb #c004
@@ -82,9 +82,9 @@ def _reach(host):
 # %% ../../nbs/distributed/04_failure.ipynb #c008
 @contextmanager
 def failing_together(
-    undo # Releases the wrapped model and the group; called at the end, in any case
+    undo # Releases the wrapped model and the group; called at the end, in any case, once or twice
 ):
-    "If one rank leaves the body by an exception, the others are freed, and raise a `RankError` that carries it"
+    "If one rank leaves the body by an exception, the others are freed, and raise a `RankError` that carries it. All wait for rank 0"
     if num_distrib()<2 and group_size()<2:
         try: yield
         finally: undo()
@@ -101,9 +101,20 @@ def failing_together(
     except BaseException: # an interrupt
         close_group(failed=True)
         raise
+    else:
+        undo() # frees a rank that waits for this one
+        _after_rank0(f'{key}/through')
     finally:
         section.remove(key)
         undo()
+
+def _after_rank0(key, timeout_s=600):
+    "Wait until rank 0 is through, but not longer than `timeout_s` seconds: the files which it has written in the section are there"
+    store = shared_store()
+    with suppress(dist.DistNetworkError): # without a launcher rank 0 runs the store, and may have left
+        if store is None: return
+        if _me()[0]: wait_key(store, key, timeout_s, 0)
+        else: store.set(key, '')
 
 def _first(e, key):
     "What to raise on this rank: `e`, or the failure of another rank that caused it. Closes the group, which frees the other ranks"
