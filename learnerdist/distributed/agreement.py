@@ -39,7 +39,7 @@ class Progress(IntEnum):
 
 class Agreement(Callback):
     "Turn a Cancel exception on one rank into the same one on all, and keep gradients and steps aligned meanwhile"
-    order = Order.agreement
+    order,keeps_batch = Order.agreement,True
     loop_state = 'place','progress','has_next','template','n_steps','ballot','idle'
     fit_state = 'n_steps',
     cancels = cancels # the learner's exceptions, by loop
@@ -222,6 +222,7 @@ class AgreementEnd(Callback):
     def __init__(self, agreement): self.agreement = agreement
     def before_batch(self):
         if self.agreement.mixing.looks: self.agreement.mixing.tell(self.learn)
+        self.agreement.trainer.weights.count_early(self.agreement.trainer.may_change)
     def _vote(self, **kw):
         res = self.agreement.vote(**kw)
         self.agreement.leave(res.verdict)

@@ -8,6 +8,7 @@ __all__ = ['gather_with_grad']
 # %% ../../nbs/distributed/09_loss_weights.ipynb #3a7d6981
 import struct,warnings
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ from ..core.env import current_group,group_rank,group_size
 from ..data.loaders import batch_shape
 from .batchnorm import _local,is_muted,mute
 from .divergence import say_loss
-from ..learner.losses import MeanOver,batch_rows,loss_over,mean_over,n_items,probe_loss
+from .vote_links import PostedSum
+from ..learner.losses import MeanOver,_n_classes_items,_n_elements,_version,batch_rows,loss_over,mean_over,n_items,probe_loss
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #ce578703
 def uneven_steps(
@@ -53,6 +55,7 @@ class LossWeights:
         self.learn,self.links,self.said,self.world_size = learn,links,set(),group_size()
         self.dl,self.uneven,self.ask,self.done,self.with_rows,self.n_rows,self.loss = None,'none',False,True,False,None,None
         self.plain,self.version = None,0 # the loss as it was computed; `loss` is the same, or a copy
+        self.early = None # what this rank has told of its items before the forward pass
     def begin(self, dl):
         "Before a training loop over `dl`"
         self.dl,self.uneven,self.done = dl,uneven_steps(dl),True
@@ -64,6 +67,7 @@ class LossWeights:
         self.done,self.n_rows,learn.global_items,learn.items,_local.on = False,None,None,None,not learn.training
         learn.repeated = learn.training and learn.n_iter in (None,learn.iter+1) and self._is_repeat()
         if learn.repeated: mute(True)
+        if learn.training: self.early = None
     def _is_repeat(self):
         d = getattr(self.dl, 'dealer', None)
         return d is not None and d.repeats(self.learn.iter-getattr(self.dl, 'offset', 0))
@@ -87,7 +91,9 @@ class LossWeights:
         if over.kind=='sum': learn.loss_grad = learn.loss_grad+self.loss*(W-1) # a callback may have added a penalty
         if learn.repeated and over.kind!='whole': learn.loss_grad = self._zero() # 'whole': `gather_with_grad` sends no row of it
         if not self._counts(over): return
-        learn.items = self._number(n_items(learn)*(not learn.repeated), over) # counted once
+        early,targ = self.early,learn.yb[0]
+        same = early is not None and targ is early.targ and _version(targ)==early.version
+        learn.items = early.n if same else self._number(n_items(learn)*(not learn.repeated), over) # counted once
         n,total = learn.items,self._total(learn.items)
         if isinstance(total, Tensor): learn.loss_grad = learn.loss_grad*(n*W/total)
         elif not n: learn.loss_grad = self._zero()
@@ -98,6 +104,7 @@ class LossWeights:
     def take_part(self):
         "In place of `weigh` on a rank that has cancelled its batch: it has no items. Sync point as in `weigh`"
         self.done = True
+        if self.early is None: self.count_early(n=0.)
         if self.with_rows: self._count_rows(0)
         if self.ask and self._asks: self._agree(None)
         over = loss_over(self.learn)
@@ -113,9 +120,46 @@ class LossWeights:
         if device.type=='cpu': return float(n)
         return n if isinstance(n, Tensor) else torch.full((), n, dtype=torch.double, device=device)
     def _total(self, n):
-        total = sum_over_ranks(n, self.links)
+        total = self._told_early(n)
+        if total is None: total = sum_over_ranks(n, self.links)
         self.learn.global_items = total/self.world_size
         return total
+
+# %% ../../nbs/distributed/09_loss_weights.ipynb #early2
+class _Early(NamedTuple):
+    "What a rank has told the others of its items before the forward pass"
+    sum:PostedSum
+    n:float
+    targ:object
+    version:int
+
+@patch
+def count_early(self:LossWeights,
+    may_change=None, # Returns whether the number may still change
+    n=None           # Of this rank; None: counted from the targets
+):
+    "After `before_batch`: tell the other ranks how many items this batch has, if its targets show it. They need not wait for it later"
+    learn = self.learn
+    if self.links is None or not learn.training or not learn.yb: return
+    over,targ = loss_over(learn),learn.yb[0]
+    on_cpu = (getattr(targ, 'device', None) or learn.device).type=='cpu' # a dict has none
+    if not on_cpu or over.kind!='items' or getattr(over.count, 'func', over.count) not in _by_targets: return
+    if n is None: n = 0. if learn.repeated else float(over.count(None, *learn.yb))
+    changes = may_change is not None and may_change()
+    self.early = _Early(self.links.post(struct.pack('<d?', n, changes), 10), n, targ, _version(targ))
+
+_by_targets = _n_elements,_n_classes_items # what counts without a look at the prediction
+
+@patch
+def _told_early(self:LossWeights, n):
+    "The items of all ranks as they were told before the forward pass; None if a rank could not promise that they stay the same"
+    early,self.early = self.early,None
+    if early is None: return None
+    told = struct.unpack('<'+'d?'*self.world_size, b''.join(early.sum.of_ranks()))
+    if any(told[1::2]): return None
+    if n!=early.n: raise ValueError(f'a batch of {early.n:g} items has {n:g} of them now: the forward pass or the loss function has '
+                                    'cancelled it, or changed its targets. Do this in an event of a callback')
+    return sum(told[::2])
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #dc7d9de7
 @patch(as_prop=True)

@@ -37,7 +37,7 @@ from ..learner.predictions import Unshared
 # %% ../../nbs/distributed/10_trainer.ipynb #c007
 class DistributedTrainer(Callback):
     "Train the learner on every rank of the group: shards of the data, averaged gradients, the metrics of one process"
-    order = Order.trainer
+    order,keeps_batch = Order.trainer,True
     def __init__(self,
         cuda_id:int=None,   # This process's GPU; None: by local rank, or the CPU
         sync_bn:bool=True,  # BatchNorm over the global batch
@@ -205,6 +205,14 @@ def after_loss(self:DistributedTrainer):
 @patch
 def before_backward(self:DistributedTrainer):
     if self.replica is not None and self.links: self.weights.weigh()
+@patch
+def may_change(self:DistributedTrainer)->bool:
+    "Whether a callback may cancel a batch between `before_batch` and its backward pass, or change its targets"
+    heard = self.learn._handlers
+    return any([not cb.keeps_batch for e in _between for cb in heard[e]])
+
+_between = 'after_pred','after_loss'
+
 @patch
 def take_part(self:DistributedTrainer):
     "On a rank that has cancelled its batch: take part in the exchange of item counts, also for a group of micro-batches"

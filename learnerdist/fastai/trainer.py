@@ -140,6 +140,13 @@ def tell_all(self:DistributedTrainer, event):
         if short and not own and not self.rank0s and take(short, cb, event): continue
         if own or not deaf: self.tell(cb, event)
 
+@patch
+def may_change(self:DistributedTrainer)->bool:
+    "As for our own learner: as long as it is not known who has a handler, and where a callback has one"
+    cbs,known = getattr(self.learn.cbs, 'items', self.learn.cbs),[self.asked.get(o) for o in core._between]
+    return any([o is None or o[0]!=cbs or not all([deaf or is_part for _,deaf,_,is_part in o[2]]) for o in known]) or \
+        any([e in cb.__dict__ for cb in cbs for e in core._between])
+
 _order = attrgetter('order')
 
 def _is_deaf(cls, event):

@@ -51,6 +51,7 @@ class Callback(GetAttr):
     order,_default,learn = 0,'learn',None
     run,run_train,run_valid = True,True,True
     run_find = True # Whether it runs in `lr_find`: a callback that logs, saves, stops a fit or sets the rate does not
+    keeps_batch = False # Whether its `after_pred` and `after_loss` neither cancel nor change targets: then no rank waits for others there
     loop_state = () # Names of attributes that belong to the current loop over data; saved while a nested loop runs
     fit_state = () # Names of attributes that a checkpoint saves: the callback's state in this fit, the same on every rank
     rank_state = () # Attributes that a checkpoint saves and that differ between ranks: tensors whose sum over ranks is the global value

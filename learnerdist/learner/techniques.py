@@ -43,7 +43,7 @@ def half_type(device:torch.device)->torch.dtype:
 # %% ../../nbs/learner/06_techniques.ipynb #c008b
 class MixedPrecision(Callback):
     "Run forward pass and loss in a 16-bit type where `torch.autocast` allows it. Weights, gradients and `learn.pred` stay float32"
-    order,loop_state = Order.mixed_precision,('cast',)
+    order,loop_state,keeps_batch = Order.mixed_precision,('cast',),True
     def __init__(self,
         dtype=None, # 'fp16', 'bf16', `torch.float16` or `torch.bfloat16`; None: chosen for the device, see `half_type`
         **kw        # Only for fp16: options of `torch.amp.GradScaler`, such as `init_scale`
