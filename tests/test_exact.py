@@ -5,7 +5,8 @@ from torch import nn, tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset
 from learnerdist.all import (Callback, all_sum, DataLoaders, GradientAccumulation, Learner, TfmdDL, gather_with_grad, get_model,
                              group_rank, group_size, process_group, set_seed)
-from learnerdist.learner.callback import CancelBackwardException, CancelTrainException
+from learnerdist.learner import losses as learner_losses
+from learnerdist.learner.callback import CancelBackwardException, CancelBatchException, CancelTrainException
 from learnerdist.testing import RanksError, run_ranks
 
 N,BS = 48,6 # a global batch of 12: on 1, 2 and 3 ranks 12, 6 and 4 each
@@ -282,6 +283,19 @@ def validated():
         with learn.distrib_ctx(seed=3): res += learn.validate()
     return tensor(res),[],[]
 
+def labelled(n): return TensorDataset(data(n).tensors[0], torch.randint(2, (n,), generator=torch.Generator().manual_seed(n)))
+class Ignores(Callback):
+    "Some labels do not count, on each rank another number: known before the forward pass, or only in `event`"
+    run_valid = False
+    def __init__(self, event): setattr(self, event, self._ignore)
+    def _ignore(self): self.learn.yb = self.yb[0].where(self.xb[0][:,0]>0, -100),
+class Harmless(Callback):
+    keeps_batch = True
+    def after_pred(self): pass
+def weighted_ce(): return nn.CrossEntropyLoss(weight=tensor([.3,.7], dtype=torch.double))
+def ignored(event, *cbs):
+    return loaded(TfmdDL(labelled(45), size()), TfmdDL(labelled(11), 3), net(), weighted_ce(), Ignores(event), *cbs)
+
 unfrozen_in = 'before_batch','after_pred','after_step','after_batch'
 scenes = {f'unfreeze in {o}': lambda o=o: fitted(learner(), Freezes(o, unfreeze)) for o in unfrozen_in}
 scenes |= {f'freeze in {o}': lambda o=o: fitted(learner(), Freezes(o, freeze_more)) for o in ('before_batch','after_loss','after_backward')}
@@ -301,6 +315,8 @@ scenes |= {'45 samples': lambda: of_length(45), '37 samples': lambda: of_length(
            'loss of the model': loss_of_model, 'loss of the model, in a tuple': lambda: loss_of_model(tuple, of_output),
            'loss of the model, accumulated': lambda: loss_of_model(n=48, cb=[GradientAccumulation(size())]),
            'sum and penalty': sum_and_penalty, 'sum and penalty in place': sum_and_penalty_in_place, 'a loss of nodes': nodes_and_ids,
+           'labels ignored': lambda: ignored('before_batch'), 'labels ignored, kept': lambda: ignored('before_batch', Harmless()),
+           'labels ignored late': lambda: ignored('after_pred'), 'labels changed after the loss': lambda: (*ignored('after_loss')[:2],[]),
            'weighed twice': weighed_twice, 'freeze in a group': freeze_in_a_group, 'validate first': validated}
 
 def all_scenes():
@@ -513,6 +529,24 @@ def test_what_rank_0_alone_calls_is_named_on_all_ranks():
     with pytest.raises(RanksError) as e: run_ranks(validates_alone, 2)
     for f in e.value.errors.values():
         assert 'RanksApart' in str(f) and 'rank 0 is at the start of a validation loop' in str(f) and 'in after_batch' in str(f)
+
+def cancels(p, t):
+    if group_rank()==1: raise CancelBatchException
+    return nn.functional.cross_entropy(p, t)
+
+class KeepsNot(Ignores): keeps_batch = True
+
+@pytest.mark.parametrize('kw', [dict(loss=cancels), dict(loss=weighted_ce(), cbs=KeepsNot('after_pred'))])
+def test_items_that_change_after_they_were_told(kw):
+    if kw['loss'] is cancels: cancels.n_items = learner_losses._n_elements # known before the forward pass
+    with pytest.raises(RanksError) as e: run_ranks(fits_told, 2, kw)
+    assert all('items has' in str(o) and 'Do this in an event of a callback' in str(o) for o in e.value.errors.values()), e.value
+
+def fits_told(kw):
+    with process_group():
+        learn = learner(ds=labelled(24), **kw)
+        if kw['loss'] is cancels: cancels.n_items = learner_losses._n_elements
+        fitted(learn)
 
 # --- found by scripts of many domains, and by sweeps --------------------------------------------------------------------------
 

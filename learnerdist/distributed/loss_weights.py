@@ -55,7 +55,7 @@ class LossWeights:
         self.learn,self.links,self.said,self.world_size = learn,links,set(),group_size()
         self.dl,self.uneven,self.ask,self.done,self.with_rows,self.n_rows,self.loss = None,'none',False,True,False,None,None
         self.plain,self.version = None,0 # the loss as it was computed; `loss` is the same, or a copy
-        self.early = None # what this rank has told of its items before the forward pass
+        self.early,self.targ = None,None # what this rank has told of its items before the forward pass; the targets that the loss had
     def begin(self, dl):
         "Before a training loop over `dl`"
         self.dl,self.uneven,self.done = dl,uneven_steps(dl),True
@@ -91,7 +91,7 @@ class LossWeights:
         if over.kind=='sum': learn.loss_grad = learn.loss_grad+self.loss*(W-1) # a callback may have added a penalty
         if learn.repeated and over.kind!='whole': learn.loss_grad = self._zero() # 'whole': `gather_with_grad` sends no row of it
         if not self._counts(over): return
-        early,targ = self.early,learn.yb[0]
+        early,targ = self.early,self.targ
         same = early is not None and targ is early.targ and _version(targ)==early.version
         learn.items = early.n if same else self._number(n_items(learn)*(not learn.repeated), over) # counted once
         n,total = learn.items,self._total(learn.items)

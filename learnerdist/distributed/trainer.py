@@ -201,7 +201,8 @@ def before_batch(self:DistributedTrainer): self.weights.begin_batch()
 def after_loss(self:DistributedTrainer):
     if not (self.links and self.learn.training and self.learn.yb): return
     loss,known,w = self.learn.loss_grad,vars(self.learn).get('_loss_over'),self.weights # callbacks may change it, also in place
-    w.plain,w.version,w.loss = loss,loss._version,loss.clone() if known is None or known[1].kind in ('unknown','sum') else loss
+    w.targ,w.plain,w.version = self.learn.yb[0],loss,loss._version
+    w.loss = loss.clone() if known is None or known[1].kind in ('unknown','sum') else loss
 @patch
 def before_backward(self:DistributedTrainer):
     if self.replica is not None and self.links: self.weights.weigh()
