@@ -215,20 +215,24 @@ def attach(self:DistributedTrainer):
     learn.__class__ = _distributed_class(type(learn))
     core.DistributedTrainer.attach(self)
     self.stack.enter_context(short_ways())
-    if group_rank(): learn.logger = noop
+    if group_rank(): learn.logger = _OfRank0(learn.logger)
     self.quiet_bars()
+
+class _OfRank0:
+    "A logger that is fastai's `noop` unless this is rank 0, which it becomes if those before it die"
+    def __init__(self, logger): self.logger = logger
+    def __call__(self, *args): return (noop if group_rank() else self.logger)(*args)
+    def __eq__(self, o): return o is self or (noop if group_rank() else self.logger)==o
 
 # %% ../../nbs/fastai/04_learner.ipynb #c015
 class _TableOnly(ConsoleMasterBar):
-    "In place of fastai's bar: prints the table's lines only"
+    "In place of fastai's bar: prints the table's lines only, on rank 0"
     def __init__(self, gen, total=None, **kwargs):
         MasterBar.__init__(self, gen, ProgressBar, total)
         self.total_time = False
     def add_child(self, child): "Bars are not drawn"
-
-class _NoBar(_TableOnly):
-    "In place of fastai's bar: prints nothing"
-    def write(self, line, table=False): "Lines are not printed"
+    def write(self, line, table=False):
+        if not group_rank(): super().write(line, table)
 
 @patch
 def quiet_bars(self:DistributedTrainer):
@@ -236,7 +240,7 @@ def quiet_bars(self:DistributedTrainer):
     drawn = fastai_progress.master_bar is not ConsoleMasterBar or sys.stdout.isatty() # a notebook's, or on a terminal
     if drawn and not group_rank(): return
     for mod in (fastai_progress,fastai_learner): # `tta` has its own
-        self._set(mod, 'master_bar', _NoBar if group_rank() else _TableOnly)
+        self._set(mod, 'master_bar', _TableOnly)
         self._set(mod, 'progress_bar', ProgressBar)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c017

@@ -268,7 +268,13 @@ def after_loss(self:DistributedTrainer):
 
 @patch
 def after_batch(self:DistributedTrainer):
-    if self.training and group_size()>1: self.share_loss()
+    if self.training and (group_size()>1 or self.steps): self.share_loss() # steps: from when there were others
+
+@patch
+def loss_row(self:DistributedTrainer)->list: # Loss × items, items
+    "This rank's numbers of the step whose backward pass comes next"
+    n = self._n_items()
+    return [float(weighted(self.learn.loss.detach().mean(), n)),float(n)]
 
 @patch
 def share_loss(self:DistributedTrainer):
@@ -288,6 +294,12 @@ def _n_items(self:DistributedTrainer):
     return 0 if self.learn.repeated else n if not n or mixed else n_items(self.learn)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c025
+@patch
+def after_train(self:DistributedTrainer):
+    alone = group_size()<2 and bool(self.steps) # the others have died in this epoch
+    if (self.leave_train() and group_size()>1 or alone) and 'recorder' in vars(self.learn): self.record_all_ranks()
+    if alone: self.steps = []
+
 @patch
 def record_all_ranks(self:DistributedTrainer):
     "Replace the Recorder's losses by those of the global batches. Sync point"
