@@ -53,11 +53,11 @@ def train(folder, plan, kind='', how='SIGKILL'):
                n=count.n, world=num_distrib(), left=[o for o in map(str, links()) if 'learnerdist' in o])
     (Path(folder)/f'{local_rank()}.json').write_text(json.dumps(res))
 
-def launch(folder, plan=(), *args, nproc=3, policy='shrink', options=()):
+def launch(folder, plan=(), *args, nproc=3, policy='shrink', options=(), script=__file__):
     "Exit status, what each rank has left, and what was printed"
     folder.mkdir(parents=True, exist_ok=True)
     cmd = [sys.executable,'-m','learnerdist.launch','--nproc',nproc,'--on-failure',policy,*options]
-    cmd += [__file__,folder,json.dumps(dict(plan)),*args]
+    cmd += [script,folder,json.dumps(dict(plan)),*args]
     drop = 'RANK','WORLD_SIZE','LOCAL_RANK','MASTER_PORT'
     env = {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=str(root))
     res = subprocess.run([*map(str, cmd)], env=env, capture_output=True, text=True, timeout=150)

@@ -81,8 +81,9 @@ def undone(o, was):
 
 def _in_steps(cb):
     "The names of what steps change in a callback: `step_state`, or what is no property in `fit_state`"
-    own = getattr(type(cb), 'step_state', None)
-    return own or [k for k in getattr(type(cb), 'fit_state', ()) if k in vars(cb)]
+    cls,known = type(cb),vars(cb)
+    own = [k for k in getattr(cls, 'fit_state', ()) if k in known or hasattr(cls, k) and not isinstance(getattr(cls, k), property)]
+    return getattr(cls, 'step_state', own)
 
 phases = 'begin','epoch','train','trained','validate','done'
 

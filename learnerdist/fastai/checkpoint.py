@@ -62,7 +62,7 @@ ShowGraphCallback.epoch_ends = property(_epoch_ends, lambda self, v: setattr(sel
 
 def _say_lost(cb, n):
     if n: warnings.warn(f'the gradients of {n:g} samples are lost, from which GradientAccumulation had not made a step before the fit went on')
-GradientAccumulation.fit_state = 'pending',
+GradientAccumulation.fit_state,GradientAccumulation.step_state = ('pending',),('count',)
 GradientAccumulation.pending = property(lambda self: vars(self).get('count', 0), _say_lost, doc="Samples since the last step")
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c006
