@@ -266,7 +266,7 @@ def loss_row(self:DistributedTrainer)->list: # Loss × items, items, samples
 def _set_totals(trainer, v): trainer.learn.recorder.totals = v
 
 DistributedTrainer.n_numbers = 3 # of a row
-DistributedTrainer.totals = property(lambda self: self.recorder.totals, _set_totals, doc="(steps,n_numbers): this epoch's losses on this rank")
+DistributedTrainer.totals = property(lambda self: self.recorder.totals, _set_totals, doc="(steps,n_numbers): this epoch's, of this rank")
 
 @patch
 def check_divergence(self:DistributedTrainer):

@@ -58,10 +58,10 @@ def _epoch_ends(cb):
     trained = [cb.learn.train_iter]*(len(getattr(rec, 'log', ()))>1)
     return sorted({*map(int, rec.iters),*trained}-{0})
 ShowGraphCallback.fit_state = 'epoch_ends',
-ShowGraphCallback.epoch_ends = property(_epoch_ends, lambda self, v: setattr(self, 'nb_batches', list(v)), doc="Steps before the end of each epoch")
+ShowGraphCallback.epoch_ends = property(_epoch_ends, lambda self, v: setattr(self, 'nb_batches', list(v)), doc="Steps up to each epoch")
 
 def _say_lost(cb, n):
-    if n: warnings.warn(f'the gradients of {n:g} samples are lost, from which GradientAccumulation had not made a step before the fit went on')
+    if n: warnings.warn(f'the gradients of {n:g} samples are lost: GradientAccumulation had made no step from them before the fit went on')
 GradientAccumulation.fit_state,GradientAccumulation.step_state = ('pending',),('count',)
 GradientAccumulation.pending = property(lambda self: vars(self).get('count', 0), _say_lost, doc="Samples since the last step")
 
