@@ -15,9 +15,11 @@ from ..core.compat import version
 from ..core.shards import settings_of
 from ..distributed.agreement import Agreement,Progress,_raised_in
 from ..distributed.shared_mean import shared_memory
+from ..distributed.trainer import DistributedTrainer
 from ..distributed.vote_links import SocketLinks
 from ..learner.callback import Callback,Order
 from ..learner.learner import get_model
+from ..learner.losses import batch_rows,n_items,weighted
 from .callback_state import states_of
 from .position import Streams,_data,go_back,placed,rows_done
 from .snapshot import to_plain
@@ -66,6 +68,19 @@ def add_up(
     return res
 
 # %% ../../nbs/checkpoint/05_marks.ipynb #sv06b
+def _set_totals(trainer, v): trainer.learn.recorder.totals = v
+
+DistributedTrainer.n_numbers = 3 # of a row
+DistributedTrainer.totals = property(lambda self: self.recorder.totals, _set_totals, doc="(steps,n_numbers): this epoch's, of this rank")
+
+@patch
+def loss_row(self:DistributedTrainer)->list: # Loss × items, items, samples
+    "This rank's numbers in `totals` of the step whose backward pass comes next"
+    learn = self.learn
+    n = batch_rows(learn) if learn.yb and learn.loss is not None and not learn.repeated else 0
+    items = n_items(learn) if n else 0
+    return [float(weighted(learn.loss, items)) if n else 0., float(items), n]
+
 def noted(
     o # A value within the state of a callback
 ):    # For `undone`

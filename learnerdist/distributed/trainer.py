@@ -31,7 +31,6 @@ from .replica import Replica,SharedMaxNorm,broadcast_module,broadcast_tensors
 from .vote_links import open_links
 from ..learner.callback import Callback,Order
 from ..learner.learner import Learner,fit_flags,get_model
-from ..learner.losses import batch_rows,n_items,weighted
 from ..learner.loggers import ranked_warnings
 from ..learner.predictions import Unshared
 
@@ -254,19 +253,6 @@ def after_train(self:DistributedTrainer):
 def record_all_ranks(self:DistributedTrainer):
     "Let the Recorder have this loop's losses over all ranks. Sync point"
     self.learn.recorder.totals = total_losses(self.learn, self.recorder.step_totals(), self.agreement.n_steps)
-
-@patch
-def loss_row(self:DistributedTrainer)->list: # Loss × items, items, samples
-    "This rank's numbers in `totals` of the step whose backward pass comes next"
-    learn = self.learn
-    n = batch_rows(learn) if learn.yb and learn.loss is not None and not learn.repeated else 0
-    items = n_items(learn) if n else 0
-    return [float(weighted(learn.loss, items)) if n else 0., float(items), n]
-
-def _set_totals(trainer, v): trainer.learn.recorder.totals = v
-
-DistributedTrainer.n_numbers = 3 # of a row
-DistributedTrainer.totals = property(lambda self: self.recorder.totals, _set_totals, doc="(steps,n_numbers): this epoch's, of this rank")
 
 @patch
 def check_divergence(self:DistributedTrainer):

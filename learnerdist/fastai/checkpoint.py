@@ -72,7 +72,7 @@ def _text(cb):
     return path.read_text() if path.exists() else '' # also on ranks that do not write it: they may become rank 0
 
 def _set_text(cb, v):
-    if 'file' not in vars(cb): return # of rank 0
+    if 'file' not in vars(cb) or v==_text(cb): return # of rank 0; other ranks may be reading it
     cb.file.seek(0)
     cb.file.truncate()
     cb.file.write(v)
@@ -162,8 +162,7 @@ def _begin_again(self:Learner):
     lent = [k for k,v in vars(self).items() if isinstance(getattr(v, '__self__', None), FastaiCallback)] # such as MixUp's loss
     for k in lent: setattr(self, k, begun[k]) if k in begun else delattr(self, k)
     for cb in self.cbs: cb.run = True
-    self.training = False
-    self._end_cleanup()
+    self.training,self.dl,self.xb,self.yb = False,None,(None,),(None,)
 
 def _clean_up(learn, cb):
     old,cb.learn = cb.learn,learn # fastai sets it to None on a removed callback

@@ -36,7 +36,7 @@ from ..core.env import default_device,group_rank,group_size
 from .evaluation import Evaluation,stored_alone
 from .loaders import _Share,shallow,undealt
 from .quick import ShortBatches,short_ways
-from .trainer import DistributedTrainer,parts
+from .trainer import DistributedTrainer,OfRank0,parts
 from ..distributed.memory import say_oom
 from ..learner.learner import Learner as CoreLearner,fit_flags,get_model
 from ..learner.losses import loss_trace
@@ -215,14 +215,8 @@ def attach(self:DistributedTrainer):
     learn.__class__ = _distributed_class(type(learn))
     core.DistributedTrainer.attach(self)
     self.stack.enter_context(short_ways())
-    if group_rank(): learn.logger = _OfRank0(learn.logger)
+    if group_rank(): learn.logger = OfRank0(learn.logger)
     self.quiet_bars()
-
-class _OfRank0:
-    "A logger that is fastai's `noop` unless this is rank 0, which it becomes if those before it die"
-    def __init__(self, logger): self.logger = logger
-    def __call__(self, *args): return (noop if group_rank() else self.logger)(*args)
-    def __eq__(self, o): return o is self or (noop if group_rank() else self.logger)==o
 
 # %% ../../nbs/fastai/04_learner.ipynb #c015
 class _TableOnly(ConsoleMasterBar):
