@@ -33,7 +33,9 @@ def train(folder, plan, kind='', how='SIGKILL'):
         inner = point[0] in ('before_batch','after_pred','before_backward','after_backward','before_step','after_step','after_batch')
         if done or learn.epoch!=point[1] or inner and (learn.iter!=point[2] or learn.training!=point[3]): return done
         if how=='raise': raise ZeroDivisionError('on purpose')
-        os.kill(os.getpid(), getattr(signal, how))
+        sig,_,wake = how.partition(' ') # wake: seconds after which it comes back to life by itself
+        if wake: subprocess.Popen(['sh','-c',f'sleep {wake}; kill -CONT {os.getpid()}'])
+        os.kill(os.getpid(), getattr(signal, sig))
         return True
     if point: setattr(Die, point[0], lambda self: None)
 
@@ -45,7 +47,7 @@ def train(folder, plan, kind='', how='SIGKILL'):
     cbs,count = [Die(), GradientClip(5.), CSVLogger()],Count()
     if 'checkpoint' in kind: cbs.append(Checkpoint('ckpt', every=2))
     if 'accumulate' in kind: cbs.append(GradientAccumulation(120//num_distrib()))
-    kw = dict(split_batches='per rank' not in kind, shard='sharded' in kind or None, seed=3, timeout_s=3 if how=='SIGSTOP' else None)
+    kw = dict(split_batches='per rank' not in kind, shard='sharded' in kind or None, seed=3, timeout_s=3 if 'SIGSTOP' in how else None)
     with learn.distrib_ctx(**kw): (learn.fit if 'plain' in kind else learn.fit_one_cycle)(3, cbs=[*cbs, count])
     rec = learn.recorder
     gc.collect()
@@ -146,6 +148,32 @@ def test_a_sharded_model_is_started_again(tmp_path):
 @pytest.mark.long
 def test_a_rank_that_is_stopped(tmp_path, undisturbed):
     check(tmp_path, launch(tmp_path, {1: at('before_backward')}, '', 'SIGSTOP'), undisturbed(), 2, 'rank 1 ended by SIGKILL')
+
+@pytest.mark.long
+@pytest.mark.parametrize('wake', [1,2.9,3,3.05,3.1,3.2,4])
+@pytest.mark.parametrize('event', ['before_backward','after_epoch'])
+def test_a_rank_that_comes_back_to_life(event, wake, tmp_path, undisturbed):
+    "While the others give it up after 3 s, or after that: it is one of them, or it ends. Whoever comes to the end has the right numbers"
+    code,ranks,text = got = launch(tmp_path, {0: at(event)}, '', f'SIGSTOP {wake}')
+    print(event, wake, code, [*ranks], text[-300:])
+    if code==0: check(tmp_path, got, undisturbed(), 3 if wake==1 else len(ranks), '' if len(ranks)==3 else 'rank 0 ended by SIGKILL')
+    else: assert 2.8<wake<4 and not ranks and 'failed first' in text, text # it came back just then, and all end
+
+def test_a_rank_without_which_others_have_gone_on_ends(tmp_path):
+    "Also one that the launcher has not killed: at its first word to the others it reads that it is none of them"
+    code = """if 1:
+        import json,os,sys
+        from types import SimpleNamespace
+        import torch.distributed as dist
+        from learnerdist.core import env
+        from learnerdist.checkpoint.survivors import Survivors
+        os.environ.update(LOCAL_RANK='1', RANK='1', WORLD_SIZE='3')
+        env._stores['root'] = store = dist.HashStore()
+        store.set('members', json.dumps([1, [0,2]]))
+        Survivors._go_on(SimpleNamespace())
+        print('it goes on')"""
+    res = subprocess.run([sys.executable,'-c',code], env={**os.environ, 'PYTHONPATH': str(root)}, capture_output=True, text=True)
+    assert res.returncode==-signal.SIGKILL and not res.stdout, res.stdout+res.stderr
 
 def test_the_default_is_to_end(tmp_path):
     code,ranks,text = launch(tmp_path, {1: at('before_backward')}, policy='restart')
