@@ -26,6 +26,7 @@ from ..checkpoint.checkpoint import resumed
 from ..checkpoint.snapshot import weights_in
 from ..core.saves import await_save,save_once
 from ..core.deferred import fill_in
+from ..core.env import is_rank0
 from ..core.parted import save_state
 from ..core.shards import has_parts,load_model
 from ..learner.learner import StartAt,get_model
@@ -42,7 +43,7 @@ def _n_metered(rec):
     within = rec.train_metrics and len(getattr(rec, 'log', ()))==1
     return rec.smooth_loss.count-([0,*rec.iters][-1]) if within else 0
 def _say_metered(rec, n):
-    if n: warnings.warn(f'train_metrics: those of this epoch are without its first {n} batches, from before the fit went on')
+    if n and is_rank0(): warnings.warn(f'train_metrics: those of this epoch are without its first {n} batches, from before the fit went on')
 
 Recorder.fit_state,Recorder.step_state = ('lrs','iters','values','log','all_losses','smooth','n_metered'),('lrs','losses','smooth')
 Recorder.n_metered = property(_n_metered, _say_metered, doc="How many batches `train_metrics` miss if a fit goes on from here")
@@ -61,7 +62,8 @@ ShowGraphCallback.fit_state = 'epoch_ends',
 ShowGraphCallback.epoch_ends = property(_epoch_ends, lambda self, v: setattr(self, 'nb_batches', list(v)), doc="Steps up to each epoch")
 
 def _say_lost(cb, n):
-    if n: warnings.warn(f'the gradients of {n:g} samples are lost: GradientAccumulation had made no step from them before the fit went on')
+    if n and is_rank0():
+        warnings.warn(f'the gradients of {n:g} samples are lost: GradientAccumulation had made no step from them before the fit went on')
 GradientAccumulation.fit_state,GradientAccumulation.step_state = ('pending',),('count',)
 GradientAccumulation.pending = property(lambda self: vars(self).get('count', 0), _say_lost, doc="Samples since the last step")
 
