@@ -155,7 +155,6 @@ def test_a_rank_that_is_stopped(tmp_path, undisturbed):
 def test_a_rank_that_comes_back_to_life(event, wake, tmp_path, undisturbed):
     "While the others give it up after 3 s, or after that: it is one of them, or it ends. Whoever comes to the end has the right numbers"
     code,ranks,text = got = launch(tmp_path, {0: at(event)}, '', f'SIGSTOP {wake}')
-    print(event, wake, code, [*ranks], text[-300:])
     if code==0: check(tmp_path, got, undisturbed(), 3 if wake==1 else len(ranks), '' if len(ranks)==3 else 'rank 0 ended by SIGKILL')
     else: assert 2.8<wake<4 and not ranks and 'failed first' in text, text # it came back just then, and all end
 
