@@ -112,3 +112,23 @@ def test_done_and_more_epochs(tmp_path, capsys):
     with pytest.raises(ValueError, match='holds checkpoints of another run'):
         learn = fit(tmp_path/'d', 1)
         learn.fit(1, cbs=Checkpoint('ckpt'))
+
+def in_global_batches(path, resume=False):
+    "A fit in global batches of 12 samples, on any number of ranks"
+    torch.set_default_dtype(torch.float64)
+    g = torch.Generator().manual_seed(0)
+    rows = [*zip(torch.randn(40, 6, generator=g), torch.randint(3, (40,), generator=g))]
+    torch.manual_seed(3)
+    dls = DataLoaders(DataLoader(rows, bs=12, shuffle=True, num_workers=0), DataLoader(rows[:16], bs=12, num_workers=0))
+    learn = Learner(dls, nn.Linear(6, 3), loss_func=lambda p,y: nn.functional.cross_entropy(p, y).float(), path=Path(path), lr=.01)
+    with learn.distrib_ctx(split_batches=True, seed=1): learn.fit_one_cycle(2, .01, cbs=Checkpoint('ckpt', 1, 100, resume=resume))
+    rec = learn.recorder
+    return dict(weight=learn.model.weight.tolist(), losses=[float(o) for o in rec.losses], lrs=list(rec.lrs), iters=list(rec.iters),
+                values=[list(o) for o in rec.values])
+
+def test_go_on_in_mid_epoch_on_another_number_of_ranks(tmp_path):
+    from learnerdist.testing import run_ranks
+    whole = run_ranks(in_global_batches, 2, str(tmp_path/'a'))[0]
+    shutil.copytree(tmp_path/'a/ckpt/epoch_0001-step_00000006', tmp_path/'b/ckpt/epoch_0001-step_00000006')
+    for again in run_ranks(in_global_batches, 3, str(tmp_path/'b'), True):
+        for k,v in whole.items(): torch.testing.assert_close(torch.tensor(again[k]), torch.tensor(v), rtol=1e-6, atol=1e-6)

@@ -33,7 +33,9 @@ def train(folder, plan, kind='', how='SIGKILL'):
         inner = point[0] in ('before_batch','after_pred','before_backward','after_backward','before_step','after_step','after_batch')
         if done or learn.epoch!=point[1] or inner and (learn.iter!=point[2] or learn.training!=point[3]): return done
         if how=='raise': raise ZeroDivisionError('on purpose')
-        os.kill(os.getpid(), getattr(signal, how))
+        sig,_,wake = how.partition(' ') # wake: seconds after which it comes back to life by itself
+        if wake: subprocess.Popen(['sh','-c',f'sleep {wake}; kill -CONT {os.getpid()}'])
+        os.kill(os.getpid(), getattr(signal, sig))
         return True
     if point: setattr(Die, point[0], lambda self: None)
 
@@ -45,7 +47,7 @@ def train(folder, plan, kind='', how='SIGKILL'):
     cbs,count = [Die(), GradientClip(5.), CSVLogger()],Count()
     if 'checkpoint' in kind: cbs.append(Checkpoint('ckpt', every=2))
     if 'accumulate' in kind: cbs.append(GradientAccumulation(120//num_distrib()))
-    kw = dict(split_batches='per rank' not in kind, shard='sharded' in kind or None, seed=3, timeout_s=3 if how=='SIGSTOP' else None)
+    kw = dict(split_batches='per rank' not in kind, shard='sharded' in kind or None, seed=3, timeout_s=3 if 'SIGSTOP' in how else None)
     with learn.distrib_ctx(**kw): (learn.fit if 'plain' in kind else learn.fit_one_cycle)(3, cbs=[*cbs, count])
     rec = learn.recorder
     gc.collect()
@@ -53,11 +55,11 @@ def train(folder, plan, kind='', how='SIGKILL'):
                n=count.n, world=num_distrib(), left=[o for o in map(str, links()) if 'learnerdist' in o])
     (Path(folder)/f'{local_rank()}.json').write_text(json.dumps(res))
 
-def launch(folder, plan=(), *args, nproc=3, policy='shrink', options=()):
+def launch(folder, plan=(), *args, nproc=3, policy='shrink', options=(), script=__file__):
     "Exit status, what each rank has left, and what was printed"
     folder.mkdir(parents=True, exist_ok=True)
     cmd = [sys.executable,'-m','learnerdist.launch','--nproc',nproc,'--on-failure',policy,*options]
-    cmd += [__file__,folder,json.dumps(dict(plan)),*args]
+    cmd += [script,folder,json.dumps(dict(plan)),*args]
     drop = 'RANK','WORLD_SIZE','LOCAL_RANK','MASTER_PORT'
     env = {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=str(root))
     res = subprocess.run([*map(str, cmd)], env=env, capture_output=True, text=True, timeout=150)
@@ -147,6 +149,31 @@ def test_a_sharded_model_is_started_again(tmp_path):
 def test_a_rank_that_is_stopped(tmp_path, undisturbed):
     check(tmp_path, launch(tmp_path, {1: at('before_backward')}, '', 'SIGSTOP'), undisturbed(), 2, 'rank 1 ended by SIGKILL')
 
+@pytest.mark.long
+@pytest.mark.parametrize('wake', [1,2.9,3,3.05,3.1,3.2,4])
+@pytest.mark.parametrize('event', ['before_backward','after_epoch'])
+def test_a_rank_that_comes_back_to_life(event, wake, tmp_path, undisturbed):
+    "While the others give it up after 3 s, or after that: it is one of them, or it ends. Whoever comes to the end has the right numbers"
+    code,ranks,text = got = launch(tmp_path, {0: at(event)}, '', f'SIGSTOP {wake}')
+    if code==0: check(tmp_path, got, undisturbed(), 3 if wake==1 else len(ranks), '' if len(ranks)==3 else 'rank 0 ended by SIGKILL')
+    else: assert 2.8<wake<4 and not ranks and 'failed first' in text, text # it came back just then, and all end
+
+def test_a_rank_without_which_others_have_gone_on_ends(tmp_path):
+    "Also one that the launcher has not killed: at its first word to the others it reads that it is none of them"
+    code = """if 1:
+        import json,os,sys
+        from types import SimpleNamespace
+        import torch.distributed as dist
+        from learnerdist.core import env
+        from learnerdist.checkpoint.survivors import Survivors
+        os.environ.update(LOCAL_RANK='1', RANK='1', WORLD_SIZE='3')
+        env._stores['root'] = store = dist.HashStore()
+        store.set('members', json.dumps([1, [0,2]]))
+        Survivors._go_on(SimpleNamespace())
+        print('it goes on')"""
+    res = subprocess.run([sys.executable,'-c',code], env={**os.environ, 'PYTHONPATH': str(root)}, capture_output=True, text=True)
+    assert res.returncode==-signal.SIGKILL and not res.stdout, res.stdout+res.stderr
+
 def test_the_default_is_to_end(tmp_path):
     code,ranks,text = launch(tmp_path, {1: at('before_backward')}, policy='restart')
     assert code==137 and not ranks and 'rank 1 failed first: ended by SIGKILL' in text and 'left' not in text, text
@@ -161,5 +188,21 @@ def test_random_points():
     cmd = [sys.executable,str(root/'tools/survivors.py'),'--kills','10','--seed','5']
     res = subprocess.run(cmd, env={**os.environ, 'PYTHONPATH': str(root)}, capture_output=True, text=True)
     assert res.returncode==0, res.stdout
+
+def test_a_log_that_is_right_is_not_written_again(tmp_path):
+    "Other ranks read it, for the case that rank 0 dies, at the place of a fit where rank 0 loads it for the second time"
+    from types import SimpleNamespace
+    from learnerdist.all import CSVLogger
+    cb = CSVLogger('log.csv')
+    cb.learn = SimpleNamespace(path=tmp_path, recorder=SimpleNamespace(metric_names=['epoch','loss','time']))
+    cb.open()
+    cb.written = 'epoch,loss\n0,1.5\n'
+    cuts,truncate = [],cb.file.truncate
+    same = {k: getattr(cb.file, k) for k in ('seek','write','flush','close')}
+    cb.file = SimpleNamespace(truncate=lambda: cuts.append(truncate()), **same)
+    cb.written = cb.written
+    assert not cuts
+    cb.written = 'epoch,loss\n'
+    assert len(cuts)==1 and cb.written=='epoch,loss\n'
 
 if __name__=='__main__': train(sys.argv[1], json.loads(sys.argv[2]), *sys.argv[3:])

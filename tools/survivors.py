@@ -1,6 +1,6 @@
 """Kill ranks of a run at random points, and compare with the run that nobody disturbed:
 
-    python tools/survivors.py --kills 200 [--nproc 4] [--seed 0] [--soon]
+    python tools/survivors.py --kills 200 [--nproc 4] [--seed 0] [--soon] [--fastai]
 
 Each run trains on several ranks under `--on-failure shrink`. A point is a number of events (calls and returns of functions, of Python and
 of C) that a rank has come to since the fit began, or since it went on without others: there it kills itself, sometimes another rank at the
@@ -9,12 +9,42 @@ numbers and learning rates are compared at 1e-9 in float64, on every rank that i
 import argparse,faulthandler,json,os,random,signal,subprocess,sys,tempfile,time
 from pathlib import Path
 
-def train(folder, plan):
+def make_fastai(Clock):
+    "fastai's Learner on the same data, its callbacks, and its numbers"
+    import fastai.learner,torch
+    from fastai.callback.progress import CSVLogger
+    from fastai.callback.tracker import SaveModelCallback
+    from fastai.callback.training import GradientClip
+    from fastai.data.core import DataLoaders
+    from fastai.data.load import DataLoader
+    from torch import nn
+    import learnerdist.fastai # noqa: F401
+    fastai.learner.tensor = torch.tensor # so that the smooth loss is float64; fastai's is float32
+    def accuracy(pred, targ): return (pred.argmax(-1)==targ).double().mean()
+    dls = DataLoaders(*(DataLoader(data(n, i), bs=24, shuffle=i==0, num_workers=0) for i,n in enumerate((106, 50))))
+    def learner(net, path): return fastai.learner.Learner(dls, net, loss_func=nn.CrossEntropyLoss(), lr=.01, metrics=accuracy, path=path)
+    return learner,[Clock(),GradientClip(5.),CSVLogger(),SaveModelCallback()]
+
+def make(Clock):
+    "This package's Learner, and its callbacks"
+    import torch
+    from learnerdist.all import CSVLogger,DataLoaders,GradientClip,Learner,TfmdDL,accuracy
+    from torch import nn
+    dls = DataLoaders(TfmdDL(data(106, 0), 24, shuffle=True), TfmdDL(data(50, 1), 24))
+    def learner(net, path): return Learner(dls, net, nn.CrossEntropyLoss(), torch.optim.AdamW, lr=.01, metrics=accuracy, path=path)
+    return learner,[Clock(),GradientClip(5.),CSVLogger()]
+
+def data(n, seed):
+    import torch
+    g = torch.Generator().manual_seed(seed)
+    return [*zip(torch.randn(n, 6, generator=g), torch.randint(3, (n,), generator=g))]
+
+def train(folder, plan, of_fastai):
     "On each rank; `plan`: (rank, how many had died, events since then, ranks to kill)"
     import torch,torch._dynamo # noqa: F401
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    from learnerdist.all import (Callback,CSVLogger,DataLoaders,GradientClip,Learner,TfmdDL,accuracy,local_rank,num_distrib,rank_distrib)
+    from learnerdist.all import Callback,local_rank,num_distrib,rank_distrib
     from learnerdist.checkpoint import survivors
     from torch import nn
     me,state = local_rank(),dict(n=0, gen=0, pause=0., left=None)
@@ -40,21 +70,18 @@ def train(folder, plan):
             if self.last: state['pause'] = max(state['pause'], now-self.last)
             self.last = now
 
-    def data(n, seed):
-        g = torch.Generator().manual_seed(seed)
-        return [*zip(torch.randn(n, 6, generator=g), torch.randint(3, (n,), generator=g))]
-
+    new,cbs = (make_fastai if of_fastai else make)(Clock)
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 3))
-    dls = DataLoaders(TfmdDL(data(106, 0), 24, shuffle=True), TfmdDL(data(50, 1), 24))
-    learn = Learner(dls, net, nn.CrossEntropyLoss(), torch.optim.AdamW, lr=.01, metrics=accuracy, path=folder)
+    learn = new(net, folder)
     learn.logger = lambda line: None
     with learn.distrib_ctx(split_batches=True, seed=3):
         sys.setprofile(watch)
-        try: learn.fit_one_cycle(3, cbs=[Clock(), GradientClip(5.), CSVLogger()])
+        try: learn.fit_one_cycle(3, cbs=cbs)
         finally: sys.setprofile(None)
     rec = learn.recorder
-    numbers = [[o.tolist() for o in net.state_dict().values()],rec.losses,rec.values,rec.lrs,rec.iters]
+    losses,values,lrs = ([float(o) for o in os] for os in (rec.losses,(v for o in rec.values for v in o),rec.lrs))
+    numbers = [[o.tolist() for o in net.state_dict().values()],losses,values,lrs,[*rec.iters]]
     files = sum(o.readlink().name.startswith(('socket', '/memfd')) for o in Path('/proc/self/fd').iterdir() if o.is_symlink())
     res = dict(numbers=numbers, pause=state['pause'], n=state['n'], world=num_distrib(), rank=rank_distrib(), gen=state['gen'], files=files)
     (folder/f'{me}.json').write_text(json.dumps(res))
@@ -63,7 +90,7 @@ def launch(args, folder, plan):
     "The launcher's exit status, what each rank left, and the rows of the CSV file"
     folder.mkdir()
     cmd = [sys.executable,'-m','learnerdist.launch','--nproc',str(args.nproc),'--on-failure','shrink',__file__]
-    with open(folder/'log', 'w') as log, subprocess.Popen([*cmd, '--train', json.dumps([str(folder),plan])], stdout=log,
+    with open(folder/'log', 'w') as log, subprocess.Popen([*cmd, '--train', json.dumps([str(folder),plan,args.fastai])], stdout=log,
                                                           stderr=log) as proc:
         try: code = proc.wait(60)
         except subprocess.TimeoutExpired:
@@ -132,10 +159,11 @@ def differences(got, ref, rows, csv):
 
 def left_over(folder):
     "Files that nobody has asked for"
-    return sorted(o.name for o in folder.iterdir() if o.suffix not in ('.json','.pid','.stack') and o.name not in ('log','history.csv'))
+    known = 'log','history.csv','models'
+    return sorted(o.name for o in folder.iterdir() if o.suffix not in ('.json','.pid','.stack') and o.name not in known)
 
 def close_rows(a, b):
-    a,b = ([[float(n) for n in o.split(',')] for o in s.splitlines()[1:]] for s in (a, b))
+    a,b = ([[float(n) for n in o.split(',') if ':' not in n] for o in s.splitlines()[1:]] for s in (a, b)) # fastai's has the time
     return close(a, b)
 
 if __name__=='__main__':
@@ -145,9 +173,10 @@ if __name__=='__main__':
     p.add_argument('--seed', type=int, default=0)
     p.add_argument('--tail', type=int, default=3000)
     p.add_argument('--soon', action='store_true', help='many deaths while those that are left form a group')
+    p.add_argument('--fastai', action='store_true', help="with fastai's Learner")
     p.add_argument('--train')
     args = p.parse_args()
     if args.train:
-        folder,plan = json.loads(args.train)
-        train(Path(folder), plan)
+        folder,plan,of_fastai = json.loads(args.train)
+        train(Path(folder), plan, of_fastai)
     else: sys.exit(main(args))

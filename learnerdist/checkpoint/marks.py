@@ -12,8 +12,10 @@ import torch
 from fastcore.basics import patch
 
 from ..core.compat import version
-from ..distributed.agreement import Progress,_raised_in
+from ..core.shards import settings_of
+from ..distributed.agreement import Agreement,Progress,_raised_in
 from ..distributed.shared_mean import shared_memory
+from ..distributed.trainer import DistributedTrainer
 from ..distributed.vote_links import SocketLinks
 from ..learner.callback import Callback,Order
 from ..learner.learner import get_model
@@ -57,15 +59,47 @@ class Ledger:
 
 # %% ../../nbs/checkpoint/05_marks.ipynb #sv06
 def add_up(
-    rows:torch.Tensor, # (ranks,n,3): loss × items, items, samples, of each rank and step
+    rows:torch.Tensor, # (ranks,n,k): loss × items, items, and what else adds up, of each rank and step
     adds_up:bool       # Whether the loss of ranks adds up, since it is no mean
-)->torch.Tensor:       # (n,3)
+)->torch.Tensor:       # (n,k)
     "The same over all ranks"
     res = rows.sum(0)
     if adds_up: res[:,0] = (rows[...,0]/rows[...,1]).nan_to_num().sum(0)*res[:,1]
     return res
 
 # %% ../../nbs/checkpoint/05_marks.ipynb #sv06b
+def _set_totals(trainer, v): trainer.learn.recorder.totals = v
+
+DistributedTrainer.n_numbers = 3 # of a row
+DistributedTrainer.totals = property(lambda self: self.recorder.totals, _set_totals, doc="(steps,n_numbers): this epoch's, of this rank")
+
+@patch
+def loss_row(self:DistributedTrainer)->list: # Loss × items, items, samples
+    "This rank's numbers in `totals` of the step whose backward pass comes next"
+    learn = self.learn
+    n = batch_rows(learn) if learn.yb and learn.loss is not None and not learn.repeated else 0
+    items = n_items(learn) if n else 0
+    return [float(weighted(learn.loss, items)) if n else 0., float(items), n]
+
+def noted(
+    o # A value within the state of a callback
+):    # For `undone`
+    "What it takes to undo what a step does to it: the length of a list, also of one within a dict; else the value"
+    return len(o) if isinstance(o, list) else {k: noted(v) for k,v in o.items()} if isinstance(o, dict) else o
+
+def undone(o, was):
+    "The value when it was `noted`"
+    if isinstance(o, list) and isinstance(was, int): del o[was:]
+    elif isinstance(o, dict) and isinstance(was, dict): o.update({k: undone(o.get(k), v) for k,v in was.items()})
+    else: return was
+    return o
+
+def _in_steps(cb):
+    "The names of what steps change in a callback: `step_state`, or what is no property in `fit_state`"
+    cls,known = type(cb),vars(cb)
+    own = [k for k in getattr(cls, 'fit_state', ()) if k in known or hasattr(cls, k) and not isinstance(getattr(cls, k), property)]
+    return getattr(cls, 'step_state', own)
+
 phases = 'begin','epoch','train','trained','validate','done'
 
 class Marks(Callback):
@@ -78,7 +112,7 @@ class Marks(Callback):
     def _begin(self, at):
         self.at = at # where this fit goes on
         self.place,self.held,self.stepped,self.in_step = dict(phase='begin', epoch=-1, step=0),None,False,False
-        self.buffers,self.lists,self.ledger = [],[],None
+        self.buffers,self.of_steps,self.ledger,self.inside = [],[],None,0 # inside: fits, with one that fastai's `get_preds` pretends
 
 # %% ../../nbs/checkpoint/05_marks.ipynb #sv08
 class _Points(Callback):
@@ -106,7 +140,7 @@ def _states(self:Marks): return to_plain(states_of(self.learn.cbs, 'fit_state'),
 @patch
 def at_epoch(self:Marks):
     "Between two epochs"
-    if not self.active: return
+    if not self.active or self.inside>1: return
     if self.at and self.at['phase']=='epoch': self.arrive()
     self.mark('epoch')
 
@@ -120,15 +154,14 @@ def at_train(self:Marks):
         go_back(learn.dl, at, None)
     self.dl,self.epoch_loop = learn.dl,learn.epoch
     self.buffers = [[b,b.clone(),version(b)] for b in get_model(learn.model).buffers()]
-    self.lists = [v for cb in learn.cbs for k in type(cb).__dict__.get('fit_state', getattr(type(cb), 'fit_state', ()))
-                  if isinstance(v := vars(cb).get(k), list)]
+    self.of_steps = [(cb,k) for cb in learn.cbs for k in _in_steps(cb)]
 
 @patch
 def before_train(self:Marks):
     if not self.active: return
     if self.at: self.arrive()
     links = self.trainer.links
-    if self.ledger is None and isinstance(links, SocketLinks): self.ledger = Ledger(links, 3)
+    if self.ledger is None and isinstance(links, SocketLinks): self.ledger = Ledger(links, self.trainer.n_numbers)
     self._mark_step(self.learn.start_at.batches if self.learn.epoch==self.learn.start_at.epoch else 0)
 
 @patch
@@ -145,18 +178,15 @@ def _mark_step(self:Marks, i):
     if place['phase']!='train': self.mark('train')
     place = self.place
     place['iter'],place['step'],place['pct'],self.stepped = i,learn.train_iter,learn.pct_train,False
-    self.lens = [*map(len, self.lists)]
+    self.were = [noted(getattr(cb, k)) for cb,k in self.of_steps]
     for o in self.buffers:
         if o[2]!=version(o[0]): o[1:] = o[1].copy_(o[0]),version(o[0])
 
 @patch
 def before_backward(self:Marks):
     "Write this step's loss where others find it if this rank dies: whoever has the gradient of all ranks has this, too"
-    learn = self.learn
     if self.ledger is None or self.place['phase']!='train': return
-    n = batch_rows(learn) if learn.yb and learn.loss is not None and not learn.repeated else 0
-    items = n_items(learn) if n else 0
-    self.ledger.write(learn.iter, learn.train_iter+1, [float(weighted(learn.loss, items)) if n else 0., float(items), n])
+    self.ledger.write(self.learn.iter, self.learn.train_iter+1, self.trainer.loss_row())
 
 @patch
 def before_step(self:Marks): self.in_step = True
@@ -169,7 +199,7 @@ def after_cancel_batch(self:Marks): self.in_step = False
 def at_trained(self:Marks):
     "After the batches of a training loop"
     if not self.active or self.place['phase']!='train': return
-    self.mark('trained', iter=self.agreement.n_steps, done=sys.maxsize, data=_data(self.dl)) # also of a loop that was cancelled
+    self.mark('trained', iter=self.trainer.agreement.n_steps, done=sys.maxsize, data=_data(self.dl)) # also of a loop that was cancelled
 
 @patch
 def at_validate(self:Marks):
@@ -181,7 +211,7 @@ def at_validate(self:Marks):
 @patch
 def at_end(self:Marks):
     "When the last epoch is over"
-    if not self.active: return
+    if not self.active or self.inside>1: return
     if self.at: self.arrive()
     self.mark('done')
 
@@ -213,7 +243,7 @@ def _end_step(self:Marks):
     "Callbacks that have not heard of the end of the batch hear of it"
     agreement = self.trainer.agreement
     agreement.raised,agreement.progress = (*_raised_in(agreement._tells),None),Progress.ended # nobody is there to vote with
-    if agreement.raised[0] in ('after_step','after_cancel_batch','after_batch'): agreement._finish_batch()
+    if agreement.raised[0] in ('after_step','after_cancel_batch','after_batch'): Agreement._finish_batch(agreement)
     i = self.learn.iter+1
     self.place |= dict(step=self.learn.train_iter, pct=self.learn.pct_train, iter=i)
 
@@ -221,8 +251,10 @@ def _end_step(self:Marks):
 def _undo_step(self:Marks):
     for o,old,_ in self.buffers:
         with torch.no_grad(): o.copy_(old)
-    for o,n in zip(self.lists, self.lens): del o[n:]
+    for (cb,k),was in zip(self.of_steps, self.were):
+        now = getattr(cb, k)
+        if (old := undone(now, was)) is not now: setattr(cb, k, old)
 
-def _plain_groups(opt): return [{k:v for k,v in g.items() if k!='params'} for g in opt.param_groups]
+def _plain_groups(opt): return [{k:v for k,v in g.items() if k!='params'} for g in settings_of(opt)]
 def _set_groups(opt, groups):
-    for g,o in zip(opt.param_groups, groups): g.update(o)
+    for g,o in zip(settings_of(opt), groups): g.update(o)

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/checkpoint/06_survivors.ipynb #sv02
-import gc,json,os,signal,time,warnings
+import gc,json,os,signal,time
 from functools import partial
 
 import torch
@@ -39,20 +39,20 @@ def is_loss(
 
 class Survivors(Marks):
     "On every rank, the way on if another rank has died. Its learner's `_with_events` is that of this callback"
+    known = added = () # callbacks before a fit; those that others have added in its `before_fit`
     def with_events(self, f, event, *args):
         "As the learner's; a fit goes on when ranks have died"
         run = partial(type(self.learn)._with_events, self.learn, f, event, *args)
         run() if event!='fit' or self.active else self._run_fit(run)
 
     def _run_fit(self, run):
-        self.active,self.n_fits,groups = True,self.n_fits+1,_plain_groups(self.opt)
+        self.active,self.n_fits,groups,self.known = True,self.n_fits+1,_plain_groups(self.opt),[*self.learn.cbs]
         self._begin(None)
         try:
             while self._is_lost(run):
                 self._clean_up()
                 self._go_on()
                 _set_groups(self.opt, groups)
-                self.learn.fitting,self.learn.start_at = True,StartAt()
         finally:
             self.active = False
             self._begin(None) # the memory of the ledger is free
@@ -69,10 +69,19 @@ class Survivors(Marks):
 
     def _clean_up(self):
         "End the fit as by an exception, and forget the graph and the hooks of a half-done step"
-        self.learn._end_fit()
+        learn = self.learn
+        for cb in [o for o in self.added if any(o is p for p in learn.cbs)]: learn.remove_cb(cb) # they will be added again
+        learn._begin_again()
+        self.trainer.unwrap()
         self.opt.zero_grad()
-        self.learn.pred = self.learn.loss = None
+        learn.pred = learn.loss = learn.loss_grad = None
         gc.collect()
+
+@patch
+def _begin_again(self:Learner):
+    "End a fit, the events of which are then run once more"
+    self._end_fit()
+    self.fitting,self.start_at = True,StartAt()
 
 # %% ../../nbs/checkpoint/06_survivors.ipynb #sv12
 @patch
@@ -211,17 +220,23 @@ def _say(self:Survivors, was, now):
     if not is_rank0(): return
     at = self.at or dict(epoch=0, step=0)
     batches = f'global batches of {now} samples' + (f', before {was}' if now!=was else ' as before')
-    self.learn.logger(f'going on in epoch {at["epoch"]} after step {at["step"]} with {group_size()} ranks: {batches}')
+    line = f'going on in epoch {at["epoch"]} after step {at["step"]} with {group_size()} ranks: {batches}'
+    getattr(self.learn, 'say', self.learn.logger)(line)
 
 # %% ../../nbs/checkpoint/06_survivors.ipynb #sv16
 @patch
 def before_fit(self:Survivors):
-    if not self.active or 'lr_finder' in vars(self.learn): return
+    self.inside += self.active
+    if not self.active or self.inside>1 or 'lr_finder' in vars(self.learn): return
+    self.added = [o for o in self.learn.cbs if all(o is not p for p in self.known)] # by other callbacks, in this event
     if not self.at: return
     self._load()
     at = self.at
     done = at['phase']=='done'
     self.learn.start_at = StartAt(self.n_epoch if done else at['epoch'], at['iter'], at['phase']=='validate')
+
+@patch
+def after_fit(self:Survivors): self.inside = max(self.inside-1, 0)
 
 @patch
 def _load(self:Survivors):
@@ -247,9 +262,9 @@ def _share_totals(self:Survivors, rows):
     learn,n = self.learn,rows.shape[1]
     if not hasattr(learn, 'recorder'): return
     total = add_up(rows, loss_over(learn).kind=='sum')
-    learn.recorder.totals = total if is_rank0() else torch.zeros_like(total)
+    self.trainer.totals = total if is_rank0() else torch.zeros_like(total)
     if not isinstance(self.trainer.links, SocketLinks): return
-    self.ledger = Ledger(self.trainer.links, 3)
+    self.ledger = Ledger(self.trainer.links, self.trainer.n_numbers)
     if n: self.ledger.reach(n-1)
     for i,row in enumerate(total if is_rank0() else ()): self.ledger.write(i, self.at['step']-n+i+1, row.tolist())
 
@@ -257,8 +272,6 @@ def _share_totals(self:Survivors, rows):
 def follow(trainer):
     "Let the fits of a trainer's learner go on without ranks that die"
     if group_size()<2 or not may_shrink(): return
-    if not isinstance(trainer.learn, Learner):
-        return warnings.warn('--on-failure shrink is for the compact Learner: all ranks end with the first one') if is_rank0() else None
     cb = Survivors(trainer)
     trainer.learn._with_events = cb.with_events
     trainer.stack.callback(vars(trainer.learn).pop, '_with_events')

@@ -6,14 +6,18 @@
 __all__ = []
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c002
+import warnings
 from contextlib import ExitStack,nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
+from fastai.callback.core import Callback as FastaiCallback
 from fastai.callback.fp16 import MixedPrecision
-from fastai.callback.progress import CSVLogger
+from fastai.callback.progress import CSVLogger,ShowGraphCallback
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
+from fastai.callback.training import GradientAccumulation
 from fastai.learner import Learner,Recorder,join_path_file,save_model
 from fastcore.basics import noop,patch
 
@@ -22,6 +26,7 @@ from ..checkpoint.checkpoint import resumed
 from ..checkpoint.snapshot import weights_in
 from ..core.saves import await_save,save_once
 from ..core.deferred import fill_in
+from ..core.env import is_rank0
 from ..core.parted import save_state
 from ..core.shards import has_parts,load_model
 from ..learner.learner import StartAt,get_model
@@ -30,10 +35,18 @@ from .trainer import DistributedTrainer
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c005
 def _has(cb, name): return getattr(cb, name, None) is not None
 
-def _smooth(rec): return [rec.smooth_loss.count,rec.smooth_loss.val]
+def _smooth(rec): return rec.smooth_loss.count,rec.smooth_loss.val
 def _set_smooth(rec, v): rec.smooth_loss.count,rec.smooth_loss.val = v[0],v[1].clone()
 
-Recorder.fit_state = 'lrs','iters','values','log','all_losses','smooth'
+def _n_metered(rec):
+    "Batches in the `train_metrics` of an epoch that is being trained on"
+    within = rec.train_metrics and len(getattr(rec, 'log', ()))==1
+    return rec.smooth_loss.count-([0,*rec.iters][-1]) if within else 0
+def _say_metered(rec, n):
+    if n and is_rank0(): warnings.warn(f'train_metrics: those of this epoch are without its first {n} batches, from before the fit went on')
+
+Recorder.fit_state,Recorder.step_state = ('lrs','iters','values','log','all_losses','smooth','n_metered'),('lrs','losses','smooth')
+Recorder.n_metered = property(_n_metered, _say_metered, doc="How many batches `train_metrics` miss if a fit goes on from here")
 Recorder.smooth = property(_smooth, _set_smooth, doc="The running loss")
 Recorder.all_losses = property(lambda self: torch.stack([*map(torch.as_tensor, self.losses)]) if self.losses else torch.zeros(0),
                                lambda self, v: setattr(self, 'losses', list(v)), doc="The losses, as one tensor")
@@ -41,14 +54,27 @@ TrackerCallback.fit_state = 'best','new_best','wait'
 ParamScheduler.fit_state = 'hps',
 ParamScheduler.horizon = property(lambda self: [['n_epoch',self.n_epoch]], doc="A schedule by the part of the fit that is done")
 
+def _epoch_ends(cb):
+    rec = cb.learn.recorder
+    trained = [cb.learn.train_iter]*(len(getattr(rec, 'log', ()))>1)
+    return sorted({*map(int, rec.iters),*trained}-{0})
+ShowGraphCallback.fit_state = 'epoch_ends',
+ShowGraphCallback.epoch_ends = property(_epoch_ends, lambda self, v: setattr(self, 'nb_batches', list(v)), doc="Steps up to each epoch")
+
+def _say_lost(cb, n):
+    if n and is_rank0():
+        warnings.warn(f'the gradients of {n:g} samples are lost: GradientAccumulation had made no step from them before the fit went on')
+GradientAccumulation.fit_state,GradientAccumulation.step_state = ('pending',),('count',)
+GradientAccumulation.pending = property(lambda self: vars(self).get('count', 0), _say_lost, doc="Samples since the last step")
+
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c006
 def _text(cb):
-    if not hasattr(cb, 'file'): return '' # ranks other than 0 have no file
-    cb.file.flush()
-    return Path(cb.file.name).read_text()
+    path = Path(cb.learn.path)/cb.fname
+    if 'file' in vars(cb) and not cb.file.closed: cb.file.flush()
+    return path.read_text() if path.exists() else '' # also on ranks that do not write it: they may become rank 0
 
 def _set_text(cb, v):
-    if not hasattr(cb, 'file'): return
+    if 'file' not in vars(cb) or v==_text(cb): return # of rank 0; other ranks may be reading it
     cb.file.seek(0)
     cb.file.truncate()
     cb.file.write(v)
@@ -63,9 +89,10 @@ def _set_scaler(cb, v):
 MixedPrecision.fit_state,MixedPrecision.scaling = ('scaling',),property(_scaler, _set_scaler, doc="The state of the gradient scaler")
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c008
-DistributedTrainer.rank_state = 'all_steps',
+DistributedTrainer.rank_state,DistributedTrainer.n_numbers = ('all_steps',),2
 DistributedTrainer.all_steps = property(lambda self: torch.stack(self.steps) if self.steps else torch.zeros(0, 2),
                                         lambda self, v: setattr(self, 'steps', list(v)), doc="This rank's losses in this epoch")
+DistributedTrainer.totals = DistributedTrainer.all_steps
 
 @patch
 def state_dict(self:DistributedTrainer):
@@ -89,7 +116,7 @@ _fit,_ends = Learner.fit,[] # fastai's own `fit`; for each running fit the stack
 def fit(self:Learner, *args, resume=False, **kwargs):
     "As fastai's; with `resume`, go on from the newest good checkpoint of the fit's `Checkpoint`, or begin without one"
     with ExitStack() as stack, resumed(self, True) if resume else nullcontext():
-        _ends.append((self,stack))
+        _ends.append((self,stack,dict(vars(self))))
         try: return _fit(self, *args, **kwargs)
         finally: _ends.pop()
 
@@ -101,30 +128,43 @@ def at_end(self:Learner, learn, cb):
 @patch
 def say(self:Learner, line):
     "Print a line; the logger of fastai's learner takes a row of the table"
-    logger = getattr(getattr(self, 'progress', None), 'old_logger', self.logger)
-    if logger is not noop: print(line, flush=True)
+    logger = self.logger
+    while hasattr(cb := getattr(logger, '__self__', None), 'old_logger'): logger = cb.old_logger # those of the bar, and of a file
+    if logger!=noop: print(line, flush=True)
 
 @patch(as_prop=True)
 def fitting(self:Learner)->bool:
     "Whether a fit is running, and not only `get_preds` or `validate`"
-    return any(o is self for o,_ in _ends)
+    return any(o is self for o,*_ in _ends)
 
 def _start(learn): return vars(learn).get('_start_at', StartAt())
 
 def _set_start(learn, start):
     "Let fastai's loop skip what is before `start`, until the fit ends"
+    old = {k: vars(learn)[k] for k in ('_with_events','one_batch','_start_at') if k in vars(learn)}
+    outer = old.get('_with_events', partial(type(learn)._with_events, learn))
     def with_events(f, event, *args):
         done = event=='epoch' and learn.epoch<start.epoch or event=='train' and learn.epoch==start.epoch and start.trained
-        if not done: type(learn)._with_events(learn, f, event, *args)
+        if not done: outer(f, event, *args)
     def one_batch(i, b):
         type(learn).one_batch(learn, i+start.batches*(learn.training and learn.epoch==start.epoch), b)
     own = dict(_start_at=start, _with_events=with_events, one_batch=one_batch)
     for k,v in own.items(): setattr(learn, k, v)
     mbar = getattr(getattr(learn, 'progress', None), 'mbar', None)
     if mbar: mbar.update(0) # a bar must see its first value first
-    _ends[-1][1].callback(lambda: [vars(learn).pop(k) for k in own])
+    _ends[-1][1].callback(lambda: ([vars(learn).pop(k) for k in own], vars(learn).update(old)))
 
 Learner.start_at = property(_start, _set_start, doc="Where a fit begins, as in the compact Learner")
+
+@patch
+def _begin_again(self:Learner):
+    "Within a fit that is to begin anew: undo what it has changed, as its callbacks would at its end"
+    _,stack,begun = _ends[-1]
+    stack.close()
+    lent = [k for k,v in vars(self).items() if isinstance(getattr(v, '__self__', None), FastaiCallback)] # such as MixUp's loss
+    for k in lent: setattr(self, k, begun[k]) if k in begun else delattr(self, k)
+    for cb in self.cbs: cb.run = True
+    self.training,self.dl,self.xb,self.yb = False,None,(None,),(None,)
 
 def _clean_up(learn, cb):
     old,cb.learn = cb.learn,learn # fastai sets it to None on a removed callback

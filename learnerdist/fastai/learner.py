@@ -36,7 +36,7 @@ from ..core.env import default_device,group_rank,group_size
 from .evaluation import Evaluation,stored_alone
 from .loaders import _Share,shallow,undealt
 from .quick import ShortBatches,short_ways
-from .trainer import DistributedTrainer,parts
+from .trainer import DistributedTrainer,OfRank0,parts
 from ..distributed.memory import say_oom
 from ..learner.learner import Learner as CoreLearner,fit_flags,get_model
 from ..learner.losses import loss_trace
@@ -215,20 +215,18 @@ def attach(self:DistributedTrainer):
     learn.__class__ = _distributed_class(type(learn))
     core.DistributedTrainer.attach(self)
     self.stack.enter_context(short_ways())
-    if group_rank(): learn.logger = noop
+    if group_rank(): learn.logger = OfRank0(learn.logger)
     self.quiet_bars()
 
 # %% ../../nbs/fastai/04_learner.ipynb #c015
 class _TableOnly(ConsoleMasterBar):
-    "In place of fastai's bar: prints the table's lines only"
+    "In place of fastai's bar: prints the table's lines only, on rank 0"
     def __init__(self, gen, total=None, **kwargs):
         MasterBar.__init__(self, gen, ProgressBar, total)
         self.total_time = False
     def add_child(self, child): "Bars are not drawn"
-
-class _NoBar(_TableOnly):
-    "In place of fastai's bar: prints nothing"
-    def write(self, line, table=False): "Lines are not printed"
+    def write(self, line, table=False):
+        if not group_rank(): super().write(line, table)
 
 @patch
 def quiet_bars(self:DistributedTrainer):
@@ -236,7 +234,7 @@ def quiet_bars(self:DistributedTrainer):
     drawn = fastai_progress.master_bar is not ConsoleMasterBar or sys.stdout.isatty() # a notebook's, or on a terminal
     if drawn and not group_rank(): return
     for mod in (fastai_progress,fastai_learner): # `tta` has its own
-        self._set(mod, 'master_bar', _NoBar if group_rank() else _TableOnly)
+        self._set(mod, 'master_bar', _TableOnly)
         self._set(mod, 'progress_bar', ProgressBar)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c017

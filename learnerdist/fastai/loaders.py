@@ -131,7 +131,7 @@ class _Lengths(_Share):
     def __call__(self):
         d = self.order.dealer
         with shared_rng(d.seed, d.epoch): whole = list(self.order.source)
-        self.longest = [max(whole[i:i+self.step], key=self.res.__getitem__) for i in range(0, len(whole), self.step)]
+        self.longest = [max(whole[i:i+self.step], key=self.res.__getitem__) for i in range(d.start, len(whole), self.step)]
         return list(d.deal(whole))
 
 class _PaddedAlike:
@@ -171,6 +171,19 @@ def _(dl:LMDataLoader, dealer):
 # %% ../../nbs/fastai/00_loaders.ipynb #c021
 class ShareDL(core.DistributedDL):
     "A rank's shard of a fastai learner's loader; `new` returns a loader over all the data"
+    begun = 0 # items of this epoch that were read before this run, see `Dealer.start`, as `.dl` knows it
+    def __len__(self):
+        self._follow()
+        return super().__len__()
+    def __iter__(self):
+        self._follow()
+        return super().__iter__()
+    def _follow(self):
+        "fastai's loader holds a number of samples, which is another one for the rest of an epoch"
+        start,dl = self.dealer.start,self.dl
+        if start==self.begun or not isinstance(dl, DataLoader) or dl.n is None: return
+        self.begun,dl.n = start,self.n
+        if isinstance(dl, PartialDL) and dl.partial_n is not None: dl.partial_n = dl.n
     def new(self, *args, **kwargs):
         "A plain loader over all the data"
         return self.source.new(*args, **kwargs)

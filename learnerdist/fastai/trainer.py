@@ -19,7 +19,7 @@ from fastai.callback.progress import CSVLogger,ShowGraphCallback
 from fastai.callback.training import GradientAccumulation
 from fastai.data.load import DataLoader
 from fastai.losses import BaseLoss
-from fastcore.basics import patch
+from fastcore.basics import noop,patch
 from fastcore.foundation import L
 
 from ..distributed import trainer as core
@@ -77,6 +77,12 @@ def writes(
 def _writes(cls): # called for every callback at every event
     modules = {o.__module__ for o in cls.__mro__}
     return issubclass(cls, (ShowGraphCallback,CSVLogger)) or any(f'fastai.callback.{o}' in modules for o in _writers)
+
+class OfRank0:
+    "A logger that is fastai's `noop` unless this is rank 0, which it becomes if those before it die"
+    def __init__(self, logger): self.logger = logger
+    def __call__(self, *args): return (noop if group_rank() else self.logger)(*args)
+    def __eq__(self, o): return o is self or (noop if group_rank() else self.logger)==o
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c014a
 parts = core.DistributedTrainer,ExactEvaluation,Agreement,AgreementEnd # What a context adds to a learner's callbacks
@@ -275,7 +281,12 @@ def after_loss(self:DistributedTrainer):
 
 @patch
 def after_batch(self:DistributedTrainer):
-    if self.training and group_size()>1: self.share_loss()
+    if self.training and (group_size()>1 or self.steps): self.share_loss() # steps: from when there were others
+
+@patch
+def loss_row(self:DistributedTrainer)->list: # Loss × items, items
+    "This rank's numbers of the step whose backward pass comes next"
+    return [float(weighted(self.learn.loss.detach().mean(), n := self._n_items())),float(n)]
 
 @patch
 def share_loss(self:DistributedTrainer):
@@ -295,6 +306,12 @@ def _n_items(self:DistributedTrainer):
     return 0 if self.learn.repeated else n if not n or mixed else n_items(self.learn)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c025
+@patch
+def after_train(self:DistributedTrainer):
+    alone = group_size()<2 and self.steps # the others have died in this epoch
+    if (self.leave_train() and group_size()>1 or alone) and 'recorder' in vars(self.learn): self.record_all_ranks()
+    if alone: self.steps = []
+
 @patch
 def record_all_ranks(self:DistributedTrainer):
     "Replace the Recorder's losses by those of the global batches. Sync point"

@@ -71,7 +71,7 @@ class CSVLogger(LogWriter):
 
     @written.setter
     def written(self, text):
-        if self.file is None: return
+        if self.file is None or text==self.written: return # other ranks may be reading it
         self.file.seek(0)
         self.file.truncate() # an interrupted run may have written lines after its checkpoint
         self.file.write(text)
