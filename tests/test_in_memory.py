@@ -1,10 +1,12 @@
 "States in memory that the launcher keeps: ranks are killed and started again, and the run is the one that nobody disturbed"
-import json,os,signal,socket,subprocess,sys,time
+import gc,json,os,signal,socket,subprocess,sys,time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import pytest,torch
+from pytest import MonkeyPatch
+import test_checkpoint as checkpoint
 from learnerdist.core import kept
-from learnerdist.checkpoint.in_memory import States,read_state,write_state
+from learnerdist.checkpoint.in_memory import States
 from learnerdist.all import Callback,Checkpoint,rank_distrib
 
 root = Path(__file__).parent.parent
@@ -38,36 +40,38 @@ class Die(Callback):
 def other(folder, kind, cbs, kw):
     "A sharded model, or fastai's Learner: what should be equal"
     from learnerdist.distributed.divergence import digest
-    import test_checkpoint as t
     if 'fastai' in kind:
         from fastai.learner import Learner
         from fastai.data.core import DataLoaders
         from fastai.data.load import DataLoader
         import learnerdist.fastai
         torch.manual_seed(3)
-        data = t.Shaken(t.N)
-        learn = Learner(DataLoaders(DataLoader(data, 8, shuffle=True), DataLoader(data, 8)), t.net(), torch.nn.CrossEntropyLoss(), path=folder)
-        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(2, cbs=[learnerdist.fastai.Checkpoint('ckpt', **kw), *cbs], resume=True)
+        data = checkpoint.Shaken(checkpoint.N)
+        dls = DataLoaders(DataLoader(data, 8, shuffle=True), DataLoader(data, 8))
+        learn = Learner(dls, checkpoint.net(), torch.nn.CrossEntropyLoss(), path=folder)
+        cbs = [learnerdist.fastai.Checkpoint('ckpt', **kw), *cbs]
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(2, cbs=cbs, resume=True)
         return dict(model=digest(learn.model.state_dict()), values=[[*o] for o in learn.recorder.values])
-    learn = t.learner(folder, model=torch.nn.Sequential(torch.nn.Linear(6, 30), torch.nn.ReLU(), torch.nn.Linear(30, 3)))
+    learn = checkpoint.learner(folder, model=torch.nn.Sequential(torch.nn.Linear(6, 30), torch.nn.ReLU(), torch.nn.Linear(30, 3)))
     with learn.distrib_ctx(shard=True, seed=3): learn.fit(2, cbs=[Checkpoint('ckpt', **kw), *cbs], resume=True)
-    return dict(model=digest(learn.model.state_dict()), opt=digest(learn.opt.state_dict()), losses=learn.recorder.losses, values=learn.recorder.values)
+    model,opt,rec = digest(learn.model.state_dict()),digest(learn.opt.state_dict()),learn.recorder
+    return dict(model=model, opt=opt, losses=rec.losses, values=rec.values)
 
 def train(folder, plan, kind, kw):
     "On each rank; `plan`: by attempt, a point"
-    import test_checkpoint as t
     folder,attempt = Path(folder),os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')
     if 'LEARNERDIST_KEPT' in os.environ and rank_distrib()==0:
         with open(folder/'open', 'a') as f: f.write(f'{len(os.listdir(Path(os.environ["LEARNERDIST_KEPT"]).parent))}\n') # of the launcher
     def tell(self, found, old):
         if rank_distrib()==0: print(f'in {self.at["phase"]} after step {self.at["step"]}, from {self.source}', flush=True)
     Checkpoint._say = tell
-    if 'two fits' in kind: t.fit(folder/'first', n_epoch=1, every=1, in_memory=True)
+    if 'two fits' in kind: checkpoint.fit(folder/'first', n_epoch=1, every=1, in_memory=True)
     die = Die(folder, plan.get(attempt), attempt)
-    if plan.get('launcher') and attempt=='0' and rank_distrib()==1: die.launcher = int(os.environ['LEARNERDIST_KEPT'].split('/')[2])
-    cbs = [die, *[t.At(2, t.kill)]*('SIGTERM' in kind)]
+    if 'machine' in kind: die.ranks = [0,1]*(kind=='machine 1')
+    if plan.get('launcher') and kind=='machine 1': die.launcher = int(os.environ['LEARNERDIST_KEPT'].split('/')[2])
+    cbs = [die, *[checkpoint.At(2, checkpoint.kill)]*('SIGTERM' in kind)]
     if 'sharded' in kind or 'fastai' in kind: res = other(folder, kind, cbs, kw)
-    else: res = t.fit(folder, 'plain workers' if 'workers' in kind else 'plain', cbs, **kw)
+    else: res = checkpoint.fit(folder, 'plain workers' if 'workers' in kind else 'plain', cbs, **kw)
     if rank_distrib()==0: (folder/'result.json').write_text(json.dumps(res))
 
 def run(folder, plan=(), kind='', nproc=2, options=(), module='learnerdist.launch', **kw):
@@ -100,6 +104,47 @@ def undisturbed(tmp_path_factory):
     return _undisturbed
 
 def same(a, b): return a is not None and [k for k in a if a[k]!=b[k]]==[]
+
+def alone(path, cbs=(), **kw):
+    "In this process, which keeps the memory, too"
+    return checkpoint.fit(path, ctx=False, cbs=cbs, **kw)
+
+def test_alone(tmp_path):
+    whole = alone(tmp_path/'whole')
+    with kept.keep_memory():
+        with pytest.raises(ZeroDivisionError): alone(tmp_path/'a', [checkpoint.At(11, checkpoint.fail)], every=3, in_memory=True)
+        states = States(str(tmp_path/'a/ckpt'))
+        assert states.newest().info['place']['step']==9 and not (tmp_path/'a/ckpt').exists()
+        states.close()
+        assert same(whole, alone(tmp_path/'a', every=3, in_memory=True))
+        states = States(str(tmp_path/'a/ckpt'))
+        assert [states.newest().info['place']['phase']]==['done'] and len(states.slots.numbers())==1 # the other one is free
+        states.close()
+        with pytest.warns(UserWarning, match='no state in memory has all its parts'): # as when another rank has none
+            with MonkeyPatch.context() as m:
+                m.setattr('learnerdist.checkpoint.in_memory.gather_objects', lambda o: [o,{}] if o else [o])
+                with pytest.raises(ZeroDivisionError): alone(tmp_path/'a', [checkpoint.At(1, checkpoint.fail)], every=3, in_memory=True)
+        n = [len(os.listdir('/proc/self/fd'))]
+        for _ in range(3):
+            alone(tmp_path/'b', every=3, in_memory=2)
+            gc.collect()
+            n.append(len(os.listdir('/proc/self/fd')))
+        assert n[1]==n[-1], n
+        states = States(str(tmp_path/'b/ckpt'))
+        assert not states.slots.numbers() # there is a file
+        states.close()
+
+def test_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, 'free_bytes', lambda: 2**16)
+    with kept.keep_memory(), pytest.raises(MemoryError, match=r'0 MB of memory, for two states of 0 MB: 0 MB are free'):
+        alone(tmp_path, every=1, in_memory=True)
+
+def test_options(tmp_path):
+    for o in (0,-1,'10',1.5):
+        with pytest.raises(ValueError, match=f'in_memory={o!r}'): Checkpoint('a', in_memory=o)
+    with pytest.warns(UserWarning, match='in_memory=3: only ranks that .* States go to files only, every=5'):
+        alone(tmp_path, every=5, in_memory=3)
+    assert (tmp_path/'ckpt').exists()
 
 # 5 steps an epoch on 2 ranks, 3 on 3
 everywhere = [at('after_pred', 0, 2), at('commit', 0, 2, ranks=[0]), at('after_train', 0, ranks=[0,1,2]), at('after_pred', 0, 0, False),
@@ -160,8 +205,9 @@ def test_two_machines(tmp_path, undisturbed):
         options = ['--nnodes','2','--rdzv-endpoint',f'127.0.0.1:{port}','--rdzv-backend','c10d','--max-restarts','2']
         plan = {'0': at('after_backward', 1, 2), 'launcher': lost}
         with ThreadPoolExecutor(3) as pool:
-            both = [pool.submit(run, folder, plan, f'machine {i}', 1, options, every=3, in_memory=1) for i in range(2)]
-            if lost: both.append(pool.submit(again, folder, plan, options))
+            args = [[*options,'--rdzv-conf',f'is_host={i==0}'] for i in range(3)]
+            both = [pool.submit(run, folder, plan, f'machine {i}', 1, args[i], every=3, in_memory=1) for i in range(2)]
+            if lost: both.append(pool.submit(again, folder, plan, args[2]))
             found = [o.result() for o in both]
         text = '\n'.join(o[2] for o in found)
         assert [o[0] for o in found].count(0)==2 and same(undisturbed(), found[0][1]) and said in text, text

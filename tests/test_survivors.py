@@ -121,7 +121,8 @@ def test_the_new_rank_0_writes_checkpoints(tmp_path, undisturbed):
 
 def test_all_die_in_the_end(tmp_path, undisturbed):
     "The states in memory are those of two ranks, for three that are started again, one of which dies in the same epoch"
-    plan = {1: at('before_backward', 0, 2), 0: at('before_backward', 1, 2), 2: at('before_backward', 1, 2), '1 again': at('before_backward', 1, 3)}
+    both = at('before_backward', 1, 2)
+    plan = {1: at('before_backward', 0, 2), 0: both, 2: both, '1 again': at('before_backward', 1, 3)}
     got = launch(tmp_path, plan, 'memory', options=['--max-restarts','1'])
     check(tmp_path, got, undisturbed(), 2, 'going on in epoch 1 after step 6, from the state in memory')
 
