@@ -61,11 +61,13 @@ def _view(mem, dtype, shape, at):
     dtype = getattr(torch, dtype)
     return mem[at:at+math.prod(shape)*dtype.itemsize].view(dtype).view(shape)
 
+def _bytes(t): return t.numpy().tobytes() # `bytes(t)` takes a thousand times as long
+
 def read_state(slots:Slots, slot):
     "The state in a slot: tensors are views of it"
     mem = slots.read(slot)
-    n = int.from_bytes(bytes(mem[-8:]), 'little')
-    rest,tensors = marshal.loads(bytes(mem[-8-n:-8]))
+    n = int.from_bytes(_bytes(mem[-8:]), 'little')
+    rest,tensors = marshal.loads(_bytes(mem[-8-n:-8]))
     return _together(rest, [_view(mem, *o) for o in tensors])
 
 # %% ../../nbs/checkpoint/03_in_memory.ipynb #im07
