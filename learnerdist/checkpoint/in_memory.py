@@ -119,7 +119,8 @@ class States:
 
     def _load(self, parts, like):
         own,main = {},next(o for o in parts.values() if 'model' in o)
-        for o in gather_objects([(r,v['own'],v['info']) for r,v in parts.items()] if self.leads else []): own |= {r: v for r,*v in o}
+        mine = _copied([(r,v['own'],v['info']) for r,v in parts.items()], {}) # of a view, the whole memory would be sent
+        for o in gather_objects(mine if self.leads else []): own |= {r: v for r,*v in o}
         state = dict(opt=main['opt'], cbs=main['cbs'], ranks=[own[r][0] for r in range(self.id[-1])])
         rows = [o['rows'] for o in sorted((o for o in parts.values() if 'rows' in o), key=lambda o: o['i'])]
         res = _copied(dict(model=main['model'], state=state), {})
