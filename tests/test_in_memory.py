@@ -1,5 +1,5 @@
 "States in memory that the launcher keeps: ranks are killed and started again, and the run is the one that nobody disturbed"
-import gc,json,os,signal,socket,subprocess,sys,time
+import gc,json,os,pickle,signal,socket,subprocess,sys,time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import pytest,torch
@@ -133,6 +133,18 @@ def test_alone(tmp_path):
         states = States(str(tmp_path/'b/ckpt'))
         assert not states.slots.numbers() # there is a file
         states.close()
+
+def test_ranks_send_only_what_is_their_own(monkeypatch):
+    "A view of the slot would take all of it along"
+    sent = []
+    monkeypatch.setattr('learnerdist.checkpoint.in_memory.gather_objects', lambda o: sent.append(len(pickle.dumps(o))) or [o])
+    with kept.keep_memory():
+        states,own = States('a fit'),dict(a=torch.ones(3))
+        at = dict(place=dict(epoch=0, step=1, phase='train', world=1))
+        states.write(at, dict(own=own, model=dict(w=torch.zeros(2**20)), opt={}, cbs={}))
+        found = states.newest()
+        states.close()
+    assert found.parts['state']['ranks'][0]['a'].tolist()==[1,1,1] and len(sent)==2 and max(sent)<2000, sent
 
 def test_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr(kept, 'free_bytes', lambda: 2**16)
