@@ -1,6 +1,6 @@
-"""Seconds that training stands still while a checkpoint is saved, plain and in the background:
+"""Seconds that training stands still while a checkpoint is saved: plain, in the background, in memory:
 
-    python benchmarks/checkpoint.py
+    python -m learnerdist.launch --nproc 1 benchmarks/checkpoint.py
     python -m learnerdist.launch --nproc 2 benchmarks/checkpoint.py
 
 The model has 8.4 million weights (34 MB); with Adam's two moments a checkpoint is 101 MB. A step's time is taken between the ends of
@@ -37,10 +37,10 @@ def main():
     p = argparse.ArgumentParser()
     p.add_argument('--steps', type=int, default=120)
     args = p.parse_args()
-    for name,kw in dict(plain={}, background=dict(background=True)).items():
+    for name,kw in dict(plain={}, background=dict(background=True), memory=dict(in_memory=True)).items():
         saves,step = measure(20, args.steps, **kw)
         extra = [o-step for o in saves]
-        said = f'{name:<11} {mean(extra):.3f} s a save (from {min(extra):.3f} to {max(extra):.3f}); a step {step:.3f} s'
+        said = f'{name:<11} {mean(extra):.4f} s a save (from {min(extra):.4f} to {max(extra):.4f}); a step {step:.3f} s'
         if rank_distrib()==0: print(said)
 
 if __name__=='__main__': main()

@@ -62,7 +62,7 @@ class Step(Callback):
     def after_batch(self): after_step(rank_distrib(), self.train_iter)
 learn = Learner(DataLoaders.from_dsets([*zip(xs, ys)], [(xs[0], ys[0])], bs=16), model, nn.MSELoss(), torch.optim.SGD, lr=.01, path=folder)
 learn.logger = lambda line: None
-with learn.distrib_ctx(): learn.fit(3, cbs=[Checkpoint('ckpt', 5), Step()], resume=True)
+with learn.distrib_ctx(): learn.fit(3, cbs=[Checkpoint('ckpt', 5, in_memory=False), Step()], resume=True)
 '''
 
 def seconds(*args):
@@ -95,6 +95,7 @@ def restarts(folder, W=2):
     return {'torchrun, DDP and torch.save in the script': lambda: lasted(torchrun, plain_dies),
             'learnerdist.launch, the same script': lambda: lasted(ours, plain_dies),
             'learnerdist.launch, Checkpoint': lambda: lasted(ours, own_dies),
+            'learnerdist.launch, Checkpoint in memory': lambda: lasted(ours, own_dies.replace('in_memory=False', 'in_memory=True')),
             'learnerdist.launch --no-fork-server, Checkpoint': lambda: lasted([*ours,'--no-fork-server'], own_dies)}
 
 def measure(quick):

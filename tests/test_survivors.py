@@ -19,7 +19,8 @@ def train(folder, plan, kind='', how='SIGKILL'):
     torch.set_num_threads(1)
     g = torch.Generator().manual_seed(0)
     def data(n): return [*zip(torch.randn(n, 6, generator=g), torch.randint(3, (n,), generator=g))]
-    bs,point = 5 if 'per rank' in kind else 60,plan.get(str(local_rank()))
+    attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])
+    bs,point = 5 if 'per rank' in kind else 60,plan.get(f'{local_rank()}'+' again'*attempt)
     dls = DataLoaders(TfmdDL(data(200), bs, shuffle=True), TfmdDL(data(70), bs))
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 3))
@@ -46,6 +47,7 @@ def train(folder, plan, kind='', how='SIGKILL'):
     learn = Learner(dls, net, nn.CrossEntropyLoss(), torch.optim.AdamW, lr=.01, metrics=accuracy, path=folder)
     cbs,count = [Die(), GradientClip(5.), CSVLogger()],Count()
     if 'checkpoint' in kind: cbs.append(Checkpoint('ckpt', every=2))
+    if 'memory' in kind: cbs.append(Checkpoint('ckpt', every=1, in_memory=True, resume=True))
     if 'accumulate' in kind: cbs.append(GradientAccumulation(120//num_distrib()))
     kw = dict(split_batches='per rank' not in kind, shard='sharded' in kind or None, seed=3, timeout_s=3 if 'SIGSTOP' in how else None)
     with learn.distrib_ctx(**kw): (learn.fit if 'plain' in kind else learn.fit_one_cycle)(3, cbs=[*cbs, count])
@@ -118,6 +120,13 @@ def test_the_new_rank_0_writes_checkpoints(tmp_path, undisturbed):
     saved = sorted(o.name for o in (tmp_path/'ckpt').iterdir())
     assert len(saved)==2 and saved[-1]=='epoch_0003-step_00000012', saved
     assert {json.loads((tmp_path/'ckpt'/o/'manifest.json').read_text())['config']['ranks'] for o in saved}=={2}
+
+def test_all_die_in_the_end(tmp_path, undisturbed):
+    "The states in memory are those of two ranks, for three that are started again, one of which dies in the same epoch"
+    both = at('before_backward', 1, 2)
+    plan = {1: at('before_backward', 0, 2), 0: both, 2: both, '1 again': at('before_backward', 1, 3)}
+    got = launch(tmp_path, plan, 'memory', options=['--max-restarts','1'])
+    check(tmp_path, got, undisturbed(), 2, 'going on in epoch 1 after step 6, from the state in memory')
 
 @pytest.mark.long
 def test_a_batch_size_per_rank(tmp_path):

@@ -3,6 +3,7 @@
     python tools/soak.py --minutes 10 [--nproc 2] [--workers 0] [--background] [--seed 0]
     python tools/soak.py --minutes 10 --nproc 1,2,3      # another number of processes at each restart
     python tools/soak.py --minutes 10 --shard            # a model spread over the ranks, each of which writes its rows
+    python tools/soak.py --minutes 10 --in-memory        # states in memory in place of files; ranks die some milliseconds after the step
 
 A round is a run of 5 epochs with checkpoints every 5 steps. In each attempt a rank drawn at random kills itself (SIGKILL) after a step
 drawn at random, or while it writes a checkpoint (rank 0, or any rank of a sharded model), and the launcher starts all ranks again; or it
@@ -11,14 +12,15 @@ at the end are compared bit for bit. Nothing but whole checkpoints may be left i
 
 With several numbers of processes the global batch size stays (`split_batches`), and nothing draws at random but the order of the samples,
 in float64: then weights and recorded numbers are equal to 1e-9."""
-import argparse,json,os,random,re,signal,subprocess,sys,tempfile,time
+import argparse,json,os,random,re,signal,subprocess,sys,tempfile,threading,time
 from pathlib import Path
 
-def train(path, workers, background, varying, shard, plans):
+def train(path, workers, background, varying, shard, in_memory, plans):
     "On each rank: attempt k dies as `plans[k]` says"
     import torch
     if varying: torch.set_default_dtype(torch.float64)
     from learnerdist.checkpoint import snapshot
+    from learnerdist.core import kept
     from learnerdist.distributed.divergence import digest
     from learnerdist.all import (Callback,Checkpoint,CSVLogger,DataLoaders,Learner,TfmdDL,accuracy,rank_distrib)
     from sklearn.datasets import load_digits
@@ -32,7 +34,9 @@ def train(path, workers, background, varying, shard, plans):
         order = 950
         def after_batch(self):
             if not self.training or self.train_iter!=step or rank_distrib()!=rank: return
-            if how=='write' and shard: snapshot.save_sealed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            if how=='write' and in_memory: kept.Slots.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            elif how=='SIGKILL' and in_memory: threading.Timer(step%10/500, os.kill, (os.getpid(),signal.SIGKILL)).start()
+            elif how=='write' and shard: snapshot.save_sealed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             elif how=='write': snapshot._sync = lambda o: os.kill(os.getpid(), signal.SIGKILL)
             else: os.kill(os.getpid(), getattr(signal, how))
 
@@ -45,7 +49,7 @@ def train(path, workers, background, varying, shard, plans):
     drop,opt = (0,torch.optim.SGD) if varying else (.2,torch.optim.Adam)
     layers = [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(drop), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)]
     learn = Learner(dls, nn.Sequential(*layers), nn.CrossEntropyLoss(), opt, lr=.003, metrics=accuracy, path=path)
-    learn.logger,cbs = lambda line: None,[Checkpoint('ckpt', 5, background=background), CSVLogger(), Die()]
+    learn.logger,cbs = lambda line: None,[Checkpoint('ckpt', 5, background=background, in_memory=in_memory), CSVLogger(), Die()]
     kw = dict(shard=True) if shard else dict(bucket_cap_mb=.01)
     with learn.distrib_ctx(**kw, split_batches=varying, seed=3): learn.fit_one_cycle(5, cbs=cbs, resume=True)
     rec,weights = learn.recorder,learn.model.state_dict()
@@ -56,7 +60,7 @@ def train(path, workers, background, varying, shard, plans):
 def launch(args, path, plans, nprocs):
     "What came of a run whose attempts have these numbers of processes; only one number: the launcher itself starts them again"
     one = len({*nprocs})==1
-    args_of_train = ['--train', json.dumps([path,args.workers,args.background,len(args.nproc)>1,args.shard,plans])]
+    args_of_train = ['--train', json.dumps([path,args.workers,args.background,len(args.nproc)>1,args.shard,args.in_memory,plans])]
     ends = [k+1 for k,(how,*_) in enumerate(plans) if how=='SIGTERM' or not one] # after which the launcher is started again
     with open(f'{path}.log', 'w') as log:
         for k in [0, *ends]:
@@ -91,7 +95,7 @@ def soak(args):
         code,whole,_ = launch(args, f'{d}/whole', [], args.nproc[:1])
         if code: sys.exit(Path(f'{d}/whole.log').read_text())
         while time.monotonic()<end:
-            n,(plans,ns),start = n+1,draw(rng, args.nproc, args.shard),time.monotonic()
+            n,(plans,ns),start = n+1,draw(rng, args.nproc, args.shard or args.in_memory),time.monotonic()
             code,res,left = launch(args, f'{d}/{n}', plans, ns)
             good = code==0 and same(whole, res, exact) and not left
             print(f'round {n}, processes {ns}: {plans}: {"equal" if good else f"DIFFERENT (status {code}, left {left})"}, '
@@ -105,6 +109,7 @@ def main():
     p.add_argument('--nproc', type=lambda s: [*map(int, s.split(','))], default=[2], help='number of processes, or several: 1,2,3')
     p.add_argument('--background', action='store_true', help='write checkpoints while training goes on')
     p.add_argument('--shard', action='store_true', help='spread the model: each rank writes its rows')
+    p.add_argument('--in-memory', action='store_true', help='keep states in memory, in place of files')
     p.add_argument('--train', help=argparse.SUPPRESS)
     args = p.parse_args()
     return train(*json.loads(args.train)) if args.train else soak(args)

@@ -7,26 +7,24 @@ __all__ = ['Checkpoint', 'Preempted', 'preempted_status']
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c002
 import os,secrets,time,warnings
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 from fastcore.basics import patch
 
 from ..distributed.agreement import Agreement
 from ..learner.callback import Callback,Order
-from ..core.collectives import broadcast_object,distrib_barrier,gather_objects
-from ..data.loaders import loaders_of,to_device
+from ..core.collectives import distrib_barrier,gather_objects
+from ..data.loaders import loaders_of
 from ..core.parted import shard_place,take_apart
-from ..core.shards import a_part,load_model,load_opt
-from ..core.random import seed_streams
+from ..core.shards import a_part
 from ..core.env import group_rank,group_size,is_rank0
-from ..learner.learner import StartAt,fit_flags,get_model
+from ..learner.learner import get_model
 from .position import Streams,go_back,place_in_epoch,place_of,placed
-from .preemption import Preempted,Requests,check_every,check_signals,preempted_status
-from .snapshot import Writers,newest_good,on_cpu,open_folder,prune,read_snapshot,snapshot_name,to_plain,write_snapshot
-from .callback_state import check_model,check_run,config_changes,goes_on,load_states,part_of,run_config,settle,states_of
+from .preemption import Preempted,Requests,check_every,check_in_memory,check_signals,preempted_status
+from .snapshot import Writers,open_folder,prune,snapshot_name,to_plain,write_snapshot
+from .callback_state import goes_on,run_config,settle,states_of
+from .in_memory import open_states
 
 _all_ = ['Preempted','preempted_status']
 
@@ -35,25 +33,28 @@ class Checkpoint(Callback):
     "Save the fit while it runs: weights, optimizer, callbacks, recorded numbers, random streams, and the position in the data"
     # `before_fit` and `before_train` after callbacks that reset themselves there, and before the model is wrapped in DDP
     order,run_find = Order.checkpoint,False
-    active,resuming,requests,nested = False,False,None,0
+    active,resuming,requests,nested,memory = False,False,None,0,None
     def __init__(self,
         path,             # A folder, relative to the learner's path; for this fit only
         every='epoch',    # 'epoch', a number of steps, or a `timedelta` on rank 0's clock
         keep:int=2,       # How many of the newest to keep
         background=False, # Whether to copy the tensors, and write while training goes on
         resume=False,     # As `learn.fit(…, resume=True)`
-        signals=('SIGTERM',) # Names of signals on which all ranks save together and end with `preempted_status`
+        signals=('SIGTERM',), # Names of signals on which all ranks save together and end with `preempted_status`
+        in_memory=False # True: states go to memory that the launcher keeps, in place of files; a number of steps: to memory, beside files
     ):
         check_every(every)
+        check_in_memory(in_memory)
         check_signals(signals)
         if not isinstance(keep, int) or keep<1: raise ValueError(f'keep={keep!r}: give the number of checkpoints to keep, from 1 up')
         self.path,self.every,self.keep,self.background,self.resume,self.signals = Path(path),every,keep,background,resume,signals
+        self.in_memory = in_memory
 
     def _begin(self, run_id, last):
         "Reset this callback's state at the start of a fit"
         self.nested = 0 # loops within this fit, such as fastai's `get_preds`
         self.phase = None # what the fit is doing: 'epoch', 'train', 'trained', 'validate', 'validated'
-        self.due = self.stopping = False # save at the next common point of all ranks; stop after that
+        self.due,self.stopping = set(),False # save there ('files', 'memory') at the next common point of all ranks; stop after that
         self.held = None # the state that was captured before validation
         self.last,self.pending = last,None # the position of the newest checkpoint, and the Future of one that is being written
         self.at = None # the position that this fit will resume at
@@ -73,15 +74,27 @@ class Checkpoint(Callback):
         self.folder,self.streams = Path(self.learn.path)/self.path,Streams(loaders_of(self.dls))
         self.config,self.requests = run_config(self.learn, self.world),Requests(self.signals)
         self.learn.add_cb(_Early(self))
-        if (self.resume or self.resuming) and not goes_on(self.learn): self.restore()
-        if is_rank0(): open_folder(self.folder, self.resume or self.resuming or goes_on(self.learn))
+        self.plan = self._plan()
+        resume = self.resume or self.resuming
+        if not goes_on(self.learn):
+            if resume: self.restore()
+            elif self.memory: self.memory.keep()
+        if is_rank0(): open_folder(self.folder, resume or goes_on(self.learn), 'files' in self.plan)
+
+    def _plan(self):
+        "When states are saved, by where they go. Files first: then a state in memory has no file to wait for"
+        if self.in_memory is False: return dict(files=self.every)
+        self.memory,why = open_states(os.path.abspath(self.folder), a_part(get_model(self.learn.model)) is not None)
+        if why and is_rank0(): warnings.warn(f'in_memory={self.in_memory}: {why}. States go to files only, every={self.every!r}')
+        if why: return dict(files=self.every)
+        return dict(memory=self.every) if self.in_memory is True else dict(files=self.every, memory=self.in_memory)
 
     def before_train(self):
         if self.active and self.at and self.at['phase']=='train': self.arrive()
 
     def after_batch(self):
         if not self.active: return
-        if self.training and isinstance(self.every, int) and self.train_iter%self.every==0: self.due = True
+        if self.training: self.due |= {k for k,o in self.plan.items() if isinstance(o, int) and self.train_iter%o==0}
         if self.agreement is None: self.hear(*self.wishes())
 
     def after_train(self): self.phase = 'trained'
@@ -107,7 +120,7 @@ def at_epoch(self:Checkpoint):
     if self.at and self.at['phase']=='epoch': self.arrive()
     self.phase = 'epoch'
     done = self.last and (self.last['epoch'],self.last['step'])
-    if self.every=='epoch' and self.train_iter and done!=(self.epoch,self.train_iter): self.due = True
+    if self.train_iter and done!=(self.epoch,self.train_iter): self.due |= {k for k,o in self.plan.items() if o=='epoch'}
     self.commit('epoch')
 
 @patch
@@ -142,9 +155,10 @@ def at_end(self:Checkpoint):
     "When the last epoch is over"
     if self.nested: return
     if self.at: self.arrive()
-    self.due = self.last is None or self.last['phase']!='done'
+    self.due = {next(iter(self.plan))} if self.last is None or self.last['phase']!='done' else set()
     self.commit('done')
     self.wait()
+    if self.memory: self._forget()
     self.learn.fits_done = getattr(self.learn, 'fits_done', 0)+1
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c008
@@ -157,7 +171,8 @@ def wishes(self:Checkpoint)->tuple:
 @patch
 def hear(self:Checkpoint, save:bool, stop:bool):
     "Take the requests of all ranks, after the same batch on each"
-    if save or stop: self.due,self.clock = True,time.monotonic()
+    if save or stop: self.clock = time.monotonic()
+    self.due |= {k for k,o in self.plan.items() if save and isinstance(o, timedelta)} | ({'files'} if stop else set())
     self.stopping = self.stopping or stop
     if stop and self.phase=='validate': self.commit('validate')
 
@@ -167,8 +182,11 @@ def commit(self:Checkpoint, phase):
     "Save if a checkpoint is due, and stop if that was requested. Sync point: all ranks call this at the same point"
     within = any(getattr(cb, 'count', 0) for cb in self.learn.cbs if cb.name=='gradient_accumulation') # gradients are not in a checkpoint
     if not self.due or phase=='train' and within: return
-    self.save(phase)
-    self.due = False
+    held = self.held or self.capture(phase)
+    self.last = held['place']
+    if 'files' in self.due: self.save(held)
+    if 'memory' in self.due and not self.stopping: self.remember(held)
+    self.due = set()
     if self.stopping: self._leave()
 
 @patch
@@ -192,22 +210,44 @@ def capture(self:Checkpoint, phase)->dict:
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c014
 @patch
-def save(self:Checkpoint, phase):
+def save(self:Checkpoint, held):
     "Write a checkpoint. Sync point: one gather of the ranks' own states. Of a sharded model each rank writes the rows that it has"
-    held = self.held or self.capture(phase)
     ranks,tokens,runs = zip(*gather_objects((held['own'],os.getpid(),self.run_id)))
-    self.run_id,self.last,like = runs[0],held['place'],a_part(get_model(self.learn.model))
+    self.run_id,like = runs[0],a_part(get_model(self.learn.model))
     i,n,again = shard_place(like) if like is not None else (0,1,not is_rank0())
     if again: return
     self.wait()
     (model,opt),rows = take_apart((get_model(self.learn.model).state_dict(),self.opt.state_dict()))
-    parts,at = {f'rows_{i}': dict(rows=rows)} if rows else {},self.last
+    parts = {f'rows_{i}': dict(rows=rows)} if rows else {}
     state = dict(opt=to_plain(opt, 'optimizer'), cbs=held['cbs'], ranks=to_plain([*ranks], 'ranks'))
     if i==0: parts |= dict(model=to_plain(model, 'model'), state=state)
-    info = dict(run=self.run_id, epoch=at['epoch'], step=at['step'], place=at, config=self.config, **(dict(shards=n) if rows else {}))
-    self.pending = write_snapshot(self.folder/snapshot_name(at['epoch'], at['step']), parts, to_plain(info, 'manifest'),
+    info = self._info() | (dict(shards=n) if rows else {})
+    self.pending = write_snapshot(self.folder/snapshot_name(info['epoch'], info['step']), parts, to_plain(info, 'manifest'),
                                   self.background and not self.stopping, Writers(i, n, tokens[0]))
     if not self.background: self.wait()
+
+@patch
+def _info(self:Checkpoint):
+    at = self.last
+    return dict(run=self.run_id, epoch=at['epoch'], step=at['step'], place=at, config=self.config)
+
+@patch
+def remember(self:Checkpoint, held):
+    "Write the state into memory: its own of each rank, and what all have once on each machine. Ranks do not wait for each other"
+    like = a_part(get_model(self.learn.model))
+    i,_,again = shard_place(like) if like is not None else (0,1,False)
+    state = dict(own=held['own'])
+    if self.memory.leads or like is not None:
+        (model,opt),rows = take_apart((get_model(self.learn.model).state_dict(), self.opt.state_dict()))
+        if rows and not again: state |= dict(rows=rows, i=i)
+        if self.memory.leads: state |= dict(model=model, opt=opt, cbs=held['cbs'])
+    self.memory.write(self._info(), state)
+
+@patch
+def _forget(self:Checkpoint):
+    "Free what a restart does not need when the fit is done"
+    distrib_barrier() # until all have it
+    self.memory.keep(None if 'files' in self.plan else self.memory.id)
 
 @patch
 def wait(self:Checkpoint):
@@ -216,79 +256,6 @@ def wait(self:Checkpoint):
     if pending is None: return
     pending.result()
     if is_rank0(): prune(self.folder, self.keep, self.run_id)
-
-# %% ../../nbs/checkpoint/04_checkpoint.ipynb #c016
-@patch
-def restore(self:Checkpoint):
-    "Restore the newest good checkpoint; without one the fit begins from its start. Sync point"
-    like = a_part(get_model(self.learn.model))
-    found = newest_good(self.folder, like) if self.rank==0 else None
-    if self.agreement: # so that all ranks have the same one, also while another is being written
-        parts,found = found and found.parts,broadcast_object(found and found._replace(parts=None))
-    if found is None: return
-    self.source,self.run_id,self.at,old = found.folder,found.info['run'],found.info['place'],found.info['config']
-    if not self.source.exists(): raise ValueError(f'rank {group_rank()} does not see {self.source}: all ranks need the same folder, on a '
-                                                  'file system that all machines share')
-    if self.agreement: found = found._replace(parts=parts or read_snapshot(self.source, found.info, like=like, check=False))
-    check_run(old, self.config, self.at, getattr(self.learn, 'fits_done', 0), self.source)
-    self._load(**found.parts)
-    self._set_start()
-    self._say(found, old)
-
-@patch
-def _load(self:Checkpoint, model, state):
-    own = get_model(self.learn.model)
-    check_model(own, model, self.source)
-    load_model(own, model)
-    opt,self.state = state.pop('opt'),on_cpu(state, True, {}) # not in the memory of a file
-    if not isinstance(self.opt, torch.optim.Optimizer): opt = to_device(opt, next(own.parameters()).device) # torch's do it themselves
-    load_opt(self.opt, opt)
-    self.alike,self.unsettled = self.at['world']==self.world,self.at['step']>0 and self.world>2
-    self._load_callbacks()
-
-# %% ../../nbs/checkpoint/04_checkpoint.ipynb #ckc02
-@patch
-def _set_start(self:Checkpoint):
-    at = self.last = self.at
-    if at['n_epoch']!=self.n_epoch: at['pct_train'] *= at['n_epoch']/self.n_epoch
-    if at['phase']=='done' and at['epoch']==at['n_epoch']<self.n_epoch: at['phase'] = 'epoch' # a fit that was cancelled stays done
-    self.learn.start_at = StartAt(self.n_epoch if at['phase']=='done' else at['epoch'], at.get('iter', 0), at['phase']=='validate')
-    self.learn.train_iter,self.learn.pct_train = at['step'],at['pct_train']
-
-@patch
-def _say(self:Checkpoint, found, old):
-    if not is_rank0(): return
-    if found.bad: warnings.warn(f'{"; ".join(found.bad)}: going on from {self.source}, which is older')
-    changes,said = config_changes(old, self.config),'The optimizer and the schedule go on with their numbers in the checkpoint'
-    if changes: warnings.warn(f'{self.source} is of a fit that differed from this one: {"; ".join(changes)}. {said}')
-    at,when = self.at,time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found.info['time']))
-    said = f'going on in epoch {at["epoch"]} after step {at["step"]}, from the checkpoint {self.source} of {when}'
-    if at['phase']=='done': said = f'this fit was done already, after {at["step"]} steps: checkpoint {self.source} of {when}'
-    getattr(self.learn, 'say', self.learn.logger)(said)
-
-# %% ../../nbs/checkpoint/04_checkpoint.ipynb #c018
-@patch
-def _load_callbacks(self:Checkpoint):
-    cbs = self.learn.cbs
-    lost = load_states(cbs, self.state['cbs'], 'fit_state')
-    if lost: warnings.warn(f'{self.source} keeps the state of {", ".join(lost)}, which this fit does not have')
-    own = [o['cbs'] for o in self.state['ranks']]
-    load_states(cbs, own[self.rank] if self.alike else part_of(own, self.rank), 'rank_state')
-
-@patch
-def arrive(self:Checkpoint):
-    "The fit has reached its position: restore counters, callbacks and random streams"
-    self.learn.train_iter,self.learn.pct_train = self.at['step'],self.at['pct_train']
-    self._load_callbacks()
-    if self.at['phase']!='train': self._set_streams()
-    values = self.learn.recorder.values if self.at['phase']=='done' and hasattr(self.learn, 'recorder') else []
-    if values: self.learn.final_record = values[-1]
-    self.at = None
-
-@patch
-def _set_streams(self:Checkpoint):
-    if self.alike: self.streams.set(self.state['ranks'][self.rank]['streams']['now'])
-    else: seed_streams(self.at['step'], group_rank(), self.at['epoch'])
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c022
 @patch
@@ -300,18 +267,5 @@ def cleanup(self:Checkpoint):
     try: self.wait()
     except Exception as e: warnings.warn(str(e)) # the fit ends by another error, or this one was raised already
     if self.requests: self.requests.close()
-
-# %% ../../nbs/checkpoint/04_checkpoint.ipynb #c023
-class _Resume(Callback):
-    order = Order.resume
-    def before_fit(self):
-        cbs = [cb for cb in self.learn.cbs if isinstance(cb, Checkpoint)]
-        if not cbs: raise ValueError('fit(resume=True) needs to know from where: give the fit a Checkpoint(path)')
-        for cb in cbs: cb.resuming = True
-
-@contextmanager
-def resumed(learn, on):
-    "Within the body, a fit goes on from the newest good checkpoint of its `Checkpoint`, or begins if there is none"
-    with learn.added_cbs(_Resume): yield
-
-fit_flags['resume'] = resumed
+    if self.memory: self.memory.close()
+    self.memory = None

@@ -159,6 +159,7 @@ def at_train(self:Marks):
 @patch
 def before_train(self:Marks):
     if not self.active: return
+    self.dl = self.learn.dl # a checkpoint may have brought it to a place in the epoch
     if self.at: self.arrive()
     links = self.trainer.links
     if self.ledger is None and isinstance(links, SocketLinks): self.ledger = Ledger(links, self.trainer.n_numbers)
@@ -168,9 +169,16 @@ def before_train(self:Marks):
 def at_batch(self:Marks):
     "Between two training steps"
     if self.place['phase']!='train' or not self.learn.training: return
-    if self.ledger is not None and self.learn.iter%Ledger.size==0: self.ledger.reach(self.learn.iter)
+    if self.ledger is not None: self._reach(self.learn.iter)
     acc = getattr(self.learn, 'gradient_accumulation', None)
     if acc is None or not acc.count: self._mark_step(self.learn.iter)
+
+@patch
+def _reach(self:Marks, i):
+    "Let there be a row for this step. A fit that a checkpoint has brought into the midst of an epoch has the losses before it"
+    had = self.trainer.totals if i and not self.ledger.pages and hasattr(self.learn, 'recorder') else ()
+    self.ledger.reach(i)
+    for j,row in enumerate(had): self.ledger.write(j, self.learn.train_iter-i+j+1, row.tolist())
 
 @patch
 def _mark_step(self:Marks, i):

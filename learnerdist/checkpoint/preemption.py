@@ -26,6 +26,11 @@ def check_every(every):
     if every!='epoch' and not number and not (isinstance(every, timedelta) and every>timedelta()):
         raise ValueError(f"every={every!r}: give 'epoch', a number of steps from 1 up, or a time as in timedelta(minutes=10)")
 
+def check_in_memory(n):
+    "Raise ValueError unless `n` is a bool or a number of steps"
+    if not isinstance(n, int) or n<0 or n==0 and n is not False:
+        raise ValueError(f'in_memory={n!r}: give True, or a number of steps from 1 up, after which a state goes to memory, beside files')
+
 def check_signals(names):
     "Raise ValueError unless these are names of signals that a process can handle"
     for o in names:

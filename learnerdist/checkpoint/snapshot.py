@@ -28,14 +28,17 @@ from ..learner.saving import weights_of_folder
 format_version = 2 # Of a snapshot's files; other versions are not read
 sharded_format = 3 # Of one whose rows are in a file of each rank
 
+_atoms = {type(None),bool,int,float,complex,str,bytes}
+
 def to_plain(
     o,     # Numbers, texts, tensors, numpy's arrays, and lists, tuples and dicts of them
     at:str # Its name, for the error
 ):         # The same in Python's and torch's own types; containers are copied, tensors are not
     "`o` as plain data, which can be read without running code; ValueError if it holds something else"
-    if o is None or type(o) in (bool,int,float,complex,str,bytes): return o
+    if type(o) in _atoms: return o
     if isinstance(o, Tensor): return o.detach().as_subclass(Tensor)
     if isinstance(o, dict): return {to_plain(k, at): to_plain(v, f'{at}/{k}') for k,v in o.items()}
+    if type(o) in (list,tuple) and {*map(type, o)}<=_atoms: return o[:] # of numbers, such as the losses of all steps: in one go
     if isinstance(o, (list,tuple,deque,L)):
         res = [to_plain(v, f'{at}/{i}') for i,v in enumerate(o)]
         return tuple(res) if isinstance(o, tuple) else res
@@ -212,7 +215,8 @@ def _newest_run(found): return max(((o['time'],o['run']) for o in _good(found).v
 
 def newest_good(
     path:Path,
-    like=None # As in `read_snapshot`
+    like=None, # As in `read_snapshot`
+    after=None # (epoch, step) of what is there otherwise: only a newer one counts
 )->Found:     # None where there is no snapshot at all
     "The newest undamaged snapshot in `path`; ValueError if all of them are damaged"
     found,bad = _manifests(path),[]
@@ -220,9 +224,10 @@ def newest_good(
     for folder,info in reversed(found.items()):
         try:
             if isinstance(info, DamagedFile): raise info
+            if after and (info['epoch'],info['step'])<=after: return None
             if info['run']==run: return Found(folder, info, bad, read_snapshot(folder, info, like=like))
         except DamagedFile as e: bad.append(str(e))
-    if bad: raise ValueError(f'no checkpoint in {path} is good: {"; ".join(bad)}. To begin anew, use another folder')
+    if bad and not after: raise ValueError(f'no checkpoint in {path} is good: {"; ".join(bad)}. To begin anew, use another folder')
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c026
 def drop_snapshot(folder:Path):
@@ -242,13 +247,14 @@ def prune(
 
 def open_folder(
     path:Path,
-    resume:bool # Whether this run goes on from the snapshots in the folder
+    resume:bool, # Whether this run goes on from the snapshots in the folder
+    make=True    # Whether to make the folder; else only what is wrong with it is told
 ):
     "Make the folder of a run's snapshots, and remove unfinished ones; ValueError if it holds snapshots of another run"
     found = snapshots(path)
     if found and not resume: raise ValueError(f'{path} holds checkpoints of another run, the newest is {found[-1].name}: go on with it by '
                                               'resume=True, or use another folder, or remove this one')
-    path.mkdir(parents=True, exist_ok=True)
+    if make: path.mkdir(parents=True, exist_ok=True)
     for folder in path.glob('.epoch_*.tmp'): shutil.rmtree(folder, ignore_errors=True)
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #ckl11

@@ -22,7 +22,7 @@ from fastai.learner import Learner,Recorder,join_path_file,save_model
 from fastcore.basics import noop,patch
 
 from ..distributed import trainer as core
-from ..checkpoint.checkpoint import resumed
+from ..checkpoint.restoring import resumed
 from ..checkpoint.snapshot import weights_in
 from ..core.saves import await_save,save_once
 from ..core.deferred import fill_in

@@ -245,6 +245,7 @@ def _launch_agent(args, server):
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
     from torch.distributed.launcher.api import elastic_launch
     from learnerdist.core.compat import shutdown_s,start_ranks_by
+    from learnerdist.core.kept import keep_memory
     from learnerdist.launch.agent import Watch,end_groups,hear_of_ranks
     if server: start_ranks_by(server.start)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as d:
@@ -254,7 +255,7 @@ def _launch_agent(args, server):
         watch = Watch(logs, args.wait, 5+(shutdown_s(config) if not config.max_restarts else 900))
         watch.start()
         try:
-            with _in_environment(PYTHONHASHSEED='0', LEARNERDIST_ON_FAILURE=args.on_failure if logs.members else 'restart'):
+            with keep_memory(), _in_environment(PYTHONHASHSEED='0', LEARNERDIST_ON_FAILURE=args.on_failure if logs.members else 'restart'):
                 elastic_launch(config, cmd)(*cmd_args)
         except SignalException as e: return preempted_status if logs.files and [*logs.files] == logs.put_off() else 128 + e.sigval
         except ChildFailedError as e:

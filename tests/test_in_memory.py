@@ -1,0 +1,244 @@
+"States in memory that the launcher keeps: ranks are killed and started again, and the run is the one that nobody disturbed"
+import gc,json,os,pickle,signal,socket,subprocess,sys,time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import pytest,torch
+from pytest import MonkeyPatch
+import test_checkpoint as checkpoint
+from learnerdist.core import kept
+from learnerdist.checkpoint.in_memory import States
+from learnerdist.all import Callback,Checkpoint,rank_distrib
+
+root = Path(__file__).parent.parent
+slow = pytest.mark.slow
+
+def at(event, epoch=0, i=1, training=True, ranks=(1,)):
+    "A point of a fit, where ranks are killed"
+    return [event,epoch,i,training,ranks]
+
+class Die(Callback):
+    "Kills ranks at a point, as if by the system; notes the steps that are done"
+    order,launcher = 990,None
+    def __init__(self, folder, point, attempt):
+        self.folder,self.attempt = folder,attempt
+        if not point: return
+        self.event,self.at_epoch,self.at_iter,self.when,self.ranks = point
+        if self.event!='commit': return setattr(type(self), self.event, lambda self: self.act())
+        commit = kept.Slots.commit # all is written but the mark
+        kept.Slots.commit = lambda *args: (self.act() if vars(self).get('learn') else None, commit(*args))
+    def act(self):
+        inner = self.event in ('after_pred','after_backward','before_batch','after_step','commit')
+        if rank_distrib() not in self.ranks or self.epoch<self.at_epoch: return
+        if inner and (self.iter<self.at_iter or self.training!=self.when): return
+        if self.launcher: (self.folder/'lost').touch()
+        if self.launcher: os.kill(self.launcher, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    def after_batch(self):
+        if self.training and rank_distrib()==0:
+            with open(self.folder/'steps', 'a') as f: f.write(f'{self.attempt} {self.train_iter}\n')
+
+def other(folder, kind, cbs, kw):
+    "A sharded model, or fastai's Learner: what should be equal"
+    from learnerdist.distributed.divergence import digest
+    if 'fastai' in kind:
+        from fastai.learner import Learner
+        from fastai.data.core import DataLoaders
+        from fastai.data.load import DataLoader
+        import learnerdist.fastai
+        torch.manual_seed(3)
+        data = checkpoint.Shaken(checkpoint.N)
+        dls = DataLoaders(DataLoader(data, 8, shuffle=True), DataLoader(data, 8))
+        learn = Learner(dls, checkpoint.net(), torch.nn.CrossEntropyLoss(), path=folder)
+        cbs = [learnerdist.fastai.Checkpoint('ckpt', **kw), *cbs]
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(2, cbs=cbs, resume=True)
+        return dict(model=digest(learn.model.state_dict()), values=[[*o] for o in learn.recorder.values])
+    learn = checkpoint.learner(folder, model=torch.nn.Sequential(torch.nn.Linear(6, 30), torch.nn.ReLU(), torch.nn.Linear(30, 3)))
+    with learn.distrib_ctx(shard=True, seed=3): learn.fit(2, cbs=[Checkpoint('ckpt', **kw), *cbs], resume=True)
+    model,opt,rec = digest(learn.model.state_dict()),digest(learn.opt.state_dict()),learn.recorder
+    return dict(model=model, opt=opt, losses=rec.losses, values=rec.values)
+
+def train(folder, plan, kind, kw):
+    "On each rank; `plan`: by attempt, a point"
+    folder,attempt = Path(folder),os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')
+    if 'LEARNERDIST_KEPT' in os.environ and rank_distrib()==0:
+        with open(folder/'open', 'a') as f: f.write(f'{len(os.listdir(Path(os.environ["LEARNERDIST_KEPT"]).parent))}\n') # of the launcher
+    def tell(self, found, old):
+        if rank_distrib()==0: print(f'in {self.at["phase"]} after step {self.at["step"]}, from {self.source}', flush=True)
+    Checkpoint._say = tell
+    if 'two fits' in kind: checkpoint.fit(folder/'first', n_epoch=1, every=1, in_memory=True)
+    die = Die(folder, plan.get(attempt), attempt)
+    if 'machine' in kind: die.ranks = [0,1]*(kind=='machine 1')
+    if plan.get('launcher') and kind=='machine 1': die.launcher = int(os.environ['LEARNERDIST_KEPT'].split('/')[2])
+    cbs = [die, *[checkpoint.At(2, checkpoint.kill)]*('SIGTERM' in kind)]
+    if 'sharded' in kind or 'fastai' in kind: res = other(folder, kind, cbs, kw)
+    else: res = checkpoint.fit(folder, 'plain workers' if 'workers' in kind else 'plain', cbs, **kw)
+    if rank_distrib()==0: (folder/'result.json').write_text(json.dumps(res))
+
+def run(folder, plan=(), kind='', nproc=2, options=(), module='learnerdist.launch', **kw):
+    "Exit status, the result of rank 0, and what was printed"
+    folder.mkdir(parents=True, exist_ok=True)
+    restarts = [] if module is None else ['--max-restarts', len(plan)]
+    launcher = [] if module is None else ['-m', module, '--nproc-per-node', nproc, *restarts, *options]
+    drop = 'RANK','WORLD_SIZE','LOCAL_RANK','MASTER_PORT','LEARNERDIST_KEPT'
+    env = {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=f'{root}:{root/"tests"}')
+    plan = dict(enumerate(plan)) if isinstance(plan, (list,tuple)) else plan
+    cmd = [sys.executable, *launcher, __file__, folder, json.dumps(plan), kind, json.dumps(kw)]
+    res = subprocess.run([*map(str, cmd)], env=env, capture_output=True, text=True, timeout=200)
+    file = folder/'result.json'
+    return res.returncode,json.loads(file.read_text()) if file.exists() else None,res.stdout+res.stderr
+
+def lost(folder):
+    "By attempt but the first: how many steps were done again"
+    by = {}
+    for o in (folder/'steps').read_text().splitlines(): by.setdefault(int(o.split()[0]), []).append(int(o.split()[1]))
+    known = sorted(by)
+    return [by[a][-1]-by[b][0]+1 for a,b in zip(known, known[1:])]
+
+@pytest.fixture(scope='module')
+def undisturbed(tmp_path_factory):
+    "What rank 0 comes to without a death, by the number of ranks"
+    known = {}
+    def _undisturbed(nproc=2, kind=''):
+        if (nproc,kind) not in known: known[nproc,kind] = run(tmp_path_factory.mktemp('ref'), (), kind, nproc, every='epoch')[1]
+        return known[nproc,kind]
+    return _undisturbed
+
+def same(a, b): return a is not None and [k for k in a if a[k]!=b[k]]==[]
+
+def alone(path, cbs=(), **kw):
+    "In this process, which keeps the memory, too"
+    return checkpoint.fit(path, ctx=False, cbs=cbs, **kw)
+
+def test_alone(tmp_path):
+    whole = alone(tmp_path/'whole')
+    with kept.keep_memory():
+        with pytest.raises(ZeroDivisionError): alone(tmp_path/'a', [checkpoint.At(11, checkpoint.fail)], every=3, in_memory=True)
+        states = States(str(tmp_path/'a/ckpt'))
+        assert states.newest().info['place']['step']==9 and not (tmp_path/'a/ckpt').exists()
+        states.close()
+        assert same(whole, alone(tmp_path/'a', every=3, in_memory=True))
+        states = States(str(tmp_path/'a/ckpt'))
+        assert [states.newest().info['place']['phase']]==['done'] and len(states.slots.numbers())==1 # the other one is free
+        states.close()
+        with pytest.warns(UserWarning, match='no state in memory has all its parts'): # as when another rank has none
+            with MonkeyPatch.context() as m:
+                m.setattr('learnerdist.checkpoint.in_memory.gather_objects', lambda o: [o,{}] if o else [o])
+                with pytest.raises(ZeroDivisionError): alone(tmp_path/'a', [checkpoint.At(1, checkpoint.fail)], every=3, in_memory=True)
+        n = [len(os.listdir('/proc/self/fd'))]
+        for _ in range(3):
+            alone(tmp_path/'b', every=3, in_memory=2)
+            gc.collect()
+            n.append(len(os.listdir('/proc/self/fd')))
+        assert n[1]==n[-1], n
+        states = States(str(tmp_path/'b/ckpt'))
+        assert not states.slots.numbers() # there is a file
+        states.close()
+
+def test_ranks_send_only_what_is_their_own(monkeypatch):
+    "A view of the slot would take all of it along"
+    sent = []
+    monkeypatch.setattr('learnerdist.checkpoint.in_memory.gather_objects', lambda o: sent.append(len(pickle.dumps(o))) or [o])
+    with kept.keep_memory():
+        states,own = States('a fit'),dict(a=torch.ones(3))
+        at = dict(place=dict(epoch=0, step=1, phase='train', world=1))
+        states.write(at, dict(own=own, model=dict(w=torch.zeros(2**20)), opt={}, cbs={}))
+        found = states.newest()
+        states.close()
+    assert found.parts['state']['ranks'][0]['a'].tolist()==[1,1,1] and len(sent)==2 and max(sent)<2000, sent
+
+def test_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, 'free_bytes', lambda: 2**16)
+    with kept.keep_memory(), pytest.raises(MemoryError, match=r'0 MB of memory, for two states of 0 MB: 0 MB are free'):
+        alone(tmp_path, every=1, in_memory=True)
+
+def test_options(tmp_path):
+    for o in (0,-1,'10',1.5):
+        with pytest.raises(ValueError, match=f'in_memory={o!r}'): Checkpoint('a', in_memory=o)
+    with pytest.warns(UserWarning, match='in_memory=3: only ranks that .* States go to files only, every=5'):
+        alone(tmp_path, every=5, in_memory=3)
+    assert (tmp_path/'ckpt').exists()
+
+# 5 steps an epoch on 2 ranks, 3 on 3
+everywhere = [at('after_pred', 0, 2), at('commit', 0, 2, ranks=[0]), at('after_train', 0, ranks=[0,1,2]), at('after_pred', 0, 0, False),
+              at('after_backward', 1, 1, ranks=[0]), at('commit', 1, 2, ranks=[1]), at('after_epoch', 1)]
+
+@slow
+@pytest.mark.parametrize('nproc,n,kw', [(2, 2, dict(every=2, in_memory=True)), (3, 1, dict(every='epoch', in_memory=1))])
+def test_killed_everywhere(nproc, n, kw, tmp_path, undisturbed):
+    shm = {*os.listdir('/dev/shm')}
+    code,res,text = run(tmp_path, everywhere, nproc=nproc, **kw)
+    assert code==0 and same(undisturbed(nproc), res), text
+    assert text.count('the state in memory')==len(everywhere), text
+    assert max(lost(tmp_path))<=n and {*os.listdir('/dev/shm')}<=shm
+    assert (tmp_path/'ckpt').exists()==('epoch'==kw['every'])
+
+@slow
+def test_without_a_fork_server_and_with_workers(tmp_path, undisturbed):
+    code,res,text = run(tmp_path, [at('commit', 0, 3)], 'workers', options=['--no-fork-server'], every=1, in_memory=True)
+    assert code==0 and same(undisturbed(2, 'workers'), res) and 'after step 2, from the state in memory' in text, text
+
+@slow
+def test_a_fit_that_is_done_stays_done(tmp_path, undisturbed):
+    code,res,text = run(tmp_path, [at('after_backward', 1, 1)], 'two fits', every=2, in_memory=True)
+    assert code==0 and res['values']==undisturbed()['values'], text
+    assert 'in done after step 5, from the state in memory' in text and 'in train after step 6, from the state in memory' in text, text
+
+@pytest.mark.long
+def test_twenty_restarts_leave_nothing_open(tmp_path):
+    code,res,text = run(tmp_path, [at('before_train')]*20, every=1, in_memory=True)
+    assert code==0 and res, text
+    n = [*map(int, (tmp_path/'open').read_text().split())]
+    assert len(n)==21 and max(n[11:])<=max(n[1:11]), n
+
+@slow
+def test_a_signal_leaves_a_file(tmp_path, undisturbed):
+    code,res,text = run(tmp_path, {}, 'SIGTERM', every=1, in_memory=True)
+    assert code==75 and res is None and [o.name for o in (tmp_path/'ckpt').iterdir()]==['epoch_0000-step_00000002'], text
+    code,res,text = run(tmp_path, {}, every=1, in_memory=True)
+    assert code==0 and same(undisturbed(), res) and "after step 2, from "+str(tmp_path/'ckpt') in text, text
+
+@slow
+def test_sharded(tmp_path):
+    ref = run(tmp_path/'ref', (), 'sharded', every='epoch')[1]
+    code,res,text = run(tmp_path/'a', [at('commit', 0, 2, ranks=[0]), at('after_train', 1)], 'sharded', every=1, in_memory=True)
+    assert code==0 and same(ref, res) and text.count('the state in memory')==2, text
+
+@slow
+def test_fastais_learner(tmp_path):
+    ref = run(tmp_path/'ref', (), 'fastai', every='epoch')[1]
+    code,res,text = run(tmp_path/'a', [at('after_backward', 0, 2), at('after_pred', 1, 0, False)], 'fastai', every=2, in_memory=True)
+    assert code==0 and same(ref, res) and text.count('the state in memory')==2, text
+
+@slow
+def test_two_machines(tmp_path, undisturbed):
+    "Each keeps its own ranks' states. One that is lost takes its part along, and files are used"
+    for lost,said in (False,'from the state in memory'),(True,'no state in memory has all its parts'):
+        folder,port = tmp_path/f'{lost}',free_port()
+        options = ['--nnodes','2','--rdzv-endpoint',f'127.0.0.1:{port}','--rdzv-backend','c10d','--max-restarts','2']
+        plan = {'0': at('after_backward', 1, 2), 'launcher': lost}
+        with ThreadPoolExecutor(3) as pool:
+            args = [[*options,'--rdzv-conf',f'is_host={i==0}'] for i in range(3)]
+            both = [pool.submit(run, folder, plan, f'machine {i}', 1, args[i], every=3, in_memory=1) for i in range(2)]
+            if lost: both.append(pool.submit(again, folder, plan, args[2]))
+            found = [o.result() for o in both]
+        text = '\n'.join(o[2] for o in found)
+        assert [o[0] for o in found].count(0)==2 and same(undisturbed(), found[0][1]) and said in text, text
+
+def again(folder, plan, options):
+    "Another machine comes in place of the lost one"
+    while not (folder/'lost').exists(): time.sleep(.05)
+    return run(folder, plan, 'machine 2', 1, options, every=3, in_memory=1)
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return s.getsockname()[1]
+
+@slow
+@pytest.mark.parametrize('module', [None,'torch.distributed.run'])
+def test_another_launcher(module, tmp_path, undisturbed):
+    code,res,text = run(tmp_path, module=module, every=4, in_memory=True)
+    assert code==0 and res and 'only ranks that learnerdist.launch has started' in text and 'States go to files only, every=4' in text, text
+    assert len([*(tmp_path/'ckpt').iterdir()])>=2
+
+if __name__=='__main__': train(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))
