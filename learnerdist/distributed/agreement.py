@@ -20,7 +20,7 @@ from ..core.stacks import Frame
 from ..data.loaders import call_model,data_len
 from .agreed_loader import AgreedLoader
 from .batchnorm import muted
-from .mixing import MixWatch
+from .mixing import MixWatch,may_change
 from .vote_links import Ballot,Tally,scopes
 from ..learner.callback import Callback,Order,cancels,inner_events
 from ..learner.learner import Learner
@@ -39,7 +39,7 @@ class Progress(IntEnum):
 
 class Agreement(Callback):
     "Turn a Cancel exception on one rank into the same one on all, and keep gradients and steps aligned meanwhile"
-    order,keeps_batch = Order.agreement,True
+    order,keeps_batch,may_change = Order.agreement,True,may_change
     loop_state = 'place','progress','has_next','template','n_steps','ballot','idle'
     fit_state = 'n_steps',
     cancels = cancels # the learner's exceptions, by loop
@@ -222,7 +222,7 @@ class AgreementEnd(Callback):
     def __init__(self, agreement): self.agreement = agreement
     def before_batch(self):
         if self.agreement.mixing.looks: self.agreement.mixing.tell(self.learn)
-        self.agreement.trainer.weights.count_early(self.agreement.trainer.may_change)
+        self.agreement.trainer.weights.count_early(self.agreement.may_change)
     def _vote(self, **kw):
         res = self.agreement.vote(**kw)
         self.agreement.leave(res.verdict)

@@ -155,3 +155,13 @@ def _can_look(model):
         compiled = vars(m).get(compiled_call) is not None or hasattr(m, compiled_inside)
         return hooked or compiled or isinstance(m, BatchNorm) and not m.track_running_stats
     return not any(map(odd, model.modules())) and sum(p.nbytes for p in model.parameters())<=2**30
+
+# %% ../../nbs/distributed/02_mixing.ipynb #mix15
+between = 'after_pred','after_loss' # Events from `before_batch` to the backward pass
+
+def may_change(
+    self # An `Agreement`, whose method this is
+)->bool:
+    "Whether a callback may cancel a batch between `before_batch` and its backward pass, or change its targets"
+    heard = self.learn._handlers
+    return any([not cb.keeps_batch for e in between for cb in heard[e]])

@@ -61,6 +61,7 @@ class DistributedTrainer(Callback):
         self.check_every,self.check_data,self.timeout_s,self.ddp_kw = check_every,check_data,timeout_s,ddp_kw
         self.replica,self.epochs_before,self.links,self.said,self.max_norm,self.stack,self.shards = None,0,None,set(),None,ExitStack(),None
         self.agreement,self.comm_hook = Agreement(self),find_hook(comm_hook)
+    def cleanup(self): self.unwrap()
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c008
 @patch
@@ -188,8 +189,6 @@ def ddp(self:DistributedTrainer):
     return self.replica and self.replica.ddp
 
 @patch
-def cleanup(self:DistributedTrainer): self.unwrap()
-@patch
 def after_fit(self:DistributedTrainer):
     self.epochs_before += self.n_epoch
     self.unwrap()
@@ -206,14 +205,6 @@ def after_loss(self:DistributedTrainer):
 @patch
 def before_backward(self:DistributedTrainer):
     if self.replica is not None and self.links: self.weights.weigh()
-@patch
-def may_change(self:DistributedTrainer)->bool:
-    "Whether a callback may cancel a batch between `before_batch` and its backward pass, or change its targets"
-    heard = self.learn._handlers
-    return any([not cb.keeps_batch for e in _between for cb in heard[e]])
-
-_between = 'after_pred','after_loss'
-
 @patch
 def take_part(self:DistributedTrainer):
     "On a rank that has cancelled its batch: take part in the exchange of item counts, also for a group of micro-batches"

@@ -21,6 +21,7 @@ from fastcore.xtras import modify_exception
 from torch import Tensor
 
 from ..data.tensors import columns_of,read_rows
+from ..distributed.mixing import between
 
 # %% ../../nbs/fastai/00_quick.ipynb #qck05
 _methods = 'create_batches','do_item','create_item','chunkify','do_batch','create_batch','retain'
@@ -126,6 +127,15 @@ def take(
     except Exception as e:
         said = f'Exception occured in `{type(cb).__name__}` when calling event `{event}`:\n\t{e.args[0]}'
         raise modify_exception(e, said, replace=True) from e.__cause__
+
+# %% ../../nbs/fastai/00_quick.ipynb #qck16
+def may_change(
+    self # An `Agreement`, whose method this is
+)->bool:
+    "As for our own learner. Also as long as the trainer does not know which callbacks have a handler"
+    cbs,known = getattr(self.learn.cbs, 'items', self.learn.cbs),[self.trainer.asked.get(e) for e in between]
+    return any([o is None or o[0]!=cbs or not all([deaf or is_part for _,deaf,_,is_part in o[2]]) for o in known]) or \
+        any([e in cb.__dict__ for cb in cbs for e in between])
 
 # %% ../../nbs/fastai/00_quick.ipynb #qck13
 class ShortBatches:

@@ -31,7 +31,7 @@ from ..core.env import group_rank,group_size
 from ..distributed.evaluation import ExactEvaluation
 from ..distributed.loss_weights import total_losses
 from .loaders import ShareDL,by_batch
-from .quick import short_way,take
+from .quick import may_change,short_way,take
 from ..data.distributed_dl import set_epoch
 from ..core.random import seed_streams
 from ..learner.losses import LossTrace,MeanOver,loss_over,mean_over,n_items,weighted
@@ -47,6 +47,7 @@ def __call__(self:Callback, event):
 class FastaiAgreement(Agreement):
     "Ranks of a fastai learner leave their loops by fastai's exceptions"
     cancels = {k: getattr(fastai_learner, o.__name__) for k,o in cancels.items()}
+    may_change = may_change
     def _quietly(self, event, after=None):
         cbs = sorted(self.learn.cbs, key=_order)
         for cb in cbs[cbs.index(after)+1 if after in cbs else 0:]:
@@ -103,6 +104,7 @@ class DistributedTrainer(core.DistributedTrainer):
         self.watches,self.trace = False,None # whether, and by what, the model and the loss are observed
         self.seen = None # within a loop, what `ShortBatches` has found
 
+    def after_pred(self): self.unswap()
     def tell(self, cb, event):
         "Send `event` to `cb`, if this callback is to run on this rank"
         if isinstance(cb, parts):
@@ -145,13 +147,6 @@ def tell_all(self:DistributedTrainer, event):
         own = event in cb.__dict__
         if short and not own and not self.rank0s and take(short, cb, event): continue
         if own or not deaf: self.tell(cb, event)
-
-@patch
-def may_change(self:DistributedTrainer)->bool:
-    "As for our own learner: as long as it is not known who has a handler, and where a callback has one"
-    cbs,known = getattr(self.learn.cbs, 'items', self.learn.cbs),[self.asked.get(o) for o in core._between]
-    return any([o is None or o[0]!=cbs or not all([deaf or is_part for _,deaf,_,is_part in o[2]]) for o in known]) or \
-        any([e in cb.__dict__ for cb in cbs for e in core._between])
 
 _order = attrgetter('order')
 
@@ -269,8 +264,6 @@ def before_backward(self:DistributedTrainer):
     self.learn.loss_grad = self.learn.loss_grad*(mean/own)
     acc.count += mean-own
 
-@patch
-def after_pred(self:DistributedTrainer): self.unswap()
 @patch
 def after_loss(self:DistributedTrainer):
     if self.trace is not None: # what is the loss the mean over? If it does not show, the next batches are not observed
