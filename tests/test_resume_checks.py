@@ -83,7 +83,7 @@ def test_one_line(tmp_path):
 def test_a_fit_that_was_done(tmp_path):
     first = fit(tmp_path)
     learn = fit(tmp_path)
-    assert re.fullmatch('this fit was done already, after 10 steps: checkpoint .*epoch_0002-step_00000010 of .*', said(learn)[0])
+    assert re.fullmatch('this fit was done already, after 10 steps: the checkpoint .*epoch_0002-step_00000010 of .*', said(learn)[0])
     assert learn.final_record==first.final_record==first.recorder.values[-1]
 
 def lines_of_ranks(path):

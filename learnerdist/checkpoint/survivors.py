@@ -25,7 +25,7 @@ from ..distributed import trainer as distributed
 from ..distributed.failure import _has_timed_out,announce
 from ..distributed.loss_weights import LossWeights
 from ..distributed.vote_links import SocketLinks,open_links
-from ..learner.learner import Learner,StartAt,get_model
+from ..learner.learner import StartAt,get_model
 from ..learner.losses import loss_over
 from .callback_state import horizons,load_states
 from .marks import Ledger,Marks,_Points,_plain_groups,_set_groups,add_up
@@ -71,17 +71,17 @@ class Survivors(Marks):
         "End the fit as by an exception, and forget the graph and the hooks of a half-done step"
         learn = self.learn
         for cb in [o for o in self.added if any(o is p for p in learn.cbs)]: learn.remove_cb(cb) # they will be added again
-        learn._begin_again()
+        self.trainer.begin_again()
         self.trainer.unwrap()
         self.opt.zero_grad()
         learn.pred = learn.loss = learn.loss_grad = None
         gc.collect()
 
 @patch
-def _begin_again(self:Learner):
-    "End a fit, the events of which are then run once more"
-    self._end_fit()
-    self.fitting,self.start_at = True,StartAt()
+def begin_again(self:distributed.DistributedTrainer):
+    "End the learner's fit, the events of which are then run once more"
+    self.learn._end_fit()
+    self.learn.fitting,self.learn.start_at = True,StartAt()
 
 # %% ../../nbs/checkpoint/06_survivors.ipynb #sv12
 @patch

@@ -120,7 +120,7 @@ class RankError(RuntimeError):
     def __reduce__(self): return type(self),(self.rank,self.kind,self.message,self.trace)
 
 def _how(kind, message):
-    if kind=='exit': return message + _absent*message.endswith(' status 0') # its launcher's description of its exit
+    if kind=='exit': return message + _absent*message.endswith((' status 0',' the context')) # its launcher's description of its exit
     if kind=='Preempted' or (kind,message)==('SystemExit','75'): return f'left with status {preempted_status}, to go on later'
     return 'left by sys.exit(0)' if (kind,message) in _well else f'failed with {kind}: {message}'
 

@@ -26,7 +26,7 @@ def first_failure(
     while True:
         for o in (key,'left'):
             if store.check([o]): return unpack_error(store.get(o).decode())
-        if time.monotonic()>end: return None
+        if time.monotonic()>end: return unpack_error(store.get(f'{key}/out').decode()) if store.check([f'{key}/out']) else None
         time.sleep(.05)
 
 # %% ../../nbs/distributed/04_failure.ipynb #c006
@@ -102,11 +102,18 @@ def failing_together(
         close_group(failed=True)
         raise
     else:
+        _say_out(f'{key}/out')
         undo() # frees a rank that waits for this one
         _after_rank0(f'{key}/through')
     finally:
         section.remove(key)
         undo()
+
+def _say_out(key):
+    "For a rank 0 that still waits for this one"
+    rank,store = _me()[0],shared_store()
+    with suppress(dist.DistNetworkError):
+        if rank and store is not None: store.set(key, json.dumps(dict(rank=rank, kind='exit', message='has left the context')))
 
 def _after_rank0(key, timeout_s=600):
     "Wait until rank 0 is through, but not longer than `timeout_s` seconds: the files which it has written in the section are there"

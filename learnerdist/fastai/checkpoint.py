@@ -157,14 +157,14 @@ def _set_start(learn, start):
 Learner.start_at = property(_start, _set_start, doc="Where a fit begins, as in the compact Learner")
 
 @patch
-def _begin_again(self:Learner):
+def begin_again(self:DistributedTrainer):
     "Within a fit that is to begin anew: undo what it has changed, as its callbacks would at its end"
-    _,stack,begun = _ends[-1]
+    learn,(_,stack,begun) = self.learn,_ends[-1]
     stack.close()
-    lent = [k for k,v in vars(self).items() if isinstance(getattr(v, '__self__', None), FastaiCallback)] # such as MixUp's loss
-    for k in lent: setattr(self, k, begun[k]) if k in begun else delattr(self, k)
-    for cb in self.cbs: cb.run = True
-    self.training,self.dl,self.xb,self.yb = False,None,(None,),(None,)
+    lent = [k for k,v in vars(learn).items() if isinstance(getattr(v, '__self__', None), FastaiCallback)] # such as MixUp's loss
+    for k in lent: setattr(learn, k, begun[k]) if k in begun else delattr(learn, k)
+    for cb in learn.cbs: cb.run = True
+    learn.training,learn.dl,learn.xb,learn.yb = False,None,(None,),(None,)
 
 def _clean_up(learn, cb):
     old,cb.learn = cb.learn,learn # fastai sets it to None on a removed callback
