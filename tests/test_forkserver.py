@@ -84,7 +84,8 @@ def status(*keys): return {k: v for k,v in (o.split(':\\t') for o in open('/proc
 def read(how): return list(torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context=how))[2].item()
 if __name__=='__main__':
     atexit.register(print, 'exit hook of', os.environ['RANK'])
-    main,old,torchs = sys.modules['__main__'],os.umask(18),('TORCHELASTIC_ERROR_FILE','TORCHELASTIC_RUN_ID','MASTER_PORT','LEARNERDIST_KEPT')
+    main,old = sys.modules['__main__'],os.umask(18)
+    torchs = 'TORCHELASTIC_ERROR_FILE','TORCHELASTIC_RUN_ID','MASTER_PORT','LEARNERDIST_KEPT'
     workers = ('fork','spawn','forkserver') if 'workers' in sys.argv and os.environ['RANK']=='1' else ()
     res = dict(
         flags=str(sys.flags), argv=sys.argv, path=sys.path, warn=sys.warnoptions, options=sys._xoptions, hash=hash('a'), cwd=os.getcwd(),
