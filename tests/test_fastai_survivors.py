@@ -1,8 +1,8 @@
 "As test_survivors, with fastai's Learner: its recorder, schedule, optimizers, callbacks that save, log, mix and accumulate"
-import gc,json,os,signal,sys
+import gc,json,sys
 from pathlib import Path
 import pytest,torch
-from test_survivors import at,check,flat,launch,links
+from test_survivors import at,check,dying,five_of_six,flat,launch,links
 
 pytestmark = pytest.mark.slow # and those that are long are run before a release
 
@@ -37,18 +37,6 @@ def train(folder, plan, kind='', how='SIGKILL'):
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 3))
 
-    class Die(Callback):
-        order = 20
-        def __getattribute__(self, k): # at any event
-            if point and k==point[0] and 'learn' in vars(self): vars(self)['done'] = act(vars(self)['learn'], vars(self).get('done'))
-            return object.__getattribute__(self, k)
-    def act(learn, done):
-        inner = point[0] in ('before_batch','after_pred','before_backward','after_backward','before_step','after_step','after_batch')
-        if done or learn.epoch!=point[1] or inner and (learn.iter!=point[2] or learn.training!=point[3]): return done
-        os.kill(os.getpid(), getattr(signal, how))
-        return True
-    if point: setattr(Die, point[0], lambda self: None)
-
     class Count(Callback): # steps that the user's own callback has heard of, and batches that it has seen begin
         order,fit_state,n,began = 5,('n','began'),0,0
         def before_batch(self): self.began += self.training
@@ -57,7 +45,8 @@ def train(folder, plan, kind='', how='SIGKILL'):
     def accuracy(pred, targ): return (pred.argmax(-1)==targ).double().mean()
     loss = CrossEntropyLossFlat() if 'mixup' in kind else nn.CrossEntropyLoss()
     learn = Learner(dls, net, loss_func=loss, opt_func=optimizer(kind), lr=.01, metrics=[accuracy,F1Score(average='macro')], path=folder)
-    cbs,count = [Die(),GradientClip(5.),CSVLogger(),SaveModelCallback(),EarlyStoppingCallback(patience=9),ShowGraphCallback()],Count()
+    cbs = [dying(point, how),GradientClip(5.),CSVLogger(),SaveModelCallback(),EarlyStoppingCallback(patience=9),ShowGraphCallback()]
+    count = Count()
     if 'checkpoint' in kind: cbs.append(Checkpoint('ckpt', every=2))
     if 'accumulate' in kind: cbs.append(GradientAccumulation((100 if 'many' in kind else 72)//num_distrib()))
     if 'mixup' in kind: cbs.append(MixUp())
@@ -92,16 +81,9 @@ def same(folder, got, ref, n_left, said=''):
         assert (o['began'],o['logger'],o['loss'])==(ref[0]['began'],True,ref[0]['loss'])
     assert sorted(o.name for o in folder.iterdir() if o.suffix!='.json')==['history.csv','models'], 'a file is left'
 
-# the plan: one rank after another, each at another point. 60 samples of a global batch divide among 6 to 1 ranks
 @pytest.mark.long
 @pytest.mark.parametrize('kind', ['','torch','ranger'])
-@pytest.mark.parametrize('plan', [
-    {0: at('before_backward', 0, 0), 1: at('after_pred', 0, 2), 2: at('after_train', 0), 3: at('after_pred', 1, 0, False),
-     4: at('after_epoch', 1)},
-    {5: at('before_fit', 0), 4: at('before_train', 0), 3: at('after_backward', 0, 3), 2: at('after_step', 1, 2),
-     0: at('after_validate', 1)},
-    {1: at('before_epoch', 1), 0: at('before_batch', 1, 3), 2: at('before_step', 1, 3), 3: at('before_validate', 1),
-     5: at('after_batch', 2, 0)}])
+@pytest.mark.parametrize('plan', five_of_six)
 def test_deaths_of_five_of_six(plan, kind, tmp_path, undisturbed):
     same(tmp_path, run(tmp_path, plan, kind, nproc=6), undisturbed(kind), 1, 'with 1 ranks: global batches of 60 samples as before')
 

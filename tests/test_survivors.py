@@ -10,6 +10,25 @@ def at(event, epoch=1, i=1, training=True):
     "A point of a fit"
     return [event,epoch,i,training]
 
+def dying(point, how):
+    "A callback that does `how` at `point`, if there is one"
+    from learnerdist.learner.callback import Callback
+    class Die(Callback):
+        order = 20
+        def __getattribute__(self, k): # at any event
+            if point and k==point[0] and 'learn' in vars(self): vars(self)['done'] = act(vars(self)['learn'], vars(self).get('done'))
+            return object.__getattribute__(self, k)
+    def act(learn, done):
+        inner = point[0] in ('before_batch','after_pred','before_backward','after_backward','before_step','after_step','after_batch')
+        if done or learn.epoch!=point[1] or inner and (learn.iter!=point[2] or learn.training!=point[3]): return done
+        if how=='raise': raise ZeroDivisionError('on purpose')
+        sig,_,wake = how.partition(' ') # wake: seconds after which it comes back to life by itself
+        if wake: subprocess.Popen(['sh','-c',f'sleep {wake}; kill -CONT {os.getpid()}'])
+        os.kill(os.getpid(), getattr(signal, sig))
+        return True
+    if point: setattr(Die, point[0], lambda self: None)
+    return Die()
+
 def train(folder, plan, kind='', how='SIGKILL'):
     "On each rank; `plan`: from local ranks to points at which they do `how`. Leaves what should be equal"
     from torch import nn
@@ -25,27 +44,12 @@ def train(folder, plan, kind='', how='SIGKILL'):
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 3))
 
-    class Die(Callback):
-        order = 20
-        def __getattribute__(self, k): # at any event
-            if point and k==point[0] and 'learn' in vars(self): vars(self)['done'] = act(vars(self)['learn'], vars(self).get('done'))
-            return object.__getattribute__(self, k)
-    def act(learn, done):
-        inner = point[0] in ('before_batch','after_pred','before_backward','after_backward','before_step','after_step','after_batch')
-        if done or learn.epoch!=point[1] or inner and (learn.iter!=point[2] or learn.training!=point[3]): return done
-        if how=='raise': raise ZeroDivisionError('on purpose')
-        sig,_,wake = how.partition(' ') # wake: seconds after which it comes back to life by itself
-        if wake: subprocess.Popen(['sh','-c',f'sleep {wake}; kill -CONT {os.getpid()}'])
-        os.kill(os.getpid(), getattr(signal, sig))
-        return True
-    if point: setattr(Die, point[0], lambda self: None)
-
     class Count(Callback): # steps that the user's own callback has heard of
         fit_state,n = ('n',),0
         def after_step(self): self.n += 1
 
     learn = Learner(dls, net, nn.CrossEntropyLoss(), torch.optim.AdamW, lr=.01, metrics=accuracy, path=folder)
-    cbs,count = [Die(), GradientClip(5.), CSVLogger()],Count()
+    cbs,count = [dying(point, how), GradientClip(5.), CSVLogger()],Count()
     if 'checkpoint' in kind: cbs.append(Checkpoint('ckpt', every=2))
     if 'memory' in kind: cbs.append(Checkpoint('ckpt', every=1, in_memory=True, resume=True))
     if 'accumulate' in kind: cbs.append(GradientAccumulation(120//num_distrib()))
@@ -94,15 +98,17 @@ def undisturbed(tmp_path_factory):
         return known[kind]
     return _undisturbed
 
-# the plan: one rank after another, each at another point. 60 samples of a global batch divide among 6 to 1 ranks
-@pytest.mark.long
-@pytest.mark.parametrize('plan', [
+# plans: one rank after another, each at another point. 60 samples of a global batch divide among 6 to 1 ranks
+five_of_six = [
     {0: at('before_backward', 0, 0), 1: at('after_pred', 0, 2), 2: at('after_train', 0), 3: at('after_pred', 1, 0, False),
      4: at('after_epoch', 1)},
     {5: at('before_fit', 0), 4: at('before_train', 0), 3: at('after_backward', 0, 3), 2: at('after_step', 1, 2),
      0: at('after_validate', 1)},
     {1: at('before_epoch', 1), 0: at('before_batch', 1, 3), 2: at('before_step', 1, 3), 3: at('before_validate', 1),
-     5: at('after_batch', 2, 0)}])
+     5: at('after_batch', 2, 0)}]
+
+@pytest.mark.long
+@pytest.mark.parametrize('plan', five_of_six)
 def test_deaths_of_five_of_six(plan, tmp_path, undisturbed):
     check(tmp_path, launch(tmp_path, plan, nproc=6), undisturbed(), 1, 'with 1 ranks: global batches of 60 samples as before')
 
