@@ -1,5 +1,5 @@
 "The launcher as a command, in processes of its own; run() from scripts, from here, and from within a rank"
-import fcntl,json,os,pty,random,select,signal,socket,subprocess,sys,termios
+import fcntl,json,os,pty,random,select,signal,socket,subprocess,sys,termios,threading
 from pathlib import Path
 import machines,pytest,torch
 from torch.distributed import DistNetworkError
@@ -283,6 +283,23 @@ def test_the_launcher_says_which_rank_it_waits_for(watched, capsys):
     assert b.signals == [] and said(1e6) and b.signals == [] # it may run as long as it wants
     b.code = 0
     assert said(2e6) == '' and len(told) == 1
+
+def test_an_attempt_begins_when_the_look_at_the_one_before_is_over(watched, monkeypatch):
+    "In `Watch`'s thread; else a death of the old attempt would be told to the new one"
+    logs,told = watched
+    env = dict(TORCHELASTIC_RUN_ID='run', TORCHELASTIC_RESTART_COUNT='1')
+    begin = threading.Thread(target=lambda: logs.reify({i: dict(env, RANK=str(4+i)) for i in range(2)}))
+    first = logs.envs
+    def connect(env, timeout_s):
+        begin.start()
+        begin.join(.3)
+        assert begin.is_alive() and logs.envs is first and logs.handlers
+    monkeypatch.setattr(agent, 'connect_store', connect)
+    monkeypatch.setattr(agent, 'end_groups', list.clear)
+    logs.handlers[0].code = 0
+    Watch(logs).look(0.)
+    begin.join(10)
+    assert not begin.is_alive() and told == [(4,'left with status 0')] and logs.envs is not first and logs.left == {}
 
 @pytest.mark.parametrize('wait_s,stopped,ended_after', [(5,False,5), (0,True,1800), (7,True,7), (0,False,None)])
 def test_the_launcher_ends_what_does_not_end(watched, monkeypatch, wait_s, stopped, ended_after):

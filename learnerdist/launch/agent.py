@@ -76,9 +76,13 @@ class RankLogs(DefaultLogsSpecs):
         self.split,self.files,self.first_death,self.handlers = split,{},None,[] # split: label by rank; else as in the options
         self.envs,self.known,self.left = {},{},{} # envs: by local rank; known, left: by rank, how it ended, from `Watch`
         self.members = None # `Members`, if ranks may die without an end of the others
+        self.lock = threading.Lock() # held while an attempt begins, and by `Watch` while it looks at one
 
     def reify(self, envs):
         "Called by torchrun before each attempt, with the environment of each local rank"
+        with self.lock: return self._begin(envs)
+
+    def _begin(self, envs):
         if self.first_death: self._say_restart(*self.first_death, envs[0])
         end_groups(self.handlers) # of the attempt before
         if self.split: set_tee(self, {i: Std.ALL for i,e in envs.items() if e['RANK'] != '0'})
@@ -180,6 +184,9 @@ class Watch:
 
     def look(self, now):
         "Check all ranks once, at the time `now` in seconds"
+        with self.logs.lock: self._look(now)
+
+    def _look(self, now):
         if self.logs.members:
             with suppress(RuntimeError): self.logs.members.look() # the store ends with the last rank
         codes = {o: o.proc.poll() for o in [*self.logs.handlers] if self.logs.envs} # empty with a user's own `--logs-specs`
