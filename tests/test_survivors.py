@@ -32,6 +32,9 @@ def dying(point, how):
 def train(folder, plan, kind='', how='SIGKILL'):
     "On each rank; `plan`: from local ranks to points at which they do `how`. Leaves what should be equal"
     from torch import nn
+    from torch import distributed as dist
+    from learnerdist.checkpoint import survivors
+    from learnerdist.core import env,generations
     from learnerdist.all import (Callback,Checkpoint,CSVLogger,DataLoaders,GradientAccumulation,GradientClip,Learner,TfmdDL,accuracy,
                                  local_rank,num_distrib)
     torch.set_default_dtype(torch.float64)
@@ -51,6 +54,13 @@ def train(folder, plan, kind='', how='SIGKILL'):
     learn = Learner(dls, net, nn.CrossEntropyLoss(), torch.optim.AdamW, lr=.01, metrics=accuracy, path=folder)
     cbs,count = [dying(point, how), GradientClip(5.), CSVLogger()],Count()
     if 'checkpoint' in kind: cbs.append(Checkpoint('ckpt', every=2))
+    if 'again' in kind and local_rank()==0 and not (Path(folder)/'killed').exists(): # before it has asked for all to be started again
+        def kill():
+            (Path(folder)/'killed').touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        generations.is_rank0 = kill
+    if 'nccl' in kind: # gloo's groups in its place; the host waits for the exchange before each step
+        survivors.nccl_groups,torch.cuda.synchronize = lambda: [o or dist.group.WORLD for o in env._ours],lambda: time.sleep(.3)
     if 'memory' in kind: cbs.append(Checkpoint('ckpt', every=1, in_memory=True, resume=True))
     if 'accumulate' in kind: cbs.append(GradientAccumulation(120//num_distrib()))
     kw = dict(split_batches='per rank' not in kind, shard='sharded' in kind or None, seed=3, timeout_s=3 if 'SIGSTOP' in how else None)
@@ -133,6 +143,39 @@ def test_all_die_in_the_end(tmp_path, undisturbed):
     plan = {1: at('before_backward', 0, 2), 0: both, 2: both, '1 again': at('before_backward', 1, 3)}
     got = launch(tmp_path, plan, 'memory', options=['--max-restarts','1'])
     check(tmp_path, got, undisturbed(), 2, 'going on in epoch 1 after step 6, from the state in memory')
+
+@pytest.mark.long
+def test_a_death_while_the_others_wait_for_a_gpu(tmp_path, undisturbed):
+    "What was exchanged is not used, since it may be wrong: the step is made again"
+    got = launch(tmp_path, {1: at('after_backward', 1, 1)}, 'nccl')
+    check(tmp_path, got, undisturbed(), 2, 'going on in epoch 1 after step 5 with 2 ranks')
+
+said_again = 'all ranks are started again after step {}, with those that have died'
+
+def test_the_dead_are_replaced(tmp_path, undisturbed):
+    "Two at once, after the next state in memory: the last run has all ranks"
+    both = at('after_pred', 1, 1)
+    got = launch(tmp_path, {1: both, 2: both}, 'memory', nproc=4, policy='replace')
+    check(tmp_path, got, undisturbed(), 4, said_again.format(6))
+    assert 'going on in epoch 1 after step 6, from the state in memory' in got[2] and 'Warning' not in got[2], got[2]
+
+@pytest.mark.long
+def test_one_dies_before_it_has_asked_for_the_others(tmp_path, undisturbed):
+    "The one that is left alone asks after its next step"
+    got = launch(tmp_path, {1: at('before_backward', 0, 2)}, 'memory again', policy='replace')
+    check(tmp_path, got, undisturbed(), 3, said_again.format(4))
+    assert 'going on in epoch 0 after step 3 with 1 ranks' in got[2], got[2]
+
+@pytest.mark.long
+def test_the_dead_of_the_last_step_are_not_replaced(tmp_path, undisturbed):
+    got = launch(tmp_path, {1: at('after_epoch', 2)}, 'memory', policy='replace')
+    check(tmp_path, got, undisturbed(), 2)
+    assert 'started again' not in got[2]
+
+@pytest.mark.long
+def test_without_states_in_memory_the_dead_are_not_replaced(tmp_path, undisturbed):
+    got = launch(tmp_path, {1: at('before_backward', 1, 1)}, policy='replace')
+    check(tmp_path, got, undisturbed(), 2, 'those that have died are not replaced: give the fit a Checkpoint(…, in_memory=True')
 
 @pytest.mark.long
 def test_a_batch_size_per_rank(tmp_path):

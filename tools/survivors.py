@@ -1,12 +1,14 @@
 """Kill ranks of a run at random points, and compare with the run that nobody disturbed:
 
-    python tools/survivors.py --kills 200 [--nproc 4] [--seed 0] [--soon] [--fastai]
+    python tools/survivors.py --kills 200 [--nproc 4] [--seed 0] [--soon] [--fastai] [--replace 5]
 
-Each run trains on several ranks under `--on-failure shrink`. A point is a number of events (calls and returns of functions, of Python and
-of C) that a rank has come to since the fit began, or since it went on without others: there it kills itself, sometimes another rank at the
-same time. So deaths are anywhere in steps, validation, ends of epochs, and while those that are left form a group. Weights, recorded
-numbers and learning rates are compared at 1e-9 in float64, on every rank that is left; shown is how long the ranks stood still."""
+Each run trains on several ranks under `--on-failure shrink`, or under `replace` with states in memory after so many steps. A point
+is a number of events (calls and returns of functions, of Python and of C) that a rank has come to since the fit began, or since it
+went on without others: there it kills itself, sometimes another rank at the same time. So deaths are anywhere in steps, validation,
+ends of epochs, and while those that are left form a group. Weights, recorded numbers and learning rates are compared at 1e-9 in
+float64, on every rank that is left; shown is how long the ranks stood still."""
 import argparse,faulthandler,json,os,random,signal,subprocess,sys,tempfile,time
+from contextlib import suppress
 from pathlib import Path
 
 def make_fastai(Clock):
@@ -39,38 +41,48 @@ def data(n, seed):
     g = torch.Generator().manual_seed(seed)
     return [*zip(torch.randn(n, 6, generator=g), torch.randint(3, (n,), generator=g))]
 
-def train(folder, plan, of_fastai):
-    "On each rank; `plan`: (rank, how many had died, events since then, ranks to kill)"
+def kill(folder, i, me, ranks):
+    "Kill ranks, this one last, if that has not been done"
+    try: (folder/f'{i}.fired').touch(exist_ok=False)
+    except FileExistsError: return
+    for r in sorted(ranks, key=me.__eq__):
+        with suppress(ProcessLookupError): os.kill(int((folder/f'{r}.pid').read_text()), signal.SIGKILL)
+
+def n_fired(folder): return len([*folder.glob('*.fired')])
+
+def train(folder, plan, of_fastai, every):
+    "On each rank; `plan`: (rank, how many deaths came before, events since then, ranks to kill); `every`: steps between states in memory"
     import torch,torch._dynamo # noqa: F401
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    from learnerdist.all import Callback,local_rank,num_distrib,rank_distrib
+    from learnerdist.all import Callback,Checkpoint,local_rank,num_distrib,rank_distrib
     from learnerdist.checkpoint import survivors
     from torch import nn
-    me,state = local_rank(),dict(n=0, gen=0, pause=0., left=None)
+    me,state = local_rank(),dict(n=0, gen=n_fired(folder), pause=0., left=None)
     (folder/f'{me}.pid').write_text(str(os.getpid()))
     faulthandler.register(signal.SIGUSR1, open(folder/f'{me}.stack', 'w'))
-    own = [o for o in plan if o[0]==me]
+    own = [(i,o) for i,o in enumerate(plan) if o[0]==me]
     def watch(frame, event, arg):
         state['n'] += 1
-        for _,gen,n,ranks in own:
-            if state['gen']==gen and state['n']==n:
-                for r in sorted(ranks, key=me.__eq__): os.kill(int((folder/f'{r}.pid').read_text()), signal.SIGKILL)
+        for i,(_,gen,n,ranks) in own:
+            if state['gen']==gen and state['n']==n: kill(folder, i, me, ranks)
     join = survivors.join_generation
     def joined(n, left):
         join(n, left)
-        state.update(gen=n, n=0)
+        state.update(gen=n_fired(folder), n=0)
     survivors.join_generation = joined
 
     class Clock(Callback):
         order = -10**9-.7
-        last = None
+        last = max((float(o.read_text() or 0) for o in folder.glob('*.last')), default=None) # of the ranks before this one
         def before_batch(self):
             now = time.monotonic()
             if self.last: state['pause'] = max(state['pause'], now-self.last)
             self.last = now
+            if every: (folder/f'{me}.last').write_text(f'{now}')
 
     new,cbs = (make_fastai if of_fastai else make)(Clock)
+    if every: cbs.append(Checkpoint('states', every=every, in_memory=True, resume=True))
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 3))
     learn = new(net, folder)
@@ -89,9 +101,9 @@ def train(folder, plan, of_fastai):
 def launch(args, folder, plan):
     "The launcher's exit status, what each rank left, and the rows of the CSV file"
     folder.mkdir()
-    cmd = [sys.executable,'-m','learnerdist.launch','--nproc',str(args.nproc),'--on-failure','shrink',__file__]
-    with open(folder/'log', 'w') as log, subprocess.Popen([*cmd, '--train', json.dumps([str(folder),plan,args.fastai])], stdout=log,
-                                                          stderr=log) as proc:
+    policy,job = 'replace' if args.replace else 'shrink',json.dumps([str(folder),plan,args.fastai,args.replace])
+    cmd = [sys.executable,'-m','learnerdist.launch','--nproc',str(args.nproc),'--on-failure',policy,__file__,'--train',job]
+    with open(folder/'log', 'w') as log, subprocess.Popen(cmd, stdout=log, stderr=log) as proc:
         try: code = proc.wait(60)
         except subprocess.TimeoutExpired:
             code = 'hangs at '+stacks(folder)
@@ -115,7 +127,7 @@ def close(a, b):
     a,b = flat(a),flat(b)
     return len(a)==len(b) and all(abs(x-y)<=1e-9*max(1, abs(x)) for x,y in zip(a, b))
 
-def draw(rng, n_ranks, n_events, kills, soon):
+def draw(rng, n_ranks, n_events, kills, soon, replace):
     "A plan of up to `kills` deaths"
     plan,alive,gen = [],[*range(n_ranks)],0
     for _ in range(kills if soon else rng.randint(1, kills)):
@@ -123,7 +135,8 @@ def draw(rng, n_ranks, n_events, kills, soon):
         dead = rng.sample(alive, 1+both)
         most = n_events if not gen else rng.choice([3000, 300 if soon else n_events//2]) # soon after another death, or later
         plan.append([dead[0],gen,rng.randint(1, most),dead])
-        alive,gen = [o for o in alive if o not in dead],gen+1
+        gen += 1
+        if not replace: alive = [o for o in alive if o not in dead]
         if len(alive)<2: break
     return plan
 
@@ -134,10 +147,10 @@ def main(args):
         assert not code and len(ref)==args.nproc, (Path(d)/'ref/log').read_text()
         n_events = min(o['n'] for o in ref.values())
         while died<args.kills:
-            k,plan = k+1,draw(rng, args.nproc, n_events, args.nproc-1, args.soon)
+            k,plan = k+1,draw(rng, args.nproc, n_events, args.nproc-1, args.soon, args.replace)
             folder,begin = Path(d)/str(k),time.monotonic()
             code,got,rows = launch(args, folder, plan)
-            died += (n := args.nproc-len(got))
+            died += (n := sum(len(o[3]) for i,o in enumerate(plan) if (folder/f'{i}.fired').exists()))
             late = code==137 and 'left with status 0 before' in (folder/'log').read_text() # the others had ended their fit
             wrong,left = differences(got, ref[0], rows, csv) + [f'exit {code}']*bool(code and not late),left_over(folder)
             worst += [o['pause'] for o in got.values()]
@@ -160,7 +173,7 @@ def differences(got, ref, rows, csv):
 def left_over(folder):
     "Files that nobody has asked for"
     known = 'log','history.csv','models'
-    return sorted(o.name for o in folder.iterdir() if o.suffix not in ('.json','.pid','.stack') and o.name not in known)
+    return sorted(o.name for o in folder.iterdir() if o.suffix not in ('.json','.pid','.stack','.last','.fired') and o.name not in known)
 
 def close_rows(a, b):
     a,b = ([[float(n) for n in o.split(',') if ':' not in n] for o in s.splitlines()[1:]] for s in (a, b)) # fastai's has the time
@@ -174,9 +187,10 @@ if __name__=='__main__':
     p.add_argument('--tail', type=int, default=3000)
     p.add_argument('--soon', action='store_true', help='many deaths while those that are left form a group')
     p.add_argument('--fastai', action='store_true', help="with fastai's Learner")
+    p.add_argument('--replace', type=int, default=0, metavar='N', help='start all again, from states in memory after N steps each')
     p.add_argument('--train')
     args = p.parse_args()
     if args.train:
-        folder,plan,of_fastai = json.loads(args.train)
-        train(Path(folder), plan, of_fastai)
+        folder,*rest = json.loads(args.train)
+        train(Path(folder), *rest)
     else: sys.exit(main(args))

@@ -30,6 +30,10 @@ def goes_on(learn)->bool:
     "Whether a fit goes on in which ranks have died, see `Survivors`"
     return getattr(vars(learn).get('survivors'), 'at', None) is not None
 
+def say(learn, text):
+    "Print a line as our Learner or fastai's does"
+    getattr(learn, 'say', learn.logger)(text)
+
 def _state(cb, kind): # `getattr` alone would find other names in the learner
     if kind=='fit_state' and hasattr(type(cb), 'state_dict'): return cb.state_dict()
     return {o: getattr(cb, o) for o in getattr(type(cb), kind, ()) if o in vars(cb) or hasattr(type(cb), o)}

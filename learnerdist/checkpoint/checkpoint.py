@@ -15,6 +15,7 @@ from fastcore.basics import patch
 from ..distributed.agreement import Agreement
 from ..learner.callback import Callback,Order
 from ..core.collectives import distrib_barrier,gather_objects
+from ..core.generations import generation,may_replace,start_again
 from ..data.loaders import loaders_of
 from ..core.parted import shard_place,take_apart
 from ..core.shards import a_part
@@ -23,7 +24,7 @@ from ..learner.learner import get_model
 from .position import Streams,go_back,place_in_epoch,place_of,placed
 from .preemption import Preempted,Requests,check_every,check_in_memory,check_signals,preempted_status
 from .snapshot import Writers,open_folder,prune,snapshot_name,to_plain,write_snapshot
-from .callback_state import goes_on,run_config,settle,states_of
+from .callback_state import goes_on,run_config,say,settle,states_of
 from .in_memory import open_states
 
 _all_ = ['Preempted','preempted_status']
@@ -72,7 +73,7 @@ class Checkpoint(Callback):
         if self.agreement: self.agreement.watcher = self
         if hasattr(self.learn, 'at_end'): self.learn.at_end(self.learn, self) # fastai's has no `cleanup`
         self.folder,self.streams = Path(self.learn.path)/self.path,Streams(loaders_of(self.dls))
-        self.config,self.requests = run_config(self.learn, self.world),Requests(self.signals)
+        self.config,self.requests = self._config(run_config(self.learn, self.world)),Requests(self.signals)
         self.learn.add_cb(_Early(self))
         self.plan = self._plan()
         resume = self.resume or self.resuming
@@ -80,6 +81,11 @@ class Checkpoint(Callback):
             if resume: self.restore()
             elif self.memory: self.memory.keep()
         if is_rank0(): open_folder(self.folder, resume or goes_on(self.learn), 'files' in self.plan)
+
+    def _config(self, now):
+        "Of the fit as it began, but for what ranks that have died change, unless they are replaced"
+        if not goes_on(self.learn): return now
+        return self.config | {k: now[k] for k in ('ranks','batch_size') if not may_replace()}
 
     def _plan(self):
         "When states are saved, by where they go. Files first: then a state in memory has no file to wait for"
@@ -185,9 +191,21 @@ def commit(self:Checkpoint, phase):
     held = self.held or self.capture(phase)
     self.last = held['place']
     if 'files' in self.due: self.save(held)
-    if 'memory' in self.due and not self.stopping: self.remember(held)
-    self.due = set()
+    remembers,self.due = 'memory' in self.due and not self.stopping,set()
+    if remembers: self.remember(held)
     if self.stopping: self._leave()
+    if remembers and phase!='done' and self.is_short(): self._start_again()
+
+@patch
+def is_short(self:Checkpoint)->bool:
+    "Whether ranks have died, in place of which others can go on from the state in memory"
+    return generation()>0 and may_replace() and self.memory is not None and (self.resume or self.resuming)
+
+@patch
+def _start_again(self:Checkpoint):
+    self.wait()
+    if is_rank0(): say(self.learn, f'all ranks are started again after step {self.train_iter}, with those that have died')
+    start_again()
 
 @patch
 def _leave(self:Checkpoint):

@@ -19,7 +19,7 @@ from ..core.shards import a_part,load_model,load_opt
 from ..data.loaders import to_device
 from ..learner.callback import Callback,Order
 from ..learner.learner import StartAt,fit_flags,get_model
-from .callback_state import check_model,check_run,config_changes,load_states,part_of
+from .callback_state import check_model,check_run,config_changes,load_states,part_of,say
 from .checkpoint import Checkpoint
 from .snapshot import newest_good,on_cpu,read_snapshot
 
@@ -89,7 +89,7 @@ def _say(self:Checkpoint, found, old):
     source = self.source if isinstance(self.source, str) else f'the checkpoint {self.source}'
     said = f'going on in epoch {at["epoch"]} after step {at["step"]}, from {source} of {when}'
     if at['phase']=='done': said = f'this fit was done already, after {at["step"]} steps: {source} of {when}'
-    getattr(self.learn, 'say', self.learn.logger)(said)
+    say(self.learn, said)
 
 # %% ../../nbs/checkpoint/04_restoring.ipynb #c018
 @patch

@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from ..core.collectives import gather_objects
 from ..core.env import (RankError,close_group,current_group,group_rank,group_size,group_timeout,is_consequence,is_rank0,
                                   launch_store,local_rank,num_distrib,process_group,rank_distrib,section,set_group_timeout,shared_store)
-from ..core.generations import generation,join_generation,may_shrink,root_store
+from ..core.generations import Freed,generation,has_news,join_generation,may_replace,may_shrink,nccl_groups,root_store
 from ..core.random import seed_streams
 from ..core.shards import load_model,load_opt
 from ..data.distributed_dl import _changed,is_split
@@ -27,7 +27,8 @@ from ..distributed.loss_weights import LossWeights
 from ..distributed.vote_links import SocketLinks,open_links
 from ..learner.learner import StartAt,get_model
 from ..learner.losses import loss_over
-from .callback_state import horizons,load_states
+from .callback_state import horizons,load_states,say
+from .checkpoint import Checkpoint
 from .marks import Ledger,Marks,_Points,_plain_groups,_set_groups,add_up
 
 # %% ../../nbs/checkpoint/06_survivors.ipynb #sv06
@@ -93,6 +94,7 @@ def _leave(self:Survivors, e)->bool:
 
 @patch
 def _close(self:Survivors):
+    self.freed.stop()
     if self.trainer.links: self.trainer.links.close()
     close_group(failed=True)
 
@@ -101,15 +103,10 @@ def _await_members(self:Survivors, timeout_s=5)->bool:
     "Wait for another generation; False if ranks fail for another reason than a death"
     store,end = shared_store(),time.monotonic()+timeout_s
     while time.monotonic()<end:
-        if _has_news(): return True
+        if has_news(): return True
         if any(store.check([o]) for o in section): return False
         time.sleep(.01)
     return False
-
-def _has_news():
-    "Whether the launcher has told of another death"
-    root = root_store()
-    return root.check(['members']) and json.loads(root.get('members'))[0]>generation()
 
 def _meet():
     "Wait until all are here: some hear of the end of the old group only at their next exchange. DistNetworkError if one dies meanwhile"
@@ -118,7 +115,7 @@ def _meet():
     store.set(f'here/{rank_distrib()}', '')
     keys = [f'here/{r}' for r in range(num_distrib())]
     while not store.check(keys):
-        if _has_news(): raise dist.DistNetworkError('another rank has died')
+        if has_news(): raise dist.DistNetworkError('another rank has died')
         if time.monotonic()>end: raise dist.DistNetworkError(f'timed out: {group_timeout():g} s without a word from another rank')
         time.sleep(.005)
 
@@ -156,6 +153,7 @@ def _form(self:Survivors):
     trainer,was,n_ranks = self.trainer,self._global_batch(),self.trainer.weights.world_size
     _meet()
     _reopen(trainer)
+    self.freed = Freed(nccl_groups())
     announce()
     heads = gather_objects(self.head)
     best = max(heads)
@@ -221,7 +219,7 @@ def _say(self:Survivors, was, now):
     at = self.at or dict(epoch=0, step=0)
     batches = f'global batches of {now} samples' + (f', before {was}' if now!=was else ' as before')
     line = f'going on in epoch {at["epoch"]} after step {at["step"]} with {group_size()} ranks: {batches}'
-    getattr(self.learn, 'say', self.learn.logger)(line)
+    say(self.learn, line)
 
 # %% ../../nbs/checkpoint/06_survivors.ipynb #sv16
 @patch
@@ -236,6 +234,11 @@ def before_fit(self:Survivors):
     self.learn.start_at = StartAt(self.n_epoch if done else at['epoch'], at['iter'], at['phase']=='validate')
 
 @patch
+def before_step(self:Survivors):
+    self.freed.check()
+    self.in_step = True
+
+@patch
 def after_fit(self:Survivors): self.inside = max(self.inside-1, 0)
 
 @patch
@@ -248,13 +251,15 @@ def _load(self:Survivors):
 @patch
 def arrive(self:Survivors):
     "The fit has come to where it was: counters, callbacks, random streams"
-    at,rows = self.at,self.had[2]
+    learn,at,rows = self.learn,self.at,self.had[2]
     self._load()
     if at['phase'] in ('train','trained') and rows is not None: self._share_totals(rows)
     if at['phase']!='epoch': seed_streams(at['step'], group_rank(), at['epoch'])
-    values = self.learn.recorder.values if at['phase']=='done' and hasattr(self.learn, 'recorder') else []
-    if values: self.learn.final_record = values[-1]
+    values = learn.recorder.values if at['phase']=='done' and hasattr(learn, 'recorder') else []
+    if values: learn.final_record = values[-1]
     self.at = None
+    if may_replace() and is_rank0() and not any(isinstance(o, Checkpoint) and o.is_short() for o in learn.cbs):
+        say(learn, 'those that have died are not replaced: give the fit a Checkpoint(…, in_memory=True, resume=True)')
 
 @patch
 def _share_totals(self:Survivors, rows):
@@ -273,6 +278,8 @@ def follow(trainer):
     "Let the fits of a trainer's learner go on without ranks that die"
     if group_size()<2 or not may_shrink(): return
     cb = Survivors(trainer)
+    cb.freed = Freed(nccl_groups())
+    trainer.stack.callback(lambda: cb.freed.stop())
     trainer.learn._with_events = cb.with_events
     trainer.stack.callback(vars(trainer.learn).pop, '_with_events')
     for o in (cb,_Points(cb)):

@@ -329,7 +329,7 @@ def abort_group(
     group=None # None: the default group
 ):
     "Close a group after a failure, and abort its pending work. In an older torch only nccl's work can be aborted"
-    only_nccl = torch_version<(2,13) and torch.distributed.get_backend(group)!='nccl'
+    only_nccl = torch_version<(2,13) and 'nccl' not in torch.distributed.get_backend(group)
     (destroy_group if only_nccl else find('abort_group', destroy_group))(group)
 
 set_timeout = getattr(torch.distributed, 'set_timeout', find('set_pg_timeout', lambda timeout, group: None))

@@ -6,14 +6,25 @@
 __all__ = []
 
 # %% ../../nbs/core/02_generations.ipynb #gn02
-import os
+import json,os,signal,sys,threading,time
+from contextlib import suppress
 
-from .env import _counts,_env_int,_stores,connect_store,generation_var,local_rank
+import torch
+import torch.distributed as dist
+
+from .collectives import distrib_barrier
+from .env import _counts,_env_int,_ours,_stores,connect_store,generation_var,group_timeout,is_rank0,local_rank
 
 # %% ../../nbs/core/02_generations.ipynb #gn04
 def may_shrink()->bool:
     "Whether the launcher lets ranks go on without one that has died"
-    return os.environ.get('LEARNERDIST_ON_FAILURE', 'restart')!='restart'
+    return _policy()!='restart'
+
+def may_replace()->bool:
+    "Whether the launcher starts all again at the request of ranks that have gone on without one that has died"
+    return _policy()=='replace'
+
+def _policy(): return os.environ.get('LEARNERDIST_ON_FAILURE', 'restart')
 
 def root_store():
     "The store in which the launcher says who is left, whatever has happened in this attempt"
@@ -33,3 +44,55 @@ def join_generation(
     os.environ.update({k: str(v) for k,v in new.items()})
     _stores.clear()
     for k in [k for k in _counts if k!='section']: del _counts[k] # those that are left may have counted differently
+
+# %% ../../nbs/core/02_generations.ipynb #gn08
+def has_news(
+    n=None # A generation; None: the present one
+)->bool:
+    "Whether the launcher has told of another death"
+    root = root_store()
+    return root.check(['members']) and json.loads(root.get('members'))[0]>(generation() if n is None else n)
+
+def nccl_groups()->list:
+    "The open groups of this package that exchange tensors of GPUs over nccl"
+    return [g for g in (o or dist.group.WORLD for o in _ours) if 'nccl' in dist.get_backend(g)]
+
+class Freed:
+    "Aborts groups once the launcher has told of another death. Over nccl nobody else hears of it: ranks wait on the GPU, without end"
+    def __init__(self, groups, wait_s=.1):
+        self.groups,self.over,self.n = groups,threading.Event(),generation()
+        self.thread = threading.Thread(target=self._watch, args=(wait_s,), daemon=True, name='freed')
+        if groups: self.thread.start()
+
+    def _watch(self, wait_s):
+        while not self.over.wait(wait_s):
+            with suppress(RuntimeError): # the store has ended with the launcher
+                if not has_news(self.n): continue
+                for g in self.groups: g.abort()
+                return
+
+    def check(self):
+        "Wait for the GPU. DistNetworkError if a group was aborted: what its collectives have left in tensors is wrong"
+        if not self.groups: return
+        failure = None
+        try: torch.cuda.synchronize()
+        except RuntimeError as e: failure = e
+        if has_news(self.n): raise dist.DistNetworkError('another rank has died') from failure
+        if failure: raise failure
+
+    def stop(self):
+        "End the thread"
+        self.over.set()
+        if self.thread.is_alive(): self.thread.join()
+
+# %% ../../nbs/core/02_generations.ipynb #gn12
+def start_again():
+    "Let the launcher end all ranks, and start as many as there were at first. Sync point; an error if one dies meanwhile, else no return"
+    distrib_barrier() # what each has to keep is kept
+    if threading.current_thread() is threading.main_thread(): signal.signal(signal.SIGTERM, signal.SIG_DFL) # nothing is left to be saved
+    for o in (sys.stdout,sys.stderr): o.flush()
+    if is_rank0(): root_store().set('again', '')
+    end = time.monotonic()+group_timeout()
+    while time.monotonic()<end and not has_news(): time.sleep(.02)
+    if has_news(): raise dist.DistNetworkError('another rank has died')
+    raise TimeoutError(f'the launcher has not started the ranks again within {group_timeout():g} s')

@@ -21,7 +21,7 @@ from ..core.stacks import is_stopped,place_of,preempted_status,read_crash,users_
 # %% ../../nbs/launch/02_agent.ipynb #c005
 class Loopback(RendezvousHandler):
     "The rendezvous of the ranks of one machine: a store that listens only on 127.0.0.1, a new one for each attempt"
-    use_agent_store = True
+    use_agent_store,members = True,None # members: `Members`, if ranks may die without an end of the others
     def next_rendezvous(self):
         listener = socket.create_server(('127.0.0.1', 0))
         port = listener.getsockname()[1]
@@ -32,7 +32,7 @@ class Loopback(RendezvousHandler):
     def get_run_id(self): return 'run'
     def is_closed(self): return False
     def set_closed(self): pass
-    def num_nodes_waiting(self): return 0
+    def num_nodes_waiting(self): return int(self.members is not None and self.members.wanted) # more than 0: torchrun starts all again
     def shutdown(self): return True
 
 rendezvous_handler_registry.register('loopback', lambda params: Loopback())
@@ -119,7 +119,7 @@ def hear_of_ranks(
     members=None # `Members`, to which each rank is added
 )->list: # torchrun's handler of each rank that it starts from now on, until `end_groups`
     "Let torchrun send its signals to a rank and not to its children, which `end_groups` ends"
-    handler,found = find('handler'),[]
+    handler,found,Loopback.members = find('handler'),[],members
     if handler is None: return found
     init,close = handler.__init__,handler.close
     def _init(self, *args, **kw):

@@ -255,7 +255,7 @@ def _launch_agent(args, server):
         watch = Watch(logs, args.wait, 5+(shutdown_s(config) if not config.max_restarts else 900))
         watch.start()
         try:
-            with keep_memory(), _in_environment(PYTHONHASHSEED='0', LEARNERDIST_ON_FAILURE=args.on_failure if logs.members else 'restart'):
+            with keep_memory(), _in_environment(PYTHONHASHSEED='0', **(logs.members.env if logs.members else {})):
                 elastic_launch(config, cmd)(*cmd_args)
         except SignalException as e: return preempted_status if logs.files and [*logs.files] == logs.put_off() else 128 + e.sigval
         except ChildFailedError as e:

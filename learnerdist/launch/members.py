@@ -38,12 +38,18 @@ class Shown:
 
 class Members:
     "Who is left of the ranks of this machine. They hear of a death through the store, while torchrun does not"
-    def __init__(self): self.begin({})
+    def __init__(self,
+        policy='shrink' # Of `--on-failure`
+    ):
+        self.env = dict(LEARNERDIST_ON_FAILURE=policy, TORCH_NCCL_ASYNC_ERROR_HANDLING='0') # ranks abort what waits for a dead one
+        self.begin({})
+
     def begin(self,
         envs:dict # Environment of each local rank
     ):
         "Begin a new attempt"
         self.envs,self.procs,self.left,self.n,self.died,self.store,self.asked = envs,{},[*envs],0,{},None,0
+        self.wanted = False # whether those that are left ask for all to be started again
 
     def add(self, handler):
         "Let torchrun see this rank of its own as `shown` says"
@@ -70,6 +76,7 @@ class Members:
         if not self.procs or len(self.procs) < len(self.envs): return
         if self.store is None: self.store = self._connect(0)
         self._end_stopped()
+        self.wanted = self.n>0 and self.store.check(['again'])
         codes = {r: self.procs[r].poll() for r in self.left}
         dead = [r for r,o in codes.items() if o in deaths]
         if dead and not any(o for o in codes.values() if o not in deaths): self._tell(dead, codes)
@@ -101,6 +108,6 @@ def members_for(
 )->Members: # None if all ranks are to end with the first one
     "What `--on-failure` asks for"
     if args.on_failure == 'restart': return None
-    if args.rdzv_backend == 'loopback': return Members()
+    if args.rdzv_backend == 'loopback': return Members(args.on_failure)
     say(f'--on-failure {args.on_failure} is for the ranks of one machine: restart')
     return None
