@@ -163,7 +163,7 @@ everywhere = [at('after_pred', 0, 2), at('commit', 0, 2, ranks=[0]), at('after_t
               at('after_backward', 1, 1, ranks=[0]), at('commit', 1, 2, ranks=[1]), at('after_epoch', 1)]
 
 @slow
-@pytest.mark.parametrize('nproc,n,kw', [(2, 2, dict(every=2, in_memory=True)), (3, 1, dict(every='epoch', in_memory=1))])
+@pytest.mark.parametrize('nproc,n,kw', [pytest.param(2, 2, dict(every=2, in_memory=True), marks=pytest.mark.long), (3, 1, dict(every='epoch', in_memory=1))])
 def test_killed_everywhere(nproc, n, kw, tmp_path, undisturbed):
     shm = {*os.listdir('/dev/shm')}
     code,res,text = run(tmp_path, everywhere, nproc=nproc, **kw)
@@ -172,7 +172,7 @@ def test_killed_everywhere(nproc, n, kw, tmp_path, undisturbed):
     assert max(lost(tmp_path))<=n and {*os.listdir('/dev/shm')}<=shm
     assert (tmp_path/'ckpt').exists()==('epoch'==kw['every'])
 
-@slow
+@pytest.mark.long
 def test_without_a_fork_server_and_with_workers(tmp_path, undisturbed):
     code,res,text = run(tmp_path, [at('commit', 0, 3)], 'workers', options=['--no-fork-server'], every=1, in_memory=True)
     assert code==0 and same(undisturbed(2, 'workers'), res) and 'after step 2, from the state in memory' in text, text
@@ -203,13 +203,13 @@ def test_sharded(tmp_path):
     code,res,text = run(tmp_path/'a', [at('commit', 0, 2, ranks=[0]), at('after_train', 1)], 'sharded', every=1, in_memory=True)
     assert code==0 and same(ref, res) and text.count('the state in memory')==2, text
 
-@slow
+@pytest.mark.long
 def test_fastais_learner(tmp_path):
     ref = run(tmp_path/'ref', (), 'fastai', every='epoch')[1]
     code,res,text = run(tmp_path/'a', [at('after_backward', 0, 2), at('after_pred', 1, 0, False)], 'fastai', every=2, in_memory=True)
     assert code==0 and same(ref, res) and text.count('the state in memory')==2, text
 
-@slow
+@pytest.mark.long
 def test_two_machines(tmp_path, undisturbed):
     "Each keeps its own ranks' states. One that is lost takes its part along, and files are used"
     for lost,said in (False,'from the state in memory'),(True,'no state in memory has all its parts'):

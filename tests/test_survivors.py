@@ -122,6 +122,7 @@ five_of_six = [
 def test_deaths_of_five_of_six(plan, tmp_path, undisturbed):
     check(tmp_path, launch(tmp_path, plan, nproc=6), undisturbed(), 1, 'with 1 ranks: global batches of 60 samples as before')
 
+@pytest.mark.long
 def test_two_at_once(tmp_path, undisturbed):
     plan = {1: at('before_backward'), 2: at('before_backward'), 0: at('before_train', 2)}
     check(tmp_path, launch(tmp_path, plan, nproc=4), undisturbed(), 1)
