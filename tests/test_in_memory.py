@@ -163,7 +163,8 @@ everywhere = [at('after_pred', 0, 2), at('commit', 0, 2, ranks=[0]), at('after_t
               at('after_backward', 1, 1, ranks=[0]), at('commit', 1, 2, ranks=[1]), at('after_epoch', 1)]
 
 @slow
-@pytest.mark.parametrize('nproc,n,kw', [pytest.param(2, 2, dict(every=2, in_memory=True), marks=pytest.mark.long), (3, 1, dict(every='epoch', in_memory=1))])
+@pytest.mark.parametrize('nproc,n,kw', [pytest.param(2, 2, dict(every=2, in_memory=True), marks=pytest.mark.long),
+                                        (3, 1, dict(every='epoch', in_memory=1))])
 def test_killed_everywhere(nproc, n, kw, tmp_path, undisturbed):
     shm = {*os.listdir('/dev/shm')}
     code,res,text = run(tmp_path, everywhere, nproc=nproc, **kw)
