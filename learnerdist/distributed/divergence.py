@@ -169,8 +169,8 @@ def check_others(
 def _say_own(found, said):
     new = [k for k in found if k not in said]
     said.update(new)
-    if new and group_rank()==0: warnings.warn(f"{', '.join(new)}: each rank has computed this from its own batches, which is not what "
-                                              "one process computes. Exchange it where it is computed (all_mean, average_grads, gather_objects)")
+    if new and group_rank()==0: warnings.warn(f"{', '.join(new)}: each rank has computed this from its own batches, which is not what one "
+        "process computes. Exchange it where it is computed (all_sum, all_mean, gather_objects; gradients by average_grads)")
 
 def say_loss(loss_func, kind):
     "Warn on rank 0 of a loss that has not shown what it is the mean over"
