@@ -151,7 +151,8 @@ def main(args):
             folder,begin = Path(d)/str(k),time.monotonic()
             code,got,rows = launch(args, folder, plan)
             died += (n := sum(len(o[3]) for i,o in enumerate(plan) if (folder/f'{i}.fired').exists()))
-            late = code==137 and 'left with status 0 before' in (folder/'log').read_text() # the others had ended their fit
+            log = (folder/'log').read_text()
+            late = code==137 and ('left with status 0 before' in log or '_after_rank0' in log) # the others had ended their fit
             wrong,left = differences(got, ref[0], rows, csv) + [f'exit {code}']*bool(code and not late),left_over(folder)
             worst += [o['pause'] for o in got.values()]
             found = f'DIFFERENT: {wrong} {left}' if wrong or left or not got else 'equal'+', died when the others had ended'*late
@@ -159,7 +160,7 @@ def main(args):
             print(f'{k}: {plan}: {n} died, {still:.2f} s, {took:.0f} s in all, {found}', flush=True)
             if found[0]=='D':
                 bad.append(k)
-                print((folder/'log').read_text()[-args.tail:], rows, csv, sep='\n', flush=True)
+                print(log[-args.tail:], rows, csv, sep='\n', flush=True)
     worst.sort()
     print(f'{k} runs, {died} deaths, {len(bad)} bad: {bad}; stood still at most {worst[-1]:.2f} s, in the median',
           f'{worst[len(worst)//2]:.2f} s')
