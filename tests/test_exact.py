@@ -466,6 +466,19 @@ class HardOnes(Callback):
     "Trains on the half of a batch with the largest losses"
     run_valid = False
     def after_loss(self): self.learn.loss_grad = (self.pred-self.y).square().mean(1).topk(len(self.y)//2)[0].mean()
+class Balanced(nn.Module):
+    "Experts, and how unevenly a batch uses them, which `Balance` adds to the loss"
+    def __init__(self): super().__init__(); self.gate,self.out = nn.Linear(4, 3).double(),net() # noqa: E702
+    def forward(self, x):
+        p = self.gate(x).softmax(1)
+        self.uneven = p.mean(0).pow(2).sum()
+        return self.out(x)*p[:,:1]
+class Balance(Callback):
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad+get_model(self.learn.model).uneven
+class Decay(Callback):
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad+sum(p.pow(2).sum() for p in self.learn.model.parameters())
+def balanced(): return learner(Balanced(), cbs=Balance())
+def decayed(): return learner(Balanced(), cbs=Decay())
 def hard_ones(): return learner(cbs=HardOnes())
 
 class Twice(Callback):
@@ -523,6 +536,7 @@ def ordinary(): return learner(cbs=[Ordinary(),Advantages(all_sum)])
     (mixed_up, r'MixUp mixes the samples of a batch \(.*test_exact.py:\d+ in before_batch\)'), (advantages, 'Advantages mixes the samples'),
     (centred, 'predictions of Sequential depend on which samples share a batch'),
     (late_weights, r'the loss by_weight may train otherwise on 2 ranks'), (hard_ones, r'a callback changes learn.loss_grad'),
+    (balanced, r'a callback changes learn.loss_grad by what it computes from the forward pass'),
     (one_class, 'the loss by_weight may train otherwise'),
     *[(o, r'the loss <lambda> may train otherwise on 2 ranks .* does not follow') for o in (distances,alike,of_centred,gram,counted)],
     (odd_loss, r'the loss batch_std may train otherwise on 2 ranks .*n_items'), (other_split, r'different data: training data.indices: #'),
@@ -541,7 +555,7 @@ def test_a_difference_is_told(make, want):
     else: assert not re.search(want, got[1]) # once, on rank 0
 
 def test_known_and_additive_losses_are_not_told():
-    for make in (learner,ordinary,unrelated,of_sizes,spoken,keeps): assert run_ranks(told, 2, make)==['','']
+    for make in (learner,ordinary,unrelated,of_sizes,spoken,keeps,decayed): assert run_ranks(told, 2, make)==['','']
 
 def test_a_second_backward_pass_on_ranks_with_different_numbers_of_items_is_told():
     assert any('learn.wrapper is called again' in o for o in run_ranks(told, 2, twice))

@@ -147,7 +147,8 @@ def header(folder):
     found,data = [],[*zip(torch.randn(8, 2), torch.randn(8, 1))]
     class Read(Callback):
         def before_train(self): found.append((folder/'history.csv').read_text())
-    learn = Learner(DataLoaders(*[DataLoader(data, bs=2, num_workers=0)]*2), torch.nn.Linear(2, 1), loss_func=torch.nn.MSELoss(), path=folder)
+    dls = DataLoaders(*[DataLoader(data, bs=2, num_workers=0)]*2)
+    learn = Learner(dls, torch.nn.Linear(2, 1), loss_func=torch.nn.MSELoss(), path=folder)
     with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=[CSVLogger(),Read()])
     return found
 
