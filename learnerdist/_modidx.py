@@ -679,6 +679,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'learnerdist/core/generations.py'),
                                               'learnerdist.core.generations.may_shrink': ( 'core/generations.html#may_shrink',
                                                                                            'learnerdist/core/generations.py'),
+                                              'learnerdist.core.generations.n_places': ( 'core/generations.html#n_places',
+                                                                                         'learnerdist/core/generations.py'),
                                               'learnerdist.core.generations.nccl_groups': ( 'core/generations.html#nccl_groups',
                                                                                             'learnerdist/core/generations.py'),
                                               'learnerdist.core.generations.root_store': ( 'core/generations.html#root_store',
