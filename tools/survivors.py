@@ -102,7 +102,8 @@ def launch(args, folder, plan):
     "The launcher's exit status, what each rank left, and the rows of the CSV file"
     folder.mkdir()
     policy,job = 'replace' if args.replace else 'shrink',json.dumps([str(folder),plan,args.fastai,args.replace])
-    cmd = [sys.executable,'-m','learnerdist.launch','--nproc',str(args.nproc),'--on-failure',policy,__file__,'--train',job]
+    options = ['--nproc',str(args.nproc),'--on-failure',policy,*['--max-restarts','9']*bool(args.replace)] # all may die
+    cmd = [sys.executable,'-m','learnerdist.launch',*options,__file__,'--train',job]
     with open(folder/'log', 'w') as log, subprocess.Popen(cmd, stdout=log, stderr=log) as proc:
         try: code = proc.wait(60)
         except subprocess.TimeoutExpired:
