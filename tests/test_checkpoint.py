@@ -191,6 +191,14 @@ def all_of_any_size(path): return {kind: of_any_size(f'{path}/{kind}', kind) for
 
 def steps(res, kind): return {k: sorted(sum((o[kind][0][k][0] for o in res), [])) for k in res[0][kind][0]}
 
+def test_what_one_process_began(tmp_path):
+    "Two ranks go on after 3 of 5 steps: each step has its loss in the record"
+    whole = run_ranks(all_of_any_size, 1, str(tmp_path/'one'))[0]
+    for kind in kinds: start_at(tmp_path/'two'/kind, tmp_path/'one'/kind, mid)
+    for kind,(_,_,_,losses,lrs) in run_ranks(all_of_any_size, 2, str(tmp_path/'two'))[0].items():
+        before = whole[kind][3]
+        assert len(losses)==len(before)==len(lrs)==10 and torch.equal(losses[:3], before[:3]), kind
+
 @pytest.mark.parametrize('world', [1, 3, 4])
 def test_another_number_of_ranks(world, two_ranks, tmp_path):
     "After 3 of 5 steps: what is left of the epoch is dealt to them, and the run ends as that on two ranks does, within rounding"

@@ -1,6 +1,6 @@
 "What ordinary scripts do off the usual paths: the run on 2 and 3 ranks is the one of one process, or ranks are told that it is not"
 import re, warnings
-import pytest, torch
+import numpy as np, pytest, torch
 from torch import nn, tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset
 from learnerdist.all import (Callback, all_sum, DataLoaders, GradientAccumulation, Learner, TfmdDL, gather_with_grad, get_model,
@@ -377,6 +377,36 @@ class Drifts(Callback):
     def after_step(self):
         if group_rank()==1:
             with torch.no_grad(): get_model(self.model)[2].bias.add_(1e-6)
+class Table(nn.Module):
+    "A loss that keeps a mean of its inputs, and no buffer"
+    def __init__(self): super().__init__(); self.seen = torch.zeros(2, dtype=torch.double) # noqa: E702
+    def forward(self, p, t):
+        self.seen = .9*self.seen+.1*p.detach().mean(0)
+        return nn.functional.mse_loss(p, t)
+def own_table(): return learner(loss=Table())
+
+class Priorities(Callback):
+    "Writes into the data, as a replay buffer does"
+    def after_loss(self):
+        if self.training: self.dls.train.dataset.priorities[:len(self.pred)] = self.pred.detach()[:,0].abs()
+def own_data():
+    ds = data()
+    ds.priorities = torch.ones(N)
+    return learner(ds=ds, cbs=Priorities())
+
+class Keeps(Callback):
+    "What differs on the ranks as it should, and what is the same"
+    rank_state = ('own',)
+    def before_fit(self): self.own,self.last,self.weights,self.seen = torch.zeros(1),torch.zeros(1),{},np.zeros(1)
+    def after_batch(self):
+        model = get_model(self.learn.model)
+        self.own,self.last,model.seen = self.own+1+group_rank(),self.pred.detach(),self.pred.detach().sum()
+        self.weights,self.seen = {k: o.detach().clone() for k,o in model.named_parameters()},self.seen+1
+def keeps():
+    learn = learner(cbs=Keeps())
+    learn.model.seen = torch.zeros(())
+    return learn
+
 def drift(): return learner(cbs=Drifts())
 def other_path(): return learner(path=f'/tmp/run-{group_rank()}')
 
@@ -436,6 +466,19 @@ class HardOnes(Callback):
     "Trains on the half of a batch with the largest losses"
     run_valid = False
     def after_loss(self): self.learn.loss_grad = (self.pred-self.y).square().mean(1).topk(len(self.y)//2)[0].mean()
+class Balanced(nn.Module):
+    "Experts, and how unevenly a batch uses them, which `Balance` adds to the loss"
+    def __init__(self): super().__init__(); self.gate,self.out = nn.Linear(4, 3).double(),net() # noqa: E702
+    def forward(self, x):
+        p = self.gate(x).softmax(1)
+        self.uneven = p.mean(0).pow(2).sum()
+        return self.out(x)*p[:,:1]
+class Balance(Callback):
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad+get_model(self.learn.model).uneven
+class Decay(Callback):
+    def after_loss(self): self.learn.loss_grad = self.learn.loss_grad+sum(p.pow(2).sum() for p in self.learn.model.parameters())
+def balanced(): return learner(Balanced(), cbs=Balance())
+def decayed(): return learner(Balanced(), cbs=Decay())
 def hard_ones(): return learner(cbs=HardOnes())
 
 class Twice(Callback):
@@ -493,12 +536,13 @@ def ordinary(): return learner(cbs=[Ordinary(),Advantages(all_sum)])
     (mixed_up, r'MixUp mixes the samples of a batch \(.*test_exact.py:\d+ in before_batch\)'), (advantages, 'Advantages mixes the samples'),
     (centred, 'predictions of Sequential depend on which samples share a batch'),
     (late_weights, r'the loss by_weight may train otherwise on 2 ranks'), (hard_ones, r'a callback changes learn.loss_grad'),
+    (balanced, r'a callback changes learn.loss_grad by what it computes from the forward pass'),
     (one_class, 'the loss by_weight may train otherwise'),
     *[(o, r'the loss <lambda> may train otherwise on 2 ranks .* does not follow') for o in (distances,alike,of_centred,gram,counted)],
     (odd_loss, r'the loss batch_std may train otherwise on 2 ranks .*n_items'), (other_split, r'different data: training data.indices: #'),
     (other_length, r'^ValueError: .*len\(training data\): 24 on rank 0, 30 on rank 1'),
     (other_rate, r'^ValueError: .*momentum of parameter group 0: 0\.1 on rank 0, 0\.2 on rank 1'),
-    (own_buffer, 'seen: each rank has computed this'),
+    (own_buffer, 'seen: each rank has computed this'), (own_table, 'loss_func.seen: each rank'), (own_data, 'data.priorities: each rank'),
     (pairs, r'the loss batch_std may train otherwise'), (of_model, r'the loss given may train otherwise .* is not known'),
     (of_pairs, r'the loss given may train otherwise'), (single_samples, r'the loss batch_mean may train otherwise .* batch of one sample'),
     (no_statistics, r'1: BatchNorm without running statistics'), (second_model, r'second\.net\.weight: each rank has computed this'),
@@ -511,7 +555,7 @@ def test_a_difference_is_told(make, want):
     else: assert not re.search(want, got[1]) # once, on rank 0
 
 def test_known_and_additive_losses_are_not_told():
-    for make in (learner,ordinary,unrelated,of_sizes,spoken): assert run_ranks(told, 2, make)==['','']
+    for make in (learner,ordinary,unrelated,of_sizes,spoken,keeps,decayed): assert run_ranks(told, 2, make)==['','']
 
 def test_a_second_backward_pass_on_ranks_with_different_numbers_of_items_is_told():
     assert any('learn.wrapper is called again' in o for o in run_ranks(told, 2, twice))

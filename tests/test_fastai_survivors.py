@@ -3,6 +3,7 @@ import gc,json,sys
 from pathlib import Path
 import pytest,torch
 from test_survivors import at,check,dying,five_of_six,flat,launch,links
+from learnerdist.testing import run_ranks
 
 pytestmark = pytest.mark.slow # and those that are long are run before a release
 
@@ -134,5 +135,25 @@ def test_a_batch_size_per_rank(tmp_path):
 @pytest.mark.long
 def test_a_rank_that_is_stopped(tmp_path, undisturbed):
     same(tmp_path, run(tmp_path, {0: at('before_backward')}, '', 'SIGSTOP'), undisturbed(), 2, 'rank 0 ended by SIGKILL')
+
+def header(folder):
+    "What each rank reads of the log when the first epoch begins"
+    from fastai.callback.core import Callback
+    from fastai.callback.progress import CSVLogger
+    from fastai.data.core import DataLoaders
+    from fastai.data.load import DataLoader
+    from fastai.learner import Learner
+    import learnerdist.fastai # noqa: F401
+    found,data = [],[*zip(torch.randn(8, 2), torch.randn(8, 1))]
+    class Read(Callback):
+        def before_train(self): found.append((folder/'history.csv').read_text())
+    dls = DataLoaders(*[DataLoader(data, bs=2, num_workers=0)]*2)
+    learn = Learner(dls, torch.nn.Linear(2, 1), loss_func=torch.nn.MSELoss(), path=folder)
+    with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(): learn.fit(1, cbs=[CSVLogger(),Read()])
+    return found
+
+def test_other_ranks_can_read_the_log_at_once(tmp_path):
+    "One of them may have to write it; `train_loss` and what follows is fastai's header"
+    assert run_ranks(header, 2, tmp_path)==[['epoch,train_loss,valid_loss,time\n']]*2
 
 if __name__=='__main__': train(sys.argv[1], json.loads(sys.argv[2]), *sys.argv[3:])

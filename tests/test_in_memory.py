@@ -6,6 +6,7 @@ import pytest,torch
 from pytest import MonkeyPatch
 import test_checkpoint as checkpoint
 from learnerdist.core import kept
+from learnerdist.core.generations import join_generation
 from learnerdist.checkpoint.in_memory import States
 from learnerdist.all import Callback,Checkpoint,rank_distrib
 
@@ -133,6 +134,21 @@ def test_alone(tmp_path):
         states = States(str(tmp_path/'b/ckpt'))
         assert not states.slots.numbers() # there is a file
         states.close()
+
+def test_parts_of_ranks_that_have_died_are_found(monkeypatch):
+    "Local rank 2 of three has written; it dies, and local rank 0, which is left with local rank 1, looks for its part"
+    place = dict(epoch=0, step=3, phase='train', world=1)
+    with kept.keep_memory():
+        monkeypatch.setattr(os, 'environ', os.environ.copy() | dict(LOCAL_RANK='2', LOCAL_WORLD_SIZE='3', WORLD_SIZE='3', RANK='2'))
+        states = States('run')
+        states.write(dict(place=place), dict(own=dict(a=1), model={}, opt={}, cbs={}))
+        states.close()
+        os.environ['LOCAL_RANK'] = '0'
+        join_generation(1, [0,1])
+        states = States('run')
+        assert states.newest().info['place']==place
+        states.close()
+        monkeypatch.undo()
 
 def test_ranks_send_only_what_is_their_own(monkeypatch):
     "A view of the slot would take all of it along"

@@ -255,6 +255,7 @@ def test_a_log_that_is_right_is_not_written_again(tmp_path):
     cb = CSVLogger('log.csv')
     cb.learn = SimpleNamespace(path=tmp_path, recorder=SimpleNamespace(metric_names=['epoch','loss','time']))
     cb.open()
+    assert (tmp_path/'log.csv').read_text()=='epoch,loss\n' # at once, since others may read it
     cb.written = 'epoch,loss\n0,1.5\n'
     cuts,truncate = [],cb.file.truncate
     same = {k: getattr(cb.file, k) for k in ('seek','write','flush','close')}

@@ -86,7 +86,7 @@ def train(folder, plan, of_fastai, every):
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 3))
     learn = new(net, folder)
-    learn.logger = lambda line: None
+    learn.logger = print if os.environ.get('LOUD') else (lambda line: None)
     with learn.distrib_ctx(split_batches=True, seed=3):
         sys.setprofile(watch)
         try: learn.fit_one_cycle(3, cbs=cbs)
@@ -102,7 +102,8 @@ def launch(args, folder, plan):
     "The launcher's exit status, what each rank left, and the rows of the CSV file"
     folder.mkdir()
     policy,job = 'replace' if args.replace else 'shrink',json.dumps([str(folder),plan,args.fastai,args.replace])
-    cmd = [sys.executable,'-m','learnerdist.launch','--nproc',str(args.nproc),'--on-failure',policy,__file__,'--train',job]
+    options = ['--nproc',str(args.nproc),'--on-failure',policy,*['--max-restarts','9']*bool(args.replace)] # all may die
+    cmd = [sys.executable,'-m','learnerdist.launch',*options,__file__,'--train',job]
     with open(folder/'log', 'w') as log, subprocess.Popen(cmd, stdout=log, stderr=log) as proc:
         try: code = proc.wait(60)
         except subprocess.TimeoutExpired:
@@ -151,7 +152,8 @@ def main(args):
             folder,begin = Path(d)/str(k),time.monotonic()
             code,got,rows = launch(args, folder, plan)
             died += (n := sum(len(o[3]) for i,o in enumerate(plan) if (folder/f'{i}.fired').exists()))
-            late = code==137 and 'left with status 0 before' in (folder/'log').read_text() # the others had ended their fit
+            log = (folder/'log').read_text()
+            late = code==137 and ('left with status 0 before' in log or '_after_rank0' in log) # the others had ended their fit
             wrong,left = differences(got, ref[0], rows, csv) + [f'exit {code}']*bool(code and not late),left_over(folder)
             worst += [o['pause'] for o in got.values()]
             found = f'DIFFERENT: {wrong} {left}' if wrong or left or not got else 'equal'+', died when the others had ended'*late
@@ -159,7 +161,7 @@ def main(args):
             print(f'{k}: {plan}: {n} died, {still:.2f} s, {took:.0f} s in all, {found}', flush=True)
             if found[0]=='D':
                 bad.append(k)
-                print((folder/'log').read_text()[-args.tail:], rows, csv, sep='\n', flush=True)
+                print(log[-args.tail:], rows, csv, sep='\n', flush=True)
     worst.sort()
     print(f'{k} runs, {died} deaths, {len(bad)} bad: {bad}; stood still at most {worst[-1]:.2f} s, in the median',
           f'{worst[len(worst)//2]:.2f} s')

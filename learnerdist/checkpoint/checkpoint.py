@@ -83,9 +83,9 @@ class Checkpoint(Callback):
         if is_rank0(): open_folder(self.folder, resume or goes_on(self.learn), 'files' in self.plan)
 
     def _config(self, now):
-        "Of the fit as it began, but for what ranks that have died change, unless they are replaced"
+        "Of the fit as it began, but for what ranks that have died change"
         if not goes_on(self.learn): return now
-        return self.config | {k: now[k] for k in ('ranks','batch_size') if not may_replace()}
+        return self.config | {k: now[k] for k in ('ranks','batch_size')}
 
     def _plan(self):
         "When states are saved, by where they go. Files first: then a state in memory has no file to wait for"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..core.collectives import gather_objects
 from ..core.env import group_rank,group_size,is_rank0,local_rank,local_size
+from ..core.generations import generation,n_places
 from ..core.kept import Slots
 from ..core.parted import put_together
 from .snapshot import Found,to_plain
@@ -96,7 +97,7 @@ class States:
     def _here(self):
         "The parts on this machine that are whole: by state, by rank"
         res = {}
-        for place in [None] if group_size()==1 else range(local_size()):
+        for place in range(n_places()) if group_size()>1 or generation() else [None]: # also of those that have died
             slots = Slots(self.name, place)
             for slot in slots.numbers():
                 o = read_state(slots, slot)

@@ -14,6 +14,7 @@ from fastcore.basics import patch
 
 from ..core.collectives import broadcast_object
 from ..core.env import group_rank,is_rank0
+from ..core.generations import may_replace
 from ..core.random import seed_streams
 from ..core.shards import a_part,load_model,load_opt
 from ..data.loaders import to_device
@@ -83,6 +84,7 @@ def _set_start(self:Checkpoint):
 def _say(self:Checkpoint, found, old):
     if not is_rank0(): return
     if found.bad: warnings.warn(f'{"; ".join(found.bad)}: going on from {self.source}, which is older')
+    if may_replace(): old = old | dict(ranks=self.config['ranks']) # as they are meant to be
     changes,said = config_changes(old, self.config),'The optimizer and the schedule go on with their numbers in the checkpoint'
     if changes: warnings.warn(f'{self.source} is of a fit that differed from this one: {"; ".join(changes)}. {said}')
     at,when = self.at,time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found.info['time']))
@@ -106,6 +108,7 @@ def arrive(self:Checkpoint):
     self.learn.train_iter,self.learn.pct_train = self.at['step'],self.at['pct_train']
     self._load_callbacks()
     if self.at['phase']!='train': self._set_streams()
+    elif self.agreement: self.agreement.n_steps = self.at['iter'] # one process has not counted them
     values = self.learn.recorder.values if self.at['phase']=='done' and hasattr(self.learn, 'recorder') else []
     if values: self.learn.final_record = values[-1]
     self.at = None

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .collectives import distrib_barrier
-from .env import _counts,_env_int,_ours,_stores,connect_store,generation_var,group_timeout,is_rank0,local_rank
+from .env import _counts,_env_int,_ours,_stores,connect_store,generation_var,group_timeout,is_rank0,local_rank,local_size
 
 # %% ../../nbs/core/02_generations.ipynb #gn04
 def may_shrink()->bool:
@@ -35,11 +35,17 @@ def generation()->int:
     "How often this process has gone on without ranks that died"
     return _env_int(generation_var)
 
+_places_var = 'LEARNERDIST_PLACES' # Environment variable: how many ranks there were on this machine at first
+def n_places()->int:
+    "The number of ranks that this machine had when they were started"
+    return _env_int(_places_var) or local_size()
+
 def join_generation(
     n:int,      # The number of this generation
     places:list # The local ranks of those that are left on this machine, in the order of their new ranks
 ):
     "Go on as one of those that are left of a launch: with a new rank, in a part of the store where nobody has written before"
+    os.environ.setdefault(_places_var, f'{local_size()}')
     new = {'RANK': places.index(local_rank()), 'WORLD_SIZE': len(places), 'LOCAL_WORLD_SIZE': len(places), generation_var: n}
     os.environ.update({k: str(v) for k,v in new.items()})
     _stores.clear()

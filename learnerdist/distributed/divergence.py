@@ -6,15 +6,17 @@
 __all__ = []
 
 # %% ../../nbs/distributed/02_divergence.ipynb #2fc3611b
-import warnings,zlib
+import warnings,weakref,zlib
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor,nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.collectives import broadcast_object,gather_objects,gather_rows
-from ..core.compat import BatchNorm,tree_leaves
+from ..core.compat import BatchNorm,tree_leaves,version
 from ..core.env import group_rank,group_size
 from ..core.shards import is_part
 from ..data.loaders import batch_shape,data_len
@@ -168,7 +170,7 @@ def _say_own(found, said):
     new = [k for k in found if k not in said]
     said.update(new)
     if new and group_rank()==0: warnings.warn(f"{', '.join(new)}: each rank has computed this from its own batches, which is not what one "
-                                              "process computes. Exchange it where it is computed (all_mean, average_grads)")
+        "process computes. Exchange it where it is computed (all_sum, all_mean, gather_objects; gradients by average_grads)")
 
 def say_loss(loss_func, kind):
     "Warn on rank 0 of a loss that has not shown what it is the mean over"
@@ -181,3 +183,67 @@ def say_loss(loss_func, kind):
                   "a mean over other things, say what it counts: give it an attribute n_items, a function of (pred, *targs), or let it "
                   "return (sum, count). If it needs the whole global batch, as contrastive losses do, let it work on "
                   "gather_with_grad(pred), and set n_items = 'whole'")
+
+# %% ../../nbs/distributed/02_divergence.ipynb #own01
+class Noted(NamedTuple):
+    "An attribute before a training loop"
+    ref:object   # Of the tensor; None for an array
+    version:int  # Of the tensor
+    hash:int     # 0 for the data's tensors, which may be large
+    shape:tuple
+
+def _keepers(learn):
+    "By name: an object, the attributes of which to leave alone, and whether only changes in place count"
+    for cb in learn.cbs:
+        if not type(cb).__module__.startswith(('learnerdist.','fastai.')): yield cb.name,cb,getattr(cb, 'rank_state', ()),False
+    for name,o,in_place in [('loss_func',learn.loss_func,False),('model',learn.model,True)]:
+        modules = o.named_modules() if isinstance(o, nn.Module) else [('',o)]
+        for k,m in modules: yield f'{name}.{k}' if k else name,m,('_parameters','_buffers','_modules'),in_place
+    name,ds = 'data',getattr(getattr(learn.dls.train, 'source', learn.dls.train), 'dataset', None)
+    while ds is not None:
+        yield name,ds,(),False
+        name,ds = f'{name}.dataset',getattr(ds, 'dataset', None)
+
+def _tensors(o, skip):
+    "Tensors and small arrays in the attributes of an object, also within a list, a tuple or a dict"
+    for k,v in getattr(o, '__dict__', {}).items():
+        if k in skip: continue
+        items = v.items() if isinstance(v, dict) else enumerate(v) if isinstance(v, (list,tuple)) else [(None,v)]
+        for i,t in islice(items, 64):
+            is_array = hasattr(t, '__array_interface__') and t.dtype.kind in 'biuf' and t.size<=2**20
+            plain = isinstance(t, Tensor) and t.layout==torch.strided and not (t.is_meta or t.is_inference() or is_part(t))
+            if plain or is_array: yield k if i is None else f'{k}[{i!r}]',t
+
+def _noted(t, at):
+    if not isinstance(t, Tensor): return Noted(None, 0, tensor_hash(torch.from_numpy(t.copy())).item(), t.shape)
+    return Noted(weakref.ref(t), version(t), 0 if at.startswith('data') else tensor_hash(t).item(), tuple(t.shape))
+
+def note_own(learn)->dict: # For `check_own`
+    "Tensors and arrays that the script keeps, as they are before a training loop"
+    return {f'{at}.{k}': _noted(t, at) for at,o,skip,_ in _keepers(learn) for k,t in _tensors(o, skip)}
+
+def _change(t, at, was, in_place):
+    "None if nothing has changed, else the hashes before and now"
+    if isinstance(t, Tensor):
+        same = was.ref is not None and was.ref() is t
+        if same and version(t)==was.version or in_place and not same: return None
+    now = tensor_hash(torch.as_tensor(t if isinstance(t, Tensor) else t.copy())).item()
+    return None if now==was.hash else (was.hash,now)
+
+def check_own(
+    learn,
+    noted:dict, # From `note_own`
+    said:set    # As in `check_weights`
+):
+    "Warn on rank 0 of what was the same on all ranks before the loop, and is not the same after it. Sync point"
+    mine = {}
+    for at,o,skip,in_place in _keepers(learn):
+        for k,t in _tensors(o, skip):
+            was = noted.get(f'{at}.{k}')
+            if was and was.shape==tuple(t.shape): mine[f'{at}.{k}'] = _change(t, at, was, in_place)
+    every = gather_objects(mine)
+    _say_own([k for k in mine if all(k in o for o in every) and _part_ways([o[k] for o in every])], said)
+
+def _part_ways(changes):
+    known = [o for o in changes if o]
+    return bool(known) and len({a for a,_ in known})==1 and (len(known)<len(changes) or len({b for _,b in known})>1)

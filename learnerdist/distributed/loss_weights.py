@@ -197,23 +197,32 @@ def _of_few(self:LossWeights, own):
 def _look_at_change(self:LossWeights, over):
     "Tell the user of a callback that changes the loss by something which depends on the samples of this rank, once"
     learn = self.learn
-    if learn.iter&(learn.iter-1) or 'changed' in self.said or not _is_of(learn.loss_grad, self.loss, learn.pred): return
+    if learn.iter&(learn.iter-1) or 'changed' in self.said: return
+    if not _is_of(learn.loss_grad, self.loss, learn.pred, _may_be_users(learn)): return
     self.said.add('changed')
-    what = 'the items of the loss' if over.kind=='items' else 'samples'
-    if not group_rank(): warnings.warn(f'a callback changes learn.loss_grad by what it computes from predictions, on {self.world_size} '
-                                       f'ranks from the samples of each. It does what it does in one process if that is a mean over {what}')
+    what,W = 'the items of the loss' if over.kind=='items' else 'samples',self.world_size
+    if not group_rank(): warnings.warn(f'a callback changes learn.loss_grad by what it computes from the forward pass, on {W} ranks from '
+                                       f'the samples of each. It does what it does in one process if that is a mean over {what}')
 
-def _is_of(new, old, pred):
-    "Whether `new` depends on predictions in another way than through the loss `old`"
+def _may_be_users(learn): # fastai's regularizers are means over samples
+    own = [type(cb) for cb in learn.cbs if not type(cb).__module__.startswith(('learnerdist.','fastai.'))]
+    return any(hasattr(o, 'after_loss') or hasattr(o, 'before_backward') for o in own)
+
+def _is_of(new, old, pred, within):
+    "Whether `new` depends on predictions other than through the loss `old`; `within`: or on what the model has computed before them"
     ends = {o.grad_fn for o in tree_leaves(pred) if isinstance(o, Tensor)}-{None}
-    todo,seen = [new.grad_fn],{old.grad_fn,None}
+    if within: ends = {o for o in _graph(ends, {None}) if not hasattr(o, 'variable')} # without the weights
+    return any(o in ends for o in _graph([new.grad_fn], {old.grad_fn,None}))
+
+def _graph(roots, known):
+    "The nodes of the backward pass from these on, but not from those `known` on"
+    todo,known = [*roots],{*known}
     while todo:
         node = todo.pop()
-        if node in ends and node not in seen: return True
-        if node in seen: continue
-        seen.add(node)
+        if node in known: continue
+        known.add(node)
+        yield node
         todo += [o for o,_ in node.next_functions]
-    return False
 
 @patch
 def _say_repeats(self:LossWeights, dealer):

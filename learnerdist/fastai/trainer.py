@@ -117,6 +117,7 @@ class DistributedTrainer(core.DistributedTrainer):
         if group_rank()>0 and writes(cb): return
         before = [*self.learn.cbs]
         with self.on_its_own(), self.shards.on_rank0() if self.shards else nullcontext(): cb(event)
+        if event=='before_fit' and isinstance(cb, CSVLogger) and 'file' in vars(cb): cb.file.flush() # other ranks read it
         self.rank0s += [o for o in self.learn.cbs if all(o is not p for p in before)]
 
     @contextmanager

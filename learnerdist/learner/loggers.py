@@ -57,6 +57,7 @@ class CSVLogger(LogWriter):
         fresh = not (self.append and path.exists())
         self.file = open(path, 'w' if fresh else 'a', newline='')
         if fresh: csv.writer(self.file).writerow(self.recorder.metric_names[:-1])
+        self.file.flush() # other ranks read it
 
     def log_epoch(self, row):
         csv.writer(self.file).writerow(o.tolist() if hasattr(o, 'tolist') else o for o in row.values())
