@@ -88,11 +88,11 @@ def test_a_fit(W, env):
         assert got['valid']=={'vote': 1}
         # Votes before and after the epoch, its training loop and its validation, and one on whether each rank has a first batch to
         # train on: 7. Those of its 3 steps and 2 batches: 5. The items of 3 steps. Everyone's seconds: 1. The losses of its steps, an
-        # all-reduce. The sums of its validation; whether the weights are equal, and how many hashes there are
+        # all-reduce. The sums of its validation; whether the weights are equal, and how many hashes there are; what the script keeps
         epoch = {'all_reduce': 1, 'all_gather': 1}
-        assert got['epoch']==dict(epoch, vote=7+5+3+1, all_gather_object=1+1)
+        assert got['epoch']==dict(epoch, vote=7+5+3+1, all_gather_object=1+1+1)
         # Before the fit a vote, and its settings; after its first step, whether the weights are equal
-        assert got['fit']==dict(epoch, all_gather=1+1, vote=1+7+5+3+1, all_gather_object=1+1+1+1)
+        assert got['fit']==dict(epoch, all_gather=1+1, vote=1+7+5+3+1, all_gather_object=1+1+1+1+1)
         assert got['more_means']=={'all_gather_object': 1} # what they are is asked once, of all together
         # BatchNorm: the sums of each step, forward and backward; 3 buffers after the epoch
         assert got['norm']=={'all_reduce': 3*2, 'broadcast': 3}

@@ -142,7 +142,13 @@ def at_epoch(self:Marks):
     "Between two epochs"
     if not self.active or self.inside>1: return
     if self.at and self.at['phase']=='epoch': self.arrive()
-    self.mark('epoch')
+    if not self._is_brought(): self.mark('epoch')
+
+@patch
+def _is_brought(self:Marks):
+    "Whether the fit begins in the midst of this epoch. Until it has come to there it would have to begin again"
+    start = self.learn.start_at
+    return self.learn.epoch==start.epoch and bool(start.batches or start.trained)
 
 @patch
 def at_train(self:Marks):
@@ -215,6 +221,10 @@ def at_validate(self:Marks):
     if self.at and self.at['phase']=='validate': self.arrive()
     elif self.place['phase']!='trained': return # a loop within another
     if self.active: self.mark('validate')
+
+@patch
+def before_validate(self:Marks): # of an epoch that was trained on before a checkpoint
+    if self.active and self.place['phase']=='begin' and self._is_brought() and self.learn.start_at.trained: self.mark('validate')
 
 @patch
 def at_end(self:Marks):

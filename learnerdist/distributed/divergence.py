@@ -158,13 +158,15 @@ def check_weights(
 
 def check_others(
     learn,
-    said:set # As in `check_weights`
+    noted:dict, # From `note_own`
+    said:set    # As in `check_weights`
 ):
-    "Warn on rank 0 if tensors of the loss, or of modules that callbacks hold, differ between ranks. Sync point"
+    "Warn on rank 0 if tensors of the loss, of modules that callbacks hold, or what else a script keeps differ between ranks. Sync point"
     cbs = [(f'{cb.name}.{k}',v) for cb in learn.cbs for k,v in vars(cb).items()]
     found = [(k,m) for k,m in [('loss_func',learn.loss_func),*cbs] if isinstance(m, nn.Module) and m is not learn.model]
     own = {f'{k}.{name}': t for k,m in found if not isinstance(m, DistributedDataParallel) for name,t in compared(m).items()}
     _say_own(differences(own), said)
+    check_own(learn, noted, said)
 
 def _say_own(found, said):
     new = [k for k in found if k not in said]

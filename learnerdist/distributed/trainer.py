@@ -21,7 +21,7 @@ from .agreement import Agreement,AgreementEnd,Progress
 from .batchnorm import _local,mute,say_batch_dependent,watch_batchnorm
 from .blocks import shard_options
 from .comm_hooks import check_ddp_options,find_hook
-from .divergence import check_others,check_own,check_weights,note_own,tensor_hash,path_of_rank0,same_data,same_optimizer,same_settings
+from .divergence import check_others,check_weights,note_own,tensor_hash,path_of_rank0,same_data,same_optimizer,same_settings
 from .evaluation import ExactEvaluation,parted
 from .failure import failing_together
 from .loss_weights import LossWeights,total_losses
@@ -230,8 +230,7 @@ def epoch_id(self:DistributedTrainer)->int:
 @patch
 def before_train(self:DistributedTrainer):
     if self.replica is None: self.wrap()
-    self.learn.wrapper = self.replica
-    if group_size()>1: self.noted = note_own(self.learn)
+    self.learn.wrapper,self.noted = self.replica,note_own(self.learn) if group_size()>1 else {}
 
 @patch
 def leave_train(self:DistributedTrainer)->bool: # Whether a training loop has ended
@@ -241,8 +240,7 @@ def leave_train(self:DistributedTrainer)->bool: # Whether a training loop has en
     if group_size()>1:
         if hasattr(vars(self.learn).get('timer'), 'share'): self.learn.timer.share()
         self.check_divergence()
-        check_others(self.learn, self.said)
-        check_own(self.learn, self.noted, self.said)
+        check_others(self.learn, self.noted, self.said)
     self.weights.end()
     broadcast_tensors(get_model(self.model).buffers())
     return True

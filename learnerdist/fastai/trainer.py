@@ -100,9 +100,8 @@ class DistributedTrainer(core.DistributedTrainer):
         self.agreement = FastaiAgreement(self)
         self.plain,self.asked = None,{} # asked: from an event of a batch to the callbacks, their orders, and which have no handler
         self.trained,self.looping,self.alone,self.saved,self.steps,self.counted,self.rank0s = False,False,False,None,[],True,[]
-        self.by_batch = False # whether evaluation deals out whole batches
         self.watches,self.trace = False,None # whether, and by what, the model and the loss are observed
-        self.seen = None # within a loop, what `ShortBatches` has found
+        self.by_batch,self.seen = False,None # whether evaluation deals out whole batches; within a loop, what `ShortBatches` has found
 
     def after_pred(self): self.unswap()
     def tell(self, cb, event):
@@ -117,7 +116,7 @@ class DistributedTrainer(core.DistributedTrainer):
         if group_rank()>0 and writes(cb): return
         before = [*self.learn.cbs]
         with self.on_its_own(), self.shards.on_rank0() if self.shards else nullcontext(): cb(event)
-        if event=='before_fit' and isinstance(cb, CSVLogger) and 'file' in vars(cb): cb.file.flush() # other ranks read it
+        if event=='before_fit' and (file := vars(cb).get('file')): file.flush() # a log's, which other ranks read
         self.rank0s += [o for o in self.learn.cbs if all(o is not p for p in before)]
 
     @contextmanager
