@@ -178,6 +178,7 @@ def test_without_states_in_memory_the_dead_are_not_replaced(tmp_path, undisturbe
     got = launch(tmp_path, {1: at('before_backward', 1, 1)}, policy='replace')
     check(tmp_path, got, undisturbed(), 2, 'those that have died are not replaced: give the fit a Checkpoint(…, in_memory=True')
 
+@pytest.mark.long
 def test_a_death_where_a_checkpoint_has_brought_the_fit(tmp_path, undisturbed):
     "Into a validation: what was trained on before it is not trained on again"
     point = at('after_pred', 1, 0, False)

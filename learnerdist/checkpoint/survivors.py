@@ -99,7 +99,7 @@ def _close(self:Survivors):
     close_group(failed=True)
 
 @patch
-def _await_members(self:Survivors, timeout_s=5)->bool:
+def _await_members(self:Survivors, timeout_s=10)->bool:
     "Wait for another generation; False if ranks fail for another reason than a death"
     store,end = shared_store(),time.monotonic()+timeout_s
     while time.monotonic()<end:
