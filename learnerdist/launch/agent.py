@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/02_agent.ipynb #c002
-import json,logging,os,signal,socket,threading,time
+import json,logging,os,signal,socket,threading,time,traceback
 from contextlib import suppress
 from pathlib import Path
 from torch.distributed import PrefixStore
@@ -180,7 +180,9 @@ class Watch:
         self.thread.join(30) # longer than it waits for another machine
 
     def _run(self):
-        while not self.over.wait(.05 if self.logs.members else .2): self.look(time.monotonic())
+        while not self.over.wait(.05 if self.logs.members else .2):
+            try: self.look(time.monotonic())
+            except Exception: traceback.print_exc() # and go on: else no rank would hear of another's end
 
     def look(self, now):
         "Check all ranks once, at the time `now` in seconds"

@@ -59,7 +59,7 @@ class Members:
 
     def codes(self)->list:
         "What each rank has come to; None: it runs"
-        return [o.poll() for o in self.procs.values()]
+        return [o.poll() for o in [*self.procs.values()]] # a copy: torchrun may be starting another one meanwhile
 
     def _is_missed(self, rank):
         with suppress(RuntimeError):
