@@ -301,6 +301,19 @@ def test_an_attempt_begins_when_the_look_at_the_one_before_is_over(watched, monk
     begin.join(10)
     assert not begin.is_alive() and told == [(4,'left with status 0')] and logs.envs is not first and logs.left == {}
 
+def test_the_watch_goes_on_after_an_error(watched, monkeypatch, capsys):
+    looks,twice = [],threading.Event()
+    def look(self, now):
+        looks.append(now)
+        if len(looks)==1: raise KeyError('once')
+        twice.set()
+    monkeypatch.setattr(Watch, 'look', look)
+    watch = Watch(watched[0])
+    watch.start()
+    assert twice.wait(10)
+    watch.stop()
+    assert "KeyError: 'once'" in capsys.readouterr().err
+
 @pytest.mark.parametrize('wait_s,stopped,ended_after', [(5,False,5), (0,True,1800), (7,True,7), (0,False,None)])
 def test_the_launcher_ends_what_does_not_end(watched, monkeypatch, wait_s, stopped, ended_after):
     logs,_ = watched
