@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fastcore.basics import patch
 
 from ..core.collectives import gather_objects
-from ..core.env import (RankError,close_group,current_group,group_rank,group_size,group_timeout,is_consequence,is_rank0,
+from ..core.env import (RankError,_check_on,close_group,current_group,group_rank,group_size,group_timeout,is_consequence,is_rank0,
                                   launch_store,local_rank,num_distrib,process_group,rank_distrib,section,set_group_timeout,shared_store)
 from ..core.generations import Freed,generation,has_news,join_generation,may_replace,may_shrink,nccl_groups,root_store
 from ..core.random import seed_streams
@@ -109,13 +109,14 @@ def _await_members(self:Survivors, timeout_s=10)->bool:
     return False
 
 def _meet():
-    "Wait until all are here: some hear of the end of the old group only at their next exchange. DistNetworkError if one dies meanwhile"
+    "Wait until all are here: some hear of the end of the old group only at their next exchange. An error if one dies or leaves meanwhile"
     store,end = launch_store(),time.monotonic()+group_timeout()
     if store is None: return # nobody else is left
     store.set(f'here/{rank_distrib()}', '')
-    keys = [f'here/{r}' for r in range(num_distrib())]
-    while not store.check(keys):
+    keys = {r: f'here/{r}' for r in range(num_distrib())}
+    while not store.check([*keys.values()]):
         if has_news(): raise dist.DistNetworkError('another rank has died')
+        _check_on(store, keys) # it may have come to its end before it heard of the death
         if time.monotonic()>end: raise dist.DistNetworkError(f'timed out: {group_timeout():g} s without a word from another rank')
         time.sleep(.005)
 
