@@ -1556,6 +1556,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'learnerdist/distributed/divergence.py'),
                                                     'learnerdist.distributed.divergence._change': ( 'distributed/divergence.html#_change',
                                                                                                     'learnerdist/distributed/divergence.py'),
+                                                    'learnerdist.distributed.divergence._hash': ( 'distributed/divergence.html#_hash',
+                                                                                                  'learnerdist/distributed/divergence.py'),
                                                     'learnerdist.distributed.divergence._items': ( 'distributed/divergence.html#_items',
                                                                                                    'learnerdist/distributed/divergence.py'),
                                                     'learnerdist.distributed.divergence._keepers': ( 'distributed/divergence.html#_keepers',

@@ -237,7 +237,7 @@ def before_fit(self:Survivors):
 @patch
 def before_step(self:Survivors):
     self.freed.check()
-    self.in_step = True
+    Marks.before_step(self)
 
 @patch
 def after_fit(self:Survivors): self.inside = max(self.inside-1, 0)

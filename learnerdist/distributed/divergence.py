@@ -216,9 +216,11 @@ def _tensors(o, skip):
             plain = isinstance(t, Tensor) and t.layout==torch.strided and not (t.is_meta or t.is_inference() or is_part(t))
             if plain or is_array: yield k if i is None else f'{k}[{i!r}]',t
 
+def _hash(t): return tensor_hash(t if isinstance(t, Tensor) else torch.from_numpy(t.copy())).item()
+
 def _noted(t, at):
-    if not isinstance(t, Tensor): return Noted(None, 0, tensor_hash(torch.from_numpy(t.copy())).item(), t.shape)
-    return Noted(weakref.ref(t), version(t), 0 if at.startswith('data') else tensor_hash(t).item(), tuple(t.shape))
+    if not isinstance(t, Tensor): return Noted(None, 0, _hash(t), t.shape)
+    return Noted(weakref.ref(t), version(t), 0 if at.startswith('data') else _hash(t), tuple(t.shape))
 
 def note_own(learn)->dict: # For `check_own`
     "Tensors and arrays that the script keeps, as they are before a training loop"
@@ -229,7 +231,7 @@ def _change(t, at, was, in_place):
     if isinstance(t, Tensor):
         same = was.ref is not None and was.ref() is t
         if same and version(t)==was.version or in_place and not same: return None
-    now = tensor_hash(torch.as_tensor(t if isinstance(t, Tensor) else t.copy())).item()
+    now = _hash(t)
     return None if now==was.hash else (was.hash,now)
 
 def check_own(
