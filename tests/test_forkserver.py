@@ -3,7 +3,8 @@ import json,os,random,re,select,signal,socket,subprocess,sys,time
 from pathlib import Path
 import pytest
 from learnerdist.launch import agent,forkserver
-from learnerdist.launch.forkserver import ForkServer,guess
+from learnerdist.launch.client import guess
+from learnerdist.launch.forkserver import ForkServer
 from learnerdist.launch.imports import FirstImports
 
 root = Path(__file__).parent.parent

@@ -6,11 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/launch/01_forkserver.ipynb #fk02
-import os,pickle,selectors,signal,socket,struct,subprocess,sys,threading
+import gc,marshal,os,selectors,signal,socket,subprocess,sys,threading
 from contextlib import suppress
 from functools import partial
 from multiprocessing import connection,process
 from pathlib import Path
+from .client import word
 from .imports import FirstImports
 
 # %% ../../nbs/launch/01_forkserver.ipynb #fk04
@@ -37,7 +38,7 @@ def _has_children():
     except ChildProcessError: return False
     return True
 
-def _n_threads():
+def n_threads():
     "Threads that a fork leaves. Those of numpy's OpenBLAS end before it, and begin again when they are needed"
     n = len(os.listdir('/proc/self/task'))
     if n == 1: return 1
@@ -50,7 +51,7 @@ def is_pure(
 )->bool:
     "Whether a fork of this process is what a new process would be that has imported the same"
     traced = sys.gettrace() or sys.getprofile() or hasattr(sys, 'monitoring') and any(map(sys.monitoring.get_tool, range(6)))
-    return not (traced or _has_children() or _n_open() > n_open or _n_threads() > 1 or any(o.startswith(_of_ranks) for o in Noted.asked))
+    return not (traced or _has_children() or _n_open() > n_open or n_threads() > 1 or any(o.startswith(_of_ranks) for o in Noted.asked))
 
 # %% ../../nbs/launch/01_forkserver.ipynb #fk06
 _impure,_failed = 3,4
@@ -58,6 +59,10 @@ _impure,_failed = 3,4
 def _load(name, froms): __import__(name, None, None, [*froms])
 
 def _is_loaded(name, froms): return name in sys.modules and all(o in (*vars(sys.modules[name]),'*') for o in froms)
+
+def freeze():
+    "Keep what has been imported from the garbage collector: a process then ends in half the time. With triton it would tell of leaks"
+    if 'triton' not in sys.modules: gc.freeze()
 
 def _try(name, froms, n_open, outs, seen=lambda o: False):
     "Import in a fork that goes on in place of this process, unless the import has made it impure. False if it fails, where the script ends"
@@ -81,10 +86,12 @@ def preload(
     os.environ.__class__,n_open = Noted,_n_open()
     try:
         for name,froms in first.found:
+            freeze()
             if 'torch' in sys.modules and name.partition('.')[0] not in sys.stdlib_module_names and not _is_loaded(name, froms):
                 if not _try(name, froms, n_open, outs): return True
             else: _load(name, froms)
             if 'torch' in sys.modules and not is_pure(n_open): return False
+        freeze()
         if any(map(first.mentions, _trains)) and 'torch' in sys.modules: _try('torch._dynamo', (), n_open, outs, first.mentions)
     except Exception: return False
     finally: os.environ.__class__ = Noted.__base__
@@ -93,8 +100,6 @@ def preload(
 _trains = 'optim','Learner','DataParallel','DDP' # an optimizer and DDP import torch._dynamo, which takes as long as torch
 
 # %% ../../nbs/launch/01_forkserver.ipynb #fk08
-_word = struct.Struct('ii') # Of a rank: (its process id, 0) when it has begun, (0, exit status) when it has ended, (0, 0) if there is none
-
 def enter(
     argv:list # A script, or '-m' and a module; with its arguments
 ):
@@ -102,75 +107,121 @@ def enter(
     sys.argv = argv[argv[0] == '-m':]
     if argv[0] != '-m' and not getattr(sys.flags, 'safe_path', False): sys.path[0] = str(Path(argv[0]).resolve().parent)
 
-class _Server:
-    def __init__(self, sock, mask, printed, env):
-        self.mask,self.printed,self.env,self.conns,self.ready = mask,printed,env,{},selectors.PollSelector() # env: as at the start
-        self._hear(sock, self._start)
+class Forks:
+    "A process that forks itself on request, and tells how each fork has ended"
+    def __init__(self, mask): self.mask,self.conns,self.ready = mask,{},selectors.PollSelector() # mask: of signals, in forks
+    def hear(self, o, func): self.ready.register(o, selectors.EVENT_READ, func)
 
-    def _hear(self, o, func): self.ready.register(o, selectors.EVENT_READ, func)
+    def select(self)->list:
+        "What there is to hear"
+        return self.ready.select()
 
     def run(self)->list:
-        "Start ranks, and tell how each has ended. Returns in each rank, with its arguments; the server itself ends with the launcher"
+        "Answer requests. Returns in each fork, with its arguments"
         while True:
-            for key,_ in self.ready.select():
+            for key,_ in self.select():
                 if args := key.data(key.fileobj): return args
 
-    def _start(self, sock):
-        word,fds,_,_ = socket.recv_fds(sock, 1, 4)
-        if not word: os._exit(0)
-        with open(fds[0], 'rb') as f: args,env = pickle.load(f)
-        conn,pid = socket.socket(fileno=fds[1]),None
-        with suppress(OSError): pid = os.fork() if not self._differ(env) & {*Noted.asked, *early} else None
-        if pid == 0: return self._begin(args, env, conn, fds[2:])
-        for o in fds[2:]: os.close(o)
+    def fork(self,
+        request:int, # Of a file: arguments and environment
+        conn,        # Socket to whom wants to know the end
+        fds:list,    # Descriptors for its input, output and errors
+        may=lambda env: True # Whether this process may be forked
+    )->list: # Its arguments in the fork; else None
+        "Make one fork; the other end of `conn` gets `word`"
+        with open(request, 'rb') as f: args,env = marshal.load(f)
+        pid = None
+        with suppress(OSError): pid = os.fork() if may(env) else None
+        if pid == 0: return self._begin(args, env, conn, fds)
+        for o in fds: os.close(o)
         if not pid:
-            conn.sendall(_word.pack(0, 0))
+            conn.sendall(word.pack(0, 0))
             return conn.close()
         self.conns[pid] = conn
-        self._hear(os.pidfd_open(pid), partial(self._ended, pid))
+        self.hear(os.pidfd_open(pid), partial(self._ended, pid))
 
-    def _differ(self, env): return {k for k in {*env, *self.env} if env.get(k) != self.env.get(k)}
-
-    def _begin(self, args, env, conn, outs):
+    def _begin(self, args, env, conn, fds):
         os.setsid()
-        for o in {*self.conns.values(), *(key.fileobj for key in self.ready.get_map().values())}:
-            os.close(o) if isinstance(o, int) else o.close()
-        for fd,(o,text) in enumerate(zip(outs, self.printed), 1):
-            os.dup2(o, fd)
+        self.drop()
+        for i,o in enumerate(fds):
+            os.dup2(o, i)
             os.close(o)
-            if text: os.write(fd, text) # what the imports have printed
-        for k in self._differ(env): os.environ.pop(k, None) # imports may have set others
-        os.environ.update({k: env[k] for k in self._differ(env) if k in env})
-        if hasattr(sys, 'orig_argv'): sys.orig_argv[:] = args
+        for k in {*os.environ}-{*env}: del os.environ[k]
+        os.environ.update(env)
         process.current_process().authkey = os.urandom(32)
-        conn.sendall(_word.pack(os.getpid(), 0))
+        conn.sendall(word.pack(os.getpid(), 0))
         conn.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
-        return [*args[len(command):]]
+        return args
+
+    def drop(self):
+        "Close all that this process hears from"
+        for o in {*self.conns.values(), *(key.fileobj for key in self.ready.get_map().values())}:
+            os.close(o) if isinstance(o, int) else o.close()
 
     def _ended(self, pid, pidfd):
-        "Tell the launcher; the process stays until it has heard it, so that its id is not given to another one"
+        "Tell it; the process stays until that has been heard, so that its id is not given to another one"
         self.ready.unregister(pidfd)
         os.close(pidfd)
         o = os.waitid(os.P_PID, pid, os.WEXITED|os.WNOWAIT)
-        with suppress(OSError): self.conns[pid].sendall(_word.pack(0, o.si_status if o.si_code == os.CLD_EXITED else -o.si_status))
-        self._hear(self.conns[pid], partial(self._reap, pid))
+        with suppress(OSError): self.conns[pid].sendall(word.pack(0, o.si_status if o.si_code == os.CLD_EXITED else -o.si_status))
+        self.hear(self.conns[pid], partial(self._reap, pid))
 
     def _reap(self, pid, conn):
         self.ready.unregister(conn)
         os.waitpid(pid, 0)
         self.conns.pop(pid).close()
 
+# %% ../../nbs/launch/01_forkserver.ipynb #fk08b
+class Server(Forks):
+    "Of ranks. It ends with the launchers that hold the other ends of its sockets"
+    def __init__(self, sock, mask, printed, env):
+        super().__init__(mask)
+        self.printed,self.env,self.n_launchers = printed,env,0 # env: as at the start
+        self.serve(sock)
+
+    def serve(self, sock):
+        "Hear requests from this socket"
+        self.n_launchers += 1
+        self.hear(sock, self._start)
+
+    def _start(self, sock):
+        text,fds,_,_ = socket.recv_fds(sock, 1, 5)
+        if text: return self.fork(fds[0], socket.socket(fileno=fds[1]), fds[2:], self._is_same)
+        self.n_launchers -= 1
+        if not self.n_launchers: os._exit(0)
+        self.ready.unregister(sock)
+        sock.close()
+
+    def _differ(self, env): return {k for k in {*env, *self.env} if env.get(k) != self.env.get(k)}
+    def _is_same(self, env): return not self._differ(env) & {*Noted.asked, *early}
+
+    def _begin(self, args, env, conn, fds):
+        new = self._differ(env)
+        own = {k: v for k,v in os.environ.items() if k not in new} # imports may have set others
+        res = super()._begin(args, own | {k: env[k] for k in new if k in env}, conn, fds)
+        for i,o in enumerate(self.printed, 1): o and os.write(i, o) # what the imports have printed
+        if hasattr(sys, 'orig_argv'): sys.orig_argv[:] = res
+        return [*res[len(command):]]
+
 early = 'OMP_NUM_THREADS','PYTHONHASHSEED' # read by C code when torch is loaded and when Python starts
 
-def serve(
-    fd:int,   # Of a socket to the launcher
-    argv:list # As in `enter`
-)->list:      # A rank's arguments for `main`: this returns in each rank only
-    "The process of the server"
+def let_go():
+    "Point this process's input and output at nothing"
+    null = os.open(os.devnull, os.O_RDWR)
+    for o in range(3): os.dup2(null, o)
+    os.close(null)
+
+def open_server(
+    fd:int,    # Of a socket to the launcher
+    argv:list, # As in `enter`
+    stays=False # Whether it lets go of the launcher's input and output
+)->Server:
+    "The server, in its process, with the imports; the process ends here if a fork of it would be no rank"
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()) # it ends with the launcher, not before
     sock,env = socket.socket(fileno=fd),dict(os.environ)
     sock.set_inheritable(False)
+    if stays: let_go()
     kept,outs = [os.dup(o) for o in (1,2)],[os.memfd_create(o) for o in ('stdout','stderr')]
     for i,o in enumerate(outs, 1): os.dup2(o, i)
     enter(argv)
@@ -178,7 +229,7 @@ def serve(
     printed = [os.pread(o, 1<<20, 0) for o in outs]
     for i,o in enumerate(kept, 1): os.dup2(o, i)
     for o in (*kept,*outs): os.close(o)
-    return _Server(sock, mask, printed, env).run()
+    return Server(sock, mask, printed, env)
 
 # %% ../../nbs/launch/01_forkserver.ipynb #fk10
 class Forked:
@@ -192,14 +243,14 @@ class Forked:
             return self.returncode
 
     def _hear(self):
-        word = self._conn.recv(_word.size)
-        if not word: # the server has ended
+        told = self._conn.recv(word.size)
+        if not told: # the server has ended
             with suppress(ProcessLookupError): os.kill(self.pid, signal.SIGKILL)
         with suppress(OSError): # it hears that we have heard, and answers by its end
             self._conn.settimeout(5)
             self._conn.sendall(b'.')
             self._conn.recv(1)
-        return _word.unpack(word)[1] if word else -signal.SIGKILL
+        return word.unpack(told)[1] if told else -signal.SIGKILL
 
     def wait(self, timeout=None)->int:
         "Exit status, after waiting for it"
@@ -215,21 +266,23 @@ command = sys.executable,'-u','-m','learnerdist.launch' # By which torchrun star
 
 class ForkServer:
     "The launcher's end: starts the server, and ranks by it"
-    def __init__(self): self.proc,self._key = None,None
+    def __init__(self,
+        sock=None, key=None # Of a server that an earlier launcher has left, its socket and its `key_of`
+    ): self.proc,self._sock,self._key,self._stays = None,sock,key,False
 
     def prepare(self,
         argv:list, # A script, or '-m' and a module; with its arguments
-        env:dict   # Environment of the ranks, as far as it is known
+        env:dict,  # Environment of the ranks, as far as it is known
+        stays=''   # How it stays after this launcher (see `learnerdist.launch.resident`); '': it does not
     ):
         "Start the server for this script, unless it runs already"
-        key = argv[:1+(argv[0] == '-m')],[env.get(o) for o in early]
-        if key == self._key: return
+        if (key := key_of(argv, env)) == self._key: return
         self.close()
-        self._key = key
+        self._key,self._stays = key,bool(stays)
         if not all(hasattr(*o) for o in _needs) or any(o.startswith(_foreign) for o in env): return
         self._sock,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self.proc = subprocess.Popen([*command,'--serve',str(theirs.fileno()),*argv], env=env, pass_fds=[theirs.fileno()],
+            self.proc = subprocess.Popen([*command,'--serve',str(theirs.fileno()),stays,*argv], env=env, pass_fds=[theirs.fileno()],
                                          start_new_session=True)
 
     def start(self,
@@ -239,36 +292,26 @@ class ForkServer:
         "Start a rank"
         if tuple(args[:5]) != (*command,'--worker'): return None
         self.prepare([*args[6:]], env)
-        if self.proc is None or self.proc.poll() is not None: return None
+        if self._sock is None or self.proc and self.proc.poll() is not None: return None
         conn,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, os.fdopen(os.memfd_create('rank'), 'wb') as f, suppress(OSError):
-            pickle.dump((args,env), f)
+            marshal.dump(([*args],env), f)
             f.seek(0)
-            socket.send_fds(self._sock, [b'.'], [f.fileno(),theirs.fileno(),*outs])
-        word = conn.recv(_word.size) or bytes(_word.size)
-        pid,_ = _word.unpack(word)
+            socket.send_fds(self._sock, [b'.'], [f.fileno(),theirs.fileno(),0,*outs])
+        pid,_ = word.unpack(conn.recv(word.size) or bytes(word.size))
         return Forked(args, pid, conn) if pid else None
 
     def close(self):
-        "End the server; ranks go on"
-        if self.proc is None: return
-        self._sock.close()
-        if self.proc.poll() is None: os.killpg(self.proc.pid, signal.SIGKILL)
-        self.proc.wait()
-        self.proc = None
+        "End the server, unless it stays; ranks go on"
+        if self._sock: self._sock.close()
+        if self.proc and not self._stays:
+            if self.proc.poll() is None: os.killpg(self.proc.pid, signal.SIGKILL)
+            self.proc.wait()
+        self.proc = self._sock = self._key = None
+
+def key_of(argv, env)->tuple:
+    "What one server can start: the script without its arguments, and what C code has read"
+    return argv[:1+(argv[0] == '-m')],[env.get(o) for o in early]
 
 _needs = (os,'fork'),(os,'memfd_create'),(os,'pidfd_open'),(socket,'AF_UNIX')
 _foreign = 'LD_PRELOAD','CUDA_INJECTION','NSYS_','PYTHONPROFILEIMPORTTIME' # tools that follow processes, but perhaps no forks
-
-# %% ../../nbs/launch/01_forkserver.ipynb #fk12
-def guess(
-    args:list # Command line of the launcher
-)->tuple: # (the script, or '-m' and a module, with its arguments; the number of processes). (None, 0) if there is no such thing
-    "What ranks will run, before torchrun's options are known"
-    i = next((i for i,o in enumerate(args) if o in ('-m','--module') or o.endswith('.py')), None)
-    if i is None or {'--no-fork-server','--no-python','--no_python','--run-path','--run_path'} & {*args[:i]}: return None,0
-    named,visible = dict(zip(args[:i], args[1:i+1])),os.environ.get('CUDA_VISIBLE_DEVICES')
-    n = next((named[o] for o in ('--nproc','--nproc-per-node','--nproc_per_node') if o in named), '')
-    gpus = named.get('--gpus', visible)
-    n_gpus = len([*Path('/dev').glob('nvidia[0-9]*')]) if gpus is None else len(list(filter(None, gpus.split(','))))
-    return ['-m' if args[i] == '--module' else args[i], *args[i+1:]],int(n) if n.isdigit() else max(n_gpus, 1)

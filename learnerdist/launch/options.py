@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/launch/02_options.ipynb #op02
 import argparse,os
+from contextlib import suppress
 
 import learnerdist
 
@@ -15,6 +16,12 @@ def _count(s):
     "argparse type: how many processes"
     if s.isdigit() and int(s): return int(s)
     raise argparse.ArgumentTypeError(f'{s!r} is no number of processes: give a whole number from 1 up')
+
+def _seconds(s):
+    "argparse type: how long"
+    with suppress(ValueError):
+        if 0 <= float(s) < float('inf'): return float(s)
+    raise argparse.ArgumentTypeError(f'{s!r} is no number of seconds: give 0 or more')
 
 def _gpus(s):
     "argparse type: which GPUs"
@@ -39,12 +46,16 @@ _about = """Run a script or a module on several processes
                   others go on without it within a fit, on one machine; replace: only until the next state in memory
                   of a Checkpoint(…, in_memory=True, resume=True), from which all go on again
   --no-fork-server  Start each rank anew, and not as a fork of one process that has imported what the script imports first
+  --keep-server SECONDS
+                  That process stays after the command, and starts the next one at once: the same script, in the same
+                  place and environment, within so many seconds (default: $PET_KEEP_SERVER). It is left alone, and ends,
+                  where anything that it has read differs; 0 ends it
   --version       Versions of learnerdist and torch
 
 torchrun's options follow."""
 
 def get_parser()->argparse.ArgumentParser:
-    "torchrun's parser with `--nproc`, `--gpus`, `--wait`, `--on-failure`, `--no-fork-server` and `--version`"
+    "torchrun's parser with `--nproc`, `--gpus`, `--wait`, `--on-failure`, `--no-fork-server`, `--keep-server` and `--version`"
     import torch
     from torch.distributed.run import get_args_parser
     res,no_help = get_args_parser(),argparse.SUPPRESS # ours are explained at the beginning
@@ -57,6 +68,7 @@ def get_parser()->argparse.ArgumentParser:
     res.add_argument('--wait', type=float, default=0, help=no_help)
     res.add_argument('--on-failure', choices=('restart','shrink','replace'), default='restart', help=no_help)
     res.add_argument('--no-fork-server', action='store_true', help=no_help)
+    res.add_argument('--keep-server', type=_seconds, default=os.environ.get('PET_KEEP_SERVER'), help=no_help)
     versions = f'learnerdist {learnerdist.__version__}, torch {torch.__version__}'
     res.add_argument('--version', action='version', version=versions, help=no_help)
     return res
