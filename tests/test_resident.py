@@ -1,8 +1,8 @@
 "A fork server that stays after its command: what it starts, when it is left alone, and what ends"
-import json,os,re,resource,signal,subprocess,sys,time
+import os,random,re,resource,signal,subprocess,sys,time
 from pathlib import Path
 import pytest
-from learnerdist.launch.client import ask,circumstances,folder,keep_s
+from learnerdist.launch.client import ask,circumstances,folder,how_to_stay,keep_s
 from learnerdist.launch.resident import Read,noted_files
 from test_forkserver import about,left,root,told,write
 
@@ -38,14 +38,11 @@ def leave_one(folder, *args, **kw):
     wait_for(at(folder).exists)
 
 @pytest.fixture
-def place(tmp_path):
+def place(tmp_path, monkeypatch):
     "A folder for a script and for the server's socket. No process may be left"
     yield tmp_path
-    assert ask(['--keep-server','0']) is not None
-    os.environ['XDG_RUNTIME_DIR'],old = str(tmp_path),os.environ.get('XDG_RUNTIME_DIR')
-    assert ask(['--keep-server','0'])==0
-    os.environ.pop('XDG_RUNTIME_DIR') if old is None else os.environ.update(XDG_RUNTIME_DIR=old)
-    assert left(tmp_path)==[]
+    monkeypatch.setenv('XDG_RUNTIME_DIR', str(tmp_path))
+    assert ask(['--keep-server','0'])==0 and left(tmp_path)==[] and not at(tmp_path).exists()
 
 # --- what it starts -----------------------------------------------------------------------------------------------------------
 
@@ -80,7 +77,7 @@ def test_input_output_arguments_and_status(place):
     for o,arg in zip(outs, ('b','fails','exits')): assert re.fullmatch(rf"two \['{arg}'\] {place} [0-9]+ 2\n", o[1])
     assert len({o[1].split()[-2] for o in outs})==1 # one server
     assert all(o[2].count('on stderr')==2 for o in outs)
-    assert 'failed first: KeyError: ' in outs[1][2] and 'train.py:5' in outs[1][2] and 'ended with exit status 3' in outs[2][2]
+    assert 'failed first: KeyError: ' in outs[1][2] and 'train.py:5' in outs[1][2] and 'failed first: SystemExit: 3' in outs[2][2]
 
 # --- when it is left alone ----------------------------------------------------------------------------------------------------
 
@@ -106,7 +103,7 @@ def mask(place): return dict(preexec_fn=lambda: os.umask(0o77) and None)
 def nice(place): return dict(preexec_fn=lambda: os.nice(1) and None)
 changes = change_env,change_module,change_settings,add_file,hide_module,change_script,install,ignore,limit,mask,nice
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_that_differs_is_left_alone(place):
     "For each change: the next command imports for itself, and leaves a server that the one after it uses"
     write(place, 'my-packages/settings.txt', 'a'), write(place, 'my-packages/lib.py', reads)
@@ -126,7 +123,7 @@ def test_a_server_that_differs_is_left_alone(place):
         env = change(place) or {}
         out,same = run({**env})
         assert not same, change
-        wait_for(lambda: at(place).exists() and at(place).stat().st_ino!=inode)
+        wait_for(lambda old=inode: at(place).exists() and at(place).stat().st_ino!=old)
         assert run({**env})==(out,True), change
         if env: assert run({})[1] is False
 
@@ -164,6 +161,7 @@ def test_a_folder_that_others_can_enter_is_not_used(tmp_path, monkeypatch):
     with folder() as own: assert os.stat(own).st_mode&0o777==0o700
     at(tmp_path).parent.chmod(0o755)
     with pytest.raises(PermissionError, match='chmod 700'), folder(): pass
+    with pytest.raises(PermissionError): how_to_stay(['--keep-server','3','train.py'])
     at(tmp_path).parent.rmdir()
     os.symlink(tmp_path, at(tmp_path).parent)
     with pytest.raises(OSError), folder(): pass
@@ -192,13 +190,12 @@ if len(sys.argv)>1:
     threading.Event().wait()
 '''
 
-def processes(pid):
-    "Of this process: [its launcher's, the resident's, the server's] ids, by a rank's id"
-    parent = lambda pid: int(re.search(r'PPid:\t(\d+)', Path(f'/proc/{pid}/status').read_text())[1])
-    return parent(pid)
+def parent(pid): return int(re.search(r'PPid:\t(\d+)', Path(f'/proc/{pid}/status').read_text())[1])
+
+more_signals = ('TERM',143),('USR1',-10)
 
 @pytest.mark.slow
-@pytest.mark.parametrize('sig,status', [('INT',130),('TERM',143),('KILL',-9),('USR1',-10)])
+@pytest.mark.parametrize('sig,status', [('INT',130), ('KILL',-9), *(pytest.param(*o, marks=pytest.mark.long) for o in more_signals)])
 def test_signals_to_the_command(sig, status, place):
     script = write(place, text=waits)
     leave_one(place, script)
@@ -217,22 +214,30 @@ def test_the_end_of_the_server(who, place):
     leave_one(place, script)
     proc = start(place, script, 'wait')
     pid = int(proc.stdout.readline().split()[-1])
-    server = processes(pid)
+    server = parent(pid)
     os.kill(server if who=='server' else resident_of(server), signal.SIGKILL)
     assert proc.wait(60)==(137 if who=='server' else -9)
     wait_for(lambda: not Path(f'/proc/{pid}').exists())
     proc.communicate()
     assert launch(place, script)[::3]==(0,False)
-    wait_for(at(place).exists)
+    wait_for(lambda: launch(place, script)[::3]==(0,True))
 
 def resident_of(server):
-    for o in Path('/proc').glob('[0-9]*'):
-        if o.joinpath('stat').exists() and processes(o.name)==server and os.getpgid(int(o.name))!=int(o.name): return int(o.name)
+    "The one of its forks that leads no session"
+    found = [int(o) for o in Path(f'/proc/{server}/task/{server}/children').read_text().split()]
+    return next(o for o in found if os.getsid(o)!=o)
 
 @pytest.mark.slow
 def test_it_ends_by_itself(place):
+    "After the seconds, counted from the end of the last command"
     script = write(place, text=waits)
-    leave_one(place, script, s='1')
+    proc = start(place, script, 'wait', s='1')
+    proc.stdout.readline()
+    wait_for(at(place).exists)
+    time.sleep(2)
+    assert at(place).exists()
+    proc.terminate()
+    proc.communicate()
     assert left(place, 30)==[] and not at(place).exists()
 
 @pytest.mark.slow
@@ -263,11 +268,10 @@ def test_a_restart_comes_from_it(place):
 @pytest.mark.long
 def test_a_hundred_starts_and_kills(place):
     "Every second command is killed, at any time; none waits, and the server is the same in the end"
-    import random
     script,rng,pids = write(place, text=waits),random.Random(0),set()
     leave_one(place, script)
     inode = at(place).stat().st_ino
-    for i in range(100):
+    for _ in range(100):
         start_s = time.monotonic()
         code,_,err,same = launch(place, script)
         assert (code,same)==(0,True), err

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Callable
 from .processes import call_on_ranks,check_call,die_with,say,seed_alike,share_of_cores
 from .network import choose_addresses,loopback
-from .client import ask,circumstances,guess,keep_s
-from .forkserver import ForkServer,enter,freeze,open_server
+from .client import ask
+from .forkserver import ForkServer,enter
+from .preload import freeze
+from .resident import serve,start_early
 from .options import get_parser
 from .slurm import check_env,find_task,rank_env
 from ..core.files import whole_file
@@ -208,33 +210,19 @@ def main(
 )->int:                 # Exit status
     "The command `python -m learnerdist.launch`"
     args = sys.argv[1:] if args is None else [*args]
-    if args[:1] == ['--serve']: args,server = _serve(int(args[1]), *args[2:]) # in a fork of this process
+    if args[:1] == ['--serve']: args,server = serve(int(args[1]), *args[2:]) # in a fork of this process
     elif args[:1] != ['--worker']:
         if (status := ask(args)) is not None: return status
         server = ForkServer()
     if args[:1] == ['--worker']: return _worker(int(args[1]), args[2:])
     try:
-        _start_early(server, args)
+        start_early(server, args)
         return _launch(*_parse(args), server)
     except KeyboardInterrupt: return 128 + signal.SIGINT
     finally: server.close()
 
-def _serve(fd, how, *argv):
-    "The process of a fork server. Returns in each fork, with its arguments, and its `ForkServer` if it is a launcher"
-    if not how: return open_server(fd, [*argv]).run(),None
-    from learnerdist.launch.resident import stay
-    return stay(fd, how, [*argv])
-
-def _start_early(server, args):
-    "Let the fork server import while this process imports torch, if `args` look as if ranks will be needed"
-    argv,n = guess(args)
-    if argv is None or 'SLURM_PROCID' in os.environ: return # a rank, perhaps
-    threads = dict(OMP_NUM_THREADS=str(share_of_cores(n))) if n > 1 else {}
-    s = keep_s(args)
-    server.prepare(argv, dict(PYTHONHASHSEED='0', **threads) | os.environ, f'{s} {circumstances(args)}' if s else '')
-    if s and server.proc: say(f'process {server.proc.pid} stays for {s:g} s after this command (--keep-server)')
-
 def _launch(args, task, server):
+    freeze()
     if not (task and task.is_rank): return _launch_agent(args, None if args.no_fork_server else server)
     os.environ.update({k: str(v) for k,v in rank_env(task).items()})
     if task.n_nodes == 1: os.environ.setdefault('GLOO_SOCKET_IFNAME', loopback())
@@ -258,7 +246,6 @@ def _launch_agent(args, server):
     from learnerdist.core.compat import shutdown_s,start_ranks_by
     from learnerdist.core.kept import keep_memory
     from learnerdist.launch.agent import Watch,end_groups,hear_of_ranks
-    freeze()
     if server: start_ranks_by(server.start)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as d:
         args.log_dir = args.log_dir or d

@@ -52,7 +52,7 @@ def circumstances(
     passed_on = [o for o in read('status').splitlines() if o.startswith(_passed_on)]
     spaces = [os.readlink(f'/proc/self/ns/{o}') for o in sorted(os.listdir('/proc/self/ns'))]
     system = *map(read, ('limits','cgroup','oom_score_adj')),os.getpriority(os.PRIO_PROCESS, 0),os.sched_getscheduler(0),place('/')
-    python = sys.executable,place(sys.executable),sys.version,str(sys.flags),sys._xoptions,sys.warnoptions
+    python = sys.executable,place(sys.executable),sys.version,str(sys.flags),sys.orig_argv[:-len(sys.argv)],sys.warnoptions
     env = sorted((k,v) for k,v in os.environ.items() if k not in _of_terminal)
     said = argv and argv[:1+(argv[0] == '-m')],n,os.getcwd(),place('.'),env,python,passed_on,spaces,system
     return hashlib.blake2b(repr(said).encode(errors='surrogateescape'), digest_size=16).hexdigest()
@@ -72,15 +72,22 @@ def folder()->str: # Path, as short as a socket's has to be
         yield f'/proc/self/fd/{fd}'
     finally: os.close(fd)
 
+def how_to_stay(
+    args:list # Command line of the launcher
+)->str:       # Seconds and `circumstances`; '': not at all
+    "What a server has to know that is to stay. OSError if it could not be reached by this user alone"
+    if not (s := keep_s(args)) or not hasattr(os, 'pidfd_open'): return ''
+    with folder(): return f'{s} {circumstances(args)}'
+
 def ask(
     args:list # Command line of the launcher
 )->int:       # Exit status; None if this process has to be the launcher
     "Let a server that has stayed start a launcher for this command, and follow it to its end. One that does not fit ends"
-    s,is_script = keep_s(args),guess(args)[0] is not None
-    if s is None or not (is_script or s == 0) or not hasattr(os, 'pidfd_open'): return None
+    s = keep_s(args)
+    if s is None or s and guess(args)[0] is None or not hasattr(os, 'pidfd_open'): return None
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as conn:
         if pid := _request(conn, args, s): return _follow(pid, conn)
-    return None if is_script else 0
+    return None if options(args)[2] else 0 # `--keep-server 0` by itself
 
 def _request(conn, args, s):
     "The process id of the launcher that has been started; 0 if none"
@@ -101,10 +108,12 @@ def _follow(pid, conn):
     for o in signal.valid_signals() - {getattr(signal, f'SIG{k}') for k in _not_passed}:
         if signal.getsignal(o) != signal.SIG_IGN: signal.signal(o, pass_on)
     conn.settimeout(None)
-    told = conn.recv(word.size)
-    if not told: # the server has been ended
+    told = b''
+    with suppress(ConnectionError): told = conn.recv(word.size)
+    if not told:
+        print('learnerdist.launch: the server that stayed has been ended', file=sys.stderr)
         with suppress(ProcessLookupError): signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     status = word.unpack(told)[1] if told else -signal.SIGKILL
     if status >= 0: return status
-    signal.signal(-status, signal.SIG_DFL)
+    with suppress(OSError): signal.signal(-status, signal.SIG_DFL) # there is none for SIGKILL
     os.kill(os.getpid(), -status)

@@ -6,98 +6,14 @@
 __all__ = []
 
 # %% ../../nbs/launch/01_forkserver.ipynb #fk02
-import gc,marshal,os,selectors,signal,socket,subprocess,sys,threading
+import marshal,os,selectors,signal,socket,subprocess,sys,threading
 from contextlib import suppress
 from functools import partial
 from multiprocessing import connection,process
 from pathlib import Path
 from .client import word
 from .imports import FirstImports
-
-# %% ../../nbs/launch/01_forkserver.ipynb #fk04
-class Noted(type(os.environ)):
-    "`os.environ`, which notes the names that are asked for"
-    asked = set()
-    def __getitem__(self, k):
-        self.asked.add(k)
-        return super().__getitem__(k)
-
-    def __iter__(self):
-        self.asked.add('RANK') # and all others
-        return super().__iter__()
-
-    def items(self): # by which libraries look for names of their own
-        return [(k,super(Noted, self).__getitem__(k)) for k in super().__iter__()]
-
-_of_ranks = 'RANK','LOCAL_','WORLD_SIZE','GROUP_','ROLE_','MASTER_','TORCHELASTIC_'
-
-def _n_open(): return len(os.listdir('/proc/self/fd')) # files, connections, GPUs
-
-def _has_children():
-    try: os.waitid(os.P_ALL, 0, os.WEXITED|os.WNOHANG|os.WNOWAIT)
-    except ChildProcessError: return False
-    return True
-
-def n_threads():
-    "Threads that a fork leaves. Those of numpy's OpenBLAS end before it, and begin again when they are needed"
-    n = len(os.listdir('/proc/self/task'))
-    if n == 1: return 1
-    if not (pid := os.fork()): os._exit(0)
-    os.waitpid(pid, 0)
-    return len(os.listdir('/proc/self/task'))
-
-def is_pure(
-    n_open:int # Descriptors that were open before the first import
-)->bool:
-    "Whether a fork of this process is what a new process would be that has imported the same"
-    traced = sys.gettrace() or sys.getprofile() or hasattr(sys, 'monitoring') and any(map(sys.monitoring.get_tool, range(6)))
-    return not (traced or _has_children() or _n_open() > n_open or n_threads() > 1 or any(o.startswith(_of_ranks) for o in Noted.asked))
-
-# %% ../../nbs/launch/01_forkserver.ipynb #fk06
-_impure,_failed = 3,4
-
-def _load(name, froms): __import__(name, None, None, [*froms])
-
-def _is_loaded(name, froms): return name in sys.modules and all(o in (*vars(sys.modules[name]),'*') for o in froms)
-
-def freeze():
-    "Keep what has been imported from the garbage collector: a process then ends in half the time. With triton it would tell of leaks"
-    if 'triton' not in sys.modules: gc.freeze()
-
-def _try(name, froms, n_open, outs, seen=lambda o: False):
-    "Import in a fork that goes on in place of this process, unless the import has made it impure. False if it fails, where the script ends"
-    sizes = [os.fstat(o).st_size for o in outs]
-    if pid := os.fork():
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if status not in (_impure,_failed): os._exit(0) # the server has ended
-        for o,n in zip(outs, sizes): os.ftruncate(o, n) or os.lseek(o, n, os.SEEK_SET)
-        return status == _impure
-    before = {*Noted.asked}
-    try: _load(name, froms)
-    except BaseException: os._exit(_failed)
-    if not is_pure(n_open) or any(map(seen, Noted.asked-before)): os._exit(_impure)
-    return True
-
-def preload(
-    first:FirstImports,
-    outs:tuple # Descriptors of the files to which this process prints
-)->bool: # Whether torch is imported, and a fork of this process is what it has to be
-    "Import what the script imports first. Another process may return from this"
-    os.environ.__class__,n_open = Noted,_n_open()
-    try:
-        for name,froms in first.found:
-            freeze()
-            if 'torch' in sys.modules and name.partition('.')[0] not in sys.stdlib_module_names and not _is_loaded(name, froms):
-                if not _try(name, froms, n_open, outs): return True
-            else: _load(name, froms)
-            if 'torch' in sys.modules and not is_pure(n_open): return False
-        freeze()
-        if any(map(first.mentions, _trains)) and 'torch' in sys.modules: _try('torch._dynamo', (), n_open, outs, first.mentions)
-    except Exception: return False
-    finally: os.environ.__class__ = Noted.__base__
-    return 'torch' in sys.modules
-
-_trains = 'optim','Learner','DataParallel','DDP' # an optimizer and DDP import torch._dynamo, which takes as long as torch
+from .preload import Noted,preload
 
 # %% ../../nbs/launch/01_forkserver.ipynb #fk08
 def enter(
@@ -110,7 +26,9 @@ def enter(
 class Forks:
     "A process that forks itself on request, and tells how each fork has ended"
     def __init__(self, mask): self.mask,self.conns,self.ready = mask,{},selectors.PollSelector() # mask: of signals, in forks
-    def hear(self, o, func): self.ready.register(o, selectors.EVENT_READ, func)
+    def hear(self, o, func):
+        "Call `func(o)` when `o`, a socket or a descriptor, is ready to read"
+        self.ready.register(o, selectors.EVENT_READ, func)
 
     def select(self)->list:
         "What there is to hear"

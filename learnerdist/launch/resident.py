@@ -9,12 +9,14 @@ __all__ = []
 import builtins,io,marshal,os,socket,struct,sys,time
 from contextlib import contextmanager,suppress
 from importlib import import_module
+from importlib.machinery import PathFinder
 from multiprocessing import connection
 from pathlib import Path
-from .client import folder,word
-from .forkserver import Forks,ForkServer,freeze,key_of,n_threads,open_server
+from .client import folder,guess,how_to_stay,word
+from .forkserver import Forks,ForkServer,key_of,open_server
 from .imports import FirstImports
-from .processes import die_with
+from .preload import freeze,n_threads
+from .processes import die_with,say,share_of_cores
 from ..core.stacks import in_library
 
 # %% ../../nbs/launch/02_resident.ipynb #rs04
@@ -61,12 +63,9 @@ class Read:
 
     def _is_hidden(self):
         "Whether a user's file would be imported in place of one of these modules"
-        tops = {k: getattr(o, '__file__', None) for k,o in [*sys.modules.items()] if '.' not in k}
-        for at in (o or '.' for o in sys.path if not in_library(o)):
-            with suppress(OSError):
-                here = os.path.join(os.path.abspath(at), '')
-                if not all((tops.get(o.partition('.')[0]) or here).startswith(here) for o in os.listdir(at)): return True
-        return False
+        tops = {k: o.__file__ for k,o in [*sys.modules.items()] if '.' not in k and getattr(o, '__file__', None)}
+        own = {e.partition('.')[0] for o in sys.path if not in_library(o) and os.path.isdir(o or '.') for e in os.listdir(o or '.')}
+        return any(getattr(PathFinder.find_spec(o, sys.path), 'origin', None) != tops[o] for o in own & {*tops} - {'__main__'})
 
 _of_system = '/proc/','/sys/','/dev/'
 
@@ -78,10 +77,12 @@ class Resident(Forks):
         mask,       # As in `Forks`
         read:Read,
         about:str,  # `circumstances` of the first command
-        s:float     # Seconds
+        s:float,    # Seconds
+        first:int   # Process id of the first launcher
     ):
         super().__init__(mask)
         self.sock,self.read,self.about,self.s = sock,read,about,s
+        with suppress(ProcessLookupError): self.hear(os.pidfd_open(first), self._first_ended)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with folder() as at:
             self.listener.bind(own := f'{at}/{os.getpid()}')
@@ -92,11 +93,15 @@ class Resident(Forks):
 
     def select(self):
         "As of `Forks`; the process ends when no command has come in time, or the last one has ended after `_leave`"
-        while self.conns or self.listener:
-            ready = self.ready.select(None if self.conns else self.s)
+        while (busy := len(self.ready.get_map()) > bool(self.listener)) or self.listener:
+            ready = self.ready.select(None if busy else self.s)
             if ready: return ready
             self._leave()
         os._exit(0)
+
+    def _first_ended(self, pidfd):
+        self.ready.unregister(pidfd)
+        os.close(pidfd)
 
     def _accept(self, listener):
         conn,_ = listener.accept()
@@ -140,7 +145,7 @@ def stay(
     argv:list # As in `enter`
 )->tuple:     # In a rank: its arguments, None; in a launcher: its arguments, the `ForkServer`
     "The process of a server that stays, and of one beside it that starts launchers"
-    opened,since_ns,(s,about) = set(),time.time_ns(),how.split()
+    opened,since_ns,first,(s,about) = set(),time.time_ns(),os.getppid(),how.split()
     with noted_files(opened):
         server = open_server(fd, argv, True)
         here,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -154,5 +159,26 @@ def stay(
             if n_threads() > 1: os._exit(0)
     freeze()
     if here.fileno() < 0: return server.run(),None
-    resident = Resident(here, server.mask, Read(opened, argv, since_ns), about, float(s))
+    resident = Resident(here, server.mask, Read(opened, argv, since_ns), about, float(s), first)
     return resident.run(),ForkServer(here, key_of(argv, server.env))
+
+def serve(
+    fd:int,   # As of `stay`
+    how:str,  # As of `stay`; '': the server ends with the launcher
+    *argv:str # As in `enter`
+)->tuple:     # As of `stay`
+    "The process of a fork server. Returns in each fork"
+    return stay(fd, how, [*argv]) if how else (open_server(fd, [*argv]).run(),None)
+
+def start_early(
+    server:ForkServer,
+    args:list # Command line of the launcher
+):
+    "Let the server import while this process imports torch, if `args` look as if ranks will be needed"
+    argv,n = guess(args)
+    if argv is None or 'SLURM_PROCID' in os.environ: return # a rank, perhaps
+    threads = dict(OMP_NUM_THREADS=str(share_of_cores(n))) if n > 1 else {}
+    try: how = how_to_stay(args)
+    except OSError as e: how = say(f'--keep-server: {e}') or ''
+    server.prepare(argv, dict(PYTHONHASHSEED='0', **threads) | os.environ, how)
+    if how and server.proc: say(f'process {server.proc.pid} stays for {float(how.split()[0]):g} s after this command (--keep-server)')
