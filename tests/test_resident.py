@@ -237,8 +237,29 @@ def test_it_ends_by_itself(place):
     time.sleep(2)
     assert at(place).exists()
     proc.terminate()
-    proc.communicate()
+    assert 'stays for 1 s' in proc.communicate()[1]
     assert left(place, 30)==[] and not at(place).exists()
+
+@pytest.mark.slow
+def test_nothing_stays(place):
+    "It says so, and is as without the option"
+    code,out,err,_ = launch(place, write(place, text='import os\nos.environ["A"] = "b"\nimport torch\nprint(os.environ["RANK"])'))
+    assert code==0 and sorted(out.splitlines())==['0','[r1] 1'] and 'nothing stays, since the script does not begin with imports' in err
+
+@pytest.mark.slow
+def test_a_server_that_does_not_answer(place):
+    script = write(place, text=waits)
+    leave_one(place, script)
+    proc = start(place, script, 'wait')
+    resident = resident_of(parent(int(proc.stdout.readline().split()[-1])))
+    os.kill(resident, signal.SIGSTOP)
+    with open(place/'said', 'w') as f:
+        args = [*launcher,'--nproc','2','--keep-server','60',script]
+        assert subprocess.run(args, env=env_of(place), cwd=place, stdin=subprocess.DEVNULL, stdout=f, stderr=f, timeout=60).returncode==1
+    assert f'kill -9 {resident}' in (place/'said').read_text()
+    os.kill(resident, signal.SIGCONT)
+    proc.terminate()
+    proc.communicate()
 
 @pytest.mark.slow
 def test_two_commands_at_once_and_a_third_that_differs(place):

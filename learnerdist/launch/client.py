@@ -36,7 +36,7 @@ def keep_s(
 )->float:     # None: not asked for
     "For how many seconds the fork server is to stay after this command"
     s = None if 'SLURM_PROCID' in os.environ else options(args)[0].get('--keep-server', os.environ.get('PET_KEEP_SERVER'))
-    with suppress(TypeError, ValueError): return float(s)
+    with suppress(TypeError, ValueError): return float(s) if 0 <= float(s) < float('inf') else None
 
 _passed_on = 'Umask','Uid','Gid','Groups','TracerPid','SigBlk','SigIgn','Cap','NoNewPrivs','Seccomp','Cpus_allowed','Mems_allowed','THP'
 _of_terminal = '_','SHLVL','OLDPWD','COLUMNS','LINES','WINDOWID','SSH_TTY','SSH_CONNECTION','SSH_CLIENT','XDG_SESSION_ID','TMUX_PANE'
@@ -97,7 +97,10 @@ def _request(conn, args, s):
         f.write(marshal.dumps((args,dict(os.environ))))
         f.seek(0)
         socket.send_fds(conn, [marshal.dumps((circumstances(args) if s else '',s))], [f.fileno(),0,1,2])
-        return word.unpack(conn.recv(word.size) or bytes(word.size))[0]
+        try: return word.unpack(conn.recv(word.size) or bytes(word.size))[0]
+        except TimeoutError: # it may still start a launcher, so this process must not be another one
+            server = struct.unpack('3i', conn.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+            sys.exit(f'learnerdist.launch: process {server}, which has stayed (--keep-server), does not answer: end it by kill -9 {server}')
 
 _not_passed = 'KILL','STOP','CHLD','CONT','TSTP','TTIN','TTOU','WINCH','SEGV','BUS','FPE','ILL','ABRT','TRAP','SYS','PIPE'
 

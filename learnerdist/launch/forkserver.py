@@ -14,6 +14,7 @@ from pathlib import Path
 from .client import word
 from .imports import FirstImports
 from .preload import Noted,preload
+from .processes import say
 
 # %% ../../nbs/launch/01_forkserver.ipynb #fk08
 def enter(
@@ -186,7 +187,7 @@ class ForkServer:
     "The launcher's end: starts the server, and ranks by it"
     def __init__(self,
         sock=None, key=None # Of a server that an earlier launcher has left, its socket and its `key_of`
-    ): self.proc,self._sock,self._key,self._stays = None,sock,key,False
+    ): self.proc,self._sock,self._key,self._stays = None,sock,key,0
 
     def prepare(self,
         argv:list, # A script, or '-m' and a module; with its arguments
@@ -195,8 +196,9 @@ class ForkServer:
     ):
         "Start the server for this script, unless it runs already"
         if (key := key_of(argv, env)) == self._key: return
+        self._stays = 0 # the guess was wrong
         self.close()
-        self._key,self._stays = key,bool(stays)
+        self._key,self._stays = key,float(stays.split()[0]) if stays else 0
         if not all(hasattr(*o) for o in _needs) or any(o.startswith(_foreign) for o in env): return
         self._sock,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -222,7 +224,10 @@ class ForkServer:
     def close(self):
         "End the server, unless it stays; ranks go on"
         if self._sock: self._sock.close()
-        if self.proc and not self._stays:
+        if self.proc and self._stays:
+            if self.proc.poll() is None: say(f'process {self.proc.pid} stays for {self._stays:g} s, for the next command (--keep-server)')
+            else: say('--keep-server: nothing stays, since the script does not begin with imports, torch among them')
+        elif self.proc:
             if self.proc.poll() is None: os.killpg(self.proc.pid, signal.SIGKILL)
             self.proc.wait()
         self.proc = self._sock = self._key = None

@@ -181,4 +181,3 @@ def start_early(
     try: how = how_to_stay(args)
     except OSError as e: how = say(f'--keep-server: {e}') or ''
     server.prepare(argv, dict(PYTHONHASHSEED='0', **threads) | os.environ, how)
-    if how and server.proc: say(f'process {server.proc.pid} stays for {float(how.split()[0]):g} s after this command (--keep-server)')
