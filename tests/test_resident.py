@@ -61,8 +61,8 @@ def test_its_ranks_are_what_python_starts(place):
     for (_,_,a),(_,_,b) in zip(seen['60'], seen['0']): assert {k: (v,b[k]) for k,v in a.items() if v!=b[k]}=={}
 
 asks = '''import torch
-import os,sys
-if os.environ['RANK']=='0': print(sys.stdin.read(), sys.argv[1:], os.getcwd(), os.getppid(), os.environ['SHLVL'])
+import gc,os,sys
+if os.environ['RANK']=='0': print(sys.stdin.read(), gc.get_freeze_count()>0, sys.argv[1:], os.getcwd(), os.getppid(), os.environ['SHLVL'])
 print('on stderr', file=sys.stderr)
 if 'fails' in sys.argv: raise KeyError('no data')
 if 'exits' in sys.argv: sys.exit(3)
@@ -74,7 +74,7 @@ def test_input_output_arguments_and_status(place):
     leave_one(place, script, 'a', text='one', SHLVL='1')
     outs = [launch(place, script, *o, text='two', SHLVL='2') for o in (['b'],['fails'],['exits'])]
     assert all(o[3] for o in outs) and [o[0] for o in outs]==[0,1,3]
-    for o,arg in zip(outs, ('b','fails','exits')): assert re.fullmatch(rf"two \['{arg}'\] {place} [0-9]+ 2\n", o[1])
+    for o,arg in zip(outs, ('b','fails','exits')): assert re.fullmatch(rf"two True \['{arg}'\] {place} [0-9]+ 2\n", o[1])
     assert len({o[1].split()[-2] for o in outs})==1 # one server
     assert all(o[2].count('on stderr')==2 for o in outs)
     assert 'failed first: KeyError: ' in outs[1][2] and 'train.py:5' in outs[1][2] and 'failed first: SystemExit: 3' in outs[2][2]
@@ -300,6 +300,6 @@ def test_a_hundred_starts_and_kills(place):
         proc = start(place, script, 'wait')
         time.sleep(rng.random()*.6)
         proc.send_signal(rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
-        proc.communicate(timeout=60)
-        assert proc.returncode in (-9,-15,-2,130,143)
+        _,err = proc.communicate(timeout=60)
+        assert proc.returncode in (-9,-15,-2,130,143) or 'Fatal Python error' in err, err # the last: Ctrl-C while Python starts
     assert at(place).stat().st_ino==inode and max(pids)<30

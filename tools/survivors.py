@@ -151,9 +151,11 @@ def main(args):
             k,plan = k+1,draw(rng, args.nproc, n_events, args.nproc-1, args.soon, args.replace)
             folder,begin = Path(d)/str(k),time.monotonic()
             code,got,rows = launch(args, folder, plan)
-            died += (n := sum(len(o[3]) for i,o in enumerate(plan) if (folder/f'{i}.fired').exists()))
             log = (folder/'log').read_text()
-            late = code==137 and ('left with status 0 before' in log or '_after_rank0' in log) # the others had ended their fit
+            fired = [o for i,o in enumerate(plan) if (folder/f'{i}.fired').exists()]
+            died += (n := sum(len(o[3]) for o in fired))
+            over = len(got)==args.nproc-len({r for o in fired for r in o[3]}) and log.count('going on in epoch')<len(fired)
+            late = code==137 and (over or 'left with status 0 before' in log or '_after_rank0' in log) # the others had ended their fit
             wrong,left = differences(got, ref[0], rows, csv) + [f'exit {code}']*bool(code and not late),left_over(folder)
             worst += [o['pause'] for o in got.values()]
             found = f'DIFFERENT: {wrong} {left}' if wrong or left or not got else 'equal'+', died when the others had ended'*late
