@@ -157,9 +157,9 @@ def main(args):
             over = len(got)==args.nproc-len({r for o in fired for r in o[3]}) and log.count('going on in epoch')<len(fired)
             late = code==137 and (over or 'left with status 0 before' in log or '_after_rank0' in log) # the others had ended their fit
             wrong,left = differences(got, ref[0], rows, csv) + [f'exit {code}']*bool(code and not late),left_over(folder)
-            worst += [o['pause'] for o in got.values()]
-            found = f'DIFFERENT: {wrong} {left}' if wrong or left or not got else 'equal'+', died when the others had ended'*late
-            still,took = max(worst[-len(got):], default=0),time.monotonic()-begin
+            worst += (stood := [o['pause'] for o in got.values()])
+            found = f'DIFFERENT: {wrong} {left}' if wrong or left or not (got or late) else 'equal'+', died when the others had ended'*late
+            still,took = max(stood, default=0),time.monotonic()-begin
             print(f'{k}: {plan}: {n} died, {still:.2f} s, {took:.0f} s in all, {found}', flush=True)
             if found[0]=='D':
                 bad.append(k)
