@@ -3,6 +3,7 @@ import os,random,re,resource,signal,subprocess,sys,time
 from pathlib import Path
 import pytest
 from learnerdist.launch.client import ask,circumstances,folder,how_to_stay,keep_s
+from learnerdist.launch.imports import FirstImports
 from learnerdist.launch.resident import Read,noted_files
 from test_forkserver import about,left,root,told,write
 
@@ -81,7 +82,7 @@ def test_input_output_arguments_and_status(place):
 
 # --- when it is left alone ----------------------------------------------------------------------------------------------------
 
-uses = 'import torch\nimport lib\nimport os\nif os.environ["RANK"]=="0": print(lib.value)'
+uses = 'import torch\nimport lib,own\nimport os\nif os.environ["RANK"]=="0": print(lib.value, own.name)\n'
 reads = '''import os
 from pathlib import Path
 here = Path(__file__).parent
@@ -96,17 +97,23 @@ def change_settings(place): (place/'my-packages/settings.txt').write_text('b')
 def add_file(place): (place/'my-packages/later.txt').write_text('b')
 def hide_module(place): (place/'lib.py').write_text('value = "the user\'s own"')
 def change_script(place): (place/'train.py').write_text('import torch\nimport wave\n'+uses.partition('\n')[2])
+def change_own(place):
+    (place/'own.py').write_text('name = "changed"')
+    return True
+def edit_script(place):
+    (place/'train.py').write_text((place/'train.py').read_text()+'print("edited")')
+    return True
 def install(place): (place/'my-packages/other.py').write_text('')
 def ignore(place): return dict(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
 def limit(place): return dict(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0)))
 def mask(place): return dict(preexec_fn=lambda: os.umask(0o77) and None)
 def nice(place): return dict(preexec_fn=lambda: os.nice(1) and None)
-changes = change_env,change_module,change_settings,add_file,hide_module,change_script,install,ignore,limit,mask,nice
+changes = change_own,edit_script,change_env,change_module,change_settings,add_file,hide_module,change_script,install,ignore,limit,mask,nice
 
 @pytest.mark.long
 def test_a_server_that_differs_is_left_alone(place):
     "For each change: the next command imports for itself, and leaves a server that the one after it uses"
-    write(place, 'my-packages/settings.txt', 'a'), write(place, 'my-packages/lib.py', reads)
+    write(place, 'own.py', 'name = ""'), write(place, 'my-packages/settings.txt', 'a'), write(place, 'my-packages/lib.py', reads)
     paths,script = f"{root}:{place/'my-packages'}",write(place, text=uses)
     def run(env):
         prepare = env.pop('preexec_fn', None)
@@ -121,6 +128,10 @@ def test_a_server_that_differs_is_left_alone(place):
         assert before[1], change
         inode = at(place).stat().st_ino
         env = change(place) or {}
+        if env is True: # what is the user's own is read anew by each rank
+            out,same = run({})
+            assert same and out!=before[0], change
+            continue
         out,same = run({**env})
         assert not same, change
         wait_for(lambda old=inode: at(place).exists() and at(place).stat().st_ino!=old)
@@ -176,8 +187,16 @@ def test_notes_of_files(tmp_path):
         sys.modules[__name__].kept = open
     assert found=={str(a),str(b)} and sys.modules[__name__].kept is opened is open
     script = write(tmp_path, text='import torch')
-    read = Read(found, [str(script)], time.time_ns()+10**9)
-    assert read.holds() and not Read(found, [str(script)], 0).holds() # files are younger than the imports
+    args,now = [str(script)],time.time_ns()+10**9
+    first = FirstImports(args, sys.path)
+    read = Read({*found,str(script)}, args, first, now)
+    assert read.holds() and not Read(found, args, first, 0).holds() # files are younger than the imports
+    script.write_text('import torch\nprint(1)')
+    assert read.holds() # the user's own are read anew
+    script.write_text('import torch\nimport wave')
+    assert not read.holds()
+    script.write_text('import torch')
+    assert read.holds()
     a.write_text('')
     assert not read.holds()
 
@@ -239,6 +258,36 @@ def test_it_ends_by_itself(place):
     proc.terminate()
     assert 'stays for 1 s' in proc.communicate()[1]
     assert left(place, 30)==[] and not at(place).exists()
+
+@pytest.mark.slow
+def test_two_first_commands_at_once(place):
+    "One server is left of two, and none that nobody finds"
+    script = write(place, text=waits)
+    for o in [start(place, script, LR=lr) for lr in '12']: assert o.communicate(timeout=120) and o.returncode==0
+    wait_for(at(place).exists)
+    time.sleep(3) # the other one may come later
+
+@pytest.mark.slow
+def test_an_idle_one_ends_by_a_signal(place):
+    script = write(place, text='import torch\nimport os\nprint(os.getppid())')
+    code,out,_,_ = launch(place, script)
+    wait_for(at(place).exists)
+    time.sleep(.5) # it has been idle for a while
+    os.kill(resident_of(int(out.split()[-1])), signal.SIGTERM)
+    assert code==0 and left(place, 10)==[]
+    at(place).unlink()
+
+@pytest.mark.slow
+def test_closed_input_and_exit_hooks(place):
+    "Without an input or an output a command is its own launcher. Exit hooks of a library run in ranks only"
+    write(place, 'my-packages/lib.py', 'import atexit,os\natexit.register(lambda: print("hook of", os.environ.get("RANK")))')
+    script,paths = write(place, text='import torch\nimport lib\nimport sys\nprint(sys.stdin is None)'),f"{root}:{place/'my-packages'}"
+    leave_one(place, script, PYTHONPATH=paths)
+    code,out,_,same = launch(place, script, PYTHONPATH=paths)
+    assert (code,same)==(0,True) and sorted(out.splitlines())==['False','[r1] False','[r1] hook of 1','hook of 0']
+    args = ' '.join(map(str, [*launcher,'--nproc','2','--keep-server','60',script,'<&-']))
+    res = subprocess.run(['sh','-c',args], env=env_of(place, PYTHONPATH=paths), cwd=place, capture_output=True, text=True, timeout=60)
+    assert res.returncode==0 and '\nTrue\n' in '\n'+res.stdout, res
 
 @pytest.mark.slow
 def test_nothing_stays(place):

@@ -15,7 +15,7 @@ from .network import choose_addresses,loopback
 from .client import ask
 from .forkserver import ForkServer,enter
 from .preload import freeze
-from .resident import serve,start_early
+from .resident import end_with,serve,start_early
 from .options import get_parser
 from .slurm import check_env,find_task,rank_env
 from ..core.files import whole_file
@@ -210,11 +210,13 @@ def main(
 )->int:                 # Exit status
     "The command `python -m learnerdist.launch`"
     args = sys.argv[1:] if args is None else [*args]
-    if args[:1] == ['--serve']: args,server = serve(int(args[1]), *args[2:]) # in a fork of this process
-    elif args[:1] != ['--worker']:
-        if (status := ask(args)) is not None: return status
-        server = ForkServer()
+    if args[:1] == ['--serve']:
+        args,server = serve(int(args[1]), *args[2:]) # in a fork of this process
+        if server: end_with(lambda: _launcher(args, server))
     if args[:1] == ['--worker']: return _worker(int(args[1]), args[2:])
+    return _launcher(args, ForkServer()) if (status := ask(args)) is None else status
+
+def _launcher(args, server):
     try:
         start_early(server, args)
         return _launch(*_parse(args), server)

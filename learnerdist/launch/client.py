@@ -36,7 +36,7 @@ def keep_s(
 )->float:     # None: not asked for
     "For how many seconds the fork server is to stay after this command"
     s = None if 'SLURM_PROCID' in os.environ else options(args)[0].get('--keep-server', os.environ.get('PET_KEEP_SERVER'))
-    with suppress(TypeError, ValueError): return float(s) if 0 <= float(s) < float('inf') else None
+    with suppress(TypeError, ValueError): return min(float(s), 1e6) if 0 <= float(s) < float('inf') else None
 
 _passed_on = 'Umask','Uid','Gid','Groups','TracerPid','SigBlk','SigIgn','Cap','NoNewPrivs','Seccomp','Cpus_allowed','Mems_allowed','THP'
 _of_terminal = '_','SHLVL','OLDPWD','COLUMNS','LINES','WINDOWID','SSH_TTY','SSH_CONNECTION','SSH_CLIENT','XDG_SESSION_ID','TMUX_PANE'
@@ -47,12 +47,14 @@ def circumstances(
     "All that processes of this command take over from the shell and from the system, and the script"
     argv,n = guess(args)
     def read(o):
-        with open(f'/proc/self/{o}') as f: return f.read()
+        with suppress(OSError), open(f'/proc/self/{o}') as f: return f.read()
     def place(o): return os.stat(o)[1:3] # inode and device
     passed_on = [o for o in read('status').splitlines() if o.startswith(_passed_on)]
     spaces = [os.readlink(f'/proc/self/ns/{o}') for o in sorted(os.listdir('/proc/self/ns'))]
-    system = *map(read, ('limits','cgroup','oom_score_adj')),os.getpriority(os.PRIO_PROCESS, 0),os.sched_getscheduler(0),place('/')
-    python = sys.executable,place(sys.executable),sys.version,str(sys.flags),sys.orig_argv[:-len(sys.argv)],sys.warnoptions
+    memory = [o.split()[1] for o in (read('numa_maps') or '').splitlines()[:1]] # as numactl sets it
+    rank = os.getpriority(os.PRIO_PROCESS, 0),os.sched_getscheduler(0),os.sched_getparam(0).sched_priority
+    system = *map(read, ('limits','cgroup','oom_score_adj','personality','coredump_filter','attr/current')),memory,rank,place('/')
+    python = sys.executable,place(sys.executable),sys.version,str(sys.flags),sys.orig_argv[:-len(sys.argv)],sys.warnoptions,sys.path[1:]
     env = sorted((k,v) for k,v in os.environ.items() if k not in _of_terminal)
     said = argv and argv[:1+(argv[0] == '-m')],n,os.getcwd(),place('.'),env,python,passed_on,spaces,system
     return hashlib.blake2b(repr(said).encode(errors='surrogateescape'), digest_size=16).hexdigest()
@@ -84,15 +86,18 @@ def ask(
 )->int:       # Exit status; None if this process has to be the launcher
     "Let a server that has stayed start a launcher for this command, and follow it to its end. One that does not fit ends"
     s = keep_s(args)
-    if s is None or s and guess(args)[0] is None or not hasattr(os, 'pidfd_open'): return None
+    if s is None or s and guess(args)[0] is None or not hasattr(os, 'pidfd_open') or not all(map(_is_open, range(3))): return None
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as conn:
         if pid := _request(conn, args, s): return _follow(pid, conn)
     return None if options(args)[2] else 0 # `--keep-server 0` by itself
 
+def _is_open(fd):
+    with suppress(OSError): return bool(os.fstat(fd))
+
 def _request(conn, args, s):
     "The process id of the launcher that has been started; 0 if none"
     conn.settimeout(10)
-    with suppress(ConnectionError, FileNotFoundError, PermissionError), open(os.memfd_create('launch'), 'wb') as f:
+    with suppress(OSError), open(os.memfd_create('launch'), 'wb') as f:
         with folder() as at: conn.connect(f'{at}/server')
         f.write(marshal.dumps((args,dict(os.environ))))
         f.seek(0)
@@ -107,7 +112,8 @@ _not_passed = 'KILL','STOP','CHLD','CONT','TSTP','TTIN','TTOU','WINCH','SEGV','B
 def _follow(pid, conn):
     "Pass signals on to this process, and end as it does"
     pidfd = os.pidfd_open(pid)
-    pass_on = lambda sig,_: signal.pidfd_send_signal(pidfd, sig)
+    def pass_on(sig, _):
+        with suppress(ProcessLookupError): signal.pidfd_send_signal(pidfd, sig)
     for o in signal.valid_signals() - {getattr(signal, f'SIG{k}') for k in _not_passed}:
         if signal.getsignal(o) != signal.SIG_IGN: signal.signal(o, pass_on)
     conn.settimeout(None)
@@ -115,7 +121,7 @@ def _follow(pid, conn):
     with suppress(ConnectionError): told = conn.recv(word.size)
     if not told:
         print('learnerdist.launch: the server that stayed has been ended', file=sys.stderr)
-        with suppress(ProcessLookupError): signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        pass_on(signal.SIGKILL, None)
     status = word.unpack(told)[1] if told else -signal.SIGKILL
     if status >= 0: return status
     with suppress(OSError): signal.signal(-status, signal.SIG_DFL) # there is none for SIGKILL

@@ -94,9 +94,9 @@ class Forks:
 # %% ../../nbs/launch/01_forkserver.ipynb #fk08b
 class Server(Forks):
     "Of ranks. It ends with the launchers that hold the other ends of its sockets"
-    def __init__(self, sock, mask, printed, env):
+    def __init__(self, sock, mask, printed, env, first):
         super().__init__(mask)
-        self.printed,self.env,self.n_launchers = printed,env,0 # env: as at the start
+        self.printed,self.env,self.first,self.n_launchers = printed,env,first,0 # env: as at the start; first: `FirstImports`
         self.serve(sock)
 
     def serve(self, sock):
@@ -144,11 +144,11 @@ def open_server(
     kept,outs = [os.dup(o) for o in (1,2)],[os.memfd_create(o) for o in ('stdout','stderr')]
     for i,o in enumerate(outs, 1): os.dup2(o, i)
     enter(argv)
-    if not preload(FirstImports(argv, sys.path), outs): os._exit(0)
+    if not preload(first := FirstImports(argv, sys.path), outs): os._exit(0)
     printed = [os.pread(o, 1<<20, 0) for o in outs]
     for i,o in enumerate(kept, 1): os.dup2(o, i)
     for o in (*kept,*outs): os.close(o)
-    return Server(sock, mask, printed, env)
+    return Server(sock, mask, printed, env, first)
 
 # %% ../../nbs/launch/01_forkserver.ipynb #fk10
 class Forked:
@@ -225,7 +225,8 @@ class ForkServer:
         "End the server, unless it stays; ranks go on"
         if self._sock: self._sock.close()
         if self.proc and self._stays:
-            if self.proc.poll() is None: say(f'process {self.proc.pid} stays for {self._stays:g} s, for the next command (--keep-server)')
+            what = f'process {self.proc.pid} stays for {self._stays:g} s, for the next command; --keep-server 0 ends it'
+            if self.proc.poll() is None: say(what)
             else: say('--keep-server: nothing stays, since the script does not begin with imports, torch among them')
         elif self.proc:
             if self.proc.poll() is None: os.killpg(self.proc.pid, signal.SIGKILL)

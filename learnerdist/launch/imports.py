@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/01_imports.ipynb #im02
-import ast,sys
+import ast,os,sys
 from importlib.machinery import PathFinder,SourceFileLoader
 from importlib.util import resolve_name
 from pathlib import Path
@@ -29,7 +29,7 @@ class FirstImports:
         argv:list, # A script, or '-m' and a module; its arguments may follow
         path:list  # Where modules are looked for, as in `sys.path`
     ):
-        self.path,self.texts,self._seen = path,[],set()
+        self.path,self.texts,self.files,self._seen = path,[],set(),set()
         self.found = [] # (module, names imported from it) in order, without the user's own
         try: self._own(argv[1], ['__main__']) if argv[0] == '-m' else self._follow(argv[0], '')
         except (OSError, SyntaxError, ValueError, ImportError): self.found = []
@@ -40,6 +40,7 @@ class FirstImports:
 
     def _follow(self, file, package):
         "Read a file; whether it does nothing but import"
+        self.files.add(os.path.abspath(file))
         self.texts.append(Path(file).read_bytes())
         return all(self._passes(o, package) for o in ast.parse(self.texts[-1]).body)
 

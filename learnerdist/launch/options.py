@@ -68,7 +68,7 @@ def get_parser()->argparse.ArgumentParser:
     res.add_argument('--wait', type=float, default=0, help=no_help)
     res.add_argument('--on-failure', choices=('restart','shrink','replace'), default='restart', help=no_help)
     res.add_argument('--no-fork-server', action='store_true', help=no_help)
-    res.add_argument('--keep-server', type=_seconds, default=os.environ.get('PET_KEEP_SERVER'), help=no_help)
+    res.add_argument('--keep-server', type=_seconds, default=os.environ.get('PET_KEEP_SERVER') or None, help=no_help)
     versions = f'learnerdist {learnerdist.__version__}, torch {torch.__version__}'
     res.add_argument('--version', action='version', version=versions, help=no_help)
     return res

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/02_resident.ipynb #rs02
-import builtins,io,marshal,os,socket,struct,sys,time
+import builtins,fcntl,io,marshal,os,signal,socket,struct,sys,time,traceback
 from contextlib import contextmanager,suppress
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -47,12 +47,13 @@ class Read:
     def __init__(self,
         opened:set, # Paths, from `noted_files`
         argv:list,  # A script, or '-m' and a module
-        since_ns:int # Time at which the first of them may have been read
+        first:FirstImports, # Of it, as they were imported. The user's own files were only looked at
+        since_ns:int # Time at which the first file may have been read
     ):
-        self.argv,self.first = argv,FirstImports(argv, sys.path).found
+        self.argv,self.first = argv,first.found
         mods = {getattr(o, '__file__', None) for o in [*sys.modules.values()]}
         maps = {o.split(None, 5)[-1] for o in Path('/proc/self/maps').read_text().splitlines() if '/' in o}
-        mine = {o for o in filter(None, {*opened, *mods, *maps}) if o.startswith('/') and not o.startswith(_of_system)}
+        mine = {o for o in filter(None, {*opened-first.files, *mods, *maps}) if o.startswith('/') and not o.startswith(_of_system)}
         self.marks = {o: mark(o) for o in {*mine, *filter(in_library, sys.path)}}
         self.late = any(o and o[-1] > since_ns for o in self.marks.values())
 
@@ -70,6 +71,8 @@ class Read:
 _of_system = '/proc/','/sys/','/dev/'
 
 # %% ../../nbs/launch/02_resident.ipynb #rs06
+_ends_it = signal.SIGTERM,signal.SIGHUP
+
 class Resident(Forks):
     "Starts a launcher for each command that fits, as long as one comes within `s` seconds of the end of the one before"
     def __init__(self,
@@ -84,7 +87,9 @@ class Resident(Forks):
         self.sock,self.read,self.about,self.s = sock,read,about,s
         with suppress(ProcessLookupError): self.hear(os.pidfd_open(first), self._first_ended)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with folder() as at:
+        with folder() as at, open(f'{at}/lock', 'w') as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other: other.connect(f'{at}/server') # it leaves
             self.listener.bind(own := f'{at}/{os.getpid()}')
             self.listener.listen()
             os.rename(own, f'{at}/server')
@@ -94,7 +99,9 @@ class Resident(Forks):
     def select(self):
         "As of `Forks`; the process ends when no command has come in time, or the last one has ended after `_leave`"
         while (busy := len(self.ready.get_map()) > bool(self.listener)) or self.listener:
+            signal.pthread_sigmask(signal.SIG_BLOCK if busy else signal.SIG_UNBLOCK, _ends_it)
             ready = self.ready.select(None if busy else self.s)
+            signal.pthread_sigmask(signal.SIG_BLOCK, _ends_it)
             if ready: return ready
             self._leave()
         os._exit(0)
@@ -159,7 +166,8 @@ def stay(
             if n_threads() > 1: os._exit(0)
     freeze()
     if here.fileno() < 0: return server.run(),None
-    resident = Resident(here, server.mask, Read(opened, argv, since_ns), about, float(s), first)
+    for o in _ends_it: signal.getsignal(o) == signal.SIG_IGN or signal.signal(o, signal.SIG_DFL)
+    resident = Resident(here, server.mask, Read(opened, argv, server.first, since_ns), about, float(s), first)
     return resident.run(),ForkServer(here, key_of(argv, server.env))
 
 def serve(
@@ -169,6 +177,18 @@ def serve(
 )->tuple:     # As of `stay`
     "The process of a fork server. Returns in each fork"
     return stay(fd, how, [*argv]) if how else (open_server(fd, [*argv]).run(),None)
+
+def end_with(
+    func # Returns the exit status
+):
+    "Call a launcher's main function, and end this process without the exit hooks of what the script imports"
+    try: status = func()
+    except SystemExit as e: status = e.code
+    except BaseException: status = traceback.print_exc() or 1
+    if not isinstance(status, int|None): status = print(status, file=sys.stderr) or 1
+    try: sys.stdout.flush(), sys.stderr.flush()
+    except OSError: status = status or 120
+    os._exit((status or 0) & 0xff)
 
 def start_early(
     server:ForkServer,
