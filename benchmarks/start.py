@@ -125,7 +125,8 @@ def report(res):
     seconds_ = [verdict(f'seconds of {k}', quartiles(res[o][k])[1], s, '{:.2f}') for o,k,s in targets]
     return text+'\n\n'+'\n'.join(relative+seconds_)
 
-targets = ('launches','learnerdist.launch, learnerdist in the script',.6),('launches',next_one,.6),('restarts','learnerdist.launch, Checkpoint',1.5)
+targets = (('launches','learnerdist.launch, learnerdist in the script',.6), ('launches',next_one,.6),
+           ('restarts','learnerdist.launch, Checkpoint',1.5))
 
 def plot(res, path):
     groups = {f'{kind}, over {base}': rs for kind,(_,base,rs) in zip(('import','launch','restart'), parts(res))}
