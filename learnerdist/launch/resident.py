@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/02_resident.ipynb #rs02
-import builtins,fcntl,io,marshal,os,signal,socket,struct,sys,time,traceback
+import builtins,io,marshal,os,signal,socket,struct,sys,time,traceback
 from contextlib import contextmanager,suppress
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -71,7 +71,7 @@ class Read:
 _of_system = '/proc/','/sys/','/dev/'
 
 # %% ../../nbs/launch/02_resident.ipynb #rs06
-_ends_it = signal.SIGTERM,signal.SIGHUP
+_ends_it = [getattr(signal, o) for o in ('SIGTERM','SIGHUP') if hasattr(signal, o)] # Windows has no SIGHUP
 
 class Resident(Forks):
     "Starts a launcher for each command that fits, as long as one comes within `s` seconds of the end of the one before"
@@ -88,7 +88,7 @@ class Resident(Forks):
         with suppress(ProcessLookupError): self.hear(os.pidfd_open(first), self._first_ended)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with folder() as at, open(f'{at}/lock', 'w') as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            os.lockf(lock.fileno(), os.F_LOCK, 0)
             with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other: other.connect(f'{at}/server') # it leaves
             self.listener.bind(own := f'{at}/{os.getpid()}')
             self.listener.listen()
