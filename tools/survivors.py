@@ -154,7 +154,8 @@ def main(args):
             log = (folder/'log').read_text()
             fired = [o for i,o in enumerate(plan) if (folder/f'{i}.fired').exists()]
             died += (n := sum(len(o[3]) for o in fired))
-            over = len(got)==args.nproc-len({r for o in fired for r in o[3]}) and log.count('going on in epoch')<len(fired)
+            ended = len(got)==args.nproc-len({r for o in fired for r in o[3]}) # all that are left
+            over = ended and all(o['gen']<len(fired) for o in got.values()) # and none has gone on after the last death
             late = code==137 and (over or 'left with status 0 before' in log or '_after_rank0' in log) # the others had ended their fit
             wrong,left = differences(got, ref[0], rows, csv) + [f'exit {code}']*bool(code and not late),left_over(folder)
             worst += (stood := [o['pause'] for o in got.values()])
