@@ -99,8 +99,10 @@ def one_after_the_other():
     "Rank 1 fails; then rank 2, which has not heard of it; then rank 0 finds its peers gone"
     class InTurn(Callback):
         def after_loss(self):
-            r = group_rank()
-            if r!=1: launch_store().get(f'out of the context {dict([(2,1), (0,2)])[r]}') # `wait_key` would hear of the failure
+            r,store = group_rank(),launch_store()
+            store.set(f'after its loss {r}', 'yes')
+            for o in ('after its loss 0','after its loss 2'): store.get(o) # else one of them would fail within the forward pass
+            if r!=1: store.get(f'out of the context {dict([(2,1), (0,2)])[r]}') # `wait_key` would hear of the failure
             if r: raise Broken(f'on {r}')
     learn = make()
     try:
