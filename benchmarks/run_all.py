@@ -7,7 +7,7 @@ import subprocess,sys,time
 
 from common import here
 
-names = 'step_time','sharded_step','options','order','evaluation','loader','start','growth','gpu'
+names = 'step_time','sharded_step','options','order','evaluation','loader','start','deaths','growth','gpu'
 
 def main():
     failed = []

@@ -1,0 +1,142 @@
+"""From the death of a rank to the next step of the others, without a restart, and to the next step of all; and how many samples of the
+epoch were trained on other than once. torchft by turns with ours, where it is installed (`pip install torchft`, Linux)
+
+    python benchmarks/deaths.py"""
+import json,os,shutil,socket,subprocess,sys,tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+
+from common import bars,main,peer,quartiles,table,turns,verdict
+
+# A step takes 40 ms or more; rank 1 kills itself in the midst of step 12. `committed` is called after each step that counts
+common = '''import json,os,signal,sys,time,torch
+from pathlib import Path
+from torch import nn
+{imports}
+torch.set_num_threads(1)
+folder,n,bs = Path(sys.argv[1]),{n},16
+seen = open(folder/f'{{os.getpid()}}.seen', 'a', buffering=1)
+def within(rank, step):
+    time.sleep(.04)
+    if rank==1 and step==12 and not (folder/'killed').exists():
+        (folder/'killed').write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+def committed(rows, world_size):
+    seen.write(json.dumps(rows.tolist())+'\\n')
+    if not (folder/'killed').exists(): return
+    for k in ['next']+['all']*(world_size==3):
+        try: open(folder/k, 'x').write(str(time.time()))
+        except FileExistsError: pass
+torch.manual_seed(0)
+rows,xs = torch.arange(n),torch.randn(n, 20)
+ys = xs[:,:1]
+model = nn.Sequential(nn.Linear(20, 50), nn.ReLU(), nn.Linear(50, 1))
+'''
+own = '''
+class Net(nn.Module):
+    def __init__(self): super().__init__(); self.net = model
+    def forward(self, i, x): return self.net(x)
+class Step(Callback):
+    def after_loss(self): within(rank_distrib(), self.train_iter+1)
+    def after_batch(self): committed(self.xb[0], num_distrib())
+dls = DataLoaders.from_dsets([*zip(rows, xs, ys)], None, bs=bs, n_inp=2)
+learn = Learner(dls, Net(), nn.MSELoss(), torch.optim.SGD, lr=.01, path=folder)
+learn.logger = lambda line: None
+with learn.distrib_ctx(): learn.fit(1, cbs=[Step(),*{cbs}], resume={resume})
+'''
+# As by torchft's documentation; the batch goes by the step that all have committed, so that one that was not is tried again
+fault_tolerant = '''
+from datetime import timedelta
+me = int(os.environ['REPLICA_GROUP_ID'])
+model.to(torch.float32)
+opt = torch.optim.SGD(model.parameters(), lr=.01)
+def load(o): model.load_state_dict(o['model']), opt.load_state_dict(o['opt'])
+def state(): return dict(model=model.state_dict(), opt=opt.state_dict())
+manager = Manager(pg=ProcessGroupGloo(timeout=timedelta(seconds=5)), min_replica_size=1, load_state_dict=load, state_dict=state,
+                  replica_id=f'group_{me}', timeout=timedelta(seconds=20))
+ddp,optimizer = DistributedDataParallel(manager, model),Optimizer(manager, opt)
+mine = [*DistributedSampler(rows, me, 3, group_rank=0, num_replicas=1, shuffle=True)]
+while manager.current_step()<n//3//bs:
+    optimizer.zero_grad()
+    step = manager.current_step()
+    i = torch.tensor(mine[step*bs:(step+1)*bs])
+    loss = nn.functional.mse_loss(ddp(xs[i]), ys[i])
+    within(me, step+1)
+    loss.backward()
+    optimizer.step()
+    if manager.current_step()>step: committed(i, manager.num_participants())
+manager.shutdown(wait=False)
+'''
+
+W,n_samples = 3,3*16*250
+
+def result(folder, ended):
+    "Seconds from the death to the next step, and to one of all ranks; and samples that were not trained on exactly once"
+    for o in ended:
+        if o.returncode: raise SystemExit(f'{o.args}: {o.stdout[-3000:]}')
+    death,*after = (float((folder/o).read_text()) if (folder/o).exists() else None for o in ('killed','next','all'))
+    times = Counter(i for o in folder.glob('*.seen') for line in o.read_text().splitlines() for i in json.loads(line))
+    return dict(next=after[0]-death, all=after[1] and after[1]-death, wrong=sum(times[i]!=1 for i in range(n_samples)))
+
+def write(folder, imports, text): (folder/'train.py').write_text(common.format(imports=imports, n=n_samples)+text)
+
+def start(*cmd, **env):
+    env['PYTHONPATH'] = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get('PYTHONPATH', '')])
+    return subprocess.Popen([sys.executable,'-m',*cmd], env=os.environ|env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+def end(proc):
+    out,_ = proc.communicate(timeout=200)
+    return subprocess.CompletedProcess(proc.args, proc.returncode, out)
+
+def of_launch(folder, policy, cbs):
+    "By this package"
+    write(folder, 'from learnerdist.all import *', own.format(cbs=cbs, resume=cbs != '[]'))
+    return result(folder, [end(start('learnerdist.launch','--nproc',str(W),'--on-failure',policy,f'{folder}/train.py',str(folder)))])
+
+def of_torchft(folder, heartbeat_ms):
+    "By torchft: each rank is a replica group, which torchrun starts again; a lighthouse knows who is there"
+    write(folder, 'from torchft import DistributedDataParallel,DistributedSampler,Manager,Optimizer,ProcessGroupGloo', fault_tolerant)
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        at = f'127.0.0.1:{s.getsockname()[1]}'
+    lighthouse = shutil.which('torchft_lighthouse', path=os.pathsep.join([os.path.dirname(sys.executable), os.environ['PATH']]))
+    options = ['--min_replicas','1','--bind',at,'--heartbeat_timeout_ms',str(heartbeat_ms),'--join_timeout_ms','10000']
+    with subprocess.Popen([lighthouse,*options], stderr=subprocess.DEVNULL) as house:
+        try:
+            torchrun = 'torch.distributed.run','--standalone','--nproc-per-node=1','--max-restarts=1',f'{folder}/train.py',str(folder)
+            groups = [start(*torchrun, REPLICA_GROUP_ID=str(i), TORCHFT_LIGHTHOUSE=f'http://{at}') for i in range(W)]
+            with ThreadPoolExecutor() as pool: return result(folder, [*pool.map(end, groups)])
+        finally: house.kill()
+
+ways = {'learnerdist, shrink': (of_launch,'shrink','[]'),
+        'learnerdist, replace': (of_launch,'replace',"[Checkpoint('states', every=50, in_memory=True)]"),
+        'torchft': (of_torchft,5000), 'torchft, heartbeats within .5 s': (of_torchft,500)}
+
+def measure(quick):
+    got = {k: [] for k,(f,*_) in ways.items() if f is of_launch or peer('torchft')}
+    def once(k):
+        func,*args = ways[k]
+        with tempfile.TemporaryDirectory() as d: got[k].append(func(Path(d), *args))
+    turns({k: lambda k=k: once(k) for k in got}, 1 if quick else 5, warm=0)
+    return dict(deaths=got, torchft=version('torchft-nightly') if peer('torchft') else None)
+
+def _seconds(xs):
+    known = [o for o in xs if o is not None]
+    return f'{quartiles(known)[1]:.2f}' + f' ({len(known)} of {len(xs)} times)'*(len(known)<len(xs)) if known else 'does not come back'
+
+def report(res):
+    head = f'one of {W} ranks dies','to the next step, s','to a step of all ranks, s', \
+        f'not trained on once: at most, of {n_samples:,} samples'
+    text = table(head, [[k, *(_seconds([o[t] for o in v]) for t in ('next','all')), max(o['wrong'] for o in v)]
+                        for k,v in res['deaths'].items()])
+    ours = {k: quartiles([o['next'] for o in v])[1] for k,v in res['deaths'].items() if 'learnerdist' in k}
+    peers = f"torchft-nightly {res['torchft']}, medians of {len(next(iter(res['deaths'].values())))} runs.\n\n" if res['torchft'] else ''
+    return peers+text+'\n\n'+'\n'.join(verdict(f'seconds of {k}', s, 2, '{:.2f}') for k,s in ours.items())
+
+def plot(res, path):
+    def bars_of(t): return {k: quartiles(xs) for k,v in res['deaths'].items() if (xs := [o[t] for o in v if o[t] is not None])}
+    bars(path, {'to the next step': bars_of('next'), 'to a step of all ranks': bars_of('all')}, 's', 'One of 3 ranks dies')
+
+if __name__=='__main__': main('deaths', measure, report, plot)
