@@ -3276,6 +3276,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'learnerdist/launch/resident.py'),
                                              'learnerdist.launch.resident.Resident.select': ( 'launch/resident.html#resident.select',
                                                                                               'learnerdist/launch/resident.py'),
+                                             'learnerdist.launch.resident._replace': ( 'launch/resident.html#_replace',
+                                                                                       'learnerdist/launch/resident.py'),
                                              'learnerdist.launch.resident.end_with': ( 'launch/resident.html#end_with',
                                                                                        'learnerdist/launch/resident.py'),
                                              'learnerdist.launch.resident.mark': ( 'launch/resident.html#mark',

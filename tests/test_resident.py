@@ -1,5 +1,5 @@
 "A fork server that stays after its command: what it starts, when it is left alone, and what ends"
-import os,random,re,resource,signal,subprocess,sys,time
+import bz2,os,random,re,resource,signal,subprocess,sys,time
 from pathlib import Path
 import pytest
 from learnerdist.launch.client import ask,circumstances,folder,how_to_stay,keep_s
@@ -178,14 +178,17 @@ def test_a_folder_that_others_can_enter_is_not_used(tmp_path, monkeypatch):
     with pytest.raises(OSError), folder(): pass
 
 def test_notes_of_files(tmp_path):
-    a,b,c = (tmp_path/o for o in 'abc')
+    a,b,c,d = (tmp_path/o for o in 'abcd')
     b.write_text('')
-    found,opened = set(),open
+    bz2.open(d, 'w').close()
+    found,opened,before = set(),open,(Path.open,bz2._builtin_open)
     with noted_files(found):
         with pytest.raises(OSError): open(a)
         b.read_text(), c.write_text('')
+        bz2.open(d).close() # it has its `open` by another name
         sys.modules[__name__].kept = open
-    assert found=={str(a),str(b)} and sys.modules[__name__].kept is opened is open
+    assert found=={str(a),str(b),str(d)} and sys.modules[__name__].kept is opened is open
+    assert (Path.open,bz2._builtin_open)==before
     script = write(tmp_path, text='import torch')
     args,now = [str(script)],time.time_ns()+10**9
     first = FirstImports(args, sys.path)

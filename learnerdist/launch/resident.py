@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/02_resident.ipynb #rs02
-import builtins,io,marshal,os,signal,socket,struct,sys,time,traceback
+import builtins,marshal,os,signal,socket,struct,sys,time,traceback
 from contextlib import contextmanager,suppress
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -24,17 +24,27 @@ from ..core.stacks import in_library
 def noted_files(
     found:set # Gets the paths
 ):
-    "Note which files are opened for reading by Python's `open`"
-    opened = builtins.open
-    def _open(file, mode='r', *args, **kw):
+    "Note which files are opened for reading by Python's `open`, by whatever name a module has it"
+    opened,path_opened = builtins.open,Path.open
+    def note(file, mode):
         if isinstance(file, (str,bytes,os.PathLike)) and not {*mode} & {*'wax+'}: found.add(os.path.abspath(os.fsdecode(file)))
+    def _open(file, mode='r', *args, **kw):
+        note(file, mode)
         return opened(file, mode, *args, **kw)
-    builtins.open = io.open = _open
+    def _path_open(self, mode='r', *args, **kw): # Python 3.10 keeps `open` in an object
+        note(self, mode)
+        return path_opened(self, mode, *args, **kw)
+    _replace(opened, _open)
+    Path.open = _path_open
     try: yield
     finally:
-        for mod in [*sys.modules.values()]: # some have taken it by its name
-            names = getattr(mod, '__dict__', {})
-            for k in [k for k,v in names.items() if v is _open]: names[k] = opened
+        Path.open = path_opened
+        _replace(_open, opened)
+
+def _replace(old, new):
+    for mod in [*sys.modules.values()]:
+        names = getattr(mod, '__dict__', {})
+        for k in [k for k,v in names.items() if v is old]: names[k] = new
 
 def mark(path:str):
     "What changes when a file does; None if there is none"
