@@ -2,6 +2,7 @@
 import gc,json,os,signal,subprocess,sys,time
 from pathlib import Path
 import pytest,torch
+from learnerdist.core.compat import torch_version
 
 root = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow # and those that are long are run before a release
@@ -205,6 +206,7 @@ def test_an_exception_ends_the_run(tmp_path):
     assert code==1 and not ranks and 'rank 1 failed first: ZeroDivisionError: on purpose' in text, text
 
 @pytest.mark.long
+@pytest.mark.skipif(torch_version<(2,6), reason='a torch without FSDP2')
 def test_a_sharded_model_is_started_again(tmp_path, undisturbed):
     begin = time.monotonic()
     got = launch(tmp_path, {1: at('before_backward')}, 'sharded', options=['--max-restarts','1'])
