@@ -296,6 +296,14 @@ def weighted_ce(): return nn.CrossEntropyLoss(weight=tensor([.3,.7], dtype=torch
 def ignored(event, *cbs):
     return loaded(TfmdDL(labelled(45), size()), TfmdDL(labelled(11), 3), net(), weighted_ce(), Ignores(event), *cbs)
 
+def first_labels_in_order():
+    "A weighted loss that nobody knows, and the labels 0, 1, 2 … of its first batch: they are classes, and no contrastive loss's samples"
+    labels = torch.cat([torch.arange(12),torch.randint(12, (N-12,), generator=torch.Generator().manual_seed(1))])
+    weight = torch.linspace(.1, 3., 12, dtype=torch.double)
+    torch.manual_seed(2)
+    return loaded(TfmdDL(TensorDataset(data().tensors[0], labels), size()), TfmdDL(labelled(11), 3), nn.Linear(4, 12).double(),
+                  lambda p,t: nn.functional.cross_entropy(p, t, weight))
+
 unfrozen_in = 'before_batch','after_pred','after_step','after_batch'
 scenes = {f'unfreeze in {o}': lambda o=o: fitted(learner(), Freezes(o, unfreeze)) for o in unfrozen_in}
 scenes |= {f'freeze in {o}': lambda o=o: fitted(learner(), Freezes(o, freeze_more)) for o in ('before_batch','after_loss','after_backward')}
@@ -315,6 +323,7 @@ scenes |= {'45 samples': lambda: of_length(45), '37 samples': lambda: of_length(
            'loss of the model': loss_of_model, 'loss of the model, in a tuple': lambda: loss_of_model(tuple, of_output),
            'loss of the model, accumulated': lambda: loss_of_model(n=48, cb=[GradientAccumulation(size())]),
            'sum and penalty': sum_and_penalty, 'sum and penalty in place': sum_and_penalty_in_place, 'a loss of nodes': nodes_and_ids,
+           'first labels in order': first_labels_in_order,
            'labels ignored': lambda: ignored('before_batch'), 'labels ignored, kept': lambda: ignored('before_batch', Harmless()),
            'labels ignored late': lambda: ignored('after_pred'), 'labels changed after the loss': lambda: (*ignored('after_loss')[:2],[]),
            'weighed twice': weighed_twice, 'freeze in a group': freeze_in_a_group, 'validate first': validated}

@@ -104,7 +104,7 @@ class LossTrace(TorchFunctionMode):
     def _call_of(self, loss):
         "The call that has returned the mean `loss`, if nothing has changed it in place"
         return next((o for o in self.calls if o[0] is loss and not loss.ndim and o[1]==_version(loss)), None)
-    def items(self, loss, check=False): # check: whether it needs the whole batch; waits for a GPU
+    def items(self, loss, batch=None): # batch: to look whether the loss needs all of it; waits for a GPU
         "What the mean `loss` is over, if it is the result of one of these calls, or a copy: a number or a tensor (); else None"
         call = self._call_of(loss)
         if call is None: return None
@@ -112,14 +112,15 @@ class LossTrace(TorchFunctionMode):
         opts = _signature(func).bind(*args, **kwargs).arguments
         (pred,targ,*_),over = opts.values(),_of_torch(_functions[func], opts)
         if func is F.ctc_loss and over.kind=='samples': return len(opts['target_lengths'])
-        return over.count(pred, targ) if over.kind=='items' and not (check and _within_batch(pred, targ)) else None
+        return over.count(pred, targ) if over.kind=='items' and not (batch and _is_within(batch, pred, targ)) else None
 
 _signature = cache(inspect.signature)
 
-def _within_batch(pred, targ):
-    "Whether the classes are the samples of the batch, as in a contrastive loss"
-    n = len(targ)
-    return n>1 and targ.ndim==1 and pred.ndim==2 and pred.shape[1]>=n and torch.equal(targ, torch.arange(n, device=targ.device).to(targ))
+def _is_within(batch, pred, targ):
+    "Whether the classes are the samples of the batch, as in a contrastive loss: 0, 1, 2 …, which are no targets that were given"
+    n,ids = len(targ),torch.arange(len(targ), device=targ.device)
+    def are_ids(o): return isinstance(o, Tensor) and o.numel()==n and bool((o.flatten().to(ids.device)==ids).all())
+    return n>1 and targ.ndim==1 and pred.ndim==2 and pred.shape[1]>=n and are_ids(targ) and not any(map(are_ids, tree_leaves(batch)))
 
 _same = {torch.clone, *[getattr(Tensor, o) for o in ('clone','to','float','double','contiguous','mean')]} # DDP clones outputs
 def _version(o): return o._version if isinstance(o, Tensor) and not o.is_inference() else 0 # changes with `loss += penalty`
@@ -288,7 +289,8 @@ def _observed(learn, func):
     trace = vars(learn).get('loss_trace') or LossTrace()
     n = len(trace.calls)
     with trace: res = func(learn.pred, *learn.yb)
-    learn.items = trace.items(res, learn.iter==0 and loss_over(learn).kind=='unknown')
+    is_new = learn.iter==0 and loss_over(learn).kind=='unknown'
+    learn.items = trace.items(res, (learn.xb,learn.yb) if is_new else None)
     if 'loss_trace' in vars(learn) and all(o[0] is not res for o in trace.calls[:n]): learn.loss_trace = None
     trace.calls = [] # they hold the batch
     return res
