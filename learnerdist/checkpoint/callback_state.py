@@ -15,6 +15,7 @@ import learnerdist
 from ..data.loaders import batch_shape,data_len
 from ..data.loaders import call_model
 from ..learner.learner import get_model
+from ..learner.losses import copied
 from ..core.compat import tree_leaves
 from ..core.shards import model_name
 from .snapshot import to_plain
@@ -157,7 +158,7 @@ def settle(
     before,buffers = streams.get(),[(o,o.clone()) for o in ddp.module.buffers()]
     cast = getattr(getattr(learn, 'mixed_precision', None), 'autocast', nullcontext)
     with cast if hasattr(cast, '__enter__') and not isinstance(cast, type) else cast():
-        out = call_model(ddp, learn.xb, learn.model)
+        out = call_model(ddp, copied(tuple(learn.xb)), learn.model)
     sum(o.sum()*0 for o in tree_leaves(out) if isinstance(o, torch.Tensor) and o.requires_grad).backward()
     with torch.no_grad():
         for o,old in buffers: o.copy_(old)

@@ -7,7 +7,10 @@ __all__ = ['set_seed']
 
 # %% ../../nbs/core/04_random.ipynb #c002
 import random,sys
+from contextlib import contextmanager
+from functools import partial
 from itertools import islice
+from types import CellType,FunctionType,MethodType
 
 import torch
 
@@ -67,6 +70,56 @@ def seed_streams(
 ):
     "Seed every global random stream from several numbers"
     set_seed(mix_seed(*parts))
+
+# %% ../../nbs/core/04_random.ipynb #unt02
+@contextmanager
+def untouched(
+    func # The user's: a function, a method, a module, or another callable
+):
+    "Within the body `func` may be called once more: random streams, and what it keeps, are afterwards as they were"
+    undo,before = [*_undoing(func)],rng_state()
+    try: yield
+    finally:
+        for f in undo: f()
+        set_rng_state(before)
+
+def _undoing(func):
+    "Calls that put back attributes, buffers, the variables around a function, and the global names that it uses"
+    todo,seen = [func],set()
+    while todo:
+        o = todo.pop()
+        if id(o) in seen or isinstance(o, type): continue
+        seen.add(id(o))
+        if isinstance(o, partial): todo.append(o.func)
+        elif isinstance(o, MethodType): todo += [o.__self__,o.__func__]
+        elif isinstance(o, torch.nn.Module): yield from _of_dicts(*[p for m in o.modules() for p in (vars(m),m._buffers)])
+        elif hasattr(o, '__dict__'): yield from _of_dicts(vars(o))
+        if not isinstance(o, FunctionType): continue
+        cells = [c for c in o.__closure__ or () if c!=CellType()]
+        names = {k: o.__globals__[k] for k in o.__code__.co_names if k in o.__globals__}
+        inner = [*[c.cell_contents for c in cells],*names.values()]
+        yield partial(o.__globals__.update, names)
+        yield from [partial(setattr, c, 'cell_contents', c.cell_contents) for c in cells]
+        yield from _of_values(inner)
+        todo += [v for v in inner if callable(v) and getattr(v, '__globals__', o.__globals__) is o.__globals__]
+
+def _of_dicts(*ds):
+    for d in ds:
+        yield partial(_put_back, d, dict(d))
+        yield from _of_values(d.values())
+
+def _of_values(vs):
+    for v in vs:
+        if type(v) is list: yield partial(v.__setitem__, slice(None), v[:])
+        elif type(v) is dict: yield partial(_put_back, v, dict(v))
+        elif isinstance(v, torch.Tensor) and not (v.requires_grad or v.is_inference()): yield partial(_fill, v, v._version, v.clone())
+
+def _put_back(d, was):
+    for k in d.keys()-was.keys(): del d[k]
+    d.update(was)
+
+def _fill(t, version, was): # one that has not changed stays untouched: a graph may hold it
+    if t._version!=version: t.detach().copy_(was)
 
 # %% ../../nbs/core/04_random.ipynb #c017
 class shared_rng:

@@ -9,6 +9,7 @@ __all__ = []
 import copy,inspect
 from collections.abc import Mapping
 from functools import cache,partial,singledispatch
+from operator import is_not
 from typing import Callable,NamedTuple
 
 import torch
@@ -17,8 +18,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import BatchSampler
 
-from ..core.compat import tree_leaves
-from ..core.random import rng_state,set_rng_state
+from ..core.compat import tree_leaves,tree_map
+from ..core.random import untouched
 from ..data.loaders import data_len,find_bs,to_device
 from ..data.rows import as_batch,batch_leaves,columns,listed,row_kinds,take_rows,to_rows
 
@@ -126,6 +127,10 @@ _same = {torch.clone, *[getattr(Tensor, o) for o in ('clone','to','float','doubl
 def _version(o): return o._version if isinstance(o, Tensor) and not o.is_inference() else 0 # changes with `loss += penalty`
 
 # %% ../../nbs/learner/00_losses.ipynb #ceff65e0
+def copied(b):
+    "A batch with tensors and containers of its own, since a model or a loss may change what it is given"
+    return tree_map(lambda o: o.detach().clone() if isinstance(o, Tensor) else copy.deepcopy(o), b)
+
 def _value(func, args): return float(torch.as_tensor(func(*args)).detach().double().mean())
 def _parts(n): return [(torch.arange(n).split([max(n//3, 1), n-max(n//3, 1)])), (torch.arange(0, n, 2), torch.arange(1, n, 2))]
 _tols = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -141,7 +146,7 @@ def probe(
     n = counted_rows(pred, yb, n)
     if n<2: return None
     if any(isinstance(o, Tensor) and not o.ndim and o.is_floating_point() for o in tree_leaves(pred)): raise ValueError('a loss in `pred`')
-    cut,res,found = _cutter(pred, yb, n),func(pred, *yb),set()
+    cut,res,found = _cutter(pred, yb, n),func(*copied((pred,*yb))),set()
     whole,tol = float(torch.as_tensor(res).detach().double().mean()),_tol(res, *[o for o in (pred,) if isinstance(o, Tensor)])
     for idxs in _parts(n):
         (a,b),(i,j) = [_value(func, cut(o)) for o in idxs],map(len, idxs)
@@ -169,7 +174,7 @@ def adds_up(
         mean,items = as_mean(*res) if type(res) is tuple else (res,trace.items(res))
         return torch.stack([weighted(mean, items), torch.as_tensor(items, dtype=torch.double)]).cpu(),_tol(mean)
     n = counted_rows(pred, yb, n)
-    cut,(whole,tol) = _cutter(pred, yb, n),totals((pred,*yb))
+    cut,(whole,tol) = _cutter(pred, yb, n),totals(copied((pred,*yb)))
     if n<2 or any(o[2] is F.ctc_loss for o in trace.calls): return True # whose labels may lie one after the other: they cannot be cut
     parts = [[totals(cut(idxs))[0] for idxs in o] for o in _parts(n)]
     return all(torch.allclose(a+b, whole, rtol=tol, atol=tol*float(whole.abs().max()), equal_nan=True) for a,b in parts)
@@ -222,10 +227,17 @@ def _size_and_n(dl):
 
 # %% ../../nbs/learner/00_losses.ipynb #031ef7b2
 def loss_over(learn)->MeanOver:
-    "What the learner's loss averages over. Cached until `learn.loss_func` changes"
-    known = vars(learn).get('_loss_over')
-    if known is None or known[0] is not learn.loss_func: known = learn._loss_over = learn.loss_func,mean_over(learn.loss_func)
+    "What the learner's loss averages over. Cached until `learn.loss_func` changes, or the options of one of torch's"
+    known,func = vars(learn).get('_loss_over'),learn.loss_func
+    if known is None or known[0] is not func or len(known)>2 and any(map(is_not, known[2:], _options(func))):
+        over = mean_over(func)
+        known = learn._loss_over = (func,over) if over.kind=='unknown' else (func,over,*_options(func))
     return known[1]
+
+def _options(func):
+    d = getattr(func, '__dict__', {})
+    if 'func' in d: d = getattr(d['func'], '__dict__', {}) # of a fastai loss
+    return d.get('_buffers', d).get('weight'),d.get('ignore_index'),d.get('reduction')
 
 def loss_of_batch(
     learn # A learner, after the prediction for a batch
@@ -252,16 +264,11 @@ def n_items(
 def probe_loss(
     learn # A learner, after the loss of a batch
 ):        # As `probe`; 'items' if it shows or returns its count; 'uncut' if the loss fails on a part of the batch
-    "Apply `probe` to the learner's loss and the current batch. It restores the random streams and the buffers of the loss"
-    counted = vars(learn).get('items') is not None
-    buffers = [(o,o.clone()) for o in learn.loss_func.buffers()] if isinstance(learn.loss_func, nn.Module) else []
-    before,args = rng_state(),(copy.copy(learn.loss_func), learn.pred, learn.yb, batch_rows(learn)) # it may keep what it has computed
-    try: return probe(*args) if not counted else 'items' if adds_up(*args) else 'other'
-    except Exception: return 'items' if counted else 'uncut' # such as the loss of a model
-    finally:
-        set_rng_state(before)
-        for o,old in buffers:
-            if not torch.equal(o, old): o.copy_(old) # else untouched: the loss's graph may hold it
+    "Apply `probe` to the learner's loss and the current batch. It restores the random streams and what the loss keeps"
+    counted,args = vars(learn).get('items') is not None,(learn.loss_func, learn.pred, learn.yb, batch_rows(learn))
+    with untouched(learn.loss_func):
+        try: return probe(*args) if not counted else 'items' if adds_up(*args) else 'other'
+        except Exception: return 'items' if counted else 'uncut' # such as the loss of a model
 
 def as_mean(total, n):
     "(mean, count) for a loss given as a sum and a count; the mean is 0 if the count is 0"

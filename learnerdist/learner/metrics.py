@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.compat import metric_state,unsynced,update_count
 from ..core.env import is_rank0
-from ..core.random import rng_state,set_rng_state
+from ..core.random import untouched
 from ..data.loaders import to_cpu,to_detach
 from ..data.rows import as_batch,cat_rows,columns,find_device,listed,row_kinds,to_rows
 from .losses import batch_rows,counted_rows,n_items,probe,weighted
@@ -146,10 +146,9 @@ class FuncMetric(AvgMetric):
         ts = [o for o in (learn.pred, *learn.yb) if isinstance(o, Tensor) and o.ndim]
         if self.asks and all(len(o)==n for o in ts): self.shapes.add(tuple(o.shape[1:] for o in ts))
         if not self.asks or self.late or self.found=='other' or self.found and i&(i-1): return
-        found,before = None,rng_state()
-        try: found = probe(self.func, learn.pred, learn.yb, n)
-        except Exception: found = 'other' # its batches cannot be cut
-        finally: set_rng_state(before)
+        with untouched(self.func):
+            try: found = probe(self.func, learn.pred, learn.yb, n)
+            except Exception: found = 'other' # its batches cannot be cut
         self.n_same += found=='samples'
         if self.found: self.late = found in ('other','sum')
         elif found in ('other','sum') or self.n_same==2: # two batches, each cut in two ways

@@ -27,7 +27,7 @@ from ..data.rows import cat_rows,columns,cut_up,flat_lens,has_batch_value,has_wh
 from ..data.stored_rows import store_rows
 from .callback import Callback,Order,all_events
 from .learner import Learner
-from .losses import batch_rows
+from .losses import batch_rows,copied
 from .metrics import Rows,reduction
 
 # %% ../../nbs/learner/10_predictions.ipynb #c005
@@ -188,9 +188,10 @@ def mixes(
     n:int,         # Number of samples in the batch
     training=False # Look at the model in its own modes, but for BatchNorm; else in evaluation, where dropout is silent
 )->bool:           # False if it cannot be told
-    "Whether a prediction depends on which other samples are in the batch, by copies of the model. Random streams are left as they are"
+    "Whether a prediction depends on which other samples are in the batch, by copies of both. Random streams are left as they are"
     of_batch = lambda o: isinstance(o, Tensor) and o.shape[:1]==(n,)
     first,before = lambda b: tree_map(lambda o: o[:n//2] if of_batch(o) else o, b),rng_state()
+    if any(isinstance(o, Tensor) and o.ndim and not of_batch(o) for o in tree_leaves(xb)): return False # it may belong to other rows
     try:
         whole,part = [tree_leaves(_by_copy(model, b, training)) for b in (xb,first(xb))]
         if any(o is not None and not torch.equal(o, s) for o,s in zip(rng_state()[2:], before[2:])): return False # it draws
@@ -201,7 +202,7 @@ def mixes(
 def _by_copy(model, xb, training):
     model = copy.deepcopy(model)
     for m in model.modules(): m.training &= training and not isinstance(m, BatchNorm)
-    with torch.no_grad(): return call_model(model, tuple(xb), model)
+    with torch.no_grad(): return call_model(model, copied(tuple(xb)), model)
 
 def _differ(a, b):
     "By more than arithmetic that depends on the size of a batch"
