@@ -32,6 +32,7 @@ names = dict( # By our name: the module, the path of attributes to the object, a
     abort_group=('torch.distributed.distributed_c10d', '_abort_process_group', "the other ranks' way out of nccl's waits after a failure"),
     set_pg_timeout=('torch.distributed.distributed_c10d', '_set_pg_timeout', '`timeout_s` within an open group, before torch 2.9'),
     default_store=('torch.distributed.distributed_c10d', '_get_default_store', "the store of a group that the script opened"),
+    grad_hooks=('torch', 'Tensor._backward_hooks', 'the warning of hooks that clip gradients'),
     backward_sync=('torch.nn.parallel', 'DistributedDataParallel().require_backward_grad_sync', 'accumulation without exchange'),
     static_graph=('torch.nn.parallel', 'DistributedDataParallel().static_graph', 'the error for parameters without a gradient'),
     ignored=('torch.nn.parallel', 'DistributedDataParallel()._ddp_params_and_buffers_to_ignore', 'models with parameters without elements'),
@@ -142,6 +143,7 @@ def start_ranks_by(
     handler._popen = _popen
 
 Dropout = find('dropout', nn.Dropout) # for isinstance
+grad_hooks = '_backward_hooks' # The attribute of a parameter with the functions of `register_hook`
 ignored_by_ddp = '_ddp_params_and_buffers_to_ignore' # The attribute of a model in which DDP looks for names
 update_count = '_update_count' # The attribute in which a torchmetrics object counts its batches
 

@@ -198,10 +198,13 @@ def _look_at_change(self:LossWeights, over):
     "Tell the user of a callback that changes the loss by something which depends on the samples of this rank, once"
     learn = self.learn
     if learn.iter&(learn.iter-1) or 'changed' in self.said: return
-    if not _is_of(learn.loss_grad, self.loss, learn.pred, _may_be_users(learn)): return
+    bent = _bent(learn.loss_grad, self.loss)
+    if not bent and not _is_of(learn.loss_grad, self.loss, learn.pred, _may_be_users(learn)): return
     self.said.add('changed')
     what,W = 'the items of the loss' if over.kind=='items' else 'samples',self.world_size
-    if not group_rank(): warnings.warn(f'a callback changes learn.loss_grad by what it computes from the forward pass, on {W} ranks from '
+    if bent and not group_rank(): warnings.warn(f'a callback makes learn.loss_grad of the loss by {bent}, on {W} ranks of the loss of each '
+                                                "rank's samples. That is not what one process does, unless it only adds and scales")
+    elif not group_rank(): warnings.warn(f'a callback changes learn.loss_grad by what it computes from the forward pass, on {W} ranks from '
                                        f'the samples of each. It does what it does in one process if that is a mean over {what}')
 
 def _may_be_users(learn): # fastai's regularizers are means over samples
@@ -213,6 +216,18 @@ def _is_of(new, old, pred, within):
     ends = {o.grad_fn for o in tree_leaves(pred) if isinstance(o, Tensor)}-{None}
     if within: ends = {o for o in _graph(ends, {None}) if not hasattr(o, 'variable')} # without the weights
     return any(o in ends for o in _graph([new.grad_fn], {old.grad_fn,None}))
+
+def _bent(new, old):
+    "The name of an operation by which `new` follows from `old`, and that is no sum, mean or product with a number; else None"
+    if not old.requires_grad: return None
+    uses = {node: [o for o,_ in node.next_functions] for node in _graph([new.grad_fn], {old.grad_fn,None})}
+    within,more = {old.grad_fn},True
+    while more: within |= (more := {o for o,nexts in uses.items() if o not in within and within & {*nexts}})
+    for o in within-{old.grad_fn}:
+        name,n = o.name().partition('Backward')[0],sum(p in within for p in uses[o])
+        if name not in _straight or n>1 and name in ('Mul','Div'): return f'{name.lower()}()'
+
+_straight = {*'Add Sub Rsub Neg Mul Div Sum Mean Clone Alias ToCopy View Reshape Squeeze Unsqueeze Expand Stack'.split()}
 
 def _graph(roots, known):
     "The nodes of the backward pass from these on, but not from those `known` on"

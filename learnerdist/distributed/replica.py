@@ -16,8 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.collectives import all_sum
-from ..core.compat import ddp_flag,ignored_by_ddp,sync_buffers
-from ..core.env import current_group,group_size
+from ..core.compat import ddp_flag,grad_hooks,ignored_by_ddp,sync_buffers
+from ..core.env import current_group,group_rank,group_size
+from ..core.random import untouched
 from . import batchnorm
 from .batchnorm import _Synced,sync_batchnorm
 
@@ -29,8 +30,11 @@ def broadcast_module(model):
 def broadcast_tensors(
     tensors # The same shapes and dtypes on every rank
 ):
-    "Give every rank the values of rank 0. Sync point: all ranks call this"
+    "Give every rank the values of rank 0. Sync point: all ranks call this. ValueError if a tensor has no shape yet"
     if group_size()<2: return
+    if any(map(nn.parameter.is_lazy, tensors)):
+        raise ValueError('the model has lazy layers, whose parameters have no shape yet: call it on a batch before the context, '
+                         'learn.model(*x)')
     src = dist.get_global_rank(current_group(), 0) if current_group() else 0
     for t in tensors: # as bytes: gloo knows few types
         o = t.detach().contiguous()
@@ -99,6 +103,27 @@ def _without_empty(model):
         elif empty: delattr(model, name)
 
 # %% ../../nbs/distributed/09_replica.ipynb #7565e5ad
+def say_bent(
+    model # After a backward pass
+):
+    "Warn on rank 0 of a hook that clips or normalises a parameter's gradient, which it sees before the mean over ranks"
+    hooked = [(k,p,f) for k,p in model.named_parameters() if p.grad is not None for f in (getattr(p, grad_hooks, None) or {}).values()]
+    found = next(((k,f) for k,p,f in hooked if group_rank()==0 and _bends(f, p.grad)), None)
+    if not found: return
+    name,f = found
+    warnings.warn(f"the gradient of {name} has a hook ({getattr(f, '__qualname__', f)}) that does not scale with it, as one that clips. "
+                  f'On {group_size()} ranks it gets the gradient of each rank, before the mean over ranks: it is not the run of one '
+                  'process. Do this in `before_step` of a callback, such as GradientClip(value=…)')
+
+@torch.no_grad()
+def _bends(hook, g):
+    "Whether what a hook makes of a gradient is not proportional to it"
+    if g.is_sparse: return False
+    with untouched(hook):
+        try: a,b,c = [(g if res is None else res/s) for s in (1e-4,1,1e4) for res in [hook(g*s)]]
+        except Exception: return False
+    return not all(torch.allclose(o, b, 1e-3, 1e-3*float(b.abs().max())) for o in (a,c))
+
 _is_trained = attrgetter('requires_grad')
 
 class Replica:
@@ -114,6 +139,7 @@ class Replica:
         self.kw = ddp_kw if 'broadcast_buffers' in ddp_kw else {sync_buffers: False, **ddp_kw}
         self.undo_bn = sync_batchnorm(self.model, current_group()) if sync_bn else None
         self.max_norm,self._sync,self.params,self.trained,self.said = max_norm,True,[],([],[]),False
+        self.sync_bn = sync_bn
         self._wrap()
 
     def _wrap(self):
@@ -138,10 +164,18 @@ class Replica:
         return [*map(_is_trained, self.params)],[*map(id, self._optimized())]
 
     def __call__(self, *xb, **kw):
+        if self.learn.model is not self.model: self._adopt()
         if self.trained!=self._what_is_trained(): self._wrap()
         self.regroups = False
         if self.learn.global_items is not None and not batchnorm.is_muted(): self._check_second()
         return (self.ddp or self.model)(*xb, **kw)
+
+    def _adopt(self):
+        "Go on with another model, which a callback has put in place of this one. Sync point"
+        self.undo()
+        self.model = self.learn.model
+        self.undo_bn = sync_batchnorm(self.model, current_group()) if self.sync_bn else None
+        self._wrap()
 
     def _check_second(self):
         "Tell the user of a further backward pass of a callback (SAM), whose loss no one weighs, if ranks have other numbers of items"
@@ -178,6 +212,7 @@ class Replica:
             if on and not p.requires_grad: p.grad = None # frozen after the forward pass: in one process it has no gradient either
         if self.ddp is None or self.checked: return
         self.checked = self.regroups = True # in the next forward pass DDP exchanges the order in which gradients have come
+        say_bent(self.model)
         if ddp_flag(self.ddp, 'find_unused_parameters') or ddp_flag(self.ddp, 'static_graph'): return
         idle = without_gradient(self.model)
         if idle: raise ValueError(f"no gradient for {', '.join(idle)}: if they take no part in the loss, say so with "

@@ -7,7 +7,7 @@ __all__ = ['Scheduler', 'warm_up', 'lr_scale', 'TrackerCallback', 'EarlyStopping
            'ReduceLROnPlateauCallback', 'TerminateOnNaNCallback']
 
 # %% ../../nbs/learner/09_schedule.ipynb #c002
-import inspect,math,operator
+import inspect,math,operator,warnings
 from pathlib import Path
 
 import torch
@@ -38,6 +38,16 @@ class Scheduler(Callback):
         self.old,self.patched,keys = [dict(g) for g in opt.param_groups],'step' in vars(opt),_keys(opt)
         try: self.sched = self.func(opt)
         finally: self.added = _keys(opt)-keys
+        if self.by=='step': self._say_too_long()
+
+    def _say_too_long(self):
+        "Warn on rank 0 of a course that was made for the batches of one process"
+        W,n,dl = group_size(),self.learn.n_epoch,self.learn.dls.train
+        if W<2 or not is_rank0() or not n or not hasattr(dl, '__len__'): return
+        own = n*len(dl)
+        found = [v for k,v in self.horizon if k in ('total_steps','T_max') and isinstance(v, int) and v!=own and n*math.ceil(v/n/W)==own]
+        if found: warnings.warn(f'{type(self.sched).__name__} is made for {found[0]} steps, and this fit has {own}: a batch size is that '
+                                f'of a rank, so on {W} ranks an epoch has fewer steps. Count them in the context: n_epoch*len(dls.train)')
 
     def after_cancel_step(self): self.cancelled = True
     def after_step(self):
