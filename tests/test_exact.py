@@ -4,7 +4,7 @@ import numpy as np, pytest, torch
 from torch import nn, tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset
 from learnerdist.all import (Callback, all_sum, DataLoaders, GradientAccumulation, Learner, TfmdDL, gather_with_grad, get_model,
-                             group_rank, group_size, process_group, set_seed)
+                             group_rank, group_size, process_group, Scheduler, set_seed)
 from learnerdist.learner import losses as learner_losses
 from learnerdist.learner.callback import CancelBackwardException, CancelBatchException, CancelTrainException
 from learnerdist.testing import RanksError, run_ranks
@@ -304,6 +304,55 @@ def first_labels_in_order():
     return loaded(TfmdDL(TensorDataset(data().tensors[0], labels), size()), TfmdDL(labelled(11), 3), nn.Linear(4, 12).double(),
                   lambda p,t: nn.functional.cross_entropy(p, t, weight))
 
+class Writes(nn.Module):
+    "Changes what it is given: a tensor, or a dict"
+    def __init__(self, how): super().__init__(); self.how,self.net = how,net() # noqa: E702
+    def forward(self, b): return self.net(self.how(b))
+def in_a_dict(b): return dict(x=torch.stack([o[0] for o in b])),torch.stack([o[1] for o in b])
+def writes(how, **kw): return loaded(TfmdDL(data(), size(), shuffle=True, **kw), TfmdDL(data(11, 3), 3, **kw), Writes(how), nn.MSELoss())
+def written(b):
+    b['x'] = b['x']*2
+    return b['x']
+
+def counted_calls():
+    "A loss that goes by the number of its calls"
+    n = 0
+    def annealed(p, t):
+        nonlocal n
+        n += p.requires_grad
+        return ((p-t)**2).mean()+min(1, n/9)*(p**2).mean()
+    res = loaded(TfmdDL(data(), size(), shuffle=True), TfmdDL(data(11, 3), 3), net(), annealed)
+    return *res,[n]
+class Kept(nn.Module):
+    "A loss with a list and a buffer that it replaces"
+    def __init__(self): super().__init__(); self.steps = []; self.register_buffer('n', torch.zeros(())) # noqa: E702
+    def forward(self, p, t):
+        if p.requires_grad:
+            self.n = self.n+1
+            self.steps.append(float(self.n))
+        return ((p-t)**2).mean()*len(self.steps)
+@torch.jit.script
+def scripted(p, t): return ((p-t)**2).mean()
+def masked_in_place(p, t):
+    m = t!=0
+    t[~m] = 1
+    return (nn.functional.cross_entropy(p, t, reduction='none')*m).mean()
+class Reweights(Callback):
+    "Other options of the loss from the second epoch on"
+    def __init__(self, **kw): self.kw = kw
+    def before_epoch(self):
+        if self.epoch: vars(self.learn.loss_func).update({k: v for k,v in self.kw.items() if k!='weight'})
+        if self.epoch and 'weight' in self.kw: self.learn.loss_func.weight = self.kw['weight']
+def of_labels(loss, *cbs): return loaded(TfmdDL(labelled(45), size()), TfmdDL(labelled(11), 3), net(), loss, *cbs)
+class NewModel(Callback):
+    "Another model from the second epoch on, or from the third step of the first"
+    def __init__(self, event): setattr(self, event, self._renew)
+    def _renew(self):
+        if self.train_iter!=(2 if hasattr(self, 'before_batch') else N//12) or not self.training and hasattr(self, 'before_batch'): return
+        torch.manual_seed(9)
+        self.learn.model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+        self.learn.create_opt()
+
 unfrozen_in = 'before_batch','after_pred','after_step','after_batch'
 scenes = {f'unfreeze in {o}': lambda o=o: fitted(learner(), Freezes(o, unfreeze)) for o in unfrozen_in}
 scenes |= {f'freeze in {o}': lambda o=o: fitted(learner(), Freezes(o, freeze_more)) for o in ('before_batch','after_loss','after_backward')}
@@ -324,6 +373,17 @@ scenes |= {'45 samples': lambda: of_length(45), '37 samples': lambda: of_length(
            'loss of the model, accumulated': lambda: loss_of_model(n=48, cb=[GradientAccumulation(size())]),
            'sum and penalty': sum_and_penalty, 'sum and penalty in place': sum_and_penalty_in_place, 'a loss of nodes': nodes_and_ids,
            'first labels in order': first_labels_in_order,
+           'inputs changed in place': lambda: writes(lambda x: x.sub_(.5)),
+           'inputs changed in a dict': lambda: writes(written, collate_fn=in_a_dict),
+           'inputs taken out of a dict': lambda: writes(lambda b: b.pop('x'), collate_fn=in_a_dict), 'a loss that counts': counted_calls,
+           'a loss that keeps': lambda: loaded(TfmdDL(data(), size()), TfmdDL(data(11, 3), 3), net(), Kept()),
+           'a scripted loss': lambda: loaded(TfmdDL(data(), size()), TfmdDL(data(11, 3), 3), net(), scripted),
+           'targets changed in place': lambda: of_labels(masked_in_place),
+           'other weights': lambda: of_labels(weighted_ce(), Reweights(weight=tensor([.9,.1], dtype=torch.double))),
+           'other labels ignored': lambda: of_labels(weighted_ce(), Reweights(ignore_index=0)),
+           'another reduction': lambda: of_labels(weighted_ce(), Reweights(reduction='sum')),
+           'another model': lambda: fitted(learner(), NewModel('before_epoch')),
+           'another model in an epoch': lambda: fitted(learner(), NewModel('before_batch')),
            'labels ignored': lambda: ignored('before_batch'), 'labels ignored, kept': lambda: ignored('before_batch', Harmless()),
            'labels ignored late': lambda: ignored('after_pred'), 'labels changed after the loss': lambda: (*ignored('after_loss')[:2],[]),
            'weighed twice': weighed_twice, 'freeze in a group': freeze_in_a_group, 'validate first': validated}
@@ -541,7 +601,31 @@ class Ordinary(Callback):
         self.learn.xb,self.learn.yb = (x[i],),(self.y[i],)
 def ordinary(): return learner(cbs=[Ordinary(),Advantages(all_sum)])
 
+class Floods(Callback):
+    run_valid = False
+    def after_loss(self): self.learn.loss_grad = (self.learn.loss_grad-1).abs()+1
+def flooded(): return learner(cbs=Floods())
+def clipped():
+    learn = learner()
+    for p in learn.model.parameters(): p.register_hook(lambda g: g.clamp(-5, 5))
+    return learn
+def one_process_course():
+    learn = learner()
+    n = 2*len(learn.dls.train)
+    learn.add_cb(Scheduler(lambda o: torch.optim.lr_scheduler.OneCycleLR(o, .1, total_steps=n)))
+    return learn
+def lazy(): return learner(nn.Sequential(nn.LazyLinear(2)).double())
+class Masks(Callback):
+    "Gradients by hooks that scale them or only look at them, and a loss that is scaled"
+    def before_fit(self): self.seen = [p.register_hook(f) for p in self.model.parameters() for f in (lambda g: g*.5, lambda g: None)]
+    def after_loss(self): self.learn.loss_grad = 2*(self.learn.loss_grad*.7+3)
+    def after_fit(self): [o.remove() for o in self.seen]
+def masks(): return learner(cbs=Masks())
+
 @pytest.mark.parametrize('make, want', [
+    (flooded, r'a callback makes learn.loss_grad of the loss by abs\(\)'),
+    (clipped, r'0\.weight has a hook \(clipped.*before the mean over ranks'),
+    (one_process_course, r'OneCycleLR is made for 16 steps, and this fit has 8'), (lazy, '^ValueError: the model has lazy layers'),
     (mixed_up, r'MixUp mixes the samples of a batch \(.*test_exact.py:\d+ in before_batch\)'), (advantages, 'Advantages mixes the samples'),
     (centred, 'predictions of Sequential depend on which samples share a batch'),
     (late_weights, r'the loss by_weight may train otherwise on 2 ranks'), (hard_ones, r'a callback changes learn.loss_grad'),
@@ -564,7 +648,7 @@ def test_a_difference_is_told(make, want):
     else: assert not re.search(want, got[1]) # once, on rank 0
 
 def test_known_and_additive_losses_are_not_told():
-    for make in (learner,ordinary,unrelated,of_sizes,spoken,keeps,decayed): assert run_ranks(told, 2, make)==['','']
+    for make in (learner,ordinary,unrelated,of_sizes,spoken,keeps,decayed,masks): assert run_ranks(told, 2, make)==['','']
 
 def test_a_second_backward_pass_on_ranks_with_different_numbers_of_items_is_told():
     assert any('learn.wrapper is called again' in o for o in run_ranks(told, 2, twice))
