@@ -84,8 +84,8 @@ def fastais(n_batches):
         return calls_in(lambda: learn.fit(1)),calls_in(learn.validate)
 
 # fastai's Learner: its loop, and the short ways through what it does at each batch (`learnerdist.fastai.quick`). Seen: 131 and 99 calls
-# alone, 306 and 188 on two ranks
-@pytest.mark.parametrize('W,step,batch', [(1, 136, 103), (2, 316, 194)])
+# alone, 306 and 188 on two ranks; since then 12 in a step for the options of one of torch's losses, which may change (5 µs)
+@pytest.mark.parametrize('W,step,batch', [(1, 136, 103), (2, 320, 194)])
 def test_python_calls_of_fastais_learner(W, step, batch):
     for steps,batches in run_ranks(rank_calls, W, fastais):
         assert step/2<steps<=step and batch/2<batches<=batch, (steps,batches)

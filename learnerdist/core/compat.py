@@ -143,9 +143,8 @@ def start_ranks_by(
     handler._popen = _popen
 
 Dropout = find('dropout', nn.Dropout) # for isinstance
-grad_hooks = '_backward_hooks' # The attribute of a parameter with the functions of `register_hook`
-ignored_by_ddp = '_ddp_params_and_buffers_to_ignore' # The attribute of a model in which DDP looks for names
-update_count = '_update_count' # The attribute in which a torchmetrics object counts its batches
+# Attributes: a parameter's functions of `register_hook`; of a model, names for DDP; in which a torchmetrics object counts its batches
+grad_hooks,ignored_by_ddp,update_count = '_backward_hooks','_ddp_params_and_buffers_to_ignore','_update_count'
 
 def metric_state(
     metric # A torchmetrics object

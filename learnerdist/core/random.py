@@ -14,6 +14,8 @@ from types import CellType,FunctionType,MethodType
 
 import torch
 
+from .compat import version
+
 # %% ../../nbs/core/04_random.ipynb #c005
 _M64 = (1<<64)-1
 
@@ -92,8 +94,8 @@ def _undoing(func):
         seen.add(id(o))
         if isinstance(o, partial): todo.append(o.func)
         elif isinstance(o, MethodType): todo += [o.__self__,o.__func__]
-        elif isinstance(o, torch.nn.Module): yield from _of_dicts(*[p for m in o.modules() for p in (vars(m),m._buffers)])
-        elif hasattr(o, '__dict__'): yield from _of_dicts(vars(o))
+        elif isinstance(o, torch.nn.Module): yield from _of_objects(*o.modules())
+        elif hasattr(o, '__dict__'): yield from _of_objects(o)
         if not isinstance(o, FunctionType): continue
         cells = [c for c in o.__closure__ or () if c!=CellType()]
         names = {k: o.__globals__[k] for k in o.__code__.co_names if k in o.__globals__}
@@ -103,23 +105,23 @@ def _undoing(func):
         yield from _of_values(inner)
         todo += [v for v in inner if callable(v) and getattr(v, '__globals__', o.__globals__) is o.__globals__]
 
-def _of_dicts(*ds):
-    for d in ds:
-        yield partial(_put_back, d, dict(d))
-        yield from _of_values(d.values())
+def _of_objects(*os):
+    for o in os:
+        yield partial(_put_back, vars(o), dict(vars(o)))
+        yield from _of_values([*vars(o).values(),*(o.buffers(False) if isinstance(o, torch.nn.Module) else ())])
 
 def _of_values(vs):
     for v in vs:
         if type(v) is list: yield partial(v.__setitem__, slice(None), v[:])
-        elif type(v) is dict: yield partial(_put_back, v, dict(v))
-        elif isinstance(v, torch.Tensor) and not (v.requires_grad or v.is_inference()): yield partial(_fill, v, v._version, v.clone())
+        elif isinstance(v, dict): yield partial(_put_back, v, dict(v))
+        elif isinstance(v, torch.Tensor) and not (v.requires_grad or v.is_inference()): yield partial(_fill, v, version(v), v.clone())
 
 def _put_back(d, was):
     for k in d.keys()-was.keys(): del d[k]
     d.update(was)
 
-def _fill(t, version, was): # one that has not changed stays untouched: a graph may hold it
-    if t._version!=version: t.detach().copy_(was)
+def _fill(t, n, was): # one that has not changed stays untouched: a graph may hold it
+    if version(t)!=n: t.detach().copy_(was)
 
 # %% ../../nbs/core/04_random.ipynb #c017
 class shared_rng:

@@ -32,6 +32,7 @@ def broadcast_tensors(
 ):
     "Give every rank the values of rank 0. Sync point: all ranks call this. ValueError if a tensor has no shape yet"
     if group_size()<2: return
+    tensors = [*tensors]
     if any(map(nn.parameter.is_lazy, tensors)):
         raise ValueError('the model has lazy layers, whose parameters have no shape yet: call it on a batch before the context, '
                          'learn.model(*x)')
@@ -164,16 +165,17 @@ class Replica:
         return [*map(_is_trained, self.params)],[*map(id, self._optimized())]
 
     def __call__(self, *xb, **kw):
-        if self.learn.model is not self.model: self._adopt()
+        now = self.learn.model
+        if now is not self.model and now is not self: self.follow(now) # `self`: fastai's Learner, whose model this is in the forward pass
         if self.trained!=self._what_is_trained(): self._wrap()
         self.regroups = False
         if self.learn.global_items is not None and not batchnorm.is_muted(): self._check_second()
         return (self.ddp or self.model)(*xb, **kw)
 
-    def _adopt(self):
+    def follow(self, model):
         "Go on with another model, which a callback has put in place of this one. Sync point"
         self.undo()
-        self.model = self.learn.model
+        self.model = model
         self.undo_bn = sync_batchnorm(self.model, current_group()) if self.sync_bn else None
         self._wrap()
 

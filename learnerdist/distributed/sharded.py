@@ -77,7 +77,12 @@ class Sharded:
         "Trained parameters that are not the model's, such as a loss's"
         return [] if self.learn.opt is None else [p for g in groups_of(self.learn.opt) for p in g if not is_part(p)]
 
+    def follow(self, model):
+        raise ValueError(f'learn.model is another {type(model).__name__} than the one that is sharded: replace it before the context')
+
     def __call__(self, *xb, **kw):
+        now = self.learn.model
+        if now is not self.model and now is not self: self.follow(now)
         self.trained = [p.requires_grad for _,p in self.pairs]
         try: return self.model(*xb, **kw)
         except self.cancels as e:

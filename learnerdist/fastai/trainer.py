@@ -214,7 +214,9 @@ def swapped(self:DistributedTrainer):
     "During the forward pass of a training batch, `learn.model` is `learn.wrapper`; to callbacks it is the user's model"
     learn = self.learn
     wrapper,self.plain = vars(learn).get('wrapper'),learn.model
-    if wrapper is not None and learn.training: learn.model = wrapper
+    if wrapper is not None and learn.training:
+        if wrapper.model is not self.plain: wrapper.follow(self.plain)
+        learn.model = wrapper
     if self.watches and group_size()>1 and not self.alone: self.trace = LossTrace().__enter__()
     try: yield
     finally:

@@ -229,15 +229,13 @@ def _size_and_n(dl):
 def loss_over(learn)->MeanOver:
     "What the learner's loss averages over. Cached until `learn.loss_func` changes, or the options of one of torch's"
     known,func = vars(learn).get('_loss_over'),learn.loss_func
-    if known is None or known[0] is not func or len(known)>2 and any(map(is_not, known[2:], _options(func))):
-        over = mean_over(func)
-        known = learn._loss_over = (func,over) if over.kind=='unknown' else (func,over,*_options(func))
+    if known is None or known[0] is not func or len(known)>2 and any(map(is_not, known[3:], _options(known[2]))):
+        over,inner = mean_over(func),getattr(func, 'func', func) # fastai's losses have one of torch's
+        changes = over.kind!='unknown' and hasattr(inner, 'reduction')
+        known = learn._loss_over = func,over,*((inner,*_options(inner)) if changes else ())
     return known[1]
 
-def _options(func):
-    d = getattr(func, '__dict__', {})
-    if 'func' in d: d = getattr(d['func'], '__dict__', {}) # of a fastai loss
-    return d.get('_buffers', d).get('weight'),d.get('ignore_index'),d.get('reduction')
+def _options(loss): return getattr(loss, 'weight', None),getattr(loss, 'ignore_index', None),loss.reduction
 
 def loss_of_batch(
     learn # A learner, after the prediction for a batch
