@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/data/02_streams.ipynb #stm02
+from itertools import islice
+
 from torch.utils.data import IterableDataset
 
 from ..core.random import draw,shared_rng
@@ -53,10 +55,10 @@ class Placed:
 
 # %% ../../nbs/data/02_streams.ipynb #stm07
 def with_next(dl):
-    "Each batch of `dl`, and whether another follows; it looks one batch ahead where the loader has no length"
+    "Each batch of `dl`, and whether another follows; it looks one batch ahead where the loader has no length, or has come to its end"
     stream = isinstance(getattr(dl, 'dataset', None), IterableDataset) # its length is only what its author declared
-    n = None if stream else data_len(dl)
+    n = 0 if stream else data_len(dl) or 0
     it = iter(dl)
     had = getattr(dl, 'had', 0) # batches that this loop had before it was resumed
-    if n is not None: yield from ((b,i+1<n) for i,b in enumerate(it, had))
-    else: yield from look_ahead(it)
+    for b in islice(it, max(n-1-had, 0)): yield b,True
+    yield from look_ahead(it) # the length is an estimate where a user's sampler says it

@@ -9,12 +9,25 @@ __all__ = []
 import warnings
 from itertools import chain,islice
 
+from torch.utils.data import BatchSampler,RandomSampler,SequentialSampler,WeightedRandomSampler
+
 from ..core.env import group_rank,group_size
+from ..data.distributed_dl import _Dealt,_Joined,_Order,_chain
 from ..data.loaders import LoaderWrapper
 from ..data.streams import with_next
 
 
 # %% ../../nbs/distributed/02_agreed_loader.ipynb #c019
+def own_order(
+    dl # A rank's shard of a loader
+):
+    "What deals the items of a user's sampler, whose length may be an estimate, and whose draws ranks may not share; None for torch's"
+    order = getattr(getattr(dl, 'dealer', None), 'items', None)
+    if not isinstance(order, _Dealt) or isinstance(order, _Order): return None
+    return None if all(type(o) in _alike or getattr(o, 'alike', False) for o in _chain(order.source)) else order
+
+_alike = BatchSampler,RandomSampler,SequentialSampler,WeightedRandomSampler,_Joined # they draw from generators that ranks share
+
 class AgreedLoader(LoaderWrapper):
     "A rank's shard of a loader whose loop ends at the same step on all ranks. `more`: ranks that may have a validation batch"
     def __init__(self, dl, agreement, more:int): self.dl,self.agreement,self.more = dl,agreement,more
@@ -29,11 +42,9 @@ class AgreedLoader(LoaderWrapper):
             res = a.outcome()
             a.heed(res)
             a.check_divergence()
-            if res.more<a.n_ranks and a.training: break
-        else:
-            if a.training and a.has_next: raise ValueError(f'a loader of {len(self)} batches ended after {a.n_steps}')
-        if a.training: self._say_dropped(res)
-        else: self._wait_for_others(res)
+            if a.training and res.more<a.n_ranks: return self._say_dropped(res)
+        if not a.training: self._wait_for_others(res)
+        elif a.has_next and not hasattr(self.dl, 'dealer'): raise ValueError(f'a loader of {len(self)} batches ended after {a.n_steps}')
 
     def _begin(self, batches):
         "In training, read the first batch before any rank computes: a rank may find only now that it has none"
@@ -53,6 +64,6 @@ class AgreedLoader(LoaderWrapper):
             more = res.more
 
     def _say_dropped(self, res):
-        if res is not None and res.more and self.agreement.has_next:
+        if res.more and self.agreement.has_next:
             n = self.agreement.n_steps
             warnings.warn(f'rank {group_rank()} had more training batches than another rank: this epoch ends after {n}')

@@ -19,6 +19,7 @@ from ..core.collectives import all_sum,gather_objects,gather_rows
 from ..core.compat import tree_leaves
 from ..core.env import current_group,group_rank,group_size
 from ..data.loaders import batch_shape
+from .agreed_loader import own_order
 from .batchnorm import _local,is_muted,mute
 from .divergence import say_loss
 from .vote_links import PostedSum
@@ -30,7 +31,8 @@ def uneven_steps(
 )->str: # The same on every rank
     "In which steps the ranks' batches may have different numbers of samples: 'none', 'last' or 'any'"
     d = getattr(dl, 'dealer', None)
-    if d is None or d.pad!='batch' or d.unit!='row' or d.streams or not batch_shape(dl)[0] or dl.n_total is None: return 'any'
+    rows = d is not None and d.pad=='batch' and d.unit=='row' and not d.streams and batch_shape(dl)[0]
+    if not rows or own_order(dl) or dl.n_total is None: return 'any'
     return 'last' if dl.n_total%(d.bs*d.world_size) and not d.drop_last else 'none'
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #9b0cdfb7
@@ -65,7 +67,8 @@ class LossWeights:
         "Before each batch"
         learn = self.learn
         self.done,self.n_rows,learn.global_items,learn.items,_local.on = False,None,None,None,not learn.training
-        learn.repeated = learn.training and learn.n_iter in (None,learn.iter+1) and self._is_repeat()
+        may_end = self.uneven=='any' or learn.n_iter==learn.iter+1 # a length may be an estimate
+        learn.repeated = learn.training and may_end and self._is_repeat()
         if learn.repeated: mute(True)
         if learn.training: self.early = None
     def _is_repeat(self):

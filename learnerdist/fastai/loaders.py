@@ -43,6 +43,8 @@ class _Indices:
     "The indices that `dl` reads in an epoch, the same on every rank"
     read_ahead = sys.maxsize # random streams are swapped once, not at each batch
     def __init__(self, dl, dealer): self.dl,self.dealer = dl,dealer
+    alike = property(lambda self: all(k not in vars(self.dl) and getattr(type(self.dl), k).__module__.startswith('fastai.')
+                                      for k in ('get_idxs','shuffle_fn')), doc="Whether fastai draws them, see `own_order`")
     def __iter__(self):
         self.dl.rng = random.Random(mix_seed(self.dealer.seed, self.dealer.epoch))
         return iter(self.dl.get_idxs())
@@ -207,6 +209,7 @@ class _Blocks(core.Dealer):
 
 class _Order:
     "The order of all samples, sequential or shuffled"
+    alike = True
     def __init__(self, dealer, source, shuffle): self.dealer,self.source,self.shuffle = dealer,source,shuffle
     def __iter__(self): return iter(epoch_order(len(self), self.dealer.epoch, self.dealer.seed, self.shuffle).tolist())
     def __len__(self): return len(self.source)

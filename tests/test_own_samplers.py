@@ -1,0 +1,85 @@
+"Samplers of the user's, whose length is an estimate, whose draws no rank shares, or which look at the training: the run of one process"
+import warnings
+from itertools import islice
+import pytest, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, gather_objects, num_distrib
+from learnerdist.testing import run_ranks
+
+N = 45 # on 2 and 3 ranks the last global batch is a part of one
+
+def data(n=N, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.cat([torch.arange(n, dtype=torch.double)[:,None]/n, torch.randn(n, 3, generator=g, dtype=torch.double)], 1)
+    return TensorDataset(x, torch.randn(n, 2, generator=g, dtype=torch.double))
+
+def net():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+def size(): return max(num_distrib(), 1)
+def sgd(ps, lr): return torch.optim.SGD(ps, lr=.1, momentum=.9)
+
+class Seen(Callback):
+    "The places in the data of the samples that this rank has trained on, in each epoch"
+    def before_fit(self): self.places = []
+    def before_train(self): self.places.append([])
+    def before_batch(self):
+        if self.training and not self.learn.repeated: self.places[-1] += (self.xb[0][:,0]*N).round().int().tolist()
+
+def fitted(train, *cbs, n=2):
+    "Weights, the places of all ranks in each epoch, sorted, and the validation losses; and what was warned of"
+    seen,learn = Seen(),Learner(DataLoaders(train, TfmdDL(data(11, 7), 12//size())), net(), nn.MSELoss(), sgd)
+    with warnings.catch_warnings(record=True) as said, learn.distrib_ctx(seed=1, timeout_s=60), learn.no_logging():
+        warnings.simplefilter('always')
+        learn.fit(n, cbs=[seen,*cbs])
+        every = [sum(o, []) for o in zip(*gather_objects(seen.places))]
+    flat = torch.cat([p.detach().reshape(-1) for p in learn.model.parameters()])
+    return flat,[sorted(o) for o in every],learn.recorder.values,[str(o.message) for o in said if o.category is UserWarning]
+
+def same(one, ranks):
+    for weights,places,values,_ in ranks:
+        torch.testing.assert_close(weights, one[0], rtol=0, atol=1e-9)
+        assert places==one[1]
+        torch.testing.assert_close(torch.tensor(values), torch.tensor(one[2]))
+
+# --- a length that is an estimate --------------------------------------------------------------------------------------------
+
+class Tokens:
+    "Batches of up to 12 tokens, `joined` to one; `said` of them, it says"
+    def __init__(self, said, joined=1): self.said,self.joined = said,joined
+    def __len__(self): return -(-self.said//self.joined)
+    def batches(self):
+        b,n = [],0
+        for i in range(N):
+            if n+1+i*7%5>12:
+                yield b
+                b,n = [],0
+            b,n = [*b,i],n+1+i*7%5
+        yield b
+    def __iter__(self):
+        it = self.batches()
+        while bs := [*islice(it, self.joined)]: yield sum(bs, [])
+
+class Guessed:
+    "All places, backwards; `said` of them, it says"
+    def __init__(self, said): self.said = said
+    def __len__(self): return self.said
+    def __iter__(self): return iter(range(N)[::-1])
+
+def of_tokens(said, joined): return fitted(DataLoader(data(), batch_sampler=Tokens(said, joined)))
+def of_samples(said, workers): return fitted(DataLoader(data(), 12//size(), sampler=Guessed(said), num_workers=workers))
+
+@pytest.mark.parametrize('W', [2,3])
+@pytest.mark.parametrize('said', [1,8,14,40]) # there are 14
+def test_batches_that_a_batch_sampler_yields(W, said):
+    one,= run_ranks(of_tokens, 1, said, W)
+    assert one[1]==[[*range(N)]]*2
+    same(one, run_ranks(of_tokens, W, said, 1))
+
+@pytest.mark.parametrize('W,said,workers', [(2,10,0),(2,13,1),(3,40,0),(3,200,0),(2,200,1)])
+def test_samples_that_a_sampler_yields(W, said, workers):
+    one,= run_ranks(of_samples, 1, said, workers)
+    assert one[1]==[[*range(N)]]*2
+    same(one, run_ranks(of_samples, W, said, workers))
