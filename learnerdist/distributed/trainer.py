@@ -17,6 +17,7 @@ from ..core.deferred import has_deferred
 from ..core.env import group_rank,group_size,group_timeout,in_group,process_group
 from ..core.random import seed_streams
 from ..data.distributed_dl import DistributedDL,is_split,set_epoch
+from .agreed_loader import Share,unpadded
 from .agreement import Agreement,AgreementEnd,Progress
 from .batchnorm import _local,mute,say_batch_dependent,watch_batchnorm
 from .blocks import shard_options
@@ -117,7 +118,7 @@ def share(self:DistributedTrainer,
 ):
     "This rank's shard of a loader; a loader that is sharded already is left alone"
     if isinstance(dl, Unshared): return dl
-    return DistributedDL.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
+    return Share.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
 
 @patch
 def share_now(self:DistributedTrainer, dl, pad):
@@ -270,13 +271,11 @@ def before_validate(self:DistributedTrainer):
     self.learn.wrapper = None
     _local.on = True
     mute(False)
-    self.learn.dl = self.share_now(_source(self.dl), pad=False)
+    self.learn.dl = self.share_now(unpadded(self.dl), pad=False)
 
 @patch
 def after_validate(self:DistributedTrainer):
     if self.max_norm: self.max_norm.catch_up()
-
-def _source(dl): return dl.source if isinstance(dl, DistributedDL) and dl.pad else dl
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c020
 def _trainers(learn): return [cb for cb in learn.cbs if isinstance(cb, (DistributedTrainer,ExactEvaluation,Agreement,AgreementEnd))]
