@@ -1,9 +1,10 @@
 "A second learner beside one in a context, what callbacks compute before training, and metrics that read the learner"
-import warnings
-import pytest, torch
+import re, warnings
+from importlib.util import find_spec
+import numpy as np, pytest, torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, group_size, process_group
+from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, all_sum, group_rank, group_size, process_group
 from learnerdist.testing import run_ranks
 
 def data(n=48, seed=0):
@@ -77,10 +78,11 @@ def fastais(dls=None, seed=5, **kw):
     from fastai.optimizer import SGD
     return FastaiLearner(dls or fastais_loaders(), net(seed), Mse(), opt_func=SGD, lr=.05, **kw)
 
-@pytest.mark.parametrize('make', [learner, fastais])
+makers = [learner, pytest.param(fastais, marks=pytest.mark.skipif(find_spec('fastai') is None, reason='no fastai'))]
+
+@pytest.mark.parametrize('make', makers)
 @pytest.mark.parametrize('W', [2, 3])
 def test_a_learner_without_a_context_has_all_the_data(make, W):
-    if make is fastais: pytest.importorskip('fastai')
     (weights,*one,orders,n),got,said = both(beside, W, make)
     for w,*own,seen,steps in got:
         torch.testing.assert_close(w, weights, rtol=0, atol=1e-7)
@@ -88,3 +90,46 @@ def test_a_learner_without_a_context_has_all_the_data(make, W):
         assert seen==orders and sorted(seen[0])==sorted(data()[:][0][:,0].tolist()) and seen[0]!=seen[1]
         assert (n,steps)==(4,4*W)
     assert any('trains on the whole data' in o for o in said)
+
+# --- what callbacks compute before training ---------------------------------------------------------------------------------
+
+def first(b): return b[0]
+
+class Normalise(Callback):
+    "Statistics of the training data, of which each rank has a part"
+    def before_fit(self): self.mean = torch.cat([*map(first, self.learn.dls.train)]).mean(0)
+
+class Exchanged(Callback):
+    "The same on all ranks, one of them a number of numpy's; and what differs without having been computed"
+    def __init__(self): self.rank = torch.tensor(group_rank())
+    def before_fit(self): self.mean,self.best = all_sum(torch.cat([*map(first, self.learn.dls.train)]).sum(0)),np.float64(1)
+
+class Labels(Callback):
+    "New labels in each epoch, from random numbers of this rank"
+    def before_epoch(self):
+        x,y = self.learn.dls.train.dataset.tensors
+        self.learn.dls.train.dataset.tensors = x,y+torch.randn(len(y), 1)
+
+def scale(self):
+    "Makes weights that depend on the first batch"
+    with torch.no_grad(): self.learn.model[0].weight /= self.learn.model[0](first(next(iter(self.learn.dls.train)))).std()
+
+class Scaled(Callback): before_fit = scale
+class ScaledLater(Callback): before_epoch = scale
+
+def begins(make, cb):
+    learn = make()
+    if make is not learner:
+        from fastai.callback.core import Callback as FastaiCallback
+        own = {k: v for o in cb.__mro__[::-1] if issubclass(o, Callback) and o is not Callback for k,v in vars(o).items() if v is not None}
+        cb = type(cb.__name__, (FastaiCallback,), {k: v for k,v in own.items() if k[:2]!='__' or k=='__init__'})
+        learn.remove_cbs(learn.progress)
+    with learn.distrib_ctx(seed=1), learn.no_logging(): learn.fit(1, cbs=cb())
+
+@pytest.mark.parametrize('make', makers)
+@pytest.mark.parametrize('cb,words', [(Normalise, r'normalise\.mean: each rank has computed this'), (Exchanged, None),
+    (Labels, r'data\.tensors\[1\]: each rank'), (Scaled, r'0\.weight: the ranks have different weights as a training loop begins'),
+    (ScaledLater, r'0\.weight: the ranks have different weights')])
+def test_told_what_differs_before_training(make, cb, words):
+    said = ' '.join(run_ranks(told, 2, begins, make, cb)[0][1])
+    assert re.search(words, said) if words else not re.search('each rank has|different weights', said), said
