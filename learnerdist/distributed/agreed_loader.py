@@ -12,10 +12,9 @@ from itertools import chain,islice
 from torch.utils.data import BatchSampler,RandomSampler,SequentialSampler,WeightedRandomSampler
 
 from ..core.env import group_rank,group_size
-from ..data.distributed_dl import _Dealt,_Joined,_Order,_chain
+from ..data.distributed_dl import DistributedDL,_Dealt,_Joined,_Order,_chain
 from ..data.loaders import LoaderWrapper
 from ..data.streams import with_next
-
 
 # %% ../../nbs/distributed/02_agreed_loader.ipynb #c019
 def own_order(
@@ -27,6 +26,22 @@ def own_order(
     return None if all(type(o) in _alike or getattr(o, 'alike', False) for o in _chain(order.source)) else order
 
 _alike = BatchSampler,RandomSampler,SequentialSampler,WeightedRandomSampler,_Joined # they draw from generators that ranks share
+
+class Share(DistributedDL):
+    "A rank's shard of the loader of a learner in a context"
+    n_read = 0 # how often another learner has read all of the loader
+    def all_data(self):
+        "The loader behind it, in an order that is the same on all ranks: for a learner that is in no context"
+        self.n_read += 1
+        res = self.from_dl(self.source, 0, 1, self.seed, pad=False)
+        res.dealer.epoch = self.n_read # not `set_epoch`, which would go through to the loader that both share
+        return res
+
+def unpadded(
+    dl # A loader, or a rank's shard of one
+):
+    "The loader behind a shard that repeats samples, to be sharded without; any other loader as it is"
+    return dl.source if isinstance(dl, DistributedDL) and dl.pad else dl
 
 class AgreedLoader(LoaderWrapper):
     "A rank's shard of a loader whose loop ends at the same step on all ranks. `more`: ranks that may have a validation batch"

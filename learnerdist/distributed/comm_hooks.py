@@ -72,3 +72,12 @@ def check_ddp_options(kw):
     near = [o for k in bad for o in get_close_matches(k, [*known,*ddp_options], 1)]
     hint = f" (did you mean {', '.join(near)}?)" if near else ''
     raise ValueError(f"distrib_ctx got {', '.join(bad)}{hint}; it takes {', '.join(known)}, and DDP's {', '.join(ddp_options)}")
+
+def check_options(ddp_kw, seed, check_every, timeout_s):
+    "Raise ValueError for an option that is unknown or has no meaning"
+    check_ddp_options(ddp_kw)
+    if seed is not None and not isinstance(seed, int): raise ValueError(f'seed={seed!r}: give a whole number, or None to draw one')
+    if check_every is not None and not (isinstance(check_every, int) and check_every>0):
+        raise ValueError(f'check_every={check_every!r}: give a number of steps, from 1 up')
+    if timeout_s is not None and not (isinstance(timeout_s, (int,float)) and timeout_s>0):
+        raise ValueError(f'timeout_s={timeout_s!r}: give seconds')

@@ -159,14 +159,15 @@ def check_weights(
 def check_others(
     learn,
     noted:dict, # From `note_own`
-    said:set    # As in `check_weights`
+    said:set,   # As in `check_weights`
+    early=({},{}) # As in `check_own`
 ):
     "Warn on rank 0 if tensors of the loss, of modules that callbacks hold, or what else a script keeps differ between ranks. Sync point"
     cbs = [(f'{cb.name}.{k}',v) for cb in learn.cbs for k,v in vars(cb).items()]
     found = [(k,m) for k,m in [('loss_func',learn.loss_func),*cbs] if isinstance(m, nn.Module) and m is not learn.model]
     own = {f'{k}.{name}': t for k,m in found if not isinstance(m, DistributedDataParallel) for name,t in compared(m).items()}
     _say_own(differences(own), said)
-    check_own(learn, noted, said)
+    check_own(learn, noted, said, early)
 
 def _say_own(found, said):
     new = [k for k in found if k not in said]
@@ -216,7 +217,7 @@ def _tensors(o, skip):
             plain = isinstance(t, Tensor) and t.layout==torch.strided and not (t.is_meta or t.is_inference() or is_part(t))
             if plain or is_array: yield k if i is None else f'{k}[{i!r}]',t
 
-def _hash(t): return tensor_hash(t if isinstance(t, Tensor) else torch.from_numpy(t.copy())).item()
+def _hash(t): return tensor_hash(t if isinstance(t, Tensor) else torch.tensor(t)).item() # also of a number of numpy's
 
 def _noted(t, at):
     if not isinstance(t, Tensor): return Noted(None, 0, _hash(t), t.shape)
@@ -234,20 +235,51 @@ def _change(t, at, was, in_place):
     now = _hash(t)
     return None if now==was.hash else (was.hash,now)
 
+def changes(
+    learn,
+    noted:dict,    # From `note_own`
+    with_new=False # Also what is new, or has another shape
+)->dict:           # By name; a value is None where nothing has changed
+    "The hashes before and now of what the script keeps; of what is new, None and the hash now"
+    res = {}
+    for at,o,skip,in_place in _keepers(learn):
+        for k,t in _tensors(o, skip):
+            was,name = noted.get(f'{at}.{k}'),f'{at}.{k}'
+            if was and was.shape==tuple(t.shape): res[name] = _change(t, at, was, in_place)
+            elif with_new and not in_place: res[name] = None,_hash(t)
+    return res
+
 def check_own(
     learn,
     noted:dict, # From `note_own`
-    said:set    # As in `check_weights`
+    said:set,   # As in `check_weights`
+    early=({},{}) # `changes` by callbacks that have begun the fit or the epoch; hashes of the weights, if they had to be the same then
 ):
     "Warn on rank 0 of what was the same on all ranks before the loop, and is not the same after it. Sync point"
-    mine = {}
-    for at,o,skip,in_place in _keepers(learn):
-        for k,t in _tensors(o, skip):
-            was = noted.get(f'{at}.{k}')
-            if was and was.shape==tuple(t.shape): mine[f'{at}.{k}'] = _change(t, at, was, in_place)
-    every = gather_objects(mine)
-    _say_own([k for k in mine if all(k in o for o in every) and _part_ways([o[k] for o in every])], said)
+    before,loop,weights = zip(*gather_objects((early[0],changes(learn, noted),early[1])))
+    _say_own([k for every in (before,loop) for k in every[0] if all(k in o for o in every) and _part_ways([o[k] for o in every])], said)
+    bad = [k for k,v in weights[0].items() if any(o.get(k, v)!=v for o in weights)]
+    if bad and group_rank()==0: warnings.warn(f"{', '.join(bad)}: the ranks have different weights as a training loop begins, and take "
+        "rank 0's. One process may have others: compute them from all the data, with the same random numbers, before the context")
 
-def _part_ways(changes):
-    known = [o for o in changes if o]
-    return bool(known) and len({a for a,_ in known})==1 and (len(known)<len(changes) or len({b for _,b in known})>1)
+def _part_ways(found):
+    known = [o for o in found if o]
+    return bool(known) and len({a for a,_ in known})==1 and (len(known)<len(found) or len({b for _,b in known})>1)
+
+class Own:
+    "Compares what the script keeps over ranks, as it is before users' callbacks begin a fit or an epoch, and around a training loop"
+    def __init__(self): self.begun,self.noted,self.early,self.said = None,{},({},{}),set()
+    def begin(self, learn):
+        "Before the callbacks that begin a fit or an epoch, and not before those of loops that they run"
+        if self.begun is None and group_size()>1 and vars(learn).get('wrapper') is None: self.begun = note_own(learn)
+    def before_train(self, learn,
+        first # Whether the ranks get rank 0's weights now
+    ):
+        "Before a training loop. No collective"
+        if group_size()<2: return
+        params = {k: p for k,p in learn.model.named_parameters() if first and not (p.is_meta or is_part(p))}
+        self.early = {} if self.begun is None else changes(learn, self.begun, True),{k: tensor_hash(p).item() for k,p in params.items()}
+        self.begun,self.noted = None,note_own(learn)
+    def check(self, learn):
+        "After a training loop, see `check_others`. Sync point"
+        check_others(learn, self.noted, self.said, self.early)

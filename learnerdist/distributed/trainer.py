@@ -17,11 +17,12 @@ from ..core.deferred import has_deferred
 from ..core.env import group_rank,group_size,group_timeout,in_group,process_group
 from ..core.random import seed_streams
 from ..data.distributed_dl import DistributedDL,is_split,set_epoch
+from .agreed_loader import Share,unpadded
 from .agreement import Agreement,AgreementEnd,Progress
 from .batchnorm import _local,mute,say_batch_dependent,watch_batchnorm
 from .blocks import shard_options
-from .comm_hooks import check_ddp_options,find_hook
-from .divergence import check_others,check_weights,note_own,tensor_hash,path_of_rank0,same_data,same_optimizer,same_settings
+from .comm_hooks import check_options,find_hook
+from .divergence import Own,check_weights,tensor_hash,path_of_rank0,same_data,same_optimizer,same_settings
 from .evaluation import ExactEvaluation,parted
 from .failure import failing_together
 from .loss_weights import LossWeights,total_losses
@@ -50,16 +51,11 @@ class DistributedTrainer(Callback):
         timeout_s:float=None, # Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
         **ddp_kw            # Options of `DistributedDataParallel`
     ):
-        check_ddp_options(ddp_kw)
+        check_options(ddp_kw, seed, check_every, timeout_s)
         self.shard = shard_options(shard, ddp_kw, comm_hook)
-        if seed is not None and not isinstance(seed, int): raise ValueError(f'seed={seed!r}: give a whole number, or None to draw one')
-        if check_every is not None and not (isinstance(check_every, int) and check_every>0):
-            raise ValueError(f'check_every={check_every!r}: give a number of steps, from 1 up')
-        if timeout_s is not None and not (isinstance(timeout_s, (int,float)) and timeout_s>0):
-            raise ValueError(f'timeout_s={timeout_s!r}: give seconds')
         self.cuda_id,self.sync_bn,self.split_batches,self.seed = cuda_id,sync_bn,split_batches,seed
         self.check_every,self.check_data,self.timeout_s,self.ddp_kw = check_every,check_data,timeout_s,ddp_kw
-        self.replica,self.epochs_before,self.links,self.said,self.max_norm,self.stack,self.shards = None,0,None,set(),None,ExitStack(),None
+        self.replica,self.epochs_before,self.links,self.own,self.max_norm,self.stack,self.shards = None,0,None,Own(),None,ExitStack(),None
         self.agreement,self.comm_hook = Agreement(self),find_hook(comm_hook)
     def cleanup(self): self.unwrap()
 
@@ -117,7 +113,7 @@ def share(self:DistributedTrainer,
 ):
     "This rank's shard of a loader; a loader that is sharded already is left alone"
     if isinstance(dl, Unshared): return dl
-    return DistributedDL.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
+    return Share.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
 
 @patch
 def share_now(self:DistributedTrainer, dl, pad):
@@ -218,7 +214,10 @@ def after_backward(self:DistributedTrainer):
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c015
 @patch
+def before_fit(self:DistributedTrainer): self.own.begin(self.learn)
+@patch
 def before_epoch(self:DistributedTrainer):
+    self.own.begin(self.learn)
     for dl in self.shares: set_epoch(dl, self.epoch_id)
     if group_size()>1: seed_streams(self.seed, group_rank(), self.epoch_id)
 
@@ -229,8 +228,9 @@ def epoch_id(self:DistributedTrainer)->int:
 
 @patch
 def before_train(self:DistributedTrainer):
+    self.own.before_train(self.learn, self.replica is None)
     if self.replica is None: self.wrap()
-    self.learn.wrapper,self.noted = self.replica,note_own(self.learn) if group_size()>1 else {}
+    self.learn.wrapper = self.replica
 
 @patch
 def leave_train(self:DistributedTrainer)->bool: # Whether a training loop has ended
@@ -240,7 +240,7 @@ def leave_train(self:DistributedTrainer)->bool: # Whether a training loop has en
     if group_size()>1:
         if hasattr(vars(self.learn).get('timer'), 'share'): self.learn.timer.share()
         self.check_divergence()
-        check_others(self.learn, self.noted, self.said)
+        self.own.check(self.learn)
     self.weights.end()
     broadcast_tensors(get_model(self.model).buffers())
     return True
@@ -257,7 +257,7 @@ def record_all_ranks(self:DistributedTrainer):
 @patch
 def check_divergence(self:DistributedTrainer):
     "Compare the ranks' weights, see `check_weights`. Sync point"
-    check_weights(self.learn.model, self.agreement.n_steps, self.said)
+    check_weights(self.learn.model, self.agreement.n_steps, self.own.said)
 
 @patch
 def after_cancel_epoch(self:DistributedTrainer): self.after_train()
@@ -270,13 +270,11 @@ def before_validate(self:DistributedTrainer):
     self.learn.wrapper = None
     _local.on = True
     mute(False)
-    self.learn.dl = self.share_now(_source(self.dl), pad=False)
+    self.learn.dl = self.share_now(unpadded(self.dl), pad=False)
 
 @patch
 def after_validate(self:DistributedTrainer):
     if self.max_norm: self.max_norm.catch_up()
-
-def _source(dl): return dl.source if isinstance(dl, DistributedDL) and dl.pad else dl
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c020
 def _trainers(learn): return [cb for cb in learn.cbs if isinstance(cb, (DistributedTrainer,ExactEvaluation,Agreement,AgreementEnd))]

@@ -19,6 +19,7 @@ from ..core.compat import names,tree_map
 from ..core.env import num_distrib,rank_distrib
 from ..core.random import mix_seed,shared_rng
 from ..data import distributed_dl as core
+from ..distributed.agreed_loader import Share
 from ..data.distributed_dl import in_order,reindexed
 from ..data.loaders import find_bs
 from ..data.sharding import epoch_order
@@ -171,7 +172,7 @@ def _(dl:LMDataLoader, dealer):
     return _reading(new, dealer.drawn(_Streams(whole, dealer)))
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c021
-class ShareDL(core.DistributedDL):
+class ShareDL(Share):
     "A rank's shard of a fastai learner's loader; `new` returns a loader over all the data"
     begun = 0 # items of this epoch that were read before this run, see `Dealer.start`, as `.dl` knows it
     def __len__(self):
@@ -230,6 +231,9 @@ class DistributedDL(ShareDL):
         self._split(dl if device is None else _on(dl, device), _Blocks(rank, world_size))
 
     by_hand = property(lambda self: isinstance(self.dealer, _Blocks), doc="By fastai's arguments: in a context, its loader is dealt anew")
+    def all_data(self):
+        "This shard: who splits a loader by hand means it for every learner"
+        return self
     def __iter__(self):
         self.i = 0
         for b in self.dl:

@@ -20,8 +20,11 @@ from fastcore.basics import GetAttr
 from fastcore.xtras import modify_exception
 from torch import Tensor
 
+from ..core.env import num_distrib
 from ..data.tensors import columns_of,read_rows
 from ..distributed.mixing import between
+from ..learner.callback import _own_loader
+from ..learner.progress import _say_alone
 
 # %% ../../nbs/fastai/00_quick.ipynb #qck05
 _methods = 'create_batches','do_item','create_item','chunkify','do_batch','create_batch','retain'
@@ -160,7 +163,16 @@ class ShortBatches:
         if seen.get('dl') is not dl: seen.update(dl=dl, detaches=hasattr(dl, 'to_detach'))
         return (dl.to_detach if seen['detaches'] else to_detach)(b, cpu, gather)
 
-_places = {(fastai_load,'to_device'): to_device, (fastai_learner,'to_device'): to_device, (fastai_learner,'to_detach'): to_detach,
+_all_batches = fastai_learner.Learner.all_batches
+
+def all_batches(self):
+    "As fastai's; a learner that is in no context reads all of a loader that another learner's context has split among ranks"
+    dl,self.dl = self.dl,_own_loader(self, self.dl)
+    if dl is not self.dl and self.training and num_distrib()>1: _say_alone()
+    _all_batches(self)
+
+_places = {(fastai_learner.Learner,'all_batches'): all_batches,
+           (fastai_load,'to_device'): to_device, (fastai_learner,'to_device'): to_device, (fastai_learner,'to_detach'): to_detach,
            (GetAttr,'_xtra'): None}
 
 def _put_back(obj, name, old):

@@ -9,7 +9,7 @@ __all__ = ['DistributedTrainer']
 import copy,functools
 from contextlib import contextmanager,nullcontext
 from operator import attrgetter
-from types import MethodType
+from types import MethodType,SimpleNamespace
 
 import fastai.callback.all,fastai.torch_core # noqa: F401
 import torch
@@ -180,6 +180,7 @@ def share(self:DistributedTrainer, dl, pad, **kw):
 # %% ../../nbs/fastai/02_trainer.ipynb #c021
 @patch
 def before_epoch(self:DistributedTrainer): # of `get_preds` and `validate`, too
+    self.own.begin(self.learn)
     for dl in self.dls.loaders: set_epoch(dl, self.epoch_id)
 
 @patch
@@ -315,13 +316,10 @@ def record_all_ranks(self:DistributedTrainer):
     rec.losses,rec.lrs,loss = rec.losses[:start],rec.lrs[:start+n],torch.tensor(0.)
     for tot,count in total_losses(self.learn, torch.stack(self.steps[:n]), n) if n else ():
         loss = (tot/count).to(smooth.val) if count else loss
-        smooth.accumulate(_WithLoss(loss))
+        smooth.accumulate(SimpleNamespace(loss=loss))
         rec.losses.append(smooth.value)
     vars(rec)['smooth_loss'] = smooth # `setattr` would warn, since the learner has this name too
     if n: self.learn.smooth_loss = smooth.value
-
-class _WithLoss:
-    def __init__(self, loss): self.loss = loss
 
 @patch
 def after_cancel_fit(self:DistributedTrainer):

@@ -72,3 +72,7 @@ class Callback(GetAttr):
 
     def cleanup(self): "Undo this callback's changes of the learner. Called at the end of every fit, also after an exception"
     def __repr__(self): return type(self).__name__
+
+def _own_loader(learn, dl):
+    "`dl`; all of the data, if another learner's context has split `dl` among ranks and this learner is in none"
+    return dl.all_data() if not hasattr(learn, 'distributed_trainer') and hasattr(dl, 'all_data') else dl

@@ -1,0 +1,134 @@
+"A second learner beside one in a context, what callbacks compute before training, and metrics that read the learner"
+import re, warnings
+from importlib.util import find_spec
+import numpy as np, pytest, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, all_sum, group_rank, group_size, process_group
+from learnerdist.testing import run_ranks
+
+def data(n=48, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(n, 4, generator=g, dtype=torch.double), torch.randn(n, 2, generator=g, dtype=torch.double))
+
+def net(seed=5):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+def sgd(ps, lr): return torch.optim.SGD(ps, lr=.05, momentum=.9)
+def loaders(): return DataLoaders(TfmdDL(data(), 12//group_size(), shuffle=True), TfmdDL(data(11, 7), 3))
+def learner(dls=None, seed=5, **kw): return Learner(dls or loaders(), net(seed), nn.MSELoss(), sgd, **kw)
+def flat(learn): return torch.cat([p.detach().reshape(-1) for p in learn.model.parameters()]).tolist()
+
+def told(func, *args):
+    "What `func` returns on this rank, and the warnings"
+    with process_group(), warnings.catch_warnings(record=True) as ws:
+        warnings.simplefilter('always')
+        return func(*args),[str(o.message) for o in ws if o.category is UserWarning]
+
+def both(func, W, *args):
+    "What one process returns; what `W` ranks return, and the warnings of rank 0"
+    (one,_),*got = [*run_ranks(told, 1, func, *args),*run_ranks(told, W, func, *args)]
+    return one,[o for o,_ in got],got[0][1]
+
+# --- two learners over the same loaders -------------------------------------------------------------------------------------
+
+class Samples(Callback):
+    "The first number of each sample that is trained on, in order, and its length in steps"
+    def before_fit(self): self.seen,self.n = [],0
+    def before_batch(self):
+        if self.training: self.seen,self.n = self.seen+self.xb[0][:,0].tolist(),self.n_iter
+
+def beside(make):
+    dls = loaders() if make is learner else fastais_loaders()
+    a,b = make(dls),make(dls, 9)
+    cb = Samples()
+    with a.distrib_ctx(seed=1), a.no_logging(), b.no_logging():
+        if make is not learner: a,b = a.remove_cbs(a.progress),b.remove_cbs(b.progress)
+        a.fit(1)
+        valid,given,preds = b.validate(),b.validate(dl=a.dls.valid),b.get_preds(reorder=False)[0]
+        orders = []
+        for _ in range(2):
+            if make is learner: b.fit(1, cbs=cb)
+            else: b.fit(1, cbs=fastais_samples(cb))
+            orders.append(cb.seen)
+        a.fit(1)
+    return flat(a),[*map(float, valid)],[*map(float, given)],preds.tolist(),orders,cb.n
+
+def fastais_loaders():
+    from fastai.data.core import DataLoaders as Loaders, TfmdDL as FastaiDL
+    return Loaders(FastaiDL(data(), bs=12//group_size(), shuffle=True, num_workers=0), FastaiDL(data(11, 7), bs=3, num_workers=0))
+
+def fastais_samples(cb):
+    from fastai.callback.core import Callback as FastaiCallback
+    class Samples(FastaiCallback):
+        def before_fit(self): type(cb).before_fit(cb)
+        def before_batch(self):
+            if self.training: cb.seen,cb.n = cb.seen+self.xb[0][:,0].tolist(),self.n_iter
+    return Samples()
+
+class Mse(nn.MSELoss):
+    "fastai's Recorder takes float32 only"
+    def forward(self, p, t): return super().forward(p, t).float()
+
+def fastais(dls=None, seed=5, **kw):
+    import learnerdist.fastai # noqa: F401
+    from fastai.learner import Learner as FastaiLearner
+    from fastai.optimizer import SGD
+    return FastaiLearner(dls or fastais_loaders(), net(seed), Mse(), opt_func=SGD, lr=.05, **kw)
+
+makers = [learner, pytest.param(fastais, marks=pytest.mark.skipif(find_spec('fastai') is None, reason='no fastai'))]
+
+@pytest.mark.parametrize('make', makers)
+@pytest.mark.parametrize('W', [2, 3])
+def test_a_learner_without_a_context_has_all_the_data(make, W):
+    (weights,*one,orders,n),got,said = both(beside, W, make)
+    for w,*own,seen,steps in got:
+        torch.testing.assert_close(w, weights, rtol=0, atol=1e-7)
+        torch.testing.assert_close(own, one, rtol=0, atol=1e-6)
+        assert seen==orders and sorted(seen[0])==sorted(data()[:][0][:,0].tolist()) and seen[0]!=seen[1]
+        assert (n,steps)==(4,4*W)
+    assert any('trains on the whole data' in o for o in said)
+
+# --- what callbacks compute before training ---------------------------------------------------------------------------------
+
+def first(b): return b[0]
+
+class Normalise(Callback):
+    "Statistics of the training data, of which each rank has a part"
+    def before_fit(self): self.mean = torch.cat([*map(first, self.learn.dls.train)]).mean(0)
+
+class Exchanged(Callback):
+    "The same on all ranks, one of them a number of numpy's; and what differs without having been computed"
+    def __init__(self): self.rank = torch.tensor(group_rank())
+    def before_fit(self): self.mean,self.best = all_sum(torch.cat([*map(first, self.learn.dls.train)]).sum(0)),np.float64(1)
+
+class Labels(Callback):
+    "New labels in each epoch, from numbers without a seed"
+    def before_epoch(self):
+        x,y = self.learn.dls.train.dataset.tensors
+        self.learn.dls.train.dataset.tensors = x,y+torch.from_numpy(np.random.default_rng().normal(size=(len(y), 1)))
+
+def scale(self):
+    "Makes weights that depend on the first batch"
+    with torch.no_grad(): self.learn.model[0].weight /= self.learn.model[0](first(next(iter(self.learn.dls.train)))).std()
+
+class Scaled(Callback): before_fit = scale
+class ScaledLater(Callback): before_epoch = scale
+
+def begins(make, cb):
+    learn = make()
+    if make is not learner:
+        from fastai.callback.core import Callback as FastaiCallback
+        own = {k: v for o in cb.__mro__[::-1] if issubclass(o, Callback) and o is not Callback for k,v in vars(o).items() if v is not None}
+        cb = type(cb.__name__, (FastaiCallback,), {k: v for k,v in own.items() if k[:2]!='__' or k=='__init__'})
+        learn.remove_cbs(learn.progress)
+    with learn.distrib_ctx(seed=1), learn.no_logging(): learn.fit(1, cbs=cb())
+
+@pytest.mark.parametrize('make', makers)
+@pytest.mark.parametrize('cb,words', [(Normalise, r'normalise\.mean: each rank has computed this'), (Exchanged, None),
+    (Labels, r'data\.tensors\[1\]: each rank'), (Scaled, r'0\.weight: the ranks have different weights as a training loop begins'),
+    (ScaledLater, r'0\.weight: the ranks have different weights')])
+def test_told_what_differs_before_training(make, cb, words):
+    said = ' '.join(run_ranks(told, 2, begins, make, cb)[0][1])
+    assert re.search(words, said) if words else not re.search('each rank has|different weights', said), said
