@@ -202,8 +202,7 @@ def end_fit(self:DistributedTrainer):
     "At the end of a fit, also after an exception: remove the `Replica`, and restore the weights after `lr_find`"
     self.unwrap()
     if self.saved is None: return
-    model,opt,folder = self.saved
-    self.saved = None
+    (model,opt,folder),self.saved = self.saved,None
     self.learn.model.load_state_dict(model)
     self.learn.opt.load_state_dict(opt)
     if folder is not None: folder.cleanup()
