@@ -1,5 +1,5 @@
 "Samplers of the user's, whose length is an estimate, whose draws no rank shares, or which look at the training: the run of one process"
-import warnings
+import random, warnings
 from itertools import islice
 import pytest, torch
 from torch import nn
@@ -83,3 +83,45 @@ def test_samples_that_a_sampler_yields(W, said, workers):
     one,= run_ranks(of_samples, 1, said, workers)
     assert one[1]==[[*range(N)]]*2
     same(one, run_ranks(of_samples, W, said, workers))
+
+# --- draws that no rank shares -------------------------------------------------------------------------------------------------
+
+class Shuffled:
+    "All places, in an order from a generator that no seed reaches, or from the global one"
+    def __init__(self, rng): self.rng = rng
+    def __len__(self): return N
+    def __iter__(self): return iter(self.rng.sample(range(N), N))
+
+def of_order(own, workers):
+    return fitted(DataLoader(data(), 12//size(), sampler=Shuffled(random.Random() if own else random), num_workers=workers))[-1]
+
+@pytest.mark.parametrize('W,workers', [(2,0),(3,0),(2,1)])
+def test_orders_that_differ_are_told(W, workers):
+    said = run_ranks(of_order, W, True, workers)
+    assert [len(o) for o in said]==[1]+[0]*(W-1) and 'Shuffled draws another order on each rank' in said[0][0]
+    assert run_ranks(of_order, W, False, workers)==[[]]*W # ranks share the global stream while it is read
+
+# --- draws that depend on the training -----------------------------------------------------------------------------------------
+
+class Widening:
+    "Draws from the first `k` samples only, which a callback changes"
+    def __init__(self): self.k,self.g = 10,torch.Generator().manual_seed(3)
+    def __len__(self): return 96
+    def __iter__(self):
+        for _ in range(96): yield int(torch.randint(self.k, (1,), generator=self.g))
+class Widen(Callback):
+    def __init__(self, sampler): self.sampler = sampler
+    def after_step(self): self.sampler.k = min(N, 10+4*self.learn.train_iter)
+
+def of_widening(n_workers=0):
+    sampler = Widening()
+    return fitted(DataLoader(data(), 12//size(), sampler=sampler, num_workers=n_workers), Widen(sampler))
+
+def outside_of_a_context():
+    sampler,seen = Widening(),Seen()
+    learn = Learner(DataLoaders(DataLoader(data(), 12, sampler=sampler), TfmdDL(data(11, 7), 12)), net(), nn.MSELoss(), sgd)
+    with learn.no_logging(): learn.fit(2, cbs=[seen,Widen(sampler)])
+    return torch.cat([p.detach().reshape(-1) for p in learn.model.parameters()]),[sorted(o) for o in seen.places],learn.recorder.values
+
+@pytest.mark.parametrize('W', [1,2,3])
+def test_a_sampler_that_looks_at_the_training(W): same(outside_of_a_context(), run_ranks(of_widening, W))

@@ -32,17 +32,17 @@ def is_split(dl)->bool:
 def set_epoch(dl, epoch:int):
     "Set the epoch of each part of `dl` with a method `set_epoch`: a `DistributedDL`, the samplers, the data set"
     own = [dl] if hasattr(dl, 'set_epoch') else [*_chain(dl), getattr(dl, 'dataset', None)]
-    for o in {id(o):o for o in own}.values():
-        if hasattr(o, 'set_epoch'): o.set_epoch(epoch)
+    for o in {id(o):o for o in own if hasattr(o, 'set_epoch')}.values(): o.set_epoch(epoch)
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c009
 class _Dealt:
     "A rank's shard of the items of a sampler"
+    note = iter # From an iterator over the sampler's items to one that sees which are read
     def __init__(self, dealer, source, chunk): self.dealer,self.source,self.chunk = dealer,source,chunk
     def __iter__(self):
         d = self.dealer
         gens = [o.generator for o in _chain(self.source) if isinstance(getattr(o, 'generator', None), torch.Generator)]
-        items = d.deal(draw(self.source, shared_rng(d.seed, d.epoch, generators=gens), self.chunk))
+        items = d.deal(self.note(draw(self.source, shared_rng(d.seed, d.epoch, generators=gens), self.chunk, self.chunk)))
         return d.sized(items) if d.unit=='batch' else items
     def __len__(self): return self.dealer.count(len(self.source))
 
