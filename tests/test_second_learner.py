@@ -132,3 +132,17 @@ def begins(make, cb):
 def test_told_what_differs_before_training(make, cb, words):
     said = ' '.join(run_ranks(told, 2, begins, make, cb)[0][1])
     assert re.search(words, said) if words else not re.search('each rank has|different weights', said), said
+
+# --- metrics -------------------------------------------------------------------------------------------------------------------
+
+def metric(reads):
+    learn = learner()
+    def off(pred, targ): return ((learn.pred-learn.y) if reads else pred-targ).abs().mean()
+    learn.metrics = off
+    with learn.distrib_ctx(seed=1), learn.no_logging(): learn.fit(2)
+
+@pytest.mark.parametrize('W', [2,3])
+def test_a_metric_that_reads_the_learner_is_told(W):
+    said = [o for _,o in run_ranks(told, W, metric, True)]
+    assert re.search(r'^off: ranks have other values of the last epoch, \[', ' '.join(said[0])) and said[1:]==[[]]*(W-1)
+    assert [o for _,o in run_ranks(told, W, metric, False)]==[[]]*W

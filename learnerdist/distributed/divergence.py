@@ -256,11 +256,23 @@ def check_own(
     early=({},{}) # `changes` by callbacks that have begun the fit or the epoch; hashes of the weights, if they had to be the same then
 ):
     "Warn on rank 0 of what was the same on all ranks before the loop, and is not the same after it. Sync point"
-    before,loop,weights = zip(*gather_objects((early[0],changes(learn, noted),early[1])))
+    before,loop,weights,values = zip(*gather_objects((early[0],changes(learn, noted),early[1],_values(learn))))
     _say_own([k for every in (before,loop) for k in every[0] if all(k in o for o in every) and _part_ways([o[k] for o in every])], said)
     bad = [k for k,v in weights[0].items() if any(o.get(k, v)!=v for o in weights)]
     if bad and group_rank()==0: warnings.warn(f"{', '.join(bad)}: the ranks have different weights as a training loop begins, and take "
         "rank 0's. One process may have others: compute them from all the data, with the same random numbers, before the context")
+    _say_values({k: [o.get(k, v) for o in values] for k,v in values[0].items()}, said)
+
+def _values(learn):
+    "The losses and metrics that this rank has recorded last, by name"
+    rec = vars(learn).get('recorder')
+    return {k: float(v) for k,v in zip(rec.metric_names[1:], rec.values[-1]) if v is not None} if getattr(rec, 'values', None) else {}
+
+def _say_values(found, said):
+    found = {k: vs for k,vs in found.items() if k not in said and max(vs)-min(vs)>1e-6*max(map(abs, vs))}
+    said |= {*found}
+    if found and group_rank()==0: warnings.warn(f"{', '.join(found)}: ranks have other values of the last epoch, {[*found.values()][0]}. "
+        "A metric has its arguments (pred, targ) of the global validation set; what it reads from the learner is of a rank's batch")
 
 def _part_ways(found):
     known = [o for o in found if o]
