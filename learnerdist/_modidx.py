@@ -3631,6 +3631,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                             'learnerdist.learner.losses.MeanOver.of_samples': ( 'learner/losses.html#meanover.of_samples',
                                                                                                 'learnerdist/learner/losses.py'),
                                             'learnerdist.learner.losses._': ('learner/losses.html#_', 'learnerdist/learner/losses.py'),
+                                            'learnerdist.learner.losses._copied': ( 'learner/losses.html#_copied',
+                                                                                    'learnerdist/learner/losses.py'),
                                             'learnerdist.learner.losses._cutter': ( 'learner/losses.html#_cutter',
                                                                                     'learnerdist/learner/losses.py'),
                                             'learnerdist.learner.losses._is_within': ( 'learner/losses.html#_is_within',

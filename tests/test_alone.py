@@ -47,6 +47,14 @@ def make(path, n=22, cbs=None, bs=4):
                    F.cross_entropy,
                    torch.optim.SGD, metrics=[accuracy, AccumMetric(lambda p,t: (p.argmax(-1)==t).double().mean(), name='same')], cbs=cbs)
 
+def test_split_batches_of_a_batch_sampler(alone):
+    "One process has nothing to split"
+    ds = TensorDataset(torch.ones(6, 3), torch.arange(6)%2)
+    learn = Learner(DataLoaders(torch.utils.data.DataLoader(ds, batch_sampler=[[0,1,2],[3,4],[5]])), nn.Linear(3, 2), F.cross_entropy,
+                    torch.optim.SGD)
+    with learn.distrib_ctx(split_batches=True): learn.fit(1)
+    assert len(learn.recorder.losses)==3
+
 def test_every_call(alone, tmp_path, capsys):
     spy = Spy()
     learn = make(tmp_path, cbs=[spy, CSVLogger()])

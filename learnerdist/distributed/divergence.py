@@ -264,9 +264,11 @@ def check_own(
     _say_values({k: [o.get(k, v) for o in values] for k,v in values[0].items()}, said)
 
 def _values(learn):
-    "The losses and metrics that this rank has recorded last, by name"
+    "The losses and metrics that this rank has recorded last, by name; those that are numbers, of a whole epoch"
     rec = vars(learn).get('recorder')
-    return {k: float(v) for k,v in zip(rec.metric_names[1:], rec.values[-1]) if v is not None} if getattr(rec, 'values', None) else {}
+    last = [*rec.values[-1]] if getattr(rec, 'values', None) else []
+    if not last or len(last)!=len(rec.metric_names)-2: return {}
+    return {k: float(v) for k,v in zip(rec.metric_names[1:], last) if isinstance(v, (int,float)) or isinstance(v, Tensor) and v.numel()==1}
 
 def _say_values(found, said):
     found = {k: vs for k,vs in found.items() if k not in said and max(vs)-min(vs)>1e-6*max(map(abs, vs))}

@@ -60,10 +60,10 @@ def parted(
     trains:bool # Whether it is the training loader
 ):
     "A copy of `dl` with an `n`-th of its batch size, ValueError if `n` does not divide it; `dl` itself if it is a rank's share"
-    if isinstance(dl, DistributedDL): return dl
+    if n==1 or isinstance(dl, DistributedDL): return dl
     if is_split(dl): raise ValueError(f"split_batches: this {type(dl).__name__} is split already, so its settings are its user's")
     bs = batch_shape(dl)[0]
-    if not bs or bs%n: raise ValueError(f'split_batches: a batch size of {bs} does not divide among {n} ranks')
+    if not bs or bs%n: raise ValueError(f'split_batches: a batch size of {bs or "your batch sampler"} does not divide among {n} ranks')
     res = _changed(dl if trains else whole(dl), bs=bs//n)
     res.bs_alone = bs # with which one process evaluates
     return res

@@ -129,7 +129,11 @@ def _version(o): return o._version if isinstance(o, Tensor) and not o.is_inferen
 # %% ../../nbs/learner/00_losses.ipynb #ceff65e0
 def copied(b):
     "A batch with tensors and containers of its own, since a model or a loss may change what it is given"
-    return tree_map(lambda o: o.detach().clone() if isinstance(o, Tensor) else copy.deepcopy(o), b)
+    return tree_map(_copied, b)
+def _copied(o):
+    if isinstance(o, Tensor): return o.detach().clone()
+    try: return copy.deepcopy(o)
+    except Exception: return o # it holds tensors of a graph
 
 def _value(func, args): return float(torch.as_tensor(func(*args)).detach().double().mean())
 def _parts(n): return [(torch.arange(n).split([max(n//3, 1), n-max(n//3, 1)])), (torch.arange(0, n, 2), torch.arange(1, n, 2))]
