@@ -615,9 +615,12 @@ def one_process_course():
     learn.add_cb(Scheduler(lambda o: torch.optim.lr_scheduler.OneCycleLR(o, .1, total_steps=n)))
     return learn
 def lazy(): return learner(nn.Sequential(nn.LazyLinear(2)).double())
+def summed(g): return all_sum(g)/group_size()
 class Masks(Callback):
-    "Gradients by hooks that scale them or only look at them, and a loss that is scaled"
-    def before_fit(self): self.seen = [p.register_hook(f) for p in self.model.parameters() for f in (lambda g: g*.5, lambda g: None)]
+    "Gradients by hooks that scale them, add them up or only look at them, and a loss that is scaled"
+    def before_fit(self):
+        fs = (lambda g: g*.5),(lambda g: None),summed
+        self.seen = [p.register_hook(f) for p in self.model.parameters() for f in fs]
     def after_loss(self): self.learn.loss_grad = 2*(self.learn.loss_grad*.7+3)
     def after_fit(self): [o.remove() for o in self.seen]
 def masks(): return learner(cbs=Masks())

@@ -107,11 +107,11 @@ def _without_empty(model):
 def say_bent(
     model # After a backward pass
 ):
-    "Warn on rank 0 of a hook that clips or normalises a parameter's gradient, which it sees before the mean over ranks"
+    "Warn on rank 0 of a hook that clips or normalises a parameter's gradient, that it sees before the mean over ranks. All call this"
     hooked = [(k,p,f) for k,p in model.named_parameters() if p.grad is not None for f in (getattr(p, grad_hooks, None) or {}).values()]
-    found = next(((k,f) for k,p,f in hooked if group_rank()==0 and _bends(f, p.grad)), None)
-    if not found: return
-    name,f = found
+    found = [(k,f) for k,p,f in hooked if _bends(f, p.grad)] # each on all ranks, since a hook may call collectives
+    if not found or group_rank(): return
+    name,f = found[0]
     warnings.warn(f"the gradient of {name} has a hook ({getattr(f, '__qualname__', f)}) that does not scale with it, as one that clips. "
                   f'On {group_size()} ranks it gets the gradient of each rank, before the mean over ranks: it is not the run of one '
                   'process. Do this in `before_step` of a callback, such as GradientClip(value=…)')
