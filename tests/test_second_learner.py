@@ -102,6 +102,7 @@ class Exchanged(Callback):
     "The same on all ranks, one of them a number of numpy's; and what differs without having been computed"
     def __init__(self): self.rank = torch.tensor(group_rank())
     def before_fit(self): self.mean,self.best = all_sum(torch.cat([*map(first, self.learn.dls.train)]).sum(0)),np.float64(1)
+    def before_train(self): self.turned = np.arange(3)[::-1]
 
 class Labels(Callback):
     "New labels in each epoch, from numbers without a seed"

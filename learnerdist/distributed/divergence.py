@@ -158,16 +158,13 @@ def check_weights(
 
 def check_others(
     learn,
-    noted:dict, # From `note_own`
-    said:set,   # As in `check_weights`
-    early=({},{}) # As in `check_own`
+    said:set # As in `check_weights`
 ):
-    "Warn on rank 0 if tensors of the loss, of modules that callbacks hold, or what else a script keeps differ between ranks. Sync point"
+    "Warn on rank 0 if tensors of the loss, or of modules that callbacks hold, differ between ranks. Sync point"
     cbs = [(f'{cb.name}.{k}',v) for cb in learn.cbs for k,v in vars(cb).items()]
     found = [(k,m) for k,m in [('loss_func',learn.loss_func),*cbs] if isinstance(m, nn.Module) and m is not learn.model]
     own = {f'{k}.{name}': t for k,m in found if not isinstance(m, DistributedDataParallel) for name,t in compared(m).items()}
     _say_own(differences(own), said)
-    check_own(learn, noted, said, early)
 
 def _say_own(found, said):
     new = [k for k in found if k not in said]
@@ -217,7 +214,8 @@ def _tensors(o, skip):
             plain = isinstance(t, Tensor) and t.layout==torch.strided and not (t.is_meta or t.is_inference() or is_part(t))
             if plain or is_array: yield k if i is None else f'{k}[{i!r}]',t
 
-def _hash(t): return tensor_hash(t if isinstance(t, Tensor) else torch.tensor(t)).item() # also of a number of numpy's
+def _hash(t): # a tensor, or an array or a number of numpy's; torch takes no array with negative strides, which a copy has not
+    return tensor_hash(t if isinstance(t, Tensor) else torch.tensor(t.copy())).item()
 
 def _noted(t, at):
     if not isinstance(t, Tensor): return Noted(None, 0, _hash(t), t.shape)
@@ -295,5 +293,6 @@ class Own:
         self.early = {} if self.begun is None else changes(learn, self.begun, True),{k: tensor_hash(p).item() for k,p in params.items()}
         self.begun,self.noted = None,note_own(learn)
     def check(self, learn):
-        "After a training loop, see `check_others`. Sync point"
-        check_others(learn, self.noted, self.said, self.early)
+        "After a training loop, see `check_others` and `check_own`. Sync point"
+        check_others(learn, self.said)
+        check_own(learn, self.noted, self.said, self.early)
