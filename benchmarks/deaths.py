@@ -50,7 +50,6 @@ with learn.distrib_ctx(): learn.fit(1, cbs=[Step(),*{cbs}], resume={resume})
 fault_tolerant = '''
 from datetime import timedelta
 me = int(os.environ['REPLICA_GROUP_ID'])
-model.to(torch.float32)
 opt = torch.optim.SGD(model.parameters(), lr=.01)
 def load(o): model.load_state_dict(o['model']), opt.load_state_dict(o['opt'])
 def state(): return dict(model=model.state_dict(), opt=opt.state_dict())

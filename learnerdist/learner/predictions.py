@@ -190,8 +190,8 @@ def mixes(
 )->bool:           # False if it cannot be told
     "Whether a prediction depends on which other samples are in the batch, by copies of both. Random streams are left as they are"
     of_batch = lambda o: isinstance(o, Tensor) and o.shape[:1]==(n,)
-    first,before = lambda b: tree_map(lambda o: o[:n//2] if of_batch(o) else o, b),rng_state()
     if any(isinstance(o, Tensor) and o.ndim and not of_batch(o) for o in tree_leaves(xb)): return False # it may belong to other rows
+    first,before = lambda b: tree_map(lambda o: o[:n//2] if of_batch(o) else o, b),rng_state()
     try:
         whole,part = [tree_leaves(_by_copy(model, b, training)) for b in (xb,first(xb))]
         if any(o is not None and not torch.equal(o, s) for o,s in zip(rng_state()[2:], before[2:])): return False # it draws

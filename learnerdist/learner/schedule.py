@@ -43,8 +43,8 @@ class Scheduler(Callback):
 
     def _say_too_long(self):
         "Warn on rank 0 of a course that was made for the batches of one process"
-        W,n,own = group_size(),self.learn.n_epoch,(data_len(self.learn.dls.train) or 0)*self.learn.n_epoch
-        if W<2 or not is_rank0() or not own: return
+        W,n = group_size(),self.learn.n_epoch
+        if W<2 or not is_rank0() or not (own := (data_len(self.learn.dls.train) or 0)*n): return
         found = [v for k,v in self.horizon if k in ('total_steps','T_max') and isinstance(v, int) and v!=own and n*math.ceil(v/n/W)==own]
         if found: warnings.warn(f'{type(self.sched).__name__} is made for {found[0]} steps, and this fit has {own}: a batch size is that '
                                 f'of a rank, so on {W} ranks an epoch has fewer steps. Count them in the context: n_epoch*len(dls.train)')
