@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Callable
 from .processes import call_on_ranks,check_call,die_with,say,seed_alike,share_of_cores
 from .network import choose_addresses,loopback
-from .client import ask
-from .forkserver import ForkServer,enter
-from .preload import freeze
-from .resident import end_with,serve,start_early
-from .options import get_parser
+from .forkserver import ForkServer,enter,freeze,serve
+from .options import get_parser,guess
 from .slurm import check_env,find_task,rank_env
 from ..core.files import whole_file
 from ..core.stacks import answer_asks,catch_crashes,frames_of,preempted_status,report_folder,users_frame
@@ -210,18 +207,21 @@ def main(
 )->int:                 # Exit status
     "The command `python -m learnerdist.launch`"
     args = sys.argv[1:] if args is None else [*args]
-    if args[:1] == ['--serve']:
-        args,server = serve(int(args[1]), *args[2:]) # in a fork of this process
-        if server: end_with(lambda: _launcher(args, server))
+    if args[:1] == ['--serve']: args = serve(int(args[1]), args[2:]) # returns in a fork of this process
     if args[:1] == ['--worker']: return _worker(int(args[1]), args[2:])
-    return _launcher(args, ForkServer()) if (status := ask(args)) is None else status
-
-def _launcher(args, server):
+    server = ForkServer()
     try:
-        start_early(server, args)
+        _start_early(server, args)
         return _launch(*_parse(args), server)
     except KeyboardInterrupt: return 128 + signal.SIGINT
     finally: server.close()
+
+def _start_early(server, args):
+    "Let the server import while this process imports torch, if `args` look as if ranks will be needed"
+    argv,n = guess(args)
+    if argv is None or 'SLURM_PROCID' in os.environ: return # a rank, perhaps
+    threads = dict(OMP_NUM_THREADS=str(share_of_cores(n))) if n > 1 else {}
+    server.prepare(argv, dict(PYTHONHASHSEED='0', **threads) | os.environ)
 
 def _launch(args, task, server):
     freeze()
