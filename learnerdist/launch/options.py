@@ -41,21 +41,17 @@ _about = """Run a script or a module on several processes
   --gpus 0,2      Which of the visible GPUs to use; sets the default of --nproc
   --wait SECONDS  How long ranks may go on after the first one has ended well (default: 0, without end; said
                   after a minute; a rank that is stopped: half an hour)
-  --on-failure restart|shrink|replace
-                  When a rank dies: end the others, and start all again as --max-restarts says (default); or let the
-                  others go on without it within a fit, on one machine; replace: only until the next state in memory
-                  of a Checkpoint(…, in_memory=True, resume=True), from which all go on again
+  --on-failure restart|shrink
+                  When a rank dies: end the others, and start all again as --max-restarts says (default); or start those
+                  again that are left, on one machine. A fit goes on from its newest state: in memory, every 10 steps,
+                  or that of its Checkpoint
   --no-fork-server  Start each rank anew, and not as a fork of one process that has imported what the script imports first
-  --keep-server SECONDS
-                  That process stays after the command, and starts the next one at once: the same script, in the same
-                  place and environment, within so many seconds (default: $PET_KEEP_SERVER). It is left alone, and ends,
-                  where anything that it has read differs; 0 ends it
   --version       Versions of learnerdist and torch
 
 torchrun's options follow."""
 
 def get_parser()->argparse.ArgumentParser:
-    "torchrun's parser with `--nproc`, `--gpus`, `--wait`, `--on-failure`, `--no-fork-server`, `--keep-server` and `--version`"
+    "torchrun's parser with `--nproc`, `--gpus`, `--wait`, `--on-failure`, `--no-fork-server` and `--version`"
     import torch
     from torch.distributed.run import get_args_parser
     res,no_help = get_args_parser(),argparse.SUPPRESS # ours are explained at the beginning
@@ -65,10 +61,24 @@ def get_parser()->argparse.ArgumentParser:
     res.set_defaults(**{o: os.environ.get(f'PET_{o.upper()}') for o in _ours}) # None: not given
     res.add_argument('--nproc', type=_count, help=no_help)
     res.add_argument('--gpus', type=_gpus, default=[], help=no_help)
-    res.add_argument('--wait', type=float, default=0, help=no_help)
-    res.add_argument('--on-failure', choices=('restart','shrink','replace'), default='restart', help=no_help)
+    res.add_argument('--wait', type=_seconds, default=0, help=no_help)
+    res.add_argument('--on-failure', choices=('restart','shrink'), default='restart', help=no_help)
     res.add_argument('--no-fork-server', action='store_true', help=no_help)
-    res.add_argument('--keep-server', type=_seconds, default=os.environ.get('PET_KEEP_SERVER') or None, help=no_help)
     versions = f'learnerdist {learnerdist.__version__}, torch {torch.__version__}'
     res.add_argument('--version', action='version', version=versions, help=no_help)
     return res
+
+# %% ../../nbs/launch/02_options.ipynb #cl04
+def guess(
+    args:list # Command line of the launcher
+)->tuple: # (the script, or '-m' and a module, with its arguments; the number of processes). (None, 0) if there is no such thing
+    "What ranks will run, read without torchrun's list of options, so without torch"
+    i = next((i for i,o in enumerate(args) if o in ('-m','--module') or o.endswith('.py') and o[:1] != '-'), len(args))
+    own,rest = [p for o in args[:i] for p in (o.split('=', 1) if o[:1] == '-' else [o])],args[i:]
+    if not rest or {'--no-fork-server','--no-python','--no_python','--run-path','--run_path'} & {*own}: return None,0
+    named = dict(zip(own, own[1:]))
+    n = next((named[o] for o in ('--nproc','--nproc-per-node','--nproc_per_node') if o in named), '')
+    gpus = named.get('--gpus', os.environ.get('CUDA_VISIBLE_DEVICES'))
+    if gpus is not None: n_gpus = len([*filter(None, gpus.split(','))])
+    else: n_gpus = sum(o[:6] == 'nvidia' and o[6:].isdigit() for o in os.listdir('/dev'))
+    return ['-m' if rest[0] == '--module' else rest[0], *rest[1:]],int(n) if n.isdigit() else max(n_gpus, 1)
