@@ -21,7 +21,7 @@ from .core.random import rng_state,set_rng_state,shared_rng
 from .data.distributed_dl import DistributedDL,widened
 from .data.loaders import data_len,find_bs,loaders_of,one_batch
 from .data.rows import ByBatch,RowList,columns
-from .distributed.batchnorm import _Synced
+from .distributed.batchnorm import Synced
 from .distributed.divergence import digest,tensor_hash
 from .learner.callback import Callback,cancels
 from .learner.learner import Learner,get_model
@@ -151,7 +151,7 @@ def _record(self:FitRecord, learn):
     self.rows,self.shapes = [],[]
     bns = {k: m for k,m in model.named_modules() if isinstance(m, BatchNorm) and m.training}
     self.rec['bn'] = list(bns)
-    self.rec['plain_bn'] = [k for k,m in bns.items() if not isinstance(m, (_Synced,nn.SyncBatchNorm))]
+    self.rec['plain_bn'] = [k for k,m in bns.items() if not isinstance(m, (Synced,nn.SyncBatchNorm))]
 
 # %% ../nbs/01_fit_record.ipynb #149a37cf
 class BatchRecord(Callback):

@@ -6,7 +6,6 @@ import pytest,torch
 from pytest import MonkeyPatch
 import test_checkpoint as checkpoint
 from learnerdist.core import kept
-from learnerdist.core.compat import torch_version
 from learnerdist.core.generations import join_generation
 from learnerdist.checkpoint.in_memory import States
 from learnerdist.all import Callback,Checkpoint,rank_distrib
@@ -216,7 +215,6 @@ def test_a_signal_leaves_a_file(tmp_path, undisturbed):
     assert code==0 and same(undisturbed(), res) and "after step 2, from "+str(tmp_path/'ckpt') in text, text
 
 @slow
-@pytest.mark.skipif(torch_version<(2,6), reason='a torch without FSDP2')
 def test_sharded(tmp_path):
     ref = run(tmp_path/'ref', (), 'sharded', every='epoch')[1]
     code,res,text = run(tmp_path/'a', [at('commit', 0, 2, ranks=[0]), at('after_train', 1)], 'sharded', every=1, in_memory=True)

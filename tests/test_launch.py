@@ -510,7 +510,6 @@ def test_help_begins_with_our_options():
     assert subprocess.run([*launcher, '--version'], capture_output=True, text=True).stdout.startswith('learnerdist 0.')
 
 @pytest.mark.skipif(not machines.usable(), reason='needs root and ip netns')
-@pytest.mark.skipif(torch_version<(2,6), reason='torch 2.4 tells host names, whatever --local-addr says')
 @pytest.mark.parametrize('known', ['none', 'debian'])
 def test_machines_that_do_not_know_each_others_names_meet(known, tmp_path):
     "torchrun takes host names for addresses; where these mean nothing, or 127.0.1.1, its launchers wait for one another in vain"

@@ -6,11 +6,11 @@
 __all__ = ['DistributedDL']
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c002
-import copy, math, torch, warnings
+import copy, math, torch
 from functools import partial, singledispatch
 from itertools import chain, islice
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, SubsetRandomSampler, get_worker_info
-from ..core.compat import no_iterator,read_in_order,set_worker_info
+from ..core.compat import no_iterator,set_worker_info
 from .loaders import LoaderWrapper, TfmdDL, batch_shape, changed, data_len, is_shuffled, one_batch, _read
 from ..core.random import draw,mix_seed,shared_rng
 from .streams import Placed,saves_place
@@ -175,8 +175,7 @@ class _Stream(IterableDataset):
         if info is None: return d.deal(items)
         if hasattr(self._inner, 'set_epoch'): self._inner.set_epoch(d.epoch)
         spy = info if isinstance(info, _Spy) else _Spy(info)
-        if not set_worker_info(spy) and not hasattr(self._inner, 'splits_by_worker'):
-            warnings.warn(f'{type(self._inner).__name__}: say with its attribute splits_by_worker whether it splits itself among workers')
+        set_worker_info(spy)
         return self._in_worker(items, rng, spy)
     def _in_worker(self, items, rng, spy):
         items = chain(list(islice(items, 1)), items)                 # a generator function starts at its first item
@@ -226,7 +225,7 @@ def _(dl:DataLoader):
     sampler = bs.sampler if type(bs) is BatchSampler else dl.sampler
     kw = {'sampler': sorted(sampler.indices)} if isinstance(sampler, SubsetRandomSampler) else {'shuffle': False}
     if bs is not None: kw.update(batch_sampler=None, batch_size=dl.batch_size or getattr(bs, 'batch_size', 64), drop_last=False)
-    return changed(dl, **read_in_order, **kw)
+    return changed(dl, in_order=True, **kw)
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c026
 class DistributedDL(LoaderWrapper):

@@ -21,7 +21,7 @@ from ..core.env import group_rank,group_size
 from ..core.shards import is_part
 from ..data.loaders import batch_shape,data_len
 from ..data.rows import as_ints
-from .batchnorm import _Synced
+from .batchnorm import Synced
 
 # %% ../../nbs/distributed/02_divergence.ipynb #c024
 def tensor_hash(
@@ -50,7 +50,7 @@ def digest(state)->tuple:
 
 def compared(model)->dict:
     "Tensors that must be equal on all ranks: parameters that are not sharded, and buffers but those of BatchNorm that is not synchronised"
-    own = [m for m in model.modules() if isinstance(m, BatchNorm) and not isinstance(m, _Synced)]
+    own = [m for m in model.modules() if isinstance(m, BatchNorm) and not isinstance(m, Synced)]
     skip = {id(b) for m in own for b in m.buffers()}
     return {k:v for k,v in [*model.named_parameters(),*model.named_buffers()] if id(v) not in skip and not is_part(v)}
 

@@ -20,7 +20,7 @@ from ..core.compat import ddp_flag,grad_hooks,ignored_by_ddp,sync_buffers
 from ..core.env import current_group,group_rank,group_size
 from ..core.random import untouched
 from . import batchnorm
-from .batchnorm import _Synced,sync_batchnorm
+from .batchnorm import Synced,sync_batchnorm
 
 # %% ../../nbs/distributed/09_replica.ipynb #67d8f350
 def broadcast_module(model):
@@ -201,7 +201,7 @@ class Replica:
     @property
     def forward_exchanges(self)->bool:
         "Whether ranks exchange something in each forward pass"
-        sync_bn = self.undo_bn and any(isinstance(m, _Synced) for m in self.model.modules())
+        sync_bn = self.undo_bn and any(isinstance(m, Synced) for m in self.model.modules())
         return bool(sync_bn or self.regroups or self.max_norm and self.max_norm.used)
 
     def after_backward(self):

@@ -37,8 +37,7 @@ from .evaluation import Evaluation,stored_alone
 from .loaders import _Share,shallow,undealt
 from .quick import ShortBatches,short_ways
 from .trainer import DistributedTrainer,parts
-from ..distributed.memory import say_oom
-from ..learner.learner import Learner as CoreLearner,fit_flags,get_model
+from ..learner.learner import Learner as CoreLearner,advise_on_memory,fit_flags,get_model
 from ..learner.losses import loss_trace
 from ..learner.predictions import check_gather
 from ..learner.techniques import MixedPrecision
@@ -293,7 +292,7 @@ def fit(self:Learner, *args, amp=None, ddp=None, **kwargs):
     say_replaced()
     try: return _fit(self, *args, **kwargs)
     except Exception as e:
-        if 'xb' in vars(self): say_oom(e, self.xb, self.training)
+        if 'xb' in vars(self): advise_on_memory(e, self)
         raise
 
 # %% ../../nbs/fastai/04_learner.ipynb #c019

@@ -39,7 +39,7 @@ cancels = {k:globals()[f'Cancel{v}Exception'] for k,v in dict(fit='Fit', epoch='
 class Order:
     "The `order` of every callback of this package: callbacks with a lower number receive an event first. A user's are between the ends"
     resume,agreement,checkpoint_early,trainer,evaluation = -10**9-2,-10**9-1,-10**9-.5,-10**9,-10**9+1
-    accumulation,memory,train_eval,data_parallel = -10**9+2,-500,-10,-9
+    accumulation,train_eval,data_parallel = -10**9+2,-10,-9
     user = 0
     mixed_precision,clip,predictions,recorder,scheduler,progress,loggers,tracker = 10,11,49,50,55,60,62,65
     terminate,early_stopping,checkpoint = 90,100,900
