@@ -13,7 +13,6 @@ from fastcore.basics import patch
 
 from ..core.compat import version
 from ..core.shards import settings_of
-from ..distributed.agreement import Agreement,Progress,_raised_in
 from ..distributed.shared_mean import shared_memory
 from ..distributed.trainer import DistributedTrainer
 from ..distributed.vote_links import SocketLinks
@@ -259,9 +258,7 @@ def _head(self:Marks): return [self.n_fits,self.place['epoch'],phases.index(self
 @patch
 def _end_step(self:Marks):
     "Callbacks that have not heard of the end of the batch hear of it"
-    agreement = self.trainer.agreement
-    agreement.raised,agreement.progress = (*_raised_in(agreement._tells),None),Progress.ended # nobody is there to vote with
-    if agreement.raised[0] in ('after_step','after_cancel_batch','after_batch'): Agreement._finish_batch(agreement)
+    self.trainer.agreement.in_batch = False # nobody is there to vote with
     i = self.learn.iter+1
     self.place |= dict(step=self.learn.train_iter, pct=self.learn.pct_train, iter=i)
 
