@@ -290,15 +290,14 @@ def test_where_the_time_goes(monkeypatch):
 
 class SlowVotes:
     "What a rank's votes are posted to: each outcome is known two seconds later"
-    awaits = None
     def __init__(self, links, clock): self.links,self.clock = links,clock
     def post(self, *args):
         self.sum = self.links.post(*args)
         return self
-    def read(self):
+    def of_ranks(self):
         self.clock.now += 2.
         vote_links.Links.waited += 2.
-        return self.sum.read()
+        return self.sum.of_ranks()
 
 def voting():
     "Where the time of 3 steps on each rank goes, by a clock of its own: each of its 12 samples takes 1 s to read"

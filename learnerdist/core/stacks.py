@@ -134,7 +134,7 @@ def is_stopped(
     except OSError: return False
 
 # %% ../../nbs/core/00_stacks.ipynb #c014
-_exchanges = 'core/env','core/collectives','distributed/vote_links','distributed/agreement'
+_exchanges = 'core/env','core/collectives','distributed/vote_links','distributed/votes','distributed/agreement'
 _waits = ('torch/distributed/','torch/autograd/graph.py',*(str(Path(learnerdist.__file__).parent/f'{o}.py') for o in _exchanges))
 
 def describe_stack(

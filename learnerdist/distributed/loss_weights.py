@@ -95,7 +95,7 @@ class LossWeights:
         if learn.repeated and over.kind!='whole': learn.loss_grad = self._zero() # 'whole': `gather_with_grad` sends no row of it
         if not self._counts(over): return
         early,targ = self.early,self.targ
-        same = early is not None and targ is early.targ and _version(targ)==early.version
+        same = early is not None and not learn.repeated and targ is early.targ and _version(targ)==early.version
         learn.items = early.n if same else self._number(n_items(learn)*(not learn.repeated), over) # counted once
         n,total = learn.items,self._total(learn.items)
         if isinstance(total, Tensor): learn.loss_grad = learn.loss_grad*(n*W/total)
@@ -103,15 +103,6 @@ class LossWeights:
         elif n*W!=total: learn.loss_grad = learn.loss_grad*float(n*W/total)
     def _zero(self):
         return sum(o.sum()*0 for o in tree_leaves(self.learn.pred) if isinstance(o, Tensor) and o.requires_grad)
-
-    def take_part(self):
-        "In place of `weigh` on a rank that has cancelled its batch: it has no items. Sync point as in `weigh`"
-        self.done = True
-        if self.early is None: self.count_early(n=0.)
-        if self.with_rows: self._count_rows(0)
-        if self.ask and self._asks: self._agree(None)
-        over = loss_over(self.learn)
-        if self._counts(over): self._total(self._number(0, over))
 
     def _count_rows(self, n):
         if self.is_uneven: self.n_rows = sum_over_ranks(n, self.links) # samples of all ranks

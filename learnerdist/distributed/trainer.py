@@ -18,7 +18,7 @@ from ..core.env import group_rank,group_size,group_timeout,in_group,process_grou
 from ..core.random import seed_streams
 from ..data.distributed_dl import DistributedDL,is_split,set_epoch
 from .agreed_loader import Share,unpadded
-from .agreement import Agreement,AgreementEnd,Progress
+from .agreement import Agreement,AgreementEnd
 from .batchnorm import _local,mute,say_batch_dependent,watch_batchnorm
 from .blocks import shard_options
 from .comm_hooks import check_options,find_hook
@@ -26,7 +26,6 @@ from .divergence import Own,check_weights,tensor_hash,path_of_rank0,same_data,sa
 from .evaluation import ExactEvaluation,parted
 from .failure import failing_together
 from .loss_weights import LossWeights,total_losses
-from .meeting import meeting_first
 from .sharded import Sharded
 from .replica import Replica,SharedMaxNorm,broadcast_module,broadcast_tensors
 from .vote_links import open_links
@@ -79,7 +78,6 @@ def attach(self:DistributedTrainer):
         shards = Sharded(self) if self.shard and group_size()>1 else None
         broadcast_module(get_model(self.model))
         if group_size()>1 and group_rank()==0: say_batch_dependent(get_model(self.model))
-        if group_size()>1: self.stack.enter_context(meeting_first(self.agreement.meet, self.agreement.tellers(), self.learn))
         if group_size()>1: self.stack.callback(watch_batchnorm(nn.Module() if self.sync_bn else get_model(self.model)))
         self.max_norm = SharedMaxNorm(get_model(self.model)) if group_size()>1 else None
         if self.max_norm: self.stack.callback(self.max_norm.undo)
@@ -179,7 +177,6 @@ def wrap(self:DistributedTrainer):
 def unwrap(self:DistributedTrainer):
     "Remove the replica, and give the BatchNorm layers their own class back"
     self.learn.wrapper = None
-    self.agreement.mixing.end()
     mute(False)
     _local.on = False
     if self.replica is not None: self.replica.undo()
@@ -208,15 +205,8 @@ def after_loss(self:DistributedTrainer):
 def before_backward(self:DistributedTrainer):
     if self.replica is not None and self.links: self.weights.weigh()
 @patch
-def take_part(self:DistributedTrainer):
-    "On a rank that has cancelled its batch: take part in the exchange of item counts, also for a group of micro-batches"
-    if not self.links or self.weights.done: return
-    self.weights.take_part()
-    acc = getattr(self.learn, 'gradient_accumulation', None)
-    if hasattr(acc, 'share_items') and self.learn.global_items is not None: acc.share_items()
-@patch
 def after_backward(self:DistributedTrainer):
-    if self.replica is not None and self.agreement.progress!=Progress.shadowed: self.replica.after_backward()
+    if self.replica is not None: self.replica.after_backward()
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c015
 @patch

@@ -23,7 +23,7 @@ from fastcore.basics import patch
 from fastcore.foundation import L
 
 from ..distributed import trainer as core
-from ..distributed.agreement import Agreement,AgreementEnd
+from ..distributed.agreement import Agreement,AgreementEnd,between
 from ..learner.callback import Callback,cancels,inner_events
 from ..core.collectives import gather_objects
 from ..data.loaders import find_bs
@@ -31,7 +31,7 @@ from ..core.env import group_rank,group_size
 from ..distributed.evaluation import ExactEvaluation
 from ..distributed.loss_weights import total_losses
 from .loaders import ShareDL,by_batch
-from .quick import may_change,short_way,take
+from .quick import short_way,take
 from ..data.distributed_dl import set_epoch
 from ..core.random import seed_streams
 from ..learner.losses import LossTrace,MeanOver,loss_over,mean_over,n_items,weighted
@@ -47,18 +47,10 @@ def __call__(self:Callback, event):
 class FastaiAgreement(Agreement):
     "Ranks of a fastai learner leave their loops by fastai's exceptions"
     cancels = {k: getattr(fastai_learner, o.__name__) for k,o in cancels.items()}
-    may_change = may_change
-    def _quietly(self, event, after=None):
-        cbs = sorted(self.learn.cbs, key=_order)
-        for cb in cbs[cbs.index(after)+1 if after in cbs else 0:]:
-            try: self.trainer.tell(cb, event)
-            except tuple(self.cancels.values()): pass
-
-    def _finish_batch(self): "Nothing: the Recorder would note a loss which it does not in one process, where `after_batch` is left, too"
-
-    def end_batch(self, scope=None):
-        self.trainer.share_loss()
-        super().end_batch(scope)
+    def may_change(self):
+        "As for our own learner"
+        cbs = [cb for cb in self.learn.cbs if not isinstance(cb, parts)]
+        return any([hasattr(type(cb), e) or e in vars(cb) for cb in cbs for e in between])
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c011
 def _stay_local(x, axis=0): return x
@@ -92,6 +84,7 @@ class DistributedTrainer(core.DistributedTrainer):
         if isinstance(cuda_id, bool): cuda_id,kwargs = None,dict(kwargs, sync_bn=cuda_id)
         super().__init__(cuda_id, **kwargs)
         self.agreement = FastaiAgreement(self)
+        self.kinds = tuple(FastaiAgreement.cancels.values())
         self.plain,self.asked = None,{} # asked: from an event of a batch to the callbacks, their orders, and which have no handler
         self.trained,self.looping,self.alone,self.saved,self.steps,self.counted,self.rank0s = False,False,False,None,[],True,[]
         self.watches,self.trace = False,None # whether, and by what, the model and the loss are observed
@@ -100,6 +93,11 @@ class DistributedTrainer(core.DistributedTrainer):
     def after_pred(self): self.unswap()
     def tell(self, cb, event):
         "Send `event` to `cb`, if this callback is to run on this rank"
+        try: self._tell(cb, event)
+        except self.kinds as e:
+            if self.alone or not self.agreement.holds(e, event): raise
+
+    def _tell(self, cb, event):
         if isinstance(cb, parts):
             if not (self.alone or event in inner_events and not self.looping): cb(event)
         elif _writes(type(cb)) or self.rank0s and cb in self.rank0s: self._tell_rank0s(cb, event)
@@ -118,8 +116,6 @@ class DistributedTrainer(core.DistributedTrainer):
         old,self.alone = self.alone,True
         try: yield
         finally: self.alone = old
-
-FastaiAgreement._tells = DistributedTrainer.tell
 
 @patch
 def tell_all(self:DistributedTrainer, event):

@@ -65,6 +65,10 @@ class Callback(GetAttr):
         "Whether this callback handles `event` now, in training or in validation"
         return self.run and (event not in _inner or (self.run_train if training else self.run_valid))
 
+    def holds(self, e:Exception, event:str)->bool:
+        "Whether this callback holds back the Cancel exception `e` of another one, and raises it later"
+        return False
+
     def __getattr__(self, k): # faster than `GetAttr`'s own, which makes three calls for each of some thirty attributes per step
         if k.startswith('__') or self.learn is None: raise AttributeError(k)
         if hasattr(type(self), k): return object.__getattribute__(self, k) # a property that has failed: raises its own error

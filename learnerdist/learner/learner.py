@@ -41,6 +41,7 @@ class TrainEvalCallback(Callback):
 
 # %% ../../nbs/learner/01_learner.ipynb #c006
 defaults = SimpleNamespace(callbacks=[TrainEvalCallback], lr=1e-3)
+_cancels = tuple(cancels.values())
 
 # %% ../../nbs/learner/01_learner.ipynb #c006b
 def trainable_params(model)->list:
@@ -96,7 +97,10 @@ class Learner:
     def __call__(self, event):
         for cb in self._handlers.get(event, ()): # as `answers` says, without a call for each, unless a class has its own
             if (cb.answers(event, self.training) if type(cb).answers is not Callback.answers else
-                cb.run and (event not in _inner or (cb.run_train if self.training else cb.run_valid))): getattr(cb, event)()
+                cb.run and (event not in _inner or (cb.run_train if self.training else cb.run_valid))):
+                try: getattr(cb, event)()
+                except _cancels as e:
+                    if not any([o.holds(e, event) for o in self.cbs]): raise
 
 # %% ../../nbs/learner/01_learner.ipynb #c010
 @patch
