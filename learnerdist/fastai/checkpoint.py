@@ -10,6 +10,7 @@ import warnings
 from contextlib import ExitStack,nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from fastai.callback.fp16 import MixedPrecision
@@ -17,7 +18,8 @@ from fastai.callback.progress import CSVLogger,ShowGraphCallback
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
 from fastai.callback.training import GradientAccumulation
-from fastai.learner import Learner,Recorder,join_path_file,save_model
+from fastai.learner import CancelEpochException,Learner,Recorder,join_path_file,load_model as load_file,save_model
+from fastai.text.learner import TextLearner,clean_raw_keys
 from fastcore.basics import noop,patch
 
 from ..distributed import trainer as core
@@ -28,7 +30,7 @@ from ..core.saves import await_save,save_once
 from ..core.deferred import fill_in
 from ..core.env import is_rank0
 from ..core.parted import save_state
-from ..core.shards import has_parts,load_model
+from ..core.shards import has_parts,load_model,load_opt
 from ..learner.learner import StartAt,get_model
 from .trainer import DistributedTrainer
 
@@ -143,21 +145,26 @@ def fitting(self:Learner)->bool:
 def _start(learn): return vars(learn).get('_start_at', StartAt())
 
 def _set_start(learn, start):
-    "Let fastai's loop skip what is before `start`, until the fit ends"
-    old = {k: vars(learn)[k] for k in ('_with_events','one_batch','_start_at') if k in vars(learn)}
-    outer = old.get('_with_events', partial(type(learn)._with_events, learn))
-    def with_events(f, event, *args):
-        done = event=='epoch' and learn.epoch<start.epoch or event=='train' and learn.epoch==start.epoch and start.trained
-        if not done: outer(f, event, *args)
-    def one_batch(i, b):
-        type(learn).one_batch(learn, i+start.batches*(learn.training and learn.epoch==start.epoch), b)
-    own = dict(_start_at=start, _with_events=with_events, one_batch=one_batch)
-    for k,v in own.items(): setattr(learn, k, v)
-    mbar = getattr(getattr(learn, 'progress', None), 'mbar', None)
-    if mbar: mbar.update(0) # a bar must see its first value first
-    _ends[-1][1].callback(lambda: ([vars(learn).pop(k) for k in own], vars(learn).update(old)))
+    old = vars(learn).get('_start_at', StartAt())
+    vars(learn)['_start_at'] = start
+    _ends[-1][1].callback(vars(learn).update, _start_at=old)
 
 Learner.start_at = property(_start, _set_start, doc="Where a fit begins, as in the compact Learner")
+
+@patch
+def _do_fit(self:Learner):
+    "As fastai's, from `start_at` on"
+    mbar = getattr(getattr(self, 'progress', None), 'mbar', None)
+    if mbar and self.start_at.epoch: mbar.update(0) # a bar must see its first value first
+    for i in range(self.start_at.epoch, self.n_epoch):
+        self.epoch = i
+        self._with_events(self._do_epoch, 'epoch', CancelEpochException)
+
+@patch
+def _do_epoch(self:Learner):
+    "As fastai's, from `start_at` on"
+    if self.epoch!=self.start_at.epoch or not self.start_at.trained: self._do_epoch_train()
+    self._do_epoch_validate()
 
 def _clean_up(learn, cb):
     old,cb.learn = cb.learn,learn # fastai sets it to None on a removed callback
@@ -181,12 +188,26 @@ def save(self:Learner, file, **kwargs):
     return path
 
 @patch
-def load(self:Learner, file, *args, **kwargs):
-    "As fastai's; or the weights of a `Checkpoint`, given its folder within the learner's path"
-    if not isinstance(file, (str,Path)): return _load(self, file, *args, **kwargs)
-    folder = Path(self.path)/file
-    if not folder.is_dir():
-        await_save(_path(self, file))
-        return _load(self, file, *args, **kwargs)
-    load_model(get_model(self.model), weights_in(folder))
+def load(self:Learner, file, device=None, **kwargs):
+    """As fastai's, but this rank waits for rank 0's file, and for no other rank; or the weights of a `Checkpoint`, given its folder
+    within the learner's path"""
+    if not isinstance(file, (str,Path)): return _load(self, file, device, **kwargs)
+    model,folder = get_model(self.model),Path(self.path)/file
+    if folder.is_dir(): load_model(model, weights_in(folder))
+    else: _load_file(self, _path(self, file), model, device, **kwargs)
     return self
+
+def _load_file(learn, path, model, device, **kwargs):
+    await_save(path)
+    if learn.opt is None: learn.create_opt()
+    opt,clean = learn.opt,clean_raw_keys if isinstance(learn, TextLearner) else noop
+    if device is None: device = getattr(learn.dls, 'device', None)
+    if has_parts(model): # each rank keeps its part, and what it does not keep is not read
+        opt,device,kwargs = SimpleNamespace(load_state_dict=partial(load_opt, learn.opt)),'cpu',dict(kwargs, mmap=True)
+    reads = SimpleNamespace(load_state_dict=lambda state, strict=True: load_model(model, clean(state), strict))
+    load_file(path, reads, opt, device=device, **kwargs)
+
+@patch
+def load(self:TextLearner, file, with_opt=None, device=None, **kwargs): # noqa: F811
+    "As fastai's, see `load` of `Learner`"
+    return Learner.load(self, file, device, **kwargs, **({} if with_opt is None else dict(with_opt=with_opt)))

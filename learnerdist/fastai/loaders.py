@@ -14,7 +14,6 @@ from fastai.text.data import LMDataLoader,SortedDL
 from fastai import torch_core
 from fastcore.basics import patch
 
-from .quick import AtOnce
 from ..core.compat import names,tree_map
 from ..core.env import num_distrib,rank_distrib
 from ..core.random import mix_seed,shared_rng
@@ -32,7 +31,9 @@ names.update( # Private names of fastai; those of torch are in `core.compat`
     maybe_gather=('fastai.torch_core', 'maybe_gather', 'evaluation over shares'),
     master_bar=('fastai.callback.progress', 'master_bar', 'a quiet screen: bars are drawn by each rank'),
     progress_bar=('fastai.learner', 'progress_bar', 'a quiet screen: bars are drawn by each rank'),
-    barrier=('fastai.learner', 'distrib_barrier', '`load` on one rank alone'))
+    with_events=('fastai.learner', 'Learner._with_events', '`fit(…, resume=True)`'),
+    do_train=('fastai.learner', 'Learner._do_epoch_train', '`fit(…, resume=True)`'),
+    do_validate=('fastai.learner', 'Learner._do_epoch_validate', '`fit(…, resume=True)`'))
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c005
 def _is_plain(dl):
@@ -79,7 +80,6 @@ class _Share:
 # %% ../../nbs/fastai/00_loaders.ipynb #c008
 def _reading(new, order):
     new.get_idxs,new.n = _Share(order),len(order)
-    if 'create_batches' not in vars(new): new.create_batches = AtOnce(new)
     if isinstance(new, PartialDL) and new.partial_n is not None: new.partial_n = new.n
     return new
 

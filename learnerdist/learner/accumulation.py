@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from ..core.env import group_size
 from ..data.distributed_dl import reindexed
 from ..data.loaders import LoaderWrapper,batch_shape,look_ahead
-from .callback import Callback,CancelBatchException,Order,_own_loader
+from .callback import Callback,CancelBatchException,Order,own_loader
 from .losses import MeanOver,batch_rows,loss_over,n_items,probe_loss
 from .techniques import _with_grad
 
@@ -127,7 +127,7 @@ def steps_per_epoch(
     n:int=None # Number of batches per rank; None: the length of the training loader
 )->int:
     "Number of optimizer steps in `n` batches, with the learner's `GradientAccumulation`. ValueError if that needs an unknown batch size"
-    dl = _own_loader(learn, learn.dls.train)
+    dl = own_loader(learn, learn.dls.train)
     n = len(dl) if n is None else n
     acc = next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)), None)
     if acc is None: return n

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CancelFitException', 'CancelEpochException', 'CancelTrainException', 'CancelValidException', 'CancelBatchException',
-           'CancelStepException', 'CancelBackwardException', 'Callback']
+           'CancelStepException', 'CancelBackwardException', 'Callback', 'own_loader']
 
 # %% ../../nbs/learner/00_callback.ipynb #c002
 from fastcore.basics import GetAttr,class2attr
@@ -77,6 +77,6 @@ class Callback(GetAttr):
     def cleanup(self): "Undo this callback's changes of the learner. Called at the end of every fit, also after an exception"
     def __repr__(self): return type(self).__name__
 
-def _own_loader(learn, dl):
+def own_loader(learn, dl):
     "`dl`; all of the data, if another learner's context has split `dl` among ranks and this learner is in none"
     return dl.all_data() if not hasattr(learn, 'distributed_trainer') and hasattr(dl, 'all_data') else dl

@@ -17,7 +17,7 @@ import torch
 from fastcore.basics import listify,patch
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 
-from .callback import Callback,Order,_inner,all_events,cancels,_own_loader
+from .callback import Callback,Order,_inner,all_events,cancels,own_loader
 from .losses import loss_of_batch,loss_trace
 from ..data.loaders import call_model,data_len,find_bs,single,split_batch,to_device
 from ..core.deferred import fill_in
@@ -196,12 +196,12 @@ def _do_batch(self:Learner):
 # %% ../../nbs/learner/01_learner.ipynb #c015
 @patch
 def _do_epoch_train(self:Learner):
-    self.dl = _own_loader(self, self.dls.train)
+    self.dl = own_loader(self, self.dls.train)
     self._with_events(self.all_batches, 'train')
 
 @patch
 def _do_epoch_validate(self:Learner, ds_idx=1, dl=None):
-    self.dl = _own_loader(self, self.dls[ds_idx] if dl is None else dl)
+    self.dl = own_loader(self, self.dls[ds_idx] if dl is None else dl)
     with torch.no_grad(): self._with_events(self.all_batches, 'validate')
 
 @patch

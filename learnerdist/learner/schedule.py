@@ -15,7 +15,7 @@ from fastcore.basics import listify,patch
 from torch.optim import Optimizer,lr_scheduler
 from torch.optim.lr_scheduler import LinearLR,OneCycleLR,SequentialLR
 
-from .callback import Callback,Order,CancelFitException,_own_loader
+from .callback import Callback,Order,CancelFitException,own_loader
 from ..core.collectives import gather_objects
 from ..core.env import group_size,is_rank0
 from ..data.loaders import data_len
@@ -148,7 +148,7 @@ def _fit_by_step(self:Learner, n_epoch, lr, make, cbs, reset_opt, flags):
         self.fit(n_epoch, lr, cbs=[sched,*listify(cbs)], reset_opt=reset_opt)
 
 def _batches_per_epoch(learn):
-    try: n = len(_own_loader(learn, learn.dls.train))
+    try: n = len(own_loader(learn, learn.dls.train))
     except TypeError as e: raise ValueError('this schedule must know its steps, and the training loader has no length: use fit') from e
     return min(gather_objects(n)) if hasattr(learn, 'distributed_trainer') else n
 
