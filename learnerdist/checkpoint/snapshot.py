@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c002
-import json,os,re,shutil,time,zlib
+import errno,json,os,re,shutil,socket,time,zlib
 from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
@@ -249,13 +249,30 @@ def open_folder(
     path:Path,
     resume:bool, # Whether this run goes on from the snapshots in the folder
     make=True    # Whether to make the folder; else only what is wrong with it is told
-):
-    "Make the folder of a run's snapshots, and remove unfinished ones; ValueError if it holds snapshots of another run"
-    found = snapshots(path)
+)->object:        # An open file, whose lock lasts until it is closed, or until this process ends; None if `make` is off
+    "Make the folder of a run's snapshots, and remove unfinished ones; ValueError if it is another run's"
+    if make: path.mkdir(parents=True, exist_ok=True)
+    lock,found = _lock(path) if make else None,snapshots(path)
     if found and not resume: raise ValueError(f'{path} holds checkpoints of another run, the newest is {found[-1].name}: go on with it by '
                                               'resume=True, or use another folder, or remove this one')
-    if make: path.mkdir(parents=True, exist_ok=True)
     for folder in path.glob('.epoch_*.tmp'): shutil.rmtree(folder, ignore_errors=True)
+    return lock
+
+def _lock(path):
+    "Lock a folder for this process, not for those that it forks; ValueError if another process has locked it"
+    import fcntl # not on Windows
+    file = open(path/'.lock', 'a+')
+    try: fcntl.lockf(file, fcntl.LOCK_EX|fcntl.LOCK_NB)
+    except OSError as e:
+        if e.errno not in (errno.EACCES,errno.EAGAIN): return file # a file system without locks
+        file.seek(0)
+        who = file.read()
+        file.close()
+        raise ValueError(f'{path} is in use by another run: {who}. Give this one another folder') from None
+    file.truncate(0)
+    file.write(f'process {os.getpid()} on {socket.gethostname()}, since {time.strftime("%Y-%m-%d %H:%M:%S")}')
+    file.flush()
+    return file
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #ckl11
 def weights_in(

@@ -102,10 +102,8 @@ def connect_store(
     else:
         store = dist.TCPStore(env['MASTER_ADDR'], int(env['MASTER_PORT']), int(env['WORLD_SIZE']), hosts and not _agents_store(env),
                               timedelta(seconds=timeout_s), multi_tenant=True, wait_for_workers=False)
-    attempt,n = env.get('TORCHELASTIC_RESTART_COUNT') or 0 if _agents_store(env) else 0,int(env.get(generation_var) or 0)
-    return dist.PrefixStore(f'learnerdist/{attempt}'+f'/{n}'*bool(n), store)
-
-generation_var = 'LEARNERDIST_GENERATION' # Environment variable: how often ranks of this attempt have died and the others gone on
+    attempt = env.get('TORCHELASTIC_RESTART_COUNT') or 0 if _agents_store(env) else 0
+    return dist.PrefixStore(f'learnerdist/{attempt}', store)
 
 def _agents_store(env):
     "Whether torchrun's agent runs one store for all attempts. Otherwise each attempt has its own, as agents may count attempts differently"
@@ -334,12 +332,11 @@ def group_timeout()->float:
 @contextmanager
 def _waiting(timeout_s):
     old = group_timeout()
-    set_group_timeout(timeout_s)
+    _set_timeout(timeout_s)
     try: yield
-    finally: set_group_timeout(old)
+    finally: _set_timeout(old)
 
-def set_group_timeout(timeout_s):
-    "Let collectives of this package wait so many seconds from now on"
+def _set_timeout(timeout_s):
     if timeout_s==group_timeout(): return
     _patience[:] = [timeout_s]
     for g in _ours if in_group() else []: set_timeout(timedelta(seconds=timeout_s), g)

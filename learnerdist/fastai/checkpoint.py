@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from fastai.callback.core import Callback as FastaiCallback
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.progress import CSVLogger,ShowGraphCallback
 from fastai.callback.schedule import ParamScheduler
@@ -22,6 +21,7 @@ from fastai.learner import Learner,Recorder,join_path_file,save_model
 from fastcore.basics import noop,patch
 
 from ..distributed import trainer as core
+from ..checkpoint.callback_state import Growing,growing
 from ..checkpoint.restoring import resumed
 from ..checkpoint.snapshot import weights_in
 from ..core.saves import await_save,save_once
@@ -45,10 +45,11 @@ def _n_metered(rec):
 def _say_metered(rec, n):
     if n and is_rank0(): warnings.warn(f'train_metrics: those of this epoch are without its first {n} batches, from before the fit went on')
 
-Recorder.fit_state,Recorder.step_state = ('lrs','iters','values','log','all_losses','smooth','n_metered'),('lrs','losses','smooth')
+Recorder.fit_state = 'lrs','iters','values','log','all_losses','smooth','n_metered'
 Recorder.n_metered = property(_n_metered, _say_metered, doc="How many batches `train_metrics` miss if a fit goes on from here")
 Recorder.smooth = property(_smooth, _set_smooth, doc="The running loss")
-Recorder.all_losses = property(lambda self: torch.stack([*map(torch.as_tensor, self.losses)]) if self.losses else torch.zeros(0),
+def _stacked(items): return torch.stack([*map(torch.as_tensor, items)])
+Recorder.all_losses = property(lambda self: _stacked(self.losses) if self.losses else torch.zeros(0),
                                lambda self, v: setattr(self, 'losses', list(v)), doc="The losses, as one tensor")
 TrackerCallback.fit_state = 'best','new_best','wait'
 ParamScheduler.fit_state = 'hps',
@@ -64,7 +65,7 @@ ShowGraphCallback.epoch_ends = property(_epoch_ends, lambda self, v: setattr(sel
 def _say_lost(cb, n):
     if n and is_rank0():
         warnings.warn(f'the gradients of {n:g} samples are lost: GradientAccumulation had made no step from them before the fit went on')
-GradientAccumulation.fit_state,GradientAccumulation.step_state = ('pending',),('count',)
+GradientAccumulation.fit_state = 'pending',
 GradientAccumulation.pending = property(lambda self: vars(self).get('count', 0), _say_lost, doc="Samples since the last step")
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c006
@@ -89,10 +90,12 @@ def _set_scaler(cb, v):
 MixedPrecision.fit_state,MixedPrecision.scaling = ('scaling',),property(_scaler, _set_scaler, doc="The state of the gradient scaler")
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c008
-DistributedTrainer.rank_state,DistributedTrainer.n_numbers = ('all_steps',),2
+DistributedTrainer.rank_state = 'all_steps',
 DistributedTrainer.all_steps = property(lambda self: torch.stack(self.steps) if self.steps else torch.zeros(0, 2),
                                         lambda self, v: setattr(self, 'steps', list(v)), doc="This rank's losses in this epoch")
-DistributedTrainer.totals = DistributedTrainer.all_steps
+growing[Recorder] = dict(lrs=Growing(lambda cb: cb.lrs), all_losses=Growing(lambda cb: cb.losses, _stacked))
+growing[ParamScheduler] = dict(hps=Growing(lambda cb: cb.hps))
+growing[DistributedTrainer] = dict(all_steps=Growing(lambda cb: cb.steps, _stacked))
 
 @patch
 def state_dict(self:DistributedTrainer):
@@ -110,13 +113,13 @@ def load_state_dict(self:DistributedTrainer, state):
     self.trained,self.begun = True,(n,smooth)
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c010
-_fit,_ends = Learner.fit,[] # fastai's own `fit`; for each running fit the stack of what to do at its end
+_fit,_ends = Learner.fit,[] # fastai's own `fit`; for each running fit (its learner, the stack of what to do at its end)
 
 @patch
 def fit(self:Learner, *args, resume=False, **kwargs):
     "As fastai's; with `resume`, go on from the newest good checkpoint of the fit's `Checkpoint`, or begin without one"
     with ExitStack() as stack, resumed(self, True) if resume else nullcontext():
-        _ends.append((self,stack,dict(vars(self))))
+        _ends.append((self,stack))
         try: return _fit(self, *args, **kwargs)
         finally: _ends.pop()
 
@@ -155,16 +158,6 @@ def _set_start(learn, start):
     _ends[-1][1].callback(lambda: ([vars(learn).pop(k) for k in own], vars(learn).update(old)))
 
 Learner.start_at = property(_start, _set_start, doc="Where a fit begins, as in the compact Learner")
-
-@patch
-def begin_again(self:DistributedTrainer):
-    "Within a fit that is to begin anew: undo what it has changed, as its callbacks would at its end"
-    learn,(_,stack,begun) = self.learn,_ends[-1]
-    stack.close()
-    lent = [k for k,v in vars(learn).items() if isinstance(getattr(v, '__self__', None), FastaiCallback)] # such as MixUp's loss
-    for k in lent: setattr(learn, k, begun[k]) if k in begun else delattr(learn, k)
-    for cb in learn.cbs: cb.run = True
-    learn.training,learn.dl,learn.xb,learn.yb = False,None,(None,),(None,)
 
 def _clean_up(learn, cb):
     old,cb.learn = cb.learn,learn # fastai sets it to None on a removed callback

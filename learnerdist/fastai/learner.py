@@ -36,7 +36,7 @@ from ..core.env import default_device,group_rank,group_size
 from .evaluation import Evaluation,stored_alone
 from .loaders import _Share,shallow,undealt
 from .quick import ShortBatches,short_ways
-from .trainer import DistributedTrainer,OfRank0,parts
+from .trainer import DistributedTrainer,parts
 from ..distributed.memory import say_oom
 from ..learner.learner import Learner as CoreLearner,fit_flags,get_model
 from ..learner.losses import loss_trace
@@ -215,7 +215,7 @@ def attach(self:DistributedTrainer):
     learn.__class__ = _distributed_class(type(learn))
     core.DistributedTrainer.attach(self)
     self.stack.enter_context(short_ways())
-    if group_rank(): learn.logger = OfRank0(learn.logger)
+    if group_rank(): learn.logger = noop
     self.quiet_bars()
 
 # %% ../../nbs/fastai/04_learner.ipynb #c015

@@ -19,7 +19,7 @@ from fastai.callback.progress import CSVLogger,ShowGraphCallback
 from fastai.callback.training import GradientAccumulation
 from fastai.data.load import DataLoader
 from fastai.losses import BaseLoss
-from fastcore.basics import noop,patch
+from fastcore.basics import patch
 from fastcore.foundation import L
 
 from ..distributed import trainer as core
@@ -79,12 +79,6 @@ def _writes(cls): # called for every callback at every event
     modules = {o.__module__ for o in cls.__mro__}
     return issubclass(cls, (ShowGraphCallback,CSVLogger)) or any(f'fastai.callback.{o}' in modules for o in _writers)
 
-class OfRank0:
-    "A logger that is fastai's `noop` unless this is rank 0, which it becomes if those before it die"
-    def __init__(self, logger): self.logger = logger
-    def __call__(self, *args): return (noop if group_rank() else self.logger)(*args)
-    def __eq__(self, o): return o is self or (noop if group_rank() else self.logger)==o
-
 # %% ../../nbs/fastai/02_trainer.ipynb #c014a
 parts = core.DistributedTrainer,ExactEvaluation,Agreement,AgreementEnd # What a context adds to a learner's callbacks
 
@@ -116,7 +110,6 @@ class DistributedTrainer(core.DistributedTrainer):
         if group_rank()>0 and writes(cb): return
         before = [*self.learn.cbs]
         with self.on_its_own(), self.shards.on_rank0() if self.shards else nullcontext(): cb(event)
-        if event=='before_fit' and (file := vars(cb).get('file')): file.flush() # a log's, which other ranks read
         self.rank0s += [o for o in self.learn.cbs if all(o is not p for p in before)]
 
     @contextmanager
@@ -276,12 +269,7 @@ def after_loss(self:DistributedTrainer):
 
 @patch
 def after_batch(self:DistributedTrainer):
-    if self.training and (group_size()>1 or self.steps): self.share_loss() # steps: from when there were others
-
-@patch
-def loss_row(self:DistributedTrainer)->list: # Loss × items, items
-    "This rank's numbers of the step whose backward pass comes next"
-    return [float(weighted(self.learn.loss.detach().mean(), n := self._n_items())),float(n)]
+    if self.training and (group_size()>1 or self.steps): self.share_loss() # steps: of the ranks before a restart
 
 @patch
 def share_loss(self:DistributedTrainer):
@@ -303,7 +291,7 @@ def _n_items(self:DistributedTrainer):
 # %% ../../nbs/fastai/02_trainer.ipynb #c025
 @patch
 def after_train(self:DistributedTrainer):
-    alone = group_size()<2 and self.steps # the others have died in this epoch
+    alone = group_size()<2 and self.steps # there were more ranks in this epoch, before a restart
     if (self.leave_train() and group_size()>1 or alone) and 'recorder' in vars(self.learn): self.record_all_ranks()
     if alone: self.steps = []
 

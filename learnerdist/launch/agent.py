@@ -12,7 +12,6 @@ from pathlib import Path
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs,Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler,RendezvousInfo,RendezvousStoreInfo,rendezvous_handler_registry
-from .members import Shown
 from .processes import describe_exit,say
 from ..core.compat import find,listening_store,set_tee
 from ..core.env import connect_store,record_exit
@@ -21,7 +20,7 @@ from ..core.stacks import is_stopped,place_of,preempted_status,read_crash,users_
 # %% ../../nbs/launch/02_agent.ipynb #c005
 class Loopback(RendezvousHandler):
     "The rendezvous of the ranks of one machine: a store that listens only on 127.0.0.1, a new one for each attempt"
-    use_agent_store,members = True,None # members: `Members`, if ranks may die without an end of the others
+    use_agent_store = True
     def next_rendezvous(self):
         listener = socket.create_server(('127.0.0.1', 0))
         port = listener.getsockname()[1]
@@ -32,7 +31,7 @@ class Loopback(RendezvousHandler):
     def get_run_id(self): return 'run'
     def is_closed(self): return False
     def set_closed(self): pass
-    def num_nodes_waiting(self): return int(self.members is not None and self.members.wanted) # more than 0: torchrun starts all again
+    def num_nodes_waiting(self): return 0
     def shutdown(self): return True
 
 rendezvous_handler_registry.register('loopback', lambda params: Loopback())
@@ -68,6 +67,16 @@ def explain(
     return [f'rank {first[0]} failed first: {first[1]}', *(f'rank {r} failed too: {text}' for r,text,_ in others),
             *(f'rank {r} {how} before' for r,how in dict(left).items())]
 
+_deaths = [-getattr(signal, f'SIG{o}') for o in ('KILL','SEGV','BUS','ILL','FPE')]
+
+def n_left(logs)->int:
+    "How many ranks are left after others have died. 0 if none has died, or if one has failed by an exception, which would come again"
+    reports = [json.loads(o.read_text()) for o in logs.files.values() if o.exists()]
+    if any('text' in o and not o.get('told') for o in reports): return 0
+    codes = [o.proc.poll() for o in logs.handlers if not o.killed]
+    dead = sum(o in _deaths for o in codes) or sum(o == -signal.SIGABRT for o in codes) # a death may abort others
+    return len(logs.files)-dead if dead else 0
+
 # %% ../../nbs/launch/02_agent.ipynb #c013
 class RankLogs(DefaultLogsSpecs):
     "Shows the output of ranks other than 0 by lines that begin with the rank's number, and reports how each attempt ended"
@@ -75,7 +84,6 @@ class RankLogs(DefaultLogsSpecs):
         super().__init__(log_dir, **kw)
         self.split,self.files,self.first_death,self.handlers = split,{},None,[] # split: label by rank; else as in the options
         self.envs,self.known,self.left = {},{},{} # envs: by local rank; known, left: by rank, how it ended, from `Watch`
-        self.members = None # `Members`, if ranks may die without an end of the others
         self.lock = threading.Lock() # held while an attempt begins, and by `Watch` while it looks at one
 
     def reify(self, envs):
@@ -89,7 +97,6 @@ class RankLogs(DefaultLogsSpecs):
         res = super().reify(envs)
         self.files,self.envs,self.first_death = {int(envs[i]['RANK']): Path(f) for i,f in res.error_files.items()},envs,None
         self.known,self.left = {},{}
-        if self.members: self.members.begin(envs)
         return res
 
     def _say_restart(self, local_rank, code, env):
@@ -115,32 +122,28 @@ def hear_torchrun(logs:RankLogs):
 _loggers = 'elastic.multiprocessing.api','elastic.agent.server.api','run'
 
 # %% ../../nbs/launch/02_agent.ipynb #c018
-def hear_of_ranks(
-    members=None # `Members`, to which each rank is added
-)->list: # torchrun's handler of each rank that it starts from now on, until `end_groups`
+def hear_of_ranks()->list: # torchrun's handler of each rank that it starts from now on, until `end_groups`
     "Let torchrun send its signals to a rank and not to its children, which `end_groups` ends"
-    handler,found,Loopback.members = find('handler'),[],members
+    handler,found = find('handler'),[]
     if handler is None: return found
     init,close = handler.__init__,handler.close
     def _init(self, *args, **kw):
         init(self, *args, **kw)
-        if members: members.add(self)
+        self.killed = False # by the launcher
         found.append(self)
     def _close(self, death_sig=None):
-        if real(self.proc).poll() is not None: return # a death that torchrun has not seen
-        if death_sig in (None, signal.SIGKILL): return close(self, death_sig)
+        if death_sig in (None, signal.SIGKILL):
+            self.killed = self.proc.poll() is None
+            return close(self, death_sig)
+        if self.proc.poll() is not None: return
         for o in (death_sig, signal.SIGCONT): os.kill(self.proc.pid, o) # a stopped process handles signals only after SIGCONT
     handler.__init__,handler.close = _init,_close
     return found
 
-def real(proc):
-    "A rank's process, also of one that torchrun sees as `Shown`"
-    return proc.proc if isinstance(proc, Shown) else proc
-
 def end_groups(handlers):
     "Kill what is left of these ranks' process groups"
     while handlers:
-        proc = real(handlers.pop().proc)
+        proc = handlers.pop().proc
         if proc.poll() is not None and Path(f'/proc/{proc.pid}').exists(): continue # the process id belongs to another process now
         with suppress(ProcessLookupError, PermissionError): os.killpg(proc.pid, signal.SIGKILL)
 
@@ -180,7 +183,7 @@ class Watch:
         self.thread.join(30) # longer than it waits for another machine
 
     def _run(self):
-        while not self.over.wait(.05 if self.logs.members else .2):
+        while not self.over.wait(.2):
             try: self.look(time.monotonic())
             except Exception: traceback.print_exc() # and go on: else no rank would hear of another's end
 
@@ -189,10 +192,7 @@ class Watch:
         with self.logs.lock: self._look(now)
 
     def _look(self, now):
-        if self.logs.members:
-            with suppress(RuntimeError): self.logs.members.look() # the store ends with the last rank
         codes = {o: o.proc.poll() for o in [*self.logs.handlers] if self.logs.envs} # empty with a user's own `--logs-specs`
-        codes = {o:c for o,c in codes.items() if c is not None or real(o.proc).poll() is None} # the others go on without the rest
         running,ended = ([o for o,c in codes.items() if (c is None)==b] for b in (True,False))
         for o in ended:
             if o not in self.told and (running or self._are_others()): self._tell_others(o, codes[o])
@@ -212,8 +212,7 @@ class Watch:
         if not code: self.logs.left[rank] = how
         with suppress(OSError, RuntimeError): # the host of the store has left; c10d would try for 11 s, also at the end of a good run
             if 'MASTER_ADDR' in env: socket.create_connection((env['MASTER_ADDR'], int(env['MASTER_PORT'])), 3).close()
-            env,now = self.logs.members.place(handler.local_rank_id) if self.logs.members else (env,rank)
-            record_exit(connect_store(env, timeout_s=5), now, _packed(self.logs.files[rank], rank) or how)
+            record_exit(connect_store(env, timeout_s=5), rank, _packed(self.logs.files[rank], rank) or how)
 
     def _wait_for(self, running, ended, waited_s):
         running = [o for o in running if self._rank(o) not in self.logs.known] # others were ended, and have not gone yet

@@ -119,6 +119,7 @@ def _parse(args):
         res.nproc_per_node = str(nproc := _choose_nproc(res))
         if task: check_env(os.environ, dict(WORLD_SIZE=(task.n_nodes*nproc, 'SLURM_NNODES x --nproc')))
         _choose_meeting(res)
+        if res.on_failure == 'shrink': _check_shrink(res)
     except ValueError as e: parser.error(str(e))
     if not (res.module or res.no_python or Path(res.training_script).exists()): parser.error(f'no script {res.training_script!r} here')
     _set_threads(nproc)
@@ -126,6 +127,16 @@ def _parse(args):
         res.training_script_args = ['--worker', str(os.getpid()), *_target(res)]
         res.training_script,res.module = 'learnerdist.launch',True
     return res,task
+
+def _check_shrink(args):
+    "ValueError if ranks cannot start again without those that have died"
+    from learnerdist.core.folders import memory
+    why = None
+    if args.rdzv_backend != 'loopback': why = 'it is for the ranks of one machine'
+    elif args.max_restarts: why = f'and --max-restarts {args.max_restarts}, which starts as many ranks again: give one of the two'
+    elif args.logs_specs: why = f'and --logs-specs {args.logs_specs}: give one of the two'
+    elif memory() is None: why = 'this system has no folder in memory (/dev/shm or $XDG_RUNTIME_DIR)'
+    if why: raise ValueError(f'--on-failure shrink: {why}')
 
 def _target(args): return [*(['-m'] if args.module else []), args.training_script, *args.training_script_args]
 
@@ -240,35 +251,45 @@ def _in_environment(**names):
         for k in own: del os.environ[k]
 
 def _launch_agent(args, server):
+    from learnerdist.core.compat import start_ranks_by
+    from learnerdist.core.folders import memory_folder,own_folder
+    from learnerdist.launch.agent import hear_of_ranks
+    if server: start_ranks_by(server.start)
+    handlers,status = hear_of_ranks(),None
+    with own_folder(tempfile.gettempdir()) as d, memory_folder(args.on_failure), _in_environment(PYTHONHASHSEED='0'):
+        args.log_dir = args.log_dir or str(d)
+        while status is None: status = _run_ranks(args, handlers)
+    return status
+
+def _run_ranks(args, handlers):
+    "The launcher's exit status; None if ranks have died, and `args` now ask for those that are left"
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
     from torch.distributed.launcher.api import elastic_launch
-    from learnerdist.core.compat import shutdown_s,start_ranks_by
-    from learnerdist.core.kept import keep_memory
-    from learnerdist.launch.agent import Watch,end_groups,hear_of_ranks
-    if server: start_ranks_by(server.start)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as d:
-        args.log_dir = args.log_dir or d
-        config,logs,cmd,cmd_args = _configure(args)
-        logs.handlers = handlers = hear_of_ranks(logs.members)
-        watch = Watch(logs, args.wait, 5+(shutdown_s(config) if not config.max_restarts else 900))
-        watch.start()
-        try:
-            with keep_memory(), _in_environment(PYTHONHASHSEED='0', **(logs.members.env if logs.members else {})):
-                elastic_launch(config, cmd)(*cmd_args)
-        except SignalException as e: return preempted_status if logs.files and [*logs.files] == logs.put_off() else 128 + e.sigval
-        except ChildFailedError as e:
-            watch.stop()
-            watch.look(time.monotonic()) # other machines hear of it before this process ends
-            return _say_failures({r: f.exitcode for r,f in e.failures.items()}, logs)
-        except (RendezvousConnectionError, DistError) as e: return _say_cut_off(e, args.rdzv_endpoint, logs)
-        else: handlers.clear() # processes that a successful script leaves may go on, as under `python`
-        finally:
-            watch.stop()
-            end_groups(handlers)
-        return _status_of_all(logs)
+    from learnerdist.core.compat import shutdown_s
+    from learnerdist.launch.agent import Watch,end_groups,n_left
+    config,logs,cmd,cmd_args = _configure(args)
+    logs.handlers = handlers
+    watch = Watch(logs, args.wait, 5+(shutdown_s(config) if not config.max_restarts else 900))
+    watch.start()
+    try: elastic_launch(config, cmd)(*cmd_args)
+    except SignalException as e: return preempted_status if logs.files and [*logs.files] == logs.put_off() else 128 + e.sigval
+    except ChildFailedError as e:
+        watch.stop()
+        watch.look(time.monotonic()) # other machines hear of it before this process ends
+        status,n = _say_failures({r: f.exitcode for r,f in e.failures.items()}, logs),n_left(logs)
+        if args.on_failure != 'shrink' or not n: return status
+        say(f'all start again, with {n} of {len(logs.files)} ranks')
+        args.nproc_per_node = str(n)
+        return None
+    except (RendezvousConnectionError, DistError) as e: return _say_cut_off(e, args.rdzv_endpoint, logs)
+    else: handlers.clear() # processes that a successful script leaves may go on, as under `python`
+    finally:
+        watch.stop()
+        end_groups(handlers)
+    return _status_of_all(logs)
 
 def _say_failures(codes, logs):
     "Report which ranks failed; returns the launcher's exit status"
@@ -298,7 +319,6 @@ def _configure(args):
     from torch.distributed.run import Std,config_from_args
     from learnerdist.core.compat import ignore_signals
     from learnerdist.launch.agent import RankLogs,hear_torchrun
-    from learnerdist.launch.members import members_for
     args.master_port = args.master_port or 29500
     ignored = [o.name for o in signal.valid_signals() if signal.getsignal(o) == signal.SIG_IGN and isinstance(o, signal.Signals)]
     ignore_signals(args, ignored) # otherwise nohup would have no effect
@@ -307,7 +327,7 @@ def _configure(args):
     split = args.tee == args.redirects == '0' and not args.local_ranks_filter
     logs = RankLogs(args.log_dir, split, redirects=Std.from_str(args.redirects), tee=Std.from_str(args.tee),
                     local_ranks_filter=shown)
-    if not args.logs_specs: res.logs_specs,logs.members = logs,members_for(args)
+    if not args.logs_specs: res.logs_specs = logs
     res.log_line_prefix_template = res.log_line_prefix_template or '[r${rank}] '
     sys.stdout.reconfigure(line_buffering=True) # the other ranks' lines go through it
     hear_torchrun(logs)

@@ -41,10 +41,10 @@ _about = """Run a script or a module on several processes
   --gpus 0,2      Which of the visible GPUs to use; sets the default of --nproc
   --wait SECONDS  How long ranks may go on after the first one has ended well (default: 0, without end; said
                   after a minute; a rank that is stopped: half an hour)
-  --on-failure restart|shrink|replace
-                  When a rank dies: end the others, and start all again as --max-restarts says (default); or let the
-                  others go on without it within a fit, on one machine; replace: only until the next state in memory
-                  of a Checkpoint(…, in_memory=True, resume=True), from which all go on again
+  --on-failure restart|shrink
+                  When a rank dies: end the others, and start all again as --max-restarts says (default); or start those
+                  again that are left, on one machine. A fit goes on from its newest state: in memory, every 10 steps,
+                  or that of its Checkpoint
   --no-fork-server  Start each rank anew, and not as a fork of one process that has imported what the script imports first
   --version       Versions of learnerdist and torch
 
@@ -62,7 +62,7 @@ def get_parser()->argparse.ArgumentParser:
     res.add_argument('--nproc', type=_count, help=no_help)
     res.add_argument('--gpus', type=_gpus, default=[], help=no_help)
     res.add_argument('--wait', type=_seconds, default=0, help=no_help)
-    res.add_argument('--on-failure', choices=('restart','shrink','replace'), default='restart', help=no_help)
+    res.add_argument('--on-failure', choices=('restart','shrink'), default='restart', help=no_help)
     res.add_argument('--no-fork-server', action='store_true', help=no_help)
     versions = f'learnerdist {learnerdist.__version__}, torch {torch.__version__}'
     res.add_argument('--version', action='version', version=versions, help=no_help)

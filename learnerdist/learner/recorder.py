@@ -79,9 +79,12 @@ class Recorder(Callback):
 
     def step_totals(self)->Tensor: # (steps,3), float64, CPU: loss × items, items, samples; of this rank, or summed over ranks
         "The totals of this epoch's steps so far. Moves them to the CPU"
+        return as_totals(self.all_steps())
+
+    def all_steps(self)->list:
+        "What `step_totals` adds up, as numbers and tensors"
         if self.learn.training and self.n_before is not None and self.learn.train_iter>self.n_before: self.after_batch() # it was cancelled
-        if not self.steps: return torch.zeros(0, 3, dtype=torch.double)
-        return torch.stack([stacked(o) for o in zip(*self.steps)], 1)
+        return self.steps
 
     def flush(self, totals:Tensor):
         "Enter `totals`, (steps,3) as from `step_totals`, into the history"
@@ -127,6 +130,13 @@ def _say_hidden(learn):
 def _clock(secs): return f'{int(secs)//60:02d}:{int(secs)%60:02d}'
 
 # %% ../../nbs/learner/03_recorder.ipynb #c024b
+def as_totals(
+    steps:list # From `all_steps`
+)->Tensor:     # As `step_totals` gives them
+    "The numbers of steps as one tensor on the CPU"
+    if not steps: return torch.zeros(0, 3, dtype=torch.double)
+    return torch.stack([stacked(o) for o in zip(*steps)], 1)
+
 def stacked(os)->Tensor:
     "Numbers and tensors () as one float64 tensor on the CPU"
     if not any(issubclass(o, Tensor) for o in {*map(type, os)}): return torch.tensor(os, dtype=torch.double)
