@@ -6,16 +6,21 @@
 __all__ = []
 
 # %% ../../nbs/launch/02_agent.ipynb #c002
-import json,logging,os,signal,socket,threading,time,traceback
-from contextlib import suppress
+import logging,os,signal,socket,sys,tempfile,threading,time,traceback
+from contextlib import contextmanager,suppress
 from pathlib import Path
-from torch.distributed import PrefixStore
+from torch.distributed import DistError,PrefixStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs,Std
-from torch.distributed.elastic.rendezvous import RendezvousHandler,RendezvousInfo,RendezvousStoreInfo,rendezvous_handler_registry
-from .processes import describe_exit,say
-from ..core.compat import find,listening_store,set_tee
-from ..core.env import connect_store,record_exit
-from ..core.stacks import is_stopped,place_of,preempted_status,read_crash,users_frame
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (RendezvousConnectionError,RendezvousHandler,RendezvousInfo,RendezvousStoreInfo,
+                                                  rendezvous_handler_registry)
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args
+from ..core.compat import find,ignore_signals,listening_store,set_tee,shutdown_s,start_ranks_by
+from ..core.folders import memory_folder,own_folder
+from ..core.stacks import preempted_status
+from .watch import Rank,Watch,end_groups,ended,explain,failures,raised,say
 
 # %% ../../nbs/launch/02_agent.ipynb #c005
 class Loopback(RendezvousHandler):
@@ -36,85 +41,39 @@ class Loopback(RendezvousHandler):
 
 rendezvous_handler_registry.register('loopback', lambda params: Loopback())
 
-# %% ../../nbs/launch/02_agent.ipynb #c009
-def exit_reports(
-    codes:dict, # Exit status by rank, of ranks that are known to have failed
-    files:dict, # By rank: the path of its error.json, which exists if the rank left a report
-    known=None  # By rank: what else is known of its end
-)->list:        # (rank, what happened, exit status), the rank that failed first comes first
-    "How ranks failed, from their reports; without ranks that ended only because another one failed"
-    found = {r: (0, (known or {}).get(r) or _death(code, files.get(r)), code, False) for r,code in codes.items() if code != -signal.SIGTERM}
-    for r,file in files.items():
-        o = json.loads(file.read_text()) if file.exists() else {}
-        if 'text' in o: found[r] = o['time'],o['text'],o['code'],o.get('told', False) # told: it only noticed another's failure
-    if not found: found = {min(codes): (0, describe_exit(-signal.SIGTERM), -signal.SIGTERM, False)}
-    first,*others = sorted(found.items(), key=lambda o: (o[1][3],o[1][0]))
-    return [(r,text,code) for r,(_,text,code,_) in [first, *(o for o in others if not o[1][3])]]
-
-def _death(code, file):
-    "What is known of a rank that left no report"
-    what,frames = read_crash(file.with_name('crash.txt')) if file else (None,[])
-    silent = ', without an exception' if code > 0 else ''
-    return describe_exit(code) + (f' ({what}, {users_frame(frames)})' if what else silent)
-
-def explain(
-    reports, # From `exit_reports`
-    left=()  # By rank: how it left, for ranks that had left before with status 0
-)->list:
-    "The lines to print about failed ranks"
-    first,*others = reports
-    if first[1].startswith('RankError'): return [first[1].splitlines()[0].removeprefix('RankError: ')] # a failure on another machine
-    return [f'rank {first[0]} failed first: {first[1]}', *(f'rank {r} failed too: {text}' for r,text,_ in others),
-            *(f'rank {r} {how} before' for r,how in dict(left).items())]
-
-_deaths = [-getattr(signal, f'SIG{o}') for o in ('KILL','SEGV','BUS','ILL','FPE')]
-
-def n_left(logs)->int:
-    "How many ranks are left after others have died. 0 if none has died, or if one has failed by an exception, which would come again"
-    reports = [json.loads(o.read_text()) for o in logs.files.values() if o.exists()]
-    if any('text' in o and not o.get('told') for o in reports): return 0
-    codes = [o.proc.poll() for o in logs.handlers if not o.killed]
-    dead = sum(o in _deaths for o in codes) or sum(o == -signal.SIGABRT for o in codes) # a death may abort others
-    return len(logs.files)-dead if dead else 0
-
 # %% ../../nbs/launch/02_agent.ipynb #c013
 class RankLogs(DefaultLogsSpecs):
     "Shows the output of ranks other than 0 by lines that begin with the rank's number, and reports how each attempt ended"
     def __init__(self, log_dir, split:bool, **kw):
         super().__init__(log_dir, **kw)
-        self.split,self.files,self.first_death,self.handlers = split,{},None,[] # split: label by rank; else as in the options
-        self.envs,self.known,self.left = {},{},{} # envs: by local rank; known, left: by rank, how it ended, from `Watch`
-        self.lock = threading.Lock() # held while an attempt begins, and by `Watch` while it looks at one
+        self.split,self.ranks,self.is_failed = split,[],False # split: label by rank; else as in the options
+        self.lock = threading.Lock() # held while an attempt begins, and by `AgentWatch` while it looks at one
 
     def reify(self, envs):
         "Called by torchrun before each attempt, with the environment of each local rank"
         with self.lock: return self._begin(envs)
 
     def _begin(self, envs):
-        if self.first_death: self._say_restart(*self.first_death, envs[0])
-        end_groups(self.handlers) # of the attempt before
+        n,most = (envs[0][f'TORCHELASTIC_{o}'] for o in ('RESTART_COUNT','MAX_RESTARTS'))
+        if self.is_failed: say(*explain(failures(self.ranks), self.ranks), f'restart {n} of {most}')
+        end_groups(self.ranks) # of the attempt before
+        self.ranks.clear()
+        self.is_failed = False
         if self.split: set_tee(self, {i: Std.ALL for i,e in envs.items() if e['RANK'] != '0'})
-        res = super().reify(envs)
-        self.files,self.envs,self.first_death = {int(envs[i]['RANK']): Path(f) for i,f in res.error_files.items()},envs,None
-        self.known,self.left = {},{}
-        return res
-
-    def _say_restart(self, local_rank, code, env):
-        reports = exit_reports({[*self.files][local_rank]: code}, self.files, self.known)
-        say(*explain(reports), f"restart {env['TORCHELASTIC_RESTART_COUNT']} of {env['TORCHELASTIC_MAX_RESTARTS']}")
+        return super().reify(envs)
 
     def put_off(self)->list:
         "The ranks of the last attempt that left with `preempted_status`"
-        return [r for r,o in self.files.items() if o.with_name('put-off').exists()]
+        return [o.rank for o in self.ranks if o.put_off()]
 
 # %% ../../nbs/launch/02_agent.ipynb #c015
 _ours = ('failed (exitcode','Sending process','Closing process','Received %s death','master_addr is only','node_rank is only',
          'Error shutting down rendezvous')
 
 def hear_torchrun(logs:RankLogs):
-    "Hide torchrun's log lines that our own report repeats, and note in `logs` the first failure that torchrun saw"
+    "Hide torchrun's log lines that our own report repeats, and note in `logs` that a rank has failed"
     def is_news(rec):
-        if str(rec.msg).startswith('failed (exitcode') and len(rec.args) > 1: logs.first_death = rec.args[1],rec.args[0]
+        if str(rec.msg).startswith('failed (exitcode'): logs.is_failed = True
         return not str(rec.msg).startswith(_ours)
     for o in _loggers: logging.getLogger(f'torch.distributed.{o}').addFilter(is_news)
     return is_news
@@ -122,30 +81,24 @@ def hear_torchrun(logs:RankLogs):
 _loggers = 'elastic.multiprocessing.api','elastic.agent.server.api','run'
 
 # %% ../../nbs/launch/02_agent.ipynb #c018
-def hear_of_ranks()->list: # torchrun's handler of each rank that it starts from now on, until `end_groups`
+def hear_of_ranks(
+    ranks:list # Gets the `Rank`s that torchrun starts from now on
+):
     "Let torchrun send its signals to a rank and not to its children, which `end_groups` ends"
-    handler,found = find('handler'),[]
-    if handler is None: return found
+    handler = find('handler')
+    if handler is None: return
     init,close = handler.__init__,handler.close
-    def _init(self, *args, **kw):
-        init(self, *args, **kw)
-        self.killed = False # by the launcher
-        found.append(self)
+    def _init(self, entrypoint, args, env, *more, **kw):
+        init(self, entrypoint, args, env, *more, **kw)
+        self.own = Rank(self.proc, {**os.environ, **env}, Path(env.get('TORCHELASTIC_ERROR_FILE', os.devnull)).parent)
+        ranks.append(self.own)
     def _close(self, death_sig=None):
-        if death_sig in (None, signal.SIGKILL):
-            self.killed = self.proc.poll() is None
-            return close(self, death_sig)
-        if self.proc.poll() is not None: return
+        runs = self.proc.poll() is None
+        if runs and self.own.why is None: self.own.why = '' # the launcher ends it
+        if death_sig in (None, signal.SIGKILL): return close(self, death_sig)
+        if not runs: return
         for o in (death_sig, signal.SIGCONT): os.kill(self.proc.pid, o) # a stopped process handles signals only after SIGCONT
     handler.__init__,handler.close = _init,_close
-    return found
-
-def end_groups(handlers):
-    "Kill what is left of these ranks' process groups"
-    while handlers:
-        proc = handlers.pop().proc
-        if proc.poll() is not None and Path(f'/proc/{proc.pid}').exists(): continue # the process id belongs to another process now
-        with suppress(ProcessLookupError, PermissionError): os.killpg(proc.pid, signal.SIGKILL)
 
 def hang_up():
     "Shut down this process's connections to other machines, so that whatever waits for an answer gets an error"
@@ -153,24 +106,16 @@ def hang_up():
         with suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
             if s.family in (socket.AF_INET,socket.AF_INET6) and '127.0.0.1' not in s.getpeername()[0]: s.shutdown(socket.SHUT_RDWR)
 
-def _packed(file, rank):
-    "The exception in a rank's error.json, as `pack_error` gives it; None without one, or if the rank only heard of another's failure"
-    o = json.loads(file.read_text()) if file.exists() else {}
-    if 'text' not in o or o.get('told'): return None
-    kind,_,message = o['message']['message'].partition(': ')
-    return json.dumps(dict(rank=rank, kind=kind, message=message, trace=o['message']['extraInfo']['py_callstack']))
-
 # %% ../../nbs/launch/02_agent.ipynb #watch1
-class Watch:
-    "Watches the ranks of this machine: tells them when one has left, and tells the user when one does not end"
+class AgentWatch(Watch):
+    "The watch beside torchrun's agent, in a thread"
     def __init__(self,
         logs:RankLogs,
-        wait_s:float=0, # Seconds that ranks may run after the first one has ended well; 0: no limit, but half an hour if stopped
-        give_up_s=35,   # Seconds after which an agent that has not heard that a rank failed is freed
-        say_s=60        # Seconds after which the user is first told about ranks that still run
+        wait_s:float=0, # As of `Watch`
+        give_up_s=35    # Seconds after which an agent that has not heard that a rank failed is freed
     ):
-        self.logs,self.wait_s,self.give_up_s,self.say_s = logs,wait_s,give_up_s,say_s
-        self.told,self.since,self.failed = set(),None,None
+        super().__init__(logs.ranks, wait_s)
+        self.logs,self.give_up_s,self.failed = logs,give_up_s,None
         self.over,self.thread = threading.Event(),threading.Thread(target=self._run, daemon=True, name='watch')
 
     def start(self):
@@ -187,47 +132,103 @@ class Watch:
             try: self.look(time.monotonic())
             except Exception: traceback.print_exc() # and go on: else no rank would hear of another's end
 
-    def look(self, now):
-        "Check all ranks once, at the time `now` in seconds"
-        with self.logs.lock: self._look(now)
+    def look(self, now)->list:
+        "As of `Watch`; and free the agent if it waits for the answer of a machine that is gone"
+        with self.logs.lock: running = super().look(now)
+        self.failed = (self.failed or now) if any(o.proc.poll() for o in self.ranks) else None
+        if self.failed and now-self.failed > self.give_up_s: hang_up()
+        return running
 
-    def _look(self, now):
-        codes = {o: o.proc.poll() for o in [*self.logs.handlers] if self.logs.envs} # empty with a user's own `--logs-specs`
-        running,ended = ([o for o,c in codes.items() if (c is None)==b] for b in (True,False))
-        for o in ended:
-            if o not in self.told and (running or self._are_others()): self._tell_others(o, codes[o])
-        self.told = {*ended}
-        self.since = (self.since or now) if running and ended and not any(codes.values()) else None # torchrun ends all after a failure
-        if self.since: self._wait_for(running, ended, now-self.since)
-        self.failed = (self.failed or now) if any(codes.values()) else None
-        if self.failed and now-self.failed > self.give_up_s: hang_up() # the agent waits for the answer of a machine that is gone
+# %% ../../nbs/launch/02_agent.ipynb #ag23
+@contextmanager
+def _in_environment(**names):
+    "Within the body, variables that the environment lacks. One PYTHONHASHSEED makes the orders of sets the same on all ranks"
+    own = {k:v for k,v in names.items() if k not in os.environ}
+    os.environ.update(own)
+    try: yield
+    finally:
+        for k in own: del os.environ[k]
 
-    def _are_others(self):
-        "Whether ranks run on other machines"
-        return any(int(o.get('WORLD_SIZE', 0)) > len(self.logs.envs) for o in self.logs.envs.values())
+def launch(
+    args,  # torchrun's arguments, and ours
+    server # A `ForkServer`; None: each rank starts anew
+)->int:    # Exit status
+    "Run ranks on this machine by torchrun's agent"
+    if server: start_ranks_by(server.start)
+    ranks,status = [],None
+    hear_of_ranks(ranks)
+    with own_folder(tempfile.gettempdir()) as d, memory_folder(args.on_failure), _in_environment(PYTHONHASHSEED='0'):
+        args.log_dir = args.log_dir or str(d)
+        while status is None: status = _run_ranks(args, ranks)
+    return status
 
-    def _tell_others(self, handler, code):
-        env,rank = self.logs.envs[handler.local_rank_id],self._rank(handler)
-        how = f'left with status {preempted_status}, to go on later' if rank in self.logs.put_off() else describe_exit(code)
-        if not code: self.logs.left[rank] = how
-        with suppress(OSError, RuntimeError): # the host of the store has left; c10d would try for 11 s, also at the end of a good run
-            if 'MASTER_ADDR' in env: socket.create_connection((env['MASTER_ADDR'], int(env['MASTER_PORT'])), 3).close()
-            record_exit(connect_store(env, timeout_s=5), rank, _packed(self.logs.files[rank], rank) or how)
+def _run_ranks(args, ranks):
+    "The launcher's exit status; None if ranks have died, and `args` now ask for those that are left"
+    config,logs,cmd,cmd_args = _configure(args)
+    logs.ranks = ranks
+    watch = AgentWatch(logs, args.wait, 5+(shutdown_s(config) if not config.max_restarts else 900))
+    watch.start()
+    try: elastic_launch(config, cmd)(*cmd_args)
+    except SignalException as e: return preempted_status if ranks and len(logs.put_off()) == len(ranks) else 128 + e.sigval
+    except ChildFailedError:
+        watch.stop()
+        watch.look(time.monotonic()) # other machines hear of it before this process ends
+        status,n = say_failures(ranks),n_left(ranks)
+        if args.on_failure != 'shrink' or not n: return status
+        say(f'all start again, with {n} of {len(ranks)} ranks')
+        args.nproc_per_node = str(n)
+        return None
+    except (RendezvousConnectionError, DistError) as e: return say_cut_off(e, args.rdzv_endpoint, ranks)
+    else:
+        status = status_of_all(logs)
+        ranks.clear() # processes that a successful script leaves may go on, as under `python`
+        return status
+    finally:
+        watch.stop()
+        end_groups(ranks)
 
-    def _wait_for(self, running, ended, waited_s):
-        running = [o for o in running if self._rank(o) not in self.logs.known] # others were ended, and have not gone yet
-        if not running: return
-        stopped = all(is_stopped(o.proc.pid) for o in running)
-        is_over = waited_s > (self.wait_s or (1800 if stopped else float('inf')))
-        if not is_over and waited_s < self.say_s: return
-        where = {self._rank(o): self._place(o) for o in running}
-        after = f'{waited_s:.0f} s after rank {min(map(self._rank, ended))} had ended'
-        self.say_s *= 2
-        if not is_over: return say(*(f'rank {r} still runs {after}: it {o}' for r,o in where.items()))
-        self.logs.known |= {r: f'ended by the launcher, since it still ran {after}: it {o}' for r,o in where.items()}
-        for o in running: o.close(signal.SIGKILL)
+def say_failures(ranks)->int:
+    "Report which ranks failed; returns the launcher's exit status"
+    found = failures(ranks)
+    say(*explain(found, ranks))
+    return found[0].code if found[0].code > 0 else 128-found[0].code
 
-    def _rank(self, handler): return int(self.logs.envs[handler.local_rank_id]['RANK'])
+_deaths = [-getattr(signal, f'SIG{o}') for o in ('KILL','SEGV','BUS','ILL','FPE')]
 
-    def _place(self, handler):
-        return place_of(handler.proc.pid, self.logs.files[self._rank(handler)].with_name('stack.txt'))[1]
+def n_left(ranks)->int:
+    "How many ranks are left after others have died. 0 if none has died, or if one has failed by an exception, which would come again"
+    if any(o.order == raised for o in failures(ranks)): return 0
+    codes = [o.proc.poll() for o in ranks if o.why is None]
+    dead = sum(o in _deaths for o in codes) or sum(o == -signal.SIGABRT for o in codes) # a death may abort others
+    return len(ranks)-dead if dead else 0
+
+def say_cut_off(e, endpoint, ranks)->int:
+    "Report that another machine cannot be reached, or the failure of a rank that this launcher could not discuss with the others"
+    if any(o.order != ended for o in failures(ranks)): return say_failures(ranks)
+    where = f'{socket.gethostname()} cannot reach {endpoint}, where the launchers meet'
+    say(f'{where}: the launcher there has ended, or the machine or the link to it is gone ({e.__cause__ or e})')
+    return 1
+
+def status_of_all(logs)->int:
+    "The launcher's exit status if all ranks ended well or left with `preempted_status`"
+    off = logs.put_off()
+    rest = [o.rank for o in logs.ranks if o.rank not in off]
+    if not off or not rest: return preempted_status if off else 0
+    say(f'ranks {off} left with status {preempted_status}, to go on later, but ranks {rest} came to their end')
+    return 1
+
+def _configure(args):
+    "torchrun's configuration with our extensions, our logs, and the command of a rank"
+    args.master_port = args.master_port or 29500
+    ignored = [o.name for o in signal.valid_signals() if signal.getsignal(o) == signal.SIG_IGN and isinstance(o, signal.Signals)]
+    ignore_signals(args, ignored) # otherwise nohup would have no effect
+    res,cmd,cmd_args = config_from_args(args)
+    shown = {*map(int, args.local_ranks_filter.split(','))} if args.local_ranks_filter else None
+    split = args.tee == args.redirects == '0' and not args.local_ranks_filter
+    logs = RankLogs(args.log_dir, split, redirects=Std.from_str(args.redirects), tee=Std.from_str(args.tee),
+                    local_ranks_filter=shown)
+    if not args.logs_specs: res.logs_specs = logs
+    res.log_line_prefix_template = res.log_line_prefix_template or '[r${rank}] '
+    sys.stdout.reconfigure(line_buffering=True) # the other ranks' lines go through it
+    hear_torchrun(logs)
+    return res,logs,cmd,cmd_args

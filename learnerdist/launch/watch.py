@@ -42,16 +42,17 @@ def say(*lines):
 # %% ../../nbs/launch/00_watch.ipynb #wa08
 def leave_report(
     e:BaseException, # With its traceback
-    status:int=1     # Exit status of this process
+    status:int=1,    # Exit status of this process
+    folder:Path=None # For reports; None: what the environment says
 ):
     "Write this rank's report, for its launcher"
     at,now,told = users_frame(frames_of(e)),time.time(),False
     if 'torch' in sys.modules:
         from learnerdist.core.env import RankError,is_consequence
         told = isinstance(e, RankError) or is_consequence(e)
-    report = dict(rank=int(os.environ['RANK']), code=status, kind=type(e).__name__, message=str(e), at=f'{at.file}:{at.line}', told=told,
+    report = dict(code=status, kind=type(e).__name__, message=str(e), at=f'{at.file}:{at.line}', told=told,
                   trace=''.join(traceback.format_exception(e)), time=now, timestamp=int(now))
-    with whole_file(report_folder()/'error.json') as f: f.write_text(json.dumps(report))
+    with whole_file((folder or report_folder())/'error.json') as f: f.write_text(json.dumps(report))
 
 # %% ../../nbs/launch/00_watch.ipynb #wa10
 class Failure(NamedTuple):
@@ -88,7 +89,7 @@ class Rank:
     def end(self,
         why:str # The beginning of a sentence
     ):
-        "Kill it and its children"
+        "Kill it and its children, and note where it was"
         frames,where = place_of(self.proc.pid, self.folder/'stack.txt')
         self.trace = '\n'.join(f'  File "{o.file}", line {o.line}, in {o.name}' for o in frames)
         self.why = f'{why}: it {where}'
@@ -120,7 +121,7 @@ class Rank:
     def how(self)->str:
         "What the others hear of its end: its exception as of `pack_error`, or a description"
         o = self.report()
-        if 'trace' in o and not o['told']: return json.dumps({k: o[k] for k in ('rank','kind','message','trace')})
+        if 'trace' in o and not o['told']: return json.dumps(dict(rank=self.rank, **{k: o[k] for k in ('kind','message','trace')}))
         return f'left with status {preempted_status}, to go on later' if self.put_off() else describe_exit(self.proc.poll())
 
 # %% ../../nbs/launch/00_watch.ipynb #wa12
@@ -195,3 +196,10 @@ class Watch:
         for o in running:
             if is_over: o.end(f'ended by the launcher, since it still ran {after}')
             else: say(f'rank {o.rank} still runs {after}: it {place_of(o.proc.pid, o.folder/"stack.txt")[1]}')
+
+# %% ../../nbs/launch/00_watch.ipynb #wa16
+def end_groups(ranks):
+    "Kill what is left of these ranks' process groups"
+    for o in ranks:
+        if o.proc.poll() is not None and Path(f'/proc/{o.proc.pid}').exists(): continue # the process id belongs to another process now
+        with suppress(ProcessLookupError, PermissionError): os.killpg(o.proc.pid, signal.SIGKILL)
