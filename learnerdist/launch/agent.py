@@ -20,7 +20,7 @@ from torch.distributed.run import config_from_args
 from ..core.compat import find,ignore_signals,listening_store,set_tee,shutdown_s,start_ranks_by
 from ..core.folders import memory_folder,own_folder
 from ..core.stacks import preempted_status
-from .watch import Rank,Watch,end_groups,ended,explain,failures,raised,say
+from .watch import Rank,Watch,died,end_groups,ended,explain,failures,raised,say
 
 # %% ../../nbs/launch/02_agent.ipynb #c005
 class Loopback(RendezvousHandler):
@@ -92,6 +92,7 @@ def hear_of_ranks(
         init(self, entrypoint, args, env, *more, **kw)
         self.own = Rank(self.proc, {**os.environ, **env}, Path(env.get('TORCHELASTIC_ERROR_FILE', os.devnull)).parent)
         ranks.append(self.own)
+        for o in (getattr(self, '_stdout', None), getattr(self, '_stderr', None)): o and o.close() # only the rank writes to them
     def _close(self, death_sig=None):
         runs = self.proc.poll() is None
         if runs and self.own.why is None: self.own.why = '' # the launcher ends it
@@ -131,6 +132,14 @@ class AgentWatch(Watch):
         while not self.over.wait(.2):
             try: self.look(time.monotonic())
             except Exception: traceback.print_exc() # and go on: else no rank would hear of another's end
+
+    def tell_others(self, timeout_s=10):
+        "Other machines hear of a failure before this process ends. Their ranks may not have begun to listen"
+        end,own = time.monotonic()+timeout_s,any(o.order in (raised,died) for o in failures(self.ranks))
+        self.look(time.monotonic())
+        while own and not all(o.is_told for o in self.ranks) and time.monotonic() < end:
+            time.sleep(.2)
+            self.look(time.monotonic())
 
     def look(self, now)->list:
         "As of `Watch`; and free the agent if it waits for the answer of a machine that is gone"
@@ -172,7 +181,7 @@ def _run_ranks(args, ranks):
     except SignalException as e: return preempted_status if ranks and len(logs.put_off()) == len(ranks) else 128 + e.sigval
     except ChildFailedError:
         watch.stop()
-        watch.look(time.monotonic()) # other machines hear of it before this process ends
+        watch.tell_others()
         status,n = say_failures(ranks),n_left(ranks)
         if args.on_failure != 'shrink' or not n: return status
         say(f'all start again, with {n} of {len(ranks)} ranks')

@@ -13,8 +13,8 @@ from typing import Callable
 from ..core.stacks import frames_of,preempted_status,report_folder,users_frame
 from .forkserver import ForkServer,enter,freeze,serve
 from .network import choose_addresses,loopback
-from .options import get_parser,guess
-from .processes import begin_rank,call_on_ranks,check_call,main_of_call,share_of_cores
+from .options import check_numbers,get_parser,guess
+from .processes import begin_rank,call_on_ranks,check_call,check_guard,main_of_call,share_of_cores
 from .slurm import check_env,find_task,rank_env
 from .watch import leave_report,say
 
@@ -37,6 +37,7 @@ def run(
     nproc:int|str='auto' # Number of processes; `'auto'`: one for each visible GPU, one without GPUs
 )->object:          # What `main` returned on rank 0
     "Call `main` on several processes from a script or a notebook; in this process if it is a rank already, or for one process"
+    check_guard()
     n = 1 if 'RANK' in os.environ and nproc == 'auto' else count_nproc(nproc)
     if n == 1 or 'RANK' in os.environ: return main(*args)
     try: return call_on_ranks(main, n, args, n_threads=share_of_cores(n), grace_s=8, labels=True)[0]
@@ -113,6 +114,7 @@ def _parse(args):
     res = parser.parse_args(args)
     is_python = not (res.no_python or res.run_path)
     try:
+        check_numbers(res)
         task = _ask_slurm(res)
         if task and task.is_rank: return res,task
         res.nnodes = res.nnodes or '1'
@@ -120,7 +122,7 @@ def _parse(args):
         if task: check_env(os.environ, dict(WORLD_SIZE=(task.n_nodes*nproc, 'SLURM_NNODES x --nproc')))
         _choose_meeting(res)
         if res.on_failure == 'shrink': _check_shrink(res)
-    except ValueError as e: parser.error(str(e))
+    except (ValueError, OSError) as e: parser.error(str(e))
     if not (res.module or res.no_python or Path(res.training_script).exists()): parser.error(f'no script {res.training_script!r} here')
     _set_threads(nproc)
     if is_python:

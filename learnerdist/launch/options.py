@@ -68,6 +68,18 @@ def get_parser()->argparse.ArgumentParser:
     res.add_argument('--version', action='version', version=versions, help=no_help)
     return res
 
+def check_numbers(
+    args # Parsed
+):
+    "ValueError for a number of torchrun's options that it would take; OSError if there can be no log folder"
+    low,_,high = str(args.nnodes or 1).partition(':')
+    if not (low.isdigit() and (high or low).isdigit() and 0 < int(low) <= int(high or low)):
+        raise ValueError(f'--nnodes {args.nnodes}: give a whole number from 1 up, or two of them as in 1:4')
+    if args.max_restarts < 0: raise ValueError(f'--max-restarts {args.max_restarts}: give 0 or more')
+    if args.master_port is not None and not 0 <= int(args.master_port) < 1<<16:
+        raise ValueError(f'--master-port {args.master_port}: give a port, 0 to 65535')
+    if args.log_dir: os.makedirs(args.log_dir, exist_ok=True)
+
 # %% ../../nbs/launch/02_options.ipynb #cl04
 def guess(
     args:list # Command line of the launcher

@@ -358,8 +358,12 @@ def raise_failures(ranks, results):
     if failed: raise RanksError(failed)
 
 def check_call(world_size, errors='raise'):
-    "ValueError for a call that cannot be made; RuntimeError in a rank whose script would start ranks again"
+    "ValueError for a call that cannot be made"
     if errors not in ('raise', 'return'): raise ValueError(f"errors={errors!r}: it is 'raise' or 'return'")
     if not isinstance(world_size, int) or world_size < 1: raise ValueError(f'{world_size!r} processes: give a whole number from 1 up')
     if not hasattr(os, 'killpg'): raise ValueError(f'{world_size} processes: {sys.platform} has no process groups: use Linux, macOS, WSL 2')
+    check_guard()
+
+def check_guard():
+    "RuntimeError in a rank whose script starts ranks when it is imported"
     if _importing: raise RuntimeError("the ranks import this script, which calls run(...): put the call under if __name__ == '__main__':")

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/launch/00_watch.ipynb #wa02
 import json,os,signal,socket,sys,time,traceback
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 from ..core.files import whole_file
@@ -71,6 +72,10 @@ class Failure(NamedTuple):
 from_outside,raised,died,ended,told = range(5)
 _outside = -signal.SIGKILL,-signal.SIGTERM,-signal.SIGINT,-signal.SIGHUP
 
+_here = str(Path(__file__).parent)
+
+def _text(frames): return '\n'.join(f'  File "{o.file}", line {o.line}, in {o.name}' for o in frames)
+
 class Rank:
     "A rank of this machine, as its launcher sees it"
     def __init__(self,
@@ -80,7 +85,8 @@ class Rank:
     ):
         self.proc,self.env,self.folder = proc,env,folder
         self.rank = int(env['RANK'])
-        self.seen,self.why,self.trace = None,None,'' # when its end was seen; why the launcher has ended it, its stack at that time
+        self.seen,self.is_told = None,False # when its end was seen; whether the others have been told
+        self.why,self.trace = None,'' # why the launcher has ended it; its stack at that time
 
     def put_off(self)->bool:
         "Whether it has left with `preempted_status`"
@@ -91,7 +97,7 @@ class Rank:
     ):
         "Kill it and its children, and note where it was"
         frames,where = place_of(self.proc.pid, self.folder/'stack.txt')
-        self.trace = '\n'.join(f'  File "{o.file}", line {o.line}, in {o.name}' for o in frames)
+        self.trace = _text(takewhile(lambda o: not o.file.startswith(_here), frames)) # without what called the user's code
         self.why = f'{why}: it {where}'
         with suppress(ProcessLookupError, PermissionError): os.killpg(self.proc.pid, signal.SIGKILL)
 
@@ -115,8 +121,7 @@ class Rank:
     def _death(self, code):
         what,frames = read_crash(self.folder/'crash.txt')
         more = f' ({what}, {users_frame(frames)})' if what else ', without an exception'*(code > 0)
-        trace = '\n'.join(f'  File "{o.file}", line {o.line}, in {o.name}' for o in frames)
-        return RankFailure('ProcessDied', describe_exit(code) + more, trace)
+        return RankFailure('ProcessDied', describe_exit(code) + more, _text(frames))
 
     def how(self)->str:
         "What the others hear of its end: its exception as of `pack_error`, or a description"
@@ -164,18 +169,22 @@ class Watch:
         running = [o for o in ranks if o.proc.poll() is None]
         done = [o for o in ranks if o not in running]
         for o in done:
-            if o.seen is None: self._see(o, len(running))
+            o.seen = o.seen or time.time()
+            o.is_told = o.is_told or self._tell_others(o, len(running))
         is_well = running and done and not any(o.proc.poll() for o in done) # else all are ended
         self.since = (self.since or now) if is_well else None
         if self.since: self._wait_for([o for o in running if o.why is None], done, now-self.since)
         return running
 
-    def _see(self, o, n_running):
-        o.seen = time.time()
-        if not n_running and int(o.env.get('WORLD_SIZE', 0)) <= len(self.ranks): return # nobody is left who could wait for it
+    def _tell_others(self, o, n_running):
+        "Returns whether that is done, or cannot be done"
+        if not n_running and int(o.env.get('WORLD_SIZE', 0)) <= len(self.ranks): return True # nobody is left who could wait for it
         with suppress(OSError, RuntimeError): # the store has ended with its host
             from learnerdist.core.env import record_exit
-            if store := self._connect(o.env): record_exit(store, o.rank, o.how())
+            try: store = self._connect(o.env)
+            except ConnectionRefusedError: return False # perhaps rank 0, which runs the store, is still importing
+            if store: record_exit(store, o.rank, o.how())
+        return True
 
     def _connect(self, env):
         from learnerdist.core.env import connect_store
