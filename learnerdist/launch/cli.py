@@ -269,6 +269,7 @@ def _run_ranks(args, handlers):
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
     from torch.distributed.launcher.api import elastic_launch
     from learnerdist.core.compat import shutdown_s
+    from learnerdist.core.folders import note_shrunk
     from learnerdist.launch.agent import Watch,end_groups,n_left
     config,logs,cmd,cmd_args = _configure(args)
     logs.handlers = handlers
@@ -283,6 +284,7 @@ def _run_ranks(args, handlers):
         if args.on_failure != 'shrink' or not n: return status
         say(f'all start again, with {n} of {len(logs.files)} ranks')
         args.nproc_per_node = str(n)
+        note_shrunk()
         return None
     except (RendezvousConnectionError, DistError) as e: return _say_cut_off(e, args.rdzv_endpoint, logs)
     else: handlers.clear() # processes that a successful script leaves may go on, as under `python`
