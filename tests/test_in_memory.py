@@ -240,6 +240,29 @@ def free_port():
         s.bind(('127.0.0.1', 0))
         return s.getsockname()[1]
 
+killed = """
+import os,signal,sys,time
+from pathlib import Path
+folder = Path(sys.argv[1])
+(folder/'memory').write_text(os.environ['LEARNERDIST_MEMORY'])
+if len(sys.argv)>2: os.kill(int(Path(f'/proc/{os.getppid()}/stat').read_text().rpartition(')')[2].split()[1]), signal.SIGKILL)
+"""
+
+@slow
+def test_a_killed_launcher_leaves_nothing_for_long(tmp_path):
+    "The next launch removes its folders"
+    (tmp_path/'tmp').mkdir()
+    script = tmp_path/'script.py'
+    script.write_text(killed)
+    def launch(*args):
+        cmd = [sys.executable,'-m','learnerdist.launch','--nproc','1',script,tmp_path,*args]
+        subprocess.run([*map(str, cmd)], env=os.environ|dict(PYTHONPATH=str(root), TMPDIR=str(tmp_path/'tmp')), timeout=100)
+        return Path((tmp_path/'memory').read_text())
+    left = launch('kill')
+    assert left.exists() and left.stat().st_mode&0o777==0o700 and len([*(tmp_path/'tmp').iterdir()])>=1
+    last = launch()
+    assert not left.exists() and not last.exists() and not [*(tmp_path/'tmp').iterdir()]
+
 @slow
 @pytest.mark.parametrize('module', [None,'torch.distributed.run'])
 def test_another_launcher(module, tmp_path, undisturbed):

@@ -37,7 +37,8 @@ def train(folder, plan, kind='', how='SIGKILL'):
                                  ReduceLROnPlateauCallback,TfmdDL,accuracy,num_distrib,rank_distrib)
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    bs,point = 5 if 'per rank' in kind else 60,plan.get(f'{num_distrib()}', {}).get(f'{rank_distrib()}')
+    bs = 5 if 'per rank' in kind else 63 if 'odd' in kind else 60
+    point = plan.get(f'{num_distrib()}', {}).get(f'{rank_distrib()}')
     dls = DataLoaders(TfmdDL(data(660), bs, shuffle=True), TfmdDL(data(70), bs))
     learn = Learner(dls, net(), torch.nn.CrossEntropyLoss(), torch.optim.AdamW, lr=.01, metrics=accuracy, path=folder)
     class Count(Callback): # steps that the user's own callback has heard of
@@ -132,6 +133,13 @@ def test_a_batch_size_per_rank(tmp_path):
     assert code==0 and len(ranks)==2, text
     assert 'batch_size 15 then, 10 now' in text, text
     assert ranks[0]['weights']==ranks[1]['weights'] and ranks[0]['iters']==[61,127,193], ranks[0]['iters']
+
+@pytest.mark.long
+def test_a_global_batch_that_those_that_are_left_do_not_divide(tmp_path):
+    "660 samples in batches of 63 are 11 steps, in batches of 62, too"
+    code,ranks,text = launch(tmp_path, {3: {1: at('before_backward', 2, 9)}}, 'plain odd')
+    assert code==0 and len(ranks)==2 and 'batch_size 63 then, 62 now' in text, text
+    assert ranks[0]['weights']==ranks[1]['weights'] and ranks[0]['iters']==[11,22,33], ranks[0]['iters']
 
 @pytest.mark.long
 def test_a_schedule_by_steps_needs_the_global_batch(tmp_path):
