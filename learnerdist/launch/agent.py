@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import (RendezvousConnectionError,Rend
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args
 from ..core.compat import find,ignore_signals,listening_store,set_tee,shutdown_s,start_ranks_by
-from ..core.folders import memory_folder,own_folder
+from ..core.folders import memory_folder,note_shrunk,own_folder
 from ..core.stacks import preempted_status
 from .watch import Rank,Watch,died,end_groups,ended,explain,failures,raised,say
 
@@ -186,6 +186,7 @@ def _run_ranks(args, ranks):
         if args.on_failure != 'shrink' or not n: return status
         say(f'all start again, with {n} of {len(ranks)} ranks')
         args.nproc_per_node = str(n)
+        note_shrunk()
         return None
     except (RendezvousConnectionError, DistError) as e: return say_cut_off(e, args.rdzv_endpoint, ranks)
     else:
