@@ -119,9 +119,40 @@ def test_failing_rank_is_named(tmp_path):
     res = launch('--nproc', 2, file, 'raise', env=dict(TMPDIR=str(tmp_path)))
     assert (res.returncode, sorted(res.stdout.splitlines())) == (1, ['I am 0', '[r1] I am 1']) # in the order in which they come
     assert f'rank 1 failed first: ValueError: a bad batch ({file}:7)' in res.stderr and 'failed too' not in res.stderr
+    said = [o for o in res.stderr.splitlines() if 'OMP_NUM_THREADS' not in o]
+    assert len(said) == 3 and said[1] == f'learnerdist.launch:   called from {file}:11 in <module>', said
+    trace, = tmp_path.glob('*.txt')
+    assert said[2] == f'learnerdist.launch: all tracebacks: {trace} (--verbose prints them)'
+    assert trace.read_text().startswith(f'rank 1:\nTraceback (most recent call last):\n  File "{file}", line 11, in <module>')
+    trace.unlink()
+    res = launch('--nproc', 2, '--verbose', file, 'raise', env=dict(TMPDIR=str(tmp_path)))
     assert res.stderr.count(f'[r1] Traceback (most recent call last):\n[r1]   File "{file}", line 11, in <module>') == 1
     assert 'torch/distributed/elastic' not in res.stderr # torchrun's own words on it
     assert os.listdir(tmp_path) == ['train.py']
+
+def test_a_report_is_short(ended):
+    frames = [f'x.py:{i} in f' for i in range(9)]
+    many = [ended(r, 1, kind='ValueError', message='Oops\n'*40, time=r, own=frames) for r in range(30)]
+    assert len('\n'.join(explain(failures(many))).splitlines()) <= 14
+    hook = 'import sys\nsys.excepthook = lambda *a: print("mine", a[1])\nraise ValueError("Oops")'
+    file = write(many[0].folder, hook)
+    assert launch('--nproc', 1, file, env=dict(TMPDIR=str(file.parent))).stdout == 'mine Oops\n'
+
+wrong = '''import asyncio,os,signal,sys,threading
+if os.environ['RANK'] == '2':
+    if sys.argv[1] == 'SIGTERM': os.kill(os.getpid(), signal.SIGTERM)
+    raise asyncio.CancelledError('no')
+if sys.argv[1] == 'in C' and os.environ['RANK'] == '0': signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+threading.Event().wait()
+'''
+
+@pytest.mark.parametrize('how,said,status', [('SIGTERM','ended by SIGTERM',143), ('raise','CancelledError: no',1), ('in C','CancelledError: no',1)])
+def test_the_rank_that_failed_is_named(how, said, status, tmp_path):
+    "And not one that torchrun ends because of it, by SIGTERM, or by SIGKILL where it does not hear that"
+    soon = ['--shutdown-timeout','1'] if torch_version>=(2,9) else []
+    res = launch('--nproc', 3, *soon, write(tmp_path, wrong), how, env=dict(TMPDIR=str(tmp_path)))
+    lines = [o for o in res.stderr.splitlines() if ' failed ' in o]
+    assert res.returncode == status and len(lines) == 1 and lines[0].startswith(f'learnerdist.launch: rank 2 failed first: {said}'), res.stderr
 
 def test_each_attempt_is_reported(tmp_path):
     "A crash has a line, in each attempt; the log folder of the user's is kept, and so are his wishes about the output"
@@ -229,7 +260,7 @@ with process_group(): pass
 def test_a_rank_that_leaves_with_status_0_fails_those_that_wait_for_it(tmp_path):
     file = write(tmp_path, leaving)
     res = launch('--nproc', 2, file, 0, 'hard')
-    assert res.returncode == 1 and res.stderr.splitlines()[-1] == f'learnerdist.launch: rank 1 left with status 0{_absent} ({file}:6)'
+    assert res.returncode == 1 and f'learnerdist.launch: rank 1 left with status 0{_absent} ({file}:6)\n' in res.stderr
     res = launch('--nproc', 2, file, 75)
     assert res.returncode == 1 and 'launch: rank 1 left with status 75, to go on later' in res.stderr
 
@@ -366,11 +397,11 @@ def test_a_launcher_that_has_lost_the_others(watched, capsys):
     ranks = watched[0].ranks
     a,b = ranks
     a.proc.code,a.why = -signal.SIGTERM,'' # from torchrun, which ends the ranks
-    assert say_cut_off(DistNetworkError('reset'), 'gpu1:29500', ranks) == 1
+    assert say_cut_off(DistNetworkError('reset'), 'gpu1:29500', watched[0]) == 1
     said = capsys.readouterr().err
     assert 'cannot reach gpu1:29500, where the launchers meet' in said and '(reset)' in said and 'rank' not in said
     b.proc.code = 3
-    assert say_cut_off(DistNetworkError('reset'), 'gpu1:29500', ranks) == 3
+    assert say_cut_off(DistNetworkError('reset'), 'gpu1:29500', watched[0]) == 3
     assert capsys.readouterr().err == 'learnerdist.launch: rank 5 failed first: ended with exit status 3, without an exception\n'
 
 def test_ranks_of_which_only_some_go_on_later(watched, capsys):

@@ -20,7 +20,7 @@ from torch.distributed.run import config_from_args
 from ..core.compat import find,ignore_signals,listening_store,set_tee,shutdown_s,start_ranks_by
 from ..core.folders import memory_folder,note_shrunk,own_folder
 from ..core.stacks import preempted_status
-from .watch import Rank,Watch,died,end_groups,ended,explain,failures,raised,say
+from .watch import Rank,Watch,died,end_groups,ended,explain,failures,raised,say,tracebacks
 
 # %% ../../nbs/launch/02_agent.ipynb #c005
 class Loopback(RendezvousHandler):
@@ -47,6 +47,7 @@ class RankLogs(DefaultLogsSpecs):
     def __init__(self, log_dir, split:bool, **kw):
         super().__init__(log_dir, **kw)
         self.split,self.ranks,self.is_failed = split,[],False # split: label by rank; else as in the options
+        self.traces = None # file for full tracebacks; None: the ranks print them
         self.lock = threading.Lock() # held while an attempt begins, and by `AgentWatch` while it looks at one
 
     def reify(self, envs):
@@ -55,12 +56,20 @@ class RankLogs(DefaultLogsSpecs):
 
     def _begin(self, envs):
         n,most = (envs[0][f'TORCHELASTIC_{o}'] for o in ('RESTART_COUNT','MAX_RESTARTS'))
-        if self.is_failed: say(*explain(failures(self.ranks), self.ranks), f'restart {n} of {most}')
+        if self.is_failed: say(*self.explain(), f'restart {n} of {most}')
         end_groups(self.ranks) # of the attempt before
         self.ranks.clear()
         self.is_failed = False
         if self.split: set_tee(self, {i: Std.ALL for i,e in envs.items() if e['RANK'] != '0'})
         return super().reify(envs)
+
+    def explain(self)->list:
+        "What to say about the failure of an attempt, and where its tracebacks are"
+        found = failures(self.ranks)
+        res,text = explain(found, self.ranks),tracebacks(found)
+        if not (text and self.traces): return res
+        with open(self.traces, 'a') as f: f.write(text)
+        return [*res, f'all tracebacks: {self.traces} (--verbose prints them)']
 
     def put_off(self)->list:
         "The ranks of the last attempt that left with `preempted_status`"
@@ -166,15 +175,18 @@ def launch(
     if server: start_ranks_by(server.start)
     ranks,status = [],None
     hear_of_ranks(ranks)
-    with own_folder(tempfile.gettempdir()) as d, memory_folder(args.on_failure), _in_environment(PYTHONHASHSEED='0'):
+    names = dict(PYTHONHASHSEED='0', LEARNERDIST_QUIET=str(int(not args.verbose)))
+    with own_folder(tempfile.gettempdir()) as d, memory_folder(args.on_failure), _in_environment(**names):
+        kept = args.log_dir or tempfile.gettempdir()
+        traces = None if args.verbose else Path(kept)/f'learnerdist-tracebacks-{os.getpid()}-{time.time():.0f}.txt'
         args.log_dir = args.log_dir or str(d)
-        while status is None: status = _run_ranks(args, ranks)
+        while status is None: status = _run_ranks(args, ranks, traces)
     return status
 
-def _run_ranks(args, ranks):
+def _run_ranks(args, ranks, traces):
     "The launcher's exit status; None if ranks have died, and `args` now ask for those that are left"
     config,logs,cmd,cmd_args = _configure(args)
-    logs.ranks = ranks
+    logs.ranks,logs.traces = ranks,traces
     watch = AgentWatch(logs, args.wait, 5+(shutdown_s(config) if not config.max_restarts else 900))
     watch.start()
     try: elastic_launch(config, cmd)(*cmd_args)
@@ -182,13 +194,13 @@ def _run_ranks(args, ranks):
     except ChildFailedError:
         watch.stop()
         watch.tell_others()
-        status,n = say_failures(ranks),n_left(ranks)
+        status,n = say_failures(logs),n_left(ranks)
         if args.on_failure != 'shrink' or not n: return status
         say(f'all start again, with {n} of {len(ranks)} ranks')
         args.nproc_per_node = str(n)
         note_shrunk()
         return None
-    except (RendezvousConnectionError, DistError) as e: return say_cut_off(e, args.rdzv_endpoint, ranks)
+    except (RendezvousConnectionError, DistError) as e: return say_cut_off(e, args.rdzv_endpoint, logs)
     else:
         status = status_of_all(logs)
         ranks.clear() # processes that a successful script leaves may go on, as under `python`
@@ -197,11 +209,11 @@ def _run_ranks(args, ranks):
         watch.stop()
         end_groups(ranks)
 
-def say_failures(ranks)->int:
+def say_failures(logs)->int:
     "Report which ranks failed; returns the launcher's exit status"
-    found = failures(ranks)
-    say(*explain(found, ranks))
-    return found[0].code if found[0].code > 0 else 128-found[0].code
+    say(*logs.explain())
+    code = failures(logs.ranks)[0].code
+    return code if code > 0 else 128-code
 
 _deaths = [-getattr(signal, f'SIG{o}') for o in ('KILL','SEGV','BUS','ILL','FPE')]
 
@@ -212,9 +224,9 @@ def n_left(ranks)->int:
     dead = sum(o in _deaths for o in codes) or sum(o == -signal.SIGABRT for o in codes) # a death may abort others
     return len(ranks)-dead if dead else 0
 
-def say_cut_off(e, endpoint, ranks)->int:
+def say_cut_off(e, endpoint, logs)->int:
     "Report that another machine cannot be reached, or the failure of a rank that this launcher could not discuss with the others"
-    if any(o.order != ended for o in failures(ranks)): return say_failures(ranks)
+    if any(o.order != ended for o in failures(logs.ranks)): return say_failures(logs)
     where = f'{socket.gethostname()} cannot reach {endpoint}, where the launchers meet'
     say(f'{where}: the launcher there has ended, or the machine or the link to it is gone ({e.__cause__ or e})')
     return 1

@@ -204,8 +204,11 @@ def _users_frames(tb):
     return tb
 
 def _print_exception(e):
-    torchs = getattr(sys.excepthook, '__module__', '').startswith('torch.') # torch's hook prefixes each line, as the launcher does
-    (sys.__excepthook__ if torchs else sys.excepthook)(type(e), e, e.__traceback__)
+    "As Python does. Under the launcher only the user's own hook is called, since the launcher's report has the rest"
+    hook = sys.excepthook
+    if getattr(hook, '__module__', '').startswith('torch.'): hook = sys.__excepthook__ # torch's prefixes each line, as the launcher does
+    is_quiet = os.environ.get('LEARNERDIST_QUIET') == '1' and report_folder()
+    if hook is not sys.__excepthook__ or not is_quiet: hook(type(e), e, e.__traceback__)
 
 # %% ../../nbs/launch/03_cli.ipynb #c030
 def main(

@@ -46,6 +46,7 @@ _about = """Run a script or a module on several processes
                   again that are left, on one machine. A fit goes on from its newest state: in memory, every 10 steps,
                   or that of its Checkpoint
   --no-fork-server  Start each rank anew, and not as a fork of one process that has imported what the script imports first
+  --verbose       Print each rank's traceback; else the report at the end says in which file they are
   --version       Versions of learnerdist and torch
 
 torchrun's options follow."""
@@ -63,6 +64,7 @@ def get_parser()->argparse.ArgumentParser:
     res.add_argument('--gpus', type=_gpus, default=[], help=no_help)
     res.add_argument('--wait', type=_seconds, default=0, help=no_help)
     res.add_argument('--on-failure', choices=('restart','shrink'), default='restart', help=no_help)
+    res.add_argument('--verbose', action='store_true', help=no_help)
     res.add_argument('--no-fork-server', action='store_true', help=no_help)
     versions = f'learnerdist {learnerdist.__version__}, torch {torch.__version__}'
     res.add_argument('--version', action='version', version=versions, help=no_help)

@@ -11,8 +11,10 @@ from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
+
+import learnerdist
 from ..core.files import whole_file
-from ..core.stacks import frames_of,is_stopped,place_of,preempted_status,read_crash,report_folder,users_frame
+from ..core.stacks import frames_of,in_library,is_stopped,place_of,preempted_status,read_crash,report_folder,users_frame
 
 # %% ../../nbs/launch/00_watch.ipynb #wa05
 class RankFailure(NamedTuple):
@@ -47,11 +49,12 @@ def leave_report(
     folder:Path=None # For reports; None: what the environment says
 ):
     "Write this rank's report, for its launcher"
-    at,now,told = users_frame(frames_of(e)),time.time(),False
+    frames,now,told = frames_of(e),time.time(),False
+    at,own = users_frame(frames),[str(o) for o in frames if not in_library(o.file)]
     if 'torch' in sys.modules:
         from learnerdist.core.env import RankError,is_consequence
         told = isinstance(e, RankError) or is_consequence(e)
-    report = dict(code=status, kind=type(e).__name__, message=str(e), at=f'{at.file}:{at.line}', told=told,
+    report = dict(code=status, kind=type(e).__name__, message=str(e), at=f'{at.file}:{at.line}', told=told, own=own,
                   trace=''.join(traceback.format_exception(e)), time=now, timestamp=int(now))
     with whole_file((folder or report_folder())/'error.json') as f: f.write_text(json.dumps(report))
 
@@ -64,6 +67,7 @@ class Failure(NamedTuple):
     time:float # In seconds; of a death without a report, when it was seen
     what:RankFailure
     at:str=''  # The user's line
+    own:list=() # And those that led to it, the innermost first
 
     def __str__(self):
         if self.order not in (raised, told): return self.what.message
@@ -72,7 +76,7 @@ class Failure(NamedTuple):
 from_outside,raised,died,ended,told = range(5)
 _outside = -signal.SIGKILL,-signal.SIGTERM,-signal.SIGINT,-signal.SIGHUP
 
-_here = str(Path(__file__).parent)
+_here = str(Path(learnerdist.__file__).parent/'launch')
 
 def _text(frames): return '\n'.join(f'  File "{o.file}", line {o.line}, in {o.name}' for o in frames)
 
@@ -112,7 +116,7 @@ class Rank:
         if code is None: return None
         if 'trace' in o:
             what = RankFailure(o['kind'], o['message'], o['trace'])
-            return Failure(self.rank, o['code'], told if o['told'] else raised, o['time'], what, o['at'])
+            return Failure(self.rank, o['code'], told if o['told'] else raised, o['time'], what, o['at'], o.get('own', []))
         now = self.seen or time.time()
         if code and self.why is not None: # the launcher has ended it; without a reason, since another one has failed
             return Failure(self.rank, code, ended, now, RankFailure('TimeoutError', self.why or 'ended by the launcher', self.trace))
@@ -141,14 +145,28 @@ def explain(
     found:list, # From `failures`
     ranks:list=() # All `Rank`s, of which some may have left before
 )->list:
-    "The lines to print about failed ranks"
+    "At most 14 lines to print about failed ranks"
     first,*others = found
     if first.order == told and first.what.kind == 'RankError': # a failure on another machine
         line,*more = first.what.message.splitlines()
         return [line if more else f'{line} ({first.at})']
     others = [o for o in others if o.order < ended or o.order == ended and o.what.message != 'ended by the launcher']
     left = [f'rank {o.rank} {o.how()} before' for o in ranks if o.proc.poll() == 0 and o.why is None]
-    return [f'rank {first.rank} failed first: {first}', *(f'rank {o.rank} failed too: {o}' for o in others), *left]
+    rest = [*(f'rank {o.rank} failed too: {_cut(str(o), 1)}' for o in others), *left]
+    if len(rest) > 4: rest[3:] = [f'and {len(rest)-3} other ranks']
+    where = [f'  called from {o}' for o in first.own[1:4]]
+    return [f'rank {first.rank} failed first: {_cut(str(first), 6)}', *where, *rest]
+
+def _cut(text, n):
+    "The first `n` lines of a text, and its last one"
+    lines = text.splitlines()
+    return text if len(lines) <= n else '\n'.join([*lines[:n-1], f'… {lines[-1]}'])
+
+def tracebacks(
+    found:list # From `failures`
+)->str:        # Empty if none has one
+    "The tracebacks of all failed ranks"
+    return '\n'.join(f'rank {o.rank}:\n{o.what.trace}' for o in found if o.order in (raised,told))
 
 # %% ../../nbs/launch/00_watch.ipynb #wa15
 class Watch:
