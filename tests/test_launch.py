@@ -146,13 +146,15 @@ if sys.argv[1] == 'in C' and os.environ['RANK'] == '0': signal.pthread_sigmask(s
 threading.Event().wait()
 '''
 
-@pytest.mark.parametrize('how,said,status', [('SIGTERM','ended by SIGTERM',143), ('raise','CancelledError: no',1), ('in C','CancelledError: no',1)])
+@pytest.mark.parametrize('how,said,status', [('SIGTERM','ended by SIGTERM',143), ('raise','CancelledError: no',1),
+                                             ('in C','CancelledError: no',1)])
 def test_the_rank_that_failed_is_named(how, said, status, tmp_path):
     "And not one that torchrun ends because of it, by SIGTERM, or by SIGKILL where it does not hear that"
     soon = ['--shutdown-timeout','1'] if torch_version>=(2,9) else []
     res = launch('--nproc', 3, *soon, write(tmp_path, wrong), how, env=dict(TMPDIR=str(tmp_path)))
     lines = [o for o in res.stderr.splitlines() if ' failed ' in o]
-    assert res.returncode == status and len(lines) == 1 and lines[0].startswith(f'learnerdist.launch: rank 2 failed first: {said}'), res.stderr
+    first = f'learnerdist.launch: rank 2 failed first: {said}'
+    assert res.returncode == status and len(lines) == 1 and lines[0].startswith(first), res.stderr
 
 def test_each_attempt_is_reported(tmp_path):
     "A crash has a line, in each attempt; the log folder of the user's is kept, and so are his wishes about the output"

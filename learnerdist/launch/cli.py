@@ -36,7 +36,7 @@ def run(
     *args,
     nproc:int|str='auto' # Number of processes; `'auto'`: one for each visible GPU, one without GPUs
 )->object:          # What `main` returned on rank 0
-    "Call `main` on several processes from a script or a notebook; in this process if it is a rank already, or for one process"
+    "Call `main` on several processes, from a script or a notebook; in this process if it is a rank, or for one process"
     check_guard()
     n = 1 if 'RANK' in os.environ and nproc == 'auto' else count_nproc(nproc)
     if n == 1 or 'RANK' in os.environ: return main(*args)
@@ -49,9 +49,11 @@ def _choose_gpus(gpus):
     "Make only `gpus` visible; they are indices into the GPUs that are visible now"
     import torch
     now = os.environ.get('CUDA_VISIBLE_DEVICES')
-    ids = [str(i) for i in range(torch.cuda.device_count())] if now is None else [o for o in now.split(',') if o.strip()]
+    n = torch.cuda.device_count()
+    ids = [*map(str, range(n))] if now is None else [o for o in now.split(',') if o.strip()]
     if max(gpus) >= len(ids):
-        raise ValueError(f'--gpus {",".join(map(str, gpus))}: {len(ids)} visible here (CUDA_VISIBLE_DEVICES={now}), counted from 0')
+        given = ','.join(map(str, gpus))
+        raise ValueError(f'--gpus {given}: {len(ids)} visible here (CUDA_VISIBLE_DEVICES={now}), counted from 0')
     os.environ['CUDA_VISIBLE_DEVICES'] = ','.join(ids[i] for i in gpus)
 
 def _choose_nproc(args):
@@ -76,11 +78,13 @@ def _choose_meeting(args):
     n_nodes = int(args.nnodes.rpartition(':')[2])
     host = args.rdzv_endpoint.rpartition(':')[0] or args.rdzv_endpoint
     if n_nodes > 1 and not host and args.master_port is None:
-        raise ValueError(f'--nnodes {args.nnodes} without --rdzv-endpoint HOST:PORT, the same on each: they do not know where to meet')
+        raise ValueError(f'--nnodes {args.nnodes} without --rdzv-endpoint HOST:PORT, the same on each: '
+                         'they do not know where to meet')
     if args.standalone or not (n_nodes > 1 or host or args.rdzv_backend or args.master_port):
         args.rdzv_backend,args.rdzv_endpoint,args.standalone = 'loopback','127.0.0.1:0',False
     args.rdzv_backend = args.rdzv_backend or ('c10d' if host else 'static')
-    if n_nodes > 1: os.environ.setdefault('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1') # otherwise restarts find addresses of ended processes
+    # otherwise restarts find addresses of ended processes
+    if n_nodes > 1: os.environ.setdefault('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1')
     host = host or args.master_addr
     if n_nodes > 1 and host not in ('127.0.0.1', 'localhost'): return choose_addresses(args, host)
     args.local_addr = args.local_addr or '127.0.0.1'
@@ -95,8 +99,10 @@ def _ask_slurm(args):
     if task is None: return None
     if task.is_rank:
         given = next((o for o in _for_agents if getattr(args, o)), None)
-        if given: raise ValueError(f"--{given.replace('_', '-')} {getattr(args, given)} and SLURM_NTASKS={task.n_tasks}: of several "
-                                   "tasks on a node each is a rank already; leave it out, or start one task a node (--ntasks-per-node=1)")
+        if given:
+            raise ValueError(f"--{given.replace('_', '-')} {getattr(args, given)} and SLURM_NTASKS={task.n_tasks}: "
+                             'of several tasks on a node each is a rank already; leave it out, '
+                             'or start one task a node (--ntasks-per-node=1)')
         rank_env(task) # raises if the environment contradicts it
         return task
     most = args.nnodes and args.nnodes.rpartition(':')[2]
@@ -123,7 +129,8 @@ def _parse(args):
         _choose_meeting(res)
         if res.on_failure == 'shrink': _check_shrink(res)
     except (ValueError, OSError) as e: parser.error(str(e))
-    if not (res.module or res.no_python or Path(res.training_script).exists()): parser.error(f'no script {res.training_script!r} here')
+    if not (res.module or res.no_python or Path(res.training_script).exists()):
+        parser.error(f'no script {res.training_script!r} here')
     _set_threads(nproc)
     if is_python:
         res.training_script_args = ['--worker', str(os.getpid()), *_target(res)]
@@ -135,7 +142,8 @@ def _check_shrink(args):
     from learnerdist.core.folders import memory
     why = None
     if args.rdzv_backend != 'loopback': why = 'it is for the ranks of one machine'
-    elif args.max_restarts: why = f'and --max-restarts {args.max_restarts}, which starts as many ranks again: give one of the two'
+    elif args.max_restarts:
+        why = f'and --max-restarts {args.max_restarts}, which starts as many ranks again: give one of the two'
     elif args.logs_specs: why = f'and --logs-specs {args.logs_specs}: give one of the two'
     elif memory() is None: why = 'this system has no folder in memory (/dev/shm or $XDG_RUNTIME_DIR)'
     if why: raise ValueError(f'--on-failure shrink: {why}')
@@ -152,7 +160,8 @@ def run_target(argv):
 def _worker(parent, argv):
     "The process of one rank: like `python`, but it ends with its launcher, and reports its failure"
     begin_rank(parent)
-    for o in (sys.stdout, sys.stderr): o.reconfigure(line_buffering=True, write_through=False) # so that the ranks' lines do not mix
+    # so that the ranks' lines do not mix
+    for o in (sys.stdout, sys.stderr): o.reconfigure(line_buffering=True, write_through=False)
     try: run_target(argv)
     except KeyboardInterrupt as e:
         say(f'rank {os.environ["RANK"]} interrupted at {users_frame(frames_of(e))}')
@@ -164,7 +173,8 @@ def _leave(e):
     "End a rank after an exception: write its report, and return or raise its exit status"
     status,agents = _status(e),report_folder()
     _tell_others(e)
-    if status == preempted_status and agents: (agents/'put-off').touch() # torchrun would count it as a failure, and start the ranks again
+    # torchrun would count it as a failure, and start the ranks again
+    if status == preempted_status and agents: (agents/'put-off').touch()
     elif status == preempted_status: say(f'rank {os.environ["RANK"]} leaves with status {status}, to go on later: {e}')
     if not status or status == preempted_status: return 0 if agents else status
     _report(e := e.with_traceback(_users_frames(e.__traceback__)), status)
@@ -192,7 +202,8 @@ def _tell_others(e):
     "Without an agent, this rank itself records in the store that it leaves"
     if report_folder() or not (e or 'learnerdist.core.env' in sys.modules): return
     from learnerdist.core import env
-    if not env._stores and (not e or not env.rank_distrib()): return # no rank waits for it: it has not used the store, and does not host it
+    # no rank waits for it: it has not used the store, and does not host it
+    if not env._stores and (not e or not env.rank_distrib()): return
     with suppress(RuntimeError):
         env.record_exit(env.launch_store(timeout_s=10), env.rank_distrib(), env.pack_error(e or SystemExit(0)))
 
@@ -206,7 +217,8 @@ def _users_frames(tb):
 def _print_exception(e):
     "As Python does. Under the launcher only the user's own hook is called, since the launcher's report has the rest"
     hook = sys.excepthook
-    if getattr(hook, '__module__', '').startswith('torch.'): hook = sys.__excepthook__ # torch's prefixes each line, as the launcher does
+    # torch's prefixes each line, as the launcher does
+    if getattr(hook, '__module__', '').startswith('torch.'): hook = sys.__excepthook__
     is_quiet = os.environ.get('LEARNERDIST_QUIET') == '1' and report_folder()
     if hook is not sys.__excepthook__ or not is_quiet: hook(type(e), e, e.__traceback__)
 

@@ -19,8 +19,9 @@ from ..core.stacks import in_library
 _functions = ast.FunctionDef,ast.AsyncFunctionDef,ast.Lambda
 
 def _acts(o):
-    "Whether a statement can have an effect on later imports: it calls, deletes or imports something, or assigns to a part of an object"
-    if isinstance(o, (ast.Call,ast.Delete,ast.Import,ast.ImportFrom,ast.With,ast.Raise,ast.Assert,ast.While)): return True
+    "Whether a statement can have an effect on later imports: it calls, deletes, imports, or sets a part of an object"
+    if isinstance(o, (ast.Call,ast.Delete,ast.Import,ast.ImportFrom,ast.With,ast.Raise,ast.Assert,ast.While)):
+        return True
     if isinstance(o, (ast.Attribute,ast.Subscript)) and isinstance(o.ctx, ast.Store): return True
     inner = [*getattr(o, 'decorator_list', []), o.args] if isinstance(o, _functions) else ast.iter_child_nodes(o)
     return any(map(_acts, inner))
@@ -88,11 +89,11 @@ def enter(
     if argv[0] != '-m' and not getattr(sys.flags, 'safe_path', False): sys.path[0] = str(Path(argv[0]).resolve().parent)
 
 def freeze():
-    "Keep what has been imported from the garbage collector: a process then ends in half the time. With triton it would tell of leaks"
+    "Keep imports from the garbage collector: a process then ends in half the time. With triton it would tell of leaks"
     if 'triton' not in sys.modules: gc.freeze()
 
 def is_single()->bool:
-    "Whether a fork of this process has all its threads. Those of numpy's OpenBLAS end before a fork, and begin again when they are needed"
+    "Whether a fork of this process has all its threads. Those of OpenBLAS end before a fork, and begin again later"
     if not (pid := os.fork()): os._exit(0)
     os.waitpid(pid, 0)
     return len(os.listdir('/proc/self/task')) == 1
@@ -112,14 +113,16 @@ def preload(
     freeze()
     return is_single()
 
-_trains = 'optim','Learner','DataParallel','DDP' # an optimizer and DDP import torch._dynamo, which takes as long as torch
-_settings = 'TORCHDYNAMO','TORCHINDUCTOR','TORCH_COMPILE','TORCH_LOGS','INDUCTOR_','TRITON_','AOT_' # variables that it reads
+# an optimizer and DDP import torch._dynamo, which takes as long as torch
+_trains = 'optim','Learner','DataParallel','DDP'
+# variables that it reads
+_settings = 'TORCHDYNAMO','TORCHINDUCTOR','TORCH_COMPILE','TORCH_LOGS','INDUCTOR_','TRITON_','AOT_'
 
 # %% ../../nbs/launch/01_forkserver.ipynb #fk08
 word = struct.Struct('ii') # Of a process: (its id, 0) when it has begun, (0, exit status) when it has ended
 
 class Server:
-    "Forks itself on request, and tells how each fork has ended. It ends with the launcher, which has the other end of `sock`"
+    "Forks itself on request, and tells how each fork has ended. It ends with the launcher, the other end of `sock`"
     def __init__(self, sock, mask): # mask: of signals, in forks
         self.mask,self.env,self.conns = mask,dict(os.environ),{}
         self.ready = selectors.PollSelector()
@@ -165,7 +168,8 @@ class Server:
         self.ready.unregister(pidfd)
         os.close(pidfd)
         o = os.waitid(os.P_PID, pid, os.WEXITED|os.WNOWAIT)
-        with suppress(OSError): self.conns[pid].sendall(word.pack(0, o.si_status if o.si_code == os.CLD_EXITED else -o.si_status))
+        code = o.si_status if o.si_code == os.CLD_EXITED else -o.si_status
+        with suppress(OSError): self.conns[pid].sendall(word.pack(0, code))
         self.ready.register(self.conns[pid], selectors.EVENT_READ, partial(self._reap, pid))
 
     def _reap(self, pid, conn):
@@ -242,8 +246,8 @@ class ForkServer:
         if not hasattr(os, 'pidfd_open') or any(o.startswith(_foreign) for o in env): return # another system than Linux
         self._sock,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self.proc = subprocess.Popen([*command,'--serve',str(theirs.fileno()),*argv], env=env, pass_fds=[theirs.fileno()],
-                                         start_new_session=True)
+            args = [*command,'--serve',str(theirs.fileno()),*argv]
+            self.proc = subprocess.Popen(args, env=env, pass_fds=[theirs.fileno()], start_new_session=True)
 
     def start(self,
         args:tuple, env:dict, # As for `subprocess.Popen`
@@ -256,7 +260,7 @@ class ForkServer:
 
     def fork(self,
         args:tuple, env:dict, # As for `subprocess.Popen`
-        fds:list # Descriptors for input, output and errors. More of them follow `args` as arguments, by the numbers that they have there
+        fds:list # Descriptors for input, output and errors. The numbers of more of them follow `args`
     )->Forked: # None without the server
         "Start a process by the server"
         if not self.runs(): return None
@@ -277,4 +281,5 @@ class ForkServer:
         self.proc = self._sock = self._key = None
 
 _early = 'OMP_NUM_THREADS','PYTHONHASHSEED' # read by C code when torch is loaded and when Python starts
-_foreign = 'LD_PRELOAD','CUDA_INJECTION','NSYS_','PYTHONPROFILEIMPORTTIME' # tools that follow processes, but perhaps no forks
+# tools that follow processes, but perhaps no forks
+_foreign = 'LD_PRELOAD','CUDA_INJECTION','NSYS_','PYTHONPROFILEIMPORTTIME'

@@ -45,7 +45,8 @@ _about = """Run a script or a module on several processes
                   When a rank dies: end the others, and start all again as --max-restarts says (default); or start those
                   again that are left, on one machine. A fit goes on from its newest state: in memory, every 10 steps,
                   or that of its Checkpoint
-  --no-fork-server  Start each rank anew, and not as a fork of one process that has imported what the script imports first
+  --no-fork-server
+                  Start each rank anew, and not as a fork of a process that has imported what the script imports first
   --verbose       Print each rank's traceback; else the report at the end says in which file they are
   --version       Versions of learnerdist and torch
 
@@ -85,7 +86,8 @@ def check_numbers(
 # %% ../../nbs/launch/02_options.ipynb #cl04
 def guess(
     args:list # Command line of the launcher
-)->tuple: # (the script, or '-m' and a module, with its arguments; the number of processes). (None, 0) if there is no such thing
+# (the script, or '-m' and a module, with its arguments; the number of processes). (None, 0) if there is no such thing
+)->tuple:
     "What ranks will run, read without torchrun's list of options, so without torch"
     i = next((i for i,o in enumerate(args) if o in ('-m','--module') or o.endswith('.py') and o[:1] != '-'), len(args))
     own,rest = [p for o in args[:i] for p in (o.split('=', 1) if o[:1] == '-' else [o])],args[i:]

@@ -15,8 +15,8 @@ from typing import Callable,NamedTuple
 from fastcore.basics import patch
 
 from .cli import count_nproc
-from .processes import (answer,by_value,check_call,end,open_screens,pickled,raise_failures,remedy,result,share_of_cores,
-                                          start_ranks,wait_for)
+from .processes import (answer,by_value,check_call,end,open_screens,pickled,raise_failures,remedy,
+                                          result,share_of_cores,start_ranks,wait_for)
 from .watch import Rank,RankFailure
 
 # %% ../../nbs/launch/04_pool.ipynb #pl05
@@ -79,7 +79,7 @@ class Ranks:
         func:Callable, # Called on every rank
         *args, **kwargs # Its arguments; a `Kept` stands for each rank's own object
     )->object:         # What it returned on rank 0
-        "Call a function on all ranks. RanksError if it fails on one; a rank that did not come to its end is ended, and all others with it"
+        "Call a function on all ranks. RanksError if it fails on one; if one does not come to its end, all are ended"
         return self._run(func, args, kwargs)
 
     def keep(self,
@@ -93,7 +93,8 @@ class Ranks:
 
     def __enter__(self): return self
     def __exit__(self, *exc): self.close()
-    def __repr__(self): return f"{self.nproc} ranks, {'which wait for a call' if self.calls else 'which the next call starts'}"
+    def __repr__(self):
+        return f"{self.nproc} ranks, {'which wait for a call' if self.calls else 'which the next call starts'}"
 
 # %% ../../nbs/launch/04_pool.ipynb #pl08
 @patch
@@ -105,7 +106,8 @@ def _start(self:Ranks):
     pipes = [connection.Pipe() for _ in range(self.nproc)]
     stack.callback(end, procs)
     theirs = [o for _,o in pipes]
-    start_ranks(procs, self.nproc, self.folder, _serve, None, share_of_cores(self.nproc), True, screens=there, conns=theirs)
+    start_ranks(procs, self.nproc, self.folder, _serve, None, share_of_cores(self.nproc), True,
+                screens=there, conns=theirs)
     for o in theirs: o.close()
     self.calls = [_Call(o.proc, here) for o,(here,_) in zip(procs, pipes)]
     self.envs = [o.env for o in procs]
@@ -116,12 +118,13 @@ def _start(self:Ranks):
 def _run(self:Ranks, func, args, kwargs, number=None):
     if not self.calls: self._start()
     lost = [o for o in (*args,*kwargs.values()) if isinstance(o, Kept) and o.ranks!=self.start]
-    if lost: raise ValueError('these ranks do not hold this object, since the ranks that held it were ended: build it again with keep()')
+    if lost: raise ValueError('the ranks that held this object were ended: build it again with keep()')
     call = _call_kept,(func,args,kwargs,number),{}
     payload = pickled(call) or by_value(call)
     if payload is None: raise ValueError(f'{func!r} cannot be sent to other processes. {remedy}')
     url = f'file://{self.folder}/rendezvous{next(self._n)}'
-    ranks = [Rank(o, e | dict(LEARNERDIST_INIT_METHOD=url), self.folder/str(r)) for r,(o,e) in enumerate(zip(self.calls, self.envs))]
+    envs = [o | dict(LEARNERDIST_INIT_METHOD=url) for o in self.envs]
+    ranks = [Rank(o, e, self.folder/e['RANK']) for o,e in zip(self.calls, envs)]
     self._clear()
     for o in self.calls: o.send(payload, url)
     return self._result(ranks)
@@ -164,5 +167,5 @@ def _interrupt(self:Ranks):
 def ranks(
     nproc:int|str='auto' # As in `Ranks`
 )->Ranks:
-    "Processes that stay between calls, for notebooks: `with ranks(2) as r: r.run(train)`, or `r = ranks(2)` and later `r.close()`"
+    "Processes that stay between calls: `with ranks(2) as r: r.run(train)`, or `r = ranks(2)` and later `r.close()`"
     return Ranks(nproc)

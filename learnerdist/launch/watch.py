@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import learnerdist
 from ..core.files import whole_file
-from ..core.stacks import frames_of,in_library,is_stopped,place_of,preempted_status,read_crash,report_folder,users_frame
+from ..core.stacks import (frames_of,in_library,is_stopped,place_of,preempted_status,read_crash,report_folder,
+                                     users_frame)
 
 # %% ../../nbs/launch/00_watch.ipynb #wa05
 class RankFailure(NamedTuple):
@@ -101,7 +102,8 @@ class Rank:
     ):
         "Kill it and its children, and note where it was"
         frames,where = place_of(self.proc.pid, self.folder/'stack.txt')
-        self.trace = _text(takewhile(lambda o: not o.file.startswith(_here), frames)) # without what called the user's code
+        # without what called the user's code
+        self.trace = _text(takewhile(lambda o: not o.file.startswith(_here), frames))
         self.why = f'{why}: it {where}'
         with suppress(ProcessLookupError, PermissionError): os.killpg(self.proc.pid, signal.SIGKILL)
 
@@ -116,11 +118,14 @@ class Rank:
         if code is None: return None
         if 'trace' in o:
             what = RankFailure(o['kind'], o['message'], o['trace'])
-            return Failure(self.rank, o['code'], told if o['told'] else raised, o['time'], what, o['at'], o.get('own', []))
+            order = told if o['told'] else raised
+            return Failure(self.rank, o['code'], order, o['time'], what, o['at'], o.get('own', []))
         now = self.seen or time.time()
         if code and self.why is not None: # the launcher has ended it; without a reason, since another one has failed
-            return Failure(self.rank, code, ended, now, RankFailure('TimeoutError', self.why or 'ended by the launcher', self.trace))
-        return Failure(self.rank, code, from_outside if code in _outside else died, now, self._death(code)) if code else None
+            what = RankFailure('TimeoutError', self.why or 'ended by the launcher', self.trace)
+            return Failure(self.rank, code, ended, now, what)
+        order = from_outside if code in _outside else died
+        return Failure(self.rank, code, order, now, self._death(code)) if code else None
 
     def _death(self, code):
         what,frames = read_crash(self.folder/'crash.txt')
@@ -130,8 +135,10 @@ class Rank:
     def how(self)->str:
         "What the others hear of its end: its exception as of `pack_error`, or a description"
         o = self.report()
-        if 'trace' in o and not o['told']: return json.dumps(dict(rank=self.rank, **{k: o[k] for k in ('kind','message','trace')}))
-        return f'left with status {preempted_status}, to go on later' if self.put_off() else describe_exit(self.proc.poll())
+        if 'trace' in o and not o['told']:
+            return json.dumps(dict(rank=self.rank, **{k: o[k] for k in ('kind','message','trace')}))
+        if self.put_off(): return f'left with status {preempted_status}, to go on later'
+        return describe_exit(self.proc.poll())
 
 # %% ../../nbs/launch/00_watch.ipynb #wa12
 def failures(
@@ -173,7 +180,7 @@ class Watch:
     "Watches the ranks of this machine: tells them when one has left, and tells the user when one does not end"
     def __init__(self,
         ranks:list,  # `Rank`s; others may take their place
-        wait_s:float=0, # Seconds that ranks may run after the first one has ended well; 0: no limit, but half an hour if stopped
+        wait_s:float=0, # Seconds that ranks may run after the first has ended well; 0: no limit (stopped: half an hour)
         say_s:float=60  # Seconds after which the user is first told about ranks that still run
     ):
         self.ranks,self.wait_s,self.say_s = ranks,wait_s,say_s
@@ -196,7 +203,8 @@ class Watch:
 
     def _tell_others(self, o, n_running):
         "Returns whether that is done, or cannot be done"
-        if not n_running and int(o.env.get('WORLD_SIZE', 0)) <= len(self.ranks): return True # nobody is left who could wait for it
+        # nobody is left who could wait for it
+        if not n_running and int(o.env.get('WORLD_SIZE', 0)) <= len(self.ranks): return True
         with suppress(OSError, RuntimeError): # the store has ended with its host
             from learnerdist.core.env import record_exit
             try: store = self._connect(o.env)
@@ -206,7 +214,8 @@ class Watch:
 
     def _connect(self, env):
         from learnerdist.core.env import connect_store
-        if env.get('LEARNERDIST_INIT_METHOD', '').startswith('file:'): # kept open, since the last one to close the file removes it
+        # kept open, since the last one to close the file removes it
+        if env.get('LEARNERDIST_INIT_METHOD', '').startswith('file:'):
             self.store = self.store or connect_store(env)
             return self.store
         if 'MASTER_ADDR' in env: # c10d would try for 11 s to reach a host that has left, also at the end of a good run
@@ -228,5 +237,6 @@ class Watch:
 def end_groups(ranks):
     "Kill what is left of these ranks' process groups"
     for o in ranks:
-        if o.proc.poll() is not None and Path(f'/proc/{o.proc.pid}').exists(): continue # the process id belongs to another process now
+        # the process id belongs to another process now
+        if o.proc.poll() is not None and Path(f'/proc/{o.proc.pid}').exists(): continue
         with suppress(ProcessLookupError, PermissionError): os.killpg(o.proc.pid, signal.SIGKILL)
