@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from .fit_record import first_fit
-from .launch.cli import _run_target
+from .launch.cli import run_target
 from .launch.processes import RanksError,call_on_ranks
 
 # %% ../nbs/02_verify.ipynb #96e58333
@@ -299,7 +299,7 @@ def main(
     return int(not res.same)
 
 def _record_script(folder, argv):
-    with first_fit(folder, **torch.load(folder/'how.pt', weights_only=True)): _run_target(argv)
+    with first_fit(folder, **torch.load(folder/'how.pt', weights_only=True)): run_target(argv)
 
 # %% ../nbs/02_verify.ipynb #c383bf30
 if __name__=='__main__': sys.exit(main())

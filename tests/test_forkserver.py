@@ -86,7 +86,7 @@ def read(how): return list(torch.utils.data.DataLoader(Data(), num_workers=1, mu
 if __name__=='__main__':
     atexit.register(print, 'exit hook of', os.environ['RANK'])
     main,old = sys.modules['__main__'],os.umask(18)
-    torchs = 'TORCHELASTIC_ERROR_FILE','TORCHELASTIC_RUN_ID','MASTER_PORT','LEARNERDIST_KEPT'
+    torchs = 'TORCHELASTIC_ERROR_FILE','TORCHELASTIC_RUN_ID','MASTER_PORT','LEARNERDIST_MEMORY'
     workers = ('fork','spawn','forkserver') if 'workers' in sys.argv and os.environ['RANK']=='1' else ()
     res = dict(
         flags=str(sys.flags), argv=sys.argv, path=sys.path, warn=sys.warnoptions, options=sys._xoptions, hash=hash('a'), cwd=os.getcwd(),

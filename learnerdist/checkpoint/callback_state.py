@@ -6,9 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c002
+from collections import Counter,OrderedDict,deque
 from contextlib import nullcontext
 from typing import Callable,NamedTuple
 
+import numpy as np
 import torch
 from fastcore.foundation import L
 
@@ -43,6 +45,27 @@ growing = {Recorder: dict(lrs=Growing(lambda cb: cb.lrs), losses=Growing(lambda 
                           totals=Growing(lambda cb: cb.all_steps(), as_totals)),
            GradientClip: dict(norms=Growing(lambda cb: cb.norms))} # By class, by name in its state
 
+_kinds = {o.__name__: o for o in (deque,Counter,OrderedDict,np.ndarray)}
+
+def packed(o):
+    "`o`; what is no plain data becomes a dict that says its type, for `unpacked`. Lists, tuples and dicts are looked through"
+    kind = next((k for k,cls in _kinds.items() if type(o) is cls), None)
+    if kind=='ndarray': return dict(__type__=kind, items=torch.from_numpy(o.copy()))
+    if kind: return dict(__type__=kind, items=packed([*o.items()] if isinstance(o, dict) else [*o]), maxlen=getattr(o, 'maxlen', None))
+    if type(o) is dict: return {k: packed(v) for k,v in o.items()}
+    if type(o) in (list,tuple) and not {*map(type, o)}<={int,float,str,bool}: return type(o)(packed(v) for v in o)
+    return o
+
+def unpacked(o):
+    "The inverse of `packed`"
+    kind = o.get('__type__') if isinstance(o, dict) else None
+    if kind=='ndarray': return o['items'].numpy().copy()
+    if kind=='deque': return deque(unpacked(o['items']), o['maxlen'])
+    if kind: return _kinds[kind](dict(map(tuple, unpacked(o['items']))))
+    if isinstance(o, dict): return {k: unpacked(v) for k,v in o.items()}
+    if type(o) in (list,tuple) and not {*map(type, o)}<={int,float,str,bool}: return type(o)(unpacked(v) for v in o)
+    return o
+
 def _growing(cb): return {k:o for cls in type(cb).__mro__ for k,o in growing.get(cls, {}).items()}
 
 def _names(cb, kind): # `getattr` alone would find other names in the learner
@@ -50,7 +73,7 @@ def _names(cb, kind): # `getattr` alone would find other names in the learner
 
 def _state(cb, kind, grows):
     if kind=='fit_state' and hasattr(type(cb), 'state_dict'): return {} if grows else cb.state_dict()
-    return {o: getattr(cb, o) for o in _names(cb, kind) if (o in _growing(cb))==grows}
+    return {o: packed(getattr(cb, o)) for o in _names(cb, kind) if (o in _growing(cb))==grows}
 
 def states_of(
     cbs,
@@ -96,6 +119,7 @@ def _load(cb, state, kind):
     for k,v in state.items():
         if k not in _names(cb, kind): continue # a file names others only if it is foreign
         old = vars(cb).get(k)
+        v = unpacked(v)
         if isinstance(old, list): old[:] = v # other callbacks may hold the same list
         else: setattr(cb, k, L(v) if isinstance(old, L) else v)
 

@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler,DataLoader,DistributedSampler,Iterable
 
 from ..core.collectives import gather_objects,reduce_sums
 from ..core.compat import tree_leaves
+from ..core.folders import has_shrunk
 from ..core.env import group_rank,group_size
 from ..data.distributed_dl import DistributedDL,_changed,in_order,is_split
 from ..data.loaders import LoaderWrapper,batch_shape,changed,to_device
@@ -63,6 +64,7 @@ def parted(
     if n==1 or isinstance(dl, DistributedDL): return dl
     if is_split(dl): raise ValueError(f"split_batches: this {type(dl).__name__} is split already, so its settings are its user's")
     bs = batch_shape(dl)[0]
+    if bs and has_shrunk(): bs = max(round(bs/n), 1)*n # the nearest that the ranks divide
     if not bs or bs%n: raise ValueError(f'split_batches: a batch size of {bs or "your batch sampler"} does not divide among {n} ranks')
     res = _changed(dl if trains else whole(dl), bs=bs//n)
     res.bs_alone = bs # with which one process evaluates

@@ -19,8 +19,9 @@ from ..core.stacks import in_library
 _functions = ast.FunctionDef,ast.AsyncFunctionDef,ast.Lambda
 
 def _acts(o):
-    "Whether a statement can have an effect on later imports: it calls, deletes or imports something, or assigns to a part of an object"
-    if isinstance(o, (ast.Call,ast.Delete,ast.Import,ast.ImportFrom,ast.With,ast.Raise,ast.Assert,ast.While)): return True
+    "Whether a statement can have an effect on later imports: it calls, deletes, imports, or sets a part of an object"
+    if isinstance(o, (ast.Call,ast.Delete,ast.Import,ast.ImportFrom,ast.With,ast.Raise,ast.Assert,ast.While)):
+        return True
     if isinstance(o, (ast.Attribute,ast.Subscript)) and isinstance(o.ctx, ast.Store): return True
     inner = [*getattr(o, 'decorator_list', []), o.args] if isinstance(o, _functions) else ast.iter_child_nodes(o)
     return any(map(_acts, inner))
@@ -80,30 +81,6 @@ class FirstImports:
         return isinstance(spec.loader, SourceFileLoader) and self._follow(spec.origin, spec.parent)
 
 # %% ../../nbs/launch/01_forkserver.ipynb #fk06
-def freeze():
-    "Keep what has been imported from the garbage collector: a process then ends in half the time. With triton it would tell of leaks"
-    if 'triton' not in sys.modules: gc.freeze()
-
-def is_single()->bool:
-    "Whether a fork of this process has all its threads. Those of numpy's OpenBLAS end before a fork, and begin again when they are needed"
-    if not (pid := os.fork()): os._exit(0)
-    os.waitpid(pid, 0)
-    return len(os.listdir('/proc/self/task')) == 1
-
-def preload(
-    first:FirstImports
-)->bool: # Whether torch is among them, and this process may be forked
-    "Import what a script imports first"
-    for name,froms in first.found: __import__(name, None, None, [*froms])
-    if 'torch' not in sys.modules: return False
-    if first.mentions(_trains) and not first.mentions(_settings): __import__('torch._dynamo')
-    freeze()
-    return is_single()
-
-_trains = 'optim','Learner','DataParallel','DDP' # an optimizer and DDP import torch._dynamo, which takes as long as torch
-_settings = 'TORCHDYNAMO','TORCHINDUCTOR','TORCH_COMPILE','TORCH_LOGS','INDUCTOR_','TRITON_','AOT_' # variables that it reads
-
-# %% ../../nbs/launch/01_forkserver.ipynb #fk08
 def enter(
     argv:list # A script, or '-m' and a module; with its arguments
 ):
@@ -111,10 +88,41 @@ def enter(
     sys.argv = argv[argv[0] == '-m':]
     if argv[0] != '-m' and not getattr(sys.flags, 'safe_path', False): sys.path[0] = str(Path(argv[0]).resolve().parent)
 
+def freeze():
+    "Keep imports from the garbage collector: a process then ends in half the time. With triton it would tell of leaks"
+    if 'triton' not in sys.modules: gc.freeze()
+
+def is_single()->bool:
+    "Whether a fork of this process has all its threads. Those of OpenBLAS end before a fork, and begin again later"
+    if not (pid := os.fork()): os._exit(0)
+    os.waitpid(pid, 0)
+    return len(os.listdir('/proc/self/task')) == 1
+
+def preload(
+    argv:list # A script, or '-m' and a module, with its arguments; or '--modules' and names
+)->bool: # Whether torch is among the imports, and this process may be forked
+    "Import what a script imports first, or these modules"
+    if argv[0] == '--modules':
+        for o in argv[1:]: __import__(o)
+        return True
+    enter(argv)
+    first = FirstImports(argv, sys.path)
+    for name,froms in first.found: __import__(name, None, None, [*froms])
+    if 'torch' not in sys.modules: return False
+    if first.mentions(_trains) and not first.mentions(_settings): __import__('torch._dynamo')
+    freeze()
+    return is_single()
+
+# an optimizer and DDP import torch._dynamo, which takes as long as torch
+_trains = 'optim','Learner','DataParallel','DDP'
+# variables that it reads
+_settings = 'TORCHDYNAMO','TORCHINDUCTOR','TORCH_COMPILE','TORCH_LOGS','INDUCTOR_','TRITON_','AOT_'
+
+# %% ../../nbs/launch/01_forkserver.ipynb #fk08
 word = struct.Struct('ii') # Of a process: (its id, 0) when it has begun, (0, exit status) when it has ended
 
 class Server:
-    "Forks itself on request, and tells how each fork has ended. It ends with the launcher, which has the other end of `sock`"
+    "Forks itself on request, and tells how each fork has ended. It ends with the launcher, the other end of `sock`"
     def __init__(self, sock, mask): # mask: of signals, in forks
         self.mask,self.env,self.conns = mask,dict(os.environ),{}
         self.ready = selectors.PollSelector()
@@ -127,7 +135,7 @@ class Server:
                 if args := key.data(key.fileobj): return args
 
     def _start(self, sock):
-        text,fds,_,_ = socket.recv_fds(sock, 1, 5)
+        text,fds,_,_ = socket.recv_fds(sock, 1, 8)
         if not text: os._exit(0)
         with open(fds[0], 'rb') as f: args,env = marshal.load(f)
         conn = socket.socket(fileno=fds[1])
@@ -143,7 +151,7 @@ class Server:
         os.setsid()
         for o in {*self.conns.values(), *(key.fileobj for key in self.ready.get_map().values())}:
             os.close(o) if isinstance(o, int) else o.close()
-        for i,o in enumerate(fds):
+        for i,o in enumerate(fds[:3]):
             os.dup2(o, i)
             os.close(o)
         for k in {k for k in self.env if k not in env}: os.environ.pop(k, None)
@@ -153,14 +161,15 @@ class Server:
         conn.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
         sys.orig_argv[:] = args
-        return args[len(command):]
+        return [*args[len(command):], *map(str, fds[3:])]
 
     def _ended(self, pid, pidfd):
         "Tell it; the process stays until that has been heard, so that its id is not given to another one"
         self.ready.unregister(pidfd)
         os.close(pidfd)
         o = os.waitid(os.P_PID, pid, os.WEXITED|os.WNOWAIT)
-        with suppress(OSError): self.conns[pid].sendall(word.pack(0, o.si_status if o.si_code == os.CLD_EXITED else -o.si_status))
+        code = o.si_status if o.si_code == os.CLD_EXITED else -o.si_status
+        with suppress(OSError): self.conns[pid].sendall(word.pack(0, code))
         self.ready.register(self.conns[pid], selectors.EVENT_READ, partial(self._reap, pid))
 
     def _reap(self, pid, conn):
@@ -170,15 +179,14 @@ class Server:
 
 def serve(
     fd:int,   # Of a socket to the launcher
-    argv:list # As in `enter`
+    argv:list # As of `preload`
 )->list: # In a fork: its arguments
     "The process of the server. It ends at once if a fork of it would be no rank: then ranks start without it"
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()) # it ends with the launcher, not before
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
-    enter(argv)
     server = Server(sock, mask)
-    try: is_good = preload(FirstImports(argv, sys.path))
+    try: is_good = preload(argv)
     except BaseException: is_good = False # the ranks will say it
     return server.run() if is_good else os._exit(0)
 
@@ -187,28 +195,28 @@ class Forked:
     "A rank that the server has started: what `subprocess.Popen` is for others"
     def __init__(self, args, pid, conn):
         self.args,self.pid,self.returncode = args,pid,None
-        self._conn,self._lock = conn,threading.Lock()
+        self.sentinel,self._lock = conn,threading.Lock() # sentinel: ready to read when the rank has ended
 
     def poll(self)->int:
         "Exit status; None while it runs"
         with self._lock:
-            if self.returncode is None and connection.wait([self._conn], 0): self.returncode = self._hear()
+            if self.returncode is None and connection.wait([self.sentinel], 0): self.returncode = self._hear()
             return self.returncode
 
     def _hear(self):
-        told = self._conn.recv(word.size)
+        told = self.sentinel.recv(word.size)
         if not told: # the server has ended
             with suppress(ProcessLookupError): os.kill(self.pid, signal.SIGKILL)
         with suppress(OSError): # it hears that we have heard, and answers by its end
-            self._conn.settimeout(5)
-            self._conn.sendall(b'.')
-            self._conn.recv(1)
-        self._conn.close()
+            self.sentinel.settimeout(5)
+            self.sentinel.sendall(b'.')
+            self.sentinel.recv(1)
+        self.sentinel.close()
         return word.unpack(told)[1] if told else -signal.SIGKILL
 
     def wait(self, timeout=None)->int:
         "Exit status, after waiting for it"
-        if self.returncode is None: connection.wait([self._conn], timeout)
+        if self.returncode is None: connection.wait([self.sentinel], timeout)
         if self.poll() is None: raise subprocess.TimeoutExpired(self.args, timeout)
         return self.returncode
 
@@ -222,34 +230,45 @@ class ForkServer:
     "The launcher's end: starts the server, and ranks by it"
     def __init__(self): self.proc = self._sock = self._key = None
 
+    def runs(self)->bool:
+        "Whether the server runs"
+        return self.proc is not None and self.proc.poll() is None
+
     def prepare(self,
-        argv:list, # A script, or '-m' and a module; with its arguments
+        argv:list, # As of `preload`
         env:dict   # Environment of the ranks, as far as it is known
     ):
         "Start the server for this script, unless it runs already"
-        key = argv[:1+(argv[0] == '-m')],[env.get(o) for o in _early]
+        key = argv if argv[0] == '--modules' else argv[:1+(argv[0] == '-m')],[env.get(o) for o in _early]
         if key == self._key: return
         self.close()
         self._key = key
         if not hasattr(os, 'pidfd_open') or any(o.startswith(_foreign) for o in env): return # another system than Linux
         self._sock,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self.proc = subprocess.Popen([*command,'--serve',str(theirs.fileno()),*argv], env=env, pass_fds=[theirs.fileno()],
-                                         start_new_session=True)
+            args = [*command,'--serve',str(theirs.fileno()),*argv]
+            self.proc = subprocess.Popen(args, env=env, pass_fds=[theirs.fileno()], start_new_session=True)
 
     def start(self,
         args:tuple, env:dict, # As for `subprocess.Popen`
         *outs:int             # Descriptors for its output and its errors
     )->Forked:                # None if it cannot be a fork: start it otherwise
-        "Start a rank"
+        "Start a rank of the command"
         if tuple(args[:5]) != (*command,'--worker'): return None
         self.prepare([*args[6:]], env)
-        if self._sock is None or self.proc.poll() is not None: return None
+        return self.fork(args, env, [0,*outs])
+
+    def fork(self,
+        args:tuple, env:dict, # As for `subprocess.Popen`
+        fds:list # Descriptors for input, output and errors. The numbers of more of them follow `args`
+    )->Forked: # None without the server
+        "Start a process by the server"
+        if not self.runs(): return None
         conn,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, os.fdopen(os.memfd_create('rank'), 'wb') as f, suppress(OSError):
             marshal.dump(([*args],env), f)
             f.seek(0)
-            socket.send_fds(self._sock, [b'.'], [f.fileno(),theirs.fileno(),0,*outs])
+            socket.send_fds(self._sock, [b'.'], [f.fileno(),theirs.fileno(),*fds])
         if began := conn.recv(word.size): return Forked(args, word.unpack(began)[0], conn)
         conn.close()
 
@@ -257,9 +276,10 @@ class ForkServer:
         "End the server; ranks go on"
         if self._sock: self._sock.close()
         if self.proc:
-            if self.proc.poll() is None: os.killpg(self.proc.pid, signal.SIGKILL)
+            if self.runs(): os.killpg(self.proc.pid, signal.SIGKILL)
             self.proc.wait()
         self.proc = self._sock = self._key = None
 
 _early = 'OMP_NUM_THREADS','PYTHONHASHSEED' # read by C code when torch is loaded and when Python starts
-_foreign = 'LD_PRELOAD','CUDA_INJECTION','NSYS_','PYTHONPROFILEIMPORTTIME' # tools that follow processes, but perhaps no forks
+# tools that follow processes, but perhaps no forks
+_foreign = 'LD_PRELOAD','CUDA_INJECTION','NSYS_','PYTHONPROFILEIMPORTTIME'

@@ -45,7 +45,9 @@ _about = """Run a script or a module on several processes
                   When a rank dies: end the others, and start all again as --max-restarts says (default); or start those
                   again that are left, on one machine. A fit goes on from its newest state: in memory, every 10 steps,
                   or that of its Checkpoint
-  --no-fork-server  Start each rank anew, and not as a fork of one process that has imported what the script imports first
+  --no-fork-server
+                  Start each rank anew, and not as a fork of a process that has imported what the script imports first
+  --verbose       Print each rank's traceback; else the report at the end says in which file they are
   --version       Versions of learnerdist and torch
 
 torchrun's options follow."""
@@ -63,15 +65,29 @@ def get_parser()->argparse.ArgumentParser:
     res.add_argument('--gpus', type=_gpus, default=[], help=no_help)
     res.add_argument('--wait', type=_seconds, default=0, help=no_help)
     res.add_argument('--on-failure', choices=('restart','shrink'), default='restart', help=no_help)
+    res.add_argument('--verbose', action='store_true', help=no_help)
     res.add_argument('--no-fork-server', action='store_true', help=no_help)
     versions = f'learnerdist {learnerdist.__version__}, torch {torch.__version__}'
     res.add_argument('--version', action='version', version=versions, help=no_help)
     return res
 
+def check_numbers(
+    args # Parsed
+):
+    "ValueError for a number of torchrun's options that it would take; OSError if there can be no log folder"
+    low,_,high = str(args.nnodes or 1).partition(':')
+    if not (low.isdigit() and (high or low).isdigit() and 0 < int(low) <= int(high or low)):
+        raise ValueError(f'--nnodes {args.nnodes}: give a whole number from 1 up, or two of them as in 1:4')
+    if args.max_restarts < 0: raise ValueError(f'--max-restarts {args.max_restarts}: give 0 or more')
+    if args.master_port is not None and not 0 <= int(args.master_port) < 1<<16:
+        raise ValueError(f'--master-port {args.master_port}: give a port, 0 to 65535')
+    if args.log_dir: os.makedirs(args.log_dir, exist_ok=True)
+
 # %% ../../nbs/launch/02_options.ipynb #cl04
 def guess(
     args:list # Command line of the launcher
-)->tuple: # (the script, or '-m' and a module, with its arguments; the number of processes). (None, 0) if there is no such thing
+# (the script, or '-m' and a module, with its arguments; the number of processes). (None, 0) if there is no such thing
+)->tuple:
     "What ranks will run, read without torchrun's list of options, so without torch"
     i = next((i for i,o in enumerate(args) if o in ('-m','--module') or o.endswith('.py') and o[:1] != '-'), len(args))
     own,rest = [p for o in args[:i] for p in (o.split('=', 1) if o[:1] == '-' else [o])],args[i:]
