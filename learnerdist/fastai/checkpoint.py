@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c002
 import warnings
 from contextlib import ExitStack,nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -144,18 +143,16 @@ def _start(learn): return vars(learn).get('_start_at', StartAt())
 
 def _set_start(learn, start):
     "Let fastai's loop skip what is before `start`, until the fit ends"
-    old = {k: vars(learn)[k] for k in ('_with_events','one_batch','_start_at') if k in vars(learn)}
-    outer = old.get('_with_events', partial(type(learn)._with_events, learn))
     def with_events(f, event, *args):
         done = event=='epoch' and learn.epoch<start.epoch or event=='train' and learn.epoch==start.epoch and start.trained
-        if not done: outer(f, event, *args)
+        if not done: type(learn)._with_events(learn, f, event, *args)
     def one_batch(i, b):
         type(learn).one_batch(learn, i+start.batches*(learn.training and learn.epoch==start.epoch), b)
     own = dict(_start_at=start, _with_events=with_events, one_batch=one_batch)
     for k,v in own.items(): setattr(learn, k, v)
     mbar = getattr(getattr(learn, 'progress', None), 'mbar', None)
     if mbar: mbar.update(0) # a bar must see its first value first
-    _ends[-1][1].callback(lambda: ([vars(learn).pop(k) for k in own], vars(learn).update(old)))
+    _ends[-1][1].callback(lambda: [vars(learn).pop(k, None) for k in own])
 
 Learner.start_at = property(_start, _set_start, doc="Where a fit begins, as in the compact Learner")
 
