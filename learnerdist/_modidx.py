@@ -227,8 +227,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                      'learnerdist/checkpoint/position.py'),
                                                  'learnerdist.checkpoint.position.place_of': ( 'checkpoint/position.html#place_of',
                                                                                                'learnerdist/checkpoint/position.py'),
-                                                 'learnerdist.checkpoint.position.placed': ( 'checkpoint/position.html#placed',
-                                                                                             'learnerdist/checkpoint/position.py'),
                                                  'learnerdist.checkpoint.position.rows_done': ( 'checkpoint/position.html#rows_done',
                                                                                                 'learnerdist/checkpoint/position.py'),
                                                  'learnerdist.checkpoint.position.start_indexed': ( 'checkpoint/position.html#start_indexed',

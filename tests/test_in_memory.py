@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest,torch
 from pytest import MonkeyPatch
 import test_checkpoint as checkpoint
-from learnerdist.core.compat import torch_version
 from learnerdist.core.folders import memory_folder
 from learnerdist.checkpoint import snapshot
 from learnerdist.checkpoint.in_memory import States

@@ -25,26 +25,7 @@ from ..core.compat import tree_leaves
 from ..core.shards import model_name
 from .snapshot import to_plain
 
-# %% ../../nbs/checkpoint/02_callback_state.ipynb #c005
-def _keyed(cbs):
-    "Callbacks by name; a second one with the same name gets a number"
-    res = {}
-    for cb in cbs: res[cb.name if cb.name not in res else f'{cb.name}-{sum(o.split("-")[0]==cb.name for o in res)}'] = cb
-    return res
-
-def say(learn, text):
-    "Print a line as our Learner or fastai's does"
-    getattr(learn, 'say', learn.logger)(text)
-
-class Growing(NamedTuple):
-    "A part of a callback's state that grows with each step"
-    lists:Callable # From the callback to a list, which changes at its end only, or to a dict of lists
-    pack:Callable = lambda items: [o.item() if hasattr(o, 'item') else o for o in items] # From a part of it to numbers or a tensor
-
-growing = {Recorder: dict(lrs=Growing(lambda cb: cb.lrs), losses=Growing(lambda cb: cb.losses),
-                          totals=Growing(lambda cb: cb.all_steps(), as_totals)),
-           GradientClip: dict(norms=Growing(lambda cb: cb.norms))} # By class, by name in its state
-
+# %% ../../nbs/checkpoint/02_callback_state.ipynb #c004b
 _kinds = {o.__name__: o for o in (deque,Counter,OrderedDict,np.ndarray)}
 
 def packed(o):
@@ -66,7 +47,28 @@ def unpacked(o):
     if type(o) in (list,tuple) and not {*map(type, o)}<={int,float,str,bool}: return type(o)(unpacked(v) for v in o)
     return o
 
+# %% ../../nbs/checkpoint/02_callback_state.ipynb #c004e
+class Growing(NamedTuple):
+    "A part of a callback's state that grows with each step"
+    lists:Callable # From the callback to a list, which changes at its end only, or to a dict of lists
+    pack:Callable = lambda items: [o.item() if hasattr(o, 'item') else o for o in items] # From a part of it to numbers or a tensor
+
+growing = {Recorder: dict(lrs=Growing(lambda cb: cb.lrs), losses=Growing(lambda cb: cb.losses),
+                          totals=Growing(lambda cb: cb.all_steps(), as_totals)),
+           GradientClip: dict(norms=Growing(lambda cb: cb.norms))} # By class, by name in its state
+
 def _growing(cb): return {k:o for cls in type(cb).__mro__ for k,o in growing.get(cls, {}).items()}
+
+# %% ../../nbs/checkpoint/02_callback_state.ipynb #c005
+def _keyed(cbs):
+    "Callbacks by name; a second one with the same name gets a number"
+    res = {}
+    for cb in cbs: res[cb.name if cb.name not in res else f'{cb.name}-{sum(o.split("-")[0]==cb.name for o in res)}'] = cb
+    return res
+
+def say(learn, text):
+    "Print a line as our Learner or fastai's does"
+    getattr(learn, 'say', learn.logger)(text)
 
 def _names(cb, kind): # `getattr` alone would find other names in the learner
     return [o for o in getattr(type(cb), kind, ()) if o in vars(cb) or hasattr(type(cb), o)]

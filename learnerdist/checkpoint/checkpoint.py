@@ -21,7 +21,7 @@ from ..core.parted import shard_place,take_apart
 from ..core.shards import a_part,map_tensors
 from ..core.env import group_rank,group_size,is_rank0
 from ..learner.learner import get_model
-from .position import Streams,go_back,place_in_epoch,place_of,placed
+from .position import PlacedLoader,Streams,go_back,place_in_epoch,place_of
 from .preemption import Preempted,Requests,check_every,check_in_memory,check_signals,preempted_status
 from .snapshot import Writers,open_folder,prune,snapshot_name,to_plain,write_snapshot
 from .callback_state import lists_of,merged,run_config,settle,states_of
@@ -131,7 +131,7 @@ def at_epoch(self:Checkpoint):
 @patch
 def at_train(self:Checkpoint):
     "Before a training loop: wrap its loader in a `PlacedLoader`, at its position if the fit is resumed"
-    self.phase,self.loader = 'train',placed(self.learn.dl, self.streams) # others may wrap it in a loader that reads ahead
+    self.phase,self.loader = 'train',PlacedLoader(self.learn.dl, self.streams) # others may wrap it in a loader that reads ahead
     self.learn.dl = self.loader
     if not self.at or self.at['phase']!='train': return
     again = self.state['ranks'][self.rank]['streams'] if self.alike else None

@@ -156,12 +156,6 @@ class PlacedLoader(LoaderWrapper):
 
 _end = object()
 
-def placed(dl, streams)->PlacedLoader: # as in `PlacedLoader`
-    "A loader that can save its position; `dl` itself if it can"
-    if not isinstance(dl, PlacedLoader): return PlacedLoader(dl, streams)
-    dl.streams = streams
-    return dl
-
 # %% ../../nbs/checkpoint/01_position.ipynb #ckp05
 @patch
 def _start(self:PlacedLoader):

@@ -245,6 +245,7 @@ def prune(
     own = [o for o,info in _good(_manifests(path)).items() if info['run']==run]
     for folder in own[:-keep]: drop_snapshot(folder)
 
+# %% ../../nbs/checkpoint/00_snapshot.ipynb #c026b
 class FolderLock:
     "A folder locked for this process, not for those that it forks; the system frees it when the process ends. ValueError if it is in use"
     def __init__(self, path):
