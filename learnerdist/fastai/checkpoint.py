@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c002
 import warnings
 from contextlib import ExitStack,nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
