@@ -15,9 +15,9 @@ from typing import Callable,NamedTuple
 from fastcore.basics import patch
 
 from .cli import count_nproc
-from .processes import (answer,by_value,check_call,end,open_screens,pickled,raise_failures,remedy,
-                                          result,share_of_cores,start_ranks,wait_for)
-from .watch import Rank,RankFailure
+from .processes import (answer,by_value,check_call,end,open_screens,outcomes,pickled,remedy,
+                                          share_of_cores,start_ranks,wait_for)
+from .watch import Rank,RanksError
 
 # %% ../../nbs/launch/04_pool.ipynb #pl05
 class Kept(NamedTuple):
@@ -141,9 +141,9 @@ def _result(self:Ranks, ranks):
     except KeyboardInterrupt:
         self._interrupt()
         raise KeyboardInterrupt(f'the call was ended on all {self.nproc} ranks') from None
-    res = [result(o, self.folder) for o in ranks]
-    if any(isinstance(o, RankFailure) and o.kind in ('ProcessDied','TimeoutError') for o in res): self._forget()
-    raise_failures(ranks, res)
+    res,failed = outcomes(ranks, self.folder)
+    if any(o.kind in ('ProcessDied','TimeoutError') for o in failed.values()): self._forget()
+    if failed: raise RanksError(failed)
     return res[0]
 
 @patch

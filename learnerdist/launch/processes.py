@@ -331,12 +331,17 @@ def end(ranks):
     end_groups(ranks)
     for o in ranks: o.proc.wait()
 
-def result(rank:Rank, folder):
-    "What its function has returned, or its `RankFailure`"
-    if found := rank.failure(): return found.what
-    file = folder/f'{rank.rank}.pkl'
-    if file.exists(): return pickle.loads(file.read_bytes())
-    return RankFailure('ProcessDied', 'left with status 0, without a result', '')
+def outcomes(
+    ranks:list, folder:Path # As in `start_ranks`
+)->tuple: # What each function has returned or its `RankFailure`; the failures by rank, the cause first
+    "How calls have ended"
+    failed = {o.rank: o.what for o in failures(ranks)}
+    for o in ranks:
+        if o.rank not in failed and not _file(o, folder).exists():
+            failed[o.rank] = RankFailure('ProcessDied', 'left with status 0, without a result', '')
+    return [failed[o.rank] if o.rank in failed else pickle.loads(_file(o, folder).read_bytes()) for o in ranks],failed
+
+def _file(rank, folder): return folder/f'{rank.rank}.pkl'
 
 # %% ../../nbs/launch/02_processes.ipynb #c023
 def call_on_ranks(
@@ -360,16 +365,10 @@ def call_on_ranks(
             start_ranks(ranks, world_size, folder, answer, payload or call, n_threads, labels, env, there,
                         is_fork=payload is None)
             wait_for(ranks, timeout_s, grace_s, screens)
-            res = [result(o, folder) for o in ranks]
+            res,failed = outcomes(ranks, folder)
         finally: end(ranks)
-    if errors == 'raise': raise_failures(ranks, res)
+    if failed and errors == 'raise': raise RanksError(failed)
     return res
-
-def raise_failures(ranks, results):
-    "RanksError if a rank has failed, the first in time first"
-    order = [*(o.rank for o in failures(ranks)), *range(len(results))]
-    failed = {r: results[r] for r in order if isinstance(results[r], RankFailure)}
-    if failed: raise RanksError(failed)
 
 def check_call(world_size, errors='raise'):
     "ValueError for a call that cannot be made"
