@@ -283,8 +283,9 @@ def open_folder(
     found = snapshots(path)
     if found and not resume: raise ValueError(f'{path} holds checkpoints of another run, the newest is {found[-1].name}: go on with it by '
                                               'resume=True, or use another folder, or remove this one')
-    if make: path.mkdir(parents=True, exist_ok=True)
-    lock = FolderLock(path) if make else None
+    if not make: return None
+    path.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(path)
     for folder in path.glob('.epoch_*.tmp'): shutil.rmtree(folder, ignore_errors=True)
     return lock
 
