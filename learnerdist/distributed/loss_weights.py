@@ -52,7 +52,7 @@ def sum_over_ranks(
 _found = [None,'samples','sum','other','items','uncut']
 
 class LossWeights:
-    "Weights each rank's loss by its items. In each training batch, every rank calls either `weigh` or `take_part`, once"
+    "Weights each rank's loss by its items. In each training batch, every rank calls `weigh` once"
     def __init__(self, learn, links):
         self.learn,self.links,self.said,self.world_size = learn,links,set(),group_size()
         self.dl,self.uneven,self.ask,self.done,self.with_rows,self.n_rows,self.loss = None,'none',False,True,False,None,None
