@@ -169,7 +169,9 @@ def share(self:DistributedTrainer, dl, pad, **kw):
     if getattr(dl, 'by_hand', False) and (dl.rank,dl.world_size)==(group_rank(),group_size()): dl = dl.source
     if not pad and isinstance(dl, DataLoader) and dl.drop_last: dl = dl.new(drop_last=False)
     if self.by_batch and not pad: dl = by_batch(dl)
-    return ShareDL.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
+    res = ShareDL.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
+    if res is not dl: res.in_context = True # dl: its user has split it
+    return res
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c021
 @patch
