@@ -148,7 +148,9 @@ class Called(L):
     def sorted(self, *args, **kwargs):
         "In order, as they are called"
         cbs,trainer = super().sorted(*args, **kwargs),self.trainer
-        return cbs if trainer is None else [trainer.begin_event,*[_Told(trainer, cb) for cb in cbs],trainer.end_event]
+        if trainer is None: return cbs
+        told = [_Told(trainer, cb) if group_size()>1 or isinstance(cb, parts) else cb for cb in cbs]
+        return [trainer.begin_event,*told,trainer.end_event]
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c019
 @patch
