@@ -148,5 +148,14 @@ class DataLoaders:
     def to(self, device):
         """Set the device for batches, and return these loaders"""
 
+    def test_dl(self, test_items, with_labels=False, **kw):
+        """The validation loader, for other data: for `get_preds(dl=…)`, `validate(dl=…)`"""
+
+    def show_batch(self, b=None, max_n: int=9, i: int=0):
+        """Draw the first images of a batch, with their targets. ValueError if they are no images"""
+
+    def __getattr__(self, name: str) -> Any:
+        """A callback of the learner, or another attribute that is set at run time"""
+
 def loaders_of(dls) -> list:
     """Its loaders, without those that are None"""

@@ -1,6 +1,8 @@
 # Made by tools/stubs.py from the modules: do not edit
 from typing import Any
 import torch
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 from learnerdist.learner.callback import Callback
 from learnerdist.learner.losses import loss_trace
@@ -84,6 +86,154 @@ class Learner:
 
     def __call__(self, event):
         ...
+
+    def compile(self, regional=None, **kw) -> Learner:
+        """Run the model compiled by torch in fits, validation and predictions, also in `distrib_ctx`. A second call replaces the first"""
+
+    def uncompile(self) -> Learner:
+        """Undo `compile`"""
+
+    def to_parallel(self, device_ids=None) -> Learner:
+        """Use several GPUs in every fit from now on; a second call replaces the first"""
+
+    def detach_parallel(self) -> Learner:
+        """Undo `to_parallel`; without one it does nothing"""
+
+    @contextmanager
+    def parallel_ctx(self, device_ids=None):
+        """Use several GPUs in the fits of the body; afterwards the learner is restored, also after an exception"""
+
+    def to_distributed(self, cuda_id: int | None=None, **kw) -> Learner:
+        """Train, evaluate and predict on all ranks from now on, until `detach_distributed`"""
+
+    def detach_distributed(self) -> Learner:
+        """Undo `to_distributed`: model, loaders, BatchNorm classes and callbacks are what they were, and the group is closed if we opened it"""
+
+    @contextmanager
+    def distrib_ctx(self, cuda_id: int | None=None, **kw):
+        """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an exception"""
+
+    def export(self, fname='export.pth') -> Path:
+        """Write weights, `dls.vocab`, batch size, number of inputs, on rank 0; if the model is sharded, all must call. ValueError if not data"""
+
+    def lr_find(self, start_lr=1e-07, end_lr=10, num_it: int=100, stop_div: bool=True, show_plot: bool=True, suggest_funcs=...):
+        """Train with a rising rate, and suggest one. Afterwards the learner is as before. ValueError if too few losses are finite"""
+
+    def freeze_to(self, n: int):
+        """Freeze the parameter groups before `n`, train the others, and forget the state of the optimizer. ValueError if that leaves no group"""
+
+    def freeze(self):
+        """Train the last parameter group only. ValueError if there is one group"""
+
+    def unfreeze(self):
+        """Train all parameter groups"""
+
+    def fine_tune(self, epochs: int, base_lr: float=0.002, freeze_epochs: int=1, lr_mult: float=100, pct_start: float=0.3, div: float=5.0, **kwargs):
+        """Train the last parameter group for `freeze_epochs`, then all of them for `epochs`, each time by `fit_one_cycle`"""
+
+    def fit_flat_cos(self, n_epoch: int, lr=None, div_final: float=100000.0, pct_start: float=0.75, cbs=None, reset_opt=False, **flags):
+        """Fit with a constant rate, and then with one that falls by a cosine"""
+
+    def add_cb(self, cb):
+        """Add a callback (an instance or a class), and make it an attribute, as in `learn.recorder`. ValueError if that hides another attribute"""
+
+    def remove_cb(self, cb):
+        """Remove a callback, or every callback of a class"""
+
+    def add_cbs(self, cbs):
+        """Add one callback or several"""
+
+    def remove_cbs(self, cbs):
+        """Remove one callback or several"""
+
+    @contextmanager
+    def added_cbs(self, cbs):
+        """Context in which the learner has these callbacks, too"""
+
+    def all_batches(self):
+        """Run every batch of `self.dl`"""
+
+    def one_batch(self, i: int, b):
+        """Run one batch: prediction and loss; in training also the backward pass and the optimizer's step"""
+
+    @contextmanager
+    def flagged(self, flags: dict):
+        """Context that applies `flags` to the learner. TypeError for an unknown flag"""
+
+    def fit(self, n_epoch: int, lr=None, cbs=None, reset_opt: bool=False, start_epoch: int=0, **flags):
+        """Train for `n_epoch` epochs. A second fit goes on with the weights and the optimizer of the first"""
+
+    @contextmanager
+    def aside(self):
+        """Context for another loop over data, also within a fit: the state of the outer loop is restored afterwards"""
+
+    def create_opt(self):
+        """Make a new optimizer over the model's parameter groups. ValueError if no parameter is trainable"""
+
+    def prepare_model(self):
+        """Move the model to its device; compute weights that were deferred"""
+
+    def prepare(self, lr, reset_opt=False):
+        """Move the model to its device, make an optimizer if there is none, and set the rates of its parameter groups"""
+
+    @property
+    def x(self):
+        """The inputs of this rank's current batch; without the tuple around a single one"""
+
+    @property
+    def y(self):
+        """The targets of this rank's current batch; without the tuple around a single one"""
+
+    @property
+    def device(self) -> torch.device:
+        """The device for model and batches: that of `dls`, or this process's own"""
+
+    @contextmanager
+    def no_logging(self):
+        """Context in which the learner prints no lines of its table"""
+
+    def get_preds(self, ds_idx: int=1, dl=None, with_input: bool=False, with_loss: bool=False, act=None, reorder: bool=True, gather='all', cbs=None) -> tuple:
+        """Predictions and targets of a whole data set; in `distrib_ctx` those of all ranks, on every rank. ValueError for another `gather`"""
+
+    def predict(self, item, act=None):
+        """The prediction for one item; each rank computes it"""
+
+    @contextmanager
+    def no_bar(self):
+        """Context without a progress bar; the lines of the table still appear"""
+
+    def validate(self, ds_idx: int=1, dl=None, cbs=None) -> list:
+        """Loss and metrics of the present model over a whole data set"""
+
+    def save(self, file, with_opt: bool | None=None) -> Path:
+        """Write the model's weights atomically, with a checksum. Only rank 0 writes, and no rank waits; if the model is sharded, all must call"""
+
+    def load(self, file, with_opt: bool=True, strict: bool=True):
+        """Load what `save` or a `Checkpoint` wrote. Reads only tensors and plain data, so a file cannot run code. ValueError for a damaged file"""
+
+    def fit_one_cycle(self, n_epoch: int, lr_max=None, div=25.0, div_final=100000.0, pct_start=0.25, cbs=None, reset_opt=False, scale_lr=False, **flags):
+        """Fit with one cycle of rates, up and then down, and momentum the other way round (Smith, 2018, arXiv:1803.09820)"""
+
+    def summary(self) -> str:
+        """The layers of the model in the order of their calls: shape of the output, parameters, whether trained. Optimizer, loss, callbacks"""
+
+    def show_results(self, ds_idx: int=1, dl=None, max_n: int=9, shuffle: bool=True):
+        """Draw images with their targets and, below these, the predictions: green where they agree, and red where not"""
+
+    def to_fp32(self) -> Learner:
+        """Train and evaluate in the model's own precision, without mixed precision"""
+
+    def to_fp16(self, **kw) -> Learner:
+        """Train and evaluate in mixed precision with float16"""
+
+    def to_bf16(self) -> Learner:
+        """Train and evaluate in mixed precision with bfloat16"""
+
+    def tta(self, ds_idx: int=1, dl=None, n: int=4, item_tfms=None, batch_tfms=None, beta: float=0.25, use_max: bool=False) -> tuple:
+        """Predict `n` augmented versions of each sample, and the sample itself, and mix the predictions"""
+
+    def __getattr__(self, name: str) -> Any:
+        """A callback of the learner, or another attribute that is set at run time"""
 
 fit_flags: Any
 

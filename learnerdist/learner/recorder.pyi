@@ -79,5 +79,33 @@ class Recorder(Callback):
     def after_cancel_fit(self):
         ...
 
+    @property
+    def mfu(self) -> list:
+        """For each epoch the share of the devices' FLOP/s that training has used, 0 to 1. It needs the callbacks `FlopCount(peak)` and `Timer`"""
+
+    @property
+    def times(self) -> list:
+        """For each epoch's training loop: this rank's seconds for data, step, comm and in total, and the samples per second of all ranks"""
+
+    @property
+    def rank_times(self) -> list:
+        """For each epoch's training loop the seconds of every rank for data, step, comm and in total, by rank; None without other ranks"""
+
+    @property
+    def straggler(self) -> str:
+        """The line about the rank that the others waited for in the last epoch; None if they waited for none"""
+
+    def plot_times(self, ax=None):
+        """Plot each epoch's seconds as stacked bars; returns the axes"""
+
+    def plot_loss(self, skip_start: int=0, with_valid: bool=True, ax=None):
+        """Plot each step's training loss and each epoch's validation loss; returns the axes"""
+
+    def plot_lr(self, ax=None):
+        """Plot each step's learning rate (of the last parameter group); returns the axes"""
+
+    def __getattr__(self, name: str) -> Any:
+        """A callback of the learner, or another attribute that is set at run time"""
+
 def stacked(os) -> Tensor:
     """Numbers and tensors () as one float64 tensor on the CPU"""
