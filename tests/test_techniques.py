@@ -7,8 +7,8 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import MultiStepLR
 from learnerdist.distributed import shared_mean,timer,vote_links
 from learnerdist.all import (CSVLogger, Callback, CancelFitException, CancelTrainException, DataLoaders, EarlyStoppingCallback,
-                             GradientAccumulation, GradientClip, Learner, LogWriter, MixedPrecision, Scheduler, TensorBoardLogger, TfmdDL, Timer,
-                             find_batch_size, group_size, mk_metric, num_distrib, rank_distrib, warm_up)
+                             GradientAccumulation, GradientClip, Learner, LogWriter, MixedPrecision, Scheduler, TensorBoardLogger, TfmdDL,
+                             Timer, find_batch_size, group_size, mk_metric, num_distrib, rank_distrib, warm_up)
 from learnerdist.core.env import in_group
 from learnerdist.learner.loggers import ranked_warnings
 from learnerdist.learner.techniques import half_type

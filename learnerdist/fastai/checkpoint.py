@@ -145,9 +145,8 @@ def fitting(self:Learner)->bool:
 def _start(learn): return vars(learn).get('_start_at', StartAt())
 
 def _set_start(learn, start):
-    old = vars(learn).get('_start_at', StartAt())
+    if '_start_at' not in vars(learn): _ends[-1][1].callback(vars(learn).pop, '_start_at')
     vars(learn)['_start_at'] = start
-    _ends[-1][1].callback(vars(learn).update, _start_at=old)
 
 Learner.start_at = property(_start, _set_start, doc="Where a fit begins, as in the compact Learner")
 

@@ -69,7 +69,7 @@ def _extended(old, f):
 def all_batches(self:Learner):
     "As fastai's, from `start_at` on; in no context all of a loader that another learner's context has split among ranks"
     trainer,at = trainer_of(self),self.start_at
-    if trainer is None and getattr(self.dl, 'world_size', 1)>1:
+    if trainer is None and getattr(self.dl, 'in_context', False):
         dl,self.dl = self.dl,own_loader(self, self.dl)
         if dl is not self.dl and self.training and num_distrib()>1: say_alone()
     first = at.batches if at.batches and self.training and self.epoch==at.epoch else 0

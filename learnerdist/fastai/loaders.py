@@ -25,7 +25,7 @@ from ..data.sharding import epoch_order
 
 # %% ../../nbs/fastai/00_loaders.ipynb #b73587e2
 names.update( # Private names of fastai; those of torch are in `core.compat`
-    fake_l=('fastai.data.load', 'DataLoader.one_batch().fake_l', 'quick copies of its loaders: `new` makes them'),
+    fake_l=('fastai.data.load', 'DataLoader.one_batch().fake_l', 'shallow copies of its loaders: `new` makes them'),
     valid_mets=('fastai.learner', 'Recorder._valid_mets', 'exact metrics that callbacks add'),
     tmp_d=('fastai.callback.schedule', 'LRFinder.before_fit().tmp_d', 'the removal of `lr_find`\'s folder on exit'),
     maybe_gather=('fastai.torch_core', 'maybe_gather', 'evaluation over shares'),
@@ -174,6 +174,7 @@ def _(dl:LMDataLoader, dealer):
 # %% ../../nbs/fastai/00_loaders.ipynb #c021
 class ShareDL(Share):
     "A rank's shard of a fastai learner's loader; `new` returns a loader over all the data"
+    in_context = False # whether a learner's context has made it
     begun = 0 # items of this epoch that were read before this run, see `Dealer.start`, as `.dl` knows it
     def __len__(self):
         self._follow()

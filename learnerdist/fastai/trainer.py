@@ -131,7 +131,9 @@ class Called(L):
     def sorted(self, *args, **kwargs):
         "In order, as they are called"
         cbs,trainer = super().sorted(*args, **kwargs),self.trainer
-        return cbs if trainer is None else [trainer.begin_event,*[_Told(trainer, cb) for cb in cbs],trainer.end_event]
+        if trainer is None: return cbs
+        told = [_Told(trainer, cb) if group_size()>1 or isinstance(cb, parts) else cb for cb in cbs]
+        return [trainer.begin_event,*told,trainer.end_event]
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c019
 @patch
@@ -152,7 +154,9 @@ def share(self:DistributedTrainer, dl, pad, **kw):
     if getattr(dl, 'by_hand', False) and (dl.rank,dl.world_size)==(group_rank(),group_size()): dl = dl.source
     if not pad and isinstance(dl, DataLoader) and dl.drop_last: dl = dl.new(drop_last=False)
     if self.by_batch and not pad: dl = by_batch(dl)
-    return ShareDL.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
+    res = ShareDL.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
+    if res is not dl: res.in_context = True # dl: its user has split it
+    return res
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c021
 @patch

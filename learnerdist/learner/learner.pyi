@@ -237,6 +237,12 @@ class Learner:
 
 fit_flags: Any
 
+def is_oom(e) -> bool:
+    """Whether an exception says that memory has run out, on a GPU or on the host"""
+
+def advise_on_memory(e, learn):
+    """If the exception says that memory has run out, add the size of the batch and a remedy to it"""
+
 _loop_state: Any
 
 def group_lrs(lr, n: int) -> list:

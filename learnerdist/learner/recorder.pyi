@@ -84,7 +84,7 @@ class Recorder(Callback):
 
     @property
     def mfu(self) -> list:
-        """For each epoch the share of the devices' FLOP/s that training has used, 0 to 1. ValueError without a callback `FlopCount(peak)`"""
+        """For each epoch the share of the devices' FLOP/s that training has used, 0 to 1. It needs the callbacks `FlopCount(peak)` and `Timer`"""
 
     @property
     def times(self) -> list:
