@@ -6,12 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/distributed/02_agreed_loader.ipynb #al03
-import warnings,zlib
+import warnings
 from itertools import chain,islice
 
 from torch.utils.data import BatchSampler,RandomSampler,SequentialSampler,WeightedRandomSampler
 
-from ..core.collectives import gather_objects
 from ..core.env import group_rank,group_size
 from ..data.distributed_dl import DistributedDL,_Dealt,_Joined,_Order,_chain
 from ..data.loaders import LoaderWrapper
@@ -27,15 +26,6 @@ def own_order(
     return None if all(type(o) in _alike or getattr(o, 'alike', False) for o in _chain(order.source)) else order
 
 _alike = BatchSampler,RandomSampler,SequentialSampler,WeightedRandomSampler,_Joined # they draw from generators that ranks share
-
-class _Hash:
-    "Of the items of a sampler that have been read in this epoch, and their number"
-    n = crc = 0
-    def __call__(self, items):
-        self.n = self.crc = 0
-        for o in items:
-            self.n,self.crc = self.n+1,zlib.crc32(repr(o).encode(), self.crc)
-            yield o
 
 class Share(DistributedDL):
     "A rank's shard of the loader of a learner in a context"
@@ -57,8 +47,6 @@ class AgreedLoader(LoaderWrapper):
     "A rank's shard of a loader whose loop ends at the same step on all ranks. `more`: ranks that may have a validation batch"
     def __init__(self, dl, agreement, more:int):
         self.dl,self.agreement,self.more = dl,agreement,more
-        self.order = own_order(dl) if group_size()>1 and agreement.training else None
-        if self.order is not None: self.order.note = _Hash()
     def __len__(self): return len(self.dl)
     def __iter__(self):
         a,res,batches = self.agreement,None,self._begin(with_next(self.dl))
@@ -92,15 +80,7 @@ class AgreedLoader(LoaderWrapper):
             more = res.more
 
     def _end(self, res):
-        "Compare what ranks have read of a user's sampler; tell of batches that are left out"
-        if self.order is not None: self._say_apart(type(self.order.source).__name__, self.order.note)
+        "Tell of batches that are left out"
         if res.more and self.agreement.has_next:
             n = self.agreement.n_steps
             warnings.warn(f'rank {group_rank()} had more training batches than another rank: this epoch ends after {n}')
-
-    def _say_apart(self, name, read):
-        every,said = gather_objects((read.n,read.crc)),self.agreement.trainer.own.said
-        if len({*every})==1 or len({n for n,_ in every})>1 or name in said: return # a rank may have read further ahead
-        said.add(name)
-        if group_rank()==0: warnings.warn(f'{name} draws another order on each rank: some samples are read twice in an epoch, and others '
-            'not. Let it draw from the global random streams, which ranks share while it is read, or from a generator with a seed')

@@ -20,12 +20,13 @@ from ..core.stacks import Frame
 from ..data.loaders import call_model,data_len
 from .agreed_loader import AgreedLoader
 from .batchnorm import muted
-from .mixing import MixWatch,may_change
 from .vote_links import Ballot,Tally,scopes
 from ..learner.callback import Callback,Order,cancels,inner_events
 from ..learner.learner import Learner
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c010
+between = 'after_pred','after_loss' # Events from `before_batch` to the backward pass
+
 class Progress(IntEnum):
     "How far this rank has come in a batch"
     outside   = 0 # of the batches of a loop
@@ -39,14 +40,14 @@ class Progress(IntEnum):
 
 class Agreement(Callback):
     "Turn a Cancel exception on one rank into the same one on all, and keep gradients and steps aligned meanwhile"
-    order,keeps_batch,may_change = Order.agreement,True,may_change
+    order,keeps_batch = Order.agreement,True
     loop_state = 'place','progress','has_next','template','n_steps','ballot','idle'
     fit_state = 'n_steps',
     cancels = cancels # the learner's exceptions, by loop
     _tells = Learner.__call__ # calls the handlers of an event
     progress = Progress.outside # also where nobody has to agree: in a group of one
     # watcher: the Checkpoint, which adds requests to save and stop to each vote, and is told the result
-    def __init__(self, trainer): self.trainer,self.agreed,self.watcher,self.mixing = trainer,None,None,MixWatch(trainer)
+    def __init__(self, trainer): self.trainer,self.agreed,self.watcher = trainer,None,None
     def before_fit(self): self._clear(1)
     def before_epoch(self): self.place = 2
     def before_train(self): self._clear(3)
@@ -54,7 +55,10 @@ class Agreement(Callback):
         training,shards,self.idle,self.joined,self.raised = self.training,self.trainer.shards,(),(),(None,)*3
         self.progress,self.place = Progress.begun,4 if training else 7
         if shards is not None and not training: shards.begin_batch()
-        if training and (self.mixing.changed or not self.iter&(self.iter-1)): self.mixing.begin(self.learn)
+    def may_change(self)->bool:
+        "Whether a callback may cancel a batch between `before_batch` and its backward pass, or change its targets"
+        heard = self.learn._handlers
+        return any([not cb.keeps_batch for e in between for cb in heard[e]])
     def after_pred(self): self.progress = Progress.predicted
     def after_cancel_backward(self):
         parts = [p for _,p in self.trainer.shards.pairs] if self.trainer.shards else [] # between the passes the model has others
@@ -72,7 +76,6 @@ class Agreement(Callback):
         return self._ask(None, False, False, False, False, True).asks==self.n_ranks
     def after_backward(self): self.progress = max(self.progress, Progress.synced)
     def after_cancel_batch(self): # what raised it is known here, and not in `after_batch`
-        self.mixing.end()
         self.raised = *_raised_in(self._tells),'batch'
         if not self.training: return
         if self.progress==Progress.predicted and self.exchanges(): _check_outside_backward()
@@ -136,6 +139,7 @@ def shadow(self:Agreement):
     "Take part in the exchanges of a forward and backward pass that this rank has cancelled, with a contribution of zero"
     replica = self.trainer.replica
     if self.progress>=Progress.synced or not self.training or replica is None: return
+    if self.n_ranks>1: self.trainer.self_check(cancelled=True)
     if not replica.sync and not replica.forward_exchanges: return self.trainer.take_part()
     if self.n_ranks>1: _check_outside_backward()
     predicted,self.progress = self.progress==Progress.predicted,Progress.shadowed
@@ -221,7 +225,7 @@ class AgreementEnd(Callback):
     order = Order.agreement_end
     def __init__(self, agreement): self.agreement = agreement
     def before_batch(self):
-        if self.agreement.mixing.looks: self.agreement.mixing.tell(self.learn)
+        self.agreement.trainer.self_check()
         self.agreement.trainer.weights.count_early(self.agreement.may_change)
     def _vote(self, **kw):
         res = self.agreement.vote(**kw)
@@ -255,7 +259,6 @@ class AgreementEnd(Callback):
 @patch
 def on_cancel(self:Agreement, scope):
     "This rank has left the loop `scope` by an exception: vote for it, unless the ranks have agreed on this exception"
-    self.mixing.end()
     self.raised = *_raised_in(self._tells),scope
     if self.agreed==scope: self.agreed = None
     else: self._leave_with_others(scope)

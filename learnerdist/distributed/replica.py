@@ -9,6 +9,7 @@ __all__ = ['average_grads']
 import warnings
 from contextlib import contextmanager
 from operator import attrgetter
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.collectives import all_sum
-from ..core.compat import ddp_flag,grad_hooks,ignored_by_ddp,sync_buffers
-from ..core.env import current_group,group_rank,group_size
-from ..core.random import untouched
+from ..core.compat import ddp_flag,ignored_by_ddp,sync_buffers
+from ..core.env import current_group,group_size
 from . import batchnorm
 from .batchnorm import _Synced,sync_batchnorm
+from ..learner.losses import batch_rows
 
 # %% ../../nbs/distributed/09_replica.ipynb #67d8f350
 def broadcast_module(model):
@@ -53,15 +54,24 @@ def without_gradient(
 
 # %% ../../nbs/distributed/09_replica.ipynb #d7e6e469
 def average_grads(
-    params # The same on every rank; a rank may have no gradient for some
+    params # The same on every rank, also from a generator; a rank may have no gradient for some
 ):
-    "Average each parameter's gradient over ranks; a parameter without a gradient on every rank stays without. Sync point"
-    if not params: return
-    have = all_sum(torch.tensor([p.grad is not None for p in params], dtype=torch.long)).tolist()
-    for p,n in zip(params, have):
-        if not n: continue
+    """Average each parameter's gradient over ranks, weighted by the items of their batches. One that is part of the learner's loss has its
+    weight already. A parameter without a gradient on every rank stays without. Sync point"""
+    _average([*params], current.learn)
+
+def _average(params, learn=None):
+    if not params or group_size()<2: return
+    n = 1. if learn is None or not learn.xb else float(batch_rows(learn) if learn.items is None else learn.items)*(not learn.repeated)
+    have = all_sum(torch.tensor([*[p.grad is not None for p in params],n], dtype=torch.double)).tolist()
+    share = n*group_size()/have.pop() if have[-1] else 1.
+    for p,k in zip(params, have):
+        if not k: continue
         if p.grad is None: p.grad = torch.zeros_like(p)
-        p.grad.copy_(all_sum(p.grad)/group_size())
+        weighed = learn is None or id(p) in current.of_loss
+        p.grad.copy_(all_sum(p.grad if weighed or share==1 else p.grad*share)/group_size())
+
+current = SimpleNamespace(learn=None, of_loss=()) # The learner within a fit; ids of all parameters that its loss depends on
 
 # %% ../../nbs/distributed/09_replica.ipynb #a9222a73
 class SharedMaxNorm:
@@ -104,27 +114,6 @@ def _without_empty(model):
         elif empty: delattr(model, name)
 
 # %% ../../nbs/distributed/09_replica.ipynb #7565e5ad
-def say_bent(
-    model # After a backward pass
-):
-    "Warn on rank 0 of a hook that clips or normalises a parameter's gradient, that it sees before the mean over ranks. All call this"
-    hooked = [(k,p,f) for k,p in model.named_parameters() if p.grad is not None for f in (getattr(p, grad_hooks, None) or {}).values()]
-    found = [(k,f) for k,p,f in hooked if _bends(f, p.grad)] # each on all ranks, since a hook may call collectives
-    if not found or group_rank(): return
-    name,f = found[0]
-    warnings.warn(f"the gradient of {name} has a hook ({getattr(f, '__qualname__', f)}) that does not scale with it, as one that clips. "
-                  f'On {group_size()} ranks it gets the gradient of each rank, before the mean over ranks: it is not the run of one '
-                  'process. Do this in `before_step` of a callback, such as GradientClip(value=…)')
-
-@torch.no_grad()
-def _bends(hook, g):
-    "Whether what a hook makes of a gradient is not proportional to it"
-    if g.is_sparse: return False
-    with untouched(hook):
-        try: a,b,c = [(g if res is None else res/s) for s in (1e-4,1,1e4) for res in [hook(g*s)]]
-        except Exception: return False
-    return not all(torch.allclose(o, b, 1e-3, 1e-3*float(b.abs().max())) for o in (a,c))
-
 _is_trained = attrgetter('requires_grad')
 
 class Replica:
@@ -140,7 +129,7 @@ class Replica:
         self.kw = ddp_kw if 'broadcast_buffers' in ddp_kw else {sync_buffers: False, **ddp_kw}
         self.undo_bn = sync_batchnorm(self.model, current_group()) if sync_bn else None
         self.max_norm,self._sync,self.params,self.trained,self.said = max_norm,True,[],([],[]),False
-        self.sync_bn = sync_bn
+        self.sync_bn,current.learn,current.of_loss = sync_bn,self.learn,()
         self._wrap()
 
     def _wrap(self):
@@ -172,10 +161,22 @@ class Replica:
         if self.learn.global_items is not None and not batchnorm.is_muted(): self._check_second()
         return (self.ddp or self.model)(*xb, **kw)
 
+    @property
+    def may_find_unused(self)->bool:
+        "Whether unused parameters would end the run, and the user has not said how to treat them"
+        return self.ddp is not None and not {'find_unused_parameters','static_graph'} & {*self.kw}
+
+    def find_unused(self, names, findings):
+        "Let DDP look for unused parameters from now on. Sync point"
+        self.kw = {**self.kw, 'find_unused_parameters': True}
+        self._wrap()
+        findings.note('unused-parameters', f"the loss does not depend on {', '.join(names[:3])}{f' and {len(names)-3} more' if len(names)>3 else ''}: "
+                      'find_unused_parameters=True for this fit. Freeze them with requires_grad_(False) to save its cost')
+
     def follow(self, model):
         "Go on with another model, which a callback has put in place of this one. Sync point"
         self.undo()
-        self.model = model
+        self.model,current.learn = model,self.learn
         self.undo_bn = sync_batchnorm(self.model, current_group()) if self.sync_bn else None
         self._wrap()
 
@@ -184,11 +185,12 @@ class Replica:
         n,mean = self.learn.items,self.learn.global_items
         if self.said or n is None or float(n)==float(mean): return
         self.said = True
-        warnings.warn('learn.wrapper is called again in a batch of which ranks have different numbers of items. They count alike in a '
+        warnings.warn('[second-backward] learn.wrapper is called again in a batch of which ranks have different numbers of items. They count alike in a '
                       'second backward pass: multiply its loss by learn.items/learn.global_items')
 
     def undo(self):
         "Leave the model as it was"
+        current.learn = None
         if self.undo_bn: self.undo_bn()
 
     def _sync_next(self, on):
@@ -207,14 +209,13 @@ class Replica:
     def after_backward(self):
         "After a backward pass with an exchange: average gradients outside of DDP, look for missing ones. Sync point"
         if not self._sync: return
-        if self.others: average_grads([p for p in self.others if p.requires_grad])
-        if self.frozen: average_grads(self.frozen)
+        if self.others: _average([p for p in self.others if p.requires_grad])
+        if self.frozen: _average(self.frozen)
         self.frozen = []
         for p,on in zip(self.params, self.trained[0]):
             if on and not p.requires_grad: p.grad = None # frozen after the forward pass: in one process it has no gradient either
         if self.ddp is None or self.checked: return
         self.checked = self.regroups = True # in the next forward pass DDP exchanges the order in which gradients have come
-        say_bent(self.model)
         if ddp_flag(self.ddp, 'find_unused_parameters') or ddp_flag(self.ddp, 'static_graph'): return
         idle = without_gradient(self.model)
         if idle: raise ValueError(f"no gradient for {', '.join(idle)}: if they take no part in the loss, say so with "

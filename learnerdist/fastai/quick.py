@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..core.env import num_distrib
 from ..data.tensors import columns_of,read_rows
-from ..distributed.mixing import between
+from ..distributed.agreement import between
 from ..learner.callback import _own_loader
 from ..learner.progress import _say_alone
 
