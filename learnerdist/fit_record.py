@@ -22,7 +22,7 @@ from .data.distributed_dl import DistributedDL,widened
 from .data.loaders import data_len,find_bs,loaders_of,one_batch
 from .data.rows import ByBatch,RowList,columns
 from .distributed.batchnorm import _Synced
-from .distributed.divergence import digest,tensor_hash
+from .distributed.comparison import digest,tensor_hash
 from .learner.callback import Callback,cancels
 from .learner.learner import Learner,get_model
 from .learner.losses import batch_rows,probe_loss

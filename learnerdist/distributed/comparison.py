@@ -209,7 +209,7 @@ def tensors_held(learn)->dict:
     "By name: tensors of `held`, and states that its loss keeps, but for those of the model and of the optimizer"
     model = get_model(learn.model)
     own,res = {id(t) for t in (*model.parameters(),*model.buffers())},{}
-    for k,o in held(learn).items():
+    for k,o in sorted(held(learn).items(), key=lambda o: isinstance(o[1], Optimizer)): # a module has names for its parameters
         named = compared(o) if isinstance(o, nn.Module) else {f'params[{i}]': p for i,p in enumerate(p for g in o.param_groups for p in g['params'])}
         for name,t in named.items():
             if id(t) not in own and not t.is_meta: res[f'{k}.{name}'] = t

@@ -27,7 +27,7 @@ class Samples(NamedTuple):
 
 def read_items(
     learn,
-    n:int=2 # Number of samples
+    n:int=2 # Number of samples of each rank
 ):          # None if the training data cannot be read sample by sample, or not be sent
     "This rank's samples of the training data, drawn from all of it. Random streams are left as they are"
     dl = getattr(learn.dl, 'source', learn.dl)
@@ -145,6 +145,8 @@ def reached(
         todo += [o for o,_ in node.next_functions]
     return found
 
+def _kind(item): return [str(getattr(o, 'shape', '')) for o in item]+[str(item[-1])] if isinstance(item, (list,tuple)) and item else []
+
 # ---
 class Result(NamedTuple):
     "What a rank has found"
@@ -202,8 +204,8 @@ class SelfCheck:
         n_parts = next((k for k in range(min(len(every), cap), 1, -1) if len(every)%k==0), len(every))
         if not any(o.changed for o in every) and all(o.items for o in every):
             try:
-                items = [o.items for o in every[:n_parts]]
-                return [(*collated(learn, o), len(o)) for o in ([p for q in items for p in q],*items)]
+                items = sorted([p for o in every[:n_parts] for p in o.items], key=_kind) # parts of other classes and lengths show weights and padding
+                return [(*collated(learn, o), len(o)) for o in (items,*[items[i:i+2] for i in range(0, len(items), 2)])]
             except Exception as e: log.debug('samples cannot be collated: %r', e)
         rows = [to_device(o.rows, learn.device) for o in every if o.rows is not None][:n_parts]
         if any(o.n and o.rows is None for o in every) or len(rows)<2: raise ValueError('batches cannot be cut')
