@@ -272,7 +272,7 @@ def test_each_code_has_an_entry():
     docs = (Path(__file__).parent.parent/'docs'/'messages.md').read_text()
     entries = re.split(r'^## ', docs, flags=re.M)[1:]
     assert {a or b for a,b in all_codes()}=={re.match(r'`(.*)`', o).group(1) for o in entries}
-    for o in entries: assert all(f'**{k}**' in o for k in ('Cause','Example','Remedy')), o[:40]
+    for o in entries: assert all(f'**{k}.**' in o for k in ('Cause','Example','Remedy')), o[:40]
 
 def test_what_a_loss_follows_from():
     assert follows((2., None, 4), [(1., None, 2), (3., None, 2)], 1e-8)=='samples'

@@ -50,12 +50,14 @@ _about = """Run a script or a module on several processes
                   That process stays after the command, and starts the next one at once: the same script, in the same
                   place and environment, within so many seconds (default: $PET_KEEP_SERVER). It is left alone, and ends,
                   where anything that it has read differs; 0 ends it
+  --verify STEPS  First compare so many steps with one process, as learnerdist.verify does; train if they are the same
+  --verify-only-warn  Train also if they differ
   --version       Versions of learnerdist and torch
 
 torchrun's options follow."""
 
 def get_parser()->argparse.ArgumentParser:
-    "torchrun's parser with `--nproc`, `--gpus`, `--wait`, `--on-failure`, `--no-fork-server`, `--keep-server` and `--version`"
+    "torchrun's parser with `--nproc`, `--gpus`, `--wait`, `--on-failure`, `--no-fork-server`, `--verify`, `--keep-server` and `--version`"
     import torch
     from torch.distributed.run import get_args_parser
     res,no_help = get_args_parser(),argparse.SUPPRESS # ours are explained at the beginning
@@ -68,6 +70,8 @@ def get_parser()->argparse.ArgumentParser:
     res.add_argument('--wait', type=float, default=0, help=no_help)
     res.add_argument('--on-failure', choices=('restart','shrink','replace'), default='restart', help=no_help)
     res.add_argument('--no-fork-server', action='store_true', help=no_help)
+    res.add_argument('--verify', type=_count, help=no_help)
+    res.add_argument('--verify-only-warn', action='store_true', help=no_help)
     res.add_argument('--keep-server', type=_seconds, default=os.environ.get('PET_KEEP_SERVER') or None, help=no_help)
     versions = f'learnerdist {learnerdist.__version__}, torch {torch.__version__}'
     res.add_argument('--version', action='version', version=versions, help=no_help)

@@ -139,7 +139,7 @@ def cut(
     return tree_map(lambda o: o[i:j], b)
 
 _tols = {torch.float64: 1e-8, torch.float32: 1e-4}
-def tolerance(*os):
+def tolerance(*os): # None counts as a float
     "The relative difference that is rounding, for values of these dtypes; a float may be of float32, by `item()`"
     return max(_tols.get(o.dtype, .02) if isinstance(o, Tensor) else 1e-6 for o in os)
 
