@@ -5,7 +5,7 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, average_grads, gather_with_grad, get_model, group_rank, group_size, process_group
+from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, average_grads, get_model, group_rank, group_size, process_group
 from learnerdist.learner.losses import follows
 from learnerdist.testing import run_ranks
 
@@ -256,15 +256,17 @@ def other_models(kind):
     if kind=='layer': return learner(net() if not r else nn.Sequential(*net(), nn.Linear(2, 2)).double())
     if kind=='class': return learner(nn.Sequential(nn.Linear(4, 2), nn.ReLU() if r else nn.Tanh()).double())
     if kind=='loss': return learner(loss=nn.L1Loss() if r else nn.MSELoss())
-    if kind=='callback': return learner(cbs=Lerp() if r else None)
-    return learner(cbs=Teachers() if not r else None) # rank 0 may have more
+    if kind=='callback': return learner(cbs=Lerp() if r else Teachers())
+    return learner(cbs=Teachers() if r==1 else None) # a rank may have more than others
 
 def fits_others(kind): return fitted(lambda: other_models(kind))
 
 @pytest.mark.parametrize('kind,want', [('layer','model.3: Linear'), ('class',r'model.1: Tanh on rank 0, model.1: ReLU on rank 1'),
-    ('loss','loss_func: MSELoss on rank 0, loss_func: L1Loss'), ('callback','callback: Lerp on rank 1')])
+    ('loss','loss_func: MSELoss on rank 0, loss_func: L1Loss'), ('callback','callback: Teachers on rank 0, callback: Lerp on rank 1')])
 def test_other_models_on_other_ranks(kind, want):
     for o,_ in run_ranks(fits_others, 2, kind): assert o.startswith('ValueError: [different-models]') and re.search(want, o), o
+
+def test_a_rank_may_have_more_callbacks(): assert all(not said for _,said in run_ranks(fits_others, 2, 'more'))
 
 def all_codes(): return {o for f in Path(__file__).parent.parent.glob('learnerdist/**/*.py') for o in re.findall(r"""['"]\[([a-z]+(?:-[a-z]+)+)\]|(?:findings|note)\('([a-z-]+)'""", f.read_text())}
 

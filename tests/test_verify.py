@@ -58,7 +58,7 @@ class Scaled(nn.CrossEntropyLoss):
 
 def learned_loss():
     loss = Scaled()
-    without(replica, 'average_grads', lambda params: None)
+    without(replica, '_average', lambda params: None)
     return learner(loss=loss, splitter=lambda m: [*m.parameters(),*loss.parameters()])
 
 def max_norm():

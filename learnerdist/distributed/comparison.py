@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/distributed/02_divergence.ipynb #2fc3611b
 import zlib
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from types import CellType,FunctionType,MethodType
 
@@ -28,7 +29,7 @@ from .batchnorm import _Synced
 def tensor_hash(
     t:Tensor # Any shape and dtype
 )->Tensor:   # () int64
-    "A hash that changes with any bit of `t`, and with the order of its elements; in chunks, so that it takes little memory"
+    "A hash that changes with any bit of `t`, and with the order of its elements; in chunks, to take little memory"
     bits,res = as_ints(t.detach()[None])[0],torch.zeros((), dtype=torch.int64, device=t.device)
     for i in range(0, len(bits), _chunk):
         part = bits[i:i+_chunk].long()
@@ -48,10 +49,11 @@ def differences(
 
 def digest(state)->tuple:
     "Hashes of the tensors and texts of the other values of a nested `state`, to compare states"
-    return tuple(tensor_hash(o).item() if isinstance(o, Tensor) and not o.is_meta else repr(o) for o in tree_leaves(state))
+    def of(o): return tensor_hash(o).item() if isinstance(o, Tensor) and not o.is_meta else repr(o)
+    return tuple(map(of, tree_leaves(state)))
 
 def compared(model)->dict:
-    "Tensors that must be equal on all ranks: parameters that are not sharded, and buffers but those of BatchNorm that is not synchronised"
+    "Tensors that must be equal on all ranks: parameters that are not sharded; buffers, but of unsynchronised BatchNorm"
     own = [m for m in model.modules() if isinstance(m, BatchNorm) and not isinstance(m, _Synced)]
     skip = {id(b) for m in own for b in m.buffers()}
     return {k:v for k,v in [*model.named_parameters(),*model.named_buffers()] if id(v) not in skip and not is_part(v)}
@@ -79,12 +81,14 @@ def _short(o):
     "A short description of a value, from some of its elements"
     if isinstance(o, type): return o.__qualname__
     if isinstance(o, Tensor): return tuple(o.shape),_elements(o.detach().reshape(-1)) if o.ndim else o.item()
-    if hasattr(o, 'iloc'): return o.shape,[_short(o.iloc[i].tolist() if o.ndim>1 else o.iloc[i]) for i in _places(len(o))]
+    if hasattr(o, 'iloc'):
+        return o.shape,[_short(o.iloc[i].tolist() if o.ndim>1 else o.iloc[i]) for i in _places(len(o))]
     if isinstance(o, (str,bytes,int,float,bool,type(None))): return o
     if isinstance(o, dict): return len(o),sorted((str(k),str(_short(o[k]))) for k in list(o)[:64])
     if isinstance(o, (set,frozenset)): return len(o),sorted(map(str, o))[:64]
     if isinstance(o, (list,tuple,range)): return _elements(o)
-    if hasattr(o, 'dtype') and hasattr(o, 'shape'): return tuple(o.shape),_elements(o.reshape(-1)) if o.shape else o.item()
+    if hasattr(o, 'dtype') and hasattr(o, 'shape'):
+        return tuple(o.shape),_elements(o.reshape(-1)) if o.shape else o.item()
     return type(o).__name__
 
 def fingerprint(
@@ -92,7 +96,7 @@ def fingerprint(
     name='data',
     depth=3       # How far to look into data sets inside it
 )->dict:          # By name of attribute; equal for equal data
-    "Types, lengths and checksums of a data set's attributes. No sample is read: that would draw random numbers and open files"
+    "Types, lengths and checksums of a data set's attributes. No sample is read: that would draw numbers and open files"
     attrs = {k: v for k,v in getattr(o, '__dict__', {}).items() if not k.startswith('_') and not callable(v)}
     res = {f'type({name})': type(o).__name__}
     if hasattr(o, '__len__') and data_len(o) is not None: res[f'len({name})'] = len(o)
@@ -114,7 +118,8 @@ def same_data(
         if hasattr(dl, 'dataset'): named.update(fingerprint(dl.dataset, name))
     found = unequal(named)
     if not found: return
-    text = (f'the ranks have different data: {tell_unequal(found)}; is a split or a vocabulary drawn without a seed, or made from a set? '
+    text = (f'the ranks have different data: {tell_unequal(found)}; is a split or a vocabulary drawn without a seed, '
+            'or made from a set? '
             'Make it alike on all ranks')
     if any(k.startswith('len(') for k in found): raise ValueError(f'[different-data] {text}')
     findings('different-data', f'{text}, or say distrib_ctx(checks=False) if it is meant')
@@ -130,7 +135,7 @@ def same_optimizer(learn):
         learn.opt.load_state_dict(state)
 
 def path_of_rank0(learn, findings):
-    "Rank 0's path if the ranks' paths differ (a temporary folder, a time stamp), since rank 0 writes; else None. Sync point"
+    "Rank 0's path if the ranks' paths differ (a folder with a time stamp), since rank 0 writes; else None. Sync point"
     found = unequal(dict(path=str(getattr(learn, 'path', ''))))
     if found: findings('different-path', f"learn.path differs: {tell_unequal(found)}; in this context it is rank 0's")
     return Path(found['path'][0]) if found else None
@@ -141,79 +146,81 @@ def same_settings(
     shares:list # This rank's shards of its loaders
 ):
     "Raise ValueError if epochs, optimizer, batch sizes or hyperparameters differ between ranks. Sync point"
-    groups = [{k: v for k,v in g.items() if isinstance(v, (int,float,str))} for g in getattr(learn.opt, 'param_groups', ())]
+    own = getattr(learn.opt, 'param_groups', ())
+    groups = [{k: v for k,v in g.items() if isinstance(v, (int,float,str))} for g in own]
     named = dict(n_epoch=learn.n_epoch, optimizer=type(learn.opt).__name__, n_groups=len(groups))
     named |= {f'batch size of loader {i}': batch_shape(dl)[0] for i,dl in enumerate(shares)}
     named |= {f'{k} of parameter group {i}': v for i,g in enumerate(groups) for k,v in g.items()}
     found = unequal(named)
-    if found: raise ValueError(f'[different-settings] the ranks would train differently: {tell_unequal(found)}. Give the same on all ranks')
+    if found: raise ValueError(f'[different-settings] the ranks would train differently: {tell_unequal(found)}. Give '
+                               'the same on all ranks')
 
 
 # ---
 def structure(learn)->list:
-    "Names, classes and shapes of the model, the classes of its loss and its optimizer, as texts"
-    model = get_model(learn.model)
-    res = [f'model.{k}: {type(m).__name__}' if k else f'model: {type(m).__name__}' for k,m in model.named_modules()]
-    res += [f'model.{k}: {"lazy" if nn.parameter.is_lazy(p) else tuple(p.shape)} {p.dtype}' for k,p in model.named_parameters()]
-    loss = learn.loss_func
-    res.append(f'loss_func: {getattr(loss, "__qualname__", type(loss).__name__)}')
-    return res+[f'opt: {type(learn.opt).__name__}']*(learn.opt is not None)
+    "Names, classes and shapes of the model, and the class or name of the loss, as texts"
+    model,loss = get_model(learn.model),learn.loss_func
+    modules = [f'model{f".{k}"*bool(k)}: {type(m).__name__}' for k,m in model.named_modules()]
+    params = [f'model.{k}: {"lazy" if nn.parameter.is_lazy(p) else tuple(p.shape)}' for k,p in model.named_parameters()]
+    return [*modules,*params,f'loss_func: {getattr(loss, "__qualname__", type(loss).__name__)}']
 
 def same_structure(learn):
     "Raise ValueError if the ranks have other models or losses, which DDP would wait for or crash on. Sync point"
-    _same_texts(gather_objects(structure(learn)))
+    first,*others = gather_objects(structure(learn))
+    for r,own in enumerate(others, 1):
+        for a,b in zip_longest(first, own, fillvalue='nothing more'):
+            if a!=b: raise ValueError(_unlike(a, b, r))
 
 def same_callbacks(learn):
-    "Raise ValueError if the callbacks of a rank are none of rank 0's, which may have more: rank 0 writes logs. Sync point"
-    first,*others = gather_objects([f'callback: {type(cb).__name__}' for cb in learn.cbs])
-    left = [iter(first) for _ in others]
-    for r,(rest,own) in enumerate(zip(left, others), 1):
-        if odd := next((o for o in own if o not in rest), None): raise ValueError(_unlike('no such one', odd, r))
+    "Raise ValueError if a rank has other callbacks. It may have some that others lack, as one that logs. Sync point"
+    every = gather_objects([f'callback: {type(cb).__name__}' for cb in learn.cbs])
+    most = max(every, key=len)
+    for r,own in enumerate(every):
+        rest = iter(most)
+        odd = next((o for o in own if o not in rest), None)
+        lacks = next((o for o in most if o not in own), 'another order')
+        if odd: raise ValueError(_unlike(lacks, odd, r, every.index(most)))
 
-def _same_texts(every):
-    for r,o in enumerate(every):
-        if o==every[0]: continue
-        i = next((i for i,(a,b) in enumerate(zip(every[0], o)) if a!=b), min(len(o), len(every[0])))
-        raise ValueError(_unlike(*[p[i] if i<len(p) else 'nothing more' for p in (every[0],o)], r))
-
-def _unlike(a, b, rank):
-    return (f'[different-models] the ranks would train different things: {a} on rank 0, {b} on rank {rank}. Build the same model, loss, '
-            'optimizer and callbacks on all ranks')
+def _unlike(a, b, rank, other=0):
+    return (f'[different-models] the ranks would train different things: {a} on rank {other}, {b} on rank {rank}. '
+            'Build the same model, '
+            'loss and callbacks on all ranks')
 
 # ---
 def held(learn)->dict:
     "By name: modules and optimizers that callbacks, the loss function, its closure and its globals hold"
-    found,todo,seen = {},[('loss_func',learn.loss_func)],{id(get_model(learn.model)),id(learn.model),id(learn),id(learn.opt)}
-    todo += [(f'{cb.name}.{k}',v) for cb in learn.cbs for k,v in vars(cb).items() if k!='learn']
+    found,seen = {},{id(o) for o in (get_model(learn.model),learn.model,learn,learn.opt)}
+    todo = [('loss_func',learn.loss_func),*[(f'{cb.name}.{k}',v) for cb in learn.cbs for k,v in vars(cb).items()]]
     while todo:
         k,o = todo.pop(0)
-        if id(o) in seen: continue
+        if id(o) in seen or isinstance(o, DistributedDataParallel): continue
         seen.add(id(o))
-        if isinstance(o, DistributedDataParallel): continue
-        if isinstance(o, (nn.Module,Optimizer)): found[k] = o
+        if isinstance(o, _kinds): found[k] = o
         elif isinstance(o, partial): todo += [(k,v) for v in (o.func,*o.args,*o.keywords.values())]
-        elif isinstance(o, MethodType): todo += [(k,o.__func__),*[(f'{k}.{n}',v) for n,v in vars(o.__self__).items()]*(o.__self__ is not learn)]
-        elif isinstance(o, FunctionType): todo += _of_function(k, o)
-        elif type(o) in (list,tuple): todo += [(f'{k}[{i}]',v) for i,v in enumerate(o[:64]) if isinstance(v, (nn.Module,Optimizer))]
-        elif type(o) is dict: todo += [(f'{k}[{i!r}]',v) for i,v in [*o.items()][:64] if isinstance(v, (nn.Module,Optimizer))]
+        elif isinstance(o, MethodType):
+            todo += [(k,o.__func__),*[(f'{k}.{n}',v) for n,v in getattr(o.__self__, '__dict__', {}).items()]]
+        elif isinstance(o, FunctionType): todo += _used_by(o)
+        elif type(o) in (list,tuple,dict):
+            items = [*(o.items() if type(o) is dict else enumerate(o))][:64]
+            todo += [(f'{k}[{i!r}]',v) for i,v in items if isinstance(v, _kinds)]
     return found
 
-def _of_function(k, f):
-    "What a function uses: variables around it, and the global names of its code that are modules, optimizers or functions of its file"
-    names = f.__code__.co_freevars
-    cells = [(f'{k}.{n}',c.cell_contents) for n,c in zip(names, f.__closure__ or ()) if c!=CellType()]
-    used = [(f'{k}.{n}',f.__globals__[n]) for n in f.__code__.co_names if n in f.__globals__]
-    return cells+[(n,v) for n,v in used if isinstance(v, (nn.Module,Optimizer)) or getattr(v, '__globals__', 0) is f.__globals__]
+_kinds = nn.Module,Optimizer
+
+def _used_by(f):
+    "Variables around a function, and global names of its code that are modules, optimizers or functions of its file"
+    cells = [(n,c.cell_contents) for n,c in zip(f.__code__.co_freevars, f.__closure__ or ()) if c!=CellType()]
+    used = [(n,f.__globals__[n]) for n in f.__code__.co_names if n in f.__globals__]
+    return cells+[(n,v) for n,v in used if isinstance(v, _kinds) or getattr(v, '__globals__', None) is f.__globals__]
 
 def tensors_held(learn)->dict:
-    "By name: tensors of `held`, and states that its loss keeps, but for those of the model and of the optimizer"
-    model = get_model(learn.model)
-    own,res = {id(t) for t in (*model.parameters(),*model.buffers())},{}
-    for k,o in sorted(held(learn).items(), key=lambda o: isinstance(o[1], Optimizer)): # a module has names for its parameters
-        named = compared(o) if isinstance(o, nn.Module) else {f'params[{i}]': p for i,p in enumerate(p for g in o.param_groups for p in g['params'])}
-        for name,t in named.items():
-            if id(t) not in own and not t.is_meta: res[f'{k}.{name}'] = t
-            own.add(id(t))
+    "By name: parameters and buffers of what is `held`, but for those of the model"
+    seen,res = {id(t) for t in (*get_model(learn.model).parameters(),*get_model(learn.model).buffers())},{}
+    for k,o in sorted(held(learn).items(), key=lambda o: isinstance(o[1], Optimizer)): # a module has names for them
+        params = [] if isinstance(o, nn.Module) else [p for g in o.param_groups for p in g['params']]
+        named = compared(o) if isinstance(o, nn.Module) else {f'params[{i}]': p for i,p in enumerate(params)}
+        res |= {f'{k}.{name}': t for name,t in named.items() if id(t) not in seen and not t.is_meta}
+        seen |= {*map(id, named.values())}
     return res
 
 # ---
@@ -222,15 +229,20 @@ def compare_weights(
     n_steps:int, # Of this epoch, for the error
     findings
 ):
-    "Raise RuntimeError if the ranks' parameters differ; report buffers, and tensors of other modules, that do. Sync point: one exchange"
+    "Raise RuntimeError if the ranks' parameters differ; report buffers and tensors of other modules. Sync point"
     others = tensors_held(learn) if findings.mode else {}
     found,params = differences({**others, **compared(learn.model)}),{k for k,_ in learn.model.named_parameters()}
     bad = next((k for k in found if k in params), None)
-    if bad: raise RuntimeError(f'[weights-differ] after {n_steps} steps of this epoch {bad} differs between rank 0 and {found[bad]}: something '
-        'changes it on one rank and not on the others, such as a callback, or a backward pass or an optimizer of its own (SAM, LBFGS, GANs), '
-        'whose gradients no one averages: average_grads(params) does')
+    if bad: raise RuntimeError(
+        f'[weights-differ] after {n_steps} steps of this epoch {bad} differs between rank 0 and {found[bad]}: '
+        'something changes it on '
+        'one rank and not on the others, such as a callback, or a backward pass or an optimizer of its own (SAM, '
+        'LBFGS, GANs), whose '
+        'gradients no one averages: average_grads(params) does')
     new = [k for k in found if k not in findings.told]
     findings.told.update(new)
-    if new: findings('ranks-differ', f"{', '.join(new)}: each rank has computed this from its own batches, which is not what one process "
-        "computes. Exchange it where it is computed: all_sum, all_mean, gather_objects; of a module with an optimizer of its own the gradients, "
-        "by average_grads(module.parameters()) before each step")
+    if new: findings('ranks-differ', f"{', '.join(new)}: each rank has computed this from its own batches, which is "
+                                     "not what one process "
+                     'computes. Exchange it where it is computed: all_sum, all_mean, gather_objects; the gradients of '
+                     'a module with an '
+                     'optimizer of its own by average_grads(module.parameters()), before each step')

@@ -9,7 +9,8 @@ class Findings:
     def __init__(self,
         mode='warn' # 'warn'; 'error': raise on all ranks; False: leave findings out, and do not look for them
     ):
-        if mode not in ('warn','error') and mode is not False: raise ValueError(f"checks={mode!r}: give 'warn', 'error' or False")
+        if mode not in ('warn','error') and mode is not False: raise ValueError(f"checks={mode!r}: give 'warn', "
+                                                                                "'error' or False")
         self.mode,self.told = mode,set()
 
     def __call__(self,

@@ -38,7 +38,7 @@ def sum_over_ranks(
     n,    # A number, or a tensor (); this rank's
     links # To the other ranks, see `open_links`
 ):        # The same kind, everyone's
-    "Add up a count over ranks. A number travels over `links` in some 25 µs; a GPU's tensor over nccl, without making the host wait"
+    "Add up a count over ranks. A number travels over `links` in some 25 µs; a GPU's tensor over nccl"
     if isinstance(n, Tensor) and n.device.type!='cpu':
         n = n.detach().double().clone()
         dist.all_reduce(n, group=current_group())
@@ -48,11 +48,11 @@ def sum_over_ranks(
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #6c6077a1
 class LossWeights:
-    "Weights each rank's loss by its items. In each training batch, every rank calls either `weigh` or `take_part`, once"
+    "Weights each rank's loss by its items. In each training batch every rank calls `weigh` or `take_part`, once"
     def __init__(self, learn, links, findings):
         self.learn,self.links,self.findings,self.world_size,self.loss = learn,links,findings,group_size(),None
         self.dl,self.uneven,self.done,self.with_rows,self.n_rows = None,'none',True,False,None
-        self.early,self.targ = None,None # what this rank has told of its items before the forward pass; the targets that the loss had
+        self.early,self.targ = None,None # what the others know of its items before the forward pass; the loss's targets
     def begin(self, dl):
         "Before a training loop over `dl`"
         self.dl,self.uneven,self.done = dl,uneven_steps(dl),True
@@ -83,10 +83,11 @@ class LossWeights:
         if self.with_rows: self._count_rows(0 if learn.repeated else batch_rows(learn))
         over = loss_over(learn)
         if over.kind=='unknown' and learn.items is None and learn.yb:
-            self.findings('loss-unknown', 'what the loss is the mean over is not known, and could not be found out on a part of a batch: samples '
-                          'count alike. If it is a mean over other things, or a sum, give it an attribute n_items', 'unseen')
+            self.findings('loss-unknown', 'what the loss is the mean over is not known, and could not be found out on '
+                                          'a part of a batch: samples '
+                          'count alike. If it is a mean over other things, or a sum, set its n_items', 'unseen')
         if over.kind=='sum': learn.loss_grad = learn.loss_grad+self.loss*(W-1) # a callback may have added a penalty
-        if learn.repeated and over.kind!='whole': learn.loss_grad = self._zero() # 'whole': `gather_with_grad` sends no row of it
+        if learn.repeated and over.kind!='whole': learn.loss_grad = self._zero() # 'whole': no row of it is gathered
         if not self._counts(over): return
         early,targ = self.early,self.targ
         same = early is not None and targ is early.targ and _version(targ)==early.version
@@ -110,7 +111,7 @@ class LossWeights:
         if self.is_uneven: self.n_rows = sum_over_ranks(n, self.links) # samples of all ranks
     def _counts(self, over): return over.kind not in ('sum','whole') and bool(self.learn.yb)
     def _number(self, n, over):
-        "A number of items as it travels: on a GPU as a tensor there, if items are counted, so that the host need not wait for it"
+        "A number of items as it travels: on a GPU as a tensor there, if items are counted, so that nobody waits"
         if over.kind!='items': return float(n)
         device = getattr(self.learn.yb[0], 'device', None) or self.learn.device # a dict has none
         if device.type=='cpu': return float(n)
@@ -134,7 +135,7 @@ def count_early(self:LossWeights,
     may_change=None, # Returns whether the number may still change
     n=None           # Of this rank; None: counted from the targets
 ):
-    "After `before_batch`: tell the other ranks how many items this batch has, if its targets show it. They need not wait for it later"
+    "After `before_batch`: send the number of items of this batch, if its targets show it. Nobody waits for it later"
     learn = self.learn
     if self.links is None or not learn.training or not learn.yb: return
     over,targ = loss_over(learn),learn.yb[0]
@@ -148,12 +149,13 @@ _by_targets = _n_elements,_n_classes_items # what counts without a look at the p
 
 @patch
 def _told_early(self:LossWeights, n):
-    "The items of all ranks as they were told before the forward pass; None if a rank could not promise that they stay the same"
+    "The items of all ranks as they were sent before the forward pass; None if those of a rank may have changed"
     early,self.early = self.early,None
     if early is None: return None
     told = struct.unpack('<'+'d?'*self.world_size, b''.join(early.sum.of_ranks()))
     if any(told[1::2]): return None
-    if n!=early.n: raise ValueError(f'a batch of {early.n:g} items has {n:g} of them now: the forward pass or the loss function has '
+    if n!=early.n: raise ValueError(f'a batch of {early.n:g} items has {n:g} of them now: the forward pass or the '
+                                    'loss function has '
                                     'cancelled it, or changed its targets. Do this in an event of a callback')
     return sum(told[::2])
 
@@ -162,12 +164,14 @@ def _told_early(self:LossWeights, n):
 def _say_repeats(self:LossWeights, dealer):
     "Report repeated samples that cannot be left out. The same on every rank"
     if dealer is None or dealer.pad!='batch': return
-    why = ('give it an attribute bs, its batch size' if not dealer.bs and self.dl.n_total!=0 and (self.dl.n_total or 1)%self.world_size else
-           'several workers read a stream, use one, or drop_last=True' if dealer.streams and self.dl.num_workers>1 and not dealer.drop_last
-           else None)
-    if why is None: return
-    self.findings('repeated-samples', f'at the end of an epoch this {type(self.dl.source).__name__} repeats up to {self.world_size-1} samples, '
-                  f'so that all ranks have a batch, and they count in the gradient. To leave them out: {why}', 'repeats')
+    sizeless = not dealer.bs and self.dl.n_total!=0 and (self.dl.n_total or 1)%self.world_size
+    by_workers = dealer.streams and self.dl.num_workers>1 and not dealer.drop_last
+    if not sizeless and not by_workers: return
+    why = ('give it an attribute bs, its batch size' if sizeless else
+           'several workers read a stream, use one, or drop_last=True')
+    self.findings('repeated-samples', f'at the end of an epoch this {type(self.dl.source).__name__} repeats up to '
+                                      f'{self.world_size-1} samples, '
+                  f'so that all ranks have a batch. They count in the gradient. To leave them out: {why}', 'repeats')
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #5f1c20ab
 def total_losses(
@@ -175,10 +179,10 @@ def total_losses(
     totals:Tensor, # (steps of this rank,k), float64, CPU: each step's loss × items, items, and what else adds up
     n:int # Steps, the same on every rank
 )->Tensor: # (steps that any rank has recorded,k)
-    "The totals of each step over all ranks. A loss that is a sum adds up: S = ΣSᵣ, where a mean is ΣnᵣLᵣ/Σnᵣ. Sync point"
+    "The totals of each step over all ranks. A sum adds up: S = ΣSᵣ, where a mean is ΣnᵣLᵣ/Σnᵣ. Sync point"
     adds_up = loss_over(learn).kind=='sum'
     if adds_up: totals[:,0] = (totals[:,0]/totals[:,1]).nan_to_num()
-    own = torch.cat([totals, totals.new_ones(len(totals), 1)], 1) # 1: this rank has recorded the step, and not left the loop in it
+    own = torch.cat([totals, totals.new_ones(len(totals), 1)], 1) # 1: this rank has recorded the step
     totals = all_sum(torch.cat([own, own.new_zeros(max(n-len(own), 0), own.shape[1])])[:n])
     if adds_up: totals[:,0] *= totals[:,1]
     return totals[totals[:,-1]>0,:-1]
@@ -197,6 +201,7 @@ class _Gather(torch.autograd.Function):
 def gather_with_grad(
     t:Tensor # (n,…): this rank's rows; n may differ between ranks
 )->Tensor:   # (Σn,…): rank after rank; `t` itself with one process
-    "The rows of all ranks, through which gradients flow back to the rank that each came from. Sync point, also in the backward pass"
-    return t if group_size()<2 or _local.on else _Gather.apply(t[:0] if is_muted() else t) # muted: these rows are repeats
+    "The rows of all ranks, through which gradients flow back to each. Sync point, also in the backward pass"
+    if group_size()<2 or _local.on: return t
+    return _Gather.apply(t[:0] if is_muted() else t) # muted: these rows are repeats
 

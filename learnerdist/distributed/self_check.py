@@ -14,8 +14,8 @@ from ..core.env import group_rank,group_size
 from ..core.random import rng_state,shared_rng,untouched
 from ..data.loaders import call_model,data_len,split_batch,to_cpu,to_device
 from ..learner.learner import Learner,get_model
-from ..learner.losses import LossTrace,MeanOver,as_mean,batch_rows,copied,counted_rows,cut,follows,loss_of_model,loss_over
-from ..learner.losses import tolerance
+from ..learner.losses import LossTrace,MeanOver,as_mean,batch_rows,copied,counted_rows,cut,follows
+from ..learner.losses import loss_of_model,loss_over,tolerance
 from .replica import current
 
 # ---
@@ -36,7 +36,7 @@ def read_items(
     if isinstance(ds, IterableDataset) or not (batched and hasattr(ds, '__getitem__') and data_len(ds)): return None
     drawn = random.Random(len(ds)).sample(range(len(ds)), min(len(ds), n*group_size()))
     own = [drawn[i%len(drawn)] for i in range(n*group_rank(), n*group_rank()+n)]
-    if not hasattr(dl, 'do_item') and hasattr(ds, '__dict__'): ds = copy.copy(ds) # workers inherit no file that it opens
+    if not hasattr(dl, 'do_item') and hasattr(ds, '__dict__'): ds = copy.copy(ds) # workers inherit no file of it
     try:
         with shared_rng(group_rank()): res = [dl.do_item(i) if hasattr(dl, 'do_item') else ds[i] for i in own]
         pickle.dumps(res)
@@ -85,9 +85,9 @@ def computed(
     over,trace = loss_over(learn),LossTrace()
     model = getattr(get_model(learn.model), compiled_inside, get_model(learn.model))
     func = loss_of_model if learn.loss_func is None else learn.loss_func
-    plain = torch.autocast(learn.device.type, enabled=False)
+    exact = torch.autocast(learn.device.type, enabled=False),torch.enable_grad()
     with ExitStack() as stack:
-        for o in (untouched(model),untouched(func),shared_rng(0),plain,torch.enable_grad(),trace): stack.enter_context(o)
+        for o in (untouched(model),untouched(func),shared_rng(0),*exact,trace): stack.enter_context(o)
         _quiet(model, training)
         xb,yb,seen = copied(tuple(xb)),copied(tuple(yb)),[streams()]
         if pred is None: pred = call_model(model, xb, model) if isinstance(learn, Learner) else model(*xb)
@@ -100,7 +100,7 @@ def computed(
         return Outcome(pred, loss, items, counted_rows(pred, yb, n), draws, loss_draws)
 
 def _quiet(model, training):
-    "In evaluation, or in training without dropout; without hooks, and with nothing that depends on the batch or changes a weight"
+    "In evaluation, or in training without dropout; without hooks, and without what changes a weight"
     for m in model.modules():
         m.training = training and not isinstance(m, (BatchNorm,Dropout))
         vars(m)[compiled_call] = None
@@ -118,9 +118,9 @@ def far(
     whole, part,        # A tensor of the prediction for all samples, and one for some of them
     n:int, i:int, j:int # Number of all samples; which are the part's
 )->bool:                # False also where they cannot be compared
-    "Whether predictions differ beyond rounding. Rows may come in another order: a batch may hold anchors, then positives"
-    if not (isinstance(part, Tensor) and isinstance(whole, Tensor) and part.ndim and part.is_floating_point()): return False
-    if whole.ndim!=part.ndim or not whole.isfinite().all(): return False
+    "Whether predictions differ beyond rounding. Rows may come in another order: anchors, then positives"
+    if not (isinstance(part, Tensor) and isinstance(whole, Tensor)) or whole.ndim!=part.ndim: return False
+    if not part.ndim or not part.is_floating_point() or not whole.isfinite().all(): return False
     dims = [d for d in range(part.ndim) if part.shape[d]!=whole.shape[d]]
     if len(dims)!=1 or whole.shape[dims[0]]*(j-i)!=part.shape[dims[0]]*n: return False
     a,b = [o.detach().double().movedim(dims[0], 0).reshape(o.shape[dims[0]], -1) for o in (whole,part)]
@@ -159,7 +159,7 @@ def parts_of(
     n = next((k for k in range(min(len(every), cap), 1, -1) if len(every)%k==0), len(every))
     if not any(o.changed for o in every) and all(o.items for o in every):
         try:
-            items = sorted([p for o in every[:n] for p in o.items], key=_kind) # parts of other classes show their weights
+            items = sorted([p for o in every[:n] for p in o.items], key=_kind) # other classes show their weights
             return [(*collated(learn, o), len(o)) for o in (items,*[items[i:i+2] for i in range(0, len(items), 2)])]
         except Exception as e: log.debug('samples cannot be collated: %r', e)
     rows = [to_device(o.rows, learn.device) for o in every if o.rows is not None][:n]
@@ -167,7 +167,8 @@ def parts_of(
     return [(*o, len(tree_leaves(o)[0])) for o in (joined(rows),*rows)]
 
 def _kind(item):
-    return [str(getattr(o, 'shape', '')) for o in item]+[str(item[-1])] if isinstance(item, (list,tuple)) and item else []
+    if not isinstance(item, (list,tuple)) or not item: return []
+    return [str(getattr(o, 'shape', '')) for o in item]+[str(item[-1])]
 
 class Result(NamedTuple):
     "What a rank has found"
@@ -181,14 +182,15 @@ class Result(NamedTuple):
 
 # ---
 class SelfCheck:
-    "Checks model and loss in the first training batch of a fit, and of an epoch with a loss function that was not checked"
+    "Checks model and loss in the first training batch of a fit, and of an epoch with another loss function"
     def __init__(self, trainer): self.trainer,self.loaded,self.checked = trainer,None,[]
     def begin_fit(self): self.checked = []
     def _is_due(self): # the same on every rank
         learn,on = self.trainer.learn,self.trainer.findings.mode and group_size()>1
         if not on or not learn.training or vars(learn).get('wrapper') is None or not learn.yb: return False
         if not self.checked: return True
-        return not learn.iter and loss_over(learn).kind=='unknown' and all(o is not learn.loss_func for o in self.checked)
+        is_new = all(o is not learn.loss_func for o in self.checked)
+        return not learn.iter and is_new and loss_over(learn).kind=='unknown'
 
     def note(self):
         "Before callbacks change a batch"
@@ -203,8 +205,8 @@ class SelfCheck:
         every = gather_objects(Samples(None, None, False, 1) if sharded else self._samples(cancelled))
         if not any(o.n for o in every): return # all have cancelled: the next batch
         self.checked.append(learn.loss_func)
-        if sharded or not any(o.changed or o.items or o.rows for o in every): # `LossWeights` warns if the loss shows no count
-            return log.debug('the model is sharded' if sharded else 'samples cannot be compared')
+        if sharded or not any(o.changed or o.items or o.rows for o in every):
+            return log.debug('nothing can be compared') # `LossWeights` warns if the loss shows no count
         self._judge(gather_objects(self._result(every)), loss_over(learn))
 
     def _samples(self, cancelled):
@@ -227,8 +229,8 @@ class SelfCheck:
         pred = cut(whole.pred, n, i, j) if whole.draws and whole.loss is not None else None
         own = computed(learn, *parts[r], training=training, pred=pred)
         pairs = [] if whole.draws or own.draws else zip(tree_leaves(whole.pred), tree_leaves(own.pred))
-        return Result(whole.numbers, own.numbers, len(parts), tolerance(whole.loss), any(far(a, b, n, i, j) for a,b in pairs),
-                      whole.loss_draws, self._unused(whole.loss, every))
+        mixes,unused = any(far(a, b, n, i, j) for a,b in pairs),self._unused(whole.loss, every)
+        return Result(whole.numbers, own.numbers, len(parts), tolerance(whole.loss), mixes, whole.loss_draws, unused)
 
     def _unused(self, loss, b):
         "Names of the trained parameters that the loss does not depend on, in evaluation and in training"
@@ -245,23 +247,28 @@ class SelfCheck:
         done = None not in found
         if done and not any(o.draws for o in found) and one.whole[0] is not None:
             kind = follows(one.whole, [o.part for o in found[:one.n_parts]], max(o.tol for o in found))
-        if over.kind=='unknown': learn._loss_over = learn.loss_func,MeanOver(kind if kind in ('sum','items') else 'samples')
+        known = kind if kind in ('sum','items') else 'samples'
+        if over.kind=='unknown': learn._loss_over = learn.loss_func,MeanOver(known)
         if done and one.unused: self.trainer.replica.find_unused(one.unused, findings)
         name = getattr(learn.loss_func, '__name__', type(learn.loss_func).__name__)
         if done and any(o.mixes for o in found):
-            findings('mixes-samples', f'predictions of {type(get_model(learn.model)).__name__} depend on which other samples are in '
-                     f'the batch, or on its padding. On {group_size()} ranks these are the samples of a rank: it is not the run of '
+            findings('mixes-samples', f'predictions of {type(get_model(learn.model)).__name__} depend on which other '
+                                      'samples are in '
+                     f'the batch, or on its padding. On {group_size()} ranks these are the samples of a rank: it is '
+                     'not the run of '
                      'one process')
         elif kind=='other' and (over.kind=='unknown' or hasattr(learn.loss_func, 'n_items')):
-            findings('loss-not-mean', f'the loss {name} of a batch does not follow from its values on parts of it: it is no mean over '
+            findings('loss-not-mean', f'the loss {name} of a batch does not follow from its values on parts of it: it '
+                                      'is no mean over '
                      f"samples{' or over what n_items counts' if over.count else ''}, and no sum. {remedy}")
         elif kind is None and over.kind=='unknown':
-            findings('loss-unknown', f'what the loss {name} is the mean over is not known, as it could not be compared on a batch and '
+            findings('loss-unknown', f'what the loss {name} is the mean over is not known, as it could not be '
+                                     'compared on a batch and '
                      f'on parts of it. {remedy}')
 
-remedy = ("Samples count alike. If it is a mean over other things, say what it counts: give it an attribute n_items, a function of "
-          "(pred, *targs), or let it return (sum, count). If it needs the whole global batch, as contrastive losses do, let it work "
-          "on gather_with_grad(pred), and set n_items = 'whole'")
+remedy = ('Samples count alike. If it is a mean over other things, say what it counts: give it an attribute n_items, a '
+          'function of (pred, *targs), or let it return (sum, count). If it needs the whole global batch, as contrastive '
+          "losses do, let it work on gather_with_grad(pred), and set n_items = 'whole'")
 
 def _versions(learn):
     ts = [o for o in tree_leaves((tuple(learn.xb),tuple(learn.yb))) if isinstance(o, Tensor)]
