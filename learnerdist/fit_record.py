@@ -124,7 +124,12 @@ class FitRecord(Callback):
             if not self.rec['start']: self.rec['start'] = {k: sketch(p) for k,p in trained(learn).items()}
             self.held = {k: tensor_hash(_whole(p)) for k,p in trained(learn).items()}
             self.rec['edits'] |= [*map(id, tree_leaves((*learn.xb,*learn.yb)))]!=self.loaded
+
+    def cast(self):
+        "Give the batch its dtype, before callbacks and the self-check see it"
+        learn = self.learn
         if self.dtype: learn.xb,learn.yb = tree_map(self._cast, (tuple(learn.xb),tuple(learn.yb)))
+        learn.distributed_trainer.self_check.note()
 
     def _cast(self, o): return o.to(self.dtype) if isinstance(o, Tensor) and o.is_floating_point() else o
 
@@ -170,7 +175,9 @@ class BatchRecord(Callback):
             self.record.rows += row_keys(b)
             ts = [o for o in tree_leaves(b) if isinstance(o, Tensor) and o.shape[:1]==(batch_rows(self.learn),)]
             self.record.shapes.append([list(o.shape[1:]) for o in ts])
-        self.record.drawn,self.record.loaded = _streams(),[*map(id, tree_leaves(b))]
+        self.record.cast()
+        self.record.drawn = _streams()
+        self.record.loaded = [*map(id, tree_leaves((*self.learn.xb,*self.learn.yb)))]
 
 class Limit(Callback):
     "End the fit after `n` optimizer steps, after the validation of that epoch"

@@ -53,14 +53,7 @@ def without_gradient(
     idle = [k for k,p in named.items() if p.grad is None]
     return idle if len(idle)<len(named) else []
 
-# %% ../../nbs/distributed/09_replica.ipynb #d7e6e469
-def average_grads(
-    params # The same on every rank, also from a generator; a rank may have no gradient for some
-):
-    """Average each parameter's gradient over ranks, weighted by the items of their batches. One that the learner's loss
-    depends on has its weight already. A parameter without a gradient on every rank stays without. Sync point"""
-    _average([*params], current.learn)
-
+# %% ../../nbs/distributed/09_replica.ipynb #avgr01
 def _average(params, learn=None):
     if not params or group_size()<2: return
     n = 1. if learn is None or not learn.xb else 0. if learn.repeated else learn.items
@@ -74,6 +67,14 @@ def _average(params, learn=None):
         p.grad.copy_(all_sum(p.grad if weighed or share==1 else p.grad*share)/group_size())
 
 current = SimpleNamespace(learn=None, of_loss=()) # The learner within a fit; ids of parameters that its loss depends on
+
+# %% ../../nbs/distributed/09_replica.ipynb #d7e6e469
+def average_grads(
+    params # The same on every rank, also from a generator; a rank may have no gradient for some
+):
+    """Average each parameter's gradient over ranks, weighted by the items of their batches. One that the learner's loss
+    depends on has its weight already. A parameter without a gradient on every rank stays without. Sync point"""
+    _average([*params], current.learn)
 
 # %% ../../nbs/distributed/09_replica.ipynb #a9222a73
 class SharedMaxNorm:
