@@ -94,7 +94,9 @@ class Case:
         n = max(map(len, self.rows))
         self.dealt = [o[i] for i in range(n) for o in self.rows if i<len(o)] # as one process reads them
         self.new = [o for o in self.one['said'] if o not in alone['said']]
-    def step(self, rec, kind): return rec['steps'][self.d.step][kind] if self.d.step<len(rec['steps']) else {}
+    def step(self, rec, kind):
+        "What a record has of the step of the first difference"
+        return rec['steps'][self.d.step][kind] if self.d.step<len(rec['steps']) else {}
 
 def _few(names): return ', '.join(names[:3]) + (f' and {len(names)-3} more' if len(names)>3 else '')
 

@@ -63,7 +63,7 @@ def _average(params, learn=None):
     for p,k in zip(params, have):
         if not k: continue
         if p.grad is None: p.grad = torch.zeros_like(p)
-        weighed = learn is None or id(p) in current.of_loss
+        weighed = learn is None or id(p) in current.of_loss # the loss has its weight already
         p.grad.copy_(all_sum(p.grad if weighed or share==1 else p.grad*share)/group_size())
 
 current = SimpleNamespace(learn=None, of_loss=()) # The learner within a fit; ids of parameters that its loss depends on
@@ -72,8 +72,7 @@ current = SimpleNamespace(learn=None, of_loss=()) # The learner within a fit; id
 def average_grads(
     params # The same on every rank, also from a generator; a rank may have no gradient for some
 ):
-    """Average each parameter's gradient over ranks, weighted by the items of their batches. One that the learner's loss
-    depends on has its weight already. A parameter without a gradient on every rank stays without. Sync point"""
+    "Average gradients over ranks, weighted by the items of their batches; where no rank has one, there is none. Sync point"
     _average([*params], current.learn)
 
 # %% ../../nbs/distributed/09_replica.ipynb #a9222a73

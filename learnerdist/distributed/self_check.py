@@ -28,16 +28,16 @@ from .replica import current
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc06
 log = logging.getLogger(__name__)
 
-def streams(): return random.getstate(),*[o.tolist() if isinstance(o, Tensor) else o for o in rng_state()[2:]]
+def _streams(): return random.getstate(),*[o.tolist() if isinstance(o, Tensor) else o for o in rng_state()[2:]]
 
-def loader_of(learn): return getattr(learn.dl, 'source', learn.dl)
+def _loader(learn): return getattr(learn.dl, 'source', learn.dl)
 
 def read_items(
     learn,
     n:int=2 # Number of samples of each rank
 ):          # None if the training data cannot be read sample by sample, or not be sent
     "This rank's samples of the training data, drawn from all of it. Random streams are left as they are"
-    dl = loader_of(learn)
+    dl = _loader(learn)
     ds = getattr(dl, 'dataset', None)
     batched = hasattr(dl, 'do_batch') or getattr(dl, 'batch_sampler', None) is not None
     if isinstance(ds, IterableDataset) or not (batched and hasattr(ds, '__getitem__') and data_len(ds)): return None
@@ -55,11 +55,11 @@ def collated(
     items:list # Samples
 ):             # (inputs, targets)
     "The batch that the training loader makes of samples. ValueError if it draws random numbers"
-    dl,before = loader_of(learn),streams()
+    dl,before = _loader(learn),_streams()
     b = to_device(dl.do_batch(items) if hasattr(dl, 'do_batch') else dl.collate_fn(items), learn.device)
     after = getattr(dl, 'after_batch', None) or []
     for f in after if isinstance(after, list) else [after]: b = f(b)
-    if streams()!=before: raise ValueError('the loader draws random numbers for a batch')
+    if _streams()!=before: raise ValueError('the loader draws random numbers for a batch')
     to = {o.dtype for o in tree_leaves(tuple(learn.xb)) if isinstance(o, Tensor) and o.is_floating_point()}
     if len(to)==1: b = tree_map(lambda o: o.to(*to) if isinstance(o, Tensor) and o.is_floating_point() else o, b)
     return split_batch(b, getattr(learn.dl, 'n_inp', getattr(learn.dls, 'n_inp', None)))
@@ -82,6 +82,7 @@ class Outcome(NamedTuple):
     loss_draws:bool
     @property
     def numbers(self):
+        "(loss, items, number), to send"
         loss = None if self.loss is None else float(self.loss.detach().double().mean())
         return loss,None if self.items is None else float(self.items),self.n
 
@@ -98,11 +99,11 @@ def computed(
     with ExitStack() as stack:
         for o in (untouched(model),untouched(func),shared_rng(0),*exact,trace): stack.enter_context(o)
         _quiet(model, training)
-        xb,yb,seen = copied(tuple(xb)),copied(tuple(yb)),[streams()]
+        xb,yb,seen = copied(tuple(xb)),copied(tuple(yb)),[_streams()]
         if pred is None: pred = call_model(model, xb, model) if isinstance(learn, Learner) else model(*xb)
-        seen.append(streams())
+        seen.append(_streams())
         loss = func(pred, *yb) if yb and over.kind!='whole' else None
-        draws,loss_draws = seen[0]!=seen[1],seen[1]!=streams()
+        draws,loss_draws = seen[0]!=seen[1],seen[1]!=_streams()
         items = trace.items(loss) if isinstance(loss, Tensor) else None
         if type(loss) is tuple: loss,items = as_mean(*loss)
         elif loss is not None and over.count is not None: items = over.count(pred, *yb)
@@ -193,7 +194,9 @@ class Result(NamedTuple):
 class SelfCheck:
     "Checks model and loss in the first training batch of a fit, and of an epoch with another loss function"
     def __init__(self, trainer): self.trainer,self.loaded,self.checked = trainer,None,[]
-    def begin_fit(self): self.checked = []
+    def begin_fit(self):
+        "Forget what was checked in an earlier fit"
+        self.checked = []
     def _is_due(self): # the same on every rank
         learn,on = self.trainer.learn,self.trainer.findings.mode and group_size()>1
         if not on or not learn.training or vars(learn).get('wrapper') is None or not learn.yb: return False

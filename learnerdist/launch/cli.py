@@ -6,7 +6,7 @@
 __all__ = ['run', 'main']
 
 # %% ../../nbs/launch/03_cli.ipynb #c002
-import json,os,runpy,signal,socket,subprocess,sys,tempfile,time,traceback
+import json,os,runpy,signal,socket,sys,tempfile,time,traceback
 from contextlib import contextmanager,suppress
 from pathlib import Path
 from typing import Callable
@@ -16,7 +16,7 @@ from .client import ask
 from .forkserver import ForkServer,enter
 from .preload import freeze
 from .resident import end_with,serve,start_early
-from .options import get_parser
+from .options import get_parser,prove
 from .slurm import check_env,find_task,rank_env
 from ..core.files import whole_file
 from ..core.stacks import answer_asks,catch_crashes,frames_of,preempted_status,report_folder,users_frame
@@ -223,16 +223,9 @@ def _launcher(args, server):
     except KeyboardInterrupt: return 128 + signal.SIGINT
     finally: server.close()
 
-def _prove(args)->int: # Exit status: 0 to go on
-    "Compare the script's first steps with one process"
-    target = args.training_script_args[2:] # after `--worker`
-    cmd = [sys.executable,'-m','learnerdist.verify','--nproc',args.nproc_per_node,'--steps',str(args.verify),*target]
-    status = subprocess.run(cmd).returncode
-    return 0 if status==1 and args.verify_only_warn else status
-
 def _launch(args, task, server):
     freeze()
-    if args.verify and not (task and task.is_rank) and (status := _prove(args)): return status
+    if args.verify and not (task and task.is_rank) and (status := prove(args)): return status
     if not (task and task.is_rank): return _launch_agent(args, None if args.no_fork_server else server)
     os.environ.update({k: str(v) for k,v in rank_env(task).items()})
     if task.n_nodes == 1: os.environ.setdefault('GLOO_SOCKET_IFNAME', loopback())

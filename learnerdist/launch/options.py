@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/02_options.ipynb #op02
-import argparse,os
+import argparse,os,subprocess,sys
 from contextlib import suppress
 
 import learnerdist
@@ -76,3 +76,12 @@ def get_parser()->argparse.ArgumentParser:
     versions = f'learnerdist {learnerdist.__version__}, torch {torch.__version__}'
     res.add_argument('--version', action='version', version=versions, help=no_help)
     return res
+
+# %% ../../nbs/launch/02_options.ipynb #op05v
+def prove(
+    args # Parsed, with the number of processes and `--worker` before the script
+)->int:  # Exit status: 0 to go on
+    "Compare the script's first steps with one process, as `--verify` asks for"
+    cmd = [sys.executable,'-m','learnerdist.verify','--nproc',args.nproc_per_node,'--steps',str(args.verify)]
+    status = subprocess.run([*cmd,*args.training_script_args[2:]]).returncode
+    return 0 if status==1 and args.verify_only_warn else status

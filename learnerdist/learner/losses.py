@@ -129,6 +129,19 @@ def _copied(o):
     try: return copy.deepcopy(o)
     except Exception: return o # it holds tensors of a graph
 
+def as_mean(total, n):
+    "(mean, count) for a loss given as a sum and a count; the mean is 0 if the count is 0"
+    return total/torch.as_tensor(n).to(total).clamp(min=torch.finfo(total.dtype).tiny),n
+
+def weighted(
+    mean, # A loss or a metric: a number or a tensor ()
+    n     # Its weight: a number or a tensor ()
+)->Tensor: # () float64
+    "`mean` times `n`; 0 if `n` is 0, even if the mean is NaN"
+    mean = torch.as_tensor(mean, dtype=torch.double).detach()
+    if not isinstance(n, Tensor): return mean*n if n else torch.zeros_like(mean)
+    return torch.where(n.to(mean.device)==0, 0., mean*n)
+
 def cut(
     b,     # Nested tensors
     n:int, # Number of samples
@@ -264,19 +277,6 @@ def probe_loss(
     with untouched(learn.loss_func):
         try: return probe(learn.loss_func, learn.pred, learn.yb, batch_rows(learn))
         except Exception: return 'other' if vars(learn).get('items') is None else 'items' # such as the loss of a model
-
-def as_mean(total, n):
-    "(mean, count) for a loss given as a sum and a count; the mean is 0 if the count is 0"
-    return total/torch.as_tensor(n).to(total).clamp(min=torch.finfo(total.dtype).tiny),n
-
-def weighted(
-    mean, # A loss or a metric: a number or a tensor ()
-    n     # Its weight: a number or a tensor ()
-)->Tensor: # () float64
-    "`mean` times `n`; 0 if `n` is 0, even if the mean is NaN"
-    mean = torch.as_tensor(mean, dtype=torch.double).detach()
-    if not isinstance(n, Tensor): return mean*n if n else torch.zeros_like(mean)
-    return torch.where(n.to(mean.device)==0, 0., mean*n)
 
 # %% ../../nbs/learner/00_losses.ipynb #0f5e7a11
 def loss_trace(
