@@ -87,11 +87,13 @@ def trained(learn)->dict:
     return res | {f'opt[{i}]': p for i,p in enumerate(others)}
 
 def kept(learn)->dict:
-    "By name, hashes of tensors that callbacks, the loss and modules beside the model keep, but those of our callbacks and of fastai's"
+    "By name, hashes of tensors that callbacks of the script, the loss and modules beside the model keep"
     owners = [(cb.name,cb) for cb in learn.cbs if not type(cb).__module__.startswith(('learnerdist.','fastai.'))]
-    named = {f'{k}.{name}': v for k,o in [*owners,('loss_func',learn.loss_func)] for name,v in getattr(o, '__dict__', {}).items()}
-    named = {k: torch.as_tensor(v) for k,v in named.items() if isinstance(v, Tensor) or type(v).__name__=='ndarray' and v.dtype.kind in 'biuf'}
-    return {k: tensor_hash(_whole(v)).item() for k,v in {**tensors_held(learn), **named}.items()}
+    owners.append(('loss_func',learn.loss_func))
+    found = {f'{k}.{name}': v for k,o in owners for name,v in getattr(o, '__dict__', {}).items()}
+    arrays = {k: torch.tensor(v) for k,v in found.items() if type(v).__name__=='ndarray' and v.dtype.kind in 'biuf'}
+    own = {k: v for k,v in found.items() if isinstance(v, Tensor)}
+    return {k: tensor_hash(_whole(v)).item() for k,v in {**tensors_held(learn), **own, **arrays}.items()}
 
 def silence(model)->list:
     "Set the dropout of all layers of `model` to 0; returns the names of these layers"
@@ -238,9 +240,11 @@ def fit(self:_Catch, learn, *args, **kw):
         learn.fit(*args, **kw)
         learn.remove_cb(limit)
         over = loss_over(learn)
-        record.rec.update(_numbers_of(learn.recorder), kept=kept(learn), loss='samples' if over.of_samples else over.kind)
+        loss = 'samples' if over.of_samples else over.kind
+        record.rec.update(_numbers_of(learn.recorder), kept=kept(learn), loss=loss)
         record.rec['preds'] = record.predictions() if len(loaders_of(learn.dls))>1 else []
-    record.rec['said'] = [*dict.fromkeys(str(o.message) for o in said if str(o.message)[:1]=='[' or str(Path(__file__).parent) in o.filename)]
+    ours = [str(o.message) for o in said if str(o.message)[:1]=='[' or str(Path(__file__).parent) in o.filename]
+    record.rec['said'] = [*dict.fromkeys(ours)]
     raise Recorded(record.rec)
 
 @patch
@@ -253,7 +257,8 @@ def _dtype(learn): return next((str(p.dtype)[6:] for p in get_model(learn.model)
 def _finds_lr(kw): return any(type(o).__name__=='LRFinder' for o in listify(kw.get('cbs')))
 def _numbers_of(recorder):
     names = [o for o in recorder.metric_names if o not in ('epoch','time')]
-    return dict(losses=[_plain(o) for o in recorder.losses], lrs=[_plain(o) for o in recorder.lrs], epochs=[[_plain(o) for o in row] for row in recorder.values], names=names)
+    losses,lrs,*epochs = [[*map(_plain, os)] for os in (recorder.losses,recorder.lrs,*recorder.values)]
+    return dict(losses=losses, lrs=lrs, epochs=epochs, names=names)
 
 def _numbers(b):
     leaves = tree_leaves([list(o) if isinstance(o, (RowList,ByBatch)) else o for o in tree_leaves(b)])

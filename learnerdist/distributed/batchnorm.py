@@ -292,7 +292,8 @@ def sync_batchnorm(
     swapped,left = _swap(model, group)
     keys = [_key(group)]
     _users[keys[0]] += 1
-    if left: warnings.warn(f"[unsynced-batchnorm] BatchNorm not synchronised, as its forward is not torch's or its size is not known yet: {', '.join(left)}")
+    if left: warnings.warn("[unsynced-batchnorm] BatchNorm not synchronised, as its forward is not torch's or its size is not "
+                           f"known yet: {', '.join(left)}")
     def undo():
         "Give back to each layer the class that it had"
         while keys: _users[keys.pop()] -= 1

@@ -72,7 +72,7 @@ current = SimpleNamespace(learn=None, of_loss=()) # The learner within a fit; id
 def average_grads(
     params # The same on every rank, also from a generator; a rank may have no gradient for some
 ):
-    "Average gradients over ranks, weighted by the items of their batches; where no rank has one, there is none. Sync point"
+    "Average gradients over ranks, weighted by the items of their batches; what has none on all stays without. Sync point"
     _average([*params], current.learn)
 
 # %% ../../nbs/distributed/09_replica.ipynb #a9222a73
@@ -175,8 +175,8 @@ class Replica:
         self.kw = {**self.kw, 'find_unused_parameters': True}
         self._wrap()
         more = f' and {len(names)-3} more' if len(names)>3 else ''
-        findings.note('unused-parameters', f"the loss does not depend on {', '.join(names[:3])}{more}: find_unused_parameters=True "
-                      'for this fit. Freeze them with requires_grad_(False) to save its cost')
+        findings.note('unused-parameters', f"the loss does not depend on {', '.join(names[:3])}{more}: this fit has "
+                      'find_unused_parameters=True. Freeze them with requires_grad_(False) to save its cost')
 
     def follow(self, model):
         "Go on with another model, which a callback has put in place of this one. Sync point"

@@ -279,7 +279,7 @@ class SelfCheck:
                      f'on parts of it. {remedy}')
 
 remedy = ('Samples count alike. If it is a mean over other things, say what it counts: give it an attribute n_items, a '
-          'function of (pred, *targs), or let it return (sum, count). If it needs the whole global batch, as contrastive '
+          'function of (pred, *targs), or let it return (sum, count). If it needs the global batch, as contrastive '
           "losses do, let it work on gather_with_grad(pred), and set n_items = 'whole'")
 
 def _versions(learn):

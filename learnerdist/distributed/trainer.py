@@ -21,7 +21,8 @@ from .agreement import Agreement,AgreementEnd,Progress
 from .batchnorm import _local,mute
 from .blocks import shard_options
 from .comm_hooks import check_options,find_hook
-from .comparison import compare_weights,path_of_rank0,same_callbacks,same_data,same_optimizer,same_settings,same_structure,tensor_hash
+from .comparison import compare_weights,path_of_rank0,tensor_hash
+from .comparison import same_callbacks,same_data,same_optimizer,same_settings,same_structure
 from .evaluation import ExactEvaluation,parted
 from .failure import failing_together
 from .findings import Findings
@@ -46,7 +47,7 @@ class DistributedTrainer(Callback):
         split_batches:bool=False, # The loaders' batch size is the global one: each rank takes a W-th of it
         seed:int=None,      # Of shuffling; None: drawn from torch's generator on rank 0
         check_every:int=None, # Compare the ranks' weights every so many steps, and raise where they differ; None: after each epoch
-        checks='warn',      # What a finding of the self-check or the comparison of ranks becomes: 'warn', 'error' (on all ranks), or False: do not look
+        checks='warn',      # What a finding of the self-check or the comparison becomes: 'warn', 'error', or False: none
         comm_hook=None,     # How gradients travel: a name in `comm_hooks`, or as in `register_comm_hook`; None: 'shm' where it can be
         shard=None,         # True: a part of the model on each rank, by FSDP2; or which modules are blocks, see `ShardOptions`
         timeout_s:float=None, # Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
@@ -131,7 +132,8 @@ def deal_out(self:DistributedTrainer, sources=None): # sources: the loaders; Non
     names = ['train','valid'] if not hasattr(dls, 'loaders') else []
     found = sources or [getattr(dls, o) for o in names] or dls.loaders[:]
     self.sources = found
-    if self.findings.mode and not sources and group_size()>1: same_data([o for o in found if not is_split(o)], self.findings)
+    if self.findings.mode and not sources and group_size()>1:
+        same_data([o for o in found if not is_split(o)], self.findings)
     part = (lambda dl, i: parted(dl, group_size(), i==0)) if self.split_batches else lambda dl, i: dl
     self.shares = [dl if dl is None else self.share(part(dl, i), pad=i==0 and 'batch') for i,dl in enumerate(found)]
     for name,dl in zip(names, self.shares): self._set(dls, name, dl)

@@ -148,7 +148,8 @@ def cut(
     i:int, j:int # The first sample, and the end
 ):
     "Some samples of a batch. ValueError if not every leaf is a tensor of `n` rows"
-    if any(not isinstance(o, Tensor) or o.shape[:1]!=(n,) for o in tree_leaves(b)): raise ValueError(f'not every tensor has {n} rows')
+    if any(not isinstance(o, Tensor) or o.shape[:1]!=(n,) for o in tree_leaves(b)):
+        raise ValueError(f'not every tensor has {n} rows')
     return tree_map(lambda o: o[i:j], b)
 
 _tols = {torch.float64: 1e-8, torch.float32: 1e-4}
@@ -157,7 +158,7 @@ def tolerance(*os): # None counts as a float
     return max(_tols.get(o.dtype, .02) if isinstance(o, Tensor) else 1e-6 for o in os)
 
 def follows(
-    whole:tuple, # (loss, items, number) of a batch: items is what the loss is the mean over, if it shows that, else None
+    whole:tuple, # (loss, items, number) of a batch; items: what the loss is the mean over, None if it does not show it
     parts:list,  # The same of its parts
     tol:float    # Relative difference that is rounding
 ):               # 'items', 'samples' (means over them), 'sum', 'other'; None: not known
@@ -166,9 +167,10 @@ def follows(
     def alike(a, b, scale): return abs(a-b)<=tol*max(abs(scale), abs(a), abs(b))
     if items is not None and all(o[1] is not None for o in parts):
         sums,counts = [float(weighted(*o[:2])) for o in parts],[float(o[1]) for o in parts]
-        same = alike(sum(counts), float(items), 0) and alike(sum(sums), float(weighted(loss, items)), sum(map(abs, sums)))
-        return 'items' if same or not loss-loss==0 else 'other'
-    if any(not o[0]-o[0]==0 for o in (whole,*parts)) or all(o[0]==0 for o in (whole,*parts)): return None # not finite; nothing to compare
+        same = alike(sum(sums), float(weighted(loss, items)), sum(map(abs, sums)))
+        return 'items' if same and alike(sum(counts), float(items), 0) or not loss-loss==0 else 'other'
+    values = [o[0] for o in (whole,*parts)]
+    if any(o-o!=0 for o in values) or not any(values): return None # not finite; nothing to compare
     scale = max(abs(o[0]) for o in parts)
     if alike(sum(o[0]*o[2] for o in parts)/sum(ns), loss, scale): return 'samples'
     return 'sum' if alike(sum(o[0] for o in parts), loss, scale) else 'other'
