@@ -41,7 +41,7 @@ class Die(Callback):
 
 def other(folder, kind, cbs, kw):
     "A sharded model, or fastai's Learner: what should be equal"
-    from learnerdist.distributed.divergence import digest
+    from learnerdist.distributed.comparison import digest
     if 'fastai' in kind:
         from fastai.learner import Learner
         from fastai.data.core import DataLoaders

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 from learnerdist.all import (Callback, Checkpoint, DataLoaders, EarlyStoppingCallback, Learner, RankError, Scheduler, TfmdDL)
 from learnerdist.checkpoint.callback_state import load_states,states_of
 from learnerdist.checkpoint.snapshot import read_manifest, snapshots
-from learnerdist.distributed.divergence import digest
+from learnerdist.distributed.comparison import digest
 from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)

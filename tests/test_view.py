@@ -29,7 +29,7 @@ def rank_slow(where, W):
     learn = learner(n=32*W, secs=.05 if where=='data' else 0, cbs=[SlowStep] if where=='step' else [])
     with warnings.catch_warnings(record=True) as found, process_group():
         warnings.simplefilter('always')
-        with learn.no_logging(), learn.distrib_ctx(seed=1, check_data=False): learn.fit(2)
+        with learn.no_logging(), learn.distrib_ctx(seed=1, checks=False): learn.fit(2)
         told = [str(o.message) for o in found if 'the others wait' in str(o.message)]
         return learn.recorder.rank_times,learn.recorder.straggler,told,learn.recorder.times
 

@@ -13,14 +13,11 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
-from torch.compiler import is_compiling
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..core.compat import BatchNorm,batch_norm_backward,check_channels,check_input_dim,update_stats
-from ..core.env import group_rank,group_size
-from ..core.stacks import frames_of_caller,users_frame
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c006
 def _local_stats(x:Tensor)->Tensor:
@@ -61,12 +58,6 @@ def mute(
     "As `muted`, until it is called again"
     global _mute
     _mute = on
-
-def say_batch_dependent(model:nn.Module):
-    "Warn of BatchNorm layers whose results in evaluation depend on which samples share a batch, which differs between numbers of ranks"
-    names = [k or 'the model' for k,m in model.named_modules() if isinstance(m, BatchNorm) and not m.track_running_stats]
-    if names: warnings.warn(f"{', '.join(names)}: BatchNorm without running statistics normalises by the batch at hand in evaluation, too, "
-                            'and ranks evaluate other batches than one process. With track_running_stats=True results do not depend on it')
 
 def is_muted()->bool:
     "Whether this code runs within `muted`"
@@ -240,36 +231,11 @@ def sync_batchnorm(
 ):                   # undo(): each layer gets its own class back; calling it again does nothing
     "Let every BatchNorm layer of `model` train on the statistics of the global batch, until `undo()` is called"
     swapped,left = _swap(model, group)
-    if left: warnings.warn(f"BatchNorm not synchronised, as its forward is not torch's or its size is not known yet: {', '.join(left)}")
+    if left: warnings.warn("[unsynced-batchnorm] BatchNorm not synchronised, as its forward is not torch's or its size is not "
+                           f"known yet: {', '.join(left)}")
     def undo():
         "Give back to each layer the class that it had"
         while swapped:
             m,cls = swapped.pop()
             if isinstance(m, Synced): m.__class__ = cls
     return undo
-
-# %% ../../nbs/distributed/01_batchnorm.ipynb #bnwatch1
-_forward,_watches = getattr(BatchNorm, 'forward', None),[] # _forward: torch's; None if its class is not known
-
-def watch_batchnorm(
-    model, # Its layers are not reported
-):         # undo()
-    "From now on, warn on rank 0 of BatchNorm layers that normalise by this rank's samples, once for each line that calls them"
-    watch = {*model.modules()},set()
-    _watches.append(watch)
-    if _forward: BatchNorm.forward = _watched
-    def undo():
-        _watches[:] = [o for o in _watches if o is not watch]
-        if _forward and not _watches: BatchNorm.forward = _forward
-    return undo
-
-def _watched(self, x):
-    if self.training and not is_compiling() and not group_rank(): _tell_own(self)
-    return _forward(self, x)
-
-def _tell_own(m):
-    line = users_frame(frames_of_caller())
-    if group_size()<2 or any(line in told or m in known and not _local.on for known,told in _watches): return
-    _watches[-1][1].add(line)
-    warnings.warn(f"{type(m).__name__}({m.num_features}) in training mode normalises by this rank's own samples, not those of all ranks, "
-                  f"from {line}. Set its module to eval(), or synchronise it by sync_batchnorm(module), if all ranks call it equally often")

@@ -68,7 +68,7 @@ def check_ddp_options(kw):
     "Raise ValueError for an unknown option, also with one process, where no option has an effect"
     bad = [o for o in kw if o not in ddp_options]
     if not bad: return
-    known = 'cuda_id','sync_bn','split_batches','seed','check_every','check_data','comm_hook','shard','timeout_s'
+    known = 'cuda_id','sync_bn','split_batches','seed','check_every','checks','comm_hook','shard','timeout_s'
     near = [o for k in bad for o in get_close_matches(k, [*known,*ddp_options], 1)]
     hint = f" (did you mean {', '.join(near)}?)" if near else ''
     raise ValueError(f"distrib_ctx got {', '.join(bad)}{hint}; it takes {', '.join(known)}, and DDP's {', '.join(ddp_options)}")

@@ -24,7 +24,6 @@ from ..data.loaders import LoaderWrapper,batch_shape,changed,to_device
 from ..data.rows import (all_layouts,as_batch,as_wholes,cat_rows,flat_lens,is_ragged,layouts,listed,row_kinds,rowless,same_layout,spread,
                          take_rows,to_rows)
 from .batchnorm import _local
-from .divergence import say_loss
 from .gather_rows import gather_all
 from ..learner.callback import Callback,Order
 from ..learner.losses import MeanOver,batch_rows,loader_says,loss_of_batch,loss_over,probe_loss
@@ -237,7 +236,6 @@ def _settle_loss(self:ExactEvaluation, *told):
     kind = kinds.pop() if len(kinds)==1 else 'other' # also if no batch could tell
     replays = kind in ('sum','other') and kept
     self.learn._loss_over = self.learn.loss_func,MeanOver(kind if replays or kind=='items' else 'samples')
-    if kind=='uncut' or kind=='other' and not kept: say_loss(self.learn.loss_func, kind)
 
 def cat_keys(keys:list)->Tensor:
     "The keys of a rank's batches, one int64 tensor for each, as one tensor"

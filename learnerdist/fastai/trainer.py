@@ -32,7 +32,7 @@ from ..distributed.loss_weights import total_losses
 from .loaders import ShareDL,by_batch
 from ..data.distributed_dl import set_epoch
 from ..core.random import seed_streams
-from ..learner.losses import LossTrace,MeanOver,loss_over,loss_trace,mean_over,n_items,weighted
+from ..learner.losses import LossTrace,MeanOver,loss_trace,mean_over,n_items,weighted
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c005
 @patch
@@ -161,7 +161,6 @@ def share(self:DistributedTrainer, dl, pad, **kw):
 # %% ../../nbs/fastai/02_trainer.ipynb #c021
 @patch
 def before_epoch(self:DistributedTrainer): # of `get_preds` and `validate`, too
-    self.own.begin(self.learn)
     self.follow_dls()
     for dl in self.dls.loaders: set_epoch(dl, self.epoch_id)
 
@@ -255,6 +254,7 @@ def _(loss_func:MethodType): # a callback's loss such as MixUp's, a mean over sa
 def before_batch(self:DistributedTrainer):
     self.counted = not self.training
     self.weights.begin_batch()
+    self.self_check.note()
     if not self.training or self.replica is None: return
     acc = self._accumulation()
     self.weights.with_rows = acc is not None
@@ -275,7 +275,7 @@ def before_backward(self:DistributedTrainer):
 @patch
 def after_loss(self:DistributedTrainer):
     if self.trace is not None: # what is the loss the mean over? If it does not show, the next batches are not observed
-        self.learn.items = self.end_trace().items(self.learn.loss_grad, self.learn.iter==0 and loss_over(self.learn).kind=='unknown')
+        self.learn.items = self.end_trace().items(self.learn.loss_grad)
         self.watches = self.learn.items is not None
     core.DistributedTrainer.after_loss(self)
     self.has_loss = True

@@ -13,7 +13,7 @@ from typing import Callable
 from ..core.stacks import frames_of,preempted_status,report_folder,users_frame
 from .forkserver import ForkServer,enter,freeze,serve
 from .network import choose_addresses,loopback
-from .options import check_numbers,get_parser,guess
+from .options import check_numbers,get_parser,guess,prove
 from .processes import begin_rank,call_on_ranks,check_call,check_guard,main_of_call,share_of_cores
 from .slurm import check_env,find_task,rank_env
 from .watch import leave_report,say
@@ -247,6 +247,7 @@ def _start_early(server, args):
 
 def _launch(args, task, server):
     freeze()
+    if args.verify and not (task and task.is_rank) and (status := prove(args)): return status
     if not (task and task.is_rank):
         from learnerdist.launch.agent import launch # imports torch
         return launch(args, None if args.no_fork_server else server)

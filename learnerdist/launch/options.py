@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/02_options.ipynb #op02
-import argparse,os
+import argparse,os,subprocess,sys
 from contextlib import suppress
 
 import learnerdist
@@ -48,12 +48,14 @@ _about = """Run a script or a module on several processes
   --no-fork-server
                   Start each rank anew, and not as a fork of a process that has imported what the script imports first
   --verbose       Print each rank's traceback; else the report at the end says in which file they are
+  --verify STEPS  First compare so many steps with one process, as learnerdist.verify does; train if they are the same
+  --verify-only-warn  Train also if they differ
   --version       Versions of learnerdist and torch
 
 torchrun's options follow."""
 
 def get_parser()->argparse.ArgumentParser:
-    "torchrun's parser with `--nproc`, `--gpus`, `--wait`, `--on-failure`, `--no-fork-server` and `--version`"
+    "torchrun's parser with our options: `--nproc`, `--gpus`, `--wait`, `--on-failure`, `--verify` and their kin"
     import torch
     from torch.distributed.run import get_args_parser
     res,no_help = get_args_parser(),argparse.SUPPRESS # ours are explained at the beginning
@@ -67,6 +69,8 @@ def get_parser()->argparse.ArgumentParser:
     res.add_argument('--on-failure', choices=('restart','shrink'), default='restart', help=no_help)
     res.add_argument('--verbose', action='store_true', help=no_help)
     res.add_argument('--no-fork-server', action='store_true', help=no_help)
+    res.add_argument('--verify', type=_count, help=no_help)
+    res.add_argument('--verify-only-warn', action='store_true', help=no_help)
     versions = f'learnerdist {learnerdist.__version__}, torch {torch.__version__}'
     res.add_argument('--version', action='version', version=versions, help=no_help)
     return res
@@ -82,6 +86,15 @@ def check_numbers(
     if args.master_port is not None and not 0 <= int(args.master_port) < 1<<16:
         raise ValueError(f'--master-port {args.master_port}: give a port, 0 to 65535')
     if args.log_dir: os.makedirs(args.log_dir, exist_ok=True)
+
+# %% ../../nbs/launch/02_options.ipynb #op05v
+def prove(
+    args # Parsed, with the number of processes and `--worker` before the script
+)->int:  # Exit status: 0 to go on
+    "Compare the script's first steps with one process, as `--verify` asks for"
+    cmd = [sys.executable,'-m','learnerdist.verify','--nproc',args.nproc_per_node,'--steps',str(args.verify)]
+    status = subprocess.run([*cmd,*args.training_script_args[2:]]).returncode
+    return 0 if status==1 and args.verify_only_warn else status
 
 # %% ../../nbs/launch/02_options.ipynb #cl04
 def guess(
