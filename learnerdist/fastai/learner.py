@@ -33,7 +33,7 @@ from ..core.deferred import fill_in
 from ..core.shards import come_together,has_parts,load_model,load_opt
 from ..core import env
 from ..core.env import default_device,group_rank,group_size
-from .evaluation import Evaluation,stored_alone
+from .evaluation import Evaluation,stored,stored_alone
 from .loaders import _Share,shallow,undealt
 from .quick import ShortBatches,short_ways
 from .trainer import DistributedTrainer,OfRank0,parts
@@ -94,11 +94,12 @@ class _Base(ShortBatches, Learner):
         reorder = reorder and isinstance(dl, DataLoader) and dl.indexed and not isinstance(dl, LMDataLoader) # a stream is in order
         dl = trainer.in_one_order(dl) if reorder else dl
         if group_size()<2 or trainer.alone: return stored_alone(get(dl=dl, reorder=reorder, act=act), gather, names)
-        idxs = dl.get_idxs() if reorder and dl.bs is not None and not kwargs.get('concat_dim') else None
-        of_batch,act = (act or getcallable(self.loss_func, 'activation'),noop) if isinstance(gather, Path) else (None,act)
-        by_batch = trainer.in_batches(not {*kwargs}&{'save_preds','save_targs'}) # files are those of global batches
-        with by_batch,next(o for o in self.cbs if isinstance(o, Evaluation)).predicts(gather, of_batch, idxs):
-            res = get(dl=dl, reorder=reorder and idxs is None, act=act)
+        in_order = not reorder or [*(idxs := dl.get_idxs())]==[*range(len(idxs))]
+        reorder,files = reorder and not in_order,isinstance(gather, Path) and in_order
+        of_batch,act = (act or getcallable(self.loss_func, 'activation'),noop) if files else (None,act)
+        with next(o for o in self.cbs if isinstance(o, Evaluation)).predicts('all' if isinstance(gather, Path) and not files else gather, of_batch):
+            res = get(dl=dl, reorder=reorder, act=act)
+        if isinstance(gather, Path) and not files: return stored(res, gather, names)
         return (None,)*len(names) if gather=='rank0' and group_rank() else res
 
     def lr_find(self, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True, show_plot=True, *args, **kwargs):
@@ -106,14 +107,6 @@ class _Base(ShortBatches, Learner):
         res = super().lr_find(start_lr, end_lr, num_it, stop_div, show_plot and group_rank()==0, *args, **kwargs)
         if not self.distributed_trainer.alone: distrib_barrier() # every rank has removed its temporary folder
         return res
-
-@patch
-@contextmanager
-def in_batches(self:DistributedTrainer, on):
-    "Within the body, ranks evaluate whole batches of one process, if `on`: what they predict does not depend on how samples are dealt"
-    old,self.by_batch = self.by_batch,on
-    try: yield
-    finally: self.by_batch = old
 
 @patch
 def in_one_order(self:DistributedTrainer, dl):

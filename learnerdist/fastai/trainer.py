@@ -30,7 +30,7 @@ from ..data.loaders import find_bs
 from ..core.env import group_rank,group_size
 from ..distributed.evaluation import ExactEvaluation
 from ..distributed.loss_weights import total_losses
-from .loaders import ShareDL,by_batch
+from .loaders import ShareDL
 from .quick import may_change,short_way,take
 from ..data.distributed_dl import set_epoch
 from ..core.random import seed_streams
@@ -101,7 +101,7 @@ class DistributedTrainer(core.DistributedTrainer):
         self.plain,self.asked = None,{} # asked: from an event of a batch to the callbacks, their orders, and which have no handler
         self.trained,self.looping,self.alone,self.saved,self.steps,self.counted,self.rank0s = False,False,False,None,[],True,[]
         self.watches,self.trace = False,None # whether, and by what, the model and the loss are observed
-        self.by_batch,self.seen = False,None # whether evaluation deals out whole batches; within a loop, what `ShortBatches` has found
+        self.seen = None # within a loop, what `ShortBatches` has found
 
     def after_pred(self): self.unswap()
     def tell(self, cb, event):
@@ -173,8 +173,7 @@ def share(self:DistributedTrainer, dl, pad, **kw):
     "This rank's shard of a loader; a list of batches, and a loader that is sharded already, are left alone"
     if isinstance(dl, (list,tuple,L)): return dl
     if getattr(dl, 'by_hand', False) and (dl.rank,dl.world_size)==(group_rank(),group_size()): dl = dl.source
-    if not pad and isinstance(dl, DataLoader) and dl.drop_last: dl = dl.new(drop_last=False)
-    if self.by_batch and not pad: dl = by_batch(dl)
+    if not pad: return ShareDL.by_batch(dl, group_rank(), group_size(), self.seed)
     return ShareDL.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c021
