@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest,torch
 from torch import nn
 from learnerdist.core import compat
-from learnerdist.data.rows import RowList
+from learnerdist.data.rows import Samples
 from learnerdist.data.rows import row_columns
 from learnerdist.distributed.gather_rows import _meta
 
@@ -110,8 +110,8 @@ def test_a_torch_without_these_names_trains(tmp_path):
     assert got==pytest.approx(weights, abs=1e-9) and got_preds==pytest.approx(preds, abs=1e-9)
 
 def test_fallbacks_of_trees():
-    b = (1, {'x': [2, Row(3, 4)], 'y': (5,)}, [], OrderedDict(z=RowList([6, 7])))
-    assert compat._leaves(b)==compat.tree_leaves(b)==[1, 2, 3, 4, 5, RowList([6, 7])]
+    b = (1, {'x': [2, Row(3, 4)], 'y': (5,)}, [], OrderedDict(z=Samples([6, 7])))
+    assert compat._leaves(b)==compat.tree_leaves(b)==[1, 2, 3, 4, 5, Samples([6, 7])]
     leaves,spec = compat._flatten(b)
     assert compat._unflatten(leaves, spec)==b and compat._map(str, b)==compat.tree_map(str, b)
     assert compat._leaves(b, is_leaf=lambda o: isinstance(o, dict))==compat.tree_leaves(b, is_leaf=lambda o: isinstance(o, dict))

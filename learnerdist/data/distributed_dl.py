@@ -133,7 +133,7 @@ class Dealer:
     def shard(self, dl):
         "A copy of `dl` that reads this rank's samples"
         return reindexed(dl, self)
-    n_read = property(lambda self: int(self._n_read), doc="How many items all ranks together have been dealt, once this rank has read its last")
+    n_read = property(lambda self: int(self._n_read), doc="How many items there are for all ranks, once this rank has read its last")
 
 class BatchDealer(Dealer):
     "Deals the batches of a loader as they are in one process, for evaluation: batch k goes to rank k % W"
@@ -242,7 +242,7 @@ def whole_batches(
     dl,                # The user's loader; it is not changed
     dealer:BatchDealer # Says which batches are this rank's
 ):
-    "A loader of the rank's batches. Unless a function is registered that reads less, it reads all of `dl` and leaves out others' batches"
+    "A loader of the rank's batches. Unless a function is registered that reads less, it reads all and leaves out others' batches"
     known = reindexed.dispatch(type(dl)) is not reindexed.dispatch(object)
     return EveryNth(reindexed(dl, dealer.alone()) if known else dl, dealer)
 
@@ -302,7 +302,7 @@ class DistributedDL(LoaderWrapper):
     def by_batch(cls,
         dl,                 # Any loader; it is not changed
         rank, world_size, seed=0): # As in `DistributedDL`
-        "For evaluation: the batches `rank`, `rank+world_size`, … of any loader, as one process reads them; `dl` itself if it is already split"
+        "For evaluation: the batches `rank`, `rank+world_size`, … of any loader; `dl` itself if it is already split"
         return dl if is_split(dl) else cls.__new__(cls)._split(dl, BatchDealer(rank, world_size, seed))
     def new(self,
         dataset=None,       # Another data set; None: the same

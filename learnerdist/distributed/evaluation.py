@@ -9,7 +9,6 @@ __all__ = []
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from fastcore.basics import patch
 from torch.utils.data import DataLoader,DistributedSampler
 
@@ -139,8 +138,9 @@ def _check(self:ExactEvaluation):
     told = gather_objects((self.n_begun,dealer.n_read if known else None,self.stopped))
     ns,totals,stopped = zip(*told)
     if any(stopped) or not known or {*totals}=={sum(ns)}: return
-    raise RuntimeError(f'the ranks have evaluated {" + ".join(map(str, ns))} batches of a loader ({type(self.dl.source).__name__}) in which they have '
-                       f'found {", ".join(map(str, totals))}: it does not read the same on each rank, or its length is wrong')
+    seen,found = [', '.join(map(str, o)) for o in (ns, totals)]
+    raise RuntimeError(f'the ranks have evaluated {seen} batches, {sum(ns)} in all, of a {type(self.dl.source).__name__} in which they '
+                       f'have counted {found}: it does not read the same on each rank')
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c024
 @patch

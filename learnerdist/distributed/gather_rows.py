@@ -142,7 +142,8 @@ def _pickled(own, ks, dst):
     if group_size()<2: return own
     sent = gather_rows(torch.frombuffer(bytearray(pickle.dumps([*zip(ks, own)])), dtype=torch.uint8), dst)
     of_batch = {}
-    for k,o in sorted((o for t in sent or () for o in pickle.loads(t.numpy().tobytes())), key=lambda o: o[0]): of_batch.setdefault(k, []).append(o)
+    found = [o for t in sent or () for o in pickle.loads(t.numpy().tobytes())]
+    for k,o in sorted(found, key=lambda o: o[0]): of_batch.setdefault(k, []).append(o)
     return [taking_turns(os) for os in of_batch.values()]
 
 def taking_turns(

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from fastai.callback.core import Callback,GatherPredsCallback
+from fastai.callback.core import GatherPredsCallback
 from fastai.learner import AvgLoss,AvgMetric,Metric,ValueMetric
 from fastai.metrics import AccumMetric,CorpusBLEUMetric,Dice,DiceMulti,LossMetric
 from fastcore.basics import detuplify,patch
@@ -20,7 +20,6 @@ from torch import Tensor
 from ..core.compat import tree_leaves,tree_map
 from ..core.collectives import distrib_barrier
 from ..core.env import group_rank
-from ..data.loaders import find_bs
 from ..data.stored_rows import store_batches
 from ..distributed.evaluation import ExactEvaluation,is_share
 from ..distributed.gather_rows import gather_batches,storage

@@ -94,12 +94,12 @@ class _Base(ShortBatches, Learner):
         reorder = reorder and isinstance(dl, DataLoader) and dl.indexed and not isinstance(dl, LMDataLoader) # a stream is in order
         dl = trainer.in_one_order(dl) if reorder else dl
         if group_size()<2 or trainer.alone: return stored_alone(get(dl=dl, reorder=reorder, act=act), gather, names)
-        in_order = not reorder or [*(idxs := dl.get_idxs())]==[*range(len(idxs))]
-        reorder,files = reorder and not in_order,isinstance(gather, Path) and in_order
-        of_batch,act = (act or getcallable(self.loss_func, 'activation'),noop) if files else (None,act)
-        with next(o for o in self.cbs if isinstance(o, Evaluation)).predicts('all' if isinstance(gather, Path) and not files else gather, of_batch):
+        reorder = reorder and [*(idxs := dl.get_idxs())]!=[*range(len(idxs))]
+        late = isinstance(gather, Path) and reorder # files are written when the rows are in order
+        of_batch,act = (act or getcallable(self.loss_func, 'activation'),noop) if isinstance(gather, Path) and not late else (None,act)
+        with next(o for o in self.cbs if isinstance(o, Evaluation)).predicts('all' if late else gather, of_batch):
             res = get(dl=dl, reorder=reorder, act=act)
-        if isinstance(gather, Path) and not files: return stored(res, gather, names)
+        if late: return stored(res, gather, names)
         return (None,)*len(names) if gather=='rank0' and group_rank() else res
 
     def lr_find(self, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True, show_plot=True, *args, **kwargs):

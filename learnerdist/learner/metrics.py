@@ -230,7 +230,7 @@ class Batches: "Of any other metric: it gets the batches of all ranks, in their 
 def reduction(
     m # A metric, or a callback that gathers predictions
 ):
-    "How the states of `m` on several ranks become that of one process: `Sums`, `Rows`, a list of both, or `Batches`. Register your own classes"
+    "How states of `m` on several ranks become one: `Sums`, `Rows`, a list of these, or `Batches`. Register your own classes"
     return Batches()
 
 def reductions(

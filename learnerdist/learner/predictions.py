@@ -188,7 +188,7 @@ def predict(self:Learner,
     for f in getattr(dl, 'after_batch', ()): b = f(b)
     if not isinstance(b, (list,tuple)): b = [b]
     preds,_ = self.get_preds(dl=Unshared(b), act=act, reorder=False)
-    return tree_map(lambda o: o[0], preds)
+    return tree_map(lambda o: o[0] if len(o)==1 else o, preds) # a sample may have no row of its own
 
 # %% ../../nbs/learner/10_predictions.ipynb #prd21
 @patch
