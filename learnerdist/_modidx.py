@@ -2503,6 +2503,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                             'learnerdist.fastai.loaders._': ('fastai/loaders.html#_', 'learnerdist/fastai/loaders.py'),
                                             'learnerdist.fastai.loaders._Batches': ( 'fastai/loaders.html#_batches',
                                                                                      'learnerdist/fastai/loaders.py'),
+                                            'learnerdist.fastai.loaders._Batches.__init__': ( 'fastai/loaders.html#_batches.__init__',
+                                                                                              'learnerdist/fastai/loaders.py'),
                                             'learnerdist.fastai.loaders._Batches.__iter__': ( 'fastai/loaders.html#_batches.__iter__',
                                                                                               'learnerdist/fastai/loaders.py'),
                                             'learnerdist.fastai.loaders._Batches.__len__': ( 'fastai/loaders.html#_batches.__len__',

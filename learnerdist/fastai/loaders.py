@@ -100,12 +100,14 @@ def _of_stream(dl, dealer):
 def _(dl:DataLoader): return dl.new(shuffle=False, drop_last=False)
 
 # %% ../../nbs/fastai/00_loaders.ipynb #bybatch1
-class _Batches(_Indices):
+class _Batches:
     "The batches of indices that `dl` reads"
+    read_ahead = sys.maxsize
+    def __init__(self, dl, dealer): self.indices,self.bs,self.drop_last = _Indices(dl, dealer),dl.bs,dl.drop_last
     def __iter__(self):
-        idxs,bs = list(super().__iter__()),self.dl.bs
-        return iter([idxs[i:i+bs] for i in range(0, len(self)*bs, bs)])
-    def __len__(self): return batch_count(super().__len__(), self.dl.bs, self.dl.drop_last)
+        idxs,bs = list(self.indices),self.bs
+        return iter([idxs[i:i+bs] for i in range(0, batch_count(len(idxs), bs, self.drop_last)*bs, bs)])
+    def __len__(self): return batch_count(len(self.indices), self.bs, self.drop_last)
 
 class _OneAfterAnother:
     "The samples of a rank's batches"
@@ -121,7 +123,8 @@ def _(dl:DataLoader, dealer):
     if own or not dl.indexed: return EveryNth(reindexed(dl, dealer.alone()), dealer)
     if dl.bs is None: return reindexed(dl, dealer) # the data set's items are batches
     batches = _Batches(shallow(dl), dealer)
-    n = sum(min(dl.bs, _Indices.__len__(batches)-i*dl.bs) for i in range(dealer.rank, len(batches), dealer.world_size))
+    total = len(batches.indices)
+    n = sum(min(dl.bs, total-i*dl.bs) for i in range(dealer.rank, len(batches), dealer.world_size))
     return _reading(shallow(dl), _OneAfterAnother(dealer.drawn(batches, unit='batch'), n))
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c013
