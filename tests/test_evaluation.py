@@ -253,7 +253,7 @@ def own_batch(ctx, dtype):
     "A model that depends on who shares a batch, a loss that is a sum, metrics that are no means"
     torch.manual_seed(0)
     x,y = xy(13)
-    dl = TfmdDL(TensorDataset(x.to(dtype), y), 4)
+    dl = TfmdDL(TensorDataset(x.to(dtype), y), 5)
     model = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 4)).to(dtype)
     learn = Learner(DataLoaders(dl, dl), model, nn.CrossEntropyLoss(reduction='sum'), metrics=[root, accuracy, AccumMetric(root)])
     with ctx(learn): learn.validate()
@@ -338,7 +338,8 @@ def rank_parts():
     "What each rank's share of a loader says of itself, with a batch size that `split_batches` divides"
     with process_group():
         learn = make(TfmdDL(KeyedXY(13), 4), n_train=16)
-        with learn.distrib_ctx(seed=1, split_batches=True): return len(learn.dls.valid),[len(b[0]) for b in learn.dls.valid],learn.validate(0)
+        with learn.distrib_ctx(seed=1, split_batches=True):
+            return len(learn.dls.valid),[len(b[0]) for b in learn.dls.valid],learn.validate(0)
 
 def test_a_rank_evaluates_batches_of_the_loaders_own_size():
     want = make(TfmdDL(KeyedXY(13), 4), n_train=16).validate(0)

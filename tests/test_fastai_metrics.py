@@ -176,7 +176,7 @@ def test_functions_that_are_no_means_over_samples():
 
 def batch_norm(W, rank):
     "In float32: BatchNorm without running statistics, a loss that is a sum; predictions and inputs"
-    learn = own_size(make(W, rank, n_valid=37, metrics=[f1], dtype=torch.float32, loss=nn.CrossEntropyLoss(reduction='sum')))
+    learn = own_size(make(W, rank, n_valid=38, metrics=[f1], dtype=torch.float32, loss=nn.CrossEntropyLoss(reduction='sum')))
     learn.model = nn.Sequential(nn.BatchNorm1d(8, track_running_stats=False), learn.model)
     with ctx(learn, W): return floats(learn.validate()),[o.double() for o in learn.get_preds(with_input=True)]
 
