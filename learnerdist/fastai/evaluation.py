@@ -127,7 +127,8 @@ class Evaluation(ExactEvaluation):
 
     def before_train(self):
         self._start()
-        self.run_train = self.train_metrics = bool(self._mets())
+        rec = getattr(self.learn, 'recorder', None)
+        self.run_train = self.train_metrics = rec in self.learn.cbs and bool(rec.train_metrics)
         self.files = []
 
     def before_batch(self):
