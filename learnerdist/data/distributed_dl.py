@@ -133,7 +133,8 @@ class Dealer:
     def shard(self, dl):
         "A copy of `dl` that reads this rank's samples"
         return reindexed(dl, self)
-    n_read = property(lambda self: int(self._n_read), doc="How many items there are for all ranks, once this rank has read its last")
+    n_read = property(lambda self: int(self._n_read),
+        doc="How many items there are for all ranks, once this rank has read its last")
 
 class BatchDealer(Dealer):
     "Deals the batches of a loader as they are in one process, for evaluation: batch k goes to rank k % W"
@@ -242,7 +243,7 @@ def whole_batches(
     dl,                # The user's loader; it is not changed
     dealer:BatchDealer # Says which batches are this rank's
 ):
-    "A loader of the rank's batches. Unless a function is registered that reads less, it reads all and leaves out others' batches"
+    "A loader of the rank's batches. Without a function for its kind it reads all, and leaves out others' batches"
     known = reindexed.dispatch(type(dl)) is not reindexed.dispatch(object)
     return EveryNth(reindexed(dl, dealer.alone()) if known else dl, dealer)
 
@@ -250,7 +251,8 @@ def whole_batches(
 def _(dl:DataLoader, dealer):
     if isinstance(dl.dataset, IterableDataset): return whole_batches.dispatch(object)(dl, dealer)
     new,name = copy.copy(dl),'sampler' if dl.batch_sampler is None else 'batch_sampler'
-    vars(new).update(no_iterator, generator=dealer.generator(dl.generator), **{name: dealer.drawn(getattr(dl, name), unit='batch')})
+    order = dealer.drawn(getattr(dl, name), unit='batch')
+    vars(new).update(no_iterator, generator=dealer.generator(dl.generator), **{name: order})
     return new
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c022

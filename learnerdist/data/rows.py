@@ -78,10 +78,10 @@ def join_leaf(
     os:list, # Of one leaf, its parts in each batch
     ns:list  # The number of samples in each batch
 ):
-    "One tensor, if they fit; else `Samples`: a list with an entry for each sample, if they have them, else for each batch"
+    "One tensor, if they fit; else `Samples`: an entry for each sample, if they have rows for samples, or for each batch"
     if dense_kind(os) is not None: return torch.cat(os) if len(os)>1 else os[0]
-    if all(isinstance(o, Samples) or _is_rows(o, n) for o,n in zip(os, ns)): return Samples([row for o in os for row in o])
-    return Samples(os)
+    of_samples = all(isinstance(o, Samples) or _is_rows(o, n) for o,n in zip(os, ns))
+    return Samples(row for o in os for row in o) if of_samples else Samples(os)
 
 def join_batches(
     bs:list, # From `as_samples`
@@ -93,7 +93,7 @@ def join_batches(
     return tree_unflatten([join_leaf(o, ns) for o in cols], spec)
 
 # %% ../../nbs/data/02_rows.ipynb #c006
-# Kinds of leaves: one row for each sample; several rows for each; a list of samples; one value for all samples; no recognisable rows
+# Kinds of leaves: a row for each sample; several rows for each; a list of samples; one value for all; no recognisable rows
 _each,_flat,_list,_once,_whole = range(5)
 
 def _kind(o, n):
@@ -128,7 +128,8 @@ def row_kinds(
 
 def batch_leaves(b, n):
     "The leaves of a batch, also those in a mapping that torch does not know"
-    for o in tree_leaves(b, is_leaf=partial(is_samples, n=n)): yield from batch_leaves(dict(o), n) if isinstance(o, Mapping) else [o]
+    for o in tree_leaves(b, is_leaf=partial(is_samples, n=n)):
+        yield from batch_leaves(dict(o), n) if isinstance(o, Mapping) else [o]
 
 def columns(
     b,    # `learn.xb` or `learn.yb`

@@ -28,7 +28,7 @@ from ..learner.predictions import GatherPreds,has_result
 def evaluated(
     dl # A loader, or a rank's shard of one
 ):
-    "The loader of one process behind `dl`; a rank's share of whole batches, and a loader that its user has split, as they are"
+    "The loader of one process behind `dl`; a share of whole batches, and a loader that its user has split, as they are"
     if isinstance(dl, DistributedDL) and not isinstance(dl.dealer, BatchDealer): dl = dl.source
     if isinstance(dl, DataLoader) and isinstance(dl.sampler, DistributedSampler): return in_order(dl)
     return getattr(dl, 'undivided', dl)
@@ -59,7 +59,8 @@ class ExactEvaluation(Callback):
     def before_validate(self): self._start()
     def _start(self):
         self.n_begun,self.stopped = 0,False # batches of this rank; whether a callback has cancelled the loop
-        self.lists,self.batches = None,{}   # lists: (object, attribute, the number of the batch of each entry); batches: for `Batches`
+        self.lists = None # (object, attribute, the number of the batch of each entry)
+        self.batches = {} # for metrics whose reduction is `Batches`
 
     def before_batch(self):
         if self.lists: self._note()
@@ -94,7 +95,8 @@ class ExactEvaluation(Callback):
         "The number of this rank's batch `i` among those of all ranks"
         dealer = getattr(self.dl, 'dealer', None)
         if dealer is None: return (group_rank()<<32)+i # split by the user: rank after rank
-        return i*dealer.world_size+dealer.rank if dealer.unit=='batch' else i # of rows that are dealt, each rank has some of each batch
+        whole = dealer.unit=='batch' # else each rank has rows of each batch
+        return i*dealer.world_size+dealer.rank if whole else i
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c021
 @patch
@@ -139,8 +141,9 @@ def _check(self:ExactEvaluation):
     ns,totals,stopped = zip(*told)
     if any(stopped) or not known or {*totals}=={sum(ns)}: return
     seen,found = [', '.join(map(str, o)) for o in (ns, totals)]
-    raise RuntimeError(f'the ranks have evaluated {seen} batches, {sum(ns)} in all, of a {type(self.dl.source).__name__} in which they '
-                       f'have counted {found}: it does not read the same on each rank')
+    kind = type(self.dl.source).__name__
+    raise RuntimeError(f'the ranks have evaluated {seen} batches, {sum(ns)} in all, of a {kind} in which they have counted {found}: '
+                       'it does not read the same on each rank')
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c024
 @patch
@@ -152,7 +155,8 @@ def _gather(self:ExactEvaluation, m, red):
     with storage(self.learn.distributed_trainer.links, folder) as make:
         for obj,name,ks in self.lists:
             if obj is not red.obj: continue
-            found[name] = gather_batches(getattr(obj, name), ks, getattr(m, 'ns', None), dst, make, name, folder is not None)
+            kept,ns = getattr(obj, name),getattr(m, 'ns', None)
+            found[name] = gather_batches(kept, ks, ns, dst, make, name, folder is not None)
     for name,got in found.items(): setattr(red.obj, name, self.as_kept(m, name, got))
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c026
@@ -162,8 +166,8 @@ _of_batch = 'xb','yb','pred','loss'
 def _keep(self:ExactEvaluation):
     "Keep this batch for metrics that take batches"
     learn = self.learn
-    kept = {k: to_cpu(to_detach(getattr(learn, k, None))) for k in _of_batch}
-    self.batches[self.n_begun-1] = dict(kept, items=vars(learn).get('items'), n_rows=batch_rows(learn), iter=self.number(self.n_begun-1))
+    i,kept = self.n_begun-1,{k: to_cpu(to_detach(getattr(learn, k, None))) for k in _of_batch}
+    self.batches[i] = dict(kept, items=vars(learn).get('items'), n_rows=batch_rows(learn), iter=self.number(i))
 
 @patch
 def _feed(self:ExactEvaluation, mets):

@@ -53,16 +53,20 @@ def row_places(
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gath1
 class Gathered:
-    "What all ranks have of each batch, in the order of the batches. Read it when what they have is stored, see `storage`"
-    def __init__(self, told, leaves, lens): # leaves: `StoredRows`, tensors, or lists; lens: the rows of each batch, None for a list
+    "What all ranks have of each batch, in the order of the batches. Read it after the body of `storage`"
+    def __init__(self,
+        told:list,   # What each rank has, see `_described`
+        leaves:list, # `StoredRows`, tensors, or lists
+        lens:list    # Of each leaf the rows of each batch; None for a list
+    ):
         self.leaves,self.lens,first = leaves,lens,next(o for o in told if o['ks'])
         self.spec,self.classes = tree_flatten(first['template'])[1],[kind and kind[2] for kind in first['kinds']]
         self.ns = {}
         for k,n in sorted(o for t in told if t['ks'] for o in zip(t['ks'], t['ns'])): self.ns[k] = self.ns.get(k, 0)+n
     def _read(self):
-        found = [(o.read().as_subclass(cls) if isinstance(o, StoredRows) else o) for o,cls in zip(self.leaves, self.classes)]
-        self.leaves = found # once
-        return found
+        for i,o in enumerate(self.leaves):
+            if isinstance(o, StoredRows): self.leaves[i] = o.read().as_subclass(self.classes[i]) # once
+        return self.leaves
     def is_dense(self)->bool:
         "Whether every leaf is one tensor"
         return None not in self.lens
@@ -100,7 +104,8 @@ def gather_batches(
     for i,(own,leaf) in enumerate(zip(cols, leaf_names(first['template'], name))):
         kinds = {o['kinds'][i] for o in told if o['ks']}
         dense = len(kinds)==1 and None not in kinds
-        if in_files and not dense and not group_rank(): warnings.warn(f'{leaf}: rows of different shapes fit no file: {_in_memory}')
+        if in_files and not dense and not group_rank():
+            warnings.warn(f'{leaf}: rows of different shapes fit no file: {_in_memory}')
         got,n = _dense(own, told, i, dst, make, leaf) if dense else (_pickled(own, ks, dst),None)
         leaves.append(got)
         lens.append(n)

@@ -35,8 +35,9 @@ def _(m:Metric):
     cls = type(m)
     if isinstance(m, ValueMetric): return Sums(m) # a number that other code computes
     if cls.accumulate in _sums: return Sums(m, *_sums[cls.accumulate])
-    rows = isinstance(m, AccumMetric) and cls.accumulate is AccumMetric.accumulate and cls.accum_values is AccumMetric.accum_values
-    return Rows(m, 'preds','targs') if rows else Batches()
+    if not isinstance(m, AccumMetric): return Batches()
+    own = [getattr(cls, k) is getattr(AccumMetric, k) for k in ('accumulate','accum_values')]
+    return Rows(m, 'preds','targs') if all(own) else Batches()
 
 @reduction.register
 def _(m:GatherPredsCallback):
@@ -60,7 +61,7 @@ class BatchFiles:
         "On rank 0, write the batches in `preds` and `targs`, one file for each"
         for k,folder in self.folders.items():
             for i,b in enumerate(getattr(self, k) if group_rank()==0 else []):
-                own = tree_map(lambda o: o.clone() if isinstance(o, Tensor) else o, b) # a part of a tensor would be written with all of it
+                own = tree_map(lambda o: o.clone() if isinstance(o, Tensor) else o, b) # not all of which it is a part
                 torch.save(own, folder/str(i), pickle_protocol=self.cb.pickle_protocol)
         self.cb.save_preds,self.cb.save_targs = self.folders.get('preds'),self.folders.get('targs')
 
@@ -136,7 +137,7 @@ class Evaluation(ExactEvaluation):
         super().before_batch()
     def after_batch(self):
         super().after_batch()
-        if self.training: self.learn.recorder.train_metrics = not self.learn.repeated # the Recorder hears of this event later
+        if self.training: self.learn.recorder.train_metrics = not self.learn.repeated # which it reads later in this event
         for o in self.files: o.keep(self.learn)
 
     def after_train(self):

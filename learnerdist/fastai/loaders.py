@@ -176,7 +176,9 @@ class _Rows(_Streams):
     def __iter__(self):
         d,bs = self.dealer,self.dl.bs
         return (i for i in super().__iter__() if i%bs%d.world_size==d.rank)
-    def __len__(self): return self.dl.n//self.dl.bs*share_len(self.dl.bs, self.dealer.rank, self.dealer.world_size, False)
+    def __len__(self):
+        d,bs = self.dealer,self.dl.bs
+        return self.dl.n//bs*share_len(bs, d.rank, d.world_size, False)
 
 @whole_batches.register
 def _(dl:LMDataLoader, dealer): # a model keeps its state from batch to batch

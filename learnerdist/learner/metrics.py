@@ -220,7 +220,7 @@ class Sums:
     def __init__(self, obj, *names): self.obj,self.names = obj,names
 
 class Rows:
-    "The state is these attributes of `obj`, lists with an entry for each batch; they are put together in the order of the batches"
+    "The state is these attributes of `obj`, lists with an entry for each batch, which are put together in order"
     def __init__(self, obj, *names): self.obj,self.names = obj,names
 
 class Batches: "Of any other metric: it gets the batches of all ranks, in their order, at the end of the loop"
@@ -230,7 +230,7 @@ class Batches: "Of any other metric: it gets the batches of all ranks, in their 
 def reduction(
     m # A metric, or a callback that gathers predictions
 ):
-    "How states of `m` on several ranks become one: `Sums`, `Rows`, a list of these, or `Batches`. Register your own classes"
+    "How states of ranks become one: `Sums`, `Rows`, a list of these, or `Batches`. Register your own classes"
     return Batches()
 
 def reductions(

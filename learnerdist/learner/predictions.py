@@ -109,7 +109,7 @@ def get_preds(self:Learner,
     reorder:bool=True,       # True: in the order of the data set; False: in the order of the loader
     gather='all',            # 'rank0': on other ranks all results are None. A `Path`: they are mapped from files in this folder, see below
     cbs=None                 # Callbacks for this loop only
-)->tuple: # (predictions, targets) in the model's structure: CPU tensors, the batches' one after the other, or lists if they do not fit
+)->tuple: # (predictions, targets) in the model's structure: CPU tensors, or lists of what does not fit one tensor
     "Predictions and targets of a whole data set; in `distrib_ctx` those of all ranks, on every rank. ValueError for another `gather`"
     check_gather(gather)
     dl = self.dls[ds_idx] if dl is None else dl
