@@ -1447,8 +1447,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'learnerdist/distributed/batchnorm.py'),
                                                    'learnerdist.distributed.batchnorm.muted': ( 'distributed/batchnorm.html#muted',
                                                                                                 'learnerdist/distributed/batchnorm.py'),
-                                                   'learnerdist.distributed.batchnorm.say_batch_dependent': ( 'distributed/batchnorm.html#say_batch_dependent',
-                                                                                                              'learnerdist/distributed/batchnorm.py'),
                                                    'learnerdist.distributed.batchnorm.sync_batchnorm': ( 'distributed/batchnorm.html#sync_batchnorm',
                                                                                                          'learnerdist/distributed/batchnorm.py'),
                                                    'learnerdist.distributed.batchnorm.watch_batchnorm': ( 'distributed/batchnorm.html#watch_batchnorm',

@@ -64,12 +64,6 @@ def mute(
     global _mute
     _mute = on
 
-def say_batch_dependent(model:nn.Module):
-    "Warn of BatchNorm layers whose results in evaluation depend on which samples share a batch, which differs between numbers of ranks"
-    names = [k or 'the model' for k,m in model.named_modules() if isinstance(m, BatchNorm) and not m.track_running_stats]
-    if names: warnings.warn(f"{', '.join(names)}: BatchNorm without running statistics normalises by the batch at hand in evaluation, too, "
-                            'and ranks evaluate other batches than one process. With track_running_stats=True results do not depend on it')
-
 def is_muted()->bool:
     "Whether this code runs within `muted`"
     return _mute

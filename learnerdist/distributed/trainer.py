@@ -19,7 +19,7 @@ from ..core.random import seed_streams
 from ..data.distributed_dl import DistributedDL,is_split,set_epoch
 from .agreed_loader import Share
 from .agreement import Agreement,AgreementEnd,Progress
-from .batchnorm import _local,mute,say_batch_dependent,watch_batchnorm
+from .batchnorm import _local,mute,watch_batchnorm
 from .blocks import shard_options
 from .comm_hooks import check_options,find_hook
 from .divergence import Own,check_weights,tensor_hash,path_of_rank0,same_data,same_optimizer,same_settings
@@ -78,7 +78,6 @@ def attach(self:DistributedTrainer):
         if not (self.shard and group_size()>1 and has_deferred(get_model(self.model))): self.prepare_model()
         shards = Sharded(self) if self.shard and group_size()>1 else None
         broadcast_module(get_model(self.model))
-        if group_size()>1 and group_rank()==0: say_batch_dependent(get_model(self.model))
         if group_size()>1: self.stack.enter_context(meeting_first(self.agreement.meet, self.agreement.tellers(), self.learn))
         if group_size()>1: self.stack.callback(watch_batchnorm(nn.Module() if self.sync_bn else get_model(self.model)))
         self.max_norm = SharedMaxNorm(get_model(self.model)) if group_size()>1 else None
