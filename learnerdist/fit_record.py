@@ -20,7 +20,7 @@ from .core.env import group_rank
 from .core.random import rng_state,set_rng_state,shared_rng
 from .data.distributed_dl import DistributedDL,widened
 from .data.loaders import data_len,find_bs,loaders_of,one_batch
-from .data.rows import ByBatch,RowList,columns
+from .data.rows import Samples,columns
 from .distributed.batchnorm import Synced
 from .distributed.comparison import digest,tensor_hash,tensors_held
 from .learner.callback import Callback,cancels
@@ -47,7 +47,7 @@ def row_keys(
 )->list:    # An integer for each sample
     "Hashes that identify the samples of a batch, independent of the length of padding that repeats a token"
     n = find_bs(b)
-    cols = tree_leaves(columns(b, n), is_leaf=lambda o: isinstance(o, RowList))
+    cols = tree_leaves(columns(b, n), is_leaf=lambda o: isinstance(o, Samples))
     return [sum(_key(o[i])*(2*k+1) for k,o in enumerate(cols))%2**62 for i in range(n)]
 
 def _key(o):
@@ -261,7 +261,7 @@ def _numbers_of(recorder):
     return dict(losses=losses, lrs=lrs, epochs=epochs, names=names)
 
 def _numbers(b):
-    leaves = tree_leaves([list(o) if isinstance(o, (RowList,ByBatch)) else o for o in tree_leaves(b)])
+    leaves = tree_leaves([list(o) if isinstance(o, Samples) else o for o in tree_leaves(b)])
     return [torch.as_tensor(o).double().flatten().cpu() for o in leaves if isinstance(o, (Tensor,int,float))]
 
 @patch

@@ -130,6 +130,25 @@ class Dealer:
     def generator(self, g):
         "`g` on rank 0; on other ranks another generator, because the seeds of the workers are drawn from it"
         return g if g is None or not self.rank else torch.Generator(g.device).manual_seed(mix_seed(g.initial_seed(), self.rank))
+    def shard(self, dl):
+        "A copy of `dl` that reads this rank's samples"
+        return reindexed(dl, self)
+    n_read = property(lambda self: int(self._n_read),
+        doc="How many items there are for all ranks, once this rank has read its last")
+
+class BatchDealer(Dealer):
+    "Deals the batches of a loader as they are in one process, for evaluation: batch k goes to rank k % W"
+    def __init__(self, rank, world_size, seed=0):
+        super().__init__(rank, world_size, seed, pad=False)
+        self.of_batches()
+    def shard(self, dl):
+        "A loader of this rank's batches"
+        return whole_batches(dl, self)
+    def alone(self):
+        "A dealer of all samples, with this one's epoch"
+        res = Dealer(0, 1, self.seed, pad=False)
+        res._epoch = self._epoch
+        return res
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c014
 class _Spy:
@@ -211,6 +230,30 @@ def _(dl:DataLoader, dealer):
     else: v['batch_sampler'] = dealer.drawn(bs, unit='batch')
     return new
 
+# %% ../../nbs/data/03_distributed_dl.ipynb #whole1
+class EveryNth(LoaderWrapper):
+    "A rank's batches of a loader that each rank reads whole"
+    def __init__(self, dl, by): self.dl,self.by = dl,by # by: its `BatchDealer`
+    def __len__(self): return self.by.count(len(self.dl))
+    def __iter__(self): return self.by.deal(_read(self.dl))
+
+@singledispatch
+def whole_batches(
+    dl,                # The user's loader; it is not changed
+    dealer:BatchDealer # Says which batches are this rank's
+):
+    "A loader of the rank's batches. Without a function for its kind it reads all, and leaves out others' batches"
+    known = reindexed.dispatch(type(dl)) is not reindexed.dispatch(object)
+    return EveryNth(reindexed(dl, dealer.alone()) if known else dl, dealer)
+
+@whole_batches.register
+def _(dl:DataLoader, dealer):
+    if isinstance(dl.dataset, IterableDataset): return whole_batches.dispatch(object)(dl, dealer)
+    new,name = copy.copy(dl),'sampler' if dl.batch_sampler is None else 'batch_sampler'
+    order = dealer.drawn(getattr(dl, name), unit='batch')
+    vars(new).update(no_iterator, generator=dealer.generator(dl.generator), **{name: order})
+    return new
+
 # %% ../../nbs/data/03_distributed_dl.ipynb #c022
 @singledispatch
 def in_order(dl):
@@ -242,7 +285,7 @@ class DistributedDL(LoaderWrapper):
     def _split(self, dl, dealer):
         dealer.bs,dealer.drop_last = batch_shape(dl)
         if getattr(dl, 'batch_sampler', dl) is None: dealer.bs = 1 # torch's loader without batches
-        self.source,self.dealer,self.dl = dl,dealer,reindexed(dl, dealer)
+        self.source,self.dealer,self.dl = dl,dealer,dealer.shard(dl)
         self.rank,self.world_size,self.seed,self.pad,self.unit = dealer.rank,dealer.world_size,dealer.seed,dealer.pad,dealer.unit
         return self
     @classmethod
@@ -256,11 +299,19 @@ class DistributedDL(LoaderWrapper):
             if kw: raise ValueError(f"{', '.join(kw)}: this {type(dl).__name__} is split already, so its settings are its user's")
             return dl
         return cls.__new__(cls)._split(_changed(dl, **kw) if kw else dl, dealer)
+    @classmethod
+    def by_batch(cls,
+        dl,                 # Any loader; it is not changed
+        rank, world_size, seed=0): # As in `DistributedDL`
+        "For evaluation: the batches `rank`, `rank+world_size`, … of any loader; `dl` itself if it is already split"
+        return dl if is_split(dl) else cls.__new__(cls)._split(dl, BatchDealer(rank, world_size, seed))
     def new(self,
         dataset=None,       # Another data set; None: the same
         **kw):              # Settings to change
         "The shard of the same rank, of another data set or with other settings"
-        return self.from_dl(_changed(self.source, dataset, **kw), self.rank, self.world_size, self.seed, self.pad)
+        dl = _changed(self.source, dataset, **kw)
+        if isinstance(self.dealer, BatchDealer): return self.by_batch(dl, self.rank, self.world_size, self.seed)
+        return self.from_dl(dl, self.rank, self.world_size, self.seed, self.pad)
     def set_epoch(self, epoch):
         "Select the order of an epoch. It holds until the next call: reading again gives the same order"
         self.dealer.epoch = epoch
@@ -294,15 +345,6 @@ class _Joined:
     def __iter__(self):
         it = iter(self.sampler)
         while bs := list(islice(it, self.k)): yield [i for b in bs for i in b]
-
-def by_batch(
-    dl # Any loader
-):     # None where its batches are not made of indices in order, or are dealt out already
-    "A copy of `dl` whose batches ranks are dealt as they are, instead of samples"
-    bs = getattr(dl, 'batch_sampler', None)
-    in_turn = isinstance(getattr(bs, 'sampler', None), (SequentialSampler,list,tuple,range))
-    if type(bs) is not BatchSampler or not in_turn or is_split(dl): return None
-    return (dl.new if hasattr(dl, 'new') else partial(changed, dl))(batch_sampler=_Joined(bs, 1))
 
 def widened(
     dl,   # Any loader of batches that is not split among ranks

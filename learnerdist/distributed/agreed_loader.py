@@ -38,12 +38,6 @@ class Share(DistributedDL):
         res.dealer.epoch = self.n_read # not `set_epoch`, which would go through to the loader that both share
         return res
 
-def unpadded(
-    dl # A loader, or a rank's shard of one
-):
-    "The loader behind a shard that repeats samples, to be sharded without; any other loader as it is"
-    return dl.source if isinstance(dl, DistributedDL) and dl.pad else dl
-
 class AgreedLoader(LoaderWrapper):
     "A rank's shard of a loader whose loop ends at the same step on all ranks. `more`: ranks that may have a validation batch"
     def __init__(self, dl, agreement, more:int): self.dl,self.agreement,self.more = dl,agreement,more

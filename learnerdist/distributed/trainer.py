@@ -16,14 +16,14 @@ from ..core.deferred import has_deferred
 from ..core.env import group_rank,group_size,group_timeout,in_group,process_group
 from ..core.random import seed_streams
 from ..data.distributed_dl import DistributedDL,is_split,set_epoch
-from .agreed_loader import Share,unpadded
+from .agreed_loader import Share
 from .agreement import Agreement,AgreementEnd
 from .batchnorm import _local,mute
 from .blocks import shard_options
 from .comm_hooks import check_options,find_hook
 from .comparison import compare_weights,path_of_rank0,tensor_hash
 from .comparison import same_callbacks,same_data,same_optimizer,same_settings,same_structure
-from .evaluation import ExactEvaluation,parted
+from .evaluation import ExactEvaluation,evaluated,parted
 from .failure import failing_together
 from .findings import Findings
 from .loss_weights import LossWeights,total_losses
@@ -114,11 +114,12 @@ def restore(self:DistributedTrainer):
 @patch
 def share(self:DistributedTrainer,
     dl,           # Any loader
-    pad,          # 'batch': the same number of batches on every rank, for training; False: no sample twice, for evaluation
+    pad,          # 'batch': the same number of batches on every rank, for training; False: whole batches, for evaluation
     **kw          # Settings of the loader to change
 ):
     "This rank's shard of a loader; a loader that is sharded already is left alone"
     if isinstance(dl, Unshared): return dl
+    if not pad: return Share.by_batch(dl, group_rank(), group_size(), self.seed)
     return Share.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
 
 @patch
@@ -138,8 +139,8 @@ def deal_out(self:DistributedTrainer, sources=None): # sources: the loaders; Non
     self.sources = found
     if self.findings.mode and not sources and group_size()>1:
         same_data([o for o in found if not is_split(o)], self.findings)
-    part = (lambda dl, i: parted(dl, group_size(), i==0)) if self.split_batches else lambda dl, i: dl
-    self.shares = [dl if dl is None else self.share(part(dl, i), pad=i==0 and 'batch') for i,dl in enumerate(found)]
+    found = [parted(dl, group_size()) if self.split_batches and i==0 else dl for i,dl in enumerate(found)]
+    self.shares = [dl if dl is None else self.share(dl, pad=i==0 and 'batch') for i,dl in enumerate(found)]
     for name,dl in zip(names, self.shares): self._set(dls, name, dl)
     if not names: self._set(dls, 'loaders', self.shares[:])
     self.shares = [o for o in self.shares if o is not None]
@@ -270,7 +271,7 @@ def before_validate(self:DistributedTrainer):
     self.learn.wrapper = None
     _local.on = True
     mute(False)
-    self.learn.dl = self.share_now(unpadded(self.dl), pad=False)
+    self.learn.dl = self.share_now(evaluated(self.dl), pad=False)
 
 @patch
 def after_validate(self:DistributedTrainer):

@@ -33,7 +33,7 @@ from ..core.deferred import fill_in
 from ..core.shards import come_together
 from ..core import env
 from ..core.env import default_device,group_rank,group_size,num_distrib
-from .evaluation import Evaluation,stored_alone
+from .evaluation import Evaluation,stored,stored_alone
 from .loaders import _Share,shallow,undealt
 from .trainer import Called,DistributedTrainer,parts,trainer_of
 from ..learner.learner import Learner as CoreLearner,advise_on_memory,fit_flags,get_model
@@ -97,11 +97,13 @@ def get_preds(self:Learner, ds_idx=1, dl=None, with_input=False, with_decoded=Fa
     reorder = reorder and isinstance(dl, DataLoader) and dl.indexed and not isinstance(dl, LMDataLoader) # a stream is in order
     dl = trainer.in_one_order(dl) if reorder else dl
     if group_size()<2 or trainer.alone: return stored_alone(get(dl=dl, reorder=reorder, act=act), gather, names)
-    idxs = dl.get_idxs() if reorder and dl.bs is not None and not kwargs.get('concat_dim') else None
-    of_batch,act = (act or getcallable(self.loss_func, 'activation'),noop) if isinstance(gather, Path) else (None,act)
-    by_batch = trainer.in_batches(not {*kwargs}&{'save_preds','save_targs'}) # files are those of global batches
-    with by_batch,next(o for o in self.cbs if isinstance(o, Evaluation)).predicts(gather, of_batch, idxs):
-        res = get(dl=dl, reorder=reorder and idxs is None, act=act)
+    reorder = reorder and [*(idxs := dl.get_idxs())]!=[*range(len(idxs))]
+    late = isinstance(gather, Path) and reorder # files are written when the rows are in order
+    of_batch = None
+    if isinstance(gather, Path) and not late: of_batch,act = act or getcallable(self.loss_func, 'activation'),noop
+    with next(o for o in self.cbs if isinstance(o, Evaluation)).predicts('all' if late else gather, of_batch):
+        res = get(dl=dl, reorder=reorder, act=act)
+    if late: return stored(res, gather, names)
     return (None,)*len(names) if gather=='rank0' and group_rank() else res
 
 @in_context(Learner)
@@ -110,14 +112,6 @@ def lr_find(self, find, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True, sho
     res = find(start_lr, end_lr, num_it, stop_div, show_plot and group_rank()==0, *args, **kwargs)
     if not trainer_of(self).alone: distrib_barrier() # every rank has removed its temporary folder
     return res
-
-@patch
-@contextmanager
-def in_batches(self:DistributedTrainer, on):
-    "Within the body, ranks evaluate whole batches of one process, if `on`: what they predict does not depend on how samples are dealt"
-    old,self.by_batch = self.by_batch,on
-    try: yield
-    finally: self.by_batch = old
 
 @patch
 def in_one_order(self:DistributedTrainer, dl):

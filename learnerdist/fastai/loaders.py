@@ -19,9 +19,9 @@ from ..core.env import num_distrib,rank_distrib
 from ..core.random import mix_seed,shared_rng
 from ..data import distributed_dl as core
 from ..distributed.agreed_loader import Share
-from ..data.distributed_dl import in_order,reindexed
+from ..data.distributed_dl import EveryNth,in_order,reindexed,whole_batches
 from ..data.loaders import find_bs
-from ..data.sharding import epoch_order
+from ..data.sharding import batch_count,epoch_order,share_len
 
 # %% ../../nbs/fastai/00_loaders.ipynb #b73587e2
 names.update( # Private names of fastai; those of torch are in `core.compat`
@@ -86,7 +86,6 @@ def _reading(new, order):
 @reindexed.register
 def _(dl:DataLoader, dealer):
     if not dl.indexed: return _of_stream(dl, dealer)
-    if 'by_batch' in vars(dl): return _share_of_batches(dl, dealer)
     if dl.bs is None: dealer.of_batches() # the data set's items are batches
     order = dealer.order(range(dl.n), dl.shuffle) if _is_plain(dl) else dealer.drawn(_Indices(_global(dl, dealer), dealer))
     return _reading(shallow(dl), order)
@@ -101,31 +100,32 @@ def _of_stream(dl, dealer):
 def _(dl:DataLoader): return dl.new(shuffle=False, drop_last=False)
 
 # %% ../../nbs/fastai/00_loaders.ipynb #bybatch1
-class _Batches(_Indices):
+class _Batches:
     "The batches of indices that `dl` reads"
+    read_ahead = sys.maxsize
+    def __init__(self, dl, dealer): self.indices,self.bs,self.drop_last = _Indices(dl, dealer),dl.bs,dl.drop_last
     def __iter__(self):
-        idxs = list(super().__iter__())
-        return iter([idxs[i:i+self.dl.bs] for i in range(0, len(idxs), self.dl.bs)])
-    def __len__(self): return -(-super().__len__()//self.dl.bs)
+        idxs,bs = list(self.indices),self.bs
+        return iter([idxs[i:i+bs] for i in range(0, batch_count(len(idxs), bs, self.drop_last)*bs, bs)])
+    def __len__(self): return batch_count(len(self.indices), self.bs, self.drop_last)
 
 class _OneAfterAnother:
-    "The samples of batches"
-    def __init__(self, batches): self.batches,self.n = batches,sum(map(len, batches))
+    "The samples of a rank's batches"
+    def __init__(self, batches, n): self.batches,self.n = batches,n
     def __iter__(self): return (i for b in self.batches for i in b)
     def __len__(self): return self.n
 
-def by_batch(
-    dl # Any loader
-):
-    "A copy of `dl` whose batches ranks are dealt as they are, instead of samples; `dl` itself where that cannot be"
-    if not isinstance(dl, DataLoader): return core.by_batch(dl) or dl
-    if not dl.indexed or dl.bs is None or dl.shuffle or isinstance(dl, (LMDataLoader,SortedDL)): return dl
-    new = shallow(dl)
-    new.by_batch = True
-    return new
+_read_by = '__iter__','sample','create_batches'
 
-def _share_of_batches(dl, dealer):
-    return _reading(shallow(dl), _OneAfterAnother(dealer.drawn(_Batches(dl, dealer), unit='batch')))
+@whole_batches.register
+def _(dl:DataLoader, dealer):
+    own = any(k in vars(dl) or not getattr(type(dl), k).__module__.startswith('fastai.') for k in _read_by)
+    if own or not dl.indexed: return EveryNth(reindexed(dl, dealer.alone()), dealer)
+    if dl.bs is None: return reindexed(dl, dealer) # the data set's items are batches
+    batches = _Batches(shallow(dl), dealer)
+    total = len(batches.indices)
+    n = sum(min(dl.bs, total-i*dl.bs) for i in range(dealer.rank, len(batches), dealer.world_size))
+    return _reading(shallow(dl), _OneAfterAnother(dealer.drawn(batches, unit='batch'), n))
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c013
 class _Lengths(_Share):
@@ -170,6 +170,22 @@ def _(dl:LMDataLoader, dealer):
     whole,new = dl.new(bs=dl.bs*dealer.world_size),shallow(dl)
     new.create_item = whole.create_item
     return _reading(new, dealer.drawn(_Streams(whole, dealer)))
+
+class _Rows(_Streams):
+    "A rank's rows of each batch of an `LMDataLoader`: every W-th"
+    def __iter__(self):
+        d,bs = self.dealer,self.dl.bs
+        return (i for i in super().__iter__() if i%bs%d.world_size==d.rank)
+    def __len__(self):
+        d,bs = self.dealer,self.dl.bs
+        return self.dl.n//bs*share_len(bs, d.rank, d.world_size, False)
+
+@whole_batches.register
+def _(dl:LMDataLoader, dealer): # a model keeps its state from batch to batch
+    whole,new = dl.new(),shallow(dl)
+    new.create_item,dealer.unit = whole.create_item,'row'
+    new.bs = max(share_len(dl.bs, dealer.rank, dealer.world_size, False), 1)
+    return _reading(new, _Rows(whole, dealer))
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c021
 class ShareDL(Share):

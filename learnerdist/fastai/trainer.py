@@ -29,7 +29,7 @@ from ..data.loaders import find_bs
 from ..core.env import group_rank,group_size
 from ..distributed.evaluation import ExactEvaluation
 from ..distributed.loss_weights import total_losses
-from .loaders import ShareDL,by_batch
+from .loaders import ShareDL
 from ..data.distributed_dl import set_epoch
 from ..core.random import seed_streams
 from ..learner.losses import LossTrace,MeanOver,loss_trace,mean_over,n_items,weighted
@@ -86,7 +86,6 @@ class DistributedTrainer(core.DistributedTrainer):
         self.plain,self.dealt = None,None # dealt: the learner's loaders that this trainer has split
         self.trained,self.looping,self.alone,self.saved,self.steps,self.counted,self.rank0s = False,False,False,None,[],True,[]
         self.watches,self.trace = False,None # whether, and by what, the model and the loss are observed
-        self.by_batch = False # whether evaluation deals out whole batches
 
     def tell(self, cb, event):
         "Send `event` to `cb`, if this callback is to run on this rank"
@@ -152,9 +151,8 @@ def share(self:DistributedTrainer, dl, pad, **kw):
     "This rank's shard of a loader; a list of batches, and a loader that is sharded already, are left alone"
     if isinstance(dl, (list,tuple,L)): return dl
     if getattr(dl, 'by_hand', False) and (dl.rank,dl.world_size)==(group_rank(),group_size()): dl = dl.source
-    if not pad and isinstance(dl, DataLoader) and dl.drop_last: dl = dl.new(drop_last=False)
-    if self.by_batch and not pad: dl = by_batch(dl)
-    res = ShareDL.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
+    if pad: res = ShareDL.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
+    else: res = ShareDL.by_batch(dl, group_rank(), group_size(), self.seed)
     if res is not dl: res.in_context = True # dl: its user has split it
     return res
 

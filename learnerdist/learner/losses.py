@@ -227,7 +227,7 @@ def loader_says(dl, i):
     "The number of samples in batch `i`; None if it is not known"
     bs,dealer = getattr(dl, 'batch_sampler', None),getattr(dl, 'dealer', None)
     k = i-getattr(dl, 'offset', 0)
-    if dealer is not None and dealer.unit=='batch': return dealer.sizes[k] if k<len(dealer.sizes) else None
+    if dealer is not None and dealer.unit=='batch' and dealer.sizes: return dealer.sizes[k] if k<len(dealer.sizes) else None
     if isinstance(bs, (list,tuple)): return len(bs[k]) if k<len(bs) else None
     size,n = _size_and_n(dl)
     return size if None in (size,n) else min(size, n-i*size)
