@@ -166,7 +166,10 @@ class AgreementEnd(Callback):
     "Runs last in each event: casts this rank's vote when no callback has raised in it"
     order = Order.agreement_end
     def __init__(self, agreement): self.agreement = agreement
-    def before_batch(self): self.agreement.trainer.weights.count_early(self.agreement.may_change)
+    def before_batch(self):
+        trainer = self.agreement.trainer
+        trainer.self_check(cancelled=self.agreement.dropped)
+        trainer.weights.count_early(self.agreement.may_change)
     def before_backward(self):
         if self.agreement.dropped: self.agreement.send_zeros()
     def after_backward(self):
