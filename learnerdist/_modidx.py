@@ -3687,6 +3687,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'learnerdist/learner/losses.py'),
                                             'learnerdist.learner.losses.probe_loss': ( 'learner/losses.html#probe_loss',
                                                                                        'learnerdist/learner/losses.py'),
+                                            'learnerdist.learner.losses.unweighted': ( 'learner/losses.html#unweighted',
+                                                                                       'learnerdist/learner/losses.py'),
                                             'learnerdist.learner.losses.weighted': ( 'learner/losses.html#weighted',
                                                                                      'learnerdist/learner/losses.py')},
             'learnerdist.learner.metrics': { 'learnerdist.learner.metrics.AccumMetric': ( 'learner/metrics.html#accummetric',

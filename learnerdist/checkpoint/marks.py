@@ -19,7 +19,7 @@ from ..distributed.trainer import DistributedTrainer
 from ..distributed.vote_links import SocketLinks
 from ..learner.callback import Callback,Order
 from ..learner.learner import get_model
-from ..learner.losses import batch_rows,n_items,weighted
+from ..learner.losses import batch_rows,n_items,unweighted,weighted
 from .callback_state import states_of
 from .position import Streams,_data,go_back,placed,rows_done
 from .snapshot import to_plain
@@ -64,7 +64,7 @@ def add_up(
 )->torch.Tensor:       # (n,k)
     "The same over all ranks"
     res = rows.sum(0)
-    if adds_up: res[:,0] = (rows[...,0]/rows[...,1]).nan_to_num().sum(0)*res[:,1]
+    if adds_up: res[:,0] = unweighted(rows[...,0], rows[...,1]).sum(0)*res[:,1]
     return res
 
 # %% ../../nbs/checkpoint/05_marks.ipynb #sv06b

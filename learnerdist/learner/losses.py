@@ -285,6 +285,10 @@ def weighted(
     if not isinstance(n, Tensor): return mean*n if n else torch.zeros_like(mean)
     return torch.where(n.to(mean.device)==0, 0., mean*n)
 
+def unweighted(total:Tensor, n:Tensor)->Tensor:
+    "The inverse of `weighted`: `total` divided by `n`; 0 where `n` is 0, NaN where `total` is NaN"
+    return total/n.clamp(min=torch.finfo(total.dtype).tiny)
+
 # %% ../../nbs/learner/00_losses.ipynb #0f5e7a11
 def loss_trace(
     learn # A learner, before a loop

@@ -88,7 +88,7 @@ class Recorder(Callback):
         losses = totals[:,0]/totals[:,1]
         self.losses += losses.tolist()
         self.steps,self.n_samples = [],totals[:,2].sum().item()
-        self.log.append((totals[:,0].nansum()/totals[:,1].sum()).item() if len(totals) else None)
+        self.log.append((totals[:,0].sum()/totals[:,1].sum()).item() if len(totals) else None)
         self.iters.append(len(self.losses))
 
     def after_train(self): self.flush(self.step_totals())

@@ -194,7 +194,8 @@ class TrackerCallback(Callback):
         self.seen = len(self.hist)
         self.value = self.hist[-1][self.idx]
         better = -self.min_delta if self.lower else self.min_delta
-        self.new_best = self.value is not None and bool(self.comp(self.value-better, self.best))
+        known = self.value is not None and self.value==self.value # NaN is never better, whatever `comp` says
+        self.new_best = known and bool(self.comp(self.value-better, self.best))
         if self.new_best: self.best,self.best_epoch = self.value,self.epoch
 
     def after_epoch(self): self.track()
