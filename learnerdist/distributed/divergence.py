@@ -75,6 +75,7 @@ def _places(n, k=16): return range(n) if n<=k else [i*(n-1)//(k-1) for i in rang
 def _items(o): return len(o),[_short(o[i]) for i in _places(len(o))]
 def _short(o):
     "A short description of a value, from some of its elements"
+    if isinstance(o, type): return o.__qualname__
     if isinstance(o, Tensor): return tuple(o.shape),_items(o.detach().reshape(-1)) if o.ndim else o.item()
     if hasattr(o, 'iloc'): return o.shape,[_short(o.iloc[i].tolist() if o.ndim>1 else o.iloc[i]) for i in _places(len(o))]
     if isinstance(o, (str,bytes,int,float,bool,type(None))): return o
@@ -164,7 +165,8 @@ def check_others(
     cbs = [(f'{cb.name}.{k}',v) for cb in learn.cbs for k,v in vars(cb).items()]
     found = [(k,m) for k,m in [('loss_func',learn.loss_func),*cbs] if isinstance(m, nn.Module) and m is not learn.model]
     own = {f'{k}.{name}': t for k,m in found if not isinstance(m, DistributedDataParallel) for name,t in compared(m).items()}
-    _say_own(differences(own), said)
+    every = gather_objects({k: tensor_hash(t).item() for k,t in own.items()}) # a callback may be on one rank only
+    _say_own([k for k,v in every[0].items() if any(o.get(k, v)!=v for o in every)], said)
 
 def _say_own(found, said):
     new = [k for k in found if k not in said]

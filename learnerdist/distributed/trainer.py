@@ -10,6 +10,7 @@ from contextlib import ExitStack,contextmanager
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from fastcore.basics import patch
 
 from ..core.collectives import broadcast_object
@@ -113,7 +114,10 @@ def share(self:DistributedTrainer,
 ):
     "This rank's shard of a loader; a loader that is sharded already is left alone"
     if isinstance(dl, Unshared): return dl
+    if isinstance(dl, (list,tuple)): dl = DataLoader(dl, batch_size=None, collate_fn=_as_it_is) # batches
     return Share.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
+
+def _as_it_is(b): return b
 
 @patch
 def share_now(self:DistributedTrainer, dl, pad):

@@ -322,7 +322,7 @@ def detach_parallel(self:Learner)->Learner:
     for cb in [o for o in self.cbs if isinstance(o, data_parallel.ParallelTrainer)]: self.remove_cb(cb.restore())
     return self
 
-Learner.parallel_ctx = CoreLearner.parallel_ctx
+Learner.parallel_ctx,Learner.wrapper = CoreLearner.parallel_ctx,CoreLearner.wrapper
 Learner.compile,Learner.uncompile = CoreLearner.compile,CoreLearner.uncompile
 
 # %% ../../nbs/fastai/04_learner.ipynb #c019b

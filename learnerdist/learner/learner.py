@@ -93,6 +93,14 @@ class Learner:
     def dls(self, dls):
         self._dls = dls
         if hasattr(self, '_handlers'): self('after_dls')
+
+    @property
+    def wrapper(self):
+        "What a callback calls for a further forward pass of a training batch (SAM): `model`, on several ranks in DDP or FSDP2"
+        return vars(self).get('wrapper') or self.model
+    @wrapper.setter
+    def wrapper(self, wrapper): vars(self)['wrapper'] = wrapper
+
     def __call__(self, event):
         for cb in self._handlers.get(event, ()): # as `answers` says, without a call for each, unless a class has its own
             if (cb.answers(event, self.training) if type(cb).answers is not Callback.answers else
@@ -175,16 +183,23 @@ def one_batch(self:Learner,
     self.xb,self.yb = split_batch(to_device(b, self.device), getattr(self.dl, 'n_inp', getattr(self.dls, 'n_inp', None)))
     self._with_events(self._do_batch, 'batch')
 
+def check_targets(learn):
+    "ValueError if a training batch has no targets, since nothing would be trained"
+    if len(learn.yb): return
+    got = f"{type(learn.dl).__name__}'s batch, {', '.join(type(o).__name__ for o in learn.xb)}, has no targets: nothing would be trained"
+    raise ValueError(f'the {got}. Let the loader give a tuple of inputs and targets; with loss_func=None, the batch object twice')
+
 @patch
 def _do_batch(self:Learner):
-    model,trace = self.wrapper or self.model,self.loss_trace
+    model,trace = self.wrapper,self.loss_trace
     self.pred = call_model(model if trace is None else partial(trace, model), self.xb, self.model)
     self('after_pred')
     if self.yb:
         self.loss_grad = loss_of_batch(self)
         self.loss = self.loss_grad.detach().clone()
     self('after_loss')
-    if not self.training or not self.yb: return
+    if not self.training: return
+    check_targets(self)
     self._with_events(lambda: self.loss_grad.backward(), 'backward')
     self._with_events(self.opt.step, 'step')
     self.opt.zero_grad()

@@ -40,7 +40,7 @@ class MeanOver(NamedTuple):
 def _n_classes_items(pred, targ, *_, weight=None, ignore_index=-100):
     if targ.is_floating_point(): return targ.numel()//targ.shape[min(targ.ndim-1, 1)] # probabilities of classes
     counted = targ!=ignore_index
-    return counted.sum() if weight is None else weight.to(targ.device)[targ.where(counted, 0)].where(counted, 0).sum()
+    return counted.sum() if weight is None else weight.to(targ.device)[targ.where(counted, 0).long()].where(counted, 0).sum()
 
 def _n_elements(pred, targ, *_): return targ.numel() if isinstance(targ, Tensor) else find_bs(targ)
 

@@ -7,7 +7,7 @@ __all__ = ['Metric', 'AvgMetric', 'AvgLoss', 'AccumMetric', 'skm_metric', 'Torch
            'top_k_accuracy']
 
 # %% ../../nbs/learner/02_metrics.ipynb #c002
-import re,warnings,weakref
+import re,warnings
 from difflib import get_close_matches
 from functools import partial,singledispatch
 
@@ -16,7 +16,7 @@ from fastcore.basics import listify
 from torch import Tensor
 
 from ..core.compat import metric_state,unsynced,update_count
-from ..core.env import is_rank0
+from ..core.env import is_rank0,phase
 from ..core.random import untouched
 from ..data.loaders import to_cpu,to_detach
 from ..data.rows import as_batch,cat_rows,columns,find_device,listed,row_kinds,to_rows
@@ -121,7 +121,10 @@ def skm_metric(
     return AccumMetric(func, to_np=True, invert_arg=True, **kw)
 
 # %% ../../nbs/learner/02_metrics.ipynb #0f1201ac
-_known = weakref.WeakKeyDictionary() # By function: 'samples' (batches' means add up) or 'other'; all ranks have found the same
+_known = {} # By phase and id of a function, the function and: 'samples' (batches' means add up) or 'other'; the same on all ranks
+
+def _note(func, found, when=None): _known[when or phase(),id(func)] = func,found
+def _kind(func): return next((_known[o,id(func)][1] for o in ('ever',phase()) if (o,id(func)) in _known), None)
 
 _remedy = 'if it is the mean over something, give it an attribute n_items: a function of (pred, *targs) that counts that'
 
@@ -130,7 +133,7 @@ class FuncMetric(AvgMetric):
     what = 'it is computed on the whole data set{late}. AvgMetric({name}) gives the mean of batches; '+_remedy
     def reset(self):
         super().reset()
-        self.found,self.rows,self.kinds = 'samples' if self.n_items else _known.get(self.func),[],None
+        self.found,self.rows,self.kinds = 'samples' if self.n_items else _kind(self.func),[],None
         self.n_same,self.n_batches,self.late = 0,0,False
         self.asks,self.of_all,self.shapes = self.found is None,None,set() # asks: not known before this loop, on any rank
     def accumulate(self, learn):
@@ -164,7 +167,8 @@ class FuncMetric(AvgMetric):
             if self.of_all is None: raise ValueError(f'the metric {self.name} fails on the whole data set: {_remedy}') from e
             return self._use_batches(f'{type(e).__name__}: {e}').value
     def _use_batches(self, why):
-        _known[self.func] = self.found = 'samples'
+        self.found = 'samples'
+        _note(self.func, self.found)
         (self.total,self.count),self.rows = self.of_all,[]
         if is_rank0(): warnings.warn(f'the metric {self.name} cannot be computed on the whole data set ({why}): it is the mean of batches, '
                                      f'which depends on the batches; {_remedy}')
@@ -181,7 +185,7 @@ class FuncMetric(AvgMetric):
         self.asks,found,shapes = False,{o for os,_,_,n,_ in told if n for o in os},set().union(*[o[4] for o in told])
         self.kinds = next((o[1] for o in told if o[1]), None)
         self.of_all = sum(o[2] for o in told),sum(o[3] for o in told)
-        if found-{None}: _known[self.func] = 'other' if 'other' in found else 'samples'
+        if found-{None}: _note(self.func, 'other' if 'other' in found else 'samples')
         if 'other' in found and is_rank0():
             late = ', from the next loop on: on some rank the first batches looked otherwise' if 'samples' in found else ''
             warnings.warn(f'the metric {self.name} is no mean over samples: {self.what.format(late=late, name=self.name)}')
@@ -193,7 +197,7 @@ def metric_of(
     of_samples=None # Whether it is a mean over samples; None: the first batches tell
 )->FuncMetric:
     "The metric of a function"
-    if of_samples is not None: _known[func] = 'samples' if of_samples else 'other'
+    if of_samples is not None: _note(func, 'samples' if of_samples else 'other', 'ever')
     return FuncMetric(func)
 
 # %% ../../nbs/learner/02_metrics.ipynb #c012
