@@ -2,8 +2,8 @@
 from functools import partial
 from types import SimpleNamespace
 import pytest,torch
-from fastai.basics import DataLoaders,Learner,L,RandomSplitter,Transform,accuracy,noop
-from fastai.data.core import Datasets,TfmdLists
+from fastai.basics import Callback,DataLoaders,Learner,noop
+from fastai.data.core import TfmdLists
 from fastai.data.load import DataLoader
 from fastai.optimizer import OptimWrapper
 from torch import nn
@@ -12,7 +12,7 @@ from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)
 
-def loader(n=8, bs=2): return DataLoader([(torch.full((3,), float(i)), torch.tensor(i%2)) for i in range(n)], bs=bs)
+def loader(): return DataLoader([(torch.full((3,), float(i)), torch.tensor(i%2)) for i in range(8)], bs=2)
 def quiet(learn):
     learn.logger = noop
     return learn
@@ -28,8 +28,8 @@ class OnGraph(nn.Module):
         self.inner = nn.Linear(3, 1)
     def forward(self, g): return SimpleNamespace(loss=self.inner(g.x).mean())
 
-def without_targets(world=1):
-    dl = [Graph(torch.ones(2, 3))]*2
+def without_targets():
+    dl = DataLoader([Graph(torch.ones(2, 3))]*8, bs=2, create_batch=lambda b: (b[0],))
     learn = quiet(Learner(DataLoaders(dl, dl), OnGraph(), noop, opt_func=partial(OptimWrapper, opt=torch.optim.SGD)))
     with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
 
@@ -38,20 +38,31 @@ def test_a_batch_object_without_targets_is_an_error(n):
     res = run_ranks(without_targets, n, errors='return')
     assert all('has no targets' in o.message and 'Graph' in o.message for o in res)
 
-class Both(Transform):
-    "A transform by type"
-    def encodes(self, o:int): return o+1
+def row(i): return torch.full((3,), float(i)),i%2
 
-def typed(): # as in fastai's tutorial on transformers
-    tls = TfmdLists(list(range(8)), [Both()], splits=RandomSplitter(seed=1)(range(8)))
-    dsets = Datasets(tls.items, [[Both(),float_row],[torch.tensor]], splits=tls.splits)
-    dls = dsets.dataloaders(bs=2, val_bs=2)
-    tls.types += [torch.Tensor,int]
-    dls.train.dataset.types = dls.valid.dataset.types = [torch.Tensor,int,list]
-    learn = quiet(Learner(dls, nn.Linear(3, 9), nn.CrossEntropyLoss(), opt_func=partial(OptimWrapper, opt=torch.optim.SGD)))
+def typed():
+    "As in fastai's tutorial on transformers, where `TfmdLists.types` are classes"
+    sets = [TfmdLists(list(range(8)), row) for _ in range(2)]
+    for o in sets: o.types = [torch.Tensor,int,list]
+    learn = quiet(Learner(DataLoaders(*[DataLoader(o, bs=2) for o in sets]), nn.Linear(3, 9), nn.CrossEntropyLoss(),
+                          opt_func=partial(OptimWrapper, opt=torch.optim.SGD)))
     with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
     return True
 
-def float_row(i): return torch.full((3,), float(i))
-
 def test_a_data_set_with_a_list_of_classes(): assert run_ranks(typed, 2)==[True]*2
+
+class Second(Callback):
+    "A second pass, as SAM takes it"
+    def before_step(self):
+        self.learn.opt.zero_grad()
+        self.learn.loss_func(self.learn.wrapper(*self.xb), *self.yb).backward()
+
+def sam():
+    learn = quiet(Learner(DataLoaders(loader(), loader()), nn.Linear(3, 2), nn.CrossEntropyLoss(), cbs=Second(),
+                          opt_func=partial(OptimWrapper, opt=torch.optim.SGD)))
+    with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
+    return learn.model.weight.tolist()
+
+def test_a_second_pass_alone_too():
+    (alone,),ranks = run_ranks(sam, 1),run_ranks(sam, 2)
+    assert ranks[0]==ranks[1] and len(alone)==2

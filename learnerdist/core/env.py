@@ -50,7 +50,8 @@ def default_device(
     n = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if cuda_id is None: return torch.device('cuda', local_rank()%n) if n else torch.device('cpu')
     if not str(cuda_id).isdigit() or int(cuda_id)>=n:
-        raise ValueError(f"cuda_id={cuda_id!r}, but {n} GPUs are visible: leave it out to choose by local rank")
+        raise ValueError(f"cuda_id={cuda_id!r}, but {n} GPUs are visible: leave it out to choose by local rank. It is no batch size: "
+                         "that is the loaders'")
     return torch.device('cuda', int(cuda_id))
 
 # %% ../../nbs/core/01_env.ipynb #c013

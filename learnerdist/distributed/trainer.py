@@ -52,7 +52,7 @@ class DistributedTrainer(Callback):
         timeout_s:float=None, # Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
         **ddp_kw            # Options of `DistributedDataParallel`
     ):
-        check_options(ddp_kw, seed, check_every, timeout_s)
+        check_options(ddp_kw, seed, check_every, timeout_s, sync_bn=sync_bn, split_batches=split_batches, check_data=check_data)
         self.shard = shard_options(shard, ddp_kw, comm_hook)
         self.cuda_id,self.sync_bn,self.split_batches,self.seed = cuda_id,sync_bn,split_batches,seed
         self.check_every,self.check_data,self.timeout_s,self.ddp_kw = check_every,check_data,timeout_s,ddp_kw

@@ -34,6 +34,7 @@ from .loaders import ShareDL,by_batch
 from .quick import may_change,short_way,take
 from ..data.distributed_dl import set_epoch
 from ..core.random import seed_streams
+from ..learner.learner import check_targets
 from ..learner.losses import LossTrace,MeanOver,loss_over,mean_over,n_items,weighted
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c005
@@ -268,6 +269,7 @@ def before_backward(self:DistributedTrainer):
 
 @patch
 def after_loss(self:DistributedTrainer):
+    if self.learn.training: check_targets(self.learn)
     if self.trace is not None: # what is the loss the mean over? If it does not show, the next batches are not observed
         self.learn.items = self.end_trace().items(self.learn.loss_grad, self.learn.iter==0 and loss_over(self.learn).kind=='unknown')
         self.watches = self.learn.items is not None
