@@ -61,8 +61,8 @@ def find_hook(
     return comm_hooks[hook]
 
 # %% ../../nbs/distributed/06_comm_hooks.ipynb #c010
-_ours = ('process_group','device_ids','output_device','device_mesh')
-ddp_options = [o for o in inspect.signature(DistributedDataParallel.__init__).parameters if o not in ('self','module',*_ours)]
+ddp_args_of_ours = ['module','process_group','device_ids','output_device','device_mesh'] # What the trainer decides
+ddp_options = [o for o in inspect.signature(DistributedDataParallel.__init__).parameters if o not in ('self',*ddp_args_of_ours)]
 
 def check_ddp_options(kw):
     "Raise ValueError for an unknown option, also with one process, where no option has an effect"

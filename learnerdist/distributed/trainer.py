@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from fastcore.basics import patch
+from fastcore.meta import delegates
+from torch.nn.parallel import DistributedDataParallel
 
 from ..core.collectives import broadcast_object
 from ..core.deferred import has_deferred
@@ -22,7 +24,7 @@ from .agreed_loader import Share,unpadded
 from .agreement import Agreement,AgreementEnd,Progress
 from .batchnorm import _local,mute,say_batch_dependent,watch_batchnorm
 from .blocks import shard_options
-from .comm_hooks import check_options,find_hook
+from .comm_hooks import check_options,ddp_args_of_ours,find_hook
 from .divergence import Own,check_weights,tensor_hash,path_of_rank0,same_data,same_optimizer,same_settings
 from .evaluation import ExactEvaluation,parted
 from .failure import failing_together
@@ -40,6 +42,7 @@ from ..learner.predictions import Unshared
 class DistributedTrainer(Callback):
     "Train the learner on every rank of the group: shards of the data, averaged gradients, the metrics of one process"
     order,keeps_batch = Order.trainer,True
+    @delegates(DistributedDataParallel.__init__, but=ddp_args_of_ours)
     def __init__(self,
         cuda_id:int=None,   # This process's GPU; None: by local rank, or the CPU
         sync_bn:bool=True,  # BatchNorm over the global batch
@@ -287,9 +290,10 @@ def _check_plain(learn):
     if _trainers(learn): raise ValueError('this learner is distributed already: leave its distrib_ctx, or detach_distributed(), first')
 
 @patch
+@delegates(DistributedTrainer.__init__)
 def to_distributed(self:Learner,
     cuda_id:int=None, # This process's GPU; None: by local rank, or the CPU
-    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, comm_hook, shard, timeout_s, and DDP's options
+    **kw
 )->Learner:
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
     _check_plain(self)
@@ -308,10 +312,11 @@ def detach_distributed(self:Learner)->Learner:
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c021
 @patch
+@delegates(DistributedTrainer.__init__)
 @contextmanager
 def distrib_ctx(self:Learner,
     cuda_id:int=None, # This process's GPU; None: by local rank, or the CPU
-    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, comm_hook, shard, timeout_s, and DDP's options
+    **kw
 ):
     "Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an exception"
     _check_plain(self)

@@ -21,6 +21,7 @@ from fastai.learner import Learner
 from fastai.text.data import LMDataLoader
 from fastcore.basics import getcallable,noop,patch
 from fastcore.foundation import L
+from fastcore.meta import delegates
 from fastprogress.fastprogress import ConsoleMasterBar,MasterBar,ProgressBar
 
 from ..distributed import compiling,data_parallel,trainer as core # noqa: F401
@@ -239,10 +240,11 @@ def quiet_bars(self:DistributedTrainer):
 
 # %% ../../nbs/fastai/04_learner.ipynb #c017
 @patch
+@delegates(DistributedTrainer.__init__)
 def to_distributed(self:Learner,
     cuda_id=None,     # This process's GPU; None: by local rank, or the CPU
     in_notebook=None, # fastai's option: open a group if there is none; here this is always done
-    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, shard, timeout_s, and DDP's options
+    **kw
 )->Learner:
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
     if any(isinstance(cb, parts) for cb in self.cbs): raise ValueError('this learner is distributed already: detach_distributed() first')
@@ -260,10 +262,11 @@ def detach_distributed(self:Learner)->Learner:
     return self.remove_cbs([cb for cb in self.cbs if isinstance(cb, parts)])
 
 @patch
+@delegates(DistributedTrainer.__init__)
 def distrib_ctx(self:Learner,
     cuda_id=None,     # This process's GPU; None: by local rank, or the CPU
     in_notebook=None, # As in `to_distributed`
-    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, shard, timeout_s, and DDP's options
+    **kw
 ):
     "Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an exception"
     return CoreLearner.distrib_ctx(self, cuda_id, in_notebook=in_notebook, **kw)

@@ -21,6 +21,7 @@ from fastai.data.load import DataLoader
 from fastai.losses import BaseLoss
 from fastcore.basics import noop,patch
 from fastcore.foundation import L
+from fastcore.meta import delegates
 
 from ..distributed import trainer as core
 from ..distributed.agreement import Agreement,AgreementEnd
@@ -92,9 +93,10 @@ parts = core.DistributedTrainer,ExactEvaluation,Agreement,AgreementEnd # What a 
 # %% ../../nbs/fastai/02_trainer.ipynb #c014b
 class DistributedTrainer(core.DistributedTrainer):
     "Train a fastai learner on every rank of the group: shards of the data, averaged gradients, the metrics of one process"
+    @delegates(core.DistributedTrainer.__init__)
     def __init__(self,
         cuda_id=None, # This process's GPU; None: by local rank, or the CPU. A bool is `sync_bn`, fastai's first argument
-        **kwargs      # As in our own `DistributedTrainer`
+        **kwargs
     ):
         if isinstance(cuda_id, bool): cuda_id,kwargs = None,dict(kwargs, sync_bn=cuda_id)
         super().__init__(cuda_id, **kwargs)

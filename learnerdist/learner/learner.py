@@ -262,10 +262,14 @@ def fit(self:Learner,
     cbs=None,           # Callbacks for this fit only
     reset_opt:bool=False, # Make a new optimizer, without the state of the old one
     start_epoch:int=0,  # Skip the epochs before this one
-    **flags             # Options that other modules register in `fit_flags`, such as `ddp=True` and `amp=True`
+    ddp=None,           # True, or a dict of options of `distrib_ctx`: fit in this context
+    amp=None,           # True, 'fp16' or 'bf16': mixed precision, see `MixedPrecision`
+    resume=None,        # True, or a folder: go on from a `Checkpoint`
+    **flags             # Other options that modules register in `fit_flags`
 ):
     "Train for `n_epoch` epochs. A second fit goes on with the weights and the optimizer of the first"
     check_epochs(n_epoch)
+    flags |= {k: v for k,v in dict(ddp=ddp, amp=amp, resume=resume).items() if v is not None}
     with self.flagged(flags), self.added_cbs(cbs):
         self.prepare(self.lr if lr is None else lr, reset_opt)
         self.n_epoch,self.fitting,self.start_at = n_epoch,True,StartAt(start_epoch)

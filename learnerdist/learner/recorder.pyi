@@ -104,8 +104,5 @@ class Recorder(Callback):
     def plot_lr(self, ax=None):
         """Plot each step's learning rate (of the last parameter group); returns the axes"""
 
-    def __getattr__(self, name: str) -> Any:
-        """A callback of the learner, or another attribute that is set at run time"""
-
 def stacked(os) -> Tensor:
     """Numbers and tensors () as one float64 tensor on the CPU"""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from fastcore.basics import listify,patch
+from fastcore.meta import delegates
 from torch.optim import Optimizer,lr_scheduler
 from torch.optim.lr_scheduler import LinearLR,OneCycleLR,SequentialLR
 
@@ -120,6 +121,7 @@ def lr_scale(
 
 # %% ../../nbs/learner/09_schedule.ipynb #c019
 @patch
+@delegates(Learner.fit, but=['lr'])
 def fit_one_cycle(self:Learner,
     n_epoch:int,    # As in `fit`
     lr_max=None,    # Highest rate; a `slice` or a list for parameter groups; None: the learner's `lr`
