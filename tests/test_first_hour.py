@@ -39,7 +39,8 @@ def say_hidden(): learner(cbs=Twice).fit(1)
 
 @pytest.mark.parametrize('f,said', [(say_empty,'has no batch: nothing is trained'),(say_hidden,'Twice.xb: the callback.s own')])
 def test_warnings(f, said):
-    with pytest.warns(UserWarning, match=said): f()
+    with pytest.warns(UserWarning, match=said) as found: f()
+    assert found[0].filename==__file__ # the user's line, not ours
 
 class Graph:
     "A batch object, as of PyTorch Geometric"

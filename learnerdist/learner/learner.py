@@ -253,7 +253,8 @@ def _do_fit(self:Learner):
 
 def check_epochs(n):
     "ValueError if `n` is no number of epochs"
-    if not hasattr(n, '__index__') or isinstance(n, bool) or n<0: raise ValueError(f'n_epoch={n!r}: give a whole number of epochs, 0 or more')
+    if hasattr(n, '__index__') and not isinstance(n, bool) and n>=0: return
+    raise ValueError(f'n_epoch={n!r}: give a whole number of epochs, 0 or more')
 
 @patch
 def fit(self:Learner,

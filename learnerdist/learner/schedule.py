@@ -7,7 +7,7 @@ __all__ = ['Scheduler', 'warm_up', 'lr_scale', 'TrackerCallback', 'EarlyStopping
            'ReduceLROnPlateauCallback', 'TerminateOnNaNCallback']
 
 # %% ../../nbs/learner/09_schedule.ipynb #c002
-import inspect,math,operator,warnings
+import inspect,math,operator
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LinearLR,OneCycleLR,SequentialLR
 from .callback import Callback,Order,CancelFitException,_own_loader
 from ..core.collectives import gather_objects
 from ..core.env import group_size,is_rank0
+from ..core.stacks import warn
 from ..data.loaders import data_len
 from .learner import Learner
 from .accumulation import steps_per_epoch
@@ -47,7 +48,7 @@ class Scheduler(Callback):
         W,n = group_size(),self.learn.n_epoch
         if W<2 or not is_rank0() or not (own := (data_len(self.learn.dls.train) or 0)*n): return
         found = [v for k,v in self.horizon if k in ('total_steps','T_max') and isinstance(v, int) and v!=own and n*math.ceil(v/n/W)==own]
-        if found: warnings.warn(f'{type(self.sched).__name__} is made for {found[0]} steps, and this fit has {own}: a batch size is that '
+        if found: warn(f'{type(self.sched).__name__} is made for {found[0]} steps, and this fit has {own}: a batch size is that '
                                 f'of a rank, so on {W} ranks an epoch has fewer steps. Count them in the context: n_epoch*len(dls.train)')
 
     def after_cancel_step(self): self.cancelled = True
