@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest,torch
 from torch import nn
 from learnerdist.core import compat
-from learnerdist.data.rows import row_columns
-from learnerdist.distributed.gather_rows import _meta
 
 root = Path(__file__).parent.parent
 
@@ -64,8 +62,3 @@ def test_shims_are_still_needed():
     cfg.read(root/'settings.ini')
     oldest = re.search(r'torch>=([\d.]+)', cfg['DEFAULT']['requirements'])[1]
     assert [k for k,v in compat.shims.items() if number(v)<=number(oldest)] == []
-
-def test_only_plain_data_travels():
-    "What ranks say of the structure of their rows has nothing of torch's own classes in it"
-    _,structure = _meta(*row_columns([({'x': torch.zeros(3, 2)}, [torch.zeros(3)])]))
-    assert structure==({'x': 0}, [1])

@@ -143,7 +143,7 @@ def test_other_packages_are_imported_by_the_ranks(tmp_path):
     res = launch('--nproc', 2, write(tmp_path, text='import torch\nimport torch.no_such_module')) # an import that fails ends the ranks
     assert res.returncode==1 and "ModuleNotFoundError: No module named 'torch.no_such_module'" in res.stderr
 
-@pytest.mark.parametrize('name', [o for o in known if o not in sys.stdlib_module_names])
+@pytest.mark.parametrize('name', sorted(o for o in known if o not in sys.stdlib_module_names))
 def test_known_packages_may_be_forked(name):
     "None of them reads the rank when it is imported, starts threads that a fork would lack, opens files, or starts processes"
     code = f'''import os

@@ -232,6 +232,7 @@ def test_a_showwarning_that_came_later_stays(monkeypatch):
         warnings.simplefilter('always')
         warnings.showwarning = lambda message, *a, **kw: seen.append(str(message))
         with ranked_warnings(): warnings.warn('mine')
+        with ranked_warnings(): warnings.warn_explicit('of torch', UserWarning, torch.__file__, 1) # appears on rank 0
         with ranked_warnings(): warnings.showwarning = later
         assert warnings.showwarning is later and seen==['rank 3: mine']
     assert warnings.showwarning is first

@@ -21,7 +21,7 @@ from ..data.loaders import batch_shape
 from .agreed_loader import own_order
 from .batchnorm import _local,is_muted,mute
 from .vote_links import PostedSum
-from ..learner.losses import _n_classes_items,_n_elements,_version,batch_rows,loss_over,n_items
+from ..learner.losses import _n_classes_items,_n_elements,_version,batch_rows,loss_over,n_items,unweighted
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #ce578703
 def uneven_steps(
@@ -173,7 +173,7 @@ def total_losses(
 )->Tensor: # (steps that any rank has recorded,k)
     "The totals of each step over all ranks. A sum adds up: S = ΣSᵣ, where a mean is ΣnᵣLᵣ/Σnᵣ. Sync point"
     adds_up = loss_over(learn).kind=='sum'
-    if adds_up: totals[:,0] = (totals[:,0]/totals[:,1]).nan_to_num()
+    if adds_up: totals[:,0] = unweighted(totals[:,0], totals[:,1])
     own = torch.cat([totals, totals.new_ones(len(totals), 1)], 1) # 1: this rank has recorded the step
     totals = all_sum(torch.cat([own, own.new_zeros(max(n-len(own), 0), own.shape[1])])[:n])
     if adds_up: totals[:,0] *= totals[:,1]

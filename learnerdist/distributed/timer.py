@@ -55,7 +55,7 @@ class Timer(Callback):
     def after_batch(self): self.mark,self.mark_links = perf_counter(),Links.waited
     def before_backward(self):
         loss = self.learn.loss_grad
-        if not loss.requires_grad or self.learn.wrapper is None: return
+        if not loss.requires_grad or vars(self.learn).get('wrapper') is None: return
         loss.register_hook(self._begun)
 
     def after_train(self):

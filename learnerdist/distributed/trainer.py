@@ -9,7 +9,10 @@ __all__ = ['DistributedTrainer']
 from contextlib import ExitStack,contextmanager
 
 import torch
+from torch.utils.data import DataLoader
 from fastcore.basics import patch
+from fastcore.meta import delegates
+from torch.nn.parallel import DistributedDataParallel
 
 from ..core.collectives import broadcast_object
 from ..core.deferred import has_deferred
@@ -20,7 +23,7 @@ from .agreed_loader import Share
 from .agreement import Agreement,AgreementEnd
 from .batchnorm import _local,mute
 from .blocks import shard_options
-from .comm_hooks import check_options,find_hook
+from .comm_hooks import check_options,ddp_args_of_ours,find_hook
 from .comparison import compare_weights,path_of_rank0,tensor_hash
 from .comparison import same_callbacks,same_data,same_optimizer,same_settings,same_structure
 from .evaluation import ExactEvaluation,evaluated,parted
@@ -40,6 +43,7 @@ from ..learner.predictions import Unshared
 class DistributedTrainer(Callback):
     "Train the learner on every rank of the group: shards of the data, averaged gradients, the metrics of one process"
     order,keeps_batch = Order.trainer,True
+    @delegates(DistributedDataParallel.__init__, but=ddp_args_of_ours)
     def __init__(self,
         cuda_id:int=None,   # This process's GPU; None: by local rank, or the CPU
         sync_bn:bool=True,  # BatchNorm over the global batch
@@ -52,7 +56,7 @@ class DistributedTrainer(Callback):
         timeout_s:float=None, # Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
         **ddp_kw            # Options of `DistributedDataParallel`
     ):
-        check_options(ddp_kw, seed, check_every, timeout_s)
+        check_options(ddp_kw, seed, check_every, timeout_s, sync_bn=sync_bn, split_batches=split_batches)
         self.shard = shard_options(shard, ddp_kw, comm_hook)
         self.cuda_id,self.sync_bn,self.split_batches,self.seed = cuda_id,sync_bn,split_batches,seed
         self.check_every,self.timeout_s,self.ddp_kw = check_every,timeout_s,ddp_kw
@@ -119,8 +123,11 @@ def share(self:DistributedTrainer,
 ):
     "This rank's shard of a loader; a loader that is sharded already is left alone"
     if isinstance(dl, Unshared): return dl
+    if isinstance(dl, (list,tuple)): dl = DataLoader(dl, batch_size=None, collate_fn=_as_it_is) # batches
     if not pad: return Share.by_batch(dl, group_rank(), group_size(), self.seed)
     return Share.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
+
+def _as_it_is(b): return b
 
 @patch
 def share_now(self:DistributedTrainer, dl, pad):
@@ -284,9 +291,10 @@ def _check_plain(learn):
     if _trainers(learn): raise ValueError('this learner is distributed already: leave its distrib_ctx, or detach_distributed(), first')
 
 @patch
+@delegates(DistributedTrainer.__init__)
 def to_distributed(self:Learner,
     cuda_id:int=None, # This process's GPU; None: by local rank, or the CPU
-    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, checks, check_every, comm_hook, shard, timeout_s, and DDP's options
+    **kw
 )->Learner:
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
     _check_plain(self)
@@ -305,10 +313,11 @@ def detach_distributed(self:Learner)->Learner:
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c021
 @patch
+@delegates(DistributedTrainer.__init__)
 @contextmanager
 def distrib_ctx(self:Learner,
     cuda_id:int=None, # This process's GPU; None: by local rank, or the CPU
-    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, checks, check_every, comm_hook, shard, timeout_s, and DDP's options
+    **kw
 ):
     "Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an exception"
     _check_plain(self)

@@ -22,6 +22,7 @@ from fastai.text.data import LMDataLoader
 from fastai.text.learner import LMLearner,TextLearner
 from fastcore.basics import getcallable,noop,patch
 from fastcore.foundation import L
+from fastcore.meta import delegates
 from fastprogress.fastprogress import ConsoleMasterBar,MasterBar,ProgressBar
 
 from ..distributed import compiling,data_parallel,trainer as core # noqa: F401
@@ -219,10 +220,11 @@ def quiet_bars(self:DistributedTrainer):
 
 # %% ../../nbs/fastai/04_learner.ipynb #c017
 @patch
+@delegates(DistributedTrainer.__init__)
 def to_distributed(self:Learner,
     cuda_id=None,     # This process's GPU; None: by local rank, or the CPU
     in_notebook=None, # fastai's option: open a group if there is none; here this is always done
-    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, shard, timeout_s, and DDP's options
+    **kw
 )->Learner:
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
     if any(isinstance(cb, parts) for cb in self.cbs): raise ValueError('this learner is distributed already: detach_distributed() first')
@@ -239,10 +241,11 @@ def detach_distributed(self:Learner)->Learner:
     return self.remove_cbs([cb for cb in self.cbs if isinstance(cb, parts)])
 
 @patch
+@delegates(DistributedTrainer.__init__)
 def distrib_ctx(self:Learner,
     cuda_id=None,     # This process's GPU; None: by local rank, or the CPU
     in_notebook=None, # As in `to_distributed`
-    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, shard, timeout_s, and DDP's options
+    **kw
 ):
     "Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an exception"
     return CoreLearner.distrib_ctx(self, cuda_id, in_notebook=in_notebook, **kw)
@@ -305,7 +308,7 @@ def detach_parallel(self:Learner)->Learner:
     for cb in [o for o in self.cbs if isinstance(o, data_parallel.ParallelTrainer)]: self.remove_cb(cb.restore())
     return self
 
-Learner.parallel_ctx = CoreLearner.parallel_ctx
+Learner.parallel_ctx,Learner.wrapper = CoreLearner.parallel_ctx,CoreLearner.wrapper
 Learner.compile,Learner.uncompile = CoreLearner.compile,CoreLearner.uncompile
 
 # %% ../../nbs/fastai/04_learner.ipynb #c019b

@@ -20,6 +20,7 @@ from fastai.data.load import DataLoader
 from fastai.losses import BaseLoss
 from fastcore.basics import patch
 from fastcore.foundation import L
+from fastcore.meta import delegates
 
 from ..distributed import trainer as core
 from ..distributed.agreement import Agreement,AgreementEnd,between
@@ -32,6 +33,7 @@ from ..distributed.loss_weights import total_losses
 from .loaders import ShareDL
 from ..data.distributed_dl import set_epoch
 from ..core.random import seed_streams
+from ..learner.learner import check_targets
 from ..learner.losses import LossTrace,MeanOver,loss_trace,mean_over,n_items,weighted
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c005
@@ -75,9 +77,10 @@ parts = core.DistributedTrainer,ExactEvaluation,Agreement,AgreementEnd # What a 
 # %% ../../nbs/fastai/02_trainer.ipynb #c014b
 class DistributedTrainer(core.DistributedTrainer):
     "Train a fastai learner on every rank of the group: shards of the data, averaged gradients, the metrics of one process"
+    @delegates(core.DistributedTrainer.__init__)
     def __init__(self,
         cuda_id=None, # This process's GPU; None: by local rank, or the CPU. A bool is `sync_bn`, fastai's first argument
-        **kwargs      # As in our own `DistributedTrainer`
+        **kwargs
     ):
         if isinstance(cuda_id, bool): cuda_id,kwargs = None,dict(kwargs, sync_bn=cuda_id)
         super().__init__(cuda_id, **kwargs)
@@ -272,6 +275,7 @@ def before_backward(self:DistributedTrainer):
 
 @patch
 def after_loss(self:DistributedTrainer):
+    if self.learn.training: check_targets(self.learn)
     if self.trace is not None: # what is the loss the mean over? If it does not show, the next batches are not observed
         self.learn.items = self.end_trace().items(self.learn.loss_grad)
         self.watches = self.learn.items is not None

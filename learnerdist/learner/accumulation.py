@@ -66,7 +66,7 @@ def share_items(self:GradientAccumulation):
 def _kind(self:GradientAccumulation):
     "The reduction of the loss. In one process an unknown loss is probed; several ranks have already agreed on it"
     learn = self.learn
-    if loss_over(learn).kind=='unknown' and learn.wrapper is None:
+    if loss_over(learn).kind=='unknown' and vars(learn).get('wrapper') is None:
         found = probe_loss(learn)
         if found: learn._loss_over = learn.loss_func,MeanOver(found if found in ('sum','items') else 'samples')
     return loss_over(learn).kind
@@ -78,7 +78,7 @@ def _divide_by(self:GradientAccumulation, total):
 
 @patch
 def _exchange(self:GradientAccumulation, on):
-    if self.wrapper is not None: self.engine = self.wrapper # at the end of a fit the learner has none any more
+    if (wrapper := vars(self.learn).get('wrapper')) is not None: self.engine = wrapper # at the end of a fit there is none any more
     if hasattr(self.engine, 'sync'): self.engine.sync = on
 
 @patch

@@ -40,7 +40,7 @@ class MeanOver(NamedTuple):
 def _n_classes_items(pred, targ, *_, weight=None, ignore_index=-100):
     if targ.is_floating_point(): return targ.numel()//targ.shape[min(targ.ndim-1, 1)] # probabilities of classes
     counted = targ!=ignore_index
-    return counted.sum() if weight is None else weight.to(targ.device)[targ.where(counted, 0)].where(counted, 0).sum()
+    return counted.sum() if weight is None else weight.to(targ.device)[targ.where(counted, 0).long()].where(counted, 0).sum()
 
 def _n_elements(pred, targ, *_): return targ.numel() if isinstance(targ, Tensor) else find_bs(targ)
 
@@ -279,6 +279,10 @@ def probe_loss(
     with untouched(learn.loss_func):
         try: return probe(learn.loss_func, learn.pred, learn.yb, batch_rows(learn))
         except Exception: return 'other' if vars(learn).get('items') is None else 'items' # such as the loss of a model
+
+def unweighted(total:Tensor, n:Tensor)->Tensor:
+    "The inverse of `weighted`: `total` divided by `n`; 0 where `n` is 0, NaN where `total` is NaN"
+    return total/n.clamp(min=torch.finfo(total.dtype).tiny)
 
 # %% ../../nbs/learner/00_losses.ipynb #0f5e7a11
 def loss_trace(

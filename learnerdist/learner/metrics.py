@@ -118,6 +118,86 @@ def skm_metric(
     "An `AccumMetric` for a metric of scikit-learn, over the whole data set"
     return AccumMetric(func, to_np=True, invert_arg=True, **kw)
 
+# %% ../../nbs/learner/02_metrics.ipynb #0f1201ac
+_known = {} # By phase and id of a function, the function and: 'samples' (batches' means add up) or 'other'; the same on all ranks
+
+def _note(func, found, when=None): _known[when or phase(),id(func)] = func,found
+def _kind(func): return next((_known[o,id(func)][1] for o in ('ever',phase()) if (o,id(func)) in _known), None)
+
+_remedy = 'if it is the mean over something, give it an attribute n_items: a function of (pred, *targs) that counts that'
+
+class FuncMetric(AvgMetric):
+    "`func` of the whole data set: called on batches where their means add up to it, which the first batches tell"
+    what = 'it is computed on the whole data set{late}. AvgMetric({name}) gives the mean of batches; '+_remedy
+    def reset(self):
+        super().reset()
+        self.found,self.rows,self.kinds = 'samples' if self.n_items else _kind(self.func),[],None
+        self.n_same,self.n_batches,self.late = 0,0,False
+        self.asks,self.of_all,self.shapes = self.found is None,None,set() # asks: not known before this loop, on any rank
+    def accumulate(self, learn):
+        if self.found!='other' or self.asks: super().accumulate(learn)
+        if self.found=='samples' and not self.asks: return
+        n = batch_rows(learn)
+        self._look(learn, n)
+        if self.found=='samples': self.rows = []
+        else: self._keep(learn, n)
+    def _look(self, learn, n):
+        "Probe the first batches of the loop; once two have shown a mean over samples, only the batches 2, 4, 8, …"
+        i,self.n_batches = self.n_batches,self.n_batches+1
+        ts = [o for o in (learn.pred, *learn.yb) if isinstance(o, Tensor) and o.ndim]
+        if self.asks and all(len(o)==n for o in ts): self.shapes.add(tuple(o.shape[1:] for o in ts))
+        if not self.asks or self.late or self.found=='other' or self.found and i&(i-1): return
+        with untouched(self.func):
+            try: found = probe(self.func, learn.pred, learn.yb, n)
+            except Exception: found = 'other' # its batches cannot be cut
+        self.n_same += found=='samples'
+        if self.found: self.late = found in ('other','sum')
+        elif found in ('other','sum') or self.n_same==2: # two batches, each cut in two ways
+            self.found = 'samples' if found=='samples' else 'other'
+    def _keep(self, learn, n):
+        self.rows.append((to_rows(learn.pred, n), *columns(learn.yb, n)))
+        self.kinds = [k for o in (learn.pred, *listed(learn.yb)) for k in row_kinds(o, n)]
+    @property
+    def value(self):
+        if self.found=='samples' or not self.rows: return super().value
+        try: return float(self.func(*as_batch(cat_rows(self.rows), self.kinds)))
+        except Exception as e:
+            if self.of_all is None: raise ValueError(f'the metric {self.name} fails on the whole data set: {_remedy}') from e
+            return self._use_batches(f'{type(e).__name__}: {e}').value
+    def _use_batches(self, why):
+        self.found = 'samples'
+        _note(self.func, self.found)
+        (self.total,self.count),self.rows = self.of_all,[]
+        if is_rank0(): warnings.warn(f'the metric {self.name} cannot be computed on the whole data set ({why}): it is the mean of batches, '
+                                     f'which depends on the batches; {_remedy}')
+        return self
+
+    def tells(self)->tuple: # For `settle` of all ranks
+        "What this rank's batches have told"
+        return [self.found,*['other']*self.late],self.kinds,float(self.total),float(self.count),self.shapes
+
+    def settle(self,
+        told:list # `tells()` of all ranks
+    ):
+        "Do what all ranks do: after a loop, before its value is asked for"
+        self.asks,found,shapes = False,{o for os,_,_,n,_ in told if n for o in os},set().union(*[o[4] for o in told])
+        self.kinds = next((o[1] for o in told if o[1]), None)
+        self.of_all = sum(o[2] for o in told),sum(o[3] for o in told)
+        if found-{None}: _note(self.func, 'other' if 'other' in found else 'samples')
+        if 'other' in found and is_rank0():
+            late = ', from the next loop on: on some rank the first batches looked otherwise' if 'samples' in found else ''
+            warnings.warn(f'the metric {self.name} is no mean over samples: {self.what.format(late=late, name=self.name)}')
+        self.found = 'samples' if 'samples' in found else 'other'
+        if 'other' in found and len(shapes)>1: self._use_batches('batches are padded to different lengths')
+
+def metric_of(
+    func, # From (prediction, targets) to a number
+    of_samples=None # Whether it is a mean over samples; None: the first batches tell
+)->FuncMetric:
+    "The metric of a function"
+    if of_samples is not None: _note(func, 'samples' if of_samples else 'other', 'ever')
+    return FuncMetric(func)
+
 # %% ../../nbs/learner/02_metrics.ipynb #c012
 class TorchMetric(Metric):
     "A torchmetrics object as a `Metric`. In `distrib_ctx` learnerdist reduces its state over ranks, in place of torchmetrics"

@@ -6,7 +6,7 @@
 __all__ = ['say_alone', 'ProgressCallback']
 
 # %% ../../nbs/learner/04_progress.ipynb #c002
-import sys,warnings
+import sys
 from contextlib import contextmanager
 
 from fastcore.basics import patch
@@ -14,6 +14,7 @@ from fastcore.imports import in_notebook
 
 from .callback import Callback,Order
 from ..core.env import is_rank0,num_distrib
+from ..core.stacks import warn
 from ..data.loaders import data_len
 from .learner import Learner,defaults
 
@@ -55,7 +56,7 @@ class _Smooth:
     def __len__(self): return 1 # fastprogress 1.0 asks whether there is a text
 
 def say_alone(said=[]): # noqa: B006 - once in a process
-    if is_rank0() and not said: warnings.warn(f'each of the {num_distrib()} processes of this launch trains on the whole data, since '
+    if is_rank0() and not said: warn(f'each of the {num_distrib()} processes of this launch trains on the whole data, since '
                                               'this fit is outside of distrib_ctx(). If you mean that, each has to write its own files')
     said.append(1)
 

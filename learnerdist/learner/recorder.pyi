@@ -107,9 +107,6 @@ class Recorder(Callback):
     def plot_lr(self, ax=None):
         """Plot each step's learning rate (of the last parameter group); returns the axes"""
 
-    def __getattr__(self, name: str) -> Any:
-        """A callback of the learner, or another attribute that is set at run time"""
-
 def as_totals(steps: list) -> Tensor:
     """The numbers of steps as one tensor on the CPU"""
 

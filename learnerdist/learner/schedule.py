@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from fastcore.basics import listify,patch
+from fastcore.meta import delegates
 from torch.optim import Optimizer,lr_scheduler
 from torch.optim.lr_scheduler import LinearLR,OneCycleLR,SequentialLR
 
@@ -110,6 +111,7 @@ def lr_scale(
 
 # %% ../../nbs/learner/09_schedule.ipynb #c019
 @patch
+@delegates(Learner.fit, but=['lr'])
 def fit_one_cycle(self:Learner,
     n_epoch:int,    # As in `fit`
     lr_max=None,    # Highest rate; a `slice` or a list for parameter groups; None: the learner's `lr`
@@ -184,7 +186,8 @@ class TrackerCallback(Callback):
         self.seen = len(self.hist)
         self.value = self.hist[-1][self.idx]
         better = -self.min_delta if self.lower else self.min_delta
-        self.new_best = self.value is not None and bool(self.comp(self.value-better, self.best))
+        known = self.value is not None and self.value==self.value # NaN is never better, whatever `comp` says
+        self.new_best = known and bool(self.comp(self.value-better, self.best))
         if self.new_best: self.best,self.best_epoch = self.value,self.epoch
 
     def after_epoch(self): self.track()
