@@ -148,7 +148,8 @@ def after_dls(self:DistributedTrainer): self.deal_out()
 @patch
 def check_settings(self:DistributedTrainer):
     "Raise ValueError if the ranks begin different fits. Sync point"
-    same_settings(self.learn, [o for o in self.shares if isinstance(o, DistributedDL)])
+    alike = [o for o in self.shares if isinstance(o, DistributedDL) and (o.pad or o.unit=='batch')] # not rows of a batch
+    same_settings(self.learn, alike)
 
 @patch
 def load_state_dict(self:DistributedTrainer, state):
