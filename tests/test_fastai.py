@@ -58,6 +58,7 @@ def own_loss(W, rank):
     rows = [(dict(x=x, labels=torch.tensor(-100) if x[0]>.4 else y),y) for x,y in items(96)]
     learn = make(W, rank, OwnLoss, loss=of_output, metrics=[])
     learn.dls = DataLoaders.from_dsets(rows, rows[:37], bs=per_rank(24, W), drop_last=(False,False), num_workers=0, device='cpu')
+    learn.dls.loaders[1] = learn.dls.valid.new(bs=24)
     with ctx(learn, W):
         learn.fit(2)
         return dict(history(learn), validate=floats(learn.validate()))

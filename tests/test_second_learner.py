@@ -89,3 +89,15 @@ def test_a_learner_without_a_context_has_all_the_data(make, W):
         assert seen==orders and sorted(seen[0])==sorted(data()[:][0][:,0].tolist()) and seen[0]!=seen[1]
         assert (n,steps)==(4,4*W)
     assert any('trains on the whole data' in o for o in said)
+# --- metrics -------------------------------------------------------------------------------------------------------------------
+
+def metric(reads):
+    learn = learner()
+    def off(pred, targ): return ((learn.pred-learn.y) if reads else pred-targ).abs().mean()
+    learn.metrics = off
+    with learn.distrib_ctx(seed=1), learn.no_logging(): learn.fit(2)
+
+@pytest.mark.parametrize('W', [2,3])
+def test_a_metric_that_reads_the_learner_is_the_same_on_all_ranks(W):
+    "What the learner has is the batch that the metric gets"
+    for reads in (True,False): assert [o for _,o in run_ranks(told, W, metric, reads)]==[[]]*W

@@ -163,9 +163,10 @@ def after_dls(self:DistributedTrainer): self.deal_out()
 @patch
 def check_settings(self:DistributedTrainer):
     "Raise ValueError if the ranks begin different fits. Sync point"
+    alike = [o for o in self.shares if isinstance(o, DistributedDL) and (o.pad or o.unit=='batch')] # not rows of a batch
     same_structure(self.learn)
     same_callbacks(self.learn)
-    same_settings(self.learn, [o for o in self.shares if isinstance(o, DistributedDL)])
+    same_settings(self.learn, alike)
 
 @patch
 def load_state_dict(self:DistributedTrainer, state):
