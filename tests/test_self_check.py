@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, average_grads, get_model, group_rank, group_size, process_group
+from learnerdist.distributed.self_check import read_items
 from learnerdist.learner.losses import follows
 from learnerdist.testing import run_ranks
 
@@ -285,3 +286,11 @@ def test_what_a_loss_follows_from():
     assert follows((2.8, 10, 4), [(1., 2, 2), (3., 9, 2)], 1e-8)=='other'
     assert follows((float('nan'), None, 4), [(1., None, 2), (3., None, 2)], 1e-8) is None
     assert follows((0., None, 4), [(0., None, 2), (0., None, 2)], 1e-8) is None
+
+def test_what_travels_is_the_samples_alone():
+    "A row of a tensor in memory is a view, and would take the whole tensor along to the other ranks"
+    x = torch.randn(1000, 4)
+    learn = Learner(DataLoaders(TfmdDL(TensorDataset(x, x[:,:1]), 8)), nn.Linear(4, 1), nn.MSELoss())
+    learn.dl = learn.dls.train
+    items = read_items(learn)
+    assert len(items)==2 and all(o.untyped_storage().nbytes()==o.numel()*4 for item in items for o in item)
