@@ -131,7 +131,8 @@ class FitRecord(Callback):
         "Give the batch its dtype, before callbacks and the self-check see it"
         learn = self.learn
         if self.dtype: learn.xb,learn.yb = tree_map(self._cast, (tuple(learn.xb),tuple(learn.yb)))
-        learn.distributed_trainer.self_check.note()
+        check = learn.distributed_trainer.self_check
+        if check.is_due: check.note()
 
     def _cast(self, o): return o.to(self.dtype) if isinstance(o, Tensor) and o.is_floating_point() else o
 

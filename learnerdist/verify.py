@@ -179,8 +179,6 @@ causes = [
      lambda c: c.alone['lrs'][:c.d.step+1]!=c.one['lrs'][:c.d.step+1]),
     ("{}: a metric that reads from the learner what is of a rank's batch",
      lambda c: c.d.kind=='metrics' and any(o['epochs']!=c.one['epochs'] for o in c.ranks) and c.d.name),
-    ('{}: a metric that is no mean over samples, averaged over batches',
-     lambda c: c.d.kind=='metrics' and not c.d.name.endswith('_loss') and c.d.name),
     ('the gradient of {} is zero but for rounding, which the optimizer enlarges: compare in float64', _rounds),
     ('{}', lambda c: '; '.join(c.new))]
 

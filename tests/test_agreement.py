@@ -282,7 +282,7 @@ def with_a_nan(order):
     if group_rank()==1:
         ds = learn.dls.train.dataset
         for i in range(N): ds[i] = (ds[i][0]*float('nan'),ds[i][1])
-    with learn.distrib_ctx(seed=1, check_data=False, timeout_s=60): learn.fit(1, cbs=[Skip,Adds])
+    with learn.distrib_ctx(seed=1, checks=False, timeout_s=60): learn.fit(1, cbs=[Skip,Adds])
     return weights(learn).tolist(),learn.recorder.losses,sums
 
 @pytest.mark.parametrize('order', [-1,1])

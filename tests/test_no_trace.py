@@ -151,7 +151,7 @@ def test_one_rank_fails_and_all_end_cleanly(event, failing):
 # --- attaching --------------------------------------------------------------------------------------------------------------
 
 class NoLoader:
-    "Cannot be split"
+    "Cannot be split for training"
     def __iter__(self): return iter([])
 
 def rank_attach():
@@ -171,7 +171,7 @@ def rank_attach():
     res['left'] = changes(before, learn)
     learn.detach_distributed()
     res['again'] = changes(before, learn)
-    res['unsplit'] = fails_to_attach(rank, lambda o: o.dls.loaders.append(NoLoader()))
+    res['unsplit'] = fails_to_attach(rank, lambda o: o.dls.loaders.__setitem__(0, NoLoader()))
     res['bs'] = fails_to_attach(rank, lambda o: None, split_batches=True)
     res['option'] = fails_to_attach(rank, lambda o: None, bogus=1)
     res['cuda_id'] = fails_to_attach(rank, lambda o: None, cuda_id=99)
@@ -200,7 +200,7 @@ def test_attach_and_detach():
 
 def rank_attach_fails_on_one():
     rank = rank_distrib()
-    return fails_to_attach_any(rank, lambda o: o.dls.loaders.append(NoLoader()) if rank else None)
+    return fails_to_attach_any(rank, lambda o: o.dls.loaders.__setitem__(0, NoLoader()) if rank else None)
 
 def fails_to_attach_any(rank, spoil):
     learn = make(rank)

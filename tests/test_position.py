@@ -101,7 +101,7 @@ def fit(path, kind, every=1000, stop=None, ctx=False, n_epoch=2):
     learn.logger,cbs = lambda line: None,[Checkpoint('ckpt', every), *([Stop(stop)] if stop else [])]
     learn.add_cb(ToDouble)
     if ctx:
-        with learn.distrib_ctx(split_batches=True): learn.fit(n_epoch, cbs=cbs, resume=True)
+        with learn.distrib_ctx(split_batches=True, checks=False): learn.fit(n_epoch, cbs=cbs, resume=True)
     else: learn.fit(n_epoch, cbs=cbs, resume=True)
     vars(dl).pop('_iterator', None) # or persistent workers end when the garbage collector finds them, after 10 s
     return (digest(model.state_dict()),learn.recorder.losses),int(dl.dataset.reads.sum())

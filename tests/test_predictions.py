@@ -1,5 +1,6 @@
 "`get_preds` and `predict` on several ranks: what one process predicts, in the order of the data set, on every rank"
 import contextlib,functools,pickle,traceback,warnings
+from itertools import zip_longest
 from collections import namedtuple
 import pytest, torch, torch.distributed as dist
 from torch import nn
@@ -281,7 +282,7 @@ def test_order_of_a_stream(workers):
     x,y = xy()
     n = workers or 1
     parts = [torch.arange(13)[w::n].split(2) for w in range(n)] # of each worker, in batches
-    order = torch.cat([o for step in zip(*parts) for o in step]).tolist()
+    order = torch.cat([o for step in zip_longest(*parts) for o in step if o is not None]).tolist()
     for p,t in run_ranks(rank_stream, 2, workers):
         assert sorted(order)==[*range(13)] and t.tolist()==y[order].tolist() and torch.equal(p, x[order]*2)
 

@@ -313,8 +313,8 @@ def voting():
     return [(o['data'],o['comm']) for o in learn.recorder.times]
 
 def test_a_vote_is_no_time_for_data():
-    "One vote before the first batch, one after each of three, and one at the end of the loop"
-    for o in run_ranks(voting, 2): assert o==[(12.,10.)]*2
+    "One vote before the first batch, one after each of three, and one at the end of the loop. The self-check reads 2 samples, once a fit"
+    for o in run_ranks(voting, 2): assert o==[(12.+2.,10.),(12.,10.)]
 
 def timed():
     res = []

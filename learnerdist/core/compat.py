@@ -38,6 +38,7 @@ names = dict( # By our name: the module, the path of attributes to the object, a
     tree_leaves=('torch.utils._pytree', 'tree_leaves', 'batches and predictions of registered container classes'),
     tree_map=('torch.utils._pytree', 'tree_map', 'batches and predictions of registered container classes'),
     tree_unflatten=('torch.utils._pytree', 'tree_unflatten', 'batches and predictions of registered container classes'),
+    end_children=('multiprocessing.util', '_exit_function', "the end of a rank's own children with it"),
     tee=('torch.distributed.elastic.multiprocessing', 'DefaultLogsSpecs()._tee', "the rank's number before its lines"),
     handler=('torch.distributed.elastic.multiprocessing.subprocess_handler', 'SubprocessHandler', "the end of ranks' children after them"),
     popen=('torch.distributed.elastic.multiprocessing.subprocess_handler', 'SubprocessHandler._popen', 'the fork server'),
@@ -79,6 +80,7 @@ def missing()->dict:
 
 # %% ../../nbs/core/00_compat.ipynb #f71dfe38
 queue_callback,default_store = find('queue_callback'),find('default_store')
+end_children = find('end_children') # of this process, which ends without `sys.exit`
 BatchNorm,check_channels = find('batch_norm'),find('check_channels') # the first for isinstance
 no_iterator = dict(_iterator=None) # For a copied DataLoader, which would else read from the workers of the original
 

@@ -37,12 +37,13 @@ def set_epoch(dl, epoch:int):
 # %% ../../nbs/data/03_distributed_dl.ipynb #c009
 class _Dealt:
     "A rank's shard of the items of a sampler"
-    note = iter # From an iterator over the sampler's items to one that sees which are read
     def __init__(self, dealer, source, chunk): self.dealer,self.source,self.chunk = dealer,source,chunk
     def __iter__(self):
-        d = self.dealer
-        gens = [o.generator for o in _chain(self.source) if isinstance(getattr(o, 'generator', None), torch.Generator)]
-        items = d.deal(self.note(draw(self.source, shared_rng(d.seed, d.epoch, generators=gens), self.chunk, self.chunk)))
+        d,items = self.dealer,self.source
+        if any(type(o) not in (BatchSampler,SequentialSampler) for o in _chain(items)): # it may draw random numbers
+            gens = [o.generator for o in _chain(items) if isinstance(getattr(o, 'generator', None), torch.Generator)]
+            items = draw(items, shared_rng(d.seed, d.epoch, generators=gens), self.chunk, self.chunk)
+        items = d.deal(items)
         return d.sized(items) if d.unit=='batch' else items
     def __len__(self): return self.dealer.count(len(self.source))
 

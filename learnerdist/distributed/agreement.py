@@ -168,7 +168,8 @@ class AgreementEnd(Callback):
     def __init__(self, agreement): self.agreement = agreement
     def before_batch(self):
         trainer = self.agreement.trainer
-        trainer.self_check(cancelled=self.agreement.dropped)
+        if not (trainer.links and self.learn.training): return
+        if trainer.self_check.is_due: trainer.self_check(cancelled=self.agreement.dropped)
         trainer.weights.count_early(self.agreement.may_change)
     def before_backward(self):
         if self.agreement.dropped: self.agreement.send_zeros()

@@ -51,16 +51,16 @@ class LossWeights:
     "Weights each rank's loss by its items. In each training batch, every rank calls `weigh` once"
     def __init__(self, learn, links, findings):
         self.learn,self.links,self.findings,self.world_size,self.loss = learn,links,findings,group_size(),None
-        self.dl,self.uneven,self.done,self.with_rows,self.n_rows = None,'none',True,False,None
+        self.dl,self.uneven,self.with_rows,self.n_rows = None,'none',False,None
         self.early,self.targ = None,None # what the others know of its items before the forward pass; the loss's targets
     def begin(self, dl):
         "Before a training loop over `dl`"
-        self.dl,self.uneven,self.done = dl,uneven_steps(dl),True
+        self.dl,self.uneven = dl,uneven_steps(dl)
         self._say_repeats(getattr(dl, 'dealer', None))
     def begin_batch(self):
         "Before each batch"
         learn = self.learn
-        self.done,self.n_rows,learn.global_items,learn.items,_local.on = False,None,None,None,not learn.training
+        self.n_rows,learn.global_items,learn.items,_local.on = None,None,None,not learn.training
         may_end = self.uneven=='any' or learn.n_iter==learn.iter+1 # a length may be an estimate
         learn.repeated = learn.training and may_end and self._is_repeat()
         if learn.repeated: mute(True)
@@ -79,7 +79,7 @@ class LossWeights:
 
     def weigh(self):
         "Change `loss_grad`, so that the mean over ranks is the mean over all items. Sync point"
-        learn,W,self.done = self.learn,self.world_size,True
+        learn,W = self.learn,self.world_size
         if self.with_rows: self._count_rows(0 if learn.repeated else batch_rows(learn))
         over = loss_over(learn)
         if over.kind=='unknown' and learn.items is None and learn.yb:
@@ -124,18 +124,16 @@ class _Early(NamedTuple):
 
 @patch
 def count_early(self:LossWeights,
-    may_change=None, # Returns whether the number may still change
-    n=None           # Of this rank; None: counted from the targets
+    may_change # Returns whether the number may still change
 ):
     "After `before_batch`: send the number of items of this batch, if its targets show it. Nobody waits for it later"
     learn = self.learn
-    if self.links is None or not learn.training or not learn.yb: return
+    if not learn.yb: return
     over,targ = loss_over(learn),learn.yb[0]
     on_cpu = (getattr(targ, 'device', None) or learn.device).type=='cpu' # a dict has none
     if not on_cpu or over.kind!='items' or getattr(over.count, 'func', over.count) not in _by_targets: return
-    if n is None: n = 0. if learn.repeated else float(over.count(None, *learn.yb))
-    changes = may_change is not None and may_change()
-    self.early = _Early(self.links.post(struct.pack('<d?', n, changes), 10), n, targ, _version(targ))
+    n = 0. if learn.repeated else float(over.count(None, *learn.yb))
+    self.early = _Early(self.links.post(struct.pack('<d?', n, may_change()), 10), n, targ, _version(targ))
 
 _by_targets = _n_elements,_n_classes_items # what counts without a look at the prediction
 

@@ -198,26 +198,27 @@ class Result(NamedTuple):
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc16
 class SelfCheck:
     "Checks model and loss in the first training batch of a fit, and of an epoch with another loss function"
-    def __init__(self, trainer): self.trainer,self.loaded,self.checked = trainer,None,[]
+    def __init__(self, trainer): self.trainer,self.loaded,self.checked,self.on = trainer,None,[],False
     def begin_fit(self):
         "Forget what was checked in an earlier fit"
-        self.checked = []
-    def _is_due(self): # the same on every rank
-        learn,on = self.trainer.learn,self.trainer.findings.mode and group_size()>1
-        if not on or not learn.training or vars(learn).get('wrapper') is None or not learn.yb: return False
+        self.checked,self.on = [],bool(self.trainer.findings.mode) and group_size()>1
+    @property
+    def is_due(self)->bool:
+        "Whether this batch is checked; the same on every rank"
+        learn = self.trainer.learn
+        if not self.on or not learn.training or vars(learn).get('wrapper') is None or not learn.yb: return False
         if not self.checked: return True
-        is_new = all(o is not learn.loss_func for o in self.checked)
-        return not learn.iter and is_new and loss_over(learn).kind=='unknown'
+        if learn.iter or any(o is learn.loss_func for o in self.checked): return False
+        return loss_over(learn).kind=='unknown'
 
     def note(self):
         "Before callbacks change a batch"
-        self.loaded = _versions(self.trainer.learn) if self._is_due() else None
+        self.loaded = _versions(self.trainer.learn)
 
     def __call__(self,
         cancelled=False # Whether this rank has cancelled the batch
     ):
-        "Check, if it is time, before the forward pass. Sync point then"
-        if not self._is_due(): return
+        "Check a batch that `is_due`, before its forward pass. Sync point"
         learn,sharded = self.trainer.learn,self.trainer.shards is not None
         every = gather_objects(Samples(None, None, False, 1) if sharded else self._samples(cancelled))
         if not any(o.n for o in every): return # all have cancelled: the next batch

@@ -123,7 +123,7 @@ def share(self:DistributedTrainer,
 ):
     "This rank's shard of a loader; a loader that is sharded already is left alone"
     if isinstance(dl, Unshared): return dl
-    if isinstance(dl, (list,tuple)): dl = DataLoader(dl, batch_size=None, collate_fn=_as_it_is) # batches
+    if isinstance(dl, (list,tuple)) and not is_split(dl): dl = DataLoader(dl, batch_size=None, collate_fn=_as_it_is) # batches
     if not pad: return Share.by_batch(dl, group_rank(), group_size(), self.seed)
     return Share.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
 
@@ -210,7 +210,7 @@ def after_fit(self:DistributedTrainer):
 @patch
 def before_batch(self:DistributedTrainer):
     self.weights.begin_batch()
-    self.self_check.note()
+    if self.links and self.self_check.is_due: self.self_check.note()
 @patch
 def after_loss(self:DistributedTrainer):
     if not (self.links and self.learn.training and self.learn.yb): return
@@ -295,7 +295,7 @@ def _check_plain(learn):
 @delegates(DistributedTrainer.__init__)
 def to_distributed(self:Learner,
     cuda_id:int=None, # This process's GPU; None: by local rank, or the CPU
-    **kw
+    **kw # Options of `DistributedTrainer`
 )->Learner:
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
     _check_plain(self)
@@ -318,7 +318,7 @@ def detach_distributed(self:Learner)->Learner:
 @contextmanager
 def distrib_ctx(self:Learner,
     cuda_id:int=None, # This process's GPU; None: by local rank, or the CPU
-    **kw
+    **kw # Options of `DistributedTrainer`
 ):
     "Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an exception"
     _check_plain(self)

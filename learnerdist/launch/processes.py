@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/launch/02_processes.ipynb #c002
 import atexit,builtins,gc,importlib.util,os,pickle,random,signal,subprocess,sys,tempfile,threading,time,zlib
-import multiprocessing as mp
 from contextlib import contextmanager,suppress
 from functools import partial
 from multiprocessing import connection,spawn
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Callable
 
 import learnerdist
+from ..core.compat import end_children
 from ..core.files import whole_file
 from ..core.stacks import answer_asks,catch_crashes,report_folder
 from .display import display_through,flush_plots,notebook_shell,print_through,show
@@ -230,7 +230,7 @@ def _main(how, parent, rank, folder, *conns):
         status = int(not target(payload, rank, folder, *conns[has_screen:]))
     except BaseException as e: leave_report(e, folder=folder/str(rank))
     with suppress(OSError): sys.stdout.flush(), sys.stderr.flush()
-    mp.util._exit_function() # of this process's children
+    end_children()
     os._exit(status)
 
 def main_of_call(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CancelFitException', 'CancelEpochException', 'CancelTrainException', 'CancelValidException', 'CancelBatchException',
-           'CancelStepException', 'CancelBackwardException', 'Callback', 'own_loader']
+           'CancelStepException', 'CancelBackwardException', 'Callback']
 
 # %% ../../nbs/learner/00_callback.ipynb #c002
 from fastcore.basics import GetAttr,class2attr
@@ -65,8 +65,11 @@ class Callback(GetAttr):
         "Whether this callback handles `event` now, in training or in validation"
         return self.run and (event not in _inner or (self.run_train if training else self.run_valid))
 
-    def holds(self, e:Exception, event:str)->bool:
-        "Whether this callback holds back the Cancel exception `e` of another one, and raises it later"
+    def holds(self,
+        e:Exception, # A Cancel exception that another callback has raised
+        event:str
+    )->bool:
+        "Whether this callback holds back an exception, and raises it later"
         return False
 
     def __getattr__(self, k): # faster than `GetAttr`'s own, which makes three calls for each of some thirty attributes per step
@@ -77,6 +80,7 @@ class Callback(GetAttr):
     def cleanup(self): "Undo this callback's changes of the learner. Called at the end of every fit, also after an exception"
     def __repr__(self): return type(self).__name__
 
+# %% ../../nbs/learner/00_callback.ipynb #ownldr01
 def own_loader(learn, dl):
     "`dl`; all of the data, if another learner's context has split `dl` among ranks and this learner is in none"
     return dl.all_data() if not hasattr(learn, 'distributed_trainer') and hasattr(dl, 'all_data') else dl
