@@ -510,6 +510,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'learnerdist.core.env.local_rank': ('core/env.html#local_rank', 'learnerdist/core/env.py'),
                                       'learnerdist.core.env.local_size': ('core/env.html#local_size', 'learnerdist/core/env.py'),
                                       'learnerdist.core.env.new_launch': ('core/env.html#new_launch', 'learnerdist/core/env.py'),
+                                      'learnerdist.core.env.next_phase': ('core/env.html#next_phase', 'learnerdist/core/env.py'),
                                       'learnerdist.core.env.num_distrib': ('core/env.html#num_distrib', 'learnerdist/core/env.py'),
                                       'learnerdist.core.env.pack_error': ('core/env.html#pack_error', 'learnerdist/core/env.py'),
                                       'learnerdist.core.env.phase': ('core/env.html#phase', 'learnerdist/core/env.py'),

@@ -117,8 +117,9 @@ class DistributedTrainer(core.DistributedTrainer):
         finally: self.alone = old
 
 def trainer_of(learn):
-    "The trainer of a fastai learner in a context, else None"
-    return vars(learn).get('distributed_trainer')
+    "The trainer of a fastai learner in a context of ours, else None"
+    trainer = vars(learn).get('distributed_trainer') # fastai's own context has this attribute too
+    return trainer if isinstance(trainer, DistributedTrainer) else None
 
 # %% ../../nbs/fastai/02_trainer.ipynb #cal01
 class _Told:
