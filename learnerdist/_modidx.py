@@ -2177,6 +2177,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'learnerdist/fastai/learner.py'),
                                             'learnerdist.fastai.learner._amp_flag': ( 'fastai/learner.html#_amp_flag',
                                                                                       'learnerdist/fastai/learner.py'),
+                                            'learnerdist.fastai.learner._check_fit': ( 'fastai/learner.html#_check_fit',
+                                                                                       'learnerdist/fastai/learner.py'),
                                             'learnerdist.fastai.learner._extended': ( 'fastai/learner.html#_extended',
                                                                                       'learnerdist/fastai/learner.py'),
                                             'learnerdist.fastai.learner.export': ( 'fastai/learner.html#export',
