@@ -121,8 +121,8 @@ def texts():
 
 def text(W, rank, is_lm):
     seeds(W)
-    kw = dict(text_col='text', label_col='label', valid_col='is_valid', is_lm=is_lm, seq_len=10, bs=per_rank(12, W), device='cpu',
-              num_workers=0)
+    kw = dict(text_col='text', label_col='label', valid_col='is_valid', is_lm=is_lm, seq_len=10, bs=per_rank(12, W), val_bs=12,
+              device='cpu', num_workers=0) # evaluation takes the validation loader as it is
     with contextlib.redirect_stdout(io.StringIO()):
         dls = TextDataLoaders.from_df(texts(), tok_tfm=Tokenizer.from_df('text', tok=Words(), n_workers=1), **kw)
     config = dict(awd_lstm_lm_config if is_lm else awd_lstm_clas_config, n_hid=12, emb_sz=8, n_layers=2, output_p=0., hidden_p=0.,

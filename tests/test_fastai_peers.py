@@ -221,8 +221,7 @@ def finds(rank, path):
 
 def test_lr_find_restores_every_rank(tmp_path):
     assert run_ranks(on_ranks, 2, finds, 'ours', tmp_path)==[True,True]
-    a,b = run_ranks(on_ranks, 2, finds, 'theirs', tmp_path, errors='return')
-    assert type(a).__name__=='RankFailure' and b is False # rank 0 waits, while it reloads, for a rank that has nothing to reload
+    assert run_ranks(on_ranks, 2, finds, 'theirs', tmp_path)==[True,False] # rank 1 has nothing to reload
 
 def downloads(): raise OSError('no disk')
 

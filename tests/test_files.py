@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from learnerdist.all import Callback, DataLoaders, Learner, RankError, TfmdDL, distrib_barrier, process_group, rank_distrib
+from learnerdist.all import (Callback, DataLoaders, Learner, RankError, TfmdDL, distrib_barrier, num_distrib, process_group,
+                             rank_distrib)
 from learnerdist.testing import run_ranks
 
 def make(path, rank=0, value=None, opt=torch.optim.SGD):
@@ -389,6 +390,33 @@ def test_a_folder_of_each_ranks_own(tmp_path):
     none,said = run_ranks(rank_own_folder, 2, tmp_path, timeout_s=30)
     assert none is None and f'this rank loads {tmp_path}/1/models/tmp.pth, which is not there' in said
     assert f'rank 0 loads {tmp_path}/0/models/tmp.pth' in said and 'distrib_ctx' in said
+
+def rank_alone_loads(path):
+    "The last rank alone loads what rank 0 saves alone, over an older file: before a context, and in one. All go on together afterwards"
+    rank,learn,res = rank_distrib(),make(path),[]
+    def one_loads(value):
+        if rank==0: time.sleep(.3)
+        set_weight(learn, value)
+        if rank==0: learn.save('a')
+        if rank!=num_distrib()-1: return
+        set_weight(learn, -1)
+        res.append(weight(learn.load('a', with_opt=False)))
+    one_loads(1.)
+    with learn.no_logging(), learn.distrib_ctx(seed=1):
+        one_loads(2.)
+        distrib_barrier()
+        one_loads(3.)
+        learn.fit(1)
+        learn.save('a')
+        distrib_barrier()
+        learn.load('a')
+    return res,learn.model[0].weight.tolist()
+
+@pytest.mark.parametrize('n', [2,3])
+def test_a_load_on_one_rank_waits_no_longer_than_to_where_ranks_meet(tmp_path, n):
+    make(tmp_path, value=77.).save('a')
+    *others,(res,w) = run_ranks(rank_alone_loads, n, tmp_path, timeout_s=30)
+    assert res==[1,2,3] and others==[([],w)]*(n-1)
 
 def rank_late(path):
     "Rank 0 takes seconds before it loads"

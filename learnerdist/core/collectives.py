@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .env import current_group,group_rank,group_size,in_group
+from .env import current_group,group_rank,group_size,in_group,next_phase
 
 # %% ../../nbs/core/02_collectives.ipynb #c005
 def _carried(t):
@@ -22,7 +22,9 @@ def _carried(t):
 
 def distrib_barrier():
     "Wait until every rank has made this call. Collective; does nothing without a process group"
-    if in_group(): dist.barrier(group=current_group())
+    if not in_group(): return
+    next_phase()
+    dist.barrier(group=current_group())
 
 def all_sum(
     t:Tensor # Any shape; shape and dtype are the same on every rank

@@ -179,13 +179,15 @@ def wait_keys(
     store,
     keys:dict, # From each rank to the key that it will set
     timeout_s, # Seconds to wait
-    what=''    # What the ranks are to do, such as 'to load a.pth': said on stderr after 5 seconds
-)->list:       # The values, in the order of `keys`; None after `timeout_s` seconds
+    what='',   # What the ranks are to do, such as 'to load a.pth': said on stderr after 5 seconds
+    unless=None # A key that ends the waiting, once it is set
+)->list:       # The values, in the order of `keys`; None after `timeout_s` seconds, or because of `unless`
     "Wait until each of these ranks has set its key; `RankError` if one of them has left, or the section has failed"
-    start = time.monotonic()
+    start,ended = time.monotonic(),False
     while not store.check([*keys.values()]):
         waited = time.monotonic()-start
-        if waited>timeout_s: return None
+        if ended or waited>timeout_s: return None
+        ended = unless is not None and store.check([unless]) # the keys may have been set just before it: look again
         if waited>.1: _check_on(store, keys)
         if waited>5: what = what and _say_waiting(store, keys, what)
         time.sleep(min(.5, .002+waited/10))
@@ -199,9 +201,9 @@ def _say_waiting(store, keys, what):
         print(f'rank {me} waits for rank {", ".join(map(str, absent))} {what}', file=sys.stderr, flush=True)
     return ''
 
-def wait_key(store, key, timeout_s, rank=None, what=''): # as in `wait_keys`
-    "The value of `key` once `rank` has set it, see `wait_keys`; None after `timeout_s` seconds"
-    return (wait_keys(store, {rank: key}, timeout_s, what) or [None])[0]
+def wait_key(store, key, timeout_s, rank=None, what='', unless=None): # as in `wait_keys`
+    "The value of `key` once `rank` has set it, see `wait_keys`; else None"
+    return (wait_keys(store, {rank: key}, timeout_s, what, unless) or [None])[0]
 
 # %% ../../nbs/core/01_env.ipynb #open01
 _counts = Counter() # Of this launch; by the name of what is counted
@@ -223,13 +225,20 @@ def new_launch():
 
 def _next_group():
     "The name of the next group. Groups are counted by section, so that counts agree after a rank failed before it opened one"
+    next_phase()
     where = ''.join(section)
     return f'{where}/group{count(f"{where}/group")}'
 
 def phase()->str:
-    "A name for the part of the run between two openings of groups, the same on all ranks"
+    "A name for the part of the run between two calls of `next_phase`, the same on all ranks"
     where = ''.join(section)
-    return f'{where}/{counted(f"{where}/group")}'
+    return f'{where}/phase{counted(f"{where}/phase")}'
+
+def next_phase():
+    "Called on all ranks, before they wait for one another: rank 0 says in the store that this phase is over"
+    store = shared_store() if is_rank0() else None
+    if store is not None: store.set(f'{phase()}/over', '')
+    count(''.join(section)+'/phase')
 
 def _open(device, backend, timeout_s, name):
     store = launch_store() or connect_store(os.environ, hosts=rank_distrib()==0)

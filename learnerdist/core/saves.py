@@ -35,7 +35,7 @@ def await_save(
     path,                # The file that this rank is about to read
     timeout_s:float=None # Seconds to wait for rank 0; None: as long as a collective does
 ):
-    "On rank 0 nothing; on others wait for its call, so for its saves before. FileNotFoundError; `RankError` if its save failed"
+    "Wait until rank 0 makes this call too, or goes on to where ranks meet: it has saved by then. `RankError` if its save failed"
     path,store = Path(path).absolute(),shared_store()
     if store is None: return
     if is_rank0(): return _tell(path, count(_loads(path)), '' if path.exists() else 'missing')
@@ -47,10 +47,12 @@ def _of_rank0(store, path, timeout_s):
     "What rank 0 says as it loads `path`: an empty text if the file is there, 'missing', or the error of its save"
     while True: # rank 0 may have loaded other files of this name by itself
         key = f'{_loads(path)}/{count(_loads(path))}'
-        try: found = wait_key(store, key, timeout_s, 0, f'to load {path}, as all ranks do')
+        over = f'{phase()}/over'
+        try: found = wait_key(store, key, timeout_s, 0, f'to load {path}, as all ranks do', unless=over)
         except RankError as e:
             if e.trace or not path.exists(): raise
             return '' # rank 0 left without a failure
+        if found is None and store.check([over]): return '' if path.exists() else 'missing' # this rank loads by itself
         if found is None: raise TimeoutError(f'{path}: rank 0 has not loaded it in {timeout_s:g} s. Call load on all ranks')
         there,state = json.loads(found)
         if there==str(path): return state

@@ -10,7 +10,7 @@ import sys
 
 from fastcore.basics import patch
 
-from ..core.env import group_size
+from ..core.env import group_size,next_phase
 from ..core.shards import groups_of,is_part
 from ..core.stacks import frames_of
 from ..data.loaders import data_len
@@ -123,6 +123,7 @@ def _has_values(grad):
 @patch
 def vote(self:Agreement, scope=None, more=False)->Tally:
     "Post this rank's wishes, and read those of all. Sync point"
+    if self.n_ranks>1: next_phase()
     self._post(scope, more)
     return self.ballot.read()
 

@@ -12,8 +12,8 @@ from functools import cache
 
 import torch.distributed as dist
 
-from ..core.env import (RankError,close_group,count,group_size,in_group,is_consequence,num_distrib,pack_error,rank_distrib,section,
-                        shared_store,unpack_error,wait_key)
+from ..core.env import (RankError,close_group,count,group_size,in_group,is_consequence,next_phase,num_distrib,pack_error,
+                        rank_distrib,section,shared_store,unpack_error,wait_key)
 from ..core.stacks import Frame,answer_asks,answerer,describe_stack,frames_of,place_of
 
 # %% ../../nbs/distributed/04_failure.ipynb #c004
@@ -90,6 +90,7 @@ def failing_together(
         finally: undo()
         return
     key = f'first-failure/{count("section")}'
+    next_phase()
     section.append(key)
     try:
         announce()
@@ -102,6 +103,7 @@ def failing_together(
         close_group(failed=True)
         raise
     else:
+        next_phase()
         _say_out(f'{key}/out')
         undo() # frees a rank that waits for this one
         _after_rank0(f'{key}/through')

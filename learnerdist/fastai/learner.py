@@ -7,13 +7,14 @@ __all__ = ['setup_distrib', 'ParallelTrainer']
 
 # %% ../../nbs/fastai/04_learner.ipynb #c002
 import copy,random,sys,warnings
-from contextlib import contextmanager,nullcontext,suppress
+from contextlib import ExitStack,contextmanager,nullcontext,suppress
 from functools import partial,wraps
 from pathlib import Path
 
 import torch
 from fastai import learner as fastai_learner
 from fastai.callback import progress as fastai_progress
+from fastai.callback.core import Callback
 from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
@@ -37,10 +38,10 @@ from ..core.env import default_device,group_rank,group_size,num_distrib
 from .evaluation import Evaluation,stored,stored_alone
 from .loaders import _Share,shallow,undealt
 from .trainer import Called,DistributedTrainer,parts,trainer_of
-from ..learner.learner import Learner as CoreLearner,advise_on_memory,fit_flags,get_model
+from ..learner.learner import Learner as CoreLearner,advise_on_memory,check_epochs,fit_flags,get_model
 from ..learner.predictions import check_gather
 from ..learner.techniques import MixedPrecision
-from ..learner.callback import own_loader
+from ..learner.callback import Callback as CoreCallback,own_loader
 from ..learner.progress import say_alone
 from ..core.random import shared_rng
 
@@ -266,21 +267,32 @@ def _amp_flag(learn, dtype):
 
 _fit = Learner.fit # fastai's, with `resume`
 
+def _check_fit(n_epoch, lr, cbs):
+    "ValueError for what no fit can take, before anything begins"
+    check_epochs(n_epoch)
+    if any(isinstance(o, str) for o in L(lr)): raise ValueError(f'lr={lr!r}: give a number, a slice, or a list of numbers')
+    bad = [o for o in L(cbs) if not isinstance(o, (type,Callback,CoreCallback))]
+    if bad: raise ValueError(f'{bad[0]!r} is no callback: give a `Callback` or its class')
+
 @patch
-def fit(self:Learner, *args, amp=None, ddp=None, **kwargs):
-    "As fastai's; `amp` and `ddp` as in `fit` of our Learner"
-    for flag,val in ((fit_flags['ddp'],ddp),(_amp_flag,amp)):
-        if val not in (None,False):
-            with flag(self, val): return self.fit(*args, **(kwargs if flag is _amp_flag else dict(kwargs, amp=amp)))
-    say_replaced()
-    trainer = trainer_of(self)
-    if trainer is not None: trainer.follow_dls()
-    try: return _fit(self, *args, **kwargs)
-    except Exception as e:
-        if 'xb' in vars(self): advise_on_memory(e, self)
-        raise
-    finally:
-        if trainer is not None: trainer.end_fit()
+def fit(self:Learner, n_epoch, lr=None, wd=None, cbs=None, reset_opt=False, start_epoch=0,
+        amp=None,    # As in `fit` of our Learner
+        ddp=None,    # As in `fit` of our Learner
+        resume=False # Go on from the newest good checkpoint of the fit's `Checkpoint`, or begin without one
+):
+    "As fastai's, with three options more"
+    _check_fit(n_epoch, lr, cbs)
+    with ExitStack() as stack:
+        for flag,val in ((fit_flags['ddp'],ddp),(_amp_flag,amp)):
+            if val not in (None,False): stack.enter_context(flag(self, val))
+        say_replaced()
+        if trainer := trainer_of(self):
+            trainer.follow_dls()
+            stack.callback(trainer.end_fit)
+        try: return _fit(self, n_epoch, lr, wd, cbs, reset_opt, start_epoch, resume=resume)
+        except Exception as e:
+            if 'xb' in vars(self): advise_on_memory(e, self)
+            raise
 
 # %% ../../nbs/fastai/04_learner.ipynb #c019
 def setup_distrib(

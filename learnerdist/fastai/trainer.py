@@ -87,7 +87,8 @@ class DistributedTrainer(core.DistributedTrainer):
         self.agreement = FastaiAgreement(self)
         self.kinds = tuple(FastaiAgreement.cancels.values())
         self.plain,self.dealt = None,None # dealt: the learner's loaders that this trainer has split
-        self.trained,self.looping,self.alone,self.saved,self.steps,self.counted,self.rank0s = False,False,False,None,[],True,[]
+        self.trained,self.looping,self.alone,self.has_loss = False,False,False,False
+        self.saved,self.steps,self.rank0s = None,[],[] # before lr_find; losses of this epoch; what a logger has added
         self.watches,self.trace = False,None # whether, and by what, the model and the loss are observed
 
     def tell(self, cb, event):
@@ -118,8 +119,9 @@ class DistributedTrainer(core.DistributedTrainer):
 
 # %% ../../nbs/fastai/02_trainer.ipynb #trnof001
 def trainer_of(learn):
-    "The trainer of a fastai learner in a context, else None"
-    return vars(learn).get('distributed_trainer')
+    "The trainer of a fastai learner in a context of ours, else None"
+    trainer = vars(learn).get('distributed_trainer') # fastai's own context has this attribute too
+    return trainer if isinstance(trainer, DistributedTrainer) else None
 
 # %% ../../nbs/fastai/02_trainer.ipynb #cal01
 class _Told:
@@ -254,9 +256,8 @@ def _(loss_func:MethodType): # a callback's loss such as MixUp's, a mean over sa
 # %% ../../nbs/fastai/02_trainer.ipynb #c024
 @patch
 def before_batch(self:DistributedTrainer):
-    self.counted = not self.training
-    self.weights.begin_batch()
-    if self.self_check.is_due: self.self_check.note()
+    core.DistributedTrainer.before_batch(self)
+    self.has_loss = False
     if not self.training or self.replica is None: return
     acc = self._accumulation()
     self.weights.with_rows = acc is not None
@@ -289,11 +290,8 @@ def after_batch(self:DistributedTrainer):
 
 @patch
 def share_loss(self:DistributedTrainer):
-    "Add this step's loss to the totals, once; in `lr_find` average it over ranks. Sync point in `lr_find`"
-    if self.counted: return
-    self.counted,loss,n = True,self.learn.loss,0
-    if getattr(self, 'has_loss', False): n = self._n_items()
-    self.has_loss = False
+    "Add this step's loss to the totals; in `lr_find` average it over ranks. Sync point in `lr_find`"
+    loss,n = self.learn.loss,self._n_items() if self.has_loss else 0
     self.steps.append(torch.stack([weighted(loss.detach().mean(), n).cpu(), torch.as_tensor(n, dtype=torch.double).cpu()]))
     if 'lr_finder' not in vars(self.learn): return
     tot,count = total_losses(self.learn, torch.stack(self.steps[-1:]), 1)[0]
