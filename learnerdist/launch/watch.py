@@ -75,7 +75,7 @@ class Failure(NamedTuple):
         return f'{self.what.kind}: {self.what.message} ({self.at})'
 
 from_outside,raised,died,ended,told = range(5)
-_outside = -signal.SIGKILL,-signal.SIGTERM,-signal.SIGINT,-signal.SIGHUP
+_outside = [-o for o in signal.Signals if o.name in ('SIGKILL','SIGTERM','SIGINT','SIGHUP')]
 
 _here = str(Path(learnerdist.__file__).parent/'launch')
 
