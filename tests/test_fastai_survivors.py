@@ -21,7 +21,7 @@ def train(folder, plan, kind='', how='SIGKILL'):
     torch.set_num_threads(1)
     fastai.learner.tensor = torch.tensor # so that the smooth loss is float64, too
     bs,point = 5 if 'per rank' in kind else 60,plan.get(f'{num_distrib()}', {}).get(f'{rank_distrib()}')
-    dls = DataLoaders(DataLoader(data(660), bs=bs, shuffle=True, num_workers=0), DataLoader(data(70), bs=bs, num_workers=0))
+    dls = DataLoaders(DataLoader(data(660), bs=bs, shuffle=True, num_workers=0), DataLoader(data(70), bs=10, num_workers=0))
 
     class Count(Callback): # steps that the user's own callback has heard of, and batches that it has seen begin
         order,fit_state,n,began = 5,('n','began'),0,0

@@ -15,7 +15,7 @@ def patched()->dict:
     "From each class to the methods that modules patch in, fastai's apart, as (module, function)"
     res = {}
     for file in sorted(package.rglob('*.py')):
-        if 'fastai' in file.parts or file.name=='_modidx.py': continue
+        if 'fastai' in file.relative_to(package).parts or file.name=='_modidx.py': continue
         for f in ast.parse(file.read_text()).body:
             if isinstance(f, functions) and any(ast.unparse(d).startswith('patch') for d in f.decorator_list):
                 res.setdefault(ast.unparse(f.args.args[0].annotation or ast.Constant(0)), []).append((file, f))

@@ -115,9 +115,12 @@ def hear_of_ranks(
 def hang_up():
     "Shut down this process's connections to other machines, so that whatever waits for an answer gets an error"
     for fd in map(int, os.listdir('/dev/fd')):
-        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
-            is_net = s.family in (socket.AF_INET,socket.AF_INET6)
-            if is_net and '127.0.0.1' not in s.getpeername()[0]: s.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            s = socket.socket(fileno=fd) # an OSError for what is no socket
+            try:
+                is_net = s.family in (socket.AF_INET,socket.AF_INET6)
+                if is_net and '127.0.0.1' not in s.getpeername()[0]: s.shutdown(socket.SHUT_RDWR)
+            finally: s.detach()
 
 # %% ../../nbs/launch/02_agent.ipynb #watch1
 class AgentWatch(Watch):

@@ -316,6 +316,8 @@ def start_ranks(
 def _main_of_fork(env, *args):
     os.environ.clear()
     os.environ.update(env)
+    mp.process._children.clear() # workers of this process's parent, which a fork cannot join at its end
+    mp.util._finalizer_registry.clear()
     _main(*args)
 
 def env_of(rank, n, folder, env=None)->dict:

@@ -72,10 +72,10 @@ class Failure(NamedTuple):
 
     def __str__(self):
         if self.order not in (raised, told): return self.what.message
-        return f'{self.what.kind}: {self.what.message} ({self.at})'
+        return f'{self.what.kind}: {self.what.message.rstrip()} ({self.at})'
 
 from_outside,raised,died,ended,told = range(5)
-_outside = -signal.SIGKILL,-signal.SIGTERM,-signal.SIGINT,-signal.SIGHUP
+_outside = [-o for o in signal.Signals if o.name in ('SIGKILL','SIGTERM','SIGINT','SIGHUP')]
 
 _here = str(Path(learnerdist.__file__).parent/'launch')
 
@@ -165,9 +165,12 @@ def explain(
     return [f'rank {first.rank} failed first: {_cut(str(first), 6)}', *where, *rest]
 
 def _cut(text, n):
-    "The first `n` lines of a text, and its last one"
+    "The first line of a text and its last ones, at most `n`: an exception of a loader's worker ends with its own traceback"
     lines = text.splitlines()
-    return text if len(lines) <= n else '\n'.join([*lines[:n-1], f'… {lines[-1]}'])
+    if len(lines) <= n: return text
+    head = min(1, n-1)
+    first,*rest = lines[head-n:]
+    return '\n'.join([*lines[:head], f'… {first}', *rest])
 
 def tracebacks(
     found:list # From `failures`
