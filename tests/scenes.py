@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from helpers import Stream
 from learnerdist.all import (AvgMetric, Callback, DataLoaders, GradientAccumulation, Learner, Scheduler, TfmdDL, accuracy, gather_with_grad,
                              group_rank, group_size, process_group)
 from learnerdist.learner.callback import CancelBackwardException, CancelTrainException
@@ -43,10 +44,6 @@ def in_order(n):
     "The labels 0, 1, 2 … come first: they are classes, and no contrastive loss's samples"
     return TensorDataset(draws(n, 4), torch.cat([torch.arange(12),ints(12, n)])[:n])
 
-class Stream(IterableDataset):
-    "Knows no length"
-    def __init__(self, items): self.items = items
-    def __iter__(self): return iter(self.items)
 def streamed(ds): return lambda n: Stream(list(ds(n)))
 
 def as_lists(b): return tuple(map(list, zip(*b)))

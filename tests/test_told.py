@@ -3,6 +3,7 @@ import re, warnings
 import numpy as np, pytest, torch
 from torch import nn, tensor
 from torch.utils.data import Subset, TensorDataset
+from helpers import data, net, size
 from learnerdist.all import Callback, all_sum, DataLoaders, Learner, TfmdDL, get_model, group_rank, group_size, process_group
 from learnerdist.learner import losses as learner_losses
 from learnerdist.learner.callback import CancelBatchException
@@ -10,15 +11,8 @@ from learnerdist.testing import RanksError, run_ranks
 
 N = 48 # a global batch of 12: on 1, 2 and 3 ranks 12, 6 and 4 each
 
-def data(n=N, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return TensorDataset(torch.randn(n, 4, generator=g, dtype=torch.double), torch.randn(n, 2, generator=g, dtype=torch.double))
 
-def net():
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2)).double()
 
-def size(): return 12//group_size()
 def sgd(ps, lr): return torch.optim.SGD(ps, lr=.1, momentum=.9)
 def every_param(m): return list(m.parameters())
 

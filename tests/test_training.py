@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD,Adam
 from torch.optim.lr_scheduler import LambdaLR,OneCycleLR,ReduceLROnPlateau,StepLR
-from torch.utils.data import IterableDataset
+from helpers import Stream
 from learnerdist.all import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                              CancelStepException, CancelTrainException, DataLoaders, Learner, Scheduler, TfmdDL, group_rank, group_size,
                              process_group)
@@ -33,10 +33,6 @@ def data(n, dtype=F64):
     x = torch.randn(n, 4, generator=torch.Generator().manual_seed(n), dtype=F64)
     return x.to(dtype),x[:,:3].argmax(1)
 
-class Stream(IterableDataset):
-    "Knows no length"
-    def __init__(self, items): self.items = items
-    def __iter__(self): return iter(self.items)
 
 class Spy(Callback):
     "Which batches took a step, with which rates, and the weights after each batch"
