@@ -6,7 +6,8 @@ from learnerdist.all import group_size
 
 def data(n=48, seed=0):
     g = torch.Generator().manual_seed(seed)
-    return TensorDataset(torch.randn(n, 4, generator=g, dtype=torch.double), torch.randn(n, 2, generator=g, dtype=torch.double))
+    return TensorDataset(torch.randn(n, 4, generator=g, dtype=torch.double),
+                         torch.randn(n, 2, generator=g, dtype=torch.double))
 
 def net(n_in=4, n_out=2, seed=5):
     torch.manual_seed(seed)

@@ -1,7 +1,7 @@
 """Ordinary and odd trainings: W ranks at batch size b do what one process does at W·b
 
-`scenes` is the table: name → settings, which override those of `base`. `run` does one of them, on one process or as one of W ranks,
-and returns plain data; test_scenes.py compares. A new scene is a line of the table."""
+`scenes` is the table: name → settings, which override those of `base`. `run` does one of them, on one process or as
+one of W ranks, and returns plain data; test_scenes.py compares. A new scene is a line of the table."""
 import copy, traceback
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 from helpers import Stream
-from learnerdist.all import (AvgMetric, Callback, DataLoaders, GradientAccumulation, Learner, Scheduler, TfmdDL, accuracy, gather_with_grad,
+from learnerdist.all import (AvgMetric, Callback, DataLoaders, GradientAccumulation, Learner, Scheduler, TfmdDL,
+                             accuracy, gather_with_grad,
                              group_rank, group_size, process_group)
 from learnerdist.learner.callback import CancelBackwardException, CancelTrainException
 from learnerdist.learner.techniques import GradientClip
@@ -21,7 +22,7 @@ from learnerdist.learner.techniques import GradientClip
 F64,F32 = torch.float64,torch.float32
 torch.set_num_threads(1)
 
-# --- data: functions from a number of samples to a data set ------------------------------------------------------------------
+# --- data: functions from a number of samples to a data set -----------------------------------------------------------
 
 def draws(n, *shape, seed=0): return torch.randn(n, *shape, generator=torch.Generator().manual_seed(n+seed))
 def ints(high, n, *shape): return torch.randint(high, (n,*shape), generator=torch.Generator().manual_seed(n))
@@ -66,23 +67,26 @@ class OwnLoaders(SimpleNamespace):
     def __getitem__(self, i): return [self.train, self.valid][i]
     def __len__(self): return 2
 
-# --- models ------------------------------------------------------------------------------------------------------------------
+# --- models -----------------------------------------------------------------------------------------------------------
 
 def net(): return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2))
 def normed(): return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
 def instance_normed():
-    return nn.Sequential(nn.Unflatten(1, (2,2)), nn.InstanceNorm1d(2, affine=True, track_running_stats=True), nn.Flatten(), nn.Linear(4, 2))
+    return nn.Sequential(nn.Unflatten(1, (2,2)), nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
+                         nn.Flatten(), nn.Linear(4, 2))
 def linear(): return nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
 def conv(): return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3))
 def bn(bias=True):
-    return nn.Sequential(nn.Conv2d(1, 3, 3, bias=bias), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4, bias=bias),
+    return nn.Sequential(nn.Conv2d(1, 3, 3, bias=bias), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(),
+                         nn.Linear(12, 4, bias=bias),
                          nn.BatchNorm1d(4), nn.Linear(4, 3))
 def bn_no_bias(): return bn(False) # before BatchNorm, its gradient is rounding alone, which Adam enlarges
 def bn_frozen():
     m = bn()
     m[1].requires_grad_(False)
     return m
-def bn_cumulative(): return nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 3))
+def bn_cumulative(): return nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.BatchNorm1d(4, momentum=None),
+                                          nn.Linear(4, 3))
 
 class Recurrent(nn.Module):
     def __init__(self):
@@ -155,7 +159,7 @@ def doubled(b):
     b['x'] = b['x']*2
     return b['x']
 
-# --- losses and metrics ------------------------------------------------------------------------------------------------------
+# --- losses and metrics -----------------------------------------------------------------------------------------------
 
 weights = tensor([.3,.7])
 def weighted_ce(): return nn.CrossEntropyLoss(weight=weights)
@@ -218,7 +222,7 @@ def dict_right(out, b): return right(out['logits'], b['y'])
 def distance(p, t): return (p-t).abs().mean()
 def of_pictures(): return [right, AvgMetric(lambda p,t: p.square().mean(), 'sq')]
 
-# --- callbacks ---------------------------------------------------------------------------------------------------------------
+# --- callbacks --------------------------------------------------------------------------------------------------------
 
 class At(Callback):
     "Calls `f(learn)` at `event` of the training step `step` of the fit"
@@ -288,7 +292,8 @@ class Evaluates(Callback):
     "Evaluates by itself after each epoch's training, which changes nothing"
     def __init__(self, how): self.how = how
     def before_fit(self): self.learn.found = []
-    def after_epoch(self): self.learn.found.append(self.learn.validate() if self.how=='validate' else self.learn.get_preds()[0].sum())
+    def after_epoch(self):
+        self.learn.found.append(self.learn.validate() if self.how=='validate' else self.learn.get_preds()[0].sum())
 
 class WeighedTwice(Callback):
     "A second backward pass, whose loss is weighed by hand"
@@ -331,16 +336,20 @@ class Sees(Callback):
     def after_pred(self):
         if self.training: self.ids[-1].append(tree_leaves(self.xb)[0].flatten(1)[:,0].tolist())
 
-# --- one run -----------------------------------------------------------------------------------------------------------------
+# --- one run ----------------------------------------------------------------------------------------------------------
 
 def every_param(m): return list(m.parameters())
 def groups_of(m): return [list(o.parameters()) for o in m if list(o.parameters())]
 def sgd(ps, lr): return torch.optim.SGD(ps, lr, momentum=.9, weight_decay=.01)
 
-# `bs` is of all ranks. `parts`: micro-batches for a step, which are one batch of `bs` alone. `accumulate`: samples of a step, on all ranks
-base = dict(model=net, ds=points, n=48, n_valid=11, val_ds=None, val_bs=3, bs=12, parts=1, accumulate=None, loader=TfmdDL, shuffle=True,
-            dl={}, wrap=DataLoaders, n_inp=None, loss=nn.MSELoss, metrics=(), opt=sgd, lr=.1, splitter=None, cbs=list, ctx=dict(seed=3),
-            fits=[2], cycle=False, sees=False, preds=True)
+# `bs` is of all ranks. `parts`: micro-batches of `bs`; alone they are one batch, if `whole`.
+# `accumulate`: samples of a step, on all ranks.
+# `unlike`: what is not compared, since it depends on the size of batches or on what a callback changes late
+base = dict(model=net, ds=points, n=48, n_valid=11, val_ds=None, val_bs=3, bs=12, parts=1, accumulate=None,
+            loader=TfmdDL, shuffle=True,
+            dl={}, wrap=DataLoaders, n_inp=None, loss=nn.MSELoss, metrics=(), opt=sgd, lr=.1, splitter=None, cbs=list,
+            ctx=dict(seed=3),
+            fits=[2], cycle=False, sees=False, preds=True, whole=True, unlike=())
 
 def scene(**kw):
     assert not kw.keys()-base.keys(), kw.keys()-base.keys()
@@ -364,39 +373,45 @@ def make(c, W=1, rank=0, dtype=F64):
         ds,val = c['ds'](c['n']),(c['val_ds'] or c['ds'])(c['n_valid'])
     split = c['ctx'].get('split_batches')
     bs = c['bs'] if split else c['bs']//W//(1 if is_whole(c, W) else c['parts'])
-    kw = {} if isinstance(ds, IterableDataset) or c['loader'] in (by_batches,by_torchs_batches) else dict(shuffle=c['shuffle'])
+    is_ordered = isinstance(ds, IterableDataset) or c['loader'] in (by_batches,by_torchs_batches)
+    kw = {} if is_ordered else dict(shuffle=c['shuffle'])
     shared = {k:v for k,v in c['dl'].items() if k=='collate_fn'}
     dls = c['wrap'](c['loader'](ds, bs, **kw, **c['dl']), TfmdDL(val, c['val_bs'], **shared))
     if c['n_inp']: dls.n_inp = c['n_inp']
     splitter = c['splitter'] or (lambda m: every_param(m)+own)
-    learn = Learner(dls, model, loss, c['opt'], lr=c['lr'], metrics=c['metrics']() if callable(c['metrics']) else list(c['metrics']),
+    learn = Learner(dls, model, loss, c['opt'], lr=c['lr'],
+                    metrics=c['metrics']() if callable(c['metrics']) else list(c['metrics']),
                     splitter=splitter, cbs=[Sees()] if c['sees'] else [])
     return learn
 
-def is_whole(c, W): return W==1 and c['parts']>1 and c['accumulate'] is not None
+def is_whole(c, W): return W==1 and c['accumulate'] is not None and c['whole']
 
-def result(learn, is_whole=False):
-    "Plain data; where the other run accumulates, what each of its micro-batches records is left out"
+def result(learn, unlike=()):
+    "Plain data, without `unlike`"
     rec,loss = learn.recorder,learn.loss_func
     state = dict(learn.model.state_dict())
     if isinstance(loss, nn.Module): state |= {f'loss.{k}':v for k,v in loss.state_dict().items()}
     res = dict(state={k:v.clone() for k,v in state.items()}, opt=tree_leaves(learn.opt.state_dict()['state']),
-               values=[list(o) for o in rec.values], final=list(learn.final_record))
-    return res if is_whole else dict(res, losses=list(rec.losses), lrs=list(rec.lrs))
+               values=[list(o) for o in rec.values], final=list(learn.final_record), losses=list(rec.losses),
+               lrs=list(rec.lrs))
+    return {k:v for k,v in res.items() if k not in unlike}
 
 def run(c, W=1, rank=0, dtype=F64):
     learn,cbs,ctx = make(c, W, rank, dtype),c['cbs'](),dict(c['ctx'])
     if W==1: ctx.pop('split_batches', None)
     accumulates = c['accumulate'] is not None and not is_whole(c, W)
     if accumulates: cbs.append(GradientAccumulation(c['accumulate']//W))
+    unlike = c['unlike']
+    if c['parts']>1 and c['whole']: unlike = (*unlike,'losses','lrs') # each micro-batch is recorded
     torch.manual_seed(7)
     fits = []
     with learn.no_logging(), learn.distrib_ctx(**ctx):
         for o in c['fits']:
             kw = dict(n_epoch=o) if isinstance(o, int) else dict(o)
             (learn.fit_one_cycle if c['cycle'] else learn.fit)(kw.pop('n_epoch'), cbs=cbs, **kw)
-            fits.append(result(learn, c['parts']>1 and c['accumulate'] is not None))
-        res = dict(fits=fits, found=getattr(learn, 'found', []), validate=learn.validate(), ids=getattr(learn, 'ids', []))
+            fits.append(result(learn, unlike))
+        res = dict(fits=fits, found=getattr(learn, 'found', []), validate=learn.validate(),
+                   ids=getattr(learn, 'ids', []))
         if c['preds']: res['preds'] = tree_leaves(learn.get_preds())
     return res
 
@@ -408,14 +423,16 @@ def rank_runs(names, dtype):
     "Each scene's result on this rank, or its error"
     with process_group(): return {k: outcome(k, group_size(), group_rank(), dtype) for k in names}
 
-# --- the table ---------------------------------------------------------------------------------------------------------------
+# --- the table --------------------------------------------------------------------------------------------------------
 
-picture = partial(scene, model=linear, ds=pictures, n=40, n_valid=23, loss=F.cross_entropy, metrics=of_pictures, fits=[3])
+picture = partial(scene, model=linear, ds=pictures, n=40, n_valid=23, loss=F.cross_entropy, metrics=of_pictures,
+                  fits=[3])
 adam = dict(opt=torch.optim.Adam, lr=.01)
 adamw = dict(opt=torch.optim.AdamW, lr=.01)
 scenes = dict(
     linear=picture(sees=True), conv=picture(model=conv), lstm=picture(model=Recurrent), adam=picture(**adam),
-    linear_37_drop=picture(n=37, dl=dict(drop_last=True), sees=True), conv_37_drop=picture(n=37, dl=dict(drop_last=True), model=conv),
+    linear_37_drop=picture(n=37, dl=dict(drop_last=True), sees=True),
+    conv_37_drop=picture(n=37, dl=dict(drop_last=True), model=conv),
     lstm_adamw=picture(model=Recurrent, **adamw), rms=picture(opt=torch.optim.RMSprop, lr=.01),
     bn=picture(model=bn), bn_adam=picture(model=bn_no_bias, **adam), bn_frozen=picture(model=bn_frozen),
     bn_cumulative=picture(model=bn_cumulative), no_sync_bn=picture(ctx=dict(seed=3, sync_bn=False)),
@@ -427,69 +444,90 @@ scenes = dict(
     dict=picture(model=OfDict, ds=as_dicts, loss=dict_loss, metrics=[dict_right], sees=True),
     two=picture(model=TwoInTwoOut, ds=as_pairs, loss=two_loss, metrics=[two_right]),
     stream=picture(ds=streamed(pictures), val_ds=pictures, sees=True),
-    groups=picture(model=conv, splitter=groups_of, lr=[.01, .1]), groups_slice=picture(model=conv, splitter=groups_of, lr=slice(1e-3, .1)),
-    cycle=picture(model=conv, cycle=True), cycle_adam=picture(cycle=True, model=conv, splitter=groups_of, opt=torch.optim.Adam,
-                                                             lr=slice(.01, .1)),
+    groups=picture(model=conv, splitter=groups_of, lr=[.01, .1]),
+    groups_slice=picture(model=conv, splitter=groups_of, lr=slice(1e-3, .1)),
+    cycle=picture(model=conv, cycle=True),
+    cycle_adam=picture(cycle=True, model=conv, splitter=groups_of, opt=torch.optim.Adam, lr=slice(.01, .1)),
     one_valid=picture(n_valid=1), three_valid=picture(n_valid=3, val_bs=1), valid_bs=picture(n_valid=50, val_bs=7),
-    accuracy=picture(metrics=[accuracy]), fits_go_on=picture(model=bn, fits=[2, dict(n_epoch=2, lr=.05), dict(n_epoch=3, start_epoch=1)]),
-    fits_go_on_adam=picture(model=bn_no_bias, fits=[2, dict(n_epoch=2, lr=.005), dict(n_epoch=3, start_epoch=1)], **adam),
+    accuracy=picture(metrics=[accuracy]),
+    fits_go_on=picture(model=bn, fits=[2, dict(n_epoch=2, lr=.05), dict(n_epoch=3, start_epoch=1)]),
+    fits_go_on_adam=picture(model=bn_no_bias, fits=[2, dict(n_epoch=2, lr=.005), dict(n_epoch=3, start_epoch=1)],
+                            **adam),
     seed_of_torch=picture(ctx={}), validates_within=picture(model=bn, cbs=lambda: [Evaluates('validate')]),
     predicts_within=picture(model=bn, cbs=lambda: [Evaluates('preds')]),
-    torchs_loader=picture(loader=DataLoader, metrics=[accuracy]), own_loaders=picture(loader=DataLoader, wrap=OwnLoaders))
+    torchs_loader=picture(loader=DataLoader, metrics=[accuracy]),
+    own_loaders=picture(loader=DataLoader, wrap=OwnLoaders))
 # What is trained changes
-scenes |= {f'unfreeze in {o}': scene(cbs=later(o, unfreeze)) for o in ('before_batch','after_pred','after_step','after_batch')}
+unfrozen_in = 'before_batch','after_pred','after_step','after_batch'
+scenes |= {f'unfreeze in {o}': scene(cbs=later(o, unfreeze)) for o in unfrozen_in}
 scenes |= {f'freeze in {o}': scene(cbs=later(o, freeze_more)) for o in ('before_batch','after_loss','after_backward')}
 scenes |= {'freeze all but one': scene(cbs=later('before_batch', freeze_all_but_bias)),
-           'freeze in a group': scene(parts=2, accumulate=12, cbs=lambda: [At('before_batch', 1, freeze_first)]),
+           'freeze in a group': scene(parts=2, accumulate=12, whole=False,
+                                      cbs=lambda: [At('before_batch', 1, freeze_first)]),
            'a layer is added': scene(cbs=lambda: [AddsLayer()]), 'parameters of the loss': scene(loss=LearnedLoss),
            'another model': scene(cbs=lambda: [Renews()]),
            'another model in an epoch': scene(cbs=lambda: [At('before_batch', 2, new_model)]),
            'attributes of the model': scene(cbs=lambda: [Attributes()]), 'max_norm': scene(model=Shortened, ds=words),
-           'new loaders': scene(cbs=lambda: [NewLoaders(1)]), 'new loaders, one cycle': scene(cbs=lambda: [NewLoaders(0)], cycle=True),
+           'new loaders': scene(cbs=lambda: [NewLoaders(1)]),
+           'new loaders, one cycle': scene(cbs=lambda: [NewLoaders(0)], cycle=True),
            'own loader of a callback': scene(cbs=lambda: [Swaps()])}
 # Sizes. 45: three samples fewer than fill the batches; 37, 38: one or two for the last step
 # 47 with drop_last: rank 0 has a full batch more
-scenes |= {f'{n} samples': scene(n=n, model=normed) for n in (38, 45)} | {f'{n} samples': scene(n=n) for n in (1, 2, 3, 5, 37)}
+scenes |= {f'{n} samples': scene(n=n, model=normed) for n in (38, 45)} | {f'{n} samples': scene(n=n) for n in (1, 2, 3,
+                                                                                                               5, 37)}
 scenes |= {'47, drop_last': scene(n=47, model=normed, dl=dict(drop_last=True)),
-           'InstanceNorm': scene(n=37, model=instance_normed), 'stream, 45': scene(n=45, ds=streamed(points), val_ds=points, model=normed)}
+           'InstanceNorm': scene(n=37, model=instance_normed),
+           'stream, 45': scene(n=45, ds=streamed(points), val_ds=points, model=normed)}
 # Batches of any structure
-scenes |= {"torch's batch sampler": scene(n=44, loader=by_torchs_batches), 'batch sampler': scene(n=45, loader=by_batches),
+scenes |= {"torch's batch sampler": scene(n=44, loader=by_torchs_batches),
+           'batch sampler': scene(n=45, loader=by_batches),
             'detection': scene(n=45, ds=boxes, loader=by_batches, model=Boxes,
-                                                                              dl=dict(collate_fn=as_lists), loss=of_boxes, preds=False),
+                                                                              dl=dict(collate_fn=as_lists),
+                                                                              loss=of_boxes, preds=False),
            'graph': scene(ds=graphs, dl=dict(collate_fn=as_graph), preds=False),
-           'a loss of nodes': scene(ds=graphs, dl=dict(collate_fn=as_graph_with_ids), model=OfNodes, loss=huber, n_inp=2,
+           'a loss of nodes': scene(ds=graphs, dl=dict(collate_fn=as_graph_with_ids), model=OfNodes, loss=huber,
+                                    n_inp=2,
                                     metrics=[distance], preds=False),
            'inputs changed in place': scene(model=lambda: Writes(lambda x: x.sub_(.5))),
            'inputs changed in a dict': scene(model=lambda: Writes(doubled), dl=dict(collate_fn=in_a_dict)),
-           'inputs taken out of a dict': scene(model=lambda: Writes(lambda b: b.pop('x')), dl=dict(collate_fn=in_a_dict))}
+           'inputs taken out of a dict': scene(model=lambda: Writes(lambda b: b.pop('x')),
+                                               dl=dict(collate_fn=in_a_dict))}
 # Cancelled
-scenes |= {'max_norm, cancelled': scene(model=Shortened, ds=words, cbs=lambda: [Cancels('before_batch', CancelTrainException)]),
+scenes |= {'max_norm, cancelled': scene(model=Shortened, ds=words,
+                                        cbs=lambda: [Cancels('before_batch', CancelTrainException)]),
            'a backward pass cancelled': scene(cbs=lambda: [Cancels('before_backward', CancelBackwardException)]),
            'cancelled after a step': scene(cbs=lambda: [Cancels('after_batch', CancelTrainException, True)])}
 # Losses: whatever they count, over ranks and over micro-batches
-class_losses = dict(label=F.cross_entropy, weights=weighted_ce, focal=focal, returns=sum_and_count, attribute=says_what_it_counts)
+class_losses = dict(label=F.cross_entropy, weights=weighted_ce, focal=focal, returns=sum_and_count,
+                    attribute=says_what_it_counts)
 def quarter(n):
     "Three of four labels do not count, so that a rank has often nothing to count"
     x,y = classes(n).tensors
     return TensorDataset(x, y.where(torch.arange(n)%4==0, -100))
 def chances(n): return TensorDataset(draws(n, 4), draws(n, 2).sigmoid())
 losses = {k: scene(n=37, ds=classes, loss=f) for k,f in class_losses.items()}
-losses |= dict(ignore=scene(n=37, ds=quarter, loss=nn.CrossEntropyLoss), bce=scene(n=37, ds=chances, loss=nn.BCEWithLogitsLoss),
+losses |= dict(ignore=scene(n=37, ds=quarter, loss=nn.CrossEntropyLoss),
+               bce=scene(n=37, ds=chances, loss=nn.BCEWithLogitsLoss),
                mse=scene(n=37), sum=scene(n=37, ds=classes, loss=nn.CrossEntropyLoss(reduction='sum'), lr=.002),
                squares=scene(n=37, loss=squares, lr=.002), tokens=scene(n=45, ds=texts, model=Tags, loss=of_tokens),
                counted=scene(n=45, ds=texts, model=Tags, loss=counted_tokens))
 scenes |= losses
-scenes |= {f'{k}, accumulated': {**c, 'bs': 24, 'parts': 2, 'accumulate': 24, **({} if k in ('sum','squares') else adamw)}
+scenes |= {f'{k}, accumulated': {**c, 'bs': 24, 'parts': 2, 'accumulate': 24,
+                                 **(dict(unlike=('values','final')) if k in ('sum','squares') else adamw)}
            for k,c in losses.items()}
 given = scene(n=45, ds=texts_in_dicts, model=OwnLoss, loss=None, ctx=dict(seed=3, find_unused_parameters=True))
-scenes |= {'loss of the model': given, 'loss of the model, in a tuple': {**given, 'model': lambda: OwnLoss(tuple), 'loss': of_output},
+scenes |= {'loss of the model': given, 'loss of the model, in a tuple': {**given, 'model': lambda: OwnLoss(tuple),
+                                                                         'loss': of_output},
            'loss of the model, accumulated': {**given, 'n': 48, 'parts': 2, 'accumulate': 12},
-           'contrastive': scene(loss=contrast), 'first labels in order': scene(ds=in_order, model=lambda: nn.Linear(4, 12),
+           'contrastive': scene(loss=contrast),
+           'first labels in order': scene(ds=in_order, model=lambda: nn.Linear(4, 12),
                                                                              loss=weighted_by_hand),
-           'a loss that counts': scene(loss=CountsCalls), 'a loss that keeps': scene(loss=Keeps), 'a scripted loss': scene(loss=scripted),
+           'a loss that counts': scene(loss=CountsCalls), 'a loss that keeps': scene(loss=Keeps),
+           'a scripted loss': scene(loss=scripted),
            'targets changed in place': scene(n=45, ds=classes, loss=masked_in_place),
            'sum and penalty': scene(n=45, loss=nn.MSELoss(reduction='sum'), lr=1e-3, cbs=lambda: [Penalty(False)]),
-           'sum and penalty in place': scene(n=45, loss=nn.MSELoss(reduction='sum'), lr=1e-3, cbs=lambda: [Penalty(True)]),
+           'sum and penalty in place': scene(n=45, loss=nn.MSELoss(reduction='sum'), lr=1e-3,
+                                             cbs=lambda: [Penalty(True)]),
            'weighed twice': scene(n=45, cbs=lambda: [WeighedTwice()])}
 weighted = partial(scene, n=45, ds=classes, loss=weighted_ce)
 scenes |= {'other weights': weighted(cbs=lambda: [Reweights(weight=tensor([.9,.1], dtype=F64))]),
@@ -498,16 +536,18 @@ scenes |= {'other weights': weighted(cbs=lambda: [Reweights(weight=tensor([.9,.1
            'labels ignored': weighted(cbs=lambda: [Ignores('before_batch')]),
            'labels ignored, kept': weighted(cbs=lambda: [Ignores('before_batch'), Harmless()]),
            'labels ignored late': weighted(cbs=lambda: [Ignores('after_pred')]),
-           'labels changed after the loss': weighted(cbs=lambda: [Ignores('after_loss')])}
+           'labels changed after the loss': weighted(cbs=lambda: [Ignores('after_loss')], unlike=('values','final'))}
 # Accumulation, clipping, rates: micro-batches of 6 in all
 def micro(n=48, bs=12, parts=2, accumulate=12, **kw): return scene(n=n, bs=bs, parts=parts, accumulate=accumulate, **kw)
-scenes |= {'groups, even': micro(), 'groups, the last one short': micro(42), 'groups, the last batch short': micro(44, 24, 4, 24),
+scenes |= {'groups, even': micro(), 'groups, the last one short': micro(42),
+           'groups, the last batch short': micro(44, 24, 4, 24),
            'groups, not a multiple': micro(48, 24, 2, 18), 'groups, one an epoch': micro(48, 48, 8, 1000),
            'groups, clipped, decay': micro(44, 24, 4, 24, cbs=lambda: [GradientClip(.3), decays()]),
            'groups, clipped by value': micro(44, 24, 4, 24, cbs=lambda: [GradientClip(value=.01)]),
-           'groups, stream': micro(44, 24, 4, 24, ds=streamed(points), val_ds=points), 'groups, adam': micro(44, 24, 4, 24, **adam)}
+           'groups, stream': micro(44, 24, 4, 24, ds=streamed(points), val_ds=points),
+           'groups, adam': micro(44, 24, 4, 24, **adam)}
 
 # In float32, to 1e-5
-in_float32 = ('linear','conv','lstm','bn','split','dict','two','stream','groups','cycle','fits_go_on','max_norm','max_norm, cancelled',
-              '45 samples','2 samples','InstanceNorm','graph','weights','ignore','tokens','tokens, accumulated','loss of the model',
-              'contrastive','sum and penalty','groups, clipped, decay','freeze in before_batch')
+in_float32 = ('linear','conv','lstm','bn','split','dict','two','stream','groups','cycle','fits_go_on','45 samples','2 samples',
+              'InstanceNorm','graph','weights','ignore','tokens','tokens, accumulated','loss of the model','contrastive',
+              'sum and penalty','groups, clipped, decay','freeze in before_batch')

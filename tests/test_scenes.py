@@ -3,9 +3,11 @@ import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Subset
-from scenes import (F32, F64, adam, bn, conv, default_dtype, in_float32, losses, make, outcome, picture, pictures, rank_runs, result, run,
+from scenes import (F32, F64, adam, bn, conv, default_dtype, in_float32, losses, make, outcome, picture, pictures,
+                    rank_runs, result, run,
                     scene, scenes)
-from learnerdist.all import Callback, GradientAccumulation, TfmdDL, gather_with_grad, group_rank, group_size, process_group, set_seed
+from learnerdist.all import (Callback, GradientAccumulation, TfmdDL, gather_with_grad, group_rank, group_size,
+                             process_group, set_seed)
 from learnerdist.data.sharding import epoch_order
 from learnerdist.learner.callback import CancelBackwardException, CancelTrainException
 from learnerdist.testing import run_ranks
@@ -14,7 +16,8 @@ def close(a, b, tol=1e-9):
     "Numbers and tensors in nested lists and dicts"
     for x,y in zip(tree_leaves(a), tree_leaves(b), strict=True):
         if y is None or isinstance(y, str): assert x==y
-        else: torch.testing.assert_close(torch.as_tensor(x, dtype=F64), torch.as_tensor(y, dtype=F64), atol=tol, rtol=tol, equal_nan=True)
+        else: torch.testing.assert_close(torch.as_tensor(x, dtype=F64), torch.as_tensor(y, dtype=F64), atol=tol,
+                                         rtol=tol, equal_nan=True)
 
 def same(ranks, want, name, tol):
     found = [r[name] for r in ranks]
@@ -23,8 +26,8 @@ def same(ranks, want, name, tol):
         for k in want.keys()-{'ids'}: close(r[k], want[k], tol)
         assert [list(o['state']) for o in r['fits']]==[list(o['state']) for o in want['fits']]
         for a,b in zip(r['fits'], found[0]['fits']): # bit by bit among ranks
-            assert all(torch.equal(v, b['state'][k]) for k,v in a['state'].items()) and str(a['values'])==str(b['values'])
-            assert str(a.get('losses'))==str(b.get('losses'))
+            assert all(torch.equal(v, b['state'][k]) for k,v in a['state'].items())
+            assert [str(a.get(k)) for k in ('values','losses')]==[str(b.get(k)) for k in ('values','losses')]
 
 @pytest.fixture(scope='module')
 def alone(): return {k: outcome(k) for k in scenes}
@@ -41,7 +44,12 @@ def ranks32(request): return run_ranks(rank_runs, request.param, in_float32, F32
 @pytest.mark.parametrize('name', in_float32)
 def test_scene_in_float32(ranks32, name): same(ranks32, outcome(name, dtype=F32), name, 1e-5)
 
-# --- the order of samples ----------------------------------------------------------------------------------------------------
+@pytest.mark.xfail(strict=True, reason='a second embedding_renorm_ shortens rows again: ranks part by 1e-8')
+@pytest.mark.parametrize('W', [2, 3])
+def test_max_norm_in_float32(W):
+    same(run_ranks(rank_runs, W, ['max_norm'], F32), outcome('max_norm', dtype=F32), 'max_norm', 1e-5)
+
+# --- the order of samples ---------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('name', [k for k,c in scenes.items() if c['sees']])
 def test_global_batches(alone, ranks, name):
@@ -55,7 +63,7 @@ def test_reshuffled_each_epoch_as_the_order_says(alone):
     assert [sum(o, []) for o in alone['linear']['ids']]==want
     assert want[0]!=want[1]!=want[2] and sorted(want[0])==sorted(want[1])
 
-# --- one process is plain torch ----------------------------------------------------------------------------------------------
+# --- one process is plain torch ---------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('name', losses)
 def test_one_process_is_plain_torch(name):
@@ -74,18 +82,19 @@ def test_one_process_is_plain_torch(name):
             opt.step()
             opt.zero_grad()
             seen.append(loss.item())
-    close(got['state'], model.state_dict())
+    close([got['state'][k] for k in model.state_dict()], list(model.state_dict().values()))
     close(got['losses'], seen)
     if name in ('sum','squares'): return # their validation loss depends on the batch size
     ds = learn.dls.valid.dataset
-    with torch.no_grad(): close(got['values'][-1][1], value(*(torch.stack(o) for o in zip(*(ds[i] for i in range(len(ds)))))))
+    with torch.no_grad(): close(got['values'][-1][1],
+                                value(*(torch.stack(o) for o in zip(*(ds[i] for i in range(len(ds)))))))
 
-# --- longer stories ----------------------------------------------------------------------------------------------------------
+# --- longer stories ---------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('W', [2, 3])
 def test_the_exception_a_bias_before_batchnorm_with_adam(W):
-    """README's Limits: the gradient of such a bias is zero but for rounding, and Adam divides by its size. The bias and the running mean
-    that follows it differ by up to 1e-8, and so do validation numbers; other weights, training losses and Adam's state hold 1e-9"""
+    """README's Limits: the gradient of such a bias is zero but for rounding, and Adam divides by its size. The bias and
+    the running mean that follows it differ by up to 1e-8, and so do validation numbers; all else holds 1e-9"""
     c = picture(model=bn, fits=[2, dict(n_epoch=2, lr=.05)], preds=False, **adam)
     loose = ('0.bias','1.running_mean','4.bias','5.running_mean')
     want = run(c)
@@ -116,7 +125,8 @@ def story(W=1, rank=0, path=None):
         res['train'] = learn.validate(ds_idx=0)
         res['train_preds'] = learn.get_preds(ds_idx=0)[0].tolist()
         res['dl'] = learn.validate(dl=dl)
-        res['dl_preds'] = learn.get_preds(dl=DataLoader(dl.dataset, 2, shuffle=True), with_input=True, with_loss=True)[3].tolist()
+        res['dl_preds'] = learn.get_preds(dl=DataLoader(dl.dataset, 2, shuffle=True), with_input=True,
+                                          with_loss=True)[3].tolist()
         res['on_rank0'] = learn.get_preds(gather='rank0')[0]
         res['one'] = learn.predict(dl.dataset[3][0]).tolist()
         other.fit(1)
@@ -142,8 +152,9 @@ def folds():
     set_seed(42)
     res = []
     for i in range(3):
-        learn = make(scene(), group_size(), 0)
-        learn.dls.train.dataset = Subset(learn.dls.train.dataset, [j for j in range(48) if j%4!=i])
+        learn = make(scene(), group_size())
+        ds = Subset(learn.dls.train.dataset, [j for j in range(48) if j%4!=i])
+        learn.dls.loaders[0] = TfmdDL(ds, 12//group_size(), shuffle=True)
         with learn.distrib_ctx(), learn.no_logging(): learn.fit(1)
         res.append(result(learn))
     return res,torch.rand(3)
@@ -193,7 +204,8 @@ def cancels_alone():
     "A backward pass, where the loss has a parameter; a batch before an unknown loss, with accumulation"
     one = scene(loss=Scaled, ctx=dict(seed=3, timeout_s=30), preds=False,
                 cbs=lambda: [CancelsOnRank1('before_backward', CancelBackwardException)])
-    other = {**one, 'loss': unknown, 'cbs': lambda: [CancelsOnRank1('before_batch', CancelTrainException), GradientAccumulation(12)]}
+    other = {**one, 'loss': unknown, 'cbs': lambda: [CancelsOnRank1('before_batch', CancelTrainException),
+                                                     GradientAccumulation(12)]}
     with process_group(): return [run(o, group_size(), group_rank())['fits'][-1]['state'] for o in (one,other)]
 
 @pytest.mark.parametrize('W', [2,pytest.param(3, marks=pytest.mark.long)])

@@ -67,7 +67,7 @@ def fastais(dls=None, seed=5, **kw):
     import learnerdist.fastai # noqa: F401
     from fastai.learner import Learner as FastaiLearner
     from fastai.optimizer import SGD
-    return FastaiLearner(dls or fastais_loaders(), net(seed), Mse(), opt_func=SGD, lr=.05, **kw)
+    return FastaiLearner(dls or fastais_loaders(), net(seed=seed), Mse(), opt_func=SGD, lr=.05, **kw)
 
 makers = [learner, pytest.param(fastais, marks=pytest.mark.skipif(find_spec('fastai') is None, reason='no fastai'))]
 

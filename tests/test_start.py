@@ -1,11 +1,12 @@
-"Where ranks begin: rank 0's weights, buffers and optimizer; random streams of each rank; a group and loaders that are there already"
+"Where ranks begin: rank 0's weights, buffers and optimizer; random streams; a group and loaders that are there already"
 import multiprocessing as mp, random
 import numpy as np, torch, torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 from scenes import make, picture, result, run
 from test_scenes import close
-from learnerdist.all import Callback, DataLoaders, DistributedDL, Learner, TfmdDL, group_rank, group_size, process_group, rank_distrib
+from learnerdist.all import (Callback, DataLoaders, DistributedDL, Learner, TfmdDL, group_rank, group_size, process_group,
+                             rank_distrib)
 from learnerdist.testing import run_ranks
 
 F64 = torch.float64
@@ -56,7 +57,7 @@ def test_optimizer_states_are_rank_0s_too():
     (a,b) = run_ranks(rank_trained_before, 2)
     for ps,qs in zip(a, b):
         for p,q in zip(ps, qs): assert torch.equal(p, q)
-# --- random streams ---------------------------------------------------------------------------------------------------------
+# --- random streams ---------------------------------------------------------------------------------------------------
 
 class NoiseSpy(Callback):
     "Every random stream, at each step"
@@ -76,7 +77,8 @@ def streams(W, rank, workers, seed=3):
     np.random.seed(42)
     x = torch.ones(16, 8, dtype=F64)
     dls = DataLoaders(TfmdDL(Augmented(x, x), 4, num_workers=workers))
-    learn = Learner(dls, nn.Sequential(nn.Linear(8, 8).double(), nn.Dropout(.5)), lambda p, t: p.mean(), cbs=[NoiseSpy, AugSpy])
+    learn = Learner(dls, nn.Sequential(nn.Linear(8, 8).double(), nn.Dropout(.5)), lambda p, t: p.mean(),
+                    cbs=[NoiseSpy, AugSpy])
     learn.noise,learn.masks,learn.augs = [],[],[]
     with learn.no_logging(), learn.distrib_ctx(seed=seed): learn.fit(2)
     return learn.noise,learn.masks,learn.augs
@@ -113,7 +115,7 @@ def test_alone_nothing_is_reseeded():
     learn = make(picture(), 1)
     torch.manual_seed(42)
     with learn.distrib_ctx(seed=1): assert torch.equal(torch.rand(3), want)
-# --- the group --------------------------------------------------------------------------------------------------------------
+# --- the group --------------------------------------------------------------------------------------------------------
 
 def rank_own_group():
     from learnerdist.core.env import setup_distrib
