@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
+from helpers import weights
 from learnerdist.all import (Callback,DataLoaders,EarlyStoppingCallback,Learner,SaveModelCallback,accuracy,error_rate,load_learner,
                              num_distrib)
 from learnerdist.learner.finder import minimum,slide,steep,valley
@@ -30,7 +31,6 @@ def learner(**kw):
     learn.logger = lambda line: None
     return learn
 
-def weights(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
 def state(learn): return {k: v.clone() for k,v in learn.model.state_dict().items()}
 
 class Keeps(Callback):

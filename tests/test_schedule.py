@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest, torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+from helpers import weights
 from learnerdist.all import (Callback, CancelEpochException, CancelFitException, CancelStepException, CancelTrainException, DataLoaders,
                              EarlyStoppingCallback, Learner, RankError, ReduceLROnPlateauCallback, SaveModelCallback, Scheduler,
                              TerminateOnNaNCallback, TfmdDL, TrackerCallback,
@@ -27,7 +28,6 @@ def make(path='.', lr=.1, momentum=0., items=None, shuffle=True, **kw):
     learn.logger = lambda line: None
     return learn
 
-def weights(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()]).clone()
 def files(learn): return sorted(o.name for o in Path(learn.path).rglob('*') if o.is_file())
 
 def downhill_then_up(n=3):

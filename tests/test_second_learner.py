@@ -3,22 +3,14 @@ import warnings
 from importlib.util import find_spec
 import pytest, torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from helpers import data, net, sgd, weights
 from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, group_size, process_group
 from learnerdist.testing import run_ranks
 
-def data(n=48, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return TensorDataset(torch.randn(n, 4, generator=g, dtype=torch.double), torch.randn(n, 2, generator=g, dtype=torch.double))
 
-def net(seed=5):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
 
-def sgd(ps, lr): return torch.optim.SGD(ps, lr=.05, momentum=.9)
 def loaders(): return DataLoaders(TfmdDL(data(), 12//group_size(), shuffle=True), TfmdDL(data(11, 7), 3))
-def learner(dls=None, seed=5, **kw): return Learner(dls or loaders(), net(seed), nn.MSELoss(), sgd, **kw)
-def flat(learn): return torch.cat([p.detach().reshape(-1) for p in learn.model.parameters()]).tolist()
+def learner(dls=None, seed=5, **kw): return Learner(dls or loaders(), net(seed=seed), nn.MSELoss(), sgd, **kw)
 
 def told(func, *args):
     "What `func` returns on this rank, and the warnings"
@@ -53,7 +45,7 @@ def beside(make):
             else: b.fit(1, cbs=fastais_samples(cb))
             orders.append(cb.seen)
         a.fit(1)
-    return flat(a),[*map(float, valid)],[*map(float, given)],preds.tolist(),orders,cb.n
+    return weights(a).tolist(),[*map(float, valid)],[*map(float, given)],preds.tolist(),orders,cb.n
 
 def fastais_loaders():
     from fastai.data.core import DataLoaders as Loaders, TfmdDL as FastaiDL
@@ -75,7 +67,7 @@ def fastais(dls=None, seed=5, **kw):
     import learnerdist.fastai # noqa: F401
     from fastai.learner import Learner as FastaiLearner
     from fastai.optimizer import SGD
-    return FastaiLearner(dls or fastais_loaders(), net(seed), Mse(), opt_func=SGD, lr=.05, **kw)
+    return FastaiLearner(dls or fastais_loaders(), net(seed=seed), Mse(), opt_func=SGD, lr=.05, **kw)
 
 makers = [learner, pytest.param(fastais, marks=pytest.mark.skipif(find_spec('fastai') is None, reason='no fastai'))]
 

@@ -5,29 +5,21 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, average_grads, get_model, group_rank, group_size, process_group
+from helpers import data, net, sgd, size, weights
+from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, average_grads, get_model, group_rank, process_group
 from learnerdist.distributed.self_check import read_items
 from learnerdist.learner.losses import follows
 from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)
 
-def data(n=48, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return TensorDataset(torch.randn(n, 4, generator=g, dtype=torch.double), torch.randn(n, 2, generator=g, dtype=torch.double))
 
 def labelled(n=48): return TensorDataset(data(n).tensors[0], torch.arange(n)%3)
 
-def net(n_in=4, n_out=2, seed=5):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(n_in, 8), nn.Tanh(), nn.Linear(8, n_out)).double()
 
-def size(): return 12//group_size()
-def sgd(ps, lr): return torch.optim.SGD(ps, lr=.05, momentum=.9)
 def learner(model=None, loss=None, ds=None, **kw):
     return Learner(DataLoaders(TfmdDL(ds or data(), size(), shuffle=True)), model or net(), loss or nn.MSELoss(), sgd, **kw)
 
-def flat(learn): return torch.cat([p.detach().reshape(-1) for p in learn.model.parameters()])
 
 def fitted(make, n=1, **ctx):
     "The weights, or the error; and what this rank was warned of"
@@ -37,7 +29,7 @@ def fitted(make, n=1, **ctx):
         try:
             with learn.distrib_ctx(seed=3, **ctx), learn.no_logging(): learn.fit(n)
         except ValueError as e: return f'{type(e).__name__}: {e}',[]
-        return flat(learn),[str(o.message) for o in seen if str(o.message)[:1]=='[']
+        return weights(learn),[str(o.message) for o in seen if str(o.message)[:1]=='[']
 
 # --- scripts that are the same on any number of ranks -----------------------------------------------------------------------
 

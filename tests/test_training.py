@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD,Adam
 from torch.optim.lr_scheduler import LambdaLR,OneCycleLR,ReduceLROnPlateau,StepLR
-from torch.utils.data import IterableDataset
+from helpers import Stream
 from learnerdist.all import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                              CancelStepException, CancelTrainException, DataLoaders, Learner, Scheduler, TfmdDL, group_rank, group_size,
                              process_group)
@@ -33,10 +33,6 @@ def data(n, dtype=F64):
     x = torch.randn(n, 4, generator=torch.Generator().manual_seed(n), dtype=F64)
     return x.to(dtype),x[:,:3].argmax(1)
 
-class Stream(IterableDataset):
-    "Knows no length"
-    def __init__(self, items): self.items = items
-    def __iter__(self): return iter(self.items)
 
 class Spy(Callback):
     "Which batches took a step, with which rates, and the weights after each batch"
@@ -91,45 +87,6 @@ acc = lambda n: partial(GradientAccumulation, n)
 clip = lambda *a, **kw: partial(GradientClip, *a, **kw)
 def decay(opt): return LambdaLR(opt, lambda i: .9**i)
 step_decay = partial(Scheduler, decay)
-
-# batch size of the parts and of the whole, samples for a step in one process, samples of an epoch
-sizes = {'even': (8, 24, 24, 48), 'last_group_short': (8, 24, 24, 40), 'last_batch_short': (8, 24, 24, 44),
-         'not_a_multiple': (8, 24, 20, 48), 'no_accumulation': (8, 8, 8, 48), 'one_step_an_epoch': (8, 48, 1000, 48),
-         'one_batch': (48, 48, 10, 48)}
-variants = {'plain': {}, 'decay_and_clip': dict(cbs=(clip(.3), step_decay)), 'value': dict(cbs=(clip(value=.01),)),
-            'stream': dict(stream=True), 'float32': dict(dtype=F32), 'adam': dict(opt=Adam, lr=.01)}
-
-def pair(size, variant, W=1):
-    "The accumulated case and the one that it must equal; batch sizes are the global ones"
-    small,big,n_acc,n = size
-    v = {'cbs': (), **variant}
-    return case(**{**v, 'bs': small, 'n': n, 'cbs': (acc(n_acc//W),*v['cbs'])}),case(**{**v, 'bs': big, 'n': n})
-
-pairs = {f'{s}-{v}': (sizes[s],variants[v]) for s in sizes for v in variants if v=='plain' or s in ('last_batch_short','not_a_multiple')}
-
-@pytest.fixture(scope='module')
-def whole(): return {k: run(pair(*o)[1]) for k,o in pairs.items()}
-
-@pytest.fixture(scope='module')
-def on_ranks(): return run_ranks(rank_runs, 2, {k: pair(*o, 2)[0] for k,o in pairs.items()})
-
-def same_run(res, want, tol):
-    close(res['weights'], want['weights'], tol)
-    close(res['rates'], want['rates'])
-    assert len(res['stepped'])==len(want['stepped']) and not res['left']
-    for a,b in zip(res['norms'], want['norms']): close(a, b, max(tol, 1e-6) if tol>1e-9 else 1e-9)
-
-@pytest.mark.parametrize('variant', variants)
-def test_accumulated_equals_bigger_batches(variant, whole):
-    for k,o in pairs.items():
-        if k.endswith(variant): same_run(run(pair(*o)[0]), whole[k], 1e-6 if variant=='float32' else 1e-9)
-
-@pytest.mark.parametrize('variant', variants)
-def test_accumulated_on_ranks_equals_bigger_batches_alone(variant, whole, on_ranks):
-    for k in (o for o in pairs if o.endswith(variant)):
-        for r in on_ranks: same_run(r[k], whole[k], 1e-6 if variant=='float32' else 1e-9)
-        a,b = (r[k] for r in on_ranks)
-        assert torch.equal(a['weights'], b['weights']) and a['stepped']==b['stepped']
 
 def test_last_batch_of_an_epoch_steps():
     learn = make(case(bs=8, n=44, epochs=2))

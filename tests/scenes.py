@@ -1,0 +1,553 @@
+"""Ordinary and odd trainings: W ranks at batch size b do what one process does at W·b
+
+`scenes` is the table: name → settings, which override those of `base`. `run` does one of them, on one process or as
+one of W ranks, and returns plain data; test_scenes.py compares. A new scene is a line of the table."""
+import copy, traceback
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+import torch
+from torch import nn, tensor
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from helpers import Stream
+from learnerdist.all import (AvgMetric, Callback, DataLoaders, GradientAccumulation, Learner, Scheduler, TfmdDL,
+                             accuracy, gather_with_grad,
+                             group_rank, group_size, process_group)
+from learnerdist.learner.callback import CancelBackwardException, CancelTrainException
+from learnerdist.learner.techniques import GradientClip
+
+F64,F32 = torch.float64,torch.float32
+torch.set_num_threads(1)
+
+# --- data: functions from a number of samples to a data set -----------------------------------------------------------
+
+def draws(n, *shape, seed=0): return torch.randn(n, *shape, generator=torch.Generator().manual_seed(n+seed))
+def ints(high, n, *shape): return torch.randint(high, (n,*shape), generator=torch.Generator().manual_seed(n))
+def points(n): return TensorDataset(draws(n, 4), draws(n, 2, seed=1))
+def classes(n): return TensorDataset(draws(n, 4), ints(2, n))
+def pictures(n):
+    x = draws(n, 1, 4, 4)
+    return TensorDataset(x, x.flatten(1)[:,:3].argmax(1))
+def words(n): return TensorDataset(ints(20, n), draws(n, 2))
+def texts(n):
+    "Sequences with labels of uneven length"
+    x = ints(9, n, 6)
+    return list(zip(x, (x%4).masked_fill(torch.arange(6)>=1+ints(6, n, 1), -100)))
+def texts_in_dicts(n): return [dict(x=x, labels=y) for x,y in texts(n)]
+def as_dicts(n): return [dict({'in': [x, {'scale': tensor(1.+i%3)}]}, y=y) for i,(x,y) in enumerate(pictures(n))]
+def as_pairs(n): return [(x, x.flatten()[:3], y) for x,y in pictures(n)]
+def boxes(n): return [(o[:12].view(3, 4), dict(boxes=o[12:].view(2, 2))) for o in draws(n, 16)]
+def graphs(n): return [(draws(k, 4, seed=i), draws(k, 2, seed=i)) for i,k in enumerate((1+ints(5, n)).tolist())]
+def in_order(n):
+    "The labels 0, 1, 2 … come first: they are classes, and no contrastive loss's samples"
+    return TensorDataset(draws(n, 4), torch.cat([torch.arange(12),ints(12, n)])[:n])
+
+def streamed(ds): return lambda n: Stream(list(ds(n)))
+
+def as_lists(b): return tuple(map(list, zip(*b)))
+def as_graph(b): return torch.cat([o for o,_ in b]),torch.cat([o for _,o in b])
+def as_graph_with_ids(b): return torch.cat([o for o,_ in b]),torch.arange(len(b)),torch.cat([o.sum(1) for _,o in b])
+def in_a_dict(b): return dict(x=torch.stack([o[0] for o in b])),torch.stack([o[1] for o in b])
+
+class Batches:
+    "A batch sampler of the user's"
+    def __init__(self, n, bs): self.n,self.bs = n,bs
+    def __len__(self): return -(-self.n//self.bs)
+    def __iter__(self): return iter(torch.randperm(self.n).split(self.bs))
+
+def by_batches(ds, bs, **kw): return DataLoader(ds, batch_sampler=Batches(len(ds), bs), **kw)
+def by_torchs_batches(ds, bs): return DataLoader(ds, batch_sampler=BatchSampler(RandomSampler(ds), bs, False))
+
+class OwnLoaders(SimpleNamespace):
+    "What the learner asks of loaders, and no more"
+    def __init__(self, train, valid): super().__init__(train=train, valid=valid)
+    def __getitem__(self, i): return [self.train, self.valid][i]
+    def __len__(self): return 2
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+def net(): return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2))
+def normed(): return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+def instance_normed():
+    return nn.Sequential(nn.Unflatten(1, (2,2)), nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
+                         nn.Flatten(), nn.Linear(4, 2))
+def linear(): return nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+def conv(): return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3))
+def bn(bias=True):
+    return nn.Sequential(nn.Conv2d(1, 3, 3, bias=bias), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(),
+                         nn.Linear(12, 4, bias=bias),
+                         nn.BatchNorm1d(4), nn.Linear(4, 3))
+def bn_no_bias(): return bn(False) # before BatchNorm, its gradient is rounding alone, which Adam enlarges
+def bn_frozen():
+    m = bn()
+    m[1].requires_grad_(False)
+    return m
+def bn_cumulative(): return nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.BatchNorm1d(4, momentum=None),
+                                          nn.Linear(4, 3))
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn,self.out = nn.LSTM(4, 5, batch_first=True),nn.Linear(5, 3)
+    def forward(self, x): return self.out(self.rnn(x.flatten(1).view(len(x), 4, 4))[0][:,-1])
+
+class TwoInTwoOut(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a,self.b = nn.Linear(16, 3),nn.Linear(3, 3)
+    def forward(self, x, z): return self.a(x.flatten(1))+self.b(z), {'side': self.b(z)}
+
+class OfDict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(16, 3)
+    def forward(self, b): return dict(b, logits=self.lin(b['in'][0].flatten(1))*b['in'][1]['scale'][:,None])
+
+class PartUsed(nn.Module):
+    "Its second layer takes no part"
+    def __init__(self):
+        super().__init__()
+        self.used,self.idle = nn.Linear(16, 3),nn.Linear(2, 2)
+    def forward(self, x): return self.used(x.flatten(1))
+
+class Shortened(nn.Module):
+    "The forward pass changes weights"
+    def __init__(self):
+        super().__init__()
+        self.emb,self.out = nn.Embedding(20, 4, max_norm=.8),nn.Linear(4, 2)
+    def forward(self, i): return self.out(self.emb(i))
+
+class Tags(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb,self.rnn,self.out = nn.Embedding(9, 5),nn.GRU(5, 5, batch_first=True),nn.Linear(5, 4)
+    def forward(self, x): return self.out(self.rnn(self.emb(x))[0])
+
+class OwnLoss(Tags):
+    "Computes its loss itself, as models of Hugging Face do: the mean over labels that are not -100"
+    def __init__(self, kind=dict):
+        super().__init__()
+        self.kind,self.idle = kind,nn.Linear(2, 2)
+    def forward(self, b):
+        out = super().forward(b['x'])
+        loss = F.cross_entropy(out.flatten(0, 1), b['labels'].flatten())
+        return dict(loss=loss, logits=out) if self.kind is dict else (loss,out)
+
+class Boxes(nn.Module):
+    "From a list of pictures to a list of dicts"
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 2)
+    def forward(self, xs): return [dict(center=self.lin(x).mean(0)) for x in xs]
+
+class OfNodes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+    def forward(self, x, ids): return self.net(x).sum(1)
+
+class Writes(nn.Module):
+    "Changes what it is given: a tensor, or a dict"
+    def __init__(self, how):
+        super().__init__()
+        self.how,self.net = how,net()
+    def forward(self, b): return self.net(self.how(b))
+def doubled(b):
+    b['x'] = b['x']*2
+    return b['x']
+
+# --- losses and metrics -----------------------------------------------------------------------------------------------
+
+weights = tensor([.3,.7])
+def weighted_ce(): return nn.CrossEntropyLoss(weight=weights)
+def focal(p, t):
+    ce = F.cross_entropy(p, t, reduction='none')
+    return ((1-(-ce).exp())**2*ce).mean()
+def sum_and_count(p, t):
+    w = weights.to(p)[t]
+    return (F.cross_entropy(p, t, reduction='none')*w).sum(),w.sum()
+def says_what_it_counts(p, t): return sum_and_count(p, t)[0]/weights.to(p)[t].sum()
+says_what_it_counts.n_items = lambda p, t: weights.to(p)[t].sum()
+def squares(p, t): return ((p-t)**2).sum()
+def of_tokens(out, y): return F.cross_entropy(out.flatten(0, 1), y.flatten()) # a user's; nothing is said of it
+def counted_tokens(out, y): return of_tokens(out, y)
+counted_tokens.n_items = lambda p, t: (t!=-100).sum()
+def two_loss(out, y): return F.cross_entropy(out[0], y)+F.cross_entropy(out[1]['side'], y)
+def dict_loss(out, b): return F.cross_entropy(out['logits'], b['y'])
+def of_boxes(outs, ys): return torch.stack([((o['center']-y['boxes'])**2).mean() for o,y in zip(outs, ys)]).mean()
+def of_output(out, b): return out[0]
+def huber(p, t): return ((p-t)**2+1).sqrt().mean()
+def contrast(p, t): return torch.logsumexp(-torch.cdist(gather_with_grad(p), gather_with_grad(t.detach())), 1).mean()
+contrast.n_items = 'whole'
+def weighted_by_hand(p, t): return F.cross_entropy(p, t, torch.linspace(.1, 3., 12).to(p))
+def masked_in_place(p, t):
+    m = t!=0
+    t[~m] = 1
+    return (F.cross_entropy(p, t, reduction='none')*m).mean()
+@torch.jit.script
+def scripted(p, t): return ((p-t)**2).mean()
+
+class LearnedLoss(nn.Module):
+    "Has parameters of its own, which the optimizer trains and the model does not have"
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+    def forward(self, p, t): return ((p*self.scale-t)**2).mean()
+
+class CountsCalls:
+    "Goes by the number of its calls"
+    n = 0
+    def __call__(self, p, t):
+        self.n += p.requires_grad
+        return ((p-t)**2).mean()+min(1, self.n/9)*(p**2).mean()
+
+class Keeps(nn.Module):
+    "Has a list, and a buffer that it replaces"
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+        self.register_buffer('n', torch.zeros(()))
+    def forward(self, p, t):
+        if p.requires_grad:
+            self.n = self.n+1
+            self.steps.append(float(self.n))
+        return ((p-t)**2).mean()*len(self.steps)
+
+def right(out, y): return (out.argmax(-1)==y).double().mean()
+def two_right(out, y): return right(out[0], y)
+def dict_right(out, b): return right(out['logits'], b['y'])
+def distance(p, t): return (p-t).abs().mean()
+def of_pictures(): return [right, AvgMetric(lambda p,t: p.square().mean(), 'sq')]
+
+# --- callbacks --------------------------------------------------------------------------------------------------------
+
+class At(Callback):
+    "Calls `f(learn)` at `event` of the training step `step` of the fit"
+    run_valid = False
+    def __init__(self, event, step, f):
+        self.step,self.f = step,f
+        setattr(self, event, self.call)
+    def call(self):
+        if self.train_iter==self.step: self.f(self.learn)
+
+class FreezesFirst(Callback):
+    def before_fit(self): self.model[0].requires_grad_(False)
+def later(event, f): return lambda: [FreezesFirst(),At(event, 5, f)]
+def unfreeze(learn): learn.model[0].requires_grad_(True)
+def freeze_more(learn): learn.model[2].requires_grad_(False)
+def freeze_first(learn): learn.model[0].requires_grad_(False)
+def freeze_all_but_bias(learn):
+    for p in learn.model.parameters(): p.requires_grad_(False)
+    learn.model[4].bias.requires_grad_(True)
+def new_model(learn):
+    torch.manual_seed(9)
+    learn.model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).to(F64)
+    learn.create_opt()
+
+class Cancels(Callback):
+    "Raises `what` at `event` of the third step of each epoch: on all ranks, or on the last one"
+    def __init__(self, event, what, last=False):
+        self.what,self.last = what,last
+        setattr(self, event, self._raise)
+    def _raise(self):
+        if self.training and self.iter==2 and (not self.last or group_rank()==group_size()-1): raise self.what
+
+class AddsLayer(Callback):
+    "A new layer after the first epoch, in the model and in the optimizer"
+    def after_epoch(self):
+        if self.epoch: return
+        torch.manual_seed(8)
+        self.model.append(nn.Linear(2, 2).to(F64))
+        self.opt.add_param_group(dict(params=list(self.model[-1].parameters())))
+
+class Renews(Callback):
+    "Another model from the second epoch on"
+    def before_epoch(self):
+        if self.epoch==1: new_model(self.learn)
+
+class Attributes(Callback):
+    "To a callback, the learner's model is the user's at every event of training"
+    def before_batch(self): self.model.temperature = self.iter
+    def after_pred(self): assert isinstance(self.model, nn.Sequential) and self.model[0] is self.model._modules['0']
+
+def other_loaders(learn):
+    ds = TensorDataset(*(o.to(F64) for o in points(24).tensors))
+    return DataLoaders(TfmdDL(ds, 12//group_size(), shuffle=True), TfmdDL(ds, 3))
+class NewLoaders(Callback):
+    "Other data from an epoch on, as in progressive resizing"
+    def __init__(self, epoch): self.at = epoch
+    def before_epoch(self):
+        if self.epoch==self.at: self.learn.dls = other_loaders(self.learn)
+
+class Swaps(Callback):
+    "Trains on a loader of its own"
+    order = 8
+    def before_fit(self): self.mine = other_loaders(self.learn).train
+    def before_train(self): self.learn.dl = self.mine
+
+class Evaluates(Callback):
+    "Evaluates by itself after each epoch's training, which changes nothing"
+    def __init__(self, how): self.how = how
+    def before_fit(self): self.learn.found = []
+    def after_epoch(self):
+        self.learn.found.append(self.learn.validate() if self.how=='validate' else self.learn.get_preds()[0].sum())
+
+class WeighedTwice(Callback):
+    "A second backward pass, whose loss is weighed by hand"
+    run_valid = False
+    def before_step(self):
+        share = 1 if self.learn.global_items is None else self.learn.items/self.learn.global_items
+        (share*self.loss_func((self.wrapper or self.model)(*self.xb), *self.yb)).backward()
+
+class Penalty(Callback):
+    run_valid = False
+    def __init__(self, in_place): self.in_place = in_place
+    def after_loss(self):
+        penalty = .01*sum(p.square().sum() for p in self.model.parameters())
+        if self.in_place: self.learn.loss_grad += penalty
+        else: self.learn.loss_grad = self.loss_grad+penalty
+
+class Ignores(Callback):
+    "Some labels do not count, on each rank another number: known before the forward pass, or only in `event`"
+    run_valid = False
+    def __init__(self, event): setattr(self, event, self._ignore)
+    def _ignore(self): self.learn.yb = self.yb[0].where(self.xb[0][:,0]>0, -100),
+class Harmless(Callback):
+    keeps_batch = True
+    def after_pred(self): pass
+
+class Reweights(Callback):
+    "Other options of the loss from the second epoch on"
+    def __init__(self, **kw): self.kw = kw
+    def before_epoch(self):
+        if self.epoch==1:
+            for k,v in self.kw.items(): setattr(self.learn.loss_func, k, v)
+
+def decays(): return Scheduler(lambda opt: LambdaLR(opt, lambda i: .9**i))
+
+class Sees(Callback):
+    "What the training batches of each epoch held: the first number of each sample"
+    order = 5
+    def before_fit(self): self.learn.ids = getattr(self.learn, 'ids', [])
+    def before_train(self): self.ids.append([])
+    def after_pred(self):
+        if self.training: self.ids[-1].append(tree_leaves(self.xb)[0].flatten(1)[:,0].tolist())
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+def every_param(m): return list(m.parameters())
+def groups_of(m): return [list(o.parameters()) for o in m if list(o.parameters())]
+def sgd(ps, lr): return torch.optim.SGD(ps, lr, momentum=.9, weight_decay=.01)
+
+# `bs` is of all ranks. `parts`: micro-batches of `bs`; alone they are one batch, if `whole`.
+# `accumulate`: samples of a step, on all ranks.
+# `unlike`: what is not compared, since it depends on the size of batches or on what a callback changes late
+base = dict(model=net, ds=points, n=48, n_valid=11, val_ds=None, val_bs=3, bs=12, parts=1, accumulate=None,
+            loader=TfmdDL, shuffle=True,
+            dl={}, wrap=DataLoaders, n_inp=None, loss=nn.MSELoss, metrics=(), opt=sgd, lr=.1, splitter=None, cbs=list,
+            ctx=dict(seed=3),
+            fits=[2], cycle=False, sees=False, preds=True, whole=True, unlike=())
+
+def scene(**kw):
+    assert not kw.keys()-base.keys(), kw.keys()-base.keys()
+    return {**base, **kw}
+
+@contextmanager
+def default_dtype(dtype):
+    old = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try: yield
+    finally: torch.set_default_dtype(old)
+
+def make(c, W=1, rank=0, dtype=F64):
+    "A learner of W ranks; other ranks begin with other weights"
+    with default_dtype(dtype):
+        torch.manual_seed(100+rank)
+        model,loss = c['model'](),c['loss']
+        if isinstance(loss, type) or loss is weighted_ce: loss = loss()
+        if isinstance(loss, nn.Module): loss = copy.deepcopy(loss).to(dtype)
+        own = list(loss.parameters()) if isinstance(loss, nn.Module) else []
+        ds,val = c['ds'](c['n']),(c['val_ds'] or c['ds'])(c['n_valid'])
+    split = c['ctx'].get('split_batches')
+    bs = c['bs'] if split else c['bs']//W//(1 if is_whole(c, W) else c['parts'])
+    is_ordered = isinstance(ds, IterableDataset) or c['loader'] in (by_batches,by_torchs_batches)
+    kw = {} if is_ordered else dict(shuffle=c['shuffle'])
+    shared = {k:v for k,v in c['dl'].items() if k=='collate_fn'}
+    dls = c['wrap'](c['loader'](ds, bs, **kw, **c['dl']), TfmdDL(val, c['val_bs'], **shared))
+    if c['n_inp']: dls.n_inp = c['n_inp']
+    splitter = c['splitter'] or (lambda m: every_param(m)+own)
+    learn = Learner(dls, model, loss, c['opt'], lr=c['lr'],
+                    metrics=c['metrics']() if callable(c['metrics']) else list(c['metrics']),
+                    splitter=splitter, cbs=[Sees()] if c['sees'] else [])
+    return learn
+
+def is_whole(c, W): return W==1 and c['accumulate'] is not None and c['whole']
+
+def result(learn, unlike=()):
+    "Plain data, without `unlike`"
+    rec,loss = learn.recorder,learn.loss_func
+    state = dict(learn.model.state_dict())
+    if isinstance(loss, nn.Module): state |= {f'loss.{k}':v for k,v in loss.state_dict().items()}
+    res = dict(state={k:v.clone() for k,v in state.items()}, opt=tree_leaves(learn.opt.state_dict()['state']),
+               values=[list(o) for o in rec.values], final=list(learn.final_record), losses=list(rec.losses),
+               lrs=list(rec.lrs))
+    return {k:v for k,v in res.items() if k not in unlike}
+
+def run(c, W=1, rank=0, dtype=F64):
+    learn,cbs,ctx = make(c, W, rank, dtype),c['cbs'](),dict(c['ctx'])
+    if W==1: ctx.pop('split_batches', None)
+    accumulates = c['accumulate'] is not None and not is_whole(c, W)
+    if accumulates: cbs.append(GradientAccumulation(c['accumulate']//W))
+    unlike = c['unlike']
+    if c['parts']>1 and c['whole']: unlike = (*unlike,'losses','lrs') # each micro-batch is recorded
+    torch.manual_seed(7)
+    fits = []
+    with learn.no_logging(), learn.distrib_ctx(**ctx):
+        for o in c['fits']:
+            kw = dict(n_epoch=o) if isinstance(o, int) else dict(o)
+            (learn.fit_one_cycle if c['cycle'] else learn.fit)(kw.pop('n_epoch'), cbs=cbs, **kw)
+            fits.append(result(learn, unlike))
+        res = dict(fits=fits, found=getattr(learn, 'found', []), validate=learn.validate(),
+                   ids=getattr(learn, 'ids', []))
+        if c['preds']: res['preds'] = tree_leaves(learn.get_preds())
+    return res
+
+def outcome(name, W=1, rank=0, dtype=F64):
+    try: return run(scenes[name], W, rank, dtype)
+    except Exception as e: return dict(error=''.join(traceback.format_exception(e)))
+
+def rank_runs(names, dtype):
+    "Each scene's result on this rank, or its error"
+    with process_group(): return {k: outcome(k, group_size(), group_rank(), dtype) for k in names}
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+picture = partial(scene, model=linear, ds=pictures, n=40, n_valid=23, loss=F.cross_entropy, metrics=of_pictures,
+                  fits=[3])
+adam = dict(opt=torch.optim.Adam, lr=.01)
+adamw = dict(opt=torch.optim.AdamW, lr=.01)
+scenes = dict(
+    linear=picture(sees=True), conv=picture(model=conv), lstm=picture(model=Recurrent), adam=picture(**adam),
+    linear_37_drop=picture(n=37, dl=dict(drop_last=True), sees=True),
+    conv_37_drop=picture(n=37, dl=dict(drop_last=True), model=conv),
+    lstm_adamw=picture(model=Recurrent, **adamw), rms=picture(opt=torch.optim.RMSprop, lr=.01),
+    bn=picture(model=bn), bn_adam=picture(model=bn_no_bias, **adam), bn_frozen=picture(model=bn_frozen),
+    bn_cumulative=picture(model=bn_cumulative), no_sync_bn=picture(ctx=dict(seed=3, sync_bn=False)),
+    split=picture(model=bn, ctx=dict(seed=3, split_batches=True), sees=True),
+    find_unused=picture(model=PartUsed, ctx=dict(seed=3, find_unused_parameters=True)),
+    static=picture(model=conv, ctx=dict(seed=3, static_graph=True)),
+    view=picture(model=conv, ctx=dict(seed=3, gradient_as_bucket_view=True)),
+    buffers=picture(model=bn, ctx=dict(seed=3, broadcast_buffers=True)),
+    dict=picture(model=OfDict, ds=as_dicts, loss=dict_loss, metrics=[dict_right], sees=True),
+    two=picture(model=TwoInTwoOut, ds=as_pairs, loss=two_loss, metrics=[two_right]),
+    stream=picture(ds=streamed(pictures), val_ds=pictures, sees=True),
+    groups=picture(model=conv, splitter=groups_of, lr=[.01, .1]),
+    groups_slice=picture(model=conv, splitter=groups_of, lr=slice(1e-3, .1)),
+    cycle=picture(model=conv, cycle=True),
+    cycle_adam=picture(cycle=True, model=conv, splitter=groups_of, opt=torch.optim.Adam, lr=slice(.01, .1)),
+    one_valid=picture(n_valid=1), three_valid=picture(n_valid=3, val_bs=1), valid_bs=picture(n_valid=50, val_bs=7),
+    accuracy=picture(metrics=[accuracy]),
+    fits_go_on=picture(model=bn, fits=[2, dict(n_epoch=2, lr=.05), dict(n_epoch=3, start_epoch=1)]),
+    fits_go_on_adam=picture(model=bn_no_bias, fits=[2, dict(n_epoch=2, lr=.005), dict(n_epoch=3, start_epoch=1)],
+                            **adam),
+    seed_of_torch=picture(ctx={}), validates_within=picture(model=bn, cbs=lambda: [Evaluates('validate')]),
+    predicts_within=picture(model=bn, cbs=lambda: [Evaluates('preds')]),
+    torchs_loader=picture(loader=DataLoader, metrics=[accuracy]),
+    own_loaders=picture(loader=DataLoader, wrap=OwnLoaders))
+# What is trained changes
+unfrozen_in = 'before_batch','after_pred','after_step','after_batch'
+scenes |= {f'unfreeze in {o}': scene(cbs=later(o, unfreeze)) for o in unfrozen_in}
+scenes |= {f'freeze in {o}': scene(cbs=later(o, freeze_more)) for o in ('before_batch','after_loss','after_backward')}
+scenes |= {'freeze all but one': scene(cbs=later('before_batch', freeze_all_but_bias)),
+           'freeze in a group': scene(parts=2, accumulate=12, whole=False,
+                                      cbs=lambda: [At('before_batch', 1, freeze_first)]),
+           'a layer is added': scene(cbs=lambda: [AddsLayer()]), 'parameters of the loss': scene(loss=LearnedLoss),
+           'another model': scene(cbs=lambda: [Renews()]),
+           'another model in an epoch': scene(cbs=lambda: [At('before_batch', 2, new_model)]),
+           'attributes of the model': scene(cbs=lambda: [Attributes()]), 'max_norm': scene(model=Shortened, ds=words),
+           'new loaders': scene(cbs=lambda: [NewLoaders(1)]),
+           'new loaders, one cycle': scene(cbs=lambda: [NewLoaders(0)], cycle=True),
+           'own loader of a callback': scene(cbs=lambda: [Swaps()])}
+# Sizes. 45: three samples fewer than fill the batches; 37, 38: one or two for the last step
+# 47 with drop_last: rank 0 has a full batch more
+scenes |= {f'{n} samples': scene(n=n, model=normed) for n in (38, 45)} | {f'{n} samples': scene(n=n) for n in (1, 2, 3,
+                                                                                                               5, 37)}
+scenes |= {'47, drop_last': scene(n=47, model=normed, dl=dict(drop_last=True)),
+           'InstanceNorm': scene(n=37, model=instance_normed),
+           'stream, 45': scene(n=45, ds=streamed(points), val_ds=points, model=normed)}
+# Batches of any structure
+scenes |= {"torch's batch sampler": scene(n=44, loader=by_torchs_batches),
+           'batch sampler': scene(n=45, loader=by_batches),
+            'detection': scene(n=45, ds=boxes, loader=by_batches, model=Boxes,
+                                                                              dl=dict(collate_fn=as_lists),
+                                                                              loss=of_boxes, preds=False),
+           'graph': scene(ds=graphs, dl=dict(collate_fn=as_graph), preds=False),
+           'a loss of nodes': scene(ds=graphs, dl=dict(collate_fn=as_graph_with_ids), model=OfNodes, loss=huber,
+                                    n_inp=2,
+                                    metrics=[distance], preds=False),
+           'inputs changed in place': scene(model=lambda: Writes(lambda x: x.sub_(.5))),
+           'inputs changed in a dict': scene(model=lambda: Writes(doubled), dl=dict(collate_fn=in_a_dict)),
+           'inputs taken out of a dict': scene(model=lambda: Writes(lambda b: b.pop('x')),
+                                               dl=dict(collate_fn=in_a_dict))}
+# Cancelled
+scenes |= {'max_norm, cancelled': scene(model=Shortened, ds=words,
+                                        cbs=lambda: [Cancels('before_batch', CancelTrainException)]),
+           'a backward pass cancelled': scene(cbs=lambda: [Cancels('before_backward', CancelBackwardException)]),
+           'cancelled after a step': scene(cbs=lambda: [Cancels('after_batch', CancelTrainException, True)])}
+# Losses: whatever they count, over ranks and over micro-batches
+class_losses = dict(label=F.cross_entropy, weights=weighted_ce, focal=focal, returns=sum_and_count,
+                    attribute=says_what_it_counts)
+def quarter(n):
+    "Three of four labels do not count, so that a rank has often nothing to count"
+    x,y = classes(n).tensors
+    return TensorDataset(x, y.where(torch.arange(n)%4==0, -100))
+def chances(n): return TensorDataset(draws(n, 4), draws(n, 2).sigmoid())
+losses = {k: scene(n=37, ds=classes, loss=f) for k,f in class_losses.items()}
+losses |= dict(ignore=scene(n=37, ds=quarter, loss=nn.CrossEntropyLoss),
+               bce=scene(n=37, ds=chances, loss=nn.BCEWithLogitsLoss),
+               mse=scene(n=37), sum=scene(n=37, ds=classes, loss=nn.CrossEntropyLoss(reduction='sum'), lr=.002),
+               squares=scene(n=37, loss=squares, lr=.002), tokens=scene(n=45, ds=texts, model=Tags, loss=of_tokens),
+               counted=scene(n=45, ds=texts, model=Tags, loss=counted_tokens))
+scenes |= losses
+scenes |= {f'{k}, accumulated': {**c, 'bs': 24, 'parts': 2, 'accumulate': 24,
+                                 **(dict(unlike=('values','final')) if k in ('sum','squares') else adamw)}
+           for k,c in losses.items()}
+given = scene(n=45, ds=texts_in_dicts, model=OwnLoss, loss=None, ctx=dict(seed=3, find_unused_parameters=True))
+scenes |= {'loss of the model': given, 'loss of the model, in a tuple': {**given, 'model': lambda: OwnLoss(tuple),
+                                                                         'loss': of_output},
+           'loss of the model, accumulated': {**given, 'n': 48, 'parts': 2, 'accumulate': 12},
+           'contrastive': scene(loss=contrast),
+           'first labels in order': scene(ds=in_order, model=lambda: nn.Linear(4, 12),
+                                                                             loss=weighted_by_hand),
+           'a loss that counts': scene(loss=CountsCalls), 'a loss that keeps': scene(loss=Keeps),
+           'a scripted loss': scene(loss=scripted),
+           'targets changed in place': scene(n=45, ds=classes, loss=masked_in_place),
+           'sum and penalty': scene(n=45, loss=nn.MSELoss(reduction='sum'), lr=1e-3, cbs=lambda: [Penalty(False)]),
+           'sum and penalty in place': scene(n=45, loss=nn.MSELoss(reduction='sum'), lr=1e-3,
+                                             cbs=lambda: [Penalty(True)]),
+           'weighed twice': scene(n=45, cbs=lambda: [WeighedTwice()])}
+weighted = partial(scene, n=45, ds=classes, loss=weighted_ce)
+scenes |= {'other weights': weighted(cbs=lambda: [Reweights(weight=tensor([.9,.1], dtype=F64))]),
+           'other labels ignored': weighted(cbs=lambda: [Reweights(ignore_index=0)]),
+           'another reduction': weighted(cbs=lambda: [Reweights(reduction='sum')]),
+           'labels ignored': weighted(cbs=lambda: [Ignores('before_batch')]),
+           'labels ignored, kept': weighted(cbs=lambda: [Ignores('before_batch'), Harmless()]),
+           'labels ignored late': weighted(cbs=lambda: [Ignores('after_pred')]),
+           'labels changed after the loss': weighted(cbs=lambda: [Ignores('after_loss')], unlike=('values','final'))}
+# Accumulation, clipping, rates: micro-batches of 6 in all
+def micro(n=48, bs=12, parts=2, accumulate=12, **kw): return scene(n=n, bs=bs, parts=parts, accumulate=accumulate, **kw)
+scenes |= {'groups, even': micro(), 'groups, the last one short': micro(42),
+           'groups, the last batch short': micro(44, 24, 4, 24),
+           'groups, not a multiple': micro(48, 24, 2, 18), 'groups, one an epoch': micro(48, 48, 8, 1000),
+           'groups, clipped, decay': micro(44, 24, 4, 24, cbs=lambda: [GradientClip(.3), decays()]),
+           'groups, clipped by value': micro(44, 24, 4, 24, cbs=lambda: [GradientClip(value=.01)]),
+           'groups, stream': micro(44, 24, 4, 24, ds=streamed(points), val_ds=points),
+           'groups, adam': micro(44, 24, 4, 24, **adam)}
+
+# In float32, to 1e-5
+in_float32 = ('linear','conv','lstm','bn','split','dict','two','stream','groups','cycle','fits_go_on','45 samples','2 samples',
+              'InstanceNorm','graph','weights','ignore','tokens','tokens, accumulated','loss of the model','contrastive',
+              'sum and penalty','groups, clipped, decay','freeze in before_batch')

@@ -1,0 +1,64 @@
+"Options of `distrib_ctx`: what reaches DDP, what is refused, and plain BatchNorm"
+import pytest, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from scenes import bn, make, picture
+from learnerdist.all import Callback, group_size, process_group
+from learnerdist.testing import run_ranks
+
+class Peek(Callback):
+    "Notes what DDP was told"
+    def after_pred(self):
+        if not self.training: return
+        m = self.wrapper.ddp
+        self.learn.seen = dict(ddp=isinstance(m, DistributedDataParallel),
+                               unused=getattr(m, 'find_unused_parameters', None),
+                               static=m.static_graph,
+                               view=m.gradient_as_bucket_view, cap=m.bucket_bytes_cap,
+                               buffers=bool(m.broadcast_buffers))
+
+def rank_options(all_kw):
+    res = []
+    with process_group():
+        for kw in all_kw:
+            learn = make(picture(model=bn), 2)
+            with learn.no_logging(), learn.added_cbs(Peek()), learn.distrib_ctx(**kw): learn.fit(1)
+            res.append(learn.seen)
+    return res
+
+def test_options_reach_ddp():
+    kws = [{}, dict(find_unused_parameters=True), dict(static_graph=True), dict(gradient_as_bucket_view=True),
+           dict(bucket_cap_mb=3),
+           dict(broadcast_buffers=True)]
+    plain = dict(ddp=True, unused=False, static=False, view=False, cap=25*2**20, buffers=False)
+    want = [plain, dict(plain, unused=True), dict(plain, static=True), dict(plain, view=True), dict(plain, cap=3*2**20),
+            dict(plain, buffers=True)]
+    for r in run_ranks(rank_options, 2, kws): assert r==want
+
+@pytest.mark.parametrize('bad', ['find_unused_params','process_group','device_ids','module','bogus'])
+def test_unknown_option(bad):
+    learn = make(picture())
+    cbs = list(learn.cbs)
+    with pytest.raises(ValueError, match=rf'got {bad}\b.*find_unused_parameters'), learn.distrib_ctx(**{bad: 1}): pass
+    with pytest.raises(ValueError, match=bad): learn.to_distributed(**{bad: 1})
+    assert learn.cbs==cbs
+
+def rank_indivisible():
+    learn = make(picture(bs=15, ctx=dict(split_batches=True)))
+    try:
+        with learn.distrib_ctx(split_batches=True): return 'entered'
+    except ValueError as e: return str(e),dist.is_initialized()
+
+def test_split_batches_indivisible():
+    for msg,is_open in run_ranks(rank_indivisible, 2): assert '15' in msg and '2' in msg and not is_open
+
+def rank_plain_bn():
+    "Without synchronised statistics, buffers are rank 0's where the model is evaluated"
+    learn,seen = make(picture(model=bn), group_size(), 0),[]
+    class Sees(Callback):
+        def before_validate(self): seen.append(self.learn.model[1].running_mean.tolist())
+    with learn.no_logging(), learn.distrib_ctx(seed=3, sync_bn=False): learn.fit(2, cbs=Sees())
+    return seen,learn.model[1].running_mean.tolist(),learn.recorder.values
+
+def test_plain_batchnorm_has_rank_0s_buffers():
+    a,b = run_ranks(rank_plain_bn, 2)
+    assert a==b

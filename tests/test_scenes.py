@@ -1,0 +1,215 @@
+"Each of `scenes` on 2 and 3 ranks is what it is on one process: weights, optimizer, recorded numbers, predictions"
+import pytest, torch, torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Subset
+from scenes import (F32, F64, adam, bn, conv, default_dtype, in_float32, losses, make, outcome, picture, pictures,
+                    rank_runs, result, run,
+                    scene, scenes)
+from learnerdist.all import (Callback, GradientAccumulation, TfmdDL, gather_with_grad, group_rank, group_size,
+                             process_group, set_seed)
+from learnerdist.data.sharding import epoch_order
+from learnerdist.learner.callback import CancelBackwardException, CancelTrainException
+from learnerdist.testing import run_ranks
+
+def close(a, b, tol=1e-9):
+    "Numbers and tensors in nested lists and dicts"
+    for x,y in zip(tree_leaves(a), tree_leaves(b), strict=True):
+        if y is None or isinstance(y, str): assert x==y
+        else: torch.testing.assert_close(torch.as_tensor(x, dtype=F64), torch.as_tensor(y, dtype=F64), atol=tol,
+                                         rtol=tol, equal_nan=True)
+
+def same(ranks, want, name, tol):
+    found = [r[name] for r in ranks]
+    for r in [want,*found]: assert 'error' not in r, r['error']
+    for r in found:
+        for k in want.keys()-{'ids'}: close(r[k], want[k], tol)
+        assert [list(o['state']) for o in r['fits']]==[list(o['state']) for o in want['fits']]
+        for a,b in zip(r['fits'], found[0]['fits']): # bit by bit among ranks
+            assert all(torch.equal(v, b['state'][k]) for k,v in a['state'].items())
+            assert [str(a.get(k)) for k in ('values','losses')]==[str(b.get(k)) for k in ('values','losses')]
+
+@pytest.fixture(scope='module')
+def alone(): return {k: outcome(k) for k in scenes}
+
+@pytest.fixture(scope='module', params=[2, 3, pytest.param(4, marks=pytest.mark.long)])
+def ranks(request): return run_ranks(rank_runs, request.param, list(scenes), F64, timeout_s=400)
+
+@pytest.mark.parametrize('name', scenes)
+def test_scene(alone, ranks, name): same(ranks, alone[name], name, 1e-9)
+
+@pytest.fixture(scope='module', params=[2, 3])
+def ranks32(request): return run_ranks(rank_runs, request.param, in_float32, F32, timeout_s=300)
+
+@pytest.mark.parametrize('name', in_float32)
+def test_scene_in_float32(ranks32, name): same(ranks32, outcome(name, dtype=F32), name, 1e-5)
+
+@pytest.mark.xfail(strict=True, reason='a second embedding_renorm_ shortens rows again: ranks part by 1e-8')
+@pytest.mark.parametrize('W', [2, 3])
+def test_max_norm_in_float32(W):
+    same(run_ranks(rank_runs, W, ['max_norm'], F32), outcome('max_norm', dtype=F32), 'max_norm', 1e-5)
+
+# --- the order of samples ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('name', [k for k,c in scenes.items() if c['sees']])
+def test_global_batches(alone, ranks, name):
+    for e,epoch in enumerate(alone[name]['ids']):
+        for i,b in enumerate(epoch): # dealt like cards, and then padded
+            for k,r in enumerate(ranks): assert r[name]['ids'][e][i][:len(b[k::len(ranks)])]==b[k::len(ranks)]
+
+def test_reshuffled_each_epoch_as_the_order_says(alone):
+    x = make(scenes['linear']).dls.train.dataset.tensors[0]
+    want = [x[epoch_order(40, e, 3, shuffle=True)].flatten(1)[:,0].tolist() for e in range(3)]
+    assert [sum(o, []) for o in alone['linear']['ids']]==want
+    assert want[0]!=want[1]!=want[2] and sorted(want[0])==sorted(want[1])
+
+# --- one process is plain torch ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('name', losses)
+def test_one_process_is_plain_torch(name):
+    "The mean over all items of each batch, whatever the loss counts; the validation loss is that of the whole data set"
+    c = {**losses[name], 'shuffle': False}
+    got,learn = run(c)['fits'][-1],make(c)
+    model,f,seen = learn.model,learn.loss_func,[]
+    opt = c['opt'](model.parameters(), c['lr'])
+    def value(x, y):
+        res = f(model(x), y)
+        return res[0]/res[1] if isinstance(res, tuple) else res
+    for _ in range(2):
+        for x,y in learn.dls.train:
+            loss = value(x, y)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            seen.append(loss.item())
+    close([got['state'][k] for k in model.state_dict()], list(model.state_dict().values()))
+    close(got['losses'], seen)
+    if name in ('sum','squares'): return # their validation loss depends on the batch size
+    ds = learn.dls.valid.dataset
+    with torch.no_grad(): close(got['values'][-1][1],
+                                value(*(torch.stack(o) for o in zip(*(ds[i] for i in range(len(ds)))))))
+
+# --- longer stories ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('W', [2, 3])
+def test_the_exception_a_bias_before_batchnorm_with_adam(W):
+    """README's Limits: the gradient of such a bias is zero but for rounding, and Adam divides by its size. The bias and
+    the running mean that follows it differ by up to 1e-8, and so do validation numbers; all else holds 1e-9"""
+    c = picture(model=bn, fits=[2, dict(n_epoch=2, lr=.05)], preds=False, **adam)
+    loose = ('0.bias','1.running_mean','4.bias','5.running_mean')
+    want = run(c)
+    for r in run_ranks(rank_scene, W, c):
+        for a,b in zip(r['fits'], want['fits']):
+            for k,v in b['state'].items(): close(a['state'][k], v, 1e-8 if k in loose else 1e-9)
+            close([a['losses'],a['opt']], [b['losses'],b['opt']])
+            close(a['values'], b['values'], 1e-8)
+
+def rank_scene(c):
+    with process_group(): return run(c, group_size(), group_rank())
+
+def story(W=1, rank=0, path=None):
+    "Fit, save, fit, go back, fit; other loaders; a second learner meanwhile"
+    learn,other,res = make(picture(model=bn, n_valid=7), W, rank),make(picture(model=conv), W, rank),{}
+    learn.path = path
+    with default_dtype(F64): dl = TfmdDL(pictures(11), 3)
+    with learn.no_logging(), other.no_logging(), learn.distrib_ctx(seed=3), other.distrib_ctx(seed=4):
+        learn.fit(1)
+        other.fit(1)
+        learn.save('a')
+        learn.fit(1)
+        res['far'] = learn.validate()
+        learn.load('a')
+        res['back'] = learn.validate()
+        other.fit(1)
+        learn.fit(1)
+        res['train'] = learn.validate(ds_idx=0)
+        res['train_preds'] = learn.get_preds(ds_idx=0)[0].tolist()
+        res['dl'] = learn.validate(dl=dl)
+        res['dl_preds'] = learn.get_preds(dl=DataLoader(dl.dataset, 2, shuffle=True), with_input=True,
+                                          with_loss=True)[3].tolist()
+        res['on_rank0'] = learn.get_preds(gather='rank0')[0]
+        res['one'] = learn.predict(dl.dataset[3][0]).tolist()
+        other.fit(1)
+        res['other'] = other.validate()
+    res['open'] = dist.is_initialized()
+    return res,learn.model.state_dict(),other.model.state_dict()
+
+def rank_story(path):
+    with process_group(): res = story(group_size(), group_rank(), path)
+    return (*res,dist.is_initialized())
+
+def test_a_longer_story(tmp_path):
+    want,state,other = story(path=tmp_path)
+    for r,(res,mine,others,is_open) in enumerate(run_ranks(rank_story, 2, tmp_path/'ranks')):
+        close(mine, state)
+        close(others, other)
+        for k in ('far','back','train','train_preds','dl','dl_preds','one','other'): close(res[k], want[k])
+        assert (res['on_rank0'] is None)==(r>0) and res['open'] and not is_open
+    assert want['far']!=want['back']
+
+def folds():
+    "One seed at the top, and a model and a context for each fold"
+    set_seed(42)
+    res = []
+    for i in range(3):
+        learn = make(scene(), group_size())
+        ds = Subset(learn.dls.train.dataset, [j for j in range(48) if j%4!=i])
+        learn.dls.loaders[0] = TfmdDL(ds, 12//group_size(), shuffle=True)
+        with learn.distrib_ctx(), learn.no_logging(): learn.fit(1)
+        res.append(result(learn))
+    return res,torch.rand(3)
+
+def rank_folds():
+    with process_group(): return folds()
+
+@pytest.mark.parametrize('W', [2, 3])
+def test_a_context_for_each_fold(W):
+    for r in run_ranks(rank_folds, W): close(r, folds())
+
+def ranked(p, t):
+    "Over the whole batch: each prediction against the mean"
+    p,t = gather_with_grad(p),gather_with_grad(t)
+    return ((p-p.mean(0)-t)**2).mean().sqrt()
+ranked.n_items = 'whole'
+
+def split_validation():
+    "A loss of whole batches is validated on those of one process, of which the last one is dropped"
+    learn = make(scene(loss=ranked, ctx=dict(split_batches=True)))
+    learn.dls.loaders[1] = DataLoader(learn.dls.train.dataset, 10, drop_last=True)
+    with learn.distrib_ctx(seed=3, split_batches=True), learn.no_logging(): learn.fit(1)
+    return learn.recorder.values[0]
+
+def test_validation_on_split_batches():
+    want = split_validation()
+    for W in (2,3):
+        for got in run_ranks(split_validation, W): assert got==pytest.approx(want, abs=1e-12)
+
+class Scaled(nn.Module):
+    "With a parameter that the optimizer has, and the model has not"
+    def __init__(self):
+        super().__init__()
+        self.log = nn.Parameter(torch.zeros(()))
+    def forward(self, p, t): return ((p-t)**2).mean()*(-self.log).exp()+self.log
+def unknown(p, t): return ((p-t)**2).mean(1).mean()
+
+class CancelsOnRank1(Callback):
+    "In the first batch of each epoch"
+    def __init__(self, event, exc):
+        self.exc = exc
+        setattr(self, event, self.cancel)
+    def cancel(self):
+        if self.training and group_rank()==1 and self.iter==0: raise self.exc
+
+def cancels_alone():
+    "A backward pass, where the loss has a parameter; a batch before an unknown loss, with accumulation"
+    one = scene(loss=Scaled, ctx=dict(seed=3, timeout_s=30), preds=False,
+                cbs=lambda: [CancelsOnRank1('before_backward', CancelBackwardException)])
+    other = {**one, 'loss': unknown, 'cbs': lambda: [CancelsOnRank1('before_batch', CancelTrainException),
+                                                     GradientAccumulation(12)]}
+    with process_group(): return [run(o, group_size(), group_rank())['fits'][-1]['state'] for o in (one,other)]
+
+@pytest.mark.parametrize('W', [2,pytest.param(3, marks=pytest.mark.long)])
+def test_a_cancel_with_parameters_of_the_loss_and_with_an_unknown_loss(W):
+    first,*others = run_ranks(cancels_alone, W)
+    for o in others: close(o, first, 0)
+    assert first[0]['loss.log']!=0

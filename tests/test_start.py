@@ -1,0 +1,151 @@
+"Where ranks begin: rank 0's weights, buffers and optimizer; random streams; a group and loaders that are there already"
+import multiprocessing as mp, random
+import numpy as np, torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+from scenes import make, picture, result, run
+from test_scenes import close
+from learnerdist.all import (Callback, DataLoaders, DistributedDL, Learner, TfmdDL, group_rank, group_size, process_group,
+                             rank_distrib)
+from learnerdist.testing import run_ranks
+
+F64 = torch.float64
+
+class OddState(nn.Module):
+    "Buffers and parameters of every type, layout and stride"
+    def __init__(self, rank):
+        super().__init__()
+        self.conv,self.out = nn.Conv2d(1, 3, 3),nn.Linear(12, 3)
+        for k in (torch.bool, torch.int64, torch.uint8, torch.bfloat16, torch.float16, torch.complex64):
+            self.register_buffer('b_'+str(k).split('.')[1], torch.full((2, 3), 1-rank, dtype=k))
+        self.register_buffer('turned', torch.full((4, 3), float(rank)).T)
+        self.register_buffer('none', torch.full((0, 3), float(rank)))
+        self.register_buffer('scalar', torch.tensor(rank))
+        self.frozen = nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
+    def forward(self, x): return self.out(self.conv(x).relu().flatten(1))
+
+def odd_state(W=1, rank=0):
+    learn = make(picture(), W, rank)
+    learn.model = OddState(rank)
+    learn.model.conv.to(memory_format=torch.channels_last).double()
+    learn.model.out.double()
+    with learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(1)
+    is_last = learn.model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    return {k:v.clone() for k,v in learn.model.state_dict().items()},is_last
+
+def rank_odd_state():
+    with process_group(): return odd_state(group_size(), group_rank())
+
+def test_parameters_and_buffers_of_any_kind():
+    for state,is_last in run_ranks(rank_odd_state, 2):
+        assert is_last and all((state[f'b_{k}']==1).all() for k in ('bool','int64','uint8','bfloat16','float16','complex64'))
+        for k in ('turned','frozen','scalar'): assert (state[k]==0).all()
+
+def rank_trained_before():
+    "Each rank has trained by itself, on its own order, before the context: rank 0's optimizer counts, too"
+    rank,res = rank_distrib(),[]
+    for opt in ('SGD','Adam'):
+        learn = make(picture(opt=getattr(torch.optim, opt), lr=.01), 1, 0)
+        torch.manual_seed(rank)
+        with learn.no_logging():
+            learn.fit(1)
+            with learn.distrib_ctx(seed=3): learn.fit(2)
+        res.append([p.detach().clone() for p in learn.model.parameters()])
+    return res
+
+def test_optimizer_states_are_rank_0s_too():
+    (a,b) = run_ranks(rank_trained_before, 2)
+    for ps,qs in zip(a, b):
+        for p,q in zip(ps, qs): assert torch.equal(p, q)
+# --- random streams ---------------------------------------------------------------------------------------------------
+
+class NoiseSpy(Callback):
+    "Every random stream, at each step"
+    def before_batch(self):
+        if self.training: self.learn.noise.append((torch.rand(()).item(), random.random(), np.random.rand()))
+    def after_pred(self):
+        if self.training: self.learn.masks.append((self.pred==0).tolist())
+
+class Augmented(TensorDataset):
+    def __getitem__(self, i):
+        x,y = super().__getitem__(i)
+        return x,torch.tensor([random.random(), torch.rand(()).item(), np.random.rand()])
+
+def streams(W, rank, workers, seed=3):
+    torch.manual_seed(42)
+    random.seed(42)
+    np.random.seed(42)
+    x = torch.ones(16, 8, dtype=F64)
+    dls = DataLoaders(TfmdDL(Augmented(x, x), 4, num_workers=workers))
+    learn = Learner(dls, nn.Sequential(nn.Linear(8, 8).double(), nn.Dropout(.5)), lambda p, t: p.mean(),
+                    cbs=[NoiseSpy, AugSpy])
+    learn.noise,learn.masks,learn.augs = [],[],[]
+    with learn.no_logging(), learn.distrib_ctx(seed=seed): learn.fit(2)
+    return learn.noise,learn.masks,learn.augs
+
+class AugSpy(Callback):
+    def after_pred(self): self.learn.augs += self.yb[0].tolist()
+
+def rank_streams(workers):
+    with process_group(): return streams(group_size(), group_rank(), workers)
+
+def test_each_rank_draws_from_its_own_streams():
+    runs = [run_ranks(rank_streams, 2, 0) for _ in range(2)]
+    assert runs[0]==runs[1] # reproducible
+    (noise0,masks0,augs0),(noise1,masks1,augs1) = runs[0]
+    for i in range(3): assert len({o[i] for o in noise0+noise1})==8 # 2 ranks, 2 epochs of 2 steps
+    assert masks0!=masks1 and masks0[:2]!=masks0[2:]
+    for i in range(3): assert len({o[i] for o in augs0+augs1})==32
+
+def test_augmentation_in_workers_differs_by_rank_and_epoch():
+    runs = [run_ranks(rank_streams, 2, 1) for _ in range(2)]
+    assert runs[0]==runs[1]
+    (_,_,augs0),(_,_,augs1) = runs[0]
+    for i in range(3): assert len({o[i] for o in augs0+augs1})==32
+
+def start_method(): return mp.get_start_method()
+
+def test_workers_of_a_rank_start_as_in_a_script():
+    "Else a local function in a data set does not reach them, and each of them imports torch anew"
+    assert run_ranks(start_method, 1)==[mp.get_start_method()]
+
+def test_alone_nothing_is_reseeded():
+    torch.manual_seed(42)
+    want = torch.rand(3)
+    learn = make(picture(), 1)
+    torch.manual_seed(42)
+    with learn.distrib_ctx(seed=1): assert torch.equal(torch.rand(3), want)
+# --- the group --------------------------------------------------------------------------------------------------------
+
+def rank_own_group():
+    from learnerdist.core.env import setup_distrib
+    setup_distrib()
+    group = dist.group.WORLD
+    res = [run(picture(), 2, group_rank()) for _ in range(2)]
+    alive = dist.is_initialized() and dist.group.WORLD is group
+    t = torch.tensor([group_rank()+1.])
+    dist.all_reduce(t)
+    dist.destroy_process_group()
+    return alive,t.item(),res
+
+def test_open_group_is_used_and_left_open():
+    want = run(picture())['fits'][-1]
+    for alive,total,res in run_ranks(rank_own_group, 2):
+        assert alive and total==3
+        for r in res: close(r['fits'][-1]['state'], want['state'])
+def rank_split_already():
+    "A loader that the user split is left alone"
+    with process_group():
+        learn = make(picture(), 2, group_rank())
+        dl = DistributedDL(learn.dls.train.dataset, group_rank(), group_size(), bs=6, shuffle=True, seed=3)
+        learn.dls.loaders[0] = dl
+        with learn.no_logging(), learn.distrib_ctx(seed=3):
+            same = learn.dls.train is dl
+            learn.fit(3)
+        return same,result(learn)['state']
+
+def test_split_loader_is_left_alone():
+    want = run(picture())['fits'][-1]['state']
+    for same,r in run_ranks(rank_split_already, 2):
+        assert same
+        close(r, want)
