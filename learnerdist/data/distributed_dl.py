@@ -6,51 +6,66 @@
 __all__ = ['DistributedDL']
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c002
-import copy, math, torch, warnings
+import copy, math, torch, warnings, zlib
+from contextlib import nullcontext
 from functools import partial, singledispatch
-from itertools import chain, islice
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, SubsetRandomSampler, get_worker_info
-from ..core.compat import no_iterator,read_in_order,set_worker_info
-from .loaders import LoaderWrapper, TfmdDL, batch_shape, changed, data_len, is_shuffled, one_batch, _read
-from ..core.random import draw,mix_seed,shared_rng
+from itertools import chain, count, islice
+from operator import index
+from torch.utils.data import (BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, Subset, SubsetRandomSampler,
+                              get_worker_info)
+from ..core.compat import no_iterator,read_in_order,set_worker_info,tree_leaves
+from .loaders import (Collate, FrameRows, LoaderWrapper, TfmdDL, batch_shape, changed, data_len, find_bs, is_shuffled, one_batch, pipe,
+                      read_loader)
+from ..core.random import draw,mix_seed,outer_streams,rng_state,seed_streams,shared_rng
 from .streams import Placed,saves_place
 from .sharding import check_rank, deal, full_rows, share_chunks, share_len
+from .tensors import columns_of
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c005
-def _chain(o):
-    "A loader or sampler, and the samplers inside it"
-    yield o
-    for k in ('sampler', 'batch_sampler'):
-        if getattr(o, k, None) is not None: yield from _chain(getattr(o, k))
+def loader_parts(
+    dl # A loader or a sampler
+)->list:
+    "It, and the samplers inside it"
+    found,todo = [],[dl]
+    while todo:
+        found.append(todo.pop())
+        todo += [p for k in ('sampler', 'batch_sampler') if (p := getattr(found[-1], k, None)) is not None]
+    return found
 
 def is_split(dl)->bool:
     "Whether each rank already reads its own shard: by `DistributedDL`, by a sampler like `DistributedSampler`, or by the data set"
-    by_sampler = any(hasattr(o, 'num_replicas') and hasattr(o, 'rank') for o in _chain(dl))
     ds = getattr(dl, 'dataset', None)
-    return hasattr(dl, 'dealer') or by_sampler or getattr(ds, 'splits_by_rank', False) or getattr(ds, '_distributed', None) is not None
+    if hasattr(dl, 'dealer') or getattr(ds, 'splits_by_rank', False) or getattr(ds, '_distributed', None) is not None: return True
+    return any(hasattr(o, 'num_replicas') and hasattr(o, 'rank') for o in loader_parts(dl))
 
 def set_epoch(dl, epoch:int):
     "Set the epoch of each part of `dl` with a method `set_epoch`: a `DistributedDL`, the samplers, the data set"
-    own = [dl] if hasattr(dl, 'set_epoch') else [*_chain(dl), getattr(dl, 'dataset', None)]
-    for o in {id(o):o for o in own if hasattr(o, 'set_epoch')}.values(): o.set_epoch(epoch)
+    for o in with_epochs(dl): o.set_epoch(epoch)
+
+def with_epochs(dl)->list:
+    "The parts of a loader that have a method `set_epoch`, once each"
+    own = [dl] if hasattr(dl, 'set_epoch') else [*loader_parts(dl), getattr(dl, 'dataset', None)]
+    return [*{id(o):o for o in own if hasattr(o, 'set_epoch')}.values()]
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c009
-class _Dealt:
+class Dealt:
     "A rank's shard of the items of a sampler"
     note = iter # From an iterator over the sampler's items to one that sees which are read
     def __init__(self, dealer, source, chunk): self.dealer,self.source,self.chunk = dealer,source,chunk
     def __iter__(self):
         d = self.dealer
-        gens = [o.generator for o in _chain(self.source) if isinstance(getattr(o, 'generator', None), torch.Generator)]
+        d.asked = True
+        gens = [o.generator for o in loader_parts(self.source) if isinstance(getattr(o, 'generator', None), torch.Generator)]
         items = d.deal(self.note(draw(self.source, shared_rng(d.seed, d.epoch, generators=gens), self.chunk, self.chunk)))
         return d.sized(items) if d.unit=='batch' else items
     def __len__(self): return self.dealer.count(len(self.source))
 
-class _Order(_Dealt):
+class DealtOrder(Dealt):
     "A rank's shard of all samples, in order or shuffled"
     def __init__(self, dealer, source, shuffle): self.dealer,self.source,self.shuffle = dealer,source,shuffle
     def __iter__(self):
         d,n = self.dealer,len(self.source)
+        d.asked = True
         chunks = share_chunks(n, d.rank, d.world_size, d.end_of(d.left(n)), self.shuffle, d.epoch, d.seed, d.start)
         return islice(chain.from_iterable(o.tolist() for o in chunks), d.count(n))
 
@@ -65,8 +80,14 @@ class Dealer:
         if pad not in (True,False,'batch'): raise ValueError(f"pad={pad!r}: give True, False or 'batch'")
         self.rank,self.world_size,self.seed,self.pad = rank,world_size,seed,pad
         self.unit,self.source,self.items,self.bs,self.drop_last,self.sizes = 'row',None,None,None,False,[]
-        self.streams = False # Whether the source is an iterable data set
-        self._epoch,self._n_read = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
+        self.n_workers,self.n_batches = 0,None # of a stream; the batches of this epoch that are no repeats, if workers read a stream
+        self._epoch,self._draws,self._n_read = [torch.zeros(k, dtype=torch.int64) for k in ((), (), 1)]
+    streams = False      # Whether the source is an iterable data set
+    by_rank = False      # Whether that has split itself among ranks
+    gather = None        # From an object of this rank to those of all ranks: `same_first` uses it once
+    compared = False     # Whether it has
+    sample_seeds = False # Whether a sample's draws are seeded by (seed, epoch, index), and a training batch's by (seed, rank, epoch, batch)
+    asked = False        # Whether the loader has asked for this epoch's items
     left_at = -1,0 # An epoch, and the number of its items (see `unit`), over all ranks, that an earlier run has already read
     epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v), doc="The epoch, which workers see too")
     start = property(lambda self: self.left_at[1] if self.left_at[0]==self.epoch else 0,
@@ -75,8 +96,9 @@ class Dealer:
         at=0 # Place of the first item in the epoch, over all ranks
     ):
         "Iterator over this rank's shard of `items`, an iterable that is the same on every rank"
+        if self.by_rank: return iter(items)
         items = islice(items, max(self.start-at, 0), None)
-        self._n_read.zero_()
+        self._n_read[self._worker()] = 0
         if self._floor: items = full_rows(items, self.world_size)
         return deal(items, self.rank, self.world_size, self.end_of, max(at-self.start, 0))
     def left(self, n):
@@ -85,25 +107,35 @@ class Dealer:
     def count(self, n)->int:
         "How many of an epoch's `n` items this rank reads"
         n = self.left(n)
+        if self.by_rank: return n
         return n//self.world_size if self._floor else share_len(n, self.rank, self.world_size, self.pads(n))
     _floor = property(lambda self: self.pad=='batch' and self.drop_last and bool(self.bs)) # each rank's last batch is dropped in any case
     def pads(self, n):
         "Whether ranks repeat an item if `n` items are dealt"
+        if self._by_workers: return False # `owed` batches are repeated
         return n//self.world_size%self.bs==0 if self.pad=='batch' and self.bs else bool(self.pad)
     def end_of(self, n):
         "As `pads`, for the `n` items of this epoch, which `repeats` then knows"
-        self._n_read.fill_(n)
+        self._n_read[self._worker()] = n
         return self.pads(n)
+    def _worker(self): return get_worker_info().id if self.n_workers>1 and get_worker_info() else 0
+    _by_workers = property(lambda self: self.n_workers>1 and self.pad=='batch' and bool(self.bs))
+    def owed(self, n):
+        "How many batches more than `n` another rank has, of a stream that several workers have read to its end"
+        if not self._by_workers or self.drop_last or self.by_rank: return 0
+        most = [share_len(m, 0, self.world_size) for m in self._n_read.tolist()] # rank 0's, of each worker
+        return max(sum(-(-m//self.bs) for m in most)-n, 0)
     def repeats(self, i):
         "Whether batch `i` of this rank's shard is a repeat, and nothing else; known once it has been read"
-        n,W = int(self._n_read),self.world_size
+        if self._by_workers: return self.n_batches is not None and i>=self.n_batches
+        n,W = int(self._n_read[0]),self.world_size
         return bool(n and self.bs and self.pad=='batch' and self.rank>=(n%W or W) and i*self.bs==n//W)
     def _made(self, source, items):
         self.source,self.items = source,items
         return items
     def order(self, source, shuffle):
         "Sampler over this rank's shard of `len(source)` indices, in order or shuffled"
-        return self._made(source, _Order(self, source, shuffle))
+        return self._made(source, DealtOrder(self, source, shuffle))
     def sized(self, batches):
         "Remember the length of each batch, in `sizes`"
         self.sizes = []
@@ -116,20 +148,96 @@ class Dealer:
     def drawn(self, source, unit='row', chunk=64):
         "Sampler over this rank's shard of a user's sampler, which yields indices or other keys, or lists of them (`unit='batch'`)"
         if unit=='batch': self.of_batches()
-        return self._made(source, _Dealt(self, source, getattr(source, 'read_ahead', self.world_size if unit=='batch' else chunk)))
+        return self._made(source, Dealt(self, source, getattr(source, 'read_ahead', self.world_size if unit=='batch' else chunk)))
     def indices(self, sampler, chunk=64):
         "Sampler over this rank's shard of torch's `sampler`: `order` if it is sequential or plainly shuffled, else `drawn`"
         if type(sampler) is SequentialSampler: return self.order(sampler.data_source, False)
         return self.order(sampler.data_source, True) if is_shuffled(sampler) else self.drawn(sampler, chunk=chunk)
-    def stream(self, dataset, num_workers):
+    def stream(self, dataset, num_workers,
+        after=() # Functions of a sample, see `samples`
+    ):
         "Iterable data set of this rank's samples. Its copies in workers see changes of the epoch, through shared memory"
-        self.streams = True
-        if num_workers: self._epoch.share_memory_()
-        if num_workers==1: self._n_read.share_memory_() # of several workers, each deals a part
-        return self._made(dataset, (_PlacedStream if saves_place(dataset) and not num_workers else _Stream)(dataset, self))
+        self.streams,self.n_workers,self._n_read = True,num_workers,torch.zeros(max(num_workers, 1), dtype=torch.int64)
+        if num_workers: self.share_memory()
+        return self._made(dataset, (_PlacedStream if saves_place(dataset) and not num_workers else _Stream)(dataset, self, after))
+    def share_memory(self):
+        "From now on, copies in workers see the epoch, and the master what workers have read"
+        for o in (self._epoch, self._draws, self._n_read): o.share_memory_()
+    def samples(self, dataset, num_workers,
+        after=() # Functions of a sample, which may draw
+    ):
+        "The data set, whose samples draw from their own seeds where this is on; itself if nothing is drawn"
+        quiet = type(dataset) in (list,tuple,range,torch.Tensor,FrameRows) or columns_of(dataset) is not None
+        if not self.sample_seeds or quiet and not after: return dataset
+        if num_workers: self.share_memory()
+        return Seeded(dataset, self, after)
+    def seed_sample(self, key):
+        "Seed all random streams for the sample of this index, or other key; of a stream, the place in it"
+        try: i = index(key)
+        except TypeError: i = zlib.crc32(repr(key).encode())
+        seed_streams(self.seed, self.epoch, i, -1) # -1: no rank's batch has this number
+    def same_first(self, items, name):
+        "The items of a stream, after a look at the first one: where it differs between ranks, the stream splits itself. Sync point"
+        gather,self.gather,self.compared = self.gather,None,True
+        first = list(islice(items, 1))
+        self.by_rank = len({*gather(sample_hash(first))})>1
+        if self.by_rank and not self.rank: warnings.warn(
+            f'{name} gives each rank another first sample: it is taken to split itself among ranks, and left alone')
+        return chain(first, items)
     def generator(self, g):
         "`g` on rank 0; on other ranks another generator, because the seeds of the workers are drawn from it"
         return g if g is None or not self.rank else torch.Generator(g.device).manual_seed(mix_seed(g.initial_seed(), self.rank))
+
+# %% ../../nbs/data/03_distributed_dl.ipynb #seeds1
+def sample_hash(
+    b # Samples
+)->int:
+    "Of the tensors, arrays, numbers and texts in them, the same in each process; other objects do not count"
+    crc = 0
+    for o in tree_leaves(b):
+        if isinstance(o, torch.Tensor): o = o.detach().cpu().tolist()
+        elif hasattr(o, 'tobytes'): o = o.tobytes() # arrays and images
+        if isinstance(o, (int,float,complex,str,bytes,list)): crc = zlib.crc32(repr(o).encode(), crc)+1
+    return crc
+
+class Seeded(LoaderWrapper, Dataset):
+    "A data set whose samples draw from streams of their own, so that they are the same at any number of ranks and workers"
+    inside = 'source'
+    def __init__(self, source, dealer, after=()): vars(self).update(source=source, dealer=dealer, after=after)
+    def __setattr__(self, k, v): setattr(self.source, k, v)
+    def __len__(self): return len(self.source)
+    def __getitem__(self, i):
+        with self._streams(): return self._sample(i)
+    def __getitems__(self, idxs):
+        "The samples of a batch. A data set that reads them at once goes on doing so, until it draws random numbers"
+        with self._streams():
+            rows = self._at_once(idxs)
+            if rows is None: return [self._sample(i) for i in idxs]
+            if not self.after: return rows
+            return [self._after(i, o) for i,o in zip(idxs, rows)]
+
+    def _streams(self): return outer_streams() if get_worker_info() is None else nullcontext()
+    def _sample(self, i):
+        self.dealer.seed_sample(i)
+        return pipe(self.after, self.source[i])
+    def _after(self, i, o):
+        self.dealer.seed_sample(i)
+        return pipe(self.after, o)
+    def _at_once(self, idxs):
+        "The samples; None if they have to be read one by one, since each has its own random numbers"
+        ds,drew = self.source,self.dealer._draws
+        while type(ds) is Subset: ds = ds.dataset
+        if drew or not hasattr(ds, '__getitems__'): return None
+        self.dealer.seed_sample(idxs[0])
+        before = _positions()
+        rows = self.source.__getitems__(idxs)
+        if _positions()==before: return rows
+        drew.fill_(1)
+
+def _positions():
+    "Of all random streams on the CPU: they differ once a number has been drawn"
+    py,np_state,cpu,_ = rng_state(cuda=False)
+    return py,np_state and (np_state[1].tolist(),*np_state[2:]),cpu.tolist()
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c014
 class _Spy:
@@ -162,7 +270,8 @@ class _WatchedInit:
 # %% ../../nbs/data/03_distributed_dl.ipynb #c015
 class _Stream(IterableDataset):
     "A rank's shard of an iterable data set. Reading and setting attributes goes through to that data set"
-    def __init__(self, inner, dealer): vars(self).update(_inner=inner, _dealer=dealer, _split=False)
+    at = None # the place, in the whole stream, of the sample that was read last
+    def __init__(self, inner, dealer, after=()): vars(self).update(_inner=inner, _dealer=dealer, _after=after, _split=False)
     def __getattr__(self, k):
         if k.startswith('__') or '_inner' not in vars(self): raise AttributeError(k)
         return getattr(self._inner, k)
@@ -172,7 +281,7 @@ class _Stream(IterableDataset):
         d,info = self._dealer,get_worker_info()
         rng = shared_rng(d.seed, d.epoch)
         items = draw(self._inner, rng, d.world_size)
-        if info is None: return d.deal(items)
+        if info is None: return self.dealt(d.same_first(items, type(self._inner).__name__) if d.gather else items)
         if hasattr(self._inner, 'set_epoch'): self._inner.set_epoch(d.epoch)
         spy = info if isinstance(info, _Spy) else _Spy(info)
         if not set_worker_info(spy) and not hasattr(self._inner, 'splits_by_worker'):
@@ -183,7 +292,26 @@ class _Stream(IterableDataset):
         d,i,n = self._dealer,spy._info.id,spy._info.num_workers
         if getattr(self._inner, 'splits_by_worker', self._split or spy._asked): rng.reseed(d.seed, d.epoch, i)
         else: items = islice(items, i, None, n)
-        yield from d.deal(items)
+        yield from self.dealt(items, places=count(i, n))
+    def dealt(self, items, at=0, places=None):
+        "This rank's items from place `at` on; with seeds, each is given its own when it goes through the functions `after`"
+        d = self._dealer
+        if not d.sample_seeds: return d.deal(items, at)
+        return self._seeded(d.deal(zip(places or count(at), items), at))
+    def _seeded(self, pairs):
+        for i,o in pairs:
+            vars(self)['at'] = i
+            if self._after:
+                with outer_streams():
+                    self._dealer.seed_sample(i)
+                    o = pipe(self._after, o)
+            yield o
+    def look(self):
+        "Whether the stream splits itself among ranks: reads its first sample in this process, while workers read the stream. Sync point"
+        d = self._dealer
+        with shared_rng(d.seed, d.epoch): items = iter(self._inner)
+        own = items is self._inner # an iterator: what is read here would be lost
+        d.same_first(iter(()) if own else draw(items, shared_rng(d.seed, d.epoch)), type(self._inner).__name__)
 
 class _PlacedStream(Placed, _Stream): "The shard of a data set that saves its place, read in this process"
 
@@ -200,16 +328,20 @@ def reindexed(
 @reindexed.register
 def _(dl:DataLoader, dealer):
     new,bs = copy.copy(dl),dl.batch_sampler
-    v = vars(new)
+    v,collate = vars(new),dl.collate_fn
+    after = collate.after_item if dealer.sample_seeds and isinstance(collate, Collate) else ()
+    if after: v['collate_fn'] = collate.collate_fn
     v.update(no_iterator, generator=dealer.generator(dl.generator))
     if isinstance(dl.dataset, IterableDataset):
-        v['dataset'] = dealer.stream(dl.dataset, dl.num_workers)
+        v['dataset'] = dealer.stream(dl.dataset, dl.num_workers, after)
         if dl.worker_init_fn is not None and dl.num_workers: v['worker_init_fn'] = _WatchedInit(dl.worker_init_fn)
-    elif bs is None: v['sampler'] = dealer.indices(dl.sampler)
-    elif type(bs) is BatchSampler:
+        return new
+    v['dataset'] = dealer.samples(dl.dataset, dl.num_workers, after)
+    if bs is None: v['sampler'] = dealer.indices(dl.sampler)
+    elif type(bs) is BatchSampler and type(dl).__iter__ in (DataLoader.__iter__,TfmdDL.__iter__):
         v['sampler'] = dealer.indices(bs.sampler, bs.batch_size*dealer.world_size)
         v['batch_sampler'] = BatchSampler(v['sampler'], bs.batch_size, bs.drop_last)
-    else: v['batch_sampler'] = dealer.drawn(bs, unit='batch')
+    else: v['batch_sampler'] = dealer.drawn(bs, unit='batch') # a class that reads in its own way may need neighbours
     return new
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c022
@@ -245,27 +377,32 @@ class DistributedDL(LoaderWrapper):
         if getattr(dl, 'batch_sampler', dl) is None: dealer.bs = 1 # torch's loader without batches
         self.source,self.dealer,self.dl = dl,dealer,reindexed(dl, dealer)
         self.rank,self.world_size,self.seed,self.pad,self.unit = dealer.rank,dealer.world_size,dealer.seed,dealer.pad,dealer.unit
+        self.following = with_epochs(dl)
         return self
     @classmethod
     def from_dl(cls,
         dl,                 # Any loader; it is not changed
         rank, world_size, seed=0, pad=True, # As in `DistributedDL`
+        sample_seeds=False, # Seed what a sample draws by (seed, epoch, index), and a training batch by (seed, rank, epoch, batch)?
         **kw):              # Settings to change, such as `bs`
         "The shard of `rank` of any loader; `dl` itself if it is already split. ValueError for a kind of loader that cannot be split"
         dealer = Dealer(rank, world_size, seed, pad)
+        dealer.sample_seeds = sample_seeds
         if is_split(dl):
             if kw: raise ValueError(f"{', '.join(kw)}: this {type(dl).__name__} is split already, so its settings are its user's")
+            check_split(dl, world_size)
             return dl
         return cls.__new__(cls)._split(_changed(dl, **kw) if kw else dl, dealer)
     def new(self,
         dataset=None,       # Another data set; None: the same
         **kw):              # Settings to change
         "The shard of the same rank, of another data set or with other settings"
-        return self.from_dl(_changed(self.source, dataset, **kw), self.rank, self.world_size, self.seed, self.pad)
+        return self.from_dl(_changed(self.source, dataset, **kw), self.rank, self.world_size, self.seed, self.pad, self.dealer.sample_seeds)
     def set_epoch(self, epoch):
         "Select the order of an epoch. It holds until the next call: reading again gives the same order"
         self.dealer.epoch = epoch
-        set_epoch(self.source, epoch)
+        for o in self.following: o.set_epoch(epoch)
+    dataset = property(lambda self: self.source.dataset, doc="The user's data set")
     epoch = property(lambda self: self.dealer.epoch, doc="The epoch whose order is read, see `set_epoch`")
     n_total = property(lambda self: self.dealer.left(data_len(self.dealer.source)),
         doc="Number of samples over all ranks (of batches, if `unit` is 'batch'); None if it is not known")
@@ -277,10 +414,49 @@ class DistributedDL(LoaderWrapper):
     def __len__(self):
         if not self._mixed: return len(self.dl)
         raise TypeError(f"the number of batches of a stream that {self.num_workers} workers read is not known before its end")
-    def __iter__(self): return _read(self.dl)
+    def __iter__(self):
+        d = self.dealer
+        if d.gather and d.n_workers: self.dl.dataset.look()
+        d.asked,d.n_batches = False,None
+        it = read_loader(self.dl)
+        if d.pad!='batch': return it
+        skipped = [getattr(getattr(self.dl, k, None), 'n_skip', 0) for k in ('sampler','batch_sampler')] # by a resumed fit
+        return self._batches(it, max(skipped))
+    def _batches(self, it, k):
+        "For training: each batch has its own random streams; at the end, the batches are counted, and repeated where other ranks have more"
+        d,first,n,end = self.dealer,k,0,object()
+        while True:
+            if d.sample_seeds: seed_streams(d.seed, d.rank, d.epoch, k)
+            b = next(it, end)
+            if b is end: break
+            k,n,last = k+1,n+find_bs(b),b
+            yield b
+        d.n_batches = k
+        if not first and not d.start: self._check_read(k, n)
+        for _ in range(d.owed(k) if k else 0): yield last
+    def _check_read(self, k, n):
+        "Raise ValueError where an epoch has not seen each sample once, as far as its loader says how many there are"
+        name,total = type(self.source).__name__,data_len(self.dealer.source)
+        if self.world_size<2 or self.dealer.streams: return
+        if k and not self.dealer.asked: raise ValueError(
+            f'rank {self.rank} has read {n} samples in an epoch, and never asked which of the {total} are its own: a {name} reads '
+            'all of them on each rank. Register a function that makes a copy which reads the indices of a dealer: @reindexed.register')
+        samplers = loader_parts(self.source)[1:]
+        known = isinstance(self.source, DataLoader) and all(type(o).__module__.startswith('torch.') for o in samplers)
+        if known and k!=len(self.dl): raise ValueError(
+            f'rank {self.rank} has read {n} samples in {k} batches, where its {name} says {len(self.dl)} batches: an epoch has to see each '
+            'sample once. Where it is to end early, let its `__len__` say so')
     def one_batch(self):
         "This rank's first batch, read in this process. ValueError if there is none"
         return one_batch(self.dl)
+
+def check_split(dl, world_size):
+    "Raise ValueError where the sampler of a loader deals its samples among another number of ranks"
+    for o in loader_parts(dl):
+        n = getattr(o, 'num_replicas', world_size)
+        if world_size>1 and n!=world_size and not hasattr(dl, 'dealer'): raise ValueError(
+            f'{type(o).__name__} deals the samples among {n} ranks, and {world_size} read them: an epoch would see '
+            f'{world_size*len(o)} samples of {data_len(getattr(dl, "dataset", None))}')
 
 def _changed(dl, dataset=None, **kw):
     if hasattr(dl, 'new'): return dl.new(dataset, **kw)
@@ -288,7 +464,7 @@ def _changed(dl, dataset=None, **kw):
     raise ValueError(f"{', '.join(kw)}: settings of a {type(dl).__name__} cannot be changed, since it has no `new`")
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #widen1
-class _Joined:
+class Joined:
     "A batch sampler that joins each `k` batches of another one"
     def __init__(self, sampler, k): self.sampler,self.k = sampler,k
     def __len__(self): return math.ceil(len(self.sampler)/self.k)
@@ -303,7 +479,7 @@ def by_batch(
     bs = getattr(dl, 'batch_sampler', None)
     in_turn = isinstance(getattr(bs, 'sampler', None), (SequentialSampler,list,tuple,range))
     if type(bs) is not BatchSampler or not in_turn or is_split(dl): return None
-    return (dl.new if hasattr(dl, 'new') else partial(changed, dl))(batch_sampler=_Joined(bs, 1))
+    return (dl.new if hasattr(dl, 'new') else partial(changed, dl))(batch_sampler=Joined(bs, 1))
 
 def widened(
     dl,   # Any loader of batches that is not split among ranks
@@ -311,7 +487,7 @@ def widened(
 ):
     "A copy of `dl` with batches `k` times as large. ValueError if it has no batch size"
     sampler,new = getattr(dl, 'batch_sampler', None),partial(changed, dl) if not hasattr(dl, 'new') else dl.new
-    if sampler is not None and type(sampler) is not BatchSampler: return new(batch_sampler=_Joined(sampler, k))
+    if sampler is not None and type(sampler) is not BatchSampler: return new(batch_sampler=Joined(sampler, k))
     bs,_ = batch_shape(dl)
     if not bs: raise ValueError(f'{type(dl).__name__} without a batch size: one process cannot have batches {k} times as large')
     return new(bs=bs*k)

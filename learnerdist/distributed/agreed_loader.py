@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler,RandomSampler,SequentialSampler,Weight
 
 from ..core.collectives import gather_objects
 from ..core.env import group_rank,group_size
-from ..data.distributed_dl import DistributedDL,_Dealt,_Joined,_Order,_chain
+from ..data.distributed_dl import Dealt,DealtOrder,DistributedDL,Joined,loader_parts
 from ..data.loaders import LoaderWrapper
 from ..data.streams import with_next
 
@@ -23,10 +23,10 @@ def own_order(
 ):
     "What deals the items of a user's sampler, whose length may be an estimate, and whose draws ranks may not share; None for torch's"
     order = getattr(getattr(dl, 'dealer', None), 'items', None)
-    if not isinstance(order, _Dealt) or isinstance(order, _Order): return None
-    return None if all(type(o) in _alike or getattr(o, 'alike', False) for o in _chain(order.source)) else order
+    if not isinstance(order, Dealt) or isinstance(order, DealtOrder): return None
+    return None if all(type(o) in _alike or getattr(o, 'alike', False) for o in loader_parts(order.source)) else order
 
-_alike = BatchSampler,RandomSampler,SequentialSampler,WeightedRandomSampler,_Joined # they draw from generators that ranks share
+_alike = BatchSampler,RandomSampler,SequentialSampler,WeightedRandomSampler,Joined # they draw from generators that ranks share
 
 class _Hash:
     "Of the items of a sampler that have been read in this epoch, and their number"

@@ -247,8 +247,7 @@ def _say_repeats(self:LossWeights, dealer):
     "Tell the user of repeated samples that cannot be left out"
     if group_rank() or dealer is None or dealer.pad!='batch' or 'repeats' in self.said: return
     why = ('give it an attribute bs, its batch size' if not dealer.bs and self.dl.n_total!=0 and (self.dl.n_total or 1)%self.world_size else
-           'several workers read a stream, use one, or drop_last=True' if dealer.streams and self.dl.num_workers>1 and not dealer.drop_last
-           else None)
+           None)
     if why is None: return
     self.said.add('repeats')
     warnings.warn(f'at the end of an epoch this {type(self.dl.source).__name__} repeats up to {self.world_size-1} samples, so that all '

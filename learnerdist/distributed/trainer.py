@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from fastcore.basics import patch
 
-from ..core.collectives import broadcast_object
+from ..core.collectives import broadcast_object,gather_objects
 from ..core.deferred import has_deferred
 from ..core.env import group_rank,group_size,group_timeout,in_group,process_group
 from ..core.random import seed_streams
@@ -48,6 +48,7 @@ class DistributedTrainer(Callback):
         check_data:bool=True, # Compare the ranks' data sets when they are sharded
         comm_hook=None,     # How gradients travel: a name in `comm_hooks`, or as in `register_comm_hook`; None: 'shm' where it can be
         shard=None,         # True: a part of the model on each rank, by FSDP2; or which modules are blocks, see `ShardOptions`
+        sample_seeds:bool=True, # Seed what is drawn for a sample by (seed, epoch, index), so that it is the same at any number of ranks
         timeout_s:float=None, # Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
         **ddp_kw            # Options of `DistributedDataParallel`
     ):
@@ -55,6 +56,7 @@ class DistributedTrainer(Callback):
         self.shard = shard_options(shard, ddp_kw, comm_hook)
         self.cuda_id,self.sync_bn,self.split_batches,self.seed = cuda_id,sync_bn,split_batches,seed
         self.check_every,self.check_data,self.timeout_s,self.ddp_kw = check_every,check_data,timeout_s,ddp_kw
+        self.sample_seeds = sample_seeds
         self.replica,self.epochs_before,self.links,self.own,self.max_norm,self.stack,self.shards = None,0,None,Own(),None,ExitStack(),None
         self.agreement,self.comm_hook = Agreement(self),find_hook(comm_hook)
     def cleanup(self): self.unwrap()
@@ -113,13 +115,16 @@ def share(self:DistributedTrainer,
 ):
     "This rank's shard of a loader; a loader that is sharded already is left alone"
     if isinstance(dl, Unshared): return dl
-    return Share.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
+    return Share.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, sample_seeds=self.sample_seeds, **kw)
 
 @patch
 def share_now(self:DistributedTrainer, dl, pad):
     "This rank's shard of a loader that a callback or a caller provides, in this epoch's order"
     dl = self.share(dl, pad)
-    if not isinstance(dl, Unshared): set_epoch(dl, self.epoch_id)
+    if isinstance(dl, Unshared): return dl
+    set_epoch(dl, self.epoch_id)
+    dealer = getattr(dl, 'dealer', None)
+    if pad and dealer is not None and dealer.streams and not dealer.compared and group_size()>1: dealer.gather = gather_objects
     return dl
 
 @patch

@@ -13,16 +13,17 @@ from fastai.data.load import DataLoader
 from fastai.text.data import LMDataLoader,SortedDL
 from fastai import torch_core
 from fastcore.basics import patch
+from torch.utils.data import get_worker_info
 
 from .quick import AtOnce
 from ..core.compat import names,tree_map
 from ..core.env import num_distrib,rank_distrib
-from ..core.random import mix_seed,shared_rng
+from ..core.random import mix_seed,rng_state,set_rng_state,shared_rng
 from ..data import distributed_dl as core
 from ..distributed.agreed_loader import Share
 from ..data.distributed_dl import in_order,reindexed
 from ..data.loaders import find_bs
-from ..data.sharding import epoch_order
+from ..data.sharding import batch_count,epoch_order
 
 # %% ../../nbs/fastai/00_loaders.ipynb #b73587e2
 names.update( # Private names of fastai; those of torch are in `core.compat`
@@ -71,6 +72,33 @@ def _global(dl, dealer):
     if dl.bs: new.bs = dl.bs*dealer.world_size
     return new
 
+class SeededItems:
+    "In place of `create_item`: a sample, and then its item transforms, draw from streams of its own"
+    def __init__(self, dl, dealer): self.dl,self.dealer,self.create,self.outer = dl,dealer,dl.create_item,None
+    def __call__(self, s):
+        if self.outer is None and get_worker_info() is None: self.outer = rng_state(cuda=False)
+        if self.dl.indexed: self.dealer.seed_sample(s or 0)
+        o = self.create(s)
+        if not self.dl.indexed: self.dealer.seed_sample(self.dl.dataset.at)
+        return o
+    def batch(self, b):
+        "In place of `do_batch`"
+        self.restore()
+        return type(self.dl).do_batch(self.dl, b)
+    def restore(self):
+        "The process's streams are what they were before the samples of a batch"
+        if self.outer is not None: set_rng_state(self.outer)
+        self.outer = None
+
+def _seeded(new, dealer):
+    "Let the items of a copy draw from their own seeds, where this is on"
+    plain = not getattr(getattr(new, 'after_item', None), 'fs', None)
+    if not dealer.sample_seeds or plain and dealer.samples(new.dataset, 0) is new.dataset and new.indexed: return new
+    if new.fake_l.num_workers: dealer.share_memory()
+    new.create_item = items = SeededItems(new, dealer)
+    if 'do_batch' not in vars(new): new.do_batch = items.batch
+    return new
+
 class _Share:
     "In place of `get_idxs`"
     def __init__(self, order): self.order = order
@@ -86,16 +114,24 @@ def _reading(new, order):
 @reindexed.register
 def _(dl:DataLoader, dealer):
     if not dl.indexed: return _of_stream(dl, dealer)
-    if 'by_batch' in vars(dl): return _share_of_batches(dl, dealer)
+    if 'by_batch' in vars(dl) or dl.bs and _builds_batches(dl): return _share_of_batches(dl, dealer)
     if dl.bs is None: dealer.of_batches() # the data set's items are batches
     order = dealer.order(range(dl.n), dl.shuffle) if _is_plain(dl) else dealer.drawn(_Indices(_global(dl, dealer), dealer))
-    return _reading(shallow(dl), order)
+    return _seeded(_reading(shallow(dl), order), dealer)
+
+def _builds_batches(dl):
+    "Whether a class of the user's makes batches of indices in its own way: it may read the neighbours of the first one"
+    return any(k in vars(dl) or not _owner(dl, k).startswith('fastai.') for k in _ways)
+
+_ways = 'do_item','create_batches','sample','chunkify','__iter__'
+
+def _owner(dl, k): return next(c for c in type(dl).__mro__ if k in vars(c)).__module__
 
 def _of_stream(dl, dealer):
     new = shallow(dl)
     new.dataset,new.fake_l.num_workers = dealer.stream(dl.dataset, 0),0 # fastai's workers would each read the stream from its start
     if dl.n is not None: new.n = dealer.count(dl.n)
-    return new
+    return _seeded(new, dealer)
 
 @in_order.register
 def _(dl:DataLoader): return dl.new(shuffle=False, drop_last=False)
@@ -105,14 +141,13 @@ class _Batches(_Indices):
     "The batches of indices that `dl` reads"
     def __iter__(self):
         idxs = list(super().__iter__())
-        return iter([idxs[i:i+self.dl.bs] for i in range(0, len(idxs), self.dl.bs)])
-    def __len__(self): return -(-super().__len__()//self.dl.bs)
+        return iter([idxs[i:i+self.dl.bs] for i in range(0, len(self)*self.dl.bs, self.dl.bs)])
+    def __len__(self): return batch_count(super().__len__(), self.dl.bs, self.dl.drop_last)
 
 class _OneAfterAnother:
     "The samples of batches"
-    def __init__(self, batches): self.batches,self.n = batches,sum(map(len, batches))
+    def __init__(self, batches): self.batches = batches
     def __iter__(self): return (i for b in self.batches for i in b)
-    def __len__(self): return self.n
 
 def by_batch(
     dl # Any loader
@@ -125,7 +160,9 @@ def by_batch(
     return new
 
 def _share_of_batches(dl, dealer):
-    return _reading(shallow(dl), _OneAfterAnother(dealer.drawn(_Batches(dl, dealer), unit='batch')))
+    new = shallow(dl) # its `n` stays that of the data set, which bounds what is read from a first index on
+    new.get_idxs = _Share(_OneAfterAnother(dealer.drawn(_Batches(dl, dealer), unit='batch')))
+    return _seeded(new, dealer)
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c013
 class _Lengths(_Share):
@@ -147,14 +184,15 @@ class _PaddedAlike:
 
     def batch(self, b, longest):
         extra = self.dl.do_item(longest)
+        if isinstance(self.dl.create_item, SeededItems): self.dl.create_item.restore()
         rows = self.dl.before_batch([*b, *([] if extra is None else [extra])])
         return self.dl.retain(self.dl.create_batch(rows[:len(b)]), b)
 
 @reindexed.register
 def _(dl:SortedDL, dealer):
     new,order = shallow(dl),dealer.drawn(_Indices(_global(dl, dealer), dealer))
-    if dealer.world_size==1: return _reading(new, order)
-    _reading(new, order).get_idxs,new.create_batches = _Lengths(order, dl),_PaddedAlike(new)
+    if dealer.world_size==1: return _seeded(_reading(new, order), dealer)
+    _seeded(_reading(new, order), dealer).get_idxs,new.create_batches = _Lengths(order, dl),_PaddedAlike(new)
     return new
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c018
@@ -176,6 +214,7 @@ class ShareDL(Share):
     "A rank's shard of a fastai learner's loader; `new` returns a loader over all the data"
     begun = 0 # items of this epoch that were read before this run, see `Dealer.start`, as `.dl` knows it
     def __len__(self):
+        if self.unit=='batch' and isinstance(self.dl, DataLoader) and self.dl.bs: return self.n # a number of batches
         self._follow()
         return super().__len__()
     def __iter__(self):
@@ -184,7 +223,7 @@ class ShareDL(Share):
     def _follow(self):
         "fastai's loader holds a number of samples, which is another one for the rest of an epoch"
         start,dl = self.dealer.start,self.dl
-        if start==self.begun or not isinstance(dl, DataLoader) or dl.n is None: return
+        if start==self.begun or self.unit=='batch' or not isinstance(dl, DataLoader) or dl.n is None: return
         self.begun,dl.n = start,self.n
         if isinstance(dl, PartialDL) and dl.partial_n is not None: dl.partial_n = dl.n
     def new(self, *args, **kwargs):

@@ -175,7 +175,7 @@ def share(self:DistributedTrainer, dl, pad, **kw):
     if getattr(dl, 'by_hand', False) and (dl.rank,dl.world_size)==(group_rank(),group_size()): dl = dl.source
     if not pad and isinstance(dl, DataLoader) and dl.drop_last: dl = dl.new(drop_last=False)
     if self.by_batch and not pad: dl = by_batch(dl)
-    return ShareDL.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
+    return ShareDL.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, sample_seeds=self.sample_seeds, **kw)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c021
 @patch
