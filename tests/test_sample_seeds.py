@@ -67,7 +67,10 @@ def fit_fastai(kind, workers=0):
              'stream': lambda: dl(Stream(), bs, n=N, after_item=jitter)}[kind]()
     net = model()
     learn = FastaiLearner(FastaiDataLoaders(train, dl(Noisy(), 16)), net, nn.MSELoss(), lr=.1)
-    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=5): learn.fit(2)
+    torch.set_default_dtype(torch.double) # of fastai's Recorder
+    try:
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=5): learn.fit(2)
+    finally: torch.set_default_dtype(torch.float)
     return flat(learn),torch.tensor([o[1:] for o in learn.recorder.values])
 
 def same(one, ranks):
