@@ -3353,6 +3353,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'learnerdist/launch/processes.py'),
                                               'learnerdist.launch.processes.forkserver_context': ( 'launch/processes.html#forkserver_context',
                                                                                                    'learnerdist/launch/processes.py'),
+                                              'learnerdist.launch.processes.launch_seed': ( 'launch/processes.html#launch_seed',
+                                                                                            'learnerdist/launch/processes.py'),
                                               'learnerdist.launch.processes.open_screens': ( 'launch/processes.html#open_screens',
                                                                                              'learnerdist/launch/processes.py'),
                                               'learnerdist.launch.processes.pickled': ( 'launch/processes.html#pickled',

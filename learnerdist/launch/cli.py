@@ -10,7 +10,7 @@ import json,os,runpy,signal,socket,sys,tempfile,time,traceback
 from contextlib import contextmanager,suppress
 from pathlib import Path
 from typing import Callable
-from .processes import call_on_ranks,check_call,die_with,say,seed_alike,share_of_cores
+from .processes import call_on_ranks,check_call,die_with,launch_seed,say,seed_alike,share_of_cores
 from .network import choose_addresses,loopback
 from .client import ask
 from .forkserver import ForkServer,enter
@@ -42,7 +42,7 @@ def run(
     "Call `main` on several processes from a script or a notebook; in this process if it is a rank already, or for one process"
     n = 1 if 'RANK' in os.environ and nproc == 'auto' else count_nproc(nproc)
     if n == 1 or 'RANK' in os.environ: return main(*args)
-    try: return call_on_ranks(main, n, args, n_threads=share_of_cores(n), grace_s=8, labels=True)[0]
+    try: return call_on_ranks(main, n, args, env=launch_seed(), n_threads=share_of_cores(n), grace_s=8, labels=True)[0]
     except KeyboardInterrupt: pass
     raise KeyboardInterrupt(f'all {n} ranks were ended') # raised here, without the traceback of the wait
 
@@ -256,7 +256,7 @@ def _launch_agent(args, server):
         watch = Watch(logs, args.wait, 5+(shutdown_s(config) if not config.max_restarts else 900))
         watch.start()
         try:
-            with keep_memory(), _in_environment(PYTHONHASHSEED='0', **(logs.members.env if logs.members else {})):
+            with keep_memory(), _in_environment(PYTHONHASHSEED='0', **launch_seed(), **(logs.members.env if logs.members else {})):
                 elastic_launch(config, cmd)(*cmd_args)
         except SignalException as e: return preempted_status if logs.files and [*logs.files] == logs.put_off() else 128 + e.sigval
         except ChildFailedError as e:

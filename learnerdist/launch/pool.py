@@ -15,7 +15,7 @@ from typing import Callable,NamedTuple
 from fastcore.basics import patch
 
 from .cli import count_nproc
-from .processes import (RanksError,answer,begin_rank,by_value,check_call,end,failures,forkserver_context,open_screens,pickled,
+from .processes import (RanksError,answer,begin_rank,by_value,check_call,end,failures,forkserver_context,launch_seed,open_screens,pickled,
                         prepare_rank,remedy,share_of_cores,watch)
 
 # %% ../../nbs/launch/04_pool.ipynb #pl05
@@ -93,9 +93,10 @@ def _start(self:Ranks):
     self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
     self.screens,there = stack.enter_context(open_screens(self.nproc))
     self.start,self.calls = next(_starts),[]
+    seed = launch_seed()
     for r in range(self.nproc):
         here,theirs = connection.Pipe()
-        *how,self.env = prepare_rank(r, self.nproc, self.folder)
+        *how,self.env = prepare_rank(r, self.nproc, self.folder, seed)
         proc = ctx.Process(target=_serve, args=(theirs,*how,self.env,share_of_cores(self.nproc),True,there))
         proc.start()
         theirs.close()

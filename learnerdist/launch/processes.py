@@ -100,11 +100,17 @@ remedy = 'pip install cloudpickle, which sends functions of a notebook to other 
 # %% ../../nbs/launch/00_processes.ipynb #986578f5
 def seed_alike():
     "Start Python's, numpy's and torch's random streams at the same place on all ranks of a launch, the latter when they are imported"
-    seed = zlib.crc32(os.environ.get('TORCHELASTIC_RUN_ID', '').encode())
+    many = os.environ.get('LOCAL_WORLD_SIZE')!=os.environ.get('WORLD_SIZE') # machines: their launchers know only where they meet
+    names = ('TORCHELASTIC_RUN_ID','MASTER_ADDR','MASTER_PORT') if many else ('LEARNERDIST_SEED',)
+    seed = zlib.crc32(' '.join(os.environ.get(o, '') for o in (*names,'SLURM_JOB_ID','SLURM_STEP_ID')).encode())
     random.seed(seed)
     for name,seeds in (('numpy.random','seed'), ('torch','manual_seed')):
         if name in sys.modules: getattr(sys.modules[name], seeds)(seed)
         else: sys.meta_path.insert(0, _AfterImport(name, lambda mod,seeds=seeds: getattr(mod, seeds)(seed)))
+
+def launch_seed()->dict:
+    "A variable for the environment of all ranks, by which an unseeded script draws other numbers in each launch, see `seed_alike`"
+    return dict(LEARNERDIST_SEED=os.environ.get('LEARNERDIST_SEED') or os.urandom(8).hex())
 
 class _AfterImport:
     "A finder that calls `func` with the module `name` once it has been imported"
