@@ -55,6 +55,10 @@ def fit(kind, workers=0, **kw):
     with learn.distrib_ctx(seed=5, **kw), learn.no_logging(): learn.fit(2)
     return flat(learn),torch.tensor(learn.recorder.values),torch.rand(()).item(),random.random(),np.random.rand()
 
+class MSE(nn.MSELoss):
+    "fastai's Recorder takes float32 only"
+    def forward(self, p, t): return super().forward(p, t).float()
+
 def fit_fastai(kind, workers=0):
     from fastai.data.core import DataLoaders as FastaiDataLoaders, TfmdDL as FastaiDL, TfmdLists
     from fastai.learner import Learner as FastaiLearner
@@ -66,11 +70,8 @@ def fit_fastai(kind, workers=0):
              'item': lambda: dl(Plain(), bs, shuffle=True, after_item=jitter),
              'stream': lambda: dl(Stream(), bs, n=N, after_item=jitter)}[kind]()
     net = model()
-    learn = FastaiLearner(FastaiDataLoaders(train, dl(Noisy(), 16)), net, nn.MSELoss(), lr=.1)
-    torch.set_default_dtype(torch.double) # of fastai's Recorder
-    try:
-        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=5): learn.fit(2)
-    finally: torch.set_default_dtype(torch.float)
+    learn = FastaiLearner(FastaiDataLoaders(train, dl(Noisy(), 16)), net, MSE(), lr=.1)
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=5): learn.fit(2)
     return flat(learn),torch.tensor([o[1:] for o in learn.recorder.values])
 
 def same(one, ranks):

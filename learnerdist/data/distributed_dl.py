@@ -444,7 +444,7 @@ class DistributedDL(LoaderWrapper):
         for _ in range(d.owed(k) if k else 0): yield last
     def _check_read(self, k, n):
         "Raise ValueError where an epoch has not seen each sample once, as far as its loader says how many there are"
-        name,total = type(self.source).__name__,data_len(self.dealer.source)
+        name,total = type(self.source).__name__,data_len(getattr(self.source, 'dataset', None))
         if self.world_size<2 or self.dealer.streams: return
         if k and not self.dealer.asked: raise ValueError(
             f'rank {self.rank} has read {n} samples in an epoch, and never asked which of the {total} are its own: a {name} reads '
