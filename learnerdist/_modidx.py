@@ -2676,6 +2676,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'learnerdist/fastai/loaders.py'),
                                             'learnerdist.fastai.loaders._Batches.__len__': ( 'fastai/loaders.html#_batches.__len__',
                                                                                              'learnerdist/fastai/loaders.py'),
+                                            'learnerdist.fastai.loaders._Batches._count': ( 'fastai/loaders.html#_batches._count',
+                                                                                            'learnerdist/fastai/loaders.py'),
                                             'learnerdist.fastai.loaders._Blocks': ( 'fastai/loaders.html#_blocks',
                                                                                     'learnerdist/fastai/loaders.py'),
                                             'learnerdist.fastai.loaders._Blocks.deal': ( 'fastai/loaders.html#_blocks.deal',

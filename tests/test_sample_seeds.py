@@ -31,6 +31,7 @@ class Plain(Dataset):
 class Stream(IterableDataset):
     def __iter__(self): return iter([Plain()[i] for i in range(N)])
 
+def each(o): return o*(1+noise()) # fastai's transforms get the elements of a tuple
 def jitter(o): return o[0]*(1+noise()),o[1]
 
 def loader(kind, bs, workers):
@@ -66,9 +67,9 @@ def fit_fastai(kind, workers=0):
     torch.manual_seed(3)
     bs = 12//max(num_distrib(), 1)
     def dl(ds, bs, **kw): return FastaiDL(ds, bs=bs, num_workers=workers, **kw)
-    train = {'torch': lambda: dl(Noisy(), bs, shuffle=True), 'lists': lambda: dl(TfmdLists(range(N), Noisy().row), bs, shuffle=True),
-             'item': lambda: dl(Plain(), bs, shuffle=True, after_item=jitter),
-             'stream': lambda: dl(Stream(), bs, n=N, after_item=jitter)}[kind]()
+    train = {'torch': lambda: dl(Noisy(), bs, shuffle=True), 'lists': lambda: dl(TfmdLists(range(N), lambda i: Noisy().row(i)), bs, shuffle=True),
+             'item': lambda: dl(Plain(), bs, shuffle=True, after_item=each),
+             'stream': lambda: dl(Stream(), bs, n=N, after_item=each)}[kind]()
     net = model()
     learn = FastaiLearner(FastaiDataLoaders(train, dl(Noisy(), 16)), net, MSE(), lr=.1)
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=5): learn.fit(2)

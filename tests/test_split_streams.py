@@ -120,8 +120,9 @@ def fit_sliced(shuffle):
     learn = FastaiLearner(FastaiDataLoaders(train, valid), net, MSE(), lr=.1)
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=1):
         learn.fit(1)
+        loss = learn.recorder.values[-1][1]
         preds,targs = learn.get_preds()
-    return net.weight.detach(),(targs*N).round().int().flatten().tolist(),learn.recorder.values[-1][1]
+    return net.weight.detach(),(targs*N).round().int().flatten().tolist(),loss
 
 @pytest.mark.parametrize('shuffle', [False,True])
 @pytest.mark.parametrize('W', [2,4])

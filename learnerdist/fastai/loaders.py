@@ -54,7 +54,7 @@ class _Indices:
         dl = self.dl
         if isinstance(dl, PartialDL) and dl.partial_n is not None: return dl.partial_n
         if 'get_idxs' not in vars(dl) and type(dl).get_idxs.__module__.startswith('fastai.'): return dl.n
-        with shared_rng(self.dealer.seed, 0): return sum(1 for _ in self) # a user's own may return more or fewer than the data set has
+        with shared_rng(self.dealer.seed, 0): return sum(1 for _ in _Indices.__iter__(self)) # a user's own may return more or fewer than the data set has
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c007
 def shallow(
@@ -141,8 +141,9 @@ class _Batches(_Indices):
     "The batches of indices that `dl` reads"
     def __iter__(self):
         idxs = list(super().__iter__())
-        return iter([idxs[i:i+self.dl.bs] for i in range(0, len(self)*self.dl.bs, self.dl.bs)])
-    def __len__(self): return batch_count(super().__len__(), self.dl.bs, self.dl.drop_last)
+        return iter([idxs[i:i+self.dl.bs] for i in range(0, self._count(len(idxs))*self.dl.bs, self.dl.bs)])
+    def _count(self, n): return batch_count(n, self.dl.bs, self.dl.drop_last)
+    def __len__(self): return self._count(super().__len__())
 
 class _OneAfterAnother:
     "The samples of batches"
