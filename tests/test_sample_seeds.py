@@ -4,8 +4,6 @@ import numpy as np, pytest, torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from learnerdist.all import DataLoaders, Learner, TfmdDL, num_distrib
-from learnerdist.core.random import rng_state
-from learnerdist.data.distributed_dl import DistributedDL
 from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)
@@ -68,8 +66,7 @@ def fit_fastai(kind, workers=0):
     bs = 12//max(num_distrib(), 1)
     def dl(ds, bs, **kw): return FastaiDL(ds, bs=bs, num_workers=workers, **kw)
     train = {'torch': lambda: dl(Noisy(), bs, shuffle=True), 'lists': lambda: dl(TfmdLists(range(N), lambda i: Noisy().row(i)), bs, shuffle=True),
-             'item': lambda: dl(Plain(), bs, shuffle=True, after_item=each),
-             'stream': lambda: dl(Stream(), bs, n=N, after_item=each)}[kind]()
+             'item': lambda: dl(Plain(), bs, shuffle=True, after_item=each)}[kind]()
     net = model()
     learn = FastaiLearner(FastaiDataLoaders(train, dl(Noisy(), 16)), net, MSE(), lr=.1)
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=5): learn.fit(2)
@@ -84,7 +81,7 @@ def same(one, ranks):
 KINDS = 'torch','at once','subset','item','tensors','stream','batches'
 
 KINDS = 'torch','at once','subset','item','tensors','batches','stream'
-FASTAI = 'torch','lists','item','stream'
+FASTAI = 'torch','lists','item'
 
 def fits(workers):
     "Of each kind, by our learner and by fastai's. Workers that read a stream make other batches of it"
