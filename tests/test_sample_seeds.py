@@ -65,7 +65,8 @@ def fit_fastai(kind, workers=0):
     torch.manual_seed(3)
     bs = 12//max(num_distrib(), 1)
     def dl(ds, bs, **kw): return FastaiDL(ds, bs=bs, num_workers=workers, **kw)
-    train = {'torch': lambda: dl(Noisy(), bs, shuffle=True), 'lists': lambda: dl(TfmdLists(range(N), lambda i: Noisy().row(i)), bs, shuffle=True),
+    train = {'torch': lambda: dl(Noisy(), bs, shuffle=True),
+             'lists': lambda: dl(TfmdLists(range(N), lambda i: Noisy().row(i)), bs, shuffle=True),
              'item': lambda: dl(Plain(), bs, shuffle=True, after_item=each)}[kind]()
     net = model()
     learn = FastaiLearner(FastaiDataLoaders(train, dl(Noisy(), 16)), net, MSE(), lr=.1)

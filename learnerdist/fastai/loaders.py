@@ -54,7 +54,8 @@ class _Indices:
         dl = self.dl
         if isinstance(dl, PartialDL) and dl.partial_n is not None: return dl.partial_n
         if 'get_idxs' not in vars(dl) and type(dl).get_idxs.__module__.startswith('fastai.'): return dl.n
-        with shared_rng(self.dealer.seed, 0): return sum(1 for _ in _Indices.__iter__(self)) # a user's own may return more or fewer than the data set has
+        with shared_rng(self.dealer.seed, 0):
+            return sum(1 for _ in _Indices.__iter__(self)) # a user's own may return more or fewer than the data set has
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c007
 def shallow(
