@@ -1,5 +1,5 @@
-"""From the death of a rank to the next step of the others, without a restart, and to the next step of all; and how many samples of the
-epoch were trained on other than once. torchft by turns with ours, where it is installed (`pip install torchft`, Linux)
+"""From the death of a rank to the next step, and to the next step of as many ranks as at first; how many steps were done again, and how
+many samples of the epoch the weights have seen other than once. torchft by turns with ours, where it is installed (Linux)
 
     python benchmarks/deaths.py"""
 import json,os,shutil,socket,subprocess,sys,tempfile
@@ -23,8 +23,8 @@ def within(rank, step):
     if rank==1 and step==12 and not (folder/'killed').exists():
         (folder/'killed').write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
-def committed(rows, world_size):
-    seen.write(json.dumps(rows.tolist())+'\\n')
+def committed(step, rows, world_size, attempt=0):
+    seen.write(json.dumps([attempt,step,rows.tolist()])+'\\n')
     if not (folder/'killed').exists(): return
     for k in ['next']+['all']*(world_size==3):
         try: open(folder/k, 'x').write(str(time.time()))
@@ -40,11 +40,11 @@ class Net(nn.Module):
     def forward(self, i, x): return self.net(x)
 class Step(Callback):
     def after_loss(self): within(rank_distrib(), self.train_iter+1)
-    def after_batch(self): committed(self.xb[0], num_distrib())
+    def after_batch(self): committed(self.train_iter, self.xb[0], num_distrib(), {attempt})
 dls = DataLoaders.from_dsets([*zip(rows, xs, ys)], None, bs=bs, n_inp=2)
 learn = Learner(dls, Net(), nn.MSELoss(), torch.optim.SGD, lr=.01, path=folder)
 learn.logger = lambda line: None
-with learn.distrib_ctx(): learn.fit(1, cbs=[Step(),*{cbs}], resume={resume})
+with learn.distrib_ctx(): learn.fit(1, cbs=[Step(),*{cbs}])
 '''
 # As by torchft's documentation; the batch goes by the step that all have committed, so that one that was not is tried again
 fault_tolerant = '''
@@ -65,19 +65,23 @@ while manager.current_step()<n//3//bs:
     within(me, step+1)
     loss.backward()
     optimizer.step()
-    if manager.current_step()>step: committed(i, manager.num_participants())
+    if manager.current_step()>step: committed(step+1, i, manager.num_participants())
 manager.shutdown(wait=False)
 '''
 
 W,n_samples = 3,3*16*250
 
 def result(folder, ended):
-    "Seconds from the death to the next step, and to one of all ranks; and samples that were not trained on exactly once"
+    "Seconds from the death to the next step, and to one of all ranks; steps done again; samples not trained on exactly once"
     for o in ended:
         if o.returncode: raise SystemExit(f'{o.args}: {o.stdout[-3000:]}')
     death,*after = (float((folder/o).read_text()) if (folder/o).exists() else None for o in ('killed','next','all'))
-    times = Counter(i for o in folder.glob('*.seen') for line in o.read_text().splitlines() for i in json.loads(line))
-    return dict(next=after[0]-death, all=after[1] and after[1]-death, wrong=sum(times[i]!=1 for i in range(n_samples)))
+    lines = [json.loads(line) for o in folder.glob('*.seen') for line in o.read_text().splitlines()]
+    last = max(a for a,*_ in lines)
+    begin = min(step for a,step,_ in lines if a==last) # what earlier attempts did from here on was done again
+    again = max((step for a,step,_ in lines if a<last), default=begin-1)-begin+1
+    times = Counter(i for a,step,rows in lines if a==last or step<begin for i in rows)
+    return dict(next=after[0]-death, all=after[1] and after[1]-death, again=again, wrong=sum(times[i]!=1 for i in range(n_samples)))
 
 def write(folder, imports, text): (folder/'train.py').write_text(common.format(imports=imports, n=n_samples)+text)
 
@@ -89,10 +93,10 @@ def end(proc):
     out,_ = proc.communicate(timeout=200)
     return subprocess.CompletedProcess(proc.args, proc.returncode, out)
 
-def of_launch(folder, policy, cbs):
+def of_launch(folder, options, cbs, attempt):
     "By this package"
-    write(folder, 'from learnerdist.all import *', own.format(cbs=cbs, resume=cbs != '[]'))
-    return result(folder, [end(start('learnerdist.launch','--nproc',str(W),'--on-failure',policy,f'{folder}/train.py',str(folder)))])
+    write(folder, 'from learnerdist.all import *', own.format(cbs=cbs, attempt=attempt))
+    return result(folder, [end(start('learnerdist.launch','--nproc',str(W),*options,f'{folder}/train.py',str(folder)))])
 
 def of_torchft(folder, heartbeat_ms):
     "By torchft: each rank is a replica group, which torchrun starts again; a lighthouse knows who is there"
@@ -109,8 +113,9 @@ def of_torchft(folder, heartbeat_ms):
             with ThreadPoolExecutor() as pool: return result(folder, [*pool.map(end, groups)])
         finally: house.kill()
 
-ways = {'learnerdist, shrink': (of_launch,'shrink','[]'),
-        'learnerdist, replace': (of_launch,'replace',"[Checkpoint('states', every=50, in_memory=True)]"),
+in_memory = "[Checkpoint('states', every=10, in_memory=True, resume=True)]"
+ways = {'learnerdist, --on-failure shrink': (of_launch,['--on-failure','shrink'],'[]','3-num_distrib()'),
+        'learnerdist, --max-restarts 1': (of_launch,['--max-restarts','1'],in_memory,"int(os.environ['TORCHELASTIC_RESTART_COUNT'])"),
         'torchft': (of_torchft,5000), 'torchft, heartbeats within .5 s': (of_torchft,500)}
 
 def measure(quick):
@@ -126,13 +131,13 @@ def _seconds(xs):
     return f'{quartiles(known)[1]:.2f}' + f' ({len(known)} of {len(xs)} times)'*(len(known)<len(xs)) if known else 'does not come back'
 
 def report(res):
-    head = f'one of {W} ranks dies','to the next step, s','to a step of all ranks, s', \
+    head = f'one of {W} ranks dies','to the next step, s','to a step of all ranks, s','steps done again, at most', \
         f'not trained on once: at most, of {n_samples:,} samples'
-    text = table(head, [[k, *(_seconds([o[t] for o in v]) for t in ('next','all')), max(o['wrong'] for o in v)]
+    text = table(head, [[k, *(_seconds([o[t] for o in v]) for t in ('next','all')), *(max(o[t] for o in v) for t in ('again','wrong'))]
                         for k,v in res['deaths'].items()])
     ours = {k: quartiles([o['next'] for o in v])[1] for k,v in res['deaths'].items() if 'learnerdist' in k}
     peers = f"torchft-nightly {res['torchft']}, medians of {len(next(iter(res['deaths'].values())))} runs.\n\n" if res['torchft'] else ''
-    return peers+text+'\n\n'+'\n'.join(verdict(f'seconds of {k}', s, 2, '{:.2f}') for k,s in ours.items())
+    return peers+text+'\n\n'+'\n'.join(verdict(f'seconds of {k}', s, .5, '{:.2f}') for k,s in ours.items())
 
 def plot(res, path):
     def bars_of(t): return {k: quartiles(xs) for k,v in res['deaths'].items() if (xs := [o[t] for o in v if o[t] is not None])}

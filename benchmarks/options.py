@@ -17,14 +17,14 @@ from step_time import Task,as_way,bare,lr,models,momentum,quick_models
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader,default_collate
 
-def plain(task, stack, opt_func=None, cbs=None, compiled=None, timer=True, layout=None, loader=None, valid=False, **kw):
+def plain(task, stack, opt_func=None, cbs=None, compiled=None, timer=False, layout=None, loader=None, valid=False, **kw):
     "Our Learner with options of `distrib_ctx`; `compiled`: those of `compile`; `layout`: of the weights; `loader`: options of it"
     dl = DataLoader(task.data(), task.bs, **(loader or {}))
     dls = DataLoaders(dl, *[dl]*valid, device=task.device)
     model = task.model() if layout is None else task.model().to(memory_format=layout)
     learn = Learner(dls, model, cross_entropy, opt_func=opt_func or sgd(), lr=lr, cbs=cbs).remove_cb(ProgressCallback)
+    if timer: learn.add_cb(Timer)
     if compiled is not None: learn.compile(**compiled)
-    if not timer: learn.remove_cb(Timer)
     learn.one_batch = task.clock.ticking(learn.one_batch)
     stack.enter_context(learn.distrib_ctx(sync_bn=False, seed=0, **kw))
     stack.enter_context(learn.no_logging())
@@ -44,7 +44,7 @@ class Zeroing(torch.optim.SGD):
 base,adam,adamw = "gloo's all-reduce",torch.optim.Adam,partial(torch.optim.AdamW, weight_decay=.01)
 gloo,views,foreach = dict(comm_hook='allreduce'),dict(gradient_as_bucket_view=True),dict(opt_func=sgd(foreach=True))
 default = 'shared memory, the default'
-ways = {base: gloo, default: {}, 'the default, without the timer': dict(timer=False),
+ways = {base: gloo, default: {}, 'the default, with the timer': dict(timer=True),
         'gradients are views': {**gloo, **views}, 'shared memory and views': views,
         'static_graph': dict(gloo, static_graph=True), 'bucket_cap_mb=1': dict(gloo, bucket_cap_mb=1),
         'a first bucket as large as the others': dict(gloo, bucket_cap_mb=25), 'bucket_cap_mb=100': dict(gloo, bucket_cap_mb=100),
@@ -59,7 +59,7 @@ ways = {base: gloo, default: {}, 'the default, without the timer': dict(timer=Fa
         'AdamW, foreach': dict(gloo, opt_func=partial(adamw, foreach=True))}
 rounding = {k for k in ways if 'fused' in k or 'Adam' in k or k=='channels_last'} # These round otherwise, and it grows
 first = {k: k.partition(',')[0] for k in ways if k.startswith('Adam')} # The way that each of these is compared with, in place of `base`
-first['the default, without the timer'] = default
+first['the default, with the timer'] = default
 
 def measure_model(func, shape, bs, n_steps, n_rounds):
     task,losses,params = Task(func, shape, bs, n_steps),{},{}
@@ -94,7 +94,7 @@ def timed(task, n_fits=10):
     try:
         for k,f in old.items(): setattr(Timer, k, wrapped(k, f))
         with ExitStack() as stack:
-            _,train = plain(task, stack)
+            _,train = plain(task, stack, timer=True)
             return [quartiles(o)[1] for o in zip(*[fit(train) for _ in range(n_fits)])]
     finally:
         for k,f in old.items(): setattr(Timer, k, f)

@@ -82,10 +82,7 @@ def launches(folder, W=2):
     torchrun,ours = ['-m','torch.distributed.run',f'--nproc-per-node={W}'],['-m','learnerdist.launch','--nproc',str(W)]
     return {'torchrun, plain script': [*torchrun,f'{folder}/plain.py'], 'learnerdist.launch, plain script': [*ours,f'{folder}/plain.py'],
             'learnerdist.launch, learnerdist in the script': [*ours,f'{folder}/own.py'],
-            'learnerdist.launch --no-fork-server, the same': [*ours,'--no-fork-server',f'{folder}/own.py'],
-            next_one: [*ours,'--keep-server','600',f'{folder}/own.py']}
-
-next_one = 'learnerdist.launch --keep-server, the same, the next time'
+            'learnerdist.launch --no-fork-server, the same': [*ours,'--no-fork-server',f'{folder}/own.py']}
 
 def restarts(folder, W=2):
     "By name, functions that return the seconds from the death of a rank to the next step"
@@ -105,11 +102,7 @@ def measure(quick):
     n = 2 if quick else 15
     got = turns({k: lambda v=v: seconds('-c', v) for k,v in imports.items()}, n)
     with tempfile.TemporaryDirectory() as d:
-        os.environ['XDG_RUNTIME_DIR'] = d # where a server that stays is found
-        seconds(*launches(d)[next_one])
-        time.sleep(3)
         launched = turns({k: lambda v=v: seconds(*v) for k,v in launches(d).items()}, 2 if quick else 7)
-        seconds('-m', 'learnerdist.launch', '--keep-server', '0')
         restarted = turns(restarts(d), 1 if quick else 5)
     return dict(imports=got, launches=launched, restarts=restarted)
 
@@ -125,7 +118,7 @@ def report(res):
     seconds_ = [verdict(f'seconds of {k}', quartiles(res[o][k])[1], s, '{:.2f}') for o,k,s in targets]
     return text+'\n\n'+'\n'.join(relative+seconds_)
 
-targets = (('launches','learnerdist.launch, learnerdist in the script',.6), ('launches',next_one,.6),
+targets = (('launches','learnerdist.launch, learnerdist in the script',.6),
            ('restarts','learnerdist.launch, Checkpoint',1.5))
 
 def plot(res, path):

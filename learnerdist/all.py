@@ -55,6 +55,5 @@ __all__ = [
     'Preempted', 'preempted_status', 'Checkpoint']
 
 import learnerdist.checkpoint.restoring as _restoring # noqa: F401 - fits that go on from where they were saved
-import learnerdist.checkpoint.survivors as _survivors # noqa: F401 - fits that go on without ranks that die
 import learnerdist.core.docstrings as _docstrings
 if _docstrings.is_interactive(): _docstrings.add_docments([globals()[o] for o in __all__]) # so that `help` shows them

@@ -14,19 +14,18 @@ from pathlib import Path
 import torch
 from fastcore.basics import listify,patch
 from torch import Tensor,nn
-from .core.compat import BatchNorm,Dropout,tree_leaves,tree_map
+from .core.compat import BatchNorm,Dropout,grad_hooks,tree_leaves,tree_map
 
 from .core.env import group_rank
 from .core.random import rng_state,set_rng_state,shared_rng
 from .data.distributed_dl import DistributedDL,widened
 from .data.loaders import data_len,find_bs,loaders_of,one_batch
-from .data.rows import ByBatch,RowList,columns
-from .distributed.batchnorm import _Synced
-from .distributed.divergence import digest,tensor_hash
+from .data.rows import Samples,columns
+from .distributed.batchnorm import Synced
+from .distributed.comparison import digest,tensor_hash,tensors_held
 from .learner.callback import Callback,cancels
 from .learner.learner import Learner,get_model
-from .learner.losses import batch_rows,probe_loss
-from .learner.predictions import mixes
+from .learner.losses import batch_rows,loss_over
 
 # %% ../nbs/01_fit_record.ipynb #0b625052
 _size = 1024
@@ -48,7 +47,7 @@ def row_keys(
 )->list:    # An integer for each sample
     "Hashes that identify the samples of a batch, independent of the length of padding that repeats a token"
     n = find_bs(b)
-    cols = tree_leaves(columns(b, n), is_leaf=lambda o: isinstance(o, RowList))
+    cols = tree_leaves(columns(b, n), is_leaf=lambda o: isinstance(o, Samples))
     return [sum(_key(o[i])*(2*k+1) for k,o in enumerate(cols))%2**62 for i in range(n)]
 
 def _key(o):
@@ -87,6 +86,15 @@ def trained(learn)->dict:
     others = [p for g in learn.opt.param_groups for p in g['params'] if id(p) not in known]
     return res | {f'opt[{i}]': p for i,p in enumerate(others)}
 
+def kept(learn)->dict:
+    "By name, hashes of tensors that callbacks of the script, the loss and modules beside the model keep"
+    owners = [(cb.name,cb) for cb in learn.cbs if not type(cb).__module__.startswith(('learnerdist.','fastai.'))]
+    owners.append(('loss_func',learn.loss_func))
+    found = {f'{k}.{name}': v for k,o in owners for name,v in getattr(o, '__dict__', {}).items()}
+    arrays = {k: torch.tensor(v) for k,v in found.items() if type(v).__name__=='ndarray' and v.dtype.kind in 'biuf'}
+    own = {k: v for k,v in found.items() if isinstance(v, Tensor)}
+    return {k: tensor_hash(_whole(v)).item() for k,v in {**tensors_held(learn), **own, **arrays}.items()}
+
 def silence(model)->list:
     "Set the dropout of all layers of `model` to 0; returns the names of these layers"
     res = []
@@ -106,7 +114,7 @@ class FitRecord(Callback):
         n_alone:int=0 # The number of ranks that this single process stands for; 0: it is one of several ranks
     ):
         self.dtype,self.n_alone = _casts.get(dtype),n_alone
-        self.rec = dict(steps=[], probes=[], in_place=[], draws=False, mixes=False, adds=False, edits=False)
+        self.rec = dict(steps=[], start={}, in_place=[], hooks=[], draws=False, adds=False, edits=False)
         self.rows,self.shapes,self.n_batches = [],[],0
 
     def __call__(self, event): # fastai's learner calls a callback
@@ -115,9 +123,15 @@ class FitRecord(Callback):
     def before_batch(self):
         learn = self.learn
         if learn.training:
+            if not self.rec['start']: self.rec['start'] = {k: sketch(p) for k,p in trained(learn).items()}
             self.held = {k: tensor_hash(_whole(p)) for k,p in trained(learn).items()}
             self.rec['edits'] |= [*map(id, tree_leaves((*learn.xb,*learn.yb)))]!=self.loaded
+
+    def cast(self):
+        "Give the batch its dtype, before callbacks and the self-check see it"
+        learn = self.learn
         if self.dtype: learn.xb,learn.yb = tree_map(self._cast, (tuple(learn.xb),tuple(learn.yb)))
+        learn.distributed_trainer.self_check.note()
 
     def _cast(self, o): return o.to(self.dtype) if isinstance(o, Tensor) and o.is_floating_point() else o
 
@@ -128,9 +142,7 @@ class FitRecord(Callback):
         self.rec['in_place'] += [k for k in now if k in self.held and now[k]!=self.held[k] and k not in self.rec['in_place']]
         self.rec['draws'] |= _streams()!=self.drawn
         self.rec['adds'] |= learn.loss_grad.sum().item()!=learn.loss.sum().item()
-        if not self.n_alone or len(self.rec['probes'])>2: return
-        self.rec['probes'].append(probe_loss(learn))
-        self.rec['mixes'] |= not self.rec['draws'] and mixes(get_model(learn.model), learn.xb, batch_rows(learn), True)
+        self.rec['hooks'] = [k for k,p in trained(learn).items() if getattr(p, grad_hooks, None)]
 
     def after_step(self):
         if self.learn.training: self._record(self.learn)
@@ -151,7 +163,7 @@ def _record(self:FitRecord, learn):
     self.rows,self.shapes = [],[]
     bns = {k: m for k,m in model.named_modules() if isinstance(m, BatchNorm) and m.training}
     self.rec['bn'] = list(bns)
-    self.rec['plain_bn'] = [k for k,m in bns.items() if not isinstance(m, (_Synced,nn.SyncBatchNorm))]
+    self.rec['plain_bn'] = [k for k,m in bns.items() if not isinstance(m, (Synced,nn.SyncBatchNorm))]
 
 # %% ../nbs/01_fit_record.ipynb #149a37cf
 class BatchRecord(Callback):
@@ -165,7 +177,9 @@ class BatchRecord(Callback):
             self.record.rows += row_keys(b)
             ts = [o for o in tree_leaves(b) if isinstance(o, Tensor) and o.shape[:1]==(batch_rows(self.learn),)]
             self.record.shapes.append([list(o.shape[1:]) for o in ts])
-        self.record.drawn,self.record.loaded = _streams(),[*map(id, tree_leaves(b))]
+        self.record.cast()
+        self.record.drawn = _streams()
+        self.record.loaded = [*map(id, tree_leaves((*self.learn.xb,*self.learn.yb)))]
 
 class Limit(Callback):
     "End the fit after `n` optimizer steps, after the validation of that epoch"
@@ -225,9 +239,12 @@ def fit(self:_Catch, learn, *args, **kw):
         warnings.simplefilter('always')
         learn.fit(*args, **kw)
         learn.remove_cb(limit)
-        record.rec.update(_numbers_of(learn.recorder))
+        over = loss_over(learn)
+        loss = 'samples' if over.of_samples else over.kind
+        record.rec.update(_numbers_of(learn.recorder), kept=kept(learn), loss=loss)
         record.rec['preds'] = record.predictions() if len(loaders_of(learn.dls))>1 else []
-    record.rec['said'] = [*dict.fromkeys(str(o.message) for o in said if str(Path(__file__).parent) in o.filename)]
+    ours = [str(o.message) for o in said if str(o.message)[:1]=='[' or str(Path(__file__).parent) in o.filename]
+    record.rec['said'] = [*dict.fromkeys(ours)]
     raise Recorded(record.rec)
 
 @patch
@@ -240,10 +257,11 @@ def _dtype(learn): return next((str(p.dtype)[6:] for p in get_model(learn.model)
 def _finds_lr(kw): return any(type(o).__name__=='LRFinder' for o in listify(kw.get('cbs')))
 def _numbers_of(recorder):
     names = [o for o in recorder.metric_names if o not in ('epoch','time')]
-    return dict(losses=[_plain(o) for o in recorder.losses], epochs=[[_plain(o) for o in row] for row in recorder.values], names=names)
+    losses,lrs,*epochs = [[*map(_plain, os)] for os in (recorder.losses,recorder.lrs,*recorder.values)]
+    return dict(losses=losses, lrs=lrs, epochs=epochs, names=names)
 
 def _numbers(b):
-    leaves = tree_leaves([list(o) if isinstance(o, (RowList,ByBatch)) else o for o in tree_leaves(b)])
+    leaves = tree_leaves([list(o) if isinstance(o, Samples) else o for o in tree_leaves(b)])
     return [torch.as_tensor(o).double().flatten().cpu() for o in leaves if isinstance(o, (Tensor,int,float))]
 
 @patch

@@ -8,10 +8,11 @@ __all__ = ['run_ranks', 'leak_check', 'RankFailure', 'RanksError']
 # %% ../nbs/00_testing.ipynb #c002
 import gc,multiprocessing as mp,os,signal,sys
 from contextlib import contextmanager,suppress
-from multiprocessing import connection,forkserver,resource_tracker
+from multiprocessing import connection,resource_tracker
 from pathlib import Path
 from typing import Callable
-from .launch.processes import RankFailure,RanksError,call_on_ranks
+from .launch.processes import call_on_ranks,server_pid
+from .launch.watch import RankFailure,RanksError
 
 # %% ../nbs/00_testing.ipynb #c003
 _all_ = ['RankFailure', 'RanksError']
@@ -31,8 +32,8 @@ def run_ranks(
 
 # %% ../nbs/00_testing.ipynb #c018
 def _children():
-    "Ids of this process's children, without the helper processes that `multiprocessing` keeps"
-    kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
+    "Ids of this process's children, without the fork server and the helper process of `multiprocessing`"
+    kept = {server_pid(), resource_tracker._resource_tracker._pid}
     res = {p.pid for p in mp.active_children()}
     for o in Path('/proc/self/task').glob('*/children'):
         with suppress(OSError): res |= {*map(int, o.read_text().split())}

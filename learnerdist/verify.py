@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from .fit_record import first_fit
-from .launch.cli import _run_target
+from .launch.cli import run_target
 from .launch.processes import RanksError,call_on_ranks
 
 # %% ../nbs/02_verify.ipynb #96e58333
@@ -40,9 +40,10 @@ class Verdict(NamedTuple):
     setting:str           # Number of processes, steps and dtype that were compared
 
     def __str__(self):
-        rows = [f'{k:12} {d.by:<9.2g}' + f' {d.name} at step {d.step}'.replace('  ', ' ')*bool(d.by) for k,d in self.largest.items()]
+        at = lambda d: f' {d.name} at step {d.step}'.replace('  ', ' ') if d.by else ''
+        rows = [f'{k:12} {d.by:<9.2g}{at(d)}' for k,d in self.largest.items()]
         end = [f'The same: {self.setting}'] if self.same else [f'DIFFERENT: {self.setting}',f'first: {self.first}',
-               *[f'likely cause: {o}' if not i else f'also seen: {o}' for i,o in enumerate(self.causes or ['not one that is known here'])]]
+               *[f"{'also seen' if i else 'likely cause'}: {o}" for i,o in enumerate(self.causes or ['not known'])]]
         return '\n'.join(['             largest difference',*rows,*[f'note: {o}' for o in self.notes],*end])
 
     __repr__ = __str__
@@ -65,7 +66,8 @@ def differences(alone, ranks):
     for i,(a,*bs) in enumerate(zip(alone['steps'], *[r['steps'] for r in ranks])):
         for kind in kinds[1:4]: yield from _of_step(i, kind, a, bs, _floor(a[kind], alone))
     at = lambda i: sum(o['batch']<i for o in alone['steps'])
-    for i,(a,b) in enumerate(zip(alone['losses'], one['losses'])): yield Difference(at(i), 'loss', '', _number(b, a), [])
+    for i,(a,b) in enumerate(zip(alone['losses'], one['losses'])):
+        yield Difference(at(i), 'loss', '', _number(b, a), [])
     for r,s in zip(alone['epochs'], one['epochs']):
         for k,a,b in zip(alone['names'], r, s): yield Difference(n, 'metrics', k, _number(b, a), [])
     for a,b in zip(alone['preds'], one['preds']): yield Difference(n, 'predictions', '', _apart(b, a, 1e-4), [])
@@ -84,154 +86,144 @@ def _floor(sketches, rec):
 def _far(a, b, floor): return _apart(a, b, floor) if a is not None and b is not None else 0. if a is b else math.inf
 
 # %% ../nbs/02_verify.ipynb #f6555ed9
-causes = [] # Functions of (first difference, record of one process, records of ranks) that return a likely cause, or None
-
-def cause(f):
-    "Register a cause. Causes are reported in the order of their registration"
-    causes.append(f)
-    return f
-
-def _rows(at, alone, ranks):
-    "Samples of a step: of one process, and of each rank"
-    return tuple([o['steps'][at]['rows'] if at<len(o['steps']) else [] for o in os] for os in ([alone],ranks))
-
-def _dealt(rows):
-    "Samples of all ranks, in the order in which one process reads them"
-    return [o[i] for i in range(max(map(len, rows))) for o in rows if i<len(o)]
-
-@cause
-def _not_dealt(d, alone, ranks):
-    _,rows = _rows(d.step, alone, ranks)
-    if rows[0] and all(o==rows[0] for o in rows[1:]): return 'the training loader is not dealt out: each rank reads the same samples'
-
-@cause
-def _other_data(d, alone, ranks):
-    for who,o in [*((f'rank {i}', r) for i,r in enumerate(ranks[1:], 1)),('one process',alone)]:
-        for a,b,name in zip(o['data'], ranks[0]['data'], ('training','validation')):
-            if a!=b: return (f"the {name} data of {who} are other ones than those of rank 0 ({a['type']} of {a['length']}, {b['type']} of "
-                             f"{b['length']}): seed what the script draws (splits, samples), and sort what comes from a set")
-
-@cause
-def _not_exchanged(d, alone, ranks):
-    if d.step>=len(ranks[0]['steps']): return None
-    found = [r['steps'][d.step]['gradients'] for r in ranks]
-    names = [k for k,o in found[0].items() if any(_far(p.get(k), o, _floor(found[0], alone))>1e-6 for p in found[1:])]
-    if names: return (f"{_few(names)}: trained, but not exchanged; each rank has the gradient of its own samples (a parameter outside of "
-                      "the model, or one unfrozen or added after the fit began)")
+class Case:
+    "What the tests of causes look at: the first difference, the records, and the samples of its step"
+    def __init__(self, d, alone, ranks):
+        self.d,self.alone,self.ranks,self.one,self.all = d,alone,ranks,ranks[0],(alone,*ranks)
+        self.want,*self.rows = [self.step(o, 'rows') or [] for o in self.all]
+        n = max(map(len, self.rows))
+        self.dealt = [o[i] for i in range(n) for o in self.rows if i<len(o)] # as one process reads them
+        self.new = [o for o in self.one['said'] if o not in alone['said']]
+    def step(self, rec, kind):
+        "What a record has of the step of the first difference"
+        return rec['steps'][self.d.step][kind] if self.d.step<len(rec['steps']) else {}
 
 def _few(names): return ', '.join(names[:3]) + (f' and {len(names)-3} more' if len(names)>3 else '')
 
-@cause
-def _in_place(d, alone, ranks):
-    names = sorted({k for r in (alone,*ranks) for k in r['in_place']})
-    if names: return f"{_few(names)}: changed in place by the forward pass, on each rank for its own samples (Embedding(max_norm=…))"
+def _other_data(c):
+    for who,o in [*((f'rank {i}', r) for i,r in enumerate(c.ranks[1:], 1)),('one process',c.alone)]:
+        for a,b,name in zip(o['data'], c.one['data'], ('training','validation')):
+            if a!=b: return f"{name} data of {who} are other ones than those of rank 0 ({_of(a)}, {_of(b)})"
+
+def _of(data): return f"{data['type']} of {data['length']}"
+
+def _not_exchanged(c):
+    found = [c.step(r, 'gradients') for r in c.ranks]
+    floor = _floor(found[0], c.alone)
+    return _few([k for k,o in found[0].items() if any(_far(p.get(k), o, floor)>1e-6 for p in found[1:])])
+
+def _unlike(c, kind):
+    "Names of what has other values on other ranks"
+    return _few([k for k,v in c.one[kind].items() if any(o[kind].get(k, v)!=v for o in c.ranks)])
+
+def _starts_apart(c):
+    start = c.alone['start']
+    return _few([k for k,v in start.items() if _far(c.one['start'].get(k), v, _floor(start, c.alone))>1e-6])
+
+def _shapes(c):
+    one,*each = [c.step(o, 'shapes') for o in c.all]
+    return any(o!=one for o in each) and f'{one} on one process, {each[0]} on rank 0'
+
+def _rounds(c):
+    if c.d.kind!='weights' or c.d.name not in (grads := c.step(c.alone, 'gradients')): return None
+    return grads[c.d.name].norm()<_floor(grads, c.alone) and c.d.name
+
+def _says(code): return lambda c: any(o.startswith(f'[{code}]') for o in c.one['said'])
 
 # %% ../nbs/02_verify.ipynb #56956c98
-@cause
-def _augmented(d, alone, ranks):
-    (want,),rows = _rows(d.step, alone, ranks)
-    if _dealt(rows)!=want and not all(o['steady'] for o in alone['data']):
-        return 'random draws differ by rank: a sample is another one each time it is read (augmentation)'
+# (what is likely, a test of a `Case`), the likeliest first. What a test returns, if it is a text, fills in the braces
+causes = [
+    ('the training loader is not dealt out: each rank reads the same samples',
+     lambda c: c.rows[0] and all(o==c.rows[0] for o in c.rows[1:])),
+    ('the {}: seed what the script draws (splits, samples), and sort what comes from a set', _other_data),
+    ('{}: other weights before the first step: a callback computes them from the samples of its rank', _starts_apart),
+    ('{}: trained, but not exchanged; each rank has the gradient of its own samples (a parameter outside of the '
+     'model, or one unfrozen or '
+     'added after the fit began)', _not_exchanged),
+    ('{}: changed in place by the forward pass, on each rank for its own samples (Embedding(max_norm=…))',
+     lambda c: _few(sorted({k for r in c.all for k in r['in_place']}))),
+    ('random draws differ by rank: a sample is another one each time it is read (augmentation)',
+     lambda c: c.dealt!=c.want and not all(o['steady'] for o in c.alone['data'])),
+    ('samples do not divide among the ranks: {} are repeated to make all shares alike, and count twice '
+     '(drop_last=True leaves the last batch '
+     'out)', lambda c: 0<(n := len(c.dealt)-len(c.want))<len(c.ranks) and str(n)),
+    ("random draws differ by rank: a layer or a callback draws numbers (dropout, MixUp); --no-dropout silences "
+     "torch's layers",
+     lambda c: any(o['draws'] for o in c.all)),
+    ('the batches have other shapes ({}), as when samples are padded to the longest of a batch, and that matters. '
+     'Mask the padding, or pad to '
+     'one length', _shapes),
+    ("the step's samples are other ones than one process's: a sampler draws another order on each rank, or a schedule "
+     "of its own",
+     lambda c: sorted(c.dealt)!=sorted(c.want)),
+    ("BatchNorm is not synchronised: {} uses the statistics of each rank's own samples (sync_bn=False?)",
+     lambda c: _few(c.one['plain_bn'])),
+    ('the loss is no mean over samples (weights of classes, ignored labels, tokens)',
+     lambda c: c.one['loss']=='items' or _says('loss-not-mean')(c) or _says('loss-unknown')(c)),
+    ('the loss is a sum over samples, not a mean', lambda c: c.one['loss']=='sum'),
+    ('a prediction depends on which samples share the batch (statistics over the batch, attention among samples): let '
+     'the model work on '
+     'gather_with_grad(x)', lambda c: c.d.kind!='buffers' and _says('mixes-samples')(c)),
+    ('a hook changes the gradient of {}: it has that of its rank, before the mean over ranks. Do this in before_step '
+     '(GradientClip)',
+     lambda c: _few(c.one['hooks'])),
+    ('a callback changes loss_grad: each rank computes what it adds from its own samples, which makes a difference if '
+     'that is no mean over '
+     'samples', lambda c: c.alone['adds'] and c.d.kind=='gradients'),
+    ('a callback changes the batches: what it mixes among samples (MixUp, CutMix) it mixes among those of a rank',
+     lambda c: c.alone['edits'] and c.d.kind!='predictions'),
+    ("{}: a module computes this buffer from its own rank's samples",
+     lambda c: c.d.kind=='buffers' and c.d.name.rpartition('.')[0] not in c.alone['bn'] and c.d.name),
+    ("{}: each rank has computed this from its own samples, and the script keeps it", lambda c: _unlike(c, 'kept')),
+    ('the learning rates are other ones: a schedule that counts the batches of one process (count them in the context)',
+     lambda c: c.alone['lrs'][:c.d.step+1]!=c.one['lrs'][:c.d.step+1]),
+    ("{}: a metric that reads from the learner what is of a rank's batch",
+     lambda c: c.d.kind=='metrics' and any(o['epochs']!=c.one['epochs'] for o in c.ranks) and c.d.name),
+    ('{}: a metric that is no mean over samples, averaged over batches',
+     lambda c: c.d.kind=='metrics' and not c.d.name.endswith('_loss') and c.d.name),
+    ('the gradient of {} is zero but for rounding, which the optimizer enlarges: compare in float64', _rounds),
+    ('{}', lambda c: '; '.join(c.new))]
 
-@cause
-def _padded(d, alone, ranks):
-    (want,),rows = _rows(d.step, alone, ranks)
-    extra = len(_dealt(rows))-len(want)
-    if 0<extra<len(ranks): return (f"samples do not divide among the ranks: {extra} are repeated to make all shares alike, and count twice "
-                                   "(drop_last=True leaves the last batch out)")
-
-@cause
-def _draws(d, alone, ranks):
-    if any(o['draws'] for o in (alone,*ranks)):
-        return "random draws differ by rank: a layer or a callback draws numbers (dropout, MixUp); --no-dropout silences torch's layers"
-
-@cause
-def _lengths(d, alone, ranks):
-    one,*each = [o['steps'][d.step]['shapes'] if d.step<len(o['steps']) else None for o in (alone,*ranks)]
-    if any(o!=one for o in each): return (f"the batches have other shapes ({one} on one process, {each[0]} on rank 0), as when samples are "
-                                          "padded to the longest of a batch, and that matters. Mask the padding, or pad to one length")
-
-@cause
-def _other_samples(d, alone, ranks):
-    (want,),rows = _rows(d.step, alone, ranks)
-    if sorted(_dealt(rows))!=sorted(want): return "the step's samples are other ones than one process's"
-
-# %% ../nbs/02_verify.ipynb #9af584c0
-@cause
-def _batchnorm(d, alone, ranks):
-    names = ranks[0]['plain_bn']
-    if names: return f"BatchNorm is not synchronised: {_few(names)} uses the statistics of each rank's own samples (sync_bn=False?)"
-
-@cause
-def _loss_is_no_mean(d, alone, ranks):
-    if 'other' in alone['probes']: return 'the loss is no mean over samples (weights of classes, ignored labels, tokens)'
-    if 'sum' in alone['probes']: return 'the loss is a sum over samples, not a mean'
-
-@cause
-def _samples_mix(d, alone, ranks):
-    if alone['mixes'] and d.kind!='buffers': return ("a prediction depends on which samples share the batch (statistics over the batch, "
-                                                     "attention among samples): let the model work on gather_with_grad(x)")
-
-@cause
-def _added(d, alone, ranks):
-    if alone['adds'] and d.kind=='gradients': return ("a callback changes loss_grad: each rank computes what it adds from its own samples, "
-                                                      "which makes a difference if that is no mean over samples")
-
-@cause
-def _edited(d, alone, ranks):
-    if alone['edits'] and d.kind!='predictions': return ('a callback changes the batches: what it mixes among samples '
-                                                         '(MixUp, CutMix) it mixes among those of a rank')
-
-@cause
-def _own_buffer(d, alone, ranks):
-    own = d.kind=='buffers' and d.name.rpartition('.')[0] not in alone['bn']
-    if own: return f"{d.name}: a module computes this buffer from its own rank's samples"
-
-@cause
-def _metric_is_no_mean(d, alone, ranks):
-    if d.kind=='metrics' and not d.name.endswith('_loss'): return f'{d.name}: a metric that is no mean over samples, averaged over batches'
-
-@cause
-def _rounding(d, alone, ranks):
-    if d.kind!='weights' or d.name not in (grads := alone['steps'][d.step]['gradients']): return None
-    if grads[d.name].norm()<_floor(grads, alone):
-        return f'the gradient of {d.name} is zero but for rounding, which the optimizer enlarges: compare in float64'
-
-@cause
-def _told(d, alone, ranks):
-    new = [o for o in ranks[0]['said'] if o not in alone['said']]
-    return '; '.join(new) or None
+def likely(d, alone, ranks)->list:
+    "The likely causes of a difference"
+    case = Case(d, alone, ranks)
+    found = [(text,res) for text,test in causes if (res := test(case))]
+    return [text.replace('{}', res) if isinstance(res, str) else text for text,res in found]
 
 # %% ../nbs/02_verify.ipynb #63732c5f
 def judge(alone, ranks)->Verdict:
     "Compare the records of one process and of several, and find likely causes of the first difference"
-    found,tol = sorted(differences(alone, ranks), key=lambda d: (d.step,kinds.index(d.kind))),_tols.get(alone['dtype'], .05)
+    found = sorted(differences(alone, ranks), key=lambda d: (d.step,kinds.index(d.kind)))
+    tol = _tols.get(alone['dtype'], .05)
     largest = {k: max(ds, key=lambda d: d.by) for k in kinds if (ds := [d for d in found if d.kind==k])}
-    bad = [d for d in found if d.by>(max(tol, 1e-6) if d.kind in ('loss','metrics') else tol)] # metrics may be computed in float32
+    tols = dict.fromkeys(('loss','metrics'), max(tol, 1e-6)) # they may be computed in float32
+    bad = [d for d in found if d.by>tols.get(d.kind, tol)]
     bad = [d for d in bad if (d.step,d.kind)==(bad[0].step,bad[0].kind)]
     first = max(bad, key=lambda d: d.by, default=None)
     notes = [f"without random draws: {_few(alone['silenced'])}"] if alone['silenced'] else []
     if any(o['streams']!=alone['streams'] for o in ranks):
-        notes.append("after the context the random streams stand elsewhere than one process's: what the script draws next depends on them")
+        notes.append("after the context the random streams stand elsewhere than one process's: what the script draws "
+                     "next depends on them")
     setting = f"{len(ranks)} processes and one, {len(alone['steps'])} steps in {alone['dtype']}"
-    likely = [text for f in causes if first and (text := f(first, alone, ranks))]
-    return Verdict(first is None, first, likely, largest, notes, setting)
+    return Verdict(first is None, first, likely(first, alone, ranks) if first else [], largest, notes, setting)
 
 # %% ../nbs/02_verify.ipynb #a6bb9d2d
 def verify(
-    target,             # A function that returns a learner or runs a fit in a `distrib_ctx`; or the path of a script, or a module's name
+    target,             # A function that returns a learner or runs a fit in a `distrib_ctx`; or a script, or a module
     *args,              # Arguments of the function or the script
     nproc:int=2,        # Number of processes to compare with one
     steps:int=20,       # Number of optimizer steps after which the first fit ends
-    dtype:str=None,     # 'float64', 'float32', or 'keep' for the script's own; None: float64, or the script's own if that fails
+    dtype:str=None,     # 'float64', 'float32', or 'keep' for the script's own; None: float64 if that runs
     dropout:bool=True,  # False: set the dropout of all layers to 0
     module:bool=False,  # Whether `target` is the name of a module, as in `python -m`
     timeout_s:float=600 # Seconds for each of the two runs
 )->Verdict:
     "Compare the first fit on several processes with one process at the same global batch size."
     if nproc<2 or steps<1: raise ValueError(f'{nproc=}, {steps=}: give at least 2 processes and a step')
-    if dtype not in (None,'float64','float32','keep'): raise ValueError(f"dtype={dtype!r}: give 'float64', 'float32' or 'keep'")
-    run = lambda dtype: _compare(target, args, nproc, dict(steps=steps, dtype=dtype, dropout=dropout), module, timeout_s)
+    if dtype not in (None,'float64','float32','keep'):
+        raise ValueError(f"dtype={dtype!r}: give 'float64', 'float32' or 'keep'")
+    def run(dtype):
+        return _compare(target, args, nproc, dict(steps=steps, dtype=dtype, dropout=dropout), module, timeout_s)
     try: return run(dtype or 'float64')
     except (RanksError,NoRun) as e:
         if dtype or not _of_types.search(str(e)): raise
@@ -265,7 +257,7 @@ def _record_call(folder, how, func, args):
 
 def _launch(folder, target, args, n, how, env, timeout_s):
     torch.save(how, folder/'how.pt')
-    cmd = [sys.executable, '-m', 'learnerdist.launch', '--nproc', str(n), '-m', 'learnerdist.verify', '--record', str(folder)]
+    cmd = [sys.executable,'-m','learnerdist.launch','--nproc',str(n),'-m','learnerdist.verify','--record',str(folder)]
     res = subprocess.run([*cmd, *target, *map(str, args)], env={'LEARNERDIST_SEED': '0', **os.environ, **env}, timeout=timeout_s, text=True,
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if res.returncode or not (folder/('alone.pt' if how['n_alone'] else '0.pt')).exists():
@@ -277,8 +269,8 @@ def _parser():
                                 epilog='Exit status: 0 the same, 1 different, 2 it could not be run')
     p.add_argument('--nproc', type=int, default=2, help='processes to compare with one')
     p.add_argument('--steps', type=int, default=20, help='of the optimizer, after which the first fit ends')
-    p.add_argument('--dtype', choices=['float64','float32','keep'], help='of model and batches; default: float64 where that is possible')
-    p.add_argument('--no-dropout', dest='dropout', action='store_false', help="silence torch's layers that draw random numbers")
+    p.add_argument('--dtype', choices=['float64','float32','keep'], help='default: float64 where that is possible')
+    p.add_argument('--no-dropout', dest='dropout', action='store_false', help="silence torch's random layers")
     p.add_argument('-m', dest='module', action='store_true', help='what follows is the name of a module')
     p.add_argument('target', metavar='script.py', help='or a module')
     p.add_argument('args', nargs=argparse.REMAINDER, help='the script\'s')
@@ -299,7 +291,7 @@ def main(
     return int(not res.same)
 
 def _record_script(folder, argv):
-    with first_fit(folder, **torch.load(folder/'how.pt', weights_only=True)): _run_target(argv)
+    with first_fit(folder, **torch.load(folder/'how.pt', weights_only=True)): run_target(argv)
 
 # %% ../nbs/02_verify.ipynb #c383bf30
 if __name__=='__main__': sys.exit(main())

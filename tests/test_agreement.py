@@ -4,13 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from learnerdist.all import *
 from learnerdist.core.env import group_rank, group_size
 from learnerdist.data.sharding import epoch_order
-from learnerdist.testing import run_ranks
+from learnerdist.testing import RanksError, run_ranks
 
 N,BS = 24,3 # 2 ranks take 4 steps an epoch, 3 ranks take 3 (the last one padded)
 
@@ -174,7 +173,7 @@ def diverge():
     except Exception as e: return str(e)
 
 def test_divergence_is_found():
-    said = 'after 2 steps of this epoch 0.bias differs between rank 0 and [1]: something changes it on one rank and not on the others'
+    said = '[weights-differ] after 2 steps of this epoch 0.bias differs between rank 0 and [1]: something changes it on one rank and not on the others'
     assert all(o.startswith(said) for o in run_ranks(diverge, 2))
 
 def zero_contribution():
@@ -236,27 +235,6 @@ def zero_gradients():
 def test_zero_gradients_are_no_cancelled_backward_pass(W):
     for got in run_ranks(zero_gradients, W): assert got==pytest.approx([.81,.81,.9], abs=1e-12)
 
-class Summed(Callback):
-    "A collective of the user's"
-    def before_step(self): dist.all_reduce(torch.ones(1))
-
-def zero_gradients_and_a_collective():
-    res = []
-    with process_group():
-        for cancelling in ([1], [0,1]):
-            model = nn.Linear(1, 1, bias=False).double()
-            nn.init.ones_(model.weight)
-            learn = Learner(DataLoaders(TfmdDL([(torch.zeros(1).double(),)*2]*4, bs=1)), model, nn.MSELoss(),
-                            partial(torch.optim.SGD, weight_decay=.1), lr=1.)
-            cbs = [Summed(), *[Raise('before_backward', CancelBackwardException, r, 0) for r in cancelling]]
-            with learn.distrib_ctx(timeout_s=20), learn.no_logging(): learn.fit(1, cbs=cbs)
-            res.append(model.weight.item())
-    return res
-
-def test_zero_gradients_and_a_collective_before_the_step():
-    "The rank that has cancelled asks the others only after callbacks have exchanged what they exchange"
-    for got in run_ranks(zero_gradients_and_a_collective, 2): assert got==pytest.approx([.81,.9], abs=1e-12)
-
 class CancelsInside(Callback):
     "Raises within the backward pass of rank 1"
     def __init__(self, exc): self.exc = exc
@@ -274,7 +252,7 @@ def cancel_inside(bn, exc):
 @pytest.mark.parametrize('exc', [CancelBackwardException,CancelBatchException,CancelFitException])
 def test_a_cancel_within_a_backward_pass_is_an_error(bn, exc):
     for o in run_ranks(cancel_inside, 2, bn, exc):
-        assert f'ValueError: {exc.__name__} was raised within the backward pass' in o and 'in fail' in o
+        assert f'ValueError: {exc.__name__} was raised outside of the events of a batch' in o and 'in fail' in o
 
 def cancels_before_a_forward_pass():
     "On rank 0 alone: of a group's first micro-batch, after the first step; of a batch of one-cycle"
@@ -290,3 +268,37 @@ def cancels_before_a_forward_pass():
 def test_a_cancel_before_the_forward_pass_that_regroups_gradients_or_before_the_recorder():
     a,b = run_ranks(cancels_before_a_forward_pass, 2, timeout_s=100)
     assert a==b and len(set(a[1][0]))==4
+
+def with_a_nan(order):
+    "Rank 1 skips batches whose loss is NaN; the next ones count. A callback behind it adds up a number over ranks, in each batch"
+    sums = []
+    class Skip(Callback):
+        def after_loss(self):
+            if self.training and not torch.isfinite(self.loss): raise CancelBatchException
+    class Adds(Callback):
+        def after_batch(self): sums.append(all_sum(torch.ones(())).item())
+    Skip.order,Adds.order = order,-order
+    learn = make()
+    if group_rank()==1:
+        ds = learn.dls.train.dataset
+        for i in range(N): ds[i] = (ds[i][0]*float('nan'),ds[i][1])
+    with learn.distrib_ctx(seed=1, check_data=False, timeout_s=60): learn.fit(1, cbs=[Skip,Adds])
+    return weights(learn).tolist(),learn.recorder.losses,sums
+
+@pytest.mark.parametrize('order', [-1,1])
+def test_a_batch_with_nans_counts_for_nothing(order):
+    a,b = run_ranks(with_a_nan, 2, order)
+    assert a==b and all(map(math.isfinite, a[0]+a[1])) and {*a[2]}=={2.} and len(a[2])>4
+
+def late_with_a_collective():
+    "Rank 0 cancels before the step, where it waits for the answer of the others; they are in a collective"
+    class Adds(Callback):
+        def after_step(self): all_sum(torch.ones(()))
+    learn = make()
+    with learn.distrib_ctx(seed=1, timeout_s=3): learn.fit(1, cbs=[Raise('before_step', CancelBatchException, 0, 1),Adds])
+
+def test_a_collective_to_which_a_rank_does_not_come_is_named_with_both_lines():
+    with pytest.raises(RanksError) as e: run_ranks(late_with_a_collective, 2, timeout_s=100)
+    for o in map(str, e.value.errors.values()):
+        assert 'a rank did not come' in o and 'rank 0 waited in the vote of a step' in o
+        assert 'rank 1 waited in all_reduce' in o and 'in after_step' in o

@@ -1,5 +1,5 @@
 "One process: every public call works without a launcher, and costs no group and no wrapper"
-import contextlib,io,os
+import contextlib,dataclasses,io,os
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
@@ -216,3 +216,89 @@ def test_names_that_stay():
     dl = DistributedDL(list(range(10)), 1, 2, bs=5)
     dl.set_epoch(0)
     assert [o.tolist() for o in dl]==[[1, 3, 5, 7, 9]] and os.environ.get('WORLD_SIZE') is None
+
+# --- what one process does, the context and several ranks do too -----------------------------------------------------------------
+
+def learner_of(batches=None, cbs=None, metrics=None, loss_func=F.cross_entropy):
+    torch.manual_seed(0)
+    ds = TensorDataset(torch.linspace(-3, 3, 24)[:,None], torch.arange(24)%2)
+    loaders = [batches]*2 if batches else [TfmdDL(ds, 4) for _ in range(2)]
+    learn = Learner(DataLoaders(*loaders), nn.Linear(1, 2), loss_func, torch.optim.SGD, cbs=cbs, metrics=metrics)
+    learn.logger = lambda line: None
+    return learn
+
+def largest(pred, targ): return pred.abs().max() # no mean over samples
+def own_loss(pred, targ): return (pred-F.one_hot(targ, 2)).abs().mean()
+
+def rank0_tries_first(what):
+    learn = learner_of(metrics=largest, loss_func=own_loss)
+    if rank_distrib()==0: getattr(learn, what)(*[1]*(what=='fit'))
+    with learn.distrib_ctx():
+        learn.fit(1)
+        return learn.validate()
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('what', ['validate','fit'])
+def test_rank_0_alone_before_the_context(what):
+    first,*others = run_ranks(rank0_tries_first, 2, what)
+    assert others==[first]
+
+class Holds(Callback):
+    def __init__(self): self.net = nn.Linear(2, 2)
+
+def callback_on_rank_0():
+    learn = learner_of()
+    with learn.distrib_ctx(): learn.fit(1, cbs=[Holds()] if rank_distrib()==0 else None)
+    return learn.model.weight.tolist()
+
+def test_a_callback_of_rank_0_that_holds_a_module():
+    a,b = run_ranks(callback_on_rank_0, 2)
+    assert a==b
+
+@dataclasses.dataclass
+class Close:
+    "A metric without a hash"
+    far:float=1.
+    def __call__(self, pred, targ): return (pred.amax(-1)<self.far).double().mean()
+
+def unhashable():
+    learn = learner_of(metrics=Close())
+    with learn.distrib_ctx(): learn.fit(1)
+    return learn.recorder.values[-1]
+
+@pytest.mark.parametrize('n', [1,2])
+def test_a_metric_without_a_hash(n): assert all(len(o)==3 for o in run_ranks(unhashable, n))
+
+def listed(inside):
+    "Two batches a step on two ranks"
+    x = torch.arange(16.)[:,None]/16
+    learn = learner_of([(o,(o[:,0]*16).long()%2) for o in x.split(4)])
+    with learn.distrib_ctx() if inside else contextlib.nullcontext(): learn.fit(1)
+    return len(learn.recorder.losses),learn.validate()
+
+def test_a_list_of_batches_in_a_context():
+    assert listed(True)==listed(False) and listed(True)[0]==4
+    (n,a),(_,b) = run_ranks(listed, 2, True)
+    assert n==2 and a==b
+
+class Second(Callback):
+    "A second pass, as SAM takes it"
+    def before_step(self):
+        self.learn.opt.zero_grad()
+        self.learn.loss_func(self.learn.wrapper(*self.xb), *self.yb).backward()
+
+def second(inside):
+    learn = learner_of(cbs=Second)
+    with learn.distrib_ctx() if inside else contextlib.nullcontext(): learn.fit(1)
+    return learn.model.weight.tolist()
+
+def test_a_second_pass_alone():
+    assert second(True)==second(False)
+    a,b = run_ranks(second, 2, True)
+    assert a==b
+
+@pytest.mark.parametrize('dtype', [torch.int8,torch.uint8,torch.int16,torch.int64])
+def test_class_weights_with_small_integers_as_targets(dtype):
+    from learnerdist.learner.losses import mean_over
+    over = mean_over(nn.CrossEntropyLoss(torch.tensor([1.,3.])))
+    assert over.count(None, torch.tensor([0,1,1], dtype=dtype))==7

@@ -5,7 +5,6 @@ import pytest, torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL
 from learnerdist.distributed.batchnorm import is_muted, muted, sync_batchnorm, _local_stats, _merge_stats
 from learnerdist.core.env import process_group, setup_distrib, teardown_distrib
 from learnerdist.testing import run_ranks
@@ -405,27 +404,3 @@ def test_on_a_gpu_torchs_own_layer_does_it(rows):
     for i,(dtype,tol) in enumerate([(torch.float32, 1e-4), (torch.bfloat16, 5e-2)]):
         whole = steps(layer(dtype=torch.float32), [batch(dtype=dtype)]*2)
         compare([p[i] for p in parts], whole, tol)
-
-class Teaches(Callback):
-    "A second model with BatchNorm, in training mode, whose output no one uses; in validation, the first one in training mode"
-    def before_fit(self): self.teacher = nn.Sequential(nn.Conv1d(3, 2, 1), nn.BatchNorm1d(2)).double()
-    def before_batch(self): self.teacher(self.xb[0])
-    def before_validate(self): self.learn.model.train()
-
-def unsynced():
-    "Of five validation samples, two ranks have two batches and one"
-    torch.manual_seed(0)
-    x = torch.randn(17, 3, 4, dtype=F64)
-    model = nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4), nn.Conv1d(4, 1, 1)).double()
-    dls = DataLoaders(*[TfmdDL(list(zip(o, o[:,:1])), 2) for o in (x[:12],x[12:])])
-    learn = Learner(dls, model, nn.MSELoss(), lr=.1)
-    with learn.distrib_ctx(timeout_s=60), learn.no_logging(), warnings.catch_warnings(record=True) as w:
-        warnings.simplefilter('always')
-        learn.fit(2, cbs=Teaches())
-        learn.fit(1)
-    return [str(o.message) for o in w if 'normalises by' in str(o.message)],nn.BatchNorm1d.forward.__name__
-
-def test_layers_that_are_not_synchronised_are_told_of():
-    (said,name),(nothing,_) = run_ranks(unsynced, 2, timeout_s=100)
-    assert nothing==[] and name=='forward' and len(said)==2
-    assert 'BatchNorm1d(2) in training mode' in said[0] and 'SyncBatchNorm1d(4) in training mode' in said[1]

@@ -1,7 +1,6 @@
 "What a step, a batch of validation and an order may take, counted: calls of Python functions, bytes. Times would depend on the machine"
 import sys, tracemalloc
 from collections import deque
-from functools import partial
 from itertools import islice
 import pytest, torch
 from torch import nn
@@ -70,25 +69,6 @@ def rank_calls(learner_calls):
 def test_python_calls(W, step, batch):
     for steps,batches in run_ranks(rank_calls, W, ours):
         assert step/2<steps<=step and batch/2<batches<=batch
-
-def fastais(n_batches):
-    "Calls of fastai's Learner, a step and a batch of validation at a time"
-    import learnerdist.fastai # noqa: F401
-    from fastai.basics import DataLoaders as Loaders, Learner as FastaiLearner, OptimWrapper, TfmdDL as FastaiDL
-    from fastai.callback.progress import ProgressCallback as Bars
-    opt = partial(OptimWrapper, opt=torch.optim.SGD)
-    dls = Loaders(*[FastaiDL(data(n_batches).dataset, bs=BS, num_workers=0)]*2)
-    learn = FastaiLearner(dls, model(), nn.CrossEntropyLoss(), opt_func=opt, lr=.1).remove_cb(Bars)
-    with learn.distrib_ctx(seed=1), learn.no_logging():
-        learn.fit(1)
-        return calls_in(lambda: learn.fit(1)),calls_in(learn.validate)
-
-# fastai's Learner: its loop, and the short ways through what it does at each batch (`learnerdist.fastai.quick`). Seen: 131 and 99 calls
-# alone, 306 and 188 on two ranks; since then 12 in a step for the options of one of torch's losses, which may change (5 µs)
-@pytest.mark.parametrize('W,step,batch', [(1, 136, 103), (2, 320, 194)])
-def test_python_calls_of_fastais_learner(W, step, batch):
-    for steps,batches in run_ranks(rank_calls, W, fastais):
-        assert step/2<steps<=step and batch/2<batches<=batch, (steps,batches)
 
 def chunk_bytes(n, n_read):
     "The most that Python and numpy hold while so many indices of a rank's share of `n` are read, none of them kept"

@@ -1,15 +1,10 @@
-"Which private names of torch the installed version has, what happens without them, and which shims of older versions can go"
-import ast,json,os,re,subprocess,sys
-from collections import OrderedDict
+"Which private names of torch the installed version has, and which of them, and of the shims of older versions, can go"
+import ast,re
 from configparser import ConfigParser
 from pathlib import Path
-from typing import NamedTuple
 import pytest,torch
 from torch import nn
 from learnerdist.core import compat
-from learnerdist.data.rows import RowList
-from learnerdist.data.rows import row_columns
-from learnerdist.distributed.gather_rows import _meta
 
 root = Path(__file__).parent.parent
 
@@ -49,78 +44,21 @@ def test_private_names_are_in_compat():
     found = {str(o.relative_to(root)): sorted({*private_names(t, ours)}-pythons) for o,t in trees.items()}
     assert {k:v for k,v in found.items() if v} == {}
 
+def test_names_are_still_used():
+    "What no other module imports, and compat does not use itself, goes"
+    trees = [ast.parse(o.read_text()) for o in (root/'learnerdist').rglob('*.py') if o.name!='_modidx.py']
+    froms = [n for t in trees for n in ast.walk(t) if isinstance(n, ast.ImportFrom) and (n.module or '').endswith('compat')]
+    imports = {a.name for n in froms for a in n.names}
+    own = ast.parse(Path(compat.__file__).read_text())
+    read = {n.id for n in ast.walk(own) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    stored = [n for o in own.body if isinstance(o, ast.Assign) for n in ast.walk(o) if isinstance(getattr(n, 'ctx', None), ast.Store)]
+    defined = {n.id for n in stored if isinstance(n, ast.Name)}
+    defined |= {o.name for o in own.body if isinstance(o, (ast.FunctionDef,ast.ClassDef))}
+    assert defined-imports-read-{'__all__','missing','shims'} == set()
+
 def test_shims_are_still_needed():
     "When the lower bound of torch rises, those go that no supported version needs"
     cfg = ConfigParser(delimiters=['='])
     cfg.read(root/'settings.ini')
     oldest = re.search(r'torch>=([\d.]+)', cfg['DEFAULT']['requirements'])[1]
     assert [k for k,v in compat.shims.items() if number(v)<=number(oldest)] == []
-
-script = """
-import json,torch
-from torch import nn
-from learnerdist.all import DataLoaders,Learner,TfmdDL,is_rank0,num_distrib
-from learnerdist.core import compat
-
-class Nested(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    def forward(self, x):
-        y = self.lin(x)
-        return {'y': y, 'more': (y*2, [y+1])}
-
-torch.manual_seed(0)
-x = torch.randn(12, 4, dtype=torch.float64)
-ds = [(o, o.sum(0, keepdim=True)) for o in x]
-dl,bs = TfmdDL(ds, bs=4, num_workers=1, persistent_workers=True),4//max(num_distrib(), 1)
-learn = Learner(DataLoaders(dl.new(bs=bs), dl.new(bs=bs)), Nested().double(), lambda p,y: ((p['y']-y)**2).mean(), torch.optim.SGD, lr=.1)
-with learn.distrib_ctx():
-    learn.fit(2)
-    preds,_ = learn.get_preds()
-weights = torch.cat([p.flatten() for p in learn.model.parameters()]).tolist()
-if is_rank0(): print(json.dumps([weights, preds['more'][1][0].flatten().tolist(), learn.recorder.times[-1], len(compat.missing())]))
-"""
-
-# What Python runs at its start: no private name is found in any module
-nothing_private = """
-import importlib,sys
-find = importlib.import_module
-def import_module(name, package=None):
-    if sys._getframe(1).f_globals.get('__name__')=='learnerdist.core.compat': raise ImportError(name)
-    return find(name, package)
-importlib.import_module = import_module
-"""
-
-def run_script(path, *how, **env):
-    (path/'script.py').write_text(script)
-    env = {**os.environ, 'OMP_NUM_THREADS': '1', **env}
-    p = subprocess.run([sys.executable, *how, str(path/'script.py')], env=env, cwd=root, capture_output=True, text=True, timeout=300)
-    assert p.returncode==0, p.stderr
-    return json.loads(p.stdout.splitlines()[-1])
-
-@pytest.mark.long
-def test_a_torch_without_these_names_trains(tmp_path):
-    "On two ranks of the launcher, with synchronised BatchNorm and nested predictions, as one process that has all names"
-    (tmp_path/'sitecustomize.py').write_text(nothing_private)
-    weights,preds,_,n = run_script(tmp_path)
-    assert n==len(compat.missing())
-    got,got_preds,times,n = run_script(tmp_path, '-m', 'learnerdist.launch', '--nproc', '2', PYTHONPATH=f'{tmp_path}{os.pathsep}{root}')
-    assert n>15 and times['comm'] is times['step'] is None and times['total']>0
-    assert got==pytest.approx(weights, abs=1e-9) and got_preds==pytest.approx(preds, abs=1e-9)
-
-def test_fallbacks_of_trees():
-    b = (1, {'x': [2, Row(3, 4)], 'y': (5,)}, [], OrderedDict(z=RowList([6, 7])))
-    assert compat._leaves(b)==compat.tree_leaves(b)==[1, 2, 3, 4, 5, RowList([6, 7])]
-    leaves,spec = compat._flatten(b)
-    assert compat._unflatten(leaves, spec)==b and compat._map(str, b)==compat.tree_map(str, b)
-    assert compat._leaves(b, is_leaf=lambda o: isinstance(o, dict))==compat.tree_leaves(b, is_leaf=lambda o: isinstance(o, dict))
-
-class Row(NamedTuple):
-    a:int
-    b:int
-
-def test_only_plain_data_travels():
-    "What ranks say of the structure of their rows has nothing of torch's own classes in it"
-    _,structure = _meta(*row_columns([({'x': torch.zeros(3, 2)}, [torch.zeros(3)])]))
-    assert structure==({'x': 0}, [1])

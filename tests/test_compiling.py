@@ -8,7 +8,6 @@ from learnerdist.all import *
 from learnerdist.core import compat
 from learnerdist.testing import run_ranks
 
-pytestmark = pytest.mark.skipif(compat.torch_version<(2,6), reason='compile() needs torch 2.6')
 threads = dict(TORCHINDUCTOR_COMPILE_THREADS='1')
 
 class Block(nn.Module):
@@ -45,7 +44,8 @@ def run(compiled, model=blocks, n_epoch=2, ctx=(), **kw):
     "Weights and numbers of a fit, and what the compiler did in it"
     learn,counts = make(model),Counter(compat.find('compile_counts')['graph_break'])
     if compiled is not None: learn.compile(compiled, **kw)
-    with learn.no_logging(), learn.distrib_ctx(seed=3, **dict(ctx)):
+    with warnings.catch_warnings(record=True) as found, learn.no_logging(), learn.distrib_ctx(seed=3, **dict(ctx)):
+        warnings.simplefilter('always')
         learn.fit(n_epoch)
         graphs = sorted(learn.compiled.graphs.values()) if compiled is not None else []
         val,(preds,_) = learn.validate(),learn.get_preds()
@@ -53,7 +53,7 @@ def run(compiled, model=blocks, n_epoch=2, ctx=(), **kw):
     return dict(state=[t.clone() for t in learn.model.state_dict().values()], keys=[*learn.model.state_dict()],
                 losses=learn.recorder.losses, val=val, preds=preds, graphs=graphs, n_eager=cb and cb.n_eager,
                 breaks=[*compat.find('compile_counts')['graph_break']][len(counts):],
-                left=traces(learn.model))
+                said=[str(o.message) for o in found if 'learn.compile' in str(o.message)], left=traces(learn.model))
 
 def rank_runs(cases):
     with process_group(): return [run(None if c is None else c, **kw) for c,kw in cases]
@@ -69,11 +69,12 @@ aot = [pytest.param(W, 'aot_eager', marks=pytest.mark.slow if W==2 else pytest.m
 @pytest.mark.parametrize('W,backend', [(2, 'eager'), *aot])
 def test_the_plain_run(W, backend):
     kw = dict(backend=backend)
-    cases = [(None,{}), (False,kw), (Block,kw), (None,dict(model=branches)), (False,dict(kw, model=branches, fullgraph=True))]
+    cases = [(None,{}), (False,kw), (Block,kw), (None,dict(model=branches)), (False,dict(kw, model=branches, fullgraph=W==1))]
     for r,(plain,whole,parts,bn,synced) in enumerate(run_ranks(rank_runs, W, cases, timeout_s=200)):
         for a,b in ((plain,whole), (plain,parts), (bn,synced)): # the last batch is whole on rank 0, and not on the last rank
             close(a, b)
-            assert sum(b['graphs'])==2 and (b['n_eager']>0)==(r==W-1) and b['breaks']==[] and b['left']==[], b
+            assert (b['n_eager']>0)==(r==W-1) and b['left']==[] and b['said']==[], b
+            if b is not synced or W==1: assert sum(b['graphs'])==2 and b['breaks']==[], b # synchronised layers are not compiled
 
 class CancelSome(Callback):
     "Rank 1 cancels a batch, then the epoch"
@@ -177,11 +178,11 @@ def test_an_error_in_a_batch_leaves_the_plain_model():
 @pytest.mark.long # inductor: a C++ compiler at work
 @pytest.mark.parametrize('W', [1, 2, 3])
 def test_inductor(W):
-    cases = [(None,{}), (False,{}), (Block,{}), (None,dict(model=branches)), (False,dict(model=branches, fullgraph=True))]
+    cases = [(None,{}), (False,{}), (Block,{}), (None,dict(model=branches)), (False,dict(model=branches))]
     for plain,whole,parts,bn,synced in run_ranks(rank_runs, W, cases, timeout_s=500, env=threads):
         for a,b in ((plain,whole), (plain,parts), (bn,synced)):
             close(a, b)
-            assert sum(b['graphs'])==2 and b['breaks']==[]
+            assert b is synced or sum(b['graphs'])==2 and b['breaks']==[]
 
 def fastai_fit(compiled):
     "Weights, predictions and graphs of a fastai learner"
@@ -211,52 +212,3 @@ def test_fastais_learner(W):
     for (want,p,_,_),(got,q,graphs,left) in run_ranks(rank_fastai, W, timeout_s=200):
         for a,b in zip([*want, p], [*got, q], strict=True): torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
         assert graphs==2 and left==[]
-
-class Fan(nn.Module):
-    "Layers beside one another, each with another number of channels"
-    def __init__(self):
-        super().__init__()
-        self.sides = nn.ModuleList([nn.Linear(8, 8*i) for i in range(1, 7)])
-        self.bns = nn.ModuleList([nn.BatchNorm1d(8*i) for i in range(1, 7)])
-    def forward(self, x): return torch.cat([m(x)-bn(m(x)) for m,bn in zip(self.sides, self.bns)], 1)
-
-def latest_first(gm, inputs):
-    "A compiler that runs whatever may be run, the last first: any order that the data allow is right to it"
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
-    def turned(gm, _):
-        left,new,env = [*gm.graph.nodes],torch.fx.Graph(),{}
-        while left:
-            ready = [o for o in left if all(i in env for i in o.all_input_nodes)]
-            inputs = [o for o in ready if o.op=='placeholder']
-            node = inputs[0] if inputs else next((o for o in reversed(ready) if o.op!='output'), ready[0])
-            env[node] = new.node_copy(node, env.__getitem__)
-            left.remove(node)
-        return make_boxed_func(torch.fx.GraphModule(gm, new).forward)
-    return aot_autograd(fw_compiler=turned, bw_compiler=turned)(gm, inputs)
-
-def rank_order(backend):
-    "The sizes of what is exchanged, in their order: plain and compiled"
-    from learnerdist.distributed import batchnorm,compiling
-    sizes,reduce = [],batchnorm.dist.all_reduce
-    def noted(t, *args, **kw):
-        sizes.append(t.numel())
-        return reduce(t, *args, **kw)
-    with process_group():
-        torch.manual_seed(0)
-        model,x = Fan(),torch.randn(4, 8)
-        undo,found,run = sync_batchnorm(model),[],compiling.runner(Fan, fullgraph=True, backend=backend)
-        batchnorm.dist.all_reduce = noted
-        try:
-            for call in (model, lambda x: run(model, x)):
-                sizes.clear()
-                (call(x)**2).sum().backward()
-                found.append([*sizes])
-        finally:
-            batchnorm.dist.all_reduce = reduce
-            undo()
-    return found
-
-@pytest.mark.parametrize('backend', [pytest.param(latest_first, marks=pytest.mark.slow), pytest.param('inductor', marks=pytest.mark.long)])
-def test_compiled_layers_exchange_in_the_order_of_plain_ones(backend): # which may change what does not depend on one another
-    for plain,compiled in run_ranks(rank_order, 2, backend, timeout_s=300, env=threads): assert len(plain)==12 and plain==compiled

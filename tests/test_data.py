@@ -4,7 +4,6 @@ import pandas as pd, pytest, torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, TensorDataset,
                               WeightedRandomSampler, default_collate)
-from learnerdist.core.compat import read_in_order
 from learnerdist.data.distributed_dl import DistributedDL
 from learnerdist.data.loaders import (DataLoaders, TfmdDL, apply, changed, check_options, find_bs, is_shuffled, loader_settings, one_batch,
                               to_cpu, to_detach, to_device)
@@ -71,7 +70,7 @@ def test_options():
         TfmdDL([1], nope=1)
     with pytest.raises(ValueError, match="'nope'"): changed(DataLoader([1]), nope=1)
     with pytest.raises(ValueError, match="batch_size=0"): TfmdDL([1], bs=0)
-    check_options(['shuffle', 'pin_memory', *read_in_order])
+    check_options(['shuffle', 'pin_memory', 'in_order'])
 
 def test_is_shuffled():
     class Mine(RandomSampler): pass

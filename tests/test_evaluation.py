@@ -247,7 +247,43 @@ def dict_model(ctx):
     with ctx(learn): learn.validate()
     return values(learn)
 
+def root(p, t): return (p.softmax(-1)-F.one_hot(t, 4)).pow(2).mean().sqrt() # no mean over samples
+
+def own_batch(ctx, dtype):
+    "A model that depends on who shares a batch, a loss that is a sum, metrics that are no means"
+    torch.manual_seed(0)
+    x,y = xy(13)
+    dl = TfmdDL(TensorDataset(x.to(dtype), y), 5)
+    model = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 4)).to(dtype)
+    learn = Learner(DataLoaders(dl, dl), model, nn.CrossEntropyLoss(reduction='sum'), metrics=[root, accuracy, AccumMetric(root)])
+    with ctx(learn): learn.validate()
+    return values(learn)
+
+def of_pairs(p, t): return F.cross_entropy(p@p.T, torch.arange(len(p))) # a loss of the batch
+
+def padded_texts(ctx):
+    "Padded to the longest of the batch; the model adds up what is there"
+    def collate(items):
+        xs,ys = zip(*items)
+        return nn.utils.rnn.pad_sequence(xs, batch_first=True, padding_value=1.),torch.stack(ys)
+    texts = [(torch.arange(i%5+1.)/9, torch.tensor(float(i))) for i in range(11)]
+    class Sums(nn.Module):
+        def forward(self, x): return x.cumsum(1)[:,-1]
+    dl = TfmdDL(texts, 2, collate_fn=collate)
+    learn = Learner(DataLoaders(dl, dl), Sums(), F.mse_loss, metrics=[F.l1_loss])
+    with ctx(learn): learn.validate()
+    return values(learn)
+
+def one_graph(ctx):
+    "The data set is one graph: one rank has it"
+    dl = DataLoader([xy(9)], None)
+    return validated(ctx, dl, metrics=[root, accuracy, AccumMetric(root), BatchMeans])
+
 cases = dict(
+    own_batch=lambda ctx: own_batch(ctx, torch.float64),
+    own_batch_float32=lambda ctx: own_batch(ctx, torch.float32),
+    loss_of_pairs=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 4), loss=of_pairs, metrics=[root]),
+    padded_texts=padded_texts, one_graph=one_graph,
     function_kinds=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 4), metrics=[accuracy, as_float, as_numpy]),
     nan=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 1), metrics=[nan_for_some, always_nan, accuracy]),
     no_sample=lambda ctx: validated(ctx, TfmdDL(KeyedXY(0), 4), metrics=[accuracy, BatchMeans, Counts, tm.MulticlassAccuracy(4)]),
@@ -297,6 +333,19 @@ def rank_cases(names):
 
 @functools.cache
 def on_ranks(W): return run_ranks(rank_cases, W, [*cases,*random_cases], timeout_s=240)
+
+def rank_parts():
+    "What each rank's share of a loader says of itself, with a batch size that `split_batches` divides"
+    with process_group():
+        learn = make(TfmdDL(KeyedXY(13), 4), n_train=16)
+        with learn.distrib_ctx(seed=1, split_batches=True):
+            return len(learn.dls.valid),[len(b[0]) for b in learn.dls.valid],learn.validate(0)
+
+def test_a_rank_evaluates_batches_of_the_loaders_own_size():
+    want = make(TfmdDL(KeyedXY(13), 4), n_train=16).validate(0)
+    (a,b) = run_ranks(rank_parts, 2)
+    assert (a[:2],b[:2])==((2,[4,4]), (2,[4,1]))
+    for o in (a,b): assert_close([torch.as_tensor(v).tolist() for v in o[2]], [torch.as_tensor(v).tolist() for v in want])
 
 @pytest.mark.parametrize('name', [*cases,*random_cases])
 def test_case(name):

@@ -168,7 +168,7 @@ def test_a_rank_that_is_gone_without_a_word(env):
 def stuck():
     while not launch_store().check(['found']): threading.Event().wait(.01)
 
-set_timeout = getattr(dist, 'set_timeout', dist.distributed_c10d._set_pg_timeout) # torch 2.4 has only the second
+set_timeout = getattr(dist, 'set_timeout', dist.distributed_c10d._set_pg_timeout) # torch 2.6 has only the second
 
 class Hang(Callback):
     "Rank 2 does not come to the next exchange, and the others' patience is short from now on"

@@ -58,6 +58,7 @@ def own_loss(W, rank):
     rows = [(dict(x=x, labels=torch.tensor(-100) if x[0]>.4 else y),y) for x,y in items(96)]
     learn = make(W, rank, OwnLoss, loss=of_output, metrics=[])
     learn.dls = DataLoaders.from_dsets(rows, rows[:37], bs=per_rank(24, W), drop_last=(False,False), num_workers=0, device='cpu')
+    learn.dls.loaders[1] = learn.dls.valid.new(bs=24)
     with ctx(learn, W):
         learn.fit(2)
         return dict(history(learn), validate=floats(learn.validate()))
@@ -267,9 +268,12 @@ def test_outside_a_context_a_rank_is_one_process(tmp_path):
         for got in run_ranks(outside, W, tmp_path): close(got, [want]*2, 0)
         shows('8 `fit` and `get_preds` with `WORLD_SIZE` and `RANK` set, with a group and without one', W, 0)
 
-changed = {'fastai.torch_core.maybe_gather', *(f'fastai.learner.Learner.{o}' for o in
-           ('to_distributed','detach_distributed','distrib_ctx','to_parallel','detach_parallel','parallel_ctx',
-            'fit','at_end','say','save','load','compile','uncompile'))} # for `fit(resume=)`, and files of weights that rank 0 writes
+changed = {'fastai.torch_core.maybe_gather', 'fastai.tabular.learner.TabularLearner.predict', 'fastai.text.learner.LMLearner.predict',
+           *(f'fastai.text.learner.TextLearner.{o}' for o in ('load','save_encoder')),
+           *(f'fastai.learner.Learner.{o}' for o in
+             ('to_distributed','detach_distributed','distrib_ctx','to_parallel','detach_parallel','parallel_ctx',
+              'fit','_do_fit','_do_epoch','all_batches','at_end','say','save','load','compile','uncompile', # also for `fit(resume=)`
+              'get_preds','lr_find','predict','show_results','summary','export'))} # as fastai's, but in a context
 
 def ours(o): return (getattr(o, '__module__', None) or '').startswith('learnerdist.')
 

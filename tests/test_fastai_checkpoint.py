@@ -9,7 +9,7 @@ from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.metrics import accuracy
-from learnerdist.distributed.divergence import digest
+from learnerdist.distributed.comparison import digest
 from learnerdist.fastai import Checkpoint, Preempted, rank0_first, rank_distrib
 from learnerdist.learner.callback import Callback
 from torch import nn

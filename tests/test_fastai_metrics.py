@@ -110,7 +110,7 @@ lines = {
     'single': '`accuracy`, `error_rate`, `top_k_accuracy`, `BalancedAccuracy`, `CohenKappa`, `F1Score`, `FBeta`, `HammingLoss`, `Jaccard`, '
               '`Precision`, `Recall`, `RocAuc`, `Perplexity`, `MatthewsCorrCoef`, `LossMetric`, `LossMetrics`; metrics of a user: an '
               '`AvgMetric` with more state, one that depends on the order, one that is neither mean nor rows; functions that '
-              'are no means over samples, F1 by scikit-learn and a root: their means over (global) batches',
+              'are no means over samples, F1 by scikit-learn and a root: their means over batches (in validation)',
     'binary': '`APScoreBinary`, `BrierScore`, `RocAucBinary`; `F1Score`, `Precision`, `Recall`, `Jaccard`, `FBeta` of two classes',
     'multi': '`accuracy_multi`, `APScoreMulti`, `BrierScoreMulti`, `F1ScoreMulti`, `FBetaMulti`, `HammingLossMulti`, `JaccardMulti`, '
              '`PrecisionMulti`, `RecallMulti`, `RocAucMulti`',
@@ -127,6 +127,13 @@ def test_every_metric_of_fastais_is_here():
 
 def top2(p, y): return fm.top_k_accuracy(p, y, k=2)
 
+def own_size(learn, bs=12):
+    "Evaluate batches of this size on any number of ranks"
+    learn.dls.loaders[1] = learn.dls.valid.new(bs=bs)
+    return learn
+
+no_means = f1,root,fm.foreground_acc # in training they depend on how many ranks there are
+
 def measured(W, rank, n_valid, train_metrics):
     torch.set_default_dtype(F64)
     res = {}
@@ -135,7 +142,8 @@ def measured(W, rank, n_valid, train_metrics):
         mets,model,loss = kinds()[name]
         dsets = targets(name, 45, 1),targets(name, n_valid, 2)
         dls = DataLoaders.from_dsets(*dsets, bs=per_rank(12, W), num_workers=0, drop_last=False, shuffle=(True,False))
-        learn = Learner(dls, model.double(), Attr(loss), opt_func=SGD, lr=.1, metrics=mets)
+        if train_metrics: mets = [o for o in mets if o not in no_means]
+        learn = own_size(Learner(dls, model.double(), Attr(loss), opt_func=SGD, lr=.1, metrics=mets))
         if train_metrics: learn.recorder.train_metrics = True
         with ctx(learn, W):
             res[name] = [floats(learn.validate())]
@@ -153,35 +161,44 @@ def test_every_metric():
     want = same(every_metric, tol=1e-6, lines=dict(keyed, even='5 `Recorder`, its loss and metrics, when all batches are full'))
     assert all(torch.isfinite(torch.tensor(v[0])).all() for k,v in want.items() if k!='even')
 
-def told(W, rank):
-    "What is said of functions, and their values"
-    learn = make(W, rank, n_valid=37, metrics=[f1, root, fraction, fm.accuracy])
+def functions(W, rank):
+    learn = own_size(make(W, rank, n_valid=37, metrics=[f1, root, fraction, fm.accuracy]))
     with ctx(learn, W), warnings.catch_warnings(record=True) as ws:
         warnings.simplefilter('always')
-        vals = [floats(learn.validate()) for _ in range(2)]
+        vals = floats(learn.validate())
     return vals,[str(o.message) for o in ws if 'metric' in str(o.message)]
 
-def test_a_function_that_is_no_mean_over_samples_is_told_of_once():
-    want = told(0, 0)
-    (vals,said),(others,nothing) = run_ranks(on_ranks, 2, told)
-    close([vals,others], [want[0]]*2, 1e-6)
-    assert want[1]==nothing==[] and [o.split(' is ')[0] for o in said]==['the metric f1','the metric root']
-    assert all('mean of its values on (global) batches. AccumMetric(' in o for o in said)
+def test_functions_that_are_no_means_over_samples():
+    want = functions(0, 0)
+    for W in (2,3):
+        for got in run_ranks(on_ranks, W, functions): close(got, want, 1e-6)
+    assert not want[1]
+
+def batch_norm(W, rank):
+    "In float32: BatchNorm without running statistics, a loss that is a sum; predictions and inputs"
+    learn = own_size(make(W, rank, n_valid=38, metrics=[f1], dtype=torch.float32, loss=nn.CrossEntropyLoss(reduction='sum')))
+    learn.model = nn.Sequential(nn.BatchNorm1d(8, track_running_stats=False), learn.model)
+    with ctx(learn, W): return floats(learn.validate()),[o.double() for o in learn.get_preds(with_input=True)]
+
+def test_models_that_depend_on_the_batch():
+    want = batch_norm(1, 0)
+    for W in (2,3):
+        for got in run_ranks(on_ranks, W, batch_norm): close(got, want, 1e-5)
 
 def in_batch(p, t):
-    "A loss of all pairs in the global batch"
+    "A loss of all pairs in the batch"
     p = gather_with_grad(p)
     return F.cross_entropy(p@p.T, torch.arange(len(p)))
 in_batch.n_items = 'whole'
 
 def of_pairs(W, rank):
     "37 samples: the last batch is smaller"
-    learn = make(W, rank, bs=12, n_valid=37, metrics=[])
+    learn = own_size(make(W, rank, bs=12, n_valid=37, metrics=[]))
     learn.loss_func = Attr(in_batch)
     learn.loss_func.n_items = 'whole'
     with ctx(learn, W): return floats(learn.validate())
 
-def test_validation_loss_of_the_whole_global_batch():
+def test_validation_loss_of_all_pairs():
     want = of_pairs(0, 0)
     for got in run_ranks(on_ranks, 2, of_pairs): close([got], [want], 1e-6)
 
@@ -221,7 +238,7 @@ def saved(learn, folder):
     return res,[in_files(folder/o) for o in ('preds','targs','only')]
 
 def options(W, rank, path):
-    learn = make(W, rank, n_valid=37, bs=12)
+    learn = own_size(make(W, rank, n_valid=37, bs=12))
     res = {}
     with ctx(learn, W):
         kws = {'`get_preds`': {}, '`with_input`, `with_loss`, `with_decoded`': dict(with_input=True, with_loss=True, with_decoded=True),

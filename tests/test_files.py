@@ -1,5 +1,5 @@
 "`save` writes once, whole or not at all, and waits for nobody; the `load` that follows sees the file on any rank"
-import os,pickle,stat,subprocess,sys,threading
+import contextlib,io,os,pickle,stat,subprocess,sys,threading,time
 from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from torch import nn
@@ -348,3 +348,58 @@ def rank_resumes(path):
 
 def test_a_missing_file_is_missing_everywhere(tmp_path):
     assert run_ranks(rank_resumes, 2, tmp_path)==[(True,0,2),(True,1,2)]
+
+def rank_0_alone_saves(path, fastai):
+    "Over a file of an earlier run; rank 0 takes its time. Later all ranks save, then rank 0 alone again"
+    make_one = fastai_learner if fastai else make
+    learn,res = make_one(path),[]
+    for i,everywhere in enumerate([False,True,False,False,True]):
+        set_weight(learn, 10*rank_distrib()+i)
+        if rank_distrib()==0: time.sleep(.3)
+        if everywhere or rank_distrib()==0: learn.save('a')
+        set_weight(learn, -1)
+        learn.load('a')
+        res.append(weight(learn))
+        with process_group(): distrib_barrier()
+    return res
+
+def fastai_learner(path):
+    from fastai.data.core import DataLoaders as FastaiLoaders
+    from fastai.data.load import DataLoader
+    import learnerdist.fastai # noqa: F401
+    from fastai.learner import Learner as FastaiLearner
+    learn = make(path)
+    dl = DataLoader([(torch.ones(4),torch.ones(1))]*4, bs=2)
+    return FastaiLearner(FastaiLoaders(dl, dl), learn.model, F.mse_loss, path=path)
+
+@pytest.mark.parametrize('fastai', [False,True])
+def test_a_file_of_an_earlier_run_is_never_read_after_a_save(tmp_path, fastai):
+    "Whether rank 0 has saved alone, or all ranks have, and for good"
+    (fastai_learner if fastai else make)(tmp_path, **({} if fastai else dict(value=77.))).save('a')
+    assert run_ranks(rank_0_alone_saves, 3, tmp_path, fastai, timeout_s=60)==[[0,1,2,3,4]]*3
+
+def rank_own_folder(path):
+    own = path/str(rank_distrib())
+    learn = make(own)
+    learn.save('tmp')
+    try: learn.load('tmp')
+    except ValueError as e: return str(e)
+
+def test_a_folder_of_each_ranks_own(tmp_path):
+    none,said = run_ranks(rank_own_folder, 2, tmp_path, timeout_s=30)
+    assert none is None and f'this rank loads {tmp_path}/1/models/tmp.pth, which is not there' in said
+    assert f'rank 0 loads {tmp_path}/0/models/tmp.pth' in said and 'distrib_ctx' in said
+
+def rank_late(path):
+    "Rank 0 takes seconds before it loads"
+    learn,said = make(path),io.StringIO()
+    learn.save('a')
+    if rank_distrib()==0: time.sleep(6)
+    with contextlib.redirect_stderr(said): learn.load('a')
+    return said.getvalue()
+
+@pytest.mark.slow
+def test_a_rank_that_waits_says_for_what(tmp_path):
+    "One of those that wait"
+    said = run_ranks(rank_late, 3, tmp_path, timeout_s=60)
+    assert ''.join(said).count('waits for rank 0 to load')==1 and f'{tmp_path}/models/a.pth, as all ranks do' in ''.join(said)

@@ -16,7 +16,7 @@ ds = TensorDataset(x, x.sin())
 def learner(*loaders, **kw):
     torch.manual_seed(1)
     loaders = loaders or (TfmdDL(ds, 8),TfmdDL(ds, 8))
-    learn = Learner(DataLoaders(*loaders), nn.Linear(1, 1), nn.MSELoss(), **kw)
+    learn = Learner(DataLoaders(*loaders), **(dict(model=nn.Linear(1, 1), loss_func=nn.MSELoss()) | kw))
     learn.logger = lambda line: None
     return learn
 
@@ -39,7 +39,19 @@ def say_hidden(): learner(cbs=Twice).fit(1)
 
 @pytest.mark.parametrize('f,said', [(say_empty,'has no batch: nothing is trained'),(say_hidden,'Twice.xb: the callback.s own')])
 def test_warnings(f, said):
-    with pytest.warns(UserWarning, match=said): f()
+    with pytest.warns(UserWarning, match=said) as found: f()
+    assert found[0].filename==__file__ # the user's line, not ours
+
+class Graph:
+    "A batch object, as of PyTorch Geometric"
+    def to(self, *args, **kwargs): return self
+
+class OnGraph(nn.Linear):
+    def __init__(self): super().__init__(1, 1)
+    def forward(self, g): return dict(loss=super().forward(torch.ones(1, 1)).mean())
+
+def in_context(*args, **kw):
+    with learner().distrib_ctx(*args, **kw): pass
 
 cases = dict(
     data_set=(lambda: DataLoaders(ds, ds), ValueError, r'a TensorDataset is a data set, no loader: DataLoaders.from_dsets'),
@@ -49,6 +61,17 @@ cases = dict(
     no_valid=(lambda: learner(TfmdDL(ds, 8)).validate(), IndexError, 'no loader 1 among 1: .* give `valid`'),
     no_valid_preds=(lambda: learner(TfmdDL(ds, 8)).get_preds(), IndexError, 'give `valid`'),
     lr=(lambda: learner().fit_one_cycle(1, lr=.1), TypeError, "no option 'lr'; the rate of a fit with a schedule of its own is 'lr_max'"),
+    epochs=(lambda: learner().fit(-1), ValueError, 'n_epoch=-1: give a whole number'),
+    epochs_text=(lambda: learner().fit('3'), ValueError, "n_epoch='3': give a whole number"),
+    epochs_part=(lambda: learner().fit(1.5), ValueError, 'n_epoch=1.5: give a whole number'),
+    cycle=(lambda: learner().fit_one_cycle('3'), ValueError, "n_epoch='3': give a whole number"),
+    lr_text=(lambda: learner(lr='0.1').fit(1), ValueError, "lr='0.1': give a number, a slice"),
+    callback=(lambda: learner(cbs=[3]), ValueError, '3 is no callback: give a `Callback`'),
+    no_loss=(lambda: learner(loss_func=lambda p,t: None).fit(1), ValueError, 'the loss is None: let loss_func return a tensor'),
+    no_targets=(lambda: learner([Graph()]*2, model=OnGraph(), loss_func=None).fit(1), ValueError, 'Graph, has no targets'),
+    sync_bn=(lambda: in_context(sync_bn='no'), ValueError, "sync_bn='no': give True or False"),
+    split=(lambda: in_context(split_batches='no'), ValueError, "split_batches='no': give True or False"),
+    batch_size=(lambda: in_context(16), ValueError, "cuda_id=16, but 0 GPUs .* It is no batch size"),
     lbfgs=(lambda: learner(opt_func=torch.optim.LBFGS).fit(1), ValueError, 'LBFGS needs the loss several times a step'))
 
 @pytest.mark.parametrize('name', cases)
@@ -120,5 +143,5 @@ def test_help_says_what_parameters_mean(public, prompt):
            'help(Checkpoint)\nif "fastai" in sys.modules: from fastai.learner import Learner\nhelp(Learner.distrib_ctx)'
     said = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout
     known = ["cuda_id: This process's GPU",'keep: How many']
-    if fastcore.__version__>='2': known.append('kw: Of `DistributedTrainer`') # an older one leaves out what stands beside `**kw`
-    assert all((o in said)==prompt for o in known), said
+    if fastcore.__version__>='2': known.append('split_batches: The loaders') # of what it delegates to
+    assert all((o in said)==prompt for o in known) and 'find_unused_parameters=False' in said, said

@@ -4,7 +4,7 @@ import pytest, torch
 from torch import nn
 from learnerdist.all import DataLoaders, Learner, TfmdDL
 from learnerdist.checkpoint import snapshot
-from learnerdist.distributed.divergence import digest
+from learnerdist.distributed.comparison import digest
 
 names = ['epoch_0000-step_00000001','epoch_0000-step_00000002']
 files = ['model.pt','state.pt','manifest.json']

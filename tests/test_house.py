@@ -27,21 +27,6 @@ def imports(tree, at):
             names = [f'{base}.{a.name}' if f'{base}.{a.name}'.removeprefix('learnerdist.') in modules else base for a in o.names]
         yield from (n.partition('.')[2] for n in names if n.startswith('learnerdist.'))
 
-def code_lines(source):
-    "Lines with code on them: no comments, no docstrings, no blank lines"
-    lines,skip = set(),(tokenize.COMMENT,tokenize.NL,tokenize.NEWLINE,tokenize.INDENT,tokenize.DEDENT,tokenize.ENDMARKER)
-    for t in tokenize.generate_tokens(io.StringIO(source).readline):
-        if t.type not in skip: lines |= {*range(t.start[0], t.end[0]+1)}
-    docs = [o.body[0] for o in ast.walk(ast.parse(source)) if isinstance(o, (*functions,ast.ClassDef,ast.Module)) and ast.get_docstring(o)]
-    return lines - {i for d in docs if not _shares_line(d, source) for i in range(d.lineno, d.end_lineno+1)}
-
-def folded(source):
-    "Lines that assignments of more than four names save"
-    assigned = [t for o in ast.walk(ast.parse(source)) if isinstance(o, ast.Assign) for t in o.targets if isinstance(t, ast.Tuple)]
-    return sum((len(t.elts)-1)//4 for t in assigned)
-
-def _shares_line(node, source): return source.splitlines()[node.lineno-1][:node.col_offset].strip()!=''
-
 def per_module(find):
     "What `find` finds in each module, for those where it finds something"
     return {o: found for o in modules if (found := [*find(o)])}
@@ -126,11 +111,14 @@ def test_all_imports_nothing_that_is_needed_only_sometimes():
              'pandas','IPython')
     assert loaded('import learnerdist.all', 'torch', *never) == ['torch']
 
-def test_sizes():
-    "A module has up to 250 lines of code, a function 30 in all; an assignment counts a line for each four names, and no line has two"
-    assert {o: n for o,s in sources.items() if (n := len(code_lines(s))+folded(s))>250} == {}
+def test_no_private_names_across_modules(monkeypatch):
+    "What another module needs has a public name in the module that owns it"
+    assert per_module(lambda o: tool('figures', monkeypatch).foreign_underscores(trees[o])) == {}
+
+def test_columns():
+    "Lines of the package have up to 120 columns, and no semicolons"
+    assert per_module(lambda o: [i for i,l in enumerate(sources[o].splitlines(), 1) if len(l)>120 and not l.startswith('# %%')]) == {}
     assert per_module(lambda o: [t.start for t in tokenize.generate_tokens(io.StringIO(sources[o]).readline) if t.string==';']) == {}
-    assert per_module(lambda o: [f.name for f in ast.walk(trees[o]) if isinstance(f, functions) and f.end_lineno-f.lineno>=30]) == {}
 
 def public_functions(o):
     "A module's functions and its classes' methods, but for those with an underscore or that answer an event: (class, name, node)"

@@ -1,15 +1,15 @@
-"States in memory that the launcher keeps: ranks are killed and started again, and the run is the one that nobody disturbed"
-import gc,json,os,pickle,signal,socket,subprocess,sys,time
+"States in the launcher's folder in memory: ranks are killed and started again, and the run is the one that nobody disturbed"
+import gc,json,os,signal,socket,subprocess,sys,time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import pytest,torch
 from pytest import MonkeyPatch
 import test_checkpoint as checkpoint
-from learnerdist.core import kept
-from learnerdist.core.compat import torch_version
-from learnerdist.core.generations import join_generation
+from learnerdist.core.folders import memory_folder
+from learnerdist.checkpoint import snapshot
 from learnerdist.checkpoint.in_memory import States
-from learnerdist.all import Callback,Checkpoint,rank_distrib
+from learnerdist.checkpoint.snapshot import snapshots
+from learnerdist.all import Callback,Checkpoint,DataLoaders,GradientClip,Learner,rank_distrib
 
 root = Path(__file__).parent.parent
 slow = pytest.mark.slow
@@ -26,8 +26,8 @@ class Die(Callback):
         if not point: return
         self.event,self.at_epoch,self.at_iter,self.when,self.ranks = point
         if self.event!='commit': return setattr(type(self), self.event, lambda self: self.act())
-        commit = kept.Slots.commit # all is written but the mark
-        kept.Slots.commit = lambda *args: (self.act() if vars(self).get('learn') else None, commit(*args))
+        publish = snapshot._publish # all is written but the name
+        snapshot._publish = lambda *args: (self.act() if vars(self).get('learn') else None, publish(*args))
     def act(self):
         inner = self.event in ('after_pred','after_backward','before_batch','after_step','commit')
         if rank_distrib() not in self.ranks or self.epoch<self.at_epoch: return
@@ -41,7 +41,7 @@ class Die(Callback):
 
 def other(folder, kind, cbs, kw):
     "A sharded model, or fastai's Learner: what should be equal"
-    from learnerdist.distributed.divergence import digest
+    from learnerdist.distributed.comparison import digest
     if 'fastai' in kind:
         from fastai.learner import Learner
         from fastai.data.core import DataLoaders
@@ -59,18 +59,23 @@ def other(folder, kind, cbs, kw):
     model,opt,rec = digest(learn.model.state_dict()),digest(learn.opt.state_dict()),learn.recorder
     return dict(model=model, opt=opt, losses=rec.losses, values=rec.values)
 
+def launcher():
+    "The launcher's process id: the parent of the fork server"
+    return int(Path(f'/proc/{os.getppid()}/stat').read_text().rpartition(')')[2].split()[1])
+
 def train(folder, plan, kind, kw):
     "On each rank; `plan`: by attempt, a point"
     folder,attempt = Path(folder),os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')
-    if 'LEARNERDIST_KEPT' in os.environ and rank_distrib()==0:
-        with open(folder/'open', 'a') as f: f.write(f'{len(os.listdir(Path(os.environ["LEARNERDIST_KEPT"]).parent))}\n') # of the launcher
+    if 'LEARNERDIST_MEMORY' in os.environ and rank_distrib()==0:
+        (folder/'memory').write_text(os.environ['LEARNERDIST_MEMORY'])
+        with open(folder/'open', 'a') as f: f.write(f'{len(os.listdir(f"/proc/{launcher()}/fd"))}\n')
     def tell(self, found, old):
         if rank_distrib()==0: print(f'in {self.at["phase"]} after step {self.at["step"]}, from {self.source}', flush=True)
     Checkpoint._say = tell
     if 'two fits' in kind: checkpoint.fit(folder/'first', n_epoch=1, every=1, in_memory=True)
     die = Die(folder, plan.get(attempt), attempt)
     if 'machine' in kind: die.ranks = [0,1]*(kind=='machine 1')
-    if plan.get('launcher') and kind=='machine 1': die.launcher = int(os.environ['LEARNERDIST_KEPT'].split('/')[2])
+    if plan.get('launcher') and kind=='machine 1': die.launcher = launcher()
     cbs = [die, *[checkpoint.At(2, checkpoint.kill)]*('SIGTERM' in kind)]
     if 'sharded' in kind or 'fastai' in kind: res = other(folder, kind, cbs, kw)
     else: res = checkpoint.fit(folder, 'plain workers' if 'workers' in kind else 'plain', cbs, **kw)
@@ -81,7 +86,7 @@ def run(folder, plan=(), kind='', nproc=2, options=(), module='learnerdist.launc
     folder.mkdir(parents=True, exist_ok=True)
     restarts = [] if module is None else ['--max-restarts', len(plan)]
     launcher = [] if module is None else ['-m', module, '--nproc-per-node', nproc, *restarts, *options]
-    drop = 'RANK','WORLD_SIZE','LOCAL_RANK','MASTER_PORT','LEARNERDIST_KEPT'
+    drop = 'RANK','WORLD_SIZE','LOCAL_RANK','MASTER_PORT','LEARNERDIST_MEMORY'
     env = {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=f'{root}:{root/"tests"}')
     plan = dict(enumerate(plan)) if isinstance(plan, (list,tuple)) else plan
     cmd = [sys.executable, *launcher, __file__, folder, json.dumps(plan), kind, json.dumps(kw)]
@@ -113,18 +118,15 @@ def alone(path, cbs=(), **kw):
 
 def test_alone(tmp_path):
     whole = alone(tmp_path/'whole')
-    with kept.keep_memory():
+    with memory_folder():
         with pytest.raises(ZeroDivisionError): alone(tmp_path/'a', [checkpoint.At(11, checkpoint.fail)], every=3, in_memory=True)
         states = States(str(tmp_path/'a/ckpt'))
         assert states.newest().info['place']['step']==9 and not (tmp_path/'a/ckpt').exists()
-        states.close()
         assert same(whole, alone(tmp_path/'a', every=3, in_memory=True))
-        states = States(str(tmp_path/'a/ckpt'))
-        assert [states.newest().info['place']['phase']]==['done'] and len(states.slots.numbers())==1 # the other one is free
-        states.close()
-        with pytest.warns(UserWarning, match='no state in memory has all its parts'): # as when another rank has none
+        assert states.newest().info['place']['phase']=='done' and len(snapshots(states.folder))==1
+        with pytest.warns(UserWarning, match='no state in memory has all its parts'): # as when another machine has none
             with MonkeyPatch.context() as m:
-                m.setattr('learnerdist.checkpoint.in_memory.gather_objects', lambda o: [o,{}] if o else [o])
+                m.setattr('learnerdist.checkpoint.in_memory.gather_objects', lambda o: [o,[]] if o else [o])
                 with pytest.raises(ZeroDivisionError): alone(tmp_path/'a', [checkpoint.At(1, checkpoint.fail)], every=3, in_memory=True)
         n = [len(os.listdir('/proc/self/fd'))]
         for _ in range(3):
@@ -132,40 +134,25 @@ def test_alone(tmp_path):
             gc.collect()
             n.append(len(os.listdir('/proc/self/fd')))
         assert n[1]==n[-1], n
-        states = States(str(tmp_path/'b/ckpt'))
-        assert not states.slots.numbers() # there is a file
-        states.close()
+        assert not snapshots(States(str(tmp_path/'b/ckpt')).folder) # there is a file
 
-def test_parts_of_ranks_that_have_died_are_found(monkeypatch):
-    "Local rank 2 of three has written; it dies, and local rank 0, which is left with local rank 1, looks for its part"
-    place = dict(epoch=0, step=3, phase='train', world=1)
-    with kept.keep_memory():
-        monkeypatch.setattr(os, 'environ', os.environ.copy() | dict(LOCAL_RANK='2', LOCAL_WORLD_SIZE='3', WORLD_SIZE='3', RANK='2'))
-        states = States('run')
-        states.write(dict(place=place), dict(own=dict(a=1), model={}, opt={}, cbs={}))
-        states.close()
-        os.environ['LOCAL_RANK'] = '0'
-        join_generation(1, [0,1])
-        states = States('run')
-        assert states.newest().info['place']==place
-        states.close()
-        monkeypatch.undo()
-
-def test_ranks_send_only_what_is_their_own(monkeypatch):
-    "A view of the slot would take all of it along"
-    sent = []
-    monkeypatch.setattr('learnerdist.checkpoint.in_memory.gather_objects', lambda o: sent.append(len(pickle.dumps(o))) or [o])
-    with kept.keep_memory():
-        states,own = States('a fit'),dict(a=torch.ones(3))
-        at = dict(place=dict(epoch=0, step=1, phase='train', world=1))
-        states.write(at, dict(own=own, model=dict(w=torch.zeros(2**20)), opt={}, cbs={}))
-        found = states.newest()
-        states.close()
-    assert found.parts['state']['ranks'][0]['a'].tolist()==[1,1,1] and len(sent)==2 and max(sent)<2000, sent
+def test_the_cost_of_a_state_does_not_grow(tmp_path, monkeypatch):
+    "The file of the state, and what is new in the journal, after 20 steps and after 600"
+    sizes,prune = [],States.prune
+    def note(self, run):
+        prune(self, run)
+        newest = snapshots(self.folder)[-1]
+        sizes.append(((newest/'state.pt').stat().st_size, Path(self.journal.name).stat().st_size))
+    monkeypatch.setattr(States, 'prune', note)
+    data = [*zip(torch.randn(1200, 6), torch.randint(3, (1200,)))]
+    learn = Learner(DataLoaders.from_dsets(data, bs=2), checkpoint.net(), torch.nn.CrossEntropyLoss(), path=tmp_path)
+    with memory_folder(), learn.no_logging(): learn.fit(1, cbs=[GradientClip(5.),Checkpoint('ckpt', every=10, in_memory=True)])
+    new = [b[1]-a[1] for a,b in zip(sizes, sizes[1:-2])]
+    assert len(sizes)>=60 and abs(sizes[-3][0]-sizes[1][0])<200 and max(new)<1.2*min(new), (sizes,new)
 
 def test_no_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept, 'free_bytes', lambda: 2**16)
-    with kept.keep_memory(), pytest.raises(MemoryError, match=r'0 MB of memory, for two states of 0 MB: 0 MB are free'):
+    monkeypatch.setattr('learnerdist.checkpoint.in_memory.free_bytes', lambda path: 2**10)
+    with memory_folder(), pytest.raises(MemoryError, match=r'0 MB of memory for a state: 0 MB are free'):
         alone(tmp_path, every=1, in_memory=True)
 
 def test_options(tmp_path):
@@ -177,22 +164,21 @@ def test_options(tmp_path):
 
 # 5 steps an epoch on 2 ranks, 3 on 3
 everywhere = [at('after_pred', 0, 2), at('commit', 0, 2, ranks=[0]), at('after_train', 0, ranks=[0,1,2]), at('after_pred', 0, 0, False),
-              at('after_backward', 1, 1, ranks=[0]), at('commit', 1, 2, ranks=[1]), at('after_epoch', 1)]
+              at('after_backward', 1, 1, ranks=[0]), at('after_step', 1, 2), at('after_epoch', 1)]
 
 @slow
 @pytest.mark.parametrize('nproc,n,kw', [pytest.param(2, 2, dict(every=2, in_memory=True), marks=pytest.mark.long),
                                         (3, 1, dict(every='epoch', in_memory=1))])
 def test_killed_everywhere(nproc, n, kw, tmp_path, undisturbed):
-    shm = {*os.listdir('/dev/shm')}
     code,res,text = run(tmp_path, everywhere, nproc=nproc, **kw)
     assert code==0 and same(undisturbed(nproc), res), text
     assert text.count('the state in memory')==len(everywhere), text
-    assert max(lost(tmp_path))<=n and {*os.listdir('/dev/shm')}<=shm
+    assert max(lost(tmp_path))<=n and not Path((tmp_path/'memory').read_text()).exists()
     assert (tmp_path/'ckpt').exists()==('epoch'==kw['every'])
 
 @pytest.mark.long
 def test_without_a_fork_server_and_with_workers(tmp_path, undisturbed):
-    code,res,text = run(tmp_path, [at('commit', 0, 3)], 'workers', options=['--no-fork-server'], every=1, in_memory=True)
+    code,res,text = run(tmp_path, [at('commit', 0, 3, ranks=[0])], 'workers', options=['--no-fork-server'], every=1, in_memory=True)
     assert code==0 and same(undisturbed(2, 'workers'), res) and 'after step 2, from the state in memory' in text, text
 
 @slow
@@ -216,7 +202,6 @@ def test_a_signal_leaves_a_file(tmp_path, undisturbed):
     assert code==0 and same(undisturbed(), res) and "after step 2, from "+str(tmp_path/'ckpt') in text, text
 
 @slow
-@pytest.mark.skipif(torch_version<(2,6), reason='a torch without FSDP2')
 def test_sharded(tmp_path):
     ref = run(tmp_path/'ref', (), 'sharded', every='epoch')[1]
     code,res,text = run(tmp_path/'a', [at('commit', 0, 2, ranks=[0]), at('after_train', 1)], 'sharded', every=1, in_memory=True)
@@ -252,6 +237,29 @@ def free_port():
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         return s.getsockname()[1]
+
+killed = """
+import os,signal,sys,time
+from pathlib import Path
+folder = Path(sys.argv[1])
+(folder/'memory').write_text(os.environ['LEARNERDIST_MEMORY'])
+if len(sys.argv)>2: os.kill(int(Path(f'/proc/{os.getppid()}/stat').read_text().rpartition(')')[2].split()[1]), signal.SIGKILL)
+"""
+
+@slow
+def test_a_killed_launcher_leaves_nothing_for_long(tmp_path):
+    "The next launch removes its folders"
+    (tmp_path/'tmp').mkdir()
+    script = tmp_path/'script.py'
+    script.write_text(killed)
+    def launch(*args):
+        cmd = [sys.executable,'-m','learnerdist.launch','--nproc','1',script,tmp_path,*args]
+        subprocess.run([*map(str, cmd)], env=os.environ|dict(PYTHONPATH=str(root), TMPDIR=str(tmp_path/'tmp')), timeout=100)
+        return Path((tmp_path/'memory').read_text())
+    left = launch('kill')
+    assert left.exists() and left.stat().st_mode&0o777==0o700 and len([*(tmp_path/'tmp').iterdir()])>=1
+    last = launch()
+    assert not left.exists() and not last.exists() and not [*(tmp_path/'tmp').iterdir()]
 
 @slow
 @pytest.mark.parametrize('module', [None,'torch.distributed.run'])

@@ -7,7 +7,6 @@ import numpy as np, pandas as pd, pytest, torch
 from torch.utils.data import (BatchSampler, ChainDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler,
                               SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, get_worker_info)
 from learnerdist.data.loaders import TfmdDL
-from learnerdist.core.compat import read_in_order
 from learnerdist.data.distributed_dl import Dealer, DistributedDL, in_order, is_split, reindexed, set_epoch, shared_rng
 from learnerdist.data.sharding import epoch_order, undeal
 
@@ -349,13 +348,13 @@ def init(worker_id): pass
 def test_settings_are_kept():
     g = torch.Generator().manual_seed(4)
     kw = dict(num_workers=1, collate_fn=plain, timeout=7, worker_init_fn=init, generator=g, prefetch_factor=3, persistent_workers=True,
-              multiprocessing_context='forkserver', drop_last=True, **dict.fromkeys(read_in_order, False))
+              multiprocessing_context='forkserver', drop_last=True, in_order=False)
     dl = DataLoader(range(8), 2, **kw)
     a,b = ranks(dl, 2)
     for o in (a, b):
         for k in set(kw)-{'generator', 'multiprocessing_context'}: assert getattr(o, k) == kw[k]
         assert o.multiprocessing_context is dl.multiprocessing_context and o.batch_size==2 and o.dataset==range(8)
-        assert o.ordered==(not read_in_order) # before torch 2.6 there is no other order
+        assert not o.ordered
     assert a.generator is g and b.generator is not g and b.generator.initial_seed()!=4
     assert b.generator.initial_seed()==ranks(dl, 2)[1].generator.initial_seed()
 

@@ -1,5 +1,5 @@
 "Samplers of the user's, whose length is an estimate, whose draws no rank shares, or which look at the training: the run of one process"
-import random, warnings
+import warnings
 from itertools import islice
 import pytest, torch
 from torch import nn
@@ -83,23 +83,6 @@ def test_samples_that_a_sampler_yields(W, said, workers):
     one,= run_ranks(of_samples, 1, said, workers)
     assert one[1]==[[*range(N)]]*2
     same(one, run_ranks(of_samples, W, said, workers))
-
-# --- draws that no rank shares -------------------------------------------------------------------------------------------------
-
-class Shuffled:
-    "All places, in an order from a generator that no seed reaches, or from the global one"
-    def __init__(self, rng): self.rng = rng
-    def __len__(self): return N
-    def __iter__(self): return iter(self.rng.sample(range(N), N))
-
-def of_order(own, workers):
-    return fitted(DataLoader(data(), 12//size(), sampler=Shuffled(random.Random() if own else random), num_workers=workers))[-1]
-
-@pytest.mark.parametrize('W,workers', [(2,0),(3,0),(2,1)])
-def test_orders_that_differ_are_told(W, workers):
-    said = run_ranks(of_order, W, True, workers)
-    assert [len(o) for o in said]==[1]+[0]*(W-1) and 'Shuffled draws another order on each rank' in said[0][0]
-    assert run_ranks(of_order, W, False, workers)==[[]]*W # ranks share the global stream while it is read
 
 # --- draws that depend on the training -----------------------------------------------------------------------------------------
 

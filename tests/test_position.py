@@ -6,7 +6,7 @@ import pytest, torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 from learnerdist.all import Callback, Checkpoint, DataLoaders, Learner, TfmdDL
-from learnerdist.distributed.divergence import digest
+from learnerdist.distributed.comparison import digest
 from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 from learnerdist.all import DataLoaders, Learner, TfmdDL, group_rank, process_group
-from learnerdist.data.rows import RowList,all_layouts,as_wholes,cat_rows,layouts,row_kinds,spread,to_rows
+from learnerdist.data.rows import Samples,as_samples,join_batches,row_kinds,to_rows
 from learnerdist.testing import run_ranks
 
 def plain(o):
@@ -218,24 +218,25 @@ def test_nothing_to_predict():
     assert learn.get_preds(with_input=True)==(None,)*3
 
 @pytest.mark.parametrize('n', [1, 2, 3, 4])
-def test_rows_of_lists(n):
-    "A list is rows or outputs; where one batch does not tell, another does"
+def test_lists(n):
+    "A list has an entry for each sample, or for each output; where one batch does not show it, another does"
+    def joined(*batches): return join_batches([as_samples(b, m) for b,m in batches], [m for _,m in batches])
     outs = [torch.zeros(n, 2),torch.ones(n, 2)]
-    rows = cat_rows([to_rows([*outs], n), to_rows([torch.zeros(5, 2),torch.ones(5, 2)], 5)])
+    rows = joined(([*outs], n), ([torch.zeros(5, 2),torch.ones(5, 2)], 5))
     assert type(rows) is list and [o.shape for o in rows]==[(n+5, 2)]*2
-    ragged = cat_rows([to_rows([torch.zeros(n)]*n, n), to_rows([torch.zeros(1),torch.zeros(7)], 2)])
-    assert type(ragged) is RowList and [len(o) for o in ragged]==[n]*n+[1,7]
-    dicts = cat_rows([to_rows([dict(a=torch.zeros(n, 2))], n), to_rows([dict(a=torch.zeros(5, 2))], 5)])
-    assert type(dicts) is list and dicts[0]['a'].shape==(n+5, 2)
+    ragged = joined(([torch.zeros(n)]*n, n), ([torch.zeros(1),torch.zeros(7)], 2))
+    assert type(ragged) is Samples and [len(o) for o in ragged]==[n]*n+[1,7]
+    dicts = joined(([dict(a=torch.zeros(n, 2))], n), ([dict(a=torch.zeros(5, 2))], 5))
+    if n>1: assert type(dicts) is list and dicts[0]['a'].shape==(n+5, 2)
 
 def test_batches_of_different_structures():
-    with pytest.raises(ValueError, match='different structures'): cat_rows([to_rows((torch.zeros(2),), 2), to_rows(torch.zeros(2), 2)])
+    batches = [(torch.zeros(2),),torch.zeros(2)]
+    assert plain(join_batches(batches, [2,2]))==plain(batches)
 
 def test_kinds_of_other_mappings():
     class Encoding(dict): "As tokenizers return it"
     b = Encoding(ids=torch.zeros(2, 3), mask=torch.ones(2, 3))
-    assert to_rows(b, 2).keys()=={'ids','mask'} and row_kinds(b, 2)==row_kinds(dict(b), 2)
-    assert spread(torch.tensor([], dtype=torch.long), 0).tolist()==[]
+    assert to_rows(b, 2).keys()==as_samples(b, 2).keys()=={'ids','mask'} and row_kinds(b, 2)==row_kinds(dict(b), 2)
 
 # --- when -------------------------------------------------------------------------------------------------------------------
 
@@ -272,16 +273,17 @@ def test_before_a_fit_after_it_and_after_the_context():
 def rank_stream(workers):
     with process_group():
         learn = make(Fn(lambda x: x*2), valid=DataLoader(Stream(), 2, num_workers=workers), loss=bare_loss)
-        with learn.distrib_ctx(): return learn.dls.valid.ordered,*learn.get_preds()
+        with learn.distrib_ctx(): return learn.get_preds()
 
 @pytest.mark.parametrize('workers', [0, 1, 2])
 def test_order_of_a_stream(workers):
-    "Each row once; in the stream's order, unless several workers read it: then `ordered` says so"
+    "Each row once, in the order of one process; several workers take turns"
     x,y = xy()
-    for ordered,p,t in run_ranks(rank_stream, 2, workers):
-        assert ordered==(workers<2)
-        rows = [*zip(p.tolist(), t.tolist())]
-        assert (rows if ordered else sorted(rows))==(list if ordered else sorted)(zip((x*2).tolist(), y.tolist()))
+    n = workers or 1
+    parts = [torch.arange(13)[w::n].split(2) for w in range(n)] # of each worker, in batches
+    order = torch.cat([o for step in zip(*parts) for o in step]).tolist()
+    for p,t in run_ranks(rank_stream, 2, workers):
+        assert sorted(order)==[*range(13)] and t.tolist()==y[order].tolist() and torch.equal(p, x[order]*2)
 
 # --- on rank 0 only ---------------------------------------------------------------------------------------------------------
 
@@ -358,10 +360,7 @@ def counted(name):
                  scalar=(with_scalar, lambda b: b['x']*b['scale']))[name]
     learn = make(Fn(f), DataLoader(TensorDataset(*xy()), 5, collate_fn=col), loss=bare_loss)
     if name=='bag': learn.dls.n_inp = 2
-    with warnings.catch_warnings(record=True) as ws, learn.distrib_ctx(seed=1):
-        warnings.simplefilter('always')
-        preds = learn.get_preds(with_input=name=='bag')
-    return plain(preds),[str(o.message) for o in ws if 'get_preds' in str(o.message)]
+    with learn.distrib_ctx(seed=1): return plain(learn.get_preds(with_input=name=='bag'))
 
 def rank_counted():
     with process_group(): return {o: counted(o) for o in ('mean','steps','scalar','bag')}
@@ -370,16 +369,15 @@ def test_samples_are_counted_as_the_loader_says():
     x,y = xy()
     alone_ = rank_counted()
     for res in [alone_], run_ranks(rank_counted, 2), run_ranks(rank_counted, 3):
-        for rank,got in enumerate(res):
+        for got in res:
             for name,want in dict(mean=x.mean(1, keepdim=True).expand(-1, 2), scalar=x*2).items():
-                assert not got[name][1] and got[name][0][1]==y.tolist()
-                torch.testing.assert_close(torch.tensor(got[name][0][0]), want)
-            for name in ('steps','bag'): assert len(got[name][1])==(rank==0) # it is said once
-            assert len(torch.tensor(got['bag'][0][1]))==13 and got['bag'][0][2]==y.tolist()
-    steps,tokens = alone_['steps'][0][0],alone_['bag'][0][0][0]
+                assert got[name][1]==y.tolist()
+                torch.testing.assert_close(torch.tensor(got[name][0]), want)
+            assert got['bag'][2]==y.tolist() and got==alone_
+    steps,(tokens,starts) = alone_['steps'][0],alone_['bag'][0]
     assert [torch.tensor(o).shape for o in steps]==[(3, 5, 2),(3, 5, 2),(3, 3, 2)] # batch by batch
     torch.testing.assert_close(torch.tensor(steps[2])[:,:,0], x[10:].T*2)
-    assert [len(o) for o in tokens]==[(y[i:i+5]%3+1).sum() for i in (0,5,10)]
+    assert len(tokens)==(y%3+1).sum() and len(starts)==13
 
 def test_one_time_first_sample():
     dl = TfmdDL(TensorDataset(*xy()), 4, collate_fn=lambda items: time_first([(o[0],o[-1]) for o in items])[:1])
@@ -404,22 +402,21 @@ def lengthened(b):
     xs,ys = zip(*b)
     return nn.utils.rnn.pad_sequence(xs, batch_first=True),torch.stack(ys)
 
-# sizes of samples, their collation, the model, whether each sample has rows of its own, and whether the user is told that there are none
-rowless = {'graphs': ([1,3,2,2,5,3], graph, lambda x,i: x*2, True), 'as many nodes as fit': ([1,3,2,2], graph, lambda x,i: x*2, True),
-           'as many nodes as fit one rank': ([2,1,3], graph, lambda x,i: x*2, True),
-           'as many nodes as graphs': ([1,1,1,2], graph, lambda x,i: x, True),
-           'nodes': ([1,3,2,2], nodes, lambda x: x*2, False), 'flattened': ([3], None, lambda x: x.flatten(0, 1), False),
-           'flattened, time first': ([3], None, lambda x: x.transpose(0, 1).flatten(0, 1), True),
-           'masked': ([4], None, lambda x: x[(x[:,:,0]>0)], True), 'padded': ([1,3,2,5], lengthened, lambda x: x.cumsum(1), False),
-           'with a number': ([2], None, lambda x: dict(x=x, mean=x.mean()), False)}
+# sizes of samples, their collation, the model
+rowless = {'graphs': ([1,3,2,2,5,3], graph, lambda x,i: x*2), 'as many nodes as fit': ([1,3,2,2], graph, lambda x,i: x*2),
+           'as many nodes as fit one rank': ([2,1,3], graph, lambda x,i: x*2), 'as many nodes as graphs': ([1,1,1,2], graph, lambda x,i: x),
+           'nodes': ([1,3,2,2], nodes, lambda x: x*2), 'flattened': ([3], None, lambda x: x.flatten(0, 1)),
+           'flattened, time first': ([3], None, lambda x: x.transpose(0, 1).flatten(0, 1)),
+           'masked': ([4], None, lambda x: x[(x[:,:,0]>0)]), 'padded': ([1,3,2,5], lengthened, lambda x: x.cumsum(1)),
+           'with a number': ([2], None, lambda x: dict(x=x, mean=x.mean())), 'centred': ([2], None, lambda x: x-x.mean(0))}
 
 def outputs(name, bs):
-    sizes,collate,f,_ = rowless[name]
+    sizes,collate,f = rowless[name]
     learn = make(Fn(f), TfmdDL(pieces(sizes), bs, **({'collate_fn': collate} if collate else {})), loss=bare_loss)
+    if collate is graph: learn.dls.n_inp = 2
     with warnings.catch_warnings(record=True) as seen, in_ctx(learn):
         warnings.simplefilter('always')
-        res = learn.get_preds()
-    return plain(res),[str(o.message) for o in seen]
+        return plain(learn.get_preds()),[str(o.message) for o in seen if 'get_preds' in str(o.message)]
 
 def rank_rowless():
     with process_group(): return {(k,bs): outputs(k, bs) for k in rowless for bs in (1,2,4)}
@@ -428,40 +425,18 @@ def rank_rowless():
 def rowless_on_ranks(): return {W: run_ranks(rank_rowless, W) for W in (2,3)}
 
 @pytest.mark.parametrize('name', rowless)
-def test_outputs_without_rows(name, rowless_on_ranks):
-    "Those of one process, batch by batch, whatever their lengths happen to be; the user is told where they have no rows"
+def test_outputs_of_any_shape(name, rowless_on_ranks):
+    "Those of one process, whatever belongs to a sample, and whatever depends on who shares a batch"
     for bs in (1,2,4):
-        want,said = outputs(name, bs)
-        assert len(said)==(rowless[name][3] and bs>1)
+        want = outputs(name, bs)
         for ranks in rowless_on_ranks.values():
-            for r,o in enumerate(ranks):
-                got,told = o[name,bs]
-                assert_same(got, want)
-                assert [s[:40] for s in told]==[s[:40] for s in said]*(r==0)
+            for o in ranks:
+                assert_same(o[name,bs][0], want[0])
+                assert o[name,bs][1]==want[1]==[]
 
-def test_flattened_outputs_have_rows():
-    (p,_),said = outputs('flattened', 4)
-    assert torch.tensor(p).shape==(18,3,4) and not said
-    assert torch.equal(torch.tensor(p), torch.stack([x for x,_ in pieces([3])]))
-
-class Other(torch.Tensor): pass
-
-@pytest.mark.parametrize('cut', [None, False, True])
-def test_rows_of_plain_tensors_are_those_of_any_other(cut): # which take the long way
-    for n,shapes in ((2, [(2,3),(2,)]), (1, [(1,4)]), (3, [(3,),(6,2)]), (2, [(4,5),(2,5)]), (0, [(0,3)]), (2, [()])):
-        ts = tuple(torch.randn(o, requires_grad=True) for o in shapes)
-        for plain,other in ((ts[0], ts[0].as_subclass(Other)), (ts, tuple(o.as_subclass(Other) for o in ts))):
-            a,b = to_rows(plain, n, cut),to_rows(other, n, cut)
-            assert all_layouts([a])==layouts(a)==layouts(to_rows(plain, n, cut)) and type(a) is type(plain) or isinstance(a, RowList)
-            a,b = ([o] if isinstance(o, (torch.Tensor,RowList)) else [*o] for o in (a,b))
-            for u,v in zip(a, b, strict=True):
-                assert isinstance(u, RowList)==isinstance(v, RowList) and len(u)==len(v)
-                if not isinstance(u, RowList): assert torch.equal(u, v.as_subclass(torch.Tensor)) and not u.requires_grad
-
-def test_layouts_of_all_batches():
-    batches = [torch.randn(4, 3),(torch.randn(4, 3),),torch.randn(2, 3),torch.randn(4, 5),dict(a=torch.randn(4, 3)),torch.randn(4, 3),
-               (torch.randn(4, 3),torch.randn(4)),(torch.randn(4, 3),RowList('abcd')),RowList([torch.zeros(2)]*4),()]
-    rows = [to_rows(b, 2 if torch.is_tensor(b) and len(b)==2 else 4) for b in batches]
-    found = all_layouts(rows)
-    assert found==set().union(*map(layouts, rows)) and len(found)>3
-    assert as_wholes(rows[0], layouts(rows[0])) is rows[0] # nothing to keep whole
+def test_outputs_by_hand():
+    whole = torch.cat([x for x,_ in pieces([1,3,2,2,5,3])])
+    for bs in (1,2,4):
+        assert torch.equal(torch.tensor(outputs('graphs', bs)[0][0]), whole*2)
+        assert [len(o) for o in outputs('padded', bs)[0][0]][:4]==[[1,3,2,5],[3,3,5,5],[5]*4][bs//2]
+        assert len(outputs('with a number', bs)[0][0]['mean'])==-(-18//bs)

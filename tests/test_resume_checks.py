@@ -1,12 +1,16 @@
 "What a resumed fit says, and what it refuses before anything is trained"
-import re,shutil,signal
+import os,re,shutil,signal,subprocess,sys
+from collections import Counter,OrderedDict,deque
 from datetime import datetime
+from pathlib import Path
+import numpy as np
 import pytest, torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 from learnerdist.all import (Callback, Checkpoint, DataLoaders, EarlyStoppingCallback, Learner, RankError, Scheduler, TfmdDL)
+from learnerdist.checkpoint.callback_state import load_states,states_of
 from learnerdist.checkpoint.snapshot import read_manifest, snapshots
-from learnerdist.distributed.divergence import digest
+from learnerdist.distributed.comparison import digest
 from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)
@@ -48,6 +52,29 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
         learn.fit(2, cbs=Checkpoint('ckpt'))
     assert digest(learn.model.state_dict())==weights and names(tmp_path)==before and 'checkpoint' not in vars(learn)
     assert same(fit(tmp_path, 3), first)
+
+in_use = """
+import sys,time
+from learnerdist.all import *
+sys.path.insert(0, sys.argv[2])
+from test_resume_checks import fit
+class Wait(Callback):
+    def before_train(self):
+        print('here', flush=True)
+        time.sleep(100)
+fit(sys.argv[1], cbs=[Wait()])
+"""
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    "The lock says whose it is, and ends with the process, also if that is killed"
+    cmd = [sys.executable,'-c',in_use,tmp_path,Path(__file__).parent]
+    with subprocess.Popen([*map(str, cmd)], stdout=subprocess.PIPE, text=True) as proc:
+        assert proc.stdout.readline()=='here\n'
+        with pytest.raises(ValueError, match=f'ckpt is in use by another run: process {proc.pid} on .*, since 20'): fit(tmp_path)
+        proc.kill()
+        proc.wait()
+    fit(tmp_path)
+    assert [o.name for o in (tmp_path/'ckpt').iterdir() if o.is_file()]==[]
 
 def refused_on_ranks(path):
     learn = learner(path)
@@ -193,3 +220,57 @@ def test_a_failure_at_the_start_is_not_hidden(tmp_path, monkeypatch):
 def test_rates_of_zero(tmp_path):
     learn = fit(tmp_path, 1, cbs=[Scheduler(lambda o: LambdaLR(o, lambda i: float(i!=1)))])
     assert learn.recorder.lrs==[.1,0.,.1,.1,.1]
+
+# --- the state of callbacks -------------------------------------------------------------------------------------------------
+
+class Typed(Callback):
+    "State of many types"
+    fit_state = 'queue','counts','ordered','array','nested','number'
+    def before_fit(self):
+        self.queue,self.counts,self.ordered = deque(maxlen=3),Counter(),OrderedDict()
+        self.array,self.nested,self.number = np.zeros(2, dtype=np.float32),dict(a=deque(maxlen=2)),0
+    def after_batch(self):
+        i = self.train_iter
+        self.queue.append(i)
+        self.counts[i%3] += 1
+        self.ordered[i] = (i,[i])
+        self.ordered.move_to_end(i, last=False)
+        self.array += i
+        self.nested['a'].append(i)
+        self.number += 1
+
+def typed(path, **kw):
+    cb = Typed()
+    fit(path, cbs=[cb], **kw)
+    return [(type(o),getattr(o, 'maxlen', None),o.tolist() if isinstance(o, np.ndarray) else o) for o in
+            (cb.queue,cb.counts,cb.ordered,cb.array,cb.nested,cb.nested['a'],cb.number)]
+
+def test_states_keep_their_types(tmp_path):
+    whole = typed(tmp_path/'a')
+    typed(tmp_path/'b', stop=7, every=3)
+    assert typed(tmp_path/'b', every=3)==whole and whole[0][:2]==(deque,3)
+
+class InPlace(Callback):
+    "Counts in validation, in place"
+    fit_state = 'n','tensor'
+    def before_fit(self): self.n,self.tensor = np.zeros(1),torch.zeros(1)
+    def after_batch(self):
+        if self.training: return
+        self.n += 1
+        self.tensor += 1
+
+def test_a_state_is_that_of_its_moment(tmp_path):
+    "SIGTERM comes within a validation loop, which is done again from its beginning"
+    class Kill(Callback):
+        def after_batch(self):
+            if not self.training and self.epoch==0: os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit): fit(tmp_path, cbs=[InPlace(),Kill()])
+    cb = InPlace()
+    fit(tmp_path, cbs=[cb])
+    assert (cb.n.item(),cb.tensor.item())==(2,2)
+
+def test_a_file_sets_only_what_fit_state_names():
+    cb = Typed()
+    cb.before_fit()
+    load_states([cb], dict(typed=dict(number=3, fname='elsewhere', learn=5)), 'fit_state')
+    assert cb.number==3 and 'fname' not in vars(cb) and cb.learn is None and states_of([cb], 'fit_state')['typed']['number']==3

@@ -193,6 +193,34 @@ def test_an_epoch_of_nan_is_never_kept(keep, tmp_path):
     assert [o[0] for o in save.kept]==[valid_losses(r)[i] for i in ([4] if keep==1 else [4,2])]
     assert torch.equal(r['weights'], r['shots'][-1])
 
+class Diverge(Callback):
+    "Training predicts NaN from epoch 1 on"
+    run_valid = False
+    def after_pred(self):
+        if self.epoch: self.learn.pred = self.pred*float('nan')
+
+def not_below(a, b): return not a>=b # true of NaN, as many a comparison that a user writes
+
+def diverged(path):
+    "For a mean and for a sum: the losses recorded, the best epoch, and whether weights are finite afterwards"
+    res = {}
+    for reduction in ('mean','sum'):
+        save,stop = [f('train_loss', comp=not_below) for f in (SaveModelCallback,partial(EarlyStoppingCallback, patience=2))]
+        with process_group():
+            learn = make(Path(path)/reduction)
+            learn.loss_func = nn.MSELoss(reduction=reduction)
+            fit(path, 5, learn, cbs=[Diverge(), save, stop], lr=1e-3)
+        rec = learn.recorder
+        res[reduction] = [o[0] for o in rec.values],rec.losses,save.best_epoch,stop.wait,bool(weights(learn).isfinite().all())
+    return res
+
+@pytest.mark.parametrize('n', [1,2,3])
+def test_a_loss_of_nan_is_recorded_and_is_the_worst(n, tmp_path):
+    for r in run_ranks(diverged, n, tmp_path):
+        for epochs,steps,best,wait,finite in r.values():
+            assert [o==o for o in epochs]==[True,False,False] and [o==o for o in steps]==[True]*2+[False]*4
+            assert (best,wait,finite)==(0,2,True)
+
 def test_second_fit_forgets_or_goes_on(alone):
     r,first = alone['two_fits'],alone['two_fits']['first']
     assert len(first['values'])==5 and first['files']==['model_1.pth','model_2.pth']

@@ -9,7 +9,7 @@ from learnerdist.all import (Callback, CancelBackwardException, CancelBatchExcep
                              CancelTrainException, CancelValidException, Checkpoint, DataLoaders, EarlyStoppingCallback,
                              GradientAccumulation, GradientClip, Learner, Lookahead, find_batch_size,
                              group_rank, group_size, process_group, rank_distrib)
-from learnerdist.core.compat import fsdp_on_cpu, held_grads, torch_version
+from learnerdist.core.compat import fsdp_on_cpu, held_grads
 from learnerdist.core.env import shared_store, wait_key
 from learnerdist.core.shards import is_part, load_opt, map_tensors, part_of, whole
 from learnerdist.core import parted
@@ -19,7 +19,7 @@ from learnerdist.testing import RanksError, run_ranks
 from sharded_lines import shows
 
 F64 = torch.float64
-needs_fsdp2 = pytest.mark.skipif(torch_version<(2,6) or not fsdp_on_cpu, reason='a torch without FSDP2 on the CPU')
+needs_fsdp2 = pytest.mark.skipif(not fsdp_on_cpu, reason='a torch without FSDP2 on the CPU')
 
 # --- models -----------------------------------------------------------------------------------------------------------------
 
@@ -644,7 +644,3 @@ def test_offloading_reaches_fsdp():
         assert right and n==2*4 and {k: d for k in some if (d := differs(alone[k], ranks[k]))>1e-9}=={}
     shows("1 `offload=True`: FSDP2's policy (pretended, where it is no GPU)", 2, 1e-9)
 
-@pytest.mark.skipif(torch_version>=(2,6), reason='this torch has FSDP2')
-def test_an_older_torch_is_told():
-    learn = make(case())
-    with pytest.raises(ValueError, match='needs FSDP2, which came with torch 2.6'), learn.distrib_ctx(shard=True): pass

@@ -12,9 +12,7 @@ from learnerdist.distributed import filling
 from learnerdist.learner import saving
 from learnerdist.testing import run_ranks
 from sharded_lines import shows
-from test_sharded import F64, case, differs, needs_fsdp2, outcome, run, torch_version
-
-needs_new = pytest.mark.skipif(torch_version<(2,6), reason='deferred() needs torch 2.6')
+from test_sharded import F64, case, differs, needs_fsdp2, outcome, run
 
 # --- one process ------------------------------------------------------------------------------------------------------------
 
@@ -59,7 +57,6 @@ built = dict(linear=lambda: nn.Linear(64, 64), conv=lambda: nn.Sequential(nn.Con
              spectral=lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(64, 64)), bag=lambda: nn.EmbeddingBag(90, 30),
              half=lambda: nn.Linear(64, 64).bfloat16())
 
-@needs_new
 @pytest.mark.parametrize('name', built)
 def test_deferred_is_bitwise_the_constructors(name):
     "Weights, buffers, strides, what else it computed, and the random stream afterwards"
@@ -77,7 +74,6 @@ def test_deferred_is_bitwise_the_constructors(name):
         assert (k,x.dtype,x.stride(),x.requires_grad)==(j,y.dtype,y.stride(),y.requires_grad) and torch.equal(x, y), k
     assert getattr(a, 'largest', 0)==getattr(b, 'largest', 0)
 
-@needs_new
 def test_alone_a_deferred_model_is_filled_when_it_is_used(tmp_path):
     def learner(build):
         torch.manual_seed(0)
@@ -92,7 +88,6 @@ def test_alone_a_deferred_model_is_filled_when_it_is_used(tmp_path):
     other = learner(lambda: deferred(net))
     assert torch.equal(other.load('a').model.weight, learner(net).model.weight)
 
-@needs_new
 def test_deferred_refuses():
     with pytest.raises(ValueError, match='build returned a list'): deferred(lambda: [nn.Linear(2, 2)])
     def twice(m):

@@ -11,7 +11,8 @@ from fastai.optimizer import Adam, OptimWrapper, SGD, ranger
 from functools import partial
 from learnerdist.all import deferred, group_rank, group_size, process_group
 from learnerdist.core.shards import is_part
-from learnerdist.fastai import learner
+from fastai.text.learner import TextLearner
+from learnerdist.fastai import checkpoint
 from learnerdist.testing import run_ranks
 from sharded_lines import shows
 from test_sharded import acc64, data, differs, needs_fsdp2, net, two_groups
@@ -137,7 +138,7 @@ def loaded(path):
             file = learn.save('big')
             before = [p.to_local().clone() for p in learn.model.parameters()]
             for p in learn.model.parameters(): p.data.mul_(0)
-            learner.load_model = spy = Mapped(learner.load_model)
+            checkpoint.load_model = spy = Mapped(checkpoint.load_model)
             learn.load('big')
             now = [p.to_local() for p in learn.model.parameters()]
         return spy.kb,file.stat().st_size/1024,all(map(torch.equal, before, now))
@@ -149,7 +150,7 @@ def test_a_rank_reads_its_rows_of_fastais_file(tmp_path):
 
 def refused(path):
     said = []
-    calls = lambda o: o.export('x.pkl'), lambda o: o.save(open(path/'f', 'wb')), lambda o: o.save_encoder('x')
+    calls = lambda o: o.export('x.pkl'), lambda o: o.save(open(path/'f', 'wb')), lambda o: TextLearner.save_encoder(o, 'x')
     for f in (*calls, lambda o: o.to_fp16().fit(1)):
         with process_group():
             learn = make(base, group_size(), path)

@@ -1,5 +1,5 @@
 "`verify` says of a run that is one process's that it is, and of each kind of difference what it is and where it begins"
-import os
+import os,subprocess,sys
 import pytest,torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -58,7 +58,7 @@ class Scaled(nn.CrossEntropyLoss):
 
 def learned_loss():
     loss = Scaled()
-    without(replica, 'average_grads', lambda params: None)
+    without(replica, '_average', lambda params: None)
     return learner(loss=loss, splitter=lambda m: [*m.parameters(),*loss.parameters()])
 
 def max_norm():
@@ -128,6 +128,22 @@ def graphs_apart():
 def rmse(out, y): return ((out[:,0]-y)**2).mean().sqrt()
 def batch_metric(): return learner(metrics=AvgMetric(rmse)) # the mean of batches, asked for by name
 
+def clipped():
+    learn = learner()
+    for p in learn.model.parameters(): p.register_hook(lambda g: g.clamp(-.01, .01))
+    return learn
+class Table(nn.CrossEntropyLoss):
+    "Keeps a mean of its inputs, and no buffer"
+    seen = torch.zeros(3)
+    def forward(self, p, y):
+        self.seen = .9*self.seen+.1*p.detach().mean(0)
+        return super().forward(p-self.seen, y)
+def own_table(): return learner(loss=Table())
+class Rescales(Callback):
+    "Makes weights that depend on the first batch of this rank"
+    def before_fit(self):
+        with torch.no_grad(): self.learn.model[0].weight /= self.learn.model[0](next(iter(self.learn.dls.train))[0].double()).std()
+def rescaled(): return learner(cbs=Rescales)
 class Unfreezes(Callback):
     def before_fit(self): self.learn.model[0].requires_grad_(False)
     def before_train(self):
@@ -164,6 +180,8 @@ def test_predictions_without_rows_are_compared():
     (uneven, 'gradients', '', 'samples do not divide'), (own_buffer, 'buffers', '1.mean', '1.mean: a module computes'),
     (centred, 'gradients', '', 'a prediction depends on which samples'), (balanced, 'gradients', '', 'a callback changes loss_grad'),
     (padded, 'gradients', '', 'the batches have other shapes'),
+    (clipped, 'gradients', '', 'a hook changes the gradient of 0.weight'), (own_table, 'gradients', '', 'the loss is no mean'),
+    (rescaled, 'gradients', '', '0.weight: other weights before the first step'),
     (batch_metric, 'metrics', 'rmse', 'rmse: a metric that is no mean'), (unfrozen, 'gradients', '0.', 'trained, but not exchanged')],
     ids=lambda o: getattr(o, '__name__', ''))
 def test_difference(f, kind, name, cause):
@@ -194,6 +212,18 @@ def test_command(tmp_path, capsys):
     out = capsys.readouterr().out
     assert 'DIFFERENT: 2 processes and one, 3 steps in float64' in out and 'likely cause: random draws' in out and 'not reached' not in out
     assert [*tmp_path.iterdir()]==[file]
+
+@pytest.mark.long
+def test_launch_proves_before_it_trains(tmp_path):
+    file = tmp_path/'train.py'
+    file.write_text(script.format(tests=os.path.dirname(__file__)).replace("print('not reached')", "print('trained')"))
+    def launch(name, *opts):
+        cmd = [sys.executable,'-m','learnerdist.launch','--nproc','2','--verify','2',*opts,str(file),name]
+        res = subprocess.run(cmd, capture_output=True, text=True, timeout=300)
+        return res.returncode,'The same' in res.stdout,'DIFFERENT' in res.stdout,'trained' in res.stdout
+    assert launch('plain')==(0,True,False,True)
+    assert launch('dropout')==(1,False,True,False)
+    assert launch('dropout', '--verify-only-warn')==(0,False,True,True)
 
 def test_without_dropout():
     res = verify(dropout, steps=3, dropout=False)

@@ -5,7 +5,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 from learnerdist.all import *
-from learnerdist.core.compat import torch_version
 from learnerdist.distributed.timer import slowest_rank
 from learnerdist.testing import run_ranks
 
@@ -21,16 +20,16 @@ class SlowStep(Callback):
     def after_pred(self):
         if group_rank()==1 and self.training: time.sleep(.15)
 
-def learner(secs=0, bs=4, n=64, cbs=None, path=None):
+def learner(secs=0, bs=4, n=64, cbs=(), path=None):
     data = TfmdDL(Sleepy(n, secs), bs)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
-    return Learner(DataLoaders(data), model, F.cross_entropy, cbs=cbs, path=path).remove_cb(ProgressCallback)
+    return Learner(DataLoaders(data), model, F.cross_entropy, cbs=[Timer,*cbs], path=path).remove_cb(ProgressCallback)
 
 def rank_slow(where, W):
-    learn = learner(n=32*W, secs=.05 if where=='data' else 0, cbs=SlowStep if where=='step' else None)
+    learn = learner(n=32*W, secs=.05 if where=='data' else 0, cbs=[SlowStep] if where=='step' else [])
     with warnings.catch_warnings(record=True) as found, process_group():
         warnings.simplefilter('always')
-        with learn.no_logging(), learn.distrib_ctx(seed=1, check_data=False): learn.fit(2)
+        with learn.no_logging(), learn.distrib_ctx(seed=1, checks=False): learn.fit(2)
         told = [str(o.message) for o in found if 'the others wait' in str(o.message)]
         return learn.recorder.rank_times,learn.recorder.straggler,told,learn.recorder.times
 
@@ -62,7 +61,7 @@ def rank_mfu(path, compiled):
 
 def test_mfu_and_profile(tmp_path):
     by_hand = 2*6*16*2+2*16*3*3 # forward and gradients of both weights, and of the second layer's input
-    for r,(n,mfu,rate,table) in enumerate(run_ranks(rank_mfu, 2, tmp_path, torch_version>=(2,6))):
+    for r,(n,mfu,rate,table) in enumerate(run_ranks(rank_mfu, 2, tmp_path, True)):
         assert n==pytest.approx(by_hand, rel=.01) and mfu==pytest.approx([o*by_hand/2e10 for o in rate], rel=.01)
         assert (table is None)==(r==0) and (r==0 or 'aten::' in table)
     events = json.loads((tmp_path/'p.json').read_text())['traceEvents']

@@ -1,6 +1,7 @@
 """The size of the package: `python tools/figures.py [root of another checkout]`; the calls of a step: tools/walks.py
 
-Lines are code lines as `ruff format --line-length 100` makes them, without comments, docstrings and blank lines, so that typography does not change them."""
+Lines are code lines as `ruff format --line-length 100` makes them, without comments, docstrings and blank lines, so that
+typography does not change them."""
 import ast
 import io
 import subprocess

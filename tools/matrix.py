@@ -13,8 +13,7 @@ tools = ('pytest','pytest-xdist','scikit-learn','matplotlib','torchmetrics','pan
          'cloudpickle','setuptools<81') # timm and others import pkg_resources
 # By name: the version of Python, and what pip is asked for. The lower bounds of settings.ini are those of the first row
 rows = dict(
-    oldest=('3.10', 'torch==2.4.1 torchvision==0.19.1 fastcore==1.7.29 fastprogress==1.0.5 fastai==2.7.18'),
-    older=('3.11', 'torch==2.4.1 torchvision==0.19.1 fastai==2.8.12'),
+    oldest=('3.10', 'torch==2.6.0 torchvision==0.21.0 fastcore==1.7.29 fastprogress==1.0.5 fastai==2.7.19'),
     middle=('3.11', 'torch==2.6.0 torchvision==0.21.0 fastai==2.8.12'),
     newest_python=('3.13', 'torch torchvision fastai'),
     newest=('3.11', 'torch torchvision fastai'))
@@ -22,6 +21,8 @@ head = f"""# Versions that were run
 Each row is an environment of its own, made by `tools/matrix.py`, in which README's main job ran on 2 processes, and README's tests,
 `python -m pytest -n 2`. The numbers are tests that passed, that were skipped since a package or a part of torch is not there, and, if there
 are any, that failed: their names follow below. A row that ran chosen files only names them.
+
+The oldest versions that are supported are torch 2.6, torchvision 0.21, fastcore 1.7.29, fastprogress 1.0.5, fastai 2.7.19 and Python 3.10.
 
 | row | Python | {' | '.join(shown)} | README's job | tests |
 |---|---|{'---|'*len(shown)}---|---|

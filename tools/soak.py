@@ -21,7 +21,7 @@ def train(path, workers, background, varying, shard, in_memory, plans):
     if varying: torch.set_default_dtype(torch.float64)
     from learnerdist.checkpoint import snapshot
     from learnerdist.core import kept
-    from learnerdist.distributed.divergence import digest
+    from learnerdist.distributed.comparison import digest
     from learnerdist.all import (Callback,Checkpoint,CSVLogger,DataLoaders,Learner,TfmdDL,accuracy,rank_distrib)
     from sklearn.datasets import load_digits
     from torch import nn

@@ -1,8 +1,11 @@
 """Write the `.pyi` of modules whose classes get methods by `@patch`, which editors and type checkers do not follow
 
 `python tools/stubs.py` after `nbdev-export`; `tests/test_house.py` compares."""
-import ast,re
+import ast,inspect,re
 from pathlib import Path
+
+from learnerdist import all as public
+from learnerdist.distributed.comm_hooks import ddp_options
 
 package = Path(__file__).parent.parent/'learnerdist'
 stubbed = 'learner/learner','learner/recorder','data/loaders'
@@ -20,9 +23,10 @@ def patched()->dict:
 
 def bare(f):
     "The signature and docstring of a function"
+    spelled_out(f)
     f.body = [o for o in f.body[:1] if ast.get_docstring(f)] or [ast.Expr(ast.Constant(...))]
     kinds = {'patch': [], 'patch(as_prop=True)': [ast.Name('property')]}
-    f.decorator_list = [p for d in f.decorator_list for p in kinds.get(ast.unparse(d), [d])]
+    f.decorator_list = [p for d in f.decorator_list if not ast.unparse(d).startswith('delegates') for p in kinds.get(ast.unparse(d), [d])]
     a = f.args
     pairs = [*zip([*a.posonlyargs,*a.args][::-1], a.defaults[::-1]),*zip(a.kwonlyargs, a.kw_defaults)]
     for arg,default in pairs:
@@ -41,14 +45,27 @@ def attributes(cls):
     names += [o.id for o in stores if isinstance(o, ast.Name) and id(o) in top]
     return [o for o in dict.fromkeys(names) if all(getattr(f, 'name', '')!=o for f in cls.body)]
 
-_others = 'def __getattr__(self, name:str)->Any: "A callback of the learner, or another attribute that is set at run time"'
+_callbacks = dict(Learner='recorder progress train_eval distributed_trainer timer') # Attributes that callbacks of this package are
+_ddps = 'bucket_cap_mb find_unused_parameters gradient_as_bucket_view static_graph broadcast_buffers mixed_precision' # in any torch
+
+def spelled_out(f):
+    "A function that delegates options has them in its signature; those of DDP that every torch has"
+    if not any(ast.unparse(d).startswith('delegates') for d in f.decorator_list): return f
+    known,a = {o.arg for o in [*f.args.args,*f.args.kwonlyargs]},f.args
+    for k,p in inspect.signature(getattr(public.Learner, f.name)).parameters.items():
+        of_torch = k in ddp_options and k not in _ddps.split()
+        if k in known or of_torch or p.kind==p.VAR_KEYWORD: continue
+        a.kwonlyargs.append(ast.arg(k, ast.Name('Any')))
+        a.kw_defaults.append(ast.Constant(...))
+    return f
 
 def bare_class(cls, more):
     "A class without code, with these methods too"
-    own = ast.parse(''.join(f'{o}:Any\n' for o in attributes(cls))).body
+    names = [*attributes(cls),*_callbacks.get(cls.name, '').split()]
+    own = ast.parse(''.join(f'{o}:Any\n' for o in names)).body
     shown = [o for o in [*cls.body,*more] if not isinstance(o, ast.Assign) and not re.match('_[a-z]', getattr(o, 'name', ''))]
     kept = [bare(o) if isinstance(o, functions) else o for o in shown]
-    cls.body = [kept[0],*own,*kept[1:],*ast.parse(_others if more else '').body]
+    cls.body = [kept[0],*own,*kept[1:]]
     return cls
 
 def imports_for(used, files):

@@ -18,7 +18,6 @@ from torch.utils.data import (BatchSampler,DataLoader,IterableDataset,RandomSamp
 from learnerdist.all import (AccumMetric,Callback,DataLoaders,GradientAccumulation,GradientClip,Learner,Lookahead,Scheduler,
                              TfmdDL)
 from learnerdist.learner.callback import cancels,inner_events
-from learnerdist.learner.metrics import _known
 from learnerdist.testing import run_ranks
 
 # --- data: a sample is (input, target) ---------------------------------------------------------------------------------------
@@ -260,7 +259,6 @@ def make_learner(c, bs):
 def one_run(c, k=1, nudge=None):
     "What comes out of a run; `k=W` for one process with the batches of W; `nudge`: a seed by which the first weights are rounded otherwise"
     torch.set_default_dtype(torch.float64)
-    _known.clear() # what earlier cases have shown of the metrics
     torch.manual_seed(c['seed'])
     random.seed(c['seed'])
     out = {}

@@ -6,8 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c002
+from collections import Counter,OrderedDict,deque
 from contextlib import nullcontext
+from typing import Callable,NamedTuple
 
+import numpy as np
 import torch
 from fastcore.foundation import L
 
@@ -16,9 +19,45 @@ from ..data.loaders import batch_shape,data_len
 from ..data.loaders import call_model
 from ..learner.learner import get_model
 from ..learner.losses import copied
+from ..learner.recorder import Recorder,as_totals
+from ..learner.techniques import GradientClip
 from ..core.compat import tree_leaves
 from ..core.shards import model_name
 from .snapshot import to_plain
+
+# %% ../../nbs/checkpoint/02_callback_state.ipynb #c004b
+_kinds = {o.__name__: o for o in (deque,Counter,OrderedDict,np.ndarray)}
+
+def packed(o):
+    "`o`; what is no plain data becomes a dict that says its type, for `unpacked`. Lists, tuples and dicts are looked through"
+    kind = next((k for k,cls in _kinds.items() if type(o) is cls), None)
+    if kind=='ndarray': return dict(__type__=kind, items=torch.from_numpy(o.copy()))
+    if kind: return dict(__type__=kind, items=packed([*o.items()] if isinstance(o, dict) else [*o]), maxlen=getattr(o, 'maxlen', None))
+    if type(o) is dict: return {k: packed(v) for k,v in o.items()}
+    if type(o) in (list,tuple) and not {*map(type, o)}<={int,float,str,bool}: return type(o)(packed(v) for v in o)
+    return o
+
+def unpacked(o):
+    "The inverse of `packed`"
+    kind = o.get('__type__') if isinstance(o, dict) else None
+    if kind=='ndarray': return o['items'].numpy().copy()
+    if kind=='deque': return deque(unpacked(o['items']), o['maxlen'])
+    if kind: return _kinds[kind](dict(map(tuple, unpacked(o['items']))))
+    if isinstance(o, dict): return {k: unpacked(v) for k,v in o.items()}
+    if type(o) in (list,tuple) and not {*map(type, o)}<={int,float,str,bool}: return type(o)(unpacked(v) for v in o)
+    return o
+
+# %% ../../nbs/checkpoint/02_callback_state.ipynb #c004e
+class Growing(NamedTuple):
+    "A part of a callback's state that grows with each step"
+    lists:Callable # From the callback to a list, which changes at its end only, or to a dict of lists
+    pack:Callable = lambda items: [o.item() if hasattr(o, 'item') else o for o in items] # From a part of it to numbers or a tensor
+
+growing = {Recorder: dict(lrs=Growing(lambda cb: cb.lrs), losses=Growing(lambda cb: cb.losses),
+                          totals=Growing(lambda cb: cb.all_steps(), as_totals)),
+           GradientClip: dict(norms=Growing(lambda cb: cb.norms))} # By class, by name in its state
+
+def _growing(cb): return {k:o for cls in type(cb).__mro__ for k,o in growing.get(cls, {}).items()}
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c005
 def _keyed(cbs):
@@ -27,25 +66,43 @@ def _keyed(cbs):
     for cb in cbs: res[cb.name if cb.name not in res else f'{cb.name}-{sum(o.split("-")[0]==cb.name for o in res)}'] = cb
     return res
 
-def goes_on(learn)->bool:
-    "Whether a fit goes on in which ranks have died, see `Survivors`"
-    return getattr(vars(learn).get('survivors'), 'at', None) is not None
-
 def say(learn, text):
     "Print a line as our Learner or fastai's does"
     getattr(learn, 'say', learn.logger)(text)
 
-def _state(cb, kind): # `getattr` alone would find other names in the learner
-    if kind=='fit_state' and hasattr(type(cb), 'state_dict'): return cb.state_dict()
-    return {o: getattr(cb, o) for o in getattr(type(cb), kind, ()) if o in vars(cb) or hasattr(type(cb), o)}
+def _names(cb, kind): # `getattr` alone would find other names in the learner
+    return [o for o in getattr(type(cb), kind, ()) if o in vars(cb) or hasattr(type(cb), o)]
+
+def _state(cb, kind, grows):
+    if kind=='fit_state' and hasattr(type(cb), 'state_dict'): return {} if grows else cb.state_dict()
+    return {o: packed(getattr(cb, o)) for o in _names(cb, kind) if (o in _growing(cb))==grows}
 
 def states_of(
     cbs,
-    kind:str # 'fit_state': the same on every rank; or 'rank_state'
-)->dict:     # By name of callback, for those that have a state
+    kind:str,        # 'fit_state': the same on every rank; or 'rank_state'
+    grows:bool=False # What grows with each step, or all other parts of the state
+)->dict:             # By name of callback, for those that have a state
     "The state of callbacks in this fit"
-    res = {k: _state(cb, kind) for k,cb in _keyed(cbs).items()}
+    res = {k: _state(cb, kind, grows) for k,cb in _keyed(cbs).items()}
     return {k:v for k,v in res.items() if v}
+
+def merged(a, b)->dict:
+    "States of callbacks that are the union of two"
+    return {k: {**a.get(k, {}), **b.get(k, {})} for k in {**a,**b}}
+
+def lists_of(
+    cbs,
+    kind:str # As in `states_of`
+)->dict:     # By name, as `Tails.take` wants them
+    "The growing lists in the state of callbacks"
+    res = {}
+    for k,cb in _keyed(cbs).items():
+        for name,o in _growing(cb).items():
+            if name not in _names(cb, kind): continue
+            found = o.lists(cb)
+            for path,l in {f'/{i}': l for i,l in found.items()}.items() if isinstance(found, dict) else [('',found)]:
+                res[f'{k}/{name}{path}'] = l,o.pack
+    return res
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c006
 def load_states(
@@ -62,7 +119,9 @@ def load_states(
 def _load(cb, state, kind):
     if kind=='fit_state' and hasattr(type(cb), 'load_state_dict'): return cb.load_state_dict(state)
     for k,v in state.items():
+        if k not in _names(cb, kind): continue # a file names others only if it is foreign
         old = vars(cb).get(k)
+        v = unpacked(v)
         if isinstance(old, list): old[:] = v # other callbacks may hold the same list
         else: setattr(cb, k, L(v) if isinstance(old, L) else v)
 

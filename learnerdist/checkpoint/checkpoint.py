@@ -10,21 +10,21 @@ import os,secrets,time,warnings
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 from fastcore.basics import patch
 
 from ..distributed.agreement import Agreement
 from ..learner.callback import Callback,Order
 from ..core.collectives import distrib_barrier,gather_objects
-from ..core.generations import generation,may_replace,start_again
 from ..data.loaders import loaders_of
 from ..core.parted import shard_place,take_apart
-from ..core.shards import a_part
+from ..core.shards import a_part,map_tensors
 from ..core.env import group_rank,group_size,is_rank0
 from ..learner.learner import get_model
-from .position import Streams,go_back,place_in_epoch,place_of,placed
+from .position import PlacedLoader,Streams,go_back,place_in_epoch,place_of
 from .preemption import Preempted,Requests,check_every,check_in_memory,check_signals,preempted_status
 from .snapshot import Writers,open_folder,prune,snapshot_name,to_plain,write_snapshot
-from .callback_state import goes_on,run_config,say,settle,states_of
+from .callback_state import lists_of,merged,run_config,settle,states_of
 from .in_memory import open_states
 
 _all_ = ['Preempted','preempted_status']
@@ -33,8 +33,8 @@ _all_ = ['Preempted','preempted_status']
 class Checkpoint(Callback):
     "Save the fit while it runs: weights, optimizer, callbacks, recorded numbers, random streams, and the position in the data"
     # `before_fit` and `before_train` after callbacks that reset themselves there, and before the model is wrapped in DDP
-    order,run_find = Order.checkpoint,False
-    active,resuming,requests,nested,memory = False,False,None,0,None
+    order,run_find,implied = Order.checkpoint,False,False # implied: gives way to another one
+    active,resuming,requests,nested,memory,lock = False,False,None,0,None,None
     def __init__(self,
         path,             # A folder, relative to the learner's path; for this fit only
         every='epoch',    # 'epoch', a number of steps, or a `timedelta` on rank 0's clock
@@ -51,13 +51,13 @@ class Checkpoint(Callback):
         self.path,self.every,self.keep,self.background,self.resume,self.signals = Path(path),every,keep,background,resume,signals
         self.in_memory = in_memory
 
-    def _begin(self, run_id, last):
+    def _begin(self, run_id):
         "Reset this callback's state at the start of a fit"
         self.nested = 0 # loops within this fit, such as fastai's `get_preds`
         self.phase = None # what the fit is doing: 'epoch', 'train', 'trained', 'validate', 'validated'
         self.due,self.stopping = set(),False # save there ('files', 'memory') at the next common point of all ranks; stop after that
         self.held = None # the state that was captured before validation
-        self.last,self.pending = last,None # the position of the newest checkpoint, and the Future of one that is being written
+        self.last,self.pending = None,None # the position of the newest checkpoint, and the Future of one that is being written
         self.at = None # the position that this fit will resume at
         self.unsettled = False # whether DDP still has its initial buckets
         self.run_id,self.clock,self.active = run_id,time.monotonic(),True
@@ -65,35 +65,34 @@ class Checkpoint(Callback):
     def before_fit(self):
         if self.active: self.nested += 1
         if self.active or not getattr(self.learn, 'fitting', False) or 'lr_finder' in vars(self.learn): return
-        others = [cb for cb in self.learn.cbs if isinstance(cb, Checkpoint)]
+        others = [cb for cb in self.learn.cbs if isinstance(cb, Checkpoint) and not cb.implied]
         if len(others)>1: raise ValueError(f'{len(others)} Checkpoints in one fit: give it one')
-        self._begin(*(self.run_id,self.last) if goes_on(self.learn) else (secrets.token_hex(4),None))
+        if self.implied and others: return
+        self._begin(secrets.token_hex(4))
         self.agreement = next((cb for cb in self.learn.cbs if isinstance(cb, Agreement)), None) if group_size()>1 else None
         self.world,self.rank = (group_size(),group_rank()) if self.agreement else (1,0)
         if self.agreement: self.agreement.watcher = self
         if hasattr(self.learn, 'at_end'): self.learn.at_end(self.learn, self) # fastai's has no `cleanup`
         self.folder,self.streams = Path(self.learn.path)/self.path,Streams(loaders_of(self.dls))
-        self.config,self.requests = self._config(run_config(self.learn, self.world)),Requests(self.signals)
+        self.config,self.requests = run_config(self.learn, self.world),Requests(self.signals)
         self.learn.add_cb(_Early(self))
         self.plan = self._plan()
         resume = self.resume or self.resuming
-        if not goes_on(self.learn):
-            if resume: self.restore()
-            elif self.memory: self.memory.keep()
-        if is_rank0(): open_folder(self.folder, resume or goes_on(self.learn), 'files' in self.plan)
-
-    def _config(self, now):
-        "Of the fit as it began, but for what ranks that have died change"
-        if not goes_on(self.learn): return now
-        return self.config | {k: now[k] for k in ('ranks','batch_size')}
+        if is_rank0(): self.lock = open_folder(self.folder, resume, 'files' in self.plan)
+        if resume: self.restore()
+        elif self.memory: self.memory.keep()
 
     def _plan(self):
         "When states are saved, by where they go. Files first: then a state in memory has no file to wait for"
         if self.in_memory is False: return dict(files=self.every)
-        self.memory,why = open_states(os.path.abspath(self.folder), a_part(get_model(self.learn.model)) is not None)
+        self.memory,why = open_states(self.name_in_memory(), a_part(get_model(self.learn.model)) is not None)
         if why and is_rank0(): warnings.warn(f'in_memory={self.in_memory}: {why}. States go to files only, every={self.every!r}')
         if why: return dict(files=self.every)
         return dict(memory=self.every) if self.in_memory is True else dict(files=self.every, memory=self.in_memory)
+
+    def name_in_memory(self)->str:
+        "What this fit's states in memory are found by in the next attempt"
+        return os.path.abspath(self.folder)
 
     def before_train(self):
         if self.active and self.at and self.at['phase']=='train': self.arrive()
@@ -132,7 +131,7 @@ def at_epoch(self:Checkpoint):
 @patch
 def at_train(self:Checkpoint):
     "Before a training loop: wrap its loader in a `PlacedLoader`, at its position if the fit is resumed"
-    self.phase,self.loader = 'train',placed(self.learn.dl, self.streams) # others may wrap it in a loader that reads ahead
+    self.phase,self.loader = 'train',PlacedLoader(self.learn.dl, self.streams) # others may wrap it in a loader that reads ahead
     self.learn.dl = self.loader
     if not self.at or self.at['phase']!='train': return
     again = self.state['ranks'][self.rank]['streams'] if self.alike else None
@@ -191,21 +190,9 @@ def commit(self:Checkpoint, phase):
     held = self.held or self.capture(phase)
     self.last = held['place']
     if 'files' in self.due: self.save(held)
-    remembers,self.due = 'memory' in self.due and not self.stopping,set()
-    if remembers: self.remember(held)
+    if 'memory' in self.due and not self.stopping: self.remember(held)
+    self.due = set()
     if self.stopping: self._leave()
-    if remembers and phase!='done' and self.is_short(): self._start_again()
-
-@patch
-def is_short(self:Checkpoint)->bool:
-    "Whether ranks have died, in place of which others can go on from the state in memory"
-    return generation()>0 and may_replace() and self.memory is not None and (self.resume or self.resuming)
-
-@patch
-def _start_again(self:Checkpoint):
-    self.wait()
-    if is_rank0(): say(self.learn, f'all ranks are started again after step {self.train_iter}, with those that have died')
-    start_again()
 
 @patch
 def _leave(self:Checkpoint):
@@ -223,26 +210,43 @@ def capture(self:Checkpoint, phase)->dict:
     place = dict(phase=phase, epoch=self.epoch+(phase=='done'), step=self.train_iter, pct_train=self.pct_train, n_epoch=self.n_epoch,
                  fit=getattr(learn, 'fits_done', 0), world=self.world)
     if dl is not None: place |= place_in_epoch(dl, i)
-    own = dict(streams=dict(now=self.streams.get()) if dl is None else place_of(dl, i), cbs=states_of(learn.cbs, 'rank_state'))
-    return dict(place=place, cbs=to_plain(states_of(learn.cbs, 'fit_state'), 'callbacks'), own=own)
+    all_cbs,own_cbs = to_plain([states_of(learn.cbs, o) for o in ('fit_state','rank_state')], 'callbacks')
+    if phase=='validate': all_cbs,own_cbs = map_tensors([all_cbs,own_cbs], torch.clone) # callbacks may change them in place meanwhile
+    streams = dict(now=self.streams.get()) if dl is None else place_of(dl, i)
+    return dict(place=place, cbs=all_cbs, own=dict(streams=streams, cbs=own_cbs))
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c014
 @patch
 def save(self:Checkpoint, held):
-    "Write a checkpoint. Sync point: one gather of the ranks' own states. Of a sharded model each rank writes the rows that it has"
-    ranks,tokens,runs = zip(*gather_objects((held['own'],os.getpid(),self.run_id)))
-    self.run_id,like = runs[0],a_part(get_model(self.learn.model))
-    i,n,again = shard_place(like) if like is not None else (0,1,not is_rank0())
-    if again: return
+    "Write a checkpoint to files. Sync point"
+    cbs = self.learn.cbs
+    own = held['own'] | dict(cbs=merged(held['own']['cbs'], states_of(cbs, 'rank_state', True)))
+    ranks = self._gather(own)
     self.wait()
+    all_cbs = merged(held['cbs'], to_plain(states_of(cbs, 'fit_state', True), 'callbacks'))
+    self.pending = self._write(self.folder, is_rank0(), all_cbs, ranks, self._info(), self.background and not self.stopping)
+    if not self.background: self.wait()
+
+@patch
+def _gather(self:Checkpoint, own)->list:
+    "The own state of each rank; all ranks take the id of rank 0's run. Sync point"
+    ranks,self.tokens,runs = zip(*gather_objects((own,os.getpid(),self.run_id)))
+    self.run_id = runs[0]
+    return [*ranks]
+
+@patch
+def _write(self:Checkpoint, folder, leads, cbs, ranks, info, background=False, check=None):
+    "Write a snapshot, if this rank `leads`; of a sharded model each rank writes the rows that it has. Returns a Future, or None"
+    like = a_part(get_model(self.learn.model))
+    i,n,again = shard_place(like) if like is not None else (0,1,not leads)
+    if again: return None
     (model,opt),rows = take_apart((get_model(self.learn.model).state_dict(),self.opt.state_dict()))
     parts = {f'rows_{i}': dict(rows=rows)} if rows else {}
-    state = dict(opt=to_plain(opt, 'optimizer'), cbs=held['cbs'], ranks=to_plain([*ranks], 'ranks'))
+    state = dict(opt=to_plain(opt, 'optimizer'), cbs=cbs, ranks=to_plain(ranks, 'ranks'))
     if i==0: parts |= dict(model=to_plain(model, 'model'), state=state)
-    info = self._info() | (dict(shards=n) if rows else {})
-    self.pending = write_snapshot(self.folder/snapshot_name(info['epoch'], info['step']), parts, to_plain(info, 'manifest'),
-                                  self.background and not self.stopping, Writers(i, n, tokens[0]))
-    if not self.background: self.wait()
+    if check: check(parts)
+    info = to_plain(info | (dict(shards=n) if rows else {}), 'manifest')
+    return write_snapshot(folder/snapshot_name(info['epoch'], info['step']), parts, info, background, Writers(i, n, self.tokens[0]))
 
 @patch
 def _info(self:Checkpoint):
@@ -251,21 +255,20 @@ def _info(self:Checkpoint):
 
 @patch
 def remember(self:Checkpoint, held):
-    "Write the state into memory: its own of each rank, and what all have once on each machine. Ranks do not wait for each other"
-    like = a_part(get_model(self.learn.model))
-    i,_,again = shard_place(like) if like is not None else (0,1,False)
-    state = dict(own=held['own'])
-    if self.memory.leads or like is not None:
-        (model,opt),rows = take_apart((get_model(self.learn.model).state_dict(), self.opt.state_dict()))
-        if rows and not again: state |= dict(rows=rows, i=i)
-        if self.memory.leads: state |= dict(model=model, opt=opt, cbs=held['cbs'])
-    self.memory.write(self._info(), state)
+    "Write the state to memory, with what is new in its growing lists. Sync point"
+    mem,cbs = self.memory,self.learn.cbs
+    found = self._gather((held['own'],mem.tails.take(lists_of(cbs, 'rank_state'))))
+    info,changes = self._info(),mem.tails.take(lists_of(cbs, 'fit_state'))
+    if mem.leads: info['journal'] = mem.add(dict(all=changes, ranks=[o for _,o in found]))
+    pending = self._write(mem.folder, mem.leads, held['cbs'], [o for o,_ in found], info, check=mem.check_room)
+    if pending: pending.result()
+    if mem.leads: mem.prune(self.run_id)
 
 @patch
 def _forget(self:Checkpoint):
     "Free what a restart does not need when the fit is done"
     distrib_barrier() # until all have it
-    self.memory.keep(None if 'files' in self.plan else self.memory.id)
+    if 'files' in self.plan: self.memory.keep()
 
 @patch
 def wait(self:Checkpoint):
@@ -286,4 +289,5 @@ def cleanup(self:Checkpoint):
     except Exception as e: warnings.warn(str(e)) # the fit ends by another error, or this one was raised already
     if self.requests: self.requests.close()
     if self.memory: self.memory.close()
-    self.memory = None
+    if self.lock: self.lock.close()
+    self.memory = self.lock = None

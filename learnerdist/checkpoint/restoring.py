@@ -13,11 +13,12 @@ import torch
 from fastcore.basics import patch
 
 from ..core.collectives import broadcast_object
-from ..core.env import group_rank,is_rank0
-from ..core.generations import may_replace
+from ..core.env import count,group_rank,is_rank0
+from ..core.folders import shrinks
 from ..core.random import seed_streams
 from ..core.shards import a_part,load_model,load_opt
 from ..data.loaders import to_device
+from ..distributed.trainer import context_callbacks
 from ..learner.callback import Callback,Order
 from ..learner.learner import StartAt,fit_flags,get_model
 from .callback_state import check_model,check_run,config_changes,load_states,part_of,say
@@ -53,12 +54,11 @@ def _newest_file(self:Checkpoint, like, after):
 @patch
 def _settle_memory(self:Checkpoint, found):
     "Forget what the fit does not go on from: a state that not all ranks have would be taken for one that they will have"
-    lost,self.memory.seen = self.memory.seen and self.memory.id is None,None
-    if lost and is_rank0():
+    in_memory = found and isinstance(found.folder, str)
+    if self.memory.seen and not self.memory.whole and is_rank0():
         where = f'{found.folder}' if found else 'the start'
-        why = 'a rank was killed in the first one, or a machine was lost'
-        warnings.warn(f'no state in memory has all its parts: {why}. Going on from {where}')
-    self.memory.keep(self.memory.id if found and isinstance(found.folder, str) else None)
+        warnings.warn(f'no state in memory has all its parts, since a machine was lost. Going on from {where}')
+    self.memory.keep(found.info if in_memory else None)
 
 @patch
 def _load(self:Checkpoint, model, state):
@@ -84,7 +84,7 @@ def _set_start(self:Checkpoint):
 def _say(self:Checkpoint, found, old):
     if not is_rank0(): return
     if found.bad: warnings.warn(f'{"; ".join(found.bad)}: going on from {self.source}, which is older')
-    if may_replace(): old = old | dict(ranks=self.config['ranks']) # as they are meant to be
+    if shrinks(): old = old | dict(ranks=self.config['ranks'])
     changes,said = config_changes(old, self.config),'The optimizer and the schedule go on with their numbers in the checkpoint'
     if changes: warnings.warn(f'{self.source} is of a fit that differed from this one: {"; ".join(changes)}. {said}')
     at,when = self.at,time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found.info['time']))
@@ -117,6 +117,16 @@ def arrive(self:Checkpoint):
 def _set_streams(self:Checkpoint):
     if self.alike: self.streams.set(self.state['ranks'][self.rank]['streams']['now'])
     else: seed_streams(self.at['step'], group_rank(), self.at['epoch'])
+
+
+# %% ../../nbs/checkpoint/04_restoring.ipynb #c022i
+class StatesInMemory(Checkpoint):
+    "Under `--on-failure shrink`: states in memory every 10 steps, of each fit that has no `Checkpoint`"
+    implied = True
+    def __init__(self): super().__init__('.', every=10, in_memory=True, resume=True, signals=())
+    def name_in_memory(self): return f'fit {count("fit in memory")}' # a script that runs again has the same fits
+
+context_callbacks.append(lambda: [StatesInMemory()] if shrinks() else [])
 
 # %% ../../nbs/checkpoint/04_restoring.ipynb #c023
 class _Resume(Callback):

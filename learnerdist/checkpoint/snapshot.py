@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c002
-import json,os,re,shutil,time,zlib
+import errno,json,os,re,shutil,socket,time,zlib
 from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
@@ -245,17 +245,49 @@ def prune(
     own = [o for o,info in _good(_manifests(path)).items() if info['run']==run]
     for folder in own[:-keep]: drop_snapshot(folder)
 
+# %% ../../nbs/checkpoint/00_snapshot.ipynb #c026b
+class FolderLock:
+    "A folder locked for this process, not for those that it forks; the system frees it when the process ends. ValueError if it is in use"
+    def __init__(self, path):
+        self.path,self.file = path/'.lock',None
+        while self.file is None: self.file = self._open()
+        self.file.truncate(0)
+        self.file.write(f'process {os.getpid()} on {socket.gethostname()}, since {time.strftime("%Y-%m-%d %H:%M:%S")}')
+        self.file.flush()
+
+    def _open(self):
+        "The locked file; None if it was removed meanwhile"
+        import fcntl # not on Windows
+        file = open(self.path, 'a+')
+        try: fcntl.lockf(file, fcntl.LOCK_EX|fcntl.LOCK_NB)
+        except OSError as e:
+            if e.errno not in (errno.EACCES,errno.EAGAIN): return file # a file system without locks
+            file.seek(0)
+            who = file.read()
+            file.close()
+            raise ValueError(f'{self.path.parent} is in use by another run: {who}. Give this one another folder') from None
+        if self.path.exists() and self.path.stat().st_ino==os.fstat(file.fileno()).st_ino: return file
+        file.close()
+
+    def close(self):
+        "Free the folder"
+        self.path.unlink(missing_ok=True)
+        self.file.close()
+
 def open_folder(
     path:Path,
     resume:bool, # Whether this run goes on from the snapshots in the folder
     make=True    # Whether to make the folder; else only what is wrong with it is told
-):
-    "Make the folder of a run's snapshots, and remove unfinished ones; ValueError if it holds snapshots of another run"
+)->FolderLock:    # To be closed at the end; None if `make` is off
+    "Make the folder of a run's snapshots, and remove unfinished ones; ValueError if it is another run's"
     found = snapshots(path)
     if found and not resume: raise ValueError(f'{path} holds checkpoints of another run, the newest is {found[-1].name}: go on with it by '
                                               'resume=True, or use another folder, or remove this one')
-    if make: path.mkdir(parents=True, exist_ok=True)
+    if not make: return None
+    path.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(path)
     for folder in path.glob('.epoch_*.tmp'): shutil.rmtree(folder, ignore_errors=True)
+    return lock
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #ckl11
 def weights_in(

@@ -6,18 +6,16 @@
 __all__ = []
 
 # %% ../../nbs/core/00_compat.ipynb #bca14321
-import copy,signal,time,weakref
-from contextlib import contextmanager,nullcontext
+import signal,time,weakref
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
 from types import SimpleNamespace
 
 import torch
-from torch import nn
 from torch.distributed import TCPStore,destroy_process_group
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 # %% ../../nbs/core/00_compat.ipynb #ede8b4a3
 names = dict( # By our name: the module, the path of attributes to the object, and the feature that is lost without it
@@ -25,8 +23,6 @@ names = dict( # By our name: the module, the path of attributes to the object, a
     batch_norm=('torch.nn.modules.batchnorm', '_BatchNorm', 'synchronised statistics of layers that are not BatchNorm1d, 2d or 3d'),
     check_channels=('torch.nn', 'SyncBatchNorm._check_non_zero_input_channels', 'the error for an input without channels'),
     check_input_dim=('torch.nn', 'BatchNorm1d._check_input_dim', 'the error for an input of another number of dimensions'),
-    update_stats=('torch', 'batch_norm_update_stats', 'speed of synchronised BatchNorm on the CPU'),
-    batch_norm_backward=('torch', 'ops.aten.native_batch_norm_backward', 'speed of synchronised BatchNorm on the CPU'),
     worker_info=('torch.utils.data._utils.worker', '_worker_info', 'to notice that a stream splits itself among workers'),
     iterator=('torch.utils.data', 'DataLoader()._iterator', 'copies of a loader with persistent workers'),
     abort_group=('torch.distributed.distributed_c10d', '_abort_process_group', "the other ranks' way out of nccl's waits after a failure"),
@@ -82,46 +78,32 @@ def missing()->dict:
     return {'.'.join(names[k][:2]): names[k][2] for k in there if find(k, missing) is missing}
 
 # %% ../../nbs/core/00_compat.ipynb #f71dfe38
-queue_callback = find('queue_callback')
-default_store = find('default_store', lambda: None)
-BatchNorm = find('batch_norm', (nn.BatchNorm1d,nn.BatchNorm2d,nn.BatchNorm3d,nn.SyncBatchNorm)) # for isinstance
+queue_callback,default_store = find('queue_callback'),find('default_store')
+BatchNorm,check_channels = find('batch_norm'),find('check_channels') # the first for isinstance
 no_iterator = dict(_iterator=None) # For a copied DataLoader, which would else read from the workers of the original
 
-def _no_check(self, x): "torch checks this itself, or not at all"
-check_channels = find('check_channels', _no_check)
 def check_input_dim(
     layer, # A BatchNorm layer
     x      # Its input
 ):
     "Raise ValueError if the input has another number of dimensions than the layer takes"
-    getattr(layer, '_check_input_dim', lambda o: None)(x)
+    layer._check_input_dim(x)
 
-def _update_stats(x, mean, var, momentum):
-    var,mean = torch.var_mean(x.to(mean.dtype), [0,*range(2, x.dim())], correction=0)
-    return mean,var
-
-def _batch_norm_backward(g, x, weight, mean, var, save_mean, save_invstd, train, eps, wanted):
-    shape,dims,g = [1,-1,*[1]*(x.dim()-2)],[0,*range(2, x.dim())],g.to(mean.dtype)
-    normed = (x.to(mean.dtype)-mean.view(shape))*(var+eps).rsqrt().view(shape)
-    return None,(g*normed).sum(dims),g.sum(dims)
-
-update_stats,batch_norm_backward = find('update_stats', _update_stats),find('batch_norm_backward', _batch_norm_backward)
+update_stats,batch_norm_backward = torch.batch_norm_update_stats,torch.ops.aten.native_batch_norm_backward
 
 # %% ../../nbs/core/00_compat.ipynb #e58b268b
 def ddp_flag(
     ddp,      # A `DistributedDataParallel`
     name:str
-)->bool:      # True if this torch lacks the attribute: then gradients are exchanged, and checks that need the other two are left out
+)->bool:
     "One of DDP's attributes `require_backward_grad_sync`, `static_graph` and `find_unused_parameters`"
-    return getattr(ddp, name, True)
+    return getattr(ddp, name)
 
 def set_worker_info(
     info # What `get_worker_info()` is to return
-)->bool: # Whether this torch allows it
+):
     "Replace the result of `get_worker_info()` in this worker of a loader, from now on"
-    found = find('worker_info', set_worker_info) is not set_worker_info
-    if found: import_module(names['worker_info'][0])._worker_info = info
-    return found
+    import_module(names['worker_info'][0])._worker_info = info
 
 def set_tee(
     logs, # A `DefaultLogsSpecs`
@@ -136,13 +118,12 @@ def start_ranks_by(
 ):
     "Let torchrun start its ranks by this function; where it returns None, torchrun does it itself"
     handler,popen = find('handler'),find('popen')
-    if popen is None or find('rank_out') is None: return
     def _popen(self, args, env):
         outs = [o.fileno() if o else i for i,o in enumerate((self._stdout, self._stderr), 1)]
         return start(args, env, *outs) or popen(self, args, env)
     handler._popen = _popen
 
-Dropout = find('dropout', nn.Dropout) # for isinstance
+Dropout = find('dropout') # for isinstance
 # Attributes: a parameter's functions of `register_hook`; of a model, names for DDP; in which a torchmetrics object counts its batches
 grad_hooks,ignored_by_ddp,update_count = '_backward_hooks','_ddp_params_and_buffers_to_ignore','_update_count'
 
@@ -150,7 +131,7 @@ def metric_state(
     metric # A torchmetrics object
 )->dict:   # Empty if it is not known
     "From each state attribute to the function by which torchmetrics reduces it over ranks"
-    return metric._reductions if find('reductions') and find('update_count') else {}
+    return getattr(metric, '_reductions', {})
 
 @contextmanager
 def unsynced(metric):
@@ -161,34 +142,7 @@ def unsynced(metric):
     finally: metric._to_sync = old
 
 # %% ../../nbs/core/00_compat.ipynb #bfe437ac
-def _children(o):
-    "Keys and values of a container; None of a leaf"
-    if isinstance(o, dict): return [*o],[*o.values()]
-    return (None,[*o]) if type(o) in (list,tuple) or isinstance(o, tuple) and hasattr(o, '_fields') else None
-
-def _map(f, o, is_leaf=None):
-    found = None if is_leaf and is_leaf(o) else _children(o)
-    if found is None: return f(o)
-    keys,vals = found[0],[_map(f, v, is_leaf) for v in found[1]]
-    if keys is None: return type(o)(*vals) if hasattr(o, '_fields') else type(o)(vals)
-    res = copy.copy(o)
-    res.update(zip(keys, vals))
-    return res
-
-def _leaves(o, is_leaf=None):
-    res = []
-    _map(res.append, o, is_leaf)
-    return res
-
-def _flatten(o, is_leaf=None):
-    leaves = _leaves(o, is_leaf)
-    places = iter(range(len(leaves)))
-    return leaves,_map(lambda _: next(places), o, is_leaf)
-
-def _unflatten(leaves, spec): return _map([*leaves].__getitem__, spec)
-
-_trees = [find(f'tree_{o}') for o in ('flatten','leaves','map','unflatten')]
-tree_flatten,tree_leaves,tree_map,tree_unflatten = _trees if None not in _trees else (_flatten,_leaves,_map,_unflatten)
+tree_flatten,tree_leaves,tree_map,tree_unflatten = [find(f'tree_{o}') for o in ('flatten','leaves','map','unflatten')]
 
 # %% ../../nbs/core/00_compat.ipynb #fsdpcmp1
 fsdp_on_cpu = hasattr(torch.cpu.Stream, 'record_event') # torch 2.6 has FSDP2 for GPUs only
@@ -227,13 +181,13 @@ def held_grads(
 
 # %% ../../nbs/core/00_compat.ipynb #cmpcmp1
 compiled_call,compiled_inside = '_compiled_call_impl','_orig_mod' # Attributes: by which a module is called; of a compiled one
-call_with_hooks,plain_calls = find('call_impl'),find('no_modes', nullcontext) # the latter without observers of torch's functions
+call_with_hooks,plain_calls = find('call_impl'),find('no_modes') # the latter without observers of torch's functions
 _compiled = SimpleNamespace(n=0, last=None)
 
 def compilations()->list: # (name of the function, its name and place, why there was need of another graph or None)
     "The functions compiled since the last call"
     counts,metrics = find('compile_counts'),find('compile_metrics')
-    if counts is None or metrics is None or counts['stats']['unique_graphs']==_compiled.n: return []
+    if counts['stats']['unique_graphs']==_compiled.n: return []
     found,_compiled.n = metrics(),counts['stats']['unique_graphs']
     at = next((i+1 for i,o in enumerate(found) if o is _compiled.last), 0)
     _compiled.last = found[-1] if found else None
@@ -243,8 +197,7 @@ def compilations()->list: # (name of the function, its name and place, why there
 
 def graph_breaks()->list:
     "Why the compiler could not follow the code, each reason once, since this process began"
-    counts = find('compile_counts')
-    return [] if counts is None else [str(o).strip().partition('\n')[0][:300] for o in counts['graph_break']]
+    return [str(o).strip().partition('\n')[0][:300] for o in find('compile_counts')['graph_break']]
 
 # %% ../../nbs/core/00_compat.ipynb #dfrcmp1
 TorchDispatchMode = find('dispatch_mode')
@@ -283,12 +236,10 @@ def written_by(
 
 # %% ../../nbs/core/00_compat.ipynb #b037916a
 # By name: the first torch that does not need it; perhaps an earlier one does not either, since not every version was tried
-shims = dict(OutOfMemoryError='2.5', read_in_order='2.6', listening_store='2.8', ignore_signals='2.9',
-             shutdown_s='2.9', set_timeout='2.9', sync_buffers='2.11', destroy_group='2.13', abort_group='2.13')
+shims = dict(listening_store='2.8', ignore_signals='2.9', shutdown_s='2.9', set_timeout='2.9', sync_buffers='2.11', destroy_group='2.13',
+             abort_group='2.13')
 
-OutOfMemoryError = getattr(torch, 'OutOfMemoryError', torch.cuda.OutOfMemoryError)
 torch_version = tuple(map(int, torch.__version__.split('.')[:2]))
-read_in_order = dict(in_order=True) if 'in_order' in signature(DataLoader).parameters else {} # before 2.6, loaders had no other order
 sync_buffers = 'forward_sync_buffers' # DDP's option: whether each forward pass broadcasts rank 0's buffers
 if sync_buffers not in signature(DistributedDataParallel).parameters: sync_buffers = 'broadcast_buffers'
 
@@ -331,6 +282,6 @@ def abort_group(
 ):
     "Close a group after a failure, and abort its pending work. In an older torch only nccl's work can be aborted"
     only_nccl = torch_version<(2,13) and 'nccl' not in torch.distributed.get_backend(group)
-    (destroy_group if only_nccl else find('abort_group', destroy_group))(group)
+    (destroy_group if only_nccl else find('abort_group'))(group)
 
-set_timeout = getattr(torch.distributed, 'set_timeout', find('set_pg_timeout', lambda timeout, group: None))
+set_timeout = getattr(torch.distributed, 'set_timeout', find('set_pg_timeout'))

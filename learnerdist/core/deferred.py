@@ -13,7 +13,7 @@ import torch
 from torch import Tensor,nn
 from torch.overrides import TorchFunctionMode
 
-from .compat import TorchDispatchMode,storage_id,swap_content,torch_version,tree_leaves,tree_map,version,written_by
+from .compat import TorchDispatchMode,storage_id,swap_content,tree_leaves,tree_map,version,written_by
 
 # %% ../../nbs/core/00_deferred.ipynb #dfr06
 large = 1024 # Elements from which a tensor is deferred: small ones cost nothing, and constructors read them
@@ -135,8 +135,6 @@ def deferred(
     build # Called without arguments; returns a model
 )->nn.Module:
     "The model that `build` makes, without memory for its weights: a learner computes them when it needs them, or parts"
-    if torch_version<(2,6): raise ValueError(f'deferred() needs torch 2.6, and this is {torch.__version__}: build the model as usual')
-    if TorchDispatchMode is None: raise ImportError('deferred: this torch has no TorchDispatchMode: build the model as usual')
     with _Deferring() as mode,_AsOnCPU(mode.recipe): model = build()
     if not isinstance(model, nn.Module): raise ValueError(f'deferred: build returned a {type(model).__name__}, and no module')
     for t in [*model.parameters(),*model.buffers()]:

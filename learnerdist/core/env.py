@@ -7,7 +7,7 @@ __all__ = ['rank_distrib', 'num_distrib', 'local_rank', 'default_device', 'RankE
            'process_group', 'group_rank', 'group_size', 'is_rank0']
 
 # %% ../../nbs/core/01_env.ipynb #c002
-import dis,json,os,re,socket,time,traceback
+import dis,json,os,re,socket,sys,time,traceback
 from collections import Counter
 from contextlib import contextmanager,suppress
 from datetime import timedelta
@@ -50,7 +50,8 @@ def default_device(
     n = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if cuda_id is None: return torch.device('cuda', local_rank()%n) if n else torch.device('cpu')
     if not str(cuda_id).isdigit() or int(cuda_id)>=n:
-        raise ValueError(f"cuda_id={cuda_id!r}, but {n} GPUs are visible: leave it out to choose by local rank")
+        raise ValueError(f"cuda_id={cuda_id!r}, but {n} GPUs are visible: leave it out to choose by local rank. It is no batch size: "
+                         "that is the loaders'")
     return torch.device('cuda', int(cuda_id))
 
 # %% ../../nbs/core/01_env.ipynb #c013
@@ -102,10 +103,8 @@ def connect_store(
     else:
         store = dist.TCPStore(env['MASTER_ADDR'], int(env['MASTER_PORT']), int(env['WORLD_SIZE']), hosts and not _agents_store(env),
                               timedelta(seconds=timeout_s), multi_tenant=True, wait_for_workers=False)
-    attempt,n = env.get('TORCHELASTIC_RESTART_COUNT') or 0 if _agents_store(env) else 0,int(env.get(generation_var) or 0)
-    return dist.PrefixStore(f'learnerdist/{attempt}'+f'/{n}'*bool(n), store)
-
-generation_var = 'LEARNERDIST_GENERATION' # Environment variable: how often ranks of this attempt have died and the others gone on
+    attempt = env.get('TORCHELASTIC_RESTART_COUNT') or 0 if _agents_store(env) else 0
+    return dist.PrefixStore(f'learnerdist/{attempt}', store)
 
 def _agents_store(env):
     "Whether torchrun's agent runs one store for all attempts. Otherwise each attempt has its own, as agents may count attempts differently"
@@ -179,7 +178,8 @@ def _check_on(store, keys):
 def wait_keys(
     store,
     keys:dict, # From each rank to the key that it will set
-    timeout_s  # Seconds to wait
+    timeout_s, # Seconds to wait
+    what=''    # What the ranks are to do, such as 'to load a.pth': said on stderr after 5 seconds
 )->list:       # The values, in the order of `keys`; None after `timeout_s` seconds
     "Wait until each of these ranks has set its key; `RankError` if one of them has left, or the section has failed"
     start = time.monotonic()
@@ -187,12 +187,21 @@ def wait_keys(
         waited = time.monotonic()-start
         if waited>timeout_s: return None
         if waited>.1: _check_on(store, keys)
+        if waited>5: what = what and _say_waiting(store, keys, what)
         time.sleep(min(.5, .002+waited/10))
     return [o.decode() for o in store.multi_get([*keys.values()])]
 
-def wait_key(store, key, timeout_s, rank=None):
+def _say_waiting(store, keys, what):
+    "Print on one of the waiting ranks what they wait for"
+    me = str(dist.get_rank() if in_group() else rank_distrib())
+    absent = [r for r,k in keys.items() if not store.check([k])]
+    if absent and store.compare_set(f'said/{keys[absent[0]]}', '', me).decode()==me:
+        print(f'rank {me} waits for rank {", ".join(map(str, absent))} {what}', file=sys.stderr, flush=True)
+    return ''
+
+def wait_key(store, key, timeout_s, rank=None, what=''): # as in `wait_keys`
     "The value of `key` once `rank` has set it, see `wait_keys`; None after `timeout_s` seconds"
-    return (wait_keys(store, {rank: key}, timeout_s) or [None])[0]
+    return (wait_keys(store, {rank: key}, timeout_s, what) or [None])[0]
 
 # %% ../../nbs/core/01_env.ipynb #open01
 _counts = Counter() # Of this launch; by the name of what is counted
@@ -217,11 +226,16 @@ def _next_group():
     where = ''.join(section)
     return f'{where}/group{count(f"{where}/group")}'
 
+def phase()->str:
+    "A name for the part of the run between two openings of groups, the same on all ranks"
+    where = ''.join(section)
+    return f'{where}/{counted(f"{where}/group")}'
+
 def _open(device, backend, timeout_s, name):
     store = launch_store() or connect_store(os.environ, hosts=rank_distrib()==0)
     if store is None: raise ValueError(f'WORLD_SIZE={num_distrib()}, but no MASTER_ADDR and MASTER_PORT: use learnerdist.launch')
     store,timeout = dist.PrefixStore(name, store),timedelta(seconds=timeout_s)
-    gpus = _everyones(gpu_id(device), 'gpu', store, timeout_s)
+    gpus = _everyones(gpu_id(device), 'gpu', store, timeout_s, 'to open the process group')
     if None in gpus: raise dist.DistStoreError(f'timed out: {timeout_s:g} s without a word from rank {gpus.index(None)}')
     dist.init_process_group(backend or backend_for(gpus), store=store, rank=rank_distrib(), world_size=num_distrib(), timeout=timeout)
     try: _everyones('yes', 'opened', store, min(timeout_s, 20))
@@ -229,12 +243,12 @@ def _open(device, backend, timeout_s, name):
         dist.destroy_process_group()
         raise
 
-def _everyones(word, what, store, timeout_s):
+def _everyones(word, what, store, timeout_s, said=''):
     "Send `word` to all ranks; returns the word of each rank, None for a rank that did not send one in time"
     me,n = (dist.get_rank(),dist.get_world_size()) if in_group() else (rank_distrib(),num_distrib())
     keys = {r: f'{what}/{r}' for r in range(n)}
     store.set(keys[me], word)
-    return wait_keys(store, keys, timeout_s) or [store.get(k).decode() if store.check([k]) else None for k in keys.values()]
+    return wait_keys(store, keys, timeout_s, said) or [store.get(k).decode() if store.check([k]) else None for k in keys.values()]
 
 # %% ../../nbs/core/01_env.ipynb #c021
 def setup_distrib(
@@ -334,12 +348,11 @@ def group_timeout()->float:
 @contextmanager
 def _waiting(timeout_s):
     old = group_timeout()
-    set_group_timeout(timeout_s)
+    _set_timeout(timeout_s)
     try: yield
-    finally: set_group_timeout(old)
+    finally: _set_timeout(old)
 
-def set_group_timeout(timeout_s):
-    "Let collectives of this package wait so many seconds from now on"
+def _set_timeout(timeout_s):
     if timeout_s==group_timeout(): return
     _patience[:] = [timeout_s]
     for g in _ours if in_group() else []: set_timeout(timedelta(seconds=timeout_s), g)

@@ -70,12 +70,16 @@ def set_rng_state(state):
 def seed_streams(
     *parts:int # For example seed, rank, epoch and batch; any difference gives another stream
 ):
-    "Seed every global random stream from several numbers. Some 10 µs: `torch.manual_seed` takes ten times as long to find no GPU"
+    "Seed every global random stream from several numbers"
+    seed_on_cpu(*parts)
+    if torch.cuda.is_initialized(): torch.cuda.manual_seed_all(mix_seed(*parts))
+
+def seed_on_cpu(*parts:int):
+    "As `seed_streams`, but not the GPUs' streams. Some 10 µs: `torch.manual_seed` takes ten times as long to find no GPU"
     s,np = mix_seed(*parts),_numpy()
     random.seed(s)
     if np: np.seed(s%2**32)
     torch.default_generator.manual_seed(s)
-    if torch.cuda.is_initialized(): torch.cuda.manual_seed_all(s)
 
 @contextmanager
 def outer_streams():

@@ -26,7 +26,7 @@ def rank0_first(
     with ExitStack() as stack:
         _join(stack)
         if group_size()<2: return func(*args, **kwargs)
-        return _rank0_first(partial(func, *args, **kwargs), shared_store())
+        return _rank0_first(partial(func, *args, **kwargs), shared_store(), f'in rank0_first({getattr(func, "__name__", func)})')
 
 def _join(stack):
     if in_group(): return
@@ -42,14 +42,14 @@ def _answers():
 
 def _lost(): return RankError(0, 'exit', 'ended before it was done')
 
-def _rank0_first(func, store):
+def _rank0_first(func, store, what):
     key,nested = f'rank0_first/{count("rank0_first")}',bool(_running)
     _running.append(key)
-    try: res = (_after_rank0 if group_rank() else _as_rank0)(func, store, key)
+    try: res = _after_rank0(func, store, key, what) if group_rank() else _as_rank0(func, store, key)
     finally:
         _running.pop()
         with _without_rank0(): store.set(f'{key}/{group_rank()}', 'left')
-    with _without_rank0(): nested or wait_keys(store, {r: f'{key}/{r}' for r in range(group_size())}, _week)
+    with _without_rank0(): nested or wait_keys(store, {r: f'{key}/{r}' for r in range(group_size())}, _week, what)
     return res
 
 def _without_rank0(): return suppress(dist.DistNetworkError) # rank 0 ran the store, and has left
@@ -62,8 +62,8 @@ def _as_rank0(func, store, key):
     store.set(key, 'done')
     return res
 
-def _after_rank0(func, store, key):
-    try: state = wait_key(store, key, _week, 0)
+def _after_rank0(func, store, key, what):
+    try: state = wait_key(store, key, _week, 0, what)
     except dist.DistNetworkError as e: raise _lost() from e
     if state!='done': raise unpack_error(state)
     return func()

@@ -6,9 +6,10 @@
 __all__ = ['save_once', 'await_save']
 
 # %% ../../nbs/core/03_saves.ipynb #sv03
+import json
 from pathlib import Path
 
-from .env import RankError,count,counted,is_rank0,pack_error,shared_store,unpack_error,wait_key
+from .env import RankError,count,counted,group_timeout,is_rank0,pack_error,phase,shared_store,unpack_error,wait_key
 from .files import whole_file
 
 # %% ../../nbs/core/03_saves.ipynb #c025
@@ -16,43 +17,42 @@ def save_once(
     path, # The same on every rank
     write # Called on rank 0 only, with a temporary path to write to
 ):
-    "Rank 0 writes `path`, atomically. Not a collective: every rank may call it, or rank 0 alone; the other ranks only count the save"
-    key = str(Path(path).absolute())
-    n = count(f'save {key}')
+    "Rank 0 writes `path`, atomically. Not a collective: every rank may call it, or rank 0 alone; on other ranks it does nothing"
     if not is_rank0(): return
-    error = ''
-    _report(f'first/{key}', 'saving')
     try:
         with whole_file(path) as tmp: write(tmp)
     except BaseException as e:
-        error = pack_error(e)
+        _tell(path, counted(_loads(path))+1, pack_error(e)) # to ranks that wait for rank 0's next load
         raise
-    finally: _report(f'saved/{key}/{n}', error or 'done')
 
-def _report(key, state):
+def _loads(path): return f'load {phase()}/{Path(path).name}'
+def _tell(path, n, state):
     store = shared_store()
-    if store is not None: store.set(key, state)
+    if store is not None: store.set(f'{_loads(path)}/{n}', json.dumps([str(Path(path).absolute()),state]))
 
 # %% ../../nbs/core/03_saves.ipynb #c026
 def await_save(
-    path,          # The file that this rank is about to read
-    timeout_s=600  # Seconds to wait for rank 0
+    path,                # The file that this rank is about to read
+    timeout_s:float=None # Seconds to wait for rank 0; None: as long as a collective does
 ):
-    "Wait until rank 0 has finished as many saves of `path` as this rank counted, at least one. FileNotFoundError; `RankError` if it failed"
-    key,store = str(Path(path).absolute()),shared_store()
-    n,there = counted(f'save {key}'),Path(path).exists()
+    "On rank 0 nothing; on others wait for its call, so for its saves before. FileNotFoundError; `RankError` if its save failed"
+    path,store = Path(path).absolute(),shared_store()
     if store is None: return
-    if is_rank0(): return None if n else store.set(f'first/{key}', 'there' if there else 'missing')
-    first = 'saving' if n else 'there' if there else _first_of_rank0(store, key, path)
-    if first=='there': return
-    if first!='saving': raise FileNotFoundError(f'{path}: rank 0 has not written it')
-    state = wait_key(store, f'saved/{key}/{n or 1}', timeout_s, 0)
-    if state is None: raise FileNotFoundError(f'{path}: rank 0 has not written it in {timeout_s} s')
-    if state!='done': raise unpack_error(state)
+    if is_rank0(): return _tell(path, count(_loads(path)), '' if path.exists() else 'missing')
+    state = _of_rank0(store, path, timeout_s or group_timeout())
+    if state=='missing': raise FileNotFoundError(f'{path}: rank 0 has not written it')
+    if state: raise unpack_error(state)
 
-def _first_of_rank0(store, key, path):
-    "What rank 0 did first with `path`: it is saving, or it looked for the file, which was there or missing"
-    try: return wait_key(store, f'first/{key}', 60, 0)
-    except RankError:
-        if not Path(path).exists(): raise
-        return 'there' # written in some other way, before rank 0 left
+def _of_rank0(store, path, timeout_s):
+    "What rank 0 says as it loads `path`: an empty text if the file is there, 'missing', or the error of its save"
+    while True: # rank 0 may have loaded other files of this name by itself
+        key = f'{_loads(path)}/{count(_loads(path))}'
+        try: found = wait_key(store, key, timeout_s, 0, f'to load {path}, as all ranks do')
+        except RankError as e:
+            if e.trace or not path.exists(): raise
+            return '' # rank 0 left without a failure
+        if found is None: raise TimeoutError(f'{path}: rank 0 has not loaded it in {timeout_s:g} s. Call load on all ranks')
+        there,state = json.loads(found)
+        if there==str(path): return state
+        if not path.exists(): raise ValueError(f'this rank loads {path}, which is not there, and rank 0 loads {there}: rank 0 alone '
+                                               'writes, so give all ranks the same folder, or work in distrib_ctx')

@@ -194,6 +194,6 @@ def come_together(
     n = count(f'together {what}')
     keys = {r: f'together/{what}/{n}/{r}' for r in range(group_size())}
     store.set(keys[me], 'here')
-    if wait_keys(store, keys, timeout_s) is None:
+    if wait_keys(store, keys, timeout_s, f'to call {what}') is None:
         absent = ', '.join(str(r) for r,k in keys.items() if not store.check([k]))
         raise ValueError(f'rank {me} waits in {what} for rank {absent}: with a sharded model all ranks must call it, since each has a part')

@@ -6,7 +6,7 @@
 __all__ = ['preempted_status']
 
 # %% ../../nbs/core/00_stacks.ipynb #c002
-import faulthandler,functools,inspect,linecache,os,re,signal,sysconfig,tempfile,time,traceback
+import faulthandler,functools,inspect,linecache,os,re,signal,sysconfig,tempfile,time,traceback,warnings
 from pathlib import Path
 from typing import NamedTuple
 import learnerdist
@@ -39,6 +39,11 @@ def users_frame(
 )->Frame:
     "The innermost frame of the user's own code, that is outside of installed packages; if there is none, the innermost frame of all"
     return next((o for o in frames if not in_library(o.file)), frames[0] if frames else Frame('?', 0, '?'))
+
+def warn(message):
+    "A warning at the line of the user's code that has led here, in place of ours"
+    found = (i for i,o in enumerate(frames_of_caller(), 1) if not in_library(o.file))
+    warnings.warn(message, stacklevel=next(found, 2))
 
 def in_library(
     file:str # Path of a source file
@@ -134,7 +139,7 @@ def is_stopped(
     except OSError: return False
 
 # %% ../../nbs/core/00_stacks.ipynb #c014
-_exchanges = 'core/env','core/collectives','distributed/vote_links','distributed/agreement'
+_exchanges = 'core/env','core/collectives','distributed/vote_links','distributed/votes','distributed/agreement'
 _waits = ('torch/distributed/','torch/autograd/graph.py',*(str(Path(learnerdist.__file__).parent/f'{o}.py') for o in _exchanges))
 
 def describe_stack(

@@ -11,41 +11,32 @@ from contextlib import nullcontext
 from functools import partial, singledispatch
 from itertools import chain, count, islice
 from operator import index
-from torch.utils.data import (BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, Subset, SubsetRandomSampler,
-                              get_worker_info)
-from ..core.compat import no_iterator,read_in_order,set_worker_info,tree_leaves
-from .loaders import (Collate, FrameRows, LoaderWrapper, TfmdDL, batch_shape, changed, data_len, find_bs, is_shuffled, one_batch, pipe,
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, SubsetRandomSampler, get_worker_info
+from ..core.compat import no_iterator,set_worker_info,tree_leaves
+from .loaders import (Collate, FrameRows, LoaderWrapper, TfmdDL, batch_shape, changed, data_len, is_shuffled, one_batch, pipe,
                       read_loader)
-from ..core.random import draw,mix_seed,outer_streams,rng_state,seed_streams,shared_rng
+from ..core.random import draw,mix_seed,outer_streams,seed_on_cpu,seed_streams,shared_rng
 from .streams import Placed,saves_place
 from .sharding import check_rank, deal, full_rows, share_chunks, share_len
 from .tensors import columns_of
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c005
-def loader_parts(
-    dl # A loader or a sampler
-)->list:
-    "It, and the samplers inside it"
-    found,todo = [],[dl]
-    while todo:
-        found.append(todo.pop())
-        todo += [p for k in ('sampler', 'batch_sampler') if (p := getattr(found[-1], k, None)) is not None]
-    return found
+def loader_parts(o):
+    "A loader or sampler, and the samplers inside it"
+    yield o
+    for k in ('sampler', 'batch_sampler'):
+        if getattr(o, k, None) is not None: yield from loader_parts(getattr(o, k))
 
 def is_split(dl)->bool:
     "Whether each rank already reads its own shard: by `DistributedDL`, by a sampler like `DistributedSampler`, or by the data set"
+    by_sampler = any(hasattr(o, 'num_replicas') and hasattr(o, 'rank') for o in loader_parts(dl))
     ds = getattr(dl, 'dataset', None)
-    if hasattr(dl, 'dealer') or getattr(ds, 'splits_by_rank', False) or getattr(ds, '_distributed', None) is not None: return True
-    return any(hasattr(o, 'num_replicas') and hasattr(o, 'rank') for o in loader_parts(dl))
+    return hasattr(dl, 'dealer') or by_sampler or getattr(ds, 'splits_by_rank', False) or getattr(ds, '_distributed', None) is not None
 
 def set_epoch(dl, epoch:int):
     "Set the epoch of each part of `dl` with a method `set_epoch`: a `DistributedDL`, the samplers, the data set"
-    for o in with_epochs(dl): o.set_epoch(epoch)
-
-def with_epochs(dl)->list:
-    "The parts of a loader that have a method `set_epoch`, once each"
     own = [dl] if hasattr(dl, 'set_epoch') else [*loader_parts(dl), getattr(dl, 'dataset', None)]
-    return [*{id(o):o for o in own if hasattr(o, 'set_epoch')}.values()]
+    for o in {id(o):o for o in own if hasattr(o, 'set_epoch')}.values(): o.set_epoch(epoch)
 
 def check_split(dl, world_size):
     "Raise ValueError where the sampler of a loader deals its samples among another number of ranks"
@@ -62,7 +53,6 @@ class Dealt:
     def __init__(self, dealer, source, chunk): self.dealer,self.source,self.chunk = dealer,source,chunk
     def __iter__(self):
         d = self.dealer
-        d.asked = True
         gens = [o.generator for o in loader_parts(self.source) if isinstance(getattr(o, 'generator', None), torch.Generator)]
         items = d.deal(self.note(draw(self.source, shared_rng(d.seed, d.epoch, generators=gens), self.chunk, self.chunk)))
         return d.sized(items) if d.unit=='batch' else items
@@ -88,14 +78,12 @@ class Dealer:
         if pad not in (True,False,'batch'): raise ValueError(f"pad={pad!r}: give True, False or 'batch'")
         self.rank,self.world_size,self.seed,self.pad = rank,world_size,seed,pad
         self.unit,self.source,self.items,self.bs,self.drop_last,self.sizes = 'row',None,None,None,False,[]
-        self.n_workers,self.n_batches = 0,None # of a stream; the batches of this epoch that are no repeats, if workers read a stream
-        self._epoch,self._draws,self._n_read = [torch.zeros(k, dtype=torch.int64) for k in ((), (), 1)]
+        self.n_workers,self.n_batches = 0,None # of a stream; of this epoch, without repeats
+        self._epoch,self._first,self._by_rank,self._n_read = [torch.zeros(k, dtype=torch.int64) for k in ((), (), (), 1)]
     streams = False      # Whether the source is an iterable data set
-    by_rank = False      # Whether that has split itself among ranks
-    gather = None        # From an object of this rank to those of all ranks: `same_first` uses it once
-    compared = False     # Whether it has
-    sample_seeds = False # Whether a sample's draws are seeded by (seed, epoch, index), and a training batch's by (seed, rank, epoch, batch)
-    asked = False        # Whether the loader has asked for this epoch's items
+    sample_seeds = False # Whether samples and training batches draw from streams of their own
+    asked = False        # Whether the loader has asked for the items of this epoch
+    n_skip = 0           # Batches of this epoch that a resumed fit leaves out
     left_at = -1,0 # An epoch, and the number of its items (see `unit`), over all ranks, that an earlier run has already read
     epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v), doc="The epoch, which workers see too")
     start = property(lambda self: self.left_at[1] if self.left_at[0]==self.epoch else 0,
@@ -104,6 +92,7 @@ class Dealer:
         at=0 # Place of the first item in the epoch, over all ranks
     ):
         "Iterator over this rank's shard of `items`, an iterable that is the same on every rank"
+        self.asked = True
         if self.by_rank: return iter(items)
         items = islice(items, max(self.start-at, 0), None)
         self._n_read[self._worker()] = 0
@@ -120,7 +109,7 @@ class Dealer:
     _floor = property(lambda self: self.pad=='batch' and self.drop_last and bool(self.bs)) # each rank's last batch is dropped in any case
     def pads(self, n):
         "Whether ranks repeat an item if `n` items are dealt"
-        if self._by_workers: return False # `owed` batches are repeated
+        if self._by_workers: return False # see `owed`
         return n//self.world_size%self.bs==0 if self.pad=='batch' and self.bs else bool(self.pad)
     def end_of(self, n):
         "As `pads`, for the `n` items of this epoch, which `repeats` then knows"
@@ -130,7 +119,7 @@ class Dealer:
     _by_workers = property(lambda self: self.n_workers>1 and self.pad=='batch' and bool(self.bs))
     def owed(self, n):
         "How many batches more than `n` another rank has, of a stream that several workers have read to its end"
-        if not self._by_workers or self.drop_last or self.by_rank: return 0
+        if not n or not self._by_workers or self.drop_last or self.by_rank: return 0
         most = [share_len(m, 0, self.world_size) for m in self._n_read.tolist()] # rank 0's, of each worker
         return max(sum(-(-m//self.bs) for m in most)-n, 0)
     def repeats(self, i):
@@ -162,41 +151,81 @@ class Dealer:
         if type(sampler) is SequentialSampler: return self.order(sampler.data_source, False)
         return self.order(sampler.data_source, True) if is_shuffled(sampler) else self.drawn(sampler, chunk=chunk)
     def stream(self, dataset, num_workers,
-        after=() # Functions of a sample, see `samples`
+        after=() # Functions of a sample, which may draw; None: the caller applies them
     ):
         "Iterable data set of this rank's samples. Its copies in workers see changes of the epoch, through shared memory"
         self.streams,self.n_workers,self._n_read = True,num_workers,torch.zeros(max(num_workers, 1), dtype=torch.int64)
-        if num_workers: self.share_memory()
+        self.share_memory(num_workers)
         return self._made(dataset, (_PlacedStream if saves_place(dataset) and not num_workers else _Stream)(dataset, self, after))
-    def share_memory(self):
-        "From now on, copies in workers see the epoch, and the master what workers have read"
-        for o in (self._epoch, self._draws, self._n_read): o.share_memory_()
-    def samples(self, dataset, num_workers,
-        after=() # Functions of a sample, which may draw
-    ):
-        "The data set, whose samples draw from their own seeds where this is on; itself if nothing is drawn"
-        quiet = type(dataset) in (list,tuple,range,torch.Tensor,FrameRows) or columns_of(dataset) is not None
-        if not self.sample_seeds or quiet and not after: return dataset
-        if num_workers: self.share_memory()
+    def share_memory(self, num_workers):
+        "Let copies in workers see the epoch, and this process what they have read"
+        for o in (self._epoch,self._first,self._by_rank,self._n_read) if num_workers else (): o.share_memory_()
+    def samples(self, dataset, num_workers, after=()): # after: as in `stream`
+        "The data set, whose samples draw from streams of their own; itself where nothing is drawn"
+        if not self.sample_seeds or not after and is_quiet(dataset): return dataset
+        self.share_memory(num_workers)
         return Seeded(dataset, self, after)
     def seed_sample(self, key):
-        "Seed all random streams for the sample of this index, or other key; of a stream, the place in it"
+        "Seed the random streams for the sample of this index, or other key; of a stream, its number"
         try: i = index(key)
         except TypeError: i = zlib.crc32(repr(key).encode())
-        seed_streams(self.seed, self.epoch, i, -1) # -1: no rank's batch has this number
-    def same_first(self, items, name):
-        "The items of a stream, after a look at the first one: where it differs between ranks, the stream splits itself. Sync point"
-        gather,self.gather,self.compared = self.gather,None,True
-        first = list(islice(items, 1))
-        self.by_rank = len({*gather(sample_hash(first))})>1
-        if self.by_rank and not self.rank: warnings.warn(
+        seed_on_cpu(self.seed, self.epoch, i, -1) # -1: no batch has this number
+    by_rank = property(lambda self: bool(self._by_rank), doc="Whether a stream has split itself among ranks")
+    def see_first(self, samples):
+        "Remember the first sample of a stream, for `compare`"
+        if not self._worker(): self._first.fill_(sample_hash(samples))
+    def compare(self, gather, name):
+        "Whether a stream, by its first samples, splits itself among ranks: it is left alone then. Sync point"
+        if not self.streams or self.by_rank or len({*gather(int(self._first))})==1: return False
+        self._by_rank.fill_(1)
+        if not self.rank: warnings.warn(
             f'{name} gives each rank another first sample: it is taken to split itself among ranks, and left alone')
-        return chain(first, items)
+        return True
     def generator(self, g):
         "`g` on rank 0; on other ranks another generator, because the seeds of the workers are drawn from it"
         return g if g is None or not self.rank else torch.Generator(g.device).manual_seed(mix_seed(g.initial_seed(), self.rank))
+    def shard(self, dl):
+        "A copy of `dl` that reads this rank's samples"
+        return reindexed(dl, self)
+    n_read = property(lambda self: int(self._n_read[0]),
+        doc="How many items there are for all ranks, once this rank has read its last")
+
+class BatchDealer(Dealer):
+    "Deals the batches of a loader as they are in one process, for evaluation: batch k goes to rank k % W"
+    def __init__(self, rank, world_size, seed=0):
+        super().__init__(rank, world_size, seed, pad=False)
+        self.of_batches()
+    def shard(self, dl):
+        "A loader of this rank's batches"
+        return whole_batches(dl, self)
+    def alone(self):
+        "A dealer of all samples, with this one's epoch"
+        res = Dealer(0, 1, self.seed, pad=False)
+        res._epoch,res._first,res.sample_seeds = self._epoch,self._first,self.sample_seeds
+        return res
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #seeds1
+def is_quiet(ds):
+    "Whether data lies in memory, so that a sample draws nothing"
+    return type(ds) in (list,tuple,range,torch.Tensor,FrameRows) or columns_of(ds) is not None
+
+def outside_worker():
+    "In the process of the training loop, the random streams afterwards are those before; a worker has no others"
+    return outer_streams() if get_worker_info() is None else nullcontext()
+
+class Seeded(LoaderWrapper, Dataset):
+    "A data set whose samples draw from streams of their own, so that they are the same at any number of ranks and workers"
+    inside = 'source'
+    def __init__(self, source, dealer, after=()): vars(self).update(source=source, dealer=dealer, after=after)
+    def __setattr__(self, k, v): setattr(self.source, k, v)
+    def __len__(self): return len(self.source)
+    def __getitem__(self, i): return self.__getitems__([i])[0]
+    def __getitems__(self, idxs):
+        with outside_worker(): return [self._sample(i) for i in idxs]
+    def _sample(self, i):
+        self.dealer.seed_sample(i)
+        return pipe(self.after, self.source[i])
+
 def sample_hash(
     b # Samples
 )->int:
@@ -207,45 +236,6 @@ def sample_hash(
         elif hasattr(o, 'tobytes'): o = o.tobytes() # arrays and images
         if isinstance(o, (int,float,complex,str,bytes,list)): crc = zlib.crc32(repr(o).encode(), crc)+1
     return crc
-
-class Seeded(LoaderWrapper, Dataset):
-    "A data set whose samples draw from streams of their own, so that they are the same at any number of ranks and workers"
-    inside = 'source'
-    def __init__(self, source, dealer, after=()): vars(self).update(source=source, dealer=dealer, after=after)
-    def __setattr__(self, k, v): setattr(self.source, k, v)
-    def __len__(self): return len(self.source)
-    def __getitem__(self, i):
-        with self._streams(): return self._sample(i)
-    def __getitems__(self, idxs):
-        "The samples of a batch. A data set that reads them at once goes on doing so, until it draws random numbers"
-        with self._streams():
-            rows = self._at_once(idxs)
-            if rows is None: return [self._sample(i) for i in idxs]
-            if not self.after: return rows
-            return [self._after(i, o) for i,o in zip(idxs, rows)]
-
-    def _streams(self): return outer_streams() if get_worker_info() is None else nullcontext()
-    def _sample(self, i):
-        self.dealer.seed_sample(i)
-        return pipe(self.after, self.source[i])
-    def _after(self, i, o):
-        self.dealer.seed_sample(i)
-        return pipe(self.after, o)
-    def _at_once(self, idxs):
-        "The samples; None if they have to be read one by one, since each has its own random numbers"
-        ds,drew = self.source,self.dealer._draws
-        while type(ds) is Subset: ds = ds.dataset
-        if drew or not hasattr(ds, '__getitems__'): return None
-        self.dealer.seed_sample(idxs[0])
-        before = _positions()
-        rows = self.source.__getitems__(idxs)
-        if _positions()==before: return rows
-        drew.fill_(1)
-
-def _positions():
-    "Of all random streams on the CPU: they differ once a number has been drawn"
-    py,np_state,cpu,_ = rng_state(cuda=False)
-    return py,np_state and (np_state[1].tolist(),*np_state[2:]),cpu.tolist()
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c014
 class _Spy:
@@ -278,7 +268,6 @@ class _WatchedInit:
 # %% ../../nbs/data/03_distributed_dl.ipynb #c015
 class _Stream(IterableDataset):
     "A rank's shard of an iterable data set. Reading and setting attributes goes through to that data set"
-    at = None # the place, in the whole stream, of the sample that was read last
     def __init__(self, inner, dealer, after=()): vars(self).update(_inner=inner, _dealer=dealer, _after=after, _split=False)
     def __getattr__(self, k):
         if k.startswith('__') or '_inner' not in vars(self): raise AttributeError(k)
@@ -289,11 +278,10 @@ class _Stream(IterableDataset):
         d,info = self._dealer,get_worker_info()
         rng = shared_rng(d.seed, d.epoch)
         items = draw(self._inner, rng, d.world_size)
-        if info is None: return self.dealt(d.same_first(items, type(self._inner).__name__) if d.gather else items)
+        if info is None: return self.dealt(items)
         if hasattr(self._inner, 'set_epoch'): self._inner.set_epoch(d.epoch)
         spy = info if isinstance(info, _Spy) else _Spy(info)
-        if not set_worker_info(spy) and not hasattr(self._inner, 'splits_by_worker'):
-            warnings.warn(f'{type(self._inner).__name__}: say with its attribute splits_by_worker whether it splits itself among workers')
+        set_worker_info(spy)
         return self._in_worker(items, rng, spy)
     def _in_worker(self, items, rng, spy):
         items = chain(list(islice(items, 1)), items)                 # a generator function starts at its first item
@@ -302,24 +290,18 @@ class _Stream(IterableDataset):
         else: items = islice(items, i, None, n)
         yield from self.dealt(items, places=count(i, n))
     def dealt(self, items, at=0, places=None):
-        "This rank's items from place `at` on; with seeds, each is given its own when it goes through the functions `after`"
+        "This rank's items from number `at` on; where samples draw, each has its own streams"
         d = self._dealer
-        if not d.sample_seeds: return d.deal(items, at)
-        return self._seeded(d.deal(zip(places or count(at), items), at))
-    def _seeded(self, pairs):
-        for i,o in pairs:
-            vars(self)['at'] = i
+        first = list(islice(items, 1))
+        d.see_first(first)
+        for i,o in d.deal(zip(places or count(at), chain(first, items)), at):
+            if d.by_rank: i = i*d.world_size+d.rank
             if self._after:
-                with outer_streams():
-                    self._dealer.seed_sample(i)
+                with outside_worker():
+                    d.seed_sample(i)
                     o = pipe(self._after, o)
+            elif self._after is None and d.sample_seeds: d.seed_sample(i)
             yield o
-    def look(self):
-        "Whether the stream splits itself among ranks: reads its first sample in this process, while workers read the stream. Sync point"
-        d = self._dealer
-        with shared_rng(d.seed, d.epoch): items = iter(self._inner)
-        own = items is self._inner # an iterator: what is read here would be lost
-        d.same_first(iter(()) if own else draw(items, shared_rng(d.seed, d.epoch)), type(self._inner).__name__)
 
 class _PlacedStream(Placed, _Stream): "The shard of a data set that saves its place, read in this process"
 
@@ -336,20 +318,57 @@ def reindexed(
 @reindexed.register
 def _(dl:DataLoader, dealer):
     new,bs = copy.copy(dl),dl.batch_sampler
-    v,collate = vars(new),dl.collate_fn
-    after = collate.after_item if dealer.sample_seeds and isinstance(collate, Collate) else ()
-    if after: v['collate_fn'] = collate.collate_fn
-    v.update(no_iterator, generator=dealer.generator(dl.generator))
+    v = _seeded(new, dl, dealer)
     if isinstance(dl.dataset, IterableDataset):
-        v['dataset'] = dealer.stream(dl.dataset, dl.num_workers, after)
         if dl.worker_init_fn is not None and dl.num_workers: v['worker_init_fn'] = _WatchedInit(dl.worker_init_fn)
-        return new
-    v['dataset'] = dealer.samples(dl.dataset, dl.num_workers, after)
-    if bs is None: v['sampler'] = dealer.indices(dl.sampler)
-    elif type(bs) is BatchSampler and type(dl).__iter__ in (DataLoader.__iter__,TfmdDL.__iter__):
+    elif bs is None: v['sampler'] = dealer.indices(dl.sampler)
+    elif type(bs) is BatchSampler and not _reads_itself(dl):
         v['sampler'] = dealer.indices(bs.sampler, bs.batch_size*dealer.world_size)
         v['batch_sampler'] = BatchSampler(v['sampler'], bs.batch_size, bs.drop_last)
-    else: v['batch_sampler'] = dealer.drawn(bs, unit='batch') # a class that reads in its own way may need neighbours
+    else: v['batch_sampler'] = dealer.drawn(bs, unit='batch')
+    return new
+
+def _seeded(new, dl, dealer):
+    "The attributes of a copy of torch's loader, with a data set whose samples draw from streams of their own"
+    v,f = vars(new),dl.collate_fn
+    after = f.after_item if dealer.sample_seeds and isinstance(f, Collate) else ()
+    wrap = dealer.stream if isinstance(dl.dataset, IterableDataset) else dealer.samples
+    v.update(no_iterator, generator=dealer.generator(dl.generator), dataset=wrap(dl.dataset, dl.num_workers, after))
+    if after: v['collate_fn'] = f.collate_fn
+    return v
+
+def _reads_itself(dl):
+    "Whether a class of the user's reads batches in its own way: it may need the neighbours of an index"
+    return type(dl).__iter__ not in (DataLoader.__iter__,TfmdDL.__iter__)
+
+# %% ../../nbs/data/03_distributed_dl.ipynb #whole1
+class EveryNth(LoaderWrapper):
+    "A rank's batches of a loader that each rank reads whole"
+    def __init__(self, dl, by): self.dl,self.by = dl,by # by: its `BatchDealer`
+    def __len__(self): return self.by.count(len(self.dl))
+    def __iter__(self): return self.by.deal(read_loader(self.dl))
+
+@singledispatch
+def whole_batches(
+    dl,                # The user's loader; it is not changed
+    dealer:BatchDealer # Says which batches are this rank's
+):
+    "A loader of the rank's batches. Without a function for its kind it reads all, and leaves out others' batches"
+    known = reindexed.dispatch(type(dl)) is not reindexed.dispatch(object)
+    return every_nth(dl, dealer) if known else EveryNth(dl, dealer)
+
+def every_nth(dl, dealer):
+    "As `whole_batches`, of any loader that `reindexed` knows"
+    alone = dealer.alone()
+    new,dealer.streams = reindexed(dl, alone),alone.streams
+    return EveryNth(new, dealer)
+
+@whole_batches.register
+def _(dl:DataLoader, dealer):
+    if isinstance(dl.dataset, IterableDataset) or _reads_itself(dl): return every_nth(dl, dealer)
+    new,name = copy.copy(dl),'sampler' if dl.batch_sampler is None else 'batch_sampler'
+    order = dealer.drawn(getattr(dl, name), unit='batch')
+    _seeded(new, dl, dealer)[name] = order
     return new
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c022
@@ -366,7 +385,7 @@ def _(dl:DataLoader):
     sampler = bs.sampler if type(bs) is BatchSampler else dl.sampler
     kw = {'sampler': sorted(sampler.indices)} if isinstance(sampler, SubsetRandomSampler) else {'shuffle': False}
     if bs is not None: kw.update(batch_sampler=None, batch_size=dl.batch_size or getattr(bs, 'batch_size', 64), drop_last=False)
-    return changed(dl, **read_in_order, **kw)
+    return changed(dl, in_order=True, **kw)
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c026
 class DistributedDL(LoaderWrapper):
@@ -383,33 +402,42 @@ class DistributedDL(LoaderWrapper):
     def _split(self, dl, dealer):
         dealer.bs,dealer.drop_last = batch_shape(dl)
         if getattr(dl, 'batch_sampler', dl) is None: dealer.bs = 1 # torch's loader without batches
-        self.source,self.dealer,self.dl = dl,dealer,reindexed(dl, dealer)
+        self.source,self.dealer,self.dl = dl,dealer,dealer.shard(dl)
         self.rank,self.world_size,self.seed,self.pad,self.unit = dealer.rank,dealer.world_size,dealer.seed,dealer.pad,dealer.unit
-        self.following = with_epochs(dl)
         return self
     @classmethod
     def from_dl(cls,
         dl,                 # Any loader; it is not changed
         rank, world_size, seed=0, pad=True, # As in `DistributedDL`
-        sample_seeds=False, # Seed what a sample draws by (seed, epoch, index), and a training batch by (seed, rank, epoch, batch)?
+        sample_seeds=False, # Seed what is drawn for a sample by (seed, epoch, index), and for a training batch by (seed, rank, epoch, batch)?
         **kw):              # Settings to change, such as `bs`
         "The shard of `rank` of any loader; `dl` itself if it is already split. ValueError for a kind of loader that cannot be split"
         dealer = Dealer(rank, world_size, seed, pad)
         dealer.sample_seeds = sample_seeds
         if is_split(dl):
-            if kw: raise ValueError(f"{', '.join(kw)}: this {type(dl).__name__} is split already, so its settings are its user's")
             check_split(dl, world_size)
+            if kw: raise ValueError(f"{', '.join(kw)}: this {type(dl).__name__} is split already, so its settings are its user's")
             return dl
         return cls.__new__(cls)._split(_changed(dl, **kw) if kw else dl, dealer)
+    @classmethod
+    def by_batch(cls,
+        dl,                 # Any loader; it is not changed
+        rank, world_size, seed=0, sample_seeds=False): # As in `from_dl`
+        "For evaluation: the batches `rank`, `rank+world_size`, … of any loader; `dl` itself if it is already split"
+        dealer = BatchDealer(rank, world_size, seed)
+        dealer.sample_seeds = sample_seeds
+        return dl if is_split(dl) else cls.__new__(cls)._split(dl, dealer)
     def new(self,
         dataset=None,       # Another data set; None: the same
         **kw):              # Settings to change
         "The shard of the same rank, of another data set or with other settings"
-        return self.from_dl(_changed(self.source, dataset, **kw), self.rank, self.world_size, self.seed, self.pad, self.dealer.sample_seeds)
+        dl,d = _changed(self.source, dataset, **kw),self.dealer
+        if isinstance(d, BatchDealer): return self.by_batch(dl, self.rank, self.world_size, self.seed, d.sample_seeds)
+        return self.from_dl(dl, self.rank, self.world_size, self.seed, self.pad, d.sample_seeds)
     def set_epoch(self, epoch):
         "Select the order of an epoch. It holds until the next call: reading again gives the same order"
         self.dealer.epoch = epoch
-        for o in self.following: o.set_epoch(epoch)
+        set_epoch(self.source, epoch)
     dataset = property(lambda self: self.source.dataset, doc="The user's data set")
     epoch = property(lambda self: self.dealer.epoch, doc="The epoch whose order is read, see `set_epoch`")
     n_total = property(lambda self: self.dealer.left(data_len(self.dealer.source)),
@@ -423,37 +451,28 @@ class DistributedDL(LoaderWrapper):
         if not self._mixed: return len(self.dl)
         raise TypeError(f"the number of batches of a stream that {self.num_workers} workers read is not known before its end")
     def __iter__(self):
-        d = self.dealer
-        if d.gather and d.n_workers: self.dl.dataset.look()
-        d.asked,d.n_batches = False,None
+        self.dealer.asked = False
         it = read_loader(self.dl)
-        if d.pad!='batch': return it
-        skipped = [getattr(getattr(self.dl, k, None), 'n_skip', 0) for k in ('sampler','batch_sampler')] # by a resumed fit
-        return self._batches(it, max(skipped))
-    def _batches(self, it, k):
-        "For training: each batch has its own random streams; at the end, the batches are counted, and repeated where other ranks have more"
-        d,first,n,end = self.dealer,k,0,object()
+        return self._batches(it) if self.pad=='batch' else it
+    def _batches(self, it):
+        "For training: each batch has its own random streams; ranks that have a batch less than others repeat the last one"
+        d,end = self.dealer,object()
+        k,d.n_skip,d.n_batches = d.n_skip,0,None
         while True:
             if d.sample_seeds: seed_streams(d.seed, d.rank, d.epoch, k)
-            b = next(it, end)
-            if b is end: break
-            k,n,last = k+1,n+find_bs(b),b
+            if (b := next(it, end)) is end: break
+            k,last = k+1,b
             yield b
         d.n_batches = k
-        if not first and not d.start: self._check_read(k, n)
-        for _ in range(d.owed(k) if k else 0): yield last
-    def _check_read(self, k, n):
-        "Raise ValueError where an epoch has not seen each sample once, as far as its loader says how many there are"
-        name,total = type(self.source).__name__,data_len(getattr(self.source, 'dataset', None))
-        if self.world_size<2 or self.dealer.streams: return
-        if k and not self.dealer.asked: raise ValueError(
-            f'rank {self.rank} has read {n} samples in an epoch, and never asked which of the {total} are its own: a {name} reads '
-            'all of them on each rank. Register a function that makes a copy which reads the indices of a dealer: @reindexed.register')
-        samplers = loader_parts(self.source)[1:]
-        known = isinstance(self.source, DataLoader) and all(type(o).__module__.startswith('torch.') for o in samplers)
-        if known and k!=len(self.dl): raise ValueError(
-            f'rank {self.rank} has read {n} samples in {k} batches, where its {name} says {len(self.dl)} batches: an epoch has to see each '
-            'sample once. Where it is to end early, let its `__len__` say so')
+        self._check_asked(k)
+        for _ in range(d.owed(k)): yield last
+    def _check_asked(self, k):
+        "Raise ValueError if each rank has read all the data: its loader has never asked which are the rank's own"
+        d,total = self.dealer,data_len(self.dealer.source)
+        if self.world_size<2 or d.asked or d.streams or not total or not d.bs or not k*d.bs>=total>2*d.bs: return
+        name = type(self.source).__name__
+        raise ValueError(f'rank {self.rank} has read {k} batches in an epoch, all the data: a {name} never asks which samples are those of '
+                         'its rank. Register a function that makes a copy which reads the indices of a dealer: @reindexed.register')
     def one_batch(self):
         "This rank's first batch, read in this process. ValueError if there is none"
         return one_batch(self.dl)
@@ -471,15 +490,6 @@ class Joined:
     def __iter__(self):
         it = iter(self.sampler)
         while bs := list(islice(it, self.k)): yield [i for b in bs for i in b]
-
-def by_batch(
-    dl # Any loader
-):     # None where its batches are not made of indices in order, or are dealt out already
-    "A copy of `dl` whose batches ranks are dealt as they are, instead of samples"
-    bs = getattr(dl, 'batch_sampler', None)
-    in_turn = isinstance(getattr(bs, 'sampler', None), (SequentialSampler,list,tuple,range))
-    if type(bs) is not BatchSampler or not in_turn or is_split(dl): return None
-    return (dl.new if hasattr(dl, 'new') else partial(changed, dl))(batch_sampler=Joined(bs, 1))
 
 def widened(
     dl,   # Any loader of batches that is not split among ranks

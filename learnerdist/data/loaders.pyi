@@ -160,8 +160,5 @@ class DataLoaders:
     def show_batch(self, b=None, max_n: int=9, i: int=0):
         """Draw the first images of a batch, with their targets. ValueError if they are no images"""
 
-    def __getattr__(self, name: str) -> Any:
-        """A callback of the learner, or another attribute that is set at run time"""
-
 def loaders_of(dls) -> list:
     """Its loaders, without those that are None"""

@@ -15,60 +15,44 @@ import torch
 from torch import Tensor
 
 from ..core.collectives import broadcast_object,distrib_barrier
-from ..core.compat import tree_leaves,tree_unflatten
+from ..core.compat import tree_leaves,tree_map,tree_unflatten
 from ..core.env import group_rank
 from ..core.files import whole_file
-from .rows import RowList,as_ints,cat_leaf,fit,row_columns
+from .rows import Samples,aligned,as_ints,dense_kind,join_leaf
 
 # %% ../../nbs/data/02_stored_rows.ipynb #str05
-_short = 2048 # Bytes of a row below which a call for each costs more than writing through a mapping
-
 class StoredRows:
     "Rows of one tensor in an open file that is long enough. Each process writes its own; all read them when all are written"
     def __init__(self,
-        file,            # Open for reading and writing, without a buffer
-        shape:tuple,     # (n,…)
+        file,        # Open for reading and writing, without a buffer
+        shape:tuple, # (n,…)
         dtype,
-        start=0,         # Byte at which the first row begins, a multiple of 64
-        in_memory=False  # Whether writes through a mapping are seen by all writers: not between machines
-    ):
-        self.file,self.shape,self.dtype,self.start,self.in_memory = file,tuple(shape),dtype,start,in_memory
-        self.row_bytes = row_bytes(shape, dtype)
-        self.end = start+self.shape[0]*self.row_bytes
+        start=0      # Byte at which the first row begins, a multiple of 64
+    ): self.file,self.shape,self.dtype,self.start = file,tuple(shape),dtype,start
 
     def write(self,
         places:Tensor, # (m,) int64: where each row belongs
-        parts:list     # Tensors whose rows are m together, on the CPU. Emptied, which frees their memory
+        rows:Tensor    # (m,…), on the CPU
     ):
         "Write rows. OSError if the disk is full"
-        if self.row_bytes<_short and parts: parts[:] = [torch.cat(parts)]
-        parts.reverse()
-        places = places.tolist()
-        while parts:
-            ints = as_ints(parts.pop().as_subclass(Tensor))
-            own,places = places[:len(ints)],places[len(ints):]
-            if not ints.numel(): continue
-            if not self.in_memory or self.row_bytes>=_short: self._pwrite(own, memoryview(ints.numpy()).cast('B'))
-            else: self._mapped(mmap.ACCESS_WRITE, ints.dtype, (self.shape[0],-1))[own] = ints
+        ints,size = as_ints(rows.as_subclass(Tensor)),row_bytes(self.shape, self.dtype)
+        if not ints.numel(): return
+        ends = [*((places[1:]!=places[:-1]+1).nonzero()[:,0]+1).tolist(),len(places)] # neighbours are written at once
+        data = memoryview(ints.numpy()).cast('B')
+        for i,j in zip([0,*ends], ends): self._pwrite(self.start+int(places[i])*size, data[i*size:j*size])
 
-    def _pwrite(self, places, data):
-        begin,n = 0,self.row_bytes
-        for i,place in enumerate(places, 1):
-            if i<len(places) and places[i]==place+1: continue # neighbours are written at once
-            at,piece = self.start+(place-i+begin+1)*n,data[begin*n:i*n]
-            while len(piece):
-                done = os.pwrite(self.file.fileno(), piece, at)
-                at,piece = at+done,piece[done:]
-            begin = i
-
-    def _mapped(self, access, dtype, shape):
-        if self.end==self.start: return torch.empty(self.shape, dtype=self.dtype)
-        m = mmap.mmap(self.file.fileno(), self.end, access=access)
-        return torch.frombuffer(m, dtype=torch.uint8, offset=self.start).view(dtype).view(shape)
+    def _pwrite(self, at, data):
+        while len(data):
+            done = os.pwrite(self.file.fileno(), data, at)
+            at,data = at+done,data[done:]
 
     def read(self)->Tensor: # (n,…)
         "All rows, mapped from the file: read when they are used. Changes of the tensor are this process's own, and change no file"
-        with self.file: return self._mapped(mmap.ACCESS_COPY, self.dtype, self.shape)
+        size = self.shape[0]*row_bytes(self.shape, self.dtype)
+        with self.file:
+            if not size: return torch.empty(self.shape, dtype=self.dtype)
+            m = mmap.mmap(self.file.fileno(), self.start+size, access=mmap.ACCESS_COPY)
+        return torch.frombuffer(m, dtype=torch.uint8, offset=self.start).view(self.dtype).view(self.shape)
 
 def row_bytes(shape, dtype)->int:
     "Bytes of a row of a tensor of this shape `(n,…)`"
@@ -81,7 +65,8 @@ _numpy = {'float16':'f2', 'float32':'f4', 'float64':'f8', 'uint8':'u1', 'uint16'
 def npy_header(shape, dtype)->bytes: # As many as a multiple of 64
     "The beginning of a `.npy` file, version 1.0 (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html)"
     size = torch.empty(0, dtype=dtype).element_size()
-    kind = ('|' if size==1 else '<' if sys.byteorder=='little' else '>')+_numpy.get(str(dtype).rpartition('.')[2], f'V{size}')
+    order = '|' if size==1 else '<' if sys.byteorder=='little' else '>'
+    kind = order+_numpy.get(str(dtype).rpartition('.')[2], f'V{size}')
     text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {tuple(shape)}, }}"
     n = -(-(10+len(text)+1)//64)*64
     return b'\x93NUMPY\x01\x00'+(n-10).to_bytes(2, 'little')+text.ljust(n-11).encode()+b'\n'
@@ -95,8 +80,9 @@ def row_files(
     first,made = not together or group_rank()==0,[]
     with ExitStack() as stack:
         def make(name, shape, dtype):
-            head = npy_header(shape, dtype)
-            tmp = stack.enter_context(_sized(Path(folder)/f'{name}.npy', head, shape[0]*row_bytes(shape, dtype))) if first else None
+            head,tmp = npy_header(shape, dtype),None
+            n_bytes = shape[0]*row_bytes(shape, dtype)
+            if first: tmp = stack.enter_context(_sized(Path(folder)/f'{name}.npy', head, n_bytes))
             if together: tmp = broadcast_object(tmp)
             made.append(StoredRows(open(tmp, 'r+b', buffering=0), shape, dtype, len(head)))
             stack.push(partial(_undo, made[-1].file, None if first else tmp))
@@ -127,27 +113,32 @@ def leaf_names(
     name:str
 )->list:      # Of texts
     "A name for each leaf, in the order of `tree_leaves`: that of its place, as 'preds.boxes.0'"
-    listed = isinstance(b, (tuple,list)) and not isinstance(b, RowList)
-    if listed and len(b)==1: return leaf_names(b[0], name)
-    kids = b.items() if isinstance(b, dict) else enumerate(b) if listed else None
-    found = [name] if kids is None else [o for k,v in kids for o in leaf_names(v, f'{name}.{k}'.replace(os.sep, '_'))]
+    is_container = isinstance(b, (tuple,list)) and not isinstance(b, Samples)
+    if is_container and len(b)==1: return leaf_names(b[0], name)
+    kids = b.items() if isinstance(b, dict) else enumerate(b) if is_container else None
+    if kids is None: return [name]
+    found = [o for k,v in kids for o in leaf_names(v, f'{name}.{k}'.replace(os.sep, '_'))]
     n = len(tree_leaves(b))
     return found if len(found)==n else [f'{name}.{i}' for i in range(n)] # a container of another kind
+def store_batches(
+    lists:dict, # From a name to what each batch has of it. The lists are emptied
+    ns:list,    # Samples in each batch
+    folder
+)->dict:        # From a name to what all batches have together; tensors are mapped from their files
+    "Write all batches, as one process does. Tensors that do not fit each other stay in memory"
+    with row_files(folder, together=False) as make: res = {k: _stored(bs, ns, k, make) for k,bs in lists.items()}
+    return {k: tree_map(lambda o: o.read() if isinstance(o, StoredRows) else o, v) for k,v in res.items()}
 
-def store_rows(
-    parts:list,  # Rows of each batch, see `to_rows`: tuples with an element for each of `names`. Emptied
-    folder, names
-):               # As `cat_rows` returns them; tensors are mapped from their files
-    "Write all rows, in their order, as one process does. Rows that do not fit one tensor stay in memory"
-    cols,spec = row_columns(parts)
-    parts.clear()
-    whole = [n for o,k in zip(tree_unflatten(range(len(cols)), spec), names) for n in leaf_names(o, k)]
-    with row_files(folder, together=False) as make: cols = [_stored(*o, make) for o in zip(cols, whole)]
-    return tree_unflatten([o.read() if isinstance(o, StoredRows) else o for o in cols], spec)
+def _stored(bs, ns, name, make):
+    cols,spec = aligned(bs)
+    bs.clear()
+    names = leaf_names(tree_unflatten(range(len(cols)), spec), name)
+    return tree_unflatten([_written(*o, ns, make) for o in zip(cols, names)], spec)
 
-def _stored(os, name, make):
-    if not fit(os): return cat_leaf(os)
-    n = sum(map(len, os))
-    rows = make(name, (n,*os[0].shape[1:]), os[0].dtype)
-    rows.write(torch.arange(n), os)
+def _written(os, name, ns, make):
+    kind,lens = dense_kind(os),[len(o) if hasattr(o, '__len__') else 0 for o in os]
+    if kind is None: return join_leaf(os, ns)
+    rows = make(name, (sum(lens),*kind[0]), kind[1])
+    os.reverse()
+    for place in torch.arange(sum(lens)).split(lens): rows.write(place, os.pop())
     return rows

@@ -40,8 +40,7 @@ class Placed:
         old = self._loaded or dict(rng=rng.inner, n=0)
         rng.inner = old['rng']
         vars(self).update(_rng=rng, _n=old['n'], _loaded=None)
-        items = draw(self._counted(), rng, d.world_size, d.world_size)
-        return self.dealt(d.same_first(items, type(self._inner).__name__) if d.gather else items, old['n'])
+        return self.dealt(draw(self._counted(), rng, d.world_size, d.world_size), old['n'])
     def _counted(self):
         for o in self._inner:
             vars(self)['_n'] += 1

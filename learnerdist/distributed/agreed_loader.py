@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/distributed/02_agreed_loader.ipynb #al03
-import warnings,zlib
+import warnings
 from itertools import chain,islice
 
 from torch.utils.data import BatchSampler,RandomSampler,SequentialSampler,WeightedRandomSampler
@@ -16,6 +16,7 @@ from ..core.env import group_rank,group_size
 from ..data.distributed_dl import Dealt,DealtOrder,DistributedDL,Joined,loader_parts
 from ..data.loaders import LoaderWrapper
 from ..data.streams import with_next
+from .vote_links import Place
 
 # %% ../../nbs/distributed/02_agreed_loader.ipynb #c019
 def own_order(
@@ -28,15 +29,6 @@ def own_order(
 
 _alike = BatchSampler,RandomSampler,SequentialSampler,WeightedRandomSampler,Joined # they draw from generators that ranks share
 
-class _Hash:
-    "Of the items of a sampler that have been read in this epoch, and their number"
-    n = crc = 0
-    def __call__(self, items):
-        self.n = self.crc = 0
-        for o in items:
-            self.n,self.crc = self.n+1,zlib.crc32(repr(o).encode(), self.crc)
-            yield o
-
 class Share(DistributedDL):
     "A rank's shard of the loader of a learner in a context"
     n_read = 0 # how often another learner has read all of the loader
@@ -47,60 +39,46 @@ class Share(DistributedDL):
         res.dealer.epoch = self.n_read # not `set_epoch`, which would go through to the loader that both share
         return res
 
-def unpadded(
-    dl # A loader, or a rank's shard of one
-):
-    "The loader behind a shard that repeats samples, to be sharded without; any other loader as it is"
-    return dl.source if isinstance(dl, DistributedDL) and dl.pad else dl
-
 class AgreedLoader(LoaderWrapper):
     "A rank's shard of a loader whose loop ends at the same step on all ranks. `more`: ranks that may have a validation batch"
-    def __init__(self, dl, agreement, more:int):
-        self.dl,self.agreement,self.more = dl,agreement,more
-        self.order = own_order(dl) if group_size()>1 and agreement.training else None
-        if self.order is not None: self.order.note = _Hash()
+    def __init__(self, dl, agreement, more:int): self.dl,self.agreement,self.more = dl,agreement,more
     def __len__(self): return len(self.dl)
     def __iter__(self):
-        a,res,batches = self.agreement,None,self._begin(with_next(self.dl))
+        a,more,batches = self.agreement,self.more,self._begin(with_next(self.dl))
         following = next(batches, None)
         while following:
             b,a.has_next = following
             yield b
             following = next(batches, None) # while the votes travel
-            res = a.outcome()
-            a.heed(res)
+            more = a.outcome().more
             a.check_divergence()
-            if a.training and res.more<a.n_ranks: return self._end(res)
-        if not a.training: self._wait_for_others(res)
+            if a.training and more<a.n_ranks: return self._say_left_out(more)
+        if not a.training: self._wait_for_others(more)
         elif a.has_next and not hasattr(self.dl, 'dealer'): raise ValueError(f'a loader of {len(self)} batches ended after {a.n_steps}')
 
     def _begin(self, batches):
-        "In training, read the first batch before any rank computes: a rank may find only now that it has none"
+        "Compare what ranks read first of a stream. In training, read the first batch before any rank computes: one may have none"
+        dealer = getattr(self.dl, 'dealer', None)
+        if dealer is not None and dealer.streams:
+            first = list(islice(batches, 1))
+            is_split = dealer.compare(gather_objects, type(self.dl.dataset).__name__)
+            batches = with_next(self.dl) if is_split else chain(first, batches)
         if not self.agreement.training: return batches
         first = list(islice(batches, 1))
         n = self.agreement.vote(more=bool(first)).more
         if 0<n<group_size(): raise ValueError(f'{group_size()-n} of {group_size()} ranks have no training batch')
         return chain(first, batches)
 
-    def _wait_for_others(self, res):
+    def _wait_for_others(self, more):
+        "Vote as long as other ranks have a batch"
         a = self.agreement
-        a.place,more = 7,self.more if res is None else res.more # how many ranks still have a batch
+        a.place,a.has_next = Place.valid_batch,False
         while more:
-            if a.trainer.shards is not None: a.trainer.shards.follow()
-            res = a.vote()
-            a.heed(res)
-            more = res.more
+            if a.trainer.shards: a.trainer.shards.follow()
+            a.end_batch()
+            more = a.outcome().more
 
-    def _end(self, res):
-        "Compare what ranks have read of a user's sampler; tell of batches that are left out"
-        if self.order is not None: self._say_apart(type(self.order.source).__name__, self.order.note)
-        if res.more and self.agreement.has_next:
-            n = self.agreement.n_steps
-            warnings.warn(f'rank {group_rank()} had more training batches than another rank: this epoch ends after {n}')
-
-    def _say_apart(self, name, read):
-        every,said = gather_objects((read.n,read.crc)),self.agreement.trainer.own.said
-        if len({*every})==1 or len({n for n,_ in every})>1 or name in said: return # a rank may have read further ahead
-        said.add(name)
-        if group_rank()==0: warnings.warn(f'{name} draws another order on each rank: some samples are read twice in an epoch, and others '
-            'not. Let it draw from the global random streams, which ranks share while it is read, or from a generator with a seed')
+    def _say_left_out(self, more):
+        a = self.agreement
+        if more and a.has_next:
+            warnings.warn(f'rank {group_rank()} had more training batches than another rank: this epoch ends after {a.n_steps}')

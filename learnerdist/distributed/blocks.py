@@ -13,7 +13,6 @@ from typing import Any,NamedTuple
 import torch
 from torch import nn
 
-from ..core.compat import torch_version
 from ..core.deferred import source_of
 from ..core.shards import is_part,optimizers_in
 
@@ -49,8 +48,6 @@ def shard_options(
     _check_kinds(opts)
     if n!='node' and (not isinstance(n, int) or isinstance(n, bool) or n<1):
         raise ValueError(f"replicas={n!r}: give the number of copies of the model, or 'node' for one on each machine")
-    if torch_version<(2,6):
-        raise ValueError(f'shard={shard!r} needs FSDP2, which came with torch 2.6, and this is {torch.__version__}: get a newer one')
     return ShardOptions(**{**opts, 'blocks': tuple(blocks) if classes else blocks})
 
 # %% ../../nbs/distributed/09_blocks.ipynb #h16b01

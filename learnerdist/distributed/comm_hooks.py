@@ -61,21 +61,23 @@ def find_hook(
     return comm_hooks[hook]
 
 # %% ../../nbs/distributed/06_comm_hooks.ipynb #c010
-_ours = ('process_group','device_ids','output_device','device_mesh')
-ddp_options = [o for o in inspect.signature(DistributedDataParallel.__init__).parameters if o not in ('self','module',*_ours)]
+ddp_args_of_ours = ['module','process_group','device_ids','output_device','device_mesh'] # What the trainer decides
+ddp_options = [o for o in inspect.signature(DistributedDataParallel.__init__).parameters if o not in ('self',*ddp_args_of_ours)]
 
 def check_ddp_options(kw):
     "Raise ValueError for an unknown option, also with one process, where no option has an effect"
     bad = [o for o in kw if o not in ddp_options]
     if not bad: return
-    known = 'cuda_id','sync_bn','split_batches','seed','check_every','check_data','comm_hook','shard','timeout_s'
+    known = 'cuda_id','sync_bn','split_batches','seed','check_every','checks','comm_hook','shard','timeout_s'
     near = [o for k in bad for o in get_close_matches(k, [*known,*ddp_options], 1)]
     hint = f" (did you mean {', '.join(near)}?)" if near else ''
     raise ValueError(f"distrib_ctx got {', '.join(bad)}{hint}; it takes {', '.join(known)}, and DDP's {', '.join(ddp_options)}")
 
-def check_options(ddp_kw, seed, check_every, timeout_s):
+def check_options(ddp_kw, seed, check_every, timeout_s, **flags):
     "Raise ValueError for an option that is unknown or has no meaning"
     check_ddp_options(ddp_kw)
+    bad = [f'{k}={v!r}' for k,v in flags.items() if v not in (True,False)]
+    if bad: raise ValueError(f"{', '.join(bad)}: give True or False")
     if seed is not None and not isinstance(seed, int): raise ValueError(f'seed={seed!r}: give a whole number, or None to draw one')
     if check_every is not None and not (isinstance(check_every, int) and check_every>0):
         raise ValueError(f'check_every={check_every!r}: give a number of steps, from 1 up')

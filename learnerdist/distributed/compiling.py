@@ -15,10 +15,10 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
-from ..core.compat import call_with_hooks,compilations,compiled_call,compiled_inside,graph_breaks,plain_calls,torch_version,tree_map
+from ..core.compat import call_with_hooks,compilations,compiled_call,compiled_inside,graph_breaks,plain_calls,tree_map
 from ..core.env import group_rank
 from ..data.loaders import batch_shape
-from .batchnorm import _SyncedInstance,chain
+from .batchnorm import Synced,leave_uncompiled
 from .blocks import repeated_blocks
 from ..learner.callback import Callback,Order
 from ..learner.learner import Learner,get_model
@@ -55,13 +55,8 @@ def runner(
     **kw      # Of `torch.compile`
 ):
     "A function of (module, inputs) that runs the `forward` of modules of this class, compiled"
-    def run(m, *args, **kwargs):
-        chain.on,chain.last = True,None # synchronised layers keep their order, see `Chain`
-        out = type(m).forward(m, *args, **kwargs)
-        chain.on,chain.last = False,None
-        return out
-    f = _SyncedInstance.forward # as a whole, it is a break in a graph. Said here, since it imports the compiler, which takes seconds
-    if not hasattr(f, '_torchdynamo_disable'): _SyncedInstance.forward = torch.compiler.disable(f)
+    def run(m, *args, **kwargs): return type(m).forward(m, *args, **kwargs)
+    leave_uncompiled()
     return torch.compile(FunctionType(run.__code__.replace(co_name=cls.__name__), run.__globals__), **kw)
 
 def _is_subclass(o): return isinstance(o, torch.Tensor) and type(o) not in (torch.Tensor,nn.Parameter) and hasattr(o, 'as_subclass') and \
@@ -81,6 +76,7 @@ def call_compiled(m, run, *args, **kwargs):
 class Compiled(Callback):
     "Runs the model compiled in batches of full size. `graphs` by function, and `n_eager`, batches without, count in a fit. See `compile`"
     order,loop_state,learn = Order.compiled,('rows',),None
+    cut = False # whether synchronised layers cut the model into several graphs
     def __init__(self,
         regional=None, # As in `Learner.compile`
         **kw           # Of `torch.compile`
@@ -96,7 +92,7 @@ class Compiled(Callback):
         vars(self).update(state)
         self._forget()
 
-    def before_fit(self): self.graphs,self.n_eager = Counter(),0
+    def before_fit(self): self.graphs,self.n_eager,self.cut = Counter(),0,False
     def before_train(self): self.rows = None
     def before_validate(self): self.rows = 0 if isinstance(self.learn.dl, Unshared) else batch_shape(self.learn.dl)[0]
 
@@ -154,13 +150,14 @@ def _look_away(self:Compiled): # from what was compiled before, for others
 
 @patch
 def _count(self:Compiled):
+    self.cut = self.cut or any(isinstance(o, Synced) for m in self.regions for o in m.modules())
     for name,place,why in compilations():
         self.graphs[place] += 1
-        if self.graphs[place]>most and place not in self.told:
+        if self.graphs[place]>most and place not in self.told and not self.cut:
             _say(f'{name} was compiled {self.graphs[place]} times in this fit, the last time because {why}', _remedy(why))
             self.told.add(place)
     broken = [o for o in graph_breaks() if o not in self.told]
-    if broken: _say(f'the forward pass is cut into several graphs, because {broken[0]}',
+    if broken and not self.cut: _say(f'the forward pass is cut into several graphs, because {broken[0]}',
                     'change that line, or leave its module out by regional=; with fullgraph=True it is an error that has the place')
     self.told.update(broken)
 
@@ -174,7 +171,6 @@ def compile(self:Learner, # noqa: A001
     "Run the model compiled by torch in fits, validation and predictions, also in `distrib_ctx`. A second call replaces the first"
     if not any(regional is o for o in (None,True,False)) and not callable(regional) and not isinstance(regional, (list,tuple)):
         raise ValueError(f'regional={regional!r}: give True, False, classes of modules, or a function of a module')
-    if torch_version<(2,6): raise ValueError(f'compile() needs torch 2.6, whose compiler sees hooks: this is {torch.__version__}')
     self.uncompile().add_cb(Compiled(regional, **kw))
     return self
 

@@ -6,180 +6,114 @@
 __all__ = []
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c002
-import torch,warnings
 from contextlib import contextmanager
-from functools import singledispatch
-from itertools import chain
 from pathlib import Path
-from fastcore.basics import noop,patch
-from torch import Tensor
-from torch.utils.data import BatchSampler,DataLoader,DistributedSampler,IterableDataset
+
+from fastcore.basics import patch
+from torch.utils.data import DataLoader,DistributedSampler
 
 from ..core.collectives import gather_objects,reduce_sums
-from ..core.compat import tree_leaves
+from ..core.folders import has_shrunk
 from ..core.env import group_rank,group_size
-from ..data.distributed_dl import DistributedDL,_changed,in_order,is_split
-from ..data.loaders import LoaderWrapper,batch_shape,changed,to_device
-from ..data.rows import (all_layouts,as_batch,as_wholes,cat_rows,flat_lens,is_ragged,layouts,listed,row_kinds,rowless,same_layout,spread,
-                         take_rows,to_rows)
+from ..data.distributed_dl import BatchDealer,DistributedDL,_changed,in_order,is_split
+from ..data.loaders import batch_shape,to_cpu,to_detach,to_device
+from ..data.rows import as_samples
 from .batchnorm import _local
-from .divergence import say_loss
-from .gather_rows import gather_all
+from .gather_rows import gather_batches,storage,taking_turns
 from ..learner.callback import Callback,Order
-from ..learner.losses import MeanOver,batch_rows,loader_says,loss_of_batch,loss_over,probe_loss
-from ..learner.metrics import AvgLoss,Replay,Rows,Sums,reduction
-from ..learner.predictions import BySample,GatherPreds,has_result
+from ..learner.losses import batch_rows,weighted
+from ..learner.metrics import Batches,Rows,Sums,reduction,reductions
+from ..learner.predictions import GatherPreds,has_result
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c014
-class FullBatches(LoaderWrapper, IterableDataset):
-    "The samples of a sampler or of a stream that fill whole batches"
-    def __init__(self, sampler, bs:int): self.sampler,self.bs = sampler,bs
-    def __iter__(self): return chain.from_iterable(BatchSampler(self.sampler, self.bs, True))
-    def __len__(self): return len(self.sampler)//self.bs*self.bs
-    inside = 'sampler'
-
-@singledispatch
-def whole(
-    dl # Any loader; kinds that can drop samples register a function
+def evaluated(
+    dl # A loader, or a rank's shard of one
 ):
-    "`dl` restricted to the samples that one process evaluates (a global `drop_last`), to be sharded without padding"
-    return dl
-
-@whole.register
-def _(dl:DataLoader):
-    if isinstance(dl.sampler, DistributedSampler): dl = in_order(dl)
-    bs = dl.batch_sampler
-    if is_split(dl) or type(bs) is not BatchSampler or not bs.drop_last: return dl
-    if not isinstance(dl.dataset, IterableDataset):
-        return changed(dl, batch_sampler=BatchSampler(FullBatches(bs.sampler, bs.batch_size), bs.batch_size, False))
-    return dl if dl.num_workers else changed(dl, FullBatches(dl.dataset, bs.batch_size), drop_last=False)
+    "The loader of one process behind `dl`; a share of whole batches, and a loader that its user has split, as they are"
+    if isinstance(dl, DistributedDL) and not isinstance(dl.dealer, BatchDealer): dl = dl.source
+    if isinstance(dl, DataLoader) and isinstance(dl.sampler, DistributedSampler): return in_order(dl)
+    return getattr(dl, 'undivided', dl)
 
 def parted(
-    dl,         # Any loader
-    n:int,      # Number of ranks
-    trains:bool # Whether it is the training loader
+    dl,   # A training loader
+    n:int # Number of ranks
 ):
     "A copy of `dl` with an `n`-th of its batch size, ValueError if `n` does not divide it; `dl` itself if it is a rank's share"
     if n==1 or isinstance(dl, DistributedDL): return dl
     if is_split(dl): raise ValueError(f"split_batches: this {type(dl).__name__} is split already, so its settings are its user's")
     bs = batch_shape(dl)[0]
+    if bs and has_shrunk(): bs = max(round(bs/n), 1)*n # the nearest that the ranks divide
     if not bs or bs%n: raise ValueError(f'split_batches: a batch size of {bs or "your batch sampler"} does not divide among {n} ranks')
-    res = _changed(dl if trains else whole(dl), bs=bs//n)
-    res.bs_alone = bs # with which one process evaluates
-    return res
-
-# %% ../../nbs/distributed/08_evaluation.ipynb #c018
-class ExactEvaluation(Callback):
-    "At the end of a loop over shards, turn metrics and predictions into those of one process. A subclass adapts it to another learner"
-    order,run_train = Order.evaluation,False
-    loop_state = 'keys','own','seen','replay','n','replays','ranks','found','asks','by_sample','uneven','usual'
-
-    def before_validate(self):
-        self._start()
-        self.learn.dl = exact_share(self.dl)
-
-    def _start(self): # keys, own: one tensor per batch
-        self.keys,self.own,self.seen,self.replay,self.replays,self.ranks,self.found,self.asks = [],[],0,[],None,None,[],None
-        self.by_sample,self.uneven,self.usual = BySample(),False,None # usual: the number of samples in a batch
-    def before_batch(self): self.n = batch_rows(self.learn)
-
-    def after_batch(self):
-        if is_share(self.dl) and self.is_measured():
-            n = batch_rows(self.learn)
-            if n!=self.usual or self.learn.iter+1==self.learn.n_iter: # not asked at each batch, which takes longer than the rest
-                self.usual = self._samples(n)
-                self.uneven |= n!=self.usual
-            self.keys.append(spread(self._keys(), n))
-            self.own.append(torch.full((n,), self._batch()))
-            if self.replays is None: self.replays,self.asks = self._plan() # once per loop
-            if len(self.learn.yb) and (self.asks and self._ask() or self.replays): self._remember(n)
-        self.seen += self.n
-
-    def after_validate(self):
-        self.put_together()
-        _local.on = False
-
-    def _predicts(self, m): return isinstance(m, GatherPreds) # whether `m` gathers predictions
-
-    # A subclass for another kind of learner overrides these, and `measured`, `batch_ids` and `batch_loss`
-    def kind(self, m):
-        "How the state of `m` adds up over ranks, see `reduction`"
-        return Replay() if isinstance(m, AvgLoss) and loss_over(self.learn).kind in ('sum','other','whole') else reduction(m)
-    def functions(self):
-        "Metrics, among them those that are functions, see `FuncMetric`"
-        return self.measured()
-    def is_measured(self)->bool:
-        "Whether this batch counts"
-        return has_result(self.learn)
-    def batch_parts(self)->tuple:
-        "Inputs, targets and prediction of this rank's batch; the first two are lists"
-        return listed(self.learn.xb),listed(self.learn.yb),self.learn.pred
-    def row_parts(self, m, parts, ns):
-        "What `m` has kept of each batch of this rank, as rows; `ns`: samples in each batch"
-        return parts
-    def kept_parts(self, m, rows)->list:
-        "The rows of all ranks as `m` keeps them"
-        return [] if rows is None else [rows]
-    def places(self, m, keys):
-        "Where rows belong in what `m` gets, from their keys"
-        return keys
-    def n_rows(self): "Rows whose key is not below this number are padding; None: there is none"
-
-    def _ranks(self):
-        if self.ranks is None: self.ranks = getattr(self.dl, 'rank', group_rank()),getattr(self.dl, 'world_size', group_size())
-        return self.ranks
-    def _samples(self, n): # n: rows of this batch
-        "The samples of this batch, as its loader says; of a stream, whose last batch may be short, only where there are more rows"
-        said,dealer = loader_says(self.dl, self.iter),getattr(self.dl, 'dealer', None)
-        known = said is not None and dealer is not None and not deals_batches(self.dl)
-        return said if known and (n>said or not dealer.streams) else n
-    def _batch(self): return self.iter*self._ranks()[1] + self._ranks()[0]
-    def _keys(self):
-        rank,world_size = self._ranks()
-        if deals_batches(self.dl): return (self._batch()<<32) + torch.arange(self.n)
-        return torch.arange(self.seen, self.seen+self.n)*world_size + rank
-    def _in_loader(self, keys):
-        "The places of rows in the loader's order, from their keys"
-        return (keys>>32)*self.dl.bs + (keys&(1<<32)-1) if deals_batches(self.dl) else keys
-
-# %% ../../nbs/distributed/08_evaluation.ipynb #c019
-def exact_share(dl):
-    "This rank's shard of the full evaluation loader behind `dl`"
-    source = getattr(dl, 'source', dl) if isinstance(dl, DistributedDL) else dl
-    if whole(source) is source: return dl
-    args = (dl.rank,dl.world_size,dl.seed) if isinstance(dl, DistributedDL) else (group_rank(),group_size())
-    kind = type(dl) if isinstance(dl, DistributedDL) else DistributedDL
-    res = kind.from_dl(whole(source), *args, pad=False)
-    res.set_epoch(getattr(dl, 'epoch', 0))
+    res = _changed(dl, bs=bs//n)
+    res.undivided = dl # what one process evaluates
     return res
 
 def is_share(dl)->bool:
     "Whether `dl` is one rank's shard, with other ranks beside it"
     return getattr(dl, 'world_size', 1)>1 or group_size()>1 and is_split(dl)
 
-def deals_batches(dl)->bool:
-    "Whether ranks are dealt whole batches, which the user's sampler or data set makes, and not samples"
-    return getattr(dl, 'unit', 'row')=='batch' or getattr(dl, 'batch_sampler', dl) is None
+# %% ../../nbs/distributed/08_evaluation.ipynb #c018
+class ExactEvaluation(Callback):
+    "At the end of a loop over shards, turn metrics and predictions into those of one process. A subclass adapts it to another learner"
+    order,run_train = Order.evaluation,False
+    loop_state = 'n_begun','lists','batches','stopped'
+
+    def before_validate(self): self._start()
+    def _start(self):
+        self.n_begun,self.stopped = 0,False # batches of this rank; whether a callback has cancelled the loop
+        self.lists = None # (object, attribute, the number of the batch of each entry)
+        self.batches = {} # for metrics whose reduction is `Batches`
+
+    def before_batch(self):
+        if self.lists: self._note()
+        self.n_begun += 1
+
+    def after_batch(self):
+        if not is_share(self.dl) or not self.is_measured(): return
+        if self.lists is None: self._look()
+        if self.batches is not None: self._keep()
+
+    def after_cancel_validate(self): self.stopped = True
+    def after_validate(self):
+        self.put_together()
+        _local.on = False
+
+    def measured(self)->list:
+        "The metrics of this loop, and the callbacks that gather"
+        cbs = [cb for cb in self.cbs if reduction.dispatch(type(cb)) is not reduction.dispatch(object)]
+        return [*(self.recorder.valid_mets if hasattr(self.learn, 'recorder') else []), *cbs]
+
+    def is_measured(self)->bool:
+        "Whether this batch counts"
+        return has_result(self.learn)
+
+    def as_kept(self, m, name, got):
+        "What becomes of the list `name` of `m`; got: `Gathered`, or None"
+        if not isinstance(m, GatherPreds): return [] if got is None else got.batches()
+        m.gathered = True
+        return None if got is None else got.joined()
+
+    def number(self, i)->int:
+        "The number of this rank's batch `i` among those of all ranks"
+        dealer = getattr(self.dl, 'dealer', None)
+        if dealer is None or dealer.by_rank: return (group_rank()<<32)+i # split by the user: rank after rank
+        whole = dealer.unit=='batch' # else each rank has rows of each batch
+        return i*dealer.world_size+dealer.rank if whole else i
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c021
 @patch
-def measured(self:ExactEvaluation)->list:
-    "The metrics of this loop, and the callbacks that gather"
-    cbs = [cb for cb in self.cbs if reduction.dispatch(type(cb)) is not reduction.dispatch(object)]
-    return [*(self.recorder.valid_mets if hasattr(self.learn, 'recorder') else []), *cbs]
+def _look(self:ExactEvaluation):
+    "Find the lists of this loop's metrics, and whether any metric takes whole batches"
+    reds = [red for m in self.measured() for red in reductions(m)]
+    self.lists = [(red.obj,k,[]) for red in reds if isinstance(red, Rows) for k in red.names]
+    if not any(isinstance(red, Batches) for red in reds): self.batches = None
 
 @patch
-def batch_ids(self:ExactEvaluation, keys, own, ragged, rows=None)->Tensor: # (rows,)
-    "For each row the number of its batch in one process with the same loader; the rank's own batch if that is not known"
-    bs = getattr(getattr(self.dl, 'source', None), 'bs_alone', None) or batch_shape(self.dl)[0]
-    return own if ragged or not bs or deals_batches(self.dl) else keys//bs
+def _note(self:ExactEvaluation):
+    "Remember which batch the new entries of lists come from"
+    k = self.number(self.n_begun-1)
+    for obj,name,ks in self.lists: ks += [k]*(len(getattr(obj, name))-len(ks))
 
-@patch
-def batch_loss(self:ExactEvaluation):
-    "The loss of a batch that is replayed for a metric"
-    return loss_of_batch(self.learn).detach() if self.learn.yb else None
-
-# %% ../../nbs/distributed/08_evaluation.ipynb #c022
 @patch
 def put_together(self:ExactEvaluation):
     "Reduce metrics and predictions at the end of the loop. Sync point, also for a rank without a batch"
@@ -188,142 +122,81 @@ def put_together(self:ExactEvaluation):
         if hasattr(rec, 'measuring'): rec.reduced = True
         return
     if hasattr(rec, 'measuring') and not rec.measuring: rec.reset_metrics() # the loop was cancelled before it began
-    self._settle()
-    kinds = [(m,self.kind(m)) for m in self.measured()]
-    reduce_sums([red for _,red in kinds if isinstance(red, Sums)])
-    for m,red in kinds:
+    if self.lists is None: self._look()
+    self._note()
+    self._check()
+    reds = [(m,red) for m in self.measured() for red in reductions(m)]
+    reduce_sums([red for _,red in reds if isinstance(red, Sums)])
+    for m,red in reds:
         if isinstance(red, Rows): self._gather(m, red)
-    again = [m for m,red in kinds if isinstance(red, Replay)]
-    if again: self._feed(again)
+    fed = [m for m,red in reds if isinstance(red, Batches)]
+    if fed: self._feed(fed)
     self._start()
     if hasattr(rec, 'measuring'): rec.reduced = True
 
 @patch
-def _settle(self:ExactEvaluation):
-    "Let all ranks agree on what their batches have told of metrics that are functions"
-    if self._has_unknown_loss(): self._settle_loss(*gather_objects((self.found,not self.found or bool(self.replay))))
-    asking = [m for m in self.functions() if getattr(m, 'asks', False)]
-    if not asking: return
-    for m,*told in zip(asking, *gather_objects([m.tells() for m in asking])): m.settle(told)
-
-@patch
-def _has_unknown_loss(self:ExactEvaluation)->bool:
-    "Whether the mean of a loss is wanted that has not shown what it is the mean over; `get_preds` returns none"
-    learn,mets = self.learn,self.measured()
-    wanted = any(isinstance(m, AvgLoss) for m in mets) and not any(isinstance(m, GatherPreds) for m in mets)
-    return wanted and loss_over(learn).kind=='unknown'
-
-@patch
-def _plan(self:ExactEvaluation):
-    "Whether batches are replayed; whether the loss has to show what it is the mean over"
-    return any(isinstance(self.kind(m), Replay) for m in self.measured()),self._has_unknown_loss()
-
-@patch
-def _ask(self:ExactEvaluation)->bool:
-    "Probe a loss that is not known, until two batches have shown a mean over samples. Whether the batch may have to be replayed"
-    self.found.append(probe_loss(self.learn))
-    self.asks = self.found[-2:] not in (['samples']*2, ['items']*2)
-    if not self.asks and not self.replays: self.replay = []
-    return self.asks
-
-@patch
-def _settle_loss(self:ExactEvaluation, *told):
-    "Agree on what the loss is the mean over, from what each rank has found, and whether it has kept its batches"
-    kinds,kept = {k for found,_ in told for k in found},all(o for _,o in told)
-    if not kinds: return
-    kinds -= {None}
-    kind = kinds.pop() if len(kinds)==1 else 'other' # also if no batch could tell
-    replays = kind in ('sum','other') and kept
-    self.learn._loss_over = self.learn.loss_func,MeanOver(kind if replays or kind=='items' else 'samples')
-    if kind=='uncut' or kind=='other' and not kept: say_loss(self.learn.loss_func, kind)
-
-def cat_keys(keys:list)->Tensor:
-    "The keys of a rank's batches, one int64 tensor for each, as one tensor"
-    return torch.cat(keys) if keys else torch.zeros(0, dtype=torch.long)
+def _check(self:ExactEvaluation):
+    "RuntimeError unless each batch of the loader was seen once. Sync point"
+    dealer = getattr(self.dl, 'dealer', None)
+    known = dealer is not None and dealer.unit=='batch' and not dealer.by_rank
+    told = gather_objects((self.n_begun,dealer.n_read if known else None,self.stopped))
+    ns,totals,stopped = zip(*told)
+    if any(stopped) or not known or {*totals}=={sum(ns)}: return
+    seen,found = [', '.join(map(str, o)) for o in (ns, totals)]
+    kind = type(self.dl.source).__name__
+    raise RuntimeError(f'the ranks have evaluated {seen} batches, {sum(ns)} in all, of a {kind} in which they have counted {found}: '
+                       'it does not read the same on each rank')
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c024
 @patch
 def _gather(self:ExactEvaluation, m, red):
-    "Replace each list of `red` by what one process would have: the rows of all ranks, in order"
+    "Replace each list of `red` by what one process would have"
     how = getattr(m, 'gather', 'all')
-    for k in red.names:
-        kept = getattr(red.obj, k)
-        parts = self.row_parts(m, kept, [len(o) for o in self.keys])
-        if self._predicts(m): parts = self.settle_rows(m, parts)
-        ns = [_n_rows(o) for o in parts]
-        own = [spread(*o) for o in zip(self.keys, ns)] if len(ns)==len(self.keys) else [spread(cat_keys(self.keys), sum(ns))]
-        if parts is kept: parts = [*kept]
-        kept.clear() # the memory of batches is freed as they are gathered
-        setattr(red.obj, k, self.kept_parts(m, self._all_rows(parts, self.places(m, cat_keys(own)), how, getattr(m, 'names', k))))
-    if isinstance(m, GatherPreds): m.gathered = True
-
-@patch
-def settle_rows(self:ExactEvaluation, m, parts): # parts: this rank's batches, as rows
-    "Agree on which outputs have a row for each sample. Where they have not, and whole batches can be dealt out instead: none. Sync point"
-    told = gather_objects((self.uneven or getattr(m, 'has_value', False), all_layouts(parts)))
-    uneven,found = any(o for o,_ in told),set().union(*[o for _,o in told])
-    if deals_batches(self.dl): return [as_wholes(o, found) for o in parts]
-    m.again = getattr(m, 'by_batch', None) is not None and (uneven or not same_layout(found))
-    if m.again: m.by_sample = BySample()
-    elif (uneven or rowless(found)) and group_rank()==0:
-        warnings.warn('get_preds: there is not one row for each sample, and this loader cannot be dealt out by batches: rows are in '
-                      'another order than in one process. Use a loader in order over a data set with a length')
-    return [] if m.again else [as_wholes(o, found) for o in parts]
-
-@patch
-def _all_rows(self:ExactEvaluation, parts, keys, how='all', names=''):
-    n = self.n_rows()
-    if n is not None and parts:
-        real = (keys<n).nonzero()[:,0]
-        parts,keys = [take_rows(cat_rows(parts), real)],keys[real]
-    links = getattr(getattr(self.learn, 'distributed_trainer', None), 'links', None)
-    return gather_all(parts, keys, 0 if how=='rank0' else None, links, how if isinstance(how, Path) else None, names)
-
-def _n_rows(rows): return next((len(o) for o in tree_leaves(rows)), 0)
+    dst,folder = 0 if how=='rank0' else None,how if isinstance(how, Path) else None
+    found = {}
+    with storage(self.learn.distributed_trainer.links, folder) as make:
+        for obj,name,ks in self.lists:
+            if obj is not red.obj: continue
+            kept,ns = getattr(obj, name),getattr(m, 'ns', None)
+            found[name] = gather_batches(kept, ks, ns, dst, make, name, folder is not None)
+    for name,got in found.items(): setattr(red.obj, name, self.as_kept(m, name, got))
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c026
+_of_batch = 'xb','yb','pred','loss'
+
 @patch
-def _remember(self:ExactEvaluation, n):
-    xb,yb,pred = self.batch_parts()
-    flat = flat_lens(pred, n)
-    cut = bool(flat) and self.by_sample(self.learn, n, pred, noop)
-    rows = tuple(to_rows(o, n, False) for o in xb),tuple(to_rows(o, n, cut and flat_lens(o, n)<=flat) for o in yb),to_rows(pred, n, cut)
-    kinds = torch.tensor([k for o in (*xb,*yb,pred) for k in row_kinds(o, n)])
-    self.replay.append((rows, self.keys[-1], self.own[-1], kinds.expand(n, -1)))
+def _keep(self:ExactEvaluation):
+    "Keep this batch for metrics that take batches"
+    learn = self.learn
+    i,kept = self.n_begun-1,{k: to_cpu(to_detach(getattr(learn, k, None))) for k in _of_batch}
+    self.batches[i] = dict(kept, items=vars(learn).get('items'), n_rows=batch_rows(learn), iter=self.number(i))
 
 @patch
 def _feed(self:ExactEvaluation, mets):
+    "Reset `mets`, and let them accumulate the batches of all ranks. Sync point"
     for m in mets: m.reset()
-    found = set().union(*gather_objects(set().union(*[layouts(o) for o,*_ in self.replay])))
-    replay = [(as_wholes(o, found),*more) for o,*more in self.replay]
-    got = self._all_rows(replay, cat_keys([o[1] for o in replay]))
-    if got is None: return
-    rows,keys,own,kinds = got
-    common = (kinds[0] if isinstance(kinds, Tensor) else min(kinds, key=len)).tolist()
-    ragged = is_ragged(rows, common)
-    with _kept(self.learn, 'xb','yb','pred','loss','items','iter','n_rows'):
-        for i,idxs in in_groups(self.batch_ids(keys, own, ragged, rows)):
-            self.learn.n_rows = len(idxs)
-            self._feed_batch(mets, i, as_batch(take_rows(rows, idxs), kinds[idxs[0]].tolist() if ragged else common))
+    kept = self.batches or {}
+    with _put_back(self.learn, *_of_batch, 'items','n_rows','iter'):
+        for i in range(max(gather_objects(max(kept, default=-1)))+1):
+            held = [o for o in gather_objects(kept.pop(i, None)) if o is not None]
+            of_one = len(held)>1 and len({o['iter'] for o in held})==1
+            for b in [whole_batch(held)] if of_one else held:
+                vars(self.learn).update(to_device(b, self.learn.distributed_trainer.device_here))
+                for m in mets: m.accumulate(self.learn)
 
-def in_groups(
-    ids:Tensor # (rows,): the number of the batch that each row is in
-):             # Iterator over (number, places of its rows)
-    "The rows of each batch"
-    nums,counts = ids.unique(return_counts=True)
-    return zip(nums.tolist(), ids.argsort(stable=True).split(counts.tolist()))
-
-# %% ../../nbs/distributed/08_evaluation.ipynb #c027
-@patch
-def _feed_batch(self:ExactEvaluation, mets, i, b):
-    learn = self.learn
-    learn.iter,(learn.xb,learn.yb,learn.pred) = i,to_device(b, learn.device)
-    learn.items = None
-    learn.loss = self.batch_loss()
-    for m in mets: m.accumulate(learn)
+def whole_batch(
+    parts:list # Of each rank: its rows of one batch, as they are kept
+)->dict:
+    "The batch whose rows ranks were dealt; its loss is the mean over samples"
+    n = sum(o['n_rows'] for o in parts)
+    xb,yb,pred = [taking_turns([as_samples(o[k], o['n_rows']) for o in parts]) for k in ('xb','yb','pred')]
+    loss = parts[0]['loss'] if parts[0]['loss'] is None else sum(weighted(o['loss'], o['n_rows']) for o in parts)/n
+    return dict(parts[0], xb=xb, yb=yb, pred=pred, loss=loss, items=None, n_rows=n)
 
 @contextmanager
-def _kept(obj, *names):
-    old = {k:getattr(obj, k, None) for k in names}
+def _put_back(obj, *names):
+    old = {k:vars(obj)[k] for k in names if k in vars(obj)}
     try: yield
-    finally: vars(obj).update(old)
+    finally:
+        for k in names: vars(obj).pop(k, None)
+        vars(obj).update(old)

@@ -6,8 +6,7 @@
 __all__ = ['gather_with_grad']
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #3a7d6981
-import struct,warnings
-from types import SimpleNamespace
+import struct
 from typing import NamedTuple
 
 import torch
@@ -15,15 +14,14 @@ import torch.distributed as dist
 from fastcore.basics import patch
 from torch import Tensor
 
-from ..core.collectives import all_sum,gather_objects,gather_rows
+from ..core.collectives import all_sum,gather_rows
 from ..core.compat import tree_leaves
 from ..core.env import current_group,group_rank,group_size
 from ..data.loaders import batch_shape
 from .agreed_loader import own_order
 from .batchnorm import _local,is_muted,mute
-from .divergence import say_loss
 from .vote_links import PostedSum
-from ..learner.losses import MeanOver,_n_classes_items,_n_elements,_version,batch_rows,loss_over,mean_over,n_items,probe_loss
+from ..learner.losses import _n_classes_items,_n_elements,_version,batch_rows,loss_over,n_items,unweighted
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #ce578703
 def uneven_steps(
@@ -40,7 +38,7 @@ def sum_over_ranks(
     n,    # A number, or a tensor (); this rank's
     links # To the other ranks, see `open_links`
 ):        # The same kind, everyone's
-    "Add up a count over ranks. A number travels over `links` in some 25 µs; a GPU's tensor over nccl, without making the host wait"
+    "Add up a count over ranks. A number travels over `links` in some 25 µs; a GPU's tensor over nccl"
     if isinstance(n, Tensor) and n.device.type!='cpu':
         n = n.detach().double().clone()
         dist.all_reduce(n, group=current_group())
@@ -49,19 +47,15 @@ def sum_over_ranks(
     return sum(struct.unpack(f'<{len(rows)}d', b''.join(rows)))
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #6c6077a1
-_found = [None,'samples','sum','other','items','uncut']
-
 class LossWeights:
-    "Weights each rank's loss by its items. In each training batch, every rank calls either `weigh` or `take_part`, once"
-    def __init__(self, learn, links):
-        self.learn,self.links,self.said,self.world_size = learn,links,set(),group_size()
-        self.dl,self.uneven,self.ask,self.done,self.with_rows,self.n_rows,self.loss = None,'none',False,True,False,None,None
-        self.plain,self.version = None,0 # the loss as it was computed; `loss` is the same, or a copy
-        self.early,self.targ = None,None # what this rank has told of its items before the forward pass; the targets that the loss had
+    "Weights each rank's loss by its items. In each training batch, every rank calls `weigh` once"
+    def __init__(self, learn, links, findings):
+        self.learn,self.links,self.findings,self.world_size,self.loss = learn,links,findings,group_size(),None
+        self.dl,self.uneven,self.done,self.with_rows,self.n_rows = None,'none',True,False,None
+        self.early,self.targ = None,None # what the others know of its items before the forward pass; the loss's targets
     def begin(self, dl):
         "Before a training loop over `dl`"
         self.dl,self.uneven,self.done = dl,uneven_steps(dl),True
-        self.ask = mean_over(self.learn.loss_func).kind=='unknown'
         self._say_repeats(getattr(dl, 'dealer', None))
     def begin_batch(self):
         "Before each batch"
@@ -75,9 +69,8 @@ class LossWeights:
         d = getattr(self.dl, 'dealer', None)
         return d is not None and d.repeats(self.learn.iter-getattr(self.dl, 'offset', 0))
     def end(self):
-        "After a training loop: tell the user of a loss that no batch could show"
+        "After a training loop"
         mute(False)
-        if self.ask and loss_over(self.learn).kind=='unknown': self._say('unseen')
 
     @property
     def is_uneven(self):
@@ -88,14 +81,16 @@ class LossWeights:
         "Change `loss_grad`, so that the mean over ranks is the mean over all items. Sync point"
         learn,W,self.done = self.learn,self.world_size,True
         if self.with_rows: self._count_rows(0 if learn.repeated else batch_rows(learn))
-        if self.ask and self._asks: self._agree(None if learn.repeated else probe_loss(learn))
         over = loss_over(learn)
-        if learn.loss_grad is not self.plain or self.plain._version!=self.version: self._look_at_change(over)
+        if over.kind=='unknown' and learn.items is None and learn.yb:
+            self.findings('loss-unknown', 'what the loss is the mean over is not known, and could not be found out on '
+                                          'a part of a batch: samples '
+                          'count alike. If it is a mean over other things, or a sum, set its n_items', 'unseen')
         if over.kind=='sum': learn.loss_grad = learn.loss_grad+self.loss*(W-1) # a callback may have added a penalty
-        if learn.repeated and over.kind!='whole': learn.loss_grad = self._zero() # 'whole': `gather_with_grad` sends no row of it
+        if learn.repeated and over.kind!='whole': learn.loss_grad = self._zero() # 'whole': no row of it is gathered
         if not self._counts(over): return
         early,targ = self.early,self.targ
-        same = early is not None and targ is early.targ and _version(targ)==early.version
+        same = early is not None and not learn.repeated and targ is early.targ and _version(targ)==early.version
         learn.items = early.n if same else self._number(n_items(learn)*(not learn.repeated), over) # counted once
         n,total = learn.items,self._total(learn.items)
         if isinstance(total, Tensor): learn.loss_grad = learn.loss_grad*(n*W/total)
@@ -104,20 +99,11 @@ class LossWeights:
     def _zero(self):
         return sum(o.sum()*0 for o in tree_leaves(self.learn.pred) if isinstance(o, Tensor) and o.requires_grad)
 
-    def take_part(self):
-        "In place of `weigh` on a rank that has cancelled its batch: it has no items. Sync point as in `weigh`"
-        self.done = True
-        if self.early is None: self.count_early(n=0.)
-        if self.with_rows: self._count_rows(0)
-        if self.ask and self._asks: self._agree(None)
-        over = loss_over(self.learn)
-        if self._counts(over): self._total(self._number(0, over))
-
     def _count_rows(self, n):
         if self.is_uneven: self.n_rows = sum_over_ranks(n, self.links) # samples of all ranks
-    def _counts(self, over): return over.kind not in ('sum','other','whole') and bool(self.learn.yb)
+    def _counts(self, over): return over.kind not in ('sum','whole') and bool(self.learn.yb)
     def _number(self, n, over):
-        "A number of items as it travels: on a GPU as a tensor there, if items are counted, so that the host need not wait for it"
+        "A number of items as it travels: on a GPU as a tensor there, if items are counted, so that nobody waits"
         if over.kind!='items': return float(n)
         device = getattr(self.learn.yb[0], 'device', None) or self.learn.device # a dict has none
         if device.type=='cpu': return float(n)
@@ -141,7 +127,7 @@ def count_early(self:LossWeights,
     may_change=None, # Returns whether the number may still change
     n=None           # Of this rank; None: counted from the targets
 ):
-    "After `before_batch`: tell the other ranks how many items this batch has, if its targets show it. They need not wait for it later"
+    "After `before_batch`: send the number of items of this batch, if its targets show it. Nobody waits for it later"
     learn = self.learn
     if self.links is None or not learn.training or not learn.yb: return
     over,targ = loss_over(learn),learn.yb[0]
@@ -155,108 +141,25 @@ _by_targets = _n_elements,_n_classes_items # what counts without a look at the p
 
 @patch
 def _told_early(self:LossWeights, n):
-    "The items of all ranks as they were told before the forward pass; None if a rank could not promise that they stay the same"
+    "The items of all ranks as they were sent before the forward pass; None if those of a rank may have changed"
     early,self.early = self.early,None
     if early is None: return None
     told = struct.unpack('<'+'d?'*self.world_size, b''.join(early.sum.of_ranks()))
     if any(told[1::2]): return None
-    if n!=early.n: raise ValueError(f'a batch of {early.n:g} items has {n:g} of them now: the forward pass or the loss function has '
+    if n!=early.n: raise ValueError(f'a batch of {early.n:g} items has {n:g} of them now: the forward pass or the '
+                                    'loss function has '
                                     'cancelled it, or changed its targets. Do this in an event of a callback')
     return sum(told[::2])
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #dc7d9de7
-@patch(as_prop=True)
-def _asks(self:LossWeights):
-    "Whether the loss is probed in this step: in the first, and in later ones less and less often. The same on every rank"
-    i = self.learn.iter
-    return not i&(i-1)
-
-@patch
-def _agree(self:LossWeights, own):
-    "Agree on the kind of an unknown loss from the probes of all ranks. Sync point"
-    learn,kind = self.learn,self._of_all(own)
-    if kind is None: return
-    if kind=='samples' and not learn.iter: kind = self._of_all(self._of_few(own)) or kind
-    learn._loss_over,self.ask = (learn.loss_func,MeanOver('samples' if kind=='uncut' else kind)),kind in ('samples','items')
-    if kind in ('other','uncut'): self._say(kind)
-
-@patch
-def _of_all(self:LossWeights, own):
-    found = {_found[o[0]] for o in self.links.post([_found.index(own)], 10).of_ranks()}-{None}
-    return None if not found else found.pop() if len(found)==1 else 'other'
-
-@patch
-def _of_few(self:LossWeights, own):
-    "What a probe of two samples of each rank finds: a batch of one class does not show weights of classes. Sync point"
-    learn = self.learn
-    ts = (learn.pred,*learn.yb) if own=='samples' else ()
-    rows = bool(ts) and all(isinstance(o, Tensor) and o.ndim for o in ts) and len({*map(len, ts)})==1
-    parts = [o for o in gather_objects([o[:2].detach().cpu().as_subclass(Tensor) for o in ts] if rows else None) if o is not None]
-    if not parts or any(len({t.shape[1:] for t in o})>1 for o in zip(*parts)): return None
-    pred,*yb = [torch.cat(o).to(learn.device) for o in zip(*parts)] # a rank that has cancelled has no loss
-    return 'other' if probe_loss(SimpleNamespace(loss_func=learn.loss_func, pred=pred, yb=yb, xb=(), n_rows=len(pred)))=='other' else None
-
-@patch
-def _look_at_change(self:LossWeights, over):
-    "Tell the user of a callback that changes the loss by something which depends on the samples of this rank, once"
-    learn = self.learn
-    if learn.iter&(learn.iter-1) or 'changed' in self.said: return
-    bent = _bent(learn.loss_grad, self.loss)
-    if not bent and not _is_of(learn.loss_grad, self.loss, learn.pred, _may_be_users(learn)): return
-    self.said.add('changed')
-    what,W = 'the items of the loss' if over.kind=='items' else 'samples',self.world_size
-    if bent and not group_rank(): warnings.warn(f'a callback makes learn.loss_grad of the loss by {bent}, on {W} ranks of the loss of each '
-                                                "rank's samples. That is not what one process does, unless it only adds and scales")
-    elif not group_rank(): warnings.warn(f'a callback changes learn.loss_grad by what it computes from the forward pass, on {W} ranks from '
-                                       f'the samples of each. It does what it does in one process if that is a mean over {what}')
-
-def _may_be_users(learn): # fastai's regularizers are means over samples
-    own = [type(cb) for cb in learn.cbs if not type(cb).__module__.startswith(('learnerdist.','fastai.'))]
-    return any(hasattr(o, 'after_loss') or hasattr(o, 'before_backward') for o in own)
-
-def _is_of(new, old, pred, within):
-    "Whether `new` depends on predictions other than through the loss `old`; `within`: or on what the model has computed before them"
-    ends = {o.grad_fn for o in tree_leaves(pred) if isinstance(o, Tensor)}-{None}
-    if within: ends = {o for o in _graph(ends, {None}) if not hasattr(o, 'variable')} # without the weights
-    return any(o in ends for o in _graph([new.grad_fn], {old.grad_fn,None}))
-
-def _bent(new, old):
-    "The name of an operation by which `new` follows from `old`, and that is no sum, mean or product with a number; else None"
-    if not old.requires_grad: return None
-    uses = {node: [o for o,_ in node.next_functions] for node in _graph([new.grad_fn], {old.grad_fn,None})}
-    within,more = {old.grad_fn},True
-    while more: within |= (more := {o for o,nexts in uses.items() if o not in within and within & {*nexts}})
-    for o in within-{old.grad_fn}:
-        name,n = o.name().partition('Backward')[0],sum(p in within for p in uses[o])
-        if name not in _straight or n>1 and name in ('Mul','Div'): return f'{name.lower()}()'
-
-_straight = {*'Add Sub Rsub Neg Mul Div Sum Mean Clone Alias ToCopy View Reshape Squeeze Unsqueeze Expand Stack'.split()}
-
-def _graph(roots, known):
-    "The nodes of the backward pass from these on, but not from those `known` on"
-    todo,known = [*roots],{*known}
-    while todo:
-        node = todo.pop()
-        if node in known: continue
-        known.add(node)
-        yield node
-        todo += [o for o,_ in node.next_functions]
-
 @patch
 def _say_repeats(self:LossWeights, dealer):
-    "Tell the user of repeated samples that cannot be left out"
-    if group_rank() or dealer is None or dealer.pad!='batch' or 'repeats' in self.said: return
-    why = ('give it an attribute bs, its batch size' if not dealer.bs and self.dl.n_total!=0 and (self.dl.n_total or 1)%self.world_size else
-           None)
-    if why is None: return
-    self.said.add('repeats')
-    warnings.warn(f'at the end of an epoch this {type(self.dl.source).__name__} repeats up to {self.world_size-1} samples, so that all '
-                  f'ranks have a batch, and they count in the gradient. To leave them out: {why}')
-
-@patch
-def _say(self:LossWeights, kind):
-    if id(self.learn.loss_func) not in self.said: say_loss(self.learn.loss_func, kind)
-    self.said.add(id(self.learn.loss_func))
+    "Report repeated samples that cannot be left out. The same on every rank"
+    if dealer is None or dealer.pad!='batch' or dealer.bs or not (self.dl.n_total or self.dl.n_total!=0)%self.world_size: return
+    self.findings('repeated-samples', f'at the end of an epoch this {type(self.dl.source).__name__} repeats up to '
+                                      f'{self.world_size-1} samples, '
+                  f'so that all ranks have a batch. They count in the gradient. To leave them out: '
+                  'give it an attribute bs, its batch size', 'repeats')
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #5f1c20ab
 def total_losses(
@@ -264,10 +167,10 @@ def total_losses(
     totals:Tensor, # (steps of this rank,k), float64, CPU: each step's loss × items, items, and what else adds up
     n:int # Steps, the same on every rank
 )->Tensor: # (steps that any rank has recorded,k)
-    "The totals of each step over all ranks. A loss that is a sum adds up: S = ΣSᵣ, where a mean is ΣnᵣLᵣ/Σnᵣ. Sync point"
+    "The totals of each step over all ranks. A sum adds up: S = ΣSᵣ, where a mean is ΣnᵣLᵣ/Σnᵣ. Sync point"
     adds_up = loss_over(learn).kind=='sum'
-    if adds_up: totals[:,0] = (totals[:,0]/totals[:,1]).nan_to_num()
-    own = torch.cat([totals, totals.new_ones(len(totals), 1)], 1) # 1: this rank has recorded the step, and not left the loop in it
+    if adds_up: totals[:,0] = unweighted(totals[:,0], totals[:,1])
+    own = torch.cat([totals, totals.new_ones(len(totals), 1)], 1) # 1: this rank has recorded the step
     totals = all_sum(torch.cat([own, own.new_zeros(max(n-len(own), 0), own.shape[1])])[:n])
     if adds_up: totals[:,0] *= totals[:,1]
     return totals[totals[:,-1]>0,:-1]
@@ -286,6 +189,7 @@ class _Gather(torch.autograd.Function):
 def gather_with_grad(
     t:Tensor # (n,…): this rank's rows; n may differ between ranks
 )->Tensor:   # (Σn,…): rank after rank; `t` itself with one process
-    "The rows of all ranks, through which gradients flow back to the rank that each came from. Sync point, also in the backward pass"
-    return t if group_size()<2 or _local.on else _Gather.apply(t[:0] if is_muted() else t) # muted: these rows are repeats
+    "The rows of all ranks, through which gradients flow back to each. Sync point, also in the backward pass"
+    if group_size()<2 or _local.on: return t
+    return _Gather.apply(t[:0] if is_muted() else t) # muted: these rows are repeats
 

@@ -46,7 +46,7 @@ class FlopCount(Callback):
 
 @patch(as_prop=True)
 def mfu(self:Recorder)->list:
-    "For each epoch the share of the devices' FLOP/s that training has used, 0 to 1. ValueError without a callback `FlopCount(peak)`"
+    "For each epoch the share of the devices' FLOP/s that training has used, 0 to 1. It needs the callbacks `FlopCount(peak)` and `Timer`"
     cb = getattr(self.learn, 'flop_count', None)
     if cb is None or cb.peak is None: raise ValueError('add FlopCount(peak=…) to the callbacks, with the FLOP/s of one device')
     if cb.per_sample is None: return [None]*len(self.times)

@@ -218,12 +218,10 @@ def begin_batch(self:Sharded):
     self.log,self.rounds = [],self.rounds+1
 
 @patch
-def end_batch(self:Sharded,
-    ran:bool # Whether this rank has run the model
-):
-    "After a batch of evaluation; on a rank that has cancelled it: take part in the gathers of the others. Sync point"
+def end_batch(self:Sharded):
+    "After a batch of evaluation, once; if this rank has not run the model: take part in the gathers of the others. Sync point"
     log,self.log = self.log,None
-    if not ran: self._gather_along()
+    if log==[]: self._gather_along()
     elif self.order is None and log is not None:
         shared_store().set(f'{self.key}/{len(log)+1}', 'end')
         self.order = log
@@ -232,7 +230,7 @@ def end_batch(self:Sharded,
 def follow(self:Sharded):
     "On a rank that has no more batch, while others have: take part in their gathers. Sync point"
     self.begin_batch()
-    self.end_batch(False)
+    self.end_batch()
 
 @patch
 def _gather_along(self:Sharded):

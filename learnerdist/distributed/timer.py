@@ -17,7 +17,6 @@ from .vote_links import Links,places
 from ..core.env import group_rank
 from ..core.compat import queue_callback
 from ..learner.callback import Callback,Order
-from ..learner.learner import defaults
 from ..learner.recorder import Recorder
 
 # %% ../../nbs/distributed/09_timer.ipynb #c004b
@@ -56,9 +55,8 @@ class Timer(Callback):
     def after_batch(self): self.mark,self.mark_links = perf_counter(),Links.waited
     def before_backward(self):
         loss = self.learn.loss_grad
-        if not loss.requires_grad or self.learn.wrapper is None: return
-        if queue_callback: loss.register_hook(self._begun)
-        else: self.wait = None # not known
+        if not loss.requires_grad or vars(self.learn).get('wrapper') is None: return
+        loss.register_hook(self._begun)
 
     def after_train(self):
         self.end = perf_counter()
@@ -87,13 +85,12 @@ class Timer(Callback):
 
     def _row(self, end):
         total = end-self.begin
-        comm = None if self.wait is None else self.wait+Links.waited-self.begin_links
-        return dict(data=self.data, step=None if comm is None else total-self.data-comm, comm=comm, total=total)
+        comm = self.wait+Links.waited-self.begin_links
+        return dict(data=self.data, step=total-self.data-comm, comm=comm, total=total)
 
     def share(self):
         "At the end of a training loop, before ranks exchange anything else: get the rows of all ranks. Sync point"
-        own = self.begin is not None and self.wait is not None # else a callback has cancelled the loop
-        row = [*self._row(perf_counter()).values()][:3] if own else [0.]*3
+        row = [*self._row(perf_counter()).values()][:3] if self.begin is not None else [0.]*3 # None: a callback has cancelled the loop
         told = self.learn.distributed_trainer.links.post(struct.pack('<3f', *row), _here).of_ranks() # takes less than an all-reduce
         self.rows = [dict(zip(parts, (*o, sum(o)))) for o in (struct.unpack('<3f', b) for b in told)]
         if not self.told and not group_rank() and (line := slowest_rank(self.rows, least_s=1.)):
@@ -101,23 +98,26 @@ class Timer(Callback):
             self.told = True
 
 # %% ../../nbs/distributed/09_timer.ipynb #c008
+def _timer(rec):
+    cb = vars(rec.learn).get('timer')
+    if cb is None: raise AttributeError('times of a fit: add Timer() to the callbacks of the learner')
+    return cb
+
 @patch(as_prop=True)
 def times(self:Recorder)->list:
     "For each epoch's training loop: this rank's seconds for data, step, comm and in total, and the samples per second of all ranks"
-    return list(self.learn.timer.times)
+    return list(_timer(self).times)
 
 @patch(as_prop=True)
 def rank_times(self:Recorder)->list:
     "For each epoch's training loop the seconds of every rank for data, step, comm and in total, by rank; None without other ranks"
-    return list(self.learn.timer.ranks)
+    return list(_timer(self).ranks)
 
 @patch(as_prop=True)
 def straggler(self:Recorder)->str:
     "The line about the rank that the others waited for in the last epoch; None if they waited for none"
-    rows = next((o for o in reversed(self.learn.timer.ranks) if o), None)
+    rows = next((o for o in reversed(_timer(self).ranks) if o), None)
     return rows and slowest_rank(rows)
-
-defaults.callbacks.append(Timer)
 
 # %% ../../nbs/distributed/09_timer.ipynb #c012
 @patch

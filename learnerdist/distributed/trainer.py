@@ -9,25 +9,29 @@ __all__ = ['DistributedTrainer']
 from contextlib import ExitStack,contextmanager
 
 import torch
-from torch import nn
+from torch.utils.data import DataLoader
 from fastcore.basics import patch
+from fastcore.meta import delegates
+from torch.nn.parallel import DistributedDataParallel
 
-from ..core.collectives import broadcast_object,gather_objects
+from ..core.collectives import broadcast_object
 from ..core.deferred import has_deferred
 from ..core.env import group_rank,group_size,group_timeout,in_group,process_group
 from ..core.random import seed_streams
 from ..data.distributed_dl import DistributedDL,is_split,set_epoch
-from .agreed_loader import Share,unpadded
-from .agreement import Agreement,AgreementEnd,Progress
-from .batchnorm import _local,mute,say_batch_dependent,watch_batchnorm
+from .agreed_loader import Share
+from .agreement import Agreement,AgreementEnd
+from .batchnorm import _local,mute
 from .blocks import shard_options
-from .comm_hooks import check_options,find_hook
-from .divergence import Own,check_weights,tensor_hash,path_of_rank0,same_data,same_optimizer,same_settings
-from .evaluation import ExactEvaluation,parted
+from .comm_hooks import check_options,ddp_args_of_ours,find_hook
+from .comparison import compare_weights,path_of_rank0,tensor_hash
+from .comparison import same_callbacks,same_data,same_optimizer,same_settings,same_structure
+from .evaluation import ExactEvaluation,evaluated,parted
 from .failure import failing_together
+from .findings import Findings
 from .loss_weights import LossWeights,total_losses
-from .meeting import meeting_first
 from .sharded import Sharded
+from .self_check import SelfCheck
 from .replica import Replica,SharedMaxNorm,broadcast_module,broadcast_tensors
 from .vote_links import open_links
 from ..learner.callback import Callback,Order
@@ -39,25 +43,26 @@ from ..learner.predictions import Unshared
 class DistributedTrainer(Callback):
     "Train the learner on every rank of the group: shards of the data, averaged gradients, the metrics of one process"
     order,keeps_batch = Order.trainer,True
+    @delegates(DistributedDataParallel.__init__, but=ddp_args_of_ours)
     def __init__(self,
         cuda_id:int=None,   # This process's GPU; None: by local rank, or the CPU
         sync_bn:bool=True,  # BatchNorm over the global batch
         split_batches:bool=False, # The loaders' batch size is the global one: each rank takes a W-th of it
         seed:int=None,      # Of shuffling; None: drawn from torch's generator on rank 0
         check_every:int=None, # Compare the ranks' weights every so many steps, and raise where they differ; None: after each epoch
-        check_data:bool=True, # Compare the ranks' data sets when they are sharded
+        checks='warn',      # What a finding of the self-check or the comparison becomes: 'warn', 'error', or False: none
         comm_hook=None,     # How gradients travel: a name in `comm_hooks`, or as in `register_comm_hook`; None: 'shm' where it can be
         shard=None,         # True: a part of the model on each rank, by FSDP2; or which modules are blocks, see `ShardOptions`
         sample_seeds:bool=True, # Seed what is drawn for a sample by (seed, epoch, index), so that it is the same at any number of ranks
         timeout_s:float=None, # Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
         **ddp_kw            # Options of `DistributedDataParallel`
     ):
-        check_options(ddp_kw, seed, check_every, timeout_s)
+        check_options(ddp_kw, seed, check_every, timeout_s, sync_bn=sync_bn, split_batches=split_batches)
         self.shard = shard_options(shard, ddp_kw, comm_hook)
         self.cuda_id,self.sync_bn,self.split_batches,self.seed = cuda_id,sync_bn,split_batches,seed
-        self.check_every,self.check_data,self.timeout_s,self.ddp_kw = check_every,check_data,timeout_s,ddp_kw
-        self.sample_seeds = sample_seeds
-        self.replica,self.epochs_before,self.links,self.own,self.max_norm,self.stack,self.shards = None,0,None,Own(),None,ExitStack(),None
+        self.check_every,self.timeout_s,self.ddp_kw,self.sample_seeds = check_every,timeout_s,ddp_kw,sample_seeds
+        self.findings,self.self_check = Findings(checks),SelfCheck(self)
+        self.replica,self.epochs_before,self.links,self.max_norm,self.stack,self.shards = None,0,None,None,ExitStack(),None
         self.agreement,self.comm_hook = Agreement(self),find_hook(comm_hook)
     def cleanup(self): self.unwrap()
 
@@ -69,31 +74,35 @@ def attach(self:DistributedTrainer):
         self.device_here = self.stack.enter_context(process_group(self.cuda_id, timeout_s=self.timeout_s))
         self.stack.callback(lambda: self.shards and self.shards.restore()) # last: closed links free the others after a failure
         self.stack.enter_context(ranked_warnings())
-        if path := path_of_rank0(self.learn): self._set(self.learn, 'path', path)
+        if path := path_of_rank0(self.learn, self.findings): self._set(self.learn, 'path', path)
         own = [k for k in ('_loss_over','wrapper','global_items','items','repeated','n_rows') if k not in vars(self.learn)]
         self.stack.callback(lambda: [vars(self.learn).pop(k, None) for k in own]) # fastai's learner has none of these
         drawn = torch.randint(2**62, ()).item() if self.seed is None else self.seed # drawn on every rank, so that streams stay alike
         self.seed,after = broadcast_object((drawn,tensor_hash(torch.get_rng_state()).item()))
         self.stack.callback(seed_streams, after) # what the script draws afterwards does not depend on the number of ranks
         self.links = self.stack.enter_context(open_links(group_timeout()))
-        self.weights = LossWeights(self.learn, self.links)
+        self.weights = LossWeights(self.learn, self.links, self.findings)
         if not (self.shard and group_size()>1 and has_deferred(get_model(self.model))): self.prepare_model()
         shards = Sharded(self) if self.shard and group_size()>1 else None
+        if group_size()>1: same_structure(self.learn)
         broadcast_module(get_model(self.model))
-        if group_size()>1 and group_rank()==0: say_batch_dependent(get_model(self.model))
-        if group_size()>1: self.stack.enter_context(meeting_first(self.agreement.meet, self.agreement.tellers(), self.learn))
-        if group_size()>1: self.stack.callback(watch_batchnorm(nn.Module() if self.sync_bn else get_model(self.model)))
         self.max_norm = SharedMaxNorm(get_model(self.model)) if group_size()>1 else None
         if self.max_norm: self.stack.callback(self.max_norm.undo)
         same_optimizer(self.learn)
         if shards: shards.shard()
         self.deal_out()
-        for f in _on_attach: f(self)
+        for f in context_callbacks: self._lend(f())
     except BaseException:
         self.restore()
         raise
 
-_on_attach = [] # Functions of a trainer that has opened its group
+context_callbacks = [] # Functions that return the callbacks which a learner has within a context
+
+@patch
+def _lend(self:DistributedTrainer, cbs):
+    for cb in cbs:
+        self.learn.add_cb(cb)
+        self.stack.callback(self.learn.remove_cb, cb)
 
 @patch
 def _set(self:DistributedTrainer, obj, name, val):
@@ -110,21 +119,22 @@ def restore(self:DistributedTrainer):
 @patch
 def share(self:DistributedTrainer,
     dl,           # Any loader
-    pad,          # 'batch': the same number of batches on every rank, for training; False: no sample twice, for evaluation
+    pad,          # 'batch': the same number of batches on every rank, for training; False: whole batches, for evaluation
     **kw          # Settings of the loader to change
 ):
     "This rank's shard of a loader; a loader that is sharded already is left alone"
     if isinstance(dl, Unshared): return dl
-    return Share.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, sample_seeds=self.sample_seeds, **kw)
+    if isinstance(dl, (list,tuple)): dl = DataLoader(dl, batch_size=None, collate_fn=_as_it_is) # batches
+    if not pad: return Share.by_batch(dl, group_rank(), group_size(), self.seed, self.sample_seeds)
+    return Share.from_dl(dl, group_rank(), group_size(), self.seed, pad, self.sample_seeds, **kw)
+
+def _as_it_is(b): return b
 
 @patch
 def share_now(self:DistributedTrainer, dl, pad):
     "This rank's shard of a loader that a callback or a caller provides, in this epoch's order"
     dl = self.share(dl, pad)
-    if isinstance(dl, Unshared): return dl
-    set_epoch(dl, self.epoch_id)
-    dealer = getattr(dl, 'dealer', None)
-    if pad and dealer is not None and dealer.streams and not dealer.compared and group_size()>1: dealer.gather = gather_objects
+    if not isinstance(dl, Unshared): set_epoch(dl, self.epoch_id)
     return dl
 
 @patch
@@ -135,9 +145,10 @@ def deal_out(self:DistributedTrainer, sources=None): # sources: the loaders; Non
     names = ['train','valid'] if not hasattr(dls, 'loaders') else []
     found = sources or [getattr(dls, o) for o in names] or dls.loaders[:]
     self.sources = found
-    if self.check_data and not sources and group_size()>1: same_data([o for o in found if not is_split(o)])
-    part = (lambda dl, i: parted(dl, group_size(), i==0)) if self.split_batches else lambda dl, i: dl
-    self.shares = [dl if dl is None else self.share(part(dl, i), pad=i==0 and 'batch') for i,dl in enumerate(found)]
+    if self.findings.mode and not sources and group_size()>1:
+        same_data([o for o in found if not is_split(o)], self.findings)
+    found = [parted(dl, group_size()) if self.split_batches and i==0 else dl for i,dl in enumerate(found)]
+    self.shares = [dl if dl is None else self.share(dl, pad=i==0 and 'batch') for i,dl in enumerate(found)]
     for name,dl in zip(names, self.shares): self._set(dls, name, dl)
     if not names: self._set(dls, 'loaders', self.shares[:])
     self.shares = [o for o in self.shares if o is not None]
@@ -153,7 +164,10 @@ def after_dls(self:DistributedTrainer): self.deal_out()
 @patch
 def check_settings(self:DistributedTrainer):
     "Raise ValueError if the ranks begin different fits. Sync point"
-    same_settings(self.learn, [o for o in self.shares if isinstance(o, DistributedDL)])
+    alike = [o for o in self.shares if isinstance(o, DistributedDL) and (o.pad or o.unit=='batch')] # not rows of a batch
+    same_structure(self.learn)
+    same_callbacks(self.learn)
+    same_settings(self.learn, alike)
 
 @patch
 def load_state_dict(self:DistributedTrainer, state):
@@ -178,7 +192,6 @@ def wrap(self:DistributedTrainer):
 def unwrap(self:DistributedTrainer):
     "Remove the replica, and give the BatchNorm layers their own class back"
     self.learn.wrapper = None
-    self.agreement.mixing.end()
     mute(False)
     _local.on = False
     if self.replica is not None: self.replica.undo()
@@ -196,33 +209,27 @@ def after_fit(self:DistributedTrainer):
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c013
 @patch
-def before_batch(self:DistributedTrainer): self.weights.begin_batch()
+def before_batch(self:DistributedTrainer):
+    self.weights.begin_batch()
+    self.self_check.note()
 @patch
 def after_loss(self:DistributedTrainer):
     if not (self.links and self.learn.training and self.learn.yb): return
-    loss,known,w = self.learn.loss_grad,vars(self.learn).get('_loss_over'),self.weights # callbacks may change it, also in place
-    w.targ,w.plain,w.version = self.learn.yb[0],loss,loss._version
-    w.loss = loss.clone() if known is None or known[1].kind in ('unknown','sum') else loss
+    loss,known,w = self.learn.loss_grad,vars(self.learn).get('_loss_over'),self.weights
+    w.targ = self.learn.yb[0]
+    w.loss = loss.clone() if known is None or known[1].kind=='sum' else None # callbacks may change it, also in place
 @patch
 def before_backward(self:DistributedTrainer):
     if self.replica is not None and self.links: self.weights.weigh()
 @patch
-def take_part(self:DistributedTrainer):
-    "On a rank that has cancelled its batch: take part in the exchange of item counts, also for a group of micro-batches"
-    if not self.links or self.weights.done: return
-    self.weights.take_part()
-    acc = getattr(self.learn, 'gradient_accumulation', None)
-    if hasattr(acc, 'share_items') and self.learn.global_items is not None: acc.share_items()
-@patch
 def after_backward(self:DistributedTrainer):
-    if self.replica is not None and self.agreement.progress!=Progress.shadowed: self.replica.after_backward()
+    if self.replica is not None: self.replica.after_backward()
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c015
 @patch
-def before_fit(self:DistributedTrainer): self.own.begin(self.learn)
+def before_fit(self:DistributedTrainer): self.self_check.begin_fit()
 @patch
 def before_epoch(self:DistributedTrainer):
-    self.own.begin(self.learn)
     for dl in self.shares: set_epoch(dl, self.epoch_id)
     if group_size()>1: seed_streams(self.seed, group_rank(), self.epoch_id)
 
@@ -233,7 +240,6 @@ def epoch_id(self:DistributedTrainer)->int:
 
 @patch
 def before_train(self:DistributedTrainer):
-    self.own.before_train(self.learn, self.replica is None)
     if self.replica is None: self.wrap()
     self.learn.wrapper = self.replica
 
@@ -245,7 +251,6 @@ def leave_train(self:DistributedTrainer)->bool: # Whether a training loop has en
     if group_size()>1:
         if hasattr(vars(self.learn).get('timer'), 'share'): self.learn.timer.share()
         self.check_divergence()
-        self.own.check(self.learn)
     self.weights.end()
     broadcast_tensors(get_model(self.model).buffers())
     return True
@@ -261,8 +266,8 @@ def record_all_ranks(self:DistributedTrainer):
 
 @patch
 def check_divergence(self:DistributedTrainer):
-    "Compare the ranks' weights, see `check_weights`. Sync point"
-    check_weights(self.learn.model, self.agreement.n_steps, self.own.said)
+    "Compare the ranks' weights, see `compare_weights`. Sync point"
+    compare_weights(self.learn, self.agreement.n_steps, self.findings)
 
 @patch
 def after_cancel_epoch(self:DistributedTrainer): self.after_train()
@@ -275,7 +280,7 @@ def before_validate(self:DistributedTrainer):
     self.learn.wrapper = None
     _local.on = True
     mute(False)
-    self.learn.dl = self.share_now(unpadded(self.dl), pad=False)
+    self.learn.dl = self.share_now(evaluated(self.dl), pad=False)
 
 @patch
 def after_validate(self:DistributedTrainer):
@@ -288,9 +293,10 @@ def _check_plain(learn):
     if _trainers(learn): raise ValueError('this learner is distributed already: leave its distrib_ctx, or detach_distributed(), first')
 
 @patch
+@delegates(DistributedTrainer.__init__)
 def to_distributed(self:Learner,
     cuda_id:int=None, # This process's GPU; None: by local rank, or the CPU
-    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, comm_hook, shard, timeout_s, and DDP's options
+    **kw
 )->Learner:
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
     _check_plain(self)
@@ -309,10 +315,11 @@ def detach_distributed(self:Learner)->Learner:
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c021
 @patch
+@delegates(DistributedTrainer.__init__)
 @contextmanager
 def distrib_ctx(self:Learner,
     cuda_id:int=None, # This process's GPU; None: by local rank, or the CPU
-    **kw              # Of `DistributedTrainer`: sync_bn, split_batches, seed, check_every, comm_hook, shard, timeout_s, and DDP's options
+    **kw
 ):
     "Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an exception"
     _check_plain(self)

@@ -10,8 +10,8 @@ import itertools,os,socket,tempfile
 from contextlib import ExitStack,contextmanager
 from datetime import timedelta
 from pathlib import Path
+from enum import IntEnum
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,16 +19,27 @@ import torch.distributed as dist
 from ..core.collectives import gather_objects
 from ..core.stacks import frames_of_caller,users_frame
 from ..core.env import control_group,count,group_rank,group_size,local_size,shared_store,wait_key
-from ..learner.callback import all_events
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #c006
-places = ['a vote','the start of a fit','the start of an epoch','the start of a training loop','a training batch',
-          'the end of a training loop','the start of a validation loop (validate, get_preds)','a validation batch',
-          'the end of a validation loop','the end of an epoch','the backward pass of a training batch']
-in_batch = places.index('a training batch')
-collective_in = {e: len(places)+i for i,e in enumerate(all_events)} # The place of a collective that a callback calls in an event
-places += [f'a collective of a callback in {o}' for o in collective_in]
-_joined = {collective_in[o]: o for o in ('after_backward','before_step','after_step','after_batch')} # in which a rank may come later
+class Place(IntEnum):
+    "Where ranks exchange something, in the words of an error"
+    def __new__(cls, value, text):
+        res = int.__new__(cls, value)
+        res._value_,res.text = value,text
+        return res
+    vote = 0,'a vote'
+    before_fit = 1,'the start of a fit'
+    before_epoch = 2,'the start of an epoch'
+    before_train = 3,'the start of a training loop'
+    train_batch = 4,'a training batch'
+    after_train = 5,'the end of a training loop'
+    before_validate = 6,'the start of a validation loop (validate, get_preds)'
+    valid_batch = 7,'a validation batch'
+    after_validate = 8,'the end of a validation loop'
+    after_epoch = 9,'the end of an epoch'
+    backward = 10,'the backward pass of a training batch'
+
+places = [o.text for o in Place]
 _size = 16 # Bytes of a row: its place, and up to 15 more
 
 class RanksApart(RuntimeError):
@@ -36,7 +47,6 @@ class RanksApart(RuntimeError):
 
 class PostedSum:
     "The sum over ranks of a row of small counts: sent without waiting, read when it is needed"
-    awaits = None # The event in which other ranks are at a collective of a callback, while this one votes in a training batch
     def __init__(self, links, row, place):
         self.links,self.n,self.total = links,len(row),None
         self.rows = (bytes([place])+row).ljust(_size, b'\0')
@@ -51,7 +61,7 @@ class PostedSum:
                 self.rows += self.links.hear(n, n_bytes)
             Links.waited += perf_counter()-start
             at = self.rows[::_size]
-            if at.count(at[0])<len(at): self.awaits = self.links.event_awaited(self._rotated(list(at)))
+            if at.count(at[0])<len(at): raise self.links.apart(self._rotated(list(at)))
             self.total = [sum(self.rows[i::_size]) for i in range(1, self.n+1)] if self.n else []
         return self.total
     def of_ranks(self)->list: # One bytes object per rank, in the order of ranks
@@ -68,28 +78,17 @@ class Links:
     def __init__(self, rank, world_size,
         timeout_s:float=1800 # Seconds to wait for an absent rank
     ):
-        self.rank,self.world_size,self.timeout_s,self.last,self.awaited = rank,world_size,timeout_s,None,None
+        self.rank,self.world_size,self.timeout_s,self.last = rank,world_size,timeout_s,None
         self.hops = [1<<k for k in range((world_size-1).bit_length())]
 
     def post(self,
         row,       # Up to 15 whole numbers from 0 to 255, or bytes; as many on every rank
-        place:int=0 # Where this rank is, an index of `places`; `RanksApart` where ranks differ
+        place:int=0 # Where this rank is, a `Place`; `RanksApart` where ranks differ
     )->PostedSum:
         "Start a sum; if the sum before it has not been read, that one is read first"
         if self.last and self.last.total is None: self.last.read()
         self.last = PostedSum(self, bytes(row), place)
         return self.last
-    def meet(self, row, event):
-        "Before a collective that a callback calls in `event`: wait until all ranks are at one. `RanksApart` if one does not come"
-        while self.post(row, collective_in[event]).read() and self.last.awaits: pass
-        self.awaited = None
-
-    def event_awaited(self, at)->str:
-        "The event in which ranks call a collective while others vote in a training batch, once; else the error of `apart`"
-        event = _joined.get(max(at))
-        if event in (None,self.awaited) or {*at}!={in_batch,max(at)}: raise self.apart(at)
-        self.awaited = event
-        return event
 
     def apart(self, at):
         "The error for ranks at the places `at`, with each rank's line of the user's code"
@@ -241,48 +240,3 @@ def open_links(
     links = _connect(timeout_s) or GlooLinks(timeout_s)
     try: yield links
     finally: links.close()
-
-# %% ../../nbs/distributed/00_vote_links.ipynb #vote1
-scopes = 'fit','epoch','train','validate' # Loops that a rank may ask to leave; of several requests the first in this order wins
-
-class Tally(NamedTuple):
-    "The result of a vote, the same on every rank: how many ranks asked for each of these"
-    fit:int
-    epoch:int
-    train:int
-    validate:int
-    stepped:int # Ranks whose optimizer has taken this step
-    more:int    # Ranks that have another batch
-    save:int=0  # Ranks that want a checkpoint
-    stop:int=0  # Ranks that want a checkpoint, and then to stop
-    asks:int=0  # Ranks that have cancelled a backward pass, and ask before their step whether all have
-
-    @property
-    def verdict(self):
-        "The loop that all ranks leave: the widest one that any rank has asked for; None: go on"
-        return next((o for o in scopes if getattr(self, o)), None) if any(self[:len(scopes)]) else None
-
-# %% ../../nbs/distributed/00_vote_links.ipynb #vote2
-class Ballot:
-    "A vote of all ranks: posted without waiting, read when its outcome is needed"
-    # links: `Links` to the other ranks, None with one process; sum: what has been posted last
-    def __init__(self, links=None): self.links,self.sum = links,PostedSum
-    def post(self, scope=None, stepped=False, more=False, save=False, stop=False, asks=False, place=0):
-        "Send this rank's vote; `scope`: the loop to leave, or None; the others as in `Tally`"
-        self.vote,self.place = (scope,stepped,more,save,stop,asks),place
-        if self.links: self.sum = self.links.post(self.row(), place)
-
-    def row(self)->list:
-        "This rank's vote as counts, in the order of `Tally`"
-        return [*map(self.vote[0].__eq__, scopes),*self.vote[1:]] if self.vote[0] else [0]*len(scopes)+[*self.vote[1:]]
-    def read(self)->Tally:
-        "Wait for the votes of all ranks; those of a round in which another rank asks are cast again. Sync point"
-        if not self.links: return Tally(*self.row())
-        res = self.sum.read()
-        if not res[-1] or self.vote[-1] or self.sum.awaits: return Tally(*res)
-        return self.again()
-
-    def again(self)->Tally:
-        "Cast the same vote once more, and read it"
-        self.post(*self.vote, place=self.place)
-        return self.read()

@@ -10,25 +10,27 @@ import warnings
 from contextlib import ExitStack,nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
-from fastai.callback.core import Callback as FastaiCallback
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.progress import CSVLogger,ShowGraphCallback
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
 from fastai.callback.training import GradientAccumulation
-from fastai.learner import Learner,Recorder,join_path_file,save_model
+from fastai.learner import CancelEpochException,Learner,Recorder,join_path_file,load_model as load_file,save_model
+from fastai.text.learner import TextLearner,clean_raw_keys
 from fastcore.basics import noop,patch
 
 from ..distributed import trainer as core
+from ..checkpoint.callback_state import Growing,growing
 from ..checkpoint.restoring import resumed
 from ..checkpoint.snapshot import weights_in
 from ..core.saves import await_save,save_once
 from ..core.deferred import fill_in
 from ..core.env import is_rank0
 from ..core.parted import save_state
-from ..core.shards import has_parts,load_model
+from ..core.shards import has_parts,load_model,load_opt
 from ..learner.learner import StartAt,get_model
 from .trainer import DistributedTrainer
 
@@ -45,10 +47,11 @@ def _n_metered(rec):
 def _say_metered(rec, n):
     if n and is_rank0(): warnings.warn(f'train_metrics: those of this epoch are without its first {n} batches, from before the fit went on')
 
-Recorder.fit_state,Recorder.step_state = ('lrs','iters','values','log','all_losses','smooth','n_metered'),('lrs','losses','smooth')
+Recorder.fit_state = 'lrs','iters','values','log','all_losses','smooth','n_metered'
 Recorder.n_metered = property(_n_metered, _say_metered, doc="How many batches `train_metrics` miss if a fit goes on from here")
 Recorder.smooth = property(_smooth, _set_smooth, doc="The running loss")
-Recorder.all_losses = property(lambda self: torch.stack([*map(torch.as_tensor, self.losses)]) if self.losses else torch.zeros(0),
+def _stacked(items): return torch.stack([*map(torch.as_tensor, items)])
+Recorder.all_losses = property(lambda self: _stacked(self.losses) if self.losses else torch.zeros(0),
                                lambda self, v: setattr(self, 'losses', list(v)), doc="The losses, as one tensor")
 TrackerCallback.fit_state = 'best','new_best','wait'
 ParamScheduler.fit_state = 'hps',
@@ -64,7 +67,7 @@ ShowGraphCallback.epoch_ends = property(_epoch_ends, lambda self, v: setattr(sel
 def _say_lost(cb, n):
     if n and is_rank0():
         warnings.warn(f'the gradients of {n:g} samples are lost: GradientAccumulation had made no step from them before the fit went on')
-GradientAccumulation.fit_state,GradientAccumulation.step_state = ('pending',),('count',)
+GradientAccumulation.fit_state = 'pending',
 GradientAccumulation.pending = property(lambda self: vars(self).get('count', 0), _say_lost, doc="Samples since the last step")
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c006
@@ -89,10 +92,12 @@ def _set_scaler(cb, v):
 MixedPrecision.fit_state,MixedPrecision.scaling = ('scaling',),property(_scaler, _set_scaler, doc="The state of the gradient scaler")
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c008
-DistributedTrainer.rank_state,DistributedTrainer.n_numbers = ('all_steps',),2
+DistributedTrainer.rank_state = 'all_steps',
 DistributedTrainer.all_steps = property(lambda self: torch.stack(self.steps) if self.steps else torch.zeros(0, 2),
                                         lambda self, v: setattr(self, 'steps', list(v)), doc="This rank's losses in this epoch")
-DistributedTrainer.totals = DistributedTrainer.all_steps
+growing[Recorder] = dict(lrs=Growing(lambda cb: cb.lrs), all_losses=Growing(lambda cb: cb.losses, _stacked))
+growing[ParamScheduler] = dict(hps=Growing(lambda cb: cb.hps))
+growing[DistributedTrainer] = dict(all_steps=Growing(lambda cb: cb.steps, _stacked))
 
 @patch
 def state_dict(self:DistributedTrainer):
@@ -110,13 +115,13 @@ def load_state_dict(self:DistributedTrainer, state):
     self.trained,self.begun = True,(n,smooth)
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c010
-_fit,_ends = Learner.fit,[] # fastai's own `fit`; for each running fit the stack of what to do at its end
+_fit,_ends = Learner.fit,[] # fastai's own `fit`; for each running fit (its learner, the stack of what to do at its end)
 
 @patch
 def fit(self:Learner, *args, resume=False, **kwargs):
     "As fastai's; with `resume`, go on from the newest good checkpoint of the fit's `Checkpoint`, or begin without one"
     with ExitStack() as stack, resumed(self, True) if resume else nullcontext():
-        _ends.append((self,stack,dict(vars(self))))
+        _ends.append((self,stack))
         try: return _fit(self, *args, **kwargs)
         finally: _ends.pop()
 
@@ -140,31 +145,25 @@ def fitting(self:Learner)->bool:
 def _start(learn): return vars(learn).get('_start_at', StartAt())
 
 def _set_start(learn, start):
-    "Let fastai's loop skip what is before `start`, until the fit ends"
-    old = {k: vars(learn)[k] for k in ('_with_events','one_batch','_start_at') if k in vars(learn)}
-    outer = old.get('_with_events', partial(type(learn)._with_events, learn))
-    def with_events(f, event, *args):
-        done = event=='epoch' and learn.epoch<start.epoch or event=='train' and learn.epoch==start.epoch and start.trained
-        if not done: outer(f, event, *args)
-    def one_batch(i, b):
-        type(learn).one_batch(learn, i+start.batches*(learn.training and learn.epoch==start.epoch), b)
-    own = dict(_start_at=start, _with_events=with_events, one_batch=one_batch)
-    for k,v in own.items(): setattr(learn, k, v)
-    mbar = getattr(getattr(learn, 'progress', None), 'mbar', None)
-    if mbar: mbar.update(0) # a bar must see its first value first
-    _ends[-1][1].callback(lambda: ([vars(learn).pop(k) for k in own], vars(learn).update(old)))
+    if '_start_at' not in vars(learn): _ends[-1][1].callback(vars(learn).pop, '_start_at')
+    vars(learn)['_start_at'] = start
 
 Learner.start_at = property(_start, _set_start, doc="Where a fit begins, as in the compact Learner")
 
 @patch
-def begin_again(self:DistributedTrainer):
-    "Within a fit that is to begin anew: undo what it has changed, as its callbacks would at its end"
-    learn,(_,stack,begun) = self.learn,_ends[-1]
-    stack.close()
-    lent = [k for k,v in vars(learn).items() if isinstance(getattr(v, '__self__', None), FastaiCallback)] # such as MixUp's loss
-    for k in lent: setattr(learn, k, begun[k]) if k in begun else delattr(learn, k)
-    for cb in learn.cbs: cb.run = True
-    learn.training,learn.dl,learn.xb,learn.yb = False,None,(None,),(None,)
+def _do_fit(self:Learner):
+    "As fastai's, from `start_at` on"
+    mbar = getattr(getattr(self, 'progress', None), 'mbar', None)
+    if mbar and self.start_at.epoch: mbar.update(0) # a bar must see its first value first
+    for i in range(self.start_at.epoch, self.n_epoch):
+        self.epoch = i
+        self._with_events(self._do_epoch, 'epoch', CancelEpochException)
+
+@patch
+def _do_epoch(self:Learner):
+    "As fastai's, from `start_at` on"
+    if self.epoch!=self.start_at.epoch or not self.start_at.trained: self._do_epoch_train()
+    self._do_epoch_validate()
 
 def _clean_up(learn, cb):
     old,cb.learn = cb.learn,learn # fastai sets it to None on a removed callback
@@ -188,12 +187,26 @@ def save(self:Learner, file, **kwargs):
     return path
 
 @patch
-def load(self:Learner, file, *args, **kwargs):
-    "As fastai's; or the weights of a `Checkpoint`, given its folder within the learner's path"
-    if not isinstance(file, (str,Path)): return _load(self, file, *args, **kwargs)
-    folder = Path(self.path)/file
-    if not folder.is_dir():
-        await_save(_path(self, file))
-        return _load(self, file, *args, **kwargs)
-    load_model(get_model(self.model), weights_in(folder))
+def load(self:Learner, file, device=None, **kwargs):
+    """As fastai's, but this rank waits for rank 0's file, and for no other rank; or the weights of a `Checkpoint`, given its folder
+    within the learner's path"""
+    if not isinstance(file, (str,Path)): return _load(self, file, device, **kwargs)
+    model,folder = get_model(self.model),Path(self.path)/file
+    if folder.is_dir(): load_model(model, weights_in(folder))
+    else: _load_file(self, _path(self, file), model, device, **kwargs)
     return self
+
+def _load_file(learn, path, model, device, **kwargs):
+    await_save(path)
+    if learn.opt is None: learn.create_opt()
+    opt,clean = learn.opt,clean_raw_keys if isinstance(learn, TextLearner) else noop
+    if device is None: device = getattr(learn.dls, 'device', None)
+    if has_parts(model): # each rank keeps its part, and what it does not keep is not read
+        opt,device,kwargs = SimpleNamespace(load_state_dict=partial(load_opt, learn.opt)),'cpu',dict(kwargs, mmap=True)
+    reads = SimpleNamespace(load_state_dict=lambda state, strict=True: load_model(model, clean(state), strict))
+    load_file(path, reads, opt, device=device, **kwargs)
+
+@patch
+def load(self:TextLearner, file, with_opt=None, device=None, **kwargs): # noqa: F811
+    "As fastai's, see `load` of `Learner`"
+    return Learner.load(self, file, device, **kwargs, **({} if with_opt is None else dict(with_opt=with_opt)))

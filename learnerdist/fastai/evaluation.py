@@ -6,86 +6,47 @@
 __all__ = []
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c002
-import zlib
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
-from fastai.callback.core import Callback,GatherPredsCallback
+from fastai.callback.core import GatherPredsCallback
 from fastai.learner import AvgLoss,AvgMetric,Metric,ValueMetric
-from fastai.metrics import (AccumMetric,CorpusBLEUMetric,Dice,DiceMulti,LossMetric,accuracy,accuracy_multi,error_rate,foreground_acc,
-                            mae,mse,msle,top_k_accuracy)
+from fastai.metrics import AccumMetric,CorpusBLEUMetric,Dice,DiceMulti,LossMetric
 from fastcore.basics import detuplify,patch
-from fastcore.foundation import L
 from torch import Tensor
 
 from ..core.compat import tree_leaves,tree_map
 from ..core.collectives import distrib_barrier
 from ..core.env import group_rank
-from ..data.loaders import find_bs
-from ..data.rows import ByBatch,RowList,take_rows,to_rows,without_rows
-from ..data.stored_rows import store_rows
-from ..distributed.evaluation import ExactEvaluation,cat_keys,deals_batches,in_groups,is_share
-from ..distributed.gather_rows import gather_all
-from ..learner.losses import loss_over,n_items,weighted
-from ..learner.metrics import FuncMetric,Replay,Rows,Sums,metric_of,reduction
+from ..data.stored_rows import store_batches
+from ..distributed.evaluation import ExactEvaluation,is_share
+from ..distributed.gather_rows import gather_batches,storage
+from ..learner.metrics import Batches,Rows,Sums,reduction
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c005
 _sums = {AvgMetric.accumulate: ('total','count'), AvgLoss.accumulate: ('total','count'), LossMetric.accumulate: ('total','count'),
          Dice.accumulate: ('inter','union'), DiceMulti.accumulate: ('inter','union'),
          CorpusBLEUMetric.accumulate: ('pred_len','targ_len','corrects','counts')}
 
-def _base(f): return _base(f.func) if isinstance(f, partial) else f
-
 @reduction.register
 def _(m:Metric):
     cls = type(m)
     if isinstance(m, ValueMetric): return Sums(m) # a number that other code computes
-    if _base(getattr(m, 'func', None)) is foreground_acc: return Replay()
     if cls.accumulate in _sums: return Sums(m, *_sums[cls.accumulate])
-    if not isinstance(m, AccumMetric) or cls.accumulate is not AccumMetric.accumulate: return Replay()
-    return Rows(m, 'preds','targs') if cls.accum_values is AccumMetric.accum_values else Replay()
+    if not isinstance(m, AccumMetric): return Batches()
+    own = [getattr(cls, k) is getattr(AccumMetric, k) for k in ('accumulate','accum_values')]
+    return Rows(m, 'preds','targs') if all(own) else Batches()
 
 @reduction.register
 def _(m:GatherPredsCallback):
     return Rows(m, *['inputs']*m.with_input, *['preds']*m.with_preds, *['targets']*m.with_targs, *['losses']*m.with_loss)
 
-# %% ../../nbs/fastai/01_evaluation.ipynb #c006f
-for _o in (accuracy,accuracy_multi,error_rate,mae,mse,msle,top_k_accuracy): metric_of(_o, of_samples=True)
-
-class _Asked(FuncMetric):
-    "What batches tell of the function of fastai's `AvgMetric`: whether the means of ranks add up to the number of one process"
-    what = 'as in fastai, it is the mean of its values on (global) batches{late}. AccumMetric({name}) computes it on the whole data set'
-    def __init__(self, m):
-        super().__init__(m.func, m.name)
-        self.reset()
-    def look(self, learn):
-        n = find_bs(learn.yb)
-        self.count += n
-        self._look(learn, n)
-    def _use_batches(self, why): "Does nothing: it is the mean of batches"
-
-def _is_function(m):
-    return isinstance(m, AvgMetric) and type(m).accumulate is AvgMetric.accumulate and _base(m.func) is not foreground_acc
-
-# %% ../../nbs/fastai/01_evaluation.ipynb #c010
-def as_fastais(rows):
-    "Rows as `get_preds` returns them: in an `L` if they do not fit into one tensor; outputs of whole batches are concatenated"
-    return tree_map(lambda o: _joined(o) if isinstance(o, ByBatch) else _stacked(o) if isinstance(o, RowList) else o, without_rows(rows))
-
-def _joined(o):
-    same = all(isinstance(b, Tensor) for b in o) and len({b.shape[1:] for b in o})==1
-    return torch.cat([*o]) if same else o
-
-def _stacked(o):
-    same = all(isinstance(r, Tensor) for r in o) and len({r.shape for r in o})==1
-    return torch.stack(list(o)) if same else L(o)
-
 # %% ../../nbs/fastai/01_evaluation.ipynb #c013
 class BatchFiles:
     "Keeps the batches that a `GatherPredsCallback` would write to files, for rank 0 to write"
-    concat_dim = None # batch by batch
+    gather = 'rank0'
     def __init__(self, cb):
         self.cb,self.preds,self.targs = cb,[],[]
         self.folders = {k: Path(v) for k,v in dict(preds=cb.save_preds, targs=cb.save_targs).items() if v is not None}
@@ -100,7 +61,8 @@ class BatchFiles:
         "On rank 0, write the batches in `preds` and `targs`, one file for each"
         for k,folder in self.folders.items():
             for i,b in enumerate(getattr(self, k) if group_rank()==0 else []):
-                torch.save(b, folder/str(i), pickle_protocol=self.cb.pickle_protocol)
+                own = tree_map(lambda o: o.clone() if isinstance(o, Tensor) else o, b) # not all of which it is a part
+                torch.save(own, folder/str(i), pickle_protocol=self.cb.pickle_protocol)
         self.cb.save_preds,self.cb.save_targs = self.folders.get('preds'),self.folders.get('targs')
 
 @reduction.register
@@ -111,12 +73,9 @@ class Predicting:
     "What one call of `get_preds` asks of its loop"
     cb = None # Its `GatherPredsCallback`, once the loop has begun
     def __init__(self,
-        gather,     # As in our own `get_preds`
-        act,        # For files: what is applied to the predictions of each batch
-        idxs        # The sample at each place of the loader's order; None: rows stay in this order
-    ):
-        self.gather,self.act = gather,act
-        self.places = None if idxs is None else torch.tensor(idxs).argsort(stable=True).argsort()
+        gather, # As in our own `get_preds`
+        act     # For files: what is applied to the predictions of each batch
+    ): self.gather,self.act = gather,act
 
     def begin(self, cb):
         "Called before the loop"
@@ -134,6 +93,9 @@ class Predicting:
         vars(self.cb).update(found, after_validate=partial(vars(self.cb).pop, 'after_validate'))
 
 def _is_whole(os): return len(os)==1 and all(isinstance(o, Tensor) and o.ndim for o in tree_leaves(os[0]))
+def _unpacked(o, k): return o if k=='losses' else detuplify(o) # as the callback does
+
+def _in_files(res, names): return {k: o for k,o in zip(names, res) if o is not None and k!='decoded'}
 
 def stored_alone(
     res:tuple,  # Of fastai's `get_preds`
@@ -142,83 +104,65 @@ def stored_alone(
 )->tuple:
     "Results of one process: mapped from files, if `gather` is a folder"
     if not isinstance(gather, Path): return res
-    written = [i for i,(k,o) in enumerate(zip(names, res)) if o is not None and k!='decoded']
-    found = dict(zip(written, store_rows([tuple(res[i] for i in written)], gather, [names[i] for i in written])))
-    return tuple(found.get(i, o) for i,o in enumerate(res))
+    found = store_batches({k: [o] for k,o in _in_files(res, names).items()}, [0], gather)
+    return tuple(found.get(k, o) for k,o in zip(names, res))
 
-def _unpacked(o, k): return o if k=='losses' else detuplify(o) # as the callback does
-
-# %% ../../nbs/fastai/01_evaluation.ipynb #c014l
-class LossSteps:
-    "The losses of global batches, from each rank's loss and items. It sets an `AvgLoss` to fastai's number: their mean over samples"
-    def __init__(self, m, kept): self.m,self.kept = m,kept # of this rank, by step: arguments of `of`
-    @staticmethod
-    def of(loss, items, n, shape)->list: # shape: of the targets, or None
-        "A step: loss × items, items, samples; loss × samples; a number for a sample's shape, its square, ranks, ranks that ignore items"
-        ignores,mark = items!=(shape and shape.numel()),zlib.crc32(repr(shape and shape[1:]).encode()) & 0xffff
-        return [float(o) for o in (weighted(loss, items),items,n,weighted(loss, n),mark,mark**2,1,ignores)]
-    def _enter(self, steps):
-        tot,items,n,own,mark,square,ranks,ignoring = torch.tensor([[*o.values()] for o in steps], dtype=torch.double)
-        apart = (ignoring==0) & (ranks*square!=mark**2) # pictures of several sizes, which one process could not put into one batch
-        self.m.total,self.m.count = torch.where(apart, own, tot/items*n).sum(),n.sum().item()
-    def _own(self):
-        rows = {k: self.of(*o) for k,o in self.kept.items()}
-        return [{k: row[j] for k,row in rows.items()} for j in range(8)] # plain numbers, which are sent in less time than tensors
-    steps = property(_own, _enter, doc="This rank's, each number of `of` by step; assign the sum over ranks")
+def stored(
+    res:tuple, # As in `stored_alone`, the same on every rank
+    gather:Path, names:list
+)->tuple:
+    "Results that every rank has, mapped from files that rank 0 writes. Sync point"
+    with storage(None, gather) as make:
+        got = {k: gather_batches([o]*(not group_rank()), [0]*(not group_rank()), make=make, name=k, in_files=True)
+               for k,o in _in_files(res, names).items()}
+    return tuple(got[k].joined() if k in got else o for k,o in zip(names, res))
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c015
 class Evaluation(ExactEvaluation):
     "Exact evaluation for a fastai learner, also in training (`Recorder(train_metrics=True)`)"
-    run_train,files,padded,asked,predicting = True,(),False,None,None
-    def _start(self):
-        super()._start()
-        self.asked,self.loss_steps,self.scores = None,{},None # scores: whether this loop has metrics, its loss included
+    files,predicting,train_metrics = (),None,False
     def before_validate(self):
         super().before_validate()
-        self.padded = False
         self.files = [BatchFiles(cb) for cb in self._gatherers() if cb.save_preds or cb.save_targs] if is_share(self.dl) else []
         if self.predicting: self.predicting.begin(self._gatherers()[-1]) # the last one is that of `get_preds`
 
     def before_train(self):
         self._start()
-        dl,n = self.dl,getattr(self.dl, 'n_total', None)
-        self.files,self.padded = [],is_share(dl) and getattr(dl, 'pad', False) and (n is None or n%dl.world_size>0)
+        rec = getattr(self.learn, 'recorder', None)
+        self.run_train = self.train_metrics = rec in self.learn.cbs and bool(rec.train_metrics)
+        self.files = []
 
     def before_batch(self):
-        if self.is_measured(): super().before_batch()
+        if self.training: self.learn.recorder.train_metrics = True
+        super().before_batch()
     def after_batch(self):
-        if self.is_measured():
-            if is_share(self.dl): self._look()
-            if self.scores is None: self.scores = bool(self._mets())
-            if self.scores and is_share(self.dl) and len(self.learn.yb) and loss_over(self.learn).kind in ('unknown','items'):
-                self._keep_loss(self.learn)
-            super().after_batch()
+        super().after_batch()
+        if self.training: self.learn.recorder.train_metrics = not self.learn.repeated # which it reads later in this event
         for o in self.files: o.keep(self.learn)
 
     def after_train(self):
+        if not self.train_metrics: return
+        self.learn.recorder.train_metrics = True
         if self._mets(): self.put_together()
     def after_validate(self):
         super().after_validate()
         for o in self.files: o.write()
         if self.files: distrib_barrier() # the files exist when `get_preds` returns
 
-    def _predicts(self, m): return not isinstance(m, Metric)
-    def is_measured(self): return not self.training or bool(self._mets())
-    def batch_parts(self): return list(self.learn.xb) if self.inputs else [],list(self.learn.yb),self.learn.pred
-    def n_rows(self): return self.dl.n_total if self.padded else None
-    def places(self, m, keys):
-        if not self._of_preds(m) or self.predicting.places is None: return keys
-        return self.predicting.places[self._in_loader(keys)]
-    def batch_ids(self, keys, own, ragged, rows=None): # batches of all ranks; of each rank, if pictures of several sizes do not fit one
-        ids = own if deals_batches(self.dl) else own//self.dl.world_size
-        return own if ragged and not _fit(rows, ids) else ids
-    def batch_loss(self):
-        mixed = isinstance(getattr(self.learn.loss_func, '__self__', None), Callback) # MixUp's, which depends on its current batch
-        return None if mixed else super().batch_loss()
+    def is_measured(self): return not (self.training and self.learn.repeated)
+    def measured(self): return self._mets() if self.training else [*self._mets(), *self._gatherers(), *self.files]
+    def as_kept(self, m, name, got):
+        "For `get_preds` one entry, if that is one tensor; else an entry for each batch"
+        if self._of_preds(m) and m.concat_dim==0 and got is not None and got.is_dense(): return [got.joined()]
+        return [] if got is None else got.batches()
 
-# %% ../../nbs/fastai/01_evaluation.ipynb #c016
-@patch
-def _gatherers(self:Evaluation): return [cb for cb in self.learn.cbs if isinstance(cb, GatherPredsCallback)]
+    def _gatherers(self): return [cb for cb in self.learn.cbs if isinstance(cb, GatherPredsCallback)]
+    def _of_preds(self, m): return self.predicting is not None and self.predicting.cb is m
+    def _mets(self):
+        rec = getattr(self.learn, 'recorder', None)
+        if rec is None or rec not in self.learn.cbs: return []
+        if not self.training: return list(getattr(rec, '_valid_mets', self.learn.metrics))
+        return list(self.learn.metrics) if rec.train_metrics and not getattr(rec, 'cancel_train', False) else []
 
 @patch
 @contextmanager
@@ -229,73 +173,7 @@ def predicts(self:Evaluation, *args):
     finally: self.predicting = old
 
 @patch
-def _of_preds(self:Evaluation, m): return self.predicting is not None and self.predicting.cb is m
-
-@patch
 def _gather(self:Evaluation, m, red):
     if self._of_preds(m): self.predicting.activate()
     ExactEvaluation._gather(self, m, red)
     if self._of_preds(m): self.predicting.keep_whole(red.names)
-
-@patch
-def _mets(self:Evaluation):
-    rec = getattr(self.learn, 'recorder', None)
-    if rec is None or rec not in self.learn.cbs: return []
-    if not self.training: return list(getattr(rec, '_valid_mets', self.learn.metrics))
-    return list(self.learn.metrics) if rec.train_metrics and not getattr(rec, 'cancel_train', False) else []
-
-@patch
-def functions(self:Evaluation):
-    "The functions among this loop's metrics"
-    if self.asked is None:
-        self.asked = {id(m): _Asked(m) for m in self.measured() if _is_function(m)}
-        self.inputs = any(isinstance(self.kind(m), Replay) for m in self.measured() if id(m) not in self.asked) # a function takes none
-    return self.asked.values()
-
-@patch
-def _look(self:Evaluation):
-    "Let a batch tell of the functions that nothing is known of; once all add up, forget the batches"
-    asked = [o for o in self.functions() if o.asks and len(self.learn.yb)]
-    for o in asked: o.look(self.learn)
-    if not any(o.found for o in asked): return
-    self.replays = any(isinstance(self.kind(m), Replay) for m in self.measured())
-    if not self.replays: self.replay.clear()
-
-@patch
-def _keep_loss(self:Evaluation, learn):
-    shape = learn.yb[0].shape if isinstance(learn.yb[0], Tensor) else None
-    self.loss_steps[self.iter] = learn.loss.mean().detach(),n_items(learn),find_bs(learn.yb),shape
-
-@patch
-def measured(self:Evaluation): return self._mets() if self.training else [*self._mets(), *self._gatherers(), *self.files]
-
-@patch
-def kind(self:Evaluation, m):
-    "As in `reduction`; a sum cannot leave out padding, and a loss or a function that is no mean over samples does not add up: replayed"
-    red,func = reduction(m),(self.asked or {}).get(id(m))
-    if func and func.found!='samples': return Replay()
-    if isinstance(m, AvgLoss) and loss_over(self.learn).kind=='items': return Sums(LossSteps(m, self.loss_steps), 'steps')
-    if isinstance(m, AvgLoss) and not loss_over(self.learn).of_samples: return Replay()
-    return Replay() if self.padded and isinstance(red, Sums) and red.names else red
-
-# %% ../../nbs/fastai/01_evaluation.ipynb #c017
-@patch
-def row_parts(self:Evaluation, m, parts, ns):
-    "`get_preds` keeps batches of any structure, which are split into rows; a metric keeps rows"
-    return parts if isinstance(m, Metric) else [to_rows(o, n, False) for o,n in zip(parts, ns)]
-
-@patch
-def kept_parts(self:Evaluation, m, rows):
-    "All rows in one entry; one entry per batch for files, and for concatenation along another dimension"
-    if not isinstance(m, Metric) and m.concat_dim!=0: return self._by_batch(rows) # a sync point: every rank comes here
-    return [] if rows is None else [as_fastais(rows)]
-
-@patch
-def _by_batch(self:Evaluation, rows):
-    own = gather_all([cat_keys(self.own)], cat_keys(self.keys))
-    return [] if rows is None else [as_fastais(take_rows(rows, idxs)) for _,idxs in in_groups(self.batch_ids(None, own, True, rows))]
-
-def _fit(rows, ids):
-    "Whether the rows of each batch have one shape"
-    lists = [o for o in tree_leaves(rows) if isinstance(o, RowList)]
-    return all(len({getattr(o[i], 'shape', None) for i in idxs})==1 for o in lists for _,idxs in in_groups(ids))

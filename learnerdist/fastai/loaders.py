@@ -13,27 +13,27 @@ from fastai.data.load import DataLoader
 from fastai.text.data import LMDataLoader,SortedDL
 from fastai import torch_core
 from fastcore.basics import patch
-from torch.utils.data import get_worker_info
 
-from .quick import AtOnce
 from ..core.compat import names,tree_map
 from ..core.env import num_distrib,rank_distrib
 from ..core.random import mix_seed,rng_state,set_rng_state,shared_rng
 from ..data import distributed_dl as core
 from ..distributed.agreed_loader import Share
-from ..data.distributed_dl import in_order,reindexed
+from ..data.distributed_dl import every_nth,in_order,is_quiet,reindexed,whole_batches
 from ..data.loaders import find_bs
-from ..data.sharding import batch_count,epoch_order
+from ..data.sharding import batch_count,epoch_order,share_len
 
 # %% ../../nbs/fastai/00_loaders.ipynb #b73587e2
 names.update( # Private names of fastai; those of torch are in `core.compat`
-    fake_l=('fastai.data.load', 'DataLoader.one_batch().fake_l', 'quick copies of its loaders: `new` makes them'),
+    fake_l=('fastai.data.load', 'DataLoader.one_batch().fake_l', 'shallow copies of its loaders: `new` makes them'),
     valid_mets=('fastai.learner', 'Recorder._valid_mets', 'exact metrics that callbacks add'),
     tmp_d=('fastai.callback.schedule', 'LRFinder.before_fit().tmp_d', 'the removal of `lr_find`\'s folder on exit'),
     maybe_gather=('fastai.torch_core', 'maybe_gather', 'evaluation over shares'),
     master_bar=('fastai.callback.progress', 'master_bar', 'a quiet screen: bars are drawn by each rank'),
     progress_bar=('fastai.learner', 'progress_bar', 'a quiet screen: bars are drawn by each rank'),
-    barrier=('fastai.learner', 'distrib_barrier', '`load` on one rank alone'))
+    with_events=('fastai.learner', 'Learner._with_events', '`fit(…, resume=True)`'),
+    do_train=('fastai.learner', 'Learner._do_epoch_train', '`fit(…, resume=True)`'),
+    do_validate=('fastai.learner', 'Learner._do_epoch_validate', '`fit(…, resume=True)`'))
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c005
 def _is_plain(dl):
@@ -54,8 +54,7 @@ class _Indices:
         dl = self.dl
         if isinstance(dl, PartialDL) and dl.partial_n is not None: return dl.partial_n
         if 'get_idxs' not in vars(dl) and type(dl).get_idxs.__module__.startswith('fastai.'): return dl.n
-        with shared_rng(self.dealer.seed, 0):
-            return sum(1 for _ in _Indices.__iter__(self)) # a user's own may return more or fewer than the data set has
+        with shared_rng(self.dealer.seed, 0): return sum(1 for _ in self) # a user's own may return more or fewer than the data set has
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c007
 def shallow(
@@ -74,30 +73,27 @@ def _global(dl, dealer):
     return new
 
 class SeededItems:
-    "In place of `create_item`: a sample, and then its item transforms, draw from streams of its own"
-    def __init__(self, dl, dealer): self.dl,self.dealer,self.create,self.outer = dl,dealer,dl.create_item,None
-    def __call__(self, s):
-        if self.outer is None and get_worker_info() is None: self.outer = rng_state(cuda=False)
-        if self.dl.indexed: self.dealer.seed_sample(s or 0)
-        o = self.create(s)
-        if not self.dl.indexed: self.dealer.seed_sample(self.dl.dataset.at)
-        return o
-    def batch(self, b):
-        "In place of `do_batch`"
-        self.restore()
-        return type(self.dl).do_batch(self.dl, b)
-    def restore(self):
-        "The process's streams are what they were before the samples of a batch"
-        if self.outer is not None: set_rng_state(self.outer)
+    "In place of `create_item` and `create_batch`: each item, with its transforms, draws from streams of its own"
+    def __init__(self, dl, dealer):
+        self.dl,self.dealer,self.outer = dl,dealer,None
+        self.inner = dl.create_item,dl.create_batch
+    def create_item(self, s):
+        self.outer = self.outer or rng_state(cuda=False)
+        if self.dl.indexed: self.dealer.seed_sample(s or 0) # a stream does it itself
+        return self.inner[0](s)
+    def create_batch(self, b):
+        "The process's streams are then those before the items"
+        if self.outer: set_rng_state(self.outer)
         self.outer = None
+        return self.inner[1](b)
 
 def _seeded(new, dealer):
-    "Let the items of a copy draw from their own seeds, where this is on"
-    plain = not getattr(getattr(new, 'after_item', None), 'fs', None)
-    if not dealer.sample_seeds or plain and dealer.samples(new.dataset, 0) is new.dataset and new.indexed: return new
-    if new.fake_l.num_workers: dealer.share_memory()
-    new.create_item = items = SeededItems(new, dealer)
-    if 'do_batch' not in vars(new): new.do_batch = items.batch
+    "Let the items of a copy of a loader draw from streams of their own, where this is on"
+    own = getattr(new.after_item, 'fs', getattr(new.after_item, '__func__', None) is not DataLoader.after_item)
+    if not dealer.sample_seeds or new.indexed and not own and is_quiet(new.dataset): return new
+    if new.indexed: dealer.share_memory(new.fake_l.num_workers)
+    items = SeededItems(new, dealer)
+    new.create_item,new.create_batch = items.create_item,items.create_batch
     return new
 
 class _Share:
@@ -108,29 +104,30 @@ class _Share:
 # %% ../../nbs/fastai/00_loaders.ipynb #c008
 def _reading(new, order):
     new.get_idxs,new.n = _Share(order),len(order)
-    if 'create_batches' not in vars(new): new.create_batches = AtOnce(new)
     if isinstance(new, PartialDL) and new.partial_n is not None: new.partial_n = new.n
     return new
 
 @reindexed.register
 def _(dl:DataLoader, dealer):
     if not dl.indexed: return _of_stream(dl, dealer)
-    if 'by_batch' in vars(dl) or dl.bs and _builds_batches(dl): return _share_of_batches(dl, dealer)
+    if dl.bs and _reads_itself(dl): return _of_batches(dl, dealer)
     if dl.bs is None: dealer.of_batches() # the data set's items are batches
     order = dealer.order(range(dl.n), dl.shuffle) if _is_plain(dl) else dealer.drawn(_Indices(_global(dl, dealer), dealer))
     return _seeded(_reading(shallow(dl), order), dealer)
 
-def _builds_batches(dl):
+def _reads_itself(dl):
     "Whether a class of the user's makes batches of indices in its own way: it may read the neighbours of the first one"
-    return any(k in vars(dl) or not _owner(dl, k).startswith('fastai.') for k in _ways)
+    owner = lambda k: next(c for c in type(dl).__mro__ if k in vars(c)).__module__
+    return any(k in vars(dl) or not owner(k).startswith('fastai.') for k in ('do_item','create_batches','sample','chunkify','__iter__'))
 
-_ways = 'do_item','create_batches','sample','chunkify','__iter__'
-
-def _owner(dl, k): return next(c for c in type(dl).__mro__ if k in vars(c)).__module__
+def _of_batches(dl, dealer):
+    new = shallow(dl) # its `n` stays that of the data set, which bounds what is read from a first index on
+    new.get_idxs = _Share(_OneAfterAnother(dealer.drawn(_Batches(dl, dealer), unit='batch')))
+    return _seeded(new, dealer)
 
 def _of_stream(dl, dealer):
     new = shallow(dl)
-    new.dataset,new.fake_l.num_workers = dealer.stream(dl.dataset, 0),0 # fastai's workers would each read the stream from its start
+    new.dataset,new.fake_l.num_workers = dealer.stream(dl.dataset, 0, None),0 # fastai's workers would each read the stream from its start
     if dl.n is not None: new.n = dealer.count(dl.n)
     return _seeded(new, dealer)
 
@@ -138,33 +135,29 @@ def _of_stream(dl, dealer):
 def _(dl:DataLoader): return dl.new(shuffle=False, drop_last=False)
 
 # %% ../../nbs/fastai/00_loaders.ipynb #bybatch1
-class _Batches(_Indices):
+class _Batches:
     "The batches of indices that `dl` reads"
+    read_ahead = sys.maxsize
+    def __init__(self, dl, dealer): self.indices,self.bs,self.drop_last = _Indices(dl, dealer),dl.bs,dl.drop_last
     def __iter__(self):
-        idxs = list(super().__iter__())
-        return iter([idxs[i:i+self.dl.bs] for i in range(0, self._count(len(idxs))*self.dl.bs, self.dl.bs)])
-    def _count(self, n): return batch_count(n, self.dl.bs, self.dl.drop_last)
-    def __len__(self): return self._count(super().__len__())
+        idxs,bs = list(self.indices),self.bs
+        return iter([idxs[i:i+bs] for i in range(0, batch_count(len(idxs), bs, self.drop_last)*bs, bs)])
+    def __len__(self): return batch_count(len(self.indices), self.bs, self.drop_last)
 
 class _OneAfterAnother:
-    "The samples of batches"
-    def __init__(self, batches): self.batches = batches
+    "The samples of a rank's batches"
+    def __init__(self, batches, n=None): self.batches,self.n = batches,n
     def __iter__(self): return (i for b in self.batches for i in b)
+    def __len__(self): return self.n
 
-def by_batch(
-    dl # Any loader
-):
-    "A copy of `dl` whose batches ranks are dealt as they are, instead of samples; `dl` itself where that cannot be"
-    if not isinstance(dl, DataLoader): return core.by_batch(dl) or dl
-    if not dl.indexed or dl.bs is None or dl.shuffle or isinstance(dl, (LMDataLoader,SortedDL)): return dl
-    new = shallow(dl)
-    new.by_batch = True
-    return new
-
-def _share_of_batches(dl, dealer):
-    new = shallow(dl) # its `n` stays that of the data set, which bounds what is read from a first index on
-    new.get_idxs = _Share(_OneAfterAnother(dealer.drawn(_Batches(dl, dealer), unit='batch')))
-    return _seeded(new, dealer)
+@whole_batches.register
+def _(dl:DataLoader, dealer):
+    if _reads_itself(dl) or not dl.indexed: return every_nth(dl, dealer)
+    if dl.bs is None: return reindexed(dl, dealer) # the data set's items are batches
+    batches = _Batches(shallow(dl), dealer)
+    total = len(batches.indices)
+    n = sum(min(dl.bs, total-i*dl.bs) for i in range(dealer.rank, len(batches), dealer.world_size))
+    return _seeded(_reading(shallow(dl), _OneAfterAnother(dealer.drawn(batches, unit='batch'), n)), dealer)
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c013
 class _Lengths(_Share):
@@ -186,7 +179,6 @@ class _PaddedAlike:
 
     def batch(self, b, longest):
         extra = self.dl.do_item(longest)
-        if isinstance(self.dl.create_item, SeededItems): self.dl.create_item.restore()
         rows = self.dl.before_batch([*b, *([] if extra is None else [extra])])
         return self.dl.retain(self.dl.create_batch(rows[:len(b)]), b)
 
@@ -211,12 +203,29 @@ def _(dl:LMDataLoader, dealer):
     new.create_item = whole.create_item
     return _reading(new, dealer.drawn(_Streams(whole, dealer)))
 
+class _Rows(_Streams):
+    "A rank's rows of each batch of an `LMDataLoader`: every W-th"
+    def __iter__(self):
+        d,bs = self.dealer,self.dl.bs
+        return (i for i in super().__iter__() if i%bs%d.world_size==d.rank)
+    def __len__(self):
+        d,bs = self.dealer,self.dl.bs
+        return self.dl.n//bs*share_len(bs, d.rank, d.world_size, False)
+
+@whole_batches.register
+def _(dl:LMDataLoader, dealer): # a model keeps its state from batch to batch
+    whole,new = dl.new(),shallow(dl)
+    new.create_item,dealer.unit = whole.create_item,'row'
+    new.bs = max(share_len(dl.bs, dealer.rank, dealer.world_size, False), 1)
+    return _reading(new, _Rows(whole, dealer))
+
 # %% ../../nbs/fastai/00_loaders.ipynb #c021
 class ShareDL(Share):
     "A rank's shard of a fastai learner's loader; `new` returns a loader over all the data"
+    in_context = False # whether a learner's context has made it
     begun = 0 # items of this epoch that were read before this run, see `Dealer.start`, as `.dl` knows it
     def __len__(self):
-        if self.unit=='batch' and isinstance(self.dl, DataLoader) and self.dl.bs: return self.n # a number of batches
+        if isinstance(getattr(self.dl, 'get_idxs', None), _Share) and self.dealer.unit=='batch' and self.pad: return self.n
         self._follow()
         return super().__len__()
     def __iter__(self):
@@ -243,7 +252,7 @@ def undealt(
 class _Blocks(core.Dealer):
     "Gives a rank one block of the order, as `fastai.distributed` does, instead of every W-th sample"
     def order(self, source, shuffle): return self.drawn(_Order(self, source, shuffle))
-    def stream(self, dataset, num_workers): raise ValueError('a stream has no blocks: deal it by DistributedDL.from_dl')
+    def stream(self, dataset, num_workers, after=()): raise ValueError('a stream has no blocks: deal it by DistributedDL.from_dl')
     def deal(self, items):
         items = list(items)
         n = self.count(len(items))

@@ -6,20 +6,17 @@
 __all__ = ['run', 'main']
 
 # %% ../../nbs/launch/03_cli.ipynb #c002
-import json,os,runpy,signal,socket,sys,tempfile,time,traceback
-from contextlib import contextmanager,suppress
+import os,runpy,signal,sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Callable
-from .processes import call_on_ranks,check_call,die_with,launch_seed,say,seed_alike,share_of_cores
+from ..core.stacks import frames_of,preempted_status,report_folder,users_frame
+from .forkserver import ForkServer,enter,freeze,serve
 from .network import choose_addresses,loopback
-from .client import ask
-from .forkserver import ForkServer,enter
-from .preload import freeze
-from .resident import end_with,serve,start_early
-from .options import get_parser
+from .options import check_numbers,get_parser,guess,prove
+from .processes import begin_rank,call_on_ranks,check_call,check_guard,launch_seed,main_of_call,share_of_cores
 from .slurm import check_env,find_task,rank_env
-from ..core.files import whole_file
-from ..core.stacks import answer_asks,catch_crashes,frames_of,preempted_status,report_folder,users_frame
+from .watch import leave_report,say
 
 # %% ../../nbs/launch/03_cli.ipynb #c005
 def auto_nproc()->int:
@@ -39,7 +36,8 @@ def run(
     *args,
     nproc:int|str='auto' # Number of processes; `'auto'`: one for each visible GPU, one without GPUs
 )->object:          # What `main` returned on rank 0
-    "Call `main` on several processes from a script or a notebook; in this process if it is a rank already, or for one process"
+    "Call `main` on several processes, from a script or a notebook; in this process if it is a rank, or for one process"
+    check_guard()
     n = 1 if 'RANK' in os.environ and nproc == 'auto' else count_nproc(nproc)
     if n == 1 or 'RANK' in os.environ: return main(*args)
     try: return call_on_ranks(main, n, args, env=launch_seed(), n_threads=share_of_cores(n), grace_s=8, labels=True)[0]
@@ -51,9 +49,11 @@ def _choose_gpus(gpus):
     "Make only `gpus` visible; they are indices into the GPUs that are visible now"
     import torch
     now = os.environ.get('CUDA_VISIBLE_DEVICES')
-    ids = [str(i) for i in range(torch.cuda.device_count())] if now is None else [o for o in now.split(',') if o.strip()]
+    n = torch.cuda.device_count()
+    ids = [*map(str, range(n))] if now is None else [o for o in now.split(',') if o.strip()]
     if max(gpus) >= len(ids):
-        raise ValueError(f'--gpus {",".join(map(str, gpus))}: {len(ids)} visible here (CUDA_VISIBLE_DEVICES={now}), counted from 0')
+        given = ','.join(map(str, gpus))
+        raise ValueError(f'--gpus {given}: {len(ids)} visible here (CUDA_VISIBLE_DEVICES={now}), counted from 0')
     os.environ['CUDA_VISIBLE_DEVICES'] = ','.join(ids[i] for i in gpus)
 
 def _choose_nproc(args):
@@ -78,11 +78,13 @@ def _choose_meeting(args):
     n_nodes = int(args.nnodes.rpartition(':')[2])
     host = args.rdzv_endpoint.rpartition(':')[0] or args.rdzv_endpoint
     if n_nodes > 1 and not host and args.master_port is None:
-        raise ValueError(f'--nnodes {args.nnodes} without --rdzv-endpoint HOST:PORT, the same on each: they do not know where to meet')
+        raise ValueError(f'--nnodes {args.nnodes} without --rdzv-endpoint HOST:PORT, the same on each: '
+                         'they do not know where to meet')
     if args.standalone or not (n_nodes > 1 or host or args.rdzv_backend or args.master_port):
         args.rdzv_backend,args.rdzv_endpoint,args.standalone = 'loopback','127.0.0.1:0',False
     args.rdzv_backend = args.rdzv_backend or ('c10d' if host else 'static')
-    if n_nodes > 1: os.environ.setdefault('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1') # otherwise restarts find addresses of ended processes
+    # otherwise restarts find addresses of ended processes
+    if n_nodes > 1: os.environ.setdefault('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1')
     host = host or args.master_addr
     if n_nodes > 1 and host not in ('127.0.0.1', 'localhost'): return choose_addresses(args, host)
     args.local_addr = args.local_addr or '127.0.0.1'
@@ -97,8 +99,10 @@ def _ask_slurm(args):
     if task is None: return None
     if task.is_rank:
         given = next((o for o in _for_agents if getattr(args, o)), None)
-        if given: raise ValueError(f"--{given.replace('_', '-')} {getattr(args, given)} and SLURM_NTASKS={task.n_tasks}: of several "
-                                   "tasks on a node each is a rank already; leave it out, or start one task a node (--ntasks-per-node=1)")
+        if given:
+            raise ValueError(f"--{given.replace('_', '-')} {getattr(args, given)} and SLURM_NTASKS={task.n_tasks}: "
+                             'of several tasks on a node each is a rank already; leave it out, '
+                             'or start one task a node (--ntasks-per-node=1)')
         rank_env(task) # raises if the environment contradicts it
         return task
     most = args.nnodes and args.nnodes.rpartition(':')[2]
@@ -116,24 +120,38 @@ def _parse(args):
     res = parser.parse_args(args)
     is_python = not (res.no_python or res.run_path)
     try:
+        check_numbers(res)
         task = _ask_slurm(res)
         if task and task.is_rank: return res,task
         res.nnodes = res.nnodes or '1'
         res.nproc_per_node = str(nproc := _choose_nproc(res))
         if task: check_env(os.environ, dict(WORLD_SIZE=(task.n_nodes*nproc, 'SLURM_NNODES x --nproc')))
         _choose_meeting(res)
-    except ValueError as e: parser.error(str(e))
-    if not (res.module or res.no_python or Path(res.training_script).exists()): parser.error(f'no script {res.training_script!r} here')
+        if res.on_failure == 'shrink': _check_shrink(res)
+    except (ValueError, OSError) as e: parser.error(str(e))
+    if not (res.module or res.no_python or Path(res.training_script).exists()):
+        parser.error(f'no script {res.training_script!r} here')
     _set_threads(nproc)
     if is_python:
         res.training_script_args = ['--worker', str(os.getpid()), *_target(res)]
         res.training_script,res.module = 'learnerdist.launch',True
     return res,task
 
+def _check_shrink(args):
+    "ValueError if ranks cannot start again without those that have died"
+    from learnerdist.core.folders import memory
+    why = None
+    if args.rdzv_backend != 'loopback': why = 'it is for the ranks of one machine'
+    elif args.max_restarts:
+        why = f'and --max-restarts {args.max_restarts}, which starts as many ranks again: give one of the two'
+    elif args.logs_specs: why = f'and --logs-specs {args.logs_specs}: give one of the two'
+    elif memory() is None: why = 'this system has no folder in memory (/dev/shm or $XDG_RUNTIME_DIR)'
+    if why: raise ValueError(f'--on-failure shrink: {why}')
+
 def _target(args): return [*(['-m'] if args.module else []), args.training_script, *args.training_script_args]
 
 # %% ../../nbs/launch/03_cli.ipynb #c025
-def _run_target(argv):
+def run_target(argv):
     "Run a script or `-m` a module as `python` would"
     enter(argv)
     if argv[0] == '-m': return runpy.run_module(argv[1], run_name='__main__', alter_sys=True)
@@ -141,30 +159,37 @@ def _run_target(argv):
 
 def _worker(parent, argv):
     "The process of one rank: like `python`, but it ends with its launcher, and reports its failure"
-    if parent and hasattr(os, 'pidfd_open'): die_with(os.pidfd_open(parent))
-    if report_folder():
-        catch_crashes(report_folder()/'crash.txt')
-        answer_asks(os.getpid())
-    for o in (sys.stdout, sys.stderr): o.reconfigure(line_buffering=True, write_through=False) # so that the ranks' lines do not mix
-    seed_alike()
-    try: _run_target(argv)
+    begin_rank(parent)
+    # so that the ranks' lines do not mix
+    for o in (sys.stdout, sys.stderr): o.reconfigure(line_buffering=True, write_through=False)
+    try: run_target(argv)
     except KeyboardInterrupt as e:
         say(f'rank {os.environ["RANK"]} interrupted at {users_frame(frames_of(e))}')
         sys.exit(130)
-    except (Exception, SystemExit) as e: return _leave(e)
+    except BaseException as e: return _leave(e)
     _tell_others(None)
 
 def _leave(e):
     "End a rank after an exception: write its report, and return or raise its exit status"
     status,agents = _status(e),report_folder()
     _tell_others(e)
-    if status == preempted_status and agents: (agents/'put-off').touch() # torchrun would count it as a failure, and start the ranks again
+    # torchrun would count it as a failure, and start the ranks again
+    if status == preempted_status and agents: (agents/'put-off').touch()
     elif status == preempted_status: say(f'rank {os.environ["RANK"]} leaves with status {status}, to go on later: {e}')
     if not status or status == preempted_status: return 0 if agents else status
-    _leave_report(e := e.with_traceback(_users_frames(e.__traceback__)), status)
+    _report(e := e.with_traceback(_users_frames(e.__traceback__)), status)
     if isinstance(e, SystemExit) and not isinstance(e.code, int): raise e # Python prints it
     if not isinstance(e, SystemExit): _print_exception(e)
     sys.exit(status)
+
+def _report(e, status):
+    "Write a report for the agent; without one, or if there is no room, this rank says itself what has ended it"
+    with suppress(OSError):
+        if report_folder(): return leave_report(e, status)
+    from learnerdist.core.env import RankError
+    at,rank = users_frame(frames_of(e)),os.environ['RANK']
+    if isinstance(e, RankError): return say(f'rank {rank} ended, since {str(e).splitlines()[0]}')
+    say(f'rank {rank} failed: {type(e).__name__}: {e} ({at.file}:{at.line})')
 
 # %% ../../nbs/launch/03_cli.ipynb #c027
 def _status(e):
@@ -177,7 +202,8 @@ def _tell_others(e):
     "Without an agent, this rank itself records in the store that it leaves"
     if report_folder() or not (e or 'learnerdist.core.env' in sys.modules): return
     from learnerdist.core import env
-    if not env._stores and (not e or not env.rank_distrib()): return # no rank waits for it: it has not used the store, and does not host it
+    # no rank waits for it: it has not used the store, and does not host it
+    if not env._stores and (not e or not env.rank_distrib()): return
     with suppress(RuntimeError):
         env.record_exit(env.launch_store(timeout_s=10), env.rank_distrib(), env.pack_error(e or SystemExit(0)))
 
@@ -189,20 +215,12 @@ def _users_frames(tb):
     return tb
 
 def _print_exception(e):
-    torchs = getattr(sys.excepthook, '__module__', '').startswith('torch.') # torch's hook prefixes each line, as the launcher does
-    (sys.__excepthook__ if torchs else sys.excepthook)(type(e), e, e.__traceback__)
-
-def _leave_report(e, status):
-    "Write the error file that torchrun reads, as torch's `record` does, with the fields of our own report"
-    from learnerdist.core.env import RankError,is_consequence
-    at,text,now = users_frame(frames_of(e)),f'{type(e).__name__}: {e}',time.time()
-    if not report_folder():
-        if isinstance(e, RankError): return say(f'rank {os.environ["RANK"]} ended, since {str(e).splitlines()[0]}')
-        return say(f'rank {os.environ["RANK"]} failed: {text} ({at.file}:{at.line})')
-    extra = dict(py_callstack=''.join(traceback.format_exception(e)), timestamp=str(int(now)))
-    told = isinstance(e, RankError) or is_consequence(e)
-    res = dict(message=dict(message=text, extraInfo=extra), rank=int(os.environ['RANK']), time=now, code=status, told=told)
-    with whole_file(os.environ['TORCHELASTIC_ERROR_FILE']) as f: f.write_text(json.dumps(res | dict(text=f'{text} ({at.file}:{at.line})')))
+    "As Python does. Under the launcher only the user's own hook is called, since the launcher's report has the rest"
+    hook = sys.excepthook
+    # torch's prefixes each line, as the launcher does
+    if getattr(hook, '__module__', '').startswith('torch.'): hook = sys.__excepthook__
+    is_quiet = os.environ.get('LEARNERDIST_QUIET') == '1' and report_folder()
+    if hook is not sys.__excepthook__ or not is_quiet: hook(type(e), e, e.__traceback__)
 
 # %% ../../nbs/launch/03_cli.ipynb #c030
 def main(
@@ -210,105 +228,29 @@ def main(
 )->int:                 # Exit status
     "The command `python -m learnerdist.launch`"
     args = sys.argv[1:] if args is None else [*args]
-    if args[:1] == ['--serve']:
-        args,server = serve(int(args[1]), *args[2:]) # in a fork of this process
-        if server: end_with(lambda: _launcher(args, server))
+    if args[:1] == ['--serve']: args = serve(int(args[1]), args[2:]) # returns in a fork of this process
+    if args[:1] == ['--call']: return main_of_call(*args[1:])
     if args[:1] == ['--worker']: return _worker(int(args[1]), args[2:])
-    return _launcher(args, ForkServer()) if (status := ask(args)) is None else status
-
-def _launcher(args, server):
+    server = ForkServer()
     try:
-        start_early(server, args)
+        _start_early(server, args)
         return _launch(*_parse(args), server)
     except KeyboardInterrupt: return 128 + signal.SIGINT
     finally: server.close()
 
+def _start_early(server, args):
+    "Let the server import while this process imports torch, if `args` look as if ranks will be needed"
+    argv,n = guess(args)
+    if argv is None or 'SLURM_PROCID' in os.environ: return # a rank, perhaps
+    threads = dict(OMP_NUM_THREADS=str(share_of_cores(n))) if n > 1 else {}
+    server.prepare(argv, dict(PYTHONHASHSEED='0', **threads) | os.environ)
+
 def _launch(args, task, server):
     freeze()
-    if not (task and task.is_rank): return _launch_agent(args, None if args.no_fork_server else server)
+    if args.verify and not (task and task.is_rank) and (status := prove(args)): return status
+    if not (task and task.is_rank):
+        from learnerdist.launch.agent import launch # imports torch
+        return launch(args, None if args.no_fork_server else server)
     os.environ.update({k: str(v) for k,v in rank_env(task).items()})
     if task.n_nodes == 1: os.environ.setdefault('GLOO_SOCKET_IFNAME', loopback())
     return _worker(None, _target(args))
-
-@contextmanager
-def _in_environment(**names):
-    "Within the body, variables that the environment lacks. One PYTHONHASHSEED makes the orders of sets the same on all ranks"
-    own = {k:v for k,v in names.items() if k not in os.environ}
-    os.environ.update(own)
-    try: yield
-    finally:
-        for k in own: del os.environ[k]
-
-def _launch_agent(args, server):
-    from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
-    from torch.distributed.launcher.api import elastic_launch
-    from learnerdist.core.compat import shutdown_s,start_ranks_by
-    from learnerdist.core.kept import keep_memory
-    from learnerdist.launch.agent import Watch,end_groups,hear_of_ranks
-    if server: start_ranks_by(server.start)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as d:
-        args.log_dir = args.log_dir or d
-        config,logs,cmd,cmd_args = _configure(args)
-        logs.handlers = handlers = hear_of_ranks(logs.members)
-        watch = Watch(logs, args.wait, 5+(shutdown_s(config) if not config.max_restarts else 900))
-        watch.start()
-        try:
-            with keep_memory(), _in_environment(PYTHONHASHSEED='0', **launch_seed(), **(logs.members.env if logs.members else {})):
-                elastic_launch(config, cmd)(*cmd_args)
-        except SignalException as e: return preempted_status if logs.files and [*logs.files] == logs.put_off() else 128 + e.sigval
-        except ChildFailedError as e:
-            watch.stop()
-            watch.look(time.monotonic()) # other machines hear of it before this process ends
-            return _say_failures({r: f.exitcode for r,f in e.failures.items()}, logs)
-        except (RendezvousConnectionError, DistError) as e: return _say_cut_off(e, args.rdzv_endpoint, logs)
-        else: handlers.clear() # processes that a successful script leaves may go on, as under `python`
-        finally:
-            watch.stop()
-            end_groups(handlers)
-        return _status_of_all(logs)
-
-def _say_failures(codes, logs):
-    "Report which ranks failed; returns the launcher's exit status"
-    from learnerdist.launch.agent import exit_reports,explain
-    reports = exit_reports(codes, logs.files, logs.known)
-    say(*explain(reports, logs.left))
-    return reports[0][2] if reports[0][2] > 0 else 128-reports[0][2]
-
-def _say_cut_off(e, endpoint, logs):
-    "Report that another machine cannot be reached, or the failure of a rank that this launcher could not discuss with the others"
-    codes = {int(logs.envs[o.local_rank_id]['RANK']): c for o in logs.handlers if (c := o.proc.poll())}
-    if any(c != -signal.SIGTERM for c in codes.values()): return _say_failures(codes, logs) # torchrun has sent SIGTERM to the others
-    where = f'{socket.gethostname()} cannot reach {endpoint}, where the launchers meet'
-    say(f'{where}: the launcher there has ended, or the machine or the link to it is gone ({e.__cause__ or e})')
-    return 1
-
-def _status_of_all(logs):
-    "The launcher's exit status if all ranks ended well or left with `preempted_status`"
-    off = logs.put_off()
-    rest = [r for r in logs.files if r not in off]
-    if not off or not rest: return preempted_status if off else 0
-    say(f'ranks {off} left with status {preempted_status}, to go on later, but ranks {rest} came to their end')
-    return 1
-
-def _configure(args):
-    "torchrun's configuration with our extensions, our logs, and the command of a rank"
-    from torch.distributed.run import Std,config_from_args
-    from learnerdist.core.compat import ignore_signals
-    from learnerdist.launch.agent import RankLogs,hear_torchrun
-    from learnerdist.launch.members import members_for
-    args.master_port = args.master_port or 29500
-    ignored = [o.name for o in signal.valid_signals() if signal.getsignal(o) == signal.SIG_IGN and isinstance(o, signal.Signals)]
-    ignore_signals(args, ignored) # otherwise nohup would have no effect
-    res,cmd,cmd_args = config_from_args(args)
-    shown = {*map(int, args.local_ranks_filter.split(','))} if args.local_ranks_filter else None
-    split = args.tee == args.redirects == '0' and not args.local_ranks_filter
-    logs = RankLogs(args.log_dir, split, redirects=Std.from_str(args.redirects), tee=Std.from_str(args.tee),
-                    local_ranks_filter=shown)
-    if not args.logs_specs: res.logs_specs,logs.members = logs,members_for(args)
-    res.log_line_prefix_template = res.log_line_prefix_template or '[r${rank}] '
-    sys.stdout.reconfigure(line_buffering=True) # the other ranks' lines go through it
-    hear_torchrun(logs)
-    return res,logs,cmd,cmd_args

@@ -6,17 +6,81 @@
 __all__ = []
 
 # %% ../../nbs/launch/01_forkserver.ipynb #fk02
-import marshal,os,selectors,signal,socket,subprocess,sys,threading
+import ast,gc,marshal,os,selectors,signal,socket,struct,subprocess,sys,threading
 from contextlib import suppress
 from functools import partial
+from importlib.machinery import PathFinder,SourceFileLoader
+from importlib.util import resolve_name
 from multiprocessing import connection,process
 from pathlib import Path
-from .client import word
-from .imports import FirstImports
-from .preload import Noted,preload
-from .processes import say
+from ..core.stacks import in_library
 
-# %% ../../nbs/launch/01_forkserver.ipynb #fk08
+# %% ../../nbs/launch/01_forkserver.ipynb #im05
+_functions = ast.FunctionDef,ast.AsyncFunctionDef,ast.Lambda
+
+def _acts(o):
+    "Whether a statement can have an effect on later imports: it calls, deletes, imports, or sets a part of an object"
+    if isinstance(o, (ast.Call,ast.Delete,ast.Import,ast.ImportFrom,ast.With,ast.Raise,ast.Assert,ast.While)):
+        return True
+    if isinstance(o, (ast.Attribute,ast.Subscript)) and isinstance(o.ctx, ast.Store): return True
+    inner = [*getattr(o, 'decorator_list', []), o.args] if isinstance(o, _functions) else ast.iter_child_nodes(o)
+    return any(map(_acts, inner))
+
+# %% ../../nbs/launch/01_forkserver.ipynb #im08
+known = {'torch','torchvision','torchaudio','numpy','scipy','pandas','sklearn','matplotlib','PIL','tqdm','yaml',
+         'fastai','fastcore','fastprogress','learnerdist', *sys.stdlib_module_names}
+
+class FirstImports:
+    "What a script or a module imports before it does anything else"
+    def __init__(self,
+        argv:list, # A script, or '-m' and a module; its arguments may follow
+        path:list  # Where modules are looked for, as in `sys.path`
+    ):
+        self.path,self.texts,self._seen = path,[],set()
+        self.found = [] # (module, names imported from it) in order, without the user's own
+        try: self._own(argv[1], ['__main__']) if argv[0] == '-m' else self._follow(argv[0], '')
+        except (OSError, SyntaxError, ValueError, ImportError): self.found = []
+
+    def mentions(self, names)->bool:
+        "Whether the text of the user's files, as far as they were read, contains one of these names"
+        return any(k.encode() in o for o in self.texts for k in names)
+
+    def _follow(self, file, package):
+        "Read a file; whether it does nothing but import"
+        self.texts.append(Path(file).read_bytes())
+        return all(self._passes(o, package) for o in ast.parse(self.texts[-1]).body)
+
+    def _passes(self, o, package):
+        if isinstance(o, ast.Import): return all(self._module(a.name) for a in o.names)
+        if not isinstance(o, ast.ImportFrom): return not _acts(o)
+        name = resolve_name('.'*o.level + (o.module or ''), package) if o.level else o.module
+        return self._module(name, [a.name for a in o.names])
+
+    def _module(self, name, froms=()):
+        top = name.partition('.')[0]
+        spec = None if top in sys.modules else PathFinder.find_spec(top, self.path)
+        if spec is None and top not in {*sys.modules, *sys.builtin_module_names}: return False
+        where = spec and (spec.origin or next(iter(spec.submodule_search_locations or ()), ''))
+        if where is not None and not in_library(where): return self._own(name, froms)
+        if top not in known: return False
+        self.found.append((name,froms))
+        return True
+
+    def _own(self, name, froms=()):
+        "Read a module of the user's with its packages, and submodules that are imported from it"
+        path,parts = self.path,name.split('.')
+        for i in range(len(parts)):
+            spec = PathFinder.find_spec('.'.join(parts[:i+1]), path)
+            if spec is None or not self._once(spec): return False
+            path = spec.submodule_search_locations or []
+        return all(self._once(o) for o in [PathFinder.find_spec(f'{name}.{o}', path) for o in froms if path] if o)
+
+    def _once(self, spec):
+        if spec.name in self._seen or spec.origin is None: return True # the latter: a folder without __init__.py
+        self._seen.add(spec.name)
+        return isinstance(spec.loader, SourceFileLoader) and self._follow(spec.origin, spec.parent)
+
+# %% ../../nbs/launch/01_forkserver.ipynb #fk06
 def enter(
     argv:list # A script, or '-m' and a module; with its arguments
 ):
@@ -24,156 +88,135 @@ def enter(
     sys.argv = argv[argv[0] == '-m':]
     if argv[0] != '-m' and not getattr(sys.flags, 'safe_path', False): sys.path[0] = str(Path(argv[0]).resolve().parent)
 
-class Forks:
-    "A process that forks itself on request, and tells how each fork has ended"
-    def __init__(self, mask): self.mask,self.conns,self.ready = mask,{},selectors.PollSelector() # mask: of signals, in forks
-    def hear(self, o, func):
-        "Call `func(o)` when `o`, a socket or a descriptor, is ready to read"
-        self.ready.register(o, selectors.EVENT_READ, func)
+def freeze():
+    "Keep imports from the garbage collector: a process then ends in half the time. With triton it would tell of leaks"
+    if 'triton' not in sys.modules: gc.freeze()
 
-    def select(self)->list:
-        "What there is to hear"
-        return self.ready.select()
+def is_single()->bool:
+    "Whether a fork of this process has all its threads. Those of OpenBLAS end before a fork, and begin again later"
+    if not (pid := os.fork()): os._exit(0)
+    os.waitpid(pid, 0)
+    return len(os.listdir('/proc/self/task')) == 1
+
+def preload(
+    argv:list # A script, or '-m' and a module, with its arguments; or '--modules' and names
+)->bool: # Whether torch is among the imports, and this process may be forked
+    "Import what a script imports first, or these modules"
+    if argv[0] == '--modules':
+        for o in argv[1:]: __import__(o)
+        return True
+    enter(argv)
+    first = FirstImports(argv, sys.path)
+    for name,froms in first.found: __import__(name, None, None, [*froms])
+    if 'torch' not in sys.modules: return False
+    if first.mentions(_trains) and not first.mentions(_settings): __import__('torch._dynamo')
+    freeze()
+    return is_single()
+
+# an optimizer and DDP import torch._dynamo, which takes as long as torch
+_trains = 'optim','Learner','DataParallel','DDP'
+# variables that it reads
+_settings = 'TORCHDYNAMO','TORCHINDUCTOR','TORCH_COMPILE','TORCH_LOGS','INDUCTOR_','TRITON_','AOT_'
+
+# %% ../../nbs/launch/01_forkserver.ipynb #fk08
+word = struct.Struct('ii') # Of a process: (its id, 0) when it has begun, (0, exit status) when it has ended
+
+class Server:
+    "Forks itself on request, and tells how each fork has ended. It ends with the launcher, the other end of `sock`"
+    def __init__(self, sock, mask): # mask: of signals, in forks
+        self.mask,self.env,self.conns = mask,dict(os.environ),{}
+        self.ready = selectors.PollSelector()
+        self.ready.register(sock, selectors.EVENT_READ, self._start)
 
     def run(self)->list:
         "Answer requests. Returns in each fork, with its arguments"
         while True:
-            for key,_ in self.select():
+            for key,_ in self.ready.select():
                 if args := key.data(key.fileobj): return args
 
-    def fork(self,
-        request:int, # Of a file: arguments and environment
-        conn,        # Socket to whom wants to know the end
-        fds:list,    # Descriptors for its input, output and errors
-        may=lambda env: True # Whether this process may be forked
-    )->list: # Its arguments in the fork; else None
-        "Make one fork; the other end of `conn` gets `word`"
-        with open(request, 'rb') as f: args,env = marshal.load(f)
+    def _start(self, sock):
+        text,fds,_,_ = socket.recv_fds(sock, 1, 8)
+        if not text: os._exit(0)
+        with open(fds[0], 'rb') as f: args,env = marshal.load(f)
+        conn = socket.socket(fileno=fds[1])
         pid = None
-        with suppress(OSError): pid = os.fork() if may(env) else None
-        if pid == 0: return self._begin(args, env, conn, fds)
-        for o in fds: os.close(o)
-        if not pid:
-            conn.sendall(word.pack(0, 0))
-            return conn.close()
+        with suppress(OSError): pid = os.fork()
+        if pid == 0: return self._begin(args, env, conn, fds[2:])
+        for o in fds[2:]: os.close(o)
+        if not pid: return conn.close()
         self.conns[pid] = conn
-        self.hear(os.pidfd_open(pid), partial(self._ended, pid))
+        self.ready.register(os.pidfd_open(pid), selectors.EVENT_READ, partial(self._ended, pid))
 
     def _begin(self, args, env, conn, fds):
         os.setsid()
-        self.drop()
-        for i,o in enumerate(fds):
+        for o in {*self.conns.values(), *(key.fileobj for key in self.ready.get_map().values())}:
+            os.close(o) if isinstance(o, int) else o.close()
+        for i,o in enumerate(fds[:3]):
             os.dup2(o, i)
             os.close(o)
-        for k in {*os.environ}-{*env}: del os.environ[k]
-        os.environ.update(env)
+        for k in {k for k in self.env if k not in env}: os.environ.pop(k, None)
+        os.environ.update({k: v for k,v in env.items() if self.env.get(k) != v}) # imports may have set others
         process.current_process().authkey = os.urandom(32)
         conn.sendall(word.pack(os.getpid(), 0))
         conn.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
-        return args
-
-    def drop(self):
-        "Close all that this process hears from"
-        for o in {*self.conns.values(), *(key.fileobj for key in self.ready.get_map().values())}:
-            os.close(o) if isinstance(o, int) else o.close()
+        sys.orig_argv[:] = args
+        return [*args[len(command):], *map(str, fds[3:])]
 
     def _ended(self, pid, pidfd):
         "Tell it; the process stays until that has been heard, so that its id is not given to another one"
         self.ready.unregister(pidfd)
         os.close(pidfd)
         o = os.waitid(os.P_PID, pid, os.WEXITED|os.WNOWAIT)
-        with suppress(OSError): self.conns[pid].sendall(word.pack(0, o.si_status if o.si_code == os.CLD_EXITED else -o.si_status))
-        self.hear(self.conns[pid], partial(self._reap, pid))
+        code = o.si_status if o.si_code == os.CLD_EXITED else -o.si_status
+        with suppress(OSError): self.conns[pid].sendall(word.pack(0, code))
+        self.ready.register(self.conns[pid], selectors.EVENT_READ, partial(self._reap, pid))
 
     def _reap(self, pid, conn):
         self.ready.unregister(conn)
         os.waitpid(pid, 0)
         self.conns.pop(pid).close()
 
-# %% ../../nbs/launch/01_forkserver.ipynb #fk08b
-class Server(Forks):
-    "Of ranks. It ends with the launchers that hold the other ends of its sockets"
-    def __init__(self, sock, mask, printed, env, first):
-        super().__init__(mask)
-        self.printed,self.env,self.first,self.n_launchers = printed,env,first,0 # env: as at the start; first: `FirstImports`
-        self.serve(sock)
-
-    def serve(self, sock):
-        "Hear requests from this socket"
-        self.n_launchers += 1
-        self.hear(sock, self._start)
-
-    def _start(self, sock):
-        text,fds,_,_ = socket.recv_fds(sock, 1, 5)
-        if text: return self.fork(fds[0], socket.socket(fileno=fds[1]), fds[2:], self._is_same)
-        self.n_launchers -= 1
-        if not self.n_launchers: os._exit(0)
-        self.ready.unregister(sock)
-        sock.close()
-
-    def _differ(self, env): return {k for k in {*env, *self.env} if env.get(k) != self.env.get(k)}
-    def _is_same(self, env): return not self._differ(env) & {*Noted.asked, *early}
-
-    def _begin(self, args, env, conn, fds):
-        new = self._differ(env)
-        own = {k: v for k,v in os.environ.items() if k not in new} # imports may have set others
-        res = super()._begin(args, own | {k: env[k] for k in new if k in env}, conn, fds)
-        for i,o in enumerate(self.printed, 1): o and os.write(i, o) # what the imports have printed
-        if hasattr(sys, 'orig_argv'): sys.orig_argv[:] = res
-        return [*res[len(command):]]
-
-early = 'OMP_NUM_THREADS','PYTHONHASHSEED' # read by C code when torch is loaded and when Python starts
-
-def let_go():
-    "Point this process's input and output at nothing"
-    null = os.open(os.devnull, os.O_RDWR)
-    for o in range(3): os.dup2(null, o)
-    os.close(null)
-
-def open_server(
-    fd:int,    # Of a socket to the launcher
-    argv:list, # As in `enter`
-    stays=False # Whether it lets go of the launcher's input and output
-)->Server:
-    "The server, in its process, with the imports; the process ends here if a fork of it would be no rank"
+def serve(
+    fd:int,   # Of a socket to the launcher
+    argv:list # As of `preload`
+)->list: # In a fork: its arguments
+    "The process of the server. It ends at once if a fork of it would be no rank: then ranks start without it"
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()) # it ends with the launcher, not before
-    sock,env = socket.socket(fileno=fd),dict(os.environ)
+    sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
-    if stays: let_go()
-    kept,outs = [os.dup(o) for o in (1,2)],[os.memfd_create(o) for o in ('stdout','stderr')]
-    for i,o in enumerate(outs, 1): os.dup2(o, i)
-    enter(argv)
-    if not preload(first := FirstImports(argv, sys.path), outs): os._exit(0)
-    printed = [os.pread(o, 1<<20, 0) for o in outs]
-    for i,o in enumerate(kept, 1): os.dup2(o, i)
-    for o in (*kept,*outs): os.close(o)
-    return Server(sock, mask, printed, env, first)
+    server = Server(sock, mask)
+    try: is_good = preload(argv)
+    except BaseException: is_good = False # the ranks will say it
+    return server.run() if is_good else os._exit(0)
 
 # %% ../../nbs/launch/01_forkserver.ipynb #fk10
 class Forked:
     "A rank that the server has started: what `subprocess.Popen` is for others"
-    def __init__(self, args, pid, conn): self.args,self.pid,self.returncode,self._conn,self._lock = args,pid,None,conn,threading.Lock()
+    def __init__(self, args, pid, conn):
+        self.args,self.pid,self.returncode = args,pid,None
+        self.sentinel,self._lock = conn,threading.Lock() # sentinel: ready to read when the rank has ended
 
     def poll(self)->int:
         "Exit status; None while it runs"
         with self._lock:
-            if self.returncode is None and connection.wait([self._conn], 0): self.returncode = self._hear()
+            if self.returncode is None and connection.wait([self.sentinel], 0): self.returncode = self._hear()
             return self.returncode
 
     def _hear(self):
-        told = self._conn.recv(word.size)
+        told = self.sentinel.recv(word.size)
         if not told: # the server has ended
             with suppress(ProcessLookupError): os.kill(self.pid, signal.SIGKILL)
         with suppress(OSError): # it hears that we have heard, and answers by its end
-            self._conn.settimeout(5)
-            self._conn.sendall(b'.')
-            self._conn.recv(1)
+            self.sentinel.settimeout(5)
+            self.sentinel.sendall(b'.')
+            self.sentinel.recv(1)
+        self.sentinel.close()
         return word.unpack(told)[1] if told else -signal.SIGKILL
 
     def wait(self, timeout=None)->int:
         "Exit status, after waiting for it"
-        if self.returncode is None: connection.wait([self._conn], timeout)
+        if self.returncode is None: connection.wait([self.sentinel], timeout)
         if self.poll() is None: raise subprocess.TimeoutExpired(self.args, timeout)
         return self.returncode
 
@@ -185,57 +228,58 @@ command = sys.executable,'-u','-m','learnerdist.launch' # By which torchrun star
 
 class ForkServer:
     "The launcher's end: starts the server, and ranks by it"
-    def __init__(self,
-        sock=None, key=None # Of a server that an earlier launcher has left, its socket and its `key_of`
-    ): self.proc,self._sock,self._key,self._stays = None,sock,key,0
+    def __init__(self): self.proc = self._sock = self._key = None
+
+    def runs(self)->bool:
+        "Whether the server runs"
+        return self.proc is not None and self.proc.poll() is None
 
     def prepare(self,
-        argv:list, # A script, or '-m' and a module; with its arguments
-        env:dict,  # Environment of the ranks, as far as it is known
-        stays=''   # How it stays after this launcher (see `learnerdist.launch.resident`); '': it does not
+        argv:list, # As of `preload`
+        env:dict   # Environment of the ranks, as far as it is known
     ):
         "Start the server for this script, unless it runs already"
-        if (key := key_of(argv, env)) == self._key: return
-        self._stays = 0 # the guess was wrong
+        key = argv if argv[0] == '--modules' else argv[:1+(argv[0] == '-m')],[env.get(o) for o in _early]
+        if key == self._key: return
         self.close()
-        self._key,self._stays = key,float(stays.split()[0]) if stays else 0
-        if not all(hasattr(*o) for o in _needs) or any(o.startswith(_foreign) for o in env): return
+        self._key = key
+        if not hasattr(os, 'pidfd_open') or any(o.startswith(_foreign) for o in env): return # another system than Linux
         self._sock,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self.proc = subprocess.Popen([*command,'--serve',str(theirs.fileno()),stays,*argv], env=env, pass_fds=[theirs.fileno()],
-                                         start_new_session=True)
+            args = [*command,'--serve',str(theirs.fileno()),*argv]
+            self.proc = subprocess.Popen(args, env=env, pass_fds=[theirs.fileno()], start_new_session=True)
 
     def start(self,
         args:tuple, env:dict, # As for `subprocess.Popen`
         *outs:int             # Descriptors for its output and its errors
     )->Forked:                # None if it cannot be a fork: start it otherwise
-        "Start a rank"
+        "Start a rank of the command"
         if tuple(args[:5]) != (*command,'--worker'): return None
         self.prepare([*args[6:]], env)
-        if self._sock is None or self.proc and self.proc.poll() is not None: return None
+        return self.fork(args, env, [0,*outs])
+
+    def fork(self,
+        args:tuple, env:dict, # As for `subprocess.Popen`
+        fds:list # Descriptors for input, output and errors. The numbers of more of them follow `args`
+    )->Forked: # None without the server
+        "Start a process by the server"
+        if not self.runs(): return None
         conn,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, os.fdopen(os.memfd_create('rank'), 'wb') as f, suppress(OSError):
             marshal.dump(([*args],env), f)
             f.seek(0)
-            socket.send_fds(self._sock, [b'.'], [f.fileno(),theirs.fileno(),0,*outs])
-        pid,_ = word.unpack(conn.recv(word.size) or bytes(word.size))
-        return Forked(args, pid, conn) if pid else None
+            socket.send_fds(self._sock, [b'.'], [f.fileno(),theirs.fileno(),*fds])
+        if began := conn.recv(word.size): return Forked(args, word.unpack(began)[0], conn)
+        conn.close()
 
     def close(self):
-        "End the server, unless it stays; ranks go on"
+        "End the server; ranks go on"
         if self._sock: self._sock.close()
-        if self.proc and self._stays:
-            what = f'process {self.proc.pid} stays for {self._stays:g} s, for the next command; --keep-server 0 ends it'
-            if self.proc.poll() is None: say(what)
-            else: say('--keep-server: nothing stays, since the script does not begin with imports, torch among them')
-        elif self.proc:
-            if self.proc.poll() is None: os.killpg(self.proc.pid, signal.SIGKILL)
+        if self.proc:
+            if self.runs(): os.killpg(self.proc.pid, signal.SIGKILL)
             self.proc.wait()
         self.proc = self._sock = self._key = None
 
-def key_of(argv, env)->tuple:
-    "What one server can start: the script without its arguments, and what C code has read"
-    return argv[:1+(argv[0] == '-m')],[env.get(o) for o in early]
-
-_needs = (os,'fork'),(os,'memfd_create'),(os,'pidfd_open'),(socket,'AF_UNIX')
-_foreign = 'LD_PRELOAD','CUDA_INJECTION','NSYS_','PYTHONPROFILEIMPORTTIME' # tools that follow processes, but perhaps no forks
+_early = 'OMP_NUM_THREADS','PYTHONHASHSEED' # read by C code when torch is loaded and when Python starts
+# tools that follow processes, but perhaps no forks
+_foreign = 'LD_PRELOAD','CUDA_INJECTION','NSYS_','PYTHONPROFILEIMPORTTIME'

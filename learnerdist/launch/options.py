@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/02_options.ipynb #op02
-import argparse,os
+import argparse,os,subprocess,sys
 from contextlib import suppress
 
 import learnerdist
@@ -41,21 +41,21 @@ _about = """Run a script or a module on several processes
   --gpus 0,2      Which of the visible GPUs to use; sets the default of --nproc
   --wait SECONDS  How long ranks may go on after the first one has ended well (default: 0, without end; said
                   after a minute; a rank that is stopped: half an hour)
-  --on-failure restart|shrink|replace
-                  When a rank dies: end the others, and start all again as --max-restarts says (default); or let the
-                  others go on without it within a fit, on one machine; replace: only until the next state in memory
-                  of a Checkpoint(…, in_memory=True, resume=True), from which all go on again
-  --no-fork-server  Start each rank anew, and not as a fork of one process that has imported what the script imports first
-  --keep-server SECONDS
-                  That process stays after the command, and starts the next one at once: the same script, in the same
-                  place and environment, within so many seconds (default: $PET_KEEP_SERVER). It is left alone, and ends,
-                  where anything that it has read differs; 0 ends it
+  --on-failure restart|shrink
+                  When a rank dies: end the others, and start all again as --max-restarts says (default); or start those
+                  again that are left, on one machine. A fit goes on from its newest state: in memory, every 10 steps,
+                  or that of its Checkpoint
+  --no-fork-server
+                  Start each rank anew, and not as a fork of a process that has imported what the script imports first
+  --verbose       Print each rank's traceback; else the report at the end says in which file they are
+  --verify STEPS  First compare so many steps with one process, as learnerdist.verify does; train if they are the same
+  --verify-only-warn  Train also if they differ
   --version       Versions of learnerdist and torch
 
 torchrun's options follow."""
 
 def get_parser()->argparse.ArgumentParser:
-    "torchrun's parser with `--nproc`, `--gpus`, `--wait`, `--on-failure`, `--no-fork-server`, `--keep-server` and `--version`"
+    "torchrun's parser with our options: `--nproc`, `--gpus`, `--wait`, `--on-failure`, `--verify` and their kin"
     import torch
     from torch.distributed.run import get_args_parser
     res,no_help = get_args_parser(),argparse.SUPPRESS # ours are explained at the beginning
@@ -65,10 +65,49 @@ def get_parser()->argparse.ArgumentParser:
     res.set_defaults(**{o: os.environ.get(f'PET_{o.upper()}') for o in _ours}) # None: not given
     res.add_argument('--nproc', type=_count, help=no_help)
     res.add_argument('--gpus', type=_gpus, default=[], help=no_help)
-    res.add_argument('--wait', type=float, default=0, help=no_help)
-    res.add_argument('--on-failure', choices=('restart','shrink','replace'), default='restart', help=no_help)
+    res.add_argument('--wait', type=_seconds, default=0, help=no_help)
+    res.add_argument('--on-failure', choices=('restart','shrink'), default='restart', help=no_help)
+    res.add_argument('--verbose', action='store_true', help=no_help)
     res.add_argument('--no-fork-server', action='store_true', help=no_help)
-    res.add_argument('--keep-server', type=_seconds, default=os.environ.get('PET_KEEP_SERVER') or None, help=no_help)
+    res.add_argument('--verify', type=_count, help=no_help)
+    res.add_argument('--verify-only-warn', action='store_true', help=no_help)
     versions = f'learnerdist {learnerdist.__version__}, torch {torch.__version__}'
     res.add_argument('--version', action='version', version=versions, help=no_help)
     return res
+
+def check_numbers(
+    args # Parsed
+):
+    "ValueError for a number of torchrun's options that it would take; OSError if there can be no log folder"
+    low,_,high = str(args.nnodes or 1).partition(':')
+    if not (low.isdigit() and (high or low).isdigit() and 0 < int(low) <= int(high or low)):
+        raise ValueError(f'--nnodes {args.nnodes}: give a whole number from 1 up, or two of them as in 1:4')
+    if args.max_restarts < 0: raise ValueError(f'--max-restarts {args.max_restarts}: give 0 or more')
+    if args.master_port is not None and not 0 <= int(args.master_port) < 1<<16:
+        raise ValueError(f'--master-port {args.master_port}: give a port, 0 to 65535')
+    if args.log_dir: os.makedirs(args.log_dir, exist_ok=True)
+
+# %% ../../nbs/launch/02_options.ipynb #op05v
+def prove(
+    args # Parsed, with the number of processes and `--worker` before the script
+)->int:  # Exit status: 0 to go on
+    "Compare the script's first steps with one process, as `--verify` asks for"
+    cmd = [sys.executable,'-m','learnerdist.verify','--nproc',args.nproc_per_node,'--steps',str(args.verify)]
+    status = subprocess.run([*cmd,*args.training_script_args[2:]]).returncode
+    return 0 if status==1 and args.verify_only_warn else status
+
+# %% ../../nbs/launch/02_options.ipynb #cl04
+def guess(
+    args:list # Command line of the launcher
+# (the script, or '-m' and a module, with its arguments; the number of processes). (None, 0) if there is no such thing
+)->tuple:
+    "What ranks will run, read without torchrun's list of options, so without torch"
+    i = next((i for i,o in enumerate(args) if o in ('-m','--module') or o.endswith('.py') and o[:1] != '-'), len(args))
+    own,rest = [p for o in args[:i] for p in (o.split('=', 1) if o[:1] == '-' else [o])],args[i:]
+    if not rest or {'--no-fork-server','--no-python','--no_python','--run-path','--run_path'} & {*own}: return None,0
+    named = dict(zip(own, own[1:]))
+    n = next((named[o] for o in ('--nproc','--nproc-per-node','--nproc_per_node') if o in named), '')
+    gpus = named.get('--gpus', os.environ.get('CUDA_VISIBLE_DEVICES'))
+    if gpus is not None: n_gpus = len([*filter(None, gpus.split(','))])
+    else: n_gpus = sum(o[:6] == 'nvidia' and o[6:].isdigit() for o in os.listdir('/dev'))
+    return ['-m' if rest[0] == '--module' else rest[0], *rest[1:]],int(n) if n.isdigit() else max(n_gpus, 1)

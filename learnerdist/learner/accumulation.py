@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from ..core.env import group_size
 from ..data.distributed_dl import reindexed
 from ..data.loaders import LoaderWrapper,batch_shape,look_ahead
-from .callback import Callback,CancelBatchException,Order,_own_loader
+from .callback import Callback,CancelBatchException,Order,own_loader
 from .losses import MeanOver,batch_rows,loss_over,n_items,probe_loss
 from .techniques import _with_grad
 
@@ -66,7 +66,7 @@ def share_items(self:GradientAccumulation):
 def _kind(self:GradientAccumulation):
     "The reduction of the loss. In one process an unknown loss is probed; several ranks have already agreed on it"
     learn = self.learn
-    if loss_over(learn).kind=='unknown' and learn.wrapper is None:
+    if loss_over(learn).kind=='unknown' and vars(learn).get('wrapper') is None:
         found = probe_loss(learn)
         if found: learn._loss_over = learn.loss_func,MeanOver(found if found in ('sum','items') else 'samples')
     return loss_over(learn).kind
@@ -78,7 +78,7 @@ def _divide_by(self:GradientAccumulation, total):
 
 @patch
 def _exchange(self:GradientAccumulation, on):
-    if self.wrapper is not None: self.engine = self.wrapper # at the end of a fit the learner has none any more
+    if (wrapper := vars(self.learn).get('wrapper')) is not None: self.engine = wrapper # at the end of a fit there is none any more
     if hasattr(self.engine, 'sync'): self.engine.sync = on
 
 @patch
@@ -127,7 +127,7 @@ def steps_per_epoch(
     n:int=None # Number of batches per rank; None: the length of the training loader
 )->int:
     "Number of optimizer steps in `n` batches, with the learner's `GradientAccumulation`. ValueError if that needs an unknown batch size"
-    dl = _own_loader(learn, learn.dls.train)
+    dl = own_loader(learn, learn.dls.train)
     n = len(dl) if n is None else n
     acc = next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)), None)
     if acc is None: return n

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CancelFitException', 'CancelEpochException', 'CancelTrainException', 'CancelValidException', 'CancelBatchException',
-           'CancelStepException', 'CancelBackwardException', 'Callback']
+           'CancelStepException', 'CancelBackwardException', 'Callback', 'own_loader']
 
 # %% ../../nbs/learner/00_callback.ipynb #c002
 from fastcore.basics import GetAttr,class2attr
@@ -39,7 +39,7 @@ cancels = {k:globals()[f'Cancel{v}Exception'] for k,v in dict(fit='Fit', epoch='
 class Order:
     "The `order` of every callback of this package: callbacks with a lower number receive an event first. A user's are between the ends"
     resume,agreement,checkpoint_early,trainer,evaluation = -10**9-2,-10**9-1,-10**9-.5,-10**9,-10**9+1
-    accumulation,memory,train_eval,data_parallel = -10**9+2,-500,-10,-9
+    accumulation,train_eval,data_parallel = -10**9+2,-10,-9
     user = 0
     mixed_precision,clip,predictions,recorder,scheduler,progress,loggers,tracker = 10,11,49,50,55,60,62,65
     terminate,early_stopping,checkpoint = 90,100,900
@@ -65,6 +65,10 @@ class Callback(GetAttr):
         "Whether this callback handles `event` now, in training or in validation"
         return self.run and (event not in _inner or (self.run_train if training else self.run_valid))
 
+    def holds(self, e:Exception, event:str)->bool:
+        "Whether this callback holds back the Cancel exception `e` of another one, and raises it later"
+        return False
+
     def __getattr__(self, k): # faster than `GetAttr`'s own, which makes three calls for each of some thirty attributes per step
         if k.startswith('__') or self.learn is None: raise AttributeError(k)
         if hasattr(type(self), k): return object.__getattribute__(self, k) # a property that has failed: raises its own error
@@ -73,6 +77,6 @@ class Callback(GetAttr):
     def cleanup(self): "Undo this callback's changes of the learner. Called at the end of every fit, also after an exception"
     def __repr__(self): return type(self).__name__
 
-def _own_loader(learn, dl):
+def own_loader(learn, dl):
     "`dl`; all of the data, if another learner's context has split `dl` among ranks and this learner is in none"
     return dl.all_data() if not hasattr(learn, 'distributed_trainer') and hasattr(dl, 'all_data') else dl

@@ -23,7 +23,7 @@ from ..data.distributed_dl import loader_parts,set_epoch
 from ..data.loaders import loaders_of
 from .callback import Callback,CancelEpochException,CancelFitException,Order
 from .learner import Learner,get_model,group_lrs
-from .losses import loss_over
+from .losses import loss_over,unweighted
 from .recorder import stacked
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf11
@@ -99,7 +99,7 @@ class LRFinder(Callback):
     def batch_loss(self):
         "The loss of the global batch; None if it was cancelled. Sync point"
         total,adds_up = stacked(self.recorder.steps[-1][:2]),loss_over(self.learn).kind=='sum'
-        if adds_up: total[0] = (total[0]/total[1]).nan_to_num()
+        if adds_up: total[0] = unweighted(total[0], total[1])
         if hasattr(self.learn, 'distributed_trainer'): total = all_sum(total)
         return None if not total[1] else total[0].item() if adds_up else (total[0]/total[1]).item()
 

@@ -28,6 +28,8 @@ class TrainEvalCallback(Callback):
 
 defaults: Any
 
+_cancels: Any
+
 def trainable_params(model) -> list:
     """The parameters of `model` with `requires_grad`, as one group: the default `splitter`"""
 
@@ -69,9 +71,13 @@ class Learner:
     start_at: Any
     items: Any
     global_items: Any
-    wrapper: Any
     repeated: Any
     loss_trace: Any
+    recorder: Any
+    progress: Any
+    train_eval: Any
+    distributed_trainer: Any
+    timer: Any
 
     def __init__(self, dls, model: torch.nn.Module, loss_func=None, opt_func=..., lr=..., splitter=..., cbs=None, metrics=None, path=None, model_dir='models', train_bn=True):
         ...
@@ -82,6 +88,14 @@ class Learner:
 
     @dls.setter
     def dls(self, dls):
+        ...
+
+    @property
+    def wrapper(self):
+        """What a callback calls for a further forward pass of a training batch (SAM): `model`, on several ranks in DDP or FSDP2"""
+
+    @wrapper.setter
+    def wrapper(self, wrapper):
         ...
 
     def __call__(self, event):
@@ -103,14 +117,14 @@ class Learner:
     def parallel_ctx(self, device_ids=None):
         """Use several GPUs in the fits of the body; afterwards the learner is restored, also after an exception"""
 
-    def to_distributed(self, cuda_id: int | None=None, **kw) -> Learner:
+    def to_distributed(self, cuda_id: int | None=None, *, sync_bn: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., timeout_s: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kw) -> Learner:
         """Train, evaluate and predict on all ranks from now on, until `detach_distributed`"""
 
     def detach_distributed(self) -> Learner:
         """Undo `to_distributed`: model, loaders, BatchNorm classes and callbacks are what they were, and the group is closed if we opened it"""
 
     @contextmanager
-    def distrib_ctx(self, cuda_id: int | None=None, **kw):
+    def distrib_ctx(self, cuda_id: int | None=None, *, sync_bn: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., timeout_s: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kw):
         """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an exception"""
 
     def export(self, fname='export.pth') -> Path:
@@ -160,7 +174,7 @@ class Learner:
     def flagged(self, flags: dict):
         """Context that applies `flags` to the learner. TypeError for an unknown flag"""
 
-    def fit(self, n_epoch: int, lr=None, cbs=None, reset_opt: bool=False, start_epoch: int=0, **flags):
+    def fit(self, n_epoch: int, lr=None, cbs=None, reset_opt: bool=False, start_epoch: int=0, ddp=None, amp=None, resume=None, **flags):
         """Train for `n_epoch` epochs. A second fit goes on with the weights and the optimizer of the first"""
 
     @contextmanager
@@ -211,7 +225,7 @@ class Learner:
     def load(self, file, with_opt: bool=True, strict: bool=True):
         """Load what `save` or a `Checkpoint` wrote. Reads only tensors and plain data, so a file cannot run code. ValueError for a damaged file"""
 
-    def fit_one_cycle(self, n_epoch: int, lr_max=None, div=25.0, div_final=100000.0, pct_start=0.25, cbs=None, reset_opt=False, scale_lr=False, **flags):
+    def fit_one_cycle(self, n_epoch: int, lr_max=None, div=25.0, div_final=100000.0, pct_start=0.25, cbs=None, reset_opt=False, scale_lr=False, *, start_epoch: Any=..., ddp: Any=..., amp: Any=..., resume: Any=..., **flags):
         """Fit with one cycle of rates, up and then down, and momentum the other way round (Smith, 2018, arXiv:1803.09820)"""
 
     def summary(self) -> str:
@@ -232,10 +246,22 @@ class Learner:
     def tta(self, ds_idx: int=1, dl=None, n: int=4, item_tfms=None, batch_tfms=None, beta: float=0.25, use_max: bool=False) -> tuple:
         """Predict `n` augmented versions of each sample, and the sample itself, and mix the predictions"""
 
-    def __getattr__(self, name: str) -> Any:
-        """A callback of the learner, or another attribute that is set at run time"""
+def check_loss(loss):
+    """ValueError if a loss function has returned no tensor"""
+
+def check_targets(learn):
+    """ValueError if a training batch has no targets, since nothing would be trained"""
 
 fit_flags: Any
+
+def is_oom(e) -> bool:
+    """Whether an exception says that memory has run out, on a GPU or on the host"""
+
+def advise_on_memory(e, learn):
+    """If the exception says that memory has run out, add the size of the batch and a remedy to it"""
+
+def check_epochs(n):
+    """ValueError if `n` is no number of epochs"""
 
 _loop_state: Any
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .callback import Callback,Order
 from ..core.env import group_rank,is_rank0
+from ..core.stacks import in_library
 
 # %% ../../nbs/learner/05_loggers.ipynb #c005
 class LogWriter(Callback):
@@ -114,9 +115,10 @@ class TensorBoardLogger(LogWriter):
 # %% ../../nbs/learner/05_loggers.ipynb #c016
 @contextmanager
 def ranked_warnings():
-    "Context in which warnings of ranks other than 0 begin with their rank"
+    "Context in which warnings of ranks other than 0 begin with their rank; those of other libraries appear on rank 0 only"
     rank,old = group_rank(),warnings.showwarning
-    def show(message, *args, **kw): old(f'rank {rank}: {message}', *args, **kw)
+    def show(message, category, filename, *args, **kw):
+        if not in_library(filename) or 'learnerdist' in filename: old(f'rank {rank}: {message}', category, filename, *args, **kw)
     if rank: warnings.showwarning = show
     try: yield
     finally:

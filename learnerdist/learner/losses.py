@@ -20,14 +20,14 @@ from torch.utils.data import BatchSampler
 
 from ..core.compat import tree_leaves,tree_map
 from ..core.random import untouched
-from ..data.loaders import data_len,find_bs,to_device
-from ..data.rows import as_batch,batch_leaves,columns,listed,row_kinds,take_rows,to_rows
+from ..data.loaders import data_len,find_bs
+from ..data.rows import batch_leaves,listed
 
 # %% ../../nbs/learner/00_losses.ipynb #1be6cc1c
 class MeanOver(NamedTuple):
     "What a loss is the mean over"
     kind:str            # 'samples'; 'items' (counted by `count`); 'sum' (no mean); 'whole' (each rank computes it from the rows of all);
-                        # 'unknown' (`LossTrace` or `probe` finds out); 'other': none of these
+                        # 'unknown': it may show in a call of torch's losses, or in the self-check
     count:Callable=None # From (prediction, *targets) of a batch to its number of items: a number, or a tensor (); None: found with the loss
 
     @property
@@ -40,7 +40,7 @@ class MeanOver(NamedTuple):
 def _n_classes_items(pred, targ, *_, weight=None, ignore_index=-100):
     if targ.is_floating_point(): return targ.numel()//targ.shape[min(targ.ndim-1, 1)] # probabilities of classes
     counted = targ!=ignore_index
-    return counted.sum() if weight is None else weight.to(targ.device)[targ.where(counted, 0)].where(counted, 0).sum()
+    return counted.sum() if weight is None else weight.to(targ.device)[targ.where(counted, 0).long()].where(counted, 0).sum()
 
 def _n_elements(pred, targ, *_): return targ.numel() if isinstance(targ, Tensor) else find_bs(targ)
 
@@ -105,7 +105,7 @@ class LossTrace(TorchFunctionMode):
     def _call_of(self, loss):
         "The call that has returned the mean `loss`, if nothing has changed it in place"
         return next((o for o in self.calls if o[0] is loss and not loss.ndim and o[1]==_version(loss)), None)
-    def items(self, loss, batch=None): # batch: to look whether the loss needs all of it; waits for a GPU
+    def items(self, loss):
         "What the mean `loss` is over, if it is the result of one of these calls, or a copy: a number or a tensor (); else None"
         call = self._call_of(loss)
         if call is None: return None
@@ -113,15 +113,9 @@ class LossTrace(TorchFunctionMode):
         opts = _signature(func).bind(*args, **kwargs).arguments
         (pred,targ,*_),over = opts.values(),_of_torch(_functions[func], opts)
         if func is F.ctc_loss and over.kind=='samples': return len(opts['target_lengths'])
-        return over.count(pred, targ) if over.kind=='items' and not (batch and _is_within(batch, pred, targ)) else None
+        return over.count(pred, targ) if over.kind=='items' else None
 
 _signature = cache(inspect.signature)
-
-def _is_within(batch, pred, targ):
-    "Whether the classes are the samples of the batch, as in a contrastive loss: 0, 1, 2 …, which are no targets that were given"
-    n,ids = len(targ),torch.arange(len(targ), device=targ.device)
-    def are_ids(o): return isinstance(o, Tensor) and o.numel()==n and bool((o.flatten().to(ids.device)==ids).all())
-    return n>1 and targ.ndim==1 and pred.ndim==2 and pred.shape[1]>=n and are_ids(targ) and not any(map(are_ids, tree_leaves(batch)))
 
 _same = {torch.clone, *[getattr(Tensor, o) for o in ('clone','to','float','double','contiguous','mean')]} # DDP clones outputs
 def _version(o): return o._version if isinstance(o, Tensor) and not o.is_inference() else 0 # changes with `loss += penalty`
@@ -135,53 +129,68 @@ def _copied(o):
     try: return copy.deepcopy(o)
     except Exception: return o # it holds tensors of a graph
 
-def _value(func, args): return float(torch.as_tensor(func(*args)).detach().double().mean())
-def _parts(n): return [(torch.arange(n).split([max(n//3, 1), n-max(n//3, 1)])), (torch.arange(0, n, 2), torch.arange(1, n, 2))]
+def as_mean(total, n):
+    "(mean, count) for a loss given as a sum and a count; the mean is 0 if the count is 0"
+    return total/torch.as_tensor(n).to(total).clamp(min=torch.finfo(total.dtype).tiny),n
+
+def weighted(
+    mean, # A loss or a metric: a number or a tensor ()
+    n     # Its weight: a number or a tensor ()
+)->Tensor: # () float64
+    "`mean` times `n`; 0 if `n` is 0, even if the mean is NaN"
+    mean = torch.as_tensor(mean, dtype=torch.double).detach()
+    if not isinstance(n, Tensor): return mean*n if n else torch.zeros_like(mean)
+    return torch.where(n.to(mean.device)==0, 0., mean*n)
+
+def cut(
+    b,     # Nested tensors
+    n:int, # Number of samples
+    i:int, j:int # The first sample, and the end
+):
+    "Some samples of a batch. ValueError if not every leaf is a tensor of `n` rows"
+    if any(not isinstance(o, Tensor) or o.shape[:1]!=(n,) for o in tree_leaves(b)):
+        raise ValueError(f'not every tensor has {n} rows')
+    return tree_map(lambda o: o[i:j], b)
+
 _tols = {torch.float64: 1e-8, torch.float32: 1e-4}
-def _tol(*os): return max(_tols.get(o.dtype, .02) if isinstance(o, Tensor) else 1e-6 for o in os) # a float may be of float32, by `item()`
+def tolerance(*os): # None counts as a float
+    "The relative difference that is rounding, for values of these dtypes; a float may be of float32, by `item()`"
+    return max(_tols.get(o.dtype, .02) if isinstance(o, Tensor) else 1e-6 for o in os)
+
+def follows(
+    whole:tuple, # (loss, items, number) of a batch; items: what the loss is the mean over, None if it does not show it
+    parts:list,  # The same of its parts
+    tol:float    # Relative difference that is rounding
+):               # 'items', 'samples' (means over them), 'sum', 'other'; None: not known
+    "How the loss of a batch follows from the losses of its parts"
+    (loss,items,_),ns = whole,[o[2] for o in parts]
+    def alike(a, b, scale): return abs(a-b)<=tol*max(abs(scale), abs(a), abs(b))
+    if items is not None and all(o[1] is not None for o in parts):
+        sums,counts = [float(weighted(*o[:2])) for o in parts],[float(o[1]) for o in parts]
+        same = alike(sum(sums), float(weighted(loss, items)), sum(map(abs, sums)))
+        return 'items' if same and alike(sum(counts), float(items), 0) or not loss-loss==0 else 'other'
+    values = [o[0] for o in (whole,*parts)]
+    if any(o-o!=0 for o in values) or not any(values): return None # not finite; nothing to compare
+    scale = max(abs(o[0]) for o in parts)
+    if alike(sum(o[0]*o[2] for o in parts)/sum(ns), loss, scale): return 'samples'
+    return 'sum' if alike(sum(o[0] for o in parts), loss, scale) else 'other'
 
 @torch.no_grad()
 def probe(
     func,       # From (prediction, *targets) to a number: a loss or a metric
     pred, yb,   # Prediction and targets of a batch
     n:int       # Number of samples in the batch
-):              # 'samples' (the value is the mean of the parts', weighted by `counted_rows`), 'sum', 'other'; None: not known
-    "Find out how the value of a batch follows from the values of its parts, by cutting the batch in two, in two ways"
+):              # As `follows`. ValueError for a batch that cannot be cut
+    "Find out how the value of a batch follows from the values of its halves"
     n = counted_rows(pred, yb, n)
     if n<2: return None
-    if any(isinstance(o, Tensor) and not o.ndim and o.is_floating_point() for o in tree_leaves(pred)): raise ValueError('a loss in `pred`')
-    cut,res,found = _cutter(pred, yb, n),func(*copied((pred,*yb))),set()
-    whole,tol = float(torch.as_tensor(res).detach().double().mean()),_tol(res, *[o for o in (pred,) if isinstance(o, Tensor)])
-    for idxs in _parts(n):
-        (a,b),(i,j) = [_value(func, cut(o)) for o in idxs],map(len, idxs)
-        far = tol*max(abs(whole), abs(a), abs(b))
-        if not a-a==b-b==whole-whole==0 or a==b==whole: return None # not finite, or too similar to decide
-        found.add('samples' if abs((a*i+b*j)/n-whole)<=far else 'sum' if abs(a+b-whole)<=far else 'other')
-    return found.pop() if len(found)==1 else 'other'
-
-def _cutter(pred, yb, n):
-    "A function from the indices of samples to the arguments of the loss that belong to them"
-    cols,device = (to_rows(pred, n),*columns(yb, n)),getattr(yb[0], 'device', None)
-    kinds = [o for c in (pred,*listed(yb)) for o in row_kinds(c, n)]
-    return lambda idxs: to_device(as_batch(take_rows(cols, idxs), kinds), device)
-
-@torch.no_grad()
-def adds_up(
-    func,     # A loss that shows its items, see `LossTrace`, or returns them
-    pred, yb, # Prediction and targets of a batch
-    n:int     # Number of samples in the batch
-)->bool:
-    "Whether the sum over the items of a batch, and their number, are those of its parts together. Distances between samples are not"
-    trace = LossTrace()
-    def totals(args):
-        with trace: res = func(*args)
+    def look(i, j):
+        args,trace = cut((pred,*yb), n, i, j),LossTrace()
+        with trace: res = func(*copied(args))
         mean,items = as_mean(*res) if type(res) is tuple else (res,trace.items(res))
-        return torch.stack([weighted(mean, items), torch.as_tensor(items, dtype=torch.double)]).cpu(),_tol(mean)
-    n = counted_rows(pred, yb, n)
-    cut,(whole,tol) = _cutter(pred, yb, n),totals(copied((pred,*yb)))
-    if n<2 or any(o[2] is F.ctc_loss for o in trace.calls): return True # whose labels may lie one after the other: they cannot be cut
-    parts = [[totals(cut(idxs))[0] for idxs in o] for o in _parts(n)]
-    return all(torch.allclose(a+b, whole, rtol=tol, atol=tol*float(whole.abs().max()), equal_nan=True) for a,b in parts)
+        return float(torch.as_tensor(mean).double().mean()),items,j-i,tolerance(mean, *[pred]*isinstance(pred, Tensor))
+    (*whole,tol),*halves = look(0, n),look(0, n//2),look(n//2, n)
+    return follows(whole, [o[:3] for o in halves], tol)
 
 def counted_rows(
     pred, yb, # Prediction and targets of a batch
@@ -218,7 +227,7 @@ def loader_says(dl, i):
     "The number of samples in batch `i`; None if it is not known"
     bs,dealer = getattr(dl, 'batch_sampler', None),getattr(dl, 'dealer', None)
     k = i-getattr(dl, 'offset', 0)
-    if dealer is not None and dealer.unit=='batch': return dealer.sizes[k] if k<len(dealer.sizes) else None
+    if dealer is not None and dealer.unit=='batch' and dealer.sizes: return dealer.sizes[k] if k<len(dealer.sizes) else None
     if isinstance(bs, (list,tuple)): return len(bs[k]) if k<len(bs) else None
     size,n = _size_and_n(dl)
     return size if None in (size,n) else min(size, n-i*size)
@@ -265,25 +274,15 @@ def n_items(
 
 def probe_loss(
     learn # A learner, after the loss of a batch
-):        # As `probe`; 'items' if it shows or returns its count; 'uncut' if the loss fails on a part of the batch
+):        # As `probe`; 'other' if the loss fails on a part of the batch
     "Apply `probe` to the learner's loss and the current batch. It restores the random streams and what the loss keeps"
-    counted,args = vars(learn).get('items') is not None,(learn.loss_func, learn.pred, learn.yb, batch_rows(learn))
     with untouched(learn.loss_func):
-        try: return probe(*args) if not counted else 'items' if adds_up(*args) else 'other'
-        except Exception: return 'items' if counted else 'uncut' # such as the loss of a model
+        try: return probe(learn.loss_func, learn.pred, learn.yb, batch_rows(learn))
+        except Exception: return 'other' if vars(learn).get('items') is None else 'items' # such as the loss of a model
 
-def as_mean(total, n):
-    "(mean, count) for a loss given as a sum and a count; the mean is 0 if the count is 0"
-    return total/torch.as_tensor(n).to(total).clamp(min=torch.finfo(total.dtype).tiny),n
-
-def weighted(
-    mean, # A loss or a metric: a number or a tensor ()
-    n     # Its weight: a number or a tensor ()
-)->Tensor: # () float64
-    "`mean` times `n`; 0 if `n` is 0, even if the mean is NaN"
-    mean = torch.as_tensor(mean, dtype=torch.double).detach()
-    if not isinstance(n, Tensor): return mean*n if n else torch.zeros_like(mean)
-    return torch.where(n.to(mean.device)==0, 0., mean*n)
+def unweighted(total:Tensor, n:Tensor)->Tensor:
+    "The inverse of `weighted`: `total` divided by `n`; 0 where `n` is 0, NaN where `total` is NaN"
+    return total/n.clamp(min=torch.finfo(total.dtype).tiny)
 
 # %% ../../nbs/learner/00_losses.ipynb #0f5e7a11
 def loss_trace(
@@ -298,8 +297,7 @@ def _observed(learn, func):
     trace = vars(learn).get('loss_trace') or LossTrace()
     n = len(trace.calls)
     with trace: res = func(learn.pred, *learn.yb)
-    is_new = learn.iter==0 and loss_over(learn).kind=='unknown'
-    learn.items = trace.items(res, (learn.xb,learn.yb) if is_new else None)
+    learn.items = trace.items(res)
     if 'loss_trace' in vars(learn) and all(o[0] is not res for o in trace.calls[:n]): learn.loss_trace = None
     trace.calls = [] # they hold the batch
     return res

@@ -7,7 +7,7 @@ __all__ = ['Metric', 'AvgMetric', 'AvgLoss', 'AccumMetric', 'skm_metric', 'Torch
            'top_k_accuracy']
 
 # %% ../../nbs/learner/02_metrics.ipynb #c002
-import re,warnings,weakref
+import re
 from difflib import get_close_matches
 from functools import partial,singledispatch
 
@@ -16,11 +16,9 @@ from fastcore.basics import listify
 from torch import Tensor
 
 from ..core.compat import metric_state,unsynced,update_count
-from ..core.env import is_rank0
-from ..core.random import untouched
 from ..data.loaders import to_cpu,to_detach
-from ..data.rows import as_batch,cat_rows,columns,find_device,listed,row_kinds,to_rows
-from .losses import batch_rows,counted_rows,n_items,probe,weighted
+from ..data.rows import find_device
+from .losses import batch_rows,counted_rows,n_items,weighted
 
 # %% ../../nbs/learner/02_metrics.ipynb #c005
 class Metric:
@@ -120,82 +118,6 @@ def skm_metric(
     "An `AccumMetric` for a metric of scikit-learn, over the whole data set"
     return AccumMetric(func, to_np=True, invert_arg=True, **kw)
 
-# %% ../../nbs/learner/02_metrics.ipynb #0f1201ac
-_known = weakref.WeakKeyDictionary() # By function: 'samples' (batches' means add up) or 'other'; all ranks have found the same
-
-_remedy = 'if it is the mean over something, give it an attribute n_items: a function of (pred, *targs) that counts that'
-
-class FuncMetric(AvgMetric):
-    "`func` of the whole data set: called on batches where their means add up to it, which the first batches tell"
-    what = 'it is computed on the whole data set{late}. AvgMetric({name}) gives the mean of batches; '+_remedy
-    def reset(self):
-        super().reset()
-        self.found,self.rows,self.kinds = 'samples' if self.n_items else _known.get(self.func),[],None
-        self.n_same,self.n_batches,self.late = 0,0,False
-        self.asks,self.of_all,self.shapes = self.found is None,None,set() # asks: not known before this loop, on any rank
-    def accumulate(self, learn):
-        if self.found!='other' or self.asks: super().accumulate(learn)
-        if self.found=='samples' and not self.asks: return
-        n = batch_rows(learn)
-        self._look(learn, n)
-        if self.found=='samples': self.rows = []
-        else: self._keep(learn, n)
-    def _look(self, learn, n):
-        "Probe the first batches of the loop; once two have shown a mean over samples, only the batches 2, 4, 8, …"
-        i,self.n_batches = self.n_batches,self.n_batches+1
-        ts = [o for o in (learn.pred, *learn.yb) if isinstance(o, Tensor) and o.ndim]
-        if self.asks and all(len(o)==n for o in ts): self.shapes.add(tuple(o.shape[1:] for o in ts))
-        if not self.asks or self.late or self.found=='other' or self.found and i&(i-1): return
-        with untouched(self.func):
-            try: found = probe(self.func, learn.pred, learn.yb, n)
-            except Exception: found = 'other' # its batches cannot be cut
-        self.n_same += found=='samples'
-        if self.found: self.late = found in ('other','sum')
-        elif found in ('other','sum') or self.n_same==2: # two batches, each cut in two ways
-            self.found = 'samples' if found=='samples' else 'other'
-    def _keep(self, learn, n):
-        self.rows.append((to_rows(learn.pred, n), *columns(learn.yb, n)))
-        self.kinds = [k for o in (learn.pred, *listed(learn.yb)) for k in row_kinds(o, n)]
-    @property
-    def value(self):
-        if self.found=='samples' or not self.rows: return super().value
-        try: return float(self.func(*as_batch(cat_rows(self.rows), self.kinds)))
-        except Exception as e:
-            if self.of_all is None: raise ValueError(f'the metric {self.name} fails on the whole data set: {_remedy}') from e
-            return self._use_batches(f'{type(e).__name__}: {e}').value
-    def _use_batches(self, why):
-        _known[self.func] = self.found = 'samples'
-        (self.total,self.count),self.rows = self.of_all,[]
-        if is_rank0(): warnings.warn(f'the metric {self.name} cannot be computed on the whole data set ({why}): it is the mean of batches, '
-                                     f'which depends on the batches; {_remedy}')
-        return self
-
-    def tells(self)->tuple: # For `settle` of all ranks
-        "What this rank's batches have told"
-        return [self.found,*['other']*self.late],self.kinds,float(self.total),float(self.count),self.shapes
-
-    def settle(self,
-        told:list # `tells()` of all ranks
-    ):
-        "Do what all ranks do: after a loop, before its value is asked for"
-        self.asks,found,shapes = False,{o for os,_,_,n,_ in told if n for o in os},set().union(*[o[4] for o in told])
-        self.kinds = next((o[1] for o in told if o[1]), None)
-        self.of_all = sum(o[2] for o in told),sum(o[3] for o in told)
-        if found-{None}: _known[self.func] = 'other' if 'other' in found else 'samples'
-        if 'other' in found and is_rank0():
-            late = ', from the next loop on: on some rank the first batches looked otherwise' if 'samples' in found else ''
-            warnings.warn(f'the metric {self.name} is no mean over samples: {self.what.format(late=late, name=self.name)}')
-        self.found = 'samples' if 'samples' in found else 'other'
-        if 'other' in found and len(shapes)>1: self._use_batches('batches are padded to different lengths')
-
-def metric_of(
-    func, # From (prediction, targets) to a number
-    of_samples=None # Whether it is a mean over samples; None: the first batches tell
-)->FuncMetric:
-    "The metric of a function"
-    if of_samples is not None: _known[func] = 'samples' if of_samples else 'other'
-    return FuncMetric(func)
-
 # %% ../../nbs/learner/02_metrics.ipynb #c012
 class TorchMetric(Metric):
     "A torchmetrics object as a `Metric`. In `distrib_ctx` learnerdist reduces its state over ranks, in place of torchmetrics"
@@ -235,7 +157,7 @@ def mk_metric(
     elif kw: raise ValueError(f"{m!r} takes no arguments ({', '.join(kw)}): only a metric's class or its name does")
     if hasattr(m, 'accumulate'): return m
     if hasattr(m, 'update') and hasattr(m, 'compute'): return TorchMetric(m)
-    if callable(m): return metric_of(m)
+    if callable(m): return AvgMetric(m)
     raise ValueError(f'{m!r} is no metric: give a function of (prediction, targets), a Metric, or a torchmetrics object')
 
 def _made(cls, kw):
@@ -298,36 +220,42 @@ class Sums:
     def __init__(self, obj, *names): self.obj,self.names = obj,names
 
 class Rows:
-    "The state is these attributes of `obj`, lists with one entry per batch; their rows are gathered in the order of the data set"
+    "The state is these attributes of `obj`, lists with an entry for each batch, which are put together in order"
     def __init__(self, obj, *names): self.obj,self.names = obj,names
 
-class Replay: "For unknown metrics: the batches of all ranks are gathered and fed to the metric again, in order"
+class Batches: "Of any other metric: it gets the batches of all ranks, in their order, at the end of the loop"
 
 # %% ../../nbs/learner/02_metrics.ipynb #c019
 @singledispatch
 def reduction(
     m # A metric, or a callback that gathers predictions
 ):
-    "How the states of `m` on several ranks become the state of one process: `Sums`, `Rows` or `Replay`. Register your own classes"
-    return Replay()
+    "How states of ranks become one: `Sums`, `Rows`, a list of these, or `Batches`. Register your own classes"
+    return Batches()
+
+def reductions(
+    m # As in `reduction`
+)->list:
+    "As `reduction`, always a list"
+    return listify(reduction(m))
 
 @reduction.register
-def _(m:AvgMetric): return Sums(m, 'total','count') if _same(m, AvgMetric, 'reset','add','accumulate') else Replay()
+def _(m:AvgMetric): return Sums(m, 'total','count') if _same(m, AvgMetric, 'reset','add','accumulate') else Batches()
 @reduction.register
-def _(m:AvgLoss): return Sums(m, 'total','count') if _same(m, AvgLoss, 'reset','add','accumulate') else Replay()
+def _(m:AvgLoss): return Sums(m, 'total','count') if _same(m, AvgLoss, 'reset','add','accumulate') else Batches()
 @reduction.register
-def _(m:AccumMetric): return Rows(m, 'preds','targs') if _same(m, AccumMetric, 'reset','accumulate') else Replay()
+def _(m:AccumMetric): return Rows(m, 'preds','targs') if _same(m, AccumMetric, 'reset','accumulate') else Batches()
 
 def _same(m, cls, *names):
     "Whether a subclass has not overridden these methods, so that its state has the meaning that it has in `cls`"
     return all(getattr(type(m), o) is getattr(cls, o) for o in names)
 
-@reduction.register
-def _(m:FuncMetric): return Rows(m, 'rows') if m.found!='samples' else Sums(m, 'total','count')
-
 # %% ../../nbs/learner/02_metrics.ipynb #c022
 @reduction.register
 def _(m:TorchMetric):
     t,fs = m.metric,metric_state(m.metric)
-    additive = all(getattr(f, '__name__', '')=='dim_zero_sum' and isinstance(getattr(t, k), Tensor) for k,f in fs.items())
-    return Sums(t, *fs, update_count) if fs and additive else Replay()
+    hows = {k: getattr(f, '__name__', '') for k,f in fs.items()}
+    sums = [k for k,f in hows.items() if f=='dim_zero_sum' and isinstance(getattr(t, k), Tensor)]
+    rows = [k for k,f in hows.items() if f=='dim_zero_cat' and isinstance(getattr(t, k), list)]
+    known = fs and len(sums)+len(rows)==len(fs)
+    return [Sums(t, *sums, update_count),Rows(t, *rows)] if known else Batches()

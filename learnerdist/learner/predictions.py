@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/learner/10_predictions.ipynb #56d3b1bf
-import copy,warnings
+import copy
 from collections.abc import Mapping
 from contextlib import contextmanager,nullcontext
 from functools import partial
@@ -18,13 +18,11 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ..core.compat import BatchNorm,tree_leaves,tree_map
-from ..core.env import group_rank
-from ..core.random import rng_state,set_rng_state,shared_rng
-from ..core.shards import has_parts
-from ..data.distributed_dl import by_batch,in_order
+from ..core.random import rng_state,set_rng_state
+from ..data.distributed_dl import in_order
 from ..data.loaders import DataLoaders,all_inputs,call_model,single
-from ..data.rows import cat_rows,columns,cut_up,flat_lens,has_batch_value,has_whole,to_rows,without_rows
-from ..data.stored_rows import store_rows
+from ..data.rows import as_samples,join_batches,listed
+from ..data.stored_rows import store_batches
 from .callback import Callback,Order,all_events
 from .learner import Learner
 from .losses import batch_rows,copied
@@ -35,65 +33,42 @@ def has_result(learn)->bool:
     "Whether the current batch was evaluated, and not cancelled before by a callback"
     return learn.pred is not None and (learn.loss is not None or not learn.yb)
 
-# %% ../../nbs/learner/10_predictions.ipynb #bysampl1
-class BySample:
-    "Looks, in the batches 0, 1, 2, 4, 8, … of a loop, whether outputs with several rows for each sample come sample by sample"
-    def __init__(self): self.found,self.n = True,0
-    def __call__(self, learn, n, pred, of_model)->bool: # n: samples; pred: what `of_model` makes of the model's output
-        if n>1 and self.found:
-            if not self.n&(self.n-1): self.found = comes_by_sample(learn.model, learn.xb, n, pred, of_model)
-            self.n += 1
-        return self.found
-
-def comes_by_sample(
-    model, xb:tuple,
-    n:int,        # Number of samples in the batch
-    pred,         # The model's output for it, after `of_model`
-    of_model=noop
-)->bool:          # False also if it cannot be told, as for graphs
-    "Whether the output for the samples in reversed order is the reversed output, in `n` blocks; by a copy of the model"
-    turned = lambda o: o.flip(0) if isinstance(o, Tensor) else o
-    blocks = lambda o: o.unflatten(0, (n, len(o)//n)).flip(0).flatten(0, 1) if isinstance(o, Tensor) and o.ndim else o
-    if has_parts(model) or any(not isinstance(o, Tensor) or o.shape[:1]!=(n,) for o in tree_leaves(xb)): return False
-    with torch.no_grad(), shared_rng(0):
-        try: got = tree_leaves(of_model(call_model(copy.deepcopy(model), tree_map(turned, tuple(xb)), model)))
-        except Exception: return False # a model that keeps what it has computed cannot be copied
-    return all(_like(a, b) for a,b in zip(tree_leaves(tree_map(blocks, pred)), got))
-
-def _like(a, b):
-    if not isinstance(a, Tensor) or not a.is_floating_point(): return True
-    return a.shape==b.shape and torch.allclose(a.float(), b.float(), 1e-2, 1e-2*a.float().abs().max().item())
-
 # %% ../../nbs/learner/10_predictions.ipynb #c006
 class GatherPreds(Callback):
     "Collect predictions and targets of each batch, and on request inputs and losses"
     order = Order.predictions
-    gathered = False # Whether `rows` are those of all ranks
+    gathered = False # Whether the lists are what the batches of all ranks have together
     def __init__(self,
         with_input=False, with_loss=False, # Also collect inputs, and the loss of each sample
         act=noop,       # A function to apply to the predictions
         gather='all'    # As in `get_preds`
     ):
         self.with_input,self.with_loss,self.act,self.gather = with_input,with_loss,act,gather
-        self.rows = [] # (inputs,) predictions, targets (, losses) of each batch. In `distrib_ctx`, after the loop: of all ranks
         self.names = [*['inputs']*with_input,'preds','targets',*['losses']*with_loss]
-        self.by_batch,self.again,self.has_value = None,False,False # On several ranks: the loader for another loop, whether it is needed
-        self.by_sample = BySample()
+        self.inputs,self.preds,self.targets,self.losses,self.ns = [],[],[],[],[] # ns: samples in each batch
 
     def after_batch(self):
         if not has_result(self.learn): return
-        n,pred = batch_rows(self.learn),self.act(self.of_model())
-        flat,self.has_value = flat_lens(pred, n),self.has_value or has_batch_value(pred, n)
-        cut = bool(flat) and self.by_sample(self.learn, n, pred, lambda o: self.act(self.of_model(o)))
-        x = [single(columns(self.xb, n, False))] if self.with_input else []
-        losses = [self._row_losses()] if self.with_loss else []
-        y,*losses = [single(columns(o, n, cut and flat_lens(o, n)<=flat)) for o in (self.yb,*([o] for o in losses))]
-        self.rows.append((*x, to_rows(pred, n, cut), y, *losses))
+        n = batch_rows(self.learn)
+        if self.with_input: self.inputs.append(as_samples(single(tuple(listed(self.xb))), n))
+        self.preds.append(as_samples(self.act(self.of_model()), n))
+        self.targets.append(as_samples(single(tuple(listed(self.yb))), n))
+        if self.with_loss: self.losses.append(as_samples(self._row_losses(), n))
+        self.ns.append(n)
 
-    def of_model(self, pred=None): # pred: of the model; None: of this batch
-        "What is collected of an output of the model"
-        pred = self.pred if pred is None else pred
-        return pred if self.loss_func is not None else without_loss(pred)
+    def results(self)->tuple: # An element for each of `names`; None where there is no batch
+        "What all batches have together"
+        lists = {k: getattr(self, k) for k in self.names}
+        if not self.gathered and self.ns: lists = self._join(lists)
+        return tuple(lists[k] if self.gathered or self.ns else None for k in self.names)
+
+    def _join(self, lists):
+        if isinstance(self.gather, Path): return store_batches(lists, self.ns, self.gather)
+        return {k: join_batches(v, self.ns) for k,v in lists.items()}
+
+    def of_model(self):
+        "What is collected of the output of the model"
+        return self.pred if self.loss_func is not None else without_loss(self.pred)
 
     def _row_losses(self):
         with not_reduced(self.loss_func) as f: loss = f(self.pred, *self.yb)
@@ -121,7 +96,7 @@ def not_reduced(
     finally: loss_func.reduction = old
 
 @reduction.register
-def _(m:GatherPreds): return Rows(m, 'rows')
+def _(m:GatherPreds): return Rows(m, *m.names)
 
 # %% ../../nbs/learner/10_predictions.ipynb #c008
 @patch
@@ -134,35 +109,21 @@ def get_preds(self:Learner,
     reorder:bool=True,       # True: in the order of the data set; False: in the order of the loader
     gather='all',            # 'rank0': on other ranks all results are None. A `Path`: they are mapped from files in this folder, see below
     cbs=None                 # Callbacks for this loop only
-)->tuple: # (predictions, targets) in the model's structure, CPU tensors `(n,…)`, or lists of rows that do not fit a tensor
+)->tuple: # (predictions, targets) in the model's structure: CPU tensors, or lists of what does not fit one tensor
     "Predictions and targets of a whole data set; in `distrib_ctx` those of all ranks, on every rank. ValueError for another `gather`"
     check_gather(gather)
     dl = self.dls[ds_idx] if dl is None else dl
     cb = GatherPreds(with_input, with_loss, act or getattr(self.loss_func, 'activation', noop), gather)
     self.prepare_model()
     if reorder: dl = in_order(getattr(dl, 'source', dl))
-    cb.by_batch = by_batch(dl)
     with self.added_cbs([cb,*listify(cbs)]), self.aside(), _without_metrics(self), nullcontext() if with_loss else _unheard_loss(self):
         self._do_epoch_validate(dl=dl)
-        if cb.again: self._do_epoch_validate(dl=cb.by_batch)
-    alone = isinstance(gather, Path) and cb.rows and not cb.gathered
-    rows = store_rows(cb.rows, gather, cb.names) if alone else cat_rows(cb.rows)
-    return (None,)*len(cb.names) if rows is None else told_apart(rows)
+    return cb.results()
 
 def check_gather(how):
     "Make the folder, if it is one. ValueError for what `gather` cannot be, OSError where a folder cannot be made"
     if isinstance(how, Path): how.mkdir(parents=True, exist_ok=True)
     elif how not in ('all','rank0'): raise ValueError(f"gather={how!r}: give 'all', 'rank0', or a pathlib.Path for a folder of files")
-
-def told_apart(rows):
-    "`rows`; outputs without recognisable rows as a list, one entry per batch, with a warning"
-    rows = cut_up(rows)
-    found = [o[0].val for o in tree_leaves(rows) if has_whole(o)]
-    if found and group_rank()==0:
-        what = ', '.join(str(tuple(o.shape)) for o in found)
-        warnings.warn(f'get_preds: which part of a tensor belongs to which sample cannot be told, with shapes {what} in the first batch. '
-                      'You get the batches\' outputs, one after the other; put the samples into the first dimension to get rows')
-    return without_rows(rows)
 
 @contextmanager
 def _unheard_loss(learn):
@@ -227,7 +188,7 @@ def predict(self:Learner,
     for f in getattr(dl, 'after_batch', ()): b = f(b)
     if not isinstance(b, (list,tuple)): b = [b]
     preds,_ = self.get_preds(dl=Unshared(b), act=act, reorder=False)
-    return tree_map(lambda o: o[0], preds)
+    return tree_map(lambda o: o[0] if len(o)==1 else o, preds) # a sample may have no row of its own
 
 # %% ../../nbs/learner/10_predictions.ipynb #prd21
 @patch

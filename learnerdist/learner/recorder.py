@@ -6,13 +6,14 @@
 __all__ = ['Recorder']
 
 # %% ../../nbs/learner/03_recorder.ipynb #8e909483
-import time,warnings
+import time
 
 import torch
 from fastcore.basics import patch
 from torch import Tensor
 
 from ..core.env import is_rank0
+from ..core.stacks import warn
 from ..data.loaders import data_len
 from ..data.rows import find_device
 from .losses import batch_rows,n_items,weighted
@@ -41,7 +42,7 @@ class Recorder(Callback):
     def before_epoch(self): self.start,self.log = time.time(),[self.epoch]
     def before_train(self):
         self.steps,self.lr_now = [],self._lr()
-        if data_len(self.dl)==0 and is_rank0(): warnings.warn(f'the training loader, a {type(self.dl).__name__}, has no batch: nothing is '
+        if data_len(self.dl)==0 and is_rank0(): warn(f'the training loader, a {type(self.dl).__name__}, has no batch: nothing is '
                                                               'trained. Is the data set empty, or shorter than a batch with drop_last?')
     def before_batch(self):
         if self.learn.training: self.lr_now,self.n_before = self._lr(),self.learn.train_iter
@@ -79,16 +80,19 @@ class Recorder(Callback):
 
     def step_totals(self)->Tensor: # (steps,3), float64, CPU: loss × items, items, samples; of this rank, or summed over ranks
         "The totals of this epoch's steps so far. Moves them to the CPU"
+        return as_totals(self.all_steps())
+
+    def all_steps(self)->list:
+        "What `step_totals` adds up, as numbers and tensors"
         if self.learn.training and self.n_before is not None and self.learn.train_iter>self.n_before: self.after_batch() # it was cancelled
-        if not self.steps: return torch.zeros(0, 3, dtype=torch.double)
-        return torch.stack([stacked(o) for o in zip(*self.steps)], 1)
+        return self.steps
 
     def flush(self, totals:Tensor):
         "Enter `totals`, (steps,3) as from `step_totals`, into the history"
         losses = totals[:,0]/totals[:,1]
         self.losses += losses.tolist()
         self.steps,self.n_samples = [],totals[:,2].sum().item()
-        self.log.append((totals[:,0].nansum()/totals[:,1].sum()).item() if len(totals) else None)
+        self.log.append((totals[:,0].sum()/totals[:,1].sum()).item() if len(totals) else None)
         self.iters.append(len(self.losses))
 
     def after_train(self): self.flush(self.step_totals())
@@ -122,11 +126,18 @@ class Recorder(Callback):
 
 def _say_hidden(learn):
     found = [f'{cb}.{k}' for cb in learn.cbs for k in ('xb','yb','pred','loss','loss_grad','model','opt') if k in vars(cb)]
-    if found: warnings.warn(f"{', '.join(found)}: the callback's own, which hides the learner's. To change that, assign to self.learn")
+    if found: warn(f"{', '.join(found)}: the callback's own, which hides the learner's. To change that, assign to self.learn")
 
 def _clock(secs): return f'{int(secs)//60:02d}:{int(secs)%60:02d}'
 
 # %% ../../nbs/learner/03_recorder.ipynb #c024b
+def as_totals(
+    steps:list # From `all_steps`
+)->Tensor:     # As `step_totals` gives them
+    "The numbers of steps as one tensor on the CPU"
+    if not steps: return torch.zeros(0, 3, dtype=torch.double)
+    return torch.stack([stacked(o) for o in zip(*steps)], 1)
+
 def stacked(os)->Tensor:
     "Numbers and tensors () as one float64 tensor on the CPU"
     if not any(issubclass(o, Tensor) for o in {*map(type, os)}): return torch.tensor(os, dtype=torch.double)

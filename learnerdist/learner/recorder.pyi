@@ -64,6 +64,9 @@ class Recorder(Callback):
     def step_totals(self) -> Tensor:
         """The totals of this epoch's steps so far. Moves them to the CPU"""
 
+    def all_steps(self) -> list:
+        """What `step_totals` adds up, as numbers and tensors"""
+
     def flush(self, totals: Tensor):
         """Enter `totals`, (steps,3) as from `step_totals`, into the history"""
 
@@ -81,7 +84,7 @@ class Recorder(Callback):
 
     @property
     def mfu(self) -> list:
-        """For each epoch the share of the devices' FLOP/s that training has used, 0 to 1. ValueError without a callback `FlopCount(peak)`"""
+        """For each epoch the share of the devices' FLOP/s that training has used, 0 to 1. It needs the callbacks `FlopCount(peak)` and `Timer`"""
 
     @property
     def times(self) -> list:
@@ -104,8 +107,8 @@ class Recorder(Callback):
     def plot_lr(self, ax=None):
         """Plot each step's learning rate (of the last parameter group); returns the axes"""
 
-    def __getattr__(self, name: str) -> Any:
-        """A callback of the learner, or another attribute that is set at run time"""
+def as_totals(steps: list) -> Tensor:
+    """The numbers of steps as one tensor on the CPU"""
 
 def stacked(os) -> Tensor:
     """Numbers and tensors () as one float64 tensor on the CPU"""

@@ -7,18 +7,18 @@ __all__ = ['Scheduler', 'warm_up', 'lr_scale', 'TrackerCallback', 'EarlyStopping
            'ReduceLROnPlateauCallback', 'TerminateOnNaNCallback']
 
 # %% ../../nbs/learner/09_schedule.ipynb #c002
-import inspect,math,operator,warnings
+import inspect,math,operator
 from pathlib import Path
 
 import torch
 from fastcore.basics import listify,patch
+from fastcore.meta import delegates
 from torch.optim import Optimizer,lr_scheduler
 from torch.optim.lr_scheduler import LinearLR,OneCycleLR,SequentialLR
 
-from .callback import Callback,Order,CancelFitException,_own_loader
+from .callback import Callback,Order,CancelFitException,own_loader
 from ..core.collectives import gather_objects
 from ..core.env import group_size,is_rank0
-from ..data.loaders import data_len
 from .learner import Learner
 from .accumulation import steps_per_epoch
 
@@ -39,15 +39,6 @@ class Scheduler(Callback):
         self.old,self.patched,keys = [dict(g) for g in opt.param_groups],'step' in vars(opt),_keys(opt)
         try: self.sched = self.func(opt)
         finally: self.added = _keys(opt)-keys
-        if self.by=='step': self._say_too_long()
-
-    def _say_too_long(self):
-        "Warn on rank 0 of a course that was made for the batches of one process"
-        W,n = group_size(),self.learn.n_epoch
-        if W<2 or not is_rank0() or not (own := (data_len(self.learn.dls.train) or 0)*n): return
-        found = [v for k,v in self.horizon if k in ('total_steps','T_max') and isinstance(v, int) and v!=own and n*math.ceil(v/n/W)==own]
-        if found: warnings.warn(f'{type(self.sched).__name__} is made for {found[0]} steps, and this fit has {own}: a batch size is that '
-                                f'of a rank, so on {W} ranks an epoch has fewer steps. Count them in the context: n_epoch*len(dls.train)')
 
     def after_cancel_step(self): self.cancelled = True
     def after_step(self):
@@ -120,6 +111,7 @@ def lr_scale(
 
 # %% ../../nbs/learner/09_schedule.ipynb #c019
 @patch
+@delegates(Learner.fit, but=['lr'])
 def fit_one_cycle(self:Learner,
     n_epoch:int,    # As in `fit`
     lr_max=None,    # Highest rate; a `slice` or a list for parameter groups; None: the learner's `lr`
@@ -148,7 +140,7 @@ def _fit_by_step(self:Learner, n_epoch, lr, make, cbs, reset_opt, flags):
         self.fit(n_epoch, lr, cbs=[sched,*listify(cbs)], reset_opt=reset_opt)
 
 def _batches_per_epoch(learn):
-    try: n = len(_own_loader(learn, learn.dls.train))
+    try: n = len(own_loader(learn, learn.dls.train))
     except TypeError as e: raise ValueError('this schedule must know its steps, and the training loader has no length: use fit') from e
     return min(gather_objects(n)) if hasattr(learn, 'distributed_trainer') else n
 
@@ -194,7 +186,8 @@ class TrackerCallback(Callback):
         self.seen = len(self.hist)
         self.value = self.hist[-1][self.idx]
         better = -self.min_delta if self.lower else self.min_delta
-        self.new_best = self.value is not None and bool(self.comp(self.value-better, self.best))
+        known = self.value is not None and self.value==self.value # NaN is never better, whatever `comp` says
+        self.new_best = known and bool(self.comp(self.value-better, self.best))
         if self.new_best: self.best,self.best_epoch = self.value,self.epoch
 
     def after_epoch(self): self.track()

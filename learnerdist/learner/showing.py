@@ -27,7 +27,8 @@ def name_of(
     return getattr(o, '__name__', None) or type(getattr(o, 'func', o)).__name__ if o is not None else 'None'
 
 def _sizes(dl):
-    n,n_batches,bs = getattr(dl, 'n_total', data_len(getattr(dl, 'dataset', None))),data_len(dl),batch_shape(dl)[0]
+    n,n_batches,bs = data_len(getattr(dl, 'dataset', None)),data_len(dl),batch_shape(dl)[0]
+    if getattr(dl, 'unit', 'batch')=='row': n = dl.n_total
     share = f' (rank {dl.rank} of {dl.world_size})' if hasattr(dl, 'world_size') else ''
     return f"{'?' if n is None else n} samples in {'?' if n_batches is None else n_batches} batches of {bs or '?'}{share}"
 

@@ -1,0 +1,68 @@
+"What strangers ran into with fastai's Learner: an error that names the remedy, or the run of one process"
+from functools import partial
+from types import SimpleNamespace
+import pytest,torch
+from fastai.basics import Callback,DataLoaders,Learner,noop
+from fastai.data.core import TfmdLists
+from fastai.data.load import DataLoader
+from fastai.optimizer import OptimWrapper
+from torch import nn
+from learnerdist.fastai import *
+from learnerdist.testing import run_ranks
+
+torch.set_num_threads(1)
+
+def loader(): return DataLoader([(torch.full((3,), float(i)), torch.tensor(i%2)) for i in range(8)], bs=2)
+def quiet(learn):
+    learn.logger = noop
+    return learn
+
+class Graph:
+    "A batch object, as of PyTorch Geometric"
+    def __init__(self, x): self.x = x
+    def to(self, *args, **kwargs): return self
+
+class OnGraph(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+    def forward(self, g): return SimpleNamespace(loss=self.inner(g.x).mean())
+
+def without_targets():
+    dl = DataLoader([Graph(torch.ones(2, 3))]*8, bs=2, create_batch=lambda b: (b[0],))
+    learn = quiet(Learner(DataLoaders(dl, dl), OnGraph(), noop, opt_func=partial(OptimWrapper, opt=torch.optim.SGD)))
+    with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
+
+@pytest.mark.parametrize('n', [1,2])
+def test_a_batch_object_without_targets_is_an_error(n):
+    res = run_ranks(without_targets, n, errors='return')
+    assert all('has no targets' in o.message and 'Graph' in o.message for o in res)
+
+def row(i): return torch.full((3,), float(i)),i%2
+
+def typed():
+    "As in fastai's tutorial on transformers, where `TfmdLists.types` are classes"
+    sets = [TfmdLists(list(range(8)), row) for _ in range(2)]
+    for o in sets: o.types = [torch.Tensor,int,list]
+    learn = quiet(Learner(DataLoaders(*[DataLoader(o, bs=2) for o in sets]), nn.Linear(3, 9), nn.CrossEntropyLoss(),
+                          opt_func=partial(OptimWrapper, opt=torch.optim.SGD)))
+    with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
+    return True
+
+def test_a_data_set_with_a_list_of_classes(): assert run_ranks(typed, 2)==[True]*2
+
+class Second(Callback):
+    "A second pass, as SAM takes it"
+    def before_step(self):
+        self.learn.opt.zero_grad()
+        self.learn.loss_func(self.learn.wrapper(*self.xb), *self.yb).backward()
+
+def sam():
+    learn = quiet(Learner(DataLoaders(loader(), loader()), nn.Linear(3, 2), nn.CrossEntropyLoss(), cbs=Second(),
+                          opt_func=partial(OptimWrapper, opt=torch.optim.SGD)))
+    with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
+    return learn.model.weight.tolist()
+
+def test_a_second_pass_alone_too():
+    (alone,),ranks = run_ranks(sam, 1),run_ranks(sam, 2)
+    assert ranks[0]==ranks[1] and len(alone)==2
