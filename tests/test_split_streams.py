@@ -86,14 +86,39 @@ def test_loaders_that_read_in_their_own_way(W):
             if W==2: torch.testing.assert_close(got[k][0], one[k][0], rtol=0, atol=1e-12)
         assert got['few'][1]==[*range(10)]
 
+def evaluated(how, workers):
+    "A validation loss and predictions over a stream, and whether it was found to be split"
+    torch.manual_seed(0)
+    learn = Learner(DataLoaders(data_loader(), DataLoader(Stream(how, N), 3, num_workers=workers)), nn.Linear(2, 1).double(), nn.MSELoss())
+    with warnings.catch_warnings(record=True) as said, learn.distrib_ctx(seed=1), learn.no_logging():
+        warnings.simplefilter('always')
+        loss = learn.validate()[0]
+        targs = (learn.get_preds()[1]*N).round().int().flatten().tolist()
+    return loss,sorted(targs),any('another first sample' in str(o.message) for o in said)
+
+def data_loader(): return DataLoader(data(), 2)
+
+@pytest.mark.parametrize('W,workers', [(2,0),(2,2),(3,0)])
+def test_evaluation_of_a_stream_that_splits_itself(W, workers):
+    for how in (None,'by rank'):
+        one, = run_ranks(evaluated, 1, how, 0)
+        for r,(loss,targs,found) in enumerate(run_ranks(evaluated, W, how, workers)):
+            if how or not workers: assert targs==one[1]==[*range(N)] and loss==pytest.approx(one[0]), how
+            assert found==(how is not None and r==0)
+
+def test_a_loader_may_end_early():
+    "Its length is the user's matter"
+    torch.testing.assert_close(*[o[0][0] for o in (run_ranks(early, 1), run_ranks(early, 2))], rtol=0, atol=1e-12)
+
+def early(): return fit(Early(data(), bs()))
+
 def wrong(kind):
     torch.manual_seed(0)
-    fit(dict(deaf=lambda: Deaf(data(), 2), early=lambda: Early(data(), 2),
+    fit(dict(deaf=lambda: Deaf(data(), 2),
              split=lambda: DataLoader(data(), 2, sampler=DistributedSampler(range(N), 4, 0)))[kind]())
 
-@pytest.mark.parametrize('kind,match', [('deaf', 'has read 22 samples in an epoch, and never asked which of the 22 are its own: a Deaf'),
-    ('early', 'has read 4 samples in 2 batches, where its Early says 6 batches'),
-    ('split', 'DistributedSampler deals the samples among 4 ranks, and 2 read them: an epoch would see 12 samples of 22')])
+@pytest.mark.parametrize('kind,match', [('deaf', 'has read all the data: a Deaf never asks which samples are its own'),
+    ('split', 'a sampler deals the samples among 4 ranks, and 2 read them')])
 def test_a_wrong_count_is_an_error(kind, match):
     with pytest.raises(RanksError, match=match): run_ranks(wrong, 2, kind)
     run_ranks(wrong, 1, kind)

@@ -7,15 +7,13 @@ __all__ = ['DistributedDL']
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c002
 import copy, math, torch, warnings, zlib
-from contextlib import nullcontext
 from functools import partial, singledispatch
 from itertools import chain, count, islice
-from operator import index
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, SubsetRandomSampler, get_worker_info
 from ..core.compat import no_iterator,set_worker_info,tree_leaves
 from .loaders import (Collate, FrameRows, LoaderWrapper, TfmdDL, batch_shape, changed, data_len, is_shuffled, one_batch, pipe,
                       read_loader)
-from ..core.random import draw,mix_seed,outer_streams,seed_on_cpu,seed_streams,shared_rng
+from ..core.random import draw,mix_seed,outer_streams,seed_streams,shared_rng
 from .streams import Placed,saves_place
 from .sharding import check_rank, deal, full_rows, share_chunks, share_len
 from .tensors import columns_of
@@ -38,23 +36,14 @@ def set_epoch(dl, epoch:int):
     own = [dl] if hasattr(dl, 'set_epoch') else [*loader_parts(dl), getattr(dl, 'dataset', None)]
     for o in {id(o):o for o in own if hasattr(o, 'set_epoch')}.values(): o.set_epoch(epoch)
 
-def check_split(dl, world_size):
-    "Raise ValueError where the sampler of a loader deals its samples among another number of ranks"
-    for o in loader_parts(dl):
-        n = getattr(o, 'num_replicas', world_size)
-        if world_size>1 and n!=world_size and not hasattr(dl, 'dealer'): raise ValueError(
-            f'{type(o).__name__} deals the samples among {n} ranks, and {world_size} read them: an epoch would see '
-            f'{world_size*len(o)} samples of {data_len(getattr(dl, "dataset", None))}')
-
 # %% ../../nbs/data/03_distributed_dl.ipynb #c009
 class Dealt:
     "A rank's shard of the items of a sampler"
-    note = iter # From an iterator over the sampler's items to one that sees which are read
     def __init__(self, dealer, source, chunk): self.dealer,self.source,self.chunk = dealer,source,chunk
     def __iter__(self):
         d = self.dealer
         gens = [o.generator for o in loader_parts(self.source) if isinstance(getattr(o, 'generator', None), torch.Generator)]
-        items = d.deal(self.note(draw(self.source, shared_rng(d.seed, d.epoch, generators=gens), self.chunk, self.chunk)))
+        items = d.deal(draw(self.source, shared_rng(d.seed, d.epoch, generators=gens), self.chunk, self.chunk))
         return d.sized(items) if d.unit=='batch' else items
     def __len__(self): return self.dealer.count(len(self.source))
 
@@ -71,19 +60,21 @@ class DealtOrder(Dealt):
 class Dealer:
     "Makes the shard of one rank, of orders, samplers and streams, for the current epoch"
     def __init__(self, rank, world_size, seed=0,
-        pad=True # Repeat items so that all ranks read equally many? 'batch': only where a rank would have a batch less than others
+        pad=True, # Repeat items so that all ranks read equally many? 'batch': only where a rank would have a batch less than others
+        sample_seeds=False # Whether samples and training batches draw from streams of their own, see `DistributedDL.from_dl`
     ):
         check_rank(rank, world_size)
         if not isinstance(seed, int): raise ValueError(f"seed={seed!r}: need an integer, the same on every rank")
         if pad not in (True,False,'batch'): raise ValueError(f"pad={pad!r}: give True, False or 'batch'")
         self.rank,self.world_size,self.seed,self.pad = rank,world_size,seed,pad
+        self.sample_seeds = sample_seeds
         self.unit,self.source,self.items,self.bs,self.drop_last,self.sizes = 'row',None,None,None,False,[]
-        self.n_workers,self.n_batches = 0,None # of a stream; of this epoch, without repeats
-        self._epoch,self._first,self._by_rank,self._n_read = [torch.zeros(k, dtype=torch.int64) for k in ((), (), (), 1)]
-    streams = False      # Whether the source is an iterable data set
-    sample_seeds = False # Whether samples and training batches draw from streams of their own
-    asked = False        # Whether the loader has asked for the items of this epoch
-    n_skip = 0           # Batches of this epoch that a resumed fit leaves out
+        self._epoch,self.first,self.by_rank,self._n_read = torch.zeros(4, 1, dtype=torch.int64)
+    # Seen by workers, too: first, a hash of the first sample of a stream; by_rank: whether that has split itself among ranks
+    asked = False # Whether the loader has asked for the items of this epoch
+    n_skip = 0 # Batches of this epoch that a resumed fit leaves out
+    n_batches = None # Of this epoch, without repeats, once they have been read
+    streams = property(lambda self: isinstance(self.items, _Stream), doc="Whether the source is an iterable data set")
     left_at = -1,0 # An epoch, and the number of its items (see `unit`), over all ranks, that an earlier run has already read
     epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v), doc="The epoch, which workers see too")
     start = property(lambda self: self.left_at[1] if self.left_at[0]==self.epoch else 0,
@@ -93,9 +84,9 @@ class Dealer:
     ):
         "Iterator over this rank's shard of `items`, an iterable that is the same on every rank"
         self.asked = True
+        self._n_read[worker_id()] = 0
         if self.by_rank: return iter(items)
         items = islice(items, max(self.start-at, 0), None)
-        self._n_read[self._worker()] = 0
         if self._floor: items = full_rows(items, self.world_size)
         return deal(items, self.rank, self.world_size, self.end_of, max(at-self.start, 0))
     def left(self, n):
@@ -104,7 +95,6 @@ class Dealer:
     def count(self, n)->int:
         "How many of an epoch's `n` items this rank reads"
         n = self.left(n)
-        if self.by_rank: return n
         return n//self.world_size if self._floor else share_len(n, self.rank, self.world_size, self.pads(n))
     _floor = property(lambda self: self.pad=='batch' and self.drop_last and bool(self.bs)) # each rank's last batch is dropped in any case
     def pads(self, n):
@@ -113,15 +103,14 @@ class Dealer:
         return n//self.world_size%self.bs==0 if self.pad=='batch' and self.bs else bool(self.pad)
     def end_of(self, n):
         "As `pads`, for the `n` items of this epoch, which `repeats` then knows"
-        self._n_read[self._worker()] = n
+        self._n_read[worker_id()] = n
         return self.pads(n)
-    def _worker(self): return get_worker_info().id if self.n_workers>1 and get_worker_info() else 0
-    _by_workers = property(lambda self: self.n_workers>1 and self.pad=='batch' and bool(self.bs))
+    _by_workers = property(lambda self: len(self._n_read)>1 and self.pad=='batch' and bool(self.bs))
     def owed(self, n):
         "How many batches more than `n` another rank has, of a stream that several workers have read to its end"
-        if not n or not self._by_workers or self.drop_last or self.by_rank: return 0
-        most = [share_len(m, 0, self.world_size) for m in self._n_read.tolist()] # rank 0's, of each worker
-        return max(sum(-(-m//self.bs) for m in most)-n, 0)
+        if not n or not self._by_workers or self.drop_last: return 0
+        most = sum(math.ceil(m/self.world_size/self.bs) for m in self._n_read.tolist()) # rank 0's, of all its workers
+        return max(most-n, 0)
     def repeats(self, i):
         "Whether batch `i` of this rank's shard is a repeat, and nothing else; known once it has been read"
         if self._by_workers: return self.n_batches is not None and i>=self.n_batches
@@ -154,12 +143,12 @@ class Dealer:
         after=() # Functions of a sample, which may draw; None: the caller applies them
     ):
         "Iterable data set of this rank's samples. Its copies in workers see changes of the epoch, through shared memory"
-        self.streams,self.n_workers,self._n_read = True,num_workers,torch.zeros(max(num_workers, 1), dtype=torch.int64)
+        self._n_read = torch.zeros(max(num_workers, 1), dtype=torch.int64)
         self.share_memory(num_workers)
         return self._made(dataset, (_PlacedStream if saves_place(dataset) and not num_workers else _Stream)(dataset, self, after))
     def share_memory(self, num_workers):
         "Let copies in workers see the epoch, and this process what they have read"
-        for o in (self._epoch,self._first,self._by_rank,self._n_read) if num_workers else (): o.share_memory_()
+        for o in (self._epoch,self.first,self.by_rank,self._n_read) if num_workers else (): o.share_memory_()
     def samples(self, dataset, num_workers, after=()): # after: as in `stream`
         "The data set, whose samples draw from streams of their own; itself where nothing is drawn"
         if not self.sample_seeds or not after and is_quiet(dataset): return dataset
@@ -167,19 +156,14 @@ class Dealer:
         return Seeded(dataset, self, after)
     def seed_sample(self, key):
         "Seed the random streams for the sample of this index, or other key; of a stream, its number"
-        try: i = index(key)
-        except TypeError: i = zlib.crc32(repr(key).encode())
-        seed_on_cpu(self.seed, self.epoch, i, -1) # -1: no batch has this number
-    by_rank = property(lambda self: bool(self._by_rank), doc="Whether a stream has split itself among ranks")
-    def see_first(self, samples):
-        "Remember the first sample of a stream, for `compare`"
-        if not self._worker(): self._first.fill_(sample_hash(samples))
+        i = key if isinstance(key, int) else zlib.crc32(repr(key).encode())
+        seed_streams(self.seed, self.epoch, i, -1, cuda=False) # -1: no batch has this number
     def compare(self, gather, name):
-        "Whether a stream, by its first samples, splits itself among ranks: it is left alone then. Sync point"
-        if not self.streams or self.by_rank or len({*gather(int(self._first))})==1: return False
-        self._by_rank.fill_(1)
-        if not self.rank: warnings.warn(
-            f'{name} gives each rank another first sample: it is taken to split itself among ranks, and left alone')
+        "Whether the first samples of a stream show that it splits itself among ranks. It is left alone then. Sync point"
+        if self.by_rank or len({*gather(int(self.first))})==1: return False
+        self.by_rank.fill_(1)
+        text = f'{name} gives each rank another first sample: it is taken to split itself among ranks, and left alone'
+        if not self.rank: warnings.warn(text)
         return True
     def generator(self, g):
         "`g` on rank 0; on other ranks another generator, because the seeds of the workers are drawn from it"
@@ -192,26 +176,24 @@ class Dealer:
 
 class BatchDealer(Dealer):
     "Deals the batches of a loader as they are in one process, for evaluation: batch k goes to rank k % W"
-    def __init__(self, rank, world_size, seed=0):
-        super().__init__(rank, world_size, seed, pad=False)
+    def __init__(self, rank, world_size, seed=0, sample_seeds=False):
+        super().__init__(rank, world_size, seed, False, sample_seeds)
         self.of_batches()
     def shard(self, dl):
         "A loader of this rank's batches"
         return whole_batches(dl, self)
     def alone(self):
         "A dealer of all samples, with this one's epoch"
-        res = Dealer(0, 1, self.seed, pad=False)
-        res._epoch,res._first,res.sample_seeds = self._epoch,self._first,self.sample_seeds
+        res = Dealer(0, 1, self.seed, False, self.sample_seeds)
+        res._epoch,res.first = self._epoch,self.first
         return res
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #seeds1
+def worker_id()->int: return getattr(get_worker_info(), 'id', 0)
+
 def is_quiet(ds):
     "Whether data lies in memory, so that a sample draws nothing"
     return type(ds) in (list,tuple,range,torch.Tensor,FrameRows) or columns_of(ds) is not None
-
-def outside_worker():
-    "In the process of the training loop, the random streams afterwards are those before; a worker has no others"
-    return outer_streams() if get_worker_info() is None else nullcontext()
 
 class Seeded(LoaderWrapper, Dataset):
     "A data set whose samples draw from streams of their own, so that they are the same at any number of ranks and workers"
@@ -221,21 +203,15 @@ class Seeded(LoaderWrapper, Dataset):
     def __len__(self): return len(self.source)
     def __getitem__(self, i): return self.__getitems__([i])[0]
     def __getitems__(self, idxs):
-        with outside_worker(): return [self._sample(i) for i in idxs]
+        with outer_streams(): return [self._sample(i) for i in idxs]
     def _sample(self, i):
         self.dealer.seed_sample(i)
         return pipe(self.after, self.source[i])
 
-def sample_hash(
-    b # Samples
-)->int:
-    "Of the tensors, arrays, numbers and texts in them, the same in each process; other objects do not count"
-    crc = 0
-    for o in tree_leaves(b):
-        if isinstance(o, torch.Tensor): o = o.detach().cpu().tolist()
-        elif hasattr(o, 'tobytes'): o = o.tobytes() # arrays and images
-        if isinstance(o, (int,float,complex,str,bytes,list)): crc = zlib.crc32(repr(o).encode(), crc)+1
-    return crc
+def sample_hash(samples)->int:
+    "Of the tensors, arrays, images, numbers and texts in samples; other objects may differ between processes"
+    vals = [o.tolist() if hasattr(o, 'tolist') else o.tobytes() if hasattr(o, 'tobytes') else o for o in tree_leaves(samples)]
+    return zlib.crc32(repr([o for o in vals if isinstance(o, (int,float,complex,str,bytes,list))]).encode())
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c014
 class _Spy:
@@ -293,11 +269,11 @@ class _Stream(IterableDataset):
         "This rank's items from number `at` on; where samples draw, each has its own streams"
         d = self._dealer
         first = list(islice(items, 1))
-        d.see_first(first)
+        if not worker_id(): d.first.fill_(sample_hash(first))
         for i,o in d.deal(zip(places or count(at), chain(first, items)), at):
             if d.by_rank: i = i*d.world_size+d.rank
             if self._after:
-                with outside_worker():
+                with outer_streams():
                     d.seed_sample(i)
                     o = pipe(self._after, o)
             elif self._after is None and d.sample_seeds: d.seed_sample(i)
@@ -355,17 +331,11 @@ def whole_batches(
 ):
     "A loader of the rank's batches. Without a function for its kind it reads all, and leaves out others' batches"
     known = reindexed.dispatch(type(dl)) is not reindexed.dispatch(object)
-    return every_nth(dl, dealer) if known else EveryNth(dl, dealer)
-
-def every_nth(dl, dealer):
-    "As `whole_batches`, of any loader that `reindexed` knows"
-    alone = dealer.alone()
-    new,dealer.streams = reindexed(dl, alone),alone.streams
-    return EveryNth(new, dealer)
+    return EveryNth(reindexed(dl, dealer.alone()) if known else dl, dealer)
 
 @whole_batches.register
 def _(dl:DataLoader, dealer):
-    if isinstance(dl.dataset, IterableDataset) or _reads_itself(dl): return every_nth(dl, dealer)
+    if isinstance(dl.dataset, IterableDataset) or _reads_itself(dl): return whole_batches.dispatch(object)(dl, dealer)
     new,name = copy.copy(dl),'sampler' if dl.batch_sampler is None else 'batch_sampler'
     order = dealer.drawn(getattr(dl, name), unit='batch')
     _seeded(new, dl, dealer)[name] = order
@@ -409,13 +379,13 @@ class DistributedDL(LoaderWrapper):
     def from_dl(cls,
         dl,                 # Any loader; it is not changed
         rank, world_size, seed=0, pad=True, # As in `DistributedDL`
-        sample_seeds=False, # Seed what is drawn for a sample by (seed, epoch, index), and for a training batch by (seed, rank, epoch, batch)?
+        sample_seeds=False, # Seed what a sample draws by (seed, epoch, index), a training batch by (seed, rank, epoch, batch)?
         **kw):              # Settings to change, such as `bs`
         "The shard of `rank` of any loader; `dl` itself if it is already split. ValueError for a kind of loader that cannot be split"
-        dealer = Dealer(rank, world_size, seed, pad)
-        dealer.sample_seeds = sample_seeds
+        dealer = Dealer(rank, world_size, seed, pad, sample_seeds)
         if is_split(dl):
-            check_split(dl, world_size)
+            n = next((o.num_replicas for o in loader_parts(dl) if hasattr(o, 'num_replicas')), world_size)
+            if 1<world_size!=n: raise ValueError(f'a sampler deals the samples among {n} ranks, and {world_size} read them')
             if kw: raise ValueError(f"{', '.join(kw)}: this {type(dl).__name__} is split already, so its settings are its user's")
             return dl
         return cls.__new__(cls)._split(_changed(dl, **kw) if kw else dl, dealer)
@@ -424,9 +394,7 @@ class DistributedDL(LoaderWrapper):
         dl,                 # Any loader; it is not changed
         rank, world_size, seed=0, sample_seeds=False): # As in `from_dl`
         "For evaluation: the batches `rank`, `rank+world_size`, … of any loader; `dl` itself if it is already split"
-        dealer = BatchDealer(rank, world_size, seed)
-        dealer.sample_seeds = sample_seeds
-        return dl if is_split(dl) else cls.__new__(cls)._split(dl, dealer)
+        return dl if is_split(dl) else cls.__new__(cls)._split(dl, BatchDealer(rank, world_size, seed, sample_seeds))
     def new(self,
         dataset=None,       # Another data set; None: the same
         **kw):              # Settings to change
@@ -464,15 +432,10 @@ class DistributedDL(LoaderWrapper):
             k,last = k+1,b
             yield b
         d.n_batches = k
-        self._check_asked(k)
+        if d.bs and not d.asked and not d.streams and 1<self.world_size and 2*d.bs<(data_len(d.source) or 0)<=k*d.bs: raise ValueError(
+            f'rank {self.rank} has read all the data: a {type(self.source).__name__} never asks which samples are its own. '
+            '@reindexed.register a function whose copy reads the indices of a dealer')
         for _ in range(d.owed(k)): yield last
-    def _check_asked(self, k):
-        "Raise ValueError if each rank has read all the data: its loader has never asked which are the rank's own"
-        d,total = self.dealer,data_len(self.dealer.source)
-        if self.world_size<2 or d.asked or d.streams or not total or not d.bs or not k*d.bs>=total>2*d.bs: return
-        name = type(self.source).__name__
-        raise ValueError(f'rank {self.rank} has read {k} batches in an epoch, all the data: a {name} never asks which samples are those of '
-                         'its rank. Register a function that makes a copy which reads the indices of a dealer: @reindexed.register')
     def one_batch(self):
         "This rank's first batch, read in this process. ValueError if there is none"
         return one_batch(self.dl)

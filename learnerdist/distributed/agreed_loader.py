@@ -9,7 +9,7 @@ __all__ = []
 import warnings
 from itertools import chain,islice
 
-from torch.utils.data import BatchSampler,RandomSampler,SequentialSampler,WeightedRandomSampler
+from torch.utils.data import BatchSampler,IterableDataset,RandomSampler,SequentialSampler,WeightedRandomSampler
 
 from ..core.collectives import gather_objects
 from ..core.env import group_rank,group_size
@@ -58,10 +58,9 @@ class AgreedLoader(LoaderWrapper):
 
     def _begin(self, batches):
         "Compare what ranks read first of a stream. In training, read the first batch before any rank computes: one may have none"
-        dealer = getattr(self.dl, 'dealer', None)
-        if dealer is not None and dealer.streams:
+        if isinstance(getattr(self.dl, 'dataset', None), IterableDataset) and hasattr(self.dl, 'dealer'):
             first = list(islice(batches, 1))
-            is_split = dealer.compare(gather_objects, type(self.dl.dataset).__name__)
+            is_split = self.dl.dealer.compare(gather_objects, type(self.dl.dataset).__name__)
             batches = with_next(self.dl) if is_split else chain(first, batches)
         if not self.agreement.training: return batches
         first = list(islice(batches, 1))

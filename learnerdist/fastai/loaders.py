@@ -19,7 +19,7 @@ from ..core.env import num_distrib,rank_distrib
 from ..core.random import mix_seed,rng_state,set_rng_state,shared_rng
 from ..data import distributed_dl as core
 from ..distributed.agreed_loader import Share
-from ..data.distributed_dl import every_nth,in_order,is_quiet,reindexed,whole_batches
+from ..data.distributed_dl import EveryNth,in_order,is_quiet,reindexed,whole_batches
 from ..data.loaders import find_bs
 from ..data.sharding import batch_count,epoch_order,share_len
 
@@ -91,7 +91,7 @@ def _seeded(new, dealer):
     "Let the items of a copy of a loader draw from streams of their own, where this is on"
     own = getattr(new.after_item, 'fs', getattr(new.after_item, '__func__', None) is not DataLoader.after_item)
     if not dealer.sample_seeds or new.indexed and not own and is_quiet(new.dataset): return new
-    if new.indexed: dealer.share_memory(new.fake_l.num_workers)
+    dealer.share_memory(new.fake_l.num_workers)
     items = SeededItems(new, dealer)
     new.create_item,new.create_batch = items.create_item,items.create_batch
     return new
@@ -117,8 +117,9 @@ def _(dl:DataLoader, dealer):
 
 def _reads_itself(dl):
     "Whether a class of the user's makes batches of indices in its own way: it may read the neighbours of the first one"
-    owner = lambda k: next(c for c in type(dl).__mro__ if k in vars(c)).__module__
-    return any(k in vars(dl) or not owner(k).startswith('fastai.') for k in ('do_item','create_batches','sample','chunkify','__iter__'))
+    return any(k in vars(dl) or not getattr(type(dl), k).__module__.startswith('fastai.') for k in _read_by)
+
+_read_by = 'do_item','create_batches','sample','chunkify','__iter__'
 
 def _of_batches(dl, dealer):
     new = shallow(dl) # its `n` stays that of the data set, which bounds what is read from a first index on
@@ -152,7 +153,7 @@ class _OneAfterAnother:
 
 @whole_batches.register
 def _(dl:DataLoader, dealer):
-    if _reads_itself(dl) or not dl.indexed: return every_nth(dl, dealer)
+    if _reads_itself(dl) or not dl.indexed: return EveryNth(reindexed(dl, dealer.alone()), dealer)
     if dl.bs is None: return reindexed(dl, dealer) # the data set's items are batches
     batches = _Batches(shallow(dl), dealer)
     total = len(batches.indices)
@@ -225,7 +226,7 @@ class ShareDL(Share):
     in_context = False # whether a learner's context has made it
     begun = 0 # items of this epoch that were read before this run, see `Dealer.start`, as `.dl` knows it
     def __len__(self):
-        if isinstance(getattr(self.dl, 'get_idxs', None), _Share) and self.dealer.unit=='batch' and self.pad: return self.n
+        if self.pad and isinstance(getattr(self.dl, 'get_idxs', None), _Share) and self.unit=='batch': return self.n
         self._follow()
         return super().__len__()
     def __iter__(self):
