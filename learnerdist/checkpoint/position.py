@@ -166,7 +166,9 @@ def _start(self:PlacedLoader):
     if _has_index(self.inner): it,indices = start_indexed(self.dl, self.inner, n, _loop_seed(self.begin))
     else: it = iter(self.dl)
     if indices and n: indices.skip() # while the streams are in their state of the loop's start
-    if indices or known: self.n_read += n
+    if indices or known:
+        self.n_read += n
+        if hasattr(self.dl, 'dealer'): self.dl.dealer.n_skip = n # batches are seeded by their number
     else:
         for _ in range(n): self._read(it)
     return it

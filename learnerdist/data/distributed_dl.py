@@ -6,52 +6,55 @@
 __all__ = ['DistributedDL']
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c002
-import copy, math, torch
+import copy, math, torch, warnings, zlib
 from functools import partial, singledispatch
-from itertools import chain, islice
+from itertools import chain, count, islice
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, SubsetRandomSampler, get_worker_info
-from ..core.compat import no_iterator,set_worker_info
-from .loaders import LoaderWrapper, TfmdDL, batch_shape, changed, data_len, is_shuffled, one_batch, _read
-from ..core.random import draw,mix_seed,shared_rng
+from ..core.compat import no_iterator,set_worker_info,tree_leaves
+from .loaders import (Collate, FrameRows, LoaderWrapper, TfmdDL, batch_shape, changed, data_len, is_shuffled, one_batch, pipe,
+                      read_loader)
+from ..core.random import draw,mix_seed,outer_streams,seed_streams,shared_rng
 from .streams import Placed,saves_place
 from .sharding import check_rank, deal, full_rows, share_chunks, share_len
+from .tensors import columns_of
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c005
-def _chain(o):
+def loader_parts(o):
     "A loader or sampler, and the samplers inside it"
     yield o
     for k in ('sampler', 'batch_sampler'):
-        if getattr(o, k, None) is not None: yield from _chain(getattr(o, k))
+        if getattr(o, k, None) is not None: yield from loader_parts(getattr(o, k))
 
 def is_split(dl)->bool:
     "Whether each rank already reads its own shard: by `DistributedDL`, by a sampler like `DistributedSampler`, or by the data set"
-    by_sampler = any(hasattr(o, 'num_replicas') and hasattr(o, 'rank') for o in _chain(dl))
+    by_sampler = any(hasattr(o, 'num_replicas') and hasattr(o, 'rank') for o in loader_parts(dl))
     ds = getattr(dl, 'dataset', None)
     return hasattr(dl, 'dealer') or by_sampler or getattr(ds, 'splits_by_rank', False) or getattr(ds, '_distributed', None) is not None
 
 def set_epoch(dl, epoch:int):
     "Set the epoch of each part of `dl` with a method `set_epoch`: a `DistributedDL`, the samplers, the data set"
-    own = [dl] if hasattr(dl, 'set_epoch') else [*_chain(dl), getattr(dl, 'dataset', None)]
+    own = [dl] if hasattr(dl, 'set_epoch') else [*loader_parts(dl), getattr(dl, 'dataset', None)]
     for o in {id(o):o for o in own if hasattr(o, 'set_epoch')}.values(): o.set_epoch(epoch)
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c009
-class _Dealt:
+class Dealt:
     "A rank's shard of the items of a sampler"
     def __init__(self, dealer, source, chunk): self.dealer,self.source,self.chunk = dealer,source,chunk
     def __iter__(self):
         d,items = self.dealer,self.source
-        if any(type(o) not in (BatchSampler,SequentialSampler) for o in _chain(items)): # it may draw random numbers
-            gens = [o.generator for o in _chain(items) if isinstance(getattr(o, 'generator', None), torch.Generator)]
+        if any(type(o) not in (BatchSampler,SequentialSampler) for o in loader_parts(items)): # it may draw random numbers
+            gens = [o.generator for o in loader_parts(items) if isinstance(getattr(o, 'generator', None), torch.Generator)]
             items = draw(items, shared_rng(d.seed, d.epoch, generators=gens), self.chunk, self.chunk)
         items = d.deal(items)
         return d.sized(items) if d.unit=='batch' else items
     def __len__(self): return self.dealer.count(len(self.source))
 
-class _Order(_Dealt):
+class DealtOrder(Dealt):
     "A rank's shard of all samples, in order or shuffled"
     def __init__(self, dealer, source, shuffle): self.dealer,self.source,self.shuffle = dealer,source,shuffle
     def __iter__(self):
         d,n = self.dealer,len(self.source)
+        d.asked = True
         chunks = share_chunks(n, d.rank, d.world_size, d.end_of(d.left(n)), self.shuffle, d.epoch, d.seed, d.start)
         return islice(chain.from_iterable(o.tolist() for o in chunks), d.count(n))
 
@@ -59,15 +62,21 @@ class _Order(_Dealt):
 class Dealer:
     "Makes the shard of one rank, of orders, samplers and streams, for the current epoch"
     def __init__(self, rank, world_size, seed=0,
-        pad=True # Repeat items so that all ranks read equally many? 'batch': only where a rank would have a batch less than others
+        pad=True, # Repeat items so that all ranks read equally many? 'batch': only where a rank would have a batch less than others
+        sample_seeds=False # Whether samples and training batches draw from streams of their own, see `DistributedDL.from_dl`
     ):
         check_rank(rank, world_size)
         if not isinstance(seed, int): raise ValueError(f"seed={seed!r}: need an integer, the same on every rank")
         if pad not in (True,False,'batch'): raise ValueError(f"pad={pad!r}: give True, False or 'batch'")
         self.rank,self.world_size,self.seed,self.pad = rank,world_size,seed,pad
+        self.sample_seeds = sample_seeds
         self.unit,self.source,self.items,self.bs,self.drop_last,self.sizes = 'row',None,None,None,False,[]
-        self.streams = False # Whether the source is an iterable data set
-        self._epoch,self._n_read = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
+        self._epoch,self.first,self.by_rank,self._n_read = torch.zeros(4, 1, dtype=torch.int64)
+    # Seen by workers, too: first, a hash of the first sample of a stream; by_rank: whether that has split itself among ranks
+    asked = False # Whether the loader has asked for the items of this epoch
+    n_skip = 0 # Batches of this epoch that a resumed fit leaves out
+    n_batches = None # Of this epoch, without repeats, once they have been read
+    streams = property(lambda self: isinstance(self.items, _Stream), doc="Whether the source is an iterable data set")
     left_at = -1,0 # An epoch, and the number of its items (see `unit`), over all ranks, that an earlier run has already read
     epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v), doc="The epoch, which workers see too")
     start = property(lambda self: self.left_at[1] if self.left_at[0]==self.epoch else 0,
@@ -76,8 +85,10 @@ class Dealer:
         at=0 # Place of the first item in the epoch, over all ranks
     ):
         "Iterator over this rank's shard of `items`, an iterable that is the same on every rank"
+        self.asked = True
+        self._n_read[worker_id()] = 0
+        if self.by_rank: return iter(items)
         items = islice(items, max(self.start-at, 0), None)
-        self._n_read.zero_()
         if self._floor: items = full_rows(items, self.world_size)
         return deal(items, self.rank, self.world_size, self.end_of, max(at-self.start, 0))
     def left(self, n):
@@ -90,21 +101,29 @@ class Dealer:
     _floor = property(lambda self: self.pad=='batch' and self.drop_last and bool(self.bs)) # each rank's last batch is dropped in any case
     def pads(self, n):
         "Whether ranks repeat an item if `n` items are dealt"
+        if self._by_workers: return False # see `owed`
         return n//self.world_size%self.bs==0 if self.pad=='batch' and self.bs else bool(self.pad)
     def end_of(self, n):
         "As `pads`, for the `n` items of this epoch, which `repeats` then knows"
-        self._n_read.fill_(n)
+        self._n_read[worker_id()] = n
         return self.pads(n)
+    _by_workers = property(lambda self: len(self._n_read)>1 and self.pad=='batch' and bool(self.bs))
+    def owed(self, n):
+        "How many batches more than `n` another rank has, of a stream that several workers have read to its end"
+        if not n or not self._by_workers or self.drop_last: return 0
+        most = sum(math.ceil(m/self.world_size/self.bs) for m in self._n_read.tolist()) # rank 0's, of all its workers
+        return max(most-n, 0)
     def repeats(self, i):
         "Whether batch `i` of this rank's shard is a repeat, and nothing else; known once it has been read"
-        n,W = int(self._n_read),self.world_size
+        if self._by_workers: return self.n_batches is not None and i>=self.n_batches
+        n,W = int(self._n_read[0]),self.world_size
         return bool(n and self.bs and self.pad=='batch' and self.rank>=(n%W or W) and i*self.bs==n//W)
     def _made(self, source, items):
         self.source,self.items = source,items
         return items
     def order(self, source, shuffle):
         "Sampler over this rank's shard of `len(source)` indices, in order or shuffled"
-        return self._made(source, _Order(self, source, shuffle))
+        return self._made(source, DealtOrder(self, source, shuffle))
     def sized(self, batches):
         "Remember the length of each batch, in `sizes`"
         self.sizes = []
@@ -117,39 +136,84 @@ class Dealer:
     def drawn(self, source, unit='row', chunk=64):
         "Sampler over this rank's shard of a user's sampler, which yields indices or other keys, or lists of them (`unit='batch'`)"
         if unit=='batch': self.of_batches()
-        return self._made(source, _Dealt(self, source, getattr(source, 'read_ahead', self.world_size if unit=='batch' else chunk)))
+        return self._made(source, Dealt(self, source, getattr(source, 'read_ahead', self.world_size if unit=='batch' else chunk)))
     def indices(self, sampler, chunk=64):
         "Sampler over this rank's shard of torch's `sampler`: `order` if it is sequential or plainly shuffled, else `drawn`"
         if type(sampler) is SequentialSampler: return self.order(sampler.data_source, False)
         return self.order(sampler.data_source, True) if is_shuffled(sampler) else self.drawn(sampler, chunk=chunk)
-    def stream(self, dataset, num_workers):
+    def stream(self, dataset, num_workers,
+        after=() # Functions of a sample, which may draw; None: the caller applies them
+    ):
         "Iterable data set of this rank's samples. Its copies in workers see changes of the epoch, through shared memory"
-        self.streams = True
-        if num_workers: self._epoch.share_memory_()
-        if num_workers==1: self._n_read.share_memory_() # of several workers, each deals a part
-        return self._made(dataset, (_PlacedStream if saves_place(dataset) and not num_workers else _Stream)(dataset, self))
+        self._n_read = torch.zeros(max(num_workers, 1), dtype=torch.int64)
+        self.share_memory(num_workers)
+        return self._made(dataset, (_PlacedStream if saves_place(dataset) and not num_workers else _Stream)(dataset, self, after))
+    def share_memory(self, num_workers):
+        "Let copies in workers see the epoch, and this process what they have read"
+        for o in (self._epoch,self.first,self.by_rank,self._n_read) if num_workers else (): o.share_memory_()
+    def samples(self, dataset, num_workers, after=()): # after: as in `stream`
+        "The data set, whose samples draw from streams of their own; itself where nothing is drawn"
+        if not self.sample_seeds or not after and is_quiet(dataset): return dataset
+        self.share_memory(num_workers)
+        return Seeded(dataset, self, after)
+    def seed_sample(self, key):
+        "Seed the random streams for the sample of this index, or other key; of a stream, its number"
+        i = key if isinstance(key, int) else zlib.crc32(repr(key).encode())
+        seed_streams(self.seed, self.epoch, i, -1, cuda=False) # -1: no batch has this number
+    def compare(self, gather, name):
+        "Whether the first samples of a stream show that it splits itself among ranks. It is left alone then. Sync point"
+        if self.by_rank or len({*gather(int(self.first))})==1: return False
+        self.by_rank.fill_(1)
+        text = f'{name} gives each rank another first sample: it is taken to split itself among ranks, and left alone'
+        if not self.rank: warnings.warn(text)
+        return True
     def generator(self, g):
         "`g` on rank 0; on other ranks another generator, because the seeds of the workers are drawn from it"
         return g if g is None or not self.rank else torch.Generator(g.device).manual_seed(mix_seed(g.initial_seed(), self.rank))
     def shard(self, dl):
         "A copy of `dl` that reads this rank's samples"
         return reindexed(dl, self)
-    n_read = property(lambda self: int(self._n_read),
+    n_read = property(lambda self: int(self._n_read[0]),
         doc="How many items there are for all ranks, once this rank has read its last")
 
 class BatchDealer(Dealer):
     "Deals the batches of a loader as they are in one process, for evaluation: batch k goes to rank k % W"
-    def __init__(self, rank, world_size, seed=0):
-        super().__init__(rank, world_size, seed, pad=False)
+    def __init__(self, rank, world_size, seed=0, sample_seeds=False):
+        super().__init__(rank, world_size, seed, False, sample_seeds)
         self.of_batches()
     def shard(self, dl):
         "A loader of this rank's batches"
         return whole_batches(dl, self)
     def alone(self):
         "A dealer of all samples, with this one's epoch"
-        res = Dealer(0, 1, self.seed, pad=False)
-        res._epoch = self._epoch
+        res = Dealer(0, 1, self.seed, False, self.sample_seeds)
+        res._epoch,res.first = self._epoch,self.first
         return res
+
+# %% ../../nbs/data/03_distributed_dl.ipynb #seeds1
+def worker_id()->int: return getattr(get_worker_info(), 'id', 0)
+
+def is_quiet(ds):
+    "Whether data lies in memory, so that a sample draws nothing"
+    return type(ds) in (list,tuple,range,torch.Tensor,FrameRows) or columns_of(ds) is not None
+
+class Seeded(LoaderWrapper, Dataset):
+    "A data set whose samples draw from streams of their own, so that they are the same at any number of ranks and workers"
+    inside = 'source'
+    def __init__(self, source, dealer, after=()): vars(self).update(source=source, dealer=dealer, after=after)
+    def __setattr__(self, k, v): setattr(self.source, k, v)
+    def __len__(self): return len(self.source)
+    def __getitem__(self, i): return self.__getitems__([i])[0]
+    def __getitems__(self, idxs):
+        with outer_streams(): return [self._sample(i) for i in idxs]
+    def _sample(self, i):
+        self.dealer.seed_sample(i)
+        return pipe(self.after, self.source[i])
+
+def sample_hash(samples)->int:
+    "Of the tensors, arrays, images, numbers and texts in samples; other objects may differ between processes"
+    vals = [o.tolist() if hasattr(o, 'tolist') else o.tobytes() if hasattr(o, 'tobytes') else o for o in tree_leaves(samples)]
+    return zlib.crc32(repr([o for o in vals if isinstance(o, (int,float,complex,str,bytes,list))]).encode())
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c014
 class _Spy:
@@ -182,7 +246,7 @@ class _WatchedInit:
 # %% ../../nbs/data/03_distributed_dl.ipynb #c015
 class _Stream(IterableDataset):
     "A rank's shard of an iterable data set. Reading and setting attributes goes through to that data set"
-    def __init__(self, inner, dealer): vars(self).update(_inner=inner, _dealer=dealer, _split=False)
+    def __init__(self, inner, dealer, after=()): vars(self).update(_inner=inner, _dealer=dealer, _after=after, _split=False)
     def __getattr__(self, k):
         if k.startswith('__') or '_inner' not in vars(self): raise AttributeError(k)
         return getattr(self._inner, k)
@@ -192,7 +256,7 @@ class _Stream(IterableDataset):
         d,info = self._dealer,get_worker_info()
         rng = shared_rng(d.seed, d.epoch)
         items = draw(self._inner, rng, d.world_size)
-        if info is None: return d.deal(items)
+        if info is None: return self.dealt(items)
         if hasattr(self._inner, 'set_epoch'): self._inner.set_epoch(d.epoch)
         spy = info if isinstance(info, _Spy) else _Spy(info)
         set_worker_info(spy)
@@ -202,7 +266,20 @@ class _Stream(IterableDataset):
         d,i,n = self._dealer,spy._info.id,spy._info.num_workers
         if getattr(self._inner, 'splits_by_worker', self._split or spy._asked): rng.reseed(d.seed, d.epoch, i)
         else: items = islice(items, i, None, n)
-        yield from d.deal(items)
+        yield from self.dealt(items, places=count(i, n))
+    def dealt(self, items, at=0, places=None):
+        "This rank's items from number `at` on; where samples draw, each has its own streams"
+        d = self._dealer
+        first = list(islice(items, 1))
+        if not worker_id(): d.first.fill_(sample_hash(first))
+        for i,o in d.deal(zip(places or count(at), chain(first, items)), at):
+            if d.by_rank: i = i*d.world_size+d.rank
+            if self._after:
+                with outer_streams():
+                    d.seed_sample(i)
+                    o = pipe(self._after, o)
+            elif self._after is None and d.sample_seeds: d.seed_sample(i)
+            yield o
 
 class _PlacedStream(Placed, _Stream): "The shard of a data set that saves its place, read in this process"
 
@@ -219,24 +296,35 @@ def reindexed(
 @reindexed.register
 def _(dl:DataLoader, dealer):
     new,bs = copy.copy(dl),dl.batch_sampler
-    v = vars(new)
-    v.update(no_iterator, generator=dealer.generator(dl.generator))
+    v = _seeded(new, dl, dealer)
     if isinstance(dl.dataset, IterableDataset):
-        v['dataset'] = dealer.stream(dl.dataset, dl.num_workers)
         if dl.worker_init_fn is not None and dl.num_workers: v['worker_init_fn'] = _WatchedInit(dl.worker_init_fn)
     elif bs is None: v['sampler'] = dealer.indices(dl.sampler)
-    elif type(bs) is BatchSampler:
+    elif type(bs) is BatchSampler and not _reads_itself(dl):
         v['sampler'] = dealer.indices(bs.sampler, bs.batch_size*dealer.world_size)
         v['batch_sampler'] = BatchSampler(v['sampler'], bs.batch_size, bs.drop_last)
     else: v['batch_sampler'] = dealer.drawn(bs, unit='batch')
     return new
+
+def _seeded(new, dl, dealer):
+    "The attributes of a copy of torch's loader, with a data set whose samples draw from streams of their own"
+    v,f = vars(new),dl.collate_fn
+    after = f.after_item if dealer.sample_seeds and isinstance(f, Collate) else ()
+    wrap = dealer.stream if isinstance(dl.dataset, IterableDataset) else dealer.samples
+    v.update(no_iterator, generator=dealer.generator(dl.generator), dataset=wrap(dl.dataset, dl.num_workers, after))
+    if after: v['collate_fn'] = f.collate_fn
+    return v
+
+def _reads_itself(dl):
+    "Whether a class of the user's reads batches in its own way: it may need the neighbours of an index"
+    return type(dl).__iter__ not in (DataLoader.__iter__,TfmdDL.__iter__)
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #whole1
 class EveryNth(LoaderWrapper):
     "A rank's batches of a loader that each rank reads whole"
     def __init__(self, dl, by): self.dl,self.by = dl,by # by: its `BatchDealer`
     def __len__(self): return self.by.count(len(self.dl))
-    def __iter__(self): return self.by.deal(_read(self.dl))
+    def __iter__(self): return self.by.deal(read_loader(self.dl))
 
 @singledispatch
 def whole_batches(
@@ -249,10 +337,10 @@ def whole_batches(
 
 @whole_batches.register
 def _(dl:DataLoader, dealer):
-    if isinstance(dl.dataset, IterableDataset): return whole_batches.dispatch(object)(dl, dealer)
+    if isinstance(dl.dataset, IterableDataset) or _reads_itself(dl): return whole_batches.dispatch(object)(dl, dealer)
     new,name = copy.copy(dl),'sampler' if dl.batch_sampler is None else 'batch_sampler'
     order = dealer.drawn(getattr(dl, name), unit='batch')
-    vars(new).update(no_iterator, generator=dealer.generator(dl.generator), **{name: order})
+    _seeded(new, dl, dealer)[name] = order
     return new
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c022
@@ -293,30 +381,34 @@ class DistributedDL(LoaderWrapper):
     def from_dl(cls,
         dl,                 # Any loader; it is not changed
         rank, world_size, seed=0, pad=True, # As in `DistributedDL`
+        sample_seeds=False, # Seed what a sample draws by (seed, epoch, index), a training batch by (seed, rank, epoch, batch)?
         **kw):              # Settings to change, such as `bs`
         "The shard of `rank` of any loader; `dl` itself if it is already split. ValueError for a kind of loader that cannot be split"
-        dealer = Dealer(rank, world_size, seed, pad)
+        dealer = Dealer(rank, world_size, seed, pad, sample_seeds)
         if is_split(dl):
+            n = next((o.num_replicas for o in loader_parts(dl) if hasattr(o, 'num_replicas')), world_size)
+            if 1<world_size!=n: raise ValueError(f'a sampler deals the samples among {n} ranks, and {world_size} read them')
             if kw: raise ValueError(f"{', '.join(kw)}: this {type(dl).__name__} is split already, so its settings are its user's")
             return dl
         return cls.__new__(cls)._split(_changed(dl, **kw) if kw else dl, dealer)
     @classmethod
     def by_batch(cls,
         dl,                 # Any loader; it is not changed
-        rank, world_size, seed=0): # As in `DistributedDL`
+        rank, world_size, seed=0, sample_seeds=False): # As in `from_dl`
         "For evaluation: the batches `rank`, `rank+world_size`, … of any loader; `dl` itself if it is already split"
-        return dl if is_split(dl) else cls.__new__(cls)._split(dl, BatchDealer(rank, world_size, seed))
+        return dl if is_split(dl) else cls.__new__(cls)._split(dl, BatchDealer(rank, world_size, seed, sample_seeds))
     def new(self,
         dataset=None,       # Another data set; None: the same
         **kw):              # Settings to change
         "The shard of the same rank, of another data set or with other settings"
-        dl = _changed(self.source, dataset, **kw)
-        if isinstance(self.dealer, BatchDealer): return self.by_batch(dl, self.rank, self.world_size, self.seed)
-        return self.from_dl(dl, self.rank, self.world_size, self.seed, self.pad)
+        dl,d = _changed(self.source, dataset, **kw),self.dealer
+        if isinstance(d, BatchDealer): return self.by_batch(dl, self.rank, self.world_size, self.seed, d.sample_seeds)
+        return self.from_dl(dl, self.rank, self.world_size, self.seed, self.pad, d.sample_seeds)
     def set_epoch(self, epoch):
         "Select the order of an epoch. It holds until the next call: reading again gives the same order"
         self.dealer.epoch = epoch
         set_epoch(self.source, epoch)
+    dataset = property(lambda self: self.source.dataset, doc="The user's data set")
     epoch = property(lambda self: self.dealer.epoch, doc="The epoch whose order is read, see `set_epoch`")
     n_total = property(lambda self: self.dealer.left(data_len(self.dealer.source)),
         doc="Number of samples over all ranks (of batches, if `unit` is 'batch'); None if it is not known")
@@ -328,7 +420,24 @@ class DistributedDL(LoaderWrapper):
     def __len__(self):
         if not self._mixed: return len(self.dl)
         raise TypeError(f"the number of batches of a stream that {self.num_workers} workers read is not known before its end")
-    def __iter__(self): return _read(self.dl)
+    def __iter__(self):
+        self.dealer.asked = False
+        it = read_loader(self.dl)
+        return self._batches(it) if self.pad=='batch' else it
+    def _batches(self, it):
+        "For training: each batch has its own random streams; ranks that have a batch less than others repeat the last one"
+        d,end = self.dealer,object()
+        k,d.n_skip,d.n_batches = d.n_skip,0,None
+        while True:
+            if d.sample_seeds: seed_streams(d.seed, d.rank, d.epoch, k)
+            if (b := next(it, end)) is end: break
+            k,last = k+1,b
+            yield b
+        d.n_batches = k
+        if d.bs and not d.asked and not d.streams and 1<self.world_size and 2*d.bs<(data_len(d.source) or 0)<=k*d.bs: raise ValueError(
+            f'rank {self.rank} has read all the data: a {type(self.source).__name__} never asks which samples are its own. '
+            '@reindexed.register a function whose copy reads the indices of a dealer')
+        for _ in range(d.owed(k)): yield last
     def one_batch(self):
         "This rank's first batch, read in this process. ValueError if there is none"
         return one_batch(self.dl)
@@ -339,7 +448,7 @@ def _changed(dl, dataset=None, **kw):
     raise ValueError(f"{', '.join(kw)}: settings of a {type(dl).__name__} cannot be changed, since it has no `new`")
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #widen1
-class _Joined:
+class Joined:
     "A batch sampler that joins each `k` batches of another one"
     def __init__(self, sampler, k): self.sampler,self.k = sampler,k
     def __len__(self): return math.ceil(len(self.sampler)/self.k)
@@ -353,7 +462,7 @@ def widened(
 ):
     "A copy of `dl` with batches `k` times as large. ValueError if it has no batch size"
     sampler,new = getattr(dl, 'batch_sampler', None),partial(changed, dl) if not hasattr(dl, 'new') else dl.new
-    if sampler is not None and type(sampler) is not BatchSampler: return new(batch_sampler=_Joined(sampler, k))
+    if sampler is not None and type(sampler) is not BatchSampler: return new(batch_sampler=Joined(sampler, k))
     bs,_ = batch_shape(dl)
     if not bs: raise ValueError(f'{type(dl).__name__} without a batch size: one process cannot have batches {k} times as large')
     return new(bs=bs*k)

@@ -150,15 +150,17 @@ def _for_other_data(old):
 # %% ../../nbs/data/01_loaders.ipynb #c024
 def _as_list(fs): return list(fs) if isinstance(fs, (list, tuple)) else [] if fs is None else [fs]
 
-def _pipe(fs, o): return reduce(lambda o,f: f(o), fs, o)
+def pipe(fs, o):
+    "Apply the functions `fs` to `o`, one after the other"
+    return reduce(lambda o,f: f(o), fs, o)
 
-class _Collate:
+class Collate:
     "Item transforms, then the collate function of the loader; both run in the workers"
     def __init__(self, after_item, collate_fn, batched): self.after_item,self.collate_fn,self.batched = after_item,collate_fn,batched
-    def __call__(self, o): return self.collate_fn([_pipe(self.after_item, i) for i in o] if self.batched else _pipe(self.after_item, o))
+    def __call__(self, o): return self.collate_fn([pipe(self.after_item, i) for i in o] if self.batched else pipe(self.after_item, o))
 
 # %% ../../nbs/data/01_loaders.ipynb #c025
-class _Rows:
+class FrameRows:
     "A data frame as a data set of rows, read one batch at a time"
     def __init__(self, items): self.items = items
     def __len__(self): return len(self.items)
@@ -170,7 +172,7 @@ def data_len(dataset):
     try: return len(dataset)
     except (TypeError, NotImplementedError): return None
 
-def _dataset(o): return _Rows(o) if hasattr(o, 'iloc') and not hasattr(o, '__getitems__') else o
+def _dataset(o): return FrameRows(o) if hasattr(o, 'iloc') and not hasattr(o, '__getitems__') else o
 
 # %% ../../nbs/data/01_loaders.ipynb #f4498fad
 class LoaderWrapper:
@@ -180,7 +182,9 @@ class LoaderWrapper:
         if k.startswith('__') or k==self.inside: raise AttributeError(k)
         return getattr(getattr(self, self.inside), k)
 
-def _read(dl): return batches(dl) if type(dl) is DataLoader else iter(dl) # any loader
+def read_loader(dl):
+    "Iterator over any loader"
+    return batches(dl) if type(dl) is DataLoader else iter(dl)
 
 def look_ahead(it):
     "Each item of an iterator, and whether another follows; it reads one item ahead"
@@ -260,13 +264,13 @@ class TfmdDL(DataLoader):
         super().__init__(_dataset(dataset), shuffle=shuffle, drop_last=drop_last, num_workers=num_workers, **kw)
         self._set_collate()
     def _set_collate(self):
-        f,rows,batched = self.collate_fn,isinstance(self.dataset, _Rows),self.batch_sampler is not None
-        if isinstance(f, _Collate): f = f.collate_fn
+        f,rows,batched = self.collate_fn,isinstance(self.dataset, FrameRows),self.batch_sampler is not None
+        if isinstance(f, Collate): f = f.collate_fn
         if f in _COLLATES: f = _rows_tensor if rows else default_collate if batched else default_convert
         if rows and self.after_item: raise ValueError("after_item: rows of a data set with iloc are read by the batch; use after_batch")
-        self.collate_fn = _Collate(self.after_item, f, batched) if self.after_item else f
+        self.collate_fn = Collate(self.after_item, f, batched) if self.after_item else f
     def __iter__(self):
-        return map(partial(_pipe, self.after_batch), batches(self)) if self.after_batch else batches(self)
+        return map(partial(pipe, self.after_batch), batches(self)) if self.after_batch else batches(self)
     def new(self,
         dataset=None,          # Another data set; None: the same
         **kw                   # Settings to change, by the names of `TfmdDL`

@@ -39,7 +39,10 @@ def loader_settings(dl: DataLoader) -> dict:
 def changed(dl: DataLoader, dataset=None, **kw) -> DataLoader:
     """A copy of `dl` with another data set or other settings. ValueError for an unknown setting, or a sampler made for another data set"""
 
-class _Collate:
+def pipe(fs, o):
+    """Apply the functions `fs` to `o`, one after the other"""
+
+class Collate:
     """Item transforms, then the collate function of the loader; both run in the workers"""
     after_item: Any
     collate_fn: Any
@@ -51,7 +54,7 @@ class _Collate:
     def __call__(self, o):
         ...
 
-class _Rows:
+class FrameRows:
     """A data frame as a data set of rows, read one batch at a time"""
     items: Any
 
@@ -76,6 +79,9 @@ class LoaderWrapper:
 
     def __getattr__(self, k):
         ...
+
+def read_loader(dl):
+    """Iterator over any loader"""
 
 def look_ahead(it):
     """Each item of an iterator, and whether another follows; it reads one item ahead"""

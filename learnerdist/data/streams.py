@@ -40,7 +40,7 @@ class Placed:
         old = self._loaded or dict(rng=rng.inner, n=0)
         rng.inner = old['rng']
         vars(self).update(_rng=rng, _n=old['n'], _loaded=None)
-        return d.deal(draw(self._counted(), rng, d.world_size, d.world_size), self._n)
+        return self.dealt(draw(self._counted(), rng, d.world_size, d.world_size), old['n'])
     def _counted(self):
         for o in self._inner:
             vars(self)['_n'] += 1

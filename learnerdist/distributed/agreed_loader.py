@@ -9,10 +9,11 @@ __all__ = []
 import warnings
 from itertools import chain,islice
 
-from torch.utils.data import BatchSampler,RandomSampler,SequentialSampler,WeightedRandomSampler
+from torch.utils.data import BatchSampler,IterableDataset,RandomSampler,SequentialSampler,WeightedRandomSampler
 
+from ..core.collectives import gather_objects
 from ..core.env import group_rank,group_size
-from ..data.distributed_dl import DistributedDL,_Dealt,_Joined,_Order,_chain
+from ..data.distributed_dl import Dealt,DealtOrder,DistributedDL,Joined,loader_parts
 from ..data.loaders import LoaderWrapper
 from ..data.streams import with_next
 from .vote_links import Place
@@ -23,10 +24,10 @@ def own_order(
 ):
     "What deals the items of a user's sampler, whose length may be an estimate, and whose draws ranks may not share; None for torch's"
     order = getattr(getattr(dl, 'dealer', None), 'items', None)
-    if not isinstance(order, _Dealt) or isinstance(order, _Order): return None
-    return None if all(type(o) in _alike or getattr(o, 'alike', False) for o in _chain(order.source)) else order
+    if not isinstance(order, Dealt) or isinstance(order, DealtOrder): return None
+    return None if all(type(o) in _alike or getattr(o, 'alike', False) for o in loader_parts(order.source)) else order
 
-_alike = BatchSampler,RandomSampler,SequentialSampler,WeightedRandomSampler,_Joined # they draw from generators that ranks share
+_alike = BatchSampler,RandomSampler,SequentialSampler,WeightedRandomSampler,Joined # they draw from generators that ranks share
 
 class Share(DistributedDL):
     "A rank's shard of the loader of a learner in a context"
@@ -56,7 +57,11 @@ class AgreedLoader(LoaderWrapper):
         elif a.has_next and not hasattr(self.dl, 'dealer'): raise ValueError(f'a loader of {len(self)} batches ended after {a.n_steps}')
 
     def _begin(self, batches):
-        "In training, read the first batch before any rank computes: a rank may find only now that it has none"
+        "Compare what ranks read first of a stream. In training, read the first batch before any rank computes: one may have none"
+        if isinstance(getattr(self.dl, 'dataset', None), IterableDataset) and hasattr(self.dl, 'dealer'):
+            first = list(islice(batches, 1))
+            is_split = self.dl.dealer.compare(gather_objects, type(self.dl.dataset).__name__)
+            batches = with_next(self.dl) if is_split else chain(first, batches)
         if not self.agreement.training: return batches
         first = list(islice(batches, 1))
         n = self.agreement.vote(more=bool(first)).more

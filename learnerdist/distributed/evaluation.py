@@ -96,7 +96,7 @@ class ExactEvaluation(Callback):
     def number(self, i)->int:
         "The number of this rank's batch `i` among those of all ranks"
         dealer = getattr(self.dl, 'dealer', None)
-        if dealer is None: return (group_rank()<<32)+i # split by the user: rank after rank
+        if dealer is None or dealer.by_rank: return (group_rank()<<32)+i # split by the user: rank after rank
         whole = dealer.unit=='batch' # else each rank has rows of each batch
         return i*dealer.world_size+dealer.rank if whole else i
 
@@ -138,7 +138,7 @@ def put_together(self:ExactEvaluation):
 def _check(self:ExactEvaluation):
     "RuntimeError unless each batch of the loader was seen once. Sync point"
     dealer = getattr(self.dl, 'dealer', None)
-    known = dealer is not None and dealer.unit=='batch'
+    known = dealer is not None and dealer.unit=='batch' and not dealer.by_rank
     told = gather_objects((self.n_begun,dealer.n_read if known else None,self.stopped))
     ns,totals,stopped = zip(*told)
     if any(stopped) or not known or {*totals}=={sum(ns)}: return

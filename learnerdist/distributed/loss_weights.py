@@ -153,15 +153,11 @@ def _told_early(self:LossWeights, n):
 @patch
 def _say_repeats(self:LossWeights, dealer):
     "Report repeated samples that cannot be left out. The same on every rank"
-    if dealer is None or dealer.pad!='batch': return
-    sizeless = not dealer.bs and self.dl.n_total!=0 and (self.dl.n_total or 1)%self.world_size
-    by_workers = dealer.streams and self.dl.num_workers>1 and not dealer.drop_last
-    if not sizeless and not by_workers: return
-    why = ('give it an attribute bs, its batch size' if sizeless else
-           'several workers read a stream, use one, or drop_last=True')
+    if dealer is None or dealer.pad!='batch' or dealer.bs or not (self.dl.n_total or self.dl.n_total!=0)%self.world_size: return
     self.findings('repeated-samples', f'at the end of an epoch this {type(self.dl.source).__name__} repeats up to '
                                       f'{self.world_size-1} samples, '
-                  f'so that all ranks have a batch. They count in the gradient. To leave them out: {why}', 'repeats')
+                  f'so that all ranks have a batch. They count in the gradient. To leave them out: '
+                  'give it an attribute bs, its batch size', 'repeats')
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #5f1c20ab
 def total_losses(

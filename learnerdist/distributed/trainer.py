@@ -53,13 +53,14 @@ class DistributedTrainer(Callback):
         checks='warn',      # What a finding of the self-check or the comparison becomes: 'warn', 'error', or False: none
         comm_hook=None,     # How gradients travel: a name in `comm_hooks`, or as in `register_comm_hook`; None: 'shm' where it can be
         shard=None,         # True: a part of the model on each rank, by FSDP2; or which modules are blocks, see `ShardOptions`
+        sample_seeds:bool=True, # Seed what is drawn for a sample by (seed, epoch, index), so that it is the same at any number of ranks
         timeout_s:float=None, # Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
         **ddp_kw            # Options of `DistributedDataParallel`
     ):
         check_options(ddp_kw, seed, check_every, timeout_s, sync_bn=sync_bn, split_batches=split_batches)
         self.shard = shard_options(shard, ddp_kw, comm_hook)
         self.cuda_id,self.sync_bn,self.split_batches,self.seed = cuda_id,sync_bn,split_batches,seed
-        self.check_every,self.timeout_s,self.ddp_kw = check_every,timeout_s,ddp_kw
+        self.check_every,self.timeout_s,self.ddp_kw,self.sample_seeds = check_every,timeout_s,ddp_kw,sample_seeds
         self.findings,self.self_check = Findings(checks),SelfCheck(self)
         self.replica,self.epochs_before,self.links,self.max_norm,self.stack,self.shards = None,0,None,None,ExitStack(),None
         self.agreement,self.comm_hook = Agreement(self),find_hook(comm_hook)
@@ -124,8 +125,8 @@ def share(self:DistributedTrainer,
     "This rank's shard of a loader; a loader that is sharded already is left alone"
     if isinstance(dl, Unshared): return dl
     if isinstance(dl, (list,tuple)) and not is_split(dl): dl = DataLoader(dl, batch_size=None, collate_fn=_as_it_is) # batches
-    if not pad: return Share.by_batch(dl, group_rank(), group_size(), self.seed)
-    return Share.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, **kw)
+    if not pad: return Share.by_batch(dl, group_rank(), group_size(), self.seed, self.sample_seeds)
+    return Share.from_dl(dl, group_rank(), group_size(), self.seed, pad, self.sample_seeds, **kw)
 
 def _as_it_is(b): return b
 

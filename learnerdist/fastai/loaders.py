@@ -16,10 +16,10 @@ from fastcore.basics import patch
 
 from ..core.compat import names,tree_map
 from ..core.env import num_distrib,rank_distrib
-from ..core.random import mix_seed,shared_rng
+from ..core.random import mix_seed,rng_state,set_rng_state,shared_rng
 from ..data import distributed_dl as core
 from ..distributed.agreed_loader import Share
-from ..data.distributed_dl import EveryNth,in_order,reindexed,whole_batches
+from ..data.distributed_dl import EveryNth,in_order,is_quiet,reindexed,whole_batches
 from ..data.loaders import find_bs
 from ..data.sharding import batch_count,epoch_order,share_len
 
@@ -72,6 +72,30 @@ def _global(dl, dealer):
     if dl.bs: new.bs = dl.bs*dealer.world_size
     return new
 
+class SeededItems:
+    "In place of `create_item` and `create_batch`: each item, with its transforms, draws from streams of its own"
+    def __init__(self, dl, dealer):
+        self.dl,self.dealer,self.outer = dl,dealer,None
+        self.inner = dl.create_item,dl.create_batch
+    def create_item(self, s):
+        self.outer = self.outer or rng_state(cuda=False)
+        if self.dl.indexed: self.dealer.seed_sample(s or 0) # a stream does it itself
+        return self.inner[0](s)
+    def create_batch(self, b):
+        "The process's streams are then those before the items"
+        if self.outer: set_rng_state(self.outer)
+        self.outer = None
+        return self.inner[1](b)
+
+def _seeded(new, dealer):
+    "Let the items of a copy of a loader draw from streams of their own, where this is on"
+    own = getattr(new.after_item, 'fs', getattr(new.after_item, '__func__', None) is not DataLoader.after_item)
+    if not dealer.sample_seeds or new.indexed and not own and is_quiet(new.dataset): return new
+    dealer.share_memory(new.fake_l.num_workers)
+    items = SeededItems(new, dealer)
+    new.create_item,new.create_batch = items.create_item,items.create_batch
+    return new
+
 class _Share:
     "In place of `get_idxs`"
     def __init__(self, order): self.order = order
@@ -86,15 +110,27 @@ def _reading(new, order):
 @reindexed.register
 def _(dl:DataLoader, dealer):
     if not dl.indexed: return _of_stream(dl, dealer)
+    if dl.bs and _reads_itself(dl): return _of_batches(dl, dealer)
     if dl.bs is None: dealer.of_batches() # the data set's items are batches
     order = dealer.order(range(dl.n), dl.shuffle) if _is_plain(dl) else dealer.drawn(_Indices(_global(dl, dealer), dealer))
-    return _reading(shallow(dl), order)
+    return _seeded(_reading(shallow(dl), order), dealer)
+
+def _reads_itself(dl):
+    "Whether a class of the user's makes batches of indices in its own way: it may read the neighbours of the first one"
+    return any(k in vars(dl) or not getattr(type(dl), k).__module__.startswith('fastai.') for k in _read_by)
+
+_read_by = 'do_item','create_batches','sample','chunkify','__iter__'
+
+def _of_batches(dl, dealer):
+    new = shallow(dl) # its `n` stays that of the data set, which bounds what is read from a first index on
+    new.get_idxs = _Share(_OneAfterAnother(dealer.drawn(_Batches(dl, dealer), unit='batch')))
+    return _seeded(new, dealer)
 
 def _of_stream(dl, dealer):
     new = shallow(dl)
-    new.dataset,new.fake_l.num_workers = dealer.stream(dl.dataset, 0),0 # fastai's workers would each read the stream from its start
+    new.dataset,new.fake_l.num_workers = dealer.stream(dl.dataset, 0, None),0 # fastai's workers would each read the stream from its start
     if dl.n is not None: new.n = dealer.count(dl.n)
-    return new
+    return _seeded(new, dealer)
 
 @in_order.register
 def _(dl:DataLoader): return dl.new(shuffle=False, drop_last=False)
@@ -111,21 +147,18 @@ class _Batches:
 
 class _OneAfterAnother:
     "The samples of a rank's batches"
-    def __init__(self, batches, n): self.batches,self.n = batches,n
+    def __init__(self, batches, n=None): self.batches,self.n = batches,n
     def __iter__(self): return (i for b in self.batches for i in b)
     def __len__(self): return self.n
 
-_read_by = '__iter__','sample','create_batches'
-
 @whole_batches.register
 def _(dl:DataLoader, dealer):
-    own = any(k in vars(dl) or not getattr(type(dl), k).__module__.startswith('fastai.') for k in _read_by)
-    if own or not dl.indexed: return EveryNth(reindexed(dl, dealer.alone()), dealer)
+    if _reads_itself(dl) or not dl.indexed: return EveryNth(reindexed(dl, dealer.alone()), dealer)
     if dl.bs is None: return reindexed(dl, dealer) # the data set's items are batches
     batches = _Batches(shallow(dl), dealer)
     total = len(batches.indices)
     n = sum(min(dl.bs, total-i*dl.bs) for i in range(dealer.rank, len(batches), dealer.world_size))
-    return _reading(shallow(dl), _OneAfterAnother(dealer.drawn(batches, unit='batch'), n))
+    return _seeded(_reading(shallow(dl), _OneAfterAnother(dealer.drawn(batches, unit='batch'), n)), dealer)
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c013
 class _Lengths(_Share):
@@ -153,8 +186,8 @@ class _PaddedAlike:
 @reindexed.register
 def _(dl:SortedDL, dealer):
     new,order = shallow(dl),dealer.drawn(_Indices(_global(dl, dealer), dealer))
-    if dealer.world_size==1: return _reading(new, order)
-    _reading(new, order).get_idxs,new.create_batches = _Lengths(order, dl),_PaddedAlike(new)
+    if dealer.world_size==1: return _seeded(_reading(new, order), dealer)
+    _seeded(_reading(new, order), dealer).get_idxs,new.create_batches = _Lengths(order, dl),_PaddedAlike(new)
     return new
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c018
@@ -193,6 +226,7 @@ class ShareDL(Share):
     in_context = False # whether a learner's context has made it
     begun = 0 # items of this epoch that were read before this run, see `Dealer.start`, as `.dl` knows it
     def __len__(self):
+        if self.pad and isinstance(getattr(self.dl, 'get_idxs', None), _Share) and self.unit=='batch': return self.n
         self._follow()
         return super().__len__()
     def __iter__(self):
@@ -201,7 +235,7 @@ class ShareDL(Share):
     def _follow(self):
         "fastai's loader holds a number of samples, which is another one for the rest of an epoch"
         start,dl = self.dealer.start,self.dl
-        if start==self.begun or not isinstance(dl, DataLoader) or dl.n is None: return
+        if start==self.begun or self.unit=='batch' or not isinstance(dl, DataLoader) or dl.n is None: return
         self.begun,dl.n = start,self.n
         if isinstance(dl, PartialDL) and dl.partial_n is not None: dl.partial_n = dl.n
     def new(self, *args, **kwargs):
@@ -219,7 +253,7 @@ def undealt(
 class _Blocks(core.Dealer):
     "Gives a rank one block of the order, as `fastai.distributed` does, instead of every W-th sample"
     def order(self, source, shuffle): return self.drawn(_Order(self, source, shuffle))
-    def stream(self, dataset, num_workers): raise ValueError('a stream has no blocks: deal it by DistributedDL.from_dl')
+    def stream(self, dataset, num_workers, after=()): raise ValueError('a stream has no blocks: deal it by DistributedDL.from_dl')
     def deal(self, items):
         items = list(items)
         n = self.count(len(items))

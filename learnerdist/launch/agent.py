@@ -181,7 +181,7 @@ def launch(
     if server: start_ranks_by(server.start)
     ranks,status = [],None
     hear_of_ranks(ranks)
-    names = dict(PYTHONHASHSEED='0', LEARNERDIST_QUIET=str(int(not args.verbose)))
+    names = dict(LEARNERDIST_SEED=os.urandom(8).hex(), PYTHONHASHSEED='0', LEARNERDIST_QUIET=str(int(not args.verbose)))
     with own_folder(tempfile.gettempdir()) as d, memory_folder(args.on_failure), _in_environment(**names):
         kept = args.log_dir or tempfile.gettempdir()
         traces = None if args.verbose else Path(kept)/f'learnerdist-tracebacks-{os.getpid()}-{time.time():.0f}.txt'

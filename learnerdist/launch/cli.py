@@ -14,7 +14,7 @@ from ..core.stacks import frames_of,preempted_status,report_folder,users_frame
 from .forkserver import ForkServer,enter,freeze,serve
 from .network import choose_addresses,loopback
 from .options import check_numbers,get_parser,guess,prove
-from .processes import begin_rank,call_on_ranks,check_call,check_guard,main_of_call,share_of_cores
+from .processes import begin_rank,call_on_ranks,check_call,check_guard,launch_seed,main_of_call,share_of_cores
 from .slurm import check_env,find_task,rank_env
 from .watch import leave_report,say
 
@@ -40,7 +40,7 @@ def run(
     check_guard()
     n = 1 if 'RANK' in os.environ and nproc == 'auto' else count_nproc(nproc)
     if n == 1 or 'RANK' in os.environ: return main(*args)
-    try: return call_on_ranks(main, n, args, n_threads=share_of_cores(n), grace_s=8, labels=True)[0]
+    try: return call_on_ranks(main, n, args, env=launch_seed(), n_threads=share_of_cores(n), grace_s=8, labels=True)[0]
     except KeyboardInterrupt: pass
     raise KeyboardInterrupt(f'all {n} ranks were ended') # raised here, without the traceback of the wait
 

@@ -15,7 +15,7 @@ from typing import Callable,NamedTuple
 from fastcore.basics import patch
 
 from .cli import count_nproc
-from .processes import (answer,by_value,check_call,end,open_screens,outcomes,pickled,remedy,
+from .processes import (answer,by_value,check_call,end,launch_seed,open_screens,outcomes,pickled,remedy,
                                           share_of_cores,start_ranks,wait_for)
 from .watch import Rank,RanksError
 
@@ -106,7 +106,7 @@ def _start(self:Ranks):
     pipes = [connection.Pipe() for _ in range(self.nproc)]
     stack.callback(end, procs)
     theirs = [o for _,o in pipes]
-    start_ranks(procs, self.nproc, self.folder, _serve, None, share_of_cores(self.nproc), True,
+    start_ranks(procs, self.nproc, self.folder, _serve, None, share_of_cores(self.nproc), True, launch_seed(),
                 screens=there, conns=theirs)
     for o in theirs: o.close()
     self.calls = [_Call(o.proc, here) for o,(here,_) in zip(procs, pipes)]

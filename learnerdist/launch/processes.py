@@ -132,11 +132,17 @@ remedy = ('pip install cloudpickle, which sends functions of a notebook to other
 # %% ../../nbs/launch/02_processes.ipynb #986578f5
 def seed_alike():
     "Start the random streams of Python, numpy and torch alike on all ranks, the latter when they are imported"
-    seed = zlib.crc32(os.environ.get('TORCHELASTIC_RUN_ID', '').encode())
+    names = 'LEARNERDIST_SEED','TORCHELASTIC_RUN_ID','SLURM_JOB_ID','SLURM_STEP_ID'
+    if os.environ.get('LOCAL_WORLD_SIZE')!=os.environ.get('WORLD_SIZE'): names = *names[1:],'MASTER_ADDR','MASTER_PORT' # several launchers
+    seed = zlib.crc32(' '.join(os.environ.get(o, '') for o in names).encode())
     random.seed(seed)
     for name,seeds in (('numpy.random','seed'), ('torch','manual_seed')):
         if name in sys.modules: getattr(sys.modules[name], seeds)(seed)
         else: sys.meta_path.insert(0, _AfterImport(name, lambda mod,seeds=seeds: getattr(mod, seeds)(seed)))
+
+def launch_seed()->dict:
+    "For the environment of all ranks: the seed of a launch, see `seed_alike`"
+    return dict(LEARNERDIST_SEED=os.environ.get('LEARNERDIST_SEED') or os.urandom(8).hex())
 
 class _AfterImport:
     "A finder that calls `func` with the module `name` once it has been imported"

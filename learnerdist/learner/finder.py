@@ -19,7 +19,7 @@ from torch import Tensor,nn
 from ..core.collectives import all_sum
 from ..core.env import is_rank0
 from ..core.random import rng_state,set_rng_state
-from ..data.distributed_dl import _chain,set_epoch
+from ..data.distributed_dl import loader_parts,set_epoch
 from ..data.loaders import loaders_of
 from .callback import Callback,CancelEpochException,CancelFitException,Order
 from .learner import Learner,get_model,group_lrs
@@ -40,7 +40,7 @@ def _tensors(learn):
 
 def _generators(learn):
     "The generators of the learner's loaders and samplers"
-    parts = [o for dl in loaders_of(learn.dls) for part in (dl,getattr(dl, 'source', dl)) for o in _chain(part)]
+    parts = [o for dl in loaders_of(learn.dls) for part in (dl,getattr(dl, 'source', dl)) for o in loader_parts(part)]
     return [g for o in parts if isinstance(g := getattr(o, 'generator', None), torch.Generator)]
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf12

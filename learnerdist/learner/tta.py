@@ -13,7 +13,7 @@ from torch.utils.data import Dataset,IterableDataset
 
 from ..core.random import mix_seed,shared_rng
 from ..data.distributed_dl import _changed,in_order
-from ..data.loaders import _as_list,_pipe
+from ..data.loaders import _as_list,pipe
 from .learner import Learner
 
 # %% ../../nbs/learner/15_tta.ipynb #tta11
@@ -22,7 +22,7 @@ class Augmented(Dataset):
     def __init__(self, dataset, tfms:list, *seeds:int): self.dataset,self.tfms,self.seeds = dataset,tfms,seeds
     def __len__(self): return len(self.dataset)
     def __getitem__(self, i):
-        with shared_rng(*self.seeds, int(i)): return _pipe(self.tfms, self.dataset[i])
+        with shared_rng(*self.seeds, int(i)): return pipe(self.tfms, self.dataset[i])
 
 # %% ../../nbs/learner/15_tta.ipynb #tta21
 @patch

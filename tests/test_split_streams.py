@@ -1,0 +1,158 @@
+"Loaders and streams that go their own way: whole batches, streams that split themselves, counts of an epoch"
+import warnings
+from itertools import islice
+import pytest, torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, default_collate, get_worker_info
+from learnerdist.all import Callback, DataLoaders, Learner, gather_objects, num_distrib, rank_distrib
+from learnerdist.testing import RanksError, run_ranks
+
+torch.set_num_threads(1)
+N = 22
+
+def row(i): return torch.tensor([i/N, 1.], dtype=torch.double),torch.tensor([i/N], dtype=torch.double)
+
+class Stream(IterableDataset):
+    "All numbers; `how` the user splits it: not at all, or as torch's documentation does"
+    def __init__(self, how, n=N): self.how,self.n = how,n
+    def __iter__(self):
+        info = get_worker_info()
+        workers,worker = (info.num_workers,info.id) if info and self.how else (1,0)
+        rank,world = (rank_distrib(),max(num_distrib(), 1)) if self.how=='by rank' else (0,1)
+        return map(row, islice(range(self.n), rank*workers+worker, None, world*workers))
+
+class Once(IterableDataset):
+    "May be read once"
+    def __init__(self): self.it = map(row, range(N))
+    def __iter__(self): return self.it
+
+class Deaf(DataLoader):
+    "Reads its data set by itself, and no sampler"
+    def __iter__(self): return iter([[t[i:i+self.batch_size] for t in self.dataset.tensors] for i in range(0, N, self.batch_size)])
+
+class Slices(DataLoader):
+    "Reads a slice from each batch's first index on, as tsai's does"
+    def __iter__(self): return ([t[b[0]:b[0]+self.batch_size] for t in self.dataset.tensors] for b in self.batch_sampler)
+
+class Early(DataLoader):
+    def __iter__(self): return islice(super().__iter__(), 2)
+
+class Seen(Callback):
+    "What this rank has trained on, with weight"
+    def before_fit(self): self.seen = []
+    def before_batch(self):
+        if self.training and not self.learn.repeated: self.seen += (self.xb[0][:,0]*N).round().int().tolist()
+
+def fit(dl, n=1, valid=None):
+    "Weights, the samples of all ranks, sorted, and warnings"
+    torch.manual_seed(0)
+    net,seen = nn.Linear(2, 1).double(),Seen()
+    learn = Learner(DataLoaders(dl, valid), net, nn.MSELoss(), lambda ps, lr: torch.optim.SGD(ps, lr=.1))
+    with warnings.catch_warnings(record=True) as said, learn.distrib_ctx(seed=1), learn.no_logging():
+        warnings.simplefilter('always')
+        learn.fit(n, cbs=seen)
+        every = sorted(sum(gather_objects(seen.seen), []))
+    return net.weight.detach(),every,[str(o.message) for o in said if o.category is UserWarning]
+
+def bs(): return 4//max(num_distrib(), 1) if max(num_distrib(), 1)!=3 else 2
+def data(): return TensorDataset(*map(torch.stack, zip(*map(row, range(N)))))
+
+def streams():
+    "By kind and number of workers"
+    n = dict(zip((None,'by worker','by rank'), (N,N,36))) # a stream that splits itself has to have as many batches on each rank
+    return {(how,w): fit(DataLoader(Stream(how, n[how]), bs(), num_workers=w)) for how in n for w in (0,2,3)}
+
+def others():
+    return dict(once=fit(DataLoader(Once(), bs())), slices=fit(Slices(data(), bs())),
+                few=fit(DataLoader(Stream(None, 10), 1, num_workers=2)))
+
+@pytest.mark.parametrize('W', [2,3])
+def test_each_sample_of_a_stream_counts_once(W):
+    one,ranks = run_ranks(streams, 1)[0],run_ranks(streams, W, timeout_s=200)
+    for k in one:
+        for r,got in enumerate(ranks):
+            assert got[k][1]==one[k][1] and len(one[k][1]) in (N,36), k
+            split = [o for o in got[k][2] if 'Stream gives each rank another first sample' in o]
+            assert len(split)==(k[0]=='by rank' and r==0)
+            assert not [o for o in got[k][2] if 'repeat' in o]
+            if W==2 and k==(None,0): torch.testing.assert_close(got[k][0], one[k][0], rtol=0, atol=1e-12)
+
+@pytest.mark.parametrize('W', [2,3])
+def test_loaders_that_read_in_their_own_way(W):
+    one = run_ranks(others, 1)[0]
+    for got in run_ranks(others, W):
+        for k in ('once','slices'):
+            assert got[k][1]==[*range(N)]
+            if W==2: torch.testing.assert_close(got[k][0], one[k][0], rtol=0, atol=1e-12)
+        assert got['few'][1]==[*range(10)]
+
+def evaluated(how, workers):
+    "A validation loss and predictions over a stream, and whether it was found to be split"
+    torch.manual_seed(0)
+    learn = Learner(DataLoaders(data_loader(), DataLoader(Stream(how, N), 3, num_workers=workers)), nn.Linear(2, 1).double(), nn.MSELoss())
+    with warnings.catch_warnings(record=True) as said, learn.distrib_ctx(seed=1), learn.no_logging():
+        warnings.simplefilter('always')
+        loss = learn.validate()[0]
+        targs = (learn.get_preds()[1]*N).round().int().flatten().tolist()
+    return loss,sorted(targs),any('another first sample' in str(o.message) for o in said)
+
+def data_loader(): return DataLoader(data(), 2)
+
+@pytest.mark.parametrize('W,workers', [(2,0),(2,2),(3,0)])
+def test_evaluation_of_a_stream_that_splits_itself(W, workers):
+    for how in (None,'by rank'):
+        one, = run_ranks(evaluated, 1, how, 0)
+        for r,(loss,targs,found) in enumerate(run_ranks(evaluated, W, how, workers)):
+            if how or not workers: assert targs==one[1]==[*range(N)] and loss==pytest.approx(one[0]), how
+            assert found==(how is not None and r==0)
+
+def test_a_loader_may_end_early():
+    "Its length is the user's matter"
+    torch.testing.assert_close(*[o[0][0] for o in (run_ranks(early, 1), run_ranks(early, 2))], rtol=0, atol=1e-12)
+
+def early(): return fit(Early(data(), bs()))
+
+def wrong(kind):
+    torch.manual_seed(0)
+    fit(dict(deaf=lambda: Deaf(data(), 2),
+             split=lambda: DataLoader(data(), 2, sampler=DistributedSampler(range(N), 4, 0)))[kind]())
+
+@pytest.mark.parametrize('kind,match', [('deaf', 'has read all the data: a Deaf never asks which samples are its own'),
+    ('split', 'a sampler deals the samples among 4 ranks, and 2 read them')])
+def test_a_wrong_count_is_an_error(kind, match):
+    with pytest.raises(RanksError, match=match): run_ranks(wrong, 2, kind)
+    run_ranks(wrong, 1, kind)
+
+# --- fastai's -----------------------------------------------------------------------------------------------------------------
+
+class MSE(nn.MSELoss):
+    "fastai's Recorder takes float32 only; the gradients are float64 all the same"
+    def forward(self, p, t): return super().forward(p, t).float()
+
+def fit_sliced(shuffle):
+    "A loader like tsai's: `do_item` passes indices on, and `create_batch` reads a slice from the first one"
+    from fastai.data.core import DataLoaders as FastaiDataLoaders, TfmdDL
+    from fastai.learner import Learner as FastaiLearner
+    import learnerdist.fastai # noqa: F401
+    class Sliced(TfmdDL):
+        def do_item(self, i): return i or 0
+        def create_batch(self, b):
+            if self.shuffle: return default_collate([self.dataset[i] for i in b])
+            return tuple(t[b[0]:min(self.n, b[0]+self.bs)] for t in self.dataset.tensors)
+    torch.manual_seed(0)
+    net = nn.Linear(2, 1).double()
+    train,valid = Sliced(data(), bs=bs(), shuffle=shuffle, num_workers=0),Sliced(data(), bs=5, num_workers=0)
+    learn = FastaiLearner(FastaiDataLoaders(train, valid), net, MSE(), lr=.1)
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=1):
+        learn.fit(1)
+        loss = learn.recorder.values[-1][1]
+        preds,targs = learn.get_preds()
+    return net.weight.detach(),(targs*N).round().int().flatten().tolist(),loss
+
+@pytest.mark.parametrize('shuffle', [False,True])
+@pytest.mark.parametrize('W', [2,4])
+def test_fastai_loaders_that_slice(W, shuffle):
+    one,= run_ranks(fit_sliced, 1, shuffle)
+    for weights,targs,loss in run_ranks(fit_sliced, W, shuffle):
+        torch.testing.assert_close(weights, one[0], rtol=0, atol=1e-9)
+        assert targs==one[1]==[*range(N)] and loss==pytest.approx(one[2])
