@@ -4,6 +4,7 @@ from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 import pytest,torch,torch.distributed as dist
+from learnerdist.launch.processes import call_on_ranks
 from learnerdist.testing import RankFailure,RanksError,leak_check,run_ranks
 
 def rank(): return int(os.environ['RANK'])
@@ -148,3 +149,12 @@ def test_leak_check_names_what_is_left():
     with pytest.raises(AssertionError, match='child processes'), leak_check():
         child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])
     assert child.wait() == -signal.SIGKILL
+
+def work(i): return i
+
+def test_a_fork_does_not_wait_for_the_workers_of_its_parent(monkeypatch):
+    "Ranks of a function that cannot be sent to new processes are forks of this one"
+    monkeypatch.setitem(sys.modules, 'cloudpickle', None)
+    with mp.get_context('fork').Pool(1) as pool:
+        pool.map(work, [1])
+        assert call_on_ranks(lambda: 7, 2)==[7, 7]

@@ -39,6 +39,8 @@ names = dict( # By our name: the module, the path of attributes to the object, a
     tree_map=('torch.utils._pytree', 'tree_map', 'batches and predictions of registered container classes'),
     tree_unflatten=('torch.utils._pytree', 'tree_unflatten', 'batches and predictions of registered container classes'),
     end_children=('multiprocessing.util', '_exit_function', "the end of a rank's own children with it"),
+    children=('multiprocessing.process', '_children', 'ranks that are forks of a process with workers: they would wait for these'),
+    finalizers=('multiprocessing.util', '_finalizer_registry', 'the same, for what is done at the end of a process'),
     tee=('torch.distributed.elastic.multiprocessing', 'DefaultLogsSpecs()._tee', "the rank's number before its lines"),
     handler=('torch.distributed.elastic.multiprocessing.subprocess_handler', 'SubprocessHandler', "the end of ranks' children after them"),
     popen=('torch.distributed.elastic.multiprocessing.subprocess_handler', 'SubprocessHandler._popen', 'the fork server'),
@@ -82,6 +84,7 @@ def missing()->dict:
 queue_callback,default_store = find('queue_callback'),find('default_store')
 end_children = find('end_children') # of this process, which ends without `sys.exit`
 BatchNorm,check_channels = find('batch_norm'),find('check_channels') # the first for isinstance
+inherited = find('children', set()),find('finalizers', {}) # A fork cannot wait for its parent's children: it empties these
 no_iterator = dict(_iterator=None) # For a copied DataLoader, which would else read from the workers of the original
 
 def check_input_dim(

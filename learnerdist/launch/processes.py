@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Callable
 
 import learnerdist
-from ..core.compat import end_children
+from ..core.compat import end_children,inherited
 from ..core.files import whole_file
 from ..core.stacks import answer_asks,catch_crashes,report_folder
 from .display import display_through,flush_plots,notebook_shell,print_through,show
@@ -322,8 +322,7 @@ def start_ranks(
 def _main_of_fork(env, *args):
     os.environ.clear()
     os.environ.update(env)
-    mp.process._children.clear() # workers of this process's parent, which a fork cannot join at its end
-    mp.util._finalizer_registry.clear()
+    for o in inherited: o.clear()
     _main(*args)
 
 def env_of(rank, n, folder, env=None)->dict:
