@@ -302,7 +302,8 @@ def _event_loops():
     return {k:v for k,v in found.items() if v}
 
 @contextmanager
-def _noting_loops():
+def noting_loops():
+    "Within the body, event loops that begin are noted as those of our groups"
     before = {*_event_loops()}
     yield
     _loops.extend({*_event_loops()}-before)
@@ -336,7 +337,7 @@ def process_group(
         return
     opened,failed,_patience[:] = not in_group(),True,[timeout_s or 1800]
     try:
-        with _noting_loops():
+        with noting_loops():
             device = setup_distrib(cuda_id, timeout_s=group_timeout(), **kw) if num_distrib()>1 else default_device(cuda_id)
             if in_group(): _ours.append(None if opened else _new_group())
         yield device
@@ -374,7 +375,7 @@ def current_group():
 def control_group():
     "A gloo group of the same ranks, for small values on the host that must not queue behind gradients. The first call is a collective"
     if len(_ours)<2:
-        with _noting_loops(): _ours.append(_new_group(backend='gloo'))
+        with noting_loops(): _ours.append(_new_group(backend='gloo'))
     return _ours[1]
 
 # %% ../../nbs/core/01_env.ipynb #c025b

@@ -191,7 +191,9 @@ class BatchDealer(Dealer):
         return res
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #seeds1
-def worker_id()->int: return getattr(get_worker_info(), 'id', 0)
+def worker_id()->int:
+    "The number of this worker of a loader; 0 in the process itself"
+    return getattr(get_worker_info(), 'id', 0)
 
 def is_quiet(ds):
     "Whether data lies in memory, so that a sample draws nothing"
@@ -390,7 +392,7 @@ class DistributedDL(LoaderWrapper):
             if 1<world_size!=n: raise ValueError(f'a sampler deals the samples among {n} ranks, and {world_size} read them')
             if kw: raise ValueError(f"{', '.join(kw)}: this {type(dl).__name__} is split already, so its settings are its user's")
             return dl
-        return cls.__new__(cls)._split(_changed(dl, **kw) if kw else dl, dealer)
+        return cls.__new__(cls)._split(with_settings(dl, **kw) if kw else dl, dealer)
     @classmethod
     def by_batch(cls,
         dl,                 # Any loader; it is not changed
@@ -401,7 +403,7 @@ class DistributedDL(LoaderWrapper):
         dataset=None,       # Another data set; None: the same
         **kw):              # Settings to change
         "The shard of the same rank, of another data set or with other settings"
-        dl,d = _changed(self.source, dataset, **kw),self.dealer
+        dl,d = with_settings(self.source, dataset, **kw),self.dealer
         if isinstance(d, BatchDealer): return self.by_batch(dl, self.rank, self.world_size, self.seed, d.sample_seeds)
         return self.from_dl(dl, self.rank, self.world_size, self.seed, self.pad, d.sample_seeds)
     def set_epoch(self, epoch):
@@ -442,7 +444,9 @@ class DistributedDL(LoaderWrapper):
         "This rank's first batch, read in this process. ValueError if there is none"
         return one_batch(self.dl)
 
-def _changed(dl, dataset=None, **kw):
+# %% ../../nbs/data/03_distributed_dl.ipynb #wset01
+def with_settings(dl, dataset=None, **kw):
+    "A copy of a loader with another data set, or with other settings. ValueError for a kind that cannot be changed"
     if hasattr(dl, 'new'): return dl.new(dataset, **kw)
     if isinstance(dl, DataLoader): return changed(dl, dataset, **kw)
     raise ValueError(f"{', '.join(kw)}: settings of a {type(dl).__name__} cannot be changed, since it has no `new`")

@@ -148,7 +148,9 @@ def _for_other_data(old):
     return {**old, 'shuffle': is_shuffled(sampler)} if sampler is not None else old
 
 # %% ../../nbs/data/01_loaders.ipynb #c024
-def _as_list(fs): return list(fs) if isinstance(fs, (list, tuple)) else [] if fs is None else [fs]
+def as_list(fs)->list:
+    "One function, several, or none as a list"
+    return list(fs) if isinstance(fs, (list, tuple)) else [] if fs is None else [fs]
 
 def pipe(fs, o):
     "Apply the functions `fs` to `o`, one after the other"
@@ -258,7 +260,7 @@ class TfmdDL(DataLoader):
         **kw                   # Any other setting of `DataLoader`
     ):
         check_options(kw, ['bs', 'after_item', 'after_batch'])
-        self.after_item,self.after_batch = _as_list(after_item),_as_list(after_batch)
+        self.after_item,self.after_batch = as_list(after_item),as_list(after_batch)
         if kw.get('batch_sampler') is None: kw = {'batch_size': bs, **kw}
         shuffle = shuffle and data_len(dataset)!=0                  # torch refuses to shuffle an empty data set
         super().__init__(_dataset(dataset), shuffle=shuffle, drop_last=drop_last, num_workers=num_workers, **kw)
@@ -276,7 +278,7 @@ class TfmdDL(DataLoader):
         **kw                   # Settings to change, by the names of `TfmdDL`
     ):
         "A copy with another data set, other settings or other transforms"
-        fs = {k:_as_list(kw.pop(k)) for k in ('after_item', 'after_batch') if k in kw}
+        fs = {k:as_list(kw.pop(k)) for k in ('after_item', 'after_batch') if k in kw}
         res = changed(self, None if dataset is None else _dataset(dataset), **kw)
         vars(res).update(fs)
         res._set_collate()

@@ -39,6 +39,9 @@ def loader_settings(dl: DataLoader) -> dict:
 def changed(dl: DataLoader, dataset=None, **kw) -> DataLoader:
     """A copy of `dl` with another data set or other settings. ValueError for an unknown setting, or a sampler made for another data set"""
 
+def as_list(fs) -> list:
+    """One function, several, or none as a list"""
+
 def pipe(fs, o):
     """Apply the functions `fs` to `o`, one after the other"""
 

@@ -42,7 +42,7 @@ def _merge_stats(
     return n.sum().item(),m,(m2+n*(mean-m)**2).sum(0)/total
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c012
-_mute,_local = False,SimpleNamespace(on=False) # _local: whether ranks evaluate, where their batches differ in number
+_mute,local_stats = False,SimpleNamespace(on=False) # local_stats: whether ranks evaluate, where their batches differ in number
 
 @contextmanager
 def muted():
@@ -140,7 +140,7 @@ class Synced:
     _check_non_zero_input_channels = check_channels
 
     def forward(self, x):
-        if not self.training or _local.on or _ranks(self.process_group)<2: return super().forward(x)
+        if not self.training or local_stats.on or _ranks(self.process_group)<2: return super().forward(x)
         return self.forward_synced(x)
 
     def forward_synced(self, x):
@@ -177,7 +177,7 @@ class SyncedInstance(Synced):
     def forward(self, x):
         old = torch.cat([self.running_mean, self.running_var])
         out = self.plain.forward(self, x)
-        if self.training and not _local.on and _ranks(self.process_group)>1:
+        if self.training and not local_stats.on and _ranks(self.process_group)>1:
             self._average(old, 0 if _mute else 1 if x.dim()==self._dims-1 else len(x))
         return out
 

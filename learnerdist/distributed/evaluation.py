@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader,DistributedSampler
 from ..core.collectives import gather_objects,reduce_sums
 from ..core.folders import has_shrunk
 from ..core.env import group_rank,group_size
-from ..data.distributed_dl import BatchDealer,DistributedDL,_changed,in_order,is_split
+from ..data.distributed_dl import BatchDealer,DistributedDL,with_settings,in_order,is_split
 from ..data.loaders import batch_shape,to_cpu,to_detach,to_device
 from ..data.rows import as_samples
-from .batchnorm import _local
+from .batchnorm import local_stats
 from .gather_rows import gather_batches,storage,taking_turns
 from ..learner.callback import Callback,Order
 from ..learner.losses import batch_rows,weighted
@@ -44,7 +44,7 @@ def parted(
     bs = batch_shape(dl)[0]
     if bs and has_shrunk(): bs = max(round(bs/n), 1)*n # the nearest that the ranks divide
     if not bs or bs%n: raise ValueError(f'split_batches: a batch size of {bs or "your batch sampler"} does not divide among {n} ranks')
-    res = _changed(dl, bs=bs//n)
+    res = with_settings(dl, bs=bs//n)
     res.undivided = dl # what one process evaluates
     return res
 
@@ -76,7 +76,7 @@ class ExactEvaluation(Callback):
     def after_cancel_validate(self): self.stopped = True
     def after_validate(self):
         self.put_together()
-        _local.on = False
+        local_stats.on = False
 
     def measured(self)->list:
         "The metrics of this loop, and the callbacks that gather"

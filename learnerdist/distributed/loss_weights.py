@@ -19,9 +19,9 @@ from ..core.compat import tree_leaves
 from ..core.env import current_group,group_rank,group_size
 from ..data.loaders import batch_shape
 from .agreed_loader import own_order
-from .batchnorm import _local,is_muted,mute
+from .batchnorm import local_stats,is_muted,mute
 from .vote_links import PostedSum
-from ..learner.losses import _n_classes_items,_n_elements,_version,batch_rows,loss_over,n_items,unweighted
+from ..learner.losses import n_class_items,n_elements,tensor_version,batch_rows,loss_over,n_items,unweighted
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #ce578703
 def uneven_steps(
@@ -60,7 +60,7 @@ class LossWeights:
     def begin_batch(self):
         "Before each batch"
         learn = self.learn
-        self.n_rows,learn.global_items,learn.items,_local.on = None,None,None,not learn.training
+        self.n_rows,learn.global_items,learn.items,local_stats.on = None,None,None,not learn.training
         may_end = self.uneven=='any' or learn.n_iter==learn.iter+1 # a length may be an estimate
         learn.repeated = learn.training and may_end and self._is_repeat()
         if learn.repeated: mute(True)
@@ -90,7 +90,7 @@ class LossWeights:
         if learn.repeated and over.kind!='whole': learn.loss_grad = self._zero() # 'whole': no row of it is gathered
         if not self._counts(over): return
         early,targ = self.early,self.targ
-        same = early is not None and not learn.repeated and targ is early.targ and _version(targ)==early.version
+        same = early is not None and not learn.repeated and targ is early.targ and tensor_version(targ)==early.version
         learn.items = early.n if same else self._number(n_items(learn)*(not learn.repeated), over) # counted once
         n,total = learn.items,self._total(learn.items)
         if isinstance(total, Tensor): learn.loss_grad = learn.loss_grad*(n*W/total)
@@ -133,9 +133,9 @@ def count_early(self:LossWeights,
     on_cpu = (getattr(targ, 'device', None) or learn.device).type=='cpu' # a dict has none
     if not on_cpu or over.kind!='items' or getattr(over.count, 'func', over.count) not in _by_targets: return
     n = 0. if learn.repeated else float(over.count(None, *learn.yb))
-    self.early = _Early(self.links.post(struct.pack('<d?', n, may_change()), 10), n, targ, _version(targ))
+    self.early = _Early(self.links.post(struct.pack('<d?', n, may_change()), 10), n, targ, tensor_version(targ))
 
-_by_targets = _n_elements,_n_classes_items # what counts without a look at the prediction
+_by_targets = n_elements,n_class_items # what counts without a look at the prediction
 
 @patch
 def _told_early(self:LossWeights, n):
@@ -188,6 +188,6 @@ def gather_with_grad(
     t:Tensor # (n,…): this rank's rows; n may differ between ranks
 )->Tensor:   # (Σn,…): rank after rank; `t` itself with one process
     "The rows of all ranks, through which gradients flow back to each. Sync point, also in the backward pass"
-    if group_size()<2 or _local.on: return t
+    if group_size()<2 or local_stats.on: return t
     return _Gather.apply(t[:0] if is_muted() else t) # muted: these rows are repeats
 

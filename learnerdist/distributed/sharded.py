@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from ..core.collectives import gather_objects
 from ..core.compat import forget_fsdp,fsdp_on_cpu,fsdp_ready,held_grads
 from ..core.deferred import set_value
-from ..core.env import (_noting_loops,count,current_group,group_size,group_timeout,local_rank,local_size,
+from ..core.env import (noting_loops,count,current_group,group_size,group_timeout,local_rank,local_size,
                                   num_distrib,process_group,rank_distrib,shared_store,wait_key,wait_keys)
 from ..core.parted import shared_crc
 from ..core.shards import exchange_params,groups_of,is_part,keep_part,part_of,state_part,whole
@@ -112,7 +112,7 @@ def make_mesh(device, replicas):
     "The ranks as torch's `DeviceMesh`: one row, or a row for each replica. Sync point"
     from torch.distributed.device_mesh import DeviceMesh,init_device_mesh
     if replicas==1: return DeviceMesh.from_group(current_group() or dist.group.WORLD, device.type)
-    with _noting_loops(): return init_device_mesh(device.type, (replicas,group_size()//replicas), mesh_dim_names=('replica','shard'))
+    with noting_loops(): return init_device_mesh(device.type, (replicas,group_size()//replicas), mesh_dim_names=('replica','shard'))
 
 @patch
 def shard(self:Sharded):

@@ -21,7 +21,7 @@ from ..core.random import seed_streams
 from ..data.distributed_dl import DistributedDL,is_split,set_epoch
 from .agreed_loader import Share
 from .agreement import Agreement,AgreementEnd
-from .batchnorm import _local,mute
+from .batchnorm import local_stats,mute
 from .blocks import shard_options
 from .comm_hooks import check_options,ddp_args_of_ours,find_hook
 from .comparison import compare_weights,path_of_rank0,tensor_hash
@@ -193,7 +193,7 @@ def unwrap(self:DistributedTrainer):
     "Remove the replica, and give the BatchNorm layers their own class back"
     self.learn.wrapper = None
     mute(False)
-    _local.on = False
+    local_stats.on = False
     if self.replica is not None: self.replica.undo()
     self.replica = None
 
@@ -278,7 +278,7 @@ def after_cancel_fit(self:DistributedTrainer): self.after_train()
 @patch
 def before_validate(self:DistributedTrainer):
     self.learn.wrapper = None
-    _local.on = True
+    local_stats.on = True
     mute(False)
     self.learn.dl = self.share_now(evaluated(self.dl), pad=False)
 

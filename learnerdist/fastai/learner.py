@@ -36,7 +36,7 @@ from ..core.shards import come_together
 from ..core import env
 from ..core.env import default_device,group_rank,group_size,num_distrib
 from .evaluation import Evaluation,stored,stored_alone
-from .loaders import _Share,shallow,undealt
+from .loaders import RankOrder,shallow,undealt
 from .trainer import Called,DistributedTrainer,parts,trainer_of
 from ..learner.learner import Learner as CoreLearner,advise_on_memory,check_epochs,fit_flags,get_model
 from ..learner.predictions import check_gather
@@ -121,7 +121,7 @@ def in_one_order(self:DistributedTrainer, dl):
     dl = shallow(dl.new(shuffle=False, drop_last=False) if dl.drop_last else dl)
     dl.rng = random.Random(self.seed)
     with shared_rng(self.seed): idxs = list(dl.get_idxs())
-    return dl.new(get_idxs=_Share(idxs))
+    return dl.new(get_idxs=RankOrder(idxs))
 
 # %% ../../nbs/fastai/04_learner.ipynb #c009
 def _alone(name):

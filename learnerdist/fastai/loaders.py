@@ -96,14 +96,14 @@ def _seeded(new, dealer):
     new.create_item,new.create_batch = items.create_item,items.create_batch
     return new
 
-class _Share:
+class RankOrder:
     "In place of `get_idxs`"
     def __init__(self, order): self.order = order
     def __call__(self): return list(self.order)
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c008
 def _reading(new, order):
-    new.get_idxs,new.n = _Share(order),len(order)
+    new.get_idxs,new.n = RankOrder(order),len(order)
     if isinstance(new, PartialDL) and new.partial_n is not None: new.partial_n = new.n
     return new
 
@@ -123,7 +123,7 @@ _read_by = 'do_item','create_batches','sample','chunkify','__iter__'
 
 def _of_batches(dl, dealer):
     new = shallow(dl) # its `n` stays that of the data set, which bounds what is read from a first index on
-    new.get_idxs = _Share(_OneAfterAnother(dealer.drawn(_Batches(dl, dealer), unit='batch')))
+    new.get_idxs = RankOrder(_OneAfterAnother(dealer.drawn(_Batches(dl, dealer), unit='batch')))
     return _seeded(new, dealer)
 
 def _of_stream(dl, dealer):
@@ -161,7 +161,7 @@ def _(dl:DataLoader, dealer):
     return _seeded(_reading(shallow(dl), _OneAfterAnother(dealer.drawn(batches, unit='batch'), n)), dealer)
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c013
-class _Lengths(_Share):
+class _Lengths(RankOrder):
     "In place of a `SortedDL`'s `get_idxs`; also stores the longest sample of each global batch"
     def __init__(self, order, dl): self.order,self.res,self.step = order,dl.res,dl.bs*order.dealer.world_size
     def __call__(self):
@@ -226,7 +226,7 @@ class ShareDL(Share):
     in_context = False # whether a learner's context has made it
     begun = 0 # items of this epoch that were read before this run, see `Dealer.start`, as `.dl` knows it
     def __len__(self):
-        if self.pad and isinstance(getattr(self.dl, 'get_idxs', None), _Share) and self.unit=='batch': return self.n
+        if self.pad and isinstance(getattr(self.dl, 'get_idxs', None), RankOrder) and self.unit=='batch': return self.n
         self._follow()
         return super().__len__()
     def __iter__(self):

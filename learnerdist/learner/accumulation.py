@@ -17,7 +17,7 @@ from ..data.distributed_dl import reindexed
 from ..data.loaders import LoaderWrapper,batch_shape,look_ahead
 from .callback import Callback,CancelBatchException,Order,own_loader
 from .losses import MeanOver,batch_rows,loss_over,n_items,probe_loss
-from .techniques import _with_grad
+from .techniques import with_grad
 
 # %% ../../nbs/learner/07_accumulation.ipynb #c028
 class GradientAccumulation(Callback):
@@ -73,7 +73,7 @@ def _kind(self:GradientAccumulation):
 @patch
 def _divide_by(self:GradientAccumulation, total):
     if isinstance(total, torch.Tensor) or total!=self.total:
-        for g in [*(p.grad for p in _with_grad(self.opt)),*self._held()]: g.mul_(self.total/total)
+        for g in [*(p.grad for p in with_grad(self.opt)),*self._held()]: g.mul_(self.total/total)
     self.total = total
 
 @patch

@@ -13,7 +13,7 @@ from fastcore.basics import GetAttr,class2attr
 _loop = ('before_batch after_pred after_loss before_backward after_cancel_backward after_backward before_step '
          'after_cancel_step after_step after_cancel_batch after_batch')
 inner_events = tuple(_loop.split())
-_inner = frozenset(inner_events)
+batch_events = frozenset(inner_events)
 all_events = ('after_create','after_dls','before_fit','before_epoch','before_train',*inner_events,'after_cancel_train','after_train',
               'before_validate','after_cancel_validate','after_validate','after_cancel_epoch','after_epoch',
               'after_cancel_fit','after_fit')
@@ -63,7 +63,7 @@ class Callback(GetAttr):
 
     def answers(self, event:str, training:bool)->bool:
         "Whether this callback handles `event` now, in training or in validation"
-        return self.run and (event not in _inner or (self.run_train if training else self.run_valid))
+        return self.run and (event not in batch_events or (self.run_train if training else self.run_valid))
 
     def holds(self,
         e:Exception, # A Cancel exception that another callback has raised

@@ -18,7 +18,7 @@ import torch
 from fastcore.basics import listify,patch
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 
-from .callback import Callback,Order,_inner,all_events,cancels,own_loader
+from .callback import Callback,Order,batch_events,all_events,cancels,own_loader
 from .losses import loss_of_batch,loss_trace
 from ..data.loaders import call_model,data_len,find_bs,single,split_batch,to_device
 from ..core.deferred import fill_in
@@ -106,7 +106,7 @@ class Learner:
     def __call__(self, event):
         for cb in self._handlers.get(event, ()): # as `answers` says, without a call for each, unless a class has its own
             if (cb.answers(event, self.training) if type(cb).answers is not Callback.answers else
-                cb.run and (event not in _inner or (cb.run_train if self.training else cb.run_valid))):
+                cb.run and (event not in batch_events or (cb.run_train if self.training else cb.run_valid))):
                 try: getattr(cb, event)()
                 except _cancels as e:
                     if not any([o.holds(e, event) for o in self.cbs]): raise

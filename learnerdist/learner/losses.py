@@ -35,14 +35,17 @@ class MeanOver(NamedTuple):
         "Whether samples count alike, but for labels that are ignored by default"
         opts = getattr(self.count, 'keywords', None)
         plain = opts is not None and opts.get('weight') is None and opts.get('ignore_index', -100)==-100
-        return self.kind in ('samples','unknown') or self.kind=='items' and (plain or self.count is _n_elements)
+        return self.kind in ('samples','unknown') or self.kind=='items' and (plain or self.count is n_elements)
 
-def _n_classes_items(pred, targ, *_, weight=None, ignore_index=-100):
+def n_class_items(pred, targ, *_, weight=None, ignore_index=-100):
+    "What a cross-entropy counts: targets that are not ignored, by the weights of their classes"
     if targ.is_floating_point(): return targ.numel()//targ.shape[min(targ.ndim-1, 1)] # probabilities of classes
     counted = targ!=ignore_index
     return counted.sum() if weight is None else weight.to(targ.device)[targ.where(counted, 0).long()].where(counted, 0).sum()
 
-def _n_elements(pred, targ, *_): return targ.numel() if isinstance(targ, Tensor) else find_bs(targ)
+def n_elements(pred, targ, *_)->int:
+    "What a loss of elements counts"
+    return targ.numel() if isinstance(targ, Tensor) else find_bs(targ)
 
 # %% ../../nbs/learner/00_losses.ipynb #7236663f
 _classes,_samples = ('cross_entropy','nll_loss'),('ctc_loss','multi_margin_loss','multilabel_margin_loss','multilabel_soft_margin_loss',
@@ -64,8 +67,8 @@ def _of_torch(name, opts):
     reduction = opts.get('reduction', 'mean')
     if reduction=='sum': return MeanOver('sum')
     if reduction=='batchmean' or name in _samples: return MeanOver('samples')
-    if name in _elements: return MeanOver('items', _n_elements)
-    return MeanOver('items', partial(_n_classes_items, **{k: opts[k] for k in ('weight','ignore_index') if k in opts}))
+    if name in _elements: return MeanOver('items', n_elements)
+    return MeanOver('items', partial(n_class_items, **{k: opts[k] for k in ('weight','ignore_index') if k in opts}))
 
 # %% ../../nbs/learner/00_losses.ipynb #0864ecc0
 def _said(n_items): return MeanOver('whole') if n_items=='whole' else MeanOver('items', n_items)
@@ -99,12 +102,12 @@ class LossTrace(TorchFunctionMode):
         with self: return model(*args, **kwargs)
     def __torch_function__(self, func, types, args=(), kwargs=None):
         res,kwargs = func(*args, **(kwargs or {})),kwargs or {}
-        if func in _functions: self.calls.append((res, _version(res), func, args, kwargs))
-        elif func in _same and args and (call := self._call_of(args[0])): self.calls.append((res,_version(res),*call[2:]))
+        if func in _functions: self.calls.append((res, tensor_version(res), func, args, kwargs))
+        elif func in _same and args and (call := self._call_of(args[0])): self.calls.append((res,tensor_version(res),*call[2:]))
         return res
     def _call_of(self, loss):
         "The call that has returned the mean `loss`, if nothing has changed it in place"
-        return next((o for o in self.calls if o[0] is loss and not loss.ndim and o[1]==_version(loss)), None)
+        return next((o for o in self.calls if o[0] is loss and not loss.ndim and o[1]==tensor_version(loss)), None)
     def items(self, loss):
         "What the mean `loss` is over, if it is the result of one of these calls, or a copy: a number or a tensor (); else None"
         call = self._call_of(loss)
@@ -118,7 +121,9 @@ class LossTrace(TorchFunctionMode):
 _signature = cache(inspect.signature)
 
 _same = {torch.clone, *[getattr(Tensor, o) for o in ('clone','to','float','double','contiguous','mean')]} # DDP clones outputs
-def _version(o): return o._version if isinstance(o, Tensor) and not o.is_inference() else 0 # changes with `loss += penalty`
+def tensor_version(o)->int:
+    "Changes with each change in place, as in `loss += penalty`"
+    return o._version if isinstance(o, Tensor) and not o.is_inference() else 0
 
 # %% ../../nbs/learner/00_losses.ipynb #ceff65e0
 def copied(b):

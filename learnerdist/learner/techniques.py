@@ -28,7 +28,9 @@ class _Gate:
     def param_groups(self): return self.opt.param_groups
     def step(self): self.open = True
 
-def _with_grad(opt): return [p for g in opt.param_groups for p in g['params'] if p.grad is not None]
+def with_grad(opt)->list:
+    "The parameters of an optimizer that have a gradient"
+    return [p for g in opt.param_groups for p in g['params'] if p.grad is not None]
 
 def _as_float32(o): return o.float() if isinstance(o, torch.Tensor) and o.dtype in (torch.float16,torch.bfloat16) else o
 
@@ -96,7 +98,7 @@ class MixedPrecision(Callback):
         if self.scaler: self.learn.loss_grad = self.scaler.scale(self.loss_grad)
 
     def before_step(self):
-        if not self.scaler or not _with_grad(self.opt): return
+        if not self.scaler or not with_grad(self.opt): return
         if self.gate is None: # not None: this rank cancelled the step, and now takes it again with the other ranks
             self.gate = _Gate(self.opt)
             self.scaler.unscale_(self.gate)
@@ -114,7 +116,7 @@ class MixedPrecision(Callback):
         if self.gate is None: return
         self.gate = None
         self.scaler.update()
-        for p in _with_grad(self.opt): p.grad.mul_(self.scaler.get_scale())
+        for p in with_grad(self.opt): p.grad.mul_(self.scaler.get_scale())
 
     def cleanup(self):
         self._leave()
@@ -166,7 +168,7 @@ class GradientClip(Callback):
 
     def before_fit(self): self._done,self._fresh = [],[]
     def before_step(self):
-        ps = _with_grad(self.opt)
+        ps = with_grad(self.opt)
         max_norm = self.max_norm if self.value is None else math.inf
         self._fresh.append(whole(clip_grad_norm_(ps, max_norm, self.norm_type).detach()))
         if self.value is not None: clip_grad_value_(ps, self.value)

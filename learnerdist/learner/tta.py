@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import Dataset,IterableDataset
 
 from ..core.random import mix_seed,shared_rng
-from ..data.distributed_dl import _changed,in_order
-from ..data.loaders import _as_list,pipe
+from ..data.distributed_dl import with_settings,in_order
+from ..data.loaders import as_list,pipe
 from .learner import Learner
 
 # %% ../../nbs/learner/15_tta.ipynb #tta11
@@ -38,9 +38,9 @@ def tta(self:Learner,
     dl,train = self.dls[ds_idx] if dl is None else dl,self.dls.train
     dl = in_order(getattr(dl, 'source', dl))
     if isinstance(dl.dataset, IterableDataset): raise ValueError('tta reads each item several times, by its index: a stream has none')
-    items,batches = [getattr(train, k, []) if o is None else _as_list(o) for k,o in (('after_item',item_tfms),('after_batch',batch_tfms))]
+    items,batches = [getattr(train, k, []) if o is None else as_list(o) for k,o in (('after_item',item_tfms),('after_batch',batch_tfms))]
     seed = self.distributed_trainer.seed if hasattr(self, 'distributed_trainer') else torch.randint(2**62, ()).item()
-    rounds = [_changed(dl, Augmented(dl.dataset, items, mix_seed(seed, i)), **_own_tfms(dl, batches)) for i in range(n)]
+    rounds = [with_settings(dl, Augmented(dl.dataset, items, mix_seed(seed, i)), **_own_tfms(dl, batches)) for i in range(n)]
     aug = [self.get_preds(dl=o)[0] for o in rounds]
     preds,targs = self.get_preds(dl=dl)
     if not isinstance(preds, Tensor): raise ValueError(f'tta mixes predictions that are one tensor, and these are a {type(preds).__name__}')
