@@ -33,7 +33,8 @@ _size = 1024
 def sketch(
     t:Tensor # Any shape and dtype
 )->Tensor:   # (m,) float64, at most 1024 numbers, on the CPU
-    "A short vector for `t`. The distance of two sketches estimates the distance of their tensors; up to 1024 elements it is exact"
+    """A short vector for `t`. The distance of two sketches estimates the distance of their tensors; up to 1024
+    elements it is exact"""
     t = _whole(t).detach().flatten().double().cpu()
     if len(t)<=_size: return t.clone()
     signs = torch.randint(0, 2, (len(t),), generator=torch.Generator().manual_seed(len(t)), dtype=torch.int8)
@@ -51,7 +52,8 @@ def row_keys(
     return [sum(_key(o[i])*(2*k+1) for k,o in enumerate(cols))%2**62 for i in range(n)]
 
 def _key(o):
-    if not isinstance(o, Tensor): return sum(_key(p) if isinstance(p, Tensor) else sum(map(ord, str(p))) for p in tree_leaves(o))
+    if not isinstance(o, Tensor):
+        return sum(_key(p) if isinstance(p, Tensor) else sum(map(ord, str(p))) for p in tree_leaves(o))
     return tensor_hash(_trimmed(o) if not o.is_floating_point() and o.ndim else o).item()
 
 def _trimmed(row):
@@ -62,11 +64,13 @@ def _trimmed(row):
 
 # %% ../nbs/01_fit_record.ipynb #e8efa7a8
 def fingerprint(dl)->dict:
-    "Type, length and hashes of some samples of a loader's data set; `steady`: whether a batch is the same at each reading"
+    """Type, length and hashes of some samples of a loader's data set; `steady`: whether a batch is the same at each
+    reading"""
     ds = getattr(dl, 'dataset', None)
     n,is_map = data_len(ds) or 0,hasattr(ds, '__getitem__')
     samples = _samples(ds, sorted({0,n//3,2*n//3,n-1})) if is_map and n else []
-    return dict(type=type(ds).__name__, length=n, samples=samples, steady=not is_map or not n or _first(dl, 0)==_first(dl, 1))
+    return dict(type=type(ds).__name__, length=n, samples=samples,
+                steady=not is_map or not n or _first(dl, 0)==_first(dl, 1))
 
 def _samples(ds, idxs):
     with shared_rng(0):
@@ -81,7 +85,8 @@ def _first(dl, seed):
 def trained(learn)->dict:
     "From names to parameters: those of the model, of the loss, and any other that the optimizer trains"
     res = dict(get_model(learn.model).named_parameters())
-    if isinstance(learn.loss_func, nn.Module): res.update({f'loss_func.{k}': p for k,p in learn.loss_func.named_parameters()})
+    if isinstance(learn.loss_func, nn.Module):
+        res.update({f'loss_func.{k}': p for k,p in learn.loss_func.named_parameters()})
     known = {id(p) for p in res.values()}
     others = [p for g in learn.opt.param_groups for p in g['params'] if id(p) not in known]
     return res | {f'opt[{i}]': p for i,p in enumerate(others)}
@@ -140,7 +145,8 @@ class FitRecord(Callback):
         learn = self.learn
         if not learn.training or not learn.yb: return
         now = {k: tensor_hash(_whole(p)) for k,p in trained(learn).items()}
-        self.rec['in_place'] += [k for k in now if k in self.held and now[k]!=self.held[k] and k not in self.rec['in_place']]
+        self.rec['in_place'] += [k for k in now if k in self.held and now[k]!=self.held[k]
+                                 and k not in self.rec['in_place']]
         self.rec['draws'] |= _streams()!=self.drawn
         self.rec['adds'] |= learn.loss_grad.sum().item()!=learn.loss.sum().item()
         self.rec['hooks'] = [k for k,p in trained(learn).items() if getattr(p, grad_hooks, None)]
@@ -158,7 +164,8 @@ def _plain(o): return None if o is None else float(o)
 def _record(self:FitRecord, learn):
     "Record a step of the optimizer: its samples, gradients, weights and buffers"
     params,model = trained(learn),get_model(learn.model)
-    found = dict(gradients={k: p.grad for k,p in params.items() if p.grad is not None}, weights=params, buffers=dict(model.named_buffers()))
+    found = dict(gradients={k: p.grad for k,p in params.items() if p.grad is not None}, weights=params,
+                 buffers=dict(model.named_buffers()))
     sketches = {kind: {k: sketch(t) for k,t in ts.items()} for kind,ts in found.items()}
     self.rec['steps'].append(dict(sketches, rows=self.rows, batch=self.n_batches, shapes=self.shapes))
     self.rows,self.shapes = [],[]
@@ -168,7 +175,8 @@ def _record(self:FitRecord, learn):
 
 # %% ../nbs/01_fit_record.ipynb #149a37cf
 class BatchRecord(Callback):
-    "Record the samples of a batch and the state of the random streams, before other callbacks and the model change them"
+    """Record the samples of a batch and the state of the random streams, before other callbacks and the model change
+    them"""
     order = -10**9+.5 # after the trainer, which says whether the batch is a repeat
     def __init__(self, record): self.record = record
     __call__ = FitRecord.__call__
@@ -211,7 +219,8 @@ class _Catch:
     def options(self, kw):
         self.split = kw.get('split_batches', False)
         if not self.n_alone: return kw
-        if kw.get('seed') is None: torch.randint(2**62, ()) # a context draws its seed, and what is drawn later depends on that
+        # a context draws its seed, and what is drawn later depends on that
+        if kw.get('seed') is None: torch.randint(2**62, ())
         return {**kw, 'seed': self.start['seed']}
 
     def watch(self, learn):
@@ -232,9 +241,11 @@ def fit(self:_Catch, learn, *args, **kw):
     del vars(learn)['fit']
     record = FitRecord(self.dtype, self.n_alone)
     limit,batches = Limit(record, self.steps),BatchRecord(record)
-    record.rec.update(data=[fingerprint(dl) for dl in loaders_of(learn.dls)], silenced=self.prepare(learn), dtype=_dtype(learn))
+    record.rec.update(data=[fingerprint(dl) for dl in loaders_of(learn.dls)], silenced=self.prepare(learn),
+                      dtype=_dtype(learn))
     learn.add_cbs([record,limit,batches])
-    for cb in [*learn.cbs,*[o for v in (*args,*kw.values()) for o in listify(v)]]: # `n_acc` is per rank: one process needs W times as many
+    # `n_acc` is per rank: one process needs W times as many
+    for cb in [*learn.cbs,*[o for v in (*args,*kw.values()) for o in listify(v)]]:
         if self.n_alone and 'n_acc' in getattr(cb, '__dict__', {}): cb.n_acc *= self.n_alone
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
@@ -254,7 +265,8 @@ def predictions(self:FitRecord)->list:
     leaves = tree_leaves(self.learn.get_preds(), is_leaf=lambda o: isinstance(o, list))
     return [sketch(torch.cat([torch.zeros(0), *_numbers(leaves)]))]
 
-def _dtype(learn): return next((str(p.dtype)[6:] for p in get_model(learn.model).parameters() if p.is_floating_point()), 'float32')
+def _dtype(learn):
+    return next((str(p.dtype)[6:] for p in get_model(learn.model).parameters() if p.is_floating_point()), 'float32')
 def _finds_lr(kw): return any(type(o).__name__=='LRFinder' for o in listify(kw.get('cbs')))
 def _numbers_of(recorder):
     names = [o for o in recorder.metric_names if o not in ('epoch','time')]
@@ -267,7 +279,8 @@ def _numbers(b):
 
 @patch
 def prepare(self:_Catch, learn):
-    "Give all processes the same start: dtype, dropout, weights and optimizer state. Returns the names of silenced layers"
+    """Give all processes the same start: dtype, dropout, weights and optimizer state. Returns the names of silenced
+    layers"""
     learn.path = self.folder/'files' # for all files that the script writes from here on
     model,loss = get_model(learn.model),learn.loss_func
     parts = [model,*[o for o in (loss,*getattr(loss, '__dict__', {}).values()) if isinstance(o, nn.Module)]]
@@ -275,7 +288,8 @@ def prepare(self:_Catch, learn):
         torch.set_default_dtype(_casts[self.dtype])
         for o in parts: o.to(_casts[self.dtype])
     states = dict(parts=[o.state_dict() for o in parts], opt=learn.opt and learn.opt.state_dict())
-    if not self.n_alone and not group_rank(): torch.save(dict(states, seed=learn.distributed_trainer.seed), self.folder/'start.pt')
+    if not self.n_alone and not group_rank():
+        torch.save(dict(states, seed=learn.distributed_trainer.seed), self.folder/'start.pt')
     for o,state in zip(parts, self.start.get('parts', [])): o.load_state_dict(state)
     if self.start.get('opt') and learn.opt: learn.opt.load_state_dict(self.start['opt'])
     return [] if self.dropout else silence(model)
@@ -287,7 +301,8 @@ def first_fit(
     steps:int,         # Number of optimizer steps after which the fit ends
     dtype=None,        # 'float64' or 'float32': cast the model and batches to it; any other value: do not
     dropout:bool=True, # False: set the dropout of all layers to 0
-    n_alone:int=0      # The number of ranks that this single process stands for, after their run; 0: it is one of these ranks
+    # The number of ranks that this single process stands for, after their run; 0: it is one of these ranks
+    n_alone:int=0
 ):
     "Record the first fit of the body that is in a `distrib_ctx`, then leave the body. RuntimeError if there is none"
     folder,rank = Path(folder),int(os.environ.get('RANK', 0))
@@ -295,7 +310,8 @@ def first_fit(
     catch,old_type = _Catch(folder, steps, dtype, dropout, n_alone),torch.get_default_dtype()
     try:
         with _replaced(catch): yield
-    except Recorded as e: rec = dict(e.args[0], streams=str(digest(rng_state()[:3])), hash_seed=os.environ.get('PYTHONHASHSEED'))
+    except Recorded as e:
+        rec = dict(e.args[0], streams=str(digest(rng_state()[:3])), hash_seed=os.environ.get('PYTHONHASHSEED'))
     else: raise RuntimeError('no fit within a distrib_ctx was run: outside of one each process trains for itself')
     finally: torch.set_default_dtype(old_type)
     torch.save(rec, folder/('alone.pt' if n_alone else f'{rank}.pt'))
@@ -320,7 +336,8 @@ def _replaced(catch):
     def from_dl(cls, dl, *args, pad=True, **kw): # evaluation is that of one process with the loader's own batch size
         return deal.__func__(cls, catch.widened(dl) if pad else dl, *args, pad=pad, **kw)
     with ExitStack() as stack:
-        for cls,f,old in ((Learner,distrib_ctx,ctx), (Learner,to_distributed,attach), (DistributedDL,classmethod(from_dl),deal)):
+        for cls,f,old in ((Learner,distrib_ctx,ctx), (Learner,to_distributed,attach),
+                          (DistributedDL,classmethod(from_dl),deal)):
             stack.callback(setattr, cls, old.__name__, old)
             setattr(cls, old.__name__, f)
         stack.callback(setattr, Learner, 'fit', fit)

@@ -19,10 +19,12 @@ _all_ = ['RankFailure', 'RanksError']
 
 # %% ../nbs/00_testing.ipynb #c006
 def run_ranks(
-    func:Callable,         # A top-level function, called as `func(*args, **kwargs)` on each rank; it opens a process group itself
+    # A top-level function, called as `func(*args, **kwargs)` on each rank; it opens a process group itself
+    func:Callable,
     world_size:int,        # Number of processes
     *args,
-    timeout_s:float=120,   # Seconds; then the ranks are ended, and the error has the stack of each rank that was still running
+    # Seconds; then the ranks are ended, and the error has the stack of each rank that was still running
+    timeout_s:float=120,
     errors:str='raise',    # 'return': put the `RankFailure` of a failed rank into the list, instead of raising
     env:dict|None=None,    # Further environment variables for the ranks
     **kwargs
@@ -52,7 +54,8 @@ def _left(before):
     return _children() - before
 
 # %% ../nbs/00_testing.ipynb #c019
-_of_imports = 'PYTEST_', 'KMP_', 'TORCHINDUCTOR_', 'TRITON_', 'CUDA_MODULE_LOADING' # set by libraries when they are imported
+# set by libraries when they are imported
+_of_imports = 'PYTEST_', 'KMP_', 'TORCHINDUCTOR_', 'TRITON_', 'CUDA_MODULE_LOADING'
 
 def _environment(): return {k:v for k,v in os.environ.items() if not k.startswith(_of_imports)}
 
@@ -65,7 +68,8 @@ def _close_group():
 
 @contextmanager
 def leak_check():
-    "Context that cleans up, and raises AssertionError, if its body leaves environment variables, a process group or child processes behind"
+    """Context that cleans up, and raises AssertionError, if its body leaves environment variables, a process group
+    or child processes behind"""
     env,kids = _environment(),_children()
     yield
     now,left = _environment(),_left(kids)

@@ -256,7 +256,8 @@ def _record_call(folder, how, func, args):
 def _launch(folder, target, args, n, how, env, timeout_s):
     torch.save(how, folder/'how.pt')
     cmd = [sys.executable,'-m','learnerdist.launch','--nproc',str(n),'-m','learnerdist.verify','--record',str(folder)]
-    res = subprocess.run([*cmd, *target, *map(str, args)], env={'LEARNERDIST_SEED': '0', **os.environ, **env}, timeout=timeout_s, text=True,
+    res = subprocess.run([*cmd, *target, *map(str, args)], env={'LEARNERDIST_SEED': '0', **os.environ, **env},
+                         timeout=timeout_s, text=True,
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if res.returncode or not (folder/('alone.pt' if how['n_alone'] else '0.pt')).exists():
         raise NoRun(f'on {n} process{"es" if n>1 else ""}:\n{res.stdout[-4000:]}')

@@ -29,10 +29,13 @@ from .snapshot import to_plain
 _kinds = {o.__name__: o for o in (deque,Counter,OrderedDict,np.ndarray)}
 
 def packed(o):
-    "`o`; what is no plain data becomes a dict that says its type, for `unpacked`. Lists, tuples and dicts are looked through"
+    """`o`; what is no plain data becomes a dict that says its type, for `unpacked`. Lists, tuples and dicts are
+    looked through"""
     kind = next((k for k,cls in _kinds.items() if type(o) is cls), None)
     if kind=='ndarray': return dict(__type__=kind, items=torch.from_numpy(o.copy()))
-    if kind: return dict(__type__=kind, items=packed([*o.items()] if isinstance(o, dict) else [*o]), maxlen=getattr(o, 'maxlen', None))
+    if kind:
+        return dict(__type__=kind, items=packed([*o.items()] if isinstance(o, dict) else [*o]),
+                    maxlen=getattr(o, 'maxlen', None))
     if type(o) is dict: return {k: packed(v) for k,v in o.items()}
     if type(o) in (list,tuple) and not {*map(type, o)}<={int,float,str,bool}: return type(o)(packed(v) for v in o)
     return o
@@ -51,7 +54,8 @@ def unpacked(o):
 class Growing(NamedTuple):
     "A part of a callback's state that grows with each step"
     lists:Callable # From the callback to a list, which changes at its end only, or to a dict of lists
-    pack:Callable = lambda items: [o.item() if hasattr(o, 'item') else o for o in items] # From a part of it to numbers or a tensor
+    # From a part of it to numbers or a tensor
+    pack:Callable = lambda items: [o.item() if hasattr(o, 'item') else o for o in items]
 
 growing = {Recorder: dict(lrs=Growing(lambda cb: cb.lrs), losses=Growing(lambda cb: cb.losses),
                           totals=Growing(lambda cb: cb.all_steps(), as_totals)),
@@ -63,7 +67,8 @@ def _growing(cb): return {k:o for cls in type(cb).__mro__ for k,o in growing.get
 def _keyed(cbs):
     "Callbacks by name; a second one with the same name gets a number"
     res = {}
-    for cb in cbs: res[cb.name if cb.name not in res else f'{cb.name}-{sum(o.split("-")[0]==cb.name for o in res)}'] = cb
+    for cb in cbs:
+        res[cb.name if cb.name not in res else f'{cb.name}-{sum(o.split("-")[0]==cb.name for o in res)}'] = cb
     return res
 
 def say(learn, text):
@@ -157,7 +162,8 @@ def run_config(
     hypers = {k: _plain(v) for k,v in groups[-1].items() if k in known and _plain(v) is not None}
     bs,trainer = batch_shape(dl)[0],getattr(learn, 'distributed_trainer', None)
     n = data_len(getattr(dl.source if hasattr(dl, 'dealer') else dl, 'dataset', None))
-    return dict(model=model_name(get_model(learn.model)), loss=_name(learn.loss_func), optimizer=type(opt).__name__, **hypers,
+    return dict(model=model_name(get_model(learn.model)), loss=_name(learn.loss_func), optimizer=type(opt).__name__,
+                **hypers,
                 n_epoch=learn.n_epoch, batch_size=bs and bs*world, samples=n, ranks=world,
                 seed=getattr(trainer, 'seed', None), schedule=horizons(learn.cbs),
                 torch=str(torch.__version__), learnerdist=learnerdist.__version__)
@@ -191,16 +197,23 @@ def check_run(
     src                 # The checkpoint
 ):
     "Raise ValueError if this fit cannot go on from the checkpoint, before anything is loaded"
-    if at['fit']!=fit: why = f'of fit number {at["fit"]+1} of its script, and this is number {fit+1}: each fit needs a folder of its own'
-    elif at['n_epoch']>new['n_epoch']: why = f'of a fit of {at["n_epoch"]} epochs, and this one has {new["n_epoch"]}: give as many or more'
-    elif old['optimizer']!=new['optimizer']: why = f'with the state of {old["optimizer"]}, and this fit uses {new["optimizer"]}'
+    if at['fit']!=fit:
+        why = (f'of fit number {at["fit"]+1} of its script, and this is number {fit+1}: each fit needs a folder of '
+               f'its own')
+    elif at['n_epoch']>new['n_epoch']:
+        why = f'of a fit of {at["n_epoch"]} epochs, and this one has {new["n_epoch"]}: give as many or more'
+    elif old['optimizer']!=new['optimizer']:
+        why = f'with the state of {old["optimizer"]}, and this fit uses {new["optimizer"]}'
     elif at['phase']=='train' and old['samples']!=new['samples']:
-        why = (f'in the midst of an epoch of {old["samples"]} samples, and the data set has {new["samples"]} now: give the same data. (A '
+        why = (f'in the midst of an epoch of {old["samples"]} samples, and the data set has {new["samples"]} now: '
+               f'give the same data. (A '
                'checkpoint between two epochs can be used with other data)')
     else:
         bad = [k for k,v in old['schedule'].items() if new['schedule'].get(k, v)!=v]
-        why = bad and (f'with a {bad[0]} for {_counts(old, bad[0])}, and that of this fit is for {_counts(new, bad[0])}. '
-                       f'{"; ".join(config_changes(old, new))}. Give as many epochs as then, and the same global batch size: by as many '
+        why = bad and (f'with a {bad[0]} for {_counts(old, bad[0])}, and that of this fit is for '
+                       f'{_counts(new, bad[0])}. '
+                       f'{"; ".join(config_changes(old, new))}. Give as many epochs as then, and the same global '
+                       f'batch size: by as many '
                        'ranks, or by split_batches=True. For more epochs, begin another fit after learn.load(folder)')
     if why: raise ValueError(f'{src} is {why}')
 

@@ -31,8 +31,10 @@ _all_ = ['Preempted','preempted_status']
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c006
 class Checkpoint(Callback):
-    "Save the fit while it runs: weights, optimizer, callbacks, recorded numbers, random streams, and the position in the data"
-    # `before_fit` and `before_train` after callbacks that reset themselves there, and before the model is wrapped in DDP
+    """Save the fit while it runs: weights, optimizer, callbacks, recorded numbers, random streams, and the position
+    in the data"""
+    # `before_fit` and `before_train` after callbacks that reset themselves there, and before the model is wrapped in
+    # DDP
     order,run_find,implied = Order.checkpoint,False,False # implied: gives way to another one
     active,resuming,requests,nested,memory,lock = False,False,None,0,None,None
     def __init__(self,
@@ -42,22 +44,28 @@ class Checkpoint(Callback):
         background=False, # Whether to copy the tensors, and write while training goes on
         resume=False,     # As `learn.fit(…, resume=True)`
         signals=('SIGTERM',), # Names of signals on which all ranks save together and end with `preempted_status`
-        in_memory=False # True: states go to memory that the launcher keeps, in place of files; a number of steps: to memory, beside files
+        # True: states go to memory that the launcher keeps, in place of files; a number of steps: to memory, beside
+        # files
+        in_memory=False
     ):
         check_every(every)
         check_in_memory(in_memory)
         check_signals(signals)
-        if not isinstance(keep, int) or keep<1: raise ValueError(f'keep={keep!r}: give the number of checkpoints to keep, from 1 up')
-        self.path,self.every,self.keep,self.background,self.resume,self.signals = Path(path),every,keep,background,resume,signals
+        if not isinstance(keep, int) or keep<1:
+            raise ValueError(f'keep={keep!r}: give the number of checkpoints to keep, from 1 up')
+        self.path,self.every,self.keep = Path(path),every,keep
+        self.background,self.resume,self.signals = background,resume,signals
         self.in_memory = in_memory
 
     def _begin(self, run_id):
         "Reset this callback's state at the start of a fit"
         self.nested = 0 # loops within this fit, such as fastai's `get_preds`
         self.phase = None # what the fit is doing: 'epoch', 'train', 'trained', 'validate', 'validated'
-        self.due,self.stopping = set(),False # save there ('files', 'memory') at the next common point of all ranks; stop after that
+        # save there ('files', 'memory') at the next common point of all ranks; stop after that
+        self.due,self.stopping = set(),False
         self.held = None # the state that was captured before validation
-        self.last,self.pending = None,None # the position of the newest checkpoint, and the Future of one that is being written
+        # the position of the newest checkpoint, and the Future of one that is being written
+        self.last,self.pending = None,None
         self.at = None # the position that this fit will resume at
         self.unsettled = False # whether DDP still has its initial buckets
         self.run_id,self.clock,self.active = run_id,time.monotonic(),True
@@ -69,7 +77,8 @@ class Checkpoint(Callback):
         if len(others)>1: raise ValueError(f'{len(others)} Checkpoints in one fit: give it one')
         if self.implied and others: return
         self._begin(secrets.token_hex(4))
-        self.agreement = next((cb for cb in self.learn.cbs if isinstance(cb, Agreement)), None) if group_size()>1 else None
+        self.agreement = next((cb for cb in self.learn.cbs if isinstance(cb, Agreement)),
+                              None) if group_size()>1 else None
         self.world,self.rank = (group_size(),group_rank()) if self.agreement else (1,0)
         if self.agreement: self.agreement.watcher = self
         if hasattr(self.learn, 'at_end'): self.learn.at_end(self.learn, self) # fastai's has no `cleanup`
@@ -86,7 +95,8 @@ class Checkpoint(Callback):
         "When states are saved, by where they go. Files first: then a state in memory has no file to wait for"
         if self.in_memory is False: return dict(files=self.every)
         self.memory,why = open_states(self.name_in_memory(), a_part(get_model(self.learn.model)) is not None)
-        if why and is_rank0(): warnings.warn(f'in_memory={self.in_memory}: {why}. States go to files only, every={self.every!r}')
+        if why and is_rank0():
+            warnings.warn(f'in_memory={self.in_memory}: {why}. States go to files only, every={self.every!r}')
         if why: return dict(files=self.every)
         return dict(memory=self.every) if self.in_memory is True else dict(files=self.every, memory=self.in_memory)
 
@@ -125,13 +135,15 @@ def at_epoch(self:Checkpoint):
     if self.at and self.at['phase']=='epoch': self.arrive()
     self.phase = 'epoch'
     done = self.last and (self.last['epoch'],self.last['step'])
-    if self.train_iter and done!=(self.epoch,self.train_iter): self.due |= {k for k,o in self.plan.items() if o=='epoch'}
+    if self.train_iter and done!=(self.epoch,self.train_iter):
+        self.due |= {k for k,o in self.plan.items() if o=='epoch'}
     self.commit('epoch')
 
 @patch
 def at_train(self:Checkpoint):
     "Before a training loop: wrap its loader in a `PlacedLoader`, at its position if the fit is resumed"
-    self.phase,self.loader = 'train',PlacedLoader(self.learn.dl, self.streams) # others may wrap it in a loader that reads ahead
+    # others may wrap it in a loader that reads ahead
+    self.phase,self.loader = 'train',PlacedLoader(self.learn.dl, self.streams)
     self.learn.dl = self.loader
     if not self.at or self.at['phase']!='train': return
     again = self.state['ranks'][self.rank]['streams'] if self.alike else None
@@ -185,7 +197,8 @@ def hear(self:Checkpoint, save:bool, stop:bool):
 @patch
 def commit(self:Checkpoint, phase):
     "Save if a checkpoint is due, and stop if that was requested. Sync point: all ranks call this at the same point"
-    within = any(getattr(cb, 'count', 0) for cb in self.learn.cbs if cb.name=='gradient_accumulation') # gradients are not in a checkpoint
+    # gradients are not in a checkpoint
+    within = any(getattr(cb, 'count', 0) for cb in self.learn.cbs if cb.name=='gradient_accumulation')
     if not self.due or phase=='train' and within: return
     held = self.held or self.capture(phase)
     self.last = held['place']
@@ -199,7 +212,8 @@ def _leave(self:Checkpoint):
     self.wait()
     if self.agreement: distrib_barrier() # the launcher ends the others when one exits
     why = self.requests.take() or 'a signal to another rank'
-    raise Preempted(f'{why}: the run is saved in {self.folder} after step {self.train_iter}, and goes on from there with resume=True')
+    raise Preempted(f'{why}: the run is saved in {self.folder} after step {self.train_iter}, and goes on from there '
+                    f'with resume=True')
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c013
 @patch
@@ -207,11 +221,13 @@ def capture(self:Checkpoint, phase)->dict:
     "The state besides weights and optimizer: the position, the callbacks, and this rank's own state"
     learn,i = self.learn,self.learn.iter if phase=='train' else 0
     dl = self.loader if phase=='train' else None
-    place = dict(phase=phase, epoch=self.epoch+(phase=='done'), step=self.train_iter, pct_train=self.pct_train, n_epoch=self.n_epoch,
+    place = dict(phase=phase, epoch=self.epoch+(phase=='done'), step=self.train_iter, pct_train=self.pct_train,
+                 n_epoch=self.n_epoch,
                  fit=getattr(learn, 'fits_done', 0), world=self.world)
     if dl is not None: place |= place_in_epoch(dl, i)
     all_cbs,own_cbs = to_plain([states_of(learn.cbs, o) for o in ('fit_state','rank_state')], 'callbacks')
-    if phase=='validate': all_cbs,own_cbs = map_tensors([all_cbs,own_cbs], torch.clone) # callbacks may change them in place meanwhile
+    # callbacks may change them in place meanwhile
+    if phase=='validate': all_cbs,own_cbs = map_tensors([all_cbs,own_cbs], torch.clone)
     streams = dict(now=self.streams.get()) if dl is None else place_of(dl, i)
     return dict(place=place, cbs=all_cbs, own=dict(streams=streams, cbs=own_cbs))
 
@@ -224,7 +240,8 @@ def save(self:Checkpoint, held):
     ranks = self._gather(own)
     self.wait()
     all_cbs = merged(held['cbs'], to_plain(states_of(cbs, 'fit_state', True), 'callbacks'))
-    self.pending = self._write(self.folder, is_rank0(), all_cbs, ranks, self._info(), self.background and not self.stopping)
+    self.pending = self._write(self.folder, is_rank0(), all_cbs, ranks, self._info(),
+                               self.background and not self.stopping)
     if not self.background: self.wait()
 
 @patch
@@ -236,7 +253,8 @@ def _gather(self:Checkpoint, own)->list:
 
 @patch
 def _write(self:Checkpoint, folder, leads, cbs, ranks, info, background=False, check=None):
-    "Write a snapshot, if this rank `leads`; of a sharded model each rank writes the rows that it has. Returns a Future, or None"
+    """Write a snapshot, if this rank `leads`; of a sharded model each rank writes the rows that it has. Returns a
+    Future, or None"""
     like = a_part(get_model(self.learn.model))
     i,n,again = shard_place(like) if like is not None else (0,1,not leads)
     if again: return None
@@ -246,7 +264,8 @@ def _write(self:Checkpoint, folder, leads, cbs, ranks, info, background=False, c
     if i==0: parts |= dict(model=to_plain(model, 'model'), state=state)
     if check: check(parts)
     info = to_plain(info | (dict(shards=n) if rows else {}), 'manifest')
-    return write_snapshot(folder/snapshot_name(info['epoch'], info['step']), parts, info, background, Writers(i, n, self.tokens[0]))
+    return write_snapshot(folder/snapshot_name(info['epoch'], info['step']), parts, info, background,
+                          Writers(i, n, self.tokens[0]))
 
 @patch
 def _info(self:Checkpoint):

@@ -79,7 +79,8 @@ class States:
         sizes = {}
         map_tensors(state, lambda t: sizes.setdefault((t.data_ptr(),t.nbytes), t.nbytes))
         n,free = sum(sizes.values()),free_bytes(self.folder.parent)
-        if n>free: raise MemoryError(errno.ENOMEM, f'{n/2**20:,.0f} MB of memory for a state: {free/2**20:,.0f} MB are free')
+        if n>free:
+            raise MemoryError(errno.ENOMEM, f'{n/2**20:,.0f} MB of memory for a state: {free/2**20:,.0f} MB are free')
 
     def newest(self,
         like=None # Any part of a sharded model
@@ -134,6 +135,7 @@ def open_states(name,
     res,why = None,''
     try: res = States(name)
     except OSError as e: why = f'{e}'
-    if is_sharded and local_size()<group_size(): why = 'the parts of a sharded model are on several machines, any of which may be lost'
+    if is_sharded and local_size()<group_size():
+        why = 'the parts of a sharded model are on several machines, any of which may be lost'
     why = next(filter(None, gather_objects(why)), '')
     return None if why else res,why

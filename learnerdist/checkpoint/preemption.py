@@ -24,12 +24,14 @@ def check_every(every):
     "Raise ValueError unless `every` is 'epoch', a number of steps, or a time"
     number = isinstance(every, int) and not isinstance(every, bool) and every>0
     if every!='epoch' and not number and not (isinstance(every, timedelta) and every>timedelta()):
-        raise ValueError(f"every={every!r}: give 'epoch', a number of steps from 1 up, or a time as in timedelta(minutes=10)")
+        raise ValueError(f"every={every!r}: give 'epoch', a number of steps from 1 up, or a time as in "
+                         f"timedelta(minutes=10)")
 
 def check_in_memory(n):
     "Raise ValueError unless `n` is a bool or a number of steps"
     if not isinstance(n, int) or n<0 or n==0 and n is not False:
-        raise ValueError(f'in_memory={n!r}: give True, or a number of steps from 1 up, after which a state goes to memory, beside files')
+        raise ValueError(f'in_memory={n!r}: give True, or a number of steps from 1 up, after which a state goes to '
+                         f'memory, beside files')
 
 def check_signals(names):
     "Raise ValueError unless these are names of signals that a process can handle"
@@ -50,7 +52,8 @@ class Requests:
 
     def _note(self, num, frame):
         if os.getpid()==self.pid: self.got = num
-        elif num==signal.SIGTERM: # a forked process, such as a loader's worker, ends. Slurm sends other signals to every process
+        # a forked process, such as a loader's worker, ends. Slurm sends other signals to every process
+        elif num==signal.SIGTERM:
             signal.signal(num, signal.SIG_DFL)
             os.kill(os.getpid(), num)
 

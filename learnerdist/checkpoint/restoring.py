@@ -45,15 +45,18 @@ def restore(self:Checkpoint):
 def _newest_file(self:Checkpoint, like, after):
     found = newest_good(self.folder, like, after) if self.rank==0 else None
     if not self.agreement: return found
-    parts,found = found and found.parts,broadcast_object(found and found._replace(parts=None)) # also while another is being written
+    # also while another is being written
+    parts,found = found and found.parts,broadcast_object(found and found._replace(parts=None))
     if found is None: return None
-    if not found.folder.exists(): raise ValueError(f'rank {group_rank()} does not see {found.folder}: all ranks need the same folder, on a '
-                                                   'file system that all machines share')
+    if not found.folder.exists():
+        raise ValueError(f'rank {group_rank()} does not see {found.folder}: all ranks need the same folder, on a '
+                         'file system that all machines share')
     return found._replace(parts=parts or read_snapshot(found.folder, found.info, like=like, check=False))
 
 @patch
 def _settle_memory(self:Checkpoint, found):
-    "Forget what the fit does not go on from: a state that not all ranks have would be taken for one that they will have"
+    """Forget what the fit does not go on from: a state that not all ranks have would be taken for one that they will
+    have"""
     in_memory = found and isinstance(found.folder, str)
     if self.memory.seen and not self.memory.whole and is_rank0():
         where = f'{found.folder}' if found else 'the start'
@@ -66,7 +69,8 @@ def _load(self:Checkpoint, model, state):
     check_model(own, model, self.source)
     load_model(own, model)
     opt,self.state = state.pop('opt'),on_cpu(state, True, {}) # not in the memory of a file
-    if not isinstance(self.opt, torch.optim.Optimizer): opt = to_device(opt, next(own.parameters()).device) # torch's do it themselves
+    # torch's do it themselves
+    if not isinstance(self.opt, torch.optim.Optimizer): opt = to_device(opt, next(own.parameters()).device)
     load_opt(self.opt, opt)
     self.alike,self.unsettled = self.at['world']==self.world,self.at['step']>0 and self.world>2
     self._load_callbacks()
@@ -76,8 +80,10 @@ def _load(self:Checkpoint, model, state):
 def _set_start(self:Checkpoint):
     at = self.last = self.at
     if at['n_epoch']!=self.n_epoch: at['pct_train'] *= at['n_epoch']/self.n_epoch
-    if at['phase']=='done' and at['epoch']==at['n_epoch']<self.n_epoch: at['phase'] = 'epoch' # a fit that was cancelled stays done
-    self.learn.start_at = StartAt(self.n_epoch if at['phase']=='done' else at['epoch'], at.get('iter', 0), at['phase']=='validate')
+    # a fit that was cancelled stays done
+    if at['phase']=='done' and at['epoch']==at['n_epoch']<self.n_epoch: at['phase'] = 'epoch'
+    self.learn.start_at = StartAt(self.n_epoch if at['phase']=='done' else at['epoch'], at.get('iter', 0),
+                                  at['phase']=='validate')
     self.learn.train_iter,self.learn.pct_train = at['step'],at['pct_train']
 
 @patch
@@ -85,7 +91,8 @@ def _say(self:Checkpoint, found, old):
     if not is_rank0(): return
     if found.bad: warnings.warn(f'{"; ".join(found.bad)}: going on from {self.source}, which is older')
     if shrinks(): old = old | dict(ranks=self.config['ranks'])
-    changes,said = config_changes(old, self.config),'The optimizer and the schedule go on with their numbers in the checkpoint'
+    changes = config_changes(old, self.config)
+    said = 'The optimizer and the schedule go on with their numbers in the checkpoint'
     if changes: warnings.warn(f'{self.source} is of a fit that differed from this one: {"; ".join(changes)}. {said}')
     at,when = self.at,time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found.info['time']))
     source = self.source if isinstance(self.source, str) else f'the checkpoint {self.source}'

@@ -38,19 +38,22 @@ def to_plain(
     if type(o) in _atoms: return o
     if isinstance(o, Tensor): return o.detach().as_subclass(Tensor)
     if isinstance(o, dict): return {to_plain(k, at): to_plain(v, f'{at}/{k}') for k,v in o.items()}
-    if type(o) in (list,tuple) and {*map(type, o)}<=_atoms: return o[:] # of numbers, such as the losses of all steps: in one go
+    # of numbers, such as the losses of all steps: in one go
+    if type(o) in (list,tuple) and {*map(type, o)}<=_atoms: return o[:]
     if isinstance(o, (list,tuple,deque,L)):
         res = [to_plain(v, f'{at}/{i}') for i,v in enumerate(o)]
         return tuple(res) if isinstance(o, tuple) else res
     if hasattr(o, 'dtype') and hasattr(o, 'shape'): return torch.as_tensor(o) if o.shape else o.item()
-    raise ValueError(f'{at}: a {type(o).__name__} is no plain data, and a checkpoint holds nothing else: keep numbers, texts and tensors')
+    raise ValueError(f'{at}: a {type(o).__name__} is no plain data, and a checkpoint holds nothing else: keep '
+                     f'numbers, texts and tensors')
 
 def on_cpu(
     o,         # As `to_plain` gives it
     copy:bool, # Whether to copy tensors that are on the CPU already
     memo:dict  # Of the copies made: weights that two layers share stay one tensor
 ):
-    "`o` with its tensors on the CPU, to be written. A view of a larger tensor is copied, or the whole storage would be written"
+    """`o` with its tensors on the CPU, to be written. A view of a larger tensor is copied, or the whole storage
+    would be written"""
     if isinstance(o, dict): return {k: on_cpu(v, copy, memo) for k,v in o.items()}
     if isinstance(o, (list,tuple)): return type(o)(on_cpu(v, copy, memo) for v in o)
     if not isinstance(o, Tensor): return o
@@ -100,18 +103,21 @@ class Writers:
         self.own = None if i==0 else self.keys[i]
 
     def meet(self, files:dict)->dict:
-        "The sizes and checksums of all files, on the first rank; elsewhere those of this rank. `RankError` if another rank has failed"
+        """The sizes and checksums of all files, on the first rank; elsewhere those of this rank. `RankError` if
+        another rank has failed"""
         if not self.first: self.store.set(self.own, json.dumps(files))
         if not self.first or self.n==1: return files
         found = wait_keys(self.store, self.keys, self.timeout)
-        if found is None: raise TimeoutError(f'not all ranks have written their files of a checkpoint in {self.timeout:g} s')
+        if found is None:
+            raise TimeoutError(f'not all ranks have written their files of a checkpoint in {self.timeout:g} s')
         for o in found:
             if 'kind' in json.loads(o): raise unpack_error(o)
             files = files | json.loads(o)
         return files
 
     def fail(self, e):
-        "Tell the first rank that this one has not written its file; on the first one, wait until the others are done with the folder"
+        """Tell the first rank that this one has not written its file; on the first one, wait until the others are
+        done with the folder"""
         if not self.first: self.store.set(self.own, pack_error(e))
         elif self.n>1:
             with suppress(Exception): wait_keys(self.store, self.keys, 60)
@@ -134,7 +140,8 @@ def _sync(folder):
 
 def _not_written(e, folder):
     if not isinstance(e, OSError): return e
-    return type(e)(e.errno, f'{e.strerror}: the checkpoint was not written; earlier ones are as they were. Make room, or see '
+    return type(e)(e.errno,
+                   f'{e.strerror}: the checkpoint was not written; earlier ones are as they were. Make room, or see '
                             'who may write there, and start again with resume=True', str(folder))
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c018
@@ -148,9 +155,11 @@ def read_manifest(
     try: res = json.loads(read_bytes(path))
     except (OSError,ValueError,RecursionError) as e: raise DamagedFile(f'{path} cannot be read ({e})') from e
     if not isinstance(res, dict): raise DamagedFile(f'{path} is no manifest')
-    if 'crc32' in res and res.pop('crc32')!=_crc(res): raise DamagedFile(f'{path} is not what was written: its checksum differs')
+    if 'crc32' in res and res.pop('crc32')!=_crc(res):
+        raise DamagedFile(f'{path} is not what was written: its checksum differs')
     if res.get('format') not in (format_version,sharded_format):
-        raise ValueError(f'{path} has format {res.get("format")}, and this learnerdist reads {format_version}: use the one that wrote it')
+        raise ValueError(f'{path} has format {res.get("format")}, and this learnerdist reads {format_version}: use '
+                         f'the one that wrote it')
     if not all(isinstance(res.get(k), v) for k,v in _for_all.items()): raise DamagedFile(f'{path} is no manifest')
     return res
 
@@ -175,7 +184,8 @@ def _read_part(path, said, mapped, check):
     except OSError as e: raise DamagedFile(f'{path} cannot be read ({e.strerror})') from e
     if (check or not mapped) and [len(data),zlib.crc32(data)]!=said:
         raise DamagedFile(f'{path} is not what was written: its size or its checksum differs')
-    if data[:4]!=b'PK\3\4': raise ValueError(f'{path} is no file of a checkpoint, and is not read') # older torch runs code in others
+    # older torch runs code in others
+    if data[:4]!=b'PK\3\4': raise ValueError(f'{path} is no file of a checkpoint, and is not read')
     res = load_plain(None if mapped else data, path, mapped=mapped)
     if not isinstance(res, dict): raise ValueError(f'{path} holds no state, but a {type(res).__name__}')
     return res
@@ -227,7 +237,8 @@ def newest_good(
             if after and (info['epoch'],info['step'])<=after: return None
             if info['run']==run: return Found(folder, info, bad, read_snapshot(folder, info, like=like))
         except DamagedFile as e: bad.append(str(e))
-    if bad and not after: raise ValueError(f'no checkpoint in {path} is good: {"; ".join(bad)}. To begin anew, use another folder')
+    if bad and not after:
+        raise ValueError(f'no checkpoint in {path} is good: {"; ".join(bad)}. To begin anew, use another folder')
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c026
 def drop_snapshot(folder:Path):
@@ -247,7 +258,8 @@ def prune(
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c026b
 class FolderLock:
-    "A folder locked for this process, not for those that it forks; the system frees it when the process ends. ValueError if it is in use"
+    """A folder locked for this process, not for those that it forks; the system frees it when the process ends.
+    ValueError if it is in use"""
     def __init__(self, path):
         self.path,self.file = path/'.lock',None
         while self.file is None: self.file = self._open()
@@ -265,7 +277,8 @@ class FolderLock:
             file.seek(0)
             who = file.read()
             file.close()
-            raise ValueError(f'{self.path.parent} is in use by another run: {who}. Give this one another folder') from None
+            why = f'{self.path.parent} is in use by another run: {who}. Give this one another folder'
+            raise ValueError(why) from None
         if self.path.exists() and self.path.stat().st_ino==os.fstat(file.fileno()).st_ino: return file
         file.close()
 
@@ -281,8 +294,9 @@ def open_folder(
 )->FolderLock:    # To be closed at the end; None if `make` is off
     "Make the folder of a run's snapshots, and remove unfinished ones; ValueError if it is another run's"
     found = snapshots(path)
-    if found and not resume: raise ValueError(f'{path} holds checkpoints of another run, the newest is {found[-1].name}: go on with it by '
-                                              'resume=True, or use another folder, or remove this one')
+    if found and not resume:
+        raise ValueError(f'{path} holds checkpoints of another run, the newest is {found[-1].name}: go on with it by '
+                         'resume=True, or use another folder, or remove this one')
     if not make: return None
     path.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(path)
@@ -293,7 +307,8 @@ def open_folder(
 def weights_in(
     folder:Path # A snapshot, or a folder of snapshots
 )->dict:        # State dict of the model, on the CPU
-    "The weights in a snapshot, or in the newest one of a folder, of the run that wrote last. ValueError without one, DamagedFile"
+    """The weights in a snapshot, or in the newest one of a folder, of the run that wrote last. ValueError without
+    one, DamagedFile"""
     if (folder/'manifest.json').exists(): return read_snapshot(folder, read_manifest(folder), ('model',))['model']
     found = _manifests(folder)
     run = _newest_run(found)

@@ -40,7 +40,8 @@ def all_mean(
     tot:Tensor, # Sum over this rank's samples, any shape
     n:int       # Number of samples in that sum; it may differ between ranks
 )->Tensor:      # The mean over the samples of all ranks, in `tot`'s shape
-    "Mean over the samples of all ranks, on every rank; the mean of the ranks' means is wrong if their counts differ. Collective"
+    """Mean over the samples of all ranks, on every rank; the mean of the ranks' means is wrong if their counts
+    differ. Collective"""
     both = all_sum(torch.cat([tot.reshape(-1), tot.new_tensor([n])]))
     return both[:-1].reshape(tot.shape)/both[-1]
 
@@ -60,14 +61,16 @@ def broadcast_object(
     "Rank 0's `o`, on every rank. Collective"
     if group_size()<2: return o
     res = [o]
-    dist.broadcast_object_list(res, src=dist.get_global_rank(current_group(), 0) if current_group() else 0, group=current_group())
+    dist.broadcast_object_list(res, src=dist.get_global_rank(current_group(), 0) if current_group() else 0,
+                               group=current_group())
     return res[0]
 
 # %% ../../nbs/core/02_collectives.ipynb #c010
 _wider = {torch.int16:torch.int32, torch.uint16:torch.int32, torch.uint32:torch.int64} # gloo carries none of these
 
 def gather_rows(
-    t:Tensor,      # (rows,…): each rank may have any number of rows, also 0; the other dimensions and the dtype are the same on all
+    # (rows,…): each rank may have any number of rows, also 0; the other dimensions and the dtype are the same on all
+    t:Tensor,
     dst:int=None   # The only rank that gets the rows; None: every rank
 )->list:           # One tensor for each rank, on `t`'s device; None on ranks other than `dst`
     "The rows of all ranks, in rank order. Collective"

@@ -19,39 +19,57 @@ from torch.nn.parallel import DistributedDataParallel
 
 # %% ../../nbs/core/00_compat.ipynb #ede8b4a3
 names = dict( # By our name: the module, the path of attributes to the object, and the feature that is lost without it
-    queue_callback=('torch.autograd', 'Variable._execution_engine.queue_callback', "the gradients' exchange in `recorder.times`"),
-    batch_norm=('torch.nn.modules.batchnorm', '_BatchNorm', 'synchronised statistics of layers that are not BatchNorm1d, 2d or 3d'),
-    check_channels=('torch.nn', 'SyncBatchNorm._check_non_zero_input_channels', 'the error for an input without channels'),
-    check_input_dim=('torch.nn', 'BatchNorm1d._check_input_dim', 'the error for an input of another number of dimensions'),
-    worker_info=('torch.utils.data._utils.worker', '_worker_info', 'to notice that a stream splits itself among workers'),
+    queue_callback=('torch.autograd', 'Variable._execution_engine.queue_callback',
+                    "the gradients' exchange in `recorder.times`"),
+    batch_norm=('torch.nn.modules.batchnorm', '_BatchNorm',
+                'synchronised statistics of layers that are not BatchNorm1d, 2d or 3d'),
+    check_channels=('torch.nn', 'SyncBatchNorm._check_non_zero_input_channels',
+                    'the error for an input without channels'),
+    check_input_dim=('torch.nn', 'BatchNorm1d._check_input_dim',
+                     'the error for an input of another number of dimensions'),
+    worker_info=('torch.utils.data._utils.worker', '_worker_info',
+                 'to notice that a stream splits itself among workers'),
     iterator=('torch.utils.data', 'DataLoader()._iterator', 'copies of a loader with persistent workers'),
-    abort_group=('torch.distributed.distributed_c10d', '_abort_process_group', "the other ranks' way out of nccl's waits after a failure"),
-    set_pg_timeout=('torch.distributed.distributed_c10d', '_set_pg_timeout', '`timeout_s` within an open group, before torch 2.9'),
-    default_store=('torch.distributed.distributed_c10d', '_get_default_store', "the store of a group that the script opened"),
+    abort_group=('torch.distributed.distributed_c10d', '_abort_process_group',
+                 "the other ranks' way out of nccl's waits after a failure"),
+    set_pg_timeout=('torch.distributed.distributed_c10d', '_set_pg_timeout',
+                    '`timeout_s` within an open group, before torch 2.9'),
+    default_store=('torch.distributed.distributed_c10d', '_get_default_store',
+                   "the store of a group that the script opened"),
     grad_hooks=('torch', 'Tensor._backward_hooks', 'the warning of hooks that clip gradients'),
-    backward_sync=('torch.nn.parallel', 'DistributedDataParallel().require_backward_grad_sync', 'accumulation without exchange'),
-    static_graph=('torch.nn.parallel', 'DistributedDataParallel().static_graph', 'the error for parameters without a gradient'),
-    ignored=('torch.nn.parallel', 'DistributedDataParallel()._ddp_params_and_buffers_to_ignore', 'models with parameters without elements'),
+    backward_sync=('torch.nn.parallel', 'DistributedDataParallel().require_backward_grad_sync',
+                   'accumulation without exchange'),
+    static_graph=('torch.nn.parallel', 'DistributedDataParallel().static_graph',
+                  'the error for parameters without a gradient'),
+    ignored=('torch.nn.parallel', 'DistributedDataParallel()._ddp_params_and_buffers_to_ignore',
+             'models with parameters without elements'),
     dropout=('torch.nn.modules.dropout', '_DropoutNd', 'to silence dropout layers of unknown kinds in `verify`'),
-    find_unused=('torch.nn.parallel', 'DistributedDataParallel().find_unused_parameters', 'the error for parameters without a gradient'),
+    find_unused=('torch.nn.parallel', 'DistributedDataParallel().find_unused_parameters',
+                 'the error for parameters without a gradient'),
     tree_flatten=('torch.utils._pytree', 'tree_flatten', 'batches and predictions of registered container classes'),
     tree_leaves=('torch.utils._pytree', 'tree_leaves', 'batches and predictions of registered container classes'),
     tree_map=('torch.utils._pytree', 'tree_map', 'batches and predictions of registered container classes'),
     tree_unflatten=('torch.utils._pytree', 'tree_unflatten', 'batches and predictions of registered container classes'),
     end_children=('multiprocessing.util', '_exit_function', "the end of a rank's own children with it"),
-    children=('multiprocessing.process', '_children', 'ranks that are forks of a process with workers: they would wait for these'),
+    children=('multiprocessing.process', '_children',
+              'ranks that are forks of a process with workers: they would wait for these'),
     finalizers=('multiprocessing.util', '_finalizer_registry', 'the same, for what is done at the end of a process'),
     tee=('torch.distributed.elastic.multiprocessing', 'DefaultLogsSpecs()._tee', "the rank's number before its lines"),
-    handler=('torch.distributed.elastic.multiprocessing.subprocess_handler', 'SubprocessHandler', "the end of ranks' children after them"),
-    popen=('torch.distributed.elastic.multiprocessing.subprocess_handler', 'SubprocessHandler._popen', 'the fork server'),
-    rank_out=('torch.distributed.elastic.multiprocessing.subprocess_handler', 'SubprocessHandler()._stdout', 'the fork server'),
+    handler=('torch.distributed.elastic.multiprocessing.subprocess_handler', 'SubprocessHandler',
+             "the end of ranks' children after them"),
+    popen=('torch.distributed.elastic.multiprocessing.subprocess_handler', 'SubprocessHandler._popen',
+           'the fork server'),
+    rank_out=('torch.distributed.elastic.multiprocessing.subprocess_handler', 'SubprocessHandler()._stdout',
+              'the fork server'),
     run_backward=('torch.autograd.graph', '_engine_run_backward', "'backward' as the place where a rank waits"),
     reductions=('torchmetrics', 'Metric()._reductions', 'adding up: each rank computes the metric from all batches'),
-    update_count=('torchmetrics', 'Metric()._update_count', 'adding up: each rank computes the metric from all batches'),
+    update_count=('torchmetrics', 'Metric()._update_count',
+                  'adding up: each rank computes the metric from all batches'),
     dispatch_mode=('torch.utils._python_dispatch', 'TorchDispatchMode', '`deferred`: models that never fit'),
     fake_mode=('torch._subclasses.fake_tensor', 'FakeTensorMode', '`save` and `export` of a sharded model'),
     swap_impl=('torch', '_C._swap_tensor_impl', '`deferred` for recurrent layers'),
-    module_states=('torch.distributed._composable_state', '_module_state_mapping', 'a second sharded context of a model'),
+    module_states=('torch.distributed._composable_state', '_module_state_mapping',
+                   'a second sharded context of a model'),
     compiled_call=('torch.nn', 'Module._compiled_call_impl', '`learn.compile`'),
     call_impl=('torch.nn', 'Module._call_impl', '`learn.compile`'),
     no_modes=('torch', '_C.DisableTorchFunction', '`learn.compile` with losses that are observed'),
@@ -72,11 +90,13 @@ def find(
 def _follow(o, path, attr):
     for k in path.split('.'): o = getattr(o, k)
     setters = [c.__init__ for c in o.__mro__] if isinstance(o, type) else [o]
-    if attr and not any(attr in f.__code__.co_names for f in setters if hasattr(f, '__code__')): raise AttributeError(attr)
+    if attr and not any(attr in f.__code__.co_names for f in setters if hasattr(f, '__code__')):
+        raise AttributeError(attr)
     return o
 
 def missing()->dict:
-    "The private names that the installed versions lack, and the feature that each costs. Packages that are not installed are skipped"
+    """The private names that the installed versions lack, and the feature that each costs. Packages that are not
+    installed are skipped"""
     there = [k for k,(where,*_) in names.items() if find_spec(where.partition('.')[0])]
     return {'.'.join(names[k][:2]): names[k][2] for k in there if find(k, missing) is missing}
 
@@ -84,7 +104,8 @@ def missing()->dict:
 queue_callback,default_store = find('queue_callback'),find('default_store')
 end_children = find('end_children') # of this process, which ends without `sys.exit`
 BatchNorm,check_channels = find('batch_norm'),find('check_channels') # the first for isinstance
-inherited = find('children', set()),find('finalizers', {}) # A fork cannot wait for its parent's children: it empties these
+# A fork cannot wait for its parent's children: it empties these
+inherited = find('children', set()),find('finalizers', {})
 no_iterator = dict(_iterator=None) # For a copied DataLoader, which would else read from the workers of the original
 
 def check_input_dim(
@@ -119,7 +140,8 @@ def set_tee(
 
 # %% ../../nbs/core/00_compat.ipynb #75c9ed82
 def start_ranks_by(
-    start # Gets command line, environment, and descriptors for output and errors; returns what `subprocess.Popen` returns
+    # Gets command line, environment, and descriptors for output and errors; returns what `subprocess.Popen` returns
+    start
 ):
     "Let torchrun start its ranks by this function; where it returns None, torchrun does it itself"
     handler,popen = find('handler'),find('popen')
@@ -129,7 +151,8 @@ def start_ranks_by(
     handler._popen = _popen
 
 Dropout = find('dropout') # for isinstance
-# Attributes: a parameter's functions of `register_hook`; of a model, names for DDP; in which a torchmetrics object counts its batches
+# Attributes: a parameter's functions of `register_hook`; of a model, names for DDP; in which a torchmetrics object
+# counts its batches
 grad_hooks,ignored_by_ddp,update_count = '_backward_hooks','_ddp_params_and_buffers_to_ignore','_update_count'
 
 def metric_state(
@@ -164,10 +187,12 @@ def forget_fsdp(
 ):
     "Remove what `fully_shard` has added to a module, but for the class and the parameters"
     hooks = [v for k,v in vars(m).items() if k.endswith('hooks') and isinstance(v, dict)]
-    ids = {i for d in hooks for i,h in d.items() if str(getattr(h, '__module__', '')).startswith('torch.distributed.fsdp.')}
+    ids = {i for d in hooks for i,
+           h in d.items() if str(getattr(h, '__module__', '')).startswith('torch.distributed.fsdp.')}
     for d in [v for k,v in vars(m).items() if 'hooks' in k and isinstance(v, dict)]:
         for i in ids: d.pop(i, None)
-    for k in [k for k in vars(m) if k not in names and (k.startswith('__composable_api') or 'fsdp' in k)]: del vars(m)[k]
+    for k in [k for k in vars(m) if k not in names and (k.startswith('__composable_api') or 'fsdp' in k)]:
+        del vars(m)[k]
     find('module_states', {}).pop(m, None)
 
 def held_grads(
@@ -176,16 +201,19 @@ def held_grads(
 )->list:   # Tensors of whole shape
     "The gradients of micro-batches that were not exchanged, as FSDP2 keeps them on this rank"
     states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, '_get_fsdp_state')]
-    groups = [g for s in states for g in getattr(s, '_fsdp_param_groups', None) or [s._fsdp_param_group] if g is not None]
+    groups = [g for s in states for g in getattr(s, '_fsdp_param_groups', None) or [s._fsdp_param_group]
+              if g is not None]
     params = [p for g in groups for p in g.fsdp_params]
-    owners = [(p,k) for p in params for k in ['unsharded_accumulated_grad'] if not hasattr(type(p), k)] # of 2.15: a property, of the next
+    # of 2.15: a property, of the next
+    owners = [(p,k) for p in params for k in ['unsharded_accumulated_grad'] if not hasattr(type(p), k)]
     owners += [(o,'grad') for p in params if (o := getattr(p, '_unsharded_param', None)) is not None]
     res = [t for o,k in owners if (t := getattr(o, k, None)) is not None]
     for o,k in owners*drop: setattr(o, k, None)
     return res
 
 # %% ../../nbs/core/00_compat.ipynb #cmpcmp1
-compiled_call,compiled_inside = '_compiled_call_impl','_orig_mod' # Attributes: by which a module is called; of a compiled one
+# Attributes: by which a module is called; of a compiled one
+compiled_call,compiled_inside = '_compiled_call_impl','_orig_mod'
 call_with_hooks,plain_calls = find('call_impl'),find('no_modes') # the latter without observers of torch's functions
 _compiled = SimpleNamespace(n=0, last=None)
 
@@ -196,7 +224,8 @@ def compilations()->list: # (name of the function, its name and place, why there
     found,_compiled.n = metrics(),counts['stats']['unique_graphs']
     at = next((i+1 for i,o in enumerate(found) if o is _compiled.last), 0)
     _compiled.last = found[-1] if found else None
-    why = lambda o: str(getattr(o, 'recompile_reason', None)).strip().partition('\n')[0][:300] # torch 2.6 does not say it
+    # torch 2.6 does not say it
+    why = lambda o: str(getattr(o, 'recompile_reason', None)).strip().partition('\n')[0][:300]
     return [(o.co_name,f'{o.co_name} {o.co_filename}:{o.co_firstlineno}',why(o))
             for o in found[at:] if o.co_name and o.co_filename]
 
@@ -221,7 +250,8 @@ def swap_content(
     t,  # A tensor or Parameter
     new # Of the same kind, and without references
 ):
-    "Let the object `t` be what `new` is. `torch.utils.swap_tensors` refuses an LSTM's weights, to which the layer holds weak references"
+    """Let the object `t` be what `new` is. `torch.utils.swap_tensors` refuses an LSTM's weights, to which the layer
+    holds weak references"""
     if not weakref.getweakrefs(t): return torch.utils.swap_tensors(t, new)
     for k in ('__class__','__dict__'):
         old = getattr(t, k)
@@ -240,8 +270,10 @@ def written_by(
     return [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
 
 # %% ../../nbs/core/00_compat.ipynb #b037916a
-# By name: the first torch that does not need it; perhaps an earlier one does not either, since not every version was tried
-shims = dict(listening_store='2.8', ignore_signals='2.9', shutdown_s='2.9', set_timeout='2.9', sync_buffers='2.11', destroy_group='2.13',
+# By name: the first torch that does not need it; perhaps an earlier one does not either, since not every version was
+# tried
+shims = dict(listening_store='2.8', ignore_signals='2.9', shutdown_s='2.9', set_timeout='2.9', sync_buffers='2.11',
+             destroy_group='2.13',
              abort_group='2.13')
 
 torch_version = tuple(map(int, torch.__version__.split('.')[:2]))
@@ -278,7 +310,8 @@ def listening_store(
 def destroy_group(
     group=None # None: the default group
 ):
-    "Close a group. In an older torch its end waits, with the GIL, for a thread that may need the GIL to forget its last collective"
+    """Close a group. In an older torch its end waits, with the GIL, for a thread that may need the GIL to forget its
+    last collective"""
     if torch_version<(2,13): time.sleep(.1) # which lets that thread have it
     destroy_process_group(group)
 

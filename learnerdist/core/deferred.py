@@ -48,7 +48,8 @@ class Recipe:
         "Keep an operation if it makes or changes a storage"
         outs = [t if isinstance(t, Tensor) else None for t in tree_leaves(out)]
         changed = {storage_id(t) for t in written_by(func, args, kwargs) if self.knows(t)}
-        made = {storage_id(t): t.untyped_storage() for t in outs if t is not None and storage_id(t) not in self.storages}
+        made = {storage_id(t): t.untyped_storage() for t in outs if t is not None
+                and storage_id(t) not in self.storages}
         if not changed and not made: return
         keep = lambda o: self.ref(o) if self.knows(o) else o.detach().clone() if isinstance(o, Tensor) else o
         args,kwargs = tree_map(keep, args),tree_map(keep, {k: v for k,v in kwargs.items() if k!='generator'})
@@ -75,7 +76,8 @@ class Recipe:
             for i in self._needed(refs):
                 op = self.ops[i]
                 kw = {} if op.rng is None else _drawing(op)
-                out = op.func(*tree_map(get, op.args, is_leaf=_is_ref), **tree_map(get, op.kwargs, is_leaf=_is_ref), **kw)
+                out = op.func(*tree_map(get, op.args, is_leaf=_is_ref), **tree_map(get, op.kwargs, is_leaf=_is_ref),
+                              **kw)
                 for o,t in zip(op.outs, tree_leaves(out)):
                     if o is not None: real.setdefault(o.storage, t)
         return [get(o) for o in refs]
@@ -112,7 +114,8 @@ class _Deferring(TorchDispatchMode or object):
         def shape(o):
             if not isinstance(o, Tensor) or self.recipe.knows(o): return o
             return torch.empty_strided(o.size(), o.stride(), dtype=o.dtype, device='meta')
-        kw = {k: torch.device('meta') if k=='device' and v is not None else v for k,v in kwargs.items() if k!='generator'}
+        kw = {k: torch.device('meta') if k=='device' and v is not None else v for k,
+              v in kwargs.items() if k!='generator'}
         try: return func(*tree_map(shape, args), **tree_map(shape, kw))
         except (RuntimeError,NotImplementedError): return None # where the arguments are at fault, real ones will say so
 
@@ -136,7 +139,8 @@ def deferred(
 )->nn.Module:
     "The model that `build` makes, without memory for its weights: a learner computes them when it needs them, or parts"
     with _Deferring() as mode,_AsOnCPU(mode.recipe): model = build()
-    if not isinstance(model, nn.Module): raise ValueError(f'deferred: build returned a {type(model).__name__}, and no module')
+    if not isinstance(model, nn.Module):
+        raise ValueError(f'deferred: build returned a {type(model).__name__}, and no module')
     for t in [*model.parameters(),*model.buffers()]:
         if mode.recipe.knows(t): t.source = FromRecipe(mode.recipe, mode.recipe.ref(t), version(t))
     return model
@@ -180,6 +184,8 @@ def source_of(k, t):
     "Where the tensor of name `k` gets its value from; ValueError if that is not known"
     found = getattr(t, 'source', None)
     if found is None or hasattr(found, 'made') and not found.made(t):
-        raise ValueError(f'{k} is on the meta device, and nothing says which values it has: build the model by deferred(lambda: …), or '
-                         'give shard=dict(weights=file). What changes tensors, such as .double(), belongs within the function')
+        raise ValueError(f'{k} is on the meta device, and nothing says which values it has: build the model by '
+                         f'deferred(lambda: …), or '
+                         'give shard=dict(weights=file). What changes tensors, such as .double(), belongs within the '
+                         'function')
     return found

@@ -50,7 +50,8 @@ def default_device(
     n = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if cuda_id is None: return torch.device('cuda', local_rank()%n) if n else torch.device('cpu')
     if not str(cuda_id).isdigit() or int(cuda_id)>=n:
-        raise ValueError(f"cuda_id={cuda_id!r}, but {n} GPUs are visible: leave it out to choose by local rank. It is no batch size: "
+        raise ValueError(f"cuda_id={cuda_id!r}, but {n} GPUs are visible: leave it out to choose by local rank. It is "
+                         f"no batch size: "
                          "that is the loaders'")
     return torch.device('cuda', int(cuda_id))
 
@@ -79,7 +80,8 @@ def in_group()->bool:
 def launch_store(
     timeout_s=300 # Seconds to wait for the store's server
 ):
-    "The store that all ranks of this launch share while they live, with or without a process group; None in a single process"
+    """The store that all ranks of this launch share while they live, with or without a process group; None in a
+    single process"""
     if 'launch' not in _stores and num_distrib()>1:
         store = default_store() if in_group() else connect_store(os.environ, timeout_s, rank_distrib()==0)
         if store is not None: _stores['launch'] = store
@@ -101,13 +103,15 @@ def connect_store(
     if url!='env://': store,_,_ = next(rendezvous(url, int(env['RANK']), int(env['WORLD_SIZE'])))
     elif 'MASTER_ADDR' not in env or 'MASTER_PORT' not in env: return None
     else:
-        store = dist.TCPStore(env['MASTER_ADDR'], int(env['MASTER_PORT']), int(env['WORLD_SIZE']), hosts and not _agents_store(env),
+        store = dist.TCPStore(env['MASTER_ADDR'], int(env['MASTER_PORT']), int(env['WORLD_SIZE']),
+                              hosts and not _agents_store(env),
                               timedelta(seconds=timeout_s), multi_tenant=True, wait_for_workers=False)
     attempt = env.get('TORCHELASTIC_RESTART_COUNT') or 0 if _agents_store(env) else 0
     return dist.PrefixStore(f'learnerdist/{attempt}', store)
 
 def _agents_store(env):
-    "Whether torchrun's agent runs one store for all attempts. Otherwise each attempt has its own, as agents may count attempts differently"
+    """Whether torchrun's agent runs one store for all attempts. Otherwise each attempt has its own, as agents may
+    count attempts differently"""
     return env.get('TORCHELASTIC_USE_AGENT_STORE')=='True'
 
 # %% ../../nbs/core/01_env.ipynb #left01
@@ -119,18 +123,22 @@ class RankError(RuntimeError):
     def __reduce__(self): return type(self),(self.rank,self.kind,self.message,self.trace)
 
 def _how(kind, message):
-    if kind=='exit': return message + _absent*message.endswith((' status 0',' the context')) # its launcher's description of its exit
-    if kind=='Preempted' or (kind,message)==('SystemExit','75'): return f'left with status {preempted_status}, to go on later'
+    # its launcher's description of its exit
+    if kind=='exit': return message + _absent*message.endswith((' status 0',' the context'))
+    if kind=='Preempted' or (kind,message)==('SystemExit','75'):
+        return f'left with status {preempted_status}, to go on later'
     return 'left by sys.exit(0)' if (kind,message) in _well else f'failed with {kind}: {message}'
 
-_absent = ', and this rank waits for it, in a call that all ranks have to make (fit, validate, get_preds): has this rank made it alone?'
+_absent = (', and this rank waits for it, in a call that all ranks have to make (fit, validate, get_preds): has this '
+           'rank made it alone?')
 _well = [('SystemExit',o) for o in ('','0','None')]
 
 # %% ../../nbs/core/01_env.ipynb #left01b
 def pack_error(e)->str:
     "An exception of this rank as text, which another rank can raise by `unpack_error`"
     trace = ''.join(traceback.format_exception(type(e), e, e.__traceback__))
-    return json.dumps(dict(rank=group_rank() if in_group() else rank_distrib(), kind=type(e).__name__, message=str(e), trace=trace))
+    return json.dumps(dict(rank=group_rank() if in_group() else rank_distrib(), kind=type(e).__name__, message=str(e),
+                           trace=trace))
 
 def unpack_error(s)->RankError:
     "The inverse of `pack_error`: the exception of another rank"
@@ -143,10 +151,12 @@ _gloos = re.compile(r'\[\S*gloo\S*:\d+\]') # gloo begins a message with the plac
 def is_consequence(
     e # An exception with its traceback
 )->bool:
-    "Whether an exception may be the consequence of another rank's failure. Decided by the place that raised it, not by its message"
+    """Whether an exception may be the consequence of another rank's failure. Decided by the place that raised it,
+    not by its message"""
     if not isinstance(e, dist.DistError) and type(e) is not RuntimeError: return False
     *_,(frame,at) = ((o.tb_frame, o.tb_lasti) for o in _entries(e.__traceback__))
-    if dis.opname[frame.f_code.co_code[at]]=='RAISE_VARARGS': # raised by a `raise` in Python, not by C++ that this line called
+    # raised by a `raise` in Python, not by C++ that this line called
+    if dis.opname[frame.f_code.co_code[at]]=='RAISE_VARARGS':
         return isinstance(e, dist.DistError) and frame.f_code.co_filename.startswith(_communicate)
     return isinstance(e, dist.DistError) or bool(_gloos.search(str(e)))
 
@@ -156,7 +166,8 @@ def _entries(tb):
         tb = tb.tb_next
 
 # %% ../../nbs/core/01_env.ipynb #left03
-section = [] # Store keys of first failures, one for each open section: a part of the run that ranks enter and leave together
+# Store keys of first failures, one for each open section: a part of the run that ranks enter and leave together
+section = []
 
 def record_exit(
     store,  # From `connect_store`
@@ -224,7 +235,8 @@ def new_launch():
     for o in (_stores,_counts,section): o.clear()
 
 def _next_group():
-    "The name of the next group. Groups are counted by section, so that counts agree after a rank failed before it opened one"
+    """The name of the next group. Groups are counted by section, so that counts agree after a rank failed before it
+    opened one"""
     next_phase()
     where = ''.join(section)
     return f'{where}/group{count(f"{where}/group")}'
@@ -242,11 +254,14 @@ def next_phase():
 
 def _open(device, backend, timeout_s, name):
     store = launch_store() or connect_store(os.environ, hosts=rank_distrib()==0)
-    if store is None: raise ValueError(f'WORLD_SIZE={num_distrib()}, but no MASTER_ADDR and MASTER_PORT: use learnerdist.launch')
+    if store is None:
+        raise ValueError(f'WORLD_SIZE={num_distrib()}, but no MASTER_ADDR and MASTER_PORT: use learnerdist.launch')
     store,timeout = dist.PrefixStore(name, store),timedelta(seconds=timeout_s)
     gpus = _everyones(gpu_id(device), 'gpu', store, timeout_s, 'to open the process group')
-    if None in gpus: raise dist.DistStoreError(f'timed out: {timeout_s:g} s without a word from rank {gpus.index(None)}')
-    dist.init_process_group(backend or backend_for(gpus), store=store, rank=rank_distrib(), world_size=num_distrib(), timeout=timeout)
+    if None in gpus:
+        raise dist.DistStoreError(f'timed out: {timeout_s:g} s without a word from rank {gpus.index(None)}')
+    dist.init_process_group(backend or backend_for(gpus), store=store, rank=rank_distrib(), world_size=num_distrib(),
+                            timeout=timeout)
     try: _everyones('yes', 'opened', store, min(timeout_s, 20))
     except BaseException:
         dist.destroy_process_group()
@@ -257,7 +272,8 @@ def _everyones(word, what, store, timeout_s, said=''):
     me,n = (dist.get_rank(),dist.get_world_size()) if in_group() else (rank_distrib(),num_distrib())
     keys = {r: f'{what}/{r}' for r in range(n)}
     store.set(keys[me], word)
-    return wait_keys(store, keys, timeout_s, said) or [store.get(k).decode() if store.check([k]) else None for k in keys.values()]
+    return wait_keys(store, keys, timeout_s,
+                     said) or [store.get(k).decode() if store.check([k]) else None for k in keys.values()]
 
 # %% ../../nbs/core/01_env.ipynb #c021
 def setup_distrib(
@@ -265,7 +281,8 @@ def setup_distrib(
     backend:str=None,    # For `init_process_group`; None: chosen by the ranks' devices, see `backend_for`
     timeout_s:float=1800 # Seconds after which a collective gives up on an absent rank
 )->torch.device:         # The device of this process
-    "Join the process group that the launcher prepared. Without a launcher, or in an open group, only choose the device. Sync point"
+    """Join the process group that the launcher prepared. Without a launcher, or in an open group, only choose the
+    device. Sync point"""
     if in_group() or not num_distrib(): return _use(cuda_id)
     name = _next_group()
     try: device = _use(cuda_id)
@@ -298,7 +315,8 @@ def _event_loops():
     "From the file descriptor of each event loop of this process to those of its sockets. Empty if there is no /proc"
     is_socket,found = lambda fd: os.readlink(f'/proc/self/fd/{fd}').startswith('socket:'),{}
     for o in Path('/proc/self/fdinfo').glob('*'):
-        with suppress(OSError): found[int(o.name)] = [int(fd) for fd in re.findall(r'^tfd:\s*(\d+)', o.read_text(), re.M) if is_socket(fd)]
+        with suppress(OSError):
+            found[int(o.name)] = [int(fd) for fd in re.findall(r'^tfd:\s*(\d+)', o.read_text(), re.M) if is_socket(fd)]
     return {k:v for k,v in found.items() if v}
 
 @contextmanager
@@ -309,7 +327,8 @@ def noting_loops():
     _loops.extend({*_event_loops()}-before)
 
 def _hang_up():
-    "Shut down the connections of our groups, even while references to the groups exist. The ranks at the other ends get an error"
+    """Shut down the connections of our groups, even while references to the groups exist. The ranks at the other
+    ends get an error"""
     for fd in (fd for loop,fds in _event_loops().items() if loop in _loops for fd in fds):
         with suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
             if not s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN): s.shutdown(socket.SHUT_RDWR)
@@ -328,17 +347,20 @@ def close_group(
 @contextmanager
 def process_group(
     cuda_id:int=None, # Index of this process's GPU; None: chosen by local rank, or the CPU
-    timeout_s:float=None, # Seconds after which a collective gives up on an absent rank; None: 1800, or that of the enclosing context
+    # Seconds after which a collective gives up on an absent rank; None: 1800, or that of the enclosing context
+    timeout_s:float=None,
     **kw              # Further arguments of `setup_distrib`
 ):
-    "Context with an open process group, if the launcher started several ranks; yields the device. It closes the group that it opened"
+    """Context with an open process group, if the launcher started several ranks; yields the device. It closes the
+    group that it opened"""
     if _ours:
         with _waiting(timeout_s or group_timeout()): yield setup_distrib(cuda_id, **kw)
         return
     opened,failed,_patience[:] = not in_group(),True,[timeout_s or 1800]
     try:
         with noting_loops():
-            device = setup_distrib(cuda_id, timeout_s=group_timeout(), **kw) if num_distrib()>1 else default_device(cuda_id)
+            device = setup_distrib(cuda_id, timeout_s=group_timeout(),
+                                   **kw) if num_distrib()>1 else default_device(cuda_id)
             if in_group(): _ours.append(None if opened else _new_group())
         yield device
         failed = False
@@ -347,7 +369,8 @@ def process_group(
 def _new_group(**kw):
     "A further group of all ranks. A rank that left before all have connected would fail those that still connect"
     res = dist.new_group(timeout=timedelta(seconds=group_timeout()), **kw)
-    if dist.get_world_size()>1: _everyones('yes', 'opened', dist.PrefixStore(_next_group(), shared_store()), min(group_timeout(), 20))
+    if dist.get_world_size()>1:
+        _everyones('yes', 'opened', dist.PrefixStore(_next_group(), shared_store()), min(group_timeout(), 20))
     return res
 
 # %% ../../nbs/core/01_env.ipynb #c023b
@@ -373,7 +396,8 @@ def current_group():
     return _ours[0] if _ours else None
 
 def control_group():
-    "A gloo group of the same ranks, for small values on the host that must not queue behind gradients. The first call is a collective"
+    """A gloo group of the same ranks, for small values on the host that must not queue behind gradients. The first
+    call is a collective"""
     if len(_ours)<2:
         with noting_loops(): _ours.append(_new_group(backend='gloo'))
     return _ours[1]

@@ -15,7 +15,8 @@ from pathlib import Path
 def whole_file(
     path # The file to write; its folder is made if it is missing
 ):
-    "Context with a temporary path beside `path`, renamed to `path` when the body ends without an error. Readers never see a partial file"
+    """Context with a temporary path beside `path`, renamed to `path` when the body ends without an error. Readers
+    never see a partial file"""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     fd,tmp = tempfile.mkstemp(prefix=f'.{path.name}.', suffix='.tmp', dir=path.parent)

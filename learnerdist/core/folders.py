@@ -72,7 +72,8 @@ def note_shrunk():
 def memory_folder(
     on_failure='restart' # What the ranks' launcher does when one of them dies
 ):
-    "Within the body, the ranks that this process starts have a folder in memory that outlives them, if the system has such"
+    """Within the body, the ranks that this process starts have a folder in memory that outlives them, if the system
+    has such"""
     before,parent = {k: os.environ.pop(k, None) for k in (_var,_policy)},memory()
     try:
         os.environ[_policy] = on_failure
@@ -89,16 +90,20 @@ def memory_folder(
 def kept_folder()->Path:
     "The folder in memory of this rank's launcher. OSError without one"
     path = os.environ.get(_var)
-    if path is None: raise OSError('only ranks that learnerdist.launch has started on Linux have memory that outlives them')
+    if path is None:
+        raise OSError('only ranks that learnerdist.launch has started on Linux have memory that outlives them')
     return Path(path)
 
 def free_bytes(
     path # A folder in memory
 )->int:
-    "The memory that is free, or would be without caches: of the file system, the machine, and this process's control group"
-    found,group = [1024*int(o.split()[1]) for o in Path('/proc/meminfo').read_text().splitlines() if o.startswith('MemAvailable')],'/'
+    """The memory that is free, or would be without caches: of the file system, the machine, and this process's
+    control group"""
+    found,group = [1024*int(o.split()[1]) for o in Path('/proc/meminfo').read_text().splitlines()
+                   if o.startswith('MemAvailable')],'/'
     found.append(shutil.disk_usage(path).free)
-    with suppress(OSError): group = next((o[3:] for o in Path('/proc/self/cgroup').read_text().splitlines() if o.startswith('0::')), '/')
+    with suppress(OSError):
+        group = next((o[3:] for o in Path('/proc/self/cgroup').read_text().splitlines() if o.startswith('0::')), '/')
     for folder in {Path('/sys/fs/cgroup'), Path(f'/sys/fs/cgroup{group}')}:
         with suppress(OSError, ValueError): # ValueError: no limit
             now = {k: int((folder/f'memory.{k}').read_text()) for k in ('max','current')}

@@ -72,7 +72,8 @@ def seed_streams(
     *parts:int, # For example seed, rank, epoch and batch; any difference gives another stream
     cuda:bool=True # Include the GPUs' streams
 ):
-    "Seed the global random streams from several numbers. Some 10 µs: `torch.manual_seed` takes ten times as long to find no GPU"
+    """Seed the global random streams from several numbers. Some 10 µs: `torch.manual_seed` takes ten times as long
+    to find no GPU"""
     s,np = mix_seed(*parts),_numpy()
     random.seed(s)
     if np: np.seed(s%2**32)
@@ -128,7 +129,8 @@ def _of_values(vs):
     for v in vs:
         if type(v) is list: yield partial(v.__setitem__, slice(None), v[:])
         elif isinstance(v, dict): yield partial(_put_back, v, dict(v))
-        elif isinstance(v, torch.Tensor) and not (v.requires_grad or v.is_inference()): yield partial(_fill, v, version(v), v.clone())
+        elif isinstance(v, torch.Tensor) and not (v.requires_grad or v.is_inference()):
+            yield partial(_fill, v, version(v), v.clone())
 
 def _put_back(d, was):
     for k in d.keys()-was.keys(): del d[k]
@@ -149,7 +151,8 @@ class shared_rng:
     def reseed(self, *seeds):
         "Begin new streams from these seeds"
         s,np = mix_seed(*seeds),_numpy()
-        cpu,*gens = [torch.Generator(o.device).manual_seed(s).get_state() for o in [torch.default_generator, *self.gens]]
+        cpu,*gens = [torch.Generator(o.device).manual_seed(s).get_state()
+                     for o in [torch.default_generator, *self.gens]]
         self.inner = (random.Random(s).getstate(), np and _state_of(np.RandomState(s%2**32)), cpu, None),gens
     def _swap(self, state):
         "Set these streams, and return their old states. The GPU's is left alone, since no sampler draws from it"

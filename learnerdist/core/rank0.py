@@ -11,7 +11,8 @@ from functools import partial
 
 import torch.distributed as dist
 
-from .env import (RankError,count,group_rank,group_size,in_group,launch_store,pack_error,process_group,rank_distrib,shared_store,
+from .env import (RankError,count,group_rank,group_size,in_group,launch_store,pack_error,process_group,rank_distrib,
+                  shared_store,
                                   unpack_error,wait_key,wait_keys)
 
 # %% ../../nbs/core/03_rank0.ipynb #c018
@@ -22,11 +23,13 @@ def rank0_first(
     func,    # Called on every rank, on rank 0 first: on the other ranks it should find what rank 0 made
     *args, **kwargs
 ):           # This rank's own result of `func`
-    "Call `func` on rank 0, then on all other ranks. Waits up to a week for each other. `RankError` on the others if rank 0 fails"
+    """Call `func` on rank 0, then on all other ranks. Waits up to a week for each other. `RankError` on the others
+    if rank 0 fails"""
     with ExitStack() as stack:
         _join(stack)
         if group_size()<2: return func(*args, **kwargs)
-        return _rank0_first(partial(func, *args, **kwargs), shared_store(), f'in rank0_first({getattr(func, "__name__", func)})')
+        return _rank0_first(partial(func, *args, **kwargs), shared_store(),
+                            f'in rank0_first({getattr(func, "__name__", func)})')
 
 def _join(stack):
     if in_group(): return

@@ -17,7 +17,8 @@ def save_once(
     path, # The same on every rank
     write # Called on rank 0 only, with a temporary path to write to
 ):
-    "Rank 0 writes `path`, atomically. Not a collective: every rank may call it, or rank 0 alone; on other ranks it does nothing"
+    """Rank 0 writes `path`, atomically. Not a collective: every rank may call it, or rank 0 alone; on other ranks it
+    does nothing"""
     if not is_rank0(): return
     try:
         with whole_file(path) as tmp: write(tmp)
@@ -35,7 +36,8 @@ def await_save(
     path,                # The file that this rank is about to read
     timeout_s:float=None # Seconds to wait for rank 0; None: as long as a collective does
 ):
-    "Wait until rank 0 makes this call too, or goes on to where ranks meet: it has saved by then. `RankError` if its save failed"
+    """Wait until rank 0 makes this call too, or goes on to where ranks meet: it has saved by then. `RankError` if
+    its save failed"""
     path,store = Path(path).absolute(),shared_store()
     if store is None: return
     if is_rank0(): return _tell(path, count(_loads(path)), '' if path.exists() else 'missing')
@@ -53,8 +55,10 @@ def _of_rank0(store, path, timeout_s):
             if e.trace or not path.exists(): raise
             return '' # rank 0 left without a failure
         if found is None and store.check([over]): return '' if path.exists() else 'missing' # this rank loads by itself
-        if found is None: raise TimeoutError(f'{path}: rank 0 has not loaded it in {timeout_s:g} s. Call load on all ranks')
+        if found is None:
+            raise TimeoutError(f'{path}: rank 0 has not loaded it in {timeout_s:g} s. Call load on all ranks')
         there,state = json.loads(found)
         if there==str(path): return state
-        if not path.exists(): raise ValueError(f'this rank loads {path}, which is not there, and rank 0 loads {there}: rank 0 alone '
-                                               'writes, so give all ranks the same folder, or work in distrib_ctx')
+        if not path.exists():
+            raise ValueError(f'this rank loads {path}, which is not there, and rank 0 loads {there}: rank 0 alone '
+                             'writes, so give all ranks the same folder, or work in distrib_ctx')

@@ -54,7 +54,8 @@ def part_of(
     device=None  # Where it goes; None: where `like` is
 ):
     "This rank's part of a tensor; ValueError if the shapes differ"
-    if full.shape!=like.shape: raise ValueError(f'a tensor of shape {tuple(full.shape)} has no parts like those of {tuple(like.shape)}')
+    if full.shape!=like.shape:
+        raise ValueError(f'a tensor of shape {tuple(full.shape)} has no parts like those of {tuple(like.shape)}')
     own,mesh = full,like.device_mesh
     for i,o in enumerate(like.placements):
         if not o.is_shard(): continue
@@ -76,7 +77,8 @@ def part_from(
 ):
     "A part from the tensor that holds it"
     o = like if whole is None else whole
-    return type(like.data).from_local(own, like.device_mesh, like.placements, run_check=False, shape=o.shape, stride=o.stride())
+    return type(like.data).from_local(own, like.device_mesh, like.placements, run_check=False, shape=o.shape,
+                                      stride=o.stride())
 
 # %% ../../nbs/core/05_shards.ipynb #h16k02
 class Kept(NamedTuple):
@@ -87,7 +89,8 @@ class Kept(NamedTuple):
     def whole(self):
         "ValueError, since the other parts are on other ranks"
         (*_,n),at = self.at
-        raise ValueError(f'the weights are parts (this one {at[-1]} of {n}), which keep_sharded left where they were: use the learner in a '
+        raise ValueError(f'the weights are parts (this one {at[-1]} of {n}), which keep_sharded left where they were: '
+                         f'use the learner in a '
                          'distrib_ctx(shard=…) of as many ranks, or load a file of learn.save into a new one')
 
     def part(self,
@@ -96,8 +99,10 @@ class Kept(NamedTuple):
     ):
         "The tensor as a part of a new group. ValueError if the group has another shape"
         (shape,at),new = self.at,_place(like)
-        if self.at!=new: raise ValueError(f'kept parts of a mesh of {shape} ranks, at {at}, do not fit one of {new[0]}, at {new[1]}: go on '
-                                          'with as many ranks and replicas, or save and load')
+        if self.at!=new:
+            raise ValueError(f'kept parts of a mesh of {shape} ranks, at {at}, do not fit one of {new[0]}, at '
+                             f'{new[1]}: go on '
+                             'with as many ranks and replicas, or save and load')
         return part_from(self.own.to(device or device_of(like)), like)
 
 def _place(t): return tuple(t.device_mesh.shape),tuple(t.device_mesh.get_coordinate())
@@ -154,7 +159,8 @@ def exchange_params(opt,
     new:dict, # From the ids of parameters to those that replace them
     f         # A function of (parameter, tensor): the tensor that replaces it in the parameter's state
 ):
-    "Give an optimizer other parameters, and its state other tensors; torch's and fastai's optimizers, and wrappers around them"
+    """Give an optimizer other parameters, and its state other tensors; torch's and fastai's optimizers, and wrappers
+    around them"""
     get = lambda p: new.get(id(p), p)
     for own in map(vars, optimizers_in(opt)):
         for g in own.get('param_groups', ()): g['params'] = [get(p) for p in g['params']]
@@ -170,11 +176,14 @@ def exchange_params(opt,
 def state_part(p, t):
     "This rank's part of a tensor in the state of parameter `p`; ValueError if the tensor's shape is not that of `p`"
     if is_part(t): return t
-    if not is_part(p) or t.numel()<2 and t.shape!=p.shape: return t.clone() # a count of steps; not in the memory of a file
+    # a count of steps; not in the memory of a file
+    if not is_part(p) or t.numel()<2 and t.shape!=p.shape: return t.clone()
     if t.is_meta: return t.source.part(p)
     if t.shape==p.shape: return part_of(t, p)
-    raise ValueError(f'the optimizer keeps a tensor of shape {tuple(t.shape)} for weights of shape {tuple(p.shape)}: which part of it is '
-                     "whose cannot be told. Begin with a new optimizer: fit(…, reset_opt=True), or load(…, with_opt=False)")
+    raise ValueError(f'the optimizer keeps a tensor of shape {tuple(t.shape)} for weights of shape {tuple(p.shape)}: '
+                     f'which part of it is '
+                     "whose cannot be told. Begin with a new optimizer: fit(…, reset_opt=True), or load(…, "
+                     "with_opt=False)")
 
 def load_opt(opt,
     state # State dict with whole tensors, on every rank
@@ -188,7 +197,8 @@ def come_together(
     what:str,    # The call, for the error
     timeout_s=60 # Seconds to wait
 ):
-    "Wait until every rank makes this call; ValueError that names the ranks which have not, before a collective waits for them"
+    """Wait until every rank makes this call; ValueError that names the ranks which have not, before a collective
+    waits for them"""
     if group_size()<2: return
     store,me = shared_store(),group_rank()
     n = count(f'together {what}')
@@ -196,4 +206,5 @@ def come_together(
     store.set(keys[me], 'here')
     if wait_keys(store, keys, timeout_s, f'to call {what}') is None:
         absent = ', '.join(str(r) for r,k in keys.items() if not store.check([k]))
-        raise ValueError(f'rank {me} waits in {what} for rank {absent}: with a sharded model all ranks must call it, since each has a part')
+        raise ValueError(f'rank {me} waits in {what} for rank {absent}: with a sharded model all ranks must call it, '
+                         f'since each has a part')

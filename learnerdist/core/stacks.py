@@ -26,18 +26,21 @@ def frames_of(
     if not isinstance(stack, BaseException): return [Frame(f, int(n), name) for f,n,name in _frame.findall(stack)]
     inner = [Frame(o.filename, o.lineno, o.name) for o in reversed(traceback.extract_tb(stack.__traceback__))]
     outer = stack.__traceback__ and stack.__traceback__.tb_frame.f_back # the caller of the function that caught it
-    return inner + [Frame(f.f_code.co_filename, n, f.f_code.co_name) for f,n in traceback.walk_stack(outer)] if outer else inner
+    return inner + [Frame(f.f_code.co_filename, n, f.f_code.co_name) for f,
+                    n in traceback.walk_stack(outer)] if outer else inner
 
 def frames_of_caller()->list: # `Frame`s, the innermost first
     "The frames of the function that calls this"
-    return [Frame(f.f_code.co_filename, n, f.f_code.co_name) for f,n in traceback.walk_stack(inspect.currentframe().f_back)]
+    return [Frame(f.f_code.co_filename, n, f.f_code.co_name) for f,
+            n in traceback.walk_stack(inspect.currentframe().f_back)]
 
 _frame = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 
 def users_frame(
     frames:list # `Frame`s, the innermost first
 )->Frame:
-    "The innermost frame of the user's own code, that is outside of installed packages; if there is none, the innermost frame of all"
+    """The innermost frame of the user's own code, that is outside of installed packages; if there is none, the
+    innermost frame of all"""
     return next((o for o in frames if not in_library(o.file)), frames[0] if frames else Frame('?', 0, '?'))
 
 def warn(message):
@@ -49,16 +52,19 @@ def in_library(
     file:str # Path of a source file
 )->bool:
     "Whether a file belongs to Python, to an installed package, or to learnerdist"
-    return file.startswith((sysconfig.get_path('stdlib'), str(Path(learnerdist.__file__).parent), '<frozen')) or '-packages' in file
+    return file.startswith((sysconfig.get_path('stdlib'), str(Path(learnerdist.__file__).parent),
+                            '<frozen')) or '-packages' in file
 
 # %% ../../nbs/core/00_stacks.ipynb #c009
 def report_folder():
-    "The folder in which this rank leaves its reports, as torchrun or `run` set it in the environment; None if neither did"
+    """The folder in which this rank leaves its reports, as torchrun or `run` set it in the environment; None if
+    neither did"""
     file = os.environ.get('TORCHELASTIC_ERROR_FILE') or os.environ.get('LEARNERDIST_ERROR_FILE')
     return Path(file).parent if file else None
 
 # %% ../../nbs/core/00_stacks.ipynb #c009b
-preempted_status = 75 # Exit status of a rank that saved its state and should be started again: EX_TEMPFAIL of sysexits.h
+# Exit status of a rank that saved its state and should be started again: EX_TEMPFAIL of sysexits.h
+preempted_status = 75
 
 # %% ../../nbs/core/00_stacks.ipynb #c009c
 def catch_crashes(
@@ -113,7 +119,8 @@ def stack_of(
     "The present Python stack of another process's main thread"
     try: before = _read(file).count(_head)
     except OSError: return None
-    for i in (1,2): # signals of one kind are handled one after the other: when the second answer begins, the first is complete
+    # signals of one kind are handled one after the other: when the second answer begins, the first is complete
+    for i in (1,2):
         start,n_asked = time.monotonic(),0
         while _read(file).count(_head) < before+i:
             waited = time.monotonic()-start
@@ -140,7 +147,8 @@ def is_stopped(
 
 # %% ../../nbs/core/00_stacks.ipynb #c014
 _exchanges = 'core/env','core/collectives','distributed/vote_links','distributed/votes','distributed/agreement'
-_waits = ('torch/distributed/','torch/autograd/graph.py',*(str(Path(learnerdist.__file__).parent/f'{o}.py') for o in _exchanges))
+_waits = ('torch/distributed/','torch/autograd/graph.py',
+          *(str(Path(learnerdist.__file__).parent/f'{o}.py') for o in _exchanges))
 
 def describe_stack(
     frames:list # `Frame`s, the innermost first
@@ -150,7 +158,8 @@ def describe_stack(
     at,user = frames[0],users_frame(frames)
     where = f'{user}: {src}' if (src := linecache.getline(user.file, user.line).strip()) else str(user)
     if not any(o in at.file for o in _waits): return f'was at {where}' + ('' if at == user else f' ({at.name})')
-    name = next((o.name for o in frames if 'c10d_logger' not in o.file and o.name not in ('wait_key','wait_keys')), at.name)
+    name = next((o.name for o in frames if 'c10d_logger' not in o.file and o.name not in ('wait_key','wait_keys')),
+                at.name)
     return f'waited in {_called.get(name, name)}, from {where}'
 
 def place_of(
@@ -163,5 +172,6 @@ def place_of(
     silent = 'does not answer' if Path('/proc').exists() else 'is not asked where there is no /proc'
     return [],f'is stopped (process {pid}, by SIGSTOP)' if is_stopped(pid) else f'{silent} (process {pid})'
 
-_called = dict(_engine_run_backward='backward', hear='the vote of a step', tell='the vote of a step', _open='the start of the group',
+_called = dict(_engine_run_backward='backward', hear='the vote of a step', tell='the vote of a step',
+               _open='the start of the group',
                _everyones='the start of the group', _after_rank0='rank0_first', _rank0_first='rank0_first')

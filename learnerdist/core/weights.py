@@ -64,8 +64,10 @@ def read_bytes(path)->bytes:
     with _opened(path) as f: return f.read()
 
 def map_bytes(path):
-    "The bytes of a file as `read_bytes` gives them, in the memory of the system's cache: what is not looked at is not read"
-    with _opened(path) as f: return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(f.fileno()).st_size else b''
+    """The bytes of a file as `read_bytes` gives them, in the memory of the system's cache: what is not looked at is
+    not read"""
+    with _opened(path) as f:
+        return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(f.fileno()).st_size else b''
 
 def _opened(path):
     f = open(os.open(path, os.O_RDONLY|os.O_NONBLOCK), 'rb') # a pipe would wait for its writer
@@ -80,8 +82,10 @@ def load_plain(
     mapped=False, # Whether tensors stay in the file until they are read
     crc=zlib.crc32 # Of bytes
 ):
-    "The tensors and plain data in a file. ValueError if it holds other objects, which could run code; DamagedFile if it is damaged"
-    if data is not None and _has_bad_seal(data, crc): raise DamagedFile(f'{path} is not what was written: its checksum differs')
+    """The tensors and plain data in a file. ValueError if it holds other objects, which could run code; DamagedFile
+    if it is damaged"""
+    if data is not None and _has_bad_seal(data, crc):
+        raise DamagedFile(f'{path} is not what was written: its checksum differs')
     source,kw = (path,dict(mmap=True)) if mapped else (BytesIO(data),{})
     try: return torch.load(source, map_location=device, weights_only=True, **kw)
     except Exception as e:
@@ -147,7 +151,8 @@ def load_tensors(
     if mark and int(mark[1], 16)!=_crc_without(memoryview(data), mark.start(1)+8, crc):
         raise DamagedFile(f'{path} is not what was written: its checksum differs')
     try: return lib.load_file(path) if mapped else lib.load(data)
-    except Exception as e: raise DamagedFile(f'{path} is no file of safetensors, or is damaged ({type(e).__name__}: {e})') from e
+    except Exception as e:
+        raise DamagedFile(f'{path} is no file of safetensors, or is damaged ({type(e).__name__}: {e})') from e
 
 # %% ../../nbs/core/00_weights.ipynb #ckf06
 def load_weights(
@@ -162,14 +167,16 @@ def load_weights(
     data = map_bytes(path) if mapped else read_bytes(path)
     res = load_tensors(data, path, mapped, crc) if is_safetensors(path) else load_plain(data, path, device, mapped, crc)
     model,opt = (res['model'],res['opt']) if isinstance(res, dict) and set(res)=={'model','opt'} else (res,None)
-    if not isinstance(model, dict) or not all(isinstance(k, str) for k in model) or opt is not None and not _is_opt(opt):
+    if not isinstance(model,
+                      dict) or not all(isinstance(k, str) for k in model) or opt is not None and not _is_opt(opt):
         raise ValueError(f'{path} holds no weights of a model: give a file that `save` wrote')
     return model,opt
 
 def _several(path, *args):
     "The weights in the files that an index names, as Hugging Face writes them"
     try: files = {Path(o).name for o in json.loads(read_bytes(path))['weight_map'].values()}
-    except (ValueError,KeyError,AttributeError,TypeError) as e: raise DamagedFile(f'{path} is no index of weights ({e!r})') from e
+    except (ValueError,KeyError,AttributeError,TypeError) as e:
+        raise DamagedFile(f'{path} is no index of weights ({e!r})') from e
     return {k: v for o in sorted(files) for k,v in load_weights(path.with_name(o), *args)[0].items()}
 
 def _is_opt(o): return isinstance(o, dict) and all(isinstance(k, str) for k in o)

@@ -9,9 +9,11 @@ __all__ = ['DistributedDL']
 import copy, math, torch, warnings, zlib
 from functools import partial, singledispatch
 from itertools import chain, count, islice
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, SubsetRandomSampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import SubsetRandomSampler, get_worker_info
 from ..core.compat import no_iterator,set_worker_info,tree_leaves
-from .loaders import (Collate, FrameRows, LoaderWrapper, TfmdDL, batch_shape, changed, data_len, is_shuffled, one_batch, pipe,
+from .loaders import (Collate, FrameRows, LoaderWrapper, TfmdDL, batch_shape, changed, data_len, is_shuffled,
+                      one_batch, pipe,
                       read_loader)
 from ..core.random import draw,mix_seed,outer_streams,seed_streams,shared_rng
 from .streams import Placed,saves_place
@@ -26,10 +28,12 @@ def loader_parts(o):
         if getattr(o, k, None) is not None: yield from loader_parts(getattr(o, k))
 
 def is_split(dl)->bool:
-    "Whether each rank already reads its own shard: by `DistributedDL`, by a sampler like `DistributedSampler`, or by the data set"
+    """Whether each rank already reads its own shard: by `DistributedDL`, by a sampler like `DistributedSampler`, or
+    by the data set"""
     by_sampler = any(hasattr(o, 'num_replicas') and hasattr(o, 'rank') for o in loader_parts(dl))
     ds = getattr(dl, 'dataset', None)
-    return hasattr(dl, 'dealer') or by_sampler or getattr(ds, 'splits_by_rank', False) or getattr(ds, '_distributed', None) is not None
+    return hasattr(dl, 'dealer') or by_sampler or getattr(ds, 'splits_by_rank', False) or getattr(ds, '_distributed',
+                                                                                                  None) is not None
 
 def set_epoch(dl, epoch:int):
     "Set the epoch of each part of `dl` with a method `set_epoch`: a `DistributedDL`, the samplers, the data set"
@@ -42,8 +46,10 @@ class Dealt:
     def __init__(self, dealer, source, chunk): self.dealer,self.source,self.chunk = dealer,source,chunk
     def __iter__(self):
         d,items = self.dealer,self.source
-        if any(type(o) not in (BatchSampler,SequentialSampler) for o in loader_parts(items)): # it may draw random numbers
-            gens = [o.generator for o in loader_parts(items) if isinstance(getattr(o, 'generator', None), torch.Generator)]
+        # it may draw random numbers
+        if any(type(o) not in (BatchSampler,SequentialSampler) for o in loader_parts(items)):
+            gens = [o.generator for o in loader_parts(items)
+                    if isinstance(getattr(o, 'generator', None), torch.Generator)]
             items = draw(items, shared_rng(d.seed, d.epoch, generators=gens), self.chunk, self.chunk)
         items = d.deal(items)
         return d.sized(items) if d.unit=='batch' else items
@@ -62,8 +68,11 @@ class DealtOrder(Dealt):
 class Dealer:
     "Makes the shard of one rank, of orders, samplers and streams, for the current epoch"
     def __init__(self, rank, world_size, seed=0,
-        pad=True, # Repeat items so that all ranks read equally many? 'batch': only where a rank would have a batch less than others
-        sample_seeds=False # Whether samples and training batches draw from streams of their own, see `DistributedDL.from_dl`
+        # Repeat items so that all ranks read equally many? 'batch': only where a rank would have a batch less than
+        # others
+        pad=True,
+        # Whether samples and training batches draw from streams of their own, see `DistributedDL.from_dl`
+        sample_seeds=False
     ):
         check_rank(rank, world_size)
         if not isinstance(seed, int): raise ValueError(f"seed={seed!r}: need an integer, the same on every rank")
@@ -72,13 +81,16 @@ class Dealer:
         self.sample_seeds = sample_seeds
         self.unit,self.source,self.items,self.bs,self.drop_last,self.sizes = 'row',None,None,None,False,[]
         self._epoch,self.first,self.by_rank,self._n_read = torch.zeros(4, 1, dtype=torch.int64)
-    # Seen by workers, too: first, a hash of the first sample of a stream; by_rank: whether that has split itself among ranks
+    # Seen by workers, too: first, a hash of the first sample of a stream; by_rank: whether that has split itself among
+    # ranks
     asked = False # Whether the loader has asked for the items of this epoch
     n_skip = 0 # Batches of this epoch that a resumed fit leaves out
     n_batches = None # Of this epoch, without repeats, once they have been read
     streams = property(lambda self: isinstance(self.items, _Stream), doc="Whether the source is an iterable data set")
-    left_at = -1,0 # An epoch, and the number of its items (see `unit`), over all ranks, that an earlier run has already read
-    epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v), doc="The epoch, which workers see too")
+    # An epoch, and the number of its items (see `unit`), over all ranks, that an earlier run has already read
+    left_at = -1,0
+    epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v),
+                     doc="The epoch, which workers see too")
     start = property(lambda self: self.left_at[1] if self.left_at[0]==self.epoch else 0,
         doc="Number of items of this epoch, over all ranks, that an earlier run has read")
     def deal(self, items,
@@ -98,7 +110,8 @@ class Dealer:
         "How many of an epoch's `n` items this rank reads"
         n = self.left(n)
         return n//self.world_size if self._floor else share_len(n, self.rank, self.world_size, self.pads(n))
-    _floor = property(lambda self: self.pad=='batch' and self.drop_last and bool(self.bs)) # each rank's last batch is dropped in any case
+    # each rank's last batch is dropped in any case
+    _floor = property(lambda self: self.pad=='batch' and self.drop_last and bool(self.bs))
     def pads(self, n):
         "Whether ranks repeat an item if `n` items are dealt"
         if self._by_workers: return False # see `owed`
@@ -134,20 +147,27 @@ class Dealer:
         "What is dealt are batches, not samples"
         self.unit,self.bs = 'batch',1
     def drawn(self, source, unit='row', chunk=64):
-        "Sampler over this rank's shard of a user's sampler, which yields indices or other keys, or lists of them (`unit='batch'`)"
+        """Sampler over this rank's shard of a user's sampler, which yields indices or other keys, or lists of them
+        (`unit='batch'`)"""
         if unit=='batch': self.of_batches()
-        return self._made(source, Dealt(self, source, getattr(source, 'read_ahead', self.world_size if unit=='batch' else chunk)))
+        return self._made(source,
+                          Dealt(self, source, getattr(source, 'read_ahead',
+                                                      self.world_size if unit=='batch' else chunk)))
     def indices(self, sampler, chunk=64):
-        "Sampler over this rank's shard of torch's `sampler`: `order` if it is sequential or plainly shuffled, else `drawn`"
+        """Sampler over this rank's shard of torch's `sampler`: `order` if it is sequential or plainly shuffled, else
+        `drawn`"""
         if type(sampler) is SequentialSampler: return self.order(sampler.data_source, False)
         return self.order(sampler.data_source, True) if is_shuffled(sampler) else self.drawn(sampler, chunk=chunk)
     def stream(self, dataset, num_workers,
         after=() # Functions of a sample, which may draw; None: the caller applies them
     ):
-        "Iterable data set of this rank's samples. Its copies in workers see changes of the epoch, through shared memory"
+        """Iterable data set of this rank's samples. Its copies in workers see changes of the epoch, through shared
+        memory"""
         self._n_read = torch.zeros(max(num_workers, 1), dtype=torch.int64)
         self.share_memory(num_workers)
-        return self._made(dataset, (_PlacedStream if saves_place(dataset) and not num_workers else _Stream)(dataset, self, after))
+        return self._made(dataset,
+                          (_PlacedStream if saves_place(dataset) and not num_workers else _Stream)(dataset, self,
+                                                                                                   after))
     def share_memory(self, num_workers):
         "Let copies in workers see the epoch, and this process what they have read"
         for o in (self._epoch,self.first,self.by_rank,self._n_read) if num_workers else (): o.share_memory_()
@@ -161,7 +181,8 @@ class Dealer:
         i = key if isinstance(key, int) else zlib.crc32(repr(key).encode())
         seed_streams(self.seed, self.epoch, i, -1, cuda=False) # -1: no batch has this number
     def compare(self, gather, name):
-        "Whether the first samples of a stream show that it splits itself among ranks. It is left alone then. Sync point"
+        """Whether the first samples of a stream show that it splits itself among ranks. It is left alone then. Sync
+        point"""
         if self.by_rank or len({*gather(int(self.first))})==1: return False
         self.by_rank.fill_(1)
         text = f'{name} gives each rank another first sample: it is taken to split itself among ranks, and left alone'
@@ -169,7 +190,8 @@ class Dealer:
         return True
     def generator(self, g):
         "`g` on rank 0; on other ranks another generator, because the seeds of the workers are drawn from it"
-        return g if g is None or not self.rank else torch.Generator(g.device).manual_seed(mix_seed(g.initial_seed(), self.rank))
+        return g if g is None or not self.rank else torch.Generator(g.device).manual_seed(mix_seed(g.initial_seed(),
+                                                                                                   self.rank))
     def shard(self, dl):
         "A copy of `dl` that reads this rank's samples"
         return reindexed(dl, self)
@@ -200,7 +222,8 @@ def is_quiet(ds):
     return type(ds) in (list,tuple,range,torch.Tensor,FrameRows) or columns_of(ds) is not None
 
 class Seeded(LoaderWrapper, Dataset):
-    "A data set whose samples draw from streams of their own, so that they are the same at any number of ranks and workers"
+    """A data set whose samples draw from streams of their own, so that they are the same at any number of ranks and
+    workers"""
     inside = 'source'
     def __init__(self, source, dealer, after=()): vars(self).update(source=source, dealer=dealer, after=after)
     def __setattr__(self, k, v): setattr(self.source, k, v)
@@ -214,7 +237,8 @@ class Seeded(LoaderWrapper, Dataset):
 
 def sample_hash(samples)->int:
     "Of the tensors, arrays, images, numbers and texts in samples; other objects may differ between processes"
-    vals = [o.tolist() if hasattr(o, 'tolist') else o.tobytes() if hasattr(o, 'tobytes') else o for o in tree_leaves(samples)]
+    vals = [o.tolist() if hasattr(o, 'tolist') else o.tobytes() if hasattr(o, 'tobytes') else o
+            for o in tree_leaves(samples)]
     return zlib.crc32(repr([o for o in vals if isinstance(o, (int,float,complex,str,bytes,list))]).encode())
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c014
@@ -235,7 +259,8 @@ def _state(o, at=''):
     return res
 
 class _WatchedInit:
-    "A `worker_init_fn` which records whether it changes the data set. A change other than a seed means that it splits the data set"
+    """A `worker_init_fn` which records whether it changes the data set. A change other than a seed means that it
+    splits the data set"""
     def __init__(self, func): self.func = func
     def __call__(self, worker_id):
         stream = get_worker_info().dataset
@@ -248,7 +273,8 @@ class _WatchedInit:
 # %% ../../nbs/data/03_distributed_dl.ipynb #c015
 class _Stream(IterableDataset):
     "A rank's shard of an iterable data set. Reading and setting attributes goes through to that data set"
-    def __init__(self, inner, dealer, after=()): vars(self).update(_inner=inner, _dealer=dealer, _after=after, _split=False)
+    def __init__(self, inner, dealer, after=()):
+        vars(self).update(_inner=inner, _dealer=dealer, _after=after, _split=False)
     def __getattr__(self, k):
         if k.startswith('__') or '_inner' not in vars(self): raise AttributeError(k)
         return getattr(self._inner, k)
@@ -291,9 +317,12 @@ def reindexed(
     dl,           # The user's loader; it is not changed
     dealer:Dealer # Makes this rank's indices by its methods `order`, `drawn` and `stream`
 ):
-    "A copy of `dl` that reads one rank's shard. Register a function for another kind of loader; ValueError for an unknown kind"
-    raise ValueError(f"a {type(dl).__name__} cannot be split among ranks: nothing says how it is told which samples to read. "
-                     "Use a DataLoader, or register a function that makes a copy reading a dealer's indices: @reindexed.register")
+    """A copy of `dl` that reads one rank's shard. Register a function for another kind of loader; ValueError for an
+    unknown kind"""
+    raise ValueError(f"a {type(dl).__name__} cannot be split among ranks: nothing says how it is told which samples "
+                     f"to read. "
+                     "Use a DataLoader, or register a function that makes a copy reading a dealer's indices: "
+                     "@reindexed.register")
 
 @reindexed.register
 def _(dl:DataLoader, dealer):
@@ -348,7 +377,8 @@ def _(dl:DataLoader, dealer):
 # %% ../../nbs/data/03_distributed_dl.ipynb #c022
 @singledispatch
 def in_order(dl):
-    "A copy of `dl` that reads its data set once and in order, without shuffling or dropping. ValueError for an unknown kind of loader"
+    """A copy of `dl` that reads its data set once and in order, without shuffling or dropping. ValueError for an
+    unknown kind of loader"""
     if hasattr(dl, 'dealer'): return in_order(dl.source)
     raise ValueError(f"a {type(dl).__name__} cannot be read in order: register a function with @in_order.register")
 
@@ -358,12 +388,14 @@ def _(dl:DataLoader):
     bs = dl.batch_sampler
     sampler = bs.sampler if type(bs) is BatchSampler else dl.sampler
     kw = {'sampler': sorted(sampler.indices)} if isinstance(sampler, SubsetRandomSampler) else {'shuffle': False}
-    if bs is not None: kw.update(batch_sampler=None, batch_size=dl.batch_size or getattr(bs, 'batch_size', 64), drop_last=False)
+    if bs is not None:
+        kw.update(batch_sampler=None, batch_size=dl.batch_size or getattr(bs, 'batch_size', 64), drop_last=False)
     return changed(dl, in_order=True, **kw)
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c026
 class DistributedDL(LoaderWrapper):
-    "One rank's shard of a data loader. Other attributes are read from the copied loader, `.dl`. `len` is in batches of this rank"
+    """One rank's shard of a data loader. Other attributes are read from the copied loader, `.dl`. `len` is in
+    batches of this rank"""
     def __init__(self,
         dataset,            # As in `TfmdDL`
         rank:int, world_size:int,
@@ -377,20 +409,26 @@ class DistributedDL(LoaderWrapper):
         dealer.bs,dealer.drop_last = batch_shape(dl)
         if getattr(dl, 'batch_sampler', dl) is None: dealer.bs = 1 # torch's loader without batches
         self.source,self.dealer,self.dl = dl,dealer,dealer.shard(dl)
-        self.rank,self.world_size,self.seed,self.pad,self.unit = dealer.rank,dealer.world_size,dealer.seed,dealer.pad,dealer.unit
+        self.rank,self.world_size,self.seed = dealer.rank,dealer.world_size,dealer.seed
+        self.pad,self.unit = dealer.pad,dealer.unit
         return self
     @classmethod
     def from_dl(cls,
         dl,                 # Any loader; it is not changed
         rank, world_size, seed=0, pad=True, # As in `DistributedDL`
-        sample_seeds=False, # Seed what a sample draws by (seed, epoch, index), a training batch by (seed, rank, epoch, batch)?
+        # Seed what a sample draws by (seed, epoch, index), a training batch by (seed, rank, epoch, batch)?
+        sample_seeds=False,
         **kw):              # Settings to change, such as `bs`
-        "The shard of `rank` of any loader; `dl` itself if it is already split. ValueError for a kind of loader that cannot be split"
+        """The shard of `rank` of any loader; `dl` itself if it is already split. ValueError for a kind of loader
+        that cannot be split"""
         dealer = Dealer(rank, world_size, seed, pad, sample_seeds)
         if is_split(dl):
             n = next((o.num_replicas for o in loader_parts(dl) if hasattr(o, 'num_replicas')), world_size)
-            if 1<world_size!=n: raise ValueError(f'a sampler deals the samples among {n} ranks, and {world_size} read them')
-            if kw: raise ValueError(f"{', '.join(kw)}: this {type(dl).__name__} is split already, so its settings are its user's")
+            if 1<world_size!=n:
+                raise ValueError(f'a sampler deals the samples among {n} ranks, and {world_size} read them')
+            if kw:
+                raise ValueError(f"{', '.join(kw)}: this {type(dl).__name__} is split already, so its settings are "
+                                 f"its user's")
             return dl
         return cls.__new__(cls)._split(with_settings(dl, **kw) if kw else dl, dealer)
     @classmethod
@@ -418,16 +456,19 @@ class DistributedDL(LoaderWrapper):
         doc="Number of samples (or batches, see `unit`) of this rank; None if it is not known")
     _mixed = property(lambda self: isinstance(self.dealer.items, _Stream) and self.num_workers>1)
     ordered = property(lambda self: not self._mixed and getattr(self.dl, 'in_order', True),
-        doc="Whether `undeal` of the rows of all ranks restores the loader's order. False if several workers read one stream")
+        doc="Whether `undeal` of the rows of all ranks restores the loader's order. False if several workers read one "
+            "stream")
     def __len__(self):
         if not self._mixed: return len(self.dl)
-        raise TypeError(f"the number of batches of a stream that {self.num_workers} workers read is not known before its end")
+        raise TypeError(f"the number of batches of a stream that {self.num_workers} workers read is not known before "
+                        f"its end")
     def __iter__(self):
         self.dealer.asked = False
         it = read_loader(self.dl)
         return self._batches(it) if self.pad=='batch' else it
     def _batches(self, it):
-        "For training: each batch has its own random streams; ranks that have a batch less than others repeat the last one"
+        """For training: each batch has its own random streams; ranks that have a batch less than others repeat the
+        last one"""
         d,end = self.dealer,object()
         k,d.n_skip,d.n_batches = d.n_skip,0,None
         while True:
@@ -436,9 +477,11 @@ class DistributedDL(LoaderWrapper):
             k,last = k+1,b
             yield b
         d.n_batches = k
-        if d.bs and not d.asked and not d.streams and 1<self.world_size and 2*d.bs<(data_len(d.source) or 0)<=k*d.bs: raise ValueError(
-            f'rank {self.rank} has read all the data: a {type(self.source).__name__} never asks which samples are its own. '
-            '@reindexed.register a function whose copy reads the indices of a dealer')
+        if d.bs and not d.asked and not d.streams and 1<self.world_size and 2*d.bs<(data_len(d.source) or 0)<=k*d.bs:
+            raise ValueError(
+                f'rank {self.rank} has read all the data: a {type(self.source).__name__} never asks which samples are '
+                f'its own. '
+                '@reindexed.register a function whose copy reads the indices of a dealer')
         for _ in range(d.owed(k)): yield last
     def one_batch(self):
         "This rank's first batch, read in this process. ValueError if there is none"
@@ -468,5 +511,7 @@ def widened(
     sampler,new = getattr(dl, 'batch_sampler', None),partial(changed, dl) if not hasattr(dl, 'new') else dl.new
     if sampler is not None and type(sampler) is not BatchSampler: return new(batch_sampler=Joined(sampler, k))
     bs,_ = batch_shape(dl)
-    if not bs: raise ValueError(f'{type(dl).__name__} without a batch size: one process cannot have batches {k} times as large')
+    if not bs:
+        raise ValueError(f'{type(dl).__name__} without a batch size: one process cannot have batches {k} times as '
+                         f'large')
     return new(bs=bs*k)

@@ -37,7 +37,8 @@ def loader_settings(dl: DataLoader) -> dict:
     """The arguments of `DataLoader`, other than the data set, that make a loader like `dl`"""
 
 def changed(dl: DataLoader, dataset=None, **kw) -> DataLoader:
-    """A copy of `dl` with another data set or other settings. ValueError for an unknown setting, or a sampler made for another data set"""
+    """A copy of `dl` with another data set or other settings. ValueError for an unknown setting, or a sampler made
+    for another data set"""
 
 def as_list(fs) -> list:
     """One function, several, or none as a list"""
@@ -104,7 +105,8 @@ def single(b):
     """The only element of a tuple or list; `b` itself if it has several, or none"""
 
 def one_batch(dl):
-    """The first batch of any loader, read in this process, without disturbing an epoch in progress. ValueError if the loader is empty"""
+    """The first batch of any loader, read in this process, without disturbing an epoch in progress. ValueError if
+    the loader is empty"""
 
 class TfmdDL(DataLoader):
     """A `DataLoader` with transforms of items (in the workers) and of batches (in the main process)"""

@@ -78,7 +78,8 @@ def join_leaf(
     os:list, # Of one leaf, its parts in each batch
     ns:list  # The number of samples in each batch
 ):
-    "One tensor, if they fit; else `Samples`: an entry for each sample, if they have rows for samples, or for each batch"
+    """One tensor, if they fit; else `Samples`: an entry for each sample, if they have rows for samples, or for each
+    batch"""
     if dense_kind(os) is not None: return torch.cat(os) if len(os)>1 else os[0]
     of_samples = all(isinstance(o, Samples) or _is_rows(o, n) for o,n in zip(os, ns))
     return Samples(row for o in os for row in o) if of_samples else Samples(os)
@@ -93,14 +94,16 @@ def join_batches(
     return tree_unflatten([join_leaf(o, ns) for o in cols], spec)
 
 # %% ../../nbs/data/02_rows.ipynb #c006
-# Kinds of leaves: a row for each sample; several rows for each; a list of samples; one value for all; no recognisable rows
+# Kinds of leaves: a row for each sample; several rows for each; a list of samples; one value for all; no recognisable
+# rows
 _each,_flat,_list,_once,_whole = range(5)
 
 def _kind(o, n):
     if isinstance(o, (list,tuple)): return _list
     if getattr(o, 'shape', ())[:1]==(n,): return _each if isinstance(o, Tensor) else _list
     if not isinstance(o, Tensor) or not o.ndim: return _once
-    return _whole if not n or len(o)%n or n>1 and o.shape[1:2]==(n,) else _flat # time-first, tokens of all samples, or one table for all
+    # time-first, tokens of all samples, or one table for all
+    return _whole if not n or len(o)%n or n>1 and o.shape[1:2]==(n,) else _flat
 
 def to_rows(
     b,    # A batch: tensors `(n,…)` in any structure, or a list of `n` samples
@@ -175,5 +178,6 @@ def as_ints(
 )->Tensor:   # (n,m), integers; elements of more than 8 bytes (complex128) become several integers
     "The bit patterns of `t` as integers"
     t = t.resolve_conj().resolve_neg().contiguous()
-    bits = t.as_strided((t.numel(),), (1,)).view(_ints[t.element_size()]) # a single element may have any stride, which `view` refuses
+    # a single element may have any stride, which `view` refuses
+    bits = t.as_strided((t.numel(),), (1,)).view(_ints[t.element_size()])
     return bits.reshape(len(t), t.shape[1:].numel()*t.element_size()//bits.element_size())

@@ -37,7 +37,8 @@ def permuted(
     n:int,     # Length of the permutation, from 1 to 2**59
     *seeds:int # Select the permutation
 )->Tensor:     # The values at these places, in `i`'s shape and dtype
-    "Elements of a random permutation of 0, …, n-1, in O(len(i)): a Feistel network of 8 rounds (Black and Rogaway, 2002)"
+    """Elements of a random permutation of 0, …, n-1, in O(len(i)): a Feistel network of 8 rounds (Black and Rogaway,
+    2002)"""
     bits,keys = (n-1).bit_length()//2,[mix_seed(*seeds, j)%2**32-2**31 for j in range(8)]
     res = _feistel(i, bits, n, keys)
     while (out := res>=n).any(): res[out] = _feistel(res[out], bits, n, keys)
@@ -52,7 +53,8 @@ def _feistel(i, bits, n, keys):
 
 def _rolled(x, by, n):
     "`x`, below `n`, rotated on a circle of `n` places, by the fraction `by`/2**30 of it"
-    if n>1<<22: return by.add_(x).remainder_(n) # float32 would skip places; the remainder is exact, but slower than the rest of a round
+    # float32 would skip places; the remainder is exact, but slower than the rest of a round
+    if n>1<<22: return by.add_(x).remainder_(n)
     x = by.float().mul_(n/2**30).int().add_(x).sub_(n)
     return x.add_((x>>31).bitwise_and_(n))
 
@@ -143,7 +145,9 @@ def _deal(items, rank, world_size, pad, first):
 def deal(
     items,          # Any iterable, the same on every rank: indices of a sampler, batches or samples
     rank:int, world_size:int,
-    pad=True,       # Repeat one of the first items where needed, so that all ranks get the same number? Or a function of the items' number
+    # Repeat one of the first items where needed, so that all ranks get the same number? Or a function of the items'
+    # number
+    pad=True,
     first:int=0     # Place of the first item, if those before it have been dealt
 ):                  # Iterator over this rank's shard
     "`share` for an iterable that is read once: lazy; keeps at most the first `world_size-1` items in memory"
@@ -160,9 +164,12 @@ def full_rows(
 
 # %% ../../nbs/data/00_sharding.ipynb #c037
 def undeal(
-    parts # The shards of all ranks in rank order, tensors `(n_r, …)` or lists; without padding, so lengths differ by at most one
+    # The shards of all ranks in rank order, tensors `(n_r, …)` or lists; without padding, so lengths differ by at most
+    # one
+    parts
 ):        # Tensor `(n, …)` or list
-    "Put the shards of all ranks back into the order from which they were dealt. ValueError if the lengths cannot come from one order"
+    """Put the shards of all ranks back into the order from which they were dealt. ValueError if the lengths cannot
+    come from one order"""
     parts = list(parts)
     W,lens = len(parts),[len(p) for p in parts]
     if lens != [share_len(sum(lens), r, W, pad=False) for r in range(W)]:

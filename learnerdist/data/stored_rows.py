@@ -22,7 +22,8 @@ from .rows import Samples,aligned,as_ints,dense_kind,join_leaf
 
 # %% ../../nbs/data/02_stored_rows.ipynb #str05
 class StoredRows:
-    "Rows of one tensor in an open file that is long enough. Each process writes its own; all read them when all are written"
+    """Rows of one tensor in an open file that is long enough. Each process writes its own; all read them when all
+    are written"""
     def __init__(self,
         file,        # Open for reading and writing, without a buffer
         shape:tuple, # (n,…)
@@ -47,7 +48,8 @@ class StoredRows:
             at,data = at+done,data[done:]
 
     def read(self)->Tensor: # (n,…)
-        "All rows, mapped from the file: read when they are used. Changes of the tensor are this process's own, and change no file"
+        """All rows, mapped from the file: read when they are used. Changes of the tensor are this process's own, and
+        change no file"""
         size = self.shape[0]*row_bytes(self.shape, self.dtype)
         with self.file:
             if not size: return torch.empty(self.shape, dtype=self.dtype)
@@ -59,11 +61,13 @@ def row_bytes(shape, dtype)->int:
     return torch.Size(shape[1:]).numel()*torch.empty(0, dtype=dtype).element_size()
 
 # %% ../../nbs/data/02_stored_rows.ipynb #str08
-_numpy = {'float16':'f2', 'float32':'f4', 'float64':'f8', 'uint8':'u1', 'uint16':'u2', 'uint32':'u4', 'uint64':'u8', 'int8':'i1',
+_numpy = {'float16':'f2', 'float32':'f4', 'float64':'f8', 'uint8':'u1', 'uint16':'u2', 'uint32':'u4', 'uint64':'u8',
+          'int8':'i1',
           'int16':'i2', 'int32':'i4', 'int64':'i8', 'bool':'b1', 'complex64':'c8', 'complex128':'c16'}
 
 def npy_header(shape, dtype)->bytes: # As many as a multiple of 64
-    "The beginning of a `.npy` file, version 1.0 (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html)"
+    """The beginning of a `.npy` file, version 1.0
+    (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html)"""
     size = torch.empty(0, dtype=dtype).element_size()
     order = '|' if size==1 else '<' if sys.byteorder=='little' else '>'
     kind = order+_numpy.get(str(dtype).rpartition('.')[2], f'V{size}')
@@ -76,7 +80,8 @@ def row_files(
     folder,       # Its files appear whole when the body ends without an error, and replace those of the same names
     together=True # Whether all ranks of the group write these files; if not, this process alone does
 ):                # A function of (name, shape, dtype) that makes the `StoredRows` of `<name>.npy`
-    "Files that all ranks write in place. Sync points. OSError for a full disk, before a row is written; after an error no file is left"
+    """Files that all ranks write in place. Sync points. OSError for a full disk, before a row is written; after an
+    error no file is left"""
     first,made = not together or group_rank()==0,[]
     with ExitStack() as stack:
         def make(name, shape, dtype):
@@ -98,8 +103,11 @@ def _sized(path, head, n):
         with open(tmp, 'r+b') as f:
             f.write(head)
             f.flush()
-            try: getattr(os, 'posix_fallocate', lambda fd, at, size: os.truncate(fd, at+size))(f.fileno(), 0, len(head)+n)
-            except OSError as e: raise OSError(e.errno, f'{e.strerror}, where {n:,} bytes of rows are to be written', str(path)) from e
+            try:
+                getattr(os, 'posix_fallocate', lambda fd, at, size: os.truncate(fd, at+size))(f.fileno(), 0,
+                                                                                              len(head)+n)
+            except OSError as e:
+                raise OSError(e.errno, f'{e.strerror}, where {n:,} bytes of rows are to be written', str(path)) from e
         yield tmp
 
 def _undo(file, tmp, error, *_):

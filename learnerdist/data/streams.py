@@ -17,7 +17,8 @@ from .loaders import data_len,look_ahead
 def saves_place(
     ds # An iterable data set
 )->bool:
-    "Whether it saves and loads its own place, as those of Hugging Face's `datasets` do. What is loaded holds for the next reading"
+    """Whether it saves and loads its own place, as those of Hugging Face's `datasets` do. What is loaded holds for
+    the next reading"""
     return all(hasattr(type(ds), o) for o in ('state_dict','load_state_dict')) and not _forgets(ds)
 
 def _forgets(ds):
@@ -28,10 +29,12 @@ def _forgets(ds):
 
 def _inside(o):
     yield o
-    for part in (*getattr(o, 'ex_iterables', ()),*([o.ex_iterable] if hasattr(o, 'ex_iterable') else [])): yield from _inside(part)
+    for part in (*getattr(o, 'ex_iterables', ()),*([o.ex_iterable] if hasattr(o, 'ex_iterable') else [])):
+        yield from _inside(part)
 
 class Placed:
-    "For a rank's shard of a stream, with the stream in `_inner` and what deals it in `_dealer`: its place, over all ranks"
+    """For a rank's shard of a stream, with the stream in `_inner` and what deals it in `_dealer`: its place, over
+    all ranks"""
     _rng,_n,_loaded = None,0,None
     def __iter__(self):
         "This rank's items; a row of all ranks' items is read at a time"
@@ -46,7 +49,8 @@ class Placed:
             vars(self)['_n'] += 1
             yield o
     def state_dict(self)->dict:
-        "The place after the items that were taken: the data set's own state, the shared random streams, the number of items read"
+        """The place after the items that were taken: the data set's own state, the shared random streams, the number
+        of items read"""
         return dict(inner=self._inner.state_dict(), rng=self._rng.inner, n=self._n)
     def load_state_dict(self, state):
         "Begin at this place when it is read the next time"
@@ -55,7 +59,8 @@ class Placed:
 
 # %% ../../nbs/data/02_streams.ipynb #stm07
 def with_next(dl):
-    "Each batch of `dl`, and whether another follows; it looks one batch ahead where the loader has no length, or has come to its end"
+    """Each batch of `dl`, and whether another follows; it looks one batch ahead where the loader has no length, or
+    has come to its end"""
     stream = isinstance(getattr(dl, 'dataset', None), IterableDataset) # its length is only what its author declared
     n = 0 if stream else data_len(dl) or 0
     it = iter(dl)

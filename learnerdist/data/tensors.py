@@ -17,7 +17,8 @@ def columns_of(
     "The tensors of a `TensorDataset`, also inside `Subset`s, from which rows can be taken without asking for samples"
     while type(ds) is Subset: ds = ds.dataset
     if type(ds) is not TensorDataset: return None
-    plain = all(type(t) is Tensor and t.device.type=='cpu' and t.is_contiguous() and not t.requires_grad for t in ds.tensors)
+    plain = all(type(t) is Tensor and t.device.type=='cpu' and t.is_contiguous() and not t.requires_grad
+                for t in ds.tensors)
     return ds.tensors if plain else None
 
 def read_rows(
@@ -28,7 +29,8 @@ def read_rows(
     cols = columns_of(ds)
     if cols is None: return None
     while type(ds) is Subset: idxs,ds = [ds.indices[i] for i in idxs],ds.dataset
-    if {*map(type, idxs)}!={int} or not 0<=min(idxs)<=max(idxs)<len(ds): return None # as the samples' own errors and rules say
+    # as the samples' own errors and rules say
+    if {*map(type, idxs)}!={int} or not 0<=min(idxs)<=max(idxs)<len(ds): return None
     rows = torch.tensor(idxs)
     return [t.index_select(0, rows) for t in cols]
 

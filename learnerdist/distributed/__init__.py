@@ -6,5 +6,6 @@ from learnerdist.data.distributed_dl import DistributedDL
 from learnerdist.distributed.data_parallel import ParallelTrainer
 from learnerdist.distributed.trainer import DistributedTrainer
 
-__all__ = ['ParallelTrainer','DistributedTrainer','DistributedDL','setup_distrib','teardown_distrib','rank0_first','rank_distrib',
+__all__ = ['ParallelTrainer','DistributedTrainer','DistributedDL','setup_distrib','teardown_distrib','rank0_first',
+           'rank_distrib',
            'num_distrib','distrib_barrier']

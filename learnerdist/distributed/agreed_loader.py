@@ -22,12 +22,14 @@ from .vote_links import Place
 def own_order(
     dl # A rank's shard of a loader
 ):
-    "What deals the items of a user's sampler, whose length may be an estimate, and whose draws ranks may not share; None for torch's"
+    """What deals the items of a user's sampler, whose length may be an estimate, and whose draws ranks may not
+    share; None for torch's"""
     order = getattr(getattr(dl, 'dealer', None), 'items', None)
     if not isinstance(order, Dealt) or isinstance(order, DealtOrder): return None
     return None if all(type(o) in _alike or getattr(o, 'alike', False) for o in loader_parts(order.source)) else order
 
-_alike = BatchSampler,RandomSampler,SequentialSampler,WeightedRandomSampler,Joined # they draw from generators that ranks share
+# they draw from generators that ranks share
+_alike = BatchSampler,RandomSampler,SequentialSampler,WeightedRandomSampler,Joined
 
 class Share(DistributedDL):
     "A rank's shard of the loader of a learner in a context"
@@ -40,7 +42,8 @@ class Share(DistributedDL):
         return res
 
 class AgreedLoader(LoaderWrapper):
-    "A rank's shard of a loader whose loop ends at the same step on all ranks. `more`: ranks that may have a validation batch"
+    """A rank's shard of a loader whose loop ends at the same step on all ranks. `more`: ranks that may have a
+    validation batch"""
     def __init__(self, dl, agreement, more:int): self.dl,self.agreement,self.more = dl,agreement,more
     def __len__(self): return len(self.dl)
     def __iter__(self):
@@ -54,10 +57,12 @@ class AgreedLoader(LoaderWrapper):
             a.check_divergence()
             if a.training and more<a.n_ranks: return self._say_left_out(more)
         if not a.training: self._wait_for_others(more)
-        elif a.has_next and not hasattr(self.dl, 'dealer'): raise ValueError(f'a loader of {len(self)} batches ended after {a.n_steps}')
+        elif a.has_next and not hasattr(self.dl, 'dealer'):
+            raise ValueError(f'a loader of {len(self)} batches ended after {a.n_steps}')
 
     def _begin(self, batches):
-        "Compare what ranks read first of a stream. In training, read the first batch before any rank computes: one may have none"
+        """Compare what ranks read first of a stream. In training, read the first batch before any rank computes: one
+        may have none"""
         if isinstance(getattr(self.dl, 'dataset', None), IterableDataset) and hasattr(self.dl, 'dealer'):
             first = list(islice(batches, 1))
             is_split = self.dl.dealer.compare(gather_objects, type(self.dl.dataset).__name__)
@@ -80,4 +85,5 @@ class AgreedLoader(LoaderWrapper):
     def _say_left_out(self, more):
         a = self.agreement
         if more and a.has_next:
-            warnings.warn(f'rank {group_rank()} had more training batches than another rank: this epoch ends after {a.n_steps}')
+            warnings.warn(f'rank {group_rank()} had more training batches than another rank: this epoch ends after '
+                          f'{a.n_steps}')

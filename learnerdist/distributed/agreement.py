@@ -23,7 +23,8 @@ from ..learner.callback import Callback,Order,cancels,inner_events
 # %% ../../nbs/distributed/03_agreement.ipynb #c010
 early = inner_events[:4] # Events before the backward pass
 between = 'after_pred','after_loss' # Events from `before_batch` to the backward pass
-_phases = dict(after_cancel_step=Asks.after_step, after_step=Asks.after_step, after_cancel_batch=Asks.at_end, after_batch=Asks.at_end)
+_phases = dict(after_cancel_step=Asks.after_step, after_step=Asks.after_step, after_cancel_batch=Asks.at_end,
+               after_batch=Asks.at_end)
 
 def _may_cancel(scope, event):
     "Whether a callback may cancel `scope` in an event of a training batch"
@@ -89,7 +90,8 @@ def _drop(self:Agreement, event):
 
 @patch
 def send_zeros(self:Agreement):
-    "Before the backward pass of a batch that counts for nothing: let it send a gradient of zero, also where the batch has NaNs"
+    """Before the backward pass of a batch that counts for nothing: let it send a gradient of zero, also where the
+    batch has NaNs"""
     params = {id(p): p for p in [*self.learn.model.parameters(),*[p for g in groups_of(self.opt) for p in g]]}.values()
     self.idle = [p for p in params if p.grad is None]
     self.learn.loss_grad = self.learn.loss_grad*0
@@ -99,13 +101,15 @@ def _finite(grad): return grad.nan_to_num(0., 0., 0.)
 
 @patch
 def settle(self:Agreement):
-    "After that backward pass: if the gradients do not show that another rank has a part in them, ask whether all have cancelled"
+    """After that backward pass: if the gradients do not show that another rank has a part in them, ask whether all
+    have cancelled"""
     while self.handles: self.handles.pop().remove()
     if not any(_has_values(p.grad) for p in self.idle): self._ask(_widest(self.noted), Asks.before_step)
 
 @patch
 def _ask(self:Agreement, scope, phase):
-    "If all ranks cancel in this phase, leave it as one process does. Sync point: a rank that does not, answers at the end of its batch"
+    """If all ranks cancel in this phase, leave it as one process does. Sync point: a rank that does not, answers at
+    the end of its batch"""
     self.ballot.post(scope, asks=phase, empty=self.dropped, place=self.place)
     res = self.ballot.read()
     if not res.all_ask: return
@@ -159,7 +163,8 @@ def outcome(self:Agreement)->Tally:
 def check_divergence(self:Agreement):
     "Compare the ranks' weights every `check_every` steps. Sync point then"
     every = self.trainer.check_every
-    first = self.n_steps==1 and self.learn.train_iter==1 # of a fit: an error in the script need not wait for the epoch's end
+    # of a fit: an error in the script need not wait for the epoch's end
+    first = self.n_steps==1 and self.learn.train_iter==1
     if self.learn.training and (every and self.n_steps%every==0 or first): self.trainer.check_divergence()
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c027
@@ -200,7 +205,8 @@ class AgreementEnd(Callback):
         self.learn.dl = AgreedLoader(self.dl, self.agreement, 0)
 
     def before_validate(self):
-        if group_size()>1: self.learn.dl = AgreedLoader(self.dl, self.agreement, self._vote(more=data_len(self.dl)!=0).more)
+        if group_size()>1:
+            self.learn.dl = AgreedLoader(self.dl, self.agreement, self._vote(more=data_len(self.dl)!=0).more)
 
 # %% ../../nbs/distributed/03_agreement.ipynb #c029
 @patch
@@ -209,8 +215,10 @@ def _is_agreed(self:Agreement, scope)->bool:
     agreed,self.agreed = self.agreed==scope,None
     if agreed or not (self.in_batch and self.learn.training): return agreed
     e = sys.exc_info()[1]
-    raise ValueError(f'{type(e).__name__} was raised outside of the events of a batch ({frames_of(e)[0]}), where ranks exchange something, '
-                     'so it cannot be left. Raise it in an event of a callback, such as after_pred, before_backward or after_backward')
+    raise ValueError(f'{type(e).__name__} was raised outside of the events of a batch ({frames_of(e)[0]}), where '
+                     f'ranks exchange something, '
+                     'so it cannot be left. Raise it in an event of a callback, such as after_pred, before_backward '
+                     'or after_backward')
 
 @patch
 def on_cancel(self:Agreement, scope):
@@ -227,7 +235,9 @@ def _leave_with_others(self:Agreement, scope):
     else: verdict = self.vote(scope).scope
     if verdict!=scope: self.leave(verdict)
 
-_after = dict(train=Place.after_train, validate=Place.after_validate, epoch=Place.after_epoch, fit=Place.before_fit) # what comes next
+# what comes next
+_after = dict(train=Place.after_train, validate=Place.after_validate, epoch=Place.after_epoch, fit=Place.before_fit)
 
 for _o in loops: setattr(Agreement, f'after_cancel_{_o}', lambda self, scope=_o: self.on_cancel(scope))
-for _o in ('batch','step','backward'): setattr(Agreement, f'after_cancel_{_o}', lambda self, scope=_o: self._is_agreed(scope))
+for _o in ('batch','step','backward'):
+    setattr(Agreement, f'after_cancel_{_o}', lambda self, scope=_o: self._is_agreed(scope))

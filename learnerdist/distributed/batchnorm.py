@@ -42,7 +42,8 @@ def _merge_stats(
     return n.sum().item(),m,(m2+n*(mean-m)**2).sum(0)/total
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c012
-_mute,local_stats = False,SimpleNamespace(on=False) # local_stats: whether ranks evaluate, where their batches differ in number
+# local_stats: whether ranks evaluate, where their batches differ in number
+_mute,local_stats = False,SimpleNamespace(on=False)
 
 @contextmanager
 def muted():
@@ -121,7 +122,9 @@ def _input_grad(g, x, weight, mean, var, sums, n, muted, eps, group):
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c019
 def _checked_stats(x, group):
     n,mean,var = _global_stats(x, group)
-    if n==1: raise ValueError(f"Expected more than 1 value per channel when training, got 1 over all ranks (input size here {x.shape})")
+    if n==1:
+        raise ValueError(f"Expected more than 1 value per channel when training, got 1 over all ranks (input size "
+                         f"here {x.shape})")
     return n,mean,var
 
 @torch.no_grad()
@@ -140,6 +143,7 @@ class Synced:
     _check_non_zero_input_channels = check_channels
 
     def forward(self, x):
+        "Of the layer, in training with the statistics of the global batch"
         if not self.training or local_stats.on or _ranks(self.process_group)<2: return super().forward(x)
         return self.forward_synced(x)
 
@@ -149,21 +153,24 @@ class Synced:
 
     def _forward_torch(self, x):
         "torch's `SyncBatchNorm`; an empty half-precision batch is cast to float32, which is what the other ranks send"
-        if _mute: return x + nn.SyncBatchNorm.forward(self, x[:0].float()).sum() # no row; a graph, whose backward pass exchanges
+        # no row; a graph, whose backward pass exchanges
+        if _mute: return x + nn.SyncBatchNorm.forward(self, x[:0].float()).sum()
         if x.numel() or x.dtype not in (torch.float16, torch.bfloat16): return nn.SyncBatchNorm.forward(self, x)
         return nn.SyncBatchNorm.forward(self, x.float()).to(x.dtype)
 
     def _forward_cpu(self, x):
         self._check_input(x)
         n,mean,var = _checked_stats(x, self.process_group)
-        if self.track_running_stats: _track(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum, n, mean, var)
+        if self.track_running_stats:
+            _track(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum, n, mean, var)
         return _Normalize.apply(x, self.weight, self.bias, mean, var, n, self.eps, self.process_group)
 
     def _check_input(self, x):
         "A wrong shape is an error before the collective, not after"
         check_input_dim(self, x)
         if (self.affine or self.running_mean is not None) and x.shape[1]!=self.num_features:
-            raise ValueError(f"{self.num_features} channels expected by {type(self).__name__}, got input size {x.shape}")
+            raise ValueError(f"{self.num_features} channels expected by {type(self).__name__}, got input size "
+                             f"{x.shape}")
 
     def __reduce_ex__(self, protocol):
         _,_,*state = super().__reduce_ex__(protocol)
@@ -171,10 +178,14 @@ class Synced:
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c019i
 class SyncedInstance(Synced):
-    "Mixin for InstanceNorm with running statistics, which are means over samples: averaged over ranks, weighted by samples"
+    """Mixin for InstanceNorm with running statistics, which are means over samples: averaged over ranks, weighted by
+    samples"""
     @property
-    def _dims(self): return next(n for n,o in ((3,nn.InstanceNorm1d), (4,nn.InstanceNorm2d), (5,nn.InstanceNorm3d)) if isinstance(self, o))
+    def _dims(self):
+        return next(n for n,o in ((3,nn.InstanceNorm1d), (4,nn.InstanceNorm2d), (5,nn.InstanceNorm3d))
+                    if isinstance(self, o))
     def forward(self, x):
+        "Of the layer, in training with the running statistics of all ranks"
         old = torch.cat([self.running_mean, self.running_var])
         out = self.plain.forward(self, x)
         if self.training and not local_stats.on and _ranks(self.process_group)>1:
@@ -202,7 +213,8 @@ def _can_sync(m:nn.Module)->bool:
 
 def _kind(m):
     "The mixin for layer `m`; None if it needs none"
-    if isinstance(m, (nn.InstanceNorm1d,nn.InstanceNorm2d,nn.InstanceNorm3d)): return SyncedInstance if m.track_running_stats else None
+    if isinstance(m, (nn.InstanceNorm1d,nn.InstanceNorm2d,nn.InstanceNorm3d)):
+        return SyncedInstance if m.track_running_stats else None
     return Synced if isinstance(m, BatchNorm) else None
 
 @lru_cache(32)
@@ -231,8 +243,10 @@ def sync_batchnorm(
 ):                   # undo(): each layer gets its own class back; calling it again does nothing
     "Let every BatchNorm layer of `model` train on the statistics of the global batch, until `undo()` is called"
     swapped,left = _swap(model, group)
-    if left: warnings.warn("[unsynced-batchnorm] BatchNorm not synchronised, as its forward is not torch's or its size is not "
-                           f"known yet: {', '.join(left)}")
+    if left:
+        warnings.warn("[unsynced-batchnorm] BatchNorm not synchronised, as its forward is not torch's or its size is "
+                      "not "
+                      f"known yet: {', '.join(left)}")
     def undo():
         "Give back to each layer the class that it had"
         while swapped:

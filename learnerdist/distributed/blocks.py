@@ -19,32 +19,45 @@ from ..core.shards import is_part,optimizers_in
 # %% ../../nbs/distributed/09_blocks.ipynb #hc0a87fb
 class ShardOptions(NamedTuple):
     "What `shard=` says; a dict has these keys"
-    blocks:Any=True    # True: found; or classes of modules, or a function of a module. What is in no block is gathered as one
-    reshard:Any=None   # Drop a block's weights between its forward and its backward pass: a bool. None: in all but the outermost
-    weights:Any=None   # A file of `save`, torch or safetensors, or the index of several: the weights of a model on the meta device
+    # True: found; or classes of modules, or a function of a module. What is in no block is gathered as one
+    blocks:Any=True
+    # Drop a block's weights between its forward and its backward pass: a bool. None: in all but the outermost
+    reshard:Any=None
+    # A file of `save`, torch or safetensors, or the index of several: the weights of a model on the meta device
+    weights:Any=None
     keep_sharded:bool=False # End the context without gathering: each rank keeps its parts for the next context
-    replicas:Any=1     # Spread the model over W/replicas ranks, and replicate it so many times (HSDP). 'node': a replica on each machine
-    sync_once:bool=False # Exchange gradients once for a step of an accumulation, not in each micro-batch: a rank has whole ones until then
+    # Spread the model over W/replicas ranks, and replicate it so many times (HSDP). 'node': a replica on each machine
+    replicas:Any=1
+    # Exchange gradients once for a step of an accumulation, not in each micro-batch: a rank has whole ones until then
+    sync_once:bool=False
     offload:bool=False # Keep each rank's parts, their gradients and the optimizer's state in the CPU's memory; for GPUs
-    mp:Any=None        # Compute in 'bf16' (weights, gradients and optimizer stay as they are), or FSDP2's `MixedPrecisionPolicy`
+    # Compute in 'bf16' (weights, gradients and optimizer stay as they are), or FSDP2's `MixedPrecisionPolicy`
+    mp:Any=None
 
 def shard_options(
-    shard,         # True, 'node', a class of modules or a list of them, a function of one, or a dict of `ShardOptions`; None or False: no
+    # True, 'node', a class of modules or a list of them, a function of one, or a dict of `ShardOptions`; None or False:
+    # no
+    shard,
     ddp_kw=(),     # Options of DDP
     comm_hook=None # As in `distrib_ctx`
 )->ShardOptions: # or None
     "The options of a sharded run; ValueError for unknown ones, and with a torch that lacks FSDP2"
     if shard is None or shard is False: return None
     alien = [*ddp_kw, *['comm_hook']*(comm_hook is not None)]
-    if alien: raise ValueError(f"{', '.join(alien)}: of DDP, and without a meaning with shard=: leave out one of the two")
+    if alien:
+        raise ValueError(f"{', '.join(alien)}: of DDP, and without a meaning with shard=: leave out one of the two")
     opts = dict(shard) if isinstance(shard, dict) else dict(replicas='node') if shard=='node' else dict(blocks=shard)
     unknown = [k for k in opts if k not in ShardOptions._fields]
-    if unknown: raise ValueError(f"shard={shard!r}: {unknown[0]!r} is no option; give {', '.join(ShardOptions._fields)}")
+    if unknown:
+        raise ValueError(f"shard={shard!r}: {unknown[0]!r} is no option; give {', '.join(ShardOptions._fields)}")
     blocks,n = opts.get('blocks', True),opts.get('replicas', 1)
     if isinstance(blocks, type): blocks = [blocks]
-    classes = isinstance(blocks, (list,tuple)) and blocks and all(isinstance(o, type) and issubclass(o, nn.Module) for o in blocks)
+    classes = isinstance(blocks,
+                         (list,tuple)) and blocks and all(isinstance(o, type) and issubclass(o, nn.Module)
+                                                          for o in blocks)
     if blocks is not True and not classes and (not callable(blocks) or isinstance(blocks, type)):
-        raise ValueError(f'shard={shard!r}: give True, classes of modules such as [Block], a function of a module, or a dict of options')
+        raise ValueError(f'shard={shard!r}: give True, classes of modules such as [Block], a function of a module, or '
+                         f'a dict of options')
     _check_kinds(opts)
     if n!='node' and (not isinstance(n, int) or isinstance(n, bool) or n<1):
         raise ValueError(f"replicas={n!r}: give the number of copies of the model, or 'node' for one on each machine")
@@ -58,7 +71,8 @@ _kinds = dict(reshard=((bool,type(None)), 'True, False, or None'), keep_sharded=
 def _check_kinds(opts):
     mp = opts.get('mp')
     if mp not in (None,'bf16') and type(mp).__name__!='MixedPrecisionPolicy':
-        raise ValueError(f"mp={mp!r}: give 'bf16' or a torch.distributed.fsdp.MixedPrecisionPolicy; for float16 use learn.to_fp16()")
+        raise ValueError(f"mp={mp!r}: give 'bf16' or a torch.distributed.fsdp.MixedPrecisionPolicy; for float16 use "
+                         f"learn.to_fp16()")
     for k,(kinds,said) in _kinds.items():
         if k in opts and not isinstance(opts[k], kinds): raise ValueError(f'{k}={opts[k]!r}: give {said}')
 
@@ -70,13 +84,15 @@ def policy_of(
     "FSDP2's mixed-precision policy; the model's outputs are float32"
     from torch.distributed.fsdp import MixedPrecisionPolicy
     if isinstance(mp, MixedPrecisionPolicy): return mp
-    return MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32 if outermost else None)
+    return MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32,
+                                output_dtype=torch.float32 if outermost else None)
 
 def offload_of(
     device:torch.device # Of the learner
 ):
     "FSDP2's policy of offloading. ValueError on the CPU, where it would do nothing"
-    if device.type=='cpu': raise ValueError('offload=True: this learner trains on the CPU, in whose memory the weights are: leave it out')
+    if device.type=='cpu':
+        raise ValueError('offload=True: this learner trains on the CPU, in whose memory the weights are: leave it out')
     from torch.distributed.fsdp import CPUOffloadPolicy
     return CPUOffloadPolicy(pin_memory=device.type=='cuda')
 
@@ -90,7 +106,8 @@ def replicas_of(
         L = places[0][1]
         if places!=[(i%L,L) for i in range(W)] or W%L:
             said = ', '.join(f'{i} of {k}' for i,k in places)
-            raise ValueError(f"'node' needs as many ranks on each machine, numbered machine by machine; these are {said}. Give replicas=2")
+            raise ValueError("'node' needs as many ranks on each machine, numbered machine by machine; these are "
+                             f'{said}. Give replicas=2')
         return W//L
     if W%n: raise ValueError(f'replicas={n} does not divide {W} ranks: give a divisor of {W}')
     return n
@@ -102,7 +119,8 @@ def _runs(m): return not isinstance(m, (nn.ModuleList,nn.ModuleDict)) # the othe
 def repeated_blocks(model)->list:
     "Modules of a class that occurs again among the children of a `ModuleList` or `Sequential`; the outermost ones"
     res,kids = [],[*model.children()]
-    n = Counter(type(o) for o in kids if _owns(o) and _runs(o)) if isinstance(model, (nn.ModuleList,nn.Sequential)) else {}
+    n = Counter(type(o) for o in kids if _owns(o) and _runs(o)) if isinstance(model,
+                                                                              (nn.ModuleList,nn.Sequential)) else {}
     for o in kids:
         if n and n[type(o)]>1: res.append(o)
         else: res += repeated_blocks(o)
@@ -111,23 +129,28 @@ def repeated_blocks(model)->list:
 def _outside(block, model):
     "Names of weights that this block and something outside of it share"
     own,inside = {id(p) for p in block.parameters()},{id(m) for m in block.modules()}
-    return [f'{k}.{name}' for k,m in model.named_modules() if id(m) not in inside for name,p in m.named_parameters(recurse=False)
+    return [f'{k}.{name}' for k,m in model.named_modules() if id(m) not in inside for name,
+            p in m.named_parameters(recurse=False)
             if id(p) in own]
 
 def find_blocks(model,
     blocks # Of `ShardOptions`
 )->list:   # Inner ones first, as FSDP2 wants them
-    "The modules whose weights are gathered together; ValueError if there is none of a class, or if one shares weights with another"
+    """The modules whose weights are gathered together; ValueError if there is none of a class, or if one shares
+    weights with another"""
     if blocks is True: return [m for m in repeated_blocks(model) if m is not model and not _outside(m, model)]
     wanted = blocks if not isinstance(blocks, tuple) else lambda m: isinstance(m, blocks)
     named = {k: m for k,m in model.named_modules() if m is not model and wanted(m) and _owns(m)}
     if isinstance(blocks, tuple) and not named:
         own = ', '.join(sorted({type(m).__name__ for m in model.children() if _owns(m)}))
-        raise ValueError(f'shard={[o.__name__ for o in blocks]}: the model has no such module with weights. Give classes of its own: {own}')
+        raise ValueError(f'shard={[o.__name__ for o in blocks]}: the model has no such module with weights. Give '
+                         f'classes of its own: {own}')
     for k,m in named.items():
-        if not _runs(m): raise ValueError(f'shard=: {k} is a {type(m).__name__}, which has no forward pass: give the modules in it')
+        if not _runs(m):
+            raise ValueError(f'shard=: {k} is a {type(m).__name__}, which has no forward pass: give the modules in it')
         if shared := _outside(m, model):
-            raise ValueError(f'shard=: {k} shares weights with {shared[0]}, outside of it. Leave {k} to the rest of the model (shard= can '
+            raise ValueError(f'shard=: {k} shares weights with {shared[0]}, outside of it. Leave {k} to the rest of '
+                             f'the model (shard= can '
                              'be a function of a module, True for a block), or give the module that holds both')
     return list(named.values())[::-1]
 
@@ -139,7 +162,8 @@ def check_model(model,
     for k,t in [*model.named_parameters(),*model.named_buffers()]:
         if t.is_meta and k not in known: source_of(k, t)
     for k,p in model.named_parameters():
-        if isinstance(p, nn.parameter.UninitializedParameter): why = 'has no size yet: run a batch through the model before the context'
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            why = 'has no size yet: run a batch through the model before the context'
         elif not p.ndim: why = 'is a single number, which cannot be cut: make it a tensor of shape (1,)'
         elif not p.is_contiguous(): why = 'is not contiguous: model.to(memory_format=torch.contiguous_format)'
         elif is_part(p): why = 'is a DTensor already: a model that is sharded by hand trains in a loop by hand'
@@ -147,11 +171,15 @@ def check_model(model,
         raise ValueError(f'shard=: {k} {why}')
     for k,m in model.named_modules():
         if getattr(m, 'max_norm', None) is not None and isinstance(m, (nn.Embedding,nn.EmbeddingBag)):
-            raise ValueError(f'shard=: {k} shortens its rows in the forward pass (max_norm), on a copy: train without one of the two')
+            raise ValueError(f'shard=: {k} shortens its rows in the forward pass (max_norm), on a copy: train without '
+                             f'one of the two')
 
 def check_opt(opt):
     "ValueError for an optimizer whose state has no parts"
-    for p,t in ((p, t) for o in optimizers_in(opt) for p,s in getattr(o, 'state', {}).items() if isinstance(s, dict) for t in s.values()):
+    for p,t in ((p, t) for o in optimizers_in(opt) for p,
+                s in getattr(o, 'state', {}).items() if isinstance(s, dict) for t in s.values()):
         if isinstance(t, torch.Tensor) and t.numel()>1 and t.shape!=p.shape:
-            raise ValueError(f'shard=: {type(opt).__name__} keeps a tensor of shape {tuple(t.shape)} for weights of shape {tuple(p.shape)} '
-                             'and cannot be cut as they are: set learn.opt = None before the context, or train without shard')
+            raise ValueError(f'shard=: {type(opt).__name__} keeps a tensor of shape {tuple(t.shape)} for weights of '
+                             f'shape {tuple(p.shape)} '
+                             'and cannot be cut as they are: set learn.opt = None before the context, or train '
+                             'without shard')

@@ -18,7 +18,8 @@ from .shared_mean import SharedMean,can_share
 # %% ../../nbs/distributed/06_comm_hooks.ipynb #c005
 def _plain(hook): return lambda ddp, links: ddp.register_comm_hook(current_group(), hook)
 
-def _powersgd(ddp, links): ddp.register_comm_hook(psgd.PowerSGDState(current_group(), start_powerSGD_iter=10), _in_order)
+def _powersgd(ddp, links):
+    ddp.register_comm_hook(psgd.PowerSGDState(current_group(), start_powerSGD_iter=10), _in_order)
 
 def _in_order(state, bucket):
     "PowerSGD (Vogels et al., 2019, arXiv:1905.13727), one bucket after the other"
@@ -30,12 +31,14 @@ def _in_order(state, bucket):
 def _shm(ddp, links):
     if links is None: return # one process
     if not can_share(ddp, links):
-        raise ValueError("comm_hook='shm' averages gradients in the memory of one machine, on its CPUs, and these ranks are on several "
+        raise ValueError("comm_hook='shm' averages gradients in the memory of one machine, on its CPUs, and these "
+                         "ranks are on several "
                          "machines, or on GPUs: leave comm_hook out")
     ddp.register_comm_hook(SharedMean(ddp, links), SharedMean.hook)
 
 def _by_default(ddp, links):
-    "Shared memory where it can be; a hook that DDP or a callback registers before the first forward pass has precedence"
+    """Shared memory where it can be; a hook that DDP or a callback registers before the first forward pass has
+    precedence"""
     if not can_share(ddp, links): return
     state = SharedMean(ddp, links) # a sync point, which the first forward pass is none of
     def register(*args):
@@ -57,12 +60,14 @@ def find_hook(
     "A function that registers a communication hook on a DDP module; ValueError for an unknown name"
     if hook is None: return _by_default
     if callable(hook): return _plain(hook)
-    if hook not in comm_hooks: raise ValueError(f"comm_hook={hook!r}: give {', '.join(comm_hooks)}, or a function of (group, bucket)")
+    if hook not in comm_hooks:
+        raise ValueError(f"comm_hook={hook!r}: give {', '.join(comm_hooks)}, or a function of (group, bucket)")
     return comm_hooks[hook]
 
 # %% ../../nbs/distributed/06_comm_hooks.ipynb #c010
 ddp_args_of_ours = ['module','process_group','device_ids','output_device','device_mesh'] # What the trainer decides
-ddp_options = [o for o in inspect.signature(DistributedDataParallel.__init__).parameters if o not in ('self',*ddp_args_of_ours)]
+ddp_options = [o for o in inspect.signature(DistributedDataParallel.__init__).parameters
+               if o not in ('self',*ddp_args_of_ours)]
 
 def check_ddp_options(kw):
     "Raise ValueError for an unknown option, also with one process, where no option has an effect"
@@ -71,14 +76,16 @@ def check_ddp_options(kw):
     known = 'cuda_id','sync_bn','split_batches','seed','check_every','checks','comm_hook','shard','timeout_s'
     near = [o for k in bad for o in get_close_matches(k, [*known,*ddp_options], 1)]
     hint = f" (did you mean {', '.join(near)}?)" if near else ''
-    raise ValueError(f"distrib_ctx got {', '.join(bad)}{hint}; it takes {', '.join(known)}, and DDP's {', '.join(ddp_options)}")
+    raise ValueError(f"distrib_ctx got {', '.join(bad)}{hint}; it takes {', '.join(known)}, and DDP's "
+                     f"{', '.join(ddp_options)}")
 
 def check_options(ddp_kw, seed, check_every, timeout_s, **flags):
     "Raise ValueError for an option that is unknown or has no meaning"
     check_ddp_options(ddp_kw)
     bad = [f'{k}={v!r}' for k,v in flags.items() if v not in (True,False)]
     if bad: raise ValueError(f"{', '.join(bad)}: give True or False")
-    if seed is not None and not isinstance(seed, int): raise ValueError(f'seed={seed!r}: give a whole number, or None to draw one')
+    if seed is not None and not isinstance(seed, int):
+        raise ValueError(f'seed={seed!r}: give a whole number, or None to draw one')
     if check_every is not None and not (isinstance(check_every, int) and check_every>0):
         raise ValueError(f'check_every={check_every!r}: give a number of steps, from 1 up')
     if timeout_s is not None and not (isinstance(timeout_s, (int,float)) and timeout_s>0):

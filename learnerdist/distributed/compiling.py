@@ -32,15 +32,19 @@ def find_regions(model,
 )->list:
     "The modules that are compiled, each by itself; ValueError if there is none, or if the model cannot be compiled"
     if hasattr(model, compiled_inside):
-        raise ValueError('learn.model is the result of torch.compile, whose files have other names: give the learner the model itself')
+        raise ValueError('learn.model is the result of torch.compile, whose files have other names: give the learner '
+                         'the model itself')
     if shards and regional is None: return shards.blocks[:-1] or [model]
-    if shards and regional is False: raise ValueError('regional=False: a sharded model is compiled by its blocks: leave it out')
+    if shards and regional is False:
+        raise ValueError('regional=False: a sharded model is compiled by its blocks: leave it out')
     if not regional: return [model]
     if regional is True: found = [m for m in repeated_blocks(model) if next(m.children(), None) is not None]
     else:
-        kinds = (regional,) if isinstance(regional, type) else tuple(regional) if isinstance(regional, (list,tuple)) else None
+        kinds = (regional,) if isinstance(regional, type) else tuple(regional) if isinstance(regional,
+                                                                                             (list,tuple)) else None
         found = outermost(model, regional if kinds is None else lambda m: isinstance(m, kinds))
-    if not found: raise ValueError(f'regional={regional!r}: the model has no such blocks; give their classes, or regional=False')
+    if not found:
+        raise ValueError(f'regional={regional!r}: the model has no such blocks; give their classes, or regional=False')
     return found
 
 def outermost(model,
@@ -59,12 +63,15 @@ def runner(
     leave_uncompiled()
     return torch.compile(FunctionType(run.__code__.replace(co_name=cls.__name__), run.__globals__), **kw)
 
-def _is_subclass(o): return isinstance(o, torch.Tensor) and type(o) not in (torch.Tensor,nn.Parameter) and hasattr(o, 'as_subclass') and \
-    not hasattr(o, 'full_tensor')
+def _is_subclass(o):
+    return isinstance(o, torch.Tensor) and type(o) not in (torch.Tensor,nn.Parameter) and hasattr(o,
+                                                                                                  'as_subclass') and \
+        not hasattr(o, 'full_tensor')
 def _plain(o): return o.as_subclass(torch.Tensor) if _is_subclass(o) else o
 
 def call_compiled(m, run, *args, **kwargs):
-    "Call module `m`, with its hooks, and with `run` for its `forward`. The output is of the input's class, such as fastai's"
+    """Call module `m`, with its hooks, and with `run` for its `forward`. The output is of the input's class, such as
+    fastai's"""
     kind = next((type(o) for o in args if _is_subclass(o)), None)
     vars(m)['forward'] = partial(run, m)
     try:
@@ -74,7 +81,8 @@ def call_compiled(m, run, *args, **kwargs):
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp009
 class Compiled(Callback):
-    "Runs the model compiled in batches of full size. `graphs` by function, and `n_eager`, batches without, count in a fit. See `compile`"
+    """Runs the model compiled in batches of full size. `graphs` by function, and `n_eager`, batches without, count
+    in a fit. See `compile`"""
     order,loop_state,learn = Order.compiled,('rows',),None
     cut = False # whether synchronised layers cut the model into several graphs
     def __init__(self,
@@ -85,7 +93,9 @@ class Compiled(Callback):
         self._forget()
 
     def _forget(self): # what cannot be copied
-        self.of,self.regions,self.runs,self.rows,self.on,self.graphs,self.n_eager,self.told = None,[],{},None,[],Counter(),0,set()
+        self.of,self.regions,self.runs = None,[],{}
+        self.rows,self.on,self.graphs = None,[],Counter()
+        self.n_eager,self.told = 0,set()
 
     def __getstate__(self): return {k: v for k,v in vars(self).items() if k in ('regional','kw','learn')}
     def __setstate__(self, state):
@@ -116,14 +126,17 @@ def switch_on(self:Compiled):
     learn = self.learn
     model,shards = get_model(learn.model),getattr(getattr(learn, 'distributed_trainer', None), 'shards', None)
     if self.of is None or self.of[0] is not model or self.of[1] is not shards:
-        if isinstance(learn.model, nn.DataParallel): raise ValueError('DataParallel copies the model at each step: use distrib_ctx')
+        if isinstance(learn.model, nn.DataParallel):
+            raise ValueError('DataParallel copies the model at each step: use distrib_ctx')
         self.of,self.regions = (model,shards),find_regions(model, self.regional, shards)
     if learn.training and learn.loss_func is None and model in self.regions:
-        raise ValueError('the model computes its loss, and what that counts is not seen in a graph: compile its blocks, by regional=True')
+        raise ValueError('the model computes its loss, and what that counts is not seen in a graph: compile its '
+                         'blocks, by regional=True')
     for m in self.regions:
         if not self.runs: self._look_away()
         if type(m) not in self.runs: self.runs[type(m)] = runner(type(m), **self.kw)
-        if vars(m).setdefault(compiled_call, None) is None: vars(m)[compiled_call] = partial(call_compiled, m, self.runs[type(m)])
+        if vars(m).setdefault(compiled_call, None) is None:
+            vars(m)[compiled_call] = partial(call_compiled, m, self.runs[type(m)])
         self.on.append(m)
 
 @patch
@@ -138,7 +151,8 @@ def _remedy(why):
     if 'size mismatch' in why or 'stride' in why or 'shape' in why.lower():
         return 'give batches one shape (pad to a few lengths), or learn.compile(dynamic=True)'
     if 'grad_mode' in why or '.training' in why: return 'let training and validation be the only modes'
-    return 'what changes is a value that the graph was made for: make it a tensor, or leave that module out by regional='
+    return ('what changes is a value that the graph was made for: make it a tensor, or leave that module out by '
+            'regional=')
 
 def _say(what, remedy):
     if not group_rank(): warnings.warn(f'learn.compile: {what}. Remedy: {remedy}')
@@ -154,22 +168,28 @@ def _count(self:Compiled):
     for name,place,why in compilations():
         self.graphs[place] += 1
         if self.graphs[place]>most and place not in self.told and not self.cut:
-            _say(f'{name} was compiled {self.graphs[place]} times in this fit, the last time because {why}', _remedy(why))
+            _say(f'{name} was compiled {self.graphs[place]} times in this fit, the last time because {why}',
+                 _remedy(why))
             self.told.add(place)
     broken = [o for o in graph_breaks() if o not in self.told]
-    if broken and not self.cut: _say(f'the forward pass is cut into several graphs, because {broken[0]}',
-                    'change that line, or leave its module out by regional=; with fullgraph=True it is an error that has the place')
+    if broken and not self.cut:
+        _say(f'the forward pass is cut into several graphs, because {broken[0]}',
+            'change that line, or leave its module out by regional=; with fullgraph=True it is an error that has the '
+            'place')
     self.told.update(broken)
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp014
 @patch
 def compile(self:Learner, # noqa: A001
-    regional=None, # True: repeated blocks, each by itself; or their classes, or a function of a module; False: the whole model.
+    # True: repeated blocks, each by itself; or their classes, or a function of a module; False: the whole model.
+    regional=None,
                    # None: the whole model, or the blocks of a sharded one
     **kw           # Of `torch.compile`: backend, mode, dynamic, fullgraph, options
 )->Learner:
-    "Run the model compiled by torch in fits, validation and predictions, also in `distrib_ctx`. A second call replaces the first"
-    if not any(regional is o for o in (None,True,False)) and not callable(regional) and not isinstance(regional, (list,tuple)):
+    """Run the model compiled by torch in fits, validation and predictions, also in `distrib_ctx`. A second call
+    replaces the first"""
+    if not any(regional is o for o in (None,True,False)) and not callable(regional) and not isinstance(regional,
+                                                                                                       (list,tuple)):
         raise ValueError(f'regional={regional!r}: give True, False, classes of modules, or a function of a module')
     self.uncompile().add_cb(Compiled(regional, **kw))
     return self

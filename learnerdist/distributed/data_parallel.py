@@ -21,11 +21,13 @@ def check_device_ids(
     device_ids, # Indices of GPUs, in any form that torch knows: 1, 'cuda:1', torch.device('cuda',1)
     n:int       # GPUs that this process sees
 )->list:        # Indices as ints
-    "The GPUs that were asked for; ValueError unless each is visible and named once. Without any GPU, visibility is not checked"
+    """The GPUs that were asked for; ValueError unless each is visible and named once. Without any GPU, visibility is
+    not checked"""
     ids = [o if isinstance(o, int) else torch.device(o).index for o in listify(device_ids)]
     bad = [o for o in ids if o is None or not 0<=o<n] if n else []
     if bad: raise ValueError(f"device_ids={device_ids} names {bad}, but {n} GPUs are visible, 0 to {n-1}")
-    if len(set(ids))<len(ids): raise ValueError(f"device_ids={device_ids} names a GPU twice: each takes one part of the batch")
+    if len(set(ids))<len(ids):
+        raise ValueError(f"device_ids={device_ids} names a GPU twice: each takes one part of the batch")
     return ids
 
 def parallel_ids(
@@ -37,7 +39,9 @@ def parallel_ids(
     ids = check_device_ids(range(n) if device_ids is None else device_ids, n)
     if device.type!='cuda' and device_ids is None or n<2: return []
     own = device.index if device.index is not None or device.type!='cuda' else torch.cuda.current_device()
-    if own not in ids: raise ValueError(f"device_ids={device_ids} lacks the learner's own device {device}: name it, or move the loaders")
+    if own not in ids:
+        raise ValueError(f"device_ids={device_ids} lacks the learner's own device {device}: name it, or move the "
+                         f"loaders")
     return [own]+[o for o in ids if o!=own] if len(ids)>1 else []
 
 # %% ../../nbs/distributed/05_data_parallel.ipynb #c012
@@ -52,7 +56,8 @@ class ParallelTrainer(Callback):
     def before_fit(self):
         ids = parallel_ids(self.device_ids, self.learn.device, torch.cuda.device_count())
         if not ids or self.model is not get_model(self.model): return
-        if group_size()>1: raise ValueError(f"DataParallel on GPUs {ids} in one of {group_size()} ranks: use `distrib_ctx` alone")
+        if group_size()>1:
+            raise ValueError(f"DataParallel on GPUs {ids} in one of {group_size()} ranks: use `distrib_ctx` alone")
         self.learn.model = self.wrapped = DataParallel(self.model, device_ids=ids)
 
     def restore(self):

@@ -38,12 +38,15 @@ def parted(
     dl,   # A training loader
     n:int # Number of ranks
 ):
-    "A copy of `dl` with an `n`-th of its batch size, ValueError if `n` does not divide it; `dl` itself if it is a rank's share"
+    """A copy of `dl` with an `n`-th of its batch size, ValueError if `n` does not divide it; `dl` itself if it is a
+    rank's share"""
     if n==1 or isinstance(dl, DistributedDL): return dl
-    if is_split(dl): raise ValueError(f"split_batches: this {type(dl).__name__} is split already, so its settings are its user's")
+    if is_split(dl):
+        raise ValueError(f"split_batches: this {type(dl).__name__} is split already, so its settings are its user's")
     bs = batch_shape(dl)[0]
     if bs and has_shrunk(): bs = max(round(bs/n), 1)*n # the nearest that the ranks divide
-    if not bs or bs%n: raise ValueError(f'split_batches: a batch size of {bs or "your batch sampler"} does not divide among {n} ranks')
+    if not bs or bs%n:
+        raise ValueError(f'split_batches: a batch size of {bs or "your batch sampler"} does not divide among {n} ranks')
     res = with_settings(dl, bs=bs//n)
     res.undivided = dl # what one process evaluates
     return res
@@ -54,7 +57,8 @@ def is_share(dl)->bool:
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c018
 class ExactEvaluation(Callback):
-    "At the end of a loop over shards, turn metrics and predictions into those of one process. A subclass adapts it to another learner"
+    """At the end of a loop over shards, turn metrics and predictions into those of one process. A subclass adapts it
+    to another learner"""
     order,run_train = Order.evaluation,False
     loop_state = 'n_begun','lists','batches','stopped'
 
@@ -144,7 +148,8 @@ def _check(self:ExactEvaluation):
     if any(stopped) or not known or {*totals}=={sum(ns)}: return
     seen,found = [', '.join(map(str, o)) for o in (ns, totals)]
     kind = type(self.dl.source).__name__
-    raise RuntimeError(f'the ranks have evaluated {seen} batches, {sum(ns)} in all, of a {kind} in which they have counted {found}: '
+    raise RuntimeError(f'the ranks have evaluated {seen} batches, {sum(ns)} in all, of a {kind} in which they have '
+                       f'counted {found}: '
                        'it does not read the same on each rank')
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c024

@@ -12,7 +12,8 @@ from functools import cache
 
 import torch.distributed as dist
 
-from ..core.env import (RankError,close_group,count,group_size,in_group,is_consequence,next_phase,num_distrib,pack_error,
+from ..core.env import (RankError,close_group,count,group_size,in_group,is_consequence,next_phase,num_distrib,
+                        pack_error,
                         rank_distrib,section,shared_store,unpack_error,wait_key)
 from ..core.stacks import Frame,answer_asks,answerer,describe_stack,frames_of,place_of
 
@@ -26,7 +27,8 @@ def first_failure(
     while True:
         for o in (key,'left'):
             if store.check([o]): return unpack_error(store.get(o).decode())
-        if time.monotonic()>end: return unpack_error(store.get(f'{key}/out').decode()) if store.check([f'{key}/out']) else None
+        if time.monotonic()>end:
+            return unpack_error(store.get(f'{key}/out').decode()) if store.check([f'{key}/out']) else None
         time.sleep(.05)
 
 # %% ../../nbs/distributed/04_failure.ipynb #c006
@@ -35,7 +37,8 @@ def _me(): return (dist.get_rank(),dist.get_world_size()) if in_group() else (ra
 def announce():
     "Publish in the store how to ask this rank for its stack"
     store = shared_store()
-    if store is not None: store.set(f'stack/{_me()[0]}', json.dumps([socket.gethostname(), os.getpid(), answer_asks(os.getpid())]))
+    if store is not None:
+        store.set(f'stack/{_me()[0]}', json.dumps([socket.gethostname(), os.getpid(), answer_asks(os.getpid())]))
 
 def _has_timed_out(e): return is_consequence(e) and bool(re.search(r'timed? ?out', str(e), re.I))
 
@@ -67,7 +70,8 @@ def _place(store, key, rank, end):
     return _reach(known[0]) if known and known[0]!=socket.gethostname() else 'has not come so far'
 
 def _cut(host, port):
-    "An OSError if a machine does not answer; None if it does, also if nothing listens there, and if its name is not known here"
+    """An OSError if a machine does not answer; None if it does, also if nothing listens there, and if its name is
+    not known here"""
     try: socket.create_connection((host, port), 3).close()
     except (ConnectionRefusedError,socket.gaierror): return None
     except OSError as e: return e
@@ -84,7 +88,8 @@ def _reach(host):
 def failing_together(
     undo # Releases the wrapped model and the group; called at the end, in any case, once or twice
 ):
-    "If one rank leaves the body by an exception, the others are freed, and raise a `RankError` that carries it. All wait for rank 0"
+    """If one rank leaves the body by an exception, the others are freed, and raise a `RankError` that carries it.
+    All wait for rank 0"""
     if num_distrib()<2 and group_size()<2:
         try: yield
         finally: undo()
@@ -115,10 +120,12 @@ def _say_out(key):
     "For a rank 0 that still waits for this one"
     rank,store = _me()[0],shared_store()
     with suppress(dist.DistNetworkError):
-        if rank and store is not None: store.set(key, json.dumps(dict(rank=rank, kind='exit', message='has left the context')))
+        if rank and store is not None:
+            store.set(key, json.dumps(dict(rank=rank, kind='exit', message='has left the context')))
 
 def _after_rank0(key, timeout_s=600):
-    "Wait until rank 0 is through, but not longer than `timeout_s` seconds: the files which it has written in the section are there"
+    """Wait until rank 0 is through, but not longer than `timeout_s` seconds: the files which it has written in the
+    section are there"""
     store = shared_store()
     with suppress(dist.DistNetworkError): # without a launcher rank 0 runs the store, and may have left
         if store is None: return
@@ -126,7 +133,8 @@ def _after_rank0(key, timeout_s=600):
         else: store.set(key, '')
 
 def _first(e, key):
-    "What to raise on this rank: `e`, or the failure of another rank that caused it. Closes the group, which frees the other ranks"
+    """What to raise on this rank: `e`, or the failure of another rank that caused it. Closes the group, which frees
+    the other ranks"""
     try:
         try:
             _check_link()
@@ -136,7 +144,8 @@ def _first(e, key):
     except dist.DistError as lost: return _cut_off(e, lost)
 
 def _check_link():
-    "DistNetworkError if the machine of the launch's store does not answer: requests to it would block for a quarter of an hour"
+    """DistNetworkError if the machine of the launch's store does not answer: requests to it would block for a
+    quarter of an hour"""
     if 'MASTER_ADDR' not in os.environ or 'LEARNERDIST_INIT_METHOD' in os.environ: return
     lost = _cut(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']))
     if lost: raise dist.DistNetworkError(str(lost))
@@ -151,4 +160,5 @@ def _record(e, key):
 def _cut_off(e, lost):
     if not is_consequence(e): return e
     where = f"{os.environ.get('MASTER_ADDR', 'rank 0')}, where the ranks' store is"
-    return ConnectionError(f'{socket.gethostname()} cannot reach {where}: the machine or the link to it is gone ({lost})')
+    return ConnectionError(f'{socket.gethostname()} cannot reach {where}: the machine or the link to it is gone '
+                           f'({lost})')

@@ -44,6 +44,7 @@ def _part(k, old, p, device, home):
 
 def _from_rank0(k, t, device):
     "The whole tensor, computed on rank 0"
-    val = source_of(k, t).whole().to(device).contiguous() if group_rank()==0 else torch.empty(t.shape, dtype=t.dtype, device=device)
+    val = source_of(k, t).whole().to(device).contiguous() if group_rank()==0 else torch.empty(t.shape, dtype=t.dtype,
+                                                                                              device=device)
     broadcast_tensors([val])
     return val

@@ -165,7 +165,8 @@ def taking_turns(
 def memory_rows(
     links:SocketLinks # To the other ranks
 ):                    # A function of (name, shape, dtype) that makes `StoredRows`
-    "As `row_files`, in memory of this machine that is freed with the last tensor over it. Sync points: each call, and the end"
+    """As `row_files`, in memory of this machine that is freed with the last tensor over it. Sync points: each call,
+    and the end"""
     def make(name, shape, dtype):
         n = shape[0]*row_bytes(shape, dtype)
         return StoredRows(open(links.pass_round(lambda: nameless(n)), 'r+b', buffering=0), shape, dtype)

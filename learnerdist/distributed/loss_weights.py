@@ -153,7 +153,9 @@ def _told_early(self:LossWeights, n):
 @patch
 def _say_repeats(self:LossWeights, dealer):
     "Report repeated samples that cannot be left out. The same on every rank"
-    if dealer is None or dealer.pad!='batch' or dealer.bs or not (self.dl.n_total or self.dl.n_total!=0)%self.world_size: return
+    if dealer is None or dealer.pad!='batch' or dealer.bs or not (self.dl.n_total
+                                                                  or self.dl.n_total!=0)%self.world_size:
+        return
     self.findings('repeated-samples', f'at the end of an epoch this {type(self.dl.source).__name__} repeats up to '
                                       f'{self.world_size-1} samples, '
                   f'so that all ranks have a batch. They count in the gradient. To leave them out: '

@@ -27,24 +27,30 @@ def find_batch_size(
     amp=False       # As in `fit`; a learner's own `to_fp16` or `to_bf16` is used without it
 )->int:             # The same on all ranks
     "The largest of `start`, its half, its quarter, … with which two training steps fit into the memory of every rank"
-    if start is not None and not (isinstance(start, int) and start>0): raise ValueError(f'start={start!r}: give samples, from 1 up')
-    if has_parts(get_model(learn.model)): raise ValueError('find_batch_size in a sharded context: call it before, with a model that fits')
+    if start is not None and not (isinstance(start, int) and start>0):
+        raise ValueError(f'start={start!r}: give samples, from 1 up')
+    if has_parts(get_model(learn.model)):
+        raise ValueError('find_batch_size in a sharded context: call it before, with a model that fits')
     with process_group(), _unharmed(learn):
         b = one_batch(learn.dls.train)
         n = max(gather_objects(start or find_bs(b)))
         while not all(gather_objects(_fits(learn, b, n, amp))):
-            if n==1: raise torch.OutOfMemoryError('a batch of one sample does not fit into memory: the model is too large for this device')
+            if n==1:
+                raise torch.OutOfMemoryError('a batch of one sample does not fit into memory: the model is too large '
+                                             'for this device')
             n //= 2
     return n
 
 # %% ../../nbs/distributed/11_memory.ipynb #c011
 def _fits(learn, b, n, amp):
-    trial = Learner(DataLoaders([_resized(b, n)]*2, device=learn.device, n_inp=getattr(learn.dls, 'n_inp', None)), learn.model,
+    trial = Learner(DataLoaders([_resized(b, n)]*2, device=learn.device, n_inp=getattr(learn.dls, 'n_inp', None)),
+                    learn.model,
                     learn.loss_func, _opt_func(learn), learn.lr, learn.splitter)
     trial.remove_cbs([o for o in trial.cbs if not isinstance(o, TrainEvalCallback)])
     trial.add_cbs([MixedPrecision(o.dtype, **o.kw) for o in learn.cbs if isinstance(o, MixedPrecision)])
     try:
-        held = [torch.empty_like(p, device=learn.device) for p in learn.model.parameters() if p.requires_grad and group_size()>1]
+        held = [torch.empty_like(p, device=learn.device) for p in learn.model.parameters() if p.requires_grad
+                and group_size()>1]
         trial.fit(1, amp=amp)
         del held
         return True
@@ -62,7 +68,9 @@ def _resized(b, n):
     idxs = torch.arange(n)%old
     cut = lambda o: o[idxs.to(o.device)] if isinstance(o, torch.Tensor) and o.ndim and len(o)==old else o
     res = tree_map(cut, b)
-    if find_bs(res)!=n: raise ValueError(f'find_batch_size repeats the rows of tensors, and this batch has {find_bs(res)} rows, not {n}')
+    if find_bs(res)!=n:
+        raise ValueError(f'find_batch_size repeats the rows of tensors, and this batch has {find_bs(res)} rows, not '
+                         f'{n}')
     return res
 
 @contextmanager

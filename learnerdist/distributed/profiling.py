@@ -19,11 +19,13 @@ from ..learner.recorder import Recorder
 # %% ../../nbs/distributed/09_profiling.ipynb #prf005
 class FlopCount(Callback):
     "Counts the floating-point operations of the first training step of a fit, for `recorder.mfu`"
-    order,run_valid,run_find,mode,per_sample = Order.flop_count,False,False,None,None # per_sample: FLOPs of a sample, forward and backward
+    # per_sample: FLOPs of a sample, forward and backward
+    order,run_valid,run_find,mode,per_sample = Order.flop_count,False,False,None,None
     def __init__(self,
         peak:float=None # FLOP/s that the device of a rank can do, in the type that the model computes in
     ):
-        if peak is not None and not peak>0: raise ValueError(f'peak={peak!r}: give FLOP/s of one device, such as 989e12')
+        if peak is not None and not peak>0:
+            raise ValueError(f'peak={peak!r}: give FLOP/s of one device, such as 989e12')
         self.peak = peak
     def before_fit(self): self.per_sample,self.world_size = None,group_size()
     def before_batch(self):
@@ -46,15 +48,18 @@ class FlopCount(Callback):
 
 @patch(as_prop=True)
 def mfu(self:Recorder)->list:
-    "For each epoch the share of the devices' FLOP/s that training has used, 0 to 1. It needs the callbacks `FlopCount(peak)` and `Timer`"
+    """For each epoch the share of the devices' FLOP/s that training has used, 0 to 1. It needs the callbacks
+    `FlopCount(peak)` and `Timer`"""
     cb = getattr(self.learn, 'flop_count', None)
-    if cb is None or cb.peak is None: raise ValueError('add FlopCount(peak=…) to the callbacks, with the FLOP/s of one device')
+    if cb is None or cb.peak is None:
+        raise ValueError('add FlopCount(peak=…) to the callbacks, with the FLOP/s of one device')
     if cb.per_sample is None: return [None]*len(self.times)
     return [o['samples_per_s'] and o['samples_per_s']*cb.per_sample/(cb.peak*cb.world_size) for o in self.times]
 
 # %% ../../nbs/distributed/09_profiling.ipynb #prf009
 class Profile(Callback):
-    "Runs torch's profiler in some training steps of a fit on one rank, and writes a file. `table`: the operations that take longest"
+    """Runs torch's profiler in some training steps of a fit on one rank, and writes a file. `table`: the operations
+    that take longest"""
     order,run_valid,run_find,prof = Order.profiling,False,False,None
     def __init__(self,
         start:int=3, # The first step that is looked at, from 0 on, in the first epoch of a fit
@@ -63,7 +68,8 @@ class Profile(Callback):
         file='profile.json', # Within the learner's path
         **kw         # Of `torch.profiler.profile`
     ):
-        if start<0 or n<1 or rank<0: raise ValueError(f'start={start}, n={n}, rank={rank}: give whole numbers, and at least one step')
+        if start<0 or n<1 or rank<0:
+            raise ValueError(f'start={start}, n={n}, rank={rank}: give whole numbers, and at least one step')
         self.start,self.n,self.rank,self.fname,self.kw,self.table = start,n,rank,file,kw,None
     def before_batch(self):
         if group_rank()==self.rank and self.learn.epoch==0 and self.learn.iter==self.start:

@@ -72,7 +72,8 @@ current = SimpleNamespace(learn=None, of_loss=()) # The learner within a fit; id
 def average_grads(
     params # The same on every rank, also from a generator; a rank may have no gradient for some
 ):
-    "Average gradients over ranks, weighted by the items of their batches; what has none on all stays without. Sync point"
+    """Average gradients over ranks, weighted by the items of their batches; what has none on all stays without. Sync
+    point"""
     _average([*params], current.learn)
 
 # %% ../../nbs/distributed/09_replica.ipynb #a9222a73

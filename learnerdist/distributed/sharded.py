@@ -30,7 +30,8 @@ from ..learner.learner import get_model
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h434a5f5
 class Sharded:
-    "A learner's model spread over the ranks until `restore`. Within a fit it is `learn.wrapper`, as `Replica` is, with the same methods"
+    """A learner's model spread over the ranks until `restore`. Within a fit it is `learn.wrapper`, as `Replica` is,
+    with the same methods"""
     ddp,forward_exchanges,undo_bn,alone = None,True,None,False
     def __init__(self,
         trainer # A `DistributedTrainer` with options in `shard`; it gets this object as `shards`
@@ -38,11 +39,13 @@ class Sharded:
         self.learn,self.opts,self.cancels = trainer.learn,trainer.shard,tuple(trainer.agreement.cancels.values())
         self.model,opts = get_model(self.learn.model),self.opts
         if self.learn.device.type=='cpu' and not fsdp_on_cpu:
-            raise ValueError(f'shard=: FSDP2 of torch {torch.__version__} does not run on the CPU: get a newer torch (seen with 2.15)')
+            raise ValueError(f'shard=: FSDP2 of torch {torch.__version__} does not run on the CPU: get a newer torch '
+                             f'(seen with 2.15)')
         places = gather_objects((local_rank(),local_size()))
         self.opts = opts = opts._replace(replicas=replicas_of(opts.replicas, places))
         self.offload = offload_of(self.learn.device) if opts.offload else None
-        self.file = with_shared(self.model, load_weights(opts.weights, mapped=True, crc=shared_crc)[0]) if opts.weights else {}
+        self.file = with_shared(self.model,
+                                load_weights(opts.weights, mapped=True, crc=shared_crc)[0]) if opts.weights else {}
         check_model(self.model, self.file)
         check_opt(self.learn.opt)
         self.blocks = [*find_blocks(self.model, opts.blocks),self.model]
@@ -65,7 +68,8 @@ class Sharded:
     def begin(self, sync_bn):
         "At the start of a fit"
         if self.opts.mp and hasattr(self.learn, 'mixed_precision'):
-            raise ValueError("shard=dict(mp=…) and mixed precision of the learner (to_bf16, to_fp16): leave out one of the two")
+            raise ValueError("shard=dict(mp=…) and mixed precision of the learner (to_bf16, to_fp16): leave out one "
+                             "of the two")
         self.undo_bn,self.checked = sync_batchnorm(self.model, current_group()) if sync_bn else None,False
         broadcast_tensors(self._others())
         return self
@@ -78,7 +82,8 @@ class Sharded:
         return [] if self.learn.opt is None else [p for g in groups_of(self.learn.opt) for p in g if not is_part(p)]
 
     def follow(self, model):
-        raise ValueError(f'learn.model is another {type(model).__name__} than the one that is sharded: replace it before the context')
+        raise ValueError(f'learn.model is another {type(model).__name__} than the one that is sharded: replace it '
+                         f'before the context')
 
     def __call__(self, *xb, **kw):
         now = self.learn.model
@@ -86,7 +91,8 @@ class Sharded:
         self.trained = [p.requires_grad for _,p in self.pairs]
         try: return self.model(*xb, **kw)
         except self.cancels as e:
-            raise ValueError(f'{type(e).__name__} within the forward pass: the other ranks of a sharded model wait there for this one. '
+            raise ValueError(f'{type(e).__name__} within the forward pass: the other ranks of a sharded model wait '
+                             f'there for this one. '
                              'Raise it in an event of a callback') from e
 
     @contextmanager
@@ -100,19 +106,23 @@ class Sharded:
         "After a backward pass: average gradients of others, look for missing ones. Sync point"
         average_grads([p for p in self._others() if p.requires_grad])
         for on,(_,p) in zip(self.trained, self.pairs):
-            if on and not p.requires_grad: p.grad = None # frozen after the forward pass: in one process it has no gradient either
+            # frozen after the forward pass: in one process it has no gradient either
+            if on and not p.requires_grad: p.grad = None
         if self.checked or not self._sync: return
         self.checked = True
         idle = without_gradient(self.model)
-        if idle: raise ValueError(f"no gradient for {', '.join(idle)}: freeze what takes no part in the loss, with "
-                                                    'requires_grad_(False), since a rank that cancels a batch would send one')
+        if idle:
+            raise ValueError(f"no gradient for {', '.join(idle)}: freeze what takes no part in the loss, with "
+                                               'requires_grad_(False), since a rank that cancels a batch would send '
+                                               'one')
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h690c51d
 def make_mesh(device, replicas):
     "The ranks as torch's `DeviceMesh`: one row, or a row for each replica. Sync point"
     from torch.distributed.device_mesh import DeviceMesh,init_device_mesh
     if replicas==1: return DeviceMesh.from_group(current_group() or dist.group.WORLD, device.type)
-    with noting_loops(): return init_device_mesh(device.type, (replicas,group_size()//replicas), mesh_dim_names=('replica','shard'))
+    with noting_loops():
+        return init_device_mesh(device.type, (replicas,group_size()//replicas), mesh_dim_names=('replica','shard'))
 
 @patch
 def shard(self:Sharded):
@@ -127,7 +137,8 @@ def shard(self:Sharded):
         self.model.to = lambda *_, **kw: self.model # a fit begins with it, and would move the parts
     from torch.distributed.fsdp import fully_shard
     try:
-        for m in self.blocks: fully_shard(m, **kw, **(dict(mp_policy=policy_of(self.opts.mp, m is self.model)) if self.opts.mp else {}))
+        for m in self.blocks:
+            fully_shard(m, **kw, **(dict(mp_policy=policy_of(self.opts.mp, m is self.model)) if self.opts.mp else {}))
     finally: self.pairs = list({id(p): (p,getattr(m, k)) for m,k,p in named if is_part(getattr(m, k))}.values())
     new = {id(old): p for old,p in self.pairs}
     for old,p in self.pairs: vars(p).update(vars(old))
@@ -142,14 +153,16 @@ def shard(self:Sharded):
 
 @patch
 def restore(self:Sharded):
-    "Give the learner back the same Parameter objects with their whole values, and its optimizer its whole state. Sync point"
+    """Give the learner back the same Parameter objects with their whole values, and its optimizer its whole state.
+    Sync point"""
     pairs,self.pairs = self.pairs,[]
     while self.handles: self.handles.pop().remove()
     if not pairs: return
     with nullcontext(True) if self.opts.keep_sharded else _any_group() as here:
         if not here: warnings.warn(_lost)
         device,keeps = self.learn.device,self.opts.keep_sharded # of parts that were offloaded
-        get = keep_part if keeps else lambda t: whole(t).to(device) if here else torch.empty(0, dtype=t.dtype, device=device)
+        get = keep_part if keeps else lambda t: whole(t).to(device) if here else torch.empty(0, dtype=t.dtype,
+                                                                                             device=device)
         for old,p in pairs:
             if not p.is_meta: _give_back(old, p, get) # else it was not filled
             if p.grad is not None and here and not keeps: old.grad = get(p.grad)
@@ -169,7 +182,8 @@ def _give_back(old, p, get):
     else: old.data = val
     old.requires_grad_(p.requires_grad)
 
-_lost = ('this run failed, and not all ranks are here to put the parts of its weights together: the weights of learn.model are empty. Load '
+_lost = ('this run failed, and not all ranks are here to put the parts of its weights together: the weights of '
+         'learn.model are empty. Load '
          'a checkpoint or a file of learn.save, or make the model anew')
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h6f6150a
@@ -193,16 +207,20 @@ def _meet(timeout_s):
 @patch
 def _follow_passes(self:Sharded):
     "Note, in evaluation, in which order the blocks are gathered; have nothing gathered after a pass"
-    owner = {id(m): i for i,b in reversed([*enumerate(self.blocks)]) for m in b.modules()} # the innermost, since inner blocks come first
+    # the innermost, since inner blocks come first
+    owner = {id(m): i for i,b in reversed([*enumerate(self.blocks)]) for m in b.modules()}
     first = {}
     for m,k,_ in self.places: first.setdefault(owner[id(m)], (m,k))
     for i,(m,k) in first.items():
-        self.handles.append(self.blocks[i].register_forward_pre_hook(lambda _,x,i=i,m=m,k=k: self._note(i, getattr(m, k)), prepend=True))
+        self.handles.append(self.blocks[i].register_forward_pre_hook(lambda _,x,i=i,m=m,
+                                                                     k=k: self._note(i, getattr(m, k)), prepend=True))
     self.handles.append(self.model.register_forward_hook(lambda *_: self._rest()))
 
 @patch
 def _note(self:Sharded, i, p):
-    if self.alone: raise ValueError('a callback that runs on rank 0 only calls the model, of which rank 0 has a part: after the context')
+    if self.alone:
+        raise ValueError('a callback that runs on rank 0 only calls the model, of which rank 0 has a part: after the '
+                         'context')
     if self.log is None or not is_part(p): return
     self.log.append(i)
     if self.order is None: shared_store().set(f'{self.key}/{len(self.log)}', str(i))
@@ -219,7 +237,8 @@ def begin_batch(self:Sharded):
 
 @patch
 def end_batch(self:Sharded):
-    "After a batch of evaluation, once; if this rank has not run the model: take part in the gathers of the others. Sync point"
+    """After a batch of evaluation, once; if this rank has not run the model: take part in the gathers of the others.
+    Sync point"""
     log,self.log = self.log,None
     if log==[]: self._gather_along()
     elif self.order is None and log is not None:
@@ -255,7 +274,9 @@ def _learn_order(self:Sharded):
     while True:
         while (got := wait_key(store, f'{self.key}/{len(order)+1}', .3)) is None:
             if not order and store.add(skips, 0)==group_size(): return None
-            if monotonic()>end: raise TimeoutError(f'no rank has run the model in {group_timeout():g} s: validate and predict on all ranks')
+            if monotonic()>end:
+                raise TimeoutError(f'no rank has run the model in {group_timeout():g} s: validate and predict on all '
+                                   f'ranks')
         if got=='end': return order
         order.append(int(got))
         self._gather(order[-1])

@@ -39,7 +39,8 @@ def slowest_rank(
     k = max(more, key=more.get)
     if more[k]<wait/2: k = 'comm' # neither explains it
     said = '' if k=='comm' else f" ({rows[slow][k]:.2f} s, the others {others[k]:.2f} s)"
-    return f'the others wait {wait:.2f} of {total:.2f} s ({wait/total:.0%}) for rank {slow}, which is slower in {_names[k]}{said}'
+    return (f'the others wait {wait:.2f} of {total:.2f} s ({wait/total:.0%}) for rank {slow}, which is slower in '
+            f'{_names[k]}{said}')
 
 # %% ../../nbs/distributed/09_timer.ipynb #c005
 class Timer(Callback):
@@ -77,7 +78,8 @@ class Timer(Callback):
         "Append this epoch's row: after the training loop, so that loggers find it"
         self.entered = True
         self.ranks.append(self.rows)
-        if self.begin is None: return self.times.append(dict.fromkeys((*parts,'samples_per_s'))) # cancelled before it trained
+        # cancelled before it trained
+        if self.begin is None: return self.times.append(dict.fromkeys((*parts,'samples_per_s')))
         row,rec = self._row(self.end or self.mark),getattr(self.learn, 'recorder', None)
         rate = rec.n_samples/row['total'] if hasattr(rec, 'n_samples') else None # fastai's recorder does not count them
         self.times.append(dict(row, samples_per_s=rate))
@@ -90,8 +92,10 @@ class Timer(Callback):
 
     def share(self):
         "At the end of a training loop, before ranks exchange anything else: get the rows of all ranks. Sync point"
-        row = [*self._row(perf_counter()).values()][:3] if self.begin is not None else [0.]*3 # None: a callback has cancelled the loop
-        told = self.learn.distributed_trainer.links.post(struct.pack('<3f', *row), _here).of_ranks() # takes less than an all-reduce
+        # None: a callback has cancelled the loop
+        row = [*self._row(perf_counter()).values()][:3] if self.begin is not None else [0.]*3
+        # takes less than an all-reduce
+        told = self.learn.distributed_trainer.links.post(struct.pack('<3f', *row), _here).of_ranks()
         self.rows = [dict(zip(parts, (*o, sum(o)))) for o in (struct.unpack('<3f', b) for b in told)]
         if not self.told and not group_rank() and (line := slowest_rank(self.rows, least_s=1.)):
             warnings.warn(f'epoch {self.epoch}: {line}')
@@ -105,12 +109,14 @@ def _timer(rec):
 
 @patch(as_prop=True)
 def times(self:Recorder)->list:
-    "For each epoch's training loop: this rank's seconds for data, step, comm and in total, and the samples per second of all ranks"
+    """For each epoch's training loop: this rank's seconds for data, step, comm and in total, and the samples per
+    second of all ranks"""
     return list(_timer(self).times)
 
 @patch(as_prop=True)
 def rank_times(self:Recorder)->list:
-    "For each epoch's training loop the seconds of every rank for data, step, comm and in total, by rank; None without other ranks"
+    """For each epoch's training loop the seconds of every rank for data, step, comm and in total, by rank; None
+    without other ranks"""
     return list(_timer(self).ranks)
 
 @patch(as_prop=True)

@@ -49,12 +49,18 @@ class DistributedTrainer(Callback):
         sync_bn:bool=True,  # BatchNorm over the global batch
         split_batches:bool=False, # The loaders' batch size is the global one: each rank takes a W-th of it
         seed:int=None,      # Of shuffling; None: drawn from torch's generator on rank 0
-        check_every:int=None, # Compare the ranks' weights every so many steps, and raise where they differ; None: after each epoch
-        checks='warn',      # What a finding of the self-check or the comparison becomes: 'warn', 'error', or False: none
-        comm_hook=None,     # How gradients travel: a name in `comm_hooks`, or as in `register_comm_hook`; None: 'shm' where it can be
-        shard=None,         # True: a part of the model on each rank, by FSDP2; or which modules are blocks, see `ShardOptions`
-        sample_seeds:bool=True, # Seed what is drawn for a sample by (seed, epoch, index), so that it is the same at any number of ranks
-        timeout_s:float=None, # Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
+        # Compare the ranks' weights every so many steps, and raise where they differ; None: after each epoch
+        check_every:int=None,
+        # What a finding of the self-check or the comparison becomes: 'warn', 'error', or False: none
+        checks='warn',
+        # How gradients travel: a name in `comm_hooks`, or as in `register_comm_hook`; None: 'shm' where it can be
+        comm_hook=None,
+        # True: a part of the model on each rank, by FSDP2; or which modules are blocks, see `ShardOptions`
+        shard=None,
+        # Seed what is drawn for a sample by (seed, epoch, index), so that it is the same at any number of ranks
+        sample_seeds:bool=True,
+        # Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
+        timeout_s:float=None,
         **ddp_kw            # Options of `DistributedDataParallel`
     ):
         check_options(ddp_kw, seed, check_every, timeout_s, sync_bn=sync_bn, split_batches=split_batches)
@@ -62,7 +68,8 @@ class DistributedTrainer(Callback):
         self.cuda_id,self.sync_bn,self.split_batches,self.seed = cuda_id,sync_bn,split_batches,seed
         self.check_every,self.timeout_s,self.ddp_kw,self.sample_seeds = check_every,timeout_s,ddp_kw,sample_seeds
         self.findings,self.self_check = Findings(checks),SelfCheck(self)
-        self.replica,self.epochs_before,self.links,self.max_norm,self.stack,self.shards = None,0,None,None,ExitStack(),None
+        self.replica,self.epochs_before,self.links = None,0,None
+        self.max_norm,self.stack,self.shards = None,ExitStack(),None
         self.agreement,self.comm_hook = Agreement(self),find_hook(comm_hook)
     def cleanup(self): self.unwrap()
 
@@ -72,14 +79,18 @@ def attach(self:DistributedTrainer):
     "Join the group and shard the loaders; `restore` undoes it"
     try:
         self.device_here = self.stack.enter_context(process_group(self.cuda_id, timeout_s=self.timeout_s))
-        self.stack.callback(lambda: self.shards and self.shards.restore()) # last: closed links free the others after a failure
+        # last: closed links free the others after a failure
+        self.stack.callback(lambda: self.shards and self.shards.restore())
         self.stack.enter_context(ranked_warnings())
         if path := path_of_rank0(self.learn, self.findings): self._set(self.learn, 'path', path)
-        own = [k for k in ('_loss_over','wrapper','global_items','items','repeated','n_rows') if k not in vars(self.learn)]
+        own = [k for k in ('_loss_over','wrapper','global_items','items','repeated','n_rows')
+               if k not in vars(self.learn)]
         self.stack.callback(lambda: [vars(self.learn).pop(k, None) for k in own]) # fastai's learner has none of these
-        drawn = torch.randint(2**62, ()).item() if self.seed is None else self.seed # drawn on every rank, so that streams stay alike
+        # drawn on every rank, so that streams stay alike
+        drawn = torch.randint(2**62, ()).item() if self.seed is None else self.seed
         self.seed,after = broadcast_object((drawn,tensor_hash(torch.get_rng_state()).item()))
-        self.stack.callback(seed_streams, after) # what the script draws afterwards does not depend on the number of ranks
+        # what the script draws afterwards does not depend on the number of ranks
+        self.stack.callback(seed_streams, after)
         self.links = self.stack.enter_context(open_links(group_timeout()))
         self.weights = LossWeights(self.learn, self.links, self.findings)
         if not (self.shard and group_size()>1 and has_deferred(get_model(self.model))): self.prepare_model()
@@ -119,12 +130,14 @@ def restore(self:DistributedTrainer):
 @patch
 def share(self:DistributedTrainer,
     dl,           # Any loader
-    pad,          # 'batch': the same number of batches on every rank, for training; False: whole batches, for evaluation
+    # 'batch': the same number of batches on every rank, for training; False: whole batches, for evaluation
+    pad,
     **kw          # Settings of the loader to change
 ):
     "This rank's shard of a loader; a loader that is sharded already is left alone"
     if isinstance(dl, Unshared): return dl
-    if isinstance(dl, (list,tuple)) and not is_split(dl): dl = DataLoader(dl, batch_size=None, collate_fn=_as_it_is) # batches
+    # batches
+    if isinstance(dl, (list,tuple)) and not is_split(dl): dl = DataLoader(dl, batch_size=None, collate_fn=_as_it_is)
     if not pad: return Share.by_batch(dl, group_rank(), group_size(), self.seed, self.sample_seeds)
     return Share.from_dl(dl, group_rank(), group_size(), self.seed, pad, self.sample_seeds, **kw)
 
@@ -164,7 +177,8 @@ def after_dls(self:DistributedTrainer): self.deal_out()
 @patch
 def check_settings(self:DistributedTrainer):
     "Raise ValueError if the ranks begin different fits. Sync point"
-    alike = [o for o in self.shares if isinstance(o, DistributedDL) and (o.pad or o.unit=='batch')] # not rows of a batch
+    # not rows of a batch
+    alike = [o for o in self.shares if isinstance(o, DistributedDL) and (o.pad or o.unit=='batch')]
     same_structure(self.learn)
     same_callbacks(self.learn)
     same_settings(self.learn, alike)
@@ -186,7 +200,8 @@ def state_dict(self:DistributedTrainer)->dict:
 def wrap(self:DistributedTrainer):
     "If a group is open, make the `Replica` that the training loops of this fit call in place of the model"
     if self.shards: self.replica = self.shards.begin(self.sync_bn)
-    elif in_group(): self.replica = Replica(self.learn, self.sync_bn, self.comm_hook, self.links, self.max_norm, **self.ddp_kw)
+    elif in_group():
+        self.replica = Replica(self.learn, self.sync_bn, self.comm_hook, self.links, self.max_norm, **self.ddp_kw)
 
 @patch
 def unwrap(self:DistributedTrainer):
@@ -245,7 +260,8 @@ def before_train(self:DistributedTrainer):
 
 @patch
 def leave_train(self:DistributedTrainer)->bool: # Whether a training loop has ended
-    "After a training loop: the loop's model is the user's again, tensors are compared, buffers are rank 0's. Sync point"
+    """After a training loop: the loop's model is the user's again, tensors are compared, buffers are rank 0's. Sync
+    point"""
     if vars(self.learn).get('wrapper') is None: return False
     self.learn.wrapper = None
     if group_size()>1:
@@ -287,10 +303,12 @@ def after_validate(self:DistributedTrainer):
     if self.max_norm: self.max_norm.catch_up()
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c020
-def _trainers(learn): return [cb for cb in learn.cbs if isinstance(cb, (DistributedTrainer,ExactEvaluation,Agreement,AgreementEnd))]
+def _trainers(learn):
+    return [cb for cb in learn.cbs if isinstance(cb, (DistributedTrainer,ExactEvaluation,Agreement,AgreementEnd))]
 
 def _check_plain(learn):
-    if _trainers(learn): raise ValueError('this learner is distributed already: leave its distrib_ctx, or detach_distributed(), first')
+    if _trainers(learn):
+        raise ValueError('this learner is distributed already: leave its distrib_ctx, or detach_distributed(), first')
 
 @patch
 @delegates(DistributedTrainer.__init__)
@@ -307,7 +325,8 @@ def to_distributed(self:Learner,
 
 @patch
 def detach_distributed(self:Learner)->Learner:
-    "Undo `to_distributed`: model, loaders, BatchNorm classes and callbacks are what they were, and the group is closed if we opened it"
+    """Undo `to_distributed`: model, loaders, BatchNorm classes and callbacks are what they were, and the group is
+    closed if we opened it"""
     for cb in _trainers(self):
         self.remove_cb(cb)
         if isinstance(cb, DistributedTrainer): cb.restore()
@@ -321,14 +340,16 @@ def distrib_ctx(self:Learner,
     cuda_id:int=None, # This process's GPU; None: by local rank, or the CPU
     **kw # Options of `DistributedTrainer`
 ):
-    "Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an exception"
+    """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an
+    exception"""
     _check_plain(self)
     with failing_together(self.detach_distributed):
         self.to_distributed(cuda_id, **kw)
         yield self
 
 def _ddp_flag(learn, opts):
-    if opts is not True and not isinstance(opts, dict): raise ValueError(f'ddp={opts!r}: give True, or a dict of options of distrib_ctx')
+    if opts is not True and not isinstance(opts, dict):
+        raise ValueError(f'ddp={opts!r}: give True, or a dict of options of distrib_ctx')
     return learn.distrib_ctx(**({} if opts is True else opts))
 
 fit_flags['ddp'] = _ddp_flag

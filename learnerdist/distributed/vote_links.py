@@ -99,7 +99,8 @@ class Links:
             store.set(f'{key}/{self.rank}', str(here))
             lines = {r: wait_key(store, f'{key}/{r}', 10) for r in range(len(at))}
         where = [f'rank {r} is at {places[o]} ({lines.get(r) or "its line is not known"})' for r,o in enumerate(at)]
-        return RanksApart(f"{'; '.join(where)}. What exchanges something (fit, validate, get_preds, collectives) has to be called on every "
+        return RanksApart(f"{'; '.join(where)}. What exchanges something (fit, validate, get_preds, collectives) has "
+                          f"to be called on every "
                           'rank: outside of `if rank==0`, and in a callback on all ranks alike')
 
     def before(self, n)->int:
@@ -123,7 +124,8 @@ class SocketLinks(Links):
     "Connections by sockets between the processes of one machine"
     def __init__(self, rank, world_size, timeout_s):
         super().__init__(rank, world_size, timeout_s)
-        self.to,self.by = {},{} # For each n of `hops` a socket to the rank n before this one, and one to the rank n after it
+        # For each n of `hops` a socket to the rank n before this one, and one to the rank n after it
+        self.to,self.by = {},{}
 
     def close(self):
         "Close the sockets; ranks that wait for this one get an error"
@@ -166,8 +168,10 @@ class SocketLinks(Links):
         return fds[0]
 
     def _lost(self, rank, e):
-        if isinstance(e, TimeoutError): return dist.DistNetworkError(f'timed out: {self.timeout_s:g} s without a word from rank {rank}')
-        return dist.DistNetworkError(f'connection closed by peer ({e}): rank {rank} is gone, or has left since another one is')
+        if isinstance(e, TimeoutError):
+            return dist.DistNetworkError(f'timed out: {self.timeout_s:g} s without a word from rank {rank}')
+        return dist.DistNetworkError(f'connection closed by peer ({e}): rank {rank} is gone, or has left since '
+                                     f'another one is')
 
 _no_signal = getattr(socket, 'MSG_NOSIGNAL', 0) # SIGPIPE would end a process that does not ignore it, as Python does
 
@@ -176,7 +180,8 @@ def _listen(stack):
     "A socket that other processes of this user can connect to, and its path; (None,None) if there can be none"
     if not hasattr(socket, 'AF_UNIX') or local_size()<group_size(): return None,None
     try:
-        path = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='learnerdist-', ignore_cleanup_errors=True)))/'link')
+        path = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='learnerdist-',
+                                                                        ignore_cleanup_errors=True)))/'link')
         server = stack.enter_context(socket.socket(socket.AF_UNIX))
         server.bind(path)
         server.listen(group_size())

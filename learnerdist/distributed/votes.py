@@ -12,11 +12,13 @@ from typing import NamedTuple
 from .vote_links import Place
 
 # %% ../../nbs/distributed/01_votes.ipynb #vt06
-scopes = None,'backward','step','batch','validate','train','epoch','fit' # What a rank may cancel; of several the last one wins
+# What a rank may cancel; of several the last one wins
+scopes = None,'backward','step','batch','validate','train','epoch','fit'
 loops = scopes[4:]
 
 class Asks(IntEnum):
-    "Whether a rank asks if all have cancelled, and the phase of the batch: ranks cancel together if they ask in the same one"
+    """Whether a rank asks if all have cancelled, and the phase of the batch: ranks cancel together if they ask in
+    the same one"""
     no = 0
     before_step = 1
     after_step = 2
@@ -44,7 +46,8 @@ class Ballot:
         if self.links: self.posted = self.links.post(self.row, place)
 
     def read(self)->Tally:
-        "Wait for the wishes of all ranks. If other ranks ask and this one does not, the same wishes are posted again. Sync point"
+        """Wait for the wishes of all ranks. If other ranks ask and this one does not, the same wishes are posted
+        again. Sync point"""
         rows = self.posted.of_ranks() if self.links else [self.row]
         scope,more,save,stop,asked,empty = zip(*rows)
         if any(asked) and not self.row[4]:

@@ -8,7 +8,8 @@ from learnerdist.fastai.learner import ParallelTrainer,setup_distrib
 from learnerdist.fastai.loaders import DistributedDL
 from learnerdist.fastai.trainer import DistributedTrainer
 
-__all__ = ['ParallelTrainer','DistributedTrainer','DistributedDL','setup_distrib','teardown_distrib','rank0_first','rank_distrib',
+__all__ = ['ParallelTrainer','DistributedTrainer','DistributedDL','setup_distrib','teardown_distrib','rank0_first',
+           'rank_distrib',
            'num_distrib','distrib_barrier','Checkpoint','Preempted','preempted_status']
 
 import fastai.learner as _learner

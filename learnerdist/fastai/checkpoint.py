@@ -43,7 +43,9 @@ def _n_metered(rec):
     within = rec.train_metrics and len(getattr(rec, 'log', ()))==1
     return rec.smooth_loss.count-([0,*rec.iters][-1]) if within else 0
 def _say_metered(rec, n):
-    if n and is_rank0(): warnings.warn(f'train_metrics: those of this epoch are without its first {n} batches, from before the fit went on')
+    if n and is_rank0():
+        warnings.warn(f'train_metrics: those of this epoch are without its first {n} batches, from before the fit '
+                      f'went on')
 
 def _stacked(items): return torch.stack([*map(torch.as_tensor, items)])
 def _losses(rec): return _stacked(rec.losses) if rec.losses else torch.zeros(0)
@@ -58,7 +60,8 @@ def _set_epoch_ends(cb, v): cb.nb_batches = list(v)
 def _pending(cb): return vars(cb).get('count', 0)
 def _say_lost(cb, n):
     if n and is_rank0():
-        warnings.warn(f'the gradients of {n:g} samples are lost: GradientAccumulation had made no step from them before the fit went on')
+        warnings.warn(f'the gradients of {n:g} samples are lost: GradientAccumulation had made no step from them '
+                      f'before the fit went on')
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c006
 def _text(cb):
@@ -78,7 +81,8 @@ def _set_scaler(cb, v):
     if v: cb.learn.scaler.load_state_dict(v)
 
 fit_states = { # By class, by name: None for an attribute, else how to read and to set it
-    Recorder: dict(lrs=None, iters=None, values=None, log=None, all_losses=(_losses,_set_losses), smooth=(_smooth,_set_smooth),
+    Recorder: dict(lrs=None, iters=None, values=None, log=None, all_losses=(_losses,_set_losses),
+                   smooth=(_smooth,_set_smooth),
                    n_metered=(_n_metered,_say_metered)),
     TrackerCallback: dict(best=None, new_best=None, wait=None),
     ParamScheduler: dict(hps=None),
@@ -91,12 +95,14 @@ for _cls,_state in fit_states.items():
     for _k,_o in _state.items():
         if _o is not None: setattr(_cls, _k, property(*_o))
 
-ParamScheduler.horizon = property(lambda self: [['n_epoch',self.n_epoch]], doc="A schedule by the part of the fit that is done")
+ParamScheduler.horizon = property(lambda self: [['n_epoch',self.n_epoch]],
+                                  doc="A schedule by the part of the fit that is done")
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c008
 DistributedTrainer.rank_state = 'all_steps',
 DistributedTrainer.all_steps = property(lambda self: torch.stack(self.steps) if self.steps else torch.zeros(0, 2),
-                                        lambda self, v: setattr(self, 'steps', list(v)), doc="This rank's losses in this epoch")
+                                        lambda self, v: setattr(self, 'steps', list(v)),
+                                        doc="This rank's losses in this epoch")
 growing[Recorder] = dict(lrs=Growing(lambda cb: cb.lrs), all_losses=Growing(lambda cb: cb.losses, _stacked))
 growing[ParamScheduler] = dict(hps=Growing(lambda cb: cb.hps))
 growing[DistributedTrainer] = dict(all_steps=Growing(lambda cb: cb.steps, _stacked))
@@ -136,7 +142,8 @@ def at_end(self:Learner, learn, cb):
 def say(self:Learner, line):
     "Print a line; the logger of fastai's learner takes a row of the table"
     logger = self.logger
-    while hasattr(cb := getattr(logger, '__self__', None), 'old_logger'): logger = cb.old_logger # those of the bar, and of a file
+    # those of the bar, and of a file
+    while hasattr(cb := getattr(logger, '__self__', None), 'old_logger'): logger = cb.old_logger
     if logger!=noop: print(line, flush=True)
 
 @patch(as_prop=True)
@@ -179,7 +186,8 @@ def _path(learn, file): return join_path_file(file, learn.path/learn.model_dir, 
 
 @patch
 def save(self:Learner, file, **kwargs):
-    "As fastai's: rank 0 writes the file, atomically; the other ranks count the save. No collective, unless the model is sharded"
+    """As fastai's: rank 0 writes the file, atomically; the other ranks count the save. No collective, unless the
+    model is sharded"""
     if not isinstance(file, (str,Path)): return _save(self, file, **kwargs)
     path,model,opt = _path(self, file),fill_in(get_model(self.model)),getattr(self, 'opt', None)
     if has_parts(model):
@@ -190,8 +198,8 @@ def save(self:Learner, file, **kwargs):
 
 @patch
 def load(self:Learner, file, device=None, **kwargs):
-    """As fastai's, but this rank waits for rank 0's file, and for no other rank; or the weights of a `Checkpoint`, given its folder
-    within the learner's path"""
+    """As fastai's, but this rank waits for rank 0's file, and for no other rank; or the weights of a `Checkpoint`, given
+    its folder within the learner's path"""
     if not isinstance(file, (str,Path)): return _load(self, file, device, **kwargs)
     model,folder = get_model(self.model),Path(self.path)/file
     if folder.is_dir(): load_model(model, weights_in(folder))

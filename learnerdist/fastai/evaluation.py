@@ -26,7 +26,8 @@ from ..distributed.gather_rows import gather_batches,storage
 from ..learner.metrics import Batches,Rows,Sums,reduction
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c005
-_sums = {AvgMetric.accumulate: ('total','count'), AvgLoss.accumulate: ('total','count'), LossMetric.accumulate: ('total','count'),
+_sums = {AvgMetric.accumulate: ('total','count'), AvgLoss.accumulate: ('total','count'),
+         LossMetric.accumulate: ('total','count'),
          Dice.accumulate: ('inter','union'), DiceMulti.accumulate: ('inter','union'),
          CorpusBLEUMetric.accumulate: ('pred_len','targ_len','corrects','counts')}
 
@@ -41,7 +42,8 @@ def _(m:Metric):
 
 @reduction.register
 def _(m:GatherPredsCallback):
-    return Rows(m, *['inputs']*m.with_input, *['preds']*m.with_preds, *['targets']*m.with_targs, *['losses']*m.with_loss)
+    return Rows(m, *['inputs']*m.with_input, *['preds']*m.with_preds, *['targets']*m.with_targs,
+                *['losses']*m.with_loss)
 
 # %% ../../nbs/fastai/01_evaluation.ipynb #c013
 class BatchFiles:
@@ -123,7 +125,8 @@ class Evaluation(ExactEvaluation):
     files,predicting,train_metrics = (),None,False
     def before_validate(self):
         super().before_validate()
-        self.files = [BatchFiles(cb) for cb in self._gatherers() if cb.save_preds or cb.save_targs] if is_share(self.dl) else []
+        self.files = [BatchFiles(cb) for cb in self._gatherers() if cb.save_preds
+                      or cb.save_targs] if is_share(self.dl) else []
         if self.predicting: self.predicting.begin(self._gatherers()[-1]) # the last one is that of `get_preds`
 
     def before_train(self):
@@ -137,7 +140,8 @@ class Evaluation(ExactEvaluation):
         super().before_batch()
     def after_batch(self):
         super().after_batch()
-        if self.training: self.learn.recorder.train_metrics = not self.learn.repeated # which it reads later in this event
+        # which it reads later in this event
+        if self.training: self.learn.recorder.train_metrics = not self.learn.repeated
         for o in self.files: o.keep(self.learn)
 
     def after_train(self):

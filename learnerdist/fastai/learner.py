@@ -45,7 +45,8 @@ from ..learner.callback import Callback as CoreCallback,own_loader
 from ..learner.progress import say_alone
 from ..core.random import shared_rng
 
-with suppress(Exception): import fastai.distributed # noqa: F401 # first, so that a later import does not replace ours; fails without accelerate
+with suppress(Exception): # first, so that a later import does not replace ours; fails without accelerate
+    import fastai.distributed # noqa: F401
 
 # %% ../../nbs/fastai/04_learner.ipynb #c006
 @patch
@@ -54,7 +55,8 @@ def prepare_model(self:DistributedTrainer):
     fill_in(self.learn.model).to(self.learn.device)
 
 def in_context(*classes):
-    "Decorate a function of (learner, fastai's method, its arguments): it takes the place of the method while a learner is in a context"
+    """Decorate a function of (learner, fastai's method, its arguments): it takes the place of the method while a
+    learner is in a context"""
     def decorate(f):
         for cls in classes: setattr(cls, f.__name__, _extended(getattr(cls, f.__name__), f))
         return f
@@ -69,7 +71,8 @@ def _extended(old, f):
 
 @patch
 def all_batches(self:Learner):
-    "As fastai's, from `start_at` on; in no context all of a loader that another learner's context has split among ranks"
+    """As fastai's, from `start_at` on; in no context all of a loader that another learner's context has split among
+    ranks"""
     trainer,at = trainer_of(self),self.start_at
     if trainer is None and getattr(self.dl, 'in_context', False):
         dl,self.dl = self.dl,own_loader(self, self.dl)
@@ -83,20 +86,24 @@ def all_batches(self:Learner):
 _get_preds = Learner.get_preds
 
 @patch
-def get_preds(self:Learner, ds_idx=1, dl=None, with_input=False, with_decoded=False, with_loss=False, act=None, inner=False, reorder=True,
+def get_preds(self:Learner, ds_idx=1, dl=None, with_input=False, with_decoded=False, with_loss=False, act=None,
+              inner=False, reorder=True,
               cbs=None,
               gather='all', # As in our own `get_preds`
               **kwargs):
     "As fastai's: predictions for the whole data set, in its order; in a context on every rank"
     check_gather(gather)
-    get = partial(_get_preds, self, ds_idx, with_input=with_input, with_decoded=with_decoded, with_loss=with_loss, inner=inner, cbs=cbs,
+    get = partial(_get_preds, self, ds_idx, with_input=with_input, with_decoded=with_decoded, with_loss=with_loss,
+                  inner=inner, cbs=cbs,
                   **kwargs)
-    names,trainer = [*['inputs']*with_input,'preds','targets',*['decoded']*with_decoded,*['losses']*with_loss],trainer_of(self)
+    names,trainer = [*['inputs']*with_input,'preds','targets',*['decoded']*with_decoded,
+                     *['losses']*with_loss],trainer_of(self)
     if trainer is None: return stored_alone(get(dl=dl, reorder=reorder, act=act), gather, names)
     dl = undealt(self.dls[ds_idx].new(shuffle=False, drop_last=False) if dl is None else dl)
     if isinstance(dl, (list,tuple,L)):
         with trainer.on_its_own(): return stored_alone(get(dl=dl, reorder=reorder, act=act), gather, names)
-    reorder = reorder and isinstance(dl, DataLoader) and dl.indexed and not isinstance(dl, LMDataLoader) # a stream is in order
+    # a stream is in order
+    reorder = reorder and isinstance(dl, DataLoader) and dl.indexed and not isinstance(dl, LMDataLoader)
     dl = trainer.in_one_order(dl) if reorder else dl
     if group_size()<2 or trainer.alone: return stored_alone(get(dl=dl, reorder=reorder, act=act), gather, names)
     reorder = reorder and [*(idxs := dl.get_idxs())]!=[*range(len(idxs))]
@@ -149,7 +156,8 @@ def save(self, save, file, **kwargs):
 def keep(self:DistributedTrainer):
     "Keep a copy of weights and optimizer in memory; `end_fit` restores it"
     learn = self.learn
-    self.saved = copy.deepcopy((get_model(learn.model).state_dict(),learn.opt.state_dict())) + (getattr(learn.lr_finder, 'tmp_d', None),)
+    self.saved = copy.deepcopy((get_model(learn.model).state_dict(),
+                                learn.opt.state_dict())) + (getattr(learn.lr_finder, 'tmp_d', None),)
 
 @in_context(Learner)
 def export(self, export, *args, **kwargs):
@@ -166,7 +174,9 @@ def save_encoder(self, save_encoder, *args, **kwargs):
 @patch
 def check_whole(self:DistributedTrainer, what):
     "ValueError if the model is sharded"
-    if self.shards: raise ValueError(f'{what}: rank 0 has a part of this sharded model only. Do it after the context, or use learn.save')
+    if self.shards:
+        raise ValueError(f'{what}: rank 0 has a part of this sharded model only. Do it after the context, or use '
+                         f'learn.save')
 
 @patch
 @contextmanager
@@ -228,7 +238,8 @@ def to_distributed(self:Learner,
     **kw
 )->Learner:
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
-    if any(isinstance(cb, parts) for cb in self.cbs): raise ValueError('this learner is distributed already: detach_distributed() first')
+    if any(isinstance(cb, parts) for cb in self.cbs):
+        raise ValueError('this learner is distributed already: detach_distributed() first')
     say_replaced()
     trainer = DistributedTrainer(cuda_id, **kw)
     trainer.learn = self
@@ -248,7 +259,8 @@ def distrib_ctx(self:Learner,
     in_notebook=None, # As in `to_distributed`
     **kw
 ):
-    "Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an exception"
+    """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an
+    exception"""
     return CoreLearner.distrib_ctx(self, cuda_id, in_notebook=in_notebook, **kw)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c017b
@@ -262,7 +274,8 @@ class Autocast(MixedPrecision):
 @contextmanager
 def _amp_flag(learn, dtype):
     if any(isinstance(o, (MixedPrecision,FastaiMixedPrecision)) for o in learn.cbs):
-        raise ValueError(f'amp={dtype!r}: this learner has mixed precision by to_fp16 or to_bf16; leave out one of the two')
+        raise ValueError(f'amp={dtype!r}: this learner has mixed precision by to_fp16 or to_bf16; leave out one of '
+                         f'the two')
     with learn.added_cbs(Autocast(None if dtype is True else dtype)): yield learn
 
 _fit = Learner.fit # fastai's, with `resume`
@@ -270,7 +283,8 @@ _fit = Learner.fit # fastai's, with `resume`
 def _check_fit(n_epoch, lr, cbs):
     "ValueError for what no fit can take, before anything begins"
     check_epochs(n_epoch)
-    if any(isinstance(o, str) for o in L(lr)): raise ValueError(f'lr={lr!r}: give a number, a slice, or a list of numbers')
+    if any(isinstance(o, str) for o in L(lr)):
+        raise ValueError(f'lr={lr!r}: give a number, a slice, or a list of numbers')
     bad = [o for o in L(cbs) if not isinstance(o, (type,Callback,CoreCallback))]
     if bad: raise ValueError(f'{bad[0]!r} is no callback: give a `Callback` or its class')
 
@@ -299,7 +313,8 @@ def setup_distrib(
     gpu=None, # This process's GPU; None: by local rank, or the CPU
     **kw      # Of our own `setup_distrib`
 )->torch.device:
-    "Join the process group that the launcher prepared; without a launcher, or with a group open, only choose the device"
+    """Join the process group that the launcher prepared; without a launcher, or with a group open, only choose the
+    device"""
     return env.setup_distrib(kw.pop('cuda_id', gpu), **kw)
 
 class ParallelTrainer(data_parallel.ParallelTrainer):
@@ -307,7 +322,8 @@ class ParallelTrainer(data_parallel.ParallelTrainer):
     def before_fit(self):
         device = torch.device(getattr(self.dls, 'device', None) or default_device())
         ids = data_parallel.parallel_ids(self.device_ids, device, torch.cuda.device_count())
-        if ids and self.model is get_model(self.model): self.learn.model = self.wrapped = torch.nn.DataParallel(self.model, device_ids=ids)
+        if ids and self.model is get_model(self.model):
+            self.learn.model = self.wrapped = torch.nn.DataParallel(self.model, device_ids=ids)
 
 @patch
 def to_parallel(self:Learner, device_ids=None)->Learner:
@@ -324,7 +340,8 @@ Learner.parallel_ctx,Learner.wrapper = CoreLearner.parallel_ctx,CoreLearner.wrap
 Learner.compile,Learner.uncompile = CoreLearner.compile,CoreLearner.uncompile
 
 # %% ../../nbs/fastai/04_learner.ipynb #c019b
-_ours = {k:vars(Learner)[k] for k in ('to_distributed','detach_distributed','distrib_ctx','to_parallel','detach_parallel','parallel_ctx')}
+_ours = {k:vars(Learner)[k]
+         for k in ('to_distributed','detach_distributed','distrib_ctx','to_parallel','detach_parallel','parallel_ctx')}
 _said = set()
 
 def say_replaced():
@@ -333,4 +350,5 @@ def say_replaced():
     if not others or _said: return
     _said.update(others)
     what = ', '.join(f'Learner.{k} (now of {getattr(f, "__module__", None)})' for k,f in others.items())
-    warnings.warn(f'{what}: replaced after learnerdist.fastai was imported, so these are no longer ours. Import learnerdist.fastai last')
+    warnings.warn(f'{what}: replaced after learnerdist.fastai was imported, so these are no longer ours. Import '
+                  f'learnerdist.fastai last')

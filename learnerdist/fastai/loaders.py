@@ -45,8 +45,10 @@ class _Indices:
     "The indices that `dl` reads in an epoch, the same on every rank"
     read_ahead = sys.maxsize # random streams are swapped once, not at each batch
     def __init__(self, dl, dealer): self.dl,self.dealer = dl,dealer
-    alike = property(lambda self: all(k not in vars(self.dl) and getattr(type(self.dl), k).__module__.startswith('fastai.')
-                                      for k in ('get_idxs','shuffle_fn')), doc="Whether fastai draws them, see `own_order`")
+    alike = property(lambda self: all(k not in vars(self.dl)
+                                      and getattr(type(self.dl), k).__module__.startswith('fastai.')
+                                      for k in ('get_idxs','shuffle_fn')),
+                     doc="Whether fastai draws them, see `own_order`")
     def __iter__(self):
         self.dl.rng = random.Random(mix_seed(self.dealer.seed, self.dealer.epoch))
         return iter(self.dl.get_idxs())
@@ -54,7 +56,8 @@ class _Indices:
         dl = self.dl
         if isinstance(dl, PartialDL) and dl.partial_n is not None: return dl.partial_n
         if 'get_idxs' not in vars(dl) and type(dl).get_idxs.__module__.startswith('fastai.'): return dl.n
-        with shared_rng(self.dealer.seed, 0): return sum(1 for _ in self) # a user's own may return more or fewer than the data set has
+        # a user's own may return more or fewer than the data set has
+        with shared_rng(self.dealer.seed, 0): return sum(1 for _ in self)
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c007
 def shallow(
@@ -78,6 +81,7 @@ class SeededItems:
         self.dl,self.dealer,self.outer = dl,dealer,None
         self.inner = dl.create_item,dl.create_batch
     def create_item(self, s):
+        "As the loader's, from the random streams of the sample"
         self.outer = self.outer or rng_state(cuda=False)
         if self.dl.indexed: self.dealer.seed_sample(s or 0) # a stream does it itself
         return self.inner[0](s)
@@ -112,7 +116,8 @@ def _(dl:DataLoader, dealer):
     if not dl.indexed: return _of_stream(dl, dealer)
     if dl.bs and _reads_itself(dl): return _of_batches(dl, dealer)
     if dl.bs is None: dealer.of_batches() # the data set's items are batches
-    order = dealer.order(range(dl.n), dl.shuffle) if _is_plain(dl) else dealer.drawn(_Indices(_global(dl, dealer), dealer))
+    order = dealer.order(range(dl.n),
+                         dl.shuffle) if _is_plain(dl) else dealer.drawn(_Indices(_global(dl, dealer), dealer))
     return _seeded(_reading(shallow(dl), order), dealer)
 
 def _reads_itself(dl):
@@ -128,7 +133,8 @@ def _of_batches(dl, dealer):
 
 def _of_stream(dl, dealer):
     new = shallow(dl)
-    new.dataset,new.fake_l.num_workers = dealer.stream(dl.dataset, 0, None),0 # fastai's workers would each read the stream from its start
+    # fastai's workers would each read the stream from its start
+    new.dataset,new.fake_l.num_workers = dealer.stream(dl.dataset, 0, None),0
     if dl.n is not None: new.n = dealer.count(dl.n)
     return _seeded(new, dealer)
 
@@ -167,7 +173,8 @@ class _Lengths(RankOrder):
     def __call__(self):
         d = self.order.dealer
         with shared_rng(d.seed, d.epoch): whole = list(self.order.source)
-        self.longest = [max(whole[i:i+self.step], key=self.res.__getitem__) for i in range(d.start, len(whole), self.step)]
+        self.longest = [max(whole[i:i+self.step], key=self.res.__getitem__)
+                        for i in range(d.start, len(whole), self.step)]
         return list(d.deal(whole))
 
 class _PaddedAlike:
@@ -194,7 +201,8 @@ def _(dl:SortedDL, dealer):
 class _Streams(_Indices):
     "The order of an `LMDataLoader`, which shuffles its texts, and never its indices"
     def __iter__(self):
-        for i in range(len(self.dl.items)): self.dl.items.idxs[i] = i # in place, or the last epoch's order would be shuffled
+        # in place, or the last epoch's order would be shuffled
+        for i in range(len(self.dl.items)): self.dl.items.idxs[i] = i
         return super().__iter__()
     def __len__(self): return self.dl.n
 
@@ -241,7 +249,8 @@ class ShareDL(Share):
     def new(self, *args, **kwargs):
         "A plain loader over all the data"
         return self.source.new(*args, **kwargs)
-    batch_size = property(lambda self: self.dl.bs if isinstance(self.dl, DataLoader) else self.dl.batch_size, doc="This rank's")
+    batch_size = property(lambda self: self.dl.bs if isinstance(self.dl, DataLoader) else self.dl.batch_size,
+                          doc="This rank's")
 
 def undealt(
     dl # A loader, or a shard of one
@@ -253,7 +262,8 @@ def undealt(
 class _Blocks(core.Dealer):
     "Gives a rank one block of the order, as `fastai.distributed` does, instead of every W-th sample"
     def order(self, source, shuffle): return self.drawn(_Order(self, source, shuffle))
-    def stream(self, dataset, num_workers, after=()): raise ValueError('a stream has no blocks: deal it by DistributedDL.from_dl')
+    def stream(self, dataset, num_workers, after=()):
+        raise ValueError('a stream has no blocks: deal it by DistributedDL.from_dl')
     def deal(self, items):
         items = list(items)
         n = self.count(len(items))
@@ -268,7 +278,8 @@ class _Order:
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c024
 class DistributedDL(ShareDL):
-    "Of a loader, with `fastai.distributed`'s arguments: this rank's block of it. Of a data set: this rank's shard, as in our own"
+    """Of a loader, with `fastai.distributed`'s arguments: this rank's block of it. Of a data set: this rank's shard,
+    as in our own"""
     def __init__(self, dl,
         rank=None,       # None: from the launcher
         world_size=None,
@@ -278,10 +289,13 @@ class DistributedDL(ShareDL):
         rank,world_size = rank_distrib() if rank is None else rank,world_size or num_distrib() or 1
         if reindexed.dispatch(type(dl)) is reindexed.dispatch(object):
             return super().__init__(dl, rank, world_size, *([] if device is None else [device]), **kw)
-        if kw: raise ValueError(f"{', '.join(kw)}: over a loader, give these to DistributedDL.from_dl(dl, rank, world_size, …)")
+        if kw:
+            raise ValueError(f"{', '.join(kw)}: over a loader, give these to DistributedDL.from_dl(dl, rank, "
+                             f"world_size, …)")
         self._split(dl if device is None else _on(dl, device), _Blocks(rank, world_size))
 
-    by_hand = property(lambda self: isinstance(self.dealer, _Blocks), doc="By fastai's arguments: in a context, its loader is dealt anew")
+    by_hand = property(lambda self: isinstance(self.dealer, _Blocks),
+                       doc="By fastai's arguments: in a context, its loader is dealt anew")
     def all_data(self):
         "This shard: who splits a loader by hand means it for every learner"
         return self
@@ -292,7 +306,8 @@ class DistributedDL(ShareDL):
             yield b
 
 def _on(dl, device):
-    if not isinstance(dl, DataLoader): raise ValueError(f"device={device}: a {type(dl).__name__} has none; the learner moves its batches")
+    if not isinstance(dl, DataLoader):
+        raise ValueError(f"device={device}: a {type(dl).__name__} has none; the learner moves its batches")
     dl = shallow(dl)
     dl.device = torch.device(device)
     return dl

@@ -40,7 +40,8 @@ from ..learner.losses import LossTrace,MeanOver,loss_trace,mean_over,n_items,wei
 @patch
 def __call__(self:Callback, event):
     "Handle an event of fastai's Learner"
-    if hasattr(type(self), event) and self.answers(event, getattr(self.learn, 'training', False)): getattr(self, event)()
+    if hasattr(type(self), event) and self.answers(event, getattr(self.learn, 'training', False)):
+        getattr(self, event)()
     if event=='after_fit': self.run = True
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c009
@@ -76,10 +77,12 @@ parts = core.DistributedTrainer,ExactEvaluation,Agreement,AgreementEnd # What a 
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c014b
 class DistributedTrainer(core.DistributedTrainer):
-    "Train a fastai learner on every rank of the group: shards of the data, averaged gradients, the metrics of one process"
+    """Train a fastai learner on every rank of the group: shards of the data, averaged gradients, the metrics of one
+    process"""
     @delegates(core.DistributedTrainer.__init__)
     def __init__(self,
-        cuda_id=None, # This process's GPU; None: by local rank, or the CPU. A bool is `sync_bn`, fastai's first argument
+        # This process's GPU; None: by local rank, or the CPU. A bool is `sync_bn`, fastai's first argument
+        cuda_id=None,
         **kwargs
     ):
         if isinstance(cuda_id, bool): cuda_id,kwargs = None,dict(kwargs, sync_bn=cuda_id)
@@ -149,7 +152,8 @@ def set_device(self:DistributedTrainer, device):
             self.stack.callback(setattr, dl, 'device' if dl.device is not None else '_device', dl.device)
             dl.device = device
     old = vars(self.dls).get('_device') # `getattr` would find a loader's
-    self.stack.callback((lambda: vars(self.dls).pop('_device', None)) if old is None else (lambda: setattr(self.dls, '_device', old)))
+    self.stack.callback((lambda: vars(self.dls).pop('_device', None)) if old is None
+                        else (lambda: setattr(self.dls, '_device', old)))
     self.dls._device = device
 
 @patch
@@ -264,7 +268,8 @@ def before_batch(self:DistributedTrainer):
     self.replica.sync = acc is None or self.weights.is_uneven or acc.count+find_bs(self.yb)>=acc.n_acc
 
 @patch
-def _accumulation(self:DistributedTrainer): return next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
+def _accumulation(self:DistributedTrainer):
+    return next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
 
 @patch
 def before_backward(self:DistributedTrainer):
@@ -292,14 +297,16 @@ def after_batch(self:DistributedTrainer):
 def share_loss(self:DistributedTrainer):
     "Add this step's loss to the totals; in `lr_find` average it over ranks. Sync point in `lr_find`"
     loss,n = self.learn.loss,self._n_items() if self.has_loss else 0
-    self.steps.append(torch.stack([weighted(loss.detach().mean(), n).cpu(), torch.as_tensor(n, dtype=torch.double).cpu()]))
+    self.steps.append(torch.stack([weighted(loss.detach().mean(), n).cpu(),
+                                   torch.as_tensor(n, dtype=torch.double).cpu()]))
     if 'lr_finder' not in vars(self.learn): return
     tot,count = total_losses(self.learn, torch.stack(self.steps[-1:]), 1)[0]
     if count: self.learn.loss = (tot/count).to(self.learn.loss)
 
 @patch
 def _n_items(self:DistributedTrainer):
-    n,mixed = find_bs(self.yb) if len(self.yb) else 0,isinstance(getattr(self.loss_func, '__self__', None), FastaiCallback)
+    n,mixed = find_bs(self.yb) if len(self.yb) else 0,isinstance(getattr(self.loss_func, '__self__', None),
+                                                                 FastaiCallback)
     return 0 if self.learn.repeated else n if not n or mixed else n_items(self.learn)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c025

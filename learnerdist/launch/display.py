@@ -18,7 +18,9 @@ def notebook_shell():
 
 def show(
     shell,   # As from `notebook_shell`
-    msg:dict # From a rank: arguments of IPython's `publish`; `clear`, the argument of its `clear_output`; or `text` of a `stream`
+    # From a rank: arguments of IPython's `publish`; `clear`, the argument of its `clear_output`; or `text` of a
+    # `stream`
+    msg:dict
 ):
     "Display in this notebook what a rank has displayed or printed"
     if 'text' in msg: getattr(sys, msg['stream']).write(msg['text'])

@@ -53,7 +53,8 @@ def choose_addresses(
     args,    # torchrun's arguments; `local_addr` and `rdzv_conf` are changed
     host:str # Where the machines meet
 ):
-    "Let the machines of a launch reach each other by addresses. Options that were given stay, and so does GLOO_SOCKET_IFNAME"
+    """Let the machines of a launch reach each other by addresses. Options that were given stay, and so does
+    GLOO_SOCKET_IFNAME"""
     route = find_route(host)
     if route is None: return # perhaps its name is known later: torchrun waits for it
     try: known = {o[4][0] for o in socket.getaddrinfo(socket.gethostname(), None)}

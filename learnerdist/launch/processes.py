@@ -133,7 +133,8 @@ remedy = ('pip install cloudpickle, which sends functions of a notebook to other
 def seed_alike():
     "Start the random streams of Python, numpy and torch alike on all ranks, the latter when they are imported"
     names = 'LEARNERDIST_SEED','TORCHELASTIC_RUN_ID','SLURM_JOB_ID','SLURM_STEP_ID'
-    if os.environ.get('LOCAL_WORLD_SIZE')!=os.environ.get('WORLD_SIZE'): names = *names[1:],'MASTER_ADDR','MASTER_PORT' # several launchers
+    # several launchers
+    if os.environ.get('LOCAL_WORLD_SIZE')!=os.environ.get('WORLD_SIZE'): names = *names[1:],'MASTER_ADDR','MASTER_PORT'
     seed = zlib.crc32(' '.join(os.environ.get(o, '') for o in names).encode())
     random.seed(seed)
     for name,seeds in (('numpy.random','seed'), ('torch','manual_seed')):

@@ -30,20 +30,25 @@ class Task(NamedTuple):
 def find_task(
     env=os.environ
 )->Task:
-    "This process's task in srun; None if it was not started by srun, or is the only task. ValueError for numbers that contradict"
+    """This process's task in srun; None if it was not started by srun, or is the only task. ValueError for numbers
+    that contradict"""
     if not _in_srun(env): return None
-    n,n_nodes = (_number(env, *names) for names in (('SLURM_STEP_NUM_TASKS','SLURM_NTASKS'), ('SLURM_STEP_NUM_NODES','SLURM_NNODES')))
+    n,n_nodes = (_number(env, *names)
+                 for names in (('SLURM_STEP_NUM_TASKS','SLURM_NTASKS'), ('SLURM_STEP_NUM_NODES','SLURM_NNODES')))
     if n < 2: return None
     rank,local,node = (_number(env, k) for k in ('SLURM_PROCID','SLURM_LOCALID','SLURM_NODEID'))
     if rank >= n: raise ValueError(f'SLURM_PROCID={rank}, but SLURM_NTASKS={n}: a task is numbered from 0')
-    if n < n_nodes: raise ValueError(f'SLURM_NTASKS={n} and SLURM_NNODES={n_nodes}: start at least one task on each node')
+    if n < n_nodes:
+        raise ValueError(f'SLURM_NTASKS={n} and SLURM_NNODES={n_nodes}: start at least one task on each node')
     ident = f"{env.get('SLURM_JOB_ID', 0)}.{env.get('SLURM_STEP_ID', 0)}"
-    return Task(rank, n, local, _tasks_here(env, node, n, n_nodes), node, n_nodes, _first_addr(env, n_nodes), _port(env, ident), ident)
+    return Task(rank, n, local, _tasks_here(env, node, n, n_nodes), node, n_nodes, _first_addr(env, n_nodes),
+                _port(env, ident), ident)
 
 def _in_srun(env):
     if 'SLURM_PROCID' not in env: return False
     step = env.get('SLURM_STEP_ID', '')
-    return int(step) < 0xfffffff0 if step.isdigit() else env.get('ENVIRONMENT') != 'BATCH' # a batch script's step has none or a huge one
+    # a batch script's step has none or a huge one
+    return int(step) < 0xfffffff0 if step.isdigit() else env.get('ENVIRONMENT') != 'BATCH'
 
 def _number(env, *names):
     name = next((o for o in names if env.get(o)), names[-1])
@@ -61,8 +66,11 @@ def first_host(
 def _first_addr(env, n_nodes):
     if env.get('MASTER_ADDR'): return env['MASTER_ADDR']
     if n_nodes == 1: return '127.0.0.1'
-    found = first_host(env.get('SLURM_STEP_NODELIST') or env.get('SLURM_JOB_NODELIST') or env.get('SLURM_NODELIST') or '')
-    if not found: raise ValueError(f'SLURM_NNODES={n_nodes}, but neither SLURM_JOB_NODELIST nor MASTER_ADDR says where the first node is')
+    found = first_host(env.get('SLURM_STEP_NODELIST') or env.get('SLURM_JOB_NODELIST') or env.get('SLURM_NODELIST')
+                       or '')
+    if not found:
+        raise ValueError(f'SLURM_NNODES={n_nodes}, but neither SLURM_JOB_NODELIST nor MASTER_ADDR says where the '
+                         f'first node is')
     return found
 
 def _port(env, ident):
@@ -72,7 +80,8 @@ def _port(env, ident):
 
 def _tasks_here(env, node, n, n_nodes):
     counts = []
-    for k,times in re.findall(r'(\d+)(?:\(x(\d+)\))?', env.get('SLURM_STEP_TASKS_PER_NODE') or env.get('SLURM_TASKS_PER_NODE') or ''):
+    for k,times in re.findall(r'(\d+)(?:\(x(\d+)\))?',
+                              env.get('SLURM_STEP_TASKS_PER_NODE') or env.get('SLURM_TASKS_PER_NODE') or ''):
         counts += [int(k)]*int(times or 1)
     return counts[node] if node < len(counts) else int(env.get('SLURM_NTASKS_PER_NODE') or -(-n//n_nodes))
 
@@ -84,13 +93,16 @@ def check_env(
     "Raise ValueError if a value that was set differs from Slurm's"
     for name,(value,slurm) in meant.items():
         if found.get(name) not in (None, '', str(value)):
-            raise ValueError(f'{name}={found[name]} and {slurm}={value} differ: leave {name} to Slurm, or start without srun')
+            raise ValueError(f'{name}={found[name]} and {slurm}={value} differ: leave {name} to Slurm, or start '
+                             f'without srun')
 
 def rank_env(
     task:Task, env=os.environ
 )->dict: # RANK, WORLD_SIZE and so on
     "The environment variables of a task that is a rank"
-    meant = dict(WORLD_SIZE=(task.n_tasks, 'SLURM_NTASKS'), RANK=(task.rank, 'SLURM_PROCID'), LOCAL_RANK=(task.local_rank, 'SLURM_LOCALID'))
+    meant = dict(WORLD_SIZE=(task.n_tasks, 'SLURM_NTASKS'), RANK=(task.rank, 'SLURM_PROCID'),
+                 LOCAL_RANK=(task.local_rank, 'SLURM_LOCALID'))
     check_env(env, meant)
-    return dict(RANK=task.rank, WORLD_SIZE=task.n_tasks, LOCAL_RANK=task.local_rank, LOCAL_WORLD_SIZE=task.local_size, GROUP_RANK=task.node,
+    return dict(RANK=task.rank, WORLD_SIZE=task.n_tasks, LOCAL_RANK=task.local_rank, LOCAL_WORLD_SIZE=task.local_size,
+                GROUP_RANK=task.node,
                 MASTER_ADDR=task.addr, MASTER_PORT=task.port)

@@ -165,7 +165,8 @@ def explain(
     return [f'rank {first.rank} failed first: {_cut(str(first), 6)}', *where, *rest]
 
 def _cut(text, n):
-    "The first line of a text and its last ones, at most `n`: an exception of a loader's worker ends with its own traceback"
+    """The first line of a text and its last ones, at most `n`: an exception of a loader's worker ends with its own
+    traceback"""
     lines = text.splitlines()
     if len(lines) <= n: return text
     head = min(1, n-1)

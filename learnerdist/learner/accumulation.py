@@ -21,13 +21,17 @@ from .techniques import with_grad
 
 # %% ../../nbs/learner/07_accumulation.ipynb #c028
 class GradientAccumulation(Callback):
-    "Step the optimizer once for every `n_acc` samples of each rank, with the gradient of the mean loss over all of them"
+    """Step the optimizer once for every `n_acc` samples of each rank, with the gradient of the mean loss over all of
+    them"""
     order,run_valid = Order.accumulation,False
     def __init__(self,
-        n_acc:int=32 # Samples per rank and step, as `bs` is per rank: for the same run, one process needs W times as many as W ranks
+        # Samples per rank and step, as `bs` is per rank: for the same run, one process needs W times as many as W ranks
+        n_acc:int=32
     ):
         if n_acc<1: raise ValueError(f'n_acc={n_acc}: give the number of samples that make a step')
-        self.n_acc,self.count,self.items,self.total,self.stepping,self.marks,self.engine = n_acc,0,0,n_acc,True,deque(),None
+        self.n_acc,self.count,self.items = n_acc,0,0
+        self.total,self.stepping,self.marks = n_acc,True,deque()
+        self.engine = None
 
     def before_train(self):
         self._forget()
@@ -55,7 +59,8 @@ class GradientAccumulation(Callback):
 # %% ../../nbs/learner/07_accumulation.ipynb #c030
 @patch
 def share_items(self:GradientAccumulation):
-    "The items of this micro-batch (the mean over ranks). If it ends the group, divide the accumulated gradients by the group's items"
+    """The items of this micro-batch (the mean over ranks). If it ends the group, divide the accumulated gradients by
+    the group's items"""
     n = self.global_items
     if n is None: n = n_items(self.learn)
     self.items = self.items + n
@@ -78,7 +83,8 @@ def _divide_by(self:GradientAccumulation, total):
 
 @patch
 def _exchange(self:GradientAccumulation, on):
-    if (wrapper := vars(self.learn).get('wrapper')) is not None: self.engine = wrapper # at the end of a fit there is none any more
+    # at the end of a fit there is none any more
+    if (wrapper := vars(self.learn).get('wrapper')) is not None: self.engine = wrapper
     if hasattr(self.engine, 'sync'): self.engine.sync = on
 
 @patch
@@ -111,7 +117,8 @@ def _has_length(dl):
 
 # %% ../../nbs/learner/07_accumulation.ipynb #c033
 class _Marked(LoaderWrapper):
-    "A loader without a length that reads one batch ahead: for each batch that it yields, `marks` gets whether it is the last"
+    """A loader without a length that reads one batch ahead: for each batch that it yields, `marks` gets whether it
+    is the last"""
     def __init__(self, dl, marks): self.dl,self.marks = dl,marks
     def __iter__(self):
         for b,more in look_ahead(iter(self.dl)):
@@ -126,7 +133,8 @@ def steps_per_epoch(
     learn,
     n:int=None # Number of batches per rank; None: the length of the training loader
 )->int:
-    "Number of optimizer steps in `n` batches, with the learner's `GradientAccumulation`. ValueError if that needs an unknown batch size"
+    """Number of optimizer steps in `n` batches, with the learner's `GradientAccumulation`. ValueError if that needs
+    an unknown batch size"""
     dl = own_loader(learn, learn.dls.train)
     n = len(dl) if n is None else n
     acc = next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)), None)

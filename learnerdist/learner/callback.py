@@ -14,7 +14,8 @@ _loop = ('before_batch after_pred after_loss before_backward after_cancel_backwa
          'after_cancel_step after_step after_cancel_batch after_batch')
 inner_events = tuple(_loop.split())
 batch_events = frozenset(inner_events)
-all_events = ('after_create','after_dls','before_fit','before_epoch','before_train',*inner_events,'after_cancel_train','after_train',
+all_events = ('after_create','after_dls','before_fit','before_epoch','before_train',*inner_events,'after_cancel_train',
+              'after_train',
               'before_validate','after_cancel_validate','after_validate','after_cancel_epoch','after_epoch',
               'after_cancel_fit','after_fit')
 
@@ -33,11 +34,13 @@ class CancelBackwardException(Exception): "Skip the backward pass, and go to `af
 
 # %% ../../nbs/learner/00_callback.ipynb #c009b
 cancels = {k:globals()[f'Cancel{v}Exception'] for k,v in dict(fit='Fit', epoch='Epoch', train='Train', validate='Valid',
-                                                                 batch='Batch', step='Step', backward='Backward').items()}
+                                                                 batch='Batch', step='Step',
+                                                              backward='Backward').items()}
 
 # %% ../../nbs/learner/00_callback.ipynb #cbf50641
 class Order:
-    "The `order` of every callback of this package: callbacks with a lower number receive an event first. A user's are between the ends"
+    """The `order` of every callback of this package: callbacks with a lower number receive an event first. A user's
+    are between the ends"""
     resume,agreement,checkpoint_early,trainer,evaluation = -10**9-2,-10**9-1,-10**9-.5,-10**9,-10**9+1
     accumulation,train_eval,data_parallel = -10**9+2,-10,-9
     user = 0
@@ -47,14 +50,18 @@ class Order:
 
 # %% ../../nbs/learner/00_callback.ipynb #c011
 class Callback(GetAttr):
-    "Base class of callbacks. A method named after an event handles it; attributes of the learner can be read from the callback"
+    """Base class of callbacks. A method named after an event handles it; attributes of the learner can be read from
+    the callback"""
     order,_default,learn = 0,'learn',None
     run,run_train,run_valid = True,True,True
     run_find = True # Whether it runs in `lr_find`: a callback that logs, saves, stops a fit or sets the rate does not
-    keeps_batch = False # Whether its `after_pred` and `after_loss` neither cancel nor change targets: then no rank waits for others there
+    # Whether its `after_pred` and `after_loss` neither cancel nor change targets: then no rank waits for others there
+    keeps_batch = False
     loop_state = () # Names of attributes that belong to the current loop over data; saved while a nested loop runs
-    fit_state = () # Names of attributes that a checkpoint saves: the callback's state in this fit, the same on every rank
-    rank_state = () # Attributes that a checkpoint saves and that differ between ranks: tensors whose sum over ranks is the global value
+    # Names of attributes that a checkpoint saves: the callback's state in this fit, the same on every rank
+    fit_state = ()
+    # Attributes that a checkpoint saves and that differ between ranks: tensors whose sum over ranks is the global value
+    rank_state = ()
 
     @property
     def name(self)->str:
@@ -72,12 +79,15 @@ class Callback(GetAttr):
         "Whether this callback holds back an exception, and raises it later"
         return False
 
-    def __getattr__(self, k): # faster than `GetAttr`'s own, which makes three calls for each of some thirty attributes per step
+    # faster than `GetAttr`'s own, which makes three calls for each of some thirty attributes per step
+    def __getattr__(self, k):
         if k.startswith('__') or self.learn is None: raise AttributeError(k)
-        if hasattr(type(self), k): return object.__getattribute__(self, k) # a property that has failed: raises its own error
+        # a property that has failed: raises its own error
+        if hasattr(type(self), k): return object.__getattribute__(self, k)
         return getattr(self.learn, k)
 
-    def cleanup(self): "Undo this callback's changes of the learner. Called at the end of every fit, also after an exception"
+    def cleanup(self):
+        "Undo this callback's changes of the learner. Called at the end of every fit, also after an exception"
     def __repr__(self): return type(self).__name__
 
 # %% ../../nbs/learner/00_callback.ipynb #ownldr01

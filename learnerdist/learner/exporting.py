@@ -27,13 +27,17 @@ format_version = 1 # Of an exported file
 def export(self:Learner,
     fname='export.pth' # File name within the learner's path
 )->Path:               # The file
-    "Write weights, `dls.vocab`, batch size, number of inputs, on rank 0; if the model is sharded, all must call. ValueError if not data"
+    """Write weights, `dls.vocab`, batch size, number of inputs, on rank 0; if the model is sharded, all must call.
+    ValueError if not data"""
     path,model,dls = self.path/fname,fill_in(get_model(self.model)),self.dls
     vocab = getattr(dls, 'vocab', None)
-    data = dict(learnerdist_export=format_version, model=model.state_dict(), name=model_name(model), bs=batch_shape(dls[len(dls)-1])[0],
+    data = dict(learnerdist_export=format_version, model=model.state_dict(), name=model_name(model),
+                bs=batch_shape(dls[len(dls)-1])[0],
                 n_inp=getattr(dls, 'n_inp', None), vocab=vocab if vocab is None else list(vocab))
     bad = [o for o in tree_leaves(data) if not isinstance(o, (torch.Tensor,str,bytes,int,float,bool,type(None)))]
-    if bad: raise ValueError(f'{bad[0]!r} is a {type(bad[0]).__name__}, and an exported file holds tensors, numbers and texts only')
+    if bad:
+        raise ValueError(f'{bad[0]!r} is a {type(bad[0]).__name__}, and an exported file holds tensors, numbers and '
+                         f'texts only')
     save_state(data, path, save_sealed)
     return path
 
@@ -45,15 +49,18 @@ def load_learner(
     cpu:bool=True,        # Work on the CPU; False: on the device of this process
     **kw                  # Settings of `TfmdDL` for the items to come, such as `after_item`
 )->Learner:
-    "A learner with the weights of a file: `learn.predict(x)`, `learn.get_preds(dl=learn.dls.test_dl(items))`. ValueError for other files"
+    """A learner with the weights of a file: `learn.predict(x)`, `learn.get_preds(dl=learn.dls.test_dl(items))`.
+    ValueError for other files"""
     path = Path(fname)
     await_save(path)
     data = load_plain(read_bytes(path), path)
     if not isinstance(data, dict) or data.get('learnerdist_export')!=format_version:
-        raise ValueError(f'{path} is no file of `Learner.export` (format {format_version}): what `save` wrote is read by `Learner.load`')
+        raise ValueError(f'{path} is no file of `Learner.export` (format {format_version}): what `save` wrote is read '
+                         f'by `Learner.load`')
     try: model.load_state_dict(data['model'])
     except RuntimeError as e:
-        raise ValueError(f"{path} holds the weights of a {data['name']}, and they do not fit this {type(model).__name__}: {e}") from e
+        raise ValueError(f"{path} holds the weights of a {data['name']}, and they do not fit this "
+                         f"{type(model).__name__}: {e}") from e
     empty = [TfmdDL([], data['bs'] or 64, **kw) for _ in range(2)]
     dls = DataLoaders(*empty, path=path.parent, device='cpu' if cpu else None, n_inp=data['n_inp'])
     dls.vocab = data['vocab']

@@ -51,7 +51,8 @@ def no_trace(
     "Context in which the learner may train; afterwards it is what it was, and so are the random streams"
     streams,gens,own = rng_state(),[(g,g.get_state()) for g in _generators(learn)],dict(vars(learn))
     tensors,opt = [(t,t.detach().clone()) for t in _tensors(learn)],learn.opt and deepcopy(learn.opt.state_dict())
-    modes,epochs = [(m,m.training) for m in learn.model.modules()],[(o,o.epoch) for o in loaders_of(learn.dls) if hasattr(o, 'epoch')]
+    modes,epochs = [(m,m.training) for m in learn.model.modules()],[(o,o.epoch) for o in loaders_of(learn.dls)
+                                                                    if hasattr(o, 'epoch')]
     cbs = [(cb,_copied(vars(cb)),deepcopy(cb.state_dict()) if hasattr(cb, 'state_dict') else None) for cb in learn.cbs]
     try: yield learn
     finally:
@@ -72,7 +73,8 @@ def no_trace(
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf21
 class LRFinder(Callback):
-    "Raise the rate at each step of a fit, record the smoothed losses, and end the fit after `num_it` steps, or when the loss diverges"
+    """Raise the rate at each step of a fit, record the smoothed losses, and end the fit after `num_it` steps, or
+    when the loss diverges"""
     order = Order.scheduler
     def __init__(self, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True): # As in `lr_find`
         self.start_lr,self.end_lr,self.num_it,self.stop_div = start_lr,end_lr,max(num_it, 6),stop_div
@@ -110,7 +112,8 @@ def valley(
     lrs:Tensor, losses:Tensor, # (steps,)
     num_it:int                 # Number of steps that were asked for
 )->tuple:                      # (rate, (rate, loss))
-    "The rate at half of the longest valley: the longest series of ever smaller losses (not only of neighbours), without its ends"
+    """The rate at half of the longest valley: the longest series of ever smaller losses (not only of neighbours),
+    without its ends"""
     lens,vals = [],losses.tolist()
     for o in vals: lens.append(1+max((n for n,p in zip(lens, vals) if o<p), default=0))
     n = max(lens)
@@ -141,18 +144,24 @@ def slide(
 )->tuple:
     "The rate at the left end of an interval that slides from the highest rates down until the loss has one slope in it"
     slope,left = torch.gradient(losses)[0],len(losses)-1-lr_diff
-    if left<0: raise ValueError(f'slide: {len(losses)} steps for an interval of lr_diff={lr_diff}: give lr_find a larger num_it')
+    if left<0:
+        raise ValueError(f'slide: {len(losses)} steps for an interval of lr_diff={lr_diff}: give lr_find a larger '
+                         f'num_it')
     at = left
     while left>=0 and abs(slope[left+lr_diff]-slope[left])>thresh: at,left = left,left-1
     return _at(lrs, losses, at, adjust_value)
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf41
 def _curve(finder):
-    "Rates and losses for a suggestion: without the first tenth and the last five steps, up to the first loss that is no number"
+    """Rates and losses for a suggestion: without the first tenth and the last five steps, up to the first loss that
+    is no number"""
     lrs,losses = [torch.tensor(o[finder.num_it//10:-5]) for o in (finder.lrs,finder.losses)]
     n = next(iter(losses.isnan().nonzero()[:,0].tolist()), len(losses))
-    if n<2: raise ValueError(f'lr_find: {len(finder.losses)} steps were taken, and too few of them had a finite loss to suggest a rate: '
-                             f'give a lower start_lr than {finder.start_lr}, a lower end_lr than {finder.end_lr}, or more num_it')
+    if n<2:
+        raise ValueError(f'lr_find: {len(finder.losses)} steps were taken, and too few of them had a finite loss to '
+                         f'suggest a rate: '
+                         f'give a lower start_lr than {finder.start_lr}, a lower end_lr than {finder.end_lr}, or more '
+                         f'num_it')
     return lrs[:n],losses[:n]
 
 def plot_lr_find(
@@ -178,15 +187,19 @@ def lr_find(self:Learner,
     num_it:int=100,           # Number of steps, at least 6
     stop_div:bool=True,       # Stop when the loss is four times the best one
     show_plot:bool=True,      # Plot losses by rate, on rank 0, if matplotlib is installed
-    suggest_funcs=valley      # One function or several, such as `valley`, `steep`, `minimum`, `slide`; None: no suggestion
-):                            # Named tuple of rates, by names of the functions, the same on every rank; with attributes `lrs` and `losses`
-    "Train with a rising rate, and suggest one. Afterwards the learner is as before. ValueError if too few losses are finite"
+    # One function or several, such as `valley`, `steep`, `minimum`, `slide`; None: no suggestion
+    suggest_funcs=valley
+# Named tuple of rates, by names of the functions, the same on every rank; with attributes `lrs` and `losses`
+):
+    """Train with a rising rate, and suggest one. Afterwards the learner is as before. ValueError if too few losses
+    are finite"""
     finder,funcs = LRFinder(start_lr, end_lr, num_it, stop_div),listify(suggest_funcs)
     with no_trace(self), self.no_logging():
         for cb in [cb for cb in self.cbs if not cb.run_find]: self.remove_cb(cb)
         self.fit(finder.num_it, cbs=finder)
     found = {_name(f): f(*_curve(finder), finder.num_it) for f in funcs}
-    if show_plot and is_rank0() and find_spec('matplotlib'): plot_lr_find(finder.lrs, finder.losses, {k: o[1] for k,o in found.items()})
+    if show_plot and is_rank0() and find_spec('matplotlib'):
+        plot_lr_find(finder.lrs, finder.losses, {k: o[1] for k,o in found.items()})
     res = type('SuggestedLRs', (namedtuple('SuggestedLRs', found),), {})(*[o[0] for o in found.values()])
     res.lrs,res.losses = finder.lrs,finder.losses
     return res

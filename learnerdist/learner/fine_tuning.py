@@ -23,12 +23,15 @@ norm_types = BatchNorm,nn.InstanceNorm1d,nn.InstanceNorm2d,nn.InstanceNorm3d,nn.
 def freeze_to(self:Learner,
     n:int # Groups from `n` on are trained, and those before it frozen; a negative number counts from the end
 ):
-    "Freeze the parameter groups before `n`, train the others, and forget the state of the optimizer. ValueError if that leaves no group"
+    """Freeze the parameter groups before `n`, train the others, and forget the state of the optimizer. ValueError if
+    that leaves no group"""
     if self.opt is None: self.create_opt()
     n_groups = len(self.opt.param_groups)
     first = n if n>=0 else n_groups+n
-    if not 0<=first<n_groups: raise ValueError(f'freeze_to({n}): of the {n_groups} parameter groups one must be trained')
-    norms = {p for m in get_model(self.model).modules() if isinstance(m, norm_types) for p in m.parameters(recurse=False)}
+    if not 0<=first<n_groups:
+        raise ValueError(f'freeze_to({n}): of the {n_groups} parameter groups one must be trained')
+    norms = {p for m in get_model(self.model).modules() if isinstance(m, norm_types)
+             for p in m.parameters(recurse=False)}
     for i,g in enumerate(self.opt.param_groups):
         for p in g['params']: p.requires_grad_(i>=first or self.train_bn and p in norms)
     self._forget()
@@ -45,7 +48,8 @@ def freeze(self:Learner):
     "Train the last parameter group only. ValueError if there is one group"
     if self.opt is None: self.create_opt()
     if len(self.opt.param_groups)<2:
-        raise ValueError('freeze trains the last of several parameter groups, and there is one: give the Learner a splitter, such as '
+        raise ValueError('freeze trains the last of several parameter groups, and there is one: give the Learner a '
+                         'splitter, such as '
                          'lambda m: [m.body.parameters(), m.head.parameters()]')
     self.freeze_to(-1)
 
@@ -73,7 +77,8 @@ def fine_tune(self:Learner,
 # %% ../../nbs/learner/12_fine_tuning.ipynb #ftn31
 class FlatCos:
     "From a step to the factor of the rate: 1 for a part of the steps, then a cosine to `1/div_final`"
-    def __init__(self, total_steps, div_final, pct_start): self.total_steps,self.div_final,self.pct_start = total_steps,div_final,pct_start
+    def __init__(self, total_steps, div_final, pct_start):
+        self.total_steps,self.div_final,self.pct_start = total_steps,div_final,pct_start
     def __call__(self, step):
         pos,end = (step/self.total_steps-self.pct_start)/max(1-self.pct_start, 1e-12),1/self.div_final
         return end+(1-end)*(1+math.cos(math.pi*min(max(pos, 0.), 1.)))/2

@@ -26,7 +26,8 @@ from ..core.env import default_device
 
 # %% ../../nbs/learner/01_learner.ipynb #c005
 class TrainEvalCallback(Callback):
-    "Set the model to training or evaluation mode; count `learn.train_iter` (batches) and `learn.pct_train` (0 to 1) of this fit"
+    """Set the model to training or evaluation mode; count `learn.train_iter` (batches) and `learn.pct_train` (0 to
+    1) of this fit"""
     order,run_valid = Order.train_eval,False
     def before_fit(self): self.learn.train_iter,self.learn.pct_train = 0,0.
     def before_train(self): self._mode(True)
@@ -38,7 +39,8 @@ class TrainEvalCallback(Callback):
 
     def after_batch(self):
         learn,n = self.learn,self.n_iter
-        learn.train_iter,learn.pct_train = learn.train_iter+1,(learn.epoch + ((learn.iter+1)/n if n else 0))/learn.n_epoch
+        learn.train_iter,learn.pct_train = learn.train_iter+1,(learn.epoch
+                                                               + ((learn.iter+1)/n if n else 0))/learn.n_epoch
 
 # %% ../../nbs/learner/01_learner.ipynb #c006
 defaults = SimpleNamespace(callbacks=[TrainEvalCallback], lr=1e-3)
@@ -50,7 +52,8 @@ def trainable_params(model)->list:
     return [p for p in model.parameters() if p.requires_grad]
 
 def get_model(model):
-    "The user's model inside a `DataParallel` or `DistributedDataParallel` wrapper; a model without a wrapper is returned as it is"
+    """The user's model inside a `DataParallel` or `DistributedDataParallel` wrapper; a model without a wrapper is
+    returned as it is"""
     return model.module if isinstance(model, (DataParallel,DistributedDataParallel)) else model
 
 # %% ../../nbs/learner/01_learner.ipynb #c008
@@ -66,9 +69,12 @@ class Learner:
     def __init__(self,
         dls,                        # `DataLoaders`, or an object with `train`, an index and a length
         model:torch.nn.Module,      # Called with the inputs of a batch, see `call_model`; moved to the learner's device
-        loss_func=None,             # Called as `loss_func(pred, *targets)`; returns a tensor () or (sum, count). None: the model's `loss`
-        opt_func=torch.optim.AdamW, # Called with parameter groups and `lr=`; any optimizer class of `torch.optim` or like it
-        lr=defaults.lr,             # Learning rate; a `slice` or a list gives each parameter group its own, see `group_lrs`
+        # Called as `loss_func(pred, *targets)`; returns a tensor () or (sum, count). None: the model's `loss`
+        loss_func=None,
+        # Called with parameter groups and `lr=`; any optimizer class of `torch.optim` or like it
+        opt_func=torch.optim.AdamW,
+        # Learning rate; a `slice` or a list gives each parameter group its own, see `group_lrs`
+        lr=defaults.lr,
         splitter=trainable_params,  # From the model to a list of parameters, or of lists of them (parameter groups)
         cbs=None,                   # One callback or several, instances or classes
         metrics=None,               # Functions of (prediction, targets), `Metric`s, or torchmetrics objects
@@ -77,13 +83,15 @@ class Learner:
         train_bn=True               # Train the normalisation layers of frozen parameter groups, too
     ):
         self.dls,self.model,self.loss_func,self.opt_func,self.lr = dls,model,loss_func,opt_func,lr
-        self.splitter,self.metrics,self.model_dir = splitter,[metrics] if hasattr(metrics, 'items') else listify(metrics),model_dir
+        self.splitter,self.metrics,self.model_dir = splitter,[metrics] if hasattr(metrics,
+                'items') else listify(metrics),model_dir
         self.train_bn = train_bn
         self.path = Path(path or getattr(dls, 'path', '.'))
         self.opt,self.training,self.fitting,self.logger,self.cbs = None,False,False,print,[]
         self.epoch,self.n_epoch,self.iter,self.n_iter,self.dl = 0,1,0,None,None
         self.xb,self.yb,self.pred,self.loss_grad,self.loss,self.start_at = (),(),None,None,None,StartAt()
-        self.items,self.global_items,self.wrapper,self._loss_over,self.repeated,self.loss_trace = None,None,None,None,False,None
+        self.items,self.global_items,self.wrapper = None,None,None
+        self._loss_over,self.repeated,self.loss_trace = None,False,None
         self.add_cbs(defaults.callbacks).add_cbs(cbs)
         self('after_create')
 
@@ -98,13 +106,15 @@ class Learner:
 
     @property
     def wrapper(self):
-        "What a callback calls for a further forward pass of a training batch (SAM): `model`, on several ranks in DDP or FSDP2"
+        """What a callback calls for a further forward pass of a training batch (SAM): `model`, on several ranks in
+        DDP or FSDP2"""
         return vars(self).get('wrapper') or self.model
     @wrapper.setter
     def wrapper(self, wrapper): vars(self)['wrapper'] = wrapper
 
     def __call__(self, event):
-        for cb in self._handlers.get(event, ()): # as `answers` says, without a call for each, unless a class has its own
+        # as `answers` says, without a call for each, unless a class has its own
+        for cb in self._handlers.get(event, ()):
             if (cb.answers(event, self.training) if type(cb).answers is not Callback.answers else
                 cb.run and (event not in batch_events or (cb.run_train if self.training else cb.run_valid))):
                 try: getattr(cb, event)()
@@ -114,7 +124,8 @@ class Learner:
 # %% ../../nbs/learner/01_learner.ipynb #c010
 @patch
 def add_cb(self:Learner, cb):
-    "Add a callback (an instance or a class), and make it an attribute, as in `learn.recorder`. ValueError if that hides another attribute"
+    """Add a callback (an instance or a class), and make it an attribute, as in `learn.recorder`. ValueError if that
+    hides another attribute"""
     cb = cb() if isinstance(cb, type) else cb
     if not isinstance(cb, Callback): raise ValueError(f'{cb!r} is no callback: give a `Callback` or its class')
     hidden = vars(self).get(cb.name, getattr(type(self), cb.name, cb))
@@ -186,18 +197,22 @@ def one_batch(self:Learner,
 ):
     "Run one batch: prediction and loss; in training also the backward pass and the optimizer's step"
     self.iter,self.pred,self.loss_grad,self.loss,self.items = i,None,None,None,None
-    self.xb,self.yb = split_batch(to_device(b, self.device), getattr(self.dl, 'n_inp', getattr(self.dls, 'n_inp', None)))
+    self.xb,self.yb = split_batch(to_device(b, self.device),
+                                  getattr(self.dl, 'n_inp', getattr(self.dls, 'n_inp', None)))
     self._with_events(self._do_batch, 'batch')
 
 def check_loss(loss):
     "ValueError if a loss function has returned no tensor"
-    if not isinstance(loss, torch.Tensor): raise ValueError(f'the loss is {loss!r}: let loss_func return a tensor (), or (sum, count)')
+    if not isinstance(loss, torch.Tensor):
+        raise ValueError(f'the loss is {loss!r}: let loss_func return a tensor (), or (sum, count)')
 
 def check_targets(learn):
     "ValueError if a training batch has no targets, since nothing would be trained"
     if len(learn.yb): return
-    got = f"{type(learn.dl).__name__}'s batch, {', '.join(type(o).__name__ for o in learn.xb)}, has no targets: nothing would be trained"
-    raise ValueError(f'the {got}. Let the loader give a tuple of inputs and targets; with loss_func=None, the batch object twice')
+    got = (f"{type(learn.dl).__name__}'s batch, {', '.join(type(o).__name__ for o in learn.xb)}, has no targets: "
+           f"nothing would be trained")
+    raise ValueError(f'the {got}. Let the loader give a tuple of inputs and targets; with loss_func=None, the batch '
+                     f'object twice')
 
 @patch
 def _do_batch(self:Learner):
@@ -251,7 +266,8 @@ def flagged(self:Learner,
 # %% ../../nbs/learner/01_learner.ipynb #oom01
 def is_oom(e)->bool:
     "Whether an exception says that memory has run out, on a GPU or on the host"
-    return isinstance(e, (torch.OutOfMemoryError,MemoryError)) or isinstance(e, RuntimeError) and 'DefaultCPUAllocator' in str(e)
+    if isinstance(e, (torch.OutOfMemoryError,MemoryError)): return True
+    return isinstance(e, RuntimeError) and 'DefaultCPUAllocator' in str(e)
 
 def advise_on_memory(
     e,    # An exception that has ended a fit
@@ -260,7 +276,8 @@ def advise_on_memory(
     "If the exception says that memory has run out, add the size of the batch and a remedy to it"
     if not is_oom(e) or not learn.xb: return
     n,which = find_bs(learn.xb),'training' if learn.training else 'evaluation'
-    e.args = (f'{e}\nOut of memory in {which} with a batch of {n} samples. Take a smaller batch size: find_batch_size(learn) '
+    e.args = (f'{e}\nOut of memory in {which} with a batch of {n} samples. Take a smaller batch size: '
+              f'find_batch_size(learn) '
               'finds one that fits. GradientAccumulation keeps the samples of a step, to_bf16() halves activations.',)
 
 # %% ../../nbs/learner/01_learner.ipynb #c019
@@ -301,7 +318,9 @@ def fit(self:Learner,
 
 @patch
 def _end_fit(self:Learner):
-    self.dl,self.xb,self.yb,self.pred,self.loss_grad,self.items,self.training,self.fitting = None,(),(),None,None,None,False,False
+    self.dl,self.xb,self.yb = None,(),()
+    self.pred,self.loss_grad,self.items = None,None,None
+    self.training,self.fitting = False,False
     self.wrapper = self.loss_trace = None
     for cb in self.cbs: cb.run = True
     for cb in reversed(self.cbs): cb.cleanup()
@@ -313,7 +332,8 @@ _loop_state = 'model','wrapper','dl','iter','n_iter','xb','yb','pred','loss_grad
 @contextmanager
 def aside(self:Learner):
     "Context for another loop over data, also within a fit: the state of the outer loop is restored afterwards"
-    kept = [(o,{k:vars(o)[k] for k in names if k in vars(o)}) for o,names in [(self,_loop_state),*[(cb,cb.loop_state) for cb in self.cbs]]]
+    kept = [(o,{k:vars(o)[k] for k in names if k in vars(o)}) for o,
+            names in [(self,_loop_state),*[(cb,cb.loop_state) for cb in self.cbs]]]
     modes = {m:m.training for m in self.model.modules()}
     try: yield
     finally:
@@ -332,7 +352,8 @@ def create_opt(self:Learner):
     self.opt = self.opt_func([dict(params=list(g)) for g in groups], lr=group_lrs(self.lr, len(groups))[-1])
     closure = inspect.signature(self.opt.step).parameters.get('closure')
     if closure and closure.default is closure.empty:
-        raise ValueError(f'{type(self.opt).__name__} needs the loss several times a step, and this loop has it once: take another one')
+        raise ValueError(f'{type(self.opt).__name__} needs the loss several times a step, and this loop has it once: '
+                         f'take another one')
 
 @patch
 def prepare_model(self:Learner):
@@ -348,16 +369,20 @@ def prepare(self:Learner, lr, reset_opt=False): # as in `fit`
 
 # %% ../../nbs/learner/01_learner.ipynb #c026
 def group_lrs(
-    lr, # A number for all groups; a list, one for each; `slice(a,b)`: from a to b in equal ratios; `slice(b)`: b/10, and b for the last
+    # A number for all groups; a list, one for each; `slice(a,b)`: from a to b in equal ratios; `slice(b)`: b/10, and b
+    # for the last
+    lr,
     n:int # Number of parameter groups
 )->list:
     "The learning rate of each parameter group. ValueError for a list of another length"
     if isinstance(lr, slice) and lr.start is None: return [lr.stop/10]*(n-1)+[lr.stop]
-    if isinstance(lr, slice): return [lr.start*(lr.stop/lr.start)**(i/max(n-1,1)) for i in range(n)] if n>1 else [lr.stop]
+    if isinstance(lr, slice):
+        return [lr.start*(lr.stop/lr.start)**(i/max(n-1,1)) for i in range(n)] if n>1 else [lr.stop]
     res = list(lr) if isinstance(lr, (list,tuple)) else [lr]*n
     bad = [o for o in res if not isinstance(o, (Real,torch.Tensor))]
     if bad: raise ValueError(f'lr={bad[0]!r}: give a number, a slice, or a list with one for each parameter group')
-    if len(res)!=n: raise ValueError(f'{len(res)} learning rates {res} for {n} parameter groups: give one each, or a slice')
+    if len(res)!=n:
+        raise ValueError(f'{len(res)} learning rates {res} for {n} parameter groups: give one each, or a slice')
     return res
 
 # %% ../../nbs/learner/01_learner.ipynb #c029

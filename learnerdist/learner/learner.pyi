@@ -10,7 +10,8 @@ from learnerdist.learner.losses import loss_trace
 __all__: Any
 
 class TrainEvalCallback(Callback):
-    """Set the model to training or evaluation mode; count `learn.train_iter` (batches) and `learn.pct_train` (0 to 1) of this fit"""
+    """Set the model to training or evaluation mode; count `learn.train_iter` (batches) and `learn.pct_train` (0 to
+    1) of this fit"""
     order: Any
     run_valid: Any
 
@@ -34,7 +35,8 @@ def trainable_params(model) -> list:
     """The parameters of `model` with `requires_grad`, as one group: the default `splitter`"""
 
 def get_model(model):
-    """The user's model inside a `DataParallel` or `DistributedDataParallel` wrapper; a model without a wrapper is returned as it is"""
+    """The user's model inside a `DataParallel` or `DistributedDataParallel` wrapper; a model without a wrapper is
+    returned as it is"""
 
 class StartAt(NamedTuple):
     """The point at which a fit begins. An earlier run has done what comes before it"""
@@ -92,7 +94,8 @@ class Learner:
 
     @property
     def wrapper(self):
-        """What a callback calls for a further forward pass of a training batch (SAM): `model`, on several ranks in DDP or FSDP2"""
+        """What a callback calls for a further forward pass of a training batch (SAM): `model`, on several ranks in
+        DDP or FSDP2"""
 
     @wrapper.setter
     def wrapper(self, wrapper):
@@ -102,7 +105,8 @@ class Learner:
         ...
 
     def compile(self, regional=None, **kw) -> Learner:
-        """Run the model compiled by torch in fits, validation and predictions, also in `distrib_ctx`. A second call replaces the first"""
+        """Run the model compiled by torch in fits, validation and predictions, also in `distrib_ctx`. A second call
+    replaces the first"""
 
     def uncompile(self) -> Learner:
         """Undo `compile`"""
@@ -121,20 +125,25 @@ class Learner:
         """Train, evaluate and predict on all ranks from now on, until `detach_distributed`"""
 
     def detach_distributed(self) -> Learner:
-        """Undo `to_distributed`: model, loaders, BatchNorm classes and callbacks are what they were, and the group is closed if we opened it"""
+        """Undo `to_distributed`: model, loaders, BatchNorm classes and callbacks are what they were, and the group is
+    closed if we opened it"""
 
     @contextmanager
     def distrib_ctx(self, cuda_id: int | None=None, *, sync_bn: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., sample_seeds: Any=..., timeout_s: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kw):
-        """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an exception"""
+        """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an
+    exception"""
 
     def export(self, fname='export.pth') -> Path:
-        """Write weights, `dls.vocab`, batch size, number of inputs, on rank 0; if the model is sharded, all must call. ValueError if not data"""
+        """Write weights, `dls.vocab`, batch size, number of inputs, on rank 0; if the model is sharded, all must call.
+    ValueError if not data"""
 
     def lr_find(self, start_lr=1e-07, end_lr=10, num_it: int=100, stop_div: bool=True, show_plot: bool=True, suggest_funcs=...):
-        """Train with a rising rate, and suggest one. Afterwards the learner is as before. ValueError if too few losses are finite"""
+        """Train with a rising rate, and suggest one. Afterwards the learner is as before. ValueError if too few losses
+    are finite"""
 
     def freeze_to(self, n: int):
-        """Freeze the parameter groups before `n`, train the others, and forget the state of the optimizer. ValueError if that leaves no group"""
+        """Freeze the parameter groups before `n`, train the others, and forget the state of the optimizer. ValueError if
+    that leaves no group"""
 
     def freeze(self):
         """Train the last parameter group only. ValueError if there is one group"""
@@ -149,7 +158,8 @@ class Learner:
         """Fit with a constant rate, and then with one that falls by a cosine"""
 
     def add_cb(self, cb):
-        """Add a callback (an instance or a class), and make it an attribute, as in `learn.recorder`. ValueError if that hides another attribute"""
+        """Add a callback (an instance or a class), and make it an attribute, as in `learn.recorder`. ValueError if that
+    hides another attribute"""
 
     def remove_cb(self, cb):
         """Remove a callback, or every callback of a class"""
@@ -207,7 +217,8 @@ class Learner:
         """Context in which the learner prints no lines of its table"""
 
     def get_preds(self, ds_idx: int=1, dl=None, with_input: bool=False, with_loss: bool=False, act=None, reorder: bool=True, gather='all', cbs=None) -> tuple:
-        """Predictions and targets of a whole data set; in `distrib_ctx` those of all ranks, on every rank. ValueError for another `gather`"""
+        """Predictions and targets of a whole data set; in `distrib_ctx` those of all ranks, on every rank. ValueError
+    for another `gather`"""
 
     def predict(self, item, act=None):
         """The prediction for one item; each rank computes it"""
@@ -220,16 +231,19 @@ class Learner:
         """Loss and metrics of the present model over a whole data set"""
 
     def save(self, file, with_opt: bool | None=None) -> Path:
-        """Write the model's weights atomically, with a checksum. Only rank 0 writes, and no rank waits; if the model is sharded, all must call"""
+        """Write the model's weights atomically, with a checksum. Only rank 0 writes, and no rank waits; if the model is
+    sharded, all must call"""
 
     def load(self, file, with_opt: bool=True, strict: bool=True):
-        """Load what `save` or a `Checkpoint` wrote. Reads only tensors and plain data, so a file cannot run code. ValueError for a damaged file"""
+        """Load what `save` or a `Checkpoint` wrote. Reads only tensors and plain data, so a file cannot run code.
+    ValueError for a damaged file"""
 
     def fit_one_cycle(self, n_epoch: int, lr_max=None, div=25.0, div_final=100000.0, pct_start=0.25, cbs=None, reset_opt=False, scale_lr=False, *, start_epoch: Any=..., ddp: Any=..., amp: Any=..., resume: Any=..., **flags):
         """Fit with one cycle of rates, up and then down, and momentum the other way round (Smith, 2018, arXiv:1803.09820)"""
 
     def summary(self) -> str:
-        """The layers of the model in the order of their calls: shape of the output, parameters, whether trained. Optimizer, loss, callbacks"""
+        """The layers of the model in the order of their calls: shape of the output, parameters, whether trained.
+    Optimizer, loss, callbacks"""
 
     def show_results(self, ds_idx: int=1, dl=None, max_n: int=9, shuffle: bool=True):
         """Draw images with their targets and, below these, the predictions: green where they agree, and red where not"""

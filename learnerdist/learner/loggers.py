@@ -16,11 +16,13 @@ from ..core.stacks import in_library
 
 # %% ../../nbs/learner/05_loggers.ipynb #c005
 class LogWriter(Callback):
-    "Base class of loggers, which write on rank 0 only. A subclass defines `log_epoch`, and `open` and `close` if it needs them"
+    """Base class of loggers, which write on rank 0 only. A subclass defines `log_epoch`, and `open` and `close` if
+    it needs them"""
     order,run_find,writing,seen,fit_state = Order.loggers,False,False,0,('seen',)
     def open(self): "Called on rank 0 when a fit begins"
     def log_epoch(self,
-        row:dict # From each column of the table, except `time`, to its value over all ranks; None if it was not measured
+        # From each column of the table, except `time`, to its value over all ranks; None if it was not measured
+        row:dict
     ):
         "Write the numbers of an epoch. Called on rank 0 after each"
         raise NotImplementedError
@@ -28,7 +30,8 @@ class LogWriter(Callback):
 
     def before_fit(self):
         self.seen,self.writing = 0,is_rank0() and self.learn.fitting # fastai's `get_preds` calls `before_fit`, too
-        if self.writing and hasattr(self.learn, 'at_end'): self.learn.at_end(self.learn, self) # fastai's Learner does not call `cleanup`
+        # fastai's Learner does not call `cleanup`
+        if self.writing and hasattr(self.learn, 'at_end'): self.learn.at_end(self.learn, self)
         if self.writing: self.open()
 
     def after_epoch(self):
@@ -37,7 +40,8 @@ class LogWriter(Callback):
         if self.writing: self.log_epoch({k:v for k,v in zip(rec.metric_names, rec.log) if k!='time'})
 
     def after_cancel_fit(self):
-        if len(self.recorder.values)>self.seen: self.after_epoch() # another callback cancelled the fit before this epoch was logged
+        # another callback cancelled the fit before this epoch was logged
+        if len(self.recorder.values)>self.seen: self.after_epoch()
 
     def cleanup(self):
         if self.writing: self.close()
@@ -66,7 +70,8 @@ class CSVLogger(LogWriter):
 
     @property
     def written(self)->str:
-        "The present content of the file, on every rank; part of a checkpoint, and what another rank goes on with if rank 0 dies"
+        """The present content of the file, on every rank; part of a checkpoint, and what another rank goes on with
+        if rank 0 dies"""
         if self.file is not None: self.file.flush()
         path = Path(self.path)/self.fname
         return path.read_bytes().decode() if path.exists() else ''
@@ -85,7 +90,8 @@ class CSVLogger(LogWriter):
 
 # %% ../../nbs/learner/05_loggers.ipynb #c012
 class TensorBoardLogger(LogWriter):
-    "Write the loss and learning rate of each step, and the numbers of each epoch, on rank 0. ValueError if TensorBoard is missing"
+    """Write the loss and learning rate of each step, and the numbers of each epoch, on rank 0. ValueError if
+    TensorBoard is missing"""
     fit_state = 'seen','n_steps','n_epochs','done'
     def __init__(self,
         log_dir='tensorboard', # Folder within the learner's path; a second fit continues the curves of the first
@@ -93,7 +99,8 @@ class TensorBoardLogger(LogWriter):
 
     def open(self):
         try: from torch.utils.tensorboard import SummaryWriter
-        except ImportError as e: raise ValueError("TensorBoardLogger: install the extra, pip install 'learnerdist[tensorboard]'") from e
+        except ImportError as e:
+            raise ValueError("TensorBoardLogger: install the extra, pip install 'learnerdist[tensorboard]'") from e
         self.writer,self.done = SummaryWriter(str(Path(self.path)/self.log_dir)),0
 
     def log_epoch(self, row):
@@ -107,7 +114,9 @@ class TensorBoardLogger(LogWriter):
             if k!='epoch' and isinstance(v, (int,float)): self.writer.add_scalar(f'epoch/{k}', v, self.n_epochs)
         self.writer.flush()
 
-    def _times(self): return dict(samples_per_s=self.recorder.times[-1]['samples_per_s']) if getattr(self.recorder, 'times', None) else {}
+    def _times(self):
+        return dict(samples_per_s=self.recorder.times[-1]['samples_per_s']) if getattr(self.recorder, 'times',
+                                                                                       None) else {}
     def close(self):
         if self.writer is not None: self.writer.close()
         self.writer = None
@@ -115,10 +124,12 @@ class TensorBoardLogger(LogWriter):
 # %% ../../nbs/learner/05_loggers.ipynb #c016
 @contextmanager
 def ranked_warnings():
-    "Context in which warnings of ranks other than 0 begin with their rank; those of other libraries appear on rank 0 only"
+    """Context in which warnings of ranks other than 0 begin with their rank; those of other libraries appear on rank
+    0 only"""
     rank,old = group_rank(),warnings.showwarning
     def show(message, category, filename, *args, **kw):
-        if not in_library(filename) or 'learnerdist' in filename: old(f'rank {rank}: {message}', category, filename, *args, **kw)
+        if not in_library(filename) or 'learnerdist' in filename:
+            old(f'rank {rank}: {message}', category, filename, *args, **kw)
     if rank: warnings.showwarning = show
     try: yield
     finally:

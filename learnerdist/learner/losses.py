@@ -26,9 +26,11 @@ from ..data.rows import batch_leaves,listed
 # %% ../../nbs/learner/00_losses.ipynb #1be6cc1c
 class MeanOver(NamedTuple):
     "What a loss is the mean over"
-    kind:str            # 'samples'; 'items' (counted by `count`); 'sum' (no mean); 'whole' (each rank computes it from the rows of all);
+    # 'samples'; 'items' (counted by `count`); 'sum' (no mean); 'whole' (each rank computes it from the rows of all);
+    kind:str
                         # 'unknown': it may show in a call of torch's losses, or in the self-check
-    count:Callable=None # From (prediction, *targets) of a batch to its number of items: a number, or a tensor (); None: found with the loss
+    # From (prediction, *targets) of a batch to its number of items: a number, or a tensor (); None: found with the loss
+    count:Callable=None
 
     @property
     def of_samples(self)->bool:
@@ -41,23 +43,31 @@ def n_class_items(pred, targ, *_, weight=None, ignore_index=-100):
     "What a cross-entropy counts: targets that are not ignored, by the weights of their classes"
     if targ.is_floating_point(): return targ.numel()//targ.shape[min(targ.ndim-1, 1)] # probabilities of classes
     counted = targ!=ignore_index
-    return counted.sum() if weight is None else weight.to(targ.device)[targ.where(counted, 0).long()].where(counted, 0).sum()
+    return counted.sum() if weight is None else weight.to(targ.device)[targ.where(counted, 0).long()].where(counted,
+                                                                                                            0).sum()
 
 def n_elements(pred, targ, *_)->int:
     "What a loss of elements counts"
     return targ.numel() if isinstance(targ, Tensor) else find_bs(targ)
 
 # %% ../../nbs/learner/00_losses.ipynb #7236663f
-_classes,_samples = ('cross_entropy','nll_loss'),('ctc_loss','multi_margin_loss','multilabel_margin_loss','multilabel_soft_margin_loss',
+_classes,_samples = ('cross_entropy','nll_loss'),('ctc_loss','multi_margin_loss','multilabel_margin_loss',
+                                                  'multilabel_soft_margin_loss',
     'cosine_embedding_loss','margin_ranking_loss','triplet_margin_loss','triplet_margin_with_distance_loss')
-_elements = ('mse_loss','l1_loss','smooth_l1_loss','huber_loss','binary_cross_entropy','binary_cross_entropy_with_logits','kl_div',
+_elements = ('mse_loss','l1_loss','smooth_l1_loss','huber_loss','binary_cross_entropy',
+             'binary_cross_entropy_with_logits','kl_div',
              'poisson_nll_loss','gaussian_nll_loss','soft_margin_loss','hinge_embedding_loss')
 _functions = {getattr(F, o): o for o in (*_classes,*_samples,*_elements)}
-_modules = dict(CrossEntropyLoss='cross_entropy', NLLLoss='nll_loss', CTCLoss='ctc_loss', MultiMarginLoss='multi_margin_loss',
-    MultiLabelMarginLoss='multilabel_margin_loss', MultiLabelSoftMarginLoss='multilabel_soft_margin_loss', L1Loss='l1_loss',
-    CosineEmbeddingLoss='cosine_embedding_loss', MarginRankingLoss='margin_ranking_loss', TripletMarginLoss='triplet_margin_loss',
-    TripletMarginWithDistanceLoss='triplet_margin_with_distance_loss', MSELoss='mse_loss', SmoothL1Loss='smooth_l1_loss',
-    HuberLoss='huber_loss', BCELoss='binary_cross_entropy', BCEWithLogitsLoss='binary_cross_entropy_with_logits', KLDivLoss='kl_div',
+_modules = dict(CrossEntropyLoss='cross_entropy', NLLLoss='nll_loss', CTCLoss='ctc_loss',
+                MultiMarginLoss='multi_margin_loss',
+    MultiLabelMarginLoss='multilabel_margin_loss', MultiLabelSoftMarginLoss='multilabel_soft_margin_loss',
+                L1Loss='l1_loss',
+    CosineEmbeddingLoss='cosine_embedding_loss', MarginRankingLoss='margin_ranking_loss',
+                TripletMarginLoss='triplet_margin_loss',
+    TripletMarginWithDistanceLoss='triplet_margin_with_distance_loss', MSELoss='mse_loss',
+                SmoothL1Loss='smooth_l1_loss',
+    HuberLoss='huber_loss', BCELoss='binary_cross_entropy', BCEWithLogitsLoss='binary_cross_entropy_with_logits',
+                KLDivLoss='kl_div',
     PoissonNLLLoss='poisson_nll_loss', GaussianNLLLoss='gaussian_nll_loss', SoftMarginLoss='soft_margin_loss',
     HingeEmbeddingLoss='hinge_embedding_loss')
 _forwards = {getattr(nn, k).forward: v for k,v in _modules.items()}
@@ -103,13 +113,15 @@ class LossTrace(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         res,kwargs = func(*args, **(kwargs or {})),kwargs or {}
         if func in _functions: self.calls.append((res, tensor_version(res), func, args, kwargs))
-        elif func in _same and args and (call := self._call_of(args[0])): self.calls.append((res,tensor_version(res),*call[2:]))
+        elif func in _same and args and (call := self._call_of(args[0])):
+            self.calls.append((res,tensor_version(res),*call[2:]))
         return res
     def _call_of(self, loss):
         "The call that has returned the mean `loss`, if nothing has changed it in place"
         return next((o for o in self.calls if o[0] is loss and not loss.ndim and o[1]==tensor_version(loss)), None)
     def items(self, loss):
-        "What the mean `loss` is over, if it is the result of one of these calls, or a copy: a number or a tensor (); else None"
+        """What the mean `loss` is over, if it is the result of one of these calls, or a copy: a number or a tensor
+        (); else None"""
         call = self._call_of(loss)
         if call is None: return None
         func,args,kwargs = call[2:]
@@ -120,7 +132,8 @@ class LossTrace(TorchFunctionMode):
 
 _signature = cache(inspect.signature)
 
-_same = {torch.clone, *[getattr(Tensor, o) for o in ('clone','to','float','double','contiguous','mean')]} # DDP clones outputs
+# DDP clones outputs
+_same = {torch.clone, *[getattr(Tensor, o) for o in ('clone','to','float','double','contiguous','mean')]}
 def tensor_version(o)->int:
     "Changes with each change in place, as in `loss += penalty`"
     return o._version if isinstance(o, Tensor) and not o.is_inference() else 0
@@ -201,11 +214,14 @@ def counted_rows(
     pred, yb, # Prediction and targets of a batch
     n:int     # Number of samples in it
 )->int:
-    "What a mean counts of which nothing is known: samples; but the length of all tensors, if it is another (nodes of graphs, tokens)"
-    if type(pred) is Tensor and len(yb)==1 and type(yb[0]) is Tensor and pred.shape[:1]==yb[0].shape[:1]==(n,): return n # the usual
+    """What a mean counts of which nothing is known: samples; but the length of all tensors, if it is another (nodes
+    of graphs, tokens)"""
+    # the usual
+    if type(pred) is Tensor and len(yb)==1 and type(yb[0]) is Tensor and pred.shape[:1]==yb[0].shape[:1]==(n,): return n
     found = [o for b in (pred,*listed(yb)) for o in batch_leaves(b, n)]
     ts = [o for o in found if isinstance(o, Tensor) and o.ndim]
-    if len(ts)<2 or any(isinstance(o, (list,tuple)) for o in found) or all(o.shape[1:2]==(n,) for o in ts): return n # time first
+    # time first
+    if len(ts)<2 or any(isinstance(o, (list,tuple)) for o in found) or all(o.shape[1:2]==(n,) for o in ts): return n
     return n if len({len(o) for o in ts})>1 else len(ts[0])
 
 # %% ../../nbs/learner/00_losses.ipynb #ba7c4f0e
@@ -214,15 +230,19 @@ def batch_rows(
 )->int:   # Of this rank
     "Number of samples in the current batch: the length of its tensors, or what the loader says if their lengths differ"
     b = (*learn.xb,*learn.yb)
-    if len(b)==2 and type(b[0]) is type(b[1]) is Tensor and b[1].ndim==1 and b[0].shape[:1]==b[1].shape: return len(b[1]) # the usual
+    # the usual
+    if len(b)==2 and type(b[0]) is type(b[1]) is Tensor and b[1].ndim==1 and b[0].shape[:1]==b[1].shape:
+        return len(b[1])
     if (n := vars(learn).get('n_rows')) is not None: return n # put together from the rows of all ranks
     if len(b)==2 and type(b[0]) is type(b[1]) is Tensor and b[0].shape[:1]==b[1].shape[:1]!=():
         if b[0].shape[1:2]!=b[1].shape[1:2]: return len(b[0])
-    tensors,lists = [o for o in tree_leaves(b) if isinstance(o, Tensor) and o.ndim],[o for o in b if isinstance(o, (list,tuple))]
+    tensors,lists = [o for o in tree_leaves(b) if isinstance(o, Tensor) and o.ndim],[o for o in b
+                                                                                     if isinstance(o, (list,tuple))]
     lens,seconds = {len(o) for o in tensors},{o.shape[1:2] for o in tensors}
     if not lists and len(lens)==1 and seconds!={tensors[0].shape[1:2]}-{()}: return lens.pop()
     said = loader_says(learn.dl, learn.iter)
-    if len(lists)==len(b) and len(lens)>1 and _size_and_n(learn.dl)[1] is None: # a stream's lists of samples, with tensors of other lengths
+    # a stream's lists of samples, with tensors of other lengths
+    if len(lists)==len(b) and len(lens)>1 and _size_and_n(learn.dl)[1] is None:
         if len(ns := {*map(len, lists)})==1 and max(ns)<(said or 0): return ns.pop()
     if said in lens.union(map(len, lists)): return said
     if lens and seconds=={(said,)}: return said # time is the first dimension
@@ -232,13 +252,15 @@ def loader_says(dl, i):
     "The number of samples in batch `i`; None if it is not known"
     bs,dealer = getattr(dl, 'batch_sampler', None),getattr(dl, 'dealer', None)
     k = i-getattr(dl, 'offset', 0)
-    if dealer is not None and dealer.unit=='batch' and dealer.sizes: return dealer.sizes[k] if k<len(dealer.sizes) else None
+    if dealer is not None and dealer.unit=='batch' and dealer.sizes:
+        return dealer.sizes[k] if k<len(dealer.sizes) else None
     if isinstance(bs, (list,tuple)): return len(bs[k]) if k<len(bs) else None
     size,n = _size_and_n(dl)
     return size if None in (size,n) else min(size, n-i*size)
 
 def _size_and_n(dl):
-    "The batch size and the number of samples of a loader, each None if it is not known; that of a stream's last batch may be smaller"
+    """The batch size and the number of samples of a loader, each None if it is not known; that of a stream's last
+    batch may be smaller"""
     bs = getattr(dl, 'batch_sampler', None)
     if type(bs) is BatchSampler: return bs.batch_size,data_len(bs.sampler)
     return getattr(dl, 'bs', None) if bs is None else None,getattr(dl, 'n', None)
@@ -293,7 +315,8 @@ def unweighted(total:Tensor, n:Tensor)->Tensor:
 def loss_trace(
     learn # A learner, before a loop
 ):        # A `LossTrace`, or None
-    "What observes the forward pass of the next batch: the model may compute the loss itself, if the loss function is not known"
+    """What observes the forward pass of the next batch: the model may compute the loss itself, if the loss function
+    is not known"""
     over = loss_over(learn)
     return LossTrace() if over.count is None and over.kind in ('unknown','items') else None
 
@@ -308,7 +331,10 @@ def _observed(learn, func):
     return res
 
 def loss_of_model(pred, *_):
-    "The loss that a model has put into its output, as models of Hugging Face do: `pred['loss']` or `pred.loss`. ValueError without one"
+    """The loss that a model has put into its output, as models of Hugging Face do: `pred['loss']` or `pred.loss`.
+    ValueError without one"""
     res = pred.get('loss') if isinstance(pred, Mapping) else getattr(pred, 'loss', None)
-    if res is None: raise ValueError(f'loss_func=None: the output of the model, a {type(pred).__name__}, has no `loss`: give a loss_func')
+    if res is None:
+        raise ValueError(f'loss_func=None: the output of the model, a {type(pred).__name__}, has no `loss`: give a '
+                         f'loss_func')
     return res

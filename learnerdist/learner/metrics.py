@@ -22,7 +22,8 @@ from .losses import batch_rows,counted_rows,n_items,weighted
 
 # %% ../../nbs/learner/02_metrics.ipynb #c005
 class Metric:
-    "A number about a loop over data. The recorder calls `reset` before it, `accumulate` after each batch, and reads `value` at its end"
+    """A number about a loop over data. The recorder calls `reset` before it, `accumulate` after each batch, and
+    reads `value` at its end"""
     def reset(self):
         "Forget all batches"
         raise NotImplementedError
@@ -45,10 +46,12 @@ def _inner(f):
 
 # %% ../../nbs/learner/02_metrics.ipynb #c006
 class AvgMetric(Metric):
-    "The mean of `func` over samples, or over what `func.n_items` counts. In `distrib_ctx` its `value` is that of all ranks together"
+    """The mean of `func` over samples, or over what `func.n_items` counts. In `distrib_ctx` its `value` is that of
+    all ranks together"""
     n_items = None
     def __init__(self,
-        func,     # From (prediction, *targets) of a batch to the mean over that batch: a tensor (), a float or a numpy scalar
+        # From (prediction, *targets) of a batch to the mean over that batch: a tensor (), a float or a numpy scalar
+        func,
         name=None # Its column in the table; None: the name of the function
     ): self.func,self._name,self.n_items = func,name,getattr(_inner(func), 'n_items', None)
 
@@ -62,8 +65,10 @@ class AvgMetric(Metric):
         n     # Its weight in the mean over batches, such as the number of samples
     ):
         "Take in the mean of a batch. ValueError if it is no number"
-        if (mean.numel()!=1 if isinstance(mean, Tensor) else not isinstance(mean, (int,float)) and not hasattr(mean, 'item')):
-            raise ValueError(f'the metric {self.name} returned {mean!r}: let it return the mean over the batch, a number or a tensor ()')
+        if (mean.numel()!=1 if isinstance(mean, Tensor) else not isinstance(mean, (int,float))
+            and not hasattr(mean, 'item')):
+            raise ValueError(f'the metric {self.name} returned {mean!r}: let it return the mean over the batch, a '
+                             f'number or a tensor ()')
         self.total = self.total + weighted(mean, n)
         self.count = self.count + n
 
@@ -79,7 +84,8 @@ class AvgLoss(AvgMetric):
     def accumulate(self, learn): self.add(learn.loss, n_items(learn))
 
 class AccumMetric(Metric):
-    "`func` of the predictions and targets of a whole data set, for a metric that is not a mean over batches, such as F1 or ROC AUC"
+    """`func` of the predictions and targets of a whole data set, for a metric that is not a mean over batches, such
+    as F1 or ROC AUC"""
     def __init__(self,
         func,            # From (predictions, targets) of the whole data set, CPU tensors `(n,…)`, to a number
         dim_argmax=None, # Replace the predictions by their argmax over this dimension
@@ -88,7 +94,8 @@ class AccumMetric(Metric):
         invert_arg=False,# Call `func` with targets first, as scikit-learn does
         name=None, **kwargs # Column in the table (None: name of the function); further arguments of `func`
     ):
-        self.func,self.dim_argmax,self.activation,self.to_np,self.invert_arg = func,dim_argmax,activation,to_np,invert_arg
+        self.func,self.dim_argmax,self.activation = func,dim_argmax,activation
+        self.to_np,self.invert_arg = to_np,invert_arg
         self._name,self.kwargs = name,kwargs
 
     def reset(self): self.preds,self.targs = [],[]
@@ -120,7 +127,8 @@ def skm_metric(
 
 # %% ../../nbs/learner/02_metrics.ipynb #c012
 class TorchMetric(Metric):
-    "A torchmetrics object as a `Metric`. In `distrib_ctx` learnerdist reduces its state over ranks, in place of torchmetrics"
+    """A torchmetrics object as a `Metric`. In `distrib_ctx` learnerdist reduces its state over ranks, in place of
+    torchmetrics"""
     def __init__(self,
         metric,   # An object of torchmetrics; it is changed
         name=None # Its column in the table; None: the name of its class
@@ -133,7 +141,8 @@ class TorchMetric(Metric):
     @property
     def value(self):
         if not self.metric.update_called: return None
-        with unsynced(self.metric): res = self.metric.compute() # no sync by torchmetrics: `reduction` has already added up the states
+        # no sync by torchmetrics: `reduction` has already added up the states
+        with unsynced(self.metric): res = self.metric.compute()
         return res.item() if isinstance(res, Tensor) and res.numel()==1 else res
     @property
     def name(self): return self._name or type(self.metric).__name__.lower()
@@ -148,7 +157,9 @@ def mk_metrics(
 
 # %% ../../nbs/learner/02_metrics.ipynb #c013b
 def mk_metric(
-    m,   # A function of (prediction, *targets), a `Metric`, a metric's class, a torchmetrics object, or a name, see `metric_named`
+    # A function of (prediction, *targets), a `Metric`, a metric's class, a torchmetrics object, or a name, see
+    # `metric_named`
+    m,
     **kw # Arguments of the class
 )->Metric:
     "A `Metric` from a function, a class, an object or a name. ValueError if `m` is none of these"
@@ -158,18 +169,21 @@ def mk_metric(
     if hasattr(m, 'accumulate'): return m
     if hasattr(m, 'update') and hasattr(m, 'compute'): return TorchMetric(m)
     if callable(m): return AvgMetric(m)
-    raise ValueError(f'{m!r} is no metric: give a function of (prediction, targets), a Metric, or a torchmetrics object')
+    raise ValueError(f'{m!r} is no metric: give a function of (prediction, targets), a Metric, or a torchmetrics '
+                     f'object')
 
 def _made(cls, kw):
     try: return cls(**kw)
-    except (TypeError,ValueError) as e: raise ValueError(f"{cls.__name__}: {e}; mk_metric('{cls.__name__}', …) takes its arguments") from e
+    except (TypeError,ValueError) as e:
+        raise ValueError(f"{cls.__name__}: {e}; mk_metric('{cls.__name__}', …) takes its arguments") from e
 
 # %% ../../nbs/learner/02_metrics.ipynb #c015
 def _in_rows(pred, targ, axis):
     "Scores (n,classes) and class indices (n,). ValueError if they are not as many"
     scores,classes = pred.movedim(axis, -1).reshape(-1, pred.shape[axis]),targ.reshape(-1)
     if len(scores)==len(classes): return scores,classes
-    raise ValueError(f'predictions of shape {tuple(pred.shape)}, with the scores of the classes in axis {axis}, for targets of shape '
+    raise ValueError(f'predictions of shape {tuple(pred.shape)}, with the scores of the classes in axis {axis}, for '
+                     f'targets of shape '
                      f'{tuple(targ.shape)}: give one class index for each prediction, or another axis')
 
 def accuracy(
@@ -177,7 +191,8 @@ def accuracy(
     targ:Tensor, # (bs,…) or (bs,…,1), class indices
     axis:int=-1  # Of `pred`, with the scores of the classes
 ):
-    "The fraction of predictions with the highest score at the target class: float64 tensor (), of this batch. ValueError for other shapes"
+    """The fraction of predictions with the highest score at the target class: float64 tensor (), of this batch.
+    ValueError for other shapes"""
     scores,classes = _in_rows(pred, targ, axis)
     return (scores.argmax(-1)==classes).double().mean()
 
@@ -192,7 +207,8 @@ def top_k_accuracy(
     k:int=5,                  # The target counts as found among this many classes
     axis:int=-1               # As in `accuracy`
 ):
-    "The fraction of predictions with the target class among their `k` highest scores. ValueError if there are fewer classes"
+    """The fraction of predictions with the target class among their `k` highest scores. ValueError if there are
+    fewer classes"""
     scores,classes = _in_rows(pred, targ, axis)
     if k>scores.shape[1]: raise ValueError(f'top_k_accuracy: k={k} of {scores.shape[1]} classes')
     return (scores.topk(k).indices==classes[:,None]).any(-1).double().mean()
@@ -206,7 +222,8 @@ def metric_named(
     ours = dict(accuracy=accuracy, error_rate=error_rate, top_k_accuracy=top_k_accuracy)
     if name in ours: return ours[name]
     try: import torchmetrics
-    except ImportError as e: raise ValueError(f"no metric {name!r} here: we have {', '.join(ours)}, top_3; more with torchmetrics") from e
+    except ImportError as e:
+        raise ValueError(f"no metric {name!r} here: we have {', '.join(ours)}, top_3; more with torchmetrics") from e
     theirs = {k:o for k in torchmetrics.__all__ if isinstance(o := getattr(torchmetrics, k), type)}
     if name in theirs: return theirs[name]
     near = get_close_matches(name, [*ours,*theirs], 3) or [*ours]

@@ -105,29 +105,35 @@ def get_preds(self:Learner,
     dl=None,                 # Another loader instead
     with_input:bool=False,   # Also return the inputs, before the predictions
     with_loss:bool=False,    # Also return the loss of each sample, after the targets
-    act=None,                # A function to apply to the predictions; None: the loss function's `activation`, if it has one
+    # A function to apply to the predictions; None: the loss function's `activation`, if it has one
+    act=None,
     reorder:bool=True,       # True: in the order of the data set; False: in the order of the loader
-    gather='all',            # 'rank0': on other ranks all results are None. A `Path`: they are mapped from files in this folder, see below
+    # 'rank0': on other ranks all results are None. A `Path`: they are mapped from files in this folder, see below
+    gather='all',
     cbs=None                 # Callbacks for this loop only
 )->tuple: # (predictions, targets) in the model's structure: CPU tensors, or lists of what does not fit one tensor
-    "Predictions and targets of a whole data set; in `distrib_ctx` those of all ranks, on every rank. ValueError for another `gather`"
+    """Predictions and targets of a whole data set; in `distrib_ctx` those of all ranks, on every rank. ValueError
+    for another `gather`"""
     check_gather(gather)
     dl = self.dls[ds_idx] if dl is None else dl
     cb = GatherPreds(with_input, with_loss, act or getattr(self.loss_func, 'activation', noop), gather)
     self.prepare_model()
     if reorder: dl = in_order(getattr(dl, 'source', dl))
-    with self.added_cbs([cb,*listify(cbs)]), self.aside(), _without_metrics(self), nullcontext() if with_loss else _unheard_loss(self):
+    unheard = nullcontext() if with_loss else _unheard_loss(self)
+    with self.added_cbs([cb, *listify(cbs)]), self.aside(), _without_metrics(self), unheard:
         self._do_epoch_validate(dl=dl)
     return cb.results()
 
 def check_gather(how):
     "Make the folder, if it is one. ValueError for what `gather` cannot be, OSError where a folder cannot be made"
     if isinstance(how, Path): how.mkdir(parents=True, exist_ok=True)
-    elif how not in ('all','rank0'): raise ValueError(f"gather={how!r}: give 'all', 'rank0', or a pathlib.Path for a folder of files")
+    elif how not in ('all','rank0'):
+        raise ValueError(f"gather={how!r}: give 'all', 'rank0', or a pathlib.Path for a folder of files")
 
 @contextmanager
 def _unheard_loss(learn):
-    "Compute no loss in the body, unless a callback of the user's may look at it: of large outputs it takes longer than the prediction"
+    """Compute no loss in the body, unless a callback of the user's may look at it: of large outputs it takes longer
+    than the prediction"""
     hear = {type(cb) for e in _after for cb in learn._handlers[e]}
     old = learn.loss_func
     if old is not None and all(o.__module__.startswith('learnerdist.') for o in hear): learn.loss_func = _no_loss
@@ -149,13 +155,16 @@ def mixes(
     n:int,         # Number of samples in the batch
     training=False # Look at the model in its own modes, but for BatchNorm; else in evaluation, where dropout is silent
 )->bool:           # False if it cannot be told
-    "Whether a prediction depends on which other samples are in the batch, by copies of both. Random streams are left as they are"
+    """Whether a prediction depends on which other samples are in the batch, by copies of both. Random streams are
+    left as they are"""
     of_batch = lambda o: isinstance(o, Tensor) and o.shape[:1]==(n,)
-    if any(isinstance(o, Tensor) and o.ndim and not of_batch(o) for o in tree_leaves(xb)): return False # it may belong to other rows
+    # it may belong to other rows
+    if any(isinstance(o, Tensor) and o.ndim and not of_batch(o) for o in tree_leaves(xb)): return False
     first,before = lambda b: tree_map(lambda o: o[:n//2] if of_batch(o) else o, b),rng_state()
     try:
         whole,part = [tree_leaves(_by_copy(model, b, training)) for b in (xb,first(xb))]
-        if any(o is not None and not torch.equal(o, s) for o,s in zip(rng_state()[2:], before[2:])): return False # it draws
+        # it draws
+        if any(o is not None and not torch.equal(o, s) for o,s in zip(rng_state()[2:], before[2:])): return False
         return n>1 and any(_differ(first(a), b) for a,b in zip(whole, part) if of_batch(a))
     except Exception: return False # a model that keeps what it has computed cannot be copied
     finally: set_rng_state(before)

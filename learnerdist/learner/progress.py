@@ -35,7 +35,8 @@ def format_row(
 
 # %% ../../nbs/learner/04_progress.ipynb #c008
 def _bars():
-    "fastprogress's classes of bars, of epochs and of batches, for a notebook or a terminal; None for other outputs, such as a file"
+    """fastprogress's classes of bars, of epochs and of batches, for a notebook or a terminal; None for other
+    outputs, such as a file"""
     if not (in_notebook() or sys.stdout.isatty()): return None
     from fastprogress.fastprogress import ConsoleMasterBar,ConsoleProgressBar,NBMasterBar,NBProgressBar
     return (NBMasterBar,NBProgressBar) if in_notebook() and _has_matplotlib() else (ConsoleMasterBar,ConsoleProgressBar)
@@ -57,8 +58,9 @@ class _Smooth:
 
 def say_alone(said=[]): # noqa: B006 - once in a process
     "Warn on rank 0, once, that each process trains on all of the data"
-    if is_rank0() and not said: warn(f'each of the {num_distrib()} processes of this launch trains on the whole data, since '
-                                              'this fit is outside of distrib_ctx(). If you mean that, each has to write its own files')
+    if is_rank0() and not said:
+        warn(f'each of the {num_distrib()} processes of this launch trains on the whole data, since '
+                      'this fit is outside of distrib_ctx(). If you mean that, each has to write its own files')
     said.append(1)
 
 # %% ../../nbs/learner/04_progress.ipynb #c009
@@ -87,7 +89,8 @@ class ProgressCallback(Callback):
         self.bar = None
         if self.mbar is None: return
         n = data_len(self.dl)
-        self.bar = self.bar_of(self.dl, total='noinfer' if n is None else n, parent=self.mbar, leave=False) # so for an unknown length
+        # so for an unknown length
+        self.bar = self.bar_of(self.dl, total='noinfer' if n is None else n, parent=self.mbar, leave=False)
         self.bar.comment = _Smooth(self.learn)
         self.bar.update(0)
 

@@ -23,7 +23,8 @@ from .metrics import AvgLoss,mk_metrics
 
 # %% ../../nbs/learner/03_recorder.ipynb #c024
 class Recorder(Callback):
-    "History of a fit over all ranks: `losses`, `lrs` per step; `values` (losses, metrics), `iters` (steps so far) per epoch"
+    """History of a fit over all ranks: `losses`, `lrs` per step; `values` (losses, metrics), `iters` (steps so far)
+    per epoch"""
     order,loop_state = Order.recorder,('mets','measuring','reduced','log','steps','lr_now','n_before')
     fit_state,rank_state = ('lrs','iters','losses','values','log'),('totals',)
     def __init__(self):
@@ -32,7 +33,8 @@ class Recorder(Callback):
 
     def _forget(self):
         self.lrs,self.iters,self.losses,self.values,self.steps,self.log = [],[],[],[],[],[]
-        self.start,self.lr_now,self.n_samples,self.n_before = None,None,0,None # n_before: batches of this fit up to the last one recorded
+        # n_before: batches of this fit up to the last one recorded
+        self.start,self.lr_now,self.n_samples,self.n_before = None,None,0,None
 
     def before_fit(self):
         self._forget()
@@ -42,8 +44,9 @@ class Recorder(Callback):
     def before_epoch(self): self.start,self.log = time.time(),[self.epoch]
     def before_train(self):
         self.steps,self.lr_now = [],self._lr()
-        if data_len(self.dl)==0 and is_rank0(): warn(f'the training loader, a {type(self.dl).__name__}, has no batch: nothing is '
-                                                              'trained. Is the data set empty, or shorter than a batch with drop_last?')
+        if data_len(self.dl)==0 and is_rank0():
+            warn(f'the training loader, a {type(self.dl).__name__}, has no batch: nothing is '
+                          'trained. Is the data set empty, or shorter than a batch with drop_last?')
     def before_batch(self):
         if self.learn.training: self.lr_now,self.n_before = self._lr(),self.learn.train_iter
     def _lr(self): return self.learn.opt.param_groups[-1]['lr']
@@ -78,13 +81,15 @@ class Recorder(Callback):
         elif n:
             for m in self.valid_mets: m.accumulate(learn)
 
-    def step_totals(self)->Tensor: # (steps,3), float64, CPU: loss × items, items, samples; of this rank, or summed over ranks
+    # (steps,3), float64, CPU: loss × items, items, samples; of this rank, or summed over ranks
+    def step_totals(self)->Tensor:
         "The totals of this epoch's steps so far. Moves them to the CPU"
         return as_totals(self.all_steps())
 
     def all_steps(self)->list:
         "What `step_totals` adds up, as numbers and tensors"
-        if self.learn.training and self.n_before is not None and self.learn.train_iter>self.n_before: self.after_batch() # it was cancelled
+        # it was cancelled
+        if self.learn.training and self.n_before is not None and self.learn.train_iter>self.n_before: self.after_batch()
         return self.steps
 
     def flush(self, totals:Tensor):
@@ -125,8 +130,10 @@ class Recorder(Callback):
         if self.reduced: self.after_validate()
 
 def _say_hidden(learn):
-    found = [f'{cb}.{k}' for cb in learn.cbs for k in ('xb','yb','pred','loss','loss_grad','model','opt') if k in vars(cb)]
-    if found: warn(f"{', '.join(found)}: the callback's own, which hides the learner's. To change that, assign to self.learn")
+    found = [f'{cb}.{k}' for cb in learn.cbs for k in ('xb','yb','pred','loss','loss_grad','model','opt')
+             if k in vars(cb)]
+    if found:
+        warn(f"{', '.join(found)}: the callback's own, which hides the learner's. To change that, assign to self.learn")
 
 def _clock(secs): return f'{int(secs)//60:02d}:{int(secs)%60:02d}'
 

@@ -6,7 +6,8 @@ from learnerdist.learner.callback import Callback
 __all__: Any
 
 class Recorder(Callback):
-    """History of a fit over all ranks: `losses`, `lrs` per step; `values` (losses, metrics), `iters` (steps so far) per epoch"""
+    """History of a fit over all ranks: `losses`, `lrs` per step; `values` (losses, metrics), `iters` (steps so far)
+    per epoch"""
     avg_loss: Any
     mets: Any
     metric_names: Any
@@ -84,15 +85,18 @@ class Recorder(Callback):
 
     @property
     def mfu(self) -> list:
-        """For each epoch the share of the devices' FLOP/s that training has used, 0 to 1. It needs the callbacks `FlopCount(peak)` and `Timer`"""
+        """For each epoch the share of the devices' FLOP/s that training has used, 0 to 1. It needs the callbacks
+    `FlopCount(peak)` and `Timer`"""
 
     @property
     def times(self) -> list:
-        """For each epoch's training loop: this rank's seconds for data, step, comm and in total, and the samples per second of all ranks"""
+        """For each epoch's training loop: this rank's seconds for data, step, comm and in total, and the samples per
+    second of all ranks"""
 
     @property
     def rank_times(self) -> list:
-        """For each epoch's training loop the seconds of every rank for data, step, comm and in total, by rank; None without other ranks"""
+        """For each epoch's training loop the seconds of every rank for data, step, comm and in total, by rank; None
+    without other ranks"""
 
     @property
     def straggler(self) -> str:

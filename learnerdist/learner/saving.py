@@ -25,13 +25,16 @@ def _file(self:Learner, file):
 
 @patch
 def save(self:Learner,
-    file,               # File name within `model_dir`, or an absolute path: `.pth` is added, unless it ends in `.safetensors`
+    # File name within `model_dir`, or an absolute path: `.pth` is added, unless it ends in `.safetensors`
+    file,
     with_opt:bool=None  # Also save the optimizer's state; None: yes, except in safetensors, which cannot hold it
 )->Path:                # The file
-    "Write the model's weights atomically, with a checksum. Only rank 0 writes, and no rank waits; if the model is sharded, all must call"
+    """Write the model's weights atomically, with a checksum. Only rank 0 writes, and no rank waits; if the model is
+    sharded, all must call"""
     path = self._file(file)
     if is_safetensors(path) and with_opt:
-        raise ValueError(f'{path}: safetensors hold weights only, no optimizer: leave out with_opt, or the ending .safetensors')
+        raise ValueError(f'{path}: safetensors hold weights only, no optimizer: leave out with_opt, or the ending '
+                         f'.safetensors')
     opt = self.opt if (not is_safetensors(path) if with_opt is None else with_opt) else None
     state = fill_in(get_model(self.model)).state_dict()
     if opt is not None: state = dict(model=state, opt=opt.state_dict())
@@ -43,11 +46,13 @@ weights_of_folder = [] # Functions from a folder to a model's state dict: `check
 
 @patch
 def load(self:Learner,
-    file,               # As in `save`; or the folder of a `Checkpoint` or of one of its checkpoints, within the learner's path
+    # As in `save`; or the folder of a `Checkpoint` or of one of its checkpoints, within the learner's path
+    file,
     with_opt:bool=True, # Also load the optimizer's state, if the file has it; a checkpoint gives weights only
     strict:bool=True    # The keys of the file and of the model must be the same
 ):
-    "Load what `save` or a `Checkpoint` wrote. Reads only tensors and plain data, so a file cannot run code. ValueError for a damaged file"
+    """Load what `save` or a `Checkpoint` wrote. Reads only tensors and plain data, so a file cannot run code.
+    ValueError for a damaged file"""
     path = self.path/file if (self.path/file).is_dir() else self._file(file)
     await_save(path)
     state,opt = (_in_folder(path),None) if path.is_dir() else _read(path, self)
@@ -61,7 +66,8 @@ def _read(path, learn):
     return load_weights(path, mapped=True, crc=shared_crc) # each rank reads its rows
 
 def _in_folder(path):
-    if not weights_of_folder: raise ValueError(f'{path} is a folder: import learnerdist.checkpoint, which reads checkpoints')
+    if not weights_of_folder:
+        raise ValueError(f'{path} is a folder: import learnerdist.checkpoint, which reads checkpoints')
     return weights_of_folder[0](path)
 
 @patch

@@ -74,7 +74,8 @@ class Scheduler(Callback):
 
 def _horizon(state):
     own = [[k,v] for k,v in state.items() if k in ('total_steps','total_iters','T_max','T_0','_milestones')]
-    return own + [o for inner in (*state.get('_schedulers', ()),*state.get('lr_lambdas', ())) if inner for o in _horizon(inner)]
+    return own + [o for inner in (*state.get('_schedulers', ()),*state.get('lr_lambdas', ())) if inner
+                  for o in _horizon(inner)]
 
 def _keys(opt): return {k for g in opt.param_groups for k in g}
 
@@ -82,17 +83,21 @@ def _torch_opt(opt):
     "The optimizer itself, or the one in fastai's `OptimWrapper`"
     for o in (opt,getattr(opt, 'opt', None)):
         if isinstance(o, Optimizer): return o
-    raise ValueError(f"{type(opt).__name__} is none of torch's optimizers, as its schedulers need: with fastai, opt_func=OptimWrapper(…)")
+    raise ValueError(f"{type(opt).__name__} is none of torch's optimizers, as its schedulers need: with fastai, "
+                     f"opt_func=OptimWrapper(…)")
 
 # %% ../../nbs/learner/09_schedule.ipynb #c011
 def warm_up(
     n:int,         # Length of the warm-up: in steps, or in epochs with `Scheduler(…, by='epoch')`
     then=None,     # From the optimizer to the scheduler after the warm-up; None: the rate stays constant
     start=None,    # First rate, as a fraction of the full rate; None: 0, or with `scale_lr` the rate for one rank
-    scale_lr=False # True: the full rate is the fit's rate times the number of ranks; or a function of that number, see `lr_scale`
+    # True: the full rate is the fit's rate times the number of ranks; or a function of that number, see `lr_scale`
+    scale_lr=False
 ):                 # For `Scheduler`
-    "Raise the learning rate linearly over the first `n` steps, then follow the scheduler `then`. ValueError for a bad `n` or `start`"
-    if n<1 or not 0<=(start or 0)<=1: raise ValueError(f'warm_up(n={n}, start={start}): n is 1 or more, start a part of the rate, 0 to 1')
+    """Raise the learning rate linearly over the first `n` steps, then follow the scheduler `then`. ValueError for a
+    bad `n` or `start`"""
+    if n<1 or not 0<=(start or 0)<=1:
+        raise ValueError(f'warm_up(n={n}, start={start}): n is 1 or more, start a part of the rate, 0 to 1')
     def func(opt):
         k = lr_scale(scale_lr)
         for g in opt.param_groups: g['lr'] *= k
@@ -141,17 +146,20 @@ def _fit_by_step(self:Learner, n_epoch, lr, make, cbs, reset_opt, flags):
 
 def _batches_per_epoch(learn):
     try: n = len(own_loader(learn, learn.dls.train))
-    except TypeError as e: raise ValueError('this schedule must know its steps, and the training loader has no length: use fit') from e
+    except TypeError as e:
+        raise ValueError('this schedule must know its steps, and the training loader has no length: use fit') from e
     return min(gather_objects(n)) if hasattr(learn, 'distributed_trainer') else n
 
 # %% ../../nbs/learner/09_schedule.ipynb #c025
 class TrackerCallback(Callback):
-    "Track `monitor` over the epochs of a fit: `best`, `best_epoch`, and `new_best` (whether the last epoch is the best). All ranks agree"
+    """Track `monitor` over the epochs of a fit: `best`, `best_epoch`, and `new_best` (whether the last epoch is the
+    best). All ranks agree"""
     order,run_find,best,hist,seen = Order.tracker,False,None,None,0
     fit_state = 'best','best_epoch','value','new_best','seen'
     def __init__(self,
         monitor='valid_loss', # A column of the table: a loss, or a metric's name
-        comp=None,            # From two values to whether the first is better; None: lower is better for a loss or error, else higher
+        # From two values to whether the first is better; None: lower is better for a loss or error, else higher
+        comp=None,
         min_delta=0.,         # Smallest difference that counts as an improvement
         reset_on_fit=True     # Forget the best value of an earlier fit
     ):
@@ -178,7 +186,8 @@ class TrackerCallback(Callback):
         if self.monitor not in names:
             raise ValueError(f'monitor={self.monitor!r} is none of {names}: name one of them, or add it to `metrics`')
         if self.monitor!='train_loss' and len(self.dls)<2:
-            raise ValueError(f"monitor={self.monitor!r} is measured on validation data, and there is none: give some, or use 'train_loss'")
+            raise ValueError(f"monitor={self.monitor!r} is measured on validation data, and there is none: give some, "
+                             f"or use 'train_loss'")
         return names.index(self.monitor)
 
     def track(self):
@@ -192,7 +201,8 @@ class TrackerCallback(Callback):
 
     def after_epoch(self): self.track()
     def after_cancel_fit(self):
-        if self.recorder.values is self.hist and len(self.hist)>self.seen: self.track() # cancelled by another callback before `track`
+        # cancelled by another callback before `track`
+        if self.recorder.values is self.hist and len(self.hist)>self.seen: self.track()
     def after_fit(self): self.hist,self.seen = None,0
 
 # %% ../../nbs/learner/09_schedule.ipynb #c032
@@ -205,7 +215,8 @@ class EarlyStoppingCallback(TrackerCallback):
         patience:int=1,   # Number of successive epochs without improvement that ends the fit
         reset_on_fit=True # As in `TrackerCallback`
     ):
-        if patience<1: raise ValueError(f'patience={patience}: the fit ends after this many epochs without improvement, 1 or more')
+        if patience<1:
+            raise ValueError(f'patience={patience}: the fit ends after this many epochs without improvement, 1 or more')
         super().__init__(monitor, comp, min_delta, reset_on_fit)
         self.patience = patience
 
@@ -218,27 +229,32 @@ class EarlyStoppingCallback(TrackerCallback):
         if self.value is None: return
         self.wait = 0 if self.new_best else self.wait+1
         if self.wait<self.patience: return
-        if is_rank0(): self.learn.logger(f'stopped after epoch {self.epoch}: {self.monitor} {self.value:.6f}, {self._since()}')
+        if is_rank0():
+            self.learn.logger(f'stopped after epoch {self.epoch}: {self.monitor} {self.value:.6f}, {self._since()}')
         raise CancelFitException
 
     def _since(self):
-        return 'none better before' if self.best_epoch is None else f'no better than {self.best:.6f} in epoch {self.best_epoch}'
+        return ('none better before' if self.best_epoch is None
+                else f'no better than {self.best:.6f} in epoch {self.best_epoch}')
 
 # %% ../../nbs/learner/09_schedule.ipynb #c036
 class SaveModelCallback(TrackerCallback):
-    "Save the model when `monitor` improves, and load the best weights after the fit. Every rank must have it; rank 0 writes"
+    """Save the model when `monitor` improves, and load the best weights after the fit. Every rank must have it; rank
+    0 writes"""
     first_epoch,next_epoch = 0,0
     fit_state = *TrackerCallback.fit_state,'first_epoch','next_epoch','saved'
     def __init__(self,
         monitor='valid_loss', comp=None, min_delta=0., # As in `TrackerCallback`
         fname='model',     # File name as in `Learner.save`
-        every_epoch=False, # True, or a number n: save `{fname}_{epoch}` after every 1 or n epochs, and keep the last weights
+        # True, or a number n: save `{fname}_{epoch}` after every 1 or n epochs, and keep the last weights
+        every_epoch=False,
         at_end=False,      # Save the last weights as `fname` at the end, and keep them
         with_opt=False,    # Also save the optimizer's state
         keep:int=1,        # Number of best models to keep; if more than 1, their files are `{fname}_{epoch}`
         reset_on_fit=True  # As in `TrackerCallback`
     ):
-        if keep<1 or every_epoch and keep>1: raise ValueError(f'keep={keep}, every_epoch={every_epoch}: keep 1 or more, or every epoch')
+        if keep<1 or every_epoch and keep>1:
+            raise ValueError(f'keep={keep}, every_epoch={every_epoch}: keep 1 or more, or every epoch')
         super().__init__(monitor, comp, min_delta, reset_on_fit)
         self.fname,self.every_epoch,self.at_end,self.with_opt,self.keep = fname,every_epoch,at_end,with_opt,keep
 
@@ -270,7 +286,8 @@ class SaveModelCallback(TrackerCallback):
 
     def _keep(self, fname):
         self._save(fname)
-        ranked = sorted([*self.kept,(self.value,fname,self.last_saved_path)], key=lambda o: o[0], reverse=not self.lower)
+        ranked = sorted([*self.kept,(self.value,fname,self.last_saved_path)], key=lambda o: o[0],
+                        reverse=not self.lower)
         self.kept = ranked[:self.keep]
         if self.keep>1 and is_rank0():
             for *_,path in ranked[self.keep:]: path.unlink(missing_ok=True)
@@ -290,8 +307,11 @@ class ReduceLROnPlateauCallback(TrackerCallback):
         **kw # Options of torch's scheduler: `factor=.1`, `patience=10`, `threshold`, `cooldown`, `min_lr`, …
     ):
         bad = [o for o in kw if o not in _plateau_options]
-        if bad: raise ValueError(f"{', '.join(bad)}: the options are {', '.join(_plateau_options)}; torch's `mode` follows from `comp`")
-        if kw.get('patience', 0)<0: raise ValueError(f"patience={kw['patience']}: the rate falls after more epochs than this, 0 or more")
+        if bad:
+            raise ValueError(f"{', '.join(bad)}: the options are {', '.join(_plateau_options)}; torch's `mode` "
+                             f"follows from `comp`")
+        if kw.get('patience', 0)<0:
+            raise ValueError(f"patience={kw['patience']}: the rate falls after more epochs than this, 0 or more")
         super().__init__(monitor, comp)
         self.kw = kw
 
@@ -300,7 +320,8 @@ class ReduceLROnPlateauCallback(TrackerCallback):
         self.sched = lr_scheduler.ReduceLROnPlateau(self.opt, 'min' if self.lower else 'max', **self.kw)
 
     fit_state = *TrackerCallback.fit_state,'plateau'
-    plateau = property(lambda self: self.sched.state_dict(), lambda self, v: self.sched.load_state_dict(v), doc="torch's state, to save")
+    plateau = property(lambda self: self.sched.state_dict(), lambda self, v: self.sched.load_state_dict(v),
+                       doc="torch's state, to save")
 
     def track(self):
         super().track()
@@ -308,7 +329,8 @@ class ReduceLROnPlateauCallback(TrackerCallback):
 
 # %% ../../nbs/learner/09_schedule.ipynb #c047
 class TerminateOnNaNCallback(Callback):
-    "Stop the fit, on all ranks, at the first training loss that is NaN or infinite, before the weights change. Syncs the GPU each step"
+    """Stop the fit, on all ranks, at the first training loss that is NaN or infinite, before the weights change.
+    Syncs the GPU each step"""
     order,run_valid = Order.terminate,False
     def after_loss(self):
         if self.learn.loss_grad is not None and not torch.isfinite(self.learn.loss_grad).all(): raise CancelFitException

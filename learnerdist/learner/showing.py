@@ -30,7 +30,8 @@ def _sizes(dl):
     n,n_batches,bs = data_len(getattr(dl, 'dataset', None)),data_len(dl),batch_shape(dl)[0]
     if getattr(dl, 'unit', 'batch')=='row': n = dl.n_total
     share = f' (rank {dl.rank} of {dl.world_size})' if hasattr(dl, 'world_size') else ''
-    return f"{'?' if n is None else n} samples in {'?' if n_batches is None else n_batches} batches of {bs or '?'}{share}"
+    return (f"{'?' if n is None else n} samples in {'?' if n_batches is None else n_batches} batches of "
+            f"{bs or '?'}{share}")
 
 def _shown(self):
     shown = [f'{k}: {_sizes(dl)}' for k,dl in zip(('train','valid',*range(2, len(self))), self.loaders)]
@@ -41,8 +42,10 @@ def _described(self):
     ps = [*model.parameters()]
     n,trained = sum(p.numel() for p in ps),sum(p.numel() for p in ps if p.requires_grad)
     metrics = ', '.join(name_of(o) if not isinstance(o, str) else o for o in self.metrics) or 'none'
-    return (f'Learner of {type(model).__name__}: {n:,} parameters, {trained:,} trained\n  loss {name_of(self.loss_func)}, '
-            f'optimizer {name_of(self.opt_func)}, lr {self.lr}, metrics {metrics}\n  {self.dls!r}\n  callbacks {self.cbs}')
+    return (f'Learner of {type(model).__name__}: {n:,} parameters, {trained:,} trained\n  loss '
+            f'{name_of(self.loss_func)}, '
+            f'optimizer {name_of(self.opt_func)}, lr {self.lr}, metrics {metrics}\n  {self.dls!r}\n  callbacks '
+            f'{self.cbs}')
 
 DataLoaders.__repr__,Learner.__repr__ = _shown,_described
 
@@ -66,13 +69,15 @@ def _first_sample(learn):
     dl,before = learn.dls.train,rng_state()
     b = one_batch(in_order(getattr(dl, 'source', dl)))
     set_rng_state(before)
-    xb,_ = split_batch(apply(lambda o: o[:1] if isinstance(o, (Tensor,str)) else o, b), getattr(learn.dls, 'n_inp', None))
+    xb,_ = split_batch(apply(lambda o: o[:1] if isinstance(o, (Tensor,str)) else o, b),
+                       getattr(learn.dls, 'n_inp', None))
     return list(xb)
 
 # %% ../../nbs/learner/13_showing.ipynb #shw22
 @patch
 def summary(self:Learner)->str: # Shown as it is, line by line
-    "The layers of the model in the order of their calls: shape of the output, parameters, whether trained. Optimizer, loss, callbacks"
+    """The layers of the model in the order of their calls: shape of the output, parameters, whether trained.
+    Optimizer, loss, callbacks"""
     model,rows = get_model(self.model),[]
     handles = [m.register_forward_hook(partial(_note, rows)) for m in model.modules() if not [*m.children()]]
     try: self.get_preds(dl=Unshared(_first_sample(self)), act=noop, reorder=False)
@@ -84,7 +89,8 @@ def summary(self:Learner)->str: # Shown as it is, line by line
     head = [type(model).__name__, '='*70, line('Layer','Output shape','Parameters','Trained'), '-'*70]
     return Text('\n'.join([*head, *[line(*o) for o in rows], '-'*70,
         f'Parameters: {total:,}, trained {trained:,}, frozen {total-trained:,}',
-        f'Optimizer: {name_of(self.opt_func)}', f'Loss: {name_of(self.loss_func)}', f"Callbacks: {', '.join(map(str, self.cbs))}"]))
+        f'Optimizer: {name_of(self.opt_func)}', f'Loss: {name_of(self.loss_func)}',
+                           f"Callbacks: {', '.join(map(str, self.cbs))}"]))
 
 # %% ../../nbs/learner/13_showing.ipynb #shw31
 def _picture(x):
@@ -92,7 +98,8 @@ def _picture(x):
     x = x.detach().cpu().float()
     if x.ndim==2: x = x[None]
     if x.ndim!=3 or x.shape[0] not in (1,3):
-        raise ValueError(f'a sample of shape {tuple(x.shape)} is no image: what can be drawn is (c,h,w) with 1 or 3 channels, or (h,w)')
+        raise ValueError(f'a sample of shape {tuple(x.shape)} is no image: what can be drawn is (c,h,w) with 1 or 3 '
+                         f'channels, or (h,w)')
     low,high = x.min(),x.max()
     if low<0 or high>1: x = (x-low)/(high-low).clamp(min=1e-12)
     return x.permute(1, 2, 0).squeeze(-1).numpy()
@@ -104,7 +111,8 @@ def _label(t, vocab):
 
 def _decoded(pred, targ):
     "The class with the highest score, if targets are classes; else the prediction itself"
-    scores = isinstance(pred, Tensor) and pred.ndim and isinstance(targ, Tensor) and not targ.is_floating_point() and pred.ndim==targ.ndim+1
+    scores = isinstance(pred, Tensor) and pred.ndim and isinstance(targ, Tensor)
+    scores = scores and not targ.is_floating_point() and pred.ndim==targ.ndim+1
     return pred.argmax(-1) if scores else pred
 
 def show_images(
@@ -116,7 +124,8 @@ def show_images(
     import matplotlib.pyplot as plt
     pictures = [_picture(x) for x in xs]
     n = math.ceil(math.sqrt(len(pictures)))
-    axs = plt.subplots(math.ceil(len(pictures)/n), n, figsize=(2*n, 2.2*math.ceil(len(pictures)/n)), squeeze=False)[1].flatten()
+    axs = plt.subplots(math.ceil(len(pictures)/n), n, figsize=(2*n, 2.2*math.ceil(len(pictures)/n)),
+                       squeeze=False)[1].flatten()
     for ax in axs: ax.axis('off')
     for ax,o,title,color in zip(axs, pictures, titles, colors or ['black']*len(titles)):
         ax.imshow(o, cmap='gray' if o.ndim==2 else None)

@@ -44,14 +44,16 @@ def half_type(device:torch.device)->torch.dtype:
 
 # %% ../../nbs/learner/06_techniques.ipynb #c008b
 class MixedPrecision(Callback):
-    "Run forward pass and loss in a 16-bit type where `torch.autocast` allows it. Weights, gradients and `learn.pred` stay float32"
+    """Run forward pass and loss in a 16-bit type where `torch.autocast` allows it. Weights, gradients and
+    `learn.pred` stay float32"""
     order,loop_state,keeps_batch = Order.mixed_precision,('cast',),True
     def __init__(self,
         dtype=None, # 'fp16', 'bf16', `torch.float16` or `torch.bfloat16`; None: chosen for the device, see `half_type`
         **kw        # Only for fp16: options of `torch.amp.GradScaler`, such as `init_scale`
     ):
         dtype = _dtypes.get(dtype, dtype)
-        if dtype not in (None,*_dtypes.values()): raise ValueError(f"dtype={dtype!r}: give 'fp16', 'bf16', or None for the device's own")
+        if dtype not in (None,*_dtypes.values()):
+            raise ValueError(f"dtype={dtype!r}: give 'fp16', 'bf16', or None for the device's own")
         self.dtype,self.kw,self.scaler,self.loaded = dtype,kw,None,None
         self.skipped,self.cast,self.gate = 0,None,None
 
@@ -70,11 +72,13 @@ class MixedPrecision(Callback):
 
     def before_fit(self):
         fp16 = self.autocast().fast_dtype==torch.float16
-        if self.kw and not fp16: raise ValueError(f"{', '.join(self.kw)}: only fp16 scales gradients, so ask for dtype='fp16'")
+        if self.kw and not fp16:
+            raise ValueError(f"{', '.join(self.kw)}: only fp16 scales gradients, so ask for dtype='fp16'")
         if not fp16: return
         if self.scaler is None: self.scaler = GradScaler(self.device.type, **self.kw)
         self._load()
-        self.scaler.scale(torch.ones((), device=self.device)) # create its state now: this rank's first backward pass may be cancelled
+        # create its state now: this rank's first backward pass may be cancelled
+        self.scaler.scale(torch.ones((), device=self.device))
 
     def _load(self):
         if self.loaded: self.scaler.load_state_dict(self.loaded)
@@ -89,7 +93,8 @@ class MixedPrecision(Callback):
         cast,self.cast = self.cast,None
         if cast is None: return
         cast.__exit__(None, None, None)
-        if not self.training: torch.clear_autocast_cache() # weights that this loop has cast, in an older torch without a gradient
+        # weights that this loop has cast, in an older torch without a gradient
+        if not self.training: torch.clear_autocast_cache()
 
     def after_pred(self): self.learn.pred = apply(_as_float32, self.pred)
     def after_loss(self): self._leave()
@@ -146,7 +151,8 @@ def to_bf16(self:Learner)->Learner:
 @contextmanager
 def _amp_flag(learn, dtype):
     if any(isinstance(o, MixedPrecision) for o in learn.cbs):
-        raise ValueError(f'amp={dtype!r}: this learner has mixed precision by to_fp16 or to_bf16; leave out one of the two')
+        raise ValueError(f'amp={dtype!r}: this learner has mixed precision by to_fp16 or to_bf16; leave out one of '
+                         f'the two')
     dtype = None if dtype is True else dtype
     if learn._amp is None or learn._amp.dtype!=_dtypes.get(dtype, dtype): learn._amp = MixedPrecision(dtype)
     with learn.added_cbs(learn._amp): yield learn # the same callback in each fit, so that it keeps its scale
@@ -155,7 +161,8 @@ Learner._amp,fit_flags['amp'] = None,_amp_flag
 
 # %% ../../nbs/learner/06_techniques.ipynb #c023
 class GradientClip(Callback):
-    "Clip gradients before each step, by their global norm or by value; `norms` has their norms before. ValueError for a bad limit"
+    """Clip gradients before each step, by their global norm or by value; `norms` has their norms before. ValueError
+    for a bad limit"""
     order,run_valid,fit_state = Order.clip,False,('norms',)
     def __init__(self,
         max_norm:float=1.,   # Largest norm over all parameters; `inf`: only record norms
@@ -180,7 +187,8 @@ class GradientClip(Callback):
 
     @property
     def norms(self)->list:
-        "The gradient norm of each step of this fit, before clipping. The GPU is synchronised once an epoch, and at each read"
+        """The gradient norm of each step of this fit, before clipping. The GPU is synchronised once an epoch, and at
+        each read"""
         self._fetch()
         return self._done
 
@@ -189,21 +197,25 @@ class GradientClip(Callback):
 
 # %% ../../nbs/learner/06_techniques.ipynb #c044
 class Lookahead(Optimizer):
-    "Wrap `optimizer`: after every `k` steps, set the weights back to the fraction `alpha` of the way. ValueError for a bad `k` or `alpha`"
+    """Wrap `optimizer`: after every `k` steps, set the weights back to the fraction `alpha` of the way. ValueError
+    for a bad `k` or `alpha`"""
     def __init__(self,
         optimizer:Optimizer, # The inner optimizer, of `torch.optim` or like it
         k:int=10,            # Number of steps between two moves of the slow weights
         alpha:float=.5       # Fraction of the way, above 0 and up to 1; 1: no effect
     ):
-        if k<1 or not 0<alpha<=1: raise ValueError(f'{k=}, {alpha=}: give at least one step, and a part above 0 and up to 1')
-        self.optimizer,self.k,self.alpha,self.n_steps,self.slow = optimizer,k,alpha,0,{} # slow: from parameters to slow weights
+        if k<1 or not 0<alpha<=1:
+            raise ValueError(f'{k=}, {alpha=}: give at least one step, and a part above 0 and up to 1')
+        # slow: from parameters to slow weights
+        self.optimizer,self.k,self.alpha,self.n_steps,self.slow = optimizer,k,alpha,0,{}
 
     param_groups = property(lambda self: self.optimizer.param_groups, doc="The inner optimizer's")
     state = property(lambda self: self.optimizer.state, doc="The inner optimizer's")
     defaults = property(lambda self: self.optimizer.defaults, doc="The inner optimizer's")
     def zero_grad(self, set_to_none=True): self.optimizer.zero_grad(set_to_none)
     def add_param_group(self, group): self.optimizer.add_param_group(group)
-    def __getstate__(self): return {k:v for k,v in vars(self).items() if k!='step'} # a scheduler wraps `step`; the wrapper is not copied
+    # a scheduler wraps `step`; the wrapper is not copied
+    def __getstate__(self): return {k:v for k,v in vars(self).items() if k!='step'}
     def __setstate__(self, state): vars(self).update(state)
     def __repr__(self): return f'Lookahead({self.optimizer}, k={self.k}, alpha={self.alpha})'
     def _params(self): return [p for g in self.param_groups for p in g['params']]
@@ -223,7 +235,8 @@ class Lookahead(Optimizer):
 
     def state_dict(self)->dict:
         "State dict: that of the inner optimizer, the slow weights in the order of parameters, and the number of steps"
-        return dict(optimizer=self.optimizer.state_dict(), slow=[self.slow.get(p) for p in self._params()], n_steps=self.n_steps)
+        return dict(optimizer=self.optimizer.state_dict(), slow=[self.slow.get(p) for p in self._params()],
+                    n_steps=self.n_steps)
 
     def load_state_dict(self, state_dict:dict):
         "Load a result of `state_dict`"

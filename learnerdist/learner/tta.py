@@ -18,7 +18,8 @@ from .learner import Learner
 
 # %% ../../nbs/learner/15_tta.ipynb #tta11
 class Augmented(Dataset):
-    "A data set with transforms of its items. Each item has random streams of its own: it is the same on any rank, and in any worker"
+    """A data set with transforms of its items. Each item has random streams of its own: it is the same on any rank,
+    and in any worker"""
     def __init__(self, dataset, tfms:list, *seeds:int): self.dataset,self.tfms,self.seeds = dataset,tfms,seeds
     def __len__(self): return len(self.dataset)
     def __getitem__(self, i):
@@ -30,20 +31,25 @@ def tta(self:Learner,
     ds_idx:int=1, dl=None, # As in `get_preds`
     n:int=4,               # Number of versions of each sample
     item_tfms=None,        # Transforms of items, one or a list; None: `after_item` of the training loader
-    batch_tfms=None,       # Transforms of batches; None: `after_batch` of the training loader. Random ones depend on the ranks
+    # Transforms of batches; None: `after_batch` of the training loader. Random ones depend on the ranks
+    batch_tfms=None,
     beta:float=.25,        # Part of the plain prediction in the result; None: return both, the augmented ones first
     use_max:bool=False     # The largest of all predictions, and not a mean
 )->tuple: # (predictions, targets), as from `get_preds`
     "Predict `n` augmented versions of each sample, and the sample itself, and mix the predictions"
     dl,train = self.dls[ds_idx] if dl is None else dl,self.dls.train
     dl = in_order(getattr(dl, 'source', dl))
-    if isinstance(dl.dataset, IterableDataset): raise ValueError('tta reads each item several times, by its index: a stream has none')
-    items,batches = [getattr(train, k, []) if o is None else as_list(o) for k,o in (('after_item',item_tfms),('after_batch',batch_tfms))]
+    if isinstance(dl.dataset, IterableDataset):
+        raise ValueError('tta reads each item several times, by its index: a stream has none')
+    items,batches = [getattr(train, k, []) if o is None else as_list(o) for k,
+                     o in (('after_item',item_tfms),('after_batch',batch_tfms))]
     seed = self.distributed_trainer.seed if hasattr(self, 'distributed_trainer') else torch.randint(2**62, ()).item()
-    rounds = [with_settings(dl, Augmented(dl.dataset, items, mix_seed(seed, i)), **_own_tfms(dl, batches)) for i in range(n)]
+    rounds = [with_settings(dl, Augmented(dl.dataset, items, mix_seed(seed, i)), **_own_tfms(dl, batches))
+              for i in range(n)]
     aug = [self.get_preds(dl=o)[0] for o in rounds]
     preds,targs = self.get_preds(dl=dl)
-    if not isinstance(preds, Tensor): raise ValueError(f'tta mixes predictions that are one tensor, and these are a {type(preds).__name__}')
+    if not isinstance(preds, Tensor):
+        raise ValueError(f'tta mixes predictions that are one tensor, and these are a {type(preds).__name__}')
     aug = torch.stack(aug).max(0)[0] if use_max else torch.stack(aug).mean(0)
     if use_max: return torch.maximum(preds, aug),targs
     return (aug,preds) if beta is None else torch.lerp(aug, preds, beta),targs
