@@ -198,8 +198,7 @@ def save(self:Learner, file, **kwargs):
 
 @patch
 def load(self:Learner, file, device=None, **kwargs):
-    """As fastai's, but this rank waits for rank 0's file, and for no other rank; or the weights of a `Checkpoint`, given
-    its folder within the learner's path"""
+    "As fastai's, but this rank waits for rank 0's file alone; or the weights of a `Checkpoint`, given its folder"
     if not isinstance(file, (str,Path)): return _load(self, file, device, **kwargs)
     model,folder = get_model(self.model),Path(self.path)/file
     if folder.is_dir(): load_model(model, weights_in(folder))
