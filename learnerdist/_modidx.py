@@ -3256,8 +3256,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'learnerdist/learner/losses.py'),
                                             'learnerdist.learner.losses.probe_loss': ( 'learner/losses.html#probe_loss',
                                                                                        'learnerdist/learner/losses.py'),
-                                            'learnerdist.learner.losses.tensor_version': ( 'learner/losses.html#tensor_version',
-                                                                                           'learnerdist/learner/losses.py'),
                                             'learnerdist.learner.losses.tolerance': ( 'learner/losses.html#tolerance',
                                                                                       'learnerdist/learner/losses.py'),
                                             'learnerdist.learner.losses.unweighted': ( 'learner/losses.html#unweighted',

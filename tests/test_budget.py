@@ -62,8 +62,9 @@ def rank_calls(learner_calls):
 
 # What our Learner adds: its events, the callbacks that answer them, the recorder and its metrics, and on several ranks the items that a
 # loss counts, added up over ranks, the mean of gradients in shared memory, what is trained, and the vote.
+# A training batch begins with random streams of its own, by (seed, rank, epoch, batch): 11 calls.
 # A change that needs more says so here, and in benchmarks/README.md what it costs
-@pytest.mark.parametrize('W,step,batch', [(1, 48, 33), (2, 118, 57)])
+@pytest.mark.parametrize('W,step,batch', [(1, 59, 33), (2, 129, 57)])
 def test_python_calls(W, step, batch):
     for steps,batches in run_ranks(rank_calls, W, ours):
         assert step/2<steps<=step and batch/2<batches<=batch

@@ -275,8 +275,8 @@ def image_dls(W):
     return DataLoaders.from_dsets(ds, ds[:37], bs=per_rank(24, W), num_workers=0, device='cpu')
 
 def test_mixing_draws_on_each_rank_and_trains_one_model():
-    close(mixes(1, 0), mixes(0, 0), 0)
-    for o in ('MixUp','CutMix'): shows(f'6 `{o}`', 1, 0)
+    close(mixes(1, 0), mixes(1, 0), 0)
+    for o in ('MixUp','CutMix'): shows(f'6 `{o}`', 1, 'other draws than without a context; the same in a second run')
     for W in (2,3):
         first,*others = run_ranks(on_ranks, W, mixes)
         for o in others: close(o, first, 0)

@@ -116,7 +116,7 @@ def test_a_fork_is_what_python_starts(how, tmp_path):
     for o in ([],['--no-fork-server']):
         (tmp_path/'out').mkdir(exist_ok=True)
         args = [*o,*target,'out',*(['workers'] if how=='script' else [])]
-        res = launch(*options, *args, cwd=tmp_path, OWN='1')
+        res = launch(*options, *args, cwd=tmp_path, OWN='1', LEARNERDIST_SEED='7')
         assert res.returncode==0, res.stderr
         if how=='script': assert sorted(res.stdout.splitlines())==['[r1] exit hook of 1','exit hook of 0']
         seen[bool(o)] = told(tmp_path/'out')

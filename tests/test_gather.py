@@ -289,8 +289,8 @@ def test_a_list_of_samples_that_looks_like_columns_on_one_rank():
 # --- each batch once --------------------------------------------------------------------------------------------------------
 
 class Differs(torch.utils.data.IterableDataset):
-    "Reads another number of samples on each rank"
-    def __iter__(self): return iter(zip(*xy(13-4*group_rank())))
+    "Reads another number of samples on each rank, the same ones at first"
+    def __iter__(self): return iter([*zip(*xy(13))][:13-4*group_rank()])
 
 def rank_differs(preds):
     with process_group():

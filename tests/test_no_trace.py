@@ -172,7 +172,7 @@ def rank_attach():
     learn.detach_distributed()
     res['again'] = changes(before, learn)
     res['unsplit'] = fails_to_attach(rank, lambda o: o.dls.loaders.__setitem__(0, NoLoader()))
-    res['bs'] = fails_to_attach(rank, lambda o: None, split_batches=True)
+    res['bs'] = fails_to_attach(rank, lambda o: o.dls.loaders.__setitem__(0, o.dls.loaders[2]), split_batches=True)
     res['option'] = fails_to_attach(rank, lambda o: None, bogus=1)
     res['cuda_id'] = fails_to_attach(rank, lambda o: None, cuda_id=99)
     res['seed'] = fails_to_attach(rank, lambda o: None, seed='x')
@@ -198,9 +198,11 @@ def test_attach_and_detach():
         for k,words in dict(unsplit='NoLoader', bs='5', option='bogus', cuda_id='99', seed="'x'").items():
             assert r[k][0]==[] and words in r[k][1]
 
+def no_room(*args): raise ValueError('no room for this model')
+
 def rank_attach_fails_on_one():
     rank = rank_distrib()
-    return fails_to_attach_any(rank, lambda o: o.dls.loaders.__setitem__(0, NoLoader()) if rank else None)
+    return fails_to_attach_any(rank, lambda o: setattr(o.model, 'to', no_room) if rank else None)
 
 def fails_to_attach_any(rank, spoil):
     learn = make(rank)

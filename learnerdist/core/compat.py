@@ -243,8 +243,8 @@ def storage_id(
     return t.untyped_storage()._cdata
 
 def version(t)->int:
-    "How often a tensor was changed in place"
-    return t._version
+    "How often a tensor was changed in place, as by `loss += penalty`; 0 where that is not known"
+    return t._version if isinstance(t, torch.Tensor) and not t.is_inference() else 0
 
 def swap_content(
     t,  # A tensor or Parameter

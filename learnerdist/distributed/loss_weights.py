@@ -15,13 +15,13 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from ..core.collectives import all_sum,gather_rows
-from ..core.compat import tree_leaves
+from ..core.compat import tree_leaves,version
 from ..core.env import current_group,group_rank,group_size
 from ..data.loaders import batch_shape
 from .agreed_loader import own_order
 from .batchnorm import local_stats,is_muted,mute
 from .vote_links import PostedSum
-from ..learner.losses import n_class_items,n_elements,tensor_version,batch_rows,loss_over,n_items,unweighted
+from ..learner.losses import n_class_items,n_elements,batch_rows,loss_over,n_items,unweighted
 
 # %% ../../nbs/distributed/09_loss_weights.ipynb #ce578703
 def uneven_steps(
@@ -90,7 +90,7 @@ class LossWeights:
         if learn.repeated and over.kind!='whole': learn.loss_grad = self._zero() # 'whole': no row of it is gathered
         if not self._counts(over): return
         early,targ = self.early,self.targ
-        same = early is not None and not learn.repeated and targ is early.targ and tensor_version(targ)==early.version
+        same = early is not None and not learn.repeated and targ is early.targ and version(targ)==early.version
         learn.items = early.n if same else self._number(n_items(learn)*(not learn.repeated), over) # counted once
         n,total = learn.items,self._total(learn.items)
         if isinstance(total, Tensor): learn.loss_grad = learn.loss_grad*(n*W/total)
@@ -133,7 +133,7 @@ def count_early(self:LossWeights,
     on_cpu = (getattr(targ, 'device', None) or learn.device).type=='cpu' # a dict has none
     if not on_cpu or over.kind!='items' or getattr(over.count, 'func', over.count) not in _by_targets: return
     n = 0. if learn.repeated else float(over.count(None, *learn.yb))
-    self.early = _Early(self.links.post(struct.pack('<d?', n, may_change()), 10), n, targ, tensor_version(targ))
+    self.early = _Early(self.links.post(struct.pack('<d?', n, may_change()), 10), n, targ, version(targ))
 
 _by_targets = n_elements,n_class_items # what counts without a look at the prediction
 

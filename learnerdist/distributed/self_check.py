@@ -290,4 +290,4 @@ remedy = ('Samples count alike. If it is a mean over other things, say what it c
 
 def _versions(learn):
     ts = [o for o in tree_leaves((tuple(learn.xb),tuple(learn.yb))) if isinstance(o, Tensor)]
-    return [(id(o),None if o.is_inference() else version(o)) for o in ts]
+    return [(id(o),version(o)) for o in ts]

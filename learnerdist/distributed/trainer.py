@@ -139,7 +139,7 @@ def share(self:DistributedTrainer,
     # batches
     if isinstance(dl, (list,tuple)) and not is_split(dl): dl = DataLoader(dl, batch_size=None, collate_fn=_as_it_is)
     if not pad: return Share.by_batch(dl, group_rank(), group_size(), self.seed, self.sample_seeds)
-    return Share.from_dl(dl, group_rank(), group_size(), self.seed, pad, self.sample_seeds, **kw)
+    return Share.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, sample_seeds=self.sample_seeds, **kw)
 
 def _as_it_is(b): return b
 

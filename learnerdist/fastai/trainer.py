@@ -161,7 +161,9 @@ def share(self:DistributedTrainer, dl, pad, **kw):
     "This rank's shard of a loader; a list of batches, and a loader that is sharded already, are left alone"
     if isinstance(dl, (list,tuple,L)): return dl
     if getattr(dl, 'by_hand', False) and (dl.rank,dl.world_size)==(group_rank(),group_size()): dl = dl.source
-    if pad: res = ShareDL.from_dl(dl, group_rank(), group_size(), self.seed, pad, self.sample_seeds, **kw)
+    if pad:
+        res = ShareDL.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, sample_seeds=self.sample_seeds,
+                              **kw)
     else: res = ShareDL.by_batch(dl, group_rank(), group_size(), self.seed, self.sample_seeds)
     if res is not dl: res.in_context = True # dl: its user has split it
     return res

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import BatchSampler
 
-from ..core.compat import tree_leaves,tree_map
+from ..core.compat import tree_leaves,tree_map,version
 from ..core.random import untouched
 from ..data.loaders import data_len,find_bs
 from ..data.rows import batch_leaves,listed
@@ -112,13 +112,13 @@ class LossTrace(TorchFunctionMode):
         with self: return model(*args, **kwargs)
     def __torch_function__(self, func, types, args=(), kwargs=None):
         res,kwargs = func(*args, **(kwargs or {})),kwargs or {}
-        if func in _functions: self.calls.append((res, tensor_version(res), func, args, kwargs))
+        if func in _functions: self.calls.append((res, version(res), func, args, kwargs))
         elif func in _same and args and (call := self._call_of(args[0])):
-            self.calls.append((res,tensor_version(res),*call[2:]))
+            self.calls.append((res,version(res),*call[2:]))
         return res
     def _call_of(self, loss):
         "The call that has returned the mean `loss`, if nothing has changed it in place"
-        return next((o for o in self.calls if o[0] is loss and not loss.ndim and o[1]==tensor_version(loss)), None)
+        return next((o for o in self.calls if o[0] is loss and not loss.ndim and o[1]==version(loss)), None)
     def items(self, loss):
         """What the mean `loss` is over, if it is the result of one of these calls, or a copy: a number or a tensor
         (); else None"""
@@ -134,9 +134,6 @@ _signature = cache(inspect.signature)
 
 # DDP clones outputs
 _same = {torch.clone, *[getattr(Tensor, o) for o in ('clone','to','float','double','contiguous','mean')]}
-def tensor_version(o)->int:
-    "Changes with each change in place, as in `loss += penalty`"
-    return o._version if isinstance(o, Tensor) and not o.is_inference() else 0
 
 # %% ../../nbs/learner/00_losses.ipynb #ceff65e0
 def copied(b):
