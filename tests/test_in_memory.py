@@ -87,7 +87,7 @@ def run(folder, plan=(), kind='', nproc=2, options=(), module='learnerdist.launc
     restarts = [] if module is None else ['--max-restarts', len(plan)]
     launcher = [] if module is None else ['-m', module, '--nproc-per-node', nproc, *restarts, *options]
     drop = 'RANK','WORLD_SIZE','LOCAL_RANK','MASTER_PORT','LEARNERDIST_MEMORY'
-    env = {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=f'{root}:{root/"tests"}')
+    env = {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=f'{root}:{root/"tests"}', LEARNERDIST_SEED='1')
     plan = dict(enumerate(plan)) if isinstance(plan, (list,tuple)) else plan
     cmd = [sys.executable, *launcher, __file__, folder, json.dumps(plan), kind, json.dumps(kw)]
     res = subprocess.run([*map(str, cmd)], env=env, capture_output=True, text=True, timeout=200)

@@ -248,7 +248,7 @@ def phase()->str:
 
 def next_phase():
     "Called on all ranks, before they wait for one another: rank 0 says in the store that this phase is over"
-    store = shared_store() if is_rank0() else None
+    store = shared_store() if rank_distrib()==0 else None
     if store is not None: store.set(f'{phase()}/over', '')
     count(''.join(section)+'/phase')
 

@@ -65,6 +65,10 @@ class DealtOrder(Dealt):
         return islice(chain.from_iterable(o.tolist() for o in chunks), d.count(n))
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c010
+def worker_id()->int:
+    "The number of this worker of a loader; 0 in the process itself"
+    return getattr(get_worker_info(), 'id', 0)
+
 class Dealer:
     "Makes the shard of one rank, of orders, samplers and streams, for the current epoch"
     def __init__(self, rank, world_size, seed=0,
@@ -213,10 +217,6 @@ class BatchDealer(Dealer):
         return res
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #seeds1
-def worker_id()->int:
-    "The number of this worker of a loader; 0 in the process itself"
-    return getattr(get_worker_info(), 'id', 0)
-
 def is_quiet(ds):
     "Whether data lies in memory, so that a sample draws nothing"
     return type(ds) in (list,tuple,range,torch.Tensor,FrameRows) or columns_of(ds) is not None
