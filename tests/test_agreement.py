@@ -173,7 +173,8 @@ def diverge():
     except Exception as e: return str(e)
 
 def test_divergence_is_found():
-    said = '[weights-differ] after 2 steps of this epoch 0.bias differs between rank 0 and [1]: something changes it on one rank and not on the others'
+    said = ('[weights-differ] after 2 steps of this epoch 0.bias differs between rank 0 and [1]: something changes it on one rank and not '
+            'on the others')
     assert all(o.startswith(said) for o in run_ranks(diverge, 2))
 
 def zero_contribution():

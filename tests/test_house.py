@@ -117,7 +117,8 @@ def test_no_private_names_across_modules(monkeypatch):
 
 def test_columns():
     "Lines of the package have up to 120 columns, and no semicolons"
-    assert per_module(lambda o: [i for i,l in enumerate(sources[o].splitlines(), 1) if len(l)>120 and not l.startswith(('# %%','__all__'))]) == {}
+    written = lambda o: [l for l in sources[o].splitlines() if not l.startswith(('# %%','__all__'))] # those are the exporter's
+    assert per_module(lambda o: [l for l in written(o) if len(l)>120]) == {}
     assert per_module(lambda o: [t.start for t in tokenize.generate_tokens(io.StringIO(sources[o]).readline) if t.string==';']) == {}
 
 def public_functions(o):

@@ -188,7 +188,8 @@ def masks(): return learner(cbs=Masks())
     (other_split, r'\[different-data\] .*: training data.indices: #'),
     (other_length, r'^ValueError: \[different-data\] .*len\(training data\): 24 on rank 0, 30 on rank 1'),
     (other_rate, r'^ValueError: \[different-settings\] .*momentum of parameter group 0: 0\.1 on rank 0, 0\.2 on rank 1'),
-    (own_buffer, r'\[ranks-differ\] seen: each rank has computed this'), (second_model, r'second\.net\.weight: each rank has computed this'),
+    (own_buffer, r'\[ranks-differ\] seen: each rank has computed this'),
+    (second_model, r'second\.net\.weight: each rank has computed this'),
     (drift, r'^RuntimeError: .*2\.bias differs between rank 0 and \[1\]'),
     (other_path, r'\[different-path\] learn.path differs: .*run-0 on rank 0, .*run-1')],
     ids=lambda o: getattr(o, '__name__', ''))
