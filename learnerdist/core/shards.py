@@ -151,9 +151,6 @@ def groups_of(opt)->list:
     "The lists of parameters of torch's or fastai's optimizer"
     return [g['params'] for g in opt.param_groups] if hasattr(opt, 'param_groups') else opt.param_lists
 
-def settings_of(opt)->list:
-    "The dicts in which torch's or fastai's optimizer, and those inside of it, keep the settings of parameter groups"
-    return [g for own in map(vars, optimizers_in(opt)) for k in ('param_groups','hypers') for g in own.get(k, ())]
 
 def exchange_params(opt,
     new:dict, # From the ids of parameters to those that replace them

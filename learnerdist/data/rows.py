@@ -122,13 +122,6 @@ def _leaf_rows(o, n):
     if kind==_whole: return Samples([o,*[None]*(n-1)])
     return o.expand(n, *o.shape) if isinstance(o, Tensor) else Samples([o]*n)
 
-def row_kinds(
-    b,    # As in `to_rows`
-    n:int # Number of samples in it
-)->list:  # An integer for each leaf, in order
-    "The kind of each leaf of a batch, as `to_rows` treats it"
-    return [_kind(o, n) for o in batch_leaves(b, n)]
-
 def batch_leaves(b, n):
     "The leaves of a batch, also those in a mapping that torch does not know"
     for o in tree_leaves(b, is_leaf=partial(is_samples, n=n)):
@@ -140,28 +133,6 @@ def columns(
 )->tuple: # One element for each element of `b`
     "The rows of each part of a batch"
     return tuple(to_rows(o, n) for o in listed(b))
-
-def take_rows(
-    b,          # From `to_rows`
-    idxs:Tensor # Indices of samples, int64 `(m,)`
-):              # The same structure, with m rows
-    "Select rows"
-    return tree_map(lambda o: o[idxs] if isinstance(o, Tensor) else Samples(o[i] for i in idxs.tolist()), b)
-
-# %% ../../nbs/data/02_rows.ipynb #c014
-def as_batch(
-    rows,      # From `to_rows` or `take_rows`
-    kinds:list # From `row_kinds`
-):             # A batch in the structure of the model's output, on the CPU
-    "The inverse of `to_rows`. ValueError for a part of a batch that cannot be cut"
-    leaves,spec = tree_flatten(rows)
-    return tree_unflatten([_batch_leaf(*o) for o in zip(leaves, kinds)], spec)
-
-def _batch_leaf(o, kind):
-    if kind==_whole: raise ValueError('this part of a batch has no rows for each sample')
-    if kind==_list: return list(o)
-    if kind==_once: return o.mean(0) if isinstance(o, Tensor) and o.is_floating_point() else o[0]
-    return torch.cat(list(o)) if kind==_flat else o
 
 # %% ../../nbs/data/02_rows.ipynb #finddev1
 def find_device(b)->torch.device:
