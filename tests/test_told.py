@@ -229,12 +229,12 @@ class KeepsNot(Ignores): keeps_batch = True
     (dict(loss=cancels), 'Raise it in an event of a callback'),
     (dict(loss=weighted_ce(), cbs=KeepsNot('after_pred')), 'Do this in an event of a callback')])
 def test_items_that_change_after_they_were_told(kw, said):
-    if kw['loss'] is cancels: cancels.n_items = learner_losses._n_elements # known before the forward pass
+    if kw['loss'] is cancels: cancels.n_items = learner_losses.n_elements # known before the forward pass
     with pytest.raises(RanksError) as e: run_ranks(fits_told, 2, kw)
     assert all(said in str(o) for o in e.value.errors.values()), e.value
 
 def fits_told(kw):
     with process_group():
         learn = learner(ds=labelled(24), **kw)
-        if kw['loss'] is cancels: cancels.n_items = learner_losses._n_elements
+        if kw['loss'] is cancels: cancels.n_items = learner_losses.n_elements
         with learn.distrib_ctx(seed=3), learn.no_logging(): learn.fit(2)
