@@ -1733,8 +1733,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                              'learnerdist/distributed/self_check.py'),
                                                     'learnerdist.distributed.self_check.SelfCheck.note': ( 'distributed/self_check.html#selfcheck.note',
                                                                                                            'learnerdist/distributed/self_check.py'),
-                                                    'learnerdist.distributed.self_check._alone': ( 'distributed/self_check.html#_alone',
-                                                                                                   'learnerdist/distributed/self_check.py'),
                                                     'learnerdist.distributed.self_check._is_torchs': ( 'distributed/self_check.html#_is_torchs',
                                                                                                        'learnerdist/distributed/self_check.py'),
                                                     'learnerdist.distributed.self_check._kind': ( 'distributed/self_check.html#_kind',

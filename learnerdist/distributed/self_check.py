@@ -46,14 +46,10 @@ def read_items(
     if not hasattr(dl, 'do_item') and hasattr(ds, '__dict__'): ds = copy.copy(ds) # workers inherit no file of it
     try:
         with shared_rng(group_rank()): res = [dl.do_item(i) if hasattr(dl, 'do_item') else ds[i] for i in own]
-        res = _alone(res)
+        res = copied(res) # a row may be a view, which would take the whole data set along
         pickle.dumps(res)
         return res
     except Exception as e: log.debug('samples cannot be read one by one: %r', e)
-
-def _alone(b):
-    "Without the rest of the data set or batch, whose memory tensors would take along to other ranks"
-    return tree_map(lambda o: o.clone() if isinstance(o, Tensor) else o, b)
 
 def collated(
     learn,
@@ -230,7 +226,7 @@ class SelfCheck:
     def _samples(self, cancelled):
         learn = self.trainer.learn
         changed,rows,n = not cancelled and self.loaded!=_versions(learn),None,0 if cancelled else batch_rows(learn)
-        try: rows = _alone(to_cpu(cut((tuple(learn.xb),tuple(learn.yb)), n, 0, min(n, 2)))) if n else None
+        try: rows = copied(to_cpu(cut((tuple(learn.xb),tuple(learn.yb)), n, 0, min(n, 2)))) if n else None
         except ValueError as e: log.debug('the batch cannot be cut: %s', e)
         return Samples(read_items(learn), rows, changed, n)
 
