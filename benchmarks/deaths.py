@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
-from common import bars,main,peer,quartiles,table,turns,verdict
+from common import bars,here,main,peer,quartiles,table,turns,verdict
 
 # A step takes 40 ms or more; rank 1 kills itself in the midst of step 12. `committed` is called after each step that counts
 common = '''import json,os,signal,sys,time,torch
@@ -118,13 +118,21 @@ ways = {'learnerdist, --on-failure shrink': (of_launch,['--on-failure','shrink']
         'learnerdist, --max-restarts 1': (of_launch,['--max-restarts','1'],in_memory,"int(os.environ['TORCHELASTIC_RESTART_COUNT'])"),
         'torchft': (of_torchft,5000), 'torchft, heartbeats within .5 s': (of_torchft,500)}
 
+def stored():
+    "What was measured before: for torchft's rows where it is not installed"
+    file = here/'results/deaths.json'
+    res = json.loads(file.read_text()) if file.exists() else dict(deaths={}, torchft=None)
+    return {k: v for k,v in res['deaths'].items() if ways.get(k, [None])[0] is of_torchft},res['torchft']
+
 def measure(quick):
     got = {k: [] for k,(f,*_) in ways.items() if f is of_launch or peer('torchft')}
     def once(k):
         func,*args = ways[k]
         with tempfile.TemporaryDirectory() as d: got[k].append(func(Path(d), *args))
     turns({k: lambda k=k: once(k) for k in got}, 1 if quick else 5, warm=0)
-    return dict(deaths=got, torchft=version('torchft-nightly') if peer('torchft') else None)
+    if peer('torchft'): return dict(deaths=got, torchft=version('torchft-nightly'))
+    before,which = stored()
+    return dict(deaths=got | before, torchft=which, torchft_before=True)
 
 def _seconds(xs):
     known = [o for o in xs if o is not None]
@@ -133,11 +141,14 @@ def _seconds(xs):
 def report(res):
     head = f'one of {W} ranks dies','to the next step, s','to a step of all ranks, s','steps done again, at most', \
         f'not trained on once: at most, of {n_samples:,} samples'
-    text = table(head, [[k, *(_seconds([o[t] for o in v]) for t in ('next','all')), *(max(o[t] for o in v) for t in ('again','wrong'))]
-                        for k,v in res['deaths'].items()])
+    def most(v, t): return max([o[t] for o in v if t in o], default='not counted')
+    rows = [[k, *(_seconds([o[t] for o in v]) for t in ('next','all')), *(most(v, t) for t in ('again','wrong'))]
+            for k,v in res['deaths'].items()]
+    text = table(head, rows)
     ours = {k: quartiles([o['next'] for o in v])[1] for k,v in res['deaths'].items() if 'learnerdist' in k}
-    peers = f"torchft-nightly {res['torchft']}, medians of {len(next(iter(res['deaths'].values())))} runs.\n\n" if res['torchft'] else ''
-    return peers+text+'\n\n'+'\n'.join(verdict(f'seconds of {k}', s, .5, '{:.2f}') for k,s in ours.items())
+    peers = f"Medians of {len(next(iter(res['deaths'].values())))} runs. "
+    if res['torchft']: peers += f"torchft-nightly {res['torchft']}"+', measured on another day'*res.get('torchft_before', False)+'.'
+    return peers+'\n\n'+text+'\n\n'+'\n'.join(verdict(f'seconds of {k}', s, .5, '{:.2f}') for k,s in ours.items())
 
 def plot(res, path):
     def bars_of(t): return {k: quartiles(xs) for k,v in res['deaths'].items() if (xs := [o[t] for o in v if o[t] is not None])}

@@ -12,7 +12,7 @@ from learnerdist.data.sharding import undeal
 from step_time import installed,plain_loader,quiet,theirs
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader,TensorDataset
+from torch.utils.data import DataLoader,Subset,TensorDataset
 
 def mlp(): return nn.Sequential(nn.Flatten(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 def pixels(): return nn.Conv2d(3, 21, 1)
@@ -82,6 +82,14 @@ def fastai_ours(task, stack):
     stack.enter_context(learn.distrib_ctx())
     return lambda: [*learn.validate()],lambda: learn.get_preds(act=lambda o: o)[0]
 
+def fastai_bare(task, stack):
+    "fastai's own loop over this rank's samples: what its Learner takes when nothing is exchanged"
+    from fastai.data.core import TfmdDL
+    import learnerdist.fastai # noqa: F401 - else fastai gathers each batch
+    learn = fastai_learner(task)
+    dl = TfmdDL(Subset(task.data, range(group_rank(), len(task.data), group_size())), bs=task.bs, num_workers=0, device=task.device)
+    return lambda: [*learn.validate(dl=dl)],lambda: learn.get_preds(dl=dl, act=lambda o: o, reorder=False)[0]
+
 def fastai_theirs(task, stack):
     import fastai.torch_core as core
     import learnerdist.fastai.trainer as trainer
@@ -102,8 +110,9 @@ def accelerated(task, stack):
         for o in batches(task, dl): yield acc.gather_for_metrics(o)
     return lambda: of_all(means(gathered())),lambda: torch.cat([p.cpu() for p,_ in gathered()])
 
-ways = {'bare loop': bare, 'learnerdist': ours, "learnerdist, fastai's Learner": fastai_ours, 'fastai.distributed': fastai_theirs,
-        'Accelerate': accelerated}
+bases = {'bare loop': bare, "fastai's bare loop": fastai_bare} # Nothing is exchanged
+fastais = "learnerdist, fastai's Learner"
+ways = {**bases, 'learnerdist': ours, fastais: fastai_ours, 'fastai.distributed': fastai_theirs, 'Accelerate': accelerated}
 
 # --- the measure ------------------------------------------------------------------------------------------------------------
 
@@ -115,10 +124,13 @@ def check_all(name, numbers, preds, task):
     "Losses, metrics and, of ways that promise their order, predictions are those of one process"
     want = of_all(means(batches(task, task.loader())))
     numbers['bare loop'] = of_all(all_sum(numbers['bare loop']))
+    if fastais in numbers: # its shares have as many samples
+        mine = torch.tensor([float(o) for o in numbers["fastai's bare loop"]], dtype=torch.double)
+        numbers["fastai's bare loop"] = (all_sum(mine)/group_size()).tolist()
     diffs = {k: max(abs(float(a)-b) for a,b in zip(v, want)) for k,v in numbers.items()}
     all_close(f'{name}: loss and metric', diffs, 2e-5)
     whole = torch.cat([p.cpu() for p,_ in batches(task, task.loader())])
-    preds['bare loop'] = undeal(gather_rows(preds['bare loop']))
+    for k in {*bases}&{*preds}: preds[k] = undeal(gather_rows(preds[k]))
     all_close(f'{name}: predictions', {k: (v-whole).abs().max().item() for k,v in preds.items() if k!='fastai.distributed'}, 1e-5)
     return diffs
 
@@ -136,37 +148,43 @@ def measure_rank(names, n_batches, n_rounds):
 
 def measure(quick, W=2):
     n_batches,names = 50 if quick else 500,[o for o in installed() if o in ways]
-    got = on_ranks(measure_rank, W, ['bare loop', *names], n_batches, 2 if quick else None)
+    own = ['bare loop',*["fastai's bare loop"]*(fastais in names)]
+    got = on_ranks(measure_rank, W, [*own, *names], n_batches, 2 if quick else None)
     return dict(ranks=W, n_batches=n_batches, models={k: dict(diffs=got[0][k]['diffs'], valid=slowest([o[k]['valid'] for o in got]),
                                                               preds=slowest([o[k]['preds'] for o in got])) for k in models})
 
-goals = {'learnerdist': 3, "learnerdist, fastai's Learner": 5} # of predictions
+def over_bases(times):
+    "The ratios of all ways to the bare loop; that of our way with fastai's Learner to its own"
+    own = {k: v for k,v in ratios(times, "fastai's bare loop").items() if k==fastais} if fastais in times else {}
+    return {**ratios(times, 'bare loop'), **own}
+
+goals = {'learnerdist': 1.3, fastais: 1.3} # of predictions
 
 def report(res):
     rows = []
     for name,o in res['models'].items():
         for what in ('valid','preds'):
-            rs = ratios(o[what], 'bare loop')
+            rs = over_bases(o[what])
             for i,(k,v) in enumerate(o[what].items()):
                 title = f"{name}, {dict(valid='validation', preds='predictions')[what]}" if not i else ''
                 rows.append([title, k, f"{1000*quartiles(v)[1]/res['n_batches']:.3f}", ratio_text(rs[k]) if k in rs else '1'])
     head = f"{res['n_batches']} batches, {res['ranks']} ranks"
-    text = table([head, 'way', 'ms a batch', 'ratio to the bare loop: median (quartiles)'], rows)
+    text = table([head, 'way', 'ms a batch', 'ratio to the bare loop, of the same Learner: median (quartiles)'], rows)
     lines = []
     for name,o in res['models'].items():
         for what in ('valid','preds'):
             meds = {k: v[1] for k,v in ratios(o[what], 'bare loop').items()}
-            peers = {k: v for k,v in meds.items() if 'learnerdist' not in k}
+            peers = {k: v for k,v in meds.items() if 'learnerdist' not in k and k not in bases}
             if not peers: continue
             best = min(peers, key=peers.get)
             lines.append(f"- {name}, {what}: the best peer is {best}, at {peers[best]:.2f}; learnerdist is at {meds['learnerdist']:.2f}: "
                          f"{'ahead' if meds['learnerdist']<peers[best] else '**behind**'}.")
-    lines += [verdict(f'{name}, predictions, {k} over the bare loop', ratios(o['preds'], 'bare loop')[k][1], goal, '{:.2f}')
+    lines += [verdict(f'{name}, predictions, {k} over its bare loop', over_bases(o['preds'])[k][1], goal, '{:.2f}')
               for name,o in res['models'].items() for k,goal in goals.items() if k in o['preds']]
     return text+'\n\n'+'\n'.join(lines)
 
 def plot(res, path):
-    groups = {f'{k}, {w}': ratios(o[w], 'bare loop') for k,o in res['models'].items() for w in ('valid','preds')}
+    groups = {f'{k}, {w}': over_bases(o[w]) for k,o in res['models'].items() for w in ('valid','preds')}
     bars(path, groups, 'time over the bare loop', f"Validation and predictions, {res['ranks']} ranks", line=1, log=True)
 
 if __name__=='__main__': main('evaluation', measure, report, plot)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from common import main,on_ranks,quartiles,save_plot,table,together,turns,verdict
 from learnerdist.all import TfmdDL
 from learnerdist.core.collectives import gather_rows
-from learnerdist.distributed.votes import Ballot,Tally
+from learnerdist.distributed.vote_links import Tally,Vote,cast
 from learnerdist.core.env import current_group,group_rank,group_size,in_group,process_group
 from learnerdist.distributed.vote_links import GlooLinks,Links,open_links
-from learnerdist.distributed.shared_mean import SharedMean
+from learnerdist.distributed.replica import SharedMean
 from learnerdist.launch.processes import share_of_cores
 from learnerdist.data.sharding import share_chunks,share_len
 from step_time import Task,as_way,bare,lr,ours,sgd,skip
@@ -88,11 +88,8 @@ def local_steps(task, secs):
     return way
 
 def vote(links, measure=per_call):
-    "A vote that is read as soon as it is posted"
-    b = Ballot(links)
-    def call():
-        b.post(more=True)
-        b.read()
+    "A vote"
+    def call(): cast(links, Vote(more=True), 0)
     together()
     return measure(call, 500)
 
@@ -235,7 +232,7 @@ def simulate(W=1024, n=2**20+5):
     shares = time.perf_counter()-start
     if not (seen==1).all() or max(lens)-min(lens)>1 or len(padded)!=1: raise SystemExit('the shares are no partition')
     told = votes(W, {700: 'epoch', 3: 'train', 1023: 'validate'})
-    if told!=Tally('epoch', W-1, False, False, False, False): raise SystemExit(f'the votes of {W} ranks say {told}')
+    if told!=Tally('epoch', W-1, False, False, False, False, False, None): raise SystemExit(f'the votes of {W} ranks say {told}')
     return dict(ranks=W, n=n, longest=max(lens), shortest=min(lens), padded=padded.pop(), shares_s=shares)
 
 class QueueLinks(Links):
@@ -250,9 +247,7 @@ def votes(W, asks):
     "What the ranks of a vote hear, all of them the same"
     queues = {(r,(r-(1<<k))%W): SimpleQueue() for r in range(W) for k in range((W-1).bit_length())}
     def vote(r):
-        b = Ballot(QueueLinks(r, W, queues))
-        b.post(asks.get(r), more=r!=9)
-        return b.read()
+        return cast(QueueLinks(r, W, queues), Vote(asks.get(r), more=r!=9), 0)
     with ThreadPoolExecutor(W) as ex: told, = {*ex.map(vote, range(W))}
     return told
 

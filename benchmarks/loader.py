@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from common import bars,main,on_ranks,peer,quartiles,ratio_text,ratios,slowest,table,turns,verdict
 from learnerdist.all import TfmdDL,group_rank,group_size,process_group
-from learnerdist.data.images import ImageFiles,to_floats
+from learnerdist.data.datasets import ImageFiles,to_floats
 from learnerdist.distributed import DistributedDL
 from torch.utils.data import DataLoader,Dataset
 
@@ -88,7 +88,7 @@ class Million(Dataset):
 
 def measure_resume(at=.9):
     "Seconds until the first batch of an epoch's last tenth: by reading all of it again, and by its place in the order"
-    from learnerdist.checkpoint.position import start_indexed
+    from learnerdist.checkpoint.position import PlacedLoader,Seeds,go_back,place_in_epoch
     res = {}
     for workers in (0,2):
         dl = DistributedDL(Million(), 0, 2, bs=100, shuffle=True, num_workers=workers)
@@ -97,9 +97,9 @@ def measure_resume(at=.9):
         want = next(b for i,b in enumerate(dl) if i==n)
         read = time.perf_counter()-start
         start = time.perf_counter()
-        it,indices = start_indexed(dl, dl.dl, n, 0)
-        if indices: indices.skip()
-        got = next(it)
+        placed = PlacedLoader(dl, Seeds(0, 0, 0))
+        go_back(placed, place_in_epoch(placed, n), True, None)
+        got = next(iter(placed))
         res[workers] = dict(read=read, skip=time.perf_counter()-start, same=torch.equal(got, want))
     return res
 

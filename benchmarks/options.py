@@ -8,11 +8,11 @@ from functools import partial
 from time import perf_counter
 
 import torch
-from common import all_close,main,on_ranks,quartiles,ratio_text,ratios,slowest,table,together,turns,verdict
+from common import all_close,main,on_ranks,quartiles,ratio_text,ratios,slowest,table,turns,verdict
 from learnerdist.all import DataLoaders,Learner,ProgressCallback
 from learnerdist.core.compat import sync_buffers
 from learnerdist.core.env import process_group
-from learnerdist.distributed.timer import Timer
+from learnerdist.distributed.profiling import Timer
 from step_time import Task,as_way,bare,lr,models,momentum,quick_models
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader,default_collate
@@ -73,14 +73,13 @@ def measure_model(func, shape, bs, n_steps, n_rounds):
 
 # --- the timer --------------------------------------------------------------------------------------------------------------
 
-handlers = 'before_batch','after_batch','before_backward','_begun','_computed','_exchanged','share'
+handlers = 'before_batch','after_batch','before_backward','_begun','_computed','_exchanged'
 
 def timed(task, n_fits=10):
-    "Medians of fits: seconds of a step that the handlers of `Timer` take, of the exchange at the end of an epoch, and of the whole step"
+    "Medians of fits: seconds of a step that the handlers of `Timer` take, and of the whole step"
     spent,old = {},{k: vars(Timer)[k] for k in handlers}
     def wrapped(k, f):
         def call(*args):
-            if k=='share': together() # waiting for one another would be done there all the same
             begin = perf_counter()
             try: return f(*args)
             finally: spent[k] = spent.get(k, 0)+perf_counter()-begin
@@ -89,8 +88,7 @@ def timed(task, n_fits=10):
         task.clock.start()
         spent.clear()
         train()
-        share = spent.pop('share')
-        return sum(spent.values())/task.n_steps,share,task.clock.step
+        return sum(spent.values())/task.n_steps,task.clock.step
     try:
         for k,f in old.items(): setattr(Timer, k, wrapped(k, f))
         with ExitStack() as stack:
@@ -148,10 +146,9 @@ def report(res):
         for i,n in enumerate(names):
             ratio = ratio_text(ratios(o['epochs'], names[i-1])[n]) if i%2 else '1'
             more.append(['' if i else k, n, f"{1000*quartiles(o['epochs'][n])[1]:.1f}", ratio])
-        own,share,step = o['timer']
-        what = f'{k}: what the timer takes of a step, in % ({1e6*own:.0f} µs of {1000*step:.2f} ms; once an epoch, here of 100 steps, ' + \
-               f'{1e6*share:.0f} µs)'
-        lines.append(verdict(what, 100*(own+share/100)/step, 1, '{:.2f}'))
+        own,*_,step = o['timer']
+        what = f'{k}: what the timer takes of a step, in % ({1e6*own:.0f} µs of {1000*step:.2f} ms)'
+        lines.append(verdict(what, 100*own/step, 1, '{:.2f}'))
     head = ['model, 2 ranks', 'option', 'ms a step', 'ratio: median of rounds (quartiles)', 'weights differ by']
     epoch = [head[0], 'an epoch', 'ms', 'ratio to the line above: median of rounds (quartiles)']
     return '\n\n'.join([table(head, rows), table(epoch, more), '\n'.join(lines)])

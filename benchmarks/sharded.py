@@ -87,7 +87,7 @@ def rss_peak(peak): return peak.top-peak.base
 
 def bare(model, ds, bs):
     from torch.distributed.fsdp import fully_shard
-    from learnerdist.distributed.blocks import repeated_blocks
+    from learnerdist.distributed.sharded import repeated_blocks
     from learnerdist.distributed.sharded import make_mesh
     from learnerdist.core.env import group_rank
     mesh,secs = make_mesh(torch.device('cpu'), 1),[]

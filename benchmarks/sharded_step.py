@@ -6,7 +6,7 @@ from functools import partial
 from common import all_close,bars,main,on_ranks,quartiles,ratio_text,ratios,slowest,table,verdict
 from learnerdist.core.env import group_rank,group_size,process_group
 from learnerdist.distributed import DistributedDL
-from learnerdist.distributed.blocks import repeated_blocks
+from learnerdist.distributed.sharded import repeated_blocks
 from learnerdist.distributed.sharded import make_mesh
 from options import plain
 from sharded import Block

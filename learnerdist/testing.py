@@ -11,7 +11,7 @@ from contextlib import contextmanager,suppress
 from multiprocessing import connection,resource_tracker
 from pathlib import Path
 from typing import Callable
-from .launch.processes import call_on_ranks,server_pid
+from .launch.processes import call_on_ranks,server
 from .launch.watch import RankFailure,RanksError
 
 # %% ../nbs/00_testing.ipynb #c003
@@ -30,12 +30,12 @@ def run_ranks(
     **kwargs
 )->list:                   # The result of `func` on each rank, in rank order
     "Run `func` on `world_size` processes of this machine, and return their results. `RanksError` if a rank fails"
-    return call_on_ranks(func, world_size, args, kwargs, env=env, timeout_s=timeout_s, errors=errors)
+    return call_on_ranks(func, world_size, args, kwargs, timeout_s, errors=errors, env=env)
 
 # %% ../nbs/00_testing.ipynb #c018
 def _children():
     "Ids of this process's children, without the fork server and the helper process of `multiprocessing`"
-    kept = {server_pid(), resource_tracker._resource_tracker._pid}
+    kept = {server.proc and server.proc.pid, resource_tracker._resource_tracker._pid}
     res = {p.pid for p in mp.active_children()}
     for o in Path('/proc/self/task').glob('*/children'):
         with suppress(OSError): res |= {*map(int, o.read_text().split())}

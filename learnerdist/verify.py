@@ -6,16 +6,333 @@
 __all__ = ['Difference', 'Verdict', 'verify', 'NoRun', 'main']
 
 # %% ../nbs/02_verify.ipynb #8aa1d3d0
-import argparse,io,math,os,re,subprocess,sys,tempfile
-from contextlib import redirect_stdout
+import argparse,io,math,os,pickle,random,re,subprocess,sys,tempfile,warnings
+from contextlib import contextmanager,redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
+from fastcore.basics import listify,store_attr
+from torch import Tensor,nn
 
-from .fit_record import first_fit
+from .core.compat import BatchNorm,Dropout,grad_hooks,tree_leaves,tree_map
+from .core.env import group_rank
+from .core.random import rng_state,set_rng_state,shared_rng
+from .core.stacks import in_library
+from .data.distributed_dl import DistributedDL,widened
+from .data.loaders import batch_shape,data_len,find_bs,loaders_of,one_batch
+from .data.rows import Samples,columns
+from .distributed.batchnorm import Synced
+from .distributed.comparison import digest,fingerprint,tensor_hash,tensors_held
+from .learner.callback import Callback
+from .learner.learner import Learner,get_model
+from .learner.losses import batch_rows,loss_over
 from .launch.cli import run_target
 from .launch.processes import RanksError,call_on_ranks
+
+# %% ../nbs/02_verify.ipynb #0b625052
+_size = 1024
+
+def sketch(t:Tensor)->Tensor:
+    """A short vector for `t`, of up to 1024 numbers, float64, on the CPU. The distance of two is about that of their
+    tensors; up to 1024 elements it is exact"""
+    t = _whole(t).detach().flatten().double().cpu()
+    if len(t)<=_size: return t.clone()
+    signs = torch.randint(0, 2, (len(t),), generator=torch.Generator().manual_seed(len(t)), dtype=torch.int8)
+    return nn.functional.pad(t*(signs*2-1), (0, -len(t)%_size)).view(-1, _size).sum(0)
+
+def _sketches(named): return {k: sketch(t) for k,t in named.items()}
+def _hashes(named): return {k: tensor_hash(_whole(t)).item() for k,t in named.items() if t is not None}
+def _whole(t): return t.full_tensor() if hasattr(t, 'full_tensor') else t # a sharded tensor
+
+# %% ../nbs/02_verify.ipynb #71cb0f4b
+def row_keys(b:tuple)->list:
+    "Hashes that identify the samples of a batch, independent of the length of padding that repeats a token"
+    n = find_bs(b)
+    cols = tree_leaves(columns(b, n), is_leaf=lambda o: isinstance(o, Samples))
+    return [sum(_key(o[i])*(2*k+1) for k,o in enumerate(cols))%2**62 for i in range(n)]
+
+def _key(o):
+    if not isinstance(o, Tensor):
+        return sum(_key(p) if isinstance(p, Tensor) else sum(map(ord, str(p))) for p in tree_leaves(o))
+    return tensor_hash(_trimmed(o) if not o.is_floating_point() and o.ndim else o).item()
+
+def _trimmed(row):
+    "A row without repeated elements at its start and its end"
+    new = (row[1:]!=row[:-1]).flatten(1).any(1) if row.ndim>1 else row[1:]!=row[:-1]
+    at = new.nonzero().flatten().tolist()
+    return row[at[0]:at[-1]+2] if at else row[:1]
+
+# %% ../nbs/02_verify.ipynb #e8efa7a8
+def about(dl)->dict:
+    "What a loader's data set is, as in `fingerprint`; `steady`: whether a batch is the same at each reading"
+    ds = getattr(dl, 'dataset', None)
+    unread = not hasattr(ds, '__getitem__') or not data_len(ds)
+    return dict(data=fingerprint(ds), steady=unread or _first(dl, 0)==_first(dl, 1))
+
+def _first(dl, seed):
+    with shared_rng(seed): b = dl.one_batch() if hasattr(dl, 'one_batch') else one_batch(dl)
+    return row_keys(tuple(b) if isinstance(b, (list,tuple)) else (b,))
+
+# %% ../nbs/02_verify.ipynb #fa951e02
+def trained(learn)->dict:
+    "From names to parameters: those of the model, of the loss, and any other that the optimizer trains"
+    res = dict(get_model(learn.model).named_parameters())
+    if isinstance(learn.loss_func, nn.Module):
+        res |= {f'loss_func.{k}': p for k,p in learn.loss_func.named_parameters()}
+    known = {*map(id, res.values())}
+    others = [p for g in learn.opt.param_groups for p in g['params'] if id(p) not in known]
+    return res | {f'opt[{i}]': p for i,p in enumerate(others)}
+
+def _attributes(learn):
+    "By name, what callbacks of the script and the loss have"
+    cbs = [cb for cb in learn.cbs if not type(cb).__module__.startswith(('learnerdist.','fastai.'))]
+    owners = [*((cb.name,cb) for cb in cbs),('loss_func',learn.loss_func)]
+    return {f'{k}.{name}': v for k,o in owners for name,v in getattr(o, '__dict__', {}).items()}
+
+def kept(learn)->dict:
+    "By name, sketches of tensors that callbacks of the script and the loss keep"
+    def is_array(v): return type(v).__name__=='ndarray' and v.dtype.kind in 'biuf'
+    found = {k: v for k,v in _attributes(learn).items() if isinstance(v, Tensor) or is_array(v)}
+    return _sketches({k: torch.as_tensor(v) for k,v in found.items()})
+
+def generators(learn)->dict:
+    "By name, the states of random generators that layers of the model, callbacks and the loss have of their own"
+    layers = get_model(learn.model).named_modules()
+    found = {f'model.{k}.{name}'.replace('..', '.'): v for k,m in layers for name,v in vars(m).items()}
+    states = {k: _state(v) for k,v in (found|_attributes(learn)).items()}
+    return {k: o for k,o in states.items() if o is not None}
+
+def _state(o):
+    if isinstance(o, torch.Generator): return tensor_hash(o.get_state()).item()
+    if isinstance(o, random.Random): return o.getstate()
+    return str(o.bit_generator.state) if hasattr(type(o), 'bit_generator') else None
+
+def silence(model)->list:
+    "Set the dropout of all layers of `model` to 0; returns the names of these layers"
+    res = []
+    for kinds,name in ((Dropout, 'p'), ((nn.MultiheadAttention,nn.RNNBase), 'dropout')):
+        found = {k: m for k,m in model.named_modules() if isinstance(m, kinds) and getattr(m, name)}
+        for m in found.values(): setattr(m, name, 0.)
+        res += found
+    return res
+
+# %% ../nbs/02_verify.ipynb #f0ae99f4
+_casts = dict(float64=torch.float64, float32=torch.float32)
+
+class FitRecord(Callback):
+    "Record a fit, step by step, as plain data in `rec`. Its high `order` makes it the last callback at each event"
+    order = 10**10
+    def __init__(self, dtype=None):
+        self.dtype = _casts.get(dtype)
+        lists = {k: [] for k in ('steps','in_place','hooks','by_hand','generators')}
+        self.rec = dict(lists, start={}, draws=False, adds=False, edits=False)
+        self.rows,self.shapes,self.n_batches = [],[],0
+
+    def before_batch(self):
+        if not self.training: return
+        params = trained(self.learn)
+        self.held,self.own = _hashes(params),generators(self.learn)
+        self.rec['start'] = self.rec['start'] or _sketches(params)
+        self.rec['edits'] |= _ids(self.learn)!=self.loaded
+
+    def cast(self):
+        "Give the batch its dtype, before callbacks and the self-check see it"
+        learn = self.learn
+        if self.dtype: learn.xb,learn.yb = tree_map(self._cast, (tuple(learn.xb),tuple(learn.yb)))
+        check = learn.runner.self_check
+        if check.due: check.note()
+
+    def _cast(self, o): return o.to(self.dtype) if isinstance(o, Tensor) and o.is_floating_point() else o
+
+    def after_loss(self):
+        learn,rec = self.learn,self.rec
+        if not learn.training or not learn.yb: return
+        params = trained(learn)
+        self._add_changed('in_place', self.held, _hashes(params))
+        self._add_changed('generators', self.own, generators(learn))
+        rec['draws'] |= _streams()!=self.drawn
+        rec['adds'] |= learn.loss_grad.sum().item()!=learn.loss.sum().item()
+        rec['hooks'] = [k for k,p in params.items() if getattr(p, grad_hooks, None)]
+
+    def _add_changed(self, what, before, after):
+        changed = [k for k,v in after.items() if before.get(k, v)!=v]
+        self.rec[what] = [*dict.fromkeys([*self.rec[what],*changed])]
+
+    def after_step(self):
+        "Record a step of the optimizer: its samples, gradients, weights and buffers"
+        if not self.training: return
+        params,model = trained(self.learn),get_model(self.learn.model)
+        grads = {k: p.grad for k,p in params.items() if p.grad is not None}
+        self._add_changed('by_hand', self.averaged, _hashes(grads))
+        found = dict(gradients=grads, weights=params, buffers=dict(model.named_buffers()))
+        sketches = {k: _sketches(v) for k,v in found.items()}
+        self.rec['steps'].append(dict(sketches, rows=self.rows, batch=self.n_batches, shapes=self.shapes))
+        self.rows,self.shapes = [],[]
+        bns = {k: m for k,m in model.named_modules() if isinstance(m, BatchNorm) and m.training}
+        self.rec['bn'] = list(bns)
+        self.rec['plain_bn'] = [k for k,m in bns.items() if not isinstance(m, (Synced,nn.SyncBatchNorm))]
+
+    def after_batch(self): self.n_batches += self.training
+
+    def end(self, said):
+        "Record what there is at the end of the fit; `said`: its warnings"
+        learn,over = self.learn,loss_over(self.learn)
+        ours = [str(o.message) for o in said if str(o.message)[:1]=='[' or not in_library(o.filename)]
+        self.rec |= _numbers_of(learn.recorder)|dict(kept=kept(learn), beside=_sketches(tensors_held(learn)))
+        self.rec |= dict(loss='samples' if over.of_samples else over.kind, said=[*dict.fromkeys(ours)])
+        self.rec['preds'] = _predictions(learn) if len(loaders_of(learn.dls))>1 else []
+
+def _streams(): return [tensor_hash(o) for o in rng_state()[2:] if o is not None]
+def _ids(learn): return [*map(id, tree_leaves((*learn.xb,*learn.yb)))]
+
+def _numbers_of(recorder):
+    def plain(os): return [None if o is None else float(o) for o in os]
+    names = [o for o in recorder.metric_names if o not in ('epoch','time')]
+    epochs = [*map(plain, recorder.values)]
+    return dict(losses=plain(recorder.losses), lrs=plain(recorder.lrs), epochs=epochs, names=names)
+
+def _predictions(learn):
+    "A sketch of predictions and targets"
+    dl = learn.dls[1] # torch's DataLoader lacks what fastai calls if no loader is given
+    torchs = type(getattr(dl, 'source', dl)).__module__.startswith('torch.')
+    leaves = tree_leaves(learn.get_preds(dl=dl if torchs else None), is_leaf=lambda o: isinstance(o, list))
+    leaves = tree_leaves([list(o) if isinstance(o, Samples) else o for o in leaves])
+    numbers = [torch.as_tensor(o) for o in leaves if isinstance(o, (Tensor,int,float))]
+    return [sketch(torch.cat([torch.zeros(0), *[o.double().flatten().cpu() for o in numbers]]))]
+
+
+# %% ../nbs/02_verify.ipynb #149a37cf
+class BatchRecord(Callback):
+    "Record the samples of a batch and the state of the random streams, before callbacks and the model change them"
+    order = -10**9+.5 # after the trainer, which says whether the batch is a repeat
+    def __init__(self, record): self.record = record
+    def before_batch(self):
+        learn,record = self.learn,self.record
+        if learn.training and not learn.repeated:
+            b,n = (*learn.xb,*learn.yb),batch_rows(learn)
+            record.rows += row_keys(b)
+            ts = [o for o in tree_leaves(b) if isinstance(o, Tensor) and o.shape[:1]==(n,)]
+            record.shapes.append([list(o.shape[1:]) for o in ts])
+        record.cast()
+        record.drawn,record.loaded = _streams(),_ids(learn)
+    def after_backward(self): self.record.averaged = _hashes({k: p.grad for k,p in trained(self.learn).items()})
+
+class Limit(Callback):
+    "End the fit after `n` optimizer steps, after the validation of that epoch"
+    order = 900 # after callbacks that count, before those that vote
+    def __init__(self, record, n): self.record,self.n = record,n
+    def after_batch(self): self._end('train', self.training)
+    def after_epoch(self): self._end('fit', True)
+    def _end(self, what, now):
+        if now and len(self.record.rec['steps'])>=self.n: raise self.learn.runner.adapter.cancels[what]
+
+# %% ../nbs/02_verify.ipynb #b2f22d2b
+class Recorded(BaseException):
+    "Raised to end a script after its fit was recorded. `except Exception` does not catch it"
+
+class _Catch:
+    "Finds the first fit in a `distrib_ctx`, and records it"
+    def __init__(self, folder, steps, dtype, dropout, n_alone, said):
+        store_attr()
+        self.split,self.scaled,self.sizes = False,False,[]
+        self.start = torch.load(folder/'start.pt', weights_only=False) if n_alone else {}
+
+    def options(self, kw):
+        "The options of the context. It draws its seed, and what is drawn later depends on that"
+        self.split = kw.get('split_batches', False)
+        if not self.n_alone: return kw
+        if kw.get('seed') is None: torch.randint(2**62, ())
+        return {**kw, 'seed': self.start['seed']}
+
+    def watch(self, learn):
+        learn.fit = partial(self.fit, learn)
+        return learn
+
+    def widened(self, dl):
+        "The loader at the global batch size: `dl` itself, if the script has divided its batch size by the processes"
+        if self.split or hasattr(dl, 'dealer') or getattr(dl, '_widened', False): return dl
+        bs,self.sizes = batch_shape(dl)[0],[*self.sizes,batch_shape(dl)[0]]
+        if not self.n_alone: return dl
+        was = (self.start['sizes']+self.sizes)[len(self.sizes)-1]
+        if divides := bs and was and bs!=was and bs//self.n_alone==was: self.scaled = True
+        res = widened(dl, 1 if divides else self.n_alone)
+        res._widened = True
+        return res
+
+    def fit(self, learn, *args, **kw):
+        "Called in place of `learn.fit`: records the fit, and raises `Recorded`"
+        finds_lr = any(type(o).__name__=='LRFinder' for o in listify(kw.get('cbs')))
+        if 'distributed_trainer' not in vars(learn) or finds_lr: return type(learn).fit(learn, *args, **kw)
+        del vars(learn)['fit']
+        record = FitRecord(self.dtype)
+        limit = Limit(record, self.steps)
+        record.rec['silenced'] = self.prepare(learn)
+        dtypes = [str(p.dtype)[6:] for p in get_model(learn.model).parameters() if p.is_floating_point()]
+        record.rec |= dict(data=[*map(about, loaders_of(learn.dls))], dtype=[*dtypes,'float32'][0])
+        learn.add_cbs([record,limit,BatchRecord(record)])
+        for cb in [*learn.cbs,*[o for v in (*args,*kw.values()) for o in listify(v)]]: # `n_acc` is per rank
+            if self.n_alone and 'n_acc' in getattr(cb, '__dict__', {}): cb.n_acc *= self.n_alone
+        learn.fit(*args, **kw)
+        learn.remove_cb(limit)
+        record.end(self.said)
+        raise Recorded(record.rec|dict(scaled=self.scaled))
+
+    def prepare(self, learn):
+        "Give all processes the same start: dtype, dropout, weights, optimizer. Returns the names of silenced layers"
+        learn.path = self.folder/'files' # for all files that the script writes from here on
+        model,loss = get_model(learn.model),learn.loss_func
+        own = loss,*getattr(loss, '__dict__', {}).values()
+        parts = [model,*[o for o in own if isinstance(o, nn.Module)]]
+        if self.dtype in _casts:
+            torch.set_default_dtype(_casts[self.dtype])
+            for o in parts: o.to(_casts[self.dtype])
+        states = dict(parts=[o.state_dict() for o in parts], opt=learn.opt and learn.opt.state_dict())
+        if not self.n_alone and not group_rank():
+            torch.save(dict(states, seed=learn.runner.seed, sizes=self.sizes), self.folder/'start.pt')
+        for o,state in zip(parts, self.start.get('parts', [])): o.load_state_dict(state)
+        if self.start.get('opt') and learn.opt: learn.opt.load_state_dict(self.start['opt'])
+        return [] if self.dropout else silence(model)
+
+
+# %% ../nbs/02_verify.ipynb #15a409c3
+@contextmanager
+def first_fit(folder:Path, steps:int, dtype=None, dropout:bool=True, n_alone:int=0):
+    """Record the first fit of the body that is in a `distrib_ctx`, then leave the body. n_alone: the ranks that this
+    single process stands for, after their run; 0: it is one of these ranks. RuntimeError if there is no fit"""
+    rank,old_type = int(os.environ.get('RANK', 0)),torch.get_default_dtype()
+    if n_alone: set_rng_state(pickle.loads((folder/'streams.pkl').read_bytes()))
+    elif not rank: (folder/'streams.pkl').write_bytes(pickle.dumps(rng_state()))
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always')
+            with _replaced(_Catch(folder, steps, dtype, dropout, n_alone, said)): yield
+    except Recorded as e:
+        rec = e.args[0]
+        rec |= dict(streams=str(digest(rng_state()[:3])), hash_seed=os.environ.get('PYTHONHASHSEED'))
+    else: raise RuntimeError('no fit within a distrib_ctx was run: outside of one each process trains for itself')
+    finally: torch.set_default_dtype(old_type)
+    torch.save(rec, folder/('alone.pt' if n_alone else f'{rank}.pt'))
+
+# %% ../nbs/02_verify.ipynb #4e06d150
+@contextmanager
+def _replaced(catch):
+    "Context that replaces the methods of both Learners which start a fit"
+    ctx,attach,fit = Learner.distrib_ctx,Learner.to_distributed,Learner.fit
+    deal = DistributedDL.from_dl.__func__
+    @contextmanager
+    def distrib_ctx(self, *args, **kw):
+        with ctx(self, *args, **catch.options(kw)): yield catch.watch(self)
+    def to_distributed(self, *args, **kw): return catch.watch(attach(self, *args, **catch.options(kw)))
+    def fit_within(self, *args, ddp=None, **kw):
+        if not ddp: return fit(self, *args, **kw)
+        with self.distrib_ctx(**(ddp if isinstance(ddp, dict) else {})): return self.fit(*args, **kw)
+    def from_dl(cls, dl, *args, pad=True, **kw):
+        return deal(cls, catch.widened(dl) if pad else dl, *args, pad=pad, **kw)
+    ours = dict(distrib_ctx=distrib_ctx, to_distributed=to_distributed, fit=fit_within)
+    with patch.multiple(Learner, **ours), patch.object(DistributedDL, 'from_dl', classmethod(from_dl)): yield
 
 # %% ../nbs/02_verify.ipynb #96e58333
 class Difference(NamedTuple):
@@ -40,17 +357,20 @@ class Verdict(NamedTuple):
     setting:str           # Number of processes, steps and dtype that were compared
 
     def __str__(self):
-        at = lambda d: f' {d.name} at step {d.step}'.replace('  ', ' ') if d.by else ''
-        rows = [f'{k:12} {d.by:<9.2g}{at(d)}' for k,d in self.largest.items()]
-        end = [f'The same: {self.setting}'] if self.same else [f'DIFFERENT: {self.setting}',f'first: {self.first}',
-               *[f"{'also seen' if i else 'likely cause'}: {o}" for i,o in enumerate(self.causes or ['not known'])]]
-        return '\n'.join(['             largest difference',*rows,*[f'note: {o}' for o in self.notes],*end])
+        res = ['             largest difference']
+        for k,d in self.largest.items():
+            by = f'{d.by:<9.2g} {d.name} at step {d.step}'.replace('  at', ' at') if d.by else 0
+            res.append(f'{k:12} {by}')
+        res += [f'note: {o}' for o in self.notes]
+        res.append(f"{'The same' if self.same else 'DIFFERENT'}: {self.setting}")
+        if self.first: res += [f'first: {self.first}',f"likely cause: {[*self.causes,'not known'][0]}"]
+        return '\n'.join([*res,*[f'also seen: {o}' for o in self.causes[1:]]])
 
     __repr__ = __str__
 
 # %% ../nbs/02_verify.ipynb #0227e035
 _tols = dict(float64=1e-9, float32=1e-4)
-kinds = 'steps','buffers','gradients','weights','loss','metrics','predictions' # the order within a step
+kinds = 'steps buffers gradients weights loss metrics predictions'.split() # the order within a step
 
 def _apart(a, b, floor):
     "Distance of two sketches, relative to the norm of `b`, but at least to `floor`"
@@ -89,103 +409,111 @@ def _far(a, b, floor): return _apart(a, b, floor) if a is not None and b is not 
 class Case:
     "What the tests of causes look at: the first difference, the records, and the samples of its step"
     def __init__(self, d, alone, ranks):
-        self.d,self.alone,self.ranks,self.one,self.all = d,alone,ranks,ranks[0],(alone,*ranks)
+        self.d,self.alone,self.ranks = d,alone,ranks
+        self.one,self.all = ranks[0],(alone,*ranks)
         self.want,*self.rows = [self.step(o, 'rows') or [] for o in self.all]
         n = max(map(len, self.rows))
         self.dealt = [o[i] for i in range(n) for o in self.rows if i<len(o)] # as one process reads them
-        self.new = [o for o in self.one['said'] if o not in alone['said']]
     def step(self, rec, kind):
         "What a record has of the step of the first difference"
         return rec['steps'][self.d.step][kind] if self.d.step<len(rec['steps']) else {}
+    def grads(self, rec):
+        "The gradients of that step"
+        return self.step(rec, 'gradients')
+    def any(self, kind):
+        "What any process has recorded"
+        return _few(sorted({k for o in self.all for k in o[kind]}))
+    def unlike(self, kind):
+        "Names of what is another one on another process"
+        return _parts(self.one[kind], [o[kind] for o in self.all if self.one[kind].keys()==o[kind].keys()])
+    def says(self, *codes):
+        "Whether the ranks were warned of this"
+        return any(o.startswith(f'[{code}]') for o in self.one['said'] for code in codes)
 
 def _few(names): return ', '.join(names[:3]) + (f' and {len(names)-3} more' if len(names)>3 else '')
+
+def _parts(named, others, floor=0):
+    "Names of tensors that are other ones in `others`"
+    return _few([k for k,o in named.items() if any(_far(p.get(k), o, floor)>1e-6 for p in others)])
 
 def _other_data(c):
     for who,o in [*((f'rank {i}', r) for i,r in enumerate(c.ranks[1:], 1)),('one process',c.alone)]:
         for a,b,name in zip(o['data'], c.one['data'], ('training','validation')):
-            if a!=b: return f"{name} data of {who} are other ones than those of rank 0 ({_of(a)}, {_of(b)})"
-
-def _of(data): return f"{data['type']} of {data['length']}"
+            if a['data']!=b['data']: return f"{name} data of {who} are other ones than those of rank 0"
 
 def _not_exchanged(c):
-    found = [c.step(r, 'gradients') for r in c.ranks]
-    floor = _floor(found[0], c.alone)
-    return _few([k for k,o in found[0].items() if any(_far(p.get(k), o, floor)>1e-6 for p in found[1:])])
+    own,*others = map(c.grads, c.ranks)
+    return _parts(own, others, _floor(own, c.alone))
 
-def _unlike(c, kind):
-    "Names of what has other values on other ranks"
-    return _few([k for k,v in c.one[kind].items() if any(o[kind].get(k, v)!=v for o in c.ranks)])
-
-def _starts_apart(c):
-    start = c.alone['start']
-    return _few([k for k,v in start.items() if _far(c.one['start'].get(k), v, _floor(start, c.alone))>1e-6])
+def _starts_apart(c): return _parts(c.alone['start'], [c.one['start']], _floor(c.alone['start'], c.alone))
 
 def _shapes(c):
     one,*each = [c.step(o, 'shapes') for o in c.all]
     return any(o!=one for o in each) and f'{one} on one process, {each[0]} on rank 0'
 
 def _rounds(c):
-    if c.d.kind!='weights' or c.d.name not in (grads := c.step(c.alone, 'gradients')): return None
-    return grads[c.d.name].norm()<_floor(grads, c.alone) and c.d.name
+    grads = c.grads(c.alone) if c.d.kind=='weights' else {}
+    return c.d.name in grads and grads[c.d.name].norm()<_floor(grads, c.alone) and c.d.name
 
-def _says(code): return lambda c: any(o.startswith(f'[{code}]') for o in c.one['said'])
+def _times(c):
+    "W, if the gradients are W times those of one process"
+    W,own = len(c.ranks),c.grads(c.one)
+    times = {k: o*W for k,o in c.grads(c.alone).items()}
+    return own and not _parts(times, [own], _floor(own, c.alone)) and str(W)
 
 # %% ../nbs/02_verify.ipynb #56956c98
-# (what is likely, a test of a `Case`), the likeliest first. What a test returns, if it is a text, fills in the braces
-causes = [
-    ('the training loader is not dealt out: each rank reads the same samples',
-     lambda c: c.rows[0] and all(o==c.rows[0] for o in c.rows[1:])),
-    ('the {}: seed what the script draws (splits, samples), and sort what comes from a set', _other_data),
-    ('{}: other weights before the first step: a callback computes them from the samples of its rank', _starts_apart),
-    ('{}: trained, but not exchanged; each rank has the gradient of its own samples (a parameter outside of the '
-     'model, or one unfrozen or '
-     'added after the fit began)', _not_exchanged),
-    ('{}: changed in place by the forward pass, on each rank for its own samples (Embedding(max_norm=…))',
-     lambda c: _few(sorted({k for r in c.all for k in r['in_place']}))),
-    ('random draws differ by rank: a sample is another one each time it is read (augmentation)',
-     lambda c: c.dealt!=c.want and not all(o['steady'] for o in c.alone['data'])),
-    ('samples do not divide among the ranks: {} are repeated to make all shares alike, and count twice '
-     '(drop_last=True leaves the last batch '
-     'out)', lambda c: 0<(n := len(c.dealt)-len(c.want))<len(c.ranks) and str(n)),
-    ("random draws differ by rank: a layer or a callback draws numbers (dropout, MixUp); --no-dropout silences "
-     "torch's layers",
-     lambda c: any(o['draws'] for o in c.all)),
-    ('the batches have other shapes ({}), as when samples are padded to the longest of a batch, and that matters. '
-     'Mask the padding, or pad to '
-     'one length', _shapes),
-    ("the step's samples are other ones than one process's: a sampler draws another order on each rank, or a schedule "
-     "of its own",
-     lambda c: sorted(c.dealt)!=sorted(c.want)),
-    ("BatchNorm is not synchronised: {} uses the statistics of each rank's own samples (sync_bn=False?)",
-     lambda c: _few(c.one['plain_bn'])),
-    ('the loss is no mean over samples (weights of classes, ignored labels, tokens)',
-     lambda c: c.one['loss']=='items' or _says('loss-not-mean')(c) or _says('loss-unknown')(c)),
-    ('the loss is a sum over samples, not a mean', lambda c: c.one['loss']=='sum'),
-    ('a prediction depends on which samples share the batch (statistics over the batch, attention among samples): let '
-     'the model work on '
-     'gather_with_grad(x)', lambda c: c.d.kind!='buffers' and _says('mixes-samples')(c)),
-    ('a hook changes the gradient of {}: it has that of its rank, before the mean over ranks. Do this in before_step '
-     '(GradientClip)',
-     lambda c: _few(c.one['hooks'])),
-    ('a callback changes loss_grad: each rank computes what it adds from its own samples, which makes a difference if '
-     'that is no mean over '
-     'samples', lambda c: c.alone['adds'] and c.d.kind=='gradients'),
-    ('a callback changes the batches: what it mixes among samples (MixUp, CutMix) it mixes among those of a rank',
-     lambda c: c.alone['edits'] and c.d.kind!='predictions'),
-    ("{}: a module computes this buffer from its own rank's samples",
-     lambda c: c.d.kind=='buffers' and c.d.name.rpartition('.')[0] not in c.alone['bn'] and c.d.name),
-    ("{}: each rank has computed this from its own samples, and the script keeps it", lambda c: _unlike(c, 'kept')),
-    ('the learning rates are other ones: a schedule that counts the batches of one process (count them in the context)',
-     lambda c: c.alone['lrs'][:c.d.step+1]!=c.one['lrs'][:c.d.step+1]),
-    ("{}: a metric that reads from the learner what is of a rank's batch",
-     lambda c: c.d.kind=='metrics' and any(o['epochs']!=c.one['epochs'] for o in c.ranks) and c.d.name),
-    ('the gradient of {} is zero but for rounding, which the optimizer enlarges: compare in float64', _rounds),
-    ('{}', lambda c: '; '.join(c.new))]
+# What is likely, and a test of a `Case`; the likeliest first. What a test returns, if it is a text, fills in the braces
+causes = {
+    'the training loader is not dealt out: each rank reads the same samples':
+        lambda c: c.rows[0] and all(o==c.rows[0] for o in c.rows[1:]),
+    'the {}: seed what the script draws (splits, samples), and sort what comes from a set': _other_data,
+    '{}: other weights before the first step: a callback makes them from the samples of its rank': _starts_apart,
+    '{}: trained, but not exchanged (outside of the model, or added after the fit began)': _not_exchanged,
+    '{}: changed in place by the forward pass, for the samples of a rank (Embedding(max_norm=…))':
+        lambda c: c.any('in_place'),
+    'random draws differ by rank: a sample is another one each time it is read (augmentation)':
+        lambda c: c.dealt!=c.want and not all(o['steady'] for o in c.alone['data']),
+    'samples do not divide among the ranks: {} are repeated, and count twice (see drop_last=True)':
+        lambda c: 0<(n := len(c.dealt)-len(c.want))<len(c.ranks) and str(n),
+    '{}: a generator of its own, which draws the same numbers on each rank; draw from torch\'s':
+        lambda c: c.any('generators'),
+    'random draws differ by rank: a layer or a callback draws (dropout, MixUp; see --no-dropout)':
+        lambda c: any(o['draws'] for o in c.all),
+    'the batches have other shapes ({}), as of padded texts: mask padding, or pad to one length': _shapes,
+    'other samples in the step: a sampler draws another order on each rank, or has its own schedule':
+        lambda c: sorted(c.dealt)!=sorted(c.want),
+    'BatchNorm is not synchronised: {} uses the statistics of each rank\'s own samples (sync_bn=False?)':
+        lambda c: _few(c.one['plain_bn']),
+    'gradients of {}: averaged or added up by hand, while DDP has averaged them already, by items':
+        lambda c: _few([k for k in c.one['by_hand'] if k not in c.alone['by_hand']]),
+    'gradients are {} times those of one process: added up, or a loss times the number of processes': _times,
+    '{}: of a module beside the model, from each rank\'s samples; see average_grads(module.parameters())':
+        lambda c: c.unlike('beside'),
+    'the loss is no mean over samples (weights of classes, ignored labels, tokens)':
+        lambda c: c.one['loss']=='items' or c.says('loss-not-mean', 'loss-unknown'),
+    'the loss is a sum over samples, not a mean': lambda c: c.one['loss']=='sum',
+    'a prediction depends on which samples share the batch: let the model see gather_with_grad(x)':
+        lambda c: c.d.kind!='buffers' and c.says('mixes-samples'),
+    'a hook changes the gradient of {}, before the mean over ranks; do it in before_step':
+        lambda c: _few(c.one['hooks']),
+    'a callback changes loss_grad: what it adds from a rank\'s samples is no mean over samples':
+        lambda c: c.alone['adds'] and c.d.kind=='gradients',
+    'a callback changes the batches: what it mixes among samples (MixUp, CutMix) it mixes among those of a rank':
+        lambda c: c.alone['edits'] and c.d.kind!='predictions',
+    '{}: a module computes this buffer from its own rank\'s samples':
+        lambda c: c.d.kind=='buffers' and c.d.name.rpartition('.')[0] not in c.alone['bn'] and c.d.name,
+    '{}: kept by the script, from each rank\'s samples': lambda c: c.unlike('kept'),
+    'the learning rates are other ones: a schedule that counts the batches of one process':
+        lambda c: c.alone['lrs'][:c.d.step+1]!=c.one['lrs'][:c.d.step+1],
+    '{}: a metric that reads from the learner what is of a rank\'s batch':
+        lambda c: c.d.kind=='metrics' and any(o['epochs']!=c.one['epochs'] for o in c.ranks) and c.d.name,
+    'the gradient of {} is zero but for rounding, which the optimizer enlarges: take float64': _rounds,
+    '{}': lambda c: '; '.join(o for o in c.one['said'] if o not in c.alone['said'])}
 
 def likely(d, alone, ranks)->list:
     "The likely causes of a difference"
     case = Case(d, alone, ranks)
-    found = [(text,res) for text,test in causes if (res := test(case))]
+    found = [(text,res) for text,test in causes.items() if (res := test(case))]
     return [text.replace('{}', res) if isinstance(res, str) else text for text,res in found]
 
 # %% ../nbs/02_verify.ipynb #63732c5f
@@ -198,10 +526,11 @@ def judge(alone, ranks)->Verdict:
     bad = [d for d in found if d.by>tols.get(d.kind, tol)]
     bad = [d for d in bad if (d.step,d.kind)==(bad[0].step,bad[0].kind)]
     first = max(bad, key=lambda d: d.by, default=None)
-    notes = [f"without random draws: {_few(alone['silenced'])}"] if alone['silenced'] else []
-    if any(o['streams']!=alone['streams'] for o in ranks):
-        notes.append("after the context the random streams stand elsewhere than one process's: what the script draws "
-                     "next depends on them")
+    apart = any(o['streams']!=alone['streams'] for o in ranks)
+    notes = {f"without random draws: {_few(alone['silenced'])}": alone['silenced'],
+             'the script divides its batch size by the number of processes': alone['scaled'],
+             "after the context the random streams stand elsewhere than one process's": apart}
+    notes = [text for text,holds in notes.items() if holds]
     setting = f"{len(ranks)} processes and one, {len(alone['steps'])} steps in {alone['dtype']}"
     return Verdict(first is None, first, likely(first, alone, ranks) if first else [], largest, notes, setting)
 
@@ -218,8 +547,7 @@ def verify(
 )->Verdict:
     "Compare the first fit on several processes with one process at the same global batch size."
     if nproc<2 or steps<1: raise ValueError(f'{nproc=}, {steps=}: give at least 2 processes and a step')
-    if dtype not in (None,'float64','float32','keep'):
-        raise ValueError(f"dtype={dtype!r}: give 'float64', 'float32' or 'keep'")
+    if dtype not in _dtypes: raise ValueError(f"dtype={dtype!r}: give 'float64', 'float32' or 'keep'")
     def run(dtype):
         return _compare(target, args, nproc, dict(steps=steps, dtype=dtype, dropout=dropout), module, timeout_s)
     try: return run(dtype or 'float64')
@@ -229,6 +557,7 @@ def verify(
     res.notes.append('not in float64, in which it cannot be run')
     return res
 
+_dtypes = None,'float64','float32','keep'
 _of_types = re.compile('dtype|Double|Float|Half|float64|expected scalar type')
 
 class NoRun(RuntimeError): "The script could not be run. The message has the end of its output"
@@ -255,24 +584,25 @@ def _record_call(folder, how, func, args):
 
 def _launch(folder, target, args, n, how, env, timeout_s):
     torch.save(how, folder/'how.pt')
-    cmd = [sys.executable,'-m','learnerdist.launch','--nproc',str(n),'-m','learnerdist.verify','--record',str(folder)]
-    res = subprocess.run([*cmd, *target, *map(str, args)], env={'LEARNERDIST_SEED': '0', **os.environ, **env},
-                         timeout=timeout_s, text=True,
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    cmd = f'-m learnerdist.launch --nproc {n} -m learnerdist.verify --record'.split()
+    cmd = [sys.executable, *cmd, folder, *target, *map(str, args)]
+    env,pipe = {'LEARNERDIST_SEED': '0', **os.environ, **env},subprocess.PIPE
+    res = subprocess.run(cmd, env=env, timeout=timeout_s, text=True, stdout=pipe, stderr=subprocess.STDOUT)
     if res.returncode or not (folder/('alone.pt' if how['n_alone'] else '0.pt')).exists():
         raise NoRun(f'on {n} process{"es" if n>1 else ""}:\n{res.stdout[-4000:]}')
 
 # %% ../nbs/02_verify.ipynb #a150fcb8
 def _parser():
-    p = argparse.ArgumentParser('learnerdist.verify', description=verify.__doc__, allow_abbrev=False,
-                                epilog='Exit status: 0 the same, 1 different, 2 it could not be run')
-    p.add_argument('--nproc', type=int, default=2, help='processes to compare with one')
-    p.add_argument('--steps', type=int, default=20, help='of the optimizer, after which the first fit ends')
-    p.add_argument('--dtype', choices=['float64','float32','keep'], help='default: float64 where that is possible')
-    p.add_argument('--no-dropout', dest='dropout', action='store_false', help="silence torch's random layers")
-    p.add_argument('-m', dest='module', action='store_true', help='what follows is the name of a module')
-    p.add_argument('target', metavar='script.py', help='or a module')
-    p.add_argument('args', nargs=argparse.REMAINDER, help='the script\'s')
+    p = argparse.ArgumentParser('learnerdist.verify', description=verify.__doc__, allow_abbrev=False)
+    p.epilog = 'Exit status: 0 the same, 1 different, 2 it could not be run'
+    add = p.add_argument
+    add('--nproc', type=int, default=2, help='processes to compare with one')
+    add('--steps', type=int, default=20, help='of the optimizer, after which the first fit ends')
+    add('--dtype', choices=_dtypes[1:], help='default: float64 where that is possible')
+    add('--no-dropout', dest='dropout', action='store_false', help="silence torch's random layers")
+    add('-m', dest='module', action='store_true', help='what follows is the name of a module')
+    add('target', metavar='script.py', help='or a module')
+    add('args', nargs=argparse.REMAINDER, help="the script's")
     return p
 
 def main(

@@ -1,13 +1,27 @@
 "Every test runs in a leak check; tests marked `cuda` are skipped where there is no GPU"
+import functools
 import signal
 import pytest,torch
 from learnerdist.testing import leak_check
-import fastai_lines,sharded_lines # noqa: F401  (the tables)
+import fastai_lines # noqa: F401  (its table)
 from lines import pytest_addoption,pytest_runtest_makereport,pytest_terminal_summary,table # noqa: F401
 
 # A shell's job in the background ignores SIGINT, and one of nohup SIGHUP: tests send both to their processes, which would inherit that
 for o,handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(o)==signal.SIG_IGN: signal.signal(o, handler)
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    "With `-n 2`, the tests of a file that share what is run once a module go to one worker"
+    from xdist.scheduler import LoadScopeScheduling
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition('::')[0]
+            return file if shares(config.rootpath/file) else nodeid
+    return Scheduler(config, log)
+
+@functools.cache
+def shares(file): return any(o in file.read_text() for o in ("scope='module'", '@functools.cache'))
 
 @pytest.fixture(autouse=True)
 def no_leak():

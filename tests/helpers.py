@@ -1,4 +1,7 @@
-"What several files train on"
+"What several files train on, a server of files, and the code on a page of the docs"
+import re,threading
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
@@ -21,3 +24,22 @@ class Stream(IterableDataset):
     "Knows no length"
     def __init__(self, items): self.items = items
     def __iter__(self): return iter(self.items)
+
+def blocks(path): return re.findall(r'^```python\n(.*?)^```', path.read_text(), re.M|re.S)
+
+@contextmanager
+def serve(folder):
+    "A server of `folder` on a port that is free; yields its address and, as they come, the files that are fetched"
+    fetched = []
+    class Handler(SimpleHTTPRequestHandler):
+        def __init__(self, *args): super().__init__(*args, directory=folder)
+        def log_message(self, *args):
+            probe = self.headers.get('Method')=='HEAD' # so torchvision asks first where a redirection leads
+            if not probe: fetched.append(self.path.strip('/'))
+    with ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try: yield f'http://127.0.0.1:{server.server_port}/',fetched
+        finally:
+            server.shutdown()
+            thread.join()

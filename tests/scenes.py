@@ -2,22 +2,22 @@
 
 `scenes` is the table: name → settings, which override those of `base`. `run` does one of them, on one process or as
 one of W ranks, and returns plain data; test_scenes.py compares. A new scene is a line of the table."""
-import copy, traceback
+import copy, itertools, traceback
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-import torch
+import torch, torch.distributed as dist
 from torch import nn, tensor
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 from helpers import Stream
 from learnerdist.all import (AvgMetric, Callback, DataLoaders, GradientAccumulation, Learner, Scheduler, TfmdDL,
-                             accuracy, gather_with_grad,
-                             group_rank, group_size, process_group)
-from learnerdist.learner.callback import CancelBackwardException, CancelTrainException
-from learnerdist.learner.techniques import GradientClip
+                             accuracy, gather_with_grad, group_rank, group_size, process_group)
+from learnerdist.learner.callback import (CancelBackwardException, CancelBatchException, CancelFitException,
+                                          CancelStepException, CancelTrainException)
+from learnerdist.learner.techniques import GradientClip, Lookahead, MixedPrecision
 
 F64,F32 = torch.float64,torch.float32
 torch.set_num_threads(1)
@@ -248,12 +248,21 @@ def new_model(learn):
     learn.create_opt()
 
 class Cancels(Callback):
-    "Raises `what` at `event` of the third step of each epoch: on all ranks, or on the last one"
-    def __init__(self, event, what, last=False):
-        self.what,self.last = what,last
+    "Raises `what` at `event` of a batch of each epoch: on all ranks, or on one"
+    def __init__(self, event, what, rank=None, at=2):
+        self.what,self.rank,self.at = what,rank,at
         setattr(self, event, self._raise)
     def _raise(self):
-        if self.training and self.iter==2 and (not self.last or group_rank()==group_size()-1): raise self.what
+        here = self.rank is None or group_rank()==self.rank%group_size()
+        if self.training and self.iter==self.at and here: raise self.what
+
+class Overflow(Callback):
+    "An infinite loss on the last rank, in the batches `at`; alone, in place of the global one"
+    order = 15
+    def __init__(self, *at): self.at = at
+    def before_backward(self):
+        last = group_rank()==group_size()-1
+        if last and (self.epoch,self.iter) in self.at: self.learn.loss_grad = self.loss_grad*float('inf')
 
 class AddsLayer(Callback):
     "A new layer after the first epoch, in the model and in the optimizer"
@@ -326,6 +335,12 @@ class Reweights(Callback):
         if self.epoch==1:
             for k,v in self.kw.items(): setattr(self.learn.loss_func, k, v)
 
+def clips(**kw): return [GradientClip(**kw)]
+def cancels(*args, **kw): return [Cancels(*args, **kw)]
+def half_precision(*more): return [MixedPrecision('fp16', init_scale=64.),*more]
+
+def scaled(more): return half_precision(GradientClip(.1), decays(), *more())
+
 def decays(): return Scheduler(lambda opt: LambdaLR(opt, lambda i: .9**i))
 
 class Sees(Callback):
@@ -341,15 +356,24 @@ class Sees(Callback):
 def every_param(m): return list(m.parameters())
 def groups_of(m): return [list(o.parameters()) for o in m if list(o.parameters())]
 def sgd(ps, lr): return torch.optim.SGD(ps, lr, momentum=.9, weight_decay=.01)
+def look(ps, lr): return Lookahead(torch.optim.SGD(ps, lr=lr, momentum=.9, nesterov=True), k=3, alpha=.5)
+def look_adam(ps, lr): return Lookahead(torch.optim.Adam(ps, lr=lr), k=2, alpha=.8)
+def one_cycle(): return Scheduler(lambda opt: OneCycleLR(opt, .1, total_steps=8))
+def own_hook(group, bucket):
+    "The mean over ranks, as DDP computes it"
+    dist.all_reduce(bucket.buffer().div_(group_size()), group=group)
+    fut = torch.futures.Future()
+    fut.set_result(bucket.buffer())
+    return fut
 
 # `bs` is of all ranks. `parts`: micro-batches of `bs`; alone they are one batch, if `whole`.
 # `accumulate`: samples of a step, on all ranks.
 # `unlike`: what is not compared, since it depends on the size of batches or on what a callback changes late
+# `alone`: one process can do the same. If not, ranks agree with each other
 base = dict(model=net, ds=points, n=48, n_valid=11, val_ds=None, val_bs=3, bs=12, parts=1, accumulate=None,
-            loader=TfmdDL, shuffle=True,
-            dl={}, wrap=DataLoaders, n_inp=None, loss=nn.MSELoss, metrics=(), opt=sgd, lr=.1, splitter=None, cbs=list,
-            ctx=dict(seed=3),
-            fits=[2], cycle=False, sees=False, preds=True, whole=True, unlike=())
+            loader=TfmdDL, shuffle=True, dl={}, wrap=DataLoaders, n_inp=None, loss=nn.MSELoss, metrics=(), opt=sgd,
+            lr=.1, splitter=None, cbs=list, ctx=dict(seed=3), fits=[2], cycle=False, sees=False, preds=True, whole=True,
+            unlike=(), dtype=F64, tol=1e-9, alone=True)
 
 def scene(**kw):
     assert not kw.keys()-base.keys(), kw.keys()-base.keys()
@@ -362,13 +386,13 @@ def default_dtype(dtype):
     try: yield
     finally: torch.set_default_dtype(old)
 
-def make(c, W=1, rank=0, dtype=F64):
+def make(c, W=1, rank=0):
     "A learner of W ranks; other ranks begin with other weights"
-    with default_dtype(dtype):
+    with default_dtype(c['dtype']):
         torch.manual_seed(100+rank)
         model,loss = c['model'](),c['loss']
         if isinstance(loss, type) or loss is weighted_ce: loss = loss()
-        if isinstance(loss, nn.Module): loss = copy.deepcopy(loss).to(dtype)
+        if isinstance(loss, nn.Module): loss = copy.deepcopy(loss).to(c['dtype'])
         own = list(loss.parameters()) if isinstance(loss, nn.Module) else []
         ds,val = c['ds'](c['n']),(c['val_ds'] or c['ds'])(c['n_valid'])
     split = c['ctx'].get('split_batches')
@@ -389,15 +413,20 @@ def is_whole(c, W): return W==1 and c['accumulate'] is not None and c['whole']
 def result(learn, unlike=()):
     "Plain data, without `unlike`"
     rec,loss = learn.recorder,learn.loss_func
-    state = dict(learn.model.state_dict())
+    state,opt = dict(learn.model.state_dict()),learn.opt.state_dict()
     if isinstance(loss, nn.Module): state |= {f'loss.{k}':v for k,v in loss.state_dict().items()}
-    res = dict(state={k:v.clone() for k,v in state.items()}, opt=tree_leaves(learn.opt.state_dict()['state']),
-               values=[list(o) for o in rec.values], final=list(learn.final_record), losses=list(rec.losses),
-               lrs=list(rec.lrs))
+    res = dict(state={k:v.clone() for k,v in state.items()}, opt=tree_leaves(opt.get('state', opt)),
+               values=[list(o) for o in rec.values], final=list(getattr(learn, 'final_record', ())),
+               losses=list(rec.losses), lrs=list(rec.lrs))
     return {k:v for k,v in res.items() if k not in unlike}
 
-def run(c, W=1, rank=0, dtype=F64):
-    learn,cbs,ctx = make(c, W, rank, dtype),c['cbs'](),dict(c['ctx'])
+def measured(cb):
+    "What a callback has found: norms of gradients, skipped steps and their scale"
+    found = [getattr(cb, o) for o in ('norms','skipped') if hasattr(cb, o)]
+    return [*found, *([cb.state_dict()] if isinstance(cb, MixedPrecision) else [])]
+
+def run(c, W=1, rank=0):
+    learn,cbs,ctx = make(c, W, rank),c['cbs'](),dict(c['ctx'])
     if W==1: ctx.pop('split_batches', None)
     accumulates = c['accumulate'] is not None and not is_whole(c, W)
     if accumulates: cbs.append(GradientAccumulation(c['accumulate']//W))
@@ -410,18 +439,19 @@ def run(c, W=1, rank=0, dtype=F64):
             kw = dict(n_epoch=o) if isinstance(o, int) else dict(o)
             (learn.fit_one_cycle if c['cycle'] else learn.fit)(kw.pop('n_epoch'), cbs=cbs, **kw)
             fits.append(result(learn, unlike))
-        res = dict(fits=fits, found=getattr(learn, 'found', []), validate=learn.validate(),
-                   ids=getattr(learn, 'ids', []))
+        res = dict(fits=fits, found=getattr(learn, 'found', []), measured=[measured(o) for o in cbs],
+                   validate=learn.validate(), ids=getattr(learn, 'ids', []))
         if c['preds']: res['preds'] = tree_leaves(learn.get_preds())
     return res
 
-def outcome(name, W=1, rank=0, dtype=F64):
-    try: return run(scenes[name], W, rank, dtype)
+def outcome(name, W=1, rank=0):
+    if W==1 and not scenes[name]['alone']: return {}
+    try: return run(scenes[name], W, rank)
     except Exception as e: return dict(error=''.join(traceback.format_exception(e)))
 
-def rank_runs(names, dtype):
+def rank_runs(names):
     "Each scene's result on this rank, or its error"
-    with process_group(): return {k: outcome(k, group_size(), group_rank(), dtype) for k in names}
+    with process_group(): return {k: outcome(k, group_size(), group_rank()) for k in names}
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
@@ -462,7 +492,7 @@ unfrozen_in = 'before_batch','after_pred','after_step','after_batch'
 scenes |= {f'unfreeze in {o}': scene(cbs=later(o, unfreeze)) for o in unfrozen_in}
 scenes |= {f'freeze in {o}': scene(cbs=later(o, freeze_more)) for o in ('before_batch','after_loss','after_backward')}
 scenes |= {'freeze all but one': scene(cbs=later('before_batch', freeze_all_but_bias)),
-           'freeze in a group': scene(parts=2, accumulate=12, whole=False,
+           'freeze in a group': scene(bs=24, parts=2, accumulate=24, whole=False,
                                       cbs=lambda: [At('before_batch', 1, freeze_first)]),
            'a layer is added': scene(cbs=lambda: [AddsLayer()]), 'parameters of the loss': scene(loss=LearnedLoss),
            'another model': scene(cbs=lambda: [Renews()]),
@@ -496,7 +526,7 @@ scenes |= {"torch's batch sampler": scene(n=44, loader=by_torchs_batches),
 scenes |= {'max_norm, cancelled': scene(model=Shortened, ds=words,
                                         cbs=lambda: [Cancels('before_batch', CancelTrainException)]),
            'a backward pass cancelled': scene(cbs=lambda: [Cancels('before_backward', CancelBackwardException)]),
-           'cancelled after a step': scene(cbs=lambda: [Cancels('after_batch', CancelTrainException, True)])}
+           'cancelled after a step': scene(cbs=lambda: [Cancels('after_batch', CancelTrainException, -1)])}
 # Losses: whatever they count, over ranks and over micro-batches
 class_losses = dict(label=F.cross_entropy, weights=weighted_ce, focal=focal, returns=sum_and_count,
                     attribute=says_what_it_counts)
@@ -539,15 +569,62 @@ scenes |= {'other weights': weighted(cbs=lambda: [Reweights(weight=tensor([.9,.1
            'labels changed after the loss': weighted(cbs=lambda: [Ignores('after_loss')], unlike=('values','final'))}
 # Accumulation, clipping, rates: micro-batches of 6 in all
 def micro(n=48, bs=12, parts=2, accumulate=12, **kw): return scene(n=n, bs=bs, parts=parts, accumulate=accumulate, **kw)
-scenes |= {'groups, even': micro(), 'groups, the last one short': micro(42),
-           'groups, the last batch short': micro(44, 24, 4, 24),
+of_four = partial(micro, 44, 24, 4, 24)
+scenes |= {'groups, even': micro(), 'groups, the last one short': micro(42), 'groups, the last batch short': of_four(),
            'groups, not a multiple': micro(48, 24, 2, 18), 'groups, one an epoch': micro(48, 48, 8, 1000),
-           'groups, clipped, decay': micro(44, 24, 4, 24, cbs=lambda: [GradientClip(.3), decays()]),
-           'groups, clipped by value': micro(44, 24, 4, 24, cbs=lambda: [GradientClip(value=.01)]),
-           'groups, stream': micro(44, 24, 4, 24, ds=streamed(points), val_ds=points),
-           'groups, adam': micro(44, 24, 4, 24, **adam)}
+           'groups, clipped, decay': of_four(cbs=lambda: [GradientClip(.3), decays()]),
+           'groups, clipped by value': of_four(cbs=lambda: [GradientClip(value=.01)]),
+           'groups, stream': of_four(ds=streamed(points), val_ds=points), 'groups, adam': of_four(**adam),
+           'groups, static graph': of_four(ctx=dict(seed=3, static_graph=True)),
+           'groups, view': of_four(ctx=dict(seed=3, gradient_as_bucket_view=True)),
+           'groups, unused': of_four(ds=pictures, loss=F.cross_entropy, model=PartUsed,
+                                     ctx=dict(seed=3, find_unused_parameters=True)),
+           'groups, bn': of_four(model=normed, whole=False)} # its statistics are those of a batch, not of a group
+scenes |= {f'clip {k}': scene(cbs=partial(clips, **kw)) for k,kw in dict(
+    norm=dict(max_norm=.3), norm1=dict(max_norm=.5, norm_type=1.), max=dict(max_norm=.1, norm_type=float('inf')),
+    value=dict(value=.02), measure=dict(max_norm=float('inf'))).items()}
+# Cancelled in the middle of a group, on all ranks or on one; also with what changes gradients before a step
+in_groups = partial(micro, whole=False)
+events = 'before_batch','after_pred','after_backward'
+several = CancelBatchException,CancelTrainException,CancelFitException
+where = {'all': None, 'one rank': -1}
+for (_name,_rank),_event,_what in itertools.product(where.items(), events, several):
+    _cbs = partial(cancels, _event, _what, _rank, at=2 if _rank is None else 1)
+    scenes[f'{_what.__name__[6:-9]} in {_event}, {_name}'] = in_groups(model=normed, cbs=_cbs, alone=_rank is None)
+for (_name,_rank),_at in itertools.product(where.items(), (0,1)):
+    _kw = dict(alone=_rank is None)
+    _step = partial(cancels, 'before_step', CancelStepException, _rank, _at)
+    _backward = partial(cancels, 'before_backward', CancelBackwardException, _rank, _at)
+    scenes |= {f'Backward, {_name}, {_at}': in_groups(cbs=_backward, **_kw),
+               f'Step, {_name}, {_at}': in_groups(cbs=_step, **_kw),
+               f'Step, scaled, clipped, {_name}, {_at}': scene(cbs=partial(scaled, _step), **_kw)}
+# One rank cancels where the loss has a parameter, or is of a kind that nothing is known of
+_first = dict(alone=False, cbs=partial(cancels, 'before_backward', CancelBackwardException, -1, 0))
+scenes |= {'Backward, one rank, parameters of the loss': scene(loss=LearnedLoss, **_first),
+           'Backward, one rank, an unknown loss': in_groups(loss=huber, **_first)}
+# Mixed precision, where a part that overflows spoils its group; float64 is left alone by autocast, and so is exact
+mixed = dict(bf16=dict(cbs=lambda: [MixedPrecision('bf16')]), fp16=dict(cbs=half_precision),
+             overflow=dict(cbs=lambda: half_precision(Overflow((0,1), (1,0)))),
+             clip=dict(cbs=lambda: half_precision(GradientClip(.3), Overflow((0,1)), decays())),
+             bn=dict(model=normed, cbs=lambda: half_precision(Overflow((0,1)))),
+             bn_bf16=dict(model=normed, cbs=lambda: [MixedPrecision('bf16')]))
+mixed = {k: dict(o, dtype=F32, tol=3e-3, unlike=('opt',)) for k,o in mixed.items()} \
+        | dict(exact=dict(cbs=mixed['clip']['cbs']))
+scenes |= {f'amp {k}': scene(**o) for k,o in mixed.items()}
+scenes |= {f'amp {k}, groups': in_groups(**o) for k,o in mixed.items()}
+scenes |= dict(lookahead=scene(opt=look), lookahead_adam=scene(opt=look_adam, lr=.01),
+               lookahead_cycle=scene(opt=look, cbs=lambda: [one_cycle()]),
+               lookahead_everything=in_groups(opt=look, cbs=lambda: half_precision(GradientClip(.3), Overflow((0,1)),
+                                                                                   one_cycle())))
+hooks = ('fp16','fp16',1e-3), ('bf16','bf16',1e-2), ('powersgd','powersgd',.1), ('own',own_hook,1e-6)
+scenes |= {f'comm_hook {k}': scene(dtype=F32, tol=tol, opt=torch.optim.SGD, ctx=dict(seed=3, comm_hook=o))
+           for k,o,tol in hooks}
+scenes['comm_hook, groups, amp, clip'] = in_groups(dtype=F32, tol=1e-2, ctx=dict(seed=3, comm_hook='bf16'),
+                                                   cbs=lambda: half_precision(GradientClip(.3)))
 
 # In float32, to 1e-5
-in_float32 = ('linear','conv','lstm','bn','split','dict','two','stream','groups','cycle','fits_go_on','45 samples','2 samples',
-              'InstanceNorm','graph','weights','ignore','tokens','tokens, accumulated','loss of the model','contrastive',
-              'sum and penalty','groups, clipped, decay','freeze in before_batch')
+in_float32 = ('linear','conv','lstm','bn','split','dict','two','stream','groups','cycle','fits_go_on','45 samples',
+              '2 samples','InstanceNorm','graph','weights','ignore','tokens','tokens, accumulated','loss of the model','contrastive',
+              'sum and penalty','groups, clipped, decay','freeze in before_batch','max_norm')
+scenes |= {f'{k}, float32': {**scenes[k], 'dtype': F32, 'tol': 1e-5} for k in in_float32}
+scenes['max_norm, bfloat16'] = {**scenes['max_norm'], 'dtype': torch.bfloat16, 'tol': .05}

@@ -14,6 +14,7 @@ from learnerdist.core.collectives import gather_rows
 from learnerdist.core.env import in_group
 from learnerdist.data.sharding import epoch_order
 from learnerdist.launch import run
+from learnerdist.learner.losses import mean_over
 from learnerdist.testing import run_ranks
 
 @pytest.fixture(params=['no variable','world of one'])
@@ -101,12 +102,6 @@ def test_setup_without_a_launcher_only_chooses_the_device(monkeypatch):
     assert setup_distrib()==default_device() and not in_group()
     teardown_distrib()
 
-def test_bad_arguments_are_refused_alone_too(alone, tmp_path):
-    learn = make(tmp_path)
-    for kw in (dict(bogus=1), dict(seed='x'), dict(cuda_id=99)):
-        with pytest.raises(ValueError), learn.distrib_ctx(**kw): pass
-    with pytest.raises(ValueError): setup_distrib(cuda_id=99)
-
 def rank_of_one(folder):
     "W = 1 with a group that the user opened: it is used, and DDP with it"
     learn = make(folder, cbs=Spy())
@@ -132,18 +127,6 @@ def test_order_alone_in_the_context_is_the_one_of_any_world_size(alone, tmp_path
     with quiet(), make(tmp_path, cbs=spy).distrib_ctx(seed=3) as learn: learn.fit(2)
     assert spy.samples==[epoch_order(22, e, 3, shuffle=True).float().tolist() for e in range(2)]
 
-def rank_order(folder):
-    spy = Spy()
-    with quiet(), make(folder, cbs=spy, bs=2).distrib_ctx(seed=3) as learn: learn.fit(2)
-    return spy.samples
-
-def test_same_samples_at_two_ranks(tmp_path):
-    parts = run_ranks(rank_order, 2, tmp_path)
-    for e in range(2): # one padded sample would appear if 22 were odd
-        whole = [None]*22
-        for r in range(2): whole[r::2] = parts[r][e]
-        assert whole==epoch_order(22, e, 3, shuffle=True).float().tolist()
-
 def test_outside_a_context_the_order_is_torchs(tmp_path):
     spy = Spy()
     learn = make(tmp_path, cbs=spy)
@@ -153,26 +136,6 @@ def test_outside_a_context_the_order_is_torchs(tmp_path):
     assert spy.samples==[[v for b in learn.dls.train for v in b[0][:,0].tolist()]]
 
 # --- a launcher's environment, outside a context ----------------------------------------------------------------------------
-
-@pytest.mark.parametrize('rank', [0, 1])
-def test_with_the_variables_of_two_ranks_but_no_context(monkeypatch, tmp_path, capsys, rank):
-    spies,learns = [],[]
-    for env in ({}, dict(WORLD_SIZE='2', RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE='2')):
-        with monkeypatch.context() as m:
-            for k,v in env.items(): m.setenv(k, v)
-            spies.append(Spy())
-            learns.append(learn := make(tmp_path/str(len(env)), cbs=[spies[-1], CSVLogger()]))
-            torch.manual_seed(5)
-            capsys.readouterr()
-            learn.fit(2)
-            out = capsys.readouterr().out
-            found = learn.validate(),learn.get_preds(),learn.predict(torch.zeros(3))
-            torch.testing.assert_close(found[1], learns[0].get_preds())
-            assert found[0]==learns[0].validate() and len(found[1][0])==22
-    a,b = spies
-    assert a.samples==b.samples and b.types=={nn.Sequential} and b.groups=={False}
-    assert all(torch.equal(p, q) for p,q in zip(learns[0].model.parameters(), learns[1].model.parameters()))
-    assert bool(out)==(rank==0) and (tmp_path/'4'/'history.csv').exists()==(rank==0)
 
 def rank_outside(folder):
     "Two real ranks outside a context: each trains by itself, rank 0 alone prints and writes"
@@ -194,15 +157,6 @@ def test_two_ranks_outside_a_context(tmp_path):
     for r,(out,preds,file,is_open,loaded) in enumerate(run_ranks(rank_outside, 2, tmp_path, timeout_s=60)):
         assert preds==want and bool(out)==file==(r==0) and not is_open and loaded
 
-def rank_prints(folder):
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), make(folder).distrib_ctx() as learn: learn.fit(2)
-    return out.getvalue()
-
-def test_one_table_from_two_ranks(tmp_path):
-    out0,out1 = run_ranks(rank_prints, 2, tmp_path)
-    assert out1=='' and len(out0.splitlines())==3 and out0.startswith('epoch') and '\r' not in out0
-
 # --- names ------------------------------------------------------------------------------------------------------------------
 
 def test_names_that_stay():
@@ -219,11 +173,10 @@ def test_names_that_stay():
 
 # --- what one process does, the context and several ranks do too -----------------------------------------------------------------
 
-def learner_of(batches=None, cbs=None, metrics=None, loss_func=F.cross_entropy):
+def learner_of(cbs=None, metrics=None, loss_func=F.cross_entropy):
     torch.manual_seed(0)
     ds = TensorDataset(torch.linspace(-3, 3, 24)[:,None], torch.arange(24)%2)
-    loaders = [batches]*2 if batches else [TfmdDL(ds, 4) for _ in range(2)]
-    learn = Learner(DataLoaders(*loaders), nn.Linear(1, 2), loss_func, torch.optim.SGD, cbs=cbs, metrics=metrics)
+    learn = Learner(DataLoaders(TfmdDL(ds, 4), TfmdDL(ds, 4)), nn.Linear(1, 2), loss_func, torch.optim.SGD, cbs=cbs, metrics=metrics)
     learn.logger = lambda line: None
     return learn
 
@@ -269,18 +222,6 @@ def unhashable():
 @pytest.mark.parametrize('n', [1,2])
 def test_a_metric_without_a_hash(n): assert all(len(o)==3 for o in run_ranks(unhashable, n))
 
-def listed(inside):
-    "Two batches a step on two ranks"
-    x = torch.arange(16.)[:,None]/16
-    learn = learner_of([(o,(o[:,0]*16).long()%2) for o in x.split(4)])
-    with learn.distrib_ctx() if inside else contextlib.nullcontext(): learn.fit(1)
-    return len(learn.recorder.losses),learn.validate()
-
-def test_a_list_of_batches_in_a_context():
-    assert listed(True)==listed(False) and listed(True)[0]==4
-    (n,a),(_,b) = run_ranks(listed, 2, True)
-    assert n==2 and a==b
-
 class Second(Callback):
     "A second pass, as SAM takes it"
     def before_step(self):
@@ -297,8 +238,6 @@ def test_a_second_pass_alone():
     a,b = run_ranks(second, 2, True)
     assert a==b
 
-@pytest.mark.parametrize('dtype', [torch.int8,torch.uint8,torch.int16,torch.int64])
-def test_class_weights_with_small_integers_as_targets(dtype):
-    from learnerdist.learner.losses import mean_over
+def test_class_weights_with_small_integers_as_targets():
     over = mean_over(nn.CrossEntropyLoss(torch.tensor([1.,3.])))
-    assert over.count(None, torch.tensor([0,1,1], dtype=dtype))==7
+    for dtype in (torch.int8,torch.uint8,torch.int16,torch.int64): assert over.count(None, torch.tensor([0,1,1], dtype=dtype))==7

@@ -2,6 +2,7 @@
 import sys, tracemalloc
 from collections import deque
 from itertools import islice
+from pathlib import Path
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
@@ -62,12 +63,21 @@ def rank_calls(learner_calls):
 
 # What our Learner adds: its events, the callbacks that answer them, the recorder and its metrics, and on several ranks the items that a
 # loss counts, added up over ranks, the mean of gradients in shared memory, what is trained, and the vote.
-# A training batch begins with random streams of its own, by (seed, rank, epoch, batch): 11 calls.
 # A change that needs more says so here, and in benchmarks/README.md what it costs
-@pytest.mark.parametrize('W,step,batch', [(1, 59, 33), (2, 129, 57)])
+@pytest.mark.parametrize('W,step,batch', [(1, 47, 29), (2, 78, 37)])
 def test_python_calls(W, step, batch):
     for steps,batches in run_ranks(rank_calls, W, ours):
         assert step/2<steps<=step and batch/2<batches<=batch
+
+def rank_walks(tools):
+    sys.path.insert(0, tools)
+    from walks import walk, walks
+    return [walk(o) for o in walks]
+
+def test_walks():
+    "What a reader follows on 2 ranks: calls of the package's functions in a step, and until the first sample; and in how many modules"
+    (step,_,files,_),(index,_,more,_) = run_ranks(rank_walks, 2, str(Path(__file__).parent.parent/'tools'))[0]
+    assert step<=75 and files<=10 and index<=395 and more<=23
 
 def chunk_bytes(n, n_read):
     "The most that Python and numpy hold while so many indices of a rank's share of `n` are read, none of them kept"

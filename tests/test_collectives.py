@@ -8,8 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from torchmetrics.classification import MulticlassAccuracy
 from learnerdist.all import (Callback, DataLoaders, Learner, Metric, TfmdDL, accuracy, error_rate, group_rank, group_size, process_group,
                              skm_metric)
-from learnerdist.distributed.shared_mean import SharedMean
-from learnerdist.distributed.vote_links import Links
+from learnerdist.distributed.vote_links import Links, Place
 from learnerdist.testing import run_ranks
 
 BS = 4
@@ -18,21 +17,20 @@ names = ('all_gather','all_gather_coalesced','all_gather_into_tensor','all_gathe
          'monitored_barrier','new_group','recv','recv_object_list','reduce','reduce_scatter','reduce_scatter_tensor','scatter',
          'scatter_object_list','send','send_object_list')
 
-ours = dict(post='vote', _meet='mean')
-
 class Counted:
     "Counts votes, meetings, and what goes through `torch.distributed`; not what DDP's own C++ code exchanges, nor what is within these"
     def __enter__(self):
         self.calls,self.inside = Counter(),False
-        self.old = [(o,name,getattr(o, name)) for o,name in [*((dist,o) for o in names),(Links,'post'),(SharedMean,'_meet')]]
-        for o,name,func in self.old: setattr(o, name, self._counted(ours.get(name, name), func))
+        self.old = [(o,name,getattr(o, name)) for o,name in [*((dist,o) for o in names),(Links,'exchange')]]
+        for o,name,func in self.old: setattr(o, name, self._counted(name, func))
         return self.calls
     def __exit__(self, *exc):
         for o in self.old: setattr(*o)
     def _counted(self, name, func):
         def call(*args, **kw):
             outer,self.inside = self.inside,True
-            if not outer: self.calls[name] += 1
+            said = name if name!='exchange' else 'mean' if args[2:]==(Place.backward,) else 'vote'
+            if not outer: self.calls[said] += 1
             try: return func(*args, **kw)
             finally: self.inside = outer
         return call
@@ -83,17 +81,16 @@ def test_a_fit(W, env):
     mean = 0 if env else W-1 # meetings of a step: 2 ranks add up all of the gradients each, 3 a part, which the others fetch
     for got in run_ranks(rank_fits, W, env=env):
         assert (got['step'].pop('mean', 0),got['epoch'].pop('mean', 0),got['fit'].pop('mean', 0))==(mean,3*mean,3*mean)
-        if env: assert all(o.pop('irecv', 0)==o.get('vote', 0) for o in got.values()) # one round of two ranks, over gloo
-        assert got['step']=={'vote': 1+1} # and the items that cross-entropy counts: the labels that are not ignored
+        assert got['step']=={'vote': 1} # which carries the items that cross-entropy counts, too: the labels that are not ignored
         assert got['valid']=={'vote': 1}
-        # Votes before and after the epoch, its training loop and its validation, and one on whether each rank has a first batch to
-        # train on: 7. Those of its 3 steps and 2 batches: 5. The items of 3 steps. On one machine: that all have written the rows of
-        # the metrics, 1. The losses of its steps, an all-reduce. The counts and sums of its validation; whether the weights are equal
+        # Votes before and after the epoch, its training loop and its validation: 6. Before each of 3 steps and 2 batches, and after
+        # the last ones, whether a rank has another: 4 and 3. On one machine: that all have written the rows of the metrics, 1.
+        # The losses of its steps, an all-reduce. The counts and sums of its validation; whether the weights are equal
         written = 0 if 'LOCAL_WORLD_SIZE' in env else 1
-        assert got['epoch']==dict(all_reduce=1, vote=7+5+3+written, all_gather_object=3)
-        # Before the fit a vote, structure, callbacks and settings; in its first batch samples and what they show; after its first step
+        assert got['epoch']==dict(all_reduce=1, vote=6+4+3+written, all_gather_object=3)
+        # Before the fit a vote, and what the ranks begin; in its first batch samples and what they show; after its first step
         # whether the weights are equal
-        assert got['fit']==dict(all_reduce=1, vote=1+7+5+3+written, all_gather_object=3+3+2+1)
+        assert got['fit']==dict(all_reduce=1, vote=1+6+4+3+written, all_gather_object=3+1+2+1)
         assert got['more_means']=={} # they travel together
         # BatchNorm: the sums of each step, forward and backward; 3 buffers after the epoch
         assert got['norm']=={'all_reduce': 3*2, 'broadcast': 3}
@@ -134,11 +131,12 @@ def test_everything_else(tmp_path):
     for got in run_ranks(rank_others, 2, tmp_path):
         assert got['loaders']=={}
         assert got['save']==got['load']=={}
-        # Votes before, after, and for each of 2 batches, and that rows are written; whether each batch was seen once, and the sums
-        assert got['validate']=={'vote': 2+2+1, 'all_gather_object': 2}
+        # Votes before, after, before each of 2 batches and after the last, and that rows are written;
+        # whether each batch was seen once, and the sums
+        assert got['validate']=={'vote': 2+3+1, 'all_gather_object': 2}
         # The same; what the rows look like
-        assert got['preds']==got['rank0']=={'vote': 2+2+1, 'all_gather_object': 4}
-        assert got['predict']=={'vote': 2+1} # each rank reads the same item
+        assert got['preds']==got['rank0']=={'vote': 2+3+1, 'all_gather_object': 4}
+        assert got['predict']=={'vote': 2+2} # each rank reads the same item
         # Where ranks answer, and whether they do; rank 0's seed; two parameters; structure, optimizer state, path and data
         assert got['context']=={'broadcast_object_list': 1, 'broadcast': 2, 'all_gather_object': 2+4}
 

@@ -1,12 +1,11 @@
-"Collectives against values by hand; `rank0_first` against a server that counts its requests"
-import http.server,io,os,socket,threading,time,zipfile
-from collections import Counter
+"Collectives against values by hand; `rank0_first` in order, and after failures"
+import os,socket,threading,time
 from functools import partial
 from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from learnerdist.all import (DataLoaders, Learner, RankError, TfmdDL, all_mean, all_sum, broadcast_object, distrib_barrier, gather_objects,
+from learnerdist.all import (DataLoaders, Learner, TfmdDL, all_mean, all_sum, broadcast_object, distrib_barrier, gather_objects,
                              group_rank, group_size, process_group, rank0_first, rank_distrib, setup_distrib, teardown_distrib)
 from learnerdist.core.collectives import gather_rows
 from learnerdist.core.env import launch_store,wait_key
@@ -64,66 +63,22 @@ def test_alone_they_are_free():
     assert rank0_first(lambda a, b=2: (a, b), 1)==(1, 2) and not dist.is_initialized()
     with process_group() as device: assert device.type in ('cpu','cuda') and not dist.is_initialized()
 
-def test_error_travels():
-    import pickle
-    e = pickle.loads(pickle.dumps(RankError(3, 'KeyError', "'x'", 'the trace')))
-    assert (e.rank,e.kind,e.message,e.trace)==(3, 'KeyError', "'x'", 'the trace') and 'rank 3' in str(e) and 'KeyError' in str(e)
-
 # --- rank0_first: a download ------------------------------------------------------------------------------------------------
 
-class Counting(http.server.BaseHTTPRequestHandler):
-    "Serves one zip file"
-    def _serve(self, body):
-        probe = self.command=='HEAD' or self.headers.get('Method')=='HEAD' # torchvision looks for redirections first
-        self.server.seen['probe' if probe else self.command] += 1
-        self.send_response(200)
-        self.send_header('Content-Length', str(len(self.server.zip)))
-        self.end_headers()
-        if body: self.wfile.write(self.server.zip)
-    def do_GET(self): self._serve(True)
-    def do_HEAD(self): self._serve(False)
-    def log_message(self, *args): pass
+def untar_data(folder):
+    "As fastai's: fetches what is not there, and leaves a mark"
+    if not (folder/'data').exists():
+        (folder/f'fetched by {rank_distrib()}').touch()
+        (folder/'data').write_text('hello')
+    return (folder/'data').read_text(),os.getpid()
 
-@pytest.fixture
-def server():
-    buf = io.BytesIO()
-    with zipfile.ZipFile(buf, 'w') as z: z.writestr('data/x.txt', 'hello')
-    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Counting) as srv:
-        srv.zip,srv.seen = buf.getvalue(),Counter()
-        thread = threading.Thread(target=srv.serve_forever)
-        thread.start()
-        yield srv
-        srv.shutdown()
-        thread.join()
+def rank_download(folder): return rank0_first(untar_data, folder=folder),os.getpid(),dist.is_initialized()
 
-def url_of(srv): return f'http://127.0.0.1:{srv.server_port}/data.zip'
-
-def untar_data(url, folder):
-    "As fastai's: downloads what is not there, and says where it is"
-    from torchvision.datasets.utils import download_and_extract_archive
-    if not (folder/'data').exists(): download_and_extract_archive(url, str(folder), remove_finished=False)
-    return folder/'data',os.getpid()
-
-def rank_download(url, folder):
-    path,pid = rank0_first(untar_data, url, folder=folder)
-    return (path/'x.txt').read_text(),pid,os.getpid(),dist.is_initialized()
-
-def rank_torchvision(url, folder):
-    from torchvision.datasets.utils import download_and_extract_archive
-    rank0_first(download_and_extract_archive, url, str(folder))
-    return (folder/'data/x.txt').read_text()
-
-no_proxy = dict(no_proxy='127.0.0.1', NO_PROXY='127.0.0.1')
-
-def test_one_request_for_four_ranks(server, tmp_path):
-    res = run_ranks(rank_download, 4, url_of(server), tmp_path, env=no_proxy)
-    assert server.seen['GET']==1 and server.seen['probe']<=1
-    assert all(text=='hello' and pid==own and not is_open for text,pid,own,is_open in res) # each has its own result
-    assert len({pid for _,pid,*_ in res})==4
-
-def test_torchvisions_own_function(server, tmp_path):
-    assert run_ranks(rank_torchvision, 4, url_of(server), tmp_path, env=no_proxy)==['hello']*4
-    assert server.seen['GET']==1 and server.seen['probe']<=1
+def test_one_download_for_four_ranks(tmp_path):
+    res = run_ranks(rank_download, 4, tmp_path)
+    assert [o.name for o in tmp_path.glob('fetched*')]==['fetched by 0']
+    assert all(text=='hello' and pid==own and not is_open for (text,pid),own,is_open in res) # each has its own result
+    assert len({pid for _,pid,_ in res})==4
 
 # --- rank0_first: order, failures, groups -----------------------------------------------------------------------------------
 
@@ -221,16 +176,6 @@ def test_in_and_out_of_groups(tmp_path):
     for r,(marks,group,is_open) in enumerate(run_ranks(rank_groups, 3, tmp_path)):
         assert marks[0]==[] if r==0 else '0' in marks[0]
         assert all('0' in o for o in marks[1:]) and group==(r, True) and not is_open
-
-def rank_recovers(folder):
-    "A failure, and then a success"
-    try: rank0_first(note, folder, [0])
-    except (ValueError, RankError): pass
-    return rank0_first(note, folder)
-
-def test_after_a_failure_it_works(tmp_path):
-    res = run_ranks(rank_recovers, 2, tmp_path)
-    assert res==[[], ['0']]
 
 def rank_longer_than_timeout(folder):
     "Rank 0's call may outlast the timeout of collectives"

@@ -94,16 +94,6 @@ def test_sync_bn_is_torchs_on_the_gpu():
         on,off = got
         assert any(o.endswith('/True') for o in on['classes']) and off['classes']==['BatchNorm1d/False'] and on['kinds']==off['kinds']
 
-def rank_torchs_path():
-    "Counts calls of SyncBatchNorm's own forward"
-    calls,forward = [],nn.SyncBatchNorm.forward
-    nn.SyncBatchNorm.forward = lambda self, x: calls.append(x.device.type) or forward(self, x)
-    with process_group(): run(group_size(), group_rank(), n_epoch=1, bn=True)
-    return calls
-
-def test_syncbatchnorm_runs():
-    for calls in run_ranks(rank_torchs_path, 2, env=dict(CUDA_VISIBLE_DEVICES=0)): assert calls and set(calls)=={'cuda'}
-
 def rank_pinned():
     "Whether what the loader of the context gives is pinned"
     learn = make(pin=True)

@@ -1,14 +1,13 @@
 "The examples as a user runs them: the README's, digits by the launcher and on one process, FashionMNIST from a server here"
-import gzip,hashlib,os,re,subprocess,sys,threading
+import gzip,hashlib,os,re,subprocess,sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.server import SimpleHTTPRequestHandler,ThreadingHTTPServer
 from importlib.util import module_from_spec,spec_from_file_location
 from pathlib import Path
 import pytest,torch
 import torchvision # noqa: F401  (so that ranks start with it)
 from learnerdist.testing import run_ranks
+from helpers import serve
 from test_launch import free_port
 pytestmark = pytest.mark.slow
 
@@ -62,23 +61,6 @@ def write_fashion_mnist(folder, sizes):
         write_idx(folder/f'{name}-images-idx3-ubyte.gz', torch.randint(256, (n,28,28), generator=g).byte())
         write_idx(folder/f'{name}-labels-idx1-ubyte.gz', torch.randint(10, (n,), generator=g).byte())
     return [(o.name, hashlib.md5(o.read_bytes()).hexdigest()) for o in sorted(folder.iterdir())]
-
-@contextmanager
-def serve(folder):
-    "A server of `folder` on a port that is free; yields its address and, as they come, the files that are fetched"
-    fetched = []
-    class Handler(SimpleHTTPRequestHandler):
-        def __init__(self, *args): super().__init__(*args, directory=folder)
-        def log_message(self, *args):
-            probe = self.headers.get('Method')=='HEAD' # so torchvision asks first where a redirection leads
-            if not probe: fetched.append(self.path.strip('/'))
-    with ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try: yield f'http://127.0.0.1:{server.server_port}/',fetched
-        finally:
-            server.shutdown()
-            thread.join()
 
 def train_fashion_mnist(url, resources, *args):
     "The example's last row: after a download from `url`, and again from what is there by then"

@@ -1,13 +1,7 @@
 "One rank fails: within seconds the others raise an error that names it and carries its exception"
-import itertools
-import os
-import signal
-import subprocess
-import threading
-import time
+import itertools,os,threading,time
 from functools import partial
 from datetime import timedelta
-
 import faults
 import machines
 import pytest
@@ -16,7 +10,7 @@ import torch.distributed as dist
 from test_agreement import Raise, make, weights
 
 from learnerdist.all import *
-from learnerdist.core import env,saves,stacks
+from learnerdist.core import env,rank0
 from learnerdist.core.env import (close_group,connect_store,current_group,group_rank,group_timeout,in_group,is_consequence,launch_store,
                                   setup_distrib,wait_key)
 from learnerdist.testing import run_ranks
@@ -85,16 +79,6 @@ def test_in_the_model():
     a,b = run_ranks(in_forward, 2)
     assert a[:3]==('RankError',1,'Broken') and b[0]=='Broken'
 
-def both_fail():
-    class Each(Callback):
-        def after_epoch(self): raise Broken(f'on {group_rank()}')
-    learn = make()
-    try:
-        with learn.distrib_ctx(): learn.fit(1, cbs=Each)
-    except Exception as e: return type(e).__name__,str(e)
-
-def test_each_rank_keeps_its_own_exception(): assert run_ranks(both_fail, 2)==[('Broken','on 0'),('Broken','on 1')]
-
 def one_after_the_other():
     "Rank 1 fails; then rank 2, which has not heard of it; then rank 0 finds its peers gone"
     class InTurn(Callback):
@@ -135,14 +119,6 @@ def test_within_a_group_of_ours():
     a,b = run_ranks(within_a_group, 2)
     assert a[:3]==('RankError',1,'Broken') and b[0]=='Broken'
 
-def leaves():
-    learn = make()
-    try:
-        with learn.distrib_ctx(): learn.fit(1, cbs=Raise('after_loss', SystemExit(0), 1))
-    except RankError as e: return e.rank,e.kind
-
-def test_a_rank_that_exits_in_the_middle(): assert run_ranks(leaves, 2)==[(1,'SystemExit'), None]
-
 def users_group():
     setup_distrib()
     first = caught(make(), 1, 'after_loss')[:1]
@@ -174,7 +150,7 @@ class Hang(Callback):
     "Rank 2 does not come to the next exchange, and the others' patience is short from now on"
     def after_step(self):
         set_timeout(timedelta(seconds=2), current_group())
-        self.distributed_trainer.links.timeout_s = 2
+        self.learn.runner.links.timeout_s = 2
         if group_rank()==2: stuck()
 
 def hangs():
@@ -196,16 +172,6 @@ def test_a_rank_that_hangs_is_found(env, said):
     waited = [o for o in text.splitlines() if ' waited in ' in o]
     assert waited and all('test_failure.py' in o and 'in hangs: with learn' in o for o in waited)
     assert all(o[0] in ('TimeoutError','RankError') and 'rank 2 was at' in o[1] for o in results)
-
-def test_a_rank_that_stops_while_it_is_asked(monkeypatch):
-    p = subprocess.Popen(['sleep','100'])
-    def stack_of(pid, file):
-        p.send_signal(signal.SIGSTOP)
-        while not stacks.is_stopped(pid): pass
-    monkeypatch.setattr(stacks, 'stack_of', stack_of)
-    assert stacks.place_of(p.pid, 'none')==([],f'is stopped (process {p.pid}, by SIGSTOP)')
-    p.kill()
-    assert p.wait()==-signal.SIGKILL
 
 needs_netns = pytest.mark.skipif(not machines.usable(), reason='needs root and ip netns')
 two_machines = pytest.param('cut link', 'two machines', marks=[pytest.mark.long, needs_netns])
@@ -246,42 +212,6 @@ def test_an_exception_is_judged_by_its_place():
     assert not any(map(is_consequence, by_hand))
     assert not is_consequence(raised(lambda: torch.ones(2)@torch.ones(3))) # from C++, but not from gloo
 
-def say_words():
-    words = 'connection reset by nccl process group'
-    return [words_of(o(words)) for o in (RuntimeError, dist.DistBackendError)]
-
-def words_of(e):
-    learn = make()
-    try:
-        with learn.distrib_ctx(seed=1): learn.fit(1, cbs=Raise('after_loss', e, 1))
-    except Exception as o: return type(o).__name__,*(getattr(o, k, None) for k in ('rank','kind')),'in act' in str(o),str(o).splitlines()[0]
-
-def test_words_of_the_users_decide_nothing():
-    a,b = run_ranks(say_words, 2)
-    words = 'connection reset by nccl process group'
-    assert b==[(o,None,None,False,words) for o in ('RuntimeError','DistBackendError')]
-    assert a==[('RankError',1,o,True,f'rank 1 failed with {o}: {words}') for o in ('RuntimeError','DistBackendError')]
-
-def post_mortem():
-    "What a debugger sees in the frame that failed, on a rank that stays alive with it until the others have heard"
-    err = raised_in_context()
-    assert all_out(next(rounds))
-    return [sorted(o.tb_frame.f_locals) for o in env._entries(err.__traceback__)][-1],type(err).__name__
-
-def raised_in_context():
-    learn = make()
-    class Fail(Callback):
-        def after_pred(self):
-            model,pred = self.learn.model,self.learn.pred # which hold DDP's reducer and the graph, and so the group
-            if group_rank()==1: raise Broken(type(model).__name__, len(pred))
-    try:
-        with learn.distrib_ctx(): learn.fit(1, cbs=Fail)
-    except Exception as e: return e
-
-def test_frames_keep_their_locals():
-    a,b = run_ranks(post_mortem, 2)
-    assert b==(['model','pred','self'],'Broken') and a[1]=='RankError'
-
 # --- before the group ---------------------------------------------------------------------------------------------
 
 def wrong_gpu(plain):
@@ -315,24 +245,20 @@ def leaves_early(how, phase):
             learn.fit(1)
     except RankError as e: return str(e).splitlines()[0]
 
-@pytest.mark.parametrize('phase', ['before','rank0_first','joins'])
-def test_a_rank_that_leaves_early_is_not_waited_for(phase):
+@pytest.mark.parametrize('phase', ['before','rank0_first','joins','training'])
+def test_a_rank_that_leaves_is_not_waited_for(phase):
     said = {how: run_ranks(leaves_early, 2, how, phase, errors='return')[phase=='rank0_first'] for how in ('_exit','exit','raise')}
     r = int(phase!='rank0_first')
     gone = f'rank {r} left with status 0{env._absent}'
-    left = f'rank {r} left by sys.exit(0)' if phase=='rank0_first' else gone
+    left = f'rank {r} left by sys.exit(0)' if phase in ('rank0_first','training') else gone
     assert said==dict(_exit=gone, exit=left, **{'raise': f'rank {r} failed with ImportError: no such module'})
-
-def test_a_rank_that_leaves_in_the_middle_has_left():
-    for how,said in dict(_exit=f'left with status 0{env._absent}', exit='left by sys.exit(0)').items():
-        assert run_ranks(leaves_early, 2, how, 'training', errors='return')[0]==f'rank 1 {said}'
 
 # --- patience -----------------------------------------------------------------------------------------------------
 
 def within_short_patience():
     "A shorter `timeout_s` within a group that waits longer, and a context that takes over its group's"
     learn,res = make(),{}
-    with process_group(timeout_s=77), learn.distrib_ctx(): res['inherited'] = group_timeout(),learn.distributed_trainer.links.timeout_s
+    with process_group(timeout_s=77), learn.distrib_ctx(): res['inherited'] = group_timeout(),learn.runner.links.timeout_s
     with process_group(timeout_s=77):
         with process_group(timeout_s=9): res['within'] = group_timeout()
         res['after'] = group_timeout()
@@ -362,16 +288,16 @@ def test_groups_of_a_failed_rank_are_aborted(monkeypatch):
     assert calls[2:]==[('destroy',None)]
 
 def rank_reads_files(path):
-    learn,whole = make(path=path),saves.whole_file
+    learn,whole = make(path=path),rank0.whole_file
     def slow(p):
         time.sleep(.5)
         return whole(p)
-    saves.whole_file = slow # on rank 0, which alone writes
+    rank0.whole_file = slow # on rank 0, which alone writes
     try:
         with learn.no_logging(), learn.distrib_ctx():
             files = [learn.save('a'),learn.export('e.pth')]
             begin = time.monotonic()
-    finally: saves.whole_file = whole
+    finally: rank0.whole_file = whole
     for o in files: torch.load(o, weights_only=False) # by other means than ours, which wait by themselves
     return time.monotonic()-begin
 

@@ -240,8 +240,8 @@ def test_options():
     learn = make()
     for bad in ('gradient_accumulation_steps','dataloader_config','bogus'):
         with pytest.raises(ValueError, match=bad), learn.distrib_ctx(**{bad: 2}): pass
-    with learn.distrib_ctx(True, in_notebook=False): assert learn.distributed_trainer.sync_bn
-    with learn.distrib_ctx(False): assert not learn.distributed_trainer.sync_bn
+    with learn.distrib_ctx(True, in_notebook=False): assert learn.runner.opts.sync_bn
+    with learn.distrib_ctx(False): assert not learn.runner.opts.sync_bn
     assert type(learn) is Learner
 
 # --- outside of a context ---------------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_outside_a_context_a_rank_is_one_process(tmp_path):
 changed = {'fastai.torch_core.maybe_gather', 'fastai.tabular.learner.TabularLearner.predict', 'fastai.text.learner.LMLearner.predict',
            *(f'fastai.text.learner.TextLearner.{o}' for o in ('load','save_encoder')),
            *(f'fastai.learner.Learner.{o}' for o in
-             ('to_distributed','detach_distributed','distrib_ctx','to_parallel','detach_parallel','parallel_ctx',
+             ('to_distributed','detach_distributed','distrib_ctx','to_parallel','detach_parallel','parallel_ctx','runner',
               'fit','_do_fit','_do_epoch','all_batches','at_end','say','save','load','compile','uncompile', # also for `fit(resume=)`
               'get_preds','lr_find','predict','show_results','summary','export'))} # as fastai's, but in a context
 

@@ -1,5 +1,5 @@
-"fastai's applications end to end on two ranks, its downloads, and what its own `distributed` gets wrong"
-import contextlib, http.server, io, os, random, re, runpy, subprocess, sys, tarfile, threading, warnings
+"fastai's applications end to end, its downloads, and what scripts and other libraries do with it: transforms, folds, self-supervision"
+import contextlib, copy, io, os, random, re, runpy, subprocess, sys, tarfile, warnings
 from pathlib import Path
 import pytest
 pytest.importorskip('fastai')
@@ -7,7 +7,10 @@ import numpy as np, pandas as pd, torch
 from fastai.callback.core import Callback
 from fastai.callback.tensorboard import TensorBoardCallback
 from fastai.collab import CollabDataLoaders, collab_learner
+from fastai.data.block import DataBlock, TransformBlock
+from fastai.data.core import Datasets
 from fastai.data.external import untar_data
+from fastai.data.transforms import IndexSplitter
 from fastai.interpret import ClassificationInterpretation, Interpretation
 from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import Dice, accuracy, rmse
@@ -16,26 +19,29 @@ from fastai.text.all import (AWD_LSTM, BaseTokenizer, Perplexity, TextDataLoader
                              language_model_learner, text_classifier_learner)
 from fastai.vision.all import ImageDataLoaders, Resize, SegmentationDataLoaders, Normalize, unet_learner, vision_learner
 from PIL import Image
+from torch import nn
+from torch.nn import functional as F
 from torchvision.models import resnet18
-from test_fastai import ctx, floats, history, make, on_ranks, per_rank, same, state
-from test_fastai_callbacks import quiet
+from helpers import serve
+from test_fastai import ctx, data, floats, history, make, per_rank, same
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
 pytestmark = pytest.mark.slow
 
 warnings.filterwarnings('ignore')
-root = Path(__file__).parent.parent
+root,F64 = Path(__file__).parent.parent,torch.float64
 
 def seeds(W):
     random.seed(0), np.random.seed(0), torch.manual_seed(7)
     torch.set_default_dtype(torch.float32)
 
-def pictures(path, n=40, size=32):
+def pictures(path, n, sizes=((32, 32),)):
+    "Noise with a brighter square; its mask"
     g = np.random.RandomState(0)
     for kind in ('images','masks'): (path/kind).mkdir()
     for i in range(n):
-        img = g.randint(0, 80, (size, size, 3)).astype('uint8')
-        mask = np.zeros((size, size), 'uint8')
+        h,w = sizes[i%len(sizes)]
+        img,mask = g.randint(0, 80, (h, w, 3)).astype('uint8'),np.zeros((h, w), 'uint8')
         mask[8:24, (0 if i%2 else 16):(16 if i%2 else 32)] = 1
         img[mask>0] += 120
         Image.fromarray(img).save(path/'images'/f'{i:02}_{"left" if i%2 else "right"}.png')
@@ -154,25 +160,101 @@ def test_applications(tmp_path):
         unet=('7 `unet_learner`, `Dice`', 1e-5), lm=('7 `language_model_learner`, AWD-LSTM without dropout', 1e-5),
         clas=('7 `text_classifier_learner`, AWD-LSTM without dropout', 1e-5), collab=('7 `collab_learner` (float32)', 1e-5)))
 
-# --- downloads --------------------------------------------------------------------------------------------------------------
+# --- data -------------------------------------------------------------------------------------------------------------------
 
-@contextlib.contextmanager
-def server(folder):
-    hits = []
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args): super().__init__(*args, directory=folder)
-        def do_GET(self):
-            hits.append(self.path)
-            super().do_GET()
-        def log_message(self, *args): pass
-    srv = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-    thread = threading.Thread(target=srv.serve_forever)
-    thread.start()
-    try: yield f'http://127.0.0.1:{srv.server_port}',hits
-    finally:
-        srv.shutdown()
-        thread.join()
-        srv.server_close()
+def scaled():
+    from fasttransform import Transform
+    class Scaled(Transform):
+        "Learns the mean and the spread of the training set; one method for each type"
+        def setups(self, items): self.mean,self.std = (getattr(torch.stack([*items]), o)(0) for o in ('mean','std'))
+        def encodes(self, o:torch.Tensor): return (o-self.mean)/self.std
+        def decodes(self, o:torch.Tensor): return o*self.std+self.mean
+    class Shifted(Transform):
+        "Of batches, in training only"
+        order,split_idx = 3,0
+        def encodes(self, b:tuple): return b[0]+.1,*b[1:]
+    return Scaled,Shifted
+
+class Label:
+    "The class of sample `i`"
+    def __init__(self, y): self.y = y
+    def __call__(self, i): return int(self.y[i])
+
+def transformed(W, rank):
+    Scaled,Shifted = scaled()
+    torch.manual_seed(0)
+    x,y = data(133)
+    torch.set_default_dtype(F64)
+    scale = Scaled()
+    dsets = Datasets([*range(133)], [[x.__getitem__,scale],[Label(y),lambda o: torch.tensor(o)]], splits=[[*range(96)],[*range(96, 133)]])
+    dls = dsets.dataloaders(bs=per_rank(24, W), num_workers=0, device=torch.device('cpu'), after_batch=[Shifted()])
+    learn = make(W, rank, metrics=[])
+    learn.dls = dls
+    with ctx(learn, W):
+        learn.fit(2)
+        return history(learn),learn.get_preds(with_input=True),scale.mean,learn.dls.one_batch()[0].shape[1]
+
+def folds(W, rank):
+    "A learner and a context for each fold; what is left out is predicted by the model that has not seen it"
+    x,y = data(61)
+    torch.set_default_dtype(F64)
+    res,held = [],torch.zeros(61, 3)
+    for k in range(3):
+        torch.manual_seed(k)
+        idxs = [*range(k, 61, 3)]
+        block = DataBlock([TransformBlock,TransformBlock], splitter=IndexSplitter(idxs), get_x=x.__getitem__, get_y=y.__getitem__)
+        dls = block.dataloaders([*range(61)], bs=per_rank(12, W), num_workers=0, device=torch.device('cpu'))
+        learn = make(W, rank, metrics=[])
+        learn.dls = dls
+        with ctx(learn, W):
+            learn.fit(2)
+            held[idxs] = learn.get_preds()[0]
+        res.append(history(learn))
+    return res,held,(held.argmax(1)==y).double().mean()
+
+# --- self-supervision -------------------------------------------------------------------------------------------------------
+
+class Views(nn.Module):
+    "An encoder, a target that follows it, and a predictor"
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 5))
+        self.predictor,self.target = nn.Linear(5, 5),copy.deepcopy(self.encoder).requires_grad_(False)
+    def forward(self, a, b): return tuple(self.predictor(self.encoder(o)) for o in (a, b))
+
+class BYOL(Callback):
+    "Two views of each sample, a target that follows the encoder, and an optimizer of its own for the predictor"
+    order = 9
+    def before_fit(self):
+        self.learn.loss_func = self.loss
+        self.opt2 = torch.optim.SGD(self.learn.model.predictor.parameters(), lr=.2, momentum=.9)
+    def before_batch(self):
+        a,b = self.x.flip(1),self.x*.9
+        self.learn.xb = a,b
+        with torch.no_grad(): self.learn.yb = self.model.target(b),self.model.target(a)
+    def loss(self, pred, *targs): return sum(2-2*F.cosine_similarity(*o) for o in zip(pred, targs)).mean().float()
+    def after_step(self):
+        self.opt2.step()
+        self.opt2.zero_grad()
+        with torch.no_grad():
+            for p,q in zip(self.model.target.parameters(), self.model.encoder.parameters()): p.lerp_(q, .1)
+
+def self_supervised(W, rank):
+    learn = make(W, rank, model=Views, metrics=[], splitter=lambda m: [list(m.encoder.parameters())])
+    byol = BYOL()
+    with ctx(learn, W): learn.fit(3, cbs=byol)
+    return history(learn),[o['momentum_buffer'] for o in byol.opt2.state.values()]
+
+def recipes(W, rank): return dict(tfms=transformed(W, rank), folds=folds(W, rank), byol=self_supervised(W, rank))
+
+def test_recipes():
+    pytest.importorskip('fasttransform')
+    same(recipes, tol=1e-6, lines=dict(
+        tfms='4 fasttransform: a transform that learns from the training set, one of batches in training only',
+        folds='4 `DataBlock` with an `IndexSplitter` for each of K folds, a context for each; predictions of what was left out',
+        byol='6 BYOL-like: two views, a target model, an optimizer of its own for the predictor'))
+
+# --- downloads --------------------------------------------------------------------------------------------------------------
 
 def downloads(url, base):
     path = rank0_first(untar_data, url, base=base)
@@ -182,26 +264,9 @@ def test_rank0_first_downloads_once(tmp_path):
     (tmp_path/'www'/'stuff').mkdir(parents=True)
     (tmp_path/'www'/'stuff'/'a.txt').write_text('hello')
     with tarfile.open(tmp_path/'www'/'stuff.tgz', 'w:gz') as f: f.add(tmp_path/'www'/'stuff', 'stuff')
-    with server(tmp_path/'www') as (url,hits):
-        assert run_ranks(downloads, 3, f'{url}/stuff.tgz', tmp_path/'base')==['hello']*3
-    assert hits==['/stuff.tgz']
-
-# --- fastai.distributed was imported before ---------------------------------------------------------------------------------
-
-def imported_before(W, rank):
-    import importlib
-    importlib.import_module('fastai.distributed')
-    import learnerdist.fastai as ours
-    importlib.reload(ours)
-    learn = make(W, rank)
-    with quiet(learn), learn.distrib_ctx(seed=3):
-        learn.fit(1)
-        return state(learn),learn.get_preds(),type(learn.distributed_trainer).__module__
-
-def test_fastai_distributed_imported_before():
-    pytest.importorskip('accelerate')
-    for got in run_ranks(on_ranks, 2, imported_before):
-        assert got[2]=='learnerdist.fastai.trainer'
+    with serve(tmp_path/'www') as (url,fetched):
+        assert run_ranks(downloads, 3, f'{url}stuff.tgz', tmp_path/'base')==['hello']*3
+    assert fetched==['stuff.tgz']
 
 # --- the examples -----------------------------------------------------------------------------------------------------------
 

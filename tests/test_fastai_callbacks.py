@@ -33,50 +33,6 @@ cancels = dict(fit=CancelFitException, epoch=CancelEpochException, train=CancelT
 def quiet(learn):
     with learn.no_bar(), learn.no_logging(), contextlib.redirect_stdout(io.StringIO()): yield learn
 
-# --- who hears which event --------------------------------------------------------------------------------------------------
-
-class Noted(Callback):
-    def __init__(self, name, order, trail): self.called,self.order,self.trail = name,order,trail
-    def note(self, event): self.trail.append((self.called,event,vars(self.learn).get('iter'),self.learn.training))
-    def before_train(self): self.note('before_train')
-
-class Late(Noted):
-    "Gets its handlers while a fit runs"
-
-class Shifts(Noted):
-    "Changes who hears what, within batches and between loops"
-    def before_epoch(self):
-        if self.learn.epoch==1: Late.after_pred = lambda self: self.note('class')
-    def before_batch(self):
-        late,i = self.late,self.learn.iter+3*self.learn.epoch
-        self.note('before_batch')
-        if i==0: late.before_step = lambda: late.note('own') # of this one
-        if i==1: self.learn.add_cb(self.more)
-        if i==2: late.order,late.run = -9,True
-        if i==3: self.learn.remove_cb(self.more)
-        if i==4: late.run = False
-        if i==5: late.run,late.run_train = True,False
-    def after_pred(self): self.note('after_pred')
-
-class More(Noted):
-    def after_pred(self): self.note('after_pred')
-    def before_step(self): self.note('before_step')
-
-def trail_of(within):
-    learn,trail = make(),[]
-    shifts,late = Shifts('shifts', 0, trail),Late('late', 1, trail)
-    shifts.late,shifts.more = late,More('more', -5, trail)
-    try:
-        with quiet(learn), learn.distrib_ctx(seed=1) if within else contextlib.nullcontext(): learn.fit(2, cbs=[late,shifts])
-    finally:
-        if 'after_pred' in vars(Late): del Late.after_pred
-    return trail
-
-def test_the_same_callbacks_hear_the_same_events():
-    "With handlers that come within a fit, of a class and of one callback, changed orders and `run`, callbacks added and removed"
-    want = trail_of(False)
-    assert trail_of(True)==want and len({o[:2] for o in want})>=7, want
-
 # --- votes ------------------------------------------------------------------------------------------------------------------
 
 class Cancels(Callback):
@@ -495,7 +451,7 @@ class Reduces(Callback):
     "Counts the all-reduces of gradients"
     def before_fit(self): self.learn.n_reduced = 0
     def before_train(self):
-        if vars(self.learn).get("wrapper") is not None: self.learn.wrapper.ddp.register_comm_hook(self.learn, counted)
+        if self.learn.runner.model is not None: self.learn.wrapper.ddp.register_comm_hook(self.learn, counted)
 
 def counted(learn, bucket):
     learn.n_reduced += 1

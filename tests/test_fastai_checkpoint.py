@@ -29,16 +29,16 @@ class Stop(Callback):
     def after_batch(self):
         if self.train_iter==self.step and self.training: os.kill(os.getpid(), signal.SIGTERM)
 
-def learner(path):
+def learner(path, workers=0):
     torch.manual_seed(3)
     random.seed(3)
     path.mkdir(exist_ok=True)
-    dls = DataLoaders(DataLoader(Items(40), bs=8, shuffle=True, num_workers=0), DataLoader(Items(16), bs=8, num_workers=0))
+    dls = DataLoaders(DataLoader(Items(40), bs=8, shuffle=True, num_workers=workers), DataLoader(Items(16), bs=8, num_workers=0))
     model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(.2), nn.Linear(12, 3))
     return Learner(dls, model, loss_func=nn.CrossEntropyLoss(), metrics=accuracy, path=path, lr=.01)
 
 def fit(path, every=1, keep=100, ctx=False, cbs=(), one=True, **kw):
-    learn = learner(path)
+    learn = learner(path, **kw)
     stopper = EarlyStoppingCallback(patience=9)
     cbs = [Checkpoint('ckpt', every, keep, resume=one), stopper, CSVLogger(), *cbs]
     with learn.no_bar() if hasattr(learn, 'no_bar') else nullcontext(), learn.distrib_ctx() if ctx else nullcontext():
@@ -90,6 +90,15 @@ def test_load_the_weights_of_a_checkpoint(tmp_path):
 def test_two_ranks(tmp_path):
     from learnerdist.testing import run_ranks
     for found in run_ranks(everywhere, 2, str(tmp_path), True, ['epoch_0000-step_00000002','epoch_0001-step_00000004'], timeout_s=400):
+        assert found.pop('status')==75 and not any(found.values()), found
+
+def everywhere_with_workers(path, ctx): return everywhere(path, ctx, ['epoch_0000-step_00000002'], workers=2)
+
+@pytest.mark.slow
+@pytest.mark.parametrize('n', [1,2])
+def test_workers(n, tmp_path):
+    from learnerdist.testing import run_ranks
+    for found in run_ranks(everywhere_with_workers, n, str(tmp_path), n>1, timeout_s=400):
         assert found.pop('status')==75 and not any(found.values()), found
 
 def test_done_and_more_epochs(tmp_path, capsys):

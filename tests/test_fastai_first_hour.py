@@ -38,6 +38,21 @@ def test_a_batch_object_without_targets_is_an_error(n):
     res = run_ranks(without_targets, n, errors='return')
     assert all('has no targets' in o.message and 'Graph' in o.message for o in res)
 
+@pytest.mark.parametrize('kw,said', [(dict(n_epoch=-1),'n_epoch=-1: give a whole number'), (dict(n_epoch='3'),"n_epoch='3': give a whole"),
+    (dict(n_epoch=1, start_epoch=-1),'start_epoch=-1: give a whole'), (dict(n_epoch=1, lr='0.1'),"lr='0.1': give a number"),
+    (dict(n_epoch=1, cbs=[3]),'3 is no callback'), (dict(n_epoch=1, reset_opt='no'),"reset_opt='no': give True or False")], ids=str)
+def test_bad_arguments_of_fit(kw, said):
+    learn = quiet(Learner(DataLoaders(loader(), loader()), nn.Linear(3, 2), nn.CrossEntropyLoss()))
+    with pytest.raises(ValueError, match=said): learn.fit(**kw)
+
+def no_loss():
+    learn = quiet(Learner(DataLoaders(loader(), loader()), nn.Linear(3, 2), lambda p, t: None))
+    with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
+
+@pytest.mark.parametrize('n', [1,2])
+def test_a_loss_that_returns_none(n):
+    assert all('the loss is None: let loss_func' in o.message for o in run_ranks(no_loss, n, errors='return'))
+
 def row(i): return torch.full((3,), float(i)),i%2
 
 def typed():

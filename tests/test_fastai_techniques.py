@@ -12,11 +12,11 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.optimizer import OptimWrapper,SGD
 from learnerdist.core.env import num_distrib,rank_distrib
 from learnerdist.fastai import distrib_barrier
-from learnerdist.distributed.memory import find_batch_size
+from learnerdist.distributed.profiling import find_batch_size
 from learnerdist.learner.metrics import top_k_accuracy
 from learnerdist.learner.schedule import SaveModelCallback,Scheduler,warm_up
 from learnerdist.testing import run_ranks
-from learnerdist.distributed.timer import Timer
+from learnerdist.distributed.profiling import Timer
 
 torch.set_num_threads(1)
 drops = partial(MultiStepLR, milestones=[3], gamma=.3)
@@ -78,3 +78,22 @@ def test_fastais_learner(tmp_path):
 def test_fastais_own_optimizers_are_of_another_kind():
     learn = make(opt=SGD)
     with contextlib.redirect_stdout(None), pytest.raises(ValueError, match='opt_func=OptimWrapper'): learn.fit(1, cbs=Scheduler(warm_up(2)))
+
+class Diverge(Callback):
+    "Training predicts NaN from epoch 1 on"
+    run_valid = False
+    def after_pred(self):
+        if self.epoch: self.learn.pred = self.pred*float('nan')
+
+def diverged(path):
+    learn = make(path=path)
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(3, cbs=[Diverge(), SaveModelCallback('train_loss')])
+    return [o[0] for o in learn.recorder.values],torch.cat([p.detach().flatten() for p in learn.model.parameters()])
+
+@pytest.mark.parametrize('W', [1,2])
+def test_a_loss_of_nan_is_recorded_and_is_the_worst(W, tmp_path):
+    losses,ws = diverged(tmp_path/'alone')
+    assert [o==o for o in losses]==[True,False,False] and ws.isfinite().all()
+    for found,got in run_ranks(diverged, W, tmp_path/'ranks'):
+        assert [o==o for o in found]==[True,False,False] and found[0]==pytest.approx(losses[0])
+        torch.testing.assert_close(got, ws, atol=1e-9, rtol=1e-9)

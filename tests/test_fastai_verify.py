@@ -8,7 +8,7 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import RocAuc,accuracy
 from torch import nn
 import learnerdist.fastai # noqa: F401
-from learnerdist.distributed.loss_weights import LossWeights
+from learnerdist.distributed.engine import Engine
 from learnerdist.verify import verify
 
 torch.set_num_threads(1)
@@ -26,15 +26,21 @@ def plain(cbs=None):
     learn = learner()
     with learn.distrib_ctx(seed=1): learn.fit_one_cycle(2, cbs=cbs)
 
+def of_torch():
+    "torch's DataLoaders within fastai's"
+    learn = learner()
+    learn.dls = DataLoaders(*[torch.utils.data.DataLoader(data(n), 4, shuffle=n==48) for n in (48,13)])
+    with learn.distrib_ctx(seed=1): learn.fit(2)
+
 def accumulating(): plain(GradientAccumulation(8))
 def weighted():
     "With the remedy switched off"
-    LossWeights._counts = lambda self, over: False
+    Engine._weighed = lambda self, over: self.learn.loss_grad
     return learner(CrossEntropyLossFlat(weight=torch.tensor([.1,1.,9.])))
 def mixed_up(): return learner(cbs=MixUp())
 
 def test_same():
-    for f in (plain,accumulating):
+    for f in (plain,accumulating,of_torch):
         res = verify(f, steps=3)
         assert res.same and max(res.largest[k].by for k in ('gradients','weights','predictions'))<1e-11, res
         assert {*res.largest} >= {'buffers','gradients','weights','loss','metrics','predictions'}

@@ -1,7 +1,4 @@
-"What a fastai user does on the first day, with our Learner: exact on 2 and 3 ranks against one process. docs/first_day.md lists it"
-import inspect,re
-from pathlib import Path
-
+"What a fastai user does on the first day, with our Learner: exact on 2 and 3 ranks against one process"
 import pytest,torch
 from torch import nn
 from torch.nn import functional as F
@@ -207,10 +204,6 @@ def test_dict_batches():
     same(plain['weights'], one['weights'], 'weights')
     same(plain['preds'], one['preds'], 'preds')
 
-def test_no_loss():
-    learn = Learner(DataLoaders.from_dsets([*texts(4, 0, labels=False)], bs=2), Takes())
-    with pytest.raises(ValueError, match="the output of the model, a dict, has no `loss`"): learn.fit(1)
-
 # --- looking, test data, and use elsewhere --------------------------------------------------------------------------------------
 
 def jitter(item): return item[0]+torch.rand(1, dtype=torch.double)*.5,item[1] # another number for each sample
@@ -240,17 +233,16 @@ def shown():
     with learn.distrib_ctx(seed=3):
         learn.fit(1)
         axs = learn.dls.show_batch(max_n=2, i=1),learn.show_results(max_n=4, shuffle=False),learn.show_results(max_n=3)
-        return [o if o is None else [a.get_title() for a in o] for o in axs],repr(learn)
+        return [o if o is None else [a.get_title() for a in o] for o in axs]
 
 def test_pictures():
     "Rank 0 draws, and the others read the same batches"
     pytest.importorskip('matplotlib')
-    titles,text = shown()
+    titles = shown()
     assert titles[0]==['abcd'[y] for _,y in images(2, 1)] and [o[0] for o in titles[1]]==['abcd'[y] for _,y in images(4, 1)]
-    assert '50 samples in 5 batches of 12' in text and 'Learner of Sequential: 188 parameters, 188 trained' in text
-    (first,text),(second,_) = run_ranks(shown, 2)
+    first,second = run_ranks(shown, 2)
     assert first[:2]==titles[:2] and second==[None]*3
-    assert '50 samples in 5 batches of 6 (rank 0 of 2)' in text
+
 
 def exported(folder):
     learn = learner(path=folder)
@@ -272,22 +264,3 @@ def test_export(tmp_path):
     learn = learner(path=tmp_path)
     learn.dls.vocab = [Code()]
     with pytest.raises(ValueError, match='is a Code, and an exported file holds tensors, numbers and texts only'): learn.export()
-
-# --- the table in the docs --------------------------------------------------------------------------------------------------------
-
-docs = Path(__file__).parent.parent/'docs/first_day.md'
-
-def test_table_of_the_first_day():
-    "Each row's line stands, as it is, in the test that the row names, or in a function that it calls"
-    rows = re.findall(r'^\| .* \| `(.*)` \| `(test_\w+)` \|$', docs.read_text(), re.M)
-    assert len(rows)>20 and len(rows)==docs.read_text().count('`test_')
-    for line,test in rows:
-        assert line in sources(test, {}), (line,test)
-
-def sources(name, seen):
-    "The code of a function of this file and of those that it calls"
-    seen[name] = inspect.getsource(globals()[name])
-    for o in re.findall(r'\w+', seen[name]):
-        f = globals().get(o)
-        if o not in seen and inspect.isfunction(f) and f.__module__==__name__: sources(o, seen)
-    return '\n'.join(seen.values())

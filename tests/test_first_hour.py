@@ -55,24 +55,42 @@ def in_context(*args, **kw):
 
 cases = dict(
     data_set=(lambda: DataLoaders(ds, ds), ValueError, r'a TensorDataset is a data set, no loader: DataLoaders.from_dsets'),
-    metric=(lambda: learner(metrics=lambda p,t: [1]).fit(1), ValueError, r'the metric <lambda> returned \[1\]: let it return the mean'),
-    metric_object=(lambda: learner(metrics=lambda p,t: Number()).fit(1), ValueError, 'let it return the mean'),
-    metric_rows=(lambda: learner(metrics=lambda p,t: p-t).fit(1), ValueError, 'let it return the mean'),
+    metric=(lambda: learner(metrics=lambda p,t: [1]).fit(1), ValueError, r'the metric <lambda> returned \[1\]: let it return a number'),
+    metric_object=(lambda: learner(metrics=lambda p,t: Number()).fit(1), ValueError, 'let it return a number'),
+    metric_rows=(lambda: learner(metrics=lambda p,t: p-t).fit(1), ValueError, 'let it return a number'),
     no_valid=(lambda: learner(TfmdDL(ds, 8)).validate(), IndexError, 'no loader 1 among 1: .* give `valid`'),
     no_valid_preds=(lambda: learner(TfmdDL(ds, 8)).get_preds(), IndexError, 'give `valid`'),
     lr=(lambda: learner().fit_one_cycle(1, lr=.1), TypeError, "no option 'lr'; the rate of a fit with a schedule of its own is 'lr_max'"),
     epochs=(lambda: learner().fit(-1), ValueError, 'n_epoch=-1: give a whole number'),
     epochs_text=(lambda: learner().fit('3'), ValueError, "n_epoch='3': give a whole number"),
     epochs_part=(lambda: learner().fit(1.5), ValueError, 'n_epoch=1.5: give a whole number'),
+    start=(lambda: learner().fit(1, start_epoch=-1), ValueError, 'start_epoch=-1: give a whole number'),
     cycle=(lambda: learner().fit_one_cycle('3'), ValueError, "n_epoch='3': give a whole number"),
+    cycle_start=(lambda: learner().fit_one_cycle(1, .1, pct_start=2.), ValueError, 'pct_start=2.0: give a fraction'),
     lr_text=(lambda: learner(lr='0.1').fit(1), ValueError, "lr='0.1': give a number, a slice"),
+    lr_below_0=(lambda: learner().fit(1, -1.), ValueError, 'lr=-1.0: give a number'),
+    lr_nan=(lambda: learner().fit(1, float('nan')), ValueError, 'lr=nan: give a number'),
+    lr_open=(lambda: learner(lr=slice(None)).fit(1), ValueError, 'lr=None: give a number'),
+    dls=(lambda: Learner(None, nn.Linear(1, 1)), ValueError, 'dls=None: give `DataLoaders`'),
+    model=(lambda: learner(model=len), ValueError, 'model=.*: give a torch.nn.Module'),
+    loss=(lambda: learner(loss_func='mse'), ValueError, "loss_func='mse': give a function or a class"),
+    opt=(lambda: learner(opt_func='sgd'), ValueError, "opt_func='sgd': give a function or a class"),
+    metric_number=(lambda: learner(metrics=3), ValueError, 'metrics=3: give a function or a class'),
+    metric_name=(lambda: learner(metrics='acuracy').fit(1), ValueError, 'did you mean accuracy'),
+    reset=(lambda: learner().fit(1, reset_opt='no'), ValueError, "reset_opt='no': give True or False"),
+    path=(lambda: learner(path=3), ValueError, 'path=3: give a folder'),
+    splitter=(lambda: learner(splitter=3), ValueError, 'splitter=3: give a function or a class'),
     callback=(lambda: learner(cbs=[3]), ValueError, '3 is no callback: give a `Callback`'),
     no_loss=(lambda: learner(loss_func=lambda p,t: None).fit(1), ValueError, 'the loss is None: let loss_func return a tensor'),
+    many_losses=(lambda: learner(loss_func=lambda p,t: p-t).fit(1), ValueError, r'the loss is of shape \(8, 1\): let loss_func return'),
     no_targets=(lambda: learner([Graph()]*2, model=OnGraph(), loss_func=None).fit(1), ValueError, 'Graph, has no targets'),
-    sync_bn=(lambda: in_context(sync_bn='no'), ValueError, "sync_bn='no': give True or False"),
-    split=(lambda: in_context(split_batches='no'), ValueError, "split_batches='no': give True or False"),
+    shard=(lambda: in_context(shard='yes'), ValueError, "shard='yes': give True, classes of modules"),
     batch_size=(lambda: in_context(16), ValueError, "cuda_id=16, but 0 GPUs .* It is no batch size"),
     lbfgs=(lambda: learner(opt_func=torch.optim.LBFGS).fit(1), ValueError, 'LBFGS needs the loss several times a step'))
+
+options = dict(sync_bn='no', split_batches='no', sample_seeds='no', find_unused_parameters='no', bucket_cap_mb=-1, seed=True,
+               check_every=0, timeout_s=-1, checks='yes', comm_hook='x')
+cases |= {k: (lambda k=k, v=v: in_context(**{k: v}), ValueError, f'{k}={v!r}: give ') for k,v in options.items()}
 
 @pytest.mark.parametrize('name', cases)
 def test_errors(name):
@@ -123,7 +141,7 @@ def test_main_under_the_guard(tmp_path):
     file = tmp_path/'guard.py'
     file.write_text(script)
     res = subprocess.run([sys.executable, file], capture_output=True, text=True)
-    assert 'Define the function above that line, and only call run() below it' in res.stderr
+    assert "without what is under `if __name__=='__main__':`: define the function above that line" in res.stderr
 
 class Counts(LogWriter):
     "As a logger with the samples per second of each epoch"
@@ -136,12 +154,24 @@ def test_times_are_there_for_loggers():
     learner(cbs=[Timer,log]).fit(3)
     assert log.seen_times==[1,2,3]
 
+helped = """import sys
+if {prompt}: sys.ps1 = '>>> '
+from {public} import *
+from {public} import Checkpoint
+if 'fastai' in sys.modules: from fastai.learner import Learner
+from inspect import signature
+help(Checkpoint)
+help(Learner.distrib_ctx)
+for f in (Learner.fit,Learner.to_distributed,Learner.distrib_ctx):
+    options = [k for k,p in signature(f).parameters.items() if k!='self' and p.kind!=p.VAR_KEYWORD]
+    print('said', all(f'\\n{{k}}: ' in f.__doc__ for k in options))"""
+
 @pytest.mark.parametrize('public,prompt', [('learnerdist.all', True), ('learnerdist.all', False), ('learnerdist.fastai', True)])
 def test_help_says_what_parameters_mean(public, prompt):
-    "At a prompt only: scripts do not wait for it"
-    code = f'import sys\nif {prompt}: sys.ps1 = ">>> "\nfrom {public} import *\nfrom {public} import Checkpoint\n' \
-           'help(Checkpoint)\nif "fastai" in sys.modules: from fastai.learner import Learner\nhelp(Learner.distrib_ctx)'
+    "Each option of ours and of DDP's; at a prompt only: scripts do not wait for it"
+    code = helped.format(public=public, prompt=prompt)
     said = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout
-    known = ["cuda_id: This process's GPU",'keep: How many']
+    known = ["cuda_id: This process's GPU",'keep: How many',*['said True']*prompt]
     if fastcore.__version__>='2': known.append('split_batches: The loaders') # of what it delegates to
     assert all((o in said)==prompt for o in known) and 'find_unused_parameters=False' in said, said
+    assert not prompt or 'said False' not in said, said

@@ -32,16 +32,21 @@ def tarred(o):
             t.addfile(info, io.BytesIO(data))
     return buf.getvalue()
 
-def flip(rng, folder, file, ran):
-    data = bytearray((folder/file).read_bytes())
-    for _ in range(rng.choice([1,1,1,2,30])): data[rng.randrange(len(data))] ^= 1<<rng.randrange(8)
-    (folder/file).write_bytes(data)
-def truncate(rng, folder, file, ran): os.truncate(folder/file, rng.randrange((folder/file).stat().st_size))
-def append(rng, folder, file, ran): (folder/file).write_bytes((folder/file).read_bytes()+rng.randbytes(rng.choice([1,26,300])))
+def damaged(rng, data):
+    kind = rng.choice(['flip','flip','flip','cut','append','swap'])
+    if kind=='cut': return data[:rng.randrange(len(data))]
+    if kind=='append': return data+rng.randbytes(rng.choice([1,26,400]))
+    data,i = bytearray(data),rng.randrange(len(data)-8)
+    if kind=='swap': data[i:i+8] = data[i:i+8][::-1]
+    else: data[i] ^= 1<<rng.randrange(8)
+    return bytes(data)
+
+def damage(rng, folder, file, ran): (folder/file).write_bytes(damaged(rng, (folder/file).read_bytes()))
 def remove(rng, folder, file, ran): (folder/file).unlink()
-def swap_between(rng, folder, file, ran): swap(folder/file, folder.parent/names[0]/file)
-def swap_within(rng, folder, file, ran): swap(folder/file, folder/rng.choice(files))
-def swap_folders(rng, folder, file, ran): swap(folder, folder.parent/names[0])
+def swap_some(rng, folder, file, ran):
+    "With a file or the folder of the other checkpoint, or with a file of this one"
+    other = folder.parent/names[0]
+    swap(*rng.choice([(folder/file,other/file), (folder/file,folder/rng.choice(files)), (folder,other)]))
 
 def swap(a, b):
     if a==b: return
@@ -88,7 +93,7 @@ def fitting_manifest(folder, **kw):
     res |= kw
     (folder/'manifest.json').write_text(json.dumps(res | dict(crc32=snapshot._crc(res))))
 
-kinds = [flip,flip,flip,truncate,append,remove,swap_between,swap_within,swap_folders,link,add,code,code,odd,odd_manifest]
+kinds = [damage,remove,swap_some,link,add,code,odd,odd_manifest]
 
 @pytest.fixture(scope='module')
 def two(tmp_path_factory):
@@ -96,9 +101,9 @@ def two(tmp_path_factory):
     for i,name in enumerate(names, 1): snapshot.write_snapshot(path/name, parts(i), dict(run='a', epoch=0, step=i)).result()
     return path
 
-@pytest.mark.parametrize('kind', [*dict.fromkeys(kinds)], ids=lambda o: o.__name__)
+@pytest.mark.parametrize('kind', kinds, ids=lambda o: o.__name__)
 def test_checkpoints(kind, two, tmp_path):
-    ran,n_found,n = tmp_path/'ran',0,25 if kind in (flip,code) else 12
+    ran,n_found,n = tmp_path/'ran',0,75 if kind is damage else 25
     for i in range(n):
         rng,path = random.Random(1000*kinds.index(kind)+i),tmp_path/f'{i}'
         shutil.copytree(two, path)
@@ -113,7 +118,7 @@ def test_checkpoints(kind, two, tmp_path):
             except ValueError as e: assert found.folder.name==names[0] and f'{path/names[1]}/' in str(e), (i,e)
             else: assert digest(alone)==digest(parts(2)['model']), i # of the newest, or of none
         assert not ran.exists(), i
-    if kind in (flip,truncate,append,remove): assert n_found==n # the one before is good
+    if kind in (damage,remove): assert n_found==n # the one before is good
 
 def learner(path):
     torch.manual_seed(1)
@@ -121,22 +126,13 @@ def learner(path):
     items = [(torch.ones(6),torch.ones(1))]*4
     return Learner(DataLoaders(TfmdDL(items, 4)), model, nn.MSELoss(), torch.optim.Adam, path=path)
 
-def damaged(rng, data):
-    kind = rng.choice(['flip','flip','flip','cut','append','swap'])
-    if kind=='cut': return data[:rng.randrange(len(data))]
-    if kind=='append': return data+rng.randbytes(rng.choice([1,26,400]))
-    data,i = bytearray(data),rng.randrange(len(data)-8)
-    if kind=='swap': data[i:i+8] = data[i:i+8][::-1]
-    else: data[i] ^= 1<<rng.randrange(8)
-    return bytes(data)
-
 @pytest.mark.parametrize('name', ['a','a.safetensors'])
 def test_files_of_save(name, tmp_path):
     learn = learner(tmp_path)
     learn.create_opt()
     file = learn.save(name)
     whole,data,n_bad = digest(learn.model.state_dict()),file.read_bytes(),0
-    for i in range(200):
+    for i in range(60):
         file.write_bytes(damaged(random.Random(i), data))
         nn.init.zeros_(learn.model[0].weight)
         try: learn.load(name)
@@ -144,7 +140,7 @@ def test_files_of_save(name, tmp_path):
             n_bad += 1
             assert f'{file}' in str(e), (i,e)
         else: assert digest(learn.model.state_dict())==whole, i
-    assert n_bad>180
+    assert n_bad>50
 
 def test_files_of_plain_torch(tmp_path):
     learn = learner(tmp_path)

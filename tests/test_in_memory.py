@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest,torch
 from pytest import MonkeyPatch
 import test_checkpoint as checkpoint
-from learnerdist.core.folders import memory_folder
+from learnerdist.core.files import memory_folder
 from learnerdist.checkpoint import snapshot
-from learnerdist.checkpoint.in_memory import States
-from learnerdist.checkpoint.snapshot import snapshots
+from learnerdist.checkpoint.snapshot import States,prune,snapshots
 from learnerdist.all import Callback,Checkpoint,DataLoaders,GradientClip,Learner,rank_distrib
 
 root = Path(__file__).parent.parent
@@ -39,21 +38,9 @@ class Die(Callback):
         if self.training and rank_distrib()==0:
             with open(self.folder/'steps', 'a') as f: f.write(f'{self.attempt} {self.train_iter}\n')
 
-def other(folder, kind, cbs, kw):
-    "A sharded model, or fastai's Learner: what should be equal"
+def sharded(folder, cbs, kw):
+    "What should be equal, of a sharded model"
     from learnerdist.distributed.comparison import digest
-    if 'fastai' in kind:
-        from fastai.learner import Learner
-        from fastai.data.core import DataLoaders
-        from fastai.data.load import DataLoader
-        import learnerdist.fastai
-        torch.manual_seed(3)
-        data = checkpoint.Shaken(checkpoint.N)
-        dls = DataLoaders(DataLoader(data, 8, shuffle=True), DataLoader(data, 8))
-        learn = Learner(dls, checkpoint.net(), torch.nn.CrossEntropyLoss(), path=folder)
-        cbs = [learnerdist.fastai.Checkpoint('ckpt', **kw), *cbs]
-        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(2, cbs=cbs, resume=True)
-        return dict(model=digest(learn.model.state_dict()), values=[[*o] for o in learn.recorder.values])
     learn = checkpoint.learner(folder, model=torch.nn.Sequential(torch.nn.Linear(6, 30), torch.nn.ReLU(), torch.nn.Linear(30, 3)))
     with learn.distrib_ctx(shard=True, seed=3): learn.fit(2, cbs=[Checkpoint('ckpt', **kw), *cbs], resume=True)
     model,opt,rec = digest(learn.model.state_dict()),digest(learn.opt.state_dict()),learn.recorder
@@ -69,7 +56,7 @@ def train(folder, plan, kind, kw):
     if 'LEARNERDIST_MEMORY' in os.environ and rank_distrib()==0:
         (folder/'memory').write_text(os.environ['LEARNERDIST_MEMORY'])
         with open(folder/'open', 'a') as f: f.write(f'{len(os.listdir(f"/proc/{launcher()}/fd"))}\n')
-    def tell(self, found, old):
+    def tell(self, found):
         if rank_distrib()==0: print(f'in {self.at["phase"]} after step {self.at["step"]}, from {self.source}', flush=True)
     Checkpoint._say = tell
     if 'two fits' in kind: checkpoint.fit(folder/'first', n_epoch=1, every=1, in_memory=True)
@@ -77,7 +64,7 @@ def train(folder, plan, kind, kw):
     if 'machine' in kind: die.ranks = [0,1]*(kind=='machine 1')
     if plan.get('launcher') and kind=='machine 1': die.launcher = launcher()
     cbs = [die, *[checkpoint.At(2, checkpoint.kill)]*('SIGTERM' in kind)]
-    if 'sharded' in kind or 'fastai' in kind: res = other(folder, kind, cbs, kw)
+    if kind=='sharded': res = sharded(folder, cbs, kw)
     else: res = checkpoint.fit(folder, 'plain workers' if 'workers' in kind else 'plain', cbs, **kw)
     if rank_distrib()==0: (folder/'result.json').write_text(json.dumps(res))
 
@@ -126,7 +113,7 @@ def test_alone(tmp_path):
         assert states.newest().info['place']['phase']=='done' and len(snapshots(states.folder))==1
         with pytest.warns(UserWarning, match='no state in memory has all its parts'): # as when another machine has none
             with MonkeyPatch.context() as m:
-                m.setattr('learnerdist.checkpoint.in_memory.gather_objects', lambda o: [o,[]] if o else [o])
+                m.setattr('learnerdist.checkpoint.snapshot.gather_objects', lambda o: [o,[]] if o else [o])
                 with pytest.raises(ZeroDivisionError): alone(tmp_path/'a', [checkpoint.At(1, checkpoint.fail)], every=3, in_memory=True)
         n = [len(os.listdir('/proc/self/fd'))]
         for _ in range(3):
@@ -138,12 +125,11 @@ def test_alone(tmp_path):
 
 def test_the_cost_of_a_state_does_not_grow(tmp_path, monkeypatch):
     "The file of the state, and what is new in the journal, after 20 steps and after 600"
-    sizes,prune = [],States.prune
-    def note(self, run):
-        prune(self, run)
-        newest = snapshots(self.folder)[-1]
-        sizes.append(((newest/'state.pt').stat().st_size, Path(self.journal.name).stat().st_size))
-    monkeypatch.setattr(States, 'prune', note)
+    sizes = []
+    def note(folder, *args):
+        prune(folder, *args)
+        sizes.append(((snapshots(folder)[-1]/'state.pt').stat().st_size, next(folder.glob('journal-*')).stat().st_size))
+    monkeypatch.setattr('learnerdist.checkpoint.checkpoint.prune', note)
     data = [*zip(torch.randn(1200, 6), torch.randint(3, (1200,)))]
     learn = Learner(DataLoaders.from_dsets(data, bs=2), checkpoint.net(), torch.nn.CrossEntropyLoss(), path=tmp_path)
     with memory_folder(), learn.no_logging(): learn.fit(1, cbs=[GradientClip(5.),Checkpoint('ckpt', every=10, in_memory=True)])
@@ -151,7 +137,7 @@ def test_the_cost_of_a_state_does_not_grow(tmp_path, monkeypatch):
     assert len(sizes)>=60 and abs(sizes[-3][0]-sizes[1][0])<200 and max(new)<1.2*min(new), (sizes,new)
 
 def test_no_room(tmp_path, monkeypatch):
-    monkeypatch.setattr('learnerdist.checkpoint.in_memory.free_bytes', lambda path: 2**10)
+    monkeypatch.setattr('learnerdist.checkpoint.snapshot.free_bytes', lambda path: 2**10)
     with memory_folder(), pytest.raises(MemoryError, match=r'0 MB of memory for a state: 0 MB are free'):
         alone(tmp_path, every=1, in_memory=True)
 
@@ -167,12 +153,12 @@ everywhere = [at('after_pred', 0, 2), at('commit', 0, 2, ranks=[0]), at('after_t
               at('after_backward', 1, 1, ranks=[0]), at('after_step', 1, 2), at('after_epoch', 1)]
 
 @slow
-@pytest.mark.parametrize('nproc,n,kw', [pytest.param(2, 2, dict(every=2, in_memory=True), marks=pytest.mark.long),
-                                        (3, 1, dict(every='epoch', in_memory=1))])
-def test_killed_everywhere(nproc, n, kw, tmp_path, undisturbed):
-    code,res,text = run(tmp_path, everywhere, nproc=nproc, **kw)
+@pytest.mark.parametrize('nproc,n,points,kw', [pytest.param(2, 2, everywhere, dict(every=2, in_memory=True), marks=pytest.mark.long),
+                                               (3, 1, everywhere[1::2], dict(every='epoch', in_memory=1))])
+def test_killed_everywhere(nproc, n, points, kw, tmp_path, undisturbed):
+    code,res,text = run(tmp_path, points, nproc=nproc, **kw)
     assert code==0 and same(undisturbed(nproc), res), text
-    assert text.count('the state in memory')==len(everywhere), text
+    assert text.count('the state in memory')==len(points), text
     assert max(lost(tmp_path))<=n and not Path((tmp_path/'memory').read_text()).exists()
     assert (tmp_path/'ckpt').exists()==('epoch'==kw['every'])
 
@@ -205,12 +191,6 @@ def test_a_signal_leaves_a_file(tmp_path, undisturbed):
 def test_sharded(tmp_path):
     ref = run(tmp_path/'ref', (), 'sharded', every='epoch')[1]
     code,res,text = run(tmp_path/'a', [at('commit', 0, 2, ranks=[0]), at('after_train', 1)], 'sharded', every=1, in_memory=True)
-    assert code==0 and same(ref, res) and text.count('the state in memory')==2, text
-
-@pytest.mark.long
-def test_fastais_learner(tmp_path):
-    ref = run(tmp_path/'ref', (), 'fastai', every='epoch')[1]
-    code,res,text = run(tmp_path/'a', [at('after_backward', 0, 2), at('after_pred', 1, 0, False)], 'fastai', every=2, in_memory=True)
     assert code==0 and same(ref, res) and text.count('the state in memory')==2, text
 
 @pytest.mark.long
@@ -266,7 +246,7 @@ def test_a_killed_launcher_leaves_nothing_for_long(tmp_path):
     assert not left.exists() and not last.exists() and not [*(tmp_path/'tmp').iterdir()]
 
 @slow
-@pytest.mark.parametrize('module', [None,'torch.distributed.run'])
+@pytest.mark.parametrize('module', [None, pytest.param('torch.distributed.run', marks=pytest.mark.long)])
 def test_another_launcher(module, tmp_path, undisturbed):
     code,res,text = run(tmp_path, module=module, every=4, in_memory=True)
     assert code==0 and res and 'only ranks that learnerdist.launch has started' in text and 'States go to files only, every=4' in text, text

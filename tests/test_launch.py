@@ -1,16 +1,16 @@
 "The launcher as a command, in processes of its own; run() from scripts, from here, and from within a rank"
 import fcntl,json,os,pty,random,select,signal,socket,subprocess,sys,termios,threading
 from pathlib import Path
-import machines,pytest,torch
-from torch.distributed import DistNetworkError
+from types import SimpleNamespace
+import machines,pytest
 from learnerdist.core.env import _absent
 from learnerdist.core import stacks
 from learnerdist.core.compat import torch_version
 from learnerdist.launch import agent
-from learnerdist.launch.agent import AgentWatch,RankLogs,say_cut_off,status_of_all
-from learnerdist.launch.cli import _status
+from learnerdist.launch.agent import free_agent
+from learnerdist.launch.cli import _status,_choose_nproc,get_parser,guess
 from learnerdist.launch import main,run,watch
-from learnerdist.launch.watch import Rank,RanksError,explain,failures
+from learnerdist.launch.watch import Job,Rank,RanksError,explain,failures
 
 root = Path(__file__).parent.parent
 launcher = sys.executable,'-m','learnerdist.launch'
@@ -64,7 +64,10 @@ try: # a signal may come as soon as the FIFO is closed
     with open(sys.argv[1], 'w') as f: f.write(f'{os.getpid()} {child}\\n')
     if how == 'in C' and rank == '1': # it does not come back to Python to hear of a signal
         while ctypes.PyDLL(None).sleep(100): pass
-    if how == 'raise': raise KeyError(rank)
+    if how == 'raise': # when the other rank has said who it is, too
+        open(f'{sys.argv[1]}.{rank}', 'w').close()
+        while not all(os.path.exists(f'{sys.argv[1]}.{r}') for r in '01'): time.sleep(.01)
+        raise KeyError(rank)
     threading.Event().wait()
 except KeyboardInterrupt:
     end = time.monotonic() + 7
@@ -134,20 +137,43 @@ def test_a_report_is_short(ended):
     frames = [f'x.py:{i} in f' for i in range(9)]
     many = [ended(r, 1, kind='ValueError', message='Oops\n'*40, time=r, own=frames) for r in range(30)]
     assert len('\n'.join(explain(failures(many))).splitlines()) <= 14
-    hook = 'import sys\nsys.excepthook = lambda *a: print("mine", a[1])\nraise ValueError("Oops")'
-    file = write(many[0].folder, hook)
-    assert launch('--nproc', 1, file, env=dict(TMPDIR=str(file.parent))).stdout == 'mine Oops\n'
+
+def test_a_report_on_a_full_disk(tmp_path, monkeypatch):
+    "Takes the space that the launcher has kept"
+    (tmp_path/watch.spare).touch()
+    whole = watch.whole_file
+    def full(path):
+        if (tmp_path/watch.spare).exists(): raise OSError(28, 'No space left on device')
+        return whole(path)
+    monkeypatch.setattr(watch, 'whole_file', full)
+    watch.leave_report(ValueError('Oops'), folder=tmp_path)
+    assert json.loads((tmp_path/'error.json').read_text())['message'] == 'Oops'
+
+def test_the_launcher_leaves_nothing_open(tmp_path):
+    "After a failure and a good end: not a word of Python's on files and sockets, with every warning on"
+    command = sys.executable,'-W','default','-m','learnerdist.launch','--nproc','2','--max-restarts','1'
+    fails = "import os,torch\nfrom learnerdist.all import process_group,rank_distrib\nwith process_group():\n" \
+            "    if rank_distrib() and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise ValueError('Oops')\n"
+    res = launch(write(tmp_path, fails), command=command, env=dict(TMPDIR=str(tmp_path)))
+    assert res.returncode == 0 and 'restart 1 of 1' in res.stderr and 'Warning' not in res.stderr, res.stderr
+
+def test_an_unknown_host_is_said_at_once(tmp_path):
+    command = [*launcher, '--nnodes', '2', '--rdzv-endpoint', 'no-such-host.invalid:29555', '--nproc', '1', write(tmp_path, '')]
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as proc:
+        line = next(o for o in proc.stderr if 'OMP_NUM' not in o)
+        assert line.startswith('learnerdist.launch: this machine does not know no-such-host.invalid, or no way to it')
+        proc.kill()
 
 wrong = '''import asyncio,os,signal,sys,threading
 if os.environ['RANK'] == '2':
     if sys.argv[1] == 'SIGTERM': os.kill(os.getpid(), signal.SIGTERM)
+    sys.excepthook = lambda *a: print('my hook', a[1])
     raise asyncio.CancelledError('no')
 if sys.argv[1] == 'in C' and os.environ['RANK'] == '0': signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 threading.Event().wait()
 '''
 
-@pytest.mark.parametrize('how,said,status', [('SIGTERM','ended by SIGTERM',143), ('raise','CancelledError: no',1),
-                                             ('in C','CancelledError: no',1)])
+@pytest.mark.parametrize('how,said,status', [('SIGTERM','ended by SIGTERM',143), ('in C','CancelledError: no',1)])
 def test_the_rank_that_failed_is_named(how, said, status, tmp_path):
     "And not one that torchrun ends because of it, by SIGTERM, or by SIGKILL where it does not hear that"
     soon = ['--shutdown-timeout','1'] if torch_version>=(2,9) else []
@@ -155,6 +181,7 @@ def test_the_rank_that_failed_is_named(how, said, status, tmp_path):
     lines = [o for o in res.stderr.splitlines() if ' failed ' in o]
     first = f'learnerdist.launch: rank 2 failed first: {said}'
     assert res.returncode == status and len(lines) == 1 and lines[0].startswith(first), res.stderr
+    assert res.stdout == '[r2] my hook no\n'*(how == 'in C')
 
 def test_each_attempt_is_reported(tmp_path):
     "A crash has a line, in each attempt; the log folder of the user's is kept, and so are his wishes about the output"
@@ -174,7 +201,7 @@ def ended(tmp_path):
         folder.mkdir(exist_ok=True)
         if report: (folder/'error.json').write_text(json.dumps(dict(code=code, at='x.py:3', trace='', told=False) | report))
         res = Rank(FakeRank(code), dict(RANK=str(r)), folder)
-        res.why,res.seen = why,10.
+        res.why,res.seen,res.is_killed = why,10.,why is not None
         return res
     return f
 
@@ -205,7 +232,8 @@ def start_waiting(folder, *command, how='wait', **kw):
     fifo = folder/'fifo'
     os.mkfifo(fifo)
     fd,said = os.open(fifo, os.O_RDWR),b''
-    command = *command,str(write(folder, waiting)),str(fifo),how
+    text = waiting if how in ('in C','saves') else waiting.removeprefix('import torch\n') # forks, and new interpreters
+    command = *command,str(write(folder, text)),str(fifo),how
     proc = subprocess.Popen(command, env=environment(), **(dict(stderr=subprocess.DEVNULL) | kw))
     def pids():
         nonlocal said
@@ -263,8 +291,6 @@ def test_a_rank_that_leaves_with_status_0_fails_those_that_wait_for_it(tmp_path)
     file = write(tmp_path, leaving)
     res = launch('--nproc', 2, file, 0, 'hard')
     assert res.returncode == 1 and f'learnerdist.launch: rank 1 left with status 0{_absent} ({file}:6)\n' in res.stderr
-    res = launch('--nproc', 2, file, 75)
-    assert res.returncode == 1 and 'launch: rank 1 left with status 75, to go on later' in res.stderr
 
 failing_alone = """
 import os
@@ -289,11 +315,10 @@ def test_slurms_ranks_say_themselves_that_they_leave(tmp_path):
     port = str(free_port())
     tasks = [environment(**slurm | dict(SLURM_PROCID=str(r), SLURM_NTASKS='2', SLURM_LOCALID=str(r), SLURM_NNODES='1', MASTER_PORT=port))
              for r in range(2)]
-    for status,said in {75: 'left with status 75', 0: 'left by sys.exit(0)'}.items():
-        runs = [subprocess.Popen([*launcher, file, str(status)], env=e, stderr=subprocess.PIPE, text=True) for e in tasks]
-        a,b = (o.communicate(timeout=120)[1] for o in runs)
-        assert [o.returncode for o in runs] == [1,status] and f'RankError: rank 1 {said}' in a and 'failed' not in b, (a,b)
-        assert f'learnerdist.launch: rank 0 ended, since rank 1 {said}' in a and 'rank 0 failed' not in a, a
+    runs = [subprocess.Popen([*launcher, file, '75'], env=e, stderr=subprocess.PIPE, text=True) for e in tasks]
+    a,b = (o.communicate(timeout=120)[1] for o in runs)
+    assert [o.returncode for o in runs] == [1,75] and 'RankError: rank 1 left with status 75' in a and 'failed' not in b, (a,b)
+    assert 'learnerdist.launch: rank 0 ended, since rank 1 left with status 75' in a and 'rank 0 failed' not in a, a
 
 @pytest.mark.parametrize('code,status', [(None,0), (0,0), (True,1), (3,3), (256,1), (-1,255), ('words',1), ('',1), (75,75)])
 def test_exit_status(code, status): assert _status(SystemExit(code)) == status
@@ -307,15 +332,15 @@ class FakeRank:
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
     "Ranks 4 and 5 of a run, both of which are this process; and what others hear"
-    logs,told = RankLogs(None, False),[]
+    told = []
     monkeypatch.setattr(watch.Watch, '_connect', lambda self, env: 'store')
     monkeypatch.setattr('learnerdist.core.env.record_exit', lambda store, rank, how: told.append((rank,how)))
-    logs.ranks = [Rank(FakeRank(), dict(RANK=str(4+i), WORLD_SIZE='2'), tmp_path/str(i)) for i in range(2)]
-    return logs,told
+    return [Rank(FakeRank(), dict(RANK=str(4+i), WORLD_SIZE='2'), tmp_path/str(i)) for i in range(2)],told
 
-def test_the_launcher_says_which_rank_it_waits_for(watched, capsys):
-    logs,told = watched
-    looks,(a,b) = AgentWatch(logs),logs.ranks
+def test_the_launcher_says_which_rank_it_waits_for(watched, capsys, monkeypatch):
+    (a,b),told = watched
+    looks = watch.Watch([a,b])
+    monkeypatch.setattr(os, 'kill', lambda *_: None)
     def said(now):
         looks.look(now)
         return capsys.readouterr().err
@@ -327,44 +352,15 @@ def test_the_launcher_says_which_rank_it_waits_for(watched, capsys):
     assert b.why is None and said(1e6) and b.why is None # it may run as long as it wants
     b.proc.code = 3
     assert said(2e6) == '' and len(told) == 1
-    assert explain(failures(logs.ranks), logs.ranks)[1:] == ['rank 4 left with status 0 before']
-
-def test_an_attempt_begins_when_the_look_at_the_one_before_is_over(watched, monkeypatch):
-    "In `AgentWatch`'s thread; else a death of the old attempt would be told to the new one"
-    logs,told = watched
-    env = dict(TORCHELASTIC_RUN_ID='run', TORCHELASTIC_RESTART_COUNT='1', TORCHELASTIC_MAX_RESTARTS='1')
-    begin = threading.Thread(target=lambda: logs.reify({i: dict(env, RANK=str(4+i)) for i in range(2)}))
-    def connect(self, env):
-        begin.start()
-        begin.join(.3)
-        assert begin.is_alive() and logs.ranks
-    monkeypatch.setattr(watch.Watch, '_connect', lambda self, env: connect(self, env) or 'store')
-    monkeypatch.setattr(agent, 'end_groups', lambda ranks: None)
-    logs.ranks[0].proc.code = 0
-    AgentWatch(logs).look(0.)
-    begin.join(10)
-    assert not begin.is_alive() and told == [(4,'left with status 0')] and logs.ranks == []
-
-def test_the_watch_goes_on_after_an_error(watched, monkeypatch, capsys):
-    looks,twice = [],threading.Event()
-    def look(self, now):
-        looks.append(now)
-        if len(looks)==1: raise KeyError('once')
-        twice.set()
-    monkeypatch.setattr(AgentWatch, 'look', look)
-    looking = AgentWatch(watched[0])
-    looking.start()
-    assert twice.wait(10)
-    looking.stop()
-    assert "KeyError: 'once'" in capsys.readouterr().err
+    assert explain(failures([a,b]), [a,b])[1:] == ['rank 4 left with status 0 before']
 
 @pytest.mark.parametrize('wait_s,stopped,ended_after', [(5,False,5), (0,True,1800), (7,True,7), (0,False,None)])
 def test_the_launcher_ends_what_does_not_end(watched, monkeypatch, wait_s, stopped, ended_after):
-    logs,_ = watched
+    (a,b),_ = watched
     killed = []
     for mod in (watch,stacks): monkeypatch.setattr(mod, 'is_stopped', lambda pid: stopped)
     monkeypatch.setattr(os, 'killpg', lambda pid, sig: killed.append(sig))
-    looks,(a,b) = AgentWatch(logs, wait_s),logs.ranks
+    looks = watch.Watch([a,b], wait_s)
     a.proc.code = 0
     looks.look(10.)
     if ended_after: looks.look(10.+ended_after)
@@ -378,41 +374,30 @@ def test_the_launcher_ends_what_does_not_end(watched, monkeypatch, wait_s, stopp
     where = f'it {"is stopped" if stopped else "does not answer"} (process {os.getpid()}'
     assert b.why.startswith(f'ended by the launcher, since it still ran {ended_after+1} s after rank 4 had ended: {where}')
     b.proc.code = -9
-    assert explain(failures(logs.ranks)) == [f'rank 5 failed first: {b.why}']
+    assert explain(failures([a,b])) == [f'rank 5 failed first: {b.why}']
 
 def test_an_agent_that_waits_for_a_machine_that_is_gone_is_freed(watched, monkeypatch):
     "It has not heard that one of its ranks failed; `test_failure` cuts a link for it"
-    logs,_ = watched
-    freed = []
-    monkeypatch.setattr(agent, 'hang_up', lambda: freed.append(1))
-    looks,(a,b) = AgentWatch(logs, give_up_s=9),logs.ranks
+    (a,b),_ = watched
+    freed,over = threading.Event(),threading.Event()
+    monkeypatch.setattr(agent, 'hang_up', freed.set)
+    thread = threading.Thread(target=free_agent, args=(SimpleNamespace(ranks=[a,b]),over,.1))
+    thread.start()
     a.proc.code = 0
-    for now in (0.,100.): looks.look(now)
+    assert not freed.wait(.6)
     b.proc.code = 1
-    for now in (200.,209.): looks.look(now)
-    assert freed == []
-    looks.look(210.)
-    assert freed == [1]
+    assert freed.wait(10)
+    over.set()
+    thread.join()
 
-def test_a_launcher_that_has_lost_the_others(watched, capsys):
-    "It says so, unless a rank of its own has failed"
-    ranks = watched[0].ranks
-    a,b = ranks
-    a.proc.code,a.why = -signal.SIGTERM,'' # from torchrun, which ends the ranks
-    assert say_cut_off(DistNetworkError('reset'), 'gpu1:29500', watched[0]) == 1
-    said = capsys.readouterr().err
-    assert 'cannot reach gpu1:29500, where the launchers meet' in said and '(reset)' in said and 'rank' not in said
-    b.proc.code = 3
-    assert say_cut_off(DistNetworkError('reset'), 'gpu1:29500', watched[0]) == 3
-    assert capsys.readouterr().err == 'learnerdist.launch: rank 5 failed first: ended with exit status 3, without an exception\n'
-
-def test_ranks_of_which_only_some_go_on_later(watched, capsys):
-    logs,_ = watched
-    assert status_of_all(logs) == 0
-    for o,status in zip(logs.ranks, (1,75)):
+def test_ranks_of_which_only_some_go_on_later(watched, capsys, tmp_path):
+    job = SimpleNamespace(ranks=watched[0])
+    for o in job.ranks: o.proc.code = 0
+    assert Job.status(job) == 0
+    for o,status in zip(job.ranks, (1,75)):
         o.folder.mkdir()
         (o.folder/'put-off').touch()
-        assert status_of_all(logs) == status
+        assert Job.status(job) == status
     assert capsys.readouterr().err.count('ranks [4] left with status 75, to go on later, but ranks [5] came to their end') == 1
 
 def test_terminal_shows_rank_0_as_it_is_and_its_end_ends_all(tmp_path):
@@ -434,6 +419,7 @@ def test_terminal_shows_rank_0_as_it_is_and_its_end_ends_all(tmp_path):
 
 @pytest.mark.parametrize('args,words', [
     (['--nproc', '0', 'x.py'], "'0' is no number of processes"), (['--nproc', 'two', 'x.py'], "'two' is no number of processes"),
+    (['--nproc', '-1', 'x.py'], "'-1' is no number of processes"), (['--logs-specs', 'mine', __file__], '--logs-specs mine'),
     (['--gpus', '0,0', 'x.py'], "'0,0' is no list of GPUs"), (['--gpus', '', 'x.py'], "'' is no list of GPUs"),
     (['--nproc', '2', '--nproc-per-node', '3', __file__], '--nproc 2 and --nproc-per-node 3 differ'),
     (['--nproc-per-node', 'many', __file__], 'many'), (['--nproc-per-node', '0', __file__], '--nproc-per-node 0'),
@@ -443,6 +429,8 @@ def test_terminal_shows_rank_0_as_it_is_and_its_end_ends_all(tmp_path):
     (['--max-restarts', '-1', __file__], '--max-restarts -1: give 0 or more'), (['--wait', '-5', __file__], "'-5' is no number of seconds"),
     (['--master-port', '99999999', __file__], '--master-port 99999999: give a port'),
     (['--log-dir', f'{__file__}/logs', __file__], 'Not a directory'),
+    (['--on-failure', 'shrink', '--max-restarts', '1', __file__], '--max-restarts 1, which starts as many ranks again'),
+    (['--on-failure', 'shrink', '--nnodes', '2', '--rdzv-endpoint', 'a:1', __file__], 'it is for the ranks of one machine'),
     (['no_such.py'], "no script 'no_such.py' here"), (['--no-such-option', __file__], 'no-such-option'), ([], 'required')])
 def test_bad_command_line(args, words, capsys, monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '4,5,6')
@@ -455,19 +443,24 @@ def rank_times(k):
 
 def nested(k): return run(rank_times, k, nproc=3)
 
-def test_run_returns_what_rank_0_returned():
-    assert run(rank_times, 5, nproc=2) == ('0', 1)
-    assert run(nested, 5, nproc=2) == ('0', 1)  # a rank starts no more ranks
-
-def test_run_alone_starts_nothing(): assert run(rank_times, 5, nproc=1) == (None, 36)
-
-def test_run_raises_a_ranks_error():
+def test_run():
+    "What rank 0 returned; a rank starts no more ranks, one process none; an error of a rank"
+    assert run(nested, 5, nproc=2) == ('0', 1) and run(rank_times, 5, nproc=1) == (None, 36)
     with pytest.raises(RanksError, match="rank 1 failed: ValueError: no factor on rank 1\nTraceback") as e: run(rank_times, None, nproc=2)
     assert list(e.value.errors) == [1]
+    for o in (0, -1, 2.0, 'all'):
+        with pytest.raises(ValueError, match='nproc='): run(rank_times, 1, nproc=o)
 
-@pytest.mark.parametrize('nproc', [0, -1, 2.0, 'all'])
-def test_run_bad_nproc(nproc):
-    with pytest.raises(ValueError, match='nproc='): run(rank_times, 1, nproc=nproc)
+@pytest.mark.parametrize('args,gpus,n', [
+    ([], '', 1), (['--nproc','auto'], '', 1), (['--nproc','3'], '', 3), ([], '4,5,6', 3), (['--nproc','auto'], '4,5,6', 3),
+    (['--nproc','1'], '4,5,6', 1), (['--gpus','0,2'], '4,5,6', 2), (['--gpus','0,2','--nproc','auto'], '4,5,6', 2)])
+def test_nproc_follows_the_visible_gpus(args, gpus, n, monkeypatch):
+    "The number that is guessed before torch is imported, too"
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', gpus)
+    monkeypatch.setattr('torch.cuda.device_count', lambda: len([*filter(None, os.environ['CUDA_VISIBLE_DEVICES'].split(','))]))
+    args = [*args,'x.py']
+    assert guess(args) == (['x.py'],n)
+    assert _choose_nproc(get_parser().parse_args(args)) == n
 
 slurm = dict(SLURM_JOB_ID='5', SLURM_STEP_ID='0', SLURM_PROCID='1', SLURM_NTASKS='4', SLURM_NNODES='2', SLURM_NODEID='0', SLURM_LOCALID='1',
              SLURM_JOB_NODELIST='localhost')
@@ -516,11 +509,8 @@ if __name__ == '__main__': print('got', run(main, 21, nproc=2).n, flush=True)
 '''
 
 def test_run_from_a_script(tmp_path):
-    file = write(tmp_path, starter)
-    res = launch(file, command=[sys.executable])
+    res = launch(write(tmp_path, starter), command=[sys.executable])
     assert (res.returncode, res.stdout) == (0, 'got 42\n'), res.stderr
-    res = launch('--nproc', 3, file)
-    assert res.returncode == 0 and sorted(res.stdout.splitlines()) == ['[r1] got 63', '[r2] got 63', 'got 63'], res.stderr
 
 def test_interrupt_ends_the_ranks_of_run_in_few_words(tmp_path):
     code = 'import runpy,sys; from learnerdist.launch import run; sys.argv.pop(0); run(runpy.run_path, sys.argv[0], nproc=2)'
@@ -535,14 +525,10 @@ def test_run_without_a_guard(tmp_path):
     res = launch(write(tmp_path, starter.replace("if __name__ == '__main__': ", '')), command=[sys.executable])
     assert res.returncode == 1 and "put the call under if __name__ == '__main__':" in res.stderr
 
-def test_run_of_a_closure_after_cuda_was_used(monkeypatch):
-    "Nothing of a closure is in a file. A fork of this process, in which CUDA does not work, is no way out; cloudpickle is"
-    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
-    assert run(lambda: 3, nproc=2)==3
+def test_run_of_a_closure_needs_cloudpickle(monkeypatch):
+    k = 3
     monkeypatch.setitem(sys.modules, 'cloudpickle', None) # as if it were not installed
-    with pytest.raises(RuntimeError, match='pip install cloudpickle'): run(lambda: 3, nproc=2)
-    assert run(rank_times, 5, nproc=2) == ('0', 1)
-
+    with pytest.raises(ValueError, match='pip install cloudpickle'): run(lambda: k, nproc=2)
 draws = """import random,numpy as np,torch,os,sys,json
 words = list({f'word {i}' for i in range(50)})
 open(f'{sys.argv[1]}/{os.environ["RANK"]}.json', 'w').write(json.dumps([random.random(), np.random.rand(), torch.rand(()).item(), words]))
@@ -554,14 +540,15 @@ def test_what_a_script_draws_without_a_seed_is_the_same_on_all_ranks(tmp_path):
     subprocess.run([*launcher,'--nproc','2',str(tmp_path/'draws.py'),str(tmp_path)], check=True, capture_output=True, env=env)
     assert (tmp_path/'0.json').read_text()==(tmp_path/'1.json').read_text()
 
-def test_help_begins_with_our_options():
-    out = subprocess.run([*launcher, '--help'], capture_output=True, text=True).stdout
-    head,theirs,_ = out.partition("torchrun's options follow")
+def test_help_begins_with_our_options(capsys):
+    for o in ('--help','--version'):
+        with pytest.raises(SystemExit): main([o])
+    head,theirs,rest = capsys.readouterr().out.partition("torchrun's options follow")
     assert theirs and all(o in head for o in ('--nproc N','--gpus 0,2','--wait SECONDS','python -m learnerdist.launch --nproc 2 train.py'))
-    assert subprocess.run([*launcher, '--version'], capture_output=True, text=True).stdout.startswith('learnerdist 0.')
+    assert 'learnerdist 0.' in rest
 
 @pytest.mark.skipif(not machines.usable(), reason='needs root and ip netns')
-@pytest.mark.parametrize('known', ['none', 'debian'])
+@pytest.mark.parametrize('known', [pytest.param('none', marks=pytest.mark.long),'debian'])
 def test_machines_that_do_not_know_each_others_names_meet(known, tmp_path):
     "torchrun takes host names for addresses; where these mean nothing, or 127.0.1.1, its launchers wait for one another in vain"
     (tmp_path/'script.py').write_text(script)
@@ -572,3 +559,51 @@ def test_machines_that_do_not_know_each_others_names_meet(known, tmp_path):
         said = [p.communicate(timeout=120)[0] for p in runs]
     assert [p.returncode for p in runs]==[0,0], said
     for r in (0,1): assert json.loads((tmp_path/f'{r}.json').read_text())['met']==2
+
+# --- how much runs before a script does ----------------------------------------------------------------------------
+
+counting = """import os,sys,threading
+seen,folder = set(),os.environ['WALK']
+def note(frame, event, arg):
+    code = frame.f_code
+    name = f'{os.getpid()} {code.co_filename.rpartition("/learnerdist/")[2]} {code.co_name}'
+    if event!='call' or '/learnerdist/' not in code.co_filename or code.co_flags & 2 == 0 or name in seen: return # classes, modules
+    seen.add(name)
+    with open(f'{folder}/{os.getpid()}', 'a') as f: f.write(name.partition(' ')[2]+'\\n')
+sys.setprofile(note)
+threading.setprofile(note)
+"""
+
+def test_few_functions_run_before_a_script_does(tmp_path):
+    "In the launcher, its server and two ranks. Lambdas and comprehensions do not count"
+    write(tmp_path, counting, 'sitecustomize.py')
+    (tmp_path/'walk').mkdir()
+    file = write(tmp_path, 'import torch\nimport os,shutil,sys,time\nsys.setprofile(None)\ntime.sleep(1)\n'
+                           'if os.environ["RANK"]=="0": shutil.copytree(os.environ["WALK"], os.environ["WALK"]+".0")')
+    res = launch('--nproc', 2, file, env=dict(PYTHONPATH=f'{tmp_path}:{root}', WALK=str(tmp_path/'walk')))
+    assert res.returncode == 0, res.stderr
+    found = {o for f in (tmp_path/'walk.0').iterdir() for o in f.read_text().splitlines() if '<' not in o}
+    assert len(found) <= 50 and len({o.split()[0] for o in found}) <= 8, sorted(found)
+
+# --- where ranks meet, what they leave, what they say once -----------------------------------------------------------
+
+meets = '''import torch
+import os,stat,warnings
+from pathlib import Path
+store = Path(os.environ['LEARNERDIST_INIT_METHOD'][7:])
+warnings.warn('a library warns')
+print(oct(stat.S_IMODE(os.stat(store.parent).st_mode)), store.parent.name.startswith('learnerdist-'))
+'''
+
+def test_ranks_meet_in_a_folder_of_their_own_and_warn_once(tmp_path):
+    res = launch('--nproc', 2, write(tmp_path, meets), env=dict(TMPDIR=str(tmp_path)))
+    assert sorted(res.stdout.splitlines()) == ['0o700 True','[r1] 0o700 True'], res.stderr
+    assert res.stderr.count('UserWarning: a library warns') == 1
+
+def test_folders_of_a_killed_launcher_are_removed_by_the_next(tmp_path):
+    (tmp_path/'tmp').mkdir()
+    env = environment(TMPDIR=str(tmp_path/'tmp'))
+    killer = write(tmp_path, 'import os,signal\nos.kill(os.getppid(), 9)\nsignal.pause()') # a rank that is no fork
+    proc = subprocess.Popen([*launcher, '--nproc', '1', killer], env=env)
+    assert proc.wait(60) == -9 and len(os.listdir(tmp_path/'tmp')) == 1
+    assert launch('--nproc', 1, write(tmp_path, ''), env=env).returncode == 0 and os.listdir(tmp_path/'tmp') == []

@@ -113,8 +113,8 @@ def rank_values(sizes):
                 res.append((plain(learn.recorder.values), plain(learn.validate()), learn.model.state_dict()))
     return res
 
-@pytest.fixture(scope='module', params=[2, 3])
-def ranks(request): return run_ranks(rank_values, request.param, [23])
+@pytest.fixture(scope='module')
+def ranks(): return run_ranks(rank_values, 3, [23])
 
 def test_values_on_several_ranks(ranks):
     alone = make()
@@ -126,28 +126,6 @@ def test_values_on_several_ranks(ranks):
         close(found, want, 1e-12)
         assert values[0][1:]==found and all(o[0][1]==ranks[0][0][1] for o in ranks) # the same on all ranks
         for i in hits: assert found[i]==want[i] # fed the batches of one process
-
-def small_metrics():
-    return [as_tensor, AccumMetric(lambda p,t: len(p), name='n'), Hits(), tmc.MulticlassAccuracy(C, average='micro'), as_float]
-
-def rank_small():
-    res = {}
-    with process_group():
-        for n in (0, 1, 2, 5):
-            learn = make(n, metrics=small_metrics())
-            with learn.distrib_ctx(seed=1): learn.fit(1)
-            with learn.distrib_ctx(seed=1): res[n] = plain(learn.validate()),learn.get_preds()[0] if n else None,learn.model.state_dict()
-    return res
-
-def test_ranks_without_a_batch():
-    for res in run_ranks(rank_small, 3):
-        for n,(found,preds,state) in res.items():
-            alone = make(n, metrics=small_metrics())
-            alone.model.load_state_dict(state)
-            want = plain(alone.validate())
-            if n: close(found, want)
-            else: assert found==want
-            if n: assert torch.allclose(preds, alone.get_preds()[0]) and len(preds)==n
 
 class Skips(Callback):
     "Leaves out the first batch of each loop"
@@ -221,9 +199,8 @@ def test_functions_of_nodes_and_tokens():
     want = [f(p, y).item() for f in (per_node,per_node,accuracy)]
     alone = rank_nodes()
     assert alone[0][1:4]==pytest.approx(want, **tol) and alone[1][1]==pytest.approx(want[0], **tol)
-    for W in (2,3):
-        for got in run_ranks(rank_nodes, W):
-            for a,b in zip(got, alone): assert a==pytest.approx(b, **tol)
+    for got in run_ranks(rank_nodes, 3):
+        for a,b in zip(got, alone): assert a==pytest.approx(b, **tol)
 
 def test_what_is_no_metric():
     with pytest.raises(ValueError, match='no metric'): mk_metric(3)

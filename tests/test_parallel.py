@@ -3,7 +3,7 @@ import pytest, torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 import learnerdist.distributed.data_parallel as par
-from learnerdist.learner.callback import Callback, CancelFitException
+from learnerdist.learner.callback import Callback
 from learnerdist.data.loaders import DataLoaders
 from learnerdist.core.env import process_group
 from learnerdist.learner.learner import Learner
@@ -120,16 +120,6 @@ def test_an_exception_leaves_no_trace(two_gpus, error, at):
     with pytest.raises(type(error)):
         with learn.parallel_ctx(): learn.fit(1, cbs=Spy(error, at))
     assert learn.model is model and learn.cbs==cbs
-
-def test_an_exception_before_the_wrapper_is_on(two_gpus):
-    learn = make(cbs=Early(KeyError(), 'before_fit'))
-    with pytest.raises(KeyError), learn.parallel_ctx(): learn.fit(1)
-    assert type(learn.model) is nn.Linear and 'ParallelTrainer' not in names(learn)
-
-def test_a_cancelled_fit_unwraps(two_gpus):
-    learn = make(cbs=Spy(CancelFitException())).to_parallel()
-    learn.fit(3)
-    assert type(learn.model) is nn.Linear
 
 def test_body_that_detaches_and_nested_contexts(two_gpus):
     learn = make().to_parallel([0,1])

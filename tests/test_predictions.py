@@ -1,13 +1,12 @@
 "`get_preds` and `predict` on several ranks: what one process predicts, in the order of the data set, on every rank"
-import contextlib,functools,pickle,traceback,warnings
+import contextlib,functools,traceback,warnings
 from itertools import zip_longest
 from collections import namedtuple
-import pytest, torch, torch.distributed as dist
+import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
-from learnerdist.all import DataLoaders, Learner, TfmdDL, group_rank, process_group
-from learnerdist.data.rows import Samples,as_samples,join_batches,to_rows
+from learnerdist.all import DataLoaders, Learner, TfmdDL, process_group
 from learnerdist.testing import run_ranks
 
 def plain(o):
@@ -172,8 +171,7 @@ def test_case(name):
     func = {**cases,**random_cases}[name]
     expect = func(in_ctx if name in random_cases else alone)
     assert_same(plain(func(in_ctx)), plain(expect))
-    for W in (2, 3):
-        for got in on_ranks(W): assert_same(plain(got[name]), plain(expect))
+    for got in on_ranks(3): assert_same(plain(got[name]), plain(expect))
 
 # --- values by hand ---------------------------------------------------------------------------------------------------------
 
@@ -218,27 +216,6 @@ def test_nothing_to_predict():
     learn = make(n=0, train=dl(4))
     assert learn.get_preds(with_input=True)==(None,)*3
 
-@pytest.mark.parametrize('n', [1, 2, 3, 4])
-def test_lists(n):
-    "A list has an entry for each sample, or for each output; where one batch does not show it, another does"
-    def joined(*batches): return join_batches([as_samples(b, m) for b,m in batches], [m for _,m in batches])
-    outs = [torch.zeros(n, 2),torch.ones(n, 2)]
-    rows = joined(([*outs], n), ([torch.zeros(5, 2),torch.ones(5, 2)], 5))
-    assert type(rows) is list and [o.shape for o in rows]==[(n+5, 2)]*2
-    ragged = joined(([torch.zeros(n)]*n, n), ([torch.zeros(1),torch.zeros(7)], 2))
-    assert type(ragged) is Samples and [len(o) for o in ragged]==[n]*n+[1,7]
-    dicts = joined(([dict(a=torch.zeros(n, 2))], n), ([dict(a=torch.zeros(5, 2))], 5))
-    if n>1: assert type(dicts) is list and dicts[0]['a'].shape==(n+5, 2)
-
-def test_batches_of_different_structures():
-    batches = [(torch.zeros(2),),torch.zeros(2)]
-    assert plain(join_batches(batches, [2,2]))==plain(batches)
-
-def test_kinds_of_other_mappings():
-    class Encoding(dict): "As tokenizers return it"
-    b = Encoding(ids=torch.zeros(2, 3), mask=torch.ones(2, 3))
-    assert to_rows(b, 2).keys()==as_samples(b, 2).keys()=={'ids','mask'}
-
 # --- when -------------------------------------------------------------------------------------------------------------------
 
 def rank_times():
@@ -271,119 +248,31 @@ def test_before_a_fit_after_it_and_after_the_context():
 
 # --- in what order ----------------------------------------------------------------------------------------------------------
 
-def rank_stream(workers):
-    with process_group():
-        learn = make(Fn(lambda x: x*2), valid=DataLoader(Stream(), 2, num_workers=workers), loss=bare_loss)
-        with learn.distrib_ctx(): return learn.get_preds()
+def stream_preds(workers):
+    learn = make(Fn(lambda x: x*2), valid=DataLoader(Stream(), 2, num_workers=workers), loss=bare_loss)
+    with learn.distrib_ctx(): return learn.get_preds()
 
-@pytest.mark.parametrize('workers', [0, 1, 2])
-def test_order_of_a_stream(workers):
+def rank_streams():
+    with process_group(): return [stream_preds(o) for o in (0,1,2)]
+
+def test_order_of_a_stream():
     "Each row once, in the order of one process; several workers take turns"
     x,y = xy()
-    n = workers or 1
-    parts = [torch.arange(13)[w::n].split(2) for w in range(n)] # of each worker, in batches
-    order = torch.cat([o for step in zip_longest(*parts) for o in step if o is not None]).tolist()
-    for p,t in run_ranks(rank_stream, 2, workers):
-        assert sorted(order)==[*range(13)] and t.tolist()==y[order].tolist() and torch.equal(p, x[order]*2)
+    for ranks in run_ranks(rank_streams, 2):
+        for n,(p,t) in zip((1,1,2), ranks):
+            parts = [torch.arange(13)[w::n].split(2) for w in range(n)] # of each worker, in batches
+            order = torch.cat([o for step in zip_longest(*parts) for o in step if o is not None]).tolist()
+            assert sorted(order)==[*range(13)] and t.tolist()==y[order].tolist() and torch.equal(p, x[order]*2)
 
 # --- on rank 0 only ---------------------------------------------------------------------------------------------------------
 
-def count_received():
-    "From now on, the bytes that collectives bring to this process"
-    seen,size = [],lambda o: o.numel()*o.element_size()
-    def watch(name, count):
-        func = getattr(dist, name)
-        def counted(*args, **kw):
-            res = func(*args, **kw)
-            seen.append(count(*args))
-            return res
-        setattr(dist, name, counted)
-    watch('all_gather', lambda outs, *o: sum(map(size, outs)))
-    watch('gather', lambda t, outs=None, *o: sum(map(size, outs or [])))
-    watch('all_gather_object', lambda outs, *o: len(pickle.dumps(outs)))
-    watch('gather_object', lambda o, outs=None, *p: len(pickle.dumps(outs)))
-    watch('all_gather_into_tensor', lambda out, *o: size(out))
-    watch('batch_isend_irecv', lambda ops: sum(size(o.tensor) for o in ops if o.op is dist.irecv))
-    return seen
+def rank_rank0():
+    learn = make(Fn(lambda x: [o.repeat(1+i%2) for i,o in enumerate(x)]), loss=bare_loss)
+    with learn.distrib_ctx(): return learn.get_preds(gather='rank0', with_input=True)
 
-def rank_rank0(ragged):
-    f = (lambda x: [o.repeat(400+i%2) for i,o in enumerate(x)]) if ragged else (lambda x: x.repeat(1, 400))
-    with process_group():
-        learn = make(Fn(f), loss=bare_loss, n=300)
-        with learn.distrib_ctx():
-            seen = count_received()
-            got = learn.get_preds(gather='rank0', with_input=True)
-            few = sum(seen)
-            seen.clear()
-            learn.get_preds()
-    return few,sum(seen),None if got==(None,)*3 else [len(o) for o in got]
-
-@pytest.mark.parametrize('ragged', [False, True])
-def test_on_rank_0_alone_the_others_receive_no_rows(ragged):
-    whole = 300*1200*4
-    for r,(few,much,got) in enumerate(run_ranks(rank_rank0, 3, ragged, env=dict(LOCAL_WORLD_SIZE=1))): # as on three machines
-        assert got==(None if r else [300]*3) and much>.6*whole # two ranks' rows, of three
-        assert few<.02*whole if r else few>.6*whole # they receive the places of the rows
-
-# --- outside of a context -----------------------------------------------------------------------------------------------------
-
-def rank_outside():
-    "One rank alone predicts, before any group and within one"
-    res = []
-    if group_rank()==0: res.append(preds(alone))
-    with process_group():
-        if group_rank()==1: res.append(preds(alone))
-    return res
-
-def test_outside_of_a_context_a_rank_is_alone():
-    expect = preds(alone)
-    for res in run_ranks(rank_outside, 2):
-        for got in res: assert_same(got, expect)
-
-# --- what belongs to which sample -------------------------------------------------------------------------------------------
-
-def time_first(items):
-    x,y = torch.utils.data.default_collate(items)
-    return x.unflatten(1, (3, 1)).transpose(0, 1).expand(-1, -1, 2),y
-
-def with_scalar(items):
-    x,y = torch.utils.data.default_collate(items)
-    return dict(scale=torch.tensor(2.), x=x),y
-
-def bag(items):
-    "Tokens of all samples in a row, and where each sample begins"
-    ys = torch.utils.data.default_collate([y for _,y in items])
-    lens = ys%3+1
-    return torch.arange(int(lens.sum())),lens.cumsum(0)-lens,ys
-
-def counted(name):
-    col,f = dict(mean=(time_first, lambda x: x.mean(0)), steps=(time_first, lambda x: x*2), bag=(bag, lambda t,o: o*2.),
-                 scalar=(with_scalar, lambda b: b['x']*b['scale']))[name]
-    learn = make(Fn(f), DataLoader(TensorDataset(*xy()), 5, collate_fn=col), loss=bare_loss)
-    if name=='bag': learn.dls.n_inp = 2
-    with learn.distrib_ctx(seed=1): return plain(learn.get_preds(with_input=name=='bag'))
-
-def rank_counted():
-    with process_group(): return {o: counted(o) for o in ('mean','steps','scalar','bag')}
-
-def test_samples_are_counted_as_the_loader_says():
-    x,y = xy()
-    alone_ = rank_counted()
-    for res in [alone_], run_ranks(rank_counted, 2), run_ranks(rank_counted, 3):
-        for got in res:
-            for name,want in dict(mean=x.mean(1, keepdim=True).expand(-1, 2), scalar=x*2).items():
-                assert got[name][1]==y.tolist()
-                torch.testing.assert_close(torch.tensor(got[name][0]), want)
-            assert got['bag'][2]==y.tolist() and got==alone_
-    steps,(tokens,starts) = alone_['steps'][0],alone_['bag'][0]
-    assert [torch.tensor(o).shape for o in steps]==[(3, 5, 2),(3, 5, 2),(3, 3, 2)] # batch by batch
-    torch.testing.assert_close(torch.tensor(steps[2])[:,:,0], x[10:].T*2)
-    assert len(tokens)==(y%3+1).sum() and len(starts)==13
-
-def test_one_time_first_sample():
-    dl = TfmdDL(TensorDataset(*xy()), 4, collate_fn=lambda items: time_first([(o[0],o[-1]) for o in items])[:1])
-    learn = make(Fn(lambda x: x*2), dl, loss=bare_loss)
-    assert learn.predict(xy()[0][3]).shape==(3, 1, 2)
+def test_on_rank_0_alone():
+    for r,got in enumerate(run_ranks(rank_rank0, 3, env=dict(LOCAL_WORLD_SIZE=1))): # as on three machines
+        assert got==(None,)*3 if r else [len(o) for o in got]==[13]*3
 
 # --- outputs without a row for each sample ----------------------------------------------------------------------------------
 
@@ -423,17 +312,16 @@ def rank_rowless():
     with process_group(): return {(k,bs): outputs(k, bs) for k in rowless for bs in (1,2,4)}
 
 @pytest.fixture(scope='module')
-def rowless_on_ranks(): return {W: run_ranks(rank_rowless, W) for W in (2,3)}
+def rowless_on_ranks(): return run_ranks(rank_rowless, 3)
 
 @pytest.mark.parametrize('name', rowless)
 def test_outputs_of_any_shape(name, rowless_on_ranks):
     "Those of one process, whatever belongs to a sample, and whatever depends on who shares a batch"
     for bs in (1,2,4):
         want = outputs(name, bs)
-        for ranks in rowless_on_ranks.values():
-            for o in ranks:
-                assert_same(o[name,bs][0], want[0])
-                assert o[name,bs][1]==want[1]==[]
+        for o in rowless_on_ranks:
+            assert_same(o[name,bs][0], want[0])
+            assert o[name,bs][1]==want[1]==[]
 
 def test_outputs_by_hand():
     whole = torch.cat([x for x,_ in pieces([1,3,2,2,5,3])])

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 from learnerdist.all import Callback, CancelFitException, CSVLogger, DataLoaders, Learner, TfmdDL, accuracy, rank_distrib
-from learnerdist.learner.progress import format_row, format_value
+from learnerdist.learner.loggers import format_row, format_value
 from learnerdist.testing import run_ranks
 
 def make(cbs=None, path='.', valid=True, **kw):
@@ -58,19 +58,6 @@ class Evaluates(Callback):
     def after_epoch(self):
         self.learn.validate()
         self.learn.get_preds()
-
-def test_evaluation_from_a_callback_prints_nothing_and_keeps_the_table(capsys):
-    make().fit(3)
-    want = [o[:-5] for o in capsys.readouterr().out.splitlines()]
-    make(cbs=Evaluates()).fit(3)
-    assert [o[:-5] for o in capsys.readouterr().out.splitlines()]==want
-
-def test_validate_and_predict_print_nothing(capsys):
-    learn = make()
-    learn.validate()
-    learn.get_preds()
-    learn.predict(torch.zeros(3))
-    assert capsys.readouterr().out==''
 
 class Stops(Callback):
     order = 30
@@ -128,11 +115,6 @@ def test_no_bar_on_a_terminal():
     def g(learn):
         with learn.no_bar(), learn.no_logging(): learn.fit(1)
     assert in_terminal(make(), g)==''
-
-def test_no_logging_on_a_terminal_draws_no_table():
-    def f(learn):
-        with learn.no_logging(): learn.fit(1)
-    assert 'train_loss' not in in_terminal(make(), f)
 
 class Stream(IterableDataset):
     def __iter__(self): return iter([(torch.ones(3), torch.tensor(1))]*8)

@@ -67,7 +67,8 @@ def fit_fastai(kind, workers=0):
     def dl(ds, bs, **kw): return FastaiDL(ds, bs=bs, num_workers=workers, **kw)
     train = {'torch': lambda: dl(Noisy(), bs, shuffle=True),
              'lists': lambda: dl(TfmdLists(range(N), lambda i: Noisy().row(i)), bs, shuffle=True),
-             'item': lambda: dl(Plain(), bs, shuffle=True, after_item=each)}[kind]()
+             'item': lambda: dl(Plain(), bs, shuffle=True, after_item=each),
+             'stream': lambda: dl(Stream(), bs, n=N, after_item=each)}[kind]()
     net = model()
     learn = FastaiLearner(FastaiDataLoaders(train, dl(Noisy(), 16)), net, MSE(), lr=.1)
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=5): learn.fit(2)
@@ -79,10 +80,8 @@ def same(one, ranks):
         torch.testing.assert_close(values, one[1], rtol=1e-6, atol=1e-9)
         assert after==[*one[2:]]
 
-KINDS = 'torch','at once','subset','item','tensors','stream','batches'
-
 KINDS = 'torch','at once','subset','item','tensors','batches','stream'
-FASTAI = 'torch','lists','item'
+FASTAI = 'torch','lists','item','stream'
 
 def fits(workers):
     "Of each kind, by our learner and by fastai's. Workers that read a stream make other batches of it"
@@ -92,7 +91,7 @@ def fits(workers):
 @pytest.fixture(scope='module')
 def alone(): return run_ranks(fits, 1, 0, timeout_s=300)[0]
 
-@pytest.mark.parametrize('W,workers', [(1,2),(2,0),(2,3),(3,0),(3,2)])
+@pytest.mark.parametrize('W,workers', [(2,3),(3,0),*[pytest.param(*o, marks=pytest.mark.long) for o in ((1,2),(2,0),(3,2))]])
 def test_as_one_process(alone, W, workers):
     ranks = run_ranks(fits, W, workers, timeout_s=300)
     for k in ranks[0]: same(alone[k], [r[k] for r in ranks])

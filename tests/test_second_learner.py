@@ -4,12 +4,12 @@ from importlib.util import find_spec
 import pytest, torch
 from torch import nn
 from helpers import data, net, sgd, weights
-from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, group_size, process_group
+from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, num_distrib, process_group
 from learnerdist.testing import run_ranks
 
 
 
-def loaders(): return DataLoaders(TfmdDL(data(), 12//group_size(), shuffle=True), TfmdDL(data(11, 7), 3))
+def loaders(): return DataLoaders(TfmdDL(data(), 12//max(num_distrib(), 1), shuffle=True), TfmdDL(data(11, 7), 3))
 def learner(dls=None, seed=5, **kw): return Learner(dls or loaders(), net(seed=seed), nn.MSELoss(), sgd, **kw)
 
 def told(func, *args):
@@ -49,7 +49,7 @@ def beside(make):
 
 def fastais_loaders():
     from fastai.data.core import DataLoaders as Loaders, TfmdDL as FastaiDL
-    return Loaders(FastaiDL(data(), bs=12//group_size(), shuffle=True, num_workers=0), FastaiDL(data(11, 7), bs=3, num_workers=0))
+    return Loaders(FastaiDL(data(), bs=12//max(num_distrib(), 1), shuffle=True, num_workers=0), FastaiDL(data(11, 7), bs=3, num_workers=0))
 
 def fastais_samples(cb):
     from fastai.callback.core import Callback as FastaiCallback
@@ -81,6 +81,50 @@ def test_a_learner_without_a_context_has_all_the_data(make, W):
         assert seen==orders and sorted(seen[0])==sorted(data()[:][0][:,0].tolist()) and seen[0]!=seen[1]
         assert (n,steps)==(4,4*W)
     assert any('trains on the whole data' in o for o in said)
+# --- two contexts, which end in any order -----------------------------------------------------------------------------------
+
+def outside(a, b):
+    "What contexts set that belongs to others: the group, warnings, loaders, and what the learners have"
+    import fastai.callback.progress as bars
+    return (torch.distributed.is_initialized(),warnings.showwarning,bars.master_bar,[*a.dls.loaders],[*b.dls.loaders],
+            sorted({*vars(a)}-run_state),sorted({*vars(b)}-run_state))
+
+run_state = {'epoch','n_epoch','iter','n_iter','dl','xb','yb','pred','loss','loss_grad','items','final_record','training','train_iter',
+             'pct_train','opt','smooth_loss','_loss_over','x','y'}
+
+def in_any_order(make, shared, first):
+    dls = loaders() if make is learner else fastais_loaders()
+    other = dls if shared else loaders() if make is learner else fastais_loaders()
+    a,b = make(dls),make(other, 9)
+    if make is not learner: a,b = a.remove_cbs(a.progress),b.remove_cbs(b.progress)
+    before = outside(a, b)
+    with a.no_logging(), b.no_logging():
+        a.to_distributed(seed=1)
+        a.fit(1)
+        b.to_distributed(seed=2)
+        b.fit(1)
+        ends,goes_on = (a,b) if first=='a' else (b,a)
+        ends.detach_distributed()
+        goes_on.fit(1)
+        valid,preds = goes_on.validate(),goes_on.get_preds()[0]
+        goes_on.detach_distributed()
+    same = [o is p if callable(o) else o==p for o,p in zip(before, outside(a, b))]
+    return weights(a).tolist(),weights(b).tolist(),[*map(float, valid)],preds.tolist(),same
+
+def on_rank(make):
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        return [in_any_order(make, shared, first) for shared in (False,True) for first in 'ab']
+
+@pytest.mark.parametrize('make', makers)
+def test_contexts_that_end_in_any_order(make):
+    alone, = run_ranks(on_rank, 1, make)
+    for rank in run_ranks(on_rank, 2, make, timeout_s=200):
+        for (*one,_),(*got,same) in zip(alone, rank, strict=True):
+            for x,y in zip(got[:2], one[:2]): torch.testing.assert_close(x, y, rtol=0, atol=1e-7)
+            torch.testing.assert_close(got[2:], one[2:], rtol=0, atol=1e-6)
+            assert all(same), same
+
 # --- metrics -------------------------------------------------------------------------------------------------------------------
 
 def metric(reads):

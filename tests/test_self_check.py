@@ -1,35 +1,37 @@
-"What ordinary scripts do is the run of one process, without a warning; real offenders are warned of, by a code that the docs explain"
+"What ordinary scripts do is the run of one process, without a warning; what is not is warned of, by a code that the docs explain"
 import re, warnings
 from pathlib import Path
-import pytest, torch
-from torch import nn
+from types import SimpleNamespace
+import numpy as np, pytest, torch
+from torch import nn, tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from helpers import data, net, sgd, size, weights
-from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, average_grads, get_model, group_rank, process_group
+from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, all_sum, average_grads, gather_with_grad, get_model,
+                             group_rank, process_group)
 from learnerdist.distributed.self_check import read_items
-from learnerdist.learner.losses import follows
-from learnerdist.testing import run_ranks
+from learnerdist.learner.callback import CancelBatchException
+from learnerdist.learner.losses import batch_rows, follows, n_elements
+from learnerdist.testing import RanksError, run_ranks
 
 torch.set_num_threads(1)
 
-
 def labelled(n=48): return TensorDataset(data(n).tensors[0], torch.arange(n)%3)
 
-
-def learner(model=None, loss=None, ds=None, **kw):
-    return Learner(DataLoaders(TfmdDL(ds or data(), size(), shuffle=True)), model or net(), loss or nn.MSELoss(), sgd, **kw)
-
+def learner(model=None, loss=None, ds=None, opt=sgd, **kw):
+    return Learner(DataLoaders(TfmdDL(ds or data(), size(), shuffle=True)), model or net(), loss or nn.MSELoss(), opt, **kw)
 
 def fitted(make, n=1, **ctx):
-    "The weights, or the error; and what this rank was warned of"
+    "The weights, or the error; and what this rank was warned of, which shows the user's line"
     with process_group(), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter('always')
         learn = make()
         try:
             with learn.distrib_ctx(seed=3, **ctx), learn.no_logging(): learn.fit(n)
-        except ValueError as e: return f'{type(e).__name__}: {e}',[]
-        return weights(learn),[str(o.message) for o in seen if str(o.message)[:1]=='[']
+        except Exception as e: return f'{type(e).__name__}: {e}',[]
+        ours = [o for o in seen if str(o.message)[:1]=='[']
+        assert {o.filename for o in ours} <= {__file__}
+        return weights(learn),[str(o.message) for o in ours]
 
 # --- scripts that are the same on any number of ranks -----------------------------------------------------------------------
 
@@ -147,7 +149,76 @@ class Idle(nn.Module):
 def first_output(out, y): return F.mse_loss(out[0], y)
 def idle(): return learner(Idle(), first_output)
 
-ordinary = [lerp,triplets,written_triplets,detector,two_teachers,gradient_penalty,gan,autoencoder,reshaped,stream,masked,counting]
+class Keeps(Callback):
+    "What differs on the ranks as it should, and what is the same"
+    rank_state = ('own',)
+    def before_fit(self): self.own,self.last,self.weights,self.seen = torch.zeros(1),torch.zeros(1),{},np.zeros(1)
+    def after_batch(self):
+        self.own,self.last,self.learn.model.seen = self.own+1+group_rank(),self.pred.detach(),self.pred.detach().sum()
+        self.weights,self.seen = {k: o.detach().clone() for k,o in self.model.named_parameters()},self.seen+1
+def keeps():
+    learn = learner(cbs=Keeps())
+    learn.model.seen = torch.zeros(())
+    return learn
+
+class Spoken(Dataset):
+    "Sequences with labels of other lengths, which a batch holds one after the other"
+    def __len__(self): return 24
+    def __getitem__(self, i): return torch.full((12, 4), i/24, dtype=torch.double),torch.arange(1, 3+i%3)
+def together(b): return torch.stack([o[0] for o in b]),torch.cat([o[1] for o in b]),tensor([len(o[1]) for o in b])
+def ctc(p, t, n): return F.ctc_loss(p.log_softmax(-1).transpose(0, 1), t, torch.full_like(n, 12), n)
+def spoken():
+    dls = DataLoaders(DataLoader(Spoken(), size(), collate_fn=together))
+    dls.n_inp = 1
+    return Learner(dls, nn.Linear(4, 6).double(), ctc, sgd)
+
+class Normalised(Callback):
+    "Constants, sorting, and statistics of the global batch: what a sample becomes does not depend on the number of ranks"
+    run_valid = False
+    def before_batch(self):
+        x,y = (self.xb[0]-.5)/.25,self.yb[0]
+        y = y-all_sum(y.sum(0))/all_sum(tensor(float(len(y))))
+        i = x[:,0].argsort()
+        self.learn.xb,self.learn.yb = (x[i],),(y[i],)
+def normalised(): return learner(cbs=Normalised())
+
+class Masks(Callback):
+    "Gradients by hooks that scale them or only look at them, and a loss that is scaled"
+    def before_fit(self): self.seen = [p.register_hook(f) for p in self.model.parameters() for f in (lambda g: g*.5, lambda g: None)]
+    def after_loss(self): self.learn.loss_grad = 2*(self.learn.loss_grad*.7+3)
+    def after_fit(self): [o.remove() for o in self.seen]
+def masks(): return learner(cbs=Masks())
+
+class GlobalMean(nn.Module):
+    "A remedied model: all ranks compute it in the check, as its collective needs"
+    def __init__(self): super().__init__(); self.net = net() # noqa: E702
+    def forward(self, x):
+        out = self.net(x)
+        return out-gather_with_grad(out).mean(0)
+def global_mean(): return learner(GlobalMean())
+
+class WithLoss(nn.Module):
+    "Returns its loss, as models of Hugging Face do"
+    def __init__(self): super().__init__(); self.lin = nn.Linear(4, 2).double() # noqa: E702
+    def forward(self, x): return dict(loss=self.lin(x).square().mean())
+def given(out, y): return out['loss']
+def of_model():
+    torch.manual_seed(5)
+    return learner(WithLoss(), given)
+def batch_mean(p, t): return 2*((p-t)**2).mean()
+
+ordinary = [lerp,triplets,written_triplets,detector,two_teachers,gradient_penalty,gan,autoencoder,reshaped,stream,masked,counting,keeps,
+            spoken,normalised,masks,global_mean,of_model]
+
+def of_some(p, t): return F.mse_loss(p[t[:,0]>0], t[t[:,0]>0])
+def of_sizes(): return learner(loss=of_some) # follows from those of parts, by numbers that the batch shows
+class Drawing(nn.Module):
+    "Draws also in evaluation"
+    def forward(self, x): return x+torch.randn_like(x)
+def drawing(): return learner(nn.Sequential(net(), nn.Dropout(), nn.BatchNorm1d(2), Drawing()).double())
+def pairs_of_one(): return Learner(DataLoaders(TfmdDL(data(8), 1)), net(), batch_mean, sgd)
+
+def with_more(): return learner(cbs=Teachers() if group_rank()==1 else None) # a rank may have more callbacks than others
 
 def all_of(makes):
     return {f.__name__: fitted(f, 2 if f is gan else 1) for f in makes}
@@ -161,13 +232,31 @@ def test_ordinary_scripts_are_exact_and_silent(W):
             assert isinstance(w, torch.Tensor), (k,w)
             if k!='counting': assert (w-want[k][0]).abs().max()<1e-9, k
 
+def test_what_is_not_known_to_differ_is_silent():
+    got = run_ranks(all_of, 2, [of_sizes,drawing,pairs_of_one,with_more])
+    assert [said for o in got for _,said in o.values()]==[[]]*8
+
+def unused(): return fitted(idle),skips(),skips(find_unused_parameters=True)
+
 def test_unused_parameters():
-    (want,_), = run_ranks(fitted, 1, idle)
-    got = run_ranks(fitted, 2, idle)
-    assert all((w-want).abs().max()<1e-9 for w,_ in got)
-    said, = got[0][1]
-    assert said.startswith('[unused-parameters] the loss does not depend on aux.weight, aux.bias, idle.weight and 1 more')
-    assert len(got[0][1])==1 and got[1][1]==[]
+    "Named; an error with its remedy if a later batch is the first that does not use some, and the run of one process with it"
+    (want,_),(later,_),_ = run_ranks(unused, 1)[0]
+    ranks = run_ranks(unused, 2)
+    for r,((w,said),(failed,_),(remedied,_)) in enumerate(ranks):
+        assert (w-want).abs().max()<1e-9 and (remedied-later).abs().max()<1e-9
+        assert 'find_unused_parameters=True' in failed and 'Error' in failed
+        assert len(said)==(r==0) and all(o.startswith('[unused-parameters] the loss does not depend on aux.weight, aux.bias, '
+                                                      'idle.weight and 1 more') for o in said)
+
+class Later(nn.Module):
+    "A layer that some batches do not use"
+    skips = False
+    def __init__(self): super().__init__(); self.net,self.more = net(),net(2) # noqa: E702
+    def forward(self, x): return self.net(x) if self.skips else self.more(self.net(x))
+class Skips(Callback):
+    def before_batch(self): get_model(self.model).skips = self.iter==1
+def skipping(): return learner(Later(), cbs=Skips())
+def skips(**ctx): return fitted(skipping, **ctx)
 
 # --- offenders ---------------------------------------------------------------------------------------------------------------
 
@@ -225,13 +314,128 @@ def center_loss(averages=False, n=48):
     return learn
 def remedied(): return center_loss(True, 45)
 
-@pytest.mark.parametrize('make,want', [(mixing,'mixes-samples'), (padding,'mixes-samples'), (contrastive,'loss-not-mean'),
-    (simclr,'loss-unknown'), (simclr_in_model,'loss-'), (center_loss,'ranks-differ')], ids=lambda o: getattr(o, '__name__', ''))
-def test_offenders(make, want):
-    got = run_ranks(fitted, 2, make)
-    assert [re.match(rf'\[{want}', o) is not None for o in got[0][1]]==[True], got[0][1]
-    assert got[1][1]==[] and (make is center_loss or torch.equal(got[0][0], got[1][0]))
-    if make is center_loss: assert 'centers' in got[0][1][0] and 'average_grads' in got[0][1][0]
+class Domains(nn.Module):
+    "As DANN: samples of two domains, whose classes are known in one of them"
+    def __init__(self): super().__init__(); self.body,self.classes,self.domain = net(n_out=4),net(n_out=3),net() # noqa: E702
+    def forward(self, x, other):
+        f = self.body(torch.cat([x,other]))
+        return self.classes(f[:len(x)]),self.domain(f)
+def two_parts(out, y): return F.cross_entropy(out[0], y)+F.cross_entropy(out[1], torch.arange(2*len(y))//len(y))
+def two_parts_drawn(out, y): return two_parts(out, y)+0*torch.rand(())
+def two_parts_of_many(out, y): return two_parts(out, y)/(len(y)>2)
+def two_parts_counted(out, y): return two_parts_drawn(out, y)*len(y),len(y)
+def dann(loss, n=45):
+    x,y = labelled(n).tensors
+    dls = DataLoaders(TfmdDL(TensorDataset(x, x.flip(0)+1, y), size(), shuffle=True))
+    dls.n_inp = 2
+    return Learner(dls, Domains(), loss, sgd)
+def all_domains(): return [fitted(lambda o=o: dann(o), 2) for o in (two_parts,two_parts_counted,two_parts_drawn,two_parts_of_many)]
+
+@pytest.mark.parametrize('W', [2,3])
+def test_a_loss_of_unknown_kind_in_an_uneven_last_batch(W):
+    "Samples count alike, and not ranks: also where a warning says that it could not be checked"
+    one = run_ranks(all_domains, 1)[0]
+    for r,got in enumerate(run_ranks(all_domains, W)):
+        for (w,said),(want,_),warned in zip(got, one, (False,False,True,True)):
+            assert (w-want).abs().max()<1e-9
+            assert [o.split(']')[0] for o in said]==['[loss-unknown']*(warned and not r)
+
+the_centers = Centers() # that a loss uses as a global, in a class of its own
+def global_loss(p, y): return F.cross_entropy(p, y)+.5*the_centers(p, y)
+class OwnStepOfGlobal(Callback):
+    def before_step(self): self.opt_centers.step()
+    def before_fit(self): self.opt_centers = torch.optim.SGD(the_centers.parameters(), lr=.5)
+def global_centers(): return learner(net(4, 3), global_loss, labelled(), cbs=OwnStepOfGlobal())
+
+def distances(p, t): return F.mse_loss(torch.cdist(p, p), torch.cdist(t, t))
+def centred(p, t): return F.l1_loss(p-p.mean(0), t)
+def counted(p, t): return F.mse_loss(p-p.mean(0), t, reduction='sum'),tensor(float(t.numel()))
+def batch_std(p, t): return ((p-t)/(t.std(0)+1)).pow(2).mean()
+class OfPairs(WithLoss):
+    "Each row against the other rows of its batch"
+    def forward(self, x):
+        out = self.lin(x)
+        return dict(loss=F.cross_entropy(out@out.T, torch.arange(len(out))))
+def of_pairs(): return learner(OfPairs(), given)
+def by_weight(p, t):
+    w = tensor([1.,9.], dtype=torch.double)[t]
+    return (F.cross_entropy(p, t, reduction='none')*w).sum()/w.sum()
+def one_class():
+    "Labels alternate as ranks do, so that each rank has one class in every batch"
+    return Learner(DataLoaders(TfmdDL(TensorDataset(data().tensors[0], torch.arange(48)%2), size())), net(), by_weight, sgd)
+
+def other_split():
+    torch.manual_seed(group_rank())
+    return learner(ds=Subset(data(), torch.randperm(48)[:24].tolist()))
+def other_length(): return learner(ds=data(24+6*group_rank()))
+def other_rate(): return learner(opt=lambda ps, lr: torch.optim.SGD(ps, lr=lr, momentum=.1*(1+group_rank())))
+def with_nan(ps, lr):
+    opt = sgd(ps, lr)
+    for o in opt.param_groups: o['of_user'] = float('nan')
+    return opt
+def not_a_number(): return learner(opt=with_nan)
+def other_path(): return learner(path=f'/tmp/run-{group_rank()}')
+def lazy(): return learner(nn.Sequential(nn.LazyLinear(2)).double())
+
+class Counts(nn.Module):
+    "Keeps a mean of its inputs, as a codebook or a feature normaliser does"
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 2).double()
+        self.register_buffer('seen', torch.zeros(4, dtype=torch.double))
+    def forward(self, x):
+        if self.training: self.seen.lerp_(x.detach().mean(0), .1)
+        return self.lin(x)
+def own_buffer(): return learner(Counts())
+class Second(Callback):
+    "Trains a model of its own, on each rank with that rank's samples"
+    def __init__(self): self.net = net()
+    def before_batch(self):
+        with torch.no_grad(): self.net[0].weight.add_(self.learn.xb[0].mean(0)*self.training)
+def second_model(): return learner(cbs=Second())
+class Drifts(Callback):
+    "Changes weights on one rank alone"
+    def after_step(self):
+        if group_rank()==1:
+            with torch.no_grad(): get_model(self.model)[2].bias.add_(1e-6)
+def drift(): return learner(cbs=Drifts())
+class Twice(Callback):
+    "A second backward pass, by DDP"
+    run_valid = False
+    def before_step(self): self.loss_func(self.wrapper(*self.xb), *self.yb).backward()
+def second_pass(): return learner(ds=data(45), cbs=Twice())
+
+not_mean = r'\[loss-not-mean\] the loss .* of a batch does not follow from its values on parts of it.*n_items'
+offenders = [(mixing,r'\[mixes-samples\] predictions of Sequential depend on which other samples are in the batch'),
+    (padding,r'\[mixes-samples'), (contrastive,not_mean), (simclr,r'\[loss-unknown'), (simclr_in_model,r'\[loss-'), (of_pairs,not_mean),
+    (one_class,not_mean), (other_split,r'\[different-data\] .*: training data.indices: #'), (lazy,'ValueError: the model has lazy layers'),
+    (other_length,r'ValueError: \[different-data\] .*len\(training data\): 24 on rank 0, 30 on rank 1'),
+    (other_rate,r'ValueError: \[different-settings\] .*momentum of parameter group 0: 0\.1 on rank 0, 0\.2 on rank 1'),
+    (own_buffer,r'\[ranks-differ\] seen: each rank has computed this'), (second_model,r'\[ranks-differ\] second\.net\.0\.weight: each'),
+    (center_loss,r'\[ranks-differ\] .*centers.*average_grads'), (second_pass,r'\[second-backward\] learn.wrapper is called again'),
+    (global_centers,r'\[ranks-differ\] .*centers.*average_grads'), (not_a_number,None),
+    (drift,r'RuntimeError: \[weights-differ\] .*2\.bias differs between rank 0 and \[1\]'),
+    (other_path,r'\[different-path\] learn.path differs: .*run-0 on rank 0, .*run-1')]
+
+@pytest.fixture(scope='module')
+def offences(): return run_ranks(all_of, 2, [o for o,_ in offenders], timeout_s=200)
+
+@pytest.mark.parametrize('make,want', offenders, ids=lambda o: getattr(o, '__name__', ''))
+def test_offenders(offences, make, want):
+    "A warning, once, on rank 0; or an error on every rank"
+    (got,said),(other,others) = [o[make.__name__] for o in offences]
+    if want is None: assert isinstance(got, torch.Tensor) and said==others==[], (got,said) # NaN on all ranks is no difference
+    elif 'Error' in want: assert re.match(want, got) and got.split(':')[0]==other.split(':')[0], got
+    else: assert len(said)==1 and re.match(want, said[0]) and others==[], said
+
+losses = [distances,centred,counted,batch_std]
+
+def all_losses(): return [fitted(lambda loss=loss: learner(loss=loss))[1] for loss in losses]
+
+def test_losses_that_need_the_whole_batch():
+    got,others = run_ranks(all_losses, 2)
+    for said,loss in zip(got, losses): assert len(said)==1 and re.match(not_mean, said[0]), (loss.__name__,said)
+    assert others==[[]]*len(losses)
 
 def checked(checks): return [fitted(o, checks=checks) for o in (mixing,contrastive,center_loss)]
 
@@ -241,12 +445,11 @@ def test_errors_are_raised_on_all_ranks_and_false_is_silent():
     for got in run_ranks(checked, 2, False): assert all(isinstance(o, torch.Tensor) and not said for o,said in got)
     with pytest.raises(ValueError, match="checks='yes'"), learner().distrib_ctx(checks='yes'): pass
 
-@pytest.mark.parametrize('make', [remedied,own_backward])
-def test_average_grads_takes_a_generator_and_weighs_by_items(make):
-    (want,_), = run_ranks(fitted, 1, make)
+def test_average_grads_takes_a_generator_and_weighs_by_items():
+    want, = run_ranks(all_of, 1, [remedied,own_backward])
     for W in (2,3):
-        got = run_ranks(fitted, W, make)
-        assert all((w-want).abs().max()<1e-9 for w,_ in got) and not got[0][1]
+        for got in run_ranks(all_of, W, [remedied,own_backward]):
+            for k,(w,said) in got.items(): assert (w-want[k][0]).abs().max()<1e-9 and not said, k
 
 class Another(nn.Sequential): pass
 def other_models(kind):
@@ -254,17 +457,16 @@ def other_models(kind):
     if kind=='layer': return learner(net() if not r else nn.Sequential(*net(), nn.Linear(2, 2)).double())
     if kind=='class': return learner(nn.Sequential(nn.Linear(4, 2), nn.ReLU() if r else nn.Tanh()).double())
     if kind=='loss': return learner(loss=nn.L1Loss() if r else nn.MSELoss())
-    if kind=='callback': return learner(cbs=Lerp() if r else Teachers())
-    return learner(cbs=Teachers() if r==1 else None) # a rank may have more than others
+    return learner(cbs=Lerp() if r else Teachers())
 
-def fits_others(kind): return fitted(lambda: other_models(kind))
+others = dict(layer='model.3: Linear', callback='callback: Teachers on rank 0, callback: Lerp on rank 1',
+              loss='loss_func: MSELoss on rank 0, loss_func: L1Loss', **{'class': 'model.1: Tanh on rank 0, model.1: ReLU on rank 1'})
 
-@pytest.mark.parametrize('kind,want', [('layer','model.3: Linear'), ('class',r'model.1: Tanh on rank 0, model.1: ReLU on rank 1'),
-    ('loss','loss_func: MSELoss on rank 0, loss_func: L1Loss'), ('callback','callback: Teachers on rank 0, callback: Lerp on rank 1')])
-def test_other_models_on_other_ranks(kind, want):
-    for o,_ in run_ranks(fits_others, 2, kind): assert o.startswith('ValueError: [different-models]') and re.search(want, o), o
+def fits_others(): return [fitted(lambda k=k: other_models(k))[0] for k in others]
 
-def test_a_rank_may_have_more_callbacks(): assert all(not said for _,said in run_ranks(fits_others, 2, 'more'))
+def test_other_models_on_other_ranks():
+    for got in run_ranks(fits_others, 2):
+        for o,want in zip(got, others.values()): assert o.startswith('ValueError: [different-models]') and want in o, o
 
 def all_codes():
     return {o for f in Path(__file__).parent.parent.glob('learnerdist/**/*.py')
@@ -293,3 +495,68 @@ def test_what_travels_is_the_samples_alone():
     learn.dl = learn.dls.train
     items = read_items(learn)
     assert len(items)==2 and all(o.untyped_storage().nbytes()==o.numel()*4 for item in items for o in item)
+
+def test_warnings_of_ours_show_the_users_line():
+    "`core.stacks.warn` alone knows where that is"
+    package = Path(__file__).parent.parent/'learnerdist'
+    assert [str(o) for o in package.rglob('*.py') if 'warnings.warn(' in o.read_text() and o.name!='stacks.py']==[]
+
+# --- what one rank does alone, or changes too late -----------------------------------------------------------------------------
+
+class ValidatesAlone(Callback):
+    def after_batch(self):
+        if group_rank()==0 and self.training and self.iter==1: self.learn.validate()
+
+def validates_alone():
+    with process_group():
+        learn = learner(cbs=ValidatesAlone())
+        learn.dls = DataLoaders(learn.dls.train, TfmdDL(data(), size()))
+        with learn.distrib_ctx(seed=3), learn.no_logging(): learn.fit(1)
+
+def test_what_rank_0_alone_calls_is_named_on_all_ranks():
+    with pytest.raises(RanksError) as e: run_ranks(validates_alone, 2)
+    for f in e.value.errors.values():
+        assert 'RanksApart' in str(f) and 'rank 0 is at the start of a validation loop' in str(f) and 'in after_batch' in str(f)
+
+def cancels(p, t):
+    if group_rank()==1: raise CancelBatchException
+    return F.cross_entropy(p, t)
+
+class Ignores(Callback):
+    "Some labels do not count, on each rank another number"
+    run_valid,keeps_batch = False,True
+    def after_pred(self): self.learn.yb = self.yb[0].where(self.xb[0][:,0]>0, -100),
+def weighted_ce(): return nn.CrossEntropyLoss(weight=tensor([.3,.7], dtype=torch.double))
+def two_classes(n=24): return TensorDataset(data(n).tensors[0], torch.arange(n)%2)
+
+@pytest.mark.parametrize('kw,said', [
+    (dict(loss=cancels), 'Raise it in an event of a callback'),
+    (dict(loss=weighted_ce(), cbs=Ignores()), 'Do this in an event of a callback')])
+def test_items_that_change_after_they_were_told(kw, said):
+    if kw['loss'] is cancels: cancels.n_items = n_elements # known before the forward pass
+    with pytest.raises(RanksError) as e: run_ranks(fits_told, 2, kw)
+    assert all(said in str(o) for o in e.value.errors.values()), e.value
+
+def fits_told(kw):
+    with process_group():
+        learn = learner(ds=two_classes(), **kw)
+        if kw['loss'] is cancels: cancels.n_items = n_elements
+        with learn.distrib_ctx(seed=3), learn.no_logging(): learn.fit(2)
+
+# --- how many samples a batch holds, which decides how losses are weighed --------------------------------------------------------
+
+class Pictures(IterableDataset):
+    "A stream of (picture of its own height, boxes)"
+    def __iter__(self): return ((torch.zeros(3+i, 6), dict(boxes=torch.zeros(2, 4))) for i in range(3))
+
+def test_samples_of_a_streams_last_batch_of_lists():
+    "It has one picture with two boxes, which is not the batch size of two"
+    dl = TfmdDL(Pictures(), 2, collate_fn=lambda items: tuple(map(list, zip(*items))))
+    assert [batch_rows(SimpleNamespace(xb=b[:1], yb=b[1:], dl=dl, iter=i)) for i,b in enumerate(dl)]==[2,1]
+
+def test_samples_of_pictures_and_masks():
+    def rows(x, y, **kw): return batch_rows(SimpleNamespace(xb=(torch.zeros(x),), yb=(torch.zeros(y),), iter=0, **kw))
+    said = dict(dl=SimpleNamespace(bs=4, n=8))
+    assert rows((5,3,8,8), (5,8,8), **said)==5 and rows((5,3), (5,), **said)==5 and rows((5,), (5,), **said)==5
+    assert rows((7,4), (7,4), **said)==4 # time first, as the loader says
+    assert rows((5,3,8,8), (5,8,8), n_rows=9, **said)==9 # put together from the rows of all ranks

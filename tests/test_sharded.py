@@ -1,22 +1,21 @@
 "`distrib_ctx(shard=…)`: the run of one process, whatever is trained and evaluated; files, and the way out of the context"
-import copy, itertools, os, shutil, signal, traceback, warnings
+import copy, itertools, os, signal, traceback, warnings
 import pytest, torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from learnerdist.all import (Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelStepException,
-                             CancelTrainException, CancelValidException, Checkpoint, DataLoaders, EarlyStoppingCallback,
+                             CancelTrainException, CancelValidException, DataLoaders, EarlyStoppingCallback,
                              GradientAccumulation, GradientClip, Learner, Lookahead, find_batch_size,
                              group_rank, group_size, process_group, rank_distrib)
 from learnerdist.core.compat import fsdp_on_cpu, held_grads
 from learnerdist.core.env import shared_store, wait_key
 from learnerdist.core.shards import is_part, load_opt, map_tensors, part_of, whole
-from learnerdist.core import parted
+from learnerdist.core import shards
 from learnerdist.distributed import sharded as sharded_module
 from learnerdist.learner.callback import cancels, inner_events
 from learnerdist.testing import RanksError, run_ranks
-from sharded_lines import shows
 
 F64 = torch.float64
 needs_fsdp2 = pytest.mark.skipif(not fsdp_on_cpu, reason='a torch without FSDP2 on the CPU')
@@ -137,20 +136,11 @@ same = dict(sgd=even(opt=sgd), adamw=even(), one_cycle=even(cycle=True), two_fit
             linears=even(shard=[nn.Linear]), kept=even(shard=dict(reshard=False)), dropped=even(shard=dict(blocks=Layer, reshard=True)),
             stopping=even(cbs=[lambda W: EarlyStoppingCallback(min_delta=10., patience=1)], fits=(6,)))
 
-lines = dict(sgd='SGD with momentum and weight decay', adamw='AdamW; validation before it', one_cycle='`fit_one_cycle`',
-             two_fits='two fits', few='one validation sample: ranks without a batch', groups='parameter groups with rates of their own',
-             lookahead='Lookahead', clip='`GradientClip`, recorded norms', clip_value='`GradientClip(value=)`', frozen='frozen weights',
-             tied='tied weights in the rest of the model', accumulation='`GradientAccumulation`', recurrent='an LSTM',
-             odd='`GradientAccumulation` with an incomplete group', once='`GradientAccumulation` and clipping, `sync_once=True`',
-             once_odd='an incomplete group, `sync_once=True`', batchnorm='BatchNorm over the global batch', root='no block: all at once',
-             linears='blocks by class: `[nn.Linear]`', kept='`reshard=False`', dropped='`reshard=True`', stopping='`EarlyStoppingCallback`')
-
 @needs_fsdp2
 @pytest.mark.parametrize('W', [pytest.param(2, marks=pytest.mark.slow), *(pytest.param(o, marks=pytest.mark.long) for o in (1,3,4))])
 def test_same_run(W):
     alone = {k: run(c) for k,c in same.items()}
     for ranks in run_ranks(rank_runs, W, same, timeout_s=600): assert {k: d for k in same if (d := differs(alone[k], ranks[k]))>1e-9} == {}
-    for k in same: shows(f'2 {lines[k]}', W, 1e-9)
 
 # --- one exchange for several micro-batches ------------------------------------------------------------------------------------
 
@@ -184,7 +174,6 @@ def test_one_exchange_for_a_step_of_an_accumulation():
     for once,counts,held in ((False,[4,4,4,4],[0,0,0,0]), (True,[0,4,0,4],[1,0,1,0])):
         for found,bytes_held,size in run_ranks(exchanges, 2, once, 12):
             assert found==counts and bytes_held==[o*size for o in held]
-    shows('2 `GradientAccumulation` with `sync_once=True`: reduce-scatters, for 2 micro-batches', 2, 'one for each block')
 
 class Left(Callback):
     "Leaves the loop in the middle of an accumulation, on one rank; a layer is frozen before the next one"
@@ -252,80 +241,14 @@ def as_with_ddp(W, *args):
 @needs_fsdp2
 @pytest.mark.parametrize('W', [2, 3])
 def test_cancelled_as_with_ddp(W):
-    "On one rank, and on all, at the first batch, before the order of the blocks is known, and at a later one"
-    as_with_ddp(W, events, (0,1))
-    shows('2 Cancel exceptions on one rank and on all, at the first batch and later, against DDP', W, 1e-9)
-
-@pytest.mark.long
-@needs_fsdp2
-@pytest.mark.parametrize('W', [2, 3])
-def test_cancelled_at_every_event(W):
+    "On one rank, and on all: some at the first batch, before the order of the blocks is known, and each at a later one"
+    as_with_ddp(W, events, (0,))
     as_with_ddp(W, every, (1,))
-    shows('2 each Cancel exception at each event, on one rank and on all, against DDP', W, 1e-9)
-
-# --- files ------------------------------------------------------------------------------------------------------------------
-
-def saved(folder, at, shard):
-    "Train, save the learner, and checkpoints of another fit, which is interrupted if `at` is a number of batches"
-    with process_group():
-        learn = make(case(n=24), group_size())
-        learn.path = folder
-        with learn.no_logging(), learn.distrib_ctx(seed=3, **shard):
-            learn.fit(1)
-            learn.save('now')
-            weights = {k: v.clone() for k,v in map_tensors(learn.model.state_dict(), whole).items()}
-            learn.fit(1)
-            learn.load('now')
-            again = all(torch.equal(v, weights[k]) for k,v in map_tensors(learn.model.state_dict(), whole).items())
-        return again,weights,map_tensors(learn.opt.state_dict(), whole) if at is None else None
 
 class Stop(Callback):
     def __init__(self, at): self.at = at
     def after_batch(self):
         if self.training and self.learn.train_iter==self.at: raise KeyError('stopped')
-
-def resumed(folder, shard, stop=None, bs=6):
-    "A fit that is stopped after `stop` steps, or goes on from there"
-    W = max(group_size(), 1)
-    learn = make(case(n=36, bs=bs), W)
-    learn.path = folder
-    with learn.no_logging(), learn.distrib_ctx(seed=3, **(shard if W>1 else {})):
-        learn.fit(3, cbs=[Checkpoint('ck', every=2), *([Stop(stop)] if stop else [])], resume=not stop)
-    return dict(w={k: p.detach().clone() for k,p in learn.model.state_dict().items()}, v=numbers(learn))
-
-def on_ranks(f, *args, **kw):
-    with process_group(): return f(*args, **kw)
-
-@needs_fsdp2
-def test_files_are_those_of_a_whole_model(tmp_path):
-    "What two ranks save sharded, each of them, one process and two with DDP load"
-    ranks = run_ranks(saved, 2, tmp_path, None, dict(shard=True))
-    assert [o[0] for o in ranks]==[True, True]
-    learn = make(case(n=24))
-    learn.path = tmp_path
-    learn.load('now')
-    assert all(torch.equal(v, ranks[1][1][k]) for k,v in learn.model.state_dict().items())
-    assert all(not is_part(t) for t in learn.opt.state[learn.model.head.weight].values())
-    shows("4 `save`'s file in one process; `load` within the context", 2, 0)
-
-@pytest.mark.slow
-@needs_fsdp2
-def test_resume_in_any_number_sharded_or_not(tmp_path):
-    "Bitwise on as many ranks, else within rounding"
-    whole = run_ranks(on_ranks, 2, resumed_whole, tmp_path/'a')[0]
-    with pytest.raises(RanksError, match='stopped'): run_ranks(on_ranks, 2, resumed, tmp_path/'b', dict(shard=True), 9)
-    for i,(W,shard) in enumerate([(2, dict(shard=True)), (3, dict(shard=True)), (2, {}), (1, {})]):
-        shutil.copytree(tmp_path/'b', tmp_path/f'c{i}')
-        found = run_ranks(on_ranks, W, resumed, tmp_path/f'c{i}', shard)
-        assert all(differs(whole, o)<=(0 if i==0 else 1e-9) for o in found)
-    with pytest.raises(RanksError, match='stopped'): run_ranks(on_ranks, 2, resumed, tmp_path/'d', {}, 9) # DDP -> sharded
-    assert all(differs(whole, o)<1e-9 for o in run_ranks(on_ranks, 2, resumed, tmp_path/'d', dict(shard=True)))
-
-def resumed_whole(folder):
-    learn = make(case(n=36), group_size())
-    learn.path = folder
-    with learn.no_logging(), learn.distrib_ctx(seed=3, shard=True): learn.fit(3)
-    return dict(w={k: p.detach().clone() for k,p in learn.model.state_dict().items()}, v=numbers(learn))
 
 # --- the way out ------------------------------------------------------------------------------------------------------------
 
@@ -352,7 +275,6 @@ def test_left_by_an_exception():
     "The ranks meet again, and each has the whole weights of the moment"
     (a,*found),(b,*found2) = run_ranks(left_by, 2, 'raise')
     assert (a,b)==('RankError','KeyError') and found[:2]==found2[:2]==[True,True] and not found[3]
-    shows('4 after an exception: the same Parameter objects, whole values', 2, 0)
 
 @needs_fsdp2
 def test_a_dead_rank_takes_its_part_along():
@@ -370,7 +292,6 @@ def test_replicas_of_a_sharded_model():
     for k,c in same.items(): some |= {k: dict(c, n=24, bs=12, shard=dict(replicas=2))} if k in some else {}
     alone = {k: run(c) for k,c in some.items()}
     for ranks in run_ranks(rank_runs, 4, some): assert {k: d for k in some if (d := differs(alone[k], ranks[k]))>1e-9} == {}
-    shows('1 `replicas=2`: HSDP', 4, 1e-9)
 
 def by_node(local):
     "What `shard='node'` makes of ranks on machines of so many"
@@ -390,8 +311,6 @@ def test_a_replica_on_each_machine():
     with learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(2)
     for shape,ranks,params in run_ranks(by_node, 4, 2):
         assert (shape,ranks)==((2,2), [[0,1],[2,3]]) and differs(list(learn.model.parameters()), params)<1e-9
-    shows("1 `'node'`: two machines of two ranks, rehearsed", 4, 1e-9)
-    shows("8 `'node'` with 2 and 1 ranks on the machines", 3, 'ValueError')
     with pytest.raises(RanksError, match="'node' needs as many ranks on each machine"): run_ranks(by_node, 3, 2)
 
 class Dtypes(Callback):
@@ -433,7 +352,6 @@ def test_fsdps_own_mixed_precision(policy):
     for own,other,seen,out,kept in run_ranks(lower, 2, policy):
         assert differs(own, other)<1e-6 and torch.bfloat16 in seen and kept=={torch.float32}
         assert out==(torch.bfloat16 if policy else torch.float32)
-    shows(f"1 `mp={'MixedPrecisionPolicy(…)' if policy else repr('bf16')}`, in float32, against a bare loop of FSDP2", 2, 1e-6)
 
 def two_kinds():
     with process_group():
@@ -443,7 +361,6 @@ def two_kinds():
 @needs_fsdp2
 def test_one_kind_of_mixed_precision():
     with pytest.raises(RanksError, match='leave out one of the two'): run_ranks(two_kinds, 2)
-    shows('8 `mp=` and `to_bf16`', 2, 'ValueError')
 
 class Big(Callback):
     "A loss that overflows in float16 on rank 1, in the second batch"
@@ -469,20 +386,18 @@ def test_autocast_as_with_ddp(dtype):
     "Also where one rank's gradients overflow: then all skip the step"
     for a,b in zip(run_ranks(half, 2, False, dtype), run_ranks(half, 2, True, dtype)):
         assert a[1]==b[1]==(2 if dtype=='fp16' else 0) and differs(a[0], b[0])<1e-6
-    shows(f'1 `to_{dtype}`, in float32, against DDP', 2, 1e-6)
 
 def save_by_rank0():
     with process_group():
         learn = make(case(), 2)
         with learn.distrib_ctx(shard=True):
-            if group_rank()==0: parted.come_together.__defaults__ = .5,
+            if group_rank()==0: shards.come_together.__defaults__ = .5,
             if group_rank()==0: learn.save('x')
             learn.validate()
 
 @needs_fsdp2
 def test_save_by_rank_0_alone_is_an_error():
     with pytest.raises(RanksError, match='rank 0 waits in save for rank 1'): run_ranks(save_by_rank0, 2)
-    shows('8 `save` by one rank only', 2, 'ValueError')
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------------
 
@@ -531,14 +446,6 @@ refused = dict(text=(net, dict(shard='nodes'), 'give True, classes of modules su
     by_hand=(cut_by_hand, dict(shard=True), 'is a DTensor already: a model that is sharded by hand trains in a loop by hand'),
     no_cpu=(net, dict(shard=True), 'does not run on the CPU: get a newer torch'))
 
-refused_lines = dict(text='a text that is no option', fp16_policy="`mp='fp16'`", unknown='an unknown key', replicas_0='`replicas=0`',
-    replicas_3='replicas that do not divide the ranks', reshard='`reshard=2`', sync_once="`sync_once='x'`",
-    offload_kind='`offload=1`', offload='`offload=True` on the CPU', ddp_option="DDP's options", comm_hook='`comm_hook`',
-    absent='a class that the model has not', container='a `ModuleList` as a block', tied='weights that two blocks share',
-    lazy='weights without a size', max_norm='`nn.Embedding(max_norm=)`', meta='the meta device without `deferred` or `weights=`',
-    strided='weights that are not contiguous', number='a number as a weight',
-    by_hand='weights that are DTensors already', no_cpu='a torch whose FSDP2 needs a GPU (pretended)')
-
 def refusals():
     res = {}
     for k,(model,kw,_) in refused.items():
@@ -552,13 +459,12 @@ def refusals():
                 with learn.distrib_ctx(**kw): pass
             except Exception as e: res[k] = f'{type(e).__name__}: {e}'
             else: res[k] = ''
-            assert before==[(type(o),{*vars(o)}) for o in m.modules()] and not learn.cbs[-1].name.startswith('agreement')
+            assert before==[(type(o),{*vars(o)}) for o in m.modules()] and not learn.cbs[-1].name.startswith('after_others')
     return res
 
 @needs_fsdp2
 def test_refused_with_a_remedy():
     for found in run_ranks(refusals, 2): assert {k: found[k] for k,(_,_,why) in refused.items() if why not in found[k]}=={}
-    for k in refused: shows(f'8 {refused_lines[k]}', 2, 'ValueError')
 
 class Idle(Net):
     "Its last layer takes no part"
@@ -572,7 +478,7 @@ class Cancels(Net):
 class Calls(Callback):
     "Calls the model on one rank's behalf, as a logger of pictures or graphs does"
     def after_epoch(self):
-        with self.learn.distributed_trainer.shards.on_rank0(): self.learn.model(torch.zeros(1, 6, dtype=F64))
+        with self.learn.runner.shards.on_rank0(): self.learn.model(torch.zeros(1, 6, dtype=F64))
 
 def factored(m, lr):
     "An optimizer whose state has another shape than the weight"
@@ -583,24 +489,19 @@ def factored(m, lr):
 
 def alone_in_evaluation(learn):
     if not rank_distrib(): return wait_key(shared_store(), 'told', 20)
-    try: learn.distributed_trainer.shards.follow() # as if it had no batch, while others have
+    try: learn.runner.shards.join_batch() # as if it had no batch, while others have
     finally: shared_store().set('told', 'told')
 
 def load_factored(learn): load_opt(learn.opt, {**learn.opt.state_dict(), 'state': {0: dict(rows=torch.zeros(9))}})
 
 within = dict(idle=(Idle, {}, lambda o: o.fit(1), 'no gradient for idle.weight, idle.bias: freeze what takes no part in the loss'),
               cancel=(Cancels, {}, lambda o: o.fit(1), 'CancelBatchException within the forward pass'),
-              calls=(Net, {}, lambda o: o.fit(1, cbs=Calls()), 'calls the model, of which rank 0 has a part: after the context'),
+              calls=(Net, {}, lambda o: o.fit(1, cbs=Calls()), 'calls the model on rank 0 only, which has a part of it: after the context'),
               batch_size=(Net, {}, lambda o: find_batch_size(o), 'shard'),
               loaded=(Net, dict(opt=torch.optim.SGD), load_factored, 'Begin with a new optimizer: fit(…, reset_opt=True)'),
               factored=(Net, dict(opt=factored), None, 'cannot be cut as they are: set learn.opt = None before the context'),
               shapes=(Net, {}, lambda o: part_of(torch.zeros(9), o.model.head.weight), 'a tensor of shape (9,) has no parts like'),
               alone=(Net, {}, alone_in_evaluation, 'no rank has run the model in 2 s: validate and predict on all ranks'))
-
-within_lines = dict(idle='weights without a gradient that are not frozen', cancel='a Cancel exception within `forward`',
-                    calls='a callback that calls the model on rank 0 only', batch_size='`find_batch_size` within the context',
-                    loaded="a state that is loaded, of another shape than the weight's", factored='such a state from before the context',
-                    shapes='a part of a tensor of another shape', alone='evaluation on one rank only')
 
 def refused_within():
     said = {}
@@ -619,7 +520,6 @@ def refused_within():
 def test_refused_within_the_context():
     for rank,said in enumerate(run_ranks(refused_within, 2)):
         assert {k: said.get(k) for k,(*_,why) in within.items() if why not in said.get(k, '') and (k!='alone' or rank)}=={}
-    for k in within: shows(f'8 {within_lines[k]}', 2, 'TimeoutError' if k=='alone' else 'ValueError')
 
 # --- offloading ---------------------------------------------------------------------------------------------------------------
 
@@ -642,5 +542,4 @@ def test_offloading_reaches_fsdp():
     alone = {k: run(c) for k,c in some.items()}
     for ranks,n,right in run_ranks(offloaded, 2, some):
         assert right and n==2*4 and {k: d for k in some if (d := differs(alone[k], ranks[k]))>1e-9}=={}
-    shows("1 `offload=True`: FSDP2's policy (pretended, where it is no GPU)", 2, 1e-9)
 

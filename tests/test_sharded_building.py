@@ -7,11 +7,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from learnerdist.all import DataLoaders, Learner, deferred, distrib_barrier, group_rank, group_size, process_group
 from learnerdist.core.deferred import fill_in, has_deferred
 from learnerdist.core.weights import save_sealed, save_tensors
-from learnerdist.core import parted
-from learnerdist.distributed import filling
+from learnerdist.core import weights
+from learnerdist.distributed import sharded
 from learnerdist.learner import saving
 from learnerdist.testing import run_ranks
-from sharded_lines import shows
 from test_sharded import F64, case, differs, needs_fsdp2, outcome, run
 
 # --- one process ------------------------------------------------------------------------------------------------------------
@@ -95,7 +94,7 @@ def test_deferred_refuses():
         return m
     for change in (lambda m: m.double(), twice, lambda m: copy.deepcopy(m)):
         learn = Learner(DataLoaders([], []), change(deferred(lambda: nn.Linear(40, 40))))
-        with pytest.raises(ValueError, match=r'weight is on the meta device, .* such as .double\(\), belongs within'): learn.prepare_model()
+        with pytest.raises(ValueError, match=r'weight is on the meta device, .* such as .double\(\), or give shard='): learn.prepare_model()
 
 # --- sharded ----------------------------------------------------------------------------------------------------------------
 
@@ -161,9 +160,6 @@ def test_same_run_as_built_whole(W, tmp_path):
     alone = {k: run(dict(c, model=whole_net)) for k,c in same.items()}
     for ranks in run_ranks(rank_runs, W, cases):
         assert {k: d for k in cases if (d := differs(alone.get(k, alone['deferred']), ranks[k]))>1e-9} == {}
-    shows('4 `deferred`: a model that is never whole, as built whole', W, 1e-9)
-    for o in ("`learn.save`'s",'`torch.save`','safetensors',"Hugging Face's index",'a file with one name of shared weights'):
-        shows(f'4 `weights=`: {o}', W, 1e-9)
 
 def learner(model, path='.'):
     torch.manual_seed(5+group_rank())
@@ -191,8 +187,8 @@ def read_by_rank(file, later):
     "What a rank reads of a file by `weights=`, or in `learn.load`: KiB that it maps, KiB for the checksum"
     with process_group():
         learn = learner(lambda: deferred(big))
-        place = saving if later else filling
-        place.load_model,parted.zlib = spy,summed = Mapped(place.load_model),Summed()
+        place = saving if later else sharded
+        place.load_model,weights.zlib = spy,summed = Mapped(place.load_model),Summed()
         with learn.distrib_ctx(shard=dict(keep_sharded=True, **({} if later else dict(weights=file)))):
             if later: learn.load(str(file.with_suffix('')), with_opt=False)
         return spy.kb,summed.n/1024
@@ -207,7 +203,6 @@ def test_a_rank_reads_its_rows_of_a_file(later, tmp_path):
     size = (tmp_path/'big.pth').stat().st_size/1024
     found = run_ranks(read_by_rank, 2, tmp_path/'big.pth', later)
     assert all(.4*size<o<.8*size and abs(n-size/2)<1 for o,n in found), (size,found)
-    shows(f"4 `{'learn.load' if later else 'weights='}`: of a file, a rank reads", 2, 'its rows, and one half for the checksum')
 
 def damaged(folder, names):
     said = {}
@@ -238,17 +233,18 @@ def test_damage_is_noticed_by_all_ranks(W, tmp_path):
             (tmp_path/names[-1]).write_bytes(data)
     for said in run_ranks(damaged, W, tmp_path, names):
         assert {(o,later) for o in names for later in (False,True) if 'its checksum differs' not in said[o,later]}==set()
-    shows('8 a damaged file, in `weights=` and `learn.load`', W, 'DamagedFile')
 
 # --- kept parts -------------------------------------------------------------------------------------------------------------
 
 refused = dict(fit=lambda o: o.fit(1), validate=lambda o: o.validate(), get_preds=lambda o: o.get_preds(), save=lambda o: o.save('x'),
                predict=lambda o: o.predict(torch.zeros(6, dtype=F64)), export=lambda o: o.export(), load=lambda o: o.load('a'),
-               summary=lambda o: o.summary(), safetensors=lambda o: o.save('x.safetensors'))
+               summary=lambda o: o.summary(), safetensors=lambda o: o.save('x.safetensors'),
+               ddp=lambda o: enters(o), replicas=lambda o: enters(o, shard=dict(replicas=2)))
 
-kept_lines = dict(safetensors='`save` as safetensors', ddp='a context with DDP', replicas='another number of replicas')
+def enters(learn, **kw):
+    with learn.distrib_ctx(**kw): pass
 
-def keep(path, W_of=None):
+def keep(path):
     "Two contexts that keep parts, and a third that gathers; what the calls in between say"
     with process_group():
         learn = learner(deferred_net, path)
@@ -263,12 +259,6 @@ def keep(path, W_of=None):
                 try: f(learn)
                 except ValueError as e: said[k] = str(e)
                 else: said[k] = ''
-            try:
-                with learn.distrib_ctx(): pass
-            except ValueError as e: said['ddp'] = str(e)
-            try:
-                with learn.distrib_ctx(shard=dict(replicas=2)): pass
-            except ValueError as e: said['replicas'] = str(e)
             distrib_barrier()
         assert all(before[k] is p for k,p in learn.model.named_parameters())
         res = [p.detach().clone() for p in learn.model.parameters()],[list(o) for o in learn.recorder.values]
@@ -289,8 +279,6 @@ def test_contexts_that_keep_parts(tmp_path):
         assert {k for k,o in said.items() if 'which keep_sharded left where they were' not in o}=={'replicas'}
         assert said['replicas'].endswith('go on with as many ranks and replicas, or save and load')
         assert held<=.55*sum(p.numel() for p in res[0]) and differs(alone, res)<1e-9
-    shows('4 `keep_sharded=True`: two contexts, and a third that gathers', 2, 1e-9)
-    for o in (*refused,'ddp','replicas'): shows(f'8 {kept_lines.get(o, f"`{o}`")} on parts that `keep_sharded` left', 2, 'ValueError')
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------------
 
@@ -331,9 +319,6 @@ def refusals(folder):
 @needs_fsdp2
 def test_refused_with_a_remedy(tmp_path):
     "And the model can still be built as it could before"
-    lines = ['`weights=3`','no such file in `weights=`','a file without a bias','a file without a weight',
-             'a file with another shape','buffers on a bare meta device, which no file has','`keep_sharded=2`']
-    for o in lines: shows(f'8 {o}', 2, 'FileNotFoundError' if 'no such' in o else 'RuntimeError' if 'a file' in o else 'ValueError')
     for found in run_ranks(refusals, 2, tmp_path):
         for said,why in zip(found, ['inp.weight is on the meta device', 'weights=3: give the path', 'none.pth',
                                     'Missing key(s) in state_dict: "out.bias"',

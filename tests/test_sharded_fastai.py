@@ -14,7 +14,6 @@ from learnerdist.core.shards import is_part
 from fastai.text.learner import TextLearner
 from learnerdist.fastai import checkpoint
 from learnerdist.testing import run_ranks
-from sharded_lines import shows
 from test_sharded import acc64, data, differs, needs_fsdp2, net, two_groups
 from test_sharded_building import Mapped
 
@@ -38,7 +37,6 @@ def run(c, path, W=1):
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': c['shard']} if W>1 else {})):
         res = dict(start=list(learn.validate()))
         if c['do']=='fit': learn.fit(2)
-        elif c['do']=='one_cycle': learn.fit_one_cycle(2, slice(.01,.05))
         elif c['do']=='fine_tune': learn.fine_tune(1)
         elif c['do']=='lr_find':
             learn.lr_find(num_it=6, show_plot=False)
@@ -82,20 +80,12 @@ class Resets(nn.Module):
         return self.head(out)*(1+.1/self.h.to(out))
 
 same = dict(adam=case(), sgd=case(opt=partial(SGD, mom=.9)), ranger=case(opt=ranger), lr_find=case(do='lr_find'),
-            torchs=case(opt=partial(OptimWrapper, opt=torch.optim.AdamW)), one_cycle=case(do='one_cycle', splitter=two_groups),
+            torchs=case(opt=partial(OptimWrapper, opt=torch.optim.AdamW), cbs=[lambda W: GradientClip(.5)]),
             fine_tune=case(do='fine_tune', splitter=two_groups), freeze=case(do='freeze', splitter=two_groups),
-            clip=case(cbs=[lambda W: GradientClip(.5)]), save=case(cbs=[lambda W: SaveModelCallback()]),
-            accumulation=case(cbs=[acc(12)]), deferred=case(model=lambda: deferred(lambda: net().double())),
+            deferred=case(model=lambda: deferred(lambda: net().double())),
             amp=case(do='amp'), once=case(cbs=[acc(18)], shard=dict(sync_once=True), do='fits'),
             reset=case(model=recurrent, cbs=[lambda W: ModelResetter()]),
             best=case(cbs=[lambda W: SaveModelCallback(),lambda W: EarlyStoppingCallback(min_delta=9.)]))
-
-lines = dict(adam='Adam', sgd='SGD with momentum', ranger='ranger: RAdam and Lookahead', lr_find='`lr_find`, and a fit after it',
-             torchs="torch's AdamW in `OptimWrapper`", one_cycle='`fit_one_cycle` with discriminative rates', fine_tune='`fine_tune`',
-             freeze='`freeze_to`, `unfreeze`', clip='`GradientClip`', save='`SaveModelCallback`', accumulation='`GradientAccumulation`',
-             deferred='a model of `deferred`', amp='`to_fp16`, which on the CPU computes the loss in float32',
-             best='`EarlyStoppingCallback`, and the best model',
-             once='`GradientAccumulation` over epochs and fits, `sync_once=True`', reset='an LSTM with `reset`, `ModelResetter`')
 
 tol = dict(start=1e-6, values=1e-6, losses=1e-6, preds=1e-9, params=1e-9) # fastai records float32
 
@@ -110,7 +100,6 @@ def test_same_run(W, tmp_path):
     for ranks in run_ranks(rank_runs, W, tmp_path, timeout_s=400):
         far = lambda k, q: differs([alone[k][q]], [ranks[k][q]])>(1e-6 if k=='amp' else tol[q]) # noqa: B023
         assert [(k, q) for k in same for q in ranks[k] if far(k, q)] == []
-    for k in same: shows(f'6 {lines[k]}', W, 1e-6 if k=='amp' else 1e-9)
 
 def half(path, shard, dtype):
     "Weights after two fits in 16 bits"
@@ -127,7 +116,6 @@ def half(path, shard, dtype):
 @pytest.mark.parametrize('dtype', ['fp16','bf16'])
 def test_amp_as_with_ddp(dtype, tmp_path):
     for a,b in zip(run_ranks(half, 2, tmp_path, False, dtype), run_ranks(half, 2, tmp_path, True, dtype)): assert differs(a, b)<1e-6
-    shows(f"6 `fit(amp='{dtype}')`, in float32, against DDP", 2, 1e-6)
 
 def loaded(path):
     "KiB of a file of fastai's that are in memory when a rank loads it, its size, and whether the weights are those"
@@ -146,7 +134,6 @@ def loaded(path):
 @needs_fsdp2
 def test_a_rank_reads_its_rows_of_fastais_file(tmp_path):
     for kb,size,equal in run_ranks(loaded, 2, tmp_path): assert equal and .4*size<kb<.8*size
-    shows("6 `learn.load`: of fastai's file, a rank reads", 2, 'its rows')
 
 def refused(path):
     said = []
@@ -164,5 +151,3 @@ def test_refused_within_the_context(tmp_path):
     for said in run_ranks(refused, 2, tmp_path):
         assert [o.partition(':')[0] for o in said[:3]]==['export','save to an open file','save_encoder']
         assert all('Do it after the context' in o for o in said[:3]) and 'leave out one of the two' in said[3]
-    for o in ('export','save to an open file','save_encoder'): shows(f"8 fastai's `{o}` within the context", 2, 'ValueError')
-    shows("8 fastai's `to_fp16` and `mp=`", 2, 'ValueError')

@@ -6,7 +6,6 @@ from learnerdist.checkpoint import snapshot
 from learnerdist.core import shards
 from learnerdist.core.deferred import deferred
 from learnerdist.testing import RanksError, run_ranks
-from sharded_lines import shows
 from test_sharded import Net, Stop, ahead, case, differs, make, needs_fsdp2, numbers
 
 def net(): return Net(tied=True)
@@ -39,15 +38,12 @@ def test_written_by_any_number_and_read_by_any_number(W, shard, opt, tmp_path):
     found = snapshot.snapshots(tmp_path/'a/ck')[-1]
     info = snapshot.read_manifest(found)
     n = W//2 if isinstance(shard, dict) else W
-    assert info['shards']==n and info['format']==snapshot.sharded_format
+    assert info['shards']==n and info['format']==snapshot.format_version
     assert sorted(o.name for o in found.iterdir())==sorted(['manifest.json','model.pt','state.pt',*[f'rows_{i}.pt' for i in range(n)]])
     for i,(V,how) in enumerate([(W,shard), ({2: 4, 3: 2, 4: 3}[W],True), (2,False), (1,False)]):
         shutil.copytree(tmp_path/'a', tmp_path/f'b{i}')
         for o in run_ranks(on_ranks, V, train, tmp_path/f'b{i}', how, opt=opt):
             assert differs([whole['w'],whole['v']], [o['w'],o['v']])<=(0 if i==0 else 1e-9), (V,how)
-    what = '`replicas=2`' if isinstance(shard, dict) else dict(adamw='AdamW', ahead='Lookahead')[opt]
-    shows(f'5 {what}: written by so many ranks, read by as many', W, 0)
-    shows(f'5 {what}: written by so many ranks, read by {dict([(2,4),(3,2),(4,3)])[W]}, by 2 with DDP, and by one process', W, 1e-9)
 
 @needs_fsdp2
 def test_a_checkpoint_of_ddp_goes_on_deferred_and_sharded(tmp_path):
@@ -60,8 +56,6 @@ def test_a_checkpoint_of_ddp_goes_on_deferred_and_sharded(tmp_path):
     alone = make(case(model=net))
     alone.path = tmp_path/'1'
     assert differs(whole['w'], {k: p for k,p in alone.load('ck').model.state_dict().items()})<1e-9
-    shows('5 written with DDP, read sharded, by a model of `deferred`; in the background', 2, 1e-9)
-    shows("5 a checkpoint's weights by `learn.load` in one process", 2, 1e-9)
 
 def without_gather(folder):
     def forbidden(*_): raise AssertionError('gathered')
@@ -75,7 +69,6 @@ def test_nothing_is_gathered(tmp_path):
     found = snapshot.snapshots(tmp_path/'ck')[-1]
     sizes = {o.name: o.stat().st_size for o in found.glob('rows_*')}
     assert len(sizes)==2 and max(sizes.values())<.65*sum(sizes.values())
-    shows('5 what is gathered for a checkpoint', 2, 'nothing')
 
 # --- one file ---------------------------------------------------------------------------------------------------------------
 
@@ -118,8 +111,6 @@ def test_one_file_is_that_of_a_whole_model(tmp_path):
     again = Learner(DataLoaders([], []), net().double(), path=tmp_path/'b')
     assert again.load('a').model.scale.dtype==torch.float64 and again.load('a.safetensors')
     assert load_learner(tmp_path/'b/export.pth', net().double()).model.scale.shape==(1,)
-    shows("4 `save` and `export`: tensors of the file against DDP's", 2, 1e-9)
-    shows('4 `save` and `export`: whole tensors at once on rank 0', 2, 'one')
 
 class FullFile:
     "A disk without room for a file of this rank"
@@ -140,7 +131,6 @@ def without_room(folder):
 def test_a_full_disk_is_an_error_of_save(tmp_path):
     with pytest.raises(RanksError, match='No space left on device'): run_ranks(on_ranks, 2, without_room, tmp_path)
     assert os.listdir(tmp_path/'models')==['a.pth'] and torch.load(tmp_path/'models/a.pth')
-    shows('8 `save` on a full disk; the earlier file stays', 2, 'OSError')
 
 # --- failures ---------------------------------------------------------------------------------------------------------------
 
@@ -185,7 +175,6 @@ def test_damage_is_noticed_before_it_is_read(tmp_path):
         assert found.folder.name==older.name and 'rows_1.pt is' in found.bad[0]
     again = run_ranks(on_ranks, 2, train, tmp_path/'bit', True)[0]
     assert differs(run_ranks(on_ranks, 2, train, tmp_path/'whole', True)[0]['w'], again['w'])==0
-    shows('5 damaged rows: the fit goes on from the checkpoint before', 2, 0)
 
 # --- kills ------------------------------------------------------------------------------------------------------------------
 
@@ -228,4 +217,3 @@ def test_killed_while_writing(seed, rounds, background, tmp_path):
     whole = run_ranks(on_ranks, 2, train, tmp_path/'whole', True, every=1)
     for a,b in zip(whole, ranks): assert differs([a['w'],a['v']], [b['w'],b['v']])==0
     assert not [*(tmp_path/'a/ck').glob('.*.tmp')]
-    shows(f"5 killed while writing, and begun again{', in the background' if background else ''}: weights and record", 2, 0)

@@ -34,10 +34,6 @@ def test_share_of_any_order(pad):
         assert [share(torch.tensor(items), r, W, pad).tolist() for r in range(W)] == expect
         assert [list(deal(iter(items), r, W, pad)) for r in range(W)] == expect
 
-def test_share_frees_the_whole_order():
-    order = epoch_order(1000, shuffle=True)
-    for pad in (True, False): assert share(order, 3, 10, pad).untyped_storage().nbytes() == 100*8
-
 def test_undeal():
     for n,W in SIZES:
         rows = torch.rand(n, 3)
@@ -64,8 +60,7 @@ def test_batch_count(n, bs, drop_last, expect): assert batch_count(n, bs, drop_l
 
 @pytest.mark.parametrize('rank,W', [(-1,2), (2,2), (0,0), (0,-1), (1.,2), ('0',1), (None,1), (False,True)])
 def test_rank_out_of_range(rank, W):
-    for f in (lambda: check_rank(rank, W), lambda: share([1], rank, W), lambda: deal([1], rank, W), lambda: share_len(1, rank, W)):
-        with pytest.raises(ValueError, match=f'rank={rank!r} with world_size={W!r}'): f()
+    with pytest.raises(ValueError, match=f'rank={rank!r} with world_size={W!r}'): check_rank(rank, W)
 
 def test_bad_numbers():
     with pytest.raises(ValueError, match='bs=0'): batch_count(3, 0)
@@ -138,11 +133,6 @@ def test_permuted_is_uniform():
     assert abs(z_score(cells, cells.sum()/bins**2))<5 and abs(z_score(gaps, gaps.sum()/4096))<5
     rises = (got[:,1:]>got[:,:-1]).double().mean()
     assert abs(rises-.5)<5*(1/12/got.numel())**.5
-
-def test_few_rounds_would_not_be_uniform(monkeypatch):
-    "The test above sees the difference"
-    monkeypatch.setattr(sharding, '_scramble', lambda x, key: x*(key|1) & (1<<30)-1)
-    with pytest.raises(AssertionError): test_permuted_is_uniform()
 
 @pytest.mark.parametrize('shuffle', [True, False])
 def test_chunks_of_a_share(shuffle, monkeypatch):

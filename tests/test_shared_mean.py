@@ -8,11 +8,11 @@ from torch.nn.parallel import DistributedDataParallel
 from learnerdist.all import Callback, CancelBatchException, CancelBackwardException, DataLoaders, Learner, TfmdDL, process_group
 from learnerdist.core.collectives import gather_rows
 from learnerdist.core.env import group_rank,group_size,launch_store,wait_key
-from learnerdist.distributed.comm_hooks import find_hook
-from learnerdist.distributed import shared_mean
-from learnerdist.distributed.shared_mean import SharedMean
+from learnerdist.distributed.replica import find_hook
+from learnerdist.distributed import replica
+from learnerdist.distributed.replica import SharedMean
 from learnerdist.distributed.vote_links import GlooLinks,open_links
-from learnerdist.learner.accumulation import GradientAccumulation
+from learnerdist.learner.techniques import GradientAccumulation
 from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)
@@ -55,7 +55,7 @@ def rank_bits():
         gloo = grads('allreduce', links)
         before = SharedMean.seconds
         ours = [grads(o, links, **kw) for o in ('shm',None) for kw in cases]
-        shared_mean._large = 0 # one slot, as for large models
+        replica._large = 0 # one slot, as for large models
         ours += [grads('shm', links, **kw) for kw in cases]
         by_hand = [in_order(o) for i in range(4) for o in drawn(i)]
         dense = [[o for o in g if o.dim()==1] for g in ours]

@@ -1,11 +1,12 @@
 "Loaders and streams that go their own way: whole batches, streams that split themselves, counts of an epoch"
-import warnings
-from itertools import islice
+import re, warnings
+from itertools import chain, islice
 import pytest, torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, default_collate, get_worker_info
 from learnerdist.all import Callback, DataLoaders, Learner, gather_objects, num_distrib, rank_distrib
-from learnerdist.testing import RanksError, run_ranks
+from learnerdist.data.distributed_dl import reindexed
+from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)
 N = 22
@@ -66,7 +67,7 @@ def others():
     return dict(once=fit(DataLoader(Once(), bs())), slices=fit(Slices(data(), bs())),
                 few=fit(DataLoader(Stream(None, 10), 1, num_workers=2)))
 
-@pytest.mark.parametrize('W', [2,3])
+@pytest.mark.parametrize('W', [2,pytest.param(3, marks=pytest.mark.long)])
 def test_each_sample_of_a_stream_counts_once(W):
     one,ranks = run_ranks(streams, 1)[0],run_ranks(streams, W, timeout_s=200)
     for k in one:
@@ -77,7 +78,7 @@ def test_each_sample_of_a_stream_counts_once(W):
             assert not [o for o in got[k][2] if 'repeat' in o]
             if W==2 and k==(None,0): torch.testing.assert_close(got[k][0], one[k][0], rtol=0, atol=1e-12)
 
-@pytest.mark.parametrize('W', [2,3])
+@pytest.mark.parametrize('W', [2,pytest.param(3, marks=pytest.mark.long)])
 def test_loaders_that_read_in_their_own_way(W):
     one = run_ranks(others, 1)[0]
     for got in run_ranks(others, W):
@@ -112,16 +113,66 @@ def test_a_loader_may_end_early():
 
 def early(): return fit(Early(data(), bs()))
 
-def wrong(kind):
-    torch.manual_seed(0)
-    fit(dict(deaf=lambda: Deaf(data(), 2),
-             split=lambda: DataLoader(data(), 2, sampler=DistributedSampler(range(N), 4, 0)))[kind]())
+class Halves(DataLoader):
+    "Splits itself among ranks, which nothing can know: it gives a rank every W-th of the batches that it was dealt"
+    def __iter__(self): return islice(super().__iter__(), rank_distrib(), None, max(num_distrib(), 1))
 
-@pytest.mark.parametrize('kind,match', [('deaf', 'has read all the data: a Deaf never asks which samples are its own'),
-    ('split', 'a sampler deals the samples among 4 ranks, and 2 read them')])
-def test_a_wrong_count_is_an_error(kind, match):
-    with pytest.raises(RanksError, match=match): run_ranks(wrong, 2, kind)
-    run_ranks(wrong, 1, kind)
+class Headed(Stream):
+    "Says how long it is, and splits itself among ranks; its first samples are the same"
+    def __init__(self): super().__init__('by rank', N-1)
+    def __len__(self): return N
+    def __iter__(self): return chain([row(0)], super().__iter__())
+
+class Ignores:
+    "Is registered by a function that does not split it"
+    batch_size,dataset = 2,None
+    def __len__(self): return N//2
+    def __iter__(self): return iter(DataLoader(data(), 2))
+
+def whole(dl, dealer):
+    dealer.order(range(N), False)
+    return Ignores()
+
+def sampler(n, rank=0): return DataLoader(data(), 2, sampler=DistributedSampler(range(N), n, rank))
+LIARS = dict(deaf=(lambda: Deaf(data(), 2), 'rank . has seen 11 batches of a Deaf in this epoch, and .* are its own; it never asks'),
+    halves=(lambda: Halves(data(), 2), 'rank . has seen 3 batches of a Halves in this epoch, and 6 are its own'),
+    headed=(lambda: DataLoader(Headed(), 2), 'rank . has seen 1[12] of the 22 samples of a Headed, which splits itself'),
+    ignores=(Ignores, 'rank . has seen 11 batches of a Ignores in this epoch, and 6 are its own'),
+    split=(lambda: sampler(4), 'a sampler deals rank 0 of 4 its samples, and rank 0 of 2 reads them'),
+    rank=(lambda: sampler(2), 'a sampler deals rank 0 of 2 its samples, and rank 1 of 2 reads them'))
+
+def wrong():
+    "The error of each liar, on this rank"
+    reindexed.register(Ignores, whole)
+    res = {}
+    for k,(make,_) in LIARS.items():
+        try: fit(make())
+        except Exception as e: res[k] = f'{e} {e.__cause__}'
+    return res
+
+def test_a_wrong_count_is_an_error():
+    assert run_ranks(wrong, 1)==[{}]
+    ranks = run_ranks(wrong, 2, timeout_s=200)
+    for k,(_,match) in LIARS.items(): assert any(re.search(match, o.get(k, '')) for o in ranks), k
+
+class AtOnce(TensorDataset):
+    "Reads a batch at once, and draws for some samples"
+    def __init__(self, *ts, drawn=()):
+        super().__init__(*ts)
+        self.drawn,self.sizes = drawn,[]
+    def __getitem__(self, i): return self.__getitems__([i])[0]
+    def __getitems__(self, idxs):
+        self.sizes.append(len(idxs))
+        return [(self.tensors[0][i]+(torch.rand(())*.1 if i in self.drawn else 0),self.tensors[1][i]) for i in idxs]
+
+def at_once(): return {n: (fit(DataLoader(ds, bs()))[0],ds.sizes) for n in (0,2) if (ds := AtOnce(*data().tensors, drawn=range(8, 8+n)))}
+
+def test_a_batch_is_read_at_once_unless_that_draws():
+    one,= run_ranks(at_once, 1)
+    for got in run_ranks(at_once, 2):
+        for n,(weights,sizes) in got.items():
+            torch.testing.assert_close(weights, one[n][0], rtol=0, atol=1e-12)
+            assert (sizes.count(2)>=N//4)==(not n)
 
 # --- fastai's -----------------------------------------------------------------------------------------------------------------
 
@@ -150,9 +201,41 @@ def fit_sliced(shuffle):
     return net.weight.detach(),(targs*N).round().int().flatten().tolist(),loss
 
 @pytest.mark.parametrize('shuffle', [False,True])
-@pytest.mark.parametrize('W', [2,4])
+@pytest.mark.parametrize('W', [2,pytest.param(4, marks=pytest.mark.long)])
 def test_fastai_loaders_that_slice(W, shuffle):
     one,= run_ranks(fit_sliced, 1, shuffle)
     for weights,targs,loss in run_ranks(fit_sliced, W, shuffle):
         torch.testing.assert_close(weights, one[0], rtol=0, atol=1e-9)
         assert targs==one[1]==[*range(N)] and loss==pytest.approx(one[2])
+
+def of_lists(kind):
+    "Weights after a fit on a list of batches, which rank 0 alone has used before the context; and the batches of this rank"
+    from fastai.data.core import DataLoaders as FastaiDataLoaders
+    from fastai.learner import Learner as FastaiLearner
+    import learnerdist.fastai # noqa: F401
+    torch.manual_seed(0)
+    net,train,valid = nn.Linear(2, 1).double(),[*DataLoader(data(), 1)],[*DataLoader(data(), 5)]
+    if num_distrib()<2: train = [[torch.cat(o) for o in zip(*train[i:i+2])] for i in range(0, N, 2)]
+    if kind=='fastai': learn = FastaiLearner(FastaiDataLoaders(train, valid), net, MSE(), lr=.1, opt_func=torch_sgd, metrics=distance)
+    else: learn = Learner(DataLoaders(train, valid), net, nn.MSELoss(), lambda ps, lr: torch.optim.SGD(ps, lr=.1), metrics=distance)
+    with learn.no_logging():
+        if not rank_distrib(): learn.validate() # a cache that only rank 0 has
+        with learn.distrib_ctx(seed=1):
+            learn.fit(1)
+            values,n = [float(o) for o in learn.validate()],len(learn.dls.train)
+    return net.weight.detach(),values,n
+
+def distance(p, t): return (p-t).abs().mean()
+
+def torch_sgd(ps, lr):
+    from fastai.optimizer import SGD
+    return SGD(ps, lr)
+
+def lists(): return {k: of_lists(k) for k in ('ours','fastai')}
+
+def test_lists_of_batches_and_a_rank_that_has_validated_alone():
+    one,= run_ranks(lists, 1)
+    for got in run_ranks(lists, 2):
+        for k in one:
+            torch.testing.assert_close(got[k][0], one[k][0], rtol=0, atol=1e-9)
+            assert got[k][1]==pytest.approx(one[k][1]) and got[k][2]==one[k][2]==N//2, k

@@ -1,11 +1,11 @@
 "Where ranks begin: rank 0's weights, buffers and optimizer; random streams; a group and loaders that are there already"
-import multiprocessing as mp, random
-import numpy as np, torch, torch.distributed as dist
+import random
+import numpy as np, pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
-from scenes import make, picture, result, run
+from scenes import make, picture, run
 from test_scenes import close
-from learnerdist.all import (Callback, DataLoaders, DistributedDL, Learner, TfmdDL, group_rank, group_size, process_group,
+from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, group_rank, group_size, process_group,
                              rank_distrib)
 from learnerdist.testing import run_ranks
 
@@ -89,25 +89,14 @@ class AugSpy(Callback):
 def rank_streams(workers):
     with process_group(): return streams(group_size(), group_rank(), workers)
 
-def test_each_rank_draws_from_its_own_streams():
-    runs = [run_ranks(rank_streams, 2, 0) for _ in range(2)]
+@pytest.mark.parametrize('workers', [0,1])
+def test_each_rank_draws_from_its_own_streams(workers):
+    runs = [run_ranks(rank_streams, 2, workers) for _ in range(2)]
     assert runs[0]==runs[1] # reproducible
     (noise0,masks0,augs0),(noise1,masks1,augs1) = runs[0]
     for i in range(3): assert len({o[i] for o in noise0+noise1})==8 # 2 ranks, 2 epochs of 2 steps
     assert masks0!=masks1 and masks0[:2]!=masks0[2:]
     for i in range(3): assert len({o[i] for o in augs0+augs1})==32
-
-def test_augmentation_in_workers_differs_by_rank_and_epoch():
-    runs = [run_ranks(rank_streams, 2, 1) for _ in range(2)]
-    assert runs[0]==runs[1]
-    (_,_,augs0),(_,_,augs1) = runs[0]
-    for i in range(3): assert len({o[i] for o in augs0+augs1})==32
-
-def start_method(): return mp.get_start_method()
-
-def test_workers_of_a_rank_start_as_in_a_script():
-    "Else a local function in a data set does not reach them, and each of them imports torch anew"
-    assert run_ranks(start_method, 1)==[mp.get_start_method()]
 
 def test_alone_nothing_is_reseeded():
     torch.manual_seed(42)
@@ -133,19 +122,3 @@ def test_open_group_is_used_and_left_open():
     for alive,total,res in run_ranks(rank_own_group, 2):
         assert alive and total==3
         for r in res: close(r['fits'][-1]['state'], want['state'])
-def rank_split_already():
-    "A loader that the user split is left alone"
-    with process_group():
-        learn = make(picture(), 2, group_rank())
-        dl = DistributedDL(learn.dls.train.dataset, group_rank(), group_size(), bs=6, shuffle=True, seed=3)
-        learn.dls.loaders[0] = dl
-        with learn.no_logging(), learn.distrib_ctx(seed=3):
-            same = learn.dls.train is dl
-            learn.fit(3)
-        return same,result(learn)['state']
-
-def test_split_loader_is_left_alone():
-    want = run(picture())['fits'][-1]['state']
-    for same,r in run_ranks(rank_split_already, 2):
-        assert same
-        close(r, want)

@@ -5,7 +5,7 @@ import pytest, torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from learnerdist.all import Callback, Checkpoint, DataLoaders, Learner
-from learnerdist.data.streams import saves_place
+from learnerdist.data.distributed_dl import saves_place
 from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)

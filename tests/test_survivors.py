@@ -1,5 +1,7 @@
-"Ranks die, in processes of the launcher: those that are left start again, and the run is the one that nobody disturbed"
+"""Ranks die, in processes of the launcher: those that are left start again, and the run is the one that nobody disturbed. Ours, and
+fastai's Learner, imported as documented, with its recorder, schedule, optimizers, callbacks that save and log"""
 import json,os,signal,subprocess,sys
+from functools import partial
 from pathlib import Path
 import pytest,torch
 
@@ -10,17 +12,23 @@ def at(event, epoch=1, i=1, training=True):
     "A point of a fit"
     return [event,epoch,i,training]
 
-def dying(callback, point, how='SIGKILL'):
-    "A callback of the class `callback` that does `how` at `point`, if there is one"
+def dying(callback, point, how='SIGKILL', folder='', n=1, W=0):
+    "A callback of the class `callback` that does `how` at `point`, if there is one, where `n` of `W` ranks die at once"
     class Die(callback):
         order = 20
         def act(self):
             inner = point[0] in ('before_batch','after_pred','before_backward','after_backward','before_step','after_step','after_batch')
             if self.epoch!=point[1] or inner and (self.iter!=point[2] or self.training!=point[3]): return
-            if how=='raise': raise ZeroDivisionError('on purpose')
-            os.kill(os.getpid(), getattr(signal, how))
+            die_together(Path(folder), getattr(signal, how), n, W)
     if point: setattr(Die, point[0], Die.act)
     return Die()
+
+def die_together(folder, how, n, W):
+    "The last of `n` ranks that comes here ends all of them: a launcher that sees one death first would end the others itself"
+    (folder/f'{W}-{os.getpid()}.json').touch()
+    pids = {int(o.stem.split('-')[1]) for o in folder.glob(f'{W}-*.json')}
+    if len(pids)<n: signal.pause()
+    for o in sorted(pids, key=lambda o: o==os.getpid()): os.kill(o, how)
 
 def data(n):
     g = torch.Generator().manual_seed(n)
@@ -31,39 +39,70 @@ def net():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 3))
 
+def ours(folder, kind, bs, n_acc):
+    "Learner, callbacks, the class of callbacks and of checkpoints; datasets are such that there is a batch for each of 6 ranks"
+    import learnerdist.all as l
+    dls = l.DataLoaders(l.TfmdDL(data(660), bs, shuffle=True), l.TfmdDL(data(70), 10))
+    learn = l.Learner(dls, net(), torch.nn.CrossEntropyLoss(), torch.optim.AdamW, lr=.01, metrics=l.accuracy, path=folder)
+    cbs = [l.GradientClip(5.),l.CSVLogger()]
+    if 'accumulate' in kind: cbs.append(l.GradientAccumulation(n_acc))
+    if 'plateau' in kind: cbs.append(l.ReduceLROnPlateauCallback(patience=0, threshold=.5))
+    return learn,cbs,l.Callback,l.Checkpoint
+
+def fastais(folder, kind, bs, n_acc):
+    import fastai.learner,fastai.vision.all as f
+    from fastai.optimizer import Adam,OptimWrapper,ranger
+    from learnerdist.fastai import Checkpoint
+    fastai.learner.tensor = torch.tensor # so that the smooth loss is float64, too
+    opt = partial(OptimWrapper, opt=torch.optim.AdamW) if 'torch' in kind else ranger if 'ranger' in kind else Adam
+    dls = f.DataLoaders(f.DataLoader(data(660), bs=bs, shuffle=True, num_workers=0), f.DataLoader(data(70), bs=10, num_workers=0))
+    def accuracy(pred, targ): return (pred.argmax(-1)==targ).double().mean()
+    learn = f.Learner(dls, net(), loss_func=torch.nn.CrossEntropyLoss(), opt_func=opt, lr=.01,
+                      metrics=[accuracy,f.F1Score(average='macro')], path=folder)
+    cbs = [f.GradientClip(5.),f.CSVLogger(),f.SaveModelCallback(),f.ShowGraphCallback(),f.EarlyStoppingCallback(patience=9)]
+    if 'accumulate' in kind: cbs.append(f.GradientAccumulation(n_acc))
+    if 'plateau' in kind: cbs.append(f.ReduceLROnPlateau(patience=0, min_delta=1.))
+    if 'train_metrics' in kind: learn.remove_cb(f.Recorder).add_cb(f.Recorder(train_metrics=True))
+    return learn,cbs,f.Callback,Checkpoint
+
 def train(folder, plan, kind='', how='SIGKILL'):
     "On each rank; `plan`: by the number of ranks, by rank, a point at which it does `how`. Leaves what should be equal"
-    from learnerdist.all import (Callback,Checkpoint,CSVLogger,DataLoaders,GradientAccumulation,GradientClip,Learner,
-                                 ReduceLROnPlateauCallback,TfmdDL,accuracy,num_distrib,rank_distrib)
+    from learnerdist.all import num_distrib,rank_distrib
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
+    W,is_fastai = max(num_distrib(), 1),'fastai' in kind
+    points = plan.get(f'{W}', {})
+    point = points.get(f'{rank_distrib()}')
     bs = 5 if 'per rank' in kind else 63 if 'odd' in kind else 60
-    point = plan.get(f'{num_distrib()}', {}).get(f'{rank_distrib()}')
-    dls = DataLoaders(TfmdDL(data(660), bs, shuffle=True), TfmdDL(data(70), 10)) # one of 7 batches, at least, for each of 6 ranks
-    learn = Learner(dls, net(), torch.nn.CrossEntropyLoss(), torch.optim.AdamW, lr=.01, metrics=accuracy, path=folder)
-    class Count(Callback): # steps that the user's own callback has heard of
-        fit_state,n = ('n',),0
+    learn,cbs,Callback,Checkpoint = (fastais if is_fastai else ours)(folder, kind, bs, (72 if is_fastai else 120)//W)
+    class Count(Callback): # steps that the user's own callback has heard of, and batches that it has seen begin
+        order,fit_state,n,began = 5,('n','began'),0,0
+        def before_batch(self): self.began += self.training
         def after_step(self): self.n += 1
-    cbs,count = [dying(Callback, point, how),GradientClip(5.),CSVLogger()],Count()
+    count,clip = Count(),cbs[0]
+    cbs += [count,dying(Callback, point, how, folder, sum(o==point for o in points.values()), W)]
     if 'checkpoint' in kind: cbs.append(Checkpoint('ckpt', every=2, resume=True))
-    if 'accumulate' in kind: cbs.append(GradientAccumulation(120//num_distrib()))
-    if 'plateau' in kind: cbs.append(ReduceLROnPlateauCallback(patience=0, threshold=.5))
-    with learn.distrib_ctx(split_batches='per rank' not in kind, shard='sharded' in kind or None, seed=3):
-        (learn.fit if 'plain' in kind or 'plateau' in kind else learn.fit_one_cycle)(3, cbs=[*cbs,count])
-        preds = [o.tolist() for o in learn.get_preds(cbs=dying(Callback, point and point[0]=='predict' and ['after_pred',2,1,False]))]
-    rec = learn.recorder
-    res = dict(weights=[o.tolist() for o in learn.model.state_dict().values()], losses=rec.losses, values=rec.values, lrs=rec.lrs,
-               iters=rec.iters, preds=preds, norms=cbs[1].norms, n=count.n, world=num_distrib())
+    kw = {} if is_fastai else dict(shard='sharded' in kind or None)
+    with learn.distrib_ctx(split_batches='per rank' not in kind, seed=3, **kw):
+        (learn.fit if 'plain' in kind or 'plateau' in kind else learn.fit_one_cycle)(3, cbs=cbs)
+        rec,floats = learn.recorder,lambda o: [float(v) for v in o]
+        res = dict(losses=floats(rec.losses), values=[floats(o) for o in rec.values], lrs=floats(rec.lrs), iters=[*rec.iters],
+                   norms=getattr(clip, 'norms', []), rest=[])
+        if is_fastai: res['rest'] = floats([*getattr(rec, 'hps', {}).get('mom', ()),rec.smooth_loss.value])
+        at_predict = point and point[0]=='predict' and ['after_pred',2,1,False]
+        kw = {} if is_fastai else dict(cbs=dying(Callback, at_predict, folder=folder, W=W))
+        preds = learn.get_preds(**kw) # which resets fastai's recorder
+    res |= dict(weights=[o.tolist() for o in learn.model.state_dict().values()], preds=[o.tolist() for o in preds], n=count.n,
+                began=count.began, world=W, logger=learn.logger is print or not is_fastai)
     (Path(folder)/f'{rank_distrib()}.json').write_text(json.dumps(res))
 
-def launch(folder, plan=(), *args, nproc=3, policy='shrink', options=(), script=__file__):
+def launch(folder, plan=(), *args, nproc=3, policy='shrink', script=__file__):
     "Exit status, what each rank has left, and what was printed"
     folder.mkdir(parents=True, exist_ok=True)
-    cmd = [sys.executable,'-m','learnerdist.launch','--nproc',nproc,'--on-failure',policy,*options]
-    cmd += [script,folder,json.dumps(dict(plan)),*args]
+    cmd = [sys.executable,'-m','learnerdist.launch','--nproc',nproc,'--on-failure',policy,script,folder,json.dumps(dict(plan)),*args]
     drop = 'RANK','WORLD_SIZE','LOCAL_RANK','MASTER_PORT'
     env = {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=str(root))
-    res = subprocess.run([*map(str, cmd)], env=env, capture_output=True, text=True, timeout=150)
+    res = subprocess.run([*map(str, cmd)], env=env, capture_output=True, text=True, timeout=600)
     return res.returncode,{int(o.stem): json.loads(o.read_text()) for o in folder.glob('[0-9].json')},res.stdout+res.stderr
 
 def flat(o): return [n for i in o for n in flat(i)] if isinstance(o, list) else [o]
@@ -73,25 +112,28 @@ def check(folder, got, ref, n_left, said=()):
     assert code==0 and len(ranks)==n_left, text
     for o in said: assert o in text, text
     for o in ranks.values():
-        for k in ('weights','losses','values','lrs','iters','preds','norms'):
+        for k in ('weights','losses','values','lrs','iters','preds','norms','rest'):
             a,b = flat(o[k]),flat(ref[0][k])
             assert len(a)==len(b) and max((abs(x-y) for x,y in zip(a, b)), default=0)<1e-9, (k,text)
-        assert o['n']==ref[0]['n'] and o['world']==n_left
+        assert (o['n'],o['began'],o['world'])==(ref[0]['n'],ref[0]['began'],n_left) and o['logger']
     csv = (folder/'history.csv').read_text().splitlines()
     assert len(csv)==4 and [o[0] for o in csv]==['e','0','1','2']
+    left = {o.name for o in folder.iterdir() if o.suffix!='.json'}-{'ckpt'}
+    assert left<={'history.csv','models'}, 'a file is left'
 
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory):
-    "What ranks come to without a death, by kind"
+    "What one process comes to, by kind"
     known = {}
-    def _undisturbed(kind=''):
-        if kind not in known: known[kind] = launch(tmp_path_factory.mktemp('ref'), (), kind)[1]
+    def _undisturbed(kind):
+        if kind not in known: known[kind] = launch(tmp_path_factory.mktemp('ref'), (), kind, nproc=3 if 'sharded' in kind else 1)[1]
         return known[kind]
     return _undisturbed
 
 def again(n, of): return f'all start again, with {n} of {of} ranks'
 
 # plans: by the number of ranks, who dies where. 60 samples of a global batch divide among 6 to 1 ranks, 11 batches an epoch
+late = at('before_backward', 2, 9)
 five_of_six = [
     {6: {0: at('before_backward', 0, 0)}, 5: {1: at('after_train', 0)}, 4: {3: at('after_pred', 1, 0, False)}, 3: {0: at('after_epoch', 1)},
      2: {1: at('after_step', 2, 9)}},
@@ -99,70 +141,66 @@ five_of_six = [
      2: {0: at('predict')}}]
 
 @pytest.mark.long
-@pytest.mark.parametrize('plan', five_of_six)
-def test_deaths_of_five_of_six(plan, tmp_path, undisturbed):
+@pytest.mark.parametrize('kind,i', [('',0),('',1),('fastai',0),('fastai torch',0),('fastai ranger',0)])
+def test_deaths_of_five_of_six(kind, i, tmp_path, undisturbed):
     said = again(5, 6),again(1, 2),'going on in epoch 2 after step 30, from the state in memory'
-    check(tmp_path, launch(tmp_path, plan, nproc=6), undisturbed(), 1, said)
+    check(tmp_path, launch(tmp_path, five_of_six[i], kind, nproc=6), undisturbed(kind), 1, said)
 
-def test_two_at_once_then_rank_0(tmp_path, undisturbed):
-    plan = {4: {1: at('before_backward', 2, 9), 2: at('before_backward', 2, 9)}, 2: {0: at('predict')}}
-    said = again(2, 4),again(1, 2),'going on in epoch 2 after step 30','this fit was done already, after 33 steps'
-    check(tmp_path, launch(tmp_path, plan, nproc=4), undisturbed(), 1, said)
-
-@pytest.mark.long
-@pytest.mark.parametrize('kind', ['accumulate','plateau'])
-def test_callbacks_go_on(kind, tmp_path, undisturbed):
-    check(tmp_path, launch(tmp_path, {3: {1: at('before_backward', 2, 9)}}, kind), undisturbed(kind), 2, [again(2, 3)])
-
-def test_a_checkpoint_takes_the_place_of_the_implied_one(tmp_path, undisturbed):
-    got = launch(tmp_path, {3: {0: at('before_backward', 1, 1)}}, 'checkpoint')
-    check(tmp_path, got, undisturbed(), 2, ['going on in epoch 1 after step 12, from the checkpoint'])
+@pytest.mark.parametrize('kind,plan,n_left,said', [
+    ('', {3: {0: late}, 2: {0: at('predict')}}, 1,
+        [again(2, 3),again(1, 2),'going on in epoch 2 after step 30','this fit was done already, after 33 steps']),
+    ('fastai', {3: {0: late, 2: late}}, 1, [again(1, 3),'going on in epoch 2 after step 30, from the state in memory']), # two at once
+    ('checkpoint', {3: {0: at('before_backward', 1, 1)}}, 2, ['going on in epoch 1 after step 12, from the checkpoint']),
+    *(pytest.param(*o, marks=pytest.mark.long) for o in (
+        ('', {4: {1: late, 2: late}, 2: {0: at('predict')}}, 1, [again(2, 4),again(1, 2)]),
+        ('fastai checkpoint', {3: {0: at('before_backward', 1, 1)}}, 2, ['going on in epoch 1 after step 12, from the checkpoint']),
+        *((f'{k}{o}', {3: {1: late}}, 2, [again(2, 3)]) for o in ('accumulate','plateau') for k in ('','fastai ')),
+        ('sharded', {3: {1: late}}, 2, ['going on in epoch 2 after step 30, from the state in memory'])))])
+def test_the_run_is_that_of_one_process(kind, plan, n_left, said, tmp_path, undisturbed):
+    check(tmp_path, launch(tmp_path, plan, kind, nproc=max(plan)), undisturbed(kind.replace('checkpoint', '').strip()), n_left, said)
+    if kind!='checkpoint': return
     saved = sorted(o for o in (tmp_path/'ckpt').iterdir() if o.is_dir())
     assert len(saved)==2 and saved[-1].name=='epoch_0003-step_00000033', saved
     assert {json.loads((o/'manifest.json').read_text())['config']['ranks'] for o in saved}=={2}
 
 @pytest.mark.long
-def test_a_sharded_model(tmp_path, undisturbed):
-    got = launch(tmp_path, {3: {1: at('before_backward', 2, 9)}}, 'sharded')
-    check(tmp_path, got, undisturbed('sharded'), 2, ['going on in epoch 2 after step 30, from the state in memory'])
-
-@pytest.mark.long
-def test_a_batch_size_per_rank(tmp_path):
-    "660 samples: 10 steps of 15 are in the state in memory; then 51 of 10 samples, and 66 in each of the other epochs"
-    code,ranks,text = launch(tmp_path, {3: {1: at('before_backward', 0, 12)}}, 'plain per rank')
-    assert code==0 and len(ranks)==2, text
-    assert 'batch_size 15 then, 10 now' in text, text
-    assert ranks[0]['weights']==ranks[1]['weights'] and ranks[0]['iters']==[61,127,193], ranks[0]['iters']
-
-@pytest.mark.long
-def test_a_global_batch_that_those_that_are_left_do_not_divide(tmp_path):
-    "660 samples in batches of 63 are 11 steps, in batches of 62, too"
-    code,ranks,text = launch(tmp_path, {3: {1: at('before_backward', 2, 9)}}, 'plain odd')
-    assert code==0 and len(ranks)==2 and 'batch_size 63 then, 62 now' in text, text
-    assert ranks[0]['weights']==ranks[1]['weights'] and ranks[0]['iters']==[11,22,33], ranks[0]['iters']
+@pytest.mark.parametrize('kind,point,said,iters', [
+    # 660 samples: 10 steps of 15 are in the state in memory; then 51 of 10 samples, and 66 in each of the other epochs. fastai's
+    # schedule goes by the part of the fit that is done
+    *((o, at('before_backward', 0, 12), 'batch_size 15 then, 10 now', [61,127,193]) for o in ('plain per rank','fastai per rank')),
+    ('plain odd', late, 'batch_size 63 then, 64 now', [11,22,33])]) # batches of 63 are 11 steps, those of 64, too
+def test_batches_of_another_size(kind, point, said, iters, tmp_path):
+    code,ranks,text = launch(tmp_path, {3: {1: point}}, kind)
+    assert code==0 and len(ranks)==2 and said in text, text
+    assert ranks[0]['weights']==ranks[1]['weights'] and ranks[0]['iters']==iters, ranks[0]['iters']
 
 @pytest.mark.long
 def test_a_schedule_by_steps_needs_the_global_batch(tmp_path):
     code,ranks,text = launch(tmp_path, {3: {1: at('before_backward', 1, 1)}}, 'per rank')
     assert code and not ranks and 'with a scheduler for' in text, text
 
-def test_an_exception_ends_the_run(tmp_path):
-    code,ranks,text = launch(tmp_path, {3: {1: at('before_backward')}}, '', 'raise')
-    assert code==1 and not ranks and 'rank 1 failed first: ZeroDivisionError: on purpose' in text and 'start again' not in text, text
+@pytest.mark.long
+def test_metrics_of_training(tmp_path, undisturbed):
+    "A warning says that those of an epoch are without the batches before a restart"
+    code,ranks,text = launch(tmp_path, {3: {1: late}}, 'fastai train_metrics')
+    assert code==0 and 'train_metrics: those of this epoch are without its first 8 batches' in text, text
+    a,b = ranks[0]['values'],undisturbed('fastai train_metrics')[0]['values']
+    assert max(abs(x-y) for i in range(2) for x,y in zip(a[i], b[i]))<1e-9 and abs(a[2][0]-b[2][0])<1e-9
 
-def test_all_die(tmp_path):
-    code,ranks,text = launch(tmp_path, {2: dict.fromkeys(range(2), at('before_fit', 0))}, nproc=2)
-    assert code==137 and not ranks and 'start again' not in text, text
+ends = '''import os,signal,sys,threading
+if os.environ['RANK'] not in sys.argv[3]: threading.Event().wait()
+if sys.argv[4] == 'raise': raise ZeroDivisionError('on purpose')
+os.kill(os.getpid(), signal.SIGKILL)
+'''
 
-def test_the_default_is_to_end(tmp_path):
-    code,ranks,text = launch(tmp_path, {3: {1: at('before_backward')}}, policy='restart')
-    assert code==137 and not ranks and 'rank 1 failed first: ended by SIGKILL' in text and 'start again' not in text, text
-
-@pytest.mark.parametrize('options,why', [(['--max-restarts','1'],'--max-restarts 1, which starts as many ranks again'),
-    (['--nnodes','2','--rdzv-endpoint','127.0.0.1:29501'],'it is for the ranks of one machine')])
-def test_what_does_not_go_together(options, why, tmp_path):
-    code,_,text = launch(tmp_path, options=options)
-    assert code==2 and '--on-failure shrink: ' in text and why in text, text
+@pytest.mark.parametrize('policy,dying,how,status,said', [('shrink','1','raise',1,'ZeroDivisionError: on purpose'),
+    ('shrink','01','kill',137,'ended by SIGKILL'), ('restart','1','kill',137,'ended by SIGKILL')])
+def test_what_ends_the_run(policy, dying, how, status, said, tmp_path):
+    "An exception, which would come again; the death of all; a death, without the option"
+    (tmp_path/'ends.py').write_text(ends)
+    code,_,text = launch(tmp_path, {}, dying, how, nproc=2, policy=policy, script=tmp_path/'ends.py')
+    assert code==status and 'start again' not in text, text
+    assert any(f'rank {o} failed first: {said}' in text for o in dying), text
 
 @pytest.mark.long
 def test_random_points():

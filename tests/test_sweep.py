@@ -1,4 +1,5 @@
-"Twenty of tools/sweep.py's random cases on 2 and 3 processes: each is what one process does at the same global batch size, in float64"
+"""Twenty of tools/sweep.py's random cases on 2 and 3 processes, one in four in float32: each is what one process does at the
+same global batch size"""
 import sys
 from pathlib import Path
 import torch
@@ -12,13 +13,14 @@ not_exact = dict(loss=('focal_by_weight','boxes'), norm=('own','bn_nostats'))
 def is_exact(c): return all(c[k] not in v for k,v in not_exact.items())
 
 def cases(n, seed=0):
-    found = (c for k in range(1000) if is_exact(c := sweep.draw_case(seed, k)))
+    found = (c for k in range(1000) if is_exact(c := sweep.draw_case(seed, k, dtype='float32' if k%4==3 else 'float64')))
     return [next(found) for _ in range(n)]
 
 def test_twenty_cases():
     print('seed 0')
     cs = cases(20)
-    assert {c['W'] for c in cs}=={2,3} and len({c['model'] for c in cs})>=5 and len({c['sampler'] for c in cs})>=5
+    drawn = {o: {c[o] for c in cs} for o in ('W','dtype','model','sampler')}
+    assert len(drawn['W'])==len(drawn['dtype'])==2 and len(drawn['model'])>=5 and len(drawn['sampler'])>=5
     vs = sweep.verdicts(cs)
     whole = [o['loss']=='distances' for o in cs] # of pairs of samples: cannot be exact, and is told
     assert [(v, sweep.named(c)) for c,v,w in zip(cs, vs, whole) if (v[0]!='told' if w else v[0]!='same' or v[1])] == []

@@ -5,12 +5,11 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import MultiStepLR
-from learnerdist.distributed import shared_mean,timer,vote_links
+from learnerdist.distributed import profiling,vote_links
 from learnerdist.all import (CSVLogger, Callback, CancelFitException, CancelTrainException, DataLoaders, EarlyStoppingCallback,
                              GradientAccumulation, GradientClip, Learner, LogWriter, MixedPrecision, Scheduler, TensorBoardLogger, TfmdDL,
                              Timer, find_batch_size, group_size, mk_metric, num_distrib, rank_distrib, warm_up)
 from learnerdist.core.env import in_group
-from learnerdist.learner.loggers import ranked_warnings
 from learnerdist.learner.techniques import half_type
 from learnerdist.launch import run as launch_run
 from learnerdist.testing import run_ranks
@@ -225,18 +224,6 @@ def test_warnings_say_their_rank(logs):
     assert zero['err'].count('UserWarning: from 0')==6 and 'rank' not in zero['err'].replace('rank_distrib', '')
     assert one['err'].count('UserWarning: rank 1: from 1')==6 and zero['undone'] and one['undone']
 
-def test_a_showwarning_that_came_later_stays(monkeypatch):
-    monkeypatch.setattr('learnerdist.learner.loggers.group_rank', lambda: 3)
-    first,later,seen = warnings.showwarning,lambda *a, **kw: None,[]
-    with warnings.catch_warnings():
-        warnings.simplefilter('always')
-        warnings.showwarning = lambda message, *a, **kw: seen.append(str(message))
-        with ranked_warnings(): warnings.warn('mine')
-        with ranked_warnings(): warnings.warn_explicit('of torch', UserWarning, torch.__file__, 1) # appears on rank 0
-        with ranked_warnings(): warnings.showwarning = later
-        assert warnings.showwarning is later and seen==['rank 3: mine']
-    assert warnings.showwarning is first
-
 def test_log_of_an_epoch_that_was_cancelled_before_it_was_written(tmp_path):
     class Early(Callback):
         order = 61
@@ -280,41 +267,12 @@ class Slow(Callback):
 
 def test_where_the_time_goes(monkeypatch):
     clock = Clock()
-    for o in (timer,vote_links): monkeypatch.setattr(o, 'perf_counter', clock)
+    for o in (profiling,vote_links): monkeypatch.setattr(o, 'perf_counter', clock)
     learn = make(cbs=[Slow(clock),Timer])
     learn.dls.loaders[0] = TfmdDL(SlowData(clock), 8)
     learn.fit(2)
     want = dict(data=24., step=45., comm=0., total=69., samples_per_s=24/69)
     assert learn.recorder.times==[want]*2
-    ax = learn.recorder.plot_times()
-    assert [o.get_height() for o in ax.patches]==[24.,24.,45.,45.,0.,0.]
-
-class SlowVotes:
-    "What a rank's votes are posted to: each outcome is known two seconds later"
-    def __init__(self, links, clock): self.links,self.clock = links,clock
-    def post(self, *args):
-        self.sum = self.links.post(*args)
-        return self
-    def of_ranks(self):
-        self.clock.now += 2.
-        vote_links.Links.waited += 2.
-        return self.sum.of_ranks()
-
-def voting():
-    "Where the time of 3 steps on each rank goes, by a clock of its own: each of its 12 samples takes 1 s to read"
-    clock = Clock()
-    for o in (shared_mean,timer,vote_links): o.perf_counter = clock
-    class Votes(Callback):
-        order = -900
-        def before_train(self): self.learn.agreement.ballot.links = SlowVotes(self.learn.agreement.ballot.links, clock)
-    learn = make(cbs=Timer)
-    learn.dls.loaders[0] = TfmdDL(SlowData(clock), 4)
-    with learn.distrib_ctx(): learn.fit(2, cbs=Votes)
-    return [(o['data'],o['comm']) for o in learn.recorder.times]
-
-def test_a_vote_is_no_time_for_data():
-    "One vote before the first batch, one after each of three, and one at the end of the loop. The self-check reads 2 samples, once a fit"
-    for o in run_ranks(voting, 2): assert o==[(12.+2.,10.),(12.,10.)]
 
 def timed():
     res = []
@@ -337,7 +295,6 @@ def test_times_of_a_cancelled_epoch_are_blank():
     learn = make(cbs=[Skip,Timer])
     learn.fit(2)
     assert learn.recorder.times[0]['total'] is None and learn.recorder.times[1]['comm']==0
-    learn.recorder.plot_times()
 
 # --- memory -------------------------------------------------------------------------------------------------------------------
 

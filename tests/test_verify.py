@@ -1,12 +1,13 @@
 "`verify` says of a run that is one process's that it is, and of each kind of difference what it is and where it begins"
 import os,subprocess,sys
+from unittest.mock import Mock
 import pytest,torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from learnerdist.all import AvgMetric,Callback,DataLoaders,GradientAccumulation,Learner,TfmdDL,accuracy,get_model
+from learnerdist.all import AvgMetric,Callback,DataLoaders,GradientAccumulation,Learner,TfmdDL,accuracy,all_sum,get_model,num_distrib
 from learnerdist.data.distributed_dl import Dealer
-from learnerdist.distributed import replica,trainer
-from learnerdist.distributed.loss_weights import LossWeights
+from learnerdist.distributed import engine,replica
+from learnerdist.distributed.engine import Engine
 from learnerdist.testing import RanksError
 from learnerdist.verify import main,verify
 
@@ -28,7 +29,7 @@ def learner(model=None, loss=None, train=None, valid=None, metrics=accuracy, **k
 def without(obj, name, stand_in):
     "Switch a remedy off, in the process of a rank, and with it the check that would find the ranks' weights apart"
     setattr(obj, name, stand_in)
-    trainer.DistributedTrainer.check_divergence = lambda self: None
+    engine.compare_weights = lambda *args: None
 
 def plain(): return learner()
 def two_fits():
@@ -37,11 +38,11 @@ def two_fits():
     raise AssertionError('verify ends the function after its first fit')
 
 def weighted():
-    without(LossWeights, '_counts', lambda self, over: False)
+    without(Engine, '_weighed', lambda self, over: self.learn.loss_grad)
     return learner(loss=nn.CrossEntropyLoss(torch.tensor([.1,1.,9.])))
 
 def summed():
-    without(LossWeights, 'weigh', lambda self: vars(self).update(done=True))
+    without(Engine, 'weigh', lambda self, **kw: None)
     return learner(loss=nn.CrossEntropyLoss(reduction='sum'))
 
 def dropout(): return learner(mlp(nn.Dropout(.4)))
@@ -58,11 +59,11 @@ class Scaled(nn.CrossEntropyLoss):
 
 def learned_loss():
     loss = Scaled()
-    without(replica, '_average', lambda params: None)
+    without(replica, 'average_grads', lambda params, weighed=False: None)
     return learner(loss=loss, splitter=lambda m: [*m.parameters(),*loss.parameters()])
 
 def max_norm():
-    without(trainer, 'SharedMaxNorm', lambda model: None)
+    without(engine, "SharedMaxNorm", lambda model: Mock())
     x = torch.randint(9, (32,3), generator=torch.Generator().manual_seed(0))
     dl = TfmdDL(TensorDataset(x, x[:,0]%3), 4)
     return learner(nn.Sequential(nn.Embedding(9, 4, max_norm=.5), nn.Flatten(), nn.Linear(12, 3)), train=dl, valid=dl)
@@ -153,6 +154,34 @@ def unfrozen():
     without(replica.Replica, '_what_is_trained', lambda self: ([],[]))
     return learner(cbs=Unfreezes, splitter=lambda m: [*m.parameters()])
 
+class ByHand(Callback):
+    "Adds up over ranks, on top of DDP"
+    def before_step(self):
+        for p in self.model.parameters(): p.grad = all_sum(p.grad)
+def by_hand(): return learner(cbs=ByHand)
+
+class Noise(nn.Module):
+    "Draws from a generator of its own: the same numbers on all ranks"
+    def __init__(self):
+        super().__init__()
+        self.gen = torch.Generator().manual_seed(0)
+    def forward(self, x): return x+torch.randn(x.shape, generator=self.gen).to(x) if self.training else x
+def own_generator(): return learner(mlp(Noise()))
+
+class OwnStep(Callback):
+    "Centers of classes with an optimizer of their own"
+    def __init__(self, opt): self.opt_centers = opt
+    def before_step(self):
+        self.opt_centers.step()
+        self.opt_centers.zero_grad()
+def center_loss():
+    centers = nn.Embedding(3, 3).double()
+    def loss(p, y): return nn.functional.cross_entropy(p, y)+((p-centers(y))**2).sum(1).mean()
+    loss.n_items = lambda p, y: len(y)
+    return learner(loss=loss, cbs=OwnStep(torch.optim.SGD(centers.parameters(), lr=.5)))
+
+def divides(): return learner(train=TfmdDL(data(), 8//max(num_distrib(), 1), shuffle=True))
+
 def remedied():
     "What a remedy makes the same is the same"
     learn = learner(loss=nn.CrossEntropyLoss(torch.tensor([.1,1.,9.])), train=TfmdDL(data(31), 4), metrics=rmse, cbs=Unfreezes,
@@ -168,6 +197,10 @@ def test_same(f):
     assert max(res.largest[k].by for k in ('gradients','weights','predictions'))<1e-11
     assert {*res.largest} >= {'gradients','weights','loss','metrics','predictions'}
 
+def test_a_script_that_divides_its_batch_size_by_the_processes():
+    res = verify(divides, steps=6)
+    assert res.same and 'the script divides its batch size by the number of processes' in res.notes, res
+
 def test_predictions_without_rows_are_compared():
     assert verify(graphs_apart, steps=2).largest['predictions'].by>.1
 
@@ -182,7 +215,9 @@ def test_predictions_without_rows_are_compared():
     (padded, 'gradients', '', 'the batches have other shapes'),
     (clipped, 'gradients', '', 'a hook changes the gradient of 0.weight'), (own_table, 'gradients', '', 'the loss is no mean'),
     (rescaled, 'gradients', '', '0.weight: other weights before the first step'),
-    (unfrozen, 'gradients', '0.', 'trained, but not exchanged')],
+    (unfrozen, 'gradients', '0.', 'trained, but not exchanged'), (by_hand, 'gradients', '', 'averaged or added up by hand'),
+    (own_generator, 'gradients', '', 'model.1.gen: a generator of its own'),
+    (center_loss, 'gradients', '', 'centers.weight: of a module beside the model')],
     ids=lambda o: getattr(o, '__name__', ''))
 def test_difference(f, kind, name, cause):
     res = verify(f, steps=10)

@@ -13,8 +13,9 @@ from nbdev.doclinks import patch_name
 root = Path(__file__).parent.parent
 sys.path.insert(0, str(root))
 defs = ast.FunctionDef,ast.AsyncFunctionDef,ast.ClassDef
-guides = 'what_holds launching checkpoints features fastai'.split()
-tutorials = '''gallery is_it_the_same launching training_tricks failures from_fastai_distributed fastai_table sharded_lora sharded_table
+guides = '''start fastai accelerate launching launchers losses data checkpoints sharded speed same messages options names how_it_works log
+systems'''.split()
+tutorials = '''gallery is_it_the_same launching training_tricks failures from_fastai_distributed fastai_table sharded_lora
 catalyst_ddp ddp_from_scratch versions'''.split()
 folders = 'core data learner distributed checkpoint launch fastai'.split()
 
@@ -163,12 +164,18 @@ class Links:
 
 # The site
 def api_index(pages)->str:
-    "All documented names, by module"
-    res = ['# API index\n\nEvery documented name, by module. [Public names](guide/names.md) has those that `learnerdist.all` hands out.']
+    "The public names, the methods of a Learner, then every other documented name, by module"
+    known = {k: (p.at,v) for p in sorted(pages, key=lambda p: p.at.startswith('fastai/'), reverse=True) for k,v in p.anchors.items()}
+    def table(names):
+        rows = [f'| [`{k}`]({known[k][0]}#{k}) | {known[k][1].replace("|", chr(92)+"|")} |' for k in names]
+        return '| Name | Meaning |\n|---|---|\n'+'\n'.join(rows)
+    public = {o for o in vars(import_module('learnerdist.all')) if not o.startswith('_')}
+    first = {'Public names': [k for k in known if k in public], 'Methods of a Learner': [k for k in known if k.startswith('Learner.')]}
+    res = ['# API\n\nWhat `from learnerdist.all import *` hands out, the methods of a Learner, then what else is documented, by module.']
+    res += [f'## {title}\n\n{table(sorted(names, key=str.lower))}' for title,names in first.items()]
     for p in pages:
-        if not p.anchors: continue
-        rows = [f'| [`{k}`]({p.at}#{k}) | {v.replace("|", chr(92)+"|")} |' for k,v in p.anchors.items()]
-        res.append(f'## {p.at[:-3].replace("/", ".")}\n\n| Name | Meaning |\n|---|---|\n'+'\n'.join(rows))
+        names = [k for k in p.anchors if k not in public and not k.startswith('Learner.')]
+        if names: res.append(f'## {p.at[:-3].replace("/", ".")}\n\n{table(names)}')
     return '\n\n'.join(res)
 
 def nav(files)->list:

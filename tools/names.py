@@ -1,5 +1,6 @@
 """Write docs/names.md: what `from learnerdist.all import *` hands out, with a line each; `tests/test_house.py` compares"""
 import re
+from importlib import import_module
 from pathlib import Path
 
 from learnerdist import all as public
@@ -16,9 +17,12 @@ def table()->str:
     source = Path(public.__file__).read_text().partition('__all__')[0]
     intro = '`from learnerdist.all import *` hands these out, and no more; `help(name)` says the rest. Written by `tools/names.py`.'
     lines = ['# Public names',intro]
+    seen = set()
     for title,body in re.findall(r'^# (.+)\n((?:(?!# ).*\n)*)', source, re.M):
-        names = re.findall(r'\w+', ' '.join(re.findall(r'import\s+(\([^)]*\)|.*)', body)))
-        lines += ['',f'## {title}','| | |','|---|---|',*[f'| `{o}` | {first_sentence(o)} |' for o in names]]
+        found = dict.fromkeys(o for m in re.findall(r'^from (\S+) import', body, re.M) for o in import_module(m).__all__)
+        names = [o for o in found if o not in seen]
+        seen |= found.keys()
+        if names: lines += ['',f'## {title}','| | |','|---|---|',*[f'| `{o}` | {first_sentence(o)} |' for o in names]]
     return '\n'.join(lines)+'\n'
 
 if __name__=='__main__': (root/'docs/names.md').write_text(table())

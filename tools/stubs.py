@@ -5,7 +5,7 @@ import ast,inspect,re
 from pathlib import Path
 
 from learnerdist import all as public
-from learnerdist.distributed.comm_hooks import ddp_options
+from learnerdist.distributed.replica import ddp_options
 
 package = Path(__file__).parent.parent/'learnerdist'
 stubbed = 'learner/learner','learner/recorder','data/loaders'

@@ -1,12 +1,15 @@
-"""Train random learners on 2 and 3 processes and on one at the same global batch size, in float64, and compare what comes out:
+"""Train random learners on 2 and 3 processes and on one at the same global batch size, and compare what comes out:
 
-    python tools/sweep.py --cases 200 --seed 0 [--only K] [--set loss=weighted W=3]
+    python tools/sweep.py --cases 200 --seed 0 [--dtype float32] [--only K] [--set loss=weighted W=3]
 
 Case K of a seed is always the same: a model, a loss, a structure of samples, a sampler, callbacks, an optimizer. One that differs is made
 smaller, option by option, for as long as it differs; the table groups failures by what is left. `--only K` shows one case in full, `--set`
 the smallest one with these options. A case is *same*, *told* (it differs, and a warning was given), *refused* (ValueError on every
-rank), *DIFFERENT*, *error*, or *hang*. Exit status 1 where one is DIFFERENT, error or hang. Numbers may differ by 1e-9; in a fit that
-enlarges rounding, such as one that diverges, by ten times what one process's own do when its first weights are rounded otherwise."""
+rank), *DIFFERENT*, *error*, or *hang*. Exit status 1 where one is DIFFERENT, error or hang.
+
+Ranks agree bit by bit. From one process numbers may differ by 1e-9 in float64 and by 1e-5 in float32, relative where they are above 1; in
+a fit that enlarges rounding, such as one that diverges, by ten times what one process's own do when its first weights are rounded
+otherwise. In bfloat16, which has 8 bits, that is the rule for all, above one unit of the last bit: ranks round each sum of gradients."""
 import argparse,ast,math,os,pickle,random,sys,tempfile,traceback,warnings
 from pathlib import Path
 import torch
@@ -258,7 +261,7 @@ def make_learner(c, bs):
 
 def one_run(c, k=1, nudge=None):
     "What comes out of a run; `k=W` for one process with the batches of W; `nudge`: a seed by which the first weights are rounded otherwise"
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(getattr(torch, c['dtype']))
     torch.manual_seed(c['seed'])
     random.seed(c['seed'])
     out = {}
@@ -291,10 +294,11 @@ def _fits(c, learn, k):
 
 # --- cases -------------------------------------------------------------------------------------------------------------------
 
-base = dict(W=2, seed=0, model='mlp', norm='none', loss='mean', items='tuple', sampler='random', loader='ours', n=48, n_valid=23, bs=4,
-            valid_bs=5, drop_last=False, opt='sgd', lr=.1, cycle=False, sched=None, acc=None, clip=None, freeze=None, cancel=None,
-            metric='none', folds=1, late=False, preds=True, after=False, epochs=2)
-sizes = 'W','seed','n','n_valid','bs','valid_bs','epochs','lr' # Options that name no class of fault; `n` does where it does not divide
+base = dict(W=2, seed=0, dtype='float64', model='mlp', norm='none', loss='mean', items='tuple', sampler='random', loader='ours', n=48,
+            n_valid=23, bs=4, valid_bs=5, drop_last=False, opt='sgd', lr=.1, cycle=False, sched=None, acc=None, clip=None, freeze=None,
+            cancel=None, metric='none', folds=1, late=False, preds=True, after=False, epochs=2)
+# Options that name no class of fault; `n` does where it does not divide
+sizes = 'W','seed','dtype','n','n_valid','bs','valid_bs','epochs','lr'
 
 in_step = 'before_batch after_pred after_loss before_backward after_backward before_step after_step'.split()
 around = dict(fit=['before_fit','before_epoch','before_train','after_batch','after_train','before_validate','after_validate','after_epoch'],
@@ -308,7 +312,7 @@ def draw_cancel(rng, W):
     event = dict(step='before_step', backward='before_backward').get(what) or rng.choice([*around.get(what, []),*inner])
     return event,what,rng.randrange(6 if event in in_step or event=='after_batch' else 2),rng.choice([None,None,*range(W)])
 
-def draw_case(seed, k, worlds=(2,3)):
+def draw_case(seed, k, worlds=(2,3), dtype='float64'):
     "Case `k` of a seed"
     rng = random.Random(f'{seed}-{k}')
     maybe = lambda p, *o: rng.choice(o) if rng.random()<p else None
@@ -325,7 +329,7 @@ def draw_case(seed, k, worlds=(2,3)):
     c = {a: b for a,b in c.items() if b is not None}
     if rng.random()<.25: c['cancel'] = draw_cancel(rng, W)
     if rng.random()<.3 and c.get('sampler')!='own_batches': c.update(n=whole-rng.randrange(1, bs*W), drop_last=rng.random()<.4)
-    return fitting(base | c | dict(lr=.01 if c.get('opt') not in (None,'sgd','lookahead') else .1))
+    return fitting(base | c | dict(dtype=dtype, lr=.01 if c.get('opt') not in (None,'sgd','lookahead') else .1))
 
 def fitting(c):
     "`c` without options that do not go together"
@@ -359,7 +363,7 @@ def rank_runs(cases, folder):
         (Path(folder)/f'{i}-{os.environ["RANK"]}.part').write_bytes(pickle.dumps(res))
         (Path(folder)/f'{i}-{os.environ["RANK"]}.part').rename(Path(folder)/f'{i}-{os.environ["RANK"]}.pkl')
 
-def on_ranks(cases, W, timeout_s=60):
+def on_ranks(cases, W, timeout_s=600):
     "Outcomes by case and rank; one that some rank did not come back from is a hang, and those after it are run without it"
     res = []
     while len(res)<len(cases):
@@ -401,8 +405,12 @@ def _far(x, y):
     if x.shape!=y.shape or not torch.equal(x.isnan(), y.isnan()): return math.inf
     return ((x-y).abs()/y.abs().clamp_min(1)).nan_to_num(0).max().item() if x.numel() else 0.
 
-def judged(c, alone, ranks, tol=1e-9):
+# How far a run may be from one process's, and up to where its own rounding is an excuse
+tolerances = dict(float64=(1e-9, 1e-3), float32=(1e-5, 1e-2), bfloat16=(2**-7, 2.))
+
+def judged(c, alone, ranks):
     "(verdict, where or why, by how much)"
+    tol = tolerances[c['dtype']][0]
     errors = [o['error'] for o in ranks if 'error' in o]
     if any('hang' in o or 'imed out' in o.get('error', '') for o in ranks): return 'hang',errors[0],math.inf
     if 'error' in alone: return 'error',f'alone: {alone["error"]}; ranks: {errors}',math.inf
@@ -410,7 +418,7 @@ def judged(c, alone, ranks, tol=1e-9):
     keys = [a for a in alone if a!='said']
     far = {f'{a} between ranks': max(distance(o[a], ranks[0][a]) for o in ranks) for a in keys}
     if has_one_answer(c): far |= {a: distance(ranks[0][a], alone[a]) for a in keys}
-    bad = {a: d for a,d in far.items() if d>tol}
+    bad = {a: d for a,d in far.items() if d>(0 if 'between' in a else tol)}
     if {*bad}&{*keys}: # a difference from one process, not between ranks
         free = rounding(c, alone, keys)
         bad = {a: d for a,d in bad.items() if d>free.get(a, 0)}
@@ -421,7 +429,7 @@ def rounding(c, alone, keys, seeds=range(3)):
     "By how much outcomes may differ for rounding: ten times as much as one process's own do where its first weights are rounded otherwise"
     others = [guarded(c, c['W'], seed) for seed in seeds]
     far = {a: 10*max(distance(o.get(a), alone[a]) for o in others) for a in keys}
-    return {a: d for a,d in far.items() if d<1e-3} # beyond that nothing can be seen
+    return {a: d for a,d in far.items() if d<tolerances[c['dtype']][1]} # beyond that nothing can be seen
 
 def has_one_answer(c):
     "Whether one process could do the same: not if a rank cancels a batch alone, or validation ends after so many batches of each rank"
@@ -442,14 +450,14 @@ def verdicts(cases):
 
 def smaller(c):
     "`c` with one option back at its default"
-    res = [fitting({**c, k: v}) for k,v in base.items() if c[k]!=v and k not in ('W','seed','n','drop_last','lr')]
+    res = [fitting({**c, k: v}) for k,v in base.items() if c[k]!=v and k not in ('W','seed','dtype','n','drop_last','lr')]
     if c['drop_last'] or c['n']%(c['W']*c['bs']): res.append({**c, 'drop_last': False, 'n': c['W']*c['bs']*4})
     return [o for o in res if o!=c]
 
 def parts_of(c):
     "The smallest cases with one of the options of `c` each: an option, and the model that it may need"
     kept = {k: v for k,v in c.items() if v!=base[k] and k not in sizes}
-    plain = {**base, 'W': c['W']}
+    plain = {**base, 'W': c['W'], 'dtype': c['dtype']}
     res = [fitting({**plain, **o, k: v}) for o in ({}, {'model': c['model']}) for k,v in kept.items()]
     if c['n']%(c['W']*c['bs']) and not c['drop_last']: res += [{**o, 'n': 4*4*o['W']-5} for o in (plain, *res)]
     return [o for o in {repr(o): o for o in res}.values() if o not in (c, plain)]
@@ -507,13 +515,14 @@ def main():
     p.add_argument('--seed', type=int, default=0)
     p.add_argument('--only', type=int, metavar='K', help='show one case in full')
     p.add_argument('--set', nargs='+', metavar='NAME=VALUE', help='show the smallest case with these options')
+    p.add_argument('--dtype', default='float64', choices=tolerances)
     p.add_argument('--world', default='2,3', help='numbers of processes to draw from')
     p.add_argument('--no-shrink', action='store_true')
     args = p.parse_args()
     worlds = tuple(map(int, args.world.split(',')))
     if args.set: return show(fitting(base | dict(map(option, args.set))))
-    if args.only is not None: return show(draw_case(args.seed, args.only, worlds))
-    cases = [draw_case(args.seed, k, worlds) for k in range(args.cases)]
+    if args.only is not None: return show(draw_case(args.seed, args.only, worlds, args.dtype))
+    cases = [draw_case(args.seed, k, worlds, args.dtype) for k in range(args.cases)]
     vs = verdicts(cases)
     found = [(k, c, v) for k,(c,v) in enumerate(zip(cases, vs)) if v[0] in faults]
     table(found if args.no_shrink else shrunk(found))

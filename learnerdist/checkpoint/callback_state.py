@@ -8,6 +8,8 @@ __all__ = []
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c002
 from collections import Counter,OrderedDict,deque
 from contextlib import nullcontext
+from copy import copy
+from operator import attrgetter
 from typing import Callable,NamedTuple
 
 import numpy as np
@@ -15,40 +17,42 @@ import torch
 from fastcore.foundation import L
 
 import learnerdist
-from ..data.loaders import batch_shape,data_len
-from ..data.loaders import call_model
+from ..data.loaders import batch_shape,call_model,data_len
 from ..learner.learner import get_model
-from ..learner.losses import copied
+from ..learner.losses import copied,unweighted
 from ..learner.recorder import Recorder,as_totals
 from ..learner.techniques import GradientClip
 from ..core.compat import tree_leaves
-from ..core.shards import model_name
-from .snapshot import to_plain
+from ..core.random import rng_state,set_rng_state
+from ..core.shards import map_tensors,model_name
+from .snapshot import are_plain,to_plain
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c004b
-_kinds = {o.__name__: o for o in (deque,Counter,OrderedDict,np.ndarray)}
+_kinds = {o.__name__: o for o in (deque,Counter,OrderedDict)}
 
-def packed(o):
-    """`o`; what is no plain data becomes a dict that says its type, for `unpacked`. Lists, tuples and dicts are
-    looked through"""
-    kind = next((k for k,cls in _kinds.items() if type(o) is cls), None)
-    if kind=='ndarray': return dict(__type__=kind, items=torch.from_numpy(o.copy()))
-    if kind:
-        return dict(__type__=kind, items=packed([*o.items()] if isinstance(o, dict) else [*o]),
-                    maxlen=getattr(o, 'maxlen', None))
-    if type(o) is dict: return {k: packed(v) for k,v in o.items()}
-    if type(o) in (list,tuple) and not {*map(type, o)}<={int,float,str,bool}: return type(o)(packed(v) for v in o)
-    return o
+def packed(o, at:str):
+    """`o`, which `at` names in an error, as plain data, by copy but for tensors, for `unpacked`. ValueError if its type
+    would not come back: what is no plain data, and a class of the user's of lists or dicts"""
+    t = type(o)
+    if isinstance(o, (np.ndarray,np.generic)): return dict(__type__='numpy', items=torch.from_numpy(np.array(o)))
+    if t.__name__ in _kinds and t is _kinds[t.__name__]:
+        items = packed([*o.items()] if isinstance(o, dict) else [*o], at)
+        return dict(__type__=t.__name__, items=items, maxlen=getattr(o, 'maxlen', None))
+    if t is dict: return {k: packed(v, f'{at}/{k}') for k,v in o.items()}
+    if t in (list,tuple) and not are_plain(o): return t(packed(v, f'{at}/{i}') for i,v in enumerate(o))
+    if isinstance(o, (dict,list,tuple)) and t not in (list,tuple,L):
+        raise ValueError(f'{at}: a {t.__name__} would come back as another type: keep a dict, a list or a tuple')
+    return to_plain(o, at)
 
 def unpacked(o):
-    "The inverse of `packed`"
+    "The inverse of `packed`, by copy"
     kind = o.get('__type__') if isinstance(o, dict) else None
-    if kind=='ndarray': return o['items'].numpy().copy()
+    if kind=='numpy': return o['items'].numpy().copy()[()]
     if kind=='deque': return deque(unpacked(o['items']), o['maxlen'])
     if kind: return _kinds[kind](dict(map(tuple, unpacked(o['items']))))
     if isinstance(o, dict): return {k: unpacked(v) for k,v in o.items()}
-    if type(o) in (list,tuple) and not {*map(type, o)}<={int,float,str,bool}: return type(o)(unpacked(v) for v in o)
-    return o
+    if isinstance(o, torch.Tensor): return o.clone()
+    return type(o)(map(unpacked, o)) if isinstance(o, (list,tuple)) and not are_plain(o) else copy(o)
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c004e
 class Growing(NamedTuple):
@@ -56,10 +60,13 @@ class Growing(NamedTuple):
     lists:Callable # From the callback to a list, which changes at its end only, or to a dict of lists
     # From a part of it to numbers or a tensor
     pack:Callable = lambda items: [o.item() if hasattr(o, 'item') else o for o in items]
+    steps:bool = False # Totals of each step, (steps,k): loss × items, items, …
 
-growing = {Recorder: dict(lrs=Growing(lambda cb: cb.lrs), losses=Growing(lambda cb: cb.losses),
-                          totals=Growing(lambda cb: cb.all_steps(), as_totals)),
-           GradientClip: dict(norms=Growing(lambda cb: cb.norms))} # By class, by name in its state
+def growing_of(*names): return {k: Growing(attrgetter(k)) for k in names}
+
+growing = { # By class, by name in its state
+    Recorder: growing_of('lrs', 'losses')|dict(totals=Growing(lambda cb: cb.all_steps(), as_totals, True)),
+    GradientClip: growing_of('norms')}
 
 def _growing(cb): return {k:o for cls in type(cb).__mro__ for k,o in growing.get(cls, {}).items()}
 
@@ -68,26 +75,25 @@ def _keyed(cbs):
     "Callbacks by name; a second one with the same name gets a number"
     res = {}
     for cb in cbs:
-        res[cb.name if cb.name not in res else f'{cb.name}-{sum(o.split("-")[0]==cb.name for o in res)}'] = cb
+        n = sum(o.split('-')[0]==cb.name for o in res)
+        res[f'{cb.name}-{n}' if n else cb.name] = cb
     return res
 
 def say(learn, text):
     "Print a line as our Learner or fastai's does"
     getattr(learn, 'say', learn.logger)(text)
 
-def _names(cb, kind): # `getattr` alone would find other names in the learner
+def _names(cb, kind):
     return [o for o in getattr(type(cb), kind, ()) if o in vars(cb) or hasattr(type(cb), o)]
 
 def _state(cb, kind, grows):
-    if kind=='fit_state' and hasattr(type(cb), 'state_dict'): return {} if grows else cb.state_dict()
-    return {o: packed(getattr(cb, o)) for o in _names(cb, kind) if (o in _growing(cb))==grows}
+    if kind=='fit_state' and hasattr(type(cb), 'state_dict'): return {} if grows else to_plain(cb.state_dict(), cb.name)
+    names = [o for o in _names(cb, kind) if (o in _growing(cb))==grows]
+    return {o: packed(getattr(cb, o), f'{cb.name}.{o}') for o in names}
 
-def states_of(
-    cbs,
-    kind:str,        # 'fit_state': the same on every rank; or 'rank_state'
-    grows:bool=False # What grows with each step, or all other parts of the state
-)->dict:             # By name of callback, for those that have a state
-    "The state of callbacks in this fit"
+def states_of(cbs, kind:str, grows:bool=False)->dict:
+    """The state of callbacks in this fit, by name. kind: 'fit_state', the same on every rank, or 'rank_state'; grows:
+    what grows with each step, or all other parts"""
     res = {k: _state(cb, kind, grows) for k,cb in _keyed(cbs).items()}
     return {k:v for k,v in res.items() if v}
 
@@ -95,34 +101,28 @@ def merged(a, b)->dict:
     "States of callbacks that are the union of two"
     return {k: {**a.get(k, {}), **b.get(k, {})} for k in {**a,**b}}
 
-def lists_of(
-    cbs,
-    kind:str # As in `states_of`
-)->dict:     # By name, as `Tails.take` wants them
-    "The growing lists in the state of callbacks"
+def lists_of(cbs, kind:str)->dict:
+    "The growing lists in the state of callbacks, by name, as `Tails.take` wants them"
     res = {}
     for k,cb in _keyed(cbs).items():
         for name,o in _growing(cb).items():
             if name not in _names(cb, kind): continue
             found = o.lists(cb)
-            for path,l in {f'/{i}': l for i,l in found.items()}.items() if isinstance(found, dict) else [('',found)]:
-                res[f'{k}/{name}{path}'] = l,o.pack
+            for i,l in found.items() if isinstance(found, dict) else [(None,found)]:
+                res[f'{k}/{name}' if i is None else f'{k}/{name}/{i}'] = l,o.pack
     return res
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c006
-def load_states(
-    cbs,
-    states:dict, # From `states_of`
-    kind:str     # The same kind as there
-)->list:         # The names for which there is no callback
-    "Restore the state of callbacks"
+def load_states(cbs, states:dict, kind:str)->list:
+    "Restore the state of callbacks that `states_of` gave; returns the names for which there is no callback"
     keyed = _keyed(cbs)
     for k in states:
-        if k in keyed: _load(keyed[k], to_plain(states[k], k), kind) # a copy, since the state may be loaded again
+        if k in keyed: _load(keyed[k], states[k], kind)
     return [k for k in states if k not in keyed]
 
 def _load(cb, state, kind):
-    if kind=='fit_state' and hasattr(type(cb), 'load_state_dict'): return cb.load_state_dict(state)
+    if kind=='fit_state' and hasattr(type(cb), 'load_state_dict'):
+        return cb.load_state_dict(map_tensors(state, torch.clone))
     for k,v in state.items():
         if k not in _names(cb, kind): continue # a file names others only if it is foreign
         old = vars(cb).get(k)
@@ -130,47 +130,47 @@ def _load(cb, state, kind):
         if isinstance(old, list): old[:] = v # other callbacks may hold the same list
         else: setattr(cb, k, L(v) if isinstance(old, L) else v)
 
-def part_of(
-    states:list, # `rank_state` of each rank of the interrupted run
-    rank:int     # This rank, of another number of ranks
-)->dict:
-    "On another number of ranks, rank 0 gets the sum over the old ranks, and other ranks get zeros"
-    return {k: {a: sum(o[k][a] for o in states)*(rank==0) for a in v} for k,v in states[0].items()}
+def part_of(cbs, states:list, rank:int, adds_up:bool)->dict:
+    """On another number of ranks, rank 0 gets the sum over the old ranks' `rank_state`, and other ranks get zeros.
+    adds_up: whether the loss is a sum, S = ΣSᵣ, where a mean is ΣnᵣLᵣ/Σnᵣ"""
+    grow = {k: _growing(cb) for k,cb in _keyed(cbs).items()}
+    def joined(k, a):
+        parts,grows = [o[k][a] for o in states],grow.get(k, {}).get(a)
+        res = _sum_losses(parts) if adds_up and grows and grows.steps else sum(parts)
+        return torch.zeros_like(res) if rank else res
+    return {k: {a: joined(k, a) for a in v} for k,v in states[0].items()}
+
+def _sum_losses(parts):
+    res = sum(torch.cat([unweighted(o[:,:1], o[:,1:2]), o[:,1:]], 1) for o in parts)
+    return torch.cat([res[:,:1]*res[:,1:2], res[:,1:]], 1)
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c010
-def check_model(
-    model:torch.nn.Module,
-    state:dict, # The model's state in a checkpoint
-    source      # The checkpoint, for the error
-):
+def check_model(model:torch.nn.Module, state:dict, source):
     "Raise ValueError if names or shapes differ, before anything is loaded"
-    own = {k:tuple(v.shape) for k,v in model.state_dict().items() if isinstance(v, torch.Tensor)}
-    other = {k:tuple(v.shape) for k,v in state.items() if isinstance(v, torch.Tensor)}
-    bad = [k for k in {**own,**other} if own.get(k)!=other.get(k)]
+    def shapes(state): return {k:tuple(v.shape) for k,v in state.items() if isinstance(v, torch.Tensor)}
+    own,other = shapes(model.state_dict()),shapes(state)
+    bad = [k for k in own|other if own.get(k)!=other.get(k)]
     said = [f'{k}: {other.get(k, "missing")} in the checkpoint, {own.get(k, "missing")} here' for k in bad]
     if said: raise ValueError(f'{source} is of another model. {"; ".join(said[:5])}{"; …" if len(said)>5 else ""}')
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #cks02
-def run_config(
-    learn,    # In `before_fit`, after its callbacks
-    world:int # Number of ranks
-)->dict:      # Names and numbers that JSON keeps as they are
-    "The configuration of the fit that begins"
+def run_config(learn, world:int)->dict:
+    "The configuration of a fit on `world` ranks, in its `before_fit`: names and numbers that JSON keeps as they are"
     dl,opt = learn.dls.train,learn.opt
     groups = getattr(opt, 'param_groups', None) or getattr(opt, 'hypers', [{}])
     known = getattr(opt, 'defaults', groups[-1]) # a scheduler adds others, which are left out
     hypers = {k: _plain(v) for k,v in groups[-1].items() if k in known and _plain(v) is not None}
-    bs,trainer = batch_shape(dl)[0],getattr(learn, 'distributed_trainer', None)
+    bs = batch_shape(dl)[0]
     n = data_len(getattr(dl.source if hasattr(dl, 'dealer') else dl, 'dataset', None))
-    return dict(model=model_name(get_model(learn.model)), loss=_name(learn.loss_func), optimizer=type(opt).__name__,
-                **hypers,
-                n_epoch=learn.n_epoch, batch_size=bs and bs*world, samples=n, ranks=world,
-                seed=getattr(trainer, 'seed', None), schedule=horizons(learn.cbs),
-                torch=str(torch.__version__), learnerdist=learnerdist.__version__)
+    res = dict(model=model_name(get_model(learn.model)), loss=_name(learn.loss_func))
+    res |= dict(optimizer=type(opt).__name__)|hypers
+    res |= dict(n_epoch=learn.n_epoch, batch_size=bs and bs*world, samples=n, ranks=world)
+    versions = dict(torch=str(torch.__version__), learnerdist=learnerdist.__version__)
+    return res|dict(schedule=horizons(learn.cbs))|versions
 
 def horizons(cbs)->dict:
     "The number of steps or epochs that each schedule among the callbacks is made for (`horizon`), by name"
-    res = {k: getattr(cb, 'horizon', None) for k,cb in _keyed(cbs).items() if hasattr(type(cb), 'horizon')}
+    res = {k: cb.horizon for k,cb in _keyed(cbs).items() if hasattr(type(cb), 'horizon')}
     return {k:v for k,v in res.items() if v}
 
 def _name(o): return getattr(o, '__name__', type(o).__name__)
@@ -181,53 +181,40 @@ def _plain(o):
     if isinstance(o, (list,tuple)): return [_plain(i) for i in o]
     return o if isinstance(o, (bool,int,float,str)) else None
 
-def config_changes(
-    old:dict, # `run_config` when the checkpoint was made
-    new:dict  # `run_config` now
-)->list:      # Texts
-    "The differences, except the seed, which is restored, and values that `check_run` checks"
-    names = [k for k in {**old,**new} if k not in ('seed','schedule','n_epoch') and old.get(k)!=new.get(k)]
+def config_changes(old:dict, new:dict)->list:
+    "Texts on the differences of two `run_config`, except values that `check_run` checks"
+    names = [k for k in {**old,**new} if k not in ('schedule','n_epoch') and old.get(k)!=new.get(k)]
     return [f'{k} {old.get(k)} then, {new.get(k)} now' for k in names]
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #cks05
-def check_run(
-    old:dict, new:dict, # `run_config` of the checkpoint and of this fit
-    at:dict,            # The position of the checkpoint
-    fit:int,            # Number of fits of this learner that are done
-    src                 # The checkpoint
-):
-    "Raise ValueError if this fit cannot go on from the checkpoint, before anything is loaded"
+def check_run(old:dict, new:dict, at:dict, fit:int, src):
+    """Raise ValueError if the fit number `fit` of this learner, with the configuration `new`, cannot go on from the
+    checkpoint `src` at the position `at`, before anything is loaded"""
+    bad = [k for k,v in old['schedule'].items() if new['schedule'].get(k, v)!=v]
+    why = None
     if at['fit']!=fit:
-        why = (f'of fit number {at["fit"]+1} of its script, and this is number {fit+1}: each fit needs a folder of '
-               f'its own')
+        why = f'of fit number {at["fit"]+1} of its script, and this is number {fit+1}: give each its own folder'
     elif at['n_epoch']>new['n_epoch']:
         why = f'of a fit of {at["n_epoch"]} epochs, and this one has {new["n_epoch"]}: give as many or more'
     elif old['optimizer']!=new['optimizer']:
         why = f'with the state of {old["optimizer"]}, and this fit uses {new["optimizer"]}'
     elif at['phase']=='train' and old['samples']!=new['samples']:
         why = (f'in the midst of an epoch of {old["samples"]} samples, and the data set has {new["samples"]} now: '
-               f'give the same data. (A '
-               'checkpoint between two epochs can be used with other data)')
-    else:
-        bad = [k for k,v in old['schedule'].items() if new['schedule'].get(k, v)!=v]
-        why = bad and (f'with a {bad[0]} for {_counts(old, bad[0])}, and that of this fit is for '
-                       f'{_counts(new, bad[0])}. '
-                       f'{"; ".join(config_changes(old, new))}. Give as many epochs as then, and the same global '
-                       f'batch size: by as many '
-                       'ranks, or by split_batches=True. For more epochs, begin another fit after learn.load(folder)')
+               'give the same data, or a checkpoint between two epochs')
+    elif bad:
+        why = (f'with a {bad[0]} for {_counts(old, bad[0])}, and that of this fit is for {_counts(new, bad[0])}. '
+               f'{"; ".join(config_changes(old, new))}. Give as many epochs as then, and the same global batch size '
+               '(split_batches=True), or begin another fit after learn.load(folder)')
     if why: raise ValueError(f'{src} is {why}')
 
 def _counts(config, k): return ', '.join(f'{name}={n}' for name,n in config['schedule'][k])
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c013
-def settle(
-    learn,   # Before a training batch
-    ddp,     # Its model in DDP, `learn.wrapper.ddp`; None if it is not in DDP
-    streams  # Its random streams, see `Streams`
-):
-    "Let DDP rebuild its buckets as they were before the interruption. Sync point: all ranks call this"
+def settle(learn, ddp):
+    """Before a training batch, let `ddp` (None: not in DDP) rebuild its buckets as they were before the interruption.
+    Sync point: all ranks call this"""
     if ddp is None: return
-    before,buffers = streams.get(),[(o,o.clone()) for o in ddp.module.buffers()]
+    before,buffers = rng_state(),[(o,o.clone()) for o in ddp.module.buffers()]
     cast = getattr(getattr(learn, 'mixed_precision', None), 'autocast', nullcontext)
     with cast if hasattr(cast, '__enter__') and not isinstance(cast, type) else cast():
         out = call_model(ddp, copied(tuple(learn.xb)), learn.model)
@@ -235,4 +222,4 @@ def settle(
     with torch.no_grad():
         for o,old in buffers: o.copy_(old)
     for p in ddp.module.parameters(): p.grad = None
-    streams.set(before)
+    set_rng_state(before)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .env import current_group,group_rank,group_size,in_group,next_phase
+from .env import current_group,group_rank,group_size,in_group,next_phase,waits
 
 # %% ../../nbs/core/02_collectives.ipynb #c005
 def _carried(t):
@@ -24,7 +24,7 @@ def distrib_barrier():
     "Wait until every rank has made this call. Collective; does nothing without a process group"
     if not in_group(): return
     next_phase()
-    dist.barrier(group=current_group())
+    with waits('distrib_barrier'): dist.barrier(group=current_group())
 
 def all_sum(
     t:Tensor # Any shape; shape and dtype are the same on every rank
@@ -32,7 +32,7 @@ def all_sum(
     "Sum of `t` over ranks, on every rank (an all-reduce). Collective; `t` is not changed"
     if group_size()<2: return t
     res = _carried(t.clone())
-    dist.all_reduce(res, group=current_group())
+    with waits('all_sum'): dist.all_reduce(res, group=current_group())
     return res.to(t.device)
 
 # %% ../../nbs/core/02_collectives.ipynb #c006
@@ -52,7 +52,7 @@ def gather_objects(
     "The objects of all ranks in rank order, on every rank (an all-gather). Collective; `[o]` without a process group"
     if group_size()<2: return [o]
     res = [None]*group_size()
-    dist.all_gather_object(res, o, group=current_group())
+    with waits('gather_objects'): dist.all_gather_object(res, o, group=current_group())
     return res
 
 def broadcast_object(
@@ -61,42 +61,40 @@ def broadcast_object(
     "Rank 0's `o`, on every rank. Collective"
     if group_size()<2: return o
     res = [o]
-    dist.broadcast_object_list(res, src=dist.get_global_rank(current_group(), 0) if current_group() else 0,
-                               group=current_group())
+    src = dist.get_global_rank(current_group(), 0) if current_group() else 0
+    with waits('broadcast_object'): dist.broadcast_object_list(res, src=src, group=current_group())
     return res[0]
 
 # %% ../../nbs/core/02_collectives.ipynb #c010
-_wider = {torch.int16:torch.int32, torch.uint16:torch.int32, torch.uint32:torch.int64} # gloo carries none of these
+# gloo carries none of these
+_wider = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
-def gather_rows(
-    # (rows,…): each rank may have any number of rows, also 0; the other dimensions and the dtype are the same on all
-    t:Tensor,
-    dst:int=None   # The only rank that gets the rows; None: every rank
-)->list:           # One tensor for each rank, on `t`'s device; None on ranks other than `dst`
-    "The rows of all ranks, in rank order. Collective"
+def gather_rows(t:Tensor, dst:int=None)->list:
+    """The rows of all ranks, in rank order. Collective. t: (rows,…): each rank may have any number of rows, also 0;
+    the other dimensions and the dtype are the same on all; dst: the only rank that gets the rows; None: every rank;
+    returns: one tensor for each rank, on `t`'s device; None on ranks other than `dst`"""
     if group_size()<2: return [t]
     sizes = gather_objects(len(t))
     wide = t.to(_wider.get(t.dtype, t.dtype))
-    full = _carried(torch.cat([wide, wide.new_zeros(max(sizes)-len(t), *t.shape[1:])]).contiguous())
+    rest = wide.new_zeros(max(sizes)-len(t), *t.shape[1:])
+    full = _carried(torch.cat([wide,rest]).contiguous())
     wanted = dst in (None, group_rank())
     outs = [torch.empty_like(full) for _ in sizes] if wanted else None
+    # our groups hold all ranks, in their order
     if dst is None: dist.all_gather(outs, full, group=current_group())
-    else: dist.gather(full, outs, dst, group=current_group()) # our groups hold all ranks, in their order
+    else: dist.gather(full, outs, dst, group=current_group())
     return [o[:n].to(t.device, t.dtype) for o,n in zip(outs, sizes)] if wanted else None
 
 # %% ../../nbs/core/02_collectives.ipynb #sumstat2
-def add_states(
-    a, b # Numbers, tensors, or lists or dicts of them; the state of a rank without a batch is 0 or empty
-):
-    "The sum of two states; tensors are added in float64"
+def add_states(a, b):
+    """The sum of two states; tensors are added in float64. a, b: numbers, tensors, or lists or dicts of them; the
+    state of a rank without a batch is 0 or empty"""
     if isinstance(a, dict): return {k: add_states(a.get(k, 0), b.get(k, 0)) for k in {**a, **b}}
     if isinstance(a, list): return [add_states(*o) for o in zip(a, b, strict=True)]
     return sum(o.double() if isinstance(o, Tensor) else o for o in (a, b))
 
-def reduce_sums(
-    reds:list # `Sums`, the same on every rank
-):
-    "Sum the states of all `reds` over ranks. Sync point: one exchange"
+def reduce_sums(reds:list):
+    "Sum the states of all `reds` over ranks. Sync point: one exchange. reds: `Sums`, the same on every rank"
     places = [(red.obj,k) for red in reds for k in red.names]
     if not places: return
     owns = [getattr(*o) for o in places]

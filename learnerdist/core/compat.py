@@ -6,83 +6,50 @@
 __all__ = []
 
 # %% ../../nbs/core/00_compat.ipynb #bca14321
-import signal,time,weakref
+import time,weakref
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
-from types import SimpleNamespace
 
 import torch
-from torch.distributed import TCPStore,destroy_process_group
+from torch.distributed import destroy_process_group
 from torch.nn.parallel import DistributedDataParallel
 
 # %% ../../nbs/core/00_compat.ipynb #ede8b4a3
-names = dict( # By our name: the module, the path of attributes to the object, and the feature that is lost without it
-    queue_callback=('torch.autograd', 'Variable._execution_engine.queue_callback',
-                    "the gradients' exchange in `recorder.times`"),
-    batch_norm=('torch.nn.modules.batchnorm', '_BatchNorm',
-                'synchronised statistics of layers that are not BatchNorm1d, 2d or 3d'),
-    check_channels=('torch.nn', 'SyncBatchNorm._check_non_zero_input_channels',
-                    'the error for an input without channels'),
-    check_input_dim=('torch.nn', 'BatchNorm1d._check_input_dim',
-                     'the error for an input of another number of dimensions'),
-    worker_info=('torch.utils.data._utils.worker', '_worker_info',
-                 'to notice that a stream splits itself among workers'),
-    iterator=('torch.utils.data', 'DataLoader()._iterator', 'copies of a loader with persistent workers'),
-    abort_group=('torch.distributed.distributed_c10d', '_abort_process_group',
-                 "the other ranks' way out of nccl's waits after a failure"),
-    set_pg_timeout=('torch.distributed.distributed_c10d', '_set_pg_timeout',
-                    '`timeout_s` within an open group, before torch 2.9'),
-    default_store=('torch.distributed.distributed_c10d', '_get_default_store',
-                   "the store of a group that the script opened"),
-    grad_hooks=('torch', 'Tensor._backward_hooks', 'the warning of hooks that clip gradients'),
-    backward_sync=('torch.nn.parallel', 'DistributedDataParallel().require_backward_grad_sync',
-                   'accumulation without exchange'),
-    static_graph=('torch.nn.parallel', 'DistributedDataParallel().static_graph',
-                  'the error for parameters without a gradient'),
-    ignored=('torch.nn.parallel', 'DistributedDataParallel()._ddp_params_and_buffers_to_ignore',
-             'models with parameters without elements'),
-    dropout=('torch.nn.modules.dropout', '_DropoutNd', 'to silence dropout layers of unknown kinds in `verify`'),
-    find_unused=('torch.nn.parallel', 'DistributedDataParallel().find_unused_parameters',
-                 'the error for parameters without a gradient'),
-    tree_flatten=('torch.utils._pytree', 'tree_flatten', 'batches and predictions of registered container classes'),
-    tree_leaves=('torch.utils._pytree', 'tree_leaves', 'batches and predictions of registered container classes'),
-    tree_map=('torch.utils._pytree', 'tree_map', 'batches and predictions of registered container classes'),
-    tree_unflatten=('torch.utils._pytree', 'tree_unflatten', 'batches and predictions of registered container classes'),
-    end_children=('multiprocessing.util', '_exit_function', "the end of a rank's own children with it"),
-    children=('multiprocessing.process', '_children',
-              'ranks that are forks of a process with workers: they would wait for these'),
-    finalizers=('multiprocessing.util', '_finalizer_registry', 'the same, for what is done at the end of a process'),
-    tee=('torch.distributed.elastic.multiprocessing', 'DefaultLogsSpecs()._tee', "the rank's number before its lines"),
-    handler=('torch.distributed.elastic.multiprocessing.subprocess_handler', 'SubprocessHandler',
-             "the end of ranks' children after them"),
-    popen=('torch.distributed.elastic.multiprocessing.subprocess_handler', 'SubprocessHandler._popen',
-           'the fork server'),
-    rank_out=('torch.distributed.elastic.multiprocessing.subprocess_handler', 'SubprocessHandler()._stdout',
-              'the fork server'),
-    run_backward=('torch.autograd.graph', '_engine_run_backward', "'backward' as the place where a rank waits"),
-    reductions=('torchmetrics', 'Metric()._reductions', 'adding up: each rank computes the metric from all batches'),
-    update_count=('torchmetrics', 'Metric()._update_count',
-                  'adding up: each rank computes the metric from all batches'),
-    dispatch_mode=('torch.utils._python_dispatch', 'TorchDispatchMode', '`deferred`: models that never fit'),
-    fake_mode=('torch._subclasses.fake_tensor', 'FakeTensorMode', '`save` and `export` of a sharded model'),
-    swap_impl=('torch', '_C._swap_tensor_impl', '`deferred` for recurrent layers'),
-    module_states=('torch.distributed._composable_state', '_module_state_mapping',
-                   'a second sharded context of a model'),
-    compiled_call=('torch.nn', 'Module._compiled_call_impl', '`learn.compile`'),
-    call_impl=('torch.nn', 'Module._call_impl', '`learn.compile`'),
-    no_modes=('torch', '_C.DisableTorchFunction', '`learn.compile` with losses that are observed'),
-    compile_counts=('torch._dynamo.utils', 'counters', 'the count of graphs in `learn.compile`'),
-    compile_metrics=('torch._dynamo.utils', 'get_compilation_metrics', 'the count of graphs in `learn.compile`'),
-    to_sync=('torchmetrics', 'Metric()._to_sync', 'torchmetrics in a group of the script: it adds up a second time'))
+# By our name: the module and the path of attributes to the object, and the feature that is lost without it
+_names = """
+queue_callback: torch.autograd Variable._execution_engine.queue_callback: `recorder.times`
+batch_norm: torch.nn.modules.batchnorm _BatchNorm: BatchNorm over ranks, of other kinds
+check_channels: torch.nn SyncBatchNorm._check_non_zero_input_channels: an error: no channels
+check_input_dim: torch.nn BatchNorm1d._check_input_dim: an error: dimensions of the input
+worker_info: torch.utils.data._utils.worker _worker_info: streams that workers split
+iterator: torch.utils.data DataLoader()._iterator: copies of loaders with persistent workers
+abort_group: torch.distributed.distributed_c10d _abort_process_group: the way out of nccl's waits after a failure
+set_pg_timeout: torch.distributed.distributed_c10d _set_pg_timeout: `timeout_s` in an open group, before torch 2.9
+default_store: torch.distributed.distributed_c10d _get_default_store: the store of a group that the script opened
+grad_hooks: torch Tensor._backward_hooks: hooks of gradients, as a cause in `verify`
+ignored: torch.nn.parallel DistributedDataParallel()._ddp_params_and_buffers_to_ignore: empty weights
+dropout: torch.nn.modules.dropout _DropoutNd: dropout of unknown kinds, in `verify`
+pytree: torch.utils _pytree: batches and predictions of registered classes
+end_children: multiprocessing.util _exit_function: the end of a rank's children
+run_backward: torch.autograd.graph _engine_run_backward: 'backward', where a rank waits
+reductions: torchmetrics Metric()._reductions: sums over ranks
+update_count: torchmetrics Metric()._update_count: sums over ranks
+to_sync: torchmetrics Metric()._to_sync: sums, in a group of the script
+dispatch_mode: torch.utils._python_dispatch TorchDispatchMode: `deferred`
+swap_impl: torch _C._swap_tensor_impl: `deferred` for recurrent layers
+module_states: torch.distributed._composable_state _module_state_mapping: a second context
+compiled_call: torch.nn Module._compiled_call_impl: `learn.compile`
+call_impl: torch.nn Module._call_impl: `learn.compile`
+no_modes: torch _C.DisableTorchFunction: `learn.compile` with losses that are observed"""
+_rows = [o.split(': ', 2) for o in _names.strip().splitlines()]
+names = {k: (*place.split(),feature) for k,place,feature in _rows}
 
 # %% ../../nbs/core/00_compat.ipynb #a8354756
-def find(
-    name:str,      # A key of `names`
-    default=None   # The result where the installed version has no such name
-):                 # The object; for `Class().name` (an attribute that `__init__` sets) the class
-    "Look up a private name"
+def find(name:str, default=None):
+    """Look up a private name. name: a key of `names`; default: the result where the installed version has no such
+    name; returns: the object; for `Class().name` (an attribute that `__init__` sets) the class"""
     where,path,_ = names[name]
     try: return _follow(import_module(where), *path.partition('().')[::2])
     except (ImportError,AttributeError): return default
@@ -104,61 +71,29 @@ def missing()->dict:
 queue_callback,default_store = find('queue_callback'),find('default_store')
 end_children = find('end_children') # of this process, which ends without `sys.exit`
 BatchNorm,check_channels = find('batch_norm'),find('check_channels') # the first for isinstance
-# A fork cannot wait for its parent's children: it empties these
-inherited = find('children', set()),find('finalizers', {})
-no_iterator = dict(_iterator=None) # For a copied DataLoader, which would else read from the workers of the original
+# For a copied DataLoader, which would else read from the workers of the original
+no_iterator = dict(_iterator=None)
+update_stats = torch.batch_norm_update_stats
+batch_norm_backward = torch.ops.aten.native_batch_norm_backward
 
-def check_input_dim(
-    layer, # A BatchNorm layer
-    x      # Its input
-):
-    "Raise ValueError if the input has another number of dimensions than the layer takes"
+def check_input_dim(layer, x):
+    "ValueError if `x` has another number of dimensions than the BatchNorm layer takes"
     layer._check_input_dim(x)
 
-update_stats,batch_norm_backward = torch.batch_norm_update_stats,torch.ops.aten.native_batch_norm_backward
-
 # %% ../../nbs/core/00_compat.ipynb #e58b268b
-def ddp_flag(
-    ddp,      # A `DistributedDataParallel`
-    name:str
-)->bool:
-    "One of DDP's attributes `require_backward_grad_sync`, `static_graph` and `find_unused_parameters`"
-    return getattr(ddp, name)
-
-def set_worker_info(
-    info # What `get_worker_info()` is to return
-):
+def set_worker_info(info):
     "Replace the result of `get_worker_info()` in this worker of a loader, from now on"
     import_module(names['worker_info'][0])._worker_info = info
 
-def set_tee(
-    logs, # A `DefaultLogsSpecs`
-    tee   # What its argument of this name takes
-):
-    "Change which ranks' output torchrun shows"
-    logs._tee = tee
-
 # %% ../../nbs/core/00_compat.ipynb #75c9ed82
-def start_ranks_by(
-    # Gets command line, environment, and descriptors for output and errors; returns what `subprocess.Popen` returns
-    start
-):
-    "Let torchrun start its ranks by this function; where it returns None, torchrun does it itself"
-    handler,popen = find('handler'),find('popen')
-    def _popen(self, args, env):
-        outs = [o.fileno() if o else i for i,o in enumerate((self._stdout, self._stderr), 1)]
-        return start(args, env, *outs) or popen(self, args, env)
-    handler._popen = _popen
-
 Dropout = find('dropout') # for isinstance
-# Attributes: a parameter's functions of `register_hook`; of a model, names for DDP; in which a torchmetrics object
-# counts its batches
-grad_hooks,ignored_by_ddp,update_count = '_backward_hooks','_ddp_params_and_buffers_to_ignore','_update_count'
+# Attributes: of a parameter, the functions of `register_hook`; of a model, names for DDP; of a torchmetrics object, its
+# number of batches
+grad_hooks,ignored_by_ddp = '_backward_hooks','_ddp_params_and_buffers_to_ignore'
+update_count = '_update_count'
 
-def metric_state(
-    metric # A torchmetrics object
-)->dict:   # Empty if it is not known
-    "From each state attribute to the function by which torchmetrics reduces it over ranks"
+def metric_state(metric)->dict:
+    "From each state attribute to the function by which torchmetrics reduces it over ranks; empty if it is not known"
     return getattr(metric, '_reductions', {})
 
 @contextmanager
@@ -170,75 +105,53 @@ def unsynced(metric):
     finally: metric._to_sync = old
 
 # %% ../../nbs/core/00_compat.ipynb #bfe437ac
-tree_flatten,tree_leaves,tree_map,tree_unflatten = [find(f'tree_{o}') for o in ('flatten','leaves','map','unflatten')]
+_pytree = find('pytree')
+tree_flatten,tree_unflatten = _pytree.tree_flatten,_pytree.tree_unflatten
+tree_leaves,tree_map = _pytree.tree_leaves,_pytree.tree_map
 
 # %% ../../nbs/core/00_compat.ipynb #fsdpcmp1
 fsdp_on_cpu = hasattr(torch.cpu.Stream, 'record_event') # torch 2.6 has FSDP2 for GPUs only
 
-def fsdp_ready(
-    model # That `fully_shard` was applied to last
-):
+def fsdp_ready(model):
     "Let FSDP2 set up what it sets up in its first forward pass"
     model._get_fsdp_state()._lazy_init()
 
-def forget_fsdp(
-    m,    # A module of a model that `fully_shard` was applied to
-    names # Of its attributes before
-):
-    "Remove what `fully_shard` has added to a module, but for the class and the parameters"
-    hooks = [v for k,v in vars(m).items() if k.endswith('hooks') and isinstance(v, dict)]
-    ids = {i for d in hooks for i,
-           h in d.items() if str(getattr(h, '__module__', '')).startswith('torch.distributed.fsdp.')}
-    for d in [v for k,v in vars(m).items() if 'hooks' in k and isinstance(v, dict)]:
+def forget_fsdp(m, names):
+    "Remove what `fully_shard` has added to a module, but for class and parameters; names: its attributes before"
+    is_fsdps = lambda h: str(getattr(h, '__module__', '')).startswith('torch.distributed.fsdp.')
+    hooks = [v for k,v in vars(m).items() if 'hooks' in k and isinstance(v, dict)]
+    ids = {i for d in hooks for i,h in d.items() if is_fsdps(h)}
+    for d in hooks:
         for i in ids: d.pop(i, None)
-    for k in [k for k in vars(m) if k not in names and (k.startswith('__composable_api') or 'fsdp' in k)]:
-        del vars(m)[k]
+    for k in {*vars(m)}-{*names}:
+        if k.startswith('__composable_api') or 'fsdp' in k: delattr(m, k)
     find('module_states', {}).pop(m, None)
 
-def held_grads(
-    model, # That `fully_shard` was applied to
-    drop=False # Whether FSDP2 is to forget them
-)->list:   # Tensors of whole shape
-    "The gradients of micro-batches that were not exchanged, as FSDP2 keeps them on this rank"
+def held_grads(model, drop=False)->list:
+    """The gradients of micro-batches that were not exchanged, as FSDP2 keeps them on this rank. model: that
+    `fully_shard` was applied to; drop: whether FSDP2 is to forget them; returns: tensors of whole shape"""
     states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, '_get_fsdp_state')]
-    groups = [g for s in states for g in getattr(s, '_fsdp_param_groups', None) or [s._fsdp_param_group]
-              if g is not None]
-    params = [p for g in groups for p in g.fsdp_params]
+    of_state = lambda s: getattr(s, '_fsdp_param_groups', None) or [s._fsdp_param_group]
+    params = [p for s in states for g in of_state(s) if g is not None for p in g.fsdp_params]
+    held,whole = 'unsharded_accumulated_grad','_unsharded_param'
     # of 2.15: a property, of the next
-    owners = [(p,k) for p in params for k in ['unsharded_accumulated_grad'] if not hasattr(type(p), k)]
-    owners += [(o,'grad') for p in params if (o := getattr(p, '_unsharded_param', None)) is not None]
+    owners = [(p,held) for p in params if not hasattr(type(p), held)]
+    owners += [(o,'grad') for p in params if (o := getattr(p, whole, None)) is not None]
     res = [t for o,k in owners if (t := getattr(o, k, None)) is not None]
-    for o,k in owners*drop: setattr(o, k, None)
+    if drop:
+        for o,k in owners: setattr(o, k, None)
     return res
 
 # %% ../../nbs/core/00_compat.ipynb #cmpcmp1
 # Attributes: by which a module is called; of a compiled one
 compiled_call,compiled_inside = '_compiled_call_impl','_orig_mod'
-call_with_hooks,plain_calls = find('call_impl'),find('no_modes') # the latter without observers of torch's functions
-_compiled = SimpleNamespace(n=0, last=None)
-
-def compilations()->list: # (name of the function, its name and place, why there was need of another graph or None)
-    "The functions compiled since the last call"
-    counts,metrics = find('compile_counts'),find('compile_metrics')
-    if counts['stats']['unique_graphs']==_compiled.n: return []
-    found,_compiled.n = metrics(),counts['stats']['unique_graphs']
-    at = next((i+1 for i,o in enumerate(found) if o is _compiled.last), 0)
-    _compiled.last = found[-1] if found else None
-    # torch 2.6 does not say it
-    why = lambda o: str(getattr(o, 'recompile_reason', None)).strip().partition('\n')[0][:300]
-    return [(o.co_name,f'{o.co_name} {o.co_filename}:{o.co_firstlineno}',why(o))
-            for o in found[at:] if o.co_name and o.co_filename]
-
-def graph_breaks()->list:
-    "Why the compiler could not follow the code, each reason once, since this process began"
-    return [str(o).strip().partition('\n')[0][:300] for o in find('compile_counts')['graph_break']]
+call_with_hooks = find('call_impl')
+plain_calls = find('no_modes') # a context without observers of torch's functions
 
 # %% ../../nbs/core/00_compat.ipynb #dfrcmp1
 TorchDispatchMode = find('dispatch_mode')
 
-def storage_id(
-    t # A tensor, also on the meta device
-)->int:
+def storage_id(t)->int:
     "What tensors that share memory have in common, as long as one of them lives"
     return t.untyped_storage()._cdata
 
@@ -246,12 +159,9 @@ def version(t)->int:
     "How often a tensor was changed in place, as by `loss += penalty`; 0 where that is not known"
     return t._version if isinstance(t, torch.Tensor) and not t.is_inference() else 0
 
-def swap_content(
-    t,  # A tensor or Parameter
-    new # Of the same kind, and without references
-):
-    """Let the object `t` be what `new` is. `torch.utils.swap_tensors` refuses an LSTM's weights, to which the layer
-    holds weak references"""
+def swap_content(t, new):
+    """Let the tensor `t` be what `new` is, to which there is no other reference. `torch.utils.swap_tensors` refuses
+    an LSTM's weights, to which the layer holds weak references"""
     if not weakref.getweakrefs(t): return torch.utils.swap_tensors(t, new)
     for k in ('__class__','__dict__'):
         old = getattr(t, k)
@@ -259,66 +169,31 @@ def swap_content(
         setattr(new, k, old)
     find('swap_impl')(t, new)
 
-def written_by(
-    func, # An operation as a `TorchDispatchMode` sees it
-    args:tuple, kwargs:dict
-)->list:
-    "The tensors that the operation writes to"
+def written_by(func, args, kwargs)->list:
+    "The tensors that an operation writes to, as a `TorchDispatchMode` sees it"
     named = func._schema.arguments
     vals = [*args,*[kwargs.get(a.name) for a in named[len(args):]]]
     found = [v for a,v in zip(named, vals) if a.alias_info is not None and a.alias_info.is_write]
     return [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
 
 # %% ../../nbs/core/00_compat.ipynb #b037916a
-# By name: the first torch that does not need it; perhaps an earlier one does not either, since not every version was
-# tried
-shims = dict(listening_store='2.8', ignore_signals='2.9', shutdown_s='2.9', set_timeout='2.9', sync_buffers='2.11',
-             destroy_group='2.13',
-             abort_group='2.13')
+# By name: the first torch that does not need it, of those that were tried
+shims = dict(set_timeout='2.9', sync_buffers='2.11', destroy_group='2.13', abort_group='2.13')
 
 torch_version = tuple(map(int, torch.__version__.split('.')[:2]))
-sync_buffers = 'forward_sync_buffers' # DDP's option: whether each forward pass broadcasts rank 0's buffers
+# DDP's option: whether each forward pass broadcasts rank 0's buffers
+sync_buffers = 'forward_sync_buffers'
 if sync_buffers not in signature(DistributedDataParallel).parameters: sync_buffers = 'broadcast_buffers'
 
-def ignore_signals(
-    args,        # Parsed arguments of torchrun
-    ignored:list # Names of signals, such as 'SIGHUP'
-):
-    "Let torchrun's agent ignore these signals. By default it handles them: under `nohup` a SIGHUP would end it"
-    if hasattr(args, 'signals_to_handle'):
-        args.signals_to_handle = ','.join(o for o in args.signals_to_handle.split(',') if o not in ignored)
-        return
-    from torch.distributed.elastic.multiprocessing import api
-    handle = lambda sig, f: None if sig.name in ignored else signal.signal(sig, f)
-    api.signal = SimpleNamespace(**{**vars(signal), 'signal': handle})
-
-def shutdown_s(
-    config # torchrun's `LaunchConfig`
-)->float:
-    "Seconds that torchrun's agent waits for its ranks to end, after a signal. Before torch 2.9 that is no option"
-    return getattr(config, 'shutdown_timeout', 30)
-
-def listening_store(
-    host:str,
-    port:int,
-    fd:int    # File descriptor of a socket that listens on this host and port
-)->TCPStore:
-    "The server of a store, on a socket that is already open. Before torch 2.8 that works only without libuv"
-    old = dict(use_libuv=False) if torch_version<(2,8) else {}
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, **old)
-
-def destroy_group(
-    group=None # None: the default group
-):
-    """Close a group. In an older torch its end waits, with the GIL, for a thread that may need the GIL to forget its
-    last collective"""
+def destroy_group(group=None):
+    """Close a group, or the default group. In an older torch its end waits, with the GIL, for a thread that may need
+    the GIL to forget its last collective"""
     if torch_version<(2,13): time.sleep(.1) # which lets that thread have it
     destroy_process_group(group)
 
-def abort_group(
-    group=None # None: the default group
-):
-    "Close a group after a failure, and abort its pending work. In an older torch only nccl's work can be aborted"
+def abort_group(group=None):
+    """Close a group, or the default group, after a failure, and abort its pending work. In an older torch only nccl's
+    work can be aborted"""
     only_nccl = torch_version<(2,13) and 'nccl' not in torch.distributed.get_backend(group)
     (destroy_group if only_nccl else find('abort_group'))(group)
 

@@ -13,80 +13,69 @@ import torch
 from torch import Tensor,nn
 from torch.overrides import TorchFunctionMode
 
-from .compat import TorchDispatchMode,storage_id,swap_content,tree_leaves,tree_map,version,written_by
+from .compat import TorchDispatchMode,storage_id,swap_content
+from .compat import tree_leaves,tree_map,version,written_by
 
 # %% ../../nbs/core/00_deferred.ipynb #dfr06
 large = 1024 # Elements from which a tensor is deferred: small ones cost nothing, and constructors read them
 
-class Ref(NamedTuple):
-    "A tensor on the meta device, as an argument of a noted operation"
-    storage:int # As `storage_id` says
-    size:tuple
-    stride:tuple
-    offset:int
-
 class Noted(NamedTuple):
-    "An operation"
+    "An operation; deferred tensors among its arguments and results are on the meta device"
     func:object
     args:tuple
     kwargs:dict
-    outs:list      # A `Ref` for each tensor that it returned, or None
+    outs:list      # The tensors that it returned, and None in place of other results
     rng:Tensor     # The state of the random stream before it, if it draws
     stream:object  # The generator that it was given
 
 class Recipe:
     "How tensors came about: the operations on each storage, in order"
-    def __init__(self): self.ops,self.writers,self.storages = [],defaultdict(list),{}
+    def __init__(self): self.ops,self.writers = [],defaultdict(list)
     def knows(self, t)->bool:
         "Whether `t` is a tensor that was deferred"
-        return isinstance(t, Tensor) and storage_id(t) in self.storages
-    def ref(self, t)->Ref:
-        "A deferred tensor, without the tensor"
-        return Ref(storage_id(t), tuple(t.size()), t.stride(), t.storage_offset())
+        return isinstance(t, Tensor) and storage_id(t) in self.writers
 
     def note(self, func, args, kwargs, out, rng):
         "Keep an operation if it makes or changes a storage"
-        outs = [t if isinstance(t, Tensor) else None for t in tree_leaves(out)]
-        changed = {storage_id(t) for t in written_by(func, args, kwargs) if self.knows(t)}
-        made = {storage_id(t): t.untyped_storage() for t in outs if t is not None
-                and storage_id(t) not in self.storages}
+        outs = [t.detach() if isinstance(t, Tensor) else None for t in tree_leaves(out)]
+        changed = [t for t in written_by(func, args, kwargs) if self.knows(t)]
+        made = [t for t in outs if t is not None and not self.knows(t)]
         if not changed and not made: return
-        keep = lambda o: self.ref(o) if self.knows(o) else o.detach().clone() if isinstance(o, Tensor) else o
-        args,kwargs = tree_map(keep, args),tree_map(keep, {k: v for k,v in kwargs.items() if k!='generator'})
-        self.storages |= made
-        for s in {*changed,*made}: self.writers[s].append(len(self.ops))
-        self.ops.append(Noted(func, args, kwargs, [t if t is None else self.ref(t) for t in outs], *rng))
+        kwargs = {k: v for k,v in kwargs.items() if k!='generator'}
+        def copied(t):
+            if not isinstance(t, Tensor): return t
+            return t.detach() if self.knows(t) else t.detach().clone()
+        args,kwargs = tree_map(copied, args),tree_map(copied, kwargs)
+        for s in {storage_id(t) for t in changed+made}: self.writers[s].append(len(self.ops))
+        self.ops.append(Noted(func, args, kwargs, outs, *rng))
 
-    def _needed(self, refs):
-        "The operations that these tensors come from, in order"
-        found,todo = set(),[(o.storage, len(self.ops)) for o in refs]
+    def _needed(self, t):
+        "The operations that a tensor comes from, in order"
+        found,todo = set(),[(storage_id(t), len(self.ops))]
         while todo:
             storage,before = todo.pop()
             new = [i for i in self.writers[storage] if i<before and i not in found]
             found.update(new)
-            todo += [(o.storage, i) for i in new for o in _refs((self.ops[i].args,self.ops[i].kwargs))]
+            read = {i: tree_leaves((self.ops[i].args,self.ops[i].kwargs)) for i in new}
+            todo += [(storage_id(o), i) for i in new for o in read[i] if self.knows(o)]
         return sorted(found)
 
     @torch.no_grad()
-    def values(self, refs)->list:
-        "The tensors, computed as they were in the constructor. Random streams are left as they are"
+    def value(self, t)->Tensor:
+        "A deferred tensor, computed as it was in the constructor. Random streams are left as they are"
         real = {}
-        get = lambda o: real[o.storage].as_strided(o.size, o.stride, o.offset) if isinstance(o, Ref) else o
+        def get(o):
+            if not self.knows(o): return o
+            return real[storage_id(o)].as_strided(o.size(), o.stride(), o.storage_offset())
         with torch.random.fork_rng(devices=[]):
-            for i in self._needed(refs):
-                op = self.ops[i]
-                kw = {} if op.rng is None else _drawing(op)
-                out = op.func(*tree_map(get, op.args, is_leaf=_is_ref), **tree_map(get, op.kwargs, is_leaf=_is_ref),
-                              **kw)
-                for o,t in zip(op.outs, tree_leaves(out)):
-                    if o is not None: real.setdefault(o.storage, t)
-        return [get(o) for o in refs]
-
-def _is_ref(o): return isinstance(o, Ref)
-def _refs(o): return [r for r in tree_leaves(o, is_leaf=_is_ref) if _is_ref(r)]
-def _drawing(op):
-    if op.stream is None: torch.set_rng_state(op.rng)
-    return {} if op.stream is None else dict(generator=torch.Generator().set_state(op.rng))
+            for op in map(self.ops.__getitem__, self._needed(t)):
+                kw = {}
+                if op.stream is not None: kw['generator'] = torch.Generator().set_state(op.rng)
+                elif op.rng is not None: torch.set_rng_state(op.rng)
+                out = op.func(*tree_map(get, op.args), **tree_map(get, op.kwargs), **kw)
+                for o,val in zip(op.outs, tree_leaves(out)):
+                    if o is not None: real.setdefault(storage_id(o), val)
+        return get(t)
 
 # %% ../../nbs/core/00_deferred.ipynb #dfr10
 class _Deferring(TorchDispatchMode or object):
@@ -96,32 +85,30 @@ class _Deferring(TorchDispatchMode or object):
         self.recipe = Recipe()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs,tensors = kwargs or {},[o for o in tree_leaves((args,kwargs)) if isinstance(o, Tensor)]
-        deferred = any(map(self.recipe.knows, tensors))
+        kwargs,knows = kwargs or {},self.recipe.knows
+        tensors = [o for o in tree_leaves((args,kwargs)) if isinstance(o, Tensor)]
         makes = not tensors and torch.device(kwargs.get('device') or 'meta').type=='cpu'
-        out = self._try(func, args, kwargs) if deferred or makes else None
-        if out is None or makes and all(o.numel()<large for o in tree_leaves(out) if isinstance(o, Tensor)):
-            return func(*self._real(args), **self._real(kwargs))
+        out = self._try(func, args, kwargs) if makes or any(map(knows, tensors)) else None
+        real = lambda o: tree_map(lambda t: self.recipe.value(t) if knows(t) else t, o)
+        small = lambda: all(o.numel()<large for o in tree_leaves(out) if isinstance(o, Tensor))
+        if out is None or makes and small():
+            return func(*real(args), **real(kwargs))
         draws,stream = torch.Tag.nondeterministic_seeded in func.tags,kwargs.get('generator')
         rng = None if not draws else torch.get_rng_state() if stream is None else stream.get_state()
-        if draws: func(*self._real(args), **self._real(kwargs)) # the stream goes on as it would
+        if draws: func(*real(args), **real(kwargs)) # the stream goes on as it would
         self.recipe.note(func, args, kwargs, out, (rng,stream))
         return out
 
     def _try(self, func, args, kwargs):
         "The result on the meta device; None if it depends on values, or changes a tensor that has some"
-        if any(not self.recipe.knows(t) for t in written_by(func, args, kwargs)): return None
+        if not all(map(self.recipe.knows, written_by(func, args, kwargs))): return None
         def shape(o):
             if not isinstance(o, Tensor) or self.recipe.knows(o): return o
             return torch.empty_strided(o.size(), o.stride(), dtype=o.dtype, device='meta')
-        kw = {k: torch.device('meta') if k=='device' and v is not None else v for k,
-              v in kwargs.items() if k!='generator'}
+        kw = {k: v for k,v in kwargs.items() if k!='generator'}
+        if kw.get('device') is not None: kw['device'] = torch.device('meta')
         try: return func(*tree_map(shape, args), **tree_map(shape, kw))
         except (RuntimeError,NotImplementedError): return None # where the arguments are at fault, real ones will say so
-
-    def _real(self, o):
-        recipe = self.recipe
-        return tree_map(lambda t: recipe.values([recipe.ref(t)])[0] if recipe.knows(t) else t, o)
 
 class _AsOnCPU(TorchFunctionMode):
     "Within it, Python sees deferred tensors as those of the CPU: `nn.init` leaves those of the meta device alone"
@@ -141,51 +128,46 @@ def deferred(
     with _Deferring() as mode,_AsOnCPU(mode.recipe): model = build()
     if not isinstance(model, nn.Module):
         raise ValueError(f'deferred: build returned a {type(model).__name__}, and no module')
-    for t in [*model.parameters(),*model.buffers()]:
-        if mode.recipe.knows(t): t.source = FromRecipe(mode.recipe, mode.recipe.ref(t), version(t))
+    for _,t in _named(model):
+        if mode.recipe.knows(t): t.source = FromRecipe(mode.recipe, t.detach(), version(t))
     return model
+
+def _named(model): return [*model.named_parameters(),*model.named_buffers()]
 
 # %% ../../nbs/core/00_deferred.ipynb #dfr10b
 class FromRecipe(NamedTuple):
     "Where a tensor on the meta device gets its value from"
     recipe:Recipe
-    ref:Ref
-    version:int # When the constructor was done
-    def made(self, t)->bool:
+    made:Tensor # What the constructor made
+    version:int # When it was done
+    def is_of(self, t)->bool:
         "Whether `t` is still what the constructor made"
-        return storage_id(t)==self.ref.storage and version(t)==self.version
+        return storage_id(t)==storage_id(self.made) and version(t)==self.version
     def whole(self)->Tensor:
         "Its value, on the CPU"
-        return self.recipe.values([self.ref])[0]
+        return self.recipe.value(self.made)
 
 # %% ../../nbs/core/00_deferred.ipynb #dfr14
 def has_deferred(model)->bool:
     "Whether tensors of a model have no memory yet"
-    return any(t.is_meta for t in _tensors(model))
+    return any(t.is_meta for _,t in _named(model))
 
-def _tensors(model): return [*model.parameters(),*model.buffers()]
-
-def set_value(
-    t:Tensor, # A parameter or a buffer on the meta device
-    val       # Its value, of the same shape; a part of one for a part
-):
-    "Give a tensor memory: it stays the same object, so that modules and optimizers have it"
+def set_value(t:Tensor, val):
+    """Give a tensor memory: it stays the same object, so that modules and optimizers have it. t: a parameter or a
+    buffer on the meta device; val: its value, of the same shape; a part of one for a part"""
     new = nn.Parameter(val, t.requires_grad) if isinstance(t, nn.Parameter) else val
     vars(new).update({k: v for k,v in vars(t).items() if k!='source'})
     swap_content(t, new)
 
 def fill_in(model)->nn.Module:
     "Compute all tensors of a model that have no memory yet, and return the model. ValueError if it cannot be known how"
-    for k,t in [*model.named_parameters(),*model.named_buffers()]:
+    for k,t in _named(model):
         if t.is_meta: set_value(t, source_of(k, t).whole())
     return model
 
 def source_of(k, t):
     "Where the tensor of name `k` gets its value from; ValueError if that is not known"
     found = getattr(t, 'source', None)
-    if found is None or hasattr(found, 'made') and not found.made(t):
-        raise ValueError(f'{k} is on the meta device, and nothing says which values it has: build the model by '
-                         f'deferred(lambda: …), or '
-                         'give shard=dict(weights=file). What changes tensors, such as .double(), belongs within the '
-                         'function')
-    return found
+    if found is not None and (not isinstance(found, FromRecipe) or found.is_of(t)): return found
+    how = 'deferred(lambda: …), with all that changes tensors, such as .double(), or give shard=dict(weights=file)'
+    raise ValueError(f'{k} is on the meta device, and nothing says which values it has: build the model by {how}')

@@ -14,17 +14,17 @@ def is_interactive()->bool:
     "Whether somebody types into this process: at Python's prompt, in IPython or in a notebook"
     return hasattr(sys, 'ps1') or hasattr(builtins, 'get_ipython')
 
-def add_docments(
-    objects # Functions and classes; of a class, its constructor and public methods
-):
-    "Add to docstrings what each parameter means, and what is returned, once"
+def add_docments(objects, **more):
+    """Add to docstrings what each parameter means, and what is returned, once. objects: functions and classes; of a
+    class, its constructor and public methods; more: meanings of parameters that have no docment"""
     for o in objects:
-        of_class = [v for k,v in vars(o).items() if k=='__init__' or not k.startswith('_')] if isclass(o) else []
-        for f in filter(isfunction, of_class or [o]): _add(f)
+        names = [k for k in vars(o) if k=='__init__' or k[0]!='_'] if isclass(o) else []
+        for f in filter(isfunction, [vars(o)[k] for k in names] or [o]): _add(f, more)
 
-def _add(func):
+def _add(func, more):
     from fastcore.docments import docments
-    try: found = docments(func, args_kwargs=True)
+    try: found = {k: v or more.get(k) for k,v in docments(func, args_kwargs=True).items()}
     except (OSError, SyntaxError, TypeError): return # no source; an older fastcore
-    doc,said = func.__doc__ or '','\n'.join(f"{'returns' if k=='return' else k}: {v}" for k,v in found.items() if v)
+    said = '\n'.join(f"{'returns' if k=='return' else k}: {v}" for k,v in found.items() if v)
+    doc = func.__doc__ or ''
     if said not in doc: func.__doc__ = f'{doc}\n\n{said}'.strip()

@@ -7,7 +7,7 @@ __all__ = ['rank_distrib', 'num_distrib', 'local_rank', 'default_device', 'RankE
            'process_group', 'group_rank', 'group_size', 'is_rank0']
 
 # %% ../../nbs/core/01_env.ipynb #c002
-import dis,json,os,re,socket,sys,time,traceback
+import dis,json,os,re,socket,sys,threading,time,traceback
 from collections import Counter
 from contextlib import contextmanager,suppress
 from datetime import timedelta
@@ -19,28 +19,44 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from .compat import abort_group,default_store,destroy_group,set_timeout
-from .stacks import preempted_status
+from .hosts import foreign_rank
+from .stacks import frames_of_thread,preempted_status,users_frame
 
-# %% ../../nbs/core/01_env.ipynb #c005
+# %% ../../nbs/core/01_env.ipynb #c004l
+def in_group()->bool:
+    "Whether a process group is open"
+    return dist.is_available() and dist.is_initialized()
+
 def _env_int(name): return int(os.environ.get(name) or 0)
 
+def read_launcher():
+    "Put what mpirun or srun say into the environment, as torchrun does. ValueError if something is missing"
+    if not os.environ.get('RANK') and not in_group(): os.environ.update(foreign_rank())
+
+def _of_launcher(name, of_group):
+    with suppress(ValueError): read_launcher() # `process_group` raises it
+    return of_group() if not os.environ.get('RANK') and in_group() else _env_int(name)
+
+# %% ../../nbs/core/01_env.ipynb #c005
 def rank_distrib()->int:
-    "The rank of this process among all, from the launcher's `RANK`; 0 without a launcher"
-    return _env_int('RANK')
+    "The rank of this process among all: the launcher's `RANK`, or that of an open group; 0 without either"
+    return _of_launcher('RANK', dist.get_rank)
 
 def num_distrib()->int:
-    "The world size, from the launcher's `WORLD_SIZE`; 0 without a launcher"
-    return _env_int('WORLD_SIZE')
+    "The world size: the launcher's `WORLD_SIZE`, or that of an open group; 0 without either"
+    return _of_launcher('WORLD_SIZE', dist.get_world_size)
 
 # %% ../../nbs/core/01_env.ipynb #c008
 def local_rank()->int:
     "The rank of this process among those on its machine, which selects its GPU; 0 without a launcher"
-    return _env_int('LOCAL_RANK' if 'LOCAL_RANK' in os.environ else 'RANK')
+    return _env_int('LOCAL_RANK') if 'LOCAL_RANK' in os.environ else rank_distrib()
 
 # %% ../../nbs/core/01_env.ipynb #c008b
 def local_size()->int:
     "The number of processes that the launcher started on this machine; 1 without a launcher"
     return _env_int('LOCAL_WORLD_SIZE') or max(num_distrib(), 1)
+
+def _me(): return dist.get_rank() if in_group() else rank_distrib()
 
 # %% ../../nbs/core/01_env.ipynb #c010
 def default_device(
@@ -50,40 +66,31 @@ def default_device(
     n = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if cuda_id is None: return torch.device('cuda', local_rank()%n) if n else torch.device('cpu')
     if not str(cuda_id).isdigit() or int(cuda_id)>=n:
-        raise ValueError(f"cuda_id={cuda_id!r}, but {n} GPUs are visible: leave it out to choose by local rank. It is "
-                         f"no batch size: "
-                         "that is the loaders'")
+        what = f'cuda_id={cuda_id!r}, but {n} GPUs are visible'
+        raise ValueError(f'{what}: leave it out to choose by local rank. It is no batch size')
     return torch.device('cuda', int(cuda_id))
 
 # %% ../../nbs/core/01_env.ipynb #c013
-def gpu_id(
-    device:torch.device # The device of this process
-)->str:
-    "An identifier of this process's GPU that is unique over all machines; 'cpu' for any other device"
+def gpu_id(device:torch.device)->str:
+    """An identifier of this process's GPU that is unique over all machines; 'cpu' for any other device. device: the
+    device of this process"""
     if device.type!='cuda': return 'cpu'
-    there = os.environ.get('CUDA_VISIBLE_DEVICES'),device.index
-    return f"{socket.gethostname()} {getattr(torch.cuda.get_device_properties(device), 'uuid', there)}"
+    return f'{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}'
 
-def backend_for(
-    gpus:list # The `gpu_id` of every rank
-)->str:       # For `init_process_group`
-    "The backend for ranks with these devices: nccl if each rank has a GPU of its own, else gloo"
+def backend_for(gpus:list)->str:
+    """The backend for ranks with these devices: nccl if each rank has a GPU of its own, else gloo. gpus: the `gpu_id`
+    of every rank; returns: for `init_process_group`"""
     return 'cpu:gloo,cuda:nccl' if 'cpu' not in gpus and len(set(gpus))==len(gpus) else 'gloo'
 
 # %% ../../nbs/core/01_env.ipynb #c017
 _stores = {}  # The key-value store of this launch, once connected
 
-def in_group()->bool:
-    "Whether a process group is open"
-    return dist.is_available() and dist.is_initialized()
-
-def launch_store(
-    timeout_s=300 # Seconds to wait for the store's server
-):
-    """The store that all ranks of this launch share while they live, with or without a process group; None in a
-    single process"""
-    if 'launch' not in _stores and num_distrib()>1:
-        store = default_store() if in_group() else connect_store(os.environ, timeout_s, rank_distrib()==0)
+def launch_store(timeout_s=300):
+    """The store that all ranks of this launch share while they live, with or without a process group; None in a single
+    process. timeout_s: seconds to wait for the store's server"""
+    if 'launch' not in _stores and _env_int('WORLD_SIZE')>1:
+        is_host = rank_distrib()==0
+        store = default_store() if in_group() else connect_store(os.environ, timeout_s, is_host)
         if store is not None: _stores['launch'] = store
     return _stores.get('launch')
 
@@ -93,37 +100,32 @@ def shared_store():
     return default_store() if store is None and in_group() and dist.get_world_size()>1 else store
 
 # %% ../../nbs/core/01_env.ipynb #c019
-def connect_store(
-    env,           # Environment variables of a rank: of this process, or of one that it started
-    timeout_s=300, # Seconds to wait for the store's server
-    hosts=False    # Whether this process runs the server, unless torchrun's agent does
-):
-    "Connect to the store of a launch; None if the environment does not give its address"
+def connect_store(env, timeout_s=300, hosts=False):
+    """Connect to the store of a launch; None if the environment does not give its address. env: environment variables
+    of a rank: of this process, or of one that it started; timeout_s: seconds to wait for the store's server; hosts:
+    whether this process runs the server, unless torchrun's agent does"""
+    # torchrun's agent runs one store for all attempts. Else each attempt has its own: agents may count differently
+    is_agents = env.get('TORCHELASTIC_USE_AGENT_STORE')=='True'
     url = env.get('LEARNERDIST_INIT_METHOD', 'env://')
     if url!='env://': store,_,_ = next(rendezvous(url, int(env['RANK']), int(env['WORLD_SIZE'])))
     elif 'MASTER_ADDR' not in env or 'MASTER_PORT' not in env: return None
     else:
-        store = dist.TCPStore(env['MASTER_ADDR'], int(env['MASTER_PORT']), int(env['WORLD_SIZE']),
-                              hosts and not _agents_store(env),
-                              timedelta(seconds=timeout_s), multi_tenant=True, wait_for_workers=False)
-    attempt = env.get('TORCHELASTIC_RESTART_COUNT') or 0 if _agents_store(env) else 0
+        place = env['MASTER_ADDR'],int(env['MASTER_PORT']),int(env['WORLD_SIZE'])
+        kw = dict(timeout=timedelta(seconds=timeout_s), multi_tenant=True, wait_for_workers=False)
+        store = dist.TCPStore(*place, hosts and not is_agents, **kw)
+    attempt = is_agents and env.get('TORCHELASTIC_RESTART_COUNT') or 0
     return dist.PrefixStore(f'learnerdist/{attempt}', store)
-
-def _agents_store(env):
-    """Whether torchrun's agent runs one store for all attempts. Otherwise each attempt has its own, as agents may
-    count attempts differently"""
-    return env.get('TORCHELASTIC_USE_AGENT_STORE')=='True'
 
 # %% ../../nbs/core/01_env.ipynb #left01
 class RankError(RuntimeError):
     "An error of another rank. Attributes: `rank`, `kind` (name of its type), `message` and `trace` (its traceback)"
     def __init__(self, rank, kind, message, trace=''): # see above
         self.rank,self.kind,self.message,self.trace = rank,kind,message,trace
-        super().__init__(f'rank {rank} {_how(kind, message)}' + (f'\n\non rank {rank}:\n{trace}' if trace else ''))
+        where = f'\n\non rank {rank}:\n{trace}' if trace else ''
+        super().__init__(f'rank {rank} {_how(kind, message)}{where}')
     def __reduce__(self): return type(self),(self.rank,self.kind,self.message,self.trace)
 
 def _how(kind, message):
-    # its launcher's description of its exit
     if kind=='exit': return message + _absent*message.endswith((' status 0',' the context'))
     if kind=='Preempted' or (kind,message)==('SystemExit','75'):
         return f'left with status {preempted_status}, to go on later'
@@ -136,9 +138,8 @@ _well = [('SystemExit',o) for o in ('','0','None')]
 # %% ../../nbs/core/01_env.ipynb #left01b
 def pack_error(e)->str:
     "An exception of this rank as text, which another rank can raise by `unpack_error`"
-    trace = ''.join(traceback.format_exception(type(e), e, e.__traceback__))
-    return json.dumps(dict(rank=group_rank() if in_group() else rank_distrib(), kind=type(e).__name__, message=str(e),
-                           trace=trace))
+    trace = ''.join(traceback.format_exception(e))
+    return json.dumps(dict(rank=_me(), kind=type(e).__name__, message=str(e), trace=trace))
 
 def unpack_error(s)->RankError:
     "The inverse of `pack_error`: the exception of another rank"
@@ -146,35 +147,28 @@ def unpack_error(s)->RankError:
 
 # %% ../../nbs/core/01_env.ipynb #conseq
 _communicate = tuple(f'{Path(o.__file__).parent}{os.sep}' for o in (dist,learnerdist))
-_gloos = re.compile(r'\[\S*gloo\S*:\d+\]') # gloo begins a message with the place in its source that raised the error
+# gloo begins a message with the place in its source that raised the error
+_gloos = re.compile(r'\[\S*gloo\S*:\d+\]')
 
-def is_consequence(
-    e # An exception with its traceback
-)->bool:
-    """Whether an exception may be the consequence of another rank's failure. Decided by the place that raised it,
-    not by its message"""
+def is_consequence(e)->bool:
+    """Whether an exception may be the consequence of another rank's failure. Decided by the place that raised it, not
+    by its message. e: an exception with its traceback"""
     if not isinstance(e, dist.DistError) and type(e) is not RuntimeError: return False
-    *_,(frame,at) = ((o.tb_frame, o.tb_lasti) for o in _entries(e.__traceback__))
+    tb = e.__traceback__
+    while tb.tb_next: tb = tb.tb_next
+    code = tb.tb_frame.f_code
     # raised by a `raise` in Python, not by C++ that this line called
-    if dis.opname[frame.f_code.co_code[at]]=='RAISE_VARARGS':
-        return isinstance(e, dist.DistError) and frame.f_code.co_filename.startswith(_communicate)
+    if dis.opname[code.co_code[tb.tb_lasti]]=='RAISE_VARARGS':
+        return isinstance(e, dist.DistError) and code.co_filename.startswith(_communicate)
     return isinstance(e, dist.DistError) or bool(_gloos.search(str(e)))
-
-def _entries(tb):
-    while tb:
-        yield tb
-        tb = tb.tb_next
 
 # %% ../../nbs/core/01_env.ipynb #left03
 # Store keys of first failures, one for each open section: a part of the run that ranks enter and leave together
 section = []
 
-def record_exit(
-    store,  # From `connect_store`
-    rank,   # The rank that has left
-    how:str # Its exception from `pack_error`, or a description in words
-):
-    "Record in the store that a rank has left, so that ranks which wait for it stop waiting"
+def record_exit(store, rank, how:str):
+    """Record in the store that a rank has left, so that ranks which wait for it stop waiting. store: from
+    `connect_store`; rank: the rank that has left; how: its exception from `pack_error`, or a description in words"""
     if not how.startswith('{'): how = json.dumps(dict(rank=rank, kind='exit', message=how))
     for key in (f'left/{rank}','left'): store.compare_set(key, '', how)
 
@@ -186,19 +180,17 @@ def _check_on(store, keys):
     found += [f'left/{r}' for r in left if not store.check([keys[r]])]
     if found: raise unpack_error(shared.get(found[0]).decode())
 
-def wait_keys(
-    store,
-    keys:dict, # From each rank to the key that it will set
-    timeout_s, # Seconds to wait
-    what='',   # What the ranks are to do, such as 'to load a.pth': said on stderr after 5 seconds
-    unless=None # A key that ends the waiting, once it is set
-)->list:       # The values, in the order of `keys`; None after `timeout_s` seconds, or because of `unless`
-    "Wait until each of these ranks has set its key; `RankError` if one of them has left, or the section has failed"
+def wait_keys(store, keys:dict, timeout_s, what='', unless=None)->list:
+    """Wait until each of these ranks has set its key; `RankError` if one of them has left, or the section has failed.
+    keys: from each rank to the key that it will set; timeout_s: seconds to wait; what: what the ranks are to do,
+    such as 'to load a.pth': said on stderr after 5 seconds; unless: a key that ends the waiting, once it is set;
+    returns: the values, in the order of `keys`; None after `timeout_s` seconds, or because of `unless`"""
     start,ended = time.monotonic(),False
     while not store.check([*keys.values()]):
         waited = time.monotonic()-start
         if ended or waited>timeout_s: return None
-        ended = unless is not None and store.check([unless]) # the keys may have been set just before it: look again
+        # the keys may have been set just before it: look again
+        ended = unless is not None and store.check([unless])
         if waited>.1: _check_on(store, keys)
         if waited>5: what = what and _say_waiting(store, keys, what)
         time.sleep(min(.5, .002+waited/10))
@@ -206,11 +198,46 @@ def wait_keys(
 
 def _say_waiting(store, keys, what):
     "Print on one of the waiting ranks what they wait for"
-    me = str(dist.get_rank() if in_group() else rank_distrib())
     absent = [r for r,k in keys.items() if not store.check([k])]
-    if absent and store.compare_set(f'said/{keys[absent[0]]}', '', me).decode()==me:
-        print(f'rank {me} waits for rank {", ".join(map(str, absent))} {what}', file=sys.stderr, flush=True)
+    if absent: _say_once(store, f'said/{keys[absent[0]]}', f'rank {", ".join(map(str, absent))} {what}')
     return ''
+
+def _say_once(store, key, what):
+    "Say on stderr, on the first rank that comes to it, what this rank waits for"
+    me = str(_me())
+    if store is None or store.compare_set(key, '', me).decode()==me:
+        print(f'rank {me} waits for {what}', file=sys.stderr, flush=True)
+
+class Waits:
+    "Says on stderr for what the main thread waits, once it has done so for 5 s"
+    def __init__(self): self.what,self.since,self.n,self.thread = '',0.,0,None
+
+    @contextmanager
+    def __call__(self, what:str):
+        "what: a collective, after 'waits for the other ranks in'"
+        is_main = threading.current_thread() is threading.main_thread()
+        if self.what or not is_main: # within another one
+            yield
+            return
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._watch, daemon=True, name='waits')
+            self.thread.start()
+        self.what,self.since,self.n = what,time.perf_counter(),self.n+1
+        try: yield
+        finally: self.what = ''
+
+    def _watch(self):
+        said = 0
+        while True:
+            time.sleep(1)
+            what,n = self.what,self.n
+            if not what or n==said or time.perf_counter()-self.since<5: continue
+            said = n
+            at = users_frame(frames_of_thread(threading.main_thread().ident))
+            with suppress(RuntimeError): # the group has ended
+                _say_once(shared_store(), f'said/{what}/{n}', f'the other ranks in {what} ({at})')
+
+waits = Waits()
 
 def wait_key(store, key, timeout_s, rank=None, what='', unless=None): # as in `wait_keys`
     "The value of `key` once `rank` has set it, see `wait_keys`; else None"
@@ -219,10 +246,9 @@ def wait_key(store, key, timeout_s, rank=None, what='', unless=None): # as in `w
 # %% ../../nbs/core/01_env.ipynb #open01
 _counts = Counter() # Of this launch; by the name of what is counted
 
-def count(
-    what:str # What is counted, by the same name on every rank
-)->int:
-    "How often this has been called for `what`. Ranks of a launch count alike, so the number names what they share"
+def count(what:str)->int:
+    """How often this has been called for `what`. Ranks of a launch count alike, so the number names what they share.
+    what: what is counted, by the same name on every rank"""
     _counts[what] += 1
     return _counts[what]
 
@@ -254,14 +280,14 @@ def next_phase():
 
 def _open(device, backend, timeout_s, name):
     store = launch_store() or connect_store(os.environ, hosts=rank_distrib()==0)
-    if store is None:
-        raise ValueError(f'WORLD_SIZE={num_distrib()}, but no MASTER_ADDR and MASTER_PORT: use learnerdist.launch')
+    n = num_distrib()
+    if store is None: raise ValueError(f'WORLD_SIZE={n}, but no MASTER_ADDR and MASTER_PORT: use learnerdist.launch')
     store,timeout = dist.PrefixStore(name, store),timedelta(seconds=timeout_s)
     gpus = _everyones(gpu_id(device), 'gpu', store, timeout_s, 'to open the process group')
     if None in gpus:
         raise dist.DistStoreError(f'timed out: {timeout_s:g} s without a word from rank {gpus.index(None)}')
-    dist.init_process_group(backend or backend_for(gpus), store=store, rank=rank_distrib(), world_size=num_distrib(),
-                            timeout=timeout)
+    kw = dict(store=store, rank=rank_distrib(), world_size=n, timeout=timeout)
+    dist.init_process_group(backend or backend_for(gpus), **kw)
     try: _everyones('yes', 'opened', store, min(timeout_s, 20))
     except BaseException:
         dist.destroy_process_group()
@@ -269,11 +295,10 @@ def _open(device, backend, timeout_s, name):
 
 def _everyones(word, what, store, timeout_s, said=''):
     "Send `word` to all ranks; returns the word of each rank, None for a rank that did not send one in time"
-    me,n = (dist.get_rank(),dist.get_world_size()) if in_group() else (rank_distrib(),num_distrib())
-    keys = {r: f'{what}/{r}' for r in range(n)}
-    store.set(keys[me], word)
-    return wait_keys(store, keys, timeout_s,
-                     said) or [store.get(k).decode() if store.check([k]) else None for k in keys.values()]
+    keys = {r: f'{what}/{r}' for r in range(dist.get_world_size() if in_group() else num_distrib())}
+    store.set(keys[_me()], word)
+    found = wait_keys(store, keys, timeout_s, said)
+    return found or [store.get(k).decode() if store.check([k]) else None for k in keys.values()]
 
 # %% ../../nbs/core/01_env.ipynb #c021
 def setup_distrib(
@@ -283,6 +308,7 @@ def setup_distrib(
 )->torch.device:         # The device of this process
     """Join the process group that the launcher prepared. Without a launcher, or in an open group, only choose the
     device. Sync point"""
+    read_launcher()
     if in_group() or not num_distrib(): return _use(cuda_id)
     name = _next_group()
     try: device = _use(cuda_id)
@@ -308,15 +334,16 @@ def teardown_distrib():
     if in_group(): destroy_group()
 
 # %% ../../nbs/core/01_env.ipynb #close1
-_ours,_loops = [],[] # The open groups of `process_group` (None: torch's default group); the event loops of gloo in them
-_patience = [1800]   # Timeout in seconds of collectives in these groups
+# The open groups of `process_group` (None: torch's default group); the event loops of gloo in them
+_ours,_loops = [],[]
 
 def _event_loops():
     "From the file descriptor of each event loop of this process to those of its sockets. Empty if there is no /proc"
     is_socket,found = lambda fd: os.readlink(f'/proc/self/fd/{fd}').startswith('socket:'),{}
     for o in Path('/proc/self/fdinfo').glob('*'):
         with suppress(OSError):
-            found[int(o.name)] = [int(fd) for fd in re.findall(r'^tfd:\s*(\d+)', o.read_text(), re.M) if is_socket(fd)]
+            fds = re.findall(r'^tfd:\s*(\d+)', o.read_text(), re.M)
+            found[int(o.name)] = [int(fd) for fd in fds if is_socket(fd)]
     return {k:v for k,v in found.items() if v}
 
 @contextmanager
@@ -333,10 +360,9 @@ def _hang_up():
         with suppress(OSError), socket.socket(fileno=os.dup(fd)) as s:
             if not s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN): s.shutdown(socket.SHUT_RDWR)
 
-def close_group(
-    failed=False # After a failure: free the ranks that wait in its collectives, and abort pending work
-):
-    "Close the group that `process_group` opened, if it is still open"
+def close_group(failed=False):
+    """Close the group that `process_group` opened, if it is still open. failed: after a failure: free the ranks that
+    wait in its collectives, and abort pending work"""
     if failed and in_group(): _hang_up()
     while _ours:
         g = _ours.pop()
@@ -351,44 +377,46 @@ def process_group(
     timeout_s:float=None,
     **kw              # Further arguments of `setup_distrib`
 ):
-    """Context with an open process group, if the launcher started several ranks; yields the device. It closes the
-    group that it opened"""
-    if _ours:
-        with _waiting(timeout_s or group_timeout()): yield setup_distrib(cuda_id, **kw)
-        return
-    opened,failed,_patience[:] = not in_group(),True,[timeout_s or 1800]
+    """Context with an open process group, if the launcher started several ranks; yields the device. The last of
+    these contexts closes the group that the first one opened, in whatever order they end"""
+    read_launcher()
+    user,failed = [timeout_s or group_timeout()],True
+    _users.append(user)
     try:
-        with noting_loops():
-            device = setup_distrib(cuda_id, timeout_s=group_timeout(),
-                                   **kw) if num_distrib()>1 else default_device(cuda_id)
-            if in_group(): _ours.append(None if opened else _new_group())
+        device = setup_distrib(cuda_id, **kw) if _ours else _open_ours(cuda_id, **kw)
+        _set_timeout()
         yield device
         failed = False
-    finally: close_group(failed)
+    finally:
+        _users[:] = [o for o in _users if o is not user]
+        if _users: _set_timeout()
+        else: close_group(failed)
+
+_users = [] # A list with the timeout in seconds, for each open context
+
+def _open_ours(cuda_id, **kw):
+    was_open = in_group()
+    with noting_loops():
+        if num_distrib()<2: device = default_device(cuda_id)
+        else: device = setup_distrib(cuda_id, timeout_s=group_timeout(), **kw)
+        if in_group(): _ours.append(_new_group() if was_open else None)
+    return device
 
 def _new_group(**kw):
     "A further group of all ranks. A rank that left before all have connected would fail those that still connect"
     res = dist.new_group(timeout=timedelta(seconds=group_timeout()), **kw)
     if dist.get_world_size()>1:
-        _everyones('yes', 'opened', dist.PrefixStore(_next_group(), shared_store()), min(group_timeout(), 20))
+        store = dist.PrefixStore(_next_group(), shared_store())
+        _everyones('yes', 'opened', store, min(group_timeout(), 20))
     return res
 
 # %% ../../nbs/core/01_env.ipynb #c023b
 def group_timeout()->float:
-    "Timeout in seconds of the collectives of this package"
-    return _patience[0]
+    "Timeout in seconds of the collectives of this package: that of the newest context"
+    return _users[-1][0] if _users else 1800
 
-@contextmanager
-def _waiting(timeout_s):
-    old = group_timeout()
-    _set_timeout(timeout_s)
-    try: yield
-    finally: _set_timeout(old)
-
-def _set_timeout(timeout_s):
-    if timeout_s==group_timeout(): return
-    _patience[:] = [timeout_s]
-    for g in _ours if in_group() else []: set_timeout(timedelta(seconds=timeout_s), g)
+def _set_timeout():
+    for g in _ours if in_group() else []: set_timeout(timedelta(seconds=group_timeout()), g)
 
 # %% ../../nbs/core/01_env.ipynb #c025
 def current_group():
@@ -414,4 +442,4 @@ def group_size()->int:
 # %% ../../nbs/core/01_env.ipynb #c026
 def is_rank0()->bool:
     "Whether this is rank 0, the process that writes files and prints; True in a single process"
-    return (dist.get_rank() if in_group() else rank_distrib())==0
+    return _me()==0

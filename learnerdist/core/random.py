@@ -20,19 +20,23 @@ from .compat import version
 # %% ../../nbs/core/04_random.ipynb #c005
 _M64 = (1<<64)-1
 
-def _mix64(z:int)->int:
-    "The finaliser of splitmix64: each bit of `z` changes about half of the bits of the result"
-    z = ((z ^ (z>>30))*0xBF58476D1CE4E5B9) & _M64
-    z = ((z ^ (z>>27))*0x94D049BB133111EB) & _M64
-    return z ^ (z>>31)
+def mix_seeds(each)->list:
+    """A seed in [0, 2**63) for each of several tuples of integers, whose order and number matter. By the finaliser of
+    splitmix64: each bit of an integer changes about half of the bits of the seed"""
+    res = []
+    for ints in each:
+        h = 0x9E3779B97F4A7C15*(len(ints)+1) & _M64
+        for i in ints:
+            h = (h + (i & _M64) + 0x9E3779B97F4A7C15) & _M64
+            h = ((h ^ (h>>30))*0xBF58476D1CE4E5B9) & _M64
+            h = ((h ^ (h>>27))*0x94D049BB133111EB) & _M64
+            h ^= h>>31
+        res.append(h>>1)
+    return res
 
-def mix_seed(
-    *ints:int # For example seed, rank and epoch; negative and large numbers are allowed
-)->int:       # In [0, 2**63)
-    "One seed from several integers. Their order and their number matter"
-    h = 0x9E3779B97F4A7C15*(len(ints)+1) & _M64
-    for i in ints: h = _mix64((h + (i & _M64) + 0x9E3779B97F4A7C15) & _M64)
-    return h>>1
+def mix_seed(*ints:int)->int:
+    "One seed from several integers, such as seed, rank and epoch; negative and large numbers are allowed"
+    return mix_seeds([ints])[0]
 
 # %% ../../nbs/core/04_random.ipynb #c009
 def set_seed(
@@ -46,54 +50,53 @@ def set_seed(
     if reproducible: torch.backends.cudnn.deterministic,torch.backends.cudnn.benchmark = True,False
 
 # %% ../../nbs/core/04_random.ipynb #c013
-def _numpy(): return sys.modules['numpy'].random if 'numpy' in sys.modules else None
-def _state_of(stream):
-    "A numpy stream's state, with a tensor of a type that an older torch can save, too"
-    name,key,*rest = stream.get_state()
-    return name,torch.from_numpy(key.astype('int64')),*rest
-
-def rng_state(
-    cuda:bool=True # Include the current GPU's stream
-)->tuple:          # For `set_rng_state`
-    "The state of every global random stream: Python's, numpy's, torch's on the CPU and on the current GPU"
-    np = _numpy()
-    return (random.getstate(), np and _state_of(np), torch.get_rng_state(),
+def rng_state(cuda=True)->tuple:
+    "The state of every global random stream: Python's, numpy's, torch's on the CPU and (`cuda`) on the current GPU"
+    np = sys.modules.get('numpy')
+    return (random.getstate(), np and np.random.get_state(), torch.get_rng_state(),
             torch.cuda.get_rng_state() if cuda and torch.cuda.is_initialized() else None)
 
 def set_rng_state(state):
     "Restore the state of every global random stream from a result of `rng_state`"
     py,np_state,cpu,cuda = state
     random.setstate(py)
-    if np_state is not None: _numpy().set_state((np_state[0],np_state[1].numpy(),*np_state[2:]))
+    if np_state is not None: sys.modules['numpy'].random.set_state(np_state)
     torch.set_rng_state(cpu)
     if cuda is not None: torch.cuda.set_rng_state(cuda)
 
-def seed_streams(
-    *parts:int, # For example seed, rank, epoch and batch; any difference gives another stream
-    cuda:bool=True # Include the GPUs' streams
-):
-    """Seed the global random streams from several numbers. Some 10 µs: `torch.manual_seed` takes ten times as long
-    to find no GPU"""
-    s,np = mix_seed(*parts),_numpy()
+def same_streams(a, b)->bool:
+    "Whether nothing was drawn on the CPU between two results of `rng_state`"
+    if a[0]!=b[0] or not torch.equal(a[2], b[2]): return False
+    return not a[1] or a[1][2:]==b[1][2:] and bool((a[1][1]==b[1][1]).all())
+
+def seed_streams(*parts:int, cuda=True):
+    """Seed the global random streams from several numbers, such as seed, rank, epoch and batch. Some 10 µs:
+    `torch.manual_seed` takes ten times as long to find no GPU"""
+    s,np = mix_seeds([parts])[0],sys.modules.get('numpy')
     random.seed(s)
-    if np: np.seed(s%2**32)
+    if np: np.random.seed(s%2**32)
     torch.default_generator.manual_seed(s)
     if cuda and torch.cuda.is_initialized(): torch.cuda.manual_seed_all(s)
 
-@contextmanager
-def outer_streams():
-    "The body does not change the random streams on the CPU. A loader's worker has no streams to protect"
-    before = rng_state(cuda=False) if get_worker_info() is None else None
-    try: yield
+def map_seeded(f, items, parts)->list:
+    """`f` of each item, with the streams of the CPU seeded by `parts`, a tuple for each. Afterwards they go on where
+    they were; a loader's worker has no streams to protect"""
+    before,np,res = rng_state(cuda=False) if get_worker_info() is None else None,sys.modules.get('numpy'),[]
+    try:
+        for o,s in zip(items, mix_seeds(parts)): # as `seed_streams`, without a call for each sample
+            random.seed(s)
+            if np: np.random.seed(s%2**32)
+            torch.default_generator.manual_seed(s)
+            res.append(f(o))
     finally:
         if before: set_rng_state(before)
+    return res
 
 # %% ../../nbs/core/04_random.ipynb #unt02
 @contextmanager
-def untouched(
-    func # The user's: a function, a method, a module, or another callable
-):
-    "Within the body `func` may be called once more: random streams, and what it keeps, are afterwards as they were"
+def untouched(func):
+    """Within the body the user's `func` (a function, method, module or callable) may be called once more: random
+    streams, and what it keeps, are afterwards as they were"""
     undo,before = [*_undoing(func)],rng_state()
     try: yield
     finally:
@@ -150,10 +153,10 @@ class shared_rng:
         self.reseed(*seeds)
     def reseed(self, *seeds):
         "Begin new streams from these seeds"
-        s,np = mix_seed(*seeds),_numpy()
+        s,np = mix_seed(*seeds),sys.modules.get('numpy')
         cpu,*gens = [torch.Generator(o.device).manual_seed(s).get_state()
                      for o in [torch.default_generator, *self.gens]]
-        self.inner = (random.Random(s).getstate(), np and _state_of(np.RandomState(s%2**32)), cpu, None),gens
+        self.inner = (random.Random(s).getstate(), np and np.random.RandomState(s%2**32).get_state(), cpu, None),gens
     def _swap(self, state):
         "Set these streams, and return their old states. The GPU's is left alone, since no sampler draws from it"
         old = rng_state(cuda=False),[g.get_state() for g in self.gens]
@@ -166,13 +169,9 @@ class shared_rng:
     def __exit__(self, *exc): self.inner = self._swap(self.outer)
 
 # %% ../../nbs/core/04_random.ipynb #c020
-def draw(
-    items,          # Any iterable
-    rng:shared_rng, # The context in which `items` is read
-    chunk:int=1,    # Number of items to read at a time, after the first; each swap of random streams takes some 20 µs
-    first:int=1     # Number of items to read at first
-):
-    "Iterator over `items`, which draws its random numbers from `rng`"
+def draw(items, rng:shared_rng, chunk:int=1, first:int=1):
+    """Iterator over `items`, which draws its random numbers from `rng`. It reads `first` items, then `chunk` at a time:
+    each swap of random streams takes some 20 µs"""
     with rng: it = iter(items)
     size = first
     while True:

@@ -9,12 +9,14 @@ __all__ = []
 import copy
 from collections.abc import MutableMapping
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from fastcore.foundation import L
 from torch import Tensor
 
+from .compat import storage_id
 from .collectives import gather_rows
 from .deferred import fill_in,has_deferred
 from .env import count,group_rank,group_size,shared_store,wait_keys
@@ -36,49 +38,94 @@ def model_name(model)->str:
     "The name of a model's class, without what FSDP2 puts before it"
     return (type(model).__mro__[2] if has_parts(model) else type(model)).__name__
 
-def whole(
-    t:Tensor,    # The same tensor on every rank
-    dst:int=None # The only rank that gets it; None: every rank
-):               # None on ranks other than `dst`
-    "The whole of a tensor of which each rank has a part. Sync point; a tensor that is no part is returned as it is"
+def whole(t:Tensor, dst:int=None):
+    """The whole of a tensor of which each rank has a part. Sync point; a tensor that is no part is returned as it is.
+    t: the same tensor on every rank; dst: the only rank that gets it; None: every rank; returns: None on ranks
+    other than `dst`"""
     if not is_part(t): return t
-    dims,own = [i for i,o in enumerate(t.placements) if not o.is_replicate()],t.detach().to_local()
+    dims = [i for i,o in enumerate(t.placements) if not o.is_replicate()]
+    own = t.detach().to_local()
     if not dims: return own
     if len(dims)>1 or not t.placements[dims[0]].is_shard(0): return t.full_tensor()
     parts = gather_rows(own, dst) # of replicas, the first one's
     return None if parts is None else torch.cat(parts[:t.device_mesh.size(dims[0])])
 
-def part_of(
-    full:Tensor, # On every rank
-    like,        # A part: that of `full` is cut as this one
-    device=None  # Where it goes; None: where `like` is
-):
-    "This rank's part of a tensor; ValueError if the shapes differ"
-    if full.shape!=like.shape:
-        raise ValueError(f'a tensor of shape {tuple(full.shape)} has no parts like those of {tuple(like.shape)}')
+def part_of(full:Tensor, like, device=None):
+    """This rank's part of a tensor; ValueError if the shapes differ. full: on every rank; like: a part: that of `full`
+    is cut as this one; device: where it goes; None: where `like` is"""
+    a,b = tuple(full.shape),tuple(like.shape)
+    if a!=b: raise ValueError(f'a tensor of shape {a} has no parts like those of {b}')
     own,mesh = full,like.device_mesh
     for i,o in enumerate(like.placements):
         if not o.is_shard(): continue
         parts,k = own.chunk(mesh.size(i), o.dim),mesh.get_local_rank(i)
         own = parts[k] if k<len(parts) else own.narrow(o.dim, 0, 0)
-    own = own.detach().to(device or device_of(like), copy=True) # not a view, which would keep `full` in memory
-    return part_from(own, like)
+    # not a view, which would keep `full` in memory
+    return part_from(own.detach().to(device or device_of(like), copy=True), like)
 
-def device_of(
-    part # DTensor
-)->torch.device:
+def device_of(part)->torch.device:
     "Where a part is, which is the CPU if it is offloaded; of one on the meta device, the device that ranks compute on"
-    return torch.device(part.device_mesh.device_type) if part.is_meta else part.detach().to_local().device
+    if part.is_meta: return torch.device(part.device_mesh.device_type)
+    return part.detach().to_local().device
 
-def part_from(
-    own:Tensor, # This rank's rows
-    like,       # A part, of the same shape unless `whole` says so
-    whole=None  # A tensor of the whole's shape
-):
-    "A part from the tensor that holds it"
+def part_from(own:Tensor, like, whole=None):
+    """A part from the tensor that holds it. own: this rank's rows; like: a part, of the same shape unless `whole` says
+    so; whole: a tensor of the whole's shape"""
     o = like if whole is None else whole
-    return type(like.data).from_local(own, like.device_mesh, like.placements, run_check=False, shape=o.shape,
-                                      stride=o.stride())
+    kw = dict(run_check=False, shape=o.shape, stride=o.stride())
+    return type(like.data).from_local(own, like.device_mesh, like.placements, **kw)
+
+# %% ../../nbs/core/05_shards.ipynb #prt05
+containers = list,tuple,L # of a state, beside dicts
+
+def map_tensors(o, f):
+    """`o` with `f(t)` in place of each tensor `t`. o: state dicts, in dicts, lists and tuples; f: a function of a
+    tensor, such as `whole`"""
+    if isinstance(o, dict): return {k: map_tensors(v, f) for k,v in o.items()}
+    if isinstance(o, containers): return type(o)([map_tensors(v, f) for v in o])
+    return f(o) if isinstance(o, Tensor) else o
+
+def memory_of(t)->tuple:
+    "What tensors and parts that are the same memory have in common"
+    own = t.detach().to_local() if is_part(t) else t
+    return storage_id(own),own.storage_offset(),tuple(t.shape)
+
+_mark = '__rows__' # In place of a part: its number among the rows, and the whole's shape
+
+def take_apart(state)->tuple:
+    """A skeleton, which is the same on all ranks, and this rank's rows. Parts that share memory are one. state: state
+    dicts, in dicts, lists and tuples; returns: (`state` with marks in place of parts, this rank's rows)"""
+    rows,seen = [],{}
+    def mark(t):
+        if not is_part(t): return t
+        i = seen.setdefault(memory_of(t), len(rows))
+        if i==len(rows): rows.append(t.detach().to_local())
+        return {_mark: i, 'shape': tuple(t.shape)}
+    return map_tensors(state, mark),rows
+
+def put_together(state, files:list, like=None):
+    """The state, with whole tensors, or with this rank's parts for any number of ranks. state: a skeleton; files: the
+    rows of each file, in the order of the ranks that wrote them; like: any part of the present group, as which
+    others are cut; None: tensors are whole"""
+    if isinstance(state, containers): return type(state)([put_together(v, files, like) for v in state])
+    if not isinstance(state, dict): return state
+    if _mark not in state: return {k: put_together(v, files, like) for k,v in state.items()}
+    n,*rest = shape = state['shape']
+    pieces = [rows[state[_mark]] for rows in files]
+    pieces = [o if o.numel() else o.reshape(0, *rest) for o in pieces] # a rank without rows
+    if like is None: return torch.cat(pieces)
+    k,W,_ = shard_place(like)
+    a,b = [min(-(-n//W)*i, n) for i in (k,k+1)] # this rank's rows, as `torch.chunk` cuts
+    starts = accumulate(map(len, pieces), initial=0)
+    own = torch.cat([o[max(a-i, 0):max(b-i, 0)] for o,i in zip(pieces, starts)]) # a copy
+    return part_from(own.to(device_of(like)), like, torch.empty(shape, device='meta'))
+
+def shard_place(like)->tuple:
+    """(this rank's number, the number) of ranks among which tensors are cut as `like`, and whether another rank has
+    the same part"""
+    mesh,i = like.device_mesh,next(i for i,o in enumerate(like.placements) if o.is_shard())
+    at = mesh.get_coordinate()
+    return at[i],mesh.size(i),any(at[:i]+at[i+1:])
 
 # %% ../../nbs/core/05_shards.ipynb #h16k02
 class Kept(NamedTuple):
@@ -89,20 +136,16 @@ class Kept(NamedTuple):
     def whole(self):
         "ValueError, since the other parts are on other ranks"
         (*_,n),at = self.at
-        raise ValueError(f'the weights are parts (this one {at[-1]} of {n}), which keep_sharded left where they were: '
-                         f'use the learner in a '
-                         'distrib_ctx(shard=…) of as many ranks, or load a file of learn.save into a new one')
+        what = f'the weights are parts (this one {at[-1]} of {n}), which keep_sharded left where they were'
+        raise ValueError(f'{what}: go on in distrib_ctx(shard=…) of as many ranks, or load a file')
 
-    def part(self,
-        like, # A part of the same shape
-        device=None # As in `part_of`
-    ):
-        "The tensor as a part of a new group. ValueError if the group has another shape"
+    def part(self, like, device=None):
+        """The tensor as a part of a new group. ValueError if the group has another shape. like: a part of the same
+        shape; device: as in `part_of`"""
         (shape,at),new = self.at,_place(like)
         if self.at!=new:
-            raise ValueError(f'kept parts of a mesh of {shape} ranks, at {at}, do not fit one of {new[0]}, at '
-                             f'{new[1]}: go on '
-                             'with as many ranks and replicas, or save and load')
+            both = f'kept parts of a mesh {shape}, at {at}, do not fit one of {new[0]}, at {new[1]}'
+            raise ValueError(f'{both}: go on with as many ranks and replicas, or save and load')
         return part_from(self.own.to(device or device_of(like)), like)
 
 def _place(t): return tuple(t.device_mesh.shape),tuple(t.device_mesh.get_coordinate())
@@ -115,22 +158,9 @@ def keep_part(t)->Tensor:
     return res
 
 # %% ../../nbs/core/05_shards.ipynb #h7a80927
-containers = list,tuple,L # of a state, beside dicts
-
-def map_tensors(
-    o, # State dicts, in dicts, lists and tuples
-    f  # A function of a tensor, such as `whole`
-):
-    "`o` with `f(t)` in place of each tensor `t`"
-    if isinstance(o, dict): return {k: map_tensors(v, f) for k,v in o.items()}
-    if isinstance(o, containers): return type(o)([map_tensors(v, f) for v in o])
-    return f(o) if isinstance(o, Tensor) else o
-
-def load_model(model,
-    state,      # State dict with whole tensors, on every rank
-    strict=True # As in `load_state_dict`
-):
-    "Load a state into a model, which may be sharded: then each rank keeps its part"
+def load_model(model, state, strict=True):
+    """Load a state into a model, which may be sharded: then each rank keeps its part. state: state dict with whole
+    tensors, on every rank; strict: as in `load_state_dict`"""
     if has_deferred(model): fill_in(model)
     if has_parts(model):
         own,state = model.state_dict(),copy.copy(state)
@@ -143,21 +173,20 @@ def optimizers_in(opt)->list:
     "An optimizer, and those inside of it; an empty list for None"
     found = [] if opt is None else [opt]
     for o in found: # it grows
-        inner = [v for v in vars(o).values() if hasattr(v, 'param_groups') or hasattr(v, 'param_lists')]
-        found += [v for v in inner if all(v is not p for p in found)]
+        for v in vars(o).values():
+            is_opt = hasattr(v, 'param_groups') or hasattr(v, 'param_lists')
+            if is_opt and all(v is not p for p in found): found.append(v)
     return found
 
 def groups_of(opt)->list:
     "The lists of parameters of torch's or fastai's optimizer"
-    return [g['params'] for g in opt.param_groups] if hasattr(opt, 'param_groups') else opt.param_lists
+    if not hasattr(opt, 'param_groups'): return opt.param_lists
+    return [g['params'] for g in opt.param_groups]
 
-
-def exchange_params(opt,
-    new:dict, # From the ids of parameters to those that replace them
-    f         # A function of (parameter, tensor): the tensor that replaces it in the parameter's state
-):
+def exchange_params(opt, new:dict, f):
     """Give an optimizer other parameters, and its state other tensors; torch's and fastai's optimizers, and wrappers
-    around them"""
+    around them. new: from the ids of parameters to those that replace them; f: a function of (parameter, tensor):
+    the tensor that replaces it in the parameter's state"""
     get = lambda p: new.get(id(p), p)
     for own in map(vars, optimizers_in(opt)):
         for g in own.get('param_groups', ()): g['params'] = [get(p) for p in g['params']]
@@ -168,7 +197,7 @@ def exchange_params(opt,
             for p,s in old.items(): d[get(p)] = map_tensors(s, partial(f, get(p)))
     for o in optimizers_in(opt): # fastai's Lookahead
         if getattr(o, 'slow_weights', None) is not None and 'slow_weights' in vars(o):
-            o.slow_weights = L(L(f(p, t) for p,t in zip(*os)) for os in zip(o.param_lists, o.slow_weights))
+            o.slow_weights = L(L(map(f, ps, ts)) for ps,ts in zip(o.param_lists, o.slow_weights))
 
 def state_part(p, t):
     "This rank's part of a tensor in the state of parameter `p`; ValueError if the tensor's shape is not that of `p`"
@@ -177,25 +206,20 @@ def state_part(p, t):
     if not is_part(p) or t.numel()<2 and t.shape!=p.shape: return t.clone()
     if t.is_meta: return t.source.part(p)
     if t.shape==p.shape: return part_of(t, p)
-    raise ValueError(f'the optimizer keeps a tensor of shape {tuple(t.shape)} for weights of shape {tuple(p.shape)}: '
-                     f'which part of it is '
-                     "whose cannot be told. Begin with a new optimizer: fit(…, reset_opt=True), or load(…, "
-                     "with_opt=False)")
+    what = f'the optimizer keeps {tuple(t.shape)} for weights of {tuple(p.shape)}, which cannot be cut as they are'
+    how = 'Begin with a new optimizer: fit(…, reset_opt=True), or load(…, with_opt=False)'
+    raise ValueError(f'{what}. {how}')
 
-def load_opt(opt,
-    state # State dict with whole tensors, on every rank
-):
-    "Load a state into an optimizer, whose parameters may be parts: then each rank keeps its part"
+def load_opt(opt, state):
+    """Load a state into an optimizer, whose parameters may be parts: then each rank keeps its part. state: state dict
+    with whole tensors, on every rank"""
     opt.load_state_dict(state)
     if any(is_part(p) for g in groups_of(opt) for p in g): exchange_params(opt, {}, state_part)
 
 # %% ../../nbs/core/05_shards.ipynb #h9e77d8e
-def come_together(
-    what:str,    # The call, for the error
-    timeout_s=60 # Seconds to wait
-):
-    """Wait until every rank makes this call; ValueError that names the ranks which have not, before a collective
-    waits for them"""
+def come_together(what:str, timeout_s=60):
+    """Wait until every rank makes this call; ValueError that names the ranks which have not, before a collective waits
+    for them. what: the call, for the error; timeout_s: seconds to wait"""
     if group_size()<2: return
     store,me = shared_store(),group_rank()
     n = count(f'together {what}')
@@ -203,5 +227,4 @@ def come_together(
     store.set(keys[me], 'here')
     if wait_keys(store, keys, timeout_s, f'to call {what}') is None:
         absent = ', '.join(str(r) for r,k in keys.items() if not store.check([k]))
-        raise ValueError(f'rank {me} waits in {what} for rank {absent}: with a sharded model all ranks must call it, '
-                         f'since each has a part')
+        raise ValueError(f'rank {me} waits in {what} for rank {absent}: of a sharded model, all ranks must call it')

@@ -6,8 +6,9 @@
 __all__ = ['preempted_status']
 
 # %% ../../nbs/core/00_stacks.ipynb #c002
-import faulthandler,functools,inspect,linecache,os,re,signal,sysconfig,tempfile,time,traceback,warnings
+import faulthandler,functools,inspect,linecache,os,re,signal,sys,sysconfig,time,traceback,warnings
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import NamedTuple
 import learnerdist
 
@@ -19,47 +20,56 @@ class Frame(NamedTuple):
     name:str # Name of the function
     def __str__(self): return f'{self.file}:{self.line} in {self.name}'
 
-def frames_of(
-    stack # An exception, or the text that `faulthandler` wrote for one thread
-)->list:  # `Frame`s, the innermost first
-    "The frames of an exception, or of a stack that `faulthandler` wrote"
+def frames_of(stack)->list:
+    """The frames of an exception, or of a stack that `faulthandler` wrote. stack: an exception, or the text that
+    `faulthandler` wrote for one thread; returns: `Frame`s, the innermost first"""
     if not isinstance(stack, BaseException): return [Frame(f, int(n), name) for f,n,name in _frame.findall(stack)]
-    inner = [Frame(o.filename, o.lineno, o.name) for o in reversed(traceback.extract_tb(stack.__traceback__))]
-    outer = stack.__traceback__ and stack.__traceback__.tb_frame.f_back # the caller of the function that caught it
-    return inner + [Frame(f.f_code.co_filename, n, f.f_code.co_name) for f,
-                    n in traceback.walk_stack(outer)] if outer else inner
+    tb = stack.__traceback__
+    inner = [Frame(o.filename, o.lineno, o.name) for o in traceback.extract_tb(tb)]
+    # and of the callers of the function that caught it
+    return inner[::-1] + _walk(tb and tb.tb_frame.f_back)
 
 def frames_of_caller()->list: # `Frame`s, the innermost first
     "The frames of the function that calls this"
-    return [Frame(f.f_code.co_filename, n, f.f_code.co_name) for f,
-            n in traceback.walk_stack(inspect.currentframe().f_back)]
+    return _walk(inspect.currentframe().f_back)
+
+def frames_of_thread(ident:int)->list:
+    "What a thread does now, the innermost frame first. ident: of a thread of this process"
+    return _walk(sys._current_frames().get(ident))
+
+def _walk(at):
+    "The frame `at` and its callers; none of None"
+    both = traceback.walk_stack(at) if at else ()
+    return [Frame(f.f_code.co_filename, n, f.f_code.co_name) for f,n in both]
 
 _frame = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 
-def users_frame(
-    frames:list # `Frame`s, the innermost first
-)->Frame:
+def users_frame(frames:list)->Frame:
     """The innermost frame of the user's own code, that is outside of installed packages; if there is none, the
-    innermost frame of all"""
+    innermost frame of all. frames: `Frame`s, the innermost first"""
     return next((o for o in frames if not in_library(o.file)), frames[0] if frames else Frame('?', 0, '?'))
+
+def need(ok, remedy:str, **given):
+    "ValueError unless `ok`: what was given, by its name, and what to give in its place"
+    if ok: return
+    shown = ', '.join(f'{k}={v!r}' for k,v in given.items())
+    raise ValueError(f'{shown}: {remedy}' if given else remedy)
 
 def warn(message):
     "A warning at the line of the user's code that has led here, in place of ours"
     found = (i for i,o in enumerate(frames_of_caller(), 1) if not in_library(o.file))
     warnings.warn(message, stacklevel=next(found, 2))
 
-def in_library(
-    file:str # Path of a source file
-)->bool:
-    "Whether a file belongs to Python, to an installed package, or to learnerdist"
-    return file.startswith((sysconfig.get_path('stdlib'), str(Path(learnerdist.__file__).parent),
-                            '<frozen')) or '-packages' in file
+def in_library(file:str)->bool:
+    "Whether a file belongs to Python, to an installed package, or to learnerdist. file: path of a source file"
+    return file.startswith(_library) or '-packages' in file
+
+_library = sysconfig.get_path('stdlib'),str(Path(learnerdist.__file__).parent),'<frozen'
 
 # %% ../../nbs/core/00_stacks.ipynb #c009
 def report_folder():
-    """The folder in which this rank leaves its reports, as torchrun or `run` set it in the environment; None if
-    neither did"""
-    file = os.environ.get('TORCHELASTIC_ERROR_FILE') or os.environ.get('LEARNERDIST_ERROR_FILE')
+    "The folder in which this rank leaves its reports, as its launcher says in the environment; None without one"
+    file = os.environ.get('TORCHELASTIC_ERROR_FILE')
     return Path(file).parent if file else None
 
 # %% ../../nbs/core/00_stacks.ipynb #c009b
@@ -67,18 +77,16 @@ def report_folder():
 preempted_status = 75
 
 # %% ../../nbs/core/00_stacks.ipynb #c009c
-def catch_crashes(
-    file:Path # The file for the stack; it is created empty
-):
-    "Write the Python stack of this process to `file` if the process crashes, or when SIGTERM ends it"
+def catch_crashes(file:Path):
+    """Write the Python stack of this process to `file` if the process crashes, or when SIGTERM ends it. file: the file
+    for the stack; it is created empty"""
     f = open(file, 'w')
     faulthandler.enable(f)
     if ask: faulthandler.register(signal.SIGTERM, f, all_threads=False, chain=True)
 
-def read_crash(
-    file:Path # The file that `catch_crashes` was given
-)->tuple:     # The kind of crash (None if there was none), and the frames of the thread that crashed
-    "Read what `catch_crashes` wrote"
+def read_crash(file:Path)->tuple:
+    """Read what `catch_crashes` wrote. file: the file that `catch_crashes` was given; returns: the kind of crash (None
+    if there was none), and the frames of the thread that crashed"""
     text = file.read_text() if file.exists() else ''
     what,_,rest = text.partition('Fatal Python error: ')[2].partition('\n')
     thread = (re.search(r'Current thread .*?(?=\n\n|\Z)', rest, re.S) or [''])[0]
@@ -89,34 +97,31 @@ def read_crash(
 ask = signal.SIGRTMIN+7 if hasattr(signal, 'SIGRTMIN') else getattr(signal, 'SIGUSR2', None)
 
 @functools.cache
-def answer_asks(
-    pid # Id of this process, so that a fork gets a file of its own
-)->str: # Path of the file
-    "Let this process write its stack to a file whenever another process asks for it by `stack_of`"
+def answer_asks(pid)->str:
+    """Let this process write its stack to a file whenever another process asks for it by `stack_of`. pid: id of this
+    process, so that a fork gets a file of its own; returns: path of the file"""
     folder = report_folder()
-    f = open(folder/'stack.txt', 'w') if folder else tempfile.NamedTemporaryFile('w', prefix='stack-', suffix='.txt')
+    f = open(folder/'stack.txt', 'w') if folder else NamedTemporaryFile('w', prefix='stack-')
     if ask: faulthandler.register(ask, f, all_threads=False)
     _kept.append(f)
     if folder: (folder/'pid').write_text(str(pid))
     return f.name
 
-def answerer(
-    shift:int # Local rank of the other process, minus the local rank of this one
-)->tuple:     # (process id, path of its stack file) for `stack_of`; None if they are not known
-    "Process id and stack file of another rank on this machine, read from the report folder beside this rank's own"
+def answerer(shift:int)->tuple:
+    """Process id and stack file of another rank on this machine, read from the report folder beside this rank's own.
+    shift: local rank of the other process, minus the local rank of this one; returns: (process id, path of its
+    stack file) for `stack_of`; None if they are not known"""
     here = report_folder()
     if here is None or not here.name.isdigit(): return None
     there = here.parent/str(int(here.name)+shift)
-    return (int((there/'pid').read_text()),str(there/'stack.txt')) if (there/'pid').exists() else None
+    if (there/'pid').exists(): return int((there/'pid').read_text()),str(there/'stack.txt')
 
 _kept,_head = [],'Stack (most recent call first):'
 
-def stack_of(
-    pid:int,      # A process on this machine
-    file,         # The path that `answer_asks` returned in that process
-    timeout_s=10  # Seconds to wait for its answer
-)->str:           # The text that `faulthandler` wrote; None if the process has ended or does not answer
-    "The present Python stack of another process's main thread"
+def stack_of(pid:int, file, timeout_s=10)->str:
+    """The present Python stack of another process's main thread. pid: a process on this machine; file: the path that
+    `answer_asks` returned in that process; timeout_s: seconds to wait for its answer; returns: the text that
+    `faulthandler` wrote; None if the process has ended or does not answer"""
     try: before = _read(file).count(_head)
     except OSError: return None
     # signals of one kind are handled one after the other: when the second answer begins, the first is complete
@@ -125,8 +130,8 @@ def stack_of(
         while _read(file).count(_head) < before+i:
             waited = time.monotonic()-start
             if waited > timeout_s or is_stopped(pid) or not _holds(pid, file): return None
-            if waited >= .2*n_asked: # ask again: a signal may reach a C++ thread, which does not answer
-                os.kill(pid, ask)
+            if waited >= .2*n_asked:
+                os.kill(pid, ask) # again: a signal may reach a C++ thread, which does not answer
                 n_asked += 1
             time.sleep(.005)
     return _read(file).split(_head)[before+1]
@@ -138,40 +143,38 @@ def _holds(pid, file):
     try: return any(os.readlink(o) == str(file) for o in Path(f'/proc/{pid}/fd').iterdir())
     except OSError: return False
 
-def is_stopped(
-    pid # Id of any process
-)->bool:
-    "Whether a process has been stopped, as by SIGSTOP, and not continued; False where there is no /proc"
+def is_stopped(pid)->bool:
+    """Whether a process has been stopped, as by SIGSTOP, and not continued; False where there is no /proc. pid: id of
+    any process"""
     try: return _read(f'/proc/{pid}/stat').rpartition(')')[2].split()[0]=='T'
     except OSError: return False
 
 # %% ../../nbs/core/00_stacks.ipynb #c014
-_exchanges = 'core/env','core/collectives','distributed/vote_links','distributed/votes','distributed/agreement'
-_waits = ('torch/distributed/','torch/autograd/graph.py',
-          *(str(Path(learnerdist.__file__).parent/f'{o}.py') for o in _exchanges))
+_ours = 'core/env core/collectives distributed/vote_links distributed/engine'
+_waits = 'torch/distributed/','torch/autograd/graph.py',*(f'learnerdist/{o}.py' for o in _ours.split())
 
-def describe_stack(
-    frames:list # `Frame`s, the innermost first
-)->str:
-    "A sentence that says what a process does, and from which line of the user's code"
+def describe_stack(frames:list)->str:
+    """A sentence that says what a process does, and from which line of the user's code. frames: `Frame`s, the
+    innermost first"""
     if not frames: return 'was somewhere without Python code'
     at,user = frames[0],users_frame(frames)
-    where = f'{user}: {src}' if (src := linecache.getline(user.file, user.line).strip()) else str(user)
+    source = linecache.getline(user.file, user.line).strip()
+    where = f'{user}: {source}' if source else str(user)
     if not any(o in at.file for o in _waits): return f'was at {where}' + ('' if at == user else f' ({at.name})')
-    name = next((o.name for o in frames if 'c10d_logger' not in o.file and o.name not in ('wait_key','wait_keys')),
-                at.name)
+    calls = [o.name for o in frames if 'c10d_logger' not in o.file and 'wait_key' not in o.name]
+    name = next(iter(calls), at.name)
     return f'waited in {_called.get(name, name)}, from {where}'
 
-def place_of(
-    pid, # A process on this machine
-    file # Its stack file, see `answer_asks`
-)->tuple: # (`Frame`s, none if it does not answer; a text)
-    "Where another process is"
+def place_of(pid, file)->tuple:
+    """Where another process is. pid: a process on this machine; file: its stack file, see `answer_asks`; returns:
+    (`Frame`s, none if it does not answer; a text)"""
     found = frames_of(stack_of(pid, file) or '')
     if found: return found,describe_stack(found)
+    if is_stopped(pid): return [],f'is stopped (process {pid}, by SIGSTOP)'
     silent = 'does not answer' if Path('/proc').exists() else 'is not asked where there is no /proc'
-    return [],f'is stopped (process {pid}, by SIGSTOP)' if is_stopped(pid) else f'{silent} (process {pid})'
+    return [],f'{silent} (process {pid})'
 
-_called = dict(_engine_run_backward='backward', hear='the vote of a step', tell='the vote of a step',
-               _open='the start of the group',
-               _everyones='the start of the group', _after_rank0='rank0_first', _rank0_first='rank0_first')
+_called = dict(_engine_run_backward='backward')
+_called |= dict.fromkeys(('hear','tell'), 'the vote of a step')
+_called |= dict.fromkeys(('_open','_everyones'), 'the start of the group')
+_called |= dict.fromkeys(('_hear_rank0','_in_turn'), 'rank0_first')

@@ -6,51 +6,72 @@
 __all__ = ['DistributedDL']
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c002
-import copy, math, torch, warnings, zlib
+import copy, math, torch, zlib
 from functools import partial, singledispatch
-from itertools import chain, count, islice
+from itertools import chain, count, islice, repeat
+from operator import getitem
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
-from torch.utils.data import SubsetRandomSampler, get_worker_info
+from torch.utils.data import Subset, SubsetRandomSampler, get_worker_info
 from ..core.compat import no_iterator,set_worker_info,tree_leaves
-from .loaders import (Collate, FrameRows, LoaderWrapper, TfmdDL, batch_shape, changed, data_len, is_shuffled,
-                      one_batch, pipe,
-                      read_loader)
-from ..core.random import draw,mix_seed,outer_streams,seed_streams,shared_rng
-from .streams import Placed,saves_place
-from .sharding import check_rank, deal, full_rows, share_chunks, share_len
-from .tensors import columns_of
+from .loaders import Collate, FrameRows, LoaderWrapper, TfmdDL, batch_shape, changed, data_len
+from .loaders import is_shuffled, one_batch, pipe, read_loader
+from ..core.random import draw,map_seeded,mix_seed,rng_state,same_streams
+from ..core.random import seed_streams,set_rng_state,shared_rng
+from ..core.stacks import need,warn
+from .sharding import batch_count, check_rank, deal, full_rows, share_chunks, share_len
+from .datasets import columns_of
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c005
 def loader_parts(o):
     "A loader or sampler, and the samplers inside it"
-    yield o
-    for k in ('sampler', 'batch_sampler'):
-        if getattr(o, k, None) is not None: yield from loader_parts(getattr(o, k))
+    found = [o]
+    for p in found: # it grows
+        for k in ('sampler', 'batch_sampler'):
+            if getattr(p, k, None) is not None: found.append(getattr(p, k))
+    return found
 
 def is_split(dl)->bool:
-    """Whether each rank already reads its own shard: by `DistributedDL`, by a sampler like `DistributedSampler`, or
-    by the data set"""
-    by_sampler = any(hasattr(o, 'num_replicas') and hasattr(o, 'rank') for o in loader_parts(dl))
+    """Whether each rank already reads its own shard: by `DistributedDL`, by a sampler like `DistributedSampler`, or by
+    the data set"""
     ds = getattr(dl, 'dataset', None)
-    return hasattr(dl, 'dealer') or by_sampler or getattr(ds, 'splits_by_rank', False) or getattr(ds, '_distributed',
-                                                                                                  None) is not None
+    if hasattr(dl, 'dealer') or getattr(ds, 'splits_by_rank', False): return True
+    if getattr(ds, '_distributed', None) is not None: return True # Hugging Face's
+    return any(hasattr(o, 'num_replicas') and hasattr(o, 'rank') for o in loader_parts(dl))
+
+def _check_sampler(o, rank, world_size):
+    n,r = getattr(o, 'num_replicas', None),getattr(o, 'rank', None)
+    same = world_size<2 or None in (n,r) or (n,r)==(world_size,rank)
+    what = f'a sampler deals rank {r} of {n} its samples'
+    need(same, f'{what}, and rank {rank} of {world_size} reads them')
 
 def set_epoch(dl, epoch:int):
     "Set the epoch of each part of `dl` with a method `set_epoch`: a `DistributedDL`, the samplers, the data set"
-    own = [dl] if hasattr(dl, 'set_epoch') else [*loader_parts(dl), getattr(dl, 'dataset', None)]
-    for o in {id(o):o for o in own if hasattr(o, 'set_epoch')}.values(): o.set_epoch(epoch)
+    if hasattr(dl, 'set_epoch'): return dl.set_epoch(epoch)
+    done = []
+    for o in (*loader_parts(dl), getattr(dl, 'dataset', None)):
+        if not hasattr(o, 'set_epoch') or o in done: continue
+        o.set_epoch(epoch)
+        done.append(o)
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c009
 class Dealt:
     "A rank's shard of the items of a sampler"
     def __init__(self, dealer, source, chunk): self.dealer,self.source,self.chunk = dealer,source,chunk
     def __iter__(self):
+        self.dealer.asked = 'some'
+        return chain(self.shard(), self._end())
+    def _end(self): # nothing more
+        self.dealer.asked = 'all'
+        yield from ()
+    def shard(self):
+        "Iterator over the items"
         d,items = self.dealer,self.source
-        # it may draw random numbers
-        if any(type(o) not in (BatchSampler,SequentialSampler) for o in loader_parts(items)):
-            gens = [o.generator for o in loader_parts(items)
-                    if isinstance(getattr(o, 'generator', None), torch.Generator)]
-            items = draw(items, shared_rng(d.seed, d.epoch, generators=gens), self.chunk, self.chunk)
+        parts = loader_parts(items)
+        if {*map(type, parts)}-{BatchSampler,SequentialSampler}: # it may draw random numbers
+            gens = [getattr(o, 'generator', None) for o in parts]
+            gens = [o for o in gens if isinstance(o, torch.Generator)]
+            rng = shared_rng(d.seed, d.epoch, generators=gens)
+            items = draw(items, rng, self.chunk, self.chunk)
         items = d.deal(items)
         return d.sized(items) if d.unit=='batch' else items
     def __len__(self): return self.dealer.count(len(self.source))
@@ -58,10 +79,10 @@ class Dealt:
 class DealtOrder(Dealt):
     "A rank's shard of all samples, in order or shuffled"
     def __init__(self, dealer, source, shuffle): self.dealer,self.source,self.shuffle = dealer,source,shuffle
-    def __iter__(self):
+    def shard(self):
         d,n = self.dealer,len(self.source)
-        d.asked = True
-        chunks = share_chunks(n, d.rank, d.world_size, d.end_of(d.left(n)), self.shuffle, d.epoch, d.seed, d.start)
+        pad = d.end_of(d.left(n))
+        chunks = share_chunks(n, d.rank, d.world_size, pad, self.shuffle, d.epoch, d.seed, d.start)
         return islice(chain.from_iterable(o.tolist() for o in chunks), d.count(n))
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c010
@@ -71,107 +92,111 @@ def worker_id()->int:
 
 class Dealer:
     "Makes the shard of one rank, of orders, samplers and streams, for the current epoch"
-    def __init__(self, rank, world_size, seed=0,
-        # Repeat items so that all ranks read equally many? 'batch': only where a rank would have a batch less than
-        # others
-        pad=True,
-        # Whether samples and training batches draw from streams of their own, see `DistributedDL.from_dl`
-        sample_seeds=False
-    ):
-        check_rank(rank, world_size)
-        if not isinstance(seed, int): raise ValueError(f"seed={seed!r}: need an integer, the same on every rank")
-        if pad not in (True,False,'batch'): raise ValueError(f"pad={pad!r}: give True, False or 'batch'")
-        self.rank,self.world_size,self.seed,self.pad = rank,world_size,seed,pad
-        self.sample_seeds = sample_seeds
-        self.unit,self.source,self.items,self.bs,self.drop_last,self.sizes = 'row',None,None,None,False,[]
-        self._epoch,self.first,self.by_rank,self._n_read = torch.zeros(4, 1, dtype=torch.int64)
-    # Seen by workers, too: first, a hash of the first sample of a stream; by_rank: whether that has split itself among
-    # ranks
-    asked = False # Whether the loader has asked for the items of this epoch
+    unit = 'row' # What is dealt: 'row' or 'batch'
+    bs = None # Items in a batch, None if not known
+    drop_last = False
+    source = None # What is dealt among ranks: a data set, a sampler or a stream
+    items = None # This rank's shard of it
+    sizes = () # Of the batches that have been dealt, if batches are
+    # Which items of this epoch the loader has asked for: 'nothing', 'some' or 'all'
+    asked = 'nothing'
     n_skip = 0 # Batches of this epoch that a resumed fit leaves out
     n_batches = None # Of this epoch, without repeats, once they have been read
-    streams = property(lambda self: isinstance(self.items, _Stream), doc="Whether the source is an iterable data set")
     # An epoch, and the number of its items (see `unit`), over all ranks, that an earlier run has already read
     left_at = -1,0
-    epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v),
-                     doc="The epoch, which workers see too")
-    start = property(lambda self: self.left_at[1] if self.left_at[0]==self.epoch else 0,
-        doc="Number of items of this epoch, over all ranks, that an earlier run has read")
-    def deal(self, items,
-        at=0 # Place of the first item in the epoch, over all ranks
-    ):
-        "Iterator over this rank's shard of `items`, an iterable that is the same on every rank"
-        self.asked = True
-        self._n_read[worker_id()] = 0
-        if self.by_rank: return iter(items)
-        items = islice(items, max(self.start-at, 0), None)
-        if self._floor: items = full_rows(items, self.world_size)
-        return deal(items, self.rank, self.world_size, self.end_of, max(at-self.start, 0))
+    def __init__(self, rank, world_size, seed=0, pad=True, sample_seeds=False):
+        """pad: repeat items so that all ranks read equally many? 'batch': only where a rank would have a batch less
+        than others; sample_seeds: whether samples and training batches draw from streams of their own, see
+        `DistributedDL.from_dl`"""
+        check_rank(rank, world_size)
+        need(isinstance(seed, int), 'need an integer, the same on every rank', seed=seed)
+        need(pad in (True,False,'batch'), "give True, False or 'batch'", pad=pad)
+        self.rank,self.world_size,self.seed,self.pad = rank,world_size,seed,pad
+        self.sample_seeds = sample_seeds
+        # Seen by workers, too: first, a hash of the first sample of a stream; by_rank: whether that has split itself
+        self._epoch,self.first,self.by_rank,self._n_read = torch.zeros(4, 1, dtype=torch.int64)
+    # Whether an iterable data set is dealt
+    streams = property(lambda self: isinstance(self.items, _Stream))
+    # Workers see it too
+    epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v))
+    # Items for all ranks, once this rank has read its last
+    n_read = property(lambda self: int(self._n_read[0]))
+    @property
+    def start(self):
+        "Number of items of this epoch, over all ranks, that an earlier run has read"
+        epoch,n = self.left_at
+        return n if n and epoch==self.epoch else 0
     def left(self, n):
         "How many of an epoch's `n` items this run reads, over all ranks; None if `n` is None"
         return None if n is None else max(n-self.start, 0)
     def count(self, n)->int:
         "How many of an epoch's `n` items this rank reads"
-        n = self.left(n)
-        return n//self.world_size if self._floor else share_len(n, self.rank, self.world_size, self.pads(n))
+        return self.own(self.left(n))
+    def own(self, n)->int:
+        "How many of `n` items that are dealt are this rank's"
+        if self._floor: return n//self.world_size
+        return share_len(n, self.rank, self.world_size, self.pads(n))
+    _by_step = property(lambda self: self.pad=='batch' and bool(self.bs))
     # each rank's last batch is dropped in any case
-    _floor = property(lambda self: self.pad=='batch' and self.drop_last and bool(self.bs))
-    def pads(self, n):
+    _floor = property(lambda self: self._by_step and self.drop_last)
+    _by_workers = property(lambda self: self._by_step and len(self._n_read)>1)
+    def pads(self, n)->bool:
         "Whether ranks repeat an item if `n` items are dealt"
-        if self._by_workers: return False # see `owed`
-        return n//self.world_size%self.bs==0 if self.pad=='batch' and self.bs else bool(self.pad)
-    def end_of(self, n):
+        if not self._by_step: return bool(self.pad)
+        # of several workers, see `owed`
+        return not self._by_workers and n//self.world_size%self.bs==0
+    def end_of(self, n)->bool:
         "As `pads`, for the `n` items of this epoch, which `repeats` then knows"
         self._n_read[worker_id()] = n
         return self.pads(n)
-    _by_workers = property(lambda self: len(self._n_read)>1 and self.pad=='batch' and bool(self.bs))
-    def owed(self, n):
+    def deal(self, items, at=0):
+        """Iterator over this rank's shard of `items`, an iterable that is the same on every rank. at: place of the
+        first item in the epoch, over all ranks"""
+        self._n_read[worker_id()] = 0
+        if self.by_rank: return iter(items)
+        items = islice(items, max(self.start-at, 0), None)
+        if self._floor: items = full_rows(items, self.world_size)
+        return deal(items, self.rank, self.world_size, self.end_of, max(at-self.start, 0))
+    def owed(self, n)->int:
         "How many batches more than `n` another rank has, of a stream that several workers have read to its end"
         if not n or not self._by_workers or self.drop_last: return 0
-        most = sum(math.ceil(m/self.world_size/self.bs) for m in self._n_read.tolist()) # rank 0's, of all its workers
+        size = self.world_size*self.bs
+        # rank 0 has the most of each worker
+        most = sum(-(-m//size) for m in self._n_read.tolist())
         return max(most-n, 0)
-    def repeats(self, i):
+    def repeats(self, i)->bool:
         "Whether batch `i` of this rank's shard is a repeat, and nothing else; known once it has been read"
         if self._by_workers: return self.n_batches is not None and i>=self.n_batches
-        n,W = int(self._n_read[0]),self.world_size
-        return bool(n and self.bs and self.pad=='batch' and self.rank>=(n%W or W) and i*self.bs==n//W)
-    def _made(self, source, items):
-        self.source,self.items = source,items
-        return items
+        n,W = self.n_read,self.world_size
+        return n>0 and self._by_step and self.rank>=(n%W or W) and i*self.bs==n//W
     def order(self, source, shuffle):
         "Sampler over this rank's shard of `len(source)` indices, in order or shuffled"
-        return self._made(source, DealtOrder(self, source, shuffle))
+        self.source,self.items = source,DealtOrder(self, source, shuffle)
+        return self.items
+    def drawn(self, source, unit='row', chunk=64):
+        """Sampler over this rank's shard of a user's sampler, which yields indices or other keys, or lists of them
+        (`unit='batch'`)"""
+        if unit=='batch': self.of_batches()
+        chunk = getattr(source, 'read_ahead', self.world_size if unit=='batch' else chunk)
+        self.source,self.items = source,Dealt(self, source, chunk)
+        return self.items
+    def of_batches(self):
+        "What is dealt are batches, not samples"
+        self.unit,self.bs = 'batch',1
     def sized(self, batches):
         "Remember the length of each batch, in `sizes`"
         self.sizes = []
         for o in batches:
             self.sizes.append(data_len(o))
             yield o
-    def of_batches(self):
-        "What is dealt are batches, not samples"
-        self.unit,self.bs = 'batch',1
-    def drawn(self, source, unit='row', chunk=64):
-        """Sampler over this rank's shard of a user's sampler, which yields indices or other keys, or lists of them
-        (`unit='batch'`)"""
-        if unit=='batch': self.of_batches()
-        return self._made(source,
-                          Dealt(self, source, getattr(source, 'read_ahead',
-                                                      self.world_size if unit=='batch' else chunk)))
-    def indices(self, sampler, chunk=64):
-        """Sampler over this rank's shard of torch's `sampler`: `order` if it is sequential or plainly shuffled, else
-        `drawn`"""
-        if type(sampler) is SequentialSampler: return self.order(sampler.data_source, False)
-        return self.order(sampler.data_source, True) if is_shuffled(sampler) else self.drawn(sampler, chunk=chunk)
-    def stream(self, dataset, num_workers,
-        after=() # Functions of a sample, which may draw; None: the caller applies them
-    ):
+    def stream(self, dataset, num_workers, after=()):
         """Iterable data set of this rank's samples. Its copies in workers see changes of the epoch, through shared
-        memory"""
+        memory. after: functions of a sample, which may draw; None: the caller applies them"""
         self._n_read = torch.zeros(max(num_workers, 1), dtype=torch.int64)
         self.share_memory(num_workers)
-        return self._made(dataset,
-                          (_PlacedStream if saves_place(dataset) and not num_workers else _Stream)(dataset, self,
-                                                                                                   after))
+        cls = _PlacedStream if saves_place(dataset) and not num_workers else _Stream
+        self.source,self.items = dataset,cls(dataset, self, after)
+        return self.items
     def share_memory(self, num_workers):
         "Let copies in workers see the epoch, and this process what they have read"
         for o in (self._epoch,self.first,self.by_rank,self._n_read) if num_workers else (): o.share_memory_()
@@ -182,25 +207,24 @@ class Dealer:
         return Seeded(dataset, self, after)
     def seed_sample(self, key):
         "Seed the random streams for the sample of this index, or other key; of a stream, its number"
-        i = key if isinstance(key, int) else zlib.crc32(repr(key).encode())
-        seed_streams(self.seed, self.epoch, i, -1, cuda=False) # -1: no batch has this number
-    def compare(self, gather, name):
+        seed_streams(*next(self.streams_of([key])), cuda=False)
+    def streams_of(self, keys):
+        "What the random streams of the samples at these indices, or other keys, are seeded by: a tuple for each"
+        if {*map(type, keys)}!={int}: keys = [o if isinstance(o, int) else zlib.crc32(repr(o).encode()) for o in keys]
+        # -1: no batch has this number
+        return zip(repeat(self.seed), repeat(int(self._epoch)), keys, repeat(-1))
+    def compare(self, gather, name)->bool:
         """Whether the first samples of a stream show that it splits itself among ranks. It is left alone then. Sync
         point"""
         if self.by_rank or len({*gather(int(self.first))})==1: return False
         self.by_rank.fill_(1)
-        text = f'{name} gives each rank another first sample: it is taken to split itself among ranks, and left alone'
-        if not self.rank: warnings.warn(text)
+        if not self.rank:
+            warn(f'{name} gives each rank another first sample: it is taken to split itself among ranks, and '
+                 'left alone')
         return True
-    def generator(self, g):
-        "`g` on rank 0; on other ranks another generator, because the seeds of the workers are drawn from it"
-        return g if g is None or not self.rank else torch.Generator(g.device).manual_seed(mix_seed(g.initial_seed(),
-                                                                                                   self.rank))
     def shard(self, dl):
         "A copy of `dl` that reads this rank's samples"
         return reindexed(dl, self)
-    n_read = property(lambda self: int(self._n_read[0]),
-        doc="How many items there are for all ranks, once this rank has read its last")
 
 class BatchDealer(Dealer):
     "Deals the batches of a loader as they are in one process, for evaluation: batch k goes to rank k % W"
@@ -216,6 +240,23 @@ class BatchDealer(Dealer):
         res._epoch,res.first = self._epoch,self.first
         return res
 
+def check_count(d:Dealer, k:int, name:str):
+    """RuntimeError unless these are the rank's shard, each sample once. A stream is checked if it has a length. k:
+    batches of this epoch that a loader has given this rank; name: of the loader, or of the stream that it reads"""
+    n,W = d.n_read or d.left(data_len(d.source)),d.world_size
+    if W==1 or n is None or d.items is None or d.by_rank: return
+    if d.streams:
+        said,n = data_len(d.source),n+d.start # with those of an earlier run
+        if len(d._n_read)>1 or not said or not 0<n<=-(-said//W)<said: return
+        raise RuntimeError(f'rank {d.rank} has seen {n} of the {said} samples of a {name}, which splits itself '
+                           'by rank: set splits_by_rank = True on it')
+    own,bs = d.own(n),d.bs if d.unit=='row' and d.bs else 1
+    want = batch_count(own, bs, d.drop_last and d.unit=='row')
+    if k==want or k<want and d.asked!='all': return
+    hint = '; it never asks which samples are its own' if d.asked=='nothing' else ''
+    raise RuntimeError(f'rank {d.rank} has seen {k} batches of a {name} in this epoch, and {want} are its own{hint}: '
+                       '@reindexed.register a function whose copy reads the indices of a dealer')
+
 # %% ../../nbs/data/03_distributed_dl.ipynb #seeds1
 def is_quiet(ds):
     "Whether data lies in memory, so that a sample draws nothing"
@@ -225,21 +266,80 @@ class Seeded(LoaderWrapper, Dataset):
     """A data set whose samples draw from streams of their own, so that they are the same at any number of ranks and
     workers"""
     inside = 'source'
-    def __init__(self, source, dealer, after=()): vars(self).update(source=source, dealer=dealer, after=after)
+    def __init__(self, source, dealer, after=()):
+        vars(self).update(source=source, dealer=dealer, after=after, at_once=_reads_batches(source))
     def __setattr__(self, k, v): setattr(self.source, k, v)
     def __len__(self): return len(self.source)
     def __getitem__(self, i): return self.__getitems__([i])[0]
     def __getitems__(self, idxs):
-        with outer_streams(): return [self._sample(i) for i in idxs]
-    def _sample(self, i):
-        self.dealer.seed_sample(i)
-        return pipe(self.after, self.source[i])
+        items = self.quiet_batch(idxs) if self.at_once else None
+        if items is not None and not self.after: return items
+        read = partial(getitem, self.source) if items is None else None
+        own = self.dealer.streams_of(idxs)
+        return map_seeded(self._then(read) if self.after else read, idxs if read else items, own)
+    def quiet_batch(self, idxs):
+        "The samples, read at once; None if that draws random numbers, which belong to the samples"
+        before = rng_state(cuda=False)
+        items = self.source.__getitems__(idxs)
+        if same_streams(before, rng_state(cuda=False)): return items
+        set_rng_state(before)
+        vars(self)['at_once'] = False
+    def _then(self, read): return lambda o: pipe(self.after, read(o) if read else o)
+
+def _reads_batches(ds):
+    while type(ds) is Subset: ds = ds.dataset # it has the method in any case
+    return hasattr(ds, '__getitems__')
 
 def sample_hash(samples)->int:
     "Of the tensors, arrays, images, numbers and texts in samples; other objects may differ between processes"
-    vals = [o.tolist() if hasattr(o, 'tolist') else o.tobytes() if hasattr(o, 'tobytes') else o
-            for o in tree_leaves(samples)]
-    return zlib.crc32(repr([o for o in vals if isinstance(o, (int,float,complex,str,bytes,list))]).encode())
+    vals = map(_plain, tree_leaves(samples))
+    known = [o for o in vals if isinstance(o, (int,float,complex,str,bytes,list))]
+    return zlib.crc32(repr(known).encode())
+
+def _plain(o): return o.tolist() if hasattr(o, 'tolist') else o.tobytes() if hasattr(o, 'tobytes') else o
+
+# %% ../../nbs/data/03_distributed_dl.ipynb #stm05
+def saves_place(ds)->bool:
+    """Whether it saves and loads its own place, as those of Hugging Face's `datasets` do. What is loaded holds for the
+    next reading. ds: an iterable data set"""
+    return all(hasattr(type(ds), o) for o in ('state_dict','load_state_dict')) and not _forgets(ds)
+
+def _forgets(ds):
+    "Whether samples would be left out: Hugging Face's `state_dict` does not hold what waits in a shuffle buffer"
+    if type(ds).__module__.split('.')[0]!='datasets': return False
+    inside = [*_inside(getattr(ds, '_ex_iterable', None))]
+    return None in inside or any('BufferShuffled' in type(o).__name__ for o in inside)
+
+def _inside(o):
+    yield o
+    for part in getattr(o, 'ex_iterables', ()): yield from _inside(part)
+    if hasattr(o, 'ex_iterable'): yield from _inside(o.ex_iterable)
+
+class Placed:
+    """For a rank's shard of a stream, with the stream in `_inner` and what deals it in `_dealer`: its place, over
+    all ranks"""
+    _n,_loaded = 0,None
+    def __iter__(self):
+        "This rank's items; a row of all ranks' items is read at a time"
+        d = self._dealer
+        vars(self).update(_n=self._loaded or 0, _loaded=None)
+        rng,W = shared_rng(d.seed, d.epoch),d.world_size
+        return self.dealt(draw(self._counted(), rng, W, W), self._n)
+    def _counted(self):
+        "What the stream draws for an item follows from its number"
+        seed = partial(seed_streams, self._dealer.seed, self._dealer.epoch, cuda=False)
+        seed(self._n)
+        for o in self._inner:
+            vars(self)['_n'] += 1
+            yield o
+            seed(self._n)
+    def state_dict(self)->dict:
+        "The place after the items that were taken: the data set's own state, and the number of items read"
+        return dict(inner=self._inner.state_dict(), n=self._n)
+    def load_state_dict(self, state):
+        "Begin at this place when it is read the next time"
+        self._inner.load_state_dict(state['inner'])
+        vars(self)['_loaded'] = state['n']
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c014
 class _Spy:
@@ -259,16 +359,21 @@ def _state(o, at=''):
     return res
 
 class _WatchedInit:
-    """A `worker_init_fn` which records whether it changes the data set. A change other than a seed means that it
-    splits the data set"""
+    """A `worker_init_fn` which records whether it changes the data set. A change other than a seed means that it splits
+    the data set"""
     def __init__(self, func): self.func = func
     def __call__(self, worker_id):
         stream = get_worker_info().dataset
         old = _state(stream._inner)
         self.func(worker_id)
-        new = {k:v for k,v in _state(stream._inner).items() if k not in old or v[0] is not old[k][0] or v[1]!=old[k][1]}
-        vars(stream)['_split'] = any('random' not in type(v[0]).__module__ and not isinstance(v[0], torch.Generator) and
-                                     not any(o in k.lower() for o in ('seed', 'rng')) for k,v in new.items())
+        new = _state(stream._inner)
+        def same(k, val, n): return k in old and val is old[k][0] and n==old[k][1]
+        vars(stream)['_split'] = not all(same(k, *v) or _is_draw(k, v[0]) for k,v in new.items())
+
+def _is_draw(name, val):
+    "Whether an attribute is a seed or a generator"
+    seed = any(o in name.lower() for o in ('seed','rng'))
+    return seed or isinstance(val, torch.Generator) or 'random' in type(val).__module__
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c015
 class _Stream(IterableDataset):
@@ -290,7 +395,8 @@ class _Stream(IterableDataset):
         set_worker_info(spy)
         return self._in_worker(items, rng, spy)
     def _in_worker(self, items, rng, spy):
-        items = chain(list(islice(items, 1)), items)                 # a generator function starts at its first item
+        # a generator function starts at its first item
+        items = chain(list(islice(items, 1)), items)
         d,i,n = self._dealer,spy._info.id,spy._info.num_workers
         if getattr(self._inner, 'splits_by_worker', self._split or spy._asked): rng.reseed(d.seed, d.epoch, i)
         else: items = islice(items, i, None, n)
@@ -302,10 +408,7 @@ class _Stream(IterableDataset):
         if not worker_id(): d.first.fill_(sample_hash(first))
         for i,o in d.deal(zip(places or count(at), chain(first, items)), at):
             if d.by_rank: i = i*d.world_size+d.rank
-            if self._after:
-                with outer_streams():
-                    d.seed_sample(i)
-                    o = pipe(self._after, o)
+            if self._after: [o] = map_seeded(partial(pipe, self._after), [o], d.streams_of([i]))
             elif self._after is None and d.sample_seeds: d.seed_sample(i)
             yield o
 
@@ -313,16 +416,12 @@ class _PlacedStream(Placed, _Stream): "The shard of a data set that saves its pl
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c019
 @singledispatch
-def reindexed(
-    dl,           # The user's loader; it is not changed
-    dealer:Dealer # Makes this rank's indices by its methods `order`, `drawn` and `stream`
-):
+def reindexed(dl, dealer:Dealer):
     """A copy of `dl` that reads one rank's shard. Register a function for another kind of loader; ValueError for an
-    unknown kind"""
-    raise ValueError(f"a {type(dl).__name__} cannot be split among ranks: nothing says how it is told which samples "
-                     f"to read. "
-                     "Use a DataLoader, or register a function that makes a copy reading a dealer's indices: "
-                     "@reindexed.register")
+    unknown kind. dl: the user's loader; it is not changed; dealer: makes this rank's indices by its methods
+    `order`, `drawn` and `stream`"""
+    raise ValueError(f"a {type(dl).__name__} cannot be split among ranks: nothing says how it is told which samples to "
+                     "read. Use a DataLoader, or @reindexed.register a function whose copy reads a dealer's indices")
 
 @reindexed.register
 def _(dl:DataLoader, dealer):
@@ -330,19 +429,31 @@ def _(dl:DataLoader, dealer):
     v = _seeded(new, dl, dealer)
     if isinstance(dl.dataset, IterableDataset):
         if dl.worker_init_fn is not None and dl.num_workers: v['worker_init_fn'] = _WatchedInit(dl.worker_init_fn)
-    elif bs is None: v['sampler'] = dealer.indices(dl.sampler)
+    elif bs is None: v['sampler'] = _indices(dl.sampler, dealer, 64)
     elif type(bs) is BatchSampler and not _reads_itself(dl):
-        v['sampler'] = dealer.indices(bs.sampler, bs.batch_size*dealer.world_size)
+        v['sampler'] = _indices(bs.sampler, dealer, bs.batch_size*dealer.world_size)
         v['batch_sampler'] = BatchSampler(v['sampler'], bs.batch_size, bs.drop_last)
     else: v['batch_sampler'] = dealer.drawn(bs, unit='batch')
     return new
+
+def _indices(sampler, dealer, chunk):
+    "This rank's shard of torch's `sampler`"
+    shuffled = is_shuffled(sampler)
+    if shuffled or type(sampler) is SequentialSampler: return dealer.order(sampler.data_source, shuffled)
+    return dealer.drawn(sampler, chunk=chunk)
+
+def _generator(g, dealer):
+    "`g` on rank 0; on other ranks another generator, because the seeds of the workers are drawn from it"
+    if g is None or not dealer.rank: return g
+    return torch.Generator(g.device).manual_seed(mix_seed(g.initial_seed(), dealer.rank))
 
 def _seeded(new, dl, dealer):
     "The attributes of a copy of torch's loader, with a data set whose samples draw from streams of their own"
     v,f = vars(new),dl.collate_fn
     after = f.after_item if dealer.sample_seeds and isinstance(f, Collate) else ()
     wrap = dealer.stream if isinstance(dl.dataset, IterableDataset) else dealer.samples
-    v.update(no_iterator, generator=dealer.generator(dl.generator), dataset=wrap(dl.dataset, dl.num_workers, after))
+    dataset = wrap(dl.dataset, dl.num_workers, after)
+    v.update(no_iterator, generator=_generator(dl.generator, dealer), dataset=dataset)
     if after: v['collate_fn'] = f.collate_fn
     return v
 
@@ -358,11 +469,9 @@ class EveryNth(LoaderWrapper):
     def __iter__(self): return self.by.deal(read_loader(self.dl))
 
 @singledispatch
-def whole_batches(
-    dl,                # The user's loader; it is not changed
-    dealer:BatchDealer # Says which batches are this rank's
-):
-    "A loader of the rank's batches. Without a function for its kind it reads all, and leaves out others' batches"
+def whole_batches(dl, dealer:BatchDealer):
+    """A loader of the rank's batches. Without a function for its kind it reads all, and leaves out others' batches.
+    dl: the user's loader; it is not changed; dealer: says which batches are this rank's"""
     known = reindexed.dispatch(type(dl)) is not reindexed.dispatch(object)
     return EveryNth(reindexed(dl, dealer.alone()) if known else dl, dealer)
 
@@ -387,15 +496,17 @@ def _(dl:DataLoader):
     if isinstance(dl.dataset, IterableDataset): return changed(dl, drop_last=False) if dl.batch_size else dl
     bs = dl.batch_sampler
     sampler = bs.sampler if type(bs) is BatchSampler else dl.sampler
-    kw = {'sampler': sorted(sampler.indices)} if isinstance(sampler, SubsetRandomSampler) else {'shuffle': False}
-    if bs is not None:
-        kw.update(batch_sampler=None, batch_size=dl.batch_size or getattr(bs, 'batch_size', 64), drop_last=False)
-    return changed(dl, in_order=True, **kw)
+    kw = dict(in_order=True)
+    if isinstance(sampler, SubsetRandomSampler): kw['sampler'] = sorted(sampler.indices)
+    else: kw['shuffle'] = False
+    size = dl.batch_size or getattr(bs, 'batch_size', 64)
+    if bs is not None: kw |= dict(batch_sampler=None, batch_size=size, drop_last=False)
+    return changed(dl, **kw)
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c026
 class DistributedDL(LoaderWrapper):
-    """One rank's shard of a data loader. Other attributes are read from the copied loader, `.dl`. `len` is in
-    batches of this rank"""
+    """One rank's shard of a data loader. Other attributes are read from the copied loader, `.dl`. `len` is in batches
+    of this rank"""
     def __init__(self,
         dataset,            # As in `TfmdDL`
         rank:int, world_size:int,
@@ -404,7 +515,8 @@ class DistributedDL(LoaderWrapper):
         seed:int=0,         # Selects the order, together with the epoch; the same on every rank
         pad:bool=True,      # Repeat up to `world_size-1` samples, so that all ranks read the same number?
         **kw):              # Further settings of `TfmdDL`
-        self._split(TfmdDL(dataset, bs=bs, shuffle=shuffle, **kw), Dealer(rank, world_size, seed, pad))
+        dl = TfmdDL(dataset, bs=bs, shuffle=shuffle, **kw)
+        self._split(dl, Dealer(rank, world_size, seed, pad))
     def _split(self, dl, dealer):
         dealer.bs,dealer.drop_last = batch_shape(dl)
         if getattr(dl, 'batch_sampler', dl) is None: dealer.bs = 1 # torch's loader without batches
@@ -419,28 +531,23 @@ class DistributedDL(LoaderWrapper):
         # Seed what a sample draws by (seed, epoch, index), a training batch by (seed, rank, epoch, batch)?
         sample_seeds=False,
         **kw):              # Settings to change, such as `bs`
-        """The shard of `rank` of any loader; `dl` itself if it is already split. ValueError for a kind of loader
-        that cannot be split"""
-        dealer = Dealer(rank, world_size, seed, pad, sample_seeds)
-        if is_split(dl):
-            n = next((o.num_replicas for o in loader_parts(dl) if hasattr(o, 'num_replicas')), world_size)
-            if 1<world_size!=n:
-                raise ValueError(f'a sampler deals the samples among {n} ranks, and {world_size} read them')
-            if kw:
-                raise ValueError(f"{', '.join(kw)}: this {type(dl).__name__} is split already, so its settings are "
-                                 f"its user's")
-            return dl
-        return cls.__new__(cls)._split(with_settings(dl, **kw) if kw else dl, dealer)
+        """The shard of `rank` of any loader; `dl` itself if it is already split. ValueError for a kind of loader that
+        cannot be split"""
+        dealer,name = Dealer(rank, world_size, seed, pad, sample_seeds),type(dl).__name__
+        if not is_split(dl): return cls.__new__(cls)._split(with_settings(dl, **kw) if kw else dl, dealer)
+        for o in loader_parts(dl): _check_sampler(o, rank, world_size)
+        said = ', '.join(kw)
+        need(not kw, f"{said}: this {name} is split already, so its settings are its user's")
+        return dl
     @classmethod
-    def by_batch(cls,
-        dl,                 # Any loader; it is not changed
-        rank, world_size, seed=0, sample_seeds=False): # As in `from_dl`
-        "For evaluation: the batches `rank`, `rank+world_size`, … of any loader; `dl` itself if it is already split"
-        return dl if is_split(dl) else cls.__new__(cls)._split(dl, BatchDealer(rank, world_size, seed, sample_seeds))
-    def new(self,
-        dataset=None,       # Another data set; None: the same
-        **kw):              # Settings to change
-        "The shard of the same rank, of another data set or with other settings"
+    def by_batch(cls, dl, rank, world_size, seed=0, sample_seeds=False):
+        """For evaluation: the batches `rank`, `rank+world_size`, … of any loader; `dl` itself if it is already split.
+        dl: any loader; it is not changed; rank: as in `from_dl`"""
+        if is_split(dl): return dl
+        return cls.__new__(cls)._split(dl, BatchDealer(rank, world_size, seed, sample_seeds))
+    def new(self, dataset=None, **kw):
+        """The shard of the same rank, of another data set or with other settings. dataset: another data set; None: the
+        same; kw: settings to change"""
         dl,d = with_settings(self.source, dataset, **kw),self.dealer
         if isinstance(d, BatchDealer): return self.by_batch(dl, self.rank, self.world_size, self.seed, d.sample_seeds)
         return self.from_dl(dl, self.rank, self.world_size, self.seed, self.pad, d.sample_seeds)
@@ -449,45 +556,60 @@ class DistributedDL(LoaderWrapper):
         self.dealer.epoch = epoch
         set_epoch(self.source, epoch)
     dataset = property(lambda self: self.source.dataset, doc="The user's data set")
-    epoch = property(lambda self: self.dealer.epoch, doc="The epoch whose order is read, see `set_epoch`")
-    n_total = property(lambda self: self.dealer.left(data_len(self.dealer.source)),
-        doc="Number of samples over all ranks (of batches, if `unit` is 'batch'); None if it is not known")
-    n = property(lambda self: None if self._mixed else data_len(self.dealer.items),
-        doc="Number of samples (or batches, see `unit`) of this rank; None if it is not known")
-    _mixed = property(lambda self: isinstance(self.dealer.items, _Stream) and self.num_workers>1)
-    ordered = property(lambda self: not self._mixed and getattr(self.dl, 'in_order', True),
-        doc="Whether `undeal` of the rows of all ranks restores the loader's order. False if several workers read one "
-            "stream")
+    epoch = property(lambda self: self.dealer.epoch, doc="Whose order is read, see `set_epoch`")
+    @property
+    def n_total(self):
+        "Number of samples over all ranks (of batches, if `unit` is 'batch'); None if it is not known"
+        return self.dealer.left(data_len(self.dealer.source))
+    @property
+    def n(self):
+        "Number of samples (or batches, see `unit`) of this rank; None if it is not known"
+        return None if self._mixed else data_len(self.dealer.items)
+    _mixed = property(lambda self: self.dealer.streams and self.num_workers>1)
+    @property
+    def reader(self):
+        "The loader of torch that starts the workers; None if it is not known"
+        return self.dl if isinstance(self.dl, DataLoader) else None
     def __len__(self):
         if not self._mixed: return len(self.dl)
-        raise TypeError(f"the number of batches of a stream that {self.num_workers} workers read is not known before "
-                        f"its end")
+        raise TypeError(f'{self.num_workers} workers read the stream: its number of batches is known at its end')
     def __iter__(self):
-        self.dealer.asked = False
+        self.dealer.asked = 'nothing'
+        # a loader draws its workers' seeds when it begins, which may be in mid-epoch: they follow from the epoch
+        reader = self.reader if self.dealer.sample_seeds else None
+        if reader is not None:
+            seed = mix_seed(self.dealer.seed, self.dealer.rank, self.dealer.epoch)
+            vars(reader)['generator'] = torch.Generator().manual_seed(seed)
         it = read_loader(self.dl)
         return self._batches(it) if self.pad=='batch' else it
     def _batches(self, it):
-        """For training: each batch has its own random streams; ranks that have a batch less than others repeat the
-        last one"""
-        d,end = self.dealer,object()
-        k,d.n_skip,d.n_batches = d.n_skip,0,None
+        """For training: each batch has its own random streams; ranks that have a batch less than others repeat the last
+        one"""
+        d,end,epoch = self.dealer,object(),self.dealer.epoch
+        first,n = d.n_skip,0
+        d.n_skip,d.n_batches = 0,None
         while True:
-            if d.sample_seeds: seed_streams(d.seed, d.rank, d.epoch, k)
+            if d.sample_seeds: seed_streams(d.seed, d.rank, epoch, first+n)
             if (b := next(it, end)) is end: break
-            k,last = k+1,b
+            n,last = n+1,b
             yield b
-        d.n_batches = k
-        if d.bs and not d.asked and not d.streams and 1<self.world_size and 2*d.bs<(data_len(d.source) or 0)<=k*d.bs:
-            raise ValueError(
-                f'rank {self.rank} has read all the data: a {type(self.source).__name__} never asks which samples are '
-                f'its own. '
-                '@reindexed.register a function whose copy reads the indices of a dealer')
-        for _ in range(d.owed(k)): yield last
+        # what was trained on is left out by the dealer, or by the loader
+        d.n_batches = n = n if d.start else first+n
+        check_count(d, n, type(self.source.dataset if d.streams else self.source).__name__)
+        for _ in range(d.owed(n)): yield last
     def one_batch(self):
         "This rank's first batch, read in this process. ValueError if there is none"
         return one_batch(self.dl)
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #wset01
+def as_it_is(b):
+    "The batch: in place of collation"
+    return b
+
+def loader_of(batches)->DataLoader:
+    "A loader that gives these batches as they are. batches: a list of batches"
+    return DataLoader(list(batches), batch_size=None, collate_fn=as_it_is)
+
 def with_settings(dl, dataset=None, **kw):
     "A copy of a loader with another data set, or with other settings. ValueError for a kind that cannot be changed"
     if hasattr(dl, 'new'): return dl.new(dataset, **kw)
@@ -503,15 +625,12 @@ class Joined:
         it = iter(self.sampler)
         while bs := list(islice(it, self.k)): yield [i for b in bs for i in b]
 
-def widened(
-    dl,   # Any loader of batches that is not split among ranks
-    k:int # Factor of the batch size
-):
-    "A copy of `dl` with batches `k` times as large. ValueError if it has no batch size"
-    sampler,new = getattr(dl, 'batch_sampler', None),partial(changed, dl) if not hasattr(dl, 'new') else dl.new
-    if sampler is not None and type(sampler) is not BatchSampler: return new(batch_sampler=Joined(sampler, k))
+def widened(dl, k:int):
+    """A copy of `dl` with batches `k` times as large. ValueError if it has no batch size. dl: any loader of batches
+    that is not split among ranks; k: factor of the batch size"""
+    sampler,name = getattr(dl, 'batch_sampler', None),type(dl).__name__
+    own = sampler is not None and type(sampler) is not BatchSampler
+    if own: return with_settings(dl, batch_sampler=Joined(sampler, k))
     bs,_ = batch_shape(dl)
-    if not bs:
-        raise ValueError(f'{type(dl).__name__} without a batch size: one process cannot have batches {k} times as '
-                         f'large')
-    return new(bs=bs*k)
+    need(bs, f'{name} without a batch size: one process cannot have batches {k} times as large')
+    return with_settings(dl, bs=bs*k)

@@ -13,18 +13,17 @@ from pathlib import Path
 from torch import Tensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
-from torch.utils.data import default_collate, default_convert
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import RandomSampler, SequentialSampler, default_collate, default_convert
 from ..core.compat import no_iterator
-from .tensors import batches
+from ..core.stacks import need
+from .datasets import batches
 
 # %% ../../nbs/data/01_loaders.ipynb #c005
-def apply(
-    func,             # Called with each leaf
-    b,                # A leaf, or nested tuples, namedtuples, lists and dicts
-    method:str='to'   # An object that has this method is a leaf, even if it is a container
-):                    # The results of `func`, in the same structure and types
-    "Apply `func` to each leaf of a nested batch"
+def apply(func, b, method:str='to'):
+    """Apply `func` to each leaf of a nested batch. func: called with each leaf; b: a leaf, or nested tuples,
+    namedtuples, lists and dicts; method: an object that has this method is a leaf, even if it is a container;
+    returns: the results of `func`, in the same structure and types"""
     if isinstance(b, Tensor) or hasattr(b, method): return func(b)
     if isinstance(b, tuple):
         items = [apply(func, o, method) for o in b]
@@ -53,7 +52,8 @@ def to_device(
 # %% ../../nbs/data/01_loaders.ipynb #c008b
 def to_cpu(b):
     "The batch with its tensors on the CPU, when they have arrived there"
-    return to_device(b, 'cpu', non_blocking=False)   # else the CPU would read garbage before the copy has arrived
+    # else the CPU would read garbage before the copy has arrived
+    return to_device(b, 'cpu', non_blocking=False)
 
 def to_detach(b):
     "The batch with its tensors detached from the autograd graph"
@@ -93,28 +93,28 @@ def find_bs(b)->int:
     return 1
 
 # %% ../../nbs/data/01_loaders.ipynb #c015
-_OPTIONS = [o for o in inspect.signature(DataLoader.__init__).parameters if o not in ('self', 'dataset')]
-_REPLACES = {'shuffle': ('sampler',), 'sampler': ('batch_sampler',),
-             'batch_sampler': ('sampler', 'batch_size', 'drop_last')}
+_OPTIONS = [*inspect.signature(DataLoader).parameters][1:] # after the data set
+_BATCHES = 'sampler', 'batch_size', 'drop_last'
+_REPLACES = dict(shuffle=['sampler'], sampler=['batch_sampler'], batch_sampler=_BATCHES)
 _WORKER_OPTIONS = ('prefetch_factor', 'persistent_workers', 'timeout', 'multiprocessing_context')
 
 def check_options(kw, more=()):
     "Raise ValueError if a name in `kw` is neither a setting of `DataLoader` nor in `more`"
     known = [*more, *_OPTIONS]
-    for k in kw:
-        if k not in known: raise ValueError(f"{k!r} is not a setting of a loader; known: {', '.join(known)}")
+    for k in kw: need(k in known, f"{k!r} is not a setting of a loader; known: {', '.join(known)}")
 
 def is_shuffled(sampler)->bool:
     "Is this the sampler that `shuffle=True` makes, which yields each sample once?"
-    return type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples==len(sampler.data_source)
+    plain = type(sampler) is RandomSampler and not sampler.replacement
+    return plain and sampler.num_samples==len(sampler.data_source)
 
 # %% ../../nbs/data/01_loaders.ipynb #c018
 def _rows_tensor(b):
     "Rows of a data frame as one tensor `(bs, columns)`; ValueError if they are not numbers"
     try: return torch.as_tensor(b.to_numpy().copy())
     except (TypeError, AttributeError) as e:
-        raise ValueError(f"rows of {type(b).__name__} do not make a tensor of numbers ({e}): give a collate_fn that "
-                         f"takes them") from e
+        what = f'rows of {type(b).__name__} do not make a tensor of numbers ({e})'
+        raise ValueError(f'{what}: give a collate_fn that takes them') from e
 
 _COLLATES = (default_collate, default_convert, _rows_tensor)
 
@@ -123,20 +123,17 @@ def loader_settings(dl:DataLoader)->dict:
     res = {o:getattr(dl, o) for o in _OPTIONS if hasattr(dl, o)}
     # left to torch, since the default depends on batch_size
     if res['collate_fn'] in _COLLATES: res['collate_fn'] = None
+    bs,drop = dl.batch_sampler,['batch_sampler']
     if isinstance(dl.dataset, IterableDataset): drop = ['sampler', 'batch_sampler']
-    elif dl.batch_size is not None or dl.batch_sampler is None: drop = ['batch_sampler']
-    elif type(dl.batch_sampler) is not BatchSampler: drop = ['sampler', 'batch_size', 'drop_last']
-    else: res,drop = {**res, **{o:getattr(dl.batch_sampler, o) for o in _REPLACES['batch_sampler']}},['batch_sampler']
+    elif dl.batch_size is None and type(bs) is BatchSampler: res |= {o: getattr(bs, o) for o in _BATCHES}
+    elif dl.batch_size is None and bs is not None: drop = _BATCHES
     return {k:v for k,v in res.items() if k not in drop}
 
 # %% ../../nbs/data/01_loaders.ipynb #c020
-def changed(
-    dl:DataLoader,
-    dataset=None, # Another data set; None: that of `dl`
-    **kw          # Settings of `DataLoader`; `bs` is `batch_size`
-)->DataLoader:    # A copy, of the class of `dl` and with its other attributes
-    """A copy of `dl` with another data set or other settings. ValueError for an unknown setting, or a sampler made
-    for another data set"""
+def changed(dl:DataLoader, dataset=None, **kw)->DataLoader:
+    """A copy of `dl` with another data set or other settings. ValueError for an unknown setting, or a sampler made for
+    another data set. dataset: another data set; None: that of `dl`; kw: settings of `DataLoader`; `bs` is
+    `batch_size`; returns: a copy, of the class of `dl` and with its other attributes"""
     check_options(kw, ['bs'])
     if 'bs' in kw: kw['batch_size'] = kw.pop('bs')
     old,new = loader_settings(dl),copy.copy(dl)
@@ -144,7 +141,8 @@ def changed(
         if k in kw: old = {o:v for o,v in old.items() if o not in replaced}
     if kw.get('num_workers')==0: old = {o:v for o,v in old.items() if o not in _WORKER_OPTIONS}
     if dataset is not None: old = _for_other_data(old)
-    vars(new).update(vars(DataLoader(dl.dataset if dataset is None else dataset, **{**old, **kw})))   # checked by torch
+    if dataset is None: dataset = dl.dataset
+    vars(new).update(vars(DataLoader(dataset, **{**old, **kw}))) # checked by torch
     return new
 
 def _for_other_data(old):
@@ -152,9 +150,9 @@ def _for_other_data(old):
     sampler = old.pop('sampler', None)
     plain = sampler is None or type(sampler) is SequentialSampler or is_shuffled(sampler)
     own = old.get('batch_sampler', None if plain else sampler)
-    if own is not None:
-        raise ValueError(f"{type(own).__name__} was made for another data set: give a sampler, batch_sampler or "
-                         f"shuffle")
+    kind = type(own).__name__
+    what = f'{kind} was made for another data set'
+    need(own is None, f'{what}: give a sampler, batch_sampler or shuffle')
     return {**old, 'shuffle': is_shuffled(sampler)} if sampler is not None else old
 
 # %% ../../nbs/data/01_loaders.ipynb #c024
@@ -171,7 +169,8 @@ class Collate:
     def __init__(self, after_item, collate_fn, batched):
         self.after_item,self.collate_fn,self.batched = after_item,collate_fn,batched
     def __call__(self, o):
-        return self.collate_fn([pipe(self.after_item, i) for i in o] if self.batched else pipe(self.after_item, o))
+        items = [pipe(self.after_item, i) for i in o] if self.batched else pipe(self.after_item, o)
+        return self.collate_fn(items)
 
 # %% ../../nbs/data/01_loaders.ipynb #c025
 class FrameRows:
@@ -209,36 +208,30 @@ def look_ahead(it):
         yield o,following is not end
         o = following
 
-def batch_shape(
-    dl # Any loader
-)->tuple: # (samples in a batch, None if not known; whether an incomplete last batch is dropped)
-    "What a loader says about its batches"
+def batch_shape(dl)->tuple:
+    """What a loader says about its batches. dl: any loader; returns: (samples in a batch, None if not known; whether
+    an incomplete last batch is dropped)"""
     bs = getattr(dl, 'batch_sampler', None)
     if type(bs) is BatchSampler: return bs.batch_size,bs.drop_last
     if bs is not None and getattr(dl, 'batch_size', None) is None: return None,False # a user's own may do anything
-    # bs: fastai's
-    return getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None),bool(getattr(dl, 'drop_last', False))
+    size = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None) # bs: fastai's
+    return size,bool(getattr(dl, 'drop_last', False))
 
 # %% ../../nbs/data/01_loaders.ipynb #c026
 all_inputs = sys.maxsize # As `n_inp`: a batch without targets
 
-def split_batch(
-    b,         # A tuple or list, a dict, or a single tensor
-    n_inp=None # Number of elements of a tuple that are inputs of the model; None: all but the last; `all_inputs`
-):             # (inputs, targets), two tuples
-    "Split a batch into the inputs of the model and the targets of the loss"
+def split_batch(b, n_inp=None):
+    """Split a batch into the inputs of the model and the targets of the loss. b: a tuple or list, a dict, or a single
+    tensor; n_inp: number of elements of a tuple that are inputs of the model; None: all but the last; `all_inputs`;
+    returns: (inputs, targets), two tuples"""
     if not isinstance(b, (tuple,list)): return (b,),(b,) if isinstance(b, Mapping) and n_inp!=all_inputs else ()
     n = max(len(b)-1, 1) if n_inp is None else n_inp
     return tuple(b[:n]),tuple(b[n:])
 
-def call_model(
-    f,     # The model, or a wrapper around it
-    # The inputs of a batch, each an argument. A single dict whose keys `forward` takes by name becomes keyword
-    # arguments
-    xb,
-    model  # The model whose `forward` is looked at; of a wrapper, the one inside
-):
-    "The prediction of `f` for a batch. Keys of a dict that `forward` does not name are left out"
+def call_model(f, xb, model):
+    """The prediction of `f` for a batch. Keys of a dict that `forward` does not name are left out. f: the model, or a
+    wrapper around it; xb: the inputs of a batch, each an argument. A single dict whose keys `forward` takes by name
+    becomes keyword arguments; model: the model whose `forward` is looked at; of a wrapper, the one inside"""
     if len(xb)!=1 or isinstance(xb[0], Tensor) or not isinstance(xb[0], Mapping): return f(*xb)
     while isinstance(model, (DataParallel,DistributedDataParallel)): model = model.module
     sig = inspect.signature(model.forward)
@@ -258,7 +251,8 @@ def one_batch(dl):
     the loader is empty"""
     if isinstance(dl, DataLoader):
         dl = copy.copy(dl)
-        vars(dl).update(no_iterator, num_workers=0, persistent_workers=False, prefetch_factor=None, timeout=0)
+        alone = dict(num_workers=0, persistent_workers=False, prefetch_factor=None, timeout=0)
+        vars(dl).update(no_iterator, **alone)
     for b in dl: return b
     raise ValueError("the loader is empty: it has no first batch")
 
@@ -279,31 +273,31 @@ class TfmdDL(DataLoader):
         check_options(kw, ['bs', 'after_item', 'after_batch'])
         self.after_item,self.after_batch = as_list(after_item),as_list(after_batch)
         if kw.get('batch_sampler') is None: kw = {'batch_size': bs, **kw}
-        shuffle = shuffle and data_len(dataset)!=0                  # torch refuses to shuffle an empty data set
-        super().__init__(_dataset(dataset), shuffle=shuffle, drop_last=drop_last, num_workers=num_workers, **kw)
+        kw |= dict(drop_last=drop_last, num_workers=num_workers)
+        # torch refuses to shuffle an empty data set
+        super().__init__(_dataset(dataset), shuffle=shuffle and data_len(dataset)!=0, **kw)
         self._set_collate()
     def _set_collate(self):
-        f,rows,batched = self.collate_fn,isinstance(self.dataset, FrameRows),self.batch_sampler is not None
+        f,rows = self.collate_fn,isinstance(self.dataset, FrameRows)
+        batched = self.batch_sampler is not None
         if isinstance(f, Collate): f = f.collate_fn
         if f in _COLLATES: f = _rows_tensor if rows else default_collate if batched else default_convert
-        if rows and self.after_item:
-            raise ValueError("after_item: rows of a data set with iloc are read by the batch; use after_batch")
+        by_item = self.after_item and rows
+        need(not by_item, 'after_item: rows of a data set with iloc are read by the batch')
         self.collate_fn = Collate(self.after_item, f, batched) if self.after_item else f
     def __iter__(self):
-        return map(partial(pipe, self.after_batch), batches(self)) if self.after_batch else batches(self)
-    def new(self,
-        dataset=None,          # Another data set; None: the same
-        **kw                   # Settings to change, by the names of `TfmdDL`
-    ):
-        "A copy with another data set, other settings or other transforms"
+        it = batches(self)
+        return map(partial(pipe, self.after_batch), it) if self.after_batch else it
+    def new(self, dataset=None, **kw):
+        """A copy with another data set, other settings or other transforms. dataset: another data set; None: the same;
+        kw: settings to change, by the names of `TfmdDL`"""
         fs = {k:as_list(kw.pop(k)) for k in ('after_item', 'after_batch') if k in kw}
         res = changed(self, None if dataset is None else _dataset(dataset), **kw)
         vars(res).update(fs)
         res._set_collate()
         return res
     bs = property(lambda self: self.batch_size, doc="Batch size; None if samples are not batched")
-    n = property(lambda self: data_len(self.dataset),
-                 doc="Number of samples in the data set; None for a stream without a length")
+    n = property(lambda self: data_len(self.dataset), doc="Samples, or None if not known")
     def one_batch(self):
         "The first batch, read in this process, with its transforms. ValueError if there is none"
         return one_batch(self)
@@ -319,10 +313,10 @@ class DataLoaders:
         n_inp:int|None=None   # Number of elements of a tuple batch that are inputs of the model; None: all but the last
     ):
         self.loaders = [o for o in (train, valid, *more) if o is not None]
-        bad = next((o for o in self.loaders if isinstance(o, torch.utils.data.Dataset)
-                    and not isinstance(o, IterableDataset)), None)
-        if bad is not None:
-            raise ValueError(f'a {type(bad).__name__} is a data set, no loader: DataLoaders.from_dsets(train, valid)')
+        for o in self.loaders:
+            is_data = isinstance(o, Dataset) and not isinstance(o, IterableDataset)
+            what = f'a {type(o).__name__} is a data set, no loader'
+            need(not is_data, f'{what}: DataLoaders.from_dsets(train, valid)')
         self.path,self.device,self.n_inp = Path(path),device,n_inp
     @classmethod
     def from_dsets(cls,
@@ -334,25 +328,25 @@ class DataLoaders:
         **kw                  # Settings of both loaders; samplers and `drop_last` apply to training only
     ):
         "`TfmdDL`s for these data sets; validation reads its whole data set in order"
-        fixed = isinstance(train_ds,
-                           IterableDataset) or kw.get('sampler') is not None or kw.get('batch_sampler') is not None
-        dls = [TfmdDL(train_ds, bs, shuffle=shuffle and not fixed, **kw)]
-        kw = {k:v for k,v in kw.items() if k not in ('sampler', 'batch_sampler', 'drop_last', 'batch_size')}
+        own = any(kw.get(o) is not None for o in ('sampler','batch_sampler'))
+        shuffle = shuffle and not own and not isinstance(train_ds, IterableDataset)
+        dls = [TfmdDL(train_ds, bs, shuffle=shuffle, **kw)]
+        kw = {k:v for k,v in kw.items() if k not in (*_BATCHES, 'batch_sampler')}
         if valid_ds is not None: dls.append(TfmdDL(valid_ds, bs if valid_bs is None else valid_bs, **kw))
         return cls(*dls, path=path, device=device, n_inp=n_inp)
     def __getitem__(self, i):
         if not isinstance(i, int) or -len(self)<=i<len(self): return self.loaders[i]
-        raise IndexError(f'no loader {i} among {len(self)}: 0 is that for training, 1 that for validation; give '
-                         f'`valid`, or `dl=`')
+        what = f'no loader {i} among {len(self)}: 0 is that for training, 1 that for validation'
+        raise IndexError(f'{what}; give `valid`, or `dl=`')
     def __len__(self): return len(self.loaders)
     def __iter__(self): return iter(self.loaders)
     train = property(lambda self: self.loaders[0], doc="The first loader")
-    valid = property(lambda self: self.loaders[1] if len(self.loaders)>1 else None,
-                     doc="The second loader; None if there is none")
-    def one_batch(self,
-        i=0 # Index of the loader
-    ):
-        "The first batch of loader `i`, moved to `device`"
+    @property
+    def valid(self):
+        "The second loader; None if there is none"
+        return self.loaders[1] if len(self.loaders)>1 else None
+    def one_batch(self, i=0):
+        "The first batch of loader `i`, moved to `device`. i: index of the loader"
         dl = self.loaders[i]
         return to_device(dl.one_batch() if hasattr(dl, 'one_batch') else one_batch(dl), self.device)
     def to(self, device):
@@ -361,8 +355,8 @@ class DataLoaders:
         return self
 
 # %% ../../nbs/data/01_loaders.ipynb #c038b
-def loaders_of(
-    dls # A `DataLoaders`, ours or fastai's, or an object with `train` and `valid`
-)->list:
-    "Its loaders, without those that are None"
-    return [o for o in (dls.loaders if hasattr(dls, 'loaders') else (dls.train,dls.valid)) if o is not None]
+def loaders_of(dls)->list:
+    """Its loaders, without those that are None. dls: a `DataLoaders`, ours or fastai's, or an object with `train` and
+    `valid`"""
+    found = dls.loaders if hasattr(dls, 'loaders') else (dls.train,dls.valid)
+    return [o for o in found if o is not None]

@@ -5,7 +5,9 @@ from torch.utils.data import DataLoader
 __all__: Any
 
 def apply(func, b, method: str='to'):
-    """Apply `func` to each leaf of a nested batch"""
+    """Apply `func` to each leaf of a nested batch. func: called with each leaf; b: a leaf, or nested tuples,
+    namedtuples, lists and dicts; method: an object that has this method is a leaf, even if it is a container;
+    returns: the results of `func`, in the same structure and types"""
 
 def to_device(b, device, non_blocking=None):
     """Move the tensors of a batch, and its objects with a method `to`, to `device`"""
@@ -20,6 +22,8 @@ def find_bs(b) -> int:
     """The number of samples in a batch: the length of its first tensor, or of a list with one entry per sample"""
 
 _OPTIONS: Any
+
+_BATCHES: Any
 
 _REPLACES: Any
 
@@ -37,8 +41,9 @@ def loader_settings(dl: DataLoader) -> dict:
     """The arguments of `DataLoader`, other than the data set, that make a loader like `dl`"""
 
 def changed(dl: DataLoader, dataset=None, **kw) -> DataLoader:
-    """A copy of `dl` with another data set or other settings. ValueError for an unknown setting, or a sampler made
-    for another data set"""
+    """A copy of `dl` with another data set or other settings. ValueError for an unknown setting, or a sampler made for
+    another data set. dataset: another data set; None: that of `dl`; kw: settings of `DataLoader`; `bs` is
+    `batch_size`; returns: a copy, of the class of `dl` and with its other attributes"""
 
 def as_list(fs) -> list:
     """One function, several, or none as a list"""
@@ -91,15 +96,20 @@ def look_ahead(it):
     """Each item of an iterator, and whether another follows; it reads one item ahead"""
 
 def batch_shape(dl) -> tuple:
-    """What a loader says about its batches"""
+    """What a loader says about its batches. dl: any loader; returns: (samples in a batch, None if not known; whether
+    an incomplete last batch is dropped)"""
 
 all_inputs: Any
 
 def split_batch(b, n_inp=None):
-    """Split a batch into the inputs of the model and the targets of the loss"""
+    """Split a batch into the inputs of the model and the targets of the loss. b: a tuple or list, a dict, or a single
+    tensor; n_inp: number of elements of a tuple that are inputs of the model; None: all but the last; `all_inputs`;
+    returns: (inputs, targets), two tuples"""
 
 def call_model(f, xb, model):
-    """The prediction of `f` for a batch. Keys of a dict that `forward` does not name are left out"""
+    """The prediction of `f` for a batch. Keys of a dict that `forward` does not name are left out. f: the model, or a
+    wrapper around it; xb: the inputs of a batch, each an argument. A single dict whose keys `forward` takes by name
+    becomes keyword arguments; model: the model whose `forward` is looked at; of a wrapper, the one inside"""
 
 def single(b):
     """The only element of a tuple or list; `b` itself if it has several, or none"""
@@ -123,7 +133,8 @@ class TfmdDL(DataLoader):
         ...
 
     def new(self, dataset=None, **kw):
-        """A copy with another data set, other settings or other transforms"""
+        """A copy with another data set, other settings or other transforms. dataset: another data set; None: the same;
+        kw: settings to change, by the names of `TfmdDL`"""
 
     def one_batch(self):
         """The first batch, read in this process, with its transforms. ValueError if there is none"""
@@ -135,7 +146,6 @@ class DataLoaders:
     device: Any
     n_inp: Any
     train: Any
-    valid: Any
 
     def __init__(self, train, valid=None, *more, path='.', device=None, n_inp: int | None | None=None):
         ...
@@ -153,8 +163,12 @@ class DataLoaders:
     def __iter__(self):
         ...
 
+    @property
+    def valid(self):
+        """The second loader; None if there is none"""
+
     def one_batch(self, i=0):
-        """The first batch of loader `i`, moved to `device`"""
+        """The first batch of loader `i`, moved to `device`. i: index of the loader"""
 
     def to(self, device):
         """Set the device for batches, and return these loaders"""
@@ -166,4 +180,5 @@ class DataLoaders:
         """Draw the first images of a batch, with their targets. ValueError if they are no images"""
 
 def loaders_of(dls) -> list:
-    """Its loaders, without those that are None"""
+    """Its loaders, without those that are None. dls: a `DataLoaders`, ours or fastai's, or an object with `train` and
+    `valid`"""

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from ..core.random import mix_seed
+from ..core.stacks import need
 
 # %% ../../nbs/data/00_sharding.ipynb #c005
-def check_rank(
-    rank:int,       # Rank of this process, from 0
-    world_size:int  # Number of ranks
-):
-    "Raise ValueError unless 0 <= `rank` < `world_size`, both integers"
-    whole = all(isinstance(o, int) and not isinstance(o, bool) for o in (rank, world_size))
-    if not whole or world_size<1 or not 0<=rank<world_size:
-        raise ValueError(f"rank={rank!r} with world_size={world_size!r}: need integers with 0 <= rank < world_size")
+def check_rank(rank:int, world_size:int):
+    """Raise ValueError unless 0 <= `rank` < `world_size`, both integers. rank: rank of this process, from 0;
+    world_size: number of ranks"""
+    good = {type(rank),type(world_size)}=={int} and 0<=rank<world_size
+    given = f'rank={rank!r} with world_size={world_size!r}'
+    need(good, f'{given}: need integers with 0 <= rank < world_size')
 
 # %% ../../nbs/data/00_sharding.ipynb #c008
-large = 1<<20 # From this number of samples on, a shuffled order is computed chunk by chunk and never held in memory
+# From this number of samples on, a shuffled order is computed chunk by chunk and never held in memory
+large = 1<<20
 
 def _scramble(x, key):
     "A hash of `x`, int32, below 2**30: multiplications and shifts as in MurmurHash3's finaliser"
@@ -32,13 +32,10 @@ def _scramble(x, key):
     z.bitwise_xor_(z>>16).mul_(-2048144789)
     return z.bitwise_xor_(z>>15).bitwise_and_((1<<30)-1)
 
-def permuted(
-    i:Tensor,  # Places in the permutation: values from 0 to n-1, int64, any shape
-    n:int,     # Length of the permutation, from 1 to 2**59
-    *seeds:int # Select the permutation
-)->Tensor:     # The values at these places, in `i`'s shape and dtype
+def permuted(i:Tensor, n:int, *seeds:int)->Tensor:
     """Elements of a random permutation of 0, …, n-1, in O(len(i)): a Feistel network of 8 rounds (Black and Rogaway,
-    2002)"""
+    2002). i: places in the permutation: values from 0 to n-1, int64, any shape; n: length of the permutation, from
+    1 to 2**59; seeds: select the permutation; returns: the values at these places, in `i`'s shape and dtype"""
     bits,keys = (n-1).bit_length()//2,[mix_seed(*seeds, j)%2**32-2**31 for j in range(8)]
     res = _feistel(i, bits, n, keys)
     while (out := res>=n).any(): res[out] = _feistel(res[out], bits, n, keys)
@@ -59,14 +56,11 @@ def _rolled(x, by, n):
     return x.add_((x>>31).bitwise_and_(n))
 
 # %% ../../nbs/data/00_sharding.ipynb #c011
-def epoch_order(
-    n:int,             # Number of samples in the data set
-    epoch:int=0,
-    seed:int=0,        # The same on every rank
-    shuffle:bool=False
-)->Tensor:             # Sample indices, int64 `(n,)`; the same on every rank
-    "The order in which all ranks together read an epoch: `arange`, or a permutation that depends on (`seed`, `epoch`)"
-    if n<0: raise ValueError(f"n={n}: a data set has no negative length")
+def epoch_order(n:int, epoch:int=0, seed:int=0, shuffle:bool=False)->Tensor:
+    """The order in which all ranks together read an epoch: `arange`, or a permutation that depends on (`seed`,
+    `epoch`). n: number of samples in the data set; seed: the same on every rank; returns: sample indices, int64
+    `(n,)`; the same on every rank"""
+    need(n>=0, 'a data set has no negative length', n=n)
     if not shuffle: return torch.arange(n)
     if n>=large: return permuted(torch.arange(n), n, seed, epoch)
     return torch.randperm(n, generator=torch.Generator().manual_seed(mix_seed(seed, epoch)))
@@ -78,14 +72,11 @@ def _pad_place(n:int, rank:int, world_size:int):
     return place%n if place < -n%world_size else None
 
 # %% ../../nbs/data/00_sharding.ipynb #c018
-def share(
-    order,          # The order of the epoch over all ranks: a tensor `(n, …)`, a range or a list
-    rank:int, world_size:int,
-    pad:bool=True,  # Append one item where needed, so that all ranks' shards have equal lengths?
-    base=None       # Indexable, of length n: the padding repeats its first items; default: `order`
-):                  # This rank's items, in order; of the type of `order`, a tensor for a range
-    "The shard of a rank: every `world_size`-th item of `order`, from place `rank` on"
-    check_rank(rank, world_size)
+def share(order, rank:int, world_size:int, pad:bool=True, base=None):
+    """The shard of a rank: every `world_size`-th item of `order`, from place `rank` on. order: the order of the epoch
+    over all ranks: a tensor `(n, …)`, a range or a list; pad: append one item where needed, so that all ranks'
+    shards have equal lengths?; base: indexable, of length n: the padding repeats its first items; default: `order`;
+    returns: this rank's items, in order; of the type of `order`, a tensor for a range"""
     res, n = order[rank::world_size], len(order)
     if isinstance(res, range): res = torch.arange(res.start, res.stop, res.step)
     place = _pad_place(n, rank, world_size) if pad and n else None
@@ -96,36 +87,27 @@ def share(
     return torch.cat([res, torch.as_tensor(last, dtype=res.dtype)[None]])
 
 # %% ../../nbs/data/00_sharding.ipynb #c026
-def share_len(
-    n:int,         # Number of items over all ranks
-    rank:int, world_size:int,
-    pad:bool=True  # As in `share`
-)->int:            # Number of items of this rank
-    "The length of a rank's shard, `len(share(…))`, without computing an order"
-    check_rank(rank, world_size)
+def share_len(n:int, rank:int, world_size:int, pad:bool=True)->int:
+    """The length of a rank's shard, `len(share(…))`, without computing an order. n: number of items over all ranks;
+    pad: as in `share`; returns: number of items of this rank"""
     return -(-(n if pad else n-rank)//world_size)
 
-def batch_count(
-    n:int,               # Number of items that one rank reads
-    bs:int,              # Batch size per rank
-    drop_last:bool=False # Leave out a last batch that is not full?
-)->int:                  # Number of batches on that rank
-    "The number of batches of size `bs` in `n` items"
-    if bs<1: raise ValueError(f"bs={bs}: a batch holds at least one sample")
+def batch_count(n:int, bs:int, drop_last:bool=False)->int:
+    """The number of batches of size `bs` in `n` items. n: number of items that one rank reads; bs: batch size per
+    rank; drop_last: leave out a last batch that is not full?; returns: number of batches on that rank"""
+    need(bs>=1, 'a batch holds at least one sample', bs=bs)
     return n//bs if drop_last else -(-n//bs)
 
 # %% ../../nbs/data/00_sharding.ipynb #c030
-def share_chunks(
-    n:int,             # Number of samples in the data set
-    rank:int, world_size:int,
-    pad:bool=True, shuffle:bool=False, epoch:int=0, seed:int=0,
-    start:int=0,       # Number of places at the start of the order to leave out, because they have been read already
-    size:int=1<<15     # Items in a chunk
-):                     # Iterator over int64 tensors `(size,)` or shorter: sample indices of this rank
-    "`share(epoch_order(…)[start:], …)` in chunks. From `large` samples on, its memory does not depend on n"
-    check_rank(rank, world_size)
+def share_chunks(n:int, rank:int, world_size:int, pad:bool=True, shuffle:bool=False, epoch:int=0, seed:int=0,
+        start:int=0, size:int=1<<15):
+    """`share(epoch_order(…)[start:], …)` in chunks. From `large` samples on, its memory does not depend on n. n:
+    number of samples in the data set; start: number of places at the start of the order to leave out, because they
+    have been read already; size: items in a chunk; returns: iterator over int64 tensors `(size,)` or shorter:
+    sample indices of this rank"""
     if shuffle and n<large:
-        yield from share(epoch_order(n, epoch, seed, True)[start:], rank, world_size, pad, base=range(n)).split(size)
+        order = epoch_order(n, epoch, seed, True)[start:]
+        yield from share(order, rank, world_size, pad, base=range(n)).split(size)
         return
     for i in range(start+rank, n, size*world_size):
         places = torch.arange(i, min(i+size*world_size, n), world_size)
@@ -134,49 +116,36 @@ def share_chunks(
     if place is not None: yield torch.tensor([place])
 
 # %% ../../nbs/data/00_sharding.ipynb #c033
-def _deal(items, rank, world_size, pad, first):
+def deal(items, rank:int, world_size:int, pad=True, first:int=0):
+    """`share` for an iterable that is read once: lazy; keeps at most the first `world_size-1` items in memory. items:
+    any iterable, the same on every rank: indices of a sampler, batches or samples; pad: repeat one of the first
+    items where needed, so that all ranks get the same number? Or a function of the items' number; first: place of
+    the first item, if those before it have been dealt; returns: iterator over this rank's shard"""
     head,i = [],first-1
     for i,o in enumerate(items, first):
         if len(head)<world_size-1: head.append(o)
         if i%world_size==rank: yield o
-    place = _pad_place(i+1, rank, world_size) if (pad(i+1) if callable(pad) else pad) and head else None
+    if callable(pad): pad = pad(i+1)
+    place = _pad_place(i+1, rank, world_size) if pad and head else None
     if place is not None: yield head[place%len(head)]
 
-def deal(
-    items,          # Any iterable, the same on every rank: indices of a sampler, batches or samples
-    rank:int, world_size:int,
-    # Repeat one of the first items where needed, so that all ranks get the same number? Or a function of the items'
-    # number
-    pad=True,
-    first:int=0     # Place of the first item, if those before it have been dealt
-):                  # Iterator over this rank's shard
-    "`share` for an iterable that is read once: lazy; keeps at most the first `world_size-1` items in memory"
-    check_rank(rank, world_size)
-    return _deal(items, rank, world_size, pad, first)
-
-def full_rows(
-    items, # Any iterable
-    n:int  # Items in a row
-):
-    "The items without those at the end that do not fill a row. Reads a row at a time"
+def full_rows(items, n:int):
+    """The items without those at the end that do not fill a row. Reads a row at a time. items: any iterable; n: items
+    in a row"""
     it = iter(items)
     while len(row := [*islice(it, n)])==n: yield from row
 
 # %% ../../nbs/data/00_sharding.ipynb #c037
-def undeal(
-    # The shards of all ranks in rank order, tensors `(n_r, …)` or lists; without padding, so lengths differ by at most
-    # one
-    parts
-):        # Tensor `(n, …)` or list
+def undeal(parts):
     """Put the shards of all ranks back into the order from which they were dealt. ValueError if the lengths cannot
-    come from one order"""
+    come from one order. parts: the shards of all ranks in rank order, tensors `(n_r, …)` or lists; without padding,
+    so lengths differ by at most one; returns: tensor `(n, …)` or list"""
     parts = list(parts)
     W,lens = len(parts),[len(p) for p in parts]
-    if lens != [share_len(sum(lens), r, W, pad=False) for r in range(W)]:
-        raise ValueError(f"parts of lengths {lens} were not dealt from one order without padding: "
-                         "rank 0 has the most, and no two differ by more than one")
-    first = parts[0]
-    out = first.new_empty(sum(lens), *first.shape[1:]) if isinstance(first, Tensor) else [None]*sum(lens)
+    first,n = parts[0],sum(lens)
+    dealt = lens==[share_len(n, r, W, pad=False) for r in range(W)]
+    need(dealt, f'parts of lengths {lens} were not dealt from one order without padding')
+    out = first.new_empty(n, *first.shape[1:]) if isinstance(first, Tensor) else [None]*n
     for r,p in enumerate(parts):
         if len(p): out[r::W] = p
     return out

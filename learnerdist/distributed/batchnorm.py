@@ -6,8 +6,6 @@
 __all__ = ['sync_batchnorm']
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c003
-import warnings
-from contextlib import contextmanager
 from functools import lru_cache
 from types import SimpleNamespace
 import torch
@@ -17,7 +15,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from ..core.compat import BatchNorm,batch_norm_backward,check_channels,check_input_dim,update_stats
+from ..core.compat import BatchNorm,batch_norm_backward,check_channels
+from ..core.compat import check_input_dim,update_stats
+from ..core.stacks import warn
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c006
 def _local_stats(x:Tensor)->Tensor:
@@ -32,10 +32,10 @@ def _local_stats(x:Tensor)->Tensor:
     row[1:c+1],row[c+1:] = mean,var.double()*n
     return row
 
-def _merge_stats(
-    rows:Tensor # (ranks, 2C+1): `_local_stats` of each rank; all zero for a rank without rows
-)->tuple:       # values per channel in all (a float), their mean (C,) and biased variance (C,), float64
-    "Statistics of all the ranks' rows together: means weighted by count, sums of squares moved to the common mean"
+def _merge_stats(rows:Tensor)->tuple:
+    """Statistics of all ranks together, from `rows` (ranks, 2C+1), `_local_stats` of each: values per channel (a
+    float), mean (C,) and biased variance (C,), float64. Means are weighted by count, sums of squares moved to the
+    common mean"""
     n,(mean,m2) = rows[:, :1],rows[:, 1:].chunk(2, dim=1)
     total = n.sum().clamp(min=1)
     m = (n*mean).sum(0)/total
@@ -45,23 +45,13 @@ def _merge_stats(
 # local_stats: whether ranks evaluate, where their batches differ in number
 _mute,local_stats = False,SimpleNamespace(on=False)
 
-@contextmanager
-def muted():
-    "Within the body, synchronised layers take part in the exchange, and count none of this rank's rows"
-    global _mute
-    old,_mute = _mute,True
-    try: yield
-    finally: _mute = old
-
-def mute(
-    on:bool # False: rows count again
-):
-    "As `muted`, until it is called again"
+def mute(on:bool):
+    "Let this rank's rows not count from now on: synchronised layers take part in the exchange, and count none of them"
     global _mute
     _mute = on
 
 def is_muted()->bool:
-    "Whether this code runs within `muted`"
+    "Whether this rank's rows do not count"
     return _mute
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c013
@@ -70,11 +60,9 @@ def _ranks(group)->int:
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 @torch.no_grad()
-def _global_stats(
-    x:Tensor,  # This rank's share (n,C,…); n may be 0
-    group=None # The ranks that take part; None: all of them
-)->tuple:      # as `_merge_stats`: everyone's
-    "Statistics over the global batch, the same bits on every rank. Sync point: one all-reduce"
+def _global_stats(x:Tensor, group=None)->tuple:
+    """Statistics over the global batch, as `_merge_stats`, the same bits on every rank, from this rank's share (n,C,…).
+    Sync point: one all-reduce"""
     rows = torch.zeros(_ranks(group), 2*x.shape[1]+1, dtype=torch.float64)
     if not _mute: rows[dist.get_rank(group)] = _local_stats(x)
     dist.all_reduce(rows, group=group)
@@ -84,8 +72,8 @@ def _global_stats(
 def _grad_sums(g:Tensor, x:Tensor, mean:Tensor, var:Tensor, eps:float)->Tensor:
     "Sums of g·x̂ and of g over this rank's rows: (2,C), `mean`'s dtype"
     if not x.numel(): return mean.new_zeros(2, len(mean)) # torch's kernel divides by the number of rows
-    _,gx,g1 = batch_norm_backward(g, x, torch.ones_like(mean), mean, var, None, None, False, eps, [False, True, True])
-    return torch.stack([gx, g1])
+    stats = torch.ones_like(mean),mean,var,None,None
+    return torch.stack(batch_norm_backward(g, x, *stats, False, eps, [False, True, True])[1:])
 
 class _Normalize(torch.autograd.Function):
     "Normalise by statistics of the global batch, and differentiate through them"
@@ -94,7 +82,8 @@ class _Normalize(torch.autograd.Function):
         mean,var = (o.to(torch.promote_types(x.dtype, torch.float32)) for o in (mean, var))
         ctx.save_for_backward(x, weight, mean, var)
         ctx.n,ctx.eps,ctx.group,ctx.muted = n,eps,group,_mute
-        return _normalized(x, weight, bias, mean, var, eps)
+        w,b = (o if o is None else o.to(mean.dtype) for o in (weight, bias))
+        return F.batch_norm(x, mean, var, w, b, False, 0., eps)
 
     @staticmethod
     @once_differentiable
@@ -102,39 +91,33 @@ class _Normalize(torch.autograd.Function):
         x,weight,mean,var = ctx.saved_tensors
         sums,need = _grad_sums(g, x, mean, var, ctx.eps),ctx.needs_input_grad
         grads = [o.to(weight.dtype) if yes else None for o,yes in zip(sums, need[1:3])]
-        args = ctx.n,ctx.muted,ctx.eps,ctx.group
-        return _input_grad(g, x, weight, mean, var, sums, *args) if need[0] else None, *grads, *[None]*5
+        return _input_grad(ctx, g, sums) if need[0] else None, *grads, *[None]*5
 
-def _normalized(x, weight, bias, mean, var, eps):
-    w,b = (o if o is None else o.to(mean.dtype) for o in (weight, bias))
-    return F.batch_norm(x, mean, var, w, b, False, 0., eps)
-
-def _input_grad(g, x, weight, mean, var, sums, n, muted, eps, group):
-    "Gradient of this rank's `x`. Sync point: one all-reduce, on ranks without a row too"
-    sums = sums.to(torch.float64, copy=True) # `sums` itself stays this rank's: the parameters' gradients
-    dist.all_reduce(sums, group=group)
-    gx,g1 = sums/max(n, 1)*(not muted) # rows that were not counted have moved no statistic
-    inv = (var.double()+eps).rsqrt()
+def _input_grad(ctx, g, sums):
+    "Gradient of this rank's rows. Sync point: one all-reduce, on ranks without a row too"
+    x,weight,mean,var = ctx.saved_tensors
+    # a copy: `sums` itself stays this rank's, the parameters' gradients
+    sums = sums.to(torch.float64, copy=True)
+    dist.all_reduce(sums, group=ctx.group)
+    # rows that were not counted have moved no statistic
+    gx,g1 = sums/max(ctx.n, 1)*(not ctx.muted)
+    inv = (var.double()+ctx.eps).rsqrt()
     k = inv if weight is None else inv*weight
-    m,a,b,k = (o.to(mean.dtype).view(-1, *[1]*(x.dim()-2)) for o in (mean, -k*g1, -k*inv*gx, k))
+    shape = -1,*[1]*(x.dim()-2)
+    m,a,b,k = (o.to(mean.dtype).view(shape) for o in (mean, -k*g1, -k*inv*gx, k))
     return (x-m).mul_(b).addcmul_(g, k).add_(a).to(x.dtype)
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c019
-def _checked_stats(x, group):
-    n,mean,var = _global_stats(x, group)
-    if n==1:
-        raise ValueError(f"Expected more than 1 value per channel when training, got 1 over all ranks (input size "
-                         f"here {x.shape})")
-    return n,mean,var
-
 @torch.no_grad()
-def _track(old_mean, old_var, seen, momentum, n, mean, var):
+def _track(bn, n, mean, var):
     "Move the running statistics towards the global batch's: momentum None is the mean of all batches so far"
     if not n and _mute: return # all ranks have cancelled this batch
+    seen = bn.num_batches_tracked
     if seen is not None: seen.add_(1)
-    if not n or old_mean is None: return
-    f = 1/float(seen) if momentum is None else momentum
-    for old,new in ((old_mean, mean), (old_var, var*n/(n-1))): # unbiased over the global count
+    if not n or bn.running_mean is None: return
+    f = 1/float(seen) if bn.momentum is None else bn.momentum
+    unbiased = var*n/(n-1) # over the global count
+    for old,new in ((bn.running_mean,mean), (bn.running_var,unbiased)):
         old.copy_(old.double()*(1-f) + new*f)
 
 class Synced:
@@ -142,10 +125,14 @@ class Synced:
     plain,process_group = None,None
     _check_non_zero_input_channels = check_channels
 
+    @property
+    def is_on(self)->bool:
+        "Whether this pass is one over the global batch"
+        return self.training and not local_stats.on and _ranks(self.process_group)>1
+
     def forward(self, x):
         "Of the layer, in training with the statistics of the global batch"
-        if not self.training or local_stats.on or _ranks(self.process_group)<2: return super().forward(x)
-        return self.forward_synced(x)
+        return self.forward_synced(x) if self.is_on else super().forward(x)
 
     def forward_synced(self, x):
         "Normalise by the statistics of all ranks. Sync point"
@@ -160,43 +147,44 @@ class Synced:
 
     def _forward_cpu(self, x):
         self._check_input(x)
-        n,mean,var = _checked_stats(x, self.process_group)
+        n,mean,var = _global_stats(x, self.process_group)
+        if n==1: raise ValueError('Expected more than 1 value per channel, got 1 over all ranks')
         if self.track_running_stats:
-            _track(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum, n, mean, var)
-        return _Normalize.apply(x, self.weight, self.bias, mean, var, n, self.eps, self.process_group)
+            _track(self, n, mean, var)
+        args = mean,var,n,self.eps,self.process_group
+        return _Normalize.apply(x, self.weight, self.bias, *args)
 
     def _check_input(self, x):
         "A wrong shape is an error before the collective, not after"
         check_input_dim(self, x)
         if (self.affine or self.running_mean is not None) and x.shape[1]!=self.num_features:
-            raise ValueError(f"{self.num_features} channels expected by {type(self).__name__}, got input size "
-                             f"{x.shape}")
+            raise ValueError(f'{self.num_features} channels expected, got input size {x.shape}')
 
     def __reduce_ex__(self, protocol):
         _,_,*state = super().__reduce_ex__(protocol)
         return object.__new__,(self.plain,),*state
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c019i
+_instance_norms = nn.InstanceNorm1d,nn.InstanceNorm2d,nn.InstanceNorm3d
+
+def _dims(m): return 3+[isinstance(m, o) for o in _instance_norms].index(True) # of a batch
+
 class SyncedInstance(Synced):
     """Mixin for InstanceNorm with running statistics, which are means over samples: averaged over ranks, weighted by
     samples"""
-    @property
-    def _dims(self):
-        return next(n for n,o in ((3,nn.InstanceNorm1d), (4,nn.InstanceNorm2d), (5,nn.InstanceNorm3d))
-                    if isinstance(self, o))
     def forward(self, x):
         "Of the layer, in training with the running statistics of all ranks"
         old = torch.cat([self.running_mean, self.running_var])
         out = self.plain.forward(self, x)
-        if self.training and not local_stats.on and _ranks(self.process_group)>1:
-            self._average(old, 0 if _mute else 1 if x.dim()==self._dims-1 else len(x))
+        if self.is_on: self._average(old, 0 if _mute else 1 if x.dim()==_dims(self)-1 else len(x))
         return out
 
     @torch.no_grad()
     def _average(self, old, n):
         row = torch.cat([self.running_mean, self.running_var, old.new_ones(1)]).double()*n
         dist.all_reduce(row, group=self.process_group)
-        new = torch.where(row[-1]>0, row[:-1]/row[-1].clamp(min=1), old) # without a sample on any rank, as before
+        # without a sample on any rank, as before
+        new = torch.where(row[-1]>0, row[:-1]/row[-1].clamp(min=1), old)
         for t,o in zip((self.running_mean,self.running_var), new.chunk(2)): t.copy_(o)
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c015d
@@ -207,34 +195,20 @@ def leave_uncompiled():
         if not hasattr(f, '_torchdynamo_disable'): setattr(cls, name, torch.compiler.disable(f))
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c020
-def _can_sync(m:nn.Module)->bool:
-    "True if `m` runs torch's own forward, which we know how to replace, and is not about to change its class by itself"
-    return type(m).forward in (nn.BatchNorm1d.forward,nn.InstanceNorm1d.forward) and not isinstance(m, LazyModuleMixin)
-
 def _kind(m):
     "The mixin for layer `m`; None if it needs none"
-    if isinstance(m, (nn.InstanceNorm1d,nn.InstanceNorm2d,nn.InstanceNorm3d)):
-        return SyncedInstance if m.track_running_stats else None
-    return Synced if isinstance(m, BatchNorm) else None
+    if isinstance(m, Synced): return None
+    if isinstance(m, _instance_norms): return SyncedInstance if m.track_running_stats else None
+    return Synced if isinstance(m, BatchNorm) and not isinstance(m, nn.SyncBatchNorm) else None
 
 @lru_cache(32)
 def _synced(kind, cls, group): # one class for all fits: a compiled graph is made for classes
     return type('Sync'+cls.__name__, (kind, cls), dict(plain=cls, process_group=group))
 
-def _swap(
-    model:nn.Module,
-    group           # For the new classes
-)->tuple:           # (layers swapped with the class they had, names of those left alone)
-    "Give each BatchNorm layer the synchronised version of its class"
-    swapped,left = [],[]
-    for name,m in model.named_modules():
-        cls = type(m)
-        if _kind(m) is None or isinstance(m, (Synced, nn.SyncBatchNorm)): continue
-        if not _can_sync(m): left.append(f'{name or "the model"} ({cls.__name__})')
-        else:
-            m.__class__ = _synced(_kind(m), cls, group)
-            swapped.append((m, cls))
-    return swapped,left
+def _can_sync(m:nn.Module)->bool:
+    "True if `m` runs torch's own forward, which we know how to replace, and is not about to change its class by itself"
+    torchs = nn.BatchNorm1d.forward,nn.InstanceNorm1d.forward
+    return type(m).forward in torchs and not isinstance(m, LazyModuleMixin)
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c021
 def sync_batchnorm(
@@ -242,11 +216,13 @@ def sync_batchnorm(
     group=None       # The ranks whose batches are one; None: the default group, looked up at each forward pass
 ):                   # undo(): each layer gets its own class back; calling it again does nothing
     "Let every BatchNorm layer of `model` train on the statistics of the global batch, until `undo()` is called"
-    swapped,left = _swap(model, group)
-    if left:
-        warnings.warn("[unsynced-batchnorm] BatchNorm not synchronised, as its forward is not torch's or its size is "
-                      "not "
-                      f"known yet: {', '.join(left)}")
+    named = [(name or 'the model',m) for name,m in model.named_modules() if _kind(m)]
+    unknown = ', '.join(f'{name} ({type(m).__name__})' for name,m in named if not _can_sync(m))
+    if unknown:
+        warn("[unsynced-batchnorm] BatchNorm not synchronised, as its forward is not torch's or its size is "
+                      f'not known yet: {unknown}')
+    swapped = [(m,type(m)) for _,m in named if _can_sync(m)]
+    for m,cls in swapped: m.__class__ = _synced(_kind(m), cls, group)
     def undo():
         "Give back to each layer the class that it had"
         while swapped:

@@ -6,8 +6,6 @@
 __all__ = ['Compiled']
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp002
-import warnings
-from collections import Counter
 from functools import partial
 from types import FunctionType
 
@@ -15,94 +13,79 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
-from ..core.compat import call_with_hooks,compilations,compiled_call,compiled_inside,graph_breaks,plain_calls,tree_map
-from ..core.env import group_rank
+from ..core.compat import call_with_hooks,compiled_call,compiled_inside,plain_calls,tree_map
 from ..data.loaders import batch_shape
-from .batchnorm import Synced,leave_uncompiled
-from .blocks import repeated_blocks
+from .batchnorm import leave_uncompiled
+from .sharded import repeated_blocks
 from ..learner.callback import Callback,Order
 from ..learner.learner import Learner,get_model
 from ..learner.losses import batch_rows
 from ..learner.predictions import Unshared
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp005
-def find_regions(model,
-    regional,   # As in `Learner.compile`
-    shards=None # The learner's `Sharded`, if it is sharded
-)->list:
-    "The modules that are compiled, each by itself; ValueError if there is none, or if the model cannot be compiled"
+def find_regions(model, regional, shards=None)->list:
+    """The modules that are compiled, each by itself (`regional` as in `Learner.compile`; `shards`: the learner's
+    `Sharded`); ValueError if there is none, or if the model cannot be compiled"""
     if hasattr(model, compiled_inside):
-        raise ValueError('learn.model is the result of torch.compile, whose files have other names: give the learner '
-                         'the model itself')
+        raise ValueError('learn.model is the result of torch.compile: give the model itself')
+    if shards and regional is False: raise ValueError('regional=False: a sharded model is compiled by its blocks')
     if shards and regional is None: return shards.blocks[:-1] or [model]
-    if shards and regional is False:
-        raise ValueError('regional=False: a sharded model is compiled by its blocks: leave it out')
     if not regional: return [model]
     if regional is True: found = [m for m in repeated_blocks(model) if next(m.children(), None) is not None]
+    elif callable(regional) and not isinstance(regional, type): found = outermost(model, regional)
     else:
-        kinds = (regional,) if isinstance(regional, type) else tuple(regional) if isinstance(regional,
-                                                                                             (list,tuple)) else None
-        found = outermost(model, regional if kinds is None else lambda m: isinstance(m, kinds))
-    if not found:
-        raise ValueError(f'regional={regional!r}: the model has no such blocks; give their classes, or regional=False')
-    return found
+        kinds = tuple(regional) if isinstance(regional, (list,tuple)) else regional
+        found = outermost(model, lambda m: isinstance(m, kinds))
+    if found: return found
+    raise ValueError(f'regional={regional!r}: no such blocks; give their classes, or regional=False')
 
-def outermost(model,
-    wanted # A function of a module
-)->list:
-    "The modules that are wanted, without those that are within another one"
+def outermost(model, wanted)->list:
+    "The modules that the function `wanted` wants, without those that are within another one"
     return [model] if wanted(model) else [o for m in model.children() for o in outermost(m, wanted)]
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp007
-def runner(
-    cls:type, # Of modules
-    **kw      # Of `torch.compile`
-):
-    "A function of (module, inputs) that runs the `forward` of modules of this class, compiled"
+def runner(cls:type, **kw):
+    "A function of (module, inputs) that runs the `forward` of modules of this class, compiled with these options"
     def run(m, *args, **kwargs): return type(m).forward(m, *args, **kwargs)
     leave_uncompiled()
-    return torch.compile(FunctionType(run.__code__.replace(co_name=cls.__name__), run.__globals__), **kw)
+    code = run.__code__.replace(co_name=cls.__name__)
+    return torch.compile(FunctionType(code, run.__globals__), **kw)
 
 def _is_subclass(o):
-    return isinstance(o, torch.Tensor) and type(o) not in (torch.Tensor,nn.Parameter) and hasattr(o,
-                                                                                                  'as_subclass') and \
-        not hasattr(o, 'full_tensor')
-def _plain(o): return o.as_subclass(torch.Tensor) if _is_subclass(o) else o
+    if not isinstance(o, torch.Tensor) or type(o) in (torch.Tensor,nn.Parameter): return False
+    return hasattr(o, 'as_subclass') and not hasattr(o, 'full_tensor')
 
 def call_compiled(m, run, *args, **kwargs):
-    """Call module `m`, with its hooks, and with `run` for its `forward`. The output is of the input's class, such as
+    """Call module `m` with its hooks, and with `run` for its `forward`. The output is of the input's class, such as
     fastai's"""
     kind = next((type(o) for o in args if _is_subclass(o)), None)
+    args = tree_map(lambda o: o.as_subclass(torch.Tensor) if _is_subclass(o) else o, args)
     vars(m)['forward'] = partial(run, m)
     try:
-        with plain_calls(): out = call_with_hooks(m, *tree_map(_plain, args), **kwargs)
+        with plain_calls(): out = call_with_hooks(m, *args, **kwargs)
     finally: vars(m).pop('forward', None)
-    return out if kind is None else tree_map(lambda o: o.as_subclass(kind) if isinstance(o, torch.Tensor) else o, out)
+    if kind is None: return out
+    return tree_map(lambda o: o.as_subclass(kind) if isinstance(o, torch.Tensor) else o, out)
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp009
 class Compiled(Callback):
-    """Runs the model compiled in batches of full size. `graphs` by function, and `n_eager`, batches without, count
-    in a fit. See `compile`"""
-    order,loop_state,learn = Order.compiled,('rows',),None
-    cut = False # whether synchronised layers cut the model into several graphs
-    def __init__(self,
-        regional=None, # As in `Learner.compile`
-        **kw           # Of `torch.compile`
-    ):
+    "Runs the model compiled in batches of full size; `n_eager`: batches without, in a fit. See `compile`"
+    order,learn,keeps_batch = Order.compiled,None,True
+    def __init__(self, regional=None, **kw): # as in `Learner.compile`
         self.regional,self.kw = regional,kw
         self._forget()
 
     def _forget(self): # what cannot be copied
-        self.of,self.regions,self.runs = None,[],{}
-        self.rows,self.on,self.graphs = None,[],Counter()
-        self.n_eager,self.told = 0,set()
+        self.of,self.regions,self.runs,self.on = None,[],{},[]
+        self.rows,self.n_eager = None,0
 
     def __getstate__(self): return {k: v for k,v in vars(self).items() if k in ('regional','kw','learn')}
     def __setstate__(self, state):
         vars(self).update(state)
         self._forget()
 
-    def before_fit(self): self.graphs,self.n_eager,self.cut = Counter(),0,False
+    def before_fit(self): self.n_eager = 0
+    def of_loop(self): return dict(rows=self.rows)
     def before_train(self): self.rows = None
     def before_validate(self): self.rows = 0 if isinstance(self.learn.dl, Unshared) else batch_shape(self.learn.dl)[0]
 
@@ -113,27 +96,23 @@ class Compiled(Callback):
         if n==self.rows: self.switch_on()
         else: self.n_eager += 1
 
-    def after_batch(self):
-        if self.on: self._count()
-        self.switch_off()
-    def cleanup(self): self.switch_off()
+    def after_batch(self): self.switch_off()
     def after_fit(self): self.switch_off()
+    def cleanup(self): self.switch_off()
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp010
 @patch
 def switch_on(self:Compiled):
     "From now on the model runs compiled"
     learn = self.learn
-    model,shards = get_model(learn.model),getattr(getattr(learn, 'distributed_trainer', None), 'shards', None)
+    model,shards = get_model(learn.model),getattr(learn.runner, 'shards', None)
     if self.of is None or self.of[0] is not model or self.of[1] is not shards:
         if isinstance(learn.model, nn.DataParallel):
             raise ValueError('DataParallel copies the model at each step: use distrib_ctx')
         self.of,self.regions = (model,shards),find_regions(model, self.regional, shards)
     if learn.training and learn.loss_func is None and model in self.regions:
-        raise ValueError('the model computes its loss, and what that counts is not seen in a graph: compile its '
-                         'blocks, by regional=True')
+        raise ValueError('the model computes its loss, which is not seen in a graph: regional=True')
     for m in self.regions:
-        if not self.runs: self._look_away()
         if type(m) not in self.runs: self.runs[type(m)] = runner(type(m), **self.kw)
         if vars(m).setdefault(compiled_call, None) is None:
             vars(m)[compiled_call] = partial(call_compiled, m, self.runs[type(m)])
@@ -144,55 +123,19 @@ def switch_off(self:Compiled):
     "The model is what it was"
     while self.on: vars(self.on.pop()).pop(compiled_call, None)
 
-# %% ../../nbs/distributed/09_compiling.ipynb #cmp012
-most = 3 # Graphs of a function in a fit
-
-def _remedy(why):
-    if 'size mismatch' in why or 'stride' in why or 'shape' in why.lower():
-        return 'give batches one shape (pad to a few lengths), or learn.compile(dynamic=True)'
-    if 'grad_mode' in why or '.training' in why: return 'let training and validation be the only modes'
-    return ('what changes is a value that the graph was made for: make it a tensor, or leave that module out by '
-            'regional=')
-
-def _say(what, remedy):
-    if not group_rank(): warnings.warn(f'learn.compile: {what}. Remedy: {remedy}')
-
-@patch
-def _look_away(self:Compiled): # from what was compiled before, for others
-    compilations()
-    self.told.update(graph_breaks())
-
-@patch
-def _count(self:Compiled):
-    self.cut = self.cut or any(isinstance(o, Synced) for m in self.regions for o in m.modules())
-    for name,place,why in compilations():
-        self.graphs[place] += 1
-        if self.graphs[place]>most and place not in self.told and not self.cut:
-            _say(f'{name} was compiled {self.graphs[place]} times in this fit, the last time because {why}',
-                 _remedy(why))
-            self.told.add(place)
-    broken = [o for o in graph_breaks() if o not in self.told]
-    if broken and not self.cut:
-        _say(f'the forward pass is cut into several graphs, because {broken[0]}',
-            'change that line, or leave its module out by regional=; with fullgraph=True it is an error that has the '
-            'place')
-    self.told.update(broken)
-
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp014
 @patch
 def compile(self:Learner, # noqa: A001
     # True: repeated blocks, each by itself; or their classes, or a function of a module; False: the whole model.
+    # None: the whole model, or the blocks of a sharded one
     regional=None,
-                   # None: the whole model, or the blocks of a sharded one
-    **kw           # Of `torch.compile`: backend, mode, dynamic, fullgraph, options
+    **kw # Of `torch.compile`: backend, mode, dynamic, fullgraph, options
 )->Learner:
     """Run the model compiled by torch in fits, validation and predictions, also in `distrib_ctx`. A second call
     replaces the first"""
-    if not any(regional is o for o in (None,True,False)) and not callable(regional) and not isinstance(regional,
-                                                                                                       (list,tuple)):
-        raise ValueError(f'regional={regional!r}: give True, False, classes of modules, or a function of a module')
-    self.uncompile().add_cb(Compiled(regional, **kw))
-    return self
+    known = regional in (None,True,False) or callable(regional) or isinstance(regional, (list,tuple))
+    if not known: raise ValueError(f'regional={regional!r}: give True, False, classes, or a function of a module')
+    return self.uncompile().add_cb(Compiled(regional, **kw))
 
 @patch
 def uncompile(self:Learner)->Learner:

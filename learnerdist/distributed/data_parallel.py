@@ -17,31 +17,23 @@ from ..core.env import group_size
 from ..learner.learner import Learner,get_model
 
 # %% ../../nbs/distributed/05_data_parallel.ipynb #c006
-def check_device_ids(
-    device_ids, # Indices of GPUs, in any form that torch knows: 1, 'cuda:1', torch.device('cuda',1)
-    n:int       # GPUs that this process sees
-)->list:        # Indices as ints
-    """The GPUs that were asked for; ValueError unless each is visible and named once. Without any GPU, visibility is
-    not checked"""
+def check_device_ids(device_ids, n:int)->list:
+    """The GPUs that were asked for, in any form that torch knows, as ints; ValueError unless each of them is among the
+    `n` visible ones and named once. Without any GPU, visibility is not checked"""
     ids = [o if isinstance(o, int) else torch.device(o).index for o in listify(device_ids)]
     bad = [o for o in ids if o is None or not 0<=o<n] if n else []
-    if bad: raise ValueError(f"device_ids={device_ids} names {bad}, but {n} GPUs are visible, 0 to {n-1}")
-    if len(set(ids))<len(ids):
-        raise ValueError(f"device_ids={device_ids} names a GPU twice: each takes one part of the batch")
+    if bad: raise ValueError(f'device_ids={device_ids} names {bad}, but {n} GPUs are visible')
+    if len({*ids})<len(ids): raise ValueError(f'device_ids={device_ids} names a GPU twice')
     return ids
 
-def parallel_ids(
-    device_ids,         # As given by the user; None: every visible GPU
-    device:torch.device,# Where the learner's model and batches are
-    n:int               # GPUs that this process sees
-)->list:                # Indices for `DataParallel`, the learner's own first; empty: train the plain model
-    "The GPUs to train on; an empty list instead of a single one, since a wrapper around one copy only costs time"
+def parallel_ids(device_ids, device:torch.device, n:int)->list:
+    """The GPUs to train on of `n`, the learner's own (`device`) first; an empty list instead of a single one, since a
+    wrapper around one copy only costs time"""
     ids = check_device_ids(range(n) if device_ids is None else device_ids, n)
     if device.type!='cuda' and device_ids is None or n<2: return []
-    own = device.index if device.index is not None or device.type!='cuda' else torch.cuda.current_device()
-    if own not in ids:
-        raise ValueError(f"device_ids={device_ids} lacks the learner's own device {device}: name it, or move the "
-                         f"loaders")
+    own = device.index
+    if own is None and device.type=='cuda': own = torch.cuda.current_device()
+    if own not in ids: raise ValueError(f"device_ids={device_ids} lacks {device}, where the learner is: name it")
     return [own]+[o for o in ids if o!=own] if len(ids)>1 else []
 
 # %% ../../nbs/distributed/05_data_parallel.ipynb #c012
@@ -51,13 +43,14 @@ class ParallelTrainer(Callback):
     def __init__(self,
         device_ids=None # Indices of the GPUs to train on; None: every visible one
     ):
-        self.device_ids = device_ids if device_ids is None else check_device_ids(device_ids, torch.cuda.device_count())
+        self.device_ids = device_ids
+        if device_ids is not None: self.device_ids = check_device_ids(device_ids, torch.cuda.device_count())
 
     def before_fit(self):
         ids = parallel_ids(self.device_ids, self.learn.device, torch.cuda.device_count())
         if not ids or self.model is not get_model(self.model): return
         if group_size()>1:
-            raise ValueError(f"DataParallel on GPUs {ids} in one of {group_size()} ranks: use `distrib_ctx` alone")
+            raise ValueError(f'DataParallel in one of {group_size()} ranks: use distrib_ctx alone')
         self.learn.model = self.wrapped = DataParallel(self.model, device_ids=ids)
 
     def restore(self):

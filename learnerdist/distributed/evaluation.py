@@ -10,174 +10,113 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fastcore.basics import patch
-from torch.utils.data import DataLoader,DistributedSampler
 
 from ..core.collectives import gather_objects,reduce_sums
-from ..core.folders import has_shrunk
-from ..core.env import group_rank,group_size
-from ..data.distributed_dl import BatchDealer,DistributedDL,with_settings,in_order,is_split
-from ..data.loaders import batch_shape,to_cpu,to_detach,to_device
+from ..core.env import group_rank
+from ..data.loaders import to_cpu,to_detach,to_device
 from ..data.rows import as_samples
-from .batchnorm import local_stats
 from .gather_rows import gather_batches,storage,taking_turns
-from ..learner.callback import Callback,Order
+from .shares import is_share
 from ..learner.losses import batch_rows,weighted
-from ..learner.metrics import Batches,Rows,Sums,reduction,reductions
-from ..learner.predictions import GatherPreds,has_result
-
-# %% ../../nbs/distributed/08_evaluation.ipynb #c014
-def evaluated(
-    dl # A loader, or a rank's shard of one
-):
-    "The loader of one process behind `dl`; a share of whole batches, and a loader that its user has split, as they are"
-    if isinstance(dl, DistributedDL) and not isinstance(dl.dealer, BatchDealer): dl = dl.source
-    if isinstance(dl, DataLoader) and isinstance(dl.sampler, DistributedSampler): return in_order(dl)
-    return getattr(dl, 'undivided', dl)
-
-def parted(
-    dl,   # A training loader
-    n:int # Number of ranks
-):
-    """A copy of `dl` with an `n`-th of its batch size, ValueError if `n` does not divide it; `dl` itself if it is a
-    rank's share"""
-    if n==1 or isinstance(dl, DistributedDL): return dl
-    if is_split(dl):
-        raise ValueError(f"split_batches: this {type(dl).__name__} is split already, so its settings are its user's")
-    bs = batch_shape(dl)[0]
-    if bs and has_shrunk(): bs = max(round(bs/n), 1)*n # the nearest that the ranks divide
-    if not bs or bs%n:
-        raise ValueError(f'split_batches: a batch size of {bs or "your batch sampler"} does not divide among {n} ranks')
-    res = with_settings(dl, bs=bs//n)
-    res.undivided = dl # what one process evaluates
-    return res
-
-def is_share(dl)->bool:
-    "Whether `dl` is one rank's shard, with other ranks beside it"
-    return getattr(dl, 'world_size', 1)>1 or group_size()>1 and is_split(dl)
+from ..learner.metrics import Batches,Rows,Sums,reductions
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c018
-class ExactEvaluation(Callback):
-    """At the end of a loop over shards, turn metrics and predictions into those of one process. A subclass adapts it
-    to another learner"""
-    order,run_train = Order.evaluation,False
-    loop_state = 'n_begun','lists','batches','stopped'
-
-    def before_validate(self): self._start()
-    def _start(self):
-        self.n_begun,self.stopped = 0,False # batches of this rank; whether a callback has cancelled the loop
+class Evaluation:
+    "One loop of a learner over data, whose metrics and predictions become those of one process at its end"
+    def __init__(self, engine):
+        self.engine,self.learn,self.adapter = engine,engine.learn,engine.adapter
+        # batches of this rank; whether a callback has cancelled the loop
+        self.n_begun,self.stopped = 0,False
         self.lists = None # (object, attribute, the number of the batch of each entry)
         self.batches = {} # for metrics whose reduction is `Batches`
 
-    def before_batch(self):
+    def begin_batch(self):
+        "Before each batch"
         if self.lists: self._note()
         self.n_begun += 1
 
-    def after_batch(self):
-        if not is_share(self.dl) or not self.is_measured(): return
+    def end_batch(self):
+        "After each batch, before the metrics accumulate it"
+        if not is_share(self.learn.dl) or not self.adapter.counts(): return
         if self.lists is None: self._look()
         if self.batches is not None: self._keep()
 
-    def after_cancel_validate(self): self.stopped = True
-    def after_validate(self):
-        self.put_together()
-        local_stats.on = False
-
-    def measured(self)->list:
-        "The metrics of this loop, and the callbacks that gather"
-        cbs = [cb for cb in self.cbs if reduction.dispatch(type(cb)) is not reduction.dispatch(object)]
-        return [*(self.recorder.valid_mets if hasattr(self.learn, 'recorder') else []), *cbs]
-
-    def is_measured(self)->bool:
-        "Whether this batch counts"
-        return has_result(self.learn)
-
-    def as_kept(self, m, name, got):
-        "What becomes of the list `name` of `m`; got: `Gathered`, or None"
-        if not isinstance(m, GatherPreds): return [] if got is None else got.batches()
-        m.gathered = True
-        return None if got is None else got.joined()
-
     def number(self, i)->int:
         "The number of this rank's batch `i` among those of all ranks"
-        dealer = getattr(self.dl, 'dealer', None)
+        dealer = getattr(self.learn.dl, 'dealer', None)
         if dealer is None or dealer.by_rank: return (group_rank()<<32)+i # split by the user: rank after rank
         whole = dealer.unit=='batch' # else each rank has rows of each batch
         return i*dealer.world_size+dealer.rank if whole else i
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c021
 @patch
-def _look(self:ExactEvaluation):
+def _look(self:Evaluation):
     "Find the lists of this loop's metrics, and whether any metric takes whole batches"
-    reds = [red for m in self.measured() for red in reductions(m)]
+    reds = [red for m in self.adapter.measured() for red in reductions(m)]
     self.lists = [(red.obj,k,[]) for red in reds if isinstance(red, Rows) for k in red.names]
     if not any(isinstance(red, Batches) for red in reds): self.batches = None
 
 @patch
-def _note(self:ExactEvaluation):
+def _note(self:Evaluation):
     "Remember which batch the new entries of lists come from"
     k = self.number(self.n_begun-1)
     for obj,name,ks in self.lists: ks += [k]*(len(getattr(obj, name))-len(ks))
 
 @patch
-def put_together(self:ExactEvaluation):
+def put_together(self:Evaluation):
     "Reduce metrics and predictions at the end of the loop. Sync point, also for a rank without a batch"
-    rec = getattr(self.learn, 'recorder', None)
-    if not is_share(self.dl):
-        if hasattr(rec, 'measuring'): rec.reduced = True
-        return
-    if hasattr(rec, 'measuring') and not rec.measuring: rec.reset_metrics() # the loop was cancelled before it began
+    if not is_share(self.learn.dl): return
     if self.lists is None: self._look()
     self._note()
     self._check()
-    reds = [(m,red) for m in self.measured() for red in reductions(m)]
+    reds = [(m,red) for m in self.adapter.measured() for red in reductions(m)]
     reduce_sums([red for _,red in reds if isinstance(red, Sums)])
     for m,red in reds:
         if isinstance(red, Rows): self._gather(m, red)
     fed = [m for m,red in reds if isinstance(red, Batches)]
     if fed: self._feed(fed)
-    self._start()
-    if hasattr(rec, 'measuring'): rec.reduced = True
 
 @patch
-def _check(self:ExactEvaluation):
+def _check(self:Evaluation):
     "RuntimeError unless each batch of the loader was seen once. Sync point"
-    dealer = getattr(self.dl, 'dealer', None)
+    dl = self.learn.dl
+    dealer = getattr(dl, 'dealer', None)
     known = dealer is not None and dealer.unit=='batch' and not dealer.by_rank
-    told = gather_objects((self.n_begun,dealer.n_read if known else None,self.stopped))
-    ns,totals,stopped = zip(*told)
+    own = self.n_begun,dealer.n_read if known else None,self.stopped
+    ns,totals,stopped = zip(*gather_objects(own))
     if any(stopped) or not known or {*totals}=={sum(ns)}: return
     seen,found = [', '.join(map(str, o)) for o in (ns, totals)]
-    kind = type(self.dl.source).__name__
-    raise RuntimeError(f'the ranks have evaluated {seen} batches, {sum(ns)} in all, of a {kind} in which they have '
-                       f'counted {found}: '
-                       'it does not read the same on each rank')
+    raise RuntimeError(f'the ranks have evaluated {seen} batches, {sum(ns)} in all, of a {type(dl.source).__name__} in '
+                       f'which they have counted {found}: it does not read the same on each rank')
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c024
 @patch
-def _gather(self:ExactEvaluation, m, red):
+def _gather(self:Evaluation, m, red):
     "Replace each list of `red` by what one process would have"
     how = getattr(m, 'gather', 'all')
     dst,folder = 0 if how=='rank0' else None,how if isinstance(how, Path) else None
     found = {}
-    with storage(self.learn.distributed_trainer.links, folder) as make:
-        for obj,name,ks in self.lists:
-            if obj is not red.obj: continue
-            kept,ns = getattr(obj, name),getattr(m, 'ns', None)
-            found[name] = gather_batches(kept, ks, ns, dst, make, name, folder is not None)
-    for name,got in found.items(): setattr(red.obj, name, self.as_kept(m, name, got))
+    with self.adapter.gathers(m, red.names):
+        with storage(self.engine.links, folder) as make:
+            for obj,name,ks in self.lists:
+                if obj is not red.obj: continue
+                kept,ns = getattr(obj, name),getattr(m, 'ns', None)
+                found[name] = gather_batches(kept, ks, ns, dst, make, name, folder is not None)
+        for name,got in found.items(): setattr(red.obj, name, self.adapter.as_kept(m, name, got))
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c026
 _of_batch = 'xb','yb','pred','loss'
 
 @patch
-def _keep(self:ExactEvaluation):
+def _keep(self:Evaluation):
     "Keep this batch for metrics that take batches"
-    learn = self.learn
-    i,kept = self.n_begun-1,{k: to_cpu(to_detach(getattr(learn, k, None))) for k in _of_batch}
-    self.batches[i] = dict(kept, items=vars(learn).get('items'), n_rows=batch_rows(learn), iter=self.number(i))
+    learn,i = self.learn,self.n_begun-1
+    kept = {k: to_cpu(to_detach(getattr(learn, k, None))) for k in _of_batch}
+    kept |= dict(items=vars(learn).get('items'), n_rows=batch_rows(learn), iter=self.number(i))
+    self.batches[i] = kept
 
 @patch
-def _feed(self:ExactEvaluation, mets):
+def _feed(self:Evaluation, mets):
     "Reset `mets`, and let them accumulate the batches of all ranks. Sync point"
     for m in mets: m.reset()
     kept = self.batches or {}
@@ -186,17 +125,16 @@ def _feed(self:ExactEvaluation, mets):
             held = [o for o in gather_objects(kept.pop(i, None)) if o is not None]
             of_one = len(held)>1 and len({o['iter'] for o in held})==1
             for b in [whole_batch(held)] if of_one else held:
-                vars(self.learn).update(to_device(b, self.learn.distributed_trainer.device_here))
+                vars(self.learn).update(to_device(b, self.engine.device))
                 for m in mets: m.accumulate(self.learn)
 
-def whole_batch(
-    parts:list # Of each rank: its rows of one batch, as they are kept
-)->dict:
-    "The batch whose rows ranks were dealt; its loss is the mean over samples"
+def whole_batch(parts:list)->dict:
+    "The batch whose rows ranks were dealt, from what each of them has kept of it; its loss is the mean over samples"
     n = sum(o['n_rows'] for o in parts)
-    xb,yb,pred = [taking_turns([as_samples(o[k], o['n_rows']) for o in parts]) for k in ('xb','yb','pred')]
-    loss = parts[0]['loss'] if parts[0]['loss'] is None else sum(weighted(o['loss'], o['n_rows']) for o in parts)/n
-    return dict(parts[0], xb=xb, yb=yb, pred=pred, loss=loss, items=None, n_rows=n)
+    res = dict(parts[0], items=None, n_rows=n)
+    for k in ('xb','yb','pred'): res[k] = taking_turns([as_samples(o[k], o['n_rows']) for o in parts])
+    if res['loss'] is not None: res['loss'] = sum(weighted(o['loss'], o['n_rows']) for o in parts)/n
+    return res
 
 @contextmanager
 def _put_back(obj, *names):

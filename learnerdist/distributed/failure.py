@@ -12,33 +12,29 @@ from functools import cache
 
 import torch.distributed as dist
 
-from ..core.env import (RankError,close_group,count,group_size,in_group,is_consequence,next_phase,num_distrib,
-                        pack_error,
-                        rank_distrib,section,shared_store,unpack_error,wait_key)
+from ..core.env import RankError,close_group,count,group_size,in_group,is_consequence
+from ..core.env import next_phase,num_distrib
+from ..core.env import pack_error,rank_distrib,section,shared_store,unpack_error,wait_key
 from ..core.stacks import Frame,answer_asks,answerer,describe_stack,frames_of,place_of
 
 # %% ../../nbs/distributed/04_failure.ipynb #c004
-def first_failure(
-    key,         # Of this section, the same on every rank
-    timeout_s=0  # Seconds to wait for it
-)->RankError:
-    "The first exception that ended a rank, or how a rank left; None if neither is known in time"
+def first_failure(key, timeout_s=0)->RankError:
+    """The first exception that ended a rank in the section `key`, or how a rank left; None if neither is known in this
+    time"""
     store,end = shared_store(),time.monotonic()+timeout_s
-    while True:
-        for o in (key,'left'):
-            if store.check([o]): return unpack_error(store.get(o).decode())
-        if time.monotonic()>end:
-            return unpack_error(store.get(f'{key}/out').decode()) if store.check([f'{key}/out']) else None
-        time.sleep(.05)
+    found = lambda k: unpack_error(store.get(k).decode()) if store.check([k]) else None
+    while not (res := found(key) or found('left')) and time.monotonic()<=end: time.sleep(.05)
+    return res or found(f'{key}/out')
 
 # %% ../../nbs/distributed/04_failure.ipynb #c006
-def _me(): return (dist.get_rank(),dist.get_world_size()) if in_group() else (rank_distrib(),num_distrib())
+def _me():
+    if in_group(): return dist.get_rank(),dist.get_world_size()
+    return rank_distrib(),num_distrib()
 
 def announce():
     "Publish in the store how to ask this rank for its stack"
-    store = shared_store()
-    if store is not None:
-        store.set(f'stack/{_me()[0]}', json.dumps([socket.gethostname(), os.getpid(), answer_asks(os.getpid())]))
+    store,pid = shared_store(),os.getpid()
+    if store is not None: store.set(f'stack/{_me()[0]}', json.dumps([socket.gethostname(), pid, answer_asks(pid)]))
 
 def _has_timed_out(e): return is_consequence(e) and bool(re.search(r'timed? ?out', str(e), re.I))
 
@@ -47,49 +43,44 @@ def _find_the_absent(e, key):
     store,(me,n) = shared_store(),_me()
     store.set(f'{key}/waited/{me}', json.dumps(frames_of(e)))
     with open(answer_asks(os.getpid()), 'a') as f: traceback.print_exception(e, file=f)
-    if store.add(f'{key}/asks', 1) > 1: return first_failure(key, timeout_s=30) or e
+    if store.add(f'{key}/asks', 1)>1: return first_failure(key, timeout_s=30) or e
     end = time.monotonic()+5
-    places = [f'rank {r} {_place(store, key, r, end)}' for r in range(n)]
     what = re.sub(r'^\[.*?\] *', '', str(e).splitlines()[0]) # without the place in gloo's source
-    return TimeoutError('\n  '.join([f'a rank did not come: {what}', *places])).with_traceback(e.__traceback__)
-
-def _answerer(store, rank):
-    "Host, process id and stack file of a rank; None if it has not published them and is not on this machine"
-    if store.check([f'stack/{rank}']): return json.loads(store.get(f'stack/{rank}'))
-    found = answerer(rank-_me()[0])
-    return found and (socket.gethostname(),*found)
+    lines = [f'a rank did not come: {what}']
+    lines += [f'rank {r} {_place(store, key, r, end)}' for r in range(n)]
+    return TimeoutError('\n  '.join(lines)).with_traceback(e.__traceback__)
 
 def _place(store, key, rank, end):
     "What a rank is doing; a rank that cannot be asked has until `end` to report it"
-    waited,known = f'{key}/waited/{rank}',_answerer(store, rank)
-    if not store.check([waited]) and known and known[0]==socket.gethostname():
-        frames,text = place_of(*known[1:])
+    waited,here = f'{key}/waited/{rank}',socket.gethostname()
+    if store.check([f'stack/{rank}']): host,*known = json.loads(store.get(f'stack/{rank}'))
+    # it has not come so far as to say how to ask it
+    else: host,known = here,answerer(rank-_me()[0])
+    if not store.check([waited]) and known and host==here:
+        frames,text = place_of(*known)
         if not any(o.file==_place.__code__.co_filename for o in frames): return text
     while not store.check([waited]) and time.monotonic()<end: time.sleep(.01)
     if store.check([waited]): return describe_stack([Frame(*o) for o in json.loads(store.get(waited))])
-    return _reach(known[0]) if known and known[0]!=socket.gethostname() else 'has not come so far'
+    if host==here: return 'has not come so far'
+    lost = _lost(host)
+    return f'runs on {host}'+f', a machine that cannot be reached from {here} ({lost})'*bool(lost)
+
+@cache
+def _lost(host): return _cut(host, 9)
 
 def _cut(host, port):
-    """An OSError if a machine does not answer; None if it does, also if nothing listens there, and if its name is
-    not known here"""
+    """An OSError if a machine does not answer; None if it does, also if nothing listens there, and if its name is not
+    known here"""
     try: socket.create_connection((host, port), 3).close()
     except (ConnectionRefusedError,socket.gaierror): return None
     except OSError as e: return e
 
-@cache
-def _reach(host):
-    "A text about a rank on another machine that has not reported where it is"
-    e = _cut(host, 9)
-    if e: return f'runs on {host}, a machine that cannot be reached from {socket.gethostname()} ({e})'
-    return f'has not timed out, and runs on {host}'
-
 # %% ../../nbs/distributed/04_failure.ipynb #c008
 @contextmanager
-def failing_together(
-    undo # Releases the wrapped model and the group; called at the end, in any case, once or twice
-):
-    """If one rank leaves the body by an exception, the others are freed, and raise a `RankError` that carries it.
-    All wait for rank 0"""
+def failing_together(undo):
+    """If one rank leaves the body by an exception, the others are freed, and raise a `RankError` that carries it. All
+    wait for rank 0. `undo` releases the wrapped model and the group: it is called at the end, in any case, once or
+    twice"""
     if num_distrib()<2 and group_size()<2:
         try: yield
         finally: undo()
@@ -120,21 +111,22 @@ def _say_out(key):
     "For a rank 0 that still waits for this one"
     rank,store = _me()[0],shared_store()
     with suppress(dist.DistNetworkError):
-        if rank and store is not None:
-            store.set(key, json.dumps(dict(rank=rank, kind='exit', message='has left the context')))
+        left = dict(rank=rank, kind='exit', message='has left the context')
+        if rank and store is not None: store.set(key, json.dumps(left))
 
 def _after_rank0(key, timeout_s=600):
     """Wait until rank 0 is through, but not longer than `timeout_s` seconds: the files which it has written in the
     section are there"""
     store = shared_store()
-    with suppress(dist.DistNetworkError): # without a launcher rank 0 runs the store, and may have left
+    # without a launcher rank 0 runs the store, and may have left
+    with suppress(dist.DistNetworkError):
         if store is None: return
         if _me()[0]: wait_key(store, key, timeout_s, 0)
         else: store.set(key, '')
 
 def _first(e, key):
-    """What to raise on this rank: `e`, or the failure of another rank that caused it. Closes the group, which frees
-    the other ranks"""
+    """What to raise on this rank: `e`, or the failure of another rank that caused it. Closes the group, which frees the
+    other ranks"""
     try:
         try:
             _check_link()
@@ -144,8 +136,8 @@ def _first(e, key):
     except dist.DistError as lost: return _cut_off(e, lost)
 
 def _check_link():
-    """DistNetworkError if the machine of the launch's store does not answer: requests to it would block for a
-    quarter of an hour"""
+    """DistNetworkError if the machine of the launch's store does not answer: requests to it would block for a quarter
+    of an hour"""
     if 'MASTER_ADDR' not in os.environ or 'LEARNERDIST_INIT_METHOD' in os.environ: return
     lost = _cut(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']))
     if lost: raise dist.DistNetworkError(str(lost))
@@ -160,5 +152,4 @@ def _record(e, key):
 def _cut_off(e, lost):
     if not is_consequence(e): return e
     where = f"{os.environ.get('MASTER_ADDR', 'rank 0')}, where the ranks' store is"
-    return ConnectionError(f'{socket.gethostname()} cannot reach {where}: the machine or the link to it is gone '
-                           f'({lost})')
+    return ConnectionError(f'{socket.gethostname()} cannot reach {where}: it or the link to it is gone ({lost})')

@@ -6,18 +6,18 @@
 __all__ = []
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c002
-import pickle,torch,warnings
+import pickle,torch
 from contextlib import contextmanager,nullcontext
 from torch import Tensor
 
 from ..core.collectives import gather_objects,gather_rows
 from ..core.compat import tree_flatten,tree_map,tree_unflatten
 from ..core.env import group_rank,group_size
-from ..data.rows import Samples,aligned,as_ints,dense_kind,join_leaf,loosely
+from ..core.stacks import warn
+from ..data.rows import Samples,StoredRows,aligned,as_ints,dense_kind,join_leaf,leaf_names
+from ..data.rows import loosely,row_bytes,row_files
 from ..data.sharding import share_len,undeal
-from ..data.stored_rows import StoredRows,leaf_names,row_bytes,row_files
-from .shared_mean import nameless
-from .vote_links import SocketLinks,places
+from .vote_links import Place,SocketLinks,nameless
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c017
 def _described(parts, ks, ns):
@@ -33,11 +33,10 @@ def _fit(told):
     specs = [tree_flatten(o['template'])[1] for o in told if o['ks']]
     return all(o==specs[0] for o in specs)
 
-def row_places(
-    ks:list,  # Of each rank: the number of each of its batches
-    lens:list # Of each rank: the number of rows of each of its batches
-)->tuple:     # Of each rank: int64, for each of its batches; the rows of each batch, over all ranks
-    "The place of each row in the order of the batches. Rows of one batch that was dealt like cards take turns"
+def row_places(ks:list, lens:list)->tuple:
+    """The place of each row in the order of the batches, int64, for each rank's batches; the rows of each batch over
+    all ranks. `ks` and `lens` are the numbers of each rank's batches, and their rows. Rows of a batch that was dealt
+    like cards take turns"""
     held = {}
     for r,(k,n) in enumerate(zip(ks, lens)):
         for i,m in zip(k, n): held.setdefault(i, {})[r] = m
@@ -45,22 +44,24 @@ def row_places(
     for i in sorted(held):
         ms,first = held[i],start
         start += sum(ms.values())
-        dealt = len(ms)>1 and [*ms.values()]==[share_len(sum(ms.values()), r, len(ms), False) for r in range(len(ms))]
+        W,n = len(ms),sum(ms.values())
+        dealt = W>1 and [*ms.values()]==[share_len(n, r, W, False) for r in range(W)]
         for j,(r,m) in enumerate(ms.items()):
-            found[r][i] = torch.arange(first+j, start, len(ms)) if dealt else torch.arange(first, first+m)
+            at = (first+j,start,W) if dealt else (first,first+m)
+            found[r][i] = torch.arange(*at)
             first += 0 if dealt else m
-    return [[own[i] for i in k] for own,k in zip(found, ks)],[sum(held[i].values()) for i in sorted(held)]
+    sizes = [sum(held[i].values()) for i in sorted(held)]
+    return [[own[i] for i in k] for own,k in zip(found, ks)],sizes
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gath1
 class Gathered:
     "What all ranks have of each batch, in the order of the batches. Read it after the body of `storage`"
-    def __init__(self,
-        told:list,   # What each rank has, see `_described`
-        leaves:list, # `StoredRows`, tensors, or lists
-        lens:list    # Of each leaf the rows of each batch; None for a list
-    ):
+    def __init__(self, told:list, leaves:list, lens:list):
+        """From what each rank has (`_described`), leaves (`StoredRows`, tensors or lists), and the rows of each batch
+        for each leaf; None for a list"""
         self.leaves,self.lens,first = leaves,lens,next(o for o in told if o['ks'])
-        self.spec,self.classes = tree_flatten(first['template'])[1],[kind and kind[2] for kind in first['kinds']]
+        self.spec = tree_flatten(first['template'])[1]
+        self.classes = [kind and kind[2] for kind in first['kinds']]
         self.ns = {}
         for k,n in sorted(o for t in told if t['ks'] for o in zip(t['ks'], t['ns'])): self.ns[k] = self.ns.get(k, 0)+n
     def _read(self):
@@ -72,7 +73,8 @@ class Gathered:
         return None not in self.lens
     def joined(self):
         "Everything, in the structure of one batch, as `join_batches` returns it"
-        leaves = [o if n else join_leaf(o, [*self.ns.values()]) for o,n in zip(self._read(), self.lens)]
+        ns = [*self.ns.values()]
+        leaves = [o if n else join_leaf(o, ns) for o,n in zip(self._read(), self.lens)]
         return tree_unflatten(leaves, self.spec)
     def batches(self)->list:
         "A structure for each batch; tensors are parts of those of `joined`"
@@ -80,19 +82,15 @@ class Gathered:
         cols = [o.split(n) if n else o for o,n in zip(self._read(), self.lens)]
         return [tree_unflatten(o, self.spec) for o in zip(*cols, strict=True)]
 
-def gather_batches(
-    parts:list,    # What this rank has of each of its batches: any structure. Emptied: memory is freed as it is sent
-    ks:list,       # The number of each of these batches
-    ns=None,       # The number of samples of each; needed for `joined`
-    dst:int=None,  # The only rank that gets the result; None: all ranks
-    make=None,     # Makes room for the rows, see `storage`; None: they travel from rank to rank
-    name='',       # Of the files
-    in_files=False # Whether `make` makes files
-)->Gathered:       # None if no rank has any batch, and on ranks other than `dst`
-    "All batches of all ranks, in order. Sync point"
+def gather_batches(parts:list, ks:list, ns=None, dst:int=None, make=None, name='', in_files=False)->Gathered:
+    """All batches of all ranks, in order: what this rank has of each of its batches (`parts`, any structure; emptied,
+    since memory is freed as it is sent), the number of each (`ks`) and its samples (`ns`, needed for `joined`). Only
+    `dst` gets the result, or all ranks. `make` makes room for the rows, see `storage`, in files (`in_files`) of this
+    name; without it they travel. None if no rank has any batch. Sync point"""
     parts,ns = _taken(parts),[0]*len(ks) if ns is None else ns
     told = gather_objects(_described(parts, ks, ns))
-    for read in (loosely, lambda o: Samples([o])): # a list may be read in two ways; else the batches are leaves
+    # a list may be read in two ways; else the batches are leaves
+    for read in (loosely,lambda o: Samples([o])):
         if _fit(told): break
         parts = [read(o) for o in parts]
         told = gather_objects(_described(parts, ks, ns))
@@ -105,7 +103,7 @@ def gather_batches(
         kinds = {o['kinds'][i] for o in told if o['ks']}
         dense = len(kinds)==1 and None not in kinds
         if in_files and not dense and not group_rank():
-            warnings.warn(f'{leaf}: rows of different shapes fit no file: {_in_memory}')
+            warn(f'{leaf}: rows of different shapes fit no file: {_in_memory}')
         got,n = _dense(own, told, i, dst, make, leaf) if dense else (_pickled(own, ks, dst),None)
         leaves.append(got)
         lens.append(n)
@@ -135,7 +133,8 @@ def _exchanged(own, at, n, shape, dtype, cls, dst):
     "Rows of one tensor, sent from rank to rank"
     if group_size()<2: return torch.cat(own) if len(own)>1 else own[0]
     ats = [torch.cat(o) if o else torch.empty(0, dtype=torch.long) for o in at]
-    rows = as_ints(torch.cat([o.as_subclass(Tensor) for o in own]) if own else torch.empty(0, *shape, dtype=dtype))
+    rows = torch.cat([o.as_subclass(Tensor) for o in own]) if own else torch.empty(0, *shape, dtype=dtype)
+    rows = as_ints(rows)
     res = rows.new_empty(n, rows.shape[1]) if dst in (None,group_rank()) else None
     size = max(1, _piece//max(rows.element_size()*rows.shape[1], 1))
     for i in range(0, max(map(len, ats)), size):
@@ -145,16 +144,15 @@ def _exchanged(own, at, n, shape, dtype, cls, dst):
 def _pickled(own, ks, dst):
     "Parts that do not fit one tensor, sent as objects"
     if group_size()<2: return own
-    sent = gather_rows(torch.frombuffer(bytearray(pickle.dumps([*zip(ks, own)])), dtype=torch.uint8), dst)
+    data = bytearray(pickle.dumps([*zip(ks, own)]))
+    sent = gather_rows(torch.frombuffer(data, dtype=torch.uint8), dst)
     of_batch = {}
     found = [o for t in sent or () for o in pickle.loads(t.numpy().tobytes())]
     for k,o in sorted(found, key=lambda o: o[0]): of_batch.setdefault(k, []).append(o)
     return [taking_turns(os) for os in of_batch.values()]
 
-def taking_turns(
-    parts:list # Of one batch, whose rows ranks were dealt like cards: any structure
-):
-    "The batch. A leaf that has no rows is the first rank's"
+def taking_turns(parts:list):
+    "The batch whose rows ranks were dealt like cards, from its parts. A leaf that has no rows is the first rank's"
     def turns(*os):
         if isinstance(os[0], Samples): return Samples(undeal(os))
         return undeal(os) if all(isinstance(o, Tensor) and o.ndim for o in os) else os[0]
@@ -162,22 +160,17 @@ def taking_turns(
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gmem1
 @contextmanager
-def memory_rows(
-    links:SocketLinks # To the other ranks
-):                    # A function of (name, shape, dtype) that makes `StoredRows`
-    """As `row_files`, in memory of this machine that is freed with the last tensor over it. Sync points: each call,
-    and the end"""
+def memory_rows(links:SocketLinks):
+    """As `row_files`, in memory of this machine that is freed with the last tensor over it: yields a function of (name,
+    shape, dtype) that makes `StoredRows`. Sync points: each call, and the end"""
     def make(name, shape, dtype):
         n = shape[0]*row_bytes(shape, dtype)
-        return StoredRows(open(links.pass_round(lambda: nameless(n)), 'r+b', buffering=0), shape, dtype)
+        fd = links.pass_round(lambda: nameless(n))
+        return StoredRows(open(fd, 'r+b', buffering=0), shape, dtype)
     yield make
-    links.post([], _here).read() # all ranks have written
-
-_here = places.index('the end of a validation loop')
-def storage(
-    links,      # To the other ranks, see `open_links`
-    folder=None # Write into files there
-):
-    "Context with a `make` for `gather_batches`: files, memory of this machine, or None between machines. Sync point"
+    links.exchange(b'', Place.after_validate) # all ranks have written
+def storage(links, folder=None):
+    """Context with a `make` for `gather_batches`: files in `folder`, memory of this machine, or None between machines.
+    Sync point"""
     if folder: return row_files(folder)
     return memory_rows(links) if isinstance(links, SocketLinks) else nullcontext()

@@ -6,38 +6,213 @@
 __all__ = ['average_grads']
 
 # %% ../../nbs/distributed/09_replica.ipynb #55899e64
-import warnings
+import inspect,math,mmap,os,re
 from contextlib import contextmanager
-from operator import attrgetter
+from difflib import get_close_matches
+from itertools import chain
+from operator import attrgetter,itemgetter
+from time import perf_counter
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor,nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks,powerSGD_hook as psgd
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.collectives import all_sum
-from ..core.compat import ddp_flag,ignored_by_ddp,sync_buffers
+from ..core.compat import ignored_by_ddp,sync_buffers
 from ..core.env import current_group,group_size
+from ..core.stacks import warn
 from . import batchnorm
 from .batchnorm import Synced,sync_batchnorm
+from .vote_links import Place,SocketLinks,nameless
 from ..learner.losses import batch_rows
+
+# %% ../../nbs/distributed/09_replica.ipynb #sm005
+def shared_memory(links:SocketLinks, n_bytes:int)->Tensor:
+    """Memory (n_bytes,), uint8, zeros at first, that all ranks of this machine read and write. It is freed with the
+    last tensor over it. Sync point"""
+    fd = links.pass_round(lambda: nameless(n_bytes))
+    try: return torch.frombuffer(mmap.mmap(fd, n_bytes), dtype=torch.uint8)
+    finally: os.close(fd)
+
+# %% ../../nbs/distributed/09_replica.ipynb #sm008
+_line = 64 # Bytes between the beginnings of buckets: a whole number of any dtype
+# Bytes of gradients from which a message more in a step costs less than a second slot
+_large = 2**26
+
+class SharedMean:
+    "State of a communication hook that averages gradients in shared memory. Sync point: all ranks construct it"
+    seconds = 0. # That this process has spent on adding up, with waiting
+    def __init__(self, ddp, links): # see `can_share`
+        self.links,self.W,self.rank = links,links.world_size,links.rank
+        self.turn,self.places = 0,{}
+        # whose first pass calls every bucket the first, and none the last
+        self.at_once = ddp.static_graph
+        n = max(sum(_whole(p.nbytes) for p in ddp.parameters() if p.requires_grad), _line)
+        self.turns = 1 if n>_large else 2
+        shape = self.turns,self.W,n # turn, rank, bytes
+        self.slots = shared_memory(links, math.prod(shape)).view(shape)
+
+    def hook(self, bucket):
+        "Called by DDP for each bucket; the future's result is the mean over ranks"
+        t,i = bucket.buffer(),bucket.index()
+        if i: self.at_once = False
+        else:
+            self.pending,self.end = [],0 # whatever an interrupted backward pass has left
+            if self.turns==1: self._meet() # everyone has read what the slots held
+        if t.is_sparse: fut = default_hooks.allreduce_hook(current_group(), bucket)
+        else:
+            fut,(slots,self.end) = torch.futures.Future(),self._place(t)
+            torch.mul(t, 1/self.W, out=slots[self.rank])
+            self.pending.append((t,slots,fut))
+        if self.at_once or bucket.is_last(): self._finish()
+        return fut
+
+    def _place(self, t):
+        "Each rank's slot for a bucket, and the slot's end"
+        # DDP makes its buckets anew after the first backward pass
+        key = self.turn,self.end,t.dtype,len(t)
+        if key not in self.places:
+            at = slice(self.end, self.end+t.nbytes)
+            slots = [o[at].view(t.dtype) for o in self.slots[self.turn]]
+            self.places[key] = slots,self.end+_whole(t.nbytes)
+        return self.places[key]
+
+    def _finish(self):
+        begin = perf_counter()
+        self.links.exchange(b'', Place.backward)
+        for t,slots,_ in self.pending:
+            if self.W==2: torch.add(*slots, out=t) # each rank adds up all of it
+            else: self._add(t, slots)
+        if self.W>2: self._fetch()
+        self.turn = (self.turn+1)%self.turns
+        for t,_,fut in self.pending: fut.set_result(t)
+        self.pending = []
+        SharedMean.seconds += perf_counter()-begin
+
+    def _meet(self): self.links.exchange(b'', Place.backward)
+    def _part(self, t, rank): # what `rank` adds up
+        return slice(len(t)*rank//self.W, len(t)*(rank+1)//self.W)
+
+    def _add(self, t, slots):
+        part = self._part(t, self.rank)
+        res = torch.add(slots[0][part], slots[1][part], out=t[part])
+        for o in slots[2:]: res += o[part]
+        slots[self.rank][part] = res # nobody else reads this part of this slot before `_fetch`
+
+    def _fetch(self):
+        self._meet()
+        for t,slots,_ in self.pending:
+            for r,o in enumerate(slots):
+                if r!=self.rank: t[self._part(t, r)] = o[self._part(t, r)]
+
+def _whole(n): return -(-n//_line)*_line
+
+# %% ../../nbs/distributed/09_replica.ipynb #sm012
+def can_share(ddp, links)->bool:
+    "Whether all ranks are on one machine, and train on its CPUs. The same on every rank"
+    return isinstance(links, SocketLinks) and all(p.device.type=='cpu' for p in ddp.parameters())
+
+# %% ../../nbs/distributed/09_replica.ipynb #c005
+def _plain(hook): return lambda ddp, links: ddp.register_comm_hook(current_group(), hook)
+
+def _powersgd(ddp, links):
+    ddp.register_comm_hook(psgd.PowerSGDState(current_group(), start_powerSGD_iter=10), _in_order)
+
+def _in_order(state, bucket):
+    "PowerSGD (Vogels et al., 2019, arXiv:1905.13727), one bucket after the other"
+    res = psgd.powerSGD_hook(state, bucket)
+    res.wait()
+    return res
+
+# %% ../../nbs/distributed/09_replica.ipynb #shm01
+def _shm(ddp, links):
+    if links is None: return # one process
+    if not can_share(ddp, links):
+        raise ValueError("comm_hook='shm': ranks on several machines, or on GPUs: leave comm_hook out")
+    ddp.register_comm_hook(SharedMean(ddp, links), SharedMean.hook)
+
+def _by_default(ddp, links):
+    """Shared memory where it can be; a hook that DDP or a callback registers before the first forward pass has
+    precedence"""
+    if not can_share(ddp, links): return
+    state = SharedMean(ddp, links) # a sync point, which the first forward pass is none of
+    def register(*args):
+        first.remove()
+        try: ddp.register_comm_hook(state, SharedMean.hook)
+        except RuntimeError as e:
+            if 'once' not in str(e): raise
+    first = ddp.register_forward_pre_hook(register)
+
+def _ddps_own(ddp, links): "Leave DDP without a hook"
+
+# %% ../../nbs/distributed/09_replica.ipynb #c007
+_halves = {k: _plain(getattr(default_hooks, f'{k}_compress_hook')) for k in ('fp16','bf16')}
+comm_hooks = dict(shm=_shm, allreduce=_ddps_own, **_halves, powersgd=_powersgd)
+
+def find_hook(hook):
+    """A function of (ddp, links) that registers a communication hook: a name in `comm_hooks`, a function of (group,
+    bucket), or None; ValueError for an unknown name"""
+    if hook is None: return _by_default
+    if callable(hook): return _plain(hook)
+    if hook not in comm_hooks:
+        names = ', '.join(comm_hooks)
+        raise ValueError(f'comm_hook={hook!r}: give {names}, or a function of (group, bucket)')
+    return comm_hooks[hook]
+
+# %% ../../nbs/distributed/09_replica.ipynb #c010
+# What the trainer decides
+ddp_args_of_ours = ['module','process_group','device_ids','output_device','device_mesh']
+_ddp_args = inspect.signature(DistributedDataParallel).parameters
+ddp_options = [o for o in _ddp_args if o not in ddp_args_of_ours]
+
+_of_ours = 'cuda_id sync_bn split_batches seed check_every checks comm_hook shard sample_seeds timeout_s'.split()
+
+def ddp_docments()->dict:
+    "From each option of DDP to what torch says of it, in its first sentence"
+    doc,of_option = inspect.getdoc(DistributedDataParallel),r'^ {4}(\w+)(?: \(.*?\))?: (.+?)(?:\.\s|\n\n)'
+    own = {k: ' '.join(v.split()) for k,v in re.findall(of_option, doc, re.M|re.S)}
+    return dict.fromkeys(ddp_options, 'as in DistributedDataParallel') | own
+
+def check_ddp_options(kw):
+    "Raise ValueError for an unknown option, also with one process, where no option has an effect"
+    bad = [o for o in kw if o not in ddp_options]
+    if not bad: return
+    near = [o for k in bad for o in get_close_matches(k, _of_ours+ddp_options, 1)]
+    hint = f" (did you mean {', '.join(near)}?)" if near else ''
+    known = f"{', '.join(_of_ours)}, and DDP's {', '.join(ddp_options)}"
+    raise ValueError(f"distrib_ctx got {', '.join(bad)}{hint}; it takes {known}")
+
+def check_options(opts):
+    "Raise ValueError for an option that is unknown or has no meaning"
+    ddp_kw = opts.ddp_kw
+    check_ddp_options(ddp_kw)
+    flags = {k: getattr(opts, k) for k in ('sync_bn','split_batches','sample_seeds')}
+    flags |= {k: v for k,v in ddp_kw.items() if isinstance(_ddp_args[k].default, bool)}
+    bad = [f'{k}={v!r}' for k,v in flags.items() if v not in (True,False)]
+    if bad: raise ValueError(f"{', '.join(bad)}: give True or False")
+    def need(name, v, kinds, least, what):
+        if v is None or isinstance(v, kinds) and not isinstance(v, bool) and v>least: return
+        raise ValueError(f'{name}={v!r}: give {what}')
+    need('seed', opts.seed, int, -math.inf, 'a whole number, or None to draw one')
+    need('check_every', opts.check_every, int, 0, 'a number of steps, from 1 up')
+    need('timeout_s', opts.timeout_s, (int,float), 0, 'seconds')
+    need('bucket_cap_mb', ddp_kw.get('bucket_cap_mb'), (int,float), 0, 'a size in MiB')
 
 # %% ../../nbs/distributed/09_replica.ipynb #67d8f350
 def broadcast_module(model):
     "Give every rank the parameters and buffers of rank 0, but for those without memory"
     broadcast_tensors([t for t in [*model.parameters(),*model.buffers()] if not t.is_meta])
 
-def broadcast_tensors(
-    tensors # The same shapes and dtypes on every rank
-):
-    "Give every rank the values of rank 0. Sync point: all ranks call this. ValueError if a tensor has no shape yet"
+def broadcast_tensors(tensors):
+    """Give every rank the values of rank 0, for the same shapes and dtypes on every rank. Sync point: all ranks call
+    this. ValueError if a tensor has no shape yet"""
     if group_size()<2: return
     tensors = [*tensors]
     if any(map(nn.parameter.is_lazy, tensors)):
-        raise ValueError('the model has lazy layers, whose parameters have no shape yet: call it on a batch before '
-                         'the context, '
-                         'learn.model(*x)')
+        raise ValueError('the model has lazy layers: call it on a batch before the context, learn.model(*x)')
     src = dist.get_global_rank(current_group(), 0) if current_group() else 0
     for t in tensors: # as bytes: gloo knows few types
         o = t.detach().contiguous()
@@ -45,45 +220,43 @@ def broadcast_tensors(
         if o.data_ptr()!=t.data_ptr(): t.detach().copy_(o)
 
 # %% ../../nbs/distributed/09_replica.ipynb #d7e6e468
-def without_gradient(
-    model # After a backward pass
-)->list:
-    "Names of trained parameters that have no gradient, if others have one"
+def without_gradient(model)->list:
+    "Names of trained parameters that have no gradient after a backward pass, if others have one"
     named = {k:p for k,p in model.named_parameters() if p.requires_grad and p.numel()}
     idle = [k for k,p in named.items() if p.grad is None]
     return idle if len(idle)<len(named) else []
 
+# The learner within a fit; ids of parameters that its loss depends on
+current = SimpleNamespace(learn=None, of_loss=())
+
 # %% ../../nbs/distributed/09_replica.ipynb #avgr01
-def _average(params, learn=None):
+def average_grads(
+    params, # The same on every rank, also from a generator; a rank may have no gradient for some
+    weighed=False # Whether they come from a loss that has its weight already
+):
+    """Average gradients over ranks, weighted by the items of their batches; what has none on all stays without. Sync
+    point"""
+    params,learn = [*params],None if weighed else current.learn
     if not params or group_size()<2: return
     n = 1. if learn is None or not learn.xb else 0. if learn.repeated else learn.items
     n = float(batch_rows(learn) if n is None else n)
-    have = all_sum(torch.tensor([*[p.grad is not None for p in params],n], dtype=torch.double)).tolist()
+    have = torch.tensor([*[p.grad is not None for p in params],n], dtype=torch.double)
+    have = all_sum(have).tolist()
     share = n*group_size()/have.pop() if have[-1] else 1.
     for p,k in zip(params, have):
         if not k: continue
         if p.grad is None: p.grad = torch.zeros_like(p)
-        weighed = learn is None or id(p) in current.of_loss # the loss has its weight already
-        p.grad.copy_(all_sum(p.grad if weighed or share==1 else p.grad*share)/group_size())
-
-current = SimpleNamespace(learn=None, of_loss=()) # The learner within a fit; ids of parameters that its loss depends on
-
-# %% ../../nbs/distributed/09_replica.ipynb #d7e6e469
-def average_grads(
-    params # The same on every rank, also from a generator; a rank may have no gradient for some
-):
-    """Average gradients over ranks, weighted by the items of their batches; what has none on all stays without. Sync
-    point"""
-    _average([*params], current.learn)
+        as_it_is = share==1 or learn is None or id(p) in current.of_loss
+        p.grad.copy_(all_sum(p.grad if as_it_is else p.grad*share)/group_size())
 
 # %% ../../nbs/distributed/09_replica.ipynb #a9222a73
 class SharedMaxNorm:
     "Let a model's embeddings shorten, on every rank, the rows that any rank uses, until `undo`"
     def __init__(self, model):
         kinds = nn.Embedding,nn.EmbeddingBag
-        self.used = {m: torch.zeros(m.num_embeddings, dtype=torch.long, device=m.weight.device)
-                     for m in model.modules() if isinstance(m, kinds) and m.max_norm is not None}
-        self.norms = {m: m.max_norm for m in self.used}
+        found = [m for m in model.modules() if isinstance(m, kinds)]
+        self.norms = {m: m.max_norm for m in found if m.max_norm is not None}
+        self.used = {m: m.weight.new_zeros(m.num_embeddings, dtype=torch.long) for m in self.norms}
         self.handles = [m.register_forward_pre_hook(self._before) for m in self.used]
         self.handles += [m.register_forward_hook(self._after) for m in self.used]
     def _before(self, m, args):
@@ -94,8 +267,12 @@ class SharedMaxNorm:
     def _after(self, m, args, out): m.max_norm = self.norms[m]
     @torch.no_grad()
     def _shorten(self, m):
-        rows = all_sum(self.used[m]).nonzero()[:,0]
-        if len(rows): torch.embedding_renorm_(m.weight.detach(), rows, self.norms[m], m.norm_type)
+        rows,w = all_sum(self.used[m]).nonzero()[:,0],m.weight.detach()
+        # until nothing changes: rounding may leave a row a hair too long, for others to shorten again
+        while len(rows):
+            before = w[rows]
+            torch.embedding_renorm_(w, rows, self.norms[m], m.norm_type)
+            if torch.equal(before.view(torch.uint8), w[rows].view(torch.uint8)): break
         self.used[m].zero_()
     def catch_up(self):
         "After a validation loop, where ranks may have different numbers of batches: shorten other rows. Sync point"
@@ -118,43 +295,47 @@ def _without_empty(model):
         elif empty: delattr(model, name)
 
 # %% ../../nbs/distributed/09_replica.ipynb #7565e5ad
-_is_trained = attrgetter('requires_grad')
+_is_trained,_params = attrgetter('requires_grad'),itemgetter('params')
 
 class Replica:
     "`learn.wrapper`, which the training loop calls in place of `learn.model`: DDP, made again if others are trained"
-    def __init__(self, learn,
-        sync_bn=True,   # BatchNorm over the global batch
-        comm_hook=None, # A function of (ddp, links) that registers a communication hook, see `find_hook`
-        links=None,     # To the other ranks
-        max_norm=None,  # The model's `SharedMaxNorm`, if it has one
-        **ddp_kw        # Options of `DistributedDataParallel`
-    ):
-        self.learn,self.model,self.comm_hook,self.links,self.ddp = learn,learn.model,comm_hook,links,None
+    def __init__(self, learn, sync_bn=True, comm_hook=None, links=None, max_norm=None, **ddp_kw):
+        "`comm_hook` is a function of (ddp, links), see `find_hook`; `max_norm` the model's `SharedMaxNorm`"
+        self.learn,self.model,self.comm_hook,self.links = learn,learn.model,comm_hook,links
         self.kw = ddp_kw if 'broadcast_buffers' in ddp_kw else {sync_buffers: False, **ddp_kw}
-        self.undo_bn = sync_batchnorm(self.model, current_group()) if sync_bn else None
-        self.max_norm,self._sync,self.params,self.trained,self.said = max_norm,True,[],([],[]),False
-        self.sync_bn,current.learn,current.of_loss = sync_bn,self.learn,()
+        self.sync_bn,self.max_norm,self.ddp,self._sync = sync_bn,max_norm,None,True
+        self.params,self.trained = [],([],[])
+        current.of_loss,self.warned = (),False
+        self._begin()
+
+    def _begin(self):
+        current.learn = self.learn
+        self.undo_bn = sync_batchnorm(self.model, current_group()) if self.sync_bn else None
         self._wrap()
 
     def _wrap(self):
         "Wrap the model in DDP, which broadcasts rank 0's parameters. Sync point"
         was = {id(p) for p,on in zip(self.params, self.trained[0]) if on}
         self.params = [*self.model.parameters()]
-        self.frozen = [p for p in self.params if id(p) in was and not p.requires_grad] # with gradients of micro-batches
+        # with gradients of micro-batches
+        self.frozen = [p for p in self.params if id(p) in was and not p.requires_grad]
         own = {id(p) for p in self.params}
         self.others = [p for p in self._optimized() if id(p) not in own]
         broadcast_tensors(self.others)
-        self.trained,self.checked,self.regroups,self.ddp = self._what_is_trained(),False,False,None
+        self.checked = self.regroups = False
+        self.trained,self.ddp = self._what_is_trained(),None
         if not any(p.requires_grad for p in self.params): return # DDP refuses a model that is frozen as a whole
         device = self.learn.device
         ids = [device.index] if device.type=='cuda' else None
         with _without_empty(self.model):
-            self.ddp = DistributedDataParallel(self.model, device_ids=ids, process_group=current_group(), **self.kw)
+            kw = dict(self.kw, device_ids=ids, process_group=current_group())
+            self.ddp = DistributedDataParallel(self.model, **kw)
         if self.comm_hook: self.comm_hook(self.ddp, self.links)
         self.sync = self._sync
 
     def _optimized(self):
-        return [] if self.learn.opt is None else [p for g in self.learn.opt.param_groups for p in g['params']]
+        groups = () if self.learn.opt is None else self.learn.opt.param_groups
+        return [*chain.from_iterable(map(_params, groups))]
     def _what_is_trained(self): # compared at each step
         return [*map(_is_trained, self.params)],[*map(id, self._optimized())]
 
@@ -163,7 +344,7 @@ class Replica:
         if now is not self.model and now is not self: self.follow(now) # `self`: fastai's Learner has this as its model
         if self.trained!=self._what_is_trained(): self._wrap()
         self.regroups = False
-        if self.learn.global_items is not None and not batchnorm.is_muted(): self._check_second()
+        if self.learn.runner.global_items is not None and not batchnorm.is_muted(): self._check_second()
         return (self.ddp or self.model)(*xb, **kw)
 
     @property
@@ -175,37 +356,39 @@ class Replica:
         "Let DDP look for unused parameters from now on. Sync point"
         self.kw = {**self.kw, 'find_unused_parameters': True}
         self._wrap()
-        more = f' and {len(names)-3} more' if len(names)>3 else ''
-        findings.note('unused-parameters', f"the loss does not depend on {', '.join(names[:3])}{more}: this fit has "
-                      'find_unused_parameters=True. Freeze them with requires_grad_(False) to save its cost')
+        idle = ', '.join(names[:3])+f' and {len(names)-3} more'*(len(names)>3)
+        findings.note('unused-parameters', f'the loss does not depend on {idle}: {_looks_for_unused}')
 
     def follow(self, model):
         "Go on with another model, which a callback has put in place of this one. Sync point"
         self.undo()
-        self.model,current.learn = model,self.learn
-        self.undo_bn = sync_batchnorm(self.model, current_group()) if self.sync_bn else None
-        self._wrap()
+        self.model = model
+        self._begin()
 
     def _check_second(self):
         "Warn of a second backward pass of a callback (SAM), whose loss no one weighs, if numbers of items differ"
         n,mean = self.learn.items,self.learn.global_items
-        if self.said or n is None or float(n)==float(mean): return
-        self.said = True
-        warnings.warn('[second-backward] learn.wrapper is called again in a batch of which ranks have different '
-                      'numbers of items. They count alike in a '
-                      'second backward pass: multiply its loss by learn.items/learn.global_items')
+        if self.warned or n is None or float(n)==float(mean): return
+        self.warned = True
+        warn('[second-backward] learn.wrapper is called again in a batch of which ranks have different numbers of '
+             'items, which count alike: multiply its loss by learn.items/learn.global_items')
 
     def undo(self):
         "Leave the model as it was"
         current.learn = None
         if self.undo_bn: self.undo_bn()
 
-    def _sync_next(self, on):
-        static = self.ddp is not None and ddp_flag(self.ddp, 'static_graph')
-        first = static and not self.learn.train_iter # a static graph is recorded in the first pass, which must exchange
-        self._sync = on or first
-        if self.ddp is not None: self.ddp.require_backward_grad_sync = self._sync
-    sync = property(lambda self: self._sync, _sync_next, doc="Whether the next backward pass exchanges gradients")
+    @property
+    def sync(self)->bool:
+        "Whether the next backward pass exchanges gradients"
+        return self._sync
+    @sync.setter
+    def sync(self, on):
+        self._sync = on
+        if self.ddp is None: return
+        # a static graph is recorded in the first pass, which must exchange
+        if self.ddp.static_graph and not self.learn.train_iter: self._sync = True
+        self.ddp.require_backward_grad_sync = self._sync
 
     @property
     def forward_exchanges(self)->bool:
@@ -216,14 +399,18 @@ class Replica:
     def after_backward(self):
         "After a backward pass with an exchange: average gradients outside of DDP, look for missing ones. Sync point"
         if not self._sync: return
-        if self.others: _average([p for p in self.others if p.requires_grad])
-        if self.frozen: _average(self.frozen)
+        if outside := [*filter(_is_trained, self.others),*self.frozen]: average_grads(outside, weighed=True)
         self.frozen = []
         for p,on in zip(self.params, self.trained[0]):
             if on and not p.requires_grad: p.grad = None # frozen after the forward pass, as in one process
         if self.ddp is None or self.checked: return
-        self.checked = self.regroups = True # in the next forward pass DDP exchanges the order of gradients
-        if ddp_flag(self.ddp, 'find_unused_parameters') or ddp_flag(self.ddp, 'static_graph'): return
-        idle = without_gradient(self.model)
-        if idle: raise ValueError(f"no gradient for {', '.join(idle)}: if they take no part in the loss, say so with "
-                                  "distrib_ctx(find_unused_parameters=True), or freeze them with requires_grad_(False)")
+        # in the next forward pass DDP exchanges the order of gradients
+        self.checked = self.regroups = True
+        if self.ddp.find_unused_parameters or self.ddp.static_graph: return
+        if idle := without_gradient(self.model):
+            raise ValueError(f"no gradient for {', '.join(idle)}: {_no_part}")
+
+_looks_for_unused = ('this fit has find_unused_parameters=True. Freeze them with requires_grad_(False) to save its '
+                     'cost')
+_no_part = ('if they take no part in the loss, say so with distrib_ctx(find_unused_parameters=True), or freeze '
+            'them with requires_grad_(False)')

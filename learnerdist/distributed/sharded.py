@@ -6,71 +6,216 @@
 __all__ = []
 
 # %% ../../nbs/distributed/09_sharded.ipynb #hf22b6dc
-import warnings
+from collections import Counter,defaultdict
+from collections.abc import Mapping
 from contextlib import ExitStack,contextmanager,nullcontext,suppress
+from pathlib import Path
 from time import monotonic
+from typing import Any,NamedTuple
 
 import torch
 import torch.distributed as dist
-from fastcore.basics import patch
+from fastcore.basics import listify,patch
+from torch import nn
 
 from ..core.collectives import gather_objects
 from ..core.compat import forget_fsdp,fsdp_on_cpu,fsdp_ready,held_grads
-from ..core.deferred import set_value
-from ..core.env import (noting_loops,count,current_group,group_size,group_timeout,local_rank,local_size,
-                                  num_distrib,process_group,rank_distrib,shared_store,wait_key,wait_keys)
-from ..core.parted import shared_crc
-from ..core.shards import exchange_params,groups_of,is_part,keep_part,part_of,state_part,whole
+from ..core.deferred import set_value,source_of
+from ..core.env import count,current_group,group_rank,group_size,group_timeout
+from ..core.env import local_rank,local_size,noting_loops,num_distrib,process_group
+from ..core.env import rank_distrib,shared_store,wait_key,wait_keys
+from ..core.shards import Kept,exchange_params,groups_of,is_part,keep_part,load_model
+from ..core.shards import optimizers_in,part_from,part_of,state_part,whole
 from ..core.weights import load_weights
+from ..core.stacks import warn
 from .batchnorm import sync_batchnorm
-from .blocks import check_model,check_opt,find_blocks,offload_of,policy_of,replicas_of
-from .filling import fill_parts,with_shared
 from .replica import average_grads,broadcast_tensors,without_gradient
 from ..learner.learner import get_model
+
+# %% ../../nbs/distributed/09_sharded.ipynb #hc0a87fb
+class ShardOptions(NamedTuple):
+    "What `shard=` says; a dict has these keys"
+    # True: found; or classes of modules, or a function of a module. What is in no block is gathered as one
+    blocks:Any=True
+    # Drop a block's weights between its forward and its backward pass: a bool. None: in all but the outermost
+    reshard:Any=None
+    # A file of `save`, torch or safetensors, or the index of several: the weights of a model on the meta device
+    weights:Any=None
+    # End the context without gathering: each rank keeps its parts for the next context
+    keep_sharded:bool=False
+    # Spread the model over W/replicas ranks, and replicate it so many times (HSDP). 'node': a replica on each machine
+    replicas:Any=1
+    # Exchange gradients once for a step of an accumulation, not in each micro-batch: a rank has whole ones until then
+    sync_once:bool=False
+    # Keep each rank's parts, their gradients and the optimizer's state in the CPU's memory; for GPUs
+    offload:bool=False
+    # Compute in 'bf16' (weights, gradients and optimizer stay as they are), or FSDP2's `MixedPrecisionPolicy`
+    mp:Any=None
+
+def _is_bool(o): return isinstance(o, bool)
+def _are_blocks(o):
+    if isinstance(o, tuple): return o and all(isinstance(c, type) and issubclass(c, nn.Module) for c in o)
+    return o is True or callable(o)
+
+def _is_count(o): return o=='node' or type(o) is int and o>0
+def _is_policy(o): return o in (None,'bf16') or type(o).__name__=='MixedPrecisionPolicy'
+_block_kinds = 'True, classes of modules such as [Block], a function of a module, or a dict of options'
+_takes = dict( # For each option, whether a value is one, and what to give
+    blocks=(_are_blocks, _block_kinds),
+    reshard=(lambda o: o is None or _is_bool(o), 'True, False, or None'),
+    weights=(lambda o: o is None or isinstance(o, (str,Path)), 'the path of a file'),
+    keep_sharded=(_is_bool, 'True or False'),
+    replicas=(_is_count, "the number of copies of the model, or 'node'"),
+    sync_once=(_is_bool, 'True or False'),
+    offload=(_is_bool, 'True or False'),
+    mp=(_is_policy, "'bf16' or FSDP2's MixedPrecisionPolicy; for float16 use learn.to_fp16()"))
+
+def shard_options(shard, ddp_kw=(), comm_hook=None)->ShardOptions:
+    """The options of a sharded run, from True, 'node', a class of modules or several, a function of one, or a dict of
+    `ShardOptions`; None for None and False. ValueError for unknown ones, and for options of DDP"""
+    if shard is None or shard is False: return None
+    for k in [*ddp_kw, *['comm_hook']*(comm_hook is not None)]:
+        raise ValueError(f'{k}: of DDP, and without a meaning with shard=: leave one out')
+    given = isinstance(shard, dict)
+    if given: opts = dict(shard)
+    else: opts = dict(replicas='node') if shard=='node' else dict(blocks=shard)
+    if isinstance(opts.get('blocks'), (type,list)): opts['blocks'] = tuple(listify(opts['blocks']))
+    for k,v in opts.items():
+        if k not in _takes: raise ValueError(f"shard={shard!r}: {k!r} is no option; give {', '.join(_takes)}")
+        is_one,what = _takes[k]
+        if not is_one(v): raise ValueError(f'{k if given else "shard"}={v!r}: give {what}')
+    return ShardOptions(**opts)
+
+# %% ../../nbs/distributed/09_sharded.ipynb #h16b03
+def policy_of(mp, outermost):
+    "FSDP2's mixed-precision policy; the outputs of the model itself (`outermost`) are float32"
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    if isinstance(mp, MixedPrecisionPolicy): return mp
+    out = torch.float32 if outermost else None
+    return MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=out)
+
+def offload_of(device:torch.device):
+    "FSDP2's policy of offloading for the learner's device. ValueError on the CPU, where it would do nothing"
+    if device.type=='cpu':
+        raise ValueError('offload=True: the learner trains on the CPU, in whose memory the weights are: leave it out')
+    from torch.distributed.fsdp import CPUOffloadPolicy
+    return CPUOffloadPolicy(pin_memory=device.type=='cuda')
+
+def replicas_of(n, places:list)->int:
+    """The number of replicas, from (rank on its machine, ranks of this machine) of each rank. ValueError if it does not
+    divide the ranks, or if machines have different numbers of them"""
+    W,L = len(places),places[0][1]
+    if n!='node':
+        if W%n: raise ValueError(f'replicas={n} does not divide {W} ranks: give a divisor of {W}')
+        return n
+    if places==[(i%L,L) for i in range(W)] and W%L==0: return W//L
+    said = ', '.join(f'{i} of {k}' for i,k in places)
+    raise ValueError(f"'node' needs as many ranks on each machine, in order: these are {said}. Give replicas=2")
+
+# %% ../../nbs/distributed/09_sharded.ipynb #h3d8d362
+def _owns(m): return next(m.parameters(), None) is not None
+def _runs(m): return not isinstance(m, (nn.ModuleList,nn.ModuleDict)) # FSDP2 gathers in `forward`
+
+def repeated_blocks(model)->list:
+    "Modules of a class that occurs again among the children of a `ModuleList` or `Sequential`; the outermost ones"
+    res,n = [],Counter()
+    if isinstance(model, (nn.ModuleList,nn.Sequential)): n.update(type(o) for o in model if _owns(o) and _runs(o))
+    for o in model.children(): res += [o] if n[type(o)]>1 else repeated_blocks(o)
+    return res
+
+def _shared(block, model):
+    "Names of weights that this block and something outside of it share"
+    own,inside = {id(p) for p in block.parameters()},{id(m) for m in block.modules()}
+    outside = [(k,m) for k,m in model.named_modules() if id(m) not in inside]
+    return [f'{k}.{name}' for k,m in outside for name,p in m.named_parameters(recurse=False) if id(p) in own]
+
+def find_blocks(model, blocks)->list:
+    """The modules whose weights are gathered together, inner ones first, as FSDP2 wants them; ValueError if there is
+    none of a class, or if one shares weights with another"""
+    if blocks is True: return [m for m in repeated_blocks(model) if m is not model and not _shared(m, model)]
+    by_class = isinstance(blocks, tuple)
+    wanted = (lambda m: isinstance(m, blocks)) if by_class else blocks
+    named = {k: m for k,m in model.named_modules() if m is not model and wanted(m) and _owns(m)}
+    if by_class and not named:
+        own = ', '.join(sorted({type(m).__name__ for m in model.children() if _owns(m)}))
+        raise ValueError(f'shard=: it has no such module with weights. Give classes of its own: {own}')
+    for k,m in named.items():
+        why = '' if _runs(m) else 'is a list, which has no forward pass: give the modules in it'
+        for o in _shared(m, model):
+            why = f'shares weights with {o}: leave it to the rest of the model, or give the module that holds both'
+        if why: raise ValueError(f'shard=: {k} {why}')
+    return list(named.values())[::-1]
+
+# %% ../../nbs/distributed/09_sharded.ipynb #h3f650b5
+def check_model(model, known=()):
+    """ValueError for a model that cannot be sharded, before anything is changed; `known`: names of weights that a file
+    has"""
+    for k,t in [*model.named_parameters(),*model.named_buffers()]:
+        if t.is_meta and k not in known: source_of(k, t)
+    found = {k: why for k,p in model.named_parameters() if (why := _refused(p))}
+    for k,m in model.named_modules():
+        if isinstance(m, (nn.Embedding,nn.EmbeddingBag)) and m.max_norm is not None:
+            found[k] = 'shortens its rows in each pass (max_norm), on a copy: train without one of the two'
+    for k,why in found.items(): raise ValueError(f'shard=: {k} {why}')
+
+def _refused(p):
+    if isinstance(p, nn.parameter.UninitializedParameter):
+        return 'has no size yet: run a batch through the model before the context'
+    if is_part(p): return 'is a DTensor already: a model that is sharded by hand trains in a loop by hand'
+    if not p.ndim: return 'is a single number, which cannot be cut: make it a tensor of shape (1,)'
+    if not p.is_contiguous(): return 'is not contiguous: model.to(memory_format=torch.contiguous_format)'
+
+def check_opt(opt):
+    "ValueError for an optimizer whose state has no parts"
+    states = [o.state for o in optimizers_in(opt) if isinstance(getattr(o, 'state', None), Mapping)]
+    for p,s in [(p,s) for state in states for p,s in state.items() if isinstance(s, dict)]:
+        for t in s.values():
+            if not isinstance(t, torch.Tensor) or t.numel()<2 or t.shape==p.shape: continue
+            raise ValueError(f'shard=: {type(opt).__name__} keeps {tuple(t.shape)} for weights of {tuple(p.shape)}, '
+                             'which cannot be cut as they are: set learn.opt = None before the context')
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h434a5f5
 class Sharded:
     """A learner's model spread over the ranks until `restore`. Within a fit it is `learn.wrapper`, as `Replica` is,
     with the same methods"""
     ddp,forward_exchanges,undo_bn,alone = None,True,None,False
-    def __init__(self,
-        trainer # A `DistributedTrainer` with options in `shard`; it gets this object as `shards`
-    ):
-        self.learn,self.opts,self.cancels = trainer.learn,trainer.shard,tuple(trainer.agreement.cancels.values())
-        self.model,opts = get_model(self.learn.model),self.opts
-        if self.learn.device.type=='cpu' and not fsdp_on_cpu:
-            raise ValueError(f'shard=: FSDP2 of torch {torch.__version__} does not run on the CPU: get a newer torch '
-                             f'(seen with 2.15)')
-        places = gather_objects((local_rank(),local_size()))
-        self.opts = opts = opts._replace(replicas=replicas_of(opts.replicas, places))
-        self.offload = offload_of(self.learn.device) if opts.offload else None
-        self.file = with_shared(self.model,
-                                load_weights(opts.weights, mapped=True, crc=shared_crc)[0]) if opts.weights else {}
+    def __init__(self, engine): # with options in `shard`
+        self.learn,self.cancels = engine.learn,tuple(engine.adapter.cancels.values())
+        self.model,opts,device = get_model(self.learn.model),engine.opts.shard,self.learn.device
+        if device.type=='cpu' and not fsdp_on_cpu:
+            version = torch.__version__
+            raise ValueError(f'shard=: FSDP2 of torch {version} does not run on the CPU: get a newer torch')
+        replicas = replicas_of(opts.replicas, gather_objects((local_rank(),local_size())))
+        self.opts = opts = opts._replace(replicas=replicas)
+        self.offload = offload_of(device) if opts.offload else None
+        self.file = {}
+        if opts.weights: self.file = with_shared(self.model, load_weights(opts.weights, mapped=True)[0])
         check_model(self.model, self.file)
         check_opt(self.learn.opt)
         self.blocks = [*find_blocks(self.model, opts.blocks),self.model]
         self.key,self.order,self.log,self.rounds = f'sharded/{count("sharded")}',None,None,0
         self.handles,self.pairs,self.checked,self._sync = [],[],False,True
-        trainer.shards = self
 
-    def _sync_next(self, on):
+    @property
+    def sync(self)->bool:
+        "Whether the next backward pass exchanges gradients"
+        return self._sync
+    @sync.setter
+    def sync(self, on):
         if not self.opts.sync_once or on==self._sync: return
         self._sync = on
         self.model.set_requires_gradient_sync(on)
-    sync = property(lambda self: self._sync, _sync_next, doc="Whether the next backward pass exchanges gradients")
 
-    def held(self,
-        drop=False # Whether to forget them
-    )->list:       # Tensors of whole shape; this rank's
-        "Gradients of backward passes that did not exchange them"
+    def held(self, drop=False)->list:
+        "Gradients, of whole shape, of this rank's backward passes that did not exchange them; `drop`: forget them"
         return held_grads(self.model, drop)
 
     def begin(self, sync_bn):
         "At the start of a fit"
         if self.opts.mp and hasattr(self.learn, 'mixed_precision'):
-            raise ValueError("shard=dict(mp=…) and mixed precision of the learner (to_bf16, to_fp16): leave out one "
-                             "of the two")
-        self.undo_bn,self.checked = sync_batchnorm(self.model, current_group()) if sync_bn else None,False
+            raise ValueError('shard=dict(mp=…), and to_bf16 or to_fp16: leave out one of the two')
+        self.undo_bn = sync_batchnorm(self.model, current_group()) if sync_bn else None
+        self.checked = False
         broadcast_tensors(self._others())
         return self
     def undo(self):
@@ -79,11 +224,17 @@ class Sharded:
 
     def _others(self):
         "Trained parameters that are not the model's, such as a loss's"
-        return [] if self.learn.opt is None else [p for g in groups_of(self.learn.opt) for p in g if not is_part(p)]
+        groups = [] if self.learn.opt is None else groups_of(self.learn.opt)
+        return [p for g in groups for p in g if not is_part(p)]
 
     def follow(self, model):
-        raise ValueError(f'learn.model is another {type(model).__name__} than the one that is sharded: replace it '
-                         f'before the context')
+        "ValueError: another model cannot take the place of one that is sharded"
+        raise ValueError('learn.model is another one than the model that is sharded')
+
+    def join_batch(self):
+        "On a rank that has no more batch, while others have: take part in their gathers. Sync point"
+        self.begin_batch()
+        self.end_batch()
 
     def __call__(self, *xb, **kw):
         now = self.learn.model
@@ -91,9 +242,8 @@ class Sharded:
         self.trained = [p.requires_grad for _,p in self.pairs]
         try: return self.model(*xb, **kw)
         except self.cancels as e:
-            raise ValueError(f'{type(e).__name__} within the forward pass: the other ranks of a sharded model wait '
-                             f'there for this one. '
-                             'Raise it in an event of a callback') from e
+            raise ValueError(f'{type(e).__name__} within the forward pass, where other ranks of a sharded model wait: '
+                             'raise it in an event of a callback') from e
 
     @contextmanager
     def on_rank0(self):
@@ -110,41 +260,74 @@ class Sharded:
             if on and not p.requires_grad: p.grad = None
         if self.checked or not self._sync: return
         self.checked = True
-        idle = without_gradient(self.model)
-        if idle:
+        if idle := without_gradient(self.model):
             raise ValueError(f"no gradient for {', '.join(idle)}: freeze what takes no part in the loss, with "
-                                               'requires_grad_(False), since a rank that cancels a batch would send '
-                                               'one')
+                             'requires_grad_(False), since a rank that cancels a batch would send one')
+
+# %% ../../nbs/distributed/09_sharded.ipynb #h16f05
+def with_shared(model, file)->dict:
+    "The weights of a file, with all names of those that are shared: Hugging Face's files have one of them"
+    names = defaultdict(list)
+    for k,p in model.named_parameters(remove_duplicate=False): names[id(p)].append(k)
+    other = {k: o for ks in names.values() for o in ks if o in file for k in ks if k not in file}
+    return file | {k: file[o] for k,o in other.items()}
+
+def fill_parts(model, pairs:list, file:dict, home):
+    """Give values to the tensors of a sharded model that are on the meta device: for (parameter before, its part) of
+    each weight, from the weights of a file, by name, read where they are looked at. `home` is the device of parts;
+    buffers go where ranks compute. Sync point"""
+    device = torch.device(pairs[0][1].device_mesh.device_type)
+    names = {id(p): k for k,p in model.named_parameters()}
+    def from_rank0(k, t):
+        val = torch.empty(t.shape, dtype=t.dtype, device=device)
+        if group_rank()==0: val = source_of(k, t).whole().to(device).contiguous()
+        broadcast_tensors([val])
+        return val
+    def part(k, old, p):
+        if k in file: return part_from(torch.empty_like(p.to_local(), device=home), p)
+        source = source_of(k, old)
+        if isinstance(source, Kept): return source.part(p, home)
+        return part_of(from_rank0(k, old), p, home)
+    for old,p in pairs:
+        if not p.is_meta: continue
+        set_value(p, part(names[id(p)], old, p))
+        vars(old).pop('source', None) # what it held is here
+    for k,b in model.named_buffers():
+        if b.is_meta: set_value(b, torch.empty_like(b, device=device) if k in file else from_rank0(k, b))
+    if file: load_model(model, file)
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h690c51d
 def make_mesh(device, replicas):
     "The ranks as torch's `DeviceMesh`: one row, or a row for each replica. Sync point"
     from torch.distributed.device_mesh import DeviceMesh,init_device_mesh
     if replicas==1: return DeviceMesh.from_group(current_group() or dist.group.WORLD, device.type)
-    with noting_loops():
-        return init_device_mesh(device.type, (replicas,group_size()//replicas), mesh_dim_names=('replica','shard'))
+    shape = replicas,group_size()//replicas
+    with noting_loops(): return init_device_mesh(device.type, shape, mesh_dim_names=('replica','shard'))
 
 @patch
 def shard(self:Sharded):
     "Spread the model and the optimizer's state over the ranks. Sync point"
-    named = [(m,k,p) for m in self.model.modules() for k,p in m.named_parameters(recurse=False)]
-    self.places,self.names = named,[(m,{*vars(m)}) for m in self.model.modules()]
-    self.classes = [(m,type(m)) for m in self.blocks]
-    kw = dict(mesh=make_mesh(self.learn.device, self.opts.replicas))
-    if self.opts.reshard is not None: kw['reshard_after_forward'] = self.opts.reshard # an older torch takes no None
-    if self.offload:
-        kw['offload_policy'] = self.offload
-        self.model.to = lambda *_, **kw: self.model # a fit begins with it, and would move the parts
     from torch.distributed.fsdp import fully_shard
+    opts,modules,home = self.opts,[*self.model.modules()],self.learn.device
+    self.places = [(m,k,p) for m in modules for k,p in m.named_parameters(recurse=False)]
+    self.before = [(m,type(m),{*vars(m)}) for m in modules]
+    kw = dict(mesh=make_mesh(home, opts.replicas))
+    if opts.reshard is not None: kw['reshard_after_forward'] = opts.reshard # an older torch takes no None
+    if self.offload:
+        kw['offload_policy'],home = self.offload,torch.device('cpu')
+        # a fit begins with it, and would move the parts
+        self.model.to = lambda *_,**kw: self.model
     try:
         for m in self.blocks:
-            fully_shard(m, **kw, **(dict(mp_policy=policy_of(self.opts.mp, m is self.model)) if self.opts.mp else {}))
-    finally: self.pairs = list({id(p): (p,getattr(m, k)) for m,k,p in named if is_part(getattr(m, k))}.values())
-    new = {id(old): p for old,p in self.pairs}
+            if opts.mp: kw['mp_policy'] = policy_of(opts.mp, m is self.model)
+            fully_shard(m, **kw)
+    finally:
+        now = {id(p): (p,getattr(m, k)) for m,k,p in self.places}
+        self.pairs = [(old,p) for old,p in now.values() if is_part(p)]
     for old,p in self.pairs: vars(p).update(vars(old))
-    fill_parts(self.model, self.pairs, self.file, torch.device('cpu') if self.offload else self.learn.device)
+    fill_parts(self.model, self.pairs, self.file, home)
     self.file = None
-    exchange_params(self.learn.opt, new, state_part)
+    exchange_params(self.learn.opt, {id(old): p for old,p in self.pairs}, state_part)
     for old,p in self.pairs:
         grad,old.grad = old.grad,None
         if grad is not None: p.grad = part_of(grad, p)
@@ -153,25 +336,29 @@ def shard(self:Sharded):
 
 @patch
 def restore(self:Sharded):
-    """Give the learner back the same Parameter objects with their whole values, and its optimizer its whole state.
-    Sync point"""
+    """Give the learner back the same Parameter objects with their whole values, and its optimizer its whole state. Sync
+    point"""
     pairs,self.pairs = self.pairs,[]
     while self.handles: self.handles.pop().remove()
     if not pairs: return
-    with nullcontext(True) if self.opts.keep_sharded else _any_group() as here:
-        if not here: warnings.warn(_lost)
-        device,keeps = self.learn.device,self.opts.keep_sharded # of parts that were offloaded
-        get = keep_part if keeps else lambda t: whole(t).to(device) if here else torch.empty(0, dtype=t.dtype,
-                                                                                             device=device)
+    from torch.distributed.fsdp import FSDPModule
+    device,keeps = self.learn.device,self.opts.keep_sharded
+    with nullcontext(True) if keeps else _any_group() as here:
+        if not here: warn(_lost)
+        def get(t):
+            if keeps: return keep_part(t)
+            return whole(t).to(device) if here else torch.empty(0, dtype=t.dtype, device=device)
         for old,p in pairs:
             if not p.is_meta: _give_back(old, p, get) # else it was not filled
             if p.grad is not None and here and not keeps: old.grad = get(p.grad)
-        exchange_params(self.learn.opt, {id(p): old for old,p in pairs}, lambda p,t: get(t) if is_part(t) else t)
+        olds = {id(p): old for old,p in pairs}
+        exchange_params(self.learn.opt, olds, lambda p,t: get(t) if is_part(t) else t)
     vars(self.model).pop('to', None)
-    for m,names in self.names: forget_fsdp(m, names)
-    for m,cls in self.classes: m.__class__ = cls
+    for m,cls,names in self.before:
+        forget_fsdp(m, names)
+        if isinstance(m, FSDPModule): m.__class__ = cls
     for m,k,p in self.places: setattr(m, k, p)
-    self.places = self.names = self.classes = ()
+    self.places = self.before = ()
 
 def _give_back(old, p, get):
     val = get(p.detach())
@@ -182,9 +369,8 @@ def _give_back(old, p, get):
     else: old.data = val
     old.requires_grad_(p.requires_grad)
 
-_lost = ('this run failed, and not all ranks are here to put the parts of its weights together: the weights of '
-         'learn.model are empty. Load '
-         'a checkpoint or a file of learn.save, or make the model anew')
+_lost = ('this run failed, and not all ranks are here to put its parts together: the weights of learn.model are empty. '
+         'Load a checkpoint or a file of learn.save, or make the model anew')
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h6f6150a
 @contextmanager
@@ -209,18 +395,16 @@ def _follow_passes(self:Sharded):
     "Note, in evaluation, in which order the blocks are gathered; have nothing gathered after a pass"
     # the innermost, since inner blocks come first
     owner = {id(m): i for i,b in reversed([*enumerate(self.blocks)]) for m in b.modules()}
-    first = {}
-    for m,k,_ in self.places: first.setdefault(owner[id(m)], (m,k))
+    first = {owner[id(m)]: (m,k) for m,k,_ in reversed(self.places)}
     for i,(m,k) in first.items():
-        self.handles.append(self.blocks[i].register_forward_pre_hook(lambda _,x,i=i,m=m,
-                                                                     k=k: self._note(i, getattr(m, k)), prepend=True))
+        note = lambda *_,i=i,m=m,k=k: self._note(i, getattr(m, k))
+        self.handles.append(self.blocks[i].register_forward_pre_hook(note, prepend=True))
     self.handles.append(self.model.register_forward_hook(lambda *_: self._rest()))
 
 @patch
 def _note(self:Sharded, i, p):
     if self.alone:
-        raise ValueError('a callback that runs on rank 0 only calls the model, of which rank 0 has a part: after the '
-                         'context')
+        raise ValueError('a callback calls the model on rank 0 only, which has a part of it: after the context')
     if self.log is None or not is_part(p): return
     self.log.append(i)
     if self.order is None: shared_store().set(f'{self.key}/{len(self.log)}', str(i))
@@ -240,24 +424,14 @@ def end_batch(self:Sharded):
     """After a batch of evaluation, once; if this rank has not run the model: take part in the gathers of the others.
     Sync point"""
     log,self.log = self.log,None
-    if log==[]: self._gather_along()
-    elif self.order is None and log is not None:
+    if log is None: return
+    if self.order is None and log:
         shared_store().set(f'{self.key}/{len(log)+1}', 'end')
         self.order = log
-
-@patch
-def follow(self:Sharded):
-    "On a rank that has no more batch, while others have: take part in their gathers. Sync point"
-    self.begin_batch()
-    self.end_batch()
-
-@patch
-def _gather_along(self:Sharded):
-    "Gather and drop each block as the other ranks do"
-    if self.order is None:
+    elif self.order is None:
         fsdp_ready(self.model)
         self.order = self._learn_order()
-    else:
+    elif not log:
         for i in self.order: self._gather(i)
 
 @patch
@@ -272,11 +446,12 @@ def _learn_order(self:Sharded):
     skips = f'{self.key}/skips/{self.rounds}'
     store.add(skips, 1)
     while True:
-        while (got := wait_key(store, f'{self.key}/{len(order)+1}', .3)) is None:
-            if not order and store.add(skips, 0)==group_size(): return None
-            if monotonic()>end:
-                raise TimeoutError(f'no rank has run the model in {group_timeout():g} s: validate and predict on all '
-                                   f'ranks')
-        if got=='end': return order
-        order.append(int(got))
-        self._gather(order[-1])
+        found = wait_key(store, f'{self.key}/{len(order)+1}', .3)
+        if found=='end': return order
+        if found is not None:
+            order.append(int(found))
+            self._gather(order[-1])
+        elif not order and store.add(skips, 0)==group_size(): return None
+        elif monotonic()>end:
+            said = f'no rank has run the model in {group_timeout():g} s'
+            raise TimeoutError(f'{said}: validate and predict on all ranks')

@@ -6,43 +6,36 @@
 __all__ = ['DistributedTrainer']
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c002
-from contextlib import ExitStack,contextmanager
+from contextlib import contextmanager,nullcontext
+from functools import partial
+from types import SimpleNamespace
 
-import torch
-from torch.utils.data import DataLoader
 from fastcore.basics import patch
 from fastcore.meta import delegates
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.collectives import broadcast_object
-from ..core.deferred import has_deferred
-from ..core.env import group_rank,group_size,group_timeout,in_group,process_group
-from ..core.random import seed_streams
-from ..data.distributed_dl import DistributedDL,is_split,set_epoch
-from .agreed_loader import Share
-from .agreement import Agreement,AgreementEnd
-from .batchnorm import local_stats,mute
-from .blocks import shard_options
-from .comm_hooks import check_options,ddp_args_of_ours,find_hook
-from .comparison import compare_weights,path_of_rank0,tensor_hash
-from .comparison import same_callbacks,same_data,same_optimizer,same_settings,same_structure
-from .evaluation import ExactEvaluation,evaluated,parted
+from .engine import Engine,total_losses
 from .failure import failing_together
-from .findings import Findings
-from .loss_weights import LossWeights,total_losses
-from .sharded import Sharded
-from .self_check import SelfCheck
-from .replica import Replica,SharedMaxNorm,broadcast_module,broadcast_tensors
-from .vote_links import open_links
-from ..learner.callback import Callback,Order
-from ..learner.learner import Learner,fit_flags,get_model
-from ..learner.loggers import ranked_warnings
-from ..learner.predictions import Unshared
+from .replica import check_options,ddp_args_of_ours,find_hook
+from .sharded import shard_options
+from .shares import Share
+from .vote_links import Place
+from ..learner.callback import Callback,Order,cancels
+from ..learner.learner import Learner,fit_flags
+from ..learner.metrics import reduction
+from ..learner.predictions import GatherPreds,has_result
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c007
-class DistributedTrainer(Callback):
-    "Train the learner on every rank of the group: shards of the data, averaged gradients, the metrics of one process"
+# The engine's methods that handle an event
+_events = dict(before_fit='begin_fit', before_batch='begin_batch', after_loss='note_loss', before_backward='weigh',
+               after_backward='after_backward', after_batch='end_batch', after_dls='deal_out')
+
+class Adapter(Callback):
+    """Tells the `Engine` of a context the events of a fit. A subclass for a kind of Learner has the methods that are
+    named below"""
     order,keeps_batch = Order.trainer,True
+    cancels = cancels # the learner's exceptions, by scope
+    share_class = Share # of a loader
     @delegates(DistributedDataParallel.__init__, but=ddp_args_of_ours)
     def __init__(self,
         cuda_id:int=None,   # This process's GPU; None: by local rank, or the CPU
@@ -63,252 +56,117 @@ class DistributedTrainer(Callback):
         timeout_s:float=None,
         **ddp_kw            # Options of `DistributedDataParallel`
     ):
-        check_options(ddp_kw, seed, check_every, timeout_s, sync_bn=sync_bn, split_batches=split_batches)
-        self.shard = shard_options(shard, ddp_kw, comm_hook)
-        self.cuda_id,self.sync_bn,self.split_batches,self.seed = cuda_id,sync_bn,split_batches,seed
-        self.check_every,self.timeout_s,self.ddp_kw,self.sample_seeds = check_every,timeout_s,ddp_kw,sample_seeds
-        self.findings,self.self_check = Findings(checks),SelfCheck(self)
-        self.replica,self.epochs_before,self.links = None,0,None
-        self.max_norm,self.stack,self.shards = None,ExitStack(),None
-        self.agreement,self.comm_hook = Agreement(self),find_hook(comm_hook)
-    def cleanup(self): self.unwrap()
+        opts = SimpleNamespace(**{k: v for k,v in locals().items() if k!='self'}) # these parameters
+        check_options(opts)
+        opts.comm_hook,opts.shard = find_hook(comm_hook),shard_options(shard, ddp_kw, comm_hook)
+        self.engine = Engine(self, opts)
+
+        e = self.engine
+        events = {k: getattr(e, f) for k,f in _events.items()}
+        events |= {f'after_cancel_{k}': partial(e.cancelled, k) for k in ('train','validate')}
+        events |= {f'after_cancel_{k}': partial(e.is_agreed, k) for k in ('batch','step','backward')}
+        events |= dict(before_train=partial(e.begin_loop, True), before_validate=partial(e.begin_loop, False))
+        vars(self).update({k: f for k,f in events.items() if not hasattr(type(self), k)})
+
+    def before_epoch(self):
+        self.engine.begin_epoch()
+        self.engine.seed_epoch()
+    def after_train(self):
+        self.engine.place = Place.after_train
+        self.end_train()
+    def after_validate(self):
+        self.engine.evaluate()
+        self.evaluated()
+    def after_epoch(self): self.engine.place = Place.after_epoch
+    def after_fit(self):
+        self.engine.epochs_before += self.n_epoch
+        self.engine.end_fit()
+    def cleanup(self): self.engine.end_fit()
+
+    def after_cancel_epoch(self): self._leave('epoch')
+    def after_cancel_fit(self): self._leave('fit')
+    def _leave(self, scope):
+        self.engine.cancelled(scope)
+        self.end_train()
+    def end_train(self):
+        "At the end of a training loop, however it was left: the recorder gets the losses of all ranks. Sync point"
+        if self.engine.end_loop() and self.engine.links: self.record()
+
+    def state_dict(self)->dict:
+        "Seed and epoch of the shuffling, for a checkpoint"
+        return dict(seed=self.engine.seed, epochs_before=self.engine.epochs_before)
+    def load_state_dict(self, state):
+        "Go on with a checkpoint's seed of shuffling and its number of epochs"
+        self.engine.go_on(state['seed'], state['epochs_before'])
+
+class AfterOthers(Callback):
+    "Runs last in each event"
+    order,keeps_batch = Order.agreement_end,True
+    def __init__(self, engine):
+        e = self.engine = engine
+        vars(self).update(before_train=partial(e.open_loop, True), before_validate=partial(e.open_loop, False),
+            before_fit=e.check_settings, before_batch=e.check_batch, before_backward=e.send_zeros,
+            after_backward=e.settle,
+            **dict.fromkeys(('before_epoch','after_train','after_validate','after_epoch'), e.agree))
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c008
-@patch
-def attach(self:DistributedTrainer):
-    "Join the group and shard the loaders; `restore` undoes it"
-    try:
-        self.device_here = self.stack.enter_context(process_group(self.cuda_id, timeout_s=self.timeout_s))
-        # last: closed links free the others after a failure
-        self.stack.callback(lambda: self.shards and self.shards.restore())
-        self.stack.enter_context(ranked_warnings())
-        if path := path_of_rank0(self.learn, self.findings): self._set(self.learn, 'path', path)
-        own = [k for k in ('_loss_over','wrapper','global_items','items','repeated','n_rows')
-               if k not in vars(self.learn)]
-        self.stack.callback(lambda: [vars(self.learn).pop(k, None) for k in own]) # fastai's learner has none of these
-        # drawn on every rank, so that streams stay alike
-        drawn = torch.randint(2**62, ()).item() if self.seed is None else self.seed
-        self.seed,after = broadcast_object((drawn,tensor_hash(torch.get_rng_state()).item()))
-        # what the script draws afterwards does not depend on the number of ranks
-        self.stack.callback(seed_streams, after)
-        self.links = self.stack.enter_context(open_links(group_timeout()))
-        self.weights = LossWeights(self.learn, self.links, self.findings)
-        if not (self.shard and group_size()>1 and has_deferred(get_model(self.model))): self.prepare_model()
-        shards = Sharded(self) if self.shard and group_size()>1 else None
-        if group_size()>1: same_structure(self.learn)
-        broadcast_module(get_model(self.model))
-        self.max_norm = SharedMaxNorm(get_model(self.model)) if group_size()>1 else None
-        if self.max_norm: self.stack.callback(self.max_norm.undo)
-        same_optimizer(self.learn)
-        if shards: shards.shard()
-        self.deal_out()
-        for f in context_callbacks: self._lend(f())
-    except BaseException:
-        self.restore()
-        raise
-
-context_callbacks = [] # Functions that return the callbacks which a learner has within a context
-
-@patch
-def _lend(self:DistributedTrainer, cbs):
-    for cb in cbs:
-        self.learn.add_cb(cb)
-        self.stack.callback(self.learn.remove_cb, cb)
-
-@patch
-def _set(self:DistributedTrainer, obj, name, val):
-    self.stack.callback(*((setattr, obj, name, getattr(obj, name)) if hasattr(obj, name) else (delattr, obj, name)))
-    setattr(obj, name, val)
-
-@patch
-def restore(self:DistributedTrainer):
-    "Leave the learner as it was before `attach`"
-    self.unwrap()
-    self.stack.close()
-
-# %% ../../nbs/distributed/10_trainer.ipynb #c010
-@patch
-def share(self:DistributedTrainer,
-    dl,           # Any loader
-    # 'batch': the same number of batches on every rank, for training; False: whole batches, for evaluation
-    pad,
-    **kw          # Settings of the loader to change
-):
-    "This rank's shard of a loader; a loader that is sharded already is left alone"
-    if isinstance(dl, Unshared): return dl
-    # batches
-    if isinstance(dl, (list,tuple)) and not is_split(dl): dl = DataLoader(dl, batch_size=None, collate_fn=_as_it_is)
-    if not pad: return Share.by_batch(dl, group_rank(), group_size(), self.seed, self.sample_seeds)
-    return Share.from_dl(dl, group_rank(), group_size(), seed=self.seed, pad=pad, sample_seeds=self.sample_seeds, **kw)
-
-def _as_it_is(b): return b
-
-@patch
-def share_now(self:DistributedTrainer, dl, pad):
-    "This rank's shard of a loader that a callback or a caller provides, in this epoch's order"
-    dl = self.share(dl, pad)
-    if not isinstance(dl, Unshared): set_epoch(dl, self.epoch_id)
-    return dl
-
-@patch
-def deal_out(self:DistributedTrainer, sources=None): # sources: the loaders; None: the learner's
-    "Replace the learner's loaders by this rank's shards; called again when it gets other loaders within the context"
-    dls = self.dls
-    self.set_device(self.device_here)
-    names = ['train','valid'] if not hasattr(dls, 'loaders') else []
-    found = sources or [getattr(dls, o) for o in names] or dls.loaders[:]
-    self.sources = found
-    if self.findings.mode and not sources and group_size()>1:
-        same_data([o for o in found if not is_split(o)], self.findings)
-    found = [parted(dl, group_size()) if self.split_batches and i==0 else dl for i,dl in enumerate(found)]
-    self.shares = [dl if dl is None else self.share(dl, pad=i==0 and 'batch') for i,dl in enumerate(found)]
-    for name,dl in zip(names, self.shares): self._set(dls, name, dl)
-    if not names: self._set(dls, 'loaders', self.shares[:])
-    self.shares = [o for o in self.shares if o is not None]
-
-@patch
-def set_device(self:DistributedTrainer, device):
-    "Let the loaders put their batches on `device`"
-    self._set(self.dls, 'device', device)
-
-@patch
-def after_dls(self:DistributedTrainer): self.deal_out()
-
-@patch
-def check_settings(self:DistributedTrainer):
-    "Raise ValueError if the ranks begin different fits. Sync point"
-    # not rows of a batch
-    alike = [o for o in self.shares if isinstance(o, DistributedDL) and (o.pad or o.unit=='batch')]
-    same_structure(self.learn)
-    same_callbacks(self.learn)
-    same_settings(self.learn, alike)
-
-@patch
-def load_state_dict(self:DistributedTrainer, state):
-    "Go on with a checkpoint's seed of shuffling and its number of epochs"
-    self.seed,self.epochs_before = state['seed'],state['epochs_before']
-    for dl in self.shares:
-        if isinstance(dl, DistributedDL): dl.seed = dl.dealer.seed = self.seed
-
-@patch
-def state_dict(self:DistributedTrainer)->dict:
-    "Seed and epoch of the shuffling, for a checkpoint"
-    return dict(seed=self.seed, epochs_before=self.epochs_before)
-
-# %% ../../nbs/distributed/10_trainer.ipynb #c012
-@patch
-def wrap(self:DistributedTrainer):
-    "If a group is open, make the `Replica` that the training loops of this fit call in place of the model"
-    if self.shards: self.replica = self.shards.begin(self.sync_bn)
-    elif in_group():
-        self.replica = Replica(self.learn, self.sync_bn, self.comm_hook, self.links, self.max_norm, **self.ddp_kw)
-
-@patch
-def unwrap(self:DistributedTrainer):
-    "Remove the replica, and give the BatchNorm layers their own class back"
-    self.learn.wrapper = None
-    mute(False)
-    local_stats.on = False
-    if self.replica is not None: self.replica.undo()
-    self.replica = None
-
-@patch(as_prop=True)
-def ddp(self:DistributedTrainer):
-    "The `DistributedDataParallel` around the model within a fit; else None"
-    return self.replica and self.replica.ddp
-
-@patch
-def after_fit(self:DistributedTrainer):
-    self.epochs_before += self.n_epoch
-    self.unwrap()
-
-# %% ../../nbs/distributed/10_trainer.ipynb #c013
-@patch
-def before_batch(self:DistributedTrainer):
-    self.weights.begin_batch()
-    if self.links and self.self_check.is_due: self.self_check.note()
-@patch
-def after_loss(self:DistributedTrainer):
-    if not (self.links and self.learn.training and self.learn.yb): return
-    loss,known,w = self.learn.loss_grad,vars(self.learn).get('_loss_over'),self.weights
-    w.targ = self.learn.yb[0]
-    w.loss = loss.clone() if known is None or known[1].kind=='sum' else None # callbacks may change it, also in place
-@patch
-def before_backward(self:DistributedTrainer):
-    if self.replica is not None and self.links: self.weights.weigh()
-@patch
-def after_backward(self:DistributedTrainer):
-    if self.replica is not None: self.replica.after_backward()
-
-# %% ../../nbs/distributed/10_trainer.ipynb #c015
-@patch
-def before_fit(self:DistributedTrainer): self.self_check.begin_fit()
-@patch
-def before_epoch(self:DistributedTrainer):
-    for dl in self.shares: set_epoch(dl, self.epoch_id)
-    if group_size()>1: seed_streams(self.seed, group_rank(), self.epoch_id)
-
-@patch(as_prop=True)
-def epoch_id(self:DistributedTrainer)->int:
-    "The number of this epoch, counted from the learner's first in this context"
-    return self.epochs_before+getattr(self.learn, 'epoch', 0)
-
-@patch
-def before_train(self:DistributedTrainer):
-    if self.replica is None: self.wrap()
-    self.learn.wrapper = self.replica
-
-@patch
-def leave_train(self:DistributedTrainer)->bool: # Whether a training loop has ended
-    """After a training loop: the loop's model is the user's again, tensors are compared, buffers are rank 0's. Sync
-    point"""
-    if vars(self.learn).get('wrapper') is None: return False
-    self.learn.wrapper = None
-    if group_size()>1:
-        if hasattr(vars(self.learn).get('timer'), 'share'): self.learn.timer.share()
-        self.check_divergence()
-    self.weights.end()
-    broadcast_tensors(get_model(self.model).buffers())
-    return True
-
-@patch
-def after_train(self:DistributedTrainer):
-    if self.leave_train() and group_size()>1 and 'recorder' in vars(self.learn): self.record_all_ranks()
-
-@patch
-def record_all_ranks(self:DistributedTrainer):
-    "Let the Recorder have this loop's losses over all ranks. Sync point"
-    self.learn.recorder.totals = total_losses(self.learn, self.recorder.step_totals(), self.agreement.n_steps)
-
-@patch
-def check_divergence(self:DistributedTrainer):
-    "Compare the ranks' weights, see `compare_weights`. Sync point"
-    compare_weights(self.learn, self.agreement.n_steps, self.findings)
-
-@patch
-def after_cancel_epoch(self:DistributedTrainer): self.after_train()
-@patch
-def after_cancel_fit(self:DistributedTrainer): self.after_train()
-
-# %% ../../nbs/distributed/10_trainer.ipynb #c018
-@patch
-def before_validate(self:DistributedTrainer):
-    self.learn.wrapper = None
-    local_stats.on = True
-    mute(False)
-    self.learn.dl = self.share_now(evaluated(self.dl), pad=False)
-
-@patch
-def after_validate(self:DistributedTrainer):
-    if self.max_norm: self.max_norm.catch_up()
+class DistributedTrainer(Adapter):
+    "Train the learner on every rank of the group: shards of the data, averaged gradients, the metrics of one process"
+    def may_change(self, events)->bool:
+        "Whether a callback may cancel a batch, or change its targets, in these events"
+        heard = self.learn._handlers
+        return any([not cb.keeps_batch for e in events for cb in heard[e]])
+    def share(self, dl, pad):
+        "This rank's shard of any loader"
+        return self.engine.share(dl, pad)
+    def set_device(self, device):
+        "Let the loaders put their batches on `device`"
+        self.engine.replace(self.learn.dls, 'device', device)
+    def prepare_model(self):
+        "Move the model to its device"
+        self.learn.prepare_model()
+    def record(self):
+        "Let the Recorder have this loop's losses over all ranks. Sync point"
+        rec = vars(self.learn).get('recorder')
+        if rec: rec.totals = total_losses(self.learn, rec.step_totals(), self.engine.loop.n_steps)
+    def counts(self)->bool:
+        "Whether the current batch of an evaluation counts"
+        return has_result(self.learn)
+    def measured(self)->list:
+        "The metrics of this loop, and the callbacks that gather"
+        cbs,rec = self.learn.cbs,vars(self.learn).get('recorder')
+        if rec and not rec.measuring: rec.reset_metrics() # the loop was cancelled before it began
+        gather = [cb for cb in cbs if reduction.dispatch(type(cb)) is not reduction.dispatch(object)]
+        return [*(rec.valid_mets if rec else []), *gather]
+    def evaluated(self):
+        "The metrics are those of all ranks now"
+        if 'recorder' in vars(self.learn): self.learn.recorder.reduced = True
+    def gathers(self, m, names):
+        "Context in which the lists `names` of `m` are gathered"
+        return nullcontext()
+    def as_kept(self, m, name, got):
+        "What becomes of the list `name` of `m`; got: `Gathered`, or None"
+        if not isinstance(m, GatherPreds): return [] if got is None else got.batches()
+        m.gathered = True
+        return None if got is None else got.joined()
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c020
-def _trainers(learn):
-    return [cb for cb in learn.cbs if isinstance(cb, (DistributedTrainer,ExactEvaluation,Agreement,AgreementEnd))]
-
 def _check_plain(learn):
-    if _trainers(learn):
+    if any(isinstance(cb, Adapter) for cb in learn.cbs):
         raise ValueError('this learner is distributed already: leave its distrib_ctx, or detach_distributed(), first')
+
+def attach(learn, trainer:Adapter):
+    "Begin a context of a learner, of either kind; returns the learner"
+    trainer.learn = learn
+    trainer.engine.open_context()
+    return learn.add_cbs([trainer,AfterOthers(trainer.engine)])
+
+def detach(learn):
+    "End the context of a learner, of either kind; without one it does nothing. Returns the learner"
+    trainers = [cb for cb in learn.cbs if isinstance(cb, Adapter)]
+    for cb in [cb for cb in learn.cbs if isinstance(cb, (Adapter,AfterOthers))]: learn.remove_cb(cb)
+    for cb in trainers: cb.engine.close()
+    return learn
 
 @patch
 @delegates(DistributedTrainer.__init__)
@@ -318,19 +176,13 @@ def to_distributed(self:Learner,
 )->Learner:
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
     _check_plain(self)
-    trainer = DistributedTrainer(cuda_id, **kw)
-    trainer.learn = self
-    trainer.attach()
-    return self.add_cbs([trainer,ExactEvaluation(),trainer.agreement,AgreementEnd(trainer.agreement)])
+    return attach(self, DistributedTrainer(cuda_id, **kw))
 
 @patch
 def detach_distributed(self:Learner)->Learner:
     """Undo `to_distributed`: model, loaders, BatchNorm classes and callbacks are what they were, and the group is
     closed if we opened it"""
-    for cb in _trainers(self):
-        self.remove_cb(cb)
-        if isinstance(cb, DistributedTrainer): cb.restore()
-    return self
+    return detach(self)
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c021
 @patch

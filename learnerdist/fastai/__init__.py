@@ -1,6 +1,6 @@
 "fastai's own Learner, distributed: `from learnerdist.fastai import *` in place of `from fastai.distributed import *`"
 from learnerdist.checkpoint.checkpoint import Checkpoint
-from learnerdist.checkpoint.preemption import Preempted,preempted_status
+from learnerdist.checkpoint.checkpoint import Preempted,preempted_status
 from learnerdist.core.collectives import distrib_barrier
 from learnerdist.core.rank0 import rank0_first
 from learnerdist.core.env import num_distrib,rank_distrib,teardown_distrib
@@ -16,4 +16,5 @@ import fastai.learner as _learner
 import learnerdist.core.docstrings as _docstrings
 if _docstrings.is_interactive(): # so that `help` shows what parameters mean
     _ours = [o for o in vars(_learner.Learner).values() if getattr(o, '__module__', '').startswith('learnerdist.')]
-    _docstrings.add_docments([*(globals()[o] for o in __all__),*_ours])
+    from learnerdist.distributed.replica import ddp_docments as _ddp
+    _docstrings.add_docments([*(globals()[o] for o in __all__),*_ours], **_ddp())

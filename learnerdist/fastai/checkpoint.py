@@ -6,8 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c002
-import warnings
-from contextlib import ExitStack,nullcontext
+from contextlib import ExitStack,contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,20 +17,24 @@ from fastai.callback.progress import CSVLogger,ShowGraphCallback
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.tracker import TrackerCallback
 from fastai.callback.training import GradientAccumulation
-from fastai.learner import CancelEpochException,Learner,Recorder,join_path_file,load_model as load_file,save_model
+from fastai.data.load import DataLoader
+from fastai import learner as fastai_learner
+from fastai.learner import Learner,Recorder,join_path_file
 from fastai.text.learner import TextLearner,clean_raw_keys
 from fastcore.basics import noop,patch
 
-from ..distributed import trainer as core
-from ..checkpoint.callback_state import Growing,growing
-from ..checkpoint.restoring import resumed
+from ..distributed.trainer import Adapter
+from ..checkpoint.callback_state import Growing,growing,growing_of
+from ..checkpoint.position import read_alone
 from ..checkpoint.snapshot import weights_in
-from ..core.saves import await_save,save_once
+from ..core.rank0 import await_save,save_once
 from ..core.deferred import fill_in
 from ..core.env import is_rank0
-from ..core.parted import save_state
+from ..core.weights import save_state
 from ..core.shards import has_parts,load_model,load_opt
+from ..core.stacks import warn
 from ..learner.learner import StartAt,get_model
+from .loaders import ShareDL
 from .trainer import DistributedTrainer
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c005
@@ -43,9 +46,8 @@ def _n_metered(rec):
     within = rec.train_metrics and len(getattr(rec, 'log', ()))==1
     return rec.smooth_loss.count-([0,*rec.iters][-1]) if within else 0
 def _say_metered(rec, n):
-    if n and is_rank0():
-        warnings.warn(f'train_metrics: those of this epoch are without its first {n} batches, from before the fit '
-                      f'went on')
+    text = f'train_metrics: those of this epoch are without its first {n} batches, from before the fit went on'
+    if n and is_rank0(): warn(text)
 
 def _stacked(items): return torch.stack([*map(torch.as_tensor, items)])
 def _losses(rec): return _stacked(rec.losses) if rec.losses else torch.zeros(0)
@@ -59,9 +61,8 @@ def _set_epoch_ends(cb, v): cb.nb_batches = list(v)
 
 def _pending(cb): return vars(cb).get('count', 0)
 def _say_lost(cb, n):
-    if n and is_rank0():
-        warnings.warn(f'the gradients of {n:g} samples are lost: GradientAccumulation had made no step from them '
-                      f'before the fit went on')
+    text = f'the gradients of {n:g} samples are lost: GradientAccumulation had made no step from them'
+    if n and is_rank0(): warn(text)
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c006
 def _text(cb):
@@ -81,10 +82,9 @@ def _set_scaler(cb, v):
     if v: cb.learn.scaler.load_state_dict(v)
 
 fit_states = { # By class, by name: None for an attribute, else how to read and to set it
-    Recorder: dict(lrs=None, iters=None, values=None, log=None, all_losses=(_losses,_set_losses),
-                   smooth=(_smooth,_set_smooth),
-                   n_metered=(_n_metered,_say_metered)),
-    TrackerCallback: dict(best=None, new_best=None, wait=None),
+    Recorder: dict.fromkeys(('lrs','iters','values','log'))|dict(
+        all_losses=(_losses,_set_losses), smooth=(_smooth,_set_smooth), n_metered=(_n_metered,_say_metered)),
+    TrackerCallback: dict.fromkeys(('best','new_best','wait')),
     ParamScheduler: dict(hps=None),
     ShowGraphCallback: dict(epoch_ends=(_epoch_ends,_set_epoch_ends)),
     GradientAccumulation: dict(pending=(_pending,_say_lost)),
@@ -100,37 +100,40 @@ ParamScheduler.horizon = property(lambda self: [['n_epoch',self.n_epoch]],
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c008
 DistributedTrainer.rank_state = 'all_steps',
-DistributedTrainer.all_steps = property(lambda self: torch.stack(self.steps) if self.steps else torch.zeros(0, 2),
+DistributedTrainer.all_steps = property(lambda self: torch.stack(self.steps) if self.steps else torch.zeros(0, 3),
                                         lambda self, v: setattr(self, 'steps', list(v)),
                                         doc="This rank's losses in this epoch")
-growing[Recorder] = dict(lrs=Growing(lambda cb: cb.lrs), all_losses=Growing(lambda cb: cb.losses, _stacked))
-growing[ParamScheduler] = dict(hps=Growing(lambda cb: cb.hps))
-growing[DistributedTrainer] = dict(all_steps=Growing(lambda cb: cb.steps, _stacked))
+growing[Recorder] = growing_of('lrs')|dict(all_losses=Growing(lambda cb: cb.losses, _stacked))
+growing[ParamScheduler] = growing_of('hps')
+growing[DistributedTrainer] = dict(all_steps=Growing(lambda cb: cb.steps, _stacked, True))
+
+@read_alone.register
+def _(dl:DataLoader, seed): return ShareDL.from_dl(dl, 0, 1, seed, pad='batch', sample_seeds=True)
 
 @patch
 def state_dict(self:DistributedTrainer):
     "The state in a checkpoint: seed and epoch of the shuffling, and the Recorder's state at the start of this epoch"
-    res,begun = core.DistributedTrainer.state_dict(self),getattr(self, 'begun', None)
-    return res | dict(begun=begun and [begun[0],begun[1].count,begun[1].val])
+    begun = getattr(self, 'begun', None)
+    return Adapter.state_dict(self)|dict(begun=begun and [begun[0],begun[1].count,begun[1].val])
 
 @patch
 def load_state_dict(self:DistributedTrainer, state):
     "Restore a checkpoint's shuffling, and the Recorder's state at the start of its epoch"
-    core.DistributedTrainer.load_state_dict(self, state)
+    Adapter.load_state_dict(self, state)
     if state['begun'] is None: return
     smooth = type(self.recorder.smooth_loss)(self.recorder.smooth_loss.beta)
     n,smooth.count,smooth.val = state['begun']
     self.trained,self.begun = True,(n,smooth)
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c010
-_fit,_ends = Learner.fit,[] # fastai's own `fit`; for each running fit (its learner, the stack of what to do at its end)
+_ends = [] # For each running fit: (its learner, the stack of what to do at its end)
 
-@patch
-def fit(self:Learner, *args, resume=False, **kwargs):
-    "As fastai's; with `resume`, go on from the newest good checkpoint of the fit's `Checkpoint`, or begin without one"
-    with ExitStack() as stack, resumed(self, True) if resume else nullcontext():
-        _ends.append((self,stack))
-        try: return _fit(self, *args, **kwargs)
+@contextmanager
+def running(learn):
+    "Context of a fit; yields the stack of what to do at its end"
+    with ExitStack() as stack:
+        _ends.append((learn,stack))
+        try: yield stack
         finally: _ends.pop()
 
 @patch
@@ -166,7 +169,7 @@ def _do_fit(self:Learner):
     if mbar and self.start_at.epoch: mbar.update(0) # a bar must see its first value first
     for i in range(self.start_at.epoch, self.n_epoch):
         self.epoch = i
-        self._with_events(self._do_epoch, 'epoch', CancelEpochException)
+        self._with_events(self._do_epoch, 'epoch', fastai_learner.CancelEpochException)
 
 @patch
 def _do_epoch(self:Learner):
@@ -189,11 +192,12 @@ def save(self:Learner, file, **kwargs):
     """As fastai's: rank 0 writes the file, atomically; the other ranks count the save. No collective, unless the
     model is sharded"""
     if not isinstance(file, (str,Path)): return _save(self, file, **kwargs)
-    path,model,opt = _path(self, file),fill_in(get_model(self.model)),getattr(self, 'opt', None)
+    path,model = _path(self, file),fill_in(get_model(self.model))
+    opt = getattr(self, 'opt', None)
     if has_parts(model):
         state,with_opt = model.state_dict(),opt is not None and kwargs.get('with_opt', True)
-        save_state(dict(model=state, opt=opt.state_dict()) if with_opt else state, path, None, noop)
-    else: save_once(path, lambda p: save_model(p, model, opt, **kwargs))
+        save_state(dict(model=state, opt=opt.state_dict()) if with_opt else state, path, torch.save)
+    else: save_once(path, lambda p: fastai_learner.save_model(p, model, opt, **kwargs))
     return path
 
 @patch
@@ -211,11 +215,13 @@ def _load_file(learn, path, model, device, **kwargs):
     opt,clean = learn.opt,clean_raw_keys if isinstance(learn, TextLearner) else noop
     if device is None: device = getattr(learn.dls, 'device', None)
     if has_parts(model): # each rank keeps its part, and what it does not keep is not read
-        opt,device,kwargs = SimpleNamespace(load_state_dict=partial(load_opt, learn.opt)),'cpu',dict(kwargs, mmap=True)
+        opt = SimpleNamespace(load_state_dict=partial(load_opt, learn.opt))
+        device,kwargs = 'cpu',dict(kwargs, mmap=True)
     reads = SimpleNamespace(load_state_dict=lambda state, strict=True: load_model(model, clean(state), strict))
-    load_file(path, reads, opt, device=device, **kwargs)
+    fastai_learner.load_model(path, reads, opt, device=device, **kwargs)
 
 @patch
 def load(self:TextLearner, file, with_opt=None, device=None, **kwargs): # noqa: F811
     "As fastai's, see `load` of `Learner`"
-    return Learner.load(self, file, device, **kwargs, **({} if with_opt is None else dict(with_opt=with_opt)))
+    if with_opt is not None: kwargs['with_opt'] = with_opt
+    return Learner.load(self, file, device, **kwargs)

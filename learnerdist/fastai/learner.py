@@ -6,7 +6,7 @@
 __all__ = ['setup_distrib', 'ParallelTrainer']
 
 # %% ../../nbs/fastai/04_learner.ipynb #c002
-import copy,random,sys,warnings
+import copy,random,sys
 from contextlib import ExitStack,contextmanager,nullcontext,suppress
 from functools import partial,wraps
 from pathlib import Path
@@ -26,23 +26,24 @@ from fastcore.foundation import L
 from fastcore.meta import delegates
 from fastprogress.fastprogress import ConsoleMasterBar,MasterBar,ProgressBar
 
-from ..distributed import compiling,data_parallel,trainer as core # noqa: F401
+from ..distributed import compiling,data_parallel # noqa: F401
 from . import checkpoint # noqa: F401
-from ..distributed.agreement import AgreementEnd
+from ..distributed.trainer import attach,detach
 from ..checkpoint.checkpoint import Checkpoint,Preempted,preempted_status # noqa: F401
 from ..core.collectives import distrib_barrier
 from ..core.deferred import fill_in
 from ..core.shards import come_together
 from ..core import env
 from ..core.env import default_device,group_rank,group_size,num_distrib
-from .evaluation import Evaluation,stored,stored_alone
 from .loaders import RankOrder,shallow,undealt
-from .trainer import Called,DistributedTrainer,parts,trainer_of
-from ..learner.learner import Learner as CoreLearner,advise_on_memory,check_epochs,fit_flags,get_model
+from .trainer import Called,DistributedTrainer,parts
+from .trainer import stored,stored_alone,trainer_of
+from ..learner.learner import Learner as CoreLearner,Runner,advise_on_memory,fit_flags,get_model
+from ..learner.learner import check_epochs,check_loss,check_reset
 from ..learner.predictions import check_gather
 from ..learner.techniques import MixedPrecision
-from ..learner.callback import Callback as CoreCallback,own_loader
-from ..learner.progress import say_alone
+from ..learner.callback import Callback as CoreCallback
+from ..learner.loggers import say_alone
 from ..core.random import shared_rng
 
 with suppress(Exception): # first, so that a later import does not replace ours; fails without accelerate
@@ -65,7 +66,8 @@ def in_context(*classes):
 def _extended(old, f):
     @wraps(old)
     def method(self, *args, **kwargs):
-        return old(self, *args, **kwargs) if trainer_of(self) is None else f(self, partial(old, self), *args, **kwargs)
+        if trainer_of(self) is None: return old(self, *args, **kwargs)
+        return f(self, partial(old, self), *args, **kwargs)
     method.__module__ = __name__
     return method
 
@@ -75,7 +77,7 @@ def all_batches(self:Learner):
     ranks"""
     trainer,at = trainer_of(self),self.start_at
     if trainer is None and getattr(self.dl, 'in_context', False):
-        dl,self.dl = self.dl,own_loader(self, self.dl)
+        dl,self.dl = self.dl,self.runner.loader(self.dl)
         if dl is not self.dl and self.training and num_distrib()>1: say_alone()
     first = at.batches if at.batches and self.training and self.epoch==at.epoch else 0
     self.n_iter = len(self.dl)
@@ -87,31 +89,28 @@ _get_preds = Learner.get_preds
 
 @patch
 def get_preds(self:Learner, ds_idx=1, dl=None, with_input=False, with_decoded=False, with_loss=False, act=None,
-              inner=False, reorder=True,
-              cbs=None,
+              inner=False, reorder=True, cbs=None,
               gather='all', # As in our own `get_preds`
               **kwargs):
     "As fastai's: predictions for the whole data set, in its order; in a context on every rank"
     check_gather(gather)
-    get = partial(_get_preds, self, ds_idx, with_input=with_input, with_decoded=with_decoded, with_loss=with_loss,
-                  inner=inner, cbs=cbs,
-                  **kwargs)
-    names,trainer = [*['inputs']*with_input,'preds','targets',*['decoded']*with_decoded,
-                     *['losses']*with_loss],trainer_of(self)
-    if trainer is None: return stored_alone(get(dl=dl, reorder=reorder, act=act), gather, names)
+    kwargs |= dict(with_input=with_input, with_decoded=with_decoded, with_loss=with_loss, inner=inner, cbs=cbs)
+    extra = dict(inputs=with_input, preds=True, targets=True, decoded=with_decoded, losses=with_loss)
+    names,trainer = [k for k,v in extra.items() if v],trainer_of(self)
+    def get(dl, act=act): return _get_preds(self, ds_idx, dl, act=act, reorder=reorder, **kwargs)
+    if trainer is None: return stored_alone(get(dl), gather, names)
     dl = undealt(self.dls[ds_idx].new(shuffle=False, drop_last=False) if dl is None else dl)
     if isinstance(dl, (list,tuple,L)):
-        with trainer.on_its_own(): return stored_alone(get(dl=dl, reorder=reorder, act=act), gather, names)
+        with trainer.on_its_own(): return stored_alone(get(dl), gather, names)
     # a stream is in order
     reorder = reorder and isinstance(dl, DataLoader) and dl.indexed and not isinstance(dl, LMDataLoader)
-    dl = trainer.in_one_order(dl) if reorder else dl
-    if group_size()<2 or trainer.alone: return stored_alone(get(dl=dl, reorder=reorder, act=act), gather, names)
+    if reorder: dl = trainer.in_one_order(dl)
+    if group_size()<2 or trainer.alone: return stored_alone(get(dl), gather, names)
     reorder = reorder and [*(idxs := dl.get_idxs())]!=[*range(len(idxs))]
     late = isinstance(gather, Path) and reorder # files are written when the rows are in order
     of_batch = None
     if isinstance(gather, Path) and not late: of_batch,act = act or getcallable(self.loss_func, 'activation'),noop
-    with next(o for o in self.cbs if isinstance(o, Evaluation)).predicts('all' if late else gather, of_batch):
-        res = get(dl=dl, reorder=reorder, act=act)
+    with trainer.predicts('all' if late else gather, of_batch): res = get(dl, act)
     if late: return stored(res, gather, names)
     return (None,)*len(names) if gather=='rank0' and group_rank() else res
 
@@ -126,8 +125,9 @@ def lr_find(self, find, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True, sho
 def in_one_order(self:DistributedTrainer, dl):
     "`dl`, not sharded, in an order that is the same on every rank"
     dl = shallow(dl.new(shuffle=False, drop_last=False) if dl.drop_last else dl)
-    dl.rng = random.Random(self.seed)
-    with shared_rng(self.seed): idxs = list(dl.get_idxs())
+    seed = self.engine.seed
+    dl.rng = random.Random(seed)
+    with shared_rng(seed): idxs = list(dl.get_idxs())
     return dl.new(get_idxs=RankOrder(idxs))
 
 # %% ../../nbs/fastai/04_learner.ipynb #c009
@@ -135,7 +135,7 @@ def _alone(name):
     def method(self, f, *args, **kwargs):
         "fastai's method, run on this rank without votes and exchanges; if the model is sharded, on all ranks at once"
         trainer = trainer_of(self)
-        if trainer.shards: come_together(name)
+        if trainer.engine.shards: come_together(name)
         with trainer.on_its_own(): return f(*args, **kwargs)
     method.__name__ = name
     return method
@@ -174,9 +174,8 @@ def save_encoder(self, save_encoder, *args, **kwargs):
 @patch
 def check_whole(self:DistributedTrainer, what):
     "ValueError if the model is sharded"
-    if self.shards:
-        raise ValueError(f'{what}: rank 0 has a part of this sharded model only. Do it after the context, or use '
-                         f'learn.save')
+    if self.engine.shards:
+        raise ValueError(f'{what}: rank 0 has only its part of the model. Do it after the context, or use learn.save')
 
 @patch
 @contextmanager
@@ -195,19 +194,21 @@ def put_aside(self:DistributedTrainer):
 
 # %% ../../nbs/fastai/04_learner.ipynb #c013
 @patch
-def attach(self:DistributedTrainer):
-    "Join the group and shard the loaders; `restore` undoes it"
-    learn = self.learn
-    before = {*vars(learn)}
-    self.stack.callback(lambda: setattr(learn, 'cbs', L([*learn.cbs])))
-    self.stack.callback(setattr, learn, 'logger', learn.logger)
-    self.stack.callback(lambda: vars(learn).pop('device', None))
+def adapt(self:DistributedTrainer):
+    "Let the learner have, until its context ends, what a context needs"
+    learn,stack = self.learn,self.engine.stack
+    stack.callback(lambda: setattr(learn, 'cbs', L([*learn.cbs])))
+    stack.callback(setattr, learn, 'logger', learn.logger)
+    stack.callback(lambda: vars(learn).pop('device', None))
     learn.device = torch.device(getattr(learn.dls, 'device', None) or default_device())
-    core.DistributedTrainer.attach(self)
+
+@patch
+def quiet(self:DistributedTrainer):
+    "Let the learner call its callbacks by way of this one; other ranks than 0 print nothing"
+    learn = self.learn
     learn.cbs = Called(learn.cbs)
     learn.cbs.trainer = self
     if group_rank(): learn.logger = noop
-    self.lent = [*{*vars(learn)}-before] # attributes that fastai's learner has only in a context
     self.quiet_bars()
 
 # %% ../../nbs/fastai/04_learner.ipynb #c015
@@ -226,8 +227,8 @@ def quiet_bars(self:DistributedTrainer):
     drawn = fastai_progress.master_bar is not ConsoleMasterBar or sys.stdout.isatty() # a notebook's, or on a terminal
     if drawn and not group_rank(): return
     for mod in (fastai_progress,fastai_learner): # `tta` has its own
-        self._set(mod, 'master_bar', _TableOnly)
-        self._set(mod, 'progress_bar', ProgressBar)
+        self.engine.replace(mod, 'master_bar', _TableOnly)
+        self.engine.replace(mod, 'progress_bar', ProgressBar)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c017
 @patch
@@ -240,17 +241,18 @@ def to_distributed(self:Learner,
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
     if any(isinstance(cb, parts) for cb in self.cbs):
         raise ValueError('this learner is distributed already: detach_distributed() first')
-    say_replaced()
-    trainer = DistributedTrainer(cuda_id, **kw)
+    trainer,before = DistributedTrainer(cuda_id, **kw),{*vars(self)}
     trainer.learn = self
-    trainer.attach()
-    return self.add_cbs([trainer,Evaluation(),trainer.agreement,AgreementEnd(trainer.agreement)])
+    trainer.adapt()
+    attach(self, trainer)
+    trainer.quiet()
+    trainer.lent = [*{*vars(self)}-before] # attributes that fastai's learner has only in a context
+    return self
 
 @patch
 def detach_distributed(self:Learner)->Learner:
     "Undo `to_distributed`"
-    for cb in [cb for cb in self.cbs if isinstance(cb, core.DistributedTrainer)]: cb.restore()
-    return self.remove_cbs([cb for cb in self.cbs if isinstance(cb, parts)])
+    return detach(self)
 
 @patch
 @delegates(DistributedTrainer.__init__)
@@ -274,38 +276,46 @@ class Autocast(MixedPrecision):
 @contextmanager
 def _amp_flag(learn, dtype):
     if any(isinstance(o, (MixedPrecision,FastaiMixedPrecision)) for o in learn.cbs):
-        raise ValueError(f'amp={dtype!r}: this learner has mixed precision by to_fp16 or to_bf16; leave out one of '
-                         f'the two')
+        raise ValueError(f'amp={dtype!r} and to_fp16 or to_bf16: leave out one of the two')
     with learn.added_cbs(Autocast(None if dtype is True else dtype)): yield learn
 
-_fit = Learner.fit # fastai's, with `resume`
+_fit = Learner.fit
 
-def _check_fit(n_epoch, lr, cbs):
+def _check_fit(n_epoch, start_epoch, lr, cbs, reset_opt):
     "ValueError for what no fit can take, before anything begins"
     check_epochs(n_epoch)
-    if any(isinstance(o, str) for o in L(lr)):
-        raise ValueError(f'lr={lr!r}: give a number, a slice, or a list of numbers')
+    check_epochs(start_epoch, 'start_epoch')
+    check_reset(reset_opt)
+    if any(isinstance(o, str) for o in L(lr)): raise ValueError(f'lr={lr!r}: give a number, a slice, or a list')
     bad = [o for o in L(cbs) if not isinstance(o, (type,Callback,CoreCallback))]
     if bad: raise ValueError(f'{bad[0]!r} is no callback: give a `Callback` or its class')
 
 @patch
-def fit(self:Learner, n_epoch, lr=None, wd=None, cbs=None, reset_opt=False, start_epoch=0,
-        amp=None,    # As in `fit` of our Learner
-        ddp=None,    # As in `fit` of our Learner
-        resume=False # Go on from the newest good checkpoint of the fit's `Checkpoint`, or begin without one
+def fit(self:Learner,
+    n_epoch,     # Number of epochs, those before `start_epoch` included
+    lr=None,     # Learning rate for this fit; None: the learner's
+    wd=None,     # Weight decay; None: the learner's
+    cbs=None,    # Callbacks for this fit only
+    reset_opt=False, # Make a new optimizer, without the state of the old one
+    start_epoch=0,   # Skip the epochs before this one
+    amp=None,    # True, 'fp16' or 'bf16': mixed precision, on the CPU too
+    ddp=None,    # True, or a dict of options of `distrib_ctx`: fit in this context
+    resume=False # True, or a folder: go on from the newest good checkpoint of the fit's `Checkpoint`
 ):
     "As fastai's, with three options more"
-    _check_fit(n_epoch, lr, cbs)
-    with ExitStack() as stack:
-        for flag,val in ((fit_flags['ddp'],ddp),(_amp_flag,amp)):
-            if val not in (None,False): stack.enter_context(flag(self, val))
-        say_replaced()
+    _check_fit(n_epoch, start_epoch, lr, cbs, reset_opt)
+    flags = (fit_flags['ddp'],ddp),(_amp_flag,amp),(fit_flags['resume'],resume)
+    with ExitStack() as context:
+        for flag,val in flags:
+            if val not in (None,False): context.enter_context(flag(self, val))
+        stack = context.enter_context(checkpoint.running(self))
         if trainer := trainer_of(self):
             trainer.follow_dls()
             stack.callback(trainer.end_fit)
-        try: return _fit(self, n_epoch, lr, wd, cbs, reset_opt, start_epoch, resume=resume)
+        try: return _fit(self, n_epoch, lr, wd, cbs, reset_opt, start_epoch)
         except Exception as e:
             if 'xb' in vars(self): advise_on_memory(e, self)
+            if isinstance(e, AttributeError) and vars(self).get('loss_grad', e) is None: check_loss(None)
             raise
 
 # %% ../../nbs/fastai/04_learner.ipynb #c019
@@ -330,25 +340,6 @@ def to_parallel(self:Learner, device_ids=None)->Learner:
     "Use several GPUs in every fit from now on; a second call replaces the first"
     return self.detach_parallel().add_cb(ParallelTrainer(device_ids))
 
-@patch
-def detach_parallel(self:Learner)->Learner:
-    "Undo `to_parallel`; without one it does nothing"
-    for cb in [o for o in self.cbs if isinstance(o, data_parallel.ParallelTrainer)]: self.remove_cb(cb.restore())
-    return self
-
-Learner.parallel_ctx,Learner.wrapper = CoreLearner.parallel_ctx,CoreLearner.wrapper
-Learner.compile,Learner.uncompile = CoreLearner.compile,CoreLearner.uncompile
-
-# %% ../../nbs/fastai/04_learner.ipynb #c019b
-_ours = {k:vars(Learner)[k]
-         for k in ('to_distributed','detach_distributed','distrib_ctx','to_parallel','detach_parallel','parallel_ctx')}
-_said = set()
-
-def say_replaced():
-    "Warn, once, if a later import has replaced one of our methods"
-    others = {k:f for k in _ours if (f := vars(Learner).get(k)) is not _ours[k]}
-    if not others or _said: return
-    _said.update(others)
-    what = ', '.join(f'Learner.{k} (now of {getattr(f, "__module__", None)})' for k,f in others.items())
-    warnings.warn(f'{what}: replaced after learnerdist.fastai was imported, so these are no longer ours. Import '
-                  f'learnerdist.fastai last')
+Learner.runner = Runner()
+for _o in ('detach_parallel','parallel_ctx','wrapper','repeated','global_items','compile','uncompile'):
+    setattr(Learner, _o, vars(CoreLearner)[_o])

@@ -7,6 +7,8 @@ __all__ = ['DistributedDL']
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c002
 import copy,random,sys,torch
+from functools import partial
+from itertools import chain
 
 from fastai.callback.data import PartialDL
 from fastai.data.load import DataLoader
@@ -18,51 +20,52 @@ from ..core.compat import names,tree_map
 from ..core.env import num_distrib,rank_distrib
 from ..core.random import mix_seed,rng_state,set_rng_state,shared_rng
 from ..data import distributed_dl as core
-from ..distributed.agreed_loader import Share
+from ..distributed.shares import Share
 from ..data.distributed_dl import EveryNth,in_order,is_quiet,reindexed,whole_batches
 from ..data.loaders import find_bs
 from ..data.sharding import batch_count,epoch_order,share_len
 
 # %% ../../nbs/fastai/00_loaders.ipynb #b73587e2
 names.update( # Private names of fastai; those of torch are in `core.compat`
-    fake_l=('fastai.data.load', 'DataLoader.one_batch().fake_l', 'shallow copies of its loaders: `new` makes them'),
+    fake_l=('fastai.data.load', 'DataLoader.one_batch().fake_l', 'shallow copies of its loaders'),
+    one_pass=('fastai.data.core', 'TfmdDL._one_pass', 'each sample of a stream is trained on'),
     valid_mets=('fastai.learner', 'Recorder._valid_mets', 'exact metrics that callbacks add'),
-    tmp_d=('fastai.callback.schedule', 'LRFinder.before_fit().tmp_d', 'the removal of `lr_find`\'s folder on exit'),
+    tmp_d=('fastai.callback.schedule', 'LRFinder.before_fit().tmp_d', 'no folder left of `lr_find`'),
     maybe_gather=('fastai.torch_core', 'maybe_gather', 'evaluation over shares'),
-    master_bar=('fastai.callback.progress', 'master_bar', 'a quiet screen: bars are drawn by each rank'),
-    progress_bar=('fastai.learner', 'progress_bar', 'a quiet screen: bars are drawn by each rank'),
+    master_bar=('fastai.callback.progress', 'master_bar', 'one rank draws bars'),
+    progress_bar=('fastai.learner', 'progress_bar', 'one rank draws bars'),
     with_events=('fastai.learner', 'Learner._with_events', '`fit(…, resume=True)`'),
     do_train=('fastai.learner', 'Learner._do_epoch_train', '`fit(…, resume=True)`'),
     do_validate=('fastai.learner', 'Learner._do_epoch_validate', '`fit(…, resume=True)`'))
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c005
+_drawn_by = 'get_idxs','shuffle_fn'
+
 def _is_plain(dl):
     "Whether the order is that of fastai's `DataLoader`: sequential, or each sample once in a random order"
-    own = 'get_idxs' in vars(dl) or 'shuffle_fn' in vars(dl)
-    return not own and type(dl).get_idxs is DataLoader.get_idxs and type(dl).shuffle_fn is DataLoader.shuffle_fn
+    return all(k not in vars(dl) and getattr(type(dl), k) is getattr(DataLoader, k) for k in _drawn_by)
+
+def _of_fastai(dl, names):
+    "Whether these methods of a loader are fastai's, not the user's"
+    return all(k not in vars(dl) and getattr(type(dl), k).__module__.startswith('fastai.') for k in names)
 
 class _Indices:
     "The indices that `dl` reads in an epoch, the same on every rank"
     read_ahead = sys.maxsize # random streams are swapped once, not at each batch
     def __init__(self, dl, dealer): self.dl,self.dealer = dl,dealer
-    alike = property(lambda self: all(k not in vars(self.dl)
-                                      and getattr(type(self.dl), k).__module__.startswith('fastai.')
-                                      for k in ('get_idxs','shuffle_fn')),
-                     doc="Whether fastai draws them, see `own_order`")
+    alike = property(lambda self: _of_fastai(self.dl, _drawn_by), doc="Whether fastai draws them, see `own_order`")
     def __iter__(self):
         self.dl.rng = random.Random(mix_seed(self.dealer.seed, self.dealer.epoch))
         return iter(self.dl.get_idxs())
     def __len__(self):
         dl = self.dl
         if isinstance(dl, PartialDL) and dl.partial_n is not None: return dl.partial_n
-        if 'get_idxs' not in vars(dl) and type(dl).get_idxs.__module__.startswith('fastai.'): return dl.n
+        if _of_fastai(dl, ('get_idxs',)): return dl.n
         # a user's own may return more or fewer than the data set has
         with shared_rng(self.dealer.seed, 0): return sum(1 for _ in self)
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c007
-def shallow(
-    dl:DataLoader
-)->DataLoader: # Shares data set, transforms and settings with `dl`
+def shallow(dl:DataLoader)->DataLoader:
     "A shallow copy of fastai's loader, whose order can be replaced"
     if not hasattr(dl, 'fake_l'): return dl.new()
     new,fake = copy.copy(dl),copy.copy(dl.fake_l)
@@ -116,13 +119,13 @@ def _(dl:DataLoader, dealer):
     if not dl.indexed: return _of_stream(dl, dealer)
     if dl.bs and _reads_itself(dl): return _of_batches(dl, dealer)
     if dl.bs is None: dealer.of_batches() # the data set's items are batches
-    order = dealer.order(range(dl.n),
-                         dl.shuffle) if _is_plain(dl) else dealer.drawn(_Indices(_global(dl, dealer), dealer))
+    if _is_plain(dl): order = dealer.order(range(dl.n), dl.shuffle)
+    else: order = dealer.drawn(_Indices(_global(dl, dealer), dealer))
     return _seeded(_reading(shallow(dl), order), dealer)
 
 def _reads_itself(dl):
     "Whether a class of the user's makes batches of indices in its own way: it may read the neighbours of the first one"
-    return any(k in vars(dl) or not getattr(type(dl), k).__module__.startswith('fastai.') for k in _read_by)
+    return not _of_fastai(dl, _read_by)
 
 _read_by = 'do_item','create_batches','sample','chunkify','__iter__'
 
@@ -136,7 +139,20 @@ def _of_stream(dl, dealer):
     # fastai's workers would each read the stream from its start
     new.dataset,new.fake_l.num_workers = dealer.stream(dl.dataset, 0, None),0
     if dl.n is not None: new.n = dealer.count(dl.n)
+    if hasattr(new, '_one_pass'): new._one_pass = partial(_one_pass, new)
     return _seeded(new, dealer)
+
+def _one_pass(dl):
+    "In place of fastai's, which takes a sample of the epoch in progress to see what a batch is: it comes again"
+    inner = dl.it
+    item = next(inner)
+    state,dl.it = rng_state(cuda=False),iter([item])
+    type(dl)._one_pass(dl)
+    dl.it = chain(_again(item, state), inner)
+
+def _again(item, state):
+    set_rng_state(state) # the sample's own streams, where it has any
+    yield item
 
 @in_order.register
 def _(dl:DataLoader): return dl.new(shuffle=False, drop_last=False)
@@ -148,7 +164,8 @@ class _Batches:
     def __init__(self, dl, dealer): self.indices,self.bs,self.drop_last = _Indices(dl, dealer),dl.bs,dl.drop_last
     def __iter__(self):
         idxs,bs = list(self.indices),self.bs
-        return iter([idxs[i:i+bs] for i in range(0, batch_count(len(idxs), bs, self.drop_last)*bs, bs)])
+        n = batch_count(len(idxs), bs, self.drop_last)
+        return iter([idxs[i*bs:i*bs+bs] for i in range(n)])
     def __len__(self): return batch_count(len(self.indices), self.bs, self.drop_last)
 
 class _OneAfterAnother:
@@ -194,7 +211,8 @@ class _PaddedAlike:
 def _(dl:SortedDL, dealer):
     new,order = shallow(dl),dealer.drawn(_Indices(_global(dl, dealer), dealer))
     if dealer.world_size==1: return _seeded(_reading(new, order), dealer)
-    _seeded(_reading(new, order), dealer).get_idxs,new.create_batches = _Lengths(order, dl),_PaddedAlike(new)
+    _seeded(_reading(new, order), dealer)
+    new.get_idxs,new.create_batches = _Lengths(order, dl),_PaddedAlike(new)
     return new
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c018
@@ -217,15 +235,15 @@ class _Rows(_Streams):
     def __iter__(self):
         d,bs = self.dealer,self.dl.bs
         return (i for i in super().__iter__() if i%bs%d.world_size==d.rank)
-    def __len__(self):
-        d,bs = self.dealer,self.dl.bs
-        return self.dl.n//bs*share_len(bs, d.rank, d.world_size, False)
+    def __len__(self): return self.dl.n//self.dl.bs*_n_rows(self.dl, self.dealer)
+
+def _n_rows(dl, d): return share_len(dl.bs, d.rank, d.world_size, False)
 
 @whole_batches.register
-def _(dl:LMDataLoader, dealer): # a model keeps its state from batch to batch
+def _(dl:LMDataLoader, dealer):
     whole,new = dl.new(),shallow(dl)
     new.create_item,dealer.unit = whole.create_item,'row'
-    new.bs = max(share_len(dl.bs, dealer.rank, dealer.world_size, False), 1)
+    new.bs = max(_n_rows(dl, dealer), 1)
     return _reading(new, _Rows(whole, dealer))
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c021
@@ -240,6 +258,7 @@ class ShareDL(Share):
     def __iter__(self):
         self._follow()
         return super().__iter__()
+    reader = property(lambda self: getattr(self.dl, 'fake_l', None), doc="As of torch's loader; None without one")
     def _follow(self):
         "fastai's loader holds a number of samples, which is another one for the rest of an epoch"
         start,dl = self.dealer.start,self.dl
@@ -252,9 +271,7 @@ class ShareDL(Share):
     batch_size = property(lambda self: self.dl.bs if isinstance(self.dl, DataLoader) else self.dl.batch_size,
                           doc="This rank's")
 
-def undealt(
-    dl # A loader, or a shard of one
-):
+def undealt(dl):
     "The loader that `dl` is a shard of, or `dl` itself"
     return dl.source if isinstance(dl, ShareDL) else dl
 
@@ -286,12 +303,11 @@ class DistributedDL(ShareDL):
         device=None,     # Of the batches; over a data set, the batch size
         **kw             # Over a data set, settings of the loader
     ):
-        rank,world_size = rank_distrib() if rank is None else rank,world_size or num_distrib() or 1
+        rank = rank_distrib() if rank is None else rank
+        world_size = world_size or num_distrib() or 1
         if reindexed.dispatch(type(dl)) is reindexed.dispatch(object):
             return super().__init__(dl, rank, world_size, *([] if device is None else [device]), **kw)
-        if kw:
-            raise ValueError(f"{', '.join(kw)}: over a loader, give these to DistributedDL.from_dl(dl, rank, "
-                             f"world_size, …)")
+        if kw: raise ValueError(f"{', '.join(kw)}: over a loader, give these to DistributedDL.from_dl")
         self._split(dl if device is None else _on(dl, device), _Blocks(rank, world_size))
 
     by_hand = property(lambda self: isinstance(self.dealer, _Blocks),

@@ -1,5 +1,5 @@
 "A script, a module or a function on several processes: `python -m learnerdist.launch`, `run`, and `ranks` that stay"
-from learnerdist.launch.cli import main,run
-from learnerdist.launch.pool import ranks
+from learnerdist.launch.cli import main
+from learnerdist.launch.processes import ranks,run
 
 __all__ = ['main','run','ranks']

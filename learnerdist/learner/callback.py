@@ -10,14 +10,14 @@ __all__ = ['CancelFitException', 'CancelEpochException', 'CancelTrainException',
 from fastcore.basics import GetAttr,class2attr
 
 # %% ../../nbs/learner/00_callback.ipynb #c005
-_loop = ('before_batch after_pred after_loss before_backward after_cancel_backward after_backward before_step '
-         'after_cancel_step after_step after_cancel_batch after_batch')
+_begin = 'after_create after_dls before_fit before_epoch before_train'
+_loop = ('before_batch after_pred after_loss before_backward after_cancel_backward after_backward '
+         'before_step after_cancel_step after_step after_cancel_batch after_batch')
+_end = ('after_cancel_train after_train before_validate after_cancel_validate after_validate '
+        'after_cancel_epoch after_epoch after_cancel_fit after_fit')
 inner_events = tuple(_loop.split())
 batch_events = frozenset(inner_events)
-all_events = ('after_create','after_dls','before_fit','before_epoch','before_train',*inner_events,'after_cancel_train',
-              'after_train',
-              'before_validate','after_cancel_validate','after_validate','after_cancel_epoch','after_epoch',
-              'after_cancel_fit','after_fit')
+all_events = tuple(f'{_begin} {_loop} {_end}'.split())
 
 # %% ../../nbs/learner/00_callback.ipynb #c007
 class CancelFitException(Exception):      "Stop the whole fit, and go to `after_fit`"
@@ -33,20 +33,23 @@ class CancelStepException(Exception):     "Skip the optimizer's step, and go to 
 class CancelBackwardException(Exception): "Skip the backward pass, and go to `after_backward`"
 
 # %% ../../nbs/learner/00_callback.ipynb #c009b
-cancels = {k:globals()[f'Cancel{v}Exception'] for k,v in dict(fit='Fit', epoch='Epoch', train='Train', validate='Valid',
-                                                                 batch='Batch', step='Step',
-                                                              backward='Backward').items()}
+cancels = dict(fit=CancelFitException, epoch=CancelEpochException, train=CancelTrainException,
+               validate=CancelValidException, batch=CancelBatchException, step=CancelStepException)
+cancels['backward'] = CancelBackwardException
 
 # %% ../../nbs/learner/00_callback.ipynb #cbf50641
 class Order:
     """The `order` of every callback of this package: callbacks with a lower number receive an event first. A user's
     are between the ends"""
-    resume,agreement,checkpoint_early,trainer,evaluation = -10**9-2,-10**9-1,-10**9-.5,-10**9,-10**9+1
-    accumulation,train_eval,data_parallel = -10**9+2,-10,-9
-    user = 0
-    mixed_precision,clip,predictions,recorder,scheduler,progress,loggers,tracker = 10,11,49,50,55,60,62,65
+    resume,agreement,checkpoint_early = -10**9-2,-10**9-1,-10**9-.5
+    trainer,evaluation,accumulation = -10**9,-10**9+1,-10**9+2
+    train_eval,data_parallel,user = -10,-9,0
+    mixed_precision,clip = 10,11
+    predictions,recorder,scheduler = 49,50,55
+    progress,loggers,tracker = 60,62,65
     terminate,early_stopping,checkpoint = 90,100,900
-    compiled,profiling,agreement_end,flop_count,timer = 10**9-2,10**9-1,10**9,10**9+.5,10**9+1
+    compiled,profiling,agreement_end = 10**9-2,10**9-1,10**9
+    timer = 10**9+1
 
 # %% ../../nbs/learner/00_callback.ipynb #c011
 class Callback(GetAttr):
@@ -54,10 +57,8 @@ class Callback(GetAttr):
     the callback"""
     order,_default,learn = 0,'learn',None
     run,run_train,run_valid = True,True,True
-    run_find = True # Whether it runs in `lr_find`: a callback that logs, saves, stops a fit or sets the rate does not
-    # Whether its `after_pred` and `after_loss` neither cancel nor change targets: then no rank waits for others there
+    # Whether it neither cancels a batch nor changes its targets before the backward pass: no rank waits for others then
     keeps_batch = False
-    loop_state = () # Names of attributes that belong to the current loop over data; saved while a nested loop runs
     # Names of attributes that a checkpoint saves: the callback's state in this fit, the same on every rank
     fit_state = ()
     # Attributes that a checkpoint saves and that differ between ranks: tensors whose sum over ranks is the global value
@@ -70,14 +71,13 @@ class Callback(GetAttr):
 
     def answers(self, event:str, training:bool)->bool:
         "Whether this callback handles `event` now, in training or in validation"
-        return self.run and (event not in batch_events or (self.run_train if training else self.run_valid))
+        if event not in batch_events: return self.run
+        return self.run and (self.run_train if training else self.run_valid)
 
-    def holds(self,
-        e:Exception, # A Cancel exception that another callback has raised
-        event:str
-    )->bool:
-        "Whether this callback holds back an exception, and raises it later"
-        return False
+    def of_loop(self)->dict:
+        """Attributes that belong to the current loop over data. They are restored after a loop within it, such as
+        `validate` in a callback"""
+        return {}
 
     # faster than `GetAttr`'s own, which makes three calls for each of some thirty attributes per step
     def __getattr__(self, k):
@@ -89,8 +89,3 @@ class Callback(GetAttr):
     def cleanup(self):
         "Undo this callback's changes of the learner. Called at the end of every fit, also after an exception"
     def __repr__(self): return type(self).__name__
-
-# %% ../../nbs/learner/00_callback.ipynb #ownldr01
-def own_loader(learn, dl):
-    "`dl`; all of the data, if another learner's context has split `dl` among ranks and this learner is in none"
-    return dl.all_data() if not hasattr(learn, 'distributed_trainer') and hasattr(dl, 'all_data') else dl

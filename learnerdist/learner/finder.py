@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf02
 from collections import namedtuple
-from contextlib import contextmanager
+from contextlib import ExitStack,contextmanager
 from copy import deepcopy
 from functools import partial
 from importlib.util import find_spec
@@ -16,68 +16,66 @@ import torch
 from fastcore.basics import listify,patch
 from torch import Tensor,nn
 
-from ..core.collectives import all_sum
 from ..core.env import is_rank0
-from ..core.random import rng_state,set_rng_state
+from ..core.random import untouched
+from ..core.stacks import need
 from ..data.distributed_dl import loader_parts,set_epoch
 from ..data.loaders import loaders_of
 from .callback import Callback,CancelEpochException,CancelFitException,Order
 from .learner import Learner,get_model,group_lrs
+from .loggers import LogWriter
 from .losses import loss_over,unweighted
 from .recorder import stacked
+from .schedule import Scheduler,TrackerCallback
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf11
-def _copied(o):
-    "A container with copies of the containers in it; anything else as it is"
-    if type(o) in (list,set): return type(o)(map(_copied, o))
-    return {k: _copied(v) for k,v in o.items()} if type(o) is dict else o
+def _generators(dls):
+    "The generators of loaders and their samplers"
+    whole = [o for dl in dls for o in (dl,getattr(dl, 'source', dl))]
+    parts = [o for part in whole for o in loader_parts(part)]
+    return [g for o in parts if isinstance(g := getattr(o, 'generator', None), torch.Generator)]
 
 def _tensors(learn):
-    "Parameters and buffers of the model, of the loss, and of the optimizer"
-    modules = [get_model(learn.model),*[o for o in [learn.loss_func] if isinstance(o, nn.Module)]]
+    "Parameters and buffers of the model and of the loss, and what the optimizer trains"
+    modules = [o for o in (get_model(learn.model),learn.loss_func) if isinstance(o, nn.Module)]
     own = [t for m in modules for t in (*m.parameters(),*m.buffers())]
-    return own + [p for g in (learn.opt.param_groups if learn.opt is not None else ()) for p in g['params']]
-
-def _generators(learn):
-    "The generators of the learner's loaders and samplers"
-    parts = [o for dl in loaders_of(learn.dls) for part in (dl,getattr(dl, 'source', dl)) for o in loader_parts(part)]
-    return [g for o in parts if isinstance(g := getattr(o, 'generator', None), torch.Generator)]
+    return own + [p for g in learn.opt.param_groups for p in g['params']]
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf12
 @contextmanager
-def no_trace(
-    learn # A learner, outside of a fit
-):
-    "Context in which the learner may train; afterwards it is what it was, and so are the random streams"
-    streams,gens,own = rng_state(),[(g,g.get_state()) for g in _generators(learn)],dict(vars(learn))
-    tensors,opt = [(t,t.detach().clone()) for t in _tensors(learn)],learn.opt and deepcopy(learn.opt.state_dict())
-    modes,epochs = [(m,m.training) for m in learn.model.modules()],[(o,o.epoch) for o in loaders_of(learn.dls)
-                                                                    if hasattr(o, 'epoch')]
-    cbs = [(cb,_copied(vars(cb)),deepcopy(cb.state_dict()) if hasattr(cb, 'state_dict') else None) for cb in learn.cbs]
-    try: yield learn
-    finally:
-        if learn.opt is not None: learn.opt.zero_grad()
-        with torch.no_grad():
-            for t,old in tensors: t.copy_(old)
-        vars(learn).clear()
-        vars(learn).update(own)
-        if opt: learn.opt.load_state_dict(opt)
-        for cb,old,state in cbs:
-            if state: cb.load_state_dict(state)
-            vars(cb).clear()
-            vars(cb).update(old)
-        for m,training in modes: m.training = training
-        for dl,epoch in epochs: set_epoch(dl, epoch)
-        for g,state in gens: g.set_state(state)
-        set_rng_state(streams)
+def no_trace(learn):
+    """Context in which the learner may train; afterwards it is what it was, and so are the random streams. learn: a
+    learner, outside of a fit"""
+    dls,old = loaders_of(learn.dls),learn.opt
+    learn.prepare_model()
+    if old is None: learn.create_opt()
+    tensors = [(t,t.detach().clone()) for t in _tensors(learn)]
+    opt = deepcopy(learn.opt.state_dict())
+    gens = [(g,g.get_state()) for g in _generators(dls)]
+    epochs = [(o,o.epoch) for o in dls if hasattr(o, 'epoch')]
+    states = [(cb,deepcopy(cb.state_dict())) for cb in learn.cbs if hasattr(cb, 'state_dict')]
+    with ExitStack() as stack:
+        stack.callback(setattr, learn, 'opt', old)
+        for o in (learn,learn.model,learn.loss_func,*learn.cbs): stack.enter_context(untouched(o))
+        try: yield learn
+        finally:
+            learn.opt.zero_grad()
+            learn.opt.load_state_dict(opt)
+            with torch.no_grad():
+                for t,was in tensors: t.copy_(was)
+            for cb,state in states:
+                if state: cb.load_state_dict(state)
+            for dl,epoch in epochs: set_epoch(dl, epoch)
+            for g,state in gens: g.set_state(state)
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf21
 class LRFinder(Callback):
     """Raise the rate at each step of a fit, record the smoothed losses, and end the fit after `num_it` steps, or
     when the loss diverges"""
-    order = Order.scheduler
+    order,keeps_batch = Order.scheduler,True
     def __init__(self, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True): # As in `lr_find`
-        self.start_lr,self.end_lr,self.num_it,self.stop_div = start_lr,end_lr,max(num_it, 6),stop_div
+        self.start_lr,self.end_lr = start_lr,end_lr
+        self.num_it,self.stop_div = max(num_it, 6),stop_div
 
     def before_fit(self):
         n = len(self.opt.param_groups)
@@ -102,51 +100,43 @@ class LRFinder(Callback):
         "The loss of the global batch; None if it was cancelled. Sync point"
         total,adds_up = stacked(self.recorder.steps[-1][:2]),loss_over(self.learn).kind=='sum'
         if adds_up: total[0] = unweighted(total[0], total[1])
-        if hasattr(self.learn, 'distributed_trainer'): total = all_sum(total)
-        return None if not total[1] else total[0].item() if adds_up else (total[0]/total[1]).item()
+        total = self.runner.total(total)
+        if total[1]: return (total[0]/(1 if adds_up else total[1])).item()
 
     def after_train(self): raise CancelEpochException # no validation
 
+# Classes of callbacks that do not run in `lr_find`: what logs, saves, stops a fit, sets the rate or measures
+left_out = [LogWriter,Scheduler,TrackerCallback]
+
 # %% ../../nbs/learner/11_finder.ipynb #lrf31
-def valley(
-    lrs:Tensor, losses:Tensor, # (steps,)
-    num_it:int                 # Number of steps that were asked for
-)->tuple:                      # (rate, (rate, loss))
+def valley(lrs:Tensor, losses:Tensor, num_it:int)->tuple:
     """The rate at half of the longest valley: the longest series of ever smaller losses (not only of neighbours),
-    without its ends"""
+    without its ends. lrs, losses: (steps,); num_it: number of steps that were asked for; returns: (rate, (rate,
+    loss))"""
     lens,vals = [],losses.tolist()
     for o in vals: lens.append(1+max((n for n,p in zip(lens, vals) if o<p), default=0))
     n = max(lens)
-    end = lens.index(n)
-    idx = end-n + int(n/3)+int(n/6) if n>1 else 0
-    return _at(lrs, losses, idx)
+    return _at(lrs, losses, lens.index(n)-n+n//3+n//6 if n>1 else 0)
 
 def _at(lrs, losses, i, part=1.): return lrs[i].item()*part,(lrs[i].item(),losses[i].item())
 
-def minimum(
-    lrs:Tensor, losses:Tensor, num_it:int # As in `valley`
-)->tuple:
-    "A tenth of the rate with the smallest loss"
+def minimum(lrs:Tensor, losses:Tensor, num_it:int)->tuple:
+    "A tenth of the rate with the smallest loss. lrs, losses, num_it: as in `valley`"
     return _at(lrs, losses, losses.argmin(), .1)
 
-def steep(
-    lrs:Tensor, losses:Tensor, num_it:int # As in `valley`
-)->tuple:
-    "The rate at which the loss falls most steeply"
+def steep(lrs:Tensor, losses:Tensor, num_it:int)->tuple:
+    "The rate at which the loss falls most steeply. lrs, losses, num_it: as in `valley`"
     return _at(lrs, losses, (losses.diff()/lrs.log().diff()).argmin())
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf32
-def slide(
-    lrs:Tensor, losses:Tensor, num_it:int, # As in `valley`
-    lr_diff:int=15,         # Number of steps between the two ends of an interval
-    thresh:float=.005,      # The interval moves to lower rates until its ends' slopes differ by no more than this
-    adjust_value:float=1.   # Factor of the rate
-)->tuple:
-    "The rate at the left end of an interval that slides from the highest rates down until the loss has one slope in it"
+def slide(lrs:Tensor, losses:Tensor, num_it:int, lr_diff:int=15, thresh:float=.005, adjust_value:float=1.)->tuple:
+    """The rate at the left end of an interval that slides from the highest rates down until the loss has one slope in
+    it. lrs, losses, num_it: as in `valley`; lr_diff: number of steps between the two ends of an interval; thresh:
+    the interval moves to lower rates until its ends' slopes differ by no more than this; adjust_value: factor of
+    the rate"""
     slope,left = torch.gradient(losses)[0],len(losses)-1-lr_diff
-    if left<0:
-        raise ValueError(f'slide: {len(losses)} steps for an interval of lr_diff={lr_diff}: give lr_find a larger '
-                         f'num_it')
+    found = f'slide: {len(losses)} steps for an interval of {lr_diff}'
+    need(left>=0, f'{found}: give lr_find a larger num_it')
     at = left
     while left>=0 and abs(slope[left+lr_diff]-slope[left])>thresh: at,left = left,left-1
     return _at(lrs, losses, at, adjust_value)
@@ -157,20 +147,14 @@ def _curve(finder):
     is no number"""
     lrs,losses = [torch.tensor(o[finder.num_it//10:-5]) for o in (finder.lrs,finder.losses)]
     n = next(iter(losses.isnan().nonzero()[:,0].tolist()), len(losses))
-    if n<2:
-        raise ValueError(f'lr_find: {len(finder.losses)} steps were taken, and too few of them had a finite loss to '
-                         f'suggest a rate: '
-                         f'give a lower start_lr than {finder.start_lr}, a lower end_lr than {finder.end_lr}, or more '
-                         f'num_it')
+    found = f'lr_find took {len(finder.losses)} steps, and too few of them had a finite loss'
+    need(n>1, f'{found}: give lower rates, or a larger num_it')
     return lrs[:n],losses[:n]
 
-def plot_lr_find(
-    lrs:list, losses:list, # Of each step
-    points=None,           # From names of suggestions to their points (rate, loss)
-    skip_end:int=5,        # Number of steps to leave out at the end
-    ax=None                # matplotlib's axes; None: new ones
-):
-    "Plot losses by rate, with the points of suggestions; returns the axes"
+def plot_lr_find(lrs:list, losses:list, points=None, skip_end:int=5, ax=None):
+    """Plot losses by rate, with the points of suggestions; returns the axes. lrs, losses: of each step; points: from
+    names of suggestions to their points (rate, loss); skip_end: number of steps to leave out at the end; ax:
+    matplotlib's axes; None: new ones"""
     import matplotlib.pyplot as plt
     ax = ax or plt.subplots()[1]
     n = len(lrs)-skip_end
@@ -195,12 +179,13 @@ def lr_find(self:Learner,
     are finite"""
     finder,funcs = LRFinder(start_lr, end_lr, num_it, stop_div),listify(suggest_funcs)
     with no_trace(self), self.no_logging():
-        for cb in [cb for cb in self.cbs if not cb.run_find]: self.remove_cb(cb)
+        for cls in left_out: self.remove_cb(cls)
         self.fit(finder.num_it, cbs=finder)
     found = {_name(f): f(*_curve(finder), finder.num_it) for f in funcs}
     if show_plot and is_rank0() and find_spec('matplotlib'):
         plot_lr_find(finder.lrs, finder.losses, {k: o[1] for k,o in found.items()})
-    res = type('SuggestedLRs', (namedtuple('SuggestedLRs', found),), {})(*[o[0] for o in found.values()])
+    cls = type('SuggestedLRs', (namedtuple('SuggestedLRs', found),), {})
+    res = cls(*[o[0] for o in found.values()])
     res.lrs,res.losses = finder.lrs,finder.losses
     return res
 

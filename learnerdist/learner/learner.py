@@ -7,7 +7,7 @@ __all__ = ['TrainEvalCallback', 'trainable_params', 'get_model', 'Learner']
 
 # %% ../../nbs/learner/01_learner.ipynb #c002
 import inspect
-from contextlib import ExitStack,contextmanager
+from contextlib import ExitStack,contextmanager,nullcontext
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -18,11 +18,12 @@ import torch
 from fastcore.basics import listify,patch
 from torch.nn.parallel import DataParallel,DistributedDataParallel
 
-from .callback import Callback,Order,batch_events,all_events,cancels,own_loader
+from .callback import Callback,Order,batch_events,all_events,cancels
 from .losses import loss_of_batch,loss_trace
 from ..data.loaders import call_model,data_len,find_bs,single,split_batch,to_device
 from ..core.deferred import fill_in
 from ..core.env import default_device
+from ..core.stacks import need
 
 # %% ../../nbs/learner/01_learner.ipynb #c005
 class TrainEvalCallback(Callback):
@@ -38,9 +39,9 @@ class TrainEvalCallback(Callback):
         self.learn.training = training
 
     def after_batch(self):
-        learn,n = self.learn,self.n_iter
-        learn.train_iter,learn.pct_train = learn.train_iter+1,(learn.epoch
-                                                               + ((learn.iter+1)/n if n else 0))/learn.n_epoch
+        learn,n = self.learn,self.learn.n_iter
+        learn.train_iter += 1
+        learn.pct_train = (learn.epoch+((learn.iter+1)/n if n else 0))/learn.n_epoch
 
 # %% ../../nbs/learner/01_learner.ipynb #c006
 defaults = SimpleNamespace(callbacks=[TrainEvalCallback], lr=1e-3)
@@ -63,9 +64,46 @@ class StartAt(NamedTuple):
     batches:int=0      # Batches of this epoch already trained on; the loader yields the rest
     trained:bool=False # Whether the training loop of this epoch is complete
 
+def check_parts(dls, model, metrics, **functions):
+    "ValueError for what cannot be a part of a learner"
+    like_dls = 'give `DataLoaders`, or an object with `train`, an index and a length'
+    need(hasattr(dls, 'train'), like_dls, dls=dls)
+    need(isinstance(model, torch.nn.Module), 'give a torch.nn.Module', model=model)
+    for k,v in functions.items():
+        need(callable(v) or v is None and k=='loss_func', 'give a function or a class', **{k: v})
+    for o in listify(metrics): need(not isinstance(o, Real), 'give a function or a class', metrics=o)
+
 # %% ../../nbs/learner/01_learner.ipynb #c008b
+class Runner:
+    "What a learner asks while it runs. These are the answers of a process that trains alone; a context replaces it"
+    is_alone,repeated,global_items = True,False,None # see the properties of `Learner`
+    model = None # What is called in training, in place of the learner's model
+    def loader(self, dl):
+        "What is read of a loader: all of its data, if another learner's context has split it"
+        return dl.all_data() if hasattr(dl, 'all_data') else dl
+    def holds(self, e, event)->bool:
+        "Whether the exception waits for the end of the batch. e: a Cancel exception that a callback has raised"
+        return False
+    def aside(self):
+        "Context for a loop within another"
+        return nullcontext()
+    def total(self, t):
+        "The sum of a number over all who take part"
+        return t
+    def anyone(self, wish)->bool:
+        "Whether anyone who takes part has this wish"
+        return wish
+    def least(self, n):
+        "The smallest of the numbers of all who take part"
+        return n
+    def draw_seed(self)->int:
+        "A seed, the same for all who take part"
+        return torch.randint(2**62, ()).item()
+
+# %% ../../nbs/learner/01_learner.ipynb #c008c
 class Learner:
     "Data, model, loss and optimizer, with the training loop over them"
+    runner = Runner() # in a context, an object of that context
     def __init__(self,
         dls,                        # `DataLoaders`, or an object with `train`, an index and a length
         model:torch.nn.Module,      # Called with the inputs of a batch, see `call_model`; moved to the learner's device
@@ -82,16 +120,18 @@ class Learner:
         model_dir='models',         # Folder for saved models, within `path`
         train_bn=True               # Train the normalisation layers of frozen parameter groups, too
     ):
-        self.dls,self.model,self.loss_func,self.opt_func,self.lr = dls,model,loss_func,opt_func,lr
-        self.splitter,self.metrics,self.model_dir = splitter,[metrics] if hasattr(metrics,
-                'items') else listify(metrics),model_dir
-        self.train_bn = train_bn
+        check_parts(dls, model, metrics, loss_func=loss_func, opt_func=opt_func, splitter=splitter)
+        need(isinstance(path, (str,Path,type(None))), 'give a folder', path=path)
+        self.dls,self.model,self.loss_func = dls,model,loss_func
+        self.opt_func,self.lr = opt_func,lr
+        self.splitter,self.model_dir,self.train_bn = splitter,model_dir,train_bn
+        self.metrics = [metrics] if hasattr(metrics, 'items') else listify(metrics)
         self.path = Path(path or getattr(dls, 'path', '.'))
         self.opt,self.training,self.fitting,self.logger,self.cbs = None,False,False,print,[]
         self.epoch,self.n_epoch,self.iter,self.n_iter,self.dl = 0,1,0,None,None
-        self.xb,self.yb,self.pred,self.loss_grad,self.loss,self.start_at = (),(),None,None,None,StartAt()
-        self.items,self.global_items,self.wrapper = None,None,None
-        self._loss_over,self.repeated,self.loss_trace = None,False,None
+        self.xb,self.yb,self.start_at = (),(),StartAt()
+        self.pred,self.loss_grad,self.loss = None,None,None
+        self.items,self._loss_over,self.loss_trace = None,None,None
         self.add_cbs(defaults.callbacks).add_cbs(cbs)
         self('after_create')
 
@@ -106,20 +146,25 @@ class Learner:
 
     @property
     def wrapper(self):
-        """What a callback calls for a further forward pass of a training batch (SAM): `model`, on several ranks in
-        DDP or FSDP2"""
-        return vars(self).get('wrapper') or self.model
-    @wrapper.setter
-    def wrapper(self, wrapper): vars(self)['wrapper'] = wrapper
+        """What a callback calls for a further forward pass of a training batch (SAM): `model`, in a context in DDP or
+        FSDP2"""
+        return self.runner.model or self.model
+    @property
+    def repeated(self):
+        "Whether the current batch counts for nothing"
+        return self.runner.repeated
+    @property
+    def global_items(self):
+        "The mean of `items` over all who share this step; None if nobody does"
+        return self.runner.global_items
 
     def __call__(self, event):
-        # as `answers` says, without a call for each, unless a class has its own
         for cb in self._handlers.get(event, ()):
             if (cb.answers(event, self.training) if type(cb).answers is not Callback.answers else
                 cb.run and (event not in batch_events or (cb.run_train if self.training else cb.run_valid))):
                 try: getattr(cb, event)()
                 except _cancels as e:
-                    if not any([o.holds(e, event) for o in self.cbs]): raise
+                    if not self.runner.holds(e, event): raise
 
 # %% ../../nbs/learner/01_learner.ipynb #c010
 @patch
@@ -127,9 +172,9 @@ def add_cb(self:Learner, cb):
     """Add a callback (an instance or a class), and make it an attribute, as in `learn.recorder`. ValueError if that
     hides another attribute"""
     cb = cb() if isinstance(cb, type) else cb
-    if not isinstance(cb, Callback): raise ValueError(f'{cb!r} is no callback: give a `Callback` or its class')
+    need(isinstance(cb, Callback), f'{cb!r} is no callback: give a `Callback` or its class')
     hidden = vars(self).get(cb.name, getattr(type(self), cb.name, cb))
-    if not isinstance(hidden, Callback): raise ValueError(f'{cb} would hide learn.{cb.name}: give it another name')
+    need(isinstance(hidden, Callback), f'{cb} would hide learn.{cb.name}: give it another name')
     cb.learn = self
     setattr(self, cb.name, cb)
     self._set_cbs(self.cbs+[cb])
@@ -149,7 +194,8 @@ def remove_cb(self:Learner, cb):
 @patch
 def _set_cbs(self:Learner, cbs):
     self.cbs = sorted(cbs, key=lambda o: o.order)
-    self._handlers = {e:[o for o in self.cbs if hasattr(type(o), e) or e in vars(o)] for e in all_events}
+    def hears(cb, e): return hasattr(type(cb), e) or e in vars(cb)
+    self._handlers = {e:[o for o in self.cbs if hears(o, e)] for e in all_events}
 
 # %% ../../nbs/learner/01_learner.ipynb #c011
 @patch
@@ -187,41 +233,40 @@ def _with_events(self:Learner, f, event):
 def all_batches(self:Learner):
     "Run every batch of `self.dl`"
     self.n_iter,start,self.loss_trace = data_len(self.dl),self.start_at,loss_trace(self)
-    for o in enumerate(self.dl, start.batches if self.training and self.epoch==start.epoch else 0): self.one_batch(*o)
+    resumed = self.training and self.epoch==start.epoch
+    for o in enumerate(self.dl, start.batches if resumed else 0): self.one_batch(*o)
 
 # %% ../../nbs/learner/01_learner.ipynb #c014
 @patch
-def one_batch(self:Learner,
-    i:int, # Index of the batch in this loop
-    b      # The batch, as the loader gave it
-):
-    "Run one batch: prediction and loss; in training also the backward pass and the optimizer's step"
+def one_batch(self:Learner, i:int, b):
+    """Run one batch: prediction and loss; in training also the backward pass and the optimizer's step. i: index of the
+    batch in this loop; b: the batch, as the loader gave it"""
     self.iter,self.pred,self.loss_grad,self.loss,self.items = i,None,None,None,None
-    self.xb,self.yb = split_batch(to_device(b, self.device),
-                                  getattr(self.dl, 'n_inp', getattr(self.dls, 'n_inp', None)))
+    n_inp = getattr(self.dl, 'n_inp', getattr(self._dls, 'n_inp', None))
+    self.xb,self.yb = split_batch(to_device(b, self.device), n_inp)
     self._with_events(self._do_batch, 'batch')
 
-def check_loss(loss):
-    "ValueError if a loss function has returned no tensor"
-    if not isinstance(loss, torch.Tensor):
-        raise ValueError(f'the loss is {loss!r}: let loss_func return a tensor (), or (sum, count)')
+def check_loss(loss, training=False):
+    "ValueError if a loss function has returned no tensor, or in training several numbers"
+    if isinstance(loss, torch.Tensor) and (loss.numel()==1 or not training): return
+    got = f'of shape {tuple(loss.shape)}' if isinstance(loss, torch.Tensor) else repr(loss)
+    raise ValueError(f'the loss is {got}: let loss_func return a tensor (), or (sum, count)')
 
 def check_targets(learn):
     "ValueError if a training batch has no targets, since nothing would be trained"
     if len(learn.yb): return
-    got = (f"{type(learn.dl).__name__}'s batch, {', '.join(type(o).__name__ for o in learn.xb)}, has no targets: "
-           f"nothing would be trained")
-    raise ValueError(f'the {got}. Let the loader give a tuple of inputs and targets; with loss_func=None, the batch '
-                     f'object twice')
+    name,inputs = type(learn.dl).__name__,', '.join(type(o).__name__ for o in learn.xb)
+    raise ValueError(f"the {name}'s batch, {inputs}, has no targets: nothing would be trained. Let the loader give a "
+                     'tuple of inputs and targets; with loss_func=None, the batch object twice')
 
 @patch
 def _do_batch(self:Learner):
-    model,trace = self.wrapper,self.loss_trace
+    model,trace = self.runner.model or self.model,self.loss_trace
     self.pred = call_model(model if trace is None else partial(trace, model), self.xb, self.model)
     self('after_pred')
     if self.yb:
         self.loss_grad = loss_of_batch(self)
-        check_loss(self.loss_grad)
+        check_loss(self.loss_grad, self.training)
         self.loss = self.loss_grad.detach().clone()
     self('after_loss')
     if not self.training: return
@@ -233,12 +278,12 @@ def _do_batch(self:Learner):
 # %% ../../nbs/learner/01_learner.ipynb #c015
 @patch
 def _do_epoch_train(self:Learner):
-    self.dl = own_loader(self, self.dls.train)
+    self.dl = self.runner.loader(self.dls.train)
     self._with_events(self.all_batches, 'train')
 
 @patch
 def _do_epoch_validate(self:Learner, ds_idx=1, dl=None):
-    self.dl = own_loader(self, self.dls[ds_idx] if dl is None else dl)
+    self.dl = self.runner.loader(self.dls[ds_idx] if dl is None else dl)
     with torch.no_grad(): self._with_events(self.all_batches, 'validate')
 
 @patch
@@ -251,10 +296,9 @@ fit_flags = {} # From a keyword of `fit` to a function of (learner, value) that 
 
 @patch
 @contextmanager
-def flagged(self:Learner,
-    flags:dict # From keywords of `fit` to their values; None or False: off
-):
-    "Context that applies `flags` to the learner. TypeError for an unknown flag"
+def flagged(self:Learner, flags:dict):
+    """Context that applies `flags` to the learner. TypeError for an unknown flag. flags: from keywords of `fit` to
+    their values; None or False: off"""
     unknown = [o for o in flags if o not in fit_flags]
     hint = "; the rate of a fit with a schedule of its own is 'lr_max'" if 'lr' in unknown else ''
     if unknown: raise TypeError(f"fit has no option {unknown[0]!r}{hint}; flags: {', '.join(fit_flags)}")
@@ -269,28 +313,31 @@ def is_oom(e)->bool:
     if isinstance(e, (torch.OutOfMemoryError,MemoryError)): return True
     return isinstance(e, RuntimeError) and 'DefaultCPUAllocator' in str(e)
 
-def advise_on_memory(
-    e,    # An exception that has ended a fit
-    learn # Ours or fastai's
-):
-    "If the exception says that memory has run out, add the size of the batch and a remedy to it"
+def advise_on_memory(e, learn):
+    """If the exception says that memory has run out, add the size of the batch and a remedy to it. e: an exception
+    that has ended a fit; learn: ours or fastai's"""
     if not is_oom(e) or not learn.xb: return
     n,which = find_bs(learn.xb),'training' if learn.training else 'evaluation'
     e.args = (f'{e}\nOut of memory in {which} with a batch of {n} samples. Take a smaller batch size: '
-              f'find_batch_size(learn) '
-              'finds one that fits. GradientAccumulation keeps the samples of a step, to_bf16() halves activations.',)
+              'find_batch_size(learn) finds one that fits. GradientAccumulation keeps the samples of a step, '
+              'to_bf16() halves activations.',)
 
 # %% ../../nbs/learner/01_learner.ipynb #c019
 @patch
 def _do_fit(self:Learner):
-    for i in range(self.start_at.epoch, self.n_epoch): # a callback may have moved `start_at` in `before_fit`
+    # a callback may have moved `start_at` in `before_fit`
+    for i in range(self.start_at.epoch, self.n_epoch):
         self.epoch = i
         self._with_events(self._do_epoch, 'epoch')
 
-def check_epochs(n):
+def check_epochs(n, name='n_epoch'):
     "ValueError if `n` is no number of epochs"
-    if hasattr(n, '__index__') and not isinstance(n, bool) and n>=0: return
-    raise ValueError(f'n_epoch={n!r}: give a whole number of epochs, 0 or more')
+    whole = hasattr(n, '__index__') and not isinstance(n, bool) and n>=0
+    need(whole, 'give a whole number of epochs, 0 or more', **{name: n})
+
+def check_reset(reset_opt):
+    "ValueError if `reset_opt` is neither true nor false, such as a text"
+    need(reset_opt in (True,False), 'give True or False', reset_opt=reset_opt)
 
 @patch
 def fit(self:Learner,
@@ -306,6 +353,8 @@ def fit(self:Learner,
 ):
     "Train for `n_epoch` epochs. A second fit goes on with the weights and the optimizer of the first"
     check_epochs(n_epoch)
+    check_epochs(start_epoch, 'start_epoch')
+    check_reset(reset_opt)
     flags |= {k: v for k,v in dict(ddp=ddp, amp=amp, resume=resume).items() if v is not None}
     with self.flagged(flags), self.added_cbs(cbs):
         self.prepare(self.lr if lr is None else lr, reset_opt)
@@ -321,21 +370,22 @@ def _end_fit(self:Learner):
     self.dl,self.xb,self.yb = None,(),()
     self.pred,self.loss_grad,self.items = None,None,None
     self.training,self.fitting = False,False
-    self.wrapper = self.loss_trace = None
+    self.loss_trace = None
     for cb in self.cbs: cb.run = True
     for cb in reversed(self.cbs): cb.cleanup()
 
 # %% ../../nbs/learner/01_learner.ipynb #c021
-_loop_state = 'model','wrapper','dl','iter','n_iter','xb','yb','pred','loss_grad','loss','items','loss_trace','training'
+_loop_state = 'model dl iter n_iter xb yb pred loss_grad loss items loss_trace training'.split()
 
 @patch
 @contextmanager
 def aside(self:Learner):
     "Context for another loop over data, also within a fit: the state of the outer loop is restored afterwards"
-    kept = [(o,{k:vars(o)[k] for k in names if k in vars(o)}) for o,
-            names in [(self,_loop_state),*[(cb,cb.loop_state) for cb in self.cbs]]]
+    own = {k:vars(self)[k] for k in _loop_state if k in vars(self)}
+    kept = [(self,own),*[(cb,cb.of_loop()) for cb in self.cbs]]
     modes = {m:m.training for m in self.model.modules()}
-    try: yield
+    try:
+        with self.runner.aside(): yield
     finally:
         if not self.fitting: self._end_fit()
         else:
@@ -347,13 +397,13 @@ def aside(self:Learner):
 def create_opt(self:Learner):
     "Make a new optimizer over the model's parameter groups. ValueError if no parameter is trainable"
     groups = list(self.splitter(get_model(self.model)))
-    if not groups: raise ValueError('the model has no trainable parameter: unfreeze some, or look at `splitter`')
+    need(groups, 'the model has no trainable parameter: unfreeze some, or look at `splitter`')
     if isinstance(groups[0], torch.Tensor): groups = [groups]
-    self.opt = self.opt_func([dict(params=list(g)) for g in groups], lr=group_lrs(self.lr, len(groups))[-1])
+    lr = group_lrs(self.lr, len(groups))[-1]
+    self.opt = self.opt_func([dict(params=list(g)) for g in groups], lr=lr)
     closure = inspect.signature(self.opt.step).parameters.get('closure')
-    if closure and closure.default is closure.empty:
-        raise ValueError(f'{type(self.opt).__name__} needs the loss several times a step, and this loop has it once: '
-                         f'take another one')
+    needed,name = closure and closure.default is closure.empty,type(self.opt).__name__
+    need(not needed, f'{name} needs the loss several times a step: take another one')
 
 @patch
 def prepare_model(self:Learner):
@@ -368,21 +418,20 @@ def prepare(self:Learner, lr, reset_opt=False): # as in `fit`
     for g,o in zip(self.opt.param_groups, group_lrs(lr, len(self.opt.param_groups))): g['lr'] = o
 
 # %% ../../nbs/learner/01_learner.ipynb #c026
-def group_lrs(
-    # A number for all groups; a list, one for each; `slice(a,b)`: from a to b in equal ratios; `slice(b)`: b/10, and b
-    # for the last
-    lr,
-    n:int # Number of parameter groups
-)->list:
-    "The learning rate of each parameter group. ValueError for a list of another length"
-    if isinstance(lr, slice) and lr.start is None: return [lr.stop/10]*(n-1)+[lr.stop]
-    if isinstance(lr, slice):
-        return [lr.start*(lr.stop/lr.start)**(i/max(n-1,1)) for i in range(n)] if n>1 else [lr.stop]
+def group_lrs(lr, n:int)->list:
+    """The learning rate of each parameter group. ValueError for a list of another length. lr: a number for all groups;
+    a list, one for each; `slice(a,b)`: from a to b in equal ratios; `slice(b)`: b/10, and b for the last; n: number
+    of parameter groups"""
+    ends = [lr.stop if lr.start is None else lr.start,lr.stop] if isinstance(lr, slice) else None
     res = list(lr) if isinstance(lr, (list,tuple)) else [lr]*n
-    bad = [o for o in res if not isinstance(o, (Real,torch.Tensor))]
-    if bad: raise ValueError(f'lr={bad[0]!r}: give a number, a slice, or a list with one for each parameter group')
-    if len(res)!=n:
-        raise ValueError(f'{len(res)} learning rates {res} for {n} parameter groups: give one each, or a slice')
+    for o in ends or res:
+        rate = isinstance(o, (Real,torch.Tensor)) and o>=0
+        need(rate, 'give a number, a slice, or a list with one for each parameter group', lr=o)
+    if ends and n<2: return [lr.stop]
+    if ends and lr.start is None: return [lr.stop/10]*(n-1)+[lr.stop]
+    if ends: return [lr.start*(lr.stop/lr.start)**(i/(n-1)) for i in range(n)]
+    given = f'{len(res)} learning rates {res} for {n} parameter groups'
+    need(len(res)==n, f'{given}: give one each, or a slice')
     return res
 
 # %% ../../nbs/learner/01_learner.ipynb #c029
@@ -398,7 +447,7 @@ def y(self:Learner):
 @patch(as_prop=True)
 def device(self:Learner)->torch.device:
     "The device for model and batches: that of `dls`, or this process's own"
-    return torch.device(getattr(self.dls, 'device', None) or default_device())
+    return torch.device(getattr(self._dls, 'device', None) or default_device())
 
 # %% ../../nbs/learner/01_learner.ipynb #c039
 @patch

@@ -44,17 +44,48 @@ class StartAt(NamedTuple):
     batches: int = 0
     trained: bool = False
 
+def check_parts(dls, model, metrics, **functions):
+    """ValueError for what cannot be a part of a learner"""
+
+class Runner:
+    """What a learner asks while it runs. These are the answers of a process that trains alone; a context replaces it"""
+    is_alone: Any
+    repeated: Any
+    global_items: Any
+    model: Any
+
+    def loader(self, dl):
+        """What is read of a loader: all of its data, if another learner's context has split it"""
+
+    def holds(self, e, event) -> bool:
+        """Whether the exception waits for the end of the batch. e: a Cancel exception that a callback has raised"""
+
+    def aside(self):
+        """Context for a loop within another"""
+
+    def total(self, t):
+        """The sum of a number over all who take part"""
+
+    def anyone(self, wish) -> bool:
+        """Whether anyone who takes part has this wish"""
+
+    def least(self, n):
+        """The smallest of the numbers of all who take part"""
+
+    def draw_seed(self) -> int:
+        """A seed, the same for all who take part"""
+
 class Learner:
     """Data, model, loss and optimizer, with the training loop over them"""
-    train_bn: Any
+    metrics: Any
     path: Any
     model: Any
     loss_func: Any
     opt_func: Any
     lr: Any
     splitter: Any
-    metrics: Any
     model_dir: Any
+    train_bn: Any
     opt: Any
     training: Any
     fitting: Any
@@ -67,14 +98,13 @@ class Learner:
     dl: Any
     xb: Any
     yb: Any
+    start_at: Any
     pred: Any
     loss_grad: Any
     loss: Any
-    start_at: Any
     items: Any
-    global_items: Any
-    repeated: Any
     loss_trace: Any
+    runner: Any
     recorder: Any
     progress: Any
     train_eval: Any
@@ -94,12 +124,16 @@ class Learner:
 
     @property
     def wrapper(self):
-        """What a callback calls for a further forward pass of a training batch (SAM): `model`, on several ranks in
-        DDP or FSDP2"""
+        """What a callback calls for a further forward pass of a training batch (SAM): `model`, in a context in DDP or
+        FSDP2"""
 
-    @wrapper.setter
-    def wrapper(self, wrapper):
-        ...
+    @property
+    def repeated(self):
+        """Whether the current batch counts for nothing"""
+
+    @property
+    def global_items(self):
+        """The mean of `items` over all who share this step; None if nobody does"""
 
     def __call__(self, event):
         ...
@@ -133,29 +167,9 @@ class Learner:
         """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an
     exception"""
 
-    def export(self, fname='export.pth') -> Path:
-        """Write weights, `dls.vocab`, batch size, number of inputs, on rank 0; if the model is sharded, all must call.
-    ValueError if not data"""
-
     def lr_find(self, start_lr=1e-07, end_lr=10, num_it: int=100, stop_div: bool=True, show_plot: bool=True, suggest_funcs=...):
         """Train with a rising rate, and suggest one. Afterwards the learner is as before. ValueError if too few losses
     are finite"""
-
-    def freeze_to(self, n: int):
-        """Freeze the parameter groups before `n`, train the others, and forget the state of the optimizer. ValueError if
-    that leaves no group"""
-
-    def freeze(self):
-        """Train the last parameter group only. ValueError if there is one group"""
-
-    def unfreeze(self):
-        """Train all parameter groups"""
-
-    def fine_tune(self, epochs: int, base_lr: float=0.002, freeze_epochs: int=1, lr_mult: float=100, pct_start: float=0.3, div: float=5.0, **kwargs):
-        """Train the last parameter group for `freeze_epochs`, then all of them for `epochs`, each time by `fit_one_cycle`"""
-
-    def fit_flat_cos(self, n_epoch: int, lr=None, div_final: float=100000.0, pct_start: float=0.75, cbs=None, reset_opt=False, **flags):
-        """Fit with a constant rate, and then with one that falls by a cosine"""
 
     def add_cb(self, cb):
         """Add a callback (an instance or a class), and make it an attribute, as in `learn.recorder`. ValueError if that
@@ -178,11 +192,13 @@ class Learner:
         """Run every batch of `self.dl`"""
 
     def one_batch(self, i: int, b):
-        """Run one batch: prediction and loss; in training also the backward pass and the optimizer's step"""
+        """Run one batch: prediction and loss; in training also the backward pass and the optimizer's step. i: index of the
+    batch in this loop; b: the batch, as the loader gave it"""
 
     @contextmanager
     def flagged(self, flags: dict):
-        """Context that applies `flags` to the learner. TypeError for an unknown flag"""
+        """Context that applies `flags` to the learner. TypeError for an unknown flag. flags: from keywords of `fit` to
+    their values; None or False: off"""
 
     def fit(self, n_epoch: int, lr=None, cbs=None, reset_opt: bool=False, start_epoch: int=0, ddp=None, amp=None, resume=None, **flags):
         """Train for `n_epoch` epochs. A second fit goes on with the weights and the optimizer of the first"""
@@ -216,6 +232,10 @@ class Learner:
     def no_logging(self):
         """Context in which the learner prints no lines of its table"""
 
+    @contextmanager
+    def no_bar(self):
+        """Context without a progress bar; the lines of the table still appear"""
+
     def get_preds(self, ds_idx: int=1, dl=None, with_input: bool=False, with_loss: bool=False, act=None, reorder: bool=True, gather='all', cbs=None) -> tuple:
         """Predictions and targets of a whole data set; in `distrib_ctx` those of all ranks, on every rank. ValueError
     for another `gather`"""
@@ -223,9 +243,8 @@ class Learner:
     def predict(self, item, act=None):
         """The prediction for one item; each rank computes it"""
 
-    @contextmanager
-    def no_bar(self):
-        """Context without a progress bar; the lines of the table still appear"""
+    def tta(self, ds_idx: int=1, dl=None, n: int=4, item_tfms=None, batch_tfms=None, beta: float=0.25, use_max: bool=False) -> tuple:
+        """Predict `n` augmented versions of each sample, and the sample itself, and mix the predictions"""
 
     def validate(self, ds_idx: int=1, dl=None, cbs=None) -> list:
         """Loss and metrics of the present model over a whole data set"""
@@ -238,12 +257,31 @@ class Learner:
         """Load what `save` or a `Checkpoint` wrote. Reads only tensors and plain data, so a file cannot run code.
     ValueError for a damaged file"""
 
-    def fit_one_cycle(self, n_epoch: int, lr_max=None, div=25.0, div_final=100000.0, pct_start=0.25, cbs=None, reset_opt=False, scale_lr=False, *, start_epoch: Any=..., ddp: Any=..., amp: Any=..., resume: Any=..., **flags):
+    def export(self, fname='export.pth') -> Path:
+        """Write weights, `dls.vocab`, batch size, number of inputs, on rank 0; if the model is sharded, all must call.
+    ValueError if not data"""
+
+    def fit_one_cycle(self, n_epoch: int, lr_max=None, div=25.0, div_final=100000.0, pct_start=0.25, cbs=None, reset_opt=False, scale_lr=False, *, ddp: Any=..., amp: Any=..., resume: Any=..., **flags):
         """Fit with one cycle of rates, up and then down, and momentum the other way round (Smith, 2018, arXiv:1803.09820)"""
 
+    def fit_flat_cos(self, n_epoch: int, lr=None, div_final: float=100000.0, pct_start: float=0.75, cbs=None, reset_opt=False, **flags):
+        """Fit with a constant rate, and then with one that falls by a cosine"""
+
+    def freeze_to(self, n: int):
+        """Freeze the parameter groups before `n`, train the others, and forget the state of the optimizer. ValueError if
+    that leaves no group"""
+
+    def freeze(self):
+        """Train the last parameter group only. ValueError if there is one group"""
+
+    def unfreeze(self):
+        """Train all parameter groups"""
+
+    def fine_tune(self, epochs: int, base_lr: float=0.002, freeze_epochs: int=1, lr_mult: float=100, pct_start: float=0.3, div: float=5.0, **kwargs):
+        """Train the last parameter group for `freeze_epochs`, then all of them for `epochs`, each time by `fit_one_cycle`"""
+
     def summary(self) -> str:
-        """The layers of the model in the order of their calls: shape of the output, parameters, whether trained.
-    Optimizer, loss, callbacks"""
+        """The layers of the model in the order of their calls: shape of the output, parameters, whether trained"""
 
     def show_results(self, ds_idx: int=1, dl=None, max_n: int=9, shuffle: bool=True):
         """Draw images with their targets and, below these, the predictions: green where they agree, and red where not"""
@@ -252,16 +290,13 @@ class Learner:
         """Train and evaluate in the model's own precision, without mixed precision"""
 
     def to_fp16(self, **kw) -> Learner:
-        """Train and evaluate in mixed precision with float16"""
+        """Train and evaluate in mixed precision with float16. kw: options of `torch.amp.GradScaler`, such as `init_scale`"""
 
     def to_bf16(self) -> Learner:
         """Train and evaluate in mixed precision with bfloat16"""
 
-    def tta(self, ds_idx: int=1, dl=None, n: int=4, item_tfms=None, batch_tfms=None, beta: float=0.25, use_max: bool=False) -> tuple:
-        """Predict `n` augmented versions of each sample, and the sample itself, and mix the predictions"""
-
-def check_loss(loss):
-    """ValueError if a loss function has returned no tensor"""
+def check_loss(loss, training=False):
+    """ValueError if a loss function has returned no tensor, or in training several numbers"""
 
 def check_targets(learn):
     """ValueError if a training batch has no targets, since nothing would be trained"""
@@ -272,12 +307,18 @@ def is_oom(e) -> bool:
     """Whether an exception says that memory has run out, on a GPU or on the host"""
 
 def advise_on_memory(e, learn):
-    """If the exception says that memory has run out, add the size of the batch and a remedy to it"""
+    """If the exception says that memory has run out, add the size of the batch and a remedy to it. e: an exception
+    that has ended a fit; learn: ours or fastai's"""
 
-def check_epochs(n):
+def check_epochs(n, name='n_epoch'):
     """ValueError if `n` is no number of epochs"""
+
+def check_reset(reset_opt):
+    """ValueError if `reset_opt` is neither true nor false, such as a text"""
 
 _loop_state: Any
 
 def group_lrs(lr, n: int) -> list:
-    """The learning rate of each parameter group. ValueError for a list of another length"""
+    """The learning rate of each parameter group. ValueError for a list of another length. lr: a number for all groups;
+    a list, one for each; `slice(a,b)`: from a to b in equal ratios; `slice(b)`: b/10, and b for the last; n: number
+    of parameter groups"""

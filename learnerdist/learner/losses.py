@@ -9,6 +9,7 @@ __all__ = []
 import copy,inspect
 from collections.abc import Mapping
 from functools import cache,partial,singledispatch
+from itertools import repeat
 from operator import is_not
 from typing import Callable,NamedTuple
 
@@ -27,78 +28,77 @@ from ..data.rows import batch_leaves,listed
 class MeanOver(NamedTuple):
     "What a loss is the mean over"
     # 'samples'; 'items' (counted by `count`); 'sum' (no mean); 'whole' (each rank computes it from the rows of all);
+    # 'unknown': it may show in a call of torch's losses, or in the self-check
     kind:str
-                        # 'unknown': it may show in a call of torch's losses, or in the self-check
     # From (prediction, *targets) of a batch to its number of items: a number, or a tensor (); None: found with the loss
     count:Callable=None
 
     @property
     def of_samples(self)->bool:
         "Whether samples count alike, but for labels that are ignored by default"
-        opts = getattr(self.count, 'keywords', None)
-        plain = opts is not None and opts.get('weight') is None and opts.get('ignore_index', -100)==-100
-        return self.kind in ('samples','unknown') or self.kind=='items' and (plain or self.count is n_elements)
+        if self.kind!='items': return self.kind in ('samples','unknown')
+        opts = getattr(self.count, 'keywords', {})
+        of_all = opts.get('weight') is None and opts.get('ignore_index', -100)==-100
+        return getattr(self.count, 'func', self.count) in (n_elements,n_class_items) and of_all
 
 def n_class_items(pred, targ, *_, weight=None, ignore_index=-100):
     "What a cross-entropy counts: targets that are not ignored, by the weights of their classes"
     if targ.is_floating_point(): return targ.numel()//targ.shape[min(targ.ndim-1, 1)] # probabilities of classes
     counted = targ!=ignore_index
-    return counted.sum() if weight is None else weight.to(targ.device)[targ.where(counted, 0).long()].where(counted,
-                                                                                                            0).sum()
+    if weight is None: return counted.sum()
+    return weight.to(targ.device)[targ.where(counted, 0).long()].where(counted, 0).sum()
 
 def n_elements(pred, targ, *_)->int:
     "What a loss of elements counts"
     return targ.numel() if isinstance(targ, Tensor) else find_bs(targ)
 
 # %% ../../nbs/learner/00_losses.ipynb #7236663f
-_classes,_samples = ('cross_entropy','nll_loss'),('ctc_loss','multi_margin_loss','multilabel_margin_loss',
-                                                  'multilabel_soft_margin_loss',
-    'cosine_embedding_loss','margin_ranking_loss','triplet_margin_loss','triplet_margin_with_distance_loss')
-_elements = ('mse_loss','l1_loss','smooth_l1_loss','huber_loss','binary_cross_entropy',
-             'binary_cross_entropy_with_logits','kl_div',
-             'poisson_nll_loss','gaussian_nll_loss','soft_margin_loss','hinge_embedding_loss')
-_functions = {getattr(F, o): o for o in (*_classes,*_samples,*_elements)}
-_modules = dict(CrossEntropyLoss='cross_entropy', NLLLoss='nll_loss', CTCLoss='ctc_loss',
-                MultiMarginLoss='multi_margin_loss',
-    MultiLabelMarginLoss='multilabel_margin_loss', MultiLabelSoftMarginLoss='multilabel_soft_margin_loss',
-                L1Loss='l1_loss',
-    CosineEmbeddingLoss='cosine_embedding_loss', MarginRankingLoss='margin_ranking_loss',
-                TripletMarginLoss='triplet_margin_loss',
-    TripletMarginWithDistanceLoss='triplet_margin_with_distance_loss', MSELoss='mse_loss',
-                SmoothL1Loss='smooth_l1_loss',
-    HuberLoss='huber_loss', BCELoss='binary_cross_entropy', BCEWithLogitsLoss='binary_cross_entropy_with_logits',
-                KLDivLoss='kl_div',
-    PoissonNLLLoss='poisson_nll_loss', GaussianNLLLoss='gaussian_nll_loss', SoftMarginLoss='soft_margin_loss',
-    HingeEmbeddingLoss='hinge_embedding_loss')
-_forwards = {getattr(nn, k).forward: v for k,v in _modules.items()}
+_of_classes = 'cross_entropy','nll_loss'
+_of_samples = ('ctc_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss cosine_embedding_loss '
+               'margin_ranking_loss triplet_margin_loss triplet_margin_with_distance_loss').split()
+_of_elements = ('mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits '
+                'kl_div poisson_nll_loss gaussian_nll_loss soft_margin_loss hinge_embedding_loss').split()
+_functions = {getattr(F, o): o for o in (*_of_classes,*_of_samples,*_of_elements)}
+
+def _stem(name): # BCEWithLogitsLoss calls binary_cross_entropy_with_logits
+    return name.replace('_', '').lower().replace('binarycrossentropy', 'bce').removesuffix('loss')
+
+_stems = {_stem(o): o for o in _functions.values()}
+_classes = {k: o for k,o in vars(nn).items() if k.endswith('Loss')}
+_forwards = {o.forward: _stems[_stem(k)] for k,o in _classes.items() if _stem(k) in _stems}
 
 def _of_torch(name, opts):
     "The reduction of torch's loss `name` with these options"
     reduction = opts.get('reduction', 'mean')
     if reduction=='sum': return MeanOver('sum')
-    if reduction=='batchmean' or name in _samples: return MeanOver('samples')
-    if name in _elements: return MeanOver('items', n_elements)
-    return MeanOver('items', partial(n_class_items, **{k: opts[k] for k in ('weight','ignore_index') if k in opts}))
+    if reduction=='batchmean' or name in _of_samples: return MeanOver('samples')
+    if name in _of_elements: return MeanOver('items', n_elements)
+    own = {k: opts[k] for k in ('weight','ignore_index') if k in opts}
+    return MeanOver('items', partial(n_class_items, **own))
 
 # %% ../../nbs/learner/00_losses.ipynb #0864ecc0
-def _said(n_items): return MeanOver('whole') if n_items=='whole' else MeanOver('items', n_items)
-
 @singledispatch
-def mean_over(
-    loss_func # A loss function or module; for your own class, register a function that returns its `MeanOver`
-)->MeanOver:
-    "What `loss_func` averages over; of kind 'unknown' if it is not registered"
-    if hasattr(loss_func, 'n_items'): return _said(loss_func.n_items)
+def mean_over(loss_func)->MeanOver:
+    """What `loss_func` averages over; of kind 'unknown' if it is not registered. loss_func: a loss function or module;
+    for your own class, register a function that returns its `MeanOver`"""
+    if (n_items := getattr(loss_func, 'n_items', None)) is not None: return _said(n_items)
     f,opts = loss_func,{}
     while isinstance(f, partial): f,opts = f.func,{**f.keywords, **opts}
-    return _of_torch(_functions[f], opts) if getattr(f, '__hash__', None) and f in _functions else MeanOver('unknown')
+    known = getattr(f, '__hash__', None) and f in _functions
+    return _of_torch(_functions[f], opts) if known else MeanOver('unknown')
+
+def _said(n_items): return MeanOver('whole') if n_items=='whole' else MeanOver('items', n_items)
 
 @mean_over.register
 def _(loss_func:nn.Module):
-    if hasattr(loss_func, 'n_items'): return _said(loss_func.n_items)
-    name = _forwards.get(type(loss_func).forward) # a subclass with a `forward` of its own may do anything
-    opts = {k: getattr(loss_func, k) for k in ('weight','ignore_index','reduction') if hasattr(loss_func, k)}
-    return MeanOver('unknown') if name is None else _of_torch(name, opts)
+    if (n_items := getattr(loss_func, 'n_items', None)) is not None: return _said(n_items)
+    # a subclass with a `forward` of its own may do anything
+    name = _forwards.get(type(loss_func).forward)
+    return MeanOver('unknown') if name is None else _of_torch(name, _options(loss_func))
+
+def _options(loss):
+    names = 'weight','ignore_index','reduction'
+    return {k: getattr(loss, k) for k in names if hasattr(loss, k)}
 
 # %% ../../nbs/learner/00_losses.ipynb #7d1f33a2
 class LossTrace(TorchFunctionMode):
@@ -111,17 +111,18 @@ class LossTrace(TorchFunctionMode):
         self.calls = []
         with self: return model(*args, **kwargs)
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        res,kwargs = func(*args, **(kwargs or {})),kwargs or {}
+        kwargs = kwargs or {}
+        res = func(*args, **kwargs)
         if func in _functions: self.calls.append((res, version(res), func, args, kwargs))
         elif func in _same and args and (call := self._call_of(args[0])):
-            self.calls.append((res,version(res),*call[2:]))
+            self.calls.append((res, version(res), *call[2:]))
         return res
     def _call_of(self, loss):
         "The call that has returned the mean `loss`, if nothing has changed it in place"
-        return next((o for o in self.calls if o[0] is loss and not loss.ndim and o[1]==version(loss)), None)
+        found = [o for o in self.calls if o[0] is loss and not loss.ndim and o[1]==version(loss)]
+        return found[0] if found else None
     def items(self, loss):
-        """What the mean `loss` is over, if it is the result of one of these calls, or a copy: a number or a tensor
-        (); else None"""
+        "What the mean `loss` is over, if one of these calls, or a copy, has returned it: a number, or a tensor ()"
         call = self._call_of(loss)
         if call is None: return None
         func,args,kwargs = call[2:]
@@ -131,9 +132,8 @@ class LossTrace(TorchFunctionMode):
         return over.count(pred, targ) if over.kind=='items' else None
 
 _signature = cache(inspect.signature)
-
-# DDP clones outputs
-_same = {torch.clone, *[getattr(Tensor, o) for o in ('clone','to','float','double','contiguous','mean')]}
+_names = 'clone','to','float','double','contiguous','mean'
+_same = {torch.clone, *[getattr(Tensor, o) for o in _names]} # DDP clones
 
 # %% ../../nbs/learner/00_losses.ipynb #ceff65e0
 def copied(b):
@@ -146,23 +146,22 @@ def _copied(o):
 
 def as_mean(total, n):
     "(mean, count) for a loss given as a sum and a count; the mean is 0 if the count is 0"
-    return total/torch.as_tensor(n).to(total).clamp(min=torch.finfo(total.dtype).tiny),n
+    return unweighted(total, torch.as_tensor(n).to(total)),n
 
-def weighted(
-    mean, # A loss or a metric: a number or a tensor ()
-    n     # Its weight: a number or a tensor ()
-)->Tensor: # () float64
-    "`mean` times `n`; 0 if `n` is 0, even if the mean is NaN"
+def weighted(mean, n)->Tensor:
+    """`mean` times `n`; 0 if `n` is 0, even if the mean is NaN. mean: a loss or a metric: a number or a tensor (); n:
+    its weight: a number or a tensor (); returns: () float64"""
     mean = torch.as_tensor(mean, dtype=torch.double).detach()
     if not isinstance(n, Tensor): return mean*n if n else torch.zeros_like(mean)
     return torch.where(n.to(mean.device)==0, 0., mean*n)
 
-def cut(
-    b,     # Nested tensors
-    n:int, # Number of samples
-    i:int, j:int # The first sample, and the end
-):
-    "Some samples of a batch. ValueError if not every leaf is a tensor of `n` rows"
+def unweighted(total:Tensor, n:Tensor)->Tensor:
+    "The inverse of `weighted`: `total` divided by `n`; 0 where `n` is 0, NaN where `total` is NaN"
+    return total/n.clamp(min=torch.finfo(total.dtype).tiny)
+
+def cut(b, n:int, i:int, j:int):
+    """Some samples of a batch. ValueError if not every leaf is a tensor of `n` rows. b: nested tensors; n: number of
+    samples; i, j: the first sample, and the end"""
     if any(not isinstance(o, Tensor) or o.shape[:1]!=(n,) for o in tree_leaves(b)):
         raise ValueError(f'not every tensor has {n} rows')
     return tree_map(lambda o: o[i:j], b)
@@ -172,74 +171,49 @@ def tolerance(*os): # None counts as a float
     "The relative difference that is rounding, for values of these dtypes; a float may be of float32, by `item()`"
     return max(_tols.get(o.dtype, .02) if isinstance(o, Tensor) else 1e-6 for o in os)
 
-def follows(
-    whole:tuple, # (loss, items, number) of a batch; items: what the loss is the mean over, None if it does not show it
-    parts:list,  # The same of its parts
-    tol:float    # Relative difference that is rounding
-):               # 'items', 'samples' (means over them), 'sum', 'other'; None: not known
-    "How the loss of a batch follows from the losses of its parts"
-    (loss,items,_),ns = whole,[o[2] for o in parts]
+def follows(whole:tuple, parts:list, tol:float):
+    """How the loss of a batch follows from the losses of its parts. whole: (loss, items, number) of a batch; items:
+    what the loss is the mean over, None if it does not show it; parts: the same of its parts; tol: relative
+    difference that is rounding; returns: 'items', 'samples' (means over them), 'sum', 'other'; None: not known"""
     def alike(a, b, scale): return abs(a-b)<=tol*max(abs(scale), abs(a), abs(b))
-    if items is not None and all(o[1] is not None for o in parts):
-        sums,counts = [float(weighted(*o[:2])) for o in parts],[float(o[1]) for o in parts]
+    loss,items,_ = whole
+    losses,counts,ns = map(list, zip(*parts))
+    if items is not None and None not in counts:
+        sums = [float(weighted(*o[:2])) for o in parts]
         same = alike(sum(sums), float(weighted(loss, items)), sum(map(abs, sums)))
-        return 'items' if same and alike(sum(counts), float(items), 0) or not loss-loss==0 else 'other'
-    values = [o[0] for o in (whole,*parts)]
+        same = same and alike(sum(map(float, counts)), float(items), 0)
+        return 'items' if same or not loss-loss==0 else 'other'
+    values = [loss,*losses]
     if any(o-o!=0 for o in values) or not any(values): return None # not finite; nothing to compare
-    scale = max(abs(o[0]) for o in parts)
-    if alike(sum(o[0]*o[2] for o in parts)/sum(ns), loss, scale): return 'samples'
-    return 'sum' if alike(sum(o[0] for o in parts), loss, scale) else 'other'
+    scale = max(map(abs, losses))
+    if alike(sum(o*n for o,n in zip(losses, ns))/sum(ns), loss, scale): return 'samples'
+    return 'sum' if alike(sum(losses), loss, scale) else 'other'
 
-@torch.no_grad()
-def probe(
-    func,       # From (prediction, *targets) to a number: a loss or a metric
-    pred, yb,   # Prediction and targets of a batch
-    n:int       # Number of samples in the batch
-):              # As `follows`. ValueError for a batch that cannot be cut
-    "Find out how the value of a batch follows from the values of its halves"
-    n = counted_rows(pred, yb, n)
-    if n<2: return None
-    def look(i, j):
-        args,trace = cut((pred,*yb), n, i, j),LossTrace()
-        with trace: res = func(*copied(args))
-        mean,items = as_mean(*res) if type(res) is tuple else (res,trace.items(res))
-        return float(torch.as_tensor(mean).double().mean()),items,j-i,tolerance(mean, *[pred]*isinstance(pred, Tensor))
-    (*whole,tol),*halves = look(0, n),look(0, n//2),look(n//2, n)
-    return follows(whole, [o[:3] for o in halves], tol)
-
-def counted_rows(
-    pred, yb, # Prediction and targets of a batch
-    n:int     # Number of samples in it
-)->int:
-    """What a mean counts of which nothing is known: samples; but the length of all tensors, if it is another (nodes
-    of graphs, tokens)"""
-    # the usual
-    if type(pred) is Tensor and len(yb)==1 and type(yb[0]) is Tensor and pred.shape[:1]==yb[0].shape[:1]==(n,): return n
+def counted_rows(pred, yb, n:int)->int:
+    """What a mean counts of which nothing is known: samples; nodes or tokens, if all tensors have so many rows. pred,
+    yb: prediction and targets of a batch; n: number of samples in it"""
     found = [o for b in (pred,*listed(yb)) for o in batch_leaves(b, n)]
     ts = [o for o in found if isinstance(o, Tensor) and o.ndim]
-    # time first
-    if len(ts)<2 or any(isinstance(o, (list,tuple)) for o in found) or all(o.shape[1:2]==(n,) for o in ts): return n
-    return n if len({len(o) for o in ts})>1 else len(ts[0])
+    if len(ts)<2 or any(isinstance(o, (list,tuple)) for o in found): return n
+    time_first = all(o.shape[1:2]==(n,) for o in ts)
+    return n if time_first or len({len(o) for o in ts})>1 else len(ts[0])
 
 # %% ../../nbs/learner/00_losses.ipynb #ba7c4f0e
-def batch_rows(
-    learn # A learner, at a batch
-)->int:   # Of this rank
-    "Number of samples in the current batch: the length of its tensors, or what the loader says if their lengths differ"
+def batch_rows(learn)->int:
+    """Number of samples in the current batch: the length of its tensors, or what the loader says if their lengths
+    differ. learn: a learner, at a batch; returns: of this rank"""
     b = (*learn.xb,*learn.yb)
-    # the usual
-    if len(b)==2 and type(b[0]) is type(b[1]) is Tensor and b[1].ndim==1 and b[0].shape[:1]==b[1].shape:
-        return len(b[1])
     if (n := vars(learn).get('n_rows')) is not None: return n # put together from the rows of all ranks
-    if len(b)==2 and type(b[0]) is type(b[1]) is Tensor and b[0].shape[:1]==b[1].shape[:1]!=():
-        if b[0].shape[1:2]!=b[1].shape[1:2]: return len(b[0])
-    tensors,lists = [o for o in tree_leaves(b) if isinstance(o, Tensor) and o.ndim],[o for o in b
-                                                                                     if isinstance(o, (list,tuple))]
+    if len(b)==2 and type(b[0]) is type(b[1]) is Tensor: # the usual
+        x,y = b[0].shape,b[1].shape
+        if x[:1]==y[:1]!=() and x[1:2]!=y[1:2]: return x[0]
+    tensors = [o for o in tree_leaves(b) if isinstance(o, Tensor) and o.ndim]
+    lists = [o for o in b if isinstance(o, (list,tuple))]
     lens,seconds = {len(o) for o in tensors},{o.shape[1:2] for o in tensors}
     if not lists and len(lens)==1 and seconds!={tensors[0].shape[1:2]}-{()}: return lens.pop()
     said = loader_says(learn.dl, learn.iter)
-    # a stream's lists of samples, with tensors of other lengths
-    if len(lists)==len(b) and len(lens)>1 and _size_and_n(learn.dl)[1] is None:
+    of_lists = lists and len(lists)==len(b) and len(lens)>1
+    if of_lists and _size_and_n(learn.dl)[1] is None: # of a stream's samples
         if len(ns := {*map(len, lists)})==1 and max(ns)<(said or 0): return ns.pop()
     if said in lens.union(map(len, lists)): return said
     if lens and seconds=={(said,)}: return said # time is the first dimension
@@ -249,15 +223,14 @@ def loader_says(dl, i):
     "The number of samples in batch `i`; None if it is not known"
     bs,dealer = getattr(dl, 'batch_sampler', None),getattr(dl, 'dealer', None)
     k = i-getattr(dl, 'offset', 0)
-    if dealer is not None and dealer.unit=='batch' and dealer.sizes:
-        return dealer.sizes[k] if k<len(dealer.sizes) else None
-    if isinstance(bs, (list,tuple)): return len(bs[k]) if k<len(bs) else None
+    sizes = dealer.sizes if dealer is not None and dealer.unit=='batch' else None
+    if not sizes and isinstance(bs, (list,tuple)): sizes = [*map(len, bs)]
+    if sizes: return sizes[k] if k<len(sizes) else None
     size,n = _size_and_n(dl)
     return size if None in (size,n) else min(size, n-i*size)
 
 def _size_and_n(dl):
-    """The batch size and the number of samples of a loader, each None if it is not known; that of a stream's last
-    batch may be smaller"""
+    "Batch size and number of samples of a loader, None if not known; a stream's last batch may be smaller"
     bs = getattr(dl, 'batch_sampler', None)
     if type(bs) is BatchSampler: return bs.batch_size,data_len(bs.sampler)
     return getattr(dl, 'bs', None) if bs is None else None,getattr(dl, 'n', None)
@@ -266,56 +239,64 @@ def _size_and_n(dl):
 def loss_over(learn)->MeanOver:
     "What the learner's loss averages over. Cached until `learn.loss_func` changes, or the options of one of torch's"
     known,func = vars(learn).get('_loss_over'),learn.loss_func
-    if known is None or known[0] is not func or len(known)>2 and any(map(is_not, known[3:], _options(known[2]))):
-        over,inner = mean_over(func),getattr(func, 'func', func) # fastai's losses have one of torch's
-        changes = over.kind!='unknown' and hasattr(inner, 'reduction')
-        known = learn._loss_over = func,over,*((inner,*_options(inner)) if changes else ())
+    stale = known is None or known[0] is not func
+    if stale or any(map(is_not, known[4], map(getattr, repeat(known[2]), known[3]))):
+        inner = getattr(func, 'func', func) # fastai's losses have one of torch's
+        options = _options(inner)
+        known = learn._loss_over = func,mean_over(func),inner,[*options],[*options.values()]
     return known[1]
 
-def _options(loss): return getattr(loss, 'weight', None),getattr(loss, 'ignore_index', None),loss.reduction
+def set_loss_over(learn, over:MeanOver):
+    "From now on `loss_over` returns `over`, until the learner has another loss function"
+    learn._loss_over = learn.loss_func,over,None,(),()
 
-def loss_of_batch(
-    learn # A learner, after the prediction for a batch
-):        # As the loss function returns it, with its graph; the mean, if it returns a sum and a count
-    "Call the learner's loss function. Sets `learn.items`, if the loss says or shows what it is the mean over"
-    over,func = loss_over(learn),learn.loss_func
-    if func is None: func = loss_of_model
-    if over.count is None and over.kind in ('unknown','items'): res = _observed(learn, func)
-    else: res = func(learn.pred, *learn.yb)
+def loss_of_batch(learn):
+    """Call the learner's loss function. Sets `learn.items`, if the loss says or shows what it is the mean over. learn:
+    a learner, after the prediction for a batch; returns: as the loss function returns it, with its graph; the mean,
+    if it returns a sum and a count"""
+    func = loss_of_model if learn.loss_func is None else learn.loss_func
+    over = loss_over(learn)
+    unseen = over.count is None and over.kind in _seen_later
+    res = _observed(learn, func) if unseen else func(learn.pred, *learn.yb)
     if type(res) is tuple: res,learn.items = as_mean(*res)
     return res
 
-def n_items(
-    learn # A learner, after the loss of a batch
-):        # A number, or a tensor (); of this rank's batch
-    "The weight of the current batch's loss in a mean: its number of items if they must be counted, else of samples"
+def n_items(learn, over=None):
+    """The weight of the current batch's loss in a mean, after the loss: its number of items if they must be counted,
+    else of samples. A number, or a tensor (); of this rank's batch. `over`: what the loss counts, if that is known"""
     n = vars(learn).get('items')
     if n is None:
-        over = loss_over(learn)
-        if over.count is None: return counted_rows(learn.pred, learn.yb, batch_rows(learn))
-        n = over.count(learn.pred, *learn.yb)
+        count = (over or loss_over(learn)).count
+        if count is None: return counted_rows(learn.pred, learn.yb, batch_rows(learn))
+        n = count(learn.pred, *learn.yb)
     return n.detach().double() if isinstance(n, Tensor) else n
 
-def probe_loss(
-    learn # A learner, after the loss of a batch
-):        # As `probe`; 'other' if the loss fails on a part of the batch
-    "Apply `probe` to the learner's loss and the current batch. It restores the random streams and what the loss keeps"
+@torch.no_grad()
+def probe_loss(learn):
+    """How the loss of a batch follows from that of its halves. Random streams, and what the loss keeps, are restored.
+    learn: a learner, after the loss of a batch; returns: as `follows`; 'other' if the loss fails on a part of the
+    batch"""
+    n,items = counted_rows(learn.pred, learn.yb, batch_rows(learn)),vars(learn).get('items')
+    if n<2: return None
+    def look(i, j):
+        args,trace = cut((learn.pred,*learn.yb), n, i, j),LossTrace()
+        with trace: res = learn.loss_func(*copied(args))
+        mean,items = as_mean(*res) if type(res) is tuple else (res,trace.items(res))
+        return float(mean.double().mean()),items,j-i
+    tol = tolerance(learn.loss, *[learn.pred]*isinstance(learn.pred, Tensor))
     with untouched(learn.loss_func):
-        try: return probe(learn.loss_func, learn.pred, learn.yb, batch_rows(learn))
-        except Exception: return 'other' if vars(learn).get('items') is None else 'items' # such as the loss of a model
-
-def unweighted(total:Tensor, n:Tensor)->Tensor:
-    "The inverse of `weighted`: `total` divided by `n`; 0 where `n` is 0, NaN where `total` is NaN"
-    return total/n.clamp(min=torch.finfo(total.dtype).tiny)
+        try: return follows(look(0, n), [look(0, n//2),look(n//2, n)], tol)
+        except Exception: return 'other' if items is None else 'items' # such as the loss of a model
 
 # %% ../../nbs/learner/00_losses.ipynb #0f5e7a11
-def loss_trace(
-    learn # A learner, before a loop
-):        # A `LossTrace`, or None
-    """What observes the forward pass of the next batch: the model may compute the loss itself, if the loss function
-    is not known"""
+# Kinds of losses whose calls of torch's are observed, unless they have a count
+_seen_later = 'unknown','items'
+
+def loss_trace(learn):
+    """What observes the forward pass of the next batch: the model may compute a loss that is not known itself. learn:
+    a learner, before a loop; returns: a `LossTrace`, or None"""
     over = loss_over(learn)
-    return LossTrace() if over.count is None and over.kind in ('unknown','items') else None
+    return LossTrace() if over.count is None and over.kind in _seen_later else None
 
 def _observed(learn, func):
     "The loss; `learn.loss_trace` goes on only if the model has computed it"
@@ -328,10 +309,8 @@ def _observed(learn, func):
     return res
 
 def loss_of_model(pred, *_):
-    """The loss that a model has put into its output, as models of Hugging Face do: `pred['loss']` or `pred.loss`.
-    ValueError without one"""
+    "The loss that a model puts into its output, as Hugging Face's do: `pred['loss']` or `pred.loss`; else ValueError"
     res = pred.get('loss') if isinstance(pred, Mapping) else getattr(pred, 'loss', None)
-    if res is None:
-        raise ValueError(f'loss_func=None: the output of the model, a {type(pred).__name__}, has no `loss`: give a '
-                         f'loss_func')
-    return res
+    if res is not None: return res
+    raise ValueError(f'loss_func=None: the output of the model, a {type(pred).__name__}, has no `loss`: '
+                     'give a loss_func')

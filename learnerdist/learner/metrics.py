@@ -16,6 +16,7 @@ from fastcore.basics import listify
 from torch import Tensor
 
 from ..core.compat import metric_state,unsynced,update_count
+from ..core.stacks import need
 from ..data.loaders import to_cpu,to_detach
 from ..data.rows import find_device
 from .losses import batch_rows,counted_rows,n_items,weighted
@@ -40,9 +41,7 @@ class Metric:
         return type(self).__name__.lower()
 
 def _func_name(f): return getattr(_inner(f), '__name__', type(_inner(f)).__name__.lower())
-def _inner(f):
-    while isinstance(f, partial): f = f.func
-    return f
+def _inner(f): return _inner(f.func) if isinstance(f, partial) else f
 
 # %% ../../nbs/learner/02_metrics.ipynb #c006
 class AvgMetric(Metric):
@@ -57,20 +56,16 @@ class AvgMetric(Metric):
 
     def reset(self): self.total,self.count = 0.,0
     def accumulate(self, learn):
-        plain = self.n_items is None
-        n = counted_rows(learn.pred, learn.yb, batch_rows(learn)) if plain else self.n_items(learn.pred, *learn.yb)
+        if self.n_items is None: n = counted_rows(learn.pred, learn.yb, batch_rows(learn))
+        else: n = self.n_items(learn.pred, *learn.yb)
         self.add(self.func(learn.pred, *learn.yb), n)
-    def add(self,
-        mean, # Of a batch: a number or a tensor ()
-        n     # Its weight in the mean over batches, such as the number of samples
-    ):
-        "Take in the mean of a batch. ValueError if it is no number"
-        if (mean.numel()!=1 if isinstance(mean, Tensor) else not isinstance(mean, (int,float))
-            and not hasattr(mean, 'item')):
-            raise ValueError(f'the metric {self.name} returned {mean!r}: let it return the mean over the batch, a '
-                             f'number or a tensor ()')
-        self.total = self.total + weighted(mean, n)
-        self.count = self.count + n
+    def add(self, mean, n):
+        """Take in the mean of a batch. ValueError if it is no number. mean: of a batch: a number or a tensor (); n:
+        its weight in the mean over batches, such as the number of samples"""
+        if not hasattr(mean, '__float__') or getattr(mean, 'numel', int)()>1:
+            what = f'the metric {self.name} returned {mean!r}'
+            raise ValueError(f'{what}: let it return a number or a tensor ()')
+        self.total,self.count = self.total+weighted(mean, n),self.count+n
 
     @property
     def value(self): return None if not self.count else float(self.total/self.count)
@@ -95,8 +90,7 @@ class AccumMetric(Metric):
         name=None, **kwargs # Column in the table (None: name of the function); further arguments of `func`
     ):
         self.func,self.dim_argmax,self.activation = func,dim_argmax,activation
-        self.to_np,self.invert_arg = to_np,invert_arg
-        self._name,self.kwargs = name,kwargs
+        self.to_np,self.invert_arg,self._name,self.kwargs = to_np,invert_arg,name,kwargs
 
     def reset(self): self.preds,self.targs = [],[]
     def accumulate(self, learn):
@@ -111,11 +105,11 @@ class AccumMetric(Metric):
         args = [torch.cat(o) for o in (self.preds,self.targs)]
         if self.to_np: args = [o.numpy() for o in args]
         res = self.func(*(args[::-1] if self.invert_arg else args), **self.kwargs)
-        return res.item() if hasattr(res, 'item') and _is_scalar(res) else res
+        return res.item() if hasattr(res, 'item') and torch.as_tensor(res).numel()==1 else res
     @property
     def name(self): return self._name or _func_name(self.func)
 
-def _is_scalar(o): return (o.numel() if isinstance(o, Tensor) else getattr(o, 'size', 1))==1
+
 
 # %% ../../nbs/learner/02_metrics.ipynb #c010
 def skm_metric(
@@ -148,10 +142,9 @@ class TorchMetric(Metric):
     def name(self): return self._name or type(self.metric).__name__.lower()
 
 # %% ../../nbs/learner/02_metrics.ipynb #c013
-def mk_metrics(
-    ms # One or several of: a function, a name, a `Metric` or its class, a torchmetrics object or collection
-)->list:
-    "A list of `Metric`s, made by `mk_metric`"
+def mk_metrics(ms)->list:
+    """A list of `Metric`s, made by `mk_metric`. ms: one or several of: a function, a name, a `Metric` or its class, a
+    torchmetrics object or collection"""
     collections = [list(o.items()) if hasattr(o, 'items') else [(None,o)] for o in listify(ms)]
     return [TorchMetric(m, name) if name else mk_metric(m) for o in collections for name,m in o]
 
@@ -164,27 +157,23 @@ def mk_metric(
 )->Metric:
     "A `Metric` from a function, a class, an object or a name. ValueError if `m` is none of these"
     if isinstance(m, str): m = metric_named(m)
-    if isinstance(m, type): m = _made(m, kw)
-    elif kw: raise ValueError(f"{m!r} takes no arguments ({', '.join(kw)}): only a metric's class or its name does")
+    need(isinstance(m, type) or not kw, f'{m!r} takes no arguments: {kw}')
+    if isinstance(m, type):
+        try: m = m(**kw)
+        except (TypeError,ValueError) as e:
+            raise ValueError(f"{m.__name__}: {e}; mk_metric('{m.__name__}', …) takes its arguments") from e
     if hasattr(m, 'accumulate'): return m
     if hasattr(m, 'update') and hasattr(m, 'compute'): return TorchMetric(m)
-    if callable(m): return AvgMetric(m)
-    raise ValueError(f'{m!r} is no metric: give a function of (prediction, targets), a Metric, or a torchmetrics '
-                     f'object')
-
-def _made(cls, kw):
-    try: return cls(**kw)
-    except (TypeError,ValueError) as e:
-        raise ValueError(f"{cls.__name__}: {e}; mk_metric('{cls.__name__}', …) takes its arguments") from e
+    need(callable(m), f'{m!r} is no metric: give a function of (prediction, targets), or a metric')
+    return AvgMetric(m)
 
 # %% ../../nbs/learner/02_metrics.ipynb #c015
 def _in_rows(pred, targ, axis):
     "Scores (n,classes) and class indices (n,). ValueError if they are not as many"
     scores,classes = pred.movedim(axis, -1).reshape(-1, pred.shape[axis]),targ.reshape(-1)
     if len(scores)==len(classes): return scores,classes
-    raise ValueError(f'predictions of shape {tuple(pred.shape)}, with the scores of the classes in axis {axis}, for '
-                     f'targets of shape '
-                     f'{tuple(targ.shape)}: give one class index for each prediction, or another axis')
+    given = f'predictions of shape {tuple(pred.shape)} for targets of shape {tuple(targ.shape)}'
+    raise ValueError(f'{given}: give one class index for each prediction, or another axis than {axis}')
 
 def accuracy(
     pred:Tensor, # (bs,…,classes)
@@ -196,10 +185,9 @@ def accuracy(
     scores,classes = _in_rows(pred, targ, axis)
     return (scores.argmax(-1)==classes).double().mean()
 
-def error_rate(
-    pred:Tensor, targ:Tensor, axis:int=-1 # As in `accuracy`
-):
-    "1 - `accuracy`: the fraction of wrong predictions in this batch, float64 tensor ()"
+def error_rate(pred:Tensor, targ:Tensor, axis:int=-1):
+    """1 - `accuracy`: the fraction of wrong predictions in this batch, float64 tensor (). pred, targ, axis: as in
+    `accuracy`"""
     return 1-accuracy(pred, targ, axis)
 
 def top_k_accuracy(
@@ -210,14 +198,13 @@ def top_k_accuracy(
     """The fraction of predictions with the target class among their `k` highest scores. ValueError if there are
     fewer classes"""
     scores,classes = _in_rows(pred, targ, axis)
-    if k>scores.shape[1]: raise ValueError(f'top_k_accuracy: k={k} of {scores.shape[1]} classes')
+    need(k<=scores.shape[1], f'top_k_accuracy: k={k} of {scores.shape[1]} classes')
     return (scores.topk(k).indices==classes[:,None]).any(-1).double().mean()
 
 # %% ../../nbs/learner/02_metrics.ipynb #c015b
-def metric_named(
-    name:str # 'accuracy', 'error_rate', 'top_1', 'top_3' and so on; or a class of torchmetrics, if it is installed
-):           # For `mk_metric`
-    "The metric of this name. ValueError, with similar names, if there is none"
+def metric_named(name:str):
+    """The metric of this name. ValueError, with similar names, if there is none. name: 'accuracy', 'error_rate',
+    'top_1', 'top_3' and so on; or a class of torchmetrics, if it is installed; returns: for `mk_metric`"""
     if found := re.fullmatch(r'top_(\d+)', name): return AvgMetric(partial(top_k_accuracy, k=int(found[1])), name)
     ours = dict(accuracy=accuracy, error_rate=error_rate, top_k_accuracy=top_k_accuracy)
     if name in ours: return ours[name]
@@ -226,7 +213,7 @@ def metric_named(
         raise ValueError(f"no metric {name!r} here: we have {', '.join(ours)}, top_3; more with torchmetrics") from e
     theirs = {k:o for k in torchmetrics.__all__ if isinstance(o := getattr(torchmetrics, k), type)}
     if name in theirs: return theirs[name]
-    near = get_close_matches(name, [*ours,*theirs], 3) or [*ours]
+    near = get_close_matches(name, [*ours,*theirs]) or [*ours]
     raise ValueError(f"no metric {name!r}, of ours or of torchmetrics: did you mean {', '.join(near)}?")
 
 for _o in (accuracy,error_rate,top_k_accuracy): _o.n_items = lambda pred, targ, *_: targ.numel()
@@ -244,28 +231,26 @@ class Batches: "Of any other metric: it gets the batches of all ranks, in their 
 
 # %% ../../nbs/learner/02_metrics.ipynb #c019
 @singledispatch
-def reduction(
-    m # A metric, or a callback that gathers predictions
-):
-    "How states of ranks become one: `Sums`, `Rows`, a list of these, or `Batches`. Register your own classes"
+def reduction(m):
+    """How states of ranks become one: `Sums`, `Rows`, a list of these, or `Batches`. Register your own classes. m: a
+    metric, or a callback that gathers predictions"""
     return Batches()
 
-def reductions(
-    m # As in `reduction`
-)->list:
-    "As `reduction`, always a list"
+def reductions(m)->list:
+    "As `reduction`, always a list. m: as in `reduction`"
     return listify(reduction(m))
 
-@reduction.register
-def _(m:AvgMetric): return Sums(m, 'total','count') if _same(m, AvgMetric, 'reset','add','accumulate') else Batches()
-@reduction.register
-def _(m:AvgLoss): return Sums(m, 'total','count') if _same(m, AvgLoss, 'reset','add','accumulate') else Batches()
-@reduction.register
-def _(m:AccumMetric): return Rows(m, 'preds','targs') if _same(m, AccumMetric, 'reset','accumulate') else Batches()
+_sums = Sums,'total','count'
+_states = {AvgMetric: _sums, AvgLoss: _sums, AccumMetric: (Rows,'preds','targs')}
 
-def _same(m, cls, *names):
-    "Whether a subclass has not overridden these methods, so that its state has the meaning that it has in `cls`"
-    return all(getattr(type(m), o) is getattr(cls, o) for o in names)
+@reduction.register
+def _(m:Metric):
+    "That of its nearest class here, unless a subclass gives the state another meaning by methods of its own"
+    cls = next((o for o in type(m).__mro__ if o in _states), None)
+    names = [o for o in ('reset','add','accumulate') if hasattr(cls, o)]
+    if not names or any(getattr(type(m), o) is not getattr(cls, o) for o in names): return Batches()
+    how,*attrs = _states[cls]
+    return how(m, *attrs)
 
 # %% ../../nbs/learner/02_metrics.ipynb #c022
 @reduction.register

@@ -25,30 +25,38 @@ from .metrics import AvgLoss,mk_metrics
 class Recorder(Callback):
     """History of a fit over all ranks: `losses`, `lrs` per step; `values` (losses, metrics), `iters` (steps so far)
     per epoch"""
-    order,loop_state = Order.recorder,('mets','measuring','reduced','log','steps','lr_now','n_before')
+    order,keeps_batch = Order.recorder,True
     fit_state,rank_state = ('lrs','iters','losses','values','log'),('totals',)
     def __init__(self):
-        self.avg_loss,self.mets,self.metric_names,self.measuring,self.reduced = AvgLoss(),[],[],False,False
+        self.avg_loss,self.mets,self.metric_names = AvgLoss(),[],[]
+        self.measuring,self.reduced = False,False
         self._forget()
 
     def _forget(self):
-        self.lrs,self.iters,self.losses,self.values,self.steps,self.log = [],[],[],[],[],[]
+        self.lrs,self.iters,self.losses = [],[],[]
+        self.values,self.steps,self.log = [],[],[]
         # n_before: batches of this fit up to the last one recorded
         self.start,self.lr_now,self.n_samples,self.n_before = None,None,0,None
+
+    def of_loop(self):
+        names = 'mets','measuring','reduced','log','steps','lr_now','n_before'
+        return {k: getattr(self, k) for k in names}
 
     def before_fit(self):
         self._forget()
         self.mets = mk_metrics(self.metrics)
-        self.metric_names = ['epoch','train_loss','valid_loss',*[m.name for m in self.mets],'time']
+        names = [m.name for m in self.mets]
+        self.metric_names = ['epoch','train_loss','valid_loss',*names,'time']
 
     def before_epoch(self): self.start,self.log = time.time(),[self.epoch]
     def before_train(self):
         self.steps,self.lr_now = [],self._lr()
         if data_len(self.dl)==0 and is_rank0():
-            warn(f'the training loader, a {type(self.dl).__name__}, has no batch: nothing is '
-                          'trained. Is the data set empty, or shorter than a batch with drop_last?')
+            warn(f'the training loader, a {type(self.dl).__name__}, has no batch: nothing is trained. '
+                 'Is the data set empty, or shorter than a batch with drop_last?')
     def before_batch(self):
-        if self.learn.training: self.lr_now,self.n_before = self._lr(),self.learn.train_iter
+        learn = self.learn
+        if learn.training: self.lr_now,self.n_before = learn.opt.param_groups[-1]['lr'],learn.train_iter
     def _lr(self): return self.learn.opt.param_groups[-1]['lr']
     def before_validate(self): self.reset_metrics()
     def reset_metrics(self):
@@ -64,8 +72,12 @@ class Recorder(Callback):
     def valid_values(self)->list:
         "Loss and metrics of the last validation loop, over all ranks"
         return [m.value for m in self.valid_mets]
-    totals = property(lambda self: self.step_totals(), lambda self, v: setattr(self, 'steps', [tuple(o) for o in v]),
-                      doc="`step_totals()`; assign their sum over ranks to replace this rank's")
+    @property
+    def totals(self):
+        "`step_totals()`; assign their sum over ranks to replace this rank's"
+        return self.step_totals()
+    @totals.setter
+    def totals(self, v): self.steps = [tuple(o) for o in v]
 
     def after_batch(self):
         learn = self.learn
@@ -76,8 +88,10 @@ class Recorder(Callback):
             items = n_items(learn) if n else 0
             self.steps.append((weighted(learn.loss, items) if n else 0., items, n))
             self.lrs.append(self.lr_now)
-            self.lr_now = self._lr() # of the next batch, if a callback cancels that before this one hears of its begin
+            # of the next batch, if a callback cancels that before this one hears of its begin
+            self.lr_now = learn.opt.param_groups[-1]['lr']
             if len(self.lrs)==1: _say_hidden(learn)
+
         elif n:
             for m in self.valid_mets: m.accumulate(learn)
 
@@ -88,8 +102,8 @@ class Recorder(Callback):
 
     def all_steps(self)->list:
         "What `step_totals` adds up, as numbers and tensors"
-        # it was cancelled
-        if self.learn.training and self.n_before is not None and self.learn.train_iter>self.n_before: self.after_batch()
+        begun = self.learn.training and self.n_before is not None
+        if begun and self.learn.train_iter>self.n_before: self.after_batch() # it was cancelled
         return self.steps
 
     def flush(self, totals:Tensor):
@@ -106,7 +120,8 @@ class Recorder(Callback):
         if not self.measuring: self.reset_metrics() # the loop was cancelled before it began
         for m in self.mets:
             if getattr(m, 'asks', False): m.settle([m.tells()])
-        self.log = self.log+self.valid_values # a new list: `aside` keeps the old one for the outer loop
+        # a new list: `aside` keeps the old one for the outer loop
+        self.log = self.log+self.valid_values
         self.measuring = self.reduced = False
 
     def after_epoch(self):
@@ -129,19 +144,18 @@ class Recorder(Callback):
         if len(self.step_totals()): self.after_train()
         if self.reduced: self.after_validate()
 
+
+
 def _say_hidden(learn):
-    found = [f'{cb}.{k}' for cb in learn.cbs for k in ('xb','yb','pred','loss','loss_grad','model','opt')
-             if k in vars(cb)]
-    if found:
-        warn(f"{', '.join(found)}: the callback's own, which hides the learner's. To change that, assign to self.learn")
+    names = 'xb','yb','pred','loss','loss_grad','model','opt'
+    for cb,k in ((cb,k) for cb in learn.cbs for k in names if k in vars(cb)):
+        warn(f"{cb}.{k}: the callback's own, which hides the learner's. To change that, assign to self.learn")
 
 def _clock(secs): return f'{int(secs)//60:02d}:{int(secs)%60:02d}'
 
 # %% ../../nbs/learner/03_recorder.ipynb #c024b
-def as_totals(
-    steps:list # From `all_steps`
-)->Tensor:     # As `step_totals` gives them
-    "The numbers of steps as one tensor on the CPU"
+def as_totals(steps:list)->Tensor:
+    "The numbers of steps as one tensor on the CPU. steps: from `all_steps`; returns: as `step_totals` gives them"
     if not steps: return torch.zeros(0, 3, dtype=torch.double)
     return torch.stack([stacked(o) for o in zip(*steps)], 1)
 
@@ -184,10 +198,9 @@ def plot_loss(self:Recorder,
     return ax
 
 @patch
-def plot_lr(self:Recorder,
-    ax=None # matplotlib's axes; None: new ones
-):
-    "Plot each step's learning rate (of the last parameter group); returns the axes"
+def plot_lr(self:Recorder, ax=None):
+    """Plot each step's learning rate (of the last parameter group); returns the axes. ax: matplotlib's axes; None: new
+    ones"""
     import matplotlib.pyplot as plt
     ax = ax or plt.subplots()[1]
     ax.plot(self.lrs)

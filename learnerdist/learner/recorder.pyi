@@ -24,13 +24,14 @@ class Recorder(Callback):
     n_samples: Any
     n_before: Any
     order: Any
-    loop_state: Any
+    keeps_batch: Any
     fit_state: Any
     rank_state: Any
-    totals: Any
-    o: Any
 
     def __init__(self):
+        ...
+
+    def of_loop(self):
         ...
 
     def before_fit(self):
@@ -59,6 +60,14 @@ class Recorder(Callback):
     def valid_values(self) -> list:
         """Loss and metrics of the last validation loop, over all ranks"""
 
+    @property
+    def totals(self):
+        """`step_totals()`; assign their sum over ranks to replace this rank's"""
+
+    @totals.setter
+    def totals(self, v):
+        ...
+
     def after_batch(self):
         ...
 
@@ -84,35 +93,19 @@ class Recorder(Callback):
         ...
 
     @property
-    def mfu(self) -> list:
-        """For each epoch the share of the devices' FLOP/s that training has used, 0 to 1. It needs the callbacks
-    `FlopCount(peak)` and `Timer`"""
-
-    @property
     def times(self) -> list:
-        """For each epoch's training loop: this rank's seconds for data, step, comm and in total, and the samples per
-    second of all ranks"""
-
-    @property
-    def rank_times(self) -> list:
-        """For each epoch's training loop the seconds of every rank for data, step, comm and in total, by rank; None
-    without other ranks"""
-
-    @property
-    def straggler(self) -> str:
-        """The line about the rank that the others waited for in the last epoch; None if they waited for none"""
-
-    def plot_times(self, ax=None):
-        """Plot each epoch's seconds as stacked bars; returns the axes"""
+        """For each epoch's training loop: this rank's seconds for data, step, comm and in total, and the samples per second
+    of all ranks. See `Timer`"""
 
     def plot_loss(self, skip_start: int=0, with_valid: bool=True, ax=None):
         """Plot each step's training loss and each epoch's validation loss; returns the axes"""
 
     def plot_lr(self, ax=None):
-        """Plot each step's learning rate (of the last parameter group); returns the axes"""
+        """Plot each step's learning rate (of the last parameter group); returns the axes. ax: matplotlib's axes; None: new
+    ones"""
 
 def as_totals(steps: list) -> Tensor:
-    """The numbers of steps as one tensor on the CPU"""
+    """The numbers of steps as one tensor on the CPU. steps: from `all_steps`; returns: as `step_totals` gives them"""
 
 def stacked(os) -> Tensor:
     """Numbers and tensors () as one float64 tensor on the CPU"""

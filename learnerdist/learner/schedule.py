@@ -13,32 +13,35 @@ from pathlib import Path
 import torch
 from fastcore.basics import listify,patch
 from fastcore.meta import delegates
+from torch import nn
 from torch.optim import Optimizer,lr_scheduler
-from torch.optim.lr_scheduler import LinearLR,OneCycleLR,SequentialLR
+from torch.optim.lr_scheduler import LambdaLR,LinearLR,OneCycleLR,SequentialLR
 
-from .callback import Callback,Order,CancelFitException,own_loader
-from ..core.collectives import gather_objects
+from ..core.compat import BatchNorm
 from ..core.env import group_size,is_rank0
-from .learner import Learner
-from .accumulation import steps_per_epoch
+from ..core.stacks import need
+from ..data.loaders import data_len
+from .callback import Callback,CancelFitException,Order
+from .learner import Learner,get_model
+from .techniques import steps_per_epoch
+
 
 # %% ../../nbs/learner/09_schedule.ipynb #c005
 class Scheduler(Callback):
     "Drive a scheduler of `torch.optim.lr_scheduler` by step or by epoch of a fit, the same on every rank"
-    order,run_valid,run_find,old,sched = Order.scheduler,False,False,None,None
+    order,run_valid,old,sched = Order.scheduler,False,None,None
     def __init__(self,
         func,          # From the optimizer to a scheduler; called at the start of each fit
         by='step'      # 'step': after each step of the optimizer; 'epoch': after each epoch
     ):
-        if by not in ('step','epoch'): raise ValueError(f"by={by!r}: a scheduler goes by 'step' or by 'epoch'")
+        need(by in ('step','epoch'), "a scheduler goes by 'step' or by 'epoch'", by=by)
         self.func,self.by = func,by
 
     def before_fit(self):
         self.cancelled = False
         self.torch_opt = opt = _torch_opt(self.opt)
-        self.old,self.patched,keys = [dict(g) for g in opt.param_groups],'step' in vars(opt),_keys(opt)
-        try: self.sched = self.func(opt)
-        finally: self.added = _keys(opt)-keys
+        self.old,self.patched = [dict(g) for g in opt.param_groups],'step' in vars(opt)
+        self.sched = self.func(opt)
 
     def after_cancel_step(self): self.cancelled = True
     def after_step(self):
@@ -67,24 +70,23 @@ class Scheduler(Callback):
     def cleanup(self):
         if self.old is None: return
         for g,old in zip(self.torch_opt.param_groups, self.old):
-            for k in self.added: g.pop(k, None)
+            for k in g.keys()-old.keys(): del g[k]
             g.update({k:old[k] for k in ('momentum','betas') if k in old})
         if not self.patched: vars(self.torch_opt).pop('step', None)
         self.old = self.torch_opt = None
 
-def _horizon(state):
-    own = [[k,v] for k,v in state.items() if k in ('total_steps','total_iters','T_max','T_0','_milestones')]
-    return own + [o for inner in (*state.get('_schedulers', ()),*state.get('lr_lambdas', ())) if inner
-                  for o in _horizon(inner)]
+_lengths = 'total_steps','total_iters','T_max','T_0','_milestones'
 
-def _keys(opt): return {k for g in opt.param_groups for k in g}
+def _horizon(state):
+    own = [[k,v] for k,v in state.items() if k in _lengths]
+    for o in (*state.get('_schedulers', ()),*state.get('lr_lambdas', ())): own += _horizon(o) if o else []
+    return own
 
 def _torch_opt(opt):
     "The optimizer itself, or the one in fastai's `OptimWrapper`"
     for o in (opt,getattr(opt, 'opt', None)):
         if isinstance(o, Optimizer): return o
-    raise ValueError(f"{type(opt).__name__} is none of torch's optimizers, as its schedulers need: with fastai, "
-                     f"opt_func=OptimWrapper(…)")
+    raise ValueError(f"{type(opt).__name__} is none of torch's optimizers: with fastai, opt_func=OptimWrapper(…)")
 
 # %% ../../nbs/learner/09_schedule.ipynb #c011
 def warm_up(
@@ -96,8 +98,7 @@ def warm_up(
 ):                 # For `Scheduler`
     """Raise the learning rate linearly over the first `n` steps, then follow the scheduler `then`. ValueError for a
     bad `n` or `start`"""
-    if n<1 or not 0<=(start or 0)<=1:
-        raise ValueError(f'warm_up(n={n}, start={start}): n is 1 or more, start a part of the rate, 0 to 1')
+    need(n>=1 and 0<=(start or 0)<=1, 'n is 1 or more, start is 0 to 1', n=n, start=start)
     def func(opt):
         k = lr_scale(scale_lr)
         for g in opt.param_groups: g['lr'] *= k
@@ -111,12 +112,12 @@ def lr_scale(
 )->float:
     "The factor of the learning rate for the present number of ranks. ValueError if it is not above 0"
     k = scale_lr(group_size()) if callable(scale_lr) else group_size() if scale_lr else 1
-    if not k>0: raise ValueError(f'scale_lr: a factor of {k} for {group_size()} ranks; it is above 0')
+    need(k>0, f'a factor of {k} for {group_size()} ranks; it is above 0', scale_lr=scale_lr)
     return k
 
 # %% ../../nbs/learner/09_schedule.ipynb #c019
 @patch
-@delegates(Learner.fit, but=['lr'])
+@delegates(Learner.fit, but=['lr','start_epoch'])
 def fit_one_cycle(self:Learner,
     n_epoch:int,    # As in `fit`
     lr_max=None,    # Highest rate; a `slice` or a list for parameter groups; None: the learner's `lr`
@@ -128,33 +129,112 @@ def fit_one_cycle(self:Learner,
     **flags         # As in `fit`
 ):
     "Fit with one cycle of rates, up and then down, and momentum the other way round (Smith, 2018, arXiv:1803.09820)"
+    need(0<=pct_start<=1, 'give a fraction of the steps, from 0 to 1', pct_start=pct_start)
     def one_cycle(opt, n_steps):
         cycled = 'betas' in opt.param_groups[0] or opt.param_groups[0].get('momentum')
         up = min(pct_start*(1+1e-9), 1.) # torch divides by zero if this is exactly one step
-        highest = [g['lr']*lr_scale(scale_lr) for g in opt.param_groups] # the fit has set it to `lr_max`
-        return OneCycleLR(opt, highest, total_steps=n_steps, pct_start=up,
-                          div_factor=div, final_div_factor=div_final/div, cycle_momentum=bool(cycled))
+        # the fit has set it to `lr_max`
+        highest = [g['lr']*lr_scale(scale_lr) for g in opt.param_groups]
+        divs = dict(div_factor=div, final_div_factor=div_final/div)
+        return OneCycleLR(opt, highest, n_steps, pct_start=up, cycle_momentum=bool(cycled), **divs)
     self._fit_by_step(n_epoch, lr_max, one_cycle, cbs, reset_opt, flags)
 
 @patch
 def _fit_by_step(self:Learner, n_epoch, lr, make, cbs, reset_opt, flags):
     "Fit with the scheduler that `make` returns for an optimizer and the number of the fit's steps"
     with self.flagged(flags):
-        n_batches = _batches_per_epoch(self)
-        sched = Scheduler(lambda opt: make(opt, n_epoch*steps_per_epoch(self, n_batches)))
+        n = data_len(self.runner.loader(self.dls.train))
+        need(n is not None, 'a schedule must know its steps, and the loader has no len: use fit')
+        n = self.runner.least(n)
+        sched = Scheduler(lambda opt: make(opt, n_epoch*steps_per_epoch(self, n)))
         self.fit(n_epoch, lr, cbs=[sched,*listify(cbs)], reset_opt=reset_opt)
 
-def _batches_per_epoch(learn):
-    try: n = len(own_loader(learn, learn.dls.train))
-    except TypeError as e:
-        raise ValueError('this schedule must know its steps, and the training loader has no length: use fit') from e
-    return min(gather_objects(n)) if hasattr(learn, 'distributed_trainer') else n
+# %% ../../nbs/learner/09_schedule.ipynb #ftn31
+class FlatCos:
+    "From a step to the factor of the rate: 1 for a part of the steps, then a cosine to `1/div_final`"
+    def __init__(self, total_steps, div_final, pct_start):
+        self.total_steps,self.div_final,self.pct_start = total_steps,div_final,pct_start
+    def __call__(self, step):
+        pos = (step/self.total_steps-self.pct_start)/max(1-self.pct_start, 1e-12)
+        end = 1/self.div_final
+        return end+(1-end)*(1+math.cos(math.pi*min(max(pos, 0.), 1.)))/2
+
+@patch
+def fit_flat_cos(self:Learner,
+    n_epoch:int,         # As in `fit`
+    lr=None,             # The rate at first; a `slice` or a list for parameter groups; None: the learner's
+    div_final:float=1e5, # The last rate is `lr/div_final`
+    pct_start:float=.75, # Fraction of the steps with a constant rate
+    cbs=None, reset_opt=False, # As in `fit`
+    **flags              # As in `fit`
+):
+    "Fit with a constant rate, and then with one that falls by a cosine"
+    def flat_cos(opt, n): return LambdaLR(opt, FlatCos(n, div_final, pct_start))
+    self._fit_by_step(n_epoch, lr, flat_cos, cbs, reset_opt, flags)
+
+# %% ../../nbs/learner/09_schedule.ipynb #ftn11
+# for isinstance
+norm_types = BatchNorm,nn.InstanceNorm1d,nn.InstanceNorm2d,nn.InstanceNorm3d,nn.LayerNorm
+
+@patch
+def freeze_to(self:Learner,
+    n:int # Groups from `n` on are trained, and those before it frozen; a negative number counts from the end
+):
+    """Freeze the parameter groups before `n`, train the others, and forget the state of the optimizer. ValueError if
+    that leaves no group"""
+    if self.opt is None: self.create_opt()
+    n_groups = len(self.opt.param_groups)
+    first = n if n>=0 else n_groups+n
+    what = f'freeze_to({n}): of the {n_groups} parameter groups'
+    need(0<=first<n_groups, f'{what} one must be trained')
+    modules = [m for m in get_model(self.model).modules() if isinstance(m, norm_types)]
+    norms = {p for m in modules for p in m.parameters(recurse=False)}
+    for i,g in enumerate(self.opt.param_groups):
+        for p in g['params']: p.requires_grad_(i>=first or self.train_bn and p in norms)
+    self._forget()
+
+@patch
+def _forget(self:Learner):
+    "Make the optimizer anew over the same groups, with their settings"
+    old = self.opt.param_groups
+    self.opt = self.opt_func([dict(params=g['params']) for g in old], lr=old[-1]['lr'])
+    for g,o in zip(self.opt.param_groups, old): g.update({k: v for k,v in o.items() if k!='params'})
+
+@patch
+def freeze(self:Learner):
+    "Train the last parameter group only. ValueError if there is one group"
+    if self.opt is None: self.create_opt()
+    need(len(self.opt.param_groups)>1, 'freeze trains the last of several parameter groups, and there is one: give the '
+         'Learner a splitter, such as lambda m: [m.body.parameters(), m.head.parameters()]')
+    self.freeze_to(-1)
+
+@patch
+def unfreeze(self:Learner):
+    "Train all parameter groups"
+    self.freeze_to(0)
+
+# %% ../../nbs/learner/09_schedule.ipynb #ftn21
+@patch
+def fine_tune(self:Learner,
+    epochs:int,          # With all groups
+    base_lr:float=2e-3,  # Highest rate of the head while the rest is frozen; then half of it
+    freeze_epochs:int=1, # Before that, with the last group only
+    lr_mult:float=100,   # The lowest group's rate is the head's, divided by this
+    pct_start:float=.3, div:float=5., # As in `fit_one_cycle`, for the fit of all groups
+    **kwargs             # Of `fit_one_cycle`, for both fits
+):
+    "Train the last parameter group for `freeze_epochs`, then all of them for `epochs`, each time by `fit_one_cycle`"
+    self.freeze()
+    self.fit_one_cycle(freeze_epochs, slice(base_lr), pct_start=.99, **kwargs)
+    self.unfreeze()
+    lr = slice(base_lr/2/lr_mult, base_lr/2)
+    self.fit_one_cycle(epochs, lr, pct_start=pct_start, div=div, **kwargs)
 
 # %% ../../nbs/learner/09_schedule.ipynb #c025
 class TrackerCallback(Callback):
     """Track `monitor` over the epochs of a fit: `best`, `best_epoch`, and `new_best` (whether the last epoch is the
     best). All ranks agree"""
-    order,run_find,best,hist,seen = Order.tracker,False,None,None,0
+    order,best,hist,seen = Order.tracker,None,None,0
     fit_state = 'best','best_epoch','value','new_best','seen'
     def __init__(self,
         monitor='valid_loss', # A column of the table: a loss, or a metric's name
@@ -163,8 +243,9 @@ class TrackerCallback(Callback):
         min_delta=0.,         # Smallest difference that counts as an improvement
         reset_on_fit=True     # Forget the best value of an earlier fit
     ):
-        if min_delta<0: raise ValueError(f'min_delta={min_delta}: the least improvement that counts, 0 or more')
-        self.comp = comp or (operator.lt if 'loss' in monitor or 'error' in monitor else operator.gt)
+        need(min_delta>=0, 'the least improvement that counts, 0 or more', min_delta=min_delta)
+        falls = 'loss' in monitor or 'error' in monitor
+        self.comp = comp or (operator.lt if falls else operator.gt)
         self.monitor,self.min_delta,self.reset_on_fit = monitor,min_delta,reset_on_fit
 
     @property
@@ -179,15 +260,15 @@ class TrackerCallback(Callback):
 
     def reset(self):
         "Forget the best value"
-        self.best,self.best_epoch,self.value,self.new_best = math.inf if self.lower else -math.inf,None,None,False
+        self.best,self.new_best = math.inf if self.lower else -math.inf,False
+        self.best_epoch,self.value = None,None
 
     def _column(self):
         names = self.recorder.metric_names[1:-1]
-        if self.monitor not in names:
-            raise ValueError(f'monitor={self.monitor!r} is none of {names}: name one of them, or add it to `metrics`')
-        if self.monitor!='train_loss' and len(self.dls)<2:
-            raise ValueError(f"monitor={self.monitor!r} is measured on validation data, and there is none: give some, "
-                             f"or use 'train_loss'")
+        what = f'monitor={self.monitor!r} is none of {names}'
+        need(self.monitor in names, f'{what}: add it to `metrics`')
+        measured = self.monitor=='train_loss' or len(self.dls)>1
+        need(measured, "there is no validation data; use 'train_loss'", monitor=self.monitor)
         return names.index(self.monitor)
 
     def track(self):
@@ -195,7 +276,8 @@ class TrackerCallback(Callback):
         self.seen = len(self.hist)
         self.value = self.hist[-1][self.idx]
         better = -self.min_delta if self.lower else self.min_delta
-        known = self.value is not None and self.value==self.value # NaN is never better, whatever `comp` says
+        # NaN is never better, whatever `comp` says
+        known = self.value is not None and self.value==self.value
         self.new_best = known and bool(self.comp(self.value-better, self.best))
         if self.new_best: self.best,self.best_epoch = self.value,self.epoch
 
@@ -215,8 +297,7 @@ class EarlyStoppingCallback(TrackerCallback):
         patience:int=1,   # Number of successive epochs without improvement that ends the fit
         reset_on_fit=True # As in `TrackerCallback`
     ):
-        if patience<1:
-            raise ValueError(f'patience={patience}: the fit ends after this many epochs without improvement, 1 or more')
+        need(patience>=1, 'give 1 epoch or more', patience=patience)
         super().__init__(monitor, comp, min_delta, reset_on_fit)
         self.patience = patience
 
@@ -230,19 +311,17 @@ class EarlyStoppingCallback(TrackerCallback):
         self.wait = 0 if self.new_best else self.wait+1
         if self.wait<self.patience: return
         if is_rank0():
-            self.learn.logger(f'stopped after epoch {self.epoch}: {self.monitor} {self.value:.6f}, {self._since()}')
+            end = f'stopped after epoch {self.epoch}: {self.monitor} {self.value:.6f}'
+            if self.best_epoch is not None: end += f', no better than {self.best:.6f} in epoch {self.best_epoch}'
+            self.learn.logger(end)
         raise CancelFitException
-
-    def _since(self):
-        return ('none better before' if self.best_epoch is None
-                else f'no better than {self.best:.6f} in epoch {self.best_epoch}')
 
 # %% ../../nbs/learner/09_schedule.ipynb #c036
 class SaveModelCallback(TrackerCallback):
     """Save the model when `monitor` improves, and load the best weights after the fit. Every rank must have it; rank
     0 writes"""
     first_epoch,next_epoch = 0,0
-    fit_state = *TrackerCallback.fit_state,'first_epoch','next_epoch','saved'
+    fit_state = *TrackerCallback.fit_state,'first_epoch','next_epoch','kept'
     def __init__(self,
         monitor='valid_loss', comp=None, min_delta=0., # As in `TrackerCallback`
         fname='model',     # File name as in `Learner.save`
@@ -253,17 +332,19 @@ class SaveModelCallback(TrackerCallback):
         keep:int=1,        # Number of best models to keep; if more than 1, their files are `{fname}_{epoch}`
         reset_on_fit=True  # As in `TrackerCallback`
     ):
-        if keep<1 or every_epoch and keep>1:
-            raise ValueError(f'keep={keep}, every_epoch={every_epoch}: keep 1 or more, or every epoch')
+        good = keep==1 or keep>1 and not every_epoch
+        need(good, 'keep 1 or more, or every epoch', keep=keep, every_epoch=every_epoch)
         super().__init__(monitor, comp, min_delta, reset_on_fit)
-        self.fname,self.every_epoch,self.at_end,self.with_opt,self.keep = fname,every_epoch,at_end,with_opt,keep
+        self.fname,self.with_opt = fname,with_opt
+        self.every_epoch,self.at_end,self.keep = every_epoch,at_end,keep
 
     def reset(self):
         super().reset()
         self.kept,self.last_saved_path,self.first_epoch = [],None,0
 
     def before_fit(self):
-        self.first_epoch = self.next_epoch # continue the numbers of an earlier fit whose files are kept
+        # continue the numbers of an earlier fit whose files are kept
+        self.first_epoch = self.next_epoch
         super().before_fit()
 
     def track(self):
@@ -286,42 +367,36 @@ class SaveModelCallback(TrackerCallback):
 
     def _keep(self, fname):
         self._save(fname)
-        ranked = sorted([*self.kept,(self.value,fname,self.last_saved_path)], key=lambda o: o[0],
-                        reverse=not self.lower)
-        self.kept = ranked[:self.keep]
+        saved = [*self.kept,(self.value,fname)]
+        ranked = sorted(saved, key=lambda o: o[0], reverse=not self.lower)
+        self.kept,path = ranked[:self.keep],self.last_saved_path
         if self.keep>1 and is_rank0():
-            for *_,path in ranked[self.keep:]: path.unlink(missing_ok=True)
-
-    def _texts(self): return [[(*o,str(p)) for *o,p in self.kept],self.last_saved_path and str(self.last_saved_path)]
-    def _paths(self, v): self.kept,self.last_saved_path = [(*o,Path(p)) for *o,p in v[0]],v[1] and Path(v[1])
-    saved = property(_texts, _paths, doc="The files saved so far, as plain data for a checkpoint")
-
+            for _,old in ranked[self.keep:]: path.with_name(Path(old).name+path.suffix).unlink(missing_ok=True)
 
 # %% ../../nbs/learner/09_schedule.ipynb #c043
-_plateau_options = [*inspect.signature(lr_scheduler.ReduceLROnPlateau).parameters][2:]
-
 class ReduceLROnPlateauCallback(TrackerCallback):
     "Reduce the learning rate when `monitor` stops improving, by torch's `ReduceLROnPlateau` after each epoch"
     def __init__(self,
         monitor='valid_loss', comp=None, # As in `TrackerCallback`
         **kw # Options of torch's scheduler: `factor=.1`, `patience=10`, `threshold`, `cooldown`, `min_lr`, …
     ):
-        bad = [o for o in kw if o not in _plateau_options]
-        if bad:
-            raise ValueError(f"{', '.join(bad)}: the options are {', '.join(_plateau_options)}; torch's `mode` "
-                             f"follows from `comp`")
-        if kw.get('patience', 0)<0:
-            raise ValueError(f"patience={kw['patience']}: the rate falls after more epochs than this, 0 or more")
+        inspect.signature(lr_scheduler.ReduceLROnPlateau).bind(None, 'min', **kw)
+        need(kw.get('patience', 0)>=0, 'give 0 epochs or more', **kw)
         super().__init__(monitor, comp)
         self.kw = kw
 
     def before_fit(self):
         super().before_fit()
-        self.sched = lr_scheduler.ReduceLROnPlateau(self.opt, 'min' if self.lower else 'max', **self.kw)
+        mode = 'min' if self.lower else 'max'
+        self.sched = lr_scheduler.ReduceLROnPlateau(self.opt, mode, **self.kw)
 
     fit_state = *TrackerCallback.fit_state,'plateau'
-    plateau = property(lambda self: self.sched.state_dict(), lambda self, v: self.sched.load_state_dict(v),
-                       doc="torch's state, to save")
+    @property
+    def plateau(self):
+        "torch's state, to save"
+        return self.sched.state_dict()
+    @plateau.setter
+    def plateau(self, state): self.sched.load_state_dict(state)
 
     def track(self):
         super().track()

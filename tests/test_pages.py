@@ -1,0 +1,45 @@
+"Every block of Python on the pages of docs/ and in README runs, in order, on 2 processes for each page"
+import os
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from helpers import blocks
+from learnerdist.testing import run_ranks
+
+root = Path(__file__).parent.parent
+pages = [root/'README.md',*sorted(o for o in (root/'docs').glob('*.md') if o.stem!='launchers')] # test_launchers runs those
+# What a page takes for granted: a learner, its data and model
+setup = '''
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+from learnerdist.all import *
+torch.set_num_threads(1)
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(24, 4), torch.randint(3, (24,)))
+dls = DataLoaders.from_dsets(data, data, bs=8)
+loss_func = nn.CrossEntropyLoss()
+def new_learner(**kw): return Learner(dls, nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), loss_func, **kw)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+learn = new_learner()
+'''
+def two_digits(folder):
+    "A few pictures where `untar_data(URLs.MNIST_SAMPLE)` looks for them before it downloads"
+    for at in [folder/f'data/mnist_sample/{part}/{label}' for part in ('train','valid') for label in '37']:
+        at.mkdir(parents=True)
+        for i in range(50): Image.new('L', (28,28), 20*int(at.name)+i).save(at/f'{i}.png')
+
+complete = 'README','start' # These begin with their own imports and data
+
+def run(path, folder, setup):
+    os.chdir(folder)
+    space = dict(__name__='__main__', __file__=str(path))
+    for i,block in enumerate([setup,*blocks(path)]): exec(compile(block, f'{path.name}, block {i}', 'exec'), space)
+
+@pytest.mark.parametrize('path', [o for o in pages if blocks(o)], ids=lambda o: o.stem)
+def test_blocks_run(path, tmp_path):
+    two_digits(tmp_path)
+    run_ranks(run, 2, path, tmp_path, '' if path.stem in complete else setup, timeout_s=240, env=dict(FASTAI_HOME=str(tmp_path)))
