@@ -582,6 +582,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'learnerdist/core/stacks.py'),
                                          'learnerdist.core.stacks.is_stopped': ( 'core/stacks.html#is_stopped',
                                                                                  'learnerdist/core/stacks.py'),
+                                         'learnerdist.core.stacks.is_wait': ('core/stacks.html#is_wait', 'learnerdist/core/stacks.py'),
                                          'learnerdist.core.stacks.need': ('core/stacks.html#need', 'learnerdist/core/stacks.py'),
                                          'learnerdist.core.stacks.place_of': ('core/stacks.html#place_of', 'learnerdist/core/stacks.py'),
                                          'learnerdist.core.stacks.read_crash': ( 'core/stacks.html#read_crash',

@@ -279,5 +279,5 @@ def test_a_collective_to_which_a_rank_does_not_come_is_named_with_both_lines():
     with pytest.raises(RanksError) as e: run_ranks(late_with_a_collective, 2, timeout_s=100)
     for o in map(str, e.value.errors.values()):
         assert 'a rank did not come' in o and 'rank 0 waited in the vote of a step' in o
-        assert any(f'rank 1 waited in {f}, from' in o for f in ('all_reduce','all_sum')) # torch's call, or ours around it
+        assert any(f'rank 1 waited in {f}, from' in o for f in ('all_reduce','all_sum')), o # torch's call, or ours around it
         assert 'in after_step: def after_step(self): all_sum' in o

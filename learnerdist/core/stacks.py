@@ -153,6 +153,10 @@ def is_stopped(pid)->bool:
 _ours = 'core/env core/collectives distributed/vote_links distributed/engine'
 _waits = 'torch/distributed/','torch/autograd/graph.py',*(f'learnerdist/{o}.py' for o in _ours.split())
 
+def is_wait(frames:list)->bool:
+    "Whether a process waits for another rank. frames: `Frame`s, the innermost first"
+    return bool(frames) and any(o in frames[0].file for o in _waits)
+
 def describe_stack(frames:list)->str:
     """A sentence that says what a process does, and from which line of the user's code. frames: `Frame`s, the
     innermost first"""
@@ -160,7 +164,7 @@ def describe_stack(frames:list)->str:
     at,user = frames[0],users_frame(frames)
     source = linecache.getline(user.file, user.line).strip()
     where = f'{user}: {source}' if source else str(user)
-    if not any(o in at.file for o in _waits): return f'was at {where}' + ('' if at == user else f' ({at.name})')
+    if not is_wait(frames): return f'was at {where}' + ('' if at == user else f' ({at.name})')
     calls = [o.name for o in frames if 'c10d_logger' not in o.file and 'wait_key' not in o.name]
     name = next(iter(calls), at.name)
     return f'waited in {_called.get(name, name)}, from {where}'

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..core.env import RankError,close_group,count,group_size,in_group,is_consequence
 from ..core.env import next_phase,num_distrib
 from ..core.env import pack_error,rank_distrib,section,shared_store,unpack_error,wait_key
-from ..core.stacks import Frame,answer_asks,answerer,describe_stack,frames_of,place_of
+from ..core.stacks import Frame,answer_asks,answerer,describe_stack,frames_of,is_wait,place_of
 
 # %% ../../nbs/distributed/04_failure.ipynb #c004
 def first_failure(key, timeout_s=0)->RankError:
@@ -58,10 +58,13 @@ def _place(store, key, rank, end):
     else: host,known = here,answerer(rank-_me()[0])
     if not store.check([waited]) and known and host==here:
         frames,text = place_of(*known)
-        if not any(o.file==_place.__code__.co_filename for o in frames): return text
+        if not any(o.file==_place.__code__.co_filename for o in frames):
+            if is_wait(frames): return text
+            end = min(end, time.monotonic()+2) # it may be on its way out of a wait that timed out, too
+    else: text = None
     while not store.check([waited]) and time.monotonic()<end: time.sleep(.01)
     if store.check([waited]): return describe_stack([Frame(*o) for o in json.loads(store.get(waited))])
-    if host==here: return 'has not come so far'
+    if host==here: return text or 'has not come so far'
     lost = _lost(host)
     return f'runs on {host}'+f', a machine that cannot be reached from {here} ({lost})'*bool(lost)
 
