@@ -35,6 +35,14 @@ def test_table_names_every_module_and_notebook():
     assert {str(o) for o in found} == {nb for nb,_ in rows}
     assert all(re.sub(r'\d\d_', '', nb)==module for nb,module in rows)
 
+def test_the_tour_names_what_is_there():
+    "A name in CONTRIBUTING's tour and table of places is defined in the file that stands before it"
+    text = (root/'CONTRIBUTING.md').read_text().partition('## A tour')[2].partition('## The house')[0]
+    for file,names in re.findall(r'`(learnerdist/[\w/]+\.py)`((?:[:,] `\w+[^`]*`)*)', text):
+        defined = {o.name for o in ast.walk(ast.parse((root/file).read_text())) if isinstance(o, (ast.FunctionDef,ast.ClassDef))}
+        missing = {n.split('.')[-1] for n in re.findall(r'`([\w.]+)`', names)}-defined
+        assert not missing, (file,missing)
+
 def test_imports_only_modules_above():
     "So there is no cycle; launch/ needs core/ alone, and fastai/ alone imports fastai"
     assert per_module(lambda o: imports(o)-{*modules[:modules.index(o)]}) == {}
