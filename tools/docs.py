@@ -66,6 +66,10 @@ def table(o)->str:
     rows = [r for r in rows if not re.match(r'\| \S+ \|  \|$', r)]
     return '\n'.join(rows) if len(rows)>2 else ''
 
+def summary(doc)->str:
+    "The first sentence of a docstring, whose lines may be wrapped"
+    return re.split(r'(?<=[.!?]) (?=[A-Z`])', ' '.join(doc.partition('\n\n')[0].split()))[0]
+
 def described(node, name, module, level=3):
     "The section of a definition, then those of a class's methods that have a docstring"
     text = f'{ast.get_docstring(node) or ""}\n\n{table(found(module, name))}'
@@ -118,7 +122,7 @@ class Page:
                 if not is_public(name): continue
                 parts = [*described(node, name, self.module)]
                 self.parts += parts
-                self.anchors.update({re.search('`(.+?)`', o)[1]: re.split(r'```\n\n', o)[1].split('\n')[0] for o in parts})
+                self.anchors.update({re.search('`(.+?)`', o)[1]: summary(re.split(r'```\n\n', o)[1]) for o in parts})
         if not all(isinstance(o, (ast.Import,ast.ImportFrom)) for o in body): self.parts.append(box(cell))
 
     def save(self, data):
