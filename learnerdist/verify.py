@@ -186,7 +186,8 @@ class FitRecord(Callback):
         self.rec['preds'] = _predictions(learn) if len(loaders_of(learn.dls))>1 else []
 
 def _streams(): return [tensor_hash(o) for o in rng_state()[2:] if o is not None]
-def _ids(learn): return [*map(id, tree_leaves((*learn.xb,*learn.yb)))]
+def _ids(learn): # of the same memory, also as a tensor of another class, which fastai makes of each batch
+    return [o.data_ptr() if isinstance(o, Tensor) else id(o) for o in tree_leaves((*learn.xb,*learn.yb))]
 
 def _numbers_of(recorder):
     def plain(os): return [None if o is None else float(o) for o in os]
@@ -283,6 +284,7 @@ class _Catch:
     def prepare(self, learn):
         "Give all processes the same start: dtype, dropout, weights, optimizer. Returns the names of silenced layers"
         learn.path = self.folder/'files' # for all files that the script writes from here on
+        learn.path.mkdir(exist_ok=True)
         model,loss = get_model(learn.model),learn.loss_func
         own = loss,*getattr(loss, '__dict__', {}).values()
         parts = [model,*[o for o in own if isinstance(o, nn.Module)]]

@@ -1,11 +1,12 @@
 "`verify` on fastai's own Learner"
 import torch
-from fastai.callback.all import GradientAccumulation,MixUp
+from fastai.callback.all import CSVLogger,GradientAccumulation,MixUp
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import RocAuc,accuracy
+from fastai.torch_core import TensorBase
 from torch import nn
 import learnerdist.fastai # noqa: F401
 from learnerdist.distributed.engine import Engine
@@ -33,6 +34,13 @@ def of_torch():
     with learn.distrib_ctx(seed=1): learn.fit(2)
 
 def accumulating(): plain(GradientAccumulation(8))
+def logged(): plain(CSVLogger())
+def dropped():
+    "Batches of a class of fastai's, which its own callback casts"
+    learn = learner()
+    learn.model = nn.Sequential(*learn.model[:3], nn.Dropout(.5), learn.model[3])
+    learn.dls = DataLoaders(*[DataLoader([(TensorBase(x),y) for x,y in data(n)], bs=4) for n in (48,13)])
+    with learn.distrib_ctx(seed=1): learn.fit(1)
 def weighted():
     "With the remedy switched off"
     Engine._weighed = lambda self, over: self.learn.loss_grad
@@ -40,7 +48,7 @@ def weighted():
 def mixed_up(): return learner(cbs=MixUp())
 
 def test_same():
-    for f in (plain,accumulating,of_torch):
+    for f in (plain,accumulating,logged,of_torch):
         res = verify(f, steps=3)
         assert res.same and max(res.largest[k].by for k in ('gradients','weights','predictions'))<1e-11, res
         assert {*res.largest} >= {'buffers','gradients','weights','loss','metrics','predictions'}
@@ -48,5 +56,7 @@ def test_same():
 def test_difference():
     res = verify(weighted, steps=3)
     assert res.first[:2]==(0,'gradients') and 'the loss is no mean over samples' in res.causes[0], res
+    res = verify(dropped, steps=3)
+    assert not res.same and 'dropout' in res.causes[0] and not any('a callback changes the batches' in o for o in res.causes), res
     res = verify(mixed_up, steps=3)
     assert res.first.step==0 and 'random draws differ by rank' in res.causes[0], res
