@@ -529,7 +529,7 @@ def judge(alone, ranks)->Verdict:
     bad = [d for d in bad if (d.step,d.kind)==(bad[0].step,bad[0].kind)]
     first = max(bad, key=lambda d: d.by, default=None)
     apart = any(o['streams']!=alone['streams'] for o in ranks)
-    notes = {f"without random draws: {_few(alone['silenced'])}": alone['silenced'],
+    notes = {f"switched off, since they draw at random: {_few(alone['silenced'])}": alone['silenced'],
              'the script divides its batch size by the number of processes': alone['scaled'],
              "after the context the random streams stand elsewhere than one process's": apart}
     notes = [text for text,holds in notes.items() if holds]

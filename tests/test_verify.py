@@ -262,7 +262,7 @@ def test_launch_proves_before_it_trains(tmp_path):
 
 def test_without_dropout():
     res = verify(dropout, steps=3, dropout=False)
-    assert res.same and 'without random draws: 1' in res.notes
+    assert res.same and 'switched off, since they draw at random: 1' in res.notes
 
 def test_could_not_be_run(tmp_path, capsys):
     (tmp_path/'train.py').write_text('print("no learner here")')
