@@ -3,7 +3,6 @@ import ast,re
 from configparser import ConfigParser
 from pathlib import Path
 import pytest,torch
-from torch import nn
 from learnerdist.core import compat
 
 root = Path(__file__).parent.parent
@@ -16,15 +15,6 @@ def test_no_private_name_is_missing():
     later = {'.'.join(compat.names[k][:2]) for k in compat.names if compat.torch_version<number(compat.shims.get(k, '0'))}
     gone = {k:v for k,v in compat.missing().items() if k not in later}
     assert not gone, f'torch {torch.__version__} and the others lack: ' + '; '.join(f'{k} (lost: {v})' for k,v in gone.items())
-
-def test_what_is_missing_is_said():
-    assert compat.find('iterator') and compat.find('queue_callback')
-    names = dict(attr=('torch.nn.parallel', 'DistributedDataParallel().no_such', 'a'), module=('torch.no_such', 'x', 'b'),
-                 package=('no_such_package', 'x', 'c'), there=('torch', 'nn', 'd'))
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(compat, 'names', names)
-        assert compat.missing() == {'torch.nn.parallel.DistributedDataParallel().no_such': 'a', 'torch.no_such.x': 'b'}
-        assert compat.find('attr', 5)==5 and compat.find('module') is None and compat.find('there') is nn
 
 def private_names(tree, ours):
     "Private attributes and imports of other packages"

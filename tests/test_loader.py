@@ -404,13 +404,3 @@ def test_bad_input(args, kw, match):
     lambda: DistributedDL(range(5), 1, 2, bs=2, shuffle=True, drop_last=True), lambda: DataLoader(Whole(5), 2, drop_last=True)])
 def test_in_order(make): assert [b.tolist() for b in in_order(make())]==[[0,1],[2,3],[4]]
 
-def test_no_collective(monkeypatch):
-    "One rank alone may read as it likes"
-    def fail(*args, **kw): raise AssertionError('a collective')
-    for o in ('all_reduce', 'all_gather', 'broadcast', 'barrier', 'all_gather_object', 'broadcast_object_list', 'new_group'):
-        monkeypatch.setattr(torch.distributed, o, fail)
-    for dl in (TfmdDL(range(5), 2, shuffle=True), DataLoader(Whole(5)), DataLoader(Anything(), sampler=GlobalDraws(2)),
-               DataLoader(range(5), batch_sampler=[[1]])):
-        o = ranks(dl, 2, 1)[0]
-        list(o), o.one_batch()
-
