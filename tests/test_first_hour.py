@@ -5,7 +5,8 @@ import fastcore,pytest,torch
 from torch import nn
 from torch.utils.data import DataLoader,TensorDataset
 
-from learnerdist.all import (Callback,DataLoaders,Learner,LogWriter,TfmdDL,Timer,accuracy,error_rate,is_rank0,top_k_accuracy)
+from learnerdist.all import (Callback,DataLoaders,Learner,LogWriter,SaveModelCallback,TfmdDL,Timer,accuracy,error_rate,is_rank0,
+                             top_k_accuracy)
 from learnerdist.learner.callback import Order
 from learnerdist.testing import run_ranks
 
@@ -60,6 +61,7 @@ cases = dict(
     metric_rows=(lambda: learner(metrics=lambda p,t: p-t).fit(1), ValueError, 'let it return a number'),
     no_valid=(lambda: learner(TfmdDL(ds, 8)).validate(), IndexError, 'no loader 1 among 1: .* give `valid`'),
     no_valid_preds=(lambda: learner(TfmdDL(ds, 8)).get_preds(), IndexError, 'give `valid`'),
+    no_valid_best=(lambda: learner(TfmdDL(ds, 8)).fit(1, cbs=SaveModelCallback()), ValueError, 'there is no validation data'),
     lr=(lambda: learner().fit_one_cycle(1, lr=.1), TypeError, "no option 'lr'; the rate of a fit with a schedule of its own is 'lr_max'"),
     epochs=(lambda: learner().fit(-1), ValueError, 'n_epoch=-1: give a whole number'),
     epochs_text=(lambda: learner().fit('3'), ValueError, "n_epoch='3': give a whole number"),

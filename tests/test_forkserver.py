@@ -3,7 +3,6 @@ import json,os,random,re,select,signal,socket,subprocess,sys,time
 from pathlib import Path
 import pytest
 from learnerdist.launch import agent,forkserver
-from learnerdist.launch.cli import guess
 from learnerdist.launch.forkserver import ForkServer,first_imports,known
 
 root = Path(__file__).parent.parent
@@ -49,14 +48,6 @@ def test_imports_of_a_module(first):
     assert first(files, '-m', 'pack')==[('csv',),('wave',)] and first({}, '-m', 'pack.train')==[('csv',),('colorsys','*'),('this',)]
     assert first({'pack/__init__.py': 'import csv\nprint(3)'}, '-m', 'pack.train')==[('csv',)]
     assert first({'csv.py': '', 'a.py': 'import csv'}, 'no_such.py')==first({}, '-m', 'no_such')==[]
-
-@pytest.mark.parametrize('args,argv,n', [
-    ('--nproc 3 --max-restarts 1 train.py --nproc 5', 'train.py --nproc 5', 3), ('--gpus 0,2 --module pack --n 3', '-m pack --n 3', 2),
-    ('--nproc-per-node gpu -m pack', '-m pack', 1), ('--no-fork-server train.py', None, 0),
-    ('--no-python a.py', None, 0), ('--help', None, 0)])
-def test_what_the_launcher_guesses(args, argv, n, monkeypatch):
-    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
-    assert guess(args.split())==(argv and argv.split(), n)
 
 @pytest.mark.parametrize('foreign', ['LD_PRELOAD','NSYS_PROFILING_SESSION_ID','CUDA_INJECTION64_PATH'])
 def test_tools_that_may_not_follow_a_fork_find_none(foreign):

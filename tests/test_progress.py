@@ -48,12 +48,6 @@ def test_a_logger_of_the_users(capsys):
     assert lines[0]==learn.recorder.metric_names and lines[1][:-1]==[0,*learn.recorder.values[0]] and capsys.readouterr().out==''
     assert learn.logger==lines.append
 
-class Evaluates(Callback):
-    order = 70
-    def after_epoch(self):
-        self.learn.validate()
-        self.learn.get_preds()
-
 class Stops(Callback):
     order = 30
     def after_batch(self):
@@ -96,12 +90,6 @@ def test_bar_on_a_terminal():
     assert table[0].split()[:4]==['epoch','train_loss','valid_loss','accuracy'] and [o.split()[0] for o in table[1:3]]==['0', '1']
     assert '█' not in table[1]
 
-def test_running_loss_on_the_bar():
-    learn = make()
-    x,y = learn.dls.one_batch()
-    first = F.cross_entropy(learn.model(x), y).item()
-    assert f'{first:.4f}' in in_terminal(learn, lambda o: o.fit(1, lr=0.))
-
 def test_no_bar_on_a_terminal():
     def f(learn):
         with learn.no_bar(): learn.fit(2)
@@ -131,10 +119,6 @@ def test_bar_for_empty_and_cancelled_fits():
     learn.dls = DataLoaders(TfmdDL([], 4))
     in_terminal(learn, lambda o: o.fit(1))
 
-def test_evaluation_from_a_callback_on_a_terminal():
-    out = in_terminal(make(cbs=Evaluates()), lambda o: o.fit(2))
-    assert [o.split()[0] for o in lines_of(out) if o.strip() and '█' not in o]==['epoch', '0', '1']
-
 # --- files ------------------------------------------------------------------------------------------------------------------
 
 def rows(file): return list(csv.reader(io.StringIO(file.read_text())))
@@ -154,11 +138,6 @@ def test_csv_after_an_error(tmp_path, capsys):
     learn.stops.error = KeyError
     with pytest.raises(KeyError): learn.fit(3)
     assert len(rows(tmp_path/'history.csv'))==2 and learn.csv_logger.file is None
-
-def test_csv_without_validation(tmp_path, capsys):
-    learn = make(path=tmp_path, cbs=CSVLogger(), valid=False)
-    learn.fit(1)
-    assert rows(tmp_path/'history.csv')[1][2:]==['', '']
 
 # --- ranks ------------------------------------------------------------------------------------------------------------------
 
