@@ -2,7 +2,7 @@
 from collections import OrderedDict, namedtuple
 import pandas as pd, pytest, torch
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import (BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, TensorDataset,
+from torch.utils.data import (BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset,
                               WeightedRandomSampler, default_collate)
 from learnerdist.data.distributed_dl import DistributedDL
 from learnerdist.data.loaders import (DataLoaders, TfmdDL, changed, check_options, find_bs, is_shuffled, loader_settings, to_cpu, to_detach,
@@ -20,7 +20,6 @@ class Stream(IterableDataset):
 
 def half(o): return o/2
 def plus1(o): return o+1
-def count(o): return len(o)
 
 STRUCTURES = [torch.ones(2), [torch.ones(2)], (torch.ones(2), 'a', None), Pair(torch.ones(2), [torch.ones(1)]),
     {'a': (torch.ones(2),)},    OrderedDict(b=torch.ones(1), a=3), MyList([torch.ones(2)]),
@@ -52,11 +51,6 @@ def test_options():
     with pytest.raises(ValueError, match='mutually exclusive'): changed(DataLoader([1,2], batch_sampler=[[0]]), bs=3)
     check_options(['shuffle', 'pin_memory', 'in_order'])
 
-def test_is_shuffled():
-    class Mine(RandomSampler): pass
-    assert is_shuffled(RandomSampler([1]))
-    assert not any(is_shuffled(o) for o in (Mine([1]), SequentialSampler([1]), RandomSampler([1], True)))
-
 LOADERS = [lambda: DataLoader(range(7), 3, drop_last=True), lambda: DataLoader(range(7), 3, sampler=[5,1,2]),
     lambda: DataLoader(range(7), None),
     lambda: DataLoader(range(7), batch_sampler=[[1,2],[3]]), lambda: DataLoader(range(7), batch_sampler=BatchSampler([3,4,5], 2, True)),
@@ -75,13 +69,6 @@ def test_changed_data_set():
     with pytest.raises(ValueError, match='WeightedRandomSampler was made for another'):
         changed(DataLoader(range(3), sampler=WeightedRandomSampler([1.,1.,1.], 3)), range(10))
     assert len(changed(DataLoader(range(3), sampler=[0]), range(10), shuffle=False))==10
-
-@pytest.mark.parametrize('workers', [0, 1])
-def test_transforms(workers):
-    dl = TfmdDL(range(5), 2, after_item=[half, plus1], after_batch=plus1, num_workers=workers)
-    assert [o.tolist() for o in dl] == [[2.,2.5], [3.,3.5], [4.]]
-    assert list(dl.new(bs=None, after_batch=None)) == [1.,1.5,2.,2.5,3.]
-    assert [o for o in dl.new(collate_fn=count, after_item=None)] == [3,3,2]
 
 def test_stream():
     dl = TfmdDL(Stream(5), 2, after_item=plus1)

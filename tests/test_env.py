@@ -3,7 +3,7 @@ import os, re, time, pytest, torch, torch.distributed as dist
 from learnerdist.core import hosts
 import learnerdist.core.env as env
 from learnerdist.core.env import (close_group, current_group, default_device, group_rank, group_size, in_group, is_rank0,
-                             launch_store, local_rank,
+                             local_rank,
                              local_size, num_distrib, process_group, rank_distrib, setup_distrib, teardown_distrib)
 from learnerdist.testing import run_ranks
 
@@ -15,10 +15,6 @@ def no_launcher(monkeypatch):
 
 def launched(monkeypatch, **kw):
     for k,v in kw.items(): monkeypatch.setenv(k, v)
-
-def test_without_a_launcher():
-    assert (rank_distrib(),num_distrib(),local_rank(),local_size())==(0, 0, 0, 1)
-    assert (group_rank(),group_size(),in_group(),is_rank0(),current_group(),launch_store())==(0, 1, False, True, None, None)
 
 @pytest.mark.parametrize('kw,want', [
     (dict(RANK='5', WORLD_SIZE='8', LOCAL_RANK='1', LOCAL_WORLD_SIZE='4'), (5, 8, 1, 4)), (dict(RANK='3', WORLD_SIZE='4'), (3, 4, 3, 4)),
@@ -105,16 +101,6 @@ def test_groups():
         assert got['kept']
         assert got['left open']==(True, True, None) and got['closed']==(False, 0, 1) and got['sum']==2 and got['error']==(False, None)
         assert not got['closed early'] and got['after']==(False, None) and got['works']==2
-
-def rank_world_of_one():
-    with process_group(): plain = in_group()
-    device = setup_distrib()
-    res = in_group(),group_size()
-    with process_group() as d: inside = group_size(),d==device
-    teardown_distrib()
-    return plain,res,inside,in_group()
-
-def test_world_of_one(): assert run_ranks(rank_world_of_one, 1)==[(False, (True, 1), (1, True), False)]
 
 ompi = dict(OMPI_COMM_WORLD_RANK='1', OMPI_COMM_WORLD_SIZE='2', OMPI_COMM_WORLD_LOCAL_RANK='1', OMPI_COMM_WORLD_LOCAL_SIZE='2')
 step = dict(SLURM_PROCID='1', SLURM_NTASKS='2', SLURM_LOCALID='1', SLURM_NODEID='0', SLURM_NNODES='1', SLURM_STEP_ID='0', SLURM_JOB_ID='7')

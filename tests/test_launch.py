@@ -252,23 +252,19 @@ def test_no_process_is_left_after_a_signal(tmp_path):
     soon = ['--shutdown-timeout','2'] if torch_version>=(2,9) else []
     command = *launcher,'--nproc','2','--max-restarts','2',*soon
     patient,pids_ = start_waiting(tmp_path/'saves', *launcher, '--nproc', '2', how='saves') # with torchrun's 30 seconds to shut down
+    failed,of_failed = start_waiting(tmp_path/'raise', *launcher, '--nproc', '2', how='raise') # and its children hear no signal
     cases = {signal.SIGINT: 130, signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGHUP: 75}
     # SIGINT finds ranks that wait in C, the first signal of the last one is ignored as under nohup, and its ranks put their work off
     hows = {signal.SIGINT: dict(how='in C'), signal.SIGHUP: dict(how='put off', preexec_fn=ignore_hup)}
     runs = {sig: start_waiting(tmp_path/sig.name, *command, **hows.get(sig, {})) for sig in cases}
     pids = {sig: o[1]() for sig,o in runs.items()}
-    pids['saves'] = pids_()
+    pids['saves'],pids['raise'] = pids_(),of_failed()
     patient.send_signal(signal.SIGINT)
     for sig,(proc,_) in runs.items(): proc.send_signal(sig)
     runs[signal.SIGHUP][0].send_signal(signal.SIGTERM)
     assert {sig: proc.wait(60) for sig,(proc,_) in runs.items()} == cases
-    assert patient.wait(60) == 130 and all((tmp_path/f'saves/fifo.{r}').exists() for r in range(2))
+    assert failed.wait(60) == 1 and patient.wait(60) == 130 and all((tmp_path/f'saves/fifo.{r}').exists() for r in range(2))
     assert all(all_end(o) for o in pids.values())
-
-def test_children_that_hear_no_signal_end_with_a_failed_run(tmp_path):
-    proc,pids = start_waiting(tmp_path, *launcher, '--nproc', '2', how='raise')
-    pids = pids()
-    assert proc.wait(60) == 1 and all_end(pids)
 
 # --- ranks that leave, and ranks that do not ----------------------------------------------------------------------
 

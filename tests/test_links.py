@@ -1,5 +1,5 @@
 "Votes by sockets and by gloo: a rank that is slow, or leaves first; two learners at once; predictions and losses that travel or are kept"
-import contextlib,threading
+import threading
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
@@ -67,32 +67,6 @@ def test_a_rank_that_hears_late_and_two_learners_at_once(env, way):
     for found,(want,got,n) in run_ranks(rank_late, 3, env=env):
         assert found==(way, way)
         assert n and got and all(o==pytest.approx(want, rel=1e-6) for o in got)
-
-kinds = dict(u16=lambda x: (100*x).abs().to(torch.uint16), u32=lambda x: (100*x).abs().to(torch.uint32), i16=lambda x: (100*x).short(),
-             bool=lambda x: x>0, bf16=lambda x: x.bfloat16(), f8=lambda x: x.to(torch.float8_e4m3fn),
-             complex=lambda x: torch.complex(x, x), conj=lambda x: torch.complex(x, x).conj(), z128=lambda x: torch.complex(x, x).cdouble(),
-             column=lambda x: x[:,:1], row=lambda x: x[:,0])
-
-class Is(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.w,self.kind = nn.Parameter(torch.zeros(1)),kind
-    def forward(self, x): return kinds[self.kind](x+0*self.w)
-
-def preds(kind, ctx):
-    learn = make(5, Is(kind))
-    learn.loss_func = lambda pred, targ: torch.zeros(())
-    with ctx(learn): p = learn.get_preds()[0]
-    return p.dtype,p.shape,p.resolve_conj().view(torch.uint8).tolist() if p.ndim>1 else p.tolist()
-
-def all_preds(ctx): return {o: preds(o, ctx) for o in kinds}
-
-def rank_preds():
-    with process_group(): return all_preds(lambda learn: learn.distrib_ctx(seed=1))
-
-def test_predictions_of_any_dtype():
-    want = all_preds(contextlib.nullcontext)
-    for got in run_ranks(rank_preds, 3): assert got==want
 
 class Smooth(Callback):
     "Keeps a running loss in a tensor of its own"

@@ -152,23 +152,6 @@ class Memory(nn.Module):
         self.state = tuple(o.detach() for o in state)
         return y[:, -1]
 
-class Resetter(Callback):
-    "As a callback for language models does it: at the start of each training and validation loop"
-    def before_train(self): self.model.reset()
-    def before_validate(self): self.model.reset()
-
-def recurrent():
-    torch.manual_seed(2)
-    data = [(torch.randn(4, 5, 2), torch.randn(4, 3)) for _ in range(3)]
-    return Learner(DataLoaders(data, data[:1]), Memory(), nn.MSELoss(), torch.optim.SGD, lr=.1, cbs=Resetter)
-
-def test_reset_reaches_a_recurrent_model_in_a_parallel_fit(two_gpus):
-    learn,plain = recurrent(),recurrent()
-    plain.fit(2)
-    with learn.parallel_ctx(): learn.fit(2)
-    assert learn.model.resets==plain.model.resets==4
-    assert all(torch.equal(a, b) for a,b in zip(learn.model.parameters(), plain.model.parameters(), strict=True))
-
 def check_reset(wrap):
     model = wrap(Memory())
     x = torch.ones(1, 2, 2)

@@ -4,7 +4,6 @@ import contextlib,csv,io,os,pty,threading
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import IterableDataset
 from learnerdist.all import Callback, CancelFitException, CSVLogger, DataLoaders, Learner, TfmdDL, accuracy, rank_distrib
 from learnerdist.testing import run_ranks
 
@@ -40,13 +39,6 @@ def test_no_bar_and_no_logging(capsys):
     learn.progress.show_bar = False
     with learn.no_bar(): pass
     assert not learn.progress.show_bar # as it was, not as it usually is
-
-def test_a_logger_of_the_users(capsys):
-    lines,learn = [],make()
-    learn.logger = lines.append
-    learn.fit(1)
-    assert lines[0]==learn.recorder.metric_names and lines[1][:-1]==[0,*learn.recorder.values[0]] and capsys.readouterr().out==''
-    assert learn.logger==lines.append
 
 class Stops(Callback):
     order = 30
@@ -95,15 +87,6 @@ def test_no_bar_on_a_terminal():
         with learn.no_bar(): learn.fit(2)
     out = in_terminal(make(), f)
     assert '█' not in out and len([o for o in lines_of(out) if o.strip()])==3
-
-class Stream(IterableDataset):
-    def __iter__(self): return iter([(torch.ones(3), torch.tensor(1))]*8)
-
-def test_bar_for_a_loader_without_a_length():
-    learn = make()
-    learn.dls = DataLoaders(TfmdDL(Stream(), 4), TfmdDL(Stream(), 4))
-    out = in_terminal(learn, lambda o: o.fit(2))
-    assert 'train_loss' in out and len(learn.recorder.losses)==4
 
 def test_bar_for_empty_and_cancelled_fits():
     def f(learn):

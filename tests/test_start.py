@@ -1,10 +1,9 @@
 "Where ranks begin: rank 0's weights, buffers and optimizer; random streams; a group and loaders that are there already"
 import random
-import numpy as np, torch, torch.distributed as dist
+import numpy as np, torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from scenes import make, picture, run
-from test_scenes import close
+from scenes import make, picture
 from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, group_rank, group_size, process_group,
                              rank_distrib)
 from learnerdist.testing import run_ranks
@@ -104,19 +103,3 @@ def test_alone_nothing_is_reseeded():
     with learn.distrib_ctx(seed=1): assert torch.equal(torch.rand(3), want)
 # --- the group --------------------------------------------------------------------------------------------------------
 
-def rank_own_group():
-    from learnerdist.core.env import setup_distrib
-    setup_distrib()
-    group = dist.group.WORLD
-    res = [run(picture(), 2, group_rank()) for _ in range(2)]
-    alive = dist.is_initialized() and dist.group.WORLD is group
-    t = torch.tensor([group_rank()+1.])
-    dist.all_reduce(t)
-    dist.destroy_process_group()
-    return alive,t.item(),res
-
-def test_open_group_is_used_and_left_open():
-    want = run(picture())['fits'][-1]
-    for alive,total,res in run_ranks(rank_own_group, 2):
-        assert alive and total==3
-        for r in res: close(r['fits'][-1]['state'], want['state'])

@@ -5,12 +5,11 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import MultiStepLR
-from learnerdist.all import (CSVLogger, Callback, CancelFitException, DataLoaders, EarlyStoppingCallback, GradientAccumulation,
+from learnerdist.all import (CSVLogger, Callback, DataLoaders, EarlyStoppingCallback, GradientAccumulation,
                              GradientClip, Learner, LogWriter, MixedPrecision, Profile, Scheduler, TensorBoardLogger, TfmdDL, Timer,
                              find_batch_size, group_size, mk_metric, num_distrib, rank_distrib, warm_up)
 from learnerdist.core.env import in_group
 from learnerdist.learner.techniques import half_type
-from learnerdist.launch import run as launch_run
 from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)
@@ -94,20 +93,6 @@ def test_scale_goes_on_from_fit_to_fit():
     assert learn._amp.state_dict()['_growth_tracker']==first['_growth_tracker']+6
     learn.fit(1, amp='bf16')
     assert learn._amp.state_dict()=={}
-
-def script_main():
-    learn = make(torch.float32)
-    learn.fit(2, ddp=dict(seed=3), amp=True)
-    return num_distrib(),[o[0] for o in learn.recorder.values]
-
-def test_one_script_on_every_visible_gpu_or_none(monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
-    n,alone = launch_run(script_main)
-    assert n==0
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2) # as CUDA_VISIBLE_DEVICES=0,1 has it
-    n,two = launch_run(script_main)
-    assert n==2
-    close(two, alone, 2e-3)
 
 @pytest.mark.parametrize('able', [True, False])
 def test_type_that_suits_a_gpu(able, monkeypatch):
@@ -219,15 +204,6 @@ def test_warnings_say_their_rank(logs):
     assert zero['err'].count('UserWarning: from 0')==6 and 'rank' not in zero['err'].replace('rank_distrib', '')
     assert one['err'].count('UserWarning: rank 1: from 1')==6 and zero['undone'] and one['undone']
 
-def test_log_of_an_epoch_that_was_cancelled_before_it_was_written(tmp_path):
-    class Early(Callback):
-        order = 61
-        def after_epoch(self):
-            if self.epoch==1: raise CancelFitException
-    learn = make(path=tmp_path)
-    learn.fit(4, cbs=[Early,Mine(),CSVLogger()])
-    assert len((tmp_path/'history.csv').read_text().splitlines())==3
-
 def test_tensorboard_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, 'torch.utils.tensorboard', None)
     with pytest.raises(ValueError, match='install the extra'): make().fit(1, cbs=TensorBoardLogger())
@@ -314,15 +290,4 @@ def test_out_of_memory_alone():
         name,said = failure((6,), 8, kind)
         assert name==('OutOfMemoryError' if kind=='cuda' else 'RuntimeError') and words in said and said.count('a batch of 8 samples.')==1
     assert found((6,), 24, False)==(6,[24,12,6,6]) and found((100,), None, True)==(4,[4,4])
-
-def test_advice_is_for_the_batch_that_failed():
-    "A fit in the handler of another error leaves that one alone; other errors are left alone"
-    learn = hungry((99,), 8)
-    try: raise torch.OutOfMemoryError('elsewhere')
-    except torch.OutOfMemoryError as e:
-        learn.fit(1)
-        assert str(e)=='elsewhere'
-    class Bad(Callback):
-        def after_loss(self): raise RuntimeError('no memory problem')
-    with pytest.raises(RuntimeError, match='^no memory problem$'): learn.fit(1, cbs=Bad)
 

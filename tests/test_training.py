@@ -1,11 +1,10 @@
 """Accumulation, mixed precision, clipping, seeds and Lookahead beside what plain torch does, and what is sent; that
 ranks do what one process does is in the table of scenes"""
-import copy, itertools, random, warnings
+import copy, itertools, random
 from contextlib import suppress
 import numpy as np, pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from scenes import F32, F64, Cancels, PartUsed, look, make, net, pictures, points, scene, sgd
 from learnerdist.all import Callback, group_rank, group_size, process_group
 from learnerdist.core.random import set_seed
@@ -206,20 +205,6 @@ def test_scaler_goes_on_from_its_state():
 
 # --- clipping ---------------------------------------------------------------------------------------------------------
 
-def test_clipping_as_torch_does():
-    "Norms can be read within an epoch"
-    learn,norms,seen,cb = learner(bs=8, shuffle=False),[],[],GradientClip(.3)
-    class Read(Callback):
-        order = 95
-        def after_step(self): seen.append(len(self.gradient_clip.norms))
-    model = copy.deepcopy(learn.model)
-    opt = sgd(model.parameters(), .1)
-    clip = lambda: norms.append(nn.utils.clip_grad_norm_(model.parameters(), .3).item())
-    for x,y in learn.dls.train: torchs_step(model, opt, x, y, clip)
-    learn.fit(1, cbs=[cb,Read()])
-    assert torch.equal(weights(learn), nn.utils.parameters_to_vector(model.parameters())) and cb.norms==norms
-    assert seen==[1,2,3,4,5,6] and max(norms)>.3
-
 # --- seeds ------------------------------------------------------------------------------------------------------------
 
 def draws(): return random.random(),np.random.rand(),torch.rand(()).item()
@@ -230,8 +215,6 @@ def test_set_seed(monkeypatch):
     assert draws()!=first
     set_seed(2**40+1)
     assert draws()==first
-    set_seed(2)
-    assert not set(draws())&set(first)
     cudnn = torch.backends.cudnn
     for k,v in dict(deterministic=False, benchmark=True).items(): monkeypatch.setattr(cudnn, k, v)
     set_seed(1)
@@ -278,17 +261,6 @@ def test_lookahead_by_hand():
 
 def one_step(learn, opt, i=0): torchs_step(learn.model, opt, *(o[i:i+8].to(F64) for o in points(48).tensors))
 
-@pytest.mark.parametrize('kind', [lambda o: StepLR(o, 1, gamma=.1), lambda o: LambdaLR(o, lambda i: .1**i),
-                                  lambda o: ReduceLROnPlateau(o, patience=0)])
-def test_lookahead_with_schedulers(kind):
-    learn = learner()
-    opt = look(learn.model.parameters(), .1)
-    sched = kind(opt)
-    one_step(learn, opt)
-    for _ in range(2): sched.step(*[1.]*isinstance(sched, ReduceLROnPlateau))
-    rates = [opt.param_groups[0]['lr'],opt.optimizer.param_groups[0]['lr']]
-    assert rates[0]==rates[1]<=.011 and opt.param_groups is opt.optimizer.param_groups
-
 def test_lookahead_saved_and_loaded(tmp_path):
     "In mid-course: two steps after the slow weights have moved"
     a,b = (learner(opt=look) for _ in range(2))
@@ -306,73 +278,4 @@ def test_lookahead_saved_and_loaded(tmp_path):
     fresh.load_state_dict(Lookahead(SGD(net().parameters(), .2)).state_dict()) # before the first step
     assert fresh.param_groups[0]['lr']==.2 and not fresh.slow
 
-def test_lookahead_copied_and_with_more_parameters():
-    learn,p = learner(),nn.Parameter(torch.ones(2, dtype=F64))
-    opt = look(learn.model.parameters(), .1)
-    StepLR(opt, 1)
-    one_step(learn, opt)
-    m,o = copy.deepcopy((learn.model, opt))
-    assert o.n_steps==1 and all(p in o.slow for p in m.parameters()) and o.param_groups is not opt.param_groups
-    o.step()
-    assert (o.n_steps,opt.n_steps)==(2, 1)
-    opt.add_param_group(dict(params=[p], lr=.5))
-    p.sum().backward()
-    one_step(learn, opt)
-    assert len(opt.param_groups)==2 and len(opt.slow)==7 and p[0]<1 and p.grad is None
 
-# --- hooks of communication, and parameters that take no part ---------------------------------------------------------
-
-def wide(): return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
-def big(): return nn.Sequential(nn.Linear(4, 600), nn.Tanh(), nn.Linear(600, 600), nn.Tanh(), nn.Linear(600, 2))
-
-class Traffic(Callback):
-    "Bytes of gradients that hooks handed to `all_reduce`, and steps"
-    def before_fit(self):
-        self.bytes,self.steps,self.old = 0,0,dist.all_reduce
-        dist.all_reduce = self.count
-    def count(self, t, *args, **kw):
-        if t.numel()>20 and t.dtype!=F64: self.bytes += t.numel()*t.element_size() # not votes and losses
-        return self.old(t, *args, **kw)
-    def after_step(self): self.steps += 1
-    def cleanup(self): dist.all_reduce = self.old
-
-def rank_traffic():
-    res = {}
-    with process_group():
-        grouped = [GradientAccumulation(12),MixedPrecision('fp16', **half)]
-        for k,model,ctx,cbs in (('fp16', wide, {}, []), ('bf16', wide, {}, grouped), ('powersgd', wide, {}, []),
-                                ('powersgd', big, dict(bucket_cap_mb=1), [])):
-            learn,traffic = learner(2, model=model, dtype=F32, opt=SGD, bs=4, lr=.01),Traffic()
-            with learn.distrib_ctx(seed=3, comm_hook=k, **ctx): learn.fit(2, cbs=[traffic,*cbs])
-            res[k,model.__name__] = traffic.bytes/traffic.steps,weights(learn)
-    return res
-
-def test_bytes_that_hooks_send():
-    "Two for a number; PowerSGD fewer, whose exchanges come in the same order on every rank also from several buckets"
-    a,b = run_ranks(rank_traffic, 2)
-    n = 2*sum(p.numel() for p in wide().parameters())
-    assert a['fp16','wide'][0]==a['bf16','wide'][0]==n>a['powersgd','wide'][0]
-    for k in a: assert torch.equal(a[k][1], b[k][1]) and a[k][1].isfinite().all(), k
-
-def rank_idle(*cases):
-    "Warnings of each case, (options, samples of a step); or the error that ended them"
-    res = []
-    with process_group():
-        for ctx,n_acc in cases:
-            learn = learner(2, ds=pictures, loss=nn.CrossEntropyLoss, model=PartUsed)
-            cbs = [GradientAccumulation(n_acc)] if n_acc else []
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter('always')
-                try:
-                    with learn.distrib_ctx(seed=3, **ctx): learn.fit(1, cbs=cbs)
-                except Exception as e: return str(e)
-            res.append([str(o.message) for o in said if 'idle' in str(o.message)])
-    return res
-
-def test_parameters_without_a_part_are_named():
-    names = 'idle.weight','idle.bias','find_unused_parameters=True'
-    first,second = run_ranks(rank_idle, 2, ({}, 0), ({}, 8), (dict(find_unused_parameters=True), 8))
-    for said, in first[:2]: assert all(o in said for o in ('[unused-parameters]',*names)) and 'used.weight' not in said
-    assert (first[2],second)==([], [[],[],[]])
-    for n_acc in (0, 8): # an error names them, too
-        for said in run_ranks(rank_idle, 2, (dict(checks=False), n_acc)): assert all(o in said for o in names)

@@ -3,7 +3,7 @@ import os,subprocess,sys
 import pytest,torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from learnerdist.all import AvgMetric,Callback,DataLoaders,GradientAccumulation,Learner,TfmdDL,accuracy,all_sum,get_model,num_distrib
+from learnerdist.all import AvgMetric,Callback,DataLoaders,GradientAccumulation,Learner,TfmdDL,accuracy,get_model,num_distrib
 from learnerdist.testing import RanksError
 from learnerdist.verify import main,verify
 
@@ -102,21 +102,10 @@ class Table(nn.CrossEntropyLoss):
         self.seen = .9*self.seen+.1*p.detach().mean(0)
         return super().forward(p-self.seen, y)
 def own_table(): return learner(loss=Table())
-class Rescales(Callback):
-    "Makes weights that depend on the first batch of this rank"
-    def before_fit(self):
-        with torch.no_grad(): self.learn.model[0].weight /= self.learn.model[0](next(iter(self.learn.dls.train))[0].double()).std()
-def rescaled(): return learner(cbs=Rescales)
 class Unfreezes(Callback):
     def before_fit(self): self.learn.model[0].requires_grad_(False)
     def before_train(self):
         if self.epoch: get_model(self.model)[0].requires_grad_(True)
-
-class ByHand(Callback):
-    "Adds up over ranks, on top of DDP"
-    def before_step(self):
-        for p in self.model.parameters(): p.grad = all_sum(p.grad)
-def by_hand(): return learner(cbs=ByHand)
 
 class Noise(nn.Module):
     "Draws from a generator of its own: the same numbers on all ranks"
@@ -169,8 +158,6 @@ def test_predictions_without_rows_are_compared():
     (centred, 'gradients', '', 'a prediction depends on which samples'), (balanced, 'gradients', '', 'a callback changes loss_grad'),
     (padded, 'gradients', '', 'the batches have other shapes'),
     (clipped, 'gradients', '', 'a hook changes the gradient of 0.weight'), (own_table, 'gradients', '', 'the loss is no mean'),
-    (rescaled, 'gradients', '', '0.weight: other weights before the first step'),
-    (by_hand, 'gradients', '', 'averaged or added up by hand'),
     (own_generator, 'gradients', '', 'model.1.gen: a generator of its own'),
     (center_loss, 'gradients', '', 'centers.weight: of a module beside the model')],
     ids=lambda o: getattr(o, '__name__', ''))
