@@ -1,6 +1,5 @@
 "Collectives against values by hand; `rank0_first` in order, and after failures"
 import os,socket,threading,time
-from functools import partial
 from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from torch import nn
@@ -138,26 +137,6 @@ def free_port():
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         return s.getsockname()[1]
-
-def rank_groups(folder):
-    "Several times, nested, then with a context, then in a group"
-    res = [rank0_first(partial(note, folder)) for _ in range(2)]
-    x = torch.randn(8, 2)
-    learn = Learner(DataLoaders(TfmdDL(list(zip(x, x)), 2)), nn.Linear(2, 2), F.mse_loss)
-    with learn.no_logging(), learn.distrib_ctx():
-        learn.fit(1)
-        inside = rank0_first(note, folder)
-        learn.fit(1)
-    with process_group():
-        group = rank0_first(rank_distrib),dist.is_initialized()
-        all_sum(torch.ones(1))
-    later = rank0_first(note, folder)
-    return [*res,inside,later],group,dist.is_initialized()
-
-def test_in_and_out_of_groups(tmp_path):
-    for r,(marks,group,is_open) in enumerate(run_ranks(rank_groups, 3, tmp_path)):
-        assert marks[0]==[] if r==0 else '0' in marks[0]
-        assert all('0' in o for o in marks[1:]) and group==(r, True) and not is_open
 
 def rank_longer_than_timeout(folder):
     "Rank 0's call may outlast the timeout of collectives"

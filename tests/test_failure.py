@@ -1,5 +1,6 @@
 "One rank fails: within seconds the others raise an error that names it and carries its exception"
 import itertools,os,threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from datetime import timedelta
 import faults
@@ -171,14 +172,14 @@ def test_a_rank_that_hangs_is_found(env, said):
     assert all(o[0] in ('TimeoutError','RankError') and 'rank 2 was at' in o[1] for o in results)
 
 needs_netns = pytest.mark.skipif(not machines.usable(), reason='needs root and ip netns')
-two_machines = pytest.param('cut link', 'two machines', marks=[pytest.mark.long, needs_netns])
+two_machines = pytest.param([('cut link','two machines')], marks=[pytest.mark.long, needs_netns])
 
 @pytest.mark.slow
-@pytest.mark.parametrize('fault,phase', [('segfault','training'), ('SIGKILL','saving'), ('raise','loader worker'), two_machines])
-def test_faults_through_the_launcher(fault, phase):
-    "A sample of `python tests/faults.py`, whose table is in nbs/tutorials/failures.ipynb"
-    outcome = faults.run(fault, phase)
-    assert faults.complaints(outcome)==[], outcome
+@pytest.mark.parametrize('cases', [[('segfault','training'), ('SIGKILL','saving'), ('raise','loader worker')], two_machines])
+def test_faults_through_the_launcher(cases):
+    "A sample of `python tests/faults.py`, whose table is in nbs/tutorials/failures.ipynb; they run at the same time"
+    with ThreadPoolExecutor() as pool: outcomes = [*pool.map(lambda o: faults.run(*o), cases)]
+    assert [faults.complaints(o) for o in outcomes]==[[]]*len(cases), outcomes
 
 # --- whose failure it is: decided by where an exception was raised ------------------------------------------------
 

@@ -122,16 +122,6 @@ def test_killed_save_leaves_the_old_file(tmp_path, monkeypatch):
     if not pid: learn.save('a')
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])==3 and weight(learn.load('a'))==1
 
-def test_symbolic_link(tmp_path):
-    learn = make(tmp_path, value=1.)
-    link,real = tmp_path/'models/a.pth',tmp_path/'models/real.pth'
-    link.parent.mkdir()
-    real.write_bytes(b'')
-    link.symlink_to('real.pth')
-    learn.save('a')
-    set_weight(learn, 2)
-    assert weight(learn.load('a'))==1
-
 # --- on several ranks -------------------------------------------------------------------------------------------------------
 
 class Saves(Callback):

@@ -1,5 +1,5 @@
 "Ranks that are forks of the launcher's server: what they are, what is left to them, and what ends when"
-import json,os,random,re,select,signal,socket,subprocess,sys,time
+import json,os,re,select,signal,socket,subprocess,sys,time
 from pathlib import Path
 import pytest
 from learnerdist.launch import agent,forkserver
@@ -213,24 +213,3 @@ def test_restarts_come_from_the_server_as_long_as_it_lives(tmp_path):
         assert (proc.returncode,sorted(out.split()))==(0,[found,found,'[r1]']), err
         assert re.search('rank [01] failed first: ended by SIGKILL.*\n(.*failed too.*\n)?.*restart 1 of 1', err) and left(path)==[]
 
-@pytest.mark.slow
-@pytest.mark.parametrize('n', [15, pytest.param(100, marks=pytest.mark.long)])
-def test_starts_and_kills(n, tmp_path):
-    "Of one server, at any time after the start; no start waits, and nothing is left"
-    rng,server,fds = random.Random(0),ForkServer(),len(os.listdir('/proc/self/fd'))
-    file = write(tmp_path, text='import torch\nimport os,sys,threading\nif len(sys.argv)>1: os._exit(7)\nthreading.Event().wait()')
-    env = os.environ | dict(PYTHONHASHSEED='0', OMP_NUM_THREADS='1', RANK='0', PYTHONPATH=str(root), MARK=str(tmp_path))
-    server.prepare([str(file)], env)
-    try:
-        command = '--worker',str(os.getpid()),str(file)
-        for _ in range(n):
-            ranks = [server.start([*command,*more], env, [0,1,2]) for more in ([],['7'])]
-            time.sleep(rng.random()*.06)
-            assert ranks[0].poll() is None
-            ranks[0].send_signal(signal.SIGKILL)
-            assert [o.wait(30) for o in ranks]==[-9,7] and [o.poll() for o in ranks]==[-9,7]
-        assert not (Path('/proc')/str(ranks[0].pid)).exists()
-        with pytest.raises(ProcessLookupError): os.kill(ranks[0].pid, 0)
-    finally: server.close()
-    del ranks
-    assert left(tmp_path)==[] and len(os.listdir('/proc/self/fd'))==fds

@@ -100,14 +100,6 @@ def test_files_have_plain_keys_during_the_fit_too(two_gpus, tmp_path):
     for o in ('during', 'after'): assert set(torch.load(tmp_path/f'models/{o}.pth', weights_only=True))=={'weight', 'bias'}
     learn.load('during')
 
-def test_twice_replaces_and_detach_is_idempotent(two_gpus):
-    learn = make()
-    before = names(learn)
-    learn.to_parallel().to_parallel([0,1,2])
-    assert names(learn).count('ParallelTrainer')==1 and learn.parallel_trainer.device_ids==[0,1,2]
-    for _ in range(2): learn.detach_parallel()
-    assert names(learn)==before and not hasattr(learn, 'parallel_trainer')
-
 @pytest.mark.parametrize('at', ['before_fit', 'after_batch', 'after_fit'])
 @pytest.mark.parametrize('error', [KeyError('x'), KeyboardInterrupt()])
 def test_an_exception_leaves_no_trace(two_gpus, error, at):

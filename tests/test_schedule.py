@@ -149,33 +149,6 @@ def test_an_epoch_without_a_number_decides_nothing(alone):
     r = alone['epoch_not_measured']
     assert valid_losses(r)[1] is None and len(r['values'])==5 and torch.equal(r['weights'], r['shots'][1])
 
-@pytest.mark.parametrize('exc', [CancelEpochException,CancelTrainException])
-def test_patience_counts_measured_epochs(exc):
-    "Of epochs that are all alike: 0 is the best, 1 is no better, 2 is not measured where the whole epoch is cancelled, 3 is no better"
-    stop = EarlyStoppingCallback(patience=2)
-    learn = make(lr=0.)
-    learn.fit(8, cbs=[stop, Raise('before_train', exc, None, at=2)])
-    values = [o[1] for o in learn.recorder.values]
-    best = values[0]
-    assert values==([best,best,None,best] if exc is CancelEpochException else [best]*3) and stop.wait==2
-
-class Unmeasured(Callback):
-    "The validation loss of these epochs is NaN; that of the others is as it is"
-    run_train = False
-    def __init__(self, *epochs): self.epochs = epochs
-    def after_pred(self):
-        if self.epoch in self.epochs: self.learn.pred = self.pred*float('nan')
-
-@pytest.mark.parametrize('keep', [1,2,3])
-def test_an_epoch_of_nan_is_never_kept(keep, tmp_path):
-    "Epochs 0 and 3 diverge, and 1 is not measured; of the others, each is better than the one before"
-    save = SaveModelCallback(keep=keep)
-    r = fit(tmp_path, 5, cbs=[Snapshots(), Unmeasured(0, 3), Raise('before_train', CancelEpochException, None, at=1), save])
-    assert [o is None or o!=o for o in valid_losses(r)]==[True,True,False,True,False] and valid_losses(r)[2]>valid_losses(r)[4]
-    assert r['files']==(['model.pth'] if keep==1 else ['model_2.pth','model_4.pth'])
-    assert [o[0] for o in save.kept]==[valid_losses(r)[i] for i in ([4] if keep==1 else [4,2])]
-    assert torch.equal(r['weights'], r['shots'][-1])
-
 class Diverge(Callback):
     "Training predicts NaN from epoch 1 on"
     run_valid = False
@@ -335,13 +308,4 @@ def test_no_mark_in_the_optimizer(func):
     try: learn.fit(2, cbs=[Scheduler(func), Scheduler(warm_up(2))])
     except ValueError as e: assert 'total' in str(e)
     assert opt_state(learn)==before and set(vars(learn.opt))-{'_opt_called'}==attrs
-
-@pytest.mark.parametrize('n_epoch', [1,2,3,4])
-def test_short_cycles(n_epoch):
-    "Of 2 to 8 steps: of 4, exactly one goes up"
-    learn = make(momentum=.9)
-    learn.fit_one_cycle(n_epoch)
-    lrs = learn.recorder.lrs
-    assert len(lrs)==2*n_epoch and max(lrs)<=.1 and abs(lrs[-1]-.1/1e5)<1e-12 and learn.opt.param_groups[0]['momentum']==.9
-    if n_epoch==2: assert abs(lrs[0]-.1/25)<1e-12
 

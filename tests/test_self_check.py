@@ -405,7 +405,6 @@ def test_average_grads_takes_a_generator_and_weighs_by_items():
         for got in run_ranks(all_of, W, [remedied,own_backward]):
             for k,(w,said) in got.items(): assert (w-want[k][0]).abs().max()<1e-9 and not said, k
 
-class Another(nn.Sequential): pass
 def other_models(kind):
     r = group_rank()
     if kind=='layer': return learner(net() if not r else nn.Sequential(*net(), nn.Linear(2, 2)).double())

@@ -103,8 +103,7 @@ def test_type_that_suits_a_gpu(able, monkeypatch):
 
 drops = partial(MultiStepLR, milestones=[2,3], gamma=.3)
 ramps = {'linear': lambda k: warm_up(3, drops, scale_lr=True) if k else warm_up(3, drops, start=.5),
-         'root': lambda k: warm_up(2, scale_lr=lambda W: W**.5) if k else warm_up(2, start=.5**.5),
-         'zero': lambda k: warm_up(2, start=0., scale_lr=True) if k else warm_up(2)}
+         'root': lambda k: warm_up(2, scale_lr=lambda W: W**.5) if k else warm_up(2, start=.5**.5)}
 
 def scaled(on_ranks):
     "One process takes the rate that two ranks scale theirs to"
@@ -127,7 +126,7 @@ def test_rates_that_grow_with_the_ranks():
             for a,b in zip(res[k], want[k]): close(a, b)
     close(want['linear'][0], [v for o in (.02, .04*2/3, .04*5/6, .04) for v in [o]*3])
     close(want['mixed'][0], [.02,.025,.03,.035,.04,.04]+[.012]*3+[.0036]*3)
-    assert max(want['cycle'][0])<=.04 and want['zero'][0][0]<1e-9
+    assert max(want['cycle'][0])<=.04
 
 # --- metrics, logs, warnings: one call on ranks ---------------------------------------------------------------------------------
 
@@ -260,34 +259,20 @@ def failure(rooms, bs, kind='cuda'):
         with learn.distrib_ctx(): learn.fit(1)
     except (RuntimeError,MemoryError) as e: return type(e).__name__,str(e)
 
-def found(rooms, start, ctx, amp=False):
-    learn = hungry(rooms, 4)
-    old = [t.clone() for t in (*learn.model.parameters(),*learn.model.buffers())],torch.get_rng_state()
-    with learn.distrib_ctx() if ctx else contextlib.nullcontext():
-        try: n = find_batch_size(learn, start, amp)
-        except torch.OutOfMemoryError as e: return str(e)
-        tried = learn.model.tried[:]
-        if not ctx: # inside, rank 0's weights are everyone's
-            assert all(torch.equal(a, b) for a,b in zip(old[0], (*learn.model.parameters(),*learn.model.buffers())))
-            assert torch.equal(old[1], torch.get_rng_state())
-        assert learn.opt is None and learn.model.training and all(p.grad is None for p in learn.model.parameters())
-    return n,tried
-
 def on_ranks():
-    return dict(fails=failure((99,6), 8), inside=found((100,30), 64, True), outside=found((100,30), 64, False, True),
-                other=found((10,100), None, True), none=found((0,0), 2, True), open=in_group())
+    "Advice after a failure; and what `find_batch_size`, which the notebook of profiling shows, tries in a context"
+    fails,learn = failure((99,6), 8),hungry((100,30), 4)
+    with learn.distrib_ctx(): return *fails,find_batch_size(learn, 64),learn.model.tried[:]
 
 def test_out_of_memory_on_one_rank():
     zero,one = run_ranks(on_ranks, 2)
-    for r in (zero,one):
-        assert 'allocate 1 GiB.\nOut of memory in training with a batch of 8 samples.' in r['fails'][1]
-        assert r['inside'][0]==r['outside'][0]==16 and r['other']==(4,[4,4]) and 'one sample does not fit' in r['none'] and not r['open']
-    assert (zero['fails'][0],one['fails'][0])==('RankError','OutOfMemoryError')
-    assert zero['inside'][1]==[64,64,32,32,16,16] and one['inside'][1]==[64,32,16,16] # all try the same sizes
+    for _,said,n,_ in (zero,one):
+        assert 'allocate 1 GiB.\nOut of memory in training with a batch of 8 samples.' in said and n==16
+    assert (zero[0],one[0])==('RankError','OutOfMemoryError')
+    assert zero[3]==[64,64,32,32,16,16] and one[3]==[64,32,16,16] # all try the same sizes
 
 def test_out_of_memory_alone():
     for kind,words in [('cuda','CUDA out of memory'), ('cpu','DefaultCPUAllocator')]:
         name,said = failure((6,), 8, kind)
         assert name==('OutOfMemoryError' if kind=='cuda' else 'RuntimeError') and words in said and said.count('a batch of 8 samples.')==1
-    assert found((6,), 24, False)==(6,[24,12,6,6]) and found((100,), None, True)==(4,[4,4])
 
