@@ -124,7 +124,7 @@ def test_a_batch_cancelled_before_its_forward_pass_has_no_part_in_batchnorm():
     cases = [*all_cases(2, ['before_batch']), *(('before_batch', CancelBatchException, rank, at) for rank,at in ((0,0),(0,3),(1,1)))]
     like_one_process(check(2, cases, True), cases, True)
 
-@pytest.mark.parametrize('bn', [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('bn', [False, pytest.param(True, marks=pytest.mark.long)])
 def test_batch_step_or_backward_cancelled_on_one_rank(bn):
     events = {CancelBatchException:[e for e in inner if e!='after_batch'], CancelStepException:['before_step'],
               CancelBackwardException:['before_backward']}
@@ -267,7 +267,7 @@ def late_with_a_collective():
     class Adds(Callback):
         def after_step(self): all_sum(torch.ones(()))
     learn = make()
-    with learn.distrib_ctx(seed=1, timeout_s=3): learn.fit(1, cbs=[Raise('before_step', CancelBatchException, 0, 1),Adds])
+    with learn.distrib_ctx(seed=1, timeout_s=6): learn.fit(1, cbs=[Raise('before_step', CancelBatchException, 0, 1),Adds])
 
 def test_a_collective_to_which_a_rank_does_not_come_is_named_with_both_lines():
     with pytest.raises(RanksError) as e: run_ranks(late_with_a_collective, 2, timeout_s=100)

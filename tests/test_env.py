@@ -1,8 +1,9 @@
 "What the launcher said, which device and backend follow from it, and groups that are opened and closed"
-import os, re, time, pytest, torch, torch.distributed as dist
+import os, re, pytest, torch, torch.distributed as dist
 from learnerdist.core import hosts
+from learnerdist.core.collectives import all_sum
 import learnerdist.core.env as env
-from learnerdist.core.env import (close_group, current_group, default_device, group_rank, group_size, in_group, is_rank0,
+from learnerdist.core.env import (close_group, current_group, default_device, group_rank, group_size, in_group, is_rank0, launch_store,
                              local_rank,
                              local_size, num_distrib, process_group, rank_distrib, setup_distrib, teardown_distrib)
 from learnerdist.testing import run_ranks
@@ -133,9 +134,14 @@ def rank_by_hand(file):
 def test_the_rank_of_a_group(tmp_path): assert run_ranks(rank_by_hand, 2, tmp_path/'store')==[(r, 2, r, 0, 0) for r in range(2)]
 
 def rank_waits():
-    from learnerdist.core.collectives import all_sum
+    "Rank 1 comes when the other one has said that it waits"
+    say = env._say_once
+    def said(*args):
+        say(*args)
+        launch_store().set('said', 'yes')
+    env._say_once = said
     with process_group():
-        if rank_distrib()==1: time.sleep(6.5)
+        if rank_distrib()==1: assert env.wait_key(launch_store(), 'said', 60)
         all_sum(torch.ones(1))
 
 @pytest.mark.slow

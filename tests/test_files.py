@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, distrib_barrier, num_distrib, process_group,
                              rank_distrib)
+from learnerdist.core import env
 from learnerdist.testing import run_ranks
 
 def make(path, rank=0, value=None, opt=torch.optim.SGD):
@@ -293,10 +294,14 @@ def test_a_load_on_one_rank_waits_no_longer_than_to_where_ranks_meet(tmp_path, n
     assert res==[1,2,3] and others==[([],w)]*(n-1)
 
 def rank_late(path):
-    "Rank 0 takes seconds before it loads"
-    learn,said = make(path),io.StringIO()
+    "Rank 0 loads when another one has said that it waits"
+    learn,said,say = make(path),io.StringIO(),env._say_once
+    def noted(*args):
+        say(*args)
+        env.launch_store().set('said', 'yes')
+    env._say_once = noted
     learn.save('a')
-    if rank_distrib()==0: time.sleep(6)
+    if rank_distrib()==0: assert env.wait_key(env.launch_store(), 'said', 60)
     with contextlib.redirect_stderr(said): learn.load('a')
     return said.getvalue()
 
