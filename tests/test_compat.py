@@ -34,18 +34,6 @@ def test_private_names_are_in_compat():
     found = {str(o.relative_to(root)): sorted({*private_names(t, ours)}-pythons) for o,t in trees.items()}
     assert {k:v for k,v in found.items() if v} == {}
 
-def test_names_are_still_used():
-    "What no other module imports, and compat does not use itself, goes"
-    trees = [ast.parse(o.read_text()) for o in (root/'learnerdist').rglob('*.py') if o.name!='_modidx.py']
-    froms = [n for t in trees for n in ast.walk(t) if isinstance(n, ast.ImportFrom) and (n.module or '').endswith('compat')]
-    imports = {a.name for n in froms for a in n.names}
-    own = ast.parse(Path(compat.__file__).read_text())
-    read = {n.id for n in ast.walk(own) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-    stored = [n for o in own.body if isinstance(o, ast.Assign) for n in ast.walk(o) if isinstance(getattr(n, 'ctx', None), ast.Store)]
-    defined = {n.id for n in stored if isinstance(n, ast.Name)}
-    defined |= {o.name for o in own.body if isinstance(o, (ast.FunctionDef,ast.ClassDef))}
-    assert defined-imports-read-{'__all__','missing','shims'} == set()
-
 def test_shims_are_still_needed():
     "When the lower bound of torch rises, those go that no supported version needs"
     cfg = ConfigParser(delimiters=['='])

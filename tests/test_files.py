@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, distrib_barrier, num_distrib, process_group,
+from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, distrib_barrier, process_group,
                              rank_distrib)
 from learnerdist.core import env
 from learnerdist.testing import run_ranks
@@ -258,7 +258,7 @@ def fastai_learner(path):
 def test_a_file_of_an_earlier_run_is_never_read_after_a_save(tmp_path, fastai):
     "Whether rank 0 has saved alone, or all ranks have, and for good"
     (fastai_learner if fastai else make)(tmp_path, **({} if fastai else dict(value=77.))).save('a')
-    assert run_ranks(rank_0_alone_saves, 3, tmp_path, fastai, timeout_s=60)==[[0,1,2,3,4]]*3
+    assert run_ranks(rank_0_alone_saves, 3, tmp_path, fastai, timeout_s=120)==[[0,1,2,3,4]]*3
 
 def rank_own_folder(path):
     own = path/str(rank_distrib())
@@ -266,32 +266,6 @@ def rank_own_folder(path):
     learn.save('tmp')
     try: learn.load('tmp')
     except ValueError as e: return str(e)
-
-def rank_alone_loads(path):
-    "The last rank alone loads what rank 0 saves alone, over an older file: before a context, and in one. All go on together afterwards"
-    rank,learn,res = rank_distrib(),make(path),[]
-    def one_loads(value):
-        if rank==0: time.sleep(.3)
-        set_weight(learn, value)
-        if rank==0: learn.save('a')
-        if rank!=num_distrib()-1: return
-        set_weight(learn, -1)
-        res.append(weight(learn.load('a', with_opt=False)))
-    one_loads(1.)
-    with learn.no_logging(), learn.distrib_ctx(seed=1):
-        one_loads(2.)
-        distrib_barrier()
-        one_loads(3.)
-        learn.fit(1)
-        learn.save('a')
-        distrib_barrier()
-        learn.load('a')
-    return res,learn.model[0].weight.tolist()
-
-def test_a_load_on_one_rank_waits_no_longer_than_to_where_ranks_meet(tmp_path, n=3):
-    make(tmp_path, value=77.).save('a')
-    *others,(res,w) = run_ranks(rank_alone_loads, n, tmp_path, timeout_s=30)
-    assert res==[1,2,3] and others==[([],w)]*(n-1)
 
 def rank_late(path):
     "Rank 0 loads when another one has said that it waits"
@@ -308,5 +282,5 @@ def rank_late(path):
 @pytest.mark.slow
 def test_a_rank_that_waits_says_for_what(tmp_path):
     "One of those that wait"
-    said = run_ranks(rank_late, 3, tmp_path, timeout_s=60)
+    said = run_ranks(rank_late, 3, tmp_path, timeout_s=120)
     assert ''.join(said).count('waits for rank 0 to load')==1 and f'{tmp_path}/models/a.pth, as all ranks do' in ''.join(said)

@@ -92,7 +92,7 @@ if __name__=='__main__':
 def told(folder): return [json.loads((folder/str(r)).read_text()) for r in range(2)]
 
 @pytest.mark.slow
-@pytest.mark.parametrize('how', ['script','module'])
+@pytest.mark.parametrize('how', ['script',pytest.param('module', marks=pytest.mark.long)])
 def test_a_fork_is_what_python_starts(how, tmp_path):
     "What a rank can see of itself is the same with and without the server, but for its ids"
     target = [write(tmp_path, text=about)] if how=='script' else ['-m',write(tmp_path, 'pack/train.py', about) and 'pack.train']

@@ -1,14 +1,12 @@
 "The launcher as a command, in processes of its own; run() from scripts, from here, and from within a rank"
 import fcntl,json,os,pty,random,select,signal,socket,subprocess,sys,termios
 from pathlib import Path
-from types import SimpleNamespace
 import machines,pytest
 from learnerdist.core.env import _absent
-from learnerdist.core import stacks
 from learnerdist.core.compat import torch_version
 from learnerdist.launch.cli import _choose_nproc,get_parser,guess
 from learnerdist.launch import main,run,watch
-from learnerdist.launch.watch import Job,Rank,RanksError,explain,failures
+from learnerdist.launch.watch import Rank,RanksError,explain,failures
 
 root = Path(__file__).parent.parent
 launcher = sys.executable,'-m','learnerdist.launch'
@@ -314,63 +312,6 @@ class FakeRank:
     pid = os.getpid()
     def __init__(self, code=None): self.code = code
     def poll(self): return self.code
-
-@pytest.fixture
-def watched(tmp_path, monkeypatch):
-    "Ranks 4 and 5 of a run, both of which are this process; and what others hear"
-    told = []
-    monkeypatch.setattr(watch.Watch, '_connect', lambda self, env: 'store')
-    monkeypatch.setattr('learnerdist.core.env.record_exit', lambda store, rank, how: told.append((rank,how)))
-    return [Rank(FakeRank(), dict(RANK=str(4+i), WORLD_SIZE='2'), tmp_path/str(i)) for i in range(2)],told
-
-def test_the_launcher_says_which_rank_it_waits_for(watched, capsys, monkeypatch):
-    (a,b),told = watched
-    looks = watch.Watch([a,b])
-    monkeypatch.setattr(os, 'kill', lambda *_: None)
-    def said(now):
-        looks.look(now)
-        return capsys.readouterr().err
-    assert said(0.) == '' and told == []
-    a.proc.code = 0
-    assert said(100.) == said(159.) == '' and told == [(4,'left with status 0')]
-    line = 'learnerdist.launch: rank 5 still runs {} s after rank 4 had ended: it does not answer'
-    assert said(161.).startswith(line.format(61)) and said(170.) == '' and said(230.).startswith(line.format(130))
-    assert b.why is None and said(1e6) and b.why is None # it may run as long as it wants
-    b.proc.code = 3
-    assert said(2e6) == '' and len(told) == 1
-    assert explain(failures([a,b]), [a,b])[1:] == ['rank 4 left with status 0 before']
-
-@pytest.mark.parametrize('wait_s,stopped,ended_after', [(5,False,5), (0,True,1800), (7,True,7), (0,False,None)])
-def test_the_launcher_ends_what_does_not_end(watched, monkeypatch, wait_s, stopped, ended_after):
-    (a,b),_ = watched
-    killed = []
-    for mod in (watch,stacks): monkeypatch.setattr(mod, 'is_stopped', lambda pid: stopped)
-    monkeypatch.setattr(os, 'killpg', lambda pid, sig: killed.append(sig))
-    looks = watch.Watch([a,b], wait_s)
-    a.proc.code = 0
-    looks.look(10.)
-    if ended_after: looks.look(10.+ended_after)
-    assert killed == [] and b.why is None
-    looks.look(11.+(ended_after or 1e5))
-    assert killed == ([signal.SIGKILL] if ended_after else [])
-    if not ended_after: return
-    monkeypatch.setattr(stacks, 'is_stopped', lambda pid: False)
-    looks.look(12.+ended_after) # it has not gone yet, and is not asked again
-    assert killed == [signal.SIGKILL]
-    where = f'it {"is stopped" if stopped else "does not answer"} (process {os.getpid()}'
-    assert b.why.startswith(f'ended by the launcher, since it still ran {ended_after+1} s after rank 4 had ended: {where}')
-    b.proc.code = -9
-    assert explain(failures([a,b])) == [f'rank 5 failed first: {b.why}']
-
-def test_ranks_of_which_only_some_go_on_later(watched, capsys, tmp_path):
-    job = SimpleNamespace(ranks=watched[0])
-    for o in job.ranks: o.proc.code = 0
-    assert Job.status(job) == 0
-    for o,status in zip(job.ranks, (1,75)):
-        o.folder.mkdir()
-        (o.folder/'put-off').touch()
-        assert Job.status(job) == status
-    assert capsys.readouterr().err.count('ranks [4] left with status 75, to go on later, but ranks [5] came to their end') == 1
 
 def test_terminal_shows_rank_0_as_it_is_and_its_end_ends_all(tmp_path):
     ours,theirs = pty.openpty()

@@ -79,7 +79,7 @@ def lost():
 
 def test_a_rank_that_only_lost_its_peer_comes_last():
     with pytest.raises(RanksError, match="^rank 1 failed: KeyError: 'mine'") as e: run_ranks(lost, 2)
-    assert list(e.value.errors) == [1, 0] and 'Connection ' in e.value.errors[0].message # closed, or reset: as the system has it
+    assert list(e.value.errors) == [1, 0]
 
 def test_sys_exit():
     assert run_ranks(fails, 1, 0, code=0) == [None]

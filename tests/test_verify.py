@@ -46,16 +46,6 @@ def other_split():
     at = torch.randperm(40, generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(4), 'big')))
     return learner(train=TfmdDL([data(40)[i] for i in at[:32]], 4))
 
-class Mean(nn.Module):
-    "Keeps a mean of its own"
-    def __init__(self):
-        super().__init__()
-        self.register_buffer('mean', torch.zeros(8))
-    def forward(self, x):
-        if self.training: self.mean.lerp_(x.detach().mean(0), .1)
-        return x-self.mean
-
-def own_buffer(): return learner(mlp(Mean()))
 class Centred(nn.Module):
     def forward(self, x): return x-x.mean(0)
 def centred(): return learner(mlp(Centred()))
@@ -64,11 +54,6 @@ class AddsBalance(Callback):
     def after_loss(self):
         if self.training: self.learn.loss_grad = self.loss_grad+(self.pred.softmax(-1).mean(0)**2).sum()
 def balanced(): return learner(cbs=AddsBalance)
-def texts(b): return nn.utils.rnn.pad_sequence([x[:2+i%4] for i,(x,_) in b], batch_first=True),torch.stack([y for _,(_,y) in b])
-class MeanOfTexts(nn.Module):
-    "Its padding counts"
-    def forward(self, x): return x.mean(1, keepdim=True)*torch.ones(6)
-def padded(): return learner(nn.Sequential(MeanOfTexts(), mlp()), train=TfmdDL([*enumerate(data())], 4, collate_fn=texts, shuffle=True))
 class OfGraphs(nn.Module):
     def __init__(self):
         super().__init__()
@@ -154,9 +139,8 @@ def test_predictions_without_rows_are_compared():
 @pytest.mark.parametrize('f,kind,name,cause', [
     (dropout, 'gradients', '', 'a layer or a callback draws'), (plain_bn, 'buffers', '1.running', 'BatchNorm is not synchronised: 1'),
     (not_dealt, 'gradients', '', 'the training loader is not dealt'), (other_split, 'gradients', '', 'the training data of rank 1'),
-    (own_buffer, 'buffers', '1.mean', '1.mean: a module computes'),
+   
     (centred, 'gradients', '', 'a prediction depends on which samples'), (balanced, 'gradients', '', 'a callback changes loss_grad'),
-    (padded, 'gradients', '', 'the batches have other shapes'),
     (clipped, 'gradients', '', 'a hook changes the gradient of 0.weight'), (own_table, 'gradients', '', 'the loss is no mean'),
     (own_generator, 'gradients', '', 'model.1.gen: a generator of its own'),
     (center_loss, 'gradients', '', 'centers.weight: of a module beside the model')],
