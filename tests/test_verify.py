@@ -139,7 +139,6 @@ def test_predictions_without_rows_are_compared():
 @pytest.mark.parametrize('f,kind,name,cause', [
     (dropout, 'gradients', '', 'a layer or a callback draws'), (plain_bn, 'buffers', '1.running', 'BatchNorm is not synchronised: 1'),
     (not_dealt, 'gradients', '', 'the training loader is not dealt'), (other_split, 'gradients', '', 'the training data of rank 1'),
-   
     (centred, 'gradients', '', 'a prediction depends on which samples'), (balanced, 'gradients', '', 'a callback changes loss_grad'),
     (clipped, 'gradients', '', 'a hook changes the gradient of 0.weight'), (own_table, 'gradients', '', 'the loss is no mean'),
     (own_generator, 'gradients', '', 'model.1.gen: a generator of its own'),
