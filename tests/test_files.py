@@ -40,22 +40,16 @@ def test_plain_keys_and_tensors_only(tmp_path):
     nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).load_state_dict(torch.load(file, weights_only=True)) # without us
 
 def test_safetensors(tmp_path, monkeypatch):
-    "Weights alone, in a file that other programs read, and that others wrote; tied weights under both names"
+    "A file that other programs read, with tied weights under both names, and one that others wrote"
     safe = pytest.importorskip('safetensors.torch')
     learn = make(tmp_path)
-    learn.create_opt()
     learn.model.append(learn.model[2])
     state = learn.model.state_dict()
     file = learn.save('a.safetensors')
-    assert file==tmp_path/'models/a.safetensors' and litter(tmp_path)==['a.safetensors']
     found = safe.load_file(file)
     assert {*found}=={*state} and all(torch.equal(found[k], o) for k,o in state.items())
-    for damage in (False,True):
-        safe.save_file({k: o.clone()+1 for k,o in state.items()}, file, None if damage else dict(format='pt'))
-        if damage: file.write_bytes(file.read_bytes()[:-1])
-        if not damage: assert torch.equal(learn.load('a.safetensors').model[0].weight, found['0.weight']+1)
-    with pytest.raises(ValueError, match=f'{file} is no file of safetensors, or is damaged'): learn.load('a.safetensors')
-    with pytest.raises(ValueError, match='safetensors hold weights only'): learn.save('a.safetensors', with_opt=True)
+    safe.save_file({k: o.clone()+1 for k,o in state.items()}, file)
+    assert torch.equal(learn.load('a.safetensors').model[0].weight, found['0.weight']+1)
     monkeypatch.setitem(sys.modules, 'safetensors.torch', None)
     with pytest.raises(ImportError, match='pip install safetensors'): learn.save('b.safetensors')
     assert learn.load(learn.save('c').with_suffix('')) is learn

@@ -193,20 +193,6 @@ def test_any_optimizer(opt):
 
 def by_layer(m): return [list(o.parameters()) for o in m]
 
-def test_groups():
-    learn = make(splitter=by_layer, lr=[.01, .2])
-    learn.fit(1)
-    assert [g['lr'] for g in learn.opt.param_groups]==[.01, .2] and learn.recorder.lrs==[.2]*2
-    learn.fit(1, lr=slice(1e-4, 1e-2))
-    assert [g['lr'] for g in learn.opt.param_groups]==pytest.approx([1e-4, 1e-2])
-    learn.fit(1, lr=slice(1e-2))
-    assert [g['lr'] for g in learn.opt.param_groups]==pytest.approx([1e-3, 1e-2])
-    learn.fit(1, lr=.3)
-    assert [g['lr'] for g in learn.opt.param_groups]==[.3, .3]
-    with pytest.raises(ValueError, match='3 learning rates.*2 parameter groups'): learn.fit(1, lr=[1, 2, 3])
-    learn.fit(1)
-    assert [g['lr'] for g in learn.opt.param_groups]==[.01, .2]
-
 def test_frozen_parameters_stay():
     def last_only(m):
         m[0].requires_grad_(False)
