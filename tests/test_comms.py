@@ -56,8 +56,6 @@ def test_values_by_hand(W):
         assert got['bool']==[[True]*(i+1) for i in range(W)] and got['none']==[(0, 2, 3)]*W and got['bf16']==[[float(i)] for i in range(W)]
         assert got['obj']==W-1 and got['bcast']==['a', 0] and not got['grad']
 
-# --- rank0_first: a download ------------------------------------------------------------------------------------------------
-
 # --- rank0_first: order, failures, groups -----------------------------------------------------------------------------------
 
 def note(folder, fail=(), error=ValueError):

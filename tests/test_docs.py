@@ -63,4 +63,3 @@ def test_each_notebook_is_a_page_with_its_names(pages):
     assert {'Learner.fit','Learner.added_cbs'} <= pages['learner/learner.html'].anchors
     assert {'DataParallel.reset','DistributedDataParallel.reset'} <= pages['distributed/data_parallel.html'].anchors # patched into both
     assert '../learner/learner.html#Learner.fit' in {re.sub(r'^(?=learner)', '../', o) for o in pages['api.html'].links}
-

@@ -212,4 +212,3 @@ def test_restarts_come_from_the_server_as_long_as_it_lives(tmp_path):
         out,err = proc.communicate(timeout=60)
         assert (proc.returncode,sorted(out.split()))==(0,[found,found,'[r1]']), err
         assert re.search('rank [01] failed first: ended by SIGKILL.*\n(.*failed too.*\n)?.*restart 1 of 1', err) and left(path)==[]
-

@@ -445,8 +445,6 @@ def test_machines_that_do_not_know_each_others_names_meet(known, tmp_path):
     assert [p.returncode for p in runs]==[0,0], said
     for r in (0,1): assert json.loads((tmp_path/f'{r}.json').read_text())['met']==2
 
-# --- how much runs before a script does ----------------------------------------------------------------------------
-
 # --- where ranks meet, what they leave, what they say once -----------------------------------------------------------
 
 meets = '''import torch
@@ -466,4 +464,3 @@ def test_ranks_meet_in_a_folder_of_their_own_warn_once_and_draw_alike_without_a_
     assert zero==one
     assert sorted(res.stdout.splitlines()) == ['0o700 True','[r1] 0o700 True'], res.stderr
     assert res.stderr.count('UserWarning: a library warns') == 1
-

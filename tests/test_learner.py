@@ -246,8 +246,6 @@ def test_empty_loaders():
     assert learn.recorder.losses==[] and all(v is None or v!=v for v in learn.recorder.values[0])
     assert learn.validate()==[None]
 
-# --- batches of any structure -----------------------------------------------------------------------------------------------
-
 # --- predictions ------------------------------------------------------------------------------------------------------------
 
 def test_predictions_leave_the_learner_as_it_was():

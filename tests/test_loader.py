@@ -403,4 +403,3 @@ def test_bad_input(args, kw, match):
     lambda: DataLoader(range(5), 2, sampler=DistributedSampler(range(5), 2, 0)), lambda: TfmdDL(range(5), 2, shuffle=True, drop_last=True),
     lambda: DistributedDL(range(5), 1, 2, bs=2, shuffle=True, drop_last=True), lambda: DataLoader(Whole(5), 2, drop_last=True)])
 def test_in_order(make): assert [b.tolist() for b in in_order(make())]==[[0,1],[2,3],[4]]
-

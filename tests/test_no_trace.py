@@ -258,6 +258,5 @@ def rank_sampler():
         res.append([b[0].flatten().tolist() for b in learn.dls.train])
     return res
 
-
 def test_users_generator_goes_on_undisturbed(two_ranks):
     for *_,(plain,after) in two_ranks: assert plain==after

@@ -59,4 +59,3 @@ def rank_plain_bn():
         def before_validate(self): seen.append(self.learn.model[1].running_mean.tolist())
     with learn.no_logging(), learn.distrib_ctx(seed=3, sync_bn=False): learn.fit(2, cbs=Sees())
     return seen,learn.model[1].running_mean.tolist(),learn.recorder.values
-

@@ -146,4 +146,3 @@ def test_only_rank_0_prints_and_writes(tmp_path):
     assert len(out0.splitlines())==3 and '\r' not in out0 and out1=='' and tty1=='' and '█' in tty0
     assert file0 and not file1 and len(lines0)==2 and lines1==[] and vals0==vals1
     assert lines0[1][1:-1]==vals0[0]
-

@@ -308,4 +308,3 @@ def test_no_mark_in_the_optimizer(func):
     try: learn.fit(2, cbs=[Scheduler(func), Scheduler(warm_up(2))])
     except ValueError as e: assert 'total' in str(e)
     assert opt_state(learn)==before and set(vars(learn.opt))-{'_opt_called'}==attrs
-

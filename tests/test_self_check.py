@@ -485,6 +485,3 @@ def fits_told(kw):
         learn = learner(ds=two_classes(), **kw)
         if kw['loss'] is cancels: cancels.n_items = n_elements
         with learn.distrib_ctx(seed=3), learn.no_logging(): learn.fit(2)
-
-# --- how many samples a batch holds, which decides how losses are weighed --------------------------------------------------------
-

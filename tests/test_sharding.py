@@ -125,4 +125,3 @@ def test_chunks_of_a_share(shuffle, monkeypatch):
                     chunks = [*share_chunks(n, r, W, pad, shuffle, 3, 5, start, size=3)]
                     want = share(order[start:], r, W, pad, base=range(n))
                     assert torch.equal(torch.cat([want[:0], *chunks]), want) and all(len(o)<=3 for o in chunks)
-

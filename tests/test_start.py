@@ -101,5 +101,3 @@ def test_alone_nothing_is_reseeded():
     learn = make(picture(), 1)
     torch.manual_seed(42)
     with learn.distrib_ctx(seed=1): assert torch.equal(torch.rand(3), want)
-# --- the group --------------------------------------------------------------------------------------------------------
-

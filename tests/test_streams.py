@@ -95,4 +95,3 @@ def test_each_sample_once_and_no_batch_again(kind, W, tmp_path):
     for _,n_reads,own in ranks:
         if needs=='torchdata': assert 0<=n_reads-(2*len(own)-8*2)<=(4 if W>1 else 0) # and up to a batch an epoch that fills a share
         else: assert n_reads==2*n-(8*2*W//12*12 if unread else 0) # a rank reads the stream whole; it passes over whole shards of 12
-

@@ -275,4 +275,3 @@ def test_out_of_memory_alone():
     for kind,words in [('cuda','CUDA out of memory'), ('cpu','DefaultCPUAllocator')]:
         name,said = failure((6,), 8, kind)
         assert name==('OutOfMemoryError' if kind=='cuda' else 'RuntimeError') and words in said and said.count('a batch of 8 samples.')==1
-

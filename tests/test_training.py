@@ -194,8 +194,6 @@ def test_scaler_goes_on_from_its_state():
     other.mixed_precision.load_state_dict({})
     assert other.mixed_precision.state_dict()['scale']==256.
 
-# --- clipping ---------------------------------------------------------------------------------------------------------
-
 # --- seeds ------------------------------------------------------------------------------------------------------------
 
 def test_set_seed(monkeypatch):
@@ -227,4 +225,3 @@ def test_lookahead_saved_and_loaded(tmp_path):
     fresh = Lookahead(SGD(net().parameters(), .1))
     fresh.load_state_dict(Lookahead(SGD(net().parameters(), .2)).state_dict()) # before the first step
     assert fresh.param_groups[0]['lr']==.2 and not fresh.slow
-
