@@ -113,7 +113,7 @@ def test_one_rank_cancels_outside_batches(): check(2, all_cases(2, outer), False
 def test_one_rank_cancels_within_a_batch():
     cases = all_cases(2, inner)
     like_one_process(check(2, cases, False), cases, False, late)
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_of_three_ranks_cancels():
     check(3, all_cases(3, ['before_train','before_batch','after_loss','after_backward','after_step','after_batch']), False)
 def test_with_synchronised_batchnorm():

@@ -125,8 +125,6 @@ def test_other_packages_are_imported_by_the_ranks(tmp_path):
     res = launch('--nproc', 2, write(tmp_path, text=uses), PYTHONPATH=path)
     expected = ['imported','0 True True','[r1] imported','[r1] 1 True True']
     assert (res.returncode,sorted(res.stdout.splitlines()))==(0,sorted(expected)), res.stderr
-    res = launch('--nproc', 2, write(tmp_path, text='import torch\nimport torch.no_such_module')) # an import that fails ends the ranks
-    assert res.returncode==1 and "ModuleNotFoundError: No module named 'torch.no_such_module'" in res.stderr
 
 @pytest.mark.long # it changes with their versions
 @pytest.mark.parametrize('name', sorted(o for o in known if o not in sys.stdlib_module_names))

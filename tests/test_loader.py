@@ -349,6 +349,7 @@ def test_persistent_workers_reshuffle_and_one_batch_leaves_them_alone():
         assert undeal(rows(got)) == epoch_order(12, e, 0, True).tolist()
         assert dls[0].source._iterator is None
 
+@pytest.mark.long # test_forkserver reads by one of each kind
 def test_spawned_workers():
     "Everything that a worker gets is pickled"
     kw = dict(num_workers=2, multiprocessing_context='spawn')

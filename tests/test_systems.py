@@ -77,7 +77,7 @@ def test_macos_command(loss, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('fault,said', [
     ('time.sleep(60)', 'rank 1 is not asked where there is no /proc'),
-    ('os._exit(3)', 'rank 1 failed: ProcessDied: ended with exit status 3')])
+    pytest.param('os._exit(3)', 'rank 1 failed: ProcessDied: ended with exit status 3', marks=pytest.mark.long)])
 def test_macos_failures(fault, said, tmp_path):
     res = python(tmp_path, 'train.py', sitecustomize=macos, train=train+called.format(fault))
     assert res.returncode==1 and said in res.stderr, res.stderr
