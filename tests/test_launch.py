@@ -161,7 +161,8 @@ if sys.argv[1] == 'in C' and os.environ['RANK'] == '0': signal.pthread_sigmask(s
 threading.Event().wait()
 '''
 
-@pytest.mark.parametrize('how,said,status', [pytest.param('SIGTERM','ended by SIGTERM',143, marks=pytest.mark.long), ('in C','CancelledError: no',1)])
+@pytest.mark.parametrize('how,said,status', [
+    pytest.param('SIGTERM','ended by SIGTERM',143, marks=pytest.mark.long), ('in C','CancelledError: no',1)])
 def test_the_rank_that_failed_is_named(how, said, status, tmp_path):
     "And not one that torchrun ends because of it, by SIGTERM, or by SIGKILL where it does not hear that"
     soon = ['--shutdown-timeout','1'] if torch_version>=(2,9) else []
