@@ -97,11 +97,6 @@ def test_functions(alone):
     undo()
     DistributedTrainer()
 
-def test_setup_without_a_launcher_only_chooses_the_device(monkeypatch):
-    for k in ('RANK','WORLD_SIZE'): monkeypatch.delenv(k, raising=False)
-    assert setup_distrib()==default_device() and not in_group()
-    teardown_distrib()
-
 def rank_of_one(folder):
     "W = 1 with a group that the user opened: it is used, and DDP with it"
     learn = make(folder, cbs=Spy())
@@ -190,12 +185,6 @@ def rank0_tries_first(what):
         learn.fit(1)
         return learn.validate()
 
-@pytest.mark.filterwarnings('ignore')
-@pytest.mark.parametrize('what', ['validate','fit'])
-def test_rank_0_alone_before_the_context(what):
-    first,*others = run_ranks(rank0_tries_first, 2, what)
-    assert others==[first]
-
 class Holds(Callback):
     def __init__(self): self.net = nn.Linear(2, 2)
 
@@ -203,10 +192,6 @@ def callback_on_rank_0():
     learn = learner_of()
     with learn.distrib_ctx(): learn.fit(1, cbs=[Holds()] if rank_distrib()==0 else None)
     return learn.model.weight.tolist()
-
-def test_a_callback_of_rank_0_that_holds_a_module():
-    a,b = run_ranks(callback_on_rank_0, 2)
-    assert a==b
 
 @dataclasses.dataclass
 class Close:
@@ -219,9 +204,6 @@ def unhashable():
     with learn.distrib_ctx(): learn.fit(1)
     return learn.recorder.values[-1]
 
-@pytest.mark.parametrize('n', [1,2])
-def test_a_metric_without_a_hash(n): assert all(len(o)==3 for o in run_ranks(unhashable, n))
-
 class Second(Callback):
     "A second pass, as SAM takes it"
     def before_step(self):
@@ -233,10 +215,14 @@ def second(inside):
     with learn.distrib_ctx() if inside else contextlib.nullcontext(): learn.fit(1)
     return learn.model.weight.tolist()
 
-def test_a_second_pass_alone():
+def on_two_ranks(): return rank0_tries_first('validate'),rank0_tries_first('fit'),callback_on_rank_0(),unhashable(),second(True)
+
+@pytest.mark.filterwarnings('ignore')
+def test_what_one_process_does_ranks_do_too():
+    "Rank 0 alone before the context; a callback of rank 0 alone; a metric without a hash; a second pass"
+    a,b = run_ranks(on_two_ranks, 2)
+    assert a==b and len(a[3])==len(unhashable())==3
     assert second(True)==second(False)
-    a,b = run_ranks(second, 2, True)
-    assert a==b
 
 def test_class_weights_with_small_integers_as_targets():
     over = mean_over(nn.CrossEntropyLoss(torch.tensor([1.,3.])))

@@ -1,6 +1,5 @@
 "Collectives against values by hand; `rank0_first` in order, and after failures"
 import os,socket,threading,time
-from functools import partial
 from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from torch import nn
@@ -11,8 +10,11 @@ from learnerdist.core.collectives import gather_rows
 from learnerdist.core.env import launch_store,wait_key
 from learnerdist.testing import run_ranks
 
-def rank_collectives(own):
-    "By `process_group`, or in a group of the user's"
+def rank_collectives():
+    "By `process_group`, and in a group of the user's"
+    return [collectives(own) for own in (False,True)]
+
+def collectives(own):
     if own: setup_distrib()
     with process_group():
         r,W = group_rank(),group_size()
@@ -41,11 +43,10 @@ def rank_collectives(own):
     return res
 
 @pytest.mark.parametrize('W', [2, 3])
-@pytest.mark.parametrize('own', [False, True])
-def test_values_by_hand(W, own):
+def test_values_by_hand(W):
     k = W*(W+1)//2
     t = torch.arange(6.).view(2, 3)*k
-    for r,got in enumerate(run_ranks(rank_collectives, W, own)):
+    for r,got,own in [(r,got,own) for r,both in enumerate(run_ranks(rank_collectives, W)) for got,own in zip(both, (False,True))]:
         assert got['W']==W and got['open']==own
         assert got['sum']==t.tolist() and got['kept']==(torch.arange(6.).view(2, 3)*(r+1)).tolist() and got['strided']==t.T.tolist()
         assert got['int']==[k, W*2**40] and got['scalar']==k+W*.5
@@ -54,31 +55,6 @@ def test_values_by_hand(W, own):
         assert got['rows']==rows and got['dst']==(rows if r==1 else None)
         assert got['bool']==[[True]*(i+1) for i in range(W)] and got['none']==[(0, 2, 3)]*W and got['bf16']==[[float(i)] for i in range(W)]
         assert got['obj']==W-1 and got['bcast']==['a', 0] and not got['grad']
-
-def test_alone_they_are_free():
-    t = torch.arange(3.)
-    assert all_sum(t) is t and gather_rows(t)[0] is t and gather_rows(t, dst=0)[0] is t
-    assert all_mean(torch.tensor(6.), 3).item()==2 and gather_objects('a')==['a'] and broadcast_object(5)==5
-    distrib_barrier()
-    assert rank0_first(lambda a, b=2: (a, b), 1)==(1, 2) and not dist.is_initialized()
-    with process_group() as device: assert device.type in ('cpu','cuda') and not dist.is_initialized()
-
-# --- rank0_first: a download ------------------------------------------------------------------------------------------------
-
-def untar_data(folder):
-    "As fastai's: fetches what is not there, and leaves a mark"
-    if not (folder/'data').exists():
-        (folder/f'fetched by {rank_distrib()}').touch()
-        (folder/'data').write_text('hello')
-    return (folder/'data').read_text(),os.getpid()
-
-def rank_download(folder): return rank0_first(untar_data, folder=folder),os.getpid(),dist.is_initialized()
-
-def test_one_download_for_four_ranks(tmp_path):
-    res = run_ranks(rank_download, 4, tmp_path)
-    assert [o.name for o in tmp_path.glob('fetched*')]==['fetched by 0']
-    assert all(text=='hello' and pid==own and not is_open for (text,pid),own,is_open in res) # each has its own result
-    assert len({pid for _,pid,_ in res})==4
 
 # --- rank0_first: order, failures, groups -----------------------------------------------------------------------------------
 
@@ -98,11 +74,11 @@ def meet(folder, n):
 def rank_order(folder):
     there = rank0_first(note, folder)
     (folder/'meet').mkdir(exist_ok=True)
-    rank0_first(meet, folder/'meet', group_size() if dist.is_initialized() else 4)
+    rank0_first(meet, folder/'meet', 3)
     return there
 
 def test_rank_0_first_then_the_others_together(tmp_path):
-    res = run_ranks(rank_order, 4, tmp_path)
+    res = run_ranks(rank_order, 3, tmp_path)
     assert res[0]==[] and all('0' in o for o in res[1:])
 
 def dawdle():
@@ -116,7 +92,15 @@ def rank_waits():
 
 def test_nobody_returns_before_all_are_done(): assert run_ranks(rank_waits, 3)==[None]*3
 
-def rank_failure(folder, fail, own, error=ValueError):
+def rank_failures(folder, cases):
+    "One after the other, without a group and in one of the user's"
+    return [rank_failure(make_folder(folder/str(i)), *o) for i,o in enumerate(cases)]
+
+def make_folder(path):
+    path.mkdir(exist_ok=True)
+    return path
+
+def rank_failure(folder, fail, own, error):
     if own: setup_distrib()
     try: res = 'fine',rank0_first(note, folder, fail, error)
     except BaseException as e: res = type(e).__name__,str(e).split('\n')[0],'in note' in str(e),getattr(e, 'rank', None)
@@ -124,19 +108,16 @@ def rank_failure(folder, fail, own, error=ValueError):
     if own: teardown_distrib()
     return res,is_open
 
-@pytest.mark.parametrize('own', [False, True])
-@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt, SystemExit])
-def test_failure_on_rank_0_reaches_all(tmp_path, own, error):
-    res = run_ranks(rank_failure, 3, tmp_path, [0], own, error)
-    assert [o[1] for o in res]==[own]*3
-    assert res[0][0][:2]==(error.__name__,'rank 0 on purpose')
-    for r in (1, 2): assert res[r][0]==('RankError', f'rank 0 failed with {error.__name__}: rank 0 on purpose', True, 0)
-
-@pytest.mark.parametrize('own', [False, True])
-def test_failure_on_another_rank_strands_nobody(tmp_path, own):
-    res = run_ranks(rank_failure, 3, tmp_path, [1], own)
-    assert res[1][0][0]=='ValueError' and res[0][0]==('fine', []) and res[2][0][0]=='fine'
-    assert [o[1] for o in res]==[own]*3
+def test_failure_on_rank_0_reaches_all_and_on_another_rank_strands_nobody(tmp_path):
+    errors = (0,ValueError),(0,KeyboardInterrupt),(0,SystemExit),(1,ValueError)
+    cases = [([rank], own, error) for own in (False,True) for rank,error in errors]
+    for ([rank],own,error),res in zip(cases, zip(*run_ranks(rank_failures, 3, tmp_path, cases)), strict=True):
+        (zero,*_),(one,*_),(two,*_) = res
+        assert [o[1] for o in res]==[own]*3
+        if rank: assert one[0]=='ValueError' and zero==('fine', []) and two[0]=='fine'
+        else:
+            assert zero[:2]==(error.__name__,'rank 0 on purpose')
+            assert one==two==('RankError', f'rank 0 failed with {error.__name__}: rank 0 on purpose', True, 0)
 
 def dies(): os._exit(3)
 
@@ -155,35 +136,13 @@ def free_port():
         s.bind(('127.0.0.1', 0))
         return s.getsockname()[1]
 
-def outer(folder): return rank_distrib(),rank0_first(note, folder)
-
-def rank_groups(folder):
-    "Several times, nested, then with a context, then in a group"
-    res = [rank0_first(partial(note, folder)) for _ in range(2)]
-    x = torch.randn(8, 2)
-    learn = Learner(DataLoaders(TfmdDL(list(zip(x, x)), 2)), nn.Linear(2, 2), F.mse_loss)
-    with learn.no_logging(), learn.distrib_ctx():
-        learn.fit(1)
-        inside = rank0_first(note, folder)
-        learn.fit(1)
-    with process_group():
-        group = rank0_first(rank_distrib),dist.is_initialized()
-        all_sum(torch.ones(1))
-    later = rank0_first(note, folder)
-    return [*res,inside,later],group,dist.is_initialized()
-
-def test_in_and_out_of_groups(tmp_path):
-    for r,(marks,group,is_open) in enumerate(run_ranks(rank_groups, 3, tmp_path)):
-        assert marks[0]==[] if r==0 else '0' in marks[0]
-        assert all('0' in o for o in marks[1:]) and group==(r, True) and not is_open
-
 def rank_longer_than_timeout(folder):
     "Rank 0's call may outlast the timeout of collectives"
-    with process_group(timeout_s=1): return rank0_first(waits, folder)
+    with process_group(timeout_s=2): return rank0_first(waits, folder)
 
 def waits(folder):
     if rank_distrib()==0:
-        t_end = time.monotonic()+2.5 # nothing to wait for but the clock itself: the timeout is one
+        t_end = time.monotonic()+4 # nothing to wait for but the clock itself: the timeout is one
         while time.monotonic()<t_end: threading.Event().wait(.1)
         (folder/'done').touch()
     return (folder/'done').exists()

@@ -3,7 +3,6 @@ import ast,re
 from configparser import ConfigParser
 from pathlib import Path
 import pytest,torch
-from torch import nn
 from learnerdist.core import compat
 
 root = Path(__file__).parent.parent
@@ -16,15 +15,6 @@ def test_no_private_name_is_missing():
     later = {'.'.join(compat.names[k][:2]) for k in compat.names if compat.torch_version<number(compat.shims.get(k, '0'))}
     gone = {k:v for k,v in compat.missing().items() if k not in later}
     assert not gone, f'torch {torch.__version__} and the others lack: ' + '; '.join(f'{k} (lost: {v})' for k,v in gone.items())
-
-def test_what_is_missing_is_said():
-    assert compat.find('iterator') and compat.find('queue_callback')
-    names = dict(attr=('torch.nn.parallel', 'DistributedDataParallel().no_such', 'a'), module=('torch.no_such', 'x', 'b'),
-                 package=('no_such_package', 'x', 'c'), there=('torch', 'nn', 'd'))
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(compat, 'names', names)
-        assert compat.missing() == {'torch.nn.parallel.DistributedDataParallel().no_such': 'a', 'torch.no_such.x': 'b'}
-        assert compat.find('attr', 5)==5 and compat.find('module') is None and compat.find('there') is nn
 
 def private_names(tree, ours):
     "Private attributes and imports of other packages"
@@ -43,18 +33,6 @@ def test_private_names_are_in_compat():
     pythons = {'_exit','_current_frames','_asdict','_replace','_fields','_make','_forkserver_pid','_forkserver','_resource_tracker','_pid'}
     found = {str(o.relative_to(root)): sorted({*private_names(t, ours)}-pythons) for o,t in trees.items()}
     assert {k:v for k,v in found.items() if v} == {}
-
-def test_names_are_still_used():
-    "What no other module imports, and compat does not use itself, goes"
-    trees = [ast.parse(o.read_text()) for o in (root/'learnerdist').rglob('*.py') if o.name!='_modidx.py']
-    froms = [n for t in trees for n in ast.walk(t) if isinstance(n, ast.ImportFrom) and (n.module or '').endswith('compat')]
-    imports = {a.name for n in froms for a in n.names}
-    own = ast.parse(Path(compat.__file__).read_text())
-    read = {n.id for n in ast.walk(own) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-    stored = [n for o in own.body if isinstance(o, ast.Assign) for n in ast.walk(o) if isinstance(getattr(n, 'ctx', None), ast.Store)]
-    defined = {n.id for n in stored if isinstance(n, ast.Name)}
-    defined |= {o.name for o in own.body if isinstance(o, (ast.FunctionDef,ast.ClassDef))}
-    assert defined-imports-read-{'__all__','missing','shims'} == set()
 
 def test_shims_are_still_needed():
     "When the lower bound of torch rises, those go that no supported version needs"

@@ -1,9 +1,10 @@
 "What the launcher said, which device and backend follow from it, and groups that are opened and closed"
-import os, re, time, pytest, torch, torch.distributed as dist
+import os, re, pytest, torch, torch.distributed as dist
 from learnerdist.core import hosts
+from learnerdist.core.collectives import all_sum
 import learnerdist.core.env as env
-from learnerdist.core.env import (backend_for, close_group, current_group, default_device, group_rank, group_size, in_group, is_rank0,
-                             launch_store, local_rank,
+from learnerdist.core.env import (close_group, current_group, default_device, group_rank, group_size, in_group, is_rank0, launch_store,
+                             local_rank,
                              local_size, num_distrib, process_group, rank_distrib, setup_distrib, teardown_distrib)
 from learnerdist.testing import run_ranks
 
@@ -15,10 +16,6 @@ def no_launcher(monkeypatch):
 
 def launched(monkeypatch, **kw):
     for k,v in kw.items(): monkeypatch.setenv(k, v)
-
-def test_without_a_launcher():
-    assert (rank_distrib(),num_distrib(),local_rank(),local_size())==(0, 0, 0, 1)
-    assert (group_rank(),group_size(),in_group(),is_rank0(),current_group(),launch_store())==(0, 1, False, True, None, None)
 
 @pytest.mark.parametrize('kw,want', [
     (dict(RANK='5', WORLD_SIZE='8', LOCAL_RANK='1', LOCAL_WORLD_SIZE='4'), (5, 8, 1, 4)), (dict(RANK='3', WORLD_SIZE='4'), (3, 4, 3, 4)),
@@ -49,22 +46,20 @@ def test_devices(monkeypatch, gpus):
     launched(monkeypatch, LOCAL_RANK='3') # more ranks than GPUs share them
     assert default_device()==torch.device('cuda', 1)
 
-def test_backends():
-    assert backend_for(['cpu', 'cpu'])==backend_for(['cpu'])==backend_for(['a 1', 'cpu'])=='gloo'
-    assert backend_for(['a 1', 'a 1', 'b 1'])=='gloo' # nccl refuses two ranks on one GPU
-    for own in (['a 1'], ['a 1', 'a 2'], ['a 1', 'b 1']): assert 'cuda:nccl' in backend_for(own) and 'cpu:gloo' in backend_for(own)
+cards = {('a 1','a 2'): 'cpu:gloo,cuda:nccl', ('a 1','cpu'): 'gloo', ('a 1','a 1'): 'gloo',
+         ('cpu','cpu'): 'gloo', ('a 1','b 1'): 'cpu:gloo,cuda:nccl'}
 
-def rank_backend(cards):
-    "What ranks open, when each sees one GPU and has the card that is named"
+def rank_backends():
+    "What ranks open, when each sees one GPU and has the card that is named; nccl refuses two ranks on one GPU"
     names = []
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(env, 'gpu_id', lambda device: cards[int(os.environ['RANK'])])
         m.setattr(dist, 'init_process_group', lambda backend, **kw: names.append(backend))
-        setup_distrib()
+        for own in cards:
+            m.setattr(env, 'gpu_id', lambda device, own=own: own[int(os.environ['RANK'])])
+            setup_distrib()
     return names
 
-@pytest.mark.parametrize('cards,backend', [(['a 1', 'a 2'], 'cpu:gloo,cuda:nccl'), (['a 1', 'cpu'], 'gloo')])
-def test_all_ranks_open_the_same(cards, backend): assert run_ranks(rank_backend, 2, cards)==[[backend]]*2
+def test_all_ranks_open_the_same(): assert run_ranks(rank_backends, 2)==[[*cards.values()]]*2
 
 def rank_groups():
     res = {}
@@ -108,18 +103,6 @@ def test_groups():
         assert got['left open']==(True, True, None) and got['closed']==(False, 0, 1) and got['sum']==2 and got['error']==(False, None)
         assert not got['closed early'] and got['after']==(False, None) and got['works']==2
 
-def rank_world_of_one():
-    with process_group(): plain = in_group()
-    device = setup_distrib()
-    res = in_group(),group_size()
-    with process_group() as d: inside = group_size(),d==device
-    teardown_distrib()
-    return plain,res,inside,in_group()
-
-def test_world_of_one(): assert run_ranks(rank_world_of_one, 1)==[(False, (True, 1), (1, True), False)]
-
-def test_stores_are_kept_out_of_this_process(): assert env._stores=={} and env._ours==[]
-
 ompi = dict(OMPI_COMM_WORLD_RANK='1', OMPI_COMM_WORLD_SIZE='2', OMPI_COMM_WORLD_LOCAL_RANK='1', OMPI_COMM_WORLD_LOCAL_SIZE='2')
 step = dict(SLURM_PROCID='1', SLURM_NTASKS='2', SLURM_LOCALID='1', SLURM_NODEID='0', SLURM_NNODES='1', SLURM_STEP_ID='0', SLURM_JOB_ID='7')
 
@@ -151,9 +134,14 @@ def rank_by_hand(file):
 def test_the_rank_of_a_group(tmp_path): assert run_ranks(rank_by_hand, 2, tmp_path/'store')==[(r, 2, r, 0, 0) for r in range(2)]
 
 def rank_waits():
-    from learnerdist.core.collectives import all_sum
+    "Rank 1 comes when the other one has said that it waits"
+    say = env._say_once
+    def said(*args):
+        say(*args)
+        launch_store().set('said', 'yes')
+    env._say_once = said
     with process_group():
-        if rank_distrib()==1: time.sleep(6.5)
+        if rank_distrib()==1: assert env.wait_key(launch_store(), 'said', 60)
         all_sum(torch.ones(1))
 
 @pytest.mark.slow

@@ -40,6 +40,7 @@ def test_digits_on_two_processes_and_by_two_agents_as_on_one_process():
         rows,last = parse_table(out)
         assert rows==[pytest.approx(o, rel=1e-3, abs=1e-5) for o in rows1] and last==last1
 
+@pytest.mark.long # its blocks run on ranks in test_pages
 def test_readmes_example(tmp_path):
     (tmp_path/'train.py').write_text(re.search(r'```python\n(.*?)```', (root/'README.md').read_text(), re.S)[1])
     res = run_script((*launcher,str(tmp_path/'train.py')), tmp_path)

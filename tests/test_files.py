@@ -1,11 +1,13 @@
 "`save` writes once, whole or not at all, and waits for nobody; the `load` that follows sees the file on any rank"
 import contextlib,io,os,stat,sys,time
+from functools import partial
 from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, distrib_barrier, num_distrib, process_group,
+from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, distrib_barrier, process_group,
                              rank_distrib)
+from learnerdist.core import env
 from learnerdist.testing import run_ranks
 
 def make(path, rank=0, value=None, opt=torch.optim.SGD):
@@ -20,8 +22,6 @@ def make(path, rank=0, value=None, opt=torch.optim.SGD):
 def weight(learn): return learn.model[0].weight.flatten()[0].item()
 def set_weight(learn, v): nn.init.constant_(learn.model[0].weight, v)
 
-
-
 def litter(path): return sorted(o.name for o in Path(path).rglob('*') if o.is_file() and o.suffix!='.pth' and o.suffix!='.flag')
 
 # --- alone ------------------------------------------------------------------------------------------------------------------
@@ -29,8 +29,10 @@ def litter(path): return sorted(o.name for o in Path(path).rglob('*') if o.is_fi
 def test_plain_keys_and_tensors_only(tmp_path):
     learn = make(tmp_path)
     with learn.no_logging(): learn.fit(1)
-    file = learn.save('a')
-    assert file==tmp_path/'models/a.pth'
+    old = os.umask(0o027)
+    try: file = learn.save('a')
+    finally: os.umask(old)
+    assert file==tmp_path/'models/a.pth' and stat.S_IMODE(file.stat().st_mode)==0o640 # that of any file
     state = torch.load(file, weights_only=True)
     assert list(state)==['model','opt'] and list(state['model'])==list(learn.model.state_dict())
     file = learn.save('b', with_opt=False)
@@ -38,22 +40,16 @@ def test_plain_keys_and_tensors_only(tmp_path):
     nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).load_state_dict(torch.load(file, weights_only=True)) # without us
 
 def test_safetensors(tmp_path, monkeypatch):
-    "Weights alone, in a file that other programs read, and that others wrote; tied weights under both names"
+    "A file that other programs read, with tied weights under both names, and one that others wrote"
     safe = pytest.importorskip('safetensors.torch')
     learn = make(tmp_path)
-    learn.create_opt()
     learn.model.append(learn.model[2])
     state = learn.model.state_dict()
     file = learn.save('a.safetensors')
-    assert file==tmp_path/'models/a.safetensors' and litter(tmp_path)==['a.safetensors']
     found = safe.load_file(file)
     assert {*found}=={*state} and all(torch.equal(found[k], o) for k,o in state.items())
-    for damage in (False,True):
-        safe.save_file({k: o.clone()+1 for k,o in state.items()}, file, None if damage else dict(format='pt'))
-        if damage: file.write_bytes(file.read_bytes()[:-1])
-        if not damage: assert torch.equal(learn.load('a.safetensors').model[0].weight, found['0.weight']+1)
-    with pytest.raises(ValueError, match=f'{file} is no file of safetensors, or is damaged'): learn.load('a.safetensors')
-    with pytest.raises(ValueError, match='safetensors hold weights only'): learn.save('a.safetensors', with_opt=True)
+    safe.save_file({k: o.clone()+1 for k,o in state.items()}, file)
+    assert torch.equal(learn.load('a.safetensors').model[0].weight, found['0.weight']+1)
     monkeypatch.setitem(sys.modules, 'safetensors.torch', None)
     with pytest.raises(ImportError, match='pip install safetensors'): learn.save('b.safetensors')
     assert learn.load(learn.save('c').with_suffix('')) is learn
@@ -65,12 +61,6 @@ def test_absolute_path_and_folders(tmp_path):
     assert learn.save('v1.5')==tmp_path/'there/models/v1.5.pth'
     learn.load('v1.5')
     learn.load(tmp_path/'else'/'where')
-
-def test_mode_is_that_of_any_file(tmp_path):
-    old = os.umask(0o027)
-    try: file = make(tmp_path).save('a')
-    finally: os.umask(old)
-    assert stat.S_IMODE(file.stat().st_mode)==0o640
 
 @pytest.mark.parametrize('opt', [torch.optim.SGD, torch.optim.Adam])
 def test_optimizer_goes_on(tmp_path, opt):
@@ -84,19 +74,12 @@ def test_optimizer_goes_on(tmp_path, opt):
     b.load('a')
     c.load('a', with_opt=False)
     assert b.opt is not None and c.opt is None
+    opt_of_a = a.opt
+    assert a.load('a') is a and a.opt is opt_of_a # a trained learner keeps its optimizer
     for learn in (a, b, c): order(learn)
     same = [torch.equal(p, q) for p,q in zip(a.model.parameters(), b.model.parameters())]
     assert all(same)
     if opt is not torch.optim.SGD: assert not torch.equal(a.model[0].weight, c.model[0].weight)
-
-def test_load_into_a_trained_learner_keeps_its_optimizer_object(tmp_path):
-    learn = make(tmp_path, opt=torch.optim.Adam)
-    with learn.no_logging(): learn.fit(1)
-    learn.save('a')
-    want,opt = learn.opt.state_dict()['state'][0]['step'].item(),learn.opt
-    with learn.no_logging(): learn.fit(1)
-    assert learn.load('a') is learn and learn.opt is opt and opt.state_dict()['state'][0]['step'].item()==want
-    with learn.no_logging(): learn.fit(1)
 
 def test_absent_file_and_other_model(tmp_path):
     learn = make(tmp_path)
@@ -121,15 +104,18 @@ def test_failed_save_leaves_the_old_file(tmp_path, monkeypatch, error):
     assert (tmp_path/'models/a.pth').read_bytes()==old
     assert [o.name for o in (tmp_path/'models').iterdir()]==['a.pth']
 
-def test_symbolic_link(tmp_path):
+def test_killed_save_leaves_the_old_file(tmp_path, monkeypatch):
     learn = make(tmp_path, value=1.)
-    link,real = tmp_path/'models/a.pth',tmp_path/'models/real.pth'
-    link.parent.mkdir()
-    real.write_bytes(b'')
-    link.symlink_to('real.pth')
     learn.save('a')
     set_weight(learn, 2)
-    assert weight(learn.load('a'))==1
+    def killed(o, f):
+        f.write(b'half')
+        f.flush()
+        os._exit(3)
+    monkeypatch.setattr(torch, 'save', killed)
+    pid = os.fork()
+    if not pid: learn.save('a')
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])==3 and weight(learn.load('a'))==1
 
 # --- on several ranks -------------------------------------------------------------------------------------------------------
 
@@ -141,7 +127,7 @@ class Saves(Callback):
         if self.everywhere or not rank_distrib(): self.learn.save('step')
 
 def rank_saves_in_fit(path):
-    learn,res = make(path, rank_distrib()),{}
+    learn,res = make(path, rank_distrib()),dict(plain=list(make(path).model.state_dict()))
     with learn.no_logging(), learn.distrib_ctx(seed=1):
         learn.fit(1, cbs=Saves(everywhere=True))
         keys = list(torch.load(path/'models/step.pth', weights_only=True)['model'])
@@ -151,15 +137,9 @@ def rank_saves_in_fit(path):
         learn.load('end')
         res['same'] = all(torch.equal(mine[k], v) for k,v in learn.model.state_dict().items())
     learn.save('out')
-    learn.load('out')
-    learn.load('end')
+    for o in ('out','end'): learn.load(o)
     res['keys'] = keys
     return res
-
-def test_save_within_a_fit(tmp_path):
-    plain = list(make(tmp_path).model.state_dict())
-    for res in run_ranks(rank_saves_in_fit, 2, tmp_path, timeout_s=60): assert res==dict(same=True, keys=plain)
-    assert litter(tmp_path)==[]
 
 def rank_counts(path):
     "Who writes: each rank counts the files that it gives to torch.save (which also pickles tensors on their way to other ranks)"
@@ -167,24 +147,23 @@ def rank_counts(path):
     def counted(o, f, *args, **kw):
         if hasattr(f, 'name'): n.append(f)
         return save(o, f, *args, **kw)
-    torch.save = counted
-    learn.save('out')
-    with learn.no_logging(), learn.distrib_ctx():
-        learn.save('in')
-        learn.fit(1)
-        learn.save('in')
-    with process_group(): learn.save('group')
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(torch, 'save', counted)
+        learn.save('out')
+        with learn.no_logging(), learn.distrib_ctx():
+            learn.save('in')
+            learn.fit(1)
+            learn.save('in')
+        with process_group(): learn.save('group')
     return len(n)
-
-def test_only_rank_0_writes(tmp_path): assert run_ranks(rank_counts, 2, tmp_path)==[4, 0]
 
 def rank_failed_save(path, inside):
     "Rank 0's disk is full at the second save"
     rank,res = rank_distrib(),{}
     learn = make(path, rank, value=7.)
-    def body():
+    with learn.distrib_ctx() if inside else contextlib.nullcontext(), pytest.MonkeyPatch.context() as m:
         learn.save('a')
-        if rank==0: torch.save = no_space
+        if rank==0: m.setattr(torch, 'save', no_space)
         for name in ('a','new'):
             try:
                 learn.save(name)
@@ -192,29 +171,18 @@ def rank_failed_save(path, inside):
             except Exception as e:
                 trace = getattr(e, 'trace', '')
                 res[name] = type(e).__name__,str(e).split('\n')[0],getattr(e, 'rank', None),'no_space' in trace
-    if inside:
-        with learn.distrib_ctx(): body()
-    else: body()
     return res
 
 def no_space(o, f):
     f.write(b'half')
     raise OSError('no space left')
 
-@pytest.mark.parametrize('inside', [True, False])
-def test_failed_save_reaches_the_ranks_that_load(tmp_path, inside):
-    res0,res1 = run_ranks(rank_failed_save, 2, tmp_path, inside, timeout_s=60)
-    for k in ('a','new'):
-        assert res0[k][:2]==('OSError','no space left')
-        assert res1[k]==('RankError','rank 0 failed with OSError: no space left',0,True)
-    learn = make(tmp_path)
-    assert weight(learn.load('a'))==7 and litter(tmp_path)==[] and not (tmp_path/'models/new.pth').exists()
-
 def rank_own_group(path):
     "A group of the user's, which is closed and opened anew between the saves"
     rank,res = rank_distrib(),[]
     learn = make(path, rank)
     for i in range(2):
+        path.mkdir(exist_ok=True)
         dist.init_process_group('gloo', init_method=f'file://{path}/rendezvous{i}', rank=rank, world_size=2)
         set_weight(learn, i+1)
         learn.save('a')
@@ -226,8 +194,6 @@ def rank_own_group(path):
     learn.load('b')
     return res
 
-def test_with_a_group_of_the_users(tmp_path): assert run_ranks(rank_own_group, 2, tmp_path, timeout_s=60)==[[1,2]]*2
-
 def rank_resumes(path):
     "The usual way to go on, or to start: a missing file is missing on every rank, at once"
     learn = make(path)
@@ -238,8 +204,26 @@ def rank_resumes(path):
     learn.load('not there')
     return missing,rank_distrib(),len(learn.recorder.losses)
 
-def test_a_missing_file_is_missing_everywhere(tmp_path):
-    assert run_ranks(rank_resumes, 2, tmp_path)==[(True,0,2),(True,1,2)]
+def rank_saves(path):
+    "One after the other, each in a folder"
+    runs = dict(fit=rank_saves_in_fit, counts=rank_counts, full=partial(rank_failed_save, inside=False),
+                full_inside=partial(rank_failed_save, inside=True), group=rank_own_group, resumes=rank_resumes, apart=rank_own_folder)
+    return {k: f(path/k) for k,f in runs.items()}
+
+def test_saves_and_loads_on_ranks(tmp_path):
+    zero,one = run_ranks(rank_saves, 2, tmp_path, timeout_s=120)
+    for r in (zero,one):
+        assert r['fit']['same'] and r['fit']['keys']==r['fit']['plain'] and r['group']==[1,2]
+        assert r['resumes']==(True,int(r is one),2) # a missing file is missing on every rank
+    assert (zero['counts'],one['counts'])==(4,0) and litter(tmp_path/'fit')==[]
+    for k in ('full','full_inside'): # a failed save reaches the ranks that load
+        for name in ('a','new'):
+            assert zero[k][name][:2]==('OSError','no space left')
+            assert one[k][name]==('RankError','rank 0 failed with OSError: no space left',0,True)
+        assert weight(make(tmp_path/k).load('a'))==7 and litter(tmp_path/k)==[] and not (tmp_path/k/'models/new.pth').exists()
+    said,at = one['apart'],tmp_path/'apart'
+    assert zero['apart'] is None and f'this rank loads {at}/1/models/tmp.pth, which is not there' in said
+    assert f'rank 0 loads {at}/0/models/tmp.pth' in said and 'distrib_ctx' in said
 
 def rank_0_alone_saves(path, fastai):
     "Over a file of an earlier run; rank 0 takes its time. Later all ranks save, then rank 0 alone again"
@@ -268,7 +252,7 @@ def fastai_learner(path):
 def test_a_file_of_an_earlier_run_is_never_read_after_a_save(tmp_path, fastai):
     "Whether rank 0 has saved alone, or all ranks have, and for good"
     (fastai_learner if fastai else make)(tmp_path, **({} if fastai else dict(value=77.))).save('a')
-    assert run_ranks(rank_0_alone_saves, 3, tmp_path, fastai, timeout_s=60)==[[0,1,2,3,4]]*3
+    assert run_ranks(rank_0_alone_saves, 3, tmp_path, fastai, timeout_s=120)==[[0,1,2,3,4]]*3
 
 def rank_own_folder(path):
     own = path/str(rank_distrib())
@@ -277,47 +261,20 @@ def rank_own_folder(path):
     try: learn.load('tmp')
     except ValueError as e: return str(e)
 
-def test_a_folder_of_each_ranks_own(tmp_path):
-    none,said = run_ranks(rank_own_folder, 2, tmp_path, timeout_s=30)
-    assert none is None and f'this rank loads {tmp_path}/1/models/tmp.pth, which is not there' in said
-    assert f'rank 0 loads {tmp_path}/0/models/tmp.pth' in said and 'distrib_ctx' in said
-
-def rank_alone_loads(path):
-    "The last rank alone loads what rank 0 saves alone, over an older file: before a context, and in one. All go on together afterwards"
-    rank,learn,res = rank_distrib(),make(path),[]
-    def one_loads(value):
-        if rank==0: time.sleep(.3)
-        set_weight(learn, value)
-        if rank==0: learn.save('a')
-        if rank!=num_distrib()-1: return
-        set_weight(learn, -1)
-        res.append(weight(learn.load('a', with_opt=False)))
-    one_loads(1.)
-    with learn.no_logging(), learn.distrib_ctx(seed=1):
-        one_loads(2.)
-        distrib_barrier()
-        one_loads(3.)
-        learn.fit(1)
-        learn.save('a')
-        distrib_barrier()
-        learn.load('a')
-    return res,learn.model[0].weight.tolist()
-
-def test_a_load_on_one_rank_waits_no_longer_than_to_where_ranks_meet(tmp_path, n=3):
-    make(tmp_path, value=77.).save('a')
-    *others,(res,w) = run_ranks(rank_alone_loads, n, tmp_path, timeout_s=30)
-    assert res==[1,2,3] and others==[([],w)]*(n-1)
-
 def rank_late(path):
-    "Rank 0 takes seconds before it loads"
-    learn,said = make(path),io.StringIO()
+    "Rank 0 loads when another one has said that it waits"
+    learn,said,say = make(path),io.StringIO(),env._say_once
+    def noted(*args):
+        say(*args)
+        env.launch_store().set('said', 'yes')
+    env._say_once = noted
     learn.save('a')
-    if rank_distrib()==0: time.sleep(6)
+    if rank_distrib()==0: assert env.wait_key(env.launch_store(), 'said', 60)
     with contextlib.redirect_stderr(said): learn.load('a')
     return said.getvalue()
 
 @pytest.mark.slow
 def test_a_rank_that_waits_says_for_what(tmp_path):
     "One of those that wait"
-    said = run_ranks(rank_late, 3, tmp_path, timeout_s=60)
+    said = run_ranks(rank_late, 3, tmp_path, timeout_s=120)
     assert ''.join(said).count('waits for rank 0 to load')==1 and f'{tmp_path}/models/a.pth, as all ranks do' in ''.join(said)

@@ -1,4 +1,5 @@
 "What a fastai user does on the first day, with our Learner: exact on 2 and 3 ranks against one process"
+import functools
 import pytest,torch
 from torch import nn
 from torch.nn import functional as F
@@ -35,13 +36,17 @@ class Keeps(Callback):
     def __init__(self): self.seen = []
     def after_batch(self): self.seen.append(float(self.learn.loss))
 
-def alike(func, *worlds):
+def all_of_them(): return {f.__name__: f() for f in (find,tuned,own_loss,predicted)}
+
+@functools.cache
+def on_ranks(W): return run_ranks(all_of_them, W, timeout_s=200)
+
+def alike(func):
     "What `func` returns in one process, after comparison with each rank of 2 and of 3"
     one = func()
-    for W in worlds or (2,3):
-        for res in run_ranks(func, W):
-            assert res.keys()==one.keys()
-            for k,v in one.items(): same(res[k], v, k)
+    for res in (o[func.__name__] for W in (2,3) for o in on_ranks(W)):
+        assert res.keys()==one.keys()
+        for k,v in one.items(): same(res[k], v, k)
     return one
 
 def same(a, b, at):
@@ -115,26 +120,6 @@ def test_suggestions_are_fastais():
             ours,(lr,loss) = f(lrs, losses, 100)
             their,(their_lr,_) = getattr(theirs, f.__name__)(lrs, losses, 100)
             assert (ours,lr)==(pytest.approx(their),pytest.approx(their_lr)), (f.__name__,seed)
-
-def test_lr_find_as_fastai(tmp_path):
-    "The same losses at the same rates as fastai's own, from the same weights and batches"
-    pytest.importorskip('fastai.callback.schedule')
-    from fastai.learner import Learner as FastaiLearner
-    from fastai.data.core import DataLoaders as FastaiLoaders
-    from fastai.data.load import DataLoader as FastaiLoader
-    from fastai.losses import CrossEntropyLossFlat
-    from fastai.optimizer import OptimWrapper
-    dls = FastaiLoaders(FastaiLoader(images(48), bs=12), FastaiLoader(images(12, 1), bs=12))
-    model = net()
-    ours = learner()
-    ours.dls = DataLoaders.from_dsets(images(48), images(12, 1), bs=12, shuffle=False)
-    model.load_state_dict(ours.model.state_dict())
-    theirs = FastaiLearner(dls, model, CrossEntropyLossFlat(), lambda ps, lr: OptimWrapper(ps, SGD, lr=lr, momentum=.9), path=tmp_path)
-    with theirs.no_bar(), theirs.no_logging(): their = theirs.lr_find(show_plot=False)
-    our = ours.lr_find(show_plot=False)
-    assert our.lrs==pytest.approx(theirs.recorder.lrs)
-    assert our.losses==pytest.approx([float(o) for o in theirs.recorder.losses], rel=1e-5)
-    assert our.valley==pytest.approx(their.valley)
 
 def test_lr_find_of_nothing():
     learn = learner()
@@ -242,7 +227,6 @@ def test_pictures():
     assert titles[0]==['abcd'[y] for _,y in images(2, 1)] and [o[0] for o in titles[1]]==['abcd'[y] for _,y in images(4, 1)]
     first,second = run_ranks(shown, 2)
     assert first[:2]==titles[:2] and second==[None]*3
-
 
 def exported(folder):
     learn = learner(path=folder)

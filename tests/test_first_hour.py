@@ -5,8 +5,7 @@ import fastcore,pytest,torch
 from torch import nn
 from torch.utils.data import DataLoader,TensorDataset
 
-from learnerdist.all import (Callback,DataLoaders,Learner,LogWriter,TfmdDL,Timer,accuracy,error_rate,is_rank0,top_k_accuracy)
-from learnerdist.learner.callback import Order
+from learnerdist.all import (Callback,DataLoaders,Learner,SaveModelCallback,TfmdDL,is_rank0)
 from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)
@@ -19,15 +18,6 @@ def learner(*loaders, **kw):
     learn = Learner(DataLoaders(*loaders), **(dict(model=nn.Linear(1, 1), loss_func=nn.MSELoss()) | kw))
     learn.logger = lambda line: None
     return learn
-
-def test_targets_with_a_dimension_more():
-    "(bs,1), as of a column of a table: not broadcast to (bs,bs)"
-    pred,targ = torch.eye(4)[:3],torch.arange(3)
-    for t in (targ,targ[:,None]): assert (accuracy(pred, t),error_rate(pred, t),top_k_accuracy(pred, t, k=1))==(1,0,1)
-    assert accuracy(pred.T, targ, axis=0)==1 and accuracy(pred[None], targ[None])==1
-    assert top_k_accuracy(pred.T, targ, 1, axis=0)==1
-    for f in (accuracy,error_rate,top_k_accuracy):
-        with pytest.raises(ValueError, match=r'targets of shape \(2,\): give one class index for each prediction'): f(pred, targ[:2])
 
 class Twice(Callback):
     def before_batch(self): self.xb = (self.learn.xb[0]*2,)
@@ -60,6 +50,7 @@ cases = dict(
     metric_rows=(lambda: learner(metrics=lambda p,t: p-t).fit(1), ValueError, 'let it return a number'),
     no_valid=(lambda: learner(TfmdDL(ds, 8)).validate(), IndexError, 'no loader 1 among 1: .* give `valid`'),
     no_valid_preds=(lambda: learner(TfmdDL(ds, 8)).get_preds(), IndexError, 'give `valid`'),
+    no_valid_best=(lambda: learner(TfmdDL(ds, 8)).fit(1, cbs=SaveModelCallback()), ValueError, 'there is no validation data'),
     lr=(lambda: learner().fit_one_cycle(1, lr=.1), TypeError, "no option 'lr'; the rate of a fit with a schedule of its own is 'lr_max'"),
     epochs=(lambda: learner().fit(-1), ValueError, 'n_epoch=-1: give a whole number'),
     epochs_text=(lambda: learner().fit('3'), ValueError, "n_epoch='3': give a whole number"),
@@ -143,17 +134,6 @@ def test_main_under_the_guard(tmp_path):
     res = subprocess.run([sys.executable, file], capture_output=True, text=True)
     assert "without what is under `if __name__=='__main__':`: define the function above that line" in res.stderr
 
-class Counts(LogWriter):
-    "As a logger with the samples per second of each epoch"
-    def open(self): self.seen_times = []
-    def log_epoch(self, row): self.seen_times.append(len(self.recorder.times))
-
-def test_times_are_there_for_loggers():
-    log = Counts()
-    assert Order.loggers<Order.timer
-    learner(cbs=[Timer,log]).fit(3)
-    assert log.seen_times==[1,2,3]
-
 helped = """import sys
 if {prompt}: sys.ps1 = '>>> '
 from {public} import *
@@ -166,7 +146,7 @@ for f in (Learner.fit,Learner.to_distributed,Learner.distrib_ctx):
     options = [k for k,p in signature(f).parameters.items() if k!='self' and p.kind!=p.VAR_KEYWORD]
     print('said', all(f'\\n{{k}}: ' in f.__doc__ for k in options))"""
 
-@pytest.mark.parametrize('public,prompt', [('learnerdist.all', True), ('learnerdist.all', False), ('learnerdist.fastai', True)])
+@pytest.mark.parametrize('public,prompt', [pytest.param('learnerdist.all', False, marks=pytest.mark.long), ('learnerdist.fastai', True)])
 def test_help_says_what_parameters_mean(public, prompt):
     "Each option of ours and of DDP's; at a prompt only: scripts do not wait for it"
     code = helped.format(public=public, prompt=prompt)

@@ -1,9 +1,8 @@
 "Ranks that are forks of the launcher's server: what they are, what is left to them, and what ends when"
-import json,os,random,re,select,signal,socket,subprocess,sys,time
+import json,os,re,select,signal,socket,subprocess,sys,time
 from pathlib import Path
 import pytest
 from learnerdist.launch import agent,forkserver
-from learnerdist.launch.cli import guess
 from learnerdist.launch.forkserver import ForkServer,first_imports,known
 
 root = Path(__file__).parent.parent
@@ -50,14 +49,6 @@ def test_imports_of_a_module(first):
     assert first({'pack/__init__.py': 'import csv\nprint(3)'}, '-m', 'pack.train')==[('csv',)]
     assert first({'csv.py': '', 'a.py': 'import csv'}, 'no_such.py')==first({}, '-m', 'no_such')==[]
 
-@pytest.mark.parametrize('args,argv,n', [
-    ('--nproc 3 --max-restarts 1 train.py --nproc 5', 'train.py --nproc 5', 3), ('--gpus 0,2 --module pack --n 3', '-m pack --n 3', 2),
-    ('--nproc-per-node gpu -m pack', '-m pack', 1), ('--no-fork-server train.py', None, 0),
-    ('--no-python a.py', None, 0), ('--help', None, 0)])
-def test_what_the_launcher_guesses(args, argv, n, monkeypatch):
-    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
-    assert guess(args.split())==(argv and argv.split(), n)
-
 @pytest.mark.parametrize('foreign', ['LD_PRELOAD','NSYS_PROFILING_SESSION_ID','CUDA_INJECTION64_PATH'])
 def test_tools_that_may_not_follow_a_fork_find_none(foreign):
     server = ForkServer()
@@ -101,7 +92,7 @@ if __name__=='__main__':
 def told(folder): return [json.loads((folder/str(r)).read_text()) for r in range(2)]
 
 @pytest.mark.slow
-@pytest.mark.parametrize('how', ['script','module'])
+@pytest.mark.parametrize('how', ['script',pytest.param('module', marks=pytest.mark.long)])
 def test_a_fork_is_what_python_starts(how, tmp_path):
     "What a rank can see of itself is the same with and without the server, but for its ids"
     target = [write(tmp_path, text=about)] if how=='script' else ['-m',write(tmp_path, 'pack/train.py', about) and 'pack.train']
@@ -134,8 +125,6 @@ def test_other_packages_are_imported_by_the_ranks(tmp_path):
     res = launch('--nproc', 2, write(tmp_path, text=uses), PYTHONPATH=path)
     expected = ['imported','0 True True','[r1] imported','[r1] 1 True True']
     assert (res.returncode,sorted(res.stdout.splitlines()))==(0,sorted(expected)), res.stderr
-    res = launch('--nproc', 2, write(tmp_path, text='import torch\nimport torch.no_such_module')) # an import that fails ends the ranks
-    assert res.returncode==1 and "ModuleNotFoundError: No module named 'torch.no_such_module'" in res.stderr
 
 @pytest.mark.long # it changes with their versions
 @pytest.mark.parametrize('name', sorted(o for o in known if o not in sys.stdlib_module_names))
@@ -221,25 +210,3 @@ def test_restarts_come_from_the_server_as_long_as_it_lives(tmp_path):
         out,err = proc.communicate(timeout=60)
         assert (proc.returncode,sorted(out.split()))==(0,[found,found,'[r1]']), err
         assert re.search('rank [01] failed first: ended by SIGKILL.*\n(.*failed too.*\n)?.*restart 1 of 1', err) and left(path)==[]
-
-@pytest.mark.slow
-@pytest.mark.parametrize('n', [15, pytest.param(100, marks=pytest.mark.long)])
-def test_starts_and_kills(n, tmp_path):
-    "Of one server, at any time after the start; no start waits, and nothing is left"
-    rng,server,fds = random.Random(0),ForkServer(),len(os.listdir('/proc/self/fd'))
-    file = write(tmp_path, text='import torch\nimport os,sys,threading\nif len(sys.argv)>1: os._exit(7)\nthreading.Event().wait()')
-    env = os.environ | dict(PYTHONHASHSEED='0', OMP_NUM_THREADS='1', RANK='0', PYTHONPATH=str(root), MARK=str(tmp_path))
-    server.prepare([str(file)], env)
-    try:
-        command = '--worker',str(os.getpid()),str(file)
-        for _ in range(n):
-            ranks = [server.start([*command,*more], env, [0,1,2]) for more in ([],['7'])]
-            time.sleep(rng.random()*.06)
-            assert ranks[0].poll() is None
-            ranks[0].send_signal(signal.SIGKILL)
-            assert [o.wait(30) for o in ranks]==[-9,7] and [o.poll() for o in ranks]==[-9,7]
-        assert not (Path('/proc')/str(ranks[0].pid)).exists()
-        with pytest.raises(ProcessLookupError): os.kill(ranks[0].pid, 0)
-    finally: server.close()
-    del ranks
-    assert left(tmp_path)==[] and len(os.listdir('/proc/self/fd'))==fds

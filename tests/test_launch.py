@@ -1,16 +1,12 @@
 "The launcher as a command, in processes of its own; run() from scripts, from here, and from within a rank"
-import fcntl,json,os,pty,random,select,signal,socket,subprocess,sys,termios,threading
+import fcntl,json,os,pty,random,select,signal,socket,subprocess,sys,termios
 from pathlib import Path
-from types import SimpleNamespace
 import machines,pytest
 from learnerdist.core.env import _absent
-from learnerdist.core import stacks
 from learnerdist.core.compat import torch_version
-from learnerdist.launch import agent
-from learnerdist.launch.agent import free_agent
-from learnerdist.launch.cli import _status,_choose_nproc,get_parser,guess
+from learnerdist.launch.cli import _choose_nproc,get_parser,guess
 from learnerdist.launch import main,run,watch
-from learnerdist.launch.watch import Job,Rank,RanksError,explain,failures
+from learnerdist.launch.watch import Rank,RanksError,explain,failures
 
 root = Path(__file__).parent.parent
 launcher = sys.executable,'-m','learnerdist.launch'
@@ -77,7 +73,7 @@ except KeyboardInterrupt:
 '''
 
 def environment(**kw):
-    drop = 'CUDA_VISIBLE_DEVICES','OMP_NUM_THREADS','RANK','WORLD_SIZE','LOCAL_RANK','MASTER_PORT'
+    drop = 'PYTHONHASHSEED','CUDA_VISIBLE_DEVICES','OMP_NUM_THREADS','RANK','WORLD_SIZE','LOCAL_RANK','MASTER_PORT'
     return {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=str(root)) | kw
 
 def launch(*args, env=None, cwd=None, command=launcher):
@@ -128,15 +124,7 @@ def test_failing_rank_is_named(tmp_path):
     assert said[2] == f'learnerdist.launch: all tracebacks: {trace} (--verbose prints them)'
     assert trace.read_text().startswith(f'rank 1:\nTraceback (most recent call last):\n  File "{file}", line 11, in <module>')
     trace.unlink()
-    res = launch('--nproc', 2, '--verbose', file, 'raise', env=dict(TMPDIR=str(tmp_path)))
-    assert res.stderr.count(f'[r1] Traceback (most recent call last):\n[r1]   File "{file}", line 11, in <module>') == 1
-    assert 'torch/distributed/elastic' not in res.stderr # torchrun's own words on it
     assert os.listdir(tmp_path) == ['train.py']
-
-def test_a_report_is_short(ended):
-    frames = [f'x.py:{i} in f' for i in range(9)]
-    many = [ended(r, 1, kind='ValueError', message='Oops\n'*40, time=r, own=frames) for r in range(30)]
-    assert len('\n'.join(explain(failures(many))).splitlines()) <= 14
 
 def test_a_report_on_a_full_disk(tmp_path, monkeypatch):
     "Takes the space that the launcher has kept"
@@ -173,7 +161,8 @@ if sys.argv[1] == 'in C' and os.environ['RANK'] == '0': signal.pthread_sigmask(s
 threading.Event().wait()
 '''
 
-@pytest.mark.parametrize('how,said,status', [('SIGTERM','ended by SIGTERM',143), ('in C','CancelledError: no',1)])
+@pytest.mark.parametrize('how,said,status', [
+    pytest.param('SIGTERM','ended by SIGTERM',143, marks=pytest.mark.long), ('in C','CancelledError: no',1)])
 def test_the_rank_that_failed_is_named(how, said, status, tmp_path):
     "And not one that torchrun ends because of it, by SIGTERM, or by SIGKILL where it does not hear that"
     soon = ['--shutdown-timeout','1'] if torch_version>=(2,9) else []
@@ -259,23 +248,19 @@ def test_no_process_is_left_after_a_signal(tmp_path):
     soon = ['--shutdown-timeout','2'] if torch_version>=(2,9) else []
     command = *launcher,'--nproc','2','--max-restarts','2',*soon
     patient,pids_ = start_waiting(tmp_path/'saves', *launcher, '--nproc', '2', how='saves') # with torchrun's 30 seconds to shut down
+    failed,of_failed = start_waiting(tmp_path/'raise', *launcher, '--nproc', '2', how='raise') # and its children hear no signal
     cases = {signal.SIGINT: 130, signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGHUP: 75}
     # SIGINT finds ranks that wait in C, the first signal of the last one is ignored as under nohup, and its ranks put their work off
     hows = {signal.SIGINT: dict(how='in C'), signal.SIGHUP: dict(how='put off', preexec_fn=ignore_hup)}
     runs = {sig: start_waiting(tmp_path/sig.name, *command, **hows.get(sig, {})) for sig in cases}
     pids = {sig: o[1]() for sig,o in runs.items()}
-    pids['saves'] = pids_()
+    pids['saves'],pids['raise'] = pids_(),of_failed()
     patient.send_signal(signal.SIGINT)
     for sig,(proc,_) in runs.items(): proc.send_signal(sig)
     runs[signal.SIGHUP][0].send_signal(signal.SIGTERM)
     assert {sig: proc.wait(60) for sig,(proc,_) in runs.items()} == cases
-    assert patient.wait(60) == 130 and all((tmp_path/f'saves/fifo.{r}').exists() for r in range(2))
+    assert failed.wait(60) == 1 and patient.wait(60) == 130 and all((tmp_path/f'saves/fifo.{r}').exists() for r in range(2))
     assert all(all_end(o) for o in pids.values())
-
-def test_children_that_hear_no_signal_end_with_a_failed_run(tmp_path):
-    proc,pids = start_waiting(tmp_path, *launcher, '--nproc', '2', how='raise')
-    pids = pids()
-    assert proc.wait(60) == 1 and all_end(pids)
 
 # --- ranks that leave, and ranks that do not ----------------------------------------------------------------------
 
@@ -287,6 +272,7 @@ from learnerdist.all import process_group
 with process_group(): pass
 """
 
+@pytest.mark.long # without the launcher, in test_failure
 def test_a_rank_that_leaves_with_status_0_fails_those_that_wait_for_it(tmp_path):
     file = write(tmp_path, leaving)
     res = launch('--nproc', 2, file, 0, 'hard')
@@ -320,85 +306,11 @@ def test_slurms_ranks_say_themselves_that_they_leave(tmp_path):
     assert [o.returncode for o in runs] == [1,75] and 'RankError: rank 1 left with status 75' in a and 'failed' not in b, (a,b)
     assert 'learnerdist.launch: rank 0 ended, since rank 1 left with status 75' in a and 'rank 0 failed' not in a, a
 
-@pytest.mark.parametrize('code,status', [(None,0), (0,0), (True,1), (3,3), (256,1), (-1,255), ('words',1), ('',1), (75,75)])
-def test_exit_status(code, status): assert _status(SystemExit(code)) == status
-
 class FakeRank:
     "What a launcher holds of a rank's process"
     pid = os.getpid()
     def __init__(self, code=None): self.code = code
     def poll(self): return self.code
-
-@pytest.fixture
-def watched(tmp_path, monkeypatch):
-    "Ranks 4 and 5 of a run, both of which are this process; and what others hear"
-    told = []
-    monkeypatch.setattr(watch.Watch, '_connect', lambda self, env: 'store')
-    monkeypatch.setattr('learnerdist.core.env.record_exit', lambda store, rank, how: told.append((rank,how)))
-    return [Rank(FakeRank(), dict(RANK=str(4+i), WORLD_SIZE='2'), tmp_path/str(i)) for i in range(2)],told
-
-def test_the_launcher_says_which_rank_it_waits_for(watched, capsys, monkeypatch):
-    (a,b),told = watched
-    looks = watch.Watch([a,b])
-    monkeypatch.setattr(os, 'kill', lambda *_: None)
-    def said(now):
-        looks.look(now)
-        return capsys.readouterr().err
-    assert said(0.) == '' and told == []
-    a.proc.code = 0
-    assert said(100.) == said(159.) == '' and told == [(4,'left with status 0')]
-    line = 'learnerdist.launch: rank 5 still runs {} s after rank 4 had ended: it does not answer'
-    assert said(161.).startswith(line.format(61)) and said(170.) == '' and said(230.).startswith(line.format(130))
-    assert b.why is None and said(1e6) and b.why is None # it may run as long as it wants
-    b.proc.code = 3
-    assert said(2e6) == '' and len(told) == 1
-    assert explain(failures([a,b]), [a,b])[1:] == ['rank 4 left with status 0 before']
-
-@pytest.mark.parametrize('wait_s,stopped,ended_after', [(5,False,5), (0,True,1800), (7,True,7), (0,False,None)])
-def test_the_launcher_ends_what_does_not_end(watched, monkeypatch, wait_s, stopped, ended_after):
-    (a,b),_ = watched
-    killed = []
-    for mod in (watch,stacks): monkeypatch.setattr(mod, 'is_stopped', lambda pid: stopped)
-    monkeypatch.setattr(os, 'killpg', lambda pid, sig: killed.append(sig))
-    looks = watch.Watch([a,b], wait_s)
-    a.proc.code = 0
-    looks.look(10.)
-    if ended_after: looks.look(10.+ended_after)
-    assert killed == [] and b.why is None
-    looks.look(11.+(ended_after or 1e5))
-    assert killed == ([signal.SIGKILL] if ended_after else [])
-    if not ended_after: return
-    monkeypatch.setattr(stacks, 'is_stopped', lambda pid: False)
-    looks.look(12.+ended_after) # it has not gone yet, and is not asked again
-    assert killed == [signal.SIGKILL]
-    where = f'it {"is stopped" if stopped else "does not answer"} (process {os.getpid()}'
-    assert b.why.startswith(f'ended by the launcher, since it still ran {ended_after+1} s after rank 4 had ended: {where}')
-    b.proc.code = -9
-    assert explain(failures([a,b])) == [f'rank 5 failed first: {b.why}']
-
-def test_an_agent_that_waits_for_a_machine_that_is_gone_is_freed(watched, monkeypatch):
-    "It has not heard that one of its ranks failed; `test_failure` cuts a link for it"
-    (a,b),_ = watched
-    freed,over = threading.Event(),threading.Event()
-    monkeypatch.setattr(agent, 'hang_up', freed.set)
-    thread = threading.Thread(target=free_agent, args=(SimpleNamespace(ranks=[a,b]),over,.1))
-    thread.start()
-    a.proc.code = 0
-    assert not freed.wait(.6)
-    b.proc.code = 1
-    assert freed.wait(10)
-    over.set()
-    thread.join()
-
-def test_ranks_of_which_only_some_go_on_later(watched, capsys, tmp_path):
-    job = SimpleNamespace(ranks=watched[0])
-    for o in job.ranks: o.proc.code = 0
-    assert Job.status(job) == 0
-    for o,status in zip(job.ranks, (1,75)):
-        o.folder.mkdir()
-        (o.folder/'put-off').touch()
-        assert Job.status(job) == status
-    assert capsys.readouterr().err.count('ranks [4] left with status 75, to go on later, but ranks [5] came to their end') == 1
 
 def test_terminal_shows_rank_0_as_it_is_and_its_end_ends_all(tmp_path):
     ours,theirs = pty.openpty()
@@ -498,20 +410,7 @@ def test_slurm_by_task_and_by_node(tmp_path):
     assert [[int(o['env'][k]) for k in keys] for o in said(b)] == [[0,4,0,2], [1,4,1,2], [2,4,0,2], [3,4,1,2]]
     assert [o['met'] for o in said(a)] == [2.]*2
 
-# Starts its own ranks; within a launched rank it starts none
-starter = '''
-import os,sys
-from learnerdist.launch import run
-class Result:
-    def __init__(self, n): self.n = n
-def main(k): return Result(k*int(os.environ['WORLD_SIZE']))
-if __name__ == '__main__': print('got', run(main, 21, nproc=2).n, flush=True)
-'''
-
-def test_run_from_a_script(tmp_path):
-    res = launch(write(tmp_path, starter), command=[sys.executable])
-    assert (res.returncode, res.stdout) == (0, 'got 42\n'), res.stderr
-
+@pytest.mark.long # of a notebook's `run`, in test_notebook
 def test_interrupt_ends_the_ranks_of_run_in_few_words(tmp_path):
     code = 'import runpy,sys; from learnerdist.launch import run; sys.argv.pop(0); run(runpy.run_path, sys.argv[0], nproc=2)'
     proc,pids = start_waiting(tmp_path, sys.executable, '-c', code, stderr=subprocess.PIPE, text=True)
@@ -521,24 +420,10 @@ def test_interrupt_ends_the_ranks_of_run_in_few_words(tmp_path):
     assert proc.returncode in (1, 130, -signal.SIGINT)
     assert all_end(pids)
 
-def test_run_without_a_guard(tmp_path):
-    res = launch(write(tmp_path, starter.replace("if __name__ == '__main__': ", '')), command=[sys.executable])
-    assert res.returncode == 1 and "put the call under if __name__ == '__main__':" in res.stderr
-
 def test_run_of_a_closure_needs_cloudpickle(monkeypatch):
     k = 3
     monkeypatch.setitem(sys.modules, 'cloudpickle', None) # as if it were not installed
     with pytest.raises(ValueError, match='pip install cloudpickle'): run(lambda: k, nproc=2)
-draws = """import random,numpy as np,torch,os,sys,json
-words = list({f'word {i}' for i in range(50)})
-open(f'{sys.argv[1]}/{os.environ["RANK"]}.json', 'w').write(json.dumps([random.random(), np.random.rand(), torch.rand(()).item(), words]))
-"""
-
-def test_what_a_script_draws_without_a_seed_is_the_same_on_all_ranks(tmp_path):
-    (tmp_path/'draws.py').write_text(draws)
-    env = {k: v for k,v in os.environ.items() if k!='PYTHONHASHSEED'}
-    subprocess.run([*launcher,'--nproc','2',str(tmp_path/'draws.py'),str(tmp_path)], check=True, capture_output=True, env=env)
-    assert (tmp_path/'0.json').read_text()==(tmp_path/'1.json').read_text()
 
 def test_help_begins_with_our_options(capsys):
     for o in ('--help','--version'):
@@ -560,50 +445,22 @@ def test_machines_that_do_not_know_each_others_names_meet(known, tmp_path):
     assert [p.returncode for p in runs]==[0,0], said
     for r in (0,1): assert json.loads((tmp_path/f'{r}.json').read_text())['met']==2
 
-# --- how much runs before a script does ----------------------------------------------------------------------------
-
-counting = """import os,sys,threading
-seen,folder = set(),os.environ['WALK']
-def note(frame, event, arg):
-    code = frame.f_code
-    name = f'{os.getpid()} {code.co_filename.rpartition("/learnerdist/")[2]} {code.co_name}'
-    if event!='call' or '/learnerdist/' not in code.co_filename or code.co_flags & 2 == 0 or name in seen: return # classes, modules
-    seen.add(name)
-    with open(f'{folder}/{os.getpid()}', 'a') as f: f.write(name.partition(' ')[2]+'\\n')
-sys.setprofile(note)
-threading.setprofile(note)
-"""
-
-def test_few_functions_run_before_a_script_does(tmp_path):
-    "In the launcher, its server and two ranks. Lambdas and comprehensions do not count"
-    write(tmp_path, counting, 'sitecustomize.py')
-    (tmp_path/'walk').mkdir()
-    file = write(tmp_path, 'import torch\nimport os,shutil,sys,time\nsys.setprofile(None)\ntime.sleep(1)\n'
-                           'if os.environ["RANK"]=="0": shutil.copytree(os.environ["WALK"], os.environ["WALK"]+".0")')
-    res = launch('--nproc', 2, file, env=dict(PYTHONPATH=f'{tmp_path}:{root}', WALK=str(tmp_path/'walk')))
-    assert res.returncode == 0, res.stderr
-    found = {o for f in (tmp_path/'walk.0').iterdir() for o in f.read_text().splitlines() if '<' not in o}
-    assert len(found) <= 50 and len({o.split()[0] for o in found}) <= 8, sorted(found)
-
 # --- where ranks meet, what they leave, what they say once -----------------------------------------------------------
 
 meets = '''import torch
-import os,stat,warnings
+import json,os,random,stat,sys,warnings
+import numpy as np
 from pathlib import Path
+draws = [random.random(), np.random.rand(), torch.rand(()).item(), list({f'word {i}' for i in range(50)})]
+open(f'{sys.argv[1]}/{os.environ["RANK"]}.json', 'w').write(json.dumps(draws))
 store = Path(os.environ['LEARNERDIST_INIT_METHOD'][7:])
 warnings.warn('a library warns')
 print(oct(stat.S_IMODE(os.stat(store.parent).st_mode)), store.parent.name.startswith('learnerdist-'))
 '''
 
-def test_ranks_meet_in_a_folder_of_their_own_and_warn_once(tmp_path):
-    res = launch('--nproc', 2, write(tmp_path, meets), env=dict(TMPDIR=str(tmp_path)))
+def test_ranks_meet_in_a_folder_of_their_own_warn_once_and_draw_alike_without_a_seed(tmp_path):
+    res = launch('--nproc', 2, write(tmp_path, meets), tmp_path, env=dict(TMPDIR=str(tmp_path)))
+    zero,one = said(tmp_path)
+    assert zero==one
     assert sorted(res.stdout.splitlines()) == ['0o700 True','[r1] 0o700 True'], res.stderr
     assert res.stderr.count('UserWarning: a library warns') == 1
-
-def test_folders_of_a_killed_launcher_are_removed_by_the_next(tmp_path):
-    (tmp_path/'tmp').mkdir()
-    env = environment(TMPDIR=str(tmp_path/'tmp'))
-    killer = write(tmp_path, 'import os,signal\nos.kill(os.getppid(), 9)\nsignal.pause()') # a rank that is no fork
-    proc = subprocess.Popen([*launcher, '--nproc', '1', killer], env=env)
-    assert proc.wait(60) == -9 and len(os.listdir(tmp_path/'tmp')) == 1
-    assert launch('--nproc', 1, write(tmp_path, ''), env=env).returncode == 0 and os.listdir(tmp_path/'tmp') == []

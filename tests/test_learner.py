@@ -3,7 +3,7 @@ from functools import partial
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 from learnerdist.all import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
                              CancelStepException, CancelTrainException, CancelValidException, DataLoaders, Learner, ProgressCallback,
                              Recorder, TfmdDL)
@@ -38,14 +38,6 @@ for _e in all_events:
 train_batch = ['before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step','after_batch']
 valid_batch = ['before_batch','after_pred','after_loss','after_batch']
 epoch = ['before_epoch','before_train',*train_batch*2,'after_train','before_validate',*valid_batch*2,'after_validate','after_epoch']
-
-def test_events_and_their_order():
-    learn = make(cbs=Tracer())
-    learn.fit(2)
-    assert learn.tracer.seen==['after_create','before_fit',*epoch*2,'after_fit']
-    learn.tracer.seen.clear()
-    learn.validate()
-    assert learn.tracer.seen==['before_validate',*valid_batch*2,'after_validate']
 
 def test_names_are_fastais():
     want = '''after_create after_dls before_fit
@@ -164,15 +156,6 @@ def test_run_flags():
     learn.fit(1)
     assert learn.trains.seen==[] and learn.trains.run # for one fit
 
-def test_events_set_on_the_instance_are_heard():
-    cb = First()
-    cb.after_fit = lambda: told.append('instance')
-    told = []
-    learn = make(cbs=cb)
-    learn.told = told
-    learn.fit(1)
-    assert told==['first','instance']
-
 def test_added_cbs_are_taken_away_again():
     learn = make()
     before = list(learn.cbs)
@@ -208,38 +191,7 @@ def test_any_optimizer(opt):
     assert learn.recorder.values[-1][1]<learn.recorder.values[0][1]
     learn.fit_one_cycle(1)
 
-def test_against_a_bare_loop():
-    learn = make(opt_func=torch.optim.Adam, lr=.01)
-    learn.fit(3)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
-    opt,ds = torch.optim.Adam(model.parameters(), .01),TensorDataset(*data())
-    losses = []
-    for _ in range(3):
-        for x,y in DataLoader(ds, 4):
-            opt.zero_grad()
-            loss = F.mse_loss(model(x), y)
-            loss.backward()
-            opt.step()
-            losses.append(loss.item())
-    assert all(torch.equal(p, q) for p,q in zip(model.parameters(), learn.model.parameters()))
-    assert learn.recorder.losses==pytest.approx(losses)
-
 def by_layer(m): return [list(o.parameters()) for o in m]
-
-def test_groups():
-    learn = make(splitter=by_layer, lr=[.01, .2])
-    learn.fit(1)
-    assert [g['lr'] for g in learn.opt.param_groups]==[.01, .2] and learn.recorder.lrs==[.2]*2
-    learn.fit(1, lr=slice(1e-4, 1e-2))
-    assert [g['lr'] for g in learn.opt.param_groups]==pytest.approx([1e-4, 1e-2])
-    learn.fit(1, lr=slice(1e-2))
-    assert [g['lr'] for g in learn.opt.param_groups]==pytest.approx([1e-3, 1e-2])
-    learn.fit(1, lr=.3)
-    assert [g['lr'] for g in learn.opt.param_groups]==[.3, .3]
-    with pytest.raises(ValueError, match='3 learning rates.*2 parameter groups'): learn.fit(1, lr=[1, 2, 3])
-    learn.fit(1)
-    assert [g['lr'] for g in learn.opt.param_groups]==[.01, .2]
 
 def test_frozen_parameters_stay():
     def last_only(m):
@@ -287,26 +239,6 @@ def test_progress_through_the_fit():
 
 # --- loaders ----------------------------------------------------------------------------------------------------------------
 
-class Stream(IterableDataset):
-    def __init__(self, n=8): self.n = n
-    def __iter__(self): return iter(zip(*data(self.n)))
-
-def test_loader_without_a_length():
-    learn = make()
-    learn.dls = DataLoaders(TfmdDL(Stream(), 4), TfmdDL(Stream(6), 4))
-    learn.fit(2)
-    assert len(learn.recorder.losses)==4 and learn.pct_train==.5
-    assert learn.get_preds()[0].shape==(6, 1) and len(learn.validate())==1
-    with pytest.raises(ValueError, match='len'): learn.fit_one_cycle(1)
-
-def test_without_validation():
-    learn = make(valid=False, metrics=[F.l1_loss])
-    learn.fit(2)
-    assert [v[1:] for v in learn.recorder.values]==[[None, None]]*2 and all(v[0]>0 for v in learn.recorder.values)
-    learn.recorder.plot_loss()
-    assert len(learn.validate(ds_idx=0))==2 and len(learn.get_preds(ds_idx=0)[0])==8
-    with pytest.raises((ValueError,IndexError)): learn.validate()
-
 def test_empty_loaders():
     learn = make()
     learn.dls = DataLoaders(TfmdDL(TensorDataset(*data(0)), 4), TfmdDL(TensorDataset(*data(0)), 4))
@@ -314,77 +246,7 @@ def test_empty_loaders():
     assert learn.recorder.losses==[] and all(v is None or v!=v for v in learn.recorder.values[0])
     assert learn.validate()==[None]
 
-# --- batches of any structure -----------------------------------------------------------------------------------------------
-
-class DictModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(3, 1)
-    def forward(self, b): return {'out': self.lin(b['x']), 'more': [b['x'].sum(1), (b['z']['deep'],)]}
-
-def dicts(n=10):
-    x,y = data(n)
-    return [dict(x=a, y=b, z=dict(deep=torch.tensor(float(i)))) for i,(a,b) in enumerate(zip(x, y))]
-def dict_loss(p, b, reduction='mean'): return F.mse_loss(p['out'], b['y'], reduction=reduction)
-
-def test_dicts():
-    torch.manual_seed(0)
-    items = dicts()
-    learn = Learner(DataLoaders(TfmdDL(items, 4), TfmdDL(items, 4)), DictModel(), dict_loss, torch.optim.SGD, lr=.1, metrics=[dict_loss])
-    learn.logger = lambda o: None
-    learn.fit(2)
-    x,y = data(10)
-    with torch.no_grad(): want = F.mse_loss(learn.model.lin(x), y).item()
-    loss,metric = learn.validate()
-    assert loss==pytest.approx(want, rel=1e-5)==pytest.approx(metric, rel=1e-5) # weighted by samples: 4, 4, 2
-    preds,targs = learn.get_preds()
-    assert torch.allclose(preds['out'], learn.model.lin(x)) and preds['more'][1][0].tolist()==[float(i) for i in range(10)]
-    assert torch.equal(targs['y'], y) and learn.get_preds(with_loss=True)[2].shape==(10,)
-    one = learn.predict(items[3])
-    assert torch.allclose(one['out'], preds['out'][3]) and one['more'][1][0].item()==3
-
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a,self.b = nn.Linear(3, 1),nn.Linear(1, 1)
-    def forward(self, x, z): return self.a(x)+self.b(z),self.b(z)
-
-def two_loss(p, y1, y2): return F.mse_loss(p[0], y1)+F.mse_loss(p[1], y2)
-
-def test_several_inputs_targets_and_outputs():
-    torch.manual_seed(0)
-    x,y = data(10)
-    items = list(zip(x, y*2, y, y+1))
-    learn = Learner(DataLoaders(TfmdDL(items, 4), TfmdDL(items, 4), n_inp=2), Two(), two_loss, torch.optim.SGD, lr=.1)
-    learn.logger = lambda o: None
-    learn.fit(1)
-    with torch.no_grad(): out = learn.model(x, y*2)
-    assert learn.validate()[0]==pytest.approx(two_loss(out, y, y+1).item(), rel=1e-5)
-    inputs,preds,targs = learn.get_preds(with_input=True)
-    assert all(torch.allclose(a, b) for a,b in zip([*inputs, *preds, *targs], [x, y*2, *out, y, y+1], strict=True))
-    assert isinstance(preds, tuple)
-    one = learn.predict((x[2], y[2]*2))
-    assert all(torch.allclose(a, b[2]) for a,b in zip(one, out, strict=True)) and learn.dls.n_inp==2
-
 # --- predictions ------------------------------------------------------------------------------------------------------------
-
-def test_get_preds_options():
-    learn = make(n=10)
-    learn.fit(1)
-    x,y = data(10)
-    with torch.no_grad(): p = learn.model(x)
-    inputs,preds,targs,losses = learn.get_preds(with_input=True, with_loss=True)
-    assert torch.equal(inputs, x) and torch.allclose(preds, p) and torch.equal(targs, y) and torch.allclose(losses, (p-y).square()[:,0])
-    assert torch.allclose(learn.get_preds(act=torch.sigmoid)[0], p.sigmoid()) and not preds.requires_grad
-    learn.loss_func = nn.MSELoss()
-    assert torch.allclose(learn.get_preds(with_loss=True)[2], (p-y).square()[:,0]) and learn.loss_func.reduction=='mean'
-    learn.loss_func.activation = torch.exp
-    assert torch.allclose(learn.get_preds()[0], p.exp())
-    seen = []
-    class Sees(Callback):
-        def after_pred(self): seen.append(len(self.pred))
-    learn.get_preds(cbs=Sees())
-    assert seen==[4, 4, 2]
 
 def test_predictions_leave_the_learner_as_it_was():
     learn = make(metrics=[F.l1_loss])
@@ -396,19 +258,6 @@ def test_predictions_leave_the_learner_as_it_was():
     learn.validate()
     with pytest.raises(KeyError): learn.get_preds(cbs=Tracer('after_batch', KeyError))
     assert learn.cbs==cbs and learn.metrics==metrics and (rec.losses,rec.values)==keep and len(learn.validate())==2
-
-def test_evaluation_from_a_callback_changes_nothing():
-    class Evaluates(Callback):
-        order = 70
-        def after_epoch(self): self.learn.found.append((self.learn.validate()[0], len(self.learn.get_preds()[0])))
-    learn,plain = make(cbs=Evaluates()),make()
-    learn.found,lines,plain_lines = [],[],[]
-    learn.logger,plain.logger = lines.append,plain_lines.append
-    learn.fit(3)
-    plain.fit(3)
-    assert [o[0] for o in learn.found]==[o[1] for o in plain.recorder.values] and learn.recorder.values==plain.recorder.values
-    assert [o[:-1] for o in lines[1:]]==[o[:-1] for o in plain_lines[1:]] and len(lines)==4
-    assert all(torch.equal(p, q) for p,q in zip(learn.model.parameters(), plain.model.parameters()))
 
 def test_without_a_recorder():
     learn = make()

@@ -349,6 +349,7 @@ def test_persistent_workers_reshuffle_and_one_batch_leaves_them_alone():
         assert undeal(rows(got)) == epoch_order(12, e, 0, True).tolist()
         assert dls[0].source._iterator is None
 
+@pytest.mark.long # test_forkserver reads by one of each kind
 def test_spawned_workers():
     "Everything that a worker gets is pickled"
     kw = dict(num_workers=2, multiprocessing_context='spawn')
@@ -403,14 +404,3 @@ def test_bad_input(args, kw, match):
     lambda: DataLoader(range(5), 2, sampler=DistributedSampler(range(5), 2, 0)), lambda: TfmdDL(range(5), 2, shuffle=True, drop_last=True),
     lambda: DistributedDL(range(5), 1, 2, bs=2, shuffle=True, drop_last=True), lambda: DataLoader(Whole(5), 2, drop_last=True)])
 def test_in_order(make): assert [b.tolist() for b in in_order(make())]==[[0,1],[2,3],[4]]
-
-def test_no_collective(monkeypatch):
-    "One rank alone may read as it likes"
-    def fail(*args, **kw): raise AssertionError('a collective')
-    for o in ('all_reduce', 'all_gather', 'broadcast', 'barrier', 'all_gather_object', 'broadcast_object_list', 'new_group'):
-        monkeypatch.setattr(torch.distributed, o, fail)
-    for dl in (TfmdDL(range(5), 2, shuffle=True), DataLoader(Whole(5)), DataLoader(Anything(), sampler=GlobalDraws(2)),
-               DataLoader(range(5), batch_sampler=[[1]])):
-        o = ranks(dl, 2, 1)[0]
-        list(o), o.one_batch()
-

@@ -4,9 +4,10 @@ import numpy as np, pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Sampler
-from learnerdist.all import (Callback, CancelFitException, DataLoaders, Learner, TfmdDL, accuracy, group_rank, mk_metric, process_group,
-                             rank_distrib, setup_distrib, teardown_distrib)
+from learnerdist.all import (Callback, CancelFitException, DataLoaders, Learner, TfmdDL, accuracy, group_rank, mk_metric, rank_distrib,
+                             setup_distrib, teardown_distrib)
 from learnerdist.testing import run_ranks
+from test_failure import all_out
 
 class Renamed(nn.BatchNorm1d):
     "A subclass"
@@ -126,26 +127,32 @@ def test_no_trace_alone(how, capsys):
 
 # --- one rank only ----------------------------------------------------------------------------------------------------------
 
-def rank_alone_fails(event, failing, error=KeyError):
-    "This rank's changes and error; the run ends after it"
-    rank = rank_distrib()
-    learn = make(rank)
+def no_room(*args): raise KeyError('on purpose')
+
+def rank_alone_fails(event, failing):
+    "This rank's changes and error. attach: the model cannot go to its device"
+    learn = make(rank_distrib())
+    if event=='attach' and rank_distrib()==failing: learn.model.to = no_room
     before = snapshot(learn)
-    got = None
     try:
-        with silent(), learn.distrib_ctx(): learn.fit(3, cbs=Fails(event, [failing], error))
-    except Exception as e: got = type(e).__name__,str(e)
+        with silent(), learn.distrib_ctx(): learn.fit(3, cbs=Fails(event, [failing]))
+    except Exception as e:
+        got = type(e).__name__,str(e)
+        assert all_out()
     return changes(before, learn),got
 
-@pytest.mark.parametrize('event,failing', [('before_fit',0), ('before_epoch',1), ('after_pred',0), ('after_pred',1), ('before_step',0),
-    ('after_batch',1), ('after_train',0), ('after_validate',1), ('after_epoch',0)])
-def test_one_rank_fails_and_all_end_cleanly(event, failing):
-    res = run_ranks(rank_alone_fails, 2, event, failing)
-    changed = [o[0] for o in res]
-    assert changed==[[], []]
-    assert res[failing][1]==('KeyError', "'on purpose'")
-    kind,message = res[1-failing][1]
-    assert kind=='RankError' and message.startswith(f"rank {failing} failed with KeyError: 'on purpose'") and '_maybe' in message
+alone_fail = [('before_fit',0), ('before_epoch',1), ('after_pred',0), ('after_pred',1), ('before_step',0), ('after_batch',1),
+              ('after_train',0), ('after_validate',1), ('after_epoch',0), ('attach',1)]
+
+def ranks_fail(): return [rank_alone_fails(*o) for o in alone_fail]
+
+def test_one_rank_fails_and_all_end_cleanly():
+    for (event,failing),res in zip(alone_fail, zip(*run_ranks(ranks_fail, 2, timeout_s=200)), strict=True):
+        assert [o[0] for o in res]==[[], []], event
+        assert res[failing][1]==('KeyError', "'on purpose'"), event
+        kind,message = res[1-failing][1]
+        assert kind=='RankError' and message.startswith(f"rank {failing} failed with KeyError: 'on purpose'"), event
+        assert ('no_room' if event=='attach' else '_maybe') in message, event
 
 # --- attaching --------------------------------------------------------------------------------------------------------------
 
@@ -189,32 +196,18 @@ def snapshot_loaders(learn):
     return dict(loaders=list(learn.dls.loaders), cbs=list(learn.cbs), model=learn.model, device=learn.dls.device,
                 group=dist.is_initialized(), names=sorted({*vars(learn)}-{*run_state}))
 
-def test_attach_and_detach():
-    for r in run_ranks(rank_attach, 2):
+@pytest.fixture(scope='module')
+def two_ranks(): return run_ranks(on_two_ranks, 2)
+
+def on_two_ranks(): return rank_attach(),rank_twice(),rank_sampler()
+
+def test_attach_and_detach(two_ranks):
+    for r,*_ in two_ranks:
         assert 'group' in r['changed'] and 'loaders' in r['changed'] and 'cbs' in r['changed']
         assert 'already' in r['twice'] and 'already' in r['nested'] and r['still']
         assert r['left']==r['again']==[]
         for k,words in dict(unsplit='NoLoader', bs='5', option='bogus', cuda_id='99', seed="'x'").items():
             assert r[k][0]==[] and words in r[k][1]
-
-def no_room(*args): raise ValueError('no room for this model')
-
-def rank_attach_fails_on_one():
-    rank = rank_distrib()
-    return fails_to_attach_any(rank, lambda o: setattr(o.model, 'to', no_room) if rank else None)
-
-def fails_to_attach_any(rank, spoil):
-    learn = make(rank)
-    spoil(learn)
-    before = snapshot_loaders(learn)
-    try:
-        with silent(), learn.distrib_ctx(): learn.fit(1)
-    except Exception as e: return [k for k,v in snapshot_loaders(learn).items() if not _same(v, before[k])],type(e).__name__
-    return 'left without an error'
-
-def test_attach_fails_on_one_rank():
-    (left0,e0),(left1,e1) = run_ranks(rank_attach_fails_on_one, 2)
-    assert left0==left1==[] and e1=='ValueError' and e0=='RankError'
 
 # --- random streams, mode, loss function ------------------------------------------------------------------------------------
 
@@ -243,9 +236,8 @@ def rank_twice():
             res.append([o for o in kinds if 'Norm' in o or o=='Renamed'])
     return res,changes(before, learn)
 
-def test_contexts_one_after_the_other():
-    for kinds,changed in run_ranks(rank_twice, 2):
-        assert changed==[] and kinds==[['BatchNorm1d','Renamed']]*3
+def test_contexts_one_after_the_other(two_ranks):
+    for _,(kinds,changed),_ in two_ranks: assert changed==[] and kinds==[['BatchNorm1d','Renamed']]*3
 
 # --- a loader's own state ---------------------------------------------------------------------------------------------------
 
@@ -266,15 +258,5 @@ def rank_sampler():
         res.append([b[0].flatten().tolist() for b in learn.dls.train])
     return res
 
-def test_users_generator_goes_on_undisturbed():
-    for plain,after in run_ranks(rank_sampler, 2): assert plain==after
-
-def test_group_of_the_user_is_left_to_the_user():
-    assert run_ranks(rank_group_inside, 2)==[(True, False)]*2
-
-def rank_group_inside():
-    learn = make()
-    with process_group():
-        with silent(), learn.distrib_ctx(): learn.fit(1)
-        inside = dist.is_initialized()
-    return inside,dist.is_initialized()
+def test_users_generator_goes_on_undisturbed(two_ranks):
+    for *_,(plain,after) in two_ranks: assert plain==after

@@ -25,14 +25,18 @@ def rank_options(all_kw):
             res.append(learn.seen)
     return res
 
-def test_options_reach_ddp():
+def test_options_reach_ddp_and_batches_that_do_not_divide_and_plain_batchnorm():
     kws = [{}, dict(find_unused_parameters=True), dict(static_graph=True), dict(gradient_as_bucket_view=True),
            dict(bucket_cap_mb=3),
            dict(broadcast_buffers=True)]
     plain = dict(ddp=True, unused=False, static=False, view=False, cap=25*2**20, buffers=False)
     want = [plain, dict(plain, unused=True), dict(plain, static=True), dict(plain, view=True), dict(plain, cap=3*2**20),
             dict(plain, buffers=True)]
-    for r in run_ranks(rank_options, 2, kws): assert r==want
+    a,b = run_ranks(on_two_ranks, 2, kws)
+    for options,(msg,is_open),_ in (a,b): assert options==want and '15' in msg and '2' in msg and not is_open
+    assert a[2]==b[2]
+
+def on_two_ranks(kws): return rank_options(kws),rank_indivisible(),rank_plain_bn()
 
 @pytest.mark.parametrize('bad', ['find_unused_params','process_group','device_ids','module','bogus'])
 def test_unknown_option(bad):
@@ -48,9 +52,6 @@ def rank_indivisible():
         with learn.distrib_ctx(split_batches=True): return 'entered'
     except ValueError as e: return str(e),dist.is_initialized()
 
-def test_split_batches_indivisible():
-    for msg,is_open in run_ranks(rank_indivisible, 2): assert '15' in msg and '2' in msg and not is_open
-
 def rank_plain_bn():
     "Without synchronised statistics, buffers are rank 0's where the model is evaluated"
     learn,seen = make(picture(model=bn), group_size(), 0),[]
@@ -58,7 +59,3 @@ def rank_plain_bn():
         def before_validate(self): seen.append(self.learn.model[1].running_mean.tolist())
     with learn.no_logging(), learn.distrib_ctx(seed=3, sync_bn=False): learn.fit(2, cbs=Sees())
     return seen,learn.model[1].running_mean.tolist(),learn.recorder.values
-
-def test_plain_batchnorm_has_rank_0s_buffers():
-    a,b = run_ranks(rank_plain_bn, 2)
-    assert a==b

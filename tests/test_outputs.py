@@ -26,16 +26,6 @@ def test_same(outputs):
     for text in ('[1, 3]','[1, 2.1]','[1, 2, 2]','[1 2]','[1, -2]','[1, 2 3]','x [1, 2]',''):
         assert not outputs.same([stream('[1, 2]')], [stream(text)]), text
 
-def test_cleaned(outputs):
-    "Progress bars of notebooks and consoles, empty frames and stderr go; so do counts and metadata"
-    outs = [stream('w', 'stderr'),stream('\rEpoch 1/1 : |█---| 25% [1/4]\rEpoch 1/1 :      \r'),
-            display(text_html='<div><progress value=1></progress></div>'),display(text_html='<div></div>'),
-            display(text_html='<table class="x"><td>1</td></table>', text_plain='t'),
-            dict(output_type='execute_result', execution_count=3, data={'text/plain': '3'})]
-    table,three = outputs.cleaned(outs)
-    assert table['data']['text/plain']=='t' and table['metadata']=={}
-    assert three=={'output_type': 'execute_result', 'execution_count': None, 'metadata': {}, 'data': {'text/plain': '3'}}
-
 def notebook(path, *cells):
     cells = [dict(cell_type='code', id=k, source=[src], outputs=[stream(o)] if o else []) for k,src,o in cells]
     path.write_text(json.dumps(dict(cells=cells)))

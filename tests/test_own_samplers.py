@@ -76,7 +76,7 @@ def estimates(W):
     tokens = {('tokens',o): of_tokens(o, W if size()==1 else 1) for o in (1,8,14,40)}
     return tokens | {('samples',*o): of_samples(*o) for o in ((10,0),(13,1),(40,0),(200,1))}
 
-@pytest.mark.parametrize('W', [2,3])
+@pytest.mark.parametrize('W', [pytest.param(2, marks=pytest.mark.long),3])
 def test_lengths_that_are_estimates(W):
     (one,),ranks = run_ranks(estimates, 1, W),run_ranks(estimates, W, W)
     for k,o in one.items():

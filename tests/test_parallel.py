@@ -7,7 +7,7 @@ from learnerdist.learner.callback import Callback
 from learnerdist.data.loaders import DataLoaders
 from learnerdist.core.env import process_group
 from learnerdist.learner.learner import Learner
-from learnerdist.distributed.data_parallel import ParallelTrainer, check_device_ids, parallel_ids
+from learnerdist.distributed.data_parallel import ParallelTrainer, parallel_ids
 from learnerdist.testing import run_ranks
 
 def cuda(i=None): return torch.device('cuda', i)
@@ -42,17 +42,13 @@ def names(learn): return [type(o).__name__ for o in learn.cbs]
 
 @pytest.mark.parametrize('ids,device,n,want', [
     (None, cuda(0), 3, [0,1,2]), (None, cuda(2), 3, [2,0,1]), ([1,0], cuda(0), 2, [0,1]), (['cuda:0', cuda(2)], cuda(2), 3, [2,0]),
-    ([1], cuda(1), 2, []), (None, cuda(0), 1, []), ([0], cuda(0), 1, []), (None, cpu, 4, []), (None, cpu, 0, []), ([0,1,7], cpu, 0, [])])
+    ([1], cuda(1), 2, []), ([0], cuda(0), 1, []), (None, cpu, 0, []), ([0,1,7], cpu, 0, [])])
 def test_ids(ids, device, n, want): assert parallel_ids(ids, device, n)==want
 
 @pytest.mark.parametrize('ids,msg', [
-    ([0,2], r'names \[2\], but 2 GPUs'), ([-1], r'\[-1\]'), (['cuda'], 'None'), ([1,1], 'twice'), (5, r'\[5\]')])
+    ([0,2], r'names \[2\], but 2 GPUs'), ([-1], r'\[-1\]'), (['cuda'], 'None'), ([1,1], 'twice'), (5, r'\[5\]'), ([1], 'cpu')])
 def test_bad_ids(ids, msg):
-    with pytest.raises(ValueError, match=msg): check_device_ids(ids, 2)
-
-def test_ids_must_include_the_learners_device():
-    for device in (cuda(0), cpu):
-        with pytest.raises(ValueError, match=str(device)): parallel_ids([1,2], device, 3)
+    with pytest.raises(ValueError, match=msg): parallel_ids(ids, cpu, 2)
 
 def test_bad_ids_are_refused_at_once_and_change_nothing(monkeypatch):
     learn = make()
@@ -104,14 +100,6 @@ def test_files_have_plain_keys_during_the_fit_too(two_gpus, tmp_path):
     for o in ('during', 'after'): assert set(torch.load(tmp_path/f'models/{o}.pth', weights_only=True))=={'weight', 'bias'}
     learn.load('during')
 
-def test_twice_replaces_and_detach_is_idempotent(two_gpus):
-    learn = make()
-    before = names(learn)
-    learn.to_parallel().to_parallel([0,1,2])
-    assert names(learn).count('ParallelTrainer')==1 and learn.parallel_trainer.device_ids==[0,1,2]
-    for _ in range(2): learn.detach_parallel()
-    assert names(learn)==before and not hasattr(learn, 'parallel_trainer')
-
 @pytest.mark.parametrize('at', ['before_fit', 'after_batch', 'after_fit'])
 @pytest.mark.parametrize('error', [KeyError('x'), KeyboardInterrupt()])
 def test_an_exception_leaves_no_trace(two_gpus, error, at):
@@ -156,23 +144,6 @@ class Memory(nn.Module):
         self.state = tuple(o.detach() for o in state)
         return y[:, -1]
 
-class Resetter(Callback):
-    "As a callback for language models does it: at the start of each training and validation loop"
-    def before_train(self): self.model.reset()
-    def before_validate(self): self.model.reset()
-
-def recurrent():
-    torch.manual_seed(2)
-    data = [(torch.randn(4, 5, 2), torch.randn(4, 3)) for _ in range(3)]
-    return Learner(DataLoaders(data, data[:1]), Memory(), nn.MSELoss(), torch.optim.SGD, lr=.1, cbs=Resetter)
-
-def test_reset_reaches_a_recurrent_model_in_a_parallel_fit(two_gpus):
-    learn,plain = recurrent(),recurrent()
-    plain.fit(2)
-    with learn.parallel_ctx(): learn.fit(2)
-    assert learn.model.resets==plain.model.resets==4
-    assert all(torch.equal(a, b) for a,b in zip(learn.model.parameters(), plain.model.parameters(), strict=True))
-
 def check_reset(wrap):
     model = wrap(Memory())
     x = torch.ones(1, 2, 2)
@@ -183,17 +154,13 @@ def check_reset(wrap):
     assert wrap(nn.Linear(1, 1)).reset() is None
     return model.module.resets
 
-@pytest.mark.skipif(torch.cuda.device_count()>0, reason='on GPUs DataParallel wants the model there')
-def test_reset_through_data_parallel(): check_reset(DataParallel)
-
 def ddp_reset(): # the group is opened at any number of ranks
     from learnerdist.core.env import setup_distrib, teardown_distrib
     setup_distrib(backend='gloo')
     try: return check_reset(lambda m: DistributedDataParallel(m))
     finally: teardown_distrib()
 
-@pytest.mark.parametrize('n', [1, 2])
-def test_reset_through_ddp(n): assert run_ranks(ddp_reset, n)==[1]*n
+def test_reset_through_ddp(): assert run_ranks(ddp_reset, 2)==[1]*2
 
 # --- GPUs ---------------------------------------------------------------------------------------------------------------------
 

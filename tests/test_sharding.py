@@ -1,9 +1,8 @@
 "The arithmetic of all ranks, in one process"
-from itertools import islice,product
-import numpy as np, pytest, torch
+from itertools import product
+import pytest, torch
 from learnerdist.data import sharding
-from learnerdist.data.sharding import (batch_count, check_rank, deal, epoch_order, mix_seed, permuted, share, share_chunks, share_len,
-                               undeal)
+from learnerdist.data.sharding import check_rank, deal, epoch_order, mix_seed, permuted, share, share_chunks, share_len, undeal
 
 SIZES = list(product(range(0, 41), range(1, 8)))
 
@@ -42,10 +41,6 @@ def test_undeal():
         assert undeal([p.tolist() for p in parts]) == rows.tolist()
         if 0<n<W: assert torch.equal(undeal([p if len(p) else torch.empty(0) for p in parts]), rows)
 
-@pytest.mark.parametrize('lens', [[1,2], [3,1], [2,2,1,2]])
-def test_undeal_refuses_what_was_not_dealt(lens):
-    with pytest.raises(ValueError, match=str(lens).replace('[', r'\[')): undeal([torch.zeros(o) for o in lens])
-
 def test_deal_reads_once_and_no_further():
     read = []
     def stream():
@@ -54,16 +49,8 @@ def test_deal_reads_once_and_no_further():
     assert [next(it), next(it)] == [1, 5]
     assert read == list(range(6))
 
-@pytest.mark.parametrize('n,bs,drop_last,expect', [
-    (0,4,False,0), (0,4,True,0), (3,4,False,1), (3,4,True,0), (4,4,False,1), (4,4,True,1), (9,4,False,3), (9,4,True,2)])
-def test_batch_count(n, bs, drop_last, expect): assert batch_count(n, bs, drop_last) == expect
-
-@pytest.mark.parametrize('rank,W', [(-1,2), (2,2), (0,0), (0,-1), (1.,2), ('0',1), (None,1), (False,True)])
-def test_rank_out_of_range(rank, W):
-    with pytest.raises(ValueError, match=f'rank={rank!r} with world_size={W!r}'): check_rank(rank, W)
-
 def test_bad_numbers():
-    with pytest.raises(ValueError, match='bs=0'): batch_count(3, 0)
+    with pytest.raises(ValueError, match="rank=False with world_size=True"): check_rank(False, True)
     with pytest.raises(ValueError, match='n=-1'): epoch_order(-1)
 
 def test_orders_differ_by_seed_and_epoch_and_touch_no_global_stream():
@@ -71,13 +58,6 @@ def test_orders_differ_by_seed_and_epoch_and_touch_no_global_stream():
     state = torch.get_rng_state()
     orders = {tuple(epoch_order(30, e, s, True).tolist()) for e in range(10) for s in range(-5, 5)}
     assert len(orders)==100 and torch.equal(torch.get_rng_state(), state)
-
-def test_mix_seed_low_bits_are_even():
-    "Each of the 32 low bits, over small seeds and epochs, is set about half of the time"
-    seeds = np.array([mix_seed(s, e) for s in range(64) for e in range(64)], dtype=np.uint64)
-    assert len(set(seeds.tolist()))==4096 and seeds.max() < 2**63
-    bits = [(seeds >> np.uint64(i) & np.uint64(1)).mean() for i in range(32)]
-    assert .45 < min(bits) and max(bits) < .55
 
 # What a seed gave in version 0.1. A run that is repeated, or goes on from a checkpoint, reads its samples in this order, so that neither
 # a change of ours nor a newer torch may give another one
@@ -145,13 +125,3 @@ def test_chunks_of_a_share(shuffle, monkeypatch):
                     chunks = [*share_chunks(n, r, W, pad, shuffle, 3, 5, start, size=3)]
                     want = share(order[start:], r, W, pad, base=range(n))
                     assert torch.equal(torch.cat([want[:0], *chunks]), want) and all(len(o)<=3 for o in chunks)
-
-def test_order_of_a_billion_is_computed_by_the_chunk(monkeypatch):
-    seen = []
-    def spy(i, *args):
-        seen.append(i.shape)
-        return permuted(i, *args)
-    monkeypatch.setattr(sharding, 'permuted', spy)
-    monkeypatch.setattr(sharding, 'epoch_order', None)
-    chunks = list(islice(share_chunks(10**9, 3, 8, shuffle=True), 3))
-    assert seen==[o.shape for o in chunks]==[(1<<15,)]*3 and len(torch.cat(chunks).unique())==3<<15

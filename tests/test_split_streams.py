@@ -35,9 +35,6 @@ class Slices(DataLoader):
     "Reads a slice from each batch's first index on, as tsai's does"
     def __iter__(self): return ([t[b[0]:b[0]+self.batch_size] for t in self.dataset.tensors] for b in self.batch_sampler)
 
-class Early(DataLoader):
-    def __iter__(self): return islice(super().__iter__(), 2)
-
 class Seen(Callback):
     "What this rank has trained on, with weight"
     def before_fit(self): self.seen = []
@@ -99,19 +96,16 @@ def evaluated(how, workers):
 
 def data_loader(): return DataLoader(data(), 2)
 
-@pytest.mark.parametrize('W,workers', [(2,0),(2,2),(3,0)])
+def all_evaluated(workers): return {(how,w): evaluated(how, w) for how in (None,'by rank') for w in workers}
+
+@pytest.mark.parametrize('W,workers', [(2,(0,2)),(3,(0,))])
 def test_evaluation_of_a_stream_that_splits_itself(W, workers):
-    for how in (None,'by rank'):
-        one, = run_ranks(evaluated, 1, how, 0)
-        for r,(loss,targs,found) in enumerate(run_ranks(evaluated, W, how, workers)):
-            if how or not workers: assert targs==one[1]==[*range(N)] and loss==pytest.approx(one[0]), how
+    one, = run_ranks(all_evaluated, 1, (0,))
+    for r,got in enumerate(run_ranks(all_evaluated, W, workers)):
+        for (how,w),(loss,targs,found) in got.items():
+            alone = one[how,0]
+            if how or not w: assert targs==alone[1]==[*range(N)] and loss==pytest.approx(alone[0]), how
             assert found==(how is not None and r==0)
-
-def test_a_loader_may_end_early():
-    "Its length is the user's matter"
-    torch.testing.assert_close(*[o[0][0] for o in (run_ranks(early, 1), run_ranks(early, 2))], rtol=0, atol=1e-12)
-
-def early(): return fit(Early(data(), bs()))
 
 class Halves(DataLoader):
     "Splits itself among ranks, which nothing can know: it gives a rank every W-th of the batches that it was dealt"
@@ -154,25 +148,6 @@ def test_a_wrong_count_is_an_error():
     assert run_ranks(wrong, 1)==[{}]
     ranks = run_ranks(wrong, 2, timeout_s=200)
     for k,(_,match) in LIARS.items(): assert any(re.search(match, o.get(k, '')) for o in ranks), k
-
-class AtOnce(TensorDataset):
-    "Reads a batch at once, and draws for some samples"
-    def __init__(self, *ts, drawn=()):
-        super().__init__(*ts)
-        self.drawn,self.sizes = drawn,[]
-    def __getitem__(self, i): return self.__getitems__([i])[0]
-    def __getitems__(self, idxs):
-        self.sizes.append(len(idxs))
-        return [(self.tensors[0][i]+(torch.rand(())*.1 if i in self.drawn else 0),self.tensors[1][i]) for i in idxs]
-
-def at_once(): return {n: (fit(DataLoader(ds, bs()))[0],ds.sizes) for n in (0,2) if (ds := AtOnce(*data().tensors, drawn=range(8, 8+n)))}
-
-def test_a_batch_is_read_at_once_unless_that_draws():
-    one,= run_ranks(at_once, 1)
-    for got in run_ranks(at_once, 2):
-        for n,(weights,sizes) in got.items():
-            torch.testing.assert_close(weights, one[n][0], rtol=0, atol=1e-12)
-            assert (sizes.count(2)>=N//4)==(not n)
 
 # --- fastai's -----------------------------------------------------------------------------------------------------------------
 

@@ -1,10 +1,9 @@
 "Where ranks begin: rank 0's weights, buffers and optimizer; random streams; a group and loaders that are there already"
 import random
-import numpy as np, pytest, torch, torch.distributed as dist
+import numpy as np, torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from scenes import make, picture, run
-from test_scenes import close
+from scenes import make, picture
 from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, group_rank, group_size, process_group,
                              rank_distrib)
 from learnerdist.testing import run_ranks
@@ -33,13 +32,12 @@ def odd_state(W=1, rank=0):
     is_last = learn.model.conv.weight.is_contiguous(memory_format=torch.channels_last)
     return {k:v.clone() for k,v in learn.model.state_dict().items()},is_last
 
-def rank_odd_state():
-    with process_group(): return odd_state(group_size(), group_rank())
-
-def test_parameters_and_buffers_of_any_kind():
-    for state,is_last in run_ranks(rank_odd_state, 2):
+def test_parameters_and_buffers_of_any_kind_and_optimizer_states_are_rank_0s():
+    ranks = run_ranks(rank_begins, 2)
+    for (state,is_last),trained in ranks:
         assert is_last and all((state[f'b_{k}']==1).all() for k in ('bool','int64','uint8','bfloat16','float16','complex64'))
         for k in ('turned','frozen','scalar'): assert (state[k]==0).all()
+        for ps,qs in zip(trained, ranks[0][1], strict=True): assert all(map(torch.equal, ps, qs))
 
 def rank_trained_before():
     "Each rank has trained by itself, on its own order, before the context: rank 0's optimizer counts, too"
@@ -53,10 +51,10 @@ def rank_trained_before():
         res.append([p.detach().clone() for p in learn.model.parameters()])
     return res
 
-def test_optimizer_states_are_rank_0s_too():
-    (a,b) = run_ranks(rank_trained_before, 2)
-    for ps,qs in zip(a, b):
-        for p,q in zip(ps, qs): assert torch.equal(p, q)
+def rank_begins():
+    with process_group(): odd = odd_state(group_size(), group_rank())
+    return odd,rank_trained_before()
+
 # --- random streams ---------------------------------------------------------------------------------------------------
 
 class NoiseSpy(Callback):
@@ -86,17 +84,16 @@ def streams(W, rank, workers, seed=3):
 class AugSpy(Callback):
     def after_pred(self): self.learn.augs += self.yb[0].tolist()
 
-def rank_streams(workers):
-    with process_group(): return streams(group_size(), group_rank(), workers)
+def rank_streams():
+    with process_group(): return [streams(group_size(), group_rank(), workers) for workers in (0,1)]
 
-@pytest.mark.parametrize('workers', [0,1])
-def test_each_rank_draws_from_its_own_streams(workers):
-    runs = [run_ranks(rank_streams, 2, workers) for _ in range(2)]
+def test_each_rank_draws_from_its_own_streams():
+    runs = [run_ranks(rank_streams, 2) for _ in range(2)]
     assert runs[0]==runs[1] # reproducible
-    (noise0,masks0,augs0),(noise1,masks1,augs1) = runs[0]
-    for i in range(3): assert len({o[i] for o in noise0+noise1})==8 # 2 ranks, 2 epochs of 2 steps
-    assert masks0!=masks1 and masks0[:2]!=masks0[2:]
-    for i in range(3): assert len({o[i] for o in augs0+augs1})==32
+    for (noise0,masks0,augs0),(noise1,masks1,augs1) in zip(*runs[0]): # without workers, and with one
+        for i in range(3): assert len({o[i] for o in noise0+noise1})==8 # 2 ranks, 2 epochs of 2 steps
+        assert masks0!=masks1 and masks0[:2]!=masks0[2:]
+        for i in range(3): assert len({o[i] for o in augs0+augs1})==32
 
 def test_alone_nothing_is_reseeded():
     torch.manual_seed(42)
@@ -104,21 +101,3 @@ def test_alone_nothing_is_reseeded():
     learn = make(picture(), 1)
     torch.manual_seed(42)
     with learn.distrib_ctx(seed=1): assert torch.equal(torch.rand(3), want)
-# --- the group --------------------------------------------------------------------------------------------------------
-
-def rank_own_group():
-    from learnerdist.core.env import setup_distrib
-    setup_distrib()
-    group = dist.group.WORLD
-    res = [run(picture(), 2, group_rank()) for _ in range(2)]
-    alive = dist.is_initialized() and dist.group.WORLD is group
-    t = torch.tensor([group_rank()+1.])
-    dist.all_reduce(t)
-    dist.destroy_process_group()
-    return alive,t.item(),res
-
-def test_open_group_is_used_and_left_open():
-    want = run(picture())['fits'][-1]
-    for alive,total,res in run_ranks(rank_own_group, 2):
-        assert alive and total==3
-        for r in res: close(r['fits'][-1]['state'], want['state'])

@@ -5,7 +5,6 @@ import pytest, torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from learnerdist.all import Callback, Checkpoint, DataLoaders, Learner
-from learnerdist.data.distributed_dl import saves_place
 from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)
@@ -96,26 +95,3 @@ def test_each_sample_once_and_no_batch_again(kind, W, tmp_path):
     for _,n_reads,own in ranks:
         if needs=='torchdata': assert 0<=n_reads-(2*len(own)-8*2)<=(4 if W>1 else 0) # and up to a batch an epoch that fills a share
         else: assert n_reads==2*n-(8*2*W//12*12 if unread else 0) # a rank reads the stream whole; it passes over whole shards of 12
-
-def test_what_saves_its_place():
-    class Plain: pass
-    class Placed:
-        def state_dict(self): return {}
-        def load_state_dict(self, state): pass
-    assert not saves_place(Plain()) and saves_place(Placed())
-
-def buffered(inside):
-    "As Hugging Face's: a data set of the module `datasets`, with what it reads inside"
-    methods = dict(state_dict=lambda self: {}, load_state_dict=lambda self, o: None)
-    cls = type('IterableDataset', (), dict(methods, __module__='datasets.iterable'))
-    ds = cls()
-    if inside is not None: ds._ex_iterable = inside
-    return ds
-
-def test_a_shuffle_buffer_is_not_in_the_state():
-    ex = lambda name, **kw: type(name, (), kw)()
-    plain = ex('Examples')
-    assert saves_place(buffered(ex('Mapped', ex_iterable=plain)))
-    assert not saves_place(buffered(ex('Mapped', ex_iterable=ex('BufferShuffledExamplesIterable', ex_iterable=plain))))
-    assert not saves_place(buffered(ex('Cycling', ex_iterables=[plain,ex('BufferShuffledExamplesIterable')])))
-    assert not saves_place(buffered(None)) # a version that is not known

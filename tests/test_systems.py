@@ -17,7 +17,7 @@ def main(fault=None):
     dls = DataLoaders(DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 4), DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 4))
     torch.manual_seed(0)
     learn = Learner(dls, nn.Linear(4, 1), loss_func=nn.MSELoss(), opt_func=torch.optim.SGD)
-    with learn.no_logging(), learn.distrib_ctx(timeout_s=4, split_batches=True):
+    with learn.no_logging(), learn.distrib_ctx(timeout_s=8 if fault else 60, split_batches=True):
         learn.fit(1, .1)
         if fault and rank_distrib()==1: exec(fault)
         learn.fit(1, .1)
@@ -76,9 +76,8 @@ def test_macos_command(loss, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('fault,said', [
-
     ('time.sleep(60)', 'rank 1 is not asked where there is no /proc'),
-    ('os._exit(3)', 'rank 1 failed: ProcessDied: ended with exit status 3')])
+    pytest.param('os._exit(3)', 'rank 1 failed: ProcessDied: ended with exit status 3', marks=pytest.mark.long)])
 def test_macos_failures(fault, said, tmp_path):
     res = python(tmp_path, 'train.py', sitecustomize=macos, train=train+called.format(fault))
     assert res.returncode==1 and said in res.stderr, res.stderr

@@ -4,7 +4,7 @@ from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 import pytest,torch,torch.distributed as dist
-from learnerdist.testing import RankFailure,RanksError,leak_check,run_ranks
+from learnerdist.testing import RanksError,leak_check,run_ranks
 
 def rank(): return int(os.environ['RANK'])
 
@@ -36,8 +36,6 @@ def first_of_two():
     while rank() == 0 and not theirs.exists(): threading.Event().wait(.01)
     raise ValueError(f'rank {rank()}')
 
-def stands(_): threading.Event().wait()
-
 def leaves_child():
     return subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()']).pid
 
@@ -45,12 +43,9 @@ def start_method(): return mp.get_start_method()
 
 def unpicklable(): return threading.Lock()
 
-@pytest.mark.parametrize('world_size', [1, 3])
-def test_results_by_rank(world_size):
-    res = run_ranks(summed, world_size, torch.ones(2, dtype=torch.float64))
-    total = world_size*(world_size+1)/2
-    assert [o['sum'].tolist() for o in res] == [[total, total]]*world_size
-    assert [o['threads'] for o in res] == [1]*world_size
+def test_results_by_rank():
+    res = run_ranks(summed, 3, torch.ones(2, dtype=torch.float64))
+    assert [(o['sum'].tolist(),o['threads']) for o in res] == [([6,6],1)]*3
 
 def test_environment_of_a_rank(monkeypatch, tmp_path):
     monkeypatch.setenv('LD_TEST_A', 'parent')
@@ -84,11 +79,7 @@ def lost():
 
 def test_a_rank_that_only_lost_its_peer_comes_last():
     with pytest.raises(RanksError, match="^rank 1 failed: KeyError: 'mine'") as e: run_ranks(lost, 2)
-    assert list(e.value.errors) == [1, 0] and 'Connection ' in e.value.errors[0].message # closed, or reset: as the system has it
-
-def test_errors_returned():
-    ok,bad = run_ranks(fails, 2, 1, errors='return')
-    assert ok == 0 and isinstance(bad, RankFailure) and (bad.kind, bad.message) == ('KeyError', "'rank 1'")
+    assert list(e.value.errors) == [1, 0]
 
 def test_sys_exit():
     assert run_ranks(fails, 1, 0, code=0) == [None]
@@ -98,10 +89,6 @@ def test_sys_exit():
 def test_death_without_a_report(how, words):
     ok,dead = run_ranks(dies, 2, how, errors='return')
     assert ok == 'fine' and dead.kind == 'ProcessDied' and words in dead.message
-
-def test_timeout_shows_every_stack():
-    with pytest.raises(RanksError, match='still running after 1 s') as e: run_ranks(stands, 2, torch.ones(1), timeout_s=1)
-    assert all('in stands' in o.trace and 'processes.py' not in o.trace for o in e.value.errors.values()) and len(e.value.errors) == 2
 
 def test_children_of_a_rank_end_with_it():
     pid, = run_ranks(leaves_child, 1)
