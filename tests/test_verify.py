@@ -1,9 +1,13 @@
 "`verify` says of a run that is one process's that it is, and of each kind of difference what it is and where it begins"
 import os,subprocess,sys
+from unittest.mock import Mock
 import pytest,torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from learnerdist.all import AvgMetric,Callback,DataLoaders,GradientAccumulation,Learner,TfmdDL,accuracy,get_model,num_distrib
+from learnerdist.all import AvgMetric,Callback,DataLoaders,GradientAccumulation,Learner,TfmdDL,accuracy,all_sum,get_model,num_distrib
+from learnerdist.data.distributed_dl import Dealer
+from learnerdist.distributed import engine,replica
+from learnerdist.distributed.engine import Engine
 from learnerdist.testing import RanksError
 from learnerdist.verify import main,verify
 
@@ -22,17 +26,47 @@ def learner(model=None, loss=None, train=None, valid=None, metrics=accuracy, **k
     dls = DataLoaders(train or TfmdDL(data(), 4, shuffle=True), valid or TfmdDL(data(13), 4))
     return Learner(dls, model or mlp(), loss or nn.CrossEntropyLoss(), lr=.05, metrics=metrics, **kw)
 
+def without(obj, name, stand_in):
+    "Switch a remedy off, in the process of a rank, and with it the check that would find the ranks' weights apart"
+    setattr(obj, name, stand_in)
+    engine.compare_weights = lambda *args: None
+
 def plain(): return learner()
 def two_fits():
     learn = learner(mlp(nn.BatchNorm1d(8)), train=TfmdDL(data(), 4, shuffle=True), opt_func=torch.optim.SGD)
     with learn.distrib_ctx(seed=1): learn.fit_one_cycle(3, .1, cbs=GradientAccumulation(8))
     raise AssertionError('verify ends the function after its first fit')
 
+def weighted():
+    without(Engine, '_weighed', lambda self, over: self.learn.loss_grad)
+    return learner(loss=nn.CrossEntropyLoss(torch.tensor([.1,1.,9.])))
+
+def summed():
+    without(Engine, 'weigh', lambda self, **kw: None)
+    return learner(loss=nn.CrossEntropyLoss(reduction='sum'))
+
 def dropout(): return learner(mlp(nn.Dropout(.4)))
 
 def plain_bn():
     learn = learner(mlp(nn.BatchNorm1d(8)))
     with learn.distrib_ctx(sync_bn=False): learn.fit(2)
+
+class Scaled(nn.CrossEntropyLoss):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+    def forward(self, out, y): return super().forward(out*self.scale, y)
+
+def learned_loss():
+    loss = Scaled()
+    without(replica, 'average_grads', lambda params, weighed=False: None)
+    return learner(loss=loss, splitter=lambda m: [*m.parameters(),*loss.parameters()])
+
+def max_norm():
+    without(engine, "SharedMaxNorm", lambda model: Mock())
+    x = torch.randint(9, (32,3), generator=torch.Generator().manual_seed(0))
+    dl = TfmdDL(TensorDataset(x, x[:,0]%3), 4)
+    return learner(nn.Sequential(nn.Embedding(9, 4, max_norm=.5), nn.Flatten(), nn.Linear(12, 3)), train=dl, valid=dl)
 
 def augmented(): return learner(train=TfmdDL(data(), 4, after_item=lambda o: (o[0]+torch.randn(6), o[1])))
 def not_dealt():
@@ -46,6 +80,20 @@ def other_split():
     at = torch.randperm(40, generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(4), 'big')))
     return learner(train=TfmdDL([data(40)[i] for i in at[:32]], 4))
 
+def uneven():
+    without(Dealer, 'pads', lambda self, n: bool(self.pad))
+    return learner(train=TfmdDL(data(31), 4))
+
+class Mean(nn.Module):
+    "Keeps a mean of its own"
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('mean', torch.zeros(8))
+    def forward(self, x):
+        if self.training: self.mean.lerp_(x.detach().mean(0), .1)
+        return x-self.mean
+
+def own_buffer(): return learner(mlp(Mean()))
 class Centred(nn.Module):
     def forward(self, x): return x-x.mean(0)
 def centred(): return learner(mlp(Centred()))
@@ -54,6 +102,11 @@ class AddsBalance(Callback):
     def after_loss(self):
         if self.training: self.learn.loss_grad = self.loss_grad+(self.pred.softmax(-1).mean(0)**2).sum()
 def balanced(): return learner(cbs=AddsBalance)
+def texts(b): return nn.utils.rnn.pad_sequence([x[:2+i%4] for i,(x,_) in b], batch_first=True),torch.stack([y for _,(_,y) in b])
+class MeanOfTexts(nn.Module):
+    "Its padding counts"
+    def forward(self, x): return x.mean(1, keepdim=True)*torch.ones(6)
+def padded(): return learner(nn.Sequential(MeanOfTexts(), mlp()), train=TfmdDL([*enumerate(data())], 4, collate_fn=texts, shuffle=True))
 class OfGraphs(nn.Module):
     def __init__(self):
         super().__init__()
@@ -87,10 +140,25 @@ class Table(nn.CrossEntropyLoss):
         self.seen = .9*self.seen+.1*p.detach().mean(0)
         return super().forward(p-self.seen, y)
 def own_table(): return learner(loss=Table())
+class Rescales(Callback):
+    "Makes weights that depend on the first batch of this rank"
+    def before_fit(self):
+        with torch.no_grad(): self.learn.model[0].weight /= self.learn.model[0](next(iter(self.learn.dls.train))[0].double()).std()
+def rescaled(): return learner(cbs=Rescales)
 class Unfreezes(Callback):
     def before_fit(self): self.learn.model[0].requires_grad_(False)
     def before_train(self):
         if self.epoch: get_model(self.model)[0].requires_grad_(True)
+
+def unfrozen():
+    without(replica.Replica, '_what_is_trained', lambda self: ([],[]))
+    return learner(cbs=Unfreezes, splitter=lambda m: [*m.parameters()])
+
+class ByHand(Callback):
+    "Adds up over ranks, on top of DDP"
+    def before_step(self):
+        for p in self.model.parameters(): p.grad = all_sum(p.grad)
+def by_hand(): return learner(cbs=ByHand)
 
 class Noise(nn.Module):
     "Draws from a generator of its own: the same numbers on all ranks"
@@ -137,10 +205,17 @@ def test_predictions_without_rows_are_compared():
     assert verify(graphs_apart, steps=2).largest['predictions'].by>.1
 
 @pytest.mark.parametrize('f,kind,name,cause', [
+    (weighted, 'gradients', '', 'the loss is no mean over samples'), (summed, 'gradients', '', 'the loss is a sum'),
     (dropout, 'gradients', '', 'a layer or a callback draws'), (plain_bn, 'buffers', '1.running', 'BatchNorm is not synchronised: 1'),
+    (learned_loss, 'gradients', 'loss_func.scale', 'loss_func.scale: trained, but not exchanged'),
+    (max_norm, 'weights', '0.weight', '0.weight: changed in place'),
     (not_dealt, 'gradients', '', 'the training loader is not dealt'), (other_split, 'gradients', '', 'the training data of rank 1'),
+    (uneven, 'gradients', '', 'samples do not divide'), (own_buffer, 'buffers', '1.mean', '1.mean: a module computes'),
     (centred, 'gradients', '', 'a prediction depends on which samples'), (balanced, 'gradients', '', 'a callback changes loss_grad'),
+    (padded, 'gradients', '', 'the batches have other shapes'),
     (clipped, 'gradients', '', 'a hook changes the gradient of 0.weight'), (own_table, 'gradients', '', 'the loss is no mean'),
+    (rescaled, 'gradients', '', '0.weight: other weights before the first step'),
+    (unfrozen, 'gradients', '0.', 'trained, but not exchanged'), (by_hand, 'gradients', '', 'averaged or added up by hand'),
     (own_generator, 'gradients', '', 'model.1.gen: a generator of its own'),
     (center_loss, 'gradients', '', 'centers.weight: of a module beside the model')],
     ids=lambda o: getattr(o, '__name__', ''))
