@@ -33,6 +33,7 @@ from ..core.env import is_rank0
 from ..core.weights import save_state
 from ..core.shards import has_parts,load_model,load_opt
 from ..core.stacks import warn
+from ..learner.callback import Callback
 from ..learner.learner import StartAt,get_model
 from .loaders import ShareDL
 from .trainer import DistributedTrainer
@@ -126,20 +127,19 @@ def load_state_dict(self:DistributedTrainer, state):
     self.trained,self.begun = True,(n,smooth)
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c010
-_ends = [] # For each running fit: (its learner, the stack of what to do at its end)
+_running = [] # The learners of the fits that are running
 
 @contextmanager
-def running(learn):
-    "Context of a fit; yields the stack of what to do at its end"
-    with ExitStack() as stack:
-        _ends.append((learn,stack))
-        try: yield stack
-        finally: _ends.pop()
-
-@patch
-def at_end(self:Learner, learn, cb):
-    "Call `cb.cleanup` when this fit ends, also after an exception"
-    _ends[-1][1].callback(_clean_up, learn, cb)
+def running(learn, cbs:list):
+    "Context of a fit with these callbacks; at its end those of this package clean up, which fastai does not know of"
+    _running.append(learn)
+    try: yield
+    finally:
+        _running.pop()
+        vars(learn).pop('start_at', None)
+        with ExitStack() as stack:
+            for cb in [*cbs, *([] if learn.fitting else learn.cbs)]:
+                if isinstance(cb, Callback): stack.callback(_clean_up, learn, cb)
 
 @patch
 def say(self:Learner, line):
@@ -152,15 +152,9 @@ def say(self:Learner, line):
 @patch(as_prop=True)
 def fitting(self:Learner)->bool:
     "Whether a fit is running, and not only `get_preds` or `validate`"
-    return any(o is self for o,*_ in _ends)
+    return any(o is self for o in _running)
 
-def _start(learn): return vars(learn).get('_start_at', StartAt())
-
-def _set_start(learn, start):
-    if '_start_at' not in vars(learn): _ends[-1][1].callback(vars(learn).pop, '_start_at')
-    vars(learn)['_start_at'] = start
-
-Learner.start_at = property(_start, _set_start, doc="Where a fit begins, as in the compact Learner")
+Learner.start_at = StartAt() # as in the compact Learner; a `Checkpoint` gives a learner another one for a fit
 
 @patch
 def _do_fit(self:Learner):
