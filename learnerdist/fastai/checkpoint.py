@@ -19,9 +19,9 @@ from fastai.callback.tracker import TrackerCallback
 from fastai.callback.training import GradientAccumulation
 from fastai.data.load import DataLoader
 from fastai import learner as fastai_learner
-from fastai.learner import Learner,Recorder,join_path_file
+from fastai.learner import Learner,Recorder,join_path_file,noop
 from fastai.text.learner import TextLearner,clean_raw_keys
-from fastcore.basics import noop,patch
+from fastcore.basics import patch
 
 from ..distributed.trainer import Adapter
 from ..checkpoint.callback_state import Growing,growing,growing_of
@@ -46,9 +46,11 @@ def _n_metered(rec):
     "Batches in the `train_metrics` of an epoch that is being trained on"
     within = rec.train_metrics and len(getattr(rec, 'log', ()))==1
     return rec.smooth_loss.count-([0,*rec.iters][-1]) if within else 0
-def _say_metered(rec, n):
-    text = f'train_metrics: those of this epoch are without its first {n} batches, from before the fit went on'
-    if n and is_rank0(): warn(text)
+_metered = 'train_metrics: those of this epoch are without its first {:g} batches, from before the fit went on'
+
+def _warns(text):
+    "In place of setting a number: a warning of what is lost, if it is not 0"
+    return lambda cb, n: warn(text.format(n)) if n and is_rank0() else None
 
 def _stacked(items): return torch.stack([*map(torch.as_tensor, items)])
 def _losses(rec): return _stacked(rec.losses) if rec.losses else torch.zeros(0)
@@ -61,9 +63,7 @@ def _epoch_ends(cb):
 def _set_epoch_ends(cb, v): cb.nb_batches = list(v)
 
 def _pending(cb): return vars(cb).get('count', 0)
-def _say_lost(cb, n):
-    text = f'the gradients of {n:g} samples are lost: GradientAccumulation had made no step from them'
-    if n and is_rank0(): warn(text)
+_lost = 'the gradients of {:g} samples are lost: GradientAccumulation had made no step from them'
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c006
 def _text(cb):
@@ -84,11 +84,11 @@ def _set_scaler(cb, v):
 
 fit_states = { # By class, by name: None for an attribute, else how to read and to set it
     Recorder: dict.fromkeys(('lrs','iters','values','log'))|dict(
-        all_losses=(_losses,_set_losses), smooth=(_smooth,_set_smooth), n_metered=(_n_metered,_say_metered)),
+        all_losses=(_losses,_set_losses), smooth=(_smooth,_set_smooth), n_metered=(_n_metered,_warns(_metered))),
     TrackerCallback: dict.fromkeys(('best','new_best','wait')),
     ParamScheduler: dict(hps=None),
     ShowGraphCallback: dict(epoch_ends=(_epoch_ends,_set_epoch_ends)),
-    GradientAccumulation: dict(pending=(_pending,_say_lost)),
+    GradientAccumulation: dict(pending=(_pending,_warns(_lost))),
     CSVLogger: dict(written=(_text,_set_text)),
     MixedPrecision: dict(scaling=(_scaler,_set_scaler))}
 for _cls,_state in fit_states.items():

@@ -17,11 +17,11 @@ from fastai.callback import progress as fastai_progress
 from fastai.callback.core import Callback
 from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
 from fastai.data.load import DataLoader
-from fastai.learner import Learner
+from fastai.learner import Learner,noop
 from fastai.tabular.learner import TabularLearner
 from fastai.text.data import LMDataLoader
 from fastai.text.learner import LMLearner,TextLearner
-from fastcore.basics import getcallable,noop,patch
+from fastcore.basics import getcallable,patch
 from fastcore.foundation import L
 from fastcore.meta import delegates
 from fastprogress.fastprogress import ConsoleMasterBar,MasterBar,ProgressBar

@@ -210,10 +210,9 @@ class _PaddedAlike:
 
 @reindexed.register
 def _(dl:SortedDL, dealer):
-    new,order = shallow(dl),dealer.drawn(_Indices(_global(dl, dealer), dealer))
-    if dealer.world_size==1: return _seeded(_reading(new, order), dealer)
-    _seeded(_reading(new, order), dealer)
-    new.get_idxs,new.create_batches = _Lengths(order, dl),_PaddedAlike(new)
+    order = dealer.drawn(_Indices(_global(dl, dealer), dealer))
+    new = _seeded(_reading(shallow(dl), order), dealer)
+    if dealer.world_size>1: new.get_idxs,new.create_batches = _Lengths(order, dl),_PaddedAlike(new)
     return new
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c018
