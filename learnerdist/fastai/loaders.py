@@ -34,7 +34,7 @@ names.update( # Private names of fastai; those of torch are in `core.compat`
     maybe_gather=('fastai.torch_core', 'maybe_gather', 'evaluation over shares'),
     master_bar=('fastai.callback.progress', 'master_bar', 'one rank draws bars'),
     progress_bar=('fastai.learner', 'progress_bar', 'one rank draws bars'),
-    call_one=('fastai.learner', 'Learner._call_one', 'what only some ranks do, and Cancels of one rank'),
+    call_one=('fastai.learner', 'Learner._call_one', 'one writer, Cancels of one rank'),
     with_events=('fastai.learner', 'Learner._with_events', '`fit(…, resume=True)`'),
     do_train=('fastai.learner', 'Learner._do_epoch_train', '`fit(…, resume=True)`'),
     do_validate=('fastai.learner', 'Learner._do_epoch_validate', '`fit(…, resume=True)`'))
