@@ -45,6 +45,12 @@ def test_bad_arguments_of_fit(kw, said):
     learn = quiet(Learner(DataLoaders(loader(), loader()), nn.Linear(3, 2), nn.CrossEntropyLoss()))
     with pytest.raises(ValueError, match=said): learn.fit(**kw)
 
+def test_no_logging_is_for_our_lines_too(capsys):
+    learn = Learner(DataLoaders(loader(), loader()), nn.Linear(3, 2), nn.CrossEntropyLoss())
+    learn.say('seen')
+    with learn.no_logging(): learn.say('unseen')
+    assert capsys.readouterr().out=='seen\n'
+
 def no_loss():
     learn = quiet(Learner(DataLoaders(loader(), loader()), nn.Linear(3, 2), lambda p, t: None))
     with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)

@@ -391,7 +391,6 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
         self.engine = self.trainer if group_size()>1 else None
         self.world,self.rank = (group_size(),group_rank()) if self.engine else (1,0)
         if self.engine: self.engine.watcher = self
-        if hasattr(self.learn, 'at_end'): self.learn.at_end(self.learn, self) # fastai's has no `cleanup`
         self.folder = Path(self.learn.path)/self.path
         self.config,self.requests = run_config(self.learn, self.world),Requests(self.signals)
         self.learn.add_cb(_Early(self))

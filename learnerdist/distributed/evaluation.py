@@ -96,13 +96,12 @@ def _gather(self:Evaluation, m, red):
     how = getattr(m, 'gather', 'all')
     dst,folder = 0 if how=='rank0' else None,how if isinstance(how, Path) else None
     found = {}
-    with self.adapter.gathers(m, red.names):
-        with storage(self.engine.links, folder) as make:
-            for obj,name,ks in self.lists:
-                if obj is not red.obj: continue
-                kept,ns = getattr(obj, name),getattr(m, 'ns', None)
-                found[name] = gather_batches(kept, ks, ns, dst, make, name, folder is not None)
-        for name,got in found.items(): setattr(red.obj, name, self.adapter.as_kept(m, name, got))
+    with storage(self.engine.links, folder) as make:
+        for obj,name,ks in self.lists:
+            if obj is not red.obj: continue
+            kept,ns = getattr(obj, name),getattr(m, 'ns', None)
+            found[name] = gather_batches(kept, ks, ns, dst, make, name, folder is not None)
+    for name,got in found.items(): setattr(red.obj, name, self.adapter.as_kept(m, name, got))
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c026
 _of_batch = 'xb','yb','pred','loss'

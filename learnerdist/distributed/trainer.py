@@ -6,7 +6,7 @@
 __all__ = ['DistributedTrainer']
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c002
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
@@ -141,9 +141,6 @@ class DistributedTrainer(Adapter):
     def evaluated(self):
         "The metrics are those of all ranks now"
         if 'recorder' in vars(self.learn): self.learn.recorder.reduced = True
-    def gathers(self, m, names):
-        "Context in which the lists `names` of `m` are gathered"
-        return nullcontext()
     def as_kept(self, m, name, got):
         "What becomes of the list `name` of `m`; got: `Gathered`, or None"
         if not isinstance(m, GatherPreds): return [] if got is None else got.batches()
@@ -151,7 +148,8 @@ class DistributedTrainer(Adapter):
         return None if got is None else got.joined()
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c020
-def _check_plain(learn):
+def check_plain(learn):
+    "ValueError if the learner is in a context already"
     if any(isinstance(cb, Adapter) for cb in learn.cbs):
         raise ValueError('this learner is distributed already: leave its distrib_ctx, or detach_distributed(), first')
 
@@ -170,12 +168,9 @@ def detach(learn):
 
 @patch
 @delegates(DistributedTrainer.__init__)
-def to_distributed(self:Learner,
-    cuda_id:int=None, # This process's GPU; None: by local rank, or the CPU
-    **kw # Options of `DistributedTrainer`
-)->Learner:
+def to_distributed(self:Learner, cuda_id:int=None, **kw)->Learner:
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
-    _check_plain(self)
+    check_plain(self)
     return attach(self, DistributedTrainer(cuda_id, **kw))
 
 @patch
@@ -188,13 +183,10 @@ def detach_distributed(self:Learner)->Learner:
 @patch
 @delegates(DistributedTrainer.__init__)
 @contextmanager
-def distrib_ctx(self:Learner,
-    cuda_id:int=None, # This process's GPU; None: by local rank, or the CPU
-    **kw # Options of `DistributedTrainer`
-):
+def distrib_ctx(self:Learner, cuda_id:int=None, **kw):
     """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an
     exception"""
-    _check_plain(self)
+    check_plain(self)
     with failing_together(self.detach_distributed):
         self.to_distributed(cuda_id, **kw)
         yield self

@@ -4,7 +4,8 @@ from learnerdist.checkpoint.checkpoint import Preempted,preempted_status
 from learnerdist.core.collectives import distrib_barrier
 from learnerdist.core.rank0 import rank0_first
 from learnerdist.core.env import num_distrib,rank_distrib,teardown_distrib
-from learnerdist.fastai.learner import ParallelTrainer,setup_distrib
+from learnerdist.distributed.data_parallel import ParallelTrainer
+from learnerdist.fastai.learner import setup_distrib
 from learnerdist.fastai.loaders import DistributedDL
 from learnerdist.fastai.trainer import DistributedTrainer
 

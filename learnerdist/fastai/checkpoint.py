@@ -19,9 +19,9 @@ from fastai.callback.tracker import TrackerCallback
 from fastai.callback.training import GradientAccumulation
 from fastai.data.load import DataLoader
 from fastai import learner as fastai_learner
-from fastai.learner import Learner,Recorder,join_path_file
+from fastai.learner import Learner,Recorder,join_path_file,noop
 from fastai.text.learner import TextLearner,clean_raw_keys
-from fastcore.basics import noop,patch
+from fastcore.basics import patch
 
 from ..distributed.trainer import Adapter
 from ..checkpoint.callback_state import Growing,growing,growing_of
@@ -33,6 +33,7 @@ from ..core.env import is_rank0
 from ..core.weights import save_state
 from ..core.shards import has_parts,load_model,load_opt
 from ..core.stacks import warn
+from ..learner.callback import Callback
 from ..learner.learner import StartAt,get_model
 from .loaders import ShareDL
 from .trainer import DistributedTrainer
@@ -45,9 +46,11 @@ def _n_metered(rec):
     "Batches in the `train_metrics` of an epoch that is being trained on"
     within = rec.train_metrics and len(getattr(rec, 'log', ()))==1
     return rec.smooth_loss.count-([0,*rec.iters][-1]) if within else 0
-def _say_metered(rec, n):
-    text = f'train_metrics: those of this epoch are without its first {n} batches, from before the fit went on'
-    if n and is_rank0(): warn(text)
+_metered = 'train_metrics: those of this epoch are without its first {:g} batches, from before the fit went on'
+
+def _warns(text):
+    "In place of setting a number: a warning of what is lost, if it is not 0"
+    return lambda cb, n: warn(text.format(n)) if n and is_rank0() else None
 
 def _stacked(items): return torch.stack([*map(torch.as_tensor, items)])
 def _losses(rec): return _stacked(rec.losses) if rec.losses else torch.zeros(0)
@@ -60,9 +63,7 @@ def _epoch_ends(cb):
 def _set_epoch_ends(cb, v): cb.nb_batches = list(v)
 
 def _pending(cb): return vars(cb).get('count', 0)
-def _say_lost(cb, n):
-    text = f'the gradients of {n:g} samples are lost: GradientAccumulation had made no step from them'
-    if n and is_rank0(): warn(text)
+_lost = 'the gradients of {:g} samples are lost: GradientAccumulation had made no step from them'
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c006
 def _text(cb):
@@ -83,11 +84,11 @@ def _set_scaler(cb, v):
 
 fit_states = { # By class, by name: None for an attribute, else how to read and to set it
     Recorder: dict.fromkeys(('lrs','iters','values','log'))|dict(
-        all_losses=(_losses,_set_losses), smooth=(_smooth,_set_smooth), n_metered=(_n_metered,_say_metered)),
+        all_losses=(_losses,_set_losses), smooth=(_smooth,_set_smooth), n_metered=(_n_metered,_warns(_metered))),
     TrackerCallback: dict.fromkeys(('best','new_best','wait')),
     ParamScheduler: dict(hps=None),
     ShowGraphCallback: dict(epoch_ends=(_epoch_ends,_set_epoch_ends)),
-    GradientAccumulation: dict(pending=(_pending,_say_lost)),
+    GradientAccumulation: dict(pending=(_pending,_warns(_lost))),
     CSVLogger: dict(written=(_text,_set_text)),
     MixedPrecision: dict(scaling=(_scaler,_set_scaler))}
 for _cls,_state in fit_states.items():
@@ -126,20 +127,19 @@ def load_state_dict(self:DistributedTrainer, state):
     self.trained,self.begun = True,(n,smooth)
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c010
-_ends = [] # For each running fit: (its learner, the stack of what to do at its end)
+_running = [] # The learners of the fits that are running
 
 @contextmanager
-def running(learn):
-    "Context of a fit; yields the stack of what to do at its end"
-    with ExitStack() as stack:
-        _ends.append((learn,stack))
-        try: yield stack
-        finally: _ends.pop()
-
-@patch
-def at_end(self:Learner, learn, cb):
-    "Call `cb.cleanup` when this fit ends, also after an exception"
-    _ends[-1][1].callback(_clean_up, learn, cb)
+def running(learn, cbs:list):
+    "Context of a fit with these callbacks; at its end those of this package clean up, which fastai does not know of"
+    _running.append(learn)
+    try: yield
+    finally:
+        _running.pop()
+        vars(learn).pop('start_at', None)
+        with ExitStack() as stack:
+            for cb in [*cbs, *([] if learn.fitting else learn.cbs)]:
+                if isinstance(cb, Callback): stack.callback(_clean_up, learn, cb)
 
 @patch
 def say(self:Learner, line):
@@ -152,15 +152,9 @@ def say(self:Learner, line):
 @patch(as_prop=True)
 def fitting(self:Learner)->bool:
     "Whether a fit is running, and not only `get_preds` or `validate`"
-    return any(o is self for o,*_ in _ends)
+    return any(o is self for o in _running)
 
-def _start(learn): return vars(learn).get('_start_at', StartAt())
-
-def _set_start(learn, start):
-    if '_start_at' not in vars(learn): _ends[-1][1].callback(vars(learn).pop, '_start_at')
-    vars(learn)['_start_at'] = start
-
-Learner.start_at = property(_start, _set_start, doc="Where a fit begins, as in the compact Learner")
+Learner.start_at = StartAt() # as in the compact Learner; a `Checkpoint` gives a learner another one for a fit
 
 @patch
 def _do_fit(self:Learner):

@@ -34,6 +34,7 @@ names.update( # Private names of fastai; those of torch are in `core.compat`
     maybe_gather=('fastai.torch_core', 'maybe_gather', 'evaluation over shares'),
     master_bar=('fastai.callback.progress', 'master_bar', 'one rank draws bars'),
     progress_bar=('fastai.learner', 'progress_bar', 'one rank draws bars'),
+    call_one=('fastai.learner', 'Learner._call_one', 'one writer, Cancels of one rank'),
     with_events=('fastai.learner', 'Learner._with_events', '`fit(…, resume=True)`'),
     do_train=('fastai.learner', 'Learner._do_epoch_train', '`fit(…, resume=True)`'),
     do_validate=('fastai.learner', 'Learner._do_epoch_validate', '`fit(…, resume=True)`'))
@@ -209,10 +210,9 @@ class _PaddedAlike:
 
 @reindexed.register
 def _(dl:SortedDL, dealer):
-    new,order = shallow(dl),dealer.drawn(_Indices(_global(dl, dealer), dealer))
-    if dealer.world_size==1: return _seeded(_reading(new, order), dealer)
-    _seeded(_reading(new, order), dealer)
-    new.get_idxs,new.create_batches = _Lengths(order, dl),_PaddedAlike(new)
+    order = dealer.drawn(_Indices(_global(dl, dealer), dealer))
+    new = _seeded(_reading(shallow(dl), order), dealer)
+    if dealer.world_size>1: new.get_idxs,new.create_batches = _Lengths(order, dl),_PaddedAlike(new)
     return new
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c018

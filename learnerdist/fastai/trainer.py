@@ -8,7 +8,6 @@ __all__ = ['DistributedTrainer']
 # %% ../../nbs/fastai/02_trainer.ipynb #c002
 import copy,functools
 from contextlib import contextmanager,nullcontext
-from functools import partial
 from pathlib import Path
 from types import MethodType,SimpleNamespace
 
@@ -24,20 +23,20 @@ from fastai.callback.training import GradientAccumulation
 from fastai.data.load import DataLoader
 from fastai.learner import AvgLoss,AvgMetric,Metric,ValueMetric
 from fastai.losses import BaseLoss
+from fastai.torch_core import to_concat
 from fastai.metrics import AccumMetric,CorpusBLEUMetric,Dice,DiceMulti,LossMetric
-from fastcore.basics import detuplify,patch
+from fastcore.basics import detuplify,noop,patch
 from fastcore.foundation import L
 from fastcore.meta import delegates
 from torch import Tensor
 
 from ..core.collectives import distrib_barrier,gather_objects
-from ..core.compat import tree_leaves,tree_map
+from ..core.compat import tree_map
 from ..core.env import group_rank,group_size
 from ..data.distributed_dl import loader_of,set_epoch
 from ..data.loaders import find_bs
 from ..data.rows import store_batches
 from ..distributed.evaluation import Evaluation
-from ..distributed.gather_rows import gather_batches,storage
 from ..distributed.engine import total_losses
 from ..distributed.shares import is_share
 from ..distributed.trainer import Adapter,AfterOthers
@@ -80,85 +79,47 @@ def _(m:GatherPredsCallback):
     return Rows(m, *[k for k,v in kept.items() if v])
 
 # %% ../../nbs/fastai/02_trainer.ipynb #ec013
-class BatchFiles:
-    "Keeps the batches that a `GatherPredsCallback` would write to files, for rank 0 to write"
-    gather = 'rank0'
-    def __init__(self, cb):
-        self.cb,self.preds,self.targs = cb,[],[]
-        folders = dict(preds=cb.save_preds, targs=cb.save_targs)
-        self.folders = {k: Path(v) for k,v in folders.items() if v is not None}
-        cb.save_preds = cb.save_targs = None
+_in_files = dict(save_preds='preds', save_targs='targets') # From an option to what its files are made of
 
-    def keep(self, learn):
-        "Keep this batch"
-        if 'preds' in self.folders: self.preds.append(learn.to_detach(learn.pred))
-        if 'targs' in self.folders: self.targs.append(learn.to_detach(learn.yb[0]))
+class BatchFiles:
+    "The files of a `GatherPredsCallback`: it keeps the batches of the loop, and rank 0 writes them at its end"
+    def __init__(self, cb):
+        self.cb,self.options = cb,dict(vars(cb))
+        vars(cb).update(with_preds=cb.with_preds or cb.save_preds is not None, save_preds=None,
+                        with_targs=cb.with_targs or cb.save_targs is not None, save_targs=None)
 
     def write(self):
-        "On rank 0, write the batches in `preds` and `targs`, one file for each"
-        for k,folder in self.folders.items():
-            for i,b in enumerate(getattr(self, k) if group_rank()==0 else []):
+        "On rank 0, write a file for each batch; the options are the user's again"
+        for option,name in _in_files.items():
+            folder = self.options[option]
+            for i,b in enumerate(getattr(self.cb, name) if folder is not None and group_rank()==0 else []):
+                b = b if name=='preds' else b[0]
                 own = tree_map(lambda o: o.clone() if isinstance(o, Tensor) else o, b) # not all of which it is a part
-                torch.save(own, folder/str(i), pickle_protocol=self.cb.pickle_protocol)
-        for k,folder in self.folders.items(): setattr(self.cb, f'save_{k}', folder)
-
-@reduction.register
-def _(m:BatchFiles): return Rows(m, *m.folders)
+                torch.save(own, Path(folder)/str(i), pickle_protocol=self.cb.pickle_protocol)
+        vars(self.cb).update({k: self.options[k] for k in (*_in_files,'with_preds','with_targs')})
 
 # %% ../../nbs/fastai/02_trainer.ipynb #prdg1
-class Predicting:
-    "What one call of `get_preds` asks of its loop"
-    cb = None # Its `GatherPredsCallback`, once the loop has begun
-    def __init__(self, gather, act): self.gather,self.act = gather,act
-
-    def begin(self, cb):
-        "Called before the loop"
-        self.cb,cb.gather = cb,self.gather
-
-    def activate(self):
-        "Apply `act` to the predictions of each batch"
-        if self.act and self.cb.with_preds: self.cb.preds = [self.act(o) for o in self.cb.preds]
-
-    def keep_whole(self, names):
-        "What is one tensor already is not concatenated again, which would copy it"
-        kept = {k: getattr(self.cb, k) for k in names}
-        if self.gather=='rank0' and group_rank(): found = dict.fromkeys(names)
-        else: found = {k: _unpacked(v[0], k) for k,v in kept.items() if _is_whole(v)}
-        if len(found)<len(names) or self.cb.concat_dim!=0: return
-        vars(self.cb).update(found, after_validate=partial(vars(self.cb).pop, 'after_validate'))
-
-def _is_whole(os): return len(os)==1 and all(isinstance(o, Tensor) and o.ndim for o in tree_leaves(os[0]))
-def _unpacked(o, k): return o if k=='losses' else detuplify(o) # as the callback does
-
-def _in_files(res, names): return {k: o for k,o in zip(names, res) if o is not None and k!='decoded'}
-
-def stored_alone(res:tuple, gather, names:list)->tuple:
-    "Results of one process: mapped from files, if `gather` is a folder"
+def stored(res:tuple, gather, names:list)->tuple:
+    "Results that this process has, mapped from files that it writes, if `gather` is a folder"
     if not isinstance(gather, Path): return res
-    found = store_batches({k: [o] for k,o in _in_files(res, names).items()}, [0], gather)
+    rows = {k: [o] for k,o in zip(names, res) if o is not None and k!='decoded'}
+    found = store_batches(rows, [0], gather)
     return tuple(found.get(k, o) for k,o in zip(names, res))
-
-def stored(res:tuple, gather:Path, names:list)->tuple:
-    "Results, the same on every rank, mapped from files that rank 0 writes. Sync point"
-    got,mine = _in_files(res, names),not group_rank()
-    with storage(None, gather) as make:
-        for k,o in got.items(): got[k] = gather_batches([o]*mine, [0]*mine, make=make, name=k, in_files=True)
-    return tuple(got[k].joined() if k in got else o for k,o in zip(names, res))
 
 # %% ../../nbs/fastai/02_trainer.ipynb #ec015
 class Results:
     "What a loop of a fastai learner measures and gathers, also in training (`Recorder(train_metrics=True)`)"
-    files,predicting = (),None # of this loop: `BatchFiles`; the `Predicting` of `get_preds`
+    files,predicting = (),None # `BatchFiles` of this loop; `gather` and `act` of a call of `get_preds`
     def before_validate(self):
         "Before the loop, and before other callbacks"
         self.engine.begin_loop(False)
-        found = self._gatherers()
-        if is_share(self.dl): self.files = [BatchFiles(cb) for cb in found if cb.save_preds or cb.save_targs]
-        if self.predicting: self.predicting.begin(found[-1]) # the last one is that of `get_preds`
-    def keep_files(self):
-        "After a batch"
-        if not self.training:
-            for o in self.files: o.keep(self.learn)
+        cbs = self._gatherers()
+        if self.predicting: vars(cbs[-1]).update(self.predicting) # the last one is that of `get_preds`
+        if is_share(self.dl): self.files = [BatchFiles(cb) for cb in cbs if cb.save_preds or cb.save_targs]
+    def after_validate(self):
+        for cb in self._gatherers():
+            if vars(cb).get('act') and cb.with_preds: cb.preds = [cb.act(o) for o in cb.preds]
+        Adapter.after_validate(self)
     def evaluated(self):
         "After the loop: write the files"
         for o in self.files: o.write()
@@ -170,21 +131,16 @@ class Results:
         return not (self.training and self.learn.repeated)
     def measured(self)->list:
         "The metrics of this loop, and the callbacks that gather"
-        return self._mets() if self.training else [*self._mets(), *self._gatherers(), *self.files]
-    @contextmanager
-    def gathers(self, m, names):
-        "Context in which the lists `names` of `m` are gathered"
-        of_preds = self._of_preds(m)
-        if of_preds: self.predicting.activate()
-        yield
-        if of_preds: self.predicting.keep_whole(names)
+        return self._mets() if self.training else [*self._mets(), *self._gatherers()]
     def as_kept(self, m, name, got):
-        "For `get_preds` one entry, if that is one tensor; else an entry for each batch"
-        if self._of_preds(m) and m.concat_dim==0 and got is not None and got.is_dense(): return [got.joined()]
-        return [] if got is None else got.batches()
+        "An entry for each batch; for `get_preds` all together, which fastai would copy"
+        if got is None: return []
+        if 'gather' not in vars(m) or self.files or m.concat_dim: return got.batches()
+        m.after_validate = noop # it would concatenate them
+        whole = got.joined() if got.is_dense() else to_concat(got.batches())
+        return whole if name=='losses' else detuplify(whole)
 
     def _gatherers(self): return [cb for cb in self.learn.cbs if isinstance(cb, GatherPredsCallback)]
-    def _of_preds(self, m): return self.predicting is not None and self.predicting.cb is m
     def _mets(self):
         rec = getattr(self.learn, 'recorder', None)
         if rec is None or rec not in self.learn.cbs: return []
@@ -193,9 +149,9 @@ class Results:
         return list(self.learn.metrics) if measures else []
 
     @contextmanager
-    def predicts(self, *args):
-        "Context of one call of `get_preds`; arguments of `Predicting`"
-        old,self.predicting = self.predicting,Predicting(*args)
+    def predicts(self, **asked):
+        "Context of one call of `get_preds`; asked: its `gather`, and `act` if that is for each batch"
+        old,self.predicting = self.predicting,asked
         try: yield
         finally: self.predicting = old
 
@@ -220,9 +176,8 @@ class OfLoaders:
         return res
     def may_change(self, events)->bool:
         "Whether a callback may cancel a batch, or change its targets, in these events"
-        keeps = lambda cb: getattr(type(cb), 'keeps_batch', isinstance(cb, _keep_batch))
-        cbs = [cb for cb in self.learn.cbs if not keeps(cb)]
-        return any([hasattr(type(cb), e) or e in vars(cb) for cb in cbs for e in events])
+        cbs = [cb for cb in self.learn.cbs if not getattr(type(cb), 'keeps_batch', isinstance(cb, _keep_batch))]
+        return any(hasattr(type(cb), e) or e in vars(cb) for cb in cbs for e in events)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c021
 class OfFits:
@@ -244,8 +199,8 @@ class OfFits:
     def after_fit(self):
         if self.trained: self.engine.epochs_before += self.n_epoch
         self.trained = False
-        self.end_fit()
-    def end_fit(self):
+        self.cleanup()
+    def cleanup(self):
         "At the end of a fit, also after an exception: remove the `Replica`, and restore the weights after `lr_find`"
         self.unswap()
         self.engine.end_fit()
@@ -333,7 +288,6 @@ class OfBatches:
         self.has_loss = True
     def after_batch(self):
         self.engine.end_batch()
-        self.keep_files()
         if not self.training: return
         # which it reads later in this event
         if self.engine.loop.evaluation: self.learn.recorder.train_metrics = not self.learn.repeated
@@ -341,17 +295,13 @@ class OfBatches:
     def share_loss(self):
         "Add this step's loss to the totals; in `lr_find` average it over ranks. Sync point in `lr_find`"
         loss,has_loss = self.learn.loss,self.has_loss and not self.learn.repeated
-        n = self._n_items() if has_loss else 0
+        n = n_items(self.learn) if has_loss else 0
         tot = weighted(loss.detach().mean(), n)
         # with has_loss, since a batch of which no item counts has the loss NaN
         self.steps.append(torch.stack([torch.as_tensor(o, dtype=torch.double).cpu() for o in (tot,n,has_loss)]))
         if 'lr_finder' not in vars(self.learn): return
         tot,count,has_loss = total_losses(self.learn, torch.stack(self.steps[-1:]), 1)[0]
         if has_loss: self.learn.loss = (tot/count).to(self.learn.loss)
-    def _n_items(self):
-        n = find_bs(self.yb) if len(self.yb) and not self.learn.repeated else 0
-        mixed = isinstance(getattr(self.loss_func, '__self__', None), FastaiCallback)
-        return n if not n or mixed else n_items(self.learn)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c025
 class OfRecords:
@@ -388,12 +338,9 @@ class OfRecords:
 # %% ../../nbs/fastai/02_trainer.ipynb #c014
 _writers = 'tensorboard','wandb','neptune','comet','captum','azureml'
 
-def writes(cb)->bool:
-    "Whether `cb` writes a log or draws, and so runs on rank 0 only"
-    return _writes(type(cb))
-
 @functools.cache
-def _writes(cls):
+def writes(cls)->bool:
+    "Whether a class of callbacks writes a log or draws, and so runs on rank 0 only"
     modules = {o.__module__ for o in cls.__mro__}
     return issubclass(cls, (ShowGraphCallback,CSVLogger)) or any(f'fastai.callback.{o}' in modules for o in _writers)
 
@@ -408,36 +355,39 @@ class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfReco
     process"""
     cancels = {k: getattr(fastai_learner, o.__name__) for k,o in cancels.items()}
     kinds,share_class = tuple(cancels.values()),ShareDL
+    looping = alone = False # within a loop over batches; without votes and exchanges
+    trained = has_loss = watches = False # this fit; this batch; whether model and loss are observed
+    # the user's model, while another one stands in `learn.model`; before lr_find; what observes model and loss
+    plain = saved = trace = None
     @delegates(Adapter.__init__)
     def __init__(self,
         # This process's GPU; None: by local rank, or the CPU. A bool is `sync_bn`, fastai's first argument
         cuda_id=None,
+        in_notebook=None, # fastai's option: open a group if there is none; here this is always done
         **kwargs
     ):
         if isinstance(cuda_id, bool): cuda_id,kwargs = None,dict(kwargs, sync_bn=cuda_id)
         super().__init__(cuda_id, **kwargs)
-        self.looping = self.alone = False # within a loop over batches; without votes and exchanges
-        self.trained = self.has_loss = False # this fit; this batch
-        # the user's model, while another one stands in `learn.model`; before lr_find; what observes model and loss
-        self.plain = self.saved = self.trace = None
         self.steps,self.rank0s = [],[] # losses of this epoch; what a logger has added
-        self.watches = False # whether model and loss are observed
 
-    def tell(self, cb, event):
-        "Send `event` to `cb`, if this callback is to run on this rank"
-        try: self._tell(cb, event)
-        except self.kinds as e:
-            if self.alone or not self.engine.holds(e, event): raise
+    def tell(self, event):
+        "Send an event to the callbacks that are to run on this rank"
+        self.begin_event(event)
+        for cb in self.learn.cbs.sorted('order'):
+            try: self._tell(cb, event)
+            except self.kinds as e:
+                if self.alone or not self.engine.holds(e, event): raise
+        self.end_event(event)
 
     def _tell(self, cb, event):
         if isinstance(cb, parts):
             if not self.alone and (self.looping or event not in inner_events): cb(event)
-        elif _writes(type(cb)) or self.rank0s and cb in self.rank0s: self._tell_rank0s(cb, event)
+        elif group_size()>1 and (writes(type(cb)) or self.rank0s and cb in self.rank0s): self._tell_rank0s(cb, event)
         else: cb(event)
 
     def _tell_rank0s(self, cb, event):
         "Run logging callbacks, and callbacks that they add, on rank 0 only, without collectives"
-        if group_rank()>0 and writes(cb): return
+        if group_rank()>0 and writes(type(cb)): return
         before = [*self.learn.cbs]
         with self.on_its_own(), self.engine.shards.on_rank0() if self.engine.shards else nullcontext(): cb(event)
         self.rank0s += [o for o in self.learn.cbs if all(o is not p for p in before)]
@@ -457,20 +407,3 @@ def trainer_of(learn):
     "The trainer of a fastai learner in a context of ours, else None"
     trainer = vars(learn).get('distributed_trainer') # fastai's own context has this attribute too
     return trainer if isinstance(trainer, DistributedTrainer) else None
-
-# %% ../../nbs/fastai/02_trainer.ipynb #cal01
-class _Told:
-    "A callback, called by way of the trainer"
-    def __init__(self, trainer, cb): self.trainer,self.cb = trainer,cb
-    def __call__(self, event): self.trainer.tell(self.cb, event)
-    def __getattr__(self, k): return getattr(self.cb, k)
-
-class Called(L):
-    "The callbacks of a learner in a context"
-    trainer = None # also of a part of the list
-    def sorted(self, *args, **kwargs):
-        "In order, as they are called"
-        cbs,trainer = super().sorted(*args, **kwargs),self.trainer
-        if trainer is None: return cbs
-        told = [_Told(trainer, cb) if group_size()>1 or isinstance(cb, parts) else cb for cb in cbs]
-        return [trainer.begin_event,*told,trainer.end_event]

@@ -310,11 +310,8 @@ def advise_on_memory(e, learn):
     """If the exception says that memory has run out, add the size of the batch and a remedy to it. e: an exception
     that has ended a fit; learn: ours or fastai's"""
 
-def check_epochs(n, name='n_epoch'):
-    """ValueError if `n` is no number of epochs"""
-
-def check_reset(reset_opt):
-    """ValueError if `reset_opt` is neither true nor false, such as a text"""
+def check_fit(n_epoch, start_epoch, reset_opt):
+    """ValueError for numbers of epochs that are none, and if `reset_opt` is neither true nor false, such as a text"""
 
 _loop_state: Any
 
@@ -322,3 +319,6 @@ def group_lrs(lr, n: int) -> list:
     """The learning rate of each parameter group. ValueError for a list of another length. lr: a number for all groups;
     a list, one for each; `slice(a,b)`: from a to b in equal ratios; `slice(b)`: b/10, and b for the last; n: number
     of parameter groups"""
+
+def device_of(learn) -> torch.device:
+    """The device for a learner's model and batches: that of `dls`, or this process's own. learn: ours or fastai's"""

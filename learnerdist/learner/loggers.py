@@ -141,8 +141,6 @@ class LogWriter(Callback):
     def before_fit(self):
         # fastai's `get_preds` calls `before_fit`, too
         self.seen,self.writing = 0,is_rank0() and self.learn.fitting
-        # fastai's Learner does not call `cleanup`
-        if self.writing and hasattr(self.learn, 'at_end'): self.learn.at_end(self.learn, self)
         if self.writing: self.open()
 
     def after_epoch(self):
