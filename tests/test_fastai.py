@@ -114,12 +114,13 @@ def each_of(kinds, path):
             except Exception: res[f.__name__] = Failed(traceback.format_exc())
     return res
 
-def asking(*funcs, alone=()):
+def asking(*funcs, alone=(), prepare=lambda path: None):
     """A fixture, `found(func, W)`: what each of `funcs(W, rank, path)` returns on the ranks of `W` processes, which are started once for
-    all of them; on 0 processes, without a context. `alone` are functions that open their own group"""
+    all of them; on 0 processes, without a context. `alone` are functions that open their own group; `prepare(path)` comes before all"""
     @pytest.fixture(scope='module')
     def found(tmp_path_factory):
         path = tmp_path_factory.mktemp('found')
+        prepare(path)
         of_ranks = functools.cache(lambda W: run_ranks(each_of, W, {on_ranks: funcs, alone_on_ranks: alone}, path, timeout_s=500))
         def found(func, W):
             res = [func(W, 0, path)] if W<2 else [o[func.__name__] for o in of_ranks(W)]
@@ -151,9 +152,11 @@ def ctx(learn, W, seed=3, **kw):
 
 def same(func, *args, W=(1,2,3), tol=1e-9, lines=(), found=None):
     """What `func(W, rank, *args)` returns on every rank of W processes is what fastai returns without a context (W=0). `lines`: those of
-    the table that this shows; or for each key of what is returned its line, or its line and tolerance. `found`: the fixture of `asking`"""
+    the table that this shows; or for each key of what is returned its line, or its line and tolerance; or the point, where the keys are the
+    lines. `found`: the fixture of `asking`"""
     found = found or (lambda func, W: [func(W, 0, *args)] if W<2 else run_ranks(on_ranks, W, func, *args))
     want, = found(func, 0)
+    if isinstance(lines, str): lines = {k: f'{lines} {k}' for k in want}
     keyed = {k: v if isinstance(v, tuple) else (v,tol) for k,v in lines.items()} if isinstance(lines, dict) else {}
     if keyed: assert keyed.keys()==want.keys()
     for w in W:

@@ -71,8 +71,7 @@ def train(folder, plan, kind, kw):
 def run(folder, plan=(), kind='', nproc=2, options=(), module='learnerdist.launch', **kw):
     "Exit status, the result of rank 0, and what was printed"
     folder.mkdir(parents=True, exist_ok=True)
-    restarts = [] if module is None else ['--max-restarts', len(plan)]
-    launcher = [] if module is None else ['-m', module, '--nproc-per-node', nproc, *restarts, *options]
+    launcher = ['-m', module, '--nproc-per-node', nproc, '--max-restarts', len(plan), *options]
     drop = 'RANK','WORLD_SIZE','LOCAL_RANK','MASTER_PORT','LEARNERDIST_MEMORY'
     env = {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=f'{root}:{root/"tests"}', LEARNERDIST_SEED='1')
     plan = dict(enumerate(plan)) if isinstance(plan, (list,tuple)) else plan
@@ -153,12 +152,12 @@ everywhere = [at('after_pred', 0, 2), at('commit', 0, 2, ranks=[0]), at('after_t
               at('after_backward', 1, 1, ranks=[0]), at('after_step', 1, 2), at('after_epoch', 1)]
 
 @slow
-@pytest.mark.parametrize('nproc,n,points,kw', [pytest.param(2, 2, everywhere, dict(every=2, in_memory=True), marks=pytest.mark.long),
-                                               (3, 1, everywhere[1::2], dict(every='epoch', in_memory=1))])
-def test_killed_everywhere(nproc, n, points, kw, tmp_path, undisturbed):
-    code,res,text = run(tmp_path, points, nproc=nproc, **kw)
+@pytest.mark.parametrize('nproc,n,kw', [pytest.param(2, 2, dict(every=2, in_memory=True), marks=pytest.mark.long),
+                                        (3, 1, dict(every='epoch', in_memory=1))])
+def test_killed_everywhere(nproc, n, kw, tmp_path, undisturbed):
+    code,res,text = run(tmp_path, everywhere, nproc=nproc, **kw)
     assert code==0 and same(undisturbed(nproc), res), text
-    assert text.count('the state in memory')==len(points), text
+    assert text.count('the state in memory')==len(everywhere), text
     assert max(lost(tmp_path))<=n and not Path((tmp_path/'memory').read_text()).exists()
     assert (tmp_path/'ckpt').exists()==('epoch'==kw['every'])
 
@@ -245,10 +244,9 @@ def test_a_killed_launcher_leaves_nothing_for_long(tmp_path):
     last = launch()
     assert not left.exists() and not last.exists() and not [*(tmp_path/'tmp').iterdir()]
 
-@slow
-@pytest.mark.parametrize('module', [None, pytest.param('torch.distributed.run', marks=pytest.mark.long)])
-def test_another_launcher(module, tmp_path, undisturbed):
-    code,res,text = run(tmp_path, module=module, every=4, in_memory=True)
+@pytest.mark.long
+def test_another_launcher(tmp_path):
+    code,res,text = run(tmp_path, module='torch.distributed.run', every=4, in_memory=True)
     assert code==0 and res and 'only ranks that learnerdist.launch has started' in text and 'States go to files only, every=4' in text, text
     assert len([*(tmp_path/'ckpt').iterdir()])>=2
 

@@ -119,7 +119,7 @@ def test_values_on_several_ranks():
         alone.prepare(.1)
         want = plain(alone.validate())
         close(found[:-1], want, 1e-12)
-        assert values[0][1:]==found and all(o[0][1]==ranks[0][0][1] for o in ranks) # the same on all ranks
+        assert values[0][1:]==found and all(o[1]==ranks[0][1] for o in ranks) # the same on all ranks
         for i in hits: assert found[i]==want[i] # fed the batches of one process
         for a,b in zip(of_nodes, nodes()): assert a==pytest.approx(b, abs=1e-12)
         assert changed==[]

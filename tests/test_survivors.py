@@ -208,20 +208,4 @@ def test_random_points():
     res = subprocess.run(cmd, env={**os.environ, 'PYTHONPATH': str(root)}, capture_output=True, text=True)
     assert res.returncode==0, res.stdout
 
-def test_a_log_that_is_right_is_not_written_again(tmp_path):
-    from types import SimpleNamespace
-    from learnerdist.all import CSVLogger
-    cb = CSVLogger('log.csv')
-    cb.learn = SimpleNamespace(path=tmp_path, recorder=SimpleNamespace(metric_names=['epoch','loss','time']))
-    cb.open()
-    assert (tmp_path/'log.csv').read_text()=='epoch,loss\n' # at once, since others may read it
-    cb.written = 'epoch,loss\n0,1.5\n'
-    cuts,truncate = [],cb.file.truncate
-    same = {k: getattr(cb.file, k) for k in ('seek','write','flush','close')}
-    cb.file = SimpleNamespace(truncate=lambda: cuts.append(truncate()), **same)
-    cb.written = cb.written
-    assert not cuts
-    cb.written = 'epoch,loss\n'
-    assert len(cuts)==1 and cb.written=='epoch,loss\n'
-
 if __name__=='__main__': train(sys.argv[1], json.loads(sys.argv[2]), *sys.argv[3:])
