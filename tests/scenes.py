@@ -41,9 +41,6 @@ def as_dicts(n): return [dict({'in': [x, {'scale': tensor(1.+i%3)}]}, y=y) for i
 def as_pairs(n): return [(x, x.flatten()[:3], y) for x,y in pictures(n)]
 def boxes(n): return [(o[:12].view(3, 4), dict(boxes=o[12:].view(2, 2))) for o in draws(n, 16)]
 def graphs(n): return [(draws(k, 4, seed=i), draws(k, 2, seed=i)) for i,k in enumerate((1+ints(5, n)).tolist())]
-def in_order(n):
-    "The labels 0, 1, 2 … come first: they are classes, and no contrastive loss's samples"
-    return TensorDataset(draws(n, 4), torch.cat([torch.arange(12),ints(12, n)])[:n])
 
 def streamed(ds): return lambda n: Stream(list(ds(n)))
 
@@ -182,7 +179,6 @@ def of_output(out, b): return out[0]
 def huber(p, t): return ((p-t)**2+1).sqrt().mean()
 def contrast(p, t): return torch.logsumexp(-torch.cdist(gather_with_grad(p), gather_with_grad(t.detach())), 1).mean()
 contrast.n_items = 'whole'
-def weighted_by_hand(p, t): return F.cross_entropy(p, t, torch.linspace(.1, 3., 12).to(p))
 def masked_in_place(p, t):
     m = t!=0
     t[~m] = 1
@@ -196,25 +192,6 @@ class LearnedLoss(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(2))
     def forward(self, p, t): return ((p*self.scale-t)**2).mean()
-
-class CountsCalls:
-    "Goes by the number of its calls"
-    n = 0
-    def __call__(self, p, t):
-        self.n += p.requires_grad
-        return ((p-t)**2).mean()+min(1, self.n/9)*(p**2).mean()
-
-class Keeps(nn.Module):
-    "Has a list, and a buffer that it replaces"
-    def __init__(self):
-        super().__init__()
-        self.steps = []
-        self.register_buffer('n', torch.zeros(()))
-    def forward(self, p, t):
-        if p.requires_grad:
-            self.n = self.n+1
-            self.steps.append(float(self.n))
-        return ((p-t)**2).mean()*len(self.steps)
 
 def right(out, y): return (out.argmax(-1)==y).double().mean()
 def two_right(out, y): return right(out[0], y)
@@ -550,9 +527,6 @@ scenes |= {'loss of the model': given, 'loss of the model, in a tuple': {**given
                                                                          'loss': of_output},
            'loss of the model, accumulated': {**given, 'n': 48, 'parts': 2, 'accumulate': 12},
            'contrastive': scene(loss=contrast),
-           'first labels in order': scene(ds=in_order, model=lambda: nn.Linear(4, 12),
-                                                                             loss=weighted_by_hand),
-           'a loss that counts': scene(loss=CountsCalls), 'a loss that keeps': scene(loss=Keeps),
            'a scripted loss': scene(loss=scripted),
            'targets changed in place': scene(n=45, ds=classes, loss=masked_in_place),
            'sum and penalty': scene(n=45, loss=nn.MSELoss(reduction='sum'), lr=1e-3, cbs=lambda: [Penalty(False)]),
