@@ -96,7 +96,7 @@ def rank_answers(W):
         return res | {f.__name__: f() for f in ([count_modes,small_batches,mute_rank_1,gradient_of_muted] if W==2 else [subgroup_step])}
 
 @functools.cache
-def on_ranks(W): return run_ranks(rank_answers, W, W)
+def on_ranks(W): return run_ranks(rank_answers, W, W, timeout_s=240)
 def answers(W, key): return [o[key] for o in on_ranks(W)]
 
 @pytest.mark.parametrize('rows', [o for os in splits.values() for o in os])

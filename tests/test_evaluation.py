@@ -373,7 +373,7 @@ def rank_fails(metric):
 
 @pytest.mark.parametrize('metric', [fails_here, FailsAtTheEnd])
 def test_a_metric_that_fails_on_one_rank_fails_on_all(metric):
-    with pytest.raises(RanksError) as e: run_ranks(rank_fails, 2, metric, timeout_s=60)
+    with pytest.raises(RanksError) as e: run_ranks(rank_fails, 2, metric)
     errors = e.value.errors
     assert errors[1].kind=='KeyError' and errors[0].kind=='RankError'
     assert 'rank 1' in errors[0].message and 'a metric' in errors[0].message

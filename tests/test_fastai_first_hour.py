@@ -84,7 +84,7 @@ def outcomes(n):
 @pytest.mark.parametrize('n', [1,2])
 def test_scripts(n):
     "A batch object without targets, and a loss that returns None; a data set with a list of classes; a second pass"
-    ranks = run_ranks(outcomes, n, n)
+    ranks = run_ranks(outcomes, n, n, timeout_s=240)
     for o in ranks:
         assert 'has no targets' in o['without_targets'] and 'Graph' in o['without_targets']
         assert 'the loss is None: let loss_func' in o['no_loss'] and o['typed'] is True

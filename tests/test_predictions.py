@@ -167,7 +167,7 @@ def rank_answers(W):
         return {o: outcome(o) for o in (*cases,*random_cases)} | {(k,bs): outputs(k, bs) for k in rowless for bs in (1,2,4)}
 
 @functools.cache
-def on_ranks(W): return run_ranks(rank_answers, W, W)
+def on_ranks(W): return run_ranks(rank_answers, W, W, timeout_s=240)
 
 @pytest.mark.parametrize('name', [*cases,*random_cases])
 def test_case(name):

@@ -81,7 +81,7 @@ def refused_on_ranks(path):
 
 def test_it_is_refused_on_all_ranks(tmp_path):
     fit(tmp_path)
-    assert run_ranks(refused_on_ranks, 2, tmp_path, timeout_s=60)==[('ValueError',True),('RankError',True)]
+    assert run_ranks(refused_on_ranks, 2, tmp_path)==[('ValueError',True),('RankError',True)]
 
 def test_runs_that_were_copied_together(tmp_path):
     "The one that wrote last is meant; the other one's checkpoints are neither restored nor removed"

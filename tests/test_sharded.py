@@ -467,7 +467,7 @@ def factored(m, lr):
     return opt
 
 def alone_in_evaluation(learn):
-    if not rank_distrib(): return wait_key(shared_store(), 'told', 20)
+    if not rank_distrib(): return wait_key(shared_store(), 'told', 60)
     try: learn.runner.shards.join_batch() # as if it had no batch, while others have
     finally: shared_store().set('told', 'told')
 
@@ -480,12 +480,12 @@ within = dict(idle=(Idle, {}, lambda o: o.fit(1), 'no gradient for idle.weight, 
               loaded=(Net, dict(opt=torch.optim.SGD), load_factored, 'Begin with a new optimizer: fit(…, reset_opt=True)'),
               factored=(Net, dict(opt=factored), None, 'cannot be cut as they are: set learn.opt = None before the context'),
               shapes=(Net, {}, lambda o: part_of(torch.zeros(9), o.model.head.weight), 'a tensor of shape (9,) has no parts like'),
-              alone=(Net, {}, alone_in_evaluation, 'no rank has run the model in 2 s: validate and predict on all ranks'))
+              alone=(Net, {}, alone_in_evaluation, 'no rank has run the model in 6 s: validate and predict on all ranks'))
 
 def refused_within():
     said = {}
     for k,(model,kw,f,_) in within.items():
-        with process_group(timeout_s=2 if k=='alone' else 60):
+        with process_group(timeout_s=6 if k=='alone' else 60):
             learn = make(case(n=24, model=model, **kw), group_size())
             if f is None: learn.create_opt()
             try:
