@@ -47,7 +47,6 @@ def streamed(ds): return lambda n: Stream(list(ds(n)))
 def as_lists(b): return tuple(map(list, zip(*b)))
 def as_graph(b): return torch.cat([o for o,_ in b]),torch.cat([o for _,o in b])
 def as_graph_with_ids(b): return torch.cat([o for o,_ in b]),torch.arange(len(b)),torch.cat([o.sum(1) for _,o in b])
-def in_a_dict(b): return dict(x=torch.stack([o[0] for o in b])),torch.stack([o[1] for o in b])
 
 class Batches:
     "A batch sampler of the user's"
@@ -147,14 +146,11 @@ class OfNodes(nn.Module):
     def forward(self, x, ids): return self.net(x).sum(1)
 
 class Writes(nn.Module):
-    "Changes what it is given: a tensor, or a dict"
+    "Changes what it is given"
     def __init__(self, how):
         super().__init__()
         self.how,self.net = how,net()
     def forward(self, b): return self.net(self.how(b))
-def doubled(b):
-    b['x'] = b['x']*2
-    return b['x']
 
 # --- losses and metrics -----------------------------------------------------------------------------------------------
 
@@ -273,13 +269,6 @@ class Swaps(Callback):
     order = 8
     def before_fit(self): self.mine = other_loaders(self.learn).train
     def before_train(self): self.learn.dl = self.mine
-
-class Evaluates(Callback):
-    "Evaluates by itself after each epoch's training, which changes nothing"
-    def __init__(self, how): self.how = how
-    def before_fit(self): self.learn.found = []
-    def after_epoch(self):
-        self.learn.found.append(self.learn.validate() if self.how=='validate' else self.learn.get_preds()[0].sum())
 
 class WeighedTwice(Callback):
     "A second backward pass, whose loss is weighed by hand"
@@ -416,7 +405,7 @@ def run(c, W=1, rank=0):
             kw = dict(n_epoch=o) if isinstance(o, int) else dict(o)
             (learn.fit_one_cycle if c['cycle'] else learn.fit)(kw.pop('n_epoch'), cbs=cbs, **kw)
             fits.append(result(learn, unlike))
-        res = dict(fits=fits, found=getattr(learn, 'found', []), measured=[measured(o) for o in cbs],
+        res = dict(fits=fits, measured=[measured(o) for o in cbs],
                    validate=learn.validate(), ids=getattr(learn, 'ids', []))
         if c['preds']: res['preds'] = tree_leaves(learn.get_preds())
     return res
@@ -460,8 +449,7 @@ scenes = dict(
     fits_go_on=picture(model=bn, fits=[2, dict(n_epoch=2, lr=.05), dict(n_epoch=3, start_epoch=1)]),
     fits_go_on_adam=picture(model=bn_no_bias, fits=[2, dict(n_epoch=2, lr=.005), dict(n_epoch=3, start_epoch=1)],
                             **adam),
-    seed_of_torch=picture(ctx={}), validates_within=picture(model=bn, cbs=lambda: [Evaluates('validate')]),
-    predicts_within=picture(model=bn, cbs=lambda: [Evaluates('preds')]),
+    seed_of_torch=picture(ctx={}),
     torchs_loader=picture(loader=DataLoader, metrics=[accuracy]),
     own_loaders=picture(loader=DataLoader, wrap=OwnLoaders))
 # What is trained changes
@@ -495,10 +483,7 @@ scenes |= {"torch's batch sampler": scene(n=44, loader=by_torchs_batches),
            'a loss of nodes': scene(ds=graphs, dl=dict(collate_fn=as_graph_with_ids), model=OfNodes, loss=huber,
                                     n_inp=2,
                                     metrics=[distance], preds=False),
-           'inputs changed in place': scene(model=lambda: Writes(lambda x: x.sub_(.5))),
-           'inputs changed in a dict': scene(model=lambda: Writes(doubled), dl=dict(collate_fn=in_a_dict)),
-           'inputs taken out of a dict': scene(model=lambda: Writes(lambda b: b.pop('x')),
-                                               dl=dict(collate_fn=in_a_dict))}
+           'inputs changed in place': scene(model=lambda: Writes(lambda x: x.sub_(.5)))}
 # Cancelled
 scenes |= {'max_norm, cancelled': scene(model=Shortened, ds=words,
                                         cbs=lambda: [Cancels('before_batch', CancelTrainException)]),

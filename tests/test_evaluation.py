@@ -156,27 +156,6 @@ class SkipBatch(Callback):
     def before_batch(self):
         if (self.learn.x==self.x).all(-1).any(): raise CancelBatchException
 
-class FlatLM(nn.Module):
-    "Flattens tokens into rows, its output has as many for each sample"
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(3, 4)
-    def forward(self, x): return self.lin(x).flatten(0, 1)
-
-class ShapeMetric(Metric):
-    def reset(self): self.shapes = []
-    def accumulate(self, learn): self.shapes += [*learn.pred.shape,*learn.y.shape,*learn.xb[0].shape]
-    @property
-    def value(self): return self.shapes
-
-def flat_lm(ctx):
-    x,y = xy(7, 5)
-    torch.manual_seed(0)
-    dls = DataLoaders.from_dsets(TensorDataset(x, y), TensorDataset(x, y), bs=2)
-    learn = Learner(dls, FlatLM(), lambda p,t: F.cross_entropy(p, t.flatten()), metrics=[ShapeMetric])
-    with ctx(learn): learn.validate()
-    return values(learn)
-
 def dict_model(ctx):
     "Batches and outputs that are dicts, also the last one of a single sample"
     class Model(nn.Module):
@@ -254,7 +233,6 @@ cases = dict(
     drop_last_in_batch_sampler=lambda ctx: validated(ctx, DataLoader(KeyedXY(13), batch_sampler=BatchSampler(range(12, -1, -1), 3, True))),
     drop_last_stream=lambda ctx: validated(ctx, DataLoader(StreamXY(13), 4, drop_last=True)),
     subclasses=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 4), metrics=[Largest, Uncounted]),
-    flattened_predictions=flat_lm,
     dicts=dict_model,
     skipped_batch=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 1), cbs=SkipBatch(xy(13)[0][5])),
 )

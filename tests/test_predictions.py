@@ -59,15 +59,6 @@ def box_list(x): return [o.repeat(n_boxes(o), 1) for o in x]
 def packed(x): return nn.utils.rnn.pack_sequence([o[:n_boxes(o)%3+1] for o in x], False)
 def bare_loss(p, *y): return torch.zeros(())
 
-class Sentences(torch.utils.data.Dataset):
-    "Of 1 to 5 numbers"
-    def __len__(self): return 11
-    def __getitem__(self, i): return torch.arange(1., i%5+2)+i,i
-
-def padded(items):
-    xs,ys = zip(*items)
-    return nn.utils.rnn.pad_sequence(xs, batch_first=True),torch.tensor(ys)
-
 class Images(torch.utils.data.Dataset):
     "Of different sizes, with targets of detection"
     def __len__(self): return 7
@@ -96,12 +87,6 @@ class Smooth(nn.CrossEntropyLoss):
 
 def dl(*args, **kw): return DataLoader(TensorDataset(*xy()), *args, **kw)
 def weighted(): return WeightedRandomSampler(torch.arange(13.), 10)
-
-def unpadded(ctx):
-    "What the padding adds depends on who else is in a batch; the sentences themselves do not"
-    learn = make(Fn(lambda x: x*2), TfmdDL(Sentences(), 3, collate_fn=padded), loss=bare_loss)
-    with ctx(learn): p,y = learn.get_preds()
-    return [o[:i%5+1].tolist() for i,o in zip(y.tolist(), p)],y.tolist()
 
 def predictions(ctx):
     learn = make()
@@ -146,7 +131,6 @@ cases = dict(
                                 dl=DataLoader(Images(), 3, collate_fn=as_tuples)),
     no_targets=lambda ctx: preds(ctx, dl=DataLoader(Inputs(), 4), with_input=True),
     texts=lambda ctx: preds(ctx, model=Fn(lengths), loss=bare_loss, dl=DataLoader(Texts(), 4), with_input=True),
-    padded_batches=unpadded,
     predict=predictions)
 # What draws from a random stream is compared with a context of one process, where the stream is the same
 random_cases = dict(
@@ -163,7 +147,7 @@ def outcome(name):
 def rank_answers(W):
     "All that is asked of `W` ranks"
     with process_group():
-        if W==2: return dict(measured=measured(in_ctx), times=times(), streams=[stream_preds(o) for o in (0,1,2)])
+        if W==2: return dict(streams=[stream_preds(o) for o in (0,1,2)])
         return {o: outcome(o) for o in (*cases,*random_cases)} | {(k,bs): outputs(k, bs) for k in rowless for bs in (1,2,4)}
 
 @functools.cache
@@ -194,55 +178,9 @@ def test_predict_transforms_as_the_loader_does():
     res,x = predictions(alone),xy()[0]
     assert res['after_batch'][0]==res['after_batch'][1]==(x[3]*10).tolist()
 
-def measured(ctx):
-    "How often a metric was fed by `get_preds` and `predict`, and then by `validate`"
-    learn,seen = make(),[]
-    def count(pred, y):
-        seen.append(len(y))
-        return pred.sum()
-    learn.metrics = mets = [count]
-    with ctx(learn):
-        learn.get_preds()
-        learn.predict(torch.zeros(3))
-        before = len(seen)
-        learn.validate()
-    return before,len(seen)-before,learn.metrics is mets
-
-def test_predictions_are_not_measured():
-    n,n_validated,same = measured(alone)
-    assert (n,same)==(0,True) and n_validated>0
-    assert [o['measured'][::2] for o in on_ranks(2)]==[(0,True)]*2
-
 def test_nothing_to_predict():
     learn = make(n=0, train=dl(4))
     assert learn.get_preds(with_input=True)==(None,)*3
-
-# --- when -------------------------------------------------------------------------------------------------------------------
-
-def times():
-    learn,res = make(bn_and_dropout),[]
-    def note(): res.append(({k:v.clone() for k,v in learn.model.state_dict().items()}, plain(learn.get_preds(with_loss=True))))
-    with learn.distrib_ctx(seed=1), learn.no_logging():
-        note()
-        learn.fit(1)
-        note()
-        learn.fit(1)
-        note()
-    note()
-    return res,len(learn.dls.valid),learn.training
-
-def test_before_a_fit_after_it_and_after_the_context():
-    ranks = [o['times'] for o in on_ranks(2)]
-    for res,n_seen,training in ranks:
-        assert n_seen==4 and not training
-        for i,(state,got) in enumerate(res):
-            learn = make(bn_and_dropout)
-            learn.model.load_state_dict(state)
-            assert_same(got, plain(learn.get_preds(with_loss=True)))
-            assert_same(got, ranks[0][0][i][1])
-    got = [flat(o) for _,o in ranks[0][0]]
-    assert got[0]!=pytest.approx(got[1], abs=1e-3) and got[1]!=pytest.approx(got[2], abs=1e-3)
-    assert got[3]==pytest.approx(got[2], abs=1e-6) # after the second fit nothing changes
 
 # --- in what order ----------------------------------------------------------------------------------------------------------
 
