@@ -156,25 +156,6 @@ class SkipBatch(Callback):
     def before_batch(self):
         if (self.learn.x==self.x).all(-1).any(): raise CancelBatchException
 
-def dict_model(ctx):
-    "Batches and outputs that are dicts, also the last one of a single sample"
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(3, 4)
-        def forward(self, b): return dict(logits=self.lin(b['x']), aux=[b['x']])
-    class Agree(BatchMeans):
-        def accumulate(self, learn):
-            b,pred = learn.xb[0],learn.pred
-            assert learn.yb[0]['y'].equal(b['y']) and pred['aux'][0].equal(b['x'])
-            self.means.append(accuracy(pred['logits'], b['y']).item())
-    x,y = xy(9)
-    torch.manual_seed(0)
-    items = [dict(x=a, y=b) for a,b in zip(x, y)]
-    learn = Learner(DataLoaders.from_dsets(items, items, bs=4), Model(), lambda p,b: F.cross_entropy(p['logits'], b['y']), metrics=[Agree])
-    with ctx(learn): learn.validate()
-    return values(learn)
-
 def root(p, t): return (p.softmax(-1)-F.one_hot(t, 4)).pow(2).mean().sqrt() # no mean over samples
 
 def own_batch(ctx, dtype):
@@ -233,7 +214,6 @@ cases = dict(
     drop_last_in_batch_sampler=lambda ctx: validated(ctx, DataLoader(KeyedXY(13), batch_sampler=BatchSampler(range(12, -1, -1), 3, True))),
     drop_last_stream=lambda ctx: validated(ctx, DataLoader(StreamXY(13), 4, drop_last=True)),
     subclasses=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 4), metrics=[Largest, Uncounted]),
-    dicts=dict_model,
     skipped_batch=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 1), cbs=SkipBatch(xy(13)[0][5])),
 )
 # What draws from a random stream is compared with a context of one process, where the stream is the same

@@ -296,3 +296,8 @@ def alone(name, *args):
 def test_tabular_example():
     (two,last2),(one,last1) = launched('fastai_tabular', '--epochs', '3'),alone('fastai_tabular', '--epochs', '3', '--bs', '16')
     assert len(two)==3 and two==[pytest.approx(o, abs=2e-6) for o in one] and last2==last1
+
+@pytest.mark.long
+def test_vision_example(tmp_path):
+    rows,last = launched('fastai_vision', '--epochs', '1', '--pictures', '90', '--bs', '16', '--path', str(tmp_path/'digits'))
+    assert len(rows)==1 and f'{rows[0][3]:.4f}'==last.split()[-4] and last.endswith('on 22 pictures')

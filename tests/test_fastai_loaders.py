@@ -63,23 +63,6 @@ def test_a_users_own_order():
     dl = Odd(list(range(20)), bs=2, num_workers=0)
     assert [rows(dl, r, 2) for r in range(2)]==[[1,5,9,13,17]*2, [3,7,11,15,19]*2]
 
-@pytest.mark.parametrize('W', [1, 2, 3])
-@pytest.mark.parametrize('shuffle', [False, True])
-def test_streams_of_a_language_model_go_on(W, shuffle):
-    texts = [torch.arange(i*1000, i*1000+20+i) for i in range(30)]
-    mk = lambda bs: LMDataLoader(texts, lens=[len(o) for o in texts], bs=bs, seq_len=7, shuffle=shuffle)
-    shares = [ShareDL.from_dl(mk(4), r, W, seed=5) for r in range(W)]
-    one,first = ShareDL.from_dl(mk(4*W), 0, 1, seed=5),None
-    for epoch in range(2):
-        for o in [one,*shares]: o.set_epoch(epoch)
-        whole,parts = list(one),[list(o) for o in shares]
-        assert len(whole)==len(parts[0])==len(shares[0])
-        for i,(x,y) in enumerate(whole):
-            assert all(torch.equal(parts[r][i][0], x[r::W]) and torch.equal(parts[r][i][1], y[r::W]) for r in range(W))
-            if i: assert torch.equal(x[:,0], whole[i-1][1][:,-1])
-        if epoch: assert torch.equal(first, whole[0][0])==(not shuffle)
-        first = whole[0][0]
-
 # --- learners ---------------------------------------------------------------------------------------------------------------
 
 def learn_on(dls, W, **kw):
