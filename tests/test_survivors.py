@@ -150,9 +150,9 @@ def test_deaths_of_five_of_six(kind, i, tmp_path, undisturbed):
     ('', {3: {0: late}, 2: {0: at('predict')}}, 1,
         [again(2, 3),again(1, 2),'going on in epoch 2 after step 30','this fit was done already, after 33 steps']),
     ('fastai', {3: {0: late, 2: late}}, 1, [again(1, 3),'going on in epoch 2 after step 30, from the state in memory']), # two at once
-    ('checkpoint', {3: {0: at('before_backward', 1, 1)}}, 2, ['going on in epoch 1 after step 12, from the checkpoint']),
     *(pytest.param(*o, marks=pytest.mark.long) for o in (
         ('', {4: {1: late, 2: late}, 2: {0: at('predict')}}, 1, [again(2, 4),again(1, 2)]),
+        ('checkpoint', {3: {0: at('before_backward', 1, 1)}}, 2, ['going on in epoch 1 after step 12, from the checkpoint']),
         ('fastai checkpoint', {3: {0: at('before_backward', 1, 1)}}, 2, ['going on in epoch 1 after step 12, from the checkpoint']),
         *((f'{k}{o}', {3: {1: late}}, 2, [again(2, 3)]) for o in ('accumulate','plateau') for k in ('','fastai ')),
         ('sharded', {3: {1: late}}, 2, ['going on in epoch 2 after step 30, from the state in memory'])))])
@@ -194,7 +194,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 '''
 
 @pytest.mark.parametrize('policy,dying,how,status,said', [('shrink','1','raise',1,'ZeroDivisionError: on purpose'),
-    ('shrink','01','kill',137,'ended by SIGKILL'), ('restart','1','kill',137,'ended by SIGKILL')])
+    *(pytest.param(*o, 'kill', 137, 'ended by SIGKILL', marks=pytest.mark.long) for o in (('shrink','01'),('restart','1')))])
 def test_what_ends_the_run(policy, dying, how, status, said, tmp_path):
     "An exception, which would come again; the death of all; a death, without the option"
     (tmp_path/'ends.py').write_text(ends)
