@@ -98,8 +98,9 @@ def undisturbed(tmp_path_factory):
     return _undisturbed
 
 def without_launcher(folder, nproc, kind=''):
-    if kind=='sharded': res = run_ranks(sharded, nproc, folder, (), dict(every='epoch'))
-    else: res = run_ranks(checkpoint.fit, nproc, folder, f'plain {kind}', every='epoch')
+    env = dict(LEARNERDIST_SEED='1')
+    if kind=='sharded': res = run_ranks(sharded, nproc, folder, (), dict(every='epoch'), env=env)
+    else: res = run_ranks(checkpoint.fit, nproc, folder, f'plain {kind}', every='epoch', env=env)
     return json.loads(json.dumps(res[0]))
 
 def same(a, b): return a is not None and [k for k in a if a[k]!=b[k]]==[]

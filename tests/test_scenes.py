@@ -30,9 +30,11 @@ def on_ranks(W):
 def rank_answers(names, path):
     "The scenes, and the longer stories below"
     with process_group():
-        res = rank_runs(names) | dict(adam=run(with_adam, group_size(), group_rank()), split=split_validation(), folds=folds(),
-                                      story=story(group_size(), group_rank(), path))
-    return dict(res, is_open=dist.is_initialized())
+        stories = dict(with_adam=run(with_adam, group_size(), group_rank()), split_validation=split_validation(), folds=folds(),
+                       story=story(group_size(), group_rank(), path))
+        res = rank_runs(names)
+    assert not res.keys()&stories.keys()
+    return dict(res, **stories, is_open=dist.is_initialized())
 
 @pytest.fixture
 def ranks(request): return on_ranks(request.param)
@@ -106,7 +108,7 @@ def test_the_exception_a_bias_before_batchnorm_with_adam(W):
     the running mean that follows it differ by up to 1e-8, and so do validation numbers; all else holds 1e-9"""
     loose = ('0.bias','1.running_mean','4.bias','5.running_mean')
     want = run(with_adam)
-    for r in (o['adam'] for o in on_ranks(W)):
+    for r in (o['with_adam'] for o in on_ranks(W)):
         for a,b in zip(r['fits'], want['fits']):
             for k,v in b['state'].items(): close(a['state'][k], v, 1e-8 if k in loose else 1e-9)
             close([a['losses'],a['opt']], [b['losses'],b['opt']])
@@ -182,4 +184,4 @@ def split_validation():
 @pytest.mark.parametrize('W', [2, 3])
 def test_validation_on_split_batches(W):
     want = split_validation()
-    for o in on_ranks(W): assert o['split']==pytest.approx(want, abs=1e-12)
+    for o in on_ranks(W): assert o['split_validation']==pytest.approx(want, abs=1e-12)
