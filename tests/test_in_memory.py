@@ -97,10 +97,8 @@ def undisturbed(tmp_path_factory):
         return known[nproc,kind]
     return _undisturbed
 
-def without_launcher(folder, nproc, kind=''):
-    env = dict(LEARNERDIST_SEED='1')
-    if kind=='sharded': res = run_ranks(sharded, nproc, folder, (), dict(every='epoch'), env=env)
-    else: res = run_ranks(checkpoint.fit, nproc, folder, f'plain {kind}', every='epoch', env=env)
+def without_launcher(folder, nproc, kind):
+    res = run_ranks(checkpoint.fit, nproc, folder, f'plain {kind}', every='epoch', env=dict(LEARNERDIST_SEED='1'))
     return json.loads(json.dumps(res[0]))
 
 def same(a, b): return a is not None and [k for k in a if a[k]!=b[k]]==[]
@@ -195,7 +193,7 @@ def test_a_signal_leaves_a_file(tmp_path, undisturbed):
 
 @slow
 def test_sharded(tmp_path):
-    ref = without_launcher(tmp_path/'ref', 2, 'sharded')
+    ref = run(tmp_path/'ref', (), 'sharded', every='epoch')[1]
     code,res,text = run(tmp_path/'a', [at('commit', 0, 2, ranks=[0]), at('after_train', 1)], 'sharded', every=1, in_memory=True)
     assert code==0 and same(ref, res) and text.count('the state in memory')==2, text
 
