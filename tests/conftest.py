@@ -21,7 +21,7 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduler(config, log)
 
 @functools.cache
-def shares(file): return any(o in file.read_text() for o in ("scope='module'", '@functools.cache'))
+def shares(file): return any(o in file.read_text() for o in ("scope='module'", '@functools.cache', '= asking('))
 
 @pytest.fixture(autouse=True)
 def no_leak():

@@ -41,16 +41,12 @@ def as_dicts(n): return [dict({'in': [x, {'scale': tensor(1.+i%3)}]}, y=y) for i
 def as_pairs(n): return [(x, x.flatten()[:3], y) for x,y in pictures(n)]
 def boxes(n): return [(o[:12].view(3, 4), dict(boxes=o[12:].view(2, 2))) for o in draws(n, 16)]
 def graphs(n): return [(draws(k, 4, seed=i), draws(k, 2, seed=i)) for i,k in enumerate((1+ints(5, n)).tolist())]
-def in_order(n):
-    "The labels 0, 1, 2 … come first: they are classes, and no contrastive loss's samples"
-    return TensorDataset(draws(n, 4), torch.cat([torch.arange(12),ints(12, n)])[:n])
 
 def streamed(ds): return lambda n: Stream(list(ds(n)))
 
 def as_lists(b): return tuple(map(list, zip(*b)))
 def as_graph(b): return torch.cat([o for o,_ in b]),torch.cat([o for _,o in b])
 def as_graph_with_ids(b): return torch.cat([o for o,_ in b]),torch.arange(len(b)),torch.cat([o.sum(1) for _,o in b])
-def in_a_dict(b): return dict(x=torch.stack([o[0] for o in b])),torch.stack([o[1] for o in b])
 
 class Batches:
     "A batch sampler of the user's"
@@ -150,14 +146,11 @@ class OfNodes(nn.Module):
     def forward(self, x, ids): return self.net(x).sum(1)
 
 class Writes(nn.Module):
-    "Changes what it is given: a tensor, or a dict"
+    "Changes what it is given"
     def __init__(self, how):
         super().__init__()
         self.how,self.net = how,net()
     def forward(self, b): return self.net(self.how(b))
-def doubled(b):
-    b['x'] = b['x']*2
-    return b['x']
 
 # --- losses and metrics -----------------------------------------------------------------------------------------------
 
@@ -182,7 +175,6 @@ def of_output(out, b): return out[0]
 def huber(p, t): return ((p-t)**2+1).sqrt().mean()
 def contrast(p, t): return torch.logsumexp(-torch.cdist(gather_with_grad(p), gather_with_grad(t.detach())), 1).mean()
 contrast.n_items = 'whole'
-def weighted_by_hand(p, t): return F.cross_entropy(p, t, torch.linspace(.1, 3., 12).to(p))
 def masked_in_place(p, t):
     m = t!=0
     t[~m] = 1
@@ -196,25 +188,6 @@ class LearnedLoss(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(2))
     def forward(self, p, t): return ((p*self.scale-t)**2).mean()
-
-class CountsCalls:
-    "Goes by the number of its calls"
-    n = 0
-    def __call__(self, p, t):
-        self.n += p.requires_grad
-        return ((p-t)**2).mean()+min(1, self.n/9)*(p**2).mean()
-
-class Keeps(nn.Module):
-    "Has a list, and a buffer that it replaces"
-    def __init__(self):
-        super().__init__()
-        self.steps = []
-        self.register_buffer('n', torch.zeros(()))
-    def forward(self, p, t):
-        if p.requires_grad:
-            self.n = self.n+1
-            self.steps.append(float(self.n))
-        return ((p-t)**2).mean()*len(self.steps)
 
 def right(out, y): return (out.argmax(-1)==y).double().mean()
 def two_right(out, y): return right(out[0], y)
@@ -296,13 +269,6 @@ class Swaps(Callback):
     order = 8
     def before_fit(self): self.mine = other_loaders(self.learn).train
     def before_train(self): self.learn.dl = self.mine
-
-class Evaluates(Callback):
-    "Evaluates by itself after each epoch's training, which changes nothing"
-    def __init__(self, how): self.how = how
-    def before_fit(self): self.learn.found = []
-    def after_epoch(self):
-        self.learn.found.append(self.learn.validate() if self.how=='validate' else self.learn.get_preds()[0].sum())
 
 class WeighedTwice(Callback):
     "A second backward pass, whose loss is weighed by hand"
@@ -439,7 +405,7 @@ def run(c, W=1, rank=0):
             kw = dict(n_epoch=o) if isinstance(o, int) else dict(o)
             (learn.fit_one_cycle if c['cycle'] else learn.fit)(kw.pop('n_epoch'), cbs=cbs, **kw)
             fits.append(result(learn, unlike))
-        res = dict(fits=fits, found=getattr(learn, 'found', []), measured=[measured(o) for o in cbs],
+        res = dict(fits=fits, measured=[measured(o) for o in cbs],
                    validate=learn.validate(), ids=getattr(learn, 'ids', []))
         if c['preds']: res['preds'] = tree_leaves(learn.get_preds())
     return res
@@ -483,8 +449,7 @@ scenes = dict(
     fits_go_on=picture(model=bn, fits=[2, dict(n_epoch=2, lr=.05), dict(n_epoch=3, start_epoch=1)]),
     fits_go_on_adam=picture(model=bn_no_bias, fits=[2, dict(n_epoch=2, lr=.005), dict(n_epoch=3, start_epoch=1)],
                             **adam),
-    seed_of_torch=picture(ctx={}), validates_within=picture(model=bn, cbs=lambda: [Evaluates('validate')]),
-    predicts_within=picture(model=bn, cbs=lambda: [Evaluates('preds')]),
+    seed_of_torch=picture(ctx={}),
     torchs_loader=picture(loader=DataLoader, metrics=[accuracy]),
     own_loaders=picture(loader=DataLoader, wrap=OwnLoaders))
 # What is trained changes
@@ -518,10 +483,7 @@ scenes |= {"torch's batch sampler": scene(n=44, loader=by_torchs_batches),
            'a loss of nodes': scene(ds=graphs, dl=dict(collate_fn=as_graph_with_ids), model=OfNodes, loss=huber,
                                     n_inp=2,
                                     metrics=[distance], preds=False),
-           'inputs changed in place': scene(model=lambda: Writes(lambda x: x.sub_(.5))),
-           'inputs changed in a dict': scene(model=lambda: Writes(doubled), dl=dict(collate_fn=in_a_dict)),
-           'inputs taken out of a dict': scene(model=lambda: Writes(lambda b: b.pop('x')),
-                                               dl=dict(collate_fn=in_a_dict))}
+           'inputs changed in place': scene(model=lambda: Writes(lambda x: x.sub_(.5)))}
 # Cancelled
 scenes |= {'max_norm, cancelled': scene(model=Shortened, ds=words,
                                         cbs=lambda: [Cancels('before_batch', CancelTrainException)]),
@@ -550,9 +512,6 @@ scenes |= {'loss of the model': given, 'loss of the model, in a tuple': {**given
                                                                          'loss': of_output},
            'loss of the model, accumulated': {**given, 'n': 48, 'parts': 2, 'accumulate': 12},
            'contrastive': scene(loss=contrast),
-           'first labels in order': scene(ds=in_order, model=lambda: nn.Linear(4, 12),
-                                                                             loss=weighted_by_hand),
-           'a loss that counts': scene(loss=CountsCalls), 'a loss that keeps': scene(loss=Keeps),
            'a scripted loss': scene(loss=scripted),
            'targets changed in place': scene(n=45, ds=classes, loss=masked_in_place),
            'sum and penalty': scene(n=45, loss=nn.MSELoss(reduction='sum'), lr=1e-3, cbs=lambda: [Penalty(False)]),

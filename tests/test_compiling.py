@@ -64,7 +64,7 @@ def close(a, b, tol=1e-5):
 
 aot = [pytest.param(W, 'aot_eager', marks=pytest.mark.slow if W==2 else pytest.mark.long) for W in (1, 2, 3)]
 
-@pytest.mark.parametrize('W,backend', [(2, 'eager'), *aot])
+@pytest.mark.parametrize('W,backend', [pytest.param(2, 'eager', marks=pytest.mark.long), *aot])
 def test_the_plain_run(W, backend):
     kw = dict(backend=backend)
     cases = [(None,{}), (False,kw), (Block,kw), (None,dict(model=branches)), (False,dict(kw, model=branches, fullgraph=W==1))]
@@ -173,7 +173,7 @@ def rank_fastai():
     with process_group(): return fastai_fit(False),fastai_fit(True)
 
 @pytest.mark.slow
-@pytest.mark.parametrize('W', [1, 2])
+@pytest.mark.parametrize('W', [pytest.param(1, marks=pytest.mark.long), 2])
 def test_fastais_learner(W):
     for (want,p,_,_),(got,q,graphs,left) in run_ranks(rank_fastai, W, timeout_s=200):
         for a,b in zip([*want, p], [*got, q], strict=True): torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)

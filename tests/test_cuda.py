@@ -1,4 +1,5 @@
 "On a GPU: nccl, two ranks that share one GPU over gloo, pinned memory, the device of batches, `cuda_id`, SyncBatchNorm"
+import functools
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
@@ -60,33 +61,32 @@ def rank_run(kws, own=False):
 
 def rank_alone(kws): return [run(**kw) for kw in kws]
 
+@functools.cache
+def alone(): return run_ranks(rank_alone, 1, kws)[0]
+
 kws = dict(bn=False),dict(bn=True),dict(bn=False, pin=True)
 
 def test_alone_on_the_gpu():
-    res, = run_ranks(rank_alone, 1, kws)
-    for o in res: assert o['seen']==['cuda:0'] and o['preds'].device.type=='cpu' and o['classes'] in ([], ['BatchNorm1d/False'])
+    for o in alone(): assert o['seen']==['cuda:0'] and o['preds'].device.type=='cpu' and o['classes'] in ([], ['BatchNorm1d/False'])
 
 def test_nccl_in_a_group_of_one_that_the_user_opened():
-    want, = run_ranks(rank_alone, 1, kws)
     (got,backend,is_open), = run_ranks(rank_run, 1, kws, own=True)
     assert 'nccl' in backend and is_open
-    for a,b in zip(got, want): close(a, b)
+    for a,b in zip(got, alone()): close(a, b)
     assert all(o['seen']==['cuda:0'] for o in got)
 
 def test_two_ranks_share_one_gpu_over_gloo():
-    want, = run_ranks(rank_alone, 1, kws)
     env = dict(CUDA_VISIBLE_DEVICES=0)
     for got,backend,_ in run_ranks(rank_run, 2, kws, env=env):
         assert backend=='gloo'
-        for a,b in zip(got, want): close(a, b)
+        for a,b in zip(got, alone()): close(a, b)
         assert all(o['seen']==['cuda:0'] for o in got) and got[1]['kinds'][1]=='BatchNorm1d'
 
 @pytest.mark.skipif(torch.cuda.device_count()<2, reason='needs two GPUs')
 def test_nccl_on_two_gpus():
-    want, = run_ranks(rank_alone, 1, kws)
     for r,(got,backend,_) in enumerate(run_ranks(rank_run, 2, kws)):
         assert 'nccl' in backend
-        for a,b in zip(got, want): close(a, b)
+        for a,b in zip(got, alone()): close(a, b)
         assert all(o['seen']==[f'cuda:{r}'] for o in got)
 
 def test_sync_bn_is_torchs_on_the_gpu():

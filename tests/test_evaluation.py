@@ -1,14 +1,13 @@
 "Every number of a validation on several ranks is the one that a single process computes on the whole data set"
-import contextlib,functools,io,math,traceback
+import contextlib,functools,math,traceback
 import numpy as np, pytest, torch
-from sklearn.datasets import load_digits
-from sklearn.metrics import f1_score, roc_auc_score
+from sklearn.metrics import f1_score
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import (BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SubsetRandomSampler, TensorDataset,
                               WeightedRandomSampler)
-from torchmetrics import MetricCollection, classification as tm
-from learnerdist.all import (AccumMetric, AvgMetric, Callback, CancelBatchException, CSVLogger, DataLoaders, Learner, Metric, TfmdDL,
+from torchmetrics import classification as tm
+from learnerdist.all import (AccumMetric, AvgMetric, Callback, CancelBatchException, DataLoaders, Learner, Metric, TfmdDL,
                              accuracy, group_rank, process_group, skm_metric)
 from learnerdist.data.loaders import find_bs
 from learnerdist.learner.metrics import Rows, reduction
@@ -43,11 +42,7 @@ def sweep_one(n, bs, model):
     learn = Learner(dls, model, nn.MSELoss(), metrics=[F.l1_loss, AccumMetric(lambda p,t: (p-t).abs().max())])
     with learn.distrib_ctx(): return learn.validate(),[o.flatten().tolist() for o in learn.get_preds(with_loss=True)]
 
-def rank_sweep():
-    with process_group(): return {(n, bs): sweep_one(n, bs, Times(n%2)) for n,bs in sizes}
-
-@functools.cache
-def sweep(W): return run_ranks(rank_sweep, W, timeout_s=240)
+def sweep(): return {(n, bs): sweep_one(n, bs, Times(n%2)) for n,bs in sizes}
 
 def by_hand(n, bs, factor):
     x,y = ([v.item() for v in o] for o in sweep_data(n))
@@ -56,16 +51,18 @@ def by_hand(n, bs, factor):
     diffs = [abs(p-t) for p,t in zip(preds, y)]
     return [sum(losses)/n, sum(diffs)/n, max(diffs)],preds,y,losses
 
-@pytest.mark.parametrize('W', [1, 3, pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
-def test_every_size_against_values_by_hand(W):
-    for rank in sweep(W):
-        for n,bs in sizes:
-            record,(preds,targs,losses) = rank[n,bs]
-            means,p,t,l = by_hand(n, bs, n%2)
-            assert (preds, targs)==(p, t), (n, bs)
-            assert record==pytest.approx(means, rel=1e-6) and losses==pytest.approx(l, rel=1e-6), (n, bs)
+def check_sweep(found):
+    for n,bs in sizes:
+        record,(preds,targs,losses) = found[n,bs]
+        means,p,t,l = by_hand(n, bs, n%2)
+        assert (preds, targs)==(p, t), (n, bs)
+        assert record==pytest.approx(means, rel=1e-6) and losses==pytest.approx(l, rel=1e-6), (n, bs)
 
-# --- digits -----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize('W', [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
+def test_every_size_against_values_by_hand(W):
+    for o in on_ranks(W): check_sweep(o['sweep'])
+
+# --- metrics ----------------------------------------------------------------------------------------------------------------
 
 class BatchMeans(Metric):
     "A class never seen: the mean of the batches' means, which depends on where the batches end"
@@ -82,56 +79,8 @@ class Histogram(Metric):
         self.counts += torch.cat([torch.histc(learn.xb[0], 5, -2, 2), torch.tensor(others)])
     @property
     def value(self): return self.counts.tolist()
-
-def softmax(x): return x.softmax(-1)
 def as_float(p, t): return F.cross_entropy(p, t).item()
 def as_numpy(p, t): return np.float32((p.argmax(-1)==t).float().mean())
-
-def digits_metrics():
-    return [accuracy, as_float, as_numpy, skm_metric(f1_score, dim_argmax=-1, average='macro'),
-            skm_metric(roc_auc_score, activation=softmax, multi_class='ovr'), tm.MulticlassAccuracy(10, average='micro'),
-            tm.MulticlassAUROC(10), MetricCollection({'f1': tm.MulticlassF1Score(10), 'ap': tm.MulticlassAveragePrecision(10)}), BatchMeans]
-
-def digits_data():
-    digits = load_digits()
-    x,y = torch.tensor(digits.data, dtype=torch.float32)/16,torch.tensor(digits.target)
-    return x,y,torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).split(1400)
-
-def digits_learner(path, **kw):
-    x,y,(train,valid) = digits_data()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-    dls = DataLoaders.from_dsets(TensorDataset(x[train], y[train]), TensorDataset(x[valid], y[valid]), bs=32, path=path)
-    return Learner(dls, model, nn.CrossEntropyLoss(), torch.optim.SGD, lr=1., metrics=digits_metrics(), **kw)
-
-class Weights(Callback):
-    def __init__(self): self.states = []
-    def after_epoch(self): self.states.append({k:v.clone() for k,v in self.model.state_dict().items()})
-
-def rank_digits(path):
-    learn,weights,out = digits_learner(path, cbs=CSVLogger()),Weights(),io.StringIO()
-    with learn.distrib_ctx(seed=1), contextlib.redirect_stdout(out): learn.fit(2, cbs=weights)
-    fit_record = learn.final_record
-    with learn.distrib_ctx(): record = learn.validate()
-    return dict(values=learn.recorder.values, fit_record=fit_record, record=record, final=learn.final_record, table=out.getvalue(),
-                states=weights.states)
-
-@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
-def test_digits(W, tmp_path):
-    ranks = run_ranks(rank_digits, W, tmp_path)
-    learn,expect = digits_learner(tmp_path),[]
-    for state in ranks[0]['states']:
-        learn.model.load_state_dict(state)
-        expect.append(learn.validate())
-    assert len(expect)==2 and expect[1][1]>.6 and None not in expect[0]
-    for o in ranks:
-        assert_close([v[1:] for v in o['values']], expect)
-        assert o['fit_record']==o['values'][-1] and o['values']==ranks[0]['values']
-        for record in (o['record'], o['final']): assert_close(record, expect[-1])
-    table = [[*map(float, line.split()[1:-1])] for line in ranks[0]['table'].splitlines()[1:]]
-    csv = [[*map(float, line.split(',')[1:])] for line in (tmp_path/'history.csv').read_text().splitlines()[1:]]
-    for rows in (table, csv): assert_close([row[1:] for row in rows], expect, 2e-6) # the table has six digits
-    assert not any(o['table'] for o in ranks[1:])
 
 # --- one case after the other, alone and on ranks ---------------------------------------------------------------------------
 
@@ -207,46 +156,6 @@ class SkipBatch(Callback):
     def before_batch(self):
         if (self.learn.x==self.x).all(-1).any(): raise CancelBatchException
 
-class FlatLM(nn.Module):
-    "Flattens tokens into rows, its output has as many for each sample"
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(3, 4)
-    def forward(self, x): return self.lin(x).flatten(0, 1)
-
-class ShapeMetric(Metric):
-    def reset(self): self.shapes = []
-    def accumulate(self, learn): self.shapes += [*learn.pred.shape,*learn.y.shape,*learn.xb[0].shape]
-    @property
-    def value(self): return self.shapes
-
-def flat_lm(ctx):
-    x,y = xy(7, 5)
-    torch.manual_seed(0)
-    dls = DataLoaders.from_dsets(TensorDataset(x, y), TensorDataset(x, y), bs=2)
-    learn = Learner(dls, FlatLM(), lambda p,t: F.cross_entropy(p, t.flatten()), metrics=[ShapeMetric])
-    with ctx(learn): learn.validate()
-    return values(learn)
-
-def dict_model(ctx):
-    "Batches and outputs that are dicts, also the last one of a single sample"
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(3, 4)
-        def forward(self, b): return dict(logits=self.lin(b['x']), aux=[b['x']])
-    class Agree(BatchMeans):
-        def accumulate(self, learn):
-            b,pred = learn.xb[0],learn.pred
-            assert learn.yb[0]['y'].equal(b['y']) and pred['aux'][0].equal(b['x'])
-            self.means.append(accuracy(pred['logits'], b['y']).item())
-    x,y = xy(9)
-    torch.manual_seed(0)
-    items = [dict(x=a, y=b) for a,b in zip(x, y)]
-    learn = Learner(DataLoaders.from_dsets(items, items, bs=4), Model(), lambda p,b: F.cross_entropy(p['logits'], b['y']), metrics=[Agree])
-    with ctx(learn): learn.validate()
-    return values(learn)
-
 def root(p, t): return (p.softmax(-1)-F.one_hot(t, 4)).pow(2).mean().sqrt() # no mean over samples
 
 def own_batch(ctx, dtype):
@@ -305,8 +214,6 @@ cases = dict(
     drop_last_in_batch_sampler=lambda ctx: validated(ctx, DataLoader(KeyedXY(13), batch_sampler=BatchSampler(range(12, -1, -1), 3, True))),
     drop_last_stream=lambda ctx: validated(ctx, DataLoader(StreamXY(13), 4, drop_last=True)),
     subclasses=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 4), metrics=[Largest, Uncounted]),
-    flattened_predictions=flat_lm,
-    dicts=dict_model,
     skipped_batch=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 1), cbs=SkipBatch(xy(13)[0][5])),
 )
 # What draws from a random stream is compared with a context of one process, where the stream is the same
@@ -328,22 +235,26 @@ def outcome(name):
     try: return {**cases,**random_cases}[name](in_ctx)
     except Exception: return traceback.format_exc() # the next cases go on
 
-def rank_cases(names):
-    with process_group(): return {o: outcome(o) for o in names}
+def rank_answers(W):
+    "All that is asked of `W` ranks"
+    with process_group():
+        if W==3: return dict({o: outcome(o) for o in (*cases,*random_cases)}, sweep=sweep())
+        if W!=2: return dict(sweep=sweep())
+        return dict(sweep=sweep(), parts=parts(), splits=[split(o) for o in ('plain','shuffled','own')],
+                    within=[within(o) for o in (True,False)])
 
 @functools.cache
-def on_ranks(W): return run_ranks(rank_cases, W, [*cases,*random_cases], timeout_s=240)
+def on_ranks(W): return [rank_answers(1)] if W==1 else run_ranks(rank_answers, W, W, timeout_s=240)
 
-def rank_parts():
+def parts():
     "What each rank's share of a loader says of itself, with a batch size that `split_batches` divides"
-    with process_group():
-        learn = make(TfmdDL(KeyedXY(13), 4), n_train=16)
-        with learn.distrib_ctx(seed=1, split_batches=True):
-            return len(learn.dls.valid),[len(b[0]) for b in learn.dls.valid],learn.validate(0)
+    learn = make(TfmdDL(KeyedXY(13), 4), n_train=16)
+    with learn.distrib_ctx(seed=1, split_batches=True):
+        return len(learn.dls.valid),[len(b[0]) for b in learn.dls.valid],learn.validate(0)
 
 def test_a_rank_evaluates_batches_of_the_loaders_own_size():
     want = make(TfmdDL(KeyedXY(13), 4), n_train=16).validate(0)
-    (a,b) = run_ranks(rank_parts, 2)
+    (a,b) = [o['parts'] for o in on_ranks(2)]
     assert (a[:2],b[:2])==((2,[4,4]), (2,[4,1]))
     for o in (a,b): assert_close([torch.as_tensor(v).tolist() for v in o[2]], [torch.as_tensor(v).tolist() for v in want])
 
@@ -362,25 +273,22 @@ class OwnSampler:
     def __iter__(self): return iter(range(self.rank*self.n//self.num_replicas, (self.rank+1)*self.n//self.num_replicas))
     def __len__(self): return len([*iter(self)])
 
-def rank_split(kind):
-    with process_group():
-        ds = KeyedXY(13)
-        sampler = OwnSampler(13, group_rank(), 2) if kind=='own' else DistributedSampler(ds, 2, group_rank(), shuffle=kind=='shuffled')
-        metrics = [accuracy, skm_metric(f1_score, dim_argmax=-1, average='macro'), tm.MulticlassAccuracy(4, average='micro')]
-        learn = make(DataLoader(ds, 4, sampler=sampler), metrics=metrics)
-        with learn.distrib_ctx(seed=1):
-            learn.validate()
-            return values(learn),[o.tolist() for o in learn.get_preds()]
+split_metrics = [accuracy, skm_metric(f1_score, dim_argmax=-1, average='macro'), tm.MulticlassAccuracy(4, average='micro')]
 
-def rank_splits(): return [rank_split(o) for o in ('plain','shuffled','own')]
+def split(kind):
+    ds = KeyedXY(13)
+    sampler = OwnSampler(13, group_rank(), 2) if kind=='own' else DistributedSampler(ds, 2, group_rank(), shuffle=kind=='shuffled')
+    learn = make(DataLoader(ds, 4, sampler=sampler), metrics=split_metrics)
+    with learn.distrib_ctx(seed=1):
+        learn.validate()
+        return values(learn),[o.tolist() for o in learn.get_preds()]
 
 def test_split_by_the_user():
-    metrics = [accuracy, skm_metric(f1_score, dim_argmax=-1, average='macro'), tm.MulticlassAccuracy(4, average='micro')]
-    learn = make(DataLoader(KeyedXY(13), 4), metrics=metrics)
+    learn = make(DataLoader(KeyedXY(13), 4), metrics=split_metrics)
     learn.validate()
     expect = values(learn),[o.tolist() for o in learn.get_preds()]
-    for ranks in run_ranks(rank_splits, 2):
-        for got in ranks: assert_close(got, expect)
+    for ranks in on_ranks(2):
+        for got in ranks['splits']: assert_close(got, expect)
 
 # --- within a fit -----------------------------------------------------------------------------------------------------------
 
@@ -393,17 +301,17 @@ class Evaluates(Callback):
     def after_train(self): self.look()
     def look(self): self.seen.append((self.learn.validate(),self.learn.get_preds(0)[0].sum().item()))
 
-def rank_within(looks):
-    with process_group():
-        learn,cb = make(TfmdDL(KeyedXY(13), 4), n_train=16*2, metrics=[accuracy, BatchMeans]),Evaluates() if looks else None
-        with learn.distrib_ctx(seed=1), learn.no_logging(): learn.fit(2, cbs=cb)
-        return learn.recorder.values,learn.recorder.losses,[p.tolist() for p in learn.model.parameters()],cb and cb.seen
+def within(looks):
+    learn,cb = make(TfmdDL(KeyedXY(13), 4), n_train=16*2, metrics=[accuracy, BatchMeans]),Evaluates() if looks else None
+    with learn.distrib_ctx(seed=1), learn.no_logging(): learn.fit(2, cbs=cb)
+    return learn.recorder.values,learn.recorder.losses,[p.tolist() for p in learn.model.parameters()],cb and cb.seen
 
 @pytest.mark.parametrize('W', [1, 2])
 def test_evaluation_within_a_fit_leaves_no_trace(W):
-    looked,without = run_ranks(rank_within, W, True),run_ranks(rank_within, W, False)
-    for a,b in zip(looked, without): assert a[:3]==b[:3]
-    assert len(without[0][0][0])==4 and looked[0][3][-1][0]==without[0][0][-1][1:] and looked[0][3]==looked[-1][3]
+    ranks = [[within(o) for o in (True,False)]] if W==1 else [o['within'] for o in on_ranks(2)]
+    first = ranks[0][0][3]
+    for a,b in ranks: assert a[:3]==b[:3] and a[3]==first
+    assert len(ranks[0][1][0][0])==4 and first[-1][0]==ranks[0][1][0][-1][1:]
 
 # --- failures ---------------------------------------------------------------------------------------------------------------
 
@@ -423,7 +331,7 @@ def rank_fails(metric):
 
 @pytest.mark.parametrize('metric', [fails_here, FailsAtTheEnd])
 def test_a_metric_that_fails_on_one_rank_fails_on_all(metric):
-    with pytest.raises(RanksError) as e: run_ranks(rank_fails, 2, metric, timeout_s=60)
+    with pytest.raises(RanksError) as e: run_ranks(rank_fails, 2, metric)
     errors = e.value.errors
     assert errors[1].kind=='KeyError' and errors[0].kind=='RankError'
     assert 'rank 1' in errors[0].message and 'a metric' in errors[0].message

@@ -1,5 +1,5 @@
 "fastai's Learner on W ranks and on one process: the same weights, numbers and predictions"
-import io, random, sys, warnings
+import functools, io, random, sys, traceback, warnings
 from contextlib import contextmanager, redirect_stdout
 import pytest
 pytest.importorskip('fastai')
@@ -54,7 +54,7 @@ class OwnLoss(nn.Module):
         return dict(logits=out, loss=nn.functional.cross_entropy(out, b['labels']))
 def of_output(out, y): return out['loss'].float()
 
-def own_loss(W, rank):
+def own_loss(W, rank, path):
     rows = [(dict(x=x, labels=torch.tensor(-100) if x[0]>.4 else y),y) for x,y in items(96)]
     learn = make(W, rank, OwnLoss, loss=of_output, metrics=[])
     learn.dls = DataLoaders.from_dsets(rows, rows[:37], bs=per_rank(24, W), drop_last=(False,False), num_workers=0, device='cpu')
@@ -63,7 +63,7 @@ def own_loss(W, rank):
         learn.fit(2)
         return dict(history(learn), validate=floats(learn.validate()))
 
-def test_a_model_computes_its_loss(): same(own_loss, W=(2,3), tol=1e-7) # the loss, and so its factor, is float32
+def test_a_model_computes_its_loss(found): same(own_loss, found=found, tol=1e-7) # the loss, and so its factor, is float32
 
 def per_rank(bs, W): return bs//max(W, 1)
 
@@ -99,6 +99,37 @@ def on_ranks(func, *args):
     "What `func(W, rank, *args)` returns on this rank"
     with process_group(): return func(group_size(), group_rank(), *args)
 
+def alone_on_ranks(func, *args):
+    "With RANK and WORLD_SIZE set; the function opens the group, if it wants one"
+    return func(num_distrib(), rank_distrib(), *args)
+
+class Failed(str): "A traceback"
+
+def each_of(kinds, path):
+    "What functions return on this rank, by their names; an error of one leaves the others"
+    res = {}
+    for call,funcs in kinds.items():
+        for f in funcs:
+            try: res[f.__name__] = call(f, path)
+            except Exception: res[f.__name__] = Failed(traceback.format_exc())
+    return res
+
+def asking(*funcs, alone=(), prepare=lambda path: None):
+    """A fixture, `found(func, W)`: what each of `funcs(W, rank, path)` returns on the ranks of `W` processes, which are started once for
+    all of them; on 0 processes, without a context. `alone` are functions that open their own group; `prepare(path)` comes before all"""
+    @pytest.fixture(scope='module')
+    def found(tmp_path_factory):
+        path = tmp_path_factory.mktemp('found')
+        prepare(path)
+        of_ranks = functools.cache(lambda W: run_ranks(each_of, W, {on_ranks: funcs, alone_on_ranks: alone}, path, timeout_s=500))
+        def found(func, W):
+            res = [func(W, 0, path)] if W<2 else [o[func.__name__] for o in of_ranks(W)]
+            for o in res: assert not isinstance(o, Failed), o
+            return res
+        found.path = path
+        return found
+    return found
+
 class Dealt(Callback):
     "A learner without a context reads its training data in the order that the context deals"
     order,seen = -2000,0
@@ -119,14 +150,17 @@ def ctx(learn, W, seed=3, **kw):
         kind = learn.added_cbs(Dealt())
     with learn.no_bar(), learn.no_logging(), redirect_stdout(io.StringIO()), kind: yield learn
 
-def same(func, *args, W=(1,2,3), tol=1e-9, lines=()):
+def same(func, *args, W=(1,2,3), tol=1e-9, lines=(), found=None):
     """What `func(W, rank, *args)` returns on every rank of W processes is what fastai returns without a context (W=0). `lines`: those of
-    the table that this shows; or for each key of what is returned its line, or its line and tolerance"""
-    want = func(0, 0, *args)
+    the table that this shows; or for each key of what is returned its line, or its line and tolerance; or the point, where the keys are the
+    lines. `found`: the fixture of `asking`"""
+    found = found or (lambda func, W: [func(W, 0, *args)] if W<2 else run_ranks(on_ranks, W, func, *args))
+    want, = found(func, 0)
+    if isinstance(lines, str): lines = {k: f'{lines} {k}' for k in want}
     keyed = {k: v if isinstance(v, tuple) else (v,tol) for k,v in lines.items()} if isinstance(lines, dict) else {}
     if keyed: assert keyed.keys()==want.keys()
     for w in W:
-        for got in [func(1, 0, *args)] if w==1 else run_ranks(on_ranks, w, func, *args):
+        for got in found(func, w):
             if not keyed: close(got, want, tol if w>1 else 0)
             for k,(_,t) in keyed.items(): close(got[k], want[k], t if w>1 else 0, k)
         for line,t in keyed.values() if keyed else ((o,tol) for o in lines): shows(line, w, t if w>1 else 0)
@@ -157,19 +191,19 @@ cases = {
     '`drop_last`, `pct_train` ends at 1': ([call('fit', 2)], dict(n=100)),
     'without `drop_last`, one sample to validate': ([call('fit', 2)], dict(drop_last=False, n_valid=1, metrics=[accuracy]))}
 
-def all_fits(W, rank): return {k: fits(W, rank, *o) for k,o in cases.items()}
+def all_fits(W, rank, path): return {k: fits(W, rank, *o) for k,o in cases.items()}
 
-def test_fits():
-    want = all_fits(0, 0)
-    ranks = {1: [all_fits(1, 0)], **{W: run_ranks(on_ranks, W, all_fits) for W in (2,3)}}
-    for name in cases:
-        for W,res in ranks.items():
+def test_fits(found):
+    want, = found(all_fits, 0)
+    for W in (1,2,3):
+        res = found(all_fits, W)
+        for name in cases:
             for got in res:
                 close(got[name]['state'], want[name]['state'], 1e-9 if W>1 else 0, name)
                 close(got[name], want[name], 1e-6 if W>1 else 0, name)
             assert all(torch.equal(res[0][name]['state'][k], r[name]['state'][k]) for r in res for k in r[name]['state'])
             shows(f'2 {name}', W, 'weights 1e-09, numbers 1e-06' if W>1 else 0)
-        assert abs(want[name]['pct']-1)<1e-9
+            assert abs(want[name]['pct']-1)<1e-9
 
 # --- no trace ---------------------------------------------------------------------------------------------------------------
 
@@ -188,7 +222,7 @@ usual = 'epoch iter n_iter n_epoch train_iter pct_train loss loss_grad pred xb y
 
 events = ['before_fit','before_train','after_pred','after_step','before_validate','after_validate','after_epoch','after_fit']
 
-def traces(W, rank):
+def traces(W, rank, path):
     res = []
     for event in (None,*events):
         learn = make(W, rank, model=bn)
@@ -202,27 +236,23 @@ def traces(W, rank):
         res.append((event, failed, look(learn)==before, inside!=before))
     return res
 
-def alone_on_ranks(func, *args):
-    "With RANK and WORLD_SIZE set; the function opens the group, if it wants one"
-    return func(num_distrib(), rank_distrib(), *args)
-
-def test_no_trace():
-    for res in run_ranks(alone_on_ranks, 2, traces):
+def test_no_trace(found):
+    for res in found(traces, 2):
         for event,failed,restored,changed in res: assert restored and changed and (event in failed if event else not failed), event
 
-def one_fails(W, rank):
+def one_fails(W, rank, path):
     learn = make(W, rank)
     before = look(learn)
     try:
         with learn.distrib_ctx(): learn.fit(2, cbs=Fails('after_loss', 1))
     except Exception as e: return type(e).__name__,str(e),look(learn)==before
 
-def test_failure_of_one_rank_reaches_all():
-    (kind0,msg0,same0),(kind1,msg1,same1) = run_ranks(alone_on_ranks, 2, one_fails)
+def test_failure_of_one_rank_reaches_all(found):
+    (kind0,msg0,same0),(kind1,msg1,same1) = found(one_fails, 2)
     assert (kind0,kind1)==('RankError','KeyError') and same0 and same1
     assert 'rank 1' in msg0 and 'here: after_loss' in msg0
 
-def detached(W, rank):
+def detached(W, rank, path):
     learn = make(W, rank, model=bn)
     before = look(learn)
     learn.to_distributed(seed=3)
@@ -234,7 +264,7 @@ def detached(W, rank):
     learn.detach_distributed()
     return plain_model,look(learn)==before,learn.detach_distributed() is learn
 
-def test_to_and_from_distributed(): assert run_ranks(alone_on_ranks, 2, detached)==[(True,True,True)]*2
+def test_to_and_from_distributed(found): assert found(detached, 2)==[(True,True,True)]*2
 
 def test_options():
     learn = make()
@@ -254,18 +284,18 @@ def plain_run(path):
         learn.fit(2)
         return history(learn),learn.get_preds(),type(learn).__name__
 
-def outside(path):
+def outside(W, rank, path):
     "With WORLD_SIZE and RANK set, first without a group, then with one"
-    res = [plain_run(path/f'{rank_distrib()}')]
+    res = [plain_run(path/f'{rank}')]
     setup_distrib()
-    res.append(plain_run(path/f'{rank_distrib()}'))
+    res.append(plain_run(path/f'{rank}'))
     teardown_distrib()
     return res
 
-def test_outside_a_context_a_rank_is_one_process(tmp_path):
+def test_outside_a_context_a_rank_is_one_process(found, tmp_path):
     want = plain_run(tmp_path)
     for W in (2,3):
-        for got in run_ranks(outside, W, tmp_path): close(got, [want]*2, 0)
+        for got in found(outside, W): close(got, [want]*2, 0)
         shows('8 `fit` and `get_preds` with `WORLD_SIZE` and `RANK` set, with a group and without one', W, 0)
 
 changed = {'fastai.torch_core.maybe_gather', 'fastai.tabular.learner.TabularLearner.predict', 'fastai.text.learner.LMLearner.predict',
@@ -302,7 +332,7 @@ def parallel(W, rank):
 
 def test_parallel(): assert parallel(1, 0)==(True,True)
 
-def began_alone(W, rank):
+def began_alone(W, rank, path):
     "Ranks that trained apart before go on with rank 0's weights and optimizer"
     learn = make(W, rank, opt=Adam, metrics=[])
     with learn.no_bar(), learn.no_logging():
@@ -311,35 +341,18 @@ def began_alone(W, rank):
             learn.fit(1)
             return state(learn),[learn.opt.state[p]['sqr_avg'] for p in learn.model.parameters()]
 
-def test_optimizer_state_is_rank_0s():
-    a,b = run_ranks(on_ranks, 2, began_alone)
-    close(a, b, 0)
+def test_optimizer_state_is_rank_0s(found):
+    a,*others = found(began_alone, 3)
+    for o in others: close(o, a, 0)
 
-def split_batches(W, rank):
-    learn = make(1, rank)
-    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3, split_batches=True):
-        learn.fit(2)
+def split_batches(W, rank, path):
+    learn,odd = make(1, rank),make(1, rank, bs=25)
+    with learn.no_bar(), learn.no_logging():
+        with learn.distrib_ctx(seed=3, split_batches=True): learn.fit(2)
+        if W>1:
+            with pytest.raises(ValueError, match='25 does not divide'), odd.distrib_ctx(split_batches=True): pass
         return history(learn)
 
-def test_split_batches():
-    want = split_batches(1, 0)
-    for got in run_ranks(on_ranks, 2, split_batches): close(got, want, 1e-6)
-    with pytest.raises(Exception, match='24 does not divide'): run_ranks(on_ranks, 5, split_batches)
+def test_split_batches(found): same(split_batches, found=found, W=(2,3), tol=1e-6)
 
-def lengths(W, rank):
-    learn = make(W, rank, n=96)
-    with learn.distrib_ctx():
-        dls = learn.dls
-        return len(dls.train),dls.train.n,len(dls.valid.new(bs=37)),dls.valid_ds is dls.valid.source.dataset
-
-def test_lengths_inside(): assert run_ranks(on_ranks, 2, lengths)==[(4, 48, 1, True)]*2
-
-def rank_of_one():
-    setup_distrib() # a group of one, with DDP: what a launch with one process for one GPU has
-    try:
-        learn = make(1, 0, plain)
-        with learn.distrib_ctx(seed=1), learn.no_logging(): learn.fit(1)
-        return len(learn.recorder.losses)
-    finally: teardown_distrib()
-
-def test_a_group_of_one(): assert run_ranks(rank_of_one, 1)==[4]
+found = asking(own_loss, all_fits, began_alone, split_batches, alone=(traces, one_fails, detached, outside))

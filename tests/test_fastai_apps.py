@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 from torchvision.models import resnet18
 from helpers import serve
-from test_fastai import ctx, data, floats, history, make, per_rank, same
+from test_fastai import asking, ctx, data, floats, history, make, per_rank, same
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
 pytestmark = pytest.mark.slow
@@ -35,18 +35,16 @@ def seeds(W):
     random.seed(0), np.random.seed(0), torch.manual_seed(7)
     torch.set_default_dtype(torch.float32)
 
-def pictures(path, n, sizes=((32, 32),)):
-    "Noise with a brighter square; its mask"
+def pictures(path):
+    "32 of noise with a brighter square; its mask"
     g = np.random.RandomState(0)
     for kind in ('images','masks'): (path/kind).mkdir()
-    for i in range(n):
-        h,w = sizes[i%len(sizes)]
-        img,mask = g.randint(0, 80, (h, w, 3)).astype('uint8'),np.zeros((h, w), 'uint8')
+    for i in range(32):
+        img,mask = g.randint(0, 80, (32, 32, 3)).astype('uint8'),np.zeros((32, 32), 'uint8')
         mask[8:24, (0 if i%2 else 16):(16 if i%2 else 32)] = 1
         img[mask>0] += 120
         Image.fromarray(img).save(path/'images'/f'{i:02}_{"left" if i%2 else "right"}.png')
         Image.fromarray(mask).save(path/'masks'/f'{i:02}.png')
-    return path
 
 def label_of(o): return Path(o).stem.split('_')[1]
 def mask_of(o): return Path(o).parent.parent/'masks'/f'{Path(o).stem[:2]}.png'
@@ -77,7 +75,7 @@ def vision(W, rank, path):
     learn.model.double()
     without_dropout(learn.model)
     with ctx(learn, W):
-        learn.fit_one_cycle(1, 1e-2, cbs=TensorBoardCallback(log_dir=path/f'{W}_{rank}', trace_model=False)) # with log_preds
+        learn.fit_one_cycle(1, 1e-2, cbs=TensorBoardCallback(log_dir=path/f'boards/{W}_{rank}', trace_model=False)) # with log_preds
         res = dict(vision_learner=(recorded(learn), learn.get_preds()))
         res['predict'],res['tta'] = learn.predict(files[0])[1:],learn.tta(n=2)
         res['max'] = learn.tta(n=1, use_max=True)[0]
@@ -93,16 +91,16 @@ def vision(W, rank, path):
         res['batch'] = len(learn.dls.one_batch()[0])==per_rank(12, W)
     return res
 
-def test_vision(tmp_path):
+def test_vision(found):
     import matplotlib
     matplotlib.use('Agg')
-    same(vision, pictures(tmp_path, 32), tol=1e-5, lines=dict(
+    same(vision, found=found, tol=1e-5, lines=dict(
         vision_learner='7 `vision_learner` with a ResNet18, `ImageDataLoaders`, `TensorBoardCallback` with `log_preds`',
         predict='3 `predict`', tta='3 `tta`', max='3 `tta(use_max=True)`', test='4 `test_dl` of files',
         interp='3 `Interpretation`, `ClassificationInterpretation`, its plots, `show_results`',
         summary="3 `learn.summary()`, with this rank's batch size",
         batch="4 `one_batch`, `show_batch` of pictures: this rank's"))
-    assert sorted(o.name for o in tmp_path.iterdir() if o.name[0].isdigit())==[f'{W}_0' for W in range(4)]
+    assert sorted(o.name for o in (found.path/'boards').iterdir())==[f'{W}_0' for W in range(4)]
 
 def unet(W, rank, path):
     seeds(W)
@@ -155,8 +153,8 @@ def collab(W, rank):
 def applications(W, rank, path):
     return dict(unet=unet(W, rank, path), lm=text(W, rank, True), clas=text(W, rank, False), collab=collab(W, rank))
 
-def test_applications(tmp_path):
-    same(applications, pictures(tmp_path, 15), lines=dict(
+def test_applications(found):
+    same(applications, found=found, lines=dict(
         unet=('7 `unet_learner`, `Dice`', 1e-5), lm=('7 `language_model_learner`, AWD-LSTM without dropout', 1e-5),
         clas=('7 `text_classifier_learner`, AWD-LSTM without dropout', 1e-5), collab=('7 `collab_learner` (float32)', 1e-5)))
 
@@ -245,14 +243,16 @@ def self_supervised(W, rank):
     with ctx(learn, W): learn.fit(3, cbs=byol)
     return history(learn),[o['momentum_buffer'] for o in byol.opt2.state.values()]
 
-def recipes(W, rank): return dict(tfms=transformed(W, rank), folds=folds(W, rank), byol=self_supervised(W, rank))
+def recipes(W, rank, path): return dict(tfms=transformed(W, rank), folds=folds(W, rank), byol=self_supervised(W, rank))
 
-def test_recipes():
+def test_recipes(found):
     pytest.importorskip('fasttransform')
-    same(recipes, tol=1e-6, lines=dict(
+    same(recipes, found=found, tol=1e-6, lines=dict(
         tfms='4 fasttransform: a transform that learns from the training set, one of batches in training only',
         folds='4 `DataBlock` with an `IndexSplitter` for each of K folds, a context for each; predictions of what was left out',
         byol='6 BYOL-like: two views, a target model, an optimizer of its own for the predictor'))
+
+found = asking(vision, applications, recipes, prepare=pictures)
 
 # --- downloads --------------------------------------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ def test_rank0_first_downloads_once(tmp_path):
     (tmp_path/'www'/'stuff'/'a.txt').write_text('hello')
     with tarfile.open(tmp_path/'www'/'stuff.tgz', 'w:gz') as f: f.add(tmp_path/'www'/'stuff', 'stuff')
     with serve(tmp_path/'www') as (url,fetched):
-        assert run_ranks(downloads, 3, f'{url}stuff.tgz', tmp_path/'base')==['hello']*3
+        assert run_ranks(downloads, 2, f'{url}stuff.tgz', tmp_path/'base')==['hello']*2
     assert fetched==['stuff.tgz']
 
 # --- the examples -----------------------------------------------------------------------------------------------------------

@@ -19,10 +19,9 @@ from fastai.learner import (CancelBackwardException, CancelBatchException, Cance
 from fastai.losses import CrossEntropyLossFlat, LabelSmoothingCrossEntropy, LabelSmoothingCrossEntropyFlat
 from fastai.optimizer import Adam
 from torch import nn
-from test_fastai import F64, accuracy, close, ctx, data, floats, history, make, on_ranks, per_rank, same, state
+from test_fastai import F64, accuracy, asking, close, ctx, data, floats, history, make, per_rank, same, state
 from learnerdist.core.env import current_group, group_rank, group_size
 from learnerdist.fastai import *
-from learnerdist.testing import run_ranks
 from fastai_lines import shows
 
 warnings.filterwarnings('ignore')
@@ -55,7 +54,7 @@ places = [('fit','after_batch'), ('fit','after_epoch'), ('epoch','after_train'),
           ('fit','before_epoch'), ('epoch','before_train'), ('validate','before_validate'), ('train','before_train'),
           ('fit','after_validate'), ('epoch','before_epoch')]
 
-def votes(W, rank):
+def votes(W, rank, path):
     res = []
     for scope,event in places:
         learn = make(W, rank, cbs=Steps, n_valid=48)
@@ -64,12 +63,12 @@ def votes(W, rank):
     return res
 
 @pytest.mark.slow
-def test_a_cancel_on_one_rank_is_a_cancel_on_all():
-    want = votes(0, 0)
-    close(votes(1, 0), want, 0)
+def test_a_cancel_on_one_rank_is_a_cancel_on_all(found):
+    want, = found(votes, 0)
+    close(found(votes, 1), [want], 0)
     shows('6 a Cancel exception on one rank', 1, 0)
     for W in (2,3):
-        for place,alone,*got in zip(places, want, *run_ranks(on_ranks, W, votes)):
+        for place,alone,*got in zip(places, want, *found(votes, W)):
             assert all(o[:2]==got[0][:2] for o in got), place
             for o in got: close(o[3], got[0][3], 0, place)
             assert got[0][0]==alone[0] and got[0][2]==alone[2], place
@@ -201,20 +200,19 @@ cases = { # line: function, tolerance
 def all_cases(W, rank, path): return {k: f(W, rank, path) for k,(f,_) in cases.items()}
 
 @pytest.mark.slow
-def test_callbacks(tmp_path):
-    want = same(all_cases, tmp_path, lines={k: (f'6 {k}', tol) for k,(_,tol) in cases.items()})
+def test_callbacks(found):
+    want = same(all_cases, found=found, lines={k: (f'6 {k}', tol) for k,(_,tol) in cases.items()})
     assert 1<len(want['`EarlyStoppingCallback`']['values'])<4 and want['`ReduceLROnPlateau`']['lrs'][-1]<.5
     assert want['`TerminateOnNaNCallback`, on one rank'][1][-1]==(1, 2, True)
     names = [o for W in range(4) for o in (f'best{W}', f'at_end{W}', *[f'every_epoch_with_opt{W}_{i}' for i in range(4)])]
-    assert {o.stem for o in (tmp_path/'models').iterdir()}=={*names}
+    assert {o.stem for o in (found.path/'models').iterdir()}=={*names}
 
 # --- callbacks that draw, or keep what they see -----------------------------------------------------------------------------
 
-class Images(CrossEntropyLossFlat): pass
-
-def mixes(W, rank):
+def mixes(W, rank, path):
+    "In two runs"
     res = []
-    for cb in (MixUp(.4), CutMix()):
+    for cb in (MixUp(.4), CutMix(), MixUp(.4), CutMix()):
         learn = make(W, rank, n=101, model=nn.Sequential, drop_last=False, dtype=torch.float32, loss=CrossEntropyLossFlat(), metrics=[])
         learn.model = conv()[1:]
         learn.dls = image_dls(W)
@@ -230,28 +228,27 @@ def image_dls(W):
     ds = list(zip(x.float().view(-1, 2, 2, 2), y))
     return DataLoaders.from_dsets(ds, ds[:37], bs=per_rank(24, W), num_workers=0, device='cpu')
 
-def test_mixing_draws_on_each_rank_and_trains_one_model():
-    close(mixes(1, 0), mixes(1, 0), 0)
-    for o in ('MixUp','CutMix'): shows(f'6 `{o}`', 1, 'other draws than without a context; the same in a second run')
-    for W in (2,3):
-        first,*others = run_ranks(on_ranks, W, mixes)
+def test_mixing_draws_on_each_rank_and_trains_one_model(found):
+    for W in (1,2,3):
+        first,*others = found(mixes, W)
         for o in others: close(o, first, 0)
+        close(first[2:], first[:2], 0)
         assert all(o[1] for o in first)
         for o in ('MixUp','CutMix'):
-            shows(f'6 `{o}`', W, 'each rank draws its own mixtures; the same bits on all ranks, and in a second run')
-        if W==2: close(run_ranks(on_ranks, W, mixes)[0], first, 0)
+            shows(f'6 `{o}`', W, 'each rank draws its own mixtures; the same bits on all ranks, and in a second run' if W>1 else
+                  'other draws than without a context; the same in a second run')
 
-def collects(W, rank):
+def collects(W, rank, path):
     learn,stats,kept = make(W, rank, n=96, metrics=[]),ActivationStats(with_hist=False),CollectDataCallback()
     with ctx(learn, W): learn.fit(1, cbs=[stats,kept])
     means = [[float(layer['mean']) for layer in o] for o in stats.stats]
     return torch.tensor(means, dtype=F64),[o[0][0] for o in kept.data[:4]],len(kept.data)
 
-def test_what_callbacks_keep_is_this_ranks():
-    want = collects(0, 0)
-    close(collects(1, 0), want, 0)
+def test_what_callbacks_keep_is_this_ranks(found):
+    want, = found(collects, 0)
+    close(found(collects, 1), [want], 0)
     for W in (2,3):
-        got = run_ranks(on_ranks, W, collects)
+        got = found(collects, W)
         close(torch.stack([o[0] for o in got]).mean(0), want[0], 1e-7)
         for i,x in enumerate(want[1]): close(torch.stack([o[1][i] for o in got], 1).flatten(0, 1), x)
     for W in (1,2,3):
@@ -262,23 +259,23 @@ def test_what_callbacks_keep_is_this_ranks():
 
 def logs(W, rank, path):
     out = io.StringIO()
-    learn = make(W, rank, path=path/str(W), metrics=[accuracy])
-    kind = learn.distrib_ctx(seed=3)
-    with contextlib.redirect_stdout(out), kind:
+    folder = path/'logs'/str(W)
+    folder.mkdir(parents=True, exist_ok=True)
+    learn = make(W, rank, path=folder, metrics=[accuracy])
+    with contextlib.redirect_stdout(out), learn.distrib_ctx(seed=3):
         learn.fit(2, cbs=[CSVLogger(), ShowGraphCallback()])
         learn.fit(1, cbs=CSVLogger(append=True))
         learn.get_preds()
         learn.validate()
     return [o.split()[:-1] for o in out.getvalue().splitlines()],hasattr(learn, 'progress')
 
-def test_one_writer_and_only_the_table_in_a_pipe(tmp_path):
-    for o in '123': (tmp_path/o).mkdir()
-    one = logs(1, 0, tmp_path)[0]
+def test_one_writer_and_only_the_table_in_a_pipe(found):
+    (one,_), = found(logs, 1)
     header = ['epoch','train_loss','valid_loss','accuracy']
     assert [o[0] for o in one]==['epoch','0','1','epoch','0'] and one[0]==one[3]==header
-    read = lambda W: [[v for v in o.split(',')[:4]] for o in (tmp_path/str(W)/'history.csv').read_text().splitlines()]
+    read = lambda W: [[v for v in o.split(',')[:4]] for o in (found.path/f'logs/{W}/history.csv').read_text().splitlines()]
     for W in (2,3):
-        (first,has_bar),*others = run_ranks(on_ranks, W, logs, tmp_path)
+        (first,has_bar),*others = found(logs, W)
         assert others==[([],True)]*(W-1) and has_bar and len(first)==5
         for a,b in zip(first+read(W), one+read(1)):
             if a!=header: close([float(v) for v in a], [float(v) for v in b], 2e-6)
@@ -290,7 +287,7 @@ def test_one_writer_and_only_the_table_in_a_pipe(tmp_path):
 def board(W, rank, path):
     from fastai.callback.tensorboard import TensorBoardCallback
     learn = make(W, rank, path=path, metrics=[accuracy])
-    with ctx(learn, W): learn.fit(2, cbs=TensorBoardCallback(log_dir=path/f'{W}_{rank}', trace_model=True, log_preds=False))
+    with ctx(learn, W): learn.fit(2, cbs=TensorBoardCallback(log_dir=path/f'board/{W}_{rank}', trace_model=True, log_preds=False))
     return history(learn)
 
 def scalars(folder):
@@ -298,13 +295,14 @@ def scalars(folder):
     acc = EventAccumulator(str(folder)).Reload()
     return {k: [o.value for o in acc.Scalars(k)] for k in acc.Tags()['scalars']},acc.Tags()['graph']
 
-def test_tensorboard_on_rank_0(tmp_path):
-    same(board, tmp_path, W=(1,2,3), tol=1e-6)
-    want,graph = scalars(tmp_path/'0_0')
+def test_tensorboard_on_rank_0(found):
+    same(board, found=found, tol=1e-6)
+    folder = found.path/'board'
+    want,graph = scalars(folder/'0_0')
     assert graph and {'train_loss','valid_loss','accuracy','lr_0'}<={*want}
     for W in (1,2,3):
-        got,graph = scalars(tmp_path/f'{W}_0')
-        assert graph and [o.name for o in tmp_path.iterdir() if o.name.startswith(f'{W}_')]==[f'{W}_0']
+        got,graph = scalars(folder/f'{W}_0')
+        assert graph and [o.name for o in folder.iterdir() if o.name.startswith(f'{W}_')]==[f'{W}_0']
         rough = {'train_loss'} if W>1 else set()
         close({k: got[k] for k in want if k not in rough}, {k: want[k] for k in want if k not in rough}, 1e-6 if W>1 else 0)
         assert len(got['train_loss'])==len(want['train_loss'])
@@ -327,25 +325,25 @@ def wandb(W, rank, path):
     try:
         import fastai.callback.wandb as mod
         mod._format_config = lambda config: None # fails on lists of numbers, with fastcore 2.2 and without us
-        learn = make(W, rank, path=path/str(W), metrics=[accuracy])
+        learn = make(W, rank, path=path/f'wandb/{W}', metrics=[accuracy])
         learn.dls = dsets_dls(W)
         with ctx(learn, W): learn.fit(2, cbs=mod.WandbCallback(log=None, n_preds=5))
         left = [cb for cb in learn.cbs if isinstance(cb, FetchPredsCallback)]
     finally: sys.modules.pop('wandb'), sys.modules.pop('fastai.callback.wandb', None)
     return history(learn),fake.logged,left
 
-def test_wandb_on_rank_0(tmp_path):
+def test_wandb_on_rank_0(found):
     "It predicts some samples on rank 0 alone, at the end of each epoch"
-    want = wandb(0, 0, tmp_path)
+    want, = found(wandb, 0)
     assert ['epoch'] in want[1] and ['accuracy','valid_loss'] in want[1]
     for W in (1,2,3):
-        for r,got in enumerate([wandb(1, 0, tmp_path)] if W==1 else run_ranks(on_ranks, W, wandb, tmp_path)):
+        for r,got in enumerate(found(wandb, W)):
             close(got[0], want[0], 1e-6 if W>1 else 0)
             assert got[1]==(want[1] if r==0 else []) and not got[2]
         shows('6 `WandbCallback`, with a stand-in for wandb', W, 0 if W==1 else '1e-06; from rank 0, which predicts its samples alone')
 
 def saves(W, rank, path):
-    learn = make(W, rank, opt=Adam, path=path/str(W), metrics=[])
+    learn = make(W, rank, opt=Adam, path=path/f'saves/{W}', metrics=[])
     learn.dls = dsets_dls(W)
     with ctx(learn, W):
         n_cbs = len(learn.cbs)
@@ -369,18 +367,19 @@ def saves(W, rank, path):
         learn.fit(1)
     return before,loaded,last if group_rank()==max(W, 1)-1 else second,second,kept
 
-def test_files(tmp_path):
+def test_files(found):
     "Saved on all ranks or on one, loaded on all or on one"
-    want = saves(0, 0, tmp_path)[0]
+    want = found(saves, 0)[0][0]
     for W in (1,2,3):
-        for first,loaded,last,second,kept in [saves(1, 0, tmp_path)] if W==1 else run_ranks(on_ranks, W, saves, tmp_path):
+        for first,loaded,last,second,kept in found(saves, W):
             close(loaded, first, 0)
             close(last, second, 0)
             close(first, want, 1e-9 if W>1 else 0)
             assert kept
         shows('3 `save`, `load`, with the optimizer and without', W, 0 if W==1 else 1e-9)
-        assert sorted(o.name for o in (tmp_path/str(W)).iterdir())==['models','whole.pkl']
-        learn = load_learner(tmp_path/str(W)/'whole.pkl')
+        folder = found.path/f'saves/{W}'
+        assert sorted(o.name for o in folder.iterdir())==['models','whole.pkl']
+        learn = load_learner(folder/'whole.pkl')
         assert type(learn).__name__=='Learner' and not any('istributed' in k for k in vars(learn))
         close(learn.model.state_dict(), want, 1e-9 if W>1 else 0)
         shows('3 `export`, `load_learner`', W, 0 if W==1 else 1e-9)
@@ -392,8 +391,9 @@ def finds(W, rank, path):
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
     random.seed(rank)
-    learn = make(W, rank, opt=Adam, path=path/str(W))
-    (path/str(W)).mkdir(exist_ok=True)
+    folder = path/'finds'/str(W)
+    folder.mkdir(parents=True, exist_ok=True)
+    learn = make(W, rank, opt=Adam, path=folder)
     plt.close('all')
     with ctx(learn, W):
         learn.fit(1)
@@ -408,16 +408,16 @@ def finds(W, rank, path):
         if W: learn.fit(1)
     return found,lrs,losses,len(losses),plots,state(learn) if W else None
 
-def test_lr_find(tmp_path):
-    want = finds(0, 0, tmp_path)
+def test_lr_find(found):
+    want, = found(finds, 0)
+    one, = found(finds, 1)
     assert want[3]<40 # it stopped where the loss went up
-    one = finds(1, 0, tmp_path)
     close(one[:5], want[:5], 0)
     for W in (2,3):
-        for got in run_ranks(on_ranks, W, finds, tmp_path): close(got, one, 1e-5)
+        for got in found(finds, W): close(got, one, 1e-5)
     for W in (1,2,3): shows('3 `lr_find`, its plot', W, 0 if W==1 else 'suggestions 1e-05, on every rank; weights and optimizer as before, '
                             'bit by bit; no file left; one plot, from rank 0')
-    assert [o.name for d in '0123' for o in (tmp_path/d).rglob('*')]==['models']*4
+    assert [o.name for d in '0123' for o in (found.path/'finds'/d).rglob('*')]==['models']*4
 
 class FailsLate(Callback):
     def after_batch(self):
@@ -426,7 +426,7 @@ class FailsLate(Callback):
 def find_fails(W, rank, path):
     res = []
     for what in (CancelFitException(), KeyError('here')):
-        learn = make(W, rank, path=path)
+        learn = make(W, rank, path=path/'fails')
         cb = FailsLate()
         cb.what = what
         learn.add_cb(cb)
@@ -438,12 +438,12 @@ def find_fails(W, rank, path):
         res.append((how, state(learn), start))
     return res
 
-def test_lr_find_leaves_nothing_when_it_ends_early(tmp_path):
-    ranks = run_ranks(on_ranks, 2, find_fails, tmp_path)
+def test_lr_find_leaves_nothing_when_it_ends_early(found):
+    ranks = found(find_fails, 2)
     assert [[o[0] for o in r] for r in ranks]==[['ended','RankError'],['ended','KeyError']]
     for r in ranks:
         for got,first in zip(r, ranks[0]): close(got[1], first[2], 0)
-    assert [o.name for o in tmp_path.rglob('*')]==['models']
+    assert [o.name for o in (found.path/'fails').rglob('*')]==['models']
 
 # --- accumulation -----------------------------------------------------------------------------------------------------------
 
@@ -458,7 +458,7 @@ def counted(learn, bucket):
     work = torch.distributed.all_reduce(bucket.buffer().div_(group_size()), group=current_group(), async_op=True)
     return work.get_future().then(lambda f: f.value()[0])
 
-def accumulates(W, rank):
+def accumulates(W, rank, path):
     res = {}
     for n_acc,bs in [(48,24),(24,24),(0,48)]:
         learn = make(W, rank, bs=bs, n=144, n_valid=40)
@@ -467,13 +467,15 @@ def accumulates(W, rank):
         res[n_acc] = state(learn),getattr(learn, 'n_reduced', None)
     return res
 
-def test_accumulation_reduces_once_a_step():
-    want = accumulates(0, 0)
-    close(accumulates(1, 0), want, 0)
+def test_accumulation_reduces_once_a_step(found):
+    want, = found(accumulates, 0)
+    close(found(accumulates, 1), [want], 0)
     shows('6 `GradientAccumulation`', 1, 0)
     for W in (2,3):
-        for got in run_ranks(on_ranks, W, accumulates):
+        for got in found(accumulates, W):
             for k in want: close(got[k][0], want[k][0])
             close(got[48][0], got[0][0]) # as without accumulation
             assert [got[k][1] for k in (48,24,0)]==[3,6,3]
         shows('6 `GradientAccumulation`', W, 'weights 1e-09, those of the whole batch too; one all-reduce a step')
+
+found = asking(votes, all_cases, mixes, collects, logs, board, wandb, saves, finds, accumulates, find_fails)

@@ -1,7 +1,6 @@
 "The same `Checkpoint` for fastai's Learner: alone and on two ranks, in mid-epoch, between epochs, and after a signal"
 import os,random,shutil,signal
 from contextlib import nullcontext
-from pathlib import Path
 import pytest, torch
 from fastai.callback.progress import CSVLogger
 from fastai.callback.tracker import EarlyStoppingCallback
@@ -12,6 +11,7 @@ from fastai.metrics import accuracy
 from learnerdist.distributed.comparison import digest
 from learnerdist.fastai import Checkpoint, Preempted, rank0_first, rank_distrib
 from learnerdist.learner.callback import Callback
+from learnerdist.testing import run_ranks
 from torch import nn
 
 torch.set_num_threads(1)
@@ -54,7 +54,6 @@ def fit(path, every=1, keep=100, ctx=False, cbs=(), one=True, **kw):
 def differing(a, b): return [k for k in a if a[k]!=b[k]]
 
 def everywhere(path, ctx, names=None, **kw):
-    path = Path(path)
     whole,found = fit(path/'whole', ctx=ctx, **kw),{}
     rank0_first(lambda: None)
     for name in names or sorted(o.name for o in (path/'whole/ckpt').iterdir()):
@@ -74,7 +73,7 @@ def test_alone(one, tmp_path):
 
 def loads(path):
     "The weights of a checkpoint, in and out of the context, and those of fastai's own file beside it"
-    path,res = Path(path),[]
+    res = []
     for _ in range(2):
         learn = learner(path)
         with learn.distrib_ctx(): res.append(digest(learn.load('ckpt').model.state_dict()))
@@ -82,24 +81,32 @@ def loads(path):
     learn.save('mine')
     return res+[digest(learner(path).load('mine').model.state_dict())]
 
-def test_load_the_weights_of_a_checkpoint(tmp_path):
-    from learnerdist.testing import run_ranks
-    whole = fit(tmp_path, 'epoch')['model']
-    for a,first,b,*others in run_ranks(loads, 2, str(tmp_path)): assert a==b==whole!=first and others==[first]*2
+two = ['epoch_0000-step_00000002','epoch_0001-step_00000004']
 
-def test_two_ranks(tmp_path):
-    from learnerdist.testing import run_ranks
-    for found in run_ranks(everywhere, 2, str(tmp_path), True, ['epoch_0000-step_00000002','epoch_0001-step_00000004'], timeout_s=400):
-        assert found.pop('status')==75 and not any(found.values()), found
+def rank_answers(path):
+    "All that is asked of two ranks; the weights were saved by one process"
+    return dict(loads=loads(path/'alone'), plain=everywhere(path/'plain', True, two),
+                workers=everywhere(path/'workers', True, two[:1], workers=2), whole=in_global_batches(path/'whole'))
 
-def everywhere_with_workers(path, ctx): return everywhere(path, ctx, ['epoch_0000-step_00000002'], workers=2)
+@pytest.fixture(scope='module')
+def ranks(tmp_path_factory):
+    path = tmp_path_factory.mktemp('ranks')
+    for o in ('plain','workers'): (path/o).mkdir()
+    whole = fit(path/'alone', 'epoch')['model']
+    return path,whole,run_ranks(rank_answers, 2, path, timeout_s=400)
+
+def test_load_the_weights_of_a_checkpoint(ranks):
+    first = ranks[2][0]['loads'][1]
+    for a,b,c,*others in (o['loads'] for o in ranks[2]): assert a==c==ranks[1]!=b==first and others==[first]*2
+
+@pytest.mark.parametrize('kind', ['plain','workers'])
+def test_two_ranks(kind, ranks):
+    for found in (o[kind] for o in ranks[2]): assert found.pop('status')==75 and not any(found.values()), found
 
 @pytest.mark.slow
-@pytest.mark.parametrize('n', [1,2])
-def test_workers(n, tmp_path):
-    from learnerdist.testing import run_ranks
-    for found in run_ranks(everywhere_with_workers, n, str(tmp_path), n>1, timeout_s=400):
-        assert found.pop('status')==75 and not any(found.values()), found
+def test_workers(tmp_path):
+    found = everywhere(tmp_path, False, two[:1], workers=2)
+    assert found.pop('status')==75 and not any(found.values()), found
 
 def test_done_and_more_epochs(tmp_path, capsys):
     "With fastai's bar; what is said, and that a finished fit goes on where no schedule counts its epochs"
@@ -129,15 +136,14 @@ def in_global_batches(path, resume=False):
     rows = [*zip(torch.randn(40, 6, generator=g), torch.randint(3, (40,), generator=g))]
     torch.manual_seed(3)
     dls = DataLoaders(DataLoader(rows, bs=12, shuffle=True, num_workers=0), DataLoader(rows[:16], bs=12, num_workers=0))
-    learn = Learner(dls, nn.Linear(6, 3), loss_func=lambda p,y: nn.functional.cross_entropy(p, y).float(), path=Path(path), lr=.01)
+    learn = Learner(dls, nn.Linear(6, 3), loss_func=lambda p,y: nn.functional.cross_entropy(p, y).float(), path=path, lr=.01)
     with learn.distrib_ctx(split_batches=True, seed=1): learn.fit_one_cycle(2, .01, cbs=Checkpoint('ckpt', 1, 100, resume=resume))
     rec = learn.recorder
     return dict(weight=learn.model.weight.tolist(), losses=[float(o) for o in rec.losses], lrs=list(rec.lrs), iters=list(rec.iters),
                 values=[list(o) for o in rec.values])
 
-def test_go_on_in_mid_epoch_on_another_number_of_ranks(tmp_path):
-    from learnerdist.testing import run_ranks
-    whole = run_ranks(in_global_batches, 2, str(tmp_path/'a'))[0]
-    shutil.copytree(tmp_path/'a/ckpt/epoch_0001-step_00000006', tmp_path/'b/ckpt/epoch_0001-step_00000006')
-    for again in run_ranks(in_global_batches, 3, str(tmp_path/'b'), True):
+def test_go_on_in_mid_epoch_on_another_number_of_ranks(ranks, tmp_path):
+    whole = ranks[2][0]['whole']
+    shutil.copytree(ranks[0]/'whole/ckpt/epoch_0001-step_00000006', tmp_path/'ckpt/epoch_0001-step_00000006')
+    for again in run_ranks(in_global_batches, 3, tmp_path, True):
         for k,v in whole.items(): torch.testing.assert_close(torch.tensor(again[k]), torch.tensor(v), rtol=1e-6, atol=1e-6)

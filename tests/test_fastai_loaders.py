@@ -3,7 +3,6 @@ import random, warnings
 import pytest
 pytest.importorskip('fastai')
 import numpy as np, pandas as pd, torch
-from fastai.callback.data import PartialDL, WeightedDL
 from fastai.data.core import DataLoaders, Datasets, TfmdDL, Transform
 from fastai.data.load import DataLoader
 from fastai.callback.rnn import ModelResetter
@@ -17,13 +16,11 @@ from fastai.text.data import LMDataLoader, Pad_Input, SortedDL
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
-from test_fastai import CrossEntropy, accuracy, close, ctx, data, floats, history, items, on_ranks, per_rank, plain, same
+from test_fastai import CrossEntropy, accuracy, asking, ctx, data, floats, history, items, per_rank, plain, same
 from learnerdist.core.collectives import gather_rows
 from learnerdist.fastai import *
 from learnerdist.fastai.loaders import ShareDL
 from learnerdist.data.distributed_dl import reindexed
-from learnerdist.testing import run_ranks
-from fastai_lines import shows
 
 warnings.filterwarnings('ignore')
 F64 = torch.float64
@@ -51,11 +48,6 @@ def test_shares_of_a_plain_loader(n, bs, W, kw):
     own = [rows(dl, r, W, pad=False) for r in range(W)]
     if not kw.get('drop_last'): assert sorted(i for s in own for i in s)==list(range(n))
 
-def test_epochs_differ_and_repeat():
-    dl = TfmdDL(list(range(40)), bs=4, shuffle=True, num_workers=0)
-    a,b,c = rows(dl, 0, 2, 0),rows(dl, 0, 2, 1),rows(dl, 0, 2, 0)
-    assert a!=b and a==c and sorted(a+rows(dl, 1, 2, 0))==list(range(40))
-
 def test_settings_are_kept():
     dl = TfmdDL(list(range(40)), bs=4, after_item=lambda o: o+1, after_batch=lambda b: b*2, num_workers=2)
     share = ShareDL.from_dl(dl, 1, 2)
@@ -70,41 +62,6 @@ class Odd(TfmdDL):
 def test_a_users_own_order():
     dl = Odd(list(range(20)), bs=2, num_workers=0)
     assert [rows(dl, r, 2) for r in range(2)]==[[1,5,9,13,17]*2, [3,7,11,15,19]*2]
-
-class Skips(IterableDataset):
-    def __init__(self, n): self.n = n
-    def __iter__(self): return iter(range(self.n))
-
-def test_streams():
-    for workers in (0,2):
-        dl = DataLoader(Skips(11), bs=2, n=11, num_workers=workers)
-        assert [rows(dl, r, 2) for r in range(2)]==[[0,2,4,6,8,10], [1,3,5,7,9,0]]
-
-@pytest.mark.parametrize('kind', [WeightedDL, PartialDL, SortedDL])
-def test_steps_are_those_of_one_process(kind):
-    ds = [(torch.arange(i%7+1),) for i in range(48)]
-    kw = {WeightedDL: dict(wgts=np.arange(48)+1.), PartialDL: dict(partial_n=24), SortedDL: dict(sort_func=lambda o: len(o[0]))}[kind]
-    kw.update(shuffle=True, num_workers=0, create_batch=lambda b: [len(o[0]) for o in b])
-    mk = lambda bs: kind(ds, bs=bs, **kw)
-    one,two = rows(mk(8), 0, 1),[rows(mk(4), r, 2) for r in range(2)]
-    assert [i for pair in zip(*two) for i in pair]==one and len(one)==(24 if kind is PartialDL else 48)
-
-@pytest.mark.parametrize('W', [1, 2, 3])
-@pytest.mark.parametrize('shuffle', [False, True])
-def test_streams_of_a_language_model_go_on(W, shuffle):
-    texts = [torch.arange(i*1000, i*1000+20+i) for i in range(30)]
-    mk = lambda bs: LMDataLoader(texts, lens=[len(o) for o in texts], bs=bs, seq_len=7, shuffle=shuffle)
-    shares = [ShareDL.from_dl(mk(4), r, W, seed=5) for r in range(W)]
-    one,first = ShareDL.from_dl(mk(4*W), 0, 1, seed=5),None
-    for epoch in range(2):
-        for o in [one,*shares]: o.set_epoch(epoch)
-        whole,parts = list(one),[list(o) for o in shares]
-        assert len(whole)==len(parts[0])==len(shares[0])
-        for i,(x,y) in enumerate(whole):
-            assert all(torch.equal(parts[r][i][0], x[r::W]) and torch.equal(parts[r][i][1], y[r::W]) for r in range(W))
-            if i: assert torch.equal(x[:,0], whole[i-1][1][:,-1])
-        if epoch: assert torch.equal(first, whole[0][0])==(not shuffle)
-        first = whole[0][0]
 
 # --- learners ---------------------------------------------------------------------------------------------------------------
 
@@ -150,7 +107,7 @@ def mixed(W):
         learn.fit(2)
         return history(learn),floats(learn.validate())
 
-def of_loaders(W, rank):
+def of_loaders(W, rank, path):
     torch.set_default_dtype(F64)
     dsets,bs = Datasets(range(80), [[x_of],[y_of]], splits=[range(48), range(48, 80)]),per_rank(12, W)
     block = DataBlock(get_x=x_of, get_y=y_of, splitter=lambda o: [range(48), range(48, 80)], item_tfms=Twice)
@@ -189,12 +146,8 @@ def looks(dls, W):
         return len(learn.dls.train),torch.cat(whole),torch.cat(rows)
 
 @pytest.mark.slow
-def test_learners_on_every_kind_of_loader():
-    want = of_loaders(0, 0)
-    for W in (1,2,3):
-        for got in [of_loaders(1, 0)] if W==1 else run_ranks(on_ranks, W, of_loaders):
-            for k in want: close(got[k], want[k], 1e-6 if W>1 else 0, k)
-        for k in want: shows(f'4 {k}', W, 1e-6 if W>1 else 0)
+def test_learners_on_every_kind_of_loader(found):
+    same(of_loaders, found=found, tol=1e-6, lines='4')
 
 def test_a_loader_that_nothing_is_known_of_is_an_error():
     class Own:
@@ -277,12 +230,14 @@ def tabular(W, rank):
         learn.show_results(max_n=2)
         return res,learn.get_preds(),test,row[1:],interp.confusion_matrix().tolist(),interp.top_losses(3)[0]
 
-def of_sequences(W, rank): return dict(sorted=sorted_texts(W, rank), lm=language_model(W, rank), tabular=tabular(W, rank))
+def of_sequences(W, rank, path): return dict(sorted=sorted_texts(W, rank), lm=language_model(W, rank), tabular=tabular(W, rank))
 
-@pytest.mark.long
-def test_texts_and_tables():
-    want = same(of_sequences, W=(1,2,3,4), lines=dict(
+@pytest.mark.slow
+def test_texts_and_tables(found):
+    want = same(of_sequences, found=found, lines=dict(
         sorted=('4 `SortedDL`: texts, their padding', 1e-6), lm=('4 `LMDataLoader`: streams go on, also through `ModelResetter`', 1e-6),
         tabular=('7 `tabular_learner`: `TabDataLoader`, `TabularPandas`, `predict`, `test_dl`, `show_results`, '
                  '`ClassificationInterpretation` (float32)', 1e-5)))
     assert want['sorted'][2]==[o[0].tolist() for o in sentences(29, 1)]
+
+found = asking(of_loaders, of_sequences)

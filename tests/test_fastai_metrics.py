@@ -10,12 +10,10 @@ from fastai.optimizer import SGD
 from sklearn.metrics import f1_score
 from torch import nn
 from torch.nn import functional as F
-from test_fastai import accuracy, close, ctx, floats, items, make, on_ranks, per_rank, same, state
+from test_fastai import accuracy, asking, close, ctx, floats, items, make, per_rank, same, state
 from test_fastai_callbacks import quiet
-from learnerdist.all import gather_with_grad
 from learnerdist.core.env import group_rank
 from learnerdist.fastai import *
-from learnerdist.testing import run_ranks
 from fastai_lines import shows
 
 warnings.filterwarnings('ignore')
@@ -152,57 +150,47 @@ def measured(W, rank, n_valid, train_metrics):
                 res[name].append([[*learn.recorder.metric_names[1:]], floats(learn.recorder.values[-1][:]), floats(learn.recorder.losses)])
     return res
 
-def every_metric(W, rank): return dict(measured(W, rank, 37, True), even={k: v[0] for k,v in measured(W, rank, 24, False).items()})
+def every_metric(W, rank, path): return dict(measured(W, rank, 37, True), even={k: v[0] for k,v in measured(W, rank, 24, False).items()})
 
 @pytest.mark.slow
-def test_every_metric():
+def test_every_metric(found):
     "Also with a row that is read twice in training"
     keyed = {k: f'5 {v}; in training too (`train_metrics`)' for k,v in lines.items()}
-    want = same(every_metric, tol=1e-6, lines=dict(keyed, even='5 `Recorder`, its loss and metrics, when all batches are full'))
+    keyed['even'] = '5 `Recorder`, its loss and metrics, when all batches are full'
+    want = same(every_metric, found=found, tol=1e-6, lines=keyed)
     assert all(torch.isfinite(torch.tensor(v[0])).all() for k,v in want.items() if k!='even')
 
-def functions(W, rank):
-    learn = own_size(make(W, rank, n_valid=37, metrics=[f1, root, fraction, fm.accuracy]))
-    with ctx(learn, W), warnings.catch_warnings(record=True) as ws:
-        warnings.simplefilter('always')
-        vals = floats(learn.validate())
-    return vals,[str(o.message) for o in ws if 'metric' in str(o.message)]
-
-def test_functions_that_are_no_means_over_samples():
-    want = functions(0, 0)
-    for W in (2,3):
-        for got in run_ranks(on_ranks, W, functions): close(got, want, 1e-6)
-    assert not want[1]
-
-def batch_norm(W, rank):
+def batch_norm(W, rank, path):
     "In float32: BatchNorm without running statistics, a loss that is a sum; predictions and inputs"
     learn = own_size(make(W, rank, n_valid=38, metrics=[f1], dtype=torch.float32, loss=nn.CrossEntropyLoss(reduction='sum')))
     learn.model = nn.Sequential(nn.BatchNorm1d(8, track_running_stats=False), learn.model)
     with ctx(learn, W): return floats(learn.validate()),[o.double() for o in learn.get_preds(with_input=True)]
 
-def test_models_that_depend_on_the_batch():
-    want = batch_norm(1, 0)
-    for W in (2,3):
-        for got in run_ranks(on_ranks, W, batch_norm): close(got, want, 1e-5)
+def test_models_that_depend_on_the_batch(found): same(batch_norm, found=found, W=(2,3), tol=1e-5)
 
-def in_batch(p, t):
-    "A loss of all pairs in the batch"
-    p = gather_with_grad(p)
-    return F.cross_entropy(p@p.T, torch.arange(len(p)))
-in_batch.n_items = 'whole'
+def pairs(p, t): return F.cross_entropy(p@p.T, torch.arange(len(p)))
+def of_classes(p, t): return ((p@p.T).softmax(1)*(t[:,None]==t)).sum(1).log().neg().mean()
+def spread(p, t): return F.cross_entropy(p-p.mean(0), t)
+def worst(p, t): return F.cross_entropy(p, t, reduction='none').max()
+def rooted(p, t): return F.cross_entropy(p, t).sqrt()
+def total(p, t): return F.cross_entropy(p, t, reduction='sum')
 
-def of_pairs(W, rank):
-    "37 samples: the last batch is smaller"
-    learn = own_size(make(W, rank, bs=12, n_valid=37, metrics=[]))
-    learn.loss_func = Attr(in_batch)
-    learn.loss_func.n_items = 'whole'
-    with ctx(learn, W): return floats(learn.validate())
+def of_batches(W, rank, path):
+    "Losses of the whole batch. 37 samples: the last one is smaller. No metric is there, and no warning"
+    res = {}
+    for f in (pairs,of_classes,spread,worst,rooted,total):
+        learn = own_size(make(W, rank, n_valid=37, metrics=[], loss=Attr(f)))
+        learn.loss_func.n_items = 'whole'
+        with ctx(learn, W), warnings.catch_warnings(record=True) as ws:
+            warnings.simplefilter('always')
+            res[f.__name__] = floats(learn.validate()),[str(o.message) for o in ws if 'loss' in str(o.message)]
+    return res
 
-def test_validation_loss_of_all_pairs():
-    want = of_pairs(0, 0)
-    for got in run_ranks(on_ranks, 2, of_pairs): close([got], [want], 1e-6)
+def test_losses_that_depend_on_the_batch(found):
+    want = same(of_batches, found=found, W=(2,3), tol=1e-6)
+    assert len({v[0][0] for v in want.values()})==6 and not any(v[1] for v in want.values())
 
-def unsupported(W, rank):
+def unsupported(W, rank, path):
     torch.set_default_dtype(F64)
     dsets = targets('multi', 45, 1),targets('multi', 37, 2)
     dls = DataLoaders.from_dsets(*dsets, bs=per_rank(12, W), num_workers=0)
@@ -211,19 +199,19 @@ def unsupported(W, rank):
         with ctx(learn, W): learn.validate()
     except Exception as e: return 'multilabel-indicator is not supported' in str(e)
 
-def test_what_fails_on_one_process_fails_on_all_ranks():
-    assert unsupported(0, 0) and unsupported(1, 0) and all(run_ranks(on_ranks, 3, unsupported))
+def test_what_fails_on_one_process_fails_on_all_ranks(found):
+    for W in (0,1,2,3): assert all(found(unsupported, W))
     for W in (1,2,3): shows('5 `MatthewsCorrCoefMulti`', W, 'an error, as without a context: scikit-learn refuses several labels')
 
-def few(W, rank):
+def few(W, rank, path):
     res = {}
     for n in (1,2,3):
         learn = make(W, rank, bs=12, n_valid=n, metrics=[accuracy, First(), Positive(), ValueMetric(lambda: 1.5, 'mine')])
         with ctx(learn, W): res[n] = floats(learn.validate()),learn.get_preds(with_loss=True)
     return res
 
-def test_ranks_without_a_batch():
-    same(few, W=(1,2,3,4), tol=1e-6, lines=['5 `ValueMetric`; 1, 2 or 3 samples in all: ranks without a batch'])
+def test_ranks_without_a_batch(found):
+    same(few, found=found, tol=1e-6, lines=['5 `ValueMetric`; 1, 2 or 3 samples in all: ranks without a batch'])
 
 # --- predictions ------------------------------------------------------------------------------------------------------------
 
@@ -255,12 +243,12 @@ def options(W, rank, path):
             floats(learn.validate(dl=learn.dls.valid.new(bs=5)))]
     return res
 
-def test_get_preds(tmp_path):
-    want = options(0, 0, tmp_path)
+def test_get_preds(found):
+    want, = found(options, 0)
     shuffled = '`dl` with `shuffle`: in order'
     want[shuffled] = want['`dl`, whatever its batch size']
     for W in (1,2,3):
-        for got in [options(1, 0, tmp_path)] if W==1 else run_ranks(on_ranks, W, options, tmp_path):
+        for got in found(options, W):
             for k in want: close(got[k], want[k], 1e-6 if W>1 or k==shuffled else 0, k)
         for k in want:
             line = k if k.startswith(('`get_preds`','`validate`')) else f'`get_preds`: {k}'
@@ -268,7 +256,7 @@ def test_get_preds(tmp_path):
     close(want['`get_preds`'][1], [y for _,y in items(37, 2)])
     assert len(want['`ds_idx=0`'][0])==96
 
-def on_rank_0_only(W, rank):
+def on_rank_0_only(W, rank, path):
     "What needs no other rank may be asked for on one"
     learn = make(W, rank)
     with quiet(learn), learn.distrib_ctx(seed=3):
@@ -280,6 +268,8 @@ def on_rank_0_only(W, rank):
         learn.fit(1)
         return state(learn)
 
-def test_on_rank_0_only():
-    a,b = run_ranks(on_ranks, 2, on_rank_0_only)
+def test_on_rank_0_only(found):
+    a,b = found(on_rank_0_only, 2)
     close(a, b, 0)
+
+found = asking(every_metric, batch_norm, of_batches, unsupported, few, options, on_rank_0_only)

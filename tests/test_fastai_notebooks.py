@@ -22,6 +22,7 @@ def folder(tmp_path):
     (tmp_path/'nbs'/'13b_metrics.ipynb').write_text(json.dumps(nb))
     return tmp_path
 
+@pytest.mark.long
 def test_every_way(folder):
     with tarfile.open(folder/'fastai.tar.gz', 'w:gz') as f: f.add(folder/'nbs', 'fastai-1/nbs')
     path, = tool.find_notebooks(folder/'fastai.tar.gz', folder/'out')

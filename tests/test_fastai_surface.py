@@ -16,16 +16,14 @@ from fastai.text.all import (AWD_LSTM, TextDataLoaders, Tokenizer, awd_lstm_lm_c
 from fastai.vision.gan import FixedGANSwitcher, GANLearner
 from torch import nn
 from torch.nn import functional as F
-from test_fastai import (Callback, F1Score, Learner, RocAuc, SGD, alone_on_ranks, bn, close, ctx, floats, items, make, on_ranks,
-                         per_rank, state)
+from test_fastai import (Callback, F1Score, Learner, RocAuc, SGD, asking, bn, close, ctx, floats, items, make, per_rank, same,
+                         state)
 from test_fastai_apps import Words, texts
 from test_fastai_metrics import First
 from learnerdist.fastai import *
 from learnerdist.data.distributed_dl import set_epoch
 from learnerdist.fastai.loaders import ShareDL
 from learnerdist.learner.loggers import CSVLogger, LogWriter
-from learnerdist.testing import run_ranks
-from fastai_lines import shows
 
 warnings.filterwarnings('ignore')
 
@@ -153,7 +151,7 @@ def paths(W, rank, path):
     assert any('learn.path differs' in str(o.message) for o in ws)==(W>1 and rank==0) and learn.path.name==f'own-{W}-{rank}'
     return state(learn)
 
-def applications(W, rank, path): return dict(unlabelled=unlabelled(W, rank), subclass=subclass(W, rank, path/str(W)),
+def applications(W, rank, path): return dict(unlabelled=unlabelled(W, rank), subclass=subclass(W, rank, path/f'own/{W}'),
     lm=language_model(W, rank), empty=empty_parameters(W, rank), cancelled=cancelled(W, rank), dls=other_loaders(W, rank),
     losses=losses(W, rank), paths=paths(W, rank, path))
 
@@ -167,14 +165,9 @@ lines = dict(unlabelled=('3 `get_preds` of data without labels, with metrics tha
     paths=('3 a `learn.path` of each rank\'s own, `SaveModelCallback`', 1e-6))
 
 @pytest.mark.slow
-def test_applications(tmp_path):
-    for o in range(4): (tmp_path/str(o)).mkdir()
-    want = applications(0, 0, tmp_path)
+def test_applications(found):
+    want = same(applications, found=found, lines=lines)
     assert want['lm'][2]==3 and want['empty']['tab'][1] and want['cancelled'][0]['1.num_batches_tracked']==6
-    for W in (1,2,3):
-        for got in [applications(1, 0, tmp_path)] if W==1 else run_ranks(on_ranks, W, applications, tmp_path):
-            for k,(_,tol) in lines.items(): close(got[k], want[k], tol if W>1 else 0, k)
-        for line,tol in lines.values(): shows(line, W, tol if W>1 else 0)
 
 # --- what is said -----------------------------------------------------------------------------------------------------------
 
@@ -189,15 +182,15 @@ def a_fit(W, rank):
     learn = make(W, rank, metrics=[])
     with ctx(learn, W): learn.fit(2)
 
-def test_a_fit_warns_of_no_shadowed_name():
-    pytest.importorskip('accelerate')
-    for W in (1,3): assert run_ranks(on_ranks, W, shadowed)==[[]]*W
-
-def shadowed(W, rank):
+def shadowed(W, rank, path):
     "A later import of `fastai.distributed` changes nothing"
     importlib.import_module('fastai.distributed')
     assert Learner.distrib_ctx.__module__=='learnerdist.fastai.learner'
     return said(lambda: a_fit(W, rank))
+
+def test_a_fit_warns_of_no_shadowed_name(found):
+    pytest.importorskip('accelerate')
+    assert found(shadowed, 3)==[[]]*3
 
 # --- fastai.distributed's signatures ----------------------------------------------------------------------------------------
 
@@ -220,23 +213,6 @@ def test_a_loader_in_blocks(kind):
         got = DistributedDL(dl, r, 4)
         assert as_lists(got)==[[b.tolist(), *[(100+b).tolist()]*(kind=='pairs')] for b in want[r]] and len(got)==len(want[r])
 
-class Gathers(DistributedDL):
-    "As the notebook does where it has one process: other ranks' rows are -100"
-    def _to_detach(self, b, cpu=True, gather=True):
-        whole = lambda o: torch.cat([o if r==self.rank else torch.full_like(o, -100) for r in range(self.world_size)])
-        return tuple(map(whole, b)) if isinstance(b, (tuple,list)) else whole(b)
-
-def test_what_is_gathered_loses_its_padding():
-    ds = list(zip(range(12), range(100, 112)))
-    for r in range(5):
-        dl = Gathers(TfmdDL(ds, bs=12, num_workers=2), r, 5)
-        for b in dl: assert [(o!=-100).sum().item() for o in dl.to_detach(b)]==([0,0] if r==4 else [3,3])
-    for r in range(3):
-        dl = Gathers(TfmdDL(list(range(10)), bs=4, num_workers=2, shuffle=True), r, 3)
-        b = list(dl)[0]
-        assert dl.to_detach(b)[4*r:4*r+4].tolist()==b[:None if r<2 else 2].tolist()
-        assert DistributedDL(dl.source, r, 3).to_detach(b).equal(b) # nothing was gathered
-
 def test_a_weighted_loader():
     dl = WeightedDL(list(range(50)), bs=16, num_workers=2, shuffle=True, wgts=[float(i>=25) for i in range(50)])
     got = [list(DistributedDL(dl, r, 4))[0] for r in range(4)]
@@ -253,7 +229,7 @@ def test_a_data_set_and_errors():
     with learn.distrib_ctx(False, True): assert not learn.runner.opts.sync_bn
     assert DistributedTrainer(False).engine.opts.sync_bn is False and setup_distrib(gpu=None).type=='cpu'
 
-def by_hand(W, rank):
+def by_hand(W, rank, path):
     "Loaders that the script has made by hand are dealt as all others"
     learn = make(W, rank)
     if W: learn.dls.loaders = [DistributedDL(o) for o in learn.dls.loaders]
@@ -261,10 +237,7 @@ def by_hand(W, rank):
         learn.fit(2)
         return state(learn),[floats(o) for o in learn.recorder.values],learn.get_preds()
 
-def test_loaders_by_hand():
-    want = by_hand(0, 0)
-    for W in (1,2,3):
-        for got in run_ranks(alone_on_ranks, W, by_hand): close(got, want, 1e-6 if W>1 else 0)
+def test_loaders_by_hand(found): same(by_hand, found=found, tol=1e-6)
 
 # --- flags of `fit`, logs, memory -------------------------------------------------------------------------------------------
 
@@ -288,7 +261,9 @@ class Types(Callback):
     def after_pred(self): self.seen.add(self.pred.dtype)
 
 def flags(W, rank, path):
-    learn,types,rows = make(dtype=torch.float32, metrics=[], path=path/f'{rank}'),Types(),Rows()
+    folder = path/f'flags/{W}/{rank}'
+    folder.mkdir(parents=True, exist_ok=True)
+    learn,types,rows = make(dtype=torch.float32, metrics=[], path=folder),Types(),Rows()
     with learn.no_bar(), learn.no_logging():
         learn.fit(2, amp='bf16', ddp=dict(seed=3, split_batches=True), cbs=[types,rows,CSVLogger()])
         trained,n = state(learn),len(learn.cbs)
@@ -297,16 +272,14 @@ def flags(W, rank, path):
         broken = make(dtype=torch.float32, metrics=[], model=lambda: Full(rank in (0, W-1)))
         try: broken.fit(1, ddp=True)
         except Exception as e: err = str(e)
-    csv = path/f'{rank}'/'history.csv'
+    csv = folder/'history.csv'
     text,closed = csv.exists() and csv.read_text(),getattr(rows, 'closed', False)
     return trained,types.seen,getattr(rows, 'rows', None),closed,text,err,n,type(learn).__name__
 
-def test_flags(tmp_path):
-    for o in range(4): (tmp_path/str(o)).mkdir()
-    want = flags(0, 0, tmp_path/'0')
+def test_flags(found):
+    want, = found(flags, 0)
     assert want[1]=={torch.float32} and [*want[2][0]]==['epoch','train_loss','valid_loss'] and want[3] and len(want[4].splitlines())==3
-    ranks = [(W, run_ranks(alone_on_ranks, W, flags, tmp_path/str(W))) for W in (1,2,3)]
-    for W,rank,got in ((W,*o) for W,res in ranks for o in enumerate(res)):
+    for W,rank,got in [(w,*o) for w in (1,2,3) for o in enumerate(found(flags, w))]:
         close(got[0], want[0], 2e-2) # bfloat16 sums of half batches
         assert got[1]=={torch.float32} and got[6]==want[6] and got[7]=='Learner'
         assert (got[2] is not None, got[3], bool(got[4]))==(rank==0,)*3
@@ -344,7 +317,7 @@ def crit_loss(real, fake): return (fake-real).mean()
 
 def size_of(out, *_): return out.abs().mean()
 
-def gan(W, rank, n=48):
+def gan(W, rank, path, n=48):
     "Its trainer calls `learn.model.switch`, and keeps what it needs on the model"
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(1+rank if W else 1)
@@ -357,14 +330,10 @@ def gan(W, rank, n=48):
         learn.fit(2)
         return state(learn) | dict(values=[floats(o) for o in learn.recorder.values])
 
-def test_gan():
-    want = gan(0, 0)
-    for W in (1,2,3):
-        for got in [gan(1, 0)] if W==1 else run_ranks(on_ranks, W, gan): close(got, want, 1e-5 if W>1 else 0)
-        shows('7 `GANLearner` (float32)', W, 1e-5 if W>1 else 0)
+def uneven_gan(W, rank, path): return gan(W, rank, path, 45)
 
-def uneven_gan(W, rank): return gan(W, rank, 45)
+def test_gan(found):
+    same(gan, found=found, tol=1e-5, lines=['7 `GANLearner` (float32)'])
+    same(uneven_gan, found=found, W=(2,3), tol=1e-5) # with metrics of training
 
-def test_a_gan_with_metrics_of_training():
-    for got in run_ranks(on_ranks, 2, uneven_gan): close(got, uneven_gan(0, 0), 1e-5)
-
+found = asking(applications, gan, uneven_gan, shadowed, alone=(by_hand, flags))

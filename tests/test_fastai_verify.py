@@ -1,5 +1,5 @@
 "`verify` on fastai's own Learner"
-import torch
+import pytest,torch
 from fastai.callback.all import CSVLogger,GradientAccumulation,MixUp
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
@@ -47,16 +47,16 @@ def weighted():
     return learner(CrossEntropyLossFlat(weight=torch.tensor([.1,1.,9.])))
 def mixed_up(): return learner(cbs=MixUp())
 
-def test_same():
-    for f in (plain,accumulating,logged,of_torch):
-        res = verify(f, steps=3)
-        assert res.same and max(res.largest[k].by for k in ('gradients','weights','predictions'))<1e-11, res
-        assert {*res.largest} >= {'buffers','gradients','weights','loss','metrics','predictions'}
+@pytest.mark.parametrize('func', [accumulating,logged,*(pytest.param(o, marks=pytest.mark.long) for o in (plain,of_torch))])
+def test_same(func):
+    res = verify(func, steps=3)
+    assert res.same and max(res.largest[k].by for k in ('gradients','weights','predictions'))<1e-11, res
+    assert {*res.largest} >= {'buffers','gradients','weights','loss','metrics','predictions'}
 
-def test_difference():
-    res = verify(weighted, steps=3)
-    assert res.first[:2]==(0,'gradients') and 'the loss is no mean over samples' in res.causes[0], res
-    res = verify(dropped, steps=3)
-    assert not res.same and 'dropout' in res.causes[0] and not any('a callback changes the batches' in o for o in res.causes), res
-    res = verify(mixed_up, steps=3)
-    assert res.first.step==0 and 'random draws differ by rank' in res.causes[0], res
+@pytest.mark.parametrize('func,quantity,cause', [(weighted, 'gradients', 'the loss is no mean over samples'),
+    (dropped, 'gradients', 'a layer or a callback draws'),
+    pytest.param(mixed_up, None, 'random draws differ by rank', marks=pytest.mark.long)])
+def test_difference(func, quantity, cause):
+    res = verify(func, steps=3)
+    assert res.first.step==0 and quantity in (res.first[1],None) and cause in res.causes[0], res
+    assert func is mixed_up or not any('a callback changes the batches' in o for o in res.causes), res

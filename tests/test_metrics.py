@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from learnerdist.all import (AccumMetric, AvgMetric, Callback, CancelBatchException, DataLoaders, Learner, Metric, TfmdDL, accuracy,
-                             error_rate, mk_metric, process_group, skm_metric, top_k_accuracy)
+                             error_rate, process_group, skm_metric, top_k_accuracy)
 from learnerdist.learner.metrics import mk_metrics
 from learnerdist.testing import run_ranks
 tm = pytest.importorskip('torchmetrics')
@@ -90,42 +90,39 @@ def test_values_alone():
     assert plain(learn.recorder.values[0][1:])==[loss,*vals]
     x,y = data(23, 2)
     assert loss==pytest.approx(F.cross_entropy(learn.model(x), y).item(), rel=1e-12)
-
-def test_names():
-    learn = make()
-    learn.fit(1)
     want = '''as_tensor as_float as_numpy as_numpy_array as_bool as_int with_grad top_k_accuracy accuracy error_rate called named
         <lambda> hits hits f1 f1_score cm auc n pair multiclassaccuracy multiclassf1score multiclassauroc
         multiclassconfusionmatrix multiclasscohenkappa acc prec'''
     assert learn.recorder.metric_names==['epoch','train_loss','valid_loss',*want.split(),'time']
+    assert make(metrics=accuracy).metrics==[accuracy] and len(make(metrics=[]).validate())==1
 
 # --- on several ranks -------------------------------------------------------------------------------------------------------
 
-def rank_values(sizes):
-    "For each size of the validation set: values inside a fit, and of validate"
+def rank_values():
+    "Values inside a fit and of validate; of nodes and tokens; what the context leaves changed of an object of torchmetrics"
     warnings.simplefilter('ignore')
-    res = []
     with process_group():
-        for n in sizes:
-            learn = make(n)
-            with learn.distrib_ctx(seed=1):
-                learn.fit(1)
-                res.append((plain(learn.recorder.values), plain(learn.validate()), learn.model.state_dict()))
-    return res
+        m,learn = tmc.MulticlassAccuracy(C),make()
+        learn.metrics.append(m)
+        plain_kinds,own = (bool,str,int,type(None)),('_update','_computed','_cache')
+        before = {k:v for k,v in vars(m).items() if not k.startswith(own) and isinstance(v, plain_kinds)}
+        with learn.distrib_ctx(seed=1):
+            learn.fit(1)
+            found = plain(learn.validate())
+        return plain(learn.recorder.values),found,learn.model.state_dict(),nodes(),[k for k,v in before.items() if vars(m)[k]!=v]
 
-@pytest.fixture(scope='module')
-def ranks(): return run_ranks(rank_values, 3, [23])
-
-def test_values_on_several_ranks(ranks):
-    alone = make()
-    for (values,found,state), in ranks:
+def test_values_on_several_ranks():
+    alone,ranks = make(),run_ranks(rank_values, 3)
+    hits = [i+1 for i,m in enumerate(mk_metrics(all_metrics())) if isinstance(m, Hits)]
+    for values,found,state,of_nodes,changed in ranks:
         alone.model.load_state_dict(state)
         alone.prepare(.1)
         want = plain(alone.validate())
-        hits = [i+1 for i,m in enumerate(mk_metrics(all_metrics())) if isinstance(m, Hits)]
-        close(found, want, 1e-12)
-        assert values[0][1:]==found and all(o[0][1]==ranks[0][0][1] for o in ranks) # the same on all ranks
+        close(found[:-1], want, 1e-12)
+        assert values[0][1:]==found and all(o[1]==ranks[0][1] for o in ranks) # the same on all ranks
         for i in hits: assert found[i]==want[i] # fed the batches of one process
+        for a,b in zip(of_nodes, nodes()): assert a==pytest.approx(b, abs=1e-12)
+        assert changed==[]
 
 class Skips(Callback):
     "Leaves out the first batch of each loop"
@@ -139,18 +136,6 @@ def test_batches_that_are_left_out_do_not_count():
     assert learn.recorder.values[-1][3]==19
     assert learn.recorder.values[-1][2]==pytest.approx((learn.model(x[4:]).argmax(1)==y[4:]).double().mean().item())
     assert all(v==v for o in learn.recorder.values for v in o)
-
-# --- objects of the user's --------------------------------------------------------------------------------------------------
-
-def rank_traces():
-    m = tmc.MulticlassAccuracy(C)
-    learn = make(metrics=[m])
-    before = {k:v for k,v in vars(m).items() if not k.startswith(('_update','_computed','_cache')) and isinstance(v,
-        (bool,str,int,type(None)))}
-    with learn.distrib_ctx(): learn.fit(1)
-    return [k for k,v in before.items() if vars(m)[k]!=v]
-
-def test_torchmetrics_object_is_left_as_it_was(): assert run_ranks(rank_traces, 2)==[[], []]
 
 class Nodes(nn.Module):
     "A layer for each node of the graphs of a batch, or for each token"
@@ -176,45 +161,26 @@ def padded(b): return [nn.utils.rnn.pad_sequence([o[i] for o in b], batch_first=
 
 def by_class(p, t): return torch.stack([(p.argmax(-1)==t)[t==c].double().mean() for c in t.unique()]).mean() # no mean
 
-def rank_nodes():
-    "Metrics of graphs' nodes, and of tokens in padded batches"
+def nodes():
+    "Metrics of graphs' nodes, and of tokens in padded batches: means over nodes or tokens, and functions that are no means; no warning"
     res = []
-    with process_group():
-        for collate,metrics in ((joined, [per_node,counted,partial(accuracy),by_class]), (padded, [counted,per_node,by_class])):
-            torch.manual_seed(0)
-            dl = TfmdDL(graphs(), bs=2, collate_fn=collate)
-            dls = DataLoaders(dl, dl)
-            dls.n_inp = 2 if collate is joined else 1
-            learn = Learner(dls, Nodes(), of_nodes, metrics=metrics)
-            with learn.distrib_ctx(), warnings.catch_warnings():
-                warnings.simplefilter('error', UserWarning)
-                res.append(learn.validate())
+    for collate,metrics in ((joined, [per_node,counted,partial(accuracy),by_class]), (padded, [counted,per_node,by_class])):
+        torch.manual_seed(0)
+        dl = TfmdDL(graphs(), bs=2, collate_fn=collate)
+        dls = DataLoaders(dl, dl)
+        dls.n_inp = 2 if collate is joined else 1
+        learn = Learner(dls, Nodes(), of_nodes, metrics=metrics)
+        with learn.distrib_ctx(), warnings.catch_warnings():
+            warnings.simplefilter('error', UserWarning)
+            res.append(learn.validate())
     return res
 
 def test_functions_of_nodes_and_tokens():
-    "Means over nodes or tokens, and functions that are no means: what one process has, without a warning"
     x,_,y = joined(graphs())
     torch.manual_seed(0)
-    p,tol = Nodes()(x).detach(),dict(abs=1e-12)
+    p,found = Nodes()(x).detach(),nodes()
     want = [f(p, y).item() for f in (per_node,per_node,accuracy)]
-    alone = rank_nodes()
-    assert alone[0][1:4]==pytest.approx(want, **tol) and alone[1][1]==pytest.approx(want[0], **tol)
-    for got in run_ranks(rank_nodes, 3):
-        for a,b in zip(got, alone): assert a==pytest.approx(b, **tol)
-
-def test_what_is_no_metric():
-    with pytest.raises(ValueError, match='no metric'): mk_metric(3)
-    with pytest.raises(ValueError, match='no metric'): make(metrics=['acuracy']).fit(1)
-
-def test_functions_by_hand():
-    p,t = torch.tensor([[.1, .9], [.8, .2], [.3, .7]]),torch.tensor([1, 1, 1])
-    assert accuracy(p, t).item()==pytest.approx(2/3) and error_rate(p, t).item()==pytest.approx(1/3)
-    assert top_k_accuracy(p, t, k=2).item()==1
-    seq = p[None].repeat(2, 1, 1)
-    assert accuracy(seq, t[None].repeat(2, 1)).item()==pytest.approx(2/3)
-
-def test_one_metric_and_none():
-    assert make(metrics=accuracy).metrics==[accuracy] and len(make(metrics=[]).validate())==1
+    assert found[0][1:4]==pytest.approx(want, abs=1e-12) and found[1][1]==pytest.approx(want[0], abs=1e-12)
 
 # --- history ----------------------------------------------------------------------------------------------------------------
 
@@ -237,23 +203,3 @@ def test_recorder():
     assert len(rec.values)==1 and len(rec.losses)==4
     learn.fit_one_cycle(2, .2)
     assert len(rec.lrs)==8 and max(rec.lrs)==pytest.approx(.2) and rec.lrs[-1]<1e-4 and rec.lrs[0]==pytest.approx(.2/25)
-
-def test_plots():
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    learn = make(metrics=[])
-    learn.fit(2)
-    ax = learn.recorder.plot_loss(skip_start=1)
-    train,valid = ax.get_lines()
-    assert train.get_ydata().tolist()==learn.recorder.losses[1:] and valid.get_ydata().tolist()==[v[1] for v in learn.recorder.values]
-    assert train.get_xdata().tolist()==list(range(1, 8)) and valid.get_xdata().tolist()==[3, 7]
-    ax = learn.recorder.plot_lr()
-    assert ax.get_lines()[0].get_ydata().tolist()==learn.recorder.lrs
-    fig,own = plt.subplots()
-    assert learn.recorder.plot_loss(ax=own, with_valid=False) is own and len(own.get_lines())==1
-    learn.dls = DataLoaders(learn.dls.train) # without validation
-    learn.fit(1)
-    learn.recorder.plot_loss(ax=own)
-    fig.canvas.draw()
-    plt.close('all')

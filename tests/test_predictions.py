@@ -59,15 +59,6 @@ def box_list(x): return [o.repeat(n_boxes(o), 1) for o in x]
 def packed(x): return nn.utils.rnn.pack_sequence([o[:n_boxes(o)%3+1] for o in x], False)
 def bare_loss(p, *y): return torch.zeros(())
 
-class Sentences(torch.utils.data.Dataset):
-    "Of 1 to 5 numbers"
-    def __len__(self): return 11
-    def __getitem__(self, i): return torch.arange(1., i%5+2)+i,i
-
-def padded(items):
-    xs,ys = zip(*items)
-    return nn.utils.rnn.pad_sequence(xs, batch_first=True),torch.tensor(ys)
-
 class Images(torch.utils.data.Dataset):
     "Of different sizes, with targets of detection"
     def __len__(self): return 7
@@ -96,12 +87,6 @@ class Smooth(nn.CrossEntropyLoss):
 
 def dl(*args, **kw): return DataLoader(TensorDataset(*xy()), *args, **kw)
 def weighted(): return WeightedRandomSampler(torch.arange(13.), 10)
-
-def unpadded(ctx):
-    "What the padding adds depends on who else is in a batch; the sentences themselves do not"
-    learn = make(Fn(lambda x: x*2), TfmdDL(Sentences(), 3, collate_fn=padded), loss=bare_loss)
-    with ctx(learn): p,y = learn.get_preds()
-    return [o[:i%5+1].tolist() for i,o in zip(y.tolist(), p)],y.tolist()
 
 def predictions(ctx):
     learn = make()
@@ -146,7 +131,6 @@ cases = dict(
                                 dl=DataLoader(Images(), 3, collate_fn=as_tuples)),
     no_targets=lambda ctx: preds(ctx, dl=DataLoader(Inputs(), 4), with_input=True),
     texts=lambda ctx: preds(ctx, model=Fn(lengths), loss=bare_loss, dl=DataLoader(Texts(), 4), with_input=True),
-    padded_batches=unpadded,
     predict=predictions)
 # What draws from a random stream is compared with a context of one process, where the stream is the same
 random_cases = dict(
@@ -160,11 +144,14 @@ def outcome(name):
     try: return {**cases,**random_cases}[name](in_ctx)
     except Exception: return traceback.format_exc() # the next cases go on
 
-def rank_cases(names):
-    with process_group(): return {o: outcome(o) for o in names}
+def rank_answers(W):
+    "All that is asked of `W` ranks"
+    with process_group():
+        if W==2: return dict(streams=[stream_preds(o) for o in (0,1,2)])
+        return {o: outcome(o) for o in (*cases,*random_cases)} | {(k,bs): outputs(k, bs) for k in rowless for bs in (1,2,4)}
 
 @functools.cache
-def on_ranks(W): return run_ranks(rank_cases, W, [*cases,*random_cases])
+def on_ranks(W): return run_ranks(rank_answers, W, W, timeout_s=240)
 
 @pytest.mark.parametrize('name', [*cases,*random_cases])
 def test_case(name):
@@ -191,60 +178,9 @@ def test_predict_transforms_as_the_loader_does():
     res,x = predictions(alone),xy()[0]
     assert res['after_batch'][0]==res['after_batch'][1]==(x[3]*10).tolist()
 
-def measured(ctx):
-    "How often a metric was fed by `get_preds` and `predict`, and then by `validate`"
-    learn,seen = make(),[]
-    def count(pred, y):
-        seen.append(len(y))
-        return pred.sum()
-    learn.metrics = mets = [count]
-    with ctx(learn):
-        learn.get_preds()
-        learn.predict(torch.zeros(3))
-        before = len(seen)
-        learn.validate()
-    return before,len(seen)-before,learn.metrics is mets
-
-def measured_in_context(): return measured(lambda learn: learn.distrib_ctx())
-
-def test_predictions_are_not_measured():
-    assert measured(lambda learn: contextlib.nullcontext())[::2]==(0,True)
-    assert [o[::2] for o in run_ranks(measured_in_context, 2)]==[(0,True)]*2
-    assert measured(lambda learn: contextlib.nullcontext())[1]>0
-
 def test_nothing_to_predict():
     learn = make(n=0, train=dl(4))
     assert learn.get_preds(with_input=True)==(None,)*3
-
-# --- when -------------------------------------------------------------------------------------------------------------------
-
-def rank_times():
-    with process_group():
-        learn,res = make(bn_and_dropout),[]
-        def note(): res.append(({k:v.clone() for k,v in learn.model.state_dict().items()}, plain(learn.get_preds(with_loss=True))))
-        with learn.distrib_ctx(seed=1), learn.no_logging():
-            note()
-            learn.fit(1)
-            note()
-            learn.fit(1)
-            note()
-        note()
-        n_seen = len(learn.dls.valid)
-    note()
-    return res,n_seen,learn.training
-
-def test_before_a_fit_after_it_and_after_the_context():
-    ranks = run_ranks(rank_times, 2)
-    for res,n_seen,training in ranks:
-        assert n_seen==4 and not training
-        for i,(state,got) in enumerate(res):
-            learn = make(bn_and_dropout)
-            learn.model.load_state_dict(state)
-            assert_same(got, plain(learn.get_preds(with_loss=True)))
-            assert_same(got, ranks[0][0][i][1])
-    got = [flat(o) for _,o in ranks[0][0]]
-    assert got[0]!=pytest.approx(got[1], abs=1e-3) and got[1]!=pytest.approx(got[2], abs=1e-3)
-    assert got[3]==got[4]==pytest.approx(got[2], abs=1e-6) # after the second fit nothing changes
 
 # --- in what order ----------------------------------------------------------------------------------------------------------
 
@@ -252,27 +188,14 @@ def stream_preds(workers):
     learn = make(Fn(lambda x: x*2), valid=DataLoader(Stream(), 2, num_workers=workers), loss=bare_loss)
     with learn.distrib_ctx(): return learn.get_preds()
 
-def rank_streams():
-    with process_group(): return [stream_preds(o) for o in (0,1,2)]
-
 def test_order_of_a_stream():
     "Each row once, in the order of one process; several workers take turns"
     x,y = xy()
-    for ranks in run_ranks(rank_streams, 2):
+    for ranks in (o['streams'] for o in on_ranks(2)):
         for n,(p,t) in zip((1,1,2), ranks):
             parts = [torch.arange(13)[w::n].split(2) for w in range(n)] # of each worker, in batches
             order = torch.cat([o for step in zip_longest(*parts) for o in step if o is not None]).tolist()
             assert sorted(order)==[*range(13)] and t.tolist()==y[order].tolist() and torch.equal(p, x[order]*2)
-
-# --- on rank 0 only ---------------------------------------------------------------------------------------------------------
-
-def rank_rank0():
-    learn = make(Fn(lambda x: [o.repeat(1+i%2) for i,o in enumerate(x)]), loss=bare_loss)
-    with learn.distrib_ctx(): return learn.get_preds(gather='rank0', with_input=True)
-
-def test_on_rank_0_alone():
-    for r,got in enumerate(run_ranks(rank_rank0, 3, env=dict(LOCAL_WORLD_SIZE=1))): # as on three machines
-        assert got==(None,)*3 if r else [len(o) for o in got]==[13]*3
 
 # --- outputs without a row for each sample ----------------------------------------------------------------------------------
 
@@ -308,18 +231,12 @@ def outputs(name, bs):
         warnings.simplefilter('always')
         return plain(learn.get_preds()),[str(o.message) for o in seen if 'get_preds' in str(o.message)]
 
-def rank_rowless():
-    with process_group(): return {(k,bs): outputs(k, bs) for k in rowless for bs in (1,2,4)}
-
-@pytest.fixture(scope='module')
-def rowless_on_ranks(): return run_ranks(rank_rowless, 3)
-
 @pytest.mark.parametrize('name', rowless)
-def test_outputs_of_any_shape(name, rowless_on_ranks):
+def test_outputs_of_any_shape(name):
     "Those of one process, whatever belongs to a sample, and whatever depends on who shares a batch"
     for bs in (1,2,4):
         want = outputs(name, bs)
-        for o in rowless_on_ranks:
+        for o in on_ranks(3):
             assert_same(o[name,bs][0], want[0])
             assert o[name,bs][1]==want[1]==[]
 

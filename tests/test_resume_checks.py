@@ -1,15 +1,12 @@
 "What a resumed fit says, and what it refuses before anything is trained"
 import os,re,shutil,signal,subprocess,sys
-from collections import Counter,OrderedDict,defaultdict,deque,namedtuple
-from datetime import datetime
 from pathlib import Path
 import numpy as np
 import pytest, torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 from learnerdist.all import (Callback, Checkpoint, DataLoaders, EarlyStoppingCallback, Learner, RankError, Scheduler, TfmdDL)
-from learnerdist.checkpoint.callback_state import load_states,states_of
-from learnerdist.checkpoint.snapshot import read_manifest, snapshots
+from learnerdist.checkpoint.snapshot import snapshots
 from learnerdist.distributed.comparison import digest
 from learnerdist.testing import run_ranks
 
@@ -84,7 +81,7 @@ def refused_on_ranks(path):
 
 def test_it_is_refused_on_all_ranks(tmp_path):
     fit(tmp_path)
-    assert run_ranks(refused_on_ranks, 2, tmp_path, timeout_s=60)==[('ValueError',True),('RankError',True)]
+    assert run_ranks(refused_on_ranks, 2, tmp_path)==[('ValueError',True),('RankError',True)]
 
 def test_runs_that_were_copied_together(tmp_path):
     "The one that wrote last is meant; the other one's checkpoints are neither restored nor removed"
@@ -99,20 +96,6 @@ def test_runs_that_were_copied_together(tmp_path):
 
 # --- what is said -----------------------------------------------------------------------------------------------------------
 
-def test_one_line(tmp_path):
-    fit(tmp_path, stop=7, every=3)
-    learn = fit(tmp_path)
-    line, = said(learn)
-    found = re.fullmatch(r'going on in epoch 1 after step 6, from the checkpoint (.*) of (.*)', line)
-    assert found[1]==str(tmp_path/'ckpt/epoch_0001-step_00000006') and datetime.fromisoformat(found[2])<=datetime.now()
-    assert said(fit(tmp_path/'fresh'))==[]
-
-def test_a_fit_that_was_done(tmp_path):
-    first = fit(tmp_path)
-    learn = fit(tmp_path)
-    assert re.fullmatch('this fit was done already, after 10 steps: the checkpoint .*epoch_0002-step_00000010 of .*', said(learn)[0])
-    assert learn.final_record==first.final_record==first.recorder.values[-1]
-
 def lines_of_ranks(path):
     learn = learner(path)
     with learn.distrib_ctx(seed=1): learn.fit(2, cbs=Checkpoint('ckpt'), resume=True)
@@ -121,13 +104,6 @@ def lines_of_ranks(path):
 def test_rank_0_says_it(tmp_path):
     assert run_ranks(lines_of_ranks, 2, tmp_path)==[[],[]]
     assert run_ranks(lines_of_ranks, 2, tmp_path)==[['this fit was done already, after 6 steps'],[]]
-
-def test_what_a_run_depends_on(tmp_path):
-    fit(tmp_path, cbs=[cosine(10)])
-    config = read_manifest(snapshots(tmp_path/'ckpt')[-1])['config']
-    known = dict(model='Sequential', loss='MSELoss', optimizer='SGD', lr=.1, momentum=0, n_epoch=2, batch_size=8, samples=40, ranks=1,
-                 schedule=dict(scheduler=[['T_max',10]]), torch=str(torch.__version__))
-    assert {k: config[k] for k in known}==known and config['learnerdist']
 
 def test_differences_are_one_warning(tmp_path):
     fit(tmp_path, stop=7)
@@ -187,66 +163,21 @@ def test_one_cycle_on_another_number_of_ranks(tmp_path):
         if split: assert found==10
         else: assert re.search('total_steps=6, .* total_steps=10. batch_size 16 then, 8 now; ranks 2 then, 1 now.*split_batches', found)
 
-# --- weights alone, signals -------------------------------------------------------------------------------------------------
+# --- weights alone -----------------------------------------------------------------------------------------------------------
 
 def test_load_the_weights_of_a_checkpoint(tmp_path):
     learn = fit(tmp_path, 2)
     for o in ('ckpt', 'ckpt/epoch_0002-step_00000010', tmp_path/'ckpt'):
         other = learner(tmp_path)
         assert digest(other.load(o).model.state_dict())==digest(learn.model.state_dict()) and other.opt is None
-    old,new = (tmp_path/f'ckpt/{o}/model.pt' for o in names(tmp_path))
-    first = learner(tmp_path).load('ckpt/epoch_0001-step_00000005').model.state_dict()
-    shutil.copy(new, tmp_path/'kept')
-    shutil.copy(old, new) # whole in itself, and not what this checkpoint wrote
-    with pytest.raises(ValueError, match=f'{new} is not what was written'): learner(tmp_path).load('ckpt')
-    shutil.copy(tmp_path/'kept', new)
-    assert digest(first)!=digest(learn.model.state_dict())
+    assert digest(learner(tmp_path).load('ckpt/epoch_0001-step_00000005').model.state_dict())!=digest(learn.model.state_dict())
     (tmp_path/'empty').mkdir()
     with pytest.raises(ValueError, match='empty is no checkpoint, and holds none'): learn.load('empty')
     file = tmp_path/'ckpt/epoch_0002-step_00000010/model.pt'
     file.write_bytes(file.read_bytes()[:500])
     with pytest.raises(ValueError, match=f'{file}'): learn.load('ckpt')
 
-def test_signals():
-    for o in ('SIGKILL', 'SIGSTOP', 'SIG_DFL', 9, 'SIGNO'):
-        with pytest.raises(ValueError, match=f'{o!r} cannot be heard'): Checkpoint('ckpt', signals=[o])
-
 # --- the state of callbacks -------------------------------------------------------------------------------------------------
-
-class Typed(Callback):
-    "State of many types"
-    fit_state = 'queue','counts','ordered','array','nested','number'
-    def before_fit(self):
-        self.queue,self.counts,self.ordered = deque(maxlen=3),Counter(),OrderedDict()
-        self.array,self.nested,self.number = np.zeros(2, dtype=np.float32),dict(a=deque(maxlen=2)),0
-    def after_batch(self):
-        i = self.train_iter
-        self.queue.append(i)
-        self.counts[i%3] += 1
-        self.ordered[i] = (i,[i])
-        self.ordered.move_to_end(i, last=False)
-        self.array += i
-        self.nested['a'].append(i)
-        self.number += 1
-
-def typed(path, **kw):
-    cb = Typed()
-    fit(path, cbs=[cb], **kw)
-    return [(type(o),getattr(o, 'maxlen', None),o.tolist() if isinstance(o, np.ndarray) else o) for o in
-            (cb.queue,cb.counts,cb.ordered,cb.array,cb.nested,cb.nested['a'],cb.number)]
-
-def test_states_keep_their_types(tmp_path):
-    whole = typed(tmp_path/'a')
-    typed(tmp_path/'b', stop=7, every=3)
-    assert typed(tmp_path/'b', every=3)==whole and whole[0][:2]==(deque,3)
-
-@pytest.mark.parametrize('value', [defaultdict(int), {1}, namedtuple('Pair', 'a b')(1, 2), object()])
-def test_a_state_that_would_not_come_back_is_refused(value, tmp_path):
-    class Odd(Callback):
-        fit_state = 'value',
-        def before_fit(self): self.value = value
-    with pytest.raises(ValueError, match=f'odd.value: a {type(value).__name__} (would come back as another type|is no plain data)'):
-        fit(tmp_path, cbs=[Odd()])
 
 class InPlace(Callback):
     "Counts in validation, in place"
@@ -266,9 +197,3 @@ def test_a_state_is_that_of_its_moment(tmp_path):
     cb = InPlace()
     fit(tmp_path, cbs=[cb])
     assert (cb.n.item(),cb.tensor.item())==(2,2)
-
-def test_a_file_sets_only_what_fit_state_names():
-    cb = Typed()
-    cb.before_fit()
-    load_states([cb], dict(typed=dict(number=3, fname='elsewhere', learn=5)), 'fit_state')
-    assert cb.number==3 and 'fname' not in vars(cb) and cb.learn is None and states_of([cb], 'fit_state')['typed']['number']==3

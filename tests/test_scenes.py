@@ -1,5 +1,6 @@
 "Each of `scenes` on 2 and 3 ranks is what it is on one process: weights, optimizer, recorded numbers, predictions"
-import functools
+import functools, tempfile
+from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Subset
@@ -19,11 +20,21 @@ def close(a, b, tol=1e-9):
 @pytest.fixture(scope='module')
 def alone(): return {k: outcome(k) for k in scenes}
 
-# By number of ranks: all scenes on 2, each third one on 3, where a start of ranks and a step take longer
-names = {2: [*scenes], 3: [*scenes][::3], 4: [*scenes]}
+# By number of ranks: each third scene on 3, the others on 2; before a release all on 4
+names = {2: [o for i,o in enumerate(scenes) if i%3], 3: [*scenes][::3], 4: [*scenes]}
 
 @functools.cache
-def on_ranks(W): return run_ranks(rank_runs, W, names[W], timeout_s=400)
+def on_ranks(W):
+    with tempfile.TemporaryDirectory() as d: return run_ranks(rank_answers, W, names[W], Path(d), timeout_s=400)
+
+def rank_answers(names, path):
+    "The scenes, and the longer stories below"
+    with process_group():
+        stories = dict(with_adam=run(with_adam, group_size(), group_rank()), split_validation=split_validation(), folds=folds(),
+                       story=story(group_size(), group_rank(), path))
+        res = rank_runs(names)
+    assert not res.keys()&stories.keys()
+    return dict(res, **stories, is_open=dist.is_initialized())
 
 @pytest.fixture
 def ranks(request): return on_ranks(request.param)
@@ -89,21 +100,19 @@ def test_one_process_is_plain_torch(name):
 
 # --- longer stories ---------------------------------------------------------------------------------------------------
 
+with_adam = picture(model=bn, fits=[2, dict(n_epoch=2, lr=.05)], preds=False, **adam)
+
 @pytest.mark.parametrize('W', [2, 3])
 def test_the_exception_a_bias_before_batchnorm_with_adam(W):
     """README's Limits: the gradient of such a bias is zero but for rounding, and Adam divides by its size. The bias and
     the running mean that follows it differ by up to 1e-8, and so do validation numbers; all else holds 1e-9"""
-    c = picture(model=bn, fits=[2, dict(n_epoch=2, lr=.05)], preds=False, **adam)
     loose = ('0.bias','1.running_mean','4.bias','5.running_mean')
-    want = run(c)
-    for r in run_ranks(rank_scene, W, c):
+    want = run(with_adam)
+    for r in (o['with_adam'] for o in on_ranks(W)):
         for a,b in zip(r['fits'], want['fits']):
             for k,v in b['state'].items(): close(a['state'][k], v, 1e-8 if k in loose else 1e-9)
             close([a['losses'],a['opt']], [b['losses'],b['opt']])
             close(a['values'], b['values'], 1e-8)
-
-def rank_scene(c):
-    with process_group(): return run(c, group_size(), group_rank())
 
 def story(W=1, rank=0, path=None):
     "Fit, save, fit, go back, fit; other loaders; a second learner meanwhile"
@@ -132,17 +141,15 @@ def story(W=1, rank=0, path=None):
     res['open'] = dist.is_initialized()
     return res,learn.model.state_dict(),other.model.state_dict()
 
-def rank_story(path):
-    with process_group(): res = story(group_size(), group_rank(), path)
-    return (*res,dist.is_initialized())
-
-def test_a_longer_story(tmp_path):
+@pytest.mark.parametrize('W', [2, 3])
+def test_a_longer_story(W, tmp_path):
     want,state,other = story(path=tmp_path)
-    for r,(res,mine,others,is_open) in enumerate(run_ranks(rank_story, 2, tmp_path/'ranks')):
+    for r,o in enumerate(on_ranks(W)):
+        res,mine,others = o['story']
         close(mine, state)
         close(others, other)
         for k in ('far','back','train','train_preds','dl','dl_preds','one','other'): close(res[k], want[k])
-        assert (res['on_rank0'] is None)==(r>0) and res['open'] and not is_open
+        assert (res['on_rank0'] is None)==(r>0) and res['open'] and not o['is_open']
     assert want['far']!=want['back']
 
 def folds():
@@ -157,11 +164,9 @@ def folds():
         res.append(result(learn))
     return res,torch.rand(3)
 
-def rank_folds():
-    with process_group(): return folds()
-
-def test_a_context_for_each_fold():
-    for r in run_ranks(rank_folds, 2): close(r, folds())
+@pytest.mark.parametrize('W', [2, 3])
+def test_a_context_for_each_fold(W):
+    for o in on_ranks(W): close(o['folds'], folds())
 
 def ranked(p, t):
     "Over the whole batch: each prediction against the mean"
@@ -176,6 +181,7 @@ def split_validation():
     with learn.distrib_ctx(seed=3, split_batches=True), learn.no_logging(): learn.fit(1)
     return learn.recorder.values[0]
 
-def test_validation_on_split_batches():
+@pytest.mark.parametrize('W', [2, 3])
+def test_validation_on_split_batches(W):
     want = split_validation()
-    for got in run_ranks(split_validation, 3): assert got==pytest.approx(want, abs=1e-12)
+    for o in on_ranks(W): assert o['split_validation']==pytest.approx(want, abs=1e-12)

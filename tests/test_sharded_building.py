@@ -1,10 +1,11 @@
 "Models that no rank holds whole: `deferred`, weights from a file, and contexts that end without gathering"
-import copy, json, re, zlib
+import copy, functools, json, re, zlib
 import numpy as np, pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from learnerdist.all import DataLoaders, Learner, deferred, distrib_barrier, group_rank, group_size, process_group
+from learnerdist.all import (DataLoaders, Learner, deferred, distrib_barrier, group_rank, group_size, num_distrib, process_group,
+                             rank_distrib)
 from learnerdist.core.deferred import fill_in, has_deferred
 from learnerdist.core.weights import save_sealed, save_tensors
 from learnerdist.core import weights
@@ -216,23 +217,38 @@ def damaged(folder, names):
                 except ValueError as e: said[name,later] = str(e)
     return said
 
-@pytest.mark.slow
-@needs_fsdp2
-@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
-def test_damage_is_noticed_by_all_ranks(W, tmp_path):
+def damaged_files(folder):
     "One bit, wherever it is: in the part of any rank"
     torch.manual_seed(5)
     state,names = whole_net().state_dict(),[]
     for end,save in (('.pth',lambda p: save_sealed(state, p)), ('.safetensors',lambda p: save_tensors(state, p))):
-        save(tmp_path/f'good{end}')
-        good = bytearray((tmp_path/f'good{end}').read_bytes())
+        save(folder/f'good{end}')
+        good = bytearray((folder/f'good{end}').read_bytes())
         for at in (.4,.6,.9):
             data = good[:]
             data[int(at*len(data))] ^= 4
             names.append(f'{at}{end}')
-            (tmp_path/names[-1]).write_bytes(data)
-    for said in run_ranks(damaged, W, tmp_path, names):
-        assert {(o,later) for o in names for later in (False,True) if 'its checksum differs' not in said[o,later]}==set()
+            (folder/names[-1]).write_bytes(data)
+    return names
+
+def rank_answers(path, names):
+    "All that is asked of ranks, but for the runs of `same` and what they read of a file"
+    return dict(damaged=damaged(path, names), refusals=refusals(path), keep=keep(path) if num_distrib()==2 else None)
+
+@pytest.fixture(scope='module')
+def ranks(tmp_path_factory):
+    @functools.cache
+    def ranks(W):
+        path = tmp_path_factory.mktemp('ranks')
+        return run_ranks(rank_answers, W, path, damaged_files(path), timeout_s=300)
+    return ranks
+
+@pytest.mark.slow
+@needs_fsdp2
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
+def test_damage_is_noticed_by_all_ranks(W, ranks):
+    for o in ranks(W):
+        assert len(o['damaged'])==12 and all('its checksum differs' in said for said in o['damaged'].values())
 
 # --- kept parts -------------------------------------------------------------------------------------------------------------
 
@@ -273,9 +289,9 @@ def thrice(path):
     return [p.detach().clone() for p in learn.model.parameters()],[list(o) for o in learn.recorder.values]
 
 @needs_fsdp2
-def test_contexts_that_keep_parts(tmp_path):
-    ranks,alone = run_ranks(keep, 2, tmp_path),thrice(tmp_path/'alone')
-    for said,held,res in ranks:
+def test_contexts_that_keep_parts(ranks, tmp_path):
+    alone = thrice(tmp_path)
+    for said,held,res in (o['keep'] for o in ranks(2)):
         assert {k for k,o in said.items() if 'which keep_sharded left where they were' not in o}=={'replicas'}
         assert said['replicas'].endswith('go on with as many ranks and replicas, or save and load')
         assert held<=.55*sum(p.numel() for p in res[0]) and differs(alone, res)<1e-9
@@ -290,7 +306,7 @@ def bare_meta():
 def refusals(folder):
     torch.manual_seed(5)
     state = whole_net().state_dict()
-    if group_rank()==0:
+    if rank_distrib()==0:
         torch.save(without('out.bias', state), folder/'missing.pth')
         torch.save(without('layers.0.a.weight', state), folder/'large.pth')
         torch.save(state, folder/'whole.pth')
@@ -317,9 +333,9 @@ def refusals(folder):
         return res
 
 @needs_fsdp2
-def test_refused_with_a_remedy(tmp_path):
+def test_refused_with_a_remedy(ranks):
     "And the model can still be built as it could before"
-    for found in run_ranks(refusals, 2, tmp_path):
+    for found in (o['refusals'] for o in ranks(2)):
         for said,why in zip(found, ['inp.weight is on the meta device', 'weights=3: give the path', 'none.pth',
                                     'Missing key(s) in state_dict: "out.bias"',
                                     'Missing key(s) in state_dict: "layers.0.a.weight"', 'size mismatch for out.bias',

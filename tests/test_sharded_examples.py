@@ -1,4 +1,4 @@
-"A GPT and LoRA as a user runs them, by the launcher and on one process; the tutorial with a Hugging Face model"
+"A GPT and LoRA as a user runs them, by the launcher and on one process"
 from concurrent.futures import ThreadPoolExecutor
 import pytest,torch
 from test_examples import launcher,root,run_script
@@ -25,9 +25,3 @@ def test_sharded_on_two_processes_as_on_one(name, needs, tmp_path):
     assert rows1[-1][1]<rows1[0][1] and (name!='sharded_gpt' or last1=='346,347,348')
     a,b = [torch.load(next((o/'models').glob('*.pth')))['model'] for o in (here,there)]
     assert {k: (v.shape,v.dtype) for k,v in a.items()}=={k: (v.shape,v.dtype) for k,v in b.items()}
-
-def test_the_tutorial_with_hugging_face():
-    "Its cells assert that two processes do what one does; its outputs are those that it holds"
-    for o in ('transformers','peft'): pytest.importorskip(o)
-    res = run_script(('tools/outputs.py','--check','nbs/tutorials/sharded_lora.ipynb'))
-    assert res.returncode==0, res.stdout+res.stderr

@@ -1,4 +1,5 @@
 "`distrib_ctx(shard=…)` with fastai's Learner: the run of one process"
+import functools
 import pytest, torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -37,6 +38,7 @@ def run(c, path, W=1):
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3, **({'shard': c['shard']} if W>1 else {})):
         res = dict(start=list(learn.validate()))
         if c['do']=='fit': learn.fit(2)
+        elif c['do']=='one_cycle': learn.fit_one_cycle(2, slice(.01,.05))
         elif c['do']=='fine_tune': learn.fine_tune(1)
         elif c['do']=='lr_find':
             learn.lr_find(num_it=6, show_plot=False)
@@ -81,6 +83,7 @@ class Resets(nn.Module):
 
 same = dict(adam=case(), sgd=case(opt=partial(SGD, mom=.9)), ranger=case(opt=ranger), lr_find=case(do='lr_find'),
             torchs=case(opt=partial(OptimWrapper, opt=torch.optim.AdamW), cbs=[lambda W: GradientClip(.5)]),
+            one_cycle=case(do='one_cycle', splitter=two_groups), accumulation=case(cbs=[acc(12)]),
             fine_tune=case(do='fine_tune', splitter=two_groups), freeze=case(do='freeze', splitter=two_groups),
             deferred=case(model=lambda: deferred(lambda: net().double())),
             amp=case(do='amp'), once=case(cbs=[acc(18)], shard=dict(sync_once=True), do='fits'),
@@ -89,15 +92,27 @@ same = dict(adam=case(), sgd=case(opt=partial(SGD, mom=.9)), ranger=case(opt=ran
 
 tol = dict(start=1e-6, values=1e-6, losses=1e-6, preds=1e-9, params=1e-9) # fastai records float32
 
-def rank_runs(path, names=None):
-    with process_group(): return {k: run(same[k], path/k, group_size()) for k in names or same}
+def rank_runs(path):
+    with process_group(): return {k: run(same[k], path/k, group_size()) for k in same}
+
+def rank_answers(W, path):
+    "All that is asked of `W` ranks"
+    if W>2: return dict(same=rank_runs(path))
+    return dict(half={(o,k): half(path, o, k) for o in (False,True) for k in ('fp16','bf16')}, loaded=loaded(path), refused=refused(path),
+                same=rank_runs(path))
+
+@pytest.fixture(scope='module')
+def answers(tmp_path_factory):
+    @functools.cache
+    def ranks(W): return run_ranks(rank_answers, W, W, tmp_path_factory.mktemp('ranks'), timeout_s=400)
+    return lambda W, key: [o[key] for o in ranks(W)]
 
 @pytest.mark.slow
 @needs_fsdp2
 @pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
-def test_same_run(W, tmp_path):
+def test_same_run(W, answers, tmp_path):
     alone = {k: run(c, tmp_path/'alone') for k,c in same.items()}
-    for ranks in run_ranks(rank_runs, W, tmp_path, timeout_s=400):
+    for ranks in answers(W, 'same'):
         far = lambda k, q: differs([alone[k][q]], [ranks[k][q]])>(1e-6 if k=='amp' else tol[q]) # noqa: B023
         assert [(k, q) for k in same for q in ranks[k] if far(k, q)] == []
 
@@ -114,8 +129,8 @@ def half(path, shard, dtype):
 @pytest.mark.slow
 @needs_fsdp2
 @pytest.mark.parametrize('dtype', ['fp16','bf16'])
-def test_amp_as_with_ddp(dtype, tmp_path):
-    for a,b in zip(run_ranks(half, 2, tmp_path, False, dtype), run_ranks(half, 2, tmp_path, True, dtype)): assert differs(a, b)<1e-6
+def test_amp_as_with_ddp(dtype, answers):
+    for o in answers(2, 'half'): assert differs(o[False,dtype], o[True,dtype])<1e-6
 
 def loaded(path):
     "KiB of a file of fastai's that are in memory when a rank loads it, its size, and whether the weights are those"
@@ -128,12 +143,13 @@ def loaded(path):
             for p in learn.model.parameters(): p.data.mul_(0)
             checkpoint.load_model = spy = Mapped(checkpoint.load_model)
             learn.load('big')
+            checkpoint.load_model = spy.f
             now = [p.to_local() for p in learn.model.parameters()]
         return spy.kb,file.stat().st_size/1024,all(map(torch.equal, before, now))
 
 @needs_fsdp2
-def test_a_rank_reads_its_rows_of_fastais_file(tmp_path):
-    for kb,size,equal in run_ranks(loaded, 2, tmp_path): assert equal and .4*size<kb<.8*size
+def test_a_rank_reads_its_rows_of_fastais_file(answers):
+    for kb,size,equal in answers(2, 'loaded'): assert equal and .4*size<kb<.8*size
 
 def refused(path):
     said = []
@@ -147,7 +163,7 @@ def refused(path):
     return said
 
 @needs_fsdp2
-def test_refused_within_the_context(tmp_path):
-    for said in run_ranks(refused, 2, tmp_path):
+def test_refused_within_the_context(answers):
+    for said in answers(2, 'refused'):
         assert [o.partition(':')[0] for o in said[:3]]==['export','save to an open file','save_encoder']
         assert all('Do it after the context' in o for o in said[:3]) and 'leave out one of the two' in said[3]

@@ -150,9 +150,9 @@ def test_deaths_of_five_of_six(kind, i, tmp_path, undisturbed):
     ('', {3: {0: late}, 2: {0: at('predict')}}, 1,
         [again(2, 3),again(1, 2),'going on in epoch 2 after step 30','this fit was done already, after 33 steps']),
     ('fastai', {3: {0: late, 2: late}}, 1, [again(1, 3),'going on in epoch 2 after step 30, from the state in memory']), # two at once
-    ('checkpoint', {3: {0: at('before_backward', 1, 1)}}, 2, ['going on in epoch 1 after step 12, from the checkpoint']),
     *(pytest.param(*o, marks=pytest.mark.long) for o in (
         ('', {4: {1: late, 2: late}, 2: {0: at('predict')}}, 1, [again(2, 4),again(1, 2)]),
+        ('checkpoint', {3: {0: at('before_backward', 1, 1)}}, 2, ['going on in epoch 1 after step 12, from the checkpoint']),
         ('fastai checkpoint', {3: {0: at('before_backward', 1, 1)}}, 2, ['going on in epoch 1 after step 12, from the checkpoint']),
         *((f'{k}{o}', {3: {1: late}}, 2, [again(2, 3)]) for o in ('accumulate','plateau') for k in ('','fastai ')),
         ('sharded', {3: {1: late}}, 2, ['going on in epoch 2 after step 30, from the state in memory'])))])
@@ -194,12 +194,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 '''
 
 @pytest.mark.parametrize('policy,dying,how,status,said', [('shrink','1','raise',1,'ZeroDivisionError: on purpose'),
-    ('shrink','01','kill',137,'ended by SIGKILL'), ('restart','1','kill',137,'ended by SIGKILL')])
+    *(pytest.param(*o, 'kill', 137, 'ended by SIGKILL', marks=pytest.mark.long) for o in (('shrink','01'),('restart','1')))])
 def test_what_ends_the_run(policy, dying, how, status, said, tmp_path):
     "An exception, which would come again; the death of all; a death, without the option"
     (tmp_path/'ends.py').write_text(ends)
     code,_,text = launch(tmp_path, {}, dying, how, nproc=2, policy=policy, script=tmp_path/'ends.py')
-    assert code==status and 'start again' not in text, text
+    # ranks that die one after the other are two deaths: the second ends the run
+    assert code==status and text.count('start again')<=(dying=='01'), text
     assert any(f'rank {o} failed first: {said}' in text for o in dying), text
 
 @pytest.mark.long
@@ -207,21 +208,5 @@ def test_random_points():
     cmd = [sys.executable,str(root/'tools/survivors.py'),'--kills','6','--seed','5']
     res = subprocess.run(cmd, env={**os.environ, 'PYTHONPATH': str(root)}, capture_output=True, text=True)
     assert res.returncode==0, res.stdout
-
-def test_a_log_that_is_right_is_not_written_again(tmp_path):
-    from types import SimpleNamespace
-    from learnerdist.all import CSVLogger
-    cb = CSVLogger('log.csv')
-    cb.learn = SimpleNamespace(path=tmp_path, recorder=SimpleNamespace(metric_names=['epoch','loss','time']))
-    cb.open()
-    assert (tmp_path/'log.csv').read_text()=='epoch,loss\n' # at once, since others may read it
-    cb.written = 'epoch,loss\n0,1.5\n'
-    cuts,truncate = [],cb.file.truncate
-    same = {k: getattr(cb.file, k) for k in ('seek','write','flush','close')}
-    cb.file = SimpleNamespace(truncate=lambda: cuts.append(truncate()), **same)
-    cb.written = cb.written
-    assert not cuts
-    cb.written = 'epoch,loss\n'
-    assert len(cuts)==1 and cb.written=='epoch,loss\n'
 
 if __name__=='__main__': train(sys.argv[1], json.loads(sys.argv[2]), *sys.argv[3:])
