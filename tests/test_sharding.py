@@ -2,7 +2,7 @@
 from itertools import product
 import pytest, torch
 from learnerdist.data import sharding
-from learnerdist.data.sharding import check_rank, deal, epoch_order, mix_seed, permuted, share, share_chunks, share_len, undeal
+from learnerdist.data.sharding import batch_count,check_rank, deal, epoch_order, mix_seed, permuted, share, share_chunks, share_len, undeal
 
 SIZES = list(product(range(0, 41), range(1, 8)))
 
@@ -51,7 +51,7 @@ def test_deal_reads_once_and_no_further():
 
 def test_bad_numbers():
     with pytest.raises(ValueError, match="rank=False with world_size=True"): check_rank(False, True)
-    with pytest.raises(ValueError, match='n=-1'): epoch_order(-1)
+    with pytest.raises(ValueError, match='bs=0'): batch_count(3, 0)
 
 def test_orders_differ_by_seed_and_epoch_and_touch_no_global_stream():
     torch.manual_seed(0)

@@ -50,8 +50,8 @@ def gather_objects(
     o # Any object that pickles; it may differ between ranks
 )->list: # One object for each rank; the same list on every rank
     "The objects of all ranks in rank order, on every rank (an all-gather). Collective; `[o]` without a process group"
-    if group_size()<2: return [o]
-    res = [None]*group_size()
+    if (n := group_size())<2: return [o]
+    res = [None]*n
     with waits('gather_objects'): dist.all_gather_object(res, o, group=current_group())
     return res
 
@@ -61,8 +61,7 @@ def broadcast_object(
     "Rank 0's `o`, on every rank. Collective"
     if group_size()<2: return o
     res = [o]
-    src = dist.get_global_rank(current_group(), 0) if current_group() else 0
-    with waits('broadcast_object'): dist.broadcast_object_list(res, src=src, group=current_group())
+    with waits('broadcast_object'): dist.broadcast_object_list(res, src=0, group=current_group())
     return res[0]
 
 # %% ../../nbs/core/02_collectives.ipynb #c010

@@ -23,9 +23,7 @@ from .hosts import foreign_rank
 from .stacks import frames_of_thread,preempted_status,users_frame
 
 # %% ../../nbs/core/01_env.ipynb #c004l
-def in_group()->bool:
-    "Whether a process group is open"
-    return dist.is_available() and dist.is_initialized()
+in_group = dist.is_initialized # Whether a process group is open
 
 def _env_int(name): return int(os.environ.get(name) or 0)
 
@@ -269,14 +267,14 @@ def _next_group():
 
 def phase()->str:
     "A name for the part of the run between two calls of `next_phase`, the same on all ranks"
-    where = ''.join(section)
-    return f'{where}/phase{counted(f"{where}/phase")}'
+    name = ''.join(section)+'/phase'
+    return f'{name}{_counts[name]}'
 
 def next_phase():
     "Called on all ranks, before they wait for one another: rank 0 says in the store that this phase is over"
-    store = shared_store() if rank_distrib()==0 else None
-    if store is not None: store.set(f'{phase()}/over', '')
-    count(''.join(section)+'/phase')
+    name,store = ''.join(section)+'/phase',shared_store() if _me()==0 else None
+    if store is not None: store.set(f'{name}{_counts[name]}/over', '')
+    _counts[name] += 1
 
 def _open(device, backend, timeout_s, name):
     store = launch_store() or connect_store(os.environ, hosts=rank_distrib()==0)
@@ -433,11 +431,11 @@ def control_group():
 # %% ../../nbs/core/01_env.ipynb #c025b
 def group_rank()->int:
     "The rank of this process in the open group; 0 without a group"
-    return dist.get_rank(current_group()) if in_group() else 0
+    return dist.get_rank() if in_group() else 0 # our groups hold all ranks, in their order
 
 def group_size()->int:
     "The number of ranks in the open group; 1 without a group"
-    return dist.get_world_size(current_group()) if in_group() else 1
+    return dist.get_world_size() if in_group() else 1
 
 # %% ../../nbs/core/01_env.ipynb #c026
 def is_rank0()->bool:

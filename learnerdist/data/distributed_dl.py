@@ -81,9 +81,10 @@ class DealtOrder(Dealt):
     def __init__(self, dealer, source, shuffle): self.dealer,self.source,self.shuffle = dealer,source,shuffle
     def shard(self):
         d,n = self.dealer,len(self.source)
-        pad = d.end_of(d.left(n))
-        chunks = share_chunks(n, d.rank, d.world_size, pad, self.shuffle, d.epoch, d.seed, d.start)
-        return islice(chain.from_iterable(o.tolist() for o in chunks), d.count(n))
+        left = d.left(n)
+        pad = d.end_of(left)
+        chunks = share_chunks(n, d.rank, d.world_size, pad, self.shuffle, d.epoch, d.seed, n-left)
+        return islice(chain.from_iterable(o.tolist() for o in chunks), d.own(left))
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c010
 def worker_id()->int:
@@ -95,8 +96,10 @@ class Dealer:
     unit = 'row' # What is dealt: 'row' or 'batch'
     bs = None # Items in a batch, None if not known
     drop_last = False
+    by_step = False # Whether ranks read as many batches, and not as many items: `pad` is 'batch', and `bs` is known
     source = None # What is dealt among ranks: a data set, a sampler or a stream
     items = None # This rank's shard of it
+    streams = False # Whether an iterable data set is dealt
     sizes = () # Of the batches that have been dealt, if batches are
     # Which items of this epoch the loader has asked for: 'nothing', 'some' or 'all'
     asked = 'nothing'
@@ -115,8 +118,6 @@ class Dealer:
         self.sample_seeds = sample_seeds
         # Seen by workers, too: first, a hash of the first sample of a stream; by_rank: whether that has split itself
         self._epoch,self.first,self.by_rank,self._n_read = torch.zeros(4, 1, dtype=torch.int64)
-    # Whether an iterable data set is dealt
-    streams = property(lambda self: isinstance(self.items, _Stream))
     # Workers see it too
     epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v))
     # Items for all ranks, once this rank has read its last
@@ -134,17 +135,12 @@ class Dealer:
         return self.own(self.left(n))
     def own(self, n)->int:
         "How many of `n` items that are dealt are this rank's"
-        if self._floor: return n//self.world_size
+        if self.by_step and self.drop_last: return n//self.world_size # each rank's last batch is dropped in any case
         return share_len(n, self.rank, self.world_size, self.pads(n))
-    _by_step = property(lambda self: self.pad=='batch' and bool(self.bs))
-    # each rank's last batch is dropped in any case
-    _floor = property(lambda self: self._by_step and self.drop_last)
-    _by_workers = property(lambda self: self._by_step and len(self._n_read)>1)
     def pads(self, n)->bool:
         "Whether ranks repeat an item if `n` items are dealt"
-        if not self._by_step: return bool(self.pad)
-        # of several workers, see `owed`
-        return not self._by_workers and n//self.world_size%self.bs==0
+        if not self.by_step: return bool(self.pad)
+        return len(self._n_read)==1 and n//self.world_size%self.bs==0 # of several workers, see `owed`
     def end_of(self, n)->bool:
         "As `pads`, for the `n` items of this epoch, which `repeats` then knows"
         self._n_read[worker_id()] = n
@@ -155,20 +151,21 @@ class Dealer:
         self._n_read[worker_id()] = 0
         if self.by_rank: return iter(items)
         items = islice(items, max(self.start-at, 0), None)
-        if self._floor: items = full_rows(items, self.world_size)
+        if self.by_step and self.drop_last: items = full_rows(items, self.world_size)
         return deal(items, self.rank, self.world_size, self.end_of, max(at-self.start, 0))
     def owed(self, n)->int:
         "How many batches more than `n` another rank has, of a stream that several workers have read to its end"
-        if not n or not self._by_workers or self.drop_last: return 0
+        if not n or not self.by_step or len(self._n_read)==1 or self.drop_last: return 0
         size = self.world_size*self.bs
         # rank 0 has the most of each worker
         most = sum(-(-m//size) for m in self._n_read.tolist())
         return max(most-n, 0)
     def repeats(self, i)->bool:
         "Whether batch `i` of this rank's shard is a repeat, and nothing else; known once it has been read"
-        if self._by_workers: return self.n_batches is not None and i>=self.n_batches
         n,W = self.n_read,self.world_size
-        return n>0 and self._by_step and self.rank>=(n%W or W) and i*self.bs==n//W
+        if not self.by_step: return False
+        if len(self._n_read)>1: return self.n_batches is not None and i>=self.n_batches
+        return n>0 and self.rank>=(n%W or W) and i*self.bs==n//W
     def order(self, source, shuffle):
         "Sampler over this rank's shard of `len(source)` indices, in order or shuffled"
         self.source,self.items = source,DealtOrder(self, source, shuffle)
@@ -182,7 +179,7 @@ class Dealer:
         return self.items
     def of_batches(self):
         "What is dealt are batches, not samples"
-        self.unit,self.bs = 'batch',1
+        self.unit,self.bs,self.by_step = 'batch',1,self.pad=='batch'
     def sized(self, batches):
         "Remember the length of each batch, in `sizes`"
         self.sizes = []
@@ -195,7 +192,7 @@ class Dealer:
         self._n_read = torch.zeros(max(num_workers, 1), dtype=torch.int64)
         self.share_memory(num_workers)
         cls = _PlacedStream if saves_place(dataset) and not num_workers else _Stream
-        self.source,self.items = dataset,cls(dataset, self, after)
+        self.source,self.items,self.streams = dataset,cls(dataset, self, after),True
         return self.items
     def share_memory(self, num_workers):
         "Let copies in workers see the epoch, and this process what they have read"
@@ -520,9 +517,10 @@ class DistributedDL(LoaderWrapper):
     def _split(self, dl, dealer):
         dealer.bs,dealer.drop_last = batch_shape(dl)
         if getattr(dl, 'batch_sampler', dl) is None: dealer.bs = 1 # torch's loader without batches
+        dealer.by_step = dealer.pad=='batch' and bool(dealer.bs)
         self.source,self.dealer,self.dl = dl,dealer,dealer.shard(dl)
         self.rank,self.world_size,self.seed = dealer.rank,dealer.world_size,dealer.seed
-        self.pad,self.unit = dealer.pad,dealer.unit
+        self.pad,self.unit,self.mixed = dealer.pad,dealer.unit,dealer.streams and self.num_workers>1
         return self
     @classmethod
     def from_dl(cls,
@@ -564,20 +562,18 @@ class DistributedDL(LoaderWrapper):
     @property
     def n(self):
         "Number of samples (or batches, see `unit`) of this rank; None if it is not known"
-        return None if self._mixed else data_len(self.dealer.items)
-    _mixed = property(lambda self: self.dealer.streams and self.num_workers>1)
+        return None if self.mixed else data_len(self.dealer.items)
     @property
     def reader(self):
         "The loader of torch that starts the workers; None if it is not known"
         return self.dl if isinstance(self.dl, DataLoader) else None
     def __len__(self):
-        if not self._mixed: return len(self.dl)
+        if not self.mixed: return len(self.dl)
         raise TypeError(f'{self.num_workers} workers read the stream: its number of batches is known at its end')
     def __iter__(self):
         self.dealer.asked = 'nothing'
         # a loader draws its workers' seeds when it begins, which may be in mid-epoch: they follow from the epoch
-        reader = self.reader if self.dealer.sample_seeds else None
-        if reader is not None:
+        if self.dealer.sample_seeds and (reader := self.reader) is not None:
             seed = mix_seed(self.dealer.seed, self.dealer.rank, self.dealer.epoch)
             vars(reader)['generator'] = torch.Generator().manual_seed(seed)
         it = read_loader(self.dl)

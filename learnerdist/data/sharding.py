@@ -60,7 +60,6 @@ def epoch_order(n:int, epoch:int=0, seed:int=0, shuffle:bool=False)->Tensor:
     """The order in which all ranks together read an epoch: `arange`, or a permutation that depends on (`seed`,
     `epoch`). n: number of samples in the data set; seed: the same on every rank; returns: sample indices, int64
     `(n,)`; the same on every rank"""
-    need(n>=0, 'a data set has no negative length', n=n)
     if not shuffle: return torch.arange(n)
     if n>=large: return permuted(torch.arange(n), n, seed, epoch)
     return torch.randperm(n, generator=torch.Generator().manual_seed(mix_seed(seed, epoch)))

@@ -228,7 +228,7 @@ class Dealing(Contexts):
 
     def share_now(self, dl, pad):
         "This rank's shard of a loader that a callback or a caller provides, in this epoch's order"
-        dl = self.adapter.share(dl, pad)
+        if dl not in self.shares: dl = self.adapter.share(dl, pad)
         if not isinstance(dl, Unshared): set_epoch(dl, self.epoch_id)
         return dl
 
@@ -246,20 +246,17 @@ class Dealing(Contexts):
 # %% ../../nbs/distributed/10_engine.ipynb #eng13
 class Loops(Dealing):
     "The beginning of fits, epochs and loops"
-    def _begin(self, place):
-        self.place,self.loop = place,Loop()
-
     def begin_fit(self):
         "Before a fit, before other callbacks"
-        self._begin(Place.before_fit)
+        self.place,self.loop = Place.before_fit,Loop()
         self.self_check.begin_fit()
 
     def check_settings(self):
         "Raise ValueError if the ranks begin different fits. Sync point"
         self.agree()
         if self.links is None: return
-        shares = [o for o in self.shares if isinstance(o, DistributedDL)]
-        same_fit(self.learn, [o for o in shares if o.pad or o.unit=='batch']) # not rows of a batch
+        whole = [o for o in self.shares if isinstance(o, DistributedDL) and (o.pad or o.unit=='batch')]
+        same_fit(self.learn, whole) # without rows of batches
 
     def begin_epoch(self):
         "Set the order of the epoch"
@@ -268,11 +265,11 @@ class Loops(Dealing):
 
     def seed_epoch(self):
         "Give each rank its own random streams"
-        if self.links: seed_streams(self.seed, group_rank(), self.epoch_id)
+        if self.links: seed_streams(self.seed, self.links.rank, self.epoch_id)
 
     def begin_loop(self, training):
         "Before a loop over `learn.dl`, before other callbacks: what runs in place of the model, and whose statistics"
-        self._begin(Place.before_train if training else Place.before_validate)
+        self.place,self.loop = Place.before_train if training else Place.before_validate,Loop()
         if training:
             if self.replica is None: self.replica = self._replicated()
             self.model = self.replica
@@ -303,8 +300,8 @@ class Loops(Dealing):
 
     def _say_repeats(self, dealer):
         "Report repeated samples that cannot be left out. The same on every rank"
-        dl,W = self.loop.dl,group_size()
         if dealer is None or dealer.pad!='batch' or dealer.bs: return
+        dl,W = self.loop.dl,self.links.world_size
         if not (dl.n_total or dl.n_total!=0)%W: return
         text = (f'at the end of an epoch this {type(dl.source).__name__} repeats up to {W-1} samples, so that all '
                 'ranks have a batch. They count in the gradient. To leave them out: give it an attribute bs, its '
@@ -319,7 +316,7 @@ class Steps(LoaderWrapper):
         self.n_inp = getattr(dl, 'n_inp', getattr(engine.learn.dls, 'n_inp', None))
     def __len__(self): return len(self.dl)
     def __iter__(self):
-        e,it,training,W = self.engine,self._alike(),self.engine.learn.training,group_size()
+        e,it,training,W = self.engine,self._alike(),self.engine.learn.training,self.engine.links.world_size
         for k in count():
             done,e.loop.batch = e.loop.batch,None
             b = [*islice(it, 1)]

@@ -213,10 +213,9 @@ def broadcast_tensors(tensors):
     tensors = [*tensors]
     if any(map(nn.parameter.is_lazy, tensors)):
         raise ValueError('the model has lazy layers: call it on a batch before the context, learn.model(*x)')
-    src = dist.get_global_rank(current_group(), 0) if current_group() else 0
     for t in tensors: # as bytes: gloo knows few types
         o = t.detach().contiguous()
-        dist.broadcast(o.reshape(-1).view(torch.uint8), src, group=current_group())
+        dist.broadcast(o.reshape(-1).view(torch.uint8), 0, group=current_group())
         if o.data_ptr()!=t.data_ptr(): t.detach().copy_(o)
 
 # %% ../../nbs/distributed/09_replica.ipynb #d7e6e468

@@ -202,7 +202,7 @@ class SelfCheck:
         learn = self.engine.learn
         another = all(o is not learn.loss_func for o in self.checked)
         wanted = not self.checked or another and loss_over(learn).kind=='unknown'
-        self.due = wanted and bool(self.engine.findings.mode) and group_size()>1
+        self.due = wanted and bool(self.engine.findings.mode)
 
     def note(self):
         "Before callbacks change a batch"

@@ -44,8 +44,9 @@ def uneven_steps(dl)->str:
     'any'. The same on every rank"""
     d = getattr(dl, 'dealer', None)
     if d is None or (d.pad,d.unit,d.streams)!=('batch','row',False) or not batch_shape(dl)[0]: return 'any'
-    if own_order(dl) or dl.n_total is None: return 'any'
-    return 'last' if dl.n_total%(d.bs*d.world_size) and not d.drop_last else 'none'
+    n = None if own_order(dl) else dl.n_total
+    if n is None: return 'any'
+    return 'last' if n%(d.bs*d.world_size) and not d.drop_last else 'none'
 
 # %% ../../nbs/distributed/02_shares.ipynb #c014
 def evaluated(dl):

@@ -333,9 +333,9 @@ def _do_fit(self:Learner):
 def check_fit(n_epoch, start_epoch, reset_opt):
     "ValueError for numbers of epochs that are none, and if `reset_opt` is neither true nor false, such as a text"
     for name,n in dict(n_epoch=n_epoch, start_epoch=start_epoch).items():
-        whole = hasattr(n, '__index__') and not isinstance(n, bool) and n>=0
-        need(whole, 'give a whole number of epochs, 0 or more', **{name: n})
-    need(reset_opt in (True,False), 'give True or False', reset_opt=reset_opt)
+        if hasattr(n, '__index__') and not isinstance(n, bool) and n>=0: continue
+        raise ValueError(f'{name}={n!r}: give a whole number of epochs, 0 or more')
+    if reset_opt not in (True,False): raise ValueError(f'reset_opt={reset_opt!r}: give True or False')
 
 @patch
 def fit(self:Learner,
@@ -393,13 +393,13 @@ def aside(self:Learner):
 def create_opt(self:Learner):
     "Make a new optimizer over the model's parameter groups. ValueError if no parameter is trainable"
     groups = list(self.splitter(get_model(self.model)))
-    need(groups, 'the model has no trainable parameter: unfreeze some, or look at `splitter`')
+    if not groups: raise ValueError('the model has no trainable parameter: unfreeze some, or look at `splitter`')
     if isinstance(groups[0], torch.Tensor): groups = [groups]
     lr = group_lrs(self.lr, len(groups))[-1]
     self.opt = self.opt_func([dict(params=list(g)) for g in groups], lr=lr)
     closure = inspect.signature(self.opt.step).parameters.get('closure')
-    needed,name = closure and closure.default is closure.empty,type(self.opt).__name__
-    need(not needed, f'{name} needs the loss several times a step: take another one')
+    if closure and closure.default is closure.empty:
+        raise ValueError(f'{type(self.opt).__name__} needs the loss several times a step: take another one')
 
 @patch
 def prepare_model(self:Learner):
@@ -422,13 +422,12 @@ def group_lrs(lr, n:int)->list:
     res = list(lr) if isinstance(lr, (list,tuple)) else [lr]*n
     for o in ends or res:
         rate = isinstance(o, (Real,torch.Tensor)) and o>=0
-        need(rate, 'give a number, a slice, or a list with one for each parameter group', lr=o)
+        if not rate: raise ValueError(f'lr={o!r}: give a number, a slice, or a list with one for each parameter group')
     if ends and n<2: return [lr.stop]
     if ends and lr.start is None: return [lr.stop/10]*(n-1)+[lr.stop]
     if ends: return [lr.start*(lr.stop/lr.start)**(i/(n-1)) for i in range(n)]
-    given = f'{len(res)} learning rates {res} for {n} parameter groups'
-    need(len(res)==n, f'{given}: give one each, or a slice')
-    return res
+    if len(res)==n: return res
+    raise ValueError(f'{len(res)} learning rates {res} for {n} parameter groups: give one each, or a slice')
 
 # %% ../../nbs/learner/01_learner.ipynb #c029
 @patch(as_prop=True)

@@ -74,7 +74,7 @@ class ProgressCallback(Callback):
     def of_loop(self): return dict(bar=self.bar)
 
     def before_fit(self):
-        if num_distrib()>1 and self.runner.is_alone and self.learn.fitting: say_alone()
+        if self.runner.is_alone and self.learn.fitting and num_distrib()>1: say_alone()
         self.old_logger,self.learn.logger = self.learn.logger,self._write
         if not is_rank0(): return
         bars = _bars() if self.show_bar else None
