@@ -43,7 +43,9 @@ class _Rows:
         idxs = [*idxs]
         return read_rows(self.ds, idxs) or default_collate([self.ds[i] for i in idxs])
 
-def _as_it_is(b): return b
+def as_it_is(b):
+    "The batch: in place of collation"
+    return b
 
 def batches(dl:DataLoader):
     """Iterator over a loader; of tensors in memory, and without workers, the rows of a batch are taken at once. dl:
@@ -51,7 +53,7 @@ def batches(dl:DataLoader):
     usual = not dl.num_workers and dl.collate_fn is default_collate and dl.batch_sampler is not None
     if usual and columns_of(dl.dataset) is not None:
         dl,ds = copy.copy(dl),dl.dataset
-        vars(dl).update(dataset=_Rows(ds), collate_fn=_as_it_is)
+        vars(dl).update(dataset=_Rows(ds), collate_fn=as_it_is)
     return DataLoader.__iter__(dl)
 
 # %% ../../nbs/data/00_datasets.ipynb #img05

@@ -19,7 +19,7 @@ from ..core.random import draw,map_seeded,mix_seed,rng_state,same_streams
 from ..core.random import seed_streams,set_rng_state,shared_rng
 from ..core.stacks import need,warn
 from .sharding import batch_count, check_rank, deal, full_rows, share_chunks, share_len
-from .datasets import columns_of
+from .datasets import as_it_is, columns_of
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c005
 def loader_parts(o):
@@ -33,16 +33,11 @@ def loader_parts(o):
 def is_split(dl)->bool:
     """Whether each rank already reads its own shard: by `DistributedDL`, by a sampler like `DistributedSampler`, or by
     the data set"""
+    if hasattr(dl, 'dealer'): return True
     ds = getattr(dl, 'dataset', None)
-    if hasattr(dl, 'dealer') or getattr(ds, 'splits_by_rank', False): return True
-    if getattr(ds, '_distributed', None) is not None: return True # Hugging Face's
+    # the second is Hugging Face's
+    if getattr(ds, 'splits_by_rank', False) or getattr(ds, '_distributed', None) is not None: return True
     return any(hasattr(o, 'num_replicas') and hasattr(o, 'rank') for o in loader_parts(dl))
-
-def _check_sampler(o, rank, world_size):
-    n,r = getattr(o, 'num_replicas', None),getattr(o, 'rank', None)
-    same = world_size<2 or None in (n,r) or (n,r)==(world_size,rank)
-    what = f'a sampler deals rank {r} of {n} its samples'
-    need(same, f'{what}, and rank {rank} of {world_size} reads them')
 
 def set_epoch(dl, epoch:int):
     "Set the epoch of each part of `dl` with a method `set_epoch`: a `DistributedDL`, the samplers, the data set"
@@ -531,11 +526,13 @@ class DistributedDL(LoaderWrapper):
         **kw):              # Settings to change, such as `bs`
         """The shard of `rank` of any loader; `dl` itself if it is already split. ValueError for a kind of loader that
         cannot be split"""
-        dealer,name = Dealer(rank, world_size, seed, pad, sample_seeds),type(dl).__name__
+        dealer = Dealer(rank, world_size, seed, pad, sample_seeds)
         if not is_split(dl): return cls.__new__(cls)._split(with_settings(dl, **kw) if kw else dl, dealer)
-        for o in loader_parts(dl): _check_sampler(o, rank, world_size)
-        said = ', '.join(kw)
-        need(not kw, f"{said}: this {name} is split already, so its settings are its user's")
+        for o in loader_parts(dl):
+            n,r = getattr(o, 'num_replicas', None),getattr(o, 'rank', None)
+            same = world_size<2 or None in (n,r) or (n,r)==(world_size,rank)
+            need(same, f'a sampler deals rank {r} of {n} its samples, and rank {rank} of {world_size} reads them')
+        need(not kw, f"{', '.join(kw)}: this {type(dl).__name__} is split already, so its settings are its user's")
         return dl
     @classmethod
     def by_batch(cls, dl, rank, world_size, seed=0, sample_seeds=False):
@@ -598,10 +595,6 @@ class DistributedDL(LoaderWrapper):
         return one_batch(self.dl)
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #wset01
-def as_it_is(b):
-    "The batch: in place of collation"
-    return b
-
 def loader_of(batches)->DataLoader:
     "A loader that gives these batches as they are. batches: a list of batches"
     return DataLoader(list(batches), batch_size=None, collate_fn=as_it_is)
