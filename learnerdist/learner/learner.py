@@ -446,7 +446,7 @@ def device_of(learn)->torch.device:
 @patch(as_prop=True)
 def device(self:Learner)->torch.device:
     "The device for model and batches: that of `dls`, or this process's own"
-    return device_of(self)
+    return torch.device(getattr(self._dls, 'device', None) or default_device()) # in each step: no call of `device_of`
 
 # %% ../../nbs/learner/01_learner.ipynb #c039
 @patch
