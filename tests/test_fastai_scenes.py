@@ -65,7 +65,7 @@ def outcome(*args):
 def rank_runs():
     with process_group(): return {k: outcome(k, group_size(), group_rank()) for k in exact+rounded}
 
-@pytest.fixture(scope='module', params=[2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.fixture(scope='module', params=[2,3])
 def ranks(request): return run_ranks(rank_runs, request.param, timeout_s=300)
 
 @pytest.mark.parametrize('name', exact+rounded)
