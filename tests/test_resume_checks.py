@@ -1,11 +1,13 @@
 "What a resumed fit says, and what it refuses before anything is trained"
 import os,re,shutil,signal,subprocess,sys
+from collections import Counter,OrderedDict,defaultdict,deque,namedtuple
 from pathlib import Path
 import numpy as np
 import pytest, torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 from learnerdist.all import (Callback, Checkpoint, DataLoaders, EarlyStoppingCallback, Learner, RankError, Scheduler, TfmdDL)
+from learnerdist.checkpoint.callback_state import load_states,states_of
 from learnerdist.checkpoint.snapshot import snapshots
 from learnerdist.distributed.comparison import digest
 from learnerdist.testing import run_ranks
@@ -170,7 +172,13 @@ def test_load_the_weights_of_a_checkpoint(tmp_path):
     for o in ('ckpt', 'ckpt/epoch_0002-step_00000010', tmp_path/'ckpt'):
         other = learner(tmp_path)
         assert digest(other.load(o).model.state_dict())==digest(learn.model.state_dict()) and other.opt is None
-    assert digest(learner(tmp_path).load('ckpt/epoch_0001-step_00000005').model.state_dict())!=digest(learn.model.state_dict())
+    old,new = (tmp_path/f'ckpt/{o}/model.pt' for o in names(tmp_path))
+    first = learner(tmp_path).load('ckpt/epoch_0001-step_00000005').model.state_dict()
+    shutil.copy(new, tmp_path/'kept')
+    shutil.copy(old, new) # whole in itself, and not what this checkpoint wrote
+    with pytest.raises(ValueError, match=f'{new} is not what was written'): learner(tmp_path).load('ckpt')
+    shutil.copy(tmp_path/'kept', new)
+    assert digest(first)!=digest(learn.model.state_dict())
     (tmp_path/'empty').mkdir()
     with pytest.raises(ValueError, match='empty is no checkpoint, and holds none'): learn.load('empty')
     file = tmp_path/'ckpt/epoch_0002-step_00000010/model.pt'
@@ -178,6 +186,41 @@ def test_load_the_weights_of_a_checkpoint(tmp_path):
     with pytest.raises(ValueError, match=f'{file}'): learn.load('ckpt')
 
 # --- the state of callbacks -------------------------------------------------------------------------------------------------
+
+class Typed(Callback):
+    "State of many types"
+    fit_state = 'queue','counts','ordered','array','nested','number'
+    def before_fit(self):
+        self.queue,self.counts,self.ordered = deque(maxlen=3),Counter(),OrderedDict()
+        self.array,self.nested,self.number = np.zeros(2, dtype=np.float32),dict(a=deque(maxlen=2)),0
+    def after_batch(self):
+        i = self.train_iter
+        self.queue.append(i)
+        self.counts[i%3] += 1
+        self.ordered[i] = (i,[i])
+        self.ordered.move_to_end(i, last=False)
+        self.array += i
+        self.nested['a'].append(i)
+        self.number += 1
+
+def typed(path, **kw):
+    cb = Typed()
+    fit(path, cbs=[cb], **kw)
+    return [(type(o),getattr(o, 'maxlen', None),o.tolist() if isinstance(o, np.ndarray) else o) for o in
+            (cb.queue,cb.counts,cb.ordered,cb.array,cb.nested,cb.nested['a'],cb.number)]
+
+def test_states_keep_their_types(tmp_path):
+    whole = typed(tmp_path/'a')
+    typed(tmp_path/'b', stop=7, every=3)
+    assert typed(tmp_path/'b', every=3)==whole and whole[0][:2]==(deque,3)
+
+@pytest.mark.parametrize('value', [defaultdict(int), {1}, namedtuple('Pair', 'a b')(1, 2), object()])
+def test_a_state_that_would_not_come_back_is_refused(value, tmp_path):
+    class Odd(Callback):
+        fit_state = 'value',
+        def before_fit(self): self.value = value
+    with pytest.raises(ValueError, match=f'odd.value: a {type(value).__name__} (would come back as another type|is no plain data)'):
+        fit(tmp_path, cbs=[Odd()])
 
 class InPlace(Callback):
     "Counts in validation, in place"
@@ -197,3 +240,9 @@ def test_a_state_is_that_of_its_moment(tmp_path):
     cb = InPlace()
     fit(tmp_path, cbs=[cb])
     assert (cb.n.item(),cb.tensor.item())==(2,2)
+
+def test_a_file_sets_only_what_fit_state_names():
+    cb = Typed()
+    cb.before_fit()
+    load_states([cb], dict(typed=dict(number=3, fname='elsewhere', learn=5)), 'fit_state')
+    assert cb.number==3 and 'fname' not in vars(cb) and cb.learn is None and states_of([cb], 'fit_state')['typed']['number']==3
