@@ -151,8 +151,8 @@ class Learner:
         return self.runner.model or self.model
     @property
     def repeated(self):
-        """Whether the current batch counts for nothing: other ranks have samples left in this epoch, and this one repeats
-        some. A callback that counts samples leaves it out"""
+        """Whether the current batch counts for nothing: other ranks have samples left in this epoch, and this one
+        repeats some. A callback that counts samples leaves it out"""
         return self.runner.repeated
     @property
     def global_items(self):

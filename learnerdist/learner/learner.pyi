@@ -129,8 +129,8 @@ class Learner:
 
     @property
     def repeated(self):
-        """Whether the current batch counts for nothing: other ranks have samples left in this epoch, and this one repeats
-        some. A callback that counts samples leaves it out"""
+        """Whether the current batch counts for nothing: other ranks have samples left in this epoch, and this one
+        repeats some. A callback that counts samples leaves it out"""
 
     @property
     def global_items(self):
