@@ -56,15 +56,15 @@ def _place(store, key, rank, end):
     if store.check([f'stack/{rank}']): host,*known = json.loads(store.get(f'stack/{rank}'))
     # it has not come so far as to say how to ask it
     else: host,known = here,answerer(rank-_me()[0])
+    text = 'has not come so far'
     if not store.check([waited]) and known and host==here:
         frames,text = place_of(*known)
         if not any(o.file==_place.__code__.co_filename for o in frames):
             if is_wait(frames): return text
             end = min(end, time.monotonic()+2) # it may be on its way out of a wait that timed out, too
-    else: text = None
     while not store.check([waited]) and time.monotonic()<end: time.sleep(.01)
     if store.check([waited]): return describe_stack([Frame(*o) for o in json.loads(store.get(waited))])
-    if host==here: return text or 'has not come so far'
+    if host==here: return text
     lost = _lost(host)
     return f'runs on {host}'+f', a machine that cannot be reached from {here} ({lost})'*bool(lost)
 
