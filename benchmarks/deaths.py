@@ -41,7 +41,7 @@ class Net(nn.Module):
 class Step(Callback):
     def after_loss(self): within(rank_distrib(), self.train_iter+1)
     def after_batch(self): committed(self.train_iter, self.xb[0], num_distrib(), {attempt})
-dls = DataLoaders.from_dsets([*zip(rows, xs, ys)], None, bs=bs, n_inp=2)
+dls = DataLoaders.from_dsets(torch.utils.data.TensorDataset(rows, xs, ys), None, bs=bs, n_inp=2)
 learn = Learner(dls, Net(), nn.MSELoss(), torch.optim.SGD, lr=.01, path=folder)
 learn.logger = lambda line: None
 with learn.distrib_ctx(): learn.fit(1, cbs=[Step(),*{cbs}])
