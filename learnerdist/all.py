@@ -16,6 +16,7 @@ from learnerdist.learner.learner import *
 from learnerdist.learner.metrics import *
 from learnerdist.learner.recorder import *
 from learnerdist.learner.loggers import *
+from learnerdist.learner.trackers import *
 from learnerdist.learner.techniques import *
 from learnerdist.learner.schedule import *
 from learnerdist.learner.saving import *

@@ -16,15 +16,13 @@ import numpy as np
 import torch
 from fastcore.foundation import L
 
-import learnerdist
-from ..data.loaders import batch_shape,call_model,data_len
-from ..learner.learner import get_model
+from ..data.loaders import call_model
 from ..learner.losses import copied,unweighted
 from ..learner.recorder import Recorder,as_totals
 from ..learner.techniques import GradientClip
 from ..core.compat import tree_leaves
 from ..core.random import rng_state,set_rng_state
-from ..core.shards import map_tensors,model_name
+from ..core.shards import map_tensors
 from .snapshot import are_plain,to_plain
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c004b
@@ -154,32 +152,10 @@ def check_model(model:torch.nn.Module, state:dict, source):
     if said: raise ValueError(f'{source} is of another model. {"; ".join(said[:5])}{"; …" if len(said)>5 else ""}')
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #cks02
-def run_config(learn, world:int)->dict:
-    "The configuration of a fit on `world` ranks, in its `before_fit`: names and numbers that JSON keeps as they are"
-    dl,opt = learn.dls.train,learn.opt
-    groups = getattr(opt, 'param_groups', None) or getattr(opt, 'hypers', [{}])
-    known = getattr(opt, 'defaults', groups[-1]) # a scheduler adds others, which are left out
-    hypers = {k: _plain(v) for k,v in groups[-1].items() if k in known and _plain(v) is not None}
-    bs = batch_shape(dl)[0]
-    n = data_len(getattr(dl.source if hasattr(dl, 'dealer') else dl, 'dataset', None))
-    res = dict(model=model_name(get_model(learn.model)), loss=_name(learn.loss_func))
-    res |= dict(optimizer=type(opt).__name__)|hypers
-    res |= dict(n_epoch=learn.n_epoch, batch_size=bs and bs*world, samples=n, ranks=world)
-    versions = dict(torch=str(torch.__version__), learnerdist=learnerdist.__version__)
-    return res|dict(schedule=horizons(learn.cbs))|versions
-
 def horizons(cbs)->dict:
     "The number of steps or epochs that each schedule among the callbacks is made for (`horizon`), by name"
     res = {k: cb.horizon for k,cb in _keyed(cbs).items() if hasattr(type(cb), 'horizon')}
     return {k:v for k,v in res.items() if v}
-
-def _name(o): return getattr(o, '__name__', type(o).__name__)
-
-def _plain(o):
-    "A hyperparameter as JSON holds it; None if it cannot"
-    if isinstance(o, torch.Tensor): o = o.item() if o.numel()==1 else None
-    if isinstance(o, (list,tuple)): return [_plain(i) for i in o]
-    return o if isinstance(o, (bool,int,float,str)) else None
 
 def config_changes(old:dict, new:dict)->list:
     "Texts on the differences of two `run_config`, except values that `check_run` checks"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ..learner.trackers import run_config
 from ..learner.callback import Callback,Order
 from ..learner.finder import left_out
 from ..core.collectives import broadcast_object,distrib_barrier,gather_objects
@@ -29,7 +30,7 @@ from .position import between_epochs,end,validation
 from .snapshot import Writers,newest_good,on_cpu,open_folder,open_states,prune
 from .snapshot import read_snapshot,snapshot_name,to_plain,write_snapshot
 from .callback_state import check_model,check_run,config_changes,lists_of,load_states
-from .callback_state import merged,part_of,run_config,say,settle,states_of
+from .callback_state import horizons,merged,part_of,say,settle,states_of
 
 _all_ = ['Preempted','preempted_status']
 
@@ -392,7 +393,8 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
         self.world,self.rank = (group_size(),group_rank()) if self.engine else (1,0)
         if self.engine: self.engine.watcher = self
         self.folder = Path(self.learn.path)/self.path
-        self.config,self.requests = run_config(self.learn, self.world),Requests(self.signals)
+        self.config = run_config(self.learn, self.world)|dict(schedule=horizons(self.learn.cbs))
+        self.requests = Requests(self.signals)
         self.learn.add_cb(_Early(self))
         self.plan = self._plan()
         resume = self.resume or self.resuming
