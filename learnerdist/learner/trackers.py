@@ -102,7 +102,7 @@ class Tracker(RunLogger):
         self.run_id = self.active = None
         self.ended = False # whether the fit has come to its end
 
-    def begin(self): "Open the run: the script's own, or `run_id`, or a new one named `run_name`; sets `active`, `run_id`"
+    def begin(self): "Open the script's own run, or `run_id`, or a new one; sets `active`, `run_id`"
     def add_config(self, config:dict): "Add names and numbers to the run's configuration"
     def add_model(self, file:Path): "Add the file of the model's weights to the run"
     def end(self, is_good:bool): "Close the run if `begin` has opened it. is_good: whether the fit has ended well"
@@ -130,7 +130,7 @@ class WandbLogger(Tracker):
     def __init__(self,
         project=None,     # As in `wandb.init`; None: what WANDB_PROJECT says
         name=None,        # Of the run; None: W&B finds one
-        log_model:bool=True, # Whether the weights go to `model_dir/model_at_end.pth`, and are uploaded, when a fit has ended
+        log_model:bool=True, # Save and upload the weights at the end of a fit: `model_dir/model_at_end.pth`
         **init            # More arguments of `wandb.init`, such as `entity`, `tags` or `mode='offline'`
     ):
         super().__init__(name, log_model)
@@ -166,7 +166,7 @@ class MLflowLogger(Tracker):
     def __init__(self,
         experiment=None,  # Its name; None: what `mlflow.set_experiment` or MLFLOW_EXPERIMENT_NAME says
         name=None,        # Of the run; None: MLflow finds one
-        log_model:bool=True # Whether the weights go to `model_dir/model_at_end.pth`, and are uploaded, when a fit has ended
+        log_model:bool=True # Save and upload the weights at the end of a fit: `model_dir/model_at_end.pth`
     ):
         super().__init__(name, log_model)
         self.experiment,self.is_own = experiment,False
