@@ -198,8 +198,10 @@ class GlobalMean(nn.Module):
 def global_mean(): return learner(GlobalMean())
 
 class WithLoss(nn.Module):
-    "Returns its loss, as models of Hugging Face do"
-    def __init__(self): super().__init__(); self.lin = nn.Linear(4, 2).double() # noqa: E702
+    "Returns its loss, and has hooks in a list, as models of Hugging Face do with activation checkpointing"
+    def __init__(self):
+        super().__init__()
+        self.lin,self.own_hooks = nn.Linear(4, 2).double(),[1]
     def forward(self, x): return dict(loss=self.lin(x).square().mean())
 def given(out, y): return out['loss']
 def of_model():

@@ -113,7 +113,7 @@ def _quiet(model, training):
     for m in model.modules():
         m.training = training and not isinstance(m, (BatchNorm,Dropout))
         vars(m)[compiled_call] = None
-        for k in [k for k,v in vars(m).items() if k.endswith('_hooks') and v]:
+        for k in [k for k,v in vars(m).items() if k.endswith('_hooks') and isinstance(v, dict)]:
             hooks = vars(m)[k].items() # weight_norm is one of torch's
             vars(m)[k] = OrderedDict((i,f) for i,f in hooks if _is_torchs(f))
         if isinstance(m, (nn.Embedding,nn.EmbeddingBag)): m.max_norm = None
