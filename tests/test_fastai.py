@@ -13,7 +13,6 @@ from fastai.metrics import F1Score, RocAuc
 from torch import nn
 from learnerdist.core.env import group_rank, group_size, process_group
 from learnerdist.fastai import *
-from learnerdist.fastai.loaders import ShareDL
 from learnerdist.fastai.trainer import fastais_gather
 from learnerdist.data.distributed_dl import set_epoch
 from learnerdist.testing import run_ranks
@@ -146,7 +145,7 @@ def ctx(learn, W, seed=3, **kw):
     if W: kind = learn.distrib_ctx(seed=seed, **kw)
     else:
         train,*others = learn.dls.loaders
-        learn.dls.loaders = [ShareDL.from_dl(train, 0, 1, seed=seed),*others]
+        learn.dls.loaders = [DistributedDL.from_dl(train, 0, 1, seed=seed),*others]
         kind = learn.added_cbs(Dealt())
     with learn.no_bar(), learn.no_logging(), redirect_stdout(io.StringIO()), kind: yield learn
 

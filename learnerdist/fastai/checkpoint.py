@@ -35,7 +35,7 @@ from ..core.shards import has_parts,load_model,load_opt
 from ..core.stacks import warn
 from ..learner.callback import Callback
 from ..learner.learner import StartAt,get_model
-from .loaders import ShareDL
+from .loaders import DistributedDL
 from .trainer import DistributedTrainer
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c005
@@ -109,7 +109,7 @@ growing[ParamScheduler] = growing_of('hps')
 growing[DistributedTrainer] = dict(all_steps=Growing(lambda cb: cb.steps, _stacked, True))
 
 @read_alone.register
-def _(dl:DataLoader, seed): return ShareDL.from_dl(dl, 0, 1, seed, pad='batch', sample_seeds=True)
+def _(dl:DataLoader, seed): return DistributedDL.from_dl(dl, 0, 1, seed, pad='batch', sample_seeds=True)
 
 @patch
 def state_dict(self:DistributedTrainer):

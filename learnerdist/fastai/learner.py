@@ -35,7 +35,7 @@ from ..core.deferred import fill_in
 from ..core.shards import come_together
 from ..core import env
 from ..core.env import group_rank,group_size,num_distrib
-from .loaders import RankOrder,shallow,undealt
+from .loaders import RankOrder,shallow
 from .trainer import DistributedTrainer,parts,stored,trainer_of
 from ..learner.learner import Learner as CoreLearner,Runner,advise_on_memory
 from ..learner.learner import check_fit,check_loss,device_of,get_model
@@ -79,10 +79,9 @@ def _call_one(self, call, event):
 def all_batches(self:Learner):
     """As fastai's, from `start_at` on; in no context all of a loader that another learner's context has split among
     ranks"""
-    trainer,at = trainer_of(self),self.start_at
-    if trainer is None and getattr(self.dl, 'in_context', False):
-        dl,self.dl = self.dl,self.runner.loader(self.dl)
-        if dl is not self.dl and self.training and num_distrib()>1: say_alone()
+    trainer,at,dl = trainer_of(self),self.start_at,self.dl
+    self.dl = self.runner.loader(dl)
+    if dl is not self.dl and self.training and num_distrib()>1: say_alone()
     first = at.batches if at.batches and self.training and self.epoch==at.epoch else 0
     self.n_iter = len(self.dl)
     with nullcontext() if trainer is None else trainer.loop():
@@ -103,7 +102,7 @@ def get_preds(self:Learner, ds_idx=1, dl=None, with_input=False, with_decoded=Fa
     kwargs |= dict(with_input=with_input, with_decoded=with_decoded, with_loss=with_loss, inner=inner, cbs=cbs)
     def get(act=act): return _get_preds(self, ds_idx, dl, act=act, reorder=reorder, **kwargs)
     if trainer is None: return stored(get(), gather, names)
-    dl = undealt(self.dls[ds_idx].new(shuffle=False, drop_last=False) if dl is None else dl)
+    dl = self.dls[ds_idx].new(shuffle=False, drop_last=False) if dl is None else getattr(dl, 'source', dl)
     if isinstance(dl, (list,tuple,L)):
         with trainer.on_its_own(): return stored(get(), gather, names)
     # a stream is in order

@@ -26,14 +26,13 @@ from fastai.losses import BaseLoss
 from fastai.torch_core import to_concat
 from fastai.metrics import AccumMetric,CorpusBLEUMetric,Dice,DiceMulti,LossMetric
 from fastcore.basics import detuplify,noop,patch
-from fastcore.foundation import L
 from fastcore.meta import delegates
 from torch import Tensor
 
 from ..core.collectives import distrib_barrier,gather_objects
 from ..core.compat import tree_map
 from ..core.env import group_rank,group_size
-from ..data.distributed_dl import loader_of,set_epoch
+from ..data.distributed_dl import set_epoch
 from ..data.loaders import find_bs
 from ..data.rows import store_batches
 from ..distributed.evaluation import Evaluation
@@ -165,15 +164,6 @@ class OfLoaders:
             self.engine.replace(dl, '_device' if dl.device is None else 'device', device)
             dl.device = device # also of its transforms
         self.engine.replace(self.dls, '_device', device)
-    def share(self, dl, pad):
-        "This rank's shard of a loader; lists of batches to evaluate and loaders that are sharded are left alone"
-        if isinstance(dl, (list,tuple,L)):
-            if not pad: return dl
-            dl = loader_of(dl)
-        if getattr(dl, 'by_hand', False) and (dl.rank,dl.world_size)==(group_rank(),group_size()): dl = dl.source
-        res = self.engine.share(dl, pad)
-        if res is not dl: res.in_context = True # dl: its user has split it
-        return res
     def may_change(self, events)->bool:
         "Whether a callback may cancel a batch, or change its targets, in these events"
         cbs = [cb for cb in self.learn.cbs if not getattr(type(cb), 'keeps_batch', isinstance(cb, _keep_batch))]
