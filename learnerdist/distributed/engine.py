@@ -180,7 +180,7 @@ class Contexts(EngineState):
     def _open_model(self):
         learn,many = self.learn,group_size()>1
         shard = self.opts.shard and many
-        if not (shard and has_deferred(get_model(learn.model))): self.adapter.prepare_model()
+        if not (shard and has_deferred(get_model(learn.model))): learn.prepare_model()
         if shard: self.shards = Sharded(self)
         if many: same_structure(learn)
         broadcast_module(get_model(learn.model))

@@ -119,9 +119,6 @@ class DistributedTrainer(Adapter):
     def set_device(self, device):
         "Let the loaders put their batches on `device`"
         self.engine.replace(self.learn.dls, 'device', device)
-    def prepare_model(self):
-        "Move the model to its device"
-        self.learn.prepare_model()
     def record(self):
         "Let the Recorder have this loop's losses over all ranks. Sync point"
         rec = vars(self.learn).get('recorder')

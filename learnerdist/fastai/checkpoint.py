@@ -144,10 +144,7 @@ def running(learn, cbs:list):
 @patch
 def say(self:Learner, line):
     "Print a line; the logger of fastai's learner takes a row of the table"
-    logger = self.logger
-    # those of the bar, and of a file
-    while hasattr(cb := getattr(logger, '__self__', None), 'old_logger'): logger = cb.old_logger
-    if logger!=noop: print(line, flush=True)
+    if self.logger!=noop: print(line, flush=True)
 
 @patch(as_prop=True)
 def fitting(self:Learner)->bool:
