@@ -29,7 +29,6 @@ from fastprogress.fastprogress import ConsoleMasterBar,MasterBar,ProgressBar
 from ..distributed import compiling,data_parallel # noqa: F401
 from . import checkpoint # noqa: F401
 from ..distributed.trainer import attach,check_plain
-from ..checkpoint.checkpoint import Checkpoint,Preempted,preempted_status # noqa: F401
 from ..core.collectives import distrib_barrier
 from ..core.shards import come_together
 from ..core.stacks import need
@@ -103,7 +102,8 @@ def get_preds(self:Learner, ds_idx=1, dl=None, with_input=False, with_decoded=Fa
     reorder = reorder and isinstance(dl, DataLoader) and dl.indexed and not isinstance(dl, LMDataLoader)
     if reorder: dl = in_one_order(dl, trainer.engine.seed)
     with replaced(trainer, gather=gather): res = get(dl, reorder)
-    return (None,)*len(res) if gather=='rank0' and group_rank() else res
+    if gather=='rank0' and group_rank(): return (None,)*(2+with_input+with_decoded+with_loss)
+    return res
 
 @in_context(Learner)
 def lr_find(self, find, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True, show_plot=True, *args, **kwargs):

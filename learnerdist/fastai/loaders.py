@@ -202,7 +202,6 @@ class _Streams(_Indices):
         # in place, or the last epoch's order would be shuffled
         for i in range(len(self.dl.items)): self.dl.items.idxs[i] = i
         return super().__iter__()
-    def __len__(self): return self.dl.n
 
 @reindexed.register
 def _(dl:LMDataLoader, dealer):
@@ -215,15 +214,13 @@ class _Rows(_Streams):
     def __iter__(self):
         d,bs = self.dealer,self.dl.bs
         return (i for i in super().__iter__() if i%bs%d.world_size==d.rank)
-    def __len__(self): return self.dl.n//self.dl.bs*_n_rows(self.dl, self.dealer)
-
-def _n_rows(dl, d): return share_len(dl.bs, d.rank, d.world_size, False)
 
 @whole_batches.register
 def _(dl:LMDataLoader, dealer):
     whole,new = dl.new(),shallow(dl)
+    rows = share_len(dl.bs, dealer.rank, dealer.world_size, False)
     new.create_item,dealer.unit = whole.create_item,'row'
-    new.bs = max(_n_rows(dl, dealer), 1)
+    new.bs,new.n = max(rows, 1),dl.n_batches*rows
     return _reading(new, _Rows(whole, dealer))
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c021

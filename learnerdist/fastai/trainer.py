@@ -29,7 +29,6 @@ from fastcore.meta import delegates
 
 from ..core.collectives import distrib_barrier,gather_objects
 from ..core.env import group_rank,group_size
-from ..data.distributed_dl import set_epoch
 from ..data.loaders import find_bs
 from ..distributed.evaluation import Evaluation
 from ..distributed.engine import total_losses
@@ -123,9 +122,7 @@ class OfLoaders:
     def set_device(self, device):
         "Let the loaders put their batches on `device`"
         for dl in self.dls.loaders:
-            if not isinstance(dl, DataLoader) or dl.device==device: continue
-            self.engine.replace(dl, '_device' if dl.device is None else 'device', device)
-            dl.device = device # also of its transforms
+            if isinstance(dl, DataLoader) and dl.device!=device: self.engine.replace(dl, 'device', device)
         self.engine.replace(self.dls, '_device', device)
     def may_change(self, events)->bool:
         "Whether a callback may cancel a batch, or change its targets, in these events"
@@ -143,7 +140,6 @@ class OfFits:
         if self.learn.dls is not self.engine.dls: self.engine.deal_out()
     def before_train(self):
         self.engine.begin_loop(True)
-        set_epoch(self.learn.dl, self.engine.epoch_id)
         self.engine.seed_epoch()
         rec,self.trained,self.steps = vars(self.learn).get('recorder'),True,[]
         if rec is None: return
@@ -196,8 +192,7 @@ class OfModels:
         self.looping,self.watches = True,loss_trace(self.learn) is not None
         try: yield
         finally:
-            self.unswap()
-            if self.trace is not None: self.end_trace()
+            self.begin_event('the end')
             self.looping,self.watches = old
 
 # %% ../../nbs/fastai/02_trainer.ipynb #063eec04
@@ -351,9 +346,6 @@ class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfReco
         old,self.alone = self.alone,True
         try: yield
         finally: self.alone = old
-
-# fastcore made these classes, and pickle looks for a class in the module that it names
-for _o in DistributedTrainer.kinds: _o.__module__ = 'fastai.callback.core'
 
 # %% ../../nbs/fastai/02_trainer.ipynb #trnof001
 def trainer_of(learn):
