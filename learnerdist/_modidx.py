@@ -1931,8 +1931,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'learnerdist/fastai/checkpoint.py'),
                                                'learnerdist.fastai.checkpoint._': ( 'fastai/checkpoint.html#_',
                                                                                     'learnerdist/fastai/checkpoint.py'),
-                                               'learnerdist.fastai.checkpoint._clean_up': ( 'fastai/checkpoint.html#_clean_up',
-                                                                                            'learnerdist/fastai/checkpoint.py'),
                                                'learnerdist.fastai.checkpoint._epoch_ends': ( 'fastai/checkpoint.html#_epoch_ends',
                                                                                               'learnerdist/fastai/checkpoint.py'),
                                                'learnerdist.fastai.checkpoint._load_file': ( 'fastai/checkpoint.html#_load_file',

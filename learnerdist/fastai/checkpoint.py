@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c002
-from contextlib import ExitStack,contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +35,7 @@ from ..core.shards import has_parts,load_model,load_opt
 from ..core.stacks import warn
 from ..learner.callback import Callback
 from ..learner.learner import StartAt,get_model
+from ..learner.predictions import replaced
 from .loaders import DistributedDL
 from .trainer import DistributedTrainer
 
@@ -137,9 +138,9 @@ def running(learn, cbs:list):
     finally:
         _running.pop()
         vars(learn).pop('start_at', None)
-        with ExitStack() as stack:
-            for cb in [*cbs, *([] if learn.fitting else learn.cbs)]:
-                if isinstance(cb, Callback): stack.callback(_clean_up, learn, cb)
+        for cb in reversed([*cbs, *([] if learn.fitting else learn.cbs)]):
+            if not isinstance(cb, Callback): continue
+            with replaced(cb, learn=learn): cb.cleanup() # fastai sets it to None on a removed callback
 
 @patch
 def say(self:Learner, line):
@@ -167,11 +168,6 @@ def _do_epoch(self:Learner):
     "As fastai's, from `start_at` on"
     if self.epoch!=self.start_at.epoch or not self.start_at.trained: self._do_epoch_train()
     self._do_epoch_validate()
-
-def _clean_up(learn, cb):
-    old,cb.learn = cb.learn,learn # fastai sets it to None on a removed callback
-    cb.cleanup()
-    cb.learn = old
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #ckf11
 _load,_save = Learner.load,Learner.save

@@ -29,7 +29,6 @@ from fastprogress.fastprogress import ConsoleMasterBar,MasterBar,ProgressBar
 from ..distributed import compiling,data_parallel # noqa: F401
 from . import checkpoint # noqa: F401
 from ..distributed.trainer import attach,check_plain
-from ..core.collectives import distrib_barrier
 from ..core.shards import come_together
 from ..core.stacks import need
 from ..core import env
@@ -108,9 +107,7 @@ def get_preds(self:Learner, ds_idx=1, dl=None, with_input=False, with_decoded=Fa
 @in_context(Learner)
 def lr_find(self, find, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True, show_plot=True, *args, **kwargs):
     "As fastai's; only rank 0 plots"
-    res = find(start_lr, end_lr, num_it, stop_div, show_plot and group_rank()==0, *args, **kwargs)
-    if not trainer_of(self).alone: distrib_barrier() # every rank has removed its temporary folder
-    return res
+    return find(start_lr, end_lr, num_it, stop_div, show_plot and group_rank()==0, *args, **kwargs)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c009
 def _alone(name):

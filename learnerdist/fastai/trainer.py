@@ -84,7 +84,8 @@ class Results:
         if not is_share(self.dl): return
         self.files = [cb for cb in cbs if cb.save_preds or cb.save_targs]
         if self.files and getattr(self.dl, 'unit', 'batch')!='batch':
-            raise ValueError(f'save_preds, save_targs: each rank has rows of every batch of this {type(self.dl.source).__name__}')
+            name = type(self.dl.source).__name__
+            raise ValueError(f'save_preds, save_targs: each rank has rows of every batch of this {name}')
     def number_files(self):
         "The files of a rank's batches are named as in one process"
         for cb in self.files: vars(cb)['iter'] = self.engine.loop.evaluation.number(self.iter)
