@@ -13,7 +13,6 @@ from fastai.metrics import F1Score, RocAuc
 from torch import nn
 from learnerdist.core.env import group_rank, group_size, process_group
 from learnerdist.fastai import *
-from learnerdist.fastai.loaders import ShareDL
 from learnerdist.fastai.trainer import fastais_gather
 from learnerdist.data.distributed_dl import set_epoch
 from learnerdist.testing import run_ranks
@@ -146,7 +145,7 @@ def ctx(learn, W, seed=3, **kw):
     if W: kind = learn.distrib_ctx(seed=seed, **kw)
     else:
         train,*others = learn.dls.loaders
-        learn.dls.loaders = [ShareDL.from_dl(train, 0, 1, seed=seed),*others]
+        learn.dls.loaders = [DistributedDL.from_dl(train, 0, 1, seed=seed),*others]
         kind = learn.added_cbs(Dealt())
     with learn.no_bar(), learn.no_logging(), redirect_stdout(io.StringIO()), kind: yield learn
 
@@ -301,9 +300,9 @@ def test_outside_a_context_a_rank_is_one_process(found, tmp_path):
 changed = {'fastai.torch_core.maybe_gather', 'fastai.tabular.learner.TabularLearner.predict', 'fastai.text.learner.LMLearner.predict',
            *(f'fastai.text.learner.TextLearner.{o}' for o in ('load','save_encoder')),
            *(f'fastai.learner.Learner.{o}' for o in
-             ('to_distributed','detach_distributed','distrib_ctx','to_parallel','detach_parallel','parallel_ctx','runner','start_at','_call_one',
+             ('to_distributed','detach_distributed','distrib_ctx','to_parallel','detach_parallel','parallel_ctx','prepare_model','runner','start_at','_call_one',
               'fit','_do_fit','_do_epoch','all_batches','say','save','load','compile','uncompile', # also for `fit(resume=)`
-              'get_preds','lr_find','predict','show_results','summary','export'))} # as fastai's, but in a context
+              'get_preds','lr_find','predict','show_results','summary','export','__getstate__'))} # as fastai's, but in a context
 
 def ours(o): return (getattr(o, '__module__', None) or '').startswith('learnerdist.')
 

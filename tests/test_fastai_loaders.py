@@ -55,6 +55,12 @@ def test_settings_are_kept():
     assert [o.tolist() for o in dl][0]==[2,4,6,8] # the loader itself is as it was
     assert share.one_batch().tolist()==[4,8,12,16]
 
+@pytest.mark.parametrize('bs,W', [(1,2),(2,3),(4,2),(4,3)])
+def test_lengths_of_language_models(bs, W):
+    dl = LMDataLoader([torch.arange(10)]*8, lens=[10]*8, bs=bs, seq_len=5)
+    for r in range(W):
+        for share in (DistributedDL.from_dl(dl, r, W),DistributedDL.by_batch(dl, r, W)): assert len(share)==len([*share])
+
 class Odd(TfmdDL):
     "Reads odd items only, twice"
     def get_idxs(self): return [i for i in range(self.n) if i%2]*2

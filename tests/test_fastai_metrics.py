@@ -238,7 +238,7 @@ def options(W, rank, path):
         if W!=0: # fastai's own takes another order each time
             res['`dl` with `shuffle`: in order'] = learn.get_preds(dl=TfmdDL(items(11, 5), bs=3, shuffle=True, num_workers=0))
         with learn: res['`inner=True`'] = learn.get_preds(inner=True)
-        res['`save_preds`, `save_targs`: from rank 0, the files of one process'] = saved(learn, path/str(W))
+        res['`save_preds`, `save_targs`: the files of one process'] = saved(learn, path/str(W))
         res['`validate`, of either data set and of another loader'] = [floats(learn.validate()),floats(learn.validate(ds_idx=0)),
             floats(learn.validate(dl=learn.dls.valid.new(bs=5)))]
     return res

@@ -22,7 +22,6 @@ from test_fastai_apps import Words, texts
 from test_fastai_metrics import First
 from learnerdist.fastai import *
 from learnerdist.data.distributed_dl import set_epoch
-from learnerdist.fastai.loaders import ShareDL
 from learnerdist.learner.loggers import CSVLogger, LogWriter
 
 warnings.filterwarnings('ignore')
@@ -117,7 +116,7 @@ def other_loaders(W, rank):
     res = []
     for by_callback in (False,True):
         learn,new = make(W, rank, metrics=[]),loaders(items(50, 5), 24, W, items(19, 6))
-        if not W: new.loaders = [ShareDL.from_dl(new.train, 0, 1, seed=3),new.valid]
+        if not W: new.loaders = [DistributedDL.from_dl(new.train, 0, 1, seed=3),new.valid]
         with ctx(learn, W):
             learn.fit(2 if by_callback else 1, cbs=SetsLoaders(new) if by_callback else None)
             learn.dls = new
@@ -194,45 +193,37 @@ def test_a_fit_warns_of_no_shadowed_name(found):
 
 # --- fastai.distributed's signatures ----------------------------------------------------------------------------------------
 
-def blocks(n, W, bs, drop_last=False):
-    "By hand: what each rank reads of 0, …, n-1 in fastai's blocks, in batches"
-    size = -(-n//W)
-    own = [(torch.arange(r*size, (r+1)*size)%n).split(bs) for r in range(W)]
-    return [[b for b in bs_ if len(b)==bs or not drop_last] for bs_ in own]
-
 def as_lists(batches): return [[o.tolist() for o in (b if isinstance(b, (tuple,list)) else (b,))] for b in batches]
 
-@pytest.mark.parametrize('kind', ['fastai', 'torch', 'pairs', 'drop_last'])
-def test_a_loader_in_blocks(kind):
-    "What fastai's notebook 20a asserts of `DistributedDL(dl, rank, world_size)`"
-    ds = list(zip(range(50), range(100, 150))) if kind=='pairs' else list(range(50))
-    dl = torch.utils.data.DataLoader(ds, batch_size=12, num_workers=2) if kind=='torch' else \
-        TfmdDL(ds, bs=12, num_workers=2, drop_last=kind=='drop_last')
-    want = blocks(50, 4, 12, kind=='drop_last')
+@pytest.mark.parametrize('kind', ['fastai', 'torch'])
+def test_a_loader(kind):
+    "`DistributedDL(dl, rank, world_size)`, as in fastai's notebook 20a; dealt like cards"
+    ds = list(zip(range(50), range(100, 150)))
+    dl = torch.utils.data.DataLoader(ds, batch_size=12, num_workers=2) if kind=='torch' else TfmdDL(ds, bs=12, num_workers=2)
     for r in range(4):
-        got = DistributedDL(dl, r, 4)
-        assert as_lists(got)==[[b.tolist(), *[(100+b).tolist()]*(kind=='pairs')] for b in want[r]] and len(got)==len(want[r])
+        own = torch.arange(r, 52, 4)%50
+        assert as_lists(DistributedDL(dl, r, 4))==[[b.tolist(),(100+b).tolist()] for b in own.split(12)]
+        assert len(DistributedDL(dl, r, 4, bs=5))==3
+    assert as_lists(DistributedDL(dl))==as_lists(dl) # without a launcher, all of it
 
 def test_a_weighted_loader():
     dl = WeightedDL(list(range(50)), bs=16, num_workers=2, shuffle=True, wgts=[float(i>=25) for i in range(50)])
     got = [list(DistributedDL(dl, r, 4))[0] for r in range(4)]
     assert [len(o) for o in got]==[13]*4 and torch.cat(got).min()>=25
 
-def test_a_data_set_and_errors():
-    assert as_lists(DistributedDL(list(range(5)), 1, 2, 2))==as_lists(DistributedDL(list(range(5)), 1, 2, bs=2))==[[[1,3]],[[0]]]
+def test_a_data_set_and_options():
+    assert as_lists(DistributedDL(list(range(5)), 1, 2, bs=2))==[[[1,3]],[[0]]]
     dl = TfmdDL(list(range(5)), bs=2, num_workers=0)
-    assert as_lists(DistributedDL(dl))==as_lists(dl) # without a launcher, all of it
     assert DistributedDL(dl, 0, 2, device='meta').device.type=='meta' and dl.device is None
-    with pytest.raises(ValueError, match='seed: over a loader'): DistributedDL(dl, 0, 2, seed=1)
-    with pytest.raises(ValueError, match='device=cpu: a DataLoader has none'): DistributedDL(torch.utils.data.DataLoader([1]), 0, 2, 'cpu')
+    assert len(DistributedDL(dl, 1, 2, pad=False))==1 and DistributedDL(dl, 0, 2, seed=5).seed==5
     learn = make()
     with learn.distrib_ctx(False, True): assert not learn.runner.opts.sync_bn
     assert DistributedTrainer(False).engine.opts.sync_bn is False and setup_distrib(gpu=None).type=='cpu'
 
 def by_hand(W, rank, path):
-    "Loaders that the script has made by hand are dealt as all others"
+    "A loader that the script has split is left alone in training; what is evaluated is dealt in whole batches"
     learn = make(W, rank)
-    if W: learn.dls.loaders = [DistributedDL(o) for o in learn.dls.loaders]
+    if W: learn.dls.loaders = [DistributedDL.from_dl(o, rank, W, seed=3) for o in learn.dls.loaders]
     with ctx(learn, W):
         learn.fit(2)
         return state(learn),[floats(o) for o in learn.recorder.values],learn.get_preds()
@@ -336,4 +327,4 @@ def test_gan(found):
     same(gan, found=found, tol=1e-5, lines=['7 `GANLearner` (float32)'])
     same(uneven_gan, found=found, W=(2,3), tol=1e-5) # with metrics of training
 
-found = asking(applications, gan, uneven_gan, shadowed, alone=(by_hand, flags))
+found = asking(applications, gan, uneven_gan, shadowed, by_hand, alone=(flags,))

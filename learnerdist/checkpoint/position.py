@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader,IterableDataset
 
 from ..core.random import seed_streams
 from ..data.distributed_dl import DistributedDL,saves_place
-from ..data.loaders import LoaderWrapper,data_len
+from ..data.loaders import LoaderWrapper,batch_shape,data_len
 
 # %% ../../nbs/checkpoint/01_position.ipynb #c005
 class Seeds(NamedTuple):
@@ -88,7 +88,7 @@ def place_in_epoch(dl:PlacedLoader, i:int)->dict:
     if bs:
         done = (i-dl.offset)*bs*d.world_size
         done = d.start+(done if dl.n_total is None else min(done, dl.n_total))
-    data = [getattr(dl, 'batch_size', None),data_len(getattr(dl, 'dataset', None))]
+    data = [batch_shape(dl)[0],data_len(getattr(dl, 'dataset', None))]
     return dict(iter=i, done=done, data=data)
 
 def go_back(dl:PlacedLoader, at:dict, alike, state):

@@ -565,6 +565,9 @@ class DistributedDL(LoaderWrapper):
         "The loader of torch that starts the workers; None if it is not known"
         return self.dl if isinstance(self.dl, DataLoader) else None
     def __len__(self):
+        if not isinstance(self.dl, DataLoader): # others' copies may not know their rank's number, or the rest's
+            n,d = self.n,self.dealer
+            if n is not None and d.bs: return n if d.unit=='batch' else batch_count(n, d.bs, d.drop_last)
         if not self.mixed: return len(self.dl)
         raise TypeError(f'{self.num_workers} workers read the stream: its number of batches is known at its end')
     def __iter__(self):

@@ -180,7 +180,7 @@ class Contexts(EngineState):
     def _open_model(self):
         learn,many = self.learn,group_size()>1
         shard = self.opts.shard and many
-        if not (shard and has_deferred(get_model(learn.model))): self.adapter.prepare_model()
+        if not (shard and has_deferred(get_model(learn.model))): learn.prepare_model()
         if shard: self.shards = Sharded(self)
         if many: same_structure(learn)
         broadcast_module(get_model(learn.model))
@@ -212,7 +212,7 @@ class Dealing(Contexts):
         shares = []
         for i,dl in enumerate(found):
             if self.opts.split_batches and i==0: dl = parted(dl, W)
-            shares.append(dl if dl is None else self.adapter.share(dl, pad=i==0 and 'batch'))
+            shares.append(dl if dl is None else self.share(dl, pad=i==0 and 'batch'))
         for name,dl in zip(names, shares): self.replace(dls, name, dl)
         if not names: self.replace(dls, 'loaders', shares[:])
         self.shares = [o for o in shares if o is not None]
@@ -229,7 +229,7 @@ class Dealing(Contexts):
     def share_now(self, dl, pad):
         "This rank's shard of a loader that a callback or a caller provides, in this epoch's order"
         # by identity: fastcore's L would read a share to compare it
-        if id(dl) not in map(id, self.shares): dl = self.adapter.share(dl, pad)
+        if id(dl) not in map(id, self.shares): dl = self.share(dl, pad)
         if not isinstance(dl, Unshared): set_epoch(dl, self.epoch_id)
         return dl
 

@@ -116,15 +116,9 @@ class DistributedTrainer(Adapter):
         "Whether a callback may cancel a batch, or change its targets, in these events"
         heard = self.learn._handlers
         return any([not cb.keeps_batch for e in events for cb in heard[e]])
-    def share(self, dl, pad):
-        "This rank's shard of any loader"
-        return self.engine.share(dl, pad)
     def set_device(self, device):
         "Let the loaders put their batches on `device`"
         self.engine.replace(self.learn.dls, 'device', device)
-    def prepare_model(self):
-        "Move the model to its device"
-        self.learn.prepare_model()
     def record(self):
         "Let the Recorder have this loop's losses over all ranks. Sync point"
         rec = vars(self.learn).get('recorder')

@@ -1,6 +1,5 @@
 "fastai's own Learner, distributed: `from learnerdist.fastai import *` in place of `from fastai.distributed import *`"
-from learnerdist.checkpoint.checkpoint import Checkpoint
-from learnerdist.checkpoint.checkpoint import Preempted,preempted_status
+from learnerdist.checkpoint.checkpoint import Checkpoint,Preempted,preempted_status
 from learnerdist.core.collectives import distrib_barrier
 from learnerdist.core.rank0 import rank0_first
 from learnerdist.core.env import num_distrib,rank_distrib,teardown_distrib
@@ -10,8 +9,7 @@ from learnerdist.fastai.loaders import DistributedDL
 from learnerdist.fastai.trainer import DistributedTrainer
 
 __all__ = ['ParallelTrainer','DistributedTrainer','DistributedDL','setup_distrib','teardown_distrib','rank0_first',
-           'rank_distrib',
-           'num_distrib','distrib_barrier','Checkpoint','Preempted','preempted_status']
+           'rank_distrib','num_distrib','distrib_barrier','Checkpoint','Preempted','preempted_status']
 
 import fastai.learner as _learner
 import learnerdist.core.docstrings as _docstrings

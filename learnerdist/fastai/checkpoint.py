@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c002
-from contextlib import ExitStack,contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +35,8 @@ from ..core.shards import has_parts,load_model,load_opt
 from ..core.stacks import warn
 from ..learner.callback import Callback
 from ..learner.learner import StartAt,get_model
-from .loaders import ShareDL
+from ..learner.predictions import replaced
+from .loaders import DistributedDL
 from .trainer import DistributedTrainer
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c005
@@ -109,7 +110,7 @@ growing[ParamScheduler] = growing_of('hps')
 growing[DistributedTrainer] = dict(all_steps=Growing(lambda cb: cb.steps, _stacked, True))
 
 @read_alone.register
-def _(dl:DataLoader, seed): return ShareDL.from_dl(dl, 0, 1, seed, pad='batch', sample_seeds=True)
+def _(dl:DataLoader, seed): return DistributedDL.from_dl(dl, 0, 1, seed, pad='batch', sample_seeds=True)
 
 @patch
 def state_dict(self:DistributedTrainer):
@@ -137,17 +138,14 @@ def running(learn, cbs:list):
     finally:
         _running.pop()
         vars(learn).pop('start_at', None)
-        with ExitStack() as stack:
-            for cb in [*cbs, *([] if learn.fitting else learn.cbs)]:
-                if isinstance(cb, Callback): stack.callback(_clean_up, learn, cb)
+        for cb in reversed([*cbs, *([] if learn.fitting else learn.cbs)]):
+            if not isinstance(cb, Callback): continue
+            with replaced(cb, learn=learn): cb.cleanup() # fastai sets it to None on a removed callback
 
 @patch
 def say(self:Learner, line):
     "Print a line; the logger of fastai's learner takes a row of the table"
-    logger = self.logger
-    # those of the bar, and of a file
-    while hasattr(cb := getattr(logger, '__self__', None), 'old_logger'): logger = cb.old_logger
-    if logger!=noop: print(line, flush=True)
+    if self.logger!=noop: print(line, flush=True)
 
 @patch(as_prop=True)
 def fitting(self:Learner)->bool:
@@ -170,11 +168,6 @@ def _do_epoch(self:Learner):
     "As fastai's, from `start_at` on"
     if self.epoch!=self.start_at.epoch or not self.start_at.trained: self._do_epoch_train()
     self._do_epoch_validate()
-
-def _clean_up(learn, cb):
-    old,cb.learn = cb.learn,learn # fastai sets it to None on a removed callback
-    cb.cleanup()
-    cb.learn = old
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #ckf11
 _load,_save = Learner.load,Learner.save

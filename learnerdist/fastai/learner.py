@@ -6,7 +6,7 @@
 __all__ = ['setup_distrib']
 
 # %% ../../nbs/fastai/04_learner.ipynb #c002
-import copy,random,sys
+import copy,sys
 from contextlib import contextmanager,nullcontext,suppress
 from functools import partial,wraps
 from pathlib import Path
@@ -21,7 +21,7 @@ from fastai.learner import Learner,noop
 from fastai.tabular.learner import TabularLearner
 from fastai.text.data import LMDataLoader
 from fastai.text.learner import LMLearner,TextLearner
-from fastcore.basics import getcallable,patch
+from fastcore.basics import patch
 from fastcore.foundation import L
 from fastcore.meta import delegates
 from fastprogress.fastprogress import ConsoleMasterBar,MasterBar,ProgressBar
@@ -29,31 +29,23 @@ from fastprogress.fastprogress import ConsoleMasterBar,MasterBar,ProgressBar
 from ..distributed import compiling,data_parallel # noqa: F401
 from . import checkpoint # noqa: F401
 from ..distributed.trainer import attach,check_plain
-from ..checkpoint.checkpoint import Checkpoint,Preempted,preempted_status # noqa: F401
-from ..core.collectives import distrib_barrier
-from ..core.deferred import fill_in
 from ..core.shards import come_together
+from ..core.stacks import need
 from ..core import env
 from ..core.env import group_rank,group_size,num_distrib
-from .loaders import RankOrder,shallow,undealt
-from .trainer import DistributedTrainer,parts,stored,trainer_of
+from .loaders import in_one_order
+from .trainer import DistributedTrainer,parts,trainer_of
 from ..learner.learner import Learner as CoreLearner,Runner,advise_on_memory
 from ..learner.learner import check_fit,check_loss,device_of,get_model
-from ..learner.predictions import check_gather
+from ..learner.predictions import replaced
 from ..learner.techniques import MixedPrecision,amp_flag
 from ..learner.callback import Callback as CoreCallback
 from ..learner.loggers import say_alone
-from ..core.random import shared_rng
 
 with suppress(Exception): # first, so that a later import does not replace ours; fails without accelerate
     import fastai.distributed # noqa: F401
 
 # %% ../../nbs/fastai/04_learner.ipynb #c006
-@patch
-def prepare_model(self:DistributedTrainer):
-    "Move the learner's model to its device; compute weights that were deferred"
-    fill_in(self.learn.model).to(self.learn.device)
-
 def in_context(*classes):
     """Decorate a function of (learner, fastai's method, its arguments): it takes the place of the method while a
     learner is in a context"""
@@ -79,10 +71,9 @@ def _call_one(self, call, event):
 def all_batches(self:Learner):
     """As fastai's, from `start_at` on; in no context all of a loader that another learner's context has split among
     ranks"""
-    trainer,at = trainer_of(self),self.start_at
-    if trainer is None and getattr(self.dl, 'in_context', False):
-        dl,self.dl = self.dl,self.runner.loader(self.dl)
-        if dl is not self.dl and self.training and num_distrib()>1: say_alone()
+    trainer,at,dl = trainer_of(self),self.start_at,self.dl
+    self.dl = self.runner.loader(dl)
+    if dl is not self.dl and self.training and num_distrib()>1: say_alone()
     first = at.batches if at.batches and self.training and self.epoch==at.epoch else 0
     self.n_iter = len(self.dl)
     with nullcontext() if trainer is None else trainer.loop():
@@ -94,46 +85,29 @@ _get_preds = Learner.get_preds
 @patch
 def get_preds(self:Learner, ds_idx=1, dl=None, with_input=False, with_decoded=False, with_loss=False, act=None,
               inner=False, reorder=True, cbs=None,
-              gather='all', # As in our own `get_preds`
+              gather='all', # 'rank0': on other ranks all results are None
               **kwargs):
     "As fastai's: predictions for the whole data set, in its order; in a context on every rank"
-    check_gather(gather)
-    names = [*['inputs']*with_input,'preds','targets',*['decoded']*with_decoded,*['losses']*with_loss]
-    trainer,in_files = trainer_of(self),isinstance(gather, Path)
-    kwargs |= dict(with_input=with_input, with_decoded=with_decoded, with_loss=with_loss, inner=inner, cbs=cbs)
-    def get(act=act): return _get_preds(self, ds_idx, dl, act=act, reorder=reorder, **kwargs)
-    if trainer is None: return stored(get(), gather, names)
-    dl = undealt(self.dls[ds_idx].new(shuffle=False, drop_last=False) if dl is None else dl)
+    need(gather in ('all','rank0'), "give 'all' or 'rank0'; save_preds writes files", gather=gather)
+    kwargs |= dict(with_input=with_input, with_decoded=with_decoded, with_loss=with_loss, act=act, inner=inner, cbs=cbs)
+    def get(dl=dl, reorder=reorder): return _get_preds(self, ds_idx, dl, reorder=reorder, **kwargs)
+    trainer = trainer_of(self)
+    if trainer is None or trainer.alone or group_size()<2: return get()
+    dl = self.dls[ds_idx] if dl is None else dl
     if isinstance(dl, (list,tuple,L)):
-        with trainer.on_its_own(): return stored(get(), gather, names)
+        with trainer.on_its_own(): return get(dl)
+    dl = getattr(dl, 'source', dl)
     # a stream is in order
     reorder = reorder and isinstance(dl, DataLoader) and dl.indexed and not isinstance(dl, LMDataLoader)
-    if reorder: dl = trainer.in_one_order(dl)
-    if group_size()<2 or trainer.alone: return stored(get(), gather, names)
-    if in_files and not (reorder and [*(idxs := dl.get_idxs())]!=[*range(len(idxs))]):
-        of_batch = act or getcallable(self.loss_func, 'activation')
-        with trainer.predicts(gather=gather, act=of_batch): return get(noop)
-    with trainer.predicts(gather='all' if in_files else gather): res = get()
-    if in_files: # the rows are in order now
-        if not group_rank(): res = stored(res, gather, names)
-        distrib_barrier()
-    return (None,)*len(names) if gather=='rank0' and group_rank() else res
+    if reorder: dl = in_one_order(dl, trainer.engine.seed)
+    with replaced(trainer, gather=gather): res = get(dl, reorder)
+    if gather=='rank0' and group_rank(): return (None,)*(2+with_input+with_decoded+with_loss)
+    return res
 
 @in_context(Learner)
 def lr_find(self, find, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True, show_plot=True, *args, **kwargs):
     "As fastai's; only rank 0 plots"
-    res = find(start_lr, end_lr, num_it, stop_div, show_plot and group_rank()==0, *args, **kwargs)
-    if not trainer_of(self).alone: distrib_barrier() # every rank has removed its temporary folder
-    return res
-
-@patch
-def in_one_order(self:DistributedTrainer, dl):
-    "`dl`, not sharded, in an order that is the same on every rank"
-    dl = shallow(dl.new(shuffle=False, drop_last=False) if dl.drop_last else dl)
-    seed = self.engine.seed
-    dl.rng = random.Random(seed)
-    with shared_rng(seed): idxs = list(dl.get_idxs())
-    return dl.new(get_idxs=RankOrder(idxs))
+    return find(start_lr, end_lr, num_it, stop_div, show_plot and group_rank()==0, *args, **kwargs)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c009
 def _alone(name):
@@ -165,16 +139,21 @@ def keep(self:DistributedTrainer):
                                 learn.opt.state_dict())) + (getattr(learn.lr_finder, 'tmp_d', None),)
 
 @in_context(Learner)
-def export(self, export, *args, **kwargs):
-    "As fastai's: the learner as it is outside of the context"
-    trainer_of(self).check_whole('export')
-    with trainer_of(self).put_aside(): return export(*args, **kwargs)
+def __getstate__(self, state):
+    "What `export` pickles: the learner as it is outside of the context"
+    kept = {k: v for k,v in state().items() if k not in trainer_of(self).lent}
+    return kept|dict(cbs=L(cb for cb in self.cbs if not isinstance(cb, parts)))
 
-@in_context(TextLearner)
-def save_encoder(self, save_encoder, *args, **kwargs):
-    "As fastai's `TextLearner`"
-    trainer_of(self).check_whole('save_encoder')
-    return save_encoder(*args, **kwargs)
+def _of_whole(name):
+    def method(self, f, *args, **kwargs):
+        "fastai's method. ValueError if the model is sharded"
+        trainer_of(self).check_whole(name)
+        return f(*args, **kwargs)
+    method.__name__ = name
+    return method
+
+in_context(Learner)(_of_whole('export'))
+in_context(TextLearner)(_of_whole('save_encoder'))
 
 @patch
 def check_whole(self:DistributedTrainer, what):
@@ -182,18 +161,6 @@ def check_whole(self:DistributedTrainer, what):
     if self.engine.shards:
         raise ValueError(f'{what}: rank 0 has only its part of the model. Do it after the context, or use learn.save')
 
-@patch
-@contextmanager
-def put_aside(self:DistributedTrainer):
-    "Within the body, the learner is as outside of the context, except for its loaders"
-    learn = self.learn
-    own = [cb for cb in learn.cbs if isinstance(cb, parts)]
-    lent = {k: vars(learn).pop(k) for k in self.lent if k in vars(learn)}
-    learn.remove_cbs(own)
-    try: yield learn
-    finally:
-        learn.add_cbs(own)
-        vars(learn).update(lent)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c015
 class _TableOnly(ConsoleMasterBar):
@@ -286,6 +253,6 @@ def setup_distrib(
     return env.setup_distrib(kw.pop('cuda_id', gpu), **kw)
 
 Learner.runner = Runner()
-_of_ours = ('detach_distributed to_parallel detach_parallel parallel_ctx wrapper repeated global_items compile '
-            'uncompile').split()
+_of_ours = ('detach_distributed to_parallel detach_parallel parallel_ctx prepare_model wrapper repeated global_items '
+            'compile uncompile').split()
 for _o in _of_ours: setattr(Learner, _o, vars(CoreLearner)[_o])

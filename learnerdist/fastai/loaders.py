@@ -6,29 +6,23 @@
 __all__ = ['DistributedDL']
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c002
-import copy,random,sys,torch
-from functools import partial
-from itertools import chain
+import copy,random,sys
 
 from fastai.callback.data import PartialDL
 from fastai.data.load import DataLoader
 from fastai.text.data import LMDataLoader,SortedDL
-from fastai import torch_core
-from fastcore.basics import patch
 
-from ..core.compat import names,tree_map
+from ..core.compat import names
 from ..core.env import num_distrib,rank_distrib
 from ..core.random import mix_seed,rng_state,set_rng_state,shared_rng
 from ..data import distributed_dl as core
 from ..distributed.shares import Share
-from ..data.distributed_dl import EveryNth,in_order,is_quiet,reindexed,whole_batches
-from ..data.loaders import find_bs
-from ..data.sharding import batch_count,epoch_order,share_len
+from ..data.distributed_dl import Dealer,EveryNth,in_order,is_quiet,reindexed,whole_batches,with_settings
+from ..data.sharding import batch_count,share_len
 
 # %% ../../nbs/fastai/00_loaders.ipynb #b73587e2
 names.update( # Private names of fastai; those of torch are in `core.compat`
     fake_l=('fastai.data.load', 'DataLoader.one_batch().fake_l', 'shallow copies of its loaders'),
-    one_pass=('fastai.data.core', 'TfmdDL._one_pass', 'each sample of a stream is trained on'),
     valid_mets=('fastai.learner', 'Recorder._valid_mets', 'exact metrics that callbacks add'),
     tmp_d=('fastai.callback.schedule', 'LRFinder.before_fit().tmp_d', 'no folder left of `lr_find`'),
     maybe_gather=('fastai.torch_core', 'maybe_gather', 'evaluation over shares'),
@@ -109,10 +103,14 @@ class RankOrder:
     def __init__(self, order): self.order = order
     def __call__(self): return list(self.order)
 
+def in_one_order(dl, seed):
+    "A copy of `dl` that reads all of it, in an order that is the same on every rank"
+    dl = in_order(dl)
+    with shared_rng(seed): return dl.new(get_idxs=RankOrder(list(dl.get_idxs())))
+
 # %% ../../nbs/fastai/00_loaders.ipynb #c008
 def _reading(new, order):
-    new.get_idxs,new.n = RankOrder(order),len(order)
-    if isinstance(new, PartialDL) and new.partial_n is not None: new.partial_n = new.n
+    new.get_idxs = RankOrder(order) # `n` stays that of the data set
     return new
 
 @reindexed.register
@@ -131,29 +129,15 @@ def _reads_itself(dl):
 _read_by = 'do_item','create_batches','sample','chunkify','__iter__'
 
 def _of_batches(dl, dealer):
-    new = shallow(dl) # its `n` stays that of the data set, which bounds what is read from a first index on
-    new.get_idxs = RankOrder(_OneAfterAnother(dealer.drawn(_Batches(dl, dealer), unit='batch')))
-    return _seeded(new, dealer)
+    order = _OneAfterAnother(dealer.drawn(_Batches(shallow(dl), dealer), unit='batch'))
+    return _seeded(_reading(shallow(dl), order), dealer)
 
 def _of_stream(dl, dealer):
     new = shallow(dl)
     # fastai's workers would each read the stream from its start
     new.dataset,new.fake_l.num_workers = dealer.stream(dl.dataset, 0, None),0
-    if dl.n is not None: new.n = dealer.count(dl.n)
-    if hasattr(new, '_one_pass'): new._one_pass = partial(_one_pass, new)
+    if dl.n is not None: new.get_idxs,new.n = lambda: [None]*dealer.count(dl.n),dealer.count(dl.n)
     return _seeded(new, dealer)
-
-def _one_pass(dl):
-    "In place of fastai's, which takes a sample of the epoch in progress to see what a batch is: it comes again"
-    inner = dl.it
-    item = next(inner)
-    state,dl.it = rng_state(cuda=False),iter([item])
-    type(dl)._one_pass(dl)
-    dl.it = chain(_again(item, state), inner)
-
-def _again(item, state):
-    set_rng_state(state) # the sample's own streams, where it has any
-    yield item
 
 @in_order.register
 def _(dl:DataLoader): return dl.new(shuffle=False, drop_last=False)
@@ -171,18 +155,14 @@ class _Batches:
 
 class _OneAfterAnother:
     "The samples of a rank's batches"
-    def __init__(self, batches, n=None): self.batches,self.n = batches,n
+    def __init__(self, batches): self.batches = batches
     def __iter__(self): return (i for b in self.batches for i in b)
-    def __len__(self): return self.n
 
 @whole_batches.register
 def _(dl:DataLoader, dealer):
     if _reads_itself(dl) or not dl.indexed: return EveryNth(reindexed(dl, dealer.alone()), dealer)
     if dl.bs is None: return reindexed(dl, dealer) # the data set's items are batches
-    batches = _Batches(shallow(dl), dealer)
-    total = len(batches.indices)
-    n = sum(min(dl.bs, total-i*dl.bs) for i in range(dealer.rank, len(batches), dealer.world_size))
-    return _seeded(_reading(shallow(dl), _OneAfterAnother(dealer.drawn(batches, unit='batch'), n)), dealer)
+    return _of_batches(dl, dealer)
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c013
 class _Lengths(RankOrder):
@@ -222,7 +202,6 @@ class _Streams(_Indices):
         # in place, or the last epoch's order would be shuffled
         for i in range(len(self.dl.items)): self.dl.items.idxs[i] = i
         return super().__iter__()
-    def __len__(self): return self.dl.n
 
 @reindexed.register
 def _(dl:LMDataLoader, dealer):
@@ -235,110 +214,33 @@ class _Rows(_Streams):
     def __iter__(self):
         d,bs = self.dealer,self.dl.bs
         return (i for i in super().__iter__() if i%bs%d.world_size==d.rank)
-    def __len__(self): return self.dl.n//self.dl.bs*_n_rows(self.dl, self.dealer)
-
-def _n_rows(dl, d): return share_len(dl.bs, d.rank, d.world_size, False)
 
 @whole_batches.register
 def _(dl:LMDataLoader, dealer):
     whole,new = dl.new(),shallow(dl)
+    rows = share_len(dl.bs, dealer.rank, dealer.world_size, False)
     new.create_item,dealer.unit = whole.create_item,'row'
-    new.bs = max(_n_rows(dl, dealer), 1)
+    new.bs,new.n = max(rows, 1),dl.n_batches*rows
     return _reading(new, _Rows(whole, dealer))
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c021
-class ShareDL(Share):
-    "A rank's shard of a fastai learner's loader; `new` returns a loader over all the data"
-    in_context = False # whether a learner's context has made it
-    begun = 0 # items of this epoch that were read before this run, see `Dealer.start`, as `.dl` knows it
-    def __len__(self):
-        if self.pad and isinstance(getattr(self.dl, 'get_idxs', None), RankOrder) and self.unit=='batch': return self.n
-        self._follow()
-        return super().__len__()
-    def __iter__(self):
-        self._follow()
-        return super().__iter__()
-    reader = property(lambda self: getattr(self.dl, 'fake_l', None), doc="As of torch's loader; None without one")
-    def _follow(self):
-        "fastai's loader holds a number of samples, which is another one for the rest of an epoch"
-        start,dl = self.dealer.start,self.dl
-        if start==self.begun or self.unit=='batch' or not isinstance(dl, DataLoader) or dl.n is None: return
-        self.begun,dl.n = start,self.n
-        if isinstance(dl, PartialDL) and dl.partial_n is not None: dl.partial_n = dl.n
-    def new(self, *args, **kwargs):
-        "A plain loader over all the data"
-        return self.source.new(*args, **kwargs)
-    batch_size = property(lambda self: self.dl.bs if isinstance(self.dl, DataLoader) else self.dl.batch_size,
-                          doc="This rank's")
-
-def undealt(dl):
-    "The loader that `dl` is a shard of, or `dl` itself"
-    return dl.source if isinstance(dl, ShareDL) else dl
-
-# %% ../../nbs/fastai/00_loaders.ipynb #c023
-class _Blocks(core.Dealer):
-    "Gives a rank one block of the order, as `fastai.distributed` does, instead of every W-th sample"
-    def order(self, source, shuffle): return self.drawn(_Order(self, source, shuffle))
-    def stream(self, dataset, num_workers, after=()):
-        raise ValueError('a stream has no blocks: deal it by DistributedDL.from_dl')
-    def deal(self, items):
-        items = list(items)
-        n = self.count(len(items))
-        return iter([items[i%len(items)] for i in range(self.rank*n, self.rank*n+n)])
-
-class _Order:
-    "The order of all samples, sequential or shuffled"
-    alike = True
-    def __init__(self, dealer, source, shuffle): self.dealer,self.source,self.shuffle = dealer,source,shuffle
-    def __iter__(self): return iter(epoch_order(len(self), self.dealer.epoch, self.dealer.seed, self.shuffle).tolist())
-    def __len__(self): return len(self.source)
-
-# %% ../../nbs/fastai/00_loaders.ipynb #c024
-class DistributedDL(ShareDL):
-    """Of a loader, with `fastai.distributed`'s arguments: this rank's block of it. Of a data set: this rank's shard,
-    as in our own"""
-    def __init__(self, dl,
-        rank=None,       # None: from the launcher
-        world_size=None,
-        device=None,     # Of the batches; over a data set, the batch size
-        **kw             # Over a data set, settings of the loader
+class DistributedDL(core.DistributedDL):
+    """One rank's shard of a data set, as in our own, or of a loader, dealt like cards; `new` returns a loader over all
+    the data"""
+    def __init__(self, dataset,
+        rank=None, world_size=None, # None: from the launcher
+        seed=0, pad=True,           # As in our own
+        **kw                        # Settings of the loader
     ):
         rank = rank_distrib() if rank is None else rank
         world_size = world_size or num_distrib() or 1
-        if reindexed.dispatch(type(dl)) is reindexed.dispatch(object):
-            return super().__init__(dl, rank, world_size, *([] if device is None else [device]), **kw)
-        if kw: raise ValueError(f"{', '.join(kw)}: over a loader, give these to DistributedDL.from_dl")
-        self._split(dl if device is None else _on(dl, device), _Blocks(rank, world_size))
+        if reindexed.dispatch(type(dataset)) is reindexed.dispatch(object):
+            return super().__init__(dataset, rank, world_size, seed=seed, pad=pad, **kw)
+        self._split(with_settings(dataset, **kw) if kw else dataset, Dealer(rank, world_size, seed, pad))
+    reader = property(lambda self: getattr(self.dl, 'fake_l', None), doc="As of torch's loader; None without one")
+    def new(self, *args, **kwargs):
+        "A plain loader over all the data"
+        return self.source.new(*args, **kwargs)
 
-    by_hand = property(lambda self: isinstance(self.dealer, _Blocks),
-                       doc="By fastai's arguments: in a context, its loader is dealt anew")
-    def all_data(self):
-        "This shard: who splits a loader by hand means it for every learner"
-        return self
-    def __iter__(self):
-        self.i = 0
-        for b in self.dl:
-            self.i += find_bs(b)
-            yield b
-
-def _on(dl, device):
-    if not isinstance(dl, DataLoader):
-        raise ValueError(f"device={device}: a {type(dl).__name__} has none; the learner moves its batches")
-    dl = shallow(dl)
-    dl.device = torch.device(device)
-    return dl
-
-# %% ../../nbs/fastai/00_loaders.ipynb #c025
-@patch
-def _to_detach(self:DistributedDL, b, cpu=True, gather=True): return torch_core.to_detach(b, cpu, gather)
-
-@patch
-def to_detach(self:DistributedDL, b, cpu=True, gather=True):
-    "As fastai's: `b` detached; without the padding, if `_to_detach` has gathered rows from all ranks"
-    real = lambda own,res: self._real(res, len(own)) if own.ndim and len(res)>len(own) else res
-    return tree_map(real, b, self._to_detach(b, cpu, gather))
-
-@patch
-def _real(self:DistributedDL, rows, bs):
-    firsts = [r*self.n+self.i-bs for r in range(self.world_size)]
-    return torch.cat([o[:max(self.n_total-first, 0)] for first,o in zip(firsts, rows.split(bs))])
+# %% ../../nbs/fastai/00_loaders.ipynb #shdl01
+class ShareDL(Share, DistributedDL): "A rank's shard of the loader of a learner in a context"

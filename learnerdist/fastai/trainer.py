@@ -8,7 +8,6 @@ __all__ = ['DistributedTrainer']
 # %% ../../nbs/fastai/02_trainer.ipynb #c002
 import copy,functools
 from contextlib import contextmanager,nullcontext
-from pathlib import Path
 from types import MethodType,SimpleNamespace
 
 import fastai.callback.all,fastai.torch_core # noqa: F401
@@ -26,16 +25,11 @@ from fastai.losses import BaseLoss
 from fastai.torch_core import to_concat
 from fastai.metrics import AccumMetric,CorpusBLEUMetric,Dice,DiceMulti,LossMetric
 from fastcore.basics import detuplify,noop,patch
-from fastcore.foundation import L
 from fastcore.meta import delegates
-from torch import Tensor
 
 from ..core.collectives import distrib_barrier,gather_objects
-from ..core.compat import tree_map
 from ..core.env import group_rank,group_size
-from ..data.distributed_dl import loader_of,set_epoch
 from ..data.loaders import find_bs
-from ..data.rows import store_batches
 from ..distributed.evaluation import Evaluation
 from ..distributed.engine import total_losses
 from ..distributed.shares import is_share
@@ -78,52 +72,27 @@ def _(m:GatherPredsCallback):
     kept = dict(inputs=m.with_input, preds=m.with_preds, targets=m.with_targs, losses=m.with_loss)
     return Rows(m, *[k for k,v in kept.items() if v])
 
-# %% ../../nbs/fastai/02_trainer.ipynb #ec013
-_in_files = dict(save_preds='preds', save_targs='targets') # From an option to what its files are made of
-
-class BatchFiles:
-    "The files of a `GatherPredsCallback`: it keeps the batches of the loop, and rank 0 writes them at its end"
-    def __init__(self, cb):
-        self.cb,self.options = cb,dict(vars(cb))
-        vars(cb).update(with_preds=cb.with_preds or cb.save_preds is not None, save_preds=None,
-                        with_targs=cb.with_targs or cb.save_targs is not None, save_targs=None)
-
-    def write(self):
-        "On rank 0, write a file for each batch; the options are the user's again"
-        for option,name in _in_files.items():
-            folder = self.options[option]
-            for i,b in enumerate(getattr(self.cb, name) if folder is not None and group_rank()==0 else []):
-                b = b if name=='preds' else b[0]
-                own = tree_map(lambda o: o.clone() if isinstance(o, Tensor) else o, b) # not all of which it is a part
-                torch.save(own, Path(folder)/str(i), pickle_protocol=self.cb.pickle_protocol)
-        vars(self.cb).update({k: self.options[k] for k in (*_in_files,'with_preds','with_targs')})
-
-# %% ../../nbs/fastai/02_trainer.ipynb #prdg1
-def stored(res:tuple, gather, names:list)->tuple:
-    "Results that this process has, mapped from files that it writes, if `gather` is a folder"
-    if not isinstance(gather, Path): return res
-    rows = {k: [o] for k,o in zip(names, res) if o is not None and k!='decoded'}
-    found = store_batches(rows, [0], gather)
-    return tuple(found.get(k, o) for k,o in zip(names, res))
-
 # %% ../../nbs/fastai/02_trainer.ipynb #ec015
 class Results:
     "What a loop of a fastai learner measures and gathers, also in training (`Recorder(train_metrics=True)`)"
-    files,predicting = (),None # `BatchFiles` of this loop; `gather` and `act` of a call of `get_preds`
+    files,gather = (),None # Callbacks that write a file for each batch of this loop; an option of `get_preds`
     def before_validate(self):
         "Before the loop, and before other callbacks"
         self.engine.begin_loop(False)
         cbs = self._gatherers()
-        if self.predicting: vars(cbs[-1]).update(self.predicting) # the last one is that of `get_preds`
-        if is_share(self.dl): self.files = [BatchFiles(cb) for cb in cbs if cb.save_preds or cb.save_targs]
-    def after_validate(self):
-        for cb in self._gatherers():
-            if vars(cb).get('act') and cb.with_preds: cb.preds = [cb.act(o) for o in cb.preds]
-        Adapter.after_validate(self)
+        if self.gather: vars(cbs[-1]).update(gather=self.gather) # the last one is that of `get_preds`
+        if not is_share(self.dl): return
+        self.files = [cb for cb in cbs if cb.save_preds or cb.save_targs]
+        if self.files and getattr(self.dl, 'unit', 'batch')!='batch':
+            name = type(self.dl.source).__name__
+            raise ValueError(f'save_preds, save_targs: each rank has rows of every batch of this {name}')
+    def number_files(self):
+        "The files of a rank's batches are named as in one process"
+        for cb in self.files: vars(cb)['iter'] = self.engine.loop.evaluation.number(self.iter)
     def evaluated(self):
-        "After the loop: write the files"
-        for o in self.files: o.write()
-        if self.files: distrib_barrier() # the files exist when `get_preds` returns
+        "After the loop"
+        if self.files: distrib_barrier() # all files exist when `get_preds` returns
+        for cb in self.files: vars(cb).pop('iter', None)
         self.files = ()
 
     def counts(self)->bool:
@@ -135,7 +104,7 @@ class Results:
     def as_kept(self, m, name, got):
         "An entry for each batch; for `get_preds` all together, which fastai would copy"
         if got is None: return []
-        if 'gather' not in vars(m) or self.files or m.concat_dim: return got.batches()
+        if 'gather' not in vars(m) or m.concat_dim: return got.batches()
         m.after_validate = noop # it would concatenate them
         whole = got.joined() if got.is_dense() else to_concat(got.batches())
         return whole if name=='losses' else detuplify(whole)
@@ -148,32 +117,14 @@ class Results:
         measures = rec.train_metrics and not getattr(rec, 'cancel_train', False)
         return list(self.learn.metrics) if measures else []
 
-    @contextmanager
-    def predicts(self, **asked):
-        "Context of one call of `get_preds`; asked: its `gather`, and `act` if that is for each batch"
-        old,self.predicting = self.predicting,asked
-        try: yield
-        finally: self.predicting = old
-
 # %% ../../nbs/fastai/02_trainer.ipynb #c019
 class OfLoaders:
     "What a trainer of fastai's knows of loaders"
     def set_device(self, device):
         "Let the loaders put their batches on `device`"
         for dl in self.dls.loaders:
-            if not isinstance(dl, DataLoader) or dl.device==device: continue
-            self.engine.replace(dl, '_device' if dl.device is None else 'device', device)
-            dl.device = device # also of its transforms
+            if isinstance(dl, DataLoader) and dl.device!=device: self.engine.replace(dl, 'device', device)
         self.engine.replace(self.dls, '_device', device)
-    def share(self, dl, pad):
-        "This rank's shard of a loader; lists of batches to evaluate and loaders that are sharded are left alone"
-        if isinstance(dl, (list,tuple,L)):
-            if not pad: return dl
-            dl = loader_of(dl)
-        if getattr(dl, 'by_hand', False) and (dl.rank,dl.world_size)==(group_rank(),group_size()): dl = dl.source
-        res = self.engine.share(dl, pad)
-        if res is not dl: res.in_context = True # dl: its user has split it
-        return res
     def may_change(self, events)->bool:
         "Whether a callback may cancel a batch, or change its targets, in these events"
         cbs = [cb for cb in self.learn.cbs if not getattr(type(cb), 'keeps_batch', isinstance(cb, _keep_batch))]
@@ -190,7 +141,6 @@ class OfFits:
         if self.learn.dls is not self.engine.dls: self.engine.deal_out()
     def before_train(self):
         self.engine.begin_loop(True)
-        set_epoch(self.learn.dl, self.engine.epoch_id)
         self.engine.seed_epoch()
         rec,self.trained,self.steps = vars(self.learn).get('recorder'),True,[]
         if rec is None: return
@@ -243,8 +193,7 @@ class OfModels:
         self.looping,self.watches = True,loss_trace(self.learn) is not None
         try: yield
         finally:
-            self.unswap()
-            if self.trace is not None: self.end_trace()
+            self.begin_event('the end')
             self.looping,self.watches = old
 
 # %% ../../nbs/fastai/02_trainer.ipynb #063eec04
@@ -261,7 +210,7 @@ class OfBatches:
     def before_batch(self):
         self.engine.begin_batch()
         self.has_loss = False
-        if not self.training: return
+        if not self.training: return self.number_files()
         if self.engine.loop.evaluation: self.learn.recorder.train_metrics = True
         if self.engine.replica is None: return
         acc = self._accumulation()
@@ -398,9 +347,6 @@ class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfReco
         old,self.alone = self.alone,True
         try: yield
         finally: self.alone = old
-
-# fastcore made these classes, and pickle looks for a class in the module that it names
-for _o in DistributedTrainer.kinds: _o.__module__ = 'fastai.callback.core'
 
 # %% ../../nbs/fastai/02_trainer.ipynb #trnof001
 def trainer_of(learn):
