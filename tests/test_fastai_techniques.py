@@ -21,12 +21,10 @@ torch.set_num_threads(1)
 drops = partial(MultiStepLR, milestones=[3], gamma=.3)
 
 class Net(nn.Module):
-    room = 10**6
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     def forward(self, x):
-        if self.training and len(x)>self.room and rank_distrib()==num_distrib()-1: raise torch.OutOfMemoryError('CUDA out of memory.')
         return self.body(x)
 
 sgd = partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=.9))
