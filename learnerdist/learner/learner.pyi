@@ -168,7 +168,7 @@ class Learner:
         """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an
     exception"""
 
-    def lr_find(self, start_lr=1e-07, end_lr=10, num_it: int=100, stop_div: bool=True, show_plot: bool=True, suggest_funcs=...):
+    def lr_find(self, start_lr=1e-07, end_lr=10, num_it: int=100, stop_div: bool=True, show_plot: bool=True) -> Rates:
         """Train with a rising rate, and suggest one. Afterwards the learner is as before. ValueError if too few losses
     are finite"""
 
