@@ -2934,8 +2934,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'learnerdist/learner/metrics.py'),
                                              'learnerdist.learner.metrics.error_rate': ( 'learner/metrics.html#error_rate',
                                                                                          'learnerdist/learner/metrics.py'),
-                                             'learnerdist.learner.metrics.metric_named': ( 'learner/metrics.html#metric_named',
-                                                                                           'learnerdist/learner/metrics.py'),
                                              'learnerdist.learner.metrics.mk_metric': ( 'learner/metrics.html#mk_metric',
                                                                                         'learnerdist/learner/metrics.py'),
                                              'learnerdist.learner.metrics.mk_metrics': ( 'learner/metrics.html#mk_metrics',

@@ -1,13 +1,13 @@
-"One-flag fits, rates that grow with the ranks, metrics by name, logs, times, memory: on 2 ranks as in one process"
+"One-flag fits, rates that grow with the ranks, metrics, logs, times, memory: on 2 ranks as in one process"
 import contextlib,csv,io,json,sys,warnings
 from functools import partial
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import MultiStepLR
-from learnerdist.all import (CSVLogger, Callback, DataLoaders, EarlyStoppingCallback, GradientAccumulation,
+from learnerdist.all import (AvgMetric, CSVLogger, Callback, DataLoaders, EarlyStoppingCallback, GradientAccumulation,
                              GradientClip, Learner, LogWriter, MixedPrecision, Profile, Scheduler, TensorBoardLogger, TfmdDL, Timer,
-                             group_size, mk_metric, num_distrib, rank_distrib, warm_up)
+                             accuracy, error_rate, group_size, num_distrib, rank_distrib, top_k_accuracy, warm_up)
 from learnerdist.core.env import in_group
 from learnerdist.learner.techniques import half_type
 from learnerdist.testing import run_ranks
@@ -139,13 +139,16 @@ class Mine(LogWriter):
 class Warns(Callback):
     def before_epoch(self): warnings.warn(f'from {rank_distrib()}')
 
-def by_name(): return ['accuracy','top_1','top_3','error_rate',mk_metric('F1Score', task='multiclass', num_classes=3, average='macro'),
-                       mk_metric('ConfusionMatrix', task='multiclass', num_classes=3)]
+def many():
+    import torchmetrics
+    of_classes = dict(task='multiclass', num_classes=3)
+    top = [AvgMetric(partial(top_k_accuracy, k=k), f'top_{k}') for k in (1,3)]
+    return [accuracy,*top,error_rate,torchmetrics.F1Score(**of_classes, average='macro'),torchmetrics.ConfusionMatrix(**of_classes)]
 
 def logged(path):
     warnings.simplefilter('always')
     cbs = [Mine(),CSVLogger(append=True),TensorBoardLogger(),EarlyStoppingCallback('accuracy', min_delta=5., patience=2),Timer()]
-    learn,err = make(metrics=by_name(), path=path, cbs=Warns),io.StringIO()
+    learn,err = make(metrics=many(), path=path, cbs=Warns),io.StringIO()
     showwarning = warnings.showwarning
     with contextlib.redirect_stderr(err), learn.distrib_ctx(seed=3):
         for _ in range(2): learn.fit(5, cbs=cbs)
@@ -165,7 +168,7 @@ def logs(tmp_path_factory):
 
 def flat(o): return [v for i in o for v in flat(i)] if isinstance(o, list) else [o]
 
-def test_metrics_by_name(logs):
+def test_metrics(logs):
     alone,ranks,_ = logs
     assert alone['names'][3:-1]==['accuracy','top_1','top_3','error_rate','multiclassf1score','multiclassconfusionmatrix']
     _,_,acc,top1,top3,err,_,cm = alone['values'][-1]
