@@ -1,12 +1,12 @@
 "One-flag fits, rates that grow with the ranks, metrics, logs, times, memory: on 2 ranks as in one process"
-import contextlib,csv,io,json,sys,warnings
+import contextlib,csv,io,sys,warnings
 from functools import partial
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import MultiStepLR
 from learnerdist.all import (AvgMetric, CSVLogger, Callback, DataLoaders, EarlyStoppingCallback, GradientAccumulation,
-                             GradientClip, Learner, LogWriter, MixedPrecision, Profile, Scheduler, TensorBoardLogger, TfmdDL, Timer,
+                             GradientClip, Learner, LogWriter, MixedPrecision, Scheduler, TensorBoardLogger, TfmdDL, Timer,
                              accuracy, error_rate, group_size, num_distrib, rank_distrib, top_k_accuracy, warm_up)
 from learnerdist.core.env import in_group
 from learnerdist.learner.techniques import half_type
@@ -212,24 +212,16 @@ def test_tensorboard_that_is_not_installed(monkeypatch):
 
 # --- times --------------------------------------------------------------------------------------------------------------------
 
-def timed(path):
-    "Times; and what a profile of rank 1 alone has shown"
+def timed():
     res = []
     for cbs in ([],[GradientAccumulation(8)]):
         learn = make(n=23, cbs=Timer) # one sample is read twice, and not counted
         with learn.distrib_ctx(): learn.fit(2, cbs=cbs)
         res += learn.recorder.times
-    learn = make(path=path, cbs=Profile(start=1, n=2, rank=1, file='p.json'))
-    with learn.distrib_ctx(seed=1): learn.fit(2)
-    return res,learn.profile.table
+    return res
 
-def test_times_and_a_profile_on_ranks(tmp_path):
-    (zero,none),(one,table) = run_ranks(timed, 2, tmp_path)
-    events = json.loads((tmp_path/'p.json').read_text())['traceEvents']
-    assert none is None and 'aten::' in table and sum(o['name']=='Optimizer.step#SGD.step' for o in events)==2
-    for bad in (dict(n=0), dict(start=-1)):
-        with pytest.raises(ValueError, match='at least one step'): Profile(**bad)
-    for o in (zero,one):
+def test_times_on_ranks():
+    for o in run_ranks(timed, 2):
         for t in o:
             assert t['comm']>0 and t['data']>0 and t['step']>0 and t['data']+t['step']+t['comm']==pytest.approx(t['total'])
             assert t['samples_per_s']*t['total']==pytest.approx(23)
