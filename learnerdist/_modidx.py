@@ -2769,8 +2769,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'learnerdist/learner/loggers.py'),
                                              'learnerdist.learner.loggers.format_value': ( 'learner/loggers.html#format_value',
                                                                                            'learnerdist/learner/loggers.py'),
-                                             'learnerdist.learner.loggers.ranked_warnings': ( 'learner/loggers.html#ranked_warnings',
-                                                                                              'learnerdist/learner/loggers.py'),
                                              'learnerdist.learner.loggers.say_alone': ( 'learner/loggers.html#say_alone',
                                                                                         'learnerdist/learner/loggers.py')},
             'learnerdist.learner.losses': { 'learnerdist.learner.losses.LossTrace': ( 'learner/losses.html#losstrace',

@@ -1,5 +1,5 @@
 "One-flag fits, rates that grow with the ranks, metrics, logs, times, memory: on 2 ranks as in one process"
-import contextlib,csv,io,sys,warnings
+import csv,sys
 from functools import partial
 import pytest, torch
 from torch import nn
@@ -128,16 +128,13 @@ def test_rates_that_grow_with_the_ranks():
     close(want['mixed'][0], [.02,.025,.03,.035,.04,.04]+[.012]*3+[.0036]*3)
     assert max(want['cycle'][0])<=.04
 
-# --- metrics, logs, warnings: one call on ranks ---------------------------------------------------------------------------------
+# --- metrics, logs: one call on ranks ---------------------------------------------------------------------------------
 
 class Mine(LogWriter):
     "A user's logger"
     def open(self): self.rows = []
     def log_epoch(self, row): self.rows.append(row)
     def close(self): self.rows.append('closed')
-
-class Warns(Callback):
-    def before_epoch(self): warnings.warn(f'from {rank_distrib()}')
 
 def many():
     import torchmetrics
@@ -146,23 +143,21 @@ def many():
     return [accuracy,*top,error_rate,torchmetrics.F1Score(**of_classes, average='macro'),torchmetrics.ConfusionMatrix(**of_classes)]
 
 def logged(path):
-    warnings.simplefilter('always')
     cbs = [Mine(),CSVLogger(append=True),TensorBoardLogger(),EarlyStoppingCallback('accuracy', min_delta=5., patience=2),Timer()]
-    learn,err = make(metrics=many(), path=path, cbs=Warns),io.StringIO()
-    showwarning = warnings.showwarning
-    with contextlib.redirect_stderr(err), learn.distrib_ctx(seed=3):
+    learn = make(metrics=many(), path=path)
+    with learn.distrib_ctx(seed=3):
         for _ in range(2): learn.fit(5, cbs=cbs)
     own = learn.path if not rank_distrib() else learn.path/'1'
     files = sorted(str(o.relative_to(learn.path)).partition('.tfevents')[0] for o in own.rglob('*') if o.is_file())
     told = [o for o in learn.lines if isinstance(o, str)]
     values = [[v.tolist() if torch.is_tensor(v) else v for v in o] for o in learn.recorder.values]
-    return dict(values=values, rows=getattr(cbs[0], 'rows', None), files=files, told=told, err=err.getvalue(), steps=cbs[2].n_steps,
-                names=learn.recorder.metric_names, losses=learn.recorder.losses, undone=warnings.showwarning is showwarning)
+    return dict(values=values, rows=getattr(cbs[0], 'rows', None), files=files, told=told, steps=cbs[2].n_steps,
+                names=learn.recorder.metric_names, losses=learn.recorder.losses)
 
 @pytest.fixture(scope='module')
 def logs(tmp_path_factory):
     path = tmp_path_factory.mktemp('alone')
-    with pytest.warns(UserWarning): alone = logged(path)
+    alone = logged(path)
     two = tmp_path_factory.mktemp('two')
     return alone,run_ranks(logged, 2, two),two
 
@@ -200,11 +195,6 @@ def test_files_of_logs_are_rank_0s(logs):
     close([o.value for o in valid[3:]], [o[1] for o in zero['values']], 1e-6)
     assert {'step/lr','epoch/accuracy','epoch/samples_per_s'}<={*events.Tags()['scalars']}
     assert not any('confusion' in o for o in events.Tags()['scalars'])
-
-def test_warnings_say_their_rank(logs):
-    _,(zero,one),_ = logs
-    assert zero['err'].count('UserWarning: from 0')==6 and 'rank' not in zero['err'].replace('rank_distrib', '')
-    assert one['err'].count('UserWarning: rank 1: from 1')==6 and zero['undone'] and one['undone']
 
 def test_tensorboard_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, 'torch.utils.tensorboard', None)
