@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from common import bars,main,on_ranks,peer,quartiles,ratio_text,ratios,slowest,table,turns,verdict
 from learnerdist.all import TfmdDL,group_rank,group_size,process_group
-from learnerdist.data.datasets import ImageFiles,to_floats
 from learnerdist.distributed import DistributedDL
 from torch.utils.data import DataLoader,Dataset
 
@@ -31,6 +30,19 @@ def label(path): return int(path.parent.name)
 
 # --- the ways: each returns a loader of (float32 images (bs,3,64,64) from 0 to 1, class indices (bs,)) ----------------------
 
+class ImageFiles(Dataset):
+    "Images (3,side,side), uint8, decoded and resized as tensors, and labels"
+    def __init__(self, folder): self.files = files(folder)
+    def __len__(self): return len(self.files)
+    def __getitem__(self, i):
+        from torchvision.io import ImageReadMode,decode_image,read_file
+        image = decode_image(read_file(str(self.files[i])), ImageReadMode.RGB)
+        if image.shape[1:]!=(side,side):
+            image = torch.nn.functional.interpolate(image[None], (side,side), mode='bilinear', antialias=True)[0]
+        return image,label(self.files[i])
+
+def to_floats(b): return b[0].float().div_(255),b[1]
+
 class PerItem(Dataset):
     "As one writes it by hand, with torchvision's transforms"
     def __init__(self, folder):
@@ -42,7 +54,7 @@ class PerItem(Dataset):
         return self.tfm(Image.open(self.files[i]).convert('RGB')),label(self.files[i])
 
 def by_hand(folder, workers): return DataLoader(PerItem(folder), bs, num_workers=workers)
-def ours(folder, workers): return TfmdDL(ImageFiles(files(folder), label, side), bs, after_batch=to_floats, num_workers=workers)
+def ours(folder, workers): return TfmdDL(ImageFiles(folder), bs, after_batch=to_floats, num_workers=workers)
 
 def fastais(folder, workers):
     from fastai.vision.all import CategoryBlock,DataBlock,ImageBlock,Resize,ResizeMethod

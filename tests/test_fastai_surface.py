@@ -275,7 +275,7 @@ def test_flags(found):
         assert got[1]=={torch.float32} and got[6]==want[6] and got[7]=='Learner'
         assert (got[2] is not None, got[3], bool(got[4]))==(rank==0,)*3
         if rank==0: close(got[2], want[2], 2e-2)
-        assert 'with a batch of 24 samples' in got[5] and (W==1 or 'find_batch_size' in got[5])
+        assert 'with a batch of 24 samples' in got[5] and (W==1 or 'Take a smaller batch size' in got[5])
     assert 'with a batch of 24 samples. Take' in want[5]
 
 class Bf16(Callback):

@@ -12,7 +12,6 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.optimizer import OptimWrapper,SGD
 from learnerdist.core.env import num_distrib,rank_distrib
 from learnerdist.fastai import distrib_barrier
-from learnerdist.distributed.profiling import find_batch_size
 from learnerdist.learner.metrics import top_k_accuracy
 from learnerdist.learner.schedule import SaveModelCallback,Scheduler,warm_up
 from learnerdist.testing import run_ranks
@@ -22,12 +21,10 @@ torch.set_num_threads(1)
 drops = partial(MultiStepLR, milestones=[3], gamma=.3)
 
 class Net(nn.Module):
-    room = 10**6
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     def forward(self, x):
-        if self.training and len(x)>self.room and rank_distrib()==num_distrib()-1: raise torch.OutOfMemoryError('CUDA out of memory.')
         return self.body(x)
 
 sgd = partial(OptimWrapper, opt=partial(torch.optim.SGD, momentum=.9))
@@ -56,17 +53,12 @@ def runs(path, scale):
         ws,marks = torch.cat([p.detach().flatten() for p in learn.model.parameters()]),{k for g in learn.opt.opt.param_groups for k in g}
         res[k] = dict(weights=ws, rates=cbs[3].lrs, files=sorted(o.name for o in learn.path.rglob('*.pth')), times=cbs[2].times,
                       marked='initial_lr' in marks, values=[list(o) for o in learn.recorder.values])
-    small = make()
-    small.model.room = 5
-    with small.distrib_ctx(): n = find_batch_size(small, 16)
-    return res,n,small.model.training,diverged(Path(path)/'nan')
+    return res,diverged(Path(path)/'nan')
 
 def test_fastais_learner(tmp_path):
-    want,n,_,diverges = runs(tmp_path/'one', False)
-    assert n==16
+    want,diverges = runs(tmp_path/'one', False)
     torch.testing.assert_close(torch.tensor(want['plain']['rates'][::3]), torch.tensor([.02,.04*2/3,.04*5/6,.04,.04,.04,.012,.012]))
-    for res,n,training,got in run_ranks(runs, 2, tmp_path/'two', True):
-        assert n==4 and training
+    for res,got in run_ranks(runs, 2, tmp_path/'two', True):
         for k,tol in (('plain', 1e-9),('bf16', 1e-2)):
             a,b = res[k],want[k]
             torch.testing.assert_close(a['weights'], b['weights'], atol=tol, rtol=tol)

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from learnerdist.all import (Callback, CancelBackwardException, CancelBatchException, CancelStepException,
                              CancelTrainException, DataLoaders, EarlyStoppingCallback,
-                             GradientAccumulation, GradientClip, Learner, Lookahead, find_batch_size,
+                             GradientAccumulation, GradientClip, Learner, Lookahead,
                              group_rank, group_size, process_group, rank_distrib)
 from learnerdist.core.compat import fsdp_on_cpu, held_grads
 from learnerdist.core.env import shared_store, wait_key
@@ -476,7 +476,6 @@ def load_factored(learn): load_opt(learn.opt, {**learn.opt.state_dict(), 'state'
 within = dict(idle=(Idle, {}, lambda o: o.fit(1), 'no gradient for idle.weight, idle.bias: freeze what takes no part in the loss'),
               cancel=(Cancels, {}, lambda o: o.fit(1), 'CancelBatchException within the forward pass'),
               calls=(Net, {}, lambda o: o.fit(1, cbs=Calls()), 'calls the model on rank 0 only, which has a part of it: after the context'),
-              batch_size=(Net, {}, lambda o: find_batch_size(o), 'shard'),
               loaded=(Net, dict(opt=torch.optim.SGD), load_factored, 'Begin with a new optimizer: fit(…, reset_opt=True)'),
               factored=(Net, dict(opt=factored), None, 'cannot be cut as they are: set learn.opt = None before the context'),
               shapes=(Net, {}, lambda o: part_of(torch.zeros(9), o.model.head.weight), 'a tensor of shape (9,) has no parts like'),

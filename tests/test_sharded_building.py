@@ -79,7 +79,7 @@ def test_alone_a_deferred_model_is_filled_when_it_is_used(tmp_path):
         torch.manual_seed(0)
         return Learner(DataLoaders(DataLoader(ds, 4), DataLoader(ds, 4)), build(), F.cross_entropy, path=tmp_path)
     ds,net = TensorDataset(torch.randn(8, 40), torch.randint(40, (8,))),lambda: nn.Linear(40, 40)
-    dos = ['fit(1)','get_preds()','save("a")','export()','validate()','summary()']
+    dos = ['fit(1)','get_preds()','save("a")','export()','validate()']
     for do in dos:
         a,b = learner(net),learner(lambda: deferred(net))
         for o in (a,b):
@@ -254,7 +254,7 @@ def test_damage_is_noticed_by_all_ranks(W, ranks):
 
 refused = dict(fit=lambda o: o.fit(1), validate=lambda o: o.validate(), get_preds=lambda o: o.get_preds(), save=lambda o: o.save('x'),
                predict=lambda o: o.predict(torch.zeros(6, dtype=F64)), export=lambda o: o.export(), load=lambda o: o.load('a'),
-               summary=lambda o: o.summary(), safetensors=lambda o: o.save('x.safetensors'),
+               safetensors=lambda o: o.save('x.safetensors'),
                ddp=lambda o: enters(o), replicas=lambda o: enters(o, shard=dict(replicas=2)))
 
 def enters(learn, **kw):

@@ -18,7 +18,7 @@ from .loaders import is_shuffled, one_batch, pipe, read_loader
 from ..core.random import draw,map_seeded,mix_seed,rng_state,same_streams
 from ..core.random import seed_streams,set_rng_state,shared_rng
 from ..core.stacks import need,warn
-from .sharding import batch_count, check_rank, deal, full_rows, share_chunks, share_len
+from .sharding import batch_count, check_rank, deal, epoch_order, full_rows, share, share_len
 from .datasets import as_it_is, columns_of
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c005
@@ -77,9 +77,9 @@ class DealtOrder(Dealt):
     def shard(self):
         d,n = self.dealer,len(self.source)
         left = d.left(n)
-        pad = d.end_of(left)
-        chunks = share_chunks(n, d.rank, d.world_size, pad, self.shuffle, d.epoch, d.seed, n-left)
-        return islice(chain.from_iterable(o.tolist() for o in chunks), d.own(left))
+        order = epoch_order(n, d.epoch, d.seed, True) if self.shuffle else range(n)
+        items = share(order[n-left:], d.rank, d.world_size, d.end_of(left), base=range(n))
+        return islice(chain.from_iterable(o.tolist() for o in items.split(1<<15)), d.own(left))
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c010
 def worker_id()->int:

@@ -176,9 +176,6 @@ class DataLoaders:
     def test_dl(self, test_items, with_labels=False, **kw):
         """The validation loader, for other data: for `get_preds(dl=…)`, `validate(dl=…)`"""
 
-    def show_batch(self, b=None, max_n: int=9, i: int=0):
-        """Draw the first images of a batch, with their targets. ValueError if they are no images"""
-
 def loaders_of(dls) -> list:
     """Its loaders, without those that are None. dls: a `DataLoaders`, ours or fastai's, or an object with `train` and
     `valid`"""

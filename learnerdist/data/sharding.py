@@ -22,46 +22,12 @@ def check_rank(rank:int, world_size:int):
     given = f'rank={rank!r} with world_size={world_size!r}'
     need(good, f'{given}: need integers with 0 <= rank < world_size')
 
-# %% ../../nbs/data/00_sharding.ipynb #c008
-# From this number of samples on, a shuffled order is computed chunk by chunk and never held in memory
-large = 1<<20
-
-def _scramble(x, key):
-    "A hash of `x`, int32, below 2**30: multiplications and shifts as in MurmurHash3's finaliser"
-    z = (x+key).mul_(-1640531535)
-    z.bitwise_xor_(z>>16).mul_(-2048144789)
-    return z.bitwise_xor_(z>>15).bitwise_and_((1<<30)-1)
-
-def permuted(i:Tensor, n:int, *seeds:int)->Tensor:
-    """Elements of a random permutation of 0, …, n-1, in O(len(i)): a Feistel network of 8 rounds (Black and Rogaway,
-    2002). i: places in the permutation: values from 0 to n-1, int64, any shape; n: length of the permutation, from
-    1 to 2**59; seeds: select the permutation; returns: the values at these places, in `i`'s shape and dtype"""
-    bits,keys = (n-1).bit_length()//2,[mix_seed(*seeds, j)%2**32-2**31 for j in range(8)]
-    res = _feistel(i, bits, n, keys)
-    while (out := res>=n).any(): res[out] = _feistel(res[out], bits, n, keys)
-    return res
-
-def _feistel(i, bits, n, keys):
-    left,right = (i>>bits).int(),i.bitwise_and((1<<bits)-1).int()
-    for j,key in enumerate(keys):
-        if j%2: right = _scramble(left, key).add_(right).bitwise_and_((1<<bits)-1)
-        else: left = _rolled(left, _scramble(right, key), -(-n>>bits))
-    return (left.long()<<bits).bitwise_or_(right)
-
-def _rolled(x, by, n):
-    "`x`, below `n`, rotated on a circle of `n` places, by the fraction `by`/2**30 of it"
-    # float32 would skip places; the remainder is exact, but slower than the rest of a round
-    if n>1<<22: return by.add_(x).remainder_(n)
-    x = by.float().mul_(n/2**30).int().add_(x).sub_(n)
-    return x.add_((x>>31).bitwise_and_(n))
-
 # %% ../../nbs/data/00_sharding.ipynb #c011
 def epoch_order(n:int, epoch:int=0, seed:int=0, shuffle:bool=False)->Tensor:
     """The order in which all ranks together read an epoch: `arange`, or a permutation that depends on (`seed`,
     `epoch`). n: number of samples in the data set; seed: the same on every rank; returns: sample indices, int64
     `(n,)`; the same on every rank"""
     if not shuffle: return torch.arange(n)
-    if n>=large: return permuted(torch.arange(n), n, seed, epoch)
     return torch.randperm(n, generator=torch.Generator().manual_seed(mix_seed(seed, epoch)))
 
 # %% ../../nbs/data/00_sharding.ipynb #c015
@@ -96,23 +62,6 @@ def batch_count(n:int, bs:int, drop_last:bool=False)->int:
     rank; drop_last: leave out a last batch that is not full?; returns: number of batches on that rank"""
     need(bs>=1, 'a batch holds at least one sample', bs=bs)
     return n//bs if drop_last else -(-n//bs)
-
-# %% ../../nbs/data/00_sharding.ipynb #c030
-def share_chunks(n:int, rank:int, world_size:int, pad:bool=True, shuffle:bool=False, epoch:int=0, seed:int=0,
-        start:int=0, size:int=1<<15):
-    """`share(epoch_order(…)[start:], …)` in chunks. From `large` samples on, its memory does not depend on n. n:
-    number of samples in the data set; start: number of places at the start of the order to leave out, because they
-    have been read already; size: items in a chunk; returns: iterator over int64 tensors `(size,)` or shorter:
-    sample indices of this rank"""
-    if shuffle and n<large:
-        order = epoch_order(n, epoch, seed, True)[start:]
-        yield from share(order, rank, world_size, pad, base=range(n)).split(size)
-        return
-    for i in range(start+rank, n, size*world_size):
-        places = torch.arange(i, min(i+size*world_size, n), world_size)
-        yield permuted(places, n, seed, epoch) if shuffle else places
-    place = _pad_place(n-start, rank, world_size) if pad and n>start else None
-    if place is not None: yield torch.tensor([place])
 
 # %% ../../nbs/data/00_sharding.ipynb #c033
 def deal(items, rank:int, world_size:int, pad=True, first:int=0):

@@ -37,7 +37,6 @@ from .shares import evaluated,parted,uneven_steps
 from .vote_links import Asks,Place,Tally,Vote,cast,loops,open_links,scopes,widest
 from ..learner.callback import inner_events
 from ..learner.learner import Runner,get_model
-from ..learner.loggers import ranked_warnings
 from ..learner.losses import batch_rows,loss_over,n_class_items,n_elements,n_items,unweighted
 from ..learner.predictions import Unshared
 
@@ -156,7 +155,6 @@ class Contexts(EngineState):
             self.device = self.stack.enter_context(process_group(opts.cuda_id, timeout_s=opts.timeout_s))
             # last: closed links free the others after a failure
             self.stack.callback(lambda: self.shards and self.shards.restore())
-            self.stack.enter_context(ranked_warnings())
             if path := path_of_rank0(learn, self.findings): self.replace(learn, 'path', path)
             # fastai's learner has none of these
             own = [k for k in ('_loss_over','items','n_rows') if k not in vars(learn)]

@@ -48,7 +48,7 @@ class Order:
     predictions,recorder,scheduler = 49,50,55
     progress,loggers,tracker = 60,62,65
     terminate,early_stopping,checkpoint = 90,100,900
-    compiled,profiling,agreement_end = 10**9-2,10**9-1,10**9
+    compiled,agreement_end = 10**9-2,10**9
     timer = 10**9+1
 
 # %% ../../nbs/learner/00_callback.ipynb #c011

@@ -6,14 +6,13 @@
 __all__ = []
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf02
-from collections import namedtuple
 from contextlib import ExitStack,contextmanager
 from copy import deepcopy
-from functools import partial
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
-from fastcore.basics import listify,patch
+from fastcore.basics import patch
 from torch import Tensor,nn
 
 from ..core.env import is_rank0
@@ -109,37 +108,14 @@ class LRFinder(Callback):
 left_out = [LogWriter,Scheduler,TrackerCallback]
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf31
-def valley(lrs:Tensor, losses:Tensor, num_it:int)->tuple:
+def valley(lrs:Tensor, losses:Tensor)->tuple:
     """The rate at half of the longest valley: the longest series of ever smaller losses (not only of neighbours),
-    without its ends. lrs, losses: (steps,); num_it: number of steps that were asked for; returns: (rate, (rate,
-    loss))"""
+    without its ends. lrs, losses: (steps,); returns: (rate, its loss)"""
     lens,vals = [],losses.tolist()
     for o in vals: lens.append(1+max((n for n,p in zip(lens, vals) if o<p), default=0))
     n = max(lens)
-    return _at(lrs, losses, lens.index(n)-n+n//3+n//6 if n>1 else 0)
-
-def _at(lrs, losses, i, part=1.): return lrs[i].item()*part,(lrs[i].item(),losses[i].item())
-
-def minimum(lrs:Tensor, losses:Tensor, num_it:int)->tuple:
-    "A tenth of the rate with the smallest loss. lrs, losses, num_it: as in `valley`"
-    return _at(lrs, losses, losses.argmin(), .1)
-
-def steep(lrs:Tensor, losses:Tensor, num_it:int)->tuple:
-    "The rate at which the loss falls most steeply. lrs, losses, num_it: as in `valley`"
-    return _at(lrs, losses, (losses.diff()/lrs.log().diff()).argmin())
-
-# %% ../../nbs/learner/11_finder.ipynb #lrf32
-def slide(lrs:Tensor, losses:Tensor, num_it:int, lr_diff:int=15, thresh:float=.005, adjust_value:float=1.)->tuple:
-    """The rate at the left end of an interval that slides from the highest rates down until the loss has one slope in
-    it. lrs, losses, num_it: as in `valley`; lr_diff: number of steps between the two ends of an interval; thresh:
-    the interval moves to lower rates until its ends' slopes differ by no more than this; adjust_value: factor of
-    the rate"""
-    slope,left = torch.gradient(losses)[0],len(losses)-1-lr_diff
-    found = f'slide: {len(losses)} steps for an interval of {lr_diff}'
-    need(left>=0, f'{found}: give lr_find a larger num_it')
-    at = left
-    while left>=0 and abs(slope[left+lr_diff]-slope[left])>thresh: at,left = left,left-1
-    return _at(lrs, losses, at, adjust_value)
+    i = lens.index(n)-n+n//3+n//6 if n>1 else 0
+    return lrs[i].item(),vals[i]
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf41
 def _curve(finder):
@@ -151,18 +127,20 @@ def _curve(finder):
     need(n>1, f'{found}: give lower rates, or a larger num_it')
     return lrs[:n],losses[:n]
 
-def plot_lr_find(lrs:list, losses:list, points=None, skip_end:int=5, ax=None):
-    """Plot losses by rate, with the points of suggestions; returns the axes. lrs, losses: of each step; points: from
-    names of suggestions to their points (rate, loss); skip_end: number of steps to leave out at the end; ax:
-    matplotlib's axes; None: new ones"""
+class Rates(NamedTuple):
+    "What `lr_find` has found, the same on every rank"
+    valley:float # The rate that it suggests
+    lrs:list     # Of each step
+    losses:list  # Smoothed, of each step
+
+def plot_lr_find(res:Rates, loss:float):
+    "Plot losses by rate, with the suggested one, whose loss is `loss`"
     import matplotlib.pyplot as plt
-    ax = ax or plt.subplots()[1]
-    n = len(lrs)-skip_end
-    ax.plot(lrs[:n], losses[:n])
-    for name,point in (points or {}).items(): ax.plot(*point, 'o', label=name)
-    if points: ax.legend(loc='best')
+    ax = plt.subplots()[1]
+    ax.plot(res.lrs[:-5], res.losses[:-5])
+    ax.plot(res.valley, loss, 'o', label='valley')
+    ax.legend(loc='best')
     ax.set(xlabel='Learning Rate', ylabel='Loss', xscale='log')
-    return ax
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf42
 @patch
@@ -171,22 +149,14 @@ def lr_find(self:Learner,
     num_it:int=100,           # Number of steps, at least 6
     stop_div:bool=True,       # Stop when the loss is four times the best one
     show_plot:bool=True,      # Plot losses by rate, on rank 0, if matplotlib is installed
-    # One function or several, such as `valley`, `steep`, `minimum`, `slide`; None: no suggestion
-    suggest_funcs=valley
-# Named tuple of rates, by names of the functions, the same on every rank; with attributes `lrs` and `losses`
-):
+)->Rates:                     # The rate that fastai's `valley` suggests; rates and losses
     """Train with a rising rate, and suggest one. Afterwards the learner is as before. ValueError if too few losses
     are finite"""
-    finder,funcs = LRFinder(start_lr, end_lr, num_it, stop_div),listify(suggest_funcs)
+    finder = LRFinder(start_lr, end_lr, num_it, stop_div)
     with no_trace(self), self.no_logging():
         for cls in left_out: self.remove_cb(cls)
         self.fit(finder.num_it, cbs=finder)
-    found = {_name(f): f(*_curve(finder), finder.num_it) for f in funcs}
-    if show_plot and is_rank0() and find_spec('matplotlib'):
-        plot_lr_find(finder.lrs, finder.losses, {k: o[1] for k,o in found.items()})
-    cls = type('SuggestedLRs', (namedtuple('SuggestedLRs', found),), {})
-    res = cls(*[o[0] for o in found.values()])
-    res.lrs,res.losses = finder.lrs,finder.losses
+    lr,loss = valley(*_curve(finder))
+    res = Rates(lr, finder.lrs, finder.losses)
+    if show_plot and is_rank0() and find_spec('matplotlib'): plot_lr_find(res, loss)
     return res
-
-def _name(f): return _name(f.func) if isinstance(f, partial) else f.__name__

@@ -320,7 +320,7 @@ def advise_on_memory(e, learn):
     if not is_oom(e) or not learn.xb: return
     n,which = find_bs(learn.xb),'training' if learn.training else 'evaluation'
     e.args = (f'{e}\nOut of memory in {which} with a batch of {n} samples. Take a smaller batch size: '
-              'find_batch_size(learn) finds one that fits. GradientAccumulation keeps the samples of a step, '
+              'GradientAccumulation keeps the samples of a step, '
               'to_bf16() halves activations.',)
 
 # %% ../../nbs/learner/01_learner.ipynb #c019

@@ -168,7 +168,7 @@ class Learner:
         """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an
     exception"""
 
-    def lr_find(self, start_lr=1e-07, end_lr=10, num_it: int=100, stop_div: bool=True, show_plot: bool=True, suggest_funcs=...):
+    def lr_find(self, start_lr=1e-07, end_lr=10, num_it: int=100, stop_div: bool=True, show_plot: bool=True) -> Rates:
         """Train with a rising rate, and suggest one. Afterwards the learner is as before. ValueError if too few losses
     are finite"""
 
@@ -280,12 +280,6 @@ class Learner:
 
     def fine_tune(self, epochs: int, base_lr: float=0.002, freeze_epochs: int=1, lr_mult: float=100, pct_start: float=0.3, div: float=5.0, **kwargs):
         """Train the last parameter group for `freeze_epochs`, then all of them for `epochs`, each time by `fit_one_cycle`"""
-
-    def summary(self) -> str:
-        """The layers of the model in the order of their calls: shape of the output, parameters, whether trained"""
-
-    def show_results(self, ds_idx: int=1, dl=None, max_n: int=9, shuffle: bool=True):
-        """Draw images with their targets and, below these, the predictions: green where they agree, and red where not"""
 
     def to_fp32(self) -> Learner:
         """Train and evaluate in the model's own precision, without mixed precision"""

@@ -7,8 +7,6 @@ __all__ = ['Metric', 'AvgMetric', 'AvgLoss', 'AccumMetric', 'skm_metric', 'Torch
            'top_k_accuracy']
 
 # %% ../../nbs/learner/02_metrics.ipynb #c002
-import re
-from difflib import get_close_matches
 from functools import partial,singledispatch
 
 import torch
@@ -143,25 +141,17 @@ class TorchMetric(Metric):
 
 # %% ../../nbs/learner/02_metrics.ipynb #c013
 def mk_metrics(ms)->list:
-    """A list of `Metric`s, made by `mk_metric`. ms: one or several of: a function, a name, a `Metric` or its class, a
+    """A list of `Metric`s, made by `mk_metric`. ms: one or several of: a function, a `Metric` or its class, a
     torchmetrics object or collection"""
     collections = [list(o.items()) if hasattr(o, 'items') else [(None,o)] for o in listify(ms)]
     return [TorchMetric(m, name) if name else mk_metric(m) for o in collections for name,m in o]
 
 # %% ../../nbs/learner/02_metrics.ipynb #c013b
 def mk_metric(
-    # A function of (prediction, *targets), a `Metric`, a metric's class, a torchmetrics object, or a name, see
-    # `metric_named`
-    m,
-    **kw # Arguments of the class
+    m # A function of (prediction, *targets), a `Metric` or its class, or a torchmetrics object
 )->Metric:
-    "A `Metric` from a function, a class, an object or a name. ValueError if `m` is none of these"
-    if isinstance(m, str): m = metric_named(m)
-    need(isinstance(m, type) or not kw, f'{m!r} takes no arguments: {kw}')
-    if isinstance(m, type):
-        try: m = m(**kw)
-        except (TypeError,ValueError) as e:
-            raise ValueError(f"{m.__name__}: {e}; mk_metric('{m.__name__}', …) takes its arguments") from e
+    "A `Metric` from a function, a class or an object. ValueError if `m` is none of these"
+    if isinstance(m, type): m = m()
     if hasattr(m, 'accumulate'): return m
     if hasattr(m, 'update') and hasattr(m, 'compute'): return TorchMetric(m)
     need(callable(m), f'{m!r} is no metric: give a function of (prediction, targets), or a metric')
@@ -202,20 +192,6 @@ def top_k_accuracy(
     return (scores.topk(k).indices==classes[:,None]).any(-1).double().mean()
 
 # %% ../../nbs/learner/02_metrics.ipynb #c015b
-def metric_named(name:str):
-    """The metric of this name. ValueError, with similar names, if there is none. name: 'accuracy', 'error_rate',
-    'top_1', 'top_3' and so on; or a class of torchmetrics, if it is installed; returns: for `mk_metric`"""
-    if found := re.fullmatch(r'top_(\d+)', name): return AvgMetric(partial(top_k_accuracy, k=int(found[1])), name)
-    ours = dict(accuracy=accuracy, error_rate=error_rate, top_k_accuracy=top_k_accuracy)
-    if name in ours: return ours[name]
-    try: import torchmetrics
-    except ImportError as e:
-        raise ValueError(f"no metric {name!r} here: we have {', '.join(ours)}, top_3; more with torchmetrics") from e
-    theirs = {k:o for k in torchmetrics.__all__ if isinstance(o := getattr(torchmetrics, k), type)}
-    if name in theirs: return theirs[name]
-    near = get_close_matches(name, [*ours,*theirs]) or [*ours]
-    raise ValueError(f"no metric {name!r}, of ours or of torchmetrics: did you mean {', '.join(near)}?")
-
 for _o in (accuracy,error_rate,top_k_accuracy): _o.n_items = lambda pred, targ, *_: targ.numel()
 
 # %% ../../nbs/learner/02_metrics.ipynb #c018

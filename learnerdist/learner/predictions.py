@@ -134,11 +134,8 @@ def _is_unread(learn):
 
 # %% ../../nbs/learner/10_predictions.ipynb #c011
 class Unshared(list):
-    "A list with one batch of `n` samples, all inputs, which is not split: every rank reads it whole"
-    n_inp = all_inputs
-    def __init__(self, b, n=1):
-        super().__init__([b])
-        self.bs = self.n = n
+    "A list with one batch of a sample, all inputs, which is not split: every rank reads it whole"
+    n_inp,bs,n = all_inputs,1,1
 
 @patch
 def predict(self:Learner,
@@ -151,7 +148,7 @@ def predict(self:Learner,
     b = getattr(dl, 'collate_fn', default_collate)([item])
     for f in getattr(dl, 'after_batch', ()): b = f(b)
     if not isinstance(b, (list,tuple)): b = [b]
-    preds,_ = self.get_preds(dl=Unshared(b), act=act, reorder=False)
+    preds,_ = self.get_preds(dl=Unshared([b]), act=act, reorder=False)
     # a sample may have no row of its own
     return tree_map(lambda o: o[0] if len(o)==1 else o, preds)
 
