@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest,torch
 import torchvision # noqa: F401  (so that ranks start with it)
 from learnerdist.testing import run_ranks
-from helpers import serve
-from test_launch import free_port
+from helpers import free_port,serve
 pytestmark = pytest.mark.slow
 
 root = Path(__file__).parent.parent
