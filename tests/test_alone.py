@@ -6,10 +6,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 import learnerdist.all as everything
-from learnerdist.all import (AccumMetric, Callback, CSVLogger, DataLoaders, DistributedDL, DistributedTrainer, Learner, TfmdDL, accuracy,
-                             all_mean, all_sum, broadcast_object, default_device, distrib_barrier, gather_objects, group_rank, group_size,
-                             local_rank, num_distrib, process_group, rank0_first, rank_distrib, setup_distrib, sync_batchnorm,
-                             teardown_distrib)
+from learnerdist.all import *
 from learnerdist.core.collectives import gather_rows
 from learnerdist.core.env import in_group
 from learnerdist.data.sharding import epoch_order

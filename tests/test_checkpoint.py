@@ -10,9 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from learnerdist.checkpoint import checkpoint,snapshot
 from learnerdist.distributed.comparison import digest
-from learnerdist.all import (Callback, CancelFitException, Checkpoint, CSVLogger, DataLoaders, EarlyStoppingCallback, GradientAccumulation,
-                             GradientClip, Learner, Preempted, ReduceLROnPlateauCallback, SaveModelCallback, Scheduler, TfmdDL, accuracy,
-                             preempted_status, rank0_first, rank_distrib)
+from learnerdist.all import *
 from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)

@@ -6,8 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from torchmetrics.classification import MulticlassAccuracy
-from learnerdist.all import (Callback, DataLoaders, Learner, Metric, TfmdDL, accuracy, error_rate, group_rank, group_size, process_group,
-                             skm_metric)
+from learnerdist.all import *
 from learnerdist.distributed.vote_links import Links, Place
 from learnerdist.testing import run_ranks
 

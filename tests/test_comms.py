@@ -5,8 +5,7 @@ import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from helpers import free_port
-from learnerdist.all import (DataLoaders, Learner, TfmdDL, all_mean, all_sum, broadcast_object, distrib_barrier, gather_objects,
-                             group_rank, group_size, process_group, rank0_first, rank_distrib, setup_distrib, teardown_distrib)
+from learnerdist.all import *
 from learnerdist.core.collectives import gather_rows
 from learnerdist.core.env import launch_store,wait_key
 from learnerdist.testing import run_ranks

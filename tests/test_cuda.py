@@ -3,8 +3,7 @@ import functools
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, accuracy, all_sum, broadcast_object, default_device, gather_objects,
-                             group_rank, group_size, process_group, rank0_first, setup_distrib, teardown_distrib)
+from learnerdist.all import *
 from learnerdist.core.collectives import gather_rows
 from learnerdist.testing import run_ranks
 

@@ -7,8 +7,7 @@ from torch.nn import functional as F
 from torch.utils.data import (BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SubsetRandomSampler, TensorDataset,
                               WeightedRandomSampler)
 from torchmetrics import classification as tm
-from learnerdist.all import (AccumMetric, AvgMetric, Callback, CancelBatchException, DataLoaders, Learner, Metric, TfmdDL,
-                             accuracy, group_rank, process_group, skm_metric)
+from learnerdist.all import *
 from learnerdist.data.loaders import find_bs
 from learnerdist.learner.metrics import Rows, reduction
 from learnerdist.testing import RanksError, run_ranks

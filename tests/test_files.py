@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, distrib_barrier, process_group,
-                             rank_distrib)
+from learnerdist.all import *
 from learnerdist.core import env
 from learnerdist.testing import run_ranks
 

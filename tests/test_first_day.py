@@ -6,8 +6,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from helpers import weights
-from learnerdist.all import (Callback,DataLoaders,EarlyStoppingCallback,Learner,SaveModelCallback,accuracy,error_rate,load_learner,
-                             num_distrib)
+from learnerdist.all import *
 from learnerdist.learner.finder import minimum,slide,steep,valley
 from learnerdist.testing import run_ranks
 

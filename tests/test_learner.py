@@ -4,9 +4,7 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from learnerdist.all import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
-                             CancelStepException, CancelTrainException, CancelValidException, DataLoaders, Learner, ProgressCallback,
-                             Recorder, TfmdDL)
+from learnerdist.all import *
 from learnerdist.learner.callback import all_events, inner_events
 
 def data(n=8, seed=0):
