@@ -175,7 +175,7 @@ needs_netns = pytest.mark.skipif(not machines.usable(), reason='needs root and i
 two_machines = pytest.param([('cut link','two machines')], marks=[pytest.mark.long, needs_netns])
 
 @pytest.mark.slow
-@pytest.mark.parametrize('cases', [[('segfault','training'), ('SIGKILL','saving'), ('raise','loader worker'), ('stop','after the context')],
+@pytest.mark.parametrize('cases', [[('SIGKILL','saving'), ('raise','loader worker'), ('stop','after the context')],
                                    two_machines])
 def test_faults_through_the_launcher(cases):
     "A sample of `python tests/faults.py`, whose table is in nbs/tutorials/failures.ipynb; they run at the same time"

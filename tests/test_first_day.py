@@ -1,5 +1,6 @@
 "What a fastai user does on the first day, with our Learner: exact on 2 and 3 ranks against one process"
-import functools
+import functools,tempfile
+from pathlib import Path
 import pytest,torch
 from torch import nn
 from torch.nn import functional as F
@@ -35,21 +36,24 @@ class Keeps(Callback):
     def __init__(self): self.seen = []
     def after_batch(self): self.seen.append(float(self.learn.loss))
 
-def all_of_them(): return {f.__name__: f() for f in (find,tuned,own_loss,predicted)}
+def all_of_them(folder, names):
+    on_two = dict(everyday=everyday, tuned=tuned, find=find, own_loss=own_loss, predicted=predicted, exported=exported, shown=shown)
+    return {k: on_two[k](*[folder/k]*(k in ('everyday','exported'))) for k in names}
 
 @functools.cache
-def on_ranks(W): return run_ranks(all_of_them, W, timeout_s=200)
+def on_ranks(W):
+    names = ['everyday','tuned','find','own_loss','predicted','exported','shown'][:7 if W==2 else 2]
+    with tempfile.TemporaryDirectory() as d: return run_ranks(all_of_them, W, Path(d), names, timeout_s=200)
 
-def alike(func):
-    "What `func` returns in one process, after comparison with each rank of 2 and of 3"
-    one = func()
-    for res in (o[func.__name__] for W in (2,3) for o in on_ranks(W)):
-        assert res.keys()==one.keys()
-        for k,v in one.items(): same(res[k], v, k)
+def alike(func, *args):
+    "What `func` returns in one process, after comparison with each rank of 2, and some with each of 3"
+    one = func(*args)
+    for o in (*on_ranks(2),*on_ranks(3)): same(o.get(func.__name__, one), one, func.__name__)
     return one
 
 def same(a, b, at):
-    if isinstance(b, torch.Tensor) and b.is_floating_point():
+    if isinstance(b, dict): assert a.keys()==b.keys() and all(same(a[k], b[k], k) is None for k in b), at
+    elif isinstance(b, torch.Tensor) and b.is_floating_point():
         assert a.shape==b.shape and torch.allclose(a, b, rtol=0, atol=1e-9, equal_nan=True), at
     elif isinstance(b, torch.Tensor): assert torch.equal(a, b), at
     elif isinstance(b, (list,tuple)): assert len(a)==len(b) and all(same(*o, at) is None for o in zip(a, b)), at
@@ -71,10 +75,7 @@ def everyday(folder):
         return res | dict(preds=preds, targs=targs, one=learn.predict(images(1, 2)[0][0]), loaded=weights(learn), final=learn.final_record)
 
 def test_everyday(tmp_path):
-    one = everyday(tmp_path/'1')
-    for W in (2,3):
-        for res in run_ranks(everyday, W, tmp_path/str(W)):
-            for k,v in one.items(): same(res[k], v, k)
+    one = alike(everyday, tmp_path)
     assert torch.equal(one['weights'], one['loaded'])
 
 # --- lr_find ----------------------------------------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ def test_pictures():
     pytest.importorskip('matplotlib')
     titles = shown()
     assert titles[0]==['abcd'[y] for _,y in images(2, 1)] and [o[0] for o in titles[1]]==['abcd'[y] for _,y in images(4, 1)]
-    first,second = run_ranks(shown, 2)
+    first,second = (o['shown'] for o in on_ranks(2))
     assert first[:2]==titles[:2] and second==[None]*3
 
 def exported(folder):
@@ -237,9 +238,8 @@ def exported(folder):
         return learn.predict(images(1, 2)[0][0]),again.predict(images(1, 2)[0][0]),again.get_preds(dl=test)[0]
 
 def test_export(tmp_path):
-    one = exported(tmp_path)
+    one = alike(exported, tmp_path)
     assert torch.equal(one[0], one[1]) and torch.allclose(one[2][0], one[0])
-    for res in run_ranks(exported, 2, tmp_path): same(res, one, 'export')
     class Code:
         def __reduce__(self): return print,('code ran',)
     torch.save(dict(learnerdist_export=1, model=Code()), tmp_path/'bad.pth')

@@ -3,7 +3,6 @@ import fcntl,json,os,pty,select,signal,subprocess,sys,termios
 from pathlib import Path
 import machines,pytest
 from helpers import environment,free_port,launch,launcher,root,write
-from learnerdist.core.env import _absent
 from learnerdist.core.compat import torch_version
 from learnerdist.launch.cli import _choose_nproc,get_parser,guess
 from learnerdist.launch import main,run,watch
@@ -269,12 +268,6 @@ from learnerdist.all import process_group
 with process_group(): pass
 """
 
-@pytest.mark.long # without the launcher, in test_failure
-def test_a_rank_that_leaves_with_status_0_fails_those_that_wait_for_it(tmp_path):
-    file = write(tmp_path, leaving)
-    res = launch('--nproc', 2, file, 0, 'hard')
-    assert res.returncode == 1 and f'learnerdist.launch: rank 1 left with status 0{_absent} ({file}:6)\n' in res.stderr
-
 failing_alone = """
 import os
 if os.environ['RANK'] == '1': import no_such_module
@@ -400,16 +393,6 @@ def test_slurm_by_task_and_by_node(tmp_path):
     assert [[int(o['env'][k]) for k in keys] for o in said(a)] == [[0,2,0,2], [1,2,1,2]]
     assert [[int(o['env'][k]) for k in keys] for o in said(b)] == [[0,4,0,2], [1,4,1,2], [2,4,0,2], [3,4,1,2]]
     assert [o['met'] for o in said(a)] == [2.]*2
-
-@pytest.mark.long # of a notebook's `run`, in test_notebook
-def test_interrupt_ends_the_ranks_of_run_in_few_words(tmp_path):
-    code = 'import runpy,sys; from learnerdist.launch import run; sys.argv.pop(0); run(runpy.run_path, sys.argv[0], nproc=2)'
-    proc,pids = start_waiting(tmp_path, sys.executable, '-c', code, stderr=subprocess.PIPE, text=True)
-    pids = pids()
-    proc.send_signal(signal.SIGINT)
-    assert proc.communicate(timeout=60)[1].count('\n') <= 8
-    assert proc.returncode in (1, 130, -signal.SIGINT)
-    assert all_end(pids)
 
 def test_run_of_a_closure_needs_cloudpickle(monkeypatch):
     k = 3
