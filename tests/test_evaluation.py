@@ -31,7 +31,7 @@ class Times(nn.Module):
         self.factor = factor
     def forward(self, x): return x*self.factor
 
-sizes = [(n, bs) for n in (1, 2, 3, 5, 8, 9, 17) for bs in (1, 2, 4, 16)]
+sizes = [(n, bs) for n in (1, 2, 5, 8, 17) for bs in (1, 4, 16)]
 
 def sweep_data(n): return torch.arange(n)[:,None]*1.,(torch.arange(n)[:,None]*3.)%5-1
 
@@ -238,7 +238,7 @@ def rank_answers(W):
     "All that is asked of `W` ranks"
     with process_group():
         if W==3: return dict({o: outcome(o) for o in (*cases,*random_cases)}, sweep=sweep())
-        if W!=2: return dict(sweep=sweep())
+        if W!=2: return dict(sweep=sweep()) # one process, or four
         return dict(sweep=sweep(), parts=parts(), splits=[split(o) for o in ('plain','shuffled','own')],
                     within=[within(o) for o in (True,False)])
 

@@ -1,7 +1,7 @@
 "`get_preds(gather=…)`: shared memory, rank 0 alone, and files that all ranks write, of both Learners; exact for any shares"
 import errno,functools,os,resource,signal,warnings
 from pathlib import Path
-import pytest, torch, torch.distributed as dist
+import numpy as np, pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 from learnerdist.all import Callback, CancelBatchException, DataLoaders, Learner, TfmdDL, group_rank, process_group
@@ -10,7 +10,7 @@ from learnerdist.data.rows import StoredRows,row_files
 from learnerdist.distributed import gather_rows
 from learnerdist.testing import run_ranks
 
-np = pytest.importorskip('numpy')
+pytest.importorskip('fastai')
 torch.set_num_threads(1)
 
 class Fn(nn.Module):
@@ -57,7 +57,8 @@ def rank_answers(kind, folder):
     "All that is asked of ranks"
     res = dict(gathers=on_rank(gathers, folder), travels=on_rank(travels))
     if kind!='together': return res
-    return dict(res, skips=on_rank(skips, folder/'skips'), differ=[rank_differs(o) for o in ('get_preds','validate')])
+    differ = [rank_differs(o) for o in ('get_preds','validate')]
+    return dict(res, skips=on_rank(skips, folder/'skips'), differ=differ, fastai=rank_fastai(folder/'fastai'))
 
 def on_rank(f, *args):
     with process_group(), warnings.catch_warnings():
@@ -66,12 +67,12 @@ def on_rank(f, *args):
 
 @pytest.fixture(scope='module')
 def ranks(tmp_path_factory):
-    "Two ranks of one machine; two of two machines with a shared file system; three"
+    "Two ranks of one machine; three of three machines with a shared file system"
     @functools.cache
     def ranks(kind):
         path = tmp_path_factory.mktemp(kind)
         env = dict(LOCAL_WORLD_SIZE=1) if kind=='apart' else None
-        return run_ranks(rank_answers, 3 if kind=='three' else 2, kind, path, env=env, timeout_s=240),path
+        return run_ranks(rank_answers, 2 if kind=='together' else 3, kind, path, env=env, timeout_s=240),path
     return ranks
 
 def stored_kind(path):
@@ -84,7 +85,7 @@ def bumped(o, by):
     return [bumped(v, by) for v in o]
 def plus(o, by): return torch.tensor(o[1], dtype=getattr(torch, o[0][6:])).add(by).tolist()
 
-@pytest.mark.parametrize('kind', ['alone', 'together', 'apart', 'three'])
+@pytest.mark.parametrize('kind', ['alone', 'together', 'apart'])
 def test_everything_as_in_one_process(kind, ranks, tmp_path):
     want = {}
     for name,n in cases:
@@ -212,9 +213,8 @@ def shuffled(learn):
     return dl
 
 def rank_fastai(folder):
-    pytest.importorskip('fastai')
     import learnerdist.fastai # noqa: F401
-    res,folder = {},Path(folder)
+    res = {}
     with process_group():
         for n in (13,1):
             learn = fastai_learner(n, 'wide')
@@ -237,14 +237,13 @@ def Sees_fastai():
         def after_loss(self): self.seen.append(self.loss.item())
     return Look()
 
-@pytest.mark.parametrize('W', [1, 3, pytest.param(2, marks=pytest.mark.long)])
-def test_fastais_learner(W, tmp_path):
-    pytest.importorskip('fastai')
+@pytest.mark.parametrize('kind', ['alone', 'together'])
+def test_fastais_learner(kind, ranks, tmp_path):
     import learnerdist.fastai # noqa: F401
     want = {n: leaves(fastai_learner(n, 'wide').get_preds(with_input=True, with_decoded=True)) for n in (13,1)}
     learn = fastai_learner(13, 'wide')
     order = leaves(learn.get_preds(dl=shuffled(learn)))
-    for r,(res,saw,mets) in enumerate([rank_fastai(tmp_path)] if W==1 else run_ranks(rank_fastai, W, str(tmp_path))):
+    for r,(res,saw,mets) in enumerate([rank_fastai(tmp_path)] if kind=='alone' else [o['fastai'] for o in ranks(kind)[0]]):
         for n in (13,1):
             whole,rank0,file,names,targs = res[n]
             assert same(whole, want[n]) and same(file, want[n]) and targs==[None,want[n][2]]
