@@ -104,8 +104,6 @@ def test_equals_one_process(rows):
     for i,(bn,xs,kw,tol) in enumerate(kinds()+other_types()):
         compare([p[i] for p in parts], steps(copy.deepcopy(bn), xs, **kw), tol)
 
-# --- counts of collectives, modes -----------------------------------------------------------------------------------------
-
 class Counted:
     "Counts all_reduce calls"
     def __enter__(self):
@@ -175,8 +173,6 @@ def test_small_batches_and_wrong_shapes():
         torch.testing.assert_close(res[3], alone(torch.tensor([[0.]*3, [1.]*3], dtype=F64)).detach()[r:r+1], atol=1e-9, rtol=0)
         torch.testing.assert_close(var, alone.running_var, atol=1e-12, rtol=0)
         assert shape==(0,3) and not grad.any() and n==2
-
-# --- a batch that is cancelled ------------------------------------------------------------------------------------------------
 
 def mute_rank_1():
     "Two passes, the first of which rank 1 has cancelled, in the third all have; outputs and gradients of the first one"

@@ -57,8 +57,6 @@ def make(n_steps=3, n_valid=2, metrics=known, train=None, norm=False, **kw):
 
 def less(a, b): return dict(a-b)
 
-# --- a fit ------------------------------------------------------------------------------------------------------------------
-
 def fit_calls(n_epoch=1, **kw):
     learn = make(**kw)
     with learn.distrib_ctx(seed=1), learn.no_logging(), Counted() as calls: learn.fit(n_epoch)
@@ -93,8 +91,6 @@ def test_a_fit(W, env):
         assert got['rows']==(dict(vote=1, all_gather_object=2) if written else dict(all_gather_object=4, all_gather=2))
         # All metrics of unknown kinds together get the ranks' batches, a round of ranks at a time
         assert got['replay']=={'all_gather_object': 3}
-
-# --- everything else --------------------------------------------------------------------------------------------------------
 
 def calls_of(func, *args, **kw):
     with Counted() as calls: func(*args, **kw)
@@ -132,8 +128,6 @@ def test_everything_else(tmp_path):
         assert got['predict']=={'vote': 2+2} # each rank reads the same item
         # Where ranks answer, and whether they do; rank 0's seed; two parameters; structure, optimizer state, path and data
         assert got['context']=={'broadcast_object_list': 1, 'broadcast': 2, 'all_gather_object': 2+4}
-
-# --- one rank asks for more -------------------------------------------------------------------------------------------------
 
 class Looks(Callback):
     "Rank 0 alone looks at batches, lengths and rates, at every event"

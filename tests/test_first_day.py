@@ -60,8 +60,6 @@ def same(a, b, at):
     elif isinstance(b, float): assert a==pytest.approx(b, rel=1e-9, abs=1e-9, nan_ok=True), at
     else: assert a==b, at
 
-# --- the everyday, in one process and on ranks ------------------------------------------------------------------------------------
-
 def everyday(folder):
     learn,res = learner(path=folder, metrics=[accuracy,error_rate]),{}
     with learn.distrib_ctx(seed=3):
@@ -126,8 +124,6 @@ def test_lr_find_of_nothing():
     with pytest.raises(ValueError, match='too few of them had a finite loss'): learn.lr_find(start_lr=1e30, end_lr=1e35)
     assert not weights(learn).isnan().any()
 
-# --- transfer learning ------------------------------------------------------------------------------------------------------
-
 def tuned():
     learn,res = learner(),{}
     with learn.distrib_ctx(seed=3):
@@ -146,8 +142,6 @@ def test_fine_tune():
     body = slice(0, 16*8+8)
     assert torch.equal(one['fine_tune'][body], one['freeze'][body]) and not torch.equal(one['flat_cos'][body], one['freeze'][body])
     assert not torch.equal(one['fine_tune'][136:152], one['freeze'][136:152]) # BatchNorm in the frozen group trains, as in fastai
-
-# --- dict batches, and models that compute their loss -------------------------------------------------------------------------
 
 class Takes(nn.Module):
     "Takes its inputs by name, as models of transformers do"

@@ -43,8 +43,6 @@ def test_tools_that_may_not_follow_a_fork_find_none(foreign):
     server.prepare(['train.py'], {foreign: 'x'})
     assert server.proc is None
 
-# --- ranks --------------------------------------------------------------------------------------------------------------------
-
 about = '''import torch
 import atexit,gc,json,logging,multiprocessing,os,pathlib,random,re,signal,sys,threading
 import numpy

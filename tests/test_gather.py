@@ -108,8 +108,6 @@ def expected_files(case):
     preds = [f'preds.{o}.npy' for o in ('wide','few.0','few.1','few.2')] if case[0]=='nested' else ['preds.npy']
     return {'inputs.npy','targets.npy',*preds}
 
-# --- how rows travel --------------------------------------------------------------------------------------------------------
-
 def travels(name='wide'):
     made,sent = [],[]
     real,send = StoredRows.__init__,gather_rows.gather_rows
@@ -126,8 +124,6 @@ def travels(name='wide'):
 def test_between_machines_rows_travel_and_on_one_they_do_not(kind, ranks):
     for same,made,sent,left in (o['travels'] for o in ranks(kind)[0]):
         assert same and made==([] if kind=='apart' else [True,True]) and (sent>0)==(kind=='apart') and not left # freed with the last tensor
-
-# --- what a callback sees ---------------------------------------------------------------------------------------------------
 
 class Skips(Callback):
     "A batch that rank 0 leaves out"
@@ -180,8 +176,6 @@ def test_a_full_disk_alone(tmp_path, monkeypatch):
     with pytest.raises(OSError, match='62,4.. bytes of rows'): make('wide', 13).get_preds(gather=tmp_path)
     assert not [*tmp_path.iterdir()]
 
-# --- files ------------------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float16, torch.bool, torch.uint8, torch.int16, torch.int64, torch.complex64])
 @pytest.mark.parametrize('shape', [(), (3,), (0,), (700, 2)])
 def test_numpy_reads_each_kind(dtype, shape, tmp_path):
@@ -191,8 +185,6 @@ def test_numpy_reads_each_kind(dtype, shape, tmp_path):
         got.write(torch.tensor([4,0,1]), rows[[4,0,1]])
         got.write(torch.tensor([2,3]), rows[2:4])
     assert torch.equal(got.read(), rows) and np.load(tmp_path/'a.npy').tolist()==rows.tolist()
-
-# --- fastai's Learner -------------------------------------------------------------------------------------------------------
 
 def fastai_learner(n, name='narrow'):
     from fastai.data.core import DataLoaders as FastaiLoaders
@@ -254,8 +246,6 @@ def test_fastais_learner(kind, ranks, tmp_path):
 def same(a, b):
     "To the rounding of a softmax over other batches"
     return len(a)==len(b) and all(p[0]==q[0] and torch.allclose(torch.tensor(p[1]), torch.tensor(q[1]), 1e-5, 1e-6) for p,q in zip(a, b))
-
-# --- each batch once --------------------------------------------------------------------------------------------------------
 
 class Differs(torch.utils.data.IterableDataset):
     "Reads another number of samples on each rank, the same ones at first"

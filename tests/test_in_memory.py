@@ -11,7 +11,7 @@ from learnerdist.testing import run_ranks
 from learnerdist.all import Callback,Checkpoint,DataLoaders,GradientClip,Learner,rank_distrib
 import pytest
 import test_checkpoint as checkpoint
-from helpers import environment,free_port,root
+from helpers import environment,free_port,launcher as launch,root
 
 slow = pytest.mark.slow
 
@@ -69,13 +69,12 @@ def train(folder, plan, kind, kw):
     else: res = checkpoint.fit(folder, 'plain workers' if 'workers' in kind else 'plain', cbs, **kw)
     if rank_distrib()==0: (folder/'result.json').write_text(json.dumps(res))
 
-def run(folder, plan=(), kind='', nproc=2, options=(), module='learnerdist.launch', **kw):
+def run(folder, plan=(), kind='', nproc=2, options=(), **kw):
     "Exit status, the result of rank 0, and what was printed"
     folder.mkdir(parents=True, exist_ok=True)
-    launcher = ['-m', module, '--nproc-per-node', nproc, '--max-restarts', len(plan), *options]
     env = environment(PYTHONPATH=f'{root}:{root/"tests"}', LEARNERDIST_SEED='1')
     plan = dict(enumerate(plan)) if isinstance(plan, (list,tuple)) else plan
-    cmd = [sys.executable, *launcher, __file__, folder, json.dumps(plan), kind, json.dumps(kw)]
+    cmd = [*launch, '--nproc-per-node', nproc, '--max-restarts', len(plan), *options, __file__, folder, json.dumps(plan), kind, json.dumps(kw)]
     res = subprocess.run([*map(str, cmd)], env=env, capture_output=True, text=True, timeout=200)
     file = folder/'result.json'
     return res.returncode,json.loads(file.read_text()) if file.exists() else None,res.stdout+res.stderr
@@ -238,11 +237,5 @@ def test_a_killed_launcher_leaves_nothing_for_long(tmp_path):
     assert left.exists() and left.stat().st_mode&0o777==0o700 and len([*(tmp_path/'tmp').iterdir()])>=1
     last = launch()
     assert not left.exists() and not last.exists() and not [*(tmp_path/'tmp').iterdir()]
-
-@pytest.mark.long
-def test_another_launcher(tmp_path):
-    code,res,text = run(tmp_path, module='torch.distributed.run', every=4, in_memory=True)
-    assert code==0 and res and 'only ranks that learnerdist.launch has started' in text and 'States go to files only, every=4' in text, text
-    assert len([*(tmp_path/'ckpt').iterdir()])>=2
 
 if __name__=='__main__': train(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))

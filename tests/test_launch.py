@@ -88,8 +88,9 @@ def test_two_launches_side_by_side_run_as_under_python(tmp_path):
     write(tmp_path, script, 'my_train.py')
     console = sys.executable,'-c','import sys; from learnerdist.launch import main; sys.exit(main())'
     gpus = environment(CUDA_VISIBLE_DEVICES='4,5,6', OMP_NUM_THREADS='3', PYTHONPATH=f'{root}:{tmp_path}')
-    said_,told = both([[*noisy, '--nproc', '2', 'train.py', a, *mine, 'meet'], [*console, '--gpus', '0,2', '-m', 'my_train', b, '-m']],
+    (_,said_),(_,told) = ended_ = at_once([[*noisy, '--nproc', '2', 'train.py', a, *mine, 'meet'], [*console, '--gpus', '0,2', '-m', 'my_train', b, '-m']],
                       [environment(), gpus], tmp_path)
+    assert [o[0] for o in ended_] == [0,0], ended_
     assert said_.count('OMP_NUM_THREADS') == said_.count('Warning') == said_.count('UserWarning: a library warns') == 1, said_
     assert 'OMP_NUM_THREADS' not in told
     for r,o in enumerate(said(a)):
@@ -104,12 +105,12 @@ def test_two_launches_side_by_side_run_as_under_python(tmp_path):
     assert zero['draws'] == one['draws'] and zero['draws'][0] != other['draws'][0]
     assert zero['store'] == one['store'] == ['0o700','learnerdist-'] and zero['met'] == 2
 
-def both(commands, envs, cwd=None):
-    "What each of these says on stderr; they run at the same time, and well"
+def at_once(commands, envs=None, cwd=None):
+    "(exit status, what it says on stderr) of each of these, which run at the same time"
+    envs = envs or [environment()]*len(commands)
     runs = [subprocess.Popen([*map(str, c)], env=e, cwd=cwd, stderr=subprocess.PIPE, text=True) for c,e in zip(commands, envs)]
-    errs = [o.communicate(timeout=120)[1] for o in runs]
-    assert [o.returncode for o in runs] == [0]*len(runs), errs
-    return errs
+    said = [o.communicate(timeout=120)[1] for o in runs]
+    return [(o.returncode,s) for o,s in zip(runs, said)]
 
 def test_failing_rank_is_named(tmp_path):
     file = write(tmp_path, failing)
@@ -278,11 +279,9 @@ with process_group(): pass
 def test_a_rank_that_fails_before_the_group_is_heard_on_other_machines(tmp_path):
     "One rank to a launcher, so that no other rank of its own machine hears it; the first launcher runs the store"
     file,at = write(tmp_path, failing_alone),f'127.0.0.1:{free_port()}'
-    conf = [['--rdzv-conf',f'is_host={i == 0}'] for i in range(2)]
-    runs = [subprocess.Popen([*launcher, '--nnodes', '2', '--nproc', '1', '--rdzv-endpoint', at, *o, file], env=environment(),
-                             stderr=subprocess.PIPE, text=True) for o in conf]
-    said = [o.communicate(timeout=120)[1] for o in runs]
-    assert [o.returncode for o in runs] == [1,1], said
+    status,said = zip(*at_once([[*launcher, '--nnodes', '2', '--nproc', '1', '--rdzv-endpoint', at, '--rdzv-conf', f'is_host={i == 0}', file]
+                                for i in range(2)]))
+    assert status == (1,1), said
     assert sum('learnerdist.launch: rank 1 failed first: ModuleNotFoundError' in o for o in said) == 1, said
     assert sum('learnerdist.launch: rank 1 failed with ModuleNotFoundError: No module named' in o for o in said) == 1, said
 
@@ -291,9 +290,8 @@ def test_slurms_ranks_say_themselves_that_they_leave(tmp_path):
     port = str(free_port())
     tasks = [environment(**slurm | dict(SLURM_PROCID=str(r), SLURM_NTASKS='2', SLURM_LOCALID=str(r), SLURM_NNODES='1', MASTER_PORT=port))
              for r in range(2)]
-    runs = [subprocess.Popen([*launcher, file, '75'], env=e, stderr=subprocess.PIPE, text=True) for e in tasks]
-    a,b = (o.communicate(timeout=120)[1] for o in runs)
-    assert [o.returncode for o in runs] == [1,75] and 'RankError: rank 1 left with status 75' in a and 'failed' not in b, (a,b)
+    (first,a),(second,b) = at_once([[*launcher, file, '75']]*2, tasks)
+    assert (first,second) == (1,75) and 'RankError: rank 1 left with status 75' in a and 'failed' not in b, (a,b)
     assert 'learnerdist.launch: rank 0 ended, since rank 1 left with status 75' in a and 'rank 0 failed' not in a, a
 
 class FakeRank:
@@ -388,7 +386,8 @@ def test_slurm_by_task_and_by_node(tmp_path):
     tasks = [dict(SLURM_PROCID=r, SLURM_NTASKS=2, SLURM_LOCALID=r, SLURM_NODEID=0, SLURM_NNODES=1) for r in range(2)]
     nodes = [dict(SLURM_PROCID=n, SLURM_NTASKS=2, SLURM_LOCALID=0, SLURM_NODEID=n) for n in range(2)]
     envs = [environment(**slurm | {k: str(v) for k,v in o.items()} | p) for group,p in zip((tasks, nodes), ports) for o in group]
-    both([[*launcher, file, a, 'meet']]*2 + [[*launcher, '--nproc', '2', file, b]]*2, envs)
+    ended_ = at_once([[*launcher, file, a, 'meet']]*2 + [[*launcher, '--nproc', '2', file, b]]*2, envs)
+    assert [o[0] for o in ended_] == [0]*4, ended_
     keys = 'RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE'
     assert [[int(o['env'][k]) for k in keys] for o in said(a)] == [[0,2,0,2], [1,2,1,2]]
     assert [[int(o['env'][k]) for k in keys] for o in said(b)] == [[0,4,0,2], [1,4,1,2], [2,4,0,2], [3,4,1,2]]
@@ -418,8 +417,6 @@ def test_machines_that_do_not_know_each_others_names_meet(known, tmp_path):
         said = [p.communicate(timeout=120)[0] for p in runs]
     assert [p.returncode for p in runs]==[0,0], said
     for r in (0,1): assert json.loads((tmp_path/f'{r}.json').read_text())['met']==2
-
-# --- how much runs before a script does ----------------------------------------------------------------------------
 
 counting = """import os,sys,threading
 seen,folder = set(),os.environ['WALK']

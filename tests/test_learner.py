@@ -235,16 +235,12 @@ def test_progress_through_the_fit():
     learn.fit(2)
     assert learn.got==[(1, .25, 0, 2), (2, .5, 1, 2), (3, .75, 0, 2), (4, 1., 1, 2)]
 
-# --- loaders ----------------------------------------------------------------------------------------------------------------
-
 def test_empty_loaders():
     learn = make()
     learn.dls = DataLoaders(TfmdDL(TensorDataset(*data(0)), 4), TfmdDL(TensorDataset(*data(0)), 4))
     learn.fit(1)
     assert learn.recorder.losses==[] and all(v is None or v!=v for v in learn.recorder.values[0])
     assert learn.validate()==[None]
-
-# --- predictions ------------------------------------------------------------------------------------------------------------
 
 def test_predictions_leave_the_learner_as_it_was():
     learn = make(metrics=[F.l1_loss])

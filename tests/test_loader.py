@@ -138,8 +138,6 @@ def test_epoch_reaches_samplers_and_data_sets():
     ranks(DataLoader(ds), 1, 8)
     assert ds.seen==8
 
-# --- batch samplers ---
-
 class Buckets(BatchSampler):
     "A subclass: its batches belong together"
 
