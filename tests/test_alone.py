@@ -147,9 +147,10 @@ def test_two_ranks_outside_a_context(tmp_path):
 
 def test_names_that_stay():
     import learnerdist.distributed as d
-    names = 'ParallelTrainer DistributedTrainer DistributedDL setup_distrib teardown_distrib rank0_first rank_distrib num_distrib distrib_barrier'
-    methods = """to_parallel detach_parallel parallel_ctx to_distributed detach_distributed distrib_ctx fit fit_one_cycle validate get_preds
-        predict save load add_cb add_cbs remove_cb remove_cbs added_cbs no_bar no_logging"""
+    names = '''ParallelTrainer DistributedTrainer DistributedDL setup_distrib teardown_distrib rank0_first rank_distrib
+        num_distrib distrib_barrier'''
+    methods = '''to_parallel detach_parallel parallel_ctx to_distributed detach_distributed distrib_ctx fit fit_one_cycle validate get_preds
+        predict save load add_cb add_cbs remove_cb remove_cbs added_cbs no_bar no_logging'''
     assert {*names.split()}<={*d.__all__} and all(hasattr(everything, k) for k in names.split())
     assert all(hasattr(Learner, k) for k in methods.split())
     dl = DistributedDL(list(range(10)), 1, 2, bs=5)

@@ -4,7 +4,8 @@ import numpy as np, pytest, torch
 from sklearn.metrics import f1_score
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (BatchSampler, DataLoader, Dataset, DistributedSampler, SubsetRandomSampler, TensorDataset,
+                              WeightedRandomSampler)
 from torchmetrics import classification as tm
 from helpers import Stream
 from learnerdist.all import *

@@ -74,7 +74,7 @@ def run(folder, plan=(), kind='', nproc=2, options=(), **kw):
     folder.mkdir(parents=True, exist_ok=True)
     env = environment(PYTHONPATH=f'{root}:{root/"tests"}', LEARNERDIST_SEED='1')
     plan = dict(enumerate(plan)) if isinstance(plan, (list,tuple)) else plan
-    cmd = [*launch, '--nproc-per-node', nproc, '--max-restarts', len(plan), *options, __file__, folder, json.dumps(plan), kind, json.dumps(kw)]
+    cmd = [*launch, '--nproc', nproc, '--max-restarts', len(plan), *options, __file__, folder, json.dumps(plan), kind, json.dumps(kw)]
     res = subprocess.run([*map(str, cmd)], env=env, capture_output=True, text=True, timeout=200)
     file = folder/'result.json'
     return res.returncode,json.loads(file.read_text()) if file.exists() else None,res.stdout+res.stderr

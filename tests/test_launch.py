@@ -88,9 +88,9 @@ def test_two_launches_side_by_side_run_as_under_python(tmp_path):
     write(tmp_path, script, 'my_train.py')
     console = sys.executable,'-c','import sys; from learnerdist.launch import main; sys.exit(main())'
     gpus = environment(CUDA_VISIBLE_DEVICES='4,5,6', OMP_NUM_THREADS='3', PYTHONPATH=f'{root}:{tmp_path}')
-    (_,said_),(_,told) = ended_ = at_once([[*noisy, '--nproc', '2', 'train.py', a, *mine, 'meet'], [*console, '--gpus', '0,2', '-m', 'my_train', b, '-m']],
-                      [environment(), gpus], tmp_path)
-    assert [o[0] for o in ended_] == [0,0], ended_
+    commands = [*noisy, '--nproc', '2', 'train.py', a, *mine, 'meet'],[*console, '--gpus', '0,2', '-m', 'my_train', b, '-m']
+    (status,said_),(other_status,told) = at_once(commands, [environment(), gpus], tmp_path)
+    assert status == other_status == 0, said_+told
     assert said_.count('OMP_NUM_THREADS') == said_.count('Warning') == said_.count('UserWarning: a library warns') == 1, said_
     assert 'OMP_NUM_THREADS' not in told
     for r,o in enumerate(said(a)):
@@ -279,8 +279,8 @@ with process_group(): pass
 def test_a_rank_that_fails_before_the_group_is_heard_on_other_machines(tmp_path):
     "One rank to a launcher, so that no other rank of its own machine hears it; the first launcher runs the store"
     file,at = write(tmp_path, failing_alone),f'127.0.0.1:{free_port()}'
-    status,said = zip(*at_once([[*launcher, '--nnodes', '2', '--nproc', '1', '--rdzv-endpoint', at, '--rdzv-conf', f'is_host={i == 0}', file]
-                                for i in range(2)]))
+    agent = *launcher,'--nnodes','2','--nproc','1','--rdzv-endpoint',at
+    status,said = zip(*at_once([[*agent, '--rdzv-conf', f'is_host={i == 0}', file] for i in range(2)]))
     assert status == (1,1), said
     assert sum('learnerdist.launch: rank 1 failed first: ModuleNotFoundError' in o for o in said) == 1, said
     assert sum('learnerdist.launch: rank 1 failed with ModuleNotFoundError: No module named' in o for o in said) == 1, said
@@ -386,8 +386,8 @@ def test_slurm_by_task_and_by_node(tmp_path):
     tasks = [dict(SLURM_PROCID=r, SLURM_NTASKS=2, SLURM_LOCALID=r, SLURM_NODEID=0, SLURM_NNODES=1) for r in range(2)]
     nodes = [dict(SLURM_PROCID=n, SLURM_NTASKS=2, SLURM_LOCALID=0, SLURM_NODEID=n) for n in range(2)]
     envs = [environment(**slurm | {k: str(v) for k,v in o.items()} | p) for group,p in zip((tasks, nodes), ports) for o in group]
-    ended_ = at_once([[*launcher, file, a, 'meet']]*2 + [[*launcher, '--nproc', '2', file, b]]*2, envs)
-    assert [o[0] for o in ended_] == [0]*4, ended_
+    found = at_once([[*launcher, file, a, 'meet']]*2 + [[*launcher, '--nproc', '2', file, b]]*2, envs)
+    assert [o[0] for o in found] == [0]*4, found
     keys = 'RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE'
     assert [[int(o['env'][k]) for k in keys] for o in said(a)] == [[0,2,0,2], [1,2,1,2]]
     assert [[int(o['env'][k]) for k in keys] for o in said(b)] == [[0,4,0,2], [1,4,1,2], [2,4,0,2], [3,4,1,2]]
