@@ -133,7 +133,7 @@ def test_sharded():
         assert got['graphs']<=3 and got['n_regions']==3
     assert sum(got['n_eager'] for *_,got in ranks) # the last batch of one rank is smaller
 
-def test_what_is_compiled():
+def test_what_is_compiled_and_what_is_left_of_it():
     learn = make().compile(regional=True, backend='eager')
     with learn.no_logging(): learn.fit(1)
     assert learn.compiled.regions==list(learn.model[1:4])
@@ -147,13 +147,11 @@ def test_what_is_compiled():
     with pytest.raises(ValueError, match='computes its loss'), learn.no_logging(): learn.fit(1)
     learn = make(lambda: torch.compile(blocks(), backend='eager')).compile()
     with pytest.raises(ValueError, match='the result of torch.compile'), learn.no_logging(): learn.fit(1)
-
-def test_an_error_in_a_batch_leaves_the_plain_model():
     class Fails(Callback):
         def after_pred(self): raise ZeroDivisionError
     learn = make(cbs=Fails).compile(backend='eager')
     with pytest.raises(ZeroDivisionError), learn.no_logging(): learn.fit(1)
-    assert traces(learn.model)==[]
+    assert traces(learn.model)==[] # an error in a batch leaves the plain model
 
 def fastai_fit(compiled):
     "Weights, predictions and graphs of a fastai learner"
