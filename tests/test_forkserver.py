@@ -146,11 +146,11 @@ class Waiting:
     def ranks(self):
         "(its process id, its parent's, how it started) of each, when both have begun"
         said = b''
-        while said.count(b'\n')<2 and select.select([self.fd], [], [], 60)[0]: said += os.read(self.fd, 99)
+        while said.count(b'\n')<2 and select.select([self.fd], [], [], 120)[0]: said += os.read(self.fd, 99)
         return [(int(a),int(b),how) for a,b,how in map(str.split, said.decode().splitlines())]
     def end(self):
         "Its exit status, which processes are left of it, and what it has said"
-        err = self.proc.communicate(timeout=60)[1]
+        err = self.proc.communicate(timeout=120)[1]
         os.close(self.fd)
         return self.proc.returncode,left(self.folder),err
 
