@@ -3,8 +3,7 @@ import functools
 import signal
 import pytest,torch
 from learnerdist.testing import leak_check
-import fastai_lines # noqa: F401  (its table)
-from lines import pytest_addoption,pytest_runtest_makereport,pytest_terminal_summary,table # noqa: F401
+from fastai_lines import pytest_addoption,pytest_runtest_makereport,pytest_terminal_summary,table # noqa: F401
 
 # A shell's job in the background ignores SIGINT, and one of nohup SIGHUP: tests send both to their processes, which would inherit that
 for o,handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

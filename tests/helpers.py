@@ -1,7 +1,8 @@
-"What several files train on, a server of files, and the code on a page of the docs"
-import re,threading
+"What several files train on, how they start a launcher, a server of files, and the code on a page of the docs"
+import os,random,re,socket,subprocess,sys,threading
 from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
@@ -43,3 +44,25 @@ def serve(folder):
         finally:
             server.shutdown()
             thread.join()
+
+root = Path(__file__).parent.parent
+launcher = sys.executable,'-m','learnerdist.launch'
+
+def environment(**kw):
+    "Of a process that no launcher has started"
+    drop = 'PYTHONHASHSEED CUDA_VISIBLE_DEVICES OMP_NUM_THREADS RANK WORLD_SIZE LOCAL_RANK MASTER_PORT LEARNERDIST_MEMORY'.split()
+    return {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=str(root)) | kw
+
+def launch(*args, env=None, cwd=None, command=launcher):
+    return subprocess.run([*command, *map(str, args)], env=environment(**(env or {})), cwd=cwd, capture_output=True, text=True, timeout=300)
+
+def write(folder, text, name='train.py'):
+    (folder/name).parent.mkdir(parents=True, exist_ok=True)
+    (folder/name).write_text(text)
+    return folder/name
+
+def free_port():
+    "Outside of the range from which the system takes ports for connections"
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as s:
+            if s.connect_ex(('127.0.0.1', port)): return port

@@ -1,5 +1,5 @@
 "Cancel exceptions on one rank become the same on all; uneven loaders; weights stay equal; failures reach every rank"
-import math
+import functools, math
 from functools import partial
 
 import pytest
@@ -47,9 +47,6 @@ class Trace(Callback):
 for _o in ('after_cancel_train','after_train','after_cancel_validate','after_validate','after_cancel_epoch','after_epoch',
            'after_cancel_fit','after_fit'): setattr(Trace, _o, lambda self, _o=_o: self.after.append(_o))
 
-def run_cases(cases, bn=False):
-    with process_group(): return [run_case(bn, *case) for case in cases]
-
 def run_case(bn, event, exc, rank, at):
     learn = make(bn=bn)
     trace = Trace()
@@ -80,62 +77,51 @@ def one_process(bn, W, event, exc, rank, at):
     return state(model)
 
 late = 'after_step', # What is raised there keeps this rank, and would keep one process, from clearing its gradient: only ranks are compared
-
-def like_one_process(results, cases, bn, but=()):
-    for got,case in zip(results[0], cases, strict=True):
-        if case[0] not in but: torch.testing.assert_close(got[4], one_process(bn, len(results), *case), rtol=0, atol=1e-12, msg=str(case))
-
-def same_everywhere(results, cases):
-    for i,case in enumerate(cases):
-        mine = [r[i] for r in results]
-        for other in mine[1:]:
-            assert other[0]==mine[0][0], case
-            assert other[1]==mine[0][1], case
-            assert repr(other[2:4])==repr(mine[0][2:4]), case
-            torch.testing.assert_close(other[4], mine[0][4], rtol=0, atol=1e-12, msg=str(case))
-
 outer = ['before_fit','before_epoch','before_train','after_train','before_validate','after_validate','after_epoch']
 inner = ['before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step','after_batch']
 inside = {CancelFitException:set(outer+inner), CancelEpochException:set(outer+inner)-{'before_fit','after_epoch'},
           CancelTrainException:{'before_train',*inner}}
+parts = {CancelBatchException:inner[:-1], CancelStepException:['before_step'], CancelBackwardException:['before_backward']}
 
-def all_cases(world_size, events):
-    last = math.ceil(N/world_size/BS)-1
-    return [(e, exc, rank, at if e in inner else 0) for exc,allowed in inside.items() for e in events if e in allowed
-            for rank,at in ((0,last),(world_size-1,0))]
+def all_cases(W, events):
+    "Each exception in each event that it may come from; on rank 0 in the last step, or on the last rank in the first one, in turn"
+    where = (0,math.ceil(N/W/BS)-1),(W-1,0)
+    cases = [(e, exc, *where[(i+j)%2]) for j,(exc,allowed) in enumerate(inside.items()) for i,e in enumerate(events) if e in allowed]
+    return [(e, exc, rank, at if e in inner else 0) for e,exc,rank,at in cases]
 
-def check(world_size, cases, bn):
-    results = run_ranks(run_cases, world_size, cases, bn, timeout_s=240)
-    same_everywhere(results, cases)
-    return results
+# By name: with BatchNorm or not; the cases; in which events one process would do something else, None: in all
+of_parts = [(e, exc, rank, at) for exc,es in parts.items() for e in es for rank,at in ((0,1),(1,0),(1,3))]
+of_batches = [('before_batch', CancelBatchException, rank, at) for rank,at in ((0,0),(0,3),(1,1))]
+fits = dict(outside_batches=(False, all_cases(2, outer), None), within_a_batch=(False, all_cases(2, inner), late),
+            validation=(False, [('before_validate', CancelValidException, rank, 0) for rank in (0,1)], None),
+            batch_step_or_backward=(False, of_parts, late),
+            with_batchnorm=(True, all_cases(2, ['after_pred','before_backward','after_batch']), ()),
+            before_the_forward_pass_of_batchnorm=(True, all_cases(2, ['before_batch'])+of_batches, ()),
+            batch_step_or_backward_with_batchnorm=(True, of_parts, (*late,'before_batch')),
+            on_three_ranks=(False, all_cases(3, ['before_train',*inner[::2],'after_batch']), None))
+long = [*fits][-2:]
 
-def test_one_rank_cancels_outside_batches(): check(2, all_cases(2, outer), False)
-def test_one_rank_cancels_within_a_batch():
-    cases = all_cases(2, inner)
-    like_one_process(check(2, cases, False), cases, False, late)
-@pytest.mark.long
-def test_one_of_three_ranks_cancels():
-    check(3, all_cases(3, ['before_train','before_batch','after_loss','after_backward','after_step','after_batch']), False)
-def test_with_synchronised_batchnorm():
-    cases = all_cases(2, ['after_pred','before_backward','after_batch'])
-    like_one_process(check(2, cases, True), cases, True)
+def run_fits(names):
+    with process_group(): return {k: [run_case(fits[k][0], *case) for case in fits[k][1]] for k in names}
 
-def test_a_batch_cancelled_before_its_forward_pass_has_no_part_in_batchnorm():
-    cases = [*all_cases(2, ['before_batch']), *(('before_batch', CancelBatchException, rank, at) for rank,at in ((0,0),(0,3),(1,1)))]
-    like_one_process(check(2, cases, True), cases, True)
+@functools.cache
+def on_ranks(W, *names): return run_ranks(run_fits, W, names, timeout_s=240)
 
-@pytest.mark.parametrize('bn', [False, pytest.param(True, marks=pytest.mark.long)])
-def test_batch_step_or_backward_cancelled_on_one_rank(bn):
-    events = {CancelBatchException:[e for e in inner if e!='after_batch'], CancelStepException:['before_step'],
-              CancelBackwardException:['before_backward']}
-    cases = [(e, exc, rank, at) for exc,es in events.items() for e in es for rank,at in ((0,1),(1,0),(1,3))]
-    results = check(2, cases, bn)
-    like_one_process(results, cases, bn, (*late,'before_batch') if bn else late)
-    assert all(r[1]==8 for r in results[0])
+@pytest.mark.parametrize('name', [pytest.param(o, marks=[pytest.mark.long]*(o in long)) for o in fits])
+def test_one_rank_cancels(name):
+    "All ranks leave at the same step, with the same numbers; their weights are those of one process without the rows of that rank"
+    results = on_ranks(3 if 'three' in name else 2, *([name] if name in long else [*fits][:-2]))
+    bn,cases,but = fits[name]
+    for case,*ranks in zip(cases, *(o[name] for o in results), strict=True):
+        first,*others = ranks
+        for other in others:
+            assert other[:2]==first[:2] and repr(other[2:4])==repr(first[2:4]), case
+            torch.testing.assert_close(other[4], first[4], rtol=0, atol=1e-12, msg=str(case))
+        if but is not None and case[0] not in but:
+            torch.testing.assert_close(first[4], one_process(bn, len(results), *case), rtol=0, atol=1e-12, msg=str(case))
+        if 'backward' in name: assert first[1]==8 # steps
 
-def test_validation_cancelled_on_one_rank():
-    cases = [(e, CancelValidException, rank, 0) for e in ('before_validate',) for rank in (0,1)]
-    same_everywhere(run_ranks(run_cases, 2, cases), cases)
+def test_validation_cancelled_on_one_of_three_ranks():
     results = run_ranks(valid_cases, 3)
     assert results[0]==results[1]==results[2]
 

@@ -6,10 +6,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 import learnerdist.all as everything
-from learnerdist.all import (AccumMetric, Callback, CSVLogger, DataLoaders, DistributedDL, DistributedTrainer, Learner, TfmdDL, accuracy,
-                             all_mean, all_sum, broadcast_object, default_device, distrib_barrier, gather_objects, group_rank, group_size,
-                             local_rank, num_distrib, process_group, rank0_first, rank_distrib, setup_distrib, sync_batchnorm,
-                             teardown_distrib)
+from learnerdist.all import *
 from learnerdist.core.collectives import gather_rows
 from learnerdist.core.env import in_group
 from learnerdist.data.sharding import epoch_order
@@ -115,8 +112,6 @@ def test_world_of_one_with_a_group(tmp_path):
     assert is_open and DistributedDataParallel.__name__ in types and samples==learn.spy.samples
     torch.testing.assert_close(torch.tensor(weights), learn.model[0].weight.detach())
 
-# --- the order of samples ---------------------------------------------------------------------------------------------------
-
 def test_order_alone_in_the_context_is_the_one_of_any_world_size(alone, tmp_path):
     spy = Spy()
     with quiet(), make(tmp_path, cbs=spy).distrib_ctx(seed=3) as learn: learn.fit(2)
@@ -129,8 +124,6 @@ def test_outside_a_context_the_order_is_torchs(tmp_path):
     with quiet(): learn.fit(1)
     torch.manual_seed(9)
     assert spy.samples==[[v for b in learn.dls.train for v in b[0][:,0].tolist()]]
-
-# --- a launcher's environment, outside a context ----------------------------------------------------------------------------
 
 def rank_outside(folder):
     "Two real ranks outside a context: each trains by itself, rank 0 alone prints and writes"
@@ -152,21 +145,17 @@ def test_two_ranks_outside_a_context(tmp_path):
     for r,(out,preds,file,is_open,loaded) in enumerate(run_ranks(rank_outside, 2, tmp_path, timeout_s=60)):
         assert preds==want and bool(out)==file==(r==0) and not is_open and loaded
 
-# --- names ------------------------------------------------------------------------------------------------------------------
-
 def test_names_that_stay():
     import learnerdist.distributed as d
-    for k in ('ParallelTrainer','DistributedTrainer','DistributedDL','setup_distrib','teardown_distrib','rank0_first','rank_distrib',
-              'num_distrib', 'distrib_barrier'): assert k in d.__all__ and hasattr(everything, k)
-    for k in ('to_parallel','detach_parallel','parallel_ctx','to_distributed','detach_distributed','distrib_ctx','fit','fit_one_cycle',
-              'validate',
-              'get_preds','predict','save','load','add_cb','add_cbs','remove_cb','remove_cbs','added_cbs','no_bar','no_logging'):
-        assert hasattr(Learner, k)
+    names = '''ParallelTrainer DistributedTrainer DistributedDL setup_distrib teardown_distrib rank0_first rank_distrib
+        num_distrib distrib_barrier'''
+    methods = '''to_parallel detach_parallel parallel_ctx to_distributed detach_distributed distrib_ctx fit fit_one_cycle validate get_preds
+        predict save load add_cb add_cbs remove_cb remove_cbs added_cbs no_bar no_logging'''
+    assert {*names.split()}<={*d.__all__} and all(hasattr(everything, k) for k in names.split())
+    assert all(hasattr(Learner, k) for k in methods.split())
     dl = DistributedDL(list(range(10)), 1, 2, bs=5)
     dl.set_epoch(0)
     assert [o.tolist() for o in dl]==[[1, 3, 5, 7, 9]] and os.environ.get('WORLD_SIZE') is None
-
-# --- what one process does, the context and several ranks do too -----------------------------------------------------------------
 
 def learner_of(cbs=None, metrics=None, loss_func=F.cross_entropy):
     torch.manual_seed(0)

@@ -6,8 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from torchmetrics.classification import MulticlassAccuracy
-from learnerdist.all import (Callback, DataLoaders, Learner, Metric, TfmdDL, accuracy, error_rate, group_rank, group_size, process_group,
-                             skm_metric)
+from learnerdist.all import *
 from learnerdist.distributed.vote_links import Links, Place
 from learnerdist.testing import run_ranks
 
@@ -58,8 +57,6 @@ def make(n_steps=3, n_valid=2, metrics=known, train=None, norm=False, **kw):
 
 def less(a, b): return dict(a-b)
 
-# --- a fit ------------------------------------------------------------------------------------------------------------------
-
 def fit_calls(n_epoch=1, **kw):
     learn = make(**kw)
     with learn.distrib_ctx(seed=1), learn.no_logging(), Counted() as calls: learn.fit(n_epoch)
@@ -94,8 +91,6 @@ def test_a_fit(W, env):
         assert got['rows']==(dict(vote=1, all_gather_object=2) if written else dict(all_gather_object=4, all_gather=2))
         # All metrics of unknown kinds together get the ranks' batches, a round of ranks at a time
         assert got['replay']=={'all_gather_object': 3}
-
-# --- everything else --------------------------------------------------------------------------------------------------------
 
 def calls_of(func, *args, **kw):
     with Counted() as calls: func(*args, **kw)
@@ -133,8 +128,6 @@ def test_everything_else(tmp_path):
         assert got['predict']=={'vote': 2+2} # each rank reads the same item
         # Where ranks answer, and whether they do; rank 0's seed; two parameters; structure, optimizer state, path and data
         assert got['context']=={'broadcast_object_list': 1, 'broadcast': 2, 'all_gather_object': 2+4}
-
-# --- one rank asks for more -------------------------------------------------------------------------------------------------
 
 class Looks(Callback):
     "Rank 0 alone looks at batches, lengths and rates, at every event"

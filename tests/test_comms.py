@@ -1,11 +1,11 @@
 "Collectives against values by hand; `rank0_first` in order, and after failures"
-import os,socket,threading,time
+import os,threading,time
 from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from learnerdist.all import (DataLoaders, Learner, TfmdDL, all_mean, all_sum, broadcast_object, distrib_barrier, gather_objects,
-                             group_rank, group_size, process_group, rank0_first, rank_distrib, setup_distrib, teardown_distrib)
+from helpers import free_port
+from learnerdist.all import *
 from learnerdist.core.collectives import gather_rows
 from learnerdist.core.env import launch_store,wait_key
 from learnerdist.testing import run_ranks
@@ -130,11 +130,6 @@ def test_rank_0_dies_over_tcp():
     port = free_port()
     res = run_ranks(rank_dies, 2, env=dict(LEARNERDIST_INIT_METHOD='env://', MASTER_ADDR='127.0.0.1', MASTER_PORT=port), errors='return')
     assert res[0].kind=='ProcessDied' and res[1]==('RankError', 0)
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        return s.getsockname()[1]
 
 def rank_longer_than_timeout(folder):
     "Rank 0's call may outlast the timeout of collectives"

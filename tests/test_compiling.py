@@ -1,13 +1,12 @@
 "`learn.compile`: the weights and numbers of the plain model on 1, 2 and 3 ranks, two graphs a fit, no break, plain keys, no trace"
-import copy
+import copy, functools, tempfile
+from pathlib import Path
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch._dynamo.utils import counters
 from learnerdist.all import *
 from learnerdist.testing import run_ranks
-
-threads = dict(TORCHINDUCTOR_COMPILE_THREADS='1')
 
 class Block(nn.Module):
     def __init__(self, n):
@@ -53,22 +52,39 @@ def run(compiled, model=blocks, n_epoch=2, ctx=(), **kw):
                 losses=learn.recorder.losses, val=val, preds=preds, graphs=graphs, n_eager=cb and cb.n_eager,
                 n_regions=cb and len(cb.regions), breaks=[*counters['graph_break']][before:], left=traces(learn.model))
 
-def rank_runs(cases):
-    with process_group(): return [run(None if c is None else c, **kw) for c,kw in cases]
-
 def close(a, b, tol=1e-5):
     for x,y in zip(a['state'], b['state'], strict=True): torch.testing.assert_close(x, y, atol=tol, rtol=tol)
     torch.testing.assert_close(torch.tensor(a['losses']), torch.tensor(b['losses']), atol=tol, rtol=tol)
     torch.testing.assert_close(a['preds'], b['preds'], atol=tol, rtol=tol)
     assert a['val']==pytest.approx(b['val'], abs=tol) and a['keys']==b['keys']
 
-aot = [pytest.param(W, 'aot_eager', marks=pytest.mark.slow if W==2 else pytest.mark.long) for W in (1, 2, 3)]
-
-@pytest.mark.parametrize('W,backend', [pytest.param(2, 'eager', marks=pytest.mark.long), *aot])
-def test_the_plain_run(W, backend):
+def plain_runs(W, backend):
     kw = dict(backend=backend)
     cases = [(None,{}), (False,kw), (Block,kw), (None,dict(model=branches)), (False,dict(kw, model=branches, fullgraph=W==1))]
-    for r,(plain,whole,parts,bn,synced) in enumerate(run_ranks(rank_runs, W, cases, timeout_s=200)):
+    with process_group(): return dict(plain=[run(c, **kw) for c,kw in cases])
+
+def rank_answers(path):
+    "All that is asked of two ranks"
+    res = plain_runs(2, 'aot_eager')
+    for f in (of_files,of_sharded,of_fastai):
+        torch._dynamo.reset()
+        with process_group(): res[f.__name__] = f(Path(path))
+    return res
+
+@functools.cache
+def on_two():
+    with tempfile.TemporaryDirectory() as d: return run_ranks(rank_answers, 2, d, timeout_s=300)
+
+# With inductor a C++ compiler is at work
+others = [pytest.param(W, o, marks=pytest.mark.long) for W,o in [(2,'eager'), *((W, o) for W in (1,2,3) for o in ('aot_eager','inductor'))]
+          if (W,o)!=(2,'aot_eager')]
+
+@pytest.mark.slow
+@pytest.mark.parametrize('W,backend', [(2,'aot_eager'), *others])
+def test_the_plain_run(W, backend):
+    env = dict(TORCHINDUCTOR_COMPILE_THREADS='1')
+    ranks = on_two() if (W,backend)==(2,'aot_eager') else run_ranks(plain_runs, W, W, backend, timeout_s=500, env=env)
+    for r,(plain,whole,parts,bn,synced) in enumerate(o['plain'] for o in ranks):
         for a,b in ((plain,whole), (plain,parts), (bn,synced)): # the last batch is whole on rank 0, and not on the last rank
             close(a, b)
             assert (b['n_eager']>0)==(r==W-1) and b['left']==[], b
@@ -96,29 +112,28 @@ def fit_files(path, compiled):
     keys = [[*torch.load(f, weights_only=True)['model']] for f in files]
     return [p.detach().clone() for p in learn.model.parameters()],keys,traces(copies[0])
 
-def rank_files(path):
-    with process_group(): return fit_files(path, False),fit_files(path, True)
+def of_files(path): return fit_files(path, False),fit_files(path, True)
 
-def test_cancels_accumulation_and_files(tmp_path):
-    for (want,keys,_),(got,keys2,left) in run_ranks(rank_files, 2, tmp_path):
+@pytest.mark.slow
+def test_cancels_accumulation_and_files():
+    for (want,keys,_),(got,keys2,left) in (o['of_files'] for o in on_two()):
         for a,b in zip(want, got, strict=True): torch.testing.assert_close(a, b, atol=2e-3, rtol=2e-3) # bfloat16
         assert keys==keys2==[[*blocks().state_dict()]]*2 and left==[]
 
-def rank_sharded():
-    with process_group():
-        sharded = dict(shard=[Block])
-        return run(None),run(None, ctx=sharded),run('by default', ctx=sharded, backend='aot_eager')
+def of_sharded(path):
+    sharded = dict(shard=[Block])
+    return run(None),run(None, ctx=sharded),run('by default', ctx=sharded, backend='aot_eager')
 
 @pytest.mark.slow
 def test_sharded():
-    ranks = run_ranks(rank_sharded, 2, timeout_s=200)
+    ranks = [o['of_sharded'] for o in on_two()]
     for want,plain,got in ranks:
         close(want, plain)
         close(want, got)
         assert got['graphs']<=3 and got['n_regions']==3
     assert sum(got['n_eager'] for *_,got in ranks) # the last batch of one rank is smaller
 
-def test_what_is_compiled():
+def test_what_is_compiled_and_what_is_left_of_it():
     learn = make().compile(regional=True, backend='eager')
     with learn.no_logging(): learn.fit(1)
     assert learn.compiled.regions==list(learn.model[1:4])
@@ -132,22 +147,11 @@ def test_what_is_compiled():
     with pytest.raises(ValueError, match='computes its loss'), learn.no_logging(): learn.fit(1)
     learn = make(lambda: torch.compile(blocks(), backend='eager')).compile()
     with pytest.raises(ValueError, match='the result of torch.compile'), learn.no_logging(): learn.fit(1)
-
-def test_an_error_in_a_batch_leaves_the_plain_model():
     class Fails(Callback):
         def after_pred(self): raise ZeroDivisionError
     learn = make(cbs=Fails).compile(backend='eager')
     with pytest.raises(ZeroDivisionError), learn.no_logging(): learn.fit(1)
-    assert traces(learn.model)==[]
-
-@pytest.mark.long # inductor: a C++ compiler at work
-@pytest.mark.parametrize('W', [1, 2, 3])
-def test_inductor(W):
-    cases = [(None,{}), (False,{}), (Block,{}), (None,dict(model=branches)), (False,dict(model=branches))]
-    for plain,whole,parts,bn,synced in run_ranks(rank_runs, W, cases, timeout_s=500, env=threads):
-        for a,b in ((plain,whole), (plain,parts), (bn,synced)):
-            close(a, b)
-            assert b is synced or b['graphs']==2 and b['breaks']==[]
+    assert traces(learn.model)==[] # an error in a batch leaves the plain model
 
 def fastai_fit(compiled):
     "Weights, predictions and graphs of a fastai learner"
@@ -169,12 +173,10 @@ def fastai_fit(compiled):
         preds = learn.get_preds(reorder=False)[0]
     return [p.detach().clone() for p in learn.model.parameters()],preds,graphs,traces(learn.model)
 
-def rank_fastai():
-    with process_group(): return fastai_fit(False),fastai_fit(True)
+def of_fastai(path): return fastai_fit(False),fastai_fit(True)
 
 @pytest.mark.slow
-@pytest.mark.parametrize('W', [pytest.param(1, marks=pytest.mark.long), 2])
-def test_fastais_learner(W):
-    for (want,p,_,_),(got,q,graphs,left) in run_ranks(rank_fastai, W, timeout_s=200):
+def test_fastais_learner():
+    for (want,p,_,_),(got,q,graphs,left) in (o['of_fastai'] for o in on_two()):
         for a,b in zip([*want, p], [*got, q], strict=True): torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
         assert graphs==2 and left==[]

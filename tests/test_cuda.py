@@ -3,8 +3,7 @@ import functools
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, accuracy, all_sum, broadcast_object, default_device, gather_objects,
-                             group_rank, group_size, process_group, rank0_first, setup_distrib, teardown_distrib)
+from learnerdist.all import *
 from learnerdist.core.collectives import gather_rows
 from learnerdist.testing import run_ranks
 
@@ -75,19 +74,14 @@ def test_nccl_in_a_group_of_one_that_the_user_opened():
     for a,b in zip(got, alone()): close(a, b)
     assert all(o['seen']==['cuda:0'] for o in got)
 
-def test_two_ranks_share_one_gpu_over_gloo():
-    env = dict(CUDA_VISIBLE_DEVICES=0)
-    for got,backend,_ in run_ranks(rank_run, 2, kws, env=env):
-        assert backend=='gloo'
-        for a,b in zip(got, alone()): close(a, b)
-        assert all(o['seen']==['cuda:0'] for o in got) and got[1]['kinds'][1]=='BatchNorm1d'
+two_gpus = pytest.param('nccl', {}, marks=pytest.mark.skipif(torch.cuda.device_count()<2, reason='needs two GPUs'))
 
-@pytest.mark.skipif(torch.cuda.device_count()<2, reason='needs two GPUs')
-def test_nccl_on_two_gpus():
-    for r,(got,backend,_) in enumerate(run_ranks(rank_run, 2, kws)):
-        assert 'nccl' in backend
+@pytest.mark.parametrize('backend,env', [('gloo', dict(CUDA_VISIBLE_DEVICES=0)), two_gpus])
+def test_two_ranks_on_one_gpu_and_on_two(backend, env):
+    for r,(got,used,_) in enumerate(run_ranks(rank_run, 2, kws, env=env)):
+        assert backend in used and got[1]['kinds'][1]=='BatchNorm1d'
         for a,b in zip(got, alone()): close(a, b)
-        assert all(o['seen']==[f'cuda:{r}'] for o in got)
+        assert all(o['seen']==[f'cuda:{0 if env else r}'] for o in got)
 
 def test_sync_bn_is_torchs_on_the_gpu():
     for got,*_ in run_ranks(rank_run, 2, [dict(bn=True), dict(bn=True, ctx=dict(sync_bn=False))], env=dict(CUDA_VISIBLE_DEVICES=0)):

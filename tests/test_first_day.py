@@ -1,13 +1,13 @@
 "What a fastai user does on the first day, with our Learner: exact on 2 and 3 ranks against one process"
-import functools
+import functools,tempfile
+from pathlib import Path
 import pytest,torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
 from helpers import weights
-from learnerdist.all import (Callback,DataLoaders,EarlyStoppingCallback,Learner,SaveModelCallback,accuracy,error_rate,load_learner,
-                             num_distrib)
+from learnerdist.all import *
 from learnerdist.learner.finder import valley
 from learnerdist.testing import run_ranks
 
@@ -36,28 +36,29 @@ class Keeps(Callback):
     def __init__(self): self.seen = []
     def after_batch(self): self.seen.append(float(self.learn.loss))
 
-def all_of_them(): return {f.__name__: f() for f in (find,tuned,own_loss,predicted)}
+def all_of_them(folder, names):
+    on_two = dict(everyday=everyday, tuned=tuned, find=find, own_loss=own_loss, predicted=predicted, exported=exported)
+    return {k: on_two[k](*[folder/k]*(k in ('everyday','exported'))) for k in names}
 
 @functools.cache
-def on_ranks(W): return run_ranks(all_of_them, W, timeout_s=200)
+def on_ranks(W):
+    names = ['everyday','tuned','find','own_loss','predicted','exported'][:6 if W==2 else 2]
+    with tempfile.TemporaryDirectory() as d: return run_ranks(all_of_them, W, Path(d), names, timeout_s=200)
 
-def alike(func):
-    "What `func` returns in one process, after comparison with each rank of 2 and of 3"
-    one = func()
-    for res in (o[func.__name__] for W in (2,3) for o in on_ranks(W)):
-        assert res.keys()==one.keys()
-        for k,v in one.items(): same(res[k], v, k)
+def alike(func, *args):
+    "What `func` returns in one process, after comparison with each rank of 2, and some with each of 3"
+    one = func(*args)
+    for o in (*on_ranks(2),*on_ranks(3)): same(o.get(func.__name__, one), one, func.__name__)
     return one
 
 def same(a, b, at):
-    if isinstance(b, torch.Tensor) and b.is_floating_point():
+    if isinstance(b, dict): assert a.keys()==b.keys() and all(same(a[k], b[k], k) is None for k in b), at
+    elif isinstance(b, torch.Tensor) and b.is_floating_point():
         assert a.shape==b.shape and torch.allclose(a, b, rtol=0, atol=1e-9, equal_nan=True), at
     elif isinstance(b, torch.Tensor): assert torch.equal(a, b), at
     elif isinstance(b, (list,tuple)): assert len(a)==len(b) and all(same(*o, at) is None for o in zip(a, b)), at
     elif isinstance(b, float): assert a==pytest.approx(b, rel=1e-9, abs=1e-9, nan_ok=True), at
     else: assert a==b, at
-
-# --- the everyday, in one process and on ranks ------------------------------------------------------------------------------------
 
 def everyday(folder):
     learn,res = learner(path=folder, metrics=[accuracy,error_rate]),{}
@@ -72,10 +73,7 @@ def everyday(folder):
         return res | dict(preds=preds, targs=targs, one=learn.predict(images(1, 2)[0][0]), loaded=weights(learn), final=learn.final_record)
 
 def test_everyday(tmp_path):
-    one = everyday(tmp_path/'1')
-    for W in (2,3):
-        for res in run_ranks(everyday, W, tmp_path/str(W)):
-            for k,v in one.items(): same(res[k], v, k)
+    one = alike(everyday, tmp_path)
     assert torch.equal(one['weights'], one['loaded'])
 
 # --- lr_find ----------------------------------------------------------------------------------------------------------------
@@ -123,8 +121,6 @@ def test_lr_find_of_nothing():
     with pytest.raises(ValueError, match='too few of them had a finite loss'): learn.lr_find(start_lr=1e30, end_lr=1e35)
     assert not weights(learn).isnan().any()
 
-# --- transfer learning ------------------------------------------------------------------------------------------------------
-
 def tuned():
     learn,res = learner(),{}
     with learn.distrib_ctx(seed=3):
@@ -143,8 +139,6 @@ def test_fine_tune():
     body = slice(0, 16*8+8)
     assert torch.equal(one['fine_tune'][body], one['freeze'][body]) and not torch.equal(one['flat_cos'][body], one['freeze'][body])
     assert not torch.equal(one['fine_tune'][136:152], one['freeze'][136:152]) # BatchNorm in the frozen group trains, as in fastai
-
-# --- dict batches, and models that compute their loss -------------------------------------------------------------------------
 
 class Takes(nn.Module):
     "Takes its inputs by name, as models of transformers do"
@@ -216,9 +210,8 @@ def exported(folder):
         return learn.predict(images(1, 2)[0][0]),again.predict(images(1, 2)[0][0]),again.get_preds(dl=test)[0]
 
 def test_export(tmp_path):
-    one = exported(tmp_path)
+    one = alike(exported, tmp_path)
     assert torch.equal(one[0], one[1]) and torch.allclose(one[2][0], one[0])
-    for res in run_ranks(exported, 2, tmp_path): same(res, one, 'export')
     class Code:
         def __reduce__(self): return print,('code ran',)
     torch.save(dict(learnerdist_export=1, model=Code()), tmp_path/'bad.pth')

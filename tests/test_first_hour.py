@@ -128,6 +128,7 @@ if __name__=='__main__':
     run(main, nproc=2)
 """
 
+@pytest.mark.slow
 def test_main_under_the_guard(tmp_path):
     file = tmp_path/'guard.py'
     file.write_text(script)
@@ -146,7 +147,8 @@ for f in (Learner.fit,Learner.to_distributed,Learner.distrib_ctx):
     options = [k for k,p in signature(f).parameters.items() if k!='self' and p.kind!=p.VAR_KEYWORD]
     print('said', all(f'\\n{{k}}: ' in f.__doc__ for k in options))"""
 
-@pytest.mark.parametrize('public,prompt', [pytest.param('learnerdist.all', False, marks=pytest.mark.long), ('learnerdist.fastai', True)])
+@pytest.mark.parametrize('public,prompt', [pytest.param('learnerdist.all', False, marks=pytest.mark.long),
+                                           pytest.param('learnerdist.fastai', True, marks=pytest.mark.slow)])
 def test_help_says_what_parameters_mean(public, prompt):
     "Each option of ours and of DDP's; at a prompt only: scripts do not wait for it"
     code = helped.format(public=public, prompt=prompt)

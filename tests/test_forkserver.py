@@ -2,23 +2,11 @@
 import json,os,re,select,signal,socket,subprocess,sys,time
 from pathlib import Path
 import pytest
+from helpers import environment,launch,launcher,root,write
 from learnerdist.launch import agent,forkserver
 from learnerdist.launch.forkserver import ForkServer,first_imports,known
 
-root = Path(__file__).parent.parent
-launcher = sys.executable,'-m','learnerdist.launch'
-
 pytestmark = pytest.mark.skipif(not hasattr(os, 'memfd_create'), reason='ranks are forks on Linux only')
-
-def write(folder, name='train.py', text=''):
-    (folder/name).parent.mkdir(parents=True, exist_ok=True)
-    (folder/name).write_text(text)
-    return folder/name
-
-def launch(*args, cwd=None, **env):
-    drop = 'PYTHONHASHSEED','OMP_NUM_THREADS','RANK','WORLD_SIZE','LOCAL_RANK','MASTER_PORT'
-    env = {k: v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=str(root)) | env
-    return subprocess.run([*launcher, *map(str, args)], env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 # --- what may be imported in advance ------------------------------------------------------------------------------------------
 
@@ -27,7 +15,7 @@ def first(tmp_path, monkeypatch):
     "The modules of files that a script imports first, by name"
     monkeypatch.setattr(forkserver, 'known', known | {'lib'})
     def _first(files, *argv):
-        for k,v in files.items(): write(tmp_path, k, v)
+        for k,v in files.items(): write(tmp_path, v, k)
         argv = argv or (str(tmp_path/'train.py'),)
         return [(k,*v) for k,v in first_imports(argv, [str(tmp_path),str(tmp_path/'site-packages'),*sys.path])[0]]
     return _first
@@ -55,11 +43,10 @@ def test_tools_that_may_not_follow_a_fork_find_none(foreign):
     server.prepare(['train.py'], {foreign: 'x'})
     assert server.proc is None
 
-# --- ranks --------------------------------------------------------------------------------------------------------------------
-
 about = '''import torch
 import atexit,gc,json,logging,multiprocessing,os,pathlib,random,re,signal,sys,threading
 import numpy
+import reads
 class Data(torch.utils.data.Dataset):
     def __len__(self): return 3
     def __getitem__(self, i): return i
@@ -83,7 +70,8 @@ if __name__=='__main__':
         process=[str(multiprocessing.parent_process()),multiprocessing.current_process().name,multiprocessing.active_children()],
         draws=[random.random(),numpy.random.rand(),torch.rand(()).item()],
         streams=[(o.name,o.line_buffering,o.isatty()) for o in (sys.stdin,sys.stdout,sys.stderr)],
-        started=[o for o in getattr(sys, 'orig_argv', []) if not o.isdigit()], read=[*map(read, workers)])
+        started=[o for o in getattr(sys, 'orig_argv', []) if not o.isdigit()], read=[*map(read, workers)],
+        reads=[reads.rank==os.environ['RANK'],reads.pid==os.getpid()])
     forked = '--serve' in open('/proc/self/cmdline').read().split('\\0')
     key = multiprocessing.current_process().authkey.hex()
     pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(json.dumps([forked,key,res]))
@@ -94,37 +82,23 @@ def told(folder): return [json.loads((folder/str(r)).read_text()) for r in range
 @pytest.mark.slow
 @pytest.mark.parametrize('how', ['script',pytest.param('module', marks=pytest.mark.long)])
 def test_a_fork_is_what_python_starts(how, tmp_path):
-    "What a rank can see of itself is the same with and without the server, but for its ids"
-    target = [write(tmp_path, text=about)] if how=='script' else ['-m',write(tmp_path, 'pack/train.py', about) and 'pack.train']
-    options = ['--nproc','2'] if how=='script' else ['--nproc','2','--redirects','3']
-    seen = {}
+    """What a rank can see of itself is the same with and without the server, but for its ids. Each rank imports packages
+    that are not known for itself: this one reads the rank when it is imported"""
+    write(tmp_path/'my-packages', 'import os\nrank,pid = os.environ.get("LOCAL_RANK"),os.getpid()', 'reads.py')
+    target = [write(tmp_path, about)] if how=='script' else ['-m',write(tmp_path, about, 'pack/train.py') and 'pack.train']
+    options,seen = ['--nproc','2'] if how=='script' else ['--nproc','2','--redirects','3'],{}
+    env = dict(OWN='1', LEARNERDIST_SEED='7', PYTHONPATH=f"{root}:{tmp_path/'my-packages'}")
     for o in ([],['--no-fork-server']):
         (tmp_path/'out').mkdir(exist_ok=True)
-        args = [*o,*target,'out',*(['workers'] if how=='script' else [])]
-        res = launch(*options, *args, cwd=tmp_path, OWN='1', LEARNERDIST_SEED='7')
+        args = [*o,*target,'out',*['workers']*(how=='script')]
+        res = launch(*options, *args, cwd=tmp_path, env=env)
         assert res.returncode==0, res.stderr
         if how=='script': assert sorted(res.stdout.splitlines())==['[r1] exit hook of 1','exit hook of 0']
         seen[bool(o)] = told(tmp_path/'out')
     assert [o[0] for o in seen[False]]==[True]*2 and [o[0] for o in seen[True]]==[False]*2
     assert len({o[1] for o in seen[False]})==2 # not one key for all ranks
     for (_,_,a),(_,_,b) in zip(seen[False], seen[True]): assert {k: (v,b[k]) for k,v in a.items() if v!=b[k]}=={}
-    assert seen[False][1][2]['read']==([2,2,2] if how=='script' else [])
-
-uses = '''import torch
-import reads
-import csv,os
-from learnerdist.launch import forkserver
-print(os.environ['RANK'], reads.rank==os.environ['RANK'], reads.pid==os.getpid())
-'''
-
-@pytest.mark.slow
-def test_other_packages_are_imported_by_the_ranks(tmp_path):
-    "This one reads the rank when it is imported"
-    write(tmp_path/'my-packages', 'reads.py', 'import os\nprint("imported")\nrank,pid = os.environ.get("LOCAL_RANK"),os.getpid()')
-    path = f"{root}:{tmp_path/'my-packages'}"
-    res = launch('--nproc', 2, write(tmp_path, text=uses), PYTHONPATH=path)
-    expected = ['imported','0 True True','[r1] imported','[r1] 1 True True']
-    assert (res.returncode,sorted(res.stdout.splitlines()))==(0,sorted(expected)), res.stderr
+    assert seen[False][1][2]['read']==([2,2,2] if how=='script' else []) and all(o[2]['reads']==[True,True] for o in seen[False])
 
 @pytest.mark.long # it changes with their versions
 @pytest.mark.parametrize('name', sorted(o for o in known if o not in sys.stdlib_module_names))
@@ -155,24 +129,30 @@ else: raise AssertionError('a child')'''
 # --- ends ---------------------------------------------------------------------------------------------------------------------
 
 ends = '''import torch
-import os,signal,sys,threading
-if os.environ['TORCHELASTIC_RESTART_COUNT']=='0':
-    with open(sys.argv[1], 'w') as f: f.write(f'{os.getpid()} {os.getppid()}\\n')
-    threading.Event().wait()
-print(*[o for o in open('/proc/self/cmdline').read().split('\\0') if o in ('--serve','--worker')])
+import os,sys,threading
+how, = [o for o in open('/proc/self/cmdline').read().split('\\0') if o in ('--serve','--worker')]
+with open(sys.argv[1], 'w') as f: f.write(f'{os.getpid()} {os.getppid()} {how}\\n')
+threading.Event().wait()
 '''
 
-def start(tmp_path, *options):
-    "A launcher whose ranks wait; (rank, its parent) of each"
-    fifo = tmp_path/'fifo'
-    os.mkfifo(fifo)
-    fd,said = os.open(fifo, os.O_RDWR),b''
-    env = os.environ | dict(PYTHONPATH=str(root), MARK=str(tmp_path))
-    proc = subprocess.Popen([*launcher,'--nproc','2',*options,write(tmp_path, text=ends),fifo], env=env, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True)
-    while said.count(b'\n')<2 and select.select([fd], [], [], 60)[0]: said += os.read(fd, 99)
-    os.close(fd)
-    return proc,[tuple(map(int, o.split())) for o in said.splitlines()]
+class Waiting:
+    "A launcher whose ranks wait"
+    def __init__(self, folder, *options):
+        self.folder,self.fifo = folder,folder/'fifo'
+        os.mkfifo(self.fifo)
+        self.fd = os.open(self.fifo, os.O_RDWR)
+        command = *launcher,'--nproc','2',*options,write(folder, ends),self.fifo
+        self.proc = subprocess.Popen(command, env=environment(MARK=str(folder)), stderr=subprocess.PIPE, text=True)
+    def ranks(self):
+        "(its process id, its parent's, how it started) of each, when both have begun"
+        said = b''
+        while said.count(b'\n')<2 and select.select([self.fd], [], [], 120)[0]: said += os.read(self.fd, 99)
+        return [(int(a),int(b),how) for a,b,how in map(str.split, said.decode().splitlines())]
+    def end(self):
+        "Its exit status, which processes are left of it, and what it has said"
+        err = self.proc.communicate(timeout=120)[1]
+        os.close(self.fd)
+        return self.proc.returncode,left(self.folder),err
 
 def left(tmp_path, timeout_s=20):
     "Processes of this run, after waiting for those that end"
@@ -191,22 +171,24 @@ def test_a_launcher_that_hangs_up_on_other_machines_keeps_its_server():
         assert b.recv(1)==b'.'
 
 @pytest.mark.slow
-@pytest.mark.parametrize('who,status', [('launcher',-9), ('server',137), ('rank',137)])
-def test_no_process_outlives_another(who, status, tmp_path):
-    proc,ranks = start(tmp_path)
-    (rank,server),(_,other) = ranks
-    assert server==other!=proc.pid
-    os.kill(dict(launcher=proc.pid, server=server, rank=rank)[who], signal.SIGKILL)
-    assert proc.wait(60)==status and left(tmp_path)==[]
+def test_no_rank_outlives_its_launcher(tmp_path):
+    run = Waiting(tmp_path)
+    (_,server,_),(_,other,_) = run.ranks()
+    assert server==other!=run.proc.pid
+    run.proc.kill()
+    assert run.end()[:2]==(-9,[])
 
 @pytest.mark.slow
-def test_restarts_come_from_the_server_as_long_as_it_lives(tmp_path):
-    for kill,found in (0,'--serve'),(1,'--worker'):
-        path = tmp_path/str(kill)
-        path.mkdir()
-        proc,ranks = start(path, '--max-restarts', '1')
-        for o in ('TERM','INT','HUP','USR1'): os.kill(ranks[0][1], getattr(signal, f'SIG{o}')) # as a batch system sends them to all
-        os.kill(ranks[0][kill], signal.SIGKILL)
-        out,err = proc.communicate(timeout=60)
-        assert (proc.returncode,sorted(out.split()))==(0,[found,found,'[r1]']), err
-        assert re.search('rank [01] failed first: ended by SIGKILL.*\n(.*failed too.*\n)?.*restart 1 of 1', err) and left(path)==[]
+@pytest.mark.parametrize('killed,how', [(0,'--serve'),(1,'--worker')])
+def test_restarts_come_from_the_server_as_long_as_it_lives(killed, how, tmp_path):
+    "A rank is killed, or the server; then a rank of those that were started again, and nothing is left"
+    run = Waiting(tmp_path, '--max-restarts', '1')
+    first = run.ranks()
+    for o in ('TERM','INT','HUP','USR1'): os.kill(first[0][1], getattr(signal, f'SIG{o}')) # as a batch system sends them to all
+    os.kill(first[0][killed], signal.SIGKILL)
+    second = run.ranks()
+    assert [o[2] for o in first+second]==['--serve']*2+[how]*2
+    os.kill(second[0][0], signal.SIGKILL)
+    status,others,err = run.end()
+    assert (status,others)==(137,[]), err
+    assert re.search('rank [01] failed first: ended by SIGKILL.*\n(.*failed too.*\n)?.*restart 1 of 1', err), err

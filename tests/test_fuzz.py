@@ -2,7 +2,7 @@
 import io,json,os,pickle,random,shutil,tarfile
 import pytest, torch
 from torch import nn
-from learnerdist.all import DataLoaders, Learner, TfmdDL
+import test_files
 from learnerdist.checkpoint import snapshot
 from learnerdist.distributed.comparison import digest
 
@@ -102,11 +102,7 @@ def test_checkpoints(kind, two, tmp_path):
         assert not ran.exists(), i
     if kind is damage: assert n_found==n # the one before is good
 
-def learner(path):
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
-    items = [(torch.ones(6),torch.ones(1))]*4
-    return Learner(DataLoaders(TfmdDL(items, 4)), model, nn.MSELoss(), torch.optim.Adam, path=path)
+def learner(path): return test_files.make(path, opt=torch.optim.Adam)
 
 @pytest.mark.parametrize('name', ['a','a.safetensors'])
 def test_files_of_save(name, tmp_path):

@@ -1,7 +1,7 @@
 "`get_preds(gather=…)`: shared memory, rank 0 alone, and files that all ranks write, of both Learners; exact for any shares"
 import errno,functools,os,resource,signal,warnings
 from pathlib import Path
-import pytest, torch, torch.distributed as dist
+import numpy as np, pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 from learnerdist.all import Callback, CancelBatchException, DataLoaders, Learner, TfmdDL, group_rank, process_group
@@ -10,7 +10,7 @@ from learnerdist.data.rows import StoredRows,row_files
 from learnerdist.distributed import gather_rows
 from learnerdist.testing import run_ranks
 
-np = pytest.importorskip('numpy')
+pytest.importorskip('fastai')
 torch.set_num_threads(1)
 
 class Fn(nn.Module):
@@ -57,7 +57,8 @@ def rank_answers(kind, folder):
     "All that is asked of ranks"
     res = dict(gathers=on_rank(gathers, folder), travels=on_rank(travels))
     if kind!='together': return res
-    return dict(res, skips=on_rank(skips, folder/'skips'), differ=[rank_differs(o) for o in ('get_preds','validate')])
+    differ = [rank_differs(o) for o in ('get_preds','validate')]
+    return dict(res, skips=on_rank(skips, folder/'skips'), differ=differ, fastai=rank_fastai())
 
 def on_rank(f, *args):
     with process_group(), warnings.catch_warnings():
@@ -66,12 +67,12 @@ def on_rank(f, *args):
 
 @pytest.fixture(scope='module')
 def ranks(tmp_path_factory):
-    "Two ranks of one machine; two of two machines with a shared file system; three"
+    "Two ranks of one machine; three of three machines with a shared file system"
     @functools.cache
     def ranks(kind):
         path = tmp_path_factory.mktemp(kind)
         env = dict(LOCAL_WORLD_SIZE=1) if kind=='apart' else None
-        return run_ranks(rank_answers, 3 if kind=='three' else 2, kind, path, env=env, timeout_s=240),path
+        return run_ranks(rank_answers, 2 if kind=='together' else 3, kind, path, env=env, timeout_s=240),path
     return ranks
 
 def stored_kind(path):
@@ -84,7 +85,7 @@ def bumped(o, by):
     return [bumped(v, by) for v in o]
 def plus(o, by): return torch.tensor(o[1], dtype=getattr(torch, o[0][6:])).add(by).tolist()
 
-@pytest.mark.parametrize('kind', ['alone', 'together', 'apart', 'three'])
+@pytest.mark.parametrize('kind', ['alone', 'together', 'apart'])
 def test_everything_as_in_one_process(kind, ranks, tmp_path):
     want = {}
     for name,n in cases:
@@ -107,8 +108,6 @@ def expected_files(case):
     preds = [f'preds.{o}.npy' for o in ('wide','few.0','few.1','few.2')] if case[0]=='nested' else ['preds.npy']
     return {'inputs.npy','targets.npy',*preds}
 
-# --- how rows travel --------------------------------------------------------------------------------------------------------
-
 def travels(name='wide'):
     made,sent = [],[]
     real,send = StoredRows.__init__,gather_rows.gather_rows
@@ -125,8 +124,6 @@ def travels(name='wide'):
 def test_between_machines_rows_travel_and_on_one_they_do_not(kind, ranks):
     for same,made,sent,left in (o['travels'] for o in ranks(kind)[0]):
         assert same and made==([] if kind=='apart' else [True,True]) and (sent>0)==(kind=='apart') and not left # freed with the last tensor
-
-# --- what a callback sees ---------------------------------------------------------------------------------------------------
 
 class Skips(Callback):
     "A batch that rank 0 leaves out"
@@ -179,8 +176,6 @@ def test_a_full_disk_alone(tmp_path, monkeypatch):
     with pytest.raises(OSError, match='62,4.. bytes of rows'): make('wide', 13).get_preds(gather=tmp_path)
     assert not [*tmp_path.iterdir()]
 
-# --- files ------------------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float16, torch.bool, torch.uint8, torch.int16, torch.int64, torch.complex64])
 @pytest.mark.parametrize('shape', [(), (3,), (0,), (700, 2)])
 def test_numpy_reads_each_kind(dtype, shape, tmp_path):
@@ -190,8 +185,6 @@ def test_numpy_reads_each_kind(dtype, shape, tmp_path):
         got.write(torch.tensor([4,0,1]), rows[[4,0,1]])
         got.write(torch.tensor([2,3]), rows[2:4])
     assert torch.equal(got.read(), rows) and np.load(tmp_path/'a.npy').tolist()==rows.tolist()
-
-# --- fastai's Learner -------------------------------------------------------------------------------------------------------
 
 def fastai_learner(n, name='narrow'):
     from fastai.data.core import DataLoaders as FastaiLoaders
@@ -212,7 +205,6 @@ def shuffled(learn):
     return dl
 
 def rank_fastai():
-    pytest.importorskip('fastai')
     import learnerdist.fastai # noqa: F401
     res = {}
     with process_group():
@@ -237,14 +229,13 @@ def Sees_fastai():
         def after_loss(self): self.seen.append(self.loss.item())
     return Look()
 
-@pytest.mark.parametrize('W', [1, 3, pytest.param(2, marks=pytest.mark.long)])
-def test_fastais_learner(W):
-    pytest.importorskip('fastai')
+@pytest.mark.parametrize('kind', ['alone', 'together'])
+def test_fastais_learner(kind, ranks):
     import learnerdist.fastai # noqa: F401
     want = {n: leaves(fastai_learner(n, 'wide').get_preds(with_input=True, with_decoded=True)) for n in (13,1)}
     learn = fastai_learner(13, 'wide')
     order = leaves(learn.get_preds(dl=shuffled(learn)))
-    for r,(res,saw,mets) in enumerate([rank_fastai()] if W==1 else run_ranks(rank_fastai, W)):
+    for r,(res,saw,mets) in enumerate([rank_fastai()] if kind=='alone' else [o['fastai'] for o in ranks(kind)[0]]):
         for n in (13,1):
             whole,rank0,targs = res[n]
             assert same(whole, want[n]) and targs==[None,want[n][2]]
@@ -254,8 +245,6 @@ def test_fastais_learner(W):
 def same(a, b):
     "To the rounding of a softmax over other batches"
     return len(a)==len(b) and all(p[0]==q[0] and torch.allclose(torch.tensor(p[1]), torch.tensor(q[1]), 1e-5, 1e-6) for p,q in zip(a, b))
-
-# --- each batch once --------------------------------------------------------------------------------------------------------
 
 class Differs(torch.utils.data.IterableDataset):
     "Reads another number of samples on each rank, the same ones at first"

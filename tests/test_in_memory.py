@@ -1,17 +1,18 @@
 "States in the launcher's folder in memory: ranks are killed and started again, and the run is the one that nobody disturbed"
-import gc,json,os,signal,socket,subprocess,sys,time
+import torch # first, so that the launcher's ranks are forks, as those of a user's script
+import functools,gc,json,os,signal,subprocess,sys,time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-import pytest,torch
-from pytest import MonkeyPatch
-import test_checkpoint as checkpoint
 from learnerdist.core.files import memory_folder
 from learnerdist.checkpoint import snapshot
 from learnerdist.checkpoint.snapshot import States,prune,snapshots
+from learnerdist.distributed.comparison import digest
 from learnerdist.testing import run_ranks
 from learnerdist.all import Callback,Checkpoint,DataLoaders,GradientClip,Learner,rank_distrib
+import pytest
+import test_checkpoint as checkpoint
+from helpers import environment,free_port,launcher as launch,root
 
-root = Path(__file__).parent.parent
 slow = pytest.mark.slow
 
 def at(event, epoch=0, i=1, training=True, ranks=(1,)):
@@ -39,9 +40,8 @@ class Die(Callback):
         if self.training and rank_distrib()==0:
             with open(self.folder/'steps', 'a') as f: f.write(f'{self.attempt} {self.train_iter}\n')
 
-def sharded(folder, cbs, kw):
+def sharded(folder, cbs=(), **kw):
     "What should be equal, of a sharded model"
-    from learnerdist.distributed.comparison import digest
     learn = checkpoint.learner(folder, model=torch.nn.Sequential(torch.nn.Linear(6, 30), torch.nn.ReLU(), torch.nn.Linear(30, 3)))
     with learn.distrib_ctx(shard=True, seed=3): learn.fit(2, cbs=[Checkpoint('ckpt', **kw), *cbs], resume=True)
     model,opt,rec = digest(learn.model.state_dict()),digest(learn.opt.state_dict()),learn.recorder
@@ -65,18 +65,16 @@ def train(folder, plan, kind, kw):
     if 'machine' in kind: die.ranks = [0,1]*(kind=='machine 1')
     if plan.get('launcher') and kind=='machine 1': die.launcher = launcher()
     cbs = [die, *[checkpoint.At(2, checkpoint.kill)]*('SIGTERM' in kind)]
-    if kind=='sharded': res = sharded(folder, cbs, kw)
+    if kind=='sharded': res = sharded(folder, cbs, **kw)
     else: res = checkpoint.fit(folder, 'plain workers' if 'workers' in kind else 'plain', cbs, **kw)
     if rank_distrib()==0: (folder/'result.json').write_text(json.dumps(res))
 
-def run(folder, plan=(), kind='', nproc=2, options=(), module='learnerdist.launch', **kw):
+def run(folder, plan=(), kind='', nproc=2, options=(), **kw):
     "Exit status, the result of rank 0, and what was printed"
     folder.mkdir(parents=True, exist_ok=True)
-    launcher = ['-m', module, '--nproc-per-node', nproc, '--max-restarts', len(plan), *options]
-    drop = 'RANK','WORLD_SIZE','LOCAL_RANK','MASTER_PORT','LEARNERDIST_MEMORY'
-    env = {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=f'{root}:{root/"tests"}', LEARNERDIST_SEED='1')
+    env = environment(PYTHONPATH=f'{root}:{root/"tests"}', LEARNERDIST_SEED='1')
     plan = dict(enumerate(plan)) if isinstance(plan, (list,tuple)) else plan
-    cmd = [sys.executable, *launcher, __file__, folder, json.dumps(plan), kind, json.dumps(kw)]
+    cmd = [*launch, '--nproc', nproc, '--max-restarts', len(plan), *options, __file__, folder, json.dumps(plan), kind, json.dumps(kw)]
     res = subprocess.run([*map(str, cmd)], env=env, capture_output=True, text=True, timeout=200)
     file = folder/'result.json'
     return res.returncode,json.loads(file.read_text()) if file.exists() else None,res.stdout+res.stderr
@@ -90,16 +88,13 @@ def lost(folder):
 
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory):
-    "What rank 0 comes to without a death, by the number of ranks"
-    known = {}
-    def _undisturbed(nproc=2, kind=''):
-        if (nproc,kind) not in known: known[nproc,kind] = without_launcher(tmp_path_factory.mktemp('ref'), nproc, kind)
-        return known[nproc,kind]
+    "What rank 0 comes to without a death and without a launcher, by the number of ranks"
+    @functools.cache
+    def _undisturbed(nproc=2, kind=''): return without_launcher(checkpoint.fit, nproc, tmp_path_factory.mktemp('ref'), f'plain {kind}')
     return _undisturbed
 
-def without_launcher(folder, nproc, kind):
-    res = run_ranks(checkpoint.fit, nproc, folder, f'plain {kind}', every='epoch', env=dict(LEARNERDIST_SEED='1'))
-    return json.loads(json.dumps(res[0]))
+def without_launcher(func, nproc, *args, **kw):
+    return json.loads(json.dumps(run_ranks(func, nproc, *args, **dict(every='epoch') | kw, env=dict(LEARNERDIST_SEED='1'))[0]))
 
 def same(a, b): return a is not None and [k for k in a if a[k]!=b[k]]==[]
 
@@ -116,7 +111,7 @@ def test_alone(tmp_path):
         assert same(whole, alone(tmp_path/'a', every=3, in_memory=True))
         assert states.newest().info['place']['phase']=='done' and len(snapshots(states.folder))==1
         with pytest.warns(UserWarning, match='no state in memory has all its parts'): # as when another machine has none
-            with MonkeyPatch.context() as m:
+            with pytest.MonkeyPatch.context() as m:
                 m.setattr('learnerdist.checkpoint.snapshot.gather_objects', lambda o: [o,[]] if o else [o])
                 with pytest.raises(ZeroDivisionError): alone(tmp_path/'a', [checkpoint.At(1, checkpoint.fail)], every=3, in_memory=True)
         n = [len(os.listdir('/proc/self/fd'))]
@@ -157,8 +152,8 @@ everywhere = [at('after_pred', 0, 2), at('commit', 0, 2, ranks=[0]), at('after_t
               at('after_backward', 1, 1, ranks=[0]), at('after_step', 1, 2), at('after_epoch', 1)]
 
 @slow
-@pytest.mark.parametrize('nproc,n,points,kw', [pytest.param(2, 2, everywhere, dict(every=2, in_memory=True), marks=pytest.mark.long),
-                                               (3, 1, everywhere[1::2], dict(every='epoch', in_memory=1))])
+@pytest.mark.parametrize('nproc,n,points,kw', [(2, 1, everywhere[1::2], dict(every='epoch', in_memory=1)),
+    *(pytest.param(nproc, 2, everywhere, dict(every=2, in_memory=True), marks=pytest.mark.long) for nproc in (2,3))])
 def test_killed_everywhere(nproc, n, points, kw, tmp_path, undisturbed):
     code,res,text = run(tmp_path, points, nproc=nproc, **kw)
     assert code==0 and same(undisturbed(nproc), res), text
@@ -188,12 +183,11 @@ def test_twenty_restarts_leave_nothing_open(tmp_path):
 def test_a_signal_leaves_a_file(tmp_path, undisturbed):
     code,res,text = run(tmp_path, {}, 'SIGTERM', every=1, in_memory=True)
     assert code==75 and res is None and [o.name for o in (tmp_path/'ckpt').iterdir()]==['epoch_0000-step_00000002'], text
-    code,res,text = run(tmp_path, {}, every=1, in_memory=True)
-    assert code==0 and same(undisturbed(), res) and "after step 2, from "+str(tmp_path/'ckpt') in text, text
+    assert same(undisturbed(), without_launcher(checkpoint.fit, 2, tmp_path))
 
 @slow
 def test_sharded(tmp_path):
-    ref = run(tmp_path/'ref', (), 'sharded', every='epoch')[1]
+    ref = without_launcher(sharded, 2, tmp_path/'ref')
     code,res,text = run(tmp_path/'a', [at('commit', 0, 2, ranks=[0]), at('after_train', 1)], 'sharded', every=1, in_memory=True)
     assert code==0 and same(ref, res) and text.count('the state in memory')==2, text
 
@@ -216,11 +210,6 @@ def again(folder, plan, options):
     "Another machine comes in place of the lost one"
     while not (folder/'lost').exists(): time.sleep(.05)
     return run(folder, plan, 'machine 2', 1, options, every=3, in_memory=1)
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        return s.getsockname()[1]
 
 killed = """
 import os,sys,time
@@ -248,11 +237,5 @@ def test_a_killed_launcher_leaves_nothing_for_long(tmp_path):
     assert left.exists() and left.stat().st_mode&0o777==0o700 and len([*(tmp_path/'tmp').iterdir()])>=1
     last = launch()
     assert not left.exists() and not last.exists() and not [*(tmp_path/'tmp').iterdir()]
-
-@pytest.mark.long
-def test_another_launcher(tmp_path):
-    code,res,text = run(tmp_path, module='torch.distributed.run', every=4, in_memory=True)
-    assert code==0 and res and 'only ranks that learnerdist.launch has started' in text and 'States go to files only, every=4' in text, text
-    assert len([*(tmp_path/'ckpt').iterdir()])>=2
 
 if __name__=='__main__': train(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))

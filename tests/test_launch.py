@@ -1,19 +1,21 @@
 "The launcher as a command, in processes of its own; run() from scripts, from here, and from within a rank"
-import fcntl,json,os,pty,random,select,signal,socket,subprocess,sys,termios
+import fcntl,json,os,pty,select,signal,subprocess,sys,termios
 from pathlib import Path
 import machines,pytest
-from learnerdist.core.env import _absent
+from helpers import environment,free_port,launch,launcher,root,write
 from learnerdist.core.compat import torch_version
 from learnerdist.launch.cli import _choose_nproc,get_parser,guess
 from learnerdist.launch import main,run,watch
 from learnerdist.launch.watch import Rank,RanksError,explain,failures
 
-root = Path(__file__).parent.parent
-launcher = sys.executable,'-m','learnerdist.launch'
-
-# Says where and how it runs, if not asked to meet the others without importing torch
+# Says where and how it runs; if not asked to meet the others, without importing torch. Draws without a seed, and warns
 script = '''
-import json,os,sys
+import json,os,random,stat,sys,warnings
+import numpy as np
+from pathlib import Path
+warnings.warn('a library warns')
+draws = [random.random(), np.random.rand(), list({f'word {i}' for i in range(50)})]
+store = Path(os.environ.get('LEARNERDIST_INIT_METHOD', '')[7:]).parent # where ranks of one machine meet
 keys = 'RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE','CUDA_VISIBLE_DEVICES','OMP_NUM_THREADS','MASTER_ADDR'
 port = f"{int(os.environ['MASTER_PORT']):04X}"
 sockets = [o.split()[1:4] for f in ('tcp', 'tcp6') for o in open(f'/proc/net/{f}')]
@@ -22,9 +24,11 @@ met = None
 if 'meet' in sys.argv:
     import torch
     from learnerdist.all import all_sum,process_group
+    draws.append(torch.rand(()).item())
     with process_group(): met = all_sum(torch.ones(1)).item()
 json.dump(dict(env={k: os.environ.get(k) for k in keys}, argv=sys.argv, path=sys.path[0], name=__name__, file=__file__,
-    listens=listens, met=met, main=sys.modules['__main__'].__dict__ is globals()), open(f"{sys.argv[1]}/{os.environ['RANK']}.json", 'w'))
+    draws=draws, store=[oct(stat.S_IMODE(os.stat(store).st_mode)), store.name[:12]], listens=listens, met=met,
+    main=sys.modules['__main__'].__dict__ is globals()), open(f"{sys.argv[1]}/{os.environ['RANK']}.json", 'w'))
 '''
 
 pytestmark = pytest.mark.slow
@@ -72,46 +76,41 @@ except KeyboardInterrupt:
     raise
 '''
 
-def environment(**kw):
-    drop = 'PYTHONHASHSEED','CUDA_VISIBLE_DEVICES','OMP_NUM_THREADS','RANK','WORLD_SIZE','LOCAL_RANK','MASTER_PORT'
-    return {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=str(root)) | kw
-
-def launch(*args, env=None, cwd=None, command=launcher):
-    return subprocess.run([*command, *map(str, args)], env=environment(**(env or {})), cwd=cwd, capture_output=True, text=True, timeout=300)
-
-def write(folder, text, name='train.py'):
-    (folder/name).write_text(text)
-    return folder/name
+noisy = sys.executable,'-W','default','-m','learnerdist.launch' # would warn of files and sockets that are left open
 
 def said(folder): return [json.loads(o.read_text()) for o in sorted(folder.glob('*.json'))]
 
 def test_two_launches_side_by_side_run_as_under_python(tmp_path):
-    "A script by the command, and a module on chosen GPUs by the console script"
+    "A script by the command, and a module on chosen GPUs by the console script. Ranks meet in a folder of their own, and draw alike"
     (a,b),mine = (tmp_path/'a', tmp_path/'b'),['--nproc', '3', '-m', 'x y', '--n', '9'] # --n is no abbreviation of ours
     for o in (a, b): o.mkdir()
     file = write(tmp_path, script)
     write(tmp_path, script, 'my_train.py')
     console = sys.executable,'-c','import sys; from learnerdist.launch import main; sys.exit(main())'
     gpus = environment(CUDA_VISIBLE_DEVICES='4,5,6', OMP_NUM_THREADS='3', PYTHONPATH=f'{root}:{tmp_path}')
-    said_,told = both([[*launcher, '--nproc', '2', 'train.py', a, *mine], [*console, '--gpus', '0,2', '-m', 'my_train', b, '-m']],
-                      [environment(), gpus], tmp_path)
-    assert said_.count('OMP_NUM_THREADS') == 1 and told == ''
+    commands = [*noisy, '--nproc', '2', 'train.py', a, *mine, 'meet'],[*console, '--gpus', '0,2', '-m', 'my_train', b, '-m']
+    (status,said_),(other_status,told) = at_once(commands, [environment(), gpus], tmp_path)
+    assert status == other_status == 0, said_+told
+    assert said_.count('OMP_NUM_THREADS') == said_.count('Warning') == said_.count('UserWarning: a library warns') == 1, said_
+    assert 'OMP_NUM_THREADS' not in told
     for r,o in enumerate(said(a)):
-        assert o['argv'][1:] == [str(a), *mine] and Path(o['argv'][0]).name == 'train.py'
+        assert o['argv'][1:] == [str(a), *mine, 'meet'] and Path(o['argv'][0]).name == 'train.py'
         assert (o['path'], o['name'], o['file'], o['main']) == (str(tmp_path), '__main__', str(file), True)
         assert [o['env'][k] for k in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR')] == [str(r), '2', str(r), '127.0.0.1']
         assert int(o['env']['OMP_NUM_THREADS']) >= 1
         assert o['listens'] == ['0100007F'] # at MASTER_PORT, on 127.0.0.1 alone
     assert [(o['env']['CUDA_VISIBLE_DEVICES'], o['env']['OMP_NUM_THREADS']) for o in said(b)] == [('4,6', '3')]*2
     assert all(o['argv'][1:] == [str(b), '-m'] and o['name'] == '__main__' and o['main'] for o in said(b))
-    assert len(said(a)) == 2
+    (zero,one),(other,_) = said(a),said(b)
+    assert zero['draws'] == one['draws'] and zero['draws'][0] != other['draws'][0]
+    assert zero['store'] == one['store'] == ['0o700','learnerdist-'] and zero['met'] == 2
 
-def both(commands, envs, cwd=None):
-    "What each of these says on stderr; they run at the same time, and well"
+def at_once(commands, envs=None, cwd=None):
+    "(exit status, what it says on stderr) of each of these, which run at the same time"
+    envs = envs or [environment()]*len(commands)
     runs = [subprocess.Popen([*map(str, c)], env=e, cwd=cwd, stderr=subprocess.PIPE, text=True) for c,e in zip(commands, envs)]
-    errs = [o.communicate(timeout=120)[1] for o in runs]
-    assert [o.returncode for o in runs] == [0]*len(runs), errs
-    return errs
+    said = [o.communicate(timeout=120)[1] for o in runs]
+    return [(o.returncode,s) for o,s in zip(runs, said)]
 
 def test_failing_rank_is_named(tmp_path):
     file = write(tmp_path, failing)
@@ -141,14 +140,6 @@ def test_a_report_on_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, 'whole_file', full)
     watch.leave_report(ValueError('Oops'), folder=tmp_path)
     assert json.loads((tmp_path/'error.json').read_text())['message'] == 'Oops'
-
-def test_the_launcher_leaves_nothing_open(tmp_path):
-    "After a failure and a good end: not a word of Python's on files and sockets, with every warning on"
-    command = sys.executable,'-W','default','-m','learnerdist.launch','--nproc','2','--max-restarts','1'
-    fails = "import os,torch\nfrom learnerdist.all import process_group,rank_distrib\nwith process_group():\n" \
-            "    if rank_distrib() and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise ValueError('Oops')\n"
-    res = launch(write(tmp_path, fails), command=command, env=dict(TMPDIR=str(tmp_path)))
-    assert res.returncode == 0 and 'restart 1 of 1' in res.stderr and 'Warning' not in res.stderr, res.stderr
 
 def test_an_unknown_host_is_said_at_once(tmp_path):
     command = [*launcher, '--nnodes', '2', '--rdzv-endpoint', 'no-such-host.invalid:29555', '--nproc', '1', write(tmp_path, '')]
@@ -180,8 +171,9 @@ def test_the_rank_that_failed_is_named(how, said, status, tmp_path):
 def test_each_attempt_is_reported(tmp_path):
     "A crash has a line, in each attempt; the log folder of the user's is kept, and so are his wishes about the output"
     file = write(tmp_path, failing)
-    res = launch('--nproc', 2, '--max-restarts', 1, '--log-dir', tmp_path/'log', '--redirects', '1:1', file, 'crash')
-    assert res.returncode == 139 and res.stdout == 'I am 0\n'*2
+    options = '--nproc','2','--max-restarts','1','--log-dir',tmp_path/'log','--redirects','1:1'
+    res = launch(*options, file, 'crash', command=noisy)
+    assert res.returncode == 139 and res.stdout == 'I am 0\n'*2 and 'Warning' not in res.stderr
     report = f'learnerdist.launch: rank 1 failed first: ended by SIGSEGV (Segmentation fault, {file}:9 in train)\n'
     assert res.stderr.endswith(f'{report}learnerdist.launch: restart 1 of 1\n{report}')
     assert [o.read_text() for o in sorted((tmp_path/'log').glob('*/*/1/stdout.log'))] == ['I am 1\n']*2
@@ -277,12 +269,6 @@ from learnerdist.all import process_group
 with process_group(): pass
 """
 
-@pytest.mark.long # without the launcher, in test_failure
-def test_a_rank_that_leaves_with_status_0_fails_those_that_wait_for_it(tmp_path):
-    file = write(tmp_path, leaving)
-    res = launch('--nproc', 2, file, 0, 'hard')
-    assert res.returncode == 1 and f'learnerdist.launch: rank 1 left with status 0{_absent} ({file}:6)\n' in res.stderr
-
 failing_alone = """
 import os
 if os.environ['RANK'] == '1': import no_such_module
@@ -293,11 +279,9 @@ with process_group(): pass
 def test_a_rank_that_fails_before_the_group_is_heard_on_other_machines(tmp_path):
     "One rank to a launcher, so that no other rank of its own machine hears it; the first launcher runs the store"
     file,at = write(tmp_path, failing_alone),f'127.0.0.1:{free_port()}'
-    conf = [['--rdzv-conf',f'is_host={i == 0}'] for i in range(2)]
-    runs = [subprocess.Popen([*launcher, '--nnodes', '2', '--nproc', '1', '--rdzv-endpoint', at, *o, file], env=environment(),
-                             stderr=subprocess.PIPE, text=True) for o in conf]
-    said = [o.communicate(timeout=120)[1] for o in runs]
-    assert [o.returncode for o in runs] == [1,1], said
+    agent = *launcher,'--nnodes','2','--nproc','1','--rdzv-endpoint',at
+    status,said = zip(*at_once([[*agent, '--rdzv-conf', f'is_host={i == 0}', file] for i in range(2)]))
+    assert status == (1,1), said
     assert sum('learnerdist.launch: rank 1 failed first: ModuleNotFoundError' in o for o in said) == 1, said
     assert sum('learnerdist.launch: rank 1 failed with ModuleNotFoundError: No module named' in o for o in said) == 1, said
 
@@ -306,9 +290,8 @@ def test_slurms_ranks_say_themselves_that_they_leave(tmp_path):
     port = str(free_port())
     tasks = [environment(**slurm | dict(SLURM_PROCID=str(r), SLURM_NTASKS='2', SLURM_LOCALID=str(r), SLURM_NNODES='1', MASTER_PORT=port))
              for r in range(2)]
-    runs = [subprocess.Popen([*launcher, file, '75'], env=e, stderr=subprocess.PIPE, text=True) for e in tasks]
-    a,b = (o.communicate(timeout=120)[1] for o in runs)
-    assert [o.returncode for o in runs] == [1,75] and 'RankError: rank 1 left with status 75' in a and 'failed' not in b, (a,b)
+    (first,a),(second,b) = at_once([[*launcher, file, '75']]*2, tasks)
+    assert (first,second) == (1,75) and 'RankError: rank 1 left with status 75' in a and 'failed' not in b, (a,b)
     assert 'learnerdist.launch: rank 0 ended, since rank 1 left with status 75' in a and 'rank 0 failed' not in a, a
 
 class FakeRank:
@@ -395,12 +378,6 @@ def test_what_contradicts_slurm(env, args, words, capsys, monkeypatch):
     with pytest.raises(SystemExit) as e: main([*args, __file__])
     assert e.value.code == 2 and words in capsys.readouterr().err
 
-def free_port():
-    "Outside of the range from which the system takes ports for connections"
-    for port in random.sample(range(20000, 30000), 100):
-        with socket.socket() as s:
-            if s.connect_ex(('127.0.0.1', port)): return port
-
 def test_slurm_by_task_and_by_node(tmp_path):
     "Two tasks on one node are two ranks; two tasks on two nodes (which are this machine) are agents with two ranks each"
     (a,b),file = (tmp_path/'a', tmp_path/'b'),write(tmp_path, script)
@@ -409,21 +386,12 @@ def test_slurm_by_task_and_by_node(tmp_path):
     tasks = [dict(SLURM_PROCID=r, SLURM_NTASKS=2, SLURM_LOCALID=r, SLURM_NODEID=0, SLURM_NNODES=1) for r in range(2)]
     nodes = [dict(SLURM_PROCID=n, SLURM_NTASKS=2, SLURM_LOCALID=0, SLURM_NODEID=n) for n in range(2)]
     envs = [environment(**slurm | {k: str(v) for k,v in o.items()} | p) for group,p in zip((tasks, nodes), ports) for o in group]
-    both([[*launcher, file, a, 'meet']]*2 + [[*launcher, '--nproc', '2', file, b]]*2, envs)
+    found = at_once([[*launcher, file, a, 'meet']]*2 + [[*launcher, '--nproc', '2', file, b]]*2, envs)
+    assert [o[0] for o in found] == [0]*4, found
     keys = 'RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE'
     assert [[int(o['env'][k]) for k in keys] for o in said(a)] == [[0,2,0,2], [1,2,1,2]]
     assert [[int(o['env'][k]) for k in keys] for o in said(b)] == [[0,4,0,2], [1,4,1,2], [2,4,0,2], [3,4,1,2]]
     assert [o['met'] for o in said(a)] == [2.]*2
-
-@pytest.mark.long # of a notebook's `run`, in test_notebook
-def test_interrupt_ends_the_ranks_of_run_in_few_words(tmp_path):
-    code = 'import runpy,sys; from learnerdist.launch import run; sys.argv.pop(0); run(runpy.run_path, sys.argv[0], nproc=2)'
-    proc,pids = start_waiting(tmp_path, sys.executable, '-c', code, stderr=subprocess.PIPE, text=True)
-    pids = pids()
-    proc.send_signal(signal.SIGINT)
-    assert proc.communicate(timeout=60)[1].count('\n') <= 8
-    assert proc.returncode in (1, 130, -signal.SIGINT)
-    assert all_end(pids)
 
 def test_run_of_a_closure_needs_cloudpickle(monkeypatch):
     k = 3
@@ -450,8 +418,6 @@ def test_machines_that_do_not_know_each_others_names_meet(known, tmp_path):
     assert [p.returncode for p in runs]==[0,0], said
     for r in (0,1): assert json.loads((tmp_path/f'{r}.json').read_text())['met']==2
 
-# --- how much runs before a script does ----------------------------------------------------------------------------
-
 counting = """import os,sys,threading
 seen,folder = set(),os.environ['WALK']
 def note(frame, event, arg):
@@ -474,23 +440,3 @@ def test_few_functions_run_before_a_script_does(tmp_path):
     assert res.returncode == 0, res.stderr
     found = {o for f in (tmp_path/'walk.0').iterdir() for o in f.read_text().splitlines() if '<' not in o}
     assert len(found) <= 50 and len({o.split()[0] for o in found}) <= 8, sorted(found)
-
-# --- where ranks meet, what they leave, what they say once -----------------------------------------------------------
-
-meets = '''import torch
-import json,os,random,stat,sys,warnings
-import numpy as np
-from pathlib import Path
-draws = [random.random(), np.random.rand(), torch.rand(()).item(), list({f'word {i}' for i in range(50)})]
-open(f'{sys.argv[1]}/{os.environ["RANK"]}.json', 'w').write(json.dumps(draws))
-store = Path(os.environ['LEARNERDIST_INIT_METHOD'][7:])
-warnings.warn('a library warns')
-print(oct(stat.S_IMODE(os.stat(store.parent).st_mode)), store.parent.name.startswith('learnerdist-'))
-'''
-
-def test_ranks_meet_in_a_folder_of_their_own_warn_once_and_draw_alike_without_a_seed(tmp_path):
-    res = launch('--nproc', 2, write(tmp_path, meets), tmp_path, env=dict(TMPDIR=str(tmp_path)))
-    zero,one = said(tmp_path)
-    assert zero==one
-    assert sorted(res.stdout.splitlines()) == ['0o700 True','[r1] 0o700 True'], res.stderr
-    assert res.stderr.count('UserWarning: a library warns') == 1

@@ -27,7 +27,7 @@ def numbers(command, folder):
 @pytest.fixture(scope='module')
 def alone(tmp_path_factory): return numbers('train.py', tmp_path_factory.mktemp('alone'))
 
-@pytest.mark.parametrize('name', recipes)
+@pytest.mark.parametrize('name', [pytest.param(o, marks=[pytest.mark.long]*(o=='spawn')) for o in recipes]) # test_env opens a group by hand
 def test_the_same_numbers(name, alone, tmp_path):
     if not find_spec('distributed' if name=='dask' else name if name!='spawn' else 'torch'): pytest.skip('needs the extra `clients`')
     assert numbers(recipes[name], tmp_path)==pytest.approx(alone, rel=1e-5)

@@ -54,17 +54,10 @@ def check(n, bs, W, drop_last, shuffle, workers):
 @pytest.mark.parametrize('drop_last', [False, True])
 @pytest.mark.parametrize('shuffle', [False, True])
 def test_sweep(drop_last, shuffle):
-    for n,bs,W in product((*range(9), 12, 13, 24, 25, 40), (1, 2, 3, 7), range(1, 6)): check(n, bs, W, drop_last, shuffle, 0)
+    for n,bs,W in product((*range(8), 13, 24), (1, 2, 7), (1, 2, 3, 5)): check(n, bs, W, drop_last, shuffle, 0)
 
-@pytest.mark.parametrize('n,bs,W,drop_last,shuffle', [(1,3,2,False,True), (7,2,3,True,False), (13,3,2,False,True)])
+@pytest.mark.parametrize('n,bs,W,drop_last,shuffle', [(1,3,2,False,True), (7,2,2,True,False)])
 def test_sweep_with_workers(n, bs, W, drop_last, shuffle): check(n, bs, W, drop_last, shuffle, 2)
-
-def test_global_batches_do_not_depend_on_world_size():
-    for W,b,m,drop_last in product(range(1, 7), range(1, 5), range(6), [False, True]):
-        dl = TfmdDL(range(m*W), b, shuffle=True, drop_last=drop_last)
-        one = read(ranks(dl, 1, 3, bs=W*b))[0]
-        many = [undeal(list(step)) for step in zip(*read(ranks(dl, W, 3)))]
-        assert many==one
 
 def test_epochs_reshuffle_and_rereading_does_not():
     dls = ranks(DataLoader(range(30), 4, shuffle=True), 3)
@@ -144,8 +137,6 @@ def test_epoch_reaches_samplers_and_data_sets():
     ds.set_epoch = lambda e: setattr(ds, 'seen', e)
     ranks(DataLoader(ds), 1, 8)
     assert ds.seen==8
-
-# --- batch samplers ---
 
 class Buckets(BatchSampler):
     "A subclass: its batches belong together"
@@ -231,7 +222,7 @@ STREAMS = {
 @pytest.mark.parametrize('W', [1, 2, 3])
 def test_streams_in_this_process(kind, W):
     make,init = STREAMS[kind]
-    for n in range(8):
+    for n in (0, 1, 2, 5, 6):
         for bs,drop_last in product((1, 2, None), (False, True)):
             if bs is None and drop_last: continue
             dl = DataLoader(make(n), bs, drop_last=drop_last, worker_init_fn=init)
@@ -264,7 +255,7 @@ def test_global_batches_of_streams_do_not_depend_on_world_size(kind, workers):
     assert steps(2, 2)==steps(1, 4) and (workers or steps(4, 1)==steps(1, 4))
 
 def test_length_of_streams():
-    for n,bs,W,drop_last,pad in product(range(8), (1, 3), (1, 2, 3), (False, True), (False, True)):
+    for n,bs,W,drop_last,pad in product((0, 1, 2, 5), (1, 3), (1, 3), (False, True), (False, True)):
         dls = ranks(DataLoader(Sized(n), bs, drop_last=drop_last), W, pad=pad)
         assert [len(o) for o in dls] == [len(list(o)) for o in dls]
         assert sum(o.n for o in dls) == (n if not pad else -(-n//W)*W) and dls[0].n_total==n
@@ -348,13 +339,6 @@ def test_persistent_workers_reshuffle_and_one_batch_leaves_them_alone():
         for part,it in zip(got, its): part += [b.tolist() for b in it]
         assert undeal(rows(got)) == epoch_order(12, e, 0, True).tolist()
         assert dls[0].source._iterator is None
-
-@pytest.mark.long # test_forkserver reads by one of each kind
-def test_spawned_workers():
-    "Everything that a worker gets is pickled"
-    kw = dict(num_workers=2, multiprocessing_context='spawn')
-    got = rows(read(ranks(DataLoader(Whole(7), 2, worker_init_fn=init_range, **kw), 1, pad=False)))
-    assert sorted(got[0])==list(range(7))
 
 # --- already split, other kinds, errors ---
 
