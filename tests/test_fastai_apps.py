@@ -21,9 +21,9 @@ from fastai.vision.all import ImageDataLoaders, Resize, SegmentationDataLoaders,
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
-from torchvision.models import resnet18
+from torchvision.models import resnet18 as whole_resnet
 from helpers import serve
-from test_fastai import asking, ctx, data, floats, history, make, per_rank, same
+from test_fastai import asking, ctx, data, floats, history, make, on_1_and_2, per_rank, same
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
 pytestmark = pytest.mark.slow
@@ -53,6 +53,12 @@ class ToDouble(Callback):
     "In float32, BatchNorm over so few activations makes much of rounding"
     order = 8
     def before_batch(self): self.learn.xb = tuple(x.double() for x in self.learn.xb)
+
+def resnet18(**kw):
+    "Its first half, a twentieth of the weights"
+    model = whole_resnet(**kw)
+    model.layer3 = model.layer4 = nn.Identity()
+    return model
 
 class Loss(CrossEntropyLossFlat):
     "fastai's Recorder takes float32 only"
@@ -91,16 +97,17 @@ def vision(W, rank, path):
         res['batch'] = len(learn.dls.one_batch()[0])==per_rank(12, W)
     return res
 
-def test_vision(found):
+@on_1_and_2
+def test_vision(Ws, found):
     import matplotlib
     matplotlib.use('Agg')
-    same(vision, found=found, tol=1e-5, lines=dict(
-        vision_learner='7 `vision_learner` with a ResNet18, `ImageDataLoaders`, `TensorBoardCallback` with `log_preds`',
+    same(vision, found=found, W=Ws, tol=1e-5, lines=dict(
+        vision_learner='7 `vision_learner` with half a ResNet18, `ImageDataLoaders`, `TensorBoardCallback` with `log_preds`',
         predict='3 `predict`', tta='3 `tta`', max='3 `tta(use_max=True)`', test='4 `test_dl` of files',
         interp='3 `Interpretation`, `ClassificationInterpretation`, its plots, `show_results`',
         summary="3 `learn.summary()`, with this rank's batch size",
         batch="4 `one_batch`, `show_batch` of pictures: this rank's"))
-    assert sorted(o.name for o in (found.path/'boards').iterdir())==[f'{W}_0' for W in range(4)]
+    assert {o.name for o in (found.path/'boards').iterdir()}=={f'{W}_0' for W in (0,*Ws)}
 
 def unet(W, rank, path):
     seeds(W)
@@ -153,8 +160,9 @@ def collab(W, rank):
 def applications(W, rank, path):
     return dict(unet=unet(W, rank, path), lm=text(W, rank, True), clas=text(W, rank, False), collab=collab(W, rank))
 
-def test_applications(found):
-    same(applications, found=found, lines=dict(
+@on_1_and_2
+def test_applications(Ws, found):
+    same(applications, found=found, W=Ws, lines=dict(
         unet=('7 `unet_learner`, `Dice`', 1e-5), lm=('7 `language_model_learner`, AWD-LSTM without dropout', 1e-5),
         clas=('7 `text_classifier_learner`, AWD-LSTM without dropout', 1e-5), collab=('7 `collab_learner` (float32)', 1e-5)))
 
@@ -245,9 +253,10 @@ def self_supervised(W, rank):
 
 def recipes(W, rank, path): return dict(tfms=transformed(W, rank), folds=folds(W, rank), byol=self_supervised(W, rank))
 
-def test_recipes(found):
+@on_1_and_2
+def test_recipes(Ws, found):
     pytest.importorskip('fasttransform')
-    same(recipes, found=found, tol=1e-6, lines=dict(
+    same(recipes, found=found, W=Ws, tol=1e-6, lines=dict(
         tfms='4 fasttransform: a transform that learns from the training set, one of batches in training only',
         folds='4 `DataBlock` with an `IndexSplitter` for each of K folds, a context for each; predictions of what was left out',
         byol='6 BYOL-like: two views, a target model, an optimizer of its own for the predictor'))
