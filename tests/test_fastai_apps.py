@@ -1,5 +1,5 @@
 "fastai's applications end to end, its downloads, and what scripts and other libraries do with it: transforms, folds, self-supervision"
-import contextlib, copy, io, os, random, re, runpy, subprocess, sys, tarfile, warnings
+import contextlib, copy, io, random, tarfile, warnings
 from pathlib import Path
 import pytest
 pytest.importorskip('fastai')
@@ -29,7 +29,7 @@ from learnerdist.testing import run_ranks
 pytestmark = pytest.mark.slow
 
 warnings.filterwarnings('ignore')
-root,F64 = Path(__file__).parent.parent,torch.float64
+F64 = torch.float64
 
 def seeds(W):
     random.seed(0), np.random.seed(0), torch.manual_seed(7)
@@ -276,37 +276,3 @@ def test_rank0_first_downloads_once(tmp_path):
     with serve(tmp_path/'www') as (url,fetched):
         assert run_ranks(downloads, 2, f'{url}stuff.tgz', tmp_path/'base')==['hello']*2
     assert fetched==['stuff.tgz']
-
-# --- the examples -----------------------------------------------------------------------------------------------------------
-
-def table_of(text):
-    "The lines of the table without the clock, and the last line"
-    lines = [o.strip() for o in text.splitlines()]
-    return [[float(v) for v in o.split()[:-1]] for o in lines if re.match(r'\d+ +[\d.]+ ', o)],lines[-1]
-
-def launched(name, *args):
-    env = dict(os.environ, PYTHONPATH=str(root), MPLBACKEND='Agg')
-    cmd = [sys.executable,'-W','ignore','-m','learnerdist.launch','--nproc','2',f'examples/{name}.py',*args]
-    res = subprocess.run(cmd, cwd=root, env=env, capture_output=True, text=True, timeout=200)
-    assert res.returncode==0, res.stderr
-    assert '\r' not in res.stdout and '%' not in res.stdout # no bar
-    return table_of(res.stdout)
-
-def alone(name, *args):
-    "The same script in this process"
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as m:
-        m.setattr(sys, 'argv', [name,*args])
-        torch.set_default_dtype(torch.float32)
-        runpy.run_path(str(root/f'examples/{name}.py'), run_name='__main__')
-    return table_of(out.getvalue())
-
-@pytest.mark.long
-def test_tabular_example():
-    (two,last2),(one,last1) = launched('fastai_tabular', '--epochs', '3'),alone('fastai_tabular', '--epochs', '3', '--bs', '16')
-    assert len(two)==3 and two==[pytest.approx(o, abs=2e-6) for o in one] and last2==last1
-
-@pytest.mark.long
-def test_vision_example(tmp_path):
-    rows,last = launched('fastai_vision', '--epochs', '1', '--pictures', '90', '--bs', '16', '--path', str(tmp_path/'digits'))
-    assert len(rows)==1 and f'{rows[0][3]:.4f}'==last.split()[-4] and last.endswith('on 22 pictures')
