@@ -13,10 +13,9 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 from helpers import Stream
-from learnerdist.all import (AvgMetric, Callback, DataLoaders, GradientAccumulation, Learner, Scheduler, TfmdDL,
-                             accuracy, gather_with_grad, group_rank, group_size, process_group)
-from learnerdist.learner.callback import (CancelBackwardException, CancelBatchException, CancelFitException,
-                                          CancelStepException, CancelTrainException)
+from learnerdist.all import (AvgMetric, Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelStepException,
+                             CancelTrainException, DataLoaders, GradientAccumulation, Learner, Scheduler, TfmdDL, accuracy,
+                             gather_with_grad, group_rank, group_size, process_group)
 from learnerdist.learner.techniques import GradientClip, Lookahead, MixedPrecision
 
 F64,F32 = torch.float64,torch.float32
@@ -68,21 +67,18 @@ class OwnLoaders(SimpleNamespace):
 def net(): return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2))
 def normed(): return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
 def instance_normed():
-    return nn.Sequential(nn.Unflatten(1, (2,2)), nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
-                         nn.Flatten(), nn.Linear(4, 2))
+    return nn.Sequential(nn.Unflatten(1, (2,2)), nn.InstanceNorm1d(2, affine=True, track_running_stats=True), nn.Flatten(), nn.Linear(4, 2))
 def linear(): return nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
 def conv(): return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3))
 def bn(bias=True):
-    return nn.Sequential(nn.Conv2d(1, 3, 3, bias=bias), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(),
-                         nn.Linear(12, 4, bias=bias),
+    return nn.Sequential(nn.Conv2d(1, 3, 3, bias=bias), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 4, bias=bias),
                          nn.BatchNorm1d(4), nn.Linear(4, 3))
 def bn_no_bias(): return bn(False) # before BatchNorm, its gradient is rounding alone, which Adam enlarges
 def bn_frozen():
     m = bn()
     m[1].requires_grad_(False)
     return m
-def bn_cumulative(): return nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.BatchNorm1d(4, momentum=None),
-                                          nn.Linear(4, 3))
+def bn_cumulative(): return nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 3))
 
 class Recurrent(nn.Module):
     def __init__(self):
@@ -295,11 +291,10 @@ class Harmless(Callback):
     def after_pred(self): pass
 
 class Reweights(Callback):
-    "Other options of the loss from the second epoch on"
-    def __init__(self, **kw): self.kw = kw
+    "Another option of the loss from the second epoch on"
+    def __init__(self, *option): self.option = option
     def before_epoch(self):
-        if self.epoch==1:
-            for k,v in self.kw.items(): setattr(self.learn.loss_func, k, v)
+        if self.epoch==1: setattr(self.learn.loss_func, *self.option)
 
 def clips(**kw): return [GradientClip(**kw)]
 def cancels(*args, **kw): return [Cancels(*args, **kw)]
@@ -369,10 +364,8 @@ def make(c, W=1, rank=0):
     dls = c['wrap'](c['loader'](ds, bs, **kw, **c['dl']), TfmdDL(val, c['val_bs'], **shared))
     if c['n_inp']: dls.n_inp = c['n_inp']
     splitter = c['splitter'] or (lambda m: every_param(m)+own)
-    learn = Learner(dls, model, loss, c['opt'], lr=c['lr'],
-                    metrics=c['metrics']() if callable(c['metrics']) else list(c['metrics']),
-                    splitter=splitter, cbs=[Sees()] if c['sees'] else [])
-    return learn
+    metrics = c['metrics']() if callable(c['metrics']) else list(c['metrics'])
+    return Learner(dls, model, loss, c['opt'], lr=c['lr'], metrics=metrics, splitter=splitter, cbs=[Sees()] if c['sees'] else [])
 
 def is_whole(c, W): return W==1 and c['accumulate'] is not None and c['whole']
 
@@ -381,9 +374,8 @@ def result(learn, unlike=()):
     rec,loss = learn.recorder,learn.loss_func
     state,opt = dict(learn.model.state_dict()),learn.opt.state_dict()
     if isinstance(loss, nn.Module): state |= {f'loss.{k}':v for k,v in loss.state_dict().items()}
-    res = dict(state={k:v.clone() for k,v in state.items()}, opt=tree_leaves(opt.get('state', opt)),
-               values=[list(o) for o in rec.values], final=list(getattr(learn, 'final_record', ())),
-               losses=list(rec.losses), lrs=list(rec.lrs))
+    res = dict(state={k:v.clone() for k,v in state.items()}, opt=tree_leaves(opt.get('state', opt)), values=[list(o) for o in rec.values],
+               final=list(getattr(learn, 'final_record', ())), losses=list(rec.losses), lrs=list(rec.lrs))
     return {k:v for k,v in res.items() if k not in unlike}
 
 def measured(cb):
@@ -405,8 +397,7 @@ def run(c, W=1, rank=0):
             kw = dict(n_epoch=o) if isinstance(o, int) else dict(o)
             (learn.fit_one_cycle if c['cycle'] else learn.fit)(kw.pop('n_epoch'), cbs=cbs, **kw)
             fits.append(result(learn, unlike))
-        res = dict(fits=fits, measured=[measured(o) for o in cbs],
-                   validate=learn.validate(), ids=getattr(learn, 'ids', []))
+        res = dict(fits=fits, measured=[measured(o) for o in cbs], validate=learn.validate(), ids=getattr(learn, 'ids', []))
         if c['preds']: res['preds'] = tree_leaves(learn.get_preds())
     return res
 
@@ -421,15 +412,12 @@ def rank_runs(names):
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
-picture = partial(scene, model=linear, ds=pictures, n=40, n_valid=23, loss=F.cross_entropy, metrics=of_pictures,
-                  fits=[3])
+picture = partial(scene, model=linear, ds=pictures, n=40, loss=F.cross_entropy, metrics=of_pictures)
 adam = dict(opt=torch.optim.Adam, lr=.01)
 adamw = dict(opt=torch.optim.AdamW, lr=.01)
 scenes = dict(
     linear=picture(sees=True), conv=picture(model=conv), lstm=picture(model=Recurrent), adam=picture(**adam),
-    linear_37_drop=picture(n=37, dl=dict(drop_last=True), sees=True),
-    conv_37_drop=picture(n=37, dl=dict(drop_last=True), model=conv),
-    lstm_adamw=picture(model=Recurrent, **adamw), rms=picture(opt=torch.optim.RMSprop, lr=.01),
+    conv_37_drop=picture(n=37, dl=dict(drop_last=True), model=conv, sees=True), rms=picture(opt=torch.optim.RMSprop, lr=.01),
     bn=picture(model=bn), bn_adam=picture(model=bn_no_bias, **adam), bn_frozen=picture(model=bn_frozen),
     bn_cumulative=picture(model=bn_cumulative), no_sync_bn=picture(ctx=dict(seed=3, sync_bn=False)),
     split=picture(model=bn, ctx=dict(seed=3, split_batches=True), sees=True),
@@ -446,61 +434,51 @@ scenes = dict(
     cycle_adam=picture(cycle=True, model=conv, splitter=groups_of, opt=torch.optim.Adam, lr=slice(.01, .1)),
     one_valid=picture(n_valid=1), three_valid=picture(n_valid=3, val_bs=1), valid_bs=picture(n_valid=50, val_bs=7),
     accuracy=picture(metrics=[accuracy]),
-    fits_go_on=picture(model=bn, fits=[2, dict(n_epoch=2, lr=.05), dict(n_epoch=3, start_epoch=1)]),
-    fits_go_on_adam=picture(model=bn_no_bias, fits=[2, dict(n_epoch=2, lr=.005), dict(n_epoch=3, start_epoch=1)],
-                            **adam),
-    seed_of_torch=picture(ctx={}),
-    torchs_loader=picture(loader=DataLoader, metrics=[accuracy]),
+    fits_go_on=picture(model=bn, fits=[1, dict(n_epoch=1, lr=.05), dict(n_epoch=2, start_epoch=1)]),
+    fits_go_on_adam=picture(model=bn_no_bias, fits=[1, dict(n_epoch=2, lr=.005)], **adam),
+    seed_of_torch=picture(ctx={}), torchs_loader=picture(loader=DataLoader, metrics=[accuracy]),
     own_loaders=picture(loader=DataLoader, wrap=OwnLoaders))
 # What is trained changes
 unfrozen_in = 'before_batch','after_pred','after_step','after_batch'
 scenes |= {f'unfreeze in {o}': scene(cbs=later(o, unfreeze)) for o in unfrozen_in}
 scenes |= {f'freeze in {o}': scene(cbs=later(o, freeze_more)) for o in ('before_batch','after_loss','after_backward')}
+def with_cb(f, *args, **kw): return scene(cbs=lambda: [f(*args)], **kw)
 scenes |= {'freeze all but one': scene(cbs=later('before_batch', freeze_all_but_bias)),
-           'freeze in a group': scene(bs=24, parts=2, accumulate=24, whole=False,
-                                      cbs=lambda: [At('before_batch', 1, freeze_first)]),
-           'a layer is added': scene(cbs=lambda: [AddsLayer()]), 'parameters of the loss': scene(loss=LearnedLoss),
-           'another model': scene(cbs=lambda: [Renews()]),
-           'another model in an epoch': scene(cbs=lambda: [At('before_batch', 2, new_model)]),
-           'attributes of the model': scene(cbs=lambda: [Attributes()]), 'max_norm': scene(model=Shortened, ds=words),
-           'new loaders': scene(cbs=lambda: [NewLoaders(1)]),
-           'new loaders, one cycle': scene(cbs=lambda: [NewLoaders(0)], cycle=True),
-           'own loader of a callback': scene(cbs=lambda: [Swaps()])}
+           'freeze in a group': with_cb(At, 'before_batch', 1, freeze_first, bs=24, parts=2, accumulate=24, whole=False),
+           'a layer is added': with_cb(AddsLayer), 'parameters of the loss': scene(loss=LearnedLoss),
+           'another model': with_cb(Renews), 'another model in an epoch': with_cb(At, 'before_batch', 2, new_model),
+           'attributes of the model': with_cb(Attributes), 'max_norm': scene(model=Shortened, ds=words),
+           'new loaders': with_cb(NewLoaders, 1), 'new loaders, one cycle': with_cb(NewLoaders, 0, cycle=True),
+           'own loader of a callback': with_cb(Swaps)}
 # Sizes. 45: three samples fewer than fill the batches; 37, 38: one or two for the last step
 # 47 with drop_last: rank 0 has a full batch more
-scenes |= {f'{n} samples': scene(n=n, model=normed) for n in (38, 45)} | {f'{n} samples': scene(n=n) for n in (1, 2, 3,
-                                                                                                               5, 37)}
+scenes |= {f'{n} samples': scene(n=n, model=normed if n in (38,45) else net) for n in (1, 2, 3, 5, 37, 38, 45)}
 scenes |= {'47, drop_last': scene(n=47, model=normed, dl=dict(drop_last=True)),
            'InstanceNorm': scene(n=37, model=instance_normed),
            'stream, 45': scene(n=45, ds=streamed(points), val_ds=points, model=normed)}
 # Batches of any structure
 scenes |= {"torch's batch sampler": scene(n=44, loader=by_torchs_batches),
            'batch sampler': scene(n=45, loader=by_batches),
-            'detection': scene(n=45, ds=boxes, loader=by_batches, model=Boxes,
-                                                                              dl=dict(collate_fn=as_lists),
-                                                                              loss=of_boxes, preds=False),
+           'detection': scene(n=45, ds=boxes, loader=by_batches, model=Boxes, dl=dict(collate_fn=as_lists), loss=of_boxes, preds=False),
            'graph': scene(ds=graphs, dl=dict(collate_fn=as_graph), preds=False),
-           'a loss of nodes': scene(ds=graphs, dl=dict(collate_fn=as_graph_with_ids), model=OfNodes, loss=huber,
-                                    n_inp=2,
+           'a loss of nodes': scene(ds=graphs, dl=dict(collate_fn=as_graph_with_ids), model=OfNodes, loss=huber, n_inp=2,
                                     metrics=[distance], preds=False),
            'inputs changed in place': scene(model=lambda: Writes(lambda x: x.sub_(.5)))}
 # Cancelled
-scenes |= {'max_norm, cancelled': scene(model=Shortened, ds=words,
-                                        cbs=lambda: [Cancels('before_batch', CancelTrainException)]),
-           'a backward pass cancelled': scene(cbs=lambda: [Cancels('before_backward', CancelBackwardException)]),
-           'cancelled after a step': scene(cbs=lambda: [Cancels('after_batch', CancelTrainException, -1)])}
+scenes |= {'max_norm, cancelled': with_cb(Cancels, 'before_batch', CancelTrainException, model=Shortened, ds=words),
+           'a backward pass cancelled': with_cb(Cancels, 'before_backward', CancelBackwardException),
+           'cancelled after a step': with_cb(Cancels, 'after_batch', CancelTrainException, -1)}
 # Losses: whatever they count, over ranks and over micro-batches
-class_losses = dict(label=F.cross_entropy, weights=weighted_ce, focal=focal, returns=sum_and_count,
-                    attribute=says_what_it_counts)
+class_losses = dict(label=F.cross_entropy, weights=weighted_ce, focal=focal, returns=sum_and_count, attribute=says_what_it_counts)
 def quarter(n):
     "Three of four labels do not count, so that a rank has often nothing to count"
     x,y = classes(n).tensors
     return TensorDataset(x, y.where(torch.arange(n)%4==0, -100))
 def chances(n): return TensorDataset(draws(n, 4), draws(n, 2).sigmoid())
 losses = {k: scene(n=37, ds=classes, loss=f) for k,f in class_losses.items()}
-losses |= dict(ignore=scene(n=37, ds=quarter, loss=nn.CrossEntropyLoss),
+losses |= dict(ignore=scene(n=37, ds=quarter, loss=nn.CrossEntropyLoss), mse=scene(n=37),
                bce=scene(n=37, ds=chances, loss=nn.BCEWithLogitsLoss),
-               mse=scene(n=37), sum=scene(n=37, ds=classes, loss=nn.CrossEntropyLoss(reduction='sum'), lr=.002),
+               sum=scene(n=37, ds=classes, loss=nn.CrossEntropyLoss(reduction='sum'), lr=.002),
                squares=scene(n=37, loss=squares, lr=.002), tokens=scene(n=45, ds=texts, model=Tags, loss=of_tokens),
                counted=scene(n=45, ds=texts, model=Tags, loss=counted_tokens))
 scenes |= losses
@@ -508,24 +486,20 @@ scenes |= {f'{k}, accumulated': {**c, 'bs': 24, 'parts': 2, 'accumulate': 24,
                                  **(dict(unlike=('values','final')) if k in ('sum','squares') else adamw)}
            for k,c in losses.items()}
 given = scene(n=45, ds=texts_in_dicts, model=OwnLoss, loss=None, ctx=dict(seed=3, find_unused_parameters=True))
-scenes |= {'loss of the model': given, 'loss of the model, in a tuple': {**given, 'model': lambda: OwnLoss(tuple),
-                                                                         'loss': of_output},
+of_sum = dict(n=45, loss=nn.MSELoss(reduction='sum'), lr=1e-3)
+scenes |= {'loss of the model': given, 'loss of the model, in a tuple': {**given, 'model': lambda: OwnLoss(tuple), 'loss': of_output},
            'loss of the model, accumulated': {**given, 'n': 48, 'parts': 2, 'accumulate': 12},
-           'contrastive': scene(loss=contrast),
-           'a scripted loss': scene(loss=scripted),
-           'targets changed in place': scene(n=45, ds=classes, loss=masked_in_place),
-           'sum and penalty': scene(n=45, loss=nn.MSELoss(reduction='sum'), lr=1e-3, cbs=lambda: [Penalty(False)]),
-           'sum and penalty in place': scene(n=45, loss=nn.MSELoss(reduction='sum'), lr=1e-3,
-                                             cbs=lambda: [Penalty(True)]),
-           'weighed twice': scene(n=45, cbs=lambda: [WeighedTwice()])}
-weighted = partial(scene, n=45, ds=classes, loss=weighted_ce)
-scenes |= {'other weights': weighted(cbs=lambda: [Reweights(weight=tensor([.9,.1], dtype=F64))]),
-           'other labels ignored': weighted(cbs=lambda: [Reweights(ignore_index=0)]),
-           'another reduction': weighted(cbs=lambda: [Reweights(reduction='sum')]),
-           'labels ignored': weighted(cbs=lambda: [Ignores('before_batch')]),
-           'labels ignored, kept': weighted(cbs=lambda: [Ignores('before_batch'), Harmless()]),
-           'labels ignored late': weighted(cbs=lambda: [Ignores('after_pred')]),
-           'labels changed after the loss': weighted(cbs=lambda: [Ignores('after_loss')], unlike=('values','final'))}
+           'contrastive': scene(loss=contrast), 'a scripted loss': scene(loss=scripted),
+           'targets changed in place': scene(n=45, ds=classes, loss=masked_in_place), 'sum and penalty': with_cb(Penalty, False, **of_sum),
+           'sum and penalty in place': with_cb(Penalty, True, **of_sum), 'weighed twice': with_cb(WeighedTwice, n=45)}
+weighted = dict(n=45, ds=classes, loss=weighted_ce)
+scenes |= {'other weights': with_cb(Reweights, 'weight', tensor([.9,.1], dtype=F64), **weighted),
+           'other labels ignored': with_cb(Reweights, 'ignore_index', 0, **weighted),
+           'another reduction': with_cb(Reweights, 'reduction', 'sum', **weighted),
+           'labels ignored': with_cb(Ignores, 'before_batch', **weighted),
+           'labels ignored, kept': scene(cbs=lambda: [Ignores('before_batch'), Harmless()], **weighted),
+           'labels ignored late': with_cb(Ignores, 'after_pred', **weighted),
+           'labels changed after the loss': with_cb(Ignores, 'after_loss', unlike=('values','final'), **weighted)}
 # Accumulation, clipping, rates: micro-batches of 6 in all
 def micro(n=48, bs=12, parts=2, accumulate=12, **kw): return scene(n=n, bs=bs, parts=parts, accumulate=accumulate, **kw)
 of_four = partial(micro, 44, 24, 4, 24)
@@ -536,8 +510,7 @@ scenes |= {'groups, even': micro(), 'groups, the last one short': micro(42), 'gr
            'groups, stream': of_four(ds=streamed(points), val_ds=points), 'groups, adam': of_four(**adam),
            'groups, static graph': of_four(ctx=dict(seed=3, static_graph=True)),
            'groups, view': of_four(ctx=dict(seed=3, gradient_as_bucket_view=True)),
-           'groups, unused': of_four(ds=pictures, loss=F.cross_entropy, model=PartUsed,
-                                     ctx=dict(seed=3, find_unused_parameters=True)),
+           'groups, unused': of_four(ds=pictures, loss=F.cross_entropy, model=PartUsed, ctx=dict(seed=3, find_unused_parameters=True)),
            'groups, bn': of_four(model=normed, whole=False)} # its statistics are those of a batch, not of a group
 scenes |= {f'clip {k}': scene(cbs=partial(clips, **kw)) for k,kw in dict(
     norm=dict(max_norm=.3), norm1=dict(max_norm=.5, norm_type=1.), max=dict(max_norm=.1, norm_type=float('inf')),
@@ -572,12 +545,10 @@ mixed = {k: dict(o, dtype=F32, tol=3e-3, unlike=('opt',)) for k,o in mixed.items
 scenes |= {f'amp {k}': scene(**o) for k,o in mixed.items()}
 scenes |= {f'amp {k}, groups': in_groups(**o) for k,o in mixed.items()}
 scenes |= dict(lookahead=scene(opt=look), lookahead_adam=scene(opt=look_adam, lr=.01),
-               lookahead_cycle=scene(opt=look, cbs=lambda: [one_cycle()]),
-               lookahead_everything=in_groups(opt=look, cbs=lambda: half_precision(GradientClip(.3), Overflow((0,1)),
-                                                                                   one_cycle())))
+               lookahead_cycle=with_cb(one_cycle, opt=look),
+               lookahead_everything=in_groups(opt=look, cbs=lambda: half_precision(GradientClip(.3), Overflow((0,1)), one_cycle())))
 hooks = ('fp16','fp16',1e-3), ('bf16','bf16',1e-2), ('powersgd','powersgd',.1), ('own',own_hook,1e-6)
-scenes |= {f'comm_hook {k}': scene(dtype=F32, tol=tol, opt=torch.optim.SGD, ctx=dict(seed=3, comm_hook=o))
-           for k,o,tol in hooks}
+scenes |= {f'comm_hook {k}': scene(dtype=F32, tol=tol, opt=torch.optim.SGD, ctx=dict(seed=3, comm_hook=o)) for k,o,tol in hooks}
 scenes['comm_hook, groups, amp, clip'] = in_groups(dtype=F32, tol=1e-2, ctx=dict(seed=3, comm_hook='bf16'),
                                                    cbs=lambda: half_precision(GradientClip(.3)))
 

@@ -1,5 +1,5 @@
 "fastai's applications end to end, its downloads, and what scripts and other libraries do with it: transforms, folds, self-supervision"
-import contextlib, copy, io, os, random, re, runpy, subprocess, sys, tarfile, warnings
+import contextlib, copy, io, random, tarfile, warnings
 from pathlib import Path
 import pytest
 pytest.importorskip('fastai')
@@ -21,15 +21,15 @@ from fastai.vision.all import ImageDataLoaders, Resize, SegmentationDataLoaders,
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
-from torchvision.models import resnet18
+from torchvision.models import resnet18 as whole_resnet
 from helpers import serve
-from test_fastai import asking, ctx, data, floats, history, make, per_rank, same
+from test_fastai import asking, ctx, data, floats, history, make, on_1_and_2, per_rank, same
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
 pytestmark = pytest.mark.slow
 
 warnings.filterwarnings('ignore')
-root,F64 = Path(__file__).parent.parent,torch.float64
+F64 = torch.float64
 
 def seeds(W):
     random.seed(0), np.random.seed(0), torch.manual_seed(7)
@@ -53,6 +53,12 @@ class ToDouble(Callback):
     "In float32, BatchNorm over so few activations makes much of rounding"
     order = 8
     def before_batch(self): self.learn.xb = tuple(x.double() for x in self.learn.xb)
+
+def resnet18(**kw):
+    "Its first half, a twentieth of the weights"
+    model = whole_resnet(**kw)
+    model.layer3 = model.layer4 = nn.Identity()
+    return model
 
 class Loss(CrossEntropyLossFlat):
     "fastai's Recorder takes float32 only"
@@ -91,16 +97,17 @@ def vision(W, rank, path):
         res['batch'] = len(learn.dls.one_batch()[0])==per_rank(12, W)
     return res
 
-def test_vision(found):
+@on_1_and_2
+def test_vision(Ws, found):
     import matplotlib
     matplotlib.use('Agg')
-    same(vision, found=found, tol=1e-5, lines=dict(
-        vision_learner='7 `vision_learner` with a ResNet18, `ImageDataLoaders`, `TensorBoardCallback` with `log_preds`',
+    same(vision, found=found, W=Ws, tol=1e-5, lines=dict(
+        vision_learner='7 `vision_learner` with half a ResNet18, `ImageDataLoaders`, `TensorBoardCallback` with `log_preds`',
         predict='3 `predict`', tta='3 `tta`', max='3 `tta(use_max=True)`', test='4 `test_dl` of files',
         interp='3 `Interpretation`, `ClassificationInterpretation`, its plots, `show_results`',
         summary="3 `learn.summary()`, with this rank's batch size",
         batch="4 `one_batch`, `show_batch` of pictures: this rank's"))
-    assert sorted(o.name for o in (found.path/'boards').iterdir())==[f'{W}_0' for W in range(4)]
+    assert {o.name for o in (found.path/'boards').iterdir()}=={f'{W}_0' for W in (0,*Ws)}
 
 def unet(W, rank, path):
     seeds(W)
@@ -153,8 +160,9 @@ def collab(W, rank):
 def applications(W, rank, path):
     return dict(unet=unet(W, rank, path), lm=text(W, rank, True), clas=text(W, rank, False), collab=collab(W, rank))
 
-def test_applications(found):
-    same(applications, found=found, lines=dict(
+@on_1_and_2
+def test_applications(Ws, found):
+    same(applications, found=found, W=Ws, lines=dict(
         unet=('7 `unet_learner`, `Dice`', 1e-5), lm=('7 `language_model_learner`, AWD-LSTM without dropout', 1e-5),
         clas=('7 `text_classifier_learner`, AWD-LSTM without dropout', 1e-5), collab=('7 `collab_learner` (float32)', 1e-5)))
 
@@ -245,9 +253,10 @@ def self_supervised(W, rank):
 
 def recipes(W, rank, path): return dict(tfms=transformed(W, rank), folds=folds(W, rank), byol=self_supervised(W, rank))
 
-def test_recipes(found):
+@on_1_and_2
+def test_recipes(Ws, found):
     pytest.importorskip('fasttransform')
-    same(recipes, found=found, tol=1e-6, lines=dict(
+    same(recipes, found=found, W=Ws, tol=1e-6, lines=dict(
         tfms='4 fasttransform: a transform that learns from the training set, one of batches in training only',
         folds='4 `DataBlock` with an `IndexSplitter` for each of K folds, a context for each; predictions of what was left out',
         byol='6 BYOL-like: two views, a target model, an optimizer of its own for the predictor'))
@@ -267,37 +276,3 @@ def test_rank0_first_downloads_once(tmp_path):
     with serve(tmp_path/'www') as (url,fetched):
         assert run_ranks(downloads, 2, f'{url}stuff.tgz', tmp_path/'base')==['hello']*2
     assert fetched==['stuff.tgz']
-
-# --- the examples -----------------------------------------------------------------------------------------------------------
-
-def table_of(text):
-    "The lines of the table without the clock, and the last line"
-    lines = [o.strip() for o in text.splitlines()]
-    return [[float(v) for v in o.split()[:-1]] for o in lines if re.match(r'\d+ +[\d.]+ ', o)],lines[-1]
-
-def launched(name, *args):
-    env = dict(os.environ, PYTHONPATH=str(root), MPLBACKEND='Agg')
-    cmd = [sys.executable,'-W','ignore','-m','learnerdist.launch','--nproc','2',f'examples/{name}.py',*args]
-    res = subprocess.run(cmd, cwd=root, env=env, capture_output=True, text=True, timeout=200)
-    assert res.returncode==0, res.stderr
-    assert '\r' not in res.stdout and '%' not in res.stdout # no bar
-    return table_of(res.stdout)
-
-def alone(name, *args):
-    "The same script in this process"
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as m:
-        m.setattr(sys, 'argv', [name,*args])
-        torch.set_default_dtype(torch.float32)
-        runpy.run_path(str(root/f'examples/{name}.py'), run_name='__main__')
-    return table_of(out.getvalue())
-
-@pytest.mark.long
-def test_tabular_example():
-    (two,last2),(one,last1) = launched('fastai_tabular', '--epochs', '3'),alone('fastai_tabular', '--epochs', '3', '--bs', '16')
-    assert len(two)==3 and two==[pytest.approx(o, abs=2e-6) for o in one] and last2==last1
-
-@pytest.mark.long
-def test_vision_example(tmp_path):
-    rows,last = launched('fastai_vision', '--epochs', '1', '--pictures', '90', '--bs', '16', '--path', str(tmp_path/'digits'))
-    assert len(rows)==1 and f'{rows[0][3]:.4f}'==last.split()[-4] and last.endswith('on 22 pictures')

@@ -16,7 +16,7 @@ from fastai.text.data import LMDataLoader, Pad_Input, SortedDL
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset
-from test_fastai import CrossEntropy, accuracy, asking, ctx, data, floats, history, items, per_rank, plain, same
+from test_fastai import CrossEntropy, accuracy, asking, ctx, data, floats, history, items, on_1_and_2, per_rank, plain, same
 from learnerdist.core.collectives import gather_rows
 from learnerdist.fastai import *
 from learnerdist.fastai.loaders import ShareDL
@@ -152,8 +152,8 @@ def looks(dls, W):
         return len(learn.dls.train),torch.cat(whole),torch.cat(rows)
 
 @pytest.mark.slow
-def test_learners_on_every_kind_of_loader(found):
-    same(of_loaders, found=found, tol=1e-6, lines='4')
+@on_1_and_2
+def test_learners_on_every_kind_of_loader(Ws, found): same(of_loaders, found=found, W=Ws, tol=1e-6, lines='4')
 
 def test_a_loader_that_nothing_is_known_of_is_an_error():
     class Own:
@@ -239,8 +239,9 @@ def tabular(W, rank):
 def of_sequences(W, rank, path): return dict(sorted=sorted_texts(W, rank), lm=language_model(W, rank), tabular=tabular(W, rank))
 
 @pytest.mark.slow
-def test_texts_and_tables(found):
-    want = same(of_sequences, found=found, lines=dict(
+@on_1_and_2
+def test_texts_and_tables(Ws, found):
+    want = same(of_sequences, found=found, W=Ws, lines=dict(
         sorted=('4 `SortedDL`: texts, their padding', 1e-6), lm=('4 `LMDataLoader`: streams go on, also through `ModelResetter`', 1e-6),
         tabular=('7 `tabular_learner`: `TabDataLoader`, `TabularPandas`, `predict`, `test_dl`, `show_results`, '
                  '`ClassificationInterpretation` (float32)', 1e-5)))

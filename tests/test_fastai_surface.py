@@ -16,8 +16,8 @@ from fastai.text.all import (AWD_LSTM, TextDataLoaders, Tokenizer, awd_lstm_lm_c
 from fastai.vision.gan import FixedGANSwitcher, GANLearner
 from torch import nn
 from torch.nn import functional as F
-from test_fastai import (Callback, F1Score, Learner, RocAuc, SGD, asking, bn, close, ctx, floats, items, make, per_rank, same,
-                         state)
+from test_fastai import (Callback, F1Score, Learner, RocAuc, SGD, asking, bn, close, ctx, floats, items, make, on_1_and_2, per_rank,
+                         same, state)
 from test_fastai_apps import Words, texts
 from test_fastai_metrics import First
 from learnerdist.fastai import *
@@ -164,8 +164,9 @@ lines = dict(unlabelled=('3 `get_preds` of data without labels, with metrics tha
     paths=('3 a `learn.path` of each rank\'s own, `SaveModelCallback`', 1e-6))
 
 @pytest.mark.slow
-def test_applications(found):
-    want = same(applications, found=found, lines=lines)
+@on_1_and_2
+def test_applications(Ws, found):
+    want = same(applications, found=found, W=Ws, lines=lines)
     assert want['lm'][2]==3 and want['empty']['tab'][1] and want['cancelled'][0]['1.num_batches_tracked']==6
 
 # --- what is said -----------------------------------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ def shadowed(W, rank, path):
 
 def test_a_fit_warns_of_no_shadowed_name(found):
     pytest.importorskip('accelerate')
-    assert found(shadowed, 3)==[[]]*3
+    assert found(shadowed, 2)==[[]]*2
 
 # --- fastai.distributed's signatures ----------------------------------------------------------------------------------------
 
@@ -228,7 +229,8 @@ def by_hand(W, rank, path):
         learn.fit(2)
         return state(learn),[floats(o) for o in learn.recorder.values],learn.get_preds()
 
-def test_loaders_by_hand(found): same(by_hand, found=found, tol=1e-6)
+@on_1_and_2
+def test_loaders_by_hand(Ws, found): same(by_hand, found=found, W=Ws, tol=1e-6)
 
 # --- flags of `fit`, logs, memory -------------------------------------------------------------------------------------------
 
@@ -267,10 +269,11 @@ def flags(W, rank, path):
     text,closed = csv.exists() and csv.read_text(),getattr(rows, 'closed', False)
     return trained,types.seen,getattr(rows, 'rows', None),closed,text,err,n,type(learn).__name__
 
-def test_flags(found):
+@on_1_and_2
+def test_flags(Ws, found):
     want, = found(flags, 0)
     assert want[1]=={torch.float32} and [*want[2][0]]==['epoch','train_loss','valid_loss'] and want[3] and len(want[4].splitlines())==3
-    for W,rank,got in [(w,*o) for w in (1,2,3) for o in enumerate(found(flags, w))]:
+    for W,rank,got in [(w,*o) for w in Ws for o in enumerate(found(flags, w))]:
         close(got[0], want[0], 2e-2) # bfloat16 sums of half batches
         assert got[1]=={torch.float32} and got[6]==want[6] and got[7]=='Learner'
         assert (got[2] is not None, got[3], bool(got[4]))==(rank==0,)*3
@@ -323,8 +326,9 @@ def gan(W, rank, path, n=48):
 
 def uneven_gan(W, rank, path): return gan(W, rank, path, 45)
 
-def test_gan(found):
-    same(gan, found=found, tol=1e-5, lines=['7 `GANLearner` (float32)'])
-    same(uneven_gan, found=found, W=(2,3), tol=1e-5) # with metrics of training
+@on_1_and_2
+def test_gan(Ws, found):
+    same(gan, found=found, W=Ws, tol=1e-5, lines=['7 `GANLearner` (float32)'])
+    same(uneven_gan, found=found, W=Ws[-1:], tol=1e-5) # with metrics of training
 
 found = asking(applications, gan, uneven_gan, shadowed, by_hand, alone=(flags,))

@@ -10,11 +10,8 @@ class Peek(Callback):
     def after_pred(self):
         if not self.training: return
         m = self.wrapper.ddp
-        self.learn.seen = dict(ddp=isinstance(m, DistributedDataParallel),
-                               unused=getattr(m, 'find_unused_parameters', None),
-                               static=m.static_graph,
-                               view=m.gradient_as_bucket_view, cap=m.bucket_bytes_cap,
-                               buffers=bool(m.broadcast_buffers))
+        self.learn.seen = dict(ddp=isinstance(m, DistributedDataParallel), unused=getattr(m, 'find_unused_parameters', None),
+            static=m.static_graph, view=m.gradient_as_bucket_view, cap=m.bucket_bytes_cap, buffers=bool(m.broadcast_buffers))
 
 def rank_options(all_kw):
     res = []
@@ -26,8 +23,7 @@ def rank_options(all_kw):
     return res
 
 def test_options_reach_ddp_and_batches_that_do_not_divide_and_plain_batchnorm():
-    kws = [{}, dict(find_unused_parameters=True), dict(static_graph=True), dict(gradient_as_bucket_view=True),
-           dict(bucket_cap_mb=3),
+    kws = [{}, dict(find_unused_parameters=True), dict(static_graph=True), dict(gradient_as_bucket_view=True), dict(bucket_cap_mb=3),
            dict(broadcast_buffers=True)]
     plain = dict(ddp=True, unused=False, static=False, view=False, cap=25*2**20, buffers=False)
     want = [plain, dict(plain, unused=True), dict(plain, static=True), dict(plain, view=True), dict(plain, cap=3*2**20),

@@ -1,6 +1,7 @@
 "What a resumed fit says, and what it refuses before anything is trained"
-import os,re,shutil,signal,subprocess,sys
+import os,re,shutil,signal
 from collections import Counter,OrderedDict,defaultdict,deque,namedtuple
+from concurrent.futures import ThreadPoolExecutor,wait
 from pathlib import Path
 import numpy as np
 import pytest, torch
@@ -52,38 +53,31 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     assert digest(learn.model.state_dict())==weights and names(tmp_path)==before and 'checkpoint' not in vars(learn)
     assert same(fit(tmp_path, 3), first)
 
-in_use = """
-import sys,time
-from learnerdist.all import *
-sys.path.insert(0, sys.argv[2])
-from test_resume_checks import fit
 class Wait(Callback):
+    "Until this process is killed"
     def before_train(self):
-        print('here', flush=True)
-        time.sleep(100)
-fit(sys.argv[1], cbs=[Wait()])
-"""
+        Path('here.tmp').write_text(f'{os.getpid()}')
+        os.rename('here.tmp', 'here')
+        signal.pause()
+
+def holds(path):
+    "In a process that is no rank"
+    os.chdir(path)
+    for k in ('RANK','WORLD_SIZE'): del os.environ[k]
+    fit(path, cbs=[Wait()])
 
 def test_a_folder_in_use_is_refused(tmp_path):
     "The lock says whose it is, and ends with the process, also if that is killed"
-    cmd = [sys.executable,'-c',in_use,tmp_path,Path(__file__).parent]
-    with subprocess.Popen([*map(str, cmd)], stdout=subprocess.PIPE, text=True) as proc:
-        assert proc.stdout.readline()=='here\n'
-        with pytest.raises(ValueError, match=f'ckpt is in use by another run: process {proc.pid} on .*, since 20'): fit(tmp_path)
-        proc.kill()
-        proc.wait()
+    with ThreadPoolExecutor() as pool:
+        ends = pool.submit(run_ranks, holds, 1, tmp_path, errors='return')
+        while not (tmp_path/'here').exists(): assert not wait([ends], .01).done, ends.result()
+        pid = int((tmp_path/'here').read_text())
+        try:
+            with pytest.raises(ValueError, match=f'ckpt is in use by another run: process {pid} on .*, since 20'): fit(tmp_path)
+        finally: os.kill(pid, signal.SIGKILL)
+        assert 'SIGKILL' in ends.result()[0].message
     fit(tmp_path)
     assert [o.name for o in (tmp_path/'ckpt').iterdir() if o.is_file()]==[]
-
-def refused_on_ranks(path):
-    learn = learner(path)
-    try:
-        with learn.distrib_ctx(): learn.fit(2, cbs=Checkpoint('ckpt'))
-    except (ValueError,RankError) as e: return type(e).__name__,'holds checkpoints of another run' in str(e)
-
-def test_it_is_refused_on_all_ranks(tmp_path):
-    fit(tmp_path)
-    assert run_ranks(refused_on_ranks, 2, tmp_path)==[('ValueError',True),('RankError',True)]
 
 def test_runs_that_were_copied_together(tmp_path):
     "The one that wrote last is meant; the other one's checkpoints are neither restored nor removed"
@@ -99,13 +93,19 @@ def test_runs_that_were_copied_together(tmp_path):
 # --- what is said -----------------------------------------------------------------------------------------------------------
 
 def lines_of_ranks(path):
-    learn = learner(path)
-    with learn.distrib_ctx(seed=1): learn.fit(2, cbs=Checkpoint('ckpt'), resume=True)
-    return [o.split(':')[0] for o in said(learn)]
+    "What two runs say, and the error of one that would begin anew"
+    res = []
+    for resume in (True,True,False):
+        learn = learner(path)
+        try:
+            with learn.distrib_ctx(seed=1): learn.fit(2, cbs=Checkpoint('ckpt'), resume=resume)
+        except (ValueError,RankError) as e: res.append((type(e).__name__,'holds checkpoints of another run' in str(e)))
+        else: res.append([o.split(':')[0] for o in said(learn)])
+    return res
 
-def test_rank_0_says_it(tmp_path):
-    assert run_ranks(lines_of_ranks, 2, tmp_path)==[[],[]]
-    assert run_ranks(lines_of_ranks, 2, tmp_path)==[['this fit was done already, after 6 steps'],[]]
+def test_rank_0_says_it_and_all_ranks_refuse(tmp_path):
+    assert run_ranks(lines_of_ranks, 2, tmp_path)==[[[],['this fit was done already, after 6 steps'],('ValueError',True)],
+                                                    [[],[],('RankError',True)]]
 
 def test_differences_are_one_warning(tmp_path):
     fit(tmp_path, stop=7)

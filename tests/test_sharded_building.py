@@ -194,7 +194,7 @@ def read_by_rank(file, later):
             if later: learn.load(str(file.with_suffix('')), with_opt=False)
         return spy.kb,summed.n/1024
 
-def big(): return nn.Sequential(*[nn.Linear(1024, 4096) for _ in range(4)]) # the system maps up to 2 MiB around what is read
+def big(): return nn.Sequential(*[nn.Linear(1024, 4096) for _ in range(2)]) # the system maps up to 2 MiB around what is read
 
 @needs_fsdp2
 @pytest.mark.parametrize('later', [False, True])

@@ -4,8 +4,7 @@ import numpy as np, torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from scenes import make, picture
-from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, group_rank, group_size, process_group,
-                             rank_distrib)
+from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, group_rank, group_size, process_group, rank_distrib
 from learnerdist.testing import run_ranks
 
 F64 = torch.float64
@@ -64,36 +63,21 @@ class NoiseSpy(Callback):
     def after_pred(self):
         if self.training: self.learn.masks.append((self.pred==0).tolist())
 
-class Augmented(TensorDataset):
-    def __getitem__(self, i):
-        x,y = super().__getitem__(i)
-        return x,torch.tensor([random.random(), torch.rand(()).item(), np.random.rand()])
-
-def streams(W, rank, workers, seed=3):
-    torch.manual_seed(42)
-    random.seed(42)
-    np.random.seed(42)
+def streams():
     x = torch.ones(16, 8, dtype=F64)
-    dls = DataLoaders(TfmdDL(Augmented(x, x), 4, num_workers=workers))
-    learn = Learner(dls, nn.Sequential(nn.Linear(8, 8).double(), nn.Dropout(.5)), lambda p, t: p.mean(),
-                    cbs=[NoiseSpy, AugSpy])
-    learn.noise,learn.masks,learn.augs = [],[],[]
-    with learn.no_logging(), learn.distrib_ctx(seed=seed): learn.fit(2)
-    return learn.noise,learn.masks,learn.augs
-
-class AugSpy(Callback):
-    def after_pred(self): self.learn.augs += self.yb[0].tolist()
-
-def rank_streams():
-    with process_group(): return [streams(group_size(), group_rank(), workers) for workers in (0,1)]
+    model = nn.Sequential(nn.Linear(8, 8).double(), nn.Dropout(.5))
+    learn = Learner(DataLoaders(TfmdDL(TensorDataset(x, x), 4)), model, lambda p, t: p.mean(), cbs=NoiseSpy)
+    learn.noise,learn.masks = [],[]
+    with learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(2)
+    return learn.noise,learn.masks
 
 def test_each_rank_draws_from_its_own_streams():
-    runs = [run_ranks(rank_streams, 2) for _ in range(2)]
+    "Within a batch; those of samples are in test_sample_seeds"
+    runs = [run_ranks(streams, 2) for _ in range(2)]
     assert runs[0]==runs[1] # reproducible
-    for (noise0,masks0,augs0),(noise1,masks1,augs1) in zip(*runs[0]): # without workers, and with one
-        for i in range(3): assert len({o[i] for o in noise0+noise1})==8 # 2 ranks, 2 epochs of 2 steps
-        assert masks0!=masks1 and masks0[:2]!=masks0[2:]
-        for i in range(3): assert len({o[i] for o in augs0+augs1})==32
+    (noise0,masks0),(noise1,masks1) = runs[0]
+    for i in range(3): assert len({o[i] for o in noise0+noise1})==8 # 2 ranks, 2 epochs of 2 steps
+    assert masks0!=masks1 and masks0[:2]!=masks0[2:]
 
 def test_alone_nothing_is_reseeded():
     torch.manual_seed(42)

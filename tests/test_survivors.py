@@ -3,7 +3,9 @@ fastai's Learner, imported as documented, with its recorder, schedule, optimizer
 import json,os,signal,subprocess,sys
 from functools import partial
 from pathlib import Path
-import pytest,torch
+import torch,fastai.vision.all,learnerdist.all,learnerdist.fastai # noqa: F401 # first, so that ranks are forks of a process that has them
+import pytest
+from learnerdist.testing import run_ranks
 
 root = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow # and those that are long are run before a release
@@ -103,7 +105,9 @@ def launch(folder, plan=(), *args, nproc=3, policy='shrink', script=__file__):
     drop = 'RANK','WORLD_SIZE','LOCAL_RANK','MASTER_PORT'
     env = {k:v for k,v in os.environ.items() if k not in drop} | dict(PYTHONPATH=str(root))
     res = subprocess.run([*map(str, cmd)], env=env, capture_output=True, text=True, timeout=600)
-    return res.returncode,{int(o.stem): json.loads(o.read_text()) for o in folder.glob('[0-9].json')},res.stdout+res.stderr
+    return res.returncode,results(folder),res.stdout+res.stderr
+
+def results(folder): return {int(o.stem): json.loads(o.read_text()) for o in folder.glob('[0-9].json')}
 
 def flat(o): return [n for i in o for n in flat(i)] if isinstance(o, list) else [o]
 
@@ -126,8 +130,9 @@ def undisturbed(tmp_path_factory):
     "What one process comes to, by kind"
     known = {}
     def _undisturbed(kind):
-        if kind not in known: known[kind] = launch(tmp_path_factory.mktemp('ref'), (), kind, nproc=3 if 'sharded' in kind else 1)[1]
-        return known[kind]
+        folder = tmp_path_factory.mktemp('ref')
+        if kind not in known: run_ranks(train, 3 if 'sharded' in kind else 1, folder, {}, kind)
+        return known.setdefault(kind, results(folder))
     return _undisturbed
 
 def again(n, of): return f'all start again, with {n} of {of} ranks'

@@ -1,15 +1,14 @@
 """Systems that lack what Linux has, by taking it away: on macOS there is no /proc, on Windows no fork, no process groups, no Unix signals.
 Neither system has run this code; what can be shown here is that nothing else is asked for, and what is said"""
 import os,subprocess,sys
-
-import pytest
+import pytest,torch
 
 train = '''
 import os,sys,time,torch
 from torch import nn
 from torch.utils.data import DataLoader,TensorDataset
 from learnerdist.all import *
-from learnerdist.launch import run
+from learnerdist.launch import ranks
 
 def main(fault=None):
     torch.set_num_threads(1)
@@ -54,19 +53,31 @@ def python(path, *args, code=None, **files):
     for name,text in files.items(): (path/f'{name}.py').write_text(text)
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(path),*sys.path])}
     cmd = [sys.executable, *(['-c', code] if code else args)]
-    return subprocess.run(cmd, cwd=path, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(cmd, cwd=path, env=env, capture_output=True, text=True, timeout=200)
 
 @pytest.fixture(scope='module')
-def loss(tmp_path_factory):
+def loss():
     "The validation loss of one process, on this system"
-    return float(python(tmp_path_factory.mktemp('alone'), code='import train\nprint(train.main())', train=train).stdout)
+    n,space = torch.get_num_threads(),{}
+    exec(train, space)
+    res = space['main']()
+    torch.set_num_threads(n)
+    return res
 
-called = "\nif __name__=='__main__': print(run(main, {!r}, nproc=2))"
+called = """
+if __name__=='__main__':
+    with ranks(2) as r:
+        print(r.run(main))
+        r.run(main, {!r})
+"""
 
 @pytest.mark.slow
-def test_macos_trains(loss, tmp_path):
-    res = python(tmp_path, 'train.py', sitecustomize=macos, train=train+called.format(None))
-    assert res.stdout==f'{loss}\n', res.stderr
+@pytest.mark.parametrize('fault,said', [
+    ('time.sleep(60)', 'rank 1 is not asked where there is no /proc'),
+    pytest.param('os._exit(3)', 'rank 1 failed: ProcessDied: ended with exit status 3', marks=pytest.mark.long)])
+def test_macos_trains_and_fails(fault, said, loss, tmp_path):
+    res = python(tmp_path, 'train.py', sitecustomize=macos, train=train+called.format(fault))
+    assert res.stdout==f'{loss}\n' and res.returncode==1 and said in res.stderr, res.stderr
 
 @pytest.mark.slow
 def test_macos_command(loss, tmp_path):
@@ -74,30 +85,19 @@ def test_macos_command(loss, tmp_path):
     res = python(tmp_path, '-m', 'learnerdist.launch', '--nproc', '2', 'train.py', **files)
     assert sorted(res.stdout.splitlines())==[f'{loss}',f'[r1] {loss}'], res.stderr
 
-@pytest.mark.slow
-@pytest.mark.parametrize('fault,said', [
-    ('time.sleep(60)', 'rank 1 is not asked where there is no /proc'),
-    pytest.param('os._exit(3)', 'rank 1 failed: ProcessDied: ended with exit status 3', marks=pytest.mark.long)])
-def test_macos_failures(fault, said, tmp_path):
-    res = python(tmp_path, 'train.py', sitecustomize=macos, train=train+called.format(fault))
-    assert res.returncode==1 and said in res.stderr, res.stderr
-
-def test_windows_trains_on_one_process(loss, tmp_path):
-    res = python(tmp_path, code='import windows,train\nprint(train.main())', windows=windows, train=train)
-    assert res.stdout==f'{loss}\n', res.stderr
-
 no_groups = '2 processes: linux has no process groups: use Linux, macOS, WSL 2'
 starts = '''
-import windows
+import windows,train
 from learnerdist.launch import ranks,run
 from learnerdist.launch.cli import main
 from learnerdist.testing import run_ranks
+print(train.main())
 for start in (lambda: run(print, nproc=2), lambda: ranks(2), lambda: run_ranks(print, 2)):
     try: start()
     except ValueError as e: print(e)
 main(['--nproc', '2', 'windows.py'])
 '''
-def test_windows_cannot_start_ranks(tmp_path):
-    res = python(tmp_path, code=starts, windows=windows)
-    assert res.stdout.splitlines()==[no_groups]*3 and res.returncode==2, res.stderr
+def test_windows_trains_on_one_process_and_cannot_start_ranks(loss, tmp_path):
+    res = python(tmp_path, code=starts, windows=windows, train=train)
+    assert res.stdout.splitlines()==[f'{loss}',*[no_groups]*3] and res.returncode==2, res.stderr
     assert res.stderr.endswith(f'error: --nproc-per-node 2: {no_groups}\n'), res.stderr

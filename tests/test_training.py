@@ -8,10 +8,8 @@ from torch.optim import SGD
 from scenes import F32, F64, Cancels, PartUsed, look, make, net, pictures, points, scene, sgd
 from learnerdist.all import Callback, group_rank, group_size, process_group
 from learnerdist.core.random import set_seed
-from learnerdist.learner.callback import (CancelBatchException, CancelEpochException,
-                                          CancelFitException, CancelTrainException, inner_events)
-from learnerdist.learner.techniques import (GradientAccumulation, GradientClip, Lookahead, MixedPrecision,
-                                            steps_per_epoch)
+from learnerdist.learner.callback import CancelBatchException, CancelEpochException, CancelFitException, CancelTrainException, inner_events
+from learnerdist.learner.techniques import GradientAccumulation, GradientClip, Lookahead, MixedPrecision, steps_per_epoch
 from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)
@@ -45,12 +43,12 @@ def torchs_step(model, opt, x, y, before_step=lambda: None):
     opt.step()
     opt.zero_grad()
 
+def ahead(**kw): return Lookahead(SGD([nn.Parameter(torch.ones(1))], .1), **kw)
+
 @pytest.mark.parametrize('func,kw', [
     (GradientAccumulation, dict(n_acc=0)), (MixedPrecision, dict(dtype='fp8')), (MixedPrecision, dict(dtype=F32)),
     (MixedPrecision, dict(dtype=16)), (GradientClip, dict(max_norm=0)), (GradientClip, dict(max_norm=-1.)),
-    (GradientClip, dict(value=0.)), (lambda **kw: Lookahead(SGD([nn.Parameter(torch.ones(1))], .1), **kw), dict(k=0)),
-    (lambda **kw: Lookahead(SGD([nn.Parameter(torch.ones(1))], .1), **kw), dict(alpha=0.)),
-    (lambda **kw: Lookahead(SGD([nn.Parameter(torch.ones(1))], .1), **kw), dict(alpha=1.1)),
+    (GradientClip, dict(value=0.)), *((ahead, o) for o in (dict(k=0), dict(alpha=0.), dict(alpha=1.1))),
     (lambda **kw: learner().fit(1, cbs=MixedPrecision('bf16', **kw)), dict(init_scale=2.)),
     (lambda **kw: learner().distrib_ctx(**kw).__enter__(), dict(comm_hook='fp8')),
     (lambda **kw: learner().distrib_ctx(**kw).__enter__(), dict(comm_hook=1))])

@@ -5,8 +5,8 @@ import pytest, torch
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from scenes import Cancels, make, normed, result, scene, sgd
-from learnerdist.all import (Callback, CancelBatchException, CancelTrainException, RankError, SaveModelCallback,
-                             Scheduler, TfmdDL, process_group, rank_distrib)
+from learnerdist.all import (Callback, CancelBatchException, CancelTrainException, RankError, SaveModelCallback, Scheduler, TfmdDL,
+                             process_group, rank_distrib)
 from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)
@@ -120,9 +120,8 @@ def interrupted(cancel): return [Cancels(*cancel),Scheduler(partial(StepLR, step
 
 def test_cancels_in_uneven_epochs(tmp_path):
     "A rank's last step may be its part in the others'"
-    at = [('after_loss',CancelBatchException,0), ('after_loss',CancelBatchException,2),
-          ('after_backward',CancelBatchException,2), ('before_batch',CancelTrainException,1),
-          ('after_step',CancelTrainException,2)]
+    at = [('after_loss',CancelBatchException,0), ('after_loss',CancelBatchException,2), ('after_backward',CancelBatchException,2),
+          ('before_batch',CancelTrainException,1), ('after_step',CancelTrainException,2)]
     cases = [(event,exc,rank,i) for rank in (0,1) for event,exc,i in at]
     on_ranks(2, [dict(kind='stream', lens=lens, cbs=partial(interrupted, c), path=tmp_path/f'{i}-{lens[0]}')
                  for i,c in enumerate(cases) for lens in [(3,5),(5,3)]])
