@@ -168,7 +168,8 @@ ddp_args_of_ours = ['module','process_group','device_ids','output_device','devic
 _ddp_args = inspect.signature(DistributedDataParallel).parameters
 ddp_options = [o for o in _ddp_args if o not in ddp_args_of_ours]
 
-_of_ours = 'cuda_id sync_bn split_batches seed check_every checks comm_hook shard sample_seeds timeout_s'.split()
+_of_ours = 'cuda_id sync_bn split_batches seed check_every checks comm_hook shard sample_seeds timeout_s '
+_of_ours = f'{_of_ours}global_bs max_bs'.split()
 
 def ddp_docments()->dict:
     "From each option of DDP to what torch says of it, in its first sentence"
@@ -198,6 +199,10 @@ def check_options(opts):
         raise ValueError(f'{name}={v!r}: give {what}')
     need('seed', opts.seed, int, -math.inf, 'a whole number, or None to draw one')
     need('check_every', opts.check_every, int, 0, 'a number of steps, from 1 up')
+    need('global_bs', opts.global_bs, int, 0, 'the number of samples in a step of all ranks together')
+    if opts.max_bs!='auto': need('max_bs', opts.max_bs, int, 0, "a number of samples, or 'auto'")
+    if opts.global_bs and opts.split_batches:
+        raise ValueError(f'global_bs={opts.global_bs} and split_batches: leave out one of the two')
     need('timeout_s', opts.timeout_s, (int,float), 0, 'seconds')
     need('bucket_cap_mb', ddp_kw.get('bucket_cap_mb'), (int,float), 0, 'a size in MiB')
 

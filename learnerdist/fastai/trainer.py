@@ -214,8 +214,11 @@ class OfBatches:
         if self.engine.loop.evaluation: self.learn.recorder.train_metrics = True
         if self.engine.replica is None: return
         acc = self._accumulation()
-        last = acc is None or self.engine.is_uneven or acc.count+find_bs(self.yb)>=acc.n_acc
-        self.engine.replica.sync = last
+        if acc is None: return
+        self.engine.replica.sync = self.engine.is_uneven or acc.count+find_bs(self.yb)>=acc.n_acc
+    def accumulates(self)->bool:
+        "Whether fastai's callback makes steps from several batches"
+        return self._accumulation() is not None
     def _accumulation(self):
         return next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
     def before_backward(self):
