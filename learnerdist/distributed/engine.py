@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from ..core.collectives import all_sum,broadcast_object,gather_objects,gather_rows
-from ..core.compat import tree_leaves
+from ..core.compat import BatchNorm,tree_leaves
 from ..core.deferred import has_deferred
 from ..core.env import current_group,group_rank,group_size,group_timeout,in_group,next_phase
 from ..core.env import process_group
 from ..core.lending import lend
-from ..core.random import seed_streams
+from ..core.random import rng_state,seed_streams,set_rng_state
 from ..core.shards import groups_of,is_part
 from ..core.stacks import frames_of,warn
 from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
@@ -37,7 +37,7 @@ from .sharded import Sharded
 from .shares import evaluated,global_batch,most_rows,uneven_steps
 from .vote_links import Asks,Place,Tally,Vote,cast,loops,open_links,scopes,widest
 from ..learner.callback import inner_events
-from ..learner.learner import Runner,get_model
+from ..learner.learner import Runner,get_model,is_oom
 from ..learner.losses import batch_rows,loss_kind,loss_over,n_class_items,n_elements,n_items,unweighted
 from ..learner.predictions import Unshared
 from ..learner.techniques import scale_grads
@@ -134,7 +134,9 @@ class EngineState(Runner):
     is_alone = False
     def __init__(self, adapter, opts): # of the learner, see `Adapter`; its options, as attributes
         self.adapter,self.opts,self.seed = adapter,opts,opts.seed
-        self.cuts,self.max_bs = bool(opts.max_bs),opts.max_bs
+        # auto: whether micro-batches are as large as memory allows; max_bs: their size, None as long as all fit
+        self.cuts,self.auto,self.more = bool(opts.max_bs),opts.max_bs=='auto',False
+        self.max_bs = None if self.auto else opts.max_bs
         self.findings,self.self_check = Findings(opts.checks),SelfCheck(self)
         self.stack,self.epochs_before = ExitStack(),0
         self.learn = self.links = self.replica = self.shards = self.max_norm = self.dls = None
@@ -277,17 +279,26 @@ class Loops(Dealing):
     def begin_loop(self, training):
         "Before a loop over `learn.dl`, before other callbacks: what runs in place of the model, and whose statistics"
         self.place,self.loop = Place.before_train if training else Place.before_validate,Loop()
-        self.more = False
+        self.more = self.waits = False
         if training:
-            if self.cuts and self.adapter.accumulates():
-                raise ValueError(f'max_bs={self.opts.max_bs} and GradientAccumulation: leave out one of the two')
             if self.replica is None: self.replica = self._replicated()
             self.model = self.replica
+            if self.cuts: self._check_cuts()
             return
         self.model,local_stats.on = None,True
         mute(False)
         self.learn.dl = self.share_now(evaluated(self.learn.dl), pad=False)
         self.loop.evaluation = Evaluation(self)
+
+    def _check_cuts(self):
+        "ValueError if something hinders micro-batches; report BatchNorm, whose statistics are theirs"
+        name,many = f'max_bs={self.opts.max_bs!r}',group_size()>1
+        if self.adapter.accumulates(): raise ValueError(f'{name} and GradientAccumulation: leave out one of the two')
+        if self.auto and many and self.replica.forward_exchanges:
+            raise ValueError(f'{name}: ranks exchange something in each forward pass of this model (BatchNorm, max_norm), '
+                             'where one that runs out of memory would leave the others waiting: give a number')
+        if any(isinstance(m, BatchNorm) and m.training for m in get_model(self.learn.model).modules()):
+            self.findings('batchnorm-parts', _by_parts, 'parts')
 
     def _replicated(self):
         "What the training loops of this fit call in place of the model, if a group is open"
@@ -415,9 +426,9 @@ class Batches(Steering):
         if n is None:
             n = batch_rows(learn)
             if self.links: n = max_over_ranks(n, self.links)
-        k = -(-n//self.max_bs)
-        if k<2: return
-        loop.batch.micro = MicroBatches(learn, k)
+        k = -(-n//(self.max_bs or n))
+        if k<2 and not self.auto: return
+        loop.batch.micro = MicroBatches(learn, k, n)
         self._begin_part()
     def _next_part(self):
         self.loop.batch.micro.i += 1
@@ -426,22 +437,60 @@ class Batches(Steering):
         batch,micro = self.loop.batch,self.loop.batch.micro
         empty = micro.begin(self.learn)
         self.more = micro.i<micro.k-1
+        self.waits = self.more or self.auto
         self.repeated = self.loop.repeats or batch.left_out or empty
         mute(self.repeated)
-        if self.replica: self.replica.sync = not self.more
+        if self.replica: self.replica.sync = not (self.more or self.auto)
     def in_parts(self, f):
-        "Run `f`, the forward and backward pass of a batch, for each of its micro-batches"
+        "Run `f`, the forward and backward pass of a batch, for each of its micro-batches; in evaluation once"
+        if self.auto and self.learn.training: return self._that_fit(f)
         f()
         while self.more:
             self.learn('before_batch')
             f()
+    def _that_fit(self, f):
+        """As `in_parts`, and no gradients travel before all ranks are through. Where memory runs out on one, all begin
+        the step again with micro-batches of half the size. Sync point"""
+        learn,batch,micro,streams = self.learn,self.loop.batch,self.loop.batch.micro,rng_state()
+        buffers = [(o,o.clone()) for o in self._trained().buffers()]
+        while self.anyone((e := self._runs_out(f)) is not None):
+            size = -(-micro.most//micro.k)
+            if size<2 and e is None: self.agree() # where the others hear of its failure
+            if size<2: raise e
+            self.max_bs = -(-size//2)
+            self.adapter.memory_ran_out()
+            self.findings.note('micro-batches', _smaller.format(size, self.max_bs))
+            learn.xb,learn.yb = micro.whole
+            learn.pred,learn.loss,learn.loss_grad = None,None,None
+            for p in self._all_params(): p.grad = None
+            for o,old in buffers: o.copy_(old)
+            set_rng_state(streams)
+            if self.device.type=='cuda': torch.cuda.empty_cache()
+            micro = batch.micro = MicroBatches(learn, -(-micro.most//self.max_bs), micro.most)
+            micro.i,self.more = -1,True
+        if not batch.ahead: self._correct(micro)
+        if self.replica: self.replica.reduce()
+        self._end_parts()
+        self.settle()
+        self.adapter.take_step()
+    def _runs_out(self, f):
+        "Run all micro-batches; returns the exception that says that memory has run out, None if it has not"
+        try:
+            if self.loop.batch.micro.i==0: f() # else the step begins again
+            while self.more:
+                self.learn('before_batch')
+                f()
+        except Exception as e:
+            if not is_oom(e): raise
+            return e.with_traceback(None) # whose frames hold tensors
 
     def _end_parts(self):
         "The step's batch is the learner's again"
         batch = self.loop.batch
         if batch is None or batch.micro is None: return
         batch.micro.end(self.learn, loss_over(self.learn).kind=='sum')
-        batch.micro,self.more,self.repeated = None,False,self.loop.repeats or batch.left_out
+        batch.micro,self.more,self.waits = None,False,False
+        self.repeated = self.loop.repeats or batch.left_out
         mute(self.repeated)
 
     def check_batch(self):
@@ -509,10 +558,12 @@ class Batches(Steering):
         them: any number will do, which all ranks take, and by which the gradients are corrected later. Sync point"""
         micro = self.loop.batch.micro
         if micro is None: return sum_over_ranks(own, self.links)
-        any_number = float(micro.k*self.max_bs*group_size())
-        if self.more: return any_number
-        total = sum_over_ranks(own, self.links) if self.links else own
-        if isinstance(total, Tensor) or total: scale_grads(self.learn.opt, self.replica, any_number/total)
+        return float(micro.most*group_size()) if self.more or self.auto else self._correct(micro)
+    def _correct(self, micro):
+        "Correct the gradients of earlier micro-batches; returns the items of all ranks in this step. Sync point"
+        total = sum_over_ranks(micro.items, self.links) if self.links else micro.items
+        if loss_over(self.learn).kind!='sum' and (isinstance(total, Tensor) or total):
+            scale_grads(self.learn.opt, self.replica, micro.most*group_size()/total)
         return total
 
     @property
@@ -531,6 +582,9 @@ class Batches(Steering):
         if self.loop.evaluation: self.loop.evaluation.end_batch()
         if self.shards and not self.learn.training: self.shards.end_batch()
 
+_by_parts = ('the statistics of BatchNorm layers are those of a micro-batch, of all ranks together: they depend on max_bs and '
+             'on the number of ranks')
+_smaller = 'memory has run out in micro-batches of {} samples: from now on they have {}'
 _unknown = ('what the loss is the mean over is not known, and could not be found out on a part of a batch: samples '
             'count alike. If it is a mean over other things, or a sum, set its n_items')
 
@@ -577,8 +631,12 @@ class Cancelling(Batches):
         batch.handles = [p.register_hook(_finite) for p in params if p.requires_grad]
 
     def _all_params(self):
-        every = [*self.learn.model.parameters(),*[p for g in groups_of(self.learn.opt) for p in g]]
+        every = [*self._trained().parameters(),*[p for g in groups_of(self.learn.opt) for p in g]]
         return [*{id(p): p for p in every}.values()]
+
+    def _trained(self):
+        "The user's model; fastai's learner has the replica in its place during a forward pass"
+        return get_model(self.replica.model if self.replica else self.learn.model)
 
     def _forget_parts(self):
         "Forget the gradients of micro-batches before, which this rank has not sent"
@@ -589,10 +647,10 @@ class Cancelling(Batches):
         """After that backward pass: if the gradients do not show that another rank has a part in them, ask whether all
         have cancelled"""
         batch = self.loop.batch
-        if not self.more: self._end_parts()
+        if not (self.more or batch and batch.micro and self.auto): self._end_parts()
         if not (batch and batch.dropped): return
         while batch.handles: batch.handles.pop().remove()
-        if self.more or any(_has_values(p.grad) for p in batch.idle): return
+        if self.more or batch.micro or any(_has_values(p.grad) for p in batch.idle): return
         self._ask(widest(batch.cancelled), Asks.before_step)
 
     def _ask(self, scope, phase):
@@ -704,7 +762,7 @@ class Engine(Ends):
     @contextmanager
     def aside(self):
         "Context for a loop within another"
-        names = 'place','loop','model','repeated','global_items','more'
+        names = 'place','loop','model','repeated','global_items','more','waits'
         old = {k: getattr(self, k) for k in names}
         try: yield
         finally: vars(self).update(old)

@@ -47,8 +47,9 @@ def joined(parts:list):
 
 class MicroBatches:
     "The batch of a step: which part of it is the learner's batch now, and what has come of the parts before"
-    def __init__(self, learn, k:int): # k: number of micro-batches, the same on every rank
-        self.whole,self.n_rows,self.k,self.i = (learn.xb,learn.yb),batch_rows(learn),k,0
+    def __init__(self, learn, k:int, most:int): # their number; the most samples of a rank. The same on every rank
+        self.whole,self.n_rows = (learn.xb,learn.yb),batch_rows(learn)
+        self.k,self.most,self.i = k,most,0
         self.preds,self.losses = [],[] # of the parts that count; (loss, items) of each
         self.items = 0 # of the parts so far
 

@@ -124,6 +124,12 @@ class DistributedTrainer(Adapter):
     def accumulates(self)->bool:
         "Whether a callback makes steps from several batches"
         return any(isinstance(cb, GradientAccumulation) for cb in self.learn.cbs)
+    def take_step(self):
+        "The optimizer's step, with its events"
+        learn = self.learn
+        learn._with_events(learn.opt.step, 'step')
+        learn.opt.zero_grad()
+    def memory_ran_out(self): "A forward or backward pass was left: undo what callbacks have begun"
     def set_device(self, device):
         "Let the loaders put their batches on `device`"
         self.engine.replace(self.learn.dls, 'device', device)

@@ -77,7 +77,7 @@ def _do_one_batch(self, f):
 @in_context(Learner)
 def _do_grad_opt(self, f):
     "The step comes after the last micro-batch"
-    if not trainer_of(self).engine.more: return f()
+    if not trainer_of(self).engine.waits: return f()
     self._with_events(self._backward, 'backward', fastai_learner.CancelBackwardException)
 
 @patch

@@ -89,6 +89,7 @@ class MixedPrecision(Callback):
 
     def before_batch(self):
         if self.training: self._put_back()
+        self._leave() # of a forward pass that was left
         self.cast = self.autocast()
         self.cast.__enter__()
 
