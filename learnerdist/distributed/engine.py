@@ -616,6 +616,7 @@ class Cancelling(Batches):
         else:
             batch.dropped = True
             if event in early[:-1]: self.repeated = batch.left_out = True
+            if batch.left_out and batch.micro: batch.micro.forget()
             if event=='before_batch': mute(True)
         return True
 

@@ -50,8 +50,12 @@ class MicroBatches:
     def __init__(self, learn, k:int, most:int): # their number; the most samples of a rank. The same on every rank
         self.whole,self.n_rows = (learn.xb,learn.yb),batch_rows(learn)
         self.k,self.most,self.i = k,most,0
+        self.forget()
+
+    def forget(self):
+        "None of the parts so far counts"
         self.preds,self.losses = [],[] # of the parts that count; (loss, items) of each
-        self.items = 0 # of the parts so far
+        self.items = 0
 
     def begin(self, learn)->bool:
         "Let part `i` be the learner's batch. Returns whether it is empty: then it repeats a sample"
