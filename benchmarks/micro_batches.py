@@ -18,11 +18,12 @@ from learnerdist.testing import run_ranks
 from common import all_close, ratio_text, ratios
 
 n_rounds = int(sys.argv[1]) if sys.argv[1:] else 7
-G,m,n_steps,width = 256,32,12,768
+G,m,n_steps,width = 256,32,40,768
 
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+    hidden = [o for _ in range(2) for o in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), *hidden, nn.Linear(width, 10))
 
 def data():
     g = torch.Generator().manual_seed(1)

@@ -15,7 +15,7 @@ sys.path.insert(0, str(root))
 defs = ast.FunctionDef,ast.AsyncFunctionDef,ast.ClassDef
 guides = '''start fastai accelerate launching launchers losses data checkpoints sharded speed same messages options names how_it_works log
 systems'''.split()
-tutorials = '''gallery is_it_the_same training_tricks failures from_fastai_distributed fastai_table sharded_lora
+tutorials = '''gallery is_it_the_same global_batch training_tricks failures from_fastai_distributed fastai_table sharded_lora
 catalyst_ddp ddp_from_scratch versions'''.split()
 folders = 'core data learner distributed checkpoint launch fastai'.split()
 

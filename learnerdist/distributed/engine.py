@@ -295,8 +295,8 @@ class Loops(Dealing):
         name,many = f'max_bs={self.opts.max_bs!r}',group_size()>1
         if self.adapter.accumulates(): raise ValueError(f'{name} and GradientAccumulation: leave out one of the two')
         if self.auto and many and self.replica.forward_exchanges:
-            raise ValueError(f'{name}: ranks exchange something in each forward pass of this model (BatchNorm, max_norm), '
-                             'where one that runs out of memory would leave the others waiting: give a number')
+            raise ValueError(f'{name}: ranks exchange something in each forward pass of this model (BatchNorm, '
+                             'max_norm), where one that runs out of memory would leave the others waiting: give a number')
         if any(isinstance(m, BatchNorm) and m.training for m in get_model(self.learn.model).modules()):
             self.findings('batchnorm-parts', _by_parts, 'parts')
 
@@ -546,7 +546,7 @@ class Batches(Steering):
         # parts may be added up with another rounding
         if batch.ahead and not (self.more or math.isclose(own, batch.ahead[0], rel_tol=1e-5 if micro else 0)):
             raise ValueError(f'a batch of {batch.ahead[0]:g} items has {own:g} of them now: the forward pass or the '
-                             'loss function has cancelled it, or changed its targets. Do this in an event of a callback')
+                             'loss function has cancelled it, or changed its targets. Do this in a callback')
         total = batch.ahead[1] if batch.ahead else self._total(own)
         learn.items,self.global_items = n,total/W
         if isinstance(total, Tensor): return learn.loss_grad*(n*W/total)
@@ -582,8 +582,8 @@ class Batches(Steering):
         if self.loop.evaluation: self.loop.evaluation.end_batch()
         if self.shards and not self.learn.training: self.shards.end_batch()
 
-_by_parts = ('the statistics of BatchNorm layers are those of a micro-batch, of all ranks together: they depend on max_bs and '
-             'on the number of ranks')
+_by_parts = ('the statistics of BatchNorm layers are those of a micro-batch, of all ranks together: they depend on max_bs '
+             'and on the number of ranks')
 _smaller = 'memory has run out in micro-batches of {} samples: from now on they have {}'
 _unknown = ('what the loss is the mean over is not known, and could not be found out on a part of a batch: samples '
             'count alike. If it is a mean over other things, or a sum, set its n_items')

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..core.compat import tree_flatten,tree_map,tree_unflatten
 from ..data.rows import is_samples
-from ..learner.losses import batch_rows
+from ..learner.losses import batch_rows,weighted
 
 # %% ../../nbs/distributed/09_micro_batches.ipynb #mb005
 def samples_of(b, n:int, i:int, j:int):
@@ -33,8 +33,8 @@ def samples_of(b, n:int, i:int, j:int):
     if shape is not None and tuple(shape[:1])==(n,): return b[i:j]
     if b is None or isinstance(b, (int,float,str)) or shape==(): return b
     what = f'{type(b).__name__} of shape {tuple(shape)}' if shape else type(b).__name__
-    raise ValueError(f'max_bs: a {what} in a batch of {n} samples cannot be cut into samples: leave max_bs out, and use '
-                     'a smaller batch size with GradientAccumulation')
+    raise ValueError(f'max_bs: a {what} in a batch of {n} samples cannot be cut into samples: leave max_bs out, and '
+                     'use a smaller batch size with GradientAccumulation')
 
 # %% ../../nbs/distributed/09_micro_batches.ipynb #mb009
 def joined(parts:list):
@@ -79,6 +79,5 @@ class MicroBatches:
         if adds_up: learn.loss = sum(losses)
         else:
             learn.items = sum(ns)
-            learn.loss = sum(torch.where(torch.as_tensor(n, device=o.device)==0, 0., o*n) for o,n in self.losses)/sum(ns)
-            learn.loss = learn.loss.to(losses[0].dtype)
+            learn.loss = (sum(weighted(*o) for o in self.losses)/sum(ns)).to(losses[0].dtype)
         learn.pred = joined(self.preds)

@@ -202,7 +202,8 @@ def check_options(opts):
     need('global_bs', opts.global_bs, int, 0, 'the number of samples in a step of all ranks together')
     if opts.max_bs!='auto': need('max_bs', opts.max_bs, int, 0, "a number of samples, or 'auto'")
     if opts.max_bs=='auto' and (opts.comm_hook or opts.shard):
-        raise ValueError("max_bs='auto' averages gradients after the last micro-batch, without comm_hook and shard: give a number")
+        raise ValueError("max_bs='auto' averages gradients after the last micro-batch, without comm_hook and shard: give "
+                         'a number')
     if opts.global_bs and opts.split_batches:
         raise ValueError(f'global_bs={opts.global_bs} and split_batches: leave out one of the two')
     need('timeout_s', opts.timeout_s, (int,float), 0, 'seconds')
@@ -253,11 +254,11 @@ def average_grads(
         if p.grad is None: p.grad = torch.zeros_like(p)
         as_it_is = share==1 or learn is None or id(p) in current.of_loss
         if not as_it_is: p.grad.mul_(share)
-    for grads in in_buckets([p.grad for p in had]):
+    for grads in _in_buckets([p.grad for p in had]):
         mean = all_sum(torch.cat([g.reshape(-1) for g in grads]))/group_size()
         for g,o in zip(grads, mean.split([g.numel() for g in grads])): g.copy_(o.view_as(g))
 
-def in_buckets(tensors:list, n_bytes:int=_large)->list:
+def _in_buckets(tensors:list, n_bytes:int=_large)->list:
     "Tensors in lists of one dtype and device each, of some `n_bytes`"
     res = []
     for _,ts in groupby(tensors, lambda t: (t.dtype,t.device)):
@@ -411,7 +412,8 @@ class Replica:
 
     def reduce(self):
         "Average the gradients of a step in which no backward pass exchanged them. Sync point"
-        average_grads([p for p in {id(p): p for p in [*self.params,*self.others]}.values() if p.requires_grad], weighed=True)
+        params = {id(p): p for p in [*self.params,*self.others] if p.requires_grad}
+        average_grads(params.values(), weighed=True)
 
     @property
     def forward_exchanges(self)->bool:
