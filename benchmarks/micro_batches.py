@@ -1,5 +1,5 @@
-"""A step of 256 samples in micro-batches of 32, on 2 ranks: `distrib_ctx(global_bs=256, max_bs=32)` beside accumulation by hand with DDP, and
-beside `GradientAccumulation`. The processor's seconds of a rank, paired by rounds. Nothing is kept.
+"""A step of 256 samples in micro-batches of 32, on 2 ranks: `distrib_ctx(global_bs=256, max_bs=32)` beside accumulation by hand with DDP,
+and beside `GradientAccumulation`. The processor's seconds of a rank, paired by rounds. Nothing is kept.
 
     python benchmarks/micro_batches.py [rounds]
 """

@@ -178,7 +178,7 @@ def rank_attach():
     learn.detach_distributed()
     res['again'] = changes(before, learn)
     res['unsplit'] = fails_to_attach(rank, lambda o: o.dls.loaders.__setitem__(0, NoLoader()))
-    res['bs'] = fails_to_attach(rank, lambda o: o.dls.loaders.__setitem__(0, o.dls.loaders[2]), split_batches=True)
+    res['bs'] = fails_to_attach(rank, lambda o: None, global_bs=1)
     res['option'] = fails_to_attach(rank, lambda o: None, bogus=1)
     res['cuda_id'] = fails_to_attach(rank, lambda o: None, cuda_id=99)
     res['seed'] = fails_to_attach(rank, lambda o: None, seed='x')
@@ -206,7 +206,7 @@ def test_attach_and_detach(two_ranks):
         assert 'group' in r['changed'] and 'loaders' in r['changed'] and 'cbs' in r['changed']
         assert 'already' in r['twice'] and 'already' in r['nested'] and r['still']
         assert r['left']==r['again']==[]
-        for k,words in dict(unsplit='NoLoader', bs='5', option='bogus', cuda_id='99', seed="'x'").items():
+        for k,words in dict(unsplit='NoLoader', bs='global_bs=1', option='bogus', cuda_id='99', seed="'x'").items():
             assert r[k][0]==[] and words in r[k][1]
 
 # --- random streams, mode, loss function ------------------------------------------------------------------------------------
