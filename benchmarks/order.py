@@ -6,7 +6,7 @@ from collections import deque
 
 from common import main,quartiles,save_plot,table,verdict
 
-W,sizes = 8,(10**6, 10**7, 10**8, 10**9)
+W,sizes = 8,(10**6, 10**7, 10**8)
 most = 10**8     # DistributedSampler holds a list and a tensor of n whole numbers: some 4.6 GiB at 1e8
 def rounds(n): return 5 if n<10**8 else 1
 

@@ -80,11 +80,10 @@ def test_public_names():
     assert found == {}, (f'{found}: a new public name is imported in all.py, or stands in two places of a folder\'s '
                          '`__init__`, an import and `__all__`; other names are exported by `#| exporti`')
 
-def test_what_is_written_by_tools_is_current(monkeypatch):
-    "The list of public names, and what editors and type checkers read in place of a module"
+def test_stubs_are_current(monkeypatch):
+    "What editors and type checkers read in place of a module"
     monkeypatch.syspath_prepend(str(root/'tools'))
-    names,stubs = import_module('names'),import_module('stubs')
-    assert (root/'docs/names.md').read_text()==names.table(), 'run python tools/names.py'
+    stubs = import_module('stubs')
     for o in stubs.stubbed: assert (package/f'{o}.pyi').read_text()==stubs.stub(o), f'{o}.pyi: run python tools/stubs.py'
 
 def loaded(statement, *names):

@@ -13,8 +13,8 @@ from nbdev.doclinks import patch_name
 root = Path(__file__).parent.parent
 sys.path.insert(0, str(root))
 defs = ast.FunctionDef,ast.AsyncFunctionDef,ast.ClassDef
-guides = '''start fastai accelerate launching launchers losses data checkpoints sharded speed same messages options names how_it_works log
-systems'''.split()
+guides = {'Begin': 'start fastai accelerate', 'Run': 'launching machines launchers checkpoints', 'Train': 'losses data sharded speed clients',
+          'Check': 'same messages results', 'Inside': 'how_it_works log systems'}
 tutorials = '''gallery is_it_the_same training_tricks failures from_fastai_distributed fastai_table sharded_lora
 catalyst_ddp ddp_from_scratch versions'''.split()
 folders = 'core data learner distributed checkpoint launch fastai'.split()
@@ -167,16 +167,28 @@ class Links:
         return ''.join(o for i,o in enumerate(parts) if i%3<2 and o)
 
 # The site
+def public_names()->dict:
+    "What `learnerdist.all` hands out, in its order, by the comments that are its headings"
+    public,res,seen = import_module('learnerdist.all'),{},set()
+    source = Path(public.__file__).read_text().partition('__all__')[0]
+    for title,body in re.findall(r'^# (.+)\n((?:(?!# ).*\n)*)', source, re.M):
+        found = dict.fromkeys(o for m in re.findall(r'^from (\S+) import', body, re.M) for o in import_module(m).__all__)
+        if names := [o for o in found if o not in seen]: res[title.partition(':')[0]] = names
+        seen |= found.keys()
+    return res
+
 def api_index(pages)->str:
-    "The public names, the methods of a Learner, then every other documented name, by module"
+    "The methods of a Learner, the public names, then every other documented name, by module"
     known = {k: (p.at,v) for p in sorted(pages, key=lambda p: p.at.startswith('fastai/'), reverse=True) for k,v in p.anchors.items()}
     def table(names):
         rows = [f'| [`{k}`]({known[k][0]}#{k}) | {known[k][1].replace("|", chr(92)+"|")} |' for k in names]
         return '| Name | Meaning |\n|---|---|\n'+'\n'.join(rows)
-    public = {o for o in vars(import_module('learnerdist.all')) if not o.startswith('_')}
-    first = {'Public names': [k for k in known if k in public], 'Methods of a Learner': [k for k in known if k.startswith('Learner.')]}
-    res = ['# API\n\nWhat `from learnerdist.all import *` hands out, the methods of a Learner, then what else is documented, by module.']
-    res += [f'## {title}\n\n{table(sorted(names, key=str.lower))}' for title,names in first.items()]
+    groups = public_names()
+    public = {o for names in groups.values() for o in names}
+    methods = sorted((k for k in known if k.startswith('Learner.')), key=str.lower)
+    first = {'Methods of a Learner': methods, **{title: [o for o in names if o in known] for title,names in groups.items()}}
+    res = ['# API\n\nThe methods of a Learner, what `from learnerdist.all import *` hands out, then what else is documented, by module.']
+    res += [f'## {title}\n\n{table(names)}' for title,names in first.items()]
     for p in pages:
         names = [k for k in p.anchors if k not in public and not k.startswith('Learner.')]
         if names: res.append(f'## {p.at[:-3].replace("/", ".")}\n\n{table(names)}')
@@ -187,8 +199,11 @@ def nav(files)->list:
         found = [at for at in files.values() if Path(at).parent.as_posix()==folder and not at.endswith('index.md')]
         return sorted(found, key=lambda at: [*first,Path(at).stem].index(Path(at).stem))
     modules = [{o: [f'{o}/index.md',*inside(o)]} for o in folders]
+    listed = {title: [f'guide/{o}.md' for o in names.split()] for title,names in guides.items()}
+    rest = [o for o in inside('guide') if not any(o in names for names in listed.values())]
+    guide = ['guide/index.md',*[{k: v} for k,v in listed.items()],*rest]
     top = [at for path,at in files.items() if re.fullmatch(r'nbs/[^/]+\.ipynb', path)]
-    return [{'Home': 'index.md'},{'Guide': ['guide/index.md',*inside('guide', guides)]},{'Tutorials': inside('tutorials', tutorials)},
+    return [{'Home': 'index.md'},{'Guide': guide},{'Tutorials': inside('tutorials', tutorials)},
             {'Modules': ['notebooks.md',*modules,{'top': top}]},{'API': 'api.md'},
             {'Project': ['contributing.md','benchmarks.md','changelog.md']}]
 
