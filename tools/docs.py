@@ -6,7 +6,7 @@ from base64 import b64decode
 from importlib import import_module
 from pathlib import Path
 
-from fastcore.docments import DocmentTbl
+from fastcore.docments import DocmentTbl,docments
 from fastcore.nbio import read_nb
 from nbdev.doclinks import patch_name
 
@@ -42,25 +42,29 @@ def names(node):
 
 def is_public(name): return '._' not in f'.{name}'
 
-def signature(node, name)->str:
-    "As it is written, wrapped at 88 columns"
+def signature(node, name, o)->str:
+    "As it is written, or with the options that it passes on; wrapped at 88 columns"
     init = next((o for o in node.body if getattr(o, 'name', '')=='__init__'), None) if isinstance(node, ast.ClassDef) else node
     if not init: return f'class {name}'
     args = [o.strip() for o in re.split(r', (?![^(\[]*[)\]])', ast.unparse(init.args)) if o]
+    if passes_on(o): args = [re.sub(r'(\w+):.*?( = |$)', lambda m: m[1]+m[2].strip(), str(p)) for p in inspect.signature(o).parameters.values()]
     args = args[1:] if args[:1] and re.match(r'(self|cls)\b', args[0]) else args
     end = f') -> {ast.unparse(node.returns)}' if getattr(node, 'returns', None) else ')'
     text = f'{name}({", ".join(args)}{end}'
     return text if len(text)<=88 else f'{name}(\n    '+',\n    '.join(args)+f'\n{end}'
+
+def passes_on(o): return callable(o) and '__signature__' in getattr(o, '__dict__', ()) # as fastcore's `delegates` has it
 
 def found(module, name):
     "What `name` stands for in its module: the function of a property or of a method that is wrapped"
     o = module
     for k in name.split('.'): o = inspect.getattr_static(o, k)
     o = getattr(o, 'fget', None) or getattr(o, 'func', None) or getattr(o, '__func__', o)
-    return inspect.unwrap(o) if callable(o) else o
+    return inspect.unwrap(o) if callable(o) and not passes_on(o) else o
 
 def table(o)->str:
     "The docments that there are; types and defaults stand in the signature"
+    if passes_on(o): return '\n'.join(['| | **Details** |','|---|---|',*[f'| {k} | {v} |' for k,v in docments(o, args_kwargs=True).items() if v]])
     try: rows = str(DocmentTbl(o, verbose=False)).splitlines()
     except (TypeError, ValueError, OSError): return '' # a class with another metaclass, or without a signature
     rows = [r for r in rows if not re.match(r'\| \S+ \|  \|$', r)]
@@ -72,10 +76,11 @@ def summary(doc)->str:
 
 def described(node, name, module, level=3):
     "The section of a definition, then those of a class's methods that have a docstring"
-    text = f'{ast.get_docstring(node) or ""}\n\n{table(found(module, name))}'
-    for o in ast.walk(node):  # a parameter is no link, whatever else has its name
-        if isinstance(o, ast.arg): text = text.replace(f'`{o.arg}`', f'<code>{o.arg}</code>')
-    yield f'{"#"*level} `{name}` {{#{name}}}\n\n```python\n{signature(node, name)}\n```\n\n{text}'
+    o = found(module, name)
+    text = f'{ast.get_docstring(node) or ""}\n\n{table(o)}'
+    for k in ast.walk(node):  # a parameter is no link, whatever else has its name
+        if isinstance(k, ast.arg): text = text.replace(f'`{k.arg}`', f'<code>{k.arg}</code>')
+    yield f'{"#"*level} `{name}` {{#{name}}}\n\n```python\n{signature(node, name, o)}\n```\n\n{text}'
     for f in node.body if isinstance(node, ast.ClassDef) else []:
         if isinstance(f, defs) and is_public(f.name) and ast.get_docstring(f): yield from described(f, f'{name}.{f.name}', module, level+1)
 
@@ -86,8 +91,8 @@ def output(o, save)->str:
     if o.output_type=='error': return fenced('\n'.join(o.traceback))
     data = o.data
     if 'image/png' in data: return f'![A plot that the code above draws]({save(b64decode(data["image/png"]))})'
+    if 'text/html' in data: return ''.join(data['text/html'])
     if 'text/markdown' in data: return data['text/markdown']
-    if 'text/html' in data: return data['text/html']
     return fenced(data.get('text/plain', ''))
 
 def fenced(text, lang='text'): return f'````{lang}\n{text.rstrip()}\n````' if text.strip() else ''
