@@ -13,8 +13,8 @@ from nbdev.doclinks import patch_name
 root = Path(__file__).parent.parent
 sys.path.insert(0, str(root))
 defs = ast.FunctionDef,ast.AsyncFunctionDef,ast.ClassDef
-guides = {'Begin': 'start fastai accelerate', 'Run': 'launching machines launchers checkpoints', 'Train': 'losses data sharded speed clients',
-          'Check': 'same messages results', 'Inside': 'how_it_works log systems'}
+guides = {'Begin': 'start fastai accelerate', 'Run': 'launching machines launchers checkpoints',
+          'Train': 'losses data sharded speed clients', 'Check': 'same messages results', 'Inside': 'how_it_works log systems'}
 tutorials = '''gallery is_it_the_same training_tricks failures from_fastai_distributed fastai_table sharded_lora
 catalyst_ddp ddp_from_scratch versions'''.split()
 folders = 'core data learner distributed checkpoint launch fastai'.split()
@@ -47,7 +47,8 @@ def signature(node, name, o)->str:
     init = next((o for o in node.body if getattr(o, 'name', '')=='__init__'), None) if isinstance(node, ast.ClassDef) else node
     if not init: return f'class {name}'
     args = [o.strip() for o in re.split(r', (?![^(\[]*[)\]])', ast.unparse(init.args)) if o]
-    if passes_on(o): args = [re.sub(r'(\w+):.*?( = |$)', lambda m: m[1]+m[2].strip(), str(p)) for p in inspect.signature(o).parameters.values()]
+    if passes_on(o):
+        args = [re.sub(r'(\w+):.*?( = |$)', lambda m: m[1]+m[2].strip(), str(p)) for p in inspect.signature(o).parameters.values()]
     args = args[1:] if args[:1] and re.match(r'(self|cls)\b', args[0]) else args
     end = f') -> {ast.unparse(node.returns)}' if getattr(node, 'returns', None) else ')'
     text = f'{name}({", ".join(args)}{end}'
@@ -64,7 +65,9 @@ def found(module, name):
 
 def table(o)->str:
     "The docments that there are; types and defaults stand in the signature"
-    if passes_on(o): return '\n'.join(['| | **Details** |','|---|---|',*[f'| {k} | {v} |' for k,v in docments(o, args_kwargs=True).items() if v]])
+    if passes_on(o):
+        rows = [f'| {k} | {v} |' for k,v in docments(o, args_kwargs=True).items() if v]
+        return '\n'.join(['| | **Details** |','|---|---|',*rows])
     try: rows = str(DocmentTbl(o, verbose=False)).splitlines()
     except (TypeError, ValueError, OSError): return '' # a class with another metaclass, or without a signature
     rows = [r for r in rows if not re.match(r'\| \S+ \|  \|$', r)]
