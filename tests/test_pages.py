@@ -1,11 +1,13 @@
 "Every block of Python on the pages of docs/ and in README runs, in order, on 2 processes, or on those that it starts"
-import os,subprocess,sys
+import os,re,shlex,subprocess,sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from helpers import blocks
+from learnerdist import verify
+from learnerdist.launch.cli import get_parser
 from learnerdist.testing import run_ranks
 
 root = Path(__file__).parent.parent
@@ -52,3 +54,12 @@ def test_blocks_that_start_processes(page, words, tmp_path):
     env = {**os.environ, 'PYTHONPATH': str(root)}
     p = subprocess.run([sys.executable, 'page.py'], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
     assert p.returncode==0 and all(o in p.stdout for o in words), p.stdout+p.stderr
+
+def test_commands_have_these_options():
+    "Each command of ours on a page is one that its parser takes"
+    found = [m for o in [root/'README.md',*(root/'docs').glob('*.md')]
+             for m in re.findall(r'^(?:srun )?python -m learnerdist\.(launch|verify) (.+?)(?: +#.*| \|\|.*)?$', o.read_text(), re.M)]
+    assert len(found)>10
+    for name,args in found:
+        parser = get_parser() if name=='launch' else verify._parser()
+        assert parser.parse_args(shlex.split(args))
