@@ -221,7 +221,7 @@ def newest_good(path:Path, like=None, after=None)->Found:
             if info['run']==run: return Found(folder, info, bad, read_snapshot(folder, info, like=like))
         except DamagedFile as e: bad.append(str(e))
     if bad and not after:
-        raise ValueError(f'no checkpoint in {path} is good: {"; ".join(bad)}. To begin again, use another folder')
+        raise ValueError(f'no checkpoint in {path} is good: {"; ".join(bad)}. To begin anew, use another folder')
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c026
 def drop_snapshot(folder:Path):
