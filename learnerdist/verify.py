@@ -243,7 +243,7 @@ class _Catch:
 
     def options(self, kw):
         "The options of the context. It draws its seed, and what is drawn later depends on that"
-        self.split = kw.get('split_batches', False)
+        self.split = bool(kw.get('split_batches') or kw.get('global_bs'))
         if not self.n_alone: return kw
         if kw.get('seed') is None: torch.randint(2**62, ())
         return {**kw, 'seed': self.start['seed']}

@@ -139,7 +139,7 @@ def settings(learn, shares:list)->dict:
     "By name: epochs, optimizer, hyperparameters, and the batch sizes of this rank's shards of the loaders"
     groups = getattr(learn.opt, 'param_groups', ())
     named = dict(n_epoch=learn.n_epoch, optimizer=type(learn.opt).__name__, n_groups=len(groups))
-    named |= {f'batch size of loader {i}': batch_shape(dl)[0] for i,dl in enumerate(shares)}
+    named |= {f'batch size of loader {i}': dl.dealer.global_bs or batch_shape(dl)[0] for i,dl in enumerate(shares)}
     hyper = {f'{k} of parameter group {i}': v for i,g in enumerate(groups) for k,v in g.items()}
     return named | {k: v for k,v in hyper.items() if isinstance(v, (int,float,str))}
 

@@ -67,6 +67,19 @@ def _call_one(self, call, event):
     "By way of the trainer"
     trainer_of(self).tell(event)
 
+@in_context(Learner)
+def _do_one_batch(self, f):
+    "For each micro-batch"
+    engine = trainer_of(self).engine
+    if engine.cuts and self.training: engine.in_parts(f)
+    else: f()
+
+@in_context(Learner)
+def _do_grad_opt(self, f):
+    "The step comes after the last micro-batch"
+    if not trainer_of(self).engine.waits: return f()
+    self._with_events(self._backward, 'backward', fastai_learner.CancelBackwardException)
+
 @patch
 def all_batches(self:Learner):
     """As fastai's, from `start_at` on; in no context all of a loader that another learner's context has split among

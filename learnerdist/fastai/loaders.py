@@ -30,6 +30,8 @@ names.update( # Private names of fastai; those of torch are in `core.compat`
     progress_bar=('fastai.learner', 'progress_bar', 'one rank draws bars'),
     call_one=('fastai.learner', 'Learner._call_one', 'one writer, Cancels of one rank'),
     with_events=('fastai.learner', 'Learner._with_events', '`fit(…, resume=True)`'),
+    do_one=('fastai.learner', 'Learner._do_one_batch', '`max_bs`'),
+    do_grad_opt=('fastai.learner', 'Learner._do_grad_opt', '`max_bs`'),
     do_train=('fastai.learner', 'Learner._do_epoch_train', '`fit(…, resume=True)`'),
     do_validate=('fastai.learner', 'Learner._do_epoch_validate', '`fit(…, resume=True)`'))
 
@@ -67,10 +69,12 @@ def shallow(dl:DataLoader)->DataLoader:
     fake.d,fake.default,fake.dataset,new.fake_l = new,new,fake,fake
     return new
 
+def _step(dl, dealer): return dealer.global_bs or dl.bs*dealer.world_size
+
 def _global(dl, dealer):
     "A copy of the loader with the global batch size, as in one process"
     new = shallow(dl)
-    if dl.bs: new.bs = dl.bs*dealer.world_size
+    if dl.bs: new.bs = _step(dl, dealer)
     return new
 
 class SeededItems:
@@ -167,7 +171,7 @@ def _(dl:DataLoader, dealer):
 # %% ../../nbs/fastai/00_loaders.ipynb #c013
 class _Lengths(RankOrder):
     "In place of a `SortedDL`'s `get_idxs`; also stores the longest sample of each global batch"
-    def __init__(self, order, dl): self.order,self.res,self.step = order,dl.res,dl.bs*order.dealer.world_size
+    def __init__(self, order, dl): self.order,self.res,self.step = order,dl.res,_step(dl, order.dealer)
     def __call__(self):
         d = self.order.dealer
         with shared_rng(d.seed, d.epoch): whole = list(self.order.source)
@@ -205,7 +209,7 @@ class _Streams(_Indices):
 
 @reindexed.register
 def _(dl:LMDataLoader, dealer):
-    whole,new = dl.new(bs=dl.bs*dealer.world_size),shallow(dl)
+    whole,new = dl.new(bs=_step(dl, dealer)),shallow(dl)
     new.create_item = whole.create_item
     return _reading(new, dealer.drawn(_Streams(whole, dealer)))
 
