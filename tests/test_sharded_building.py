@@ -292,7 +292,7 @@ def thrice(path):
 def test_contexts_that_keep_parts(ranks, tmp_path):
     alone = thrice(tmp_path)
     for said,held,res in (o['keep'] for o in ranks(2)):
-        assert {k for k,o in said.items() if 'which keep_sharded left where they were' not in o}=={'replicas'}
+        assert {k for k,o in said.items() if 'which keep_sharded did not gather' not in o}=={'replicas'}
         assert said['replicas'].endswith('go on with as many ranks and replicas, or save and load')
         assert held<=.55*sum(p.numel() for p in res[0]) and differs(alone, res)<1e-9
 

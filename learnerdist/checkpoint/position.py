@@ -101,6 +101,6 @@ def go_back(dl:PlacedLoader, at:dict, alike, state):
     elif at['done'] is not None and _unit(dl): dl.offset,dl.dealer.left_at = n,(dl.dealer.epoch,at['done'])
     elif alike: dl.again = n
     else:
-        raise ValueError('this checkpoint was made in mid-epoch, and what was left of the epoch cannot be dealt to '
+        raise ValueError('this checkpoint was made in mid-epoch, and the rest of the epoch cannot be dealt to '
                          'another number of ranks, or in batches of another size: the loader was split by its user or '
                          "not at all, or workers read a stream. Use as many ranks as then, or save with every='epoch'")

@@ -136,7 +136,7 @@ class Kept(NamedTuple):
     def whole(self):
         "ValueError, since the other parts are on other ranks"
         (*_,n),at = self.at
-        what = f'the weights are parts (this one {at[-1]} of {n}), which keep_sharded left where they were'
+        what = f'the weights are parts (this one {at[-1]} of {n}), which keep_sharded did not gather'
         raise ValueError(f'{what}: go on in distrib_ctx(shard=…) of as many ranks, or load a file')
 
     def part(self, like, device=None):

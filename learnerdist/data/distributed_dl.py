@@ -218,8 +218,8 @@ class Dealer:
         if self.by_rank or len({*gather(int(self.first))})==1: return False
         self.by_rank.fill_(1)
         if not self.rank:
-            warn(f'{name} gives each rank another first sample: it is taken to split itself among ranks, and '
-                 'left alone')
+            warn(f'{name} gives each rank another first sample: so it is taken to split itself among ranks, and '
+                 'is not split again')
         return True
     def shard(self, dl):
         "A copy of `dl` that reads this rank's samples"
@@ -419,8 +419,8 @@ def reindexed(dl, dealer:Dealer):
     """A copy of `dl` that reads one rank's shard. Register a function for another kind of loader; ValueError for an
     unknown kind. dl: the user's loader; it is not changed; dealer: makes this rank's indices by its methods
     `order`, `drawn` and `stream`"""
-    raise ValueError(f"a {type(dl).__name__} cannot be split among ranks: nothing says how it is told which samples to "
-                     "read. Use a DataLoader, or @reindexed.register a function whose copy reads a dealer's indices")
+    raise ValueError(f"a {type(dl).__name__} cannot be split among ranks: nothing defines which samples a copy of it "
+                     "reads. Use a DataLoader, or @reindexed.register a function whose copy reads a dealer's indices")
 
 @reindexed.register
 def _(dl:DataLoader, dealer):

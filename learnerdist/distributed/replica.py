@@ -437,5 +437,5 @@ class Replica:
 
 _looks_for_unused = ('this fit has find_unused_parameters=True. Freeze them with requires_grad_(False) to save its '
                      'cost')
-_no_part = ('if they take no part in the loss, say so with distrib_ctx(find_unused_parameters=True), or freeze '
+_no_part = ('if they take no part in the loss, use distrib_ctx(find_unused_parameters=True), or freeze '
             'them with requires_grad_(False)')
