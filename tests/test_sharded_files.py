@@ -70,8 +70,6 @@ def test_nothing_is_gathered(tmp_path):
     sizes = {o.name: o.stat().st_size for o in found.glob('rows_*')}
     assert len(sizes)==2 and max(sizes.values())<.65*sum(sizes.values())
 
-# --- one file ---------------------------------------------------------------------------------------------------------------
-
 def peak_of(f):
     "The most bytes of whole tensors that are held at once"
     live,most = set(),[0]
@@ -111,26 +109,6 @@ def test_one_file_is_that_of_a_whole_model(tmp_path):
     again = Learner(DataLoaders([], []), net().double(), path=tmp_path/'b')
     assert again.load('a').model.scale.dtype==torch.float64 and again.load('a.safetensors')
     assert load_learner(tmp_path/'b/export.pth', net().double()).model.scale.shape==(1,)
-
-class FullFile:
-    "A disk without room for a file of this rank"
-    def __init__(self): self.real = os.posix_fallocate
-    def __call__(self, *_): raise OSError(28, 'No space left on device')
-
-def without_room(folder):
-    learn = make(case(n=24, model=net), group_size())
-    learn.path = folder
-    with learn.no_logging(), learn.distrib_ctx(seed=3, shard=True):
-        learn.save('a')
-        os.posix_fallocate = full = FullFile()
-        try: learn.save('a')
-        finally: os.posix_fallocate = full.real
-        learn.validate()
-
-@needs_fsdp2
-def test_a_full_disk_is_an_error_of_save(tmp_path):
-    with pytest.raises(RanksError, match='No space left on device'): run_ranks(on_ranks, 2, without_room, tmp_path)
-    assert os.listdir(tmp_path/'models')==['a.pth'] and torch.load(tmp_path/'models/a.pth')
 
 # --- failures ---------------------------------------------------------------------------------------------------------------
 
@@ -179,8 +157,6 @@ def test_damage_is_noticed_before_it_is_read(tmp_path):
         assert found.folder.name==older.name and 'rows_1.pt is' in found.bad[0]
     again = run_ranks(on_ranks, 2, train, tmp_path/'bit', True)[0]
     assert differs(run_ranks(on_ranks, 2, train, tmp_path/'whole', True)[0]['w'], again['w'])==0
-
-# --- kills ------------------------------------------------------------------------------------------------------------------
 
 class Kill:
     "Ends this process at its `n`-th operation on files of a checkpoint"
