@@ -463,7 +463,8 @@ def factored(m, lr):
 
 def alone_in_evaluation(learn):
     if not rank_distrib(): return wait_key(shared_store(), 'told', 60)
-    try: learn.runner.shards.join_batch() # as if it had no batch, while others have
+    try:
+        with process_group(timeout_s=6): learn.runner.shards.join_batch() # as if it had no batch, while others have
     finally: shared_store().set('told', 'told')
 
 def load_factored(learn): load_opt(learn.opt, {**learn.opt.state_dict(), 'state': {0: dict(rows=torch.zeros(9))}})
@@ -479,7 +480,7 @@ within = dict(idle=(Idle, {}, lambda o: o.fit(1), 'no gradient for idle.weight, 
 def refused_within():
     said = {}
     for k,(model,kw,f,_) in within.items():
-        with process_group(timeout_s=6 if k=='alone' else 60):
+        with process_group(timeout_s=60):
             learn = make(case(n=24, model=model, **kw), group_size())
             if f is None: learn.create_opt()
             try:
