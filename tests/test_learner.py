@@ -126,7 +126,8 @@ def test_added_cbs_are_taken_away_again():
     assert learn.cbs==before
     with pytest.raises(KeyError): learn.fit(1, cbs=Tracer('after_loss', KeyError))
     assert learn.cbs==before
-    for cbs in ([Tracer('before_fit', ValueError), First()], [Tracer(), type('Fit', (Callback,), {})()]): # one is refused: a method's name
+    other,fit = (type(o, (Callback,), {})() for o in ('Other','Fit')) # a method's name is refused
+    for cbs in ([Tracer('before_fit', ValueError), other], [Tracer(), fit]):
         with pytest.raises(ValueError): learn.fit(1, cbs=cbs)
         assert learn.cbs==before and not hasattr(learn, 'tracer')
 
