@@ -5,7 +5,7 @@ import numpy as np, pytest, sklearn.metrics as skm, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from learnerdist.all import (AccumMetric, AvgMetric, Callback, CancelBatchException, DataLoaders, Learner, Metric, TfmdDL, accuracy,
+from learnerdist.all import (AccumMetric, AvgMetric, DataLoaders, Learner, Metric, TfmdDL, accuracy,
                              error_rate, process_group, skm_metric, top_k_accuracy)
 from learnerdist.learner.metrics import mk_metrics
 from learnerdist.testing import run_ranks
@@ -122,16 +122,3 @@ def test_values_on_several_ranks():
         assert values[0][1:]==found and all(o[1]==ranks[0][1] for o in ranks) # the same on all ranks
         for i in hits: assert found[i]==want[i] # fed the batches of one process
         assert changed==[]
-
-class Skips(Callback):
-    "Leaves out the first batch of each loop"
-    def before_batch(self):
-        if self.iter==0: raise CancelBatchException
-
-def test_batches_that_are_left_out_do_not_count():
-    learn = make(metrics=[as_tensor, AccumMetric(lambda p,t: len(p), name='n')], cbs=Skips())
-    learn.fit(2)
-    x,y = data(23, 2)
-    assert learn.recorder.values[-1][3]==19
-    assert learn.recorder.values[-1][2]==pytest.approx((learn.model(x[4:]).argmax(1)==y[4:]).double().mean().item())
-    assert all(v==v for o in learn.recorder.values for v in o)

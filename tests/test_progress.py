@@ -71,26 +71,6 @@ def test_bar_on_a_terminal():
     assert table[0].split()[:4]==['epoch','train_loss','valid_loss','accuracy'] and [o.split()[0] for o in table[1:3]]==['0', '1']
     assert '█' not in table[1]
 
-def test_no_bar_on_a_terminal():
-    def f(learn):
-        with learn.no_bar(): learn.fit(2)
-    out = in_terminal(make(), f)
-    assert '█' not in out and len([o for o in lines_of(out) if o.strip()])==3
-
-def test_bar_for_empty_and_cancelled_fits():
-    def f(learn):
-        with contextlib.suppress(KeyError): learn.fit(3)
-        learn.remove_cb(Stops)
-        learn.fit(1)
-        learn.fit(0)
-    for error in (CancelFitException, KeyError):
-        learn = make(cbs=Stops())
-        learn.stops.error = error
-        assert in_terminal(learn, f).count('train_loss')==3
-    learn = make()
-    learn.dls = DataLoaders(TfmdDL([], 4))
-    in_terminal(learn, lambda o: o.fit(1))
-
 def rows(file): return list(csv.reader(io.StringIO(file.read_text())))
 
 def test_csv_after_an_error(tmp_path, capsys):
