@@ -169,8 +169,6 @@ def same(func, *args, W=(1,2,3), tol=1e-9, lines=(), found=None):
         for line,t in keyed.values() if keyed else ((o,tol) for o in lines): shows(line, w, t if w>1 else 0)
     return want
 
-# --- fits -------------------------------------------------------------------------------------------------------------------
-
 def fits(W, rank, hows, kw):
     learn = make(W, rank, **kw)
     with ctx(learn, W):

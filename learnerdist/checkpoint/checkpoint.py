@@ -210,7 +210,9 @@ class Saving:
 
     def _gather(self, own)->list:
         "The own state of each rank; all ranks take the id of rank 0's run. Sync point"
-        ranks,self.tokens,runs = zip(*gather_objects((own,os.getpid(),self.run_id)))
+        # rank 0's token names this snapshot: after a failure that was caught, ranks may have begun different numbers
+        token = f'{os.getpid()}-{count("snapshot")}'
+        ranks,self.tokens,runs = zip(*gather_objects((own,token,self.run_id)))
         self.run_id = runs[0]
         return [*ranks]
 

@@ -19,7 +19,7 @@ from fastcore.foundation import L
 from torch import Tensor
 
 from ..core.collectives import gather_objects
-from ..core.env import count,group_size,group_timeout,is_rank0,local_rank,local_size
+from ..core.env import group_size,group_timeout,is_rank0,local_rank,local_size
 from ..core.env import pack_error,shared_store,unpack_error,wait_keys
 from ..core.files import whole_file
 from ..core.files import free_bytes,kept_folder
@@ -90,8 +90,8 @@ class Writers:
     def __init__(self, i:int, n:int, token):
         self.first,self.token,self.n = i==0,token,n
         if n==1: return
-        self.store,self.timeout,at = shared_store(),group_timeout(),count('snapshot')
-        self.keys = {r: f'snapshot/{at}/{r}' for r in range(1, n)}
+        self.store,self.timeout = shared_store(),group_timeout()
+        self.keys = {r: f'snapshot/{token}/{r}' for r in range(1, n)}
         self.own = self.keys.get(i)
 
     def meet(self, files:dict)->dict:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..core.collectives import all_sum
 from ..core.compat import ignored_by_ddp,sync_buffers
-from ..core.env import current_group,group_size
+from ..core.env import current_group,group_rank,group_size
 from ..core.stacks import warn
 from . import batchnorm
 from .batchnorm import Synced,sync_batchnorm
@@ -388,7 +388,7 @@ class Replica:
     def _check_second(self):
         "Warn of a second backward pass of a callback (SAM), whose loss no one weighs, if numbers of items differ"
         n,mean = self.learn.items,self.learn.global_items
-        if self.warned or n is None or float(n)==float(mean): return
+        if self.warned or n is None or float(n)==float(mean) or group_rank(): return
         self.warned = True
         warn('[second-backward] learn.wrapper is called again in a batch of which ranks have different numbers of '
              'items, which count alike: multiply its loss by learn.items/learn.global_items')

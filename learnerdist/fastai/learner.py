@@ -29,6 +29,7 @@ from fastprogress.fastprogress import ConsoleMasterBar,MasterBar,ProgressBar
 from ..distributed import compiling,data_parallel # noqa: F401
 from . import checkpoint # noqa: F401
 from ..distributed.trainer import attach,check_plain
+from ..core.collectives import distrib_barrier
 from ..core.shards import come_together
 from ..core.stacks import need
 from ..core import env
@@ -120,7 +121,9 @@ def get_preds(self:Learner, ds_idx=1, dl=None, with_input=False, with_decoded=Fa
 @in_context(Learner)
 def lr_find(self, find, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True, show_plot=True, *args, **kwargs):
     "As fastai's; only rank 0 plots"
-    return find(start_lr, end_lr, num_it, stop_div, show_plot and group_rank()==0, *args, **kwargs)
+    res = find(start_lr, end_lr, num_it, stop_div, show_plot and group_rank()==0, *args, **kwargs)
+    distrib_barrier() # each rank's folder is gone
+    return res
 
 # %% ../../nbs/fastai/04_learner.ipynb #c009
 def _alone(name):

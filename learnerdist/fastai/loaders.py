@@ -7,6 +7,8 @@ __all__ = ['DistributedDL']
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c002
 import copy,random,sys
+from functools import partial
+from itertools import chain
 
 from fastai.callback.data import PartialDL
 from fastai.data.load import DataLoader
@@ -23,6 +25,7 @@ from ..data.sharding import batch_count,share_len
 # %% ../../nbs/fastai/00_loaders.ipynb #b73587e2
 names.update( # Private names of fastai; those of torch are in `core.compat`
     fake_l=('fastai.data.load', 'DataLoader.one_batch().fake_l', 'shallow copies of its loaders'),
+    one_pass=('fastai.data.core', 'TfmdDL._one_pass', 'each sample of a stream is trained on'),
     valid_mets=('fastai.learner', 'Recorder._valid_mets', 'exact metrics that callbacks add'),
     tmp_d=('fastai.callback.schedule', 'LRFinder.before_fit().tmp_d', 'no folder left of `lr_find`'),
     maybe_gather=('fastai.torch_core', 'maybe_gather', 'evaluation over shares'),
@@ -141,7 +144,20 @@ def _of_stream(dl, dealer):
     # fastai's workers would each read the stream from its start
     new.dataset,new.fake_l.num_workers = dealer.stream(dl.dataset, 0, None),0
     if dl.n is not None: new.get_idxs,new.n = lambda: [None]*dealer.count(dl.n),dealer.count(dl.n)
+    if hasattr(new, '_one_pass'): new._one_pass = partial(_one_pass, new)
     return _seeded(new, dealer)
+
+def _one_pass(dl):
+    "In place of fastai's, which takes a sample of the epoch in progress to see what a batch is: it comes again"
+    inner = dl.it
+    item = next(inner)
+    state,dl.it = rng_state(cuda=False),iter([item])
+    type(dl)._one_pass(dl)
+    dl.it = chain(_again(item, state), inner)
+
+def _again(item, state):
+    set_rng_state(state) # the sample's own streams, where it has any
+    yield item
 
 @in_order.register
 def _(dl:DataLoader): return dl.new(shuffle=False, drop_last=False)

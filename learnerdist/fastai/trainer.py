@@ -361,6 +361,10 @@ class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfReco
         try: yield
         finally: self.alone = old
 
+# fastcore made these classes. A function of a notebook cell that raises one is sent to the ranks by cloudpickle,
+# which looks for a class in the module that it names, and otherwise makes another class there
+for _o in DistributedTrainer.kinds: _o.__module__ = 'fastai.callback.core'
+
 # %% ../../nbs/fastai/02_trainer.ipynb #trnof001
 def trainer_of(learn):
     "The trainer of a fastai learner in a context of ours, else None"
