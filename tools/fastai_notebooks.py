@@ -7,7 +7,8 @@
 
 Data sets and weights are small stand-ins (tests/stand_ins.py) from a local server. Left out are cells that are exported, since their names
 come from the installed fastai, which learnerdist changes; cells marked as slow, cuda, skip or `eval: false`; lines for IPython (`%`, `!`);
-notebooks whose name begins with `_`, as by nbdev; and, but for the plain way, cells that take over 30 s of CPU time.
+notebooks whose name begins with `_`, as by nbdev, and those about fastai.distributed, which learnerdist replaces; and, but for the plain
+way, cells that take over 15 s of CPU time.
 PyPI's sdist of fastai has no notebooks (seen with 2.7.18, 2.8.0, 2.8.12).
 
 All ranks begin a cell together, with the same seeds; a rank that has ended it frees those that wait for it. Exit status 1 if more than
@@ -21,7 +22,7 @@ from learnerdist.core.env import in_group,launch_store,new_launch,num_distrib,ra
 from learnerdist.testing import RanksError,run_ranks
 
 ways = dict(plain=1, context=1, ranks=2) # processes
-limit_s = dict(plain=30, context=120, ranks=120) # of CPU time, of a cell
+limit_s = dict(plain=15, context=60, ranks=60) # of CPU time, of a cell
 most = 20 # cells that may pass plain only
 in_context = 'fit','validate','get_preds','predict','tta','lr_find','show_results'
 directive = re.compile(r'^#(?:\s*\|)?\s*(default_exp|export[a-z]*|eval|slow|cuda|skip|cpp|distributed)\b:?\s*(\S*)', re.M)
@@ -54,14 +55,19 @@ def cells_of(path):
         src = ''.join(c['source'])
         if c['cell_type']=='code' and src.strip(): yield i,*kind_of(src),re.sub(r'^(\s*)[%!].*$', r'\1pass', src, flags=re.M)
 
+def has_to_run(path):
+    "Not if it is about fastai.distributed, which ours replaces"
+    cells = [*cells_of(path)]
+    return any(o[1]=='run' for o in cells) and not any(o[2]=='distributed' or 'fastai.distributed' in o[3] for o in cells)
+
 # --- a notebook in one way, on each of its processes --------------------------------------------------------------------------
 
 def within(name, f):
-    "`f`, called in a `distrib_ctx`, unless the learner is in one"
+    "`f`, called in a `distrib_ctx`, unless the learner is in one; there are as many steps as in one process"
     @functools.wraps(f)
     def method(self, *args, **kwargs):
         if hasattr(self, 'distributed_trainer') or not hasattr(self, 'dls'): return f(self, *args, **kwargs)
-        with self.distrib_ctx(timeout_s=20): return getattr(self, name)(*args, **kwargs)
+        with self.distrib_ctx(timeout_s=20, split_batches=True): return getattr(self, name)(*args, **kwargs)
     method.within = True
     return method
 
@@ -203,7 +209,7 @@ def main():
     with tempfile.TemporaryDirectory() as tmp, standing_in(Path(tmp)/'data', URLs) as urls:
         resnet_weights(Path(tmp)/'torch')
         for path in find_notebooks(args.source.resolve(), tmp):
-            if not path.name.startswith(tuple(args.only)) or not any(o[1]=='run' for o in cells_of(path)): continue
+            if not path.name.startswith(tuple(args.only)) or not has_to_run(path): continue
             results[path.stem] = in_all_ways(path, args.ways, urls, Path(tmp)/'torch')
             print(line_of(path.stem, results[path.stem]), *differences(path.stem, results[path.stem]), sep='\n', flush=True)
     if not results: sys.exit(f"{args.source}: no notebook begins with {' or '.join(args.only)}")
