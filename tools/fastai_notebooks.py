@@ -11,8 +11,9 @@ notebooks whose name begins with `_`, as by nbdev, and those about fastai.distri
 way, cells that take over 15 s of CPU time.
 PyPI's sdist of fastai has no notebooks (seen with 2.7.18, 2.8.0, 2.8.12).
 
-All ranks begin a cell together, with the same seeds; a rank that has ended it frees those that wait for it. Exit status 1 if more than
-20 cells pass plain and not in another way, or one of them without a reason in `reasons`."""
+A cell begins with the same seeds on all ranks, rank after rank up to where they meet, since each may write and remove a file; a rank that
+has ended it frees those that wait for it. Exit status 1 if more than 20 cells pass plain and not in another way, or one of them without a
+reason in `reasons`."""
 import argparse,functools,importlib,io,json,os,random,re,shutil,signal,sys,tempfile,time,types,warnings
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -67,6 +68,7 @@ def within(name, f):
     @functools.wraps(f)
     def method(self, *args, **kwargs):
         if hasattr(self, 'distributed_trainer') or not hasattr(self, 'dls'): return f(self, *args, **kwargs)
+        let_next_begin()
         with self.distrib_ctx(timeout_s=20, split_batches=True): return getattr(self, name)(*args, **kwargs)
     method.within = True
     return method
@@ -97,11 +99,21 @@ def seed(i):
     for f in (random.seed,np.random.seed,torch.manual_seed): f(i)
 
 def begin_cell(folder, i):
-    "In a launch of its own, unless the notebook has opened a group"
+    "In a launch of its own, unless the notebook has opened a group; after the rank before, up to where they meet: both may use a file"
+    global begun
     seed(i)
-    if num_distrib()<2 or in_group(): return
+    n,rank = num_distrib(),rank_distrib()
+    begun = [Path(folder)/f'begun-{i}-{r}' for r in range(n)][rank:rank+1]
+    if n<2 or in_group(): return
     os.environ['LEARNERDIST_INIT_METHOD'] = f'file://{folder}/launch-{i}'
     new_launch()
+    before,since = Path(folder)/f'begun-{i}-{rank-1}',time.monotonic()
+    while rank and not before.exists() and time.monotonic()-since<20: time.sleep(.01)
+
+def let_next_begin():
+    for o in begun: o.touch()
+
+begun = [] # the file for which the next rank waits
 
 def end_cell(folder, i, res):
     "Write this rank's outcome, free the ranks that wait for this one, and wait for them"
@@ -109,6 +121,7 @@ def end_cell(folder, i, res):
     tmp = Path(folder)/f'tmp-{rank_distrib()}'
     tmp.write_text(res)
     tmp.rename(files[rank_distrib()])
+    let_next_begin()
     if len(files)==1: return
     if not in_group(): record_exit(launch_store(), rank_distrib(), 'has ended this cell')
     while not all(o.exists() for o in files): time.sleep(.01)
