@@ -37,7 +37,7 @@ def test_every_way(folder, monkeypatch):
     assert [*res['plain']]==[*range(5, 20)]
     failed = {way: sorted(i for i,o in os.items() if o!='ok') for way,os in res.items()}
     assert failed==dict(plain=[11,16], context=[9,11,16], ranks=[9,10,11,14,16,18]) # once they have failed, ranks go on together
-    assert [res[way][16] for way in res]==['TimeoutError: takes over 15 s','left out','left out']
+    assert [res[way][16] for way in res]==['TimeoutError: takes over 10 s','left out','left out']
     assert 'rank 1: FileNotFoundError' in res['ranks'][14] and 'rank 1 has ended this cell' in res['ranks'][18] # no timeout
     monkeypatch.setattr(tool, 'reasons', {'within a context|on two processes': 'looks at ranks', 'FileNotFound': 'a file'})
     text,good = tool.table({'13b_metrics': res})

@@ -8,7 +8,7 @@
 Data sets and weights are small stand-ins (tests/stand_ins.py) from a local server. Left out are cells that are exported, since their names
 come from the installed fastai, which learnerdist changes; cells marked as slow, cuda, skip or `eval: false`; lines for IPython (`%`, `!`);
 notebooks whose name begins with `_`, as by nbdev, and those about fastai.distributed, which learnerdist replaces; and, but for the plain
-way, cells that take over 15 s of CPU time.
+way, cells that take over 10 s of CPU time.
 PyPI's sdist of fastai has no notebooks (seen with 2.7.18, 2.8.0, 2.8.12).
 
 A cell begins with the same seeds on all ranks, rank after rank up to where they meet, since each may write and remove a file; a rank that
@@ -23,7 +23,7 @@ from learnerdist.core.env import in_group,launch_store,new_launch,num_distrib,ra
 from learnerdist.testing import RanksError,run_ranks
 
 ways = dict(plain=1, context=1, ranks=2) # processes
-limit_s = dict(plain=15, context=60, ranks=60) # of CPU time, of a cell
+limit_s = dict(plain=10, context=40, ranks=40) # of CPU time, of a cell
 most = 20 # cells that may pass plain only
 in_context = 'fit','validate','get_preds','predict','tta','lr_find','show_results'
 directive = re.compile(r'^#(?:\s*\|)?\s*(default_exp|export[a-z]*|eval|slow|cuda|skip|cpp|distributed)\b:?\s*(\S*)', re.M)
@@ -217,8 +217,10 @@ def main():
     p.add_argument('--ways', nargs='+', choices=ways, default=[*ways])
     p.add_argument('--write', action='store_true', help='write the table into docs/clients.md')
     args,results = p.parse_args(),{}
-    from stand_ins import resnet_weights,standing_in
+    import fastai.basics # noqa: F401 which forked ranks then have
+    import matplotlib.pyplot # noqa: F401
     from fastai.data.external import URLs
+    from stand_ins import resnet_weights,standing_in
     with tempfile.TemporaryDirectory() as tmp, standing_in(Path(tmp)/'data', URLs) as urls:
         resnet_weights(Path(tmp)/'torch')
         for path in find_notebooks(args.source.resolve(), tmp):
