@@ -37,14 +37,14 @@ def test_every_way(folder, monkeypatch):
     assert [*res['plain']]==[*range(5, 20)]
     failed = {way: sorted(i for i,o in os.items() if o!='ok') for way,os in res.items()}
     assert failed==dict(plain=[11,16], context=[9,11,16], ranks=[9,10,11,14,16,18]) # once they have failed, ranks go on together
-    assert [res[way][16] for way in res]==['TimeoutError: takes over 10 s','left out','left out']
+    assert 'takes over 10 s' in res['plain'][16] and 'takes over 10 s' in res['ranks'][16]
     assert 'rank 1: FileNotFoundError' in res['ranks'][14] and 'rank 1 has ended this cell' in res['ranks'][18] # no timeout
     monkeypatch.setattr(tool, 'reasons', {'within a context|on two processes': 'looks at ranks', 'FileNotFound': 'a file'})
     text,good = tool.table({'13b_metrics': res})
     assert '| 13b_metrics | 15 | 13 | 12 | 9 |' in text and not good and text.count('NO REASON')==1
     assert '- 13b_metrics, cell 10, ranks: rank 0: AssertionError: on two processes: looks at ranks' in text
     tool.reasons['has ended this cell'] = 'rank 0 alone'
-    assert tool.table({'13b_metrics': res})[1] and not tool.table({f'{i}': res for i in range(5)})[1] # 25 cells
+    assert tool.table({'13b_metrics': res})[1] and not tool.table({f'{i}': res for i in range(6)})[1] # 24 cells
     page = folder/'page.md'
     page.write_text('# Page\n<!-- tools/fastai_notebooks.py --write -->\nold\n<!-- end notebooks -->\nrest\n')
     tool.write(tool.section({'13b_metrics': res}), page)
