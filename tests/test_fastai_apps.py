@@ -16,10 +16,10 @@ from fastai.optimizer import SGD
 from fastai.text.all import (AWD_LSTM, BaseTokenizer, Perplexity, TextDataLoaders, Tokenizer, awd_lstm_clas_config, awd_lstm_lm_config,
                              language_model_learner, text_classifier_learner)
 from fastai.vision.all import ImageDataLoaders, Resize, SegmentationDataLoaders, Normalize, unet_learner, vision_learner
-from PIL import Image
 from torch import nn
 from torchvision.models import resnet18 as whole_resnet
 from helpers import serve
+from stand_ins import save, texts
 from test_fastai import asking, ctx, data, floats, history, make, on_1_and_2, per_rank, same
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
@@ -33,15 +33,7 @@ def seeds(W):
     torch.set_default_dtype(torch.float32)
 
 def pictures(path):
-    "32 of noise with a brighter square; its mask"
-    g = np.random.RandomState(0)
-    for kind in ('images','masks'): (path/kind).mkdir()
-    for i in range(32):
-        img,mask = g.randint(0, 80, (32, 32, 3)).astype('uint8'),np.zeros((32, 32), 'uint8')
-        mask[8:24, (0 if i%2 else 16):(16 if i%2 else 32)] = 1
-        img[mask>0] += 120
-        Image.fromarray(img).save(path/'images'/f'{i:02}_{"left" if i%2 else "right"}.png')
-        Image.fromarray(mask).save(path/'masks'/f'{i:02}.png')
+    for i in range(32): save(path/'images'/f'{i:02}_{("right","left")[i%2]}.png', i, left=i%2==1, mask=path/'masks'/f'{i:02}.png')
 
 def label_of(o): return Path(o).stem.split('_')[1]
 def mask_of(o): return Path(o).parent.parent/'masks'/f'{Path(o).stem[:2]}.png'
@@ -120,12 +112,6 @@ def unet(W, rank, path):
 
 class Words(BaseTokenizer):
     def __init__(self, **kw): super().__init__()
-
-def texts():
-    g = random.Random(1)
-    words = [''.join(g.choices('abcdef', k=3)) for _ in range(30)]
-    rows = [(' '.join(g.choices(words, k=g.randint(5, 30))), i%2, i>=60) for i in range(80)]
-    return pd.DataFrame(rows, columns=['text','label','is_valid'])
 
 def text(W, rank, is_lm):
     seeds(W)
