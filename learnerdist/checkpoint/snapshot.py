@@ -20,7 +20,7 @@ from fastcore.foundation import L
 from torch import Tensor
 
 from ..core.collectives import gather_objects
-from ..core.env import count,group_rank,group_size,group_timeout,is_rank0,local_rank,local_size
+from ..core.env import group_rank,group_size,group_timeout,is_rank0,local_rank,local_size
 from ..core.env import pack_error,shared_store,unpack_error,wait_keys
 from ..core.files import free_bytes,kept_folder,own_folder,whole_file
 from ..core.remote import Remote,RemoteError,copied,here,written
@@ -100,12 +100,13 @@ def _write_part(path, state):
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c0w1
 class Writers:
-    "The ranks that write a snapshot: each its file, and the first one the manifest, when all files are on the disk"
+    """The ranks that write a snapshot: each its file, and the first one the manifest, when all files are on the disk.
+    token: the same on all, and another one each time: ranks that failed may have written more snapshots than others"""
     def __init__(self, i:int, n:int, token):
         self.first,self.token,self.n = i==0,token,n
         if n==1: return
-        self.store,self.timeout,at = shared_store(),group_timeout(),count('snapshot')
-        self.keys = {r: f'snapshot/{at}/{r}' for r in range(1, n)}
+        self.store,self.timeout = shared_store(),group_timeout()
+        self.keys = {r: f'snapshot/{token}/{r}' for r in range(1, n)}
         self.own = self.keys.get(i)
 
     def meet(self, files:dict)->dict:

@@ -53,7 +53,7 @@ class Remote:
 
     def remove(self):
         "Remove it, and what is below it, if it is there"
-        return self._ask(lambda path: self.fs.rm(path, recursive=True), None)
+        self._ask(lambda path: self.fs.rm(path, recursive=True), None)
 
     def read_bytes(self)->bytes: return self._try(self.fs.cat_file, self.path)
 
