@@ -255,7 +255,7 @@ class Saving:
             try: lost = self.pending.pop(0).result()
             except Exception as e:
                 if not isinstance(self.folder, Remote): raise
-                lost = str(e)
+                lost = str(e).partition('\n')[0] # without the stack of another rank
                 if is_rank0(): warn(f'[not-uploaded] {lost}. The fit goes on; earlier checkpoints are as they were')
         return lost
 
