@@ -41,16 +41,16 @@ def measure(every, n_steps, at=None, **kw):
 
 @contextmanager
 def s3():
-    "Within the body, a server of S3 on this machine has a bucket `b`"
+    "Within the body, a server of S3 on this machine has a bucket `bench`"
     port = 5600+os.getppid()%300
     os.environ |= dict(AWS_ENDPOINT_URL=f'http://127.0.0.1:{port}', AWS_ACCESS_KEY_ID='a', AWS_SECRET_ACCESS_KEY='b')
     def start():
         import s3fs
-        server = subprocess.Popen([sys.executable,'-m','moto.server','-p',str(port)], stderr=subprocess.DEVNULL)
+        server = subprocess.Popen([sys.executable,'-m','moto.server','-p',str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while True:
             time.sleep(1)
-            try: return server,s3fs.S3FileSystem(skip_instance_cache=True).mkdir('b')
-            except Exception: assert server.poll() is None
+            try: return server,s3fs.S3FileSystem(skip_instance_cache=True).mkdir('bench')
+            except OSError: assert server.poll() is None
     server = start()[0] if rank_distrib()==0 else None
     try: yield
     finally:
@@ -89,7 +89,7 @@ def main():
     cases = dict(plain={}, background=dict(background=True), memory=dict(in_memory=True))
     show(cases, args.steps)
     if args.s3:
-        with s3(): show(dict(s3=dict(at=f's3://b/{rank0_first(os.getppid)}')), args.steps)
+        with s3(): show(dict(s3=dict(at=f's3://bench/{rank0_first(os.getppid)}')), args.steps)
 
 def show(cases, n_steps):
     for name,kw in cases.items():
