@@ -1,12 +1,13 @@
 "States and files at addresses of other file systems: whole or not there, whatever fails; memory:// here, a server of S3 for several ranks"
-import os, re, signal, socket, threading, warnings
-from contextlib import closing, nullcontext
+import io, os, re, signal, socket, threading, warnings
+from contextlib import closing, nullcontext, redirect_stdout
 from pathlib import Path
 import pytest, torch
 from torch.nn import functional as F
 from learnerdist.all import Callback, Checkpoint, Preempted, distrib_barrier, group_rank, group_size, load_learner, process_group
 from learnerdist.checkpoint import snapshot
 from learnerdist.core import remote
+from learnerdist.core.files import memory_folder
 from learnerdist.core.remote import RemoteError, place
 from learnerdist.testing import run_ranks
 from test_sharded import Net, Stop, case, data, differs, make, needs_fsdp2, numbers
@@ -41,12 +42,12 @@ def memory(monkeypatch):
     fs.store.clear()
     return fs
 
-def train(at, path='.', stop=None, shard=False, cbs=(), every=2, resume=True, n=36, epochs=3, **kw):
+def train(at, path='.', stop=None, shard=False, cbs=(), every=2, resume=True, n=36, epochs=3, quiet=True, **kw):
     "A fit of three epochs of 3 steps that is stopped after `stop` steps, or goes on from there"
     W = max(group_size(), 1)
     learn = make(case(n=n, model=Net, bs=12), W)
     learn.path = Path(path)
-    with learn.no_logging(), learn.distrib_ctx(seed=3, **(dict(shard=True) if shard else {})):
+    with learn.no_logging() if quiet else nullcontext(), learn.distrib_ctx(seed=3, **(dict(shard=True) if shard else {})):
         learn.fit(epochs, cbs=[Checkpoint(at, every=every, **kw),*([Stop(stop)] if stop else []),*cbs], resume=resume)
         return dict(w=whole_of(learn.model), v=numbers(learn))
 
@@ -81,6 +82,16 @@ def test_a_fit_goes_on_as_from_a_local_folder(kind, memory, s3, tmp_path):
         learn = make(case(model=Net)).load(o)
         assert differs(learn.model.state_dict(), whole['w'])==0
     assert [o for o in there.files() if not o.startswith('epoch_')]==[]
+
+def test_beside_states_in_memory(memory, tmp_path):
+    "The newer one is taken"
+    with memory_folder():
+        whole = train('ck', tmp_path, in_memory=1)
+        stopped('memory://r', 8, in_memory=1)
+        assert names('memory://r')[-1]=='epoch_0001-step_00000006'
+        said = io.StringIO()
+        with redirect_stdout(said): assert same(whole, train('memory://r', in_memory=1, quiet=False))==0
+    assert 'after step 7, from the state in memory' in said.getvalue() and len(names('memory://r'))==2
 
 class Faults:
     "Counts the calls of a file system, and lets `act` take the place of those in `when`"

@@ -413,7 +413,7 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
 
     def name_in_memory(self)->str:
         "What this fit's states in memory are found by in the next attempt"
-        return os.path.abspath(self.folder)
+        return os.path.abspath(str(self.folder))
 
     def before_train(self):
         if self.active and self.at and self.at['phase']=='train': self.arrive()

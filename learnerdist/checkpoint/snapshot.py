@@ -208,8 +208,8 @@ def snapshots(path, whole=True)->list:
     never finished: with `whole` off, these"""
     if isinstance(path, Remote):
         files = {*path.files()}
-        names = {o.partition('/')[0] for o in files}
-        found = [path/o for o in names if re.match(r'epoch_\d+-step_\d+$', o) and (f'{o}/manifest.json' in files)==whole]
+        names = {o.partition('/')[0] for o in files if re.match(r'epoch_\d+-step_\d+/', o)}
+        found = [path/o for o in names if (f'{o}/manifest.json' in files)==whole]
     else: found = [o for o in path.glob('epoch_*-step_*') if o.is_dir()]
     return sorted(found, key=lambda o: [*map(int, re.findall(r'\d+', o.name))])
 

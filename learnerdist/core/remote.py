@@ -22,7 +22,6 @@ class Remote:
     "A file or a folder of a file system of fsspec, as far as it is used like a `Path`; `place` makes it"
     def __init__(self, fs, path, cache=None): self.fs,self.path,self.cache = fs,path.rstrip('/'),cache
     def __str__(self): return self.fs.unstrip_protocol(self.path)
-    __repr__ = __str__
     def __truediv__(self, name): return Remote(self.fs, f'{self.path}/{name}', self.cache)
     parent = property(lambda self: Remote(self.fs, self.path.rpartition('/')[0], self.cache), doc='Its folder')
     name = property(lambda self: self.path.rpartition('/')[2], doc='The last part of its path')
@@ -35,7 +34,8 @@ class Remote:
             try: return f(*args)
             except FileNotFoundError as e: raise FileNotFoundError(errno.ENOENT, str(e), str(self)) from e
             except Exception as e:
-                if s is None or isinstance(e, PermissionError): raise RemoteError(f'{self}: {type(e).__name__}: {e}') from e
+                last = s is None or isinstance(e, PermissionError)
+                if last: raise RemoteError(f'{self}: {type(e).__name__}: {e}') from e
                 time.sleep(s)
 
     def _ask(self, f, missing):
@@ -82,7 +82,8 @@ def place(path, base='.'):
     """`path` in the folder `base`, a `Path`. An address, such as s3://bucket/run, is a `Remote`; file:// is a path.
     ImportError without its package, ValueError if no file system has such addresses"""
     if isinstance(path, Remote): return path
-    need(not re.match(r'[a-z0-9]{2,}:/[^/]', str(path)), 'give an address as text: a Path drops one of its slashes', path=path)
+    cut = re.match(r'[a-z0-9]{2,}:/[^/]', str(path))
+    need(not cut, 'give an address as text: a Path drops one of its slashes', path=path)
     if '://' not in str(path): return Path(base)/path
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
@@ -104,7 +105,7 @@ def written(path):
 # %% ../../nbs/core/01_remote.ipynb #rm000010
 @contextmanager
 def copied(path, gather=None):
-    """Context with `path`, whose files `here` finds. Those of a `Remote` are downloaded when they are asked for. gather:
+    """Context with `path`, whose files `here` finds: it downloads those of a `Remote` when they are asked for. gather:
     `gather_objects`, if all ranks enter together: then those of one machine share what one of them has downloaded"""
     if isinstance(path, Path):
         yield path

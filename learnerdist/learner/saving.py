@@ -123,6 +123,7 @@ def load_learner(
         name = type(model).__name__
         raise ValueError(f"{path} has weights of a {data['name']}, which do not fit this {name}: {e}") from e
     empty = [TfmdDL([], data['bs'] or 64, **kw) for _ in range(2)]
-    dls = DataLoaders(*empty, path=path.parent if isinstance(path, Path) else '.', device='cpu' if cpu else None, n_inp=data['n_inp'])
+    folder = path.parent if isinstance(path, Path) else '.'
+    dls = DataLoaders(*empty, path=folder, device='cpu' if cpu else None, n_inp=data['n_inp'])
     dls.vocab = data['vocab']
     return Learner(dls, model, loss_func)
