@@ -105,6 +105,7 @@ class Batch:
         self.ahead = ahead # (this rank's items, those of all), shown by targets; None: a rank's do not
         self.cancelled = [] # The scopes that this rank has cancelled
         self.dropped = False # Whether the batch counts for nothing on this rank
+        self.seen = None # Of one that is dropped after its loss: (whether it repeats samples, its items)
         # What the loss counts, before callbacks change targets and loss; samples of all ranks, where they are counted
         self.over = self.n = self.loss = self.n_rows = None
         # In a batch that counts for nothing: parameters without gradient, and hooks
@@ -483,6 +484,7 @@ class Cancelling(Batches):
         if event not in early: self._ask(scope, _phases.get(event, Asks.before_step))
         else:
             batch.dropped = True
+            if event=='after_loss': batch.seen = batch.seen or (self.repeated,self.learn.items)
             if event!='before_backward': self.repeated = True # by then, ranks have added up their items
             if event=='before_batch': mute(True)
         return True
@@ -514,6 +516,7 @@ class Cancelling(Batches):
         if not res.all_ask: return
         if res.empty:
             for p in batch.idle: p.grad = None # the optimizer leaves these alone, as in one process
+            if batch.seen: self.repeated,self.learn.items = batch.seen # and it records the loss
         if res.scope!='backward': self.leave(res.scope)
 
 def _finite(grad): return grad.nan_to_num(0., 0., 0.)

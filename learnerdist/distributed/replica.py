@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.collectives import all_sum
 from ..core.compat import ignored_by_ddp,sync_buffers
 from ..core.env import current_group,group_size
-from ..core.stacks import warn
 from . import batchnorm
 from .batchnorm import Synced,sync_batchnorm
 from .vote_links import Place,SocketLinks,nameless
@@ -369,8 +368,7 @@ class Replica:
         n,mean = self.learn.items,self.learn.global_items
         if self.warned or n is None or float(n)==float(mean): return
         self.warned = True
-        warn('[second-backward] learn.wrapper is called again in a batch of which ranks have different numbers of '
-             'items, which count alike: multiply its loss by learn.items/learn.global_items')
+        self.learn.runner.findings.note('second-backward', _second)
 
     def undo(self):
         "Leave the model as it was"
@@ -409,6 +407,8 @@ class Replica:
         if idle := without_gradient(self.model):
             raise ValueError(f"no gradient for {', '.join(idle)}: {_no_part}")
 
+_second = ('learn.wrapper is called again in a batch of which ranks have different numbers of items, which count alike: '
+    'multiply its loss by learn.items/learn.global_items')
 _looks_for_unused = ('this fit has find_unused_parameters=True. Freeze them with requires_grad_(False) to save its '
                      'cost')
 _no_part = ('if they take no part in the loss, say so with distrib_ctx(find_unused_parameters=True), or freeze '
