@@ -49,7 +49,8 @@ class SharedMean:
         self.turn,self.places = 0,{}
         # whose first pass calls every bucket the first, and none the last
         self.at_once = ddp.static_graph
-        n = max(sum(_whole(p.nbytes) for p in ddp.parameters() if p.requires_grad), _line)
+        sizes = [p.nbytes for p in ddp.parameters() if p.requires_grad]
+        n = _whole(sum(sizes)+_line*len(sizes))
         self.turns = 1 if n>_large else 2
         shape = self.turns,self.W,n # turn, rank, bytes
         self.slots = shared_memory(links, math.prod(shape)).view(shape)
@@ -112,7 +113,7 @@ def _whole(n): return -(-n//_line)*_line
 # %% ../../nbs/distributed/09_replica.ipynb #sm012
 def can_share(ddp, links)->bool:
     "Whether all ranks are on one machine, and train on its CPUs. The same on every rank"
-    return isinstance(links, SocketLinks) and all(p.device.type=='cpu' for p in ddp.parameters())
+    return isinstance(links, SocketLinks) and {p.device.type for p in ddp.parameters()}=={'cpu'}
 
 # %% ../../nbs/distributed/09_replica.ipynb #c005
 def _plain(hook): return lambda ddp, links: ddp.register_comm_hook(current_group(), hook)

@@ -177,6 +177,7 @@ def parts_of(learn, every:list)->list:
     return [(*o, len(tree_leaves(o)[0])) for o in (joined(rows),*rows)]
 
 def _kind(item):
+    if isinstance(item, dict): item = [*item.values()] # the last one may be the target
     if not isinstance(item, (list,tuple)) or not item: return []
     size = sum(o.numel() for o in tree_leaves(item[-1]) if isinstance(o, Tensor))
     return [size,*[str(getattr(o, 'shape', '')) for o in item],str(item[-1])]
@@ -202,8 +203,8 @@ class SelfCheck:
     def begin_loop(self):
         "Before a training loop: is its first batch checked? The same on every rank"
         learn = self.engine.learn
-        another = all(o is not learn.loss_func for o in self.checked)
-        wanted = not self.checked or another and loss_over(learn).kind=='unknown'
+        unknown = self.checked and loss_over(learn).kind=='unknown'
+        wanted = not self.checked or unknown and all(o is not learn.loss_func for o in self.checked)
         self.due = wanted and bool(self.engine.findings.mode)
 
     def note(self):
