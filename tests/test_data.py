@@ -1,6 +1,6 @@
 "Loaders, sets of loaders and batches of any structure"
 from collections import OrderedDict, namedtuple
-import pandas as pd, pytest, torch
+import pytest, torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset,
                               WeightedRandomSampler, default_collate)
@@ -73,18 +73,6 @@ def test_changed_data_set():
 def test_stream():
     dl = TfmdDL(Stream(5), 2, after_item=plus1)
     assert [o.tolist() for o in dl] == [[1,2],[3,4],[5]] and dl.n is None and dl.bs==2
-
-def test_data_frame():
-    df = pd.DataFrame(dict(a=range(5), b=[.5]*5), index=list('vwxyz'))
-    assert [o.tolist() for o in TfmdDL(df, 3)][1] == [[3.,.5],[4.,.5]]
-    assert TfmdDL(df['a'], 3).one_batch().tolist() == [0,1,2]
-    frames = list(TfmdDL(df, 2, collate_fn=lambda o: o))
-    assert [list(o.index) for o in frames] == [['v','w'],['x','y'],['z']]
-    assert TfmdDL(df, None).one_batch().tolist() == [0,.5]
-    assert len(TfmdDL(df).new(df[:2], bs=1)) == 2
-    assert sorted(torch.cat(list(TfmdDL(df, 2, shuffle=True, num_workers=1)))[:,0].tolist()) == [0,1,2,3,4]
-    with pytest.raises(ValueError, match='give a collate_fn'): TfmdDL(pd.DataFrame(dict(a=['x']))).one_batch()
-    with pytest.raises(ValueError, match='after_item'): TfmdDL(df, after_item=half)
 
 def test_dataloaders():
     dls = DataLoaders.from_dsets(range(10), range(7), bs=4, drop_last=True, valid_bs=3, sampler=[3,1,2,5,6], path='p', n_inp=1)

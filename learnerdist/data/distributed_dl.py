@@ -13,7 +13,7 @@ from operator import getitem
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 from torch.utils.data import Subset, SubsetRandomSampler, get_worker_info
 from ..core.compat import no_iterator,set_worker_info,tree_leaves
-from .loaders import Collate, FrameRows, LoaderWrapper, TfmdDL, batch_shape, changed, data_len
+from .loaders import Collate, LoaderWrapper, TfmdDL, batch_shape, changed, data_len
 from .loaders import is_shuffled, one_batch, pipe, read_loader
 from ..core.random import draw,map_seeded,mix_seed,rng_state,same_streams
 from ..core.random import seed_streams,set_rng_state,shared_rng
@@ -252,7 +252,7 @@ def check_count(d:Dealer, k:int, name:str):
 # %% ../../nbs/data/03_distributed_dl.ipynb #seeds1
 def is_quiet(ds):
     "Whether data lies in memory, so that a sample draws nothing"
-    return type(ds) in (list,tuple,range,torch.Tensor,FrameRows) or columns_of(ds) is not None
+    return type(ds) in (list,tuple,range,torch.Tensor) or columns_of(ds) is not None
 
 class Seeded(LoaderWrapper, Dataset):
     """A data set whose samples draw from streams of their own, so that they are the same at any number of ranks and

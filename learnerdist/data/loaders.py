@@ -109,20 +109,11 @@ def is_shuffled(sampler)->bool:
     return plain and sampler.num_samples==len(sampler.data_source)
 
 # %% ../../nbs/data/01_loaders.ipynb #c018
-def _rows_tensor(b):
-    "Rows of a data frame as one tensor `(bs, columns)`; ValueError if they are not numbers"
-    try: return torch.as_tensor(b.to_numpy().copy())
-    except (TypeError, AttributeError) as e:
-        what = f'rows of {type(b).__name__} do not make a tensor of numbers ({e})'
-        raise ValueError(f'{what}: give a collate_fn that takes them') from e
-
-_COLLATES = (default_collate, default_convert, _rows_tensor)
-
 def loader_settings(dl:DataLoader)->dict:
     "The arguments of `DataLoader`, other than the data set, that make a loader like `dl`"
     res = {o:getattr(dl, o) for o in _OPTIONS if hasattr(dl, o)}
     # left to torch, since the default depends on batch_size
-    if res['collate_fn'] in _COLLATES: res['collate_fn'] = None
+    if res['collate_fn'] in (default_collate,default_convert): res['collate_fn'] = None
     bs,drop = dl.batch_sampler,['batch_sampler']
     if isinstance(dl.dataset, IterableDataset): drop = ['sampler', 'batch_sampler']
     elif dl.batch_size is None and type(bs) is BatchSampler: res |= {o: getattr(bs, o) for o in _BATCHES}
@@ -173,19 +164,10 @@ class Collate:
         return self.collate_fn(items)
 
 # %% ../../nbs/data/01_loaders.ipynb #c025
-class FrameRows:
-    "A data frame as a data set of rows, read one batch at a time"
-    def __init__(self, items): self.items = items
-    def __len__(self): return len(self.items)
-    def __getitem__(self, i): return self.items.iloc[i]
-    def __getitems__(self, idxs): return self.items.iloc[list(idxs)]
-
 def data_len(dataset):
     "The length of a data set or a loader; None if it has none"
     try: return len(dataset)
     except (TypeError, NotImplementedError): return None
-
-def _dataset(o): return FrameRows(o) if hasattr(o, 'iloc') and not hasattr(o, '__getitems__') else o
 
 # %% ../../nbs/data/01_loaders.ipynb #f4498fad
 class LoaderWrapper:
@@ -260,8 +242,7 @@ def one_batch(dl):
 class TfmdDL(DataLoader):
     "A `DataLoader` with transforms of items (in the workers) and of batches (in the main process)"
     def __init__(self,
-        # A map-style or iterable data set, a list, or an object with `iloc` (a DataFrame: its rows)
-        dataset,
+        dataset,               # A map-style or iterable data set, or a list
         bs=64,                 # Batch size; None: samples are not batched
         shuffle=False,         # Read in another order in each epoch?
         after_item=None,       # A function from an item to an item, applied before collation; or a list of them
@@ -275,15 +256,12 @@ class TfmdDL(DataLoader):
         if kw.get('batch_sampler') is None: kw = {'batch_size': bs, **kw}
         kw |= dict(drop_last=drop_last, num_workers=num_workers)
         # torch refuses to shuffle an empty data set
-        super().__init__(_dataset(dataset), shuffle=shuffle and data_len(dataset)!=0, **kw)
+        super().__init__(dataset, shuffle=shuffle and data_len(dataset)!=0, **kw)
         self._set_collate()
     def _set_collate(self):
-        f,rows = self.collate_fn,isinstance(self.dataset, FrameRows)
-        batched = self.batch_sampler is not None
+        f,batched = self.collate_fn,self.batch_sampler is not None
         if isinstance(f, Collate): f = f.collate_fn
-        if f in _COLLATES: f = _rows_tensor if rows else default_collate if batched else default_convert
-        by_item = self.after_item and rows
-        need(not by_item, 'after_item: rows of a data set with iloc are read by the batch')
+        if f in (default_collate,default_convert): f = default_collate if batched else default_convert
         self.collate_fn = Collate(self.after_item, f, batched) if self.after_item else f
     def __iter__(self):
         it = batches(self)
@@ -292,7 +270,7 @@ class TfmdDL(DataLoader):
         """A copy with another data set, other settings or other transforms. dataset: another data set; None: the same;
         kw: settings to change, by the names of `TfmdDL`"""
         fs = {k:as_list(kw.pop(k)) for k in ('after_item', 'after_batch') if k in kw}
-        res = changed(self, None if dataset is None else _dataset(dataset), **kw)
+        res = changed(self, dataset, **kw)
         vars(res).update(fs)
         res._set_collate()
         return res

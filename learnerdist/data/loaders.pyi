@@ -35,8 +35,6 @@ def check_options(kw, more=...):
 def is_shuffled(sampler) -> bool:
     """Is this the sampler that `shuffle=True` makes, which yields each sample once?"""
 
-_COLLATES: Any
-
 def loader_settings(dl: DataLoader) -> dict:
     """The arguments of `DataLoader`, other than the data set, that make a loader like `dl`"""
 
@@ -61,22 +59,6 @@ class Collate:
         ...
 
     def __call__(self, o):
-        ...
-
-class FrameRows:
-    """A data frame as a data set of rows, read one batch at a time"""
-    items: Any
-
-    def __init__(self, items):
-        ...
-
-    def __len__(self):
-        ...
-
-    def __getitem__(self, i):
-        ...
-
-    def __getitems__(self, idxs):
         ...
 
 def data_len(dataset):

@@ -90,25 +90,6 @@ def join_batches(bs:list, ns:list):
     return tree_unflatten([join_leaf(o, ns) for o in cols], spec)
 
 # %% ../../nbs/data/02_rows.ipynb #c006
-def to_rows(b, n:int):
-    """Cut a batch into rows, one for each sample. b: a batch: tensors `(n,…)` in any structure, or a list of `n`
-    samples; n: number of samples in it; returns: the same structure, on the CPU; each leaf has length n"""
-    rows,is_leaf = partial(_leaf_rows, n=n),partial(is_samples, n=n)
-    return tree_map(rows, to_cpu(to_detach(b)), is_leaf=is_leaf)
-
-def _leaf_rows(o, n):
-    if isinstance(o, (Mapping,PackedSequence,list,tuple)): return _leaf(o, n)
-    if getattr(o, 'shape', ())[:1]==(n,): return o if isinstance(o, Tensor) else Samples(o)
-    if not isinstance(o, Tensor): return Samples([o]*n)
-    if not o.ndim: return o.expand(n)
-    # time-first, tokens of all samples, or one table for all
-    if not n or len(o)%n or n>1 and o.shape[1:2]==(n,): return Samples([o,*[None]*(n-1)])
-    return o.unflatten(0, (n, len(o)//n))
-
-def columns(b, n:int)->tuple:
-    "The rows of each part of a batch, `learn.xb` or `learn.yb` of `n` samples"
-    return tuple(to_rows(o, n) for o in listed(b))
-
 def batch_leaves(b, n):
     "The leaves of a batch, also those in a mapping that torch does not know"
     for o in tree_leaves(b, is_leaf=partial(is_samples, n=n)):

@@ -408,8 +408,8 @@ class Replica:
         if idle := without_gradient(self.model):
             raise ValueError(f"no gradient for {', '.join(idle)}: {_no_part}")
 
-_second = ('learn.wrapper is called again in a batch of which ranks have different numbers of items, which count alike: '
-    'multiply its loss by learn.items/learn.global_items')
+_second = ('learn.wrapper is called again in a batch of which ranks have different numbers of items, which count '
+    'alike: multiply its loss by learn.items/learn.global_items')
 _looks_for_unused = ('this fit has find_unused_parameters=True. Freeze them with requires_grad_(False) to save its '
                      'cost')
 _no_part = ('if they take no part in the loss, say so with distrib_ctx(find_unused_parameters=True), or freeze '
