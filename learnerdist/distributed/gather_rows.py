@@ -36,8 +36,8 @@ def _fit(told):
 
 def row_places(ks:list, lens:list)->tuple:
     """The places of rows in the order of the batches, a `range` for each of each rank's batches; the rows of each batch
-    over all ranks. `ks` and `lens` are the numbers of each rank's batches, and their rows. Rows of a batch that was dealt
-    like cards take turns"""
+    over all ranks. `ks` and `lens` are the numbers of each rank's batches, and their rows. Rows of a batch that was
+    dealt like cards take turns"""
     held = {}
     for r,(k,n) in enumerate(zip(ks, lens)):
         for i,m in zip(k, n): held.setdefault(i, {})[r] = m
