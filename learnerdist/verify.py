@@ -23,7 +23,7 @@ from .core.random import rng_state,set_rng_state,shared_rng
 from .core.stacks import in_library
 from .data.distributed_dl import DistributedDL,widened
 from .data.loaders import batch_shape,data_len,find_bs,loaders_of,one_batch
-from .data.rows import Samples,columns
+from .data.rows import Samples,as_samples,listed
 from .distributed.batchnorm import Synced
 from .distributed.comparison import digest,fingerprint,tensor_hash,tensors_held
 from .learner.callback import Callback
@@ -51,7 +51,8 @@ def _whole(t): return t.full_tensor() if hasattr(t, 'full_tensor') else t # a sh
 def row_keys(b:tuple)->list:
     "Hashes that identify the samples of a batch, independent of the length of padding that repeats a token"
     n = find_bs(b)
-    cols = tree_leaves(columns(b, n), is_leaf=lambda o: isinstance(o, Samples))
+    leaves = tree_leaves(as_samples(tuple(listed(b)), n), is_leaf=lambda o: isinstance(o, Samples))
+    cols = [o for o in leaves if isinstance(o, Samples) or getattr(o, 'shape', ())[:1]==(n,)]
     return [sum(_key(o[i])*(2*k+1) for k,o in enumerate(cols))%2**62 for i in range(n)]
 
 def _key(o):

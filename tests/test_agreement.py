@@ -121,6 +121,20 @@ def test_one_rank_cancels(name):
             torch.testing.assert_close(first[4], one_process(bn, len(results), *case), rtol=0, atol=1e-12, msg=str(case))
         if 'backward' in name: assert first[1]==8 # steps
 
+def all_cancel(k=1):
+    "Steps, losses and weights where every process cancels its second batch; `k`: of how many ranks this one has the samples"
+    res,cases = [],[(e, exc, None, 1) for exc,es in parts.items() for e in es]
+    for case in cases+[(e, CancelFitException, None, 1) for e in inner]:
+        learn,trace = make(bs=BS*k),Trace()
+        with learn.distrib_ctx(seed=1): learn.fit(1, cbs=[Raise(*case),trace])
+        res.append((case[:2], trace.steps, learn.recorder.losses, learn.recorder.values, state(learn.model)))
+    return res
+
+@pytest.mark.parametrize('W', [2,3])
+def test_what_all_ranks_cancel_is_cancelled_and_recorded_as_in_one_process(W):
+    for alone,*ranks in zip(all_cancel(W), *run_ranks(all_cancel, W), strict=True):
+        for rank in ranks: torch.testing.assert_close(rank[1:], alone[1:], rtol=0, atol=1e-12, equal_nan=True, msg=str(alone[0]))
+
 def test_validation_cancelled_on_one_of_three_ranks():
     results = run_ranks(valid_cases, 3)
     assert results[0]==results[1]==results[2]

@@ -483,6 +483,20 @@ def test_what_travels_is_the_samples_alone():
     items = read_items(learn)
     assert len(items)==2 and all(o.untyped_storage().nbytes()==o.numel()*4 for item in items for o in item)
 
+class Boxes(list):
+    "Remembers how many boxes the samples have that were read"
+    def __getitem__(self, i):
+        self.n.append(len(super().__getitem__(i)[1]['boxes']))
+        return super().__getitem__(i)
+
+def test_the_samples_are_those_whose_targets_differ_most():
+    "Two with as many boxes each do not show a mean over boxes"
+    ds = Boxes((torch.zeros(4), dict(boxes=torch.zeros(1+i%3, 2))) for i in range(30))
+    ds.n = []
+    learn = Learner(DataLoaders(TfmdDL(ds, 4, collate_fn=list)), nn.Linear(4, 1), nn.MSELoss())
+    learn.dl = learn.dls.train
+    assert [len(y['boxes']) for _,y in read_items(learn)]==[min(ds.n),max(ds.n)] and len(ds.n)==4
+
 def test_warnings_of_ours_show_the_users_line():
     "`core.stacks.warn` alone knows where that is"
     package = Path(__file__).parent.parent/'learnerdist'

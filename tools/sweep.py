@@ -8,8 +8,9 @@ the smallest one with these options. A case is *same*, *told* (it differs, and a
 rank), *DIFFERENT*, *error*, or *hang*. Exit status 1 where one is DIFFERENT, error or hang.
 
 Ranks agree bit by bit. From one process numbers may differ by 1e-9 in float64 and by 1e-5 in float32, relative where they are above 1; in
-a fit that enlarges rounding, such as one that diverges, by ten times what one process's own do when its first weights are rounded
-otherwise. In bfloat16, which has 8 bits, that is the rule for all, above one unit of the last bit: ranks round each sum of gradients."""
+a fit that enlarges rounding, by ten times what one process's own do when its first weights are rounded otherwise. Where that is so
+much that nothing can be told from it, as in a fit that diverges, the case is *unseen*. In bfloat16, which has 8 bits, that is the rule
+for all, above one unit of the last bit: ranks round each sum of gradients."""
 import argparse,ast,math,os,pickle,random,sys,tempfile,traceback,warnings
 from pathlib import Path
 import torch
@@ -329,7 +330,9 @@ def draw_case(seed, k, worlds=(2,3), dtype='float64'):
     c = {a: b for a,b in c.items() if b is not None}
     if rng.random()<.25: c['cancel'] = draw_cancel(rng, W)
     if rng.random()<.3 and c.get('sampler')!='own_batches': c.update(n=whole-rng.randrange(1, bs*W), drop_last=rng.random()<.4)
-    return fitting(base | c | dict(dtype=dtype, lr=.01 if c.get('opt') not in (None,'sgd','lookahead') else .1))
+    plain = c.get('opt') in (None,'sgd','lookahead')
+    lr = (.002 if c.get('loss')=='sum' else .1) if plain else .01 # a sum over a batch would diverge
+    return fitting(base | c | dict(dtype=dtype, lr=lr))
 
 def fitting(c):
     "`c` without options that do not go together"
@@ -342,6 +345,8 @@ def fitting(c):
     if c['loss'] not in losses[models[c['model']][2]]: c['loss'] = 'mean'
     if c['model'] not in ('mlp','conv'): c['norm'] = 'none'
     if c['norm']=='bn_nostats': c['model'] = 'conv' # a batch of one sample has one value of each channel otherwise
+    # torch's `cdist` does not know bfloat16; of the others the self-check sees 2 % there, which two samples may not show
+    if c['dtype']=='bfloat16' and c['loss'] in ('distances','boxes','focal_by_weight'): c['loss'] = 'mean'
     if c['metric']=='accum' and (c['model'].endswith('heads') or c['items']=='dict'): c['metric'] = 'rmse' # it concatenates tensors
     return c
 
@@ -405,7 +410,7 @@ def _far(x, y):
     if x.shape!=y.shape or not torch.equal(x.isnan(), y.isnan()): return math.inf
     return ((x-y).abs()/y.abs().clamp_min(1)).nan_to_num(0).max().item() if x.numel() else 0.
 
-# How far a run may be from one process's, and up to where its own rounding is an excuse
+# How far a run may be from one process's, and from where on nothing can be told from that process's own rounding
 tolerances = dict(float64=(1e-9, 1e-3), float32=(1e-5, 1e-2), bfloat16=(2**-7, 2.))
 
 def judged(c, alone, ranks):
@@ -421,15 +426,16 @@ def judged(c, alone, ranks):
     bad = {a: d for a,d in far.items() if d>(0 if 'between' in a else tol)}
     if {*bad}&{*keys}: # a difference from one process, not between ranks
         free = rounding(c, alone, keys)
+        unseen = any(free.get(a, 0)>tolerances[c['dtype']][1] for a in bad)
         bad = {a: d for a,d in bad.items() if d>free.get(a, 0)}
+        if unseen and not bad: return 'unseen','',max(far.values())
     if not bad: return 'same','',max(far.values())
     return 'told' if any(not o.startswith('the metric') for r in ranks for o in r['said']) else 'DIFFERENT',', '.join(bad),max(bad.values())
 
-def rounding(c, alone, keys, seeds=range(3)):
+def rounding(c, alone, keys, seeds=range(6)):
     "By how much outcomes may differ for rounding: ten times as much as one process's own do where its first weights are rounded otherwise"
     others = [guarded(c, c['W'], seed) for seed in seeds]
-    far = {a: 10*max(distance(o.get(a), alone[a]) for o in others) for a in keys}
-    return {a: d for a,d in far.items() if d<tolerances[c['dtype']][1]} # beyond that nothing can be seen
+    return {a: 10*max(distance(o.get(a), alone[a]) for o in others) for a in keys}
 
 def has_one_answer(c):
     "Whether one process could do the same: not if a rank cancels a batch alone, or validation ends after so many batches of each rank"
@@ -526,7 +532,8 @@ def main():
     vs = verdicts(cases)
     found = [(k, c, v) for k,(c,v) in enumerate(zip(cases, vs)) if v[0] in faults]
     table(found if args.no_shrink else shrunk(found))
-    print(f'seed {args.seed}: {len(cases)} cases:', ', '.join(f'{n} {k}' for k in ('same',*faults) if (n := sum(v[0]==k for v in vs))))
+    counts = {k: sum(v[0]==k for v in vs) for k in ('same','unseen',*faults)}
+    print(f'seed {args.seed}: {len(cases)} cases:', ', '.join(f'{n} {k}' for k,n in counts.items() if n))
     return any(v[0] in faults[:3] for v in vs)
 
 def option(o):

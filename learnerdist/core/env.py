@@ -94,7 +94,8 @@ def launch_store(timeout_s=300):
 
 def shared_store():
     "The store of this launch, or else that of a group that the script opened; None in a single process"
-    store = launch_store()
+    store = _stores.get('launch')
+    if store is None: store = launch_store()
     return default_store() if store is None and in_group() and dist.get_world_size()>1 else store
 
 # %% ../../nbs/core/01_env.ipynb #c019

@@ -11,6 +11,7 @@ import numpy as np, torch
 from collections.abc import Mapping
 from contextlib import ExitStack,contextmanager
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence,unpack_sequence
@@ -37,6 +38,7 @@ def as_samples(b, n:int):
     """The batch, detached, with its lists of samples as `Samples`, and numbers as tensors `(1,)`. b: a batch, or an
     output of the model: tensors in any structure; n: number of samples in it; returns: the same structure, on the
     CPU"""
+    if type(b) is Tensor and b.ndim: return to_cpu(b.detach()) # the usual, without a walk
     return tree_map(partial(_leaf, n=n), to_cpu(to_detach(b)), is_leaf=partial(is_samples, n=n))
 
 def _leaf(o, n):
@@ -90,25 +92,6 @@ def join_batches(bs:list, ns:list):
     return tree_unflatten([join_leaf(o, ns) for o in cols], spec)
 
 # %% ../../nbs/data/02_rows.ipynb #c006
-def to_rows(b, n:int):
-    """Cut a batch into rows, one for each sample. b: a batch: tensors `(n,…)` in any structure, or a list of `n`
-    samples; n: number of samples in it; returns: the same structure, on the CPU; each leaf has length n"""
-    rows,is_leaf = partial(_leaf_rows, n=n),partial(is_samples, n=n)
-    return tree_map(rows, to_cpu(to_detach(b)), is_leaf=is_leaf)
-
-def _leaf_rows(o, n):
-    if isinstance(o, (Mapping,PackedSequence,list,tuple)): return _leaf(o, n)
-    if getattr(o, 'shape', ())[:1]==(n,): return o if isinstance(o, Tensor) else Samples(o)
-    if not isinstance(o, Tensor): return Samples([o]*n)
-    if not o.ndim: return o.expand(n)
-    # time-first, tokens of all samples, or one table for all
-    if not n or len(o)%n or n>1 and o.shape[1:2]==(n,): return Samples([o,*[None]*(n-1)])
-    return o.unflatten(0, (n, len(o)//n))
-
-def columns(b, n:int)->tuple:
-    "The rows of each part of a batch, `learn.xb` or `learn.yb` of `n` samples"
-    return tuple(to_rows(o, n) for o in listed(b))
-
 def batch_leaves(b, n):
     "The leaves of a batch, also those in a mapping that torch does not know"
     for o in tree_leaves(b, is_leaf=partial(is_samples, n=n)):
@@ -143,14 +126,13 @@ class StoredRows:
         begins, a multiple of 64"""
         self.file,self.shape,self.dtype,self.start = file,tuple(shape),dtype,start
 
-    def write(self, places:Tensor, rows:Tensor):
-        "Write rows. OSError if the disk is full. places: (m,) int64: where each row belongs; rows: (m,…), on the CPU"
+    def write(self, places:range, rows:Tensor):
+        "Write rows. OSError if the disk is full. places: where each of `m` belongs; rows: (m,…), on the CPU"
         ints,size = as_ints(rows.as_subclass(Tensor)),row_bytes(self.shape, self.dtype)
         if not ints.numel(): return
-        # neighbours are written at once
-        ends = [*((places[1:]!=places[:-1]+1).nonzero()[:,0]+1).tolist(),len(places)]
         data = memoryview(ints.numpy()).cast('B')
-        for i,j in zip([0,*ends], ends): self._pwrite(self.start+int(places[i])*size, data[i*size:j*size])
+        k = len(places) if places.step==1 else 1 # neighbours are written at once
+        for i in range(0, len(places), k): self._pwrite(self.start+places[i]*size, data[i*size:(i+k)*size])
 
     def _pwrite(self, at, data):
         while len(data):
@@ -254,5 +236,5 @@ def _written(os, name, ns, make):
     if kind is None: return join_leaf(os, ns)
     rows = make(name, (sum(lens),*kind[0]), kind[1])
     os.reverse()
-    for place in torch.arange(sum(lens)).split(lens): rows.write(place, os.pop())
+    for i,n in zip(accumulate(lens, initial=0), lens): rows.write(range(i, i+n), os.pop())
     return rows

@@ -166,8 +166,8 @@ def structure(learn)->list:
     "Names, classes and shapes of the model, and the class or name of the loss, as texts"
     model,loss = get_model(learn.model),learn.loss_func
     modules = [f'model{f".{k}"*bool(k)}: {type(m).__name__}' for k,m in model.named_modules()]
-    shapes = {k: 'lazy' if nn.parameter.is_lazy(p) else tuple(p.shape) for k,p in model.named_parameters()}
-    params = [f'model.{k}: {o}' for k,o in shapes.items()]
+    named = model.named_parameters()
+    params = [f"model.{k}: {'lazy' if nn.parameter.is_lazy(p) else tuple(p.shape)}" for k,p in named]
     return [*modules,*params,f'loss_func: {getattr(loss, "__qualname__", type(loss).__name__)}']
 
 def same_structure(learn):

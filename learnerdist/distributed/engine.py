@@ -112,6 +112,7 @@ class Batch:
         self.cancelled = [] # The scopes that this rank has cancelled
         self.dropped = False # Whether the batch counts for nothing on this rank
         self.left_out = False # Whether it was dropped before its items were counted
+        self.seen = None # Of one that is dropped after its loss: (whether it repeats samples, its items)
         # What the loss counts, before callbacks change targets and loss; samples of all ranks, where they are counted
         self.over = self.n = self.loss = self.n_rows = None
         # In a batch that counts for nothing: parameters without gradient, and hooks
@@ -470,7 +471,7 @@ class Batches(Steering):
             micro.i,self.more = -1,True
         if not batch.ahead: self._correct(micro)
         if self.replica: self.replica.reduce()
-        self._end_parts()
+        if batch.micro: self._end_parts()
         self.settle()
         self.adapter.take_step()
     def _runs_out(self, f):
@@ -487,7 +488,6 @@ class Batches(Steering):
     def _end_parts(self):
         "The step's batch is the learner's again"
         batch = self.loop.batch
-        if batch is None or batch.micro is None: return
         batch.micro.end(self.learn, loss_over(self.learn).kind=='sum')
         batch.micro,self.more,self.waits = None,False,False
         self.repeated = self.loop.repeats or batch.left_out
@@ -578,7 +578,8 @@ class Batches(Steering):
 
     def end_batch(self):
         "After a batch, before other callbacks"
-        self._end_parts() # which a cancel may have left in their midst
+        batch = self.loop.batch
+        if batch and batch.micro: self._end_parts() # which a cancel may have left in their midst
         if self.loop.evaluation: self.loop.evaluation.end_batch()
         if self.shards and not self.learn.training: self.shards.end_batch()
 
@@ -615,6 +616,7 @@ class Cancelling(Batches):
         if not within: self._ask(scope, _phases.get(event, Asks.before_step))
         else:
             batch.dropped = True
+            if event=='after_loss': batch.seen = batch.seen or (self.repeated,self.learn.items)
             if event in early[:-1]: self.repeated = batch.left_out = True
             if batch.left_out and batch.micro: batch.micro.forget()
             if event=='before_batch': mute(True)
@@ -648,7 +650,7 @@ class Cancelling(Batches):
         """After that backward pass: if the gradients do not show that another rank has a part in them, ask whether all
         have cancelled"""
         batch = self.loop.batch
-        if not (self.more or batch and batch.micro and self.auto): self._end_parts()
+        if batch and batch.micro and not (self.more or self.auto): self._end_parts()
         if not (batch and batch.dropped): return
         while batch.handles: batch.handles.pop().remove()
         if self.more or batch.micro or any(_has_values(p.grad) for p in batch.idle): return
@@ -662,6 +664,7 @@ class Cancelling(Batches):
         if not res.all_ask: return
         if res.empty:
             for p in batch.idle: p.grad = None # the optimizer leaves these alone, as in one process
+            if batch.seen: self.repeated,self.learn.items = batch.seen # and it records the loss
         if res.scope!='backward': self.leave(res.scope)
 
 def _finite(grad): return grad.nan_to_num(0., 0., 0.)

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c002
 import pickle,torch
 from contextlib import contextmanager,nullcontext
+from itertools import chain
 from torch import Tensor
 
 from ..core.collectives import gather_objects,gather_rows
@@ -34,9 +35,9 @@ def _fit(told):
     return all(o==specs[0] for o in specs)
 
 def row_places(ks:list, lens:list)->tuple:
-    """The place of each row in the order of the batches, int64, for each rank's batches; the rows of each batch over
-    all ranks. `ks` and `lens` are the numbers of each rank's batches, and their rows. Rows of a batch that was dealt
-    like cards take turns"""
+    """The places of rows in the order of the batches, a `range` for each of each rank's batches; the rows of each batch
+    over all ranks. `ks` and `lens` are the numbers of each rank's batches, and their rows. Rows of a batch that was
+    dealt like cards take turns"""
     held = {}
     for r,(k,n) in enumerate(zip(ks, lens)):
         for i,m in zip(k, n): held.setdefault(i, {})[r] = m
@@ -47,8 +48,7 @@ def row_places(ks:list, lens:list)->tuple:
         W,n = len(ms),sum(ms.values())
         dealt = W>1 and [*ms.values()]==[share_len(n, r, W, False) for r in range(W)]
         for j,(r,m) in enumerate(ms.items()):
-            at = (first+j,start,W) if dealt else (first,first+m)
-            found[r][i] = torch.arange(*at)
+            found[r][i] = range(first+j, start, W) if dealt else range(first, first+m)
             first += 0 if dealt else m
     sizes = [sum(held[i].values()) for i in sorted(held)]
     return [[own[i] for i in k] for own,k in zip(found, ks)],sizes
@@ -132,7 +132,7 @@ def _dense(own, told, i, dst, make, name):
 def _exchanged(own, at, n, shape, dtype, cls, dst):
     "Rows of one tensor, sent from rank to rank"
     if group_size()<2: return torch.cat(own) if len(own)>1 else own[0]
-    ats = [torch.cat(o) if o else torch.empty(0, dtype=torch.long) for o in at]
+    ats = [torch.tensor([*chain(*o)], dtype=torch.long) for o in at]
     rows = torch.cat([o.as_subclass(Tensor) for o in own]) if own else torch.empty(0, *shape, dtype=dtype)
     rows = as_ints(rows)
     res = rows.new_empty(n, rows.shape[1]) if dst in (None,group_rank()) else None

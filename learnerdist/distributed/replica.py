@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..core.collectives import all_sum
 from ..core.compat import ignored_by_ddp,sync_buffers
-from ..core.env import current_group,group_rank,group_size
-from ..core.stacks import warn
+from ..core.env import current_group,group_size
 from . import batchnorm
 from .batchnorm import Synced,sync_batchnorm
 from .vote_links import Place,SocketLinks,nameless
@@ -50,7 +49,8 @@ class SharedMean:
         self.turn,self.places = 0,{}
         # whose first pass calls every bucket the first, and none the last
         self.at_once = ddp.static_graph
-        n = max(sum(_whole(p.nbytes) for p in ddp.parameters() if p.requires_grad), _line)
+        sizes = [p.nbytes for p in ddp.parameters() if p.requires_grad]
+        n = _whole(sum(sizes)+_line*len(sizes))
         self.turns = 1 if n>_large else 2
         shape = self.turns,self.W,n # turn, rank, bytes
         self.slots = shared_memory(links, math.prod(shape)).view(shape)
@@ -113,7 +113,7 @@ def _whole(n): return -(-n//_line)*_line
 # %% ../../nbs/distributed/09_replica.ipynb #sm012
 def can_share(ddp, links)->bool:
     "Whether all ranks are on one machine, and train on its CPUs. The same on every rank"
-    return isinstance(links, SocketLinks) and all(p.device.type=='cpu' for p in ddp.parameters())
+    return isinstance(links, SocketLinks) and {p.device.type for p in ddp.parameters()}=={'cpu'}
 
 # %% ../../nbs/distributed/09_replica.ipynb #c005
 def _plain(hook): return lambda ddp, links: ddp.register_comm_hook(current_group(), hook)
@@ -388,10 +388,9 @@ class Replica:
     def _check_second(self):
         "Warn of a second backward pass of a callback (SAM), whose loss no one weighs, if numbers of items differ"
         n,mean = self.learn.items,self.learn.global_items
-        if self.warned or n is None or float(n)==float(mean) or group_rank(): return
+        if self.warned or n is None or float(n)==float(mean): return
         self.warned = True
-        warn('[second-backward] learn.wrapper is called again in a batch of which ranks have different numbers of '
-             'items, which count alike: multiply its loss by learn.items/learn.global_items')
+        self.learn.runner.findings.note('second-backward', _second)
 
     def undo(self):
         "Leave the model as it was"
@@ -435,6 +434,8 @@ class Replica:
         if idle := without_gradient(self.model):
             raise ValueError(f"no gradient for {', '.join(idle)}: {_no_part}")
 
+_second = ('learn.wrapper is called again in a batch of which ranks have different numbers of items, which count '
+    'alike: multiply its loss by learn.items/learn.global_items')
 _looks_for_unused = ('this fit has find_unused_parameters=True. Freeze them with requires_grad_(False) to save its '
                      'cost')
 _no_part = ('if they take no part in the loss, use distrib_ctx(find_unused_parameters=True), or freeze '

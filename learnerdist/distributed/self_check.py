@@ -34,20 +34,21 @@ def _streams(): return random.getstate(),*[o.tolist() if isinstance(o, Tensor) e
 def _loader(learn): return getattr(learn.dl, 'source', learn.dl)
 
 def read_items(learn, n:int=2):
-    """`n` samples of the training data for this rank, drawn from all of it; None if it cannot be read sample by sample,
-    or samples not be sent. Random streams are left as they are"""
+    """`n` samples of the training data for this rank, drawn from all of it: of twice as many those whose targets differ
+    most. None if it cannot be read sample by sample, or samples not be sent. Random streams are left as they are"""
     dl = _loader(learn)
     ds = getattr(dl, 'dataset', None)
     read = getattr(dl, 'do_item', None)
     batched = hasattr(dl, 'do_batch') or getattr(dl, 'batch_sampler', None) is not None
     if isinstance(ds, IterableDataset) or not batched: return None
     if not (hasattr(ds, '__getitem__') and data_len(ds)): return None
-    drawn = random.Random(len(ds)).sample(range(len(ds)), min(len(ds), n*group_size()))
+    drawn = random.Random(len(ds)).sample(range(len(ds)), min(len(ds), 2*n*group_size()))
+    at = [drawn[(2*n*group_rank()+i)%len(drawn)] for i in range(2*n)]
     if hasattr(ds, '__dict__'): ds = copy.copy(ds) # workers inherit no file that is open
     read = read or ds.__getitem__
     try:
-        with shared_rng(group_rank()): res = [read(drawn[(n*group_rank()+i)%len(drawn)]) for i in range(n)]
-        res = copied(res) # a row may be a view, which would take the whole data set along
+        with shared_rng(group_rank()): res = sorted([read(i) for i in at], key=_kind)
+        res = copied([*res[:n-n//2],*res[-(n//2):]]) # a row may be a view, which would take the whole data set along
         pickle.dumps(res)
         return res
     except Exception as e: log.debug('samples cannot be read one by one: %r', e)
@@ -166,7 +167,7 @@ def parts_of(learn, every:list)->list:
     n = next((k for k in range(min(len(every), cap), 1, -1) if len(every)%k==0), len(every))
     if not any(o.changed for o in every) and all(o.items for o in every):
         try:
-            # other classes show their weights
+            # targets of other sizes or classes show what the loss counts
             items = sorted([p for o in every[:n] for p in o.items], key=_kind)
             parts = [items[i:i+2] for i in range(0, len(items), 2)]
             return [(*collated(learn, o), len(o)) for o in (items,*parts)]
@@ -176,8 +177,10 @@ def parts_of(learn, every:list)->list:
     return [(*o, len(tree_leaves(o)[0])) for o in (joined(rows),*rows)]
 
 def _kind(item):
+    if isinstance(item, dict): item = [*item.values()] # the last one may be the target
     if not isinstance(item, (list,tuple)) or not item: return []
-    return [str(getattr(o, 'shape', '')) for o in item]+[str(item[-1])]
+    size = sum(o.numel() for o in tree_leaves(item[-1]) if isinstance(o, Tensor))
+    return [size,*[str(getattr(o, 'shape', '')) for o in item],str(item[-1])]
 
 class Result(NamedTuple):
     "What a rank has found"
@@ -200,8 +203,8 @@ class SelfCheck:
     def begin_loop(self):
         "Before a training loop: is its first batch checked? The same on every rank"
         learn = self.engine.learn
-        another = all(o is not learn.loss_func for o in self.checked)
-        wanted = not self.checked or another and loss_over(learn).kind=='unknown'
+        unknown = self.checked and loss_over(learn).kind=='unknown'
+        wanted = not self.checked or unknown and all(o is not learn.loss_func for o in self.checked)
         self.due = wanted and bool(self.engine.findings.mode)
 
     def note(self):

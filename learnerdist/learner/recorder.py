@@ -50,14 +50,13 @@ class Recorder(Callback):
 
     def before_epoch(self): self.start,self.log = time.time(),[self.epoch]
     def before_train(self):
-        self.steps,self.lr_now = [],self._lr()
+        self.steps,self.lr_now = [],self.learn.opt.param_groups[-1]['lr']
         if data_len(self.dl)==0 and is_rank0():
             warn(f'the training loader, a {type(self.dl).__name__}, has no batch: nothing is trained. '
                  'Is the data set empty, or shorter than a batch with drop_last?')
     def before_batch(self):
         learn = self.learn
         if learn.training: self.lr_now,self.n_before = learn.opt.param_groups[-1]['lr'],learn.train_iter
-    def _lr(self): return self.learn.opt.param_groups[-1]['lr']
     def before_validate(self): self.reset_metrics()
     def reset_metrics(self):
         "Make new metrics and start them for a validation loop"
