@@ -514,7 +514,7 @@ def outcome(name, bs, W):
     return res | dict(said=[str(o.message) for o in seen if str(o.message).startswith('[')])
 
 without_values = 'cyclegan', 'cyclegan_shared'
-without_preds = 'detection', 'causal_lm', 'gradient_checkpointing', 'lora', *without_values
+without_preds = 'detection', 'causal_lm', 'gradient_checkpointing', 'lora', 'tsai_mvp', *without_values
 
 def installed(name):
     try: return version(name)
