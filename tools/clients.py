@@ -339,11 +339,6 @@ def tsai_fcn(bs, W): return of_tsai('TSClassifier', 'FCN', series()[1], bs)
 @client('tsai', '`TSClassifier`, `InceptionTime`', tol=1e-5)
 def tsai_inception(bs, W): return of_tsai('TSClassifier', 'InceptionTime', series()[1], bs)
 
-@client('tsai', '`TSRegressor`, `PatchTST`', tol=1e-5)
-def tsai_regression(bs, W):
-    size = dict(patch_len=4, stride=4, n_layers=1, d_model=8, d_ff=8, n_heads=2, dropout=0., attn_dropout=0.)
-    return of_tsai('TSRegressor', 'PatchTST', series()[2], bs, arch_config=size)
-
 @client('tsai', '`TSForecaster`, `TSTPlus`', tol=1e-5)
 def tsai_forecast(bs, W):
     x = series()[0]
@@ -354,14 +349,6 @@ def tsai_forecast(bs, W):
 def tsai_preds(bs, W):
     learn = tsai_fcn(bs, W)
     learn.predictions = lambda: learn.get_X_preds(series()[0][:9], bs=4)[0]
-    return learn
-
-@client('tsai', '`MVP`: masks drawn for a batch', tol=1e-5, verdict='warned',
-        why='it averages over masked points, and draws them for each batch')
-def tsai_mvp(bs, W):
-    from tsai.callback.MVP import MVP
-    learn = of_tsai('TSClassifier', 'TSTPlus', series()[1], bs, arch_config=dict(n_layers=1, d_model=8, d_ff=8, n_heads=2, dropout=0.))
-    learn.add_cb(MVP(save_best=False, dropout=0.))
     return learn
 
 def fastais(items, bs, model, lr=.01, **kw):
@@ -514,7 +501,7 @@ def outcome(name, bs, W):
     return res | dict(said=[str(o.message) for o in seen if str(o.message).startswith('[')])
 
 without_values = 'cyclegan', 'cyclegan_shared'
-without_preds = 'detection', 'causal_lm', 'gradient_checkpointing', 'lora', 'tsai_mvp', *without_values
+without_preds = 'detection', 'causal_lm', 'gradient_checkpointing', 'lora', *without_values
 
 def installed(name):
     try: return version(name)
