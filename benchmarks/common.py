@@ -115,19 +115,20 @@ def bars(path, groups, ylabel, title, line=None, log=False):
     plt = peer('matplotlib.pyplot', 'matplotlib')
     if plt is None: return
     ways = list(dict.fromkeys(k for o in groups.values() for k in o))
-    fig,ax = plt.subplots(figsize=(1.2+1.6*len(groups)+.25*len(ways)*len(groups), 3.6))
-    for i,way in enumerate(ways):
-        at = [(j,o[way]) for j,o in enumerate(groups.values()) if way in o]
+    fig,ax = plt.subplots(figsize=(4+1.2*len(groups)+.2*len(ways)*len(groups), 3.6))
+    width = .8/max(map(len, groups.values()))
+    for way in ways: # a group has the bars that it has, side by side, around its middle
+        at = [(j+([*o].index(way)-(len(o)-1)/2)*width, o[way]) for j,o in enumerate(groups.values()) if way in o]
         mids = [q[1] for _,q in at]
         err = [[q[1]-q[0] for _,q in at], [q[2]-q[1] for _,q in at]]
-        ax.bar([j+(i-(len(ways)-1)/2)*.8/len(ways) for j,_ in at], mids, .75/len(ways), yerr=err, label=way, capsize=2)
+        ax.bar([x for x,_ in at], mids, .94*width, yerr=err, label=way, capsize=2)
     if line is not None: ax.axhline(line, color='black', lw=.8, ls=':')
     if log: ax.set_yscale('log')
     ax.set(xticks=range(len(groups)), xticklabels=list(groups), ylabel=ylabel, title=title)
-    save_plot(fig, ax, path)
+    save_plot(fig, ax, path, loc='upper left', bbox_to_anchor=(1, 1))
 
-def save_plot(fig, ax, path):
-    ax.legend(fontsize=7)
+def save_plot(fig, ax, path, **legend):
+    ax.legend(fontsize=7, **legend)
     fig.tight_layout()
     fig.savefig(path, dpi=110)
 

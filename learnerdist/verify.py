@@ -243,7 +243,7 @@ class _Catch:
 
     def options(self, kw):
         "The options of the context. It draws its seed, and what is drawn later depends on that"
-        self.split = kw.get('split_batches', False)
+        self.split = bool(kw.get('split_batches') or kw.get('global_bs'))
         if not self.n_alone: return kw
         if kw.get('seed') is None: torch.randint(2**62, ())
         return {**kw, 'seed': self.start['seed']}
@@ -502,9 +502,9 @@ causes = {
         lambda c: c.alone['adds'] and c.d.kind=='gradients',
     'a callback changes the batches: what it mixes among samples (MixUp, CutMix) it mixes among those of a rank':
         lambda c: c.alone['edits'] and c.d.kind!='predictions',
-    '{}: a module computes this buffer from its own rank\'s samples':
+    '{}: a module computes this buffer from each rank\'s samples':
         lambda c: c.d.kind=='buffers' and c.d.name.rpartition('.')[0] not in c.alone['bn'] and c.d.name,
-    '{}: kept by the script, from each rank\'s samples': lambda c: c.unlike('kept'),
+    '{}: the script computes it from each rank\'s samples': lambda c: c.unlike('kept'),
     'the learning rates are other ones: a schedule that counts the batches of one process':
         lambda c: c.alone['lrs'][:c.d.step+1]!=c.one['lrs'][:c.d.step+1],
     '{}: a metric that reads from the learner what is of a rank\'s batch':
@@ -596,15 +596,15 @@ def _launch(folder, target, args, n, how, env, timeout_s):
 # %% ../nbs/02_verify.ipynb #a150fcb8
 def _parser():
     p = argparse.ArgumentParser('learnerdist.verify', description=verify.__doc__, allow_abbrev=False)
-    p.epilog = 'Exit status: 0 the same, 1 different, 2 it could not be run'
+    p.epilog = 'Exit status: 0 the same, 1 different, 2 could not be run. docs/same.md has an example and its remedy'
     add = p.add_argument
-    add('--nproc', type=int, default=2, help='processes to compare with one')
-    add('--steps', type=int, default=20, help='of the optimizer, after which the first fit ends')
-    add('--dtype', choices=_dtypes[1:], help='default: float64 where that is possible')
-    add('--no-dropout', dest='dropout', action='store_false', help="silence torch's random layers")
-    add('-m', dest='module', action='store_true', help='what follows is the name of a module')
-    add('target', metavar='script.py', help='or a module')
-    add('args', nargs=argparse.REMAINDER, help="the script's")
+    add('--nproc', type=int, default=2, metavar='N', help='processes to compare with one (default: 2)')
+    add('--steps', type=int, default=20, metavar='N', help='steps of the optimizer to compare (default: 20)')
+    add('--dtype', choices=_dtypes[1:], help='default: float64 where the model allows it')
+    add('--no-dropout', dest='dropout', action='store_false', help='turn off random layers, which draw on each rank')
+    add('-m', dest='module', action='store_true', help='what follows is a module, not a script')
+    add('target', metavar='script.py', help='the script; its first fit in a distrib_ctx is compared')
+    add('args', nargs=argparse.REMAINDER, help='arguments of the script')
     return p
 
 def main(

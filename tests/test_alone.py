@@ -1,5 +1,5 @@
 "One process: every public call works without a launcher, and costs no group and no wrapper"
-import contextlib,dataclasses,io,os
+import contextlib,io,os
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
@@ -156,62 +156,6 @@ def test_names_that_stay():
     dl = DistributedDL(list(range(10)), 1, 2, bs=5)
     dl.set_epoch(0)
     assert [o.tolist() for o in dl]==[[1, 3, 5, 7, 9]] and os.environ.get('WORLD_SIZE') is None
-
-def learner_of(cbs=None, metrics=None, loss_func=F.cross_entropy):
-    torch.manual_seed(0)
-    ds = TensorDataset(torch.linspace(-3, 3, 24)[:,None], torch.arange(24)%2)
-    learn = Learner(DataLoaders(TfmdDL(ds, 4), TfmdDL(ds, 4)), nn.Linear(1, 2), loss_func, torch.optim.SGD, cbs=cbs, metrics=metrics)
-    learn.logger = lambda line: None
-    return learn
-
-def largest(pred, targ): return pred.abs().max() # no mean over samples
-def own_loss(pred, targ): return (pred-F.one_hot(targ, 2)).abs().mean()
-
-def rank0_tries_first(what):
-    learn = learner_of(metrics=largest, loss_func=own_loss)
-    if rank_distrib()==0: getattr(learn, what)(*[1]*(what=='fit'))
-    with learn.distrib_ctx():
-        learn.fit(1)
-        return learn.validate()
-
-class Holds(Callback):
-    def __init__(self): self.net = nn.Linear(2, 2)
-
-def callback_on_rank_0():
-    learn = learner_of()
-    with learn.distrib_ctx(): learn.fit(1, cbs=[Holds()] if rank_distrib()==0 else None)
-    return learn.model.weight.tolist()
-
-@dataclasses.dataclass
-class Close:
-    "A metric without a hash"
-    far:float=1.
-    def __call__(self, pred, targ): return (pred.amax(-1)<self.far).double().mean()
-
-def unhashable():
-    learn = learner_of(metrics=Close())
-    with learn.distrib_ctx(): learn.fit(1)
-    return learn.recorder.values[-1]
-
-class Second(Callback):
-    "A second pass, as SAM takes it"
-    def before_step(self):
-        self.learn.opt.zero_grad()
-        self.learn.loss_func(self.learn.wrapper(*self.xb), *self.yb).backward()
-
-def second(inside):
-    learn = learner_of(cbs=Second)
-    with learn.distrib_ctx() if inside else contextlib.nullcontext(): learn.fit(1)
-    return learn.model.weight.tolist()
-
-def on_two_ranks(): return rank0_tries_first('validate'),rank0_tries_first('fit'),callback_on_rank_0(),unhashable(),second(True)
-
-@pytest.mark.filterwarnings('ignore')
-def test_what_one_process_does_ranks_do_too():
-    "Rank 0 alone before the context; a callback of rank 0 alone; a metric without a hash; a second pass"
-    a,b = run_ranks(on_two_ranks, 2)
-    assert a==b and len(a[3])==len(unhashable())==3
-    assert second(True)==second(False)
 
 def test_class_weights_with_small_integers_as_targets():
     over = mean_over(nn.CrossEntropyLoss(torch.tensor([1.,3.])))

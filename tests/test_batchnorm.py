@@ -91,7 +91,7 @@ def rank_answers(W):
     "All that is asked of `W` ranks"
     with process_group():
         res = {f'steps {rows}': rank_steps(rows) for rows in splits[W]}
-        return res | {f.__name__: f() for f in ([count_modes,small_batches,mute_rank_1] if W==2 else [subgroup_step])}
+        return res | {f.__name__: f() for f in [small_batches if W==2 else subgroup_step]}
 
 @functools.cache
 def on_ranks(W): return run_ranks(rank_answers, W, W, timeout_s=240)
@@ -103,54 +103,6 @@ def test_equals_one_process(rows):
     parts = answers(len(rows), f'steps {rows}')
     for i,(bn,xs,kw,tol) in enumerate(kinds()+other_types()):
         compare([p[i] for p in parts], steps(copy.deepcopy(bn), xs, **kw), tol)
-
-class Counted:
-    "Counts all_reduce calls"
-    def __enter__(self):
-        self.n,self.old = 0,dist.all_reduce
-        def f(*args, **kw):
-            self.n += 1
-            return self.old(*args, **kw)
-        dist.all_reduce = f
-        return self
-    def __exit__(self, *args): dist.all_reduce = self.old
-
-def count_modes():
-    r,bn = dist.get_rank(),layer()
-    x = batch().split(4)[r]
-    undo,res = sync_batchnorm(bn),{}
-    def count(name, f):
-        with Counted() as c: out = f()
-        res[name] = c.n
-        return out
-    y = count('forward', lambda: bn(x.requires_grad_()))
-    count('backward', lambda: y.sum().backward())
-    with torch.no_grad(): count('no_grad', lambda: bn(x))
-    y = count('forward2', lambda: bn(x.detach()))
-    count('parameters only', lambda: y.sum().backward())
-    bn.eval()
-    local = count('eval', lambda: bn(x))
-    count('eval backward', lambda: local.sum().backward())
-    undo()
-    assert torch.equal(bn(x), local)
-    outer = nn.Sequential(layer(), layer())
-    undo = sync_batchnorm(outer)
-    outer.train()[0].eval()
-    before = outer[0].running_mean.clone()
-    count('frozen', lambda: outer(x))
-    assert torch.equal(before, outer[0].running_mean)
-    undo()
-    count('undone', lambda: outer.train()(x))
-    return res,bn.state_dict()
-
-def test_one_all_reduce_forward_one_backward_none_in_eval():
-    (res,s0),(_,s1) = answers(2, 'count_modes')
-    assert res=={'forward': 1, 'backward': 1, 'no_grad': 1, 'forward2': 1, 'parameters only': 0, 'eval': 0, 'eval backward': 0,
-                 'frozen': 1, 'undone': 0}
-    alone = layer()
-    for _ in range(3): alone(batch())
-    for k,v in alone.state_dict().items():
-        for s in (s0, s1): torch.testing.assert_close(s[k], v, atol=1e-9, rtol=1e-9)
 
 def small_batches():
     "One value over both ranks, one value on each, none at all, and wrong shapes"
@@ -173,38 +125,6 @@ def test_small_batches_and_wrong_shapes():
         torch.testing.assert_close(res[3], alone(torch.tensor([[0.]*3, [1.]*3], dtype=F64)).detach()[r:r+1], atol=1e-9, rtol=0)
         torch.testing.assert_close(var, alone.running_var, atol=1e-12, rtol=0)
         assert shape==(0,3) and not grad.any() and n==2
-
-def mute_rank_1():
-    "Two passes, the first of which rank 1 has cancelled, in the third all have; outputs and gradients of the first one"
-    r,bn = dist.get_rank(),layer()
-    undo = sync_batchnorm(bn)
-    parts,states = batch().split(4),[]
-    for who in ((1,),(),(0,1)):
-        mute(r in who)
-        y = bn(x := parts[r].clone().requires_grad_())
-        mute(False)
-        (y**3*(r not in who)).sum().backward()
-        states.append({k: plain(v) for k,v in bn.state_dict().items()})
-        if who==(1,): first = y.detach(),x.grad
-    undo()
-    return states,*first
-
-def test_rows_of_a_cancelled_batch_are_not_counted():
-    "On the CPU: running statistics, outputs and gradients are those of one process on the rows of the others"
-    (s0,y0,grad),(s1,_,no_grad) = answers(2, 'mute_rank_1')
-    bn,want = layer(),[]
-    for x in (batch()[:4].requires_grad_(),batch()):
-        y = bn(x)
-        if not want:
-            (y**3).sum().backward()
-            close(y0, y.detach(), 1e-9)
-            close(grad, x.grad, 1e-9)
-            assert not no_grad.any()
-        want.append({k: plain(v) for k,v in bn.state_dict().items()})
-    want.append(want[-1]) # nothing to count
-    for states in (s0,s1):
-        for a,b in zip(states, want, strict=True):
-            for k in b: close(a[k], b[k], 1e-9)
 
 def test_torchs_layer_gets_no_row_of_a_cancelled_batch(monkeypatch):
     "On a GPU: a stand-in for torch's layer, which has to be called, and to be in the graph, since its exchanges are those of all ranks"

@@ -1,7 +1,5 @@
-"What a step, a batch of validation and an order may take, counted: calls of Python functions, bytes. Times would depend on the machine"
-import sys, tracemalloc
-from collections import deque
-from itertools import islice
+"What a step and a batch of validation may take, counted: calls of Python functions. Times would depend on the machine"
+import sys
 from pathlib import Path
 import pytest, torch
 from torch import nn
@@ -78,17 +76,3 @@ def test_walks():
     "What a reader follows on 2 ranks: calls of the package's functions in a step, and until the first sample; and in how many modules"
     (step,_,files,_),(index,_,more,_) = run_ranks(rank_walks, 2, str(Path(__file__).parent.parent/'tools'))[0]
     assert step<=75 and files<=10 and index<=274 and more<=22
-
-def chunk_bytes(n, n_read):
-    "The most that Python and numpy hold while so many indices of a rank's share of `n` are read, none of them kept"
-    share = iter(DistributedDL(range(n), 3, 8, shuffle=True).dealer.items)
-    tracemalloc.start()
-    try:
-        assert len(deque(islice(share, n_read), maxlen=1))==1
-        return tracemalloc.get_traced_memory()[1]
-    finally: tracemalloc.stop()
-
-def test_bytes_of_an_order_do_not_grow():
-    chunk = 2**15
-    seen = [chunk_bytes(n, 2*chunk+1) for n in (10**7, 10**9, 10**15)] # a tensor of 1e15 indices, or an eighth of them, fits nowhere
-    assert max(seen)<2*2**20 # the list that is made of a chunk, 8 and 32 bytes for each

@@ -4,7 +4,7 @@ import pytest, torch, torch.distributed as dist
 from sklearn.metrics import f1_score
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 from learnerdist.all import *
 from learnerdist.distributed.vote_links import Links, Place
@@ -128,38 +128,3 @@ def test_everything_else(tmp_path):
         assert got['predict']=={'vote': 2+2} # each rank reads the same item
         # Where ranks answer, and whether they do; rank 0's seed; two parameters; structure, optimizer state, path and data
         assert got['context']=={'broadcast_object_list': 1, 'broadcast': 2, 'all_gather_object': 2+4}
-
-class Looks(Callback):
-    "Rank 0 alone looks at batches, lengths and rates, at every event"
-    order = 20
-    def __init__(self): self.calls,self.seen = Counter(),0
-    def look(self):
-        if group_rank(): return
-        with Counted() as calls:
-            for o in (self.dls.one_batch(), self.dls.one_batch(1), self.dls.train.one_batch(), self.dls.valid.one_batch()): assert len(o)==2
-            assert len(self.dls.train)==3 and self.opt.param_groups[0]['lr']==.1
-            self.seen += len(self.recorder.losses)+len(self.recorder.values)+len([*self.dls.valid])
-        self.calls += calls
-for _o in ('before_epoch','before_train','before_batch','after_pred','after_backward','after_step','after_batch','after_train',
-           'before_validate','after_validate','after_epoch'): setattr(Looks, _o, Looks.look)
-
-def all_looks(): return {o: rank_looks(o) for o in ('shuffled','weighted','workers')}
-
-def rank_looks(kind):
-    with process_group():
-        ds = data(24)
-        kw = dict(weighted=dict(sampler=WeightedRandomSampler(torch.arange(24.), 24)), workers=dict(shuffle=True, num_workers=2),
-                  shuffled=dict(shuffle=True))[kind]
-        res = []
-        for cb in (Looks(), None):
-            learn = make(train=DataLoader(ds, BS, **kw))
-            with learn.distrib_ctx(seed=1), learn.no_logging(): learn.fit(1 if kind=='workers' else 2, cbs=cb)
-            res.append((learn.recorder.values, [p.tolist() for p in learn.model.parameters()], cb and (dict(cb.calls), cb.seen)))
-        return res
-
-def test_rank_0_alone_asks_for_batches():
-    zero,one = run_ranks(all_looks, 2)
-    for kind,((values,weights,(calls,seen)),without) in zero.items():
-        assert calls=={} and seen, kind
-        assert (values, weights)==without[:2], kind # the epoch that is being read goes on undisturbed
-        assert one[kind][0][:2]==(values, weights), kind

@@ -133,7 +133,7 @@ def test_rank_0_dies_over_tcp():
 
 def rank_longer_than_timeout(folder):
     "Rank 0's call may outlast the timeout of collectives"
-    with process_group(timeout_s=2): return rank0_first(waits, folder)
+    with process_group(), process_group(timeout_s=2): return rank0_first(waits, folder)
 
 def waits(folder):
     if rank_distrib()==0:

@@ -5,7 +5,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset,
                               WeightedRandomSampler, default_collate)
 from learnerdist.data.distributed_dl import DistributedDL
-from learnerdist.data.loaders import (DataLoaders, TfmdDL, changed, check_options, find_bs, is_shuffled, loader_settings, to_cpu, to_detach,
+from learnerdist.data.loaders import (DataLoaders, TfmdDL, changed, check_options, is_shuffled, loader_settings, to_cpu, to_detach,
                                       to_device)
 
 torch.set_num_threads(1)
@@ -19,7 +19,6 @@ class Stream(IterableDataset):
     def __iter__(self): return iter(range(self.n))
 
 def half(o): return o/2
-def plus1(o): return o+1
 
 STRUCTURES = [torch.ones(2), [torch.ones(2)], (torch.ones(2), 'a', None), Pair(torch.ones(2), [torch.ones(1)]),
     {'a': (torch.ones(2),)},    OrderedDict(b=torch.ones(1), a=3), MyList([torch.ones(2)]),
@@ -35,14 +34,6 @@ def test_structure_is_kept(b, f):
 def test_detach_reaches_into_packed_sequences():
     p = pack_sequence([torch.ones(2, requires_grad=True)])
     assert p.data.requires_grad and not to_detach([p])[0].data.requires_grad
-
-T = torch.ones
-IMGS,BOXES = [T(3,8,8), T(3,9,9)], [{'boxes': T(1,4), 'id': T(())}, {'boxes': T(7,4), 'id': T(())}]
-@pytest.mark.parametrize('b,n', [
-    (T(4,2), 4), (Pair(T(4), T(4)), 4), ([{'a': T(4)}, {'b': T(4), 'c': ['s']*4}], 4), (Pair({'a': T(4)}, {'b': T(4)}), 4), ([], 0),
-    ([1,2], 2), ((pack_sequence([T(3), T(2)]), T(2)), 2), ((IMGS, BOXES), 2), ((tuple(IMGS), tuple(BOXES)), 2), (BOXES, 2), (BOXES[:1], 1),
-    ([T(()), T(4)], 4), (T(4).numpy(), 4), (T(()), 1), ('text', 4), (3, 1)], ids=str)
-def test_find_bs(b, n): assert find_bs(b)==n # more of them are in the notebook of loaders
 
 def test_options():
     with pytest.raises(ValueError, match="'nope' is not a setting of a loader; known: bs, after_item, after_batch, batch_size, shuffle"):
@@ -69,10 +60,6 @@ def test_changed_data_set():
     with pytest.raises(ValueError, match='WeightedRandomSampler was made for another'):
         changed(DataLoader(range(3), sampler=WeightedRandomSampler([1.,1.,1.], 3)), range(10))
     assert len(changed(DataLoader(range(3), sampler=[0]), range(10), shuffle=False))==10
-
-def test_stream():
-    dl = TfmdDL(Stream(5), 2, after_item=plus1)
-    assert [o.tolist() for o in dl] == [[1,2],[3,4],[5]] and dl.n is None and dl.bs==2
 
 def test_data_frame():
     df = pd.DataFrame(dict(a=range(5), b=[.5]*5), index=list('vwxyz'))

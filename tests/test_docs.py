@@ -62,4 +62,5 @@ def test_each_notebook_is_a_page_with_its_names(pages):
     assert 'Number of samples in that sum; it may differ between ranks' in page.text
     assert {'Learner.fit','Learner.added_cbs'} <= pages['learner/learner.html'].anchors
     assert {'DataParallel.reset','DistributedDataParallel.reset'} <= pages['distributed/data_parallel.html'].anchors # patched into both
+    assert 'BatchNorm over the global batch' in pages['distributed/trainer.html'].text # an option that distrib_ctx passes on
     assert '../learner/learner.html#Learner.fit' in {re.sub(r'^(?=learner)', '../', o) for o in pages['api.html'].links}

@@ -1,5 +1,5 @@
-"fastai's applications end to end, its downloads, and what scripts and other libraries do with it: transforms, folds, self-supervision"
-import contextlib, copy, io, random, tarfile, warnings
+"fastai's applications end to end, its downloads, and transforms"
+import contextlib, io, random, tarfile, warnings
 from pathlib import Path
 import pytest
 pytest.importorskip('fastai')
@@ -7,10 +7,8 @@ import numpy as np, pandas as pd, torch
 from fastai.callback.core import Callback
 from fastai.callback.tensorboard import TensorBoardCallback
 from fastai.collab import CollabDataLoaders, collab_learner
-from fastai.data.block import DataBlock, TransformBlock
 from fastai.data.core import Datasets
 from fastai.data.external import untar_data
-from fastai.data.transforms import IndexSplitter
 from fastai.interpret import ClassificationInterpretation, Interpretation
 from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import Dice, accuracy, rmse
@@ -18,11 +16,10 @@ from fastai.optimizer import SGD
 from fastai.text.all import (AWD_LSTM, BaseTokenizer, Perplexity, TextDataLoaders, Tokenizer, awd_lstm_clas_config, awd_lstm_lm_config,
                              language_model_learner, text_classifier_learner)
 from fastai.vision.all import ImageDataLoaders, Resize, SegmentationDataLoaders, Normalize, unet_learner, vision_learner
-from PIL import Image
 from torch import nn
-from torch.nn import functional as F
 from torchvision.models import resnet18 as whole_resnet
 from helpers import serve
+from stand_ins import save, texts
 from test_fastai import asking, ctx, data, floats, history, make, on_1_and_2, per_rank, same
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
@@ -36,15 +33,7 @@ def seeds(W):
     torch.set_default_dtype(torch.float32)
 
 def pictures(path):
-    "32 of noise with a brighter square; its mask"
-    g = np.random.RandomState(0)
-    for kind in ('images','masks'): (path/kind).mkdir()
-    for i in range(32):
-        img,mask = g.randint(0, 80, (32, 32, 3)).astype('uint8'),np.zeros((32, 32), 'uint8')
-        mask[8:24, (0 if i%2 else 16):(16 if i%2 else 32)] = 1
-        img[mask>0] += 120
-        Image.fromarray(img).save(path/'images'/f'{i:02}_{"left" if i%2 else "right"}.png')
-        Image.fromarray(mask).save(path/'masks'/f'{i:02}.png')
+    for i in range(32): save(path/'images'/f'{i:02}_{("right","left")[i%2]}.png', i, left=i%2==1, mask=path/'masks'/f'{i:02}.png')
 
 def label_of(o): return Path(o).stem.split('_')[1]
 def mask_of(o): return Path(o).parent.parent/'masks'/f'{Path(o).stem[:2]}.png'
@@ -124,12 +113,6 @@ def unet(W, rank, path):
 class Words(BaseTokenizer):
     def __init__(self, **kw): super().__init__()
 
-def texts():
-    g = random.Random(1)
-    words = [''.join(g.choices('abcdef', k=3)) for _ in range(30)]
-    rows = [(' '.join(g.choices(words, k=g.randint(5, 30))), i%2, i>=60) for i in range(80)]
-    return pd.DataFrame(rows, columns=['text','label','is_valid'])
-
 def text(W, rank, is_lm):
     seeds(W)
     kw = dict(text_col='text', label_col='label', valid_col='is_valid', is_lm=is_lm, seq_len=10, bs=per_rank(12, W), val_bs=12,
@@ -166,8 +149,6 @@ def test_applications(Ws, found):
         unet=('7 `unet_learner`, `Dice`', 1e-5), lm=('7 `language_model_learner`, AWD-LSTM without dropout', 1e-5),
         clas=('7 `text_classifier_learner`, AWD-LSTM without dropout', 1e-5), collab=('7 `collab_learner` (float32)', 1e-5)))
 
-# --- data -------------------------------------------------------------------------------------------------------------------
-
 def scaled():
     from fasttransform import Transform
     class Scaled(Transform):
@@ -186,7 +167,7 @@ class Label:
     def __init__(self, y): self.y = y
     def __call__(self, i): return int(self.y[i])
 
-def transformed(W, rank):
+def transformed(W, rank, path):
     Scaled,Shifted = scaled()
     torch.manual_seed(0)
     x,y = data(133)
@@ -200,70 +181,13 @@ def transformed(W, rank):
         learn.fit(2)
         return history(learn),learn.get_preds(with_input=True),scale.mean,learn.dls.one_batch()[0].shape[1]
 
-def folds(W, rank):
-    "A learner and a context for each fold; what is left out is predicted by the model that has not seen it"
-    x,y = data(61)
-    torch.set_default_dtype(F64)
-    res,held = [],torch.zeros(61, 3)
-    for k in range(3):
-        torch.manual_seed(k)
-        idxs = [*range(k, 61, 3)]
-        block = DataBlock([TransformBlock,TransformBlock], splitter=IndexSplitter(idxs), get_x=x.__getitem__, get_y=y.__getitem__)
-        dls = block.dataloaders([*range(61)], bs=per_rank(12, W), num_workers=0, device=torch.device('cpu'))
-        learn = make(W, rank, metrics=[])
-        learn.dls = dls
-        with ctx(learn, W):
-            learn.fit(2)
-            held[idxs] = learn.get_preds()[0]
-        res.append(history(learn))
-    return res,held,(held.argmax(1)==y).double().mean()
-
-# --- self-supervision -------------------------------------------------------------------------------------------------------
-
-class Views(nn.Module):
-    "An encoder, a target that follows it, and a predictor"
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 5))
-        self.predictor,self.target = nn.Linear(5, 5),copy.deepcopy(self.encoder).requires_grad_(False)
-    def forward(self, a, b): return tuple(self.predictor(self.encoder(o)) for o in (a, b))
-
-class BYOL(Callback):
-    "Two views of each sample, a target that follows the encoder, and an optimizer of its own for the predictor"
-    order = 9
-    def before_fit(self):
-        self.learn.loss_func = self.loss
-        self.opt2 = torch.optim.SGD(self.learn.model.predictor.parameters(), lr=.2, momentum=.9)
-    def before_batch(self):
-        a,b = self.x.flip(1),self.x*.9
-        self.learn.xb = a,b
-        with torch.no_grad(): self.learn.yb = self.model.target(b),self.model.target(a)
-    def loss(self, pred, *targs): return sum(2-2*F.cosine_similarity(*o) for o in zip(pred, targs)).mean().float()
-    def after_step(self):
-        self.opt2.step()
-        self.opt2.zero_grad()
-        with torch.no_grad():
-            for p,q in zip(self.model.target.parameters(), self.model.encoder.parameters()): p.lerp_(q, .1)
-
-def self_supervised(W, rank):
-    learn = make(W, rank, model=Views, metrics=[], splitter=lambda m: [list(m.encoder.parameters())])
-    byol = BYOL()
-    with ctx(learn, W): learn.fit(3, cbs=byol)
-    return history(learn),[o['momentum_buffer'] for o in byol.opt2.state.values()]
-
-def recipes(W, rank, path): return dict(tfms=transformed(W, rank), folds=folds(W, rank), byol=self_supervised(W, rank))
-
 @on_1_and_2
-def test_recipes(Ws, found):
+def test_transforms(Ws, found):
     pytest.importorskip('fasttransform')
-    same(recipes, found=found, W=Ws, tol=1e-6, lines=dict(
-        tfms='4 fasttransform: a transform that learns from the training set, one of batches in training only',
-        folds='4 `DataBlock` with an `IndexSplitter` for each of K folds, a context for each; predictions of what was left out',
-        byol='6 BYOL-like: two views, a target model, an optimizer of its own for the predictor'))
+    line = '4 fasttransform: a transform that learns from the training set, one of batches in training only'
+    same(transformed, found=found, W=Ws, tol=1e-6, lines=[line])
 
-found = asking(vision, applications, recipes, prepare=pictures)
-
-# --- downloads --------------------------------------------------------------------------------------------------------------
+found = asking(vision, applications, transformed, prepare=pictures)
 
 def downloads(url, base):
     path = rank0_first(untar_data, url, base=base)

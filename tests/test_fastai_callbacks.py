@@ -33,8 +33,6 @@ cancels = dict(fit=CancelFitException, epoch=CancelEpochException, train=CancelT
 def quiet(learn):
     with learn.no_bar(), learn.no_logging(), contextlib.redirect_stdout(io.StringIO()): yield learn
 
-# --- votes ------------------------------------------------------------------------------------------------------------------
-
 class Cancels(Callback):
     "One rank asks to leave, at one place"
     def __init__(self, scope, event, rank, order=0): self.scope,self.event,self.rank,self.order = scope,event,rank,order
@@ -309,31 +307,6 @@ def test_one_writer_and_only_the_table_in_a_pipe(Ws, found):
         shows('6 `CSVLogger`', W, '2e-06; one writer')
         shows('6 `ProgressCallback`, `ShowGraphCallback` in a pipe or a log file', W, "2e-06; the table's lines, from rank 0, and no bar")
 
-def board(W, rank, path):
-    from fastai.callback.tensorboard import TensorBoardCallback
-    learn = make(W, rank, path=path, metrics=[accuracy])
-    with ctx(learn, W): learn.fit(2, cbs=TensorBoardCallback(log_dir=path/f'board/{W}_{rank}', trace_model=True, log_preds=False))
-    return history(learn)
-
-def scalars(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    acc = EventAccumulator(str(folder)).Reload()
-    return {k: [o.value for o in acc.Scalars(k)] for k in acc.Tags()['scalars']},acc.Tags()['graph']
-
-@on_1_and_2
-def test_tensorboard_on_rank_0(Ws, found):
-    same(board, found=found, W=Ws, tol=1e-6)
-    folder = found.path/'board'
-    want,graph = scalars(folder/'0_0')
-    assert graph and {'train_loss','valid_loss','accuracy','lr_0'}<={*want}
-    for W in Ws:
-        got,graph = scalars(folder/f'{W}_0')
-        assert graph and [o.name for o in folder.iterdir() if o.name.startswith(f'{W}_')]==[f'{W}_0']
-        rough = {'train_loss'} if W>1 else set()
-        close({k: got[k] for k in want if k not in rough}, {k: want[k] for k in want if k not in rough}, 1e-6 if W>1 else 0)
-        assert len(got['train_loss'])==len(want['train_loss'])
-        shows('6 `TensorBoardCallback(trace_model=True)`', W, 0 if W==1 else "1e-06, from rank 0; a step's `train_loss` is rank 0's own")
-
 def x_of(i): return data(64)[0][i]
 def y_of(i): return data(64)[1][i]
 
@@ -474,8 +447,6 @@ def test_lr_find_leaves_nothing_when_it_ends_early(found):
         for got,first in zip(r, ranks[0]): close(got[1], first[2], 0)
     assert [o.name for o in (found.path/'fails').rglob('*')]==['models']
 
-# --- accumulation -----------------------------------------------------------------------------------------------------------
-
 class Reduces(Callback):
     "Counts the all-reduces of gradients"
     def before_fit(self): self.learn.n_reduced = 0
@@ -506,4 +477,4 @@ def test_accumulation_reduces_once_a_step(Ws, found):
             assert W==1 or [got[k][1] for k in (48,24,0)]==[3,6,3]
         shows('6 `GradientAccumulation`', W, 0 if W==1 else 'weights 1e-09, those of the whole batch too; one all-reduce a step')
 
-found = asking(votes, all_cases, mixes, collects, logs, board, wandb, saves, finds, accumulates, find_fails)
+found = asking(votes, all_cases, mixes, collects, logs, wandb, saves, finds, accumulates, find_fails)

@@ -4,22 +4,17 @@ from contextlib import redirect_stdout
 import numpy as np, pandas as pd, pytest
 pytest.importorskip('fastai')
 import torch
-from fastai.callback.core import CancelBatchException
 from fastai.callback.data import WeightedDL
 from fastai.callback.tracker import SaveModelCallback
-from fastai.callback.training import ShortEpochCallback
 from fastai.collab import CollabDataLoaders, collab_learner
 from fastai.data.core import DataLoaders, TfmdDL
-from fastai.losses import CrossEntropyLossFlat
 from fastai.tabular.all import Categorify, TabularDataLoaders, tabular_learner
 from fastai.text.all import (AWD_LSTM, TextDataLoaders, Tokenizer, awd_lstm_lm_config, language_model_learner)
 from fastai.vision.gan import FixedGANSwitcher, GANLearner
 from torch import nn
-from torch.nn import functional as F
-from test_fastai import (Callback, F1Score, Learner, RocAuc, SGD, asking, bn, close, ctx, floats, items, make, on_1_and_2, per_rank,
+from test_fastai import (Callback, Learner, SGD, asking, close, ctx, floats, items, make, on_1_and_2, per_rank,
                          same, state)
 from test_fastai_apps import Words, texts
-from test_fastai_metrics import First
 from learnerdist.fastai import *
 from learnerdist.data.distributed_dl import set_epoch
 from learnerdist.learner.loggers import CSVLogger, LogWriter
@@ -30,13 +25,6 @@ warnings.filterwarnings('ignore')
 
 def loaders(ds, bs, W, valid=None):
     return DataLoaders.from_dsets(ds, valid or ds, bs=per_rank(bs, W), num_workers=0, device=torch.device('cpu'))
-
-def unlabelled(W, rank):
-    "Train with metrics that are no plain means, predict the test set"
-    learn = make(W, rank, metrics=[F1Score(average='macro'), RocAuc(), First()])
-    with ctx(learn, W):
-        learn.fit(1)
-        return learn.get_preds(dl=loaders([o[:1] for o in items(37)], 24, W)[1], with_input=True)[:2]
 
 class Mine(Learner):
     "A subclass whose methods take something else"
@@ -89,21 +77,6 @@ def empty_parameters(W, rank):
         assert before=={*vars(learn.model)}
     return res
 
-class SkipsSecond(Callback):
-    def before_batch(self):
-        if self.training and self.iter==1: raise CancelBatchException
-
-def cancelled(W, rank):
-    "What a batch that all ranks cancel leaves in BatchNorm; rows of short epochs"
-    learn = make(W, rank, model=bn, metrics=[])
-    with ctx(learn, W): learn.fit(2, cbs=SkipsSecond())
-    res = [{k:v for k,v in state(learn).items() if 'running' in k or 'tracked' in k}]
-    for pct,both in ((0.,False),(.3,True),(.3,False),(.75,False)):
-        learn = make(W, rank, metrics=[])
-        with ctx(learn, W): learn.fit(2, cbs=ShortEpochCallback(pct, both))
-        res.append([[floats(o) for o in learn.recorder.values], len(learn.recorder.losses), learn.recorder.iters])
-    return res
-
 class SetsLoaders(Callback):
     def __init__(self, dls): self.new = dls
     def before_epoch(self):
@@ -124,23 +97,6 @@ def other_loaders(W, rank):
             res += [state(learn), [floats(o) for o in learn.recorder.values], learn.get_preds(), len(learn.dls.train)]
     return res
 
-def tokens_counted(pred, targ): return (F.cross_entropy(pred, targ, reduction='none')*targ).sum()/tokens_counted.n_items(pred, targ)
-tokens_counted.n_items = lambda pred, targ: targ.sum()
-
-def losses(W, rank):
-    "Means over weights of classes, over labels that are not ignored, over what a loss counts; a sum. The last batches are uneven"
-    res,weight = {},torch.tensor([.1,1.,9.], dtype=torch.float32)
-    kinds = dict(flat=CrossEntropyLossFlat(weight=weight), torchs=nn.CrossEntropyLoss(weight=weight), counted=tokens_counted,
-                 ignores=CrossEntropyLossFlat(ignore_index=1), sum=nn.CrossEntropyLoss(reduction='sum'))
-    for name,loss in kinds.items():
-        learn = make(W, rank, dtype=torch.float32, metrics=[], loss=loss, n=100, drop_last=False)
-        learn.dls.loaders[1] = learn.dls.valid.new(bs=24) # these losses depend on the batch: it is the validation loader's own
-        learn.lr = .003 if name=='sum' else .1
-        with ctx(learn, W):
-            learn.fit(2)
-            res[name] = state(learn),floats(learn.recorder.losses),[floats(o) for o in learn.recorder.values],floats(learn.validate())
-    return res
-
 def paths(W, rank, path):
     "Each rank has a folder of its own; the tracker reads rank 0's"
     learn = make(W, rank, metrics=[], path=path/f'own-{W}-{rank}')
@@ -150,26 +106,20 @@ def paths(W, rank, path):
     assert any('learn.path differs' in str(o.message) for o in ws)==(W>1 and rank==0) and learn.path.name==f'own-{W}-{rank}'
     return state(learn)
 
-def applications(W, rank, path): return dict(unlabelled=unlabelled(W, rank), subclass=subclass(W, rank, path/f'own/{W}'),
-    lm=language_model(W, rank), empty=empty_parameters(W, rank), cancelled=cancelled(W, rank), dls=other_loaders(W, rank),
-    losses=losses(W, rank), paths=paths(W, rank, path))
+def applications(W, rank, path): return dict(subclass=subclass(W, rank, path/f'own/{W}'),
+    lm=language_model(W, rank), empty=empty_parameters(W, rank), dls=other_loaders(W, rank), paths=paths(W, rank, path))
 
-lines = dict(unlabelled=('3 `get_preds` of data without labels, with metrics that are no means', 1e-6),
-    subclass=('3 a subclass of `Learner` with arguments of its own', 1e-6),
+lines = dict(subclass=('3 a subclass of `Learner` with arguments of its own', 1e-6),
     lm=('7 `LMLearner.get_preds`, `LMLearner.predict` (float32)', 1e-5),
     empty=('7 `tabular_learner` without continuous columns, `collab_learner(use_nn=True)` (float32)', 1e-5),
-    cancelled=('6 `CancelBatchException` on all ranks with BatchNorm; the rows of `ShortEpochCallback`', 1e-6),
     dls=('4 `learn.dls = …` in the context, by the script and by a callback', 1e-6),
-    losses=('2 losses that are means over weights of classes, labels that are not ignored, or what they count; a sum (float32)', 1e-5),
     paths=('3 a `learn.path` of each rank\'s own, `SaveModelCallback`', 1e-6))
 
 @pytest.mark.slow
 @on_1_and_2
 def test_applications(Ws, found):
     want = same(applications, found=found, W=Ws, lines=lines)
-    assert want['lm'][2]==3 and want['empty']['tab'][1] and want['cancelled'][0]['1.num_batches_tracked']==6
-
-# --- what is said -----------------------------------------------------------------------------------------------------------
+    assert want['lm'][2]==3 and want['empty']['tab'][1]
 
 def said(func):
     "The warnings of `func()` that are fastai's of a shadowed name"
@@ -291,8 +241,6 @@ def test_amp_is_on():
     learn,seen = make(dtype=torch.float32, metrics=[]),Bf16()
     with learn.no_bar(), learn.no_logging(): learn.fit(1, amp=True, cbs=seen)
     assert seen.seen=={torch.bfloat16}
-
-# --- models of which callbacks ask more than a prediction -------------------------------------------------------------------
 
 class Generator(nn.Module):
     def __init__(self):

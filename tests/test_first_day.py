@@ -37,12 +37,12 @@ class Keeps(Callback):
     def after_batch(self): self.seen.append(float(self.learn.loss))
 
 def all_of_them(folder, names):
-    on_two = dict(everyday=everyday, tuned=tuned, find=find, own_loss=own_loss, predicted=predicted, exported=exported)
-    return {k: on_two[k](*[folder/k]*(k in ('everyday','exported'))) for k in names}
+    on_two = dict(tuned=tuned, find=find, own_loss=own_loss, predicted=predicted, exported=exported)
+    return {k: on_two[k](*[folder/k]*(k=='exported')) for k in names}
 
 @functools.cache
 def on_ranks(W):
-    names = ['everyday','tuned','find','own_loss','predicted','exported'][:6 if W==2 else 2]
+    names = ['tuned','find','own_loss','predicted','exported'][:5 if W==2 else 1]
     with tempfile.TemporaryDirectory() as d: return run_ranks(all_of_them, W, Path(d), names, timeout_s=200)
 
 def alike(func, *args):
@@ -59,22 +59,6 @@ def same(a, b, at):
     elif isinstance(b, (list,tuple)): assert len(a)==len(b) and all(same(*o, at) is None for o in zip(a, b)), at
     elif isinstance(b, float): assert a==pytest.approx(b, rel=1e-9, abs=1e-9, nan_ok=True), at
     else: assert a==b, at
-
-def everyday(folder):
-    learn,res = learner(path=folder, metrics=[accuracy,error_rate]),{}
-    with learn.distrib_ctx(seed=3):
-        learn.fit(1)
-        learn.fit_one_cycle(2, .1)
-        res['valid'],res['weights'] = learn.validate(),weights(learn)
-        preds,targs = learn.get_preds()
-        learn.save('mine')
-        with learn.no_bar(): learn.fit(1, cbs=[SaveModelCallback(monitor='accuracy'),EarlyStoppingCallback(patience=2)])
-        learn.load('mine')
-        return res | dict(preds=preds, targs=targs, one=learn.predict(images(1, 2)[0][0]), loaded=weights(learn), final=learn.final_record)
-
-def test_everyday(tmp_path):
-    one = alike(everyday, tmp_path)
-    assert torch.equal(one['weights'], one['loaded'])
 
 # --- lr_find ----------------------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,6 @@ cases = dict(
     loss=(lambda: learner(loss_func='mse'), ValueError, "loss_func='mse': give a function or a class"),
     opt=(lambda: learner(opt_func='sgd'), ValueError, "opt_func='sgd': give a function or a class"),
     metric_number=(lambda: learner(metrics=3), ValueError, 'metrics=3: give a function or a class'),
-    metric_name=(lambda: learner(metrics='acuracy').fit(1), ValueError, 'did you mean accuracy'),
     reset=(lambda: learner().fit(1, reset_opt='no'), ValueError, "reset_opt='no': give True or False"),
     path=(lambda: learner(path=3), ValueError, 'path=3: give a folder'),
     splitter=(lambda: learner(splitter=3), ValueError, 'splitter=3: give a function or a class'),

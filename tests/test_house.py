@@ -80,11 +80,10 @@ def test_public_names():
     assert found == {}, (f'{found}: a new public name is imported in all.py, or stands in two places of a folder\'s '
                          '`__init__`, an import and `__all__`; other names are exported by `#| exporti`')
 
-def test_what_is_written_by_tools_is_current(monkeypatch):
-    "The list of public names, and what editors and type checkers read in place of a module"
+def test_stubs_are_current(monkeypatch):
+    "What editors and type checkers read in place of a module"
     monkeypatch.syspath_prepend(str(root/'tools'))
-    names,stubs = import_module('names'),import_module('stubs')
-    assert (root/'docs/names.md').read_text()==names.table(), 'run python tools/names.py'
+    stubs = import_module('stubs')
     for o in stubs.stubbed: assert (package/f'{o}.pyi').read_text()==stubs.stub(o), f'{o}.pyi: run python tools/stubs.py'
 
 def loaded(statement, *names):
@@ -101,3 +100,8 @@ def test_imports_nothing_that_is_needed_only_sometimes():
 def test_nothing_calls_cuda():
     calls = lambda o: [n for n in ast.walk(trees[o]) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
     assert per_module(lambda o: [n.lineno for n in calls(o) if n.func.attr=='cuda']) == {}
+
+def test_texts_have_their_size():
+    "README has at most 900 words, each version in CHANGELOG at most 80 lines"
+    assert len((root/'README.md').read_text().split())<=900
+    for o in re.split(r'^## ', (root/'CHANGELOG.md').read_text(), flags=re.M)[1:]: assert len(o.splitlines())<=80, o[:20]

@@ -128,7 +128,7 @@ def test_the_cost_of_a_state_does_not_grow(tmp_path, monkeypatch):
     def note(folder, *args):
         prune(folder, *args)
         sizes.append(((snapshots(folder)[-1]/'state.pt').stat().st_size, next(folder.glob('journal-*')).stat().st_size))
-    monkeypatch.setattr('learnerdist.checkpoint.checkpoint.prune', note)
+    monkeypatch.setattr('learnerdist.checkpoint.snapshot.prune', note)
     data = [*zip(torch.randn(1200, 6), torch.randint(3, (1200,)))]
     learn = Learner(DataLoaders.from_dsets(data, bs=2), checkpoint.net(), torch.nn.CrossEntropyLoss(), path=tmp_path)
     with memory_folder(), learn.no_logging(): learn.fit(1, cbs=[GradientClip(5.),Checkpoint('ckpt', every=10, in_memory=True)])

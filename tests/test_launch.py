@@ -417,26 +417,3 @@ def test_machines_that_do_not_know_each_others_names_meet(known, tmp_path):
         said = [p.communicate(timeout=120)[0] for p in runs]
     assert [p.returncode for p in runs]==[0,0], said
     for r in (0,1): assert json.loads((tmp_path/f'{r}.json').read_text())['met']==2
-
-counting = """import os,sys,threading
-seen,folder = set(),os.environ['WALK']
-def note(frame, event, arg):
-    code = frame.f_code
-    name = f'{os.getpid()} {code.co_filename.rpartition("/learnerdist/")[2]} {code.co_name}'
-    if event!='call' or '/learnerdist/' not in code.co_filename or code.co_flags & 2 == 0 or name in seen: return # classes, modules
-    seen.add(name)
-    with open(f'{folder}/{os.getpid()}', 'a') as f: f.write(name.partition(' ')[2]+'\\n')
-sys.setprofile(note)
-threading.setprofile(note)
-"""
-
-def test_few_functions_run_before_a_script_does(tmp_path):
-    "In the launcher, its server and two ranks. Lambdas and comprehensions do not count"
-    write(tmp_path, counting, 'sitecustomize.py')
-    (tmp_path/'walk').mkdir()
-    file = write(tmp_path, 'import torch\nimport os,shutil,sys,time\nsys.setprofile(None)\ntime.sleep(1)\n'
-                           'if os.environ["RANK"]=="0": shutil.copytree(os.environ["WALK"], os.environ["WALK"]+".0")')
-    res = launch('--nproc', 2, file, env=dict(PYTHONPATH=f'{tmp_path}:{root}', WALK=str(tmp_path/'walk')))
-    assert res.returncode == 0, res.stderr
-    found = {o for f in (tmp_path/'walk.0').iterdir() for o in f.read_text().splitlines() if '<' not in o}
-    assert len(found) <= 50 and len({o.split()[0] for o in found}) <= 8, sorted(found)

@@ -312,11 +312,6 @@ def test_settings_can_be_changed(kw, expect):
     assert read([DistributedDL.from_dl(dl, 0, 2, **kw)])[0]==expect
     assert dl.bs==2 and len(dl)==4 and [b.tolist() for b in dl][0]==[0,1]
 
-def test_worker_seeds_differ_by_rank_with_a_users_generator():
-    def it(r): return iter(DistributedDL.from_dl(DataLoader(range(8), generator=torch.Generator().manual_seed(1)), r, 4))
-    assert len({it(r)._base_seed for r in range(4)})==4
-    assert [it(r)._base_seed for r in range(4)]==[it(r)._base_seed for r in range(4)]
-
 def test_transforms_and_data_frames():
     df = pd.DataFrame(dict(a=range(5), b=range(10, 15)))
     assert [torch.cat(list(o)).tolist() for o in ranks(TfmdDL(df, 2), 2)] == [[[0,10],[2,12],[4,14]], [[1,11],[3,13],[0,10]]]

@@ -5,7 +5,7 @@ import numpy as np, pytest, sklearn.metrics as skm, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from learnerdist.all import (AccumMetric, AvgMetric, Callback, CancelBatchException, DataLoaders, Learner, Metric, TfmdDL, accuracy,
+from learnerdist.all import (AccumMetric, AvgMetric, DataLoaders, Learner, Metric, TfmdDL, accuracy,
                              error_rate, process_group, skm_metric, top_k_accuracy)
 from learnerdist.learner.metrics import mk_metrics
 from learnerdist.testing import run_ranks
@@ -99,7 +99,7 @@ def test_values_alone():
 # --- on several ranks -------------------------------------------------------------------------------------------------------
 
 def rank_values():
-    "Values inside a fit and of validate; of nodes and tokens; what the context leaves changed of an object of torchmetrics"
+    "Values inside a fit and of validate; what the context leaves changed of an object of torchmetrics"
     warnings.simplefilter('ignore')
     with process_group():
         m,learn = tmc.MulticlassAccuracy(C),make()
@@ -109,97 +109,16 @@ def rank_values():
         with learn.distrib_ctx(seed=1):
             learn.fit(1)
             found = plain(learn.validate())
-        return plain(learn.recorder.values),found,learn.model.state_dict(),nodes(),[k for k,v in before.items() if vars(m)[k]!=v]
+        return plain(learn.recorder.values),found,learn.model.state_dict(),[k for k,v in before.items() if vars(m)[k]!=v]
 
 def test_values_on_several_ranks():
     alone,ranks = make(),run_ranks(rank_values, 3)
     hits = [i+1 for i,m in enumerate(mk_metrics(all_metrics())) if isinstance(m, Hits)]
-    for values,found,state,of_nodes,changed in ranks:
+    for values,found,state,changed in ranks:
         alone.model.load_state_dict(state)
         alone.prepare(.1)
         want = plain(alone.validate())
         close(found[:-1], want, 1e-12)
         assert values[0][1:]==found and all(o[1]==ranks[0][1] for o in ranks) # the same on all ranks
         for i in hits: assert found[i]==want[i] # fed the batches of one process
-        for a,b in zip(of_nodes, nodes()): assert a==pytest.approx(b, abs=1e-12)
         assert changed==[]
-
-class Skips(Callback):
-    "Leaves out the first batch of each loop"
-    def before_batch(self):
-        if self.iter==0: raise CancelBatchException
-
-def test_batches_that_are_left_out_do_not_count():
-    learn = make(metrics=[as_tensor, AccumMetric(lambda p,t: len(p), name='n')], cbs=Skips())
-    learn.fit(2)
-    x,y = data(23, 2)
-    assert learn.recorder.values[-1][3]==19
-    assert learn.recorder.values[-1][2]==pytest.approx((learn.model(x[4:]).argmax(1)==y[4:]).double().mean().item())
-    assert all(v==v for o in learn.recorder.values for v in o)
-
-class Nodes(nn.Module):
-    "A layer for each node of the graphs of a batch, or for each token"
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(C, C).double()
-    def forward(self, x, edges=None): return self.lin(x)
-
-def per_node(p, t): return (p.argmax(-1)==t)[t>=0].double().mean()
-def counted(p, t): return per_node(p, t)
-counted.n_items = lambda p, t: (t>=0).sum()
-def of_nodes(p, t): return F.cross_entropy(p.flatten(0, -2), t.flatten())
-
-def graphs(n=48):
-    "Inputs, edges and classes; the first graphs of the data set have the same size"
-    (x,y),sizes = data(n*5),torch.randint(2, 6, (n,), generator=torch.Generator().manual_seed(1)).tolist()
-    return [(x[i*5:i*5+k], torch.zeros(2, 2*k), y[i*5:i*5+k]) for i,k in enumerate([2]*12+sizes[12:])]
-
-def joined(b):
-    x,edges,y = zip(*b)
-    return torch.cat(x),torch.cat(edges, 1),torch.cat(y)
-def padded(b): return [nn.utils.rnn.pad_sequence([o[i] for o in b], batch_first=True, padding_value=v) for i,v in ((0,0.),(2,-100))]
-
-def by_class(p, t): return torch.stack([(p.argmax(-1)==t)[t==c].double().mean() for c in t.unique()]).mean() # no mean
-
-def nodes():
-    "Metrics of graphs' nodes, and of tokens in padded batches: means over nodes or tokens, and functions that are no means; no warning"
-    res = []
-    for collate,metrics in ((joined, [per_node,counted,partial(accuracy),by_class]), (padded, [counted,per_node,by_class])):
-        torch.manual_seed(0)
-        dl = TfmdDL(graphs(), bs=2, collate_fn=collate)
-        dls = DataLoaders(dl, dl)
-        dls.n_inp = 2 if collate is joined else 1
-        learn = Learner(dls, Nodes(), of_nodes, metrics=metrics)
-        with learn.distrib_ctx(), warnings.catch_warnings():
-            warnings.simplefilter('error', UserWarning)
-            res.append(learn.validate())
-    return res
-
-def test_functions_of_nodes_and_tokens():
-    x,_,y = joined(graphs())
-    torch.manual_seed(0)
-    p,found = Nodes()(x).detach(),nodes()
-    want = [f(p, y).item() for f in (per_node,per_node,accuracy)]
-    assert found[0][1:4]==pytest.approx(want, abs=1e-12) and found[1][1]==pytest.approx(want[0], abs=1e-12)
-
-# --- history ----------------------------------------------------------------------------------------------------------------
-
-class Losses(Callback):
-    order = 20
-    def after_loss(self):
-        if self.training: self.learn.noted.append((self.loss.item(), len(self.x)))
-
-def test_recorder():
-    learn = make(metrics=[as_tensor], cbs=Losses(), n_train=14)
-    learn.noted = []
-    learn.fit(2)
-    rec = learn.recorder
-    assert rec.losses==[o for o,_ in learn.noted] and rec.lrs==[.1]*8 and rec.iters==[4, 8]
-    epochs = learn.noted[:4],learn.noted[4:]
-    assert [v[0] for v in rec.values]==pytest.approx([sum(o*n for o,n in e)/14 for e in epochs],
-                                                     rel=1e-12) # weighted by samples: 4, 4, 4, 2
-    assert learn.final_record==rec.values[-1]
-    learn.fit(1)
-    assert len(rec.values)==1 and len(rec.losses)==4
-    learn.fit_one_cycle(2, .2)
-    assert len(rec.lrs)==8 and max(rec.lrs)==pytest.approx(.2) and rec.lrs[-1]<1e-4 and rec.lrs[0]==pytest.approx(.2/25)

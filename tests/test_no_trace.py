@@ -1,9 +1,9 @@
 "After the context the learner is what it was: also when its body failed, on every rank or on one"
-import contextlib,copy,io,random
+import contextlib,io,random
 import numpy as np, pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from learnerdist.all import (Callback, CancelFitException, DataLoaders, Learner, TfmdDL, accuracy, group_rank, mk_metric, rank_distrib,
                              setup_distrib, teardown_distrib)
 from learnerdist.testing import run_ranks
@@ -125,8 +125,6 @@ def test_no_trace_alone(how, capsys):
     changed,error,later = attempt(hows[how][0], 0)
     assert (changed,error,later)==([], hows[how][1], [])
 
-# --- one rank only ----------------------------------------------------------------------------------------------------------
-
 def no_room(*args): raise KeyError('on purpose')
 
 def rank_alone_fails(event, failing):
@@ -154,8 +152,6 @@ def test_one_rank_fails_and_all_end_cleanly():
         assert kind=='RankError' and message.startswith(f"rank {failing} failed with KeyError: 'on purpose'"), event
         assert ('no_room' if event=='attach' else '_maybe') in message, event
 
-# --- attaching --------------------------------------------------------------------------------------------------------------
-
 class NoLoader:
     "Cannot be split for training"
     def __iter__(self): return iter([])
@@ -178,7 +174,7 @@ def rank_attach():
     learn.detach_distributed()
     res['again'] = changes(before, learn)
     res['unsplit'] = fails_to_attach(rank, lambda o: o.dls.loaders.__setitem__(0, NoLoader()))
-    res['bs'] = fails_to_attach(rank, lambda o: o.dls.loaders.__setitem__(0, o.dls.loaders[2]), split_batches=True)
+    res['bs'] = fails_to_attach(rank, lambda o: None, global_bs=1)
     res['option'] = fails_to_attach(rank, lambda o: None, bogus=1)
     res['cuda_id'] = fails_to_attach(rank, lambda o: None, cuda_id=99)
     res['seed'] = fails_to_attach(rank, lambda o: None, seed='x')
@@ -197,19 +193,15 @@ def snapshot_loaders(learn):
                 group=dist.is_initialized(), names=sorted({*vars(learn)}-{*run_state}))
 
 @pytest.fixture(scope='module')
-def two_ranks(): return run_ranks(on_two_ranks, 2)
-
-def on_two_ranks(): return rank_attach(),rank_twice(),rank_sampler()
+def two_ranks(): return run_ranks(rank_attach, 2)
 
 def test_attach_and_detach(two_ranks):
-    for r,*_ in two_ranks:
+    for r in two_ranks:
         assert 'group' in r['changed'] and 'loaders' in r['changed'] and 'cbs' in r['changed']
         assert 'already' in r['twice'] and 'already' in r['nested'] and r['still']
         assert r['left']==r['again']==[]
-        for k,words in dict(unsplit='NoLoader', bs='5', option='bogus', cuda_id='99', seed="'x'").items():
+        for k,words in dict(unsplit='NoLoader', bs='global_bs=1', option='bogus', cuda_id='99', seed="'x'").items():
             assert r[k][0]==[] and words in r[k][1]
-
-# --- random streams, mode, loss function ------------------------------------------------------------------------------------
 
 def rank_streams():
     rank = rank_distrib()
@@ -223,40 +215,3 @@ def rank_streams():
 def test_streams_after_the_context_do_not_depend_on_the_number_of_ranks():
     (alone,),ranks = run_ranks(rank_streams, 1),run_ranks(rank_streams, 3)
     assert ranks==[alone]*3
-
-def rank_twice():
-    "Contexts one after the other, and a copy of the learner's model meanwhile"
-    rank,res = rank_distrib(),[]
-    learn = make(rank)
-    before = snapshot(learn)
-    for _ in range(3):
-        with silent(), learn.distrib_ctx():
-            learn.fit(1)
-            kinds = [type(o).__name__ for o in copy.deepcopy(learn.model).modules()]
-            res.append([o for o in kinds if 'Norm' in o or o=='Renamed'])
-    return res,changes(before, learn)
-
-def test_contexts_one_after_the_other(two_ranks):
-    for _,(kinds,changed),_ in two_ranks: assert changed==[] and kinds==[['BatchNorm1d','Renamed']]*3
-
-# --- a loader's own state ---------------------------------------------------------------------------------------------------
-
-class Counting(Sampler):
-    "A sampler with a generator of its own"
-    def __init__(self, n): self.n,self.generator = n,torch.Generator().manual_seed(5)
-    def __iter__(self): return iter(torch.randperm(self.n, generator=self.generator).tolist())
-    def __len__(self): return self.n
-
-def rank_sampler():
-    "The user's loader reads as before once the context is left"
-    x = torch.arange(8.)[:,None]
-    res = []
-    for use_ctx in (False, True):
-        learn = Learner(DataLoaders(DataLoader(list(zip(x, x)), 4, sampler=Counting(8))), nn.Linear(1, 1), F.mse_loss)
-        if use_ctx:
-            with silent(), learn.distrib_ctx(): learn.fit(2)
-        res.append([b[0].flatten().tolist() for b in learn.dls.train])
-    return res
-
-def test_users_generator_goes_on_undisturbed(two_ranks):
-    for *_,(plain,after) in two_ranks: assert plain==after

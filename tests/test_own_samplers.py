@@ -44,8 +44,6 @@ def same(one, ranks):
         assert places==one[1]
         torch.testing.assert_close(torch.tensor(values), torch.tensor(one[2]))
 
-# --- a length that is an estimate --------------------------------------------------------------------------------------------
-
 class Tokens:
     "Batches of up to 12 tokens, `joined` to one; `said` of them, it says"
     def __init__(self, said, joined=1): self.said,self.joined = said,joined
@@ -82,8 +80,6 @@ def test_lengths_that_are_estimates(W):
     for k,o in one.items():
         assert o[1]==[[*range(N)]]*2, k
         same(o, [r[k] for r in ranks])
-
-# --- draws that depend on the training -----------------------------------------------------------------------------------------
 
 class Widening:
     "Draws from the first `k` samples only, which a callback changes"

@@ -1,11 +1,13 @@
-"Every block of Python on the pages of docs/ and in README runs, in order, on 2 processes for each page"
-import os
+"Every block of Python on the pages of docs/ and in README runs, in order, on 2 processes, or on those that it starts"
+import os,re,shlex,subprocess,sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from helpers import blocks
+from learnerdist import verify
+from learnerdist.launch.cli import get_parser
 from learnerdist.testing import run_ranks
 
 root = Path(__file__).parent.parent
@@ -32,14 +34,32 @@ def two_digits(folder):
         at.mkdir(parents=True)
         for i in range(50): Image.new('L', (28,28), 20*int(at.name)+i).save(at/f'{i}.png')
 
-complete = 'README','start' # These begin with their own imports and data
+complete = 'README','start'   # These begin with their own imports and data
+starts = 'launching','same'   # Their blocks start processes
 
 def run(path, folder, setup):
     os.chdir(folder)
     space = dict(__name__='__main__', __file__=str(path))
     for i,block in enumerate([setup,*blocks(path)]): exec(compile(block, f'{path.name}, block {i}', 'exec'), space)
 
-@pytest.mark.parametrize('path', [o for o in pages if blocks(o)], ids=lambda o: o.stem)
+@pytest.mark.parametrize('path', [o for o in pages if blocks(o) and o.stem not in starts], ids=lambda o: o.stem)
 def test_blocks_run(path, tmp_path):
     two_digits(tmp_path)
     run_ranks(run, 2, path, tmp_path, '' if path.stem in complete else setup, timeout_s=240, env=dict(FASTAI_HOME=str(tmp_path)))
+
+@pytest.mark.slow
+@pytest.mark.parametrize('page, words', [('launching', ['epoch']), ('same', ['DIFFERENT: 2 ','The same: 2 '])])
+def test_blocks_that_start_processes(page, words, tmp_path):
+    (tmp_path/'page.py').write_text('\n'.join([setup,*blocks(root/f'docs/{page}.md')]))
+    env = {**os.environ, 'PYTHONPATH': str(root)}
+    p = subprocess.run([sys.executable, 'page.py'], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert p.returncode==0 and all(o in p.stdout for o in words), p.stdout+p.stderr
+
+def test_commands_have_these_options():
+    "Each command of ours on a page is one that its parser takes"
+    found = [m for o in [root/'README.md',*(root/'docs').glob('*.md')]
+             for m in re.findall(r'^(?:srun )?python -m learnerdist\.(launch|verify) (.+?)(?: +#.*| \|\|.*)?$', o.read_text(), re.M)]
+    assert len(found)>10
+    for name,args in found:
+        parser = get_parser() if name=='launch' else verify._parser()
+        assert parser.parse_args(shlex.split(args))

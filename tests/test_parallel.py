@@ -1,7 +1,7 @@
 "The DataParallel wrapper comes with a fit and goes with it; `reset` reaches a recurrent model through either wrapper"
 import pytest, torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DataParallel
 import learnerdist.distributed.data_parallel as par
 from learnerdist.learner.callback import Callback
 from learnerdist.data.loaders import DataLoaders
@@ -60,8 +60,6 @@ def test_bad_ids_are_refused_at_once_and_change_nothing(monkeypatch):
     learn.to_parallel([0,1])
     with pytest.raises(ValueError, match=r'\[9\]'): learn.to_parallel([9])
     assert learn.parallel_trainer.device_ids==[0,1]
-
-# --- alone ------------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.skipif(torch.cuda.device_count()>1, reason='the plain model is for machines with fewer than two GPUs')
 @pytest.mark.parametrize('ids', [None, [0]])
@@ -130,39 +128,6 @@ def in_two_ranks():
     finally: par.parallel_ids = old
 
 def test_several_gpus_in_each_of_several_ranks_are_refused(): run_ranks(in_two_ranks, 2)
-
-# --- recurrent models ---------------------------------------------------------------------------------------------------------
-
-class Memory(nn.Module):
-    "An LSTM that goes on from batch to batch with the state in which it ended the last"
-    def __init__(self):
-        super().__init__()
-        self.rnn,self.state,self.resets = nn.LSTM(2, 3, batch_first=True),None,0
-    def reset(self): self.state,self.resets = None,self.resets+1
-    def forward(self, x):
-        y,state = self.rnn(x, self.state)
-        self.state = tuple(o.detach() for o in state)
-        return y[:, -1]
-
-def check_reset(wrap):
-    model = wrap(Memory())
-    x = torch.ones(1, 2, 2)
-    a,b = model(x),model(x)
-    assert not torch.equal(a, b)
-    model.reset()
-    assert torch.equal(model(x), a) and model.module.resets==1
-    assert wrap(nn.Linear(1, 1)).reset() is None
-    return model.module.resets
-
-def ddp_reset(): # the group is opened at any number of ranks
-    from learnerdist.core.env import setup_distrib, teardown_distrib
-    setup_distrib(backend='gloo')
-    try: return check_reset(lambda m: DistributedDataParallel(m))
-    finally: teardown_distrib()
-
-def test_reset_through_ddp(): assert run_ranks(ddp_reset, 2)==[1]*2
-
-# --- GPUs ---------------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count()<2, reason='needs two GPUs')

@@ -117,54 +117,9 @@ def test_what_was_trained_on_is_read_again_where_nothing_else_is_possible(kind, 
 def test_two_ranks(tmp_path):
     assert run_ranks(resumed, 2, str(tmp_path), 'shuffled', True)==[(True,BS//2)]*2
 
-# --- streams that save their place ------------------------------------------------------------------------------------------
-
 class Numbers(SavesPlace):
     "0, 1, …; it counts what it reads, and draws a number for each"
     def __init__(self, n): self.n,self.reads = n,0
     def __getitem__(self, i):
         self.reads += 1
         return torch.tensor([float(i)]),torch.rand(1)
-
-class Seen(Callback):
-    "What is trained on, and counts: (epoch, number, what was drawn). Stops in the batch `stop`, of which there is no checkpoint"
-    order = 950
-    def __init__(self, stop=None): self.stop,self.seen,self.n = stop,[],0
-    def after_batch(self):
-        self.n += 1
-        if self.n==self.stop: raise InterruptedError
-        if not self.learn.repeated: self.seen += [(self.epoch,int(a),round(float(b), 6)) for a,b in zip(self.xb[0], self.yb[0])]
-
-def stream_fit(path, ds, stop=None, n_epoch=2, bs=2, drop_last=False):
-    seen,dls = Seen(stop),DataLoaders(DataLoader(ds, bs, drop_last=drop_last))
-    learn = Learner(dls, nn.Linear(1, 1), nn.functional.mse_loss, torch.optim.SGD, lr=1e-4, path=path)
-    learn.logger = lambda line: None
-    with learn.distrib_ctx(seed=3):
-        try: learn.fit(n_epoch, cbs=[seen,Checkpoint('c', 1)], resume=True)
-        except InterruptedError: pass
-    return seen.seen
-
-def rank_streams(path, cases):
-    res = {}
-    for n,stops,bs,drop in cases:
-        kw = dict(bs=bs, drop_last=drop)
-        whole,parts = stream_fit(f'{path}/whole-{n}-{stops}-{bs}-{drop}', Numbers(n), **kw),[]
-        where = f'{path}/cut-{n}-{stops}-{bs}-{drop}'
-        for stop in (*stops,None):
-            ds = Numbers(n)
-            parts += stream_fit(where, ds, stop, **kw)
-        res[n,stops,bs,drop] = parts==whole,ds.reads,[o[1] for o in whole if o[0]==0]
-    return res
-
-stream_cases = [(24, (3,), 2, False),(25, (2,1), 2, False),(27, (4,), 2, True),(13, (1,), 1, False)]
-
-@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
-def test_a_stream_goes_on_where_it_was(W, tmp_path):
-    "Each number once, with the draws of the whole run, and what was trained on is not read again"
-    ranks = run_ranks(rank_streams, W, str(tmp_path), stream_cases, timeout_s=300)
-    for case in stream_cases:
-        n,stops,bs,drop = case
-        done = sum(o-1 for o in stops)*bs*W
-        for r in ranks: assert r[case][0] and r[case][1]==n-done+n, (case, r[case]) # the rest of this epoch, and the next one
-        dealt = sorted(o for r in ranks for o in r[case][2])
-        assert dealt==[*range(n//(bs*W)*bs*W if drop else n)]

@@ -1,5 +1,5 @@
 "`get_preds` and `predict` on several ranks: what one process predicts, in the order of the data set, on every rank"
-import contextlib,functools,traceback,warnings
+import contextlib,functools,traceback
 from itertools import zip_longest
 from collections import namedtuple
 import pytest, torch
@@ -122,6 +122,7 @@ cases = dict(
     evaluation_mode=lambda ctx: preds(ctx, model=bn_and_dropout),
     tuple_output=lambda ctx: preds(ctx, model=Fn(lambda x: (x, x[:,0]>0, x.half(), x.long(), (9*x).short())), loss=bare_loss),
     nested_output=lambda ctx: preds(ctx, model=Fn(nested), loss=bare_loss),
+    fewer_rows=lambda ctx: preds(ctx, model=Fn(lambda x: x[x[:,0]>0]), loss=bare_loss),
     flattened_output=lambda ctx: preds(ctx, model=Fn(lambda x: x.reshape(-1)), loss=bare_loss),
     packed_output=lambda ctx: preds(ctx, model=Fn(packed), loss=bare_loss),
     number_beside_output=lambda ctx: preds(ctx, model=Fn(lambda x: (x, torch.tensor(3.), None, 'a')), loss=bare_loss),
@@ -148,7 +149,7 @@ def rank_answers(W):
     "All that is asked of `W` ranks"
     with process_group():
         if W==2: return dict(streams=[stream_preds(o) for o in (0,1,2)])
-        return {o: outcome(o) for o in (*cases,*random_cases)} | {(k,bs): outputs(k, bs) for k in rowless for bs in (1,2,4)}
+        return {o: outcome(o) for o in (*cases,*random_cases)}
 
 @functools.cache
 def on_ranks(W): return run_ranks(rank_answers, W, W, timeout_s=240)
@@ -182,8 +183,6 @@ def test_nothing_to_predict():
     learn = make(n=0, train=dl(4))
     assert learn.get_preds(with_input=True)==(None,)*3
 
-# --- in what order ----------------------------------------------------------------------------------------------------------
-
 def stream_preds(workers):
     learn = make(Fn(lambda x: x*2), valid=DataLoader(Stream(), 2, num_workers=workers), loss=bare_loss)
     with learn.distrib_ctx(): return learn.get_preds()
@@ -197,52 +196,4 @@ def test_order_of_a_stream():
             order = torch.cat([o for step in zip_longest(*parts) for o in step if o is not None]).tolist()
             assert sorted(order)==[*range(13)] and t.tolist()==y[order].tolist() and torch.equal(p, x[order]*2)
 
-# --- outputs without a row for each sample ----------------------------------------------------------------------------------
-
-def pieces(sizes, n=18):
-    g = torch.Generator().manual_seed(5)
-    return [(torch.randn(sizes[i%len(sizes)], 4, generator=g), torch.tensor(float(i))) for i in range(n)]
-
-def graph(b):
-    "Nodes of all graphs, the graph of each node, a target for each graph"
-    xs,ys = zip(*b)
-    return torch.cat(xs),torch.arange(len(b)).repeat_interleave(torch.tensor([len(o) for o in xs])),torch.stack(ys)
-def nodes(b):
-    "Nodes alone, each with a target"
-    xs,ys = zip(*b)
-    return torch.cat(xs),torch.cat([x[:,0]+y for x,y in zip(xs, ys)])
-def lengthened(b):
-    xs,ys = zip(*b)
-    return nn.utils.rnn.pad_sequence(xs, batch_first=True),torch.stack(ys)
-
 # sizes of samples, their collation, the model
-rowless = {'graphs': ([1,3,2,2,5,3], graph, lambda x,i: x*2), 'as many nodes as fit': ([1,3,2,2], graph, lambda x,i: x*2),
-           'as many nodes as fit one rank': ([2,1,3], graph, lambda x,i: x*2), 'as many nodes as graphs': ([1,1,1,2], graph, lambda x,i: x),
-           'nodes': ([1,3,2,2], nodes, lambda x: x*2), 'flattened': ([3], None, lambda x: x.flatten(0, 1)),
-           'flattened, time first': ([3], None, lambda x: x.transpose(0, 1).flatten(0, 1)),
-           'masked': ([4], None, lambda x: x[(x[:,:,0]>0)]), 'padded': ([1,3,2,5], lengthened, lambda x: x.cumsum(1)),
-           'with a number': ([2], None, lambda x: dict(x=x, mean=x.mean())), 'centred': ([2], None, lambda x: x-x.mean(0))}
-
-def outputs(name, bs):
-    sizes,collate,f = rowless[name]
-    learn = make(Fn(f), TfmdDL(pieces(sizes), bs, **({'collate_fn': collate} if collate else {})), loss=bare_loss)
-    if collate is graph: learn.dls.n_inp = 2
-    with warnings.catch_warnings(record=True) as seen, in_ctx(learn):
-        warnings.simplefilter('always')
-        return plain(learn.get_preds()),[str(o.message) for o in seen if 'get_preds' in str(o.message)]
-
-@pytest.mark.parametrize('name', rowless)
-def test_outputs_of_any_shape(name):
-    "Those of one process, whatever belongs to a sample, and whatever depends on who shares a batch"
-    for bs in (1,2,4):
-        want = outputs(name, bs)
-        for o in on_ranks(3):
-            assert_same(o[name,bs][0], want[0])
-            assert o[name,bs][1]==want[1]==[]
-
-def test_outputs_by_hand():
-    whole = torch.cat([x for x,_ in pieces([1,3,2,2,5,3])])
-    for bs in (1,2,4):
-        assert torch.equal(torch.tensor(outputs('graphs', bs)[0][0]), whole*2)
-        assert [len(o) for o in outputs('padded', bs)[0][0]][:4]==[[1,3,2,5],[3,3,5,5],[5]*4][bs//2]
-        assert len(outputs('with a number', bs)[0][0]['mean'])==-(-18//bs)

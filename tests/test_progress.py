@@ -15,17 +15,6 @@ def make(cbs=None, path='.', valid=True, **kw):
 
 # --- lines ------------------------------------------------------------------------------------------------------------------
 
-def test_table_in_a_pipe(capsys):
-    learn = make()
-    learn.fit(2)
-    out = capsys.readouterr().out
-    head,*rows = out.splitlines()
-    assert head.split()==['epoch','train_loss','valid_loss','accuracy','time'] and len(rows)==2 and '\r' not in out and '\x1b' not in out
-    for i,row in enumerate(rows):
-        cells = row.split()
-        assert cells[0]==str(i) and cells[1:4]==[f'{v:.6f}' for v in learn.recorder.values[i]] and ':' in cells[4]
-    assert head.index('valid_loss')==rows[0].index(rows[0].split()[2])
-
 def test_no_bar_and_no_logging(capsys):
     learn = make()
     logger = learn.logger
@@ -82,47 +71,13 @@ def test_bar_on_a_terminal():
     assert table[0].split()[:4]==['epoch','train_loss','valid_loss','accuracy'] and [o.split()[0] for o in table[1:3]]==['0', '1']
     assert '█' not in table[1]
 
-def test_no_bar_on_a_terminal():
-    def f(learn):
-        with learn.no_bar(): learn.fit(2)
-    out = in_terminal(make(), f)
-    assert '█' not in out and len([o for o in lines_of(out) if o.strip()])==3
-
-def test_bar_for_empty_and_cancelled_fits():
-    def f(learn):
-        with contextlib.suppress(KeyError): learn.fit(3)
-        learn.remove_cb(Stops)
-        learn.fit(1)
-        learn.fit(0)
-    for error in (CancelFitException, KeyError):
-        learn = make(cbs=Stops())
-        learn.stops.error = error
-        assert in_terminal(learn, f).count('train_loss')==3
-    learn = make()
-    learn.dls = DataLoaders(TfmdDL([], 4))
-    in_terminal(learn, lambda o: o.fit(1))
-
-# --- files ------------------------------------------------------------------------------------------------------------------
-
 def rows(file): return list(csv.reader(io.StringIO(file.read_text())))
-
-def test_csv(tmp_path, capsys):
-    learn = make(path=tmp_path/'deep', cbs=CSVLogger())
-    learn.fit(2)
-    file = tmp_path/'deep/history.csv'
-    head,*vals = rows(file)
-    assert head==['epoch','train_loss','valid_loss','accuracy']
-    assert [[float(o) for o in v] for v in vals]==[[i,*v] for i,v in enumerate(learn.recorder.values)]
-    learn.fit(1)
-    assert len(rows(file))==2 and learn.csv_logger.file is None
 
 def test_csv_after_an_error(tmp_path, capsys):
     learn = make(path=tmp_path, cbs=[CSVLogger(), Stops()])
     learn.stops.error = KeyError
     with pytest.raises(KeyError): learn.fit(3)
     assert len(rows(tmp_path/'history.csv'))==2 and learn.csv_logger.file is None
-
-# --- ranks ------------------------------------------------------------------------------------------------------------------
 
 def rank_writes(path):
     "Output and files on a pipe, and on a terminal"

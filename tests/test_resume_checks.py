@@ -165,8 +165,6 @@ def test_one_cycle_on_another_number_of_ranks(tmp_path):
         if split: assert found==10
         else: assert re.search('total_steps=6, .* total_steps=10. batch_size 16 then, 8 now; ranks 2 then, 1 now.*split_batches', found)
 
-# --- weights alone -----------------------------------------------------------------------------------------------------------
-
 def test_load_the_weights_of_a_checkpoint(tmp_path):
     learn = fit(tmp_path, 2)
     for o in ('ckpt', 'ckpt/epoch_0002-step_00000010', tmp_path/'ckpt'):

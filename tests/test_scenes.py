@@ -70,8 +70,6 @@ def test_reshuffled_each_epoch_as_the_order_says(alone):
     want = [x[epoch_order(40, e, 3, shuffle=True)].flatten(1)[:,0].tolist() for e in range(2)]
     assert [sum(o, []) for o in alone['linear']['ids']]==want and want[0]!=want[1] and sorted(want[0])==sorted(want[1])
 
-# --- one process is plain torch ---------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize('name', losses)
 def test_one_process_is_plain_torch(name):
     "The mean over all items of each batch, whatever the loss counts; the validation loss is that of the whole data set"

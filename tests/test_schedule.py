@@ -3,7 +3,7 @@ from functools import partial
 from pathlib import Path
 import pytest, torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 from helpers import weights
 from learnerdist.all import (Callback, CancelEpochException, CancelFitException, CancelStepException, DataLoaders,
                              EarlyStoppingCallback, Learner, RankError, ReduceLROnPlateauCallback, SaveModelCallback, Scheduler,
@@ -149,42 +149,12 @@ def test_an_epoch_without_a_number_decides_nothing(alone):
     r = alone['epoch_not_measured']
     assert valid_losses(r)[1] is None and len(r['values'])==5 and torch.equal(r['weights'], r['shots'][1])
 
-class Diverge(Callback):
-    "Training predicts NaN from epoch 1 on"
-    run_valid = False
-    def after_pred(self):
-        if self.epoch: self.learn.pred = self.pred*float('nan')
-
-def not_below(a, b): return not a>=b # true of NaN, as many a comparison that a user writes
-
-def diverged(path):
-    "For a mean and for a sum: the losses recorded, the best epoch, and whether weights are finite afterwards"
-    res = {}
-    for reduction in ('mean','sum'):
-        save,stop = [f('train_loss', comp=not_below) for f in (SaveModelCallback,partial(EarlyStoppingCallback, patience=2))]
-        with process_group():
-            learn = make(Path(path)/reduction)
-            learn.loss_func = nn.MSELoss(reduction=reduction)
-            fit(path, 5, learn, cbs=[Diverge(), save, stop], lr=1e-3)
-        rec = learn.recorder
-        res[reduction] = [o[0] for o in rec.values],rec.losses,save.best_epoch,stop.wait,bool(weights(learn).isfinite().all())
-    return res
-
-@pytest.mark.parametrize('n', [1,2])
-def test_a_loss_of_nan_is_recorded_and_is_the_worst(n, tmp_path):
-    for r in run_ranks(diverged, n, tmp_path):
-        for epochs,steps,best,wait,finite in r.values():
-            assert [o==o for o in epochs]==[True,False,False] and [o==o for o in steps]==[True]*2+[False]*4
-            assert (best,wait,finite)==(0,2,True)
-
 def test_second_fit_forgets_or_goes_on(alone):
     r,first = alone['two_fits'],alone['two_fits']['first']
     assert len(first['values'])==5 and first['files']==['model_1.pth','model_2.pth']
     assert r['lrs'][0]==.01 and len(r['values'])==5 and len(r['files'])==2
     on = alone['two_fits_going_on']
     assert len(on['files'])==2 and all(int(o[6:-4])>=5 for o in on['files']) # the second fit improves on the first, in names of its own
-
-# --- one rank alone -----------------------------------------------------------------------------------------------------------
 
 def one_rank_cases(path):
     "What happens on all ranks when rank 0, or the last one, has something that the others have not"
@@ -284,18 +254,3 @@ def test_unknown_monitor():
     partial(ReduceLROnPlateauCallback, lr=1.), partial(warm_up, 0), partial(warm_up, 3, start=2.), partial(Scheduler, StepLR, by='batch')])
 def test_options(make_cb):
     with pytest.raises((ValueError,TypeError)): make_cb()
-
-# --- alone --------------------------------------------------------------------------------------------------------------------
-
-def opt_state(learn): return [{k:v for k,v in g.items() if k not in ('params','lr')} for g in learn.opt.param_groups]
-
-@pytest.mark.parametrize('func', [partial(StepLR, step_size=1), warm_up(3, partial(StepLR, step_size=1)),
-                                  partial(OneCycleLR, max_lr=.1, total_steps=8), partial(OneCycleLR, max_lr=.1, total_steps=2)])
-def test_no_mark_in_the_optimizer(func):
-    "Also where the fit fails: a cycle of two steps has no third"
-    learn = make(momentum=.9)
-    learn.create_opt()
-    before,attrs = opt_state(learn),set(vars(learn.opt))-{'_opt_called'}
-    try: learn.fit(2, cbs=[Scheduler(func), Scheduler(warm_up(2))])
-    except ValueError as e: assert 'total' in str(e)
-    assert opt_state(learn)==before and set(vars(learn.opt))-{'_opt_called'}==attrs

@@ -21,8 +21,6 @@ def both(func, W, *args):
     (one,_),*got = [*run_ranks(told, 1, func, *args),*run_ranks(told, W, func, *args)]
     return one,[o for o,_ in got],got[0][1]
 
-# --- two learners over the same loaders -------------------------------------------------------------------------------------
-
 class Samples(Callback):
     "The first number of each sample that is trained on, in order, and its length in steps"
     def before_fit(self): self.seen,self.n = [],0
@@ -79,7 +77,6 @@ def test_a_learner_without_a_context_has_all_the_data(make, W):
         assert seen==orders and sorted(seen[0])==sorted(data()[:][0][:,0].tolist()) and seen[0]!=seen[1]
         assert (n,steps)==(4,4*W)
     assert any('trains on the whole data' in o for o in said)
-# --- two contexts, which end in any order -----------------------------------------------------------------------------------
 
 def outside(a, b):
     "What contexts set that belongs to others: the group, warnings, loaders, and what the learners have"
@@ -122,18 +119,3 @@ def test_contexts_that_end_in_any_order(make):
             for x,y in zip(got[:2], one[:2]): torch.testing.assert_close(x, y, rtol=0, atol=1e-7)
             torch.testing.assert_close(got[2:], one[2:], rtol=0, atol=1e-6)
             assert all(same), same
-
-# --- metrics -------------------------------------------------------------------------------------------------------------------
-
-def metric(reads):
-    learn = learner()
-    def off(pred, targ): return ((learn.pred-learn.y) if reads else pred-targ).abs().mean()
-    learn.metrics = off
-    with learn.distrib_ctx(seed=1), learn.no_logging(): learn.fit(2)
-
-def metrics():
-    for reads in (True,False): metric(reads)
-
-def test_a_metric_that_reads_the_learner_is_the_same_on_all_ranks():
-    "What the learner has is the batch that the metric gets"
-    assert [o for _,o in run_ranks(told, 3, metrics)]==[[]]*3

@@ -1,7 +1,6 @@
 "What ordinary scripts do is the run of one process, without a warning; what is not is warned of, by a code that the docs explain"
 import re, warnings
 from pathlib import Path
-from types import SimpleNamespace
 import numpy as np, pytest, torch
 from torch import nn, tensor
 from torch.nn import functional as F
@@ -11,7 +10,7 @@ from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, all_sum, av
                              group_rank, process_group)
 from learnerdist.distributed.self_check import read_items
 from learnerdist.learner.callback import CancelBatchException
-from learnerdist.learner.losses import batch_rows, follows, n_elements
+from learnerdist.learner.losses import follows, n_elements
 from learnerdist.testing import RanksError, run_ranks
 
 torch.set_num_threads(1)
@@ -349,10 +348,6 @@ class OwnStepOfGlobal(Callback):
     def before_fit(self): self.opt_centers = torch.optim.SGD(the_centers.parameters(), lr=.5)
 def global_centers(): return learner(net(4, 3), global_loss, labelled(), cbs=OwnStepOfGlobal())
 
-def distances(p, t): return F.mse_loss(torch.cdist(p, p), torch.cdist(t, t))
-def centred(p, t): return F.l1_loss(p-p.mean(0), t)
-def counted(p, t): return F.mse_loss(p-p.mean(0), t, reduction='sum'),tensor(float(t.numel()))
-def batch_std(p, t): return ((p-t)/(t.std(0)+1)).pow(2).mean()
 class OfPairs(WithLoss):
     "Each row against the other rows of its batch"
     def forward(self, x):
@@ -430,15 +425,6 @@ def test_offenders(offences, make, want):
     elif 'Error' in want: assert re.match(want, got) and got.split(':')[0]==other.split(':')[0], got
     else: assert len(said)==1 and re.match(want, said[0]) and others==[], said
 
-losses = [distances,centred,counted,batch_std]
-
-def all_losses(): return [fitted(lambda loss=loss: learner(loss=loss))[1] for loss in losses]
-
-def test_losses_that_need_the_whole_batch():
-    got,others = run_ranks(all_losses, 2)
-    for said,loss in zip(got, losses): assert len(said)==1 and re.match(not_mean, said[0]), (loss.__name__,said)
-    assert others==[[]]*len(losses)
-
 def checked(checks): return [fitted(o, checks=checks) for o in (mixing,contrastive,center_loss)]
 
 def test_errors_are_raised_on_all_ranks_and_false_is_silent():
@@ -453,7 +439,6 @@ def test_average_grads_takes_a_generator_and_weighs_by_items():
         for got in run_ranks(all_of, W, [remedied,own_backward]):
             for k,(w,said) in got.items(): assert (w-want[k][0]).abs().max()<1e-9 and not said, k
 
-class Another(nn.Sequential): pass
 def other_models(kind):
     r = group_rank()
     if kind=='layer': return learner(net() if not r else nn.Sequential(*net(), nn.Linear(2, 2)).double())
@@ -544,21 +529,3 @@ def fits_told(kw):
         learn = learner(ds=two_classes(), **kw)
         if kw['loss'] is cancels: cancels.n_items = n_elements
         with learn.distrib_ctx(seed=3), learn.no_logging(): learn.fit(2)
-
-# --- how many samples a batch holds, which decides how losses are weighed --------------------------------------------------------
-
-class Pictures(IterableDataset):
-    "A stream of (picture of its own height, boxes)"
-    def __iter__(self): return ((torch.zeros(3+i, 6), dict(boxes=torch.zeros(2, 4))) for i in range(3))
-
-def test_samples_of_a_streams_last_batch_of_lists():
-    "It has one picture with two boxes, which is not the batch size of two"
-    dl = TfmdDL(Pictures(), 2, collate_fn=lambda items: tuple(map(list, zip(*items))))
-    assert [batch_rows(SimpleNamespace(xb=b[:1], yb=b[1:], dl=dl, iter=i)) for i,b in enumerate(dl)]==[2,1]
-
-def test_samples_of_pictures_and_masks():
-    def rows(x, y, **kw): return batch_rows(SimpleNamespace(xb=(torch.zeros(x),), yb=(torch.zeros(y),), iter=0, **kw))
-    said = dict(dl=SimpleNamespace(bs=4, n=8))
-    assert rows((5,3,8,8), (5,8,8), **said)==5 and rows((5,3), (5,), **said)==5 and rows((5,), (5,), **said)==5
-    assert rows((7,4), (7,4), **said)==4 # time first, as the loader says
-    assert rows((5,3,8,8), (5,8,8), n_rows=9, **said)==9 # put together from the rows of all ranks

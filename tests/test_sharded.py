@@ -20,8 +20,6 @@ torch.set_num_threads(1)
 F64 = torch.float64
 needs_fsdp2 = pytest.mark.skipif(not fsdp_on_cpu, reason='a torch without FSDP2 on the CPU')
 
-# --- models -----------------------------------------------------------------------------------------------------------------
-
 class Layer(nn.Module):
     def __init__(self, n=5):
         super().__init__()
@@ -136,8 +134,6 @@ def differs(a, b):
     assert len(xs)==len(ys)
     return max((float((torch.as_tensor(x, dtype=F64)-torch.as_tensor(y, dtype=F64)).abs().max()) for x,y in zip(xs, ys)), default=0.)
 
-# --- the same run -----------------------------------------------------------------------------------------------------------
-
 def even(**kw): return case(**{**dict(n=31, bs=12), **kw}) # a batch size that 1 to 4 ranks divide, and a last batch that they do not
 def acc(n): return lambda W: GradientAccumulation(n//W)
 
@@ -206,8 +202,6 @@ def left_within(once, W=1):
 def test_gradients_of_an_incomplete_accumulation_are_dropped():
     alone = left_within(False)
     assert all(differs(alone, o)<1e-9 for found in answers('left_within') for o in found)
-
-# --- cancels ----------------------------------------------------------------------------------------------------------------
 
 class Cancel(Callback):
     "Raises once at an event, on one rank; at one of a batch in batch `i`"
@@ -469,7 +463,8 @@ def factored(m, lr):
 
 def alone_in_evaluation(learn):
     if not rank_distrib(): return wait_key(shared_store(), 'told', 60)
-    try: learn.runner.shards.join_batch() # as if it had no batch, while others have
+    try:
+        with process_group(timeout_s=6): learn.runner.shards.join_batch() # as if it had no batch, while others have
     finally: shared_store().set('told', 'told')
 
 def load_factored(learn): load_opt(learn.opt, {**learn.opt.state_dict(), 'state': {0: dict(rows=torch.zeros(9))}})
@@ -485,7 +480,7 @@ within = dict(idle=(Idle, {}, lambda o: o.fit(1), 'no gradient for idle.weight, 
 def refused_within():
     said = {}
     for k,(model,kw,f,_) in within.items():
-        with process_group(timeout_s=6 if k=='alone' else 60):
+        with process_group(timeout_s=60):
             learn = make(case(n=24, model=model, **kw), group_size())
             if f is None: learn.create_opt()
             try:
@@ -499,8 +494,6 @@ def refused_within():
 def test_refused_within_the_context():
     for rank,said in enumerate(answers('refused_within')):
         assert {k: said.get(k) for k,(*_,why) in within.items() if why not in said.get(k, '') and (k!='alone' or rank)}=={}
-
-# --- offloading ---------------------------------------------------------------------------------------------------------------
 
 def offloaded():
     "As on a GPU, but for the check of the device: what FSDP2 was given, and the runs"

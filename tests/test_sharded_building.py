@@ -125,7 +125,6 @@ class Net(nn.Module):
 
 def whole_net(): return Net().double()
 def deferred_net(): return deferred(whole_net)
-def other_net(): return deferred(lambda: Net().double().requires_grad_())
 
 def meta_net():
     "Weights from a file, the tables of the constructor"
@@ -250,8 +249,6 @@ def test_damage_is_noticed_by_all_ranks(W, ranks):
     for o in ranks(W):
         assert len(o['damaged'])==12 and all('its checksum differs' in said for said in o['damaged'].values())
 
-# --- kept parts -------------------------------------------------------------------------------------------------------------
-
 refused = dict(fit=lambda o: o.fit(1), validate=lambda o: o.validate(), get_preds=lambda o: o.get_preds(), save=lambda o: o.save('x'),
                predict=lambda o: o.predict(torch.zeros(6, dtype=F64)), export=lambda o: o.export(), load=lambda o: o.load('a'),
                safetensors=lambda o: o.save('x.safetensors'),
@@ -292,11 +289,9 @@ def thrice(path):
 def test_contexts_that_keep_parts(ranks, tmp_path):
     alone = thrice(tmp_path)
     for said,held,res in (o['keep'] for o in ranks(2)):
-        assert {k for k,o in said.items() if 'which keep_sharded left where they were' not in o}=={'replicas'}
+        assert {k for k,o in said.items() if 'which keep_sharded did not gather' not in o}=={'replicas'}
         assert said['replicas'].endswith('go on with as many ranks and replicas, or save and load')
         assert held<=.55*sum(p.numel() for p in res[0]) and differs(alone, res)<1e-9
-
-# --- what cannot be ---------------------------------------------------------------------------------------------------------
 
 def without(k, state): return {n: v for n,v in state.items() if n!=k}
 

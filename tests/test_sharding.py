@@ -71,4 +71,3 @@ def test_the_order_of_a_seed_is_for_good():
 def test_mix_seed_takes_any_integers(ints):
     assert 0 <= mix_seed(*ints) < 2**63
     assert mix_seed(*ints) != mix_seed(*ints, 0)
-

@@ -1,18 +1,17 @@
-"Gradients in shared memory: the same bits as gloo's, on every rank, in every kind of step; and what becomes of it when a rank is gone"
+"Gradients in shared memory: the same bits as gloo's, on every rank; and what becomes of it when a rank is gone"
 import gc,os,signal
 from pathlib import Path
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from learnerdist.all import Callback, CancelBatchException, CancelBackwardException, DataLoaders, Learner, TfmdDL, process_group
+from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, process_group
 from learnerdist.core.collectives import gather_rows
 from learnerdist.core.env import group_rank,group_size,launch_store,wait_key
 from learnerdist.distributed.replica import find_hook
 from learnerdist.distributed import replica
 from learnerdist.distributed.replica import SharedMean
 from learnerdist.distributed.vote_links import GlooLinks,open_links
-from learnerdist.learner.techniques import GradientAccumulation
 from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)
@@ -70,61 +69,27 @@ def test_bits(W):
         assert r['used'] and all(r['by_hand']) and r['close'] and all(map(torch.equal, r['grads'], ranks[0]['grads']))
         assert W>2 or all(r['gloo'])
 
-# --- every kind of step -----------------------------------------------------------------------------------------------------
-
-class Tail(nn.Module):
-    "A second head that takes part in the first step of two"
-    def __init__(self):
-        super().__init__()
-        self.body,self.head,self.i = nn.Linear(4, 3),nn.Linear(3, 3),0
-    def forward(self, x):
-        self.i += 1
-        return self.head(self.body(x)) if self.i%2 else self.body(x)
-
-def net(wide=6): return nn.Sequential(nn.Linear(4, wide), nn.BatchNorm1d(wide), nn.Tanh(), nn.Linear(wide, 3))
-
-class OneFrozen(Callback):
-    "Frozen in the second epoch, trained again in the third"
-    def before_epoch(self): self.learn.model[0].requires_grad_(self.epoch!=1)
-
-class Skip(Callback):
-    "Rank 1 leaves out a batch, and a backward pass"
-    def before_batch(self):
-        if self.training and group_rank()==1 and self.iter==1: raise CancelBatchException
-    def before_backward(self):
-        if group_rank()==1 and self.iter==2: raise CancelBackwardException
-
-def trained(hook, model=net, epochs=1, cbs=(), n=26, **kw):
+def trained(hook):
     torch.manual_seed(0)
-    x = torch.randn(n, 4)
-    learn = Learner(DataLoaders(TfmdDL(list(zip(x, x[:,:3].argmax(1))), 4, shuffle=True)), model(), F.cross_entropy, torch.optim.SGD, lr=.1)
+    x,model = torch.randn(26, 4),nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+    learn = Learner(DataLoaders(TfmdDL(list(zip(x, x[:,:3].argmax(1))), 4, shuffle=True)), model, F.cross_entropy, torch.optim.SGD, lr=.1)
     learn.logger = lambda line: None
     for _ in range(2): # contexts
-        with learn.distrib_ctx(seed=1, comm_hook=hook, **kw):
-            for _ in range(2): learn.fit(epochs, cbs=[o() for o in cbs])
+        with learn.distrib_ctx(seed=1, comm_hook=hook):
+            for _ in range(2): learn.fit(1)
     return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
-
-scenes = {'plain': {}, 'accumulation': dict(cbs=(lambda: GradientAccumulation(12),)), 'view': dict(gradient_as_bucket_view=True),
-          'static': dict(static_graph=True), 'unused': dict(model=Tail, find_unused_parameters=True), 'cancels': dict(cbs=(Skip,)),
-          'freeze': dict(cbs=(OneFrozen,), epochs=3), 'another model': dict(model=lambda: net(300), bucket_cap_mb=.002)}
-
-def rank_scenes():
-    "Gloo, then shared memory, each scene after the other"
-    with process_group():
-        res = {}
-        for k,kw in scenes.items():
-            gloo,before = trained('allreduce', **kw),SharedMean.seconds
-            res[k] = torch.equal(gloo, trained(None, **kw)),SharedMean.seconds>before
-        gc.collect()
-        return res,mapped()
 
 def mapped():
     "Pieces of shared memory that this process maps"
     maps = Path('/proc/self/maps')
     return maps.read_text().count('memfd:learnerdist') if maps.exists() else 0
 
-def test_every_kind_of_step():
-    for r,left in run_ranks(rank_scenes, 2): assert r=={k: (True,True) for k in scenes} and not left
+def rank_ends():
+    trained(None)
+    gc.collect()
+    return SharedMean.seconds>0,mapped()
+
+def test_no_memory_is_left(): assert run_ranks(rank_ends, 2)==[(True,0)]*2
 
 # --- a rank that is gone, or does not come ----------------------------------------------------------------------------------
 
@@ -132,19 +97,21 @@ class Fail(Callback):
     "Rank 1 is stopped within the second backward pass, after its first bucket"
     def __init__(self, how): self.how = how
     def before_backward(self):
-        if group_rank()==1 and self.iter==1: self.learn.model[0].weight.register_hook(self.fail)
+        if self.iter!=1: return
+        if self.how=='hang': self.learn.runner.links.timeout_s = 4 # from now on
+        if group_rank()==1: self.learn.model[0].weight.register_hook(self.fail)
     def fail(self, g):
         if self.how=='raise': raise KeyError('in a hook')
         if self.how=='kill': os.kill(os.getpid(), signal.SIGKILL)
         wait_key(launch_store(), 'ended', 30)
 
-def rank_fails(how, **kw):
+def rank_fails(how):
     x = torch.randn(40, 4)
     model = nn.Sequential(nn.Linear(4, 500), nn.Linear(500, 3))
     learn = Learner(DataLoaders(TfmdDL(list(zip(x, x[:,:3])), 4)), model, F.mse_loss)
     learn.logger = lambda line: None
     try:
-        with learn.distrib_ctx(bucket_cap_mb=.001, comm_hook='shm', **kw): learn.fit(1, cbs=Fail(how))
+        with learn.distrib_ctx(bucket_cap_mb=.001, comm_hook='shm'): learn.fit(1, cbs=Fail(how))
     except Exception as e:
         if group_rank()==0: launch_store().set('ended', 'yes')
         return type(e).__name__,str(e)
@@ -160,10 +127,8 @@ def test_a_rank_is_gone():
     assert not [o for o in memory_files()-before if 'learnerdist' in o]
 
 def test_a_rank_does_not_come():
-    a,_ = run_ranks(rank_late, 2, timeout_s=60)
+    a,_ = run_ranks(rank_fails, 2, 'hang', timeout_s=60)
     assert a[0]=='TimeoutError' and 'in fail' in a[1]
-
-def rank_late(): return rank_fails('hang', timeout_s=2)
 
 # --- ranks that share no memory ---------------------------------------------------------------------------------------------
 

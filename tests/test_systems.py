@@ -79,12 +79,6 @@ def test_macos_trains_and_fails(fault, said, loss, tmp_path):
     res = python(tmp_path, 'train.py', sitecustomize=macos, train=train+called.format(fault))
     assert res.stdout==f'{loss}\n' and res.returncode==1 and said in res.stderr, res.stderr
 
-@pytest.mark.slow
-def test_macos_command(loss, tmp_path):
-    files = dict(sitecustomize=macos, train=train+'\nprint(main(), flush=True)')
-    res = python(tmp_path, '-m', 'learnerdist.launch', '--nproc', '2', 'train.py', **files)
-    assert sorted(res.stdout.splitlines())==[f'{loss}',f'[r1] {loss}'], res.stderr
-
 no_groups = '2 processes: linux has no process groups: use Linux, macOS, WSL 2'
 starts = '''
 import windows,train

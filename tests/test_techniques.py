@@ -4,10 +4,9 @@ from functools import partial
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim.lr_scheduler import MultiStepLR
 from learnerdist.all import (AvgMetric, CSVLogger, Callback, DataLoaders, EarlyStoppingCallback, GradientAccumulation,
-                             GradientClip, Learner, LogWriter, MixedPrecision, Scheduler, TensorBoardLogger, TfmdDL, Timer,
-                             accuracy, error_rate, group_size, num_distrib, rank_distrib, top_k_accuracy, warm_up)
+                             GradientClip, Learner, LogWriter, MixedPrecision, TensorBoardLogger, TfmdDL, Timer,
+                             accuracy, error_rate, group_size, num_distrib, rank_distrib, top_k_accuracy)
 from learnerdist.core.env import in_group
 from learnerdist.learner.techniques import half_type
 from learnerdist.testing import run_ranks
@@ -99,35 +98,6 @@ def test_type_that_suits_a_gpu(able, monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation: able)
     assert half_type(torch.device('cuda'))==(torch.bfloat16 if able else torch.float16)
 
-# --- schedules ----------------------------------------------------------------------------------------------------------------
-
-drops = partial(MultiStepLR, milestones=[2,3], gamma=.3)
-ramps = {'linear': lambda k: warm_up(3, drops, scale_lr=True) if k else warm_up(3, drops, start=.5),
-         'root': lambda k: warm_up(2, scale_lr=lambda W: W**.5) if k else warm_up(2, start=.5**.5)}
-
-def scaled(on_ranks):
-    "One process takes the rate that two ranks scale theirs to"
-    res = {}
-    for k,f in ramps.items():
-        learn = make(lr=.02 if on_ranks else .02*(2**.5 if k=='root' else 2))
-        with learn.distrib_ctx(seed=3): learn.fit(4, cbs=Scheduler(f(on_ranks), by='epoch' if k=='linear' else 'step'))
-        res[k] = learn.recorder.lrs,weights(learn)
-    for k,kw in {'mixed': {}, 'cycle': dict(scale_lr=on_ranks)}.items():
-        learn = make(lr=.02 if on_ranks else .04)
-        both = [Scheduler(warm_up(4, start=.5, scale_lr=on_ranks)), Scheduler(drops, by='epoch')]
-        with learn.distrib_ctx(seed=3): learn.fit(4, cbs=both) if k=='mixed' else learn.fit_one_cycle(4, **kw)
-        res[k] = learn.recorder.lrs,weights(learn)
-    return res
-
-def test_rates_that_grow_with_the_ranks():
-    want = scaled(False)
-    for res in run_ranks(scaled, 2, True):
-        for k in want:
-            for a,b in zip(res[k], want[k]): close(a, b)
-    close(want['linear'][0], [v for o in (.02, .04*2/3, .04*5/6, .04) for v in [o]*3])
-    close(want['mixed'][0], [.02,.025,.03,.035,.04,.04]+[.012]*3+[.0036]*3)
-    assert max(want['cycle'][0])<=.04
-
 # --- metrics, logs: one call on ranks ---------------------------------------------------------------------------------
 
 class Mine(LogWriter):
@@ -199,8 +169,6 @@ def test_files_of_logs_are_rank_0s(logs):
 def test_tensorboard_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, 'torch.utils.tensorboard', None)
     with pytest.raises(ValueError, match='install the extra'): make().fit(1, cbs=TensorBoardLogger())
-
-# --- times --------------------------------------------------------------------------------------------------------------------
 
 def timed():
     res = []

@@ -2,10 +2,10 @@
 ranks do what one process does is in the table of scenes"""
 import itertools
 from contextlib import suppress
-import numpy as np, pytest, torch, torch.distributed as dist
+import numpy as np, pytest, torch
 from torch import nn
 from torch.optim import SGD
-from scenes import F32, F64, Cancels, PartUsed, look, make, net, pictures, points, scene, sgd
+from scenes import F32, F64, Cancels, look, make, net, points, scene, sgd
 from learnerdist.all import Callback, group_rank, group_size, process_group
 from learnerdist.core.random import set_seed
 from learnerdist.learner.callback import CancelBatchException, CancelEpochException, CancelFitException, CancelTrainException, inner_events
@@ -13,7 +13,6 @@ from learnerdist.learner.techniques import GradientAccumulation, GradientClip, L
 from learnerdist.testing import run_ranks
 
 torch.set_num_threads(1)
-half = dict(init_scale=64.)
 
 class Stepped(Callback):
     "In which batches a step was taken"
@@ -66,33 +65,6 @@ def test_steps_of_an_epoch():
         with learn.added_cbs(GradientAccumulation(n_acc)):
             learn.fit(1)
             assert len(learn.stepped)==steps_per_epoch(learn), (bs,n_acc)
-
-class CountExchanges(Callback):
-    "Calls of DDP's hook"
-    def before_train(self):
-        if self.epoch: return
-        self.learn.sent = []
-        def hook(state, bucket):
-            self.sent.append((self.epoch,self.iter))
-            dist.all_reduce(bucket.buffer())
-            fut = torch.futures.Future()
-            fut.set_result(bucket.buffer()/group_size())
-            return fut
-        self.wrapper.ddp.register_comm_hook(None, hook)
-
-def rank_exchanges():
-    res = []
-    with process_group():
-        for ctx in ({}, dict(gradient_as_bucket_view=True), dict(find_unused_parameters=True)):
-            kw = dict(ds=pictures, model=PartUsed, loss=nn.CrossEntropyLoss) if 'find_unused_parameters' in ctx else {}
-            learn = learner(2, bs=8, n=44, **kw)
-            with learn.distrib_ctx(seed=3, **ctx): learn.fit(2, cbs=[GradientAccumulation(10),CountExchanges()])
-            res.append((learn.sent, learn.stepped))
-    return res
-
-def test_one_exchange_for_each_step():
-    want = [(0,2),(0,5),(1,2),(1,5)]
-    assert run_ranks(rank_exchanges, 2)==[[(want,want)]*3]*2
 
 class Mine(list):
     "Split by its user"
@@ -164,20 +136,6 @@ def test_gradients_of_a_cancelled_batch_join_the_next_ones_at_their_scale(order)
     a,b = (fitted(cancel, *o, dtype=F32, bs=24) for o in ((),(MixedPrecision('fp16', init_scale=16.),)))
     close(weights(a), weights(b), 3e-3)
 
-class Validates(Callback):
-    "In the midst of a batch"
-    order = 95
-    def __init__(self, event): setattr(self, event, self.go)
-    def go(self):
-        if self.training and self.iter==1: self.learn.validate()
-
-def test_validation_within_a_batch():
-    def fit(*cbs):
-        return weights(fitted(MixedPrecision('fp16', **half), GradientAccumulation(16), *cbs, dtype=F32, bs=8))
-    want = fit()
-    for event in ('before_batch','after_pred','after_backward','before_step','after_batch'):
-        assert torch.equal(fit(Validates(event)), want) and not torch.is_autocast_enabled('cpu'), event
-
 def test_scaler_goes_on_from_its_state():
     kw = dict(dtype=F32, bs=24)
     learn,other = learner(**kw).to_fp16(init_scale=64., growth_interval=3),learner(**kw).to_fp16(growth_interval=3)
@@ -192,8 +150,6 @@ def test_scaler_goes_on_from_its_state():
     other.mixed_precision.load_state_dict({})
     assert other.mixed_precision.state_dict()['scale']==256.
 
-# --- seeds ------------------------------------------------------------------------------------------------------------
-
 def test_set_seed(monkeypatch):
     "That draws repeat themselves is in the notebook"
     cudnn = torch.backends.cudnn
@@ -202,8 +158,6 @@ def test_set_seed(monkeypatch):
     assert not cudnn.deterministic and cudnn.benchmark
     set_seed(1, reproducible=True)
     assert cudnn.deterministic and not cudnn.benchmark
-
-# --- Lookahead --------------------------------------------------------------------------------------------------------
 
 def one_step(learn, opt, i=0): torchs_step(learn.model, opt, *(o[i:i+8].to(F64) for o in points(48).tensors))
 

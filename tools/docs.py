@@ -6,16 +6,17 @@ from base64 import b64decode
 from importlib import import_module
 from pathlib import Path
 
-from fastcore.docments import DocmentTbl
+from fastcore.docments import DocmentTbl,docments
 from fastcore.nbio import read_nb
 from nbdev.doclinks import patch_name
 
 root = Path(__file__).parent.parent
 sys.path.insert(0, str(root))
 defs = ast.FunctionDef,ast.AsyncFunctionDef,ast.ClassDef
-guides = '''start fastai accelerate launching launchers losses data checkpoints sharded speed same messages options names how_it_works log
-systems'''.split()
-tutorials = '''gallery is_it_the_same training_tricks failures from_fastai_distributed fastai_table sharded_lora
+guides = {'Begin': 'start fastai accelerate', 'Run': 'launching machines launchers checkpoints',
+          'Train': 'losses metrics data global_batch sharded speed clients', 'Check': 'same messages results',
+          'Inside': 'how_it_works log systems'}
+tutorials = '''gallery is_it_the_same global_batch training_tricks failures from_fastai_distributed fastai_table sharded_lora
 catalyst_ddp ddp_from_scratch versions'''.split()
 folders = 'core data learner distributed checkpoint launch fastai'.split()
 
@@ -42,25 +43,32 @@ def names(node):
 
 def is_public(name): return '._' not in f'.{name}'
 
-def signature(node, name)->str:
-    "As it is written, wrapped at 88 columns"
+def signature(node, name, o)->str:
+    "As it is written, or with the options that it passes on; wrapped at 88 columns"
     init = next((o for o in node.body if getattr(o, 'name', '')=='__init__'), None) if isinstance(node, ast.ClassDef) else node
     if not init: return f'class {name}'
     args = [o.strip() for o in re.split(r', (?![^(\[]*[)\]])', ast.unparse(init.args)) if o]
+    if passes_on(o):
+        args = [re.sub(r'(\w+):.*?( = |$)', lambda m: m[1]+m[2].strip(), str(p)) for p in inspect.signature(o).parameters.values()]
     args = args[1:] if args[:1] and re.match(r'(self|cls)\b', args[0]) else args
     end = f') -> {ast.unparse(node.returns)}' if getattr(node, 'returns', None) else ')'
     text = f'{name}({", ".join(args)}{end}'
     return text if len(text)<=88 else f'{name}(\n    '+',\n    '.join(args)+f'\n{end}'
+
+def passes_on(o): return callable(o) and '__signature__' in getattr(o, '__dict__', ()) # as fastcore's `delegates` has it
 
 def found(module, name):
     "What `name` stands for in its module: the function of a property or of a method that is wrapped"
     o = module
     for k in name.split('.'): o = inspect.getattr_static(o, k)
     o = getattr(o, 'fget', None) or getattr(o, 'func', None) or getattr(o, '__func__', o)
-    return inspect.unwrap(o) if callable(o) else o
+    return inspect.unwrap(o) if callable(o) and not passes_on(o) else o
 
 def table(o)->str:
     "The docments that there are; types and defaults stand in the signature"
+    if passes_on(o):
+        rows = [f'| {k} | {v} |' for k,v in docments(o, args_kwargs=True).items() if v]
+        return '\n'.join(['| | **Details** |','|---|---|',*rows])
     try: rows = str(DocmentTbl(o, verbose=False)).splitlines()
     except (TypeError, ValueError, OSError): return '' # a class with another metaclass, or without a signature
     rows = [r for r in rows if not re.match(r'\| \S+ \|  \|$', r)]
@@ -72,10 +80,11 @@ def summary(doc)->str:
 
 def described(node, name, module, level=3):
     "The section of a definition, then those of a class's methods that have a docstring"
-    text = f'{ast.get_docstring(node) or ""}\n\n{table(found(module, name))}'
-    for o in ast.walk(node):  # a parameter is no link, whatever else has its name
-        if isinstance(o, ast.arg): text = text.replace(f'`{o.arg}`', f'<code>{o.arg}</code>')
-    yield f'{"#"*level} `{name}` {{#{name}}}\n\n```python\n{signature(node, name)}\n```\n\n{text}'
+    o = found(module, name)
+    text = f'{ast.get_docstring(node) or ""}\n\n{table(o)}'
+    for k in ast.walk(node):  # a parameter is no link, whatever else has its name
+        if isinstance(k, ast.arg): text = text.replace(f'`{k.arg}`', f'<code>{k.arg}</code>')
+    yield f'{"#"*level} `{name}` {{#{name}}}\n\n```python\n{signature(node, name, o)}\n```\n\n{text}'
     for f in node.body if isinstance(node, ast.ClassDef) else []:
         if isinstance(f, defs) and is_public(f.name) and ast.get_docstring(f): yield from described(f, f'{name}.{f.name}', module, level+1)
 
@@ -86,8 +95,8 @@ def output(o, save)->str:
     if o.output_type=='error': return fenced('\n'.join(o.traceback))
     data = o.data
     if 'image/png' in data: return f'![A plot that the code above draws]({save(b64decode(data["image/png"]))})'
+    if 'text/html' in data: return ''.join(data['text/html'])
     if 'text/markdown' in data: return data['text/markdown']
-    if 'text/html' in data: return data['text/html']
     return fenced(data.get('text/plain', ''))
 
 def fenced(text, lang='text'): return f'````{lang}\n{text.rstrip()}\n````' if text.strip() else ''
@@ -167,16 +176,28 @@ class Links:
         return ''.join(o for i,o in enumerate(parts) if i%3<2 and o)
 
 # The site
+def public_names()->dict:
+    "What `learnerdist.all` hands out, in its order, by the comments that are its headings"
+    public,res,seen = import_module('learnerdist.all'),{},set()
+    source = Path(public.__file__).read_text().partition('__all__')[0]
+    for title,body in re.findall(r'^# (.+)\n((?:(?!# ).*\n)*)', source, re.M):
+        found = dict.fromkeys(o for m in re.findall(r'^from (\S+) import', body, re.M) for o in import_module(m).__all__)
+        if names := [o for o in found if o not in seen]: res[title.partition(':')[0]] = names
+        seen |= found.keys()
+    return res
+
 def api_index(pages)->str:
-    "The public names, the methods of a Learner, then every other documented name, by module"
+    "The methods of a Learner, the public names, then every other documented name, by module"
     known = {k: (p.at,v) for p in sorted(pages, key=lambda p: p.at.startswith('fastai/'), reverse=True) for k,v in p.anchors.items()}
     def table(names):
         rows = [f'| [`{k}`]({known[k][0]}#{k}) | {known[k][1].replace("|", chr(92)+"|")} |' for k in names]
         return '| Name | Meaning |\n|---|---|\n'+'\n'.join(rows)
-    public = {o for o in vars(import_module('learnerdist.all')) if not o.startswith('_')}
-    first = {'Public names': [k for k in known if k in public], 'Methods of a Learner': [k for k in known if k.startswith('Learner.')]}
-    res = ['# API\n\nWhat `from learnerdist.all import *` hands out, the methods of a Learner, then what else is documented, by module.']
-    res += [f'## {title}\n\n{table(sorted(names, key=str.lower))}' for title,names in first.items()]
+    groups = public_names()
+    public = {o for names in groups.values() for o in names}
+    methods = sorted((k for k in known if k.startswith('Learner.')), key=str.lower)
+    first = {'Methods of a Learner': methods, **{title: [o for o in names if o in known] for title,names in groups.items()}}
+    res = ['# API\n\nThe methods of a Learner, what `from learnerdist.all import *` hands out, then what else is documented, by module.']
+    res += [f'## {title}\n\n{table(names)}' for title,names in first.items()]
     for p in pages:
         names = [k for k in p.anchors if k not in public and not k.startswith('Learner.')]
         if names: res.append(f'## {p.at[:-3].replace("/", ".")}\n\n{table(names)}')
@@ -187,8 +208,11 @@ def nav(files)->list:
         found = [at for at in files.values() if Path(at).parent.as_posix()==folder and not at.endswith('index.md')]
         return sorted(found, key=lambda at: [*first,Path(at).stem].index(Path(at).stem))
     modules = [{o: [f'{o}/index.md',*inside(o)]} for o in folders]
+    listed = {title: [f'guide/{o}.md' for o in names.split()] for title,names in guides.items()}
+    rest = [o for o in inside('guide') if not any(o in names for names in listed.values())]
+    guide = ['guide/index.md',*[{k: v} for k,v in listed.items()],*rest]
     top = [at for path,at in files.items() if re.fullmatch(r'nbs/[^/]+\.ipynb', path)]
-    return [{'Home': 'index.md'},{'Guide': ['guide/index.md',*inside('guide', guides)]},{'Tutorials': inside('tutorials', tutorials)},
+    return [{'Home': 'index.md'},{'Guide': guide},{'Tutorials': inside('tutorials', tutorials)},
             {'Modules': ['notebooks.md',*modules,{'top': top}]},{'API': 'api.md'},
             {'Project': ['contributing.md','benchmarks.md','changelog.md']}]
 

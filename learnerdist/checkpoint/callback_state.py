@@ -169,7 +169,7 @@ def check_run(old:dict, new:dict, at:dict, fit:int, src):
     bad = [k for k,v in old['schedule'].items() if new['schedule'].get(k, v)!=v]
     why = None
     if at['fit']!=fit:
-        why = f'of fit number {at["fit"]+1} of its script, and this is number {fit+1}: give each its own folder'
+        why = f'of fit number {at["fit"]+1} of its script, and this is number {fit+1}: give each another folder'
     elif at['n_epoch']>new['n_epoch']:
         why = f'of a fit of {at["n_epoch"]} epochs, and this one has {new["n_epoch"]}: give as many or more'
     elif old['optimizer']!=new['optimizer']:

@@ -9,16 +9,16 @@ __all__ = ['Preempted', 'Checkpoint', 'preempted_status']
 import os,secrets,signal,threading,time
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 
 from ..learner.trackers import run_config
 from ..learner.callback import Callback,Order
 from ..learner.finder import left_out
-from ..core.collectives import broadcast_object,distrib_barrier,gather_objects
+from ..core.collectives import distrib_barrier,gather_objects
 from ..core.env import count,group_rank,group_size,is_rank0
 from ..core.files import shrinks
+from ..core.remote import Remote,place
 from ..core.shards import a_part,load_model,load_opt,map_tensors,shard_place,take_apart
 from ..core.stacks import preempted_status,warn
 from ..data.loaders import to_device
@@ -27,8 +27,8 @@ from ..learner.learner import StartAt,fit_flags,get_model
 from ..learner.losses import loss_over
 from .position import PlacedLoader,Seeds,go_back,place_in_epoch,read_alone
 from .position import between_epochs,end,validation
-from .snapshot import Writers,newest_good,on_cpu,open_folder,open_states,prune
-from .snapshot import read_snapshot,snapshot_name,to_plain,write_snapshot
+from .snapshot import Writers,newest_good,on_cpu,open_folder,open_states
+from .snapshot import snapshot_name,to_plain,write_snapshot
 from .callback_state import check_model,check_run,config_changes,lists_of,load_states
 from .callback_state import horizons,merged,part_of,say,settle,states_of
 
@@ -175,11 +175,12 @@ class Moments:
         if self.stopping: self._leave()
 
     def _leave(self):
-        self.wait()
-        if self.engine: distrib_barrier() # the launcher ends the others when one exits
+        lost = self.wait()
+        if self.engine: lost = gather_objects(lost)[0] # all wait: the launcher ends the others when one exits
         why = self.requests.take() or 'a signal to another rank'
-        raise Preempted(f'{why}: the run is saved in {self.folder} after step {self.train_iter}, and goes on from '
-                        'there with resume=True')
+        step = f'{"not " if lost else ""}saved in {self.folder} after step {self.train_iter}'
+        raise Preempted(f'{why}: the run is {step}, and goes on from {"an older state" if lost else "there"} with '
+                        'resume=True')
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c014
 class Saving:
@@ -202,21 +203,23 @@ class Saving:
         "Write a checkpoint to files. Sync point"
         cbs,own = self.learn.cbs,held['own']
         ranks = self._gather(own | dict(cbs=merged(own['cbs'], states_of(cbs, 'rank_state', True))))
-        self.wait()
+        remote = isinstance(self.folder, Remote)
+        self.wait(1 if remote else 0) # two states are on the way at most
         all_cbs = merged(held['cbs'], states_of(cbs, 'fit_state', True))
-        background = self.background and not self.stopping
-        self.pending = self._write(self.folder, is_rank0(), all_cbs, ranks, self._info(), background)
-        if not self.background: self.wait()
+        kw = dict(background=self.background and not self.stopping, keep=self.keep, after=[*self.pending])
+        pending = self._write(self.folder, is_rank0(), all_cbs, ranks, self._info(), **kw)
+        if pending: self.pending.append(pending)
+        if not self.background and not remote: self.wait()
 
     def _gather(self, own)->list:
         "The own state of each rank; all ranks take the id of rank 0's run. Sync point"
-        ranks,self.tokens,runs = zip(*gather_objects((own,os.getpid(),self.run_id)))
+        ranks,self.tokens,runs = zip(*gather_objects((own,secrets.token_hex(4),self.run_id)))
         self.run_id = runs[0]
         return [*ranks]
 
-    def _write(self, folder, leads, cbs, ranks, info, background=False, check=None):
+    def _write(self, folder, leads, cbs, ranks, info, check=None, **kw):
         """Write a snapshot, if this rank `leads`; of a sharded model each rank writes the rows that it has. Returns a
-        Future, or None"""
+        Future, or None. kw: of `write_snapshot`"""
         own = get_model(self.learn.model)
         like = a_part(own)
         i,n,again = shard_place(like) if like is not None else (0,1,not leads)
@@ -228,7 +231,7 @@ class Saving:
         if check: check(parts)
         info = to_plain(info | (dict(shards=n) if rows else {}), 'manifest')
         at,writers = folder/snapshot_name(info['epoch'], info['step']),Writers(i, n, self.tokens[0])
-        return write_snapshot(at, parts, info, background, writers)
+        return write_snapshot(at, parts, info, writers=writers, **kw)
 
     def _info(self):
         at = self.last
@@ -241,16 +244,20 @@ class Saving:
         info,changes = self._info(),mem.tails.take(lists_of(cbs, 'fit_state'))
         if mem.leads: info['journal'] = mem.add(dict(all=changes, ranks=[o for _,o in found]))
         own = [o for o,_ in found]
-        pending = self._write(mem.folder, mem.leads, held['cbs'], own, info, check=mem.check_room)
+        pending = self._write(mem.folder, mem.leads, held['cbs'], own, info, mem.check_room, keep=mem.n_kept)
         if pending: pending.result()
-        if mem.leads: prune(mem.folder, mem.n_kept, self.run_id)
 
-    def wait(self):
-        "Wait for a checkpoint that is being written; an error of this write is raised here"
-        pending,self.pending = self.pending,None
-        if pending is None: return
-        pending.result()
-        if is_rank0(): prune(self.folder, self.keep, self.run_id)
+    def wait(self, n=0)->str:
+        """Wait until at most `n` checkpoints are being written. An error of a write to local files is raised here, one
+        of an upload is a warning, and returned if it was the last one"""
+        lost = None
+        while self.pending and (len(self.pending)>n or self.pending[0].done()):
+            try: lost = self.pending.pop(0).result()
+            except Exception as e:
+                if not isinstance(self.folder, Remote): raise
+                lost = str(e).partition('\n')[0] # without the stack of another rank
+                if is_rank0(): warn(f'[not-uploaded] {lost}. The fit goes on; earlier checkpoints are as they were')
+        return lost
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c016
 class Restoring:
@@ -259,7 +266,8 @@ class Restoring:
         "Restore the newest state, in memory or in files; without one the fit begins from its start. Sync point"
         like = a_part(get_model(self.learn.model))
         found = self.memory and self.memory.newest(like)
-        file = self._newest_file(like, found and (found.info['epoch'],found.info['step']))
+        after = found and (found.info['epoch'],found.info['step'])
+        file = newest_good(self.folder, like, after, self.engine is not None)
         if self.memory: self._settle_memory(file or found)
         found = file or found
         if not found: return
@@ -269,16 +277,6 @@ class Restoring:
         self._load(**found.parts)
         self._set_start()
         self._say(found)
-
-    def _newest_file(self, like, after):
-        found = newest_good(self.folder, like, after) if self.rank==0 else None
-        if not self.engine: return found
-        # also while another is being written
-        parts,found = found and found.parts,broadcast_object(found and found._replace(parts=None))
-        if found is None: return None
-        if not found.folder.exists():
-            raise ValueError(f'rank {group_rank()} does not see {found.folder}: all machines need the same folder')
-        return found._replace(parts=parts or read_snapshot(found.folder, found.info, like=like, check=False))
 
     def _settle_memory(self, found):
         """Forget what the fit does not go on from: a state that not all ranks have would be taken for one that they
@@ -351,10 +349,11 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
     order,implied = Order.checkpoint,False # implied: gives way to another one
     active,resuming,requests,nested,memory,lock = False,False,None,0,None,None
     def __init__(self,
-        path,             # A folder, relative to the learner's path; for this fit only
+        # A folder, relative to the learner's path, or an address, such as s3://bucket/run; for this fit only
+        path,
         every='epoch',    # 'epoch', a number of steps, or a `timedelta` on rank 0's clock
         keep:int=2,       # How many of the newest to keep
-        background=False, # Whether to copy the tensors, and write while training goes on
+        background=False, # Whether to copy the tensors, and write while training goes on, as always to an address
         resume=False,     # As `learn.fit(…, resume=True)`
         signals=('SIGTERM',), # Names of signals on which all ranks save together and end with `preempted_status`
         # True: states go to memory that the launcher keeps, in place of files; a number of steps: to memory, beside
@@ -362,7 +361,7 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
         in_memory=False
     ):
         check_options(every, keep, signals, in_memory)
-        self.path,self.every,self.keep = Path(path),every,keep
+        self.path,self.every,self.keep = path,every,keep
         self.background,self.resume,self.signals = background,resume,signals
         self.in_memory = in_memory
 
@@ -372,8 +371,8 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
         self.phase = None # what the fit is doing: 'epoch', 'train', 'trained', 'validate', 'validated'
         # save there ('files', 'memory') at the next common point of all ranks; stop after that
         self.due,self.stopping = set(),False
-        # the state that was captured before validation; the Future of a checkpoint that is being written
-        self.held = self.pending = None
+        # the state that was captured before validation; Futures of checkpoints that are being written
+        self.held,self.pending = None,[]
         self.last = self.at = None # the positions of the newest checkpoint, and of the one that this fit will resume at
         self.unsettled = False # whether DDP still has its initial buckets
         # alone, a loader and what it is read by; what seeds its order, its samples and its batches
@@ -392,7 +391,7 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
         self.engine = self.trainer if group_size()>1 else None
         self.world,self.rank = (group_size(),group_rank()) if self.engine else (1,0)
         if self.engine: self.engine.watcher = self
-        self.folder = Path(self.learn.path)/self.path
+        self.folder = place(self.path, self.learn.path)
         self.config = run_config(self.learn, self.world)|dict(schedule=horizons(self.learn.cbs))
         self.requests = Requests(self.signals)
         self.learn.add_cb(_Early(self))
@@ -414,7 +413,7 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
 
     def name_in_memory(self)->str:
         "What this fit's states in memory are found by in the next attempt"
-        return os.path.abspath(self.folder)
+        return os.path.abspath(str(self.folder))
 
     def before_train(self):
         if self.active and self.at and self.at['phase']=='train': self.arrive()

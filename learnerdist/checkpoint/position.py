@@ -86,9 +86,10 @@ def place_in_epoch(dl:PlacedLoader, i:int)->dict:
     rows that all ranks have trained on; None if not known"""
     d,bs,done = getattr(dl, 'dealer', None),_unit(dl),None
     if bs:
-        done = (i-dl.offset)*bs*d.world_size
+        done = (i-dl.offset)*d.step
         done = d.start+(done if dl.n_total is None else min(done, dl.n_total))
-    data = [batch_shape(dl)[0],data_len(getattr(dl, 'dataset', None))]
+    size = getattr(d, 'global_bs', None) or batch_shape(dl)[0]
+    data = [size,data_len(getattr(dl, 'dataset', None))]
     return dict(iter=i, done=done, data=data)
 
 def go_back(dl:PlacedLoader, at:dict, alike, state):
@@ -100,6 +101,6 @@ def go_back(dl:PlacedLoader, at:dict, alike, state):
     elif at['done'] is not None and _unit(dl): dl.offset,dl.dealer.left_at = n,(dl.dealer.epoch,at['done'])
     elif alike: dl.again = n
     else:
-        raise ValueError('this checkpoint was made in mid-epoch, and what was left of the epoch cannot be dealt to '
+        raise ValueError('this checkpoint was made in mid-epoch, and the rest of the epoch cannot be dealt to '
                          'another number of ranks, or in batches of another size: the loader was split by its user or '
                          "not at all, or workers read a stream. Use as many ranks as then, or save with every='epoch'")

@@ -6,10 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c002
-import errno,hashlib,json,os,re,shutil,socket,time,zlib
+import errno,hashlib,json,os,re,secrets,shutil,socket,tempfile,time,zlib
 from collections import deque
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext,suppress
+from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
@@ -19,10 +20,10 @@ from fastcore.foundation import L
 from torch import Tensor
 
 from ..core.collectives import gather_objects
-from ..core.env import count,group_size,group_timeout,is_rank0,local_rank,local_size
+from ..core.env import group_rank,group_size,group_timeout,is_rank0,local_rank,local_size
 from ..core.env import pack_error,shared_store,unpack_error,wait_keys
-from ..core.files import whole_file
-from ..core.files import free_bytes,kept_folder
+from ..core.files import free_bytes,kept_folder,own_folder,whole_file
+from ..core.remote import Remote,RemoteError,copied,here,written
 from ..core.shards import map_tensors,put_together
 from ..core.weights import DamagedFile,load_plain,map_bytes,read_bytes,save_sealed
 from ..learner.saving import weights_of_folder
@@ -60,38 +61,52 @@ def on_cpu(o, copy:bool, memo:dict):
     return memo[key]
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c011
-def write_snapshot(folder:Path, parts:dict, info:dict, background=False, writers=None)->Future:
+def write_snapshot(folder, parts:dict, info:dict, background=False, writers=None, keep=None, after=())->Future:
     """Write a snapshot's folder, which appears when all its files are on the disk: a file for each of `parts`, which
-    `to_plain` gave, and a manifest with `info`. background: copy the tensors, return, and write in a thread. An
-    OSError in the Future says what was not written and why"""
+    `to_plain` gave, and a manifest with `info`. background: copy the tensors, return, and write in a thread; a remote
+    folder always does; keep: how many of the run stay; after: Futures of snapshots whose uploads go first. An OSError
+    in the Future says what was not written and why"""
+    background = background or isinstance(folder, Remote)
     parts,done = {k: on_cpu(o, background, {}) for k,o in parts.items()},Future()
-    args = done,folder,parts,info,writers or Writers(0, 1, os.getpid())
+    args = done,folder,parts,info,writers or Writers(0, 1, secrets.token_hex(4)),keep,after
     if background: Thread(target=_write, args=args, name='checkpoint').start()
     else: _write(*args)
     return done
 
-def _write(done, folder, parts, info, writers):
-    tmp = folder.parent/f'.{folder.name}.{writers.token}.tmp'
+def _write(done, folder, parts, info, writers, keep, after):
+    remote,tmp = isinstance(folder, Remote),folder.parent/f'.{folder.name}.{writers.token}.tmp'
     try:
-        files = writers.meet({f'{k}.pt': _write_part(tmp/f'{k}.pt', o) for k,o in parts.items()})
-        if writers.first: _publish(tmp, folder, dict(info, files=files))
+        with own_folder(tempfile.gettempdir()) if remote else nullcontext(tmp) as tmp:
+            files = {f'{k}.pt': _write_part(tmp/f'{k}.pt', parts.pop(k)) for k in [*parts]}
+            if remote: info = _upload(tmp, files, folder, info, writers, after)
+            files = writers.meet(files)
+            if writers.first: _publish(tmp, folder, dict(info, files=files))
+        with suppress(RemoteError):
+            if writers.first and keep: prune(folder.parent, keep, info['run'])
     except BaseException as e:
         writers.fail(e)
-        if writers.first: shutil.rmtree(tmp, ignore_errors=True)
+        if writers.first and not remote: shutil.rmtree(tmp, ignore_errors=True)
         done.set_exception(_not_written(e, folder))
     else: done.set_result(None)
+
+def _upload(tmp, files, folder, info, writers, after):
+    "Parts go into a folder of this attempt's own: the manifest, which names it, replaces an older one in one step"
+    for o in after: o.exception()
+    for o in files: (folder/writers.token/o).put(tmp/o)
+    return dict(info, parts=writers.token)
 
 def _write_part(path, state):
     with whole_file(path) as tmp: return save_sealed(state, tmp)
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c0w1
 class Writers:
-    "The ranks that write a snapshot: each its file, and the first one the manifest, when all files are on the disk"
+    """The ranks that write a snapshot: each its file, and the first one the manifest, when all files are on the disk.
+    token: the same on all, and another one each time: ranks that failed may have written more snapshots than others"""
     def __init__(self, i:int, n:int, token):
         self.first,self.token,self.n = i==0,token,n
         if n==1: return
-        self.store,self.timeout,at = shared_store(),group_timeout(),count('snapshot')
-        self.keys = {r: f'snapshot/{at}/{r}' for r in range(1, n)}
+        self.store,self.timeout = shared_store(),group_timeout()
+        self.keys = {r: f'snapshot/{token}/{r}' for r in range(1, n)}
         self.own = self.keys.get(i)
 
     def meet(self, files:dict)->dict:
@@ -118,6 +133,7 @@ class Writers:
 def _publish(tmp, folder, info):
     res = dict(info, format=format_version, time=time.time())
     with whole_file(tmp/'manifest.json') as file: file.write_text(json.dumps(res | dict(crc32=_crc(res)), indent=1))
+    if isinstance(folder, Remote): return (folder/'manifest.json').put(tmp/'manifest.json')
     _sync(tmp)
     if folder.exists(): drop_snapshot(folder) # a damaged snapshot of the same name
     tmp.rename(folder)
@@ -155,26 +171,27 @@ def read_manifest(
     return res
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c021
-def read_snapshot(folder:Path, info:dict, names=('model','state'), like=None, check=True)->dict:
+def read_snapshot(folder, info:dict, names=('model','state'), like=None, check=True)->dict:
     """The states that `write_snapshot` was given, on the CPU. like: any part of a sharded model, then this rank's rows
     are read only, and `check` says whether the checksums of their files are looked at. DamagedFile if a file has
     changed, ValueError if it holds code"""
-    def part(k, mapped): return _read_part(folder/f'{k}.pt', info['files'].get(f'{k}.pt'), mapped, check)
-    n = info.get('shards', 0)
-    parts = {k: part(k, like is not None and not n) for k in names}
+    at,n = folder/info['parts'] if 'parts' in info else folder,info.get('shards', 0)
+    def part(k, mapped, check): return _read_part(at/f'{k}.pt', info['files'].get(f'{k}.pt'), mapped, check)
+    mapped = like is not None and not n # then rank 0 checks for all
+    parts = {k: part(k, mapped, check and is_rank0()) for k in names}
     if not n: return parts
-    rows = [part(f'rows_{i}', True)['rows'] for i in range(n)]
-    return {k: {j: put_together(v, rows, like) for j,v in o.items()} for k,o in parts.items()}
+    rows = cache(lambda i: part(f'rows_{i}', True, check)['rows'])
+    return {k: {j: put_together(v, rows, n, like) for j,v in o.items()} for k,o in parts.items()}
 
 def _read_part(path, said, mapped, check):
-    try: data = map_bytes(path) if mapped else read_bytes(path)
+    try: data = map_bytes(here(path)) if mapped else read_bytes(here(path))
     except FileNotFoundError as e: raise DamagedFile(f'{path} is missing') from e
     except OSError as e: raise DamagedFile(f'{path} cannot be read ({e.strerror})') from e
     if (check or not mapped) and [len(data),zlib.crc32(data)]!=said:
         raise DamagedFile(f'{path} is not what was written: its size or its checksum differs')
     # older torch runs code in others
     if data[:4]!=b'PK\3\4': raise ValueError(f'{path} is no file of a checkpoint, and is not read')
-    res = load_plain(None if mapped else data, path, mapped=mapped)
+    res = load_plain(None if mapped else data, here(path), mapped=mapped)
     if not isinstance(res, dict): raise ValueError(f'{path} holds no state, but a {type(res).__name__}')
     return res
 
@@ -186,9 +203,14 @@ class Found(NamedTuple):
     bad:list
     parts:dict # As `read_snapshot` gives them
 
-def snapshots(path:Path)->list:
-    "The folders of snapshots in `path`, damaged ones too"
-    found = [o for o in path.glob('epoch_*-step_*') if o.is_dir()]
+def snapshots(path, whole=True)->list:
+    """The folders of snapshots in `path`, damaged ones too. A remote one without a manifest is being written, or was
+    never finished: with `whole` off, these"""
+    if isinstance(path, Remote):
+        files = {*path.files()}
+        names = {o.partition('/')[0] for o in files if re.match(r'epoch_\d+-step_\d+/', o)}
+        found = [path/o for o in names if (f'{o}/manifest.json' in files)==whole]
+    else: found = [o for o in path.glob('epoch_*-step_*') if o.is_dir()]
     return sorted(found, key=lambda o: [*map(int, re.findall(r'\d+', o.name))])
 
 def snapshot_name(epoch:int, step:int)->str:
@@ -196,44 +218,61 @@ def snapshot_name(epoch:int, step:int)->str:
     return f'epoch_{epoch:04d}-step_{step:08d}'
 
 def _manifests(path):
-    "By folder: its manifest, or a DamagedFile"
+    "By folder's name: its manifest, or a DamagedFile"
     res = {}
     for o in snapshots(path):
-        try: res[o] = read_manifest(o)
-        except DamagedFile as e: res[o] = e
+        try: res[o.name] = info = read_manifest(o)
+        except DamagedFile as e: res[o.name] = e
         else:
-            at = snapshot_name(res[o]['epoch'], res[o]['step'])
-            if o.name!=at: res[o] = DamagedFile(f'{o/"manifest.json"} is that of {at}')
+            at = snapshot_name(info['epoch'], info['step'])
+            if o.name!=at: res[o.name] = DamagedFile(f'{o/"manifest.json"} is that of {at}')
     return res
 
 def _good(found): return {k:o for k,o in found.items() if isinstance(o, dict)}
 def _newest_run(found): return max(((o['time'],o['run']) for o in _good(found).values()), default=(0,None))[1]
 
-def newest_good(path:Path, like=None, after=None)->Found:
+def newest_good(path, like=None, after=None, together=False)->Found:
     """The newest undamaged snapshot in `path`, None without any; only one newer than (epoch, step) `after`. ValueError
-    if all of them are damaged"""
-    found,bad = _manifests(path),[]
+    if all of them are damaged. together: on all ranks, each of which reads and checks what it needs: a sync point"""
+    def share(o): return gather_objects(o) if together else [o]
+    found,bad = share(None if together and group_rank() else _manifests(path))[0],[]
     run = _newest_run(found)
-    for folder,info in reversed(found.items()):
-        try:
-            if isinstance(info, DamagedFile): raise info
-            if after and (info['epoch'],info['step'])<=after: return None
-            if info['run']==run: return Found(folder, info, bad, read_snapshot(folder, info, like=like))
-        except DamagedFile as e: bad.append(str(e))
+    with copied(path, share) as source:
+        for name,info in reversed(found.items()):
+            if isinstance(info, DamagedFile): bad.append(str(info))
+            elif after and (info['epoch'],info['step'])<=after: return None
+            elif info['run']==run:
+                parts,why = _checked(source/name, info, like)
+                why = next(filter(None, share(why)), None)
+                if why is None: return Found(path/name, info, bad, parts)
+                bad.append(why)
     if bad and not after:
         raise ValueError(f'no checkpoint in {path} is good: {"; ".join(bad)}. To begin anew, use another folder')
 
+def _checked(folder, info, like):
+    "(its states, None), or (None, what is damaged)"
+    if isinstance(folder, Path) and not folder.exists():
+        raise ValueError(f'rank {group_rank()} does not see {folder}: all machines need the same folder')
+    try: return read_snapshot(folder, info, like=like),None
+    except DamagedFile as e: return None,str(e)
+
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c026
-def drop_snapshot(folder:Path):
-    "Remove a snapshot: first its name, in one step, then its files"
+def drop_snapshot(folder):
+    "Remove a snapshot: first its name, or a remote one's manifest, in one step, then its files"
+    if isinstance(folder, Remote):
+        (folder/'manifest.json').remove()
+        return folder.remove()
     tmp = folder.parent/f'.{folder.name}.{os.getpid()}.old.tmp'
     folder.rename(tmp)
     shutil.rmtree(tmp, ignore_errors=True)
 
-def prune(path:Path, keep:int, run:str):
-    "Remove all snapshots of a run except the newest `keep`"
+def prune(path, keep:int, run:str):
+    "Remove all snapshots of a run except the newest `keep`; remote ones too that were begun before, and never finished"
     own = [o for o,info in _good(_manifests(path)).items() if info['run']==run]
-    for folder in own[:-keep]: drop_snapshot(folder)
+    for o in own[:-keep]: drop_snapshot(path/o)
+    if not isinstance(path, Remote): return
+    for folder in snapshots(path, False):
+        if folder.name<own[-1]: drop_snapshot(folder)
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c026b
 def lock_folder(path:Path):
@@ -253,30 +292,34 @@ def lock_folder(path:Path):
     file.flush()
     return file
 
-def open_folder(path:Path, resume:bool, make=True):
+def open_folder(path, resume:bool, make=True):
     """Make the folder of a run's snapshots, and remove unfinished ones; with `make` off only look. Returns its lock,
-    to be closed at the end. ValueError if it is another run's"""
+    to be closed at the end; a remote one has none. ValueError if it is another run's"""
     found = snapshots(path)
     if found and not resume:
         raise ValueError(f'{path} holds checkpoints of another run, the newest is {found[-1].name}: go on with it by '
                          'resume=True, or use another folder, or remove this one')
     if not make: return None
+    if isinstance(path, Remote): # what cannot be written is an error now, and not after an epoch
+        with written(path/'.begun') as file: file.write_text(str(os.getpid()))
+        return (path/'.begun').remove()
     path.mkdir(parents=True, exist_ok=True)
     lock = lock_folder(path)
     for folder in path.glob('.epoch_*.tmp'): shutil.rmtree(folder, ignore_errors=True)
     return lock
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #ckl11
-def weights_in(folder:Path)->dict:
+def weights_in(folder)->dict:
     """The weights in a snapshot, or in the newest one of a folder, of the run that wrote last, on the CPU. ValueError
     without one, DamagedFile"""
-    if (folder/'manifest.json').exists(): return read_snapshot(folder, read_manifest(folder), ('model',))['model']
-    found = _manifests(folder)
-    run = _newest_run(found)
-    for path,info in reversed(found.items()):
-        if isinstance(info, DamagedFile): raise info
-        if info['run']==run: return weights_in(path)
-    raise ValueError(f'{folder} is no checkpoint, and holds none')
+    with copied(folder) as folder:
+        if (folder/'manifest.json').exists(): return read_snapshot(folder, read_manifest(folder), ('model',))['model']
+        found = _manifests(folder)
+        run = _newest_run(found)
+        for name,info in reversed(found.items()):
+            if isinstance(info, DamagedFile): raise info
+            if info['run']==run: return weights_in(folder/name)
+        raise ValueError(f'{folder} is no checkpoint, and holds none')
 
 weights_of_folder.append(weights_in) # for `Learner.load`
 

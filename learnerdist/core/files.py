@@ -66,15 +66,7 @@ def memory()->str:
 
 def shrinks()->bool:
     "Whether the launcher starts the ranks again that are left when others have died"
-    return os.environ.get(_policy) in ('shrink','shrunk')
-
-def has_shrunk()->bool:
-    "Whether ranks have died, and those that are left have started again"
-    return os.environ.get(_policy)=='shrunk'
-
-def note_shrunk():
-    "Let ranks that this process starts from now on know it"
-    os.environ[_policy] = 'shrunk'
+    return os.environ.get(_policy)=='shrink'
 
 @contextmanager
 def environment(**new):

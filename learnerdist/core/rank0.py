@@ -9,14 +9,13 @@ __all__ = ['rank0_first', 'save_once', 'await_save']
 import json
 from contextlib import ExitStack,suppress
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
 
 from .env import RankError,count,counted,group_rank,group_size,group_timeout,in_group
 from .env import is_rank0,launch_store,pack_error,phase,process_group,rank_distrib
 from .env import shared_store,unpack_error,wait_key,wait_keys
-from .files import whole_file
+from .remote import place,written
 
 # %% ../../nbs/core/03_rank0.ipynb #c018
 _running = []
@@ -79,16 +78,16 @@ def save_once(
     does nothing"""
     if not is_rank0(): return
     try:
-        with whole_file(path) as tmp: write(tmp)
+        with written(place(path)) as tmp: write(tmp)
     except BaseException as e:
         # to ranks that wait for rank 0's next load
         _tell(path, counted(_loads(path))+1, pack_error(e))
         raise
 
-def _loads(path): return f'load {phase()}/{Path(path).name}'
+def _loads(path): return f'load {phase()}/{place(path).name}'
 def _tell(path, n, state):
     store = shared_store()
-    if store is not None: store.set(f'{_loads(path)}/{n}', json.dumps([str(Path(path).absolute()),state]))
+    if store is not None: store.set(f'{_loads(path)}/{n}', json.dumps([str(place(path).absolute()),state]))
 
 # %% ../../nbs/core/03_rank0.ipynb #c026
 def await_save(
@@ -97,7 +96,7 @@ def await_save(
 ):
     """Wait until rank 0 makes this call too, or goes on to where ranks meet: it has saved by then. `RankError` if
     its save failed"""
-    path,store = Path(path).absolute(),shared_store()
+    path,store = place(path).absolute(),shared_store()
     if store is None: return
     if is_rank0(): return _tell(path, count(_loads(path)), '' if path.exists() else 'missing')
     state = _of_rank0(store, path, timeout_s or group_timeout())

@@ -9,7 +9,6 @@ __all__ = []
 import copy
 from collections.abc import MutableMapping
 from functools import partial
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -103,22 +102,27 @@ def take_apart(state)->tuple:
         return {_mark: i, 'shape': tuple(t.shape)}
     return map_tensors(state, mark),rows
 
-def put_together(state, files:list, like=None):
-    """The state, with whole tensors, or with this rank's parts for any number of ranks. state: a skeleton; files: the
-    rows of each file, in the order of the ranks that wrote them; like: any part of the present group, as which
-    others are cut; None: tensors are whole"""
-    if isinstance(state, containers): return type(state)([put_together(v, files, like) for v in state])
+def put_together(state, rows, n_files:int, like=None):
+    """The state, with whole tensors, or with this rank's parts for any number of ranks. state: a skeleton; rows: a
+    function from i to the rows in file i, in the order of the ranks that wrote them; only files that are needed are
+    asked for; n_files: their number; like: any part of the present group, as which others are cut; None: tensors are
+    whole"""
+    if isinstance(state, containers): return type(state)([put_together(v, rows, n_files, like) for v in state])
     if not isinstance(state, dict): return state
-    if _mark not in state: return {k: put_together(v, files, like) for k,v in state.items()}
+    if _mark not in state: return {k: put_together(v, rows, n_files, like) for k,v in state.items()}
     n,*rest = shape = state['shape']
-    pieces = [rows[state[_mark]] for rows in files]
-    pieces = [o if o.numel() else o.reshape(0, *rest) for o in pieces] # a rank without rows
-    if like is None: return torch.cat(pieces)
-    k,W,_ = shard_place(like)
-    a,b = [min(-(-n//W)*i, n) for i in (k,k+1)] # this rank's rows, as `torch.chunk` cuts
-    starts = accumulate(map(len, pieces), initial=0)
-    own = torch.cat([o[max(a-i, 0):max(b-i, 0)] for o,i in zip(pieces, starts)]) # a copy
-    return part_from(own.to(device_of(like)), like, torch.empty(shape, device='meta'))
+    k,W,_ = (0,1,False) if like is None else shard_place(like)
+    a,b = _cut(n, W, k)
+    cuts = {i: _cut(n, n_files, i) for i in range(n_files)}
+    needed = [i for i,(s,e) in cuts.items() if s<b and a<e] or [k*n_files//W] # without rows: for the dtype
+    pieces = [(rows(i)[state[_mark]],cuts[i][0]) for i in needed]
+    pieces = [(o if o.numel() else o.reshape(0, *rest),s) for o,s in pieces] # a rank without rows
+    own = torch.cat([o[max(a-s, 0):max(b-s, 0)] for o,s in pieces]) # a copy
+    return own if like is None else part_from(own.to(device_of(like)), like, torch.empty(shape, device='meta'))
+
+def _cut(n, W, i):
+    "The rows of part i of W, as `torch.chunk` cuts"
+    return [min(-(-n//W)*o, n) for o in (i,i+1)]
 
 def shard_place(like)->tuple:
     """(this rank's number, the number) of ranks among which tensors are cut as `like`, and whether another rank has
@@ -136,7 +140,7 @@ class Kept(NamedTuple):
     def whole(self):
         "ValueError, since the other parts are on other ranks"
         (*_,n),at = self.at
-        what = f'the weights are parts (this one {at[-1]} of {n}), which keep_sharded left where they were'
+        what = f'the weights are parts (this one {at[-1]} of {n}), which keep_sharded did not gather'
         raise ValueError(f'{what}: go on in distrib_ctx(shard=…) of as many ranks, or load a file')
 
     def part(self, like, device=None):

@@ -16,6 +16,7 @@ import torch
 from .collectives import gather_objects
 from .env import group_rank,group_size,is_rank0
 from .rank0 import save_once
+from .remote import Remote,copied,here,place
 from .shards import come_together,is_part,map_tensors,memory_of,whole
 
 # %% ../../nbs/core/06_weights.ipynb #ckf02
@@ -68,6 +69,7 @@ def shared_crc(data)->int:
 # %% ../../nbs/core/06_weights.ipynb #ckf03
 def read_bytes(path)->bytes:
     "The bytes of a regular file. DamagedFile if `path` is something else, such as a pipe"
+    if isinstance(path, Remote): return path.read_bytes()
     with _opened(path) as f: return f.read()
 
 def map_bytes(path):
@@ -106,7 +108,7 @@ _no_crc = b'0'*8
 
 def is_safetensors(path)->bool:
     "Whether a file's name says that it is in the format of safetensors"
-    return Path(path).suffix=='.safetensors'
+    return str(path).endswith('.safetensors')
 
 def _safetensors():
     try: import safetensors.torch
@@ -153,8 +155,11 @@ def load_weights(path, device='cpu', mapped=False)->tuple:
     """What `Learner.save` wrote. ValueError for any other file, DamagedFile for a damaged one. path: a file of
     `Learner.save`, `torch.save` or safetensors, or the index of several (`….safetensors.index.json`); device: where
     its tensors go; mapped: as in `load_plain`; returns: (state dict of a model, state dict of an optimizer or None)"""
-    path = Path(path)
+    with copied(place(path), gather_objects if mapped else None) as path: return _read(path, device, mapped)
+
+def _read(path, device, mapped):
     if path.name.endswith('.index.json'): return _several(path, device, mapped),None
+    if mapped: path = here(path)
     data = map_bytes(path) if mapped else read_bytes(path)
     if is_safetensors(path): res = load_tensors(data, path, mapped)
     else: res = load_plain(data, path, device, mapped)
@@ -170,7 +175,7 @@ def _several(path, *args):
     try: files = {Path(o).name for o in json.loads(read_bytes(path))['weight_map'].values()}
     except (ValueError,KeyError,AttributeError,TypeError) as e:
         raise DamagedFile(f'{path} is no index of weights ({e!r})') from e
-    return {k: v for o in sorted(files) for k,v in load_weights(path.with_name(o), *args)[0].items()}
+    return {k: v for o in sorted(files) for k,v in _read(path.with_name(o), *args)[0].items()}
 
 # %% ../../nbs/core/06_weights.ipynb #prt11
 def save_state(state, path, write):

@@ -78,7 +78,7 @@ class DealtOrder(Dealt):
         d,n = self.dealer,len(self.source)
         left = d.left(n)
         order = epoch_order(n, d.epoch, d.seed, True) if self.shuffle else range(n)
-        items = share(order[n-left:], d.rank, d.world_size, d.end_of(left), base=range(n))
+        items = share(order[n-left:], d.rank, d.world_size, d.end_of(left), base=range(n), step=d.step)
         return islice(chain.from_iterable(o.tolist() for o in items.split(1<<15)), d.own(left))
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c010
@@ -89,7 +89,8 @@ def worker_id()->int:
 class Dealer:
     "Makes the shard of one rank, of orders, samplers and streams, for the current epoch"
     unit = 'row' # What is dealt: 'row' or 'batch'
-    bs = None # Items in a batch, None if not known
+    bs = None # Items in a batch of this rank, None if not known
+    global_bs = None # Items in a global batch, which is split; None: as many as `bs` on all ranks make
     drop_last = False
     by_step = False # Whether ranks read as many batches, and not as many items: `pad` is 'batch', and `bs` is known
     source = None # What is dealt among ranks: a data set, a sampler or a stream
@@ -118,6 +119,10 @@ class Dealer:
     # Items for all ranks, once this rank has read its last
     n_read = property(lambda self: int(self._n_read[0]))
     @property
+    def step(self)->int:
+        "Items in a global batch: each is dealt from rank 0 on"
+        return self.global_bs or (self.bs or 1)*self.world_size
+    @property
     def start(self):
         "Number of items of this epoch, over all ranks, that an earlier run has read"
         epoch,n = self.left_at
@@ -130,12 +135,14 @@ class Dealer:
         return self.own(self.left(n))
     def own(self, n)->int:
         "How many of `n` items that are dealt are this rank's"
-        if self.by_step and self.drop_last: return n//self.world_size # each rank's last batch is dropped in any case
-        return share_len(n, self.rank, self.world_size, self.pads(n))
+        if not self.by_step: return share_len(n, self.rank, self.world_size, self.pads(n))
+        n,rest = divmod(n, self.step)
+        if self.drop_last: return n*self.bs
+        return n*self.bs+share_len(rest, self.rank, self.world_size, self.pads(rest))
     def pads(self, n)->bool:
         "Whether ranks repeat an item if `n` items are dealt"
         if not self.by_step: return bool(self.pad)
-        return len(self._n_read)==1 and n//self.world_size%self.bs==0 # of several workers, see `owed`
+        return len(self._n_read)==1 and n%self.step<self.world_size # of several workers, see `owed`
     def end_of(self, n)->bool:
         "As `pads`, for the `n` items of this epoch, which `repeats` then knows"
         self._n_read[worker_id()] = n
@@ -146,21 +153,21 @@ class Dealer:
         self._n_read[worker_id()] = 0
         if self.by_rank: return iter(items)
         items = islice(items, max(self.start-at, 0), None)
-        if self.by_step and self.drop_last: items = full_rows(items, self.world_size)
-        return deal(items, self.rank, self.world_size, self.end_of, max(at-self.start, 0))
+        even = self.step%self.world_size==0
+        if self.by_step and self.drop_last: items = full_rows(items, self.world_size if even else self.step)
+        return deal(items, self.rank, self.world_size, self.end_of, max(at-self.start, 0), self.step)
     def owed(self, n)->int:
         "How many batches more than `n` another rank has, of a stream that several workers have read to its end"
         if not n or not self.by_step or len(self._n_read)==1 or self.drop_last: return 0
-        size = self.world_size*self.bs
         # rank 0 has the most of each worker
-        most = sum(-(-m//size) for m in self._n_read.tolist())
+        most = sum(-(-m//self.step) for m in self._n_read.tolist())
         return max(most-n, 0)
     def repeats(self, i)->bool:
         "Whether batch `i` of this rank's shard is a repeat, and nothing else; known once it has been read"
-        n,W = self.n_read,self.world_size
         if not self.by_step: return False
         if len(self._n_read)>1: return self.n_batches is not None and i>=self.n_batches
-        return n>0 and self.rank>=(n%W or W) and i*self.bs==n//W
+        n,rest = divmod(self.n_read, self.step)
+        return 0<rest<=self.rank and i==n
     def order(self, source, shuffle):
         "Sampler over this rank's shard of `len(source)` indices, in order or shuffled"
         self.source,self.items = source,DealtOrder(self, source, shuffle)
@@ -211,8 +218,8 @@ class Dealer:
         if self.by_rank or len({*gather(int(self.first))})==1: return False
         self.by_rank.fill_(1)
         if not self.rank:
-            warn(f'{name} gives each rank another first sample: it is taken to split itself among ranks, and '
-                 'left alone')
+            warn(f'{name} gives each rank another first sample: so it is taken to split itself among ranks, and '
+                 'is not split again')
         return True
     def shard(self, dl):
         "A copy of `dl` that reads this rank's samples"
@@ -412,8 +419,8 @@ def reindexed(dl, dealer:Dealer):
     """A copy of `dl` that reads one rank's shard. Register a function for another kind of loader; ValueError for an
     unknown kind. dl: the user's loader; it is not changed; dealer: makes this rank's indices by its methods
     `order`, `drawn` and `stream`"""
-    raise ValueError(f"a {type(dl).__name__} cannot be split among ranks: nothing says how it is told which samples to "
-                     "read. Use a DataLoader, or @reindexed.register a function whose copy reads a dealer's indices")
+    raise ValueError(f"a {type(dl).__name__} cannot be split among ranks: nothing defines which samples a copy of it "
+                     "reads. Use a DataLoader, or @reindexed.register a function whose copy reads a dealer's indices")
 
 @reindexed.register
 def _(dl:DataLoader, dealer):
@@ -495,6 +502,17 @@ def _(dl:DataLoader):
     if bs is not None: kw |= dict(batch_sampler=None, batch_size=size, drop_last=False)
     return changed(dl, **kw)
 
+# %% ../../nbs/data/03_distributed_dl.ipynb #gbs01
+def _parted(dl, dealer, global_bs):
+    "A copy of a loader with a rank's part of global batches of `global_bs` samples. ValueError if there is none"
+    bs = share_len(global_bs, dealer.rank, dealer.world_size, False)
+    n,W = global_bs,dealer.world_size
+    need(n>=W, f'a global batch has a sample at least for each of {W} ranks', global_bs=n)
+    if not batch_shape(dl)[0]:
+        raise ValueError(f'global_bs={n}: this {type(dl).__name__} makes batches in its own way, which are dealt whole')
+    dealer.global_bs = n
+    return with_settings(dl, bs=bs)
+
 # %% ../../nbs/data/03_distributed_dl.ipynb #c026
 class DistributedDL(LoaderWrapper):
     """One rank's shard of a data loader. Other attributes are read from the copied loader, `.dl`. `len` is in batches
@@ -509,11 +527,16 @@ class DistributedDL(LoaderWrapper):
         **kw):              # Further settings of `TfmdDL`
         dl = TfmdDL(dataset, bs=bs, shuffle=shuffle, **kw)
         self._split(dl, Dealer(rank, world_size, seed, pad))
-    def _split(self, dl, dealer):
+    def _split(self, dl, dealer, global_bs=None):
+        self.source = dl
+        if global_bs: dl = _parted(dl, dealer, global_bs)
         dealer.bs,dealer.drop_last = batch_shape(dl)
         if getattr(dl, 'batch_sampler', dl) is None: dealer.bs = 1 # torch's loader without batches
         dealer.by_step = dealer.pad=='batch' and bool(dealer.bs)
-        self.source,self.dealer,self.dl = dl,dealer,dealer.shard(dl)
+        self.dealer,self.dl = dealer,dealer.shard(dl)
+        if global_bs and dealer.unit!='row':
+            raise ValueError(f'global_bs={global_bs}: this {type(dl).__name__} makes batches in its own way, which are '
+                             'dealt whole')
         self.rank,self.world_size,self.seed = dealer.rank,dealer.world_size,dealer.seed
         self.pad,self.unit,self.mixed = dealer.pad,dealer.unit,dealer.streams and self.num_workers>1
         return self
@@ -523,11 +546,13 @@ class DistributedDL(LoaderWrapper):
         rank, world_size, seed=0, pad=True, # As in `DistributedDL`
         # Seed what a sample draws by (seed, epoch, index), a training batch by (seed, rank, epoch, batch)?
         sample_seeds=False,
+        global_bs=None,     # Samples in a batch of all ranks together; None: those of the loader's batch on each rank
         **kw):              # Settings to change, such as `bs`
         """The shard of `rank` of any loader; `dl` itself if it is already split. ValueError for a kind of loader that
         cannot be split"""
         dealer = Dealer(rank, world_size, seed, pad, sample_seeds)
-        if not is_split(dl): return cls.__new__(cls)._split(with_settings(dl, **kw) if kw else dl, dealer)
+        if not is_split(dl): return cls.__new__(cls)._split(with_settings(dl, **kw) if kw else dl, dealer, global_bs)
+        if global_bs: kw['global_bs'] = global_bs
         for o in loader_parts(dl):
             n,r = getattr(o, 'num_replicas', None),getattr(o, 'rank', None)
             same = world_size<2 or None in (n,r) or (n,r)==(world_size,rank)
@@ -545,7 +570,7 @@ class DistributedDL(LoaderWrapper):
         same; kw: settings to change"""
         dl,d = with_settings(self.source, dataset, **kw),self.dealer
         if isinstance(d, BatchDealer): return self.by_batch(dl, self.rank, self.world_size, self.seed, d.sample_seeds)
-        return self.from_dl(dl, self.rank, self.world_size, self.seed, self.pad, d.sample_seeds)
+        return self.from_dl(dl, self.rank, self.world_size, self.seed, self.pad, d.sample_seeds, d.global_bs)
     def set_epoch(self, epoch):
         "Select the order of an epoch. It holds until the next call: reading again gives the same order"
         self.dealer.epoch = epoch

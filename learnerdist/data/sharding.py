@@ -31,20 +31,27 @@ def epoch_order(n:int, epoch:int=0, seed:int=0, shuffle:bool=False)->Tensor:
     return torch.randperm(n, generator=torch.Generator().manual_seed(mix_seed(seed, epoch)))
 
 # %% ../../nbs/data/00_sharding.ipynb #c015
-def _pad_place(n:int, rank:int, world_size:int):
+def _pad_place(n:int, rank:int, world_size:int, step:int):
     "The padding item (0, 1, …) that `rank` reads so that its shard is as long as rank 0's; None if it needs none"
-    place = (rank-n)%world_size
-    return place%n if place < -n%world_size else None
+    m = n%step
+    place = (rank-m)%world_size
+    return place%n if place < -m%world_size else None
 
 # %% ../../nbs/data/00_sharding.ipynb #c018
-def share(order, rank:int, world_size:int, pad:bool=True, base=None):
+def share(order, rank:int, world_size:int, pad:bool=True, base=None, step:int=None):
     """The shard of a rank: every `world_size`-th item of `order`, from place `rank` on. order: the order of the epoch
     over all ranks: a tensor `(n, …)`, a range or a list; pad: append one item where needed, so that all ranks'
     shards have equal lengths?; base: indexable, of length n: the padding repeats its first items; default: `order`;
+    step: items of a global batch: each is dealt from rank 0 on, which matters if `world_size` does not divide it;
     returns: this rank's items, in order; of the type of `order`, a tensor for a range"""
-    res, n = order[rank::world_size], len(order)
+    n,step = len(order),step or world_size
+    if step%world_size==0: res = order[rank::world_size]
+    else:
+        i = torch.arange(n)
+        i = i[i%step%world_size==rank]
+        res = [order[k] for k in i.tolist()] if isinstance(order, list) else torch.as_tensor(order)[i]
     if isinstance(res, range): res = torch.arange(res.start, res.stop, res.step)
-    place = _pad_place(n, rank, world_size) if pad and n else None
+    place = _pad_place(n, rank, world_size, step) if pad and n else None
     if place is None: return res.clone() if isinstance(res, Tensor) else res
     if base is None: base = order
     last = base[place]
@@ -64,17 +71,18 @@ def batch_count(n:int, bs:int, drop_last:bool=False)->int:
     return n//bs if drop_last else -(-n//bs)
 
 # %% ../../nbs/data/00_sharding.ipynb #c033
-def deal(items, rank:int, world_size:int, pad=True, first:int=0):
+def deal(items, rank:int, world_size:int, pad=True, first:int=0, step:int=None):
     """`share` for an iterable that is read once: lazy; keeps at most the first `world_size-1` items in memory. items:
     any iterable, the same on every rank: indices of a sampler, batches or samples; pad: repeat one of the first
     items where needed, so that all ranks get the same number? Or a function of the items' number; first: place of
-    the first item, if those before it have been dealt; returns: iterator over this rank's shard"""
-    head,i = [],first-1
+    the first item, if those before it have been dealt; step: as in `share`; returns: iterator over this rank's
+    shard"""
+    head,i,step = [],first-1,step or world_size
     for i,o in enumerate(items, first):
         if len(head)<world_size-1: head.append(o)
-        if i%world_size==rank: yield o
+        if i%step%world_size==rank: yield o
     if callable(pad): pad = pad(i+1)
-    place = _pad_place(i+1, rank, world_size) if pad and head else None
+    place = _pad_place(i+1, rank, world_size, step) if pad and head else None
     if place is not None: yield head[place%len(head)]
 
 def full_rows(items, n:int):

@@ -133,13 +133,13 @@ def same_data(dls:list, findings):
     text = (f'the ranks have different data: {tell_unequal(found)}; is a split or a vocabulary drawn without a seed, '
             'or made from a set? Make it alike on all ranks')
     if any(k.startswith('len(') for k in found): raise ValueError(f'[different-data] {text}')
-    findings('different-data', f'{text}, or say distrib_ctx(checks=False) if it is meant')
+    findings('different-data', f'{text}, or use distrib_ctx(checks=False) if this is intended')
 
 def settings(learn, shares:list)->dict:
     "By name: epochs, optimizer, hyperparameters, and the batch sizes of this rank's shards of the loaders"
     groups = getattr(learn.opt, 'param_groups', ())
     named = dict(n_epoch=learn.n_epoch, optimizer=type(learn.opt).__name__, n_groups=len(groups))
-    named |= {f'batch size of loader {i}': batch_shape(dl)[0] for i,dl in enumerate(shares)}
+    named |= {f'batch size of loader {i}': dl.dealer.global_bs or batch_shape(dl)[0] for i,dl in enumerate(shares)}
     hyper = {f'{k} of parameter group {i}': v for i,g in enumerate(groups) for k,v in g.items()}
     return named | {k: v for k,v in hyper.items() if isinstance(v, (int,float,str))}
 
@@ -260,7 +260,7 @@ def compare_weights(learn, n_steps:int, findings):
     if new: findings('ranks-differ', f"{', '.join(new)}: each rank has computed this {_own_batches}")
 
 _changed_alone = ('something changes it on one rank and not on the others, such as a callback, or a backward pass or '
-    'an optimizer of its own (SAM, LBFGS, GANs), whose gradients no one averages: average_grads(params) does')
+    'another optimizer (SAM, LBFGS, GANs), whose gradients no one averages: average_grads(params) does')
 _own_batches = ('from its own batches, which is not what one process computes. Exchange it where it is computed: '
-    'all_sum, all_mean, gather_objects; the gradients of a module with an optimizer of its own by '
+    'all_sum, all_mean, gather_objects; the gradients of a module with another optimizer by '
     'average_grads(module.parameters()), before each step')

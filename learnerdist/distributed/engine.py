@@ -6,7 +6,7 @@
 __all__ = ['gather_with_grad']
 
 # %% ../../nbs/distributed/10_engine.ipynb #eng03
-import struct,sys
+import math,struct,sys
 from contextlib import ExitStack,contextmanager
 from itertools import chain,count,islice
 
@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from ..core.collectives import all_sum,broadcast_object,gather_objects,gather_rows
-from ..core.compat import tree_leaves
+from ..core.compat import BatchNorm,tree_leaves
 from ..core.deferred import has_deferred
 from ..core.env import current_group,group_rank,group_size,group_timeout,in_group,next_phase
 from ..core.env import process_group
 from ..core.lending import lend
-from ..core.random import seed_streams
+from ..core.random import rng_state,seed_streams,set_rng_state
 from ..core.shards import groups_of,is_part
 from ..core.stacks import frames_of,warn
 from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
@@ -30,15 +30,17 @@ from .batchnorm import is_muted,local_stats,mute
 from .comparison import Findings,compare_weights,path_of_rank0,tensor_hash
 from .comparison import same_data,same_fit,same_optimizer,same_structure
 from .evaluation import Evaluation
+from .micro_batches import MicroBatches
 from .replica import Replica,SharedMaxNorm,broadcast_module,broadcast_tensors
 from .self_check import SelfCheck
 from .sharded import Sharded
-from .shares import evaluated,parted,uneven_steps
+from .shares import evaluated,global_batch,most_rows,uneven_steps
 from .vote_links import Asks,Place,Tally,Vote,cast,loops,open_links,scopes,widest
 from ..learner.callback import inner_events
-from ..learner.learner import Runner,get_model
-from ..learner.losses import batch_rows,loss_over,n_class_items,n_elements,n_items,unweighted
+from ..learner.learner import Runner,get_model,is_oom
+from ..learner.losses import batch_rows,loss_kind,loss_over,n_class_items,n_elements,n_items,unweighted
 from ..learner.predictions import Unshared
+from ..learner.techniques import scale_grads
 
 # %% ../../nbs/distributed/10_engine.ipynb #9b0cdfb7
 def sum_over_ranks(n, links):
@@ -49,6 +51,10 @@ def sum_over_ranks(n, links):
         return n
     rows = links.exchange(struct.pack('<d', n), Place.backward)
     return sum(struct.unpack(f'<{len(rows)}d', b''.join(rows)))
+
+def max_over_ranks(n:int, links)->int:
+    "The largest of the ranks' numbers. Sync point"
+    return max(struct.unpack('<q', o)[0] for o in links.exchange(struct.pack('<q', n), Place.train_batch))
 
 # %% ../../nbs/distributed/10_engine.ipynb #lw05
 def items_shown(over, xb, yb)->float:
@@ -105,10 +111,12 @@ class Batch:
         self.ahead = ahead # (this rank's items, those of all), shown by targets; None: a rank's do not
         self.cancelled = [] # The scopes that this rank has cancelled
         self.dropped = False # Whether the batch counts for nothing on this rank
+        self.left_out = False # Whether it was dropped before its items were counted
         # What the loss counts, before callbacks change targets and loss; samples of all ranks, where they are counted
         self.over = self.n = self.loss = self.n_rows = None
         # In a batch that counts for nothing: parameters without gradient, and hooks
         self.idle,self.handles = [],[]
+        self.micro = None # `MicroBatches`, if it is cut into several
 
 class Loop:
     "A loop over batches"
@@ -126,6 +134,9 @@ class EngineState(Runner):
     is_alone = False
     def __init__(self, adapter, opts): # of the learner, see `Adapter`; its options, as attributes
         self.adapter,self.opts,self.seed = adapter,opts,opts.seed
+        # auto: whether micro-batches are as large as memory allows; max_bs: their size, None as long as all fit
+        self.cuts,self.auto,self.more = bool(opts.max_bs),opts.max_bs=='auto',False
+        self.max_bs = None if self.auto else opts.max_bs
         self.findings,self.self_check = Findings(opts.checks),SelfCheck(self)
         self.stack,self.epochs_before = ExitStack(),0
         self.learn = self.links = self.replica = self.shards = self.max_norm = self.dls = None
@@ -208,9 +219,7 @@ class Dealing(Contexts):
         self.sources = found = sources or [getattr(dls, o) for o in names] or dls.loaders[:]
         if self.findings.mode and not sources and W>1: same_data([o for o in found if not is_split(o)], self.findings)
         shares = []
-        for i,dl in enumerate(found):
-            if self.opts.split_batches and i==0: dl = parted(dl, W)
-            shares.append(dl if dl is None else self.share(dl, pad=i==0 and 'batch'))
+        for i,dl in enumerate(found): shares.append(dl if dl is None else self.share(dl, pad=i==0 and 'batch'))
         for name,dl in zip(names, shares): self.replace(dls, name, dl)
         if not names: self.replace(dls, 'loaders', shares[:])
         self.shares = [o for o in shares if o is not None]
@@ -222,7 +231,8 @@ class Dealing(Contexts):
         if isinstance(dl, (list,tuple)) and not is_split(dl): dl = loader_of(dl)
         cls,where = self.adapter.share_class,(group_rank(),group_size(),self.seed)
         if not pad: return cls.by_batch(dl, *where, self.opts.sample_seeds)
-        return cls.from_dl(dl, *where, pad=pad, sample_seeds=self.opts.sample_seeds)
+        n = None if hasattr(dl, 'dealer') else global_batch(dl, self.opts, group_size())
+        return cls.from_dl(dl, *where, pad=pad, sample_seeds=self.opts.sample_seeds, global_bs=n)
 
     def share_now(self, dl, pad):
         "This rank's shard of a loader that a callback or a caller provides, in this epoch's order"
@@ -269,14 +279,26 @@ class Loops(Dealing):
     def begin_loop(self, training):
         "Before a loop over `learn.dl`, before other callbacks: what runs in place of the model, and whose statistics"
         self.place,self.loop = Place.before_train if training else Place.before_validate,Loop()
+        self.more = self.waits = False
         if training:
             if self.replica is None: self.replica = self._replicated()
             self.model = self.replica
+            if self.cuts: self._check_cuts()
             return
         self.model,local_stats.on = None,True
         mute(False)
         self.learn.dl = self.share_now(evaluated(self.learn.dl), pad=False)
         self.loop.evaluation = Evaluation(self)
+
+    def _check_cuts(self):
+        "ValueError if something hinders micro-batches; report BatchNorm, whose statistics are theirs"
+        name,many = f'max_bs={self.opts.max_bs!r}',group_size()>1
+        if self.adapter.accumulates(): raise ValueError(f'{name} and GradientAccumulation: leave out one of the two')
+        if self.auto and many and self.replica.forward_exchanges:
+            raise ValueError(f'{name}: ranks exchange something in each forward pass of this model (BatchNorm, '
+                             'max_norm), where one that runs out of memory would leave the others waiting: give a number')
+        if any(isinstance(m, BatchNorm) and m.training for m in get_model(self.learn.model).modules()):
+            self.findings('batchnorm-parts', _by_parts, 'parts')
 
     def _replicated(self):
         "What the training loops of this fit call in place of the model, if a group is open"
@@ -382,17 +404,94 @@ class Batches(Steering):
     def begin_batch(self):
         "Before a batch, before other callbacks"
         learn,loop = self.learn,self.loop
-        loop.batch = Batch(loop.ahead)
-        self.global_items,learn.items,local_stats.on = None,None,not learn.training
+        self.global_items,learn.items = None,None
+        if self.more: return self._next_part()
+        loop.batch,local_stats.on = Batch(loop.ahead),not learn.training
         self.place = Place.train_batch if learn.training else Place.valid_batch
         self.repeated = loop.repeats
         if not learn.training:
             if self.shards: self.shards.begin_batch()
         elif self.links:
             loop.n_steps += 1
-            if self.repeated: mute(True)
+            if self.repeated or self.cuts: mute(self.repeated)
+            if self.cuts: self._cut()
             if self.self_check.due: self.self_check.note()
+        elif learn.training and self.cuts: self._cut()
         if loop.evaluation: loop.evaluation.begin_batch()
+
+    def _cut(self):
+        "Cut this rank's batch of the step into micro-batches, as many as on the other ranks. May be a sync point"
+        learn,loop = self.learn,self.loop
+        n = None if self.links is None else most_rows(loop.dl, learn.iter)
+        if n is None:
+            n = batch_rows(learn)
+            if self.links: n = max_over_ranks(n, self.links)
+        k = -(-n//(self.max_bs or n))
+        if k<2 and not self.auto: return
+        loop.batch.micro = MicroBatches(learn, k, n)
+        self._begin_part()
+    def _next_part(self):
+        self.loop.batch.micro.i += 1
+        self._begin_part()
+    def _begin_part(self):
+        batch,micro = self.loop.batch,self.loop.batch.micro
+        empty = micro.begin(self.learn)
+        self.more = micro.i<micro.k-1
+        self.waits = self.more or self.auto
+        self.repeated = self.loop.repeats or batch.left_out or empty
+        mute(self.repeated)
+        if self.replica: self.replica.sync = not (self.more or self.auto)
+    def in_parts(self, f):
+        "Run `f`, the forward and backward pass of a batch, for each of its micro-batches; in evaluation once"
+        if self.auto and self.learn.training: return self._that_fit(f)
+        f()
+        while self.more:
+            self.learn('before_batch')
+            f()
+    def _that_fit(self, f):
+        """As `in_parts`, and no gradients travel before all ranks are through. Where memory runs out on one, all begin
+        the step again with micro-batches of half the size. Sync point"""
+        learn,batch,micro,streams = self.learn,self.loop.batch,self.loop.batch.micro,rng_state()
+        buffers = [(o,o.clone()) for o in self._trained().buffers()]
+        while self.anyone((e := self._runs_out(f)) is not None):
+            size = -(-micro.most//micro.k)
+            if size<2 and e is None: self.agree() # where the others hear of its failure
+            if size<2: raise e
+            self.max_bs = -(-size//2)
+            self.adapter.memory_ran_out()
+            self.findings.note('micro-batches', _smaller.format(size, self.max_bs))
+            learn.xb,learn.yb = micro.whole
+            learn.pred,learn.loss,learn.loss_grad = None,None,None
+            for p in self._all_params(): p.grad = None
+            for o,old in buffers: o.copy_(old)
+            set_rng_state(streams)
+            if self.device.type=='cuda': torch.cuda.empty_cache()
+            micro = batch.micro = MicroBatches(learn, -(-micro.most//self.max_bs), micro.most)
+            micro.i,self.more = -1,True
+        if not batch.ahead: self._correct(micro)
+        if self.replica: self.replica.reduce()
+        self._end_parts()
+        self.settle()
+        self.adapter.take_step()
+    def _runs_out(self, f):
+        "Run all micro-batches; returns the exception that says that memory has run out, None if it has not"
+        try:
+            if self.loop.batch.micro.i==0: f() # else the step begins again
+            while self.more:
+                self.learn('before_batch')
+                f()
+        except Exception as e:
+            if not is_oom(e): raise
+            return e.with_traceback(None) # whose frames hold tensors
+
+    def _end_parts(self):
+        "The step's batch is the learner's again"
+        batch = self.loop.batch
+        if batch is None or batch.micro is None: return
+        batch.micro.end(self.learn, loss_over(self.learn).kind=='sum')
+        batch.micro,self.more,self.waits = None,False,False
+        self.repeated = self.loop.repeats or batch.left_out
+        mute(self.repeated)
 
     def check_batch(self):
         "Before its forward pass, after other callbacks: the self-check, once a fit. Sync point then"
@@ -402,7 +501,7 @@ class Batches(Steering):
     def note_loss(self):
         "After the loss, before callbacks change it or the targets"
         learn,batch = self.learn,self.loop.batch
-        if not (self.links and learn.training and learn.yb): return
+        if not ((self.links or batch.micro) and learn.training and learn.yb): return
         batch.over = over = loss_over(learn)
         if over.kind=='sum': batch.loss = learn.loss_grad.clone() # also in place
         elif over.kind!='whole': batch.n = n_items(learn, over)
@@ -410,16 +509,25 @@ class Batches(Steering):
     def weigh(self, with_rows=False):
         """Before the backward pass: let the mean over ranks be the mean over all items. `with_rows`: count the samples
         of all ranks, too. Sync point"""
-        if self.replica is None or self.links is None: return
-        learn,W = self.learn,self.links.world_size
+        learn,micro = self.learn,self.loop.batch and self.loop.batch.micro
+        if (self.replica is None or self.links is None) and not micro: return
         if with_rows and self.is_uneven:
             n = 0 if self.repeated else batch_rows(learn)
             self.loop.batch.n_rows = sum_over_ranks(n, self.links)
         over = self.loop.batch.over or loss_over(learn)
         if over.kind=='unknown' and learn.items is None and learn.yb:
-            self.findings('loss-unknown', _unknown, 'once')
-        # a callback may have added a penalty
-        if over.kind=='sum': learn.loss_grad = learn.loss_grad+self.loop.batch.loss*(W-1)
+            if self.links: self.findings('loss-unknown', _unknown, 'once')
+            elif loss_kind(learn)=='sum':
+                over = self.loop.batch.over = loss_over(learn)
+                self.loop.batch.loss = learn.loss_grad
+        if micro and over.kind=='whole':
+            raise ValueError(f'max_bs={self.opts.max_bs}: this loss needs the global batch at once, and micro-batches '
+                             'are a part of it: leave max_bs out')
+        # a callback may have added a penalty, once a micro-batch
+        if over.kind=='sum':
+            k,W = micro.k if micro else 1,self.links.world_size if self.links else 1
+            learn.loss_grad = (learn.loss_grad+self.loop.batch.loss*(W*k-1))/k
+            if micro and not self.repeated: micro.note(learn, 1)
         # 'whole': no row of it is gathered
         if self.repeated and over.kind!='whole': learn.loss_grad = zero_of(learn.pred)
         if learn.yb and over.kind not in ('sum','whole'):
@@ -428,19 +536,35 @@ class Batches(Steering):
     def _weighed(self, over)->Tensor:
         """The loss whose mean over ranks is the mean over all items. On a GPU they are tensors, if they are counted, so
         that nobody waits"""
-        learn,batch,W = self.learn,self.loop.batch,self.links.world_size
-        n = (batch.n if learn.items is None else learn.items)*(not self.repeated)
+        learn,batch,W = self.learn,self.loop.batch,self.links.world_size if self.links else 1
+        micro,n = batch.micro,(batch.n if learn.items is None else learn.items)*(not self.repeated)
         device = getattr(learn.yb[0], 'device', None) or self.device # a dict has none
         if over.kind!='items' or device.type=='cpu': n = float(n)
         elif not isinstance(n, Tensor): n = torch.full((), n, dtype=torch.double, device=device)
-        if batch.ahead and n!=batch.ahead[0]:
-            raise ValueError(f'a batch of {batch.ahead[0]:g} items has {n:g} of them now: the forward pass or the loss '
-                             'function has cancelled it, or changed its targets. Do this in an event of a callback')
-        total = batch.ahead[1] if batch.ahead else sum_over_ranks(n, self.links)
+        if micro and not self.repeated: micro.note(learn, n)
+        own = micro.items if micro else n # of the step
+        # parts may be added up with another rounding
+        if batch.ahead and not (self.more or math.isclose(own, batch.ahead[0], rel_tol=1e-5 if micro else 0)):
+            raise ValueError(f'a batch of {batch.ahead[0]:g} items has {own:g} of them now: the forward pass or the '
+                             'loss function has cancelled it, or changed its targets. Do this in a callback')
+        total = batch.ahead[1] if batch.ahead else self._total(own)
         learn.items,self.global_items = n,total/W
         if isinstance(total, Tensor): return learn.loss_grad*(n*W/total)
         if not n: return zero_of(learn.pred)
         return learn.loss_grad if n*W==total else learn.loss_grad*float(n*W/total)
+
+    def _total(self, own):
+        """The items of all ranks in this step, of which `own` are this rank's. Before the last micro-batch nobody knows
+        them: any number will do, which all ranks take, and by which the gradients are corrected later. Sync point"""
+        micro = self.loop.batch.micro
+        if micro is None: return sum_over_ranks(own, self.links)
+        return float(micro.most*group_size()) if self.more or self.auto else self._correct(micro)
+    def _correct(self, micro):
+        "Correct the gradients of earlier micro-batches; returns the items of all ranks in this step. Sync point"
+        total = sum_over_ranks(micro.items, self.links) if self.links else micro.items
+        if loss_over(self.learn).kind!='sum' and (isinstance(total, Tensor) or total):
+            scale_grads(self.learn.opt, self.replica, micro.most*group_size()/total)
+        return total
 
     @property
     def is_uneven(self)->bool:
@@ -450,13 +574,17 @@ class Batches(Steering):
 
     def after_backward(self):
         "After the backward pass, before other callbacks"
-        if self.replica is not None: self.replica.after_backward()
+        if self.replica is not None and not self.more: self.replica.after_backward()
 
     def end_batch(self):
-        "After a batch of validation, before other callbacks"
+        "After a batch, before other callbacks"
+        self._end_parts() # which a cancel may have left in their midst
         if self.loop.evaluation: self.loop.evaluation.end_batch()
         if self.shards and not self.learn.training: self.shards.end_batch()
 
+_by_parts = ('the statistics of BatchNorm layers are those of a micro-batch, of all ranks together: they depend on max_bs '
+             'and on the number of ranks')
+_smaller = 'memory has run out in micro-batches of {} samples: from now on they have {}'
 _unknown = ('what the loss is the mean over is not known, and could not be found out on a part of a batch: samples '
             'count alike. If it is a mean over other things, or a sum, set its n_items')
 
@@ -476,14 +604,19 @@ class Cancelling(Batches):
     def holds(self, e, event)->bool:
         "Whether the Cancel exception `e`, which a callback has raised in `event`, waits for the end of the batch"
         batch,cancels = self.loop.batch,self.adapter.cancels
-        if self.agreed or self.links is None or batch is None or not self.learn.training: return False
+        if self.agreed or batch is None or not self.learn.training: return False
+        within = event in early or self.more # before the end of the last backward pass
+        if self.links is None:
+            if batch.micro and within: self._forget_parts()
+            return False
         scope = next((k for k in reversed(scopes[1:]) if isinstance(e, cancels[k])), None)
         if not _may_cancel(scope, event): return False
         batch.cancelled.append(scope)
-        if event not in early: self._ask(scope, _phases.get(event, Asks.before_step))
+        if not within: self._ask(scope, _phases.get(event, Asks.before_step))
         else:
             batch.dropped = True
-            if event!='before_backward': self.repeated = True # by then, ranks have added up their items
+            if event in early[:-1]: self.repeated = batch.left_out = True
+            if batch.left_out and batch.micro: batch.micro.forget()
             if event=='before_batch': mute(True)
         return True
 
@@ -492,19 +625,34 @@ class Cancelling(Batches):
         zero, also where the batch has NaNs"""
         learn,batch = self.learn,self.loop.batch
         if not (batch and batch.dropped): return
-        all_params = [*learn.model.parameters(),*[p for g in groups_of(learn.opt) for p in g]]
-        params = {id(p): p for p in all_params}.values()
+        params = self._all_params()
+        if batch.micro: self._forget_parts()
         batch.idle = [p for p in params if p.grad is None]
         learn.loss_grad = learn.loss_grad*0
         batch.handles = [p.register_hook(_finite) for p in params if p.requires_grad]
+
+    def _all_params(self):
+        every = [*self._trained().parameters(),*[p for g in groups_of(self.learn.opt) for p in g]]
+        return [*{id(p): p for p in every}.values()]
+
+    def _trained(self):
+        "The user's model; fastai's learner has the replica in its place during a forward pass"
+        return get_model(self.replica.model if self.replica else self.learn.model)
+
+    def _forget_parts(self):
+        "Forget the gradients of micro-batches before, which this rank has not sent"
+        if hasattr(self.replica, 'held'): return self.replica.held(drop=True)
+        for p in self._all_params(): p.grad = None
 
     def settle(self):
         """After that backward pass: if the gradients do not show that another rank has a part in them, ask whether all
         have cancelled"""
         batch = self.loop.batch
+        if not (self.more or batch and batch.micro and self.auto): self._end_parts()
         if not (batch and batch.dropped): return
         while batch.handles: batch.handles.pop().remove()
-        if not any(_has_values(p.grad) for p in batch.idle): self._ask(widest(batch.cancelled), Asks.before_step)
+        if self.more or batch.micro or any(_has_values(p.grad) for p in batch.idle): return
+        self._ask(widest(batch.cancelled), Asks.before_step)
 
     def _ask(self, scope, phase):
         """If all ranks cancel in this phase, leave it as one process does. Sync point: a rank that does not, answers at
@@ -615,6 +763,7 @@ class Engine(Ends):
     @contextmanager
     def aside(self):
         "Context for a loop within another"
-        old = self.place,self.loop,self.model,self.repeated,self.global_items
+        names = 'place','loop','model','repeated','global_items','more','waits'
+        old = {k: getattr(self, k) for k in names}
         try: yield
-        finally: self.place,self.loop,self.model,self.repeated,self.global_items = old
+        finally: vars(self).update(old)

@@ -9,7 +9,7 @@ __all__ = ['average_grads']
 import inspect,math,mmap,os,re
 from contextlib import contextmanager
 from difflib import get_close_matches
-from itertools import chain
+from itertools import chain,groupby
 from operator import attrgetter,itemgetter
 from time import perf_counter
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..core.collectives import all_sum
 from ..core.compat import ignored_by_ddp,sync_buffers
-from ..core.env import current_group,group_size
+from ..core.env import current_group,group_rank,group_size
 from ..core.stacks import warn
 from . import batchnorm
 from .batchnorm import Synced,sync_batchnorm
@@ -168,7 +168,8 @@ ddp_args_of_ours = ['module','process_group','device_ids','output_device','devic
 _ddp_args = inspect.signature(DistributedDataParallel).parameters
 ddp_options = [o for o in _ddp_args if o not in ddp_args_of_ours]
 
-_of_ours = 'cuda_id sync_bn split_batches seed check_every checks comm_hook shard sample_seeds timeout_s'.split()
+_of_ours = 'cuda_id sync_bn split_batches seed check_every checks comm_hook shard sample_seeds timeout_s '
+_of_ours = f'{_of_ours}global_bs max_bs'.split()
 
 def ddp_docments()->dict:
     "From each option of DDP to what torch says of it, in its first sentence"
@@ -198,6 +199,13 @@ def check_options(opts):
         raise ValueError(f'{name}={v!r}: give {what}')
     need('seed', opts.seed, int, -math.inf, 'a whole number, or None to draw one')
     need('check_every', opts.check_every, int, 0, 'a number of steps, from 1 up')
+    need('global_bs', opts.global_bs, int, 0, 'the number of samples in a step of all ranks together')
+    if opts.max_bs!='auto': need('max_bs', opts.max_bs, int, 0, "a number of samples, or 'auto'")
+    if opts.max_bs=='auto' and (opts.comm_hook or opts.shard):
+        raise ValueError("max_bs='auto' averages gradients after the last micro-batch, without comm_hook and shard: give "
+                         'a number')
+    if opts.global_bs and opts.split_batches:
+        raise ValueError(f'global_bs={opts.global_bs} and split_batches: leave out one of the two')
     need('timeout_s', opts.timeout_s, (int,float), 0, 'seconds')
     need('bucket_cap_mb', ddp_kw.get('bucket_cap_mb'), (int,float), 0, 'a size in MiB')
 
@@ -242,11 +250,24 @@ def average_grads(
     have = torch.tensor([*[p.grad is not None for p in params],n], dtype=torch.double)
     have = all_sum(have).tolist()
     share = n*group_size()/have.pop() if have[-1] else 1.
-    for p,k in zip(params, have):
-        if not k: continue
+    for p in (had := [p for p,k in zip(params, have) if k]):
         if p.grad is None: p.grad = torch.zeros_like(p)
         as_it_is = share==1 or learn is None or id(p) in current.of_loss
-        p.grad.copy_(all_sum(p.grad if as_it_is else p.grad*share)/group_size())
+        if not as_it_is: p.grad.mul_(share)
+    for grads in _in_buckets([p.grad for p in had]):
+        mean = all_sum(torch.cat([g.reshape(-1) for g in grads]))/group_size()
+        for g,o in zip(grads, mean.split([g.numel() for g in grads])): g.copy_(o.view_as(g))
+
+def _in_buckets(tensors:list, n_bytes:int=_large)->list:
+    "Tensors in lists of one dtype and device each, of some `n_bytes`"
+    res = []
+    for _,ts in groupby(tensors, lambda t: (t.dtype,t.device)):
+        size = n_bytes
+        for t in ts:
+            if size>=n_bytes: res,size = [*res,[]],0
+            res[-1].append(t)
+            size += t.nbytes
+    return res
 
 # %% ../../nbs/distributed/09_replica.ipynb #a9222a73
 class SharedMaxNorm:
@@ -367,7 +388,7 @@ class Replica:
     def _check_second(self):
         "Warn of a second backward pass of a callback (SAM), whose loss no one weighs, if numbers of items differ"
         n,mean = self.learn.items,self.learn.global_items
-        if self.warned or n is None or float(n)==float(mean): return
+        if self.warned or n is None or float(n)==float(mean) or group_rank(): return
         self.warned = True
         warn('[second-backward] learn.wrapper is called again in a batch of which ranks have different numbers of '
              'items, which count alike: multiply its loss by learn.items/learn.global_items')
@@ -388,6 +409,11 @@ class Replica:
         # a static graph is recorded in the first pass, which must exchange
         if self.ddp.static_graph and not self.learn.train_iter: self._sync = True
         self.ddp.require_backward_grad_sync = self._sync
+
+    def reduce(self):
+        "Average the gradients of a step in which no backward pass exchanged them. Sync point"
+        params = {id(p): p for p in [*self.params,*self.others] if p.requires_grad}
+        average_grads(params.values(), weighed=True)
 
     @property
     def forward_exchanges(self)->bool:
@@ -411,5 +437,5 @@ class Replica:
 
 _looks_for_unused = ('this fit has find_unused_parameters=True. Freeze them with requires_grad_(False) to save its '
                      'cost')
-_no_part = ('if they take no part in the loss, say so with distrib_ctx(find_unused_parameters=True), or freeze '
+_no_part = ('if they take no part in the loss, use distrib_ctx(find_unused_parameters=True), or freeze '
             'them with requires_grad_(False)')

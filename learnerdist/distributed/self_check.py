@@ -277,8 +277,8 @@ class SelfCheck:
 
 mixes = ('predictions of {} depend on which other samples are in the batch, or on its padding. On {} ranks these are '
          'the samples of a rank: it is not the run of one process')
-remedy = ('Samples count alike. If it is a mean over other things, say what it counts: give it an attribute n_items, a '
-          'function of (pred, *targs), or let it return (sum, count). If it needs the global batch, as contrastive '
+remedy = ('Samples count alike. If it is a mean over other things, name what it counts: give it an attribute n_items, '
+          'a function of (pred, *targs), or return (sum, count). If it needs the global batch, as contrastive '
           "losses do, let it work on gather_with_grad(pred), and set n_items = 'whole'")
 not_mean = ('the loss {} of a batch does not follow from its values on parts of it: it is no mean over samples{}, and '
             f'no sum. {remedy}')

@@ -138,7 +138,7 @@ def find_blocks(model, blocks)->list:
     named = {k: m for k,m in model.named_modules() if m is not model and wanted(m) and _owns(m)}
     if by_class and not named:
         own = ', '.join(sorted({type(m).__name__ for m in model.children() if _owns(m)}))
-        raise ValueError(f'shard=: it has no such module with weights. Give classes of its own: {own}')
+        raise ValueError(f'shard=: it has no such module with weights. Give classes of this model: {own}')
     for k,m in named.items():
         why = '' if _runs(m) else 'is a list, which has no forward pass: give the modules in it'
         for o in _shared(m, model):
@@ -370,7 +370,7 @@ def _give_back(old, p, get):
     old.requires_grad_(p.requires_grad)
 
 _lost = ('this run failed, and not all ranks are here to put its parts together: the weights of learn.model are empty. '
-         'Load a checkpoint or a file of learn.save, or make the model anew')
+         'Load a checkpoint or a file of learn.save, or build the model again')
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h6f6150a
 @contextmanager

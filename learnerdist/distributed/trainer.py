@@ -24,6 +24,7 @@ from ..learner.callback import Callback,Order,cancels
 from ..learner.learner import Learner,fit_flags
 from ..learner.metrics import reduction
 from ..learner.predictions import GatherPreds,has_result
+from ..learner.techniques import GradientAccumulation
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c007
 # The engine's methods that handle an event
@@ -40,7 +41,7 @@ class Adapter(Callback):
     def __init__(self,
         cuda_id:int=None,   # This process's GPU; None: by local rank, or the CPU
         sync_bn:bool=True,  # BatchNorm over the global batch
-        split_batches:bool=False, # The loaders' batch size is the global one: each rank takes a W-th of it
+        split_batches:bool=False, # The training loader's batch size is the global one, as global_bs says it
         seed:int=None,      # Of shuffling; None: drawn from torch's generator on rank 0
         # Compare the ranks' weights every so many steps, and raise where they differ; None: after each epoch
         check_every:int=None,
@@ -54,6 +55,10 @@ class Adapter(Callback):
         sample_seeds:bool=True,
         # Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
         timeout_s:float=None,
+        # Samples in a step of all ranks together, whatever their number; None: the loader's batch size on each rank
+        global_bs:int=None,
+        # Samples that a rank takes at once: a step's are cut into micro-batches. 'auto': as many as fit in memory
+        max_bs=None,
         **ddp_kw            # Options of `DistributedDataParallel`
     ):
         opts = SimpleNamespace(**{k: v for k,v in locals().items() if k!='self'}) # these parameters
@@ -116,6 +121,15 @@ class DistributedTrainer(Adapter):
         "Whether a callback may cancel a batch, or change its targets, in these events"
         heard = self.learn._handlers
         return any([not cb.keeps_batch for e in events for cb in heard[e]])
+    def accumulates(self)->bool:
+        "Whether a callback makes steps from several batches"
+        return any(isinstance(cb, GradientAccumulation) for cb in self.learn.cbs)
+    def take_step(self):
+        "The optimizer's step, with its events"
+        learn = self.learn
+        learn._with_events(learn.opt.step, 'step')
+        learn.opt.zero_grad()
+    def memory_ran_out(self): "A forward or backward pass was left: undo what callbacks have begun"
     def set_device(self, device):
         "Let the loaders put their batches on `device`"
         self.engine.replace(self.learn.dls, 'device', device)

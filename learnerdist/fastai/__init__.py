@@ -4,12 +4,13 @@ from learnerdist.core.collectives import distrib_barrier
 from learnerdist.core.rank0 import rank0_first
 from learnerdist.core.env import num_distrib,rank_distrib,teardown_distrib
 from learnerdist.distributed.data_parallel import ParallelTrainer
+from learnerdist.fastai.checkpoint import load_learner
 from learnerdist.fastai.learner import setup_distrib
 from learnerdist.fastai.loaders import DistributedDL
 from learnerdist.fastai.trainer import DistributedTrainer
 
 __all__ = ['ParallelTrainer','DistributedTrainer','DistributedDL','setup_distrib','teardown_distrib','rank0_first',
-           'rank_distrib','num_distrib','distrib_barrier','Checkpoint','Preempted','preempted_status']
+           'rank_distrib','num_distrib','distrib_barrier','Checkpoint','Preempted','preempted_status','load_learner']
 
 import fastai.learner as _learner
 import learnerdist.core.docstrings as _docstrings

@@ -29,6 +29,7 @@ from fastprogress.fastprogress import ConsoleMasterBar,MasterBar,ProgressBar
 from ..distributed import compiling,data_parallel # noqa: F401
 from . import checkpoint # noqa: F401
 from ..distributed.trainer import attach,check_plain
+from ..core.collectives import distrib_barrier
 from ..core.shards import come_together
 from ..core.stacks import need
 from ..core import env
@@ -66,6 +67,19 @@ def _extended(old, f):
 def _call_one(self, call, event):
     "By way of the trainer"
     trainer_of(self).tell(event)
+
+@in_context(Learner)
+def _do_one_batch(self, f):
+    "For each micro-batch"
+    engine = trainer_of(self).engine
+    if engine.cuts and self.training: engine.in_parts(f)
+    else: f()
+
+@in_context(Learner)
+def _do_grad_opt(self, f):
+    "The step comes after the last micro-batch"
+    if not trainer_of(self).engine.waits: return f()
+    self._with_events(self._backward, 'backward', fastai_learner.CancelBackwardException)
 
 @patch
 def all_batches(self:Learner):
@@ -107,7 +121,9 @@ def get_preds(self:Learner, ds_idx=1, dl=None, with_input=False, with_decoded=Fa
 @in_context(Learner)
 def lr_find(self, find, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True, show_plot=True, *args, **kwargs):
     "As fastai's; only rank 0 plots"
-    return find(start_lr, end_lr, num_it, stop_div, show_plot and group_rank()==0, *args, **kwargs)
+    res = find(start_lr, end_lr, num_it, stop_div, show_plot and group_rank()==0, *args, **kwargs)
+    distrib_barrier() # each rank's folder is gone
+    return res
 
 # %% ../../nbs/fastai/04_learner.ipynb #c009
 def _alone(name):

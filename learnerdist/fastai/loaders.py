@@ -7,6 +7,8 @@ __all__ = ['DistributedDL']
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c002
 import copy,random,sys
+from functools import partial
+from itertools import chain
 
 from fastai.callback.data import PartialDL
 from fastai.data.load import DataLoader
@@ -23,6 +25,7 @@ from ..data.sharding import batch_count,share_len
 # %% ../../nbs/fastai/00_loaders.ipynb #b73587e2
 names.update( # Private names of fastai; those of torch are in `core.compat`
     fake_l=('fastai.data.load', 'DataLoader.one_batch().fake_l', 'shallow copies of its loaders'),
+    one_pass=('fastai.data.core', 'TfmdDL._one_pass', 'each sample of a stream is trained on'),
     valid_mets=('fastai.learner', 'Recorder._valid_mets', 'exact metrics that callbacks add'),
     tmp_d=('fastai.callback.schedule', 'LRFinder.before_fit().tmp_d', 'no folder left of `lr_find`'),
     maybe_gather=('fastai.torch_core', 'maybe_gather', 'evaluation over shares'),
@@ -30,6 +33,8 @@ names.update( # Private names of fastai; those of torch are in `core.compat`
     progress_bar=('fastai.learner', 'progress_bar', 'one rank draws bars'),
     call_one=('fastai.learner', 'Learner._call_one', 'one writer, Cancels of one rank'),
     with_events=('fastai.learner', 'Learner._with_events', '`fit(…, resume=True)`'),
+    do_one=('fastai.learner', 'Learner._do_one_batch', '`max_bs`'),
+    do_grad_opt=('fastai.learner', 'Learner._do_grad_opt', '`max_bs`'),
     do_train=('fastai.learner', 'Learner._do_epoch_train', '`fit(…, resume=True)`'),
     do_validate=('fastai.learner', 'Learner._do_epoch_validate', '`fit(…, resume=True)`'))
 
@@ -67,10 +72,12 @@ def shallow(dl:DataLoader)->DataLoader:
     fake.d,fake.default,fake.dataset,new.fake_l = new,new,fake,fake
     return new
 
+def _step(dl, dealer): return dealer.global_bs or dl.bs*dealer.world_size
+
 def _global(dl, dealer):
     "A copy of the loader with the global batch size, as in one process"
     new = shallow(dl)
-    if dl.bs: new.bs = dl.bs*dealer.world_size
+    if dl.bs: new.bs = _step(dl, dealer)
     return new
 
 class SeededItems:
@@ -137,7 +144,20 @@ def _of_stream(dl, dealer):
     # fastai's workers would each read the stream from its start
     new.dataset,new.fake_l.num_workers = dealer.stream(dl.dataset, 0, None),0
     if dl.n is not None: new.get_idxs,new.n = lambda: [None]*dealer.count(dl.n),dealer.count(dl.n)
+    if hasattr(new, '_one_pass'): new._one_pass = partial(_one_pass, new)
     return _seeded(new, dealer)
+
+def _one_pass(dl):
+    "In place of fastai's, which takes a sample of the epoch in progress to see what a batch is: it comes again"
+    inner = dl.it
+    item = next(inner)
+    state,dl.it = rng_state(cuda=False),iter([item])
+    type(dl)._one_pass(dl)
+    dl.it = chain(_again(item, state), inner)
+
+def _again(item, state):
+    set_rng_state(state) # the sample's own streams, where it has any
+    yield item
 
 @in_order.register
 def _(dl:DataLoader): return dl.new(shuffle=False, drop_last=False)
@@ -167,7 +187,7 @@ def _(dl:DataLoader, dealer):
 # %% ../../nbs/fastai/00_loaders.ipynb #c013
 class _Lengths(RankOrder):
     "In place of a `SortedDL`'s `get_idxs`; also stores the longest sample of each global batch"
-    def __init__(self, order, dl): self.order,self.res,self.step = order,dl.res,dl.bs*order.dealer.world_size
+    def __init__(self, order, dl): self.order,self.res,self.step = order,dl.res,_step(dl, order.dealer)
     def __call__(self):
         d = self.order.dealer
         with shared_rng(d.seed, d.epoch): whole = list(self.order.source)
@@ -205,7 +225,7 @@ class _Streams(_Indices):
 
 @reindexed.register
 def _(dl:LMDataLoader, dealer):
-    whole,new = dl.new(bs=dl.bs*dealer.world_size),shallow(dl)
+    whole,new = dl.new(bs=_step(dl, dealer)),shallow(dl)
     new.create_item = whole.create_item
     return _reading(new, dealer.drawn(_Streams(whole, dealer)))
 

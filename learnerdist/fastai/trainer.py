@@ -175,7 +175,8 @@ class OfModels:
         if wrapper is not None and learn.training:
             if wrapper.model is not self.plain: wrapper.follow(self.plain)
             learn.model = wrapper
-        if self.watches and group_size()>1 and not self.alone: self.trace = LossTrace().__enter__()
+        many = group_size()>1 or self.engine.cuts
+        if self.watches and many and not self.alone: self.trace = LossTrace().__enter__()
     def end_trace(self)->LossTrace:
         "Observe no longer; returns what was observed"
         trace,self.trace = self.trace,None
@@ -214,8 +215,20 @@ class OfBatches:
         if self.engine.loop.evaluation: self.learn.recorder.train_metrics = True
         if self.engine.replica is None: return
         acc = self._accumulation()
-        last = acc is None or self.engine.is_uneven or acc.count+find_bs(self.yb)>=acc.n_acc
-        self.engine.replica.sync = last
+        if acc is None: return
+        self.engine.replica.sync = self.engine.is_uneven or acc.count+find_bs(self.yb)>=acc.n_acc
+    def take_step(self):
+        "The optimizer's step, with its events"
+        learn = self.learn
+        learn._with_events(learn._step, 'step', self.cancels['step'])
+        learn.opt.zero_grad()
+    def memory_ran_out(self):
+        "A forward or backward pass was left: leave what fastai's mixed precision has entered"
+        for cb in self.learn.cbs:
+            if isinstance(cb, MixedPrecision) and not self.has_loss: cb.autocast.__exit__(None, None, None)
+    def accumulates(self)->bool:
+        "Whether fastai's callback makes steps from several batches"
+        return self._accumulation() is not None
     def _accumulation(self):
         return next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
     def before_backward(self):
@@ -347,6 +360,10 @@ class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfReco
         old,self.alone = self.alone,True
         try: yield
         finally: self.alone = old
+
+# fastcore made these classes. A function of a notebook cell that raises one is sent to the ranks by cloudpickle,
+# which looks for a class in the module that it names, and otherwise makes another class there
+for _o in DistributedTrainer.kinds: _o.__module__ = 'fastai.callback.core'
 
 # %% ../../nbs/fastai/02_trainer.ipynb #trnof001
 def trainer_of(learn):

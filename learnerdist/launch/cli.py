@@ -48,15 +48,15 @@ def get_parser()->argparse.ArgumentParser:
 
       --nproc N       Processes on this machine (default, and auto: one for each visible GPU, one without GPUs)
       --gpus 0,2      Which of the visible GPUs to use; sets the default of --nproc
-      --wait SECONDS  How long ranks may go on after the first one has ended well (default: 0, without end; said
-                      after a minute; a rank that is stopped: half an hour)
+      --wait SECONDS  How long ranks may go on after the first one has ended well (default: 0, no limit, with a
+                      report after a minute; a rank that is stopped: half an hour)
       --on-failure restart|shrink
-                      When a rank dies: end the others, and start all again as --max-restarts says (default); or start
-                      those again that are left, on one machine. A fit goes on from its newest state: in memory, every
-                      10 steps, or that of its Checkpoint
+                      When a rank dies: end the others, and start all again, as often as --max-restarts (default); or
+                      start only the surviving ranks again, on one machine. A fit goes on from its newest state: in
+                      memory, every 10 steps, or that of its Checkpoint
       --no-fork-server
-                      Start each rank anew, and not as a fork of a process with the imports of the script
-      --verbose       Print each rank's traceback; else the report at the end says in which file they are
+                      Let each rank import for itself. Otherwise ranks are forks of a process that has done it
+      --verbose       Print each rank's traceback. Otherwise the report at the end names a file with them
       --verify STEPS  First compare so many steps with one process, as learnerdist.verify does; then train
       --verify-only-warn  Train also if they differ
       --version       Versions of learnerdist and torch

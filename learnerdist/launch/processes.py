@@ -140,7 +140,7 @@ def _call(names, payload):
     try: func,args,kwargs,number = pickle.loads(payload)
     except AttributeError as e:
         guard = "without what is under `if __name__=='__main__':`: define the function above that line"
-        raise ValueError(f'{e}. Each process imports the script anew, {guard}') from e
+        raise ValueError(f'{e}. Each process imports the script again, {guard}') from e
     own = lambda o: _objects[o.number] if isinstance(o, Kept) else o
     try: res = func(*map(own, args), **{k: own(v) for k,v in kwargs.items()})
     except SystemExit as e:
@@ -302,7 +302,7 @@ class Ranks:
         if not self.calls: self._start()
         kept = [o for o in (*args,*kwargs.values()) if isinstance(o, Kept)]
         if any(o.ranks!=self.start for o in kept):
-            raise ValueError('the ranks that held this object were ended: build it again with keep()')
+            raise ValueError('the ranks that had this object were ended: build it again with keep()')
         names = [o for o in sys.modules if o.startswith('learnerdist.')]
         payload = pickled((func,args,kwargs,number))
         url = f'file://{self.folder}/rendezvous{next(self._n)}'

@@ -15,7 +15,7 @@ from string import Template
 from typing import Callable,NamedTuple
 
 import learnerdist
-from ..core.files import environment,memory_folder,note_shrunk,own_folder,whole_file
+from ..core.files import environment,memory_folder,own_folder,whole_file
 from ..core.hosts import loopback
 from ..core.stacks import frames_of,in_library,is_stopped,place_of,preempted_status
 from ..core.stacks import read_crash,report_folder,users_frame
@@ -426,13 +426,12 @@ def run_here(job:Job)->int:
         if sig := job.watch.run(): return job.status_after(sig)
         status = job.status()
         if not failures(job.ranks): return status
-        shrinks = args.on_failure == 'shrink'
+        shrinks = args.on_failure=='shrink'
         left = n_left(job.ranks) if shrinks else n*(attempt < args.max_restarts)
         again = f'restart {attempt+1} of {args.max_restarts}'
         if shrinks: again = f'all start again, with {left} of {n} ranks'
         say(*job.explain(), *[again]*(left > 0))
         if not left: return status
-        if shrinks: note_shrunk()
         n,attempt = left,attempt+1
 
 def launch(args, target:list, server:ForkServer, run:Callable=run_here)->int:

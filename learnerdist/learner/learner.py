@@ -78,6 +78,8 @@ class Runner:
     "What a learner asks while it runs. These are the answers of a process that trains alone; a context replaces it"
     is_alone,repeated,global_items = True,False,None # see the properties of `Learner`
     model = None # What is called in training, in place of the learner's model
+    # Whether batches are cut into micro-batches; whether the optimizer's step waits for the others of this batch
+    cuts = waits = False
     def loader(self, dl):
         "What is read of a loader: all of its data, if another learner's context has split it"
         return dl.all_data() if hasattr(dl, 'all_data') else dl
@@ -245,7 +247,7 @@ def one_batch(self:Learner, i:int, b):
     self.iter,self.pred,self.loss_grad,self.loss,self.items = i,None,None,None,None
     n_inp = getattr(self.dl, 'n_inp', getattr(self._dls, 'n_inp', None))
     self.xb,self.yb = split_batch(to_device(b, self.device), n_inp)
-    self._with_events(self._do_batch, 'batch')
+    self._with_events(partial(self.runner.in_parts, self._do_batch) if self.runner.cuts else self._do_batch, 'batch')
 
 def check_loss(loss, training=False):
     "ValueError if a loss function has returned no tensor, or in training several numbers"
@@ -273,6 +275,7 @@ def _do_batch(self:Learner):
     if not self.training: return
     check_targets(self)
     self._with_events(lambda: self.loss_grad.backward(), 'backward')
+    if self.runner.waits: return
     self._with_events(self.opt.step, 'step')
     self.opt.zero_grad()
 
@@ -320,7 +323,7 @@ def advise_on_memory(e, learn):
     if not is_oom(e) or not learn.xb: return
     n,which = find_bs(learn.xb),'training' if learn.training else 'evaluation'
     e.args = (f'{e}\nOut of memory in {which} with a batch of {n} samples. Take a smaller batch size: '
-              'GradientAccumulation keeps the samples of a step, '
+              "distrib_ctx(max_bs='auto') keeps the samples of a step, "
               'to_bf16() halves activations.',)
 
 # %% ../../nbs/learner/01_learner.ipynb #c019

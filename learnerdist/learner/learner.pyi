@@ -53,6 +53,8 @@ class Runner:
     repeated: Any
     global_items: Any
     model: Any
+    cuts: Any
+    waits: Any
 
     def loader(self, dl):
         """What is read of a loader: all of its data, if another learner's context has split it"""
@@ -156,7 +158,7 @@ class Learner:
     def parallel_ctx(self, device_ids=None):
         """Use several GPUs in the fits of the body; afterwards the learner is restored, also after an exception"""
 
-    def to_distributed(self, cuda_id: int | None=None, *, sync_bn: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., sample_seeds: Any=..., timeout_s: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kw) -> Learner:
+    def to_distributed(self, cuda_id: int | None=None, *, sync_bn: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., sample_seeds: Any=..., timeout_s: Any=..., global_bs: Any=..., max_bs: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kw) -> Learner:
         """Train, evaluate and predict on all ranks from now on, until `detach_distributed`"""
 
     def detach_distributed(self) -> Learner:
@@ -164,7 +166,7 @@ class Learner:
     closed if we opened it"""
 
     @contextmanager
-    def distrib_ctx(self, cuda_id: int | None=None, *, sync_bn: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., sample_seeds: Any=..., timeout_s: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kw):
+    def distrib_ctx(self, cuda_id: int | None=None, *, sync_bn: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., sample_seeds: Any=..., timeout_s: Any=..., global_bs: Any=..., max_bs: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kw):
         """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an
     exception"""
 

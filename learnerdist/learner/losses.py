@@ -288,6 +288,14 @@ def probe_loss(learn):
         try: return follows(look(0, n), [look(0, n//2),look(n//2, n)], tol)
         except Exception: return 'other' if items is None else 'items' # such as the loss of a model
 
+def loss_kind(learn)->str:
+    """The reduction of the loss, see `MeanOver`. In one process an unknown loss is probed; several ranks have already
+    agreed on it. learn: a learner, after the loss of a batch"""
+    if loss_over(learn).kind=='unknown' and learn.runner.model is None:
+        found = probe_loss(learn)
+        if found: set_loss_over(learn, MeanOver(found if found in ('sum','items') else 'samples'))
+    return loss_over(learn).kind
+
 # %% ../../nbs/learner/00_losses.ipynb #0f5e7a11
 # Kinds of losses whose calls of torch's are observed, unless they have a count
 _seen_later = 'unknown','items'

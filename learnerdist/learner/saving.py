@@ -14,6 +14,7 @@ from fastcore.basics import patch
 from ..core.compat import tree_leaves
 from ..core.deferred import fill_in
 from ..core.rank0 import await_save
+from ..core.remote import place
 from ..core.shards import come_together,has_parts,load_model,load_opt,model_name
 from ..core.stacks import need
 from ..core.weights import is_safetensors,load_plain,load_weights,read_bytes
@@ -24,12 +25,12 @@ from .learner import Learner,get_model
 # %% ../../nbs/learner/08_saving.ipynb #c035
 @patch
 def _file(self:Learner, file):
-    path = self.path/self.model_dir/file
+    path = place(file, self.path/self.model_dir)
     return path if is_safetensors(path) else path.with_name(f'{path.name}.pth')
 
 @patch
 def save(self:Learner,
-    # File name within `model_dir`, or an absolute path: `.pth` is added, unless it ends in `.safetensors`
+    # File name within `model_dir`, an absolute path or an address: `.pth` is added, unless it ends in `.safetensors`
     file,
     with_opt:bool=None  # Also save the optimizer's state; None: yes, except in safetensors, which cannot hold it
 )->Path:                # The file
@@ -57,9 +58,10 @@ def load(self:Learner,
 ):
     """Load what `save` or a `Checkpoint` wrote. Reads only tensors and plain data, so a file cannot run code.
     ValueError for a damaged file"""
-    path = self.path/file if (self.path/file).is_dir() else self._file(file)
+    folder = place(file, self.path)
+    path = folder if folder.is_dir() else self._file(file)
     await_save(path)
-    state,opt = (_in_folder(path),None) if path.is_dir() else _read(path, self)
+    state,opt = (_in_folder(path),None) if path is folder else _read(path, self)
     load_model(get_model(self.model), state, strict)
     if with_opt and opt: self._load_opt(opt)
     return self
@@ -85,11 +87,11 @@ _plain = torch.Tensor,str,bytes,int,float,bool,type(None)
 
 @patch
 def export(self:Learner,
-    fname='export.pth' # File name within the learner's path
+    fname='export.pth' # File name within the learner's path, or an address
 )->Path:               # The file
     """Write weights, `dls.vocab`, batch size, number of inputs, on rank 0; if the model is sharded, all must call.
     ValueError if not data"""
-    path,model,dls = self.path/fname,fill_in(get_model(self.model)),self.dls
+    path,model,dls = place(fname, self.path),fill_in(get_model(self.model)),self.dls
     vocab = getattr(dls, 'vocab', None)
     bs,n_inp = batch_shape(dls[len(dls)-1])[0],getattr(dls, 'n_inp', None)
     data = dict(learnerdist_export=format_version, model=model.state_dict(), name=model_name(model))
@@ -102,7 +104,7 @@ def export(self:Learner,
 
 # %% ../../nbs/learner/08_saving.ipynb #exp12
 def load_learner(
-    fname,                # A file of `export`
+    fname,                # A file of `export`, or its address
     model:torch.nn.Module, # The model to load the weights into
     loss_func=None,       # For its `activation`, and for `validate`
     cpu:bool=True,        # Work on the CPU; False: on the device of this process
@@ -110,7 +112,7 @@ def load_learner(
 )->Learner:
     """A learner with the weights of a file: `learn.predict(x)`, `learn.get_preds(dl=learn.dls.test_dl(items))`.
     ValueError for other files"""
-    path = Path(fname)
+    path = place(fname)
     await_save(path)
     data = load_plain(read_bytes(path), path)
     exported = isinstance(data, dict) and data.get('learnerdist_export')==format_version
@@ -121,6 +123,7 @@ def load_learner(
         name = type(model).__name__
         raise ValueError(f"{path} has weights of a {data['name']}, which do not fit this {name}: {e}") from e
     empty = [TfmdDL([], data['bs'] or 64, **kw) for _ in range(2)]
-    dls = DataLoaders(*empty, path=path.parent, device='cpu' if cpu else None, n_inp=data['n_inp'])
+    folder = path.parent if isinstance(path, Path) else '.'
+    dls = DataLoaders(*empty, path=folder, device='cpu' if cpu else None, n_inp=data['n_inp'])
     dls.vocab = data['vocab']
     return Learner(dls, model, loss_func)

@@ -17,19 +17,24 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_,clip_grad_value_
 from torch.optim import Optimizer
 
-from ..core.shards import whole
+from ..core.shards import groups_of,whole
 from ..core.stacks import need
 from ..data.distributed_dl import reindexed
 from ..data.loaders import LoaderWrapper,apply,batch_shape,data_len,look_ahead
 from .callback import Callback,CancelBatchException,CancelStepException,Order,cancels
 from .learner import Learner,fit_flags
-from .losses import MeanOver,batch_rows,loss_over,n_items,probe_loss,set_loss_over
-
+from .losses import batch_rows,loss_kind,loss_over,n_items
 
 # %% ../../nbs/learner/06_techniques.ipynb #c007
 def with_grad(opt)->list:
     "The parameters of an optimizer that have a gradient"
     return [p for g in opt.param_groups for p in g['params'] if p.grad is not None]
+
+def scale_grads(opt, engine, k):
+    """Multiply the gradients that micro-batches have added up. opt: the learner's optimizer; engine: what trains in
+    place of the model, which may hold gradients that were not exchanged yet; k: a number or a tensor ()"""
+    held = engine.held() if hasattr(engine, 'held') else []
+    for g in [*(p.grad for ps in groups_of(opt) for p in ps if p.grad is not None),*held]: g.mul_(k)
 
 def _as_float32(o):
     half = isinstance(o, torch.Tensor) and o.dtype in _dtypes.values()
@@ -84,6 +89,7 @@ class MixedPrecision(Callback):
 
     def before_batch(self):
         if self.training: self._put_back()
+        self._leave() # of a forward pass that was left
         self.cast = self.autocast()
         self.cast.__enter__()
 
@@ -219,7 +225,7 @@ class GradientAccumulation(Callback):
         if self.stepping and loss_over(self.learn).kind!='sum': self._divide_by(self.count or 1)
 
     def before_backward(self):
-        if self._kind()=='sum': return # the gradients of sums need no weights
+        if loss_kind(self.learn)=='sum': return # the gradients of sums need no weights
         n = self.global_items
         counted = loss_over(self.learn).kind=='items' or self.learn.items is not None
         if n is None: n = n_items(self.learn) if counted else self.n
@@ -236,21 +242,9 @@ class GradientAccumulation(Callback):
 
 # %% ../../nbs/learner/06_techniques.ipynb #a030
 @patch
-def _kind(self:GradientAccumulation):
-    "The reduction of the loss. In one process an unknown loss is probed; several ranks have already agreed on it"
-    learn = self.learn
-    if loss_over(learn).kind=='unknown' and learn.runner.model is None:
-        found = probe_loss(learn)
-        if found: set_loss_over(learn, MeanOver(found if found in ('sum','items') else 'samples'))
-    return loss_over(learn).kind
-
-@patch
 def _divide_by(self:GradientAccumulation, total):
     "Let the accumulated gradients be divided by `total`"
-    # gradients that were not exchanged yet
-    held = self.engine.held() if hasattr(self.engine, 'held') else []
-    if isinstance(total, torch.Tensor) or total!=self.total:
-        for g in [*(p.grad for p in with_grad(self.opt)),*held]: g.mul_(self.total/total)
+    if isinstance(total, torch.Tensor) or total!=self.total: scale_grads(self.opt, self.engine, self.total/total)
     self.total = total
 
 @patch

@@ -25,11 +25,11 @@ def run_config(learn, world:int)->dict:
     groups = getattr(opt, 'param_groups', None) or getattr(opt, 'hypers', [{}])
     known = getattr(opt, 'defaults', groups[-1]) # a scheduler adds others, which are left out
     hypers = {k: _plain(v) for k,v in groups[-1].items() if k in known and _plain(v) is not None}
-    bs = batch_shape(dl)[0]
+    bs,global_bs = batch_shape(dl)[0],getattr(getattr(dl, 'dealer', None), 'global_bs', None)
     n = data_len(getattr(dl.source if hasattr(dl, 'dealer') else dl, 'dataset', None))
     res = dict(model=model_name(get_model(learn.model)), loss=_name(learn.loss_func))
     res |= dict(optimizer=type(opt).__name__)|hypers
-    res |= dict(n_epoch=learn.n_epoch, batch_size=bs and bs*world, samples=n, ranks=world)
+    res |= dict(n_epoch=learn.n_epoch, batch_size=global_bs or bs and bs*world, samples=n, ranks=world)
     return res|dict(torch=str(torch.__version__), learnerdist=learnerdist.__version__)
 
 def _name(o): return getattr(o, '__name__', type(o).__name__)

@@ -1,0 +1,270 @@
+"`distrib_ctx(global_bs=…, max_bs=…)`: the same steps at any number of ranks, in micro-batches of any size"
+import shutil, traceback, warnings
+from functools import partial
+import pytest, torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from helpers import Stream
+from learnerdist.all import (Callback, CancelBatchException, CancelFitException, Checkpoint, DataLoaders, DistributedDL,
+                             GradientAccumulation, Learner, group_rank, group_size, process_group)
+from learnerdist.distributed.micro_batches import samples_of
+from learnerdist.testing import run_ranks
+from scenes import F64, contrast, losses, net, run, scenes
+from test_scenes import close
+
+# --- the deal ---------------------------------------------------------------------------------------------------------
+
+kinds = dict(plain=lambda n, **kw: DataLoader(range(n), 3, **kw), stream=lambda n, **kw: DataLoader(Stream(list(range(n))), 3, **kw),
+             sampler=lambda n, **kw: DataLoader(range(n), 3, sampler=list(range(n)), **kw),
+             shuffled=lambda n, **kw: DataLoader(range(n), 3, shuffle=n>0, **kw))
+
+@pytest.mark.parametrize('kind', kinds)
+@pytest.mark.parametrize('drop_last', [False, True])
+def test_each_step_is_dealt_like_cards(kind, drop_last):
+    def shares(n, W, G):
+        dl = kinds[kind](n, drop_last=drop_last)
+        return [DistributedDL.from_dl(dl, r, W, 3, 'batch', global_bs=G) for r in range(W)]
+    for G,W,n in [(G, W, n) for G in (5, 8, 12) for W in (1, 2, 3, 5) for n in (0, 1, 2, 7, 8, 24, 25, 26, 31)]:
+        steps = [b.tolist() for b in shares(n, 1, G)[0]]
+        assert [*map(len, steps)]==[G]*(n//G)+[n%G]*(n%G>0 and not drop_last)
+        ranks = shares(n, W, G)
+        read = [[b.tolist() for b in o] for o in ranks]
+        assert {*map(len, read)}=={len(steps)} and (kind=='stream' or {*map(len, ranks)}=={len(steps)})
+        for k,step in enumerate(steps):
+            own = [b[k] for o,b in zip(ranks, read) if not o.dealer.repeats(k)]
+            assert own==[step[r::W] for r in range(len(own))] and sum(map(len, own))==len(step)
+
+# --- the same run -----------------------------------------------------------------------------------------------------
+
+# What a micro-batch cannot have: rows of its own, a loss or statistics of the whole batch; or what a callback does in it once
+by_nature = ('unfreeze in after_pred','freeze in after_backward','another model in an epoch','InstanceNorm','a loss of nodes')
+def can_be_cut(k, c):
+    if k in by_nature or 'float32' in k or 'split_batches' in c['ctx'] or c['accumulate'] is not None: return False
+    return c['alone'] and c['parts']==1 and c['loss'] is not contrast and fits(c)
+def fits(c):
+    has_bn = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in c['model']().modules())
+    return not has_bn and c['loader'].__name__ in ('TfmdDL','DataLoader') and c['wrap'] is DataLoaders
+
+names = [k for k,c in scenes.items() if can_be_cut(k, c)]
+# By number of ranks: samples in a step, at most in a micro-batch; of the table every so many scenes
+dials = {1: (12, 5, 3), 2: (12, 2, 1), 3: (10, 2, 3), 4: (12, 1, 6)}
+
+def dialled(k, W):
+    G,m,_ = dials[W]
+    return dict(scenes[k], bs=G, ctx=dict(scenes[k]['ctx'], global_bs=G, max_bs=m))
+
+def caught(f, *args):
+    try: return f(*args)
+    except Exception as e: return dict(error=''.join(traceback.format_exception(e)))
+
+def rank_scenes(ks):
+    with process_group(): return {k: caught(run, dialled(k, group_size()), group_size(), group_rank()) for k in ks}
+
+@pytest.mark.parametrize('W', [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
+def test_scenes(W):
+    assert len(names)>80 and {*losses}-{'contrastive'}<={*names}
+    ks = [k for k in names if W!=3 or 'loader' not in k][::dials[W][2]] # their callbacks have batches of 12
+    ranks = run_ranks(rank_scenes, W, ks, timeout_s=300) if W>1 else [{k: caught(run, dialled(k, 1)) for k in ks}]
+    for k in ks:
+        want = run(dict(scenes[k], bs=dials[W][0]))
+        for r in ranks:
+            assert 'error' not in r[k], f"{k}: {r[k]['error']}"
+            for o in want.keys()-{'ids'}:
+                try: close(r[k][o], want[o], scenes[k]['tol'])
+                except AssertionError as e: raise AssertionError(f'{k}, {o}: {e}') from None
+
+# --- one reduction a step, memory, checkpoints ------------------------------------------------------------------------
+
+class Limited(nn.Module):
+    "Runs out of memory in training with more than `most` samples, in the forward or in the backward pass"
+    def __init__(self, most, where, real=False):
+        super().__init__()
+        self.most,self.where,self.real,self.sizes,self.lin = most,where,real,[],nn.Linear(3, 1, dtype=F64)
+    def _fail(self):
+        if self.real: torch.empty(2**46, dtype=torch.uint8) # the allocator's own error
+        raise torch.OutOfMemoryError('out of memory')
+    def forward(self, x):
+        self.sizes.append(len(x))
+        fails,y = self.training and len(x)>self.most,self.lin(x)
+        if fails and self.where=='forward': self._fail()
+        if fails: y.register_hook(lambda g: self._fail())
+        return y
+
+def rows(n=61):
+    x = torch.randn(n, 3, dtype=F64, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+def learner(model, n=61, bs=24, **kw):
+    torch.manual_seed(0)
+    m = model if isinstance(model, nn.Module) else model()
+    for p in m.parameters(): nn.init.uniform_(p)
+    learn = Learner(DataLoaders.from_dsets(rows(n), rows(n), bs=bs), m, nn.MSELoss(), torch.optim.SGD, lr=.1, **kw)
+    learn.logger = lambda line: None
+    return learn
+
+def weights(learn): return [p.detach().clone() for p in learn.model.parameters()]
+
+def fit(model=None, cbs=(), n=61, **ctx):
+    "Weights, and losses of steps"
+    learn = learner(model or Limited(99, ''), n)
+    with learn.distrib_ctx(seed=1, **{'global_bs': 24, **ctx}): learn.fit(2, cbs=[*cbs])
+    return weights(learn),learn.recorder.losses
+
+def fastais(most=99, **ctx):
+    "The same with fastai's Learner, whose Recorder wants a loss in float32"
+    from fastai.data.core import DataLoaders as DLS
+    from fastai.data.load import DataLoader as DL
+    from fastai.learner import Learner as FastaiLearner
+    from fastai.optimizer import OptimWrapper
+    import learnerdist.fastai # noqa: F401
+    class Float(nn.MSELoss):
+        def forward(self, p, t): return super().forward(p, t).float()
+    dls,own = DLS(DL(rows(), bs=24, shuffle=True, num_workers=0), DL(rows(), bs=24, num_workers=0)),learner(Limited(most, 'forward'))
+    dls.device = torch.device('cpu')
+    learn = FastaiLearner(dls, own.model, Float(), partial(OptimWrapper, opt=torch.optim.SGD), lr=.1)
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=1, global_bs=24, **ctx): learn.fit(2)
+    return weights(learn),[*map(float, learn.recorder.losses)]
+
+def reductions(sharded):
+    "How often gradients travel in a fit of two epochs of 2 steps: DDP's buckets, or FSDP2's reduce-scatters"
+    n = 0
+    def count(f, *args, **kw):
+        nonlocal n
+        n += 1
+        return f(*args, **kw)
+    def hook(group, bucket):
+        fut = torch.futures.Future()
+        t = count(lambda t: dist.all_reduce(t, group=group) or t, bucket.buffer().div_(group_size()))
+        fut.set_result(t)
+        return fut
+    name = 'reduce_scatter_single' if hasattr(dist, 'reduce_scatter_single') else 'reduce_scatter_tensor' # of an older torch
+    old,own = getattr(dist, name),{'shard': dict(sync_once=True)} if sharded else {'comm_hook': hook}
+    setattr(dist, name, partial(count, old))
+    try: return (fit(n=48, max_bs=5, **own),n)
+    finally: setattr(dist, name, old)
+
+class Dies(Callback):
+    "An error in a step of the fit"
+    def __init__(self, at): self.at = at
+    def before_step(self):
+        if self.train_iter==self.at: raise ZeroDivisionError
+class Steps(Callback):
+    run_valid = False
+    def __init__(self): self.n = self.passes = 0
+    def after_pred(self): self.passes += 1
+    def after_batch(self): self.n += 1
+
+def dies(folder, **ctx):
+    learn = learner(Limited(99, ''), path=folder)
+    with pytest.raises(ZeroDivisionError), learn.distrib_ctx(seed=1, global_bs=24, **ctx):
+        learn.fit(2, cbs=[Checkpoint('ckpt', 1),Dies(4)])
+
+def goes_on(folder, **ctx):
+    learn,n = learner(Limited(99, ''), path=folder),Steps()
+    with learn.distrib_ctx(seed=1, global_bs=24, **ctx): learn.fit(2, cbs=[Checkpoint('ckpt', 1),n], resume=True)
+    return weights(learn),learn.recorder.losses,n.n
+
+def failure(f, *args, **kw):
+    try: f(*args, **kw)
+    except Exception as e: return f'{type(e).__name__}: {e}'
+
+def bad_contexts():
+    "What an option or a script that cannot be says"
+    def ctx(model=net, cbs=(), loss=None, **kw):
+        learn = learner(partial(nn.Linear, 3, 1, dtype=F64) if model is net else model)
+        if loss: learn.loss_func = loss
+        with learn.distrib_ctx(**kw): learn.fit(1, cbs=[*cbs])
+    norm = lambda: nn.Sequential(nn.Linear(3, 4, dtype=F64), nn.BatchNorm1d(4, dtype=F64), nn.Linear(4, 1, dtype=F64))
+    res = dict(few=failure(ctx, global_bs=1), text=failure(ctx, global_bs='256'), zero=failure(ctx, max_bs=0),
+               both=failure(ctx, global_bs=8, split_batches=True), twice=failure(ctx, cbs=[GradientAccumulation(8)], max_bs=4),
+               hook=failure(ctx, max_bs='auto', comm_hook='bf16'), norm=failure(ctx, model=norm, max_bs='auto'),
+               whole=failure(ctx, loss=contrast, max_bs=2), ctx=failure(ctx, max_bs='most'))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        ctx(model=norm, max_bs=4)
+    return dict(res, said=' '.join(str(o.message) for o in said))
+
+class OneRank(Callback):
+    "A cancel on the last rank, in a micro-batch of the second step"
+    def __init__(self, event, what, part):
+        self.what,self.part = what,part
+        setattr(self, event, self._raise)
+    def _raise(self):
+        last = group_rank()==group_size()-1
+        if last and self.training and (self.epoch,self.iter)==(0,1) and self.learn.runner.loop.batch.micro.i==self.part: raise self.what
+
+class Without(Callback):
+    "Alone: the second step has no samples of the last of W ranks"
+    def __init__(self, W): self.W = W
+    def before_batch(self):
+        if not self.training or (self.epoch,self.iter)!=(0,1): return
+        own = torch.arange(len(self.xb[0]))%self.W<self.W-1
+        self.learn.xb,self.learn.yb = (self.xb[0][own],),(self.yb[0][own],)
+class Leaves(Callback):
+    "Ends the fit after the second step"
+    def after_batch(self):
+        if self.training and self.iter==1: raise CancelFitException
+
+def answers(folder):
+    with process_group():
+        most = [99,3,2][-1-group_rank()] # of 3 ranks, and of 2
+        res = dict(cut=fit(max_bs=5), real=fit(Limited(most, 'forward', True), max_bs='auto'), fastai=fastais(max_bs=5),
+                   fastai_auto=fastais(most, max_bs='auto'), ddp=reductions(False), sharded=reductions(True), bad=bad_contexts())
+        res |= {f'auto {o}': fit(Limited(most, o), max_bs='auto') for o in ('forward','backward')}
+        cancelled = {'first batch': (CancelBatchException, 0), 'second batch': (CancelBatchException, 1),
+                     'second fit': (CancelFitException, 1)}
+        res |= {k: fit(cbs=[OneRank('after_pred', *o)], max_bs=5) for k,o in cancelled.items()}
+        dies(folder, max_bs=7)
+    return res
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory): return {W: tmp_path_factory.mktemp(f'{W} ranks') for W in (2, 3)}
+
+@pytest.fixture(scope='module')
+def found(folders): return {W: run_ranks(answers, W, folders[W], timeout_s=300) for W in (2, 3)}
+
+@pytest.mark.parametrize('W', [2, 3])
+def test_learners_memory_and_reductions(found, W):
+    whole,shorter = fit(),fit(n=48)
+    for r in found[W]:
+        for k in ('cut','auto forward','auto backward','real'): close(r[k], whole)
+        for k in ('fastai','fastai_auto'): close(r[k], fastais(), 1e-6)
+        for k in ('ddp','sharded'):
+            close(r[k][0], shorter)
+            assert r[k][1]==4 # steps
+
+@pytest.mark.parametrize('W', [2, 3])
+def test_a_rank_that_cancels_has_no_part_in_the_step(found, W):
+    "Whatever micro-batch it is in: the step is that of the others' samples"
+    batch,end = fit(cbs=[Without(W)]),fit(cbs=[Without(W),Leaves()])
+    for r in found[W]:
+        close(r['first batch'], batch)
+        close(r['second batch'], batch)
+        close(r['second fit'], end)
+
+@pytest.mark.parametrize('W', [1, 2, 3])
+def test_a_fit_goes_on_with_another_number_of_ranks(found, folders, W, tmp_path):
+    for n in (2, 3):
+        if n==W: continue
+        folder = tmp_path/str(n)
+        shutil.copytree(folders[n], folder)
+        for r in [goes_on(folder, max_bs=4)] if W==1 else run_ranks(goes_on, W, folder, max_bs=5):
+            close(r[:2], fit())
+            assert r[2]==2 # steps 4 and 5: the last state is that after step 3
+
+def test_errors(found):
+    for bad in (r['bad'] for r in found[3]):
+        want = dict(few="global_bs=1", text="global_bs='256'", zero='max_bs=0', both='leave out one', twice='GradientAccumulation',
+                    hook='give a number', norm='give a number', whole='global batch at once', ctx="or 'auto'")
+        for k,text in want.items(): assert bad[k].startswith('ValueError') and text in bad[k], (k, bad[k])
+    assert '[batchnorm-parts]' in found[3][0]['bad']['said']
+    for b in (torch.zeros(7, 2), [object()], nn.utils.rnn.pack_sequence([torch.zeros(2)])):
+        with pytest.raises(ValueError, match='max_bs'): samples_of(b, 3, 0, 1)
+
+def test_steps_are_counted_and_not_micro_batches():
+    n = Steps()
+    fit(cbs=[n], max_bs=5)
+    assert (n.n,n.passes)==(6, 2*(5+5+3))
+
+def test_memory_that_one_sample_does_not_have():
+    with pytest.raises(torch.OutOfMemoryError, match='out of memory'): fit(Limited(0, 'forward'), max_bs='auto')

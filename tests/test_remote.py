@@ -1,0 +1,347 @@
+"States and files at addresses of other file systems: whole or not there, whatever fails; memory:// here, a server of S3 for several ranks"
+import io, os, re, signal, socket, threading, warnings
+from contextlib import closing, nullcontext, redirect_stdout
+from pathlib import Path
+import pytest, torch
+from torch.nn import functional as F
+from learnerdist.all import Callback, Checkpoint, Preempted, distrib_barrier, group_rank, group_size, load_learner, process_group
+from learnerdist.checkpoint import snapshot
+from learnerdist.core import remote
+from learnerdist.core.files import memory_folder
+from learnerdist.core.remote import RemoteError, place
+from learnerdist.testing import run_ranks
+from test_sharded import Net, Stop, case, data, differs, make, needs_fsdp2, numbers
+
+fsspec,s3fs,moto = map(pytest.importorskip, ('fsspec','s3fs','moto.server'))
+torch.set_num_threads(1)
+calls = 'put_file','get_file','cat_file','find','info','size','rm'
+
+@pytest.fixture(scope='module')
+def server():
+    res = moto.ThreadedMotoServer('127.0.0.1', 0, verbose=False)
+    res.start()
+    yield 'http://%s:%d' % res.get_host_and_port()
+    res.stop()
+
+@pytest.fixture
+def s3(server, monkeypatch, request):
+    "The address of a new bucket"
+    for k,v in dict(ENDPOINT_URL=server, ACCESS_KEY_ID='a', SECRET_ACCESS_KEY='b', DEFAULT_REGION='us-east-1').items():
+        monkeypatch.setenv(f'AWS_{k}', v)
+    name = re.sub(r'[^a-z0-9]+', '-', request.node.name).strip('-')[:60]
+    fs = s3fs.S3FileSystem()
+    fs.mkdir(name)
+    fs.invalidate_cache()
+    return f's3://{name}'
+
+@pytest.fixture
+def memory(monkeypatch):
+    "An empty file system in memory, without pauses between attempts"
+    monkeypatch.setattr(remote, 'pauses', (0,0,0))
+    fs = fsspec.filesystem('memory')
+    fs.store.clear()
+    return fs
+
+def train(at, path='.', stop=None, shard=False, cbs=(), every=2, resume=True, n=36, epochs=3, quiet=True, **kw):
+    "A fit of three epochs of 3 steps that is stopped after `stop` steps, or goes on from there"
+    W = max(group_size(), 1)
+    learn = make(case(n=n, model=Net, bs=12), W)
+    learn.path = Path(path)
+    with learn.no_logging() if quiet else nullcontext(), learn.distrib_ctx(seed=3, **(dict(shard=True) if shard else {})):
+        learn.fit(epochs, cbs=[Checkpoint(at, every=every, **kw),*([Stop(stop)] if stop else []),*cbs], resume=resume)
+        return dict(w=whole_of(learn.model), v=numbers(learn))
+
+def same(a, b): return differs([a['w'],a['v']], [b['w'],b['v']])
+def stopped(at, stop, *args, **kw):
+    with pytest.raises(ZeroDivisionError): train(at, *args, cbs=[At(stop, fails)], **kw)
+def fails(): raise ZeroDivisionError
+
+class At(Callback):
+    def __init__(self, step, act): self.step,self.act = step,act
+    def after_batch(self):
+        if self.training and self.train_iter==self.step: self.act()
+
+def names(at): return [o.name for o in snapshot.snapshots(place(at))]
+
+# --- one process ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('kind', ['memory','s3'])
+def test_a_fit_goes_on_as_from_a_local_folder(kind, memory, s3, tmp_path):
+    "To the bit, with the same states there; a folder may be copied from one to the other"
+    at = 'memory://runs/a' if kind=='memory' else f'{s3}/runs/a'
+    whole = train('ck', tmp_path/'whole')
+    for o in ('ck',at): stopped(o, 7, tmp_path)
+    assert names(at)==names(tmp_path/'ck')==['epoch_0001-step_00000004','epoch_0001-step_00000006']
+    with pytest.raises(ValueError, match='holds checkpoints of another run'): train(at, resume=False)
+    there = place(at)
+    there.fs.get(there.path+'/', f'{tmp_path}/down/', recursive=True)
+    there.fs.put(f'{tmp_path}/ck/', (there.parent/'b').path+'/', recursive=True)
+    for o in (at, str(there.parent/'b'), tmp_path/'ck', tmp_path/'down'):
+        assert same(whole, train(o))==0
+        assert names(o)[-1]=='epoch_0003-step_00000009' and len(names(o))==2
+        learn = make(case(model=Net)).load(o)
+        assert differs(learn.model.state_dict(), whole['w'])==0
+    assert [o for o in there.files() if not o.startswith('epoch_')]==[]
+
+def test_beside_states_in_memory(memory, tmp_path):
+    "The newer one is taken"
+    with memory_folder():
+        whole = train('ck', tmp_path, in_memory=1)
+        stopped('memory://r', 8, in_memory=1)
+        assert names('memory://r')[-1]=='epoch_0001-step_00000006'
+        said = io.StringIO()
+        with redirect_stdout(said): assert same(whole, train('memory://r', in_memory=1, quiet=False))==0
+    assert 'after step 7, from the state in memory' in said.getvalue() and len(names('memory://r'))==2
+
+class Faults:
+    "Counts the calls of a file system, and lets `act` take the place of those in `when`"
+    def __init__(self, fs, act=None, when=(), names=calls):
+        self.n,self.done = 0,[]
+        for k in names: setattr(fs, k, self.wrapped(fs, k, getattr(fs, k), act, when))
+    def wrapped(self, fs, k, f, act, when):
+        def g(*args, **kw):
+            self.n += 1
+            self.done.append((k,args))
+            return act(f, k, fs, *args) if self.n in when else f(*args, **kw)
+        return g
+
+def unplug(fs):
+    for k in calls: vars(fs).pop(k, None)
+
+def refuse(f, *args): raise ConnectionResetError('cut')
+def halve(f, k, fs, *args):
+    "A transfer ends in the middle, without an error"
+    if k=='put_file': return fs.pipe_file(args[1], Path(args[0]).read_bytes()[:-7])
+    f(*args)
+    if k=='get_file': os.truncate(args[1], os.path.getsize(args[1])-7)
+    else: refuse(f)
+
+small = dict(n=24, epochs=2, keep=1) # 4 steps, a state after 2 and 4
+
+def with_faults(fs, act, i, **kw):
+    "A fit in which call `i` fails, or all from there on; (the end, whether there was such a call)"
+    found = Faults(fs, act, i)
+    try: return train('memory://r', **small, **kw),found.n>=i[0]
+    finally: unplug(fs)
+
+def test_each_call_fails_once_and_is_made_again(memory, tmp_path):
+    "No error, no warning, and the same end: of calls of a fit, and of one that goes on; two kinds of errors by turns"
+    whole = train('ck', tmp_path, **small)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        for stop in (None,3):
+            i,there = 0,True
+            while there:
+                memory.store.clear()
+                if stop: stopped('memory://r', stop, **small)
+                i += 1
+                res,there = with_faults(memory, (refuse,halve)[i%2], [i])
+                assert same(whole, res)==0, (stop,i)
+            assert i>(12 if stop else 25)
+
+def test_the_network_goes_down_at_any_call(memory, tmp_path):
+    "Before training that is an error; later the fit goes on with a warning, and what was whole stays so"
+    whole,ends,there = train('ck', tmp_path, **small),[],True
+    while there:
+        memory.store.clear()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always')
+            try: res,there = with_faults(memory, refuse, range(2*len(ends)+1, 999))
+            except RemoteError: res = None
+        assert {str(o.message)[:14] for o in said}<={'[not-uploaded]'} and (res is None or same(whole, res)==0)
+        ends.append((len(said) if res else 'error',len(names('memory://r'))))
+        if len(ends)%3==0: assert same(whole, train('memory://r', **small))==0 and len(names('memory://r'))<=2
+    assert ends[0]==('error',0) and ends[-1]==(0,1) and {o for o,n in ends}=={'error',3,2,1,0}, ends
+    assert all(n>0 for o,n in ends if o in (0,1))
+
+def test_what_cannot_be_written_is_an_error_before_training(s3, memory, monkeypatch):
+    for at,said in [(f'{s3}-none/r', 'bucket'), ('nosuch://a', 'nosuch'), (Path('s3://a/b'), 'as text')]:
+        with pytest.raises((OSError,ValueError), match=said): train(at, cbs=[At(1, fails)])
+    def denied(*args): raise PermissionError('no')
+    monkeypatch.setattr(memory, 'put_file', denied, raising=False)
+    with pytest.raises(RemoteError, match='memory://.*PermissionError: no'): train('memory://r', cbs=[At(1, fails)])
+
+def test_two_states_are_on_the_way_at_most(memory, tmp_path):
+    "Training does not wait for an upload, the third state does; SIGTERM waits for all"
+    whole,go,seen = train('ck', tmp_path, every=1),threading.Event(),[]
+    def slow(f, *args):
+        assert go.wait(60)
+        return f(*args[2:])
+    class Seen(Callback):
+        def after_batch(self):
+            if not self.training: return
+            seen.append(len(self.learn.checkpoint.pending))
+            if self.train_iter==3: go.set()
+            if self.train_iter==6: os.kill(os.getpid(), signal.SIGTERM)
+    Faults(memory, slow, range(3, 99), ['put_file'])
+    said = 'is saved in memory:.* after step 6, and goes on from there'
+    with pytest.raises(Preempted, match=said): train('memory://r', every=1, cbs=[Seen()])
+    unplug(memory)
+    assert seen[:3]==[0,1,2] and max(seen)==2 and names('memory://r')[-1]=='epoch_0001-step_00000006'
+    assert same(whole, train('memory://r', every=1))==0
+
+# --- several processes, a server of S3 --------------------------------------------------------------------------------------
+
+def on_ranks(f, *args, **kw):
+    with process_group(): return f(*args, **kw)
+
+def goes_on(at, shard, stop=None, faults=None):
+    "On a rank: the run, its warnings, and what this rank has downloaded"
+    fs = place(at).fs
+    found = Faults(fs, *(faults or {}).get(group_rank(), ()))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        res = train(at, shard=shard, stop=stop)
+    return res,[str(o.message) for o in said],[args[0].rpartition('/')[2] for k,args in found.done if k=='get_file']
+
+@pytest.mark.slow
+@needs_fsdp2
+@pytest.mark.parametrize('shard', [False, True])
+def test_ranks_go_on_from_s3(shard, s3, tmp_path):
+    "And on other numbers of ranks. A rank reads its rows only; one copy of what all need is downloaded to a machine"
+    whole = run_ranks(on_ranks, 2, train, 'ck', tmp_path, None, shard)
+    with pytest.raises(Exception, match='stopped'): run_ranks(on_ranks, 2, goes_on, f'{s3}/a', shard, 5)
+    fs = place(s3).fs
+    for W in (1,3): fs.copy(place(f'{s3}/a').path, place(f'{s3}/{W}').path, recursive=True)
+    found = run_ranks(on_ranks, 2, goes_on, f'{s3}/a', shard)
+    assert [same(a, b[0]) for a,b in zip(whole, found)]==[0,0]
+    read = [o[2] for o in found]
+    assert sorted(sum(read, []))==['model.pt',*(['rows_0.pt','rows_1.pt'] if shard else []),'state.pt']
+    if shard: assert [f'rows_{i}.pt' in o for i,o in enumerate(read)]==[True,True]
+    for W in (1,3):
+        for o in run_ranks(on_ranks, W, goes_on, f'{s3}/{W}', shard and W>1): assert same(whole[0], o[0])<1e-9
+
+def refused_on(rank, n):
+    "Uploads of a rank fail from the n-th on"
+    return {rank: (refuse,range(n, 999),['put_file'])}
+
+@pytest.mark.slow
+@needs_fsdp2
+def test_a_rank_that_cannot_upload_does_not_end_the_run(s3):
+    "Rank 0 warns, and names the rank; the state before is the newest, and good"
+    whole = run_ranks(on_ranks, 2, goes_on, f'{s3}/w', True)
+    for rank in (0,1):
+        at = f'{s3}/{rank}'
+        res = run_ranks(on_ranks, 2, without_pauses, at, refused_on(rank, (6,2)[rank])) # in the second of 5 states
+        said = res[0][1]
+        assert [same(a[0], b[0]) for a,b in zip(whole, res)]==[0,0] and len(said)==4 and not res[1][1]
+        assert all(o.startswith('[not-uploaded]') and 'cut' in o and ('rank 1 failed' in o)==rank for o in said)
+        assert names(at)==['epoch_0000-step_00000002']
+        assert [same(a[0], b[0]) for a,b in zip(whole, run_ranks(on_ranks, 2, goes_on, at, True))]==[0,0]
+        assert names(at)[-1]=='epoch_0003-step_00000009' and not snapshot.snapshots(place(at), False)
+
+def without_pauses(at, faults, shard=True):
+    remote.pauses = 0,0,0
+    return goes_on(at, shard, faults=faults)
+
+def killed(at, shard, kill):
+    rank,n,after = kill
+    def end(f, k, fs, *args):
+        if after: f(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+    fs = place(at).fs
+    if group_rank()==rank: Faults(fs, end, [n], ['put_file','rm'])
+    return train(at, shard=shard, keep=1)
+
+@pytest.mark.slow
+@needs_fsdp2
+@pytest.mark.parametrize('W,kills', [(1,[(0,5,False),(0,8,False),(0,8,True),(0,9,True)]), (2,[(0,6,False),(1,2,False),(0,11,True)])])
+def test_killed_in_each_phase(W, kills, s3):
+    "Before or after a part, a manifest, or its removal. The newest state is whole, and no part stays for ever"
+    whole = run_ranks(on_ranks, W, train, f'{s3}/whole', shard=W>1)
+    for kill in kills:
+        at = f'{s3}/{"-".join(map(str, kill))}'
+        with pytest.raises(Exception, match='SIGKILL'): run_ranks(on_ranks, W, killed, at, W>1, kill)
+        there = names(at)
+        found = snapshot.newest_good(place(at))
+        assert not there and found is None or found.folder.name==there[-1] and not found.bad
+        for a,b in zip(whole, run_ranks(on_ranks, W, train, at, shard=W>1, keep=1)): assert same(a, b)==0
+        assert {o.partition('/')[0] for o in place(at).files()}=={'epoch_0003-step_00000009'}
+
+class Line:
+    "A way to the server; connections of which `cut` says it are cut after so many bytes"
+    def __init__(self, server, cut):
+        self.to,self.cut,self.n = (lambda o: (o[0],int(o[1])))(server.removeprefix('http://').split(':')),cut,0
+        self.door = socket.create_server(('127.0.0.1', 0))
+        threading.Thread(target=self.run, daemon=True).start()
+    def run(self):
+        while True:
+            try: a = self.door.accept()[0]
+            except OSError: return
+            b,self.n = socket.create_connection(self.to),self.n+1
+            for o in ((a,b,self.cut(self.n)),(b,a,None)): threading.Thread(target=self.pump, args=o, daemon=True).start()
+    def pump(self, a, b, left):
+        with closing(a), closing(b):
+            try:
+                while data := a.recv(1<<14):
+                    b.sendall(data[:left])
+                    if left is not None and (left := left-len(data))<=0: break
+                for o in (a,b): o.shutdown(socket.SHUT_RDWR)
+            except OSError: pass
+
+def through(url, at, stop):
+    os.environ['AWS_ENDPOINT_URL'] = url
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        return train(at, stop=stop)
+
+@pytest.mark.slow
+def test_a_connection_that_is_cut(s3, server):
+    "In the middle of an upload: each second connection carries 3000 bytes"
+    whole = run_ranks(on_ranks, 1, train, f'{s3}/whole')[0]
+    line = Line(server, lambda i: 3000 if i%2 else None)
+    with closing(line.door):
+        url = 'http://%s:%d' % line.door.getsockname()
+        with pytest.raises(Exception, match='stopped'): run_ranks(on_ranks, 1, through, url, f'{s3}/a', 5)
+        assert same(whole, run_ranks(on_ranks, 1, through, url, f'{s3}/a', None)[0])==0 and line.n>4
+
+# --- files ------------------------------------------------------------------------------------------------------------------
+
+def file_of(at, fastai=False, ctx=True, **options):
+    "Saved, loaded, exported and loaded again, on each rank; whether all are the weights that were saved"
+    learn,new = [fastais() if fastai else make(case(model=Net)) for _ in 'ab']
+    names = [f'{at}/m',*([] if fastai else [f'{at}/m.safetensors'])]
+    found = []
+    with learn.distrib_ctx(**options) if ctx else nullcontext():
+        learn.fit(1)
+        for o in names:
+            learn.save(o)
+            found += [whole_of(learn.model),whole_of(learn.load(o).model)]
+        if not fastai: learn.export(f'{at}/e.pth')
+    if fastai:
+        from learnerdist.fastai import load_learner as load
+        learn.export(f'{at}/e.pth')
+        distrib_barrier()
+        found.append(whole_of(load(f'{at}/e.pth').model))
+    else: found.append(whole_of(load_learner(f'{at}/e.pth', Net().double()).model))
+    found.append(whole_of(new.load(names[0]).model))
+    return [differs(found[0], o) for o in found]
+
+def whole_of(model):
+    state = model.state_dict()
+    return {k: (p.full_tensor() if hasattr(p, 'full_tensor') else p).detach().clone() for k,p in state.items()}
+
+class Rows(list):
+    def new_empty(self): return Rows()
+
+def fastais():
+    from learnerdist.fastai import setup_distrib # noqa: F401
+    from fastai.data.core import DataLoaders
+    from fastai.data.load import DataLoader
+    from fastai.learner import Learner
+    dls = DataLoaders(*[DataLoader(Rows((x.float(),y) for x,y in data(n)), bs=6) for n in (12,6)])
+    learn = Learner(dls, Net(), loss_func=F.cross_entropy, lr=.05)
+    return learn
+
+@pytest.mark.parametrize('fastai', [False, True])
+def test_files_in_memory(fastai, memory):
+    assert file_of('memory://files', fastai)==[0]*(4 if fastai else 6)
+    assert sorted(place('memory://files').files())==['e.pth',*(['m.pth'] if fastai else ['m.pth','m.safetensors'])]
+    with pytest.raises(FileNotFoundError, match='none'): make(case(model=Net)).load('memory://files/none')
+
+@pytest.mark.slow
+@needs_fsdp2
+@pytest.mark.parametrize('fastai,options', [(False,{}), (False,dict(shard=True)), (True,{})])
+def test_files_on_s3_of_two_ranks(fastai, options, s3):
+    "What rank 0 has saved is there for the other rank's load"
+    for o in run_ranks(on_ranks, 2, file_of, f'{s3}/files', fastai, **options): assert o==[0]*(4 if fastai else 6)
