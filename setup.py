@@ -11,7 +11,16 @@ cfg.read(root/'settings.ini', encoding='utf-8')
 cfg = cfg['DEFAULT']
 name = cfg['lib_name']
 pythons = [f'Programming Language :: Python :: {o}' for o in ('3', *cfg['pythons'].split())]
+version = re.search("__version__ = '(.+)'", (root/name/'__init__.py').read_text(encoding='utf-8'))[1]
 urls = {k.removeprefix('url_').title(): v for k,v in cfg.items() if k.startswith('url_') and v}
+
+def long_description(text, url):
+    "The README for the package's page, where a relative link leads nowhere: it becomes absolute; without `url`, plain text"
+    def absolute(m):
+        picture,words,path = m.groups()
+        if url: return f'{picture}[{words}]({url}/{"raw" if picture else "blob"}/v{version}/{path})'
+        return '' if picture else words
+    return re.sub(r'(!?)\[([^]]*)\]\((?!https?:)([^)]+)\)', absolute, text)
 
 class BuildPy(build_py):
     "Without nbdev's index of the notebooks, which only building the docs reads"
@@ -19,12 +28,12 @@ class BuildPy(build_py):
         return [o for o in super().find_package_modules(package, package_dir) if o[1]!='_modidx']
 
 setup(
-    name=name, version=re.search("__version__ = '(.+)'", (root/name/'__init__.py').read_text(encoding='utf-8'))[1],
-    description=cfg['description'], keywords=cfg['keywords'].split(), author=cfg['author'],
+    name=name, version=version, description=cfg['description'], keywords=cfg['keywords'].split(), author=cfg['author'],
     license_expression=cfg['license'], license_files=['LICENSE'], project_urls=urls,
     classifiers=[*cfg['classifiers'].strip().splitlines(), *pythons],
     packages=find_packages(include=[name, f'{name}.*']), package_data={'': ['py.typed','*.pyi']}, cmdclass=dict(build_py=BuildPy),
     python_requires=f">={cfg['pythons'].split()[0]}", install_requires=cfg['requirements'].split(),
     extras_require={k.removeprefix('extra_'): v.split() for k,v in cfg.items() if k.startswith('extra_')},
-    long_description=(root/'README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
+    long_description=long_description((root/'README.md').read_text(encoding='utf-8'), urls.get('Source')),
+    long_description_content_type='text/markdown',
     entry_points={'console_scripts': ['learnerdist-launch = learnerdist.launch:main']})

@@ -1,5 +1,5 @@
 "The sdist and the wheel: built from this tree, checked, installed apart from it, and run on two ranks"
-import json,os,shutil,subprocess,sys,tarfile,zipfile
+import json,os,re,shutil,subprocess,sys,tarfile,zipfile
 from email import message_from_bytes
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,6 +51,18 @@ def test_what_the_wheel_holds(dist):
     assert files==modules|{'learnerdist/py.typed'}
     assert meta['Version']==learnerdist.__version__ and meta['License-Expression']=='Apache-2.0' and meta['Requires-Python']=='>=3.10'
     assert {'Typing :: Typed','Programming Language :: Python :: 3.10'} <= {*meta.get_all('Classifier')}
+
+@pytest.mark.parametrize('url', ['','https://host/us/learnerdist'])
+def test_links_of_the_package_page(url, tmp_path):
+    "Absolute ones to this tree once settings.ini has `url_source`; before, none"
+    for o in ('setup.py','settings.ini','README.md','learnerdist/__init__.py'):
+        (tmp_path/o).parent.mkdir(exist_ok=True)
+        shutil.copy(root/o, tmp_path/o)
+    with open(tmp_path/'settings.ini', 'a') as f: f.write(f'url_source = {url}\n')
+    page = run(sys.executable, 'setup.py', '-q', '--long-description', cwd=tmp_path)
+    links = re.findall(r'(!?)\[[^]]*\]\((.*?)\)', page)
+    places = [o.removeprefix(f'{url}/{"raw" if picture else "blob"}/v{learnerdist.__version__}/') for picture,o in links]
+    assert bool(links)==bool(url) and all((root/o.partition('#')[0]).exists() for o in places) and all(o.startswith(url) for _,o in links)
 
 def test_what_the_sdist_holds(dist):
     with tarfile.open(find(dist, '*.tar.gz')) as t: files = {o.partition('/')[2] for o in t.getnames()}

@@ -3,7 +3,7 @@
 A client is a quick start of a library on data made here. One process takes batches of W·b, W processes take batches of b. Compared are the
 weights, recorded losses and values, what `validate` gives, and predictions. A row is *same*, *warned* (it differs, and a warning says why),
 *error* (with its message) or *missing* (not installed). A difference without a warning, or an error that is not expected, makes the exit
-status 1. `--write` puts the table into docs/clients.md. `pip install 'learnerdist[clients]'` has the libraries."""
+status 1. `--write` puts the rows into docs/clients.md. `pip install 'learnerdist[clients]'` has the libraries."""
 import argparse
 import contextlib
 import io
@@ -294,6 +294,20 @@ def web_split(bs, W):
     data = data.decode().to_tuple('x.pth', 'y.cls')
     return ours(data, TensorDataset(*x_and_y(table(9))), linear(), nn.CrossEntropyLoss(), bs, W, shuffle=None, collate_fn=pairs)
 
+@client('mosaicml-streaming', '`StreamingDataset`, which deals samples itself')
+def mosaic(bs, W):
+    import numpy as np
+    from learnerdist.all import broadcast_object, distrib_barrier, setup_distrib
+    from streaming import MDSWriter, StreamingDataset
+    setup_distrib()
+    folder = broadcast_object(tempfile.mkdtemp())+'/data'
+    if not int(os.environ.get('RANK', 0)):
+        with MDSWriter(out=folder, columns=dict(x='ndarray:float32', y='int')) as f:
+            for o in table(24): f.write(dict(x=np.float32(o['x']), y=o['y']))
+    distrib_barrier()
+    data = StreamingDataset(local=folder, batch_size=bs, shuffle=False, num_canonical_nodes=1)
+    return ours(data, table(9), linear(), nn.CrossEntropyLoss(), bs, W, shuffle=None, collate_fn=x_and_y)
+
 @client('torchdata', '`StatefulDataLoader`')
 def stateful(bs, W):
     from learnerdist.all import DataLoaders, Learner
@@ -316,7 +330,7 @@ def of_tsai(kind, arch, y, bs, **kw):
     import tsai.basics as ts
     with contextlib.redirect_stdout(io.StringIO()):
         tfms = [None, ts.TSClassification()] if kind=='TSClassifier' else [None, ts.TSRegression()]
-        kw |= dict(splits=split(), tfms=tfms, arch=arch, bs=[bs, 8], num_workers=0, device='cpu', opt_func=ts.SGD)
+        kw = dict(tfms=tfms) | kw | dict(splits=split(), arch=arch, bs=[bs, 8], num_workers=0, device='cpu', opt_func=ts.SGD)
         return getattr(ts, kind)(series()[0], y, **kw)
 
 @client('tsai', '`TSClassifier`, `FCN`', tol=1e-5)
@@ -324,6 +338,139 @@ def tsai_fcn(bs, W): return of_tsai('TSClassifier', 'FCN', series()[1], bs)
 
 @client('tsai', '`TSClassifier`, `InceptionTime`', tol=1e-5)
 def tsai_inception(bs, W): return of_tsai('TSClassifier', 'InceptionTime', series()[1], bs)
+
+@client('tsai', '`TSForecaster`, `TSTPlus`', tol=1e-5)
+def tsai_forecast(bs, W):
+    x = series()[0]
+    size = dict(n_layers=1, d_model=8, d_ff=8, n_heads=2, dropout=0., fc_dropout=0.)
+    return of_tsai('TSForecaster', 'TSTPlus', x[:, :, -3:], bs, arch_config=size, tfms=[None, None])
+
+@client('tsai', '`get_X_preds` of a `TSClassifier`', tol=1e-5)
+def tsai_preds(bs, W):
+    learn = tsai_fcn(bs, W)
+    learn.predictions = lambda: learn.get_X_preds(series()[0][:9], bs=4)[0]
+    return learn
+
+def fastais(items, bs, model, lr=.01, **kw):
+    "A fastai learner over samples; the last 9 are for validation"
+    import learnerdist.fastai  # noqa: F401
+    from fastai.basics import SGD, DataLoaders, Learner
+    from fastai.data.load import DataLoader
+    load = DataLoader(items[:-9], bs=bs, shuffle=True, num_workers=0), DataLoader(items[-9:], bs=8, num_workers=0)
+    return Learner(DataLoaders(*load, device='cpu'), model, loss_func=nn.MSELoss(), opt_func=SGD, lr=lr, **kw)
+
+def views(name, make, bs):
+    "A learner of self_supervised, with views that are not drawn: a picture, and its mirror image"
+    from importlib import import_module
+
+    from fasttransform import Pipeline
+    module, x = import_module(f'self_supervised.vision.{name}'), images(33)[0]
+    encoder = nn.Sequential(nn.Conv2d(3, 4, 3, stride=4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+    mirror = [Pipeline([], split_idx=0), Pipeline([lambda o: o.flip(-1)], split_idx=0)]
+    model = getattr(module, f'create_{name}_model')(encoder, hidden_size=8, projection_size=4)
+    return fastais([*zip(x, torch.zeros(33))], bs, model, lr=.001, cbs=make(module, mirror))
+
+@client('self_supervised', '`SimCLR`', tol=1e-5, verdict='warned', why='pairs of one rank only: `gather_with_grad`')
+def simclr(bs, W): return views('simclr', lambda m, augs: m.SimCLR(augs), bs)
+
+@client('self_supervised', '`SimCLR`, its loss by `gather_with_grad`', tol=1e-5)
+def simclr_of_all(bs, W):
+    from learnerdist.all import gather_with_grad
+    def make(m, augs):
+        class OfAll(m.SimCLR):
+            def before_batch(self):
+                super().before_batch()
+                self.learn.xb = self.learn.xb[0].unflatten(0, (2, -1)).transpose(0, 1),  # two views of each sample
+            def lf(self, pred, *yb):
+                pred = gather_with_grad(pred).transpose(0, 1).flatten(0, 1)
+                return super().lf(pred, torch.arange(len(pred)).roll(len(pred)//2))
+            lf.n_items = 'whole'
+        return OfAll(augs)
+    learn = views('simclr', make, bs)
+    learn.model = Each(learn.model)
+    return learn
+
+class Each(nn.Module):
+    "A model of views, for samples of two views"
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+    def forward(self, x): return self.model(x.flatten(0, 1)).unflatten(0, (-1, 2))
+
+@client('self_supervised', '`MOCO`', tol=1e-5, verdict='warned', why='pairs of one rank only, and a queue for each rank')
+def moco(bs, W): return views('moco', lambda m, augs: m.MOCO(augs, K=12), bs)
+
+@client('self_supervised', '`BYOL`, with `sync_batchnorm` for its target', tol=1e-4)
+def byol(bs, W):
+    from learnerdist.all import sync_batchnorm
+    def make(m, augs):
+        class Synced(m.BYOL):
+            def before_fit(self):
+                super().before_fit()
+                sync_batchnorm(self.target_model)
+        return Synced(augs)
+    return views('byol', make, bs)
+
+@client('timm fastai', '`vision_learner` with a model of timm', tol=1e-5)
+def timm_by_fastai(bs, W):
+    import learnerdist.fastai  # noqa: F401
+    from fastai.vision.all import SGD, vision_learner
+    base = fastais([*zip(*images(33))], bs, nn.Identity())
+    base.dls.c = 3
+    return vision_learner(base.dls, 'resnet10t', pretrained=False, normalize=False, loss_func=nn.CrossEntropyLoss(), opt_func=SGD, lr=.01,
+                          ps=0.)
+
+@client('fast_tabnet', '`TabNetModel`', tol=1e-5)
+def tabnet(bs, W):
+    import learnerdist.fastai  # noqa: F401
+    import pandas as pd
+    from fast_tabnet.core import TabNetModel
+    from fastai.tabular.all import SGD, Categorify, CategoryBlock, CrossEntropyLossFlat, Learner, Normalize, TabularPandas, get_emb_sz
+    df = pd.DataFrame(dict(a=[float(i%7) for i in range(33)], b=[f'{i%4}' for i in range(33)], y=[i%2 for i in range(33)]))
+    to = TabularPandas(df, [Categorify, Normalize], ['b'], ['a'], 'y', CategoryBlock(), splits=split(33))
+    model = TabNetModel(get_emb_sz(to), 1, 2, n_d=4, n_a=4, n_steps=2)
+    return Learner(to.dataloaders(bs=bs, val_bs=8, device='cpu'), model, CrossEntropyLossFlat(), opt_func=SGD, lr=.01)
+
+def cyclegan_of(bs, opt_func):
+    import learnerdist.fastai  # noqa: F401
+    import numpy as np
+    from PIL import Image
+    from upit.data.unpaired import get_dls
+    from upit.models.cyclegan import CycleGAN
+    from upit.train.cyclegan import cycle_learner
+    g, folder = np.random.RandomState(0), tempfile.mkdtemp()
+    for i in range(24): Image.fromarray(g.randint(0, 255, (16, 16, 3), dtype='uint8')).save(f'{folder}/{i:02}.png')
+    dls = get_dls(folder, folder, load_size=16, crop_size=16, bs=bs, num_workers=0, batch_tfms={})
+    return cycle_learner(dls, CycleGAN(n_features=4, disc_layers=1, gen_blocks=1), opt_func=opt_func, show_imgs=False, lr=.001)
+
+@client('upit', '`cycle_learner`', tol=1e-5, verdict='error', why='`weights-differ`: see "A second optimizer" below')
+def cyclegan(bs, W):
+    from fastai.optimizer import SGD
+    return cyclegan_of(bs, SGD)
+
+@client('upit', '`cycle_learner` with `average_grads`', tol=1e-4)
+def cyclegan_shared(bs, W):
+    from fastai.optimizer import Optimizer, sgd_step
+    from learnerdist.all import average_grads
+    def shared(p, **kw): average_grads([p])
+    shared.order = -1
+    return cyclegan_of(bs, lambda ps, lr: Optimizer(ps, [shared, sgd_step], lr=lr))
+
+@client('fastMONAI', '`MedImageDataLoaders`, regression', tol=1e-5)
+def fastmonai(bs, W):
+    import learnerdist.fastai  # noqa: F401
+    import numpy as np
+    import pandas as pd
+    import torchio
+    from fastai.basics import RegressionBlock
+    from fastMONAI.vision_all import SGD, Learner, MedImageDataLoaders
+    x, folder = images(33, 8)[0], tempfile.mkdtemp()
+    for i in range(33): torchio.ScalarImage(tensor=x[i][None].float()).save(f'{folder}/{i:02}.nii.gz')
+    df = pd.DataFrame(dict(file=[f'{folder}/{i:02}.nii.gz' for i in range(33)], age=np.arange(33.)/33, valid=[i >= 24 for i in range(33)]))
+    dls = MedImageDataLoaders.from_df(df, fn_col='file', label_col='age', y_block=RegressionBlock(), valid_col='valid', bs=bs, val_bs=8,
+                                      num_workers=0, device='cpu')
+    model = nn.Sequential(nn.Conv3d(1, 4, 3), nn.BatchNorm3d(4), nn.ReLU(), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(4, 1))
+    return Learner(dls, model, opt_func=SGD, lr=.01)
 
 # --- running and comparing ----------------------------------------------------------------------------------------------------
 
@@ -346,14 +493,15 @@ def outcome(name, bs, W):
             with learn.distrib_ctx(seed=0), learn.no_logging():
                 learn.fit(c['epochs'])
                 losses = [float(o) for o in learn.recorder.losses]
-                values = [*learn.validate()]
-                preds = learn.get_preds()[0] if name not in without_preds else []
+                values = [*learn.validate()] if name not in without_values else []
+                preds = [] if name in without_preds else learn.predictions() if hasattr(learn, 'predictions') else learn.get_preds()[0]
             res = dict(weights=[p.detach().clone() for p in learn.model.state_dict().values()], values=values, preds=preds, losses=losses)
         except Exception as e: res = dict(error=f'{type(e).__name__}: {e}')
         finally: torch.set_default_dtype(torch.float32)
     return res | dict(said=[str(o.message) for o in seen if str(o.message).startswith('[')])
 
-without_preds = 'detection', 'causal_lm', 'gradient_checkpointing', 'lora'
+without_values = 'cyclegan', 'cyclegan_shared'
+without_preds = 'detection', 'causal_lm', 'gradient_checkpointing', 'lora', *without_values
 
 def installed(name):
     try: return version(name)
@@ -391,11 +539,13 @@ def line(name, versions, c, res, detail):
     verdict = ' / '.join(dict.fromkeys(res.values())) or 'missing'
     return f'| {what} | {c["about"]} | {verdict} | {c["why"] or detail} |'
 
-def write(lines):
-    "Put the table into the page"
+def write(new):
+    "Put rows, by what they are about, into the page's table, whose other rows stay"
     head, _, rest = page.read_text().partition(begin)
-    table = '| library | what | on 2 and 3 processes | |\n|---|---|---|---|\n'+'\n'.join(lines)+'\n'
-    page.write_text(head+begin+table+end+rest.partition(end)[2])
+    old, _, rest = rest.partition(end)
+    known = {o.split(' | ')[1]: o for o in old.splitlines()[2:]} | new
+    rows = [known[o['about']] for o in clients.values() if o['about'] in known]
+    page.write_text('\n'.join([head+begin+'| library | what | on 2 and 3 processes | |', '|---|---|---|---|', *rows, end+rest]))
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -403,12 +553,12 @@ def main():
     p.add_argument('--write', action='store_true')
     args = p.parse_args()
     if unknown := {*args.names}-{*clients}: p.error(f'no client is called {", ".join(sorted(unknown))}')
-    bad, lines = [], []
+    bad, new = [], {}
     for name, versions, c, res, detail in rows_of(args.names or clients):
-        lines.append(line(name, versions, c, res, detail))
+        new[c['about']] = line(name, versions, c, res, detail)
         print(f'{name}: {res} {detail}', flush=True)
         if {*res.values()}-{c['verdict']}: bad.append(name)
-        if args.write: write(lines)
+        if args.write: write(new)
     if bad: print('not as expected:', *bad)
     return bool(bad)
 

@@ -150,7 +150,8 @@ class SocketLinks(Links):
         return fds[0]
 
     def _lost(self, rank, e):
-        what = f'connection closed by peer ({e}): rank {rank} is gone, or has left since another one is'
+        how = 'without an error: it was killed, or ended after another rank that was. Its launcher says which'
+        what = f'connection closed by peer ({e}): rank {rank} ended {how}'
         if isinstance(e, TimeoutError): what = f'timed out: {self.timeout_s:g} s without a word from rank {rank}'
         return dist.DistNetworkError(what)
 

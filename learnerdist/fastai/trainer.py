@@ -13,7 +13,6 @@ from types import MethodType,SimpleNamespace
 import fastai.callback.all,fastai.torch_core # noqa: F401
 import torch
 from fastai import learner as fastai_learner
-from fastai.callback.core import Callback as FastaiCallback
 from fastai.callback.core import GatherPredsCallback
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.progress import CSVLogger,ShowGraphCallback
@@ -202,8 +201,9 @@ class OfModels:
 def _(loss_func:BaseLoss): return mean_over(loss_func.func)
 
 @mean_over.register
-def _(loss_func:MethodType):
-    return MeanOver('samples' if isinstance(loss_func.__self__, FastaiCallback) else 'unknown')
+def _(loss_func:MethodType): # that of MixUp and CutMix works for their batch only: it cannot be checked
+    mixes = any(o.__module__=='fastai.callback.mixup' for o in type(loss_func.__self__).__mro__)
+    return MeanOver('samples') if mixes else mean_over.dispatch(object)(loss_func)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c024
 class OfBatches:
