@@ -100,3 +100,8 @@ def test_imports_nothing_that_is_needed_only_sometimes():
 def test_nothing_calls_cuda():
     calls = lambda o: [n for n in ast.walk(trees[o]) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
     assert per_module(lambda o: [n.lineno for n in calls(o) if n.func.attr=='cuda']) == {}
+
+def test_texts_have_their_size():
+    "README has at most 900 words, each version in CHANGELOG at most 80 lines"
+    assert len((root/'README.md').read_text().split())<=900
+    for o in re.split(r'^## ', (root/'CHANGELOG.md').read_text(), flags=re.M)[1:]: assert len(o.splitlines())<=80, o[:20]
