@@ -38,6 +38,7 @@ if rehearsal: models,chain = dict(small=(mlp, (1,28,28), 8, 8, 2)),dict(blocks=(
 # --- ways -------------------------------------------------------------------------------------------------------------------
 
 fused = sgd(fused=True)
+compiler = dict(backend='eager') if rehearsal else {} # which builds nothing
 bf16 = dict(dtype=torch.bfloat16, device_type='cuda' if gpu else 'cpu')
 
 def by_hand(task, stack, opt_func=None, cast=False, compiled=False):
@@ -45,7 +46,7 @@ def by_hand(task, stack, opt_func=None, cast=False, compiled=False):
     model = task.model()
     ids = [task.device.index] if task.device.type=='cuda' else None
     ddp = DistributedDataParallel(model, device_ids=ids, forward_sync_buffers=False) if in_group() else model
-    called = torch.compile(ddp) if compiled else ddp
+    called = torch.compile(ddp, **compiler) if compiled else ddp
     def run(x):
         with torch.autocast(**bf16, enabled=cast): return called(x).float()
     run.train = called.train
@@ -63,8 +64,8 @@ half_ways = among({'bare DDP': partial(by_hand, opt_func=fused, cast=True),
                    'Accelerate': partial(accelerated, opt_func=fused, mixed_precision='bf16'),
                    'Fabric': partial(fabric, opt_func=fused, precision='bf16-mixed')})
 compiled_ways = {'bare DDP': by_hand, 'bare DDP, torch.compile': partial(by_hand, compiled=True), 'learnerdist': plain,
-                 'learnerdist, compile()': partial(plain, compiled={}),
-                 'learnerdist, compile(regional=True)': partial(plain, compiled=dict(regional=True))}
+                 'learnerdist, compile()': partial(plain, compiled=compiler),
+                 'learnerdist, compile(regional=True)': partial(plain, compiled=dict(compiler, regional=True))}
 two_ways = {'bare DDP': bare, 'learnerdist': ours}
 sharded_ways = {'bare DDP': bare, 'learnerdist': ours, 'bare FSDP2': sharded_step.by_hand,
                 'learnerdist, shard=True': partial(plain, shard=True),

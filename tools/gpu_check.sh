@@ -3,7 +3,8 @@
 #
 #     tools/gpu_check.sh [--rehearse] [--wheels DIR] [--out DIR]
 #
-# --rehearse   the same from end to end with tiny sizes, on the CPU where there is no GPU: its figures mean nothing
+# --rehearse   the same from end to end with tiny sizes, on the CPU where there is no GPU: its figures mean nothing. Nothing is compiled: models run
+#              eagerly, and the tests of learn.compile, which CI runs itself, are collected only
 # --wheels DIR packages from wheels in DIR, for a machine without a registry: fastcore, fastprogress, pytest, and the peers that are to be measured.
 #              They are unpacked into a folder of their own; torch is the machine's
 # --out DIR    where log, JSON, tables and plots go; by default $OUT, or gpu_check/
@@ -76,7 +77,7 @@ phase 'machine' 120 bash -c where
 grep -E '^(torch|GPU|learnerdist) ?' "$log"
 if ((${#failed[@]}==0)); then
     phase 'tests on the GPU' 420 "$py" -m pytest tests/test_cuda.py -m '' -p no:cacheprovider --junitxml "$out/tests.xml" -rs
-    phase 'tests of learn.compile' 300 "$py" -m pytest tests/test_compiling.py -p no:cacheprovider --show-capture=no \
+    phase 'tests of learn.compile' 300 "$py" -m pytest ${rehearse:+--collect-only -q} tests/test_compiling.py -p no:cacheprovider --show-capture=no \
         --junitxml "$out/compiling.xml"
     phase 'benchmarks/gpu.py' $((begin+1500-SECONDS)) "$py" benchmarks/gpu.py --out "$out"
     grep -E '^\| |^\*\*|^- ' "$log" >"$out/tables.md"

@@ -25,6 +25,7 @@ from ..data.loaders import to_device
 from ..distributed.engine import context_callbacks
 from ..learner.learner import StartAt,fit_flags,get_model
 from ..learner.losses import loss_over
+from ..learner.techniques import trained_weights
 from .position import PlacedLoader,Seeds,go_back,place_in_epoch,read_alone
 from .position import between_epochs,end,validation
 from .snapshot import Writers,newest_good,on_cpu,open_folder,open_states
@@ -169,8 +170,9 @@ class Moments:
         if not self.due or phase=='train' and within: return
         held = self.held or self.capture(phase)
         self.last = held['place']
-        if 'files' in self.due: self.save(held)
-        if 'memory' in self.due and not self.stopping: self.remember(held)
+        with trained_weights(self.learn):
+            if 'files' in self.due: self.save(held)
+            if 'memory' in self.due and not self.stopping: self.remember(held)
         self.due = set()
         if self.stopping: self._leave()
 
@@ -220,18 +222,22 @@ class Saving:
     def _write(self, folder, leads, cbs, ranks, info, check=None, **kw):
         """Write a snapshot, if this rank `leads`; of a sharded model each rank writes the rows that it has. Returns a
         Future, or None. kw: of `write_snapshot`"""
-        own = get_model(self.learn.model)
-        like = a_part(own)
+        like = a_part(get_model(self.learn.model))
         i,n,again = shard_place(like) if like is not None else (0,1,not leads)
         if again: return None
-        (model,opt),rows = take_apart((own.state_dict(),self.opt.state_dict()))
-        parts = {f'rows_{i}': dict(rows=rows)} if rows else {}
-        state = dict(opt=to_plain(opt, 'optimizer'), cbs=cbs, ranks=to_plain(ranks, 'ranks'))
-        if i==0: parts |= dict(model=to_plain(model, 'model'), state=state)
+        parts = self.parts(i, cbs, ranks)
         if check: check(parts)
-        info = to_plain(info | (dict(shards=n) if rows else {}), 'manifest')
+        info = to_plain(info | (dict(shards=n) if like is not None else {}), 'manifest')
         at,writers = folder/snapshot_name(info['epoch'], info['step']),Writers(i, n, self.tokens[0])
         return write_snapshot(at, parts, info, writers=writers, **kw)
+
+    def parts(self, i:int, cbs, ranks)->dict:
+        "What the files of a snapshot hold that rank `i` writes, by name: its rows of a sharded model; rank 0 the rest"
+        model = get_model(self.learn.model).state_dict()
+        (model,opt,cbs),rows = take_apart((model,self.opt.state_dict(),cbs))
+        res = {f'rows_{i}': dict(rows=rows)} if rows else {}
+        state = dict(opt=to_plain(opt, 'optimizer'), cbs=cbs, ranks=to_plain(ranks, 'ranks'))
+        return res | (dict(model=to_plain(model, 'model'), state=state) if i==0 else {})
 
     def _info(self):
         at = self.last

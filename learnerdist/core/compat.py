@@ -42,6 +42,7 @@ swap_impl: torch _C._swap_tensor_impl: `deferred` for recurrent layers
 module_states: torch.distributed._composable_state _module_state_mapping: a second context
 compiled_call: torch.nn Module._compiled_call_impl: `learn.compile`
 call_impl: torch.nn Module._call_impl: `learn.compile`
+fake_store: torch.testing._internal.distributed.fake_pg FakeStore: `launch --plan`
 no_modes: torch _C.DisableTorchFunction: `learn.compile` with losses that are observed"""
 _rows = [o.split(': ', 2) for o in _names.strip().splitlines()]
 names = {k: (*place.split(),feature) for k,place,feature in _rows}
@@ -177,6 +178,12 @@ def written_by(func, args, kwargs)->list:
     return [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
 
 # %% ../../nbs/core/00_compat.ipynb #b037916a
+def fake_store():
+    """The store of torch's fake process group, whose module also registers the backend 'fake', a group without other
+    ranks; None if there is none. torch has nothing public that opens a group of many ranks in one process"""
+    store = find('fake_store')
+    return store and store()
+
 # By name: the first torch that does not need it, of those that were tried
 shims = dict(set_timeout='2.9', sync_buffers='2.11', destroy_group='2.13', abort_group='2.13')
 

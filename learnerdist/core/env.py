@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['rank_distrib', 'num_distrib', 'local_rank', 'default_device', 'RankError', 'setup_distrib', 'teardown_distrib',
-           'process_group', 'group_rank', 'group_size', 'is_rank0']
+           'planned_group', 'process_group', 'group_rank', 'group_size', 'is_rank0']
 
 # %% ../../nbs/core/01_env.ipynb #c002
 import dis,json,os,re,socket,sys,threading,time,traceback
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from .compat import abort_group,default_store,destroy_group,set_timeout
+from .compat import abort_group,default_store,destroy_group,fake_store,set_timeout
 from .hosts import foreign_rank
 from .stacks import frames_of_thread,preempted_status,users_frame
 
@@ -184,6 +184,7 @@ def wait_keys(store, keys:dict, timeout_s, what='', unless=None)->list:
     keys: from each rank to the key that it will set; timeout_s: seconds to wait; what: what the ranks are to do,
     such as 'to load a.pth': said on stderr after 5 seconds; unless: a key that ends the waiting, once it is set;
     returns: the values, in the order of `keys`; None after `timeout_s` seconds, or because of `unless`"""
+    if _plan and 0 in keys: keys = dict.fromkeys(keys, keys[0])
     start,ended = time.monotonic(),False
     while not store.check([*keys.values()]):
         waited = time.monotonic()-start
@@ -331,6 +332,29 @@ def _in_section(key):
 def teardown_distrib():
     "Close torch's default process group, if it is open"
     if in_group(): destroy_group()
+
+_plan = [] # Not empty in a `planned_group`
+
+@contextmanager
+def planned_group(world_size:int):
+    """Context with torch's fake group of so many ranks, in which this process is rank 0, and all others do and say what
+    it does. ValueError in an open group, or on one of several ranks"""
+    if in_group() or num_distrib()>1: raise ValueError('a plan is made by a process that is no rank of another run')
+    store = fake_store()
+    if store is None: raise ValueError(f'torch {torch.__version__} has no fake process group, by which a plan is made')
+    kept = {k: os.environ.pop(k) for k in ('RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE') if k in os.environ}
+    try:
+        dist.init_process_group('fake', store=store, rank=0, world_size=world_size)
+        new_launch()
+        _stores['launch'] = dist.HashStore()
+        _plan.append(world_size)
+        yield
+    finally:
+        close_group()
+        teardown_distrib()
+        _plan.clear()
+        new_launch()
+        os.environ.update(kept)
 
 # %% ../../nbs/core/01_env.ipynb #close1
 # The open groups of `process_group` (None: torch's default group); the event loops of gloo in them

@@ -37,6 +37,10 @@ def model_name(model)->str:
     "The name of a model's class, without what FSDP2 puts before it"
     return (type(model).__mro__[2] if has_parts(model) else type(model)).__name__
 
+def local_part(t):
+    "The tensor that holds this rank's rows of a part, in the same memory; what is no part is returned as it is"
+    return t.to_local() if is_part(t) else t
+
 def whole(t:Tensor, dst:int=None):
     """The whole of a tensor of which each rank has a part. Sync point; a tensor that is no part is returned as it is.
     t: the same tensor on every rank; dst: the only rank that gets it; None: every rank; returns: None on ranks

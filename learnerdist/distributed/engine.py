@@ -27,7 +27,7 @@ from ..core.stacks import frames_of,warn
 from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
 from ..data.loaders import LoaderWrapper,split_batch
 from .batchnorm import is_muted,local_stats,mute
-from .comparison import Findings,compare_weights,path_of_rank0,tensor_hash
+from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_hash
 from .comparison import same_data,same_fit,same_optimizer,same_structure
 from .evaluation import Evaluation
 from .micro_batches import MicroBatches
@@ -142,6 +142,7 @@ class EngineState(Runner):
         self.stack,self.epochs_before = ExitStack(),0
         self.learn = self.links = self.replica = self.shards = self.max_norm = self.dls = None
         self.sources,self.shares = [],[] # the user's loaders in `dls`; this rank's
+        self.followers = [] # see `follow`
         self.place,self.loop = Place.vote,Loop()
         # The scope that all ranks leave, until they hear of it in `after_cancel_…`
         self.agreed = None
@@ -758,6 +759,13 @@ class Engine(Ends):
     def least(self, n):
         "The smallest of the ranks' numbers. Sync point"
         return min(gather_objects(n))
+
+    def follow(self, o):
+        "The first time in this context: `o.weights` become those of rank 0, and whole at its end. Sync point then"
+        if any(o is p for p in self.followers) or getattr(self.adapter, 'alone', False): return
+        self.followers.append(o)
+        if len(set(gather_objects(digest([t for t in o.weights.values() if not is_part(t)]))))>1:
+            o.weights = broadcast_object(o.weights)
 
     def draw_seed(self)->int:
         "A seed that is the same on every rank"

@@ -188,7 +188,7 @@ class Sharded:
         replicas = replicas_of(opts.replicas, gather_objects((local_rank(),local_size())))
         self.opts = opts = opts._replace(replicas=replicas)
         self.offload = offload_of(device) if opts.offload else None
-        self.file = {}
+        self.file,self.followers = {},engine.followers
         if opts.weights: self.file = with_shared(self.model, load_weights(opts.weights, mapped=True)[0])
         check_model(self.model, self.file)
         check_opt(self.learn.opt)
@@ -353,6 +353,7 @@ def restore(self:Sharded):
             if p.grad is not None and here and not keeps: old.grad = get(p.grad)
         olds = {id(p): old for old,p in pairs}
         exchange_params(self.learn.opt, olds, lambda p,t: get(t) if is_part(t) else t)
+        for o in self.followers: o.weights = {k: get(t) if is_part(t) else t for k,t in o.weights.items()}
     vars(self.model).pop('to', None)
     for m,cls,names in self.before:
         forget_fsdp(m, names)

@@ -59,6 +59,7 @@ def get_parser()->argparse.ArgumentParser:
       --verbose       Print each rank's traceback. Otherwise the report at the end names a file with them
       --verify STEPS  First compare so many steps with one process, as learnerdist.verify does; then train
       --verify-only-warn  Train also if they differ
+      --plan RANKS    Train nothing: print what each of so many ranks would hold and exchange, from one process
       --version       Versions of learnerdist and torch
 
     torchrun's options follow."""
@@ -78,6 +79,7 @@ def get_parser()->argparse.ArgumentParser:
     res.add_argument('--no-fork-server', action='store_true', help=no_help)
     res.add_argument('--verify', type=_count, help=no_help)
     res.add_argument('--verify-only-warn', action='store_true', help=no_help)
+    res.add_argument('--plan', type=_count, help=no_help)
     versions = f'learnerdist {learnerdist.__version__}, torch {torch.__version__}'
     res.add_argument('--version', action='version', version=versions, help=no_help)
     return res
@@ -283,10 +285,11 @@ def main(
             server.prepare(argv, dict(PYTHONHASHSEED='0', **threads) | os.environ)
         parser = get_parser() # imports torch, as the server does meanwhile
         o = parser.parse_args(args)
+        target = [*(['-m'] if o.module else []), o.training_script, *o.training_script_args]
+        if o.plan: return subprocess.run([sys.executable, '-m', 'learnerdist.plan', str(o.plan), *target]).returncode
         try: task = _complete(o)
         except (ValueError, OSError) as e: parser.error(str(e))
         if 'triton' not in sys.modules: gc.freeze() # as in `preload`
-        target = [*(['-m'] if o.module else []), o.training_script, *o.training_script_args]
         if task and task.is_rank: return _run_task(task, target)
         if o.verify and (status := prove(o, target)): return status
         if o.is_here: return launch(o, target, server)

@@ -43,7 +43,7 @@ class Order:
     are between the ends"""
     resume,agreement,checkpoint_early = -10**9-2,-10**9-1,-10**9-.5
     trainer,evaluation,accumulation = -10**9,-10**9+1,-10**9+2
-    train_eval,data_parallel,user = -10,-9,0
+    train_eval,data_parallel,average,user = -10,-9,-8,0
     mixed_precision,clip = 10,11
     predictions,recorder,scheduler = 49,50,55
     progress,loggers,tracker = 60,62,65

@@ -98,6 +98,9 @@ class Runner:
     def least(self, n):
         "The smallest of the numbers of all who take part"
         return n
+    def follow(self, o):
+        """Let the tensors by name in `o.weights` be the same for all who take part; and if a context has split the
+        model, make them whole at its end"""
     def draw_seed(self)->int:
         "A seed, the same for all who take part"
         return torch.randint(2**62, ()).item()
@@ -389,7 +392,7 @@ def aside(self:Learner):
     finally:
         if not self.fitting: self._end_fit()
         else:
-            for o,state in kept: vars(o).update(state)
+            for o,k,v in [(o,k,v) for o,state in kept for k,v in state.items()]: setattr(o, k, v)
             for m,mode in modes.items(): m.training = mode
 
 # %% ../../nbs/learner/01_learner.ipynb #c025

@@ -74,6 +74,10 @@ class Runner:
     def least(self, n):
         """The smallest of the numbers of all who take part"""
 
+    def follow(self, o):
+        """Let the tensors by name in `o.weights` be the same for all who take part; and if a context has split the
+        model, make them whole at its end"""
+
     def draw_seed(self) -> int:
         """A seed, the same for all who take part"""
 

@@ -1,0 +1,258 @@
+"`EMA`: the average of one process on any number of ranks, replicated and sharded, for both Learners; resumed to the bit; no trace"
+import os,random,shutil,signal
+from contextlib import nullcontext
+from functools import partial
+import pytest,torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel,get_ema_multi_avg_fn
+from learnerdist.all import *
+from learnerdist.core.compat import fsdp_on_cpu
+from learnerdist.core.shards import is_part
+from learnerdist.distributed.comparison import digest
+from learnerdist.testing import run_ranks
+
+torch.set_num_threads(1)
+F64 = torch.float64
+needs_fsdp2 = pytest.mark.skipif(not fsdp_on_cpu, reason='a torch without FSDP2 on the CPU')
+
+def data(n, seed=0):
+    x = torch.randn(n, 4, generator=torch.Generator().manual_seed(seed), dtype=F64)
+    return list(zip(x, x[:,:3].argmax(1)))
+
+def net():
+    m = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 5), nn.Linear(5, 3)).double()
+    m[3].bias.requires_grad_(False)
+    return m
+
+class Float32(nn.CrossEntropyLoss):
+    "fastai's Recorder takes float32 only"
+    def forward(self, out, y): return super().forward(out, y).float()
+
+def make(kind='ours', path='.', cbs=None, bs=12, opt=torch.optim.AdamW):
+    torch.manual_seed(rank_distrib()) # rank 0's weights are everyone's
+    random.seed(0) # fastai's loaders
+    bs //= num_distrib() or 1
+    if kind=='fastai':
+        from fastai.data.load import DataLoader as FastaiDataLoader
+        from fastai.basics import DataLoaders as FastaiDataLoaders,Learner as FastaiLearner,OptimWrapper
+        import learnerdist.fastai # noqa: F401
+        train = FastaiDataLoader(data(36), bs=bs, shuffle=True, num_workers=0)
+        dls = FastaiDataLoaders(train, FastaiDataLoader(data(11, 1), bs=4, num_workers=0))
+        learn = FastaiLearner(dls, net(), Float32(), partial(OptimWrapper, opt=opt), lr=.05, path=path, cbs=cbs)
+        learn.remove_cb(learn.progress) if hasattr(learn, 'progress') else None
+    else:
+        learn = Learner(DataLoaders(TfmdDL(data(36), bs, shuffle=True), TfmdDL(data(11, 1), 4), path=path), net(), F.cross_entropy, opt,
+                        lr=.05, cbs=cbs)
+    learn.logger = lambda *args: None
+    return learn
+
+def values(learn): return {k: v.detach().clone() for k,v in learn.model.state_dict().items()}
+
+def run(kind, ctx=None, evaluate=True, acc=0, fits=1):
+    "What a run has in the end, in a context with these options; None: alone"
+    cbs = [GradientAccumulation(acc//(num_distrib() or 1))] if acc and kind=='ours' else []
+    learn = make(kind, cbs=[EMA(.7, evaluate),*cbs], bs=6 if acc else 12)
+    with learn.distrib_ctx(seed=3, **(ctx or {})):
+        for _ in range(fits): learn.fit(2)
+        parts = {is_part(t) for t in (*learn.ema.weights.values(),*learn.model.parameters())}
+        preds = learn.get_preds()[0]
+        with learn.ema.apply(): averaged = learn.validate()
+    res = dict(weights=values(learn), average=learn.ema.weights, preds=preds, averaged=averaged, own=learn.validate())
+    with learn.ema.apply(): res['applied'] = values(learn)
+    if kind=='ours': res |= dict(losses=[o[:2] for o in learn.recorder.values])
+    assert not any(map(is_part, learn.ema.weights.values()))
+    return res,parts
+
+def close(a, b, tol=1e-9): torch.testing.assert_close(a, b, atol=tol, rtol=tol)
+
+# --- one process --------------------------------------------------------------------------------------------------------------
+
+class Follow(Callback):
+    "torch's own, and steps that are skipped or accumulated"
+    order = -7.5
+    def before_fit(self): self.want = AveragedModel(self.learn.model, multi_avg_fn=get_ema_multi_avg_fn(.7))
+    def after_step(self): self.want.update_parameters(self.learn.model)
+
+def test_is_torchs_average():
+    learn = make(cbs=[EMA(.7), Follow])
+    learn.fit(3)
+    want = dict(learn.follow.want.module.named_parameters())
+    assert all(torch.equal(t, want[k]) for k,t in learn.ema.weights.items()) and '3.bias' not in learn.ema.weights
+    plain,state = make(),values(learn)
+    plain.fit(3)
+    assert digest(values(plain))==digest(state)
+    with learn.ema.apply(): # buffers are the model's
+        assert all(torch.equal(v, learn.ema.weights.get(k, v) if v.requires_grad else v) for k,v in learn.model.named_buffers())
+        assert {k for k,v in values(learn).items() if not torch.equal(v, state[k])}=={*learn.ema.weights}
+    with pytest.raises(ZeroDivisionError), learn.ema.apply(): raise ZeroDivisionError
+    assert digest(values(learn))==digest(state)
+
+class Skip(Callback):
+    "Cancel a step; note how often the average has changed"
+    def before_fit(self): self.learn.n,self.old = 0,None
+    def before_step(self):
+        if self.train_iter%3==1: raise CancelStepException
+    def after_batch(self):
+        if not self.training or not self.ema.weights: return
+        new = digest([*self.ema.weights.values()])
+        self.learn.n += new!=self.old
+        self.old = new
+
+@pytest.mark.parametrize('cbs,n', [((), 6), ((Skip,), 4), ((partial(GradientAccumulation, 24),), 4),
+                                   ((partial(MixedPrecision, 'fp16', init_scale=2.**70, growth_interval=1),), 0)])
+def test_counts_steps(cbs, n):
+    "Two epochs of three batches: skipped, accumulated, and float16 that overflows in each step"
+    class Count(Skip):
+        def before_step(self): pass
+    learn = make(cbs=[EMA(.7), *[o() for o in cbs], *([] if cbs==(Skip,) else [Count])])
+    learn.model.float()
+    for o in (learn.dls.train, learn.dls.valid): o.dataset[:] = [(x.float(),y) for x,y in o.dataset]
+    learn.fit(2)
+    assert learn.n==n and bool(learn.ema.weights)==bool(n)
+
+class Fail(Callback):
+    def __init__(self, e, training=False): self.e,self.when = e,training
+    def after_batch(self):
+        if self.training==self.when and (self.when or self.ema.applied): raise self.e
+    def after_cancel_fit(self): assert not self.ema.applied # what saves weights then saves the trained ones
+
+@pytest.mark.parametrize('kind', ['ours','fastai'])
+@pytest.mark.parametrize('e', [ZeroDivisionError,CancelValidException,CancelFitException,KeyboardInterrupt])
+def test_no_trace(kind, e):
+    "An evaluation with the average that is left early, in a fit and alone, and within another loop"
+    if kind=='fastai':
+        pytest.importorskip('fastai')
+        import fastai.callback.core as core
+        e = getattr(core, e.__name__, e)
+    learn,plain = make(kind, cbs=EMA(.7, evaluate=True)),make(kind)
+    torch.manual_seed(1)
+    plain.fit(1)
+    torch.manual_seed(1)
+    with pytest.raises(e) if not issubclass(e, Exception) or e is ZeroDivisionError else nullcontext(): learn.fit(1, cbs=Fail(e))
+    assert digest(values(learn))==digest(values(plain)) and not learn.ema.applied
+    if e.__name__=='CancelFitException': return
+    with pytest.raises(e) if e in (ZeroDivisionError,KeyboardInterrupt) else nullcontext(), learn.added_cbs([Fail(e)]): learn.validate()
+    assert digest(values(learn))==digest(values(plain)) and not learn.ema.applied
+
+class Within(Callback):
+    "Evaluations within loops, also ones that fail"
+    def after_batch(self):
+        if self.nested: return
+        self.nested,was = True,self.ema.applied
+        w = digest(values(self.learn))
+        self.learn.validate()
+        try: self.learn.validate(cbs=Fail(ZeroDivisionError))
+        except ZeroDivisionError: pass
+        assert self.ema.applied==was==(not self.training) and digest(values(self.learn))==w
+        self.nested = False
+    nested = False
+
+def test_within_loops():
+    a,b = make(cbs=[EMA(.7, evaluate=True), Within]),make(cbs=[EMA(.7, evaluate=True)])
+    for o in (a,b):
+        with o.distrib_ctx(seed=3): o.fit(2)
+    assert digest(values(a))==digest(values(b)) and digest(a.ema.weights)==digest(b.ema.weights)
+
+def test_bad_use():
+    with pytest.raises(ValueError, match='decay=1.5: give'): EMA(1.5)
+    learn = make(cbs=EMA())
+    with pytest.raises(ValueError, match='leave apply'), learn.ema.apply(): learn.fit(1)
+    learn.fit(1)
+    learn.model = nn.Linear(4, 3).double()
+    learn.opt = None
+    with pytest.raises(ValueError, match='of another model'): learn.fit(1)
+    learn = make(cbs=EMA())
+    learn.fit(1)
+    before = digest(learn.ema.weights)
+    learn.lr_find(num_it=20, show_plot=False)
+    assert digest(learn.ema.weights)==before
+
+# --- ranks --------------------------------------------------------------------------------------------------------------------
+
+cases = {f'{kind} {name}': (kind,kw) for kind in ('ours','fastai') for name,kw in dict(
+    plain=dict(fits=2), trained=dict(evaluate=False), sharded=dict(ctx=dict(shard=True), fits=2)).items()}
+cases |= {'ours accumulated': ('ours',dict(acc=12)), 'ours both': ('ours',dict(acc=12, ctx=dict(shard=True)))}
+
+def many(names):
+    res = {}
+    for o in names:
+        kind,kw = cases[o]
+        if num_distrib()<2: kw = {k: v for k,v in kw.items() if k!='ctx'}
+        res[o],parts = run(kind, **kw)
+        assert parts=={'ctx' in kw}, (o,parts)
+    return res
+
+@pytest.fixture(scope='module')
+def alone(): return many(cases)
+
+@pytest.mark.parametrize('W', [1,2,3])
+def test_ranks(W, alone):
+    names = [o for o in cases if fsdp_on_cpu or not ('sharded' in o or 'both' in o)]
+    for res in (every := run_ranks(many, W, names, timeout_s=300)):
+        for o in names:
+            for k in alone[o]: close(res[o][k], alone[o][k], 1e-6 if 'averaged' in k or k in ('own','losses') and 'fastai' in o else 1e-9)
+    assert len({digest([o['average'] for o in res.values()]) for res in every})==1
+
+def drifted():
+    "Ranks whose averages differ, of fits alone: rank 0's is everyone's; parts that stay from context to context"
+    learn = make(cbs=EMA(.7))
+    torch.manual_seed(rank_distrib())
+    learn.fit(1)
+    own = digest(learn.ema.weights)
+    with learn.distrib_ctx(): learn.fit(0+1)
+    res = own,digest(learn.ema.weights)
+    if fsdp_on_cpu:
+        for _ in range(2):
+            with learn.distrib_ctx(shard=dict(keep_sharded=True)): learn.fit(1)
+            assert all(t.is_meta for t in learn.ema.weights.values())
+        with learn.distrib_ctx(shard=True): pass
+        with learn.distrib_ctx(shard=True), learn.ema.apply(): learn.get_preds()
+        assert not any(t.is_meta for t in learn.ema.weights.values())
+    return (*res,digest(learn.ema.weights))
+
+def test_equal_ranks():
+    own,ctx,kept = zip(*run_ranks(drifted, 2))
+    assert len({*own})==2 and len({*ctx})==len({*kept})==1
+
+# --- checkpoints --------------------------------------------------------------------------------------------------------------
+
+class Stop(Callback):
+    order = 950
+    def __init__(self, step, training): self.step,self.when = step,training
+    def after_batch(self):
+        if self.train_iter==self.step and self.training==self.when: os.kill(os.getpid(), signal.SIGTERM)
+
+def resumed(path, kind, shard):
+    "Of a run without end, and of one that goes on from each of its states, and from those of a signal in training and validation"
+    def fit(folder, at=None, **kw):
+        learn = make(kind, path/folder, cbs=EMA(.7, evaluate=True))
+        ctx = learn.distrib_ctx(**({'shard': True} if shard else {})) if num_distrib()>1 else nullcontext()
+        cbs = [Checkpoint('ckpt', every=1, keep=99, **kw)]+([Stop(*at)] if at else [])
+        with ctx: learn.fit(2, cbs=cbs)
+        return digest(values(learn)),digest(learn.ema.weights),[o[:2] for o in learn.recorder.values]
+    want,found = fit('whole'),{}
+    for name in rank0_first(lambda: sorted(o.name for o in (path/'whole/ckpt').iterdir())):
+        rank0_first(shutil.copytree, path/'whole/ckpt'/name, path/name/'ckpt'/name, dirs_exist_ok=True)
+        found[name] = fit(name, resume=True)==want
+    for at in ((2,True),(3,False)):
+        with pytest.raises(Preempted): fit(f'at{at}', at)
+        found[at] = fit(f'at{at}', resume=True)==want
+    return found
+
+@pytest.mark.parametrize('W,kind,shard', [(1,'ours',False), (2,'ours',False), (2,'fastai',False),
+                                          pytest.param(2, 'ours', True, marks=needs_fsdp2)])
+def test_resumes_to_the_bit(tmp_path, W, kind, shard):
+    for o in run_ranks(resumed, W, tmp_path, kind, shard, timeout_s=300): assert len(o)>=8 and all(o.values()), o
+
+def elsewhere(path):
+    learn = make(path=path, cbs=EMA(.7))
+    with learn.distrib_ctx(**({'shard': True} if num_distrib()>1 else {})):
+        learn.fit(2, cbs=Checkpoint('ckpt', resume=True))
+    return learn.ema.weights
+
+@needs_fsdp2
+def test_sharded_state_on_other_ranks(tmp_path):
+    "Parts of three ranks, read by two and by one"
+    first,*_ = run_ranks(elsewhere, 3, tmp_path)
+    for W in (2,1): close(run_ranks(elsewhere, W, tmp_path)[0], first, 0)

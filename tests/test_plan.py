@@ -1,0 +1,146 @@
+"`--plan`: each figure within 5 % of what real ranks hold, send and write; both Learners, replicated and sharded; nothing is written"
+import os,subprocess,sys
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+import pytest,torch
+import torch.distributed as dist
+from torch import nn
+from learnerdist.all import *
+from learnerdist.core.compat import fsdp_on_cpu,tree_leaves
+from learnerdist.core.shards import local_part
+from learnerdist.distributed import vote_links
+from learnerdist.learner.losses import batch_rows
+from learnerdist.plan import plan
+from learnerdist.testing import run_ranks
+
+torch.set_num_threads(1)
+N,BS = 600,16
+
+class Half(nn.Module):
+    "Blocks to shard, buffers, a frozen weight, a size that does not divide"
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(100, 150), nn.ReLU(), nn.Linear(150, 100)) for _ in range(3)])
+        self.norm,self.head = nn.BatchNorm1d(100),nn.Linear(100, 10)
+        self.blocks[0][0].bias.requires_grad_(False)
+    def forward(self, x): return self.head(self.norm(self.blocks(x)))
+
+def make(kind='ours', path='.', cbs=()):
+    torch.manual_seed(0)
+    data = [(torch.zeros(100),i%10) for i in range(N)]
+    if kind=='fastai':
+        from fastai.basics import DataLoader as FastaiDataLoader,DataLoaders as FastaiDataLoaders,Learner as FastaiLearner
+        import learnerdist.fastai # noqa: F401
+        dls = FastaiDataLoaders(*[FastaiDataLoader(data, bs=BS, shuffle=True, num_workers=0) for _ in range(2)])
+        learn = FastaiLearner(dls, Half(), nn.CrossEntropyLoss(), path=path, cbs=[*cbs])
+        learn.remove_cb(learn.progress) if hasattr(learn, 'progress') else None
+    else: learn = Learner(DataLoaders.from_dsets(data, data[:10], bs=BS), Half(), nn.CrossEntropyLoss(), path=path, cbs=[*cbs])
+    learn.logger = lambda *args: None
+    return learn
+
+class Measure(Callback):
+    "What this rank's tensors take up; what it gives to torch's collectives from the end of the second step to that of the third"
+    order = 10**9-1
+    def __init__(self): self.sent,self.votes,self.n,self.rows,self.taken,self.seen = {},0,0,0,{},0
+    def after_backward(self): self.grads = sum(local_part(p.grad).nbytes for p in self.model.parameters() if p.grad is not None)
+    def after_step(self): self.n += 1
+    def after_batch(self):
+        if not self.training: return
+        self.rows += batch_rows(self.learn)
+        if self.n==self.seen: return # accumulated
+        self.seen = self.n
+        if self.n==3:
+            state = [t for t in tree_leaves(self.opt.state_dict()) if isinstance(t, torch.Tensor)]
+            self.taken = dict(weights=sum(local_part(p).nbytes for p in self.model.parameters()), gradients=self.grads, **self.sent,
+                              buffers=sum(b.nbytes for b in self.model.buffers()), optimizer=sum(local_part(t).nbytes for t in state),
+                              votes=self.votes, rows=self.rows)
+        self.sent.clear()
+        self.rows,self.votes = 0,0
+
+    def patched(self, names, kind, which):
+        name = next(o for o in names.split() if hasattr(dist, o)) # the first is newer
+        old = getattr(dist, name)
+        def f(*args, **kw):
+            self.add(kind, [*args,*kw.values()][which].nbytes)
+            return old(*args, **kw)
+        return patch.object(dist, name, f)
+    def add(self, kind, n): self.sent[kind] = self.sent.get(kind, 0)+n
+    def hook(self, group, bucket):
+        t = bucket.buffer()
+        self.add('all-reduce', t.nbytes)
+        return old_reduce(t.div_(dist.get_world_size()), group=group, async_op=True).get_future().then(lambda f: f.value()[0])
+
+old_reduce = dist.all_reduce
+def real(kind, path, ctx, acc):
+    cb = Measure()
+    learn = make(kind, path, [cb,*acc])
+    exchange = vote_links.Links.exchange
+    def counted(*args):
+        cb.votes += 1
+        return exchange(*args)
+    kw = {'comm_hook': cb.hook} if 'shard' not in ctx else {}
+    with cb.patched('all_reduce', 'all-reduce', 0), cb.patched('all_gather_single all_gather_into_tensor', 'all-gather', 0), \
+         cb.patched('reduce_scatter_single reduce_scatter_tensor', 'reduce-scatter', 1), \
+         patch.object(vote_links.Links, 'exchange', counted):
+        with learn.distrib_ctx(checks=False, **ctx, **kw):
+            steps = len(learn.dls.train)
+            learn.fit(1, cbs=Checkpoint('ckpt'))
+    files = {o.name: o.stat().st_size for o in path.glob('ckpt/*/*.pt')}
+    return cb.taken|dict(steps=steps), files
+
+cases = [(2,'ours',{},0), (2,'fastai',{},0), (4,'ours',{},0), (2,'ours',{},2*BS)]
+cases += [(2,'ours',dict(shard=True),0), (4,'ours',dict(shard=dict(replicas=2)),0), (4,'fastai',dict(shard=True),0)]*fsdp_on_cpu
+
+@pytest.mark.parametrize('W,kind,ctx,acc', cases)
+def test_real_ranks(tmp_path, W, kind, ctx, acc):
+    acc = [GradientAccumulation(acc)] if acc else []
+    def train():
+        with (learn := make(kind, tmp_path/'none', acc)).distrib_ctx(**ctx): learn.fit(1, cbs=Checkpoint('none'))
+    found = plan(train, W)
+    assert not (tmp_path/'none').exists()
+    taken,files = run_ranks(real, W, kind, tmp_path, ctx, acc)[0]
+    sharded = 'shard' in ctx
+    got = {k: o[sharded] for k,o in found.memory.items()}|found.step.n_bytes
+    got |= dict(rows=found.step.samples, votes=found.step.votes, steps=found.steps)
+    taken['steps'] = -(-taken['steps']//found.step.batches)
+    assert got.pop("DDP's copy")==(0 if sharded else got['gradients'])
+    assert {*got}=={*taken}
+    for k,v in taken.items(): assert got[k]==pytest.approx(v, rel=.05), (k,got[k],v)
+    own = {k: n for k,n in found.files.items() if '…' not in k}
+    for k,n in own.items(): assert n==pytest.approx(files[k], rel=.05, abs=3000), (k,n,files[k]) # the Recorder has more of a whole epoch
+    assert sum(found.files.values())==pytest.approx(sum(files.values()), rel=.05) and found.sharded==sharded
+
+def fit(learn, **kw):
+    with learn.distrib_ctx(**kw): learn.fit(1)
+
+def test_what_does_not_divide():
+    found = plan(lambda: fit(make()), 7)
+    assert found.uneven==['600 samples in steps of 112: the last one of an epoch has 40',
+                          '16 of 16 parameters would be, with shard=True, cut unevenly; of 2 some ranks have no rows']
+    assert 'not even    600 samples' in str(found) and found.steps==6
+    many = plan(lambda: fit(make()), 1000)
+    assert many.uneven[0]=='600 samples for 1000 ranks: some have none of their own' and many.steps==1
+    with pytest.raises(ValueError, match='batch size of 16 does not divide among 7 ranks'): plan(lambda: fit(make(), split_batches=True), 7)
+    with pytest.raises(ValueError, match='knows the bytes of None, shm'): plan(lambda: fit(make(), comm_hook='powersgd'), 2)
+    with pytest.raises(ValueError, match='nothing to plan'): plan(lambda: make().fit(1), 2)
+    half,full = [plan(partial(fit, make(), comm_hook=o), 2).step.n_bytes['all-reduce'] for o in ('bf16',None)]
+    assert half<.6*full
+
+script = """
+from test_plan import *
+learn = make(path=sys.argv[1], cbs=[CSVLogger(), EarlyStoppingCallback()])
+learn.path.mkdir()
+assert num_distrib()==256 and rank_distrib()==0 and rank0_first(lambda: 1)==1
+with learn.distrib_ctx(): learn.fit_one_cycle(3, amp='bf16', cbs=[Checkpoint('ckpt'),SaveModelCallback()])
+learn.save('end')
+"""
+
+@pytest.mark.slow
+def test_command(tmp_path):
+    (tmp_path/'a.py').write_text(script)
+    env = os.environ|dict(PYTHONPATH=f'{Path(__file__).parent}:{os.environ.get("PYTHONPATH", "")}')
+    call = [sys.executable,'-m','learnerdist.launch','--plan','256',tmp_path/'a.py',tmp_path/'here']
+    res = subprocess.run(call, capture_output=True, text=True, env=env, timeout=100)
+    assert res.returncode==0 and 'rank 0 of 256' in res.stdout, res.stderr
+    assert not [*(tmp_path/'here').iterdir()]
