@@ -644,6 +644,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'learnerdist/core/weights.py'),
                                           'learnerdist.core.weights._several': ( 'core/weights.html#_several',
                                                                                  'learnerdist/core/weights.py'),
+                                          'learnerdist.core.weights.crc_of_both': ( 'core/weights.html#crc_of_both',
+                                                                                    'learnerdist/core/weights.py'),
                                           'learnerdist.core.weights.is_safetensors': ( 'core/weights.html#is_safetensors',
                                                                                        'learnerdist/core/weights.py'),
                                           'learnerdist.core.weights.load_plain': ( 'core/weights.html#load_plain',

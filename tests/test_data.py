@@ -1,6 +1,6 @@
 "Loaders, sets of loaders and batches of any structure"
 from collections import OrderedDict, namedtuple
-import pytest, torch
+import pandas as pd, pytest, torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset,
                               WeightedRandomSampler, default_collate)

@@ -2,7 +2,7 @@
 from collections import Counter
 from itertools import product
 import math, random
-import numpy as np, pytest, torch
+import numpy as np, pandas as pd, pytest, torch
 from torch.utils.data import (BatchSampler, ChainDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler,
                               SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, get_worker_info)
 from learnerdist.data.loaders import TfmdDL

@@ -13,8 +13,8 @@ from tempfile import NamedTemporaryFile
 
 import torch
 
-from .collectives import broadcast_object
-from .env import group_rank,is_rank0
+from .collectives import gather_objects
+from .env import group_rank,group_size,is_rank0
 from .rank0 import save_once
 from .remote import Remote,copied,here,place
 from .shards import come_together,is_part,map_tensors,memory_of,whole
@@ -44,10 +44,27 @@ def save_sealed(data, path)->tuple:
     return seal(path)
 
 # %% ../../nbs/core/06_weights.ipynb #ckc03
-def shared_crc(data, start=0)->int:
-    """Their CRC-32, which rank 0 reads them for. Sync point. data: the same bytes on every rank, such as those of a
-    mapped file; start: the CRC-32 of what comes before them"""
-    return broadcast_object(zlib.crc32(data, start) if group_rank()==0 else None)
+def crc_of_both(a:int, b:int, n:int)->int:
+    """The CRC-32 of one piece followed by the other: zlib's `crc32_combine`, which Python does not have. a, b: CRC-32
+    of two pieces of bytes; n: bytes in the second one"""
+    def times(op, crc): # matrices over one bit, as lists of columns
+        res = 0
+        for i,col in enumerate(op): res ^= col*(crc>>i & 1)
+        return res
+    op = [0xedb88320]+[1<<i for i in range(31)] # what one more bit of zero does
+    for i in range(n.bit_length()+3):
+        if i>2 and n>>i-3 & 1: a = times(op, a)
+        op = [times(op, col) for col in op] # twice as many bits
+    return a^b
+
+def shared_crc(data)->int:
+    """Their CRC-32. Each rank reads a part of them. Sync point. data: the same bytes on every rank, such as those of a
+    mapped file"""
+    cuts = [len(data)*i//group_size() for i in range(group_size()+1)]
+    res,r = 0,group_rank()
+    with memoryview(data)[cuts[r]:cuts[r+1]] as own: crcs = gather_objects(zlib.crc32(own))
+    for crc,a,b in zip(crcs, cuts, cuts[1:]): res = crc_of_both(res, crc, b-a)
+    return res
 
 # %% ../../nbs/core/06_weights.ipynb #ckf03
 def read_bytes(path)->bytes:
@@ -71,7 +88,7 @@ def load_plain(data:bytes, path, device='cpu', mapped=False):
     """The tensors and plain data in a file. ValueError if it holds other objects, which could run code; DamagedFile if
     it is damaged. data: content of a file of `torch.save`, with or without a seal; None: not checked; path: its
     path, for error messages; device: where its tensors go; mapped: whether tensors stay in the file until they are
-    read; then rank 0 checks it for all"""
+    read; then all ranks check it together"""
     end = 0 if data is None else data.rfind(b'PK\5\6')+22 # of an archive without its comment
     if end and data[:2]==b'PK' and data[end:]!=b'':
         crc = (shared_crc if mapped else zlib.crc32)(memoryview(data)[:end])
@@ -127,7 +144,8 @@ def load_tensors(data:bytes, path, mapped=False)->dict:
         at,crc = mark.start(1)+8,shared_crc if mapped else zlib.crc32
         rest = memoryview(data)[at+8:]
         head = zlib.crc32(_no_crc, zlib.crc32(data[:at])) # its own place as zeros
-        if int(mark[1], 16)!=crc(rest, head): raise DamagedFile(f'{path} is not what was written: its checksum differs')
+        found = crc_of_both(head, crc(rest), len(rest))
+        if int(mark[1], 16)!=found: raise DamagedFile(f'{path} is not what was written: its checksum differs')
     try: return lib.load_file(path) if mapped else lib.load(data)
     except Exception as e:
         raise DamagedFile(f'{path} is no file of safetensors, or is damaged ({e!r})') from e

@@ -298,7 +298,7 @@ class Loops(Dealing):
         if self.adapter.accumulates(): raise ValueError(f'{name} and GradientAccumulation: leave out one of the two')
         if self.auto and many and self.replica.forward_exchanges:
             raise ValueError(f'{name}: ranks exchange something in each forward pass of this model (BatchNorm, '
-                             'max_norm), where one that runs out of memory would leave the others waiting: give a number')
+                             'max_norm), where others would wait for one that runs out of memory: give a number')
         if any(isinstance(m, BatchNorm) and m.training for m in get_model(self.learn.model).modules()):
             self.findings('batchnorm-parts', _by_parts, 'parts')
 
@@ -584,8 +584,8 @@ class Batches(Steering):
         if self.loop.evaluation: self.loop.evaluation.end_batch()
         if self.shards and not self.learn.training: self.shards.end_batch()
 
-_by_parts = ('the statistics of BatchNorm layers are those of a micro-batch, of all ranks together: they depend on max_bs '
-             'and on the number of ranks')
+_by_parts = ('the statistics of BatchNorm layers are those of a micro-batch, of all ranks together: they depend on '
+             'max_bs and on the number of ranks')
 _smaller = 'memory has run out in micro-batches of {} samples: from now on they have {}'
 _unknown = ('what the loss is the mean over is not known, and could not be found out on a part of a batch: samples '
             'count alike. If it is a mean over other things, or a sum, set its n_items')

@@ -202,8 +202,8 @@ def check_options(opts):
     need('global_bs', opts.global_bs, int, 0, 'the number of samples in a step of all ranks together')
     if opts.max_bs!='auto': need('max_bs', opts.max_bs, int, 0, "a number of samples, or 'auto'")
     if opts.max_bs=='auto' and (opts.comm_hook or opts.shard):
-        raise ValueError("max_bs='auto' averages gradients after the last micro-batch, without comm_hook and shard: give "
-                         'a number')
+        raise ValueError("max_bs='auto' averages gradients after the last micro-batch, without comm_hook and shard: "
+                         'give a number')
     if opts.global_bs and opts.split_batches:
         raise ValueError(f'global_bs={opts.global_bs} and split_batches: leave out one of the two')
     need('timeout_s', opts.timeout_s, (int,float), 0, 'seconds')

@@ -11,7 +11,8 @@ from learnerdist.fastai.trainer import DistributedTrainer
 from learnerdist.learner.techniques import EMA
 
 __all__ = ['ParallelTrainer','DistributedTrainer','DistributedDL','setup_distrib','teardown_distrib','rank0_first',
-           'rank_distrib','num_distrib','distrib_barrier','Checkpoint','EMA','Preempted','preempted_status','load_learner']
+           'rank_distrib','num_distrib','distrib_barrier','Checkpoint','EMA','Preempted','preempted_status',
+           'load_learner']
 
 import fastai.learner as _learner
 import learnerdist.core.docstrings as _docstrings
