@@ -1,12 +1,14 @@
 "`distrib_ctx(global_bs=…, max_bs=…)`: the same steps at any number of ranks, in micro-batches of any size"
 import shutil, traceback, warnings
 from functools import partial
+from itertools import count
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from helpers import Stream
 from learnerdist.all import (Callback, CancelBatchException, CancelFitException, Checkpoint, DataLoaders, DistributedDL,
-                             GradientAccumulation, Learner, group_rank, group_size, process_group)
+                             GradientAccumulation, Learner, Timer, group_rank, group_size, process_group)
+from learnerdist.distributed import profiling
 from learnerdist.distributed.micro_batches import samples_of
 from learnerdist.testing import run_ranks
 from scenes import F64, contrast, losses, net, run, scenes
@@ -265,6 +267,13 @@ def test_steps_are_counted_and_not_micro_batches():
     n = Steps()
     fit(cbs=[n], max_bs=5)
     assert (n.n,n.passes)==(6, 2*(5+5+3))
+
+def test_the_timer_counts_the_data_of_a_step_once(monkeypatch):
+    ticks = count()
+    monkeypatch.setattr(profiling, 'perf_counter', lambda: next(ticks))
+    timer = Timer()
+    fit(cbs=[timer], max_bs=5)
+    assert [o['data'] for o in timer.times]==[3, 3] # a tick for each of 3 steps
 
 def test_memory_that_one_sample_does_not_have():
     with pytest.raises(torch.OutOfMemoryError, match='out of memory'): fit(Limited(0, 'forward'), max_bs='auto')

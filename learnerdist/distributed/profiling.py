@@ -30,8 +30,10 @@ class Timer(Callback):
         self.begin,self.begin_links = perf_counter(),Links.waited
         self.after_batch()
 
-    def before_batch(self): self.data += perf_counter()-self.mark-(Links.waited-self.mark_links)
-    def after_batch(self): self.mark,self.mark_links = perf_counter(),Links.waited
+    def before_batch(self):
+        if self.reads: self.data += perf_counter()-self.mark-(Links.waited-self.mark_links)
+        self.reads = False # until the next batch: this one may have several micro-batches
+    def after_batch(self): self.mark,self.mark_links,self.reads = perf_counter(),Links.waited,True
     def before_backward(self):
         loss = self.learn.loss_grad
         if loss.requires_grad and self.learn.runner.model is not None: loss.register_hook(self._begun)
