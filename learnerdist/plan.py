@@ -37,9 +37,9 @@ class Traffic(TorchDispatchMode):
         self.calls,self.n_bytes = Counter(),Counter()
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(t, 'full_tensor') for t in types): return NotImplemented # a DTensor, which calls torch again
-        where,_,name = func._schema.name.partition('::')
+        where,_,name = func.name().partition('::')
         if where=='c10d':
-            kind = _kinds.get(name, name)
+            kind = _kinds.get(name.split('.')[0], name)
             sizes = [sum(t.nbytes for t in tree_leaves(o) if isinstance(t, Tensor)) for o in args]
             self.calls[kind] += 1
             self.n_bytes[kind] += max(sizes)
