@@ -732,8 +732,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'learnerdist/data/distributed_dl.py'),
                                                  'learnerdist.data.distributed_dl.Dealer.start': ( 'data/distributed_dl.html#dealer.start',
                                                                                                    'learnerdist/data/distributed_dl.py'),
-                                                 'learnerdist.data.distributed_dl.Dealer.step': ( 'data/distributed_dl.html#dealer.step',
-                                                                                                  'learnerdist/data/distributed_dl.py'),
                                                  'learnerdist.data.distributed_dl.Dealer.stream': ( 'data/distributed_dl.html#dealer.stream',
                                                                                                     'learnerdist/data/distributed_dl.py'),
                                                  'learnerdist.data.distributed_dl.Dealer.streams_of': ( 'data/distributed_dl.html#dealer.streams_of',

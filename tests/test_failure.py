@@ -265,17 +265,17 @@ def test_groups_of_a_failed_rank_are_aborted(monkeypatch):
 
 def rank_reads_files(path):
     "Rank 0, which alone writes, does so when the others are at the end of the context"
-    learn,whole,store = make(path=path),rank0.whole_file,launch_store()
+    learn,whole,store = make(path=path),rank0.written,launch_store()
     def late(p):
         assert all(wait_key(store, f'ahead/{r}', 60) for r in (1,2))
         return whole(p)
-    rank0.whole_file = late
+    rank0.written = late
     try:
         with learn.no_logging(), learn.distrib_ctx():
             files = [learn.save('a'),learn.export('e.pth')]
             there = [o.exists() for o in files]
             store.set(f'ahead/{rank_distrib()}', 'yes')
-    finally: rank0.whole_file = whole
+    finally: rank0.written = whole
     for o in files: torch.load(o, weights_only=False) # by other means than ours, which wait by themselves
     return there
 

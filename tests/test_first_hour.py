@@ -153,6 +153,6 @@ def test_help_says_what_parameters_mean(public, prompt):
     code = helped.format(public=public, prompt=prompt)
     said = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout
     known = ["cuda_id: This process's GPU",'keep: How many',*['said True']*prompt]
-    if fastcore.__version__>='2': known.append('split_batches: The loaders') # of what it delegates to
+    if fastcore.__version__>='2': known.append('split_batches: The training loader') # of what it delegates to
     assert all((o in said)==prompt for o in known) and 'find_unused_parameters=False' in said, said
     assert not prompt or 'said False' not in said, said

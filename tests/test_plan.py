@@ -121,7 +121,8 @@ def test_what_does_not_divide():
     assert 'not even    600 samples' in str(found) and found.steps==6
     many = plan(lambda: fit(make()), 1000)
     assert many.uneven[0]=='600 samples for 1000 ranks: some have none of their own' and many.steps==1
-    with pytest.raises(ValueError, match='batch size of 16 does not divide among 7 ranks'): plan(lambda: fit(make(), split_batches=True), 7)
+    dial = plan(lambda: fit(make(), global_bs=28, max_bs=2), 7)
+    assert (dial.step.samples,dial.step.batches,dial.steps)==(4, 1, -(-600//28))
     with pytest.raises(ValueError, match='knows the bytes of None, shm'): plan(lambda: fit(make(), comm_hook='powersgd'), 2)
     with pytest.raises(ValueError, match='nothing to plan'): plan(lambda: make().fit(1), 2)
     half,full = [plan(partial(fit, make(), comm_hook=o), 2).step.n_bytes['all-reduce'] for o in ('bf16',None)]

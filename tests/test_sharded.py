@@ -408,7 +408,7 @@ refused = dict(text=(net, dict(shard='nodes'), 'give True, classes of modules su
     offload=(net, dict(shard=dict(offload=True)), 'trains on the CPU, in whose memory the weights are: leave it out'),
     ddp_option=(net, dict(shard=True, find_unused_parameters=True), 'find_unused_parameters: of DDP, and without a meaning'),
     comm_hook=(net, dict(shard=True, comm_hook='fp16'), 'comm_hook: of DDP'),
-    absent=(net, dict(shard=[nn.LSTM]), "has no such module with weights. Give classes of its own: Linear"),
+    absent=(net, dict(shard=[nn.LSTM]), "has no such module with weights. Give classes of this model: Linear"),
     container=(net, dict(shard=nn.ModuleList), 'has no forward pass: give the modules in it'),
     tied=(tied_layers, dict(shard=Layer), 'or give the module that holds both'),
     lazy=(lambda: nn.Sequential(nn.LazyLinear(3)), dict(shard=True), 'run a batch through the model before the context'),

@@ -111,6 +111,7 @@ class Dealer:
         need(isinstance(seed, int), 'need an integer, the same on every rank', seed=seed)
         need(pad in (True,False,'batch'), "give True, False or 'batch'", pad=pad)
         self.rank,self.world_size,self.seed,self.pad = rank,world_size,seed,pad
+        self.step = world_size # Items in a global batch: each is dealt from rank 0 on
         self.sample_seeds = sample_seeds
         # Seen by workers, too: first, a hash of the first sample of a stream; by_rank: whether that has split itself
         self._epoch,self.first,self.by_rank,self._n_read = torch.zeros(4, 1, dtype=torch.int64)
@@ -118,10 +119,6 @@ class Dealer:
     epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v))
     # Items for all ranks, once this rank has read its last
     n_read = property(lambda self: int(self._n_read[0]))
-    @property
-    def step(self)->int:
-        "Items in a global batch: each is dealt from rank 0 on"
-        return self.global_bs or (self.bs or 1)*self.world_size
     @property
     def start(self):
         "Number of items of this epoch, over all ranks, that an earlier run has read"
@@ -181,7 +178,7 @@ class Dealer:
         return self.items
     def of_batches(self):
         "What is dealt are batches, not samples"
-        self.unit,self.bs,self.by_step = 'batch',1,self.pad=='batch'
+        self.unit,self.bs,self.by_step,self.step = 'batch',1,self.pad=='batch',self.world_size
     def sized(self, batches):
         "Remember the length of each batch, in `sizes`"
         self.sizes = []
@@ -533,6 +530,7 @@ class DistributedDL(LoaderWrapper):
         dealer.bs,dealer.drop_last = batch_shape(dl)
         if getattr(dl, 'batch_sampler', dl) is None: dealer.bs = 1 # torch's loader without batches
         dealer.by_step = dealer.pad=='batch' and bool(dealer.bs)
+        dealer.step = global_bs or (dealer.bs or 1)*dealer.world_size
         self.dealer,self.dl = dealer,dealer.shard(dl)
         if global_bs and dealer.unit!='row':
             raise ValueError(f'global_bs={global_bs}: this {type(dl).__name__} makes batches in its own way, which are '

@@ -547,7 +547,8 @@ class Batches(Steering):
         # parts may be added up with another rounding
         if batch.ahead and not (self.more or math.isclose(own, batch.ahead[0], rel_tol=1e-5 if micro else 0)):
             raise ValueError(f'a batch of {batch.ahead[0]:g} items has {own:g} of them now: the forward pass or the '
-                             'loss function has cancelled it, or changed its targets. Do this in a callback')
+                             'loss function has cancelled it, or changed its targets. Do this in an event of a '
+                             'callback')
         total = batch.ahead[1] if batch.ahead else self._total(own)
         learn.items,self.global_items = n,total/W
         if isinstance(total, Tensor): return learn.loss_grad*(n*W/total)

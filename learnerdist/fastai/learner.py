@@ -33,6 +33,7 @@ from ..core.collectives import distrib_barrier
 from ..core.shards import come_together
 from ..core.stacks import need
 from ..core import env
+from ..core.compat import find
 from ..core.env import group_rank,group_size,num_distrib
 from .loaders import in_one_order
 from .trainer import DistributedTrainer,parts,trainer_of
@@ -79,7 +80,8 @@ def _do_one_batch(self, f):
 def _do_grad_opt(self, f):
     "The step comes after the last micro-batch"
     if not trainer_of(self).engine.waits: return f()
-    self._with_events(self._backward, 'backward', fastai_learner.CancelBackwardException)
+    backward = getattr(self, find('do_backward').__name__) # a subclass's own, too
+    self._with_events(backward, 'backward', fastai_learner.CancelBackwardException)
 
 @patch
 def all_batches(self:Learner):

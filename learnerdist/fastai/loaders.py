@@ -35,6 +35,7 @@ names.update( # Private names of fastai; those of torch are in `core.compat`
     with_events=('fastai.learner', 'Learner._with_events', '`fit(…, resume=True)`'),
     do_one=('fastai.learner', 'Learner._do_one_batch', '`max_bs`'),
     do_grad_opt=('fastai.learner', 'Learner._do_grad_opt', '`max_bs`'),
+    do_backward=('fastai.learner', 'Learner._backward', '`max_bs`'),
     do_train=('fastai.learner', 'Learner._do_epoch_train', '`fit(…, resume=True)`'),
     do_validate=('fastai.learner', 'Learner._do_epoch_validate', '`fit(…, resume=True)`'))
 
