@@ -1,7 +1,8 @@
 "`distrib_ctx(global_bs=…, max_bs=…)`: the same steps at any number of ranks, in micro-batches of any size"
-import shutil, traceback, warnings
+import resource, shutil, traceback, warnings
 from functools import partial
 from itertools import count
+from pathlib import Path
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -267,6 +268,36 @@ def test_steps_are_counted_and_not_micro_batches():
     n = Steps()
     fit(cbs=[n], max_bs=5)
     assert (n.n,n.passes)==(6, 2*(5+5+3))
+
+class Wide(nn.Module):
+    "Half a million activations for each sample"
+    def __init__(self):
+        super().__init__()
+        self.lin,self.sizes = nn.Linear(3, 1, dtype=F64),[]
+    def forward(self, x):
+        if self.training: self.sizes.append(len(x))
+        return self.lin(x).repeat(1, 2**19).sin().mean(1, keepdim=True) if self.training else self.lin(x)
+
+class Limit(Callback):
+    "From the first step on the process may have so many bytes more than it has then"
+    def __init__(self, more): self.more = more
+    def before_batch(self):
+        if not self.more or not self.training: return
+        now = int(Path('/proc/self/statm').read_text().split()[0])*resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now+self.more, resource.RLIM_INFINITY))
+        self.more = 0
+
+def limited(more):
+    "The fit, and the sizes of its micro-batches"
+    model = Wide()
+    return fit(model, [Limit(more)], max_bs='auto'),model.sizes
+
+@pytest.mark.skipif(not Path('/proc/self/statm').exists(), reason='asks Linux how much memory a process has')
+def test_under_a_limit_of_memory():
+    want = fit(Wide())
+    for got,sizes in run_ranks(limited, 2, 160*2**20):
+        close(got, want)
+        assert sizes[0]==12 and max(sizes[4:])<=6 and sum(o>6 for o in sizes)<=1 # halved in the first step
 
 def test_the_timer_counts_the_data_of_a_step_once(monkeypatch):
     ticks = count()
