@@ -5,7 +5,7 @@ import numpy as np, pytest, sklearn.metrics as skm, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from learnerdist.all import (AccumMetric, AvgMetric, DataLoaders, Learner, Metric, TfmdDL, accuracy,
+from learnerdist.all import (AccumMetric, AvgMetric, Callback, DataLoaders, Learner, Metric, TfmdDL, accuracy,
                              error_rate, process_group, skm_metric, top_k_accuracy)
 from learnerdist.learner.metrics import mk_metrics
 from learnerdist.testing import run_ranks
@@ -122,3 +122,20 @@ def test_values_on_several_ranks():
         assert values[0][1:]==found and all(o[1]==ranks[0][1] for o in ranks) # the same on all ranks
         for i in hits: assert found[i]==want[i] # fed the batches of one process
         assert changed==[]
+
+class Looks(Callback):
+    "Validates on a part of the data within a validation loop"
+    order = -5
+    def __init__(self, dl): self.dl_ = dl
+    def after_batch(self):
+        if not self.training and self.iter==1 and self.learn.dl is not self.dl_: self.learn.validate(dl=self.dl_)
+
+def test_a_validation_within_a_validation():
+    x,y = data(20)
+    def value(cbs=()):
+        torch.manual_seed(0)
+        dls = DataLoaders.from_dsets(TensorDataset(x, y), TensorDataset(x, y), bs=8)
+        learn = Learner(dls, nn.Linear(C, C).double(), F.cross_entropy, metrics=accuracy)
+        learn.fit(1, cbs=cbs)
+        return learn.recorder.values
+    assert value(Looks(TfmdDL(TensorDataset(x[:3], y[:3]), 3)))==value()

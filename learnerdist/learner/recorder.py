@@ -39,7 +39,7 @@ class Recorder(Callback):
         self.start,self.lr_now,self.n_samples,self.n_before = None,None,0,None
 
     def of_loop(self):
-        names = 'mets','measuring','reduced','log','steps','lr_now','n_before'
+        names = 'avg_loss','mets','measuring','reduced','log','steps','lr_now','n_before'
         return {k: getattr(self, k) for k in names}
 
     def before_fit(self):
@@ -60,7 +60,8 @@ class Recorder(Callback):
     def before_validate(self): self.reset_metrics()
     def reset_metrics(self):
         "Make new metrics and start them for a validation loop"
-        self.mets,self.measuring,self.reduced = mk_metrics(self.metrics),True,False
+        self.avg_loss,self.mets = AvgLoss(),mk_metrics(self.metrics)
+        self.measuring,self.reduced = True,False
         for m in self.valid_mets: m.reset()
 
     @property
