@@ -41,7 +41,7 @@ def fails():
 run(fails, nproc=2)
 ===
 def waits():
-    print('pid', os.getpid(), flush=True)
+    print(f'pid {os.getpid()}\\n', end='', flush=True) # in one piece: two ranks print at once
     threading.Event().wait()
 run(waits, nproc=2)
 ===
@@ -73,12 +73,12 @@ n,cls is Model,r.run(os.getpid)==r.run(os.getpid)
 ===
 def more(learn):
     fit(learn, 1)
-    print('pid', os.getpid(), flush=True)
+    print(f'pid {os.getpid()}\\n', end='', flush=True) # in one piece: two ranks print at once
     return int(learn.model.weight.numel())
 r.run(more, learn)
 ===
 def waits_again(learn):
-    print('waits', flush=True)
+    print('waits\\n', end='', flush=True)
     threading.Event().wait()
 r.run(waits_again, learn)
 ===
@@ -91,7 +91,7 @@ class Reader(NotebookClient):
     "Acts on what a cell prints, while it runs"
     def __init__(self, nb, seen, **kw):
         super().__init__(nb, allow_errors=True, timeout=120, **kw)
-        self.seen,self.text,self.pids,self.updates = seen,'',[],[]
+        self.seen,self.text,self.pids,self.updates,self.woken = seen,'',[],[],False
 
     def process_message(self, msg, cell, cell_index):
         if msg['msg_type']=='stream': self._read(msg['content']['text'])
@@ -105,7 +105,9 @@ class Reader(NotebookClient):
         if len(pids)==2 and not self.pids:
             self.pids = [os.pidfd_open(p) for p in pids]
             os.kill(self.km.provisioner.pid, 2) # Jupyter's interrupt
-        if 'waits\n' in text and self.text.count('waits\n')==2: os.kill(self.km.provisioner.pid, 2)
+        if self.text.count('waits\n')==2 and not self.woken: # however the text is cut into messages
+            self.woken = True
+            os.kill(self.km.provisioner.pid, 2)
 
 def outputs(cell): return [(o.get('text') or o.get('data', {}).get('text/plain') or o.get('evalue')) for o in cell.outputs]
 
