@@ -168,8 +168,8 @@ ddp_args_of_ours = ['module','process_group','device_ids','output_device','devic
 _ddp_args = inspect.signature(DistributedDataParallel).parameters
 ddp_options = [o for o in _ddp_args if o not in ddp_args_of_ours]
 
-_of_ours = 'cuda_id sync_bn split_batches seed check_every checks comm_hook shard sample_seeds timeout_s '
-_of_ours = f'{_of_ours}global_bs max_bs'.split()
+_of_ours = ('cuda_id sync_bn split_batches seed check_every checks comm_hook shard sample_seeds timeout_s '
+            'global_bs max_bs').split()
 
 def ddp_docments()->dict:
     "From each option of DDP to what torch says of it, in its first sentence"
