@@ -227,9 +227,14 @@ class Limit(Callback):
     order = 900 # after callbacks that count, before those that vote
     def __init__(self, record, n): self.record,self.n = record,n
     def after_batch(self): self._end('train', self.training)
+    def after_cancel_train(self):
+        # else fastai's Recorder leaves out the training loss, and trackers read another column of this epoch's row
+        if self.is_over: self.learn.recorder.cancel_train = False
     def after_epoch(self): self._end('fit', True)
+    @property
+    def is_over(self): return len(self.record.rec['steps'])>=self.n
     def _end(self, what, now):
-        if now and len(self.record.rec['steps'])>=self.n: raise self.learn.runner.adapter.cancels[what]
+        if now and self.is_over: raise self.learn.runner.adapter.cancels[what]
 
 # %% ../nbs/02_verify.ipynb #b2f22d2b
 class Recorded(BaseException):
@@ -417,6 +422,7 @@ class Case:
         self.want,*self.rows = [self.step(o, 'rows') or [] for o in self.all]
         n = max(map(len, self.rows))
         self.dealt = [o[i] for i in range(n) for o in self.rows if i<len(o)] # as one process reads them
+        self.is_steady = all(o['steady'] for o in alone['data'])
     def step(self, rec, kind):
         "What a record has of the step of the first difference"
         return rec['steps'][self.d.step][kind] if self.d.step<len(rec['steps']) else {}
@@ -474,8 +480,8 @@ causes = {
     '{}: trained, but not exchanged (outside of the model, or added after the fit began)': _not_exchanged,
     '{}: changed in place by the forward pass, for the samples of a rank (Embedding(max_norm=…))':
         lambda c: c.any('in_place'),
-    'random draws differ by rank: a sample is another one each time it is read (augmentation)':
-        lambda c: c.dealt!=c.want and not all(o['steady'] for o in c.alone['data']),
+    'random draws differ by rank: a batch is another one each time it is read (batch_tfms, a collate_fn). What the '
+    'data set and item_tfms draw is the same on all ranks': lambda c: c.dealt!=c.want and not c.is_steady,
     'samples do not divide among the ranks: {} are repeated, and count twice (see drop_last=True)':
         lambda c: 0<(n := len(c.dealt)-len(c.want))<len(c.ranks) and str(n),
     '{}: a generator of its own, which draws the same numbers on each rank; draw from torch\'s':
@@ -484,7 +490,7 @@ causes = {
         lambda c: any(o['draws'] for o in c.all),
     'the batches have other shapes ({}), as of padded texts: mask padding, or pad to one length': _shapes,
     'other samples in the step: a sampler draws another order on each rank, or has its own schedule':
-        lambda c: sorted(c.dealt)!=sorted(c.want),
+        lambda c: sorted(c.dealt)!=sorted(c.want) and c.is_steady,
     'BatchNorm is not synchronised: {} uses the statistics of each rank\'s own samples (sync_bn=False?)':
         lambda c: _few(c.one['plain_bn']),
     'gradients of {}: averaged or added up by hand, while DDP has averaged them already, by items':

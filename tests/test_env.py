@@ -147,4 +147,5 @@ def rank_waits():
 @pytest.mark.slow
 def test_a_long_wait_is_said(capfd):
     run_ranks(rank_waits, 2)
-    assert re.search(r'rank 0 waits for the other ranks in all_sum \(\S+test_env.py:\d+ in rank_waits\)', capfd.readouterr().err)
+    said = capfd.readouterr().err
+    assert re.search(r'rank 0 waits for the other ranks in all_sum \(\S+test_env.py:\d+ in rank_waits\), which all ranks', said)

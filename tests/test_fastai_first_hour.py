@@ -1,4 +1,5 @@
 "What strangers ran into with fastai's Learner: an error that names the remedy, or the run of one process"
+import warnings
 from functools import partial
 from types import SimpleNamespace
 import pytest,torch
@@ -46,6 +47,14 @@ def test_no_logging_is_for_our_lines_too(capsys):
     with learn.no_logging(): learn.say('unseen')
     assert capsys.readouterr().out=='seen\n'
 
+def test_an_export_that_fails_leaves_the_file_as_it_was(tmp_path):
+    dls = DataLoaders.from_dsets(*[TfmdLists(list(range(8)), row)]*2, bs=2)
+    learn = Learner(dls, nn.Linear(3, 2), nn.CrossEntropyLoss(), path=tmp_path)
+    learn.export('a.pkl')
+    learn.model.unpicklable = (i for i in ())
+    with pytest.raises(TypeError): learn.export('a.pkl')
+    assert load_learner(tmp_path/'a.pkl').model.weight.equal(learn.model.weight) and [*tmp_path.iterdir()]==[tmp_path/'a.pkl']
+
 def no_loss():
     learn = quiet(Learner(DataLoaders(loader(), loader()), nn.Linear(3, 2), lambda p, t: None))
     with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
@@ -73,6 +82,14 @@ def sam():
     with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
     return learn.model.weight.tolist()
 
+def outside():
+    "In no context: each rank trains on all of the data"
+    learn = quiet(Learner(DataLoaders(loader(), loader()), nn.Linear(3, 2), nn.CrossEntropyLoss()))
+    with learn.no_bar(), warnings.catch_warnings(record=True) as ws:
+        warnings.simplefilter('always')
+        learn.fit(1)
+    return [str(o.message) for o in ws if '[no-context]' in str(o.message)]
+
 def rank_of_one():
     "A group of one, with DDP: what a launch with one process for one GPU has"
     setup_distrib()
@@ -82,7 +99,7 @@ def rank_of_one():
 def outcomes(n):
     "What each script comes to on this rank"
     res = {}
-    for f in (without_targets,no_loss,typed,sam,*[rank_of_one]*(n==1)):
+    for f in (without_targets,no_loss,typed,sam,outside,*[rank_of_one]*(n==1)):
         try: res[f.__name__] = f()
         except Exception as e: res[f.__name__] = str(e)
     return res
@@ -91,6 +108,7 @@ def outcomes(n):
 def test_scripts(n):
     "A batch object without targets, and a loss that returns None; a data set with a list of classes; a second pass"
     ranks = run_ranks(outcomes, n, n, timeout_s=240)
+    assert [len(o['outside']) for o in ranks]==([0] if n==1 else [1,0])
     for o in ranks:
         assert 'has no targets' in o['without_targets'] and 'Graph' in o['without_targets']
         assert 'the loss is None: let loss_func' in o['no_loss'] and o['typed'] is True

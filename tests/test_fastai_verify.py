@@ -1,6 +1,6 @@
 "`verify` on fastai's own Learner"
 import pytest,torch
-from fastai.callback.all import CSVLogger,GradientAccumulation,MixUp
+from fastai.callback.all import CSVLogger,GradientAccumulation,MixUp,SaveModelCallback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
@@ -34,7 +34,9 @@ def of_torch():
     with learn.distrib_ctx(seed=1): learn.fit(2)
 
 def accumulating(): plain(GradientAccumulation(8))
-def logged(): plain(CSVLogger())
+def logged():
+    "Ends within an epoch, whose row has all its columns, for the callbacks that read it"
+    plain([CSVLogger(),SaveModelCallback(monitor='roc_auc_score')])
 def dropped():
     "Batches of a class of fastai's, which its own callback casts"
     learn = learner()
@@ -45,6 +47,11 @@ def weighted():
     "With the remedy switched off"
     Engine._weighed = lambda self, over: self.learn.loss_grad
     return learner(CrossEntropyLossFlat(weight=torch.tensor([.1,1.,9.])))
+def jittered():
+    "With a random transform of batches"
+    learn = learner()
+    learn.dls.train.after_batch = lambda b: (b[0]+torch.randn(()),b[1])
+    return learn
 def mixed_up(): return learner(cbs=MixUp())
 
 @pytest.mark.parametrize('func', [accumulating,logged,*(pytest.param(o, marks=pytest.mark.long) for o in (plain,of_torch))])
@@ -54,7 +61,7 @@ def test_same(func):
     assert {*res.largest} >= {'buffers','gradients','weights','loss','metrics','predictions'}
 
 @pytest.mark.parametrize('func,quantity,cause', [(weighted, 'gradients', 'the loss is no mean over samples'),
-    (dropped, 'gradients', 'a layer or a callback draws'),
+    (dropped, 'gradients', 'a layer or a callback draws'), (jittered, None, 'a batch is another one each time it is read'),
     pytest.param(mixed_up, None, 'random draws differ by rank', marks=pytest.mark.long)])
 def test_difference(func, quantity, cause):
     res = verify(func, steps=3)

@@ -235,7 +235,7 @@ class Waits:
             said = n
             at = users_frame(frames_of_thread(threading.main_thread().ident))
             with suppress(RuntimeError): # the group has ended
-                _say_once(shared_store(), f'said/{what}/{n}', f'the other ranks in {what} ({at})')
+                _say_once(shared_store(), f'said/{what}/{n}', f'the other ranks in {what} ({at}), which all ranks have to call')
 
 waits = Waits()
 

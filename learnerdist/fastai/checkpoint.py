@@ -219,11 +219,9 @@ def load(self:TextLearner, file, with_opt=None, device=None, **kwargs): # noqa: 
 
 @patch
 def export(self:Learner, fname='export.pkl', *args, **kwargs):
-    "As fastai's, also to an address"
-    path = place(fname, self.path)
-    if isinstance(path, Path): return _export(self, fname, *args, **kwargs)
+    "As fastai's, also to an address; written whole or not at all"
     if not is_rank0(): return
-    with written(path) as tmp: _export(self, tmp.absolute(), *args, **kwargs)
+    with written(place(fname, self.path)) as tmp: _export(self, tmp.absolute(), *args, **kwargs)
 
 def load_learner(fname, *args, **kwargs):
     "As fastai's, also from an address"

@@ -89,7 +89,6 @@ def all_batches(self:Learner):
     ranks"""
     trainer,at,dl = trainer_of(self),self.start_at,self.dl
     self.dl = self.runner.loader(dl)
-    if dl is not self.dl and self.training and num_distrib()>1: say_alone()
     first = at.batches if at.batches and self.training and self.epoch==at.epoch else 0
     self.n_iter = len(self.dl)
     with nullcontext() if trainer is None else trainer.loop():
@@ -255,6 +254,7 @@ def fit(self:Learner,
     cbs = [o() if isinstance(o, type) else o for o in L(cbs)]
     with CoreLearner.flagged(self, dict(ddp=ddp, amp=amp, resume=resume)), checkpoint.running(self, cbs):
         if trainer := trainer_of(self): trainer.follow_dls()
+        elif num_distrib()>1 and not hasattr(self, 'lr_finder'): say_alone()
         try: return _fit(self, n_epoch, lr, wd, cbs, reset_opt, start_epoch)
         except Exception as e:
             if 'xb' in vars(self): advise_on_memory(e, self)

@@ -56,8 +56,8 @@ class _Smooth:
 def say_alone(said=[]): # noqa: B006 - once in a process
     "Warn on rank 0, once, that each process trains on all of the data"
     if is_rank0() and not said:
-        warn(f'each of the {num_distrib()} processes of this launch trains on the whole data, since this fit is '
-             'outside of distrib_ctx(). If you mean that, each has to write its own files')
+        warn(f'[no-context] each of the {num_distrib()} processes of this launch trains on the whole data, since this '
+             'fit is outside of distrib_ctx(). If you mean that, each has to write its own files')
     said.append(1)
 
 # %% ../../nbs/learner/05_loggers.ipynb #p009
