@@ -204,7 +204,7 @@ def test_first_failure_is_the_first_in_time(ended):
 
 def test_what_somebody_kills_is_the_cause_and_what_the_launcher_ends_is_not(ended):
     raised = ended(1, 1, kind='ValueError', message='Oops', time=10.2)
-    lines = ['rank 0 failed first: ended by SIGKILL (probably out of memory)','rank 1 failed too: ValueError: Oops (x.py:3)']
+    lines = ['rank 0 failed first: ended by SIGKILL (out of memory, or killed)','rank 1 failed too: ValueError: Oops (x.py:3)']
     assert explain(failures([ended(0, -9),raised])) == lines
     assert explain(failures([ended(0, -9, ''),raised])) == ['rank 1 failed first: ValueError: Oops (x.py:3)']
     assert explain(failures([ended(0, -15, ''),ended(2, -15)])) == ['rank 2 failed first: ended by SIGTERM']

@@ -235,7 +235,8 @@ class Waits:
             said = n
             at = users_frame(frames_of_thread(threading.main_thread().ident))
             with suppress(RuntimeError): # the group has ended
-                _say_once(shared_store(), f'said/{what}/{n}', f'the other ranks in {what} ({at}), which all ranks have to call')
+                text = f'the other ranks in {what} ({at}), which all ranks have to call'
+                _say_once(shared_store(), f'said/{what}/{n}', text)
 
 waits = Waits()
 

@@ -44,7 +44,7 @@ def describe_exit(code:int)->str:
     signal's number for a signal"""
     if code in (0, left_early): return 'left with status 0'
     if code > 0: return f'ended with exit status {code}'
-    return f'ended by {signal.Signals(-code).name}' + ' (probably out of memory)'*(code == -signal.SIGKILL)
+    return f'ended by {signal.Signals(-code).name}' + ' (out of memory, or killed)'*(code == -signal.SIGKILL)
 
 def say(*lines):
     "Print on stderr, under the launcher's name"
