@@ -498,6 +498,8 @@ causes = {
     'gradients are {} times those of one process: added up, or a loss times the number of processes': _times,
     '{}: of a module beside the model, from each rank\'s samples; see average_grads(module.parameters())':
         lambda c: c.unlike('beside'),
+    'rounding: a tensor of the script, such as class weights, stays float32. Cast it (`.to(pred)`), or take '
+    '--dtype float32': lambda c: c.alone['dtype']=='float64' and c.d.by<1e-6,
     'the loss is no mean over samples (weights of classes, ignored labels, tokens)':
         lambda c: c.one['loss']=='items' or c.says('loss-not-mean', 'loss-unknown'),
     'the loss is a sum over samples, not a mean': lambda c: c.one['loss']=='sum',
@@ -596,6 +598,7 @@ def _launch(folder, target, args, n, how, env, timeout_s):
     cmd = f'-m learnerdist.launch --nproc {n} -m learnerdist.verify --record'.split()
     cmd = [sys.executable, *cmd, folder, *target, *map(str, args)]
     env,pipe = {'LEARNERDIST_SEED': '0', **os.environ, **env},subprocess.PIPE
+    print(f'learnerdist.verify: on {n} process{"es" if n>1 else ""} …', file=sys.stderr, flush=True)
     res = subprocess.run(cmd, env=env, timeout=timeout_s, text=True, stdout=pipe, stderr=subprocess.STDOUT)
     if res.returncode or not (folder/('alone.pt' if how['n_alone'] else '0.pt')).exists():
         raise NoRun(f'on {n} process{"es" if n>1 else ""}:\n{res.stdout[-4000:]}')
@@ -603,7 +606,7 @@ def _launch(folder, target, args, n, how, env, timeout_s):
 # %% ../nbs/02_verify.ipynb #a150fcb8
 def _parser():
     p = argparse.ArgumentParser('learnerdist.verify', description=verify.__doc__, allow_abbrev=False)
-    p.epilog = 'Exit status: 0 the same, 1 different, 2 could not be run. docs/same.md has an example and its remedy'
+    p.epilog = 'Exit status: 0 the same, 1 different, 2 could not be run. The page "Is it the same?" has an example'
     add = p.add_argument
     add('--nproc', type=int, default=2, metavar='N', help='processes to compare with one (default: 2)')
     add('--steps', type=int, default=20, metavar='N', help='steps of the optimizer to compare (default: 20)')

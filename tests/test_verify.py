@@ -45,6 +45,13 @@ def summed():
     without(Engine, 'weigh', lambda self, **kw: None)
     return learner(loss=nn.CrossEntropyLoss(reduction='sum'))
 
+class_weights = torch.tensor([.1,1.,9.])
+def in_float32(pred, targ):
+    "Counts its class weights, in float32"
+    w = class_weights[targ]
+    return (nn.functional.cross_entropy(pred, targ, reduction='none')*w).sum(),w.sum()
+def rounded(): return learner(loss=in_float32)
+
 def dropout(): return learner(mlp(nn.Dropout(.4)))
 
 def plain_bn():
@@ -237,6 +244,11 @@ def test_launch_proves_before_it_trains(tmp_path):
     assert launch('plain')==(0,True,False,True)
     assert launch('dropout')==(1,False,True,False)
     assert launch('dropout', '--verify-only-warn')==(0,False,True,True)
+
+def test_a_tensor_that_stays_float32():
+    res = verify(rounded, steps=4)
+    assert not res.same and 1e-9<res.first.by<1e-6 and res.causes[0].startswith('rounding: a tensor of the script'), res
+    assert verify(rounded, steps=4, dtype='float32').same
 
 def test_without_dropout():
     res = verify(dropout, steps=3, dropout=False)

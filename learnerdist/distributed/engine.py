@@ -100,7 +100,8 @@ class _Gather(torch.autograd.Function):
 def gather_with_grad(
     t:Tensor # (n,…): this rank's rows; n may differ between ranks
 )->Tensor:   # (Σn,…): rank after rank; `t` itself with one process
-    "The rows of all ranks, through which gradients flow back to each. Sync point, also in the backward pass"
+    """The rows of all ranks, through which gradients flow back to each; in evaluation `t`, since each batch is whole.
+    Sync point, also in the backward pass"""
     if group_size()<2 or local_stats.on: return t
     return _Gather.apply(t[:0] if is_muted() else t) # muted: these rows are repeats
 
