@@ -130,7 +130,7 @@ def all_cancel(k=1):
         res.append((case[:2], trace.steps, learn.recorder.losses, learn.recorder.values, state(learn.model)))
     return res
 
-@pytest.mark.parametrize('W', [2,3])
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 def test_what_all_ranks_cancel_is_cancelled_and_recorded_as_in_one_process(W):
     for alone,*ranks in zip(all_cancel(W), *run_ranks(all_cancel, W), strict=True):
         for rank in ranks: torch.testing.assert_close(rank[1:], alone[1:], rtol=0, atol=1e-12, equal_nan=True, msg=str(alone[0]))

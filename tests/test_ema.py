@@ -186,7 +186,7 @@ def many(names):
 @pytest.fixture(scope='module')
 def alone(): return many(cases)
 
-@pytest.mark.parametrize('W', [1,2,3])
+@pytest.mark.parametrize('W', [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_ranks(W, alone):
     names = [o for o in cases if fsdp_on_cpu or not ('sharded' in o or 'both' in o)]
     for res in (every := run_ranks(many, W, names, timeout_s=300)):

@@ -462,9 +462,11 @@ def factored(m, lr):
     return opt
 
 def alone_in_evaluation(learn):
-    if not rank_distrib(): return wait_key(shared_store(), 'told', 60)
+    if not rank_distrib():
+        wait_key(shared_store(), 'told', 60)
+        raise KeyError # so that the ranks meet on the way out, and none waits for the other
     try:
-        with process_group(timeout_s=6): learn.runner.shards.join_batch() # as if it had no batch, while others have
+        with process_group(timeout_s=3): learn.runner.shards.join_batch() # as if it had no batch, while others have
     finally: shared_store().set('told', 'told')
 
 def load_factored(learn): load_opt(learn.opt, {**learn.opt.state_dict(), 'state': {0: dict(rows=torch.zeros(9))}})
@@ -475,7 +477,7 @@ within = dict(idle=(Idle, {}, lambda o: o.fit(1), 'no gradient for idle.weight, 
               loaded=(Net, dict(opt=torch.optim.SGD), load_factored, 'Begin with a new optimizer: fit(…, reset_opt=True)'),
               factored=(Net, dict(opt=factored), None, 'cannot be cut as they are: set learn.opt = None before the context'),
               shapes=(Net, {}, lambda o: part_of(torch.zeros(9), o.model.head.weight), 'a tensor of shape (9,) has no parts like'),
-              alone=(Net, {}, alone_in_evaluation, 'no rank has run the model in 6 s: validate and predict on all ranks'))
+              alone=(Net, {}, alone_in_evaluation, 'no rank has run the model in 3 s: validate and predict on all ranks'))
 
 def refused_within():
     said = {}
