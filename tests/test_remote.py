@@ -124,6 +124,7 @@ def with_faults(fs, act, i, **kw):
     try: return train('memory://r', **small, **kw),found.n>=i[0]
     finally: unplug(fs)
 
+@pytest.mark.slow
 def test_each_call_fails_once_and_is_made_again(memory, tmp_path):
     "No error, no warning, and the same end: of calls of a fit, and of one that goes on; two kinds of errors by turns"
     whole = train('ck', tmp_path, **small)

@@ -91,7 +91,7 @@ def fits(workers):
 @pytest.fixture(scope='module')
 def alone(): return run_ranks(fits, 1, 0, timeout_s=300)[0]
 
-@pytest.mark.parametrize('W,workers', [(2,3),(3,0),*[pytest.param(*o, marks=pytest.mark.long) for o in ((1,2),(2,0),(3,2))]])
+@pytest.mark.parametrize('W,workers', [(2,3),(2,0),*[pytest.param(*o, marks=pytest.mark.long) for o in ((1,2),(3,0),(3,2))]])
 def test_as_one_process(alone, W, workers):
     ranks = run_ranks(fits, W, workers, timeout_s=300)
     for k in ranks[0]: same(alone[k], [r[k] for r in ranks])

@@ -2,7 +2,7 @@
 same global batch size"""
 import sys
 from pathlib import Path
-import torch
+import pytest, torch
 sys.path.insert(0, str(Path(__file__).parent.parent/'tools'))
 import sweep
 
@@ -16,6 +16,7 @@ def cases(n, seed=0):
     found = (c for k in range(1000) if is_exact(c := sweep.draw_case(seed, k, dtype='float32' if k%4==3 else 'float64')))
     return [next(found) for _ in range(n)]
 
+@pytest.mark.slow # the table of test_scenes stands for it
 def test_twenty_cases():
     print('seed 0')
     cs = cases(20)
