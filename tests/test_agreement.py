@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers import weights
 from learnerdist.all import *
 from learnerdist.core.env import group_rank, group_size
 from learnerdist.data.sharding import epoch_order
@@ -27,7 +28,6 @@ def make(bn=False, opt=torch.optim.SGD, n=N, bs=BS, **kw):
     learn.logger = lambda line: None
     return learn
 
-def weights(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
 
 class Raise(Callback):
     "Raise `exc` in `event`, the `at`-th time it comes, on `rank` only"

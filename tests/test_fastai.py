@@ -19,7 +19,6 @@ from learnerdist.testing import run_ranks
 from fastai_lines import shows
 
 warnings.filterwarnings('ignore')
-torch.set_num_threads(1)
 F64 = torch.float64
 
 def data(n, seed=1):

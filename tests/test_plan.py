@@ -14,7 +14,6 @@ from learnerdist.learner.losses import batch_rows
 from learnerdist.plan import plan
 from learnerdist.testing import run_ranks
 
-torch.set_num_threads(1)
 N,BS = 600,16
 
 class Half(nn.Module):

@@ -13,8 +13,6 @@ from learnerdist.learner.callback import CancelBatchException
 from learnerdist.learner.losses import follows, n_elements
 from learnerdist.testing import RanksError, run_ranks
 
-torch.set_num_threads(1)
-
 def labelled(n=48): return TensorDataset(data(n).tensors[0], torch.arange(n)%3)
 
 def learner(model=None, loss=None, ds=None, opt=sgd, **kw):

@@ -16,7 +16,6 @@ from learnerdist.distributed import sharded as sharded_module
 from learnerdist.learner.callback import cancels, inner_events
 from learnerdist.testing import run_ranks
 
-torch.set_num_threads(1)
 F64 = torch.float64
 needs_fsdp2 = pytest.mark.skipif(not fsdp_on_cpu, reason='a torch without FSDP2 on the CPU')
 
@@ -241,11 +240,6 @@ def test_cancelled_as_with_ddp(W):
     "On one rank, and on all: at the first batch, before the order of the blocks is known, and at a later one"
     for a,b in zip(*(run_ranks(in_group, W, cancelled, o, timeout_s=900) for o in (False,True))):
         assert {k: d for k in a if (d := differs(a[k], b[k]))>1e-9} == {}
-
-class Stop(Callback):
-    def __init__(self, at): self.at = at
-    def after_batch(self):
-        if self.training and self.learn.train_iter==self.at: raise KeyError('stopped')
 
 # --- the way out ------------------------------------------------------------------------------------------------------------
 

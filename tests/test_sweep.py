@@ -2,11 +2,10 @@
 same global batch size"""
 import sys
 from pathlib import Path
-import pytest, torch
+import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent/'tools'))
 import sweep
 
-torch.set_num_threads(1)
 # What is not exact yet: a class that becomes so leaves this table, and its cases are then among the twenty
 not_exact = dict(loss=('focal_by_weight','boxes'), norm=('own','bn_nostats'))
 

@@ -9,7 +9,6 @@ from learnerdist.fastai import DistributedTrainer # noqa: F401  (patches fastai'
 from learnerdist.testing import run_ranks
 from torch import nn
 
-torch.set_num_threads(1)
 x = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
 items = [*zip(x, x[:,:2])]
 
