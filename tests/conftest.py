@@ -9,6 +9,8 @@ from fastai_lines import pytest_addoption,pytest_runtest_makereport,pytest_termi
 for o,handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(o)==signal.SIG_IGN: signal.signal(o, handler)
 
+torch.set_num_threads(1) # of this process; those of ranks are set by what starts them
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     "With `-n 2`, the tests of a file that share what is run once a module go to one worker"

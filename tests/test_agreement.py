@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers import weights
 from learnerdist.all import *
 from learnerdist.core.env import group_rank, group_size
 from learnerdist.data.sharding import epoch_order
@@ -27,7 +28,6 @@ def make(bn=False, opt=torch.optim.SGD, n=N, bs=BS, **kw):
     learn.logger = lambda line: None
     return learn
 
-def weights(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
 
 class Raise(Callback):
     "Raise `exc` in `event`, the `at`-th time it comes, on `rank` only"
@@ -130,7 +130,7 @@ def all_cancel(k=1):
         res.append((case[:2], trace.steps, learn.recorder.losses, learn.recorder.values, state(learn.model)))
     return res
 
-@pytest.mark.parametrize('W', [2,3])
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 def test_what_all_ranks_cancel_is_cancelled_and_recorded_as_in_one_process(W):
     for alone,*ranks in zip(all_cancel(W), *run_ranks(all_cancel, W), strict=True):
         for rank in ranks: torch.testing.assert_close(rank[1:], alone[1:], rtol=0, atol=1e-12, equal_nan=True, msg=str(alone[0]))

@@ -7,7 +7,6 @@ from learnerdist.distributed.batchnorm import mute, sync_batchnorm
 from learnerdist.core.env import process_group
 from learnerdist.testing import run_ranks
 
-torch.set_num_threads(1)
 F64 = torch.float64
 shapes = {'1d': (8,3), '1d_seq': (8,3,5), '2d': (8,3,4,5), '3d': (8,3,2,3,4)}
 layers = {'1d': nn.BatchNorm1d, '1d_seq': nn.BatchNorm1d, '2d': nn.BatchNorm2d, '3d': nn.BatchNorm3d}

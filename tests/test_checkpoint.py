@@ -8,12 +8,12 @@ import pytest, torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from helpers import At,fail,kill
 from learnerdist.checkpoint import checkpoint,snapshot
 from learnerdist.distributed.comparison import digest
 from learnerdist.all import *
 from learnerdist.testing import run_ranks
 
-torch.set_num_threads(1)
 N = 70
 
 class Shaken(Dataset):
@@ -38,15 +38,6 @@ def net():
     layers = [nn.Linear(6, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Dropout(.2), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 3)]
     return nn.Sequential(*layers)
 
-class At(Callback):
-    "Do something at a step, after a batch"
-    order = 950
-    def __init__(self, step, act, training=True): self.step,self.act,self.when = step,act,training
-    def after_batch(self):
-        if self.train_iter==self.step and self.training==self.when: self.act()
-
-def kill(num=signal.SIGTERM): os.kill(os.getpid(), num)
-def fail(): raise ZeroDivisionError('on purpose')
 def cancel(): raise CancelFitException
 
 def learner(path, kind='plain', model=None, opt=torch.optim.Adam):

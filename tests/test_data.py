@@ -8,7 +8,6 @@ from learnerdist.data.distributed_dl import DistributedDL
 from learnerdist.data.loaders import (DataLoaders, TfmdDL, changed, check_options, is_shuffled, loader_settings, to_cpu, to_detach,
                                       to_device)
 
-torch.set_num_threads(1)
 Pair = namedtuple('Pair', 'x y')
 
 class MyList(list): pass

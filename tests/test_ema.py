@@ -1,18 +1,18 @@
 "`EMA`: the average of one process on any number of ranks, replicated and sharded, for both Learners; resumed to the bit; no trace"
-import os,random,shutil,signal
+import random,shutil
 from contextlib import nullcontext
 from functools import partial
 import pytest,torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel,get_ema_multi_avg_fn
+from helpers import At,kill
 from learnerdist.all import *
 from learnerdist.core.compat import fsdp_on_cpu
 from learnerdist.core.shards import is_part
 from learnerdist.distributed.comparison import digest
 from learnerdist.testing import run_ranks
 
-torch.set_num_threads(1)
 F64 = torch.float64
 needs_fsdp2 = pytest.mark.skipif(not fsdp_on_cpu, reason='a torch without FSDP2 on the CPU')
 
@@ -186,7 +186,7 @@ def many(names):
 @pytest.fixture(scope='module')
 def alone(): return many(cases)
 
-@pytest.mark.parametrize('W', [1,2,3])
+@pytest.mark.parametrize('W', [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_ranks(W, alone):
     names = [o for o in cases if fsdp_on_cpu or not ('sharded' in o or 'both' in o)]
     for res in (every := run_ranks(many, W, names, timeout_s=300)):
@@ -217,18 +217,12 @@ def test_equal_ranks():
 
 # --- checkpoints --------------------------------------------------------------------------------------------------------------
 
-class Stop(Callback):
-    order = 950
-    def __init__(self, step, training): self.step,self.when = step,training
-    def after_batch(self):
-        if self.train_iter==self.step and self.training==self.when: os.kill(os.getpid(), signal.SIGTERM)
-
 def resumed(path, kind, shard):
     "Of a run without end, and of one that goes on from each of its states, and from those of a signal in training and validation"
     def fit(folder, at=None, **kw):
         learn = make(kind, path/folder, cbs=EMA(.7, evaluate=True))
         ctx = learn.distrib_ctx(**({'shard': True} if shard else {})) if num_distrib()>1 else nullcontext()
-        cbs = [Checkpoint('ckpt', every=1, keep=99, **kw)]+([Stop(*at)] if at else [])
+        cbs = [Checkpoint('ckpt', every=1, keep=99, **kw)]+([At(at[0], kill, at[1])] if at else [])
         with ctx: learn.fit(2, cbs=cbs)
         return digest(values(learn)),digest(learn.ema.weights),[o[:2] for o in learn.recorder.values]
     want,found = fit('whole'),{}

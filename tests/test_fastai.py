@@ -19,7 +19,6 @@ from learnerdist.testing import run_ranks
 from fastai_lines import shows
 
 warnings.filterwarnings('ignore')
-torch.set_num_threads(1)
 F64 = torch.float64
 
 def data(n, seed=1):
@@ -62,8 +61,6 @@ def own_loss(W, rank, path):
         learn.fit(2)
         return dict(history(learn), validate=floats(learn.validate()))
 
-def test_a_model_computes_its_loss(found): same(own_loss, found=found, tol=1e-7) # the loss, and so its factor, is float32
-
 def per_rank(bs, W): return bs//max(W, 1)
 
 def make(W=1, rank=0, model=plain, bs=24, n=96, n_valid=37, opt=SGD, drop_last=True, metrics=None, dtype=F64, loss=None, **kw):
@@ -97,6 +94,9 @@ def close(a, b, tol=1e-9, at=''):
 # Numbers of ranks: what 2 show is shown by 3 before a release
 on_1_and_2 = pytest.mark.parametrize('Ws', [pytest.param((1,2), id='1-2'), pytest.param((3,), id='3', marks=pytest.mark.long)])
 
+@on_1_and_2
+def test_a_model_computes_its_loss(Ws, found): same(own_loss, found=found, W=Ws, tol=1e-7) # the loss, and so its factor, is float32
+
 def on_ranks(func, *args):
     "What `func(W, rank, *args)` returns on this rank"
     with process_group(): return func(group_size(), group_rank(), *args)
@@ -118,7 +118,8 @@ def each_of(kinds, path):
 
 def asking(*funcs, alone=(), prepare=lambda path: None):
     """A fixture, `found(func, W)`: what each of `funcs(W, rank, path)` returns on the ranks of `W` processes, which are started once for
-    all of them; on 0 processes, without a context. `alone` are functions that open their own group; `prepare(path)` comes before all"""
+    all of them; on 0 processes, without a context. `alone` are functions that open their own group; `prepare(path)` comes before all.
+    A file has one fixture, and another one for its slow tests, which are not always asked for"""
     @pytest.fixture(scope='module')
     def found(tmp_path_factory):
         path = tmp_path_factory.mktemp('found')
@@ -153,7 +154,7 @@ def ctx(learn, W, seed=3, **kw):
         kind = learn.added_cbs(Dealt())
     with learn.no_bar(), learn.no_logging(), redirect_stdout(io.StringIO()), kind: yield learn
 
-def same(func, *args, W=(1,2,3), tol=1e-9, lines=(), found=None):
+def same(func, *args, W, tol=1e-9, lines=(), found=None):
     """What `func(W, rank, *args)` returns on every rank of W processes is what fastai returns without a context (W=0). `lines`: those of
     the table that this shows; or for each key of what is returned its line, or its line and tolerance; or the point, where the keys are the
     lines. `found`: the fixture of `asking`"""
@@ -194,9 +195,10 @@ cases = {
 
 def all_fits(W, rank, path): return {k: fits(W, rank, *o) for k,o in cases.items()}
 
-def test_fits(found):
+@on_1_and_2
+def test_fits(Ws, found):
     want, = found(all_fits, 0)
-    for W in (1,2,3):
+    for W in Ws:
         res = found(all_fits, W)
         for name in cases:
             for got in res:
@@ -293,9 +295,10 @@ def outside(W, rank, path):
     teardown_distrib()
     return res
 
-def test_outside_a_context_a_rank_is_one_process(found, tmp_path):
+@on_1_and_2
+def test_outside_a_context_a_rank_is_one_process(Ws, found, tmp_path):
     want = plain_run(tmp_path)
-    for W in (2,3):
+    for W in {*Ws}-{1}:
         for got in found(outside, W): close(got, [want]*2, 0)
         shows('8 `fit` and `get_preds` with `WORLD_SIZE` and `RANK` set, with a group and without one', W, 0)
 
@@ -344,14 +347,14 @@ def began_alone(W, rank, path):
             return state(learn),[learn.opt.state[p]['sqr_avg'] for p in learn.model.parameters()]
 
 def test_optimizer_state_is_rank_0s(found):
-    a,*others = found(began_alone, 3)
-    for o in others: close(o, a, 0)
+    close(*found(began_alone, 2), 0)
 
 def split_batches(W, rank, path):
     learn = make(1, rank, bs=25) # which neither 2 nor 3 ranks divide
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3, split_batches=True): learn.fit(2)
     return history(learn)
 
-def test_split_batches(found): same(split_batches, found=found, W=(2,3), tol=1e-6)
+@on_1_and_2
+def test_split_batches(Ws, found): same(split_batches, found=found, W=Ws, tol=1e-6)
 
 found = asking(own_loss, all_fits, began_alone, split_batches, alone=(traces, one_fails, detached, outside))

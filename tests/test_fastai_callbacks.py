@@ -63,10 +63,10 @@ def votes(W, rank, path):
 
 @pytest.mark.slow
 @on_1_and_2
-def test_a_cancel_on_one_rank_is_a_cancel_on_all(Ws, found):
-    want, = found(votes, 0)
+def test_a_cancel_on_one_rank_is_a_cancel_on_all(Ws, slow):
+    want, = slow(votes, 0)
     for W in Ws:
-        for place,alone,*got in zip(places, want, *found(votes, W)):
+        for place,alone,*got in zip(places, want, *slow(votes, W)):
             assert all(o[:2]==got[0][:2] for o in got), place
             for o in got: close(o[3], got[0][3], 0, place)
             assert got[0][0]==alone[0] and got[0][2]==alone[2], place
@@ -199,12 +199,12 @@ def all_cases(W, rank, path): return {k: f(W, rank, path) for k,(f,_) in cases.i
 
 @pytest.mark.slow
 @on_1_and_2
-def test_callbacks(Ws, found):
-    want = same(all_cases, found=found, W=Ws, lines={k: (f'6 {k}', tol) for k,(_,tol) in cases.items()})
+def test_callbacks(Ws, slow):
+    want = same(all_cases, found=slow, W=Ws, lines={k: (f'6 {k}', tol) for k,(_,tol) in cases.items()})
     assert 1<len(want['`EarlyStoppingCallback`']['values'])<4 and want['`ReduceLROnPlateau`']['lrs'][-1]<.5
     assert want['`TerminateOnNaNCallback`, on one rank'][1][-1]==(1, 2, True)
     names = [o for W in (0,*Ws) for o in (f'best{W}', f'at_end{W}', *[f'every_epoch_with_opt{W}_{i}' for i in range(4)])]
-    assert {o.stem for o in (found.path/'models').iterdir()}>={*names}
+    assert {o.stem for o in (slow.path/'models').iterdir()}>={*names}
 
 # --- callbacks that draw, or keep what they see -----------------------------------------------------------------------------
 
@@ -477,4 +477,4 @@ def test_accumulation_reduces_once_a_step(Ws, found):
             assert W==1 or [got[k][1] for k in (48,24,0)]==[3,6,3]
         shows('6 `GradientAccumulation`', W, 0 if W==1 else 'weights 1e-09, those of the whole batch too; one all-reduce a step')
 
-found = asking(votes, all_cases, mixes, collects, logs, wandb, saves, finds, accumulates, find_fails)
+slow,found = asking(votes, all_cases),asking(mixes, collects, logs, wandb, saves, finds, accumulates, find_fails)

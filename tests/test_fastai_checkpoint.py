@@ -1,5 +1,5 @@
 "The same `Checkpoint` for fastai's Learner: alone and on two ranks, in mid-epoch, between epochs, and after a signal"
-import os,random,shutil,signal
+import random,shutil
 from contextlib import nullcontext
 import pytest, torch
 from fastai.callback.progress import CSVLogger
@@ -8,13 +8,11 @@ from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from fastai.metrics import accuracy
+from helpers import At, kill
 from learnerdist.distributed.comparison import digest
 from learnerdist.fastai import Checkpoint, Preempted, rank0_first, rank_distrib
-from learnerdist.learner.callback import Callback
 from learnerdist.testing import run_ranks
 from torch import nn
-
-torch.set_num_threads(1)
 
 class Items:
     def __init__(self, n):
@@ -22,12 +20,6 @@ class Items:
         self.x,self.y = torch.randn(n, 6, generator=g),torch.randint(3, (n,), generator=g)
     def __len__(self): return len(self.x)
     def __getitem__(self, i): return self.x[i].roll(random.randint(0, 1))+.1*torch.randn(6),self.y[i]
-
-class Stop(Callback):
-    order = 950
-    def __init__(self, step): self.step = step
-    def after_batch(self):
-        if self.train_iter==self.step and self.training: os.kill(os.getpid(), signal.SIGTERM)
 
 def learner(path, workers=0):
     torch.manual_seed(3)
@@ -60,7 +52,7 @@ def everywhere(path, ctx, names=None, **kw):
         if rank_distrib()==0: shutil.copytree(path/'whole/ckpt'/name, path/name/'ckpt'/name)
         rank0_first(lambda: None)
         found[name] = differing(whole, fit(path/name, 'epoch', ctx=ctx, **kw))
-    try: fit(path/'stop', 'epoch', ctx=ctx, cbs=[Stop(2)] if rank_distrib() in (0,1)[-1 if ctx else 0:][:1] else (), **kw)
+    try: fit(path/'stop', 'epoch', ctx=ctx, cbs=[At(2, kill)] if rank_distrib() in (0,1)[-1 if ctx else 0:][:1] else (), **kw)
     except Preempted as e: found['status'] = e.code
     rank0_first(lambda: None)
     found['stopped'] = differing(whole, fit(path/'stop', 'epoch', ctx=ctx, **kw))

@@ -11,8 +11,6 @@ from torch import nn
 from learnerdist.fastai import *
 from learnerdist.testing import run_ranks
 
-torch.set_num_threads(1)
-
 def loader(): return DataLoader([(torch.full((3,), float(i)), torch.tensor(i%2)) for i in range(8)], bs=2)
 def quiet(learn):
     learn.logger = noop

@@ -10,7 +10,7 @@ from fastai.optimizer import SGD
 from sklearn.metrics import f1_score
 from torch import nn
 from torch.nn import functional as F
-from test_fastai import accuracy, asking, close, ctx, floats, items, make, per_rank, same, state
+from test_fastai import accuracy, asking, close, ctx, floats, items, make, on_1_and_2, per_rank, same, state
 from test_fastai_callbacks import quiet
 from learnerdist.core.env import group_rank
 from learnerdist.fastai import *
@@ -153,11 +153,12 @@ def measured(W, rank, n_valid, train_metrics):
 def every_metric(W, rank, path): return dict(measured(W, rank, 37, True), even={k: v[0] for k,v in measured(W, rank, 24, False).items()})
 
 @pytest.mark.slow
-def test_every_metric(found):
+@on_1_and_2
+def test_every_metric(Ws, slow):
     "Also with a row that is read twice in training"
     keyed = {k: f'5 {v}; in training too (`train_metrics`)' for k,v in lines.items()}
     keyed['even'] = '5 `Recorder`, its loss and metrics, when all batches are full'
-    want = same(every_metric, found=found, tol=1e-6, lines=keyed)
+    want = same(every_metric, found=slow, W=Ws, tol=1e-6, lines=keyed)
     assert all(torch.isfinite(torch.tensor(v[0])).all() for k,v in want.items() if k!='even')
 
 def unsupported(W, rank, path):
@@ -169,9 +170,10 @@ def unsupported(W, rank, path):
         with ctx(learn, W): learn.validate()
     except Exception as e: return 'multilabel-indicator is not supported' in str(e)
 
-def test_what_fails_on_one_process_fails_on_all_ranks(found):
-    for W in (0,1,2,3): assert all(found(unsupported, W))
-    for W in (1,2,3): shows('5 `MatthewsCorrCoefMulti`', W, 'an error, as without a context: scikit-learn refuses several labels')
+@on_1_and_2
+def test_what_fails_on_one_process_fails_on_all_ranks(Ws, found):
+    for W in (0,*Ws): assert all(found(unsupported, W))
+    for W in Ws: shows('5 `MatthewsCorrCoefMulti`', W, 'an error, as without a context: scikit-learn refuses several labels')
 
 def few(W, rank, path):
     res = {}
@@ -180,8 +182,9 @@ def few(W, rank, path):
         with ctx(learn, W): res[n] = floats(learn.validate()),learn.get_preds(with_loss=True)
     return res
 
-def test_ranks_without_a_batch(found):
-    same(few, found=found, tol=1e-6, lines=['5 `ValueMetric`; 1, 2 or 3 samples in all: ranks without a batch'])
+@on_1_and_2
+def test_ranks_without_a_batch(Ws, found):
+    same(few, found=found, W=Ws, tol=1e-6, lines=['5 `ValueMetric`; 1, 2 or 3 samples in all: ranks without a batch'])
 
 # --- predictions ------------------------------------------------------------------------------------------------------------
 
@@ -213,11 +216,12 @@ def options(W, rank, path):
             floats(learn.validate(dl=learn.dls.valid.new(bs=5)))]
     return res
 
-def test_get_preds(found):
+@on_1_and_2
+def test_get_preds(Ws, found):
     want, = found(options, 0)
     shuffled = '`dl` with `shuffle`: in order'
     want[shuffled] = want['`dl`, whatever its batch size']
-    for W in (1,2,3):
+    for W in Ws:
         for got in found(options, W):
             for k in want: close(got[k], want[k], 1e-6 if W>1 or k==shuffled else 0, k)
         for k in want:
@@ -242,4 +246,4 @@ def test_on_rank_0_only(found):
     a,b = found(on_rank_0_only, 2)
     close(a, b, 0)
 
-found = asking(every_metric, unsupported, few, options, on_rank_0_only)
+slow,found = asking(every_metric),asking(unsupported, few, options, on_rank_0_only)

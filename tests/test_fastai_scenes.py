@@ -16,7 +16,6 @@ from scenes import make, scenes
 from test_scenes import close
 
 warnings.filterwarnings('ignore')
-torch.set_num_threads(1)
 
 # Those without callbacks of ours
 exact = ('linear','conv','lstm','adam','bn','bn_adam','bn_frozen','bn_cumulative','no_sync_bn','split','find_unused',

@@ -117,8 +117,8 @@ lines = dict(subclass=('3 a subclass of `Learner` with arguments of its own', 1e
 
 @pytest.mark.slow
 @on_1_and_2
-def test_applications(Ws, found):
-    want = same(applications, found=found, W=Ws, lines=lines)
+def test_applications(Ws, slow):
+    want = same(applications, found=slow, W=Ws, lines=lines)
     assert want['lm'][2]==3 and want['empty']['tab'][1]
 
 def said(func):
@@ -279,4 +279,4 @@ def test_gan(Ws, found):
     same(gan, found=found, W=Ws, tol=1e-5, lines=['7 `GANLearner` (float32)'])
     same(uneven_gan, found=found, W=Ws[-1:], tol=1e-5) # with metrics of training
 
-found = asking(applications, gan, uneven_gan, shadowed, by_hand, alone=(flags,))
+slow,found = asking(applications),asking(gan, uneven_gan, shadowed, by_hand, alone=(flags,))

@@ -17,7 +17,6 @@ from learnerdist.learner.schedule import SaveModelCallback,Scheduler,warm_up
 from learnerdist.testing import run_ranks
 from learnerdist.distributed.profiling import Timer
 
-torch.set_num_threads(1)
 drops = partial(MultiStepLR, milestones=[3], gamma=.3)
 
 class Net(nn.Module):

@@ -12,8 +12,6 @@ import learnerdist.fastai # noqa: F401
 from learnerdist.distributed.engine import Engine
 from learnerdist.verify import verify
 
-torch.set_num_threads(1)
-
 def data(n):
     x = torch.randn(n, 6, generator=torch.Generator().manual_seed(n))
     return list(zip(x, x[:,:3].argmax(1)))

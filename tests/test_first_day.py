@@ -11,8 +11,6 @@ from learnerdist.all import *
 from learnerdist.learner.finder import valley
 from learnerdist.testing import run_ranks
 
-torch.set_num_threads(1)
-
 def images(n, seed=0):
     g = torch.Generator().manual_seed(seed)
     x = torch.rand(n, 1, 4, 4, generator=g, dtype=torch.double)

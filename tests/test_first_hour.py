@@ -8,7 +8,6 @@ from torch.utils.data import DataLoader,TensorDataset
 from learnerdist.all import (Callback,DataLoaders,Learner,SaveModelCallback,TfmdDL,is_rank0)
 from learnerdist.testing import run_ranks
 
-torch.set_num_threads(1)
 x = torch.linspace(-3, 3, 24)[:,None]
 ds = TensorDataset(x, x.sin())
 

@@ -10,7 +10,6 @@ from learnerdist.data.rows import StoredRows,row_files
 from learnerdist.testing import run_ranks
 
 pytest.importorskip('fastai')
-torch.set_num_threads(1)
 
 class Fn(nn.Module):
     def __init__(self, f):

@@ -15,7 +15,7 @@ def test_failures_stand_at_the_end(tmp_path):
     assert res.returncode==1 and res.stdout.splitlines()[-2:]==['FAILED: 1', '  machine (status 1)']
     assert check(tmp_path/'out', '--faster').returncode==2
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rehearsal(tmp_path):
     res = check(tmp_path, '--rehearse', timeout=600)
     assert res.returncode==0 and res.stdout.splitlines()[-1]=='nothing failed', res.stdout

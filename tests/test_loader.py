@@ -9,7 +9,6 @@ from learnerdist.data.loaders import TfmdDL
 from learnerdist.data.distributed_dl import DistributedDL, in_order, is_split, reindexed, set_epoch, shared_rng
 from learnerdist.data.sharding import epoch_order, undeal
 
-torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 def ranks(dl, W, epoch=None, **kw):

@@ -5,6 +5,7 @@ import numpy as np, pytest, sklearn.metrics as skm, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
+from helpers import flat
 from learnerdist.all import (AccumMetric, AvgMetric, Callback, DataLoaders, Learner, Metric, TfmdDL, accuracy,
                              error_rate, process_group, skm_metric, top_k_accuracy)
 from learnerdist.learner.metrics import mk_metrics
@@ -79,8 +80,6 @@ def by_hand(learn, n=23, bs=4):
 def close(a, b, tol=1e-6):
     assert len(a)==len(b)
     for i,(u,v) in enumerate(zip(a, b)): np.testing.assert_allclose(flat(u), flat(v), rtol=tol, atol=tol, err_msg=f'metric {i}')
-
-def flat(o): return [v for i in o for v in flat(i)] if isinstance(o, list) else [o]
 
 def test_values_alone():
     learn = make()

@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from learnerdist.all import *
-torch.set_num_threads(1)
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(24, 4), torch.randint(3, (24,)))
 dls = DataLoaders.from_dsets(data, data, bs=8)

@@ -2,18 +2,18 @@
 import io, os, re, signal, socket, threading, warnings
 from contextlib import closing, nullcontext, redirect_stdout
 from pathlib import Path
-import pytest, torch
+import pytest
 from torch.nn import functional as F
+from helpers import At
 from learnerdist.all import Callback, Checkpoint, Preempted, distrib_barrier, group_rank, group_size, load_learner, process_group
 from learnerdist.checkpoint import snapshot
 from learnerdist.core import remote
 from learnerdist.core.files import memory_folder
 from learnerdist.core.remote import RemoteError, place
 from learnerdist.testing import run_ranks
-from test_sharded import Net, Stop, case, data, differs, make, needs_fsdp2, numbers
+from test_sharded import Net, case, data, differs, make, needs_fsdp2, numbers
 
 fsspec,s3fs,moto = map(pytest.importorskip, ('fsspec','s3fs','moto.server'))
-torch.set_num_threads(1)
 calls = 'put_file','get_file','cat_file','find','info','size','rm'
 
 @pytest.fixture(scope='module')
@@ -48,18 +48,12 @@ def train(at, path='.', stop=None, shard=False, cbs=(), every=2, resume=True, n=
     learn = make(case(n=n, model=Net, bs=12), W)
     learn.path = Path(path)
     with learn.no_logging() if quiet else nullcontext(), learn.distrib_ctx(seed=3, **(dict(shard=True) if shard else {})):
-        learn.fit(epochs, cbs=[Checkpoint(at, every=every, **kw),*([Stop(stop)] if stop else []),*cbs], resume=resume)
+        learn.fit(epochs, cbs=[Checkpoint(at, every=every, **kw),*([At(stop)] if stop else []),*cbs], resume=resume)
         return dict(w=whole_of(learn.model), v=numbers(learn))
 
 def same(a, b): return differs([a['w'],a['v']], [b['w'],b['v']])
 def stopped(at, stop, *args, **kw):
-    with pytest.raises(ZeroDivisionError): train(at, *args, cbs=[At(stop, fails)], **kw)
-def fails(): raise ZeroDivisionError
-
-class At(Callback):
-    def __init__(self, step, act): self.step,self.act = step,act
-    def after_batch(self):
-        if self.training and self.train_iter==self.step: self.act()
+    with pytest.raises(ZeroDivisionError): train(at, *args, cbs=[At(stop)], **kw)
 
 def names(at): return [o.name for o in snapshot.snapshots(place(at))]
 
@@ -124,6 +118,7 @@ def with_faults(fs, act, i, **kw):
     try: return train('memory://r', **small, **kw),found.n>=i[0]
     finally: unplug(fs)
 
+@pytest.mark.slow
 def test_each_call_fails_once_and_is_made_again(memory, tmp_path):
     "No error, no warning, and the same end: of calls of a fit, and of one that goes on; two kinds of errors by turns"
     whole = train('ck', tmp_path, **small)
@@ -156,10 +151,10 @@ def test_the_network_goes_down_at_any_call(memory, tmp_path):
 
 def test_what_cannot_be_written_is_an_error_before_training(s3, memory, monkeypatch):
     for at,said in [(f'{s3}-none/r', 'bucket'), ('nosuch://a', 'nosuch'), (Path('s3://a/b'), 'as text')]:
-        with pytest.raises((OSError,ValueError), match=said): train(at, cbs=[At(1, fails)])
+        with pytest.raises((OSError,ValueError), match=said): train(at, cbs=[At(1)])
     def denied(*args): raise PermissionError('no')
     monkeypatch.setattr(memory, 'put_file', denied, raising=False)
-    with pytest.raises(RemoteError, match='memory://.*PermissionError: no'): train('memory://r', cbs=[At(1, fails)])
+    with pytest.raises(RemoteError, match='memory://.*PermissionError: no'): train('memory://r', cbs=[At(1)])
 
 def test_two_states_are_on_the_way_at_most(memory, tmp_path):
     "Training does not wait for an upload, the third state does; SIGTERM waits for all"
@@ -200,7 +195,7 @@ def goes_on(at, shard, stop=None, faults=None):
 def test_ranks_go_on_from_s3(shard, s3, tmp_path):
     "And on other numbers of ranks. A rank reads its rows only; one copy of what all need is downloaded to a machine"
     whole = run_ranks(on_ranks, 2, train, 'ck', tmp_path, None, shard)
-    with pytest.raises(Exception, match='stopped'): run_ranks(on_ranks, 2, goes_on, f'{s3}/a', shard, 5)
+    with pytest.raises(Exception, match='on purpose'): run_ranks(on_ranks, 2, goes_on, f'{s3}/a', shard, 5)
     fs = place(s3).fs
     for W in (1,3): fs.copy(place(f'{s3}/a').path, place(f'{s3}/{W}').path, recursive=True)
     found = run_ranks(on_ranks, 2, goes_on, f'{s3}/a', shard)
@@ -292,7 +287,7 @@ def test_a_connection_that_is_cut(s3, server):
     line = Line(server, lambda i: 3000 if i%2 else None)
     with closing(line.door):
         url = 'http://%s:%d' % line.door.getsockname()
-        with pytest.raises(Exception, match='stopped'): run_ranks(on_ranks, 1, through, url, f'{s3}/a', 5)
+        with pytest.raises(Exception, match='on purpose'): run_ranks(on_ranks, 1, through, url, f'{s3}/a', 5)
         assert same(whole, run_ranks(on_ranks, 1, through, url, f'{s3}/a', None)[0])==0 and line.n>4
 
 # --- files ------------------------------------------------------------------------------------------------------------------

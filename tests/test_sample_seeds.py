@@ -3,10 +3,10 @@ import random
 import numpy as np, pytest, torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from helpers import weights
 from learnerdist.all import DataLoaders, Learner, TfmdDL, num_distrib
 from learnerdist.testing import run_ranks
 
-torch.set_num_threads(1)
 N = 48
 
 def noise(): return torch.rand(1, dtype=torch.double)+np.random.rand()+random.random()
@@ -43,7 +43,6 @@ def loader(kind, bs, workers):
     return TfmdDL(Plain(), batch_sampler=[[*range(i, i+bs)] for i in range(0, N, bs)], after_item=jitter, **kw)
 
 def model(): return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-def flat(learn): return torch.cat([p.detach().reshape(-1) for p in learn.model.parameters()])
 def sgd(ps, lr): return torch.optim.SGD(ps, lr=.1)
 
 def fit(kind, workers=0, **kw):
@@ -52,7 +51,7 @@ def fit(kind, workers=0, **kw):
     bs = 12//max(num_distrib(), 1)
     learn = Learner(DataLoaders(loader(kind, bs, workers), DataLoader(Noisy(), 16, num_workers=workers)), net, nn.MSELoss(), sgd)
     with learn.distrib_ctx(seed=5, **kw), learn.no_logging(): learn.fit(2)
-    return flat(learn),torch.tensor(learn.recorder.values),torch.rand(()).item(),random.random(),np.random.rand()
+    return weights(learn),torch.tensor(learn.recorder.values),torch.rand(()).item(),random.random(),np.random.rand()
 
 class MSE(nn.MSELoss):
     "fastai's Recorder takes float32 only"
@@ -72,11 +71,11 @@ def fit_fastai(kind, workers=0):
     net = model()
     learn = FastaiLearner(FastaiDataLoaders(train, dl(Noisy(), 16)), net, MSE(), lr=.1)
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=5): learn.fit(2)
-    return flat(learn),torch.tensor([o[1:] for o in learn.recorder.values])
+    return weights(learn),torch.tensor([o[1:] for o in learn.recorder.values])
 
 def same(one, ranks):
-    for weights,values,*after in ranks:
-        torch.testing.assert_close(weights, one[0], rtol=0, atol=1e-9)
+    for w,values,*after in ranks:
+        torch.testing.assert_close(w, one[0], rtol=0, atol=1e-9)
         torch.testing.assert_close(values, one[1], rtol=1e-6, atol=1e-9)
         assert after==[*one[2:]]
 
@@ -91,7 +90,7 @@ def fits(workers):
 @pytest.fixture(scope='module')
 def alone(): return run_ranks(fits, 1, 0, timeout_s=300)[0]
 
-@pytest.mark.parametrize('W,workers', [(2,3),(3,0),*[pytest.param(*o, marks=pytest.mark.long) for o in ((1,2),(2,0),(3,2))]])
+@pytest.mark.parametrize('W,workers', [(2,3),(2,0),*[pytest.param(*o, marks=pytest.mark.long) for o in ((1,2),(3,0),(3,2))]])
 def test_as_one_process(alone, W, workers):
     ranks = run_ranks(fits, W, workers, timeout_s=300)
     for k in ranks[0]: same(alone[k], [r[k] for r in ranks])

@@ -11,7 +11,6 @@ from learnerdist.all import (Callback, CancelEpochException, CancelFitException,
                              distrib_barrier, group_rank, group_size, process_group, rank_distrib, warm_up)
 from learnerdist.testing import run_ranks
 
-torch.set_num_threads(1)
 N,BS = 24,12 # 2 steps an epoch, on 2 ranks at 6 each and on 3 ranks at 4
 
 def data(n=N, seed=0):

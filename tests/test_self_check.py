@@ -13,8 +13,6 @@ from learnerdist.learner.callback import CancelBatchException
 from learnerdist.learner.losses import follows, n_elements
 from learnerdist.testing import RanksError, run_ranks
 
-torch.set_num_threads(1)
-
 def labelled(n=48): return TensorDataset(data(n).tensors[0], torch.arange(n)%3)
 
 def learner(model=None, loss=None, ds=None, opt=sgd, **kw):
@@ -224,7 +222,7 @@ def with_more(): return learner(cbs=Teachers() if group_rank()==1 else None) # a
 def all_of(makes):
     return {f.__name__: fitted(f, 2 if f is gan else 1) for f in makes}
 
-@pytest.mark.parametrize('W', [2,3])
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 def test_ordinary_scripts_are_exact_and_silent(W):
     want, = run_ranks(all_of, 1, ordinary)
     for got in run_ranks(all_of, W, ordinary, timeout_s=200):
@@ -332,7 +330,7 @@ def dann(loss, n=45):
     return Learner(dls, Domains(), loss, sgd)
 def all_domains(): return [fitted(lambda o=o: dann(o), 2) for o in (two_parts,two_parts_counted,two_parts_drawn,two_parts_of_many)]
 
-@pytest.mark.parametrize('W', [2,3])
+@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_loss_of_unknown_kind_in_an_uneven_last_batch(W):
     "Samples count alike, and not ranks: also where a warning says that it could not be checked"
     one = run_ranks(all_domains, 1)[0]

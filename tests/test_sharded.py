@@ -16,7 +16,6 @@ from learnerdist.distributed import sharded as sharded_module
 from learnerdist.learner.callback import cancels, inner_events
 from learnerdist.testing import run_ranks
 
-torch.set_num_threads(1)
 F64 = torch.float64
 needs_fsdp2 = pytest.mark.skipif(not fsdp_on_cpu, reason='a torch without FSDP2 on the CPU')
 
@@ -242,11 +241,6 @@ def test_cancelled_as_with_ddp(W):
     for a,b in zip(*(run_ranks(in_group, W, cancelled, o, timeout_s=900) for o in (False,True))):
         assert {k: d for k in a if (d := differs(a[k], b[k]))>1e-9} == {}
 
-class Stop(Callback):
-    def __init__(self, at): self.at = at
-    def after_batch(self):
-        if self.training and self.learn.train_iter==self.at: raise KeyError('stopped')
-
 # --- the way out ------------------------------------------------------------------------------------------------------------
 
 def left_by(how):
@@ -462,9 +456,11 @@ def factored(m, lr):
     return opt
 
 def alone_in_evaluation(learn):
-    if not rank_distrib(): return wait_key(shared_store(), 'told', 60)
+    if not rank_distrib():
+        wait_key(shared_store(), 'told', 60)
+        raise KeyError # so that the ranks meet on the way out, and none waits for the other
     try:
-        with process_group(timeout_s=6): learn.runner.shards.join_batch() # as if it had no batch, while others have
+        with process_group(timeout_s=3): learn.runner.shards.join_batch() # as if it had no batch, while others have
     finally: shared_store().set('told', 'told')
 
 def load_factored(learn): load_opt(learn.opt, {**learn.opt.state_dict(), 'state': {0: dict(rows=torch.zeros(9))}})
@@ -475,7 +471,7 @@ within = dict(idle=(Idle, {}, lambda o: o.fit(1), 'no gradient for idle.weight, 
               loaded=(Net, dict(opt=torch.optim.SGD), load_factored, 'Begin with a new optimizer: fit(…, reset_opt=True)'),
               factored=(Net, dict(opt=factored), None, 'cannot be cut as they are: set learn.opt = None before the context'),
               shapes=(Net, {}, lambda o: part_of(torch.zeros(9), o.model.head.weight), 'a tensor of shape (9,) has no parts like'),
-              alone=(Net, {}, alone_in_evaluation, 'no rank has run the model in 6 s: validate and predict on all ranks'))
+              alone=(Net, {}, alone_in_evaluation, 'no rank has run the model in 3 s: validate and predict on all ranks'))
 
 def refused_within():
     said = {}

@@ -1,10 +1,10 @@
 "Models that no rank holds whole: `deferred`, weights from a file, and contexts that end without gathering"
-import copy, functools, json, re, zlib
+import copy, json, re, zlib
 import numpy as np, pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from learnerdist.all import (DataLoaders, Learner, deferred, distrib_barrier, group_rank, group_size, num_distrib, process_group,
+from learnerdist.all import (DataLoaders, Learner, deferred, distrib_barrier, group_rank, group_size, process_group,
                              rank_distrib)
 from learnerdist.core.deferred import fill_in, has_deferred
 from learnerdist.core.weights import save_sealed, save_tensors
@@ -230,24 +230,12 @@ def damaged_files(folder):
             (folder/names[-1]).write_bytes(data)
     return names
 
-def rank_answers(path, names):
-    "All that is asked of ranks, but for the runs of `same` and what they read of a file"
-    return dict(damaged=damaged(path, names), refusals=refusals(path), keep=keep(path) if num_distrib()==2 else None)
-
-@pytest.fixture(scope='module')
-def ranks(tmp_path_factory):
-    @functools.cache
-    def ranks(W):
-        path = tmp_path_factory.mktemp('ranks')
-        return run_ranks(rank_answers, W, path, damaged_files(path), timeout_s=300)
-    return ranks
-
 @pytest.mark.slow
 @needs_fsdp2
 @pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
-def test_damage_is_noticed_by_all_ranks(W, ranks):
-    for o in ranks(W):
-        assert len(o['damaged'])==12 and all('its checksum differs' in said for said in o['damaged'].values())
+def test_damage_is_noticed_by_all_ranks(W, tmp_path):
+    for said in run_ranks(damaged, W, tmp_path, damaged_files(tmp_path)):
+        assert len(said)==12 and all('its checksum differs' in o for o in said.values())
 
 refused = dict(fit=lambda o: o.fit(1), validate=lambda o: o.validate(), get_preds=lambda o: o.get_preds(), save=lambda o: o.save('x'),
                predict=lambda o: o.predict(torch.zeros(6, dtype=F64)), export=lambda o: o.export(), load=lambda o: o.load('a'),
@@ -286,9 +274,9 @@ def thrice(path):
     return [p.detach().clone() for p in learn.model.parameters()],[list(o) for o in learn.recorder.values]
 
 @needs_fsdp2
-def test_contexts_that_keep_parts(ranks, tmp_path):
+def test_contexts_that_keep_parts(tmp_path):
     alone = thrice(tmp_path)
-    for said,held,res in (o['keep'] for o in ranks(2)):
+    for said,held,res in run_ranks(keep, 2, tmp_path):
         assert {k for k,o in said.items() if 'which keep_sharded did not gather' not in o}=={'replicas'}
         assert said['replicas'].endswith('go on with as many ranks and replicas, or save and load')
         assert held<=.55*sum(p.numel() for p in res[0]) and differs(alone, res)<1e-9
@@ -328,9 +316,9 @@ def refusals(folder):
         return res
 
 @needs_fsdp2
-def test_refused_with_a_remedy(ranks):
+def test_refused_with_a_remedy(tmp_path):
     "And the model can still be built as it could before"
-    for found in (o['refusals'] for o in ranks(2)):
+    for found in run_ranks(refusals, 2, tmp_path):
         for said,why in zip(found, ['inp.weight is on the meta device', 'weights=3: give the path', 'none.pth',
                                     'Missing key(s) in state_dict: "out.bias"',
                                     'Missing key(s) in state_dict: "layers.0.a.weight"', 'size mismatch for out.bias',

@@ -1,5 +1,4 @@
 "`distrib_ctx(shard=…)` with fastai's Learner: the run of one process"
-import functools
 import pytest, torch
 from torch import nn
 pytest.importorskip('fastai')
@@ -95,23 +94,12 @@ tol = dict(start=1e-6, values=1e-6, losses=1e-6, preds=1e-9, params=1e-9) # fast
 def rank_runs(path):
     with process_group(): return {k: run(same[k], path/k, group_size()) for k in same}
 
-def rank_answers(W, path):
-    "All that is asked of `W` ranks"
-    if W>2: return dict(same=rank_runs(path))
-    return dict(loaded=loaded(path), refused=refused(path), same=rank_runs(path))
-
-@pytest.fixture(scope='module')
-def answers(tmp_path_factory):
-    @functools.cache
-    def ranks(W): return run_ranks(rank_answers, W, W, tmp_path_factory.mktemp('ranks'), timeout_s=400)
-    return lambda W, key: [o[key] for o in ranks(W)]
-
 @pytest.mark.slow
 @needs_fsdp2
 @pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
-def test_same_run(W, answers, tmp_path):
+def test_same_run(W, tmp_path):
     alone = {k: run(c, tmp_path/'alone') for k,c in same.items()}
-    for ranks in answers(W, 'same'):
+    for ranks in run_ranks(rank_runs, W, tmp_path, timeout_s=400):
         far = lambda k, q: differs([alone[k][q]], [ranks[k][q]])>(1e-6 if k=='amp' else tol[q]) # noqa: B023
         assert [(k, q) for k in same for q in ranks[k] if far(k, q)] == []
 
@@ -131,8 +119,8 @@ def loaded(path):
         return spy.kb,file.stat().st_size/1024,all(map(torch.equal, before, now))
 
 @needs_fsdp2
-def test_a_rank_reads_its_rows_of_fastais_file(answers):
-    for kb,size,equal in answers(2, 'loaded'): assert equal and .4*size<kb<.8*size
+def test_a_rank_reads_its_rows_of_fastais_file(tmp_path):
+    for kb,size,equal in run_ranks(loaded, 2, tmp_path): assert equal and .4*size<kb<.8*size
 
 def refused(path):
     said = []
@@ -146,7 +134,7 @@ def refused(path):
     return said
 
 @needs_fsdp2
-def test_refused_within_the_context(answers):
-    for said in answers(2, 'refused'):
+def test_refused_within_the_context(tmp_path):
+    for said in run_ranks(refused, 2, tmp_path):
         assert [o.partition(':')[0] for o in said[:3]]==['export','save to an open file','save_encoder']
         assert all('Do it after the context' in o for o in said[:3]) and 'leave out one of the two' in said[3]

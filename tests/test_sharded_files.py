@@ -1,13 +1,14 @@
 "Checkpoints and files of a sharded model: each rank writes and reads its rows"
 import os, random, shutil, signal, weakref
 import pytest, torch
+from helpers import At
 from learnerdist.all import Callback, Checkpoint, DataLoaders, Learner, group_rank, group_size, load_learner, process_group, rank_distrib
 from learnerdist.checkpoint import snapshot
 from learnerdist.core import shards
 from learnerdist.core.deferred import deferred
 from learnerdist.core.env import count
 from learnerdist.testing import RanksError, run_ranks
-from test_sharded import Net, Stop, ahead, case, differs, make, needs_fsdp2, numbers
+from test_sharded import Net, ahead, case, differs, make, needs_fsdp2, numbers
 
 def net(): return Net(tied=True)
 def deferred_net(): return deferred(lambda: Net(tied=True).double())
@@ -18,7 +19,7 @@ def train(folder, shard, stop=None, opt='adamw', model=net, background=False, cb
     learn = make(case(n=n, model=model, opt=dict(adamw=torch.optim.AdamW, ahead=ahead)[opt], bs=12), W)
     learn.path = folder
     with learn.no_logging(), learn.distrib_ctx(seed=3, **(dict(shard=shard) if W>1 and shard else {})):
-        cbs = [Checkpoint('ck', every=every, background=background),*([Stop(stop)] if stop else []),*cbs]
+        cbs = [Checkpoint('ck', every=every, background=background),*([At(stop)] if stop else []),*cbs]
         learn.fit(3, cbs=cbs, resume=True)
     return dict(w={k: p.detach().clone() for k,p in learn.model.state_dict().items()}, v=numbers(learn))
 
@@ -34,7 +35,7 @@ def on_ranks(f, *args, **kw):
 def test_written_by_any_number_and_read_by_any_number(W, shard, opt, tmp_path):
     "Bitwise on as many ranks, else within rounding: sharded, replicated, and in one process"
     whole = run_ranks(on_ranks, W, train, tmp_path/'whole', shard, opt=opt)[0]
-    with pytest.raises(RanksError, match='stopped'): run_ranks(on_ranks, W, train, tmp_path/'a', shard, 5, opt)
+    with pytest.raises(RanksError, match='on purpose'): run_ranks(on_ranks, W, train, tmp_path/'a', shard, 5, opt)
     found = snapshot.snapshots(tmp_path/'a/ck')[-1]
     info = snapshot.read_manifest(found)
     n = W//2 if isinstance(shard, dict) else W
@@ -51,7 +52,7 @@ def test_a_checkpoint_of_ddp_goes_on_deferred_and_sharded(tmp_path):
     "And a sharded one in a model that is never whole, in the background; weights alone are read by `load`"
     whole = run_ranks(on_ranks, 2, train, tmp_path/'whole', False)[0]
     for i,first in enumerate([False, True]):
-        with pytest.raises(RanksError, match='stopped'): run_ranks(on_ranks, 2, train, tmp_path/f'{i}', first, 5)
+        with pytest.raises(RanksError, match='on purpose'): run_ranks(on_ranks, 2, train, tmp_path/f'{i}', first, 5)
         for o in run_ranks(on_ranks, 2, train, tmp_path/f'{i}', True, model=deferred_net, background=True):
             assert differs([whole['w'],whole['v']], [o['w'],o['v']])<1e-9
     alone = make(case(model=net))
@@ -144,7 +145,7 @@ def test_a_rank_that_cannot_write_ends_the_run(background, tmp_path):
 
 @needs_fsdp2
 def test_damage_is_noticed_before_it_is_read(tmp_path):
-    with pytest.raises(RanksError, match='stopped'): run_ranks(on_ranks, 2, train, tmp_path/'a', True, 5)
+    with pytest.raises(RanksError, match='on purpose'): run_ranks(on_ranks, 2, train, tmp_path/'a', True, 5)
     older,newer = snapshot.snapshots(tmp_path/'a/ck')
     good = torch.load(newer/'rows_1.pt')
     for damage in ('bit','short','gone','code'):

@@ -14,7 +14,6 @@ from learnerdist.distributed.replica import SharedMean
 from learnerdist.distributed.vote_links import GlooLinks,open_links
 from learnerdist.testing import run_ranks
 
-torch.set_num_threads(1)
 dtypes = torch.float64,torch.float32,torch.float16,torch.bfloat16
 
 class Odd(nn.Module):

@@ -8,7 +8,6 @@ from learnerdist.all import Callback, DataLoaders, Learner, gather_objects, num_
 from learnerdist.data.distributed_dl import reindexed
 from learnerdist.testing import run_ranks
 
-torch.set_num_threads(1)
 N = 22
 
 def row(i): return torch.tensor([i/N, 1.], dtype=torch.double),torch.tensor([i/N], dtype=torch.double)

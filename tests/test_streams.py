@@ -7,7 +7,6 @@ from torch.utils.data import DataLoader, Dataset
 from learnerdist.all import Callback, Checkpoint, DataLoaders, Learner
 from learnerdist.testing import run_ranks
 
-torch.set_num_threads(1)
 reads = []
 
 def stacked(items): return (torch.stack([o['x'] for o in items]),)*2

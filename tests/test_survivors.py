@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 import torch,fastai.vision.all,learnerdist.all,learnerdist.fastai # noqa: F401 # first, so that ranks are forks of a process that has them
 import pytest
+from helpers import flat
 from learnerdist.testing import run_ranks
 
 root = Path(__file__).parent.parent
@@ -108,8 +109,6 @@ def launch(folder, plan=(), *args, nproc=3, policy='shrink', script=__file__):
     return res.returncode,results(folder),res.stdout+res.stderr
 
 def results(folder): return {int(o.stem): json.loads(o.read_text()) for o in folder.glob('[0-9].json')}
-
-def flat(o): return [n for i in o for n in flat(i)] if isinstance(o, list) else [o]
 
 def check(folder, got, ref, n_left, said=()):
     code,ranks,text = got

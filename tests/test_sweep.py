@@ -2,11 +2,10 @@
 same global batch size"""
 import sys
 from pathlib import Path
-import torch
+import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent/'tools'))
 import sweep
 
-torch.set_num_threads(1)
 # What is not exact yet: a class that becomes so leaves this table, and its cases are then among the twenty
 not_exact = dict(loss=('focal_by_weight','boxes'), norm=('own','bn_nostats'))
 
@@ -16,6 +15,7 @@ def cases(n, seed=0):
     found = (c for k in range(1000) if is_exact(c := sweep.draw_case(seed, k, dtype='float32' if k%4==3 else 'float64')))
     return [next(found) for _ in range(n)]
 
+@pytest.mark.slow # the table of test_scenes stands for it
 def test_twenty_cases():
     print('seed 0')
     cs = cases(20)

@@ -4,6 +4,7 @@ from functools import partial
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
+from helpers import flat, weights
 from learnerdist.all import (AvgMetric, CSVLogger, Callback, DataLoaders, EarlyStoppingCallback, GradientAccumulation,
                              GradientClip, Learner, LogWriter, MixedPrecision, TensorBoardLogger, TfmdDL, Timer,
                              accuracy, error_rate, group_size, num_distrib, rank_distrib, top_k_accuracy)
@@ -11,7 +12,6 @@ from learnerdist.core.env import in_group
 from learnerdist.learner.techniques import half_type
 from learnerdist.testing import run_ranks
 
-torch.set_num_threads(1)
 F64 = torch.float64
 
 def data(n=24, dtype=F64, seed=0):
@@ -29,7 +29,6 @@ def make(dtype=F64, lr=.1, metrics=None, path='.', cbs=None, W=None, n=24):
     learn.logger = learn.lines.append
     return learn
 
-def weights(learn): return torch.cat([p.detach().flatten() for p in learn.model.parameters()]).clone()
 def close(a, b, tol=1e-9): torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), atol=tol, rtol=tol)
 
 # --- flags of a fit -----------------------------------------------------------------------------------------------------------
@@ -130,8 +129,6 @@ def logs(tmp_path_factory):
     alone = logged(path)
     two = tmp_path_factory.mktemp('two')
     return alone,run_ranks(logged, 2, two),two
-
-def flat(o): return [v for i in o for v in flat(i)] if isinstance(o, list) else [o]
 
 def test_metrics(logs):
     alone,ranks,_ = logs

@@ -9,7 +9,6 @@ from learnerdist.fastai import DistributedTrainer # noqa: F401  (patches fastai'
 from learnerdist.testing import run_ranks
 from torch import nn
 
-torch.set_num_threads(1)
 x = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
 items = [*zip(x, x[:,:2])]
 
@@ -91,8 +90,11 @@ def track(kind, tracker, path):
             values += learn.recorder.values
     return losses,[list(map(float, o)) for o in values],logger.run_id
 
-@pytest.mark.parametrize('kind', ['ours','fastai'])
-@pytest.mark.parametrize('tracker', ['wandb','mlflow'])
+# Each tracker and each Learner; before a release each with each
+both = pytest.mark.parametrize('kind,tracker', [('ours','wandb'), ('fastai','mlflow'),
+    *(pytest.param(*o, marks=pytest.mark.long) for o in (('fastai','wandb'), ('ours','mlflow')))])
+
+@both
 def test_one_run_for_all_ranks(kind, tracker, tmp_path):
     (losses,values,run_id),(_,_,other) = run_ranks(track, 2, kind, tracker, tmp_path)
     runs = read[tracker](tmp_path)
@@ -120,8 +122,7 @@ def fit(kind, tracker, path, failing):
     except KeyError: pass
     return [float(o) for o in learn.recorder.losses]
 
-@pytest.mark.parametrize('kind', ['ours','fastai'])
-@pytest.mark.parametrize('tracker', ['wandb','mlflow'])
+@both
 def test_a_resumed_fit_goes_on_with_its_run(kind, tracker, tmp_path):
     run_ranks(fit, 1, kind, tracker, tmp_path, True)
     (first,old), = read[tracker](tmp_path).items()

@@ -12,8 +12,6 @@ from learnerdist.learner.callback import CancelBatchException, CancelEpochExcept
 from learnerdist.learner.techniques import GradientAccumulation, GradientClip, Lookahead, MixedPrecision, steps_per_epoch
 from learnerdist.testing import run_ranks
 
-torch.set_num_threads(1)
-
 class Stepped(Callback):
     "In which batches a step was taken"
     order = 90

@@ -9,7 +9,6 @@ from learnerdist.all import (Callback, CancelBatchException, CancelTrainExceptio
                              process_group, rank_distrib)
 from learnerdist.testing import run_ranks
 
-torch.set_num_threads(1)
 BS = 4
 
 def data(n, seed):

@@ -11,8 +11,6 @@ from learnerdist.distributed.engine import Engine
 from learnerdist.testing import RanksError
 from learnerdist.verify import main,verify
 
-torch.set_num_threads(1)
-
 # --- learners: one that is the same at any number of processes, and others ---------------------------------------------------
 
 def data(n=32):

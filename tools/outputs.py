@@ -58,7 +58,9 @@ def run(paths)->Path:
     shutil.copytree(root, at, ignore=skipped)
     for o in paths: # tutorials by themselves: a module's notebook defines methods anew for the notebooks that follow in its process
         apart = [[f'{o}/tutorials'], [o, '--skip-folder-re', '^[_.]|^tutorials$']] if (root/o/'tutorials').is_dir() else [[o]]
-        for args in apart: subprocess.run(['nbdev-test', '--save', '--n-workers', '2', *flags(), *args], cwd=at, check=True)
+        command = ['nbdev-test', '--save', '--n-workers', '2', *flags()]
+        runs = [subprocess.Popen([*command, *args], cwd=at) for args in apart] # at once: notebooks wait for processes that they start
+        if any([r.wait() for r in runs]): sys.exit('a notebook has failed: what it says is above')
     return at
 
 def varies(cell): return cell['source'][:1]==['#| varies\n']
