@@ -3,6 +3,7 @@ import resource, shutil, traceback, warnings
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -10,7 +11,7 @@ from helpers import Stream
 from learnerdist.all import (Callback, CancelBatchException, CancelFitException, Checkpoint, DataLoaders, DistributedDL,
                              GradientAccumulation, Learner, Timer, group_rank, group_size, process_group)
 from learnerdist.distributed import profiling
-from learnerdist.distributed.micro_batches import samples_of
+from learnerdist.distributed.micro_batches import MicroBatches, samples_of
 from learnerdist.testing import run_ranks
 from scenes import F64, contrast, losses, net, run, scenes
 from test_scenes import close
@@ -79,6 +80,14 @@ def test_scenes(W, ks):
             for o in want.keys()-{'ids'}:
                 try: close(r[k][o], want[o], scenes[k]['tol'])
                 except AssertionError as e: raise AssertionError(f'{k}, {o}: {e}') from None
+
+def test_a_part_without_samples_repeats_a_copy():
+    "The sample comes again, in its own part, and a loss may have written into it"
+    learn = SimpleNamespace(xb=(torch.ones(2, 1),), yb=(torch.zeros(2),))
+    parts = MicroBatches(learn, 3, 3)
+    assert parts.begin(learn)
+    learn.yb[0].add_(1)
+    assert not parts.whole[1][0].any()
 
 # --- one reduction a step, memory, checkpoints ------------------------------------------------------------------------
 

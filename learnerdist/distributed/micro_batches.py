@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..core.compat import tree_flatten,tree_map,tree_unflatten
 from ..data.rows import is_samples
-from ..learner.losses import batch_rows,weighted
+from ..learner.losses import batch_rows,copied,weighted
 
 # %% ../../nbs/distributed/09_micro_batches.ipynb #mb005
 def samples_of(b, n:int, i:int, j:int):
@@ -62,7 +62,8 @@ class MicroBatches:
         i,j = (self.n_rows*o//self.k for o in (self.i,self.i+1))
         empty = i==j
         if empty: i,j = 0,1
-        learn.xb,learn.yb = (tuple(samples_of(o, self.n_rows, i, j) for o in b) for b in self.whole)
+        part = tuple(tuple(samples_of(o, self.n_rows, i, j) for o in b) for b in self.whole)
+        learn.xb,learn.yb = copied(part) if empty else part # the sample comes again, and a loss may write into it
         return empty
 
     def note(self, learn, n):
