@@ -2307,7 +2307,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'learnerdist.launch.cli._users_frames': ( 'launch/cli.html#_users_frames',
                                                                                   'learnerdist/launch/cli.py'),
                                         'learnerdist.launch.cli._worker': ('launch/cli.html#_worker', 'learnerdist/launch/cli.py'),
-                                        'learnerdist.launch.cli.check': ('launch/cli.html#check', 'learnerdist/launch/cli.py'),
                                         'learnerdist.launch.cli.get_parser': ('launch/cli.html#get_parser', 'learnerdist/launch/cli.py'),
                                         'learnerdist.launch.cli.guess': ('launch/cli.html#guess', 'learnerdist/launch/cli.py'),
                                         'learnerdist.launch.cli.main': ('launch/cli.html#main', 'learnerdist/launch/cli.py'),

@@ -19,6 +19,7 @@ from .checkpoint.snapshot import on_cpu
 from .core.compat import TorchDispatchMode,tree_leaves
 from .core.env import planned_group
 from .core.shards import a_part,groups_of,is_part,shard_place
+from .core.stacks import need
 from .data.loaders import data_len
 from .distributed.engine import context_callbacks
 from .distributed.replica import comm_hooks,find_hook
@@ -98,7 +99,7 @@ def checkpoint_files(learn, n_parts:int)->dict:
 def counted_hook(made):
     "A hook that sends what the script's (by `find_hook`) would send. ValueError if that is not known"
     known = {find_hook(None): None} | {comm_hooks[k]: o for k,o in _sent.items()}
-    if made not in known: raise ValueError(f"comm_hook: a plan knows the bytes of None, {', '.join(_sent)} only")
+    need(made in known, f"comm_hook: a plan knows the bytes of None, {', '.join(_sent)} only")
     def hook(group, bucket):
         t,res = bucket.buffer(),torch.futures.Future()
         dist.all_reduce(t if known[made] is None else t.to(known[made]), group=group)
@@ -157,7 +158,7 @@ class Planner(Callback):
         if self.steps==self.n_steps: raise Planned(self.plan)
         self._begin()
     def after_train(self):
-        if not self.steps: raise ValueError('a plan needs a step of the optimizer, and this epoch has none')
+        need(self.steps, 'a plan needs a step of the optimizer, and this epoch has none')
         raise Planned(self.plan)
 
 # %% ../nbs/03_plan.ipynb #pln12

@@ -20,7 +20,7 @@ from torch import Tensor,nn
 from .core.compat import BatchNorm,Dropout,grad_hooks,tree_leaves,tree_map
 from .core.env import group_rank
 from .core.random import rng_state,set_rng_state,shared_rng
-from .core.stacks import in_library
+from .core.stacks import in_library,need
 from .data.distributed_dl import DistributedDL,widened
 from .data.loaders import batch_shape,data_len,find_bs,loaders_of,one_batch
 from .data.rows import Samples,as_samples,listed
@@ -549,8 +549,8 @@ def verify(
     timeout_s:float=600 # Seconds for each of the two runs
 )->Verdict:
     "Compare the first fit on several processes with one process at the same global batch size."
-    if nproc<2 or steps<1: raise ValueError(f'{nproc=}, {steps=}: give at least 2 processes and a step')
-    if dtype not in _dtypes: raise ValueError(f"dtype={dtype!r}: give 'float64', 'float32' or 'keep'")
+    need(nproc>1 and steps>0, 'give at least 2 processes and a step', nproc=nproc, steps=steps)
+    need(dtype in _dtypes, "give 'float64', 'float32' or 'keep'", dtype=dtype)
     def run(dtype):
         return _compare(target, args, nproc, dict(steps=steps, dtype=dtype, dropout=dropout), module, timeout_s)
     try: return run(dtype or 'float64')

@@ -23,6 +23,7 @@ from ..learner.techniques import GradientClip
 from ..core.compat import tree_leaves
 from ..core.random import rng_state,set_rng_state
 from ..core.shards import map_tensors
+from ..core.stacks import need
 from .snapshot import are_plain,to_plain
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c004b
@@ -181,7 +182,7 @@ def check_run(old:dict, new:dict, at:dict, fit:int, src):
         why = (f'with a {bad[0]} for {_counts(old, bad[0])}, and that of this fit is for {_counts(new, bad[0])}. '
                f'{"; ".join(config_changes(old, new))}. Give as many epochs as then, and the same global batch size '
                '(split_batches=True), or begin another fit after learn.load(folder)')
-    if why: raise ValueError(f'{src} is {why}')
+    need(why is None, f'{src} is {why}')
 
 def _counts(config, k): return ', '.join(f'{name}={n}' for name,n in config['schedule'][k])
 

@@ -20,7 +20,7 @@ from ..core.env import count,group_rank,group_size,is_rank0
 from ..core.files import shrinks
 from ..core.remote import Remote,place
 from ..core.shards import a_part,load_model,load_opt,map_tensors,shard_place,take_apart
-from ..core.stacks import preempted_status,warn
+from ..core.stacks import need,preempted_status,warn
 from ..data.loaders import to_device
 from ..distributed.engine import context_callbacks
 from ..learner.learner import StartAt,fit_flags,get_model
@@ -47,14 +47,13 @@ class Preempted(SystemExit):
 def check_options(every, keep, signals, in_memory):
     "Raise ValueError unless `every` is 'epoch', a number of steps or a time, and signals are ones that can be handled"
     def is_count(o): return isinstance(o, int) and not isinstance(o, bool) and o>0
-    if every!='epoch' and not is_count(every) and not (isinstance(every, timedelta) and every>timedelta()):
-        raise ValueError(f"every={every!r}: give 'epoch', a number of steps, or a time as in timedelta(minutes=10)")
-    if not is_count(keep): raise ValueError(f'keep={keep!r}: give the number of checkpoints to keep, from 1 up')
-    if not isinstance(in_memory, bool) and not is_count(in_memory):
-        raise ValueError(f'in_memory={in_memory!r}: give True, or a number of steps from 1 up')
-    known = {o.name for o in signal.Signals}-{'SIGKILL','SIGSTOP'} # which no process hears
-    bad = [o for o in signals if o not in known]
-    if bad: raise ValueError(f"signals={signals}: {bad[0]!r} cannot be heard; give names such as 'SIGTERM'")
+    known = every=='epoch' or is_count(every) or isinstance(every, timedelta) and every>timedelta()
+    need(known, "give 'epoch', a number of steps, or a time as in timedelta(minutes=10)", every=every)
+    need(is_count(keep), 'give the number of checkpoints to keep, from 1 up', keep=keep)
+    known = isinstance(in_memory, bool) or is_count(in_memory)
+    need(known, 'give True, or a number of steps from 1 up', in_memory=in_memory)
+    heard = {o.name for o in signal.Signals}-{'SIGKILL','SIGSTOP'} # which no process hears
+    for o in signals: need(o in heard, f"{o!r} cannot be heard; give names such as 'SIGTERM'", signals=signals)
 
 class Requests:
     "Handlers that record signals, until `close`"
@@ -389,7 +388,7 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
         if self.active: self.nested += 1
         if self.active or not getattr(self.learn, 'fitting', False) or 'lr_finder' in vars(self.learn): return
         others = [cb for cb in self.learn.cbs if isinstance(cb, Checkpoint) and not cb.implied]
-        if len(others)>1: raise ValueError(f'{len(others)} Checkpoints in one fit: give it one')
+        need(len(others)<2, f'{len(others)} Checkpoints in one fit: give it one')
         if self.implied and others: return
         self._begin(secrets.token_hex(4))
         runner = self.learn.runner
@@ -473,7 +472,7 @@ class _Resume(Callback):
     order = Order.resume
     def before_fit(self):
         cbs = [cb for cb in self.learn.cbs if isinstance(cb, Checkpoint)]
-        if not cbs: raise ValueError('fit(resume=True) needs to know from where: give the fit a Checkpoint(path)')
+        need(cbs, 'fit(resume=True) needs to know from where: give the fit a Checkpoint(path)')
         for cb in cbs: cb.resuming = True
 
 @contextmanager

@@ -19,6 +19,7 @@ from .compat import storage_id
 from .collectives import gather_rows
 from .deferred import fill_in,has_deferred
 from .env import count,group_rank,group_size,shared_store,wait_keys
+from .stacks import need
 
 # %% ../../nbs/core/05_shards.ipynb #hb26b00b
 def is_part(o)->bool:
@@ -57,7 +58,7 @@ def part_of(full:Tensor, like, device=None):
     """This rank's part of a tensor; ValueError if the shapes differ. full: on every rank; like: a part: that of `full`
     is cut as this one; device: where it goes; None: where `like` is"""
     a,b = tuple(full.shape),tuple(like.shape)
-    if a!=b: raise ValueError(f'a tensor of shape {a} has no parts like those of {b}')
+    need(a==b, f'a tensor of shape {a} has no parts like those of {b}')
     own,mesh = full,like.device_mesh
     for i,o in enumerate(like.placements):
         if not o.is_shard(): continue
@@ -90,7 +91,7 @@ def map_tensors(o, f):
 
 def memory_of(t)->tuple:
     "What tensors and parts that are the same memory have in common"
-    own = t.detach().to_local() if is_part(t) else t
+    own = local_part(t.detach())
     return storage_id(own),own.storage_offset(),tuple(t.shape)
 
 _mark = '__rows__' # In place of a part: its number among the rows, and the whole's shape
@@ -152,8 +153,8 @@ class Kept(NamedTuple):
         shape; device: as in `part_of`"""
         (shape,at),new = self.at,_place(like)
         if self.at!=new:
-            both = f'kept parts of a mesh {shape}, at {at}, do not fit one of {new[0]}, at {new[1]}'
-            raise ValueError(f'{both}: go on with as many ranks and replicas, or save and load')
+            raise ValueError(f'kept parts of a mesh {shape}, at {at}, do not fit one of {new[0]}, at {new[1]}: go on '
+                             'with as many ranks and replicas, or save and load')
         return part_from(self.own.to(device or device_of(like)), like)
 
 def _place(t): return tuple(t.device_mesh.shape),tuple(t.device_mesh.get_coordinate())

@@ -21,7 +21,7 @@ from ..core.collectives import broadcast_object,gather_objects
 from ..core.compat import BatchNorm,tree_leaves
 from ..core.env import group_rank
 from ..core.shards import is_part
-from ..core.stacks import warn
+from ..core.stacks import need,warn
 from ..data.loaders import batch_shape,data_len
 from ..data.rows import as_ints
 from ..learner.learner import get_model
@@ -106,8 +106,7 @@ class Findings:
     "Call it with what was found, on all ranks alike. Each code has an entry in docs/messages.md"
     # 'error': raise on all ranks; False: leave findings out, and do not look for them
     def __init__(self, mode='warn'):
-        if mode not in ('warn','error') and mode is not False:
-            raise ValueError(f"checks={mode!r}: give 'warn', 'error' or False")
+        need(mode in ('warn','error') or mode is False, "give 'warn', 'error' or False", checks=mode)
         self.mode,self.told = mode,set()
 
     def __call__(self, code:str, text:str, once=None):

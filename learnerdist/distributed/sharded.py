@@ -27,7 +27,7 @@ from ..core.env import rank_distrib,shared_store,wait_key,wait_keys
 from ..core.shards import Kept,exchange_params,groups_of,is_part,keep_part,load_model
 from ..core.shards import optimizers_in,part_from,part_of,state_part,whole
 from ..core.weights import load_weights
-from ..core.stacks import warn
+from ..core.stacks import need,warn
 from .batchnorm import sync_batchnorm
 from .replica import average_grads,broadcast_tensors,without_gradient
 from ..learner.learner import get_model
@@ -81,9 +81,9 @@ def shard_options(shard, ddp_kw=(), comm_hook=None)->ShardOptions:
     else: opts = dict(replicas='node') if shard=='node' else dict(blocks=shard)
     if isinstance(opts.get('blocks'), (type,list)): opts['blocks'] = tuple(listify(opts['blocks']))
     for k,v in opts.items():
-        if k not in _takes: raise ValueError(f"shard={shard!r}: {k!r} is no option; give {', '.join(_takes)}")
+        need(k in _takes, f'{k!r} is no option; give {", ".join(_takes)}', shard=shard)
         is_one,what = _takes[k]
-        if not is_one(v): raise ValueError(f'{k if given else "shard"}={v!r}: give {what}')
+        need(is_one(v), f'give {what}', **{k if given else 'shard': v})
     return ShardOptions(**opts)
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h16b03
@@ -106,7 +106,7 @@ def replicas_of(n, places:list)->int:
     divide the ranks, or if machines have different numbers of them"""
     W,L = len(places),places[0][1]
     if n!='node':
-        if W%n: raise ValueError(f'replicas={n} does not divide {W} ranks: give a divisor of {W}')
+        need(W%n==0, f'replicas={n} does not divide {W} ranks: give a divisor of {W}')
         return n
     if places==[(i%L,L) for i in range(W)] and W%L==0: return W//L
     said = ', '.join(f'{i} of {k}' for i,k in places)
@@ -143,7 +143,7 @@ def find_blocks(model, blocks)->list:
         why = '' if _runs(m) else 'is a list, which has no forward pass: give the modules in it'
         for o in _shared(m, model):
             why = f'shares weights with {o}: leave it to the rest of the model, or give the module that holds both'
-        if why: raise ValueError(f'shard=: {k} {why}')
+        need(not why, f'shard=: {k} {why}')
     return list(named.values())[::-1]
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h3f650b5

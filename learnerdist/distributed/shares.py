@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler,DataLoader,DistributedSampler,RandomSa
 from torch.utils.data import SequentialSampler,WeightedRandomSampler
 
 from ..core.env import group_size
+from ..core.stacks import need
 from ..data.distributed_dl import BatchDealer,Dealt,DealtOrder,DistributedDL,Joined,in_order
 from ..data.distributed_dl import is_split,loader_parts
 from ..data.sharding import share_len
@@ -67,9 +68,9 @@ def global_batch(dl, opts, W:int)->int:
     on each of `W` ranks. ValueError for a loader that has no batch size, or is split by its user"""
     if opts.global_bs or not opts.split_batches or W==1: return opts.global_bs
     kind = f'split_batches: this {type(dl).__name__}'
-    if is_split(dl): raise ValueError(f"{kind} is split already, by its user's settings")
+    need(not is_split(dl), f"{kind} is split already, by its user's settings")
     bs = batch_shape(dl)[0]
-    if not bs: raise ValueError(f'{kind} has a batch sampler of its own, or none: give global_bs and a batch size')
+    need(bs, f'{kind} has a batch sampler of its own, or none: give global_bs and a batch size')
     return bs
 
 def is_share(dl)->bool:

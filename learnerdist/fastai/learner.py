@@ -234,7 +234,7 @@ _fit = Learner.fit
 def _check_fit(n_epoch, start_epoch, lr, cbs, reset_opt):
     "ValueError for what no fit can take, before anything begins"
     check_fit(n_epoch, start_epoch, reset_opt)
-    if any(isinstance(o, str) for o in L(lr)): raise ValueError(f'lr={lr!r}: give a number, a slice, or a list')
+    need(not any(isinstance(o, str) for o in L(lr)), 'give a number, a slice, or a list', lr=lr)
     bad = [o for o in L(cbs) if not isinstance(o, (type,Callback,CoreCallback))]
     if bad: raise ValueError(f'{bad[0]!r} is no callback: give a `Callback` or its class')
 
