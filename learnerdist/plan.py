@@ -70,7 +70,6 @@ def held(tensors, n:int, shapes=None)->Held:
 class _Sink(io.RawIOBase):
     "A file that only counts"
     n = 0
-    def writable(self): return True
     def write(self, b):
         self.n += len(b)
         return len(b)
@@ -84,7 +83,8 @@ def file_size(state)->int:
 def checkpoint_files(learn, n_parts:int)->dict:
     "By name, the sizes of the files of a `Checkpoint` at the end of an epoch"
     cb = Checkpoint('.')
-    cb.learn,cb.trainer,cb.world,cb.engine = learn,learn.runner,dist.get_world_size(),learn.runner
+    cb.learn,cb.world = learn,dist.get_world_size()
+    cb.trainer = cb.engine = learn.runner
     state = cb.capture('epoch')
     parts = cb.parts(0, state['cbs'], [state['own']]*cb.world)
     res = {f'{k}.pt': file_size(o) for k,o in parts.items()}
@@ -209,7 +209,8 @@ def trained(learn)->list:
 
 def planned(learn, step:Step, grads)->Plan:
     "The figures of a learner's fit, after a step"
-    W,like,engine,params = dist.get_world_size(),a_part(get_model(learn.model)),learn.runner,trained(learn)
+    W,like = dist.get_world_size(),a_part(get_model(learn.model))
+    engine,params = learn.runner,trained(learn)
     n = W if like is None else shard_place(like)[1]
     shapes = {tuple(p.shape) for p in params} # others, such as counts of steps, are not cut
     memory = dict(weights=held(params, n), buffers=held(get_model(learn.model).buffers(), 1))

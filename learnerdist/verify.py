@@ -20,6 +20,7 @@ from torch import Tensor,nn
 from .core.compat import BatchNorm,Dropout,grad_hooks,tree_leaves,tree_map
 from .core.env import group_rank
 from .core.random import rng_state,set_rng_state,shared_rng
+from .core.shards import whole
 from .core.stacks import in_library,need
 from .data.distributed_dl import DistributedDL,widened
 from .data.loaders import batch_shape,data_len,find_bs,loaders_of,one_batch
@@ -38,14 +39,13 @@ _size = 1024
 def sketch(t:Tensor)->Tensor:
     """A short vector for `t`, of up to 1024 numbers, float64, on the CPU. The distance of two is about that of their
     tensors; up to 1024 elements it is exact"""
-    t = _whole(t).detach().flatten().double().cpu()
+    t = whole(t).detach().flatten().double().cpu()
     if len(t)<=_size: return t.clone()
     signs = torch.randint(0, 2, (len(t),), generator=torch.Generator().manual_seed(len(t)), dtype=torch.int8)
     return nn.functional.pad(t*(signs*2-1), (0, -len(t)%_size)).view(-1, _size).sum(0)
 
 def _sketches(named): return {k: sketch(t) for k,t in named.items()}
-def _hashes(named): return {k: tensor_hash(_whole(t)).item() for k,t in named.items() if t is not None}
-def _whole(t): return t.full_tensor() if hasattr(t, 'full_tensor') else t # a sharded tensor
+def _hashes(named): return {k: tensor_hash(whole(t)).item() for k,t in named.items() if t is not None}
 
 # %% ../nbs/02_verify.ipynb #71cb0f4b
 def row_keys(b:tuple)->list:
@@ -598,9 +598,9 @@ def _launch(folder, target, args, n, how, env, timeout_s):
 def _parser():
     p = argparse.ArgumentParser('learnerdist.verify', description=verify.__doc__, allow_abbrev=False)
     p.epilog = 'Exit status: 0 the same, 1 different, 2 could not be run. docs/same.md has an example and its remedy'
-    add = p.add_argument
-    add('--nproc', type=int, default=2, metavar='N', help='processes to compare with one (default: 2)')
-    add('--steps', type=int, default=20, metavar='N', help='steps of the optimizer to compare (default: 20)')
+    add,number = p.add_argument,dict(type=int, metavar='N')
+    add('--nproc', **number, default=2, help='processes to compare with one (default: 2)')
+    add('--steps', **number, default=20, help='steps of the optimizer to compare (default: 20)')
     add('--dtype', choices=_dtypes[1:], help='default: float64 where the model allows it')
     add('--no-dropout', dest='dropout', action='store_false', help='turn off random layers, which draw on each rank')
     add('-m', dest='module', action='store_true', help='what follows is a module, not a script')

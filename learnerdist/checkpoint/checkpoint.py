@@ -189,9 +189,9 @@ class Saving:
     def capture(self, phase)->dict:
         "The state besides weights and optimizer: the position, the callbacks, and this rank's own state"
         learn,seeds = self.learn,self.trainer or self
-        place = dict(phase=phase, epoch=self.epoch+(phase=='done'), step=self.train_iter, world=self.world)
+        place = dict(phase=phase, epoch=self.epoch+(phase=='done'), step=self.train_iter)
         place |= dict(pct_train=self.pct_train, n_epoch=self.n_epoch, fit=getattr(learn, 'fits_done', 0))
-        place |= dict(seed=seeds.seed, epochs_before=seeds.epochs_before)
+        place |= dict(seed=seeds.seed, epochs_before=seeds.epochs_before, world=self.world)
         place['loss_adds_up'] = self.engine is not None and loss_over(learn).kind=='sum'
         if phase=='train': place |= place_in_epoch(self.loader, learn.iter)
         all_cbs,own_cbs = (states_of(learn.cbs, o) for o in ('fit_state','rank_state'))
@@ -227,8 +227,8 @@ class Saving:
         parts = self.parts(i, cbs, ranks)
         if check: check(parts)
         info = to_plain(info | (dict(shards=n) if like is not None else {}), 'manifest')
-        at,writers = folder/snapshot_name(info['epoch'], info['step']),Writers(i, n, self.tokens[0])
-        return write_snapshot(at, parts, info, writers=writers, **kw)
+        at = folder/snapshot_name(info['epoch'], info['step'])
+        return write_snapshot(at, parts, info, writers=Writers(i, n, self.tokens[0]), **kw)
 
     def parts(self, i:int, cbs, ranks)->dict:
         "What the files of a snapshot hold that rank `i` writes, by name: its rows of a sharded model; rank 0 the rest"

@@ -283,18 +283,19 @@ def _open(device, backend, timeout_s, name):
     n = num_distrib()
     if store is None: raise ValueError(f'WORLD_SIZE={n}, but no MASTER_ADDR and MASTER_PORT: use learnerdist.launch')
     store,timeout = dist.PrefixStore(name, store),timedelta(seconds=timeout_s)
-    gpus = _everyones(gpu_id(device), 'gpu', store, timeout_s, 'to open the process group')
+    gpus = everyones(gpu_id(device), 'gpu', store, timeout_s, 'to open the process group')
     if None in gpus:
         raise dist.DistStoreError(f'timed out: {timeout_s:g} s without a word from rank {gpus.index(None)}')
     kw = dict(store=store, rank=rank_distrib(), world_size=n, timeout=timeout)
     dist.init_process_group(backend or backend_for(gpus), **kw)
-    try: _everyones('yes', 'opened', store, min(timeout_s, 20))
+    try: everyones('yes', 'opened', store, min(timeout_s, 20))
     except BaseException:
         dist.destroy_process_group()
         raise
 
-def _everyones(word, what, store, timeout_s, said=''):
-    "Send `word` to all ranks; returns the word of each rank, None for a rank that did not send one in time"
+def everyones(word:str, what:str, store, timeout_s, said='')->list:
+    """Send `word` to all ranks; returns the word of each rank, None for a rank that did not send one in time. what:
+    beginning of the keys in the store; said: as `what` of `wait_keys`"""
     keys = {r: f'{what}/{r}' for r in range(dist.get_world_size() if in_group() else num_distrib())}
     store.set(keys[_me()], word)
     found = wait_keys(store, keys, timeout_s, said)
@@ -315,19 +316,15 @@ def setup_distrib(
     except Exception as e: # the other ranks open the group and would wait for this one
         if store := launch_store(): store.set(f'{name}/failed', pack_error(e))
         raise
-    with _in_section(f'{name}/failed'): _open(device, backend, timeout_s, name)
+    section.append(f'{name}/failed')
+    try: _open(device, backend, timeout_s, name)
+    finally: section.remove(f'{name}/failed')
     return device
 
 def _use(cuda_id):
     device = default_device(cuda_id)
     if device.type=='cuda': torch.cuda.set_device(device)
     return device
-
-@contextmanager
-def _in_section(key):
-    section.append(key)
-    try: yield
-    finally: section.remove(key)
 
 def teardown_distrib():
     "Close torch's default process group, if it is open"
@@ -430,7 +427,7 @@ def _new_group(**kw):
     res = dist.new_group(timeout=timedelta(seconds=group_timeout()), **kw)
     if dist.get_world_size()>1:
         store = dist.PrefixStore(_next_group(), shared_store())
-        _everyones('yes', 'opened', store, min(group_timeout(), 20))
+        everyones('yes', 'opened', store, min(group_timeout(), 20))
     return res
 
 # %% ../../nbs/core/01_env.ipynb #c023b

@@ -18,7 +18,7 @@ from torch import Tensor
 from .compat import storage_id
 from .collectives import gather_rows
 from .deferred import fill_in,has_deferred
-from .env import count,group_rank,group_size,shared_store,wait_keys
+from .env import count,everyones,group_rank,group_size,shared_store
 from .stacks import need
 
 # %% ../../nbs/core/05_shards.ipynb #hb26b00b
@@ -123,7 +123,8 @@ def put_together(state, rows, n_files:int, like=None):
     pieces = [(rows(i)[state[_mark]],cuts[i][0]) for i in needed]
     pieces = [(o if o.numel() else o.reshape(0, *rest),s) for o,s in pieces] # a rank without rows
     own = torch.cat([o[max(a-s, 0):max(b-s, 0)] for o,s in pieces]) # a copy
-    return own if like is None else part_from(own.to(device_of(like)), like, torch.empty(shape, device='meta'))
+    if like is None: return own
+    return part_from(own.to(device_of(like)), like, torch.empty(shape, device='meta'))
 
 def _cut(n, W, i):
     "The rows of part i of W, as `torch.chunk` cuts"
@@ -230,10 +231,8 @@ def come_together(what:str, timeout_s=60):
     """Wait until every rank makes this call; ValueError that names the ranks which have not, before a collective waits
     for them. what: the call, for the error; timeout_s: seconds to wait"""
     if group_size()<2: return
-    store,me = shared_store(),group_rank()
-    n = count(f'together {what}')
-    keys = {r: f'together/{what}/{n}/{r}' for r in range(group_size())}
-    store.set(keys[me], 'here')
-    if wait_keys(store, keys, timeout_s, f'to call {what}') is None:
-        absent = ', '.join(str(r) for r,k in keys.items() if not store.check([k]))
-        raise ValueError(f'rank {me} waits in {what} for rank {absent}: of a sharded model, all ranks must call it')
+    key = f'together/{what}/{count(f"together {what}")}'
+    found = everyones('here', key, shared_store(), timeout_s, f'to call {what}')
+    absent = ', '.join(str(r) for r,o in enumerate(found) if o is None)
+    need(not absent, f'rank {group_rank()} waits in {what} for rank {absent}: of a sharded model, all ranks must call '
+         'it')

@@ -178,7 +178,8 @@ class Dealer:
         return self.items
     def of_batches(self):
         "What is dealt are batches, not samples"
-        self.unit,self.bs,self.by_step,self.step = 'batch',1,self.pad=='batch',self.world_size
+        self.unit,self.bs = 'batch',1
+        self.by_step,self.step = self.pad=='batch',self.world_size
     def sized(self, batches):
         "Remember the length of each batch, in `sizes`"
         self.sizes = []
@@ -502,13 +503,13 @@ def _(dl:DataLoader):
 # %% ../../nbs/data/03_distributed_dl.ipynb #gbs01
 def _parted(dl, dealer, global_bs):
     "A copy of a loader with a rank's part of global batches of `global_bs` samples. ValueError if there is none"
-    bs = share_len(global_bs, dealer.rank, dealer.world_size, False)
-    n,W = global_bs,dealer.world_size
-    need(n>=W, f'a global batch has a sample at least for each of {W} ranks', global_bs=n)
-    if not batch_shape(dl)[0]:
-        raise ValueError(f'global_bs={n}: this {type(dl).__name__} makes batches in its own way, which are dealt whole')
-    dealer.global_bs = n
-    return with_settings(dl, bs=bs)
+    W = dealer.world_size
+    need(global_bs>=W, f'a global batch has a sample at least for each of {W} ranks', global_bs=global_bs)
+    need(batch_shape(dl)[0], _own_way.format(type(dl).__name__), global_bs=global_bs)
+    dealer.global_bs = global_bs
+    return with_settings(dl, bs=share_len(global_bs, dealer.rank, W, False))
+
+_own_way = 'this {} makes batches in its own way, which are dealt whole'
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c026
 class DistributedDL(LoaderWrapper):
@@ -532,11 +533,10 @@ class DistributedDL(LoaderWrapper):
         dealer.by_step = dealer.pad=='batch' and bool(dealer.bs)
         dealer.step = global_bs or (dealer.bs or 1)*dealer.world_size
         self.dealer,self.dl = dealer,dealer.shard(dl)
-        if global_bs and dealer.unit!='row':
-            raise ValueError(f'global_bs={global_bs}: this {type(dl).__name__} makes batches in its own way, which are '
-                             'dealt whole')
+        need(not global_bs or dealer.unit=='row', _own_way.format(type(dl).__name__), global_bs=global_bs)
         self.rank,self.world_size,self.seed = dealer.rank,dealer.world_size,dealer.seed
-        self.pad,self.unit,self.mixed = dealer.pad,dealer.unit,dealer.streams and self.num_workers>1
+        self.pad,self.unit = dealer.pad,dealer.unit
+        self.mixed = dealer.streams and self.num_workers>1
         return self
     @classmethod
     def from_dl(cls,

@@ -55,7 +55,8 @@ def digest(state)->tuple:
 def compared(model)->dict:
     "Tensors that must be equal on all ranks: parameters that are not sharded; buffers, but of unsynchronised BatchNorm"
     own = [m for m in model.modules() if isinstance(m, BatchNorm) and not isinstance(m, Synced)]
-    skip,named = {id(b) for m in own for b in m.buffers()},[*model.named_parameters(),*model.named_buffers()]
+    skip = {id(b) for m in own for b in m.buffers()}
+    named = [*model.named_parameters(),*model.named_buffers()]
     return {k: v for k,v in named if id(v) not in skip and not is_part(v)}
 
 # %% ../../nbs/distributed/02_comparison.ipynb #70b5ade9

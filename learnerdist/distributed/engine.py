@@ -34,11 +34,12 @@ from .micro_batches import MicroBatches
 from .replica import Replica,SharedMaxNorm,broadcast_module,broadcast_tensors
 from .self_check import SelfCheck
 from .sharded import Sharded
-from .shares import evaluated,global_batch,most_rows,uneven_steps
+from .shares import evaluated,global_batch,step_rows
 from .vote_links import Asks,Place,Tally,Vote,cast,loops,open_links,scopes,widest
 from ..learner.callback import inner_events
 from ..learner.learner import Runner,get_model,is_oom
-from ..learner.losses import batch_rows,loss_kind,loss_over,n_class_items,n_elements,n_items,unweighted
+from ..learner.losses import batch_rows,loss_kind,loss_over,n_class_items,n_elements
+from ..learner.losses import n_items,unweighted
 from ..learner.predictions import Unshared
 from ..learner.techniques import scale_grads
 
@@ -51,10 +52,6 @@ def sum_over_ranks(n, links):
         return n
     rows = links.exchange(struct.pack('<d', n), Place.backward)
     return sum(struct.unpack(f'<{len(rows)}d', b''.join(rows)))
-
-def max_over_ranks(n:int, links)->int:
-    "The largest of the ranks' numbers. Sync point"
-    return max(struct.unpack('<q', o)[0] for o in links.exchange(struct.pack('<q', n), Place.train_batch))
 
 # %% ../../nbs/distributed/10_engine.ipynb #lw05
 def items_shown(over, xb, yb)->float:
@@ -125,7 +122,7 @@ class Loop:
         self.n_steps = 0 # Training batches so far, with the present one
         # The present batch; what is known of the next one; this rank's shard of a training loader
         self.batch = self.ahead = self.dl = self.evaluation = None
-        self.repeats,self.uneven = False,'none' # see `uneven_steps`
+        self.repeats,self.known = False,True # known: whether all ranks know the samples of each step
         # Whether targets show the items of a batch: no callback may change or cancel it
         self.looks = False
 
@@ -314,7 +311,7 @@ class Loops(Dealing):
         if training: self.learn.dl = self.share_now(self.learn.dl, pad='batch')
         if self.links is None: return
         if training:
-            self.loop.dl,self.loop.uneven = self.learn.dl,uneven_steps(self.learn.dl)
+            self.loop.dl,self.loop.known = self.learn.dl,step_rows(self.learn.dl) is not None
             self._say_repeats(getattr(self.learn.dl, 'dealer', None))
             self.loop.looks = self.learn.device.type=='cpu' and not self.adapter.may_change(early)
             self.self_check.begin_loop()
@@ -339,7 +336,8 @@ class Steps(LoaderWrapper):
         self.n_inp = getattr(dl, 'n_inp', getattr(engine.learn.dls, 'n_inp', None))
     def __len__(self): return len(self.dl)
     def __iter__(self):
-        e,it,training,W = self.engine,self._alike(),self.engine.learn.training,self.engine.links.world_size
+        e,it = self.engine,self._alike()
+        training,W = e.learn.training,e.links.world_size
         for k in count():
             done,e.loop.batch = e.loop.batch,None
             b = [*islice(it, 1)]
@@ -377,7 +375,7 @@ class Steering(Loops):
             start = learn.start_at
             if k: i = learn.iter+1
             else: i = start.batches if learn.epoch==start.epoch else 0
-            may_end = loop.uneven=='any' or learn.n_iter==i+1 # a length may be an estimate
+            may_end = not loop.known or learn.n_iter==i+1 # a length may be an estimate
             loop.repeats = may_end and self._is_repeat(i)
             if loop.looks: n = items_shown(loss_over(learn), *split_batch(b[0], learn.dl.n_inp))
             if loop.repeats and n is not None: n = 0.
@@ -407,7 +405,9 @@ class Batches(Steering):
         "Before a batch, before other callbacks"
         learn,loop = self.learn,self.loop
         self.global_items,learn.items = None,None
-        if self.more: return self._next_part()
+        if self.more:
+            loop.batch.micro.i += 1
+            return self._begin_part()
         loop.batch,local_stats.on = Batch(loop.ahead),not learn.training
         self.place = Place.train_batch if learn.training else Place.valid_batch
         self.repeated = loop.repeats
@@ -424,16 +424,12 @@ class Batches(Steering):
     def _cut(self):
         "Cut this rank's batch of the step into micro-batches, as many as on the other ranks. May be a sync point"
         learn,loop = self.learn,self.loop
-        n = None if self.links is None else most_rows(loop.dl, learn.iter)
-        if n is None:
-            n = batch_rows(learn)
-            if self.links: n = max_over_ranks(n, self.links)
+        n = step_rows(loop.dl, learn.iter) if self.links else batch_rows(learn)
+        if n is None: n = max(gather_objects(batch_rows(learn)))
+        elif self.links: n = -(-n//self.links.world_size)
         k = -(-n//(self.max_bs or n))
         if k<2 and not self.auto: return
         loop.batch.micro = MicroBatches(learn, k, n)
-        self._begin_part()
-    def _next_part(self):
-        self.loop.batch.micro.i += 1
         self._begin_part()
     def _begin_part(self):
         batch,micro = self.loop.batch,self.loop.batch.micro
@@ -453,7 +449,8 @@ class Batches(Steering):
     def _that_fit(self, f):
         """As `in_parts`, and no gradients travel before all ranks are through. Where memory runs out on one, all begin
         the step again with micro-batches of half the size. Sync point"""
-        learn,batch,micro,streams = self.learn,self.loop.batch,self.loop.batch.micro,rng_state()
+        learn,batch = self.learn,self.loop.batch
+        micro,streams = batch.micro,rng_state()
         buffers = [(o,o.clone()) for o in self._trained().buffers()]
         while self.anyone((e := self._runs_out(f)) is not None):
             size = -(-micro.most//micro.k)
@@ -538,7 +535,8 @@ class Batches(Steering):
         """The loss whose mean over ranks is the mean over all items. On a GPU they are tensors, if they are counted, so
         that nobody waits"""
         learn,batch,W = self.learn,self.loop.batch,self.links.world_size if self.links else 1
-        micro,n = batch.micro,(batch.n if learn.items is None else learn.items)*(not self.repeated)
+        micro = batch.micro
+        n = (batch.n if learn.items is None else learn.items)*(not self.repeated)
         device = getattr(learn.yb[0], 'device', None) or self.device # a dict has none
         if over.kind!='items' or device.type=='cpu': n = float(n)
         elif not isinstance(n, Tensor): n = torch.full((), n, dtype=torch.double, device=device)
@@ -571,8 +569,9 @@ class Batches(Steering):
     @property
     def is_uneven(self)->bool:
         "Whether the ranks' batches of this step may have different numbers of samples; the same on every rank"
-        last = self.learn.iter+1==self.learn.n_iter
-        return self.loop.uneven=='any' or self.loop.uneven=='last' and last
+        if self.links is None: return False
+        n = step_rows(self.loop.dl, self.learn.iter)
+        return n is None or n%self.links.world_size>0
 
     def after_backward(self):
         "After the backward pass, before other callbacks"

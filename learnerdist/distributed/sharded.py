@@ -21,9 +21,8 @@ from torch import nn
 from ..core.collectives import gather_objects
 from ..core.compat import forget_fsdp,fsdp_on_cpu,fsdp_ready,held_grads
 from ..core.deferred import set_value,source_of
-from ..core.env import count,current_group,group_rank,group_size,group_timeout
-from ..core.env import local_rank,local_size,noting_loops,num_distrib,process_group
-from ..core.env import rank_distrib,shared_store,wait_key,wait_keys
+from ..core.env import count,current_group,everyones,group_rank,group_size,group_timeout
+from ..core.env import local_rank,local_size,noting_loops,process_group,shared_store,wait_key
 from ..core.shards import Kept,exchange_params,groups_of,is_part,keep_part,load_model
 from ..core.shards import optimizers_in,part_from,part_of,state_part,whole
 from ..core.weights import load_weights
@@ -384,11 +383,8 @@ def _any_group(timeout_s=10):
         yield here
 
 def _meet(timeout_s):
-    store = shared_store()
-    if store is None: return False
-    key = f'sharded/meeting/{count("meeting")}'
-    store.set(f'{key}/{rank_distrib()}', 'here')
-    return wait_keys(store, {r: f'{key}/{r}' for r in range(num_distrib())}, timeout_s) is not None
+    store,key = shared_store(),f'sharded/meeting/{count("meeting")}'
+    return store is not None and None not in everyones('here', key, store, timeout_s)
 
 # %% ../../nbs/distributed/09_sharded.ipynb #hf17431c
 @patch

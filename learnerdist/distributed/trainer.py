@@ -28,8 +28,9 @@ from ..learner.techniques import GradientAccumulation
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c007
 # The engine's methods that handle an event
-_events = dict(before_fit='begin_fit', before_batch='begin_batch', after_loss='note_loss', before_backward='weigh',
-               after_backward='after_backward', after_batch='end_batch', after_dls='deal_out')
+_events = dict(before_fit='begin_fit', before_batch='begin_batch', after_loss='note_loss')
+_events |= dict(before_backward='weigh', after_backward='after_backward')
+_events |= dict(after_batch='end_batch', after_dls='deal_out')
 
 class Adapter(Callback):
     """Tells the `Engine` of a context the events of a fit. A subclass for a kind of Learner has the methods that are
@@ -109,10 +110,10 @@ class AfterOthers(Callback):
     order,keeps_batch = Order.agreement_end,True
     def __init__(self, engine):
         e = self.engine = engine
-        vars(self).update(before_train=partial(e.open_loop, True), before_validate=partial(e.open_loop, False),
-            before_fit=e.check_settings, before_batch=e.check_batch, before_backward=e.send_zeros,
-            after_backward=e.settle,
-            **dict.fromkeys(('before_epoch','after_train','after_validate','after_epoch'), e.agree))
+        vars(self).update(before_fit=e.check_settings, before_batch=e.check_batch)
+        vars(self).update(before_backward=e.send_zeros, after_backward=e.settle)
+        vars(self).update(before_train=partial(e.open_loop, True), before_validate=partial(e.open_loop, False))
+        for k in ('before_epoch','after_train','after_validate','after_epoch'): setattr(self, k, e.agree)
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c008
 class DistributedTrainer(Adapter):

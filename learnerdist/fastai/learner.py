@@ -48,11 +48,12 @@ with suppress(Exception): # first, so that a later import does not replace ours;
     import fastai.distributed # noqa: F401
 
 # %% ../../nbs/fastai/04_learner.ipynb #c006
-def in_context(*classes):
-    """Decorate a function of (learner, fastai's method, its arguments): it takes the place of the method while a
-    learner is in a context"""
+def in_context(*classes, names=()):
+    """Decorate a function of (learner, fastai's method, its arguments): it takes the place of the method, or of those
+    of these names, while a learner is in a context"""
     def decorate(f):
-        for cls in classes: setattr(cls, f.__name__, _extended(getattr(cls, f.__name__), f))
+        for cls,k in [(cls,k) for cls in classes for k in names or [f.__name__]]:
+            setattr(cls, k, _extended(getattr(cls, k), f))
         return f
     return decorate
 
@@ -102,11 +103,11 @@ _get_preds = Learner.get_preds
 def get_preds(self:Learner, ds_idx=1, dl=None, with_input=False, with_decoded=False, with_loss=False, act=None,
               inner=False, reorder=True, cbs=None,
               gather='all', # 'rank0': on other ranks all results are None
-              **kwargs):
+              **kw):
     "As fastai's: predictions for the whole data set, in its order; in a context on every rank"
     need(gather in ('all','rank0'), "give 'all' or 'rank0'; save_preds writes files", gather=gather)
-    kwargs |= dict(with_input=with_input, with_decoded=with_decoded, with_loss=with_loss, act=act, inner=inner, cbs=cbs)
-    def get(dl=dl, reorder=reorder): return _get_preds(self, ds_idx, dl, reorder=reorder, **kwargs)
+    def get(dl=dl, reorder=reorder):
+        return _get_preds(self, ds_idx, dl, with_input, with_decoded, with_loss, act, inner, reorder, cbs, **kw)
     trainer = trainer_of(self)
     if trainer is None or trainer.alone or group_size()<2: return get()
     dl = self.dls[ds_idx] if dl is None else dl
@@ -128,17 +129,13 @@ def lr_find(self, find, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True, sho
     return res
 
 # %% ../../nbs/fastai/04_learner.ipynb #c009
-def _alone(name):
-    def method(self, f, *args, **kwargs):
-        "fastai's method, run on this rank without votes and exchanges; if the model is sharded, on all ranks at once"
-        trainer = trainer_of(self)
-        if trainer.engine.shards: come_together(name)
-        with trainer.on_its_own(): return f(*args, **kwargs)
-    method.__name__ = name
-    return method
-
-in_context(Learner, TabularLearner, LMLearner)(_alone('predict'))
-for _o in ('show_results','summary'): in_context(Learner)(_alone(_o))
+@in_context(Learner, TabularLearner, LMLearner, names=['predict'])
+@in_context(Learner, names=['show_results','summary'])
+def _alone(self, f, *args, **kwargs):
+    "fastai's method, run on this rank without votes and exchanges; if the model is sharded, on all ranks at once"
+    trainer = trainer_of(self)
+    if trainer.engine.shards: come_together(f.func.__name__)
+    with trainer.on_its_own(): return f(*args, **kwargs)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c011
 @in_context(Learner)
@@ -162,16 +159,12 @@ def __getstate__(self, state):
     kept = {k: v for k,v in state().items() if k not in trainer_of(self).lent}
     return kept|dict(cbs=L(cb for cb in self.cbs if not isinstance(cb, parts)))
 
-def _of_whole(name):
-    def method(self, f, *args, **kwargs):
-        "fastai's method. ValueError if the model is sharded"
-        trainer_of(self).check_whole(name)
-        return f(*args, **kwargs)
-    method.__name__ = name
-    return method
-
-in_context(Learner)(_of_whole('export'))
-in_context(TextLearner)(_of_whole('save_encoder'))
+@in_context(Learner, names=['export'])
+@in_context(TextLearner, names=['save_encoder'])
+def _of_whole(self, f, *args, **kwargs):
+    "fastai's method. ValueError if the model is sharded"
+    trainer_of(self).check_whole(f.func.__name__)
+    return f(*args, **kwargs)
 
 @patch
 def check_whole(self:DistributedTrainer, what):

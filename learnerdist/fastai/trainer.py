@@ -74,7 +74,8 @@ def _(m:GatherPredsCallback):
 # %% ../../nbs/fastai/02_trainer.ipynb #ec015
 class Results:
     "What a loop of a fastai learner measures and gathers, also in training (`Recorder(train_metrics=True)`)"
-    files,gather = (),None # Callbacks that write a file for each batch of this loop; an option of `get_preds`
+    files = () # Callbacks that write a file for each batch of this loop
+    gather = None # An option of `get_preds`
     def before_validate(self):
         "Before the loop, and before other callbacks"
         self.engine.begin_loop(False)
@@ -126,8 +127,9 @@ class OfLoaders:
         self.engine.replace(self.dls, '_device', device)
     def may_change(self, events)->bool:
         "Whether a callback may cancel a batch, or change its targets, in these events"
-        cbs = [cb for cb in self.learn.cbs if not getattr(type(cb), 'keeps_batch', isinstance(cb, _keep_batch))]
-        return any(hasattr(type(cb), e) or e in vars(cb) for cb in cbs for e in events)
+        def keeps(cb): return getattr(type(cb), 'keeps_batch', isinstance(cb, _keep_batch))
+        hears = [(cb,e) for cb in self.learn.cbs for e in events if hasattr(type(cb), e) or e in vars(cb)]
+        return not all(keeps(cb) for cb,_ in hears)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c021
 class OfFits:

@@ -323,7 +323,8 @@ class Job:
         # signal: that the launcher has got
         self.signal,self.watch,self.ranks,self.outputs = None,None,[],[]
         self.term_s = getattr(args, 'shutdown_timeout', None) or 30 # no option before torch 2.9
-        self.traces = Path(args.log_dir or tempfile.gettempdir())/f'learnerdist-tracebacks-{self.run_id}.txt'
+        traces = f'learnerdist-tracebacks-{self.run_id}.txt'
+        self.traces = Path(args.log_dir or tempfile.gettempdir())/traces
 
     def hear(self, sig, frame=None):
         "Handle a signal: the ranks get it, and end"

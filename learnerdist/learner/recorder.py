@@ -118,8 +118,6 @@ class Recorder(Callback):
 
     def after_validate(self):
         if not self.measuring: self.reset_metrics() # the loop was cancelled before it began
-        for m in self.mets:
-            if getattr(m, 'asks', False): m.settle([m.tells()])
         # a new list: `aside` keeps the old one for the outer loop
         self.log = self.log+self.valid_values
         self.measuring = self.reduced = False
