@@ -18,7 +18,7 @@ from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.snapshot import on_cpu
 from .core.compat import TorchDispatchMode,tree_leaves
 from .core.env import planned_group
-from .core.shards import a_part,groups_of,is_part,shard_place
+from .core.shards import a_part,is_part,shard_place
 from .core.stacks import need
 from .data.loaders import data_len
 from .distributed.engine import context_callbacks
@@ -143,7 +143,7 @@ class Planner(Callback):
         self.rows,self.batches,self.votes,self.stepped = 0,0,0,False
         self.traffic = Traffic().__enter__()
     def after_backward(self):
-        self.grads = [p.grad for p in trained(self.learn)]
+        self.grads = [p.grad for p in self.learn.runner.all_params()]
         for g in self.grads:
             if g is not None: g.zero_() # what the fake group returns may be no number
     def after_step(self): self.stepped = True
@@ -202,15 +202,10 @@ def mb(n)->str:
     return f'{n/1e6:,.3f} MB' if n<1e9 else f'{n/1e9:,.3f} GB'
 
 # %% ../nbs/03_plan.ipynb #pln13
-def trained(learn)->list:
-    "Parameters of the model and of the optimizer"
-    own = [*get_model(learn.model).parameters(),*[p for g in groups_of(learn.opt) for p in g]]
-    return [*{id(p): p for p in own}.values()]
-
 def planned(learn, step:Step, grads)->Plan:
     "The figures of a learner's fit, after a step"
     W,like = dist.get_world_size(),a_part(get_model(learn.model))
-    engine,params = learn.runner,trained(learn)
+    engine,params = learn.runner,learn.runner.all_params()
     n = W if like is None else shard_place(like)[1]
     shapes = {tuple(p.shape) for p in params} # others, such as counts of steps, are not cut
     memory = dict(weights=held(params, n), buffers=held(get_model(learn.model).buffers(), 1))

@@ -20,9 +20,9 @@ from ..data.loaders import call_model
 from ..learner.losses import copied,unweighted
 from ..learner.recorder import Recorder,as_totals
 from ..learner.techniques import GradientClip
-from ..core.compat import tree_leaves
 from ..core.random import rng_state,set_rng_state
 from ..core.shards import map_tensors
+from ..distributed.engine import zero_of
 from ..core.stacks import need
 from .snapshot import are_plain,to_plain
 
@@ -195,7 +195,7 @@ def settle(learn, ddp):
     cast = getattr(getattr(learn, 'mixed_precision', None), 'autocast', nullcontext)
     with cast if hasattr(cast, '__enter__') and not isinstance(cast, type) else cast():
         out = call_model(ddp, copied(tuple(learn.xb)), learn.model)
-    sum(o.sum()*0 for o in tree_leaves(out) if isinstance(o, torch.Tensor) and o.requires_grad).backward()
+    zero_of(out).backward()
     with torch.no_grad():
         for o,old in buffers: o.copy_(old)
     for p in ddp.module.parameters(): p.grad = None

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from .compat import abort_group,default_store,destroy_group,fake_store,set_timeout
+from .files import environment
 from .hosts import foreign_rank
 from .stacks import frames_of_thread,preempted_status,users_frame
 
@@ -339,19 +340,18 @@ def planned_group(world_size:int):
     if in_group() or num_distrib()>1: raise ValueError('a plan is made by a process that is no rank of another run')
     store = fake_store()
     if store is None: raise ValueError(f'torch {torch.__version__} has no fake process group, by which a plan is made')
-    kept = {k: os.environ.pop(k) for k in ('RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE') if k in os.environ}
-    try:
-        dist.init_process_group('fake', store=store, rank=0, world_size=world_size)
-        new_launch()
-        _stores['launch'] = dist.HashStore()
-        _plan.append(world_size)
-        yield
-    finally:
-        close_group()
-        teardown_distrib()
-        _plan.clear()
-        new_launch()
-        os.environ.update(kept)
+    with environment(**dict.fromkeys(('RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE'))):
+        try:
+            dist.init_process_group('fake', store=store, rank=0, world_size=world_size)
+            new_launch()
+            _stores['launch'] = dist.HashStore()
+            _plan.append(world_size)
+            yield
+        finally:
+            close_group()
+            teardown_distrib()
+            _plan.clear()
+            new_launch()
 
 # %% ../../nbs/core/01_env.ipynb #close1
 # The open groups of `process_group` (None: torch's default group); the event loops of gloo in them

@@ -234,5 +234,5 @@ def come_together(what:str, timeout_s=60):
     key = f'together/{what}/{count(f"together {what}")}'
     found = everyones('here', key, shared_store(), timeout_s, f'to call {what}')
     absent = ', '.join(str(r) for r,o in enumerate(found) if o is None)
-    need(not absent, f'rank {group_rank()} waits in {what} for rank {absent}: of a sharded model, all ranks must call '
-         'it')
+    where = f'rank {group_rank()} waits in {what} for rank {absent}'
+    need(not absent, f'{where}: of a sharded model, all ranks must call it')

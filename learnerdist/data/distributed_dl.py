@@ -501,13 +501,13 @@ def _(dl:DataLoader):
     return changed(dl, **kw)
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #gbs01
-def _parted(dl, dealer, global_bs):
-    "A copy of a loader with a rank's part of global batches of `global_bs` samples. ValueError if there is none"
+def _parted(dl, dealer, n):
+    "A copy of a loader with a rank's part of global batches of `n` samples. ValueError if there is none"
     W = dealer.world_size
-    need(global_bs>=W, f'a global batch has a sample at least for each of {W} ranks', global_bs=global_bs)
-    need(batch_shape(dl)[0], _own_way.format(type(dl).__name__), global_bs=global_bs)
-    dealer.global_bs = global_bs
-    return with_settings(dl, bs=share_len(global_bs, dealer.rank, W, False))
+    need(n>=W, f'a global batch has a sample at least for each of {W} ranks', global_bs=n)
+    need(batch_shape(dl)[0], _own_way.format(type(dl).__name__), global_bs=n)
+    dealer.global_bs = n
+    return with_settings(dl, bs=share_len(n, dealer.rank, W, False))
 
 _own_way = 'this {} makes batches in its own way, which are dealt whole'
 
@@ -533,7 +533,8 @@ class DistributedDL(LoaderWrapper):
         dealer.by_step = dealer.pad=='batch' and bool(dealer.bs)
         dealer.step = global_bs or (dealer.bs or 1)*dealer.world_size
         self.dealer,self.dl = dealer,dealer.shard(dl)
-        need(not global_bs or dealer.unit=='row', _own_way.format(type(dl).__name__), global_bs=global_bs)
+        kind = type(dl).__name__
+        need(not global_bs or dealer.unit=='row', _own_way.format(kind), global_bs=global_bs)
         self.rank,self.world_size,self.seed = dealer.rank,dealer.world_size,dealer.seed
         self.pad,self.unit = dealer.pad,dealer.unit
         self.mixed = dealer.streams and self.num_workers>1

@@ -22,7 +22,7 @@ from ..core.env import current_group,group_rank,group_size,group_timeout,in_grou
 from ..core.env import process_group
 from ..core.lending import lend
 from ..core.random import rng_state,seed_streams,set_rng_state
-from ..core.shards import groups_of,is_part
+from ..core.shards import groups_of,is_part,local_part
 from ..core.stacks import frames_of,warn
 from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
 from ..data.loaders import LoaderWrapper,split_batch
@@ -122,7 +122,8 @@ class Loop:
         self.n_steps = 0 # Training batches so far, with the present one
         # The present batch; what is known of the next one; this rank's shard of a training loader
         self.batch = self.ahead = self.dl = self.evaluation = None
-        self.repeats,self.known = False,True # known: whether all ranks know the samples of each step
+        self.repeats = False
+        self.known = True # Whether all ranks know the samples of each step
         # Whether targets show the items of a batch: no callback may change or cancel it
         self.looks = False
 
@@ -438,7 +439,7 @@ class Batches(Steering):
         self.waits = self.more or self.auto
         self.repeated = self.loop.repeats or batch.left_out or empty
         mute(self.repeated)
-        if self.replica: self.replica.sync = not (self.more or self.auto)
+        if self.replica: self.replica.exchange(not (self.more or self.auto))
     def in_parts(self, f):
         "Run `f`, the forward and backward pass of a batch, for each of its micro-batches; in evaluation once"
         if self.auto and self.learn.training: return self._that_fit(f)
@@ -461,7 +462,7 @@ class Batches(Steering):
             self.findings.note('micro-batches', _smaller.format(size, self.max_bs))
             learn.xb,learn.yb = micro.whole
             learn.pred,learn.loss,learn.loss_grad = None,None,None
-            for p in self._all_params(): p.grad = None
+            for p in self.all_params(): p.grad = None
             for o,old in buffers: o.copy_(old)
             set_rng_state(streams)
             if self.device.type=='cuda': torch.cuda.empty_cache()
@@ -628,13 +629,14 @@ class Cancelling(Batches):
         zero, also where the batch has NaNs"""
         learn,batch = self.learn,self.loop.batch
         if not (batch and batch.dropped): return
-        params = self._all_params()
+        params = self.all_params()
         if batch.micro: self._forget_parts()
         batch.idle = [p for p in params if p.grad is None]
         learn.loss_grad = learn.loss_grad*0
         batch.handles = [p.register_hook(_finite) for p in params if p.requires_grad]
 
-    def _all_params(self):
+    def all_params(self)->list:
+        "The parameters of the model and of the optimizer"
         every = [*self._trained().parameters(),*[p for g in groups_of(self.learn.opt) for p in g]]
         return [*{id(p): p for p in every}.values()]
 
@@ -645,7 +647,7 @@ class Cancelling(Batches):
     def _forget_parts(self):
         "Forget the gradients of micro-batches before, which this rank has not sent"
         if hasattr(self.replica, 'held'): return self.replica.held(drop=True)
-        for p in self._all_params(): p.grad = None
+        for p in self.all_params(): p.grad = None
 
     def settle(self):
         """After that backward pass: if the gradients do not show that another rank has a part in them, ask whether all
@@ -672,7 +674,7 @@ def _finite(grad): return grad.nan_to_num(0., 0., 0.)
 
 def _has_values(grad):
     "Whether a gradient, or this rank's part of it, is there and not zero"
-    return grad is not None and bool((grad.to_local() if is_part(grad) else grad).any())
+    return grad is not None and bool(local_part(grad).any())
 
 # %% ../../nbs/distributed/10_engine.ipynb #eng21
 class Agreement(Cancelling):

@@ -351,7 +351,7 @@ class Replica:
             kw = dict(self.kw, device_ids=ids, process_group=current_group())
             self.ddp = DistributedDataParallel(self.model, **kw)
         if self.comm_hook: self.comm_hook(self.ddp, self.links)
-        self.sync = self._sync
+        self.exchange(self._sync)
 
     def _optimized(self):
         groups = () if self.learn.opt is None else self.learn.opt.param_groups
@@ -397,12 +397,8 @@ class Replica:
         current.learn = None
         if self.undo_bn: self.undo_bn()
 
-    @property
-    def sync(self)->bool:
-        "Whether the next backward pass exchanges gradients"
-        return self._sync
-    @sync.setter
-    def sync(self, on):
+    def exchange(self, on:bool):
+        "Whether the next backward pass is to exchange gradients"
         self._sync = on
         if self.ddp is None: return
         # a static graph is recorded in the first pass, which must exchange

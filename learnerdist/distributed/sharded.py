@@ -23,6 +23,7 @@ from ..core.compat import forget_fsdp,fsdp_on_cpu,fsdp_ready,held_grads
 from ..core.deferred import set_value,source_of
 from ..core.env import count,current_group,everyones,group_rank,group_size,group_timeout
 from ..core.env import local_rank,local_size,noting_loops,process_group,shared_store,wait_key
+from ..core.lending import replaced
 from ..core.shards import Kept,exchange_params,groups_of,is_part,keep_part,load_model
 from ..core.shards import optimizers_in,part_from,part_of,state_part,whole
 from ..core.weights import load_weights
@@ -195,12 +196,8 @@ class Sharded:
         self.key,self.order,self.log,self.rounds = f'sharded/{count("sharded")}',None,None,0
         self.handles,self.pairs,self.checked,self._sync = [],[],False,True
 
-    @property
-    def sync(self)->bool:
-        "Whether the next backward pass exchanges gradients"
-        return self._sync
-    @sync.setter
-    def sync(self, on):
+    def exchange(self, on:bool):
+        "Whether the next backward pass is to exchange gradients"
         if not self.opts.sync_once or on==self._sync: return
         self._sync = on
         self.model.set_requires_gradient_sync(on)
@@ -244,12 +241,9 @@ class Sharded:
             raise ValueError(f'{type(e).__name__} within the forward pass, where other ranks of a sharded model wait: '
                              'raise it in an event of a callback') from e
 
-    @contextmanager
     def on_rank0(self):
-        "Within the body, which runs on rank 0 only, the model cannot be called"
-        old,self.alone = self.alone,True
-        try: yield
-        finally: self.alone = old
+        "Context whose body runs on rank 0 only, where the model cannot be called"
+        return replaced(self, alone=True)
 
     def after_backward(self):
         "After a backward pass: average gradients of others, look for missing ones. Sync point"

@@ -34,12 +34,12 @@ from ..core.shards import come_together
 from ..core.stacks import need
 from ..core import env
 from ..core.compat import find
+from ..core.lending import replaced
 from ..core.env import group_rank,group_size,num_distrib
 from .loaders import in_one_order
 from .trainer import DistributedTrainer,parts,trainer_of
 from ..learner.learner import Learner as CoreLearner,Runner,advise_on_memory
 from ..learner.learner import check_fit,check_loss,device_of,get_model
-from ..learner.predictions import replaced
 from ..learner.techniques import MixedPrecision,amp_flag
 from ..learner.callback import Callback as CoreCallback
 from ..learner.loggers import say_alone

@@ -28,6 +28,7 @@ from fastcore.meta import delegates
 
 from ..core.collectives import distrib_barrier,gather_objects
 from ..core.env import group_rank,group_size
+from ..core.lending import replaced
 from ..data.loaders import find_bs
 from ..distributed.evaluation import Evaluation
 from ..distributed.engine import total_losses
@@ -127,9 +128,9 @@ class OfLoaders:
         self.engine.replace(self.dls, '_device', device)
     def may_change(self, events)->bool:
         "Whether a callback may cancel a batch, or change its targets, in these events"
-        def keeps(cb): return getattr(type(cb), 'keeps_batch', isinstance(cb, _keep_batch))
-        hears = [(cb,e) for cb in self.learn.cbs for e in events if hasattr(type(cb), e) or e in vars(cb)]
-        return not all(keeps(cb) for cb,_ in hears)
+        keeps = lambda cb: getattr(type(cb), 'keeps_batch', isinstance(cb, _keep_batch))
+        cbs = [cb for cb in self.learn.cbs if not keeps(cb)]
+        return any(hasattr(type(cb), e) or e in vars(cb) for cb in cbs for e in events)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c021
 class OfFits:
@@ -218,7 +219,7 @@ class OfBatches:
         if self.engine.replica is None: return
         acc = self._accumulation()
         if acc is None: return
-        self.engine.replica.sync = self.engine.is_uneven or acc.count+find_bs(self.yb)>=acc.n_acc
+        self.engine.replica.exchange(self.engine.is_uneven or acc.count+find_bs(self.yb)>=acc.n_acc)
     def take_step(self):
         "The optimizer's step, with its events"
         learn = self.learn
@@ -356,12 +357,9 @@ class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfReco
         with self.on_its_own(), self.engine.shards.on_rank0() if self.engine.shards else nullcontext(): cb(event)
         self.rank0s += [o for o in self.learn.cbs if all(o is not p for p in before)]
 
-    @contextmanager
     def on_its_own(self):
-        "Within the body, this rank's loops run without votes and exchanges"
-        old,self.alone = self.alone,True
-        try: yield
-        finally: self.alone = old
+        "Context in which this rank's loops run without votes and exchanges"
+        return replaced(self, alone=True)
 
 # fastcore made these classes. A function of a notebook cell that raises one is sent to the ranks by cloudpickle,
 # which looks for a class in the module that it names, and otherwise makes another class there

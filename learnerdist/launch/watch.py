@@ -114,12 +114,12 @@ class Rank:
         """Kill it and its children, and note where it was. why: the beginning of a sentence; empty: another one has
         failed, or the launcher was asked to end"""
         self.is_killed = True
-        if not why: return end_groups([self])
-        frames,where = self.place()
-        # without what called the user's code
-        self.trace = _text(takewhile(lambda o: not o.file.startswith(_here), frames))
-        self.why = f'{why}: it {where}'
-        with suppress(ProcessLookupError, PermissionError): os.killpg(self.proc.pid, signal.SIGKILL)
+        if why:
+            frames,where = self.place()
+            # without what called the user's code
+            self.trace = _text(takewhile(lambda o: not o.file.startswith(_here), frames))
+            self.why = f'{why}: it {where}'
+        end_groups([self])
 
     def place(self): return place_of(self.proc.pid, self.folder/'stack.txt')
 

@@ -23,6 +23,7 @@ from .losses import loss_of_batch,loss_trace
 from ..data.loaders import call_model,data_len,find_bs,single,split_batch,to_device
 from ..core.deferred import fill_in
 from ..core.env import default_device
+from ..core.lending import replaced
 from ..core.stacks import need
 
 # %% ../../nbs/learner/01_learner.ipynb #c005
@@ -457,9 +458,6 @@ def device(self:Learner)->torch.device:
 
 # %% ../../nbs/learner/01_learner.ipynb #c039
 @patch
-@contextmanager
 def no_logging(self:Learner):
     "Context in which the learner prints no lines of its table"
-    old,self.logger = self.logger,lambda line: None
-    try: yield self
-    finally: self.logger = old
+    return replaced(self, logger=lambda line: None)

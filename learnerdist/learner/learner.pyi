@@ -235,7 +235,6 @@ class Learner:
     def device(self) -> torch.device:
         """The device for model and batches: that of `dls`, or this process's own"""
 
-    @contextmanager
     def no_logging(self):
         """Context in which the learner prints no lines of its table"""
 

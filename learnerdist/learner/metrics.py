@@ -51,7 +51,9 @@ class AvgMetric(Metric):
         # From (prediction, *targets) of a batch to the mean over that batch: a tensor (), a float or a numpy scalar
         func,
         name=None # Its column in the table; None: the name of the function
-    ): self.func,self._name,self.n_items = func,name or _func_name(func),getattr(_inner(func), 'n_items', None)
+    ):
+        self.func,self._name = func,name or _func_name(func)
+        self.n_items = getattr(_inner(func), 'n_items', None)
 
     def reset(self): self.total,self.count = 0.,0
     def accumulate(self, learn):

@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_,clip_grad_value_
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from ..core.lending import replaced
 from ..core.shards import groups_of,is_part,local_part,state_part,whole
 from ..core.stacks import need
 from ..data.distributed_dl import reindexed
@@ -251,7 +252,7 @@ def _divide_by(self:GradientAccumulation, total):
 @patch
 def _exchange(self:GradientAccumulation, on):
     self.engine = self.runner.model or self.engine # at the end of a fit there is none any more
-    if hasattr(self.engine, 'sync'): self.engine.sync = on
+    if hasattr(self.engine, 'exchange'): self.engine.exchange(on)
 
 @patch
 def _forget(self:GradientAccumulation):
@@ -368,9 +369,7 @@ class EMA(Callback):
     def apply(self):
         """Context in which the model has the average. Afterwards it has the trained weights again, also after an
         exception. All ranks enter it"""
-        old,self.applied = self.applied,True
-        try: yield self.learn
-        finally: self.applied = old
+        with replaced(self, applied=True): yield self.learn
 
     def before_train(self):
         need(not self.applied, 'a fit trains the weights, not their average: leave apply() before it')
