@@ -124,7 +124,8 @@ class First(Callback):
 
 class Planner(Callback):
     "Measures the first steps of a fit, and then ends the script"
-    order,keeps_batch,n_steps = Order.agreement_end-1,True,3 # after the second one nothing is arranged any more
+    order,keeps_batch = Order.agreement_end-1,True
+    n_steps = 3 # After the second one nothing is arranged any more
     def before_fit(self):
         engine = self.learn.runner
         engine.self_check.due = False # it would evaluate samples of all ranks
@@ -138,8 +139,7 @@ class Planner(Callback):
         self.votes += 1
         return self.exchange(*args)
 
-    def before_train(self): self._begin()
-    def _begin(self):
+    def before_train(self):
         self.rows,self.batches,self.votes,self.stepped = 0,0,0,False
         self.traffic = Traffic().__enter__()
     def after_backward(self):
@@ -156,7 +156,7 @@ class Planner(Callback):
         self.step = Step(self.rows, self.batches, self.votes, self.traffic.calls, self.traffic.n_bytes)
         self.plan = planned(self.learn, self.step, self.grads)
         if self.steps==self.n_steps: raise Planned(self.plan)
-        self._begin()
+        self.before_train()
     def after_train(self):
         need(self.steps, 'a plan needs a step of the optimizer, and this epoch has none')
         raise Planned(self.plan)

@@ -451,12 +451,9 @@ left_out.append(Checkpoint)
 class _Early(Callback):
     "Calls a `Checkpoint` in events before other callbacks run, after all ranks have agreed to go on"
     order,keeps_batch = Order.checkpoint_early,True # before the adapter of the engine
-    def __init__(self, owner): self.owner = owner
-    def before_epoch(self): self.owner.at_epoch()
-    def before_train(self): self.owner.at_train()
-    def before_batch(self): self.owner.at_batch()
-    def before_validate(self): self.owner.at_validate()
-    def after_fit(self): self.owner.at_end()
+    def __init__(self, owner:Checkpoint):
+        vars(self).update(before_epoch=owner.at_epoch, before_train=owner.at_train, before_batch=owner.at_batch)
+        vars(self).update(before_validate=owner.at_validate, after_fit=owner.at_end)
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c022i
 class StatesInMemory(Checkpoint):

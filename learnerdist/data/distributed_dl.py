@@ -63,8 +63,7 @@ class Dealt:
         d,items = self.dealer,self.source
         parts = loader_parts(items)
         if {*map(type, parts)}-{BatchSampler,SequentialSampler}: # it may draw random numbers
-            gens = [getattr(o, 'generator', None) for o in parts]
-            gens = [o for o in gens if isinstance(o, torch.Generator)]
+            gens = [g for o in parts if isinstance(g := getattr(o, 'generator', None), torch.Generator)]
             rng = shared_rng(d.seed, d.epoch, generators=gens)
             items = draw(items, rng, self.chunk, self.chunk)
         items = d.deal(items)
@@ -373,13 +372,11 @@ def _is_draw(name, val):
     return seed or isinstance(val, torch.Generator) or 'random' in type(val).__module__
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c015
-class _Stream(IterableDataset):
+class _Stream(LoaderWrapper, IterableDataset):
     "A rank's shard of an iterable data set. Reading and setting attributes goes through to that data set"
+    inside = '_inner'
     def __init__(self, inner, dealer, after=()):
         vars(self).update(_inner=inner, _dealer=dealer, _after=after, _split=False)
-    def __getattr__(self, k):
-        if k.startswith('__') or '_inner' not in vars(self): raise AttributeError(k)
-        return getattr(self._inner, k)
     def __setattr__(self, k, v): setattr(self._inner, k, v)
     def __len__(self): return self._dealer.count(len(self._inner))
     def __iter__(self):

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.collectives import all_sum
 from ..core.compat import ignored_by_ddp,sync_buffers
 from ..core.env import current_group,group_size
+from ..core.stacks import need
 from . import batchnorm
 from .batchnorm import Synced,sync_batchnorm
 from .vote_links import Place,SocketLinks,nameless
@@ -157,9 +158,8 @@ def find_hook(hook):
     bucket), or None; ValueError for an unknown name"""
     if hook is None: return _by_default
     if callable(hook): return _plain(hook)
-    if hook not in comm_hooks:
-        names = ', '.join(comm_hooks)
-        raise ValueError(f'comm_hook={hook!r}: give {names}, or a function of (group, bucket)')
+    known = ', '.join(comm_hooks)
+    need(hook in comm_hooks, f'give {known}, or a function of (group, bucket)', comm_hook=hook)
     return comm_hooks[hook]
 
 # %% ../../nbs/distributed/09_replica.ipynb #c010
@@ -193,21 +193,21 @@ def check_options(opts):
     flags = {k: getattr(opts, k) for k in ('sync_bn','split_batches','sample_seeds')}
     flags |= {k: v for k,v in ddp_kw.items() if isinstance(_ddp_args[k].default, bool)}
     bad = [f'{k}={v!r}' for k,v in flags.items() if v not in (True,False)]
-    if bad: raise ValueError(f"{', '.join(bad)}: give True or False")
-    def need(name, v, kinds, least, what):
-        if v is None or isinstance(v, kinds) and not isinstance(v, bool) and v>least: return
-        raise ValueError(f'{name}={v!r}: give {what}')
-    need('seed', opts.seed, int, -math.inf, 'a whole number, or None to draw one')
-    need('check_every', opts.check_every, int, 0, 'a number of steps, from 1 up')
-    need('global_bs', opts.global_bs, int, 0, 'the number of samples in a step of all ranks together')
-    if opts.max_bs!='auto': need('max_bs', opts.max_bs, int, 0, "a number of samples, or 'auto'")
+    need(not bad, f"{', '.join(bad)}: give True or False")
+    def check(name, v, kinds, least, what):
+        known = v is None or isinstance(v, kinds) and not isinstance(v, bool) and v>least
+        need(known, f'give {what}', **{name: v})
+    check('seed', opts.seed, int, -math.inf, 'a whole number, or None to draw one')
+    check('check_every', opts.check_every, int, 0, 'a number of steps, from 1 up')
+    check('global_bs', opts.global_bs, int, 0, 'the number of samples in a step of all ranks together')
+    if opts.max_bs!='auto': check('max_bs', opts.max_bs, int, 0, "a number of samples, or 'auto'")
     if opts.max_bs=='auto' and (opts.comm_hook or opts.shard):
         raise ValueError("max_bs='auto' averages gradients after the last micro-batch, without comm_hook and shard: "
                          'give a number')
     if opts.global_bs and opts.split_batches:
         raise ValueError(f'global_bs={opts.global_bs} and split_batches: leave out one of the two')
-    need('timeout_s', opts.timeout_s, (int,float), 0, 'seconds')
-    need('bucket_cap_mb', ddp_kw.get('bucket_cap_mb'), (int,float), 0, 'a size in MiB')
+    check('timeout_s', opts.timeout_s, (int,float), 0, 'seconds')
+    check('bucket_cap_mb', ddp_kw.get('bucket_cap_mb'), (int,float), 0, 'a size in MiB')
 
 # %% ../../nbs/distributed/09_replica.ipynb #67d8f350
 def broadcast_module(model):
