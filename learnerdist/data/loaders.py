@@ -194,15 +194,6 @@ def read_loader(dl):
     "Iterator over any loader"
     return batches(dl) if type(dl) is DataLoader else iter(dl)
 
-def look_ahead(it):
-    "Each item of an iterator, and whether another follows; it reads one item ahead"
-    end = object()
-    o = next(it, end)
-    while o is not end:
-        following = next(it, end)
-        yield o,following is not end
-        o = following
-
 def batch_shape(dl)->tuple:
     """What a loader says about its batches. dl: any loader; returns: (samples in a batch, None if not known; whether
     an incomplete last batch is dropped)"""

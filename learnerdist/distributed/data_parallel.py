@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel,DistributedDataParallel
 from ..learner.callback import Callback,Order
 from ..core.env import group_size
 from ..core.stacks import need
-from ..learner.learner import Learner,device_of,get_model
+from ..learner.learner import Learner,get_model
 
 # %% ../../nbs/distributed/05_data_parallel.ipynb #c006
 def check_device_ids(device_ids, n:int)->list:
@@ -48,7 +48,7 @@ class ParallelTrainer(Callback):
         if device_ids is not None: self.device_ids = check_device_ids(device_ids, torch.cuda.device_count())
 
     def before_fit(self):
-        ids = parallel_ids(self.device_ids, device_of(self.learn), torch.cuda.device_count())
+        ids = parallel_ids(self.device_ids, self.learn.device, torch.cuda.device_count())
         if not ids or self.model is not get_model(self.model): return
         need(group_size()<2, f'DataParallel in one of {group_size()} ranks: use distrib_ctx alone')
         self.learn.model = self.wrapped = DataParallel(self.model, device_ids=ids)

@@ -23,7 +23,7 @@ from ..core.env import process_group
 from ..core.lending import lend
 from ..core.random import rng_state,seed_streams,set_rng_state
 from ..core.shards import groups_of,is_part,local_part
-from ..core.stacks import frames_of,warn
+from ..core.stacks import frames_of,need,warn
 from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
 from ..data.loaders import LoaderWrapper,split_batch
 from .batchnorm import is_muted,local_stats,mute
@@ -293,7 +293,8 @@ class Loops(Dealing):
     def _check_cuts(self):
         "ValueError if something hinders micro-batches; report BatchNorm, whose statistics are theirs"
         name,many = f'max_bs={self.opts.max_bs!r}',group_size()>1
-        if self.adapter.accumulates(): raise ValueError(f'{name} and GradientAccumulation: leave out one of the two')
+        accumulates = any(isinstance(cb, self.adapter.accumulation) for cb in self.learn.cbs)
+        need(not accumulates, f'{name} and GradientAccumulation: leave out one of the two')
         if self.auto and many and self.replica.forward_exchanges:
             raise ValueError(f'{name}: ranks exchange something in each forward pass of this model (BatchNorm, '
                              'max_norm), where others would wait for one that runs out of memory: give a number')
@@ -314,7 +315,7 @@ class Loops(Dealing):
         if training:
             self.loop.dl,self.loop.known = self.learn.dl,step_rows(self.learn.dl) is not None
             self._say_repeats(getattr(self.learn.dl, 'dealer', None))
-            self.loop.looks = self.learn.device.type=='cpu' and not self.adapter.may_change(early)
+            self.loop.looks = self.device.type=='cpu' and not self.adapter.may_change(early)
             self.self_check.begin_loop()
         self.agree()
         self.learn.dl = Steps(self.learn.dl, self)

@@ -38,6 +38,7 @@ class Adapter(Callback):
     order,keeps_batch = Order.trainer,True
     cancels = cancels # the learner's exceptions, by scope
     share_class = Share # of a loader
+    accumulation = GradientAccumulation # the callback that makes steps from several batches
     @delegates(DistributedDataParallel.__init__, but=ddp_args_of_ours)
     def __init__(self,
         cuda_id:int=None,   # This process's GPU; None: by local rank, or the CPU
@@ -122,9 +123,6 @@ class DistributedTrainer(Adapter):
         "Whether a callback may cancel a batch, or change its targets, in these events"
         heard = self.learn._handlers
         return any([not cb.keeps_batch for e in events for cb in heard[e]])
-    def accumulates(self)->bool:
-        "Whether a callback makes steps from several batches"
-        return any(isinstance(cb, GradientAccumulation) for cb in self.learn.cbs)
     def take_step(self):
         "The optimizer's step, with its events"
         learn = self.learn

@@ -39,7 +39,7 @@ from ..core.env import group_rank,group_size,num_distrib
 from .loaders import in_one_order
 from .trainer import DistributedTrainer,parts,trainer_of
 from ..learner.learner import Learner as CoreLearner,Runner,advise_on_memory
-from ..learner.learner import check_fit,check_loss,device_of,get_model
+from ..learner.learner import check_fit,check_loss,get_model
 from ..learner.techniques import MixedPrecision,amp_flag
 from ..learner.callback import Callback as CoreCallback
 from ..learner.loggers import say_alone
@@ -198,7 +198,6 @@ def to_distributed(self:Learner, cuda_id=None, in_notebook=None, **kw)->Learner:
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
     check_plain(self)
     trainer,before = DistributedTrainer(cuda_id, in_notebook, **kw),{*vars(self)}
-    trainer.engine.replace(self, 'device', device_of(self))
     attach(self, trainer)
     trainer.quiet()
     trainer.lent = [*{*vars(self)}-before] # attributes that fastai's learner has only in a context
@@ -264,6 +263,6 @@ def setup_distrib(
     return env.setup_distrib(kw.pop('cuda_id', gpu), **kw)
 
 Learner.runner = Runner()
-_of_ours = ('detach_distributed to_parallel detach_parallel parallel_ctx prepare_model wrapper repeated global_items '
-            'compile uncompile').split()
+_of_ours = ('detach_distributed to_parallel detach_parallel parallel_ctx prepare_model device wrapper repeated '
+            'global_items compile uncompile').split()
 for _o in _of_ours: setattr(Learner, _o, vars(CoreLearner)[_o])

@@ -229,9 +229,6 @@ class OfBatches:
         "A forward or backward pass was left: leave what fastai's mixed precision has entered"
         for cb in self.learn.cbs:
             if isinstance(cb, MixedPrecision) and not self.has_loss: cb.autocast.__exit__(None, None, None)
-    def accumulates(self)->bool:
-        "Whether fastai's callback makes steps from several batches"
-        return self._accumulation() is not None
     def _accumulation(self):
         return next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
     def before_backward(self):
@@ -319,7 +316,7 @@ class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfReco
     """Train a fastai learner on every rank of the group: shards of the data, averaged gradients, the metrics of one
     process"""
     cancels = {k: getattr(fastai_learner, o.__name__) for k,o in cancels.items()}
-    kinds,share_class = tuple(cancels.values()),ShareDL
+    kinds,share_class,accumulation = tuple(cancels.values()),ShareDL,GradientAccumulation
     looping = alone = False # within a loop over batches; without votes and exchanges
     trained = has_loss = watches = False # this fit; this batch; whether model and loss are observed
     # the user's model, while another one stands in `learn.model`; before lr_find; what observes model and loss

@@ -447,14 +447,10 @@ def y(self:Learner):
     "The targets of this rank's current batch; without the tuple around a single one"
     return single(self.yb)
 
-def device_of(learn)->torch.device:
-    "The device for a learner's model and batches: that of `dls`, or this process's own. learn: ours or fastai's"
-    return torch.device(getattr(learn.dls, 'device', None) or default_device())
-
 @patch(as_prop=True)
 def device(self:Learner)->torch.device:
     "The device for model and batches: that of `dls`, or this process's own"
-    return torch.device(getattr(self._dls, 'device', None) or default_device()) # in each step: no call of `device_of`
+    return torch.device(getattr(self.dls, 'device', None) or default_device())
 
 # %% ../../nbs/learner/01_learner.ipynb #c039
 @patch

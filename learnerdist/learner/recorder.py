@@ -82,7 +82,7 @@ class Recorder(Callback):
     def after_batch(self):
         learn = self.learn
         if learn.training and self.n_before==learn.train_iter: return # it is recorded already
-        n = batch_rows(learn) if learn.yb and learn.loss is not None and not learn.repeated else 0
+        n = batch_rows(learn) if learn.yb and learn.loss is not None and not learn.runner.repeated else 0
         if learn.training:
             self.n_before = learn.train_iter
             items = n_items(learn) if n else 0

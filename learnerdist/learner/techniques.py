@@ -10,6 +10,7 @@ import math
 from collections import deque
 from contextlib import contextmanager
 from functools import singledispatch
+from itertools import chain,pairwise
 
 import torch
 from fastcore.basics import patch
@@ -22,7 +23,7 @@ from ..core.lending import replaced
 from ..core.shards import groups_of,is_part,local_part,state_part,whole
 from ..core.stacks import need
 from ..data.distributed_dl import reindexed
-from ..data.loaders import LoaderWrapper,apply,batch_shape,data_len,look_ahead
+from ..data.loaders import LoaderWrapper,apply,batch_shape,data_len
 from .callback import Callback,CancelBatchException,CancelStepException,Order,cancels
 from .learner import Learner,fit_flags,get_model
 from .losses import batch_rows,loss_kind,loss_over,n_items
@@ -270,8 +271,9 @@ class _Marked(LoaderWrapper):
     is the last"""
     def __init__(self, dl, marks): self.dl,self.marks = dl,marks
     def __iter__(self):
-        for b,more in look_ahead(iter(self.dl)):
-            self.marks.append(not more)
+        end = object()
+        for b,following in pairwise(chain(self.dl, [end])):
+            self.marks.append(following is end)
             yield b
 
 @reindexed.register
