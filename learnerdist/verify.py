@@ -534,7 +534,8 @@ def judge(alone, ranks)->Verdict:
              'the script divides its batch size by the number of processes': alone['scaled'],
              "after the context the random streams stand elsewhere than one process's": apart}
     notes = [text for text,holds in notes.items() if holds]
-    setting = f"{len(ranks)} processes and one, {len(alone['steps'])} steps in {alone['dtype']}"
+    n = len(alone['steps'])
+    setting = f"{len(ranks)} processes and one, {n} step{'s'*(n!=1)} in {alone['dtype']}"
     return Verdict(first is None, first, likely(first, alone, ranks) if first else [], largest, notes, setting)
 
 # %% ../nbs/02_verify.ipynb #a6bb9d2d

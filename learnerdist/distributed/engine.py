@@ -7,7 +7,7 @@ __all__ = ['gather_with_grad']
 
 # %% ../../nbs/distributed/10_engine.ipynb #eng03
 import math,struct,sys
-from contextlib import ExitStack,contextmanager
+from contextlib import ExitStack
 from itertools import chain,count,islice
 
 import torch
@@ -20,7 +20,7 @@ from ..core.compat import BatchNorm,tree_leaves
 from ..core.deferred import has_deferred
 from ..core.env import current_group,group_rank,group_size,group_timeout,in_group,next_phase
 from ..core.env import process_group
-from ..core.lending import lend
+from ..core.lending import lend,replaced
 from ..core.random import rng_state,seed_streams,set_rng_state
 from ..core.shards import groups_of,is_part,local_part
 from ..core.stacks import frames_of,need,warn
@@ -360,7 +360,7 @@ class Steps(LoaderWrapper):
 
     def _say_left_out(self, k, more, b):
         W,n = group_size(),self.engine.loop.n_steps
-        if not k: raise ValueError(f'{W-more} of {W} ranks have no training batch')
+        need(k, f'{W-more} of {W} ranks have no training batch')
         if b: warn(f'rank {group_rank()} had more training batches than another: this epoch ends after {n}')
 
 class Steering(Loops):
@@ -774,10 +774,7 @@ class Engine(Ends):
         "A seed that is the same on every rank"
         return self.seed
 
-    @contextmanager
     def aside(self):
         "Context for a loop within another"
         names = 'place','loop','model','repeated','global_items','more','waits'
-        old = {k: getattr(self, k) for k in names}
-        try: yield
-        finally: vars(self).update(old)
+        return replaced(self, **{k: getattr(self, k) for k in names}) # by themselves: the inner loop sets them

@@ -192,12 +192,9 @@ class OfModels:
     @contextmanager
     def loop(self):
         "A loop over batches runs in the body: the callbacks of this package hear its events"
-        old = self.looping,self.watches
-        self.looping,self.watches = True,loss_trace(self.learn) is not None
-        try: yield
-        finally:
-            self.begin_event('the end')
-            self.looping,self.watches = old
+        with replaced(self, looping=True, watches=loss_trace(self.learn) is not None):
+            try: yield
+            finally: self.begin_event('the end')
 
 # %% ../../nbs/fastai/02_trainer.ipynb #063eec04
 @mean_over.register

@@ -8,7 +8,7 @@ __all__ = ['MixedPrecision', 'GradientClip', 'GradientAccumulation', 'steps_per_
 # %% ../../nbs/learner/06_techniques.ipynb #c002
 import math
 from collections import deque
-from contextlib import contextmanager
+from contextlib import ExitStack,contextmanager
 from functools import singledispatch
 from itertools import chain,pairwise
 
@@ -447,9 +447,7 @@ EMA.applied = EMA.applied.setter(EMA._exchange)
 @contextmanager
 def trained_weights(learn):
     "Context in which the model has the weights that are trained, also while an `EMA` evaluates its average"
-    found = [cb for cb in learn.cbs if isinstance(cb, EMA) and cb.applied]
-    try:
-        for cb in found: cb.applied = False
+    with ExitStack() as stack:
+        for cb in learn.cbs:
+            if isinstance(cb, EMA): stack.enter_context(replaced(cb, applied=False))
         yield
-    finally:
-        for cb in found: cb.applied = True
