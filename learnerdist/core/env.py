@@ -55,7 +55,9 @@ def local_size()->int:
     "The number of processes that the launcher started on this machine; 1 without a launcher"
     return _env_int('LOCAL_WORLD_SIZE') or max(num_distrib(), 1)
 
-def _me(): return dist.get_rank() if in_group() else rank_distrib()
+def own_rank()->int:
+    "The rank of this process in the open group, or without one in the launch"
+    return dist.get_rank() if in_group() else rank_distrib()
 
 # %% ../../nbs/core/01_env.ipynb #c010
 def default_device(
@@ -139,7 +141,7 @@ _well = [('SystemExit',o) for o in ('','0','None')]
 def pack_error(e)->str:
     "An exception of this rank as text, which another rank can raise by `unpack_error`"
     trace = ''.join(traceback.format_exception(e))
-    return json.dumps(dict(rank=_me(), kind=type(e).__name__, message=str(e), trace=trace))
+    return json.dumps(dict(rank=own_rank(), kind=type(e).__name__, message=str(e), trace=trace))
 
 def unpack_error(s)->RankError:
     "The inverse of `pack_error`: the exception of another rank"
@@ -205,7 +207,7 @@ def _say_waiting(store, keys, what):
 
 def _say_once(store, key, what):
     "Say on stderr, on the first rank that comes to it, what this rank waits for"
-    me = str(_me())
+    me = str(own_rank())
     if store is None or store.compare_set(key, '', me).decode()==me:
         print(f'rank {me} waits for {what}', file=sys.stderr, flush=True)
 
@@ -275,7 +277,7 @@ def phase()->str:
 
 def next_phase():
     "Called on all ranks, before they wait for one another: rank 0 says in the store that this phase is over"
-    name,store = ''.join(section)+'/phase',shared_store() if _me()==0 else None
+    name,store = ''.join(section)+'/phase',shared_store() if own_rank()==0 else None
     if store is not None: store.set(f'{name}{_counts[name]}/over', '')
     _counts[name] += 1
 
@@ -298,7 +300,7 @@ def everyones(word:str, what:str, store, timeout_s, said='')->list:
     """Send `word` to all ranks; returns the word of each rank, None for a rank that did not send one in time. what:
     beginning of the keys in the store; said: as `what` of `wait_keys`"""
     keys = {r: f'{what}/{r}' for r in range(dist.get_world_size() if in_group() else num_distrib())}
-    store.set(keys[_me()], word)
+    store.set(keys[own_rank()], word)
     found = wait_keys(store, keys, timeout_s, said)
     return found or [store.get(k).decode() if store.check([k]) else None for k in keys.values()]
 
@@ -462,4 +464,4 @@ def group_size()->int:
 # %% ../../nbs/core/01_env.ipynb #c026
 def is_rank0()->bool:
     "Whether this is rank 0, the process that writes files and prints; True in a single process"
-    return _me()==0
+    return own_rank()==0
