@@ -420,9 +420,6 @@ class Case:
     def step(self, rec, kind):
         "What a record has of the step of the first difference"
         return rec['steps'][self.d.step][kind] if self.d.step<len(rec['steps']) else {}
-    def grads(self, rec):
-        "The gradients of that step"
-        return self.step(rec, 'gradients')
     def any(self, kind):
         "What any process has recorded"
         return _few(sorted({k for o in self.all for k in o[kind]}))
@@ -445,7 +442,7 @@ def _other_data(c):
             if a['data']!=b['data']: return f"{name} data of {who} are other ones than those of rank 0"
 
 def _not_exchanged(c):
-    own,*others = map(c.grads, c.ranks)
+    own,*others = [c.step(o, 'gradients') for o in c.ranks]
     return _parts(own, others, _floor(own, c.alone))
 
 def _starts_apart(c): return _parts(c.alone['start'], [c.one['start']], _floor(c.alone['start'], c.alone))
@@ -455,13 +452,13 @@ def _shapes(c):
     return any(o!=one for o in each) and f'{one} on one process, {each[0]} on rank 0'
 
 def _rounds(c):
-    grads = c.grads(c.alone) if c.d.kind=='weights' else {}
+    grads = c.step(c.alone, 'gradients') if c.d.kind=='weights' else {}
     return c.d.name in grads and grads[c.d.name].norm()<_floor(grads, c.alone) and c.d.name
 
 def _times(c):
     "W, if the gradients are W times those of one process"
-    W,own = len(c.ranks),c.grads(c.one)
-    times = {k: o*W for k,o in c.grads(c.alone).items()}
+    W,own = len(c.ranks),c.step(c.one, 'gradients')
+    times = {k: o*W for k,o in c.step(c.alone, 'gradients').items()}
     return own and not _parts(times, [own], _floor(own, c.alone)) and str(W)
 
 # %% ../nbs/02_verify.ipynb #56956c98

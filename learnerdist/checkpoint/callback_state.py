@@ -78,10 +78,6 @@ def _keyed(cbs):
         res[f'{cb.name}-{n}' if n else cb.name] = cb
     return res
 
-def say(learn, text):
-    "Print a line as our Learner or fastai's does"
-    getattr(learn, 'say', learn.logger)(text)
-
 def _names(cb, kind):
     return [o for o in getattr(type(cb), kind, ()) if o in vars(cb) or hasattr(type(cb), o)]
 

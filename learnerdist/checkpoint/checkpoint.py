@@ -31,7 +31,7 @@ from .position import between_epochs,end,validation
 from .snapshot import Writers,newest_good,on_cpu,open_folder,open_states
 from .snapshot import snapshot_name,to_plain,write_snapshot
 from .callback_state import check_model,check_run,config_changes,lists_of,load_states
-from .callback_state import horizons,merged,part_of,say,settle,states_of
+from .callback_state import horizons,merged,part_of,settle,states_of
 
 _all_ = ['Preempted','preempted_status']
 
@@ -325,7 +325,7 @@ class Restoring:
         source = self.source if isinstance(self.source, str) else f'the checkpoint {self.source}'
         said = f'going on in epoch {at["epoch"]} after step {at["step"]}, from'
         if at['phase']=='done': said = f'this fit was done already, after {at["step"]} steps:'
-        say(self.learn, f'{said} {source} of {when}')
+        getattr(self.learn, 'say', self.learn.logger)(f'{said} {source} of {when}') # as our Learner or fastai's does
 
     def _load_callbacks(self):
         cbs = self.learn.cbs

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .compat import storage_id
 from .collectives import gather_rows
-from .deferred import fill_in,has_deferred
+from .deferred import fill_in
 from .env import count,everyones,group_rank,group_size,shared_store
 from .stacks import need
 
@@ -171,7 +171,7 @@ def keep_part(t)->Tensor:
 def load_model(model, state, strict=True):
     """Load a state into a model, which may be sharded: then each rank keeps its part. state: state dict with whole
     tensors, on every rank; strict: as in `load_state_dict`"""
-    if has_deferred(model): fill_in(model)
+    fill_in(model)
     if has_parts(model):
         own,state = model.state_dict(),copy.copy(state)
         for k,v in state.items():

@@ -26,7 +26,7 @@ from ..core.shards import groups_of,is_part,local_part
 from ..core.stacks import frames_of,need,warn
 from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
 from ..data.loaders import LoaderWrapper,split_batch
-from .batchnorm import is_muted,local_stats,mute
+from .batchnorm import stats
 from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_hash
 from .comparison import same_data,same_fit,same_optimizer,same_structure
 from .evaluation import Evaluation
@@ -98,8 +98,8 @@ def gather_with_grad(
     t:Tensor # (n,…): this rank's rows; n may differ between ranks
 )->Tensor:   # (Σn,…): rank after rank; `t` itself with one process
     "The rows of all ranks, through which gradients flow back to each. Sync point, also in the backward pass"
-    if group_size()<2 or local_stats.on: return t
-    return _Gather.apply(t[:0] if is_muted() else t) # muted: these rows are repeats
+    if group_size()<2 or stats.local: return t
+    return _Gather.apply(t[:0] if stats.muted else t) # muted: these rows are repeats
 
 # %% ../../nbs/distributed/10_engine.ipynb #eng06
 class Batch:
@@ -285,8 +285,8 @@ class Loops(Dealing):
             self.model = self.replica
             if self.cuts: self._check_cuts()
             return
-        self.model,local_stats.on = None,True
-        mute(False)
+        self.model,stats.local = None,True
+        stats.muted = False
         self.learn.dl = self.share_now(evaluated(self.learn.dl), pad=False)
         self.loop.evaluation = Evaluation(self)
 
@@ -371,7 +371,7 @@ class Steering(Loops):
         learn,loop,scope,n = self.learn,self.loop,None,None
         loop.repeats = False
         if done and done.cancelled:
-            if done.dropped: mute(False)
+            if done.dropped: stats.muted = False
             scope = widest([o for o in done.cancelled if o in loops])
         if b and learn.training:
             start = learn.start_at
@@ -410,14 +410,14 @@ class Batches(Steering):
         if self.more:
             loop.batch.micro.i += 1
             return self._begin_part()
-        loop.batch,local_stats.on = Batch(loop.ahead),not learn.training
+        loop.batch,stats.local = Batch(loop.ahead),not learn.training
         self.place = Place.train_batch if learn.training else Place.valid_batch
         self.repeated = loop.repeats
         if not learn.training:
             if self.shards: self.shards.begin_batch()
         elif self.links:
             loop.n_steps += 1
-            if self.repeated or self.cuts: mute(self.repeated)
+            if self.repeated or self.cuts: stats.muted = self.repeated
             if self.cuts: self._cut()
             if self.self_check.due: self.self_check.note()
         elif learn.training and self.cuts: self._cut()
@@ -439,7 +439,7 @@ class Batches(Steering):
         self.more = micro.i<micro.k-1
         self.waits = self.more or self.auto
         self.repeated = self.loop.repeats or batch.left_out or empty
-        mute(self.repeated)
+        stats.muted = self.repeated
         if self.replica: self.replica.exchange(not (self.more or self.auto))
     def in_parts(self, f):
         "Run `f`, the forward and backward pass of a batch, for each of its micro-batches; in evaluation once"
@@ -491,7 +491,7 @@ class Batches(Steering):
         batch.micro.end(self.learn, loss_over(self.learn).kind=='sum')
         batch.micro,self.more,self.waits = None,False,False
         self.repeated = self.loop.repeats or batch.left_out
-        mute(self.repeated)
+        stats.muted = self.repeated
 
     def check_batch(self):
         "Before its forward pass, after other callbacks: the self-check, once a fit. Sync point then"
@@ -622,7 +622,7 @@ class Cancelling(Batches):
             if event=='after_loss': batch.seen = batch.seen or (self.repeated,self.learn.items)
             if event in early[:-1]: self.repeated = batch.left_out = True
             if batch.left_out and batch.micro: batch.micro.forget()
-            if event=='before_batch': mute(True)
+            if event=='before_batch': stats.muted = True
         return True
 
     def send_zeros(self):
@@ -726,7 +726,7 @@ class Ends(Agreement):
         self.model = None
         if self.links:
             compare_weights(self.learn, self.loop.n_steps, self.findings)
-        mute(False)
+        stats.muted = False
         broadcast_tensors(get_model(self.learn.model).buffers())
         return True
 
@@ -735,12 +735,12 @@ class Ends(Agreement):
         self.place = Place.after_validate
         if self.max_norm: self.max_norm.catch_up()
         if self.loop.evaluation: self.loop.evaluation.put_together()
-        self.loop.evaluation,local_stats.on = None,False
+        self.loop.evaluation,stats.local = None,False
 
     def end_fit(self):
         "Remove the replica, and give the BatchNorm layers their own class back"
-        self.model,local_stats.on = None,False
-        mute(False)
+        self.model,stats.local = None,False
+        stats.muted = False
         if self.replica is not None: self.replica.undo()
         self.replica = None
 

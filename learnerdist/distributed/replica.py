@@ -24,8 +24,7 @@ from ..core.collectives import all_sum
 from ..core.compat import ignored_by_ddp,sync_buffers
 from ..core.env import current_group,group_size
 from ..core.stacks import need
-from . import batchnorm
-from .batchnorm import Synced,sync_batchnorm
+from .batchnorm import Synced,stats,sync_batchnorm
 from .vote_links import Place,SocketLinks,nameless
 from ..learner.losses import batch_rows
 
@@ -281,7 +280,7 @@ class SharedMaxNorm:
         self.handles += [m.register_forward_hook(self._after) for m in self.used]
     def _before(self, m, args):
         used = self.used[m] = self.used[m].to(m.weight.device)
-        if batchnorm.is_muted(): m.max_norm = None # torch would shorten the rows of a batch that does not count
+        if stats.muted: m.max_norm = None # torch would shorten the rows of a batch that does not count
         else: used[args[0].reshape(-1)] = 1
         if m.training and torch.is_grad_enabled(): self._shorten(m)
     def _after(self, m, args, out): m.max_norm = self.norms[m]
@@ -364,7 +363,7 @@ class Replica:
         if now is not self.model and now is not self: self.follow(now) # `self`: fastai's Learner has this as its model
         if self.trained!=self._what_is_trained(): self._wrap()
         self.regroups = False
-        if self.learn.runner.global_items is not None and not batchnorm.is_muted(): self._check_second()
+        if self.learn.runner.global_items is not None and not stats.muted: self._check_second()
         return (self.ddp or self.model)(*xb, **kw)
 
     @property
