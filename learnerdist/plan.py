@@ -18,7 +18,8 @@ from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.snapshot import on_cpu
 from .core.compat import TorchDispatchMode,tree_leaves
 from .core.env import planned_group
-from .core.shards import a_part,groups_of,is_part,shard_place
+from .core.shards import a_part,is_part,shard_place
+from .core.stacks import need
 from .data.loaders import data_len
 from .distributed.engine import context_callbacks
 from .distributed.replica import comm_hooks,find_hook
@@ -69,7 +70,6 @@ def held(tensors, n:int, shapes=None)->Held:
 class _Sink(io.RawIOBase):
     "A file that only counts"
     n = 0
-    def writable(self): return True
     def write(self, b):
         self.n += len(b)
         return len(b)
@@ -83,7 +83,8 @@ def file_size(state)->int:
 def checkpoint_files(learn, n_parts:int)->dict:
     "By name, the sizes of the files of a `Checkpoint` at the end of an epoch"
     cb = Checkpoint('.')
-    cb.learn,cb.trainer,cb.world,cb.engine = learn,learn.runner,dist.get_world_size(),learn.runner
+    cb.learn,cb.world = learn,dist.get_world_size()
+    cb.trainer = cb.engine = learn.runner
     state = cb.capture('epoch')
     parts = cb.parts(0, state['cbs'], [state['own']]*cb.world)
     res = {f'{k}.pt': file_size(o) for k,o in parts.items()}
@@ -98,7 +99,7 @@ def checkpoint_files(learn, n_parts:int)->dict:
 def counted_hook(made):
     "A hook that sends what the script's (by `find_hook`) would send. ValueError if that is not known"
     known = {find_hook(None): None} | {comm_hooks[k]: o for k,o in _sent.items()}
-    if made not in known: raise ValueError(f"comm_hook: a plan knows the bytes of None, {', '.join(_sent)} only")
+    need(made in known, f"comm_hook: a plan knows the bytes of None, {', '.join(_sent)} only")
     def hook(group, bucket):
         t,res = bucket.buffer(),torch.futures.Future()
         dist.all_reduce(t if known[made] is None else t.to(known[made]), group=group)
@@ -123,7 +124,8 @@ class First(Callback):
 
 class Planner(Callback):
     "Measures the first steps of a fit, and then ends the script"
-    order,keeps_batch,n_steps = Order.agreement_end-1,True,3 # after the second one nothing is arranged any more
+    order,keeps_batch = Order.agreement_end-1,True
+    n_steps = 3 # After the second one nothing is arranged any more
     def before_fit(self):
         engine = self.learn.runner
         engine.self_check.due = False # it would evaluate samples of all ranks
@@ -137,12 +139,11 @@ class Planner(Callback):
         self.votes += 1
         return self.exchange(*args)
 
-    def before_train(self): self._begin()
-    def _begin(self):
+    def before_train(self):
         self.rows,self.batches,self.votes,self.stepped = 0,0,0,False
         self.traffic = Traffic().__enter__()
     def after_backward(self):
-        self.grads = [p.grad for p in trained(self.learn)]
+        self.grads = [p.grad for p in self.learn.runner.all_params()]
         for g in self.grads:
             if g is not None: g.zero_() # what the fake group returns may be no number
     def after_step(self): self.stepped = True
@@ -155,9 +156,9 @@ class Planner(Callback):
         self.step = Step(self.rows, self.batches, self.votes, self.traffic.calls, self.traffic.n_bytes)
         self.plan = planned(self.learn, self.step, self.grads)
         if self.steps==self.n_steps: raise Planned(self.plan)
-        self._begin()
+        self.before_train()
     def after_train(self):
-        if not self.steps: raise ValueError('a plan needs a step of the optimizer, and this epoch has none')
+        need(self.steps, 'a plan needs a step of the optimizer, and this epoch has none')
         raise Planned(self.plan)
 
 # %% ../nbs/03_plan.ipynb #pln12
@@ -201,14 +202,10 @@ def mb(n)->str:
     return f'{n/1e6:,.3f} MB' if n<1e9 else f'{n/1e9:,.3f} GB'
 
 # %% ../nbs/03_plan.ipynb #pln13
-def trained(learn)->list:
-    "Parameters of the model and of the optimizer"
-    own = [*get_model(learn.model).parameters(),*[p for g in groups_of(learn.opt) for p in g]]
-    return [*{id(p): p for p in own}.values()]
-
 def planned(learn, step:Step, grads)->Plan:
     "The figures of a learner's fit, after a step"
-    W,like,engine,params = dist.get_world_size(),a_part(get_model(learn.model)),learn.runner,trained(learn)
+    W,like = dist.get_world_size(),a_part(get_model(learn.model))
+    engine,params = learn.runner,learn.runner.all_params()
     n = W if like is None else shard_place(like)[1]
     shapes = {tuple(p.shape) for p in params} # others, such as counts of steps, are not cut
     memory = dict(weights=held(params, n), buffers=held(get_model(learn.model).buffers(), 1))

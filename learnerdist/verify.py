@@ -20,7 +20,8 @@ from torch import Tensor,nn
 from .core.compat import BatchNorm,Dropout,grad_hooks,tree_leaves,tree_map
 from .core.env import group_rank
 from .core.random import rng_state,set_rng_state,shared_rng
-from .core.stacks import in_library
+from .core.shards import whole
+from .core.stacks import in_library,need
 from .data.distributed_dl import DistributedDL,widened
 from .data.loaders import batch_shape,data_len,find_bs,loaders_of,one_batch
 from .data.rows import Samples,as_samples,listed
@@ -38,14 +39,13 @@ _size = 1024
 def sketch(t:Tensor)->Tensor:
     """A short vector for `t`, of up to 1024 numbers, float64, on the CPU. The distance of two is about that of their
     tensors; up to 1024 elements it is exact"""
-    t = _whole(t).detach().flatten().double().cpu()
+    t = whole(t).detach().flatten().double().cpu()
     if len(t)<=_size: return t.clone()
     signs = torch.randint(0, 2, (len(t),), generator=torch.Generator().manual_seed(len(t)), dtype=torch.int8)
     return nn.functional.pad(t*(signs*2-1), (0, -len(t)%_size)).view(-1, _size).sum(0)
 
 def _sketches(named): return {k: sketch(t) for k,t in named.items()}
-def _hashes(named): return {k: tensor_hash(_whole(t)).item() for k,t in named.items() if t is not None}
-def _whole(t): return t.full_tensor() if hasattr(t, 'full_tensor') else t # a sharded tensor
+def _hashes(named): return {k: tensor_hash(whole(t)).item() for k,t in named.items() if t is not None}
 
 # %% ../nbs/02_verify.ipynb #71cb0f4b
 def row_keys(b:tuple)->list:
@@ -426,9 +426,6 @@ class Case:
     def step(self, rec, kind):
         "What a record has of the step of the first difference"
         return rec['steps'][self.d.step][kind] if self.d.step<len(rec['steps']) else {}
-    def grads(self, rec):
-        "The gradients of that step"
-        return self.step(rec, 'gradients')
     def any(self, kind):
         "What any process has recorded"
         return _few(sorted({k for o in self.all for k in o[kind]}))
@@ -451,7 +448,7 @@ def _other_data(c):
             if a['data']!=b['data']: return f"{name} data of {who} are other ones than those of rank 0"
 
 def _not_exchanged(c):
-    own,*others = map(c.grads, c.ranks)
+    own,*others = [c.step(o, 'gradients') for o in c.ranks]
     return _parts(own, others, _floor(own, c.alone))
 
 def _starts_apart(c): return _parts(c.alone['start'], [c.one['start']], _floor(c.alone['start'], c.alone))
@@ -461,13 +458,13 @@ def _shapes(c):
     return any(o!=one for o in each) and f'{one} on one process, {each[0]} on rank 0'
 
 def _rounds(c):
-    grads = c.grads(c.alone) if c.d.kind=='weights' else {}
+    grads = c.step(c.alone, 'gradients') if c.d.kind=='weights' else {}
     return c.d.name in grads and grads[c.d.name].norm()<_floor(grads, c.alone) and c.d.name
 
 def _times(c):
     "W, if the gradients are W times those of one process"
-    W,own = len(c.ranks),c.grads(c.one)
-    times = {k: o*W for k,o in c.grads(c.alone).items()}
+    W,own = len(c.ranks),c.step(c.one, 'gradients')
+    times = {k: o*W for k,o in c.step(c.alone, 'gradients').items()}
     return own and not _parts(times, [own], _floor(own, c.alone)) and str(W)
 
 # %% ../nbs/02_verify.ipynb #56956c98
@@ -542,7 +539,8 @@ def judge(alone, ranks)->Verdict:
              'the script divides its batch size by the number of processes': alone['scaled'],
              "after the context the random streams stand elsewhere than one process's": apart}
     notes = [text for text,holds in notes.items() if holds]
-    setting = f"{len(ranks)} processes and one, {len(alone['steps'])} steps in {alone['dtype']}"
+    n = len(alone['steps'])
+    setting = f"{len(ranks)} processes and one, {n} step{'s'*(n!=1)} in {alone['dtype']}"
     return Verdict(first is None, first, likely(first, alone, ranks) if first else [], largest, notes, setting)
 
 # %% ../nbs/02_verify.ipynb #a6bb9d2d
@@ -557,8 +555,8 @@ def verify(
     timeout_s:float=600 # Seconds for each of the two runs
 )->Verdict:
     "Compare the first fit on several processes with one process at the same global batch size."
-    if nproc<2 or steps<1: raise ValueError(f'{nproc=}, {steps=}: give at least 2 processes and a step')
-    if dtype not in _dtypes: raise ValueError(f"dtype={dtype!r}: give 'float64', 'float32' or 'keep'")
+    need(nproc>1 and steps>0, 'give at least 2 processes and a step', nproc=nproc, steps=steps)
+    need(dtype in _dtypes, "give 'float64', 'float32' or 'keep'", dtype=dtype)
     def run(dtype):
         return _compare(target, args, nproc, dict(steps=steps, dtype=dtype, dropout=dropout), module, timeout_s)
     try: return run(dtype or 'float64')
@@ -607,9 +605,9 @@ def _launch(folder, target, args, n, how, env, timeout_s):
 def _parser():
     p = argparse.ArgumentParser('learnerdist.verify', description=verify.__doc__, allow_abbrev=False)
     p.epilog = 'Exit status: 0 the same, 1 different, 2 could not be run. The page "Is it the same?" has an example'
-    add = p.add_argument
-    add('--nproc', type=int, default=2, metavar='N', help='processes to compare with one (default: 2)')
-    add('--steps', type=int, default=20, metavar='N', help='steps of the optimizer to compare (default: 20)')
+    add,number = p.add_argument,dict(type=int, metavar='N')
+    add('--nproc', **number, default=2, help='processes to compare with one (default: 2)')
+    add('--steps', **number, default=20, help='steps of the optimizer to compare (default: 20)')
     add('--dtype', choices=_dtypes[1:], help='default: float64 where the model allows it')
     add('--no-dropout', dest='dropout', action='store_false', help='turn off random layers, which draw on each rank')
     add('-m', dest='module', action='store_true', help='what follows is a module, not a script')

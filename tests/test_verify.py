@@ -9,7 +9,7 @@ from learnerdist.data.distributed_dl import Dealer
 from learnerdist.distributed import engine,replica
 from learnerdist.distributed.engine import Engine
 from learnerdist.testing import RanksError
-from learnerdist.verify import main,verify
+from learnerdist.verify import judge,main,verify
 
 # --- learners: one that is the same at any number of processes, and others ---------------------------------------------------
 
@@ -274,3 +274,10 @@ def test_type():
     res = verify(float32_only, steps=2)
     assert res.same and res.setting.endswith('2 steps in float32') and 'not in float64' in res.notes[-1], res
     with pytest.raises(RanksError, match='dtype|Double'): verify(float32_only, steps=2, dtype='float64')
+
+def test_a_verdict_counts_its_steps():
+    def record(n):
+        step = dict(gradients={}, weights={}, buffers={}, batch=0)
+        return dict(steps=[step]*n, losses=[], epochs=[], names=[], preds=[], dtype='float64', streams='', silenced=[], scaled=False)
+    for n,said in ((1,'1 step'),(2,'2 steps')):
+        assert str(judge(record(n), [record(n)]*3)).endswith(f'The same: 3 processes and one, {said} in float64')

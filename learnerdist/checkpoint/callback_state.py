@@ -20,9 +20,10 @@ from ..data.loaders import call_model
 from ..learner.losses import copied,unweighted
 from ..learner.recorder import Recorder,as_totals
 from ..learner.techniques import GradientClip
-from ..core.compat import tree_leaves
 from ..core.random import rng_state,set_rng_state
 from ..core.shards import map_tensors
+from ..distributed.engine import zero_of
+from ..core.stacks import need
 from .snapshot import are_plain,to_plain
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c004b
@@ -76,10 +77,6 @@ def _keyed(cbs):
         n = sum(o.split('-')[0]==cb.name for o in res)
         res[f'{cb.name}-{n}' if n else cb.name] = cb
     return res
-
-def say(learn, text):
-    "Print a line as our Learner or fastai's does"
-    getattr(learn, 'say', learn.logger)(text)
 
 def _names(cb, kind):
     return [o for o in getattr(type(cb), kind, ()) if o in vars(cb) or hasattr(type(cb), o)]
@@ -181,7 +178,7 @@ def check_run(old:dict, new:dict, at:dict, fit:int, src):
         why = (f'with a {bad[0]} for {_counts(old, bad[0])}, and that of this fit is for {_counts(new, bad[0])}. '
                f'{"; ".join(config_changes(old, new))}. Give as many epochs as then, and the same global batch size '
                '(split_batches=True), or begin another fit after learn.load(folder)')
-    if why: raise ValueError(f'{src} is {why}')
+    need(why is None, f'{src} is {why}')
 
 def _counts(config, k): return ', '.join(f'{name}={n}' for name,n in config['schedule'][k])
 
@@ -194,7 +191,7 @@ def settle(learn, ddp):
     cast = getattr(getattr(learn, 'mixed_precision', None), 'autocast', nullcontext)
     with cast if hasattr(cast, '__enter__') and not isinstance(cast, type) else cast():
         out = call_model(ddp, copied(tuple(learn.xb)), learn.model)
-    sum(o.sum()*0 for o in tree_leaves(out) if isinstance(o, torch.Tensor) and o.requires_grad).backward()
+    zero_of(out).backward()
     with torch.no_grad():
         for o,old in buffers: o.copy_(old)
     for p in ddp.module.parameters(): p.grad = None

@@ -20,7 +20,7 @@ from ..core.env import count,group_rank,group_size,is_rank0
 from ..core.files import shrinks
 from ..core.remote import Remote,place
 from ..core.shards import a_part,load_model,load_opt,map_tensors,shard_place,take_apart
-from ..core.stacks import preempted_status,warn
+from ..core.stacks import need,preempted_status,warn
 from ..data.loaders import to_device
 from ..distributed.engine import context_callbacks
 from ..learner.learner import StartAt,fit_flags,get_model
@@ -31,7 +31,7 @@ from .position import between_epochs,end,validation
 from .snapshot import Writers,newest_good,on_cpu,open_folder,open_states
 from .snapshot import snapshot_name,to_plain,write_snapshot
 from .callback_state import check_model,check_run,config_changes,lists_of,load_states
-from .callback_state import horizons,merged,part_of,say,settle,states_of
+from .callback_state import horizons,merged,part_of,settle,states_of
 
 _all_ = ['Preempted','preempted_status']
 
@@ -47,14 +47,13 @@ class Preempted(SystemExit):
 def check_options(every, keep, signals, in_memory):
     "Raise ValueError unless `every` is 'epoch', a number of steps or a time, and signals are ones that can be handled"
     def is_count(o): return isinstance(o, int) and not isinstance(o, bool) and o>0
-    if every!='epoch' and not is_count(every) and not (isinstance(every, timedelta) and every>timedelta()):
-        raise ValueError(f"every={every!r}: give 'epoch', a number of steps, or a time as in timedelta(minutes=10)")
-    if not is_count(keep): raise ValueError(f'keep={keep!r}: give the number of checkpoints to keep, from 1 up')
-    if not isinstance(in_memory, bool) and not is_count(in_memory):
-        raise ValueError(f'in_memory={in_memory!r}: give True, or a number of steps from 1 up')
-    known = {o.name for o in signal.Signals}-{'SIGKILL','SIGSTOP'} # which no process hears
-    bad = [o for o in signals if o not in known]
-    if bad: raise ValueError(f"signals={signals}: {bad[0]!r} cannot be heard; give names such as 'SIGTERM'")
+    known = every=='epoch' or is_count(every) or isinstance(every, timedelta) and every>timedelta()
+    need(known, "give 'epoch', a number of steps, or a time as in timedelta(minutes=10)", every=every)
+    need(is_count(keep), 'give the number of checkpoints to keep, from 1 up', keep=keep)
+    known = isinstance(in_memory, bool) or is_count(in_memory)
+    need(known, 'give True, or a number of steps from 1 up', in_memory=in_memory)
+    heard = {o.name for o in signal.Signals}-{'SIGKILL','SIGSTOP'} # which no process hears
+    for o in signals: need(o in heard, f"{o!r} cannot be heard; give names such as 'SIGTERM'", signals=signals)
 
 class Requests:
     "Handlers that record signals, until `close`"
@@ -190,9 +189,9 @@ class Saving:
     def capture(self, phase)->dict:
         "The state besides weights and optimizer: the position, the callbacks, and this rank's own state"
         learn,seeds = self.learn,self.trainer or self
-        place = dict(phase=phase, epoch=self.epoch+(phase=='done'), step=self.train_iter, world=self.world)
+        place = dict(phase=phase, epoch=self.epoch+(phase=='done'), step=self.train_iter)
         place |= dict(pct_train=self.pct_train, n_epoch=self.n_epoch, fit=getattr(learn, 'fits_done', 0))
-        place |= dict(seed=seeds.seed, epochs_before=seeds.epochs_before)
+        place |= dict(seed=seeds.seed, epochs_before=seeds.epochs_before, world=self.world)
         place['loss_adds_up'] = self.engine is not None and loss_over(learn).kind=='sum'
         if phase=='train': place |= place_in_epoch(self.loader, learn.iter)
         all_cbs,own_cbs = (states_of(learn.cbs, o) for o in ('fit_state','rank_state'))
@@ -228,8 +227,8 @@ class Saving:
         parts = self.parts(i, cbs, ranks)
         if check: check(parts)
         info = to_plain(info | (dict(shards=n) if like is not None else {}), 'manifest')
-        at,writers = folder/snapshot_name(info['epoch'], info['step']),Writers(i, n, self.tokens[0])
-        return write_snapshot(at, parts, info, writers=writers, **kw)
+        at = folder/snapshot_name(info['epoch'], info['step'])
+        return write_snapshot(at, parts, info, writers=Writers(i, n, self.tokens[0]), **kw)
 
     def parts(self, i:int, cbs, ranks)->dict:
         "What the files of a snapshot hold that rank `i` writes, by name: its rows of a sharded model; rank 0 the rest"
@@ -326,7 +325,7 @@ class Restoring:
         source = self.source if isinstance(self.source, str) else f'the checkpoint {self.source}'
         said = f'going on in epoch {at["epoch"]} after step {at["step"]}, from'
         if at['phase']=='done': said = f'this fit was done already, after {at["step"]} steps:'
-        say(self.learn, f'{said} {source} of {when}')
+        getattr(self.learn, 'say', self.learn.logger)(f'{said} {source} of {when}') # as our Learner or fastai's does
 
     def _load_callbacks(self):
         cbs = self.learn.cbs
@@ -389,7 +388,7 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
         if self.active: self.nested += 1
         if self.active or not getattr(self.learn, 'fitting', False) or 'lr_finder' in vars(self.learn): return
         others = [cb for cb in self.learn.cbs if isinstance(cb, Checkpoint) and not cb.implied]
-        if len(others)>1: raise ValueError(f'{len(others)} Checkpoints in one fit: give it one')
+        need(len(others)<2, f'{len(others)} Checkpoints in one fit: give it one')
         if self.implied and others: return
         self._begin(secrets.token_hex(4))
         runner = self.learn.runner
@@ -452,12 +451,9 @@ left_out.append(Checkpoint)
 class _Early(Callback):
     "Calls a `Checkpoint` in events before other callbacks run, after all ranks have agreed to go on"
     order,keeps_batch = Order.checkpoint_early,True # before the adapter of the engine
-    def __init__(self, owner): self.owner = owner
-    def before_epoch(self): self.owner.at_epoch()
-    def before_train(self): self.owner.at_train()
-    def before_batch(self): self.owner.at_batch()
-    def before_validate(self): self.owner.at_validate()
-    def after_fit(self): self.owner.at_end()
+    def __init__(self, owner:Checkpoint):
+        vars(self).update(before_epoch=owner.at_epoch, before_train=owner.at_train, before_batch=owner.at_batch)
+        vars(self).update(before_validate=owner.at_validate, after_fit=owner.at_end)
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c022i
 class StatesInMemory(Checkpoint):
@@ -473,7 +469,7 @@ class _Resume(Callback):
     order = Order.resume
     def before_fit(self):
         cbs = [cb for cb in self.learn.cbs if isinstance(cb, Checkpoint)]
-        if not cbs: raise ValueError('fit(resume=True) needs to know from where: give the fit a Checkpoint(path)')
+        need(cbs, 'fit(resume=True) needs to know from where: give the fit a Checkpoint(path)')
         for cb in cbs: cb.resuming = True
 
 @contextmanager

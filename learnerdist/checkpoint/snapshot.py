@@ -25,6 +25,7 @@ from ..core.env import pack_error,shared_store,unpack_error,wait_keys
 from ..core.files import free_bytes,kept_folder,own_folder,whole_file
 from ..core.remote import Remote,RemoteError,copied,here,written
 from ..core.shards import is_part,map_tensors,put_together
+from ..core.stacks import need
 from ..core.weights import DamagedFile,load_plain,map_bytes,read_bytes,save_sealed
 from ..learner.saving import weights_of_folder
 
@@ -165,9 +166,9 @@ def read_manifest(
     if not isinstance(res, dict): raise DamagedFile(f'{path} is no manifest')
     if 'crc32' in res and res.pop('crc32')!=_crc(res):
         raise DamagedFile(f'{path} is not what was written: its checksum differs')
-    if res.get('format')!=format_version:
-        raise ValueError(f'{path} has format {res.get("format")}, and this learnerdist reads {format_version}: use '
-                         f'the one that wrote it')
+    found = res.get('format')
+    need(found==format_version, f'{path} has format {found}, and this learnerdist reads {format_version}: use the one '
+         'that wrote it')
     if not all(isinstance(res.get(k), v) for k,v in _for_all.items()): raise DamagedFile(f'{path} is no manifest')
     return res
 
@@ -191,9 +192,9 @@ def _read_part(path, said, mapped, check):
     if (check or not mapped) and [len(data),zlib.crc32(data)]!=said:
         raise DamagedFile(f'{path} is not what was written: its size or its checksum differs')
     # older torch runs code in others
-    if data[:4]!=b'PK\3\4': raise ValueError(f'{path} is no file of a checkpoint, and is not read')
+    need(data[:4]==b'PK\3\4', f'{path} is no file of a checkpoint, and is not read')
     res = load_plain(None if mapped else data, here(path), mapped=mapped)
-    if not isinstance(res, dict): raise ValueError(f'{path} holds no state, but a {type(res).__name__}')
+    need(isinstance(res, dict), f'{path} holds no state, but a {type(res).__name__}')
     return res
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c025

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from .compat import abort_group,default_store,destroy_group,fake_store,set_timeout
+from .files import environment
 from .hosts import foreign_rank
 from .stacks import frames_of_thread,preempted_status,users_frame
 
@@ -54,7 +55,9 @@ def local_size()->int:
     "The number of processes that the launcher started on this machine; 1 without a launcher"
     return _env_int('LOCAL_WORLD_SIZE') or max(num_distrib(), 1)
 
-def _me(): return dist.get_rank() if in_group() else rank_distrib()
+def own_rank()->int:
+    "The rank of this process in the open group, or without one in the launch"
+    return dist.get_rank() if in_group() else rank_distrib()
 
 # %% ../../nbs/core/01_env.ipynb #c010
 def default_device(
@@ -138,7 +141,7 @@ _well = [('SystemExit',o) for o in ('','0','None')]
 def pack_error(e)->str:
     "An exception of this rank as text, which another rank can raise by `unpack_error`"
     trace = ''.join(traceback.format_exception(e))
-    return json.dumps(dict(rank=_me(), kind=type(e).__name__, message=str(e), trace=trace))
+    return json.dumps(dict(rank=own_rank(), kind=type(e).__name__, message=str(e), trace=trace))
 
 def unpack_error(s)->RankError:
     "The inverse of `pack_error`: the exception of another rank"
@@ -204,7 +207,7 @@ def _say_waiting(store, keys, what):
 
 def _say_once(store, key, what):
     "Say on stderr, on the first rank that comes to it, what this rank waits for"
-    me = str(_me())
+    me = str(own_rank())
     if store is None or store.compare_set(key, '', me).decode()==me:
         print(f'rank {me} waits for {what}', file=sys.stderr, flush=True)
 
@@ -275,7 +278,7 @@ def phase()->str:
 
 def next_phase():
     "Called on all ranks, before they wait for one another: rank 0 says in the store that this phase is over"
-    name,store = ''.join(section)+'/phase',shared_store() if _me()==0 else None
+    name,store = ''.join(section)+'/phase',shared_store() if own_rank()==0 else None
     if store is not None: store.set(f'{name}{_counts[name]}/over', '')
     _counts[name] += 1
 
@@ -284,20 +287,21 @@ def _open(device, backend, timeout_s, name):
     n = num_distrib()
     if store is None: raise ValueError(f'WORLD_SIZE={n}, but no MASTER_ADDR and MASTER_PORT: use learnerdist.launch')
     store,timeout = dist.PrefixStore(name, store),timedelta(seconds=timeout_s)
-    gpus = _everyones(gpu_id(device), 'gpu', store, timeout_s, 'to open the process group')
+    gpus = everyones(gpu_id(device), 'gpu', store, timeout_s, 'to open the process group')
     if None in gpus:
         raise dist.DistStoreError(f'timed out: {timeout_s:g} s without a word from rank {gpus.index(None)}')
     kw = dict(store=store, rank=rank_distrib(), world_size=n, timeout=timeout)
     dist.init_process_group(backend or backend_for(gpus), **kw)
-    try: _everyones('yes', 'opened', store, min(timeout_s, 20))
+    try: everyones('yes', 'opened', store, min(timeout_s, 20))
     except BaseException:
         dist.destroy_process_group()
         raise
 
-def _everyones(word, what, store, timeout_s, said=''):
-    "Send `word` to all ranks; returns the word of each rank, None for a rank that did not send one in time"
+def everyones(word:str, what:str, store, timeout_s, said='')->list:
+    """Send `word` to all ranks; returns the word of each rank, None for a rank that did not send one in time. what:
+    beginning of the keys in the store; said: as `what` of `wait_keys`"""
     keys = {r: f'{what}/{r}' for r in range(dist.get_world_size() if in_group() else num_distrib())}
-    store.set(keys[_me()], word)
+    store.set(keys[own_rank()], word)
     found = wait_keys(store, keys, timeout_s, said)
     return found or [store.get(k).decode() if store.check([k]) else None for k in keys.values()]
 
@@ -316,19 +320,15 @@ def setup_distrib(
     except Exception as e: # the other ranks open the group and would wait for this one
         if store := launch_store(): store.set(f'{name}/failed', pack_error(e))
         raise
-    with _in_section(f'{name}/failed'): _open(device, backend, timeout_s, name)
+    section.append(f'{name}/failed')
+    try: _open(device, backend, timeout_s, name)
+    finally: section.remove(f'{name}/failed')
     return device
 
 def _use(cuda_id):
     device = default_device(cuda_id)
     if device.type=='cuda': torch.cuda.set_device(device)
     return device
-
-@contextmanager
-def _in_section(key):
-    section.append(key)
-    try: yield
-    finally: section.remove(key)
 
 def teardown_distrib():
     "Close torch's default process group, if it is open"
@@ -343,19 +343,18 @@ def planned_group(world_size:int):
     if in_group() or num_distrib()>1: raise ValueError('a plan is made by a process that is no rank of another run')
     store = fake_store()
     if store is None: raise ValueError(f'torch {torch.__version__} has no fake process group, by which a plan is made')
-    kept = {k: os.environ.pop(k) for k in ('RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE') if k in os.environ}
-    try:
-        dist.init_process_group('fake', store=store, rank=0, world_size=world_size)
-        new_launch()
-        _stores['launch'] = dist.HashStore()
-        _plan.append(world_size)
-        yield
-    finally:
-        close_group()
-        teardown_distrib()
-        _plan.clear()
-        new_launch()
-        os.environ.update(kept)
+    with environment(**dict.fromkeys(('RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE'))):
+        try:
+            dist.init_process_group('fake', store=store, rank=0, world_size=world_size)
+            new_launch()
+            _stores['launch'] = dist.HashStore()
+            _plan.append(world_size)
+            yield
+        finally:
+            close_group()
+            teardown_distrib()
+            _plan.clear()
+            new_launch()
 
 # %% ../../nbs/core/01_env.ipynb #close1
 # The open groups of `process_group` (None: torch's default group); the event loops of gloo in them
@@ -431,7 +430,7 @@ def _new_group(**kw):
     res = dist.new_group(timeout=timedelta(seconds=group_timeout()), **kw)
     if dist.get_world_size()>1:
         store = dist.PrefixStore(_next_group(), shared_store())
-        _everyones('yes', 'opened', store, min(group_timeout(), 20))
+        everyones('yes', 'opened', store, min(group_timeout(), 20))
     return res
 
 # %% ../../nbs/core/01_env.ipynb #c023b
@@ -466,4 +465,4 @@ def group_size()->int:
 # %% ../../nbs/core/01_env.ipynb #c026
 def is_rank0()->bool:
     "Whether this is rank 0, the process that writes files and prints; True in a single process"
-    return _me()==0
+    return own_rank()==0

@@ -5,6 +5,9 @@
 # %% auto #0
 __all__ = []
 
+# %% ../../nbs/core/03_lending.ipynb #ln03ctx1
+from contextlib import contextmanager
+
 # %% ../../nbs/core/03_lending.ipynb #ln04
 # From an object's id and an attribute to the object, what it had, and the values of the contexts: (token, value)
 _lent = {}
@@ -27,3 +30,13 @@ def lend(obj, name:str, val):
             delattr(obj, name) if old is _none else setattr(obj, name, old)
         elif was_newest: setattr(obj, name, vals[-1][1])
     return undo
+
+@contextmanager
+def replaced(o, **attrs):
+    "Context in which an object has other attributes; it yields the object. For contexts that end in their order"
+    old = {k: getattr(o, k) for k in attrs}
+    try:
+        for k,v in attrs.items(): setattr(o, k, v)
+        yield o
+    finally:
+        for k,v in old.items(): setattr(o, k, v)

@@ -53,8 +53,8 @@ def set_seed(
 def rng_state(cuda=True)->tuple:
     "The state of every global random stream: Python's, numpy's, torch's on the CPU and (`cuda`) on the current GPU"
     np = sys.modules.get('numpy')
-    return (random.getstate(), np and np.random.get_state(), torch.get_rng_state(),
-            torch.cuda.get_rng_state() if cuda and torch.cuda.is_initialized() else None)
+    gpus = torch.cuda.get_rng_state() if cuda and torch.cuda.is_initialized() else None
+    return random.getstate(),np and np.random.get_state(),torch.get_rng_state(),gpus
 
 def set_rng_state(state):
     "Restore the state of every global random stream from a result of `rng_state`"
@@ -81,7 +81,8 @@ def seed_streams(*parts:int, cuda=True):
 def map_seeded(f, items, parts)->list:
     """`f` of each item, with the streams of the CPU seeded by `parts`, a tuple for each. Afterwards they go on where
     they were; a loader's worker has no streams to protect"""
-    before,np,res = rng_state(cuda=False) if get_worker_info() is None else None,sys.modules.get('numpy'),[]
+    before = rng_state(cuda=False) if get_worker_info() is None else None
+    np,res = sys.modules.get('numpy'),[]
     try:
         for o,s in zip(items, mix_seeds(parts)): # as `seed_streams`, without a call for each sample
             random.seed(s)
@@ -154,9 +155,10 @@ class shared_rng:
     def reseed(self, *seeds):
         "Begin new streams from these seeds"
         s,np = mix_seed(*seeds),sys.modules.get('numpy')
-        cpu,*gens = [torch.Generator(o.device).manual_seed(s).get_state()
-                     for o in [torch.default_generator, *self.gens]]
-        self.inner = (random.Random(s).getstate(), np and np.random.RandomState(s%2**32).get_state(), cpu, None),gens
+        devices = [o.device for o in (torch.default_generator,*self.gens)]
+        cpu,*gens = [torch.Generator(o).manual_seed(s).get_state() for o in devices]
+        numpys = np and np.random.RandomState(s%2**32).get_state()
+        self.inner = (random.Random(s).getstate(),numpys,cpu,None),gens
     def _swap(self, state):
         "Set these streams, and return their old states. The GPU's is left alone, since no sampler draws from it"
         old = rng_state(cuda=False),[g.get_state() for g in self.gens]

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from .compat import storage_id
 from .collectives import gather_rows
-from .deferred import fill_in,has_deferred
-from .env import count,group_rank,group_size,shared_store,wait_keys
+from .deferred import fill_in
+from .env import count,everyones,group_rank,group_size,shared_store
+from .stacks import need
 
 # %% ../../nbs/core/05_shards.ipynb #hb26b00b
 def is_part(o)->bool:
@@ -57,7 +58,7 @@ def part_of(full:Tensor, like, device=None):
     """This rank's part of a tensor; ValueError if the shapes differ. full: on every rank; like: a part: that of `full`
     is cut as this one; device: where it goes; None: where `like` is"""
     a,b = tuple(full.shape),tuple(like.shape)
-    if a!=b: raise ValueError(f'a tensor of shape {a} has no parts like those of {b}')
+    need(a==b, f'a tensor of shape {a} has no parts like those of {b}')
     own,mesh = full,like.device_mesh
     for i,o in enumerate(like.placements):
         if not o.is_shard(): continue
@@ -90,7 +91,7 @@ def map_tensors(o, f):
 
 def memory_of(t)->tuple:
     "What tensors and parts that are the same memory have in common"
-    own = t.detach().to_local() if is_part(t) else t
+    own = local_part(t.detach())
     return storage_id(own),own.storage_offset(),tuple(t.shape)
 
 _mark = '__rows__' # In place of a part: its number among the rows, and the whole's shape
@@ -122,7 +123,8 @@ def put_together(state, rows, n_files:int, like=None):
     pieces = [(rows(i)[state[_mark]],cuts[i][0]) for i in needed]
     pieces = [(o if o.numel() else o.reshape(0, *rest),s) for o,s in pieces] # a rank without rows
     own = torch.cat([o[max(a-s, 0):max(b-s, 0)] for o,s in pieces]) # a copy
-    return own if like is None else part_from(own.to(device_of(like)), like, torch.empty(shape, device='meta'))
+    if like is None: return own
+    return part_from(own.to(device_of(like)), like, torch.empty(shape, device='meta'))
 
 def _cut(n, W, i):
     "The rows of part i of W, as `torch.chunk` cuts"
@@ -152,8 +154,8 @@ class Kept(NamedTuple):
         shape; device: as in `part_of`"""
         (shape,at),new = self.at,_place(like)
         if self.at!=new:
-            both = f'kept parts of a mesh {shape}, at {at}, do not fit one of {new[0]}, at {new[1]}'
-            raise ValueError(f'{both}: go on with as many ranks and replicas, or save and load')
+            raise ValueError(f'kept parts of a mesh {shape}, at {at}, do not fit one of {new[0]}, at {new[1]}: go on '
+                             'with as many ranks and replicas, or save and load')
         return part_from(self.own.to(device or device_of(like)), like)
 
 def _place(t): return tuple(t.device_mesh.shape),tuple(t.device_mesh.get_coordinate())
@@ -169,7 +171,7 @@ def keep_part(t)->Tensor:
 def load_model(model, state, strict=True):
     """Load a state into a model, which may be sharded: then each rank keeps its part. state: state dict with whole
     tensors, on every rank; strict: as in `load_state_dict`"""
-    if has_deferred(model): fill_in(model)
+    fill_in(model)
     if has_parts(model):
         own,state = model.state_dict(),copy.copy(state)
         for k,v in state.items():
@@ -229,10 +231,8 @@ def come_together(what:str, timeout_s=60):
     """Wait until every rank makes this call; ValueError that names the ranks which have not, before a collective waits
     for them. what: the call, for the error; timeout_s: seconds to wait"""
     if group_size()<2: return
-    store,me = shared_store(),group_rank()
-    n = count(f'together {what}')
-    keys = {r: f'together/{what}/{n}/{r}' for r in range(group_size())}
-    store.set(keys[me], 'here')
-    if wait_keys(store, keys, timeout_s, f'to call {what}') is None:
-        absent = ', '.join(str(r) for r,k in keys.items() if not store.check([k]))
-        raise ValueError(f'rank {me} waits in {what} for rank {absent}: of a sharded model, all ranks must call it')
+    key = f'together/{what}/{count(f"together {what}")}'
+    found = everyones('here', key, shared_store(), timeout_s, f'to call {what}')
+    absent = ', '.join(str(r) for r,o in enumerate(found) if o is None)
+    where = f'rank {group_rank()} waits in {what} for rank {absent}'
+    need(not absent, f'{where}: of a sharded model, all ranks must call it')

@@ -165,7 +165,7 @@ def describe_stack(frames:list)->str:
     source = linecache.getline(user.file, user.line).strip()
     where = f'{user}: {source}' if source else str(user)
     if not is_wait(frames): return f'was at {where}' + ('' if at == user else f' ({at.name})')
-    calls = [o.name for o in frames if 'c10d_logger' not in o.file and 'wait_key' not in o.name]
+    calls = [o.name for o in frames if 'c10d_logger' not in o.file and o.name not in _inner]
     name = next(iter(calls), at.name)
     return f'waited in {_called.get(name, name)}, from {where}'
 
@@ -178,7 +178,8 @@ def place_of(pid, file)->tuple:
     silent = 'does not answer' if Path('/proc').exists() else 'is not asked where there is no /proc'
     return [],f'{silent} (process {pid})'
 
+_inner = 'wait_key','wait_keys','everyones'
 _called = dict(_engine_run_backward='backward')
 _called |= dict.fromkeys(('hear','tell'), 'the vote of a step')
-_called |= dict.fromkeys(('_open','_everyones'), 'the start of the group')
+_called |= dict.fromkeys(('_open','_new_group'), 'the start of the group')
 _called |= dict.fromkeys(('_hear_rank0','_in_turn'), 'rank0_first')

@@ -18,6 +18,7 @@ from .env import group_rank,group_size,is_rank0
 from .rank0 import save_once
 from .remote import Remote,copied,here,place
 from .shards import come_together,is_part,map_tensors,memory_of,whole
+from .stacks import need
 
 # %% ../../nbs/core/06_weights.ipynb #ckf02
 class DamagedFile(ValueError): "A file whose content is not what was written"
@@ -122,10 +123,9 @@ def _header(f)->bytes:
 # %% ../../nbs/core/06_weights.ipynb #ckw12
 def save_tensors(tensors:dict, path):
     "Write tensors as safetensors, with a checksum. Needs the package safetensors. tensors: by name"
-    bad = [k for k,t in tensors.items() if not isinstance(t, torch.Tensor)]
-    if bad: raise ValueError(f'{bad[0]} is no tensor: save without .safetensors')
     own,seen = {},set()
     for k,t in tensors.items():
+        need(isinstance(t, torch.Tensor), f'{k} is no tensor: save without .safetensors')
         t = t.detach().contiguous()
         memory = t.untyped_storage().data_ptr()
         own[k] = t.clone() if memory in seen else t # the format has no shared memory

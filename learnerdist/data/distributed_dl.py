@@ -63,8 +63,7 @@ class Dealt:
         d,items = self.dealer,self.source
         parts = loader_parts(items)
         if {*map(type, parts)}-{BatchSampler,SequentialSampler}: # it may draw random numbers
-            gens = [getattr(o, 'generator', None) for o in parts]
-            gens = [o for o in gens if isinstance(o, torch.Generator)]
+            gens = [g for o in parts if isinstance(g := getattr(o, 'generator', None), torch.Generator)]
             rng = shared_rng(d.seed, d.epoch, generators=gens)
             items = draw(items, rng, self.chunk, self.chunk)
         items = d.deal(items)
@@ -178,7 +177,8 @@ class Dealer:
         return self.items
     def of_batches(self):
         "What is dealt are batches, not samples"
-        self.unit,self.bs,self.by_step,self.step = 'batch',1,self.pad=='batch',self.world_size
+        self.unit,self.bs = 'batch',1
+        self.by_step,self.step = self.pad=='batch',self.world_size
     def sized(self, batches):
         "Remember the length of each batch, in `sizes`"
         self.sizes = []
@@ -372,13 +372,11 @@ def _is_draw(name, val):
     return seed or isinstance(val, torch.Generator) or 'random' in type(val).__module__
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c015
-class _Stream(IterableDataset):
+class _Stream(LoaderWrapper, IterableDataset):
     "A rank's shard of an iterable data set. Reading and setting attributes goes through to that data set"
+    inside = '_inner'
     def __init__(self, inner, dealer, after=()):
         vars(self).update(_inner=inner, _dealer=dealer, _after=after, _split=False)
-    def __getattr__(self, k):
-        if k.startswith('__') or '_inner' not in vars(self): raise AttributeError(k)
-        return getattr(self._inner, k)
     def __setattr__(self, k, v): setattr(self._inner, k, v)
     def __len__(self): return self._dealer.count(len(self._inner))
     def __iter__(self):
@@ -500,15 +498,15 @@ def _(dl:DataLoader):
     return changed(dl, **kw)
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #gbs01
-def _parted(dl, dealer, global_bs):
-    "A copy of a loader with a rank's part of global batches of `global_bs` samples. ValueError if there is none"
-    bs = share_len(global_bs, dealer.rank, dealer.world_size, False)
-    n,W = global_bs,dealer.world_size
+def _parted(dl, dealer, n):
+    "A copy of a loader with a rank's part of global batches of `n` samples. ValueError if there is none"
+    W = dealer.world_size
     need(n>=W, f'a global batch has a sample at least for each of {W} ranks', global_bs=n)
-    if not batch_shape(dl)[0]:
-        raise ValueError(f'global_bs={n}: this {type(dl).__name__} makes batches in its own way, which are dealt whole')
+    need(batch_shape(dl)[0], _own_way.format(type(dl).__name__), global_bs=n)
     dealer.global_bs = n
-    return with_settings(dl, bs=bs)
+    return with_settings(dl, bs=share_len(n, dealer.rank, W, False))
+
+_own_way = 'this {} makes batches in its own way, which are dealt whole'
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c026
 class DistributedDL(LoaderWrapper):
@@ -532,11 +530,11 @@ class DistributedDL(LoaderWrapper):
         dealer.by_step = dealer.pad=='batch' and bool(dealer.bs)
         dealer.step = global_bs or (dealer.bs or 1)*dealer.world_size
         self.dealer,self.dl = dealer,dealer.shard(dl)
-        if global_bs and dealer.unit!='row':
-            raise ValueError(f'global_bs={global_bs}: this {type(dl).__name__} makes batches in its own way, which are '
-                             'dealt whole')
+        kind = type(dl).__name__
+        need(not global_bs or dealer.unit=='row', _own_way.format(kind), global_bs=global_bs)
         self.rank,self.world_size,self.seed = dealer.rank,dealer.world_size,dealer.seed
-        self.pad,self.unit,self.mixed = dealer.pad,dealer.unit,dealer.streams and self.num_workers>1
+        self.pad,self.unit = dealer.pad,dealer.unit
+        self.mixed = dealer.streams and self.num_workers>1
         return self
     @classmethod
     def from_dl(cls,

@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from torch.utils.data import RandomSampler, SequentialSampler, default_collate, default_convert
-from ..core.compat import no_iterator
+from ..core.compat import no_iterator,tree_leaves
 from ..core.stacks import need
 from .datasets import batches
 
@@ -62,17 +62,12 @@ def to_detach(b):
 # %% ../../nbs/data/01_loaders.ipynb #c010
 def _is_array(o): return hasattr(o, 'shape') and len(o.shape)>0
 
-def _leaves(b):
-    "The leaves of a batch, in order"
-    if isinstance(b, Mapping): b = list(b.values())
-    return [l for o in b for l in _leaves(o)] if isinstance(b, (list, tuple)) else [b]
-
 def _is_rows(b)->bool:
     "Does this list have one entry per sample (strings, numbers, uncollated dicts), rather than one per column?"
     columns = not isinstance(b, (list, tuple)) or hasattr(b, '_fields')
     if not columns and b and all(isinstance(o, Mapping) and o.keys()==b[0].keys() for o in b): return True
     if columns or any(isinstance(o, (list, tuple)) or hasattr(o, 'shape') for o in b): return False
-    sizes = {o.shape[0] if len(o.shape) else None for o in _leaves(b) if hasattr(o, 'shape')}
+    sizes = {o.shape[0] if len(o.shape) else None for o in tree_leaves(b) if hasattr(o, 'shape')}
     return len(b)<2 or len(sizes)!=1 or None in sizes
 
 # %% ../../nbs/data/01_loaders.ipynb #c011
@@ -198,15 +193,6 @@ class LoaderWrapper:
 def read_loader(dl):
     "Iterator over any loader"
     return batches(dl) if type(dl) is DataLoader else iter(dl)
-
-def look_ahead(it):
-    "Each item of an iterator, and whether another follows; it reads one item ahead"
-    end = object()
-    o = next(it, end)
-    while o is not end:
-        following = next(it, end)
-        yield o,following is not end
-        o = following
 
 def batch_shape(dl)->tuple:
     """What a loader says about its batches. dl: any loader; returns: (samples in a batch, None if not known; whether

@@ -92,9 +92,6 @@ class LoaderWrapper:
 def read_loader(dl):
     """Iterator over any loader"""
 
-def look_ahead(it):
-    """Each item of an iterator, and whether another follows; it reads one item ahead"""
-
 def batch_shape(dl) -> tuple:
     """What a loader says about its batches. dl: any loader; returns: (samples in a batch, None if not known; whether
     an incomplete last batch is dropped)"""

@@ -42,17 +42,9 @@ def _merge_stats(rows:Tensor)->tuple:
     return n.sum().item(),m,(m2+n*(mean-m)**2).sum(0)/total
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c012
-# local_stats: whether ranks evaluate, where their batches differ in number
-_mute,local_stats = False,SimpleNamespace(on=False)
-
-def mute(on:bool):
-    "Let this rank's rows not count from now on: synchronised layers take part in the exchange, and count none of them"
-    global _mute
-    _mute = on
-
-def is_muted()->bool:
-    "Whether this rank's rows do not count"
-    return _mute
+# local: whether ranks evaluate, where their batches differ in number; muted: whether this rank's rows do not count:
+# synchronised layers take part in the exchange, and count none of them
+stats = SimpleNamespace(local=False, muted=False)
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c013
 def _ranks(group)->int:
@@ -64,7 +56,7 @@ def _global_stats(x:Tensor, group=None)->tuple:
     """Statistics over the global batch, as `_merge_stats`, the same bits on every rank, from this rank's share (n,C,…).
     Sync point: one all-reduce"""
     rows = torch.zeros(_ranks(group), 2*x.shape[1]+1, dtype=torch.float64)
-    if not _mute: rows[dist.get_rank(group)] = _local_stats(x)
+    if not stats.muted: rows[dist.get_rank(group)] = _local_stats(x)
     dist.all_reduce(rows, group=group)
     return _merge_stats(rows)
 
@@ -72,8 +64,8 @@ def _global_stats(x:Tensor, group=None)->tuple:
 def _grad_sums(g:Tensor, x:Tensor, mean:Tensor, var:Tensor, eps:float)->Tensor:
     "Sums of g·x̂ and of g over this rank's rows: (2,C), `mean`'s dtype"
     if not x.numel(): return mean.new_zeros(2, len(mean)) # torch's kernel divides by the number of rows
-    stats = torch.ones_like(mean),mean,var,None,None
-    return torch.stack(batch_norm_backward(g, x, *stats, False, eps, [False, True, True])[1:])
+    args = torch.ones_like(mean),mean,var,None,None
+    return torch.stack(batch_norm_backward(g, x, *args, False, eps, [False, True, True])[1:])
 
 class _Normalize(torch.autograd.Function):
     "Normalise by statistics of the global batch, and differentiate through them"
@@ -81,7 +73,7 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx, x, weight, bias, mean, var, n, eps, group):
         mean,var = (o.to(torch.promote_types(x.dtype, torch.float32)) for o in (mean, var))
         ctx.save_for_backward(x, weight, mean, var)
-        ctx.n,ctx.eps,ctx.group,ctx.muted = n,eps,group,_mute
+        ctx.n,ctx.eps,ctx.group,ctx.muted = n,eps,group,stats.muted
         w,b = (o if o is None else o.to(mean.dtype) for o in (weight, bias))
         return F.batch_norm(x, mean, var, w, b, False, 0., eps)
 
@@ -111,7 +103,7 @@ def _input_grad(ctx, g, sums):
 @torch.no_grad()
 def _track(bn, n, mean, var):
     "Move the running statistics towards the global batch's: momentum None is the mean of all batches so far"
-    if not n and _mute: return # all ranks have cancelled this batch
+    if not n and stats.muted: return # all ranks have cancelled this batch
     seen = bn.num_batches_tracked
     if seen is not None: seen.add_(1)
     if not n or bn.running_mean is None: return
@@ -128,7 +120,7 @@ class Synced:
     @property
     def is_on(self)->bool:
         "Whether this pass is one over the global batch"
-        return self.training and not local_stats.on and _ranks(self.process_group)>1
+        return self.training and not stats.local and _ranks(self.process_group)>1
 
     def forward(self, x):
         "Of the layer, in training with the statistics of the global batch"
@@ -141,7 +133,7 @@ class Synced:
     def _forward_torch(self, x):
         "torch's `SyncBatchNorm`; an empty half-precision batch is cast to float32, which is what the other ranks send"
         # no row; a graph, whose backward pass exchanges
-        if _mute: return x + nn.SyncBatchNorm.forward(self, x[:0].float()).sum()
+        if stats.muted: return x + nn.SyncBatchNorm.forward(self, x[:0].float()).sum()
         if x.numel() or x.dtype not in (torch.float16, torch.bfloat16): return nn.SyncBatchNorm.forward(self, x)
         return nn.SyncBatchNorm.forward(self, x.float()).to(x.dtype)
 
@@ -176,7 +168,7 @@ class SyncedInstance(Synced):
         "Of the layer, in training with the running statistics of all ranks"
         old = torch.cat([self.running_mean, self.running_var])
         out = self.plain.forward(self, x)
-        if self.is_on: self._average(old, 0 if _mute else 1 if x.dim()==_dims(self)-1 else len(x))
+        if self.is_on: self._average(old, 0 if stats.muted else 1 if x.dim()==_dims(self)-1 else len(x))
         return out
 
     @torch.no_grad()

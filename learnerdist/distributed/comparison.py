@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/distributed/02_comparison.ipynb #2fc3611b
 import zlib
 from functools import partial
-from itertools import islice,zip_longest
+from itertools import chain,islice,zip_longest
 from pathlib import Path
 from types import CellType,FunctionType,MethodType
 
@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from ..core.collectives import broadcast_object,gather_objects
 from ..core.compat import BatchNorm,tree_leaves
 from ..core.env import group_rank
-from ..core.shards import is_part
-from ..core.stacks import warn
+from ..core.shards import groups_of,is_part
+from ..core.stacks import need,warn
 from ..data.loaders import batch_shape,data_len
 from ..data.rows import as_ints
 from ..learner.learner import get_model
@@ -55,7 +55,8 @@ def digest(state)->tuple:
 def compared(model)->dict:
     "Tensors that must be equal on all ranks: parameters that are not sharded; buffers, but of unsynchronised BatchNorm"
     own = [m for m in model.modules() if isinstance(m, BatchNorm) and not isinstance(m, Synced)]
-    skip,named = {id(b) for m in own for b in m.buffers()},[*model.named_parameters(),*model.named_buffers()]
+    skip = {id(b) for m in own for b in m.buffers()}
+    named = [*model.named_parameters(),*model.named_buffers()]
     return {k: v for k,v in named if id(v) not in skip and not is_part(v)}
 
 # %% ../../nbs/distributed/02_comparison.ipynb #70b5ade9
@@ -106,8 +107,7 @@ class Findings:
     "Call it with what was found, on all ranks alike. Each code has an entry in docs/messages.md"
     # 'error': raise on all ranks; False: leave findings out, and do not look for them
     def __init__(self, mode='warn'):
-        if mode not in ('warn','error') and mode is not False:
-            raise ValueError(f"checks={mode!r}: give 'warn', 'error' or False")
+        need(mode in ('warn','error') or mode is False, "give 'warn', 'error' or False", checks=mode)
         self.mode,self.told = mode,set()
 
     def __call__(self, code:str, text:str, once=None):
@@ -224,7 +224,6 @@ def held(learn)->dict:
     return found
 
 _kinds = nn.Module,Optimizer
-def params_of(opt): return [p for g in opt.param_groups for p in g['params']]
 
 def _used_by(f):
     "Variables around a function, and global names of its code that are modules, optimizers or functions of its file"
@@ -240,7 +239,7 @@ def tensors_held(learn)->dict:
     # modules first: they have names for the parameters of optimizers
     for k,o in sorted(held(learn).items(), key=lambda o: isinstance(o[1], Optimizer)):
         if isinstance(o, nn.Module): named = compared(o)
-        else: named = {f'params[{i}]': p for i,p in enumerate(params_of(o))}
+        else: named = {f'params[{i}]': p for i,p in enumerate(chain(*groups_of(o)))}
         new = {name: t for name,t in named.items() if id(t) not in seen and not t.is_meta}
         res |= {f'{k}.{name}': t for name,t in new.items()}
         seen |= {*map(id, named.values())}

@@ -14,6 +14,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from ..core.compat import call_with_hooks,compiled_call,compiled_inside,plain_calls,tree_map
+from ..core.stacks import need
 from ..data.loaders import batch_shape
 from .batchnorm import leave_uncompiled
 from .sharded import repeated_blocks
@@ -134,7 +135,7 @@ def compile(self:Learner, # noqa: A001
     """Run the model compiled by torch in fits, validation and predictions, also in `distrib_ctx`. A second call
     replaces the first"""
     known = regional in (None,True,False) or callable(regional) or isinstance(regional, (list,tuple))
-    if not known: raise ValueError(f'regional={regional!r}: give True, False, classes, or a function of a module')
+    need(known, 'give True, False, classes, or a function of a module', regional=regional)
     return self.uncompile().add_cb(Compiled(regional, **kw))
 
 @patch

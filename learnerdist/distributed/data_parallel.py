@@ -14,7 +14,8 @@ from torch.nn.parallel import DataParallel,DistributedDataParallel
 
 from ..learner.callback import Callback,Order
 from ..core.env import group_size
-from ..learner.learner import Learner,device_of,get_model
+from ..core.stacks import need
+from ..learner.learner import Learner,get_model
 
 # %% ../../nbs/distributed/05_data_parallel.ipynb #c006
 def check_device_ids(device_ids, n:int)->list:
@@ -22,8 +23,8 @@ def check_device_ids(device_ids, n:int)->list:
     `n` visible ones and named once. Without any GPU, visibility is not checked"""
     ids = [o if isinstance(o, int) else torch.device(o).index for o in listify(device_ids)]
     bad = [o for o in ids if o is None or not 0<=o<n] if n else []
-    if bad: raise ValueError(f'device_ids={device_ids} names {bad}, but {n} GPUs are visible')
-    if len({*ids})<len(ids): raise ValueError(f'device_ids={device_ids} names a GPU twice')
+    need(not bad, f'device_ids={device_ids} names {bad}, but {n} GPUs are visible')
+    need(len({*ids})==len(ids), f'device_ids={device_ids} names a GPU twice')
     return ids
 
 def parallel_ids(device_ids, device:torch.device, n:int)->list:
@@ -33,7 +34,7 @@ def parallel_ids(device_ids, device:torch.device, n:int)->list:
     if device.type!='cuda' and device_ids is None or n<2: return []
     own = device.index
     if own is None and device.type=='cuda': own = torch.cuda.current_device()
-    if own not in ids: raise ValueError(f"device_ids={device_ids} lacks {device}, where the learner is: name it")
+    need(own in ids, f'device_ids={device_ids} lacks {device}, where the learner is: name it')
     return [own]+[o for o in ids if o!=own] if len(ids)>1 else []
 
 # %% ../../nbs/distributed/05_data_parallel.ipynb #c012
@@ -47,10 +48,9 @@ class ParallelTrainer(Callback):
         if device_ids is not None: self.device_ids = check_device_ids(device_ids, torch.cuda.device_count())
 
     def before_fit(self):
-        ids = parallel_ids(self.device_ids, device_of(self.learn), torch.cuda.device_count())
+        ids = parallel_ids(self.device_ids, self.learn.device, torch.cuda.device_count())
         if not ids or self.model is not get_model(self.model): return
-        if group_size()>1:
-            raise ValueError(f'DataParallel in one of {group_size()} ranks: use distrib_ctx alone')
+        need(group_size()<2, f'DataParallel in one of {group_size()} ranks: use distrib_ctx alone')
         self.learn.model = self.wrapped = DataParallel(self.model, device_ids=ids)
 
     def restore(self):

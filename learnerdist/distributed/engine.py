@@ -7,7 +7,7 @@ __all__ = ['gather_with_grad']
 
 # %% ../../nbs/distributed/10_engine.ipynb #eng03
 import math,struct,sys
-from contextlib import ExitStack,contextmanager
+from contextlib import ExitStack
 from itertools import chain,count,islice
 
 import torch
@@ -20,13 +20,13 @@ from ..core.compat import BatchNorm,tree_leaves
 from ..core.deferred import has_deferred
 from ..core.env import current_group,group_rank,group_size,group_timeout,in_group,next_phase
 from ..core.env import process_group
-from ..core.lending import lend
+from ..core.lending import lend,replaced
 from ..core.random import rng_state,seed_streams,set_rng_state
-from ..core.shards import groups_of,is_part
-from ..core.stacks import frames_of,warn
+from ..core.shards import groups_of,is_part,local_part
+from ..core.stacks import frames_of,need,warn
 from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
 from ..data.loaders import LoaderWrapper,split_batch
-from .batchnorm import is_muted,local_stats,mute
+from .batchnorm import stats
 from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_hash
 from .comparison import same_data,same_fit,same_optimizer,same_structure
 from .evaluation import Evaluation
@@ -34,11 +34,12 @@ from .micro_batches import MicroBatches
 from .replica import Replica,SharedMaxNorm,broadcast_module,broadcast_tensors
 from .self_check import SelfCheck
 from .sharded import Sharded
-from .shares import evaluated,global_batch,most_rows,uneven_steps
+from .shares import evaluated,global_batch,step_rows
 from .vote_links import Asks,Place,Tally,Vote,cast,loops,open_links,scopes,widest
 from ..learner.callback import inner_events
 from ..learner.learner import Runner,get_model,is_oom
-from ..learner.losses import batch_rows,loss_kind,loss_over,n_class_items,n_elements,n_items,unweighted
+from ..learner.losses import batch_rows,loss_kind,loss_over,n_class_items,n_elements
+from ..learner.losses import n_items,unweighted
 from ..learner.predictions import Unshared
 from ..learner.techniques import scale_grads
 
@@ -51,10 +52,6 @@ def sum_over_ranks(n, links):
         return n
     rows = links.exchange(struct.pack('<d', n), Place.backward)
     return sum(struct.unpack(f'<{len(rows)}d', b''.join(rows)))
-
-def max_over_ranks(n:int, links)->int:
-    "The largest of the ranks' numbers. Sync point"
-    return max(struct.unpack('<q', o)[0] for o in links.exchange(struct.pack('<q', n), Place.train_batch))
 
 # %% ../../nbs/distributed/10_engine.ipynb #lw05
 def items_shown(over, xb, yb)->float:
@@ -102,8 +99,8 @@ def gather_with_grad(
 )->Tensor:   # (Σn,…): rank after rank; `t` itself with one process
     """The rows of all ranks, through which gradients flow back to each; in evaluation `t`, since each batch is whole.
     Sync point, also in the backward pass"""
-    if group_size()<2 or local_stats.on: return t
-    return _Gather.apply(t[:0] if is_muted() else t) # muted: these rows are repeats
+    if group_size()<2 or stats.local: return t
+    return _Gather.apply(t[:0] if stats.muted else t) # muted: these rows are repeats
 
 # %% ../../nbs/distributed/10_engine.ipynb #eng06
 class Batch:
@@ -126,7 +123,8 @@ class Loop:
         self.n_steps = 0 # Training batches so far, with the present one
         # The present batch; what is known of the next one; this rank's shard of a training loader
         self.batch = self.ahead = self.dl = self.evaluation = None
-        self.repeats,self.uneven = False,'none' # see `uneven_steps`
+        self.repeats = False
+        self.known = True # Whether all ranks know the samples of each step
         # Whether targets show the items of a batch: no callback may change or cancel it
         self.looks = False
 
@@ -288,15 +286,16 @@ class Loops(Dealing):
             self.model = self.replica
             if self.cuts: self._check_cuts()
             return
-        self.model,local_stats.on = None,True
-        mute(False)
+        self.model,stats.local = None,True
+        stats.muted = False
         self.learn.dl = self.share_now(evaluated(self.learn.dl), pad=False)
         self.loop.evaluation = Evaluation(self)
 
     def _check_cuts(self):
         "ValueError if something hinders micro-batches; report BatchNorm, whose statistics are theirs"
         name,many = f'max_bs={self.opts.max_bs!r}',group_size()>1
-        if self.adapter.accumulates(): raise ValueError(f'{name} and GradientAccumulation: leave out one of the two')
+        accumulates = any(isinstance(cb, self.adapter.accumulation) for cb in self.learn.cbs)
+        need(not accumulates, f'{name} and GradientAccumulation: leave out one of the two')
         if self.auto and many and self.replica.forward_exchanges:
             raise ValueError(f'{name}: ranks exchange something in each forward pass of this model (BatchNorm, '
                              'max_norm), where others would wait for one that runs out of memory: give a number')
@@ -315,9 +314,9 @@ class Loops(Dealing):
         if training: self.learn.dl = self.share_now(self.learn.dl, pad='batch')
         if self.links is None: return
         if training:
-            self.loop.dl,self.loop.uneven = self.learn.dl,uneven_steps(self.learn.dl)
+            self.loop.dl,self.loop.known = self.learn.dl,step_rows(self.learn.dl) is not None
             self._say_repeats(getattr(self.learn.dl, 'dealer', None))
-            self.loop.looks = self.learn.device.type=='cpu' and not self.adapter.may_change(early)
+            self.loop.looks = self.device.type=='cpu' and not self.adapter.may_change(early)
             self.self_check.begin_loop()
         self.agree()
         self.learn.dl = Steps(self.learn.dl, self)
@@ -340,7 +339,8 @@ class Steps(LoaderWrapper):
         self.n_inp = getattr(dl, 'n_inp', getattr(engine.learn.dls, 'n_inp', None))
     def __len__(self): return len(self.dl)
     def __iter__(self):
-        e,it,training,W = self.engine,self._alike(),self.engine.learn.training,self.engine.links.world_size
+        e,it = self.engine,self._alike()
+        training,W = e.learn.training,e.links.world_size
         for k in count():
             done,e.loop.batch = e.loop.batch,None
             b = [*islice(it, 1)]
@@ -361,7 +361,7 @@ class Steps(LoaderWrapper):
 
     def _say_left_out(self, k, more, b):
         W,n = group_size(),self.engine.loop.n_steps
-        if not k: raise ValueError(f'{W-more} of {W} ranks have no training batch')
+        need(k, f'{W-more} of {W} ranks have no training batch')
         if b: warn(f'rank {group_rank()} had more training batches than another: this epoch ends after {n}')
 
 class Steering(Loops):
@@ -372,13 +372,13 @@ class Steering(Loops):
         learn,loop,scope,n = self.learn,self.loop,None,None
         loop.repeats = False
         if done and done.cancelled:
-            if done.dropped: mute(False)
+            if done.dropped: stats.muted = False
             scope = widest([o for o in done.cancelled if o in loops])
         if b and learn.training:
             start = learn.start_at
             if k: i = learn.iter+1
             else: i = start.batches if learn.epoch==start.epoch else 0
-            may_end = loop.uneven=='any' or learn.n_iter==i+1 # a length may be an estimate
+            may_end = not loop.known or learn.n_iter==i+1 # a length may be an estimate
             loop.repeats = may_end and self._is_repeat(i)
             if loop.looks: n = items_shown(loss_over(learn), *split_batch(b[0], learn.dl.n_inp))
             if loop.repeats and n is not None: n = 0.
@@ -408,15 +408,17 @@ class Batches(Steering):
         "Before a batch, before other callbacks"
         learn,loop = self.learn,self.loop
         self.global_items,learn.items = None,None
-        if self.more: return self._next_part()
-        loop.batch,local_stats.on = Batch(loop.ahead),not learn.training
+        if self.more:
+            loop.batch.micro.i += 1
+            return self._begin_part()
+        loop.batch,stats.local = Batch(loop.ahead),not learn.training
         self.place = Place.train_batch if learn.training else Place.valid_batch
         self.repeated = loop.repeats
         if not learn.training:
             if self.shards: self.shards.begin_batch()
         elif self.links:
             loop.n_steps += 1
-            if self.repeated or self.cuts: mute(self.repeated)
+            if self.repeated or self.cuts: stats.muted = self.repeated
             if self.cuts: self._cut()
             if self.self_check.due: self.self_check.note()
         elif learn.training and self.cuts: self._cut()
@@ -425,16 +427,12 @@ class Batches(Steering):
     def _cut(self):
         "Cut this rank's batch of the step into micro-batches, as many as on the other ranks. May be a sync point"
         learn,loop = self.learn,self.loop
-        n = None if self.links is None else most_rows(loop.dl, learn.iter)
-        if n is None:
-            n = batch_rows(learn)
-            if self.links: n = max_over_ranks(n, self.links)
+        n = step_rows(loop.dl, learn.iter) if self.links else batch_rows(learn)
+        if n is None: n = max(gather_objects(batch_rows(learn)))
+        elif self.links: n = -(-n//self.links.world_size)
         k = -(-n//(self.max_bs or n))
         if k<2 and not self.auto: return
         loop.batch.micro = MicroBatches(learn, k, n)
-        self._begin_part()
-    def _next_part(self):
-        self.loop.batch.micro.i += 1
         self._begin_part()
     def _begin_part(self):
         batch,micro = self.loop.batch,self.loop.batch.micro
@@ -442,8 +440,8 @@ class Batches(Steering):
         self.more = micro.i<micro.k-1
         self.waits = self.more or self.auto
         self.repeated = self.loop.repeats or batch.left_out or empty
-        mute(self.repeated)
-        if self.replica: self.replica.sync = not (self.more or self.auto)
+        stats.muted = self.repeated
+        if self.replica: self.replica.exchange(not (self.more or self.auto))
     def in_parts(self, f):
         "Run `f`, the forward and backward pass of a batch, for each of its micro-batches; in evaluation once"
         if self.auto and self.learn.training: return self._that_fit(f)
@@ -454,7 +452,8 @@ class Batches(Steering):
     def _that_fit(self, f):
         """As `in_parts`, and no gradients travel before all ranks are through. Where memory runs out on one, all begin
         the step again with micro-batches of half the size. Sync point"""
-        learn,batch,micro,streams = self.learn,self.loop.batch,self.loop.batch.micro,rng_state()
+        learn,batch = self.learn,self.loop.batch
+        micro,streams = batch.micro,rng_state()
         buffers = [(o,o.clone()) for o in self._trained().buffers()]
         while self.anyone((e := self._runs_out(f)) is not None):
             size = -(-micro.most//micro.k)
@@ -465,7 +464,7 @@ class Batches(Steering):
             self.findings.note('micro-batches', _smaller.format(size, self.max_bs))
             learn.xb,learn.yb = micro.whole
             learn.pred,learn.loss,learn.loss_grad = None,None,None
-            for p in self._all_params(): p.grad = None
+            for p in self.all_params(): p.grad = None
             for o,old in buffers: o.copy_(old)
             set_rng_state(streams)
             if self.device.type=='cuda': torch.cuda.empty_cache()
@@ -493,7 +492,7 @@ class Batches(Steering):
         batch.micro.end(self.learn, loss_over(self.learn).kind=='sum')
         batch.micro,self.more,self.waits = None,False,False
         self.repeated = self.loop.repeats or batch.left_out
-        mute(self.repeated)
+        stats.muted = self.repeated
 
     def check_batch(self):
         "Before its forward pass, after other callbacks: the self-check, once a fit. Sync point then"
@@ -539,7 +538,8 @@ class Batches(Steering):
         """The loss whose mean over ranks is the mean over all items. On a GPU they are tensors, if they are counted, so
         that nobody waits"""
         learn,batch,W = self.learn,self.loop.batch,self.links.world_size if self.links else 1
-        micro,n = batch.micro,(batch.n if learn.items is None else learn.items)*(not self.repeated)
+        micro = batch.micro
+        n = (batch.n if learn.items is None else learn.items)*(not self.repeated)
         device = getattr(learn.yb[0], 'device', None) or self.device # a dict has none
         if over.kind!='items' or device.type=='cpu': n = float(n)
         elif not isinstance(n, Tensor): n = torch.full((), n, dtype=torch.double, device=device)
@@ -572,8 +572,9 @@ class Batches(Steering):
     @property
     def is_uneven(self)->bool:
         "Whether the ranks' batches of this step may have different numbers of samples; the same on every rank"
-        last = self.learn.iter+1==self.learn.n_iter
-        return self.loop.uneven=='any' or self.loop.uneven=='last' and last
+        if self.links is None: return False
+        n = step_rows(self.loop.dl, self.learn.iter)
+        return n is None or n%self.links.world_size>0
 
     def after_backward(self):
         "After the backward pass, before other callbacks"
@@ -622,7 +623,7 @@ class Cancelling(Batches):
             if event=='after_loss': batch.seen = batch.seen or (self.repeated,self.learn.items)
             if event in early[:-1]: self.repeated = batch.left_out = True
             if batch.left_out and batch.micro: batch.micro.forget()
-            if event=='before_batch': mute(True)
+            if event=='before_batch': stats.muted = True
         return True
 
     def send_zeros(self):
@@ -630,13 +631,14 @@ class Cancelling(Batches):
         zero, also where the batch has NaNs"""
         learn,batch = self.learn,self.loop.batch
         if not (batch and batch.dropped): return
-        params = self._all_params()
+        params = self.all_params()
         if batch.micro: self._forget_parts()
         batch.idle = [p for p in params if p.grad is None]
         learn.loss_grad = learn.loss_grad*0
         batch.handles = [p.register_hook(_finite) for p in params if p.requires_grad]
 
-    def _all_params(self):
+    def all_params(self)->list:
+        "The parameters of the model and of the optimizer"
         every = [*self._trained().parameters(),*[p for g in groups_of(self.learn.opt) for p in g]]
         return [*{id(p): p for p in every}.values()]
 
@@ -647,7 +649,7 @@ class Cancelling(Batches):
     def _forget_parts(self):
         "Forget the gradients of micro-batches before, which this rank has not sent"
         if hasattr(self.replica, 'held'): return self.replica.held(drop=True)
-        for p in self._all_params(): p.grad = None
+        for p in self.all_params(): p.grad = None
 
     def settle(self):
         """After that backward pass: if the gradients do not show that another rank has a part in them, ask whether all
@@ -674,7 +676,7 @@ def _finite(grad): return grad.nan_to_num(0., 0., 0.)
 
 def _has_values(grad):
     "Whether a gradient, or this rank's part of it, is there and not zero"
-    return grad is not None and bool((grad.to_local() if is_part(grad) else grad).any())
+    return grad is not None and bool(local_part(grad).any())
 
 # %% ../../nbs/distributed/10_engine.ipynb #eng21
 class Agreement(Cancelling):
@@ -725,7 +727,7 @@ class Ends(Agreement):
         self.model = None
         if self.links:
             compare_weights(self.learn, self.loop.n_steps, self.findings)
-        mute(False)
+        stats.muted = False
         broadcast_tensors(get_model(self.learn.model).buffers())
         return True
 
@@ -734,12 +736,12 @@ class Ends(Agreement):
         self.place = Place.after_validate
         if self.max_norm: self.max_norm.catch_up()
         if self.loop.evaluation: self.loop.evaluation.put_together()
-        self.loop.evaluation,local_stats.on = None,False
+        self.loop.evaluation,stats.local = None,False
 
     def end_fit(self):
         "Remove the replica, and give the BatchNorm layers their own class back"
-        self.model,local_stats.on = None,False
-        mute(False)
+        self.model,stats.local = None,False
+        stats.muted = False
         if self.replica is not None: self.replica.undo()
         self.replica = None
 
@@ -773,10 +775,7 @@ class Engine(Ends):
         "A seed that is the same on every rank"
         return self.seed
 
-    @contextmanager
     def aside(self):
         "Context for a loop within another"
         names = 'place','loop','model','repeated','global_items','more','waits'
-        old = {k: getattr(self, k) for k in names}
-        try: yield
-        finally: vars(self).update(old)
+        return replaced(self, **{k: getattr(self, k) for k in names}) # by themselves: the inner loop sets them

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..core.env import RankError,close_group,count,group_size,in_group,is_consequence
 from ..core.env import next_phase,num_distrib
-from ..core.env import pack_error,rank_distrib,section,shared_store,unpack_error,wait_key
+from ..core.env import own_rank,pack_error,section,shared_store,unpack_error,wait_key
 from ..core.stacks import Frame,answer_asks,answerer,describe_stack,frames_of,is_wait,place_of
 
 # %% ../../nbs/distributed/04_failure.ipynb #c004
@@ -27,21 +27,15 @@ def first_failure(key, timeout_s=0)->RankError:
     return res or found(f'{key}/out')
 
 # %% ../../nbs/distributed/04_failure.ipynb #c006
-def _me():
-    if in_group(): return dist.get_rank(),dist.get_world_size()
-    return rank_distrib(),num_distrib()
-
 def announce():
     "Publish in the store how to ask this rank for its stack"
     store,pid = shared_store(),os.getpid()
-    if store is not None: store.set(f'stack/{_me()[0]}', json.dumps([socket.gethostname(), pid, answer_asks(pid)]))
-
-def _has_timed_out(e): return is_consequence(e) and bool(re.search(r'timed? ?out', str(e), re.I))
+    if store is not None: store.set(f'stack/{own_rank()}', json.dumps([socket.gethostname(), pid, answer_asks(pid)]))
 
 def _find_the_absent(e, key):
     "After a timeout on this rank: an error that says where every rank is, made by the first rank that timed out"
-    store,(me,n) = shared_store(),_me()
-    store.set(f'{key}/waited/{me}', json.dumps(frames_of(e)))
+    store,n = shared_store(),dist.get_world_size() if in_group() else num_distrib()
+    store.set(f'{key}/waited/{own_rank()}', json.dumps(frames_of(e)))
     with open(answer_asks(os.getpid()), 'a') as f: traceback.print_exception(e, file=f)
     if store.add(f'{key}/asks', 1)>1: return first_failure(key, timeout_s=30) or e
     end = time.monotonic()+5
@@ -55,7 +49,7 @@ def _place(store, key, rank, end):
     waited,here = f'{key}/waited/{rank}',socket.gethostname()
     if store.check([f'stack/{rank}']): host,*known = json.loads(store.get(f'stack/{rank}'))
     # it has not come so far as to say how to ask it
-    else: host,known = here,answerer(rank-_me()[0])
+    else: host,known = here,answerer(rank-own_rank())
     text = 'has not come so far'
     if not store.check([waited]) and known and host==here:
         frames,text = place_of(*known)
@@ -112,7 +106,7 @@ def failing_together(undo):
 
 def _say_out(key):
     "For a rank 0 that still waits for this one"
-    rank,store = _me()[0],shared_store()
+    rank,store = own_rank(),shared_store()
     with suppress(dist.DistNetworkError):
         left = dict(rank=rank, kind='exit', message='has left the context')
         if rank and store is not None: store.set(key, json.dumps(left))
@@ -124,7 +118,7 @@ def _after_rank0(key, timeout_s=600):
     # without a launcher rank 0 runs the store, and may have left
     with suppress(dist.DistNetworkError):
         if store is None: return
-        if _me()[0]: wait_key(store, key, timeout_s, 0)
+        if own_rank(): wait_key(store, key, timeout_s, 0)
         else: store.set(key, '')
 
 def _first(e, key):
@@ -147,7 +141,7 @@ def _check_link():
 
 def _record(e, key):
     "The exception, and whether it began on this rank; then it is in the store before the other ranks are freed"
-    if _has_timed_out(e): e = _find_the_absent(e, key)
+    if is_consequence(e) and re.search(r'timed? ?out', str(e), re.I): e = _find_the_absent(e, key)
     if is_consequence(e): return e,False
     if not isinstance(e, RankError): shared_store().compare_set(key, '', pack_error(e))
     return e,True

@@ -87,7 +87,8 @@ def gather_batches(parts:list, ks:list, ns=None, dst:int=None, make=None, name='
     since memory is freed as it is sent), the number of each (`ks`) and its samples (`ns`, needed for `joined`). Only
     `dst` gets the result, or all ranks. `make` makes room for the rows, see `storage`, in files (`in_files`) of this
     name; without it they travel. None if no rank has any batch. Sync point"""
-    parts,ns = _taken(parts),[0]*len(ks) if ns is None else ns
+    parts,given,ns = [*parts],parts,[0]*len(ks) if ns is None else ns
+    given.clear()
     told = gather_objects(_described(parts, ks, ns))
     # a list may be read in two ways; else the batches are leaves
     for read in (loosely,lambda o: Samples([o])):
@@ -111,11 +112,6 @@ def gather_batches(parts:list, ks:list, ns=None, dst:int=None, make=None, name='
 
 _in_memory = 'they are gathered in memory, on all ranks'
 
-def _taken(parts):
-    res = [*parts]
-    parts.clear()
-    return res
-
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gath2
 _piece = 1<<24 # Bytes that a rank sends at a time
 
@@ -133,8 +129,8 @@ def _exchanged(own, at, n, shape, dtype, cls, dst):
     "Rows of one tensor, sent from rank to rank"
     if group_size()<2: return torch.cat(own) if len(own)>1 else own[0]
     ats = [torch.tensor([*chain(*o)], dtype=torch.long) for o in at]
-    rows = torch.cat([o.as_subclass(Tensor) for o in own]) if own else torch.empty(0, *shape, dtype=dtype)
-    rows = as_ints(rows)
+    own = [o.as_subclass(Tensor) for o in own] or [torch.empty(0, *shape, dtype=dtype)]
+    rows = as_ints(torch.cat(own))
     res = rows.new_empty(n, rows.shape[1]) if dst in (None,group_rank()) else None
     size = max(1, _piece//max(rows.element_size()*rows.shape[1], 1))
     for i in range(0, max(map(len, ats)), size):

@@ -17,9 +17,6 @@ from ..learner.finder import left_out
 from ..learner.callback import Callback,Order
 from ..learner.recorder import Recorder
 
-# %% ../../nbs/distributed/09_profiling.ipynb #tm004b
-parts = 'data','step','comm','total' # Of a row of times, in seconds
-
 # %% ../../nbs/distributed/09_profiling.ipynb #tm005
 class Timer(Callback):
     "Measures this rank's seconds in each epoch's training loop: data, step and comm. See `recorder.times`"
@@ -60,7 +57,7 @@ class Timer(Callback):
         "Append this epoch's row: after the training loop, so that loggers find it"
         self.entered = True
         # of an epoch that was cancelled before it trained
-        row = dict.fromkeys((*parts,'samples_per_s'))
+        row = dict.fromkeys(('data','step','comm','total','samples_per_s'))
         if self.begin is not None:
             total = (self.end or self.mark)-self.begin
             comm = self.wait+Links.waited-self.begin_links

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.collectives import all_sum
 from ..core.compat import ignored_by_ddp,sync_buffers
 from ..core.env import current_group,group_size
-from . import batchnorm
-from .batchnorm import Synced,sync_batchnorm
+from ..core.stacks import need
+from .batchnorm import Synced,stats,sync_batchnorm
 from .vote_links import Place,SocketLinks,nameless
 from ..learner.losses import batch_rows
 
@@ -157,9 +157,8 @@ def find_hook(hook):
     bucket), or None; ValueError for an unknown name"""
     if hook is None: return _by_default
     if callable(hook): return _plain(hook)
-    if hook not in comm_hooks:
-        names = ', '.join(comm_hooks)
-        raise ValueError(f'comm_hook={hook!r}: give {names}, or a function of (group, bucket)')
+    known = ', '.join(comm_hooks)
+    need(hook in comm_hooks, f'give {known}, or a function of (group, bucket)', comm_hook=hook)
     return comm_hooks[hook]
 
 # %% ../../nbs/distributed/09_replica.ipynb #c010
@@ -193,21 +192,21 @@ def check_options(opts):
     flags = {k: getattr(opts, k) for k in ('sync_bn','split_batches','sample_seeds')}
     flags |= {k: v for k,v in ddp_kw.items() if isinstance(_ddp_args[k].default, bool)}
     bad = [f'{k}={v!r}' for k,v in flags.items() if v not in (True,False)]
-    if bad: raise ValueError(f"{', '.join(bad)}: give True or False")
-    def need(name, v, kinds, least, what):
-        if v is None or isinstance(v, kinds) and not isinstance(v, bool) and v>least: return
-        raise ValueError(f'{name}={v!r}: give {what}')
-    need('seed', opts.seed, int, -math.inf, 'a whole number, or None to draw one')
-    need('check_every', opts.check_every, int, 0, 'a number of steps, from 1 up')
-    need('global_bs', opts.global_bs, int, 0, 'the number of samples in a step of all ranks together')
-    if opts.max_bs!='auto': need('max_bs', opts.max_bs, int, 0, "a number of samples, or 'auto'")
+    need(not bad, f"{', '.join(bad)}: give True or False")
+    def check(name, v, kinds, least, what):
+        known = v is None or isinstance(v, kinds) and not isinstance(v, bool) and v>least
+        need(known, f'give {what}', **{name: v})
+    check('seed', opts.seed, int, -math.inf, 'a whole number, or None to draw one')
+    check('check_every', opts.check_every, int, 0, 'a number of steps, from 1 up')
+    check('global_bs', opts.global_bs, int, 0, 'the number of samples in a step of all ranks together')
+    if opts.max_bs!='auto': check('max_bs', opts.max_bs, int, 0, "a number of samples, or 'auto'")
     if opts.max_bs=='auto' and (opts.comm_hook or opts.shard):
         raise ValueError("max_bs='auto' averages gradients after the last micro-batch, without comm_hook and shard: "
                          'give a number')
     if opts.global_bs and opts.split_batches:
         raise ValueError(f'global_bs={opts.global_bs} and split_batches: leave out one of the two')
-    need('timeout_s', opts.timeout_s, (int,float), 0, 'seconds')
-    need('bucket_cap_mb', ddp_kw.get('bucket_cap_mb'), (int,float), 0, 'a size in MiB')
+    check('timeout_s', opts.timeout_s, (int,float), 0, 'seconds')
+    check('bucket_cap_mb', ddp_kw.get('bucket_cap_mb'), (int,float), 0, 'a size in MiB')
 
 # %% ../../nbs/distributed/09_replica.ipynb #67d8f350
 def broadcast_module(model):
@@ -281,7 +280,7 @@ class SharedMaxNorm:
         self.handles += [m.register_forward_hook(self._after) for m in self.used]
     def _before(self, m, args):
         used = self.used[m] = self.used[m].to(m.weight.device)
-        if batchnorm.is_muted(): m.max_norm = None # torch would shorten the rows of a batch that does not count
+        if stats.muted: m.max_norm = None # torch would shorten the rows of a batch that does not count
         else: used[args[0].reshape(-1)] = 1
         if m.training and torch.is_grad_enabled(): self._shorten(m)
     def _after(self, m, args, out): m.max_norm = self.norms[m]
@@ -351,7 +350,7 @@ class Replica:
             kw = dict(self.kw, device_ids=ids, process_group=current_group())
             self.ddp = DistributedDataParallel(self.model, **kw)
         if self.comm_hook: self.comm_hook(self.ddp, self.links)
-        self.sync = self._sync
+        self.exchange(self._sync)
 
     def _optimized(self):
         groups = () if self.learn.opt is None else self.learn.opt.param_groups
@@ -364,7 +363,7 @@ class Replica:
         if now is not self.model and now is not self: self.follow(now) # `self`: fastai's Learner has this as its model
         if self.trained!=self._what_is_trained(): self._wrap()
         self.regroups = False
-        if self.learn.runner.global_items is not None and not batchnorm.is_muted(): self._check_second()
+        if self.learn.runner.global_items is not None and not stats.muted: self._check_second()
         return (self.ddp or self.model)(*xb, **kw)
 
     @property
@@ -397,12 +396,8 @@ class Replica:
         current.learn = None
         if self.undo_bn: self.undo_bn()
 
-    @property
-    def sync(self)->bool:
-        "Whether the next backward pass exchanges gradients"
-        return self._sync
-    @sync.setter
-    def sync(self, on):
+    def exchange(self, on:bool):
+        "Whether the next backward pass is to exchange gradients"
         self._sync = on
         if self.ddp is None: return
         # a static graph is recorded in the first pass, which must exchange

@@ -20,6 +20,7 @@ from ..core.compat import BatchNorm,Dropout,compiled_call,compiled_inside
 from ..core.compat import tree_leaves,tree_map,version
 from ..core.env import group_rank,group_size
 from ..core.random import rng_state,shared_rng,untouched
+from ..core.stacks import need
 from ..data.loaders import call_model,data_len,split_batch,to_cpu,to_device
 from ..learner.learner import Learner,get_model
 from ..learner import losses
@@ -60,7 +61,7 @@ def collated(learn, items:list):
     b = to_device(collate(items), learn.device)
     after = getattr(dl, 'after_batch', None) or []
     for f in after if isinstance(after, list) else [after]: b = f(b)
-    if _streams()!=before: raise ValueError('the loader draws random numbers for a batch')
+    need(_streams()==before, 'the loader draws random numbers for a batch')
     dtypes = {o.dtype for o in tree_leaves(tuple(learn.xb)) if _is_float(o)} # callbacks may cast
     if len(dtypes)==1: b = tree_map(lambda o: o.to(*dtypes) if _is_float(o) else o, b)
     return split_batch(b, getattr(learn.dl, 'n_inp', getattr(learn.dls, 'n_inp', None)))
@@ -173,7 +174,7 @@ def parts_of(learn, every:list)->list:
             return [(*collated(learn, o), len(o)) for o in (items,*parts)]
         except Exception as e: log.debug('samples cannot be collated: %r', e)
     rows = [to_device(o.rows, learn.device) for o in every if o.rows is not None][:n]
-    if any(o.n and o.rows is None for o in every) or len(rows)<2: raise ValueError('batches cannot be cut')
+    need(len(rows)>1 and all(o.rows is not None for o in every if o.n), 'batches cannot be cut')
     return [(*o, len(tree_leaves(o)[0])) for o in (joined(rows),*rows)]
 
 def _kind(item):

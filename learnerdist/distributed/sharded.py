@@ -21,13 +21,13 @@ from torch import nn
 from ..core.collectives import gather_objects
 from ..core.compat import forget_fsdp,fsdp_on_cpu,fsdp_ready,held_grads
 from ..core.deferred import set_value,source_of
-from ..core.env import count,current_group,group_rank,group_size,group_timeout
-from ..core.env import local_rank,local_size,noting_loops,num_distrib,process_group
-from ..core.env import rank_distrib,shared_store,wait_key,wait_keys
+from ..core.env import count,current_group,everyones,group_rank,group_size,group_timeout
+from ..core.env import local_rank,local_size,noting_loops,process_group,shared_store,wait_key
+from ..core.lending import replaced
 from ..core.shards import Kept,exchange_params,groups_of,is_part,keep_part,load_model
 from ..core.shards import optimizers_in,part_from,part_of,state_part,whole
 from ..core.weights import load_weights
-from ..core.stacks import warn
+from ..core.stacks import need,warn
 from .batchnorm import sync_batchnorm
 from .replica import average_grads,broadcast_tensors,without_gradient
 from ..learner.learner import get_model
@@ -81,9 +81,9 @@ def shard_options(shard, ddp_kw=(), comm_hook=None)->ShardOptions:
     else: opts = dict(replicas='node') if shard=='node' else dict(blocks=shard)
     if isinstance(opts.get('blocks'), (type,list)): opts['blocks'] = tuple(listify(opts['blocks']))
     for k,v in opts.items():
-        if k not in _takes: raise ValueError(f"shard={shard!r}: {k!r} is no option; give {', '.join(_takes)}")
+        need(k in _takes, f'{k!r} is no option; give {", ".join(_takes)}', shard=shard)
         is_one,what = _takes[k]
-        if not is_one(v): raise ValueError(f'{k if given else "shard"}={v!r}: give {what}')
+        need(is_one(v), f'give {what}', **{k if given else 'shard': v})
     return ShardOptions(**opts)
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h16b03
@@ -106,7 +106,7 @@ def replicas_of(n, places:list)->int:
     divide the ranks, or if machines have different numbers of them"""
     W,L = len(places),places[0][1]
     if n!='node':
-        if W%n: raise ValueError(f'replicas={n} does not divide {W} ranks: give a divisor of {W}')
+        need(W%n==0, f'replicas={n} does not divide {W} ranks: give a divisor of {W}')
         return n
     if places==[(i%L,L) for i in range(W)] and W%L==0: return W//L
     said = ', '.join(f'{i} of {k}' for i,k in places)
@@ -143,7 +143,7 @@ def find_blocks(model, blocks)->list:
         why = '' if _runs(m) else 'is a list, which has no forward pass: give the modules in it'
         for o in _shared(m, model):
             why = f'shares weights with {o}: leave it to the rest of the model, or give the module that holds both'
-        if why: raise ValueError(f'shard=: {k} {why}')
+        need(not why, f'shard=: {k} {why}')
     return list(named.values())[::-1]
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h3f650b5
@@ -196,12 +196,8 @@ class Sharded:
         self.key,self.order,self.log,self.rounds = f'sharded/{count("sharded")}',None,None,0
         self.handles,self.pairs,self.checked,self._sync = [],[],False,True
 
-    @property
-    def sync(self)->bool:
-        "Whether the next backward pass exchanges gradients"
-        return self._sync
-    @sync.setter
-    def sync(self, on):
+    def exchange(self, on:bool):
+        "Whether the next backward pass is to exchange gradients"
         if not self.opts.sync_once or on==self._sync: return
         self._sync = on
         self.model.set_requires_gradient_sync(on)
@@ -245,12 +241,9 @@ class Sharded:
             raise ValueError(f'{type(e).__name__} within the forward pass, where other ranks of a sharded model wait: '
                              'raise it in an event of a callback') from e
 
-    @contextmanager
     def on_rank0(self):
-        "Within the body, which runs on rank 0 only, the model cannot be called"
-        old,self.alone = self.alone,True
-        try: yield
-        finally: self.alone = old
+        "Context whose body runs on rank 0 only, where the model cannot be called"
+        return replaced(self, alone=True)
 
     def after_backward(self):
         "After a backward pass: average gradients of others, look for missing ones. Sync point"
@@ -384,11 +377,8 @@ def _any_group(timeout_s=10):
         yield here
 
 def _meet(timeout_s):
-    store = shared_store()
-    if store is None: return False
-    key = f'sharded/meeting/{count("meeting")}'
-    store.set(f'{key}/{rank_distrib()}', 'here')
-    return wait_keys(store, {r: f'{key}/{r}' for r in range(num_distrib())}, timeout_s) is not None
+    store,key = shared_store(),f'sharded/meeting/{count("meeting")}'
+    return store is not None and None not in everyones('here', key, store, timeout_s)
 
 # %% ../../nbs/distributed/09_sharded.ipynb #hf17431c
 @patch

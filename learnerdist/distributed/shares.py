@@ -10,9 +10,9 @@ from torch.utils.data import BatchSampler,DataLoader,DistributedSampler,RandomSa
 from torch.utils.data import SequentialSampler,WeightedRandomSampler
 
 from ..core.env import group_size
+from ..core.stacks import need
 from ..data.distributed_dl import BatchDealer,Dealt,DealtOrder,DistributedDL,Joined,in_order
 from ..data.distributed_dl import is_split,loader_parts
-from ..data.sharding import share_len
 from ..data.loaders import batch_shape
 
 # %% ../../nbs/distributed/02_shares.ipynb #c019
@@ -39,37 +39,29 @@ class Share(DistributedDL):
         return res
 
 # %% ../../nbs/distributed/02_shares.ipynb #ce578703
-def uneven_steps(dl)->str:
-    """In which steps of a training loader the ranks' batches may have different numbers of samples: 'none', 'last' or
-    'any'. The same on every rank"""
-    d = getattr(dl, 'dealer', None)
-    if d is None or (d.pad,d.unit,d.streams)!=('batch','row',False) or not batch_shape(dl)[0]: return 'any'
-    n = None if own_order(dl) or d.step%d.world_size else dl.n_total
-    if n is None: return 'any'
-    return 'last' if n%d.step and not d.drop_last else 'none'
-
-def most_rows(dl, i:int)->int:
-    "The most samples that a rank has in step `i` of an epoch; None if not all ranks know it"
+def step_rows(dl, i:int=0)->int:
+    "The samples of all ranks in step `i` of an epoch of a training loader; None if not all ranks know it"
     d = getattr(dl, 'dealer', None)
     if d is None or (d.pad,d.unit,d.streams)!=('batch','row',False) or not d.bs or own_order(dl): return None
     n,i = dl.n_total,i-getattr(dl, 'offset', 0)
-    return None if n is None else share_len(min(d.step, max(n-i*d.step, 1)), 0, d.world_size)
+    return None if n is None else min(d.step, max(n-i*d.step, 1))
 
 # %% ../../nbs/distributed/02_shares.ipynb #c014
 def evaluated(dl):
     """The loader of one process behind a loader, or a rank's shard of one; a share of whole batches, and a loader that
     its user has split, as they are"""
     if isinstance(dl, DistributedDL) and not isinstance(dl.dealer, BatchDealer): dl = dl.source
-    return in_order(dl) if isinstance(dl, DataLoader) and isinstance(dl.sampler, DistributedSampler) else dl
+    by_rank = isinstance(dl, DataLoader) and isinstance(dl.sampler, DistributedSampler)
+    return in_order(dl) if by_rank else dl
 
 def global_batch(dl, opts, W:int)->int:
     """Samples in a global batch of a training loader, as `global_bs` or `split_batches` says; None: those of its batch
     on each of `W` ranks. ValueError for a loader that has no batch size, or is split by its user"""
     if opts.global_bs or not opts.split_batches or W==1: return opts.global_bs
     kind = f'split_batches: this {type(dl).__name__}'
-    if is_split(dl): raise ValueError(f"{kind} is split already, by its user's settings")
+    need(not is_split(dl), f"{kind} is split already, by its user's settings")
     bs = batch_shape(dl)[0]
-    if not bs: raise ValueError(f'{kind} has a batch sampler of its own, or none: give global_bs and a batch size')
+    need(bs, f'{kind} has a batch sampler of its own, or none: give global_bs and a batch size')
     return bs
 
 def is_share(dl)->bool:

@@ -28,8 +28,9 @@ from ..learner.techniques import GradientAccumulation
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c007
 # The engine's methods that handle an event
-_events = dict(before_fit='begin_fit', before_batch='begin_batch', after_loss='note_loss', before_backward='weigh',
-               after_backward='after_backward', after_batch='end_batch', after_dls='deal_out')
+_events = dict(before_fit='begin_fit', before_batch='begin_batch', after_loss='note_loss')
+_events |= dict(before_backward='weigh', after_backward='after_backward')
+_events |= dict(after_batch='end_batch', after_dls='deal_out')
 
 class Adapter(Callback):
     """Tells the `Engine` of a context the events of a fit. A subclass for a kind of Learner has the methods that are
@@ -37,6 +38,7 @@ class Adapter(Callback):
     order,keeps_batch = Order.trainer,True
     cancels = cancels # the learner's exceptions, by scope
     share_class = Share # of a loader
+    accumulation = GradientAccumulation # the callback that makes steps from several batches
     @delegates(DistributedDataParallel.__init__, but=ddp_args_of_ours)
     def __init__(self,
         cuda_id:int=None,   # This process's GPU; None: by local rank, or the CPU
@@ -109,10 +111,10 @@ class AfterOthers(Callback):
     order,keeps_batch = Order.agreement_end,True
     def __init__(self, engine):
         e = self.engine = engine
-        vars(self).update(before_train=partial(e.open_loop, True), before_validate=partial(e.open_loop, False),
-            before_fit=e.check_settings, before_batch=e.check_batch, before_backward=e.send_zeros,
-            after_backward=e.settle,
-            **dict.fromkeys(('before_epoch','after_train','after_validate','after_epoch'), e.agree))
+        vars(self).update(before_fit=e.check_settings, before_batch=e.check_batch)
+        vars(self).update(before_backward=e.send_zeros, after_backward=e.settle)
+        vars(self).update(before_train=partial(e.open_loop, True), before_validate=partial(e.open_loop, False))
+        for k in ('before_epoch','after_train','after_validate','after_epoch'): setattr(self, k, e.agree)
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c008
 class DistributedTrainer(Adapter):
@@ -121,9 +123,6 @@ class DistributedTrainer(Adapter):
         "Whether a callback may cancel a batch, or change its targets, in these events"
         heard = self.learn._handlers
         return any([not cb.keeps_batch for e in events for cb in heard[e]])
-    def accumulates(self)->bool:
-        "Whether a callback makes steps from several batches"
-        return any(isinstance(cb, GradientAccumulation) for cb in self.learn.cbs)
     def take_step(self):
         "The optimizer's step, with its events"
         learn = self.learn
@@ -136,7 +135,7 @@ class DistributedTrainer(Adapter):
     def record(self):
         "Let the Recorder have this loop's losses over all ranks. Sync point"
         rec = vars(self.learn).get('recorder')
-        if rec: rec.totals = total_losses(self.learn, rec.step_totals(), self.engine.loop.n_steps)
+        if rec: rec.totals = total_losses(self.learn, rec.totals, self.engine.loop.n_steps)
     def counts(self)->bool:
         "Whether the current batch of an evaluation counts"
         return has_result(self.learn)

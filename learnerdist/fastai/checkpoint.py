@@ -31,12 +31,12 @@ from ..core.rank0 import await_save,save_once
 from ..core.remote import Remote,copied,here,place,written
 from ..core.deferred import fill_in
 from ..core.env import is_rank0
+from ..core.lending import replaced
 from ..core.weights import save_state
 from ..core.shards import has_parts,load_model,load_opt
 from ..core.stacks import warn
 from ..learner.callback import Callback
 from ..learner.learner import StartAt,get_model
-from ..learner.predictions import replaced
 from .loaders import DistributedDL
 from .trainer import DistributedTrainer
 

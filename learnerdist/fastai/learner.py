@@ -34,12 +34,12 @@ from ..core.shards import come_together
 from ..core.stacks import need
 from ..core import env
 from ..core.compat import find
+from ..core.lending import replaced
 from ..core.env import group_rank,group_size,num_distrib
 from .loaders import in_one_order
 from .trainer import DistributedTrainer,parts,trainer_of
 from ..learner.learner import Learner as CoreLearner,Runner,advise_on_memory
-from ..learner.learner import check_fit,check_loss,device_of,get_model
-from ..learner.predictions import replaced
+from ..learner.learner import check_fit,check_loss,get_model
 from ..learner.techniques import MixedPrecision,amp_flag
 from ..learner.callback import Callback as CoreCallback
 from ..learner.loggers import say_alone
@@ -48,11 +48,12 @@ with suppress(Exception): # first, so that a later import does not replace ours;
     import fastai.distributed # noqa: F401
 
 # %% ../../nbs/fastai/04_learner.ipynb #c006
-def in_context(*classes):
-    """Decorate a function of (learner, fastai's method, its arguments): it takes the place of the method while a
-    learner is in a context"""
+def in_context(*classes, names=()):
+    """Decorate a function of (learner, fastai's method, its arguments): it takes the place of the method, or of those
+    of these names, while a learner is in a context"""
     def decorate(f):
-        for cls in classes: setattr(cls, f.__name__, _extended(getattr(cls, f.__name__), f))
+        for cls,k in [(cls,k) for cls in classes for k in names or [f.__name__]]:
+            setattr(cls, k, _extended(getattr(cls, k), f))
         return f
     return decorate
 
@@ -101,11 +102,11 @@ _get_preds = Learner.get_preds
 def get_preds(self:Learner, ds_idx=1, dl=None, with_input=False, with_decoded=False, with_loss=False, act=None,
               inner=False, reorder=True, cbs=None,
               gather='all', # 'rank0': on other ranks all results are None
-              **kwargs):
+              **kw):
     "As fastai's: predictions for the whole data set, in its order; in a context on every rank"
     need(gather in ('all','rank0'), "give 'all' or 'rank0'; save_preds writes files", gather=gather)
-    kwargs |= dict(with_input=with_input, with_decoded=with_decoded, with_loss=with_loss, act=act, inner=inner, cbs=cbs)
-    def get(dl=dl, reorder=reorder): return _get_preds(self, ds_idx, dl, reorder=reorder, **kwargs)
+    def get(dl=dl, reorder=reorder):
+        return _get_preds(self, ds_idx, dl, with_input, with_decoded, with_loss, act, inner, reorder, cbs, **kw)
     trainer = trainer_of(self)
     if trainer is None or trainer.alone or group_size()<2: return get()
     dl = self.dls[ds_idx] if dl is None else dl
@@ -127,17 +128,13 @@ def lr_find(self, find, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True, sho
     return res
 
 # %% ../../nbs/fastai/04_learner.ipynb #c009
-def _alone(name):
-    def method(self, f, *args, **kwargs):
-        "fastai's method, run on this rank without votes and exchanges; if the model is sharded, on all ranks at once"
-        trainer = trainer_of(self)
-        if trainer.engine.shards: come_together(name)
-        with trainer.on_its_own(): return f(*args, **kwargs)
-    method.__name__ = name
-    return method
-
-in_context(Learner, TabularLearner, LMLearner)(_alone('predict'))
-for _o in ('show_results','summary'): in_context(Learner)(_alone(_o))
+@in_context(Learner, TabularLearner, LMLearner, names=['predict'])
+@in_context(Learner, names=['show_results','summary'])
+def _alone(self, f, *args, **kwargs):
+    "fastai's method, run on this rank without votes and exchanges; if the model is sharded, on all ranks at once"
+    trainer = trainer_of(self)
+    if trainer.engine.shards: come_together(f.func.__name__)
+    with trainer.on_its_own(): return f(*args, **kwargs)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c011
 @in_context(Learner)
@@ -161,16 +158,12 @@ def __getstate__(self, state):
     kept = {k: v for k,v in state().items() if k not in trainer_of(self).lent}
     return kept|dict(cbs=L(cb for cb in self.cbs if not isinstance(cb, parts)))
 
-def _of_whole(name):
-    def method(self, f, *args, **kwargs):
-        "fastai's method. ValueError if the model is sharded"
-        trainer_of(self).check_whole(name)
-        return f(*args, **kwargs)
-    method.__name__ = name
-    return method
-
-in_context(Learner)(_of_whole('export'))
-in_context(TextLearner)(_of_whole('save_encoder'))
+@in_context(Learner, names=['export'])
+@in_context(TextLearner, names=['save_encoder'])
+def _of_whole(self, f, *args, **kwargs):
+    "fastai's method. ValueError if the model is sharded"
+    trainer_of(self).check_whole(f.func.__name__)
+    return f(*args, **kwargs)
 
 @patch
 def check_whole(self:DistributedTrainer, what):
@@ -204,7 +197,6 @@ def to_distributed(self:Learner, cuda_id=None, in_notebook=None, **kw)->Learner:
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
     check_plain(self)
     trainer,before = DistributedTrainer(cuda_id, in_notebook, **kw),{*vars(self)}
-    trainer.engine.replace(self, 'device', device_of(self))
     attach(self, trainer)
     trainer.quiet()
     trainer.lent = [*{*vars(self)}-before] # attributes that fastai's learner has only in a context
@@ -233,7 +225,7 @@ _fit = Learner.fit
 def _check_fit(n_epoch, start_epoch, lr, cbs, reset_opt):
     "ValueError for what no fit can take, before anything begins"
     check_fit(n_epoch, start_epoch, reset_opt)
-    if any(isinstance(o, str) for o in L(lr)): raise ValueError(f'lr={lr!r}: give a number, a slice, or a list')
+    need(not any(isinstance(o, str) for o in L(lr)), 'give a number, a slice, or a list', lr=lr)
     bad = [o for o in L(cbs) if not isinstance(o, (type,Callback,CoreCallback))]
     if bad: raise ValueError(f'{bad[0]!r} is no callback: give a `Callback` or its class')
 
@@ -271,6 +263,6 @@ def setup_distrib(
     return env.setup_distrib(kw.pop('cuda_id', gpu), **kw)
 
 Learner.runner = Runner()
-_of_ours = ('detach_distributed to_parallel detach_parallel parallel_ctx prepare_model wrapper repeated global_items '
-            'compile uncompile').split()
+_of_ours = ('detach_distributed to_parallel detach_parallel parallel_ctx prepare_model device wrapper repeated '
+            'global_items compile uncompile').split()
 for _o in _of_ours: setattr(Learner, _o, vars(CoreLearner)[_o])

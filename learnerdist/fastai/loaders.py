@@ -19,7 +19,8 @@ from ..core.env import num_distrib,rank_distrib
 from ..core.random import mix_seed,rng_state,set_rng_state,shared_rng
 from ..data import distributed_dl as core
 from ..distributed.shares import Share
-from ..data.distributed_dl import Dealer,EveryNth,in_order,is_quiet,reindexed,whole_batches,with_settings
+from ..data.distributed_dl import Dealer,EveryNth,in_order,is_quiet
+from ..data.distributed_dl import reindexed,whole_batches,with_settings
 from ..data.sharding import batch_count,share_len
 
 # %% ../../nbs/fastai/00_loaders.ipynb #b73587e2

@@ -28,6 +28,7 @@ from fastcore.meta import delegates
 
 from ..core.collectives import distrib_barrier,gather_objects
 from ..core.env import group_rank,group_size
+from ..core.lending import replaced
 from ..data.loaders import find_bs
 from ..distributed.evaluation import Evaluation
 from ..distributed.engine import total_losses
@@ -74,7 +75,8 @@ def _(m:GatherPredsCallback):
 # %% ../../nbs/fastai/02_trainer.ipynb #ec015
 class Results:
     "What a loop of a fastai learner measures and gathers, also in training (`Recorder(train_metrics=True)`)"
-    files,gather = (),None # Callbacks that write a file for each batch of this loop; an option of `get_preds`
+    files = () # Callbacks that write a file for each batch of this loop
+    gather = None # An option of `get_preds`
     def before_validate(self):
         "Before the loop, and before other callbacks"
         self.engine.begin_loop(False)
@@ -126,7 +128,8 @@ class OfLoaders:
         self.engine.replace(self.dls, '_device', device)
     def may_change(self, events)->bool:
         "Whether a callback may cancel a batch, or change its targets, in these events"
-        cbs = [cb for cb in self.learn.cbs if not getattr(type(cb), 'keeps_batch', isinstance(cb, _keep_batch))]
+        keeps = lambda cb: getattr(type(cb), 'keeps_batch', isinstance(cb, _keep_batch))
+        cbs = [cb for cb in self.learn.cbs if not keeps(cb)]
         return any(hasattr(type(cb), e) or e in vars(cb) for cb in cbs for e in events)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c021
@@ -189,12 +192,9 @@ class OfModels:
     @contextmanager
     def loop(self):
         "A loop over batches runs in the body: the callbacks of this package hear its events"
-        old = self.looping,self.watches
-        self.looping,self.watches = True,loss_trace(self.learn) is not None
-        try: yield
-        finally:
-            self.begin_event('the end')
-            self.looping,self.watches = old
+        with replaced(self, looping=True, watches=loss_trace(self.learn) is not None):
+            try: yield
+            finally: self.begin_event('the end')
 
 # %% ../../nbs/fastai/02_trainer.ipynb #063eec04
 @mean_over.register
@@ -216,7 +216,7 @@ class OfBatches:
         if self.engine.replica is None: return
         acc = self._accumulation()
         if acc is None: return
-        self.engine.replica.sync = self.engine.is_uneven or acc.count+find_bs(self.yb)>=acc.n_acc
+        self.engine.replica.exchange(self.engine.is_uneven or acc.count+find_bs(self.yb)>=acc.n_acc)
     def take_step(self):
         "The optimizer's step, with its events"
         learn = self.learn
@@ -226,9 +226,6 @@ class OfBatches:
         "A forward or backward pass was left: leave what fastai's mixed precision has entered"
         for cb in self.learn.cbs:
             if isinstance(cb, MixedPrecision) and not self.has_loss: cb.autocast.__exit__(None, None, None)
-    def accumulates(self)->bool:
-        "Whether fastai's callback makes steps from several batches"
-        return self._accumulation() is not None
     def _accumulation(self):
         return next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
     def before_backward(self):
@@ -316,7 +313,7 @@ class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfReco
     """Train a fastai learner on every rank of the group: shards of the data, averaged gradients, the metrics of one
     process"""
     cancels = {k: getattr(fastai_learner, o.__name__) for k,o in cancels.items()}
-    kinds,share_class = tuple(cancels.values()),ShareDL
+    kinds,share_class,accumulation = tuple(cancels.values()),ShareDL,GradientAccumulation
     looping = alone = False # within a loop over batches; without votes and exchanges
     trained = has_loss = watches = False # this fit; this batch; whether model and loss are observed
     # the user's model, while another one stands in `learn.model`; before lr_find; what observes model and loss
@@ -354,12 +351,9 @@ class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfReco
         with self.on_its_own(), self.engine.shards.on_rank0() if self.engine.shards else nullcontext(): cb(event)
         self.rank0s += [o for o in self.learn.cbs if all(o is not p for p in before)]
 
-    @contextmanager
     def on_its_own(self):
-        "Within the body, this rank's loops run without votes and exchanges"
-        old,self.alone = self.alone,True
-        try: yield
-        finally: self.alone = old
+        "Context in which this rank's loops run without votes and exchanges"
+        return replaced(self, alone=True)
 
 # fastcore made these classes. A function of a notebook cell that raises one is sent to the ranks by cloudpickle,
 # which looks for a class in the module that it names, and otherwise makes another class there

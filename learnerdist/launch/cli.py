@@ -13,7 +13,7 @@ from pathlib import Path
 import learnerdist
 from ..core.files import memory
 from ..core.hosts import check_env,find_task,loopback,rank_env
-from ..core.stacks import frames_of,preempted_status,report_folder,users_frame
+from ..core.stacks import frames_of,need,preempted_status,report_folder,users_frame
 from .forkserver import ForkServer,begin_rank,enter,serve,share_of_cores
 from .processes import count_nproc,serve_calls
 from .watch import launch,leave_report,say
@@ -84,10 +84,6 @@ def get_parser()->argparse.ArgumentParser:
     res.add_argument('--version', action='version', version=versions, help=no_help)
     return res
 
-def check(is_good, message):
-    "ValueError, for the user, unless this holds"
-    if not is_good: raise ValueError(message)
-
 # %% ../../nbs/launch/05_cli.ipynb #op05v
 def prove(args, target:list)->int:
     """Compare the script's first steps with one process, as `--verify` asks for. args: parsed; target: the script or
@@ -124,14 +120,14 @@ def _choose_gpus(gpus):
     n = torch.cuda.device_count()
     ids = [*map(str, range(n))] if now is None else [o for o in now.split(',') if o.strip()]
     given,there = ','.join(map(str, gpus)),f'{len(ids)} visible here (CUDA_VISIBLE_DEVICES={now})'
-    check(max(gpus) < len(ids), f'--gpus {given}: {there}, counted from 0')
+    need(max(gpus) < len(ids), f'--gpus {given}: {there}, counted from 0')
     os.environ['CUDA_VISIBLE_DEVICES'] = ','.join(ids[i] for i in gpus)
 
 def _choose_nproc(args):
     "How many processes these parsed options ask for"
     given = args.nproc_per_node
     both = f'--nproc {args.nproc} and --nproc-per-node {given}'
-    check(not args.nproc or given in (None, str(args.nproc)), f'{both} differ: give one of the two')
+    need(not args.nproc or given in (None, str(args.nproc)), f'{both} differ: give one of the two')
     if args.gpus: _choose_gpus(args.gpus)
     given = str(args.nproc or given or len(args.gpus) or 'auto')
     from torch.distributed.run import determine_local_world_size
@@ -148,7 +144,7 @@ def _ask_slurm(args):
     if task.is_rank:
         for o in _for_agents:
             both = f"--{o.replace('_', '-')} {getattr(args, o)} and SLURM_NTASKS={task.n_tasks}: each task is a rank"
-            check(not getattr(args, o), f'{both}; leave it out, or use --ntasks-per-node=1')
+            need(not getattr(args, o), f'{both}; leave it out, or use --ntasks-per-node=1')
         rank_env(task) # raises if the environment contradicts it
         return task
     most = args.nnodes and args.nnodes.rpartition(':')[2]
@@ -166,13 +162,13 @@ def _complete(args):
     port = f'--master-port {args.master_port}'
     low,_,high = str(args.nnodes or 1).partition(':')
     is_range = low.isdigit() and (high or low).isdigit() and 0 < int(low) <= int(high or low)
-    check(is_range, f'--nnodes {args.nnodes}: give a whole number from 1 up, or two of them as in 1:4')
-    check(args.max_restarts >= 0, f'--max-restarts {args.max_restarts}: give 0 or more')
-    check(0 <= int(args.master_port or 0) < 1<<16, f'{port}: give a port, 0 to 65535')
+    need(is_range, f'--nnodes {args.nnodes}: give a whole number from 1 up, or two of them as in 1:4')
+    need(args.max_restarts >= 0, f'--max-restarts {args.max_restarts}: give 0 or more')
+    need(0 <= int(args.master_port or 0) < 1<<16, f'{port}: give a port, 0 to 65535')
     if args.log_dir: os.makedirs(args.log_dir, exist_ok=True)
     task = _ask_slurm(args)
     is_there = args.module or args.no_python or Path(args.training_script).exists()
-    check(is_there, f'no script {args.training_script!r} here')
+    need(is_there, f'no script {args.training_script!r} here')
     if task and task.is_rank: return task
     args.nnodes = args.nnodes or '1'
     args.nproc = _choose_nproc(args)
@@ -182,13 +178,13 @@ def _complete(args):
     args.n_nodes = int(args.nnodes.rpartition(':')[2])
     args.is_here = args.n_nodes == 1 and not (args.rdzv_endpoint or args.rdzv_backend)
     meets = args.n_nodes == 1 or args.rdzv_endpoint or args.master_port is not None
-    check(meets, f'--nnodes {args.nnodes} without --rdzv-endpoint HOST:PORT, the same on each machine')
+    need(meets, f'--nnodes {args.nnodes} without --rdzv-endpoint HOST:PORT, the same on each machine')
     if args.on_failure == 'shrink':
         both = f'--on-failure shrink: and --max-restarts {args.max_restarts}, which starts as many ranks again'
-        check(args.is_here, '--on-failure shrink: it is for the ranks of one machine')
-        check(not args.max_restarts, f'{both}: give one of the two')
-        check(memory(), '--on-failure shrink: no folder in memory (/dev/shm or $XDG_RUNTIME_DIR)')
-    check(not args.logs_specs, f'--logs-specs {args.logs_specs}: ranks write logs by --redirects alone')
+        need(args.is_here, '--on-failure shrink: it is for the ranks of one machine')
+        need(not args.max_restarts, f'{both}: give one of the two')
+        need(memory(), '--on-failure shrink: no folder in memory (/dev/shm or $XDG_RUNTIME_DIR)')
+    need(not args.logs_specs, f'--logs-specs {args.logs_specs}: ranks write logs by --redirects alone')
     if args.is_here: os.environ.setdefault('GLOO_SOCKET_IFNAME', loopback())
     if args.nproc > 1 and 'OMP_NUM_THREADS' not in os.environ:
         n = os.environ['OMP_NUM_THREADS'] = str(share_of_cores(args.nproc))

@@ -184,10 +184,6 @@ class Forked:
         if self.poll() is None: raise subprocess.TimeoutExpired(self.args, timeout)
         return self.returncode
 
-    def send_signal(self, sig):
-        "Send a signal, if it still runs"
-        if self.poll() is None: os.kill(self.pid, sig)
-
 class Started(subprocess.Popen):
     "A process where there is no server"
     sentinel = None

@@ -15,6 +15,7 @@ from typing import Callable,NamedTuple
 
 import learnerdist
 from ..core.files import own_folder
+from ..core.stacks import need
 from .forkserver import ForkServer,Output,begin_rank,share_of_cores
 from .watch import Rank,RanksError,Watch,end_groups,env_of,failures,leave_report,left_early
 
@@ -350,7 +351,7 @@ def call_on_ranks(func, world_size, args=(), kwargs=None, timeout_s=None, errors
     """What `func(*args, **kwargs)` returned on each of `world_size` processes, which have the environment of ranks;
     RanksError if one fails. No process is left. timeout_s: seconds for the call; errors: `'return'`: the list holds the
     `RankFailure` of a failed rank in place of its result; env, n_threads: as of `Ranks`"""
-    if errors not in ('raise', 'return'): raise ValueError(f"errors={errors!r}: it is 'raise' or 'return'")
+    need(errors in ('raise', 'return'), "it is 'raise' or 'return'", errors=errors)
     with Ranks(world_size, n_threads, False, env or {}, once=True) as r:
         return r.call(func, args, kwargs or {}, None, timeout_s, 20, errors)
 

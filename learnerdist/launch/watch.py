@@ -114,12 +114,12 @@ class Rank:
         """Kill it and its children, and note where it was. why: the beginning of a sentence; empty: another one has
         failed, or the launcher was asked to end"""
         self.is_killed = True
-        if not why: return end_groups([self])
-        frames,where = self.place()
-        # without what called the user's code
-        self.trace = _text(takewhile(lambda o: not o.file.startswith(_here), frames))
-        self.why = f'{why}: it {where}'
-        with suppress(ProcessLookupError, PermissionError): os.killpg(self.proc.pid, signal.SIGKILL)
+        if why:
+            frames,where = self.place()
+            # without what called the user's code
+            self.trace = _text(takewhile(lambda o: not o.file.startswith(_here), frames))
+            self.why = f'{why}: it {where}'
+        end_groups([self])
 
     def place(self): return place_of(self.proc.pid, self.folder/'stack.txt')
 
@@ -323,7 +323,8 @@ class Job:
         # signal: that the launcher has got
         self.signal,self.watch,self.ranks,self.outputs = None,None,[],[]
         self.term_s = getattr(args, 'shutdown_timeout', None) or 30 # no option before torch 2.9
-        self.traces = Path(args.log_dir or tempfile.gettempdir())/f'learnerdist-tracebacks-{self.run_id}.txt'
+        traces = f'learnerdist-tracebacks-{self.run_id}.txt'
+        self.traces = Path(args.log_dir or tempfile.gettempdir())/traces
 
     def hear(self, sig, frame=None):
         "Handle a signal: the ranks get it, and end"

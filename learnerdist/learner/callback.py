@@ -33,9 +33,9 @@ class CancelStepException(Exception):     "Skip the optimizer's step, and go to 
 class CancelBackwardException(Exception): "Skip the backward pass, and go to `after_backward`"
 
 # %% ../../nbs/learner/00_callback.ipynb #c009b
-cancels = dict(fit=CancelFitException, epoch=CancelEpochException, train=CancelTrainException,
-               validate=CancelValidException, batch=CancelBatchException, step=CancelStepException)
-cancels['backward'] = CancelBackwardException
+cancels = dict(fit=CancelFitException, epoch=CancelEpochException, train=CancelTrainException)
+cancels |= dict(validate=CancelValidException, batch=CancelBatchException)
+cancels |= dict(step=CancelStepException, backward=CancelBackwardException)
 
 # %% ../../nbs/learner/00_callback.ipynb #cbf50641
 class Order:

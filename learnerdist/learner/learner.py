@@ -23,6 +23,7 @@ from .losses import loss_of_batch,loss_trace
 from ..data.loaders import call_model,data_len,find_bs,single,split_batch,to_device
 from ..core.deferred import fill_in
 from ..core.env import default_device
+from ..core.lending import replaced
 from ..core.stacks import need
 
 # %% ../../nbs/learner/01_learner.ipynb #c005
@@ -446,20 +447,13 @@ def y(self:Learner):
     "The targets of this rank's current batch; without the tuple around a single one"
     return single(self.yb)
 
-def device_of(learn)->torch.device:
-    "The device for a learner's model and batches: that of `dls`, or this process's own. learn: ours or fastai's"
-    return torch.device(getattr(learn.dls, 'device', None) or default_device())
-
 @patch(as_prop=True)
 def device(self:Learner)->torch.device:
     "The device for model and batches: that of `dls`, or this process's own"
-    return torch.device(getattr(self._dls, 'device', None) or default_device()) # in each step: no call of `device_of`
+    return torch.device(getattr(self.dls, 'device', None) or default_device())
 
 # %% ../../nbs/learner/01_learner.ipynb #c039
 @patch
-@contextmanager
 def no_logging(self:Learner):
     "Context in which the learner prints no lines of its table"
-    old,self.logger = self.logger,lambda line: None
-    try: yield self
-    finally: self.logger = old
+    return replaced(self, logger=lambda line: None)

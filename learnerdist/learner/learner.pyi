@@ -235,7 +235,6 @@ class Learner:
     def device(self) -> torch.device:
         """The device for model and batches: that of `dls`, or this process's own"""
 
-    @contextmanager
     def no_logging(self):
         """Context in which the learner prints no lines of its table"""
 
@@ -320,6 +319,3 @@ def group_lrs(lr, n: int) -> list:
     """The learning rate of each parameter group. ValueError for a list of another length. lr: a number for all groups;
     a list, one for each; `slice(a,b)`: from a to b in equal ratios; `slice(b)`: b/10, and b for the last; n: number
     of parameter groups"""
-
-def device_of(learn) -> torch.device:
-    """The device for a learner's model and batches: that of `dls`, or this process's own. learn: ours or fastai's"""

@@ -7,7 +7,7 @@ __all__ = ['ProgressCallback', 'LogWriter', 'CSVLogger']
 
 # %% ../../nbs/learner/05_loggers.ipynb #c002
 import csv,sys
-from contextlib import contextmanager
+from contextlib import ExitStack,contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from fastcore.basics import patch
 from fastcore.imports import in_notebook
 
 from ..core.env import is_rank0,num_distrib
+from ..core.lending import replaced
 from ..core.stacks import warn
 from ..data.loaders import data_len
 from .callback import Callback,Order
@@ -119,11 +120,10 @@ defaults.callbacks.append(ProgressCallback)
 @contextmanager
 def no_bar(self:Learner):
     "Context without a progress bar; the lines of the table still appear"
-    old = [(cb,cb.show_bar) for cb in self.cbs if isinstance(cb, ProgressCallback)]
-    for cb,_ in old: cb.show_bar = False
-    try: yield self
-    finally:
-        for cb,shown in old: cb.show_bar = shown
+    with ExitStack() as stack:
+        for cb in self.cbs:
+            if isinstance(cb, ProgressCallback): stack.enter_context(replaced(cb, show_bar=False))
+        yield self
 
 # %% ../../nbs/learner/05_loggers.ipynb #c005
 class LogWriter(Callback):

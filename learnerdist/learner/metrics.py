@@ -23,6 +23,7 @@ from .losses import batch_rows,counted_rows,n_items,weighted
 class Metric:
     """A number about a loop over data. The recorder calls `reset` before it, `accumulate` after each batch, and
     reads `value` at its end"""
+    _name = None # Its column in the table; None: the name of its class
     def reset(self):
         "Forget all batches"
         raise NotImplementedError
@@ -36,7 +37,7 @@ class Metric:
     @property
     def name(self)->str:
         "Its column in the table"
-        return type(self).__name__.lower()
+        return self._name or type(self).__name__.lower()
 
 def _func_name(f): return getattr(_inner(f), '__name__', type(_inner(f)).__name__.lower())
 def _inner(f): return _inner(f.func) if isinstance(f, partial) else f
@@ -50,7 +51,9 @@ class AvgMetric(Metric):
         # From (prediction, *targets) of a batch to the mean over that batch: a tensor (), a float or a numpy scalar
         func,
         name=None # Its column in the table; None: the name of the function
-    ): self.func,self._name,self.n_items = func,name,getattr(_inner(func), 'n_items', None)
+    ):
+        self.func,self._name = func,name or _func_name(func)
+        self.n_items = getattr(_inner(func), 'n_items', None)
 
     def reset(self): self.total,self.count = 0.,0
     def accumulate(self, learn):
@@ -67,8 +70,6 @@ class AvgMetric(Metric):
 
     @property
     def value(self): return None if not self.count else float(self.total/self.count)
-    @property
-    def name(self): return self._name or _func_name(self.func)
 
 # %% ../../nbs/learner/02_metrics.ipynb #c009
 class AvgLoss(AvgMetric):
@@ -88,7 +89,8 @@ class AccumMetric(Metric):
         name=None, **kwargs # Column in the table (None: name of the function); further arguments of `func`
     ):
         self.func,self.dim_argmax,self.activation = func,dim_argmax,activation
-        self.to_np,self.invert_arg,self._name,self.kwargs = to_np,invert_arg,name,kwargs
+        self.to_np,self.invert_arg = to_np,invert_arg
+        self._name,self.kwargs = name or _func_name(func),kwargs
 
     def reset(self): self.preds,self.targs = [],[]
     def accumulate(self, learn):
@@ -104,8 +106,6 @@ class AccumMetric(Metric):
         if self.to_np: args = [o.numpy() for o in args]
         res = self.func(*(args[::-1] if self.invert_arg else args), **self.kwargs)
         return res.item() if hasattr(res, 'item') and torch.as_tensor(res).numel()==1 else res
-    @property
-    def name(self): return self._name or _func_name(self.func)
 
 
 
@@ -124,7 +124,7 @@ class TorchMetric(Metric):
     def __init__(self,
         metric,   # An object of torchmetrics; it is changed
         name=None # Its column in the table; None: the name of its class
-    ): self.metric,self._name = metric,name
+    ): self.metric,self._name = metric,name or type(metric).__name__.lower()
     def reset(self): self.metric.reset()
     def accumulate(self, learn):
         self.metric.to(find_device(learn.pred))
@@ -136,8 +136,6 @@ class TorchMetric(Metric):
         # no sync by torchmetrics: `reduction` has already added up the states
         with unsynced(self.metric): res = self.metric.compute()
         return res.item() if isinstance(res, Tensor) and res.numel()==1 else res
-    @property
-    def name(self): return self._name or type(self.metric).__name__.lower()
 
 # %% ../../nbs/learner/02_metrics.ipynb #c013
 def mk_metrics(ms)->list:

@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/learner/10_predictions.ipynb #56d3b1bf
 from collections.abc import Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset,IterableDataset,default_collate
 
 from ..core.compat import tree_map
+from ..core.lending import replaced
 from ..core.random import mix_seed,shared_rng
 from ..core.stacks import need
 from ..data.distributed_dl import in_order,with_settings
@@ -78,16 +78,6 @@ def without_loss(pred):
     return [*rest.values()][0] if len(rest)==1 else rest
 
 # %% ../../nbs/learner/10_predictions.ipynb #c007
-@contextmanager
-def replaced(o, **attrs):
-    "Context in which an object has other attributes"
-    old = {k: getattr(o, k) for k in attrs}
-    try:
-        for k,v in attrs.items(): setattr(o, k, v)
-        yield o
-    finally:
-        for k,v in old.items(): setattr(o, k, v)
-
 @reduction.register
 def _(m:GatherPreds): return Rows(m, *m.names)
 
@@ -107,7 +97,8 @@ def get_preds(self:Learner,
 )->tuple: # (predictions, targets) in the model's structure: CPU tensors, or lists of what does not fit one tensor
     """Predictions and targets of a whole data set; in `distrib_ctx` those of all ranks, on every rank. ValueError
     for another `gather`"""
-    check_gather(gather)
+    if isinstance(gather, Path): gather.mkdir(parents=True, exist_ok=True)
+    else: need(gather in ('all','rank0'), "give 'all', 'rank0', or a pathlib.Path", gather=gather)
     dl = self.dls[ds_idx] if dl is None else dl
     act = act or getattr(self.loss_func, 'activation', noop)
     cb = GatherPreds(with_input, with_loss, act, gather)
@@ -118,11 +109,6 @@ def get_preds(self:Learner,
         if not with_loss and self.loss_func is not None and _is_unread(self): others['loss_func'] = _no_loss
         with replaced(self, **others): self._do_epoch_validate(dl=dl)
     return cb.results()
-
-def check_gather(how):
-    "Make the folder, if it is one. ValueError for what `gather` cannot be, OSError where a folder cannot be made"
-    if isinstance(how, Path): how.mkdir(parents=True, exist_ok=True)
-    else: need(how in ('all','rank0'), "give 'all', 'rank0', or a pathlib.Path", gather=how)
 
 _after = [o for o in all_events if o.startswith('after_')]
 def _no_loss(pred, *targ): return torch.zeros(())

@@ -73,16 +73,17 @@ class Recorder(Callback):
         "Loss and metrics of the last validation loop, over all ranks"
         return [m.value for m in self.valid_mets]
     @property
-    def totals(self):
-        "`step_totals()`; assign their sum over ranks to replace this rank's"
-        return self.step_totals()
+    def totals(self)->Tensor:
+        """The totals of this epoch's steps so far, (steps,3), float64, CPU: loss × items, items, samples; of this rank,
+        until their sum over ranks is assigned"""
+        return as_totals(self.all_steps())
     @totals.setter
     def totals(self, v): self.steps = [tuple(o) for o in v]
 
     def after_batch(self):
         learn = self.learn
         if learn.training and self.n_before==learn.train_iter: return # it is recorded already
-        n = batch_rows(learn) if learn.yb and learn.loss is not None and not learn.repeated else 0
+        n = batch_rows(learn) if learn.yb and learn.loss is not None and not learn.runner.repeated else 0
         if learn.training:
             self.n_before = learn.train_iter
             items = n_items(learn) if n else 0
@@ -95,31 +96,24 @@ class Recorder(Callback):
         elif n:
             for m in self.valid_mets: m.accumulate(learn)
 
-    # (steps,3), float64, CPU: loss × items, items, samples; of this rank, or summed over ranks
-    def step_totals(self)->Tensor:
-        "The totals of this epoch's steps so far. Moves them to the CPU"
-        return as_totals(self.all_steps())
-
     def all_steps(self)->list:
-        "What `step_totals` adds up, as numbers and tensors"
+        "What `totals` holds, as numbers and tensors"
         begun = self.learn.training and self.n_before is not None
         if begun and self.learn.train_iter>self.n_before: self.after_batch() # it was cancelled
         return self.steps
 
     def flush(self, totals:Tensor):
-        "Enter `totals`, (steps,3) as from `step_totals`, into the history"
+        "Enter `totals` into the history"
         losses = totals[:,0]/totals[:,1]
         self.losses += losses.tolist()
         self.steps,self.n_samples = [],totals[:,2].sum().item()
         self.log.append((totals[:,0].sum()/totals[:,1].sum()).item() if len(totals) else None)
         self.iters.append(len(self.losses))
 
-    def after_train(self): self.flush(self.step_totals())
+    def after_train(self): self.flush(self.totals)
 
     def after_validate(self):
         if not self.measuring: self.reset_metrics() # the loop was cancelled before it began
-        for m in self.mets:
-            if getattr(m, 'asks', False): m.settle([m.tells()])
         # a new list: `aside` keeps the old one for the outer loop
         self.log = self.log+self.valid_values
         self.measuring = self.reduced = False
@@ -141,7 +135,7 @@ class Recorder(Callback):
 
     def _catch_up(self):
         "Record what is still missing because another callback raised a cancel exception in the same event"
-        if len(self.step_totals()): self.after_train()
+        if len(self.totals): self.after_train()
         if self.reduced: self.after_validate()
 
 
@@ -155,7 +149,7 @@ def _clock(secs): return f'{int(secs)//60:02d}:{int(secs)%60:02d}'
 
 # %% ../../nbs/learner/03_recorder.ipynb #c024b
 def as_totals(steps:list)->Tensor:
-    "The numbers of steps as one tensor on the CPU. steps: from `all_steps`; returns: as `step_totals` gives them"
+    "The numbers of steps as one tensor on the CPU. steps: from `all_steps`; returns: as `totals` gives them"
     if not steps: return torch.zeros(0, 3, dtype=torch.double)
     return torch.stack([stacked(o) for o in zip(*steps)], 1)
 

@@ -61,8 +61,9 @@ class Recorder(Callback):
         """Loss and metrics of the last validation loop, over all ranks"""
 
     @property
-    def totals(self):
-        """`step_totals()`; assign their sum over ranks to replace this rank's"""
+    def totals(self) -> Tensor:
+        """The totals of this epoch's steps so far, (steps,3), float64, CPU: loss × items, items, samples; of this rank,
+        until their sum over ranks is assigned"""
 
     @totals.setter
     def totals(self, v):
@@ -71,14 +72,11 @@ class Recorder(Callback):
     def after_batch(self):
         ...
 
-    def step_totals(self) -> Tensor:
-        """The totals of this epoch's steps so far. Moves them to the CPU"""
-
     def all_steps(self) -> list:
-        """What `step_totals` adds up, as numbers and tensors"""
+        """What `totals` holds, as numbers and tensors"""
 
     def flush(self, totals: Tensor):
-        """Enter `totals`, (steps,3) as from `step_totals`, into the history"""
+        """Enter `totals` into the history"""
 
     def after_train(self):
         ...
@@ -105,7 +103,7 @@ class Recorder(Callback):
     ones"""
 
 def as_totals(steps: list) -> Tensor:
-    """The numbers of steps as one tensor on the CPU. steps: from `all_steps`; returns: as `step_totals` gives them"""
+    """The numbers of steps as one tensor on the CPU. steps: from `all_steps`; returns: as `totals` gives them"""
 
 def stacked(os) -> Tensor:
     """Numbers and tensors () as one float64 tensor on the CPU"""

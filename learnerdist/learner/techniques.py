@@ -8,8 +8,9 @@ __all__ = ['MixedPrecision', 'GradientClip', 'GradientAccumulation', 'steps_per_
 # %% ../../nbs/learner/06_techniques.ipynb #c002
 import math
 from collections import deque
-from contextlib import contextmanager
+from contextlib import ExitStack,contextmanager
 from functools import singledispatch
+from itertools import chain,pairwise
 
 import torch
 from fastcore.basics import patch
@@ -18,10 +19,11 @@ from torch.nn.utils import clip_grad_norm_,clip_grad_value_
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from ..core.lending import replaced
 from ..core.shards import groups_of,is_part,local_part,state_part,whole
 from ..core.stacks import need
 from ..data.distributed_dl import reindexed
-from ..data.loaders import LoaderWrapper,apply,batch_shape,data_len,look_ahead
+from ..data.loaders import LoaderWrapper,apply,batch_shape,data_len
 from .callback import Callback,CancelBatchException,CancelStepException,Order,cancels
 from .learner import Learner,fit_flags,get_model
 from .losses import batch_rows,loss_kind,loss_over,n_items
@@ -251,7 +253,7 @@ def _divide_by(self:GradientAccumulation, total):
 @patch
 def _exchange(self:GradientAccumulation, on):
     self.engine = self.runner.model or self.engine # at the end of a fit there is none any more
-    if hasattr(self.engine, 'sync'): self.engine.sync = on
+    if hasattr(self.engine, 'exchange'): self.engine.exchange(on)
 
 @patch
 def _forget(self:GradientAccumulation):
@@ -269,8 +271,9 @@ class _Marked(LoaderWrapper):
     is the last"""
     def __init__(self, dl, marks): self.dl,self.marks = dl,marks
     def __iter__(self):
-        for b,more in look_ahead(iter(self.dl)):
-            self.marks.append(not more)
+        end = object()
+        for b,following in pairwise(chain(self.dl, [end])):
+            self.marks.append(following is end)
             yield b
 
 @reindexed.register
@@ -368,9 +371,7 @@ class EMA(Callback):
     def apply(self):
         """Context in which the model has the average. Afterwards it has the trained weights again, also after an
         exception. All ranks enter it"""
-        old,self.applied = self.applied,True
-        try: yield self.learn
-        finally: self.applied = old
+        with replaced(self, applied=True): yield self.learn
 
     def before_train(self):
         need(not self.applied, 'a fit trains the weights, not their average: leave apply() before it')
@@ -446,9 +447,7 @@ EMA.applied = EMA.applied.setter(EMA._exchange)
 @contextmanager
 def trained_weights(learn):
     "Context in which the model has the weights that are trained, also while an `EMA` evaluates its average"
-    found = [cb for cb in learn.cbs if isinstance(cb, EMA) and cb.applied]
-    try:
-        for cb in found: cb.applied = False
+    with ExitStack() as stack:
+        for cb in learn.cbs:
+            if isinstance(cb, EMA): stack.enter_context(replaced(cb, applied=False))
         yield
-    finally:
-        for cb in found: cb.applied = True

@@ -7,6 +7,7 @@ __all__ = ['RunLogger', 'TensorBoardLogger', 'Tracker', 'WandbLogger', 'MLflowLo
 
 # %% ../../nbs/learner/07_trackers.ipynb #tr02
 import time
+from importlib import import_module
 from pathlib import Path
 
 import learnerdist
@@ -57,11 +58,18 @@ class RunLogger(LogWriter):
         rec,timer = self.recorder,getattr(self.learn, 'timer', None)
         new = [*zip(rec.losses[self.done:], rec.lrs[self.done:])]
         rows = [('step', self.n_steps+i, dict(loss=float(loss), lr=float(lr))) for i,(loss,lr) in enumerate(new, 1)]
-        self.done,self.n_steps,self.n_epochs = len(rec.losses),self.n_steps+len(new),self.n_epochs+1
+        self.done,self.n_steps = len(rec.losses),self.n_steps+len(new)
+        self.n_epochs += 1
         times = timer.times[-1] if timer and timer.times else {}
         row = row|{k if k=='samples_per_s' else f'seconds_{k}': v for k,v in times.items()}
         numbers = {k: v for k,v in row.items() if k!='epoch' and isinstance(v, (int,float))}
         self.write([*rows,('epoch', self.n_epochs, numbers)])
+
+def _installed(cb, name, extra):
+    "The module `name`, which an extra installs"
+    try: return import_module(name)
+    except ImportError as e:
+        raise ValueError(f"{type(cb).__name__}: install the extra, pip install 'learnerdist[{extra}]'") from e
 
 # %% ../../nbs/learner/07_trackers.ipynb #tr11
 class TensorBoardLogger(RunLogger):
@@ -75,9 +83,8 @@ class TensorBoardLogger(RunLogger):
 
     def open(self):
         super().open()
-        try: from torch.utils.tensorboard import SummaryWriter
-        except ImportError as e: raise _missing(self, 'tensorboard') from e
-        self.writer = SummaryWriter(str(Path(self.path)/self.log_dir))
+        writer = _installed(self, 'torch.utils.tensorboard', 'tensorboard').SummaryWriter
+        self.writer = writer(str(Path(self.path)/self.log_dir))
 
     def write(self, rows):
         for group,n,values in rows:
@@ -88,19 +95,21 @@ class TensorBoardLogger(RunLogger):
         if self.writer is not None: self.writer.close()
         self.writer = None
 
-def _missing(cb, extra):
-    return ValueError(f"{type(cb).__name__}: install the extra, pip install 'learnerdist[{extra}]'")
-
 # %% ../../nbs/learner/07_trackers.ipynb #tr14
 class Tracker(RunLogger):
     """Base class of loggers whose runs have an id. A subclass defines `write`, and what is done on rank 0: `begin` the
-    run, `add_config`, `add_model`, `end`"""
+    run, `add_config`, `add_model`, `end`. `package`: the module's name, and that of its extra"""
     fit_state = *RunLogger.fit_state,'run_id'
     def __init__(self, name, log_model):
         super().__init__()
         self.run_name,self.log_model = name,log_model
         self.run_id = self.active = None
-        self.ended = False # whether the fit has come to its end
+        # whether the fit has come to its end; whether the run is this logger's, not the script's
+        self.ended = self.is_own = False
+
+    def open(self):
+        super().open()
+        self.module = _installed(self, self.package, self.package)
 
     def begin(self): "Open the script's own run, or `run_id`, or a new one; sets `active`, `run_id`"
     def add_config(self, config:dict): "Add names and numbers to the run's configuration"
@@ -127,6 +136,7 @@ class Tracker(RunLogger):
 class WandbLogger(Tracker):
     """One run of Weights & Biases for all ranks: each step and epoch, the configuration, and the weights at the end.
     ValueError if wandb is missing"""
+    package = 'wandb'
     def __init__(self,
         project=None,     # As in `wandb.init`; None: what WANDB_PROJECT says
         name=None,        # Of the run; None: W&B finds one
@@ -134,21 +144,15 @@ class WandbLogger(Tracker):
         **init            # More arguments of `wandb.init`, such as `entity`, `tags` or `mode='offline'`
     ):
         super().__init__(name, log_model)
-        self.project,self.init,self.is_own = project,init,False
-
-    def open(self):
-        super().open()
-        try: import wandb
-        except ImportError as e: raise _missing(self, 'wandb') from e
-        self.wandb = wandb
+        self.project,self.init = project,init
 
     def begin(self):
-        self.is_own = self.wandb.run is None
+        self.is_own = self.module.run is None
         if self.is_own:
             again = dict(id=self.run_id, resume='allow') if self.run_id else {}
-            kw = dict(project=self.project, name=self.run_name, dir=str(self.path))|again|self.init
-            self.wandb.init(**kw)
-        self.active = self.wandb.run
+            kw = dict(project=self.project, name=self.run_name, dir=str(self.path))
+            self.module.init(**kw|again|self.init)
+        self.active = self.module.run
         self.run_id = self.active.id
         for o in ('step','epoch'): self.active.define_metric(f'{o}/*', step_metric=f'{o}/number')
 
@@ -163,38 +167,33 @@ class WandbLogger(Tracker):
 class MLflowLogger(Tracker):
     """One run of MLflow for all ranks: each step and epoch, the configuration, and the weights at the end. Where it is
     kept is `mlflow.set_tracking_uri`'s or MLFLOW_TRACKING_URI's matter. ValueError if mlflow is missing"""
+    package = 'mlflow'
     def __init__(self,
         experiment=None,  # Its name; None: what `mlflow.set_experiment` or MLFLOW_EXPERIMENT_NAME says
         name=None,        # Of the run; None: MLflow finds one
         log_model:bool=True # Save and upload the weights at the end of a fit: `model_dir/model_at_end.pth`
     ):
         super().__init__(name, log_model)
-        self.experiment,self.is_own = experiment,False
-
-    def open(self):
-        super().open()
-        try: import mlflow
-        except ImportError as e: raise _missing(self, 'mlflow') from e
-        self.mlflow = mlflow
+        self.experiment = experiment
 
     def begin(self):
-        self.active = self.mlflow.active_run()
+        self.active = self.module.active_run()
         self.is_own = self.active is None
         if self.is_own:
-            if self.experiment and not self.run_id: self.mlflow.set_experiment(self.experiment)
-            self.active = self.mlflow.start_run(run_id=self.run_id, run_name=self.run_name)
+            if self.experiment and not self.run_id: self.module.set_experiment(self.experiment)
+            self.active = self.module.start_run(run_id=self.run_id, run_name=self.run_name)
         self.run_id = self.active.info.run_id
 
     def add_config(self, config):
-        old = self.mlflow.get_run(self.run_id).data.params # MLflow's parameters are set once
-        self.mlflow.log_params({k: v for k,v in config.items() if k not in old})
+        old = self.module.get_run(self.run_id).data.params # MLflow's parameters are set once
+        self.module.log_params({k: v for k,v in config.items() if k not in old})
 
-    def add_model(self, file): self.mlflow.log_artifact(str(file), 'model')
+    def add_model(self, file): self.module.log_artifact(str(file), 'model')
     def write(self, rows):
-        metric,now = self.mlflow.entities.Metric,int(time.time()*1000)
+        metric,now = self.module.entities.Metric,int(time.time()*1000)
         all_of = [metric(f'{group}/{k}', v, now, n) for group,n,values in rows for k,v in values.items()]
         for i in range(0, len(all_of), 1000): # as many as a call may have
-            self.mlflow.MlflowClient().log_batch(self.run_id, metrics=all_of[i:i+1000])
+            self.module.MlflowClient().log_batch(self.run_id, metrics=all_of[i:i+1000])
 
     def end(self, is_good):
-        if self.is_own: self.mlflow.end_run('FINISHED' if is_good else 'FAILED')
+        if self.is_own: self.module.end_run('FINISHED' if is_good else 'FAILED')
