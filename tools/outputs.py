@@ -1,7 +1,7 @@
 """Run notebooks and keep their outputs: `python tools/outputs.py nbs/core` writes those that changed, `--check nbs` compares
 
 The notebooks run in a copy of the tree, by `nbdev-test`. Left out are progress bars and stderr. Two outputs are the same if the text
-between their numbers is equal, the numbers are close, and both have a picture or none; clock times and dates do not count. A check looks
+between their numbers is equal, the numbers are close, and both have a picture or none; clock times, dates and names of cells do not count. A check looks
 at cells that hold an output, except those marked `#| varies`, which show rounding errors or what depends on the processor."""
 import argparse,io,json,math,re,shutil,subprocess,sys,tempfile
 from base64 import b64decode,b64encode
@@ -11,6 +11,7 @@ from pathlib import Path
 root = Path(__file__).parent.parent
 skipped = shutil.ignore_patterns('.*', '__pycache__', '_docs', '_proc', '*.egg-info')
 clock = r'\d{4}-\d\d-\d\d|\b\d\d:\d\d(?::\d\d)?\b'
+cell_name = r'<ipython-input[^>]*>|<dynamic-code>' # in tracebacks, by the version of execnb
 number = r'-?\d+(?:\.\d*)?(?:e[-+]\d+)?'
 
 def small(png)->str:
@@ -41,7 +42,7 @@ def is_close(a, b): return math.isclose(float(a), float(b), rel_tol=.02, abs_tol
 def same(old, new)->bool:
     "Whether a reader sees the same in both lists of outputs"
     if [('image/png' in o.get('data', {})) for o in old]!=[('image/png' in o.get('data', {})) for o in new]: return False
-    a,b = (re.sub(clock, '', '\n'.join(map(text_of, o))) for o in (old,new))
+    a,b = (re.sub(f'{clock}|{cell_name}', '', '\n'.join(map(text_of, o))) for o in (old,new))
     if re.sub(rf'{number}|\s', '', a)!=re.sub(rf'{number}|\s', '', b): return False
     a,b = (re.findall(number, o) for o in (a,b))
     return len(a)==len(b) and all(map(is_close, a, b))
