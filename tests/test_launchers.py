@@ -38,7 +38,7 @@ def start(command, folder, **env):
 
 def ended(p):
     "What a process has said, and its status"
-    with p: out,_ = p.communicate(timeout=300)
+    with p: out,_ = p.communicate(timeout=600)
     return out,p.returncode
 
 def started(command, folder, train=''):

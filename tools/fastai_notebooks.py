@@ -92,11 +92,15 @@ def names_of(module): return {k:v for k,v in vars(importlib.import_module(module
 
 def outcome(src, ns, limit_s):
     "'ok', or the error; the cell is interrupted after `limit_s` seconds of CPU time"
-    def late(*args): raise TimeoutError(f'takes over {limit_s} s')
+    over = [] # from then on the signal is late itself: raised while another error is handled, it would end the whole notebook
+    def late(*args):
+        if not over: raise TimeoutError(f'takes over {limit_s} s')
     signal.signal(signal.SIGPROF, late)
     signal.setitimer(signal.ITIMER_PROF, limit_s)
     try:
-        with redirect_stdout(io.StringIO()): exec(compile(src, 'cell', 'exec'), ns)
+        try:
+            with redirect_stdout(io.StringIO()): exec(compile(src, 'cell', 'exec'), ns)
+        finally: over.append(True)
     except (Exception,SystemExit) as e: return f'{type(e).__name__}: {" ".join(str(e).split())[:160]}'
     finally: signal.setitimer(signal.ITIMER_PROF, 0)
     return 'ok'
