@@ -144,7 +144,7 @@ def _starter(name):
 
 # %% ../../nbs/core/00_hosts.ipynb #a10c0001
 def said_alone(env=os.environ)->str:
-    "What to say to a process that trains alone although Slurm has allocated several tasks; '' in a task, or without Slurm"
+    "What to say to a process that is alone although Slurm has allocated several tasks; '' in a task, or without Slurm"
     counts = [(int(env[k]),k) for k in ('SLURM_NNODES','SLURM_NTASKS') if env.get(k, '').isdigit()]
     n,name = max(counts, default=(0, ''))
     if n < 2 or _in_step(env): return ''
