@@ -1,5 +1,5 @@
 "What the launcher said, which device and backend follow from it, and groups that are opened and closed"
-import os, re, pytest, torch, torch.distributed as dist
+import os, re, shlex, subprocess, sys, warnings, pytest, torch, torch.distributed as dist
 from learnerdist.core import hosts
 from learnerdist.core.collectives import all_sum
 import learnerdist.core.env as env
@@ -106,7 +106,8 @@ def test_groups():
 ompi = dict(OMPI_COMM_WORLD_RANK='1', OMPI_COMM_WORLD_SIZE='2', OMPI_COMM_WORLD_LOCAL_RANK='1', OMPI_COMM_WORLD_LOCAL_SIZE='2')
 step = dict(SLURM_PROCID='1', SLURM_NTASKS='2', SLURM_LOCALID='1', SLURM_NODEID='0', SLURM_NNODES='1', SLURM_STEP_ID='0', SLURM_JOB_ID='7')
 
-@pytest.mark.parametrize('kw', [ompi, dict(PMI_RANK='1', PMI_SIZE='2', MPI_LOCALRANKID='1', MPI_LOCALNRANKS='2'), step])
+@pytest.mark.parametrize('kw', [ompi, dict(PMI_RANK='1', PMI_SIZE='2', MPI_LOCALRANKID='1', MPI_LOCALNRANKS='2'), step,
+    dict(PMIX_RANK='1', PMIX_SIZE='2', PMIX_LOCAL_RANK='1', PMIX_LOCAL_SIZE='2'), step | dict(PMIX_RANK='1')]) # srun --mpi=pmix
 def test_other_launchers(monkeypatch, kw):
     with monkeypatch.context() as m:
         m.setattr(os, 'environ', {**os.environ, **kw})
@@ -120,6 +121,27 @@ def test_what_cannot_be_completed(monkeypatch, kw, words):
     launched(monkeypatch, **kw)
     assert (rank_distrib(),num_distrib())==(0, 0)
     with pytest.raises(ValueError, match=words), process_group(): pass
+
+@pytest.mark.parametrize('kw', [ # salloc, a batch script, an interactive step
+    dict(SLURM_NTASKS='2', SLURM_NNODES='1'), dict(SLURM_NNODES='2'), dict(step, ENVIRONMENT='BATCH', SLURM_STEP_ID=''),
+    dict(step, SLURM_STEP_ID=str(0xfffffffa))])
+def test_an_allocation_without_a_step_is_said(monkeypatch, kw):
+    launched(monkeypatch, **kw)
+    with pytest.warns(UserWarning, match='=2, but this process trains alone: start it by srun'), process_group(): assert group_size()==1
+
+@pytest.mark.parametrize('kw', [dict(), dict(step, SLURM_NTASKS='1', PMIX_RANK='0'), dict(SLURM_NTASKS='1', SLURM_NNODES='1')])
+def test_one_task_is_alone(monkeypatch, kw):
+    launched(monkeypatch, **kw)
+    with warnings.catch_warnings(), process_group():
+        warnings.simplefilter('error')
+        assert (rank_distrib(),num_distrib(),group_size())==(0, 0, 1)
+
+def test_the_process_that_has_set_a_variable():
+    "All ranks of mpirun have the same, also if each has a shell of its own"
+    code = 'import os; from learnerdist.core import hosts; print(os.getppid(), hosts._starter("PMI_RANK"))'
+    command,env = f'{sys.executable} -c {shlex.quote(code)}; true',{**os.environ, 'PMI_RANK': '0'}
+    shell,starter = map(int, subprocess.run(command, shell=True, env=env, capture_output=True, text=True).stdout.split())
+    assert starter==os.getpid()!=shell
 
 def rank_by_hand(file):
     "As of `torch.multiprocessing.spawn`: a group without RANK in the environment"

@@ -51,6 +51,25 @@ def test_every_way(folder, monkeypatch):
     text = page.read_text()
     assert '- a file: 13b_metrics (cell 14).' in text and 'old' not in text and text.endswith('-->\nrest\n')
 
+def test_a_run_in_parts(tmp_path):
+    "Outcomes are kept as they come, and taken from there"
+    ran,file = [],tmp_path/'all.json'
+    def run(path):
+        ran.append(path.stem)
+        if path.stem=='02': raise KeyboardInterrupt
+        return dict(plain={3: 'ok'}, ranks={3: 'rank 1: KeyError: 1'})
+    with pytest.raises(KeyboardInterrupt): tool.of_all([Path('01.ipynb'),Path('02.ipynb')], ['plain','ranks'], run, file)
+    res = tool.of_all([Path('01.ipynb'),Path('00.ipynb')], ['plain','ranks'], run, file)
+    assert ran==['01','02','00'] and [*res]==['00','01'] and res['01']==res['00']==run(Path('00'))
+    assert [*tool.of_all([Path('03.ipynb')], ['plain'], lambda path: dict(plain={1: 'ok'}), file)]==['03'] # others were run in other ways
+
+def test_the_limit_of_a_cell_that_has_failed():
+    "It ends no notebook: the signal may come while the error is read"
+    cell = ['import time','end = time.process_time()+.4','class Slow(Exception):','    def __str__(self):',
+            '        while time.process_time()<end: pass','        return "slow"','raise Slow']
+    assert tool.outcome('\n'.join(cell), {}, .2)=='Slow: slow'
+    assert tool.outcome('while True: pass', {}, .2)=='TimeoutError: takes over 0.2 s'
+
 def test_no_notebooks(folder):
     (folder/'empty').mkdir()
     with pytest.raises(SystemExit, match='no notebooks in it'): tool.find_notebooks(folder/'empty', folder)

@@ -5,7 +5,7 @@ import machines,pytest
 from helpers import environment,free_port,launch,launcher,root,write
 from learnerdist.core.compat import torch_version
 from learnerdist.launch.cli import _choose_nproc,get_parser,guess
-from learnerdist.launch import main,run,watch
+from learnerdist.launch import main,processes,run,watch
 from learnerdist.launch.watch import Rank,RanksError,explain,failures
 
 # Says where and how it runs; if not asked to meet the others, without importing torch. Draws without a seed, and warns
@@ -353,6 +353,7 @@ def test_run():
 
 @pytest.mark.parametrize('args,gpus,n', [
     ([], '', 1), (['--nproc','auto'], '', 1), (['--nproc','3'], '', 3), ([], '4,5,6', 3), (['--nproc','auto'], '4,5,6', 3),
+    (['--nproc-per-node','auto'], '', 1), (['--nproc-per-node','auto'], '4,5,6', 3),
     (['--nproc','1'], '4,5,6', 1), (['--gpus','0,2'], '4,5,6', 2), (['--gpus','0,2','--nproc','auto'], '4,5,6', 2)])
 def test_nproc_follows_the_visible_gpus(args, gpus, n, monkeypatch):
     "The number that is guessed before torch is imported, too"
@@ -361,6 +362,7 @@ def test_nproc_follows_the_visible_gpus(args, gpus, n, monkeypatch):
     args = [*args,'x.py']
     assert guess(args) == (['x.py'],n)
     assert _choose_nproc(get_parser().parse_args(args)) == n
+    if 'auto' in args: assert processes.count_nproc('auto') == n # of `run`
 
 slurm = dict(SLURM_JOB_ID='5', SLURM_STEP_ID='0', SLURM_PROCID='1', SLURM_NTASKS='4', SLURM_NNODES='2', SLURM_NODEID='0', SLURM_LOCALID='1',
              SLURM_JOB_NODELIST='localhost')

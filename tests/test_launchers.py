@@ -1,87 +1,171 @@
 "The recipes of docs/launchers.md, as they stand there: each ends with the numbers of one process"
-import os,re,socket,subprocess,sys
+import json,os,re,subprocess,sys
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
 import pytest
+import torch
 
-from helpers import blocks
+from helpers import blocks, free_port
 
 pytestmark = pytest.mark.slow
-path = Path(__file__).parent.parent/'docs/launchers.md'
+root = Path(__file__).parent.parent
+path = root/'docs/launchers.md'
 page = path.read_text()
-accelerate = re.search(r"^python (-c '.*?')", page, re.M)[1]
-by_hand = re.search(r'^for i in .*', page, re.M)[0]
-recipes = dict(torch='-m torch.distributed.run --nproc-per-node 2 train.py', accelerate=accelerate, spawn='spawn.py', ray='on_ray.py',
-               dask='on_dask.py', pyspark='on_spark.py')
-packages = dict(spawn='torch', dask='distributed')
-needs = lambda *names: [o for o in names if not find_spec(o)] # of the extra `clients`
+line = lambda begin: re.search(rf'^{begin}.*?(?= +#|$)', page, re.M)[0]
+recipes = dict(torch=line('torchrun'), accelerate=line('python -c'), mpirun=line('mpirun'), spawn='python spawn.py', ray='python on_ray.py',
+               distributed='python on_dask.py', pyspark='python on_spark.py')
+sweep = re.search('`(python -m .* on_optuna.py)`', page)[1]
+main = "if __name__=='__main__': main()"
+needs = lambda *names: [o for o in names if not find_spec(o)] # of the extra `launchers`
+drop = 'RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT'.split()
+# for each rank, if more processes than cores and by root
+mpirun_here = dict(OMPI_ALLOW_RUN_AS_ROOT='1', OMPI_ALLOW_RUN_AS_ROOT_CONFIRM='1', PRTE_MCA_rmaps_default_mapping_policy=':oversubscribe')
 
-def started(command, folder):
-    "The output of a recipe"
+def write_recipes(folder, train=''):
+    "All blocks of the page as files; `train` stands at the end of train.py's definitions"
     for block in blocks(path):
         name = re.match(r'# (\w+\.py)\n', block)
-        file = folder/(name[1] if name else 'train.py')
-        if not file.exists(): file.write_text(block)
-    env = {**os.environ, 'PYTHONPATH': f'{folder}:{Path(__file__).parent.parent}', 'OMP_NUM_THREADS': '1', 'RAY_DEDUP_LOGS': '0'}
-    p = subprocess.run(command, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
-    assert p.returncode==0, p.stdout+p.stderr
-    return p.stdout+p.stderr
+        text = block.replace('/tmp/', f'{folder}/').replace('29500', str(free_port()))
+        (folder/(name[1] if name else 'train.py')).write_text(text if name else text.replace(main, train+main))
 
-def numbers(command, folder):
-    "Training and validation loss that a recipe prints at its end"
-    found = re.search(r'final \[?([\d., ]+)', started(f'{sys.executable} {command}', folder))
-    return [float(o) for o in found[1].split(',')]
+def start(command, folder, **env):
+    env = {k:v for k,v in os.environ.items() if k not in drop} | mpirun_here | dict(
+        PYTHONPATH=f'{folder}:{root}', HOME=str(folder), PATH=f'{Path(sys.executable).parent}:{os.environ["PATH"]}',
+        OMP_NUM_THREADS='1', RAY_DEDUP_LOGS='0', PYTHONUNBUFFERED='1') | env
+    return subprocess.Popen(command, shell=True, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+def ended(p):
+    "What a process has said, and its status"
+    with p: out,_ = p.communicate(timeout=600)
+    return out,p.returncode
+
+def started(command, folder, train=''):
+    "The output of a recipe"
+    write_recipes(folder, train)
+    out,status = ended(start(command, folder))
+    assert status==0, out
+    return out
+
+def numbers(out, name='final'):
+    "The last numbers that a recipe prints after `name`"
+    return [float(o) for o in re.findall(r'\d+\.\d+(?:e-\d+)?', re.findall(rf'{name} (.*)', out)[-1])]
 
 @pytest.fixture(scope='module')
-def alone(tmp_path_factory): return numbers('train.py', tmp_path_factory.mktemp('alone'))
+def alone(tmp_path_factory): return numbers(started('python train.py', tmp_path_factory.mktemp('alone')))
 
 @pytest.mark.parametrize('name', [pytest.param(o, marks=[pytest.mark.long]*(o=='spawn')) for o in recipes]) # test_env opens a group by hand
 def test_the_same_numbers(name, alone, tmp_path):
-    if needs(packages.get(name, name)): pytest.skip('needs the extra `clients`')
+    if needs(*[name]*(name not in ('mpirun','spawn'))) or name=='mpirun' and not which('mpirun', path=Path(sys.executable).parent):
+        pytest.skip('needs the extra `launchers`')
     if name=='pyspark' and not which('java'): pytest.skip('needs Java')
-    assert numbers(recipes[name], tmp_path)==pytest.approx(alone, rel=1e-5)
+    out = started(recipes[name], tmp_path)
+    assert numbers(out)==pytest.approx(alone, rel=1e-5) and 'by 2' in out
+    if name=='ray': assert numbers(out, 'reported')==pytest.approx(alone, rel=1e-5)
 
-def test_by_hand(alone, tmp_path):
-    with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
-    out = started(by_hand.replace('29500', str(port)).replace('python', sys.executable), tmp_path)
-    assert [float(o) for o in re.search(r'final \[(.*?)\]', out)[1].split(',')]==pytest.approx(alone, rel=1e-5)
+families = dict(
+    openmpi=lambda r: dict(OMPI_COMM_WORLD_RANK=r, OMPI_COMM_WORLD_SIZE=2, OMPI_COMM_WORLD_LOCAL_RANK=r, OMPI_COMM_WORLD_LOCAL_SIZE=2),
+    mpich=lambda r: dict(PMI_RANK=r, PMI_SIZE=2, MPI_LOCALRANKID=r, MPI_LOCALNRANKS=2),
+    pmix=lambda r: dict(PMIX_RANK=r, PMIX_SIZE=2, PMIX_LOCAL_RANK=r, PMIX_LOCAL_SIZE=2, PMIX_NAMESPACE=f'a{os.getpid()}'),
+    srun=lambda r: dict(SLURM_PROCID=r, SLURM_NTASKS=2, SLURM_LOCALID=r, SLURM_NODEID=0, SLURM_NNODES=1, SLURM_STEP_ID=0,
+                        SLURM_JOB_ID=os.getpid()))
+families['srun with pmix'] = lambda r: families['srun'](r) | dict(PMIX_RANK=r) # as Slurm does it, PMIX_SIZE is not set
+texts = lambda kw: {k: str(v) for k,v in kw.items()}
 
-killed = """
-import os, signal
+@pytest.mark.parametrize('name', families)
+def test_two_processes_by_hand(name, alone, tmp_path):
+    "They train as one, also from a shell each, and rank 0 alone prints"
+    write_recipes(tmp_path)
+    (first,a),(second,b) = map(ended, [start('python train.py; exit $?', tmp_path, **texts(families[name](r))) for r in range(2)])
+    assert (a,b)==(0,0) and numbers(first)==pytest.approx(alone, rel=1e-5) and 'final' not in second, first+second
+
+@pytest.mark.parametrize('env,words', [(dict(PMIX_RANK='1'), 'PMIX_SIZE is not set: set RANK and WORLD_SIZE, or use torchrun'),
+    (dict(texts(families['openmpi'](1)), OMPI_COMM_WORLD_LOCAL_SIZE='1'), 'MASTER_ADDR is not set: set MASTER_ADDR to the first'),
+    (dict(texts(families['srun'](1)), SLURM_NNODES='2', SLURM_NTASKS='4'), 'neither SLURM_JOB_NODELIST nor MASTER_ADDR is set')])
+def test_what_cannot_be_completed(env, words, tmp_path):
+    write_recipes(tmp_path)
+    out,status = ended(start('python train.py', tmp_path, **env))
+    assert status==1 and words in out and 'final' not in out
+
+def test_an_allocation_without_a_step(alone, tmp_path):
+    write_recipes(tmp_path)
+    out,status = ended(start('python train.py', tmp_path, SLURM_JOB_ID='7', SLURM_NTASKS='2', SLURM_NNODES='1'))
+    assert status==0 and numbers(out)==pytest.approx(alone)
+    assert out.count('UserWarning: SLURM_NTASKS=2, but this process trains alone: start it by srun')==1, out
+
+def test_kubernetes_by_hand(alone, tmp_path):
+    write_recipes(tmp_path)
+    out,status = ended(start(line('for i in').replace('29500', str(free_port())), tmp_path))
+    assert status==0 and numbers(out)==pytest.approx(alone, rel=1e-5) and out.count('by 2')==1
+
+killing = '''
+import os,signal
 from pathlib import Path
-from learnerdist.all import Callback, rank_distrib
-from on_ray import train
-
 class Kill(Callback):
-    order = 200
+    order = 10000
     def before_batch(self):
-        if self.epoch==1 and rank_distrib()==1 and not Path('FOLDER/killed').exists():
-            Path('FOLDER/killed').touch()
+        if self.epoch==1 and self.training and self.iter==2 and rank_distrib()==1 and not Path('/tmp/killed').exists():
+            Path('/tmp/killed').touch()
             os.kill(os.getpid(), signal.SIGKILL)
     def after_epoch(self):
-        if rank_distrib()==0: print(self.epoch, file=open('FOLDER/epochs', 'a'))
+        if rank_distrib()==0: print('epoch', self.epoch, file=open('/tmp/epochs', 'a'))
+    def after_fit(self):
+        if rank_distrib()==0: torch.save(self.learn.model.state_dict(), '/tmp/weights')
+undisturbed = main
+def main(*args, cbs=(), **kw): return undisturbed(*args, cbs=[*cbs, Kill], **kw)
 
-if __name__=='__main__': train(Kill())
-"""
+'''
 
-@pytest.mark.skipif(bool(needs('ray')), reason='needs the extra `clients`')
-def test_ray_starts_again_from_a_checkpoint(alone, tmp_path):
-    (tmp_path/'killed.py').write_text(killed.replace('FOLDER', str(tmp_path)))
-    out = started(f'{sys.executable} killed.py', tmp_path)
-    assert (tmp_path/'killed').exists()
-    assert [float(o) for o in re.search(r'final \[(.*?)\]', out)[1].split(',')]==pytest.approx(alone, rel=1e-5)
-    assert (tmp_path/'epochs').read_text().split()==['0','1'] # the first one was not repeated
+@pytest.mark.skipif(bool(needs('ray')), reason='needs the extra `launchers`')
+def test_ray_starts_again_from_a_checkpoint(tmp_path):
+    "A worker is killed in its second epoch: what is reported and the weights are those of a run that is not disturbed"
+    res = {}
+    for name in ('killed','undisturbed'):
+        folder = tmp_path/name
+        folder.mkdir()
+        if name=='undisturbed': (folder/'killed').touch()
+        out = started(recipes['ray'], folder, killing.replace('/tmp/', f'{folder}/'))
+        assert (folder/'killed').exists() and (folder/'epochs').read_text()=='epoch 0\nepoch 1\n', out # the first one is not repeated
+        res[name] = numbers(out, 'reported'),torch.load(folder/'weights')
+    (metrics,weights),(others,want) = res.values()
+    assert metrics==others and len(metrics)==2 and all(torch.equal(weights[k], want[k]) for k in want)
 
-@pytest.mark.skipif(bool(needs('optuna')), reason='needs the extra `clients`')
+states = '''
+import json
+rows = [(o.state.name, o.params, o.intermediate_values) for o in study.trials]
+open(f'/tmp/rank{rank_distrib()}', 'w').write(json.dumps(rows))
+'''
+
+@pytest.mark.skipif(bool(needs('optuna')), reason='needs the extra `launchers`')
 def test_optuna(tmp_path):
-    assert numbers('-m learnerdist.launch --nproc 2 on_optuna.py', tmp_path)==pytest.approx(numbers('on_optuna.py', tmp_path), rel=1e-5)
+    "The same trials with the same states on all ranks as on one process, where some are pruned; without a seed an error"
+    found = {}
+    for n in (1, 2):
+        folder = tmp_path/str(n)
+        folder.mkdir()
+        write_recipes(folder)
+        with (folder/'on_optuna.py').open('a') as f: f.write(states.replace('/tmp/', f'{folder}/'))
+        out,status = ended(start(sweep if n==2 else 'python on_optuna.py', folder))
+        assert status==0, out
+        found[n] = [json.loads((folder/f'rank{r}').read_text()) for r in range(n)]
+    (want,),(first,second) = found.values()
+    assert first==second and [o[:2] for o in first]==[o[:2] for o in want] and {o[0] for o in want}=={'COMPLETE','PRUNED'}
+    for a,b in zip(first, want): assert a[2]==pytest.approx(b[2], rel=1e-5)
 
-@pytest.mark.skipif(bool(needs('ray')), reason='needs the extra `clients`')
-def test_ray_tune(alone, tmp_path): assert numbers('on_tune.py', tmp_path)==pytest.approx(alone[1:], rel=1e-5)
+@pytest.mark.skipif(bool(needs('optuna')), reason='needs the extra `launchers`')
+def test_optuna_without_a_seed(tmp_path):
+    write_recipes(tmp_path)
+    file = tmp_path/'on_optuna.py'
+    file.write_text(file.read_text().replace('seed=1', ''))
+    out,status = ended(start(sweep, tmp_path))
+    assert status==1
+    assert re.search(r'\[different-settings\] the ranks train differently: .*lr.* the sampler of a sweep, needs a seed', out), out
 
-@pytest.mark.skipif(bool(needs('kubernetes','kubeflow_trainer_api','yaml')), reason='needs the extra `clients`')
+@pytest.mark.skipif(bool(needs('ray')), reason='needs the extra `launchers`')
+def test_ray_tune(alone, tmp_path): assert numbers(started('python on_tune.py', tmp_path))==pytest.approx(alone[1:], rel=1e-5)
+
+@pytest.mark.skipif(bool(needs('kubernetes','kubeflow_trainer_api','yaml')), reason='needs the extra `launchers`')
 def test_manifests():
     "Each field of the manifests exists in the models of the two clients, and no required one is missing"
     import kubeflow_trainer_api.models as trainer

@@ -1,5 +1,6 @@
 "Weights & Biases and MLflow: one run for all ranks, which a resumed fit goes on with, under both Learners"
 import json,struct,sys
+from contextlib import suppress
 import mlflow, pytest, torch
 from fastai.data.core import DataLoaders as FastaiLoaders
 from fastai.data.load import DataLoader as FastaiLoader
@@ -115,23 +116,24 @@ class Fails(Callback):
         if self.epoch==1: raise KeyError('in epoch 1')
 
 def fit(kind, tracker, path, failing):
-    "The losses of a fit that fails, or of one that goes on"
-    learn = make(kind, path)
-    cbs = [make_logger(tracker, path, log_model=False),Checkpoint('states'),*[Fails()]*failing]
-    try: learn.fit(3, resume=not failing, cbs=cbs)
-    except KeyError: pass
-    return [float(o) for o in learn.recorder.losses]
+    "The losses of a fit that fails, or of one that goes on, and the id of the run that was opened on this rank"
+    learn,logger = make(kind, path),make_logger(tracker, path, log_model=False)
+    cbs = [logger,Checkpoint('states'),*[Fails()]*failing]
+    with suppress(KeyError), learn.distrib_ctx(): learn.fit(3, resume=not failing, cbs=cbs)
+    return [float(o) for o in learn.recorder.losses],logger.run_id
 
 @both
-def test_a_resumed_fit_goes_on_with_its_run(kind, tracker, tmp_path):
-    run_ranks(fit, 1, kind, tracker, tmp_path, True)
+@pytest.mark.parametrize('n', [pytest.param(1, marks=pytest.mark.long), 2])
+def test_a_resumed_fit_goes_on_with_its_run(n, kind, tracker, tmp_path):
+    run_ranks(fit, n, kind, tracker, tmp_path, True)
     (first,old), = read[tracker](tmp_path).items()
     assert len(old['points']['step/loss'])==4 and old['ended']==[1 if tracker=='wandb' else 'FAILED'] and not old['files']
-    losses, = run_ranks(fit, 1, kind, tracker, tmp_path, False)
+    (losses,run_id),*others = run_ranks(fit, n, kind, tracker, tmp_path, False)
     (second,run), = read[tracker](tmp_path).items()
-    assert first==second and run['ended'][-1]==(0 if tracker=='wandb' else 'FINISHED')
+    assert first==second==run_id and run['ended'][-1]==(0 if tracker=='wandb' else 'FINISHED')
     assert [n for n,_ in run['points']['step/loss']]==[*range(1, 13)] and [n for n,_ in run['points']['epoch/valid_loss']]==[1,2,3]
     assert [v for _,v in run['points']['step/loss']]==pytest.approx(losses)
+    assert run['config']['ranks']==n and all(o[0]==losses for o in others)
 
 def open_first(tracker, path):
     "(id of the script's own run, of the logger's, of the one that is open after a fit)"

@@ -3,7 +3,7 @@
 
     python tools/fastai_notebooks.py path/to/fastai/nbs                  # a folder, or an archive of the repository (.tar.gz, .zip)
     python tools/fastai_notebooks.py fastai.zip --only 13a 17 --ways plain ranks
-    python tools/fastai_notebooks.py fastai.zip --write                  # the table into docs/clients.md
+    python tools/fastai_notebooks.py fastai.zip --keep all.json --write  # the table into docs/clients.md; goes on if it was interrupted
 
 Data sets and weights are small stand-ins (tests/stand_ins.py) from a local server. Left out are cells that are exported, since their names
 come from the installed fastai, which learnerdist changes; cells marked as slow, cuda, skip or `eval: false`; lines for IPython (`%`, `!`);
@@ -92,11 +92,15 @@ def names_of(module): return {k:v for k,v in vars(importlib.import_module(module
 
 def outcome(src, ns, limit_s):
     "'ok', or the error; the cell is interrupted after `limit_s` seconds of CPU time"
-    def late(*args): raise TimeoutError(f'takes over {limit_s} s')
+    over = [] # from then on the signal is late itself: raised while another error is handled, it would end the whole notebook
+    def late(*args):
+        if not over: raise TimeoutError(f'takes over {limit_s} s')
     signal.signal(signal.SIGPROF, late)
     signal.setitimer(signal.ITIMER_PROF, limit_s)
     try:
-        with redirect_stdout(io.StringIO()): exec(compile(src, 'cell', 'exec'), ns)
+        try:
+            with redirect_stdout(io.StringIO()): exec(compile(src, 'cell', 'exec'), ns)
+        finally: over.append(True)
     except (Exception,SystemExit) as e: return f'{type(e).__name__}: {" ".join(str(e).split())[:160]}'
     finally: signal.setitimer(signal.ITIMER_PROF, 0)
     return 'ok'
@@ -172,6 +176,20 @@ def in_all_ways(path, names, urls, torch_home):
         res[way] = outcomes(path, way, urls, torch_home, slow)
     return res
 
+def of_all(paths, names, run, file=None):
+    """{notebook: {way: {cell: outcome}}}, where `run` has that of a notebook. file: the outcomes that it holds are taken from there, and
+    others are added as they come, so that a run may be interrupted, or cut in parts by --only"""
+    held = json.loads(file.read_text()) if file and file.exists() else {}
+    res = {k: {w: {int(i): o for i,o in cells.items()} for w,cells in v.items()} for k,v in held.items() if [*v]==[*names]}
+    for path in paths:
+        if path.stem not in res:
+            res[path.stem] = run(path)
+            if file:
+                file.with_suffix('.tmp').write_text(json.dumps(res))
+                file.with_suffix('.tmp').rename(file)
+        print(line_of(path.stem, res[path.stem]), *differences(path.stem, res[path.stem]), sep='\n', flush=True)
+    return dict(sorted(res.items()))
+
 # --- the table ----------------------------------------------------------------------------------------------------------------
 
 def line_of(name, res):
@@ -220,18 +238,19 @@ def main():
     p.add_argument('source', type=Path, help="folder of notebooks, or an archive of fastai's repository")
     p.add_argument('--only', nargs='+', default=[''], help='beginnings of names of notebooks')
     p.add_argument('--ways', nargs='+', choices=ways, default=[*ways])
+    p.add_argument('--keep', type=Path, help='file of outcomes by notebook: those in it are not run again, others are added')
     p.add_argument('--write', action='store_true', help='write the table into docs/clients.md')
-    args,results = p.parse_args(),{}
+    args = p.parse_args()
     import fastai.basics # noqa: F401 which forked ranks then have
     import matplotlib.pyplot # noqa: F401
     from fastai.data.external import URLs
     from stand_ins import resnet_weights,standing_in
     with tempfile.TemporaryDirectory() as tmp, standing_in(Path(tmp)/'data', URLs) as urls:
         resnet_weights(Path(tmp)/'torch')
-        for path in find_notebooks(args.source.resolve(), tmp):
-            if not path.name.startswith(tuple(args.only)) or not has_to_run(path): continue
-            results[path.stem] = in_all_ways(path, args.ways, urls, Path(tmp)/'torch')
-            print(line_of(path.stem, results[path.stem]), *differences(path.stem, results[path.stem]), sep='\n', flush=True)
+        found = find_notebooks(args.source.resolve(), tmp)
+        found = [o for o in found if o.name.startswith(tuple(args.only)) and has_to_run(o)]
+        run = functools.partial(in_all_ways, names=args.ways, urls=urls, torch_home=Path(tmp)/'torch')
+        results = of_all(found, args.ways, run, args.keep)
     if not results: sys.exit(f"{args.source}: no notebook begins with {' or '.join(args.only)}")
     text,good = table(results)
     print('', text, sep='\n')

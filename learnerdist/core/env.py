@@ -20,8 +20,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from .compat import abort_group,default_store,destroy_group,fake_store,set_timeout
 from .files import environment
-from .hosts import foreign_rank
-from .stacks import frames_of_thread,preempted_status,users_frame
+from .hosts import foreign_rank,said_alone
+from .stacks import frames_of_thread,preempted_status,users_frame,warn
 
 # %% ../../nbs/core/01_env.ipynb #c004l
 in_group = dist.is_initialized # Whether a process group is open
@@ -419,6 +419,7 @@ _users = [] # A list with the timeout in seconds, for each open context
 
 def _open_ours(cuda_id, **kw):
     was_open = in_group()
+    if not num_distrib() and (said := said_alone()): warn(said)
     with noting_loops():
         if num_distrib()<2: device = default_device(cuda_id)
         else: device = setup_distrib(cuda_id, timeout_s=group_timeout(), **kw)

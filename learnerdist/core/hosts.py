@@ -7,6 +7,8 @@ __all__ = []
 
 # %% ../../nbs/core/00_hosts.ipynb #c002
 import os,re,socket,zlib
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 # %% ../../nbs/core/00_hosts.ipynb #c005
@@ -30,10 +32,7 @@ class Task(NamedTuple):
 def find_task(env=os.environ)->Task:
     """This process's task in srun; None if it was not started by srun, or is the only task. ValueError for numbers
     that contradict"""
-    if 'SLURM_PROCID' not in env: return None
-    step = env.get('SLURM_STEP_ID', '')
-    # a batch script's step has none or a huge one
-    if int(step) >= 0xfffffff0 if step.isdigit() else env.get('ENVIRONMENT') == 'BATCH': return None
+    if not _in_step(env): return None
     n = _number(env, 'SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS')
     n_nodes = _number(env, 'SLURM_STEP_NUM_NODES', 'SLURM_NNODES')
     if n < 2: return None
@@ -46,6 +45,12 @@ def find_task(env=os.environ)->Task:
     if env.get('MASTER_PORT'): port = _number(env, 'MASTER_PORT')
     here = rank,n,local,_tasks_here(env, node, n, n_nodes)
     return Task(*here, node, n_nodes, _first_addr(env, n_nodes), port, f'{job}.{step}')
+
+def _in_step(env):
+    if 'SLURM_PROCID' not in env: return False
+    step = env.get('SLURM_STEP_ID', '')
+    # that of a batch script or of an interactive shell has none or a huge one
+    return int(step) < 0xfffffff0 if step.isdigit() else env.get('ENVIRONMENT') != 'BATCH'
 
 def _number(env, *names):
     name = next((o for o in names if env.get(o)), names[-1])
@@ -108,7 +113,8 @@ def foreign_rank(env=os.environ)->dict:
     """What mpirun or srun says of this process, under torchrun's names. ValueError for what is missing. returns: RANK,
     WORLD_SIZE and so on; empty if this process is alone, or has RANK already"""
     if env.get('RANK'): return {}
-    found = next((o for o in map(str.split, _mpi) if env.get(o[0])), None)
+    given = (o for o in map(str.split, _mpi) if env.get(o[0]))
+    found = next((o for o in given if env.get(o[1]) or not _in_step(env)), None) # srun --mpi=pmix sets PMIX_RANK alone
     if found is None:
         task = find_task(env)
         return {k: str(v) for k,v in rank_env(task, env).items()} if task else {}
@@ -119,7 +125,7 @@ def foreign_rank(env=os.environ)->dict:
     if n < 2: return {}
     first = '127.0.0.1' if is_local else first_host(_first(env, 'SLURM_JOB_NODELIST'))
     addr = env.get('MASTER_ADDR') or first
-    job = _first(env, 'PMIX_NAMESPACE', 'SLURM_JOB_ID') or str(os.getppid())*is_local
+    job = _first(env, 'PMIX_NAMESPACE', 'SLURM_JOB_ID') or str(_starter(rank))*is_local
     port = env.get('MASTER_PORT') or job and str(15000 + zlib.crc32(job.encode())%10000)
     if not addr or not port:
         said += f' and {size}={n} on several machines, but {"MASTER_PORT" if addr else "MASTER_ADDR"} is not set'
@@ -127,3 +133,19 @@ def foreign_rank(env=os.environ)->dict:
     res = dict(RANK=env[rank], WORLD_SIZE=str(n), MASTER_ADDR=addr, MASTER_PORT=port)
     local = {k: env[o] for k,o in zip(('LOCAL_RANK','LOCAL_WORLD_SIZE'), found[2:]) if env.get(o)}
     return res | local
+
+def _starter(name):
+    "The process that has set the variable `name`, the same for all ranks: the nearest one above that has none"
+    pid = os.getppid()
+    with suppress(OSError): # there is no /proc, or another user's process
+        while f'\0{name}=' in '\0'+Path(f'/proc/{pid}/environ').read_text(errors='replace'):
+            pid = int(Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[1])
+    return pid
+
+# %% ../../nbs/core/00_hosts.ipynb #a10c0001
+def said_alone(env=os.environ)->str:
+    "What to say to a process that is alone although Slurm has allocated several tasks; '' in a task, or without Slurm"
+    counts = [(int(env[k]),k) for k in ('SLURM_NNODES','SLURM_NTASKS') if env.get(k, '').isdigit()]
+    n,name = max(counts, default=(0, ''))
+    if n < 2 or _in_step(env): return ''
+    return f'{name}={n}, but this process trains alone: start it by srun, or by python -m learnerdist.launch'

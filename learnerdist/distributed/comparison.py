@@ -183,7 +183,8 @@ def same_fit(learn, shares:list):
     _compare_structures(structures)
     _compare_callbacks(cbs)
     found = tell_unequal(unequal(named))
-    if found: raise ValueError(f'[different-settings] the ranks train differently: {found}. Give the same on all')
+    remedy = 'Give the same on all; what is drawn, as by the sampler of a sweep, needs a seed'
+    if found: raise ValueError(f'[different-settings] the ranks train differently: {found}. {remedy}')
 
 def _compare_structures(every):
     for r,own in enumerate(every[1:], 1):
