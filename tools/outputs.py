@@ -1,8 +1,9 @@
 """Run notebooks and keep their outputs: `python tools/outputs.py nbs/core` writes those that changed, `--check nbs` compares
 
 The notebooks run in a copy of the tree, by `nbdev-test`. Left out are progress bars and stderr. Two outputs are the same if the text
-between their numbers is equal, the numbers are close, and both have a picture or none; clock times, dates and names of cells do not count. A check looks
-at cells that hold an output, except those marked `#| varies`, which show rounding errors or what depends on the processor."""
+between their numbers is equal, the numbers are close, and both have a picture or none; clock times, dates and names of cells do not
+count. A check looks at cells that hold an output, except those marked `#| varies`, which show rounding errors or what depends on the
+processor."""
 import argparse,io,json,math,re,shutil,subprocess,sys,tempfile
 from base64 import b64decode,b64encode
 from importlib.util import find_spec
