@@ -20,7 +20,6 @@ def train(path, workers, background, varying, shard, in_memory, plans):
     import torch
     if varying: torch.set_default_dtype(torch.float64)
     from learnerdist.checkpoint import snapshot
-    from learnerdist.core import kept
     from learnerdist.distributed.comparison import digest
     from learnerdist.all import (Callback,Checkpoint,CSVLogger,DataLoaders,Learner,TfmdDL,accuracy,rank_distrib)
     from sklearn.datasets import load_digits
@@ -34,7 +33,7 @@ def train(path, workers, background, varying, shard, in_memory, plans):
         order = 950
         def after_batch(self):
             if not self.training or self.train_iter!=step or rank_distrib()!=rank: return
-            if how=='write' and in_memory: kept.Slots.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            if how=='write' and in_memory: snapshot.States.add = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             elif how=='SIGKILL' and in_memory: threading.Timer(step%10/500, os.kill, (os.getpid(),signal.SIGKILL)).start()
             elif how=='write' and shard: snapshot.save_sealed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             elif how=='write': snapshot._sync = lambda o: os.kill(os.getpid(), signal.SIGKILL)
