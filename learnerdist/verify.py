@@ -493,7 +493,7 @@ causes = {
     'gradients of {}: averaged or added up by hand, while DDP has averaged them already, by items':
         lambda c: _few([k for k in c.one['by_hand'] if k not in c.alone['by_hand']]),
     'gradients are {} times those of one process: added up, or a loss times the number of processes': _times,
-    '{}: of a module beside the model, from each rank\'s samples; see average_grads(module.parameters())':
+    '{}: of a module beside the model, from each rank\'s samples; see average_grads and sync_batchnorm':
         lambda c: c.unlike('beside'),
     'rounding: a tensor of the script, such as class weights, stays float32. Cast it (`.to(pred)`), or take '
     '--dtype float32': lambda c: c.alone['dtype']=='float64' and c.d.by<1e-6,
