@@ -70,7 +70,8 @@ def _trimmed(row):
 def about(dl)->dict:
     "What a loader's data set is, as in `fingerprint`; `steady`: whether a batch is the same at each reading"
     ds = getattr(dl, 'dataset', None)
-    unread = not hasattr(ds, '__getitem__') or not data_len(ds)
+    # a share of a validation loader has no batch if there are more ranks
+    unread = not hasattr(ds, '__getitem__') or not data_len(ds) or data_len(dl)==0
     return dict(data=fingerprint(ds), steady=unread or _first(dl, 0)==_first(dl, 1))
 
 def _first(dl, seed):
