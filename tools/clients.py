@@ -302,22 +302,31 @@ def synced_byol(m, augs):
             sync_batchnorm(self.target_model)
     return Synced(augs)
 
+def in_double(learn):
+    "A fastai learner in float64; its tables and its recorder are in float32"
+    from fastai.basics import Callback
+    class Doubled(Callback):
+        def before_batch(self): self.learn.xb = tuple(o.double() if o.is_floating_point() else o for o in self.xb)
+    learn.model.double()
+    learn.loss_func = lambda p, y: F.cross_entropy(p, y.flatten().long()).float()
+    learn.add_cb(Doubled())
+    return learn
+
 def timm_by_fastai(bs):
     from fastai.vision.all import SGD, vision_learner
     dls = fastais([*zip(*images(33))], bs, nn.Identity()).dls
     dls.c = 3
-    return vision_learner(dls, 'resnet10t', pretrained=False, normalize=False, loss_func=nn.CrossEntropyLoss(), opt_func=SGD, lr=.01, ps=0.)
+    return in_double(vision_learner(dls, 'resnet10t', pretrained=False, normalize=False, loss_func=nn.MSELoss(), opt_func=SGD, lr=1e-4,
+                                    ps=0.))
 
 def tabnet(bs, **kw):
-    "In float64, which the numbers of fastai's tables and its recorder are not"
     from fast_tabnet.core import TabNetModel
     from fastai.tabular.all import SGD, Categorify, CategoryBlock, Learner, Normalize, TabularPandas, get_emb_sz, pd
     import learnerdist.fastai  # noqa: F401
     df = pd.DataFrame(dict(a=series(33)[2], b=[f'{i%4}' for i in range(33)], y=[i%2 for i in range(33)]))
     to = TabularPandas(df, [Categorify, Normalize], ['b'], ['a'], 'y', CategoryBlock(), splits=split(33))
-    model = TabNetModel(get_emb_sz(to), 1, 2, n_d=4, n_a=4, n_steps=2, **kw).double()
-    model, dls = Wrapped(model, lambda m, cats, numbers: m(cats, numbers.double())), to.dataloaders(bs=bs, val_bs=8, device='cpu')
-    return Learner(dls, model, lambda p, y: F.cross_entropy(p, y.flatten().long()).float(), opt_func=SGD, lr=.001)
+    model = TabNetModel(get_emb_sz(to), 1, 2, n_d=4, n_a=4, n_steps=2, **kw)
+    return in_double(Learner(to.dataloaders(bs=bs, val_bs=8, device='cpu'), model, opt_func=SGD, lr=.001))
 
 def cyclegan(bs, shared=False):
     import learnerdist.fastai  # noqa: F401
@@ -401,7 +410,7 @@ single('self_supervised', 'moco', lambda bs: views(bs, 'moco', moco), '`MOCO`', 
        'pairs of one rank only, and a queue for each rank')
 enlarged('self_supervised', 'byol', lambda bs: views(bs, 'byol', byol), '`BYOL`', 'warned', 'BatchNorm of its target: `sync_batchnorm`')
 enlarged('self_supervised', 'byol_synced', lambda bs: views(bs, 'byol', synced_byol), '`BYOL`, with `sync_batchnorm` for its target')
-single('timm fastai', 'timm_by_fastai', timm_by_fastai, '`vision_learner` with a model of timm')
+row('timm fastai', 'timm_by_fastai', timm_by_fastai, '`vision_learner` with a model of timm', tol=1e-6, double=True)
 row('fast_tabnet', 'tabnet', tabnet, '`TabNetModel`, whose ghost batches of 128 hold the global batch', tol=1e-6, double=True)
 row('fast_tabnet', 'tabnet_ghosts', lambda bs: tabnet(bs, virtual_batch_size=2), '`TabNetModel(virtual_batch_size=2)`', 'differs',
     'ghost batches are parts of a batch, and here of a rank\'s batch; `verify` finds it', tol=1e-6, double=True)
@@ -456,7 +465,7 @@ def judge(name, alone, ranks):
 def found_by_verify(name, W, bs):
     "Whether `verify` finds that a row differs"
     from learnerdist.verify import verify
-    return not verify(partial(made, name, bs), nproc=W, steps=4, dtype='keep')
+    return not verify(partial(made, name, bs), nproc=W, steps=4, dtype='keep').same
 
 def installed(package):
     try: return version(package)
