@@ -485,6 +485,7 @@ def test_what_a_loss_follows_from():
     assert follows((2.5, None, 4), [(1., None, 1), (3., None, 3)], 1e-8)=='samples'
     assert follows((4., None, 4), [(1., None, 2), (3., None, 2)], 1e-8)=='sum'
     assert follows((3., None, 4), [(1., None, 2), (3., None, 2)], 1e-8)=='other'
+    assert follows((3., None, 4), [(0., None, 2), (3., None, 2)], 1e-8) is None # a sum, or a mean over the pairs of the second part
     assert follows((2.8, 10, 4), [(1., 1, 2), (3., 9, 2)], 1e-8)=='items'
     assert follows((2.8, 10, 4), [(1., 2, 2), (3., 9, 2)], 1e-8)=='other'
     assert follows((float('nan'), None, 4), [(1., None, 2), (3., None, 2)], 1e-8) is None
