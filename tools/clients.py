@@ -54,7 +54,7 @@ def pictures(*args): return TensorDataset(*images(*args))
 
 def timm_model(bs):
     import timm
-    return ours(pictures(), timm.create_model('resnet10t', num_classes=3), bs)
+    return ours(pictures(), timm.create_model('test_resnet', num_classes=3), bs)
 
 def masks(size=32):
     "Pictures and where they are positive"
@@ -316,7 +316,7 @@ def timm_by_fastai(bs):
     from fastai.vision.all import SGD, vision_learner
     dls = fastais([*zip(*images(33))], bs, nn.Identity()).dls
     dls.c = 3
-    return in_double(vision_learner(dls, 'resnet10t', pretrained=False, normalize=False, loss_func=nn.MSELoss(), opt_func=SGD, lr=1e-4,
+    return in_double(vision_learner(dls, 'test_resnet', pretrained=False, normalize=False, loss_func=nn.MSELoss(), opt_func=SGD, lr=1e-4,
                                     ps=0.))
 
 def tabnet(bs, **kw):
