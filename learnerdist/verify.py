@@ -70,7 +70,8 @@ def _trimmed(row):
 def about(dl)->dict:
     "What a loader's data set is, as in `fingerprint`; `steady`: whether a batch is the same at each reading"
     ds = getattr(dl, 'dataset', None)
-    unread = not hasattr(ds, '__getitem__') or not data_len(ds)
+    # a share of a validation loader has no batch if there are more ranks
+    unread = not hasattr(ds, '__getitem__') or not data_len(ds) or data_len(dl)==0
     return dict(data=fingerprint(ds), steady=unread or _first(dl, 0)==_first(dl, 1))
 
 def _first(dl, seed):
@@ -493,7 +494,7 @@ causes = {
     'gradients of {}: averaged or added up by hand, while DDP has averaged them already, by items':
         lambda c: _few([k for k in c.one['by_hand'] if k not in c.alone['by_hand']]),
     'gradients are {} times those of one process: added up, or a loss times the number of processes': _times,
-    '{}: of a module beside the model, from each rank\'s samples; see average_grads(module.parameters())':
+    '{}: of a module beside the model, from each rank\'s samples; see average_grads and sync_batchnorm':
         lambda c: c.unlike('beside'),
     'rounding: a tensor of the script, such as class weights, stays float32. Cast it (`.to(pred)`), or take '
     '--dtype float32': lambda c: c.alone['dtype']=='float64' and c.d.by<1e-6,

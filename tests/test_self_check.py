@@ -1,5 +1,5 @@
 "What ordinary scripts do is the run of one process, without a warning; what is not is warned of, by a code that the docs explain"
-import re, warnings
+import copy, re, warnings
 from pathlib import Path
 import numpy as np, pytest, torch
 from torch import nn, tensor
@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from helpers import data, net, sgd, size, weights
 from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, all_sum, average_grads, gather_with_grad, get_model,
-                             group_rank, process_group)
+                             group_rank, process_group, sync_batchnorm)
 from learnerdist.distributed.self_check import read_items
 from learnerdist.learner.callback import CancelBatchException
 from learnerdist.learner.losses import follows, n_elements
@@ -388,6 +388,17 @@ class Second(Callback):
     def before_batch(self):
         with torch.no_grad(): self.net[0].weight.add_(self.learn.xb[0].mean(0)*self.training)
 def second_model(): return learner(cbs=Second())
+class Target(Callback):
+    "As BYOL: targets by a copy of the model, whose BatchNorm trains on them; `sync`: over all ranks"
+    def __init__(self, sync=False): self.sync = sync
+    def before_fit(self):
+        self.target = copy.deepcopy(get_model(self.learn.model)).requires_grad_(False)
+        if self.sync: sync_batchnorm(self.target)
+    def before_batch(self):
+        with torch.no_grad(): self.learn.yb = (self.target(self.learn.xb[0]+1),)
+def with_norm(): return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)).double()
+def target_model(): return learner(with_norm(), cbs=Target())
+def synced_target(): return learner(with_norm(), cbs=Target(sync=True))
 class Drifts(Callback):
     "Changes weights on one rank alone"
     def after_step(self):
@@ -406,6 +417,7 @@ offenders = [(mixing,r'\[mixes-samples\] predictions of Sequential depend on whi
     (one_class,not_mean), (other_split,r'\[different-data\] .*: training data.indices: #'), (lazy,'ValueError: the model has lazy layers'),
     (other_length,r'ValueError: \[different-data\] .*len\(training data\): 24 on rank 0, 30 on rank 1'),
     (other_rate,r'ValueError: \[different-settings\] .*momentum of parameter group 0: 0\.1 on rank 0, 0\.2 on rank 1'),
+    (target_model,r'\[ranks-differ\] target\.target\.1\.running_mean, .*running_var: each.*sync_batchnorm'),
     (own_buffer,r'\[ranks-differ\] seen: each rank has computed this'), (second_model,r'\[ranks-differ\] second\.net\.0\.weight: each'),
     (center_loss,r'\[ranks-differ\] .*centers.*average_grads'), (second_pass,r'\[second-backward\] learn.wrapper is called again'),
     (global_centers,r'\[ranks-differ\] .*centers.*average_grads'), (not_a_number,None),
@@ -423,6 +435,10 @@ def test_offenders(offences, make, want):
     elif 'Error' in want: assert re.match(want, got) and got.split(':')[0]==other.split(':')[0], got
     else: assert len(said)==1 and re.match(want, said[0]) and others==[], said
 
+def local_statistics(): return fitted(target_model, sync_bn=False)
+def test_the_copy_of_a_model_whose_batchnorm_is_not_synchronised_is_no_finding():
+    assert [said for _,said in run_ranks(local_statistics, 2)]==[[],[]]
+
 def checked(checks): return [fitted(o, checks=checks) for o in (mixing,contrastive,center_loss)]
 
 def test_errors_are_raised_on_all_ranks_and_false_is_silent():
@@ -431,10 +447,11 @@ def test_errors_are_raised_on_all_ranks_and_false_is_silent():
     for got in run_ranks(checked, 2, False): assert all(isinstance(o, torch.Tensor) and not said for o,said in got)
     with pytest.raises(ValueError, match="checks='yes'"), learner().distrib_ctx(checks='yes'): pass
 
-def test_average_grads_takes_a_generator_and_weighs_by_items():
-    want, = run_ranks(all_of, 1, [remedied,own_backward])
+def test_remedies_are_exact():
+    "average_grads, of a generator too, weighs by items; a model that a callback copies has synchronised BatchNorm"
+    want, = run_ranks(all_of, 1, [remedied,own_backward,synced_target])
     for W in (2,3):
-        for got in run_ranks(all_of, W, [remedied,own_backward]):
+        for got in run_ranks(all_of, W, [remedied,own_backward,synced_target]):
             for k,(w,said) in got.items(): assert (w-want[k][0]).abs().max()<1e-9 and not said, k
 
 def other_models(kind):
@@ -468,6 +485,7 @@ def test_what_a_loss_follows_from():
     assert follows((2.5, None, 4), [(1., None, 1), (3., None, 3)], 1e-8)=='samples'
     assert follows((4., None, 4), [(1., None, 2), (3., None, 2)], 1e-8)=='sum'
     assert follows((3., None, 4), [(1., None, 2), (3., None, 2)], 1e-8)=='other'
+    assert follows((3., None, 4), [(0., None, 2), (3., None, 2)], 1e-8) is None # a sum, or a mean over the pairs of the second part
     assert follows((2.8, 10, 4), [(1., 1, 2), (3., 9, 2)], 1e-8)=='items'
     assert follows((2.8, 10, 4), [(1., 2, 2), (3., 9, 2)], 1e-8)=='other'
     assert follows((float('nan'), None, 4), [(1., None, 2), (3., None, 2)], 1e-8) is None

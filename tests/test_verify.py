@@ -174,9 +174,11 @@ def remedied():
                     splitter=lambda m: [*m.parameters()])
     return learn
 
+def one_batch_of_validation(): return learner(valid=TfmdDL(data(5), 8)) # rank 1 has none
+
 # --- the verdicts ------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('f', [plain,two_fits,remedied,batch_metric,augmented])
+@pytest.mark.parametrize('f', [plain,two_fits,remedied,batch_metric,augmented,one_batch_of_validation])
 def test_same(f):
     res = verify(f)
     assert res.same and res.first is None and str(res).splitlines()[-1].startswith('The same: 2 processes and one'), res

@@ -2,18 +2,23 @@
 
 A client is a quick start of a library on data made here. One process takes batches of W·b, W processes take batches of b. Compared are the
 weights, recorded losses and values, what `validate` gives, and predictions. A row is *same*, *warned* (it differs, and a warning says why),
-*error* (with its message) or *missing* (not installed). A difference without a warning, or an error that is not expected, makes the exit
-status 1. `--write` puts the rows into docs/clients.md. `pip install 'learnerdist[clients]'` has the libraries."""
+*error*, *differs* (without a warning, and `verify` finds it) or *missing* (not installed). What is not as the row says makes the exit
+status 1. `--write` puts the rows into docs/clients.md. `pip install 'learnerdist[clients]'` has most of the libraries."""
 import argparse
 import contextlib
 import io
 import os
+import random
+import re
 import sys
 import tempfile
 import warnings
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -24,66 +29,46 @@ from sweep import distance
 
 page = Path(__file__).parent.parent/'docs/clients.md'
 begin, end = '<!-- tools/clients.py --write -->\n', '<!-- end -->\n'
-clients = {}
 
-def client(packages, about, tol=1e-9, **expected):
-    "Register a function of (batch size, world size) that makes a learner. `expected`: `verdict`, `why`, `epochs`"
-    def register(func):
-        row = dict(make=func, packages=packages.split(), about=about, tol=tol, verdict='same', why='', epochs=2)
-        clients[func.__name__] = row | expected
-        return func
-    return register
+class Wrapped(nn.Module):
+    "A model that is called by `call(model, *inputs)`"
+    def __init__(self, model, call):
+        super().__init__()
+        self.model, self.call = model, call
+    def forward(self, *xs): return self.call(self.model, *xs)
 
-def ours(train, valid, model, loss_func, bs, W, lr=.05, **kw):
-    "A learner of learnerdist over two data sets; the batch size of validation is one process's"
+def ours(train, model, bs, loss_func=nn.CrossEntropyLoss(), valid=None, lr=.05, loader=DataLoader, shuffle=True, collate_fn=None, **kw): # noqa: B008
+    "A learner of learnerdist over a data set; the batch size of validation is one process's"
     from learnerdist.all import DataLoaders, Learner
-    collate = kw.pop('collate_fn', None)
-    dls = DataLoaders(DataLoader(train, bs, collate_fn=collate, shuffle=kw.pop('shuffle', True)), DataLoader(valid, 8, collate_fn=collate))
+    dls = DataLoaders(loader(train, bs, collate_fn=collate_fn, shuffle=shuffle), DataLoader(valid or train, 8, collate_fn=collate_fn))
     return Learner(dls, model, loss_func, lambda ps, lr: torch.optim.SGD(ps, lr), lr=lr, **kw)
 
-def images(n, size=32, seed=0):
+def images(n=24, size=32):
     "Pictures `(n,3,size,size)` and their classes of 3"
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
     return torch.randn(n, 3, size, size, generator=g), torch.randint(3, (n,), generator=g)
 
-def texts(n, length=7, words=50, seed=0):
-    "Words `(n,length)`"
-    return torch.randint(1, words, (n, length), generator=torch.Generator().manual_seed(seed))
-
-def pictures(n): return TensorDataset(*images(n))
+def pictures(*args): return TensorDataset(*images(*args))
 
 # --- models -------------------------------------------------------------------------------------------------------------------
 
-@client('timm', '`create_model`, BatchNorm, cross-entropy')
-def timm_model(bs, W):
+def timm_model(bs):
     import timm
-    return ours(pictures(24), pictures(9), timm.create_model('resnet10t', num_classes=3), nn.CrossEntropyLoss(), bs, W)
+    return ours(pictures(), timm.create_model('test_resnet', num_classes=3), bs)
 
-@client('segmentation-models-pytorch', '`Unet` with its `DiceLoss` over the batch', verdict='warned',
-        why='Dice over a batch is no mean over samples: `gather_with_grad`')
-def smp_dice(bs, W):
+def masks(size=32):
+    "Pictures and where they are positive"
+    x, _ = images(24, size)
+    return TensorDataset(x, (x[:, :1] > 0).to(x.dtype))
+
+def unet(bs, loss, *args, **kw):
     import segmentation_models_pytorch as smp
-    x, _ = images(24)
-    data = TensorDataset(x, (x[:, :1] > 0).to(x.dtype))
-    model = smp.Unet('resnet18', encoder_weights=None, classes=1)
-    return ours(data, data, model, smp.losses.DiceLoss('binary'), bs, W)
+    return ours(masks(), smp.Unet('resnet18', encoder_weights=None, classes=1), bs, getattr(smp.losses, loss)(*args), **kw)
 
-@client('segmentation-models-pytorch', '`Unet` with its `SoftBCEWithLogitsLoss`')
-def smp_bce(bs, W):
-    import segmentation_models_pytorch as smp
-    x, _ = images(24)
-    data = TensorDataset(x, (x[:, :1] > 0).to(x.dtype))
-    return ours(data, data, smp.Unet('resnet18', encoder_weights=None, classes=1), smp.losses.SoftBCEWithLogitsLoss(), bs, W,
-                lr=1e-4)
-
-@client('monai', '`UNet`, its `DiceLoss` of each sample')
-def monai_unet(bs, W):
+def monai_unet(bs):
     from monai.losses import DiceLoss
     from monai.networks.nets import UNet
-    x, _ = images(24, 16)
-    data = TensorDataset(x, (x[:, :1] > 0).to(x.dtype))
-    model = UNet(spatial_dims=2, in_channels=3, out_channels=1, channels=(4, 8), strides=(2,))
-    return ours(data, data, model, DiceLoss(sigmoid=True), bs, W)
+    return ours(masks(16), UNet(spatial_dims=2, in_channels=3, out_channels=1, channels=(4, 8), strides=(2,)), bs, DiceLoss(sigmoid=True))
 
 class Boxes(torch.utils.data.Dataset):
     "Pictures with one or two boxes, as torchvision's detectors take them"
@@ -93,273 +78,189 @@ class Boxes(torch.utils.data.Dataset):
         boxes = torch.tensor([[4., 4., 20.+i%5, 24.], [10., 8., 40., 44.]])[:1+i%2].to(self.x.dtype)
         return self.x[i], dict(boxes=boxes, labels=torch.ones(len(boxes), dtype=torch.long))
 
-def as_lists(samples): return tuple(map(list, zip(*samples)))
-
-def twice(samples):
+def as_lists(samples):
     "Inputs, which hold the targets, in place of targets too"
-    xs, ys = as_lists(samples)
+    xs, ys = map(list, zip(*samples))
     return (xs, ys), xs
 
-class Detector(nn.Module):
-    "A detector that gives its losses, added up: in evaluation too, where torchvision's give boxes"
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-    def forward(self, xs_ys):
-        xs, ys = xs_ys
-        self.model.train()
-        losses = sum(self.model(xs, ys).values())
-        self.model.train(self.training)
-        return losses
+def losses_of(detector, xs_ys):
+    "Its losses, added up: in evaluation too, where torchvision's detectors give boxes"
+    training = detector.training
+    try: return sum(detector.train()(*xs_ys).values())
+    finally: detector.train(training)
 
-@client('torchvision', '`FasterRCNN`: its losses, by a wrapper', verdict='warned',
-        why='it draws anchors at random, and counts them over the batch')
-def detection(bs, W):
+def detection(bs):
     from torchvision.models.detection import FasterRCNN
     from torchvision.models.detection.anchor_utils import AnchorGenerator
     body = nn.Sequential(nn.Conv2d(3, 8, 3, stride=4), nn.ReLU())
     body.out_channels = 8
     anchors = AnchorGenerator(((8, 16, 32),), ((1.,),))
     model = FasterRCNN(body, 2, rpn_anchor_generator=anchors, min_size=48, max_size=48, box_detections_per_img=4)
-    return ours(Boxes(12), Boxes(4), Detector(model), lambda loss, xs: loss, bs, W, lr=.001, collate_fn=twice)
+    return ours(Boxes(12), Wrapped(model, losses_of), bs, lambda loss, xs: loss, Boxes(4), .001, collate_fn=as_lists)
 
 # --- transformers -------------------------------------------------------------------------------------------------------------
 
-def bert(cls, **kw):
-    from transformers import BertConfig
+def texts(n=24, length=7, words=50): return torch.randint(1, words, (n, length), generator=torch.Generator().manual_seed(0))
+def logits(model, x): return model(input_ids=x).logits
+
+def bert(bs, kind, y, loss_func=nn.CrossEntropyLoss()): # noqa: B008
+    import transformers
     size = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=16)
-    cfg = BertConfig(vocab_size=50, **size, hidden_dropout_prob=0., attention_probs_dropout_prob=0., **kw)
-    return cls(cfg)
-
-class Logits(nn.Module):
-    "A transformer of words to logits"
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-    def forward(self, x): return self.model(input_ids=x).logits
-
-@client('transformers', '`BertForSequenceClassification`')
-def text_classification(bs, W):
-    from transformers import BertForSequenceClassification
-    data = TensorDataset(texts(24), texts(24)[:, 0] % 3)
-    return ours(data, data, Logits(bert(BertForSequenceClassification, num_labels=3)), nn.CrossEntropyLoss(), bs, W)
+    cfg = transformers.BertConfig(vocab_size=50, **size, hidden_dropout_prob=0., attention_probs_dropout_prob=0., num_labels=3)
+    return ours(TensorDataset(texts(), y), Wrapped(getattr(transformers, f'BertFor{kind}')(cfg), logits), bs, loss_func)
 
 def tags():
-    "Words, and a class for each, with -100 behind the end of a text"
-    x = texts(24)
+    "A class for each word, with -100 behind the end of a text"
     past = torch.arange(7) >= torch.arange(24)[:, None] % 6+2
-    return TensorDataset(x, (x % 3).masked_fill(past, -100))
-
+    return (texts() % 3).masked_fill(past, -100)
 def over_tokens(pred, y): return F.cross_entropy(pred.flatten(0, 1), y.flatten())
 
-@client('transformers', '`BertForTokenClassification`, labels of -100 in uneven numbers')
-def token_classification(bs, W):
-    from transformers import BertForTokenClassification
-    return ours(tags(), tags(), Logits(bert(BertForTokenClassification, num_labels=3)), over_tokens, bs, W)
-
-def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-    size,drops = dict(n_positions=16, n_embd=16, n_layer=2, n_head=2),dict(resid_pdrop=0., embd_pdrop=0., attn_pdrop=0.)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=50, **size, **drops, bos_token_id=0, eos_token_id=0))
-
-class OwnLoss(nn.Module):
-    "A transformer that computes its loss"
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-    def forward(self, x): return self.model(input_ids=x, labels=x)
-
 def just_words(samples): return (torch.stack([o[0] for o in samples]),)*2
+def with_labels(model, x): return model(input_ids=x, labels=x)
 
-@client('transformers', '`GPT2LMHeadModel`: the model computes its loss', tol=1e-5)
-def causal_lm(bs, W): return ours(TensorDataset(texts(24)), TensorDataset(texts(9)), OwnLoss(gpt2()), None, bs, W, collate_fn=just_words)
+def gpt2(bs, change):
+    "A model that computes its loss; `change` makes it another one"
+    from transformers import GPT2Config, GPT2LMHeadModel
+    size, drops = dict(n_positions=16, n_embd=16, n_layer=2, n_head=2), dict(resid_pdrop=0., embd_pdrop=0., attn_pdrop=0.)
+    model = change(GPT2LMHeadModel(GPT2Config(vocab_size=50, **size, **drops, bos_token_id=0, eos_token_id=0)))
+    return ours(TensorDataset(texts()), Wrapped(model, with_labels), bs, None, TensorDataset(texts(9)), collate_fn=just_words)
 
-@client('transformers', '`gradient_checkpointing_enable`', tol=1e-5)
-def gradient_checkpointing(bs, W):
-    model = gpt2()
+def as_it_is(model): return model
+
+def checkpointed(model):
     model.gradient_checkpointing_enable()
-    return ours(TensorDataset(texts(24)), TensorDataset(texts(9)), OwnLoss(model), None, bs, W, collate_fn=just_words)
+    return model
 
-@client('peft transformers', '`LoraConfig` on GPT-2', tol=1e-5)
-def lora(bs, W):
+def lora(model):
     from peft import LoraConfig, get_peft_model
-    model = get_peft_model(gpt2(), LoraConfig(r=4, target_modules=['c_attn'], lora_dropout=0., fan_in_fan_out=True))
-    return ours(TensorDataset(texts(24)), TensorDataset(texts(9)), OwnLoss(model), None, bs, W, collate_fn=just_words)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=['c_attn'], lora_dropout=0., fan_in_fan_out=True))
 
 # --- losses, graphs, metrics --------------------------------------------------------------------------------------------------
 
-def embedder(): return nn.Sequential(nn.Flatten(), nn.Linear(3*64, 8))
+def flat(n_out): return nn.Sequential(nn.Flatten(), nn.Linear(3*64, n_out))
 
-@client('pytorch-metric-learning', '`NTXentLoss` over the global batch, by `gather_with_grad`')
-def metric_learning(bs, W):
+def pairs_of_all(bs):
     from learnerdist.all import gather_with_grad
     from pytorch_metric_learning.losses import NTXentLoss
     loss = NTXentLoss()
     def of_all(pred, y): return loss(gather_with_grad(pred), gather_with_grad(y))
     of_all.n_items = 'whole'
-    data = TensorDataset(*images(24, 8))
-    return ours(data, data, embedder(), of_all, bs, W)
+    return ours(pictures(24, 8), flat(8), bs, of_all)
 
-@client('pytorch-metric-learning', '`ContrastiveLoss` of each rank\'s batch', verdict='warned',
-        why='pairs of one rank only: `gather_with_grad`')
-def metric_learning_by_rank(bs, W):
+def pairs_of_a_rank(bs):
     from pytorch_metric_learning.losses import ContrastiveLoss
-    data = TensorDataset(*images(24, 8))
-    return ours(data, data, embedder(), ContrastiveLoss(), bs, W)
+    return ours(pictures(24, 8), flat(8), bs, ContrastiveLoss())
 
-class GraphNet(nn.Module):
-    "A graph to classes"
-    def __init__(self):
-        super().__init__()
-        from torch_geometric.nn import GCNConv
-        self.conv, self.out = GCNConv(4, 8), nn.Linear(8, 3)
-    def forward(self, b):
-        from torch_geometric.nn import global_mean_pool
-        return self.out(global_mean_pool(self.conv(b.x, b.edge_index).relu(), b.batch))
-
-@client('torch-geometric', '`Batch` objects: targets by an attribute of the input')
-def graphs(bs, W):
+def graphs(bs):
     from torch_geometric.data import Batch, Data
-    g = torch.Generator().manual_seed(0)
-    edges = torch.tensor([[0, 1, 2], [1, 2, 0]])
+    from torch_geometric.nn import GCNConv, global_mean_pool
+    g, edges = torch.Generator().manual_seed(0), torch.tensor([[0, 1, 2], [1, 2, 0]])
     data = [Data(x=torch.randn(3+i%4, 4, generator=g), edge_index=edges, y=torch.tensor([i%3])) for i in range(24)]
-    return ours(data, data[:9], GraphNet(), lambda pred, b: F.cross_entropy(pred, b.y), bs, W,
-                collate_fn=lambda b: (lambda o: (o, o))(Batch.from_data_list(b)))
+    def classes(m, b): return m[1](global_mean_pool(m[0](b.x, b.edge_index).relu(), b.batch))
+    model = Wrapped(nn.ModuleList([GCNConv(4, 8), nn.Linear(8, 3)]), classes)
+    return ours(data, model, bs, lambda pred, b: F.cross_entropy(pred, b.y), data[:9], collate_fn=lambda b: (Batch.from_data_list(b),)*2)
 
-@client('torchmetrics', '`MetricCollection`, `MulticlassAUROC`')
-def torch_metrics(bs, W):
+def torch_metrics(bs):
     from torchmetrics import MetricCollection
     from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
     both = MetricCollection([MulticlassAccuracy(3), MulticlassAUROC(3)])
-    data = TensorDataset(*images(24, 8))
-    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 3))
-    return ours(data, data, model, nn.CrossEntropyLoss(), bs, W, metrics=[both, MulticlassAUROC(3)])
+    return ours(pictures(24, 8), flat(3), bs, metrics=[both, MulticlassAUROC(3)])
 
 # --- data ---------------------------------------------------------------------------------------------------------------------
 
-def table(n): return [dict(x=[float(i%7), float(i%3), 1.], y=i%2) for i in range(n)]
-def x_and_y(rows): return torch.tensor([o['x'] for o in rows]).to(torch.get_default_dtype()), torch.tensor([int(o['y']) for o in rows])
+def n_ranks(): return int(os.environ.get('WORLD_SIZE', 1))
+
+def table(n=24): return [dict(x=[float(i%7), float(i%3), 1.], y=i%2) for i in range(n)]
+def x_and_y(rows):
+    xs, ys = zip(*(o.values() if isinstance(o, dict) else o for o in rows))
+    return torch.stack([torch.as_tensor(o) for o in xs]).to(torch.get_default_dtype()), torch.tensor([int(o) for o in ys])
 def linear(): return nn.Linear(3, 2)
+def of_rows(data, bs, shuffle=None, **kw): return ours(data, linear(), bs, valid=table(9), collate_fn=x_and_y, shuffle=shuffle, **kw)
 
-@client('datasets', 'a `Dataset` of rows')
-def hf_map(bs, W):
-    from datasets import Dataset
-    return ours(Dataset.from_list(table(24)), Dataset.from_list(table(9)), linear(), nn.CrossEntropyLoss(), bs, W, collate_fn=x_and_y)
-
-@client('datasets', 'an `IterableDataset`')
-def hf_stream(bs, W):
-    from datasets import Dataset
-    data = Dataset.from_list(table(24)).to_iterable_dataset()
-    return ours(data, Dataset.from_list(table(9)), linear(), nn.CrossEntropyLoss(), bs, W, collate_fn=x_and_y, shuffle=None)
-
-def dealt(items, W, bs):
-    "Rows of 6 files of 4, in the order in which W ranks read them that take every W-th file and batches of `bs`"
+def as_read(bs, splits):
+    "Rows of 6 files of 4; for one process, if ranks split the files, in the order of ranks that take every W-th file and batches of bs/W"
+    items, W = table(), bs//2
+    if not splits or n_ranks() > 1: return items
     own = [[o for k in range(r, 6, W) for o in items[4*k:4*k+4]] for r in range(W)]
-    return [o for i in range(0, len(items)//W, bs) for r in range(W) for o in own[r][i:i+bs]]
+    return [o for i in range(0, len(items)//W, 2) for r in range(W) for o in own[r][i:i+2]]
 
-@client('datasets', '`split_dataset_by_node`, one epoch: in others it deals files in another way', epochs=1)
-def hf_split(bs, W):
+def hf_rows(bs, splits=False):
+    "A stream of rows; on several ranks split by `split_dataset_by_node`, or not"
     from datasets import Dataset
     from datasets.distributed import split_dataset_by_node
-    if W > 1:
-        data = Dataset.from_list(table(24)).to_iterable_dataset(num_shards=6)
-        data = split_dataset_by_node(data, int(os.environ['RANK']), W)
-    else: data = Dataset.from_list(dealt(table(24), bs//2, 2)).to_iterable_dataset()
-    return ours(data, Dataset.from_list(table(9)), linear(), nn.CrossEntropyLoss(), bs, W, collate_fn=x_and_y, shuffle=None)
+    data = Dataset.from_list(as_read(bs, splits))
+    if not splits or n_ranks()==1: return of_rows(data.to_iterable_dataset(), bs)
+    return of_rows(split_dataset_by_node(data.to_iterable_dataset(num_shards=6), int(os.environ['RANK']), n_ranks()), bs)
 
-def shards(folder, rows):
-    "Six tar files of WebDataset with 4 samples each"
+def hf_map(bs):
+    from datasets import Dataset
+    return of_rows(Dataset.from_list(table()), bs, True)
+
+def web(bs, splits):
+    "A `WebDataset` of six tar files with 4 samples each"
     import webdataset as wds
+    rows, folder = as_read(bs, splits), tempfile.mkdtemp()
     for k in range(6):
         with wds.TarWriter(f'{folder}/{k}.tar') as f:
             for i in range(4*k, 4*k+4): f.write({'__key__': f'{i:03}', 'x.pth': torch.tensor(rows[i]['x']), 'y.cls': rows[i]['y']})
-    return f'{folder}/{{0..5}}.tar'
+    data = wds.WebDataset(f'{folder}/{{0..5}}.tar', shardshuffle=False, nodesplitter=wds.split_by_node if splits else lambda o: o)
+    return of_rows(data.decode().to_tuple('x.pth', 'y.cls'), bs)
 
-def of_tar(rows): return torch.stack([o[0] for o in rows]).to(torch.get_default_dtype()), torch.tensor([o[1] for o in rows])
-
-@client('webdataset', 'a `WebDataset` of 6 files')
-def web(bs, W):
-    import webdataset as wds
-    data = wds.WebDataset(shards(tempfile.mkdtemp(), table(24)), shardshuffle=False, nodesplitter=lambda o: o)
-    data = data.decode().to_tuple('x.pth', 'y.cls')
-    return ours(data, TensorDataset(*x_and_y(table(9))), linear(), nn.CrossEntropyLoss(), bs, W, shuffle=None, collate_fn=pairs)
-
-def pairs(rows): return of_tar(rows)
-
-@client('webdataset', '`split_by_node`')
-def web_split(bs, W):
-    import webdataset as wds
-    rows = table(24) if W > 1 else dealt(table(24), bs//2, 2)
-    data = wds.WebDataset(shards(tempfile.mkdtemp(), rows), shardshuffle=False, nodesplitter=wds.split_by_node)
-    data = data.decode().to_tuple('x.pth', 'y.cls')
-    return ours(data, TensorDataset(*x_and_y(table(9))), linear(), nn.CrossEntropyLoss(), bs, W, shuffle=None, collate_fn=pairs)
-
-@client('mosaicml-streaming', '`StreamingDataset`, which deals samples itself')
-def mosaic(bs, W):
-    import numpy as np
-    from learnerdist.all import broadcast_object, distrib_barrier, setup_distrib
+def mosaic(bs):
+    from learnerdist.all import broadcast_object, distrib_barrier, rank_distrib, setup_distrib
     from streaming import MDSWriter, StreamingDataset
     setup_distrib()
     folder = broadcast_object(tempfile.mkdtemp())+'/data'
-    if not int(os.environ.get('RANK', 0)):
+    if not rank_distrib():
         with MDSWriter(out=folder, columns=dict(x='ndarray:float32', y='int')) as f:
-            for o in table(24): f.write(dict(x=np.float32(o['x']), y=o['y']))
+            for o in table(): f.write(dict(x=np.float32(o['x']), y=o['y']))
     distrib_barrier()
-    data = StreamingDataset(local=folder, batch_size=bs, shuffle=False, num_canonical_nodes=1)
-    return ours(data, table(9), linear(), nn.CrossEntropyLoss(), bs, W, shuffle=None, collate_fn=x_and_y)
+    return of_rows(StreamingDataset(local=folder, batch_size=bs, shuffle=False, num_canonical_nodes=1), bs)
 
-@client('torchdata', '`StatefulDataLoader`')
-def stateful(bs, W):
-    from learnerdist.all import DataLoaders, Learner
+def stateful(bs):
     from torchdata.stateful_dataloader import StatefulDataLoader
-    data = TensorDataset(*x_and_y(table(24)))
-    dls = DataLoaders(StatefulDataLoader(data, bs, shuffle=True), DataLoader(data, 8))
-    return Learner(dls, linear(), nn.CrossEntropyLoss(), lambda ps, lr: torch.optim.SGD(ps, lr), lr=.05)
+    return of_rows(table(), bs, True, loader=StatefulDataLoader)
 
 # --- fastai's family ----------------------------------------------------------------------------------------------------------
 
 def series(n=24, channels=2, length=16):
-    import numpy as np
     g = np.random.RandomState(0)
     return g.randn(n, channels, length).astype('float32'), np.array(list('ab'))[np.arange(n)%2], g.randn(n).astype('float32')
 
-def split(n=24): return list(range(n-9)), list(range(n-9, n))
+def split(n): return list(range(n-9)), list(range(n-9, n))
+small = dict(n_layers=1, d_model=8, d_ff=8, n_heads=2, dropout=0.)
+patches = small | dict(patch_len=4, stride=4, attn_dropout=0.)
 
-def of_tsai(kind, arch, y, bs, **kw):
+def of_tsai(bs, kind, arch, cbs=None, **kw):
+    "A learner of tsai for classes, numbers, or the last 3 steps"
     import learnerdist.fastai  # noqa: F401
     import tsai.basics as ts
+    x, classes, numbers = series()
+    y, tfm = {'TSClassifier': (classes, ts.TSClassification), 'TSRegressor': (numbers, ts.TSRegression),
+              'TSForecaster': (x[:, :, -3:], ts.TSForecasting)}[kind]
     with contextlib.redirect_stdout(io.StringIO()):
-        tfms = [None, ts.TSClassification()] if kind=='TSClassifier' else [None, ts.TSRegression()]
-        kw = dict(tfms=tfms) | kw | dict(splits=split(), arch=arch, bs=[bs, 8], num_workers=0, device='cpu', opt_func=ts.SGD)
-        return getattr(ts, kind)(series()[0], y, **kw)
+        return getattr(ts, kind)(x, y, tfms=[None, tfm()], splits=split(24), arch=arch, bs=[bs, 8], num_workers=0, device='cpu',
+                                 opt_func=ts.SGD, cbs=cbs and cbs(), **kw)
 
-@client('tsai', '`TSClassifier`, `FCN`', tol=1e-5)
-def tsai_fcn(bs, W): return of_tsai('TSClassifier', 'FCN', series()[1], bs)
-
-@client('tsai', '`TSClassifier`, `InceptionTime`', tol=1e-5)
-def tsai_inception(bs, W): return of_tsai('TSClassifier', 'InceptionTime', series()[1], bs)
-
-@client('tsai', '`TSForecaster`, `TSTPlus`', tol=1e-5)
-def tsai_forecast(bs, W):
-    x = series()[0]
-    size = dict(n_layers=1, d_model=8, d_ff=8, n_heads=2, dropout=0., fc_dropout=0.)
-    return of_tsai('TSForecaster', 'TSTPlus', x[:, :, -3:], bs, arch_config=size, tfms=[None, None])
-
-@client('tsai', '`get_X_preds` of a `TSClassifier`', tol=1e-5)
-def tsai_preds(bs, W):
-    learn = tsai_fcn(bs, W)
+def tsai_preds(bs):
+    learn = of_tsai(bs, 'TSClassifier', 'FCN')
     learn.predictions = lambda: learn.get_X_preds(series()[0][:9], bs=4)[0]
     return learn
 
-def fastais(items, bs, model, lr=.01, **kw):
+def mvp():
+    from tsai.callback.MVP import MVP
+    return MVP(save_best=False, dropout=0.)
+
+def fastais(items, bs, model, lr=.01, loss_func=nn.MSELoss(), **kw): # noqa: B008
     "A fastai learner over samples; the last 9 are for validation"
     import learnerdist.fastai  # noqa: F401
     from fastai.basics import SGD, DataLoaders, Learner
     from fastai.data.load import DataLoader
     load = DataLoader(items[:-9], bs=bs, shuffle=True, num_workers=0), DataLoader(items[-9:], bs=8, num_workers=0)
-    return Learner(DataLoaders(*load, device='cpu'), model, loss_func=nn.MSELoss(), opt_func=SGD, lr=lr, **kw)
+    dls = DataLoaders(*load, device='cpu')
+    return Learner(dls, model, loss_func=loss_func, opt_func=SGD, lr=lr, **kw)
 
-def views(name, make, bs):
+def views(bs, name, make):
     "A learner of self_supervised, with views that are not drawn: a picture, and its mirror image"
     from importlib import import_module
 
@@ -370,70 +271,67 @@ def views(name, make, bs):
     model = getattr(module, f'create_{name}_model')(encoder, hidden_size=8, projection_size=4)
     return fastais([*zip(x, torch.zeros(33))], bs, model, lr=.001, cbs=make(module, mirror))
 
-@client('self_supervised', '`SimCLR`', tol=1e-5, verdict='warned', why='pairs of one rank only: `gather_with_grad`')
-def simclr(bs, W): return views('simclr', lambda m, augs: m.SimCLR(augs), bs)
+def simclr(m, augs): return m.SimCLR(augs)
+def moco(m, augs): return m.MOCO(augs, K=12)
+def byol(m, augs): return m.BYOL(augs)
 
-@client('self_supervised', '`SimCLR`, its loss by `gather_with_grad`', tol=1e-5)
-def simclr_of_all(bs, W):
+def simclr_of_all(m, augs):
     from learnerdist.all import gather_with_grad
-    def make(m, augs):
-        class OfAll(m.SimCLR):
-            def before_batch(self):
-                super().before_batch()
-                self.learn.xb = self.learn.xb[0].unflatten(0, (2, -1)).transpose(0, 1),  # two views of each sample
-            def lf(self, pred, *yb):
-                pred = gather_with_grad(pred).transpose(0, 1).flatten(0, 1)
-                return super().lf(pred, torch.arange(len(pred)).roll(len(pred)//2))
-            lf.n_items = 'whole'
-        return OfAll(augs)
-    learn = views('simclr', make, bs)
-    learn.model = Each(learn.model)
+    class OfAll(m.SimCLR):
+        def before_batch(self):
+            super().before_batch()
+            self.learn.xb = self.learn.xb[0].unflatten(0, (2, -1)).transpose(0, 1),  # two views of each sample
+        def lf(self, pred, *yb):
+            pred = gather_with_grad(pred).transpose(0, 1).flatten(0, 1)
+            return super().lf(pred, torch.arange(len(pred)).roll(len(pred)//2))
+        lf.n_items = 'whole'
+    return OfAll(augs)
+
+def of_views(model, x): return model(x.flatten(0, 1)).unflatten(0, (-1, 2))
+
+def all_views(bs):
+    learn = views(bs, 'simclr', simclr_of_all)
+    learn.model = Wrapped(learn.model, of_views)
     return learn
 
-class Each(nn.Module):
-    "A model of views, for samples of two views"
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-    def forward(self, x): return self.model(x.flatten(0, 1)).unflatten(0, (-1, 2))
-
-@client('self_supervised', '`MOCO`', tol=1e-5, verdict='warned', why='pairs of one rank only, and a queue for each rank')
-def moco(bs, W): return views('moco', lambda m, augs: m.MOCO(augs, K=12), bs)
-
-@client('self_supervised', '`BYOL`, with `sync_batchnorm` for its target', tol=1e-4)
-def byol(bs, W):
+def synced_byol(m, augs):
     from learnerdist.all import sync_batchnorm
-    def make(m, augs):
-        class Synced(m.BYOL):
-            def before_fit(self):
-                super().before_fit()
-                sync_batchnorm(self.target_model)
-        return Synced(augs)
-    return views('byol', make, bs)
+    class Synced(m.BYOL):
+        def before_fit(self):
+            super().before_fit()
+            sync_batchnorm(self.target_model)
+    return Synced(augs)
 
-@client('timm fastai', '`vision_learner` with a model of timm', tol=1e-5)
-def timm_by_fastai(bs, W):
-    import learnerdist.fastai  # noqa: F401
+def in_double(learn):
+    "A fastai learner in float64; its tables and its recorder are in float32"
+    from fastai.basics import Callback
+    class Doubled(Callback):
+        def before_batch(self): self.learn.xb = tuple(o.double() if o.is_floating_point() else o for o in self.xb)
+    learn.model.double()
+    learn.loss_func = lambda p, y: F.cross_entropy(p, y.flatten().long()).float()
+    learn.add_cb(Doubled())
+    return learn
+
+def timm_by_fastai(bs):
     from fastai.vision.all import SGD, vision_learner
-    base = fastais([*zip(*images(33))], bs, nn.Identity())
-    base.dls.c = 3
-    return vision_learner(base.dls, 'resnet10t', pretrained=False, normalize=False, loss_func=nn.CrossEntropyLoss(), opt_func=SGD, lr=.01,
-                          ps=0.)
+    dls = fastais([*zip(*images(33))], bs, nn.Identity()).dls
+    dls.c = 3
+    return in_double(vision_learner(dls, 'test_resnet', pretrained=False, normalize=False, loss_func=nn.MSELoss(), opt_func=SGD, lr=1e-4,
+                                    ps=0.))
 
-@client('fast_tabnet', '`TabNetModel`', tol=1e-5)
-def tabnet(bs, W):
-    import learnerdist.fastai  # noqa: F401
-    import pandas as pd
+def tabnet(bs, **kw):
     from fast_tabnet.core import TabNetModel
-    from fastai.tabular.all import SGD, Categorify, CategoryBlock, CrossEntropyLossFlat, Learner, Normalize, TabularPandas, get_emb_sz
-    df = pd.DataFrame(dict(a=[float(i%7) for i in range(33)], b=[f'{i%4}' for i in range(33)], y=[i%2 for i in range(33)]))
-    to = TabularPandas(df, [Categorify, Normalize], ['b'], ['a'], 'y', CategoryBlock(), splits=split(33))
-    model = TabNetModel(get_emb_sz(to), 1, 2, n_d=4, n_a=4, n_steps=2)
-    return Learner(to.dataloaders(bs=bs, val_bs=8, device='cpu'), model, CrossEntropyLossFlat(), opt_func=SGD, lr=.01)
-
-def cyclegan_of(bs, opt_func):
+    from fastai.tabular.all import SGD, Categorify, CategoryBlock, Learner, Normalize, TabularPandas, get_emb_sz, pd
     import learnerdist.fastai  # noqa: F401
-    import numpy as np
+    df = pd.DataFrame(dict(a=series(33)[2], b=[f'{i%4}' for i in range(33)], y=[i%2 for i in range(33)]))
+    to = TabularPandas(df, [Categorify, Normalize], ['b'], ['a'], 'y', CategoryBlock(), splits=split(33))
+    model = TabNetModel(get_emb_sz(to), 1, 2, n_d=4, n_a=4, n_steps=2, **kw)
+    return in_double(Learner(to.dataloaders(bs=bs, val_bs=8, device='cpu'), model, opt_func=SGD, lr=.001))
+
+def cyclegan(bs, shared=False):
+    import learnerdist.fastai  # noqa: F401
+    from fastai.optimizer import Optimizer, sgd_step
+    from learnerdist.all import average_grads
     from PIL import Image
     from upit.data.unpaired import get_dls
     from upit.models.cyclegan import CycleGAN
@@ -441,29 +339,17 @@ def cyclegan_of(bs, opt_func):
     g, folder = np.random.RandomState(0), tempfile.mkdtemp()
     for i in range(24): Image.fromarray(g.randint(0, 255, (16, 16, 3), dtype='uint8')).save(f'{folder}/{i:02}.png')
     dls = get_dls(folder, folder, load_size=16, crop_size=16, bs=bs, num_workers=0, batch_tfms={})
-    return cycle_learner(dls, CycleGAN(n_features=4, disc_layers=1, gen_blocks=1), opt_func=opt_func, show_imgs=False, lr=.001)
+    def averaged(p, **kw): average_grads([p])
+    averaged.order = -1
+    steps = [averaged, sgd_step] if shared else [sgd_step]
+    model = CycleGAN(n_features=4, disc_layers=1, gen_blocks=1)
+    return cycle_learner(dls, model, opt_func=lambda ps, lr: Optimizer(ps, steps, lr=lr), show_imgs=False, lr=.001)
 
-@client('upit', '`cycle_learner`', tol=1e-5, verdict='error', why='`weights-differ`: see "A second optimizer" below')
-def cyclegan(bs, W):
-    from fastai.optimizer import SGD
-    return cyclegan_of(bs, SGD)
-
-@client('upit', '`cycle_learner` with `average_grads`', tol=1e-4)
-def cyclegan_shared(bs, W):
-    from fastai.optimizer import Optimizer, sgd_step
-    from learnerdist.all import average_grads
-    def shared(p, **kw): average_grads([p])
-    shared.order = -1
-    return cyclegan_of(bs, lambda ps, lr: Optimizer(ps, [shared, sgd_step], lr=lr))
-
-@client('fastMONAI', '`MedImageDataLoaders`, regression', tol=1e-5)
-def fastmonai(bs, W):
+def fastmonai(bs):
     import learnerdist.fastai  # noqa: F401
-    import numpy as np
-    import pandas as pd
     import torchio
     from fastai.basics import RegressionBlock
-    from fastMONAI.vision_all import SGD, Learner, MedImageDataLoaders
+    from fastMONAI.vision_all import SGD, Learner, MedImageDataLoaders, pd
     x, folder = images(33, 8)[0], tempfile.mkdtemp()
     for i in range(33): torchio.ScalarImage(tensor=x[i][None].float()).save(f'{folder}/{i:02}.nii.gz')
     df = pd.DataFrame(dict(file=[f'{folder}/{i:02}.nii.gz' for i in range(33)], age=np.arange(33.)/33, valid=[i >= 24 for i in range(33)]))
@@ -472,93 +358,167 @@ def fastmonai(bs, W):
     model = nn.Sequential(nn.Conv3d(1, 4, 3), nn.BatchNorm3d(4), nn.ReLU(), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(4, 1))
     return Learner(dls, model, opt_func=SGD, lr=.01)
 
+# --- the rows -----------------------------------------------------------------------------------------------------------------
+
+rows = {}
+
+def row(packages, name, make, about, verdict='same', why='', tol=1e-9, double=None, epochs=2, compare='losses values preds weights'):
+    "What `make`, a function of the batch size, has to give; to `tol`, and in float64 if that is small"
+    rows[name] = dict(packages=packages.split(), make=make, about=about, verdict=verdict, why=why, tol=tol,
+                      double=tol < 1e-6 if double is None else double, epochs=epochs, compare=compare.split())
+
+single, enlarged = partial(row, tol=1e-5), partial(row, tol=1e-4)
+smp, of_a_rank = 'segmentation-models-pytorch', 'pairs of one rank only: `gather_with_grad`'
+no_preds, weights_only = dict(compare='losses values weights'), dict(compare='losses weights')
+
+row('timm', 'timm', timm_model, '`create_model`, BatchNorm, cross-entropy')
+row(smp, 'smp_dice', lambda bs: unet(bs, 'DiceLoss', 'binary'), '`Unet` with its `DiceLoss` over the batch', 'warned',
+    'Dice over a batch is no mean over samples: `gather_with_grad`')
+row(smp, 'smp_bce', lambda bs: unet(bs, 'SoftBCEWithLogitsLoss', lr=1e-4), '`Unet` with its `SoftBCEWithLogitsLoss`')
+row('monai', 'monai', monai_unet, '`UNet`, its `DiceLoss` of each sample')
+row('torchvision', 'detection', detection, '`FasterRCNN`: its losses, by a wrapper', 'warned',
+    'it draws anchors at random, and counts them over the batch', **no_preds)
+row('transformers', 'texts', lambda bs: bert(bs, 'SequenceClassification', texts()[:, 0] % 3), '`BertForSequenceClassification`')
+row('transformers', 'tokens', lambda bs: bert(bs, 'TokenClassification', tags(), over_tokens),
+    '`BertForTokenClassification`, labels of -100 in uneven numbers')
+single('transformers', 'causal_lm', lambda bs: gpt2(bs, as_it_is), '`GPT2LMHeadModel`: the model computes its loss', **no_preds)
+single('transformers', 'checkpointed', lambda bs: gpt2(bs, checkpointed), '`gradient_checkpointing_enable`', **no_preds)
+single('peft transformers', 'lora', lambda bs: gpt2(bs, lora), '`LoraConfig` on GPT-2', **no_preds)
+row('pytorch-metric-learning', 'pairs_of_all', pairs_of_all, '`NTXentLoss` over the global batch, by `gather_with_grad`')
+row('pytorch-metric-learning', 'pairs_of_a_rank', pairs_of_a_rank, "`ContrastiveLoss` of each rank's batch", 'warned', of_a_rank)
+row('torch-geometric', 'graphs', graphs, '`Batch` objects: targets by an attribute of the input')
+row('torchmetrics', 'torchmetrics', torch_metrics, '`MetricCollection`, `MulticlassAUROC`')
+row('datasets', 'hf_map', hf_map, 'a `Dataset` of rows')
+row('datasets', 'hf_stream', hf_rows, 'an `IterableDataset`')
+row('datasets', 'hf_split', lambda bs: hf_rows(bs, True),
+    '`split_dataset_by_node`, one epoch: in others it deals files in another way', epochs=1)
+row('webdataset', 'web', lambda bs: web(bs, False), 'a `WebDataset` of 6 files')
+row('webdataset', 'web_split', lambda bs: web(bs, True), '`split_by_node`')
+row('mosaicml-streaming', 'mosaic', mosaic, '`StreamingDataset`, which deals samples itself')
+row('torchdata', 'stateful', stateful, '`StatefulDataLoader`')
+single('tsai', 'tsai_fcn', lambda bs: of_tsai(bs, 'TSClassifier', 'FCN'), '`TSClassifier`, `FCN`')
+single('tsai', 'tsai_inception', lambda bs: of_tsai(bs, 'TSClassifier', 'InceptionTime'), '`TSClassifier`, `InceptionTime`')
+single('tsai', 'tsai_regressor', lambda bs: of_tsai(bs, 'TSRegressor', 'InceptionTimePlus'), '`TSRegressor`, `InceptionTimePlus`')
+single('tsai', 'tsai_forecaster', lambda bs: of_tsai(bs, 'TSForecaster', 'TSTPlus', arch_config=small), '`TSForecaster`, `TSTPlus`')
+single('tsai', 'tsai_patches', lambda bs: of_tsai(bs, 'TSForecaster', 'PatchTST', arch_config=patches), '`TSForecaster`, `PatchTST`')
+single('tsai', 'tsai_preds', tsai_preds, '`get_X_preds` of a `TSClassifier`')
+single('tsai', 'tsai_mvp', lambda bs: of_tsai(bs, 'TSClassifier', 'TSTPlus', mvp, arch_config=small),
+       '`MVP`: masks drawn for a batch', 'warned', 'it averages over masked points, and draws them for each batch', **no_preds)
+single('self_supervised', 'simclr', lambda bs: views(bs, 'simclr', simclr), '`SimCLR`', 'warned', of_a_rank)
+single('self_supervised', 'simclr_of_all', all_views, '`SimCLR`, its loss by `gather_with_grad`')
+single('self_supervised', 'moco', lambda bs: views(bs, 'moco', moco), '`MOCO`', 'warned',
+       'pairs of one rank only, and a queue for each rank')
+enlarged('self_supervised', 'byol', lambda bs: views(bs, 'byol', byol), '`BYOL`', 'warned', 'BatchNorm of its target: `sync_batchnorm`')
+enlarged('self_supervised', 'byol_synced', lambda bs: views(bs, 'byol', synced_byol), '`BYOL`, with `sync_batchnorm` for its target')
+row('timm fastai', 'timm_by_fastai', timm_by_fastai, '`vision_learner` with a model of timm', tol=1e-6, double=True)
+row('fast_tabnet', 'tabnet', tabnet, '`TabNetModel`, whose ghost batches of 128 hold the global batch', tol=1e-6, double=True)
+row('fast_tabnet', 'tabnet_ghosts', lambda bs: tabnet(bs, virtual_batch_size=2), '`TabNetModel(virtual_batch_size=2)`', 'differs',
+    'ghost batches are parts of a batch, and here of a rank\'s batch; `verify` finds it', tol=1e-6, double=True)
+single('upit', 'cyclegan', cyclegan, '`cycle_learner`', 'error', 'see "A second optimizer" below', **weights_only)
+enlarged('upit', 'cyclegan_shared', lambda bs: cyclegan(bs, True), '`cycle_learner` with `average_grads`', **weights_only)
+single('fastMONAI', 'fastmonai', fastmonai, '`MedImageDataLoaders`, regression')
+
 # --- running and comparing ----------------------------------------------------------------------------------------------------
 
-def outcome(name, bs, W):
-    "What a client's run gives on this process, by name; `W=0`: alone"
-    c = clients[name]
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.double if c['tol'] < 1e-8 else torch.float32)
+def made(name, bs):
+    "A row's learner, from the same draws each time"
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    torch.set_default_dtype(torch.double if rows[name]['double'] else torch.float32)
+    return rows[name]['make'](bs)
+
+def outcome(name, bs):
+    "What a row's run gives on this process, by name, or its error; and what was warned of"
+    res, want = {}, rows[name]['compare']
     os.chdir(tempfile.mkdtemp())
     with warnings.catch_warnings(record=True) as seen, contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter('always')
         try:
-            torch.manual_seed(0)
-            import random
-
-            import numpy as np
-            random.seed(0)
-            np.random.seed(0)
-            learn = c['make'](bs, W)
+            learn = made(name, bs)
             with learn.distrib_ctx(seed=0), learn.no_logging():
-                learn.fit(c['epochs'])
-                losses = [float(o) for o in learn.recorder.losses]
-                values = [*learn.validate()] if name not in without_values else []
-                preds = [] if name in without_preds else learn.predictions() if hasattr(learn, 'predictions') else learn.get_preds()[0]
-            res = dict(weights=[p.detach().clone() for p in learn.model.state_dict().values()], values=values, preds=preds, losses=losses)
-        except Exception as e: res = dict(error=f'{type(e).__name__}: {e}')
+                learn.fit(rows[name]['epochs'])
+                res['losses'] = [float(o) for o in learn.recorder.losses]
+                if 'values' in want: res['values'] = [*learn.validate()]
+                if 'preds' in want: res['preds'] = learn.predictions() if hasattr(learn, 'predictions') else learn.get_preds()[0]
+            res['weights'] = [p.detach().clone() for p in learn.model.state_dict().values()]
+        except Exception as e: res['error'] = f'{type(e).__name__}: {e}'
         finally: torch.set_default_dtype(torch.float32)
-    return res | dict(said=[str(o.message) for o in seen if str(o.message).startswith('[')])
+    return res | dict(said=[str(o.message) for o in seen])
 
-without_values = 'cyclegan', 'cyclegan_shared'
-without_preds = 'detection', 'causal_lm', 'gradient_checkpointing', 'lora', *without_values
+def outcomes(names, bs):
+    "Of several rows, one after the other"
+    torch.set_num_threads(1)
+    return {o: outcome(o, bs) for o in names}
 
-def installed(name):
-    try: return version(name)
-    except PackageNotFoundError: return None
+def codes(texts): return sorted({o for t in texts for o in re.findall(r'\[([a-z-]+)\] ', t)})
 
 def judge(name, alone, ranks):
-    "(verdict, detail) of a run on some ranks"
-    errors = [o['error'] for o in [alone, *ranks] if 'error' in o]
-    if errors: return 'error', errors[0].split('\n')[0][:200]
-    off = {k: max(distance(o[k], alone[k]) for o in ranks) for k in ('losses', 'values', 'preds', 'weights')}
-    said = sorted({o.split(']')[0][1:] for r in ranks for o in r['said']})
-    worst = max(off, key=off.get)
-    if off[worst] <= clients[name]['tol']: return 'same', ', '.join(said)
-    return 'warned' if said else 'DIFFERENT', ', '.join([*said, *(f'{k} by {v:.1g}' for k, v in off.items() if v > clients[name]['tol'])])
+    "(verdict, codes of what was said, differences) of a run on some ranks"
+    errors, r = [o['error'] for o in [alone, *ranks] if 'error' in o], rows[name]
+    if errors: return 'error', codes(errors), '' if codes(errors) else errors[0].split('\n')[0][:200]
+    off = {k: max(distance(o[k], alone[k]) for o in ranks) for k in r['compare']}
+    said, far = codes(t for o in ranks for t in o['said']), ', '.join(f'{k} by {v:.1g}' for k, v in off.items() if not v <= r['tol'])
+    if not far: return 'same', said, ''
+    return 'warned' if {*said}-{'unused-parameters'} else 'differs', said, far # unused parameters change nothing
 
-def rows_of(names, worlds=(2, 3), bs=2):
-    "A row for each client: (name, versions, about, verdict by world size, detail)"
-    for name in names:
-        c = clients[name]
-        versions = {p: installed(p) for p in c['packages']}
-        if None in versions.values():
-            yield name, versions, c, {}, 'not installed'
-            continue
-        res, details = {}, []
-        for W in worlds:
-            try: ranks = run_ranks(outcome, W, name, bs, W, timeout_s=300)
-            except Exception as e: ranks = [dict(error=f'{type(e).__name__}: {e}', said=[])]
-            alone = run_ranks(outcome, 1, name, bs*W, 1, timeout_s=300)[0]
-            res[W], detail = judge(name, alone, ranks)
-            details.append(detail)
-        yield name, versions, c, res, '; '.join(dict.fromkeys(filter(None, details)))
+def found_by_verify(name, W, bs):
+    "Whether `verify` finds that a row differs"
+    from learnerdist.verify import verify
+    return not verify(partial(made, name, bs), nproc=W, steps=4, dtype='keep').same
 
-def line(name, versions, c, res, detail):
-    what = ' '.join(f'{p} {v or "-"}' for p, v in versions.items())
-    verdict = ' / '.join(dict.fromkeys(res.values())) or 'missing'
-    return f'| {what} | {c["about"]} | {verdict} | {c["why"] or detail} |'
+def installed(package):
+    try: return version(package)
+    except PackageNotFoundError: return None
+
+def run_rows(names, worlds=(2, 3), bs=2):
+    "(name, verdict, last column) for each row, run together; the verdict is *missing* if a package is"
+    lacks = {o: [p for p in rows[o]['packages'] if not installed(p)] for o in names}
+    some, found = [o for o in names if not lacks[o]], {o: [] for o in names}
+    for W in worlds if some else ():
+        alone, *ranks = run_ranks(outcomes, 1, some, bs*W, timeout_s=600)+run_ranks(outcomes, W, some, bs, timeout_s=600)
+        for o in some:
+            verdict, said, far = judge(o, alone[o], [r[o] for r in ranks])
+            if verdict==rows[o]['verdict']=='differs' and not found_by_verify(o, W, bs): verdict = 'DIFFERS, and verify does not find it'
+            found[o].append((verdict, said, far))
+    for o in names: yield o, *shown(o, found[o], lacks[o])
+
+def shown(name, found, lacks):
+    "(verdict, last column) of a row"
+    if lacks: return 'missing', ''
+    r, verdict = rows[name], ' / '.join(dict.fromkeys(o for o, _, _ in found))
+    said = ', '.join(f'`{o}`' for o in dict.fromkeys(o for _, said, _ in found for o in said))
+    detail = '; '.join(dict.fromkeys(o for *_, o in found if o)) if verdict!=r['verdict'] else r['why']
+    return verdict, ': '.join(filter(None, [said, detail]))
+
+def line(name, verdict, detail):
+    what = ' '.join(f'{p} {installed(p) or "-"}' for p in rows[name]['packages'])
+    return f'| {what} | {rows[name]["about"]} | {verdict} | {detail} |'
+
+def documented():
+    "Lines of the page's table, by what they are about"
+    lines = page.read_text().partition(begin)[2].partition(end)[0].splitlines()[2:]
+    return {o.split(' | ')[1]: o for o in lines}
 
 def write(new):
-    "Put rows, by what they are about, into the page's table, whose other rows stay"
-    head, _, rest = page.read_text().partition(begin)
-    old, _, rest = rest.partition(end)
-    known = {o.split(' | ')[1]: o for o in old.splitlines()[2:]} | new
-    rows = [known[o['about']] for o in clients.values() if o['about'] in known]
-    page.write_text('\n'.join([head+begin+'| library | what | on 2 and 3 processes | |', '|---|---|---|---|', *rows, end+rest]))
+    "Put lines, by what they are about, into the page's table, whose other lines stay"
+    (head, _, rest), known = page.read_text().partition(begin), documented() | new
+    lines = [known[o['about']] for o in rows.values() if o['about'] in known]
+    head += begin+'| library | what | on 2 and 3 processes | |\n|---|---|---|---|'
+    page.write_text('\n'.join([head, *lines, end+rest.partition(end)[2]]))
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument('names', nargs='*', help=', '.join(clients))
+    p.add_argument('names', nargs='*', help=', '.join(rows))
     p.add_argument('--write', action='store_true')
     args = p.parse_args()
-    if unknown := {*args.names}-{*clients}: p.error(f'no client is called {", ".join(sorted(unknown))}')
-    bad, new = [], {}
-    for name, versions, c, res, detail in rows_of(args.names or clients):
-        new[c['about']] = line(name, versions, c, res, detail)
-        print(f'{name}: {res} {detail}', flush=True)
-        if {*res.values()}-{c['verdict']}: bad.append(name)
-        if args.write: write(new)
+    if unknown := {*args.names}-{*rows}: p.error(f'no row is called {", ".join(sorted(unknown))}')
+    bad = []
+    for _, names in groupby(args.names or rows, lambda o: rows[o]['packages']):
+        for name, verdict, detail in run_rows([*names]):
+            print(f'{name}: {verdict} {detail}', flush=True)
+            if verdict!=rows[name]['verdict']: bad.append(name)
+            if args.write: write({rows[name]['about']: line(name, verdict, detail)})
     if bad: print('not as expected:', *bad)
     return bool(bad)
 

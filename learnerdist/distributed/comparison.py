@@ -52,10 +52,13 @@ def digest(state)->tuple:
     def of(o): return tensor_hash(o).item() if isinstance(o, Tensor) and not o.is_meta else repr(o)
     return tuple(map(of, tree_leaves(state)))
 
-def compared(model)->dict:
-    "Tensors that must be equal on all ranks: parameters that are not sharded; buffers, but of unsynchronised BatchNorm"
-    own = [m for m in model.modules() if isinstance(m, BatchNorm) and not isinstance(m, Synced)]
-    skip = {id(b) for m in own for b in m.buffers()}
+def unsynced(model)->list:
+    "BatchNorm layers of which each rank has its own statistics"
+    return [m for m in model.modules() if isinstance(m, BatchNorm) and not isinstance(m, Synced)]
+
+def compared(model, but=())->dict:
+    "Tensors that must be equal on all ranks: parameters that are not sharded; buffers, but of these layers"
+    skip = {id(b) for m in but for b in m.buffers()}
     named = [*model.named_parameters(),*model.named_buffers()]
     return {k: v for k,v in named if id(v) not in skip and not is_part(v)}
 
@@ -233,13 +236,13 @@ def _used_by(f):
     used = [(n,names[n]) for n in code.co_names if n in names]
     return cells+[(n,v) for n,v in used if isinstance(v, _kinds) or getattr(v, '__globals__', None) is names]
 
-def tensors_held(learn)->dict:
-    "By name: parameters and buffers of what is `held`, but for those of the model"
+def tensors_held(learn, batchnorm=True)->dict:
+    "By name: parameters and buffers, with or without those of `batchnorm`, of what is `held`; not those of the model"
     model,res = get_model(learn.model),{}
     seen = {*map(id, (*model.parameters(),*model.buffers()))}
     # modules first: they have names for the parameters of optimizers
     for k,o in sorted(held(learn).items(), key=lambda o: isinstance(o[1], Optimizer)):
-        if isinstance(o, nn.Module): named = compared(o)
+        if isinstance(o, nn.Module): named = compared(o, () if batchnorm else unsynced(o))
         else: named = {f'params[{i}]': p for i,p in enumerate(chain(*groups_of(o)))}
         new = {name: t for name,t in named.items() if id(t) not in seen and not t.is_meta}
         res |= {f'{k}.{name}': t for name,t in new.items()}
@@ -250,17 +253,19 @@ def tensors_held(learn)->dict:
 def compare_weights(learn, n_steps:int, findings):
     """Raise RuntimeError if the ranks' parameters differ after these steps of an epoch; report buffers and tensors of
     other modules. Sync point"""
-    others = tensors_held(learn) if findings.mode else {}
-    found = differences({**others, **compared(learn.model)})
+    own = unsynced(learn.model) # which a copy of the model has, too
+    others = tensors_held(learn, not own) if findings.mode else {}
+    found = differences({**others, **compared(learn.model, own)})
     bad = next((k for k,_ in learn.model.named_parameters() if k in found), None)
     if bad: raise RuntimeError(f'[weights-differ] after {n_steps} steps of this epoch {bad} differs between rank 0 and '
                                f'{found[bad]}: {_changed_alone}')
     new = [k for k in found if k not in findings.told]
     findings.told.update(new)
-    if new: findings('ranks-differ', f"{', '.join(new)}: each rank has computed this {_own_batches}")
+    names = ', '.join(new[:3])+f' and {len(new)-3} more'*(len(new)>3)
+    if new: findings('ranks-differ', f'{names}: each rank has computed this {_own_batches}')
 
 _changed_alone = ('something changes it on one rank and not on the others, such as a callback, or a backward pass or '
     'another optimizer (SAM, LBFGS, GANs), whose gradients no one averages: average_grads(params) does')
 _own_batches = ('from its own batches, which is not what one process computes. Exchange it where it is computed: '
     'all_sum, all_mean, gather_objects; the gradients of a module with another optimizer by '
-    'average_grads(module.parameters()), before each step')
+    'average_grads(module.parameters()), before each step; BatchNorm of a copied model by sync_batchnorm(copy)')

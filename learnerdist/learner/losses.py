@@ -187,7 +187,8 @@ def follows(whole:tuple, parts:list, tol:float):
     if any(o-o!=0 for o in values) or not any(values): return None # not finite; nothing to compare
     scale = max(map(abs, losses))
     if alike(sum(o*n for o,n in zip(losses, ns))/sum(ns), loss, scale): return 'samples'
-    return 'sum' if alike(sum(losses), loss, scale) else 'other'
+    if not alike(sum(losses), loss, scale): return 'other'
+    return 'sum' if sum(map(bool, losses))>1 else None # or a mean over items that only one part has, such as pairs
 
 def counted_rows(pred, yb, n:int)->int:
     """What a mean counts of which nothing is known: samples; nodes or tokens, if all tensors have so many rows. pred,
