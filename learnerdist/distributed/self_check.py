@@ -91,10 +91,11 @@ class Outcome(NamedTuple):
         loss = None if self.loss is None else float(self.loss.detach().double().mean())
         return loss,None if self.items is None else float(self.items),self.n
 
-def computed(learn, xb, yb, n, training=False, pred=None, wide=False)->Outcome:
+def computed(learn, xb, yb, n, training=False, pred=None, wide=None)->Outcome:
     """What model and loss make of a batch of `n` samples, on copies, without a backward pass or a hook: in evaluation
     where that is possible, since some models compute their loss in `training` only. `pred`: the prediction, if it is
-    known; `wide`: in float32 where types are shorter. Buffers and random streams stay"""
+    known; `wide`: a function of a tensor that returns it in a longer type, of a parameter the same for each call.
+    Buffers and random streams stay"""
     over,trace,model = loss_over(learn),losses.LossTrace(),get_model(learn.model)
     model = getattr(model, compiled_inside, model)
     func = losses.loss_of_model if learn.loss_func is None else learn.loss_func
@@ -105,7 +106,7 @@ def computed(learn, xb, yb, n, training=False, pred=None, wide=False)->Outcome:
         _quiet(model, training)
         xb,yb,before = copied(tuple(xb)),copied(tuple(yb)),_streams()
         if wide:
-            _widen(*model.modules(), *(func.modules() if isinstance(func, nn.Module) else ()))
+            for m in [*model.modules(), *(func.modules() if isinstance(func, nn.Module) else ())]: _widen(m, wide)
             xb,yb = tree_map(_wide, (xb,yb))
         if pred is None: pred = call_model(model, xb, model) if isinstance(learn, Learner) else model(*xb)
         between = _streams()
@@ -132,11 +133,10 @@ def _quiet(model, training):
 _short = torch.float16,torch.bfloat16
 def _wide(o): return o.float() if isinstance(o, Tensor) and o.dtype in _short else o
 
-def _widen(*modules):
-    "Let modules compute with copies in float32 of weights that are shorter, until `untouched` puts them back"
-    wide = cache(_wide) # weights of several modules stay one
-    for d in [d for m in modules for d in (m._parameters,m._buffers,vars(m))]:
-        d.update({k: wide(o) for k,o in d.items() if isinstance(o, Tensor)})
+def _widen(m, wide):
+    "Let a module compute with copies of its parameters and other tensors, until `untouched` puts them back"
+    m._parameters.update({k: wide(o) for k,o in m._parameters.items()})
+    for d in (m._buffers,vars(m)): d.update({k: _wide(o) for k,o in d.items()}) # not shared: a forward pass may fill them
 
 def _is_torchs(f): return (getattr(f, '__module__', None) or type(f).__module__).startswith('torch.')
 
@@ -246,8 +246,8 @@ class SelfCheck:
 
     def _result(self, every):
         "None if it cannot be computed"
-        for wide,training in product((True,False), (False,True)):
-            try: return self._compare(*parts_of(self.engine.learn, every), wide=wide, training=training)
+        for wide,training in product((_wide,None), (False,True)):
+            try: return self._compare(*parts_of(self.engine.learn, every), wide=wide and cache(wide), training=training)
             except Exception as e: log.debug('the self-check could not be computed: %r', e)
 
     def _compare(self, every, *parts, **how):
