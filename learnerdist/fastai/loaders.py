@@ -116,6 +116,7 @@ def in_one_order(dl, seed):
     """A copy of `dl` that reads all of it, in an order that is the same on every rank; whether that is another one than
     the data set's"""
     dl = in_order(dl)
+    if _is_plain(dl) and not dl.shuffle: return dl,False
     with shared_rng(seed): order = list(dl.get_idxs())
     return dl.new(get_idxs=RankOrder(order)),order!=sorted(order)
 
