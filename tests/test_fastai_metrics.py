@@ -3,6 +3,7 @@ import re, warnings
 import pytest
 pytest.importorskip('fastai')
 import torch
+from fastai import learner as fastai_learner
 from fastai import metrics as fm
 from fastai.data.core import DataLoaders, TfmdDL
 from fastai.learner import AvgMetric, Learner, Metric, ValueMetric
@@ -246,4 +247,20 @@ def test_on_rank_0_only(found):
     a,b = found(on_rank_0_only, 2)
     close(a, b, 0)
 
-slow,found = asking(every_metric),asking(unsupported, few, options, on_rank_0_only)
+def reordered(W, rank, path):
+    "How many rows fastai copies into order: of validation and training data, and of a loader that reads backwards"
+    learn,calls = make(W, rank),[]
+    old = fastai_learner.nested_reorder
+    fastai_learner.nested_reorder = lambda t, idxs: calls.append(len(idxs)) or old(t, idxs)
+    try:
+        with ctx(learn, W):
+            for i in (1,0): learn.get_preds(i)
+            learn.get_preds(dl=TfmdDL(items(11, 5), bs=3, num_workers=0, get_idxs=lambda: range(10, -1, -1)))
+    finally: fastai_learner.nested_reorder = old
+    return calls
+
+def test_what_is_in_order_is_not_copied(found):
+    "All ranks map one result, which a copy would multiply"
+    assert found(reordered, 2)==[[11]]*2
+
+slow,found = asking(every_metric),asking(unsupported, few, options, on_rank_0_only, reordered)

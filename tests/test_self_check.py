@@ -559,3 +559,62 @@ def fits_told(kw):
         learn = learner(ds=two_classes(), **kw)
         if kw['loss'] is cancels: cancels.n_items = n_elements
         with learn.distrib_ctx(seed=3), learn.no_logging(): learn.fit(2)
+
+# --- models in bfloat16 and float16 ------------------------------------------------------------------------------------------
+
+def short(model=None, loss=by_hand, ds=None, dtype=torch.bfloat16, **kw):
+    "A learner whose model and data are of a short type"
+    ds = TensorDataset(*[o.to(dtype) if o.is_floating_point() else o for o in (ds or data()).tensors])
+    return learner((model or net()).to(dtype), loss, ds, **kw)
+
+class Tied(nn.Module):
+    "One matrix for two layers, and a recurrent one between them"
+    def __init__(self): super().__init__(); self.emb,self.rnn = nn.Embedding(9, 4),nn.GRU(4, 4, batch_first=True) # noqa: E702
+    def forward(self, x): return F.linear(self.rnn(self.emb((x.abs()*4).long()%9))[0], self.emb.weight).mean(1)
+def tied(): return short(Tied(), nn.CrossEntropyLoss(), labelled())
+def written_ce(p, y): return F.cross_entropy(p, y, reduction='none').sum()/len(y)
+def transformer():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0., batch_first=True)
+    return short(nn.Sequential(nn.Unflatten(1, (1,4)), layer, nn.BatchNorm1d(1), nn.Flatten()), written_ce, labelled())
+def halves(): return short(dtype=torch.float16)
+class KeepsType(nn.Module):
+    "Computes in bfloat16 whatever comes: float32 fails here"
+    def __init__(self): super().__init__(); self.net = net() # noqa: E702
+    def forward(self, x): return self.net(x.to(torch.bfloat16))
+def keeps_type(): return short(KeepsType())
+class Rounds(KeepsType):
+    def forward(self, x): return self.net(x).to(torch.bfloat16)
+def rounds(): return short(Rounds(), lambda p, y: by_hand(p.float(), y.float()))
+class OfWeight(nn.Module):
+    def __init__(self): super().__init__(); self.weight,self.scale = tensor([.2,1.]).to(torch.bfloat16),nn.Parameter(torch.ones(())) # noqa: E702
+    def forward(self, p, y): return (((p-y)*self.scale)**2@self.weight).sum()/len(y)
+def weighted_module(): return short(loss=OfWeight().to(torch.bfloat16))
+
+class Autocast(Callback):
+    "As mixed precision, around the whole batch"
+    def before_batch(self): self.ctx = torch.autocast('cpu', torch.bfloat16).__enter__()
+    def after_loss(self): self.ctx.__exit__(None, None, None)
+def autocast(): return short(dtype=torch.float32, cbs=Autocast())
+
+in_short = [tied,transformer,halves,keeps_type,rounds,weighted_module,autocast]
+
+def test_short_types_are_silent_and_stay():
+    for got in run_ranks(all_of, 2, in_short, timeout_s=200):
+        for k,(w,said) in got.items():
+            assert said==[] and isinstance(w, torch.Tensor), (k,w,said)
+            assert w.dtype is dict(halves=torch.float16, autocast=torch.float32).get(k, torch.bfloat16), k
+
+def nearly_mean(p, y):
+    "Half a percent off a mean over samples"
+    w = tensor([.95,1.,1.05], dtype=torch.double)[y]
+    return ((w*F.cross_entropy(p.double(), y, reduction='none')).sum()/w.sum()).to(p)
+def nearly_in_short(): return short(net(4, 3), nearly_mean, labelled())
+def nearly_in_half(): return short(net(4, 3), nearly_mean, labelled(), torch.float16)
+class Nearly(nn.Module):
+    def forward(self, x): return x-.01*x.mean(0)
+def mixing_in_short(): return short(nn.Sequential(net(), Nearly()))
+
+def test_what_rounding_of_a_short_type_would_hide_is_found():
+    for r,got in enumerate(run_ranks(all_of, 2, [nearly_in_short,nearly_in_half,mixing_in_short])):
+        codes = [re.findall(r'^\[([a-z-]+)', ' '.join(said)) for _,said in got.values()]
+        assert codes==[[['loss-not-mean'],['loss-not-mean'],['mixes-samples']],[[]]*3][r], got

@@ -9,6 +9,8 @@ __all__ = []
 import copy,logging,pickle,random
 from collections import OrderedDict
 from contextlib import ExitStack
+from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -89,10 +91,11 @@ class Outcome(NamedTuple):
         loss = None if self.loss is None else float(self.loss.detach().double().mean())
         return loss,None if self.items is None else float(self.items),self.n
 
-def computed(learn, xb, yb, n, training=False, pred=None)->Outcome:
+def computed(learn, xb, yb, n, training=False, pred=None, wide=None)->Outcome:
     """What model and loss make of a batch of `n` samples, on copies, without a backward pass or a hook: in evaluation
     where that is possible, since some models compute their loss in `training` only. `pred`: the prediction, if it is
-    known. Buffers and random streams stay"""
+    known; `wide`: a function of a tensor that returns it in a longer type, of a parameter the same for each call.
+    Buffers and random streams stay"""
     over,trace,model = loss_over(learn),losses.LossTrace(),get_model(learn.model)
     model = getattr(model, compiled_inside, model)
     func = losses.loss_of_model if learn.loss_func is None else learn.loss_func
@@ -102,6 +105,9 @@ def computed(learn, xb, yb, n, training=False, pred=None)->Outcome:
         for o in (exact,torch.enable_grad(),trace): stack.enter_context(o)
         _quiet(model, training)
         xb,yb,before = copied(tuple(xb)),copied(tuple(yb)),_streams()
+        if wide:
+            for m in [*model.modules(), *(func.modules() if isinstance(func, nn.Module) else ())]: _widen(m, wide)
+            xb,yb = tree_map(_wide, (xb,yb))
         if pred is None: pred = call_model(model, xb, model) if isinstance(learn, Learner) else model(*xb)
         between = _streams()
         loss = func(pred, *yb) if yb and over.kind!='whole' else None
@@ -123,6 +129,14 @@ def _quiet(model, training):
             like = next(m.parameters(), torch.zeros(0))
             m.running_mean = like.new_zeros(m.num_features)
             m.running_var = like.new_ones(m.num_features)
+
+_short = torch.float16,torch.bfloat16
+def _wide(o): return o.float() if isinstance(o, Tensor) and o.dtype in _short else o
+
+def _widen(m, wide):
+    "Let a module compute with copies of its parameters and other tensors, until `untouched` puts them back"
+    m._parameters.update({k: wide(o) for k,o in m._parameters.items()})
+    for d in (m._buffers,vars(m)): d.update({k: _wide(o) for k,o in d.items()}) # not shared: a forward pass may fill them
 
 def _is_torchs(f): return (getattr(f, '__module__', None) or type(f).__module__).startswith('torch.')
 
@@ -232,16 +246,16 @@ class SelfCheck:
 
     def _result(self, every):
         "None if it cannot be computed"
-        for training in (False,True):
-            try: return self._compare(*parts_of(self.engine.learn, every), training=training)
+        for wide,training in product((_wide,None), (False,True)):
+            try: return self._compare(*parts_of(self.engine.learn, every), wide=wide and cache(wide), training=training)
             except Exception as e: log.debug('the self-check could not be computed: %r', e)
 
-    def _compare(self, every, *parts, training):
+    def _compare(self, every, *parts, **how):
         learn,r = self.engine.learn,group_rank()%len(parts)
         sizes,n = [o[-1] for o in parts],every[-1]
-        whole,pred,i = computed(learn, *every, training=training),None,sum(sizes[:r])
+        whole,pred,i = computed(learn, *every, **how),None,sum(sizes[:r])
         if whole.draws and whole.loss is not None: pred = cut(whole.pred, n, i, i+sizes[r])
-        own = computed(learn, *parts[r], training=training, pred=pred)
+        own = computed(learn, *parts[r], pred=pred, **how)
         pairs = zip(tree_leaves(whole.pred), tree_leaves(own.pred))
         mixes = not (whole.draws or own.draws) and any(far(a, b, n, sizes[r]) for a,b in pairs)
         found = mixes,whole.loss_draws,whole.says,self._unused(whole.loss, every)

@@ -115,7 +115,7 @@ def get_preds(self:Learner, ds_idx=1, dl=None, with_input=False, with_decoded=Fa
     dl = getattr(dl, 'source', dl)
     # a stream is in order
     reorder = reorder and isinstance(dl, DataLoader) and dl.indexed and not isinstance(dl, LMDataLoader)
-    if reorder: dl = in_one_order(dl, trainer.engine.seed)
+    if reorder: dl,reorder = in_one_order(dl, trainer.engine.seed)
     with replaced(trainer, gather=gather): res = get(dl, reorder)
     if gather=='rank0' and group_rank(): return (None,)*(2+with_input+with_decoded+with_loss)
     return res

@@ -113,9 +113,12 @@ class RankOrder:
     def __call__(self): return list(self.order)
 
 def in_one_order(dl, seed):
-    "A copy of `dl` that reads all of it, in an order that is the same on every rank"
+    """A copy of `dl` that reads all of it, in an order that is the same on every rank; whether that is another one than
+    the data set's"""
     dl = in_order(dl)
-    with shared_rng(seed): return dl.new(get_idxs=RankOrder(list(dl.get_idxs())))
+    if _is_plain(dl) and not dl.shuffle: return dl,False
+    with shared_rng(seed): order = list(dl.get_idxs())
+    return dl.new(get_idxs=RankOrder(order)),order!=sorted(order)
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c008
 def _reading(new, order):

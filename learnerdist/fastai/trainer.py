@@ -341,7 +341,7 @@ class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfReco
     def _tell(self, cb, event):
         if isinstance(cb, parts):
             if not self.alone and (self.looping or event not in inner_events): cb(event)
-        elif group_size()>1 and (writes(type(cb)) or self.rank0s and cb in self.rank0s): self._tell_rank0s(cb, event)
+        elif (writes(type(cb)) or self.rank0s and cb in self.rank0s) and group_size()>1: self._tell_rank0s(cb, event)
         else: cb(event)
 
     def _tell_rank0s(self, cb, event):
