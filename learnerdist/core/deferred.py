@@ -62,7 +62,7 @@ class Recipe:
 
     @torch.no_grad()
     def value(self, t)->Tensor:
-        "A deferred tensor, computed as it was in the constructor. Random streams are left as they are"
+        "A deferred tensor, computed as it was in the constructor. Random streams do not change"
         real = {}
         def get(o):
             if not self.knows(o): return o

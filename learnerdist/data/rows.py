@@ -48,7 +48,7 @@ def _leaf(o, n):
     return o[None] if isinstance(o, Tensor) and not o.ndim else o
 
 def listed(b):
-    "The parts of a batch; a part that collation left as a tuple is a list of samples"
+    "The parts of a batch; a tuple from collation is a list of samples"
     return [list(o) if type(o) is tuple else o for o in b]
 
 # %% ../../nbs/data/02_rows.ipynb #c007

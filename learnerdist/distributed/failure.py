@@ -97,19 +97,19 @@ def failing_together(undo):
         raise
     else:
         next_phase()
-        _say_out(f'{key}/out')
+        _announce_exit(f'{key}/out')
         undo() # frees a rank that waits for this one
         _after_rank0(f'{key}/through')
     finally:
         section.remove(key)
         undo()
 
-def _say_out(key):
+def _announce_exit(key):
     "For a rank 0 that still waits for this one"
     rank,store = own_rank(),shared_store()
     with suppress(dist.DistNetworkError):
-        left = dict(rank=rank, kind='exit', message='has left the context')
-        if rank and store is not None: store.set(key, json.dumps(left))
+        report = dict(rank=rank, kind='exit', message='has left the context')
+        if rank and store is not None: store.set(key, json.dumps(report))
 
 def _after_rank0(key, timeout_s=600):
     """Wait until rank 0 is through, but not longer than `timeout_s` seconds: the files which it has written in the

@@ -37,16 +37,16 @@ class RanksError(RuntimeError):
 
     def __reduce__(self): return RanksError,(self.errors,)
 
-left_early = 256 # In place of an exit status: the process has left with status 0 before the end of its function
+exited_early = 256 # In place of an exit status: the process has left with status 0 before the end of its function
 
 def describe_exit(code:int)->str:
     """How a process ended, in words. code: exit status as `multiprocessing` and `subprocess` give it: minus the
     signal's number for a signal"""
-    if code in (0, left_early): return 'left with status 0'
+    if code in (0, exited_early): return 'left with status 0'
     if code > 0: return f'ended with exit status {code}'
     return f'ended by {signal.Signals(-code).name}' + ' (out of memory, or killed)'*(code == -signal.SIGKILL)
 
-def say(*lines):
+def log(*lines):
     "Print on stderr, under the launcher's name"
     print(*(f'learnerdist.launch: {o}' for o in lines), sep='\n', file=sys.stderr, flush=True)
 
@@ -54,12 +54,12 @@ def say(*lines):
 def leave_report(e:BaseException, status:int=1, folder:Path=None):
     """Write this rank's report, for its launcher. e: with its traceback; status: exit status of this process; folder:
     for reports; None: what the environment says"""
-    frames,now,told = frames_of(e),time.time(),False
+    frames,now,noticed = frames_of(e),time.time(),False
     at,own = users_frame(frames),[str(o) for o in frames if not in_library(o.file)]
     if 'torch' in sys.modules:
         from learnerdist.core.env import RankError,is_consequence
-        told = isinstance(e, RankError) or is_consequence(e)
-    report = dict(code=status, kind=type(e).__name__, message=str(e), told=told, own=own)
+        noticed = isinstance(e, RankError) or is_consequence(e)
+    report = dict(code=status, kind=type(e).__name__, message=str(e), noticed=noticed, own=own)
     report |= dict(trace=''.join(traceback.format_exception(e)), time=now, timestamp=int(now))
     report['at'] = f'{at.file}:{at.line}'
     folder = folder or report_folder()
@@ -77,17 +77,17 @@ class Failure(NamedTuple):
     "How a rank has failed, and what follows from it"
     rank:int
     code:int   # Exit status; minus the signal's number for a signal
-    order:int  # `from_outside`, `raised`, `died`, `ended`, `told` or `stopped`: a lower one is rather the cause
+    order:int  # `from_outside`, `raised`, `died`, `ended`, `noticed` or `stopped`: a lower one is rather the cause
     time:float # In seconds; of a death without a report, when it was seen
     what:RankFailure
     at:str=''  # The user's line
     own:list=() # And those that led to it, the innermost first
 
     def __str__(self):
-        if self.order not in (raised, told): return self.what.message
+        if self.order not in (raised, noticed): return self.what.message
         return f'{self.what.kind}: {self.what.message.rstrip()} ({self.at})'
 
-from_outside,raised,died,ended,told,stopped = range(6)
+from_outside,raised,died,ended,noticed,stopped = range(6)
 deaths = [-o for o in signal.Signals if o.name in ('SIGKILL','SIGSEGV','SIGBUS','SIGILL','SIGFPE')]
 _outside = [-o for o in signal.Signals if o.name in ('SIGKILL','SIGTERM','SIGINT','SIGHUP')]
 
@@ -101,8 +101,8 @@ class Rank:
         "proc: its process, which has `pid` and `poll`; env: its environment; folder: for its reports"
         self.proc,self.env,self.folder = proc,env,folder
         self.rank = int(env['RANK'])
-        # when its end was seen; whether the others have been told; whether the launcher has sent it SIGKILL
-        self.seen,self.is_told,self.is_killed = None,False,False
+        # when its end was seen; whether the others were notified; whether the launcher has sent it SIGKILL
+        self.seen,self.is_notified,self.is_killed = None,False,False
         # why the launcher has ended it; its stack at that time
         self.why,self.trace = None,''
 
@@ -138,7 +138,7 @@ class Rank:
         if code is None: return None
         if 'trace' in o:
             what = RankFailure(o['kind'], o['message'], o['trace'])
-            order = told if o['told'] else raised
+            order = noticed if o['noticed'] else raised
             return Failure(self.rank, o['code'], order, o['time'], what, o['at'], o.get('own', []))
         now = self.seen or time.time()
         # without a reason the launcher has ended it since another one has failed
@@ -157,7 +157,7 @@ class Rank:
     def how(self)->str:
         "What the others hear of its end: its exception as of `pack_error`, or a description"
         o = self.report()
-        if 'trace' in o and not o['told']:
+        if 'trace' in o and not o['noticed']:
             own = {k: o[k] for k in ('kind','message','trace')}
             return json.dumps(dict(rank=self.rank, **own))
         if self.put_off(): return f'left with status {preempted_status}, to go on later'
@@ -173,7 +173,7 @@ def explain(found:list, ranks:list=())->list:
     """At most 14 lines to print about failed ranks. found: from `failures`; ranks: all `Rank`s, of which some may have
     left before"""
     first,*others = found
-    if first.order == told and first.what.kind == 'RankError': # a failure on another machine
+    if first.order == noticed and first.what.kind == 'RankError': # a failure on another machine
         line,*more = first.what.message.splitlines()
         return [line if more else f'{line} ({first.at})']
     rest = [f'rank {o.rank} failed too: {_cut(str(o), 1)}' for o in others if o.order <= ended]
@@ -195,15 +195,15 @@ def _cut(text, n):
 
 # %% ../../nbs/launch/01_watch.ipynb #wa15
 class Watch:
-    "Watches the ranks of this machine until all have ended: tells them when one leaves, and ends what has to end"
-    def __init__(self, ranks:list, wait_s:float=0, say_s:float=60, timeout_s:float|None=None, grace_s:float=0,
+    "Watches the ranks of this machine until all have ended: notifies them when one leaves, and ends what has to end"
+    def __init__(self, ranks:list, wait_s:float=0, log_s:float=60, timeout_s:float|None=None, grace_s:float=0,
             term_s:float=30, outputs:tuple=()):
         """ranks: `Rank`s; others may take their place; wait_s: seconds that ranks may run after the first has ended
-        well; 0: no limit (stopped: half an hour); say_s: seconds after which the user is first told about ranks
-        that still run; timeout_s: seconds for all of them; None: no limit; grace_s: seconds that the others may go
-        on after a failure; 0: they get SIGTERM at once; term_s: seconds that they have to end after a signal;
+        well; 0: no limit (stopped: half an hour); log_s: seconds after which ranks that still run are first
+        reported; timeout_s: seconds for all of them; None: no limit; grace_s: seconds that the others may go on
+        after a failure; 0: they get SIGTERM at once; term_s: seconds that they have to end after a signal;
         outputs: what they print, as of `forkserver.Output`"""
-        self.ranks,self.wait_s,self.say_s,self.outputs = ranks,wait_s,say_s,[*outputs]
+        self.ranks,self.wait_s,self.log_s,self.outputs = ranks,wait_s,log_s,[*outputs]
         self.timeout_s,self.grace_s,self.term_s = timeout_s,grace_s,term_s
         self.since = self.store = self.signal = self.failed = self.end_at = None
         self.why = '' # why they will be ended at `end_at`
@@ -215,16 +215,16 @@ class Watch:
         done = [o for o in ranks if o not in running]
         for o in done:
             o.seen = o.seen or time.time()
-            o.is_told = o.is_told or self._tell_others(o, len(running))
+            o.is_notified = o.is_notified or self._notify_others(o, len(running))
         failed = next((o for o in done if o.proc.poll()), None)
         self.since = (self.since or now) if running and done and not failed else None
         if self.since: self._wait_for([o for o in running if o.why is None], done, now-self.since)
         if failed and not self.failed: self._after_failure(failed, running, now)
         return running
 
-    def _tell_others(self, o, n_running):
+    def _notify_others(self, o, n_running):
         "Returns whether that is done, or cannot be done"
-        # nobody is left who could wait for it
+        # no rank still runs that could wait for it
         if not n_running and int(o.env.get('WORLD_SIZE', 0)) <= len(self.ranks): return True
         with suppress(OSError, RuntimeError): # the store has ended with its host
             from learnerdist.core.env import record_exit
@@ -235,7 +235,7 @@ class Watch:
 
     def _connect(self, env):
         from learnerdist.core.env import connect_store
-        # kept open, since the last one to close the file removes it
+        # stays open, since the last one to close the file removes it
         if env.get('LEARNERDIST_INIT_METHOD', '').startswith('file:'):
             self.store = self.store or connect_store(env)
             return self.store
@@ -248,12 +248,12 @@ class Watch:
         if not running: return # they were ended, and have not gone yet
         stopped = all(is_stopped(o.proc.pid) for o in running)
         is_over = waited_s > (self.wait_s or (1800 if stopped else float('inf')))
-        if not is_over and waited_s < self.say_s: return
+        if not is_over and waited_s < self.log_s: return
         after = f'{waited_s:.0f} s after rank {min(o.rank for o in done)} had ended'
-        self.say_s *= 2
+        self.log_s *= 2
         for o in running:
             if is_over: o.end(f'ended by the launcher, since it still ran {after}')
-            else: say(f'rank {o.rank} still runs {after}: it {o.place()[1]}')
+            else: log(f'rank {o.rank} still runs {after}: it {o.place()[1]}')
 
     def _after_failure(self, failed, running, now):
         self.failed = failed
@@ -295,7 +295,7 @@ class Watch:
 
 # %% ../../nbs/launch/01_watch.ipynb #wa16
 def end_groups(ranks):
-    "Kill what is left of these ranks' process groups"
+    "Kill what still runs of these ranks' process groups"
     for o in ranks:
         # the process id belongs to another process now
         if o.proc.poll() is not None and Path(f'/proc/{o.proc.pid}').exists(): continue
@@ -305,11 +305,11 @@ def end_groups(ranks):
 def env_of(rank:int, n:int, folder:Path, **more)->dict:
     """The environment of a rank. rank, n: of how many on this machine; folder: for their rendezvous and reports; more:
     further variables"""
-    kept = {k: v for k,v in os.environ.items() if not k.startswith(('TORCHELASTIC_','MASTER_'))}
+    env = {k: v for k,v in os.environ.items() if not k.startswith(('TORCHELASTIC_','MASTER_'))}
     ours = dict(RANK=rank, WORLD_SIZE=n, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=n)
     ours |= dict(GLOO_SOCKET_IFNAME=loopback(), LEARNERDIST_INIT_METHOD=f'file://{folder}/rendezvous')
     ours['TORCHELASTIC_ERROR_FILE'] = f'{folder}/{rank}/error.json'
-    return kept | {k: str(v) for k,v in {**ours, **more}.items()}
+    return env | {k: str(v) for k,v in {**ours, **more}.items()}
 
 class Job:
     "The ranks of one command on this machine"
@@ -368,16 +368,16 @@ class Job:
         return Output(label, name*shown, file)
 
     def end(self):
-        "End what is left of the ranks"
+        "End what still runs of the ranks"
         end_groups(self.ranks)
         for o in self.outputs: o.close()
         for o in (self.ranks,self.outputs): o.clear()
 
     def explain(self)->list:
-        "What to say about the failure of an attempt, and where its tracebacks are"
+        "The lines about the failure of an attempt, and where its tracebacks are"
         found = failures(self.ranks)
         res = explain(found, self.ranks)
-        text = '\n'.join(f'rank {o.rank}:\n{o.what.trace}' for o in found if o.order in (raised,told))
+        text = '\n'.join(f'rank {o.rank}:\n{o.what.trace}' for o in found if o.order in (raised,noticed))
         if self.args.verbose or not text: return res
         with open(self.traces, 'a') as f: f.write(text)
         return [*res, f'all tracebacks: {self.traces} (--verbose prints them)']
@@ -389,7 +389,7 @@ class Job:
         rest = [o.rank for o in self.ranks if o.rank not in off]
         if not off or not rest: return preempted_status if off else 0
         later = f'with status {preempted_status}, to go on later'
-        say(f'ranks {off} left {later}, but ranks {rest} came to their end')
+        log(f'ranks {off} left {later}, but ranks {rest} came to their end')
         return 1
 
     def status_after(self, sig)->int:
@@ -398,8 +398,8 @@ class Job:
         return preempted_status if is_later else 128+sig
 
 # %% ../../nbs/launch/01_watch.ipynb #jb08
-def n_left(ranks:list)->int:
-    """How many ranks are left after others have died. 0 if none has, or if one raised an exception: it would come
+def n_survivors(ranks:list)->int:
+    """How many ranks remain after others have died. 0 if none has, or if one raised an exception: it would come
     again. ranks: `Rank`s that have ended"""
     if any(o.order == raised for o in failures(ranks)): return 0
     codes = [o.proc.poll() for o in ranks if not o.was_ended()]
@@ -428,12 +428,12 @@ def run_here(job:Job)->int:
         status = job.status()
         if not failures(job.ranks): return status
         shrinks = args.on_failure=='shrink'
-        left = n_left(job.ranks) if shrinks else n*(attempt < args.max_restarts)
+        n_next = n_survivors(job.ranks) if shrinks else n*(attempt < args.max_restarts)
         again = f'restart {attempt+1} of {args.max_restarts}'
-        if shrinks: again = f'all start again, with {left} of {n} ranks'
-        say(*job.explain(), *[again]*(left > 0))
-        if not left: return status
-        n,attempt = left,attempt+1
+        if shrinks: again = f'all start again, with {n_next} of {n} ranks'
+        log(*job.explain(), *[again]*(n_next > 0))
+        if not n_next: return status
+        n,attempt = n_next,attempt+1
 
 def launch(args, target:list, server:ForkServer, run:Callable=run_here)->int:
     """Run the ranks of this machine; the launcher's exit status. args, target, server: as in `Job`; run: called with
