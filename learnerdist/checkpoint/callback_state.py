@@ -145,8 +145,8 @@ def check_model(model:torch.nn.Module, state:dict, source):
     def shapes(state): return {k:tuple(v.shape) for k,v in state.items() if isinstance(v, torch.Tensor)}
     own,other = shapes(model.state_dict()),shapes(state)
     bad = [k for k in own|other if own.get(k)!=other.get(k)]
-    texts = [f'{k}: {other.get(k, "missing")} in the checkpoint, {own.get(k, "missing")} here' for k in bad]
-    if texts: raise ValueError(f'{source} is of another model. {"; ".join(texts[:5])}{"; …" if len(texts)>5 else ""}')
+    lines = [f'{k}: {other.get(k, "missing")} in the checkpoint, {own.get(k, "missing")} here' for k in bad]
+    if lines: raise ValueError(f'{source} is of another model. {"; ".join(lines[:5])}{"; …" if len(lines)>5 else ""}')
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #cks02
 def horizons(cbs)->dict:

@@ -129,7 +129,7 @@ def forget_fsdp(m, names):
     find('module_states', {}).pop(m, None)
 
 def whole_grads(model, drop=False)->list:
-    """The gradients of micro-batches that were not exchanged, as FSDP2 keeps them on this rank. model: that
+    """The gradients of micro-batches that were not exchanged, as FSDP2 stores them on this rank. model: that
     `fully_shard` was applied to; drop: whether FSDP2 is to forget them; returns: tensors of whole shape"""
     states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, '_get_fsdp_state')]
     of_state = lambda s: getattr(s, '_fsdp_param_groups', None) or [s._fsdp_param_group]

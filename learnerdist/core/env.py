@@ -277,7 +277,7 @@ def phase()->str:
     return f'{name}{_counts[name]}'
 
 def next_phase():
-    "Called on all ranks, before they wait for one another: rank 0 says in the store that this phase is over"
+    "Called on all ranks, before they wait for one another: rank 0 records in the store that this phase is over"
     name,store = ''.join(section)+'/phase',shared_store() if own_rank()==0 else None
     if store is not None: store.set(f'{name}{_counts[name]}/over', '')
     _counts[name] += 1
@@ -338,8 +338,8 @@ _plan = [] # Not empty in a `planned_group`
 
 @contextmanager
 def planned_group(world_size:int):
-    """Context with torch's fake group of so many ranks, in which this process is rank 0, and all others do and say what
-    it does. ValueError in an open group, or on one of several ranks"""
+    """Context with torch's fake group of so many ranks, in which this process is rank 0, and the others copy what it
+    does. ValueError in an open group, or on one of several ranks"""
     if in_group() or num_distrib()>1: raise ValueError('a plan is made by a process that is no rank of another run')
     store = fake_store()
     if store is None: raise ValueError(f'torch {torch.__version__} has no fake process group, by which a plan is made')

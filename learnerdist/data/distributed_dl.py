@@ -610,7 +610,7 @@ class DistributedDL(LoaderWrapper):
             if (b := next(it, end)) is end: break
             n,last = n+1,b
             yield b
-        # what was trained on is left out by the dealer, or by the loader
+        # the dealer, or the loader, skips what was trained on
         d.n_batches = n = n if d.start else first+n
         check_count(d, n, type(self.source.dataset if d.streams else self.source).__name__)
         for _ in range(d.owed(n)): yield last

@@ -195,7 +195,7 @@ def read_loader(dl):
     return batches(dl) if type(dl) is DataLoader else iter(dl)
 
 def batch_shape(dl)->tuple:
-    """What a loader says about its batches. dl: any loader; returns: (samples in a batch, None if not known; whether
+    """What a loader shows of its batches. dl: any loader; returns: (samples in a batch, None if not known; whether
     an incomplete last batch is dropped)"""
     bs = getattr(dl, 'batch_sampler', None)
     if type(bs) is BatchSampler: return bs.batch_size,bs.drop_last

@@ -93,7 +93,7 @@ def read_loader(dl):
     """Iterator over any loader"""
 
 def batch_shape(dl) -> tuple:
-    """What a loader says about its batches. dl: any loader; returns: (samples in a batch, None if not known; whether
+    """What a loader shows of its batches. dl: any loader; returns: (samples in a batch, None if not known; whether
     an incomplete last batch is dropped)"""
 
 all_inputs: Any

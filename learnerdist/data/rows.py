@@ -166,7 +166,7 @@ def npy_header(shape, dtype)->bytes:
 @contextmanager
 def row_files(folder, together=True):
     """Files that all ranks write in place. Sync points. OSError for a full disk, before a row is written; after an
-    error no file is left. folder: its files appear whole when the body ends without an error, and replace those of
+    error no file remains. folder: its files appear whole when the body ends without an error, and replace those of
     the same names; together: whether all ranks of the group write these files; if not, this process alone does;
     returns: a function of (name, shape, dtype) that makes the `StoredRows` of `<name>.npy`"""
     first,made = not together or group_rank()==0,[]

@@ -226,7 +226,7 @@ class Dealing(Contexts):
         self.shares = [o for o in shares if o is not None]
 
     def share(self, dl, pad):
-        """This rank's shard of any loader; one that is sharded already is left alone. `pad` is 'batch' for training (as
+        """This rank's shard of any loader; a sharded one stays as it is. `pad` is 'batch' for training (as
         many batches on every rank), False for evaluation (whole batches)"""
         if isinstance(dl, Unshared): return dl
         if isinstance(dl, (list,tuple)) and not is_split(dl): dl = loader_of(dl)

@@ -48,7 +48,7 @@ def _place(store, key, rank, end):
     "What a rank is doing; a rank that cannot be asked has until `end` to report it"
     waited,here = f'{key}/waited/{rank}',socket.gethostname()
     if store.check([f'stack/{rank}']): host,*known = json.loads(store.get(f'stack/{rank}'))
-    # it has not come so far as to say how to ask it
+    # that rank has not yet stored how to ask it
     else: host,known = here,answerer(rank-own_rank())
     text = 'has not come so far'
     if not store.check([waited]) and known and host==here:

@@ -60,7 +60,7 @@ class SharedMean:
         t,i = bucket.buffer(),bucket.index()
         if i: self.at_once = False
         else:
-            self.pending,self.end = [],0 # whatever an interrupted backward pass has left
+            self.pending,self.end = [],0 # drops the rest of an interrupted backward pass
             if self.turns==1: self._meet() # every rank has read the slots
         if t.is_sparse: fut = default_hooks.allreduce_hook(current_group(), bucket)
         else:

@@ -58,8 +58,8 @@ class Links:
         self.hops = [1<<k for k in range((world_size-1).bit_length())]
 
     def exchange(self, row:bytes, place:int)->list:
-        """The row of every rank, up to 15 bytes and as many on each, in the order of ranks. `RanksDiverged` if they are at
-        different places. Sync point"""
+        """The row of every rank, up to 15 bytes and as many on each, in the order of ranks. `RanksDiverged` if their
+        places differ. Sync point"""
         start,rows = perf_counter(),(bytes([place])+row).ljust(_size, b'\0')
         # no call, which would cost as much as the vote
         waits.what,waits.since,waits.n = 'a vote of all ranks',start,waits.n+1
@@ -273,7 +273,7 @@ class Tally(NamedTuple):
     save:bool  # Whether a rank wants a checkpoint
     stop:bool  # Whether a rank wants a checkpoint, and then to stop
     asked:bool # Whether a rank asks
-    all_ask:bool # Whether all ranks ask, in the same phase: what they cancel is left out
+    all_ask:bool # Whether all ranks ask, in the same phase: what they cancel is skipped
     empty:bool # Whether no rank has a part in this batch's gradient
     items:float # The number of items of all ranks' next batches; None if a rank does not know its own
 

@@ -127,7 +127,7 @@ def free_agent(job:Job, over:threading.Event, give_up_s):
         if since and time.monotonic()-since > give_up_s: hang_up()
 
 def tell_others(job:Job, timeout_s=30):
-    "Other machines hear of a failure before this process ends. Their ranks may not have begun to listen"
+    "Notify other machines of a failure before this process ends. Their ranks may not have begun to listen"
     end = time.monotonic()+timeout_s
     own = any(o.order in (raised,died) for o in failures(job.ranks))
     job.watch.look(time.monotonic())

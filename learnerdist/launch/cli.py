@@ -224,7 +224,7 @@ def _leave(e):
     sys.exit(status)
 
 def _report(e, status):
-    "Write a report for the agent; without one, or if there is no room, this rank says itself what has ended it"
+    "Write a report for the agent; without one, or if there is no room, this rank logs what has ended it"
     with suppress(OSError):
         if report_folder(): return leave_report(e, status)
     from learnerdist.core.env import RankError

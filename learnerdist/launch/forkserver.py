@@ -171,7 +171,7 @@ class Forked:
         data = self.sentinel.recv(word.size)
         if not data: # the server has ended
             with suppress(ProcessLookupError): os.kill(self.pid, signal.SIGKILL)
-        with suppress(OSError): # it hears that we have heard, and answers by its end
+        with suppress(OSError): # confirm the exit status; it answers by its end
             self.sentinel.settimeout(5)
             self.sentinel.sendall(b'.')
             self.sentinel.recv(1)

@@ -349,7 +349,7 @@ def ranks(
 # %% ../../nbs/launch/02_processes.ipynb #c023
 def call_on_ranks(func, world_size, args=(), kwargs=None, timeout_s=None, errors='raise', env=None, n_threads=1)->list:
     """What `func(*args, **kwargs)` returned on each of `world_size` processes, which have the environment of ranks;
-    RanksError if one fails. No process is left. timeout_s: seconds for the call; errors: `'return'`: the list holds the
+    RanksError if one fails. No process remains. timeout_s: seconds for the call; errors: `'return'`: the list holds the
     `RankFailure` of a failed rank in place of its result; env, n_threads: as of `Ranks`"""
     need(errors in ('raise', 'return'), "it is 'raise' or 'return'", errors=errors)
     with Ranks(world_size, n_threads, False, env or {}, once=True) as r:

@@ -35,7 +35,7 @@ def with_grad(opt)->list:
 
 def scale_grads(opt, engine, k):
     """Multiply the gradients that micro-batches have added up. opt: the learner's optimizer; engine: what trains in
-    place of the model, which may hold gradients that were not exchanged yet; k: a number or a tensor ()"""
+    place of the model; it may have gradients that were not exchanged yet; k: a number or a tensor ()"""
     whole = engine.whole_grads() if hasattr(engine, 'whole_grads') else []
     for g in [*(p.grad for ps in groups_of(opt) for p in ps if p.grad is not None),*whole]: g.mul_(k)
 
