@@ -60,11 +60,11 @@ def checksums(gib):
     "Seconds to check a sharded state in the cache of the system: all by rank 0, and by all ranks, which also read it"
     from torch.distributed.tensor import distribute_tensor,init_device_mesh,Shard
     from learnerdist.checkpoint.snapshot import Writers,newest_good,write_snapshot
-    from learnerdist.core.shards import take_apart
+    from learnerdist.core.shards import split_rows
     with process_group(), tempfile.TemporaryDirectory() as d:
         W,r,d = group_size(),group_rank(),Path(broadcast_object(d))
         like = distribute_tensor(torch.zeros(int(gib*2**18), 1024), init_device_mesh('cpu', (W,)), [Shard(0)])
-        skeleton,rows = take_apart(dict(w=like))
+        skeleton,rows = split_rows(dict(w=like))
         parts = {f'rows_{r}': dict(rows=rows)}|({} if r else dict(model=skeleton, state=dict(opt={})))
         info,writers = dict(run='', epoch=0, step=0, shards=W),Writers(r, W, 'a')
         write_snapshot(d/'epoch_0000-step_00000000', parts, info, writers=writers).result()

@@ -25,7 +25,7 @@ from .distributed.engine import context_callbacks
 from .distributed.replica import comm_hooks,find_hook
 from .launch.cli import run_target
 from .learner.callback import Callback,Order
-from .learner.finder import left_out
+from .learner.finder import finder_skips
 from .learner.learner import get_model
 from .learner.losses import batch_rows
 from .learner.schedule import TerminateOnNaNCallback
@@ -54,18 +54,18 @@ _kinds |= dict.fromkeys(('allgather_','_allgather_base_','allgather_into_tensor_
 _kinds |= dict.fromkeys(('reduce_scatter_','_reduce_scatter_base_'), 'reduce-scatter')
 
 # %% ../nbs/03_plan.ipynb #pln07
-class Held(NamedTuple):
+class Size(NamedTuple):
     "Bytes on a rank"
     whole:int # with a replica of the model
     part:int  # with shard=True
 
-def held(tensors, n:int, shapes=None)->Held:
+def size_of(tensors, n:int, shapes=None)->Size:
     "What tensors take up, if those of `shapes` (None: all) are cut among `n` ranks"
     def part(t):
         if not t.ndim or shapes is not None and tuple(t.shape) not in shapes: return t.numel()
         return math.prod((-(-t.shape[0]//n),*t.shape[1:]))
     ts = [*{id(t): t for t in tensors if isinstance(t, Tensor)}.values()]
-    return Held(*[sum(f(t)*t.element_size() for t in ts) for f in (torch.numel,part)])
+    return Size(*[sum(f(t)*t.element_size() for t in ts) for f in (torch.numel,part)])
 
 class _Sink(io.RawIOBase):
     "A file that only counts"
@@ -91,7 +91,7 @@ def checkpoint_files(learn, n_parts:int)->dict:
     if 'rows_0.pt' not in res: return res
     states = get_model(learn.model).state_dict(),learn.opt.state_dict(),state['cbs']
     rows = [t for t in tree_leaves(states) if is_part(t)]
-    own,every = sum(t.nbytes for t in parts['rows_0']['rows']),held(rows, 1).whole
+    own,every = sum(t.nbytes for t in parts['rows_0']['rows']),size_of(rows, 1).whole
     others = every-own+(n_parts-1)*(res['rows_0.pt']-own)
     return res | {f'rows_1 … rows_{n_parts-1}.pt': others}
 
@@ -120,7 +120,7 @@ class First(Callback):
     def before_fit(self):
         for cb in self.learn.cbs:
             writes = self.fastais & {o.__module__ for o in type(cb).__mro__}
-            if writes or isinstance(cb, (*left_out,TerminateOnNaNCallback)): cb.run = False
+            if writes or isinstance(cb, (*finder_skips,TerminateOnNaNCallback)): cb.run = False
 
 class Planner(Callback):
     "Measures the first steps of a fit, and then ends the script"
@@ -178,7 +178,7 @@ class Plan(NamedTuple):
     samples:int        # Of the training data; None: not known
     steps:int          # Of an epoch; None: not known
     step:Step
-    memory:dict        # By what is held: `Held`
+    memory:dict        # By use: `Size`
     files:dict         # Of a checkpoint: bytes, by name
     uneven:list        # What does not divide
 
@@ -188,7 +188,7 @@ class Plan(NamedTuple):
         add('samples', f'{s.samples:,} in a step, {s.samples*self.ranks:,} on all ranks; {s.batches} batches a step')
         of = f' of {self.samples:,} samples' if self.samples else ''
         if self.steps: add('', f'{self.steps:,} steps an epoch{of}')
-        total = Held(*map(sum, zip(*self.memory.values())))
+        total = Size(*map(sum, zip(*self.memory.values())))
         for k,o in {**self.memory, 'in all': total}.items(): add(k, f'{mb(o[0]):>12} replicated {mb(o[1]):>12} sharded')
         add('', f'this script: {mb(total[own])}')
         sent = [f'{k} of {mb(n)} in {s.calls[k]} calls' for k,n in s.n_bytes.items()]
@@ -208,9 +208,9 @@ def planned(learn, step:Step, grads)->Plan:
     engine,params = learn.runner,learn.runner.all_params()
     n = W if like is None else shard_place(like)[1]
     shapes = {tuple(p.shape) for p in params} # others, such as counts of steps, are not cut
-    memory = dict(weights=held(params, n), buffers=held(get_model(learn.model).buffers(), 1))
-    memory |= dict(gradients=held(grads, n), optimizer=held(tree_leaves(learn.opt.state_dict()), n, shapes))
-    if not engine.opts.ddp_kw.get('gradient_as_bucket_view'): memory["DDP's copy"] = Held(memory['gradients'].whole, 0)
+    memory = dict(weights=size_of(params, n), buffers=size_of(get_model(learn.model).buffers(), 1))
+    memory |= dict(gradients=size_of(grads, n), optimizer=size_of(tree_leaves(learn.opt.state_dict()), n, shapes))
+    if not engine.opts.ddp_kw.get('gradient_as_bucket_view'): memory["DDP's copy"] = Size(memory['gradients'].whole, 0)
     total,n_batches = getattr(learn.dl, 'n_total', None),data_len(learn.dl)
     steps = n_batches and -(-n_batches//step.batches)
     uneven = [*uneven_data(total, step.samples*W, W),*uneven_parts(params, n, like is not None)]

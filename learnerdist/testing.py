@@ -35,17 +35,17 @@ def run_ranks(
 # %% ../nbs/00_testing.ipynb #c018
 def _children():
     "Ids of this process's children, without the fork server and the helper process of `multiprocessing`"
-    kept = {server.proc and server.proc.pid, resource_tracker._resource_tracker._pid}
+    helpers = {server.proc and server.proc.pid, resource_tracker._resource_tracker._pid}
     res = {p.pid for p in mp.active_children()}
     for o in Path('/proc/self/task').glob('*/children'):
         with suppress(OSError): res |= {*map(int, o.read_text().split())}
-    return {p for p in res-kept if not _has_ended(p)}
+    return {p for p in res-helpers if not _has_ended(p)}
 
 def _has_ended(pid):
     with suppress(OSError): return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] == 'Z'
     return Path('/proc').exists()
 
-def _left(before):
+def _leaked(before):
     "Children that are not in `before`, after waiting for those that are about to end"
     if not _children() - before: return set()
     gc.collect() # ends the workers of loaders without references
@@ -72,12 +72,12 @@ def leak_check():
     or child processes behind"""
     env,kids = _environment(),_children()
     yield
-    now,left = _environment(),_left(kids)
+    now,leaked = _environment(),_leaked(kids)
     changed = sorted(k for k in env|now if env.get(k) != now.get(k))
     found = [f'environment variables {changed}'] if changed else []
     if _close_group(): found.append('an open process group')
-    if left: found.append(f'child processes {sorted(left)}')
+    if leaked: found.append(f'child processes {sorted(leaked)}')
     for k in changed: os.environ.pop(k, None)
     os.environ.update({k: env[k] for k in changed if k in env})
-    for pid in left: os.kill(pid, signal.SIGKILL)
+    for pid in leaked: os.kill(pid, signal.SIGKILL)
     assert not found, f'left behind: {", ".join(found)}'

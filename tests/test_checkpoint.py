@@ -217,7 +217,7 @@ def test_a_bad_checkpoint_is_named_and_the_one_before_is_used(tmp_path):
         with pytest.warns(UserWarning, match=f'{others[-1].name}/{name}.*going on from .*{first.name}, which is older'):
             assert differing(whole, again(path))==[]
     for o in (path/'ckpt').iterdir(): damage(o/'manifest.json', 'truncated')
-    with pytest.raises(ValueError, match='no checkpoint in .* is good: .*To begin anew, use another folder'): again(path)
+    with pytest.raises(ValueError, match='no checkpoint in .* is good: .*To start over, use another folder'): again(path)
 
 def resume(path, n_epoch=1, model=None, opt=torch.optim.Adam, **kw):
     learn = learner(path, model=model, opt=opt)

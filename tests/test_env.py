@@ -157,11 +157,11 @@ def test_the_rank_of_a_group(tmp_path): assert run_ranks(rank_by_hand, 2, tmp_pa
 
 def rank_waits():
     "Rank 1 comes when the other one has said that it waits"
-    say = env._say_once
+    say = env._print_once
     def said(*args):
         say(*args)
         launch_store().set('said', 'yes')
-    env._say_once = said
+    env._print_once = said
     with process_group():
         if rank_distrib()==1: assert env.wait_key(launch_store(), 'said', 60)
         all_sum(torch.ones(1))

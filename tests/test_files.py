@@ -234,11 +234,11 @@ def rank_own_folder(path):
 
 def rank_late(path):
     "Rank 0 loads when another one has said that it waits"
-    learn,said,say = make(path),io.StringIO(),env._say_once
+    learn,said,say = make(path),io.StringIO(),env._print_once
     def noted(*args):
         say(*args)
         env.launch_store().set('said', 'yes')
-    env._say_once = noted
+    env._print_once = noted
     learn.save('a')
     if rank_distrib()==0: assert env.wait_key(env.launch_store(), 'said', 60)
     with contextlib.redirect_stderr(said): learn.load('a')

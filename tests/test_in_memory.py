@@ -59,7 +59,7 @@ def train(folder, plan, kind, kw):
         with open(folder/'open', 'a') as f: f.write(f'{len(os.listdir(f"/proc/{launcher()}/fd"))}\n')
     def tell(self, found):
         if rank_distrib()==0: print(f'in {self.at["phase"]} after step {self.at["step"]}, from {self.source}', flush=True)
-    Checkpoint._say = tell
+    Checkpoint._report_start = tell
     if 'two fits' in kind: checkpoint.fit(folder/'first', n_epoch=1, every=1, in_memory=True)
     die = Die(folder, plan.get(attempt), attempt)
     if 'machine' in kind: die.ranks = [0,1]*(kind=='machine 1')

@@ -185,7 +185,7 @@ def ended(tmp_path):
     def f(r, code, why=None, **report):
         folder = tmp_path/str(r)
         folder.mkdir(exist_ok=True)
-        if report: (folder/'error.json').write_text(json.dumps(dict(code=code, at='x.py:3', trace='', told=False) | report))
+        if report: (folder/'error.json').write_text(json.dumps(dict(code=code, at='x.py:3', trace='', noticed=False) | report))
         res = Rank(FakeRank(code), dict(RANK=str(r)), folder)
         res.why,res.seen,res.is_killed = why,10.,why is not None
         return res
@@ -195,12 +195,12 @@ def test_first_failure_is_the_first_in_time(ended):
     a,b = ended(0, 1, kind='ValueError', message='Oops 0', time=10.2),ended(2, 3, kind='KeyError', message='2', time=10.1)
     first,second = 'rank 2 failed first: KeyError: 2 (x.py:3)','rank 0 failed too: ValueError: Oops 0 (x.py:3)'
     assert explain(failures([a,b])) == [first,second] and failures([a,b])[0].code == 3
-    noticed = ended(1, 1, kind='RuntimeError', message='Connection closed by peer', time=10.0, told=True)
+    noticed = ended(1, 1, kind='RuntimeError', message='Connection closed by peer', time=10.0, noticed=True)
     assert explain(failures([a,b,noticed])) == [first,second]
     assert explain(failures([ended(3, 4)])) == ['rank 3 failed first: ended with exit status 4, without an exception']
     message = 'rank 5 failed with KeyError: 3\n\non rank 5:\nTraceback …'
-    told = ended(0, 1, kind='RankError', message=message, time=10.2, told=True)
-    assert explain(failures([told])) == ['rank 5 failed with KeyError: 3']
+    later = ended(0, 1, kind='RankError', message=message, time=10.2, noticed=True)
+    assert explain(failures([later])) == ['rank 5 failed with KeyError: 3']
 
 def test_what_somebody_kills_is_the_cause_and_what_the_launcher_ends_is_not(ended):
     raised = ended(1, 1, kind='ValueError', message='Oops', time=10.2)

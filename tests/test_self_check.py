@@ -533,7 +533,7 @@ def validates_alone():
 def test_what_rank_0_alone_calls_is_named_on_all_ranks():
     with pytest.raises(RanksError) as e: run_ranks(validates_alone, 2)
     for f in e.value.errors.values():
-        assert 'RanksApart' in str(f) and 'rank 0 is at the start of a validation loop' in str(f) and 'in after_batch' in str(f)
+        assert 'RanksDiverged' in str(f) and 'rank 0 is at the start of a validation loop' in str(f) and 'in after_batch' in str(f)
 
 def cancels(p, t):
     if group_rank()==1: raise CancelBatchException

@@ -9,7 +9,7 @@ from learnerdist.all import (Callback, CancelBackwardException, CancelBatchExcep
                              CancelTrainException, DataLoaders, EarlyStoppingCallback,
                              GradientAccumulation, GradientClip, Learner, Lookahead,
                              group_rank, group_size, process_group, rank_distrib)
-from learnerdist.core.compat import fsdp_on_cpu, held_grads
+from learnerdist.core.compat import fsdp_on_cpu, whole_grads
 from learnerdist.core.env import shared_store, wait_key
 from learnerdist.core.shards import is_part, load_opt, map_tensors, part_of, whole
 from learnerdist.distributed import sharded as sharded_module
@@ -166,7 +166,7 @@ class Exchanges(Callback):
     def after_batch(self):
         if not self.training: return
         self.counts.append(self.n)
-        self.held.append(sum(t.nbytes for t in held_grads(self.model)))
+        self.held.append(sum(t.nbytes for t in whole_grads(self.model)))
         self.n = 0
     def after_fit(self): setattr(dist, reduce_scatter, self.real)
 

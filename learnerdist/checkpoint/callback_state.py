@@ -145,8 +145,8 @@ def check_model(model:torch.nn.Module, state:dict, source):
     def shapes(state): return {k:tuple(v.shape) for k,v in state.items() if isinstance(v, torch.Tensor)}
     own,other = shapes(model.state_dict()),shapes(state)
     bad = [k for k in own|other if own.get(k)!=other.get(k)]
-    said = [f'{k}: {other.get(k, "missing")} in the checkpoint, {own.get(k, "missing")} here' for k in bad]
-    if said: raise ValueError(f'{source} is of another model. {"; ".join(said[:5])}{"; …" if len(said)>5 else ""}')
+    lines = [f'{k}: {other.get(k, "missing")} in the checkpoint, {own.get(k, "missing")} here' for k in bad]
+    if lines: raise ValueError(f'{source} is of another model. {"; ".join(lines[:5])}{"; …" if len(lines)>5 else ""}')
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #cks02
 def horizons(cbs)->dict:

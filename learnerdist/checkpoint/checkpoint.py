@@ -14,12 +14,12 @@ import torch
 
 from ..learner.trackers import run_config
 from ..learner.callback import Callback,Order
-from ..learner.finder import left_out
+from ..learner.finder import finder_skips
 from ..core.collectives import distrib_barrier,gather_objects
 from ..core.env import count,group_rank,group_size,is_rank0
 from ..core.files import shrinks
 from ..core.remote import Remote,place
-from ..core.shards import a_part,load_model,load_opt,map_tensors,shard_place,take_apart
+from ..core.shards import a_part,load_model,load_opt,map_tensors,shard_place,split_rows
 from ..core.stacks import need,preempted_status,warn
 from ..data.loaders import to_device
 from ..distributed.engine import context_callbacks
@@ -133,7 +133,7 @@ class Moments:
             self.phase = 'trained'
         if self.phase!='trained': return # a loop within another
         self._seed(self.epoch, validation)
-        self.phase,self.held = 'validate',self.capture('validate')
+        self.phase,self.captured = 'validate',self.capture('validate')
         self.commit('validate')
 
     def at_end(self):
@@ -167,11 +167,11 @@ class Moments:
         # gradients are not in a checkpoint
         within = any(getattr(cb, 'count', 0) for cb in self.learn.cbs if cb.name=='gradient_accumulation')
         if not self.due or phase=='train' and within: return
-        held = self.held or self.capture(phase)
-        self.last = held['place']
+        captured = self.captured or self.capture(phase)
+        self.last = captured['place']
         with trained_weights(self.learn):
-            if 'files' in self.due: self.save(held)
-            if 'memory' in self.due and not self.stopping: self.remember(held)
+            if 'files' in self.due: self.save(captured)
+            if 'memory' in self.due and not self.stopping: self.remember(captured)
         self.due = set()
         if self.stopping: self._leave()
 
@@ -200,13 +200,13 @@ class Saving:
         state = self.loader.state_at(learn.iter) if phase=='train' else None
         return dict(place=place, cbs=all_cbs, own=dict(loader=state, cbs=own_cbs))
 
-    def save(self, held):
+    def save(self, captured):
         "Write a checkpoint to files. Sync point"
-        cbs,own = self.learn.cbs,held['own']
+        cbs,own = self.learn.cbs,captured['own']
         ranks = self._gather(own | dict(cbs=merged(own['cbs'], states_of(cbs, 'rank_state', True))))
         remote = isinstance(self.folder, Remote)
         self.wait(1 if remote else 0) # two states are on the way at most
-        all_cbs = merged(held['cbs'], states_of(cbs, 'fit_state', True))
+        all_cbs = merged(captured['cbs'], states_of(cbs, 'fit_state', True))
         kw = dict(background=self.background and not self.stopping, keep=self.keep, after=[*self.pending])
         pending = self._write(self.folder, is_rank0(), all_cbs, ranks, self._info(), **kw)
         if pending: self.pending.append(pending)
@@ -233,7 +233,7 @@ class Saving:
     def parts(self, i:int, cbs, ranks)->dict:
         "What the files of a snapshot hold that rank `i` writes, by name: its rows of a sharded model; rank 0 the rest"
         model = get_model(self.learn.model).state_dict()
-        (model,opt,cbs),rows = take_apart((model,self.opt.state_dict(),cbs))
+        (model,opt,cbs),rows = split_rows((model,self.opt.state_dict(),cbs))
         res = {f'rows_{i}': dict(rows=rows)} if rows else {}
         state = dict(opt=to_plain(opt, 'optimizer'), cbs=cbs, ranks=to_plain(ranks, 'ranks'))
         return res | (dict(model=to_plain(model, 'model'), state=state) if i==0 else {})
@@ -242,14 +242,14 @@ class Saving:
         at = self.last
         return dict(run=self.run_id, epoch=at['epoch'], step=at['step'], place=at, config=self.config)
 
-    def remember(self, held):
+    def remember(self, captured):
         "Write the state to memory, with what is new in its growing lists. Sync point"
         mem,cbs = self.memory,self.learn.cbs
-        found = self._gather((held['own'],mem.tails.take(lists_of(cbs, 'rank_state'))))
+        found = self._gather((captured['own'],mem.tails.take(lists_of(cbs, 'rank_state'))))
         info,changes = self._info(),mem.tails.take(lists_of(cbs, 'fit_state'))
         if mem.leads: info['journal'] = mem.add(dict(all=changes, ranks=[o for _,o in found]))
         own = [o for o,_ in found]
-        pending = self._write(mem.folder, mem.leads, held['cbs'], own, info, mem.check_room, keep=mem.n_kept)
+        pending = self._write(mem.folder, mem.leads, captured['cbs'], own, info, mem.check_room, keep=mem.n_states)
         if pending: pending.result()
 
     def wait(self, n=0)->str:
@@ -281,7 +281,7 @@ class Restoring:
         check_run(info['config'], self.config, self.at, getattr(self.learn, 'fits_done', 0), self.source)
         self._load(**found.parts)
         self._set_start()
-        self._say(found)
+        self._report_start(found)
 
     def _settle_memory(self, found):
         """Forget what the fit does not go on from: a state that not all ranks have would be taken for one that they
@@ -314,7 +314,7 @@ class Restoring:
         self.learn.start_at = StartAt(epoch, at.get('iter', 0), at['phase']=='validate')
         self.learn.train_iter,self.learn.pct_train = at['step'],at['pct_train']
 
-    def _say(self, found):
+    def _report_start(self, found):
         if not is_rank0(): return
         if found.bad: warn(f'{"; ".join(found.bad)}: going on from {self.source}, which is older')
         now = dict(ranks=self.config['ranks']) if shrinks() else {}
@@ -323,9 +323,9 @@ class Restoring:
                  'schedule go on with their numbers in the checkpoint')
         at,when = self.at,time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found.info['time']))
         source = self.source if isinstance(self.source, str) else f'the checkpoint {self.source}'
-        said = f'going on in epoch {at["epoch"]} after step {at["step"]}, from'
-        if at['phase']=='done': said = f'this fit was done already, after {at["step"]} steps:'
-        getattr(self.learn, 'say', self.learn.logger)(f'{said} {source} of {when}') # as our Learner or fastai's does
+        text = f'going on in epoch {at["epoch"]} after step {at["step"]}, from'
+        if at['phase']=='done': text = f'this fit was done already, after {at["step"]} steps:'
+        getattr(self.learn, 'say', self.learn.logger)(f'{text} {source} of {when}') # as our Learner or fastai's does
 
     def _load_callbacks(self):
         cbs = self.learn.cbs
@@ -377,7 +377,7 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
         # save there ('files', 'memory') at the next common point of all ranks; stop after that
         self.due,self.stopping = set(),False
         # the state that was captured before validation; Futures of checkpoints that are being written
-        self.held,self.pending = None,[]
+        self.captured,self.pending = None,[]
         self.last = self.at = None # the positions of the newest checkpoint, and of the one that this fit will resume at
         self.unsettled = False # whether DDP still has its initial buckets
         # alone, a loader and what it is read by; what seeds its order, its samples and its batches
@@ -430,7 +430,7 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
 
     def after_train(self): self.phase = 'trained'
     def after_validate(self):
-        if self.active and self.phase=='validate': self.phase,self.held = 'validated',None
+        if self.active and self.phase=='validate': self.phase,self.captured = 'validated',None
     def after_fit(self): self.nested = max(self.nested-1, 0)
     def cleanup(self):
         if not self.active: return
@@ -445,7 +445,7 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
             with self.lock: os.unlink(self.lock.name)
         self.memory = self.lock = None
 
-left_out.append(Checkpoint)
+finder_skips.append(Checkpoint)
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c007
 class _Early(Callback):

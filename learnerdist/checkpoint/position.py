@@ -98,7 +98,7 @@ def go_back(dl:PlacedLoader, at:dict, alike, state):
     dl.had = n = at['iter']
     alike = alike and at['data']==place_in_epoch(dl, 0)['data']
     if alike and state is not None and _with_state(dl) is not None: dl.begin = state
-    elif at['done'] is not None and _unit(dl): dl.offset,dl.dealer.left_at = n,(dl.dealer.epoch,at['done'])
+    elif at['done'] is not None and _unit(dl): dl.offset,dl.dealer.already_read = n,(dl.dealer.epoch,at['done'])
     elif alike: dl.again = n
     else:
         raise ValueError('this checkpoint was made in mid-epoch, and the rest of the epoch cannot be dealt to '

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..core.collectives import gather_objects
 from ..core.env import group_rank,group_size,group_timeout,is_rank0,local_rank,local_size
 from ..core.env import pack_error,shared_store,unpack_error,wait_keys
-from ..core.files import free_bytes,kept_folder,own_folder,whole_file
+from ..core.files import free_bytes,launcher_memory,own_folder,whole_file
 from ..core.remote import Remote,RemoteError,copied,here,written
 from ..core.shards import is_part,map_tensors,put_together
 from ..core.stacks import need
@@ -185,11 +185,11 @@ def read_snapshot(folder, info:dict, names=('model','state'), like=None, check=T
     rows = cache(lambda i: part(f'rows_{i}', True, check)['rows'])
     return {k: {j: put_together(v, rows, n, like) for j,v in o.items()} for k,o in parts.items()}
 
-def _read_part(path, said, mapped, check):
+def _read_part(path, expected, mapped, check):
     try: data = map_bytes(here(path)) if mapped else read_bytes(here(path))
     except FileNotFoundError as e: raise DamagedFile(f'{path} is missing') from e
     except OSError as e: raise DamagedFile(f'{path} cannot be read ({e.strerror})') from e
-    if (check or not mapped) and [len(data),zlib.crc32(data)]!=said:
+    if (check or not mapped) and [len(data),zlib.crc32(data)]!=expected:
         raise DamagedFile(f'{path} is not what was written: its size or its checksum differs')
     # older torch runs code in others
     need(data[:4]==b'PK\3\4', f'{path} is no file of a checkpoint, and is not read')
@@ -249,7 +249,7 @@ def newest_good(path, like=None, after=None, together=False)->Found:
                 if why is None: return Found(path/name, info, bad, parts)
                 bad.append(why)
     if bad and not after:
-        raise ValueError(f'no checkpoint in {path} is good: {"; ".join(bad)}. To begin anew, use another folder')
+        raise ValueError(f'no checkpoint in {path} is good: {"; ".join(bad)}. To start over, use another folder')
 
 def _checked(folder, info, like):
     "(its states, None), or (None, what is damaged)"
@@ -361,9 +361,9 @@ def replay(lines)->dict:
 class States:
     "The newest states of a fit, in a folder in memory that outlives ranks. OSError without a launcher that has one"
     def __init__(self, name:str):
-        self.folder = kept_folder()/hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+        self.folder = launcher_memory()/hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
         self.leads = group_size()==1 or is_rank0() or local_rank()==0 # writes what all ranks have
-        self.n_kept = 1 if local_size()>=group_size() else 2
+        self.n_states = 1 if local_size()>=group_size() else 2
         self.tails,self.journal = Tails(),None
         self.seen,self.whole = False,False # whether any state was found; whether one is complete
 

@@ -128,15 +128,15 @@ def forget_fsdp(m, names):
         if k.startswith('__composable_api') or 'fsdp' in k: delattr(m, k)
     find('module_states', {}).pop(m, None)
 
-def held_grads(model, drop=False)->list:
-    """The gradients of micro-batches that were not exchanged, as FSDP2 keeps them on this rank. model: that
+def whole_grads(model, drop=False)->list:
+    """The gradients of micro-batches that were not exchanged, as FSDP2 stores them on this rank. model: that
     `fully_shard` was applied to; drop: whether FSDP2 is to forget them; returns: tensors of whole shape"""
     states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, '_get_fsdp_state')]
     of_state = lambda s: getattr(s, '_fsdp_param_groups', None) or [s._fsdp_param_group]
     params = [p for s in states for g in of_state(s) if g is not None for p in g.fsdp_params]
-    held,whole = 'unsharded_accumulated_grad','_unsharded_param'
+    attr,whole = 'unsharded_accumulated_grad','_unsharded_param'
     # of 2.15: a property, of the next
-    owners = [(p,held) for p in params if not hasattr(type(p), held)]
+    owners = [(p,attr) for p in params if not hasattr(type(p), attr)]
     owners += [(o,'grad') for p in params if (o := getattr(p, whole, None)) is not None]
     res = [t for o,k in owners if (t := getattr(o, k, None)) is not None]
     if drop:

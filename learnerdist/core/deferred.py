@@ -62,7 +62,7 @@ class Recipe:
 
     @torch.no_grad()
     def value(self, t)->Tensor:
-        "A deferred tensor, computed as it was in the constructor. Random streams are left as they are"
+        "A deferred tensor, computed as it was in the constructor. Random streams do not change"
         real = {}
         def get(o):
             if not self.knows(o): return o
@@ -108,7 +108,7 @@ class _Deferring(TorchDispatchMode or object):
         kw = {k: v for k,v in kwargs.items() if k!='generator'}
         if kw.get('device') is not None: kw['device'] = torch.device('meta')
         try: return func(*tree_map(shape, args), **tree_map(shape, kw))
-        except (RuntimeError,NotImplementedError): return None # where the arguments are at fault, real ones will say so
+        except (RuntimeError,NotImplementedError): return None # if arguments are wrong, real ones raise the error
 
 class _AsOnCPU(TorchFunctionMode):
     "Within it, Python sees deferred tensors as those of the CPU: `nn.init` leaves those of the meta device alone"

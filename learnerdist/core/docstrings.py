@@ -25,6 +25,6 @@ def _add(func, more):
     from fastcore.docments import docments
     try: found = {k: v or more.get(k) for k,v in docments(func, args_kwargs=True).items()}
     except (OSError, SyntaxError, TypeError): return # no source; an older fastcore
-    said = '\n'.join(f"{'returns' if k=='return' else k}: {v}" for k,v in found.items() if v)
+    text = '\n'.join(f"{'returns' if k=='return' else k}: {v}" for k,v in found.items() if v)
     doc = func.__doc__ or ''
-    if said not in doc: func.__doc__ = f'{doc}\n\n{said}'.strip()
+    if text not in doc: func.__doc__ = f'{doc}\n\n{text}'.strip()

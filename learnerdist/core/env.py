@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from .compat import abort_group,default_store,destroy_group,fake_store,set_timeout
 from .files import environment
-from .hosts import foreign_rank,said_alone
+from .hosts import alone_warning,foreign_rank
 from .stacks import frames_of_thread,preempted_status,users_frame,warn
 
 # %% ../../nbs/core/01_env.ipynb #c004l
@@ -178,14 +178,14 @@ def _check_on(store, keys):
     "`RankError` if a rank has left without setting its key, or if a rank has failed in this rank's section"
     shared = shared_store()
     found = [o for o in section if shared.check([o])]
-    left = [r for r in keys if shared.check([f'left/{r}'])] if shared.check(['left']) else []
-    found += [f'left/{r}' for r in left if not store.check([keys[r]])]
+    gone = [r for r in keys if shared.check([f'left/{r}'])] if shared.check(['left']) else []
+    found += [f'left/{r}' for r in gone if not store.check([keys[r]])]
     if found: raise unpack_error(shared.get(found[0]).decode())
 
 def wait_keys(store, keys:dict, timeout_s, what='', unless=None)->list:
     """Wait until each of these ranks has set its key; `RankError` if one of them has left, or the section has failed.
     keys: from each rank to the key that it will set; timeout_s: seconds to wait; what: what the ranks are to do,
-    such as 'to load a.pth': said on stderr after 5 seconds; unless: a key that ends the waiting, once it is set;
+    such as 'to load a.pth': printed on stderr after 5 seconds; unless: a key that ends the waiting, once it is set;
     returns: the values, in the order of `keys`; None after `timeout_s` seconds, or because of `unless`"""
     if _plan and 0 in keys: keys = dict.fromkeys(keys, keys[0])
     start,ended = time.monotonic(),False
@@ -195,24 +195,24 @@ def wait_keys(store, keys:dict, timeout_s, what='', unless=None)->list:
         # the keys may have been set just before it: look again
         ended = unless is not None and store.check([unless])
         if waited>.1: _check_on(store, keys)
-        if waited>5: what = what and _say_waiting(store, keys, what)
+        if waited>5: what = what and _print_waiting(store, keys, what)
         time.sleep(min(.5, .002+waited/10))
     return [o.decode() for o in store.multi_get([*keys.values()])]
 
-def _say_waiting(store, keys, what):
+def _print_waiting(store, keys, what):
     "Print on one of the waiting ranks what they wait for"
     absent = [r for r,k in keys.items() if not store.check([k])]
-    if absent: _say_once(store, f'said/{keys[absent[0]]}', f'rank {", ".join(map(str, absent))} {what}')
+    if absent: _print_once(store, f'said/{keys[absent[0]]}', f'rank {", ".join(map(str, absent))} {what}')
     return ''
 
-def _say_once(store, key, what):
-    "Say on stderr, on the first rank that comes to it, what this rank waits for"
+def _print_once(store, key, what):
+    "Print on stderr, on the first rank that comes to it, what this rank waits for"
     me = str(own_rank())
     if store is None or store.compare_set(key, '', me).decode()==me:
         print(f'rank {me} waits for {what}', file=sys.stderr, flush=True)
 
 class Waits:
-    "Says on stderr for what the main thread waits, once it has done so for 5 s"
+    "Prints on stderr what the main thread waits for, after 5 s"
     def __init__(self): self.what,self.since,self.n,self.thread = '',0.,0,None
 
     @contextmanager
@@ -230,16 +230,16 @@ class Waits:
         finally: self.what = ''
 
     def _watch(self):
-        said = 0
+        printed = 0
         while True:
             time.sleep(1)
             what,n = self.what,self.n
-            if not what or n==said or time.perf_counter()-self.since<5: continue
-            said = n
+            if not what or n==printed or time.perf_counter()-self.since<5: continue
+            printed = n
             at = users_frame(frames_of_thread(threading.main_thread().ident))
             with suppress(RuntimeError): # the group has ended
                 text = f'the other ranks in {what} ({at}), which all ranks have to call'
-                _say_once(shared_store(), f'said/{what}/{n}', text)
+                _print_once(shared_store(), f'said/{what}/{n}', text)
 
 waits = Waits()
 
@@ -277,7 +277,7 @@ def phase()->str:
     return f'{name}{_counts[name]}'
 
 def next_phase():
-    "Called on all ranks, before they wait for one another: rank 0 says in the store that this phase is over"
+    "Called on all ranks, before they wait for one another: rank 0 records in the store that this phase is over"
     name,store = ''.join(section)+'/phase',shared_store() if own_rank()==0 else None
     if store is not None: store.set(f'{name}{_counts[name]}/over', '')
     _counts[name] += 1
@@ -297,12 +297,12 @@ def _open(device, backend, timeout_s, name):
         dist.destroy_process_group()
         raise
 
-def everyones(word:str, what:str, store, timeout_s, said='')->list:
+def everyones(word:str, what:str, store, timeout_s, purpose='')->list:
     """Send `word` to all ranks; returns the word of each rank, None for a rank that did not send one in time. what:
-    beginning of the keys in the store; said: as `what` of `wait_keys`"""
+    beginning of the keys in the store; purpose: as `what` of `wait_keys`"""
     keys = {r: f'{what}/{r}' for r in range(dist.get_world_size() if in_group() else num_distrib())}
     store.set(keys[own_rank()], word)
-    found = wait_keys(store, keys, timeout_s, said)
+    found = wait_keys(store, keys, timeout_s, purpose)
     return found or [store.get(k).decode() if store.check([k]) else None for k in keys.values()]
 
 # %% ../../nbs/core/01_env.ipynb #c021
@@ -338,8 +338,8 @@ _plan = [] # Not empty in a `planned_group`
 
 @contextmanager
 def planned_group(world_size:int):
-    """Context with torch's fake group of so many ranks, in which this process is rank 0, and all others do and say what
-    it does. ValueError in an open group, or on one of several ranks"""
+    """Context with torch's fake group of so many ranks, in which this process is rank 0, and the others copy what it
+    does. ValueError in an open group, or on one of several ranks"""
     if in_group() or num_distrib()>1: raise ValueError('a plan is made by a process that is no rank of another run')
     store = fake_store()
     if store is None: raise ValueError(f'torch {torch.__version__} has no fake process group, by which a plan is made')
@@ -419,7 +419,7 @@ _users = [] # A list with the timeout in seconds, for each open context
 
 def _open_ours(cuda_id, **kw):
     was_open = in_group()
-    if not num_distrib() and (said := said_alone()): warn(said)
+    if not num_distrib() and (text := alone_warning()): warn(text)
     with noting_loops():
         if num_distrib()<2: device = default_device(cuda_id)
         else: device = setup_distrib(cuda_id, timeout_s=group_timeout(), **kw)

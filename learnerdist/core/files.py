@@ -43,7 +43,7 @@ def _lock(path):
 def own_folder(parent):
     """A new folder, which only this user may read; it is removed at the end of the body, or by the next process.
     parent: a folder, in which it is made"""
-    for old in Path(parent).glob(f'{_name}*'): # that killed processes have left
+    for old in Path(parent).glob(f'{_name}*'): # of killed processes
         fd = _lock(old)
         if fd is None: continue
         shutil.rmtree(old, ignore_errors=True)
@@ -65,7 +65,7 @@ def memory()->str:
     return next((o for o in known if o and os.path.isdir(o) and os.access(o, os.W_OK)), None)
 
 def shrinks()->bool:
-    "Whether the launcher starts the ranks again that are left when others have died"
+    "Whether the launcher restarts the remaining ranks when others have died"
     return os.environ.get(_policy)=='shrink'
 
 @contextmanager
@@ -87,7 +87,7 @@ def memory_folder(on_failure='restart'):
     with own_folder(parent) if parent else nullcontext() as path:
         with environment(**{_var: path, _policy: on_failure}): yield
 
-def kept_folder()->Path:
+def launcher_memory()->Path:
     "The folder in memory of this rank's launcher. OSError without one"
     if _var in os.environ: return Path(os.environ[_var])
     raise OSError('only ranks that learnerdist.launch has started on Linux have memory that outlives them')

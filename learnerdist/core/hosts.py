@@ -119,8 +119,8 @@ def foreign_rank(env=os.environ)->dict:
         task = find_task(env)
         return {k: str(v) for k,v in rank_env(task, env).items()} if task else {}
     rank,size = found[:2]
-    said = f'{rank}={env[rank]}'
-    if not env.get(size): raise ValueError(f'{said}, but {size} is not set: set RANK and WORLD_SIZE, or use torchrun')
+    text = f'{rank}={env[rank]}'
+    if not env.get(size): raise ValueError(f'{text}, but {size} is not set: set RANK and WORLD_SIZE, or use torchrun')
     n,is_local = _number(env, size),env.get(found[3]) == env[size]
     if n < 2: return {}
     first = '127.0.0.1' if is_local else first_host(_first(env, 'SLURM_JOB_NODELIST'))
@@ -128,8 +128,8 @@ def foreign_rank(env=os.environ)->dict:
     job = _first(env, 'PMIX_NAMESPACE', 'SLURM_JOB_ID') or str(_starter(rank))*is_local
     port = env.get('MASTER_PORT') or job and str(15000 + zlib.crc32(job.encode())%10000)
     if not addr or not port:
-        said += f' and {size}={n} on several machines, but {"MASTER_PORT" if addr else "MASTER_ADDR"} is not set'
-        raise ValueError(f'{said}: set MASTER_ADDR to the first, MASTER_PORT to a free port there')
+        text += f' and {size}={n} on several machines, but {"MASTER_PORT" if addr else "MASTER_ADDR"} is not set'
+        raise ValueError(f'{text}: set MASTER_ADDR to the first, MASTER_PORT to a free port there')
     res = dict(RANK=env[rank], WORLD_SIZE=str(n), MASTER_ADDR=addr, MASTER_PORT=port)
     local = {k: env[o] for k,o in zip(('LOCAL_RANK','LOCAL_WORLD_SIZE'), found[2:]) if env.get(o)}
     return res | local
@@ -143,8 +143,8 @@ def _starter(name):
     return pid
 
 # %% ../../nbs/core/00_hosts.ipynb #a10c0001
-def said_alone(env=os.environ)->str:
-    "What to say to a process that is alone although Slurm has allocated several tasks; '' in a task, or without Slurm"
+def alone_warning(env=os.environ)->str:
+    "The warning for a process that is alone although Slurm has allocated several tasks; '' in a task, or without Slurm"
     counts = [(int(env[k]),k) for k in ('SLURM_NNODES','SLURM_NTASKS') if env.get(k, '').isdigit()]
     n,name = max(counts, default=(0, ''))
     if n < 2 or _in_step(env): return ''

@@ -145,7 +145,7 @@ def _fill(t, n, was): # one that has not changed stays untouched: a graph may ho
 
 # %% ../../nbs/core/04_random.ipynb #c017
 class shared_rng:
-    "Context with its own random streams of torch (CPU), Python and numpy. Entered again, it goes on where it left off"
+    "Context with its own random streams of torch (CPU), Python and numpy. Entered again, it continues"
     def __init__(self,
         *seeds:int,    # The same on all ranks: seed, epoch, …
         generators=()  # Further `torch.Generator`s to include, such as those of a sampler
@@ -160,7 +160,7 @@ class shared_rng:
         numpys = np and np.random.RandomState(s%2**32).get_state()
         self.inner = (random.Random(s).getstate(),numpys,cpu,None),gens
     def _swap(self, state):
-        "Set these streams, and return their old states. The GPU's is left alone, since no sampler draws from it"
+        "Set these streams, and return their old states. The GPU's does not change, since no sampler draws from it"
         old = rng_state(cuda=False),[g.get_state() for g in self.gens]
         set_rng_state(state[0])
         for g,o in zip(self.gens, state[1]): g.set_state(o)

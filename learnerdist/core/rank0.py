@@ -104,7 +104,7 @@ def await_save(
     if state: raise unpack_error(state)
 
 def _of_rank0(store, path, timeout_s):
-    "What rank 0 says as it loads `path`: an empty text if the file is there, 'missing', or the error of its save"
+    "What rank 0 reports when it loads `path`: an empty text if the file is there, 'missing', or the error of its save"
     while True: # rank 0 may have loaded other files of this name by itself
         key,over = f'{_loads(path)}/{count(_loads(path))}',f'{phase()}/over'
         try: found = wait_key(store, key, timeout_s, 0, f'to load {path}, as all ranks do', over)

@@ -39,7 +39,7 @@ class Remote:
                 time.sleep(s)
 
     def _ask(self, f, missing):
-        "What the file system says of the path now, and not what it remembers"
+        "The information of the file system about the path now, without its cache"
         self.fs.invalidate_cache()
         try: return self._try(f, self.path)
         except FileNotFoundError: return missing

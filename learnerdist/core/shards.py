@@ -96,7 +96,7 @@ def memory_of(t)->tuple:
 
 _mark = '__rows__' # In place of a part: its number among the rows, and the whole's shape
 
-def take_apart(state)->tuple:
+def split_rows(state)->tuple:
     """A skeleton, which is the same on all ranks, and this rank's rows. Parts that share memory are one. state: state
     dicts, in dicts, lists and tuples; returns: (`state` with marks in place of parts, this rank's rows)"""
     rows,seen = [],{}
@@ -138,7 +138,7 @@ def shard_place(like)->tuple:
     return at[i],mesh.size(i),any(at[:i]+at[i+1:])
 
 # %% ../../nbs/core/05_shards.ipynb #h16k02
-class Kept(NamedTuple):
+class StoredPart(NamedTuple):
     "A rank's part of a tensor, after the group that it was made in: the `source` of a tensor on the meta device"
     own:Tensor
     at:tuple   # (shape of the mesh, this rank's place in it)
@@ -154,7 +154,7 @@ class Kept(NamedTuple):
         shape; device: as in `part_of`"""
         (shape,at),new = self.at,_place(like)
         if self.at!=new:
-            raise ValueError(f'kept parts of a mesh {shape}, at {at}, do not fit one of {new[0]}, at {new[1]}: go on '
+            raise ValueError(f'stored parts of a mesh {shape}, at {at}, do not fit one of {new[0]}, at {new[1]}: go on '
                              'with as many ranks and replicas, or save and load')
         return part_from(self.own.to(device or device_of(like)), like)
 
@@ -164,7 +164,7 @@ def keep_part(t)->Tensor:
     "A tensor on the meta device whose `source` is this rank's part of `t`; what is no part is returned as it is"
     if not is_part(t): return t
     res = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device='meta')
-    res.source = Kept(t.detach().to_local(), _place(t))
+    res.source = StoredPart(t.detach().to_local(), _place(t))
     return res
 
 # %% ../../nbs/core/05_shards.ipynb #h7a80927

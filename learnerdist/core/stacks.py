@@ -103,7 +103,7 @@ def answer_asks(pid)->str:
     folder = report_folder()
     f = open(folder/'stack.txt', 'w') if folder else NamedTemporaryFile('w', prefix='stack-')
     if ask: faulthandler.register(ask, f, all_threads=False)
-    _kept.append(f)
+    _files.append(f)
     if folder: (folder/'pid').write_text(str(pid))
     return f.name
 
@@ -116,7 +116,7 @@ def answerer(shift:int)->tuple:
     there = here.parent/str(int(here.name)+shift)
     if (there/'pid').exists(): return int((there/'pid').read_text()),str(there/'stack.txt')
 
-_kept,_head = [],'Stack (most recent call first):'
+_files,_head = [],'Stack (most recent call first):'
 
 def stack_of(pid:int, file, timeout_s=10)->str:
     """The present Python stack of another process's main thread. pid: a process on this machine; file: the path that

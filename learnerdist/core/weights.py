@@ -98,10 +98,10 @@ def load_plain(data:bytes, path, device='cpu', mapped=False):
     try: return torch.load(source, map_location=device, weights_only=True, **kw)
     except Exception as e:
         code = re.search(r'GLOBAL ([\w.]+)', str(e))
-        said = f'{path} holds more than tensors and plain data'
-        if code: raise ValueError(f'{said} ({code[1]}), and is not read: a file could run code') from e
+        message = f'{path} holds more than tensors and plain data'
+        if code: raise ValueError(f'{message} ({code[1]}), and is not read: a file could run code') from e
         why = (str(e).splitlines() or [''])[0][:200]
-        raise DamagedFile(f'{said}, or is damaged ({type(e).__name__}: {why})') from e
+        raise DamagedFile(f'{message}, or is damaged ({type(e).__name__}: {why})') from e
 
 # %% ../../nbs/core/06_weights.ipynb #ckw11
 _mark = re.compile(rb'"learnerdist":"crc32 ([0-9a-f]{8})"') # in the header

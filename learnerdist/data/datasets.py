@@ -27,7 +27,7 @@ def read_rows(ds, idxs:list):
     cols = columns_of(ds)
     if cols is None: return None
     while type(ds) is Subset: idxs,ds = [ds.indices[i] for i in idxs],ds.dataset
-    # as the samples' own errors and rules say
+    # then the data set's own rules apply, with its errors
     if {*map(type, idxs)}!={int} or not 0<=min(idxs)<=max(idxs)<len(ds): return None
     rows = torch.tensor(idxs)
     return [t.index_select(0, rows) for t in cols]

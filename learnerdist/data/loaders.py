@@ -116,7 +116,7 @@ _COLLATES = (default_collate, default_convert, _rows_tensor)
 def loader_settings(dl:DataLoader)->dict:
     "The arguments of `DataLoader`, other than the data set, that make a loader like `dl`"
     res = {o:getattr(dl, o) for o in _OPTIONS if hasattr(dl, o)}
-    # left to torch, since the default depends on batch_size
+    # torch's, since the default depends on batch_size
     if res['collate_fn'] in _COLLATES: res['collate_fn'] = None
     bs,drop = dl.batch_sampler,['batch_sampler']
     if isinstance(dl.dataset, IterableDataset): drop = ['sampler', 'batch_sampler']
@@ -195,7 +195,7 @@ def read_loader(dl):
     return batches(dl) if type(dl) is DataLoader else iter(dl)
 
 def batch_shape(dl)->tuple:
-    """What a loader says about its batches. dl: any loader; returns: (samples in a batch, None if not known; whether
+    """What a loader shows of its batches. dl: any loader; returns: (samples in a batch, None if not known; whether
     an incomplete last batch is dropped)"""
     bs = getattr(dl, 'batch_sampler', None)
     if type(bs) is BatchSampler: return bs.batch_size,bs.drop_last
@@ -215,7 +215,7 @@ def split_batch(b, n_inp=None):
     return tuple(b[:n]),tuple(b[n:])
 
 def call_model(f, xb, model):
-    """The prediction of `f` for a batch. Keys of a dict that `forward` does not name are left out. f: the model, or a
+    """The prediction of `f` for a batch. Keys of a dict that `forward` does not name are dropped. f: the model, or a
     wrapper around it; xb: the inputs of a batch, each an argument. A single dict whose keys `forward` takes by name
     becomes keyword arguments; model: the model whose `forward` is looked at; of a wrapper, the one inside"""
     if len(xb)!=1 or isinstance(xb[0], Tensor) or not isinstance(xb[0], Mapping): return f(*xb)

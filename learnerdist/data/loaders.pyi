@@ -93,7 +93,7 @@ def read_loader(dl):
     """Iterator over any loader"""
 
 def batch_shape(dl) -> tuple:
-    """What a loader says about its batches. dl: any loader; returns: (samples in a batch, None if not known; whether
+    """What a loader shows of its batches. dl: any loader; returns: (samples in a batch, None if not known; whether
     an incomplete last batch is dropped)"""
 
 all_inputs: Any
@@ -104,7 +104,7 @@ def split_batch(b, n_inp=None):
     returns: (inputs, targets), two tuples"""
 
 def call_model(f, xb, model):
-    """The prediction of `f` for a batch. Keys of a dict that `forward` does not name are left out. f: the model, or a
+    """The prediction of `f` for a batch. Keys of a dict that `forward` does not name are dropped. f: the model, or a
     wrapper around it; xb: the inputs of a batch, each an argument. A single dict whose keys `forward` takes by name
     becomes keyword arguments; model: the model whose `forward` is looked at; of a wrapper, the one inside"""
 

@@ -48,7 +48,7 @@ def _leaf(o, n):
     return o[None] if isinstance(o, Tensor) and not o.ndim else o
 
 def listed(b):
-    "The parts of a batch; a part that collation left as a tuple is a list of samples"
+    "The parts of a batch; a tuple from collation is a list of samples"
     return [list(o) if type(o) is tuple else o for o in b]
 
 # %% ../../nbs/data/02_rows.ipynb #c007
@@ -166,7 +166,7 @@ def npy_header(shape, dtype)->bytes:
 @contextmanager
 def row_files(folder, together=True):
     """Files that all ranks write in place. Sync points. OSError for a full disk, before a row is written; after an
-    error no file is left. folder: its files appear whole when the body ends without an error, and replace those of
+    error no file remains. folder: its files appear whole when the body ends without an error, and replace those of
     the same names; together: whether all ranks of the group write these files; if not, this process alone does;
     returns: a function of (name, shape, dtype) that makes the `StoredRows` of `<name>.npy`"""
     first,made = not together or group_rank()==0,[]

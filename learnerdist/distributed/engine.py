@@ -109,7 +109,7 @@ class Batch:
         self.ahead = ahead # (this rank's items, those of all), shown by targets; None: a rank's do not
         self.cancelled = [] # The scopes that this rank has cancelled
         self.dropped = False # Whether the batch counts for nothing on this rank
-        self.left_out = False # Whether it was dropped before its items were counted
+        self.skipped = False # Whether it was dropped before its items were counted
         self.seen = None # Of one that is dropped after its loss: (whether it repeats samples, its items)
         # What the loss counts, before callbacks change targets and loss; samples of all ranks, where they are counted
         self.over = self.n = self.loss = self.n_rows = None
@@ -145,7 +145,7 @@ class EngineState(Runner):
         self.place,self.loop = Place.vote,Loop()
         # The scope that all ranks leave, until they hear of it in `after_cancel_…`
         self.agreed = None
-        # The Checkpoint, which adds requests to save and stop to each vote, and is told the result
+        # The Checkpoint, which adds requests to save and stop to each vote, and receives the result
         self.watcher = None
     @property
     def ddp(self):
@@ -226,7 +226,7 @@ class Dealing(Contexts):
         self.shares = [o for o in shares if o is not None]
 
     def share(self, dl, pad):
-        """This rank's shard of any loader; one that is sharded already is left alone. `pad` is 'batch' for training (as
+        """This rank's shard of any loader; a sharded one stays as it is. `pad` is 'batch' for training (as
         many batches on every rank), False for evaluation (whole batches)"""
         if isinstance(dl, Unshared): return dl
         if isinstance(dl, (list,tuple)) and not is_split(dl): dl = loader_of(dl)
@@ -315,14 +315,14 @@ class Loops(Dealing):
         if self.links is None: return
         if training:
             self.loop.dl,self.loop.known = self.learn.dl,step_rows(self.learn.dl) is not None
-            self._say_repeats(getattr(self.learn.dl, 'dealer', None))
+            self._warn_repeats(getattr(self.learn.dl, 'dealer', None))
             self.loop.looks = self.device.type=='cpu' and not self.adapter.may_change(early)
             self.self_check.begin_loop()
         self.agree()
         self.learn.dl = Steps(self.learn.dl, self)
 
-    def _say_repeats(self, dealer):
-        "Report repeated samples that cannot be left out. The same on every rank"
+    def _warn_repeats(self, dealer):
+        "Warn of repeated samples that cannot be dropped. The same on every rank"
         if dealer is None or dealer.pad!='batch' or dealer.bs: return
         dl,W = self.loop.dl,self.links.world_size
         if not (dl.n_total or dl.n_total!=0)%W: return
@@ -346,7 +346,7 @@ class Steps(LoaderWrapper):
             b = [*islice(it, 1)]
             more = e.next_batch(done, b, k)
             if not more: return
-            if training and more<W: return self._say_left_out(k, more, b)
+            if training and more<W: return self._warn_uneven(k, more, b)
             if b: yield b[0]
             else:
                 e.place = Place.valid_batch
@@ -359,7 +359,7 @@ class Steps(LoaderWrapper):
         first = [*islice(it, 1)]
         return iter(dl) if dl.dealer.compare(gather_objects, type(ds).__name__) else chain(first, it)
 
-    def _say_left_out(self, k, more, b):
+    def _warn_uneven(self, k, more, b):
         W,n = group_size(),self.engine.loop.n_steps
         need(k, f'{W-more} of {W} ranks have no training batch')
         if b: warn(f'rank {group_rank()} had more training batches than another: this epoch ends after {n}')
@@ -439,7 +439,7 @@ class Batches(Steering):
         empty = micro.begin(self.learn)
         self.more = micro.i<micro.k-1
         self.waits = self.more or self.auto
-        self.repeated = self.loop.repeats or batch.left_out or empty
+        self.repeated = self.loop.repeats or batch.skipped or empty
         stats.muted = self.repeated
         if self.replica: self.replica.exchange(not (self.more or self.auto))
     def in_parts(self, f):
@@ -491,7 +491,7 @@ class Batches(Steering):
         batch = self.loop.batch
         batch.micro.end(self.learn, loss_over(self.learn).kind=='sum')
         batch.micro,self.more,self.waits = None,False,False
-        self.repeated = self.loop.repeats or batch.left_out
+        self.repeated = self.loop.repeats or batch.skipped
         stats.muted = self.repeated
 
     def check_batch(self):
@@ -583,7 +583,7 @@ class Batches(Steering):
     def end_batch(self):
         "After a batch, before other callbacks"
         batch = self.loop.batch
-        if batch and batch.micro: self._end_parts() # which a cancel may have left in their midst
+        if batch and batch.micro: self._end_parts() # which a cancel may have interrupted
         if self.loop.evaluation: self.loop.evaluation.end_batch()
         if self.shards and not self.learn.training: self.shards.end_batch()
 
@@ -621,8 +621,8 @@ class Cancelling(Batches):
         else:
             batch.dropped = True
             if event=='after_loss': batch.seen = batch.seen or (self.repeated,self.learn.items)
-            if event in early[:-1]: self.repeated = batch.left_out = True
-            if batch.left_out and batch.micro: batch.micro.forget()
+            if event in early[:-1]: self.repeated = batch.skipped = True
+            if batch.skipped and batch.micro: batch.micro.forget()
             if event=='before_batch': stats.muted = True
         return True
 
@@ -648,7 +648,7 @@ class Cancelling(Batches):
 
     def _forget_parts(self):
         "Forget the gradients of micro-batches before, which this rank has not sent"
-        if hasattr(self.replica, 'held'): return self.replica.held(drop=True)
+        if hasattr(self.replica, 'whole_grads'): return self.replica.whole_grads(drop=True)
         for p in self.all_params(): p.grad = None
 
     def settle(self):

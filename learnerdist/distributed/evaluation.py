@@ -99,8 +99,8 @@ def _gather(self:Evaluation, m, red):
     with storage(self.engine.links, folder) as make:
         for obj,name,ks in self.lists:
             if obj is not red.obj: continue
-            kept,ns = getattr(obj, name),getattr(m, 'ns', None)
-            found[name] = gather_batches(kept, ks, ns, dst, make, name, folder is not None)
+            values,ns = getattr(obj, name),getattr(m, 'ns', None)
+            found[name] = gather_batches(values, ks, ns, dst, make, name, folder is not None)
     for name,got in found.items(): setattr(red.obj, name, self.adapter.as_kept(m, name, got))
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c026
@@ -110,25 +110,25 @@ _of_batch = 'xb','yb','pred','loss'
 def _keep(self:Evaluation):
     "Keep this batch for metrics that take batches"
     learn,i = self.learn,self.n_begun-1
-    kept = {k: to_cpu(to_detach(getattr(learn, k, None))) for k in _of_batch}
-    kept |= dict(items=vars(learn).get('items'), n_rows=batch_rows(learn), iter=self.number(i))
-    self.batches[i] = kept
+    saved = {k: to_cpu(to_detach(getattr(learn, k, None))) for k in _of_batch}
+    saved |= dict(items=vars(learn).get('items'), n_rows=batch_rows(learn), iter=self.number(i))
+    self.batches[i] = saved
 
 @patch
 def _feed(self:Evaluation, mets):
     "Reset `mets`, and let them accumulate the batches of all ranks. Sync point"
     for m in mets: m.reset()
-    kept = self.batches or {}
+    saved = self.batches or {}
     with _put_back(self.learn, *_of_batch, 'items','n_rows','iter'):
-        for i in range(max(gather_objects(max(kept, default=-1)))+1):
-            held = [o for o in gather_objects(kept.pop(i, None)) if o is not None]
-            of_one = len(held)>1 and len({o['iter'] for o in held})==1
-            for b in [whole_batch(held)] if of_one else held:
+        for i in range(max(gather_objects(max(saved, default=-1)))+1):
+            parts = [o for o in gather_objects(saved.pop(i, None)) if o is not None]
+            of_one = len(parts)>1 and len({o['iter'] for o in parts})==1
+            for b in [whole_batch(parts)] if of_one else parts:
                 vars(self.learn).update(to_device(b, self.engine.device))
                 for m in mets: m.accumulate(self.learn)
 
 def whole_batch(parts:list)->dict:
-    "The batch whose rows ranks were dealt, from what each of them has kept of it; its loss is the mean over samples"
+    "The batch whose rows ranks were dealt, from the part of each rank; its loss is the mean over samples"
     n = sum(o['n_rows'] for o in parts)
     res = dict(parts[0], items=None, n_rows=n)
     for k in ('xb','yb','pred'): res[k] = taking_turns([as_samples(o[k], o['n_rows']) for o in parts])

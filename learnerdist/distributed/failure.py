@@ -48,7 +48,7 @@ def _place(store, key, rank, end):
     "What a rank is doing; a rank that cannot be asked has until `end` to report it"
     waited,here = f'{key}/waited/{rank}',socket.gethostname()
     if store.check([f'stack/{rank}']): host,*known = json.loads(store.get(f'stack/{rank}'))
-    # it has not come so far as to say how to ask it
+    # that rank has not yet stored how to ask it
     else: host,known = here,answerer(rank-own_rank())
     text = 'has not come so far'
     if not store.check([waited]) and known and host==here:
@@ -97,19 +97,19 @@ def failing_together(undo):
         raise
     else:
         next_phase()
-        _say_out(f'{key}/out')
+        _announce_exit(f'{key}/out')
         undo() # frees a rank that waits for this one
         _after_rank0(f'{key}/through')
     finally:
         section.remove(key)
         undo()
 
-def _say_out(key):
+def _announce_exit(key):
     "For a rank 0 that still waits for this one"
     rank,store = own_rank(),shared_store()
     with suppress(dist.DistNetworkError):
-        left = dict(rank=rank, kind='exit', message='has left the context')
-        if rank and store is not None: store.set(key, json.dumps(left))
+        report = dict(rank=rank, kind='exit', message='has left the context')
+        if rank and store is not None: store.set(key, json.dumps(report))
 
 def _after_rank0(key, timeout_s=600):
     """Wait until rank 0 is through, but not longer than `timeout_s` seconds: the files which it has written in the

@@ -29,41 +29,41 @@ def _described(parts, ks, ns):
     template = tree_unflatten(range(len(cols)), spec) # torch's tree spec is not sent
     return dict(ks=ks, ns=ns, template=template, kinds=[*map(dense_kind, cols)], lens=lens)
 
-def _fit(told):
+def _fit(infos):
     "Whether the batches of all ranks have one structure"
-    specs = [tree_flatten(o['template'])[1] for o in told if o['ks']]
+    specs = [tree_flatten(o['template'])[1] for o in infos if o['ks']]
     return all(o==specs[0] for o in specs)
 
 def row_places(ks:list, lens:list)->tuple:
     """The places of rows in the order of the batches, a `range` for each of each rank's batches; the rows of each batch
     over all ranks. `ks` and `lens` are the numbers of each rank's batches, and their rows. Rows of a batch that was
     dealt like cards take turns"""
-    held = {}
+    rows = {}
     for r,(k,n) in enumerate(zip(ks, lens)):
-        for i,m in zip(k, n): held.setdefault(i, {})[r] = m
+        for i,m in zip(k, n): rows.setdefault(i, {})[r] = m
     found,start = [{} for _ in ks],0
-    for i in sorted(held):
-        ms,first = held[i],start
+    for i in sorted(rows):
+        ms,first = rows[i],start
         start += sum(ms.values())
         W,n = len(ms),sum(ms.values())
         dealt = W>1 and [*ms.values()]==[share_len(n, r, W, False) for r in range(W)]
         for j,(r,m) in enumerate(ms.items()):
             found[r][i] = range(first+j, start, W) if dealt else range(first, first+m)
             first += 0 if dealt else m
-    sizes = [sum(held[i].values()) for i in sorted(held)]
+    sizes = [sum(rows[i].values()) for i in sorted(rows)]
     return [[own[i] for i in k] for own,k in zip(found, ks)],sizes
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gath1
 class Gathered:
     "What all ranks have of each batch, in the order of the batches. Read it after the body of `storage`"
-    def __init__(self, told:list, leaves:list, lens:list):
+    def __init__(self, infos:list, leaves:list, lens:list):
         """From what each rank has (`_described`), leaves (`StoredRows`, tensors or lists), and the rows of each batch
         for each leaf; None for a list"""
-        self.leaves,self.lens,first = leaves,lens,next(o for o in told if o['ks'])
+        self.leaves,self.lens,first = leaves,lens,next(o for o in infos if o['ks'])
         self.spec = tree_flatten(first['template'])[1]
         self.classes = [kind and kind[2] for kind in first['kinds']]
         self.ns = {}
-        for k,n in sorted(o for t in told if t['ks'] for o in zip(t['ks'], t['ns'])): self.ns[k] = self.ns.get(k, 0)+n
+        for k,n in sorted(o for t in infos if t['ks'] for o in zip(t['ks'], t['ns'])): self.ns[k] = self.ns.get(k, 0)+n
     def _read(self):
         for i,o in enumerate(self.leaves):
             if isinstance(o, StoredRows): self.leaves[i] = o.read().as_subclass(self.classes[i]) # once
@@ -89,36 +89,36 @@ def gather_batches(parts:list, ks:list, ns=None, dst:int=None, make=None, name='
     name; without it they travel. None if no rank has any batch. Sync point"""
     parts,given,ns = [*parts],parts,[0]*len(ks) if ns is None else ns
     given.clear()
-    told = gather_objects(_described(parts, ks, ns))
+    infos = gather_objects(_described(parts, ks, ns))
     # a list may be read in two ways; else the batches are leaves
     for read in (loosely,lambda o: Samples([o])):
-        if _fit(told): break
+        if _fit(infos): break
         parts = [read(o) for o in parts]
-        told = gather_objects(_described(parts, ks, ns))
-    if not any(o['ks'] for o in told): return None
-    first = next(o for o in told if o['ks'])
+        infos = gather_objects(_described(parts, ks, ns))
+    if not any(o['ks'] for o in infos): return None
+    first = next(o for o in infos if o['ks'])
     cols = aligned(parts)[0] if parts else [[] for _ in first['kinds']]
     parts.clear()
     leaves,lens = [],[]
     for i,(own,leaf) in enumerate(zip(cols, leaf_names(first['template'], name))):
-        kinds = {o['kinds'][i] for o in told if o['ks']}
+        kinds = {o['kinds'][i] for o in infos if o['ks']}
         dense = len(kinds)==1 and None not in kinds
         if in_files and not dense and not group_rank():
             warn(f'{leaf}: rows of different shapes fit no file: {_in_memory}')
-        got,n = _dense(own, told, i, dst, make, leaf) if dense else (_pickled(own, ks, dst),None)
+        got,n = _dense(own, infos, i, dst, make, leaf) if dense else (_pickled(own, ks, dst),None)
         leaves.append(got)
         lens.append(n)
-    return Gathered(told, leaves, lens) if dst in (None,group_rank()) else None
+    return Gathered(infos, leaves, lens) if dst in (None,group_rank()) else None
 
 _in_memory = 'they are gathered in memory, on all ranks'
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gath2
 _piece = 1<<24 # Bytes that a rank sends at a time
 
-def _dense(own, told, i, dst, make, name):
+def _dense(own, infos, i, dst, make, name):
     "Leaf `i` of all ranks, whose parts fit one tensor; and the rows of each batch"
-    shape,dtype,cls,device = next(o['kinds'][i] for o in told if o['ks'])
-    at,lens = row_places([o['ks'] for o in told], [o['lens'][i] if o['ks'] else [] for o in told])
+    shape,dtype,cls,device = next(o['kinds'][i] for o in infos if o['ks'])
+    at,lens = row_places([o['ks'] for o in infos], [o['lens'][i] if o['ks'] else [] for o in infos])
     if make is None or device!='cpu': return _exchanged(own, at, sum(lens), shape, dtype, cls, dst),lens
     rows = make(name, (sum(lens),*shape), dtype)
     own.reverse()

@@ -13,7 +13,7 @@ from fastcore.basics import patch
 from ..core.compat import queue_callback
 from .replica import SharedMean
 from .vote_links import Links
-from ..learner.finder import left_out
+from ..learner.finder import finder_skips
 from ..learner.callback import Callback,Order
 from ..learner.recorder import Recorder
 
@@ -67,7 +67,7 @@ class Timer(Callback):
         self.times.append(row)
         self.begin = None
 
-left_out.append(Timer)
+finder_skips.append(Timer)
 
 # %% ../../nbs/distributed/09_profiling.ipynb #tm008
 @patch(as_prop=True)

@@ -60,8 +60,8 @@ class SharedMean:
         t,i = bucket.buffer(),bucket.index()
         if i: self.at_once = False
         else:
-            self.pending,self.end = [],0 # whatever an interrupted backward pass has left
-            if self.turns==1: self._meet() # everyone has read what the slots held
+            self.pending,self.end = [],0 # drops the rest of an interrupted backward pass
+            if self.turns==1: self._meet() # every rank has read the slots
         if t.is_sparse: fut = default_hooks.allreduce_hook(current_group(), bucket)
         else:
             fut,(slots,self.end) = torch.futures.Future(),self._place(t)
@@ -72,7 +72,7 @@ class SharedMean:
 
     def _place(self, t):
         "Each rank's slot for a bucket, and the slot's end"
-        # DDP makes its buckets anew after the first backward pass
+        # DDP rebuilds its buckets after the first backward pass
         key = self.turn,self.end,t.dtype,len(t)
         if key not in self.places:
             at = slice(self.end, self.end+t.nbytes)
@@ -368,7 +368,7 @@ class Replica:
 
     @property
     def may_find_unused(self)->bool:
-        "Whether unused parameters would end the run, and the user has not said how to treat them"
+        "Whether unused parameters would end the run, and the user has set no option for them"
         return self.ddp is not None and not {'find_unused_parameters','static_graph'} & {*self.kw}
 
     def find_unused(self, names, findings):

@@ -19,12 +19,12 @@ from fastcore.basics import listify,patch
 from torch import nn
 
 from ..core.collectives import gather_objects
-from ..core.compat import forget_fsdp,fsdp_on_cpu,fsdp_ready,held_grads
+from ..core.compat import forget_fsdp,fsdp_on_cpu,fsdp_ready,whole_grads
 from ..core.deferred import set_value,source_of
 from ..core.env import count,current_group,everyones,group_rank,group_size,group_timeout
 from ..core.env import local_rank,local_size,noting_loops,process_group,shared_store,wait_key
 from ..core.lending import replaced
-from ..core.shards import Kept,exchange_params,groups_of,is_part,keep_part,load_model
+from ..core.shards import StoredPart,exchange_params,groups_of,is_part,keep_part,load_model
 from ..core.shards import optimizers_in,part_from,part_of,state_part,whole
 from ..core.weights import load_weights
 from ..core.stacks import need,warn
@@ -109,8 +109,8 @@ def replicas_of(n, places:list)->int:
         need(W%n==0, f'replicas={n} does not divide {W} ranks: give a divisor of {W}')
         return n
     if places==[(i%L,L) for i in range(W)] and W%L==0: return W//L
-    said = ', '.join(f'{i} of {k}' for i,k in places)
-    raise ValueError(f"'node' needs as many ranks on each machine, in order: these are {said}. Give replicas=2")
+    found = ', '.join(f'{i} of {k}' for i,k in places)
+    raise ValueError(f"'node' needs as many ranks on each machine, in order: these are {found}. Give replicas=2")
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h3d8d362
 def _owns(m): return next(m.parameters(), None) is not None
@@ -202,9 +202,9 @@ class Sharded:
         self._sync = on
         self.model.set_requires_gradient_sync(on)
 
-    def held(self, drop=False)->list:
+    def whole_grads(self, drop=False)->list:
         "Gradients, of whole shape, of this rank's backward passes that did not exchange them; `drop`: forget them"
-        return held_grads(self.model, drop)
+        return whole_grads(self.model, drop)
 
     def begin(self, sync_bn):
         "At the start of a fit"
@@ -279,12 +279,12 @@ def fill_parts(model, pairs:list, file:dict, home):
     def part(k, old, p):
         if k in file: return part_from(torch.empty_like(p.to_local(), device=home), p)
         source = source_of(k, old)
-        if isinstance(source, Kept): return source.part(p, home)
+        if isinstance(source, StoredPart): return source.part(p, home)
         return part_of(from_rank0(k, old), p, home)
     for old,p in pairs:
         if not p.is_meta: continue
         set_value(p, part(names[id(p)], old, p))
-        vars(old).pop('source', None) # what it held is here
+        vars(old).pop('source', None) # its part is here
     for k,b in model.named_buffers():
         if b.is_meta: set_value(b, torch.empty_like(b, device=device) if k in file else from_rank0(k, b))
     if file: load_model(model, file)
@@ -444,5 +444,5 @@ def _learn_order(self:Sharded):
             self._gather(order[-1])
         elif not order and store.add(skips, 0)==group_size(): return None
         elif monotonic()>end:
-            said = f'no rank has run the model in {group_timeout():g} s'
-            raise TimeoutError(f'{said}: validate and predict on all ranks')
+            message = f'no rank has run the model in {group_timeout():g} s'
+            raise TimeoutError(f'{message}: validate and predict on all ranks')

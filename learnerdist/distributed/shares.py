@@ -55,7 +55,7 @@ def evaluated(dl):
     return in_order(dl) if by_rank else dl
 
 def global_batch(dl, opts, W:int)->int:
-    """Samples in a global batch of a training loader, as `global_bs` or `split_batches` says; None: those of its batch
+    """Samples in a global batch of a training loader, from `global_bs` or `split_batches`; None: those of its batch
     on each of `W` ranks. ValueError for a loader that has no batch size, or is split by its user"""
     if opts.global_bs or not opts.split_batches or W==1: return opts.global_bs
     kind = f'split_batches: this {type(dl).__name__}'

@@ -96,7 +96,7 @@ class Adapter(Callback):
         self.engine.cancelled(scope)
         self.end_train()
     def end_train(self):
-        "At the end of a training loop, however it was left: the recorder gets the losses of all ranks. Sync point"
+        "At the end of a training loop, however it ended: the recorder gets the losses of all ranks. Sync point"
         if self.engine.end_loop() and self.engine.links: self.record()
 
     def state_dict(self)->dict:
@@ -128,7 +128,7 @@ class DistributedTrainer(Adapter):
         learn = self.learn
         learn._with_events(learn.opt.step, 'step')
         learn.opt.zero_grad()
-    def memory_ran_out(self): "A forward or backward pass was left: undo what callbacks have begun"
+    def memory_ran_out(self): "A forward or backward pass was interrupted: undo what callbacks have begun"
     def set_device(self, device):
         "Let the loaders put their batches on `device`"
         self.engine.replace(self.learn.dls, 'device', device)

@@ -46,7 +46,7 @@ _everywhere = ('What exchanges something (fit, validate, get_preds, collectives)
                'outside of `if rank==0`, and in a callback on all ranks alike')
 _size = 16 # Bytes of a row: its place, and up to 15 more
 
-class RanksApart(RuntimeError):
+class RanksDiverged(RuntimeError):
     "Ranks exchange something at different places of their code, as when rank 0 alone calls `validate`"
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #c007
@@ -58,8 +58,8 @@ class Links:
         self.hops = [1<<k for k in range((world_size-1).bit_length())]
 
     def exchange(self, row:bytes, place:int)->list:
-        """The row of every rank, up to 15 bytes and as many on each, in the order of ranks. `RanksApart` where they are
-        at different places. Sync point"""
+        """The row of every rank, up to 15 bytes and as many on each, in the order of ranks. `RanksDiverged` if their
+        places differ. Sync point"""
         start,rows = perf_counter(),(bytes([place])+row).ljust(_size, b'\0')
         # no call, which would cost as much as the vote
         waits.what,waits.since,waits.n = 'a vote of all ranks',start,waits.n+1
@@ -71,14 +71,14 @@ class Links:
         finally: waits.what = ''
         Links.waited += perf_counter()-start
         at = rows[::_size]
-        if at.count(at[0])<len(at): raise self.apart(list(at[-self.rank:]+at[:-self.rank]))
+        if at.count(at[0])<len(at): raise self.diverged(list(at[-self.rank:]+at[:-self.rank]))
         res = []
         for r in range(self.world_size): # they are stored as this rank's, the next rank's, …
             i = _size*((r-self.rank)%self.world_size)+1
             res.append(rows[i:i+len(row)])
         return res
 
-    def apart(self, at):
+    def diverged(self, at):
         "The error for ranks at the places `at`, with each rank's line of the user's code"
         here,store = users_frame(frames_of_caller()),shared_store()
         lines = {self.rank: str(here)}
@@ -88,7 +88,7 @@ class Links:
             lines = {r: wait_key(store, f'{key}/{r}', 10) for r in range(len(at))}
         known = [lines.get(r) or 'its line is not known' for r in range(len(at))]
         where = [f'rank {r} is at {places[o]} ({known[r]})' for r,o in enumerate(at)]
-        return RanksApart(f"{'; '.join(where)}. {_everywhere}")
+        return RanksDiverged(f"{'; '.join(where)}. {_everywhere}")
 
     def before(self, n)->int:
         "The rank that this one sends to, over the link of hop `n`"
@@ -207,16 +207,16 @@ class GlooLinks(Links):
     "Connections by gloo's send and receive, for ranks on several machines. Sync point: all ranks construct it"
     def __init__(self, timeout_s):
         super().__init__(group_rank(), group_size(), timeout_s)
-        self.group,self.tag,self.told = control_group(),max(gather_objects(next(_tags))),{}
+        self.group,self.tag,self.sent = control_group(),max(gather_objects(next(_tags))),{}
 
     def tell(self, n, rows):
         t = torch.frombuffer(bytearray(rows), dtype=torch.uint8)
-        self.told[n] = dist.isend(t, self.before(n), group=self.group, tag=self.tag),t
+        self.sent[n] = dist.isend(t, self.before(n), group=self.group, tag=self.tag),t
 
     def hear(self, n, n_bytes):
         t,patience = torch.empty(n_bytes, dtype=torch.uint8),timedelta(seconds=self.timeout_s)
         dist.irecv(t, self.after(n), group=self.group, tag=self.tag).wait(patience)
-        self.told.pop(n)[0].wait(patience)
+        self.sent.pop(n)[0].wait(patience)
         return t.numpy().tobytes()
 
     def close(self): self.group = None # which is closed together with the other groups
@@ -251,7 +251,7 @@ class Asks(IntEnum):
     at_end = 3
 
 class Vote(NamedTuple):
-    "What a rank says"
+    "What a rank votes"
     scope:str=None    # What it cancels; None: nothing
     more:bool=False   # Whether it has another batch
     save:bool=False   # Whether it wants a checkpoint
@@ -273,7 +273,7 @@ class Tally(NamedTuple):
     save:bool  # Whether a rank wants a checkpoint
     stop:bool  # Whether a rank wants a checkpoint, and then to stop
     asked:bool # Whether a rank asks
-    all_ask:bool # Whether all ranks ask, in the same phase: what they cancel is left out
+    all_ask:bool # Whether all ranks ask, in the same phase: what they cancel is skipped
     empty:bool # Whether no rank has a part in this batch's gradient
     items:float # The number of items of all ranks' next batches; None if a rank does not know its own
 

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import config_from_args
 from ..core.hosts import loopback
-from .watch import Job,died,ended,failures,raised,say,stopped
+from .watch import Job,died,ended,failures,log,raised,stopped
 
 # %% ../../nbs/launch/04_agent.ipynb #nw09
 class Route(NamedTuple):
@@ -57,7 +57,7 @@ def choose_addresses(args, host:str):
     route = find_route(host)
     # torchrun waits for it
     late = f'this machine does not know {host}, or no way to it; perhaps it will within a minute'
-    if route is None: return say(late)
+    if route is None: return log(late)
     known = set()
     with suppress(OSError): known = {o[4][0] for o in socket.getaddrinfo(socket.gethostname(), None)}
     if 'is_host' not in args.rdzv_conf and route.there not in known: # torchrun compares these two
@@ -79,7 +79,7 @@ class Agent(SimpleElasticAgent):
     def _start_workers(self, group):
         "Called by torchrun before each attempt"
         spec,envs = group.spec,[]
-        if failures(self.job.ranks): say(*self.job.explain(), f'restart {self.attempt} of {spec.max_restarts}')
+        if failures(self.job.ranks): log(*self.job.explain(), f'restart {self.attempt} of {spec.max_restarts}')
         of_all = dict(GROUP_RANK=group.group_rank, GROUP_WORLD_SIZE=group.group_world_size)
         of_all |= dict(MASTER_ADDR=group.master_addr, MASTER_PORT=group.master_port)
         of_all |= dict(LOCAL_WORLD_SIZE=spec.local_world_size, ROLE_NAME=spec.role)
@@ -127,11 +127,11 @@ def free_agent(job:Job, over:threading.Event, give_up_s):
         if since and time.monotonic()-since > give_up_s: hang_up()
 
 def tell_others(job:Job, timeout_s=30):
-    "Other machines hear of a failure before this process ends. Their ranks may not have begun to listen"
+    "Notify other machines of a failure before this process ends. Their ranks may not have begun to listen"
     end = time.monotonic()+timeout_s
     own = any(o.order in (raised,died) for o in failures(job.ranks))
     job.watch.look(time.monotonic())
-    while own and not all(o.is_told for o in job.ranks) and time.monotonic() < end:
+    while own and not all(o.is_notified for o in job.ranks) and time.monotonic() < end:
         time.sleep(.2)
         job.watch.look(time.monotonic())
 
@@ -173,10 +173,10 @@ def run_with_others(job:Job)->int:
     for o in job.signals: signal.signal(o, interrupt)
     where = args.rdzv_endpoint or f'{args.master_addr}:{args.master_port}'
     try: spec = spec_of(args) # c10d connects
-    except (RendezvousConnectionError, DistError) as e: return say_cut_off(e, where)
+    except (RendezvousConnectionError, DistError) as e: return log_cut_off(e, where)
     agent = Agent(job, spec)
     late = f'waits for the other machines, at {where}'
-    waiting = threading.Timer(5, lambda: agent.attempt or say(late))
+    waiting = threading.Timer(5, lambda: agent.attempt or log(late))
     waiting.daemon = True
     give_up = 900 if spec.max_restarts else 5+job.term_s
     freeing = threading.Thread(target=free_agent, args=(job,over,give_up), daemon=True)
@@ -188,17 +188,17 @@ def run_with_others(job:Job)->int:
     except SignalException as e: return job.status_after(e.sigval)
     except (RendezvousConnectionError, DistError) as e:
         # unless a rank has failed here, of which this launcher could not tell the others
-        if all(o.order in (ended, stopped) for o in failures(job.ranks)): return say_cut_off(e, where)
+        if all(o.order in (ended, stopped) for o in failures(job.ranks)): return log_cut_off(e, where)
     finally:
         waiting.cancel()
         over.set()
         # longer than it waits for another machine: a thread in C++ would crash Python's end
         freeing.join(30)
-    if failures(job.ranks): say(*job.explain())
+    if failures(job.ranks): log(*job.explain())
     return job.status()
 
-def say_cut_off(e, where)->int:
+def log_cut_off(e, where)->int:
     "Report that another machine cannot be reached"
     why = f'the launcher there has ended, or the machine or the link to it is gone ({e.__cause__ or e})'
-    say(f'{socket.gethostname()} cannot reach {where}, where the launchers meet: {why}')
+    log(f'{socket.gethostname()} cannot reach {where}, where the launchers meet: {why}')
     return 1

@@ -16,7 +16,7 @@ from ..core.hosts import check_env,find_task,loopback,rank_env
 from ..core.stacks import frames_of,need,preempted_status,report_folder,users_frame
 from .forkserver import ForkServer,begin_rank,enter,serve,share_of_cores
 from .processes import count_nproc,serve_calls
-from .watch import launch,leave_report,say
+from .watch import launch,leave_report,log
 
 # %% ../../nbs/launch/05_cli.ipynb #op05
 def _count(s):
@@ -188,7 +188,7 @@ def _complete(args):
     if args.is_here: os.environ.setdefault('GLOO_SOCKET_IFNAME', loopback())
     if args.nproc > 1 and 'OMP_NUM_THREADS' not in os.environ:
         n = os.environ['OMP_NUM_THREADS'] = str(share_of_cores(args.nproc))
-        say(f'OMP_NUM_THREADS={n} for each of {args.nproc} processes')
+        log(f'OMP_NUM_THREADS={n} for each of {args.nproc} processes')
     return task
 
 # %% ../../nbs/launch/05_cli.ipynb #c025
@@ -205,18 +205,18 @@ def _worker(parent, argv):
     for o in (sys.stdout, sys.stderr): o.reconfigure(line_buffering=True, write_through=False)
     try: run_target(argv)
     except KeyboardInterrupt as e:
-        say(f'rank {os.environ["RANK"]} interrupted at {users_frame(frames_of(e))}')
+        log(f'rank {os.environ["RANK"]} interrupted at {users_frame(frames_of(e))}')
         sys.exit(130)
     except BaseException as e: return _leave(e)
-    _tell_others(None)
+    _notify_others(None)
 
 def _leave(e):
     "End a rank after an exception: write its report, and return or raise its exit status"
     status,agents = _status(e),report_folder()
-    _tell_others(e)
+    _notify_others(e)
     # torchrun would count it as a failure, and start the ranks again
     if status == preempted_status and agents: (agents/'put-off').touch()
-    elif status == preempted_status: say(f'rank {os.environ["RANK"]} leaves with status {status}, to go on later: {e}')
+    elif status == preempted_status: log(f'rank {os.environ["RANK"]} leaves with status {status}, to go on later: {e}')
     if not status or status == preempted_status: return 0 if agents else status
     _report(e := e.with_traceback(_users_frames(e.__traceback__)), status)
     if isinstance(e, SystemExit) and not isinstance(e.code, int): raise e # Python prints it
@@ -224,13 +224,13 @@ def _leave(e):
     sys.exit(status)
 
 def _report(e, status):
-    "Write a report for the agent; without one, or if there is no room, this rank says itself what has ended it"
+    "Write a report for the agent; without one, or if there is no room, this rank logs what has ended it"
     with suppress(OSError):
         if report_folder(): return leave_report(e, status)
     from learnerdist.core.env import RankError
     at,rank = users_frame(frames_of(e)),os.environ['RANK']
-    if isinstance(e, RankError): return say(f'rank {rank} ended, since {str(e).splitlines()[0]}')
-    say(f'rank {rank} failed: {type(e).__name__}: {e} ({at.file}:{at.line})')
+    if isinstance(e, RankError): return log(f'rank {rank} ended, since {str(e).splitlines()[0]}')
+    log(f'rank {rank} failed: {type(e).__name__}: {e} ({at.file}:{at.line})')
 
 # %% ../../nbs/launch/05_cli.ipynb #c027
 def _status(e):
@@ -239,7 +239,7 @@ def _status(e):
     code = e.code or 0 if isinstance(e.code, int|None) else 1
     return code&0xff or int(code != 0)
 
-def _tell_others(e):
+def _notify_others(e):
     "Without an agent, this rank itself records in the store that it leaves"
     if report_folder() or not (e or 'learnerdist.core.env' in sys.modules): return
     from learnerdist.core import env

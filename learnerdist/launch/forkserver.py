@@ -147,7 +147,7 @@ def serve(fd:int, argv:list)->list:
     sock.set_inheritable(False)
     server = Server(sock, mask)
     try: is_good = preload(argv)
-    except BaseException: is_good = False # the ranks will say it
+    except BaseException: is_good = False # the ranks will report it
     if not is_good: os._exit(0)
     while True:
         for key,_ in server.ready.select():
@@ -168,15 +168,15 @@ class Forked:
             return self.returncode
 
     def _hear(self):
-        told = self.sentinel.recv(word.size)
-        if not told: # the server has ended
+        data = self.sentinel.recv(word.size)
+        if not data: # the server has ended
             with suppress(ProcessLookupError): os.kill(self.pid, signal.SIGKILL)
-        with suppress(OSError): # it hears that we have heard, and answers by its end
+        with suppress(OSError): # confirm the exit status; it answers by its end
             self.sentinel.settimeout(5)
             self.sentinel.sendall(b'.')
             self.sentinel.recv(1)
         self.sentinel.close()
-        return word.unpack(told)[1] if told else -signal.SIGKILL
+        return word.unpack(data)[1] if data else -signal.SIGKILL
 
     def wait(self, timeout=None)->int:
         "Exit status, after waiting for it"

@@ -17,7 +17,7 @@ import learnerdist
 from ..core.files import own_folder
 from ..core.stacks import need
 from .forkserver import ForkServer,Output,begin_rank,share_of_cores
-from .watch import Rank,RanksError,Watch,end_groups,env_of,failures,leave_report,left_early
+from .watch import Rank,RanksError,Watch,end_groups,env_of,exited_early,failures,leave_report
 
 # %% ../../nbs/launch/02_processes.ipynb #ps05
 def count_nproc(nproc)->int:
@@ -128,7 +128,7 @@ def pickled(o)->bytes:
 
 
 # %% ../../nbs/launch/02_processes.ipynb #pl05
-class Kept(NamedTuple):
+class RankObject(NamedTuple):
     "Stands for an object that each rank holds, from `Ranks.keep`: give it to `Ranks.run` as an argument"
     ranks:int  # Which processes hold it
     number:int # Which object of theirs
@@ -142,7 +142,7 @@ def _call(names, payload):
     except AttributeError as e:
         guard = "without what is under `if __name__=='__main__':`: define the function above that line"
         raise ValueError(f'{e}. Each process imports the script again, {guard}') from e
-    own = lambda o: _objects[o.number] if isinstance(o, Kept) else o
+    own = lambda o: _objects[o.number] if isinstance(o, RankObject) else o
     try: res = func(*map(own, args), **{k: own(v) for k,v in kwargs.items()})
     except SystemExit as e:
         if e.code: raise
@@ -205,10 +205,10 @@ class _Call:
         self.proc,self.pid,self.sentinel,self.code,self.result = proc,proc.pid,conn,0,None
 
     def poll(self)->int:
-        "0 or 1 when the function has ended, the exit status or `left_early` if the process has; None while it runs"
+        "0 or 1 when the function has ended, the exit status or `exited_early` if the process has; None while it runs"
         if self.code is None and self.sentinel.poll():
             try: self.code,self.result = self.sentinel.recv()
-            except (EOFError, ConnectionResetError): self.code = self.proc.wait() or left_early
+            except (EOFError, ConnectionResetError): self.code = self.proc.wait() or exited_early
         return self.code
 
     def send(self, *msg):
@@ -242,17 +242,17 @@ class Ranks:
 
     def run(self,
         func:Callable, # Called on every rank
-        *args, **kwargs # Its arguments; a `Kept` stands for each rank's own object
+        *args, **kwargs # Its arguments; a `RankObject` stands for each rank's own object
     )->object:         # What it returned on rank 0
         "Call a function on all ranks. RanksError if it fails on one; if one does not come to its end, all are ended"
         return self.call(func, args, kwargs)[0]
 
     def keep(self,
         func:Callable, *args, **kwargs # As in `run`
-    )->Kept:           # To give to `run`
+    )->RankObject:     # To give to `run`
         "Call a function on all ranks, and keep what it returned on each of them"
         if not self.calls: self._start()
-        res = Kept(self.start, next(self._n))
+        res = RankObject(self.start, next(self._n))
         self.call(func, args, kwargs, res.number)
         return res
 
@@ -301,8 +301,8 @@ class Ranks:
     def call(self, func, args, kwargs, number=None, timeout_s=None, grace_s=8, errors='raise')->list:
         "What a function has returned on each rank, or its `RankFailure`"
         if not self.calls: self._start()
-        kept = [o for o in (*args,*kwargs.values()) if isinstance(o, Kept)]
-        if any(o.ranks!=self.start for o in kept):
+        objects = [o for o in (*args,*kwargs.values()) if isinstance(o, RankObject)]
+        if any(o.ranks!=self.start for o in objects):
             raise ValueError('the ranks that had this object were ended: build it again with keep()')
         names = [o for o in sys.modules if o.startswith('learnerdist.')]
         payload = pickled((func,args,kwargs,number))
@@ -312,7 +312,7 @@ class Ranks:
         # of a call that failed or was interrupted
         for o in ranks: (o.folder/'error.json').unlink(missing_ok=True)
         for o in self.calls: o.send(names, payload, url)
-        waits = dict(timeout_s=timeout_s, grace_s=grace_s, say_s=float('inf'))
+        waits = dict(timeout_s=timeout_s, grace_s=grace_s, log_s=float('inf'))
         try: Watch(ranks, outputs=self.outputs, **waits).run()
         except KeyboardInterrupt:
             self._interrupt()
@@ -349,7 +349,7 @@ def ranks(
 # %% ../../nbs/launch/02_processes.ipynb #c023
 def call_on_ranks(func, world_size, args=(), kwargs=None, timeout_s=None, errors='raise', env=None, n_threads=1)->list:
     """What `func(*args, **kwargs)` returned on each of `world_size` processes, which have the environment of ranks;
-    RanksError if one fails. No process is left. timeout_s: seconds for the call; errors: `'return'`: the list holds the
+    RanksError if one fails. No process remains. timeout_s: seconds for the call; errors: `'return'`: the list holds the
     `RankFailure` of a failed rank in place of its result; env, n_threads: as of `Ranks`"""
     need(errors in ('raise', 'return'), "it is 'raise' or 'return'", errors=errors)
     with Ranks(world_size, n_threads, False, env or {}, once=True) as r:

@@ -105,7 +105,7 @@ class LRFinder(Callback):
     def after_train(self): raise CancelEpochException # no validation
 
 # Classes of callbacks that do not run in `lr_find`: what logs, saves, stops a fit, sets the rate or measures
-left_out = [LogWriter,Scheduler,TrackerCallback]
+finder_skips = [LogWriter,Scheduler,TrackerCallback]
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf31
 def valley(lrs:Tensor, losses:Tensor)->tuple:
@@ -154,7 +154,7 @@ def lr_find(self:Learner,
     are finite"""
     finder = LRFinder(start_lr, end_lr, num_it, stop_div)
     with no_trace(self), self.no_logging():
-        for cls in left_out: self.remove_cb(cls)
+        for cls in finder_skips: self.remove_cb(cls)
         self.fit(finder.num_it, cbs=finder)
     lr,loss = valley(*_curve(finder))
     res = Rates(lr, finder.lrs, finder.losses)

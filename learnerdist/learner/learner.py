@@ -157,12 +157,12 @@ class Learner:
         return self.runner.model or self.model
     @property
     def repeated(self):
-        """Whether the current batch counts for nothing: other ranks have samples left in this epoch, and this one
-        repeats some. A callback that counts samples leaves it out"""
+        """Whether the current batch counts for nothing: other ranks have more samples in this epoch, and this one
+        repeats some. A callback that counts samples skips it"""
         return self.runner.repeated
     @property
     def global_items(self):
-        "The mean of `items` over all who share this step; None if nobody does"
+        "The mean of `items` over all ranks that share this step; None without one"
         return self.runner.global_items
 
     def __call__(self, event):
@@ -386,14 +386,14 @@ _loop_state = 'model dl iter n_iter xb yb pred loss_grad loss items loss_trace t
 def aside(self:Learner):
     "Context for another loop over data, also within a fit: the state of the outer loop is restored afterwards"
     own = {k:vars(self)[k] for k in _loop_state if k in vars(self)}
-    kept = [(self,own),*[(cb,cb.of_loop()) for cb in self.cbs]]
+    saved = [(self,own),*[(cb,cb.of_loop()) for cb in self.cbs]]
     modes = {m:m.training for m in self.model.modules()}
     try:
         with self.runner.aside(): yield
     finally:
         if not self.fitting: self._end_fit()
         else:
-            for o,k,v in [(o,k,v) for o,state in kept for k,v in state.items()]: setattr(o, k, v)
+            for o,k,v in [(o,k,v) for o,state in saved for k,v in state.items()]: setattr(o, k, v)
             for m,mode in modes.items(): m.training = mode
 
 # %% ../../nbs/learner/01_learner.ipynb #c025

@@ -135,12 +135,12 @@ class Learner:
 
     @property
     def repeated(self):
-        """Whether the current batch counts for nothing: other ranks have samples left in this epoch, and this one
-        repeats some. A callback that counts samples leaves it out"""
+        """Whether the current batch counts for nothing: other ranks have more samples in this epoch, and this one
+        repeats some. A callback that counts samples skips it"""
 
     @property
     def global_items(self):
-        """The mean of `items` over all who share this step; None if nobody does"""
+        """The mean of `items` over all ranks that share this step; None without one"""
 
     def __call__(self, event):
         ...

@@ -54,12 +54,12 @@ class _Smooth:
         return f'{self.val:.4f}'
     def __len__(self): return 1 # fastprogress 1.0 asks whether there is a text
 
-def say_alone(said=[]): # noqa: B006 - once in a process
+def say_alone(warned=[]): # noqa: B006 - once in a process
     "Warn on rank 0, once, that each process trains on all of the data"
-    if is_rank0() and not said:
+    if is_rank0() and not warned:
         warn(f'[no-context] each of the {num_distrib()} processes of this launch trains on the whole data, since this '
              'fit is outside of distrib_ctx(). If you mean that, each has to write its own files')
-    said.append(1)
+    warned.append(1)
 
 # %% ../../nbs/learner/05_loggers.ipynb #p009
 class ProgressCallback(Callback):

@@ -81,17 +81,17 @@ def _of_torch(name, opts):
 def mean_over(loss_func)->MeanOver:
     """What `loss_func` averages over; of kind 'unknown' if it is not registered. loss_func: a loss function or module;
     for your own class, register a function that returns its `MeanOver`"""
-    if (n_items := getattr(loss_func, 'n_items', None)) is not None: return _said(n_items)
+    if (n_items := getattr(loss_func, 'n_items', None)) is not None: return _by_items(n_items)
     f,opts = loss_func,{}
     while isinstance(f, partial): f,opts = f.func,{**f.keywords, **opts}
     known = getattr(f, '__hash__', None) and f in _functions
     return _of_torch(_functions[f], opts) if known else MeanOver('unknown')
 
-def _said(n_items): return MeanOver('whole') if n_items=='whole' else MeanOver('items', n_items)
+def _by_items(n_items): return MeanOver('whole') if n_items=='whole' else MeanOver('items', n_items)
 
 @mean_over.register
 def _(loss_func:nn.Module):
-    if (n_items := getattr(loss_func, 'n_items', None)) is not None: return _said(n_items)
+    if (n_items := getattr(loss_func, 'n_items', None)) is not None: return _by_items(n_items)
     # a subclass with a `forward` of its own may do anything
     name = _forwards.get(type(loss_func).forward)
     return MeanOver('unknown') if name is None else _of_torch(name, _options(loss_func))
@@ -212,15 +212,15 @@ def batch_rows(learn)->int:
     lists = [o for o in b if isinstance(o, (list,tuple))]
     lens,seconds = {len(o) for o in tensors},{o.shape[1:2] for o in tensors}
     if not lists and len(lens)==1 and seconds!={tensors[0].shape[1:2]}-{()}: return lens.pop()
-    said = loader_says(learn.dl, learn.iter)
+    n = loader_rows(learn.dl, learn.iter)
     of_lists = lists and len(lists)==len(b) and len(lens)>1
     if of_lists and _size_and_n(learn.dl)[1] is None: # of a stream's samples
-        if len(ns := {*map(len, lists)})==1 and max(ns)<(said or 0): return ns.pop()
-    if said in lens.union(map(len, lists)): return said
-    if lens and seconds=={(said,)}: return said # time is the first dimension
+        if len(ns := {*map(len, lists)})==1 and max(ns)<(n or 0): return ns.pop()
+    if n in lens.union(map(len, lists)): return n
+    if lens and seconds=={(n,)}: return n # time is the first dimension
     return lens.pop() if len(lens)==1 else find_bs(b)
 
-def loader_says(dl, i):
+def loader_rows(dl, i):
     "The number of samples in batch `i`; None if it is not known"
     bs,dealer = getattr(dl, 'batch_sampler', None),getattr(dl, 'dealer', None)
     k = i-getattr(dl, 'offset', 0)

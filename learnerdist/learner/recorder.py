@@ -91,7 +91,7 @@ class Recorder(Callback):
             self.lrs.append(self.lr_now)
             # of the next batch, if a callback cancels that before this one hears of its begin
             self.lr_now = learn.opt.param_groups[-1]['lr']
-            if len(self.lrs)==1: _say_hidden(learn)
+            if len(self.lrs)==1: _warn_hidden(learn)
 
         elif n:
             for m in self.valid_mets: m.accumulate(learn)
@@ -140,7 +140,7 @@ class Recorder(Callback):
 
 
 
-def _say_hidden(learn):
+def _warn_hidden(learn):
     names = 'xb','yb','pred','loss','loss_grad','model','opt'
     for cb,k in ((cb,k) for cb in learn.cbs for k in names if k in vars(cb)):
         warn(f"{cb}.{k}: the callback's own, which hides the learner's. To change that, assign to self.learn")

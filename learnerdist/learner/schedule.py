@@ -195,7 +195,7 @@ def freeze_to(self:Learner,
 
 @patch
 def _forget(self:Learner):
-    "Make the optimizer anew over the same groups, with their settings"
+    "Rebuild the optimizer over the same groups, with their settings"
     old = self.opt.param_groups
     self.opt = self.opt_func([dict(params=g['params']) for g in old], lr=old[-1]['lr'])
     for g,o in zip(self.opt.param_groups, old): g.update({k: v for k,v in o.items() if k!='params'})
@@ -352,7 +352,7 @@ class SaveModelCallback(TrackerCallback):
         n = self.first_epoch+self.epoch
         self.next_epoch = n+1
         if self.every_epoch and self.epoch%self.every_epoch==0: self._save(f'{self.fname}_{n}')
-        elif not self.every_epoch and self._is_kept(): self._keep(self.fname if self.keep==1 else f'{self.fname}_{n}')
+        elif not self.every_epoch and self._is_best(): self._keep(self.fname if self.keep==1 else f'{self.fname}_{n}')
 
     def after_fit(self):
         if self.seen and self.at_end: self._save(self.fname)
@@ -361,7 +361,7 @@ class SaveModelCallback(TrackerCallback):
 
     def _save(self, fname): self.last_saved_path = self.learn.save(fname, with_opt=self.with_opt)
 
-    def _is_kept(self):
+    def _is_best(self):
         if self.keep==1 or self.value is None or math.isnan(self.value): return self.new_best
         return len(self.kept)<self.keep or bool(self.comp(self.value, self.kept[-1][0]))
 

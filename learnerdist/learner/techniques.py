@@ -35,9 +35,9 @@ def with_grad(opt)->list:
 
 def scale_grads(opt, engine, k):
     """Multiply the gradients that micro-batches have added up. opt: the learner's optimizer; engine: what trains in
-    place of the model, which may hold gradients that were not exchanged yet; k: a number or a tensor ()"""
-    held = engine.held() if hasattr(engine, 'held') else []
-    for g in [*(p.grad for ps in groups_of(opt) for p in ps if p.grad is not None),*held]: g.mul_(k)
+    place of the model; it may have gradients that were not exchanged yet; k: a number or a tensor ()"""
+    whole = engine.whole_grads() if hasattr(engine, 'whole_grads') else []
+    for g in [*(p.grad for ps in groups_of(opt) for p in ps if p.grad is not None),*whole]: g.mul_(k)
 
 def _as_float32(o):
     half = isinstance(o, torch.Tensor) and o.dtype in _dtypes.values()
@@ -92,7 +92,7 @@ class MixedPrecision(Callback):
 
     def before_batch(self):
         if self.training: self._put_back()
-        self._leave() # of a forward pass that was left
+        self._leave() # of an interrupted forward pass
         self.cast = self.autocast()
         self.cast.__enter__()
 
@@ -257,10 +257,10 @@ def _exchange(self:GradientAccumulation, on):
 
 @patch
 def _forget(self:GradientAccumulation):
-    "Drop the gradients of an incomplete group, after its loop was left early"
+    "Drop the gradients of an incomplete group, after its loop ended early"
     if self.count and self.opt is not None:
         self.opt.zero_grad()
-        if hasattr(self.engine, 'held'): self.engine.held(drop=True)
+        if hasattr(self.engine, 'whole_grads'): self.engine.whole_grads(drop=True)
     self.after_step()
     self.marks.clear()
     self._exchange(True)

@@ -24,7 +24,7 @@ def run_config(learn, world:int)->dict:
     "The configuration of a fit on `world` ranks, in its `before_fit`: names and numbers that JSON keeps as they are"
     dl,opt = learn.dls.train,learn.opt
     groups = getattr(opt, 'param_groups', None) or getattr(opt, 'hypers', [{}])
-    known = getattr(opt, 'defaults', groups[-1]) # a scheduler adds others, which are left out
+    known = getattr(opt, 'defaults', groups[-1]) # without those that a scheduler adds
     hypers = {k: _plain(v) for k,v in groups[-1].items() if k in known and _plain(v) is not None}
     bs,global_bs = batch_shape(dl)[0],getattr(getattr(dl, 'dealer', None), 'global_bs', None)
     n = data_len(getattr(dl.source if hasattr(dl, 'dealer') else dl, 'dataset', None))
@@ -165,8 +165,8 @@ class WandbLogger(Tracker):
 
 # %% ../../nbs/learner/07_trackers.ipynb #tr18
 class MLflowLogger(Tracker):
-    """One run of MLflow for all ranks: each step and epoch, the configuration, and the weights at the end. Where it is
-    kept is `mlflow.set_tracking_uri`'s or MLFLOW_TRACKING_URI's matter. ValueError if mlflow is missing"""
+    """One run of MLflow for all ranks: each step and epoch, the configuration, and the weights at the end.
+    `mlflow.set_tracking_uri` or MLFLOW_TRACKING_URI sets where it is stored. ValueError if mlflow is missing"""
     package = 'mlflow'
     def __init__(self,
         experiment=None,  # Its name; None: what `mlflow.set_experiment` or MLFLOW_EXPERIMENT_NAME says
