@@ -231,6 +231,15 @@ def test_ordinary_scripts_are_exact_and_silent(W):
             assert isinstance(w, torch.Tensor), (k,w)
             if k!='counting': assert (w-want[k][0]).abs().max()<1e-9, k
 
+def drawn(b): return b[0]+torch.randn(4, dtype=b[0].dtype),b[1]
+def checked_or_not():
+    def make(): return Learner(DataLoaders(TfmdDL(data(), 6, after_item=drawn)), nn.Sequential(nn.Dropout(.5), net()), nn.MSELoss(), sgd)
+    return [fitted(make, checks=o)[0] for o in ('warn',False)]
+
+def test_random_streams_stay_where_they_are():
+    "A fit that goes on in mid-epoch checks another batch than one that was not interrupted"
+    for a,b in run_ranks(checked_or_not, 2): assert a.equal(b)
+
 def test_what_is_not_known_to_differ_is_silent():
     got = run_ranks(all_of, 2, [of_sizes,drawing,pairs_of_one,with_more])
     assert [said for o in got for _,said in o.values()]==[[]]*8

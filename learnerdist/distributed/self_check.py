@@ -58,12 +58,14 @@ def read_items(learn, n:int=2):
 
 def collated(learn, items:list):
     "(inputs, targets): the batch that the training loader makes of samples. ValueError if it draws random numbers"
-    dl,before = _loader(learn),_streams()
+    dl = _loader(learn)
     collate = dl.do_batch if hasattr(dl, 'do_batch') else dl.collate_fn
-    b = to_device(collate(items), learn.device)
     after = getattr(dl, 'after_batch', None) or []
-    for f in after if isinstance(after, list) else [after]: b = f(b)
-    need(_streams()==before, 'the loader draws random numbers for a batch')
+    with shared_rng(0): # those of the process stay where they are
+        before = _streams()
+        b = to_device(collate(items), learn.device)
+        for f in after if isinstance(after, list) else [after]: b = f(b)
+        need(_streams()==before, 'the loader draws random numbers for a batch')
     dtypes = {o.dtype for o in tree_leaves(tuple(learn.xb)) if _is_float(o)} # callbacks may cast
     if len(dtypes)==1: b = tree_map(lambda o: o.to(*dtypes) if _is_float(o) else o, b)
     return split_batch(b, getattr(learn.dl, 'n_inp', getattr(learn.dls, 'n_inp', None)))
