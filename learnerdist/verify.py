@@ -26,7 +26,7 @@ from .data.distributed_dl import DistributedDL,widened
 from .data.loaders import batch_shape,data_len,find_bs,loaders_of,one_batch
 from .data.rows import Samples,as_samples,listed
 from .distributed.batchnorm import Synced
-from .distributed.comparison import digest,fingerprint,tensor_hash,tensors_held
+from .distributed.comparison import digest,fingerprint,tensor_hash,tensors_beside
 from .learner.callback import Callback
 from .learner.learner import Learner,get_model
 from .learner.losses import batch_rows,loss_over
@@ -136,7 +136,7 @@ class FitRecord(Callback):
     def before_batch(self):
         if not self.training: return
         params = trained(self.learn)
-        self.held,self.own = _hashes(params),generators(self.learn)
+        self.hashes,self.own = _hashes(params),generators(self.learn)
         self.rec['start'] = self.rec['start'] or _sketches(params)
         self.rec['edits'] |= _ids(self.learn)!=self.loaded
 
@@ -153,7 +153,7 @@ class FitRecord(Callback):
         learn,rec = self.learn,self.rec
         if not learn.training or not learn.yb: return
         params = trained(learn)
-        self._add_changed('in_place', self.held, _hashes(params))
+        self._add_changed('in_place', self.hashes, _hashes(params))
         self._add_changed('generators', self.own, generators(learn))
         rec['draws'] |= _streams()!=self.drawn
         rec['adds'] |= learn.loss_grad.sum().item()!=learn.loss.sum().item()
@@ -179,12 +179,12 @@ class FitRecord(Callback):
 
     def after_batch(self): self.n_batches += self.training
 
-    def end(self, said):
-        "Record what there is at the end of the fit; `said`: its warnings"
+    def end(self, warned):
+        "Record what there is at the end of the fit; `warned`: its warnings"
         learn,over = self.learn,loss_over(self.learn)
-        ours = [str(o.message) for o in said if str(o.message)[:1]=='[' or not in_library(o.filename)]
-        self.rec |= _numbers_of(learn.recorder)|dict(kept=kept(learn), beside=_sketches(tensors_held(learn)))
-        self.rec |= dict(loss='samples' if over.of_samples else over.kind, said=[*dict.fromkeys(ours)])
+        ours = [str(o.message) for o in warned if str(o.message)[:1]=='[' or not in_library(o.filename)]
+        self.rec |= _numbers_of(learn.recorder)|dict(kept=kept(learn), beside=_sketches(tensors_beside(learn)))
+        self.rec |= dict(loss='samples' if over.of_samples else over.kind, warned=[*dict.fromkeys(ours)])
         self.rec['preds'] = _predictions(learn) if len(loaders_of(learn.dls))>1 else []
 
 def _streams(): return [tensor_hash(o) for o in rng_state()[2:] if o is not None]
@@ -243,7 +243,7 @@ class Recorded(BaseException):
 
 class _Catch:
     "Finds the first fit in a `distrib_ctx`, and records it"
-    def __init__(self, folder, steps, dtype, dropout, n_alone, said):
+    def __init__(self, folder, steps, dtype, dropout, n_alone, warned):
         store_attr()
         self.split,self.scaled,self.sizes = False,False,[]
         self.start = torch.load(folder/'start.pt', weights_only=False) if n_alone else {}
@@ -285,7 +285,7 @@ class _Catch:
             if self.n_alone and 'n_acc' in getattr(cb, '__dict__', {}): cb.n_acc *= self.n_alone
         learn.fit(*args, **kw)
         learn.remove_cb(limit)
-        record.end(self.said)
+        record.end(self.warned)
         raise Recorded(record.rec|dict(scaled=self.scaled))
 
     def prepare(self, learn):
@@ -315,9 +315,9 @@ def first_fit(folder:Path, steps:int, dtype=None, dropout:bool=True, n_alone:int
     if n_alone: set_rng_state(pickle.loads((folder/'streams.pkl').read_bytes()))
     elif not rank: (folder/'streams.pkl').write_bytes(pickle.dumps(rng_state()))
     try:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter('always')
-            with _replaced(_Catch(folder, steps, dtype, dropout, n_alone, said)): yield
+            with _replaced(_Catch(folder, steps, dtype, dropout, n_alone, warned)): yield
     except Recorded as e:
         rec = e.args[0]
         rec |= dict(streams=str(digest(rng_state()[:3])), hash_seed=os.environ.get('PYTHONHASHSEED'))
@@ -381,12 +381,12 @@ class Verdict(NamedTuple):
 _tols = dict(float64=1e-9, float32=1e-4)
 kinds = 'steps buffers gradients weights loss metrics predictions'.split() # the order within a step
 
-def _apart(a, b, floor):
+def _distance(a, b, floor):
     "Distance of two sketches, relative to the norm of `b`, but at least to `floor`"
     if a.shape!=b.shape or not torch.equal(a.isnan(), b.isnan()): return math.inf
     return ((a-b).nan_to_num().norm()/max(b.nan_to_num().norm().item(), floor, 1e-300)).item()
 
-def _number(a, b): return _apart(*[torch.tensor([math.nan if o is None else o]).double() for o in (a,b)], 1e-4)
+def _number(a, b): return _distance(*[torch.tensor([math.nan if o is None else o]).double() for o in (a,b)], 1e-4)
 
 def differences(alone, ranks):
     "All comparisons, as `Difference`s, in the order in which a run computes the values"
@@ -399,7 +399,7 @@ def differences(alone, ranks):
         yield Difference(at(i), 'loss', '', _number(b, a), [])
     for r,s in zip(alone['epochs'], one['epochs']):
         for k,a,b in zip(alone['names'], r, s): yield Difference(n, 'metrics', k, _number(b, a), [])
-    for a,b in zip(alone['preds'], one['preds']): yield Difference(n, 'predictions', '', _apart(b, a, 1e-4), [])
+    for a,b in zip(alone['preds'], one['preds']): yield Difference(n, 'predictions', '', _distance(b, a, 1e-4), [])
 
 def _of_step(i, kind, alone, ranks, floor):
     for k in {**alone[kind], **ranks[0][kind]}:
@@ -412,7 +412,7 @@ def _floor(sketches, rec):
     part = 1e-4 if rec['dtype']=='float64' else 1e-2
     return part*sum((o.nan_to_num()**2).sum().item() for o in sketches.values())**.5
 
-def _far(a, b, floor): return _apart(a, b, floor) if a is not None and b is not None else 0. if a is b else math.inf
+def _far(a, b, floor): return _distance(a, b, floor) if a is not None and b is not None else 0. if a is b else math.inf
 
 # %% ../nbs/02_verify.ipynb #f6555ed9
 class Case:
@@ -435,7 +435,7 @@ class Case:
         return _parts(self.one[kind], [o[kind] for o in self.all if self.one[kind].keys()==o[kind].keys()])
     def says(self, *codes):
         "Whether the ranks were warned of this"
-        return any(o.startswith(f'[{code}]') for o in self.one['said'] for code in codes)
+        return any(o.startswith(f'[{code}]') for o in self.one['warned'] for code in codes)
 
 def _few(names): return ', '.join(names[:3]) + (f' and {len(names)-3} more' if len(names)>3 else '')
 
@@ -452,7 +452,7 @@ def _not_exchanged(c):
     own,*others = [c.step(o, 'gradients') for o in c.ranks]
     return _parts(own, others, _floor(own, c.alone))
 
-def _starts_apart(c): return _parts(c.alone['start'], [c.one['start']], _floor(c.alone['start'], c.alone))
+def _starts_otherwise(c): return _parts(c.alone['start'], [c.one['start']], _floor(c.alone['start'], c.alone))
 
 def _shapes(c):
     one,*each = [c.step(o, 'shapes') for o in c.all]
@@ -474,7 +474,7 @@ causes = {
     'the training loader is not dealt out: each rank reads the same samples':
         lambda c: c.rows[0] and all(o==c.rows[0] for o in c.rows[1:]),
     'the {}: seed what the script draws (splits, samples), and sort what comes from a set': _other_data,
-    '{}: other weights before the first step: a callback makes them from the samples of its rank': _starts_apart,
+    '{}: other weights before the first step: a callback makes them from the samples of its rank': _starts_otherwise,
     '{}: trained, but not exchanged (outside of the model, or added after the fit began)': _not_exchanged,
     '{}: changed in place by the forward pass, for the samples of a rank (Embedding(max_norm=…))':
         lambda c: c.any('in_place'),
@@ -517,7 +517,7 @@ causes = {
     '{}: a metric that reads from the learner what is of a rank\'s batch':
         lambda c: c.d.kind=='metrics' and any(o['epochs']!=c.one['epochs'] for o in c.ranks) and c.d.name,
     'the gradient of {} is zero but for rounding, which the optimizer enlarges: take float64': _rounds,
-    '{}': lambda c: '; '.join(o for o in c.one['said'] if o not in c.alone['said'])}
+    '{}': lambda c: '; '.join(o for o in c.one['warned'] if o not in c.alone['warned'])}
 
 def likely(d, alone, ranks)->list:
     "The likely causes of a difference"
@@ -535,10 +535,10 @@ def judge(alone, ranks)->Verdict:
     bad = [d for d in found if d.by>tols.get(d.kind, tol)]
     bad = [d for d in bad if (d.step,d.kind)==(bad[0].step,bad[0].kind)]
     first = max(bad, key=lambda d: d.by, default=None)
-    apart = any(o['streams']!=alone['streams'] for o in ranks)
+    moved = any(o['streams']!=alone['streams'] for o in ranks)
     notes = {f"switched off, since they draw at random: {_few(alone['silenced'])}": alone['silenced'],
              'the script divides its batch size by the number of processes': alone['scaled'],
-             "after the context the random streams stand elsewhere than one process's": apart}
+             "after the context the random streams stand elsewhere than one process's": moved}
     notes = [text for text,holds in notes.items() if holds]
     n = len(alone['steps'])
     setting = f"{len(ranks)} processes and one, {n} step{'s'*(n!=1)} in {alone['dtype']}"

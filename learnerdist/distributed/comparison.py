@@ -111,12 +111,12 @@ class Findings:
     # 'error': raise on all ranks; False: leave findings out, and do not look for them
     def __init__(self, mode='warn'):
         need(mode in ('warn','error') or mode is False, "give 'warn', 'error' or False", checks=mode)
-        self.mode,self.told = mode,set()
+        self.mode,self.reported = mode,set()
 
     def __call__(self, code:str, text:str, once=None):
         "Warn on rank 0, or raise ValueError on all ranks; of what `once` names, a single time"
-        if once is not None and (code,once) in self.told: return
-        self.told.add((code,once))
+        if once is not None and (code,once) in self.reported: return
+        self.reported.add((code,once))
         if self.mode=='error': raise ValueError(f'[{code}] {text}')
         self.note(code, text)
 
@@ -207,7 +207,7 @@ def _unlike(a, b, rank, other=0):
     return ValueError(f'[different-models] {found}: build the same model, loss and callbacks on all ranks')
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp05
-def held(learn)->dict:
+def objects_beside(learn)->dict:
     "By name: modules and optimizers that callbacks, the loss function, its closure and its globals hold"
     found,seen = {},{*map(id, (get_model(learn.model),learn.model,learn,learn.opt))}
     todo = [('loss_func',learn.loss_func)]
@@ -236,12 +236,12 @@ def _used_by(f):
     used = [(n,names[n]) for n in code.co_names if n in names]
     return cells+[(n,v) for n,v in used if isinstance(v, _kinds) or getattr(v, '__globals__', None) is names]
 
-def tensors_held(learn, batchnorm=True)->dict:
-    "By name: parameters and buffers, with or without those of `batchnorm`, of what is `held`; not those of the model"
+def tensors_beside(learn, batchnorm=True)->dict:
+    "By name: parameters and buffers, with or without those of `batchnorm`, of `objects_beside`; not those of the model"
     model,res = get_model(learn.model),{}
     seen = {*map(id, (*model.parameters(),*model.buffers()))}
     # modules first: they have names for the parameters of optimizers
-    for k,o in sorted(held(learn).items(), key=lambda o: isinstance(o[1], Optimizer)):
+    for k,o in sorted(objects_beside(learn).items(), key=lambda o: isinstance(o[1], Optimizer)):
         if isinstance(o, nn.Module): named = compared(o, () if batchnorm else unsynced(o))
         else: named = {f'params[{i}]': p for i,p in enumerate(chain(*groups_of(o)))}
         new = {name: t for name,t in named.items() if id(t) not in seen and not t.is_meta}
@@ -254,13 +254,13 @@ def compare_weights(learn, n_steps:int, findings):
     """Raise RuntimeError if the ranks' parameters differ after these steps of an epoch; report buffers and tensors of
     other modules. Sync point"""
     own = unsynced(learn.model) # which a copy of the model has, too
-    others = tensors_held(learn, not own) if findings.mode else {}
+    others = tensors_beside(learn, not own) if findings.mode else {}
     found = differences({**others, **compared(learn.model, own)})
     bad = next((k for k,_ in learn.model.named_parameters() if k in found), None)
     if bad: raise RuntimeError(f'[weights-differ] after {n_steps} steps of this epoch {bad} differs between rank 0 and '
                                f'{found[bad]}: {_changed_alone}')
-    new = [k for k in found if k not in findings.told]
-    findings.told.update(new)
+    new = [k for k in found if k not in findings.reported]
+    findings.reported.update(new)
     names = ', '.join(new[:3])+f' and {len(new)-3} more'*(len(new)>3)
     if new: findings('ranks-differ', f'{names}: each rank has computed this {_own_batches}')
 

@@ -137,8 +137,9 @@ def _wide(o): return o.float() if isinstance(o, Tensor) and o.dtype in _short el
 
 def _widen(m, wide):
     "Let a module compute with copies of its parameters and other tensors, until `untouched` puts them back"
-    m._parameters.update({k: wide(o) for k,o in m._parameters.items()})
-    for d in (m._buffers,vars(m)): d.update({k: _wide(o) for k,o in d.items()}) # not shared: a forward pass may fill them
+    for d in (vars(m),*[o for o in vars(m).values() if isinstance(o, dict)]):
+        # a buffer is not shared, since a forward pass may fill it
+        d.update({k: wide(o) if isinstance(o, nn.Parameter) else _wide(o) for k,o in d.items()})
 
 def _is_torchs(f): return (getattr(f, '__module__', None) or type(f).__module__).startswith('torch.')
 
@@ -295,8 +296,9 @@ class SelfCheck:
         elif kind is None and over.kind=='unknown' and not (done and one.says):
             findings('loss-unknown', unknown.format(name), 'once')
 
-mixes = ('predictions of {} depend on which other samples are in the batch, or on its padding. On {} ranks these are '
-         'the samples of a rank: it is not the run of one process')
+mixes = ('predictions of {} depend on which other samples are in the batch, or on its padding. With {} ranks these are '
+         'the samples of one rank, so the run differs from that of one process. If the model needs those of all ranks, '
+         'let it use gather_with_grad(x)')
 remedy = ('Samples count alike. If it is a mean over other things, name what it counts: give it an attribute n_items, '
           'a function of (pred, *targs), or return (sum, count). If it needs the global batch, as contrastive '
           "losses do, let it work on gather_with_grad(pred), and set n_items = 'whole'")
