@@ -5,7 +5,7 @@
 Case K of a seed is always the same: a model, a loss, a structure of samples, a sampler, callbacks, an optimizer. One that differs is made
 smaller, option by option, for as long as it differs; the table groups failures by what is left. `--only K` shows one case in full, `--set`
 the smallest one with these options. A case is *same*, *told* (it differs, and a warning was given), *refused* (ValueError on every
-rank), *DIFFERENT*, *error*, or *hang*. Exit status 1 where one is DIFFERENT, error or hang.
+rank, and if one process fails, on that), *DIFFERENT*, *error*, or *hang*. Exit status 1 where one is DIFFERENT, error or hang.
 
 Ranks agree bit by bit. From one process numbers may differ by 1e-9 in float64 and by 1e-5 in float32, relative where they are above 1; in
 a fit that enlarges rounding, by ten times what one process's own do when its first weights are rounded otherwise. Where that is so
@@ -416,7 +416,9 @@ def judged(c, alone, ranks):
     tol = tolerances[c['dtype']][0]
     errors = [o['error'] for o in ranks if 'error' in o]
     if any('hang' in o or 'imed out' in o.get('error', '') for o in ranks): return 'hang',errors[0],math.inf
-    if 'error' in alone: return 'error',f'alone: {alone["error"]}; ranks: {errors}',math.inf
+    # a last batch of one sample, for BatchNorm: one process refuses it, and so does every rank
+    refuses = 'error' in alone and alone['error'].startswith('ValueError') and len(errors)==len(ranks)
+    if 'error' in alone and not refuses: return 'error',f'alone: {alone["error"]}; ranks: {errors}',math.inf
     if errors: return 'refused' if len(errors)==len(ranks) and all('ValueError' in o for o in errors) else 'error',errors[0],math.inf
     keys = [a for a in alone if a!='said']
     far = {f'{a} between ranks': max(distance(o[a], ranks[0][a]) for o in ranks) for a in keys}
