@@ -1,5 +1,6 @@
 "What ordinary scripts do is the run of one process, without a warning; what is not is warned of, by a code that the docs explain"
 import copy, re, warnings
+from itertools import count
 from pathlib import Path
 import numpy as np, pytest, torch
 from torch import nn, tensor
@@ -239,6 +240,20 @@ def checked_or_not():
 def test_random_streams_stay_where_they_are():
     "A fit that goes on in mid-epoch checks another batch than one that was not interrupted"
     for a,b in run_ranks(checked_or_not, 2): assert a.equal(b)
+
+calls = count()
+def of_whole_batches(p, y):
+    "Fails on the few samples of the check"
+    next(calls)
+    if len(p)<6: raise IndexError('needs six samples')
+    return F.mse_loss(p, y)
+def calls_of_a_loss():
+    fitted(lambda: learner(loss=of_whole_batches))
+    return next(calls)
+
+def test_a_loss_that_fails_in_the_check_is_not_tried_again_in_another_type():
+    "In 4 batches; the check tries evaluation and training"
+    assert run_ranks(calls_of_a_loss, 2)==[4+2]*2
 
 def test_what_is_not_known_to_differ_is_silent():
     got = run_ranks(all_of, 2, [of_sizes,drawing,pairs_of_one,with_more])

@@ -249,8 +249,11 @@ class SelfCheck:
 
     def _result(self, every):
         "None if it cannot be computed"
-        for wide,training in product((_wide,None), (False,True)):
-            try: return self._compare(*parts_of(self.engine.learn, every), wide=wide and cache(wide), training=training)
+        learn = self.engine.learn
+        model = get_model(learn.model)
+        is_short = any(o.dtype in _short for o in (*model.parameters(),*model.buffers()))
+        for wide,training in product((_wide,None) if is_short else (None,), (False,True)):
+            try: return self._compare(*parts_of(learn, every), wide=wide and cache(wide), training=training)
             except Exception as e: log.debug('the self-check could not be computed: %r', e)
 
     def _compare(self, every, *parts, **how):
