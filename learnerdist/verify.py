@@ -26,7 +26,7 @@ from .data.distributed_dl import DistributedDL,widened
 from .data.loaders import batch_shape,data_len,find_bs,loaders_of,one_batch
 from .data.rows import Samples,as_samples,listed
 from .distributed.batchnorm import Synced
-from .distributed.comparison import digest,fingerprint,tensor_hash,tensors_beside
+from .distributed.comparison import digest,few,fingerprint,tensor_hash,tensors_beside
 from .learner.callback import Callback
 from .learner.learner import Learner,get_model
 from .learner.losses import batch_rows,loss_over
@@ -429,7 +429,7 @@ class Case:
         return rec['steps'][self.d.step][kind] if self.d.step<len(rec['steps']) else {}
     def any(self, kind):
         "What any process has recorded"
-        return _few(sorted({k for o in self.all for k in o[kind]}))
+        return few(sorted({k for o in self.all for k in o[kind]}))
     def unlike(self, kind):
         "Names of what is another one on another process"
         return _parts(self.one[kind], [o[kind] for o in self.all if self.one[kind].keys()==o[kind].keys()])
@@ -437,11 +437,9 @@ class Case:
         "Whether the ranks were warned of this"
         return any(o.startswith(f'[{code}]') for o in self.one['warned'] for code in codes)
 
-def _few(names): return ', '.join(names[:3]) + (f' and {len(names)-3} more' if len(names)>3 else '')
-
 def _parts(named, others, floor=0):
     "Names of tensors that are other ones in `others`"
-    return _few([k for k,o in named.items() if any(_far(p.get(k), o, floor)>1e-6 for p in others)])
+    return few([k for k,o in named.items() if any(_far(p.get(k), o, floor)>1e-6 for p in others)])
 
 def _other_data(c):
     for who,o in [*((f'rank {i}', r) for i,r in enumerate(c.ranks[1:], 1)),('one process',c.alone)]:
@@ -490,9 +488,9 @@ causes = {
     'other samples in the step: a sampler draws another order on each rank, or has its own schedule':
         lambda c: sorted(c.dealt)!=sorted(c.want) and c.is_steady,
     'BatchNorm is not synchronised: {} uses the statistics of each rank\'s own samples (sync_bn=False?)':
-        lambda c: _few(c.one['plain_bn']),
+        lambda c: few(c.one['plain_bn']),
     'gradients of {}: averaged or added up by hand, while DDP has averaged them already, by items':
-        lambda c: _few([k for k in c.one['by_hand'] if k not in c.alone['by_hand']]),
+        lambda c: few([k for k in c.one['by_hand'] if k not in c.alone['by_hand']]),
     'gradients are {} times those of one process: added up, or a loss times the number of processes': _times,
     '{}: of a module beside the model, from each rank\'s samples; see average_grads and sync_batchnorm':
         lambda c: c.unlike('beside'),
@@ -504,7 +502,7 @@ causes = {
     'a prediction depends on which samples share the batch: let the model see gather_with_grad(x)':
         lambda c: c.d.kind!='buffers' and c.says('mixes-samples'),
     'a hook changes the gradient of {}, before the mean over ranks; do it in before_step':
-        lambda c: _few(c.one['hooks']),
+        lambda c: few(c.one['hooks']),
     'a callback changes loss_grad: what it adds from a rank\'s samples is no mean over samples':
         lambda c: c.alone['adds'] and c.d.kind=='gradients',
     'a callback changes the batches: what it mixes among samples (MixUp, CutMix) it mixes among those of a rank':
@@ -536,7 +534,7 @@ def judge(alone, ranks)->Verdict:
     bad = [d for d in bad if (d.step,d.kind)==(bad[0].step,bad[0].kind)]
     first = max(bad, key=lambda d: d.by, default=None)
     moved = any(o['streams']!=alone['streams'] for o in ranks)
-    notes = {f"switched off, since they draw at random: {_few(alone['silenced'])}": alone['silenced'],
+    notes = {f"switched off, since they draw at random: {few(alone['silenced'])}": alone['silenced'],
              'the script divides its batch size by the number of processes': alone['scaled'],
              "after the context the random streams stand elsewhere than one process's": moved}
     notes = [text for text,holds in notes.items() if holds]

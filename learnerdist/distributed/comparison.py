@@ -250,6 +250,10 @@ def tensors_beside(learn, batchnorm=True)->dict:
     return res
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp08
+def few(names:list)->str:
+    "At most three of these names, and how many more there are"
+    return ', '.join(names[:3])+f' and {len(names)-3} more'*(len(names)>3)
+
 def compare_weights(learn, n_steps:int, findings):
     """Raise RuntimeError if the ranks' parameters differ after these steps of an epoch; report buffers and tensors of
     other modules. Sync point"""
@@ -261,8 +265,7 @@ def compare_weights(learn, n_steps:int, findings):
                                f'{found[bad]}: {_changed_alone}')
     new = [k for k in found if k not in findings.reported]
     findings.reported.update(new)
-    names = ', '.join(new[:3])+f' and {len(new)-3} more'*(len(new)>3)
-    if new: findings('ranks-differ', f'{names}: each rank has computed this {_own_batches}')
+    if new: findings('ranks-differ', f'{few(new)}: each rank has computed this {_own_batches}')
 
 _changed_alone = ('something changes it on one rank and not on the others, such as a callback, or a backward pass or '
     'another optimizer (SAM, LBFGS, GANs), whose gradients no one averages: average_grads(params) does')
