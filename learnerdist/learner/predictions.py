@@ -23,7 +23,7 @@ from ..data.loaders import DataLoaders,all_inputs,as_list,pipe,single
 from ..data.rows import as_samples,join_batches,listed,store_batches
 from .callback import Callback,Order,all_events
 from .learner import Learner
-from .losses import batch_rows
+from .losses import batch_rows,unread_loss
 from .metrics import Rows,reduction
 
 
@@ -106,14 +106,11 @@ def get_preds(self:Learner,
     if reorder: dl = in_order(getattr(dl, 'source', dl))
     with self.added_cbs([cb, *listify(cbs)]), self.aside():
         others = dict(metrics=[])
-        if not with_loss and self.loss_func is not None and _is_unread(self): others['loss_func'] = _no_loss
+        if not with_loss and self.loss_func is not None and _is_unread(self): others['loss_func'] = unread_loss
         with replaced(self, **others): self._do_epoch_validate(dl=dl)
     return cb.results()
 
 _after = [o for o in all_events if o.startswith('after_')]
-def _no_loss(pred, *targ): return torch.zeros(())
-_no_loss.n_items = lambda *_: 0 # so that nobody looks for what it is the mean over
-
 def _is_unread(learn):
     "Whether no callback of the user's may look at the loss: of large outputs it takes longer than the prediction"
     cbs = [cb for e in _after for cb in learn._handlers[e]]

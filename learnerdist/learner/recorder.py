@@ -16,7 +16,7 @@ from ..core.env import is_rank0
 from ..core.stacks import warn
 from ..data.loaders import data_len
 from ..data.rows import find_device
-from .losses import batch_rows,n_items,weighted
+from .losses import batch_rows,n_items,unread_loss,weighted
 from .callback import Callback,Order
 from .learner import Learner,defaults
 from .metrics import AvgLoss,mk_metrics
@@ -66,8 +66,8 @@ class Recorder(Callback):
 
     @property
     def valid_mets(self)->list:
-        "The `Metric`s of a validation loop: the loss, then the learner's"
-        return [self.avg_loss,*self.mets]
+        "The `Metric`s of a validation loop: the loss, if it is read, then the learner's"
+        return [self.avg_loss,*self.mets] if self.learn.loss_func is not unread_loss else self.mets
     @property
     def valid_values(self)->list:
         "Loss and metrics of the last validation loop, over all ranks"

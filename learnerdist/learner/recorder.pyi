@@ -54,7 +54,7 @@ class Recorder(Callback):
 
     @property
     def valid_mets(self) -> list:
-        """The `Metric`s of a validation loop: the loss, then the learner's"""
+        """The `Metric`s of a validation loop: the loss, if it is read, then the learner's"""
 
     @property
     def valid_values(self) -> list:
