@@ -230,7 +230,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
     with pytest.raises(ValueError, match=said): resume(tmp_path, model=nn.Sequential(nn.Linear(6, 3)))
     with pytest.raises(ValueError, match='with the state of Adam, and this fit uses SGD'): resume(tmp_path, opt=torch.optim.SGD)
     with pytest.raises(ValueError, match='of a fit of 1 epochs, and this one has 0'): resume(tmp_path, n_epoch=0)
-    with pytest.warns(UserWarning, match='keeps the state of .*csv_logger.*, which this fit does not have'): learn = resume(tmp_path)
+    with pytest.warns(UserWarning, match='has the state of .*csv_logger.*, which this fit does not have'): learn = resume(tmp_path)
     with pytest.raises(ValueError, match='of fit number 1 of its script, and this is number 2: give each another folder'):
         learn.fit(1, cbs=Checkpoint('ckpt'), resume=True)
     info = {k:v for k,v in json.loads((last/'manifest.json').read_text()).items() if k!='crc32'} | dict(format=99)

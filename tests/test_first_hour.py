@@ -26,7 +26,7 @@ class Number: "No number"
 def say_empty(): learner(TfmdDL([], 2), TfmdDL(ds, 8)).fit(1)
 def say_hidden(): learner(cbs=Twice).fit(1)
 
-@pytest.mark.parametrize('f,said', [(say_empty,'has no batch: nothing is trained'),(say_hidden,'Twice.xb: the callback.s own')])
+@pytest.mark.parametrize('f,said', [(say_empty,'has no batch: nothing is trained'),(say_hidden,'Twice.xb of the callback hides')])
 def test_warnings(f, said):
     with pytest.warns(UserWarning, match=said) as found: f()
     assert found[0].filename==__file__ # the user's line, not ours

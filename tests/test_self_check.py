@@ -495,13 +495,15 @@ def test_other_models_on_other_ranks():
         for o,want in zip(got, others.values()): assert o.startswith('ValueError: [different-models]') and want in o, o
 
 def all_codes():
-    return {o for f in Path(__file__).parent.parent.glob('learnerdist/**/*.py')
-            for o in re.findall(r"""['"]\[([a-z]+(?:-[a-z]+)+)\]|(?:findings|note)\('([a-z-]+)'""", f.read_text())}
+    files = Path(__file__).parent.parent.glob('learnerdist/**/*.py')
+    return {o for f in files for o in re.findall(r"""['"]\[([a-z]+(?:-[a-z]+)+)\]|(?:findings|note|warn)\('([a-z-]+)'""", f.read_text())}
 
 def test_each_code_has_an_entry():
     docs = (Path(__file__).parent.parent/'docs'/'messages.md').read_text()
-    entries = re.split(r'^## ', docs, flags=re.M)[1:]
-    assert {a or b for a,b in all_codes()}=={re.match(r'`(.*)`', o).group(1) for o in entries}
+    *entries,others = re.split(r'^## ', docs, flags=re.M)[1:]
+    rows = re.findall(r'^\| `(.*?)` \| .+ \| .+ \|$', others, flags=re.M)
+    found = [re.match(r'`(.*)`', o).group(1) for o in entries]+rows
+    assert {a or b for a,b in all_codes()}=={*found} and len({*found})==len(found)
     for o in entries: assert all(f'**{k}.**' in o for k in ('Cause','Example','Remedy')), o[:40]
 
 def test_what_a_loss_follows_from():

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnerdist.testing import run_ranks
-from sweep import distance
+from sweep import distance, harmless
 
 page = Path(__file__).parent.parent/'docs/clients.md'
 begin, end = '<!-- tools/clients.py --write -->\n', '<!-- end -->\n'
@@ -460,7 +460,7 @@ def judge(name, alone, ranks):
     off = {k: max(distance(o[k], alone[k]) for o in ranks) for k in r['compare']}
     said, far = codes(t for o in ranks for t in o['said']), ', '.join(f'{k} by {v:.1g}' for k, v in off.items() if not v <= r['tol'])
     if not far: return 'same', said, ''
-    return 'warned' if {*said}-{'unused-parameters'} else 'differs', said, far # unused parameters change nothing
+    return 'warned' if {*said}-{*harmless} else 'differs', said, far
 
 def found_by_verify(name, W, bs):
     "Whether `verify` finds that a row differs"

@@ -408,6 +408,11 @@ def _far(x, y):
     if x.shape!=y.shape or not torch.equal(x.isnan(), y.isnan()): return math.inf
     return ((x-y).abs()/y.abs().clamp_min(1)).nan_to_num(0).max().item() if x.numel() else 0.
 
+harmless = 'unused-parameters','split-stream','micro-batches' # what these warnings are about changes no number
+def explained(said):
+    "Whether one of these warnings may be the cause of a difference"
+    return any(not o.startswith(tuple(f'[{k}]' for k in harmless)) for o in said)
+
 # How far a run may be from one process's, and from where on nothing can be told from that process's own rounding
 tolerances = dict(float64=(1e-9, 1e-3), float32=(1e-5, 1e-2), bfloat16=(2**-7, 2.))
 
@@ -430,7 +435,7 @@ def judged(c, alone, ranks):
         bad = {a: d for a,d in bad.items() if d>free.get(a, 0)}
         if unseen and not bad: return 'unseen','',max(far.values())
     if not bad: return 'same','',max(far.values())
-    return 'told' if any(not o.startswith('the metric') for r in ranks for o in r['said']) else 'DIFFERENT',', '.join(bad),max(bad.values())
+    return 'told' if explained(o for r in ranks for o in r['said']) else 'DIFFERENT',', '.join(bad),max(bad.values())
 
 def rounding(c, alone, keys, seeds=range(6)):
     "By how much outcomes may differ for rounding: ten times as much as one process's own do where its first weights are rounded otherwise"

@@ -261,7 +261,7 @@ class Saving:
             except Exception as e:
                 if not isinstance(self.folder, Remote): raise
                 lost = str(e).partition('\n')[0] # without the stack of another rank
-                if is_rank0(): warn(f'[not-uploaded] {lost}. The fit goes on; earlier checkpoints are as they were')
+                if is_rank0(): warn('not-uploaded', f'{lost}. The fit goes on; earlier checkpoints are as they were')
         return lost
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c016
@@ -288,7 +288,8 @@ class Restoring:
         will have"""
         if self.memory.seen and not self.memory.whole and is_rank0():
             where = found.folder if found else 'the start'
-            warn(f'no state in memory has all its parts, since a machine was lost. Going on from {where}')
+            text = 'no state in memory has all its parts, since a machine was lost'
+            warn('older-state', f'{text}. Going on from {where}')
         self.memory.keep(found.info if found and isinstance(found.folder, str) else None)
 
     def _load(self, model, state):
@@ -316,11 +317,11 @@ class Restoring:
 
     def _report_start(self, found):
         if not is_rank0(): return
-        if found.bad: warn(f'{"; ".join(found.bad)}: going on from {self.source}, which is older')
+        if found.bad: warn('older-state', f'{"; ".join(found.bad)}: going on from {self.source}, which is older')
         now = dict(ranks=self.config['ranks']) if shrinks() else {}
         if changes := config_changes(found.info['config']|now, self.config):
-            warn(f'{self.source} is of a fit that differed from this one: {"; ".join(changes)}. The optimizer and the '
-                 'schedule go on with their numbers in the checkpoint')
+            text = f'{self.source} is of a fit that differed from this one: {"; ".join(changes)}'
+            warn('changed-fit', f'{text}. The optimizer and the schedule go on with their numbers in the checkpoint')
         at,when = self.at,time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found.info['time']))
         source = self.source if isinstance(self.source, str) else f'the checkpoint {self.source}'
         text = f'going on in epoch {at["epoch"]} after step {at["step"]}, from'
@@ -331,7 +332,7 @@ class Restoring:
         cbs = self.learn.cbs
         lost = load_states(cbs, self.state['cbs'], 'fit_state')
         if not self.trainer: lost = [o for o in lost if o!='distributed_trainer'] # only a context has it
-        if lost: warn(f'{self.source} keeps the state of {", ".join(lost)}, which this fit does not have')
+        if lost: warn('unused-state', f'{self.source} has the state of {", ".join(lost)}, which this fit does not have')
         own = [o['cbs'] for o in self.state['ranks']]
         part = own[self.rank] if self.alike else part_of(cbs, own, self.rank, self.at['loss_adds_up'])
         load_states(cbs, part, 'rank_state')
@@ -411,7 +412,7 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
         if self.in_memory is False: return dict(files=self.every)
         self.memory,why = open_states(self.name_in_memory(), a_part(get_model(self.learn.model)) is not None)
         if why and is_rank0():
-            warn(f'in_memory={self.in_memory}: {why}. States go to files only, every={self.every!r}')
+            warn('not-in-memory', f'in_memory={self.in_memory}: {why}. States go to files only, every={self.every!r}')
         if why: return dict(files=self.every)
         if self.in_memory is True: return dict(memory=self.every)
         return dict(files=self.every, memory=self.in_memory)
@@ -438,7 +439,7 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
         if self.engine: self.engine.watcher = None
         self.learn.remove_cb(_Early)
         try: self.wait()
-        except Exception as e: warn(str(e)) # the fit ends by another error, or this one was raised already
+        except Exception as e: warn('not-saved', str(e)) # the fit ends by another error, or this one was raised already
         if self.requests: self.requests.close()
         if self.memory: self.memory.close()
         if self.lock:

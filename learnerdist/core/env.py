@@ -419,7 +419,7 @@ _users = [] # A list with the timeout in seconds, for each open context
 
 def _open_ours(cuda_id, **kw):
     was_open = in_group()
-    if not num_distrib() and (text := alone_warning()): warn(text)
+    if not num_distrib() and (text := alone_warning()): warn('trains-alone', text)
     with noting_loops():
         if num_distrib()<2: device = default_device(cuda_id)
         else: device = setup_distrib(cuda_id, timeout_s=group_timeout(), **kw)

@@ -215,8 +215,8 @@ class Dealer:
         if self.by_rank or len({*gather(int(self.first))})==1: return False
         self.by_rank.fill_(1)
         if not self.rank:
-            warn(f'{name} gives each rank another first sample: so it is taken to split itself among ranks, and '
-                 'is not split again')
+            warn('split-stream', f'{name} gives each rank another first sample: so it is taken to split itself among '
+                 'ranks, and is not split again')
         return True
     def shard(self, dl):
         "A copy of `dl` that reads this rank's samples"

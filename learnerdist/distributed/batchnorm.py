@@ -211,8 +211,8 @@ def sync_batchnorm(
     named = [(name or 'the model',m) for name,m in model.named_modules() if _kind(m)]
     unknown = ', '.join(f'{name} ({type(m).__name__})' for name,m in named if not _can_sync(m))
     if unknown:
-        warn("[unsynced-batchnorm] BatchNorm not synchronised, as its forward is not torch's or its size is "
-                      f'not known yet: {unknown}')
+        warn('unsynced-batchnorm', "BatchNorm not synchronised, as its forward is not torch's or its size is not "
+                                   f'known yet: {unknown}')
     swapped = [(m,type(m)) for _,m in named if _can_sync(m)]
     for m,cls in swapped: m.__class__ = _synced(_kind(m), cls, group)
     def undo():

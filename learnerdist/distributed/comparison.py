@@ -122,7 +122,7 @@ class Findings:
 
     def note(self, code, text):
         "Warn on rank 0 of a setting that was chosen for the user, which is no error"
-        if self.mode and not group_rank(): warn(f'[{code}] {text}')
+        if self.mode and not group_rank(): warn(code, text)
 
 # %% ../../nbs/distributed/02_comparison.ipynb #1cc5e051
 def same_data(dls:list, findings):

@@ -362,7 +362,8 @@ class Steps(LoaderWrapper):
     def _warn_uneven(self, k, more, b):
         W,n = group_size(),self.engine.loop.n_steps
         need(k, f'{W-more} of {W} ranks have no training batch')
-        if b: warn(f'rank {group_rank()} had more training batches than another: this epoch ends after {n}')
+        text = f'rank {group_rank()} had more training batches than another: this epoch ends after {n}'
+        if b: warn('uneven-epoch', text)
 
 class Steering(Loops):
     "The vote between two batches"

@@ -104,7 +104,7 @@ def gather_batches(parts:list, ks:list, ns=None, dst:int=None, make=None, name='
         kinds = {o['kinds'][i] for o in infos if o['ks']}
         dense = len(kinds)==1 and None not in kinds
         if in_files and not dense and not group_rank():
-            warn(f'{leaf}: rows of different shapes fit no file: {_in_memory}')
+            warn('ragged-rows', f'{leaf}: rows of different shapes fit no file: {_in_memory}')
         got,n = _dense(own, infos, i, dst, make, leaf) if dense else (_pickled(own, ks, dst),None)
         leaves.append(got)
         lens.append(n)

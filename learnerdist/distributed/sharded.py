@@ -337,7 +337,7 @@ def restore(self:Sharded):
     from torch.distributed.fsdp import FSDPModule
     device,keeps = self.learn.device,self.opts.keep_sharded
     with nullcontext(True) if keeps else _any_group() as here:
-        if not here: warn(_lost)
+        if not here: warn('lost-weights', _lost)
         def get(t):
             if keeps: return keep_part(t)
             return whole(t).to(device) if here else torch.empty(0, dtype=t.dtype, device=device)

@@ -52,7 +52,7 @@ _metered = 'train_metrics: those of this epoch are without its first {:g} batche
 
 def _warns(text):
     "In place of setting a number: a warning of what is lost, if it is not 0"
-    return lambda cb, n: warn(text.format(n)) if n and is_rank0() else None
+    return lambda cb, n: warn('lost-count', text.format(n)) if n and is_rank0() else None
 
 def _stacked(items): return torch.stack([*map(torch.as_tensor, items)])
 def _losses(rec): return _stacked(rec.losses) if rec.losses else torch.zeros(0)

@@ -52,7 +52,7 @@ class Recorder(Callback):
     def before_train(self):
         self.steps,self.lr_now = [],self.learn.opt.param_groups[-1]['lr']
         if data_len(self.dl)==0 and is_rank0():
-            warn(f'the training loader, a {type(self.dl).__name__}, has no batch: nothing is trained. '
+            warn('no-batches', f'the training loader, a {type(self.dl).__name__}, has no batch: nothing is trained. '
                  'Is the data set empty, or shorter than a batch with drop_last?')
     def before_batch(self):
         learn = self.learn
@@ -143,7 +143,7 @@ class Recorder(Callback):
 def _warn_hidden(learn):
     names = 'xb','yb','pred','loss','loss_grad','model','opt'
     for cb,k in ((cb,k) for cb in learn.cbs for k in names if k in vars(cb)):
-        warn(f"{cb}.{k}: the callback's own, which hides the learner's. To change that, assign to self.learn")
+        warn('hidden-attribute', f"{cb}.{k} of the callback hides the learner's. To change that, assign to self.learn")
 
 def _clock(secs): return f'{int(secs)//60:02d}:{int(secs)%60:02d}'
 
