@@ -225,7 +225,6 @@ class GradientAccumulation(Callback):
         last = self.marks.popleft() if self.marks else self.iter+1==self.n_iter
         self.stepping = self.runner.anyone(last or self.count>=self.n_acc)
         self._exchange(self.stepping)
-        if self.stepping and loss_over(self.learn).kind!='sum': self._divide_by(self.count or 1)
 
     def before_backward(self):
         if loss_kind(self.learn)=='sum': return # the gradients of sums need no weights
@@ -233,7 +232,7 @@ class GradientAccumulation(Callback):
         counted = loss_over(self.learn).kind=='items' or self.learn.items is not None
         if n is None: n = n_items(self.learn) if counted else self.n
         self.items = self.items+n
-        if self.stepping and (counted or self.global_items is not None): self._divide_by(self.items+(self.items==0))
+        if self.stepping: self._divide_by(self.items+(self.items==0))
         self.learn.loss_grad = self.loss_grad*(n/self.total)
 
     def before_step(self):
