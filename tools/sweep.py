@@ -10,7 +10,8 @@ rank, and if one process fails, on that), *DIFFERENT*, *error*, or *hang*. Exit 
 Ranks agree bit by bit. From one process numbers may differ by 1e-9 in float64 and by 1e-5 in float32, relative where they are above 1; in
 a fit that enlarges rounding, by ten times what one process's own do when its first weights are rounded otherwise. Where that is so
 much that nothing can be told from it, as in a fit that diverges, the case is *unseen*. In bfloat16, which has 8 bits, that is the rule
-for all, above one unit of the last bit: ranks round each sum of gradients."""
+for all, above two units of the last bit: ranks round a loss, and a sum of gradients, before these are added up. (Seen: 1.5
+units in the losses of seed 101, case 67, which are a sum of two.)"""
 import argparse,ast,math,os,pickle,random,sys,tempfile,traceback,warnings
 from pathlib import Path
 import torch
@@ -414,7 +415,7 @@ def explained(said):
     return any(not o.startswith(tuple(f'[{k}]' for k in harmless)) for o in said)
 
 # How far a run may be from one process's, and from where on nothing can be told from that process's own rounding
-tolerances = dict(float64=(1e-9, 1e-3), float32=(1e-5, 1e-2), bfloat16=(2**-7, 2.))
+tolerances = dict(float64=(1e-9, 1e-3), float32=(1e-5, 1e-2), bfloat16=(2**-6, 2.))
 
 def judged(c, alone, ranks):
     "(verdict, where or why, by how much)"
