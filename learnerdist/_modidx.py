@@ -391,6 +391,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'learnerdist.core.env._check_on': ('core/env.html#_check_on', 'learnerdist/core/env.py'),
                                       'learnerdist.core.env._env_int': ('core/env.html#_env_int', 'learnerdist/core/env.py'),
                                       'learnerdist.core.env._event_loops': ('core/env.html#_event_loops', 'learnerdist/core/env.py'),
+                                      'learnerdist.core.env._freeze_in_forks': ( 'core/env.html#_freeze_in_forks',
+                                                                                 'learnerdist/core/env.py'),
                                       'learnerdist.core.env._hang_up': ('core/env.html#_hang_up', 'learnerdist/core/env.py'),
                                       'learnerdist.core.env._how': ('core/env.html#_how', 'learnerdist/core/env.py'),
                                       'learnerdist.core.env._new_group': ('core/env.html#_new_group', 'learnerdist/core/env.py'),

@@ -1,11 +1,12 @@
 "What the launcher said, which device and backend follow from it, and groups that are opened and closed"
-import os, re, shlex, subprocess, sys, warnings, pytest, torch, torch.distributed as dist
+import gc, os, re, shlex, subprocess, sys, warnings, pytest, torch, torch.distributed as dist
 from learnerdist.core import hosts
 from learnerdist.core.collectives import all_sum
 import learnerdist.core.env as env
 from learnerdist.core.env import (close_group, current_group, default_device, group_rank, group_size, in_group, is_rank0, launch_store,
                              local_rank,
                              local_size, num_distrib, process_group, rank_distrib, setup_distrib, teardown_distrib)
+from torch.utils.data import DataLoader, Dataset
 from learnerdist.testing import run_ranks
 
 variables = 'RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE'
@@ -171,3 +172,22 @@ def test_a_long_wait_is_said(capfd):
     run_ranks(rank_waits, 2)
     said = capfd.readouterr().err
     assert re.search(r'rank 0 waits for the other ranks in all_sum \(\S+test_env.py:\d+ in rank_waits\), which all ranks', said)
+
+class Collects(Dataset):
+    "Its sample is the number of objects that the garbage collector has freed in a worker"
+    def __len__(self): return 1
+    def __getitem__(self, i): return gc.collect()
+
+def worker_after_group():
+    "A group that is garbage when a loader's worker is forked"
+    gc.disable()
+    with process_group():
+        garbage = [dist.group.WORLD]
+        garbage.append(garbage)
+    del garbage
+    try: return [o.item() for o in DataLoader(Collects(), num_workers=1, timeout=20)]
+    finally: gc.enable()
+
+def test_a_worker_does_not_destroy_a_group_of_its_process():
+    "There the destructor waits for ever for threads that a fork does not have"
+    run_ranks(worker_after_group, 2)

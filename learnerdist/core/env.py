@@ -7,10 +7,11 @@ __all__ = ['rank_distrib', 'num_distrib', 'local_rank', 'default_device', 'RankE
            'planned_group', 'process_group', 'group_rank', 'group_size', 'is_rank0']
 
 # %% ../../nbs/core/01_env.ipynb #c002
-import dis,json,os,re,socket,sys,threading,time,traceback
+import dis,gc,json,os,re,socket,sys,threading,time,traceback
 from collections import Counter
 from contextlib import contextmanager,suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import learnerdist
@@ -424,7 +425,14 @@ def _open_ours(cuda_id, **kw):
         if num_distrib()<2: device = default_device(cuda_id)
         else: device = setup_distrib(cuda_id, timeout_s=group_timeout(), **kw)
         if in_group(): _ours.append(_new_group() if was_open else None)
+    if in_group(): _freeze_in_forks()
     return device
+
+@cache
+def _freeze_in_forks():
+    """Let the garbage collector of a forked process, such as a loader's worker, leave alone what this process had. A
+    group's destructor would wait there for threads that a fork does not have, for ever"""
+    if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=gc.freeze)
 
 def _new_group(**kw):
     "A further group of all ranks. A rank that left before all have connected would fail those that still connect"
