@@ -8,7 +8,7 @@ from learnerdist.checkpoint import snapshot
 from learnerdist.checkpoint.snapshot import States,prune,snapshots
 from learnerdist.distributed.comparison import digest
 from learnerdist.testing import run_ranks
-from learnerdist.all import Callback,Checkpoint,DataLoaders,GradientClip,Learner,rank_distrib
+from learnerdist.all import Callback,Checkpoint,DataLoaders,GradientClip,Learner,Preempted,rank_distrib
 import pytest
 import test_checkpoint as checkpoint
 from helpers import environment,free_port,launcher as launch,root
@@ -136,6 +136,14 @@ def test_the_cost_of_a_state_does_not_grow(tmp_path, monkeypatch):
     with memory_folder(), learn.no_logging(): learn.fit(1, cbs=[GradientClip(5.),Checkpoint('ckpt', every=10, in_memory=True)])
     new = [b[1]-a[1] for a,b in zip(sizes, sizes[1:-2])]
     assert len(sizes)>=60 and abs(sizes[-3][0]-sizes[1][0])<200 and max(new)<1.2*min(new), (sizes,new)
+
+def test_a_signal_in_the_last_step_leaves_a_file(tmp_path):
+    "Without a validation, before which it would be written"
+    learn,cb = checkpoint.learner(tmp_path),checkpoint.At(9, checkpoint.kill)
+    learn.dls,cb.order = DataLoaders(learn.dls.train),0
+    with memory_folder(), pytest.raises(Preempted, match='saved in .* after step 9'):
+        learn.fit(1, cbs=[cb,Checkpoint('ckpt', every=1, in_memory=True)])
+    assert [o.name for o in snapshots(tmp_path/'ckpt')]==['epoch_0001-step_00000009']
 
 def test_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr('learnerdist.checkpoint.snapshot.free_bytes', lambda path: 2**10)
