@@ -82,6 +82,15 @@ def test_every_place_alone(kind, n, tmp_path):
     found = resumed_everywhere(tmp_path, kind, ctx=False)
     assert len(found)==n and not any(found.values()), found
 
+def test_a_writer_whose_store_has_ended_waits_for_nothing(tmp_path, monkeypatch):
+    "One of two ranks that write a sharded model in the background, when the other one, which hosts the store, has left"
+    class Gone:
+        def set(self, *args): raise RuntimeError('Broken pipe')
+    monkeypatch.setattr(snapshot, 'shared_store', Gone)
+    writers = snapshot.Writers(1, 2, 'token')
+    done = snapshot.write_snapshot(tmp_path/'a', dict(rows_1={}), {}, background=True, writers=writers)
+    with pytest.raises(RuntimeError, match='Broken pipe'): done.result(20)
+
 mid,end = 'epoch_0000-step_00000003','epoch_0001-step_00000005'
 
 def on_two_ranks(path):

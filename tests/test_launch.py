@@ -6,6 +6,7 @@ from helpers import environment,free_port,launch,launcher,root,write
 from learnerdist.core.compat import torch_version
 from learnerdist.launch.cli import _choose_nproc,get_parser,guess
 from learnerdist.launch import main,processes,run,watch
+from learnerdist.launch.forkserver import Output
 from learnerdist.launch.watch import Rank,RanksError,explain,failures
 
 # Says where and how it runs; if not asked to meet the others, without importing torch. Draws without a seed, and warns
@@ -140,6 +141,19 @@ def test_a_report_on_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, 'whole_file', full)
     watch.leave_report(ValueError('Oops'), folder=tmp_path)
     assert json.loads((tmp_path/'error.json').read_text())['message'] == 'Oops'
+
+def test_output_that_never_ends():
+    "A process that a rank has left prints on, faster than the launcher reads"
+    class Again:
+        n = 0
+        def write(self, text):
+            self.n += 1
+            if self.n<9: os.write(out.writer, b'y\n')
+        def close(self): os.close(out.writer)
+    out = Output('', file=Again())
+    os.write(out.writer, b'y\n')
+    out.close()
+    assert out.file.n==1
 
 def test_an_unknown_host_is_said_at_once(tmp_path):
     command = [*launcher, '--nnodes', '2', '--rdzv-endpoint', 'no-such-host.invalid:29555', '--nproc', '1', write(tmp_path, '')]

@@ -140,7 +140,8 @@ class Moments:
         "When the last epoch is over"
         if self.nested: return
         if self.at: self.arrive()
-        self.due = {next(iter(self.plan))} if self.last is None or self.last['phase']!='done' else set()
+        goes_to = 'files' if self.stopping else next(iter(self.plan))
+        self.due = {goes_to} if self.last is None or self.last['phase']!='done' else set()
         self.commit('done')
         self.wait()
         if self.memory: distrib_barrier() # until all have it

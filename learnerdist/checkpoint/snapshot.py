@@ -127,9 +127,9 @@ class Writers:
     def fail(self, e):
         """Tell the first rank that this one has not written its file; on the first one, wait until the others are
         done with the folder"""
-        if not self.first: self.store.set(self.own, pack_error(e))
-        elif self.n>1:
-            with suppress(Exception): wait_keys(self.store, self.keys, 60)
+        with suppress(Exception): # the store may have ended with its host
+            if not self.first: self.store.set(self.own, pack_error(e))
+            elif self.n>1: wait_keys(self.store, self.keys, 60)
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c012
 def _publish(tmp, folder, info):

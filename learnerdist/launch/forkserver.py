@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/00_forkserver.ipynb #fk02
-import ast,gc,importlib.util,marshal,os,random,select,selectors,signal,socket
+import ast,gc,importlib.util,marshal,os,random,selectors,signal,socket
 import struct,subprocess,sys,threading,warnings,zlib
 from contextlib import suppress
 from functools import partial
@@ -332,7 +332,7 @@ class Output:
 
     def close(self):
         "Show the rest; what ranks' children print from now on is lost"
-        while select.select([self.reader], [], [], 0)[0] and self.show(): pass
+        self.show() # all that the pipe holds
         if self.part: self._write([self.part])
         if self.file: self.file.close()
         os.close(self.reader)
