@@ -135,6 +135,32 @@ def test_what_all_ranks_cancel_is_cancelled_and_recorded_as_in_one_process(W):
     for alone,*ranks in zip(all_cancel(W), *run_ranks(all_cancel, W), strict=True):
         for rank in ranks: torch.testing.assert_close(rank[1:], alone[1:], rtol=0, atol=1e-12, equal_nan=True, msg=str(alone[0]))
 
+class Wider(Raise):
+    "`rank` also cancels the fit where callbacks hear of that"
+    def __init__(self, event, exc, rank, hears):
+        super().__init__(event, exc, rank)
+        setattr(self, hears, self.widen)
+    def widen(self):
+        if self.rank in (None,group_rank()): raise CancelFitException
+
+of_handlers = [('after_pred',CancelTrainException,'after_cancel_train'), ('before_validate',CancelValidException,'after_cancel_validate'),
+               ('after_pred',CancelEpochException,'after_cancel_epoch'), ('before_backward',CancelBackwardException,'after_cancel_backward')]
+def widened(rank, k=1):
+    res = []
+    for event,exc,hears in of_handlers:
+        learn,trace = make(bs=BS*k),Trace()
+        with learn.distrib_ctx(seed=1): learn.fit(2, cbs=[trace,Wider(event, exc, rank, hears)])
+        res.append((len(learn.recorder.losses), trace.steps, learn.epoch, state(learn.model)))
+    return res
+
+@pytest.mark.parametrize('rank', [None,1])
+def test_a_handler_of_a_cancel_cancels_the_fit(rank):
+    "On all ranks, or on one: there the others waited in `after_train` for a rank that voted"
+    alone,(first,second) = widened(None, 2),run_ranks(widened, 2, rank)
+    if rank is None: torch.testing.assert_close(first, alone, rtol=0, atol=1e-12)
+    assert [o[2] for o in first[:3]]==[0]*3
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+
 def test_validation_cancelled_on_one_of_three_ranks():
     results = run_ranks(valid_cases, 3)
     assert results[0]==results[1]==results[2]
