@@ -1,19 +1,28 @@
 "What the launcher said, which device and backend follow from it, and groups that are opened and closed"
-import gc, os, re, shlex, subprocess, sys, warnings, pytest, torch, torch.distributed as dist
+import gc, os, re, shlex, socket, subprocess, sys, warnings, pytest, torch, torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 from learnerdist.core import hosts
 from learnerdist.core.collectives import all_sum
 import learnerdist.core.env as env
 from learnerdist.core.env import (close_group, current_group, default_device, group_rank, group_size, in_group, is_rank0, launch_store,
                              local_rank,
                              local_size, num_distrib, process_group, rank_distrib, setup_distrib, teardown_distrib)
-from torch.utils.data import DataLoader, Dataset
+from learnerdist.distributed.failure import failing_together
 from learnerdist.testing import run_ranks
+from helpers import free_port
 
 variables = 'RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE'
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
     for k in variables: monkeypatch.delenv(k, raising=False)
+
+@pytest.fixture
+def taken_port():
+    with socket.socket() as s:
+        s.bind(('', 0))
+        s.listen()
+        yield str(s.getsockname()[1])
 
 def launched(monkeypatch, **kw):
     for k,v in kw.items(): monkeypatch.setenv(k, v)
@@ -122,6 +131,40 @@ def test_what_cannot_be_completed(monkeypatch, kw, words):
     launched(monkeypatch, **kw)
     assert (rank_distrib(),num_distrib())==(0, 0)
     with pytest.raises(ValueError, match=words), process_group(): pass
+
+where = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT='29500')
+
+@pytest.mark.parametrize('kw,words', [
+    (dict(where, RANK='2', WORLD_SIZE='2'), "RANK='2' and WORLD_SIZE='2': set RANK to 0 ... WORLD_SIZE-1, or neither to train alone"),
+    (dict(where, RANK='-1', WORLD_SIZE='2'), "RANK='-1'"), (dict(where, RANK='0', WORLD_SIZE='x'), 'WORLD_SIZE='),
+    (dict(where, RANK='1'), "RANK='1' and WORLD_SIZE=''"), (dict(where, WORLD_SIZE='2'), "RANK='' and WORLD_SIZE='2'"),
+    (dict(RANK='0', WORLD_SIZE='2', MASTER_PORT='29500'), "MASTER_ADDR='' and MASTER_PORT='29500': set the machine of rank 0"),
+    (dict(RANK='0', WORLD_SIZE='2', MASTER_ADDR='a'), "MASTER_PORT='': set the machine of rank 0 and a free port there"),
+    (dict(where, RANK='0', WORLD_SIZE='2', MASTER_PORT='99999'), "MASTER_PORT='99999'")])
+def test_variables_that_are_wrong(monkeypatch, kw, words):
+    "An error before anything waits, from a context of a learner and of a script"
+    for k in where: monkeypatch.delenv(k, raising=False)
+    launched(monkeypatch, **kw)
+    for context in (process_group, lambda: failing_together(print)):
+        with pytest.raises(ValueError, match=re.escape(words)), context(): pass
+    assert not in_group()
+
+def rank_misnamed(**kw):
+    os.environ.update(kw if rank_distrib()==1 else {})
+    with process_group(): pass
+
+@pytest.mark.parametrize('kw,words', [(dict(RANK='0'), 'RANK=0 of two processes'),
+    (dict(WORLD_SIZE='2'), r'WORLD_SIZE=\d on rank \d, but \d on')])
+def test_ranks_that_contradict(kw, words):
+    found = run_ranks(rank_misnamed, 3, errors='return', **kw)
+    assert all(re.search(words, f'{o}') for o in found), found
+
+def test_the_store_cannot_be_opened(monkeypatch, taken_port):
+    launched(monkeypatch, RANK='0', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=taken_port)
+    with pytest.raises(dist.DistNetworkError, match='rank 0 cannot listen: is there another rank 0, or is the port taken'): launch_store()
+    launched(monkeypatch, RANK='1', MASTER_PORT=str(free_port()))
+    words = r'rank 1 cannot reach rank 0: MASTER_ADDR:MASTER_PORT=127.0.0.1:\d+'
+    with pytest.raises(dist.DistNetworkError, match=words): launch_store(timeout_s=1)
 
 @pytest.mark.parametrize('kw', [ # salloc, a batch script, an interactive step
     dict(SLURM_NTASKS='2', SLURM_NNODES='1'), dict(SLURM_NNODES='2'), dict(step, ENVIRONMENT='BATCH', SLURM_STEP_ID=''),

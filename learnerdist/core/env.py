@@ -21,21 +21,29 @@ from torch.distributed.rendezvous import rendezvous
 
 from .compat import abort_group,default_store,destroy_group,fake_store,set_timeout
 from .files import environment
-from .hosts import alone_warning,foreign_rank
+from .hosts import alone_warning,check_rank,foreign_rank
 from .stacks import frames_of_thread,preempted_status,users_frame,warn
 
 # %% ../../nbs/core/01_env.ipynb #c004l
 in_group = dist.is_initialized # Whether a process group is open
 
-def _env_int(name): return int(os.environ.get(name) or 0)
+def _env_int(name):
+    text = os.environ.get(name) or '0'
+    if not text.isdigit(): raise ValueError(f'{name}={text}: set a whole number from 0 up')
+    return int(text)
 
 def read_launcher():
-    "Put what mpirun or srun say into the environment, as torchrun does. ValueError if something is missing"
-    if not os.environ.get('RANK') and not in_group(): os.environ.update(foreign_rank())
+    """Put what mpirun or srun say into the environment, as torchrun does. ValueError if something is missing, there or
+    in variables that are set by hand"""
+    if in_group(): return
+    os.environ.update(foreign_rank())
+    check_rank()
 
 def _of_launcher(name, of_group):
-    with suppress(ValueError): read_launcher() # `process_group` raises it
-    return of_group() if not os.environ.get('RANK') and in_group() else _env_int(name)
+    if not os.environ.get('RANK'):
+        if in_group(): return of_group()
+        with suppress(ValueError): os.environ.update(foreign_rank()) # `read_launcher` raises it
+    return _env_int(name)
 
 # %% ../../nbs/core/01_env.ipynb #c005
 def rank_distrib()->int:
@@ -91,10 +99,23 @@ def launch_store(timeout_s=300):
     """The store that all ranks of this launch share while they live, with or without a process group; None in a single
     process. timeout_s: seconds to wait for the store's server"""
     if 'launch' not in _stores and _env_int('WORLD_SIZE')>1:
-        is_host = rank_distrib()==0
-        store = default_store() if in_group() else connect_store(os.environ, timeout_s, is_host)
+        store = default_store() if in_group() else _connect(timeout_s)
         if store is not None: _stores['launch'] = store
     return _stores.get('launch')
+
+def _connect(timeout_s):
+    "`connect_store` of this rank; it prints on stderr after 5 s that it waits"
+    rank,is_host = f'rank {rank_distrib()}',rank_distrib()==0
+    at = ':'.join(os.environ.get(k, '') for k in ('MASTER_ADDR','MASTER_PORT'))
+    late = f'{rank} waits for rank 0 to listen at {at} (MASTER_ADDR, MASTER_PORT)'
+    timer = threading.Timer(5, print, [late], dict(file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try: return connect_store(os.environ, timeout_s, is_host)
+    except dist.DistNetworkError as e:
+        why = 'cannot listen: is there another rank 0, or is the port taken?' if is_host else 'cannot reach rank 0:'
+        raise dist.DistNetworkError(f'{rank} {why} MASTER_ADDR:MASTER_PORT={at} ({str(e).splitlines()[0]})') from e
+    finally: timer.cancel()
 
 def shared_store():
     "The store of this launch, or else that of a group that the script opened; None in a single process"
@@ -283,11 +304,15 @@ def next_phase():
     if store is not None: store.set(f'{name}{_counts[name]}/over', '')
     _counts[name] += 1
 
-def _open(device, backend, timeout_s, name):
-    store = launch_store() or connect_store(os.environ, hosts=rank_distrib()==0)
-    n = num_distrib()
-    if store is None: raise ValueError(f'WORLD_SIZE={n}, but no MASTER_ADDR and MASTER_PORT: use learnerdist.launch')
-    store,timeout = dist.PrefixStore(name, store),timedelta(seconds=timeout_s)
+def _meet(store):
+    "ValueError if another process is this rank, too, or counts other ranks"
+    rank,n = rank_distrib(),num_distrib()
+    found = store.compare_set('size', '', str(n)).decode()
+    if found!=str(n): raise ValueError(f'WORLD_SIZE={n} on rank {rank}, but {found} on another rank')
+    if store.add(f'here/{rank}', 1)>1: raise ValueError(f'RANK={rank} of two processes: give each its own')
+
+def _open(device, backend, timeout_s, store):
+    n,timeout = num_distrib(),timedelta(seconds=timeout_s)
     gpus = everyones(gpu_id(device), 'gpu', store, timeout_s, 'to open the process group')
     if None in gpus:
         raise dist.DistStoreError(f'timed out: {timeout_s:g} s without a word from rank {gpus.index(None)}')
@@ -317,12 +342,17 @@ def setup_distrib(
     read_launcher()
     if in_group() or not num_distrib(): return _use(cuda_id)
     name = _next_group()
-    try: device = _use(cuda_id)
+    store = launch_store() or connect_store(os.environ, hosts=rank_distrib()==0)
+    if store is None: raise ValueError('RANK is set, but MASTER_ADDR and MASTER_PORT are not: use learnerdist.launch')
+    own = dist.PrefixStore(name, store)
+    try:
+        device = _use(cuda_id)
+        _meet(own)
     except Exception as e: # the other ranks open the group and would wait for this one
-        if store := launch_store(): store.set(f'{name}/failed', pack_error(e))
+        store.set(f'{name}/failed', pack_error(e))
         raise
     section.append(f'{name}/failed')
-    try: _open(device, backend, timeout_s, name)
+    try: _open(device, backend, timeout_s, own)
     finally: section.remove(f'{name}/failed')
     return device
 

@@ -142,6 +142,19 @@ def _starter(name):
             pid = int(Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[1])
     return pid
 
+# %% ../../nbs/core/00_hosts.ipynb #c4ec0001
+def check_rank(env=os.environ):
+    "ValueError if RANK and its kin do not number this process: it would train alone, or wait for others forever"
+    rank,size,addr,port = (env.get(k, '') for k in ('RANK','WORLD_SIZE','MASTER_ADDR','MASTER_PORT'))
+    if not rank and size in ('', '1'): return
+    if not (rank.isdigit() and size.isdigit() and int(rank) < int(size)):
+        remedy = 'set RANK to 0 ... WORLD_SIZE-1, or neither to train alone'
+        raise ValueError(f'RANK={rank!r} and WORLD_SIZE={size!r}: {remedy}')
+    if int(size) < 2 or env.get('LEARNERDIST_INIT_METHOD', 'env://') != 'env://': return
+    if not addr or not port.isdigit() or not 0 < int(port) < 1<<16:
+        remedy = 'set the machine of rank 0 and a free port there, the same on all ranks'
+        raise ValueError(f'MASTER_ADDR={addr!r} and MASTER_PORT={port!r}: {remedy}')
+
 # %% ../../nbs/core/00_hosts.ipynb #a10c0001
 def alone_warning(env=os.environ)->str:
     "The warning for a process that is alone although Slurm has allocated several tasks; '' in a task, or without Slurm"

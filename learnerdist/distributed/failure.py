@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..core.env import RankError,close_group,count,group_size,in_group,is_consequence
 from ..core.env import next_phase,num_distrib
-from ..core.env import own_rank,pack_error,section,shared_store,unpack_error,wait_key
+from ..core.env import own_rank,pack_error,read_launcher,section,shared_store,unpack_error,wait_key
 from ..core.stacks import Frame,answer_asks,answerer,describe_stack,frames_of,is_wait,place_of
 
 # %% ../../nbs/distributed/04_failure.ipynb #c004
@@ -78,6 +78,7 @@ def failing_together(undo):
     """If one rank leaves the body by an exception, the others are freed, and raise a `RankError` that carries it. All
     wait for rank 0. `undo` releases the wrapped model and the group: it is called at the end, in any case, once or
     twice"""
+    read_launcher()
     if num_distrib()<2 and group_size()<2:
         try: yield
         finally: undo()
@@ -149,4 +150,6 @@ def _record(e, key):
 def _cut_off(e, lost):
     if not is_consequence(e): return e
     where = f"{os.environ.get('MASTER_ADDR', 'rank 0')}, where the ranks' store is"
-    return ConnectionError(f'{socket.gethostname()} cannot reach {where}: it or the link to it is gone ({lost})')
+    host = 'its launcher' if os.environ.get('TORCHELASTIC_USE_AGENT_STORE')=='True' else 'rank 0, which runs it,'
+    why = f'{host} has ended, or the machine or the link to it is gone'
+    return ConnectionError(f'{socket.gethostname()} cannot reach {where}: {why} ({lost})')
