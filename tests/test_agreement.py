@@ -144,7 +144,8 @@ class Wider(Raise):
         if self.rank in (None,group_rank()): raise CancelFitException
 
 of_handlers = [('after_pred',CancelTrainException,'after_cancel_train'), ('before_validate',CancelValidException,'after_cancel_validate'),
-               ('after_pred',CancelEpochException,'after_cancel_epoch'), ('before_backward',CancelBackwardException,'after_cancel_backward')]
+               ('after_pred',CancelEpochException,'after_cancel_epoch'),
+               ('before_backward',CancelBackwardException,'after_cancel_backward')]
 def widened(rank, k=1):
     res = []
     for event,exc,hears in of_handlers:

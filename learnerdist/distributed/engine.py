@@ -672,6 +672,8 @@ class Cancelling(Batches):
             for p in batch.idle: p.grad = None # the optimizer leaves these alone, as in one process
             if batch.seen: self.repeated,self.learn.items = batch.seen # and it records the loss
         if res.scope!='backward': self.leave(res.scope)
+        self.agreed = 'backward' # which is over
+        self.learn('after_cancel_backward')
 
 def _finite(grad): return grad.nan_to_num(0., 0., 0.)
 

@@ -114,7 +114,11 @@ class AfterOthers(Callback):
         vars(self).update(before_fit=e.check_settings, before_batch=e.check_batch)
         vars(self).update(before_backward=e.send_zeros, after_backward=e.settle)
         vars(self).update(before_train=partial(e.open_loop, True), before_validate=partial(e.open_loop, False))
-        for k in ('before_epoch','after_train','after_validate','after_epoch'): setattr(self, k, e.agree)
+        for k in _agreed: setattr(self, k, e.agree)
+
+# Events outside of batches in which a rank may cancel a loop around them
+_agreed = ('before_epoch after_cancel_train after_train after_cancel_validate after_validate after_cancel_epoch '
+           'after_epoch').split()
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c008
 class DistributedTrainer(Adapter):
