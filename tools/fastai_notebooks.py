@@ -96,7 +96,7 @@ def outcome(src, ns, limit_s):
     def late(*args):
         if not over: raise TimeoutError(f'takes over {limit_s} s')
     signal.signal(signal.SIGPROF, late)
-    signal.setitimer(signal.ITIMER_PROF, limit_s)
+    signal.setitimer(signal.ITIMER_PROF, limit_s, limit_s) # again, if what it raised was swallowed
     try:
         try:
             with redirect_stdout(io.StringIO()): exec(compile(src, 'cell', 'exec'), ns)
