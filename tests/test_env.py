@@ -117,7 +117,9 @@ ompi = dict(OMPI_COMM_WORLD_RANK='1', OMPI_COMM_WORLD_SIZE='2', OMPI_COMM_WORLD_
 step = dict(SLURM_PROCID='1', SLURM_NTASKS='2', SLURM_LOCALID='1', SLURM_NODEID='0', SLURM_NNODES='1', SLURM_STEP_ID='0', SLURM_JOB_ID='7')
 
 @pytest.mark.parametrize('kw', [ompi, dict(PMI_RANK='1', PMI_SIZE='2', MPI_LOCALRANKID='1', MPI_LOCALNRANKS='2'), step,
-    dict(PMIX_RANK='1', PMIX_SIZE='2', PMIX_LOCAL_RANK='1', PMIX_LOCAL_SIZE='2'), step | dict(PMIX_RANK='1')]) # srun --mpi=pmix
+    dict(PMIX_RANK='1', PMIX_SIZE='2', PMIX_LOCAL_RANK='1', PMIX_LOCAL_SIZE='2'),
+    step | dict(PMIX_RANK='1'), step | dict(PMI_RANK='1', PMI_SIZE='2'), # srun --mpi=pmix, --mpi=pmi2
+    dict(step, SLURM_NTASKS='3', SLURM_PROCID='0', **ompi)]) # mpirun within a step
 def test_other_launchers(monkeypatch, kw):
     with monkeypatch.context() as m:
         m.setattr(os, 'environ', {**os.environ, **kw})

@@ -394,6 +394,13 @@ def test_what_contradicts_slurm(env, args, words, capsys, monkeypatch):
     with pytest.raises(SystemExit) as e: main([*args, __file__])
     assert e.value.code == 2 and words in capsys.readouterr().err
 
+def test_launchers_that_mpirun_starts(capsys, monkeypatch):
+    "Each would train alone, and write the same files"
+    monkeypatch.delenv('RANK', raising=False)
+    for k,n in dict(RANK=1, SIZE=2, LOCAL_RANK=1, LOCAL_SIZE=2).items(): monkeypatch.setenv(f'OMPI_COMM_WORLD_{k}', str(n))
+    with pytest.raises(SystemExit): main(['--nproc', '2', '--no-fork-server', __file__])
+    assert '2 processes run this launcher, each alone: let mpirun run the script itself' in capsys.readouterr().err
+
 def test_slurm_by_task_and_by_node(tmp_path):
     "Two tasks on one node are two ranks; two tasks on two nodes (which are this machine) are agents with two ranks each"
     (a,b),file = (tmp_path/'a', tmp_path/'b'),write(tmp_path, script)

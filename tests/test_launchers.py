@@ -80,6 +80,14 @@ def test_two_processes_by_hand(name, alone, tmp_path):
     (first,a),(second,b) = map(ended, [start('python train.py; exit $?', tmp_path, **texts(families[name](r))) for r in range(2)])
     assert (a,b)==(0,0) and numbers(first)==pytest.approx(alone, rel=1e-5) and 'final' not in second, first+second
 
+def test_run_starts_no_ranks_of_ranks(alone, tmp_path):
+    "mpirun has started two processes: `run` calls the function, in each, as under torchrun"
+    write_recipes(tmp_path)
+    code = 'from learnerdist.launch import run; from train import main; run(main, nproc=2)'
+    both = [start(f'python -c "{code}"; exit $?', tmp_path, **texts(families['openmpi'](r))) for r in range(2)]
+    (first,a),(second,b) = map(ended, both)
+    assert (a,b)==(0,0) and numbers(first)==pytest.approx(alone, rel=1e-5) and 'final' not in second, first+second
+
 @pytest.mark.parametrize('env,words', [(dict(PMIX_RANK='1'), 'PMIX_SIZE is not set: set RANK and WORLD_SIZE, or use torchrun'),
     (dict(texts(families['openmpi'](1)), OMPI_COMM_WORLD_LOCAL_SIZE='1'), 'MASTER_ADDR is not set: set MASTER_ADDR to the first'),
     (dict(texts(families['srun'](1)), SLURM_NNODES='2', SLURM_NTASKS='4'), 'neither SLURM_JOB_NODELIST nor MASTER_ADDR is set')])

@@ -93,15 +93,15 @@ def backend_for(gpus:list)->str:
     return 'cpu:gloo,cuda:nccl' if 'cpu' not in gpus and len(set(gpus))==len(gpus) else 'gloo'
 
 # %% ../../nbs/core/01_env.ipynb #c017
-_stores = {}  # The key-value store of this launch, once connected
+stores = {}  # The key-value store of this launch, once connected
 
 def launch_store(timeout_s=300):
     """The store that all ranks of this launch share while they live, with or without a process group; None in a single
     process. timeout_s: seconds to wait for the store's server"""
-    if 'launch' not in _stores and _env_int('WORLD_SIZE')>1:
+    if 'launch' not in stores and _env_int('WORLD_SIZE')>1:
         store = default_store() if in_group() else _connect(timeout_s)
-        if store is not None: _stores['launch'] = store
-    return _stores.get('launch')
+        if store is not None: stores['launch'] = store
+    return stores.get('launch')
 
 def _connect(timeout_s):
     "`connect_store` of this rank; it prints on stderr after 5 s that it waits"
@@ -119,7 +119,7 @@ def _connect(timeout_s):
 
 def shared_store():
     "The store of this launch, or else that of a group that the script opened; None in a single process"
-    store = _stores.get('launch')
+    store = stores.get('launch')
     if store is None: store = launch_store()
     return default_store() if store is None and in_group() and dist.get_world_size()>1 else store
 
@@ -284,7 +284,7 @@ def counted(what:str)->int:
 
 def new_launch():
     "Forget the store and all counts, since this process goes on as a rank of another launch"
-    for o in (_stores,_counts,section): o.clear()
+    for o in (stores,_counts,section): o.clear()
 
 def _next_group():
     """The name of the next group. Groups are counted by section, so that counts agree after a rank failed before it
@@ -378,7 +378,7 @@ def planned_group(world_size:int):
         try:
             dist.init_process_group('fake', store=store, rank=0, world_size=world_size)
             new_launch()
-            _stores['launch'] = dist.HashStore()
+            stores['launch'] = dist.HashStore()
             _plan.append(world_size)
             yield
         finally:

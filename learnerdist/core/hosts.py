@@ -114,7 +114,7 @@ def foreign_rank(env=os.environ)->dict:
     WORLD_SIZE and so on; empty if this process is alone, or has RANK already"""
     if env.get('RANK'): return {}
     given = (o for o in map(str.split, _mpi) if env.get(o[0]))
-    found = next((o for o in given if env.get(o[1]) or not _in_step(env)), None) # srun --mpi=pmix sets PMIX_RANK alone
+    found = next((o for o in given if not (_in_step(env) and _is_sruns(env, *o[:2]))), None)
     if found is None:
         task = find_task(env)
         return {k: str(v) for k,v in rank_env(task, env).items()} if task else {}
@@ -133,6 +133,11 @@ def foreign_rank(env=os.environ)->dict:
     res = dict(RANK=env[rank], WORLD_SIZE=str(n), MASTER_ADDR=addr, MASTER_PORT=port)
     local = {k: env[o] for k,o in zip(('LOCAL_RANK','LOCAL_WORLD_SIZE'), found[2:]) if env.get(o)}
     return res | local
+
+def _is_sruns(env, rank, size):
+    "Whether srun has set these; its own variables say more: --mpi=pmix sets PMIX_RANK alone, pmi2 no local rank"
+    tasks = _first(env, 'SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS')
+    return not env.get(size) or (env[rank],env[size]) == (env['SLURM_PROCID'],tasks)
 
 def _starter(name):
     "The process that has set the variable `name`, the same for all ranks: the nearest one above that has none"

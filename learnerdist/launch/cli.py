@@ -12,7 +12,7 @@ from pathlib import Path
 
 import learnerdist
 from ..core.files import memory
-from ..core.hosts import check_env,find_task,loopback,rank_env
+from ..core.hosts import check_env,find_task,foreign_rank,loopback,rank_env
 from ..core.stacks import frames_of,need,preempted_status,report_folder,users_frame
 from .forkserver import ForkServer,begin_rank,enter,serve,share_of_cores
 from .processes import count_nproc,serve_calls
@@ -177,6 +177,8 @@ def _complete(args):
     if task: check_env(os.environ, dict(WORLD_SIZE=n))
     args.n_nodes = int(args.nnodes.rpartition(':')[2])
     args.is_here = args.n_nodes == 1 and not (args.rdzv_endpoint or args.rdzv_backend)
+    n = args.is_here and not task and not args.standalone and foreign_rank().get('WORLD_SIZE')
+    need(not n, f'{n} processes run this launcher, each alone: let mpirun run the script itself')
     meets = args.n_nodes == 1 or args.rdzv_endpoint or args.master_port is not None
     need(meets, f'--nnodes {args.nnodes} without --rdzv-endpoint HOST:PORT, the same on each machine')
     if args.on_failure == 'shrink':
@@ -244,7 +246,7 @@ def _notify_others(e):
     if report_folder() or not (e or 'learnerdist.core.env' in sys.modules): return
     from learnerdist.core import env
     # no rank waits for it: it has not used the store, and does not host it
-    if not env._stores and (not e or not env.rank_distrib()): return
+    if not env.stores and (not e or not env.rank_distrib()): return
     with suppress(RuntimeError):
         store = env.launch_store(timeout_s=10)
         env.record_exit(store, env.rank_distrib(), env.pack_error(e or SystemExit(0)))

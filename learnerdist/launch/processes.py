@@ -15,6 +15,7 @@ from typing import Callable,NamedTuple
 
 import learnerdist
 from ..core.files import own_folder
+from ..core.hosts import foreign_rank
 from ..core.stacks import need
 from .forkserver import ForkServer,Output,begin_rank,share_of_cores
 from .watch import Rank,RanksError,Watch,end_groups,env_of,exited_early,failures,leave_report
@@ -339,11 +340,16 @@ def _end_calls(calls):
     end_groups([Rank(o.proc, o.env, None) for o in calls])
     for o in calls: o.proc.wait()
 
+def is_rank()->bool:
+    "Whether this process is a rank already: of our launcher, torchrun, mpirun or srun"
+    os.environ.update(foreign_rank())
+    return bool(os.environ.get('RANK'))
+
 def ranks(
     nproc:int|str='auto' # As in `Ranks`
 )->Ranks:
     "Processes that stay between calls: `with ranks(2) as r: r.run(train)`, or `r = ranks(2)` and later `r.close()`"
-    if 'RANK' in os.environ: raise RuntimeError('this process is a rank already: call ranks() where no rank runs')
+    if is_rank(): raise RuntimeError('this process is a rank already: call ranks() where no rank runs')
     return Ranks(nproc)
 
 # %% ../../nbs/launch/02_processes.ipynb #c023
@@ -361,8 +367,8 @@ def run(
     nproc:int|str='auto' # Number of processes; `'auto'`: one for each visible GPU, one without GPUs
 )->object:          # What `main` returned on rank 0
     "Call `main` on several processes, from a script or a notebook; in this process if it is a rank, or for one process"
-    r = Ranks(1 if 'RANK' in os.environ and nproc == 'auto' else nproc, once=True)
-    if r.nproc == 1 or 'RANK' in os.environ: return main(*args)
+    r = Ranks(1 if is_rank() and nproc == 'auto' else nproc, once=True)
+    if r.nproc == 1 or is_rank(): return main(*args)
     try:
         with r: return r.run(main, *args)
     except KeyboardInterrupt: pass
