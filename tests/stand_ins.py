@@ -1,6 +1,7 @@
 "Small stand-ins for fastai's data sets and weights: their folders, and a server of their archives under fastai's names"
 import json, pickle, random, shutil, tarfile
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 import numpy as np, pandas as pd, torch
 from PIL import Image
@@ -126,10 +127,30 @@ def wt103(path, name='lstm_fwd'):
     torch.save(get_language_model(AWD_LSTM, len(words)).state_dict(), path/f'{name}.pth')
     (path/f'{name.replace("lstm", "itos")}.pkl').write_bytes(pickle.dumps(words))
 
+def scan(file, i, size=64):
+    "A picture as a DICOM file, by pydicom"
+    from pydicom.dataset import FileDataset,FileMetaDataset
+    from pydicom.uid import ExplicitVRLittleEndian,SecondaryCaptureImageStorage
+    pixels,meta,name = np.asarray(picture(i, (size, size), i%2==0)[0].convert('L')),FileMetaDataset(),f'1.{i+1}'
+    meta.TransferSyntaxUID,meta.MediaStorageSOPInstanceUID = ExplicitVRLittleEndian,name
+    meta.MediaStorageSOPClassUID = SecondaryCaptureImageStorage
+    dcm = FileDataset(str(file), {}, file_meta=meta, preamble=bytes(128))
+    about = dict(SOPInstanceUID=name, PatientID=name, Modality='CR', Rows=size, Columns=size, PixelSpacing=[1, 1], SamplesPerPixel=1,
+        PhotometricInterpretation='MONOCHROME2', PixelRepresentation=0, BitsAllocated=8, BitsStored=8, HighBit=7, PixelData=bytes(pixels))
+    for k,v in about.items(): setattr(dcm, k, v)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    dcm.save_as(file)
+
+def siim(path):
+    rows = [(f'train/{label}/{i:06}.dcm', label) for i,label in enumerate(['Pneumothorax','No Pneumothorax']*40)]
+    for i,(name,_) in enumerate(rows): scan(path/name, i)
+    pd.DataFrame(rows, columns=['file','label']).to_csv(path/'labels.csv', index=False)
+
 makers = dict(MNIST_TINY=mnist_tiny, MNIST_SAMPLE=mnist_sample, PETS=pets, CAMVID_TINY=camvid, CAMVID=camvid, COCO_TINY=coco,
     BIWI_SAMPLE=biwi, BIWI_HEAD_POSE=biwi_head_pose, PASCAL_2007=pascal, LSUN_BEDROOMS=bedroom, ADULT_SAMPLE=adult, ML_SAMPLE=ratings,
     ML_100k=ratings, IMDB_SAMPLE=imdb_sample, IMDB=imdb, WIKITEXT_TINY=wikitext, WT103_FWD=wt103,
-    IMAGENETTE_160=lambda o: classes(o, train=160, val=40), IMAGEWOOF_320=lambda o: classes(o, train=160, val=40))
+    IMAGENETTE_160=lambda o: classes(o, train=160, val=40), IMAGEWOOF_320=lambda o: classes(o, train=160, val=40),
+    **(dict(SIIM_SMALL=siim) if find_spec('pydicom') else {}))
 
 def archive(name, url, folder):
     "Make the archive of a data set in `folder`, under the file name of its URL"

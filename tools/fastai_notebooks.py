@@ -9,6 +9,7 @@ Data sets and weights are small stand-ins (tests/stand_ins.py) from a local serv
 come from the installed fastai, which learnerdist changes; cells marked as slow, cuda, skip or `eval: false`; lines for IPython (`%`, `!`);
 notebooks whose name begins with `_`, as by nbdev, and those about fastai.distributed, which learnerdist replaces. A cell that takes
 over 10 s of CPU time plain is interrupted, and does not pass.
+The two medical ones need `pip install pydicom kornia scikit-image`.
 PyPI's sdist of fastai has no notebooks (seen with 2.7.18, 2.8.0, 2.8.12).
 
 A cell begins with the same seeds on all ranks, rank after rank up to where they meet, since each may write and remove a file; a rank that
