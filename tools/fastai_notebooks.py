@@ -37,7 +37,7 @@ reasons = {
     r'^13a_learner: rank 0: AssertionError: Exception occured in `Recorder`': "its callback counts one rank's samples",
     r'^14a_callback.data: .* has no targets': 'its batches have no targets: an error in a context, since nothing would be trained',
     r'^(16_callback.progress|17_callback.tracker): rank 1: (FileNotFoundError|AssertionError: $)': 'a file that the other rank has removed',
-    r'split_batches: a batch size of \d+ does not divide': 'its batch does not divide among the ranks',
+    r'global_bs=1: a global batch has a sample at least for each': 'its batches have one sample, for two ranks',
 }
 
 # --- what there is to run -----------------------------------------------------------------------------------------------------

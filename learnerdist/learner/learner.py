@@ -262,7 +262,7 @@ def check_loss(loss, training=False):
 def check_targets(learn):
     "ValueError if a training batch has no targets, since nothing would be trained"
     if len(learn.yb): return
-    name,inputs = type(learn.dl).__name__,', '.join(type(o).__name__ for o in learn.xb)
+    name,inputs = type(getattr(learn.dl, 'source', learn.dl)).__name__,', '.join(type(o).__name__ for o in learn.xb)
     raise ValueError(f"the {name}'s batch, {inputs}, has no targets: nothing would be trained. Let the loader give a "
                      'tuple of inputs and targets; with loss_func=None, the batch object twice')
 

@@ -52,8 +52,8 @@ class Recorder(Callback):
     def before_train(self):
         self.steps,self.lr_now = [],self.learn.opt.param_groups[-1]['lr']
         if data_len(self.dl)==0 and is_rank0():
-            warn('no-batches', f'the training loader, a {type(self.dl).__name__}, has no batch: nothing is trained. '
-                 'Is the data set empty, or shorter than a batch with drop_last?')
+            warn('no-batches', 'the training loader has no batch: nothing is trained. Is the data set empty, or '
+                 'shorter than a batch with drop_last?')
     def before_batch(self):
         learn = self.learn
         if learn.training: self.lr_now,self.n_before = learn.opt.param_groups[-1]['lr'],learn.train_iter
