@@ -2026,6 +2026,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'learnerdist/fastai/learner.py'),
                                             'learnerdist.fastai.learner._TableOnly.__init__': ( 'fastai/learner.html#_tableonly.__init__',
                                                                                                 'learnerdist/fastai/learner.py'),
+                                            'learnerdist.fastai.learner.__exit__': ( 'fastai/learner.html#__exit__',
+                                                                                     'learnerdist/fastai/learner.py'),
                                             'learnerdist.fastai.learner.__getstate__': ( 'fastai/learner.html#__getstate__',
                                                                                          'learnerdist/fastai/learner.py'),
                                             'learnerdist.fastai.learner._alone': ( 'fastai/learner.html#_alone',

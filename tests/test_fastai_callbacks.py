@@ -447,6 +447,31 @@ def test_lr_find_leaves_nothing_when_it_ends_early(found):
         for got,first in zip(r, ranks[0]): close(got[1], first[2], 0)
     assert [o.name for o in (found.path/'fails').rglob('*')]==['models']
 
+class NeverBegins(Callback):
+    order = -5 # before the Recorder
+    def before_fit(self): raise CancelFitException
+
+class FailsOnRank0(Callback):
+    def after_pred(self):
+        if group_rank()==0: raise KeyError('here')
+
+def ends_early(W, rank, path):
+    learn = make(W, rank, n_valid=5, drop_last=False) # a batch for rank 0, and none for rank 1
+    with quiet(learn), learn.distrib_ctx(seed=3):
+        learn.fit(1, cbs=NeverBegins())
+        targs = [learn.get_preds(0, reorder=o)[1] for o in (False,True)]
+    try:
+        with quiet(learn), learn.distrib_ctx(seed=3): learn.get_preds(cbs=FailsOnRank0())
+    except (KeyError,RuntimeError) as e: how = type(e).__name__
+    return how,targs
+
+def test_a_failure_of_one_rank_in_get_preds_ends_all(found):
+    "fastai sends `after_epoch` then too, where this rank voted, while the other one gathered predictions: neither ended"
+    assert [o[0] for o in found(ends_early, 2)]==['KeyError','RankError']
+
+def test_predictions_of_training_data_without_reorder_are_not_shuffled(found):
+    for _,(given,ordered) in found(ends_early, 2): assert torch.equal(given, ordered)
+
 class Reduces(Callback):
     "Counts the all-reduces of gradients"
     def before_fit(self): self.learn.n_reduced = 0
@@ -477,4 +502,4 @@ def test_accumulation_reduces_once_a_step(Ws, found):
             assert W==1 or [got[k][1] for k in (48,24,0)]==[3,6,3]
         shows('6 `GradientAccumulation`', W, 0 if W==1 else 'weights 1e-09, those of the whole batch too; one all-reduce a step')
 
-slow,found = asking(votes, all_cases),asking(mixes, collects, logs, wandb, saves, finds, accumulates, find_fails)
+slow,found = asking(votes, all_cases),asking(mixes, collects, logs, wandb, saves, finds, accumulates, find_fails, ends_early)

@@ -244,14 +244,15 @@ def check_count(d:Dealer, k:int, name:str):
     if d.streams:
         total,n = data_len(d.source),n+d.start # with those of an earlier run
         if len(d._n_read)>1 or not total or not 0<n<=-(-total//W)<total: return
-        raise RuntimeError(f'rank {d.rank} has seen {n} of the {total} samples of a {name}, which splits itself '
-                           'by rank: set splits_by_rank = True on it')
+        raise RuntimeError(f'rank {d.rank} has seen {n} of the {total} samples of a {name}: its length is wrong, or it '
+                           'splits itself by rank, and needs an attribute splits_by_rank = True')
     own,bs = d.own(n),d.bs if d.unit=='row' and d.bs else 1
     want = batch_count(own, bs, d.drop_last and d.unit=='row')
     if k==want or k<want and d.asked!='all': return
-    hint = '; it never asks which samples are its own' if d.asked=='nothing' else ''
-    raise RuntimeError(f'rank {d.rank} has seen {k} batches of a {name} in this epoch, and {want} are its own{hint}: '
-                       '@reindexed.register a function whose copy reads the indices of a dealer')
+    remedy = '@reindexed.register a function whose copy reads the indices of a dealer'
+    if d.asked=='nothing': hint = f'; it never asks which samples are its own: {remedy}'
+    else: hint = f': if it skips samples, leave them out of the data set; if it makes batches in its own way, {remedy}'
+    raise RuntimeError(f'rank {d.rank} has seen {k} batches of a {name} in this epoch, and {want} are its own{hint}')
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #seeds1
 def is_quiet(ds):

@@ -71,6 +71,13 @@ def _call_one(self, call, event):
     trainer_of(self).tell(event)
 
 @in_context(Learner)
+def __exit__(self, leave, exc_type, *args):
+    "After `validate` and `get_preds`. Other ranks do not hear of the end if an exception of this one has caused it"
+    trainer = trainer_of(self)
+    with trainer.on_its_own() if exc_type else nullcontext(): leave(exc_type, *args)
+    if exc_type: trainer.cleanup()
+
+@in_context(Learner)
 def _do_one_batch(self, f):
     "For each micro-batch"
     engine = trainer_of(self).engine
@@ -109,10 +116,11 @@ def get_preds(self:Learner, ds_idx=1, dl=None, with_input=False, with_decoded=Fa
         return _get_preds(self, ds_idx, dl, with_input, with_decoded, with_loss, act, inner, reorder, cbs, **kw)
     trainer = trainer_of(self)
     if trainer is None or trainer.alone or group_size()<2: return get()
-    dl = self.dls[ds_idx] if dl is None else dl
     if isinstance(dl, (list,tuple,L)):
         with trainer.on_its_own(): return get(dl)
+    plain,dl = dl is None,self.dls[ds_idx] if dl is None else dl
     dl = getattr(dl, 'source', dl)
+    if plain and isinstance(dl, DataLoader): dl = dl.new(shuffle=False, drop_last=False) # as fastai does
     # a stream is in order
     reorder = reorder and isinstance(dl, DataLoader) and dl.indexed and not isinstance(dl, LMDataLoader)
     if reorder: dl,reorder = in_one_order(dl, trainer.engine.seed)

@@ -290,9 +290,9 @@ class OfRecords:
     def after_cancel_fit(self):
         Adapter.after_cancel_fit(self)
         if self.engine.links is None or 'recorder' not in vars(self.learn): return
-        rec = self.learn.recorder
-        n = min(gather_objects(len(rec.values))) # the rank that cancelled may not have recorded the epoch
-        rec.values,rec.iters = rec.values[:n],rec.iters[:n]
+        own = vars(self.learn.recorder) # without these lists if a callback cancels in `before_fit`
+        n = min(gather_objects(len(own.get('values', ())))) # the rank that cancelled may not have recorded the epoch
+        own.update({k: own[k][:n] for k in ('values','iters') if k in own})
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c014
 _writers = 'tensorboard','wandb','neptune','comet','captum','azureml'
