@@ -34,13 +34,16 @@ def test_options_reach_ddp_and_batches_that_do_not_divide_and_plain_batchnorm():
 
 def on_two_ranks(kws): return rank_options(kws),rank_plain_bn()
 
-@pytest.mark.parametrize('bad', ['find_unused_params','process_group','device_ids','module','bogus'])
+@pytest.mark.parametrize('bad', ['find_unused_params','process_group','device_ids','module','dim','check_reduction','bogus'])
 def test_unknown_option(bad):
     learn = make(picture())
     cbs = list(learn.cbs)
     with pytest.raises(ValueError, match=rf'got {bad}\b.*find_unused_parameters'), learn.distrib_ctx(**{bad: 1}): pass
     with pytest.raises(ValueError, match=bad): learn.to_distributed(**{bad: 1})
     assert learn.cbs==cbs
+
+def test_a_timeout_has_an_end():
+    with pytest.raises(ValueError, match='timeout_s=inf: give seconds'), make(picture()).distrib_ctx(timeout_s=float('inf')): pass
 
 def rank_plain_bn():
     "Without synchronised statistics, buffers are rank 0's where the model is evaluated"

@@ -162,8 +162,8 @@ def find_hook(hook):
     return comm_hooks[hook]
 
 # %% ../../nbs/distributed/09_replica.ipynb #c010
-# What the trainer decides
-ddp_args_of_ours = ['module','process_group','device_ids','output_device','device_mesh']
+# What the trainer decides, and what has no effect
+ddp_args_of_ours = ['module','process_group','device_ids','output_device','device_mesh','dim','check_reduction']
 _ddp_args = inspect.signature(DistributedDataParallel).parameters
 ddp_options = [o for o in _ddp_args if o not in ddp_args_of_ours]
 
@@ -194,7 +194,7 @@ def check_options(opts):
     bad = [f'{k}={v!r}' for k,v in flags.items() if v not in (True,False)]
     need(not bad, f"{', '.join(bad)}: give True or False")
     def check(name, v, kinds, least, what):
-        known = v is None or isinstance(v, kinds) and not isinstance(v, bool) and v>least
+        known = v is None or isinstance(v, kinds) and not isinstance(v, bool) and least<v<math.inf
         need(known, f'give {what}', **{name: v})
     check('seed', opts.seed, int, -math.inf, 'a whole number, or None to draw one')
     check('check_every', opts.check_every, int, 0, 'a number of steps, from 1 up')
