@@ -75,8 +75,8 @@ def checksums(gib):
         distrib_barrier()
         alone,t = time.perf_counter()-t,time.perf_counter()
         assert newest_good(d, like, together=True).info['step']==0
-        said = f'checked by rank 0 {alone:.2f} s; checked and read by {W} {time.perf_counter()-t:.2f} s'
-        if r==0: print(f'a sharded state of {gib:g} GiB: {said}')
+        messages = f'checked by rank 0 {alone:.2f} s; checked and read by {W} {time.perf_counter()-t:.2f} s'
+        if r==0: print(f'a sharded state of {gib:g} GiB: {messages}')
         distrib_barrier()
 
 def main():
@@ -95,7 +95,7 @@ def show(cases, n_steps):
     for name,kw in cases.items():
         saves,step,end = measure(20, n_steps, **kw)
         extra = [o-step for o in saves]
-        said = f'{name:<11} {mean(extra):.4f} s a save (from {min(extra):.4f} to {max(extra):.4f}); a step {step:.3f} s'
-        if rank_distrib()==0: print(f'{said}; from the last step to the end {end:.2f} s', flush=True)
+        messages = f'{name:<11} {mean(extra):.4f} s a save (from {min(extra):.4f} to {max(extra):.4f}); a step {step:.3f} s'
+        if rank_distrib()==0: print(f'{messages}; from the last step to the end {end:.2f} s', flush=True)
 
 if __name__=='__main__': main()

@@ -81,19 +81,19 @@ class Outcome(NamedTuple):
     phase:str
     seconds:float # From the fault to the end of the last process of the run
     status:int    # The launcher's
-    said:str      # Its report
+    messages:str      # Its report
     kept:bool     # Whether the weights that were saved before can be loaded
 
 def run(fault, phase, limit_s=100):
     "One run, whose processes are known by a variable of their environment"
     with tempfile.TemporaryDirectory() as d:
         env = os.environ | dict(FAULT_DIR=d, PYTHONPATH=str(root), OMP_NUM_THREADS='1')
-        if phase=='two machines': said,status = on_two_machines(env, d, limit_s)
+        if phase=='two machines': messages,status = on_two_machines(env, d, limit_s)
         else:
             wait = ['--wait',str(timeout_s)] if phase in ends else []
             command = *launcher,'--nproc','2',*wait,__file__,fault,phase
             res = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=limit_s)
-            said,status = report(res.stderr),res.returncode
+            messages,status = report(res.stderr),res.returncode
         end = time.monotonic()+limit_s
         while ours(d) and time.monotonic()<end: time.sleep(.05)
         when = Path(d, 'when')
@@ -101,14 +101,14 @@ def run(fault, phase, limit_s=100):
         assert not ours(d), f'{fault}, {phase}: left after {limit_s} s'
         file = Path(d, 'models/m.pth')
         kept = not file.exists() or bool(torch.load(file, weights_only=True))
-    return Outcome(fault, phase, seconds, status, said, kept)
+    return Outcome(fault, phase, seconds, status, messages, kept)
 
 launcher = sys.executable,'-m','learnerdist.launch'
 
 def report(text):
     "What the launcher itself said"
-    said = re.sub(r'(?s)\n\non rank .*?\n(?= \()', '', text[text.find('learnerdist.launch: '):])
-    return said.replace('learnerdist.launch: ', '').strip()
+    messages = re.sub(r'(?s)\n\non rank .*?\n(?= \()', '', text[text.find('learnerdist.launch: '):])
+    return messages.replace('learnerdist.launch: ', '').strip()
 
 def on_two_machines(env, folder, limit_s):
     "A rank on each of two machines, whose link is cut: what both launchers said, and the least status"
@@ -121,10 +121,10 @@ def on_two_machines(env, folder, limit_s):
             end = time.monotonic()+limit_s
             while not Path(folder, 'cut').exists() and time.monotonic()<end: time.sleep(.05)
             cut()
-            said = [report(o.communicate(timeout=limit_s)[1]) for o in runs]
+            messages = [report(o.communicate(timeout=limit_s)[1]) for o in runs]
         finally:
             for o in runs: o.kill()
-    return '\n'.join(said),min(o.returncode for o in runs)
+    return '\n'.join(messages),min(o.returncode for o in runs)
 
 def ours(folder):
     "Processes of this run"
@@ -149,11 +149,12 @@ def complaints(o:Outcome)->list:
     if o.phase=='loader worker':
         words = {'raise': words, 'hang': 'rank 1 was at'}.get(o.fault, 'DataLoader worker')
         lineless = o.fault!='raise' # the rank knows where it waited for its worker
-    if o.fault=='cut link' and 'machine that cannot be reached from machine-' not in o.said: return ['no unreachable machine']
+    if o.fault=='cut link' and 'machine that cannot be reached from machine-' not in o.messages: return ['no unreachable machine']
     res = []
-    if f'rank {rank} ' not in o.said.splitlines()[0] and not hangs(o.fault) or f'rank {rank}' not in o.said: res.append(f'no rank {rank}')
-    if words not in o.said: res.append(f'no {words!r}')
-    if not lineless and not re.search(rf'faults.py(:|", line ){line_of(o.fault)}\b', o.said): res.append('no line')
+    first = f'rank {rank} ' in o.messages.splitlines()[0] or hangs(o.fault)
+    if not first or f'rank {rank}' not in o.messages: res.append(f'no rank {rank}')
+    if words not in o.messages: res.append(f'no {words!r}')
+    if not lineless and not re.search(rf'faults.py(:|", line ){line_of(o.fault)}\b', o.messages): res.append('no line')
     if not o.status or not o.kept: res.append(f'status {o.status}, kept {o.kept}')
     return res
 
@@ -164,8 +165,8 @@ def late(o:Outcome)->list:
 def telling(l): return re.match(r' *(rank \d|ValueError)', l) or 'faults.py' in l
 
 def row(o:Outcome):
-    said = '<br>'.join(re.sub(r'/\S*/', '', l).replace('|', '/').strip()[:150] for l in o.said.splitlines() if telling(l))
-    return f'| {o.phase} | `{o.fault}` | {o.seconds:.1f} | {o.status} | {said} |'
+    messages = '<br>'.join(re.sub(r'/\S*/', '', l).replace('|', '/').strip()[:150] for l in o.messages.splitlines() if telling(l))
+    return f'| {o.phase} | `{o.fault}` | {o.seconds:.1f} | {o.status} | {messages} |'
 
 def key(row): return row.split(' | ')[:2] # phase and fault
 

@@ -285,9 +285,9 @@ def test_a_cancel_at_the_ends_of_a_batch_and_batches_with_nans_and_divergence():
     assert len(extreme)==10 and len(set(lrs))==4
     assert nans[0]==nans[1] # they count for nothing
     for w,losses,sums in nans: assert all(map(math.isfinite, w+losses)) and {*sums}=={2.} and len(sums)>4
-    said = ('[weights-differ] after 2 steps of this epoch 0.bias differs between rank 0 and [1]: something changes it on one rank and not '
+    want = ('[weights-differ] after 2 steps of this epoch 0.bias differs between rank 0 and [1]: something changes it on one rank and not '
             'on the others')
-    for *_,o in (a,b): assert o.startswith(said)
+    for *_,o in (a,b): assert o.startswith(want)
 
 def late_with_a_collective():
     "Rank 0 cancels before the step, where it waits for the answer of the others; they are in a collective"

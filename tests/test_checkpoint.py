@@ -235,8 +235,8 @@ def resume(path, n_epoch=1, model=None, opt=torch.optim.Adam, **kw):
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path):
     *_,last = saved(tmp_path)
-    said = r'of another model. 0.weight: \(30, 6\) in the checkpoint, \(3, 6\) here; .*1.bias: \(30,\) in the checkpoint, missing here'
-    with pytest.raises(ValueError, match=said): resume(tmp_path, model=nn.Sequential(nn.Linear(6, 3)))
+    messages = r'of another model. 0.weight: \(30, 6\) in the checkpoint, \(3, 6\) here; .*1.bias: \(30,\) in the checkpoint, missing here'
+    with pytest.raises(ValueError, match=messages): resume(tmp_path, model=nn.Sequential(nn.Linear(6, 3)))
     with pytest.raises(ValueError, match='with the state of Adam, and this fit uses SGD'): resume(tmp_path, opt=torch.optim.SGD)
     with pytest.raises(ValueError, match='of a fit of 1 epochs, and this one has 0'): resume(tmp_path, n_epoch=0)
     with pytest.warns(UserWarning, match='has the state of .*csv_logger.*, which this fit does not have'): learn = resume(tmp_path)
@@ -255,8 +255,8 @@ def full(*args): raise OSError(28, 'No space left on device')
 @pytest.mark.parametrize('background', [False, True])
 def test_no_room_is_an_error_and_the_last_good_one_stays(background, tmp_path, monkeypatch):
     whole = again(tmp_path/'whole')
-    said = 'No space left on device: the checkpoint was not written; earlier ones are as they were. Start again with resume=True'
-    with monkeypatch.context() as m, pytest.raises(OSError, match=said):
+    messages = 'No space left on device: the checkpoint was not written; earlier ones are as they were. Start again with resume=True'
+    with monkeypatch.context() as m, pytest.raises(OSError, match=messages):
         filled = At(5, lambda: (filled.learn.checkpoint.wait(), m.setattr(snapshot, 'save_sealed', full)))
         fit(tmp_path/'a', ctx=False, n_epoch=1, every=3, background=background, cbs=[filled])
     assert [o.name for o in (tmp_path/'a/ckpt').iterdir()]==[mid]

@@ -24,9 +24,9 @@ def test_rows_are_as_documented():
         assert told[clients.rows[name]['about']].split(' | ')[2:]==[verdict, f'{detail} |'], name
 
 def test_a_difference_needs_a_warning_of_its_own():
-    def of(w, *said): return dict(losses=[.5], values=[.5], preds=torch.ones(2), weights=[torch.tensor([w])], said=said)
+    def of(w, *messages): return dict(losses=[.5], values=[.5], preds=torch.ones(2), weights=[torch.tensor([w])], messages=messages)
     def verdict(*ranks): return clients.judge('timm', of(1.), ranks)[0]
     assert verdict(of(1.), of(1.))==verdict(of(1.), of(1., '[mixes-samples] predictions'))=='same'
     assert verdict(of(1.), of(1.1))==verdict(of(1.1, '[unused-parameters] the loss'))==verdict(of(float('nan')))=='differs'
     assert verdict(of(1.), of(1.1, '[mixes-samples] predictions'))=='warned'
-    assert verdict(of(1.), dict(error='ValueError: no', said=[]))=='error'
+    assert verdict(of(1.), dict(error='ValueError: no', messages=[]))=='error'

@@ -28,8 +28,8 @@ class Counted:
     def _counted(self, name, func):
         def call(*args, **kw):
             outer,self.inside = self.inside,True
-            said = name if name!='exchange' else 'mean' if args[2:]==(Place.backward,) else 'vote'
-            if not outer: self.calls[said] += 1
+            messages = name if name!='exchange' else 'mean' if args[2:]==(Place.backward,) else 'vote'
+            if not outer: self.calls[messages] += 1
             try: return func(*args, **kw)
             finally: self.inside = outer
         return call

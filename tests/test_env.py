@@ -204,19 +204,19 @@ def test_the_rank_of_a_group(tmp_path): assert run_ranks(rank_by_hand, 2, tmp_pa
 def rank_waits():
     "Rank 1 comes when the other one has said that it waits"
     say = env._print_once
-    def said(*args):
+    def messages(*args):
         say(*args)
-        launch_store().set('said', 'yes')
-    env._print_once = said
+        launch_store().set('messages', 'yes')
+    env._print_once = messages
     with process_group():
-        if rank_distrib()==1: assert env.wait_key(launch_store(), 'said', 60)
+        if rank_distrib()==1: assert env.wait_key(launch_store(), 'messages', 60)
         all_sum(torch.ones(1))
 
 @pytest.mark.slow
 def test_a_long_wait_is_said(capfd):
     run_ranks(rank_waits, 2)
-    said = capfd.readouterr().err
-    assert re.search(r'rank 0 waits for the other ranks in all_sum \(\S+test_env.py:\d+ in rank_waits\), which all ranks', said)
+    messages = capfd.readouterr().err
+    assert re.search(r'rank 0 waits for the other ranks in all_sum \(\S+test_env.py:\d+ in rank_waits\), which all ranks', messages)
 
 class Collects(Dataset):
     "Its sample is the number of objects that the garbage collector has freed in a worker"

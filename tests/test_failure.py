@@ -159,12 +159,12 @@ def hangs():
         launch_store().set('found', 'yes')
         return type(e).__name__,str(e)
 
-@pytest.mark.parametrize('env,said', [({}, 'timed out: 4 s without a word from rank '),
+@pytest.mark.parametrize('env,messages', [({}, 'timed out: 4 s without a word from rank '),
                                       (dict(LOCAL_WORLD_SIZE='1'), '')]) # then gloo's own words
-def test_a_rank_that_hangs_is_found(env, said):
+def test_a_rank_that_hangs_is_found(env, messages):
     results = run_ranks(hangs, 3, env=env)
     (_,text), = [o for o in results if o[0]=='TimeoutError']
-    assert text.startswith(f'a rank did not come: {said}') and 'rank 2 was at' in text
+    assert text.startswith(f'a rank did not come: {messages}') and 'rank 2 was at' in text
     place = next(o for o in text.splitlines()[1:] if 'rank 2' in o)
     assert 'test_failure.py' in place and 'in stuck: while not launch_store()' in place
     waited = [o for o in text.splitlines() if ' waited in ' in o]

@@ -32,12 +32,12 @@ def without_targets():
     learn = quiet(Learner(DataLoaders(dl, dl), OnGraph(), noop, opt_func=partial(OptimWrapper, opt=torch.optim.SGD)))
     with learn.no_bar(), learn.distrib_ctx(): learn.fit(1)
 
-@pytest.mark.parametrize('kw,said', [(dict(n_epoch=-1),'n_epoch=-1: give a whole number'), (dict(n_epoch='3'),"n_epoch='3': give a whole"),
+@pytest.mark.parametrize('kw,message', [(dict(n_epoch=-1),'n_epoch=-1: give a whole'), (dict(n_epoch='3'),"n_epoch='3': give a whole"),
     (dict(n_epoch=1, start_epoch=-1),'start_epoch=-1: give a whole'), (dict(n_epoch=1, lr='0.1'),"lr='0.1': give a number"),
     (dict(n_epoch=1, cbs=[3]),'3 is no callback'), (dict(n_epoch=1, reset_opt='no'),"reset_opt='no': give True or False")], ids=str)
-def test_bad_arguments_of_fit(kw, said):
+def test_bad_arguments_of_fit(kw, message):
     learn = quiet(Learner(DataLoaders(loader(), loader()), nn.Linear(3, 2), nn.CrossEntropyLoss()))
-    with pytest.raises(ValueError, match=said): learn.fit(**kw)
+    with pytest.raises(ValueError, match=message): learn.fit(**kw)
 
 def test_no_logging_is_for_our_lines_too(capsys):
     learn = Learner(DataLoaders(loader(), loader()), nn.Linear(3, 2), nn.CrossEntropyLoss())

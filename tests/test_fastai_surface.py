@@ -121,7 +121,7 @@ def test_applications(Ws, slow):
     want = same(applications, found=slow, W=Ws, lines=lines)
     assert want['lm'][2]==3 and want['empty']['tab'][1]
 
-def said(func):
+def messages(func):
     "The warnings of `func()` that are fastai's of a shadowed name"
     with warnings.catch_warnings(record=True) as ws:
         warnings.simplefilter('always')
@@ -136,7 +136,7 @@ def shadowed(W, rank, path):
     "A later import of `fastai.distributed` changes nothing"
     importlib.import_module('fastai.distributed')
     assert Learner.distrib_ctx.__module__=='learnerdist.fastai.learner'
-    return said(lambda: a_fit(W, rank))
+    return messages(lambda: a_fit(W, rank))
 
 def test_a_fit_warns_of_no_shadowed_name(found):
     pytest.importorskip('accelerate')

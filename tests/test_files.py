@@ -190,9 +190,9 @@ def test_saves_and_loads_on_ranks(tmp_path):
             assert zero[k][name][:2]==('OSError','no space left')
             assert one[k][name]==('RankError','rank 0 failed with OSError: no space left',0,True)
         assert weight(make(tmp_path/k).load('a'))==7 and litter(tmp_path/k)==[] and not (tmp_path/k/'models/new.pth').exists()
-    said,at = one['apart'],tmp_path/'apart'
-    assert zero['apart'] is None and f'this rank loads {at}/1/models/tmp.pth, which is not there' in said
-    assert f'rank 0 loads {at}/0/models/tmp.pth' in said and 'distrib_ctx' in said
+    messages,at = one['apart'],tmp_path/'apart'
+    assert zero['apart'] is None and f'this rank loads {at}/1/models/tmp.pth, which is not there' in messages
+    assert f'rank 0 loads {at}/0/models/tmp.pth' in messages and 'distrib_ctx' in messages
 
 def rank_0_alone_saves(path):
     "By both Learners, over a file of an earlier run; rank 0 takes its time. Later all ranks save, then rank 0 alone again"
@@ -234,18 +234,18 @@ def rank_own_folder(path):
 
 def rank_late(path):
     "Rank 0 loads when another one has said that it waits"
-    learn,said,say = make(path),io.StringIO(),env._print_once
+    learn,messages,say = make(path),io.StringIO(),env._print_once
     def noted(*args):
         say(*args)
-        env.launch_store().set('said', 'yes')
+        env.launch_store().set('messages', 'yes')
     env._print_once = noted
     learn.save('a')
-    if rank_distrib()==0: assert env.wait_key(env.launch_store(), 'said', 60)
-    with contextlib.redirect_stderr(said): learn.load('a')
-    return said.getvalue()
+    if rank_distrib()==0: assert env.wait_key(env.launch_store(), 'messages', 60)
+    with contextlib.redirect_stderr(messages): learn.load('a')
+    return messages.getvalue()
 
 @pytest.mark.slow
 def test_a_rank_that_waits_says_for_what(tmp_path):
     "One of those that wait"
-    said = run_ranks(rank_late, 3, tmp_path, timeout_s=120)
-    assert ''.join(said).count('waits for rank 0 to load')==1 and f'{tmp_path}/models/a.pth, as all ranks do' in ''.join(said)
+    messages = run_ranks(rank_late, 3, tmp_path, timeout_s=120)
+    assert ''.join(messages).count('waits for rank 0 to load')==1 and f'{tmp_path}/models/a.pth, as all ranks do' in ''.join(messages)

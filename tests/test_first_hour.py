@@ -26,9 +26,9 @@ class Number: "No number"
 def say_empty(): learner(TfmdDL([], 2), TfmdDL(ds, 8)).fit(1)
 def say_hidden(): learner(cbs=Twice).fit(1)
 
-@pytest.mark.parametrize('f,said', [(say_empty,'has no batch: nothing is trained'),(say_hidden,'Twice.xb of the callback hides')])
-def test_warnings(f, said):
-    with pytest.warns(UserWarning, match=said) as found: f()
+@pytest.mark.parametrize('f,messages', [(say_empty,'has no batch: nothing is trained'),(say_hidden,'Twice.xb of the callback hides')])
+def test_warnings(f, messages):
+    with pytest.warns(UserWarning, match=messages) as found: f()
     assert found[0].filename==__file__ # the user's line, not ours
 
 class Graph:
@@ -83,8 +83,8 @@ cases |= {k: (lambda k=k, v=v: in_context(**{k: v}), ValueError, f'{k}={v!r}: gi
 
 @pytest.mark.parametrize('name', cases)
 def test_errors(name):
-    f,kind,said = cases[name]
-    with pytest.raises(kind, match=said): f()
+    f,kind,messages = cases[name]
+    with pytest.raises(kind, match=messages): f()
 
 def test_plain_loaders_stay_loaders():
     learn = learner(DataLoader(ds, 8), [tuple(ds[:8])])
@@ -116,8 +116,8 @@ def alone_in_a_call():
         if is_rank0(): learn.get_preds()
 
 def test_a_call_on_rank_0_alone():
-    said = run_ranks(alone_in_a_call, 2, errors='return')[0].message
-    assert 'in a call that all ranks have to make (fit, validate, get_preds): has this rank made it alone?' in said
+    messages = run_ranks(alone_in_a_call, 2, errors='return')[0].message
+    assert 'in a call that all ranks have to make (fit, validate, get_preds): has this rank made it alone?' in messages
 
 script = """
 from learnerdist.launch import run
@@ -150,8 +150,8 @@ for f in (Learner.fit,Learner.to_distributed,Learner.distrib_ctx):
 def test_help_says_what_parameters_mean(public, prompt):
     "Each option of ours and of DDP's; at a prompt only: scripts do not wait for it"
     code = helped.format(public=public, prompt=prompt)
-    said = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout
+    messages = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout
     known = ["cuda_id: This process's GPU",'keep: How many',*['said True']*prompt]
     if fastcore.__version__>='2': known.append('split_batches: The training loader') # of what it delegates to
-    assert all((o in said)==prompt for o in known) and 'find_unused_parameters=False' in said, said
-    assert not prompt or 'said False' not in said, said
+    assert all((o in messages)==prompt for o in known) and 'find_unused_parameters=False' in messages, messages
+    assert not prompt or 'said False' not in messages, messages

@@ -145,9 +145,9 @@ class Waiting:
         self.proc = subprocess.Popen(command, env=environment(MARK=str(folder)), stderr=subprocess.PIPE, text=True)
     def ranks(self):
         "(its process id, its parent's, how it started) of each, when both have begun"
-        said = b''
-        while said.count(b'\n')<2 and select.select([self.fd], [], [], 120)[0]: said += os.read(self.fd, 99)
-        return [(int(a),int(b),how) for a,b,how in map(str.split, said.decode().splitlines())]
+        messages = b''
+        while messages.count(b'\n')<2 and select.select([self.fd], [], [], 120)[0]: messages += os.read(self.fd, 99)
+        return [(int(a),int(b),how) for a,b,how in map(str.split, messages.decode().splitlines())]
     def end(self):
         "Its exit status, which processes are left of it, and what it has said"
         err = self.proc.communicate(timeout=120)[1]

@@ -218,5 +218,5 @@ def rank_differs(do):
         except Exception as e: return str(e)
 
 def test_batches_that_were_not_seen_once_are_an_error(ranks):
-    for said in sum((o['differ'] for o in ranks('together')[0]), []):
-        assert 'evaluated 4, 2 batches, 6 in all' in said and 'have counted 7, 5' in said
+    for messages in sum((o['differ'] for o in ranks('together')[0]), []):
+        assert 'evaluated 4, 2 batches, 6 in all' in messages and 'have counted 7, 5' in messages

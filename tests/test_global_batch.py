@@ -195,10 +195,10 @@ def bad_contexts():
                both=failure(ctx, global_bs=8, split_batches=True), twice=failure(ctx, cbs=[GradientAccumulation(8)], max_bs=4),
                hook=failure(ctx, max_bs='auto', comm_hook='bf16'), norm=failure(ctx, model=norm, max_bs='auto'),
                whole=failure(ctx, loss=contrast, max_bs=2), ctx=failure(ctx, max_bs='most'))
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter('always')
         ctx(model=norm, max_bs=4)
-    return dict(res, said=' '.join(str(o.message) for o in said))
+    return dict(res, messages=' '.join(str(o.message) for o in messages))
 
 class OneRank(Callback):
     "A cancel on the last rank, in a micro-batch of the second step"
@@ -273,7 +273,7 @@ def test_errors(found):
         want = dict(few="global_bs=1", text="global_bs='256'", zero='max_bs=0', both='leave out one', twice='GradientAccumulation',
                     hook='give a number', norm='give a number', whole='global batch at once', ctx="or 'auto'")
         for k,text in want.items(): assert bad[k].startswith('ValueError') and text in bad[k], (k, bad[k])
-    assert '[batchnorm-parts]' in found(2)[0]['bad']['said']
+    assert '[batchnorm-parts]' in found(2)[0]['bad']['messages']
     for b in (torch.zeros(7, 2), [object()], nn.utils.rnn.pack_sequence([torch.zeros(2)])):
         with pytest.raises(ValueError, match='max_bs'): samples_of(b, 3, 0, 1)
 

@@ -205,7 +205,7 @@ def test_sharded(tmp_path):
 @pytest.mark.long
 def test_two_machines(tmp_path, undisturbed):
     "Each keeps its own ranks' states. One that is lost takes its part along, and files are used"
-    for lost,said in (False,'from the state in memory'),(True,'no state in memory has all its parts'):
+    for lost,messages in (False,'from the state in memory'),(True,'no state in memory has all its parts'):
         folder,port = tmp_path/f'{lost}',free_port()
         options = ['--nnodes','2','--rdzv-endpoint',f'127.0.0.1:{port}','--rdzv-backend','c10d','--max-restarts','2']
         plan = {'0': at('after_backward', 1, 2), 'launcher': lost}
@@ -215,7 +215,7 @@ def test_two_machines(tmp_path, undisturbed):
             if lost: both.append(pool.submit(again, folder, plan, args[2]))
             found = [o.result() for o in both]
         text = '\n'.join(o[2] for o in found)
-        assert [o[0] for o in found].count(0)==2 and same(undisturbed(), found[0][1]) and said in text, text
+        assert [o[0] for o in found].count(0)==2 and same(undisturbed(), found[0][1]) and messages in text, text
 
 def again(folder, plan, options):
     "Another machine comes in place of the lost one"

@@ -79,7 +79,7 @@ except KeyboardInterrupt:
 
 noisy = sys.executable,'-W','default','-m','learnerdist.launch' # would warn of files and sockets that are left open
 
-def said(folder): return [json.loads(o.read_text()) for o in sorted(folder.glob('*.json'))]
+def messages(folder): return [json.loads(o.read_text()) for o in sorted(folder.glob('*.json'))]
 
 def test_two_launches_side_by_side_run_as_under_python(tmp_path):
     "A script by the command, and a module on chosen GPUs by the console script. Ranks meet in a folder of their own, and draw alike"
@@ -94,15 +94,15 @@ def test_two_launches_side_by_side_run_as_under_python(tmp_path):
     assert status == other_status == 0, said_+told
     assert said_.count('OMP_NUM_THREADS') == said_.count('Warning') == said_.count('UserWarning: a library warns') == 1, said_
     assert 'OMP_NUM_THREADS' not in told
-    for r,o in enumerate(said(a)):
+    for r,o in enumerate(messages(a)):
         assert o['argv'][1:] == [str(a), *mine, 'meet'] and Path(o['argv'][0]).name == 'train.py'
         assert (o['path'], o['name'], o['file'], o['main']) == (str(tmp_path), '__main__', str(file), True)
         assert [o['env'][k] for k in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR')] == [str(r), '2', str(r), '127.0.0.1']
         assert int(o['env']['OMP_NUM_THREADS']) >= 1
         assert o['listens'] == ['0100007F'] # at MASTER_PORT, on 127.0.0.1 alone
-    assert [(o['env']['CUDA_VISIBLE_DEVICES'], o['env']['OMP_NUM_THREADS']) for o in said(b)] == [('4,6', '3')]*2
-    assert all(o['argv'][1:] == [str(b), '-m'] and o['name'] == '__main__' and o['main'] for o in said(b))
-    (zero,one),(other,_) = said(a),said(b)
+    assert [(o['env']['CUDA_VISIBLE_DEVICES'], o['env']['OMP_NUM_THREADS']) for o in messages(b)] == [('4,6', '3')]*2
+    assert all(o['argv'][1:] == [str(b), '-m'] and o['name'] == '__main__' and o['main'] for o in messages(b))
+    (zero,one),(other,_) = messages(a),messages(b)
     assert zero['draws'] == one['draws'] and zero['draws'][0] != other['draws'][0]
     assert zero['store'] == one['store'] == ['0o700','learnerdist-'] and zero['met'] == 2
 
@@ -110,18 +110,18 @@ def at_once(commands, envs=None, cwd=None):
     "(exit status, what it says on stderr) of each of these, which run at the same time"
     envs = envs or [environment()]*len(commands)
     runs = [subprocess.Popen([*map(str, c)], env=e, cwd=cwd, stderr=subprocess.PIPE, text=True) for c,e in zip(commands, envs)]
-    said = [o.communicate(timeout=120)[1] for o in runs]
-    return [(o.returncode,s) for o,s in zip(runs, said)]
+    messages = [o.communicate(timeout=120)[1] for o in runs]
+    return [(o.returncode,s) for o,s in zip(runs, messages)]
 
 def test_failing_rank_is_named(tmp_path):
     file = write(tmp_path, failing)
     res = launch('--nproc', 2, file, 'raise', env=dict(TMPDIR=str(tmp_path)))
     assert (res.returncode, sorted(res.stdout.splitlines())) == (1, ['I am 0', '[r1] I am 1']) # in the order in which they come
     assert f'rank 1 failed first: ValueError: a bad batch ({file}:7)' in res.stderr and 'failed too' not in res.stderr
-    said = [o for o in res.stderr.splitlines() if 'OMP_NUM_THREADS' not in o]
-    assert len(said) == 3 and said[1] == f'learnerdist.launch:   called from {file}:11 in <module>', said
+    messages = [o for o in res.stderr.splitlines() if 'OMP_NUM_THREADS' not in o]
+    assert len(messages) == 3 and messages[1] == f'learnerdist.launch:   called from {file}:11 in <module>', messages
     trace, = tmp_path.glob('*.txt')
-    assert said[2] == f'learnerdist.launch: all tracebacks: {trace} (--verbose prints them)'
+    assert messages[2] == f'learnerdist.launch: all tracebacks: {trace} (--verbose prints them)'
     assert trace.read_text().startswith(f'rank 1:\nTraceback (most recent call last):\n  File "{file}", line 11, in <module>')
     trace.unlink()
     assert os.listdir(tmp_path) == ['train.py']
@@ -171,14 +171,14 @@ if sys.argv[1] == 'in C' and os.environ['RANK'] == '0': signal.pthread_sigmask(s
 threading.Event().wait()
 '''
 
-@pytest.mark.parametrize('how,said,status', [
+@pytest.mark.parametrize('how,messages,status', [
     pytest.param('SIGTERM','ended by SIGTERM',143, marks=pytest.mark.long), ('in C','CancelledError: no',1)])
-def test_the_rank_that_failed_is_named(how, said, status, tmp_path):
+def test_the_rank_that_failed_is_named(how, messages, status, tmp_path):
     "And not one that torchrun ends because of it, by SIGTERM, or by SIGKILL where it does not hear that"
     soon = ['--shutdown-timeout','1'] if torch_version>=(2,9) else []
     res = launch('--nproc', 3, *soon, write(tmp_path, wrong), how, env=dict(TMPDIR=str(tmp_path)))
     lines = [o for o in res.stderr.splitlines() if ' failed ' in o]
-    first = f'learnerdist.launch: rank 2 failed first: {said}'
+    first = f'learnerdist.launch: rank 2 failed first: {messages}'
     assert res.returncode == status and len(lines) == 1 and lines[0].startswith(first), res.stderr
     assert res.stdout == '[r2] my hook no\n'*(how == 'in C')
 
@@ -231,15 +231,15 @@ def start_waiting(folder, *command, how='wait', **kw):
     folder.mkdir(exist_ok=True)
     fifo = folder/'fifo'
     os.mkfifo(fifo)
-    fd,said = os.open(fifo, os.O_RDWR),b''
+    fd,messages = os.open(fifo, os.O_RDWR),b''
     text = waiting if how in ('in C','saves') else waiting.removeprefix('import torch\n') # forks, and new interpreters
     command = *command,str(write(folder, text)),str(fifo),how
     proc = subprocess.Popen(command, env=environment(), **(dict(stderr=subprocess.DEVNULL) | kw))
     def pids():
-        nonlocal said
-        while said.count(b'\n') < 2 and select.select([fd], [], [], 60)[0]: said += os.read(fd, 99)
+        nonlocal messages
+        while messages.count(b'\n') < 2 and select.select([fd], [], [], 60)[0]: messages += os.read(fd, 99)
         os.close(fd)
-        return [*map(int, said.split())]
+        return [*map(int, messages.split())]
     return proc,pids
 
 def all_end(pids, timeout_s=30):
@@ -294,10 +294,10 @@ def test_a_rank_that_fails_before_the_group_is_heard_on_other_machines(tmp_path)
     "One rank to a launcher, so that no other rank of its own machine hears it; the first launcher runs the store"
     file,at = write(tmp_path, failing_alone),f'127.0.0.1:{free_port()}'
     agent = *launcher,'--nnodes','2','--nproc','1','--rdzv-endpoint',at
-    status,said = zip(*at_once([[*agent, '--rdzv-conf', f'is_host={i == 0}', file] for i in range(2)]))
-    assert status == (1,1), said
-    assert sum('learnerdist.launch: rank 1 failed first: ModuleNotFoundError' in o for o in said) == 1, said
-    assert sum('learnerdist.launch: rank 1 failed with ModuleNotFoundError: No module named' in o for o in said) == 1, said
+    status,messages = zip(*at_once([[*agent, '--rdzv-conf', f'is_host={i == 0}', file] for i in range(2)]))
+    assert status == (1,1), messages
+    assert sum('learnerdist.launch: rank 1 failed first: ModuleNotFoundError' in o for o in messages) == 1, messages
+    assert sum('learnerdist.launch: rank 1 failed with ModuleNotFoundError: No module named' in o for o in messages) == 1, messages
 
 def test_slurms_ranks_say_themselves_that_they_leave(tmp_path):
     file = write(tmp_path, leaving.replace('if os', 'from learnerdist.all import rank0_first\nrank0_first(int)\nif os'))
@@ -412,9 +412,9 @@ def test_slurm_by_task_and_by_node(tmp_path):
     found = at_once([[*launcher, file, a, 'meet']]*2 + [[*launcher, '--nproc', '2', file, b]]*2, envs)
     assert [o[0] for o in found] == [0]*4, found
     keys = 'RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE'
-    assert [[int(o['env'][k]) for k in keys] for o in said(a)] == [[0,2,0,2], [1,2,1,2]]
-    assert [[int(o['env'][k]) for k in keys] for o in said(b)] == [[0,4,0,2], [1,4,1,2], [2,4,0,2], [3,4,1,2]]
-    assert [o['met'] for o in said(a)] == [2.]*2
+    assert [[int(o['env'][k]) for k in keys] for o in messages(a)] == [[0,2,0,2], [1,2,1,2]]
+    assert [[int(o['env'][k]) for k in keys] for o in messages(b)] == [[0,4,0,2], [1,4,1,2], [2,4,0,2], [3,4,1,2]]
+    assert [o['met'] for o in messages(a)] == [2.]*2
 
 def test_run_of_a_closure_needs_cloudpickle(monkeypatch):
     k = 3
@@ -437,6 +437,6 @@ def test_machines_that_do_not_know_each_others_names_meet(known, tmp_path):
     command = *launcher,'--nnodes','2','--nproc','1','--rdzv-endpoint','10.77.0.1:29500',tmp_path/'script.py',tmp_path,'meet'
     with machines.two_machines(known) as (on,_):
         runs = [subprocess.Popen(on(i, *command), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for i in (0,1)]
-        said = [p.communicate(timeout=120)[0] for p in runs]
-    assert [p.returncode for p in runs]==[0,0], said
+        messages = [p.communicate(timeout=120)[0] for p in runs]
+    assert [p.returncode for p in runs]==[0,0], messages
     for r in (0,1): assert json.loads((tmp_path/f'{r}.json').read_text())['met']==2

@@ -31,12 +31,12 @@ class Seen(Callback):
 def fitted(train, *cbs, n=2):
     "Weights, the places of all ranks in each epoch, sorted, and the validation losses; and what was warned of"
     seen,learn = Seen(),Learner(DataLoaders(train, TfmdDL(data(11, 7), 12//size())), net(), nn.MSELoss(), sgd)
-    with warnings.catch_warnings(record=True) as said, learn.distrib_ctx(seed=1, timeout_s=60), learn.no_logging():
+    with warnings.catch_warnings(record=True) as messages, learn.distrib_ctx(seed=1, timeout_s=60), learn.no_logging():
         warnings.simplefilter('always')
         learn.fit(n, cbs=[seen,*cbs])
         every = [sum(o, []) for o in zip(*gather_objects(seen.places))]
     flat = torch.cat([p.detach().reshape(-1) for p in learn.model.parameters()])
-    return flat,[sorted(o) for o in every],learn.recorder.values,[str(o.message) for o in said if o.category is UserWarning]
+    return flat,[sorted(o) for o in every],learn.recorder.values,[str(o.message) for o in messages if o.category is UserWarning]
 
 def same(one, ranks):
     for weights,places,values,_ in ranks:
@@ -45,9 +45,9 @@ def same(one, ranks):
         torch.testing.assert_close(torch.tensor(values), torch.tensor(one[2]))
 
 class Tokens:
-    "Batches of up to 12 tokens, `joined` to one; `said` of them, it says"
-    def __init__(self, said, joined=1): self.said,self.joined = said,joined
-    def __len__(self): return -(-self.said//self.joined)
+    "Batches of up to 12 tokens, `joined` to one; `length` is what it gives as their number"
+    def __init__(self, length, joined=1): self.length,self.joined = length,joined
+    def __len__(self): return -(-self.length//self.joined)
     def batches(self):
         b,n = [],0
         for i in range(N):
@@ -61,16 +61,16 @@ class Tokens:
         while bs := [*islice(it, self.joined)]: yield sum(bs, [])
 
 class Guessed:
-    "All places, backwards; `said` of them, it says"
-    def __init__(self, said): self.said = said
-    def __len__(self): return self.said
+    "All places, backwards; `length` is what it gives as their number"
+    def __init__(self, length): self.length = length
+    def __len__(self): return self.length
     def __iter__(self): return iter(range(N)[::-1])
 
-def of_tokens(said, joined): return fitted(DataLoader(data(), batch_sampler=Tokens(said, joined)))
-def of_samples(said, workers): return fitted(DataLoader(data(), 12//size(), sampler=Guessed(said), num_workers=workers))
+def of_tokens(length, joined): return fitted(DataLoader(data(), batch_sampler=Tokens(length, joined)))
+def of_samples(length, workers): return fitted(DataLoader(data(), 12//size(), sampler=Guessed(length), num_workers=workers))
 
 def estimates(W):
-    "By what is said; there are 14 batches of tokens and 45 samples. One process joins the batches of `W` ranks"
+    "By the length that is given; there are 14 batches of tokens and 45 samples. One process joins the batches of `W` ranks"
     tokens = {('tokens',o): of_tokens(o, W if size()==1 else 1) for o in (1,8,14,40)}
     return tokens | {('samples',*o): of_samples(*o) for o in ((10,0),(13,1),(40,0),(200,1))}
 

@@ -83,9 +83,9 @@ def test_beside_states_in_memory(memory, tmp_path):
         whole = train('ck', tmp_path, in_memory=1)
         stopped('memory://r', 8, in_memory=1)
         assert names('memory://r')[-1]=='epoch_0001-step_00000006'
-        said = io.StringIO()
-        with redirect_stdout(said): assert same(whole, train('memory://r', in_memory=1, quiet=False))==0
-    assert 'after step 7, from the state in memory' in said.getvalue() and len(names('memory://r'))==2
+        messages = io.StringIO()
+        with redirect_stdout(messages): assert same(whole, train('memory://r', in_memory=1, quiet=False))==0
+    assert 'after step 7, from the state in memory' in messages.getvalue() and len(names('memory://r'))==2
 
 class Faults:
     "Counts the calls of a file system, and lets `act` take the place of those in `when`"
@@ -139,19 +139,19 @@ def test_the_network_goes_down_at_any_call(memory, tmp_path):
     whole,ends,there = train('ck', tmp_path, **small),[],True
     while there:
         memory.store.clear()
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as messages:
             warnings.simplefilter('always')
             try: res,there = with_faults(memory, refuse, range(2*len(ends)+1, 999))
             except RemoteError: res = None
-        assert {str(o.message)[:14] for o in said}<={'[not-uploaded]'} and (res is None or same(whole, res)==0)
-        ends.append((len(said) if res else 'error',len(names('memory://r'))))
+        assert {str(o.message)[:14] for o in messages}<={'[not-uploaded]'} and (res is None or same(whole, res)==0)
+        ends.append((len(messages) if res else 'error',len(names('memory://r'))))
         if len(ends)%3==0: assert same(whole, train('memory://r', **small))==0 and len(names('memory://r'))<=2
     assert ends[0]==('error',0) and ends[-1]==(0,1) and {o for o,n in ends}=={'error',3,2,1,0}, ends
     assert all(n>0 for o,n in ends if o in (0,1))
 
 def test_what_cannot_be_written_is_an_error_before_training(s3, memory, monkeypatch):
-    for at,said in [(f'{s3}-none/r', 'bucket'), ('nosuch://a', 'nosuch'), (Path('s3://a/b'), 'as text')]:
-        with pytest.raises((OSError,ValueError), match=said): train(at, cbs=[At(1)])
+    for at,messages in [(f'{s3}-none/r', 'bucket'), ('nosuch://a', 'nosuch'), (Path('s3://a/b'), 'as text')]:
+        with pytest.raises((OSError,ValueError), match=messages): train(at, cbs=[At(1)])
     def denied(*args): raise PermissionError('no')
     monkeypatch.setattr(memory, 'put_file', denied, raising=False)
     with pytest.raises(RemoteError, match='memory://.*PermissionError: no'): train('memory://r', cbs=[At(1)])
@@ -169,8 +169,8 @@ def test_two_states_are_on_the_way_at_most(memory, tmp_path):
             if self.train_iter==3: go.set()
             if self.train_iter==6: os.kill(os.getpid(), signal.SIGTERM)
     Faults(memory, slow, range(3, 99), ['put_file'])
-    said = 'is saved in memory:.* after step 6, and goes on from there'
-    with pytest.raises(Preempted, match=said): train('memory://r', every=1, cbs=[Seen()])
+    messages = 'is saved in memory:.* after step 6, and goes on from there'
+    with pytest.raises(Preempted, match=messages): train('memory://r', every=1, cbs=[Seen()])
     unplug(memory)
     assert seen[:3]==[0,1,2] and max(seen)==2 and names('memory://r')[-1]=='epoch_0001-step_00000006'
     assert same(whole, train('memory://r', every=1))==0
@@ -184,10 +184,10 @@ def goes_on(at, shard, stop=None, faults=None):
     "On a rank: the run, its warnings, and what this rank has downloaded"
     fs = place(at).fs
     found = Faults(fs, *(faults or {}).get(group_rank(), ()))
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter('always')
         res = train(at, shard=shard, stop=stop)
-    return res,[str(o.message) for o in said],[args[0].rpartition('/')[2] for k,args in found.done if k=='get_file']
+    return res,[str(o.message) for o in messages],[args[0].rpartition('/')[2] for k,args in found.done if k=='get_file']
 
 @pytest.mark.slow
 @needs_fsdp2
@@ -218,9 +218,9 @@ def test_a_rank_that_cannot_upload_does_not_end_the_run(s3):
     for rank in (0,1):
         at = f'{s3}/{rank}'
         res = run_ranks(on_ranks, 2, without_pauses, at, refused_on(rank, (6,2)[rank])) # in the second of 5 states
-        said = res[0][1]
-        assert [same(a[0], b[0]) for a,b in zip(whole, res)]==[0,0] and len(said)==4 and not res[1][1]
-        assert all(o.startswith('[not-uploaded]') and 'cut' in o and ('rank 1 failed' in o)==rank for o in said)
+        messages = res[0][1]
+        assert [same(a[0], b[0]) for a,b in zip(whole, res)]==[0,0] and len(messages)==4 and not res[1][1]
+        assert all(o.startswith('[not-uploaded]') and 'cut' in o and ('rank 1 failed' in o)==rank for o in messages)
         assert names(at)==['epoch_0000-step_00000002']
         assert [same(a[0], b[0]) for a,b in zip(whole, run_ranks(on_ranks, 2, goes_on, at, True))]==[0,0]
         assert names(at)[-1]=='epoch_0003-step_00000009' and not snapshot.snapshots(place(at), False)

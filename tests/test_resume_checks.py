@@ -32,7 +32,7 @@ def fit(path, n_epoch=2, resume=True, stop=None, every='epoch', cbs=(), one_cycl
     return learn
 
 def cosine(n): return Scheduler(lambda o: CosineAnnealingLR(o, n))
-def said(learn): return [o for o in learn.lines if isinstance(o, str)]
+def messages(learn): return [o for o in learn.lines if isinstance(o, str)]
 def names(path): return [o.name for o in snapshots(path/'ckpt')]
 def same(a, b): return digest(a.model.state_dict())==digest(b.model.state_dict()) and a.recorder.losses==b.recorder.losses
 
@@ -79,11 +79,11 @@ def test_runs_that_were_copied_together(tmp_path):
     for o in snapshots(tmp_path/'old/ckpt')[-2:]: shutil.copytree(o, tmp_path/'new/ckpt'/o.name)
     learn = learner(tmp_path/'new')
     learn.fit(2, cbs=Checkpoint('ckpt', keep=1), resume=True)
-    assert 'in epoch 1 after step 6' in said(learn)[0]
+    assert 'in epoch 1 after step 6' in messages(learn)[0]
     assert names(tmp_path/'new')==['epoch_0002-step_00000010','epoch_0008-step_00000040','epoch_0009-step_00000045']
     assert same(learn, fit(tmp_path/'whole', 2))
 
-# --- what is said -----------------------------------------------------------------------------------------------------------
+# --- what is warned of -----------------------------------------------------------------------------------------------------------
 
 def lines_of_ranks(path):
     "What two runs say, and the error of one that would begin anew"
@@ -93,7 +93,7 @@ def lines_of_ranks(path):
         try:
             with learn.distrib_ctx(seed=1): learn.fit(2, cbs=Checkpoint('ckpt'), resume=resume)
         except (ValueError,RankError) as e: res.append((type(e).__name__,'holds checkpoints of another run' in str(e)))
-        else: res.append([o.split(':')[0] for o in said(learn)])
+        else: res.append([o.split(':')[0] for o in messages(learn)])
     return res
 
 def test_rank_0_says_it_and_all_ranks_refuse(tmp_path):
@@ -111,8 +111,8 @@ def test_differences_are_one_warning(tmp_path):
 def test_another_data_set(tmp_path):
     fit(tmp_path/'mid', stop=4, every=3)
     for n in (80, 24, 8):
-        said = f'in the midst of an epoch of 40 samples, and the data set has {n} now'
-        with pytest.raises(ValueError, match=said): fit(tmp_path/'mid', n=n)
+        messages = f'in the midst of an epoch of 40 samples, and the data set has {n} now'
+        with pytest.raises(ValueError, match=messages): fit(tmp_path/'mid', n=n)
     fit(tmp_path/'end', stop=7)
     with pytest.warns(UserWarning, match='samples 40 then, 80 now'): learn = fit(tmp_path/'end', n=80)
     assert len(learn.recorder.losses)==5+10
@@ -128,8 +128,8 @@ def test_more_epochs_where_nothing_depends_on_their_number(cbs, tmp_path):
 
 def test_more_epochs_of_a_schedule(tmp_path):
     fit(tmp_path/'a', 2, one_cycle=True)
-    said = 'with a scheduler for total_steps=10, and that of this fit is for total_steps=20.*begin another fit after learn.load'
-    with pytest.raises(ValueError, match=said): fit(tmp_path/'a', 4, one_cycle=True)
+    messages = 'with a scheduler for total_steps=10, and that of this fit is for total_steps=20.*begin another fit after learn.load'
+    with pytest.raises(ValueError, match=messages): fit(tmp_path/'a', 4, one_cycle=True)
     fit(tmp_path/'b', 2, cbs=[cosine(10)])
     with pytest.raises(ValueError, match='for T_max=10, and that of this fit is for T_max=20'): fit(tmp_path/'b', 4, cbs=[cosine(20)])
 
@@ -138,7 +138,7 @@ def test_a_fit_that_was_cancelled_stays_done(tmp_path):
     fit(tmp_path, 9, cbs=[stopper()])
     n = len(fit(tmp_path, 9, cbs=[stopper()]).recorder.values)
     learn = fit(tmp_path, 12, cbs=[stopper()])
-    assert n<9 and len(learn.recorder.values)==n and 'done already' in said(learn)[0]
+    assert n<9 and len(learn.recorder.values)==n and 'done already' in messages(learn)[0]
 
 def one_cycle_on_ranks(path, split, stop):
     learn = learner(path)

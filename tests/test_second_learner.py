@@ -70,13 +70,13 @@ makers = [learner, pytest.param(fastais, marks=pytest.mark.skipif(find_spec('fas
 @pytest.mark.parametrize('make', makers)
 @pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_learner_without_a_context_has_all_the_data(make, W):
-    (weights,*one,orders,n),got,said = both(beside, W, make)
+    (weights,*one,orders,n),got,messages = both(beside, W, make)
     for w,*own,seen,steps in got:
         torch.testing.assert_close(w, weights, rtol=0, atol=1e-7)
         torch.testing.assert_close(own, one, rtol=0, atol=1e-6)
         assert seen==orders and sorted(seen[0])==sorted(data()[:][0][:,0].tolist()) and seen[0]!=seen[1]
         assert (n,steps)==(4,4*W)
-    assert any('trains on the whole data' in o for o in said)
+    assert any('trains on the whole data' in o for o in messages)
 
 def outside(a, b):
     "What contexts set that belongs to others: the group, warnings, loaders, and what the learners have"

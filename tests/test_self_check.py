@@ -227,8 +227,8 @@ def all_of(makes):
 def test_ordinary_scripts_are_exact_and_silent(W):
     want, = run_ranks(all_of, 1, ordinary)
     for got in run_ranks(all_of, W, ordinary, timeout_s=200):
-        for k,(w,said) in got.items():
-            assert said==[], (k,said)
+        for k,(w,messages) in got.items():
+            assert messages==[], (k,messages)
             assert isinstance(w, torch.Tensor), (k,w)
             if k!='counting': assert (w-want[k][0]).abs().max()<1e-9, k
 
@@ -257,7 +257,7 @@ def test_a_loss_that_fails_in_the_check_is_not_tried_again_in_another_type():
 
 def test_what_is_not_known_to_differ_is_silent():
     got = run_ranks(all_of, 2, [of_sizes,drawing,pairs_of_one,with_more])
-    assert [said for o in got for _,said in o.values()]==[[]]*8
+    assert [messages for o in got for _,messages in o.values()]==[[]]*8
 
 def unused(): return fitted(idle),skips(),skips(find_unused_parameters=True)
 
@@ -265,11 +265,11 @@ def test_unused_parameters():
     "Named; an error with its remedy if a later batch is the first that does not use some, and the run of one process with it"
     (want,_),(later,_),_ = run_ranks(unused, 1)[0]
     ranks = run_ranks(unused, 2)
-    for r,((w,said),(failed,_),(remedied,_)) in enumerate(ranks):
+    for r,((w,messages),(failed,_),(remedied,_)) in enumerate(ranks):
         assert (w-want).abs().max()<1e-9 and (remedied-later).abs().max()<1e-9
         assert 'find_unused_parameters=True' in failed and 'Error' in failed
-        assert len(said)==(r==0) and all(o.startswith('[unused-parameters] the loss does not depend on aux.weight, aux.bias, '
-                                                      'idle.weight and 1 more') for o in said)
+        assert len(messages)==(r==0) and all(o.startswith('[unused-parameters] the loss does not depend on aux.weight, aux.bias, '
+                                                      'idle.weight and 1 more') for o in messages)
 
 class Later(nn.Module):
     "A layer that some batches do not use"
@@ -359,9 +359,9 @@ def test_a_loss_of_unknown_kind_in_an_uneven_last_batch(W):
     "Samples count alike, and not ranks: also where a warning says that it could not be checked"
     one = run_ranks(all_domains, 1)[0]
     for r,got in enumerate(run_ranks(all_domains, W)):
-        for (w,said),(want,_),warned in zip(got, one, (False,False,True,True)):
+        for (w,messages),(want,_),warned in zip(got, one, (False,False,True,True)):
             assert (w-want).abs().max()<1e-9
-            assert [o.split(']')[0] for o in said]==['[loss-unknown']*(warned and not r)
+            assert [o.split(']')[0] for o in messages]==['[loss-unknown']*(warned and not r)
 
 the_centers = Centers() # that a loss uses as a global, in a class of its own
 def global_loss(p, y): return F.cross_entropy(p, y)+.5*the_centers(p, y)
@@ -454,21 +454,21 @@ def offences(): return run_ranks(all_of, 2, [o for o,_ in offenders], timeout_s=
 @pytest.mark.parametrize('make,want', offenders, ids=lambda o: getattr(o, '__name__', ''))
 def test_offenders(offences, make, want):
     "A warning, once, on rank 0; or an error on every rank"
-    (got,said),(other,others) = [o[make.__name__] for o in offences]
-    if want is None: assert isinstance(got, torch.Tensor) and said==others==[], (got,said) # NaN on all ranks is no difference
+    (got,messages),(other,others) = [o[make.__name__] for o in offences]
+    if want is None: assert isinstance(got, torch.Tensor) and messages==others==[], (got,messages) # NaN on all ranks is no difference
     elif 'Error' in want: assert re.match(want, got) and got.split(':')[0]==other.split(':')[0], got
-    else: assert len(said)==1 and re.match(want, said[0]) and others==[], said
+    else: assert len(messages)==1 and re.match(want, messages[0]) and others==[], messages
 
 def local_statistics(): return fitted(target_model, sync_bn=False)
 def test_the_copy_of_a_model_whose_batchnorm_is_not_synchronised_is_no_finding():
-    assert [said for _,said in run_ranks(local_statistics, 2)]==[[],[]]
+    assert [messages for _,messages in run_ranks(local_statistics, 2)]==[[],[]]
 
 def checked(checks): return [fitted(o, checks=checks) for o in (mixing,contrastive,center_loss)]
 
 def test_errors_are_raised_on_all_ranks_and_false_is_silent():
     for got in run_ranks(checked, 2, 'error'):
         assert [re.match(r'ValueError: \[(.*)\]', o).group(1) for o,_ in got]==['mixes-samples','loss-not-mean','ranks-differ']
-    for got in run_ranks(checked, 2, False): assert all(isinstance(o, torch.Tensor) and not said for o,said in got)
+    for got in run_ranks(checked, 2, False): assert all(isinstance(o, torch.Tensor) and not messages for o,messages in got)
     with pytest.raises(ValueError, match="checks='yes'"), learner().distrib_ctx(checks='yes'): pass
 
 def test_remedies_are_exact():
@@ -476,7 +476,7 @@ def test_remedies_are_exact():
     want, = run_ranks(all_of, 1, [remedied,own_backward,synced_target])
     for W in (2,3):
         for got in run_ranks(all_of, W, [remedied,own_backward,synced_target]):
-            for k,(w,said) in got.items(): assert (w-want[k][0]).abs().max()<1e-9 and not said, k
+            for k,(w,messages) in got.items(): assert (w-want[k][0]).abs().max()<1e-9 and not messages, k
 
 def other_models(kind):
     r = group_rank()
@@ -572,13 +572,13 @@ class Ignores(Callback):
 def weighted_ce(): return nn.CrossEntropyLoss(weight=tensor([.3,.7], dtype=torch.double))
 def two_classes(n=24): return TensorDataset(data(n).tensors[0], torch.arange(n)%2)
 
-@pytest.mark.parametrize('kw,said', [
+@pytest.mark.parametrize('kw,messages', [
     (dict(loss=cancels), 'Raise it in an event of a callback'),
     (dict(loss=weighted_ce(), cbs=Ignores()), 'Do this in an event of a callback')])
-def test_items_that_change_after_they_were_told(kw, said):
+def test_items_that_change_after_they_were_told(kw, messages):
     if kw['loss'] is cancels: cancels.n_items = n_elements # known before the forward pass
     with pytest.raises(RanksError) as e: run_ranks(fits_told, 2, kw)
-    assert all(said in str(o) for o in e.value.errors.values()), e.value
+    assert all(messages in str(o) for o in e.value.errors.values()), e.value
 
 def fits_told(kw):
     with process_group():
@@ -626,8 +626,8 @@ in_short = [tied,transformer,halves,keeps_type,rounds,weighted_module,autocast]
 
 def test_short_types_are_silent_and_stay():
     for got in run_ranks(all_of, 2, in_short, timeout_s=200):
-        for k,(w,said) in got.items():
-            assert said==[] and isinstance(w, torch.Tensor), (k,w,said)
+        for k,(w,messages) in got.items():
+            assert messages==[] and isinstance(w, torch.Tensor), (k,w,messages)
             assert w.dtype is dict(halves=torch.float16, autocast=torch.float32).get(k, torch.bfloat16), k
 
 def nearly_mean(p, y):
@@ -642,5 +642,5 @@ def mixing_in_short(): return short(nn.Sequential(net(), Nearly()))
 
 def test_what_rounding_of_a_short_type_would_hide_is_found():
     for r,got in enumerate(run_ranks(all_of, 2, [nearly_in_short,nearly_in_half,mixing_in_short])):
-        codes = [re.findall(r'^\[([a-z-]+)', ' '.join(said)) for _,said in got.values()]
+        codes = [re.findall(r'^\[([a-z-]+)', ' '.join(messages)) for _,messages in got.values()]
         assert codes==[[['loss-not-mean'],['loss-not-mean'],['mixes-samples']],[[]]*3][r], got

@@ -247,7 +247,7 @@ def left_by(how):
     "The model after a context that was left by an exception on one rank, or that a rank died in"
     learn = make(case(), 2)
     params = dict(learn.model.named_parameters())
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter('always')
         try:
             with learn.no_logging(), learn.distrib_ctx(seed=3, shard=True):
@@ -259,7 +259,7 @@ def left_by(how):
         except Exception as e: error = type(e).__name__
     same = all(params[k] is p for k,p in learn.model.named_parameters())
     with torch.no_grad(): right = how!='killed' and all(torch.equal(v, kept[k]) for k,v in learn.model.state_dict().items())
-    return error,same,right,[len(p) for p in params.values()],[str(o.message) for o in said if 'parts' in str(o.message)]
+    return error,same,right,[len(p) for p in params.values()],[str(o.message) for o in messages if 'parts' in str(o.message)]
 
 @needs_fsdp2
 def test_left_by_an_exception():
@@ -270,8 +270,8 @@ def test_left_by_an_exception():
 @needs_fsdp2
 def test_a_dead_rank_takes_its_part_along():
     found,dead = run_ranks(left_by, 2, 'killed', errors='return')
-    error,same,_,sizes,said = found
-    assert same and set(sizes)=={0} and 'weights of learn.model are empty' in said[0]
+    error,same,_,sizes,messages = found
+    assert same and set(sizes)=={0} and 'weights of learn.model are empty' in messages[0]
 
 # --- replicas, half precision, calls by rank 0 --------------------------------------------------------------------------------
 
@@ -474,7 +474,7 @@ within = dict(idle=(Idle, {}, lambda o: o.fit(1), 'no gradient for idle.weight, 
               alone=(Net, {}, alone_in_evaluation, 'no rank has run the model in 3 s: validate and predict on all ranks'))
 
 def refused_within():
-    said = {}
+    messages = {}
     for k,(model,kw,f,_) in within.items():
         with process_group(timeout_s=60):
             learn = make(case(n=24, model=model, **kw), group_size())
@@ -483,13 +483,13 @@ def refused_within():
                 with learn.no_logging(), learn.distrib_ctx(seed=3, shard=True):
                     if k=='loaded': learn.fit(1)
                     if f: f(learn)
-            except Exception as e: said[k] = str(e)
-    return said
+            except Exception as e: messages[k] = str(e)
+    return messages
 
 @needs_fsdp2
 def test_refused_within_the_context():
-    for rank,said in enumerate(answers('refused_within')):
-        assert {k: said.get(k) for k,(*_,why) in within.items() if why not in said.get(k, '') and (k!='alone' or rank)}=={}
+    for rank,messages in enumerate(answers('refused_within')):
+        assert {k: messages.get(k) for k,(*_,why) in within.items() if why not in messages.get(k, '') and (k!='alone' or rank)}=={}
 
 def offloaded():
     "As on a GPU, but for the check of the device: what FSDP2 was given, and the runs"

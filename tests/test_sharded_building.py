@@ -205,7 +205,7 @@ def test_a_rank_reads_its_rows_of_a_file(later, tmp_path):
     assert all(.4*size<o<.8*size and abs(n-size/2)<1 for o,n in found), (size,found)
 
 def damaged(folder, names):
-    said = {}
+    messages = {}
     for name in names:
         for later in (False,True):
             with process_group():
@@ -213,8 +213,8 @@ def damaged(folder, names):
                 try:
                     with learn.distrib_ctx(shard=dict(keep_sharded=True, **({} if later else dict(weights=folder/name)))):
                         if later: learn.load(folder/name.removesuffix('.pth'))
-                except ValueError as e: said[name,later] = str(e)
-    return said
+                except ValueError as e: messages[name,later] = str(e)
+    return messages
 
 def damaged_files(folder):
     "One bit, wherever it is: in the part of any rank"
@@ -234,8 +234,8 @@ def damaged_files(folder):
 @needs_fsdp2
 @pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 def test_damage_is_noticed_by_all_ranks(W, tmp_path):
-    for said in run_ranks(damaged, W, tmp_path, damaged_files(tmp_path)):
-        assert len(said)==12 and all('its checksum differs' in o for o in said.values())
+    for messages in run_ranks(damaged, W, tmp_path, damaged_files(tmp_path)):
+        assert len(messages)==12 and all('its checksum differs' in o for o in messages.values())
 
 refused = dict(fit=lambda o: o.fit(1), validate=lambda o: o.validate(), get_preds=lambda o: o.get_preds(), save=lambda o: o.save('x'),
                predict=lambda o: o.predict(torch.zeros(6, dtype=F64)), export=lambda o: o.export(), load=lambda o: o.load('a'),
@@ -249,7 +249,7 @@ def keep(path):
     "Two contexts that keep parts, and a third that gathers; what the calls in between say"
     with process_group():
         learn = learner(deferred_net, path)
-        before,said = dict(learn.model.named_parameters()),{}
+        before,messages = dict(learn.model.named_parameters()),{}
         for i,how in enumerate([dict(keep_sharded=True), dict(keep_sharded=True, blocks=Block), True]):
             with learn.no_logging(), learn.distrib_ctx(seed=3, shard=how):
                 learn.fit(1)
@@ -258,13 +258,13 @@ def keep(path):
             held = sum(o.source.own.numel() for o in before.values() if o.is_meta)
             for k,f in refused.items():
                 try: f(learn)
-                except ValueError as e: said[k] = str(e)
-                else: said[k] = ''
+                except ValueError as e: messages[k] = str(e)
+                else: messages[k] = ''
             distrib_barrier()
         assert all(before[k] is p for k,p in learn.model.named_parameters())
         res = [p.detach().clone() for p in learn.model.parameters()],[list(o) for o in learn.recorder.values]
         with learn.no_logging(): learn.fit(1) # alone, with the optimizer's state
-        return said,held,res
+        return messages,held,res
 
 def thrice(path):
     learn = learner(whole_net, path)
@@ -276,9 +276,9 @@ def thrice(path):
 @needs_fsdp2
 def test_contexts_that_keep_parts(tmp_path):
     alone = thrice(tmp_path)
-    for said,held,res in run_ranks(keep, 2, tmp_path):
-        assert {k for k,o in said.items() if 'which keep_sharded did not gather' not in o}=={'replicas'}
-        assert said['replicas'].endswith('go on with as many ranks and replicas, or save and load')
+    for messages,held,res in run_ranks(keep, 2, tmp_path):
+        assert {k for k,o in messages.items() if 'which keep_sharded did not gather' not in o}=={'replicas'}
+        assert messages['replicas'].endswith('go on with as many ranks and replicas, or save and load')
         assert held<=.55*sum(p.numel() for p in res[0]) and differs(alone, res)<1e-9
 
 def without(k, state): return {n: v for n,v in state.items() if n!=k}
@@ -319,8 +319,8 @@ def refusals(folder):
 def test_refused_with_a_remedy(tmp_path):
     "And the model can still be built as it could before"
     for found in run_ranks(refusals, 2, tmp_path):
-        for said,why in zip(found, ['inp.weight is on the meta device', 'weights=3: give the path', 'none.pth',
+        for messages,why in zip(found, ['inp.weight is on the meta device', 'weights=3: give the path', 'none.pth',
                                     'Missing key(s) in state_dict: "out.bias"',
                                     'Missing key(s) in state_dict: "layers.0.a.weight"', 'size mismatch for out.bias',
                                     'layers.0.scale is on the meta device, and nothing says', 'keep_sharded=2: give True or False']):
-            assert why in said
+            assert why in messages

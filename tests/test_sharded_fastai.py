@@ -123,18 +123,18 @@ def test_a_rank_reads_its_rows_of_fastais_file(tmp_path):
     for kb,size,equal in run_ranks(loaded, 2, tmp_path): assert equal and .4*size<kb<.8*size
 
 def refused(path):
-    said = []
+    messages = []
     calls = lambda o: o.export('x.pkl'), lambda o: o.save(open(path/'f', 'wb')), lambda o: TextLearner.save_encoder(o, 'x')
     for f in (*calls, lambda o: o.to_fp16().fit(1)):
         with process_group():
             learn = make(base, group_size(), path)
             try:
                 with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(shard=True if f in calls else dict(mp='bf16')): f(learn)
-            except Exception as e: said.append(str(e))
-    return said
+            except Exception as e: messages.append(str(e))
+    return messages
 
 @needs_fsdp2
 def test_refused_within_the_context(tmp_path):
-    for said in run_ranks(refused, 2, tmp_path):
-        assert [o.partition(':')[0] for o in said[:3]]==['export','save to an open file','save_encoder']
-        assert all('Do it after the context' in o for o in said[:3]) and 'leave out one of the two' in said[3]
+    for messages in run_ranks(refused, 2, tmp_path):
+        assert [o.partition(':')[0] for o in messages[:3]]==['export','save to an open file','save_encoder']
+        assert all('Do it after the context' in o for o in messages[:3]) and 'leave out one of the two' in messages[3]

@@ -125,21 +125,21 @@ class Full(Callback):
 
 def failing(folder, background):
     "What is said on this rank where rank 0 cannot write, and where rank 1 cannot"
-    said = []
+    messages = []
     for rank in (0,1):
         for _ in range(rank_distrib()): count('snapshot') # as on a rank that has begun another one when it hears of a failure
         try:
             with process_group(): train(folder/str(rank), True, cbs=[Full(rank, 3)], background=background)
-        except Exception as e: said.append(f'{type(e).__name__}: {e}')
-    return said
+        except Exception as e: messages.append(f'{type(e).__name__}: {e}')
+    return messages
 
 @needs_fsdp2
 @pytest.mark.parametrize('background', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_rank_that_cannot_write_ends_the_run(background, tmp_path):
     "With the cause on all ranks; the checkpoint before it is the newest, and good"
-    for rank,said in enumerate(zip(*run_ranks(failing, 2, tmp_path, background))):
-        assert 'No space left on device: the checkpoint was not written; earlier ones are as they were' in said[rank]
-        assert f'rank {rank} failed with OSError' in said[1-rank]
+    for rank,messages in enumerate(zip(*run_ranks(failing, 2, tmp_path, background))):
+        assert 'No space left on device: the checkpoint was not written; earlier ones are as they were' in messages[rank]
+        assert f'rank {rank} failed with OSError' in messages[1-rank]
         assert [o.name for o in (tmp_path/str(rank)/'ck').glob('epoch*')]==['epoch_0000-step_00000002']
         assert snapshot.newest_good(tmp_path/str(rank)/'ck').info['step']==2
 

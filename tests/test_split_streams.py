@@ -45,11 +45,11 @@ def fit(dl, n=1, valid=None):
     torch.manual_seed(0)
     net,seen = nn.Linear(2, 1).double(),Seen()
     learn = Learner(DataLoaders(dl, valid), net, nn.MSELoss(), lambda ps, lr: torch.optim.SGD(ps, lr=.1))
-    with warnings.catch_warnings(record=True) as said, learn.distrib_ctx(seed=1), learn.no_logging():
+    with warnings.catch_warnings(record=True) as messages, learn.distrib_ctx(seed=1), learn.no_logging():
         warnings.simplefilter('always')
         learn.fit(n, cbs=seen)
         every = sorted(sum(gather_objects(seen.seen), []))
-    return net.weight.detach(),every,[str(o.message) for o in said if o.category is UserWarning]
+    return net.weight.detach(),every,[str(o.message) for o in messages if o.category is UserWarning]
 
 def bs(): return 4//max(num_distrib(), 1) if max(num_distrib(), 1)!=3 else 2
 def data(): return TensorDataset(*map(torch.stack, zip(*map(row, range(N)))))
@@ -87,11 +87,11 @@ def evaluated(how, workers):
     "A validation loss and predictions over a stream, and whether it was found to be split"
     torch.manual_seed(0)
     learn = Learner(DataLoaders(data_loader(), DataLoader(Stream(how, N), 3, num_workers=workers)), nn.Linear(2, 1).double(), nn.MSELoss())
-    with warnings.catch_warnings(record=True) as said, learn.distrib_ctx(seed=1), learn.no_logging():
+    with warnings.catch_warnings(record=True) as messages, learn.distrib_ctx(seed=1), learn.no_logging():
         warnings.simplefilter('always')
         loss = learn.validate()[0]
         targs = (learn.get_preds()[1]*N).round().int().flatten().tolist()
-    return loss,sorted(targs),any('another first sample' in str(o.message) for o in said)
+    return loss,sorted(targs),any('another first sample' in str(o.message) for o in messages)
 
 def data_loader(): return DataLoader(data(), 2)
 

@@ -110,10 +110,10 @@ def launch(folder, plan=(), *args, nproc=3, policy='shrink', script=__file__):
 
 def results(folder): return {int(o.stem): json.loads(o.read_text()) for o in folder.glob('[0-9].json')}
 
-def check(folder, got, ref, n_left, said=()):
+def check(folder, got, ref, n_left, messages=()):
     code,ranks,text = got
     assert code==0 and len(ranks)==n_left, text
-    for o in said: assert o in text, text
+    for o in messages: assert o in text, text
     for o in ranks.values():
         for k in ('weights','losses','values','lrs','iters','preds','norms','rest'):
             a,b = flat(o[k]),flat(ref[0][k])
@@ -147,10 +147,10 @@ five_of_six = [
 @pytest.mark.long
 @pytest.mark.parametrize('kind,i', [('',0),('',1),('fastai',0),('fastai torch',0),('fastai ranger',0)])
 def test_deaths_of_five_of_six(kind, i, tmp_path, undisturbed):
-    said = again(5, 6),again(1, 2),'going on in epoch 2 after step 30, from the state in memory'
-    check(tmp_path, launch(tmp_path, five_of_six[i], kind, nproc=6), undisturbed(kind), 1, said)
+    messages = again(5, 6),again(1, 2),'going on in epoch 2 after step 30, from the state in memory'
+    check(tmp_path, launch(tmp_path, five_of_six[i], kind, nproc=6), undisturbed(kind), 1, messages)
 
-@pytest.mark.parametrize('kind,plan,n_left,said', [
+@pytest.mark.parametrize('kind,plan,n_left,messages', [
     ('', {3: {0: late}, 2: {0: at('predict')}}, 1,
         [again(2, 3),again(1, 2),'going on in epoch 2 after step 30','this fit was done already, after 33 steps']),
     ('fastai', {3: {0: late, 2: late}}, 1, [again(1, 3),'going on in epoch 2 after step 30, from the state in memory']), # two at once
@@ -161,8 +161,8 @@ def test_deaths_of_five_of_six(kind, i, tmp_path, undisturbed):
         *((f'{k}{o}', {3: {1: late}}, 2, [again(2, 3)]) for o in ('accumulate','plateau') for k in ('','fastai ')),
         ('sharded', {3: {1: late}}, 2, ['going on in epoch 2 after step 30, from the state in memory']),
         ('plain odd', {3: {1: late}}, 2, [again(2, 3)])))]) # batches of 63: 21 samples a rank, then 32 and 31
-def test_the_run_is_that_of_one_process(kind, plan, n_left, said, tmp_path, undisturbed):
-    check(tmp_path, launch(tmp_path, plan, kind, nproc=max(plan)), undisturbed(kind.replace('checkpoint', '').strip()), n_left, said)
+def test_the_run_is_that_of_one_process(kind, plan, n_left, messages, tmp_path, undisturbed):
+    check(tmp_path, launch(tmp_path, plan, kind, nproc=max(plan)), undisturbed(kind.replace('checkpoint', '').strip()), n_left, messages)
     if kind!='checkpoint': return
     saved = sorted(o for o in (tmp_path/'ckpt').iterdir() if o.is_dir())
     assert len(saved)==2 and saved[-1].name=='epoch_0003-step_00000033', saved
@@ -195,15 +195,15 @@ if sys.argv[4] == 'raise': raise ZeroDivisionError('on purpose')
 os.kill(os.getpid(), signal.SIGKILL)
 '''
 
-@pytest.mark.parametrize('policy,dying,how,status,said', [('shrink','1','raise',1,'ZeroDivisionError: on purpose'),
+@pytest.mark.parametrize('policy,dying,how,status,messages', [('shrink','1','raise',1,'ZeroDivisionError: on purpose'),
     *(pytest.param(*o, 'kill', 137, 'ended by SIGKILL', marks=pytest.mark.long) for o in (('shrink','01'),('restart','1')))])
-def test_what_ends_the_run(policy, dying, how, status, said, tmp_path):
+def test_what_ends_the_run(policy, dying, how, status, messages, tmp_path):
     "An exception, which would come again; the death of all; a death, without the option"
     (tmp_path/'ends.py').write_text(ends)
     code,_,text = launch(tmp_path, {}, dying, how, nproc=2, policy=policy, script=tmp_path/'ends.py')
     # ranks that die one after the other are two deaths: the second ends the run
     assert code==status and text.count('start again')<=(dying=='01'), text
-    assert any(f'rank {o} failed first: {said}' in text for o in dying), text
+    assert any(f'rank {o} failed first: {messages}' in text for o in dying), text
 
 @pytest.mark.long
 def test_random_points():

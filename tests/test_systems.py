@@ -72,12 +72,12 @@ if __name__=='__main__':
 """
 
 @pytest.mark.slow
-@pytest.mark.parametrize('fault,said', [
+@pytest.mark.parametrize('fault,messages', [
     ('time.sleep(60)', 'rank 1 is not asked where there is no /proc'),
     pytest.param('os._exit(3)', 'rank 1 failed: ProcessDied: ended with exit status 3', marks=pytest.mark.long)])
-def test_macos_trains_and_fails(fault, said, loss, tmp_path):
+def test_macos_trains_and_fails(fault, messages, loss, tmp_path):
     res = python(tmp_path, 'train.py', sitecustomize=macos, train=train+called.format(fault))
-    assert res.stdout==f'{loss}\n' and res.returncode==1 and said in res.stderr, res.stderr
+    assert res.stdout==f'{loss}\n' and res.returncode==1 and messages in res.stderr, res.stderr
 
 no_groups = '2 processes: linux has no process groups: use Linux, macOS, WSL 2'
 starts = '''

@@ -235,10 +235,11 @@ def on_ranks():
 
 def test_out_of_memory_on_one_rank():
     zero,one = run_ranks(on_ranks, 2)
-    for _,said in (zero,one): assert 'allocate 1 GiB.\nOut of memory in training with a batch of 8 samples.' in said
+    for _,messages in (zero,one): assert 'allocate 1 GiB.\nOut of memory in training with a batch of 8 samples.' in messages
     assert (zero[0],one[0])==('RankError','OutOfMemoryError')
 
 def test_out_of_memory_alone():
     for kind,words in [('cuda','CUDA out of memory'), ('cpu','DefaultCPUAllocator')]:
-        name,said = failure((6,), 8, kind)
-        assert name==('OutOfMemoryError' if kind=='cuda' else 'RuntimeError') and words in said and said.count('a batch of 8 samples.')==1
+        name,messages = failure((6,), 8, kind)
+        assert name==('OutOfMemoryError' if kind=='cuda' else 'RuntimeError')
+        assert words in messages and messages.count('a batch of 8 samples.')==1

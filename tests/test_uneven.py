@@ -18,12 +18,12 @@ def data(n, seed):
 class Stream(IterableDataset):
     "Each rank's own samples; knows no length"
     splits_by_rank = True
-    def __init__(self, items, said=None): self.items,self.said = items,said
+    def __init__(self, items, messages=None): self.items,self.messages = items,messages
     def __iter__(self): return iter(self.items)
 
 class KnownStream(Stream):
     "It says how many there are; that may be wrong"
-    def __len__(self): return len(self.items) if self.said is None else self.said
+    def __len__(self): return len(self.items) if self.messages is None else self.messages
 
 class Split(Sampler):
     "A sampler of the user's, with the attributes of torch's DistributedSampler, whose shares are not equally long"
@@ -31,12 +31,12 @@ class Split(Sampler):
     def __iter__(self): return iter(range(self.n))
     def __len__(self): return self.n
 
-def loader(kind, n_batches, rank, W, short=0, said=None):
+def loader(kind, n_batches, rank, W, short=0, messages=None):
     "`n_batches` on this rank, the last one `short` samples short"
     n = n_batches*BS-short if n_batches else 0
     items = data(n, seed=rank)
     if kind=='stream': return TfmdDL(Stream(items), BS)
-    if kind=='known_stream': return TfmdDL(KnownStream(items, said and said[rank]*BS), BS)
+    if kind=='known_stream': return TfmdDL(KnownStream(items, messages and messages[rank]*BS), BS)
     if kind=='workers': return DataLoader(Stream(items), BS, num_workers=1)
     return DataLoader(items or [0], BS, sampler=Split(n, rank, W))
 
@@ -53,15 +53,15 @@ def learner(dl, **kw):
     learn.dls.loaders[0],learn.logger = dl,lambda line: None
     return learn
 
-def fit(kind, lens, cbs=list, short=0, cycle=False, said=None, path='.', **kw):
+def fit(kind, lens, cbs=list, short=0, cycle=False, messages=None, path='.', **kw):
     rank = rank_distrib()
-    learn = learner(loader(kind, lens[rank], rank, len(lens), short, said), **kw)
+    learn = learner(loader(kind, lens[rank], rank, len(lens), short, messages), **kw)
     learn.path = path
     with warnings.catch_warnings(record=True) as ws, learn.distrib_ctx(seed=1):
         warnings.simplefilter('always')
         (learn.fit_one_cycle if cycle else learn.fit)(2, cbs=[Count(),*cbs()])
-    said = [str(w.message) for w in ws if 'training batches' in str(w.message)]
-    return dict(result(learn), counts=learn.counts, said=said)
+    messages = [str(w.message) for w in ws if 'training batches' in str(w.message)]
+    return dict(result(learn), counts=learn.counts, messages=messages)
 
 def many(cases):
     with process_group(): return [fit(**kw) for kw in cases]
@@ -101,8 +101,8 @@ def test_epoch_ends_with_the_first_rank(W):
         for k,v in state.items(): torch.testing.assert_close(rs[0]['state'][k], v, rtol=0, atol=1e-12)
         assert rs[0]['losses']==pytest.approx(losses, abs=1e-12)
         for i,(r,m) in enumerate(zip(rs, c['lens'])): # those that drop batches say so, in each epoch
-            assert len(r['said'])==2*(m>min(c['lens'])), c
-            assert all(f'rank {i} ' in o and f'ends after {min(c["lens"])}' in o for o in r['said'])
+            assert len(r['messages'])==2*(m>min(c['lens'])), c
+            assert all(f'rank {i} ' in o and f'ends after {min(c["lens"])}' in o for o in r['messages'])
 
 def test_one_cycle_has_the_steps_that_are_taken():
     cases = [dict(kind=kind, lens=lens, cycle=True) for kind in kinds[1:] for lens in [(3,5),(4,2),(4,4)]]
@@ -112,7 +112,7 @@ def test_one_cycle_has_the_steps_that_are_taken():
 
 def test_a_length_that_is_wrong_and_synchronised_batchnorm():
     wrong = ((3,5),(5,5)), ((5,3),(5,5)), ((5,5),(3,5)), ((3,3),(5,5))
-    on_ranks(2, [dict(kind='known_stream', lens=lens, said=said) for lens,said in wrong]
+    on_ranks(2, [dict(kind='known_stream', lens=lens, messages=messages) for lens,messages in wrong]
                 + [dict(kind=kind, lens=(3,5), short=short, model=normed) for kind in kinds for short in (0,2)])
 
 def interrupted(cancel): return [Cancels(*cancel),Scheduler(partial(StepLR, step_size=1, gamma=.5)),SaveModelCallback()]

@@ -281,5 +281,5 @@ def test_a_verdict_counts_its_steps():
     def record(n):
         step = dict(gradients={}, weights={}, buffers={}, batch=0)
         return dict(steps=[step]*n, losses=[], epochs=[], names=[], preds=[], dtype='float64', streams='', silenced=[], scaled=False)
-    for n,said in ((1,'1 step'),(2,'2 steps')):
-        assert str(judge(record(n), [record(n)]*3)).endswith(f'The same: 3 processes and one, {said} in float64')
+    for n,steps in ((1,'1 step'),(2,'2 steps')):
+        assert str(judge(record(n), [record(n)]*3)).endswith(f'The same: 3 processes and one, {steps} in float64')

@@ -444,7 +444,7 @@ def outcome(name, bs):
             res['weights'] = [p.detach().clone() for p in learn.model.state_dict().values()]
         except Exception as e: res['error'] = f'{type(e).__name__}: {e}'
         finally: torch.set_default_dtype(torch.float32)
-    return res | dict(said=[str(o.message) for o in seen])
+    return res | dict(messages=[str(o.message) for o in seen])
 
 def outcomes(names, bs):
     "Of several rows, one after the other"
@@ -454,13 +454,14 @@ def outcomes(names, bs):
 def codes(texts): return sorted({o for t in texts for o in re.findall(r'\[([a-z-]+)\] ', t)})
 
 def judge(name, alone, ranks):
-    "(verdict, codes of what was said, differences) of a run on some ranks"
+    "(verdict, codes of the warnings, differences) of a run on some ranks"
     errors, r = [o['error'] for o in [alone, *ranks] if 'error' in o], rows[name]
     if errors: return 'error', codes(errors), '' if codes(errors) else errors[0].split('\n')[0][:200]
     off = {k: max(distance(o[k], alone[k]) for o in ranks) for k in r['compare']}
-    said, far = codes(t for o in ranks for t in o['said']), ', '.join(f'{k} by {v:.1g}' for k, v in off.items() if not v <= r['tol'])
-    if not far: return 'same', said, ''
-    return 'warned' if {*said}-{*harmless} else 'differs', said, far
+    messages = codes(t for o in ranks for t in o['messages'])
+    far = ', '.join(f'{k} by {v:.1g}' for k, v in off.items() if not v <= r['tol'])
+    if not far: return 'same', messages, ''
+    return 'warned' if {*messages}-{*harmless} else 'differs', messages, far
 
 def found_by_verify(name, W, bs):
     "Whether `verify` finds that a row differs"
@@ -478,18 +479,18 @@ def run_rows(names, worlds=(2, 3), bs=2):
     for W in worlds if some else ():
         alone, *ranks = run_ranks(outcomes, 1, some, bs*W, timeout_s=600)+run_ranks(outcomes, W, some, bs, timeout_s=600)
         for o in some:
-            verdict, said, far = judge(o, alone[o], [r[o] for r in ranks])
+            verdict, messages, far = judge(o, alone[o], [r[o] for r in ranks])
             if verdict==rows[o]['verdict']=='differs' and not found_by_verify(o, W, bs): verdict = 'DIFFERS, and verify does not find it'
-            found[o].append((verdict, said, far))
+            found[o].append((verdict, messages, far))
     for o in names: yield o, *shown(o, found[o], lacks[o])
 
 def shown(name, found, lacks):
     "(verdict, last column) of a row"
     if lacks: return 'missing', ''
     r, verdict = rows[name], ' / '.join(dict.fromkeys(o for o, _, _ in found))
-    said = ', '.join(f'`{o}`' for o in dict.fromkeys(o for _, said, _ in found for o in said))
+    messages = ', '.join(f'`{o}`' for o in dict.fromkeys(o for _, messages, _ in found for o in messages))
     detail = '; '.join(dict.fromkeys(o for *_, o in found if o)) if verdict!=r['verdict'] else r['why']
-    return verdict, ': '.join(filter(None, [said, detail]))
+    return verdict, ': '.join(filter(None, [messages, detail]))
 
 def line(name, verdict, detail):
     what = ' '.join(f'{p} {installed(p) or "-"}' for p in rows[name]['packages'])

@@ -64,11 +64,11 @@ def readme_job(exe):
     "Whether README's first script says the same alone, at twice the batch size, and on 2 processes"
     script = re.search(r'```python\n(.*?)```', (root/'README.md').read_text(), re.S)[1]
     with tempfile.TemporaryDirectory() as d:
-        def said(how, bs):
+        def messages(how, bs):
             (Path(d)/'job.py').write_text(script.replace('bs=32', f'bs={bs}'))
             p = subprocess.run([exe, *how, 'job.py'], cwd=d, env=env_of(), capture_output=True, text=True, timeout=600)
             return p.stdout.strip().splitlines()[-1] if p.returncode==0 and p.stdout.strip() else p.stderr.strip()[-300:]
-        alone,two = said([], 64),said(['-m', 'learnerdist.launch', '--nproc', '2'], 32)
+        alone,two = messages([], 64),messages(['-m', 'learnerdist.launch', '--nproc', '2'], 32)
     return 'the same' if 'predictions, error' in two and two==alone else f'alone: {alone}; on 2: {two}'
 
 def run_tests(exe, names):
@@ -79,24 +79,24 @@ def run_tests(exe, names):
     failed = list(dict.fromkeys(re.findall(r'^(?:FAILED|ERROR) tests/(\S+)', p.stdout, re.M)))
     if failed: print(p.stdout[-20000:])
     counts = {k: int(m[1]) if (m := re.search(rf'(\d+) {k}', p.stdout)) else 0 for k in ('passed','skipped')}
-    said = f"{counts['passed']}, skipped {counts['skipped']}"+(f', failed {len(failed)}' if failed else '')
-    return said+(f" ({', '.join(names)})" if names else ''),failed
+    messages = f"{counts['passed']}, skipped {counts['skipped']}"+(f', failed {len(failed)}' if failed else '')
+    return messages+(f" ({', '.join(names)})" if names else ''),failed
 
 def run_row(name, envs, names):
     "The row's line, and its failed tests"
     python,packages = rows[name]
     exe,why = environment(name, python, packages, envs)
     if exe is None: return f"| {name} | {python} | {' | '.join(['']*len(shown))} | {why} | |",[]
-    said,failed = run_tests(exe, names)
-    return f"| {name} | {' | '.join(versions(exe))} | {readme_job(exe)} | {said} |",failed
+    messages,failed = run_tests(exe, names)
+    return f"| {name} | {' | '.join(versions(exe))} | {readme_job(exe)} | {messages} |",failed
 
 def write(lines, failed):
     "Put these rows into the table; others stay"
     old = table.read_text() if table.exists() else ''
     known = {o.split(' | ')[0].strip('| '): o for o in re.findall(r'^\|.*\|$', old, re.M)[2:]} | lines
     notes = dict(re.findall(r'^- (\w+): (.*)$', old, re.M)) | {k: ', '.join(f'`{o}`' for o in v) for k,v in failed.items()}
-    said = ''.join(f'- {k}: {notes[k]}\n' for k in rows if notes.get(k))
-    table.write_text(head + ''.join(known[o]+'\n' for o in rows if o in known) + (f'\nFailed:\n\n{said}' if said else ''))
+    messages = ''.join(f'- {k}: {notes[k]}\n' for k in rows if notes.get(k))
+    table.write_text(head + ''.join(known[o]+'\n' for o in rows if o in known) + (f'\nFailed:\n\n{messages}' if messages else ''))
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])

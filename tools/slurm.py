@@ -91,10 +91,10 @@ def slurm(d):
         wait_for(lambda: (d/'munge.socket').exists(), 20, 'munged')
         start('slurmctld','-D','-c', log='slurmctld.out')
         start('slurmd','-D','-N',host, log='slurmd.out')
-        wait_for(lambda: 'idle' in said('sinfo','-h','-o','%T'), 60, 'slurmd')
+        wait_for(lambda: 'idle' in messages('sinfo','-h','-o','%T'), 60, 'slurmd')
         yield
 
-def said(*command):
+def messages(*command):
     res = subprocess.run(command, capture_output=True, text=True)
     return res.stdout+res.stderr
 
@@ -105,7 +105,7 @@ def wait_for(done, seconds, what):
         time.sleep(.2)
     return res
 
-def state(job): return re.search(r'JobState=(\w+)', said('scontrol','show','job',job))[1]
+def state(job): return re.search(r'JobState=(\w+)', messages('scontrol','show','job',job))[1]
 def ended(job): return state(job) if state(job) not in ('PENDING','RUNNING','COMPLETING','REQUEUED','CONFIGURING') else None
 
 class Job:
@@ -115,7 +115,7 @@ class Job:
         self.path.mkdir()
         (self.path/'train.py').write_text(train)
         (self.path/'job.sh').write_text('#!/bin/bash\n'+script.format(launch=launch, d=self.path))
-        out = said('sbatch','-J',name,'-o',str(self.path/'out'),'--open-mode=append',*options,str(self.path/'job.sh'))
+        out = messages('sbatch','-J',name,'-o',str(self.path/'out'),'--open-mode=append',*options,str(self.path/'job.sh'))
         self.id = re.search(r'batch job (\d+)', out)[1]
     def end(self, seconds=180): return wait_for(lambda: ended(self.id), seconds, f'{self.path.name}: {state(self.id)}')
     def text(self, name='out'): return (self.path/name).read_text() if (self.path/name).exists() else ''
@@ -150,11 +150,11 @@ def after_signal(d, name, script, *options):
     "USR1 before the time limit, sent by hand to be quick: all save, end with status 75, and go on when the job is started again"
     job = Job(d, name, script, '--requeue','--signal=USR1@30','-t','10',*options)
     job.started()
-    said('scancel','--signal=USR1',job.id)
-    wait_for(lambda: 'goes on from there' in job.text() or 'Restarts=1' in said('scontrol','show','job',job.id), 60, 'requeued')
-    said('scontrol','release',job.id)
+    messages('scancel','--signal=USR1',job.id)
+    wait_for(lambda: 'goes on from there' in job.text() or 'Restarts=1' in messages('scontrol','show','job',job.id), 60, 'requeued')
+    messages('scontrol','release',job.id)
     wait_for(lambda: 'going on in epoch' in job.text(), 240, f'{name} goes on') # Slurm waits a while before it starts a job again
-    said('scancel',job.id)
+    messages('scancel',job.id)
     return not re.search(r'failed|Traceback|hostname of the client', job.text()),job
 
 def requeue(d): return after_signal(d, 'requeue', requeued, '-n2')
@@ -167,14 +167,14 @@ def time_limit(d):
     "Slurm's own signal, a minute or two before a limit of three"
     job = Job(d, 'time_limit', requeued, '--requeue','--signal=USR1@60','-t','3','-n2')
     wait_for(lambda: 'going on in epoch' in job.text(), 480, 'time_limit goes on')
-    said('scancel',job.id)
+    messages('scancel',job.id)
     return not re.search(r'failed|Traceback', job.text()),job
 
 def scancel(d):
     "SIGTERM: all save, and nothing is called a failure"
     job = Job(d, 'scancel', 'srun -n1 {launch} --nproc 2 {d}/train.py long {d}', '-n1','-c2')
     job.started()
-    said('scancel',job.id)
+    messages('scancel',job.id)
     good = job.end()=='CANCELLED' and wait_for(lambda: [*(job.path/'ckpt').glob('epoch_*')], 60, 'a checkpoint')
     return bool(good) and not re.search(r'failed|Traceback', job.text()),job
 

@@ -157,8 +157,8 @@ def main(args):
             found += new
             wrong = differences(got, ref[0], rows, csv, case[2])
             wrong += [f'exit {code}']*bool(code)+['not all']*(len(got)<int(case[0])-n)+['too many steps again']*any(o[1]>11 for o in new)
-            said = [f"{s:.2f} s, {i} steps again" for s,i in new]
-            print(f'{k}: {"-".join(case)}: {plan}: {n} died, {said}: {wrong or "equal"}', flush=True)
+            messages = [f"{s:.2f} s, {i} steps again" for s,i in new]
+            print(f'{k}: {"-".join(case)}: {plan}: {n} died, {messages}: {wrong or "equal"}', flush=True)
             if wrong:
                 bad.append(k)
                 print(log[-args.tail:], rows, csv, sep='\n', flush=True)

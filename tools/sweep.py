@@ -352,13 +352,13 @@ def fitting(c):
 # --- many runs ---------------------------------------------------------------------------------------------------------------
 
 def guarded(c, k=1, nudge=None):
-    "The run's outcome, or its error; and what was said"
-    with warnings.catch_warnings(record=True) as said:
+    "The run's outcome, or its error; and the warnings"
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter('always')
         try: res = one_run(c, k, nudge)
         except Exception as e: res = dict(error=f'{type(e).__name__}: {e}', trace=''.join(traceback.format_exception(e)))
         finally: torch.set_default_dtype(torch.float32)
-    return res | dict(said=[str(o.message) for o in said if issubclass(o.category, UserWarning)])
+    return res | dict(messages=[str(o.message) for o in messages if issubclass(o.category, UserWarning)])
 
 def rank_runs(cases, folder):
     "On each rank: run the cases one after another, each outcome in a file"
@@ -377,7 +377,8 @@ def on_ranks(cases, W, timeout_s=600):
             for i in range(len(todo)):
                 files = [Path(d)/f'{i}-{r}.pkl' for r in range(W)]
                 if not all(f.exists() for f in files):
-                    res.append([dict(hang=True, said=[], error=f'{getattr(o, "kind", "")}: {getattr(o, "message", "")}') for o in failed])
+                    errors = [f'{getattr(o, "kind", "")}: {getattr(o, "message", "")}' for o in failed]
+                    res.append([dict(hang=True, messages=[], error=o) for o in errors])
                     break
                 res.append([pickle.loads(f.read_bytes()) for f in files])
     return res
@@ -410,9 +411,9 @@ def _far(x, y):
     return ((x-y).abs()/y.abs().clamp_min(1)).nan_to_num(0).max().item() if x.numel() else 0.
 
 harmless = 'unused-parameters','split-stream','micro-batches' # what these warnings are about changes no number
-def explained(said):
+def explained(messages):
     "Whether one of these warnings may be the cause of a difference"
-    return any(not o.startswith(tuple(f'[{k}]' for k in harmless)) for o in said)
+    return any(not o.startswith(tuple(f'[{k}]' for k in harmless)) for o in messages)
 
 # How far a run may be from one process's, and from where on nothing can be told from that process's own rounding
 tolerances = dict(float64=(1e-9, 1e-3), float32=(1e-5, 1e-2), bfloat16=(2**-6, 2.))
@@ -426,7 +427,7 @@ def judged(c, alone, ranks):
     refuses = 'error' in alone and alone['error'].startswith('ValueError') and len(errors)==len(ranks)
     if 'error' in alone and not refuses: return 'error',f'alone: {alone["error"]}; ranks: {errors}',math.inf
     if errors: return 'refused' if len(errors)==len(ranks) and all('ValueError' in o for o in errors) else 'error',errors[0],math.inf
-    keys = [a for a in alone if a!='said']
+    keys = [a for a in alone if a!='messages']
     far = {f'{a} between ranks': max(distance(o[a], ranks[0][a]) for o in ranks) for a in keys}
     if has_one_answer(c): far |= {a: distance(ranks[0][a], alone[a]) for a in keys}
     bad = {a: d for a,d in far.items() if d>(0 if 'between' in a else tol)}
@@ -436,7 +437,7 @@ def judged(c, alone, ranks):
         bad = {a: d for a,d in bad.items() if d>free.get(a, 0)}
         if unseen and not bad: return 'unseen','',max(far.values())
     if not bad: return 'same','',max(far.values())
-    return 'told' if explained(o for r in ranks for o in r['said']) else 'DIFFERENT',', '.join(bad),max(bad.values())
+    return 'told' if explained(o for r in ranks for o in r['messages']) else 'DIFFERENT',', '.join(bad),max(bad.values())
 
 def rounding(c, alone, keys, seeds=range(6)):
     "By how much outcomes may differ for rounding: ten times as much as one process's own do where its first weights are rounded otherwise"
@@ -519,7 +520,7 @@ def show(c):
     print(named(c), *judged(c, alone, ranks), sep='\n')
     for who,o in [('alone',alone),*enumerate(ranks)]:
         numbers = {k: v for k,v in o.items() if k in ('losses','values','lrs','validate')}
-        print(f'--- {who}', o.get('trace') or o.get('error') or numbers, *o['said'], sep='\n')
+        print(f'--- {who}', o.get('trace') or o.get('error') or numbers, *o['messages'], sep='\n')
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
