@@ -358,6 +358,7 @@ def make(c, W=1, rank=0):
         ds,val = c['ds'](c['n']),(c['val_ds'] or c['ds'])(c['n_valid'])
     split = c['ctx'].get('split_batches')
     bs = c['bs'] if split else c['bs']//W//(1 if is_whole(c, W) else c['parts'])
+    assert c['whole'] or bs*W*c['parts']==c['bs'], f'{W} ranks cannot share the micro-batches of one process'
     is_ordered = isinstance(ds, IterableDataset) or c['loader'] in (by_batches,by_torchs_batches)
     kw = {} if is_ordered else dict(shuffle=c['shuffle'])
     shared = {k:v for k,v in c['dl'].items() if k=='collate_fn'}
@@ -511,12 +512,12 @@ scenes |= {'groups, even': micro(), 'groups, the last one short': micro(42), 'gr
            'groups, static graph': of_four(ctx=dict(seed=3, static_graph=True)),
            'groups, view': of_four(ctx=dict(seed=3, gradient_as_bucket_view=True)),
            'groups, unused': of_four(ds=pictures, loss=F.cross_entropy, model=PartUsed, ctx=dict(seed=3, find_unused_parameters=True)),
-           'groups, bn': of_four(model=normed, whole=False)} # its statistics are those of a batch, not of a group
+           'groups, bn': micro(86, 48, 4, 48, model=normed, whole=False)} # its statistics are those of a batch, not of a group
 scenes |= {f'clip {k}': scene(cbs=partial(clips, **kw)) for k,kw in dict(
     norm=dict(max_norm=.3), norm1=dict(max_norm=.5, norm_type=1.), max=dict(max_norm=.1, norm_type=float('inf')),
     value=dict(value=.02), measure=dict(max_norm=float('inf'))).items()}
 # Cancelled in the middle of a group, on all ranks or on one; also with what changes gradients before a step
-in_groups = partial(micro, whole=False)
+in_groups = partial(micro, 96, 24, 2, 24, whole=False) # micro-batches of 12, which 2, 3 and 4 ranks can share
 events = 'before_batch','after_pred','after_backward'
 several = CancelBatchException,CancelTrainException,CancelFitException
 where = {'all': None, 'one rank': -1}
