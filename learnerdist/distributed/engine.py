@@ -361,7 +361,7 @@ class Steps(LoaderWrapper):
 
     def _warn_uneven(self, k, more, b):
         W,n = group_size(),self.engine.loop.n_steps
-        need(k, f'{W-more} of {W} ranks have no training batch')
+        need(k, f'{W-more} of {W} ranks have no training batch: start fewer ranks or workers, or give more samples')
         text = f'rank {group_rank()} had more training batches than another: this epoch ends after {n}'
         if b: warn('uneven-epoch', text)
 
@@ -422,7 +422,7 @@ class Batches(Steering):
             if self.repeated or self.cuts: stats.muted = self.repeated
             if self.cuts: self._cut()
             if self.self_check.due: self.self_check.note()
-        elif learn.training and self.cuts: self._cut()
+        elif self.cuts: self._cut()
         if loop.evaluation: loop.evaluation.begin_batch()
 
     def _cut(self):
