@@ -115,6 +115,8 @@ class Batch:
         self.over = self.n = self.loss = self.n_rows = None
         # In a batch that counts for nothing: parameters without gradient, and hooks
         self.idle,self.handles = [],[]
+        # Gradients of batches before without a step (a callback accumulates), while micro-batches add up theirs
+        self.kept = []
         self.micro = None # `MicroBatches`, if it is cut into several
 
 class Loop:
@@ -434,6 +436,8 @@ class Batches(Steering):
         k = -(-n//(self.max_bs or n))
         if k<2 and not self.auto: return
         loop.batch.micro = MicroBatches(learn, k, n)
+        loop.batch.kept = [(p,p.grad.clone()) for p in self.all_params() if p.grad is not None]
+        for p,_ in loop.batch.kept: p.grad = None
         self._begin_part()
     def _begin_part(self):
         batch,micro = self.loop.batch,self.loop.batch.micro
@@ -491,6 +495,7 @@ class Batches(Steering):
         "The step's batch is the learner's again"
         batch = self.loop.batch
         batch.micro.end(self.learn, loss_over(self.learn).kind=='sum')
+        for p,g in batch.kept: p.grad = g if p.grad is None else p.grad.add_(g)
         batch.micro,self.more,self.waits = None,False,False
         self.repeated = self.loop.repeats or batch.skipped
         stats.muted = self.repeated
@@ -634,7 +639,8 @@ class Cancelling(Batches):
         if not (batch and batch.dropped): return
         params = self.all_params()
         if batch.micro: self._forget_parts()
-        batch.idle = [p for p in params if p.grad is None]
+        kept = {id(p) for p,_ in batch.kept}
+        batch.idle = [p for p in params if p.grad is None and id(p) not in kept]
         learn.loss_grad = learn.loss_grad*0
         batch.handles = [p.register_hook(_finite) for p in params if p.requires_grad]
 
