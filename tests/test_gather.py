@@ -220,3 +220,12 @@ def rank_differs(do):
 def test_batches_that_were_not_seen_once_are_an_error(ranks):
     for messages in sum((o['differ'] for o in ranks('together')[0]), []):
         assert 'evaluated 4, 2 batches, 6 in all' in messages and 'have counted 7, 5' in messages
+
+def rank_leaves_open():
+    with process_group(), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter('always')
+        learn = make('narrow', 13)
+        with learn.distrib_ctx(): learn.get_preds(gather='rank0')
+        return [str(o.message) for o in found if o.category is ResourceWarning]
+
+def test_ranks_without_a_result_close_their_files(): assert run_ranks(rank_leaves_open, 2)==[[],[]]

@@ -321,3 +321,30 @@ def test_the_timer_counts_the_data_of_a_step_once(monkeypatch):
 
 def test_memory_that_one_sample_does_not_have():
     with pytest.raises(torch.OutOfMemoryError, match='out of memory'): fit(Limited(0, 'forward'), max_bs='auto')
+
+# --- a callback that accumulates --------------------------------------------------------------------------------------
+
+class EverySecond(Callback):
+    "A step for two batches"
+    def after_pred(self): pass # so that nobody knows the items before
+    def before_step(self):
+        if self.learn.iter%2==0: raise CancelBatchException
+
+def accumulated(cuts):
+    torch.manual_seed(1)
+    x,y = torch.randn(2, 44, 4, dtype=F64)
+    res = []
+    for max_bs in cuts:
+        torch.manual_seed(2)
+        learn = Learner(DataLoaders.from_dsets(*[TensorDataset(x, y[:,:2])]*2, bs=12//group_size()), net().to(F64), nn.MSELoss(),
+                        partial(torch.optim.SGD, momentum=.9), lr=.05, cbs=EverySecond())
+        with process_group(), learn.no_logging(), learn.distrib_ctx(seed=3, global_bs=12, max_bs=max_bs): learn.fit(2)
+        res.append(torch.cat([p.detach().flatten() for p in learn.model.parameters()]))
+    return res
+
+def test_gradients_that_a_callback_keeps_are_left_alone():
+    "They were divided by the items of later batches, where these are no samples: two for each here"
+    cuts = None,2,'auto'
+    for res in (accumulated(cuts),*run_ranks(accumulated, 2, cuts)):
+        for o in res: torch.testing.assert_close(o, res[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(res[0], accumulated(cuts[:1])[0], rtol=0, atol=1e-12)

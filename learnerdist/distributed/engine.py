@@ -115,6 +115,8 @@ class Batch:
         self.over = self.n = self.loss = self.n_rows = None
         # In a batch that counts for nothing: parameters without gradient, and hooks
         self.idle,self.handles = [],[]
+        # Gradients of batches before without a step (a callback accumulates), while micro-batches add up theirs
+        self.kept = []
         self.micro = None # `MicroBatches`, if it is cut into several
 
 class Loop:
@@ -361,7 +363,7 @@ class Steps(LoaderWrapper):
 
     def _warn_uneven(self, k, more, b):
         W,n = group_size(),self.engine.loop.n_steps
-        need(k, f'{W-more} of {W} ranks have no training batch')
+        need(k, f'{W-more} of {W} ranks have no training batch: start fewer ranks or workers, or give more samples')
         text = f'rank {group_rank()} had more training batches than another: this epoch ends after {n}'
         if b: warn('uneven-epoch', text)
 
@@ -422,7 +424,7 @@ class Batches(Steering):
             if self.repeated or self.cuts: stats.muted = self.repeated
             if self.cuts: self._cut()
             if self.self_check.due: self.self_check.note()
-        elif learn.training and self.cuts: self._cut()
+        elif self.cuts: self._cut()
         if loop.evaluation: loop.evaluation.begin_batch()
 
     def _cut(self):
@@ -434,6 +436,8 @@ class Batches(Steering):
         k = -(-n//(self.max_bs or n))
         if k<2 and not self.auto: return
         loop.batch.micro = MicroBatches(learn, k, n)
+        loop.batch.kept = [(p,p.grad.clone()) for p in self.all_params() if p.grad is not None]
+        for p,_ in loop.batch.kept: p.grad = None
         self._begin_part()
     def _begin_part(self):
         batch,micro = self.loop.batch,self.loop.batch.micro
@@ -491,6 +495,7 @@ class Batches(Steering):
         "The step's batch is the learner's again"
         batch = self.loop.batch
         batch.micro.end(self.learn, loss_over(self.learn).kind=='sum')
+        for p,g in batch.kept: p.grad = g if p.grad is None else p.grad.add_(g)
         batch.micro,self.more,self.waits = None,False,False
         self.repeated = self.loop.repeats or batch.skipped
         stats.muted = self.repeated
@@ -634,7 +639,8 @@ class Cancelling(Batches):
         if not (batch and batch.dropped): return
         params = self.all_params()
         if batch.micro: self._forget_parts()
-        batch.idle = [p for p in params if p.grad is None]
+        kept = {id(p) for p,_ in batch.kept}
+        batch.idle = [p for p in params if p.grad is None and id(p) not in kept]
         learn.loss_grad = learn.loss_grad*0
         batch.handles = [p.register_hook(_finite) for p in params if p.requires_grad]
 

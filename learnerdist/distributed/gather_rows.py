@@ -108,7 +108,9 @@ def gather_batches(parts:list, ks:list, ns=None, dst:int=None, make=None, name='
         got,n = _dense(own, infos, i, dst, make, leaf) if dense else (_pickled(own, ks, dst),None)
         leaves.append(got)
         lens.append(n)
-    return Gathered(infos, leaves, lens) if dst in (None,group_rank()) else None
+    if dst in (None,group_rank()): return Gathered(infos, leaves, lens)
+    for o in leaves: # which `dst` alone reads
+        if isinstance(o, StoredRows): o.file.close()
 
 _in_memory = 'they are gathered in memory, on all ranks'
 

@@ -25,6 +25,7 @@ from ..core.compat import ignored_by_ddp,sync_buffers
 from ..core.env import current_group,group_size
 from ..core.stacks import need
 from .batchnorm import Synced,stats,sync_batchnorm
+from .comparison import few
 from .vote_links import Place,SocketLinks,nameless
 from ..learner.losses import batch_rows
 
@@ -375,8 +376,7 @@ class Replica:
         "Let DDP look for unused parameters from now on. Sync point"
         self.kw = {**self.kw, 'find_unused_parameters': True}
         self._wrap()
-        idle = ', '.join(names[:3])+f' and {len(names)-3} more'*(len(names)>3)
-        findings.note('unused-parameters', f'the loss does not depend on {idle}: {_looks_for_unused}')
+        findings.note('unused-parameters', f'the loss does not depend on {few(names)}: {_looks_for_unused}')
 
     def follow(self, model):
         "Go on with another model, which a callback has put in place of this one. Sync point"
