@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 from helpers import At
 from learnerdist.all import (Callback, Checkpoint, DataLoaders, EarlyStoppingCallback, Learner, RankError, Scheduler, TfmdDL)
-from learnerdist.checkpoint.callback_state import load_states,states_of
+from learnerdist.checkpoint.callback_state import load_states,part_of,states_of
 from learnerdist.checkpoint.snapshot import snapshots
 from learnerdist.distributed.comparison import digest
 from learnerdist.testing import run_ranks
@@ -237,3 +237,8 @@ def test_a_file_sets_only_what_fit_state_names():
     cb.before_fit()
     load_states([cb], dict(typed=dict(number=3, fname='elsewhere', learn=5)), 'fit_state')
     assert cb.number==3 and 'fname' not in vars(cb) and cb.learn is None and states_of([cb], 'fit_state')['typed']['number']==3
+
+def test_the_state_of_a_callback_that_rank_0_alone_has():
+    "A restart with fewer ranks"
+    states = [dict(a=dict(seen=torch.tensor(2.)), b=dict(n=torch.tensor(5.))),dict(a=dict(seen=torch.tensor(1.)))]
+    assert [part_of([], states, r, False) for r in (0,1)]==[dict(a=dict(seen=3.), b=dict(n=5.)),dict(a=dict(seen=0.), b=dict(n=0.))]

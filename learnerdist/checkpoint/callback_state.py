@@ -130,7 +130,8 @@ def part_of(cbs, states:list, rank:int, adds_up:bool)->dict:
     adds_up: whether the loss is a sum, S = ΣSᵣ, where a mean is ΣnᵣLᵣ/Σnᵣ"""
     grow = {k: _growing(cb) for k,cb in _keyed(cbs).items()}
     def joined(k, a):
-        parts,grows = [o[k][a] for o in states],grow.get(k, {}).get(a)
+        parts = [o[k][a] for o in states if k in o] # rank 0 may have more callbacks than the others
+        grows = grow.get(k, {}).get(a)
         res = _sum_losses(parts) if adds_up and grows and grows.steps else sum(parts)
         return torch.zeros_like(res) if rank else res
     return {k: {a: joined(k, a) for a in v} for k,v in states[0].items()}
