@@ -1245,6 +1245,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'learnerdist/distributed/engine.py'),
                                                 'learnerdist.distributed.engine.Batches': ( 'distributed/engine.html#batches',
                                                                                             'learnerdist/distributed/engine.py'),
+                                                'learnerdist.distributed.engine.Batches._add_kept': ( 'distributed/engine.html#batches._add_kept',
+                                                                                                      'learnerdist/distributed/engine.py'),
                                                 'learnerdist.distributed.engine.Batches._begin_part': ( 'distributed/engine.html#batches._begin_part',
                                                                                                         'learnerdist/distributed/engine.py'),
                                                 'learnerdist.distributed.engine.Batches._correct': ( 'distributed/engine.html#batches._correct',

@@ -476,6 +476,7 @@ class Batches(Steering):
             micro = batch.micro = MicroBatches(learn, -(-micro.most//self.max_bs), micro.most)
             micro.i,self.more = -1,True
         if not batch.ahead: self._correct(micro)
+        self._add_kept() # of a batch that was cancelled before this point, which no rank has sent
         if self.replica: self.replica.reduce()
         if batch.micro: self._end_parts()
         self.settle()
@@ -491,11 +492,15 @@ class Batches(Steering):
             if not is_oom(e): raise
             return e.with_traceback(None) # whose frames hold tensors
 
+    def _add_kept(self):
+        batch = self.loop.batch
+        for p,g in batch.kept: p.grad = g if p.grad is None else p.grad.add_(g)
+        batch.kept = []
     def _end_parts(self):
         "The step's batch is the learner's again"
         batch = self.loop.batch
         batch.micro.end(self.learn, loss_over(self.learn).kind=='sum')
-        for p,g in batch.kept: p.grad = g if p.grad is None else p.grad.add_(g)
+        self._add_kept()
         batch.micro,self.more,self.waits = None,False,False
         self.repeated = self.loop.repeats or batch.skipped
         stats.muted = self.repeated
@@ -589,7 +594,9 @@ class Batches(Steering):
     def end_batch(self):
         "After a batch, before other callbacks"
         batch = self.loop.batch
-        if batch and batch.micro: self._end_parts() # which a cancel may have interrupted
+        if batch and batch.micro: # a cancel has interrupted it
+            if self.auto and not (batch.ahead or self.more): self._correct(batch.micro)
+            self._end_parts()
         if self.loop.evaluation: self.loop.evaluation.end_batch()
         if self.shards and not self.learn.training: self.shards.end_batch()
 
