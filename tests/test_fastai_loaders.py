@@ -4,7 +4,7 @@ import pytest
 pytest.importorskip('fastai')
 import numpy as np, pandas as pd, torch
 from fastai.data.core import DataLoaders, Datasets, TfmdDL, Transform
-from fastai.data.load import DataLoader
+from fastai.data.load import DataLoader, SkipItemException
 from fastai.callback.rnn import ModelResetter
 from fastai.data.block import DataBlock
 from fastai.interpret import ClassificationInterpretation
@@ -248,3 +248,14 @@ def test_texts_and_tables(Ws, found):
     assert want['sorted'][2]==[o[0].tolist() for o in sentences(29, 1)]
 
 found = asking(of_loaders, of_sequences)
+
+class Skipping(list):
+    def __getitem__(self, i):
+        if i==7: raise SkipItemException
+        return super().__getitem__(i)
+
+def test_an_item_that_is_skipped_is_an_error_on_several_ranks():
+    dl = TfmdDL(Skipping(range(11)), bs=2)
+    read = lambda r, W: torch.cat([*ShareDL.from_dl(dl, r, W)]).tolist()
+    assert read(0, 1)==[0,1,2,3,4,5,6,8,9,10] and read(0, 2)==[0,2,4,6,8,10]
+    with pytest.raises(ValueError, match=r'item 7 is skipped .* leave it out of the data set'): read(1, 2)

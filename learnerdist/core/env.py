@@ -11,7 +11,6 @@ import dis,gc,json,os,re,socket,sys,threading,time,traceback
 from collections import Counter
 from contextlib import contextmanager,suppress
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 
 import learnerdist
@@ -458,11 +457,11 @@ def _open_ours(cuda_id, **kw):
     if in_group(): _freeze_in_forks()
     return device
 
-@cache
-def _freeze_in_forks():
+def _freeze_in_forks(done=[]): # noqa: B006 - once in a process
     """Let the garbage collector of a forked process, such as a loader's worker, leave alone what this process had. A
     group's destructor would wait there for threads that a fork does not have, for ever"""
-    if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=gc.freeze)
+    if not done and hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=gc.freeze)
+    done.append(1)
 
 def _new_group(**kw):
     "A further group of all ranks. A rank that left before all have connected would fail those that still connect"
