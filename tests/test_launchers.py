@@ -100,7 +100,7 @@ def test_an_allocation_without_a_step(alone, tmp_path):
     write_recipes(tmp_path)
     out,status = ended(start('python train.py', tmp_path, SLURM_JOB_ID='7', SLURM_NTASKS='2', SLURM_NNODES='1'))
     assert status==0 and numbers(out)==pytest.approx(alone)
-    assert out.count('UserWarning: SLURM_NTASKS=2, but this process trains alone: start it by srun')==1, out
+    assert out.count('UserWarning: [trains-alone] SLURM_NTASKS=2, but this process trains alone: start it by srun')==1, out
 
 def test_kubernetes_by_hand(alone, tmp_path):
     write_recipes(tmp_path)
