@@ -73,7 +73,8 @@ families = dict(
 families['srun with pmix'] = lambda r: families['srun'](r) | dict(PMIX_RANK=r) # as Slurm does it, PMIX_SIZE is not set
 texts = lambda kw: {k: str(v) for k,v in kw.items()}
 
-@pytest.mark.parametrize('name', families)
+# The variables of each family are read in test_env.py, too
+@pytest.mark.parametrize('name', [pytest.param(o, marks=[pytest.mark.long]*(o not in ('openmpi','srun'))) for o in families])
 def test_two_processes_by_hand(name, alone, tmp_path):
     "They train as one, also from a shell each, and rank 0 alone prints"
     write_recipes(tmp_path)
