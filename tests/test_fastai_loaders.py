@@ -259,3 +259,5 @@ def test_an_item_that_is_skipped_is_an_error_on_several_ranks():
     read = lambda r, W: torch.cat([*ShareDL.from_dl(dl, r, W)]).tolist()
     assert read(0, 1)==torch.cat([*dl]).tolist() and read(0, 2)==[0,2,4,6,8,10]
     with pytest.raises(ValueError, match=r'item 7 is skipped .* leave it out of the data set'): read(1, 2)
+    dl = SortedDL(Skipping([torch.tensor([i]) for i in range(11)]), sort_func=lambda o: 1, bs=2, num_workers=0)
+    with pytest.raises(ValueError, match='item 7 is skipped'): read(1, 2)

@@ -36,6 +36,7 @@ from ..core import env
 from ..core.compat import find
 from ..core.lending import replaced
 from ..core.env import group_rank,group_size,num_distrib
+from ..data.distributed_dl import in_order
 from .loaders import in_one_order
 from .trainer import DistributedTrainer,parts,trainer_of
 from ..learner.learner import Learner as CoreLearner,Runner,advise_on_memory
@@ -120,10 +121,10 @@ def get_preds(self:Learner, ds_idx=1, dl=None, with_input=False, with_decoded=Fa
         with trainer.on_its_own(): return get(dl)
     plain,dl = dl is None,self.dls[ds_idx] if dl is None else dl
     dl = getattr(dl, 'source', dl)
-    if plain and isinstance(dl, DataLoader): dl = dl.new(shuffle=False, drop_last=False) # as fastai does
     # a stream is in order
     reorder = reorder and isinstance(dl, DataLoader) and dl.indexed and not isinstance(dl, LMDataLoader)
     if reorder: dl,reorder = in_one_order(dl, trainer.engine.seed)
+    elif plain and isinstance(dl, DataLoader): dl = in_order(dl) # as fastai does
     with replaced(trainer, gather=gather): res = get(dl, reorder)
     if gather=='rank0' and group_rank(): return (None,)*(2+with_input+with_decoded+with_loss)
     return res

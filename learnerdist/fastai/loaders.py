@@ -98,8 +98,20 @@ class SeededItems:
         self.outer = None
         return self.inner[1](b)
 
+class _AllItems:
+    "In place of `do_item`: ValueError for an item that is skipped, whose place one of another rank would take"
+    def __init__(self, dl): self.inner = dl.do_item
+    def __call__(self, s):
+        res = self.inner(s)
+        if res is not None: return res
+        item = 'an item' if s is None else f'item {s}'
+        raise ValueError(f'{item} is skipped (SkipItemException), and on several ranks no other one can take its '
+                         'place: leave it out of the data set')
+
 def _seeded(new, dealer):
-    "Let the items of a copy of a loader draw from streams of their own, where this is on"
+    """Let the items of a copy of a loader draw from streams of their own, where this is on; none may be skipped where
+    ranks share a batch"""
+    if dealer.world_size>1 and dealer.unit!='batch': new.do_item = _AllItems(new)
     own = getattr(new.after_item, 'fs', getattr(new.after_item, '__func__', None) is not DataLoader.after_item)
     if not dealer.sample_seeds or new.indexed and not own and is_quiet(new.dataset): return new
     dealer.share_memory(new.fake_l.num_workers)
@@ -132,18 +144,7 @@ def _(dl:DataLoader, dealer):
     if dl.bs is None: dealer.of_batches() # the data set's items are batches
     if _is_plain(dl): order = dealer.order(range(dl.n), dl.shuffle)
     else: order = dealer.drawn(_Indices(_global(dl, dealer), dealer))
-    new = _seeded(_reading(shallow(dl), order), dealer)
-    if dealer.world_size>1 and dealer.unit!='batch': new.do_item = _AllItems(new)
-    return new
-
-class _AllItems:
-    "In place of `do_item`: ValueError for an item that is skipped, whose place one of another rank would take"
-    def __init__(self, dl): self.inner = dl.do_item
-    def __call__(self, s):
-        res = self.inner(s)
-        if res is not None: return res
-        raise ValueError(f'item {s} is skipped (SkipItemException), and on several ranks no other one can take its '
-                         'place: leave it out of the data set')
+    return _seeded(_reading(shallow(dl), order), dealer)
 
 def _reads_itself(dl):
     "Whether a class of the user's makes batches of indices in its own way: it may read the neighbours of the first one"

@@ -367,8 +367,9 @@ def run(
     nproc:int|str='auto' # Number of processes; `'auto'`: one for each visible GPU, one without GPUs
 )->object:          # What `main` returned on rank 0
     "Call `main` on several processes, from a script or a notebook; in this process if it is a rank, or for one process"
-    r = Ranks(1 if is_rank() and nproc == 'auto' else nproc, once=True)
-    if r.nproc == 1 or is_rank(): return main(*args)
+    inside = is_rank()
+    r = Ranks(1 if inside and nproc == 'auto' else nproc, once=True)
+    if inside or r.nproc == 1: return main(*args)
     try:
         with r: return r.run(main, *args)
     except KeyboardInterrupt: pass
