@@ -30,6 +30,7 @@ class Task:
         self.bs,self.device,self.model = bs,default_device(),func().to(default_device())
         self.data = TensorDataset(torch.randn(n, *shape, generator=g), torch.randint(n_classes, (n, *targ), generator=g))
     def loader(self): return DataLoader(self.data, self.bs)
+    def own_data(self): return Subset(self.data, range(group_rank(), len(self.data), group_size()))
     def share(self): return plain_loader(self.data, self.bs)
 
 def batches(task, dl, model=None):
@@ -49,19 +50,31 @@ def means(batches):
         n += len(y)
     return torch.stack([torch.as_tensor(o, dtype=torch.double).cpu() for o in (loss,good,n)])
 
+def joined(batches):
+    "All predictions and targets, as `get_preds` returns them"
+    return [torch.cat([o.cpu() for o in os]) for os in zip(*batches)]
+
 def of_all(sums): return (sums[:2]/sums[2]).tolist()
 
 # --- the ways: each returns a function for validation, and one for predictions; what they return is compared ----------------
 
 def bare(task, stack):
     dl = task.share()
-    return lambda: means(batches(task, dl)),lambda: torch.cat([p.cpu() for p,_ in batches(task, dl)])
+    return lambda: means(batches(task, dl)),lambda: joined(batches(task, dl))
+
+def our_learner(task, dl):
+    dls = DataLoaders(dl, dl, device=task.device)
+    return Learner(dls, task.model, cross_entropy, metrics=right).remove_cb(ProgressCallback)
 
 def ours(task, stack):
-    dls = DataLoaders(task.loader(), task.loader(), device=task.device)
-    learn = Learner(dls, task.model, cross_entropy, metrics=right).remove_cb(ProgressCallback)
+    learn = our_learner(task, task.loader())
     stack.enter_context(learn.distrib_ctx())
-    return learn.validate,lambda: learn.get_preds()[0]
+    return learn.validate,learn.get_preds
+
+def ours_bare(task, stack):
+    "Our own loop over this rank's samples: what our Learner takes when nothing is exchanged"
+    learn = our_learner(task, DataLoader(task.own_data(), task.bs))
+    return learn.validate,learn.get_preds
 
 def fastai_learner(task):
     from fastai.callback.progress import ProgressCallback as FastaiProgress
@@ -80,15 +93,15 @@ def fastai_ours(task, stack):
     import learnerdist.fastai # noqa: F401
     learn = fastai_learner(task)
     stack.enter_context(learn.distrib_ctx())
-    return lambda: [*learn.validate()],lambda: learn.get_preds(act=lambda o: o)[0]
+    return lambda: [*learn.validate()],lambda: learn.get_preds(act=lambda o: o)
 
 def fastai_bare(task, stack):
     "fastai's own loop over this rank's samples: what its Learner takes when nothing is exchanged"
     from fastai.data.core import TfmdDL
     import learnerdist.fastai # noqa: F401 - else fastai gathers each batch
     learn = fastai_learner(task)
-    dl = TfmdDL(Subset(task.data, range(group_rank(), len(task.data), group_size())), bs=task.bs, num_workers=0, device=task.device)
-    return lambda: [*learn.validate(dl=dl)],lambda: learn.get_preds(dl=dl, act=lambda o: o, reorder=False)[0]
+    dl = TfmdDL(task.own_data(), bs=task.bs, num_workers=0, device=task.device)
+    return lambda: [*learn.validate(dl=dl)],lambda: learn.get_preds(dl=dl, act=lambda o: o, reorder=False)
 
 def fastai_theirs(task, stack):
     import fastai.torch_core as core
@@ -100,7 +113,7 @@ def fastai_theirs(task, stack):
         old,core.maybe_gather = core.maybe_gather,trainer.fastais_gather
         try: return func()
         finally: core.maybe_gather = old
-    return lambda: gathering(lambda: [*learn.validate(dl=dl)]),lambda: gathering(lambda: learn.get_preds(dl=dl, reorder=False)[0])
+    return lambda: gathering(lambda: [*learn.validate(dl=dl)]),lambda: gathering(lambda: learn.get_preds(dl=dl, reorder=False))
 
 def accelerated(task, stack):
     from accelerate import Accelerator
@@ -108,10 +121,12 @@ def accelerated(task, stack):
     dl = acc.prepare(task.loader())
     def gathered():
         for o in batches(task, dl): yield acc.gather_for_metrics(o)
-    return lambda: of_all(means(gathered())),lambda: torch.cat([p.cpu() for p,_ in gathered()])
+    return lambda: of_all(means(gathered())),lambda: joined(gathered())
 
-bases = {'bare loop': bare, "fastai's bare loop": fastai_bare} # Nothing is exchanged
 fastais = "learnerdist, fastai's Learner"
+same_learner = {'learnerdist': 'our Learner alone', fastais: "fastai's Learner alone"}
+# Nothing is exchanged
+bases = {'bare loop': bare, 'our Learner alone': ours_bare, "fastai's Learner alone": fastai_bare}
 ways = {**bases, 'learnerdist': ours, fastais: fastai_ours, 'fastai.distributed': fastai_theirs, 'Accelerate': accelerated}
 
 # --- the measure ------------------------------------------------------------------------------------------------------------
@@ -124,12 +139,13 @@ def check_all(name, numbers, preds, task):
     "Losses, metrics and, of ways that promise their order, predictions are those of one process"
     want = of_all(means(batches(task, task.loader())))
     numbers['bare loop'] = of_all(all_sum(numbers['bare loop']))
-    if fastais in numbers: # its shares have as many samples
-        mine = torch.tensor([float(o) for o in numbers["fastai's bare loop"]], dtype=torch.double)
-        numbers["fastai's bare loop"] = (all_sum(mine)/group_size()).tolist()
+    for k in {*same_learner.values()}&{*numbers}: # their shares have as many samples
+        mine = torch.tensor([float(o) for o in numbers[k]], dtype=torch.double)
+        numbers[k] = (all_sum(mine)/group_size()).tolist()
     diffs = {k: max(abs(float(a)-b) for a,b in zip(v, want)) for k,v in numbers.items()}
     all_close(f'{name}: loss and metric', diffs, 2e-5)
-    whole = torch.cat([p.cpu() for p,_ in batches(task, task.loader())])
+    whole,_ = joined(batches(task, task.loader()))
+    preds = {k: v[0] for k,v in preds.items()}
     for k in {*bases}&{*preds}: preds[k] = undeal(gather_rows(preds[k]))
     all_close(f'{name}: predictions', {k: (v-whole).abs().max().item() for k,v in preds.items() if k!='fastai.distributed'}, 1e-5)
     return diffs
@@ -148,28 +164,28 @@ def measure_rank(names, n_batches, n_rounds):
 
 def measure(quick, W=2):
     n_batches,names = 50 if quick else 500,[o for o in installed() if o in ways]
-    own = ['bare loop',*["fastai's bare loop"]*(fastais in names)]
+    own = ['bare loop',*[v for k,v in same_learner.items() if k in names]]
     got = on_ranks(measure_rank, W, [*own, *names], n_batches, 2 if quick else None)
     return dict(ranks=W, n_batches=n_batches, models={k: dict(diffs=got[0][k]['diffs'], valid=slowest([o[k]['valid'] for o in got]),
                                                               preds=slowest([o[k]['preds'] for o in got])) for k in models})
 
-def over_bases(times):
-    "The ratios of all ways to the bare loop; that of our way with fastai's Learner to its own"
-    own = {k: v for k,v in ratios(times, "fastai's bare loop").items() if k==fastais} if fastais in times else {}
-    return {**ratios(times, 'bare loop'), **own}
+def over_own(times):
+    "The ratios of our ways to the same Learner that exchanges nothing"
+    return {k: ratios(times, v)[k] for k,v in same_learner.items() if k in times}
 
-goals = {'learnerdist': 1.3, fastais: 1.3} # of predictions
+goal = 1.3 # of predictions, over the same Learner
 
 def report(res):
     rows = []
     for name,o in res['models'].items():
         for what in ('valid','preds'):
-            rs = over_bases(o[what])
+            rs,own = ratios(o[what], 'bare loop'),over_own(o[what])
             for i,(k,v) in enumerate(o[what].items()):
                 title = f"{name}, {dict(valid='validation', preds='predictions')[what]}" if not i else ''
-                rows.append([title, k, f"{1000*quartiles(v)[1]/res['n_batches']:.3f}", ratio_text(rs[k]) if k in rs else '1'])
+                rows.append([title, k, f"{1000*quartiles(v)[1]/res['n_batches']:.3f}", ratio_text(rs[k]) if k in rs else '1',
+                             ratio_text(own[k]) if k in own else ''])
     head = f"{res['n_batches']} batches, {res['ranks']} ranks"
-    text = table([head, 'way', 'ms a batch', 'ratio to the bare loop, of the same Learner: median (quartiles)'], rows)
+    text = table([head, 'way', 'ms a batch', 'over the bare loop: median (quartiles)', 'over the same Learner alone'], rows)
     lines = []
     for name,o in res['models'].items():
         for what in ('valid','preds'):
@@ -179,12 +195,12 @@ def report(res):
             best = min(peers, key=peers.get)
             lines.append(f"- {name}, {what}: the best peer is {best}, at {peers[best]:.2f}; learnerdist is at {meds['learnerdist']:.2f}: "
                          f"{'ahead' if meds['learnerdist']<peers[best] else '**behind**'}.")
-    lines += [verdict(f'{name}, predictions, {k} over its bare loop', over_bases(o['preds'])[k][1], goal, '{:.2f}')
-              for name,o in res['models'].items() for k,goal in goals.items() if k in o['preds']]
+    lines += [verdict(f'{name}, predictions, {k} over the same Learner alone', v[1], goal, '{:.2f}')
+              for name,o in res['models'].items() for k,v in over_own(o['preds']).items()]
     return text+'\n\n'+'\n'.join(lines)
 
 def plot(res, path):
-    groups = {f'{k}, {w}': over_bases(o[w]) for k,o in res['models'].items() for w in ('valid','preds')}
+    groups = {f'{k}, {w}': ratios(o[w], 'bare loop') for k,o in res['models'].items() for w in ('valid','preds')}
     bars(path, groups, 'time over the bare loop', f"Validation and predictions, {res['ranks']} ranks", line=1, log=True)
 
 if __name__=='__main__': main('evaluation', measure, report, plot)

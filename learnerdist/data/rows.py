@@ -125,27 +125,30 @@ class StoredRows:
         """file: open for reading and writing, without a buffer; shape: (n,…); start: byte at which the first row
         begins, a multiple of 64"""
         self.file,self.shape,self.dtype,self.start = file,tuple(shape),dtype,start
+        self.row_bytes = row_bytes(shape, dtype)
 
     def write(self, places:range, rows:Tensor):
         "Write rows. OSError if the disk is full. places: where each of `m` belongs; rows: (m,…), on the CPU"
-        ints,size = as_ints(rows.as_subclass(Tensor)),row_bytes(self.shape, self.dtype)
+        ints,size = as_ints(rows.as_subclass(Tensor)),self.row_bytes
         if not ints.numel(): return
         data = memoryview(ints.numpy()).cast('B')
         k = len(places) if places.step==1 else 1 # neighbours are written at once
-        for i in range(0, len(places), k): self._pwrite(self.start+places[i]*size, data[i*size:(i+k)*size])
+        for i in range(0, len(places), k):
+            at,left = self.start+places[i]*size,data[i*size:(i+k)*size]
+            while len(left):
+                done = self._pwrite(left, at)
+                at,left = at+done,left[done:]
 
-    def _pwrite(self, at, data):
-        while len(data):
-            done = os.pwrite(self.file.fileno(), data, at)
-            at,data = at+done,data[done:]
+    def _pwrite(self, data, at): return os.pwrite(self.file.fileno(), data, at)
+    def _map(self, n): return mmap.mmap(self.file.fileno(), n, access=mmap.ACCESS_COPY)
 
     def read(self)->Tensor: # (n,…)
         """All rows, mapped from the file: read when they are used. Changes of the tensor are this process's own, and
         change no file"""
-        size = self.shape[0]*row_bytes(self.shape, self.dtype)
+        size = self.shape[0]*self.row_bytes
         with self.file:
             if not size: return torch.empty(self.shape, dtype=self.dtype)
-            m = mmap.mmap(self.file.fileno(), self.start+size, access=mmap.ACCESS_COPY)
+            m = self._map(self.start+size)
         found = torch.frombuffer(m, dtype=torch.uint8, offset=self.start)
         return found.view(self.dtype).view(self.shape)
 

@@ -6,8 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c002
-import pickle,torch
-from contextlib import contextmanager,nullcontext
+import ctypes,mmap,os,pickle,torch
+from collections import deque
+from contextlib import ExitStack,contextmanager,nullcontext
+from functools import partial
 from itertools import chain
 from torch import Tensor
 
@@ -22,12 +24,12 @@ from .vote_links import Place,SocketLinks,nameless
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c017
 def _described(parts, ks, ns):
-    "What other ranks need to know of this rank's batches"
-    if not parts: return dict(ks=[])
+    "The leaves of this rank's batches, and what other ranks need to know of them"
+    if not parts: return None,dict(ks=[])
     cols,spec = aligned(parts)
     lens = [[len(o) if hasattr(o, '__len__') else 1 for o in col] for col in cols]
     template = tree_unflatten(range(len(cols)), spec) # torch's tree spec is not sent
-    return dict(ks=ks, ns=ns, template=template, kinds=[*map(dense_kind, cols)], lens=lens)
+    return cols,dict(ks=ks, ns=ns, template=template, kinds=[*map(dense_kind, cols)], lens=lens)
 
 def _fit(infos):
     "Whether the batches of all ranks have one structure"
@@ -87,18 +89,16 @@ def gather_batches(parts:list, ks:list, ns=None, dst:int=None, make=None, name='
     since memory is freed as it is sent), the number of each (`ks`) and its samples (`ns`, needed for `joined`). Only
     `dst` gets the result, or all ranks. `make` makes room for the rows, see `storage`, in files (`in_files`) of this
     name; without it they travel. None if no rank has any batch. Sync point"""
-    parts,given,ns = [*parts],parts,[0]*len(ks) if ns is None else ns
-    given.clear()
-    infos = gather_objects(_described(parts, ks, ns))
+    ns,as_they_are = [0]*len(ks) if ns is None else ns,lambda o: o
     # a list may be read in two ways; else the batches are leaves
-    for read in (loosely,lambda o: Samples([o])):
+    for read in (as_they_are,loosely,lambda o: Samples([o])):
+        cols,own = _described([*map(read, parts)], ks, ns)
+        infos = gather_objects(own)
         if _fit(infos): break
-        parts = [read(o) for o in parts]
-        infos = gather_objects(_described(parts, ks, ns))
+    parts.clear()
     if not any(o['ks'] for o in infos): return None
     first = next(o for o in infos if o['ks'])
-    cols = aligned(parts)[0] if parts else [[] for _ in first['kinds']]
-    parts.clear()
+    cols = cols or [[] for _ in first['kinds']]
     leaves,lens = [],[]
     for i,(own,leaf) in enumerate(zip(cols, leaf_names(first['template'], name))):
         kinds = {o['kinds'][i] for o in infos if o['ks']}
@@ -122,9 +122,10 @@ def _dense(own, infos, i, dst, make, name):
     shape,dtype,cls,device = next(o['kinds'][i] for o in infos if o['ks'])
     at,lens = row_places([o['ks'] for o in infos], [o['lens'][i] if o['ks'] else [] for o in infos])
     if make is None or device!='cpu': return _exchanged(own, at, sum(lens), shape, dtype, cls, dst),lens
-    rows = make(name, (sum(lens),*shape), dtype)
-    own.reverse()
-    for place in at[group_rank()]: rows.write(place, own.pop())
+    rows,left = make(name, (sum(lens),*shape), dtype),deque(zip(at[group_rank()], own, strict=True))
+    own.clear()
+    left.rotate(-(len(left)*group_rank()//group_size())) # each rank begins in another part of the rows
+    while left: rows.write(*left.popleft())
     return rows,lens
 
 def _exchanged(own, at, n, shape, dtype, cls, dst):
@@ -157,14 +158,46 @@ def taking_turns(parts:list):
     return parts[0] if len(parts)==1 else tree_map(turns, *parts)
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gmem1
+class MemoryRows(StoredRows):
+    """Rows of one tensor in several files in memory, which are mapped side by side: the kernel lets one process at a time
+    write to a file"""
+    def __init__(self, files:list, part:int, shape:tuple, dtype):
+        "files: as for `StoredRows`; part: bytes in each, whole pages"
+        super().__init__(ExitStack(), shape, dtype)
+        self.files,self.part = [self.file.enter_context(o) for o in files],part
+
+    def _pwrite(self, data, at):
+        i,at = divmod(at, self.part)
+        return os.pwrite(self.files[i].fileno(), data[:self.part-at], at)
+
+    def _map(self, n):
+        whole = mmap.mmap(-1, n, access=mmap.ACCESS_COPY)
+        start = torch.frombuffer(whole, dtype=torch.uint8).data_ptr()
+        for i,f in zip(range(0, n, self.part), self.files): _map_at(start+i, min(self.part, n-i), f.fileno())
+        return whole
+
+def _map_at(at, n, fd):
+    "Map a file over what is at this address; Python's `mmap` takes no address"
+    c_mmap = ctypes.CDLL(None, use_errno=True).mmap
+    c_mmap.argtypes = [ctypes.c_void_p,ctypes.c_size_t,*[ctypes.c_int]*3,ctypes.c_long]
+    c_mmap.restype = ctypes.c_void_p
+    fixed = 0x10 # MAP_FIXED of Linux and macOS
+    if c_mmap(at, n, mmap.PROT_READ|mmap.PROT_WRITE, mmap.MAP_PRIVATE|fixed, fd, 0)==at: return
+    e = ctypes.get_errno()
+    raise OSError(e, f'{os.strerror(e)}, where {n:,} bytes of rows are to be mapped')
+
+# %% ../../nbs/distributed/07_gather_rows.ipynb #gmem2
+_part,_max_parts = 1<<24,8 # Bytes in a file, at least; files, at most
+
 @contextmanager
 def memory_rows(links:SocketLinks):
     """As `row_files`, in memory of this machine that is freed with the last tensor over it: yields a function of (name,
-    shape, dtype) that makes `StoredRows`. Sync points: each call, and the end"""
+    shape, dtype) that makes `MemoryRows`. Sync points: each call, and the end"""
     def make(name, shape, dtype):
-        n = shape[0]*row_bytes(shape, dtype)
-        fd = links.pass_round(lambda: nameless(n))
-        return StoredRows(open(fd, 'r+b', buffering=0), shape, dtype)
+        pages = -(-shape[0]*row_bytes(shape, dtype)//mmap.PAGESIZE)
+        part = max(-(-pages//min(group_size(), _max_parts))*mmap.PAGESIZE, _part)
+        def file(): return open(links.pass_round(partial(nameless, part)), 'r+b', buffering=0)
+        return MemoryRows([file() for _ in range(0, pages, part//mmap.PAGESIZE)], part, shape, dtype)
     yield make
     links.exchange(b'', Place.after_validate) # all ranks have written
 def storage(links, folder=None):
