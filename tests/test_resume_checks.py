@@ -72,6 +72,19 @@ def test_a_folder_in_use_is_refused(tmp_path):
     fit(tmp_path)
     assert [o.name for o in (tmp_path/'ckpt').iterdir() if o.is_file()]==[]
 
+class Interrupts(Callback):
+    "A failure, and then Ctrl-C while the fit waits for its last checkpoint"
+    def after_batch(self):
+        def wait(*args): raise KeyboardInterrupt
+        self.learn.checkpoint.wait = wait
+        raise ZeroDivisionError
+
+def test_ctrl_c_while_the_end_waits_for_a_checkpoint(tmp_path):
+    "The folder is free for others, and the handlers of signals are the earlier ones"
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt): fit(tmp_path, cbs=[Interrupts()])
+    assert signal.getsignal(signal.SIGTERM) is before and not (tmp_path/'ckpt/.lock').exists()
+
 def test_runs_that_were_copied_together(tmp_path):
     "The one that wrote last is meant; the other one's checkpoints are neither restored nor removed"
     fit(tmp_path/'old', 9)

@@ -7,7 +7,7 @@ __all__ = ['Preempted', 'Checkpoint', 'preempted_status']
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c002
 import os,secrets,signal,threading,time
-from contextlib import contextmanager
+from contextlib import ExitStack,contextmanager
 from datetime import timedelta
 
 import torch
@@ -439,13 +439,13 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
         self.active = self.resuming = False
         if self.engine: self.engine.watcher = None
         self.learn.remove_cb(_Early)
-        try: self.wait()
-        except Exception as e: warn('not-saved', str(e)) # the fit ends by another error, or this one was raised already
-        if self.requests: self.requests.close()
-        if self.memory: self.memory.close()
-        if self.lock:
-            with self.lock: os.unlink(self.lock.name)
-        self.memory = self.lock = None
+        with ExitStack() as ends: # also of a Ctrl-C while it waits
+            if self.lock: ends.callback(os.unlink, ends.enter_context(self.lock).name)
+            for o in (self.memory,self.requests):
+                if o: ends.callback(o.close)
+            self.memory = self.lock = None
+            try: self.wait()
+            except Exception as e: warn('not-saved', str(e)) # the fit ends by another error, or this one was raised already
 
 finder_skips.append(Checkpoint)
 
