@@ -445,7 +445,8 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
                 if o: ends.callback(o.close)
             self.memory = self.lock = None
             try: self.wait()
-            except Exception as e: warn('not-saved', str(e)) # the fit ends by another error, or this one was raised already
+            # the fit ends by another error, or this one was raised already
+            except Exception as e: warn('not-saved', str(e))
 
 finder_skips.append(Checkpoint)
 

@@ -159,8 +159,8 @@ def taking_turns(parts:list):
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gmem1
 class MemoryRows(StoredRows):
-    """Rows of one tensor in several files in memory, which are mapped side by side: the kernel lets one process at a time
-    write to a file"""
+    """Rows of one tensor in several files in memory, which are mapped side by side: the kernel lets one process at a
+    time write to a file"""
     def __init__(self, files:list, part:int, shape:tuple, dtype):
         "files: as for `StoredRows`; part: bytes in each, whole pages"
         super().__init__(ExitStack(), shape, dtype)
