@@ -1255,6 +1255,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                      'learnerdist/distributed/engine.py'),
                                                 'learnerdist.distributed.engine.Batches._cut': ( 'distributed/engine.html#batches._cut',
                                                                                                  'learnerdist/distributed/engine.py'),
+                                                'learnerdist.distributed.engine.Batches._end_interrupted': ( 'distributed/engine.html#batches._end_interrupted',
+                                                                                                             'learnerdist/distributed/engine.py'),
                                                 'learnerdist.distributed.engine.Batches._end_parts': ( 'distributed/engine.html#batches._end_parts',
                                                                                                        'learnerdist/distributed/engine.py'),
                                                 'learnerdist.distributed.engine.Batches._runs_out': ( 'distributed/engine.html#batches._runs_out',

@@ -8,8 +8,9 @@ import pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from helpers import Stream
-from learnerdist.all import (Callback, CancelBatchException, CancelFitException, Checkpoint, DataLoaders, DistributedDL,
-                             GradientAccumulation, Learner, Timer, group_rank, group_size, process_group)
+from learnerdist.all import (Callback, CancelBatchException, CancelEpochException, CancelFitException, CancelTrainException, Checkpoint,
+                             DataLoaders, DistributedDL, GradientAccumulation, Learner, Timer, group_rank,
+                             group_size, process_group)
 from learnerdist.distributed import profiling
 from learnerdist.distributed.micro_batches import MicroBatches, samples_of
 from learnerdist.testing import run_ranks
@@ -330,14 +331,21 @@ class EverySecond(Callback):
     def before_step(self):
         if self.learn.iter%2==0: raise CancelBatchException
 
-def accumulated(cuts):
+class LeavesEpoch(Callback):
+    "The first epoch ends after the last backward pass: its gradient is part of the next step"
+    def __init__(self, exc): self.exc = exc
+    def after_pred(self): pass
+    def after_backward(self):
+        if (self.learn.epoch,self.learn.iter)==(0,3): raise self.exc
+
+def accumulated(cuts, cb):
     torch.manual_seed(1)
     x,y = torch.randn(2, 44, 4, dtype=F64)
     res = []
     for max_bs in cuts:
         torch.manual_seed(2)
         learn = Learner(DataLoaders.from_dsets(*[TensorDataset(x, y[:,:2])]*2, bs=12//group_size()), net().to(F64), nn.MSELoss(),
-                        partial(torch.optim.SGD, momentum=.9), lr=.05, cbs=EverySecond())
+                        partial(torch.optim.SGD, momentum=.9), lr=.05, cbs=cb)
         with process_group(), learn.no_logging(), learn.distrib_ctx(seed=3, global_bs=12, max_bs=max_bs): learn.fit(2)
         res.append(torch.cat([p.detach().flatten() for p in learn.model.parameters()]))
     return res
@@ -345,6 +353,13 @@ def accumulated(cuts):
 def test_gradients_that_a_callback_keeps_are_left_alone():
     "They were divided by the items of later batches, where these are no samples: two for each here"
     cuts = None,2,'auto'
-    for res in (accumulated(cuts),*run_ranks(accumulated, 2, cuts)):
-        for o in res: torch.testing.assert_close(o, res[0], rtol=0, atol=1e-12)
-    torch.testing.assert_close(res[0], accumulated(cuts[:1])[0], rtol=0, atol=1e-12)
+    same_weights(cuts, EverySecond(), 2)
+
+def same_weights(cuts, cb, W):
+    alone = accumulated(cuts, cb)
+    for o in alone+sum(run_ranks(accumulated, W, cuts, cb), []): torch.testing.assert_close(o, alone[0], rtol=0, atol=1e-12)
+
+@pytest.mark.parametrize('exc', [CancelTrainException, CancelEpochException])
+def test_gradients_of_an_epoch_that_is_left_after_its_last_backward_pass(exc):
+    "8 samples on 3 ranks: they were not corrected for their number"
+    same_weights((None,'auto'), LeavesEpoch(exc), 3)
