@@ -92,8 +92,8 @@ def gather_batches(parts:list, ks:list, ns=None, dst:int=None, make=None, name='
     ns,as_they_are = [0]*len(ks) if ns is None else ns,lambda o: o
     # a list may be read in two ways; else the batches are leaves
     for read in (as_they_are,loosely,lambda o: Samples([o])):
-        cols,own = _described([*map(read, parts)], ks, ns)
-        infos = gather_objects(own)
+        cols,info = _described([*map(read, parts)], ks, ns)
+        infos = gather_objects(info)
         if _fit(infos): break
     parts.clear()
     if not any(o['ks'] for o in infos): return None
