@@ -230,4 +230,52 @@ def rank_leaves_open():
         with learn.distrib_ctx(): learn.get_preds(gather='rank0')
         return [str(o.message) for o in found if o.category is ResourceWarning]
 
+def rank_short_files():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10000, resource.RLIM_INFINITY)) # bytes of a file, also of one in memory
+    with process_group():
+        learn = make('narrow', 13)
+        with learn.distrib_ctx(): return leaves(learn.get_preds())
+
+def test_a_file_in_memory_is_no_longer_than_its_rows(): assert run_ranks(rank_short_files, 2)==[leaves(make('narrow', 13).get_preds())]*2
+
+def no_rows_in_memory(x): return dict(sparse=x.to_sparse(), quantized=torch.quantize_per_tensor(x, .1, 0, torch.qint8))
+
+def rank_no_rows_in_memory(folder):
+    with process_group(), warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        learn = Learner(DataLoaders(*[TfmdDL(TensorDataset(*xy(7)), 3)]*2), Fn(no_rows_in_memory), zero)
+        with learn.distrib_ctx():
+            found = [learn.get_preds(gather=o)[0] for o in ('all',folder)]
+            return [(type(o['sparse']),o['sparse'].is_sparse,o['sparse'].to_dense(),o['quantized'].dequantize()) for o in found]
+
+def test_tensors_whose_rows_are_no_bytes(tmp_path):
+    x = xy(7)[0]
+    for res in [rank_no_rows_in_memory(tmp_path),*run_ranks(rank_no_rows_in_memory, 2, tmp_path)]:
+        for cls,is_sparse,sparse,quantized in res:
+            assert (cls,is_sparse)==(torch.Tensor,True) and torch.equal(sparse, x)
+            assert torch.allclose(quantized, x, atol=.051)
+
+def rank_too_many_files(who, at_end):
+    "No file more can be opened; at_end: nor while the error is handled"
+    gather_rows._part = mmap.PAGESIZE
+    old = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with process_group():
+            learn = make('wide', 13)
+            with learn.distrib_ctx():
+                learn.get_preds()
+                fds = {int(o) for o in os.listdir('/proc/self/fd')}
+                limit = max(fds)+2 if at_end else min({*range(max(fds)+2)}-fds)
+                if group_rank()==who: resource.setrlimit(resource.RLIMIT_NOFILE, (limit,old[1]))
+                learn.get_preds()
+    except Exception as e: return type(e).__name__,str(e)
+    finally: resource.setrlimit(resource.RLIMIT_NOFILE, old)
+
+@pytest.mark.skipif(not Path('/proc/self/fd').exists(), reason='needs /proc')
+@pytest.mark.parametrize('who,at_end', [(0, False),(1, False),(1, True)])
+def test_too_many_open_files(who, at_end):
+    res = run_ranks(rank_too_many_files, 2, who, at_end)
+    assert res[who][0]=='OSError' and 'Too many open files' in res[who][1]
+    assert res[1-who][0]=='RankError' and f'rank {who} failed with OSError' in res[1-who][1] and 'Too many open' in res[1-who][1]
+
 def test_ranks_without_a_result_close_their_files(): assert run_ranks(rank_leaves_open, 2)==[[],[]]

@@ -122,6 +122,27 @@ def test_values_on_several_ranks():
         for i in hits: assert found[i]==want[i] # fed the batches of one process
         assert changed==[]
 
+class PerSample(tm.Metric):
+    "Adds an entry for each sample of a batch, or a number for the batch; the order counts"
+    def __init__(self, numbers):
+        super().__init__()
+        self.numbers = numbers
+        self.add_state('rows', [], dist_reduce_fx='cat')
+    def update(self, pred, targ): self.rows += [pred.sum()] if self.numbers else [o[:1] for o in pred]
+    def compute(self):
+        rows = torch.stack([o.reshape(()) for o in self.rows])
+        return (rows*torch.arange(1, len(rows)+1)).sum()
+
+def several_entries(): return plain(make(metrics=[PerSample(False), PerSample(True)]).validate())
+def rank_several_entries():
+    with process_group():
+        learn = make(metrics=[PerSample(False), PerSample(True)])
+        with learn.distrib_ctx(seed=1): return plain(learn.validate())
+
+def test_a_metric_with_several_entries_or_a_number_for_a_batch():
+    want = several_entries()
+    for found in run_ranks(rank_several_entries, 2): close(found, want, 1e-12)
+
 class Looks(Callback):
     "Validates on a part of the data within a validation loop"
     order = -5

@@ -77,6 +77,11 @@ def dense_kind(os:list):
     kinds = {(o.shape[1:],o.dtype,type(o),o.device.type) for o in os}
     return kinds.pop() if len(kinds)==1 else None
 
+def stored_kind(os:list):
+    "As `dense_kind`; None also for tensors whose rows are not bytes side by side: sparse, quantized"
+    strided = all(getattr(o, 'layout', None)==torch.strided and not o.is_quantized for o in os)
+    return dense_kind(os) if strided else None
+
 def join_leaf(os:list, ns:list):
     """One tensor, if they fit; else `Samples`: an entry for each sample, if they have rows for samples, or for each
     batch. os: of one leaf, its parts in each batch; ns: the number of samples in each batch"""
@@ -235,7 +240,7 @@ def _stored(bs, ns, name, make):
     return tree_unflatten([_written(*o, ns, make) for o in zip(cols, names)], spec)
 
 def _written(os, name, ns, make):
-    kind,lens = dense_kind(os),[len(o) if hasattr(o, '__len__') else 0 for o in os]
+    kind,lens = stored_kind(os),[len(o) if hasattr(o, '__len__') else 0 for o in os]
     if kind is None: return join_leaf(os, ns)
     rows = make(name, (sum(lens),*kind[0]), kind[1])
     os.reverse()

@@ -27,7 +27,7 @@ class Evaluation:
         self.engine,self.learn,self.adapter = engine,engine.learn,engine.adapter
         # batches of this rank; whether a callback has cancelled the loop
         self.n_begun,self.stopped = 0,False
-        self.lists = None # (object, attribute, the number of the batch of each entry)
+        self.lists = None # (object, attribute, the number of each entry)
         self.batches = {} # for metrics whose reduction is `Batches`
 
     def begin_batch(self):
@@ -58,9 +58,9 @@ def _look(self:Evaluation):
 
 @patch
 def _note(self:Evaluation):
-    "Remember which batch the new entries of lists come from"
+    "Number the new entries of lists: that of the batch, and which of its entries it is: a metric may add several"
     k = self.number(self.n_begun-1)
-    for obj,name,ks in self.lists: ks += [k]*(len(getattr(obj, name))-len(ks))
+    for obj,name,ks in self.lists: ks += [(k,j) for j in range(len(getattr(obj, name))-len(ks))]
 
 @patch
 def put_together(self:Evaluation):

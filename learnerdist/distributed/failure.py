@@ -83,6 +83,7 @@ def failing_together(undo):
         try: yield
         finally: undo()
         return
+    spare = open(os.devnull) # without a descriptor "too many open files" could not be told to the others
     key = f'first-failure/{count("section")}'
     next_phase()
     section.append(key)
@@ -90,6 +91,7 @@ def failing_together(undo):
         announce()
         yield
     except (Exception,SystemExit) as e:
+        spare.close()
         err = _first(e, key)
         if err is e: raise
         raise err from e
@@ -102,6 +104,7 @@ def failing_together(undo):
         undo() # frees a rank that waits for this one
         _after_rank0(f'{key}/through')
     finally:
+        spare.close()
         section.remove(key)
         undo()
 

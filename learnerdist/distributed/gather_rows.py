@@ -17,8 +17,8 @@ from ..core.collectives import gather_objects,gather_rows
 from ..core.compat import tree_flatten,tree_map,tree_unflatten
 from ..core.env import group_rank,group_size
 from ..core.stacks import warn
-from ..data.rows import Samples,StoredRows,aligned,as_ints,dense_kind,join_leaf,leaf_names
-from ..data.rows import loosely,row_bytes,row_files
+from ..data.rows import Samples,StoredRows,aligned,as_ints,join_leaf,leaf_names,loosely
+from ..data.rows import row_bytes,row_files,stored_kind
 from ..data.sharding import share_len,undeal
 from .vote_links import Place,SocketLinks,nameless
 
@@ -27,9 +27,9 @@ def _described(parts, ks, ns):
     "The leaves of this rank's batches, and what other ranks need to know of them"
     if not parts: return None,dict(ks=[])
     cols,spec = aligned(parts)
-    lens = [[len(o) if hasattr(o, '__len__') else 1 for o in col] for col in cols]
+    lens = [[len(o) if getattr(o, 'ndim', hasattr(o, '__len__')) else 1 for o in col] for col in cols]
     template = tree_unflatten(range(len(cols)), spec) # torch's tree spec is not sent
-    return cols,dict(ks=ks, ns=ns, template=template, kinds=[*map(dense_kind, cols)], lens=lens)
+    return cols,dict(ks=ks, ns=ns, template=template, kinds=[*map(stored_kind, cols)], lens=lens)
 
 def _fit(infos):
     "Whether the batches of all ranks have one structure"
@@ -162,7 +162,7 @@ class MemoryRows(StoredRows):
     """Rows of one tensor in several files in memory, which are mapped side by side: the kernel lets one process at a
     time write to a file"""
     def __init__(self, files:list, part:int, shape:tuple, dtype):
-        "files: as for `StoredRows`; part: bytes in each, whole pages"
+        "files: as for `StoredRows`; part: bytes in each but the last, whole pages"
         super().__init__(ExitStack(), shape, dtype)
         self.files,self.part = [self.file.enter_context(o) for o in files],part
 
@@ -187,17 +187,17 @@ def _map_at(at, n, fd):
     raise OSError(e, f'{os.strerror(e)}, where {n:,} bytes of rows are to be mapped')
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gmem2
-_part,_max_parts = 1<<24,8 # Bytes in a file, at least; files, at most
+_part,_max_parts = 1<<24,8 # Bytes in a file but the last, at least; files, at most
 
 @contextmanager
 def memory_rows(links:SocketLinks):
     """As `row_files`, in memory of this machine that is freed with the last tensor over it: yields a function of (name,
     shape, dtype) that makes `MemoryRows`. Sync points: each call, and the end"""
     def make(name, shape, dtype):
-        pages = -(-shape[0]*row_bytes(shape, dtype)//mmap.PAGESIZE)
-        part = max(-(-pages//min(group_size(), _max_parts))*mmap.PAGESIZE, _part)
-        def file(): return open(links.pass_round(partial(nameless, part)), 'r+b', buffering=0)
-        return MemoryRows([file() for _ in range(0, pages, part//mmap.PAGESIZE)], part, shape, dtype)
+        n,page = shape[0]*row_bytes(shape, dtype),mmap.PAGESIZE
+        part = max(-(-n//(page*min(group_size(), _max_parts)))*page, _part)
+        def file(size): return open(links.pass_round(partial(nameless, size)), 'r+b', buffering=0)
+        return MemoryRows([file(min(part, n-i)) for i in range(0, n, part)], part, shape, dtype)
     yield make
     links.exchange(b'', Place.after_validate) # all ranks have written
 def storage(links, folder=None):

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #c003
-import itertools,os,select,socket,struct,tempfile
+import errno,itertools,os,select,socket,struct,tempfile
 from contextlib import ExitStack,contextmanager
 from datetime import timedelta
 from enum import IntEnum
@@ -144,9 +144,10 @@ class SocketLinks(Links):
 
     def _take(self):
         self.by[1].settimeout(self.timeout_s)
-        try: _,fds,*_ = socket.recv_fds(self.by[1], 1, 1)
+        try: got,fds,*_ = socket.recv_fds(self.by[1], 1, 1)
         except OSError as e: raise self._lost(self.after(1), e) from e
-        if not fds: raise self._lost(self.after(1), 'end of stream')
+        if not got: raise self._lost(self.after(1), 'end of stream')
+        if not fds: raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) # the system drops what there is no room for
         return fds[0]
 
     def _lost(self, rank, e):

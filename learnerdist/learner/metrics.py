@@ -198,7 +198,7 @@ class Sums:
     def __init__(self, obj, *names): self.obj,self.names = obj,names
 
 class Rows:
-    "The state is these attributes of `obj`, lists with an entry for each batch, which are put together in order"
+    "The state is these attributes of `obj`, lists to which each batch adds an entry or several, put together in order"
     def __init__(self, obj, *names): self.obj,self.names = obj,names
 
 class Batches: "Of any other metric: it gets the batches of all ranks, in their order, at the end of the loop"
