@@ -131,6 +131,24 @@ def test_what_gather_may_be(tmp_path):
 
 def full(): raise OSError(errno.ENOSPC, 'No space left on device')
 
+def rank_keeps_an_error():
+    "A write fails on rank 0; afterwards as many descriptors are open as before, though the error is kept"
+    def count(): return len(os.listdir('/proc/self/fd'))
+    old = StoredRows.write
+    with process_group():
+        learn,errors = make('wide', 13),[]
+        def failed():
+            if group_rank()==0: StoredRows.write = lambda *args: full()
+            try:
+                with learn.distrib_ctx(): learn.get_preds()
+            except Exception as e: errors.append(e)
+            finally: StoredRows.write = old
+            return count()
+        first = failed()
+        return failed()-first,len(errors)
+
+def test_memory_of_a_failed_call_is_freed_though_its_error_is_kept(): assert run_ranks(rank_keeps_an_error, 2)==[(0, 2)]*2
+
 def rank_full(folder, how):
     if how=='limit': resource.setrlimit(resource.RLIMIT_FSIZE, (10000, resource.RLIM_INFINITY)) # bytes of a file
     with process_group():

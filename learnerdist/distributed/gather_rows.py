@@ -193,13 +193,17 @@ _part,_max_parts = 1<<24,8 # Bytes in a file but the last, at least; files, at m
 def memory_rows(links:SocketLinks):
     """As `row_files`, in memory of this machine that is freed with the last tensor over it: yields a function of (name,
     shape, dtype) that makes `MemoryRows`. Sync points: each call, and the end"""
-    def make(name, shape, dtype):
-        n,page = shape[0]*row_bytes(shape, dtype),mmap.PAGESIZE
-        part = max(-(-n//(page*min(group_size(), _max_parts)))*page, _part)
-        def file(size): return open(links.pass_round(partial(nameless, size)), 'r+b', buffering=0)
-        return MemoryRows([file(min(part, n-i)) for i in range(0, n, part)], part, shape, dtype)
-    yield make
-    links.exchange(b'', Place.after_validate) # all ranks have written
+    with ExitStack() as made: # closed after an error
+        def make(name, shape, dtype):
+            n,page = shape[0]*row_bytes(shape, dtype),mmap.PAGESIZE
+            part = max(-(-n//(page*min(group_size(), _max_parts)))*page, _part)
+            def file(size): return open(links.pass_round(partial(nameless, size)), 'r+b', buffering=0)
+            rows = MemoryRows([file(min(part, n-i)) for i in range(0, n, part)], part, shape, dtype)
+            made.push(rows.file)
+            return rows
+        yield make
+        links.exchange(b'', Place.after_validate) # all ranks have written
+        made.pop_all()
 def storage(links, folder=None):
     """Context with a `make` for `gather_batches`: files in `folder`, memory of this machine, or None between machines.
     Sync point"""
