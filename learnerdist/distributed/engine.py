@@ -593,14 +593,13 @@ class Batches(Steering):
 
     def end_batch(self):
         "After a batch, before other callbacks"
-        self._end_interrupted()
+        batch = self.loop.batch
+        if batch and batch.micro: self._end_interrupted(batch)
         if self.loop.evaluation: self.loop.evaluation.end_batch()
         if self.shards and not self.learn.training: self.shards.end_batch()
 
-    def _end_interrupted(self):
+    def _end_interrupted(self, batch):
         "After a cancel that has interrupted micro-batches on all ranks: gradients stay as in one process. Sync point"
-        batch = self.loop.batch
-        if not (batch and batch.micro): return
         if self.auto and not (batch.ahead or self.more): self._correct(batch.micro)
         self._end_parts()
 
@@ -732,7 +731,8 @@ class Agreement(Cancelling):
             elif self.shards: self.shards.end_batch() # of validation
             verdict = self._vote(scope).scope
             if verdict!=scope: self.leave(verdict)
-        self._end_interrupted()
+        batch = self.loop.batch
+        if batch and batch.micro: self._end_interrupted(batch)
         if self.loop.evaluation: self.loop.evaluation.stopped |= scope=='validate'
         self.loop.batch,self.place = None,_after[scope]
 
