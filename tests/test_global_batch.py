@@ -359,7 +359,7 @@ def same_weights(cuts, cb, W):
     alone = accumulated(cuts, cb)
     for o in alone+sum(run_ranks(accumulated, W, cuts, cb), []): torch.testing.assert_close(o, alone[0], rtol=0, atol=1e-12)
 
-@pytest.mark.parametrize('exc', [CancelTrainException, CancelEpochException])
+@pytest.mark.parametrize('exc', [CancelTrainException, pytest.param(CancelEpochException, marks=pytest.mark.long)])
 def test_gradients_of_an_epoch_that_is_left_after_its_last_backward_pass(exc):
     "8 samples on 3 ranks: they were not corrected for their number"
     same_weights((None,'auto'), LeavesEpoch(exc), 3)
