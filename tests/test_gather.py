@@ -290,7 +290,7 @@ def rank_too_many_files(who, at_end):
     finally: resource.setrlimit(resource.RLIMIT_NOFILE, old)
 
 @pytest.mark.skipif(not Path('/proc/self/fd').exists(), reason='needs /proc')
-@pytest.mark.parametrize('who,at_end', [pytest.param(0, False, marks=pytest.mark.long),(1, False),pytest.param(1, True, marks=pytest.mark.long)])
+@pytest.mark.parametrize('who,at_end', [(1, False), *[pytest.param(*o, marks=pytest.mark.long) for o in ((0, False), (1, True))]])
 def test_too_many_open_files(who, at_end):
     res = run_ranks(rank_too_many_files, 2, who, at_end)
     assert res[who][0]=='OSError' and 'Too many open files' in res[who][1]

@@ -191,7 +191,7 @@ def goes_on(at, shard, stop=None, faults=None):
 
 @pytest.mark.slow
 @needs_fsdp2
-@pytest.mark.parametrize('shard', [False, True])
+@pytest.mark.parametrize('shard', [pytest.param(False, marks=pytest.mark.long), True])
 def test_ranks_go_on_from_s3(shard, s3, tmp_path):
     "And on other numbers of ranks. A rank reads its rows only; one copy of what all need is downloaded to a machine"
     whole = run_ranks(on_ranks, 2, train, 'ck', tmp_path, None, shard)
@@ -240,7 +240,9 @@ def killed(at, shard, kill):
 
 @pytest.mark.slow
 @needs_fsdp2
-@pytest.mark.parametrize('W,kills', [(1,[(0,5,False),(0,8,False),(0,8,True),(0,9,True)]), (2,[(0,6,False),(1,2,False),(0,11,True)])])
+@pytest.mark.parametrize('W,kills', [
+    pytest.param(1, [(0,5,False),(0,8,False),(0,8,True),(0,9,True)], marks=pytest.mark.long),
+    (2, [(0,6,False),(1,2,False),(0,11,True)])])
 def test_killed_in_each_phase(W, kills, s3):
     "Before or after a part, a manifest, or its removal. The newest state is whole, and no part stays for ever"
     whole = run_ranks(on_ranks, W, train, f'{s3}/whole', shard=W>1)
