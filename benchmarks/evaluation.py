@@ -173,7 +173,7 @@ def over_own(times):
     "The ratios of our ways to the same Learner that exchanges nothing"
     return {k: ratios(times, v)[k] for k,v in same_learner.items() if k in times}
 
-goal = 1.3 # of predictions, over the same Learner
+goal = 1.3 # of predictions
 
 def report(res):
     rows = []
@@ -195,8 +195,10 @@ def report(res):
             best = min(peers, key=peers.get)
             lines.append(f"- {name}, {what}: the best peer is {best}, at {peers[best]:.2f}; learnerdist is at {meds['learnerdist']:.2f}: "
                          f"{'ahead' if meds['learnerdist']<peers[best] else '**behind**'}.")
-    lines += [verdict(f'{name}, predictions, {k} over the same Learner alone', v[1], goal, '{:.2f}')
-              for name,o in res['models'].items() for k,v in over_own(o['preds']).items()]
+    for name,o in res['models'].items():
+        over = {f'{k} over the same Learner alone': v for k,v in over_own(o['preds']).items()}
+        over['learnerdist over the bare loop'] = ratios(o['preds'], 'bare loop')['learnerdist']
+        lines += [verdict(f'{name}, predictions, {k}', v[1], goal, '{:.2f}') for k,v in over.items()]
     return text+'\n\n'+'\n'.join(lines)
 
 def plot(res, path):

@@ -240,8 +240,9 @@ def _stored(bs, ns, name, make):
     return tree_unflatten([_written(*o, ns, make) for o in zip(cols, names)], spec)
 
 def _written(os, name, ns, make):
-    kind,lens = stored_kind(os),[len(o) if hasattr(o, '__len__') else 0 for o in os]
+    kind = stored_kind(os)
     if kind is None: return join_leaf(os, ns)
+    lens = [*map(len, os)]
     rows = make(name, (sum(lens),*kind[0]), kind[1])
     os.reverse()
     for i,n in zip(accumulate(lens, initial=0), lens): rows.write(range(i, i+n), os.pop())
