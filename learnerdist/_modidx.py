@@ -706,6 +706,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'learnerdist/data/distributed_dl.py'),
                                                  'learnerdist.data.distributed_dl.Dealer.drawn': ( 'data/distributed_dl.html#dealer.drawn',
                                                                                                    'learnerdist/data/distributed_dl.py'),
+                                                 'learnerdist.data.distributed_dl.Dealer.drops_rest': ( 'data/distributed_dl.html#dealer.drops_rest',
+                                                                                                        'learnerdist/data/distributed_dl.py'),
                                                  'learnerdist.data.distributed_dl.Dealer.end_of': ( 'data/distributed_dl.html#dealer.end_of',
                                                                                                     'learnerdist/data/distributed_dl.py'),
                                                  'learnerdist.data.distributed_dl.Dealer.of_batches': ( 'data/distributed_dl.html#dealer.of_batches',

@@ -1,7 +1,7 @@
 "`distrib_ctx(global_bs=…, max_bs=…)`: the same steps at any number of ranks, in micro-batches of any size"
-import resource, shutil, traceback, warnings
+import random, resource, shutil, traceback, warnings
 from functools import cache, partial
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from types import SimpleNamespace
 import pytest, torch, torch.distributed as dist
@@ -11,6 +11,7 @@ from helpers import Stream
 from learnerdist.all import (Callback, CancelBatchException, CancelEpochException, CancelFitException, CancelTrainException, Checkpoint,
                              DataLoaders, DistributedDL, GradientAccumulation, Learner, Timer, group_rank,
                              group_size, process_group)
+from learnerdist.data.sharding import epoch_order
 from learnerdist.distributed import profiling
 from learnerdist.distributed.micro_batches import MicroBatches, samples_of
 from learnerdist.testing import run_ranks
@@ -38,6 +39,23 @@ def test_each_step_is_dealt_like_cards(kind, drop_last):
         for k,step in enumerate(steps):
             own = [b[k] for o,b in zip(ranks, read) if not o.dealer.repeats(k)]
             assert own==[step[r::W] for r in range(len(own))] and sum(map(len, own))==len(step)
+
+def test_each_sample_is_on_one_rank():
+    "But for padding; some of all combinations, at random"
+    cases = [*product(kinds, (True, False, 'batch'), (False, True), (1, 2, 3, 4), (0, 1, 2, 3, 5, 8, 11, 22, 25), (None, 4, 5, 7, 8))]
+    for kind,pad,drop_last,W,n,G in [('plain', True, False, 3, 22, 4), *random.Random(0).sample(cases, 800)]:
+        dl,step = kinds[kind](n, drop_last=drop_last),G or 3*W
+        ranks = [DistributedDL.from_dl(dl, r, W, 3, pad, global_bs=G) for r in range(W)]
+        read = [[b.tolist() for b in o] for o in ranks]
+        case = f'{kind} {pad=} {drop_last=} {W=} {n=} {G=}: {read}'
+        assert not pad or len({*map(len, read)})==1, case
+        assert kind=='stream' or [*map(len, ranks)]==[*map(len, read)], case
+        order = epoch_order(n, 0, 3, kind=='shuffled').tolist()
+        for k in range(-(-n//step)):
+            want,got = order[k*step:(k+1)*step],[i for o in read for b in o[k:k+1] for i in b]
+            if len(want)==step or not drop_last: assert {*want}<={*got}, case
+            # only the last step is padded, and never beyond its size
+            assert len(got)-len({*got}&{*want})<=(min(W-1, step-len(want)) if pad else 0), case
 
 # --- the same run -----------------------------------------------------------------------------------------------------
 

@@ -131,10 +131,15 @@ class Dealer:
         return self.own(self.remaining(n))
     def own(self, n)->int:
         "How many of `n` items that are dealt are this rank's"
-        if not self.by_step: return share_len(n, self.rank, self.world_size, self.pads(n))
         n,rest = divmod(n, self.step)
-        if self.drop_last: return n*self.bs
-        return n*self.bs+share_len(rest, self.rank, self.world_size, self.pads(rest))
+        most = share_len(self.step, self.rank, self.world_size, False) # of a global batch
+        if self.drops_rest: return n*most
+        return n*most+min(most, share_len(rest, self.rank, self.world_size, self.pads(rest)))
+    @property
+    def drops_rest(self)->bool:
+        """Whether items that do not fill a global batch are left out before they are dealt: a last batch that is full
+        on one rank may not be so on another"""
+        return self.drop_last and (self.by_step or self.step%self.world_size>0)
     def pads(self, n)->bool:
         "Whether ranks repeat an item if `n` items are dealt"
         if not self.by_step: return bool(self.pad)
@@ -150,7 +155,7 @@ class Dealer:
         if self.by_rank: return iter(items)
         items = islice(items, max(self.start-at, 0), None)
         even = self.step%self.world_size==0
-        if self.by_step and self.drop_last: items = full_rows(items, self.world_size if even else self.step)
+        if self.drops_rest: items = full_rows(items, self.world_size if even else self.step)
         return deal(items, self.rank, self.world_size, self.end_of, max(at-self.start, 0), self.step)
     def owed(self, n)->int:
         "How many batches more than `n` another rank has, of a stream that several workers have read to its end"
