@@ -45,11 +45,15 @@ def as_it_is(b):
     "The batch: in place of collation"
     return b
 
-def batches(dl:DataLoader):
-    """Iterator over a loader; of tensors in memory, and without workers, the rows of a batch are taken at once. dl:
-    torch's, or of a class like it"""
+def at_once(dl:DataLoader)->dict:
+    """The data set and the collate function of a loader; of tensors in memory, and without workers, those by which the
+    rows of a batch are taken at once. dl: torch's, or of a class like it"""
     usual = not dl.num_workers and dl.collate_fn is default_collate and dl.batch_sampler is not None
-    if usual and columns_of(dl.dataset) is not None:
-        dl,ds = copy.copy(dl),dl.dataset
-        vars(dl).update(dataset=_Rows(ds), collate_fn=as_it_is)
+    if usual and columns_of(dl.dataset) is not None: return dict(dataset=_Rows(dl.dataset), collate_fn=as_it_is)
+    return dict(dataset=dl.dataset, collate_fn=dl.collate_fn)
+
+def batches(dl:DataLoader):
+    "Iterator over a loader, which reads `at_once`. dl: torch's, or of a class like it"
+    dl,found = copy.copy(dl),at_once(dl)
+    vars(dl).update(found)
     return DataLoader.__iter__(dl)

@@ -11,15 +11,16 @@ from functools import partial, singledispatch
 from itertools import chain, count, islice, repeat
 from operator import getitem
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
-from torch.utils.data import Subset, SubsetRandomSampler, get_worker_info
+from torch.utils.data import Subset, SubsetRandomSampler, default_collate, get_worker_info
 from ..core.compat import no_iterator,set_worker_info,tree_leaves
 from .loaders import Collate, FrameRows, LoaderWrapper, TfmdDL, batch_shape, changed, data_len
 from .loaders import is_shuffled, one_batch, pipe, read_loader
 from ..core.random import draw,map_seeded,mix_seed,rng_state,same_streams
 from ..core.random import seed_streams,set_rng_state,shared_rng
 from ..core.stacks import need,warn
-from .sharding import batch_count, check_rank, deal, epoch_order, full_rows, share, share_len
-from .datasets import as_it_is, columns_of
+from .sharding import batch_count, check_rank, count_parts, deal, epoch_order, full_rows
+from .sharding import parts_of_step, share, share_len
+from .datasets import as_it_is, at_once, columns_of
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c005
 def loader_parts(o):
@@ -58,27 +59,39 @@ class Dealt:
     def _end(self): # nothing more
         self.dealer.asked = 'all'
         yield from ()
-    def shard(self):
-        "Iterator over the items"
+    def whole(self):
+        "Iterator over the items of all ranks"
         d,items = self.dealer,self.source
         parts = loader_parts(items)
         if {*map(type, parts)}-{BatchSampler,SequentialSampler}: # it may draw random numbers
             gens = [g for o in parts if isinstance(g := getattr(o, 'generator', None), torch.Generator)]
             rng = shared_rng(d.seed, d.epoch, generators=gens)
             items = draw(items, rng, self.chunk, self.chunk)
-        items = d.deal(items)
+        return iter(items)
+    def shard(self):
+        "Iterator over the items of this rank"
+        d = self.dealer
+        items = d.deal(self.whole())
         return d.sized(items) if d.unit=='batch' else items
     def __len__(self): return self.dealer.count(len(self.source))
 
 class DealtOrder(Dealt):
     "A rank's shard of all samples, in order or shuffled"
     def __init__(self, dealer, source, shuffle): self.dealer,self.source,self.shuffle = dealer,source,shuffle
-    def shard(self):
+    def order(self):
+        "That of the epoch, over all ranks"
         d,n = self.dealer,len(self.source)
+        return epoch_order(n, d.epoch, d.seed, True) if self.shuffle else range(n)
+    def whole(self):
+        order = self.order()
+        return chain.from_iterable(torch.as_tensor(order[i:i+_read]).tolist() for i in range(0, len(order), _read))
+    def shard(self):
+        d,n,order = self.dealer,len(self.source),self.order()
         rest = d.remaining(n)
-        order = epoch_order(n, d.epoch, d.seed, True) if self.shuffle else range(n)
         items = share(order[n-rest:], d.rank, d.world_size, d.end_of(rest), base=range(n), step=d.step)
-        return islice(chain.from_iterable(o.tolist() for o in items.split(1<<15)), d.own(rest))
+        return islice(chain.from_iterable(o.tolist() for o in items.split(_read)), d.own(rest))
+
+_read = 1<<15 # Indices that become integers of Python at a time
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c010
 def worker_id()->int:
@@ -95,6 +108,9 @@ class Dealer:
     source = None # What is dealt among ranks: a data set, a sampler or a stream
     items = None # This rank's shard of it
     streams = False # Whether an iterable data set is dealt
+    max_bs = None # Samples of a part of a step, at most
+    n_parts = None # Of a step, of all ranks, where each is read by itself; None: a batch is a rank's part
+    part_size = None # Samples of the part that is computed now, see `parted`
     sizes = () # Of the batches that have been dealt, if batches are
     # Which items of this epoch the loader has asked for: 'nothing', 'some' or 'all'
     asked = 'nothing'
@@ -157,12 +173,33 @@ class Dealer:
         even = self.step%self.world_size==0
         if self.drops_rest: items = full_rows(items, self.world_size if even else self.step)
         return deal(items, self.rank, self.world_size, self.end_of, max(at-self.start, 0), self.step)
+    @property
+    def own_parts(self)->range:
+        "The numbers of this rank's parts of a step"
+        n = self.n_parts//self.world_size
+        return range(self.rank*n, self.rank*n+n)
+    def steps(self, items, at=0):
+        """Iterator over the steps of an epoch: its number, how many items it has, those of each of this rank's parts.
+        items, at: as in `deal`"""
+        need(not self.by_rank, 'the stream splits itself among ranks, and the parts of a step are dealt from all of it: '
+             'leave max_bs out')
+        n,k,items = 0,max(self.start,at)//self.step,islice(items, max(self.start-at, 0), None)
+        while chunk := [*islice(items, self.step)]:
+            if self.drop_last and len(chunk)<self.step: break
+            yield k,len(chunk),parts_of_step(chunk, self.n_parts, self.own_parts)
+            n,k = n+len(chunk),k+1
+        self._n_read[worker_id()] = n
     def owed(self, n)->int:
         "How many batches more than `n` another rank has, of a stream that several workers have read to its end"
         if not n or not self.by_step or len(self._n_read)==1 or self.drop_last: return 0
         # rank 0 has the most of each worker
         most = sum(-(-m//self.step) for m in self._n_read.tolist())
         return max(most-n, 0)
+    def count_steps(self)->int:
+        "How many steps of parts an epoch has; TypeError where nobody knows"
+        n = self.remaining(data_len(self.source))
+        if n is None or len(self._n_read)>1: raise TypeError('the number of steps of this stream is known at its end')
+        return batch_count(n, self.step, self.drop_last)
     def repeats(self, i)->bool:
         "Whether batch `i` of this rank's shard is a repeat, and nothing else; known once it has been read"
         if not self.by_step: return False
@@ -246,12 +283,13 @@ def check_count(d:Dealer, k:int, name:str):
     batches of this epoch that a loader has given this rank; name: of the loader, or of the stream that it reads"""
     n,W = d.n_read or d.remaining(data_len(d.source)),d.world_size
     if W==1 or n is None or d.items is None or d.by_rank: return
+    if d.streams and d.n_parts: return
     if d.streams:
         total,n = data_len(d.source),n+d.start # with those of an earlier run
         if len(d._n_read)>1 or not total or not 0<n<=-(-total//W)<total: return
         raise RuntimeError(f'rank {d.rank} has seen {n} of the {total} samples of a {name}: its length is wrong, or it '
                            'splits itself by rank, and needs an attribute splits_by_rank = True')
-    own,bs = d.own(n),d.bs if d.unit=='row' and d.bs else 1
+    own,bs = (n,d.step) if d.n_parts else (d.own(n),d.bs if d.unit=='row' and d.bs else 1)
     want = batch_count(own, bs, d.drop_last and d.unit=='row')
     if k==want or k<want and d.asked!='all': return
     remedy = '@reindexed.register a function whose copy reads the indices of a dealer'
@@ -406,11 +444,17 @@ class _Stream(LoaderWrapper, IterableDataset):
         d = self._dealer
         first = list(islice(items, 1))
         if not worker_id(): d.first.fill_(sample_hash(first))
-        for i,o in d.deal(zip(places or count(at), chain(first, items)), at):
-            if d.by_rank: i = i*d.world_size+d.rank
-            if self._after: [o] = map_seeded(partial(pipe, self._after), [o], d.streams_of([i]))
-            elif self._after is None and d.sample_seeds: d.seed_sample(i)
-            yield o
+        numbered = zip(places or count(at), chain(first, items))
+        if d.n_parts:
+            for k,n,parts in d.steps(numbered, at): yield k,n,[[self._item(*o) for o in part] for part in parts]
+        else:
+            for o in d.deal(numbered, at): yield self._item(*o)
+    def _item(self, i, o):
+        d = self._dealer
+        if d.by_rank: i = i*d.world_size+d.rank
+        if self._after: [o] = map_seeded(partial(pipe, self._after), [o], d.streams_of([i]))
+        elif self._after is None and d.sample_seeds: d.seed_sample(i)
+        return o
 
 class _PlacedStream(Placed, _Stream): "The shard of a data set that saves its place, read in this process"
 
@@ -461,6 +505,68 @@ def _reads_itself(dl):
     "Whether a class of the user's reads batches in its own way: it may need the neighbours of an index"
     return type(dl).__iter__ not in (DataLoader.__iter__,TfmdDL.__iter__)
 
+# %% ../../nbs/data/03_distributed_dl.ipynb #prt011
+class _PartData(Dataset):
+    "In place of a data set: the samples of each part of a step"
+    def __init__(self, source): self.source = source
+    def __len__(self): return len(self.source)
+    def __getitems__(self, step):
+        k,n,parts = step
+        return k,n,[*map(self._read, parts)]
+    def _read(self, idxs):
+        if hasattr(self.source, '__getitems__'): return self.source.__getitems__(idxs)
+        return [self.source[i] for i in idxs]
+
+class _PartCollate:
+    "In place of a collate function: that of each part; what it draws is seeded by the step and the part"
+    def __init__(self, func, dealer): self.func,self.dealer = func,dealer
+    def __call__(self, step):
+        d,(k,n,parts) = self.dealer,step
+        res = [n]
+        for v,items in zip(d.own_parts, parts):
+            if d.sample_seeds and self.func not in _quiet_collates: seed_streams(d.seed, d.epoch, k, v, _collating)
+            res.append(self.func(items))
+        return res
+
+_quiet_collates = default_collate,as_it_is
+_collating = -5 # among the numbers by which streams are seeded: draws in the loop have other ones
+
+class _StepSampler:
+    "In place of a batch sampler: the indices of each step, see `Dealer.steps`"
+    def __init__(self, items, dealer): self.items,self.dealer = items,dealer
+    def __len__(self): return self.dealer.count_steps()
+    def __iter__(self):
+        self.dealer.asked = 'some'
+        yield from self.dealer.steps(self.items.whole())
+        self.dealer.asked = 'all'
+
+# %% ../../nbs/data/03_distributed_dl.ipynb #prt012
+@singledispatch
+def parted(dl, dealer:Dealer):
+    """A copy of `dl` that reads the parts of steps, and what is done to each part when its turn comes, a function of a
+    batch. ValueError for a kind of loader whose batches cannot be made so. Register a function for another kind.
+    dl: the user's loader; it is not changed; dealer: `own_parts` and `steps` say what is read"""
+    raise ValueError(_own_way.format(f'max_bs: this {type(dl).__name__}')+_instead)
+
+@parted.register
+def _(dl:DataLoader, dealer):
+    is_stream,bs = isinstance(dl.dataset, IterableDataset),dl.batch_sampler
+    by_itself = type(bs) is not BatchSampler or _reads_itself(dl)
+    if by_itself and not (is_stream and dl.batch_size): return parted.dispatch(object)(dl, dealer)
+    new,f = reindexed(dl, dealer),None
+    v = vars(new)
+    if isinstance(dl, TfmdDL): v['after_batch'],f = [],partial(pipe, dl.after_batch)
+    if is_stream: v.update(batch_sampler=None, collate_fn=_PartCollate(new.collate_fn, dealer))
+    else:
+        read = at_once(new)
+        steps,collate = _StepSampler(dealer.items, dealer),_PartCollate(read['collate_fn'], dealer)
+        v.update(dataset=_PartData(read['dataset']), collate_fn=collate, batch_sampler=steps)
+        dealer.share_memory(dl.num_workers)
+    return new,f or as_it_is
+
+_own_way = '{} makes batches in its own way, which are dealt whole'
+_instead = ': leave max_bs out, and use a smaller batch size with GradientAccumulation'
+
 # %% ../../nbs/data/03_distributed_dl.ipynb #whole1
 class EveryNth(LoaderWrapper):
     "A rank's batches of a loader that each rank reads whole"
@@ -508,11 +614,9 @@ def _parted(dl, dealer, n):
     "A copy of a loader with a rank's part of global batches of `n` samples. ValueError if there is none"
     W = dealer.world_size
     need(n>=W, f'a global batch has a sample at least for each of {W} ranks', global_bs=n)
-    need(batch_shape(dl)[0], _own_way.format(type(dl).__name__), global_bs=n)
+    need(batch_shape(dl)[0], _own_way.format(f'this {type(dl).__name__}'), global_bs=n)
     dealer.global_bs = n
     return with_settings(dl, bs=share_len(n, dealer.rank, W, False))
-
-_own_way = 'this {} makes batches in its own way, which are dealt whole'
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c026
 class DistributedDL(LoaderWrapper):
@@ -528,15 +632,18 @@ class DistributedDL(LoaderWrapper):
         **kw):              # Further settings of `TfmdDL`
         dl = TfmdDL(dataset, bs=bs, shuffle=shuffle, **kw)
         self._split(dl, Dealer(rank, world_size, seed, pad))
-    def _split(self, dl, dealer, global_bs=None):
-        self.source = dl
+    def _split(self, dl, dealer, global_bs=None, max_bs=None):
+        self.source,self.after_part = dl,as_it_is
         if global_bs: dl = _parted(dl, dealer, global_bs)
         dealer.bs,dealer.drop_last = batch_shape(dl)
         if getattr(dl, 'batch_sampler', dl) is None: dealer.bs = 1 # torch's loader without batches
         dealer.by_step = dealer.pad=='batch' and bool(dealer.bs)
         dealer.step = global_bs or (dealer.bs or 1)*dealer.world_size
-        self.dealer,self.dl = dealer,dealer.shard(dl)
-        kind = type(dl).__name__
+        self.dealer,kind = dealer,f'this {type(dl).__name__}'
+        if max_bs:
+            dealer.max_bs,dealer.n_parts = max_bs,count_parts(dealer.step, max_bs, dealer.world_size)
+            self.dl,self.after_part = parted(dl, dealer)
+        else: self.dl = dealer.shard(dl)
         need(not global_bs or dealer.unit=='row', _own_way.format(kind), global_bs=global_bs)
         self.rank,self.world_size,self.seed = dealer.rank,dealer.world_size,dealer.seed
         self.pad,self.unit = dealer.pad,dealer.unit
@@ -546,15 +653,18 @@ class DistributedDL(LoaderWrapper):
     def from_dl(cls,
         dl,                 # Any loader; it is not changed
         rank, world_size, seed=0, pad=True, # As in `DistributedDL`
-        # Seed what a sample draws by (seed, epoch, index), a training batch by (seed, rank, epoch, batch)?
+        # Seed what a sample draws by (seed, epoch, index), a training batch by (seed, epoch, step, part)?
         sample_seeds=False,
         global_bs=None,     # Samples in a batch of all ranks together; None: those of the loader's batch on each rank
+        # Samples of a part of a step, at most; then it yields lists: the samples of a step, and this rank's parts
+        max_bs=None,
         **kw):              # Settings to change, such as `bs`
         """The shard of `rank` of any loader; `dl` itself if it is already split. ValueError for a kind of loader that
         cannot be split"""
         dealer = Dealer(rank, world_size, seed, pad, sample_seeds)
-        if not is_split(dl): return cls.__new__(cls)._split(with_settings(dl, **kw) if kw else dl, dealer, global_bs)
-        if global_bs: kw['global_bs'] = global_bs
+        new = cls.__new__(cls)
+        if not is_split(dl): return new._split(with_settings(dl, **kw) if kw else dl, dealer, global_bs, max_bs)
+        kw |= {k: v for k,v in dict(global_bs=global_bs, max_bs=max_bs).items() if v}
         for o in loader_parts(dl):
             n,r = getattr(o, 'num_replicas', None),getattr(o, 'rank', None)
             same = world_size<2 or None in (n,r) or (n,r)==(world_size,rank)
@@ -572,7 +682,8 @@ class DistributedDL(LoaderWrapper):
         same; kw: settings to change"""
         dl,d = with_settings(self.source, dataset, **kw),self.dealer
         if isinstance(d, BatchDealer): return self.by_batch(dl, self.rank, self.world_size, self.seed, d.sample_seeds)
-        return self.from_dl(dl, self.rank, self.world_size, self.seed, self.pad, d.sample_seeds, d.global_bs)
+        return self.from_dl(dl, self.rank, self.world_size, self.seed, self.pad, d.sample_seeds, d.global_bs,
+                            d.max_bs)
     def set_epoch(self, epoch):
         "Select the order of an epoch. It holds until the next call: reading again gives the same order"
         self.dealer.epoch = epoch
@@ -592,6 +703,7 @@ class DistributedDL(LoaderWrapper):
         "The loader of torch that starts the workers; None if it is not known"
         return self.dl if isinstance(self.dl, DataLoader) else None
     def __len__(self):
+        if self.dealer.n_parts: return self.dealer.count_steps()
         if not isinstance(self.dl, DataLoader): # others' copies may not know their rank's number, or the rest's
             n,d = self.n,self.dealer
             if n is not None and d.bs: return n if d.unit=='batch' else batch_count(n, d.bs, d.drop_last)
@@ -606,13 +718,13 @@ class DistributedDL(LoaderWrapper):
         it = read_loader(self.dl)
         return self._batches(it) if self.pad=='batch' else it
     def _batches(self, it):
-        """For training: each batch has its own random streams; ranks that have a batch less than others repeat the last
-        one"""
+        """For training: each batch has its own random streams, if it is a part; ranks that have a batch less than others
+        repeat the last one"""
         d,end,epoch = self.dealer,object(),self.dealer.epoch
         first,n = d.n_skip,0
         d.n_skip,d.n_batches = 0,None
         while True:
-            if d.sample_seeds: seed_streams(d.seed, d.rank, epoch, first+n)
+            if d.sample_seeds and not d.n_parts: seed_streams(d.seed, epoch, first+n, d.rank)
             if (b := next(it, end)) is end: break
             n,last = n+1,b
             yield b
@@ -621,8 +733,9 @@ class DistributedDL(LoaderWrapper):
         check_count(d, n, type(self.source.dataset if d.streams else self.source).__name__)
         for _ in range(d.owed(n)): yield last
     def one_batch(self):
-        "This rank's first batch, read in this process. ValueError if there is none"
-        return one_batch(self.dl)
+        "This rank's first batch, read in this process; the first part of a step. ValueError if there is none"
+        b = one_batch(self.dl)
+        return self.after_part(b[1]) if self.dealer.n_parts else b
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #wset01
 def loader_of(batches)->DataLoader:

@@ -106,3 +106,13 @@ def undeal(parts):
     for r,p in enumerate(parts):
         if len(p): out[r::W] = p
     return out
+
+# %% ../../nbs/data/00_sharding.ipynb #prt002
+def count_parts(global_bs:int, max_bs:int, world_size:int)->int:
+    "The number of parts of a step: a multiple of `world_size`, so that no part has more than `max_bs` samples"
+    return world_size*-(-global_bs//(max_bs*world_size))
+
+def parts_of_step(items:list, n_parts:int, own)->list:
+    """The items of some parts of a step. An empty part repeats an item. items: those of the global batch, at least
+    one; n_parts: of all ranks; own: the numbers of the parts"""
+    return [items[v::n_parts] or [items[v%len(items)]] for v in own]
