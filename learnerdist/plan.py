@@ -115,7 +115,7 @@ class Planned(BaseException):
 
 class First(Callback):
     "Before all others: what writes or ends a fit does not run"
-    order,keeps_batch = Order.resume-1,True
+    order = Order.resume-1
     fastais = {f'fastai.callback.{o}' for o in 'progress tensorboard wandb neptune comet captum azureml'.split()}
     def before_fit(self):
         for cb in self.learn.cbs:
@@ -124,14 +124,14 @@ class First(Callback):
 
 class Planner(Callback):
     "Measures the first steps of a fit, and then ends the script"
-    order,keeps_batch = Order.agreement_end-1,True
+    order = Order.agreement_end-1
     n_steps = 3 # After the second one nothing is arranged any more
     def before_fit(self):
         engine = self.learn.runner
         engine.self_check.due = False # it would evaluate samples of all ranks
         engine.opts.comm_hook = counted_hook(engine.opts.comm_hook)
         # else the end of the context would make it whole
-        if engine.shards: engine.shards.opts = engine.shards.opts._replace(keep_sharded=True)
+        if engine.sharded: engine.sharded.opts = engine.sharded.opts._replace(keep_sharded=True)
         self.links,self.exchange,self.steps = engine.links,engine.links.exchange,0
         self.votes = 0
         self.links.exchange = self._vote

@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c002
 from collections import Counter,OrderedDict,deque
-from contextlib import nullcontext
 from copy import copy
 from operator import attrgetter
 from typing import Callable,NamedTuple
@@ -22,7 +21,7 @@ from ..learner.recorder import Recorder,as_totals
 from ..learner.techniques import GradientClip
 from ..core.random import rng_state,set_rng_state
 from ..core.shards import map_tensors
-from ..distributed.engine import zero_of
+from ..distributed.engine import autocast_of,zero_of
 from ..core.stacks import need
 from .snapshot import are_plain,to_plain
 
@@ -189,8 +188,7 @@ def settle(learn, ddp):
     Sync point: all ranks call this"""
     if ddp is None: return
     before,buffers = rng_state(),[(o,o.clone()) for o in ddp.module.buffers()]
-    cast = getattr(getattr(learn, 'mixed_precision', None), 'autocast', nullcontext)
-    with cast if hasattr(cast, '__enter__') and not isinstance(cast, type) else cast():
+    with autocast_of(learn):
         out = call_model(ddp, copied(tuple(learn.xb)), learn.model)
     zero_of(out).backward()
     with torch.no_grad():

@@ -397,7 +397,7 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
         self.trainer = None if runner.is_alone else runner
         self.engine = self.trainer if group_size()>1 else None
         self.world,self.rank = (group_size(),group_rank()) if self.engine else (1,0)
-        if self.engine: self.engine.watcher = self
+        if self.engine: self.engine.ballot.watcher = self
         self.folder = place(self.path, self.learn.path)
         self.config = run_config(self.learn, self.world)|dict(schedule=horizons(self.learn.cbs))
         self.requests = Requests(self.signals)
@@ -426,7 +426,7 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
         if self.active and self.at and self.at['phase']=='train': self.arrive()
 
     def after_batch(self):
-        if not self.active: return
+        if not self.active or self.learn.runner.more_parts: return
         if self.training: self.due |= {k for k,o in self.plan.items() if isinstance(o, int) and self.train_iter%o==0}
         if self.engine is None: self.hear(*self.wishes())
 
@@ -437,7 +437,7 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
     def cleanup(self):
         if not self.active: return
         self.active = self.resuming = False
-        if self.engine: self.engine.watcher = None
+        if self.engine: self.engine.ballot.watcher = None
         self.learn.remove_cb(_Early)
         with ExitStack() as ends: # also of a Ctrl-C while it waits
             if self.lock: ends.callback(os.unlink, ends.enter_context(self.lock).name)
@@ -453,7 +453,7 @@ finder_skips.append(Checkpoint)
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c007
 class _Early(Callback):
     "Calls a `Checkpoint` in events before other callbacks run, after all ranks have agreed to go on"
-    order,keeps_batch = Order.checkpoint_early,True # before the adapter of the engine
+    order = Order.checkpoint_early # before the adapter of the engine
     def __init__(self, owner:Checkpoint):
         vars(self).update(before_epoch=owner.at_epoch, before_train=owner.at_train, before_batch=owner.at_batch)
         vars(self).update(before_validate=owner.at_validate, after_fit=owner.at_end)

@@ -112,6 +112,16 @@ def count_parts(global_bs:int, max_bs:int, world_size:int)->int:
     "The number of parts of a step: a multiple of `world_size`, so that no part has more than `max_bs` samples"
     return world_size*-(-global_bs//(max_bs*world_size))
 
+def factors(n:int)->list:
+    "The prime factors of a number, the smallest first"
+    res,k = [],2
+    while n>1:
+        if n%k: k += 1
+        else:
+            res.append(k)
+            n //= k
+    return res
+
 def parts_of_step(items:list, n_parts:int, own)->list:
     """The items of some parts of a step. An empty part repeats an item. items: those of the global batch, at least
     one; n_parts: of all ranks; own: the numbers of the parts"""

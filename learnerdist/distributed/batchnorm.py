@@ -7,7 +7,6 @@ __all__ = ['sync_batchnorm']
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c003
 from functools import lru_cache
-from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
@@ -41,22 +40,17 @@ def _merge_stats(rows:Tensor)->tuple:
     m = (n*mean).sum(0)/total
     return n.sum().item(),m,(m2+n*(mean-m)**2).sum(0)/total
 
-# %% ../../nbs/distributed/01_batchnorm.ipynb #c012
-# local: whether ranks evaluate, where their batches differ in number; muted: whether this rank's rows do not count:
-# synchronised layers take part in the exchange, and count none of them
-stats = SimpleNamespace(local=False, muted=False)
-
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c013
 def _ranks(group)->int:
     "How many ranks share their statistics: 1 without a group, below 1 on a rank outside of it"
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 @torch.no_grad()
-def _global_stats(x:Tensor, group=None)->tuple:
+def _global_stats(x:Tensor, group=None, counts=True)->tuple:
     """Statistics over the global batch, as `_merge_stats`, the same bits on every rank, from this rank's share (n,C,…).
-    Sync point: one all-reduce"""
+    counts: whether this rank's rows count. Sync point: one all-reduce"""
     rows = torch.zeros(_ranks(group), 2*x.shape[1]+1, dtype=torch.float64)
-    if not stats.muted: rows[dist.get_rank(group)] = _local_stats(x)
+    if counts: rows[dist.get_rank(group)] = _local_stats(x)
     dist.all_reduce(rows, group=group)
     return _merge_stats(rows)
 
@@ -70,10 +64,10 @@ def _grad_sums(g:Tensor, x:Tensor, mean:Tensor, var:Tensor, eps:float)->Tensor:
 class _Normalize(torch.autograd.Function):
     "Normalise by statistics of the global batch, and differentiate through them"
     @staticmethod
-    def forward(ctx, x, weight, bias, mean, var, n, eps, group):
+    def forward(ctx, x, weight, bias, mean, var, n, eps, group, counts):
         mean,var = (o.to(torch.promote_types(x.dtype, torch.float32)) for o in (mean, var))
         ctx.save_for_backward(x, weight, mean, var)
-        ctx.n,ctx.eps,ctx.group,ctx.muted = n,eps,group,stats.muted
+        ctx.n,ctx.eps,ctx.group,ctx.counts = n,eps,group,counts
         w,b = (o if o is None else o.to(mean.dtype) for o in (weight, bias))
         return F.batch_norm(x, mean, var, w, b, False, 0., eps)
 
@@ -83,7 +77,7 @@ class _Normalize(torch.autograd.Function):
         x,weight,mean,var = ctx.saved_tensors
         sums,need = _grad_sums(g, x, mean, var, ctx.eps),ctx.needs_input_grad
         grads = [o.to(weight.dtype) if yes else None for o,yes in zip(sums, need[1:3])]
-        return _input_grad(ctx, g, sums) if need[0] else None, *grads, *[None]*5
+        return _input_grad(ctx, g, sums) if need[0] else None, *grads, *[None]*6
 
 def _input_grad(ctx, g, sums):
     "Gradient of this rank's rows. Sync point: one all-reduce, on ranks without a row too"
@@ -92,7 +86,7 @@ def _input_grad(ctx, g, sums):
     sums = sums.to(torch.float64, copy=True)
     dist.all_reduce(sums, group=ctx.group)
     # rows that were not counted have moved no statistic
-    gx,g1 = sums/max(ctx.n, 1)*(not ctx.muted)
+    gx,g1 = sums/max(ctx.n, 1)*ctx.counts
     inv = (var.double()+ctx.eps).rsqrt()
     k = inv if weight is None else inv*weight
     shape = -1,*[1]*(x.dim()-2)
@@ -101,9 +95,9 @@ def _input_grad(ctx, g, sums):
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c019
 @torch.no_grad()
-def _track(bn, n, mean, var):
+def _track(bn, n, mean, var, counts):
     "Move the running statistics towards the global batch's: momentum None is the mean of all batches so far"
-    if not n and stats.muted: return # all ranks have cancelled this batch
+    if not n and not counts: return # all ranks have cancelled this batch
     seen = bn.num_batches_tracked
     if seen is not None: seen.add_(1)
     if not n or bn.running_mean is None: return
@@ -115,12 +109,18 @@ def _track(bn, n, mean, var):
 class Synced:
     "Mixin that makes a synchronised class from a plain BatchNorm class, `plain`"
     plain,process_group = None,None
+    running = None # What knows the part of a step that is computed, by its `part`: an engine; None: each pass counts
     _check_non_zero_input_channels = check_channels
 
     @property
     def is_on(self)->bool:
         "Whether this pass is one over the global batch"
-        return self.training and not stats.local and _ranks(self.process_group)>1
+        in_step = self.running is None or self.running.part is not None # not in evaluation, where batches differ in number
+        return self.training and in_step and _ranks(self.process_group)>1
+    @property
+    def counts(self)->bool:
+        "Whether the rows of this pass count: else they only take part in the exchange"
+        return self.running is None or self.running.part.why is None
 
     def forward(self, x):
         "Of the layer, in training with the statistics of the global batch"
@@ -133,17 +133,18 @@ class Synced:
     def _forward_torch(self, x):
         "torch's `SyncBatchNorm`; an empty half-precision batch is cast to float32, which is what the other ranks send"
         # no row; a graph, whose backward pass exchanges
-        if stats.muted: return x + nn.SyncBatchNorm.forward(self, x[:0].float()).sum()
+        if not self.counts: return x + nn.SyncBatchNorm.forward(self, x[:0].float()).sum()
         if x.numel() or x.dtype not in (torch.float16, torch.bfloat16): return nn.SyncBatchNorm.forward(self, x)
         return nn.SyncBatchNorm.forward(self, x.float()).to(x.dtype)
 
     def _forward_cpu(self, x):
         self._check_input(x)
-        n,mean,var = _global_stats(x, self.process_group)
+        counts = self.counts
+        n,mean,var = _global_stats(x, self.process_group, counts)
         if n==1: raise ValueError('Expected more than 1 value per channel, got 1 over all ranks')
         if self.track_running_stats:
-            _track(self, n, mean, var)
-        args = mean,var,n,self.eps,self.process_group
+            _track(self, n, mean, var, counts)
+        args = mean,var,n,self.eps,self.process_group,counts
         return _Normalize.apply(x, self.weight, self.bias, *args)
 
     def _check_input(self, x):
@@ -153,8 +154,8 @@ class Synced:
             raise ValueError(f'{self.num_features} channels expected, got input size {x.shape}')
 
     def __reduce_ex__(self, protocol):
-        _,_,*state = super().__reduce_ex__(protocol)
-        return object.__new__,(self.plain,),*state
+        _,_,state,*rest = super().__reduce_ex__(protocol)
+        return object.__new__,(self.plain,),{k: v for k,v in state.items() if k!='running'},*rest
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c019i
 _instance_norms = nn.InstanceNorm1d,nn.InstanceNorm2d,nn.InstanceNorm3d
@@ -168,7 +169,7 @@ class SyncedInstance(Synced):
         "Of the layer, in training with the running statistics of all ranks"
         old = torch.cat([self.running_mean, self.running_var])
         out = self.plain.forward(self, x)
-        if self.is_on: self._average(old, 0 if stats.muted else 1 if x.dim()==_dims(self)-1 else len(x))
+        if self.is_on: self._average(old, self.counts*(1 if x.dim()==_dims(self)-1 else len(x)))
         return out
 
     @torch.no_grad()
@@ -205,7 +206,8 @@ def _can_sync(m:nn.Module)->bool:
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c021
 def sync_batchnorm(
     model:nn.Module, # Changed in place: its BatchNorm layers stay the same objects, with the same parameters
-    group=None       # The ranks whose batches are one; None: the default group, looked up at each forward pass
+    group=None,      # The ranks whose batches are one; None: the default group, looked up at each forward pass
+    running=None     # What knows the part of a step that is computed, by its `part`; None: each pass counts
 ):                   # undo(): each layer gets its own class back; calling it again does nothing
     "Let every BatchNorm layer of `model` train on the statistics of the global batch, until `undo()` is called"
     named = [(name or 'the model',m) for name,m in model.named_modules() if _kind(m)]
@@ -214,10 +216,13 @@ def sync_batchnorm(
         warn('unsynced-batchnorm', "BatchNorm not synchronised, as its forward is not torch's or its size is not "
                                    f'known yet: {unknown}')
     swapped = [(m,type(m)) for _,m in named if _can_sync(m)]
-    for m,cls in swapped: m.__class__ = _synced(_kind(m), cls, group)
+    for m,cls in swapped:
+        m.__class__ = _synced(_kind(m), cls, group)
+        if running is not None: vars(m)['running'] = running
     def undo():
         "Give back to each layer the class that it had"
         while swapped:
             m,cls = swapped.pop()
             if isinstance(m, Synced): m.__class__ = cls
+            vars(m).pop('running', None)
     return undo

@@ -71,7 +71,7 @@ def call_compiled(m, run, *args, **kwargs):
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp009
 class Compiled(Callback):
     "Runs the model compiled in batches of full size; `n_eager`: batches without, in a fit. See `compile`"
-    order,learn,keeps_batch = Order.compiled,None,True
+    order,learn = Order.compiled,None
     def __init__(self, regional=None, **kw): # as in `Learner.compile`
         self.regional,self.kw = regional,kw
         self._forget()

@@ -45,6 +45,9 @@ class Evaluation:
         "The number of this rank's batch `i` among those of all ranks"
         dealer = getattr(self.learn.dl, 'dealer', None)
         if dealer is None or dealer.by_rank: return (group_rank()<<32)+i # split by the user: rank after rank
+        if dealer.n_parts: # of a training loop: each part is a batch
+            k,j = divmod(i, len(dealer.own_parts))
+            return k*dealer.n_parts+dealer.own_parts[j]
         whole = dealer.unit=='batch' # else each rank has rows of each batch
         return i*dealer.world_size+dealer.rank if whole else i
 

@@ -11,8 +11,6 @@ from time import perf_counter
 from fastcore.basics import patch
 
 from ..core.compat import queue_callback
-from .replica import SharedMean
-from .vote_links import Links
 from ..learner.finder import finder_skips
 from ..learner.callback import Callback,Order
 from ..learner.recorder import Recorder
@@ -20,30 +18,36 @@ from ..learner.recorder import Recorder
 # %% ../../nbs/distributed/09_profiling.ipynb #tm005
 class Timer(Callback):
     "Measures this rank's seconds in each epoch's training loop: data, step and comm. See `recorder.times`"
-    order,run_valid,keeps_batch,times,begin = Order.timer,False,True,(),None
+    order,run_valid,times,begin = Order.timer,False,(),None
+    @property
+    def waited(self): return getattr(self._links, 'waited', 0.) # seconds
+    @property
+    def adding(self): return getattr(self._links, 'adding', 0.)
+    @property
+    def _links(self): return getattr(self.learn.runner, 'links', None)
     def before_fit(self): self.times,self.begin,self.entered = [],None,False
     def before_train(self):
         self.data,self.wait,self.end = 0.,0.,None
-        self.begin,self.begin_links = perf_counter(),Links.waited
+        self.begin,self.begin_links = perf_counter(),self.waited
         self.after_batch()
 
     def before_batch(self):
-        if self.reads: self.data += perf_counter()-self.mark-(Links.waited-self.mark_links)
-        self.reads = False # until the next batch: this one may have several micro-batches
-    def after_batch(self): self.mark,self.mark_links,self.reads = perf_counter(),Links.waited,True
+        if self.reads: self.data += perf_counter()-self.mark-(self.waited-self.mark_links)
+        self.reads = False # until the next batch: this one may have several parts
+    def after_batch(self): self.mark,self.mark_links,self.reads = perf_counter(),self.waited,True
     def before_backward(self):
         loss = self.learn.loss_grad
         if loss.requires_grad and self.learn.runner.model is not None: loss.register_hook(self._begun)
 
     def _begun(self, grad):
         # what it waits over links is counted there
-        self.mark_shared = SharedMean.seconds-Links.waited
+        self.mark_shared = self.adding-self.waited
         queue_callback(self._computed)
     def _computed(self):
         self.computed = perf_counter()
         queue_callback(self._exchanged)
     def _exchanged(self):
-        shared = SharedMean.seconds-Links.waited-self.mark_shared
+        shared = self.adding-self.waited-self.mark_shared
         self.wait += perf_counter()-self.computed+shared
 
     def after_train(self):
@@ -60,7 +64,7 @@ class Timer(Callback):
         row = dict.fromkeys(('data','step','comm','total','samples_per_s'))
         if self.begin is not None:
             total = (self.end or self.mark)-self.begin
-            comm = self.wait+Links.waited-self.begin_links
+            comm = self.wait+self.waited-self.begin_links
             # fastai's recorder does not count them
             n = getattr(getattr(self.learn, 'recorder', None), 'n_samples', None)
             row = dict(zip(row, (self.data,total-self.data-comm,comm,total,n and n/total)))

@@ -27,7 +27,6 @@ from ..data.loaders import call_model,data_len,split_batch,to_cpu,to_device
 from ..learner.learner import Learner,get_model
 from ..learner import losses
 from ..learner.losses import MeanOver,copied,cut,loss_over
-from .replica import current
 
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc06
 log = logging.getLogger(__name__)
@@ -231,7 +230,7 @@ class SelfCheck:
 
     def __call__(self, cancelled=False):
         "Check a batch that is `due`, before its forward pass; `cancelled`: this rank has cancelled it. Sync point"
-        learn,sharded = self.engine.learn,self.engine.shards is not None
+        learn,sharded = self.engine.learn,self.engine.sharded is not None
         every = gather_objects(Samples() if sharded else self._samples(cancelled))
         if not any(o.n for o in every): return # all have cancelled: the next batch
         self.checked.append(learn.loss_func)
@@ -272,7 +271,6 @@ class SelfCheck:
         learn,replica = self.engine.learn,self.engine.replica
         found = reached(loss) if getattr(loss, 'grad_fn', None) is not None else None
         if not found: return []
-        current.of_loss = found
         params = get_model(learn.model).named_parameters()
         named = {k: id(p) for k,p in params if p.requires_grad and p.numel()}
         if not replica.may_find_unused or not {*named.values()}-found: return []

@@ -29,7 +29,7 @@ from ..core.shards import optimizers_in,part_from,part_of,state_part,whole
 from ..core.weights import load_weights
 from ..core.stacks import need,warn
 from .batchnorm import sync_batchnorm
-from .replica import average_grads,broadcast_tensors,without_gradient
+from .replica import broadcast_tensors,sum_grads,weigh_back,without_gradient
 from ..learner.learner import get_model
 
 # %% ../../nbs/distributed/09_sharded.ipynb #hc0a87fb
@@ -179,7 +179,9 @@ class Sharded:
     """A learner's model spread over the ranks until `restore`. Within a fit it is `learn.wrapper`, as `Replica` is,
     with the same methods"""
     ddp,forward_exchanges,undo_bn,alone = None,True,None,False
+    copies = property(lambda self: group_size(), doc="By how many the exchange divides the sum over ranks")
     def __init__(self, engine): # with options in `shard`
+        self.engine = engine
         self.learn,self.cancels = engine.learn,tuple(engine.adapter.cancels.values())
         self.model,opts,device = get_model(self.learn.model),engine.opts.shard,self.learn.device
         if device.type=='cpu' and not fsdp_on_cpu:
@@ -210,7 +212,7 @@ class Sharded:
         "At the start of a fit"
         if self.opts.mp and hasattr(self.learn, 'mixed_precision'):
             raise ValueError('shard=dict(mp=…), and to_bf16 or to_fp16: leave out one of the two')
-        self.undo_bn = sync_batchnorm(self.model, current_group()) if sync_bn else None
+        self.undo_bn = sync_batchnorm(self.model, current_group(), self.engine) if sync_bn else None
         self.checked = False
         broadcast_tensors(self._others())
         return self
@@ -236,18 +238,24 @@ class Sharded:
         now = self.learn.model
         if now is not self.model and now is not self: self.follow(now)
         self.trained = [p.requires_grad for _,p in self.pairs]
-        try: return self.model(*xb, **kw)
+        try: out,k = self.model(*xb, **kw),self.engine.weight_of_second()
         except self.cancels as e:
             raise ValueError(f'{type(e).__name__} within the forward pass, where other ranks of a sharded model wait: '
                              'raise it in an event of a callback') from e
+        return out if k is None else weigh_back(out, k)
+
+    def take(self)->dict:
+        "Of the gradients of a part none: FSDP2 adds up those of this rank's pieces of the weights"
+        return {}
+    def begin_last(self, pending): "Before the last backward pass of a step"
 
     def on_rank0(self):
         "Context whose body runs on rank 0 only, where the model cannot be called"
         return replaced(self, alone=True)
 
-    def after_backward(self):
-        "After a backward pass: average gradients of others, look for missing ones. Sync point"
-        average_grads([p for p in self._others() if p.requires_grad])
+    def after_backward(self, pending=()):
+        "After the last backward pass of a step: average gradients of others, look for missing ones. Sync point"
+        sum_grads([p for p in self._others() if p.requires_grad], 1/group_size())
         for on,(_,p) in zip(self.trained, self.pairs):
             # frozen after the forward pass: in one process it has no gradient either
             if on and not p.requires_grad: p.grad = None

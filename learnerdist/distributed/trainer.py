@@ -24,21 +24,19 @@ from ..learner.callback import Callback,Order,cancels
 from ..learner.learner import Learner,fit_flags
 from ..learner.metrics import reduction
 from ..learner.predictions import GatherPreds,has_result
-from ..learner.techniques import GradientAccumulation
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c007
 # The engine's methods that handle an event
 _events = dict(before_fit='begin_fit', before_batch='begin_batch', after_loss='note_loss')
-_events |= dict(before_backward='weigh', after_backward='after_backward')
+_events |= dict(before_backward='weigh', after_backward='end_backward')
 _events |= dict(after_batch='end_batch', after_dls='deal_out')
 
 class Adapter(Callback):
     """Tells the `Engine` of a context the events of a fit. A subclass for a kind of Learner has the methods that are
     named below"""
-    order,keeps_batch = Order.trainer,True
+    order = Order.trainer
     cancels = cancels # the learner's exceptions, by scope
     share_class = Share # of a loader
-    accumulation = GradientAccumulation # the callback that makes steps from several batches
     @delegates(DistributedDataParallel.__init__, but=ddp_args_of_ours)
     def __init__(self,
         cuda_id:int=None,   # This process's GPU; None: by local rank, or the CPU
@@ -59,7 +57,7 @@ class Adapter(Callback):
         timeout_s:float=None,
         # Samples in a step of all ranks together, whatever their number; None: the loader's batch size on each rank
         global_bs:int=None,
-        # Samples that a rank takes at once: a step's are cut into micro-batches. 'auto': as many as fit in memory
+        # Samples of a part of a step, at most: the run has the same bits on any number of ranks. 'auto': as many as fit in memory
         max_bs=None,
         **ddp_kw            # Options of `DistributedDataParallel`
     ):
@@ -77,16 +75,15 @@ class Adapter(Callback):
 
     def before_epoch(self):
         self.engine.begin_epoch()
-        self.engine.seed_epoch()
     def after_train(self):
-        self.engine.place = Place.after_train
+        self.engine.ballot.place = Place.after_train
         self.end_train()
     def after_validate(self):
         self.engine.evaluate()
         self.evaluated()
-    def after_epoch(self): self.engine.place = Place.after_epoch
+    def after_epoch(self): self.engine.ballot.place = Place.after_epoch
     def after_fit(self):
-        self.engine.epochs_before += self.n_epoch
+        self.engine.shards.epochs_before += self.n_epoch
         self.engine.end_fit()
     def cleanup(self): self.engine.end_fit()
 
@@ -101,20 +98,20 @@ class Adapter(Callback):
 
     def state_dict(self)->dict:
         "Seed and epoch of the shuffling, for a checkpoint"
-        return dict(seed=self.engine.seed, epochs_before=self.engine.epochs_before)
+        return dict(seed=self.engine.seed, epochs_before=self.engine.shards.epochs_before)
     def load_state_dict(self, state):
         "Go on with a checkpoint's seed of shuffling and its number of epochs"
-        self.engine.go_on(state['seed'], state['epochs_before'])
+        self.engine.shards.go_on(state['seed'], state['epochs_before'])
 
 class AfterOthers(Callback):
     "Runs last in each event"
-    order,keeps_batch = Order.agreement_end,True
+    order = Order.agreement_end
     def __init__(self, engine):
         e = self.engine = engine
         vars(self).update(before_fit=e.check_settings, before_batch=e.check_batch)
-        vars(self).update(before_backward=e.send_zeros, after_backward=e.settle)
+        vars(self).update(before_backward=e.begin_backward, after_backward=e.settle)
         vars(self).update(before_train=partial(e.open_loop, True), before_validate=partial(e.open_loop, False))
-        for k in _agreed: setattr(self, k, e.agree)
+        for k in _agreed: setattr(self, k, e.ballot.agree)
 
 # Events outside of batches in which a rank may cancel a loop around them
 _agreed = ('before_epoch after_cancel_train after_train after_cancel_validate after_validate after_cancel_epoch '
@@ -123,19 +120,9 @@ _agreed = ('before_epoch after_cancel_train after_train after_cancel_validate af
 # %% ../../nbs/distributed/10_trainer.ipynb #c008
 class DistributedTrainer(Adapter):
     "Train the learner on every rank of the group: shards of the data, averaged gradients, the metrics of one process"
-    def may_change(self, events)->bool:
-        "Whether a callback may cancel a batch, or change its targets, in these events"
-        heard = self.learn._handlers
-        return any([not cb.keeps_batch for e in events for cb in heard[e]])
-    def take_step(self):
-        "The optimizer's step, with its events"
-        learn = self.learn
-        learn._with_events(learn.opt.step, 'step')
-        learn.opt.zero_grad()
-    def memory_ran_out(self): "A forward or backward pass was interrupted: undo what callbacks have begun"
     def set_device(self, device):
         "Let the loaders put their batches on `device`"
-        self.engine.replace(self.learn.dls, 'device', device)
+        self.engine.context.replace(self.learn.dls, 'device', device)
     def record(self):
         "Let the Recorder have this loop's losses over all ranks. Sync point"
         rec = vars(self.learn).get('recorder')

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #c003
-import errno,itertools,os,select,socket,struct,tempfile
+import errno,itertools,os,select,socket,tempfile
 from contextlib import ExitStack,contextmanager
 from datetime import timedelta
 from enum import IntEnum
@@ -52,9 +52,11 @@ class RanksDiverged(RuntimeError):
 # %% ../../nbs/distributed/00_vote_links.ipynb #c007
 class Links:
     "This rank's connections to the others; subclasses implement `tell` (send) and `hear` (receive)"
-    waited = 0. # Seconds that this process has waited for the others
     def __init__(self, rank, world_size, timeout_s:float=1800):
         self.rank,self.world_size,self.timeout_s = rank,world_size,timeout_s
+        # Seconds that this process has waited for the others; that it has added up gradients, with waiting
+        self.waited,self.adding = 0.,0.
+        self.posted,self.rows = None,None # See `post`
         self.hops = [1<<k for k in range((world_size-1).bit_length())]
 
     def exchange(self, row:bytes, place:int)->list:
@@ -69,7 +71,7 @@ class Links:
                 self.tell(n, rows[:n_bytes])
                 rows += self.hear(n, n_bytes)
         finally: waits.what = ''
-        Links.waited += perf_counter()-start
+        self.waited += perf_counter()-start
         at = rows[::_size]
         if at.count(at[0])<len(at): raise self.diverged(list(at[-self.rank:]+at[:-self.rank]))
         res = []
@@ -77,6 +79,19 @@ class Links:
             i = _size*((r-self.rank)%self.world_size)+1
             res.append(rows[i:i+len(row)])
         return res
+
+    def post(self, row:bytes):
+        "Let a row travel with the next message of the backward pass, or by itself when `collect` asks for it"
+        self.posted,self.rows = row,None
+    def meet(self):
+        "Wait until every rank has come here in its backward pass. Sync point"
+        row,self.posted = self.posted,None
+        rows = self.exchange(row or b'', Place.backward)
+        if row is not None: self.rows = rows
+    def collect(self)->list:
+        "The rows that all ranks have posted. Sync point, if they have not travelled yet"
+        if self.posted is not None: self.meet()
+        return self.rows
 
     def diverged(self, at):
         "The error for ranks at the places `at`, with each rank's line of the user's code"
@@ -263,14 +278,9 @@ class Vote(NamedTuple):
     save:bool=False   # Whether it wants a checkpoint
     stop:bool=False   # Whether it wants a checkpoint, and then to stop
     asks:Asks=Asks.no
-    empty:bool=False  # Whether it has no part in this batch's gradient
-    items:float=None  # The number of items of its next batch, if it is known and will not change
     def row(self)->bytes:
-        "The vote as it travels: 15 bytes"
-        n = self.items
-        return _row.pack(scopes.index(self.scope), *self[1:6], n is not None, n or 0.)
-
-_row = struct.Struct('<6B?d')
+        "The vote as it travels: 5 bytes"
+        return bytes([scopes.index(self.scope), *self[1:]])
 
 class Tally(NamedTuple):
     "The outcome of a vote, the same on every rank"
@@ -280,14 +290,11 @@ class Tally(NamedTuple):
     stop:bool  # Whether a rank wants a checkpoint, and then to stop
     asked:bool # Whether a rank asks
     all_ask:bool # Whether all ranks ask, in the same phase: what they cancel is skipped
-    empty:bool # Whether no rank has a part in this batch's gradient
-    items:float # The number of items of all ranks' next batches; None if a rank does not know its own
 
 def tally(rows:list)->Tally:
     "The outcome of the votes of all ranks"
-    scope,more,save,stop,asks,empty,known,items = zip(*map(_row.unpack, rows))
-    asked,all_ask,n = any(asks),0<min(asks)==max(asks),sum(items) if all(known) else None
-    return Tally(scopes[max(scope)], sum(more), any(save), any(stop), asked, all_ask, all(empty), n)
+    scope,more,save,stop,asks = zip(*rows)
+    return Tally(scopes[max(scope)], sum(more), any(save), any(stop), any(asks), 0<min(asks)==max(asks))
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #vt07
 def cast(links, vote:Vote, place:Place)->Tally:

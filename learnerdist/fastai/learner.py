@@ -79,16 +79,9 @@ def __exit__(self, leave, exc_type, *args):
     if exc_type: trainer.cleanup()
 
 @in_context(Learner)
-def _do_one_batch(self, f):
-    "For each micro-batch"
-    engine = trainer_of(self).engine
-    if engine.cuts and self.training: engine.in_parts(f)
-    else: f()
-
-@in_context(Learner)
 def _do_grad_opt(self, f):
-    "The step comes after the last micro-batch"
-    if not trainer_of(self).engine.waits: return f()
+    "The step comes after the last part"
+    if not trainer_of(self).engine.more_parts: return f()
     backward = getattr(self, find('do_backward').__name__) # a subclass's own, too
     self._with_events(backward, 'backward', fastai_learner.CancelBackwardException)
 
@@ -101,7 +94,8 @@ def all_batches(self:Learner):
     first = at.batches if at.batches and self.training and self.epoch==at.epoch else 0
     self.n_iter = len(self.dl)
     with nullcontext() if trainer is None else trainer.loop():
-        for o in enumerate(self.dl, first): self.one_batch(*o)
+        for i,b in enumerate(self.dl, first):
+            for part in self.runner.parts(i, b): self.one_batch(i, part)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c008
 _get_preds = Learner.get_preds
@@ -142,7 +136,7 @@ def lr_find(self, find, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True, sho
 def _alone(self, f, *args, **kwargs):
     "fastai's method, run on this rank without votes and exchanges; if the model is sharded, on all ranks at once"
     trainer = trainer_of(self)
-    if trainer.engine.shards: come_together(f.func.__name__)
+    if trainer.engine.sharded: come_together(f.func.__name__)
     with trainer.on_its_own(): return f(*args, **kwargs)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c011
@@ -177,9 +171,8 @@ def _of_whole(self, f, *args, **kwargs):
 @patch
 def check_whole(self:DistributedTrainer, what):
     "ValueError if the model is sharded"
-    if self.engine.shards:
+    if self.engine.sharded:
         raise ValueError(f'{what}: rank 0 has only its part of the model. Do it after the context, or use learn.save')
-
 
 # %% ../../nbs/fastai/04_learner.ipynb #c015
 class _TableOnly(ConsoleMasterBar):
@@ -191,7 +184,7 @@ class _TableOnly(ConsoleMasterBar):
 @patch
 def quiet(self:DistributedTrainer):
     "Until the context ends, only rank 0 prints, and bars are drawn only on its terminal or notebook"
-    replace = self.engine.replace
+    replace = self.engine.context.replace
     replace(self.learn, 'logger', noop if group_rank() else self.learn.logger)
     drawn = fastai_progress.master_bar is not ConsoleMasterBar or sys.stdout.isatty() # a notebook's, or on a terminal
     if drawn and not group_rank(): return
@@ -273,5 +266,5 @@ def setup_distrib(
 
 Learner.runner = Runner()
 _of_ours = ('detach_distributed to_parallel detach_parallel parallel_ctx prepare_model device wrapper repeated '
-            'global_items compile uncompile').split()
+            'compile uncompile').split()
 for _o in _of_ours: setattr(Learner, _o, vars(CoreLearner)[_o])

@@ -34,7 +34,6 @@ names.update( # Private names of fastai; those of torch are in `core.compat`
     progress_bar=('fastai.learner', 'progress_bar', 'one rank draws bars'),
     call_one=('fastai.learner', 'Learner._call_one', 'one writer, Cancels of one rank'),
     with_events=('fastai.learner', 'Learner._with_events', '`fit(…, resume=True)`'),
-    do_one=('fastai.learner', 'Learner._do_one_batch', '`max_bs`'),
     do_grad_opt=('fastai.learner', 'Learner._do_grad_opt', '`max_bs`'),
     do_backward=('fastai.learner', 'Learner._backward', '`max_bs`'),
     do_train=('fastai.learner', 'Learner._do_epoch_train', '`fit(…, resume=True)`'),

@@ -14,12 +14,12 @@ import fastai.callback.all,fastai.torch_core # noqa: F401
 import torch
 from fastai import learner as fastai_learner
 from fastai.callback.core import GatherPredsCallback
-from fastai.callback.fp16 import MixedPrecision
-from fastai.callback.progress import CSVLogger,ShowGraphCallback
-from fastai.callback.schedule import LRFinder,ParamScheduler
+from fastai.callback.progress import CSVLogger,ProgressCallback,ShowGraphCallback
+from fastai.callback.schedule import ParamScheduler
 from fastai.callback.training import GradientAccumulation
 from fastai.data.load import DataLoader
-from fastai.learner import AvgLoss,AvgMetric,Metric,ValueMetric
+from fastai.callback.core import TrainEvalCallback
+from fastai.learner import AvgLoss,AvgMetric,Metric,Recorder,ValueMetric
 from fastai.losses import BaseLoss
 from fastai.torch_core import to_concat
 from fastai.metrics import AccumMetric,CorpusBLEUMetric,Dice,DiceMulti,LossMetric
@@ -37,7 +37,7 @@ from ..distributed.trainer import Adapter,AfterOthers
 from .loaders import ShareDL
 from ..learner.callback import Callback,cancels,inner_events
 from ..learner.learner import check_targets
-from ..learner.losses import LossTrace,MeanOver,loss_trace,mean_over,n_items,weighted
+from ..learner.losses import LossTrace,MeanOver,loss_over,loss_trace,mean_over,n_items,weighted
 from ..learner.metrics import Batches,Rows,Sums,reduction
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c005
@@ -124,13 +124,8 @@ class OfLoaders:
     def set_device(self, device):
         "Let the loaders put their batches on `device`"
         for dl in self.dls.loaders:
-            if isinstance(dl, DataLoader) and dl.device!=device: self.engine.replace(dl, 'device', device)
-        self.engine.replace(self.dls, '_device', device)
-    def may_change(self, events)->bool:
-        "Whether a callback may cancel a batch, or change its targets, in these events"
-        keeps = lambda cb: getattr(type(cb), 'keeps_batch', isinstance(cb, _keep_batch))
-        cbs = [cb for cb in self.learn.cbs if not keeps(cb)]
-        return any(hasattr(type(cb), e) or e in vars(cb) for cb in cbs for e in events)
+            if isinstance(dl, DataLoader) and dl.device!=device: self.engine.context.replace(dl, 'device', device)
+        self.engine.context.replace(self.dls, '_device', device)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c021
 class OfFits:
@@ -140,16 +135,15 @@ class OfFits:
         self.engine.begin_epoch()
     def follow_dls(self):
         "Deal out the learner's loaders, if it has got other ones since. Sync point then"
-        if self.learn.dls is not self.engine.dls: self.engine.deal_out()
+        if self.learn.dls is not self.engine.shards.dls: self.engine.deal_out()
     def before_train(self):
         self.engine.begin_loop(True)
-        self.engine.seed_epoch()
         rec,self.trained,self.steps = vars(self.learn).get('recorder'),True,[]
         if rec is None: return
         self.begun = len(rec.losses),copy.copy(rec.smooth_loss)
         if rec in self.learn.cbs and rec.train_metrics: self.engine.loop.evaluation = Evaluation(self.engine)
     def after_fit(self):
-        if self.trained: self.engine.epochs_before += self.n_epoch
+        if self.trained: self.engine.shards.epochs_before += self.n_epoch
         self.trained = False
         self.cleanup()
     def cleanup(self):
@@ -178,7 +172,7 @@ class OfModels:
         if wrapper is not None and learn.training:
             if wrapper.model is not self.plain: wrapper.follow(self.plain)
             learn.model = wrapper
-        many = group_size()>1 or self.engine.cuts
+        many = self.engine.weighs
         if self.watches and many and not self.alone: self.trace = LossTrace().__enter__()
     def end_trace(self)->LossTrace:
         "Observe no longer; returns what was observed"
@@ -213,30 +207,27 @@ class OfBatches:
         self.has_loss = False
         if not self.training: return self.number_files()
         if self.engine.loop.evaluation: self.learn.recorder.train_metrics = True
-        if self.engine.replica is None: return
-        acc = self._accumulation()
-        if acc is None: return
-        self.engine.replica.exchange(self.engine.is_uneven or acc.count+find_bs(self.yb)>=acc.n_acc)
-    def take_step(self):
-        "The optimizer's step, with its events"
-        learn = self.learn
-        learn._with_events(learn._step, 'step', self.cancels['step'])
-        learn.opt.zero_grad()
-    def memory_ran_out(self):
-        "A forward or backward pass was left: leave what fastai's mixed precision has entered"
-        for cb in self.learn.cbs:
-            if isinstance(cb, MixedPrecision) and not self.has_loss: cb.autocast.__exit__(None, None, None)
+        self._count_rows()
+    def _count_rows(self):
+        "The samples of this batch over all ranks, for a callback that accumulates. May be a sync point"
+        engine,acc = self.engine,self._accumulation()
+        if acc is None or not engine.weighs: return
+        if engine.loop.step.i==0:
+            n = 0 if self.learn.repeated else find_bs(self.yb)
+            self.rows,_ = engine.step_totals(n, False)
+        # else each batch has its own scale, so its gradients travel
+        self.adds_up = loss_over(self.learn).of_samples and not engine.by_parts
+        if self.adds_up: engine.accumulate(acc.count+self.rows>=acc.n_acc, acc.n_acc, corrects=False)
     def _accumulation(self):
         return next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
     def before_backward(self):
         acc = self._accumulation()
-        self.engine.weigh(with_rows=acc is not None)
-        n = self.engine.loop.batch.n_rows
-        if acc is None or n is None: return
-        own,mean = find_bs(self.yb),n/group_size()
-        # it counts this rank's samples, in `after_loss` and in `before_step`
-        self.learn.loss_grad = self.learn.loss_grad*(mean/own)
-        acc.count += mean-own
+        if acc is not None and self.engine.weighs:
+            # it counts the samples of a part, in `after_loss` and in `before_step`
+            own = find_bs(self.yb)
+            self.learn.loss_grad = self.learn.loss_grad*((acc.n_acc if self.adds_up else self.rows)/own)
+            if self.engine.loop.step.is_last: acc.count += self.rows-own
+        self.engine.weigh()
     def after_loss(self):
         if self.learn.training: check_targets(self.learn)
         # what is the loss the mean over? If it does not show, the next batches are not observed
@@ -249,15 +240,25 @@ class OfBatches:
         self.engine.end_batch()
         if not self.training: return
         # which it reads later in this event
-        if self.engine.loop.evaluation: self.learn.recorder.train_metrics = not self.learn.repeated
-        if self.engine.links or self.steps: self.share_loss() # steps: of the ranks before a restart
+        if self.engine.loop.evaluation: self._measure()
+        if self.engine.links or self.engine.by_parts or self.steps: self.share_loss() # steps: of the ranks before a restart
+    def _measure(self):
+        "Let the metrics of training have this part, which the Recorder does after the last one of a step"
+        rec,more = self.learn.recorder,self.engine.more_parts
+        rec.train_metrics = not self.learn.repeated
+        if not more or self.learn.repeated: return
+        for m in self.learn.metrics: m.accumulate(self.learn)
     def share_loss(self):
         "Add this step's loss to the totals; in `lr_find` average it over ranks. Sync point in `lr_find`"
         loss,has_loss = self.learn.loss,self.has_loss and not self.learn.repeated
         n = n_items(self.learn) if has_loss else 0
         tot = weighted(loss.detach().mean(), n)
         # with has_loss, since a batch of which no item counts has the loss NaN
-        self.steps.append(torch.stack([torch.as_tensor(o, dtype=torch.double).cpu() for o in (tot,n,has_loss)]))
+        self.rows_of_step.append((tot,n,has_loss))
+        if self.engine.more_parts: return
+        row = self.engine.add_up(self.rows_of_step)
+        self.rows_of_step = []
+        self.steps.append(torch.stack([torch.as_tensor(o, dtype=torch.double).cpu() for o in row]))
         if 'lr_finder' not in vars(self.learn): return
         tot,count,has_loss = total_losses(self.learn, torch.stack(self.steps[-1:]), 1)[0]
         if has_loss: self.learn.loss = (tot/count).to(self.learn.loss)
@@ -305,15 +306,15 @@ def writes(cls)->bool:
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c014a
 parts = Adapter,AfterOthers # What a context adds to a learner's callbacks
-# fastai's that neither cancel a batch nor change its targets, see `Callback.keeps_batch`
-_keep_batch = ParamScheduler,LRFinder,MixedPrecision,GradientAccumulation
+# fastai's that count batches: they hear `after_batch` once a step, after its last part
+_counting = TrainEvalCallback,Recorder,ParamScheduler,ProgressCallback
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c014b
 class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfRecords, Adapter):
     """Train a fastai learner on every rank of the group: shards of the data, averaged gradients, the metrics of one
     process"""
     cancels = {k: getattr(fastai_learner, o.__name__) for k,o in cancels.items()}
-    kinds,share_class,accumulation = tuple(cancels.values()),ShareDL,GradientAccumulation
+    kinds,share_class = tuple(cancels.values()),ShareDL
     looping = alone = False # within a loop over batches; without votes and exchanges
     trained = has_loss = watches = False # this fit; this batch; whether model and loss are observed
     # the user's model, while another one stands in `learn.model`; before lr_find; what observes model and loss
@@ -328,6 +329,7 @@ class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfReco
         if isinstance(cuda_id, bool): cuda_id,kwargs = None,dict(kwargs, sync_bn=cuda_id)
         super().__init__(cuda_id, **kwargs)
         self.steps,self.rank0s = [],[] # losses of this epoch; what a logger has added
+        self.rows_of_step,self.rows = [],0 # of the parts of a step so far; its samples over all ranks
 
     def tell(self, event):
         "Send an event to the callbacks that are to run on this rank"
@@ -339,6 +341,7 @@ class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfReco
         self.end_event(event)
 
     def _tell(self, cb, event):
+        if event=='after_batch' and self.engine.more_parts and isinstance(cb, _counting): return
         if isinstance(cb, parts):
             if not self.alone and (self.looping or event not in inner_events): cb(event)
         elif (writes(type(cb)) or self.rank0s and cb in self.rank0s) and group_size()>1: self._tell_rank0s(cb, event)
@@ -348,7 +351,7 @@ class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfReco
         "Run logging callbacks, and callbacks that they add, on rank 0 only, without collectives"
         if group_rank()>0 and writes(type(cb)): return
         before = [*self.learn.cbs]
-        with self.on_its_own(), self.engine.shards.on_rank0() if self.engine.shards else nullcontext(): cb(event)
+        with self.on_its_own(), self.engine.sharded.on_rank0() if self.engine.sharded else nullcontext(): cb(event)
         self.rank0s += [o for o in self.learn.cbs if all(o is not p for p in before)]
 
     def on_its_own(self):

@@ -71,7 +71,7 @@ def no_trace(learn):
 class LRFinder(Callback):
     """Raise the rate at each step of a fit, record the smoothed losses, and end the fit after `num_it` steps, or
     when the loss diverges"""
-    order,keeps_batch = Order.scheduler,True
+    order = Order.scheduler
     def __init__(self, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True): # As in `lr_find`
         self.start_lr,self.end_lr = start_lr,end_lr
         self.num_it,self.stop_div = max(num_it, 6),stop_div
@@ -85,6 +85,7 @@ class LRFinder(Callback):
         for g,(a,b) in zip(self.opt.param_groups, self.ends): g['lr'] = a*(b/a)**(self.train_iter/self.num_it)
 
     def after_batch(self):
+        if self.runner.more_parts: return
         loss = self.batch_loss()
         if loss is not None: self._record(loss)
         diverged = self.stop_div and self.losses and self.losses[-1]>4*min(self.losses)

@@ -41,6 +41,7 @@ class TrainEvalCallback(Callback):
 
     def after_batch(self):
         learn,n = self.learn,self.learn.n_iter
+        if learn.runner.more_parts: return
         learn.train_iter += 1
         learn.pct_train = (learn.epoch+((learn.iter+1)/n if n else 0))/learn.n_epoch
 
@@ -77,10 +78,22 @@ def check_parts(dls, model, metrics, **functions):
 # %% ../../nbs/learner/01_learner.ipynb #c008b
 class Runner:
     "What a learner asks while it runs. These are the answers of a process that trains alone; a context replaces it"
-    is_alone,repeated,global_items = True,False,None # see the properties of `Learner`
+    is_alone,repeated = True,False # see the property of `Learner`
     model = None # What is called in training, in place of the learner's model
-    # Whether batches are cut into micro-batches; whether the optimizer's step waits for the others of this batch
-    cuts = waits = False
+    more = False # Whether other parts, or other batches of an accumulation, come before the optimizer's step
+    more_parts = False # Whether other parts of this batch follow: callbacks that count batches wait for the last one
+    weighs = False # Whether it weighs the losses of batches: then gradients are those of the mean over a whole step
+    def parts(self, i, b):
+        "The parts of batch `i` of a loop that this process computes, one after the other: batches of the learner"
+        yield b
+    def step_totals(self, n, is_last)->tuple:
+        "Of a training batch of `n` samples: those of all who take part, and whether it is the last one of any"
+        return n,is_last
+    def accumulate(self, is_last, n_acc):
+        "Hear whether the optimizer's step comes after the present batch. n_acc: samples of a step"
+    def add_up(self, rows):
+        "What is recorded of a step, from (loss × items, items, samples) of each of its parts"
+        return rows[0]
     def loader(self, dl):
         "What is read of a loader: all of its data, if another learner's context has split it"
         return dl.all_data() if hasattr(dl, 'all_data') else dl
@@ -153,17 +166,13 @@ class Learner:
     @property
     def wrapper(self):
         """What a callback calls for a further forward pass of a training batch (SAM): `model`, in a context in DDP or
-        FSDP2"""
+        FSDP2. Gradients of a further pass count by the items of the ranks"""
         return self.runner.model or self.model
     @property
     def repeated(self):
         """Whether the current batch counts for nothing: other ranks have more samples in this epoch, and this one
         repeats some. A callback that counts samples skips it"""
         return self.runner.repeated
-    @property
-    def global_items(self):
-        "The mean of `items` over all ranks that share this step; None without one"
-        return self.runner.global_items
 
     def __call__(self, event):
         for cb in self._handlers.get(event, ()):
@@ -248,10 +257,12 @@ def all_batches(self:Learner):
 def one_batch(self:Learner, i:int, b):
     """Run one batch: prediction and loss; in training also the backward pass and the optimizer's step. i: index of the
     batch in this loop; b: the batch, as the loader gave it"""
-    self.iter,self.pred,self.loss_grad,self.loss,self.items = i,None,None,None,None
     n_inp = getattr(self.dl, 'n_inp', getattr(self._dls, 'n_inp', None))
-    self.xb,self.yb = split_batch(to_device(b, self.device), n_inp)
-    self._with_events(partial(self.runner.in_parts, self._do_batch) if self.runner.cuts else self._do_batch, 'batch')
+    self.iter = i
+    for part in self.runner.parts(i, b): # the batch itself, but with `max_bs`
+        self.pred,self.loss_grad,self.loss,self.items = None,None,None,None
+        self.xb,self.yb = split_batch(to_device(part, self.device), n_inp)
+        self._with_events(self._do_batch, 'batch')
 
 def check_loss(loss, training=False):
     "ValueError if a loss function has returned no tensor, or in training several numbers"
@@ -279,7 +290,7 @@ def _do_batch(self:Learner):
     if not self.training: return
     check_targets(self)
     self._with_events(lambda: self.loss_grad.backward(), 'backward')
-    if self.runner.waits: return
+    if self.runner.more: return
     self._with_events(self.opt.step, 'step')
     self.opt.zero_grad()
 

@@ -223,6 +223,7 @@ def batch_rows(learn)->int:
 def loader_rows(dl, i):
     "The number of samples in batch `i`; None if it is not known"
     bs,dealer = getattr(dl, 'batch_sampler', None),getattr(dl, 'dealer', None)
+    if dealer is not None and dealer.n_parts: return dealer.part_size
     k = i-getattr(dl, 'offset', 0)
     sizes = dealer.sizes if dealer is not None and dealer.unit=='batch' else None
     if not sizes and isinstance(bs, (list,tuple)): sizes = [*map(len, bs)]

@@ -25,7 +25,7 @@ from .metrics import AvgLoss,mk_metrics
 class Recorder(Callback):
     """History of a fit over all ranks: `losses`, `lrs` per step; `values` (losses, metrics), `iters` (steps so far)
     per epoch"""
-    order,keeps_batch = Order.recorder,True
+    order = Order.recorder
     fit_state,rank_state = ('lrs','iters','losses','values','log'),('totals',)
     def __init__(self):
         self.avg_loss,self.mets,self.metric_names = AvgLoss(),[],[]
@@ -35,11 +35,12 @@ class Recorder(Callback):
     def _forget(self):
         self.lrs,self.iters,self.losses = [],[],[]
         self.values,self.steps,self.log = [],[],[]
-        # n_before: batches of this fit up to the last one recorded
-        self.start,self.lr_now,self.n_samples,self.n_before = None,None,0,None
+        # n_before: batches of this fit up to the last one recorded; parts: of the present step so far
+        self.start,self.lr_now,self.n_samples = None,None,0
+        self.n_before,self.parts = None,[]
 
     def of_loop(self):
-        names = 'avg_loss','mets','measuring','reduced','log','steps','lr_now','n_before'
+        names = 'avg_loss','mets','measuring','reduced','log','steps','lr_now','n_before','parts'
         return {k: getattr(self, k) for k in names}
 
     def before_fit(self):
@@ -82,12 +83,15 @@ class Recorder(Callback):
 
     def after_batch(self):
         learn = self.learn
-        if learn.training and self.n_before==learn.train_iter: return # it is recorded already
+        if learn.training and self.n_before==learn.train_iter and not learn.runner.more_parts: return # it is recorded already
         n = batch_rows(learn) if learn.yb and learn.loss is not None and not learn.runner.repeated else 0
         if learn.training:
-            self.n_before = learn.train_iter
             items = n_items(learn) if n else 0
-            self.steps.append((weighted(learn.loss, items) if n else 0., items, n))
+            self.parts.append((weighted(learn.loss, items) if n else 0., items, n))
+            if learn.runner.more_parts: return
+            self.n_before = learn.train_iter
+            self.steps.append(learn.runner.add_up(self.parts))
+            self.parts = []
             self.lrs.append(self.lr_now)
             # of the next batch, if a callback cancels that before this one hears of its begin
             self.lr_now = learn.opt.param_groups[-1]['lr']

@@ -34,10 +34,13 @@ def with_grad(opt)->list:
     return [p for g in opt.param_groups for p in g['params'] if p.grad is not None]
 
 def scale_grads(opt, engine, k):
-    """Multiply the gradients that micro-batches have added up. opt: the learner's optimizer; engine: what trains in
+    """Multiply the gradients that parts or batches have added up. opt: the learner's optimizer; engine: what trains in
     place of the model; it may have gradients that were not exchanged yet; k: a number or a tensor ()"""
     whole = engine.whole_grads() if hasattr(engine, 'whole_grads') else []
-    for g in [*(p.grad for ps in groups_of(opt) for p in ps if p.grad is not None),*whole]: g.mul_(k)
+    grads = [*(p.grad for ps in groups_of(opt) for p in ps if p.grad is not None),*whole]
+    if all(type(g) is torch.Tensor and g.layout==torch.strided for g in grads) and grads: torch._foreach_mul_(grads, k)
+    else:
+        for g in grads: g.mul_(k)
 
 def _as_float32(o):
     half = isinstance(o, torch.Tensor) and o.dtype in _dtypes.values()
@@ -55,7 +58,7 @@ def half_type(device:torch.device)->torch.dtype:
 class MixedPrecision(Callback):
     """Run forward pass and loss in a 16-bit type where `torch.autocast` allows it. Weights, gradients and
     `learn.pred` stay float32"""
-    order,keeps_batch = Order.mixed_precision,True
+    order = Order.mixed_precision
     def __init__(self,
         dtype=None, # 'fp16', 'bf16', `torch.float16` or `torch.bfloat16`; None: chosen for the device, see `half_type`
         **kw        # Only for fp16: options of `torch.amp.GradScaler`, such as `init_scale`
@@ -204,16 +207,15 @@ class GradientClip(Callback):
 
 # %% ../../nbs/learner/06_techniques.ipynb #a028
 class GradientAccumulation(Callback):
-    """Step the optimizer once for every `n_acc` samples of each rank, with the gradient of the mean loss over all of
+    """Step the optimizer once for every `n_acc` samples of all ranks, with the gradient of the mean loss over all of
     them"""
-    order,run_valid,keeps_batch = Order.accumulation,False,True
+    order,run_valid = Order.accumulation,False
     def __init__(self,
-        # Samples per rank and step, as `bs` is per rank: for the same run, one process needs W times as many as W ranks
-        n_acc:int=32
+        n_acc:int=32 # Samples of a step, of all ranks together: it means the same at any number of ranks
     ):
         need(n_acc>=1, 'give the number of samples that make a step', n_acc=n_acc)
         self.n_acc,self.count,self.items = n_acc,0,0
-        self.total,self.stepping,self.marks,self.engine = n_acc,True,deque(),None
+        self.total,self.stepping,self.marks,self.at = n_acc,True,deque(),None
 
     def before_train(self):
         self._forget()
@@ -221,16 +223,18 @@ class GradientAccumulation(Callback):
 
     def before_batch(self):
         self.n = 0 if self.repeated else batch_rows(self.learn)
-        self.count += self.n
-        last = self.marks.popleft() if self.marks else self.iter+1==self.n_iter
-        self.stepping = self.runner.anyone(last or self.count>=self.n_acc)
-        self._exchange(self.stepping)
+        if self.at!=self.train_iter: # the first part of a batch
+            self.at = self.train_iter
+            last = self.marks.popleft() if self.marks else self.iter+1==self.n_iter
+            n,last = self.runner.step_totals(self.n, last)
+            self.count += n
+            self.stepping = last or self.count>=self.n_acc
+        self.runner.accumulate(self.stepping, self.n_acc)
 
     def before_backward(self):
-        if loss_kind(self.learn)=='sum': return # the gradients of sums need no weights
-        n = self.global_items
+        if self.runner.weighs or loss_kind(self.learn)=='sum': return # the gradients of sums need no weights
         counted = loss_over(self.learn).kind=='items' or self.learn.items is not None
-        if n is None: n = n_items(self.learn) if counted else self.n
+        n = n_items(self.learn) if counted else self.n
         self.items = self.items+n
         if self.stepping: self._divide_by(self.items+(self.items==0))
         self.learn.loss_grad = self.loss_grad*(n/self.total)
@@ -238,31 +242,24 @@ class GradientAccumulation(Callback):
     def before_step(self):
         if not self.stepping: raise CancelBatchException
     def after_step(self): self.count,self.items,self.total = 0,0,self.n_acc
-    def cleanup(self):
-        self._forget()
-        self.engine = None
+    def cleanup(self): self._forget()
 
 # %% ../../nbs/learner/06_techniques.ipynb #a030
 @patch
 def _divide_by(self:GradientAccumulation, total):
     "Let the accumulated gradients be divided by `total`"
-    if isinstance(total, torch.Tensor) or total!=self.total: scale_grads(self.opt, self.engine, self.total/total)
+    if isinstance(total, torch.Tensor) or total!=self.total: scale_grads(self.opt, None, self.total/total)
     self.total = total
-
-@patch
-def _exchange(self:GradientAccumulation, on):
-    self.engine = self.runner.model or self.engine # at the end of a fit there is none any more
-    if hasattr(self.engine, 'exchange'): self.engine.exchange(on)
 
 @patch
 def _forget(self:GradientAccumulation):
     "Drop the gradients of an incomplete group, after its loop ended early"
     if self.count and self.opt is not None:
         self.opt.zero_grad()
-        if hasattr(self.engine, 'whole_grads'): self.engine.whole_grads(drop=True)
+        if hasattr(self.runner.model, 'whole_grads'): self.runner.model.whole_grads(drop=True)
     self.after_step()
     self.marks.clear()
-    self._exchange(True)
+    self.at = None
 
 # %% ../../nbs/learner/06_techniques.ipynb #a033
 class _Marked(LoaderWrapper):
@@ -289,7 +286,7 @@ def steps_per_epoch(
     n = len(dl) if n is None else n
     acc = next((cb for cb in learn.cbs if isinstance(cb, GradientAccumulation)), None)
     if acc is None: return n
-    bs,_ = batch_shape(dl)
+    bs = dl.dealer.step if hasattr(dl, 'dealer') and dl.dealer.by_step else batch_shape(dl)[0] # of all ranks
     need(bs, f'{type(dl).__name__} without a batch size: count the steps')
     return math.ceil(n/math.ceil(acc.n_acc/bs))
 
@@ -348,7 +345,7 @@ class Lookahead(Optimizer):
 class EMA(Callback):
     """An exponential moving average of the weights over the optimizer's steps, the same on all ranks: `weights`, by
     name. `with learn.ema.apply():` puts it into the model"""
-    order,keeps_batch = Order.average,True
+    order = Order.average
     def __init__(self,
         decay:float=.999,   # Part of the average that stays at each step
         evaluate:bool=False # Validate and predict with the average, in a fit and after it
