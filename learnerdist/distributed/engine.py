@@ -63,7 +63,9 @@ class Mean(Kind):
     def weigh(self, loss, part, n_parts, k):
         k = part.weight*k
         return loss if not isinstance(k, Tensor) and k==1 else loss*k
-    def weight_of_second(self, part, copies, items): return part.weight*copies/items if items is not None else None
+    def weight_of_second(self, part, copies, items):
+        none = items is None or not isinstance(items, Tensor) and not items
+        return None if none else part.weight*copies/items
 
 class Sum(Kind):
     "A sum over samples; what callbacks add to it counts once a step"
@@ -795,7 +797,11 @@ class Engine(Runner):
         step = self.loop.step
         if self.part is None: return
         while step.handles: step.handles.pop().remove()
-        if not step.is_last or (scope := step.scope) is None: return
+        if not step.is_last: return
+        # without an exchange nobody knows what others have cancelled
+        if self.links and not self._sends and not step.counts and step.cancelled:
+            self._ask(widest(step.cancelled), Asks.before_step)
+        if (scope := step.scope) is None: return
         step.scope = None
         if scope!='backward': self.ballot.leave(scope)
         self.ballot.agreed = 'backward' # which is over

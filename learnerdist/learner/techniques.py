@@ -214,15 +214,15 @@ class GradientAccumulation(Callback):
         n_acc:int=32 # Samples of a step, of all ranks together: it means the same at any number of ranks
     ):
         need(n_acc>=1, 'give the number of samples that make a step', n_acc=n_acc)
-        self.n_acc,self.count,self.items = n_acc,0,0
-        self.total,self.stepping,self.marks,self.at = n_acc,True,deque(),None
+        self.n_acc,self.count,self.items,self.own = n_acc,0,0,0
+        self.stepping,self.marks,self.at = True,deque(),None
 
     def before_train(self):
         self._forget()
         if data_len(self.dl) is None: self.learn.dl = _Marked(self.dl, self.marks)
 
     def before_batch(self):
-        self.n = 0 if self.repeated else batch_rows(self.learn)
+        self.n,self.own = 0 if self.repeated else batch_rows(self.learn),0
         if self.at!=self.train_iter: # the first part of a batch
             self.at = self.train_iter
             last = self.marks.popleft() if self.marks else self.iter+1==self.n_iter
@@ -234,23 +234,23 @@ class GradientAccumulation(Callback):
     def before_backward(self):
         if self.runner.weighs or loss_kind(self.learn)=='sum': return # the gradients of sums need no weights
         counted = loss_over(self.learn).kind=='items' or self.learn.items is not None
-        n = n_items(self.learn) if counted else self.n
-        self.items = self.items+n
-        if self.stepping: self._divide_by(self.items+(self.items==0))
-        self.learn.loss_grad = self.loss_grad*(n/self.total)
+        self.own = n_items(self.learn) if counted else self.n
+        self.learn.loss_grad = self.loss_grad*(self.own/self.n_acc)
+
+    def after_cancel_backward(self): self.own = 0
+    def after_backward(self):
+        self.items,self.own = self.items+self.own,0
+        if not self.stepping or self.runner.weighs: return
+        k = self.n_acc/(self.items+(self.items==0))
+        is_one = not isinstance(k, torch.Tensor) and k==1
+        if not is_one and loss_kind(self.learn)!='sum': scale_grads(self.opt, None, k)
 
     def before_step(self):
         if not self.stepping: raise CancelBatchException
-    def after_step(self): self.count,self.items,self.total = 0,0,self.n_acc
+    def after_step(self): self.count,self.items = 0,0
     def cleanup(self): self._forget()
 
 # %% ../../nbs/learner/06_techniques.ipynb #a030
-@patch
-def _divide_by(self:GradientAccumulation, total):
-    "Let the accumulated gradients be divided by `total`"
-    if isinstance(total, torch.Tensor) or total!=self.total: scale_grads(self.opt, None, self.total/total)
-    self.total = total
-
 @patch
 def _forget(self:GradientAccumulation):
     "Drop the gradients of an incomplete group, after its loop ended early"
