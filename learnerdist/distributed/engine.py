@@ -739,7 +739,7 @@ class Engine(Runner):
         if self.replica: self.replica.after_backward(step.grads.pending)
         elif self.by_parts: add_earlier(self._params(), step.grads.pending)
         if self.weighs: self._scale(step)
-        loop.group.begun = not loop.group.is_last
+        loop.group.begun = not loop.group.is_last or loop.group.begun and step.scope not in (None,'backward')
 
     def _scale(self, step):
         "Learn the items of all ranks, and let gradients be those of the mean over them. Sync point"
@@ -751,14 +751,14 @@ class Engine(Runner):
         if self.statistics: self.statistics.end_step(changed)
         if rows: step.scope = widest([o.scope for o in rows]) if not any(o.counts for o in rows) else None
         elif self.links is None: step.scope = None if step.counts else widest(step.cancelled)
-        loop.group.n = n if not loop.group.is_last else 0
-        over = step.part.over or loss_over(self.learn)
-        kind = kind_of(over)
-        if loop.group.is_last and kind.corrects:
+        group,kind = loop.group,kind_of(step.part.over or loss_over(self.learn))
+        ends = group.is_last and step.scope in (None,'backward') # else the optimizer does not step
+        group.n = 0 if ends else n
+        if ends and kind.corrects:
             step.items = self._all_items(step, n, rows)
-            if loop.group.corrects: self._correct(step.items)
+            if group.corrects: self._correct(step.items)
         step.second = kind.weight_of_second(step.part, self._copies, step.items)
-        if step.scope is not None: # all parts were cancelled: there is no gradient, as in one process
+        if step.scope is not None and not group.begun: # all parts were cancelled: there is no gradient, as in one process
             for p in self._params(): p.grad = None
         for p,g in step.kept.items(): p.grad = g if p.grad is None else p.grad.add_(g)
 

@@ -1,0 +1,137 @@
+"""The same bits on any number of devices: `distrib_ctx(global_bs=…, max_bs=…)` ends with equal weights, optimizer state, recorded
+losses, metrics and predictions on 1, 2, 4 and 8 ranks, in float32 and bfloat16, also if it was stopped and goes on elsewhere"""
+import shutil
+from functools import cache, partial
+import pytest, torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import TensorDataset
+from learnerdist.all import (EMA, AccumMetric, Callback, CancelBatchException, CancelFitException, Checkpoint, DataLoaders,
+                             EarlyStoppingCallback, GradientAccumulation, Learner, TfmdDL, accuracy, average_grads, group_rank, group_size,
+                             process_group)
+from learnerdist.learner.techniques import GradientClip, MixedPrecision
+from learnerdist.testing import run_ranks
+
+def drawn(*shape, seed=1): return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def rows(n=70):
+    x = drawn(n, 6)
+    return TensorDataset(x, x[:,:3].argmax(1))
+def pictures(n=70):
+    x = drawn(n, 1, 8, 8)
+    return TensorDataset(x, x[:,0,0,:3].argmax(1))
+def texts(n=70):
+    "Of several lengths, padded by part; some labels do not count"
+    return [(torch.arange(2+i%5)%7, torch.arange(2+i%5)%3-(100 if i%4==0 else 0)) for i in range(n)]
+def pad(b):
+    xs,ys = zip(*b)
+    padded = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    return padded(xs),padded([y.where(y>=0, -100) for y in ys], padding_value=-100)
+
+def mlp(): return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+def dropped(): return nn.Sequential(nn.Linear(6, 16), nn.Dropout(.3), nn.Tanh(), nn.Dropout(.2), nn.Linear(16, 3))
+def conv():
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(.3), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4),
+                         nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+def tags(): return nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 3))
+def of_tokens(p, t): return F.cross_entropy(p.flatten(0, 1), t.flatten())
+
+class MixUp(Callback):
+    "Mixes samples of a part, by draws of numpy's kind and torch's"
+    run_valid = False
+    def before_batch(self):
+        x,y = self.learn.xb[0],self.learn.yb[0]
+        lam,order = torch.distributions.Beta(.4, .4).sample(),torch.randperm(len(x))
+        self.learn.xb,self.learn.yb = (lam*x+(1-lam)*x[order],),(lam*F.one_hot(y, 3)+(1-lam)*F.one_hot(y[order], 3),)
+
+class OnOneRank(Callback):
+    "Raises at a part of a step, whatever rank it is on"
+    run_valid = False
+    def __init__(self, event, exc, step, part):
+        self.exc,self.at = exc,(step,part)
+        setattr(self, event, self._raise)
+    def _raise(self):
+        if (self.train_iter,self.learn.runner.part.number)==self.at: raise self.exc
+
+class Adversary(Callback):
+    "A second network with an optimizer of its own, on the features of the first"
+    run_valid = False
+    def __init__(self):
+        torch.manual_seed(5)
+        self.net = nn.Linear(3, 1)
+        self.opt2 = torch.optim.Adam(self.net.parameters(), .01)
+    def after_loss(self): self.learn.loss_grad = self.loss_grad-.1*self.net(self.pred).sigmoid().mean()
+    def after_backward(self):
+        for p in self.net.parameters(): p.grad = None # of the learner's loss
+    def after_batch(self):
+        if self.learn.runner.more_parts: return
+
+class Halves:
+    "A batch transform that draws"
+    def __call__(self, b): return b[0]*(torch.rand(len(b[0]), 1)>.5),b[1]
+
+adamw,sgd = torch.optim.AdamW,partial(torch.optim.SGD, momentum=.9)
+base = dict(data=rows, model=mlp, loss=F.cross_entropy, opt=adamw, cbs=list, dtype=torch.float32, collate=None, after_batch=None, n_epoch=3,
+            metrics=[accuracy])
+def scene(**kw): return {**base, **kw}
+scenes = dict(
+    plain=scene(), dropout=scene(model=dropped), mixup=scene(cbs=lambda: [MixUp()], metrics=[]),
+    conv=scene(data=pictures, model=conv, n_epoch=2), bfloat16=scene(data=pictures, model=conv, dtype=torch.bfloat16, n_epoch=2),
+    tokens=scene(data=texts, model=tags, loss=of_tokens, collate=pad, metrics=[]),
+    weights=scene(loss=nn.CrossEntropyLoss(weight=torch.tensor([.2,.5,.3])), opt=sgd),
+    transforms=scene(after_batch=Halves(), cbs=lambda: [GradientClip(.5), EMA(.9, evaluate=True)]),
+    accumulation=scene(cbs=lambda: [GradientAccumulation(48)], opt=sgd),
+    amp=scene(model=dropped, cbs=lambda: [MixedPrecision('bf16')]),
+    a_part_cancelled=scene(cbs=lambda: [OnOneRank('after_pred', CancelBatchException, 1, 5)]),
+    cancelled_late=scene(cbs=lambda: [OnOneRank('after_loss', CancelBatchException, 2, 0)]),
+    fit_cancelled=scene(cbs=lambda: [OnOneRank('before_backward', CancelFitException, 4, 6)]),
+    early_stopping=scene(cbs=lambda: [EarlyStoppingCallback('valid_loss', min_delta=10., patience=1)], n_epoch=5),
+    adversary=scene(cbs=lambda: [Adversary()]))
+
+def make(c, cbs=(), path='.'):
+    torch.manual_seed(0)
+    model = c['model']().to(c['dtype'])
+    train,valid = c['data'](),c['data'](23)
+    def cast(b): return tuple(o.to(c['dtype']) if o.is_floating_point() else o for o in b)
+    kw = {} if c['collate'] is None else dict(collate_fn=c['collate'])
+    after = [cast, *([c['after_batch']] if c['after_batch'] else [])]
+    dls = DataLoaders(TfmdDL(train, 24//group_size(), shuffle=True, after_batch=after, **kw), TfmdDL(valid, 5, after_batch=[cast], **kw))
+    learn = Learner(dls, model, c['loss'], c['opt'], lr=.01, metrics=c['metrics'], cbs=[*c['cbs'](), *cbs], path=path)
+    learn.logger = lambda line: None
+    return learn
+
+def outcome(learn):
+    rec = learn.recorder
+    return dict(state=dict(learn.model.state_dict()), opt=tree_leaves(learn.opt.state_dict()), losses=rec.losses, values=rec.values,
+                lrs=rec.lrs)
+
+def run(name, **ctx):
+    learn = make(scenes[name])
+    with learn.distrib_ctx(seed=3, global_bs=24, **{'max_bs': 3, **ctx}):
+        learn.fit(scenes[name]['n_epoch'])
+        preds = learn.get_preds()
+    return dict(outcome(learn), preds=preds)
+
+def runs(names):
+    with process_group(): return {k: run(k) for k in names}
+
+def equal(a, b, at=''):
+    "Bit by bit"
+    assert type(a) is type(b), at
+    if isinstance(a, dict): a,b = [[o[k] for k in sorted(o, key=str)] for o in (a, b)]
+    if isinstance(a, torch.Tensor): assert torch.equal(a, b), f'{at}: {(a.double()-b.double()).abs().max()}'
+    elif isinstance(a, (list,tuple)):
+        assert len(a)==len(b), at
+        for i,(x,y) in enumerate(zip(a, b)): equal(x, y, f'{at}/{i}')
+    else: assert a==b or a!=a and b!=b, f'{at}: {a} {b}'
+
+@pytest.fixture(scope='module')
+def on():
+    return cache(lambda W: run_ranks(runs, W, [*scenes], timeout_s=300) if W>1 else [runs([*scenes])])
+
+@pytest.mark.parametrize('name', scenes)
+@pytest.mark.parametrize('W', [2, 4, pytest.param(8, marks=pytest.mark.long)])
+def test_bits(on, W, name):
+    want = on(1)[0][name]
+    for r in on(W):
+        for k,o in want.items(): equal(r[name][k], o, f'{name}, {k}')
