@@ -1,15 +1,13 @@
 """The same bits on any number of devices: `distrib_ctx(global_bs=…, max_bs=…)` ends with equal weights, optimizer state, recorded
 losses, metrics and predictions on 1, 2, 4 and 8 ranks, in float32 and bfloat16, also if it was stopped and goes on elsewhere"""
-import shutil
 from functools import cache, partial
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
-from learnerdist.all import (EMA, AccumMetric, Callback, CancelBatchException, CancelFitException, Checkpoint, DataLoaders,
-                             EarlyStoppingCallback, GradientAccumulation, Learner, TfmdDL, accuracy, average_grads, group_rank, group_size,
-                             process_group)
+from learnerdist.all import (EMA, Callback, CancelBatchException, CancelFitException, Checkpoint, DataLoaders, EarlyStoppingCallback,
+                             GradientAccumulation, Learner, TfmdDL, accuracy, group_rank, group_size, process_group)
 from learnerdist.learner.techniques import GradientClip, MixedPrecision
 from learnerdist.testing import run_ranks
 
@@ -53,18 +51,32 @@ class OnOneRank(Callback):
     def _raise(self):
         if (self.train_iter,self.learn.runner.part.number)==self.at: raise self.exc
 
-class Adversary(Callback):
-    "A second network with an optimizer of its own, on the features of the first"
-    run_valid = False
+class Gan(nn.Module):
+    "A generator, and a network that tells its output from data; each loss reaches one of them"
     def __init__(self):
-        torch.manual_seed(5)
-        self.net = nn.Linear(3, 1)
-        self.opt2 = torch.optim.Adam(self.net.parameters(), .01)
-    def after_loss(self): self.learn.loss_grad = self.loss_grad-.1*self.net(self.pred).sigmoid().mean()
-    def after_backward(self):
-        for p in self.net.parameters(): p.grad = None # of the learner's loss
-    def after_batch(self):
-        if self.learn.runner.more_parts: return
+        super().__init__()
+        self.gen = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.tells = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    def forward(self, x):
+        fake = self.gen(torch.randn(len(x), 4, dtype=x.dtype))
+        frozen = {k: p.detach() for k,p in self.tells.named_parameters()}
+        return self.tells(x),self.tells(fake.detach()),torch.func.functional_call(self.tells, frozen, fake)
+def of_gan(out, y):
+    bce = F.binary_cross_entropy_with_logits
+    real,fake,fooled = out
+    return bce(real, torch.ones_like(real))+bce(fake, torch.zeros_like(fake))+bce(fooled, torch.ones_like(fooled))
+
+class TwoOptimizers:
+    "SGD for the first group, Adam for the second one"
+    def __init__(self, groups, lr):
+        self.opts = [torch.optim.SGD([groups[0]], lr, momentum=.5),torch.optim.Adam([groups[1]], lr)]
+        self.param_groups = [g for o in self.opts for g in o.param_groups]
+    state = property(lambda self: {**self.opts[0].state, **self.opts[1].state})
+    def step(self): return [o.step() for o in self.opts]
+    def zero_grad(self): return [o.zero_grad() for o in self.opts]
+    def state_dict(self): return dict(both=[o.state_dict() for o in self.opts])
+    def load_state_dict(self, d): return [o.load_state_dict(s) for o,s in zip(self.opts, d['both'])]
+def of_both(m): return [[*m.gen.parameters()], [*m.tells.parameters()]]
 
 class Halves:
     "A batch transform that draws"
@@ -72,7 +84,7 @@ class Halves:
 
 adamw,sgd = torch.optim.AdamW,partial(torch.optim.SGD, momentum=.9)
 base = dict(data=rows, model=mlp, loss=F.cross_entropy, opt=adamw, cbs=list, dtype=torch.float32, collate=None, after_batch=None, n_epoch=3,
-            metrics=[accuracy])
+            metrics=[accuracy], splitter=None)
 def scene(**kw): return {**base, **kw}
 scenes = dict(
     plain=scene(), dropout=scene(model=dropped), mixup=scene(cbs=lambda: [MixUp()], metrics=[]),
@@ -86,7 +98,7 @@ scenes = dict(
     cancelled_late=scene(cbs=lambda: [OnOneRank('after_loss', CancelBatchException, 2, 0)]),
     fit_cancelled=scene(cbs=lambda: [OnOneRank('before_backward', CancelFitException, 4, 6)]),
     early_stopping=scene(cbs=lambda: [EarlyStoppingCallback('valid_loss', min_delta=10., patience=1)], n_epoch=5),
-    adversary=scene(cbs=lambda: [Adversary()]))
+    gan=scene(model=Gan, loss=of_gan, opt=TwoOptimizers, splitter=of_both, metrics=[]))
 
 def make(c, cbs=(), path='.'):
     torch.manual_seed(0)
@@ -96,7 +108,8 @@ def make(c, cbs=(), path='.'):
     kw = {} if c['collate'] is None else dict(collate_fn=c['collate'])
     after = [cast, *([c['after_batch']] if c['after_batch'] else [])]
     dls = DataLoaders(TfmdDL(train, 24//group_size(), shuffle=True, after_batch=after, **kw), TfmdDL(valid, 5, after_batch=[cast], **kw))
-    learn = Learner(dls, model, c['loss'], c['opt'], lr=.01, metrics=c['metrics'], cbs=[*c['cbs'](), *cbs], path=path)
+    learn = Learner(dls, model, c['loss'], c['opt'], lr=.01, metrics=c['metrics'], cbs=[*c['cbs'](), *cbs], path=path,
+                    **({'splitter': c['splitter']} if c['splitter'] else {}))
     learn.logger = lambda line: None
     return learn
 
@@ -135,3 +148,35 @@ def test_bits(on, W, name):
     want = on(1)[0][name]
     for r in on(W):
         for k,o in want.items(): equal(r[name][k], o, f'{name}, {k}')
+
+# --- stopped, and going on with another number of ranks ----------------------------------------------------------------
+
+class Dies(Callback):
+    "An error at a step of the fit, on the last rank"
+    def __init__(self, step): self.step = step
+    def after_step(self):
+        if self.train_iter==self.step and group_rank()==group_size()-1: raise RuntimeError('ZeroDivision')
+
+def begin(folder, name, step):
+    learn = make(scenes[name], [Checkpoint('ckpt', 2), Dies(step)], folder)
+    with pytest.raises(Exception, match='ZeroDivision'), learn.distrib_ctx(seed=3, global_bs=24, max_bs=3):
+        learn.fit(scenes[name]['n_epoch'])
+
+def go_on(folder, name):
+    learn = make(scenes[name], [Checkpoint('ckpt', 2)], folder)
+    with learn.distrib_ctx(seed=3, global_bs=24, max_bs=3): learn.fit(scenes[name]['n_epoch'], resume=True)
+    return outcome(learn)
+
+def on_ranks(f, W, *args): return run_ranks(f, W, *args, timeout_s=120) if W>1 else [f(*args)]
+
+# From so many ranks to so many, killed in so many steps
+moves = [('dropout', 2, 1, 4), ('conv', 1, 2, 5), ('mixup', 4, 2, 7)]
+moves += [pytest.param(k, a, b, n, marks=pytest.mark.long) for k,a,b,n in (('conv', 2, 4, 3), ('tokens', 4, 1, 5), ('transforms', 1, 4, 6),
+          ('weights', 2, 1, 2), ('bfloat16', 4, 2, 3), ('amp', 1, 4, 7))]
+
+@pytest.mark.parametrize('name,before,after,step', moves)
+def test_resume_elsewhere(on, tmp_path, name, before, after, step):
+    on_ranks(begin, before, tmp_path, name, step)
+    want = on(1)[0][name]
+    for r in on_ranks(go_on, after, tmp_path, name):
+        for k,o in r.items(): equal(o, want[k], f'{name}, {k}')

@@ -16,12 +16,12 @@ import torch
 from fastcore.foundation import L
 
 from ..data.loaders import call_model
-from ..learner.losses import copied,unweighted
+from ..learner.losses import copied
 from ..learner.recorder import Recorder,as_totals
 from ..learner.techniques import GradientClip
 from ..core.random import rng_state,set_rng_state
 from ..core.shards import map_tensors
-from ..distributed.engine import autocast_of,zero_of
+from ..distributed.engine import add_totals,autocast_of,zero_of
 from ..core.stacks import need
 from .snapshot import are_plain,to_plain
 
@@ -131,13 +131,9 @@ def part_of(cbs, states:list, rank:int, adds_up:bool)->dict:
     def joined(k, a):
         parts = [o[k][a] for o in states if k in o] # rank 0 may have more callbacks than the others
         grows = grow.get(k, {}).get(a)
-        res = _sum_losses(parts) if adds_up and grows and grows.steps else sum(parts)
+        res = add_totals(parts, bool(adds_up and grows and grows.steps))
         return torch.zeros_like(res) if rank else res
     return {k: {a: joined(k, a) for a in v} for k,v in states[0].items()}
-
-def _sum_losses(parts):
-    res = sum(torch.cat([unweighted(o[:,:1], o[:,1:2]), o[:,1:]], 1) for o in parts)
-    return torch.cat([res[:,:1]*res[:,1:2], res[:,1:]], 1)
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c010
 def check_model(model:torch.nn.Module, state:dict, source):

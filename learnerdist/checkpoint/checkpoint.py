@@ -84,10 +84,10 @@ class Requests:
 class Moments:
     "What a `Checkpoint` does at the points that all ranks reach together"
     def seeds(self, epoch:int)->Seeds:
-        "What this rank's random streams follow from in an epoch of this fit; None if the context seeds nothing"
+        "What random streams follow from in an epoch of this fit; None if the context seeds nothing"
         if self.trainer and not self.trainer.opts.sample_seeds: return None
         owner = self.trainer or self
-        return Seeds(owner.seed, self.rank, owner.epochs_before+epoch)
+        return Seeds(owner.seed, owner.epochs_before+epoch)
 
     def _seed(self, epoch, moment):
         if seeds := self.seeds(epoch): seeds.set(moment)
@@ -106,7 +106,7 @@ class Moments:
     def at_train(self):
         "Before a training loop: wrap its loader in a `PlacedLoader`, at its position if the fit is resumed"
         dl = self.learn.dl
-        dl = self.trainer.share_now(dl, pad='batch') if self.trainer else self._read_alone(dl)
+        dl = self.trainer.shards.share_now(dl, pad='batch') if self.trainer else self._read_alone(dl)
         # others may wrap it in a loader that reads ahead
         self.phase,self.loader = 'train',PlacedLoader(dl, self.seeds(self.epoch))
         self.learn.dl = self.loader
@@ -304,7 +304,7 @@ class Restoring:
         self.alike = self.at['world']==self.world
         self.unsettled = self.at['step']>0 and self.world>2
         self.seed,self.epochs_before = self.at['seed'],self.at['epochs_before']
-        if self.trainer: self.trainer.go_on(self.seed, self.epochs_before)
+        if self.trainer: self.trainer.shards.go_on(self.seed, self.epochs_before)
         self._load_callbacks()
 
     def _set_start(self):

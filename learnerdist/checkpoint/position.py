@@ -19,13 +19,12 @@ from ..data.loaders import LoaderWrapper,batch_shape,data_len
 
 # %% ../../nbs/checkpoint/01_position.ipynb #c005
 class Seeds(NamedTuple):
-    "What the random streams of a rank are seeded by, besides the number of the batch"
+    "What random streams are seeded by, besides the number of the batch"
     seed:int
-    rank:int
     epoch:int # Counted from the learner's first in a context
     def set(self, batch:int):
         "Seed the global random streams for a batch, or for a moment between two loops"
-        seed_streams(self.seed, self.rank, self.epoch, batch)
+        seed_streams(self.seed, self.epoch, batch)
 
 # Moments: no batch has these numbers, and samples have -1
 between_epochs,validation = -2,-3

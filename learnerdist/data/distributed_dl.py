@@ -524,9 +524,13 @@ class _PartCollate:
         d,(k,n,parts) = self.dealer,step
         res = [n]
         for v,items in zip(d.own_parts, parts):
-            if d.sample_seeds and self.func not in _quiet_collates: seed_streams(d.seed, d.epoch, k, v, _collating)
+            if self.func not in _quiet_collates: seed_collation(d, k, v)
             res.append(self.func(items))
         return res
+
+def seed_collation(dealer, k:int, part:int):
+    "Before a part of step `k` is collated: seed the random streams, if those of samples are"
+    if dealer.sample_seeds: seed_streams(dealer.seed, dealer.epoch, k, part, _collating)
 
 _quiet_collates = default_collate,as_it_is
 _collating = -5 # among the numbers by which streams are seeded: draws in the loop have other ones

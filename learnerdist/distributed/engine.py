@@ -361,6 +361,7 @@ class Engine(Runner):
         self.max_bs = None if opts.max_bs=='auto' else opts.max_bs # Samples of a part, at most
 
     seed = property(lambda self: self.context.seed, doc="Of shuffling and of all draws")
+    epochs_before = property(lambda self: self.shards.epochs_before, doc="Epochs of earlier fits in this context")
     device = property(lambda self: self.context.device, doc="Of this process")
     links = property(lambda self: self.ballot.links, doc="To the other ranks; None with one process")
     model = property(lambda self: self.loop.model, doc="What is called in training, in place of the learner's model")

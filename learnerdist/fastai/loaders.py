@@ -13,6 +13,7 @@ from itertools import chain
 from fastai.callback.data import PartialDL
 from fastai.data.load import DataLoader
 from fastai.text.data import LMDataLoader,SortedDL
+from fastcore.basics import noop
 
 from ..core.compat import names
 from ..core.env import num_distrib,rank_distrib
@@ -20,7 +21,7 @@ from ..core.random import mix_seed,rng_state,set_rng_state,shared_rng
 from ..data import distributed_dl as core
 from ..distributed.shares import Share
 from ..data.distributed_dl import Dealer,EveryNth,in_order,is_quiet
-from ..data.distributed_dl import reindexed,whole_batches,with_settings
+from ..data.distributed_dl import parted,reindexed,seed_collation,whole_batches,with_settings
 from ..data.sharding import batch_count,share_len
 
 # %% ../../nbs/fastai/00_loaders.ipynb #b73587e2
@@ -258,6 +259,40 @@ def _(dl:LMDataLoader, dealer):
     new.create_item,dealer.unit = whole.create_item,'row'
     new.bs,new.n = max(rows, 1),dl.n_batches*rows
     return _reading(new, _Rows(whole, dealer))
+
+# %% ../../nbs/fastai/00_loaders.ipynb #prt02
+class _StepKeys:
+    "In place of `get_idxs`; stores the indices of each part of each step"
+    def __init__(self, order): self.order,self.keys = order,[]
+    def __call__(self):
+        d = self.order.dealer
+        self.keys,d.asked = [*d.steps(self.order.whole())],'all'
+        return []
+
+class _EachPart:
+    "In place of `create_batches`: how many samples a step has on all ranks, then a batch for each part of this one"
+    def __init__(self, dl, dealer): self.dl,self.dealer = dl,dealer
+    def __call__(self, samps):
+        dl = self.dl
+        for i,(k,n,parts) in enumerate(dl.get_idxs.keys):
+            if i%dl.num_workers==dl.offs: yield [n, *[self.batch(k, *o) for o in zip(self.dealer.own_parts, parts)]]
+    def batch(self, k, v, idxs):
+        items = [*map(self.dl.do_item, idxs)]
+        seed_collation(self.dealer, k, v)
+        return self.dl.do_batch(items)
+
+@parted.register
+def _(dl:DataLoader, dealer):
+    by_itself = dl.bs is None or _reads_itself(dl) or isinstance(dl, LMDataLoader)
+    if by_itself or not dl.indexed: return parted.dispatch(object)(dl, dealer)
+    if _is_plain(dl): order = dealer.order(range(dl.n), dl.shuffle)
+    else: order = dealer.drawn(_Indices(_global(dl, dealer), dealer))
+    new = shallow(dl)
+    new.do_item,after,new.after_batch = _AllItems(new),new.after_batch,noop
+    new = _seeded(new, dealer)
+    new.get_idxs,new.create_batches = _StepKeys(order),_EachPart(new, dealer)
+    dealer.share_memory(new.fake_l.num_workers)
+    return new,after
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c021
 class DistributedDL(core.DistributedDL):
