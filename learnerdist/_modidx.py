@@ -1092,6 +1092,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'learnerdist/data/sharding.py'),
                                            'learnerdist.data.sharding.full_rows': ( 'data/sharding.html#full_rows',
                                                                                     'learnerdist/data/sharding.py'),
+                                           'learnerdist.data.sharding.parts_in_use': ( 'data/sharding.html#parts_in_use',
+                                                                                       'learnerdist/data/sharding.py'),
                                            'learnerdist.data.sharding.parts_of_step': ( 'data/sharding.html#parts_of_step',
                                                                                         'learnerdist/data/sharding.py'),
                                            'learnerdist.data.sharding.share': ('data/sharding.html#share', 'learnerdist/data/sharding.py'),

@@ -186,7 +186,7 @@ class Dealer:
         n,k,items = 0,max(self.start,at)//self.step,islice(items, max(self.start-at, 0), None)
         while chunk := [*islice(items, self.step)]:
             if self.drop_last and len(chunk)<self.step: break
-            yield k,len(chunk),parts_of_step(chunk, self.n_parts, self.own_parts)
+            yield k,len(chunk),parts_of_step(chunk, self.n_parts, self.own_parts, self.max_bs)
             n,k = n+len(chunk),k+1
         self._n_read[worker_id()] = n
     def owed(self, n)->int:

@@ -122,7 +122,14 @@ def factors(n:int)->list:
             n //= k
     return res
 
-def parts_of_step(items:list, n_parts:int, own)->list:
-    """The items of some parts of a step. An empty part repeats an item. items: those of the global batch, at least
-    one; n_parts: of all ranks; own: the numbers of the parts"""
-    return [items[v::n_parts] or [items[v%len(items)]] for v in own]
+def parts_in_use(n:int, n_parts:int, max_bs:int)->int:
+    """How many parts of a step of `n` items have items: all, but in a short step. Then they have two at least, where
+    `max_bs` allows it, since BatchNorm cannot do with one"""
+    return min(n_parts, max(-(-n//max_bs), n//2))
+
+def parts_of_step(items:list, n_parts:int, own, max_bs:int)->list:
+    """The items of some parts of a step. An empty part repeats two. items: those of the global batch, at least one;
+    n_parts: of all ranks; own: the numbers of the parts; max_bs: items of a part, at most"""
+    n = len(items)
+    used = parts_in_use(n, n_parts, max_bs)
+    return [items[v::used] if v<used else [items[v%n],items[(v+1)%n]] for v in own]

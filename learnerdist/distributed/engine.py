@@ -27,7 +27,7 @@ from ..core.shards import groups_of,is_part
 from ..core.stacks import frames_of,need,warn
 from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
 from ..data.loaders import LoaderWrapper,batch_shape,call_model,split_batch,to_device
-from ..data.sharding import factors,share_len
+from ..data.sharding import factors,parts_in_use,share_len
 from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_hash
 from .comparison import same_data,same_fit,same_optimizer,same_structure
 from .evaluation import Evaluation
@@ -68,8 +68,8 @@ class Mean(Kind):
         return None if none else part.weight*copies/items
 
 class Sum(Kind):
-    "A sum over samples; what callbacks add to it counts once a step"
-    def weigh(self, loss, part, n_parts, k): return (loss+part.loss*(n_parts-1))*(k/n_parts)
+    "A sum over samples; what callbacks add to it counts once a step, also in a part that counts for nothing"
+    def weigh(self, loss, part, n_parts, k): return (loss+part.loss*(-1 if part.why else n_parts-1))*(k/n_parts)
     def weight_of_second(self, part, copies, items): return copies
 
 class Whole(Kind):
@@ -585,7 +585,8 @@ class Engine(Runner):
         if dealer is not None and dealer.n_parts:
             n,*batches = b
             own,n_parts = dealer.own_parts,dealer.n_parts
-            parts = [Part(v, Why.repeats if v>=n else None) for v in own]
+            used = parts_in_use(n, n_parts, dealer.max_bs)
+            parts = [Part(v, Why.repeats if v>=used else None) for v in own]
         else:
             n,batches,n_parts = None,[b],group_size()
             parts = [Part(group_rank(), Why.repeats if self._is_repeat(i) else None)]
@@ -597,7 +598,7 @@ class Engine(Runner):
         for step.i,b in enumerate(batches):
             if not seeded: seed_streams(self.seed, self.shards.epoch, i, step.part.number)
             if n is not None:
-                dealer.part_size = max(share_len(n, step.part.number, n_parts, False), 1)
+                dealer.part_size = 2 if step.part.why else share_len(n, step.part.number, used, False)
                 b = loop.dl.after_part(b)
             self._begin_part(step)
             yield b
@@ -679,8 +680,8 @@ class Engine(Runner):
         if kind.corrects:
             if learn.items is not None: part.n = learn.items
             part.n = learn.items = self._as_number(part.n, over)
-        if part.why or kind.corrects and not isinstance(part.n, Tensor) and not part.n: # its loss may be NaN
-            if over.kind!='whole': learn.loss_grad = zero_of(learn.pred)
+        if kind.corrects and (part.why or not isinstance(part.n, Tensor) and not part.n): # its loss may be NaN
+            learn.loss_grad = zero_of(learn.pred)
             return
         scale = loop.scale if kind.corrects else 1.
         learn.loss_grad = kind.weigh(learn.loss_grad, part, loop.step.n_parts, self._copies/scale)

@@ -235,6 +235,9 @@ def check_options(opts):
     check('check_every', opts.check_every, int, 0, 'a number of steps, from 1 up')
     check('global_bs', opts.global_bs, int, 0, 'the number of samples in a step of all ranks together')
     if opts.max_bs!='auto': check('max_bs', opts.max_bs, int, 0, "a number of samples, or 'auto'")
+    if opts.max_bs and ddp_kw.get('static_graph'):
+        raise ValueError(f'static_graph with max_bs={opts.max_bs!r}: the first pass of a static graph exchanges gradients, and a '
+                         'step has several: leave out one of the two')
     if opts.global_bs and opts.split_batches:
         raise ValueError(f'global_bs={opts.global_bs} and split_batches: leave out one of the two')
     check('timeout_s', opts.timeout_s, (int,float), 0, 'seconds')
