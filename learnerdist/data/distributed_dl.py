@@ -19,7 +19,7 @@ from ..core.random import draw,map_seeded,mix_seed,rng_state,same_streams
 from ..core.random import seed_streams,set_rng_state,shared_rng
 from ..core.stacks import need,warn
 from .sharding import batch_count, check_rank, count_parts, deal, epoch_order, full_rows
-from .sharding import parts_of_step, share, share_len
+from .sharding import parts_in_use, parts_of_step, share, share_len
 from .datasets import as_it_is, at_once, columns_of
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c005
@@ -110,7 +110,7 @@ class Dealer:
     streams = False # Whether an iterable data set is dealt
     max_bs = None # Samples of a part of a step, at most
     n_parts = None # Of a step, of all ranks, where each is read by itself; None: a batch is a rank's part
-    part_size = None # Samples of the part that is computed now, see `parted`
+    step_size = part_size = None # Samples of the step and of the part that are computed now, see `parted`
     sizes = () # Of the batches that have been dealt, if batches are
     # Which items of this epoch the loader has asked for: 'nothing', 'some' or 'all'
     asked = 'nothing'
@@ -178,6 +178,10 @@ class Dealer:
         "The numbers of this rank's parts of a step"
         n = self.n_parts//self.world_size
         return range(self.rank*n, self.rank*n+n)
+    def size_of_part(self, part:int)->int:
+        "Samples of a part of the present step"
+        used = parts_in_use(self.step_size, self.n_parts, self.max_bs)
+        return share_len(self.step_size, part, used, False) if part<used else 2
     def steps(self, items, at=0):
         """Iterator over the steps of an epoch: its number, how many items it has, those of each of this rank's parts.
         items, at: as in `deal`"""

@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/data/00_sharding.ipynb #c002
+from functools import cache
 from itertools import islice
 
 import torch
@@ -112,6 +113,7 @@ def count_parts(global_bs:int, max_bs:int, world_size:int)->int:
     "The number of parts of a step: a multiple of `world_size`, so that no part has more than `max_bs` samples"
     return world_size*-(-global_bs//(max_bs*world_size))
 
+@cache
 def factors(n:int)->list:
     "The prime factors of a number, the smallest first"
     res,k = [],2

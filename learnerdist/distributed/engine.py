@@ -10,6 +10,7 @@ import logging,struct,sys
 from abc import ABC,abstractmethod
 from contextlib import ExitStack,contextmanager,nullcontext
 from itertools import chain,count,islice
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from ..core.shards import groups_of,is_part
 from ..core.stacks import frames_of,need,warn
 from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
 from ..data.loaders import LoaderWrapper,batch_shape,call_model,split_batch,to_device
-from ..data.sharding import factors,parts_in_use,share_len
+from ..data.sharding import factors,parts_in_use
 from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_hash
 from .comparison import same_data,same_fit,same_optimizer,same_structure
 from .evaluation import Evaluation
@@ -77,8 +78,7 @@ class Whole(Kind):
     def weigh(self, loss, part, n_parts, k): return loss
     def weight_of_second(self, part, copies, items): return None
 
-_kinds = dict(sum=Sum(), whole=Whole())
-def kind_of(over)->Kind: return _kinds.get(over.kind, Mean())
+_kinds,_mean = dict(sum=Sum(), whole=Whole()),Mean() # by the name of a `MeanOver`; all others are means
 
 def zero_of(pred):
     "A zero that depends on each tensor of a prediction"
@@ -137,11 +137,13 @@ class Loop:
     def __init__(self, training=False):
         self.training = training
         self.model = None # What is called in place of the learner's model
-        self.dl = None # This rank's shard of a training loader
+        self.dl = self.dealer = None # This rank's shard of a training loader, and what deals it
         self.known = True # Whether all ranks know the samples of each step
-        self.scale = 1. # The samples of a full step
+        self.full = 1 # The samples of a full step
+        self.scale = 1. # By which the losses of this step are divided, see `Kind`
         self.n_steps = 0 # Training batches so far, with the present one
         self.step = None # Of the present batch; None between two
+        self.part = None # Of a training step, that is computed now
         self.group = Group()
         self.evaluation = None # `Evaluation`, of what is measured
         self.streams = None # Random streams before an evaluation, which go on there after it
@@ -325,19 +327,22 @@ def may_cancel(scope, event)->bool:
 def _finite(grad): return grad.nan_to_num(0., 0., 0.)
 
 # %% ../../nbs/distributed/10_engine.ipynb #row02
-class Row:
-    "What a rank says of its parts of a step, in 11 bytes"
-    packed = struct.Struct('<dBBB')
-    def __init__(self, items, counts, scope, changed):
-        self.items = items # Those that count; 0 if they are counted on a device
-        self.counts = counts # Whether a part counts
-        self.scope = scope # The widest scope that is cancelled, or None
-        self.changed = changed # Whether buffers of the model have changed, see `PartStatistics`
-    def pack(self)->bytes: return self.packed.pack(self.items, self.counts, scopes.index(self.scope), self.changed)
-    @classmethod
-    def unpack(cls, data:bytes):
-        items,counts,scope,changed = cls.packed.unpack(data)
-        return cls(items, bool(counts), scopes[scope], bool(changed))
+# What a rank says of its parts of a step, in 11 bytes: their items, if the host counts them; whether a part counts; the widest
+# scope that it has cancelled; whether its forward passes have changed buffers, see `PartStatistics`
+_row = struct.Struct('<d3B')
+
+class Rows(NamedTuple):
+    "What all ranks say of their parts of a step"
+    items:list    # Of each rank
+    counts:bool   # Whether a part of any rank counts
+    scope:str     # The widest scope that a rank has cancelled, or None
+    changed:bool  # Whether buffers have changed on any rank
+
+def pack_row(items, counts, scope, changed)->bytes: return _row.pack(items, counts, scopes.index(scope), changed)
+def read_rows(rows)->Rows:
+    "What ranks have packed"
+    items,counts,found,changed = zip(*map(_row.unpack, rows))
+    return Rows([*items], any(counts), scopes[max(found)], any(changed))
 
 # %% ../../nbs/distributed/10_engine.ipynb #amp02
 def autocast_of(learn):
@@ -360,40 +365,22 @@ class Engine(Runner):
         self.loop,self.followers = Loop(),[] # followers: see `follow`
         self.max_bs = None if opts.max_bs=='auto' else opts.max_bs # Samples of a part, at most
 
+        self.by_parts = bool(opts.max_bs) # Whether parts are as large as `max_bs` says, and not a rank's whole batch
+        # To the other ranks, or None; whether the engine weighs the losses of training batches
+        self.links,self.weighs = None,self.by_parts
+        self.rank,self.world_size = 0,1
+        # see `Runner`: of the present batch
+        self.more = self.more_parts = self.repeated = False
+
     seed = property(lambda self: self.context.seed, doc="Of shuffling and of all draws")
     epochs_before = property(lambda self: self.shards.epochs_before, doc="Epochs of earlier fits in this context")
     device = property(lambda self: self.context.device, doc="Of this process")
-    links = property(lambda self: self.ballot.links, doc="To the other ranks; None with one process")
     model = property(lambda self: self.loop.model, doc="What is called in training, in place of the learner's model")
+    part = property(lambda self: self.loop.part, doc="The part of a training step that is computed now; else None")
     @property
     def ddp(self):
         "The `DistributedDataParallel` around the model within a fit; else None"
         return self.replica and self.replica.ddp
-    @property
-    def part(self)->Part:
-        "The part of a training step that is computed now; else None"
-        loop = self.loop
-        return loop.step.part if loop.training and loop.step else None
-    @property
-    def repeated(self)->bool:
-        "Whether the current batch counts for nothing, nor is recorded"
-        return self.part is not None and not self.part.is_recorded
-    @property
-    def by_parts(self)->bool:
-        "Whether parts are as large as `max_bs` says, and not a rank's whole batch"
-        return bool(self.opts.max_bs)
-    @property
-    def weighs(self)->bool:
-        "Whether the engine weighs the losses of training batches"
-        return self.links is not None or self.by_parts
-    @property
-    def more_parts(self)->bool:
-        "Whether other parts of this batch follow"
-        return self.part is not None and not self.loop.step.is_last
-    @property
-    def more(self)->bool:
-        "Whether other parts, or other batches of an accumulation, come before the optimizer's step"
-        return self.more_parts or self.part is not None and self.weighs and not self.loop.group.is_last
 
     # --- the context ---
 
@@ -411,7 +398,9 @@ class Engine(Runner):
             ctx.stack.callback(lambda: [vars(learn).pop(k, None) for k in own])
             ctx.replace(learn, 'runner', self)
             ctx.agree_on_seed()
-            self.ballot.links = ctx.stack.enter_context(open_links(group_timeout()))
+            self.links = self.ballot.links = ctx.stack.enter_context(open_links(group_timeout()))
+            self.weighs = self.by_parts or self.links is not None
+            self.rank,self.world_size = group_rank(),group_size()
             self._open_model()
             self.deal_out()
             for cb in [cb for f in context_callbacks for cb in f()]:
@@ -501,10 +490,10 @@ class Engine(Runner):
         learn,loop = self.learn,self.loop
         loop.dl = learn.dl = self.shards.share_now(learn.dl, pad='batch')
         loop.known = step_rows(learn.dl) is not None
-        dealer = getattr(learn.dl, 'dealer', None)
+        loop.dealer = dealer = getattr(learn.dl, 'dealer', None)
         known = dealer is not None and dealer.by_step and dealer.unit=='row'
         if not self.opts.sample_seeds and self.links: seed_streams(self.seed, self.shards.epoch, group_rank())
-        loop.scale = float(dealer.step if known else 64*group_size()) # any constant will do
+        loop.full = dealer.step if known else 64*group_size()
         if self.links: self._warn_repeats(dealer)
 
     def _warn_repeats(self, dealer):
@@ -564,64 +553,72 @@ class Engine(Runner):
         """The parts of batch `i` of the loop that are this rank's, one after the other: batches of the learner; in
         evaluation the batch itself"""
         loop,outer = self.loop,running.get()
-        loop.step = Step([Part(0)], 1) if not loop.training else None
         running.set(self if loop.training else None)
         try:
-            if loop.training: yield from self._train_on(i, b)
-            else: yield from self._evaluate_on(i, b)
+            if not loop.training:
+                self._begin_evaluation(i)
+                yield b
+                return
+            step,batches = self._begin_step(i, b)
+            for step.i,b in enumerate(batches):
+                yield self._begin_part(step, i, b)
+            loop.part,self.more,self.more_parts,self.repeated = None,False,False,False
+            if self.links is None: self._leave_step(step)
         finally: running.set(outer)
 
-    def _evaluate_on(self, i, b):
+    def _begin_evaluation(self, i):
+        self.loop.step = Step([Part(0)], 1)
         if self.sharded: self.sharded.begin_batch()
         self.ballot.place = Place.valid_batch
         n = self.loop.evaluation.number(i)
         if self.opts.sample_seeds: seed_streams(self.seed, self.shards.epoch, n, _valid)
-        yield b
 
-    def _train_on(self, i, b):
-        loop,dealer = self.loop,getattr(self.loop.dl, 'dealer', None)
-        loop.n_steps += 1
+    def _begin_step(self, i, b)->tuple: # the step, and the batches of its parts
+        loop,dealer,n = self.loop,self.loop.dealer,None
         self.ballot.place = Place.train_batch
         if dealer is not None and dealer.n_parts:
             n,*batches = b
-            own,n_parts = dealer.own_parts,dealer.n_parts
-            used = parts_in_use(n, n_parts, dealer.max_bs)
-            parts = [Part(v, Why.repeats if v>=used else None) for v in own]
+            dealer.step_size = n
+            used = parts_in_use(n, dealer.n_parts, dealer.max_bs)
+            step = Step([Part(v, Why.repeats if v>=used else None) for v in dealer.own_parts], dealer.n_parts)
         else:
-            n,batches,n_parts = None,[b],group_size()
-            parts = [Part(group_rank(), Why.repeats if self._is_repeat(i) else None)]
-        step = loop.step = Step(parts, n_parts)
-        # a shard of ours seeds the streams before it reads a batch
-        seeded = not self.opts.sample_seeds or n is None and dealer is not None and dealer.pad=='batch'
-        self._keep_grads(step)
-        if self.statistics: self.statistics.begin_step(len(parts))
-        for step.i,b in enumerate(batches):
-            if not seeded: seed_streams(self.seed, self.shards.epoch, i, step.part.number)
-            if n is not None:
-                dealer.part_size = 2 if step.part.why else share_len(n, step.part.number, used, False)
-                b = loop.dl.after_part(b)
-            self._begin_part(step)
-            yield b
-        if self.links is None: self._leave_step(step)
+            may_end = not loop.known or self.learn.n_iter==i+1 # a length may be an estimate
+            repeats = may_end and self._is_repeat(i)
+            step,batches = Step([Part(self.rank, Why.repeats if repeats else None)], self.world_size),[b]
+            if may_end and loop.known: n = step_rows(loop.dl, i)
+        loop.step,loop.n_steps = step,loop.n_steps+1
+        # any number that all ranks know will do; with the samples of this step there is mostly nothing to correct
+        loop.scale = float(n or loop.full)
+        # gradients of earlier batches, which a callback accumulates, have their scale already
+        sets_aside = self.by_parts or self.replica is not None and not loop.group.begun
+        params = self._params() if sets_aside else ()
+        if any([p.grad is not None for p in params]): step.kept = {p: g.clone() for p,g in take_grads(params).items()}
+        if self.statistics: self.statistics.begin_step(len(batches))
+        return step,batches
 
     def _is_repeat(self, i):
         "Whether batch `i` of the epoch only repeats samples"
-        dl,dealer = self.loop.dl,getattr(self.loop.dl, 'dealer', None)
-        may_end = not self.loop.known or self.learn.n_iter==i+1 # a length may be an estimate
-        if dealer is None or not may_end or self.links is None: return False
-        return bool(dealer.repeats(i-getattr(dl, 'offset', 0)))
+        loop = self.loop
+        if loop.dealer is None or self.links is None: return False
+        return bool(loop.dealer.repeats(i-getattr(loop.dl, 'offset', 0)))
 
-    def _begin_part(self, step):
-        group = self.loop.group
-        self.learn.items = None
+    def _begin_part(self, step, i, b):
+        "Begin part `step.i` of the step; returns its batch"
+        loop,dealer = self.loop,self.loop.dealer
+        part = loop.part = step.parts[step.i]
+        step.is_last = step.i==len(step.parts)-1
+        self.more_parts,self.repeated,self.learn.items = not step.is_last,part.why is not None,None
+        self.more = self.more_parts or self.weighs and not loop.group.is_last
+        by_itself = dealer is not None and dealer.n_parts
+        # a shard of ours has seeded the streams before it read a batch
+        if self.opts.sample_seeds and (by_itself or dealer is None or dealer.pad!='batch'):
+            seed_streams(self.seed, self.shards.epoch, i, part.number)
+        if by_itself:
+            dealer.part_size = dealer.size_of_part(part.number)
+            b = loop.dl.after_part(b)
         if self.statistics: self.statistics.begin_part()
-        if self.replica: self.replica.exchange(step.is_last and (self.by_parts or group.is_last))
-
-    def _keep_grads(self, step):
-        "Set aside gradients of earlier batches, which a callback accumulates: they have their scale already"
-        if self.replica is None and not self.by_parts or self.loop.group.begun and not self.by_parts: return
-        params = self._params()
-        if any(p.grad is not None for p in params): step.kept = {p: g.clone() for p,g in take_grads(params).items()}
+        if self.replica: self.replica.exchange(step.is_last and (self.by_parts or loop.group.is_last))
+        return b
 
     def _params(self)->list:
         "The parameters whose gradients a step has"
@@ -633,18 +630,17 @@ class Engine(Runner):
         gradients are those of the mean over all items, or of their sum over `n_acc`"""
         loop = self.loop
         loop.group.is_last,loop.group.corrects,loop.scale = is_last,corrects,float(n_acc)
+        self.more = self.more_parts or self.weighs and not is_last
         if self.replica and not self.by_parts: self.replica.exchange(is_last)
 
     def step_totals(self, n, is_last)->tuple:
         """Of a training batch: its samples over all ranks, and whether it is the last one on any. n, is_last: of this
         rank. May be a sync point"""
         loop = self.loop
-        if self.by_parts or self.links is None or loop.known:
-            rows = step_rows(loop.dl, self.learn.iter)
-            if rows is not None: return rows,is_last
+        rows = step_rows(loop.dl, self.learn.iter)
+        if rows is not None and (self.links is None or loop.known): return rows,is_last
         if self.links is None: return n,is_last
-        rows = self.links.exchange(_totals.pack(n, is_last), Place.train_batch)
-        ns,lasts = zip(*map(_totals.unpack, rows))
+        ns,lasts = zip(*map(_totals.unpack, self.links.exchange(_totals.pack(n, is_last), Place.train_batch)))
         return sum(ns),any(lasts)
 
     def begin_batch(self):
@@ -655,13 +651,13 @@ class Engine(Runner):
 
     def check_batch(self):
         "Before its forward pass, after other callbacks: the self-check, once a fit. Sync point then"
-        learn,check = self.learn,self.self_check
-        due = check.due and self.loop.training and learn.yb and self.links
-        if due and self.loop.step.i==0: check(cancelled=self.part.why is not None and self.part.why is not Why.repeats)
+        learn,check,part = self.learn,self.self_check,self.loop.part
+        if not check.due or part is None or not learn.yb or not self.links or self.loop.step.i: return
+        check(cancelled=part.why not in (None,Why.repeats))
 
     def note_loss(self):
         "After the loss, before callbacks change it or the targets"
-        learn,part = self.learn,self.part
+        learn,part = self.learn,self.loop.part
         if part is None or not self.weighs or not learn.yb: return
         part.over = over = loss_over(learn)
         if over.kind=='sum': part.loss = learn.loss_grad.clone() # also in place
@@ -669,23 +665,22 @@ class Engine(Runner):
 
     def weigh(self):
         "Before the backward pass: multiply the loss of a part by its weight, see `Kind`"
-        learn,part,loop = self.learn,self.part,self.loop
+        learn,part,loop = self.learn,self.loop.part,self.loop
         if part is None or not self.weighs or not learn.yb: return
         over = part.over or loss_over(learn)
         if over.kind=='unknown' and learn.items is None: over = self._find_kind(part)
-        kind = kind_of(over)
+        kind = part.kind = _kinds.get(over.kind, _mean)
         if self.by_parts and over.kind=='whole':
             raise ValueError(f'max_bs={self.opts.max_bs}: this loss needs the global batch at once, and parts have some of '
                              'its samples: leave max_bs out')
         if kind.corrects:
-            if learn.items is not None: part.n = learn.items
-            part.n = learn.items = self._as_number(part.n, over)
-        if kind.corrects and (part.why or not isinstance(part.n, Tensor) and not part.n): # its loss may be NaN
-            learn.loss_grad = zero_of(learn.pred)
-            return
-        scale = loop.scale if kind.corrects else 1.
-        learn.loss_grad = kind.weigh(learn.loss_grad, part, loop.step.n_parts, self._copies/scale)
-        if isinstance(part.n, Tensor): self._guard(learn.pred, part.n)
+            n = part.n if learn.items is None else learn.items
+            part.n = learn.items = float(n) if over.kind!='items' or self.device.type=='cpu' else self._on_device(n)
+            if part.why or not isinstance(part.n, Tensor) and not part.n: # its loss may be NaN
+                learn.loss_grad = zero_of(learn.pred)
+                return
+        copies = self.replica.copies if self.replica and self.links else 1
+        learn.loss_grad = kind.weigh(learn.loss_grad, part, loop.step.n_parts, copies/(loop.scale if kind.corrects else 1.))
 
     def _find_kind(self, part):
         "What an unknown loss is: samples count alike, and a warning says so; one process tries"
@@ -693,118 +688,107 @@ class Engine(Runner):
         elif loss_kind(self.learn)=='sum': part.over,part.loss = loss_over(self.learn),self.learn.loss_grad
         return part.over or loss_over(self.learn)
 
-    def _as_number(self, n, over):
-        "Items as a float, or on a device, if they are counted there, as a tensor: then nobody waits for it"
+    def _on_device(self, n):
+        "Items that a loss counts on a device stay there, so that nobody waits for it; no NaN flows back if there are none"
         device = getattr(self.learn.yb[0], 'device', None) or self.device # a dict has none
-        if over.kind!='items' or device.type=='cpu': return float(n)
-        return n if isinstance(n, Tensor) else torch.full((), n, dtype=torch.double, device=device)
-
-    def _guard(self, pred, n):
-        "Let no NaN flow back from a loss that is the mean over no items"
-        for o in tree_leaves(pred):
+        if device.type=='cpu': return float(n)
+        if not isinstance(n, Tensor): return torch.full((), n, dtype=torch.double, device=device)
+        for o in tree_leaves(self.learn.pred):
             if isinstance(o, Tensor) and o.requires_grad: o.register_hook(lambda g: g.where(n!=0, 0.))
-
-    @property
-    def _copies(self)->int:
-        "By how many the exchange divides the sum over ranks"
-        return self.replica.copies if self.replica and self.links else 1
+        return n
 
     def begin_backward(self):
         "Before the backward pass of a part, after other callbacks: what travels with its gradients is known"
-        step,learn = self.loop.step,self.learn
-        if self.part is None or not self.weighs: return
-        if step.part.why in (Why.cancelled,Why.dropped):
+        loop,learn,part = self.loop,self.learn,self.loop.part
+        if part is None or not self.weighs: return
+        step = loop.step
+        if part.why in (Why.cancelled,Why.dropped):
             learn.loss_grad = learn.loss_grad*0
             step.handles = [p.register_hook(_finite) for p in self.all_params() if p.requires_grad]
         if not step.is_last: return
-        if self.replica: self.replica.begin_last(step.grads.pending)
-        if not self._sends: return
-        n = self.loop.group.n+step.weights()
-        items = 0. if step.on_device else float(n)
+        if step.grads and self.replica: self.replica.begin_last(step.grads.pending)
+        step.sends = self.links is not None and (self.by_parts or loop.group.is_last)
+        step.total = loop.group.n+(step.weights() if step.grads else part.weight)
+        if not step.sends: return
+        items = 0. if isinstance(part.n, Tensor) else step.total # else counted on the device
         changed = self.statistics is not None and self.statistics.has_changed()
-        self.links.post(Row(items, step.counts, widest(step.cancelled), changed).pack())
-
-    @property
-    def _sends(self)->bool:
-        "Whether the gradients of this batch travel"
-        return self.links is not None and (self.by_parts or self.loop.group.is_last)
+        self.links.post(pack_row(items, step.counts, widest(step.cancelled), changed))
 
     def end_backward(self):
         """After the backward pass of a part, before other callbacks: gradients are added up, and have their scale after the
         last one. Sync point then"""
-        step,loop = self.loop.step,self.loop
-        if self.part is None: return
-        if self.statistics: self.statistics.end_part(step.part)
-        if not step.is_last:
-            step.grads.push(self.replica.take() if self.replica else take_grads(self._params()))
-            return
-        if self.replica: self.replica.after_backward(step.grads.pending)
-        elif self.by_parts: add_earlier(self._params(), step.grads.pending)
-        if self.weighs: self._scale(step)
-        loop.group.begun = not loop.group.is_last or loop.group.begun and step.scope not in (None,'backward')
-
-    def _scale(self, step):
-        "Learn the items of all ranks, and let gradients be those of the mean over them. Sync point"
-        loop,n = self.loop,self.loop.group.n+step.weights()
-        rows,changed = None,self.statistics is not None and self.statistics.has_changed()
-        if self._sends:
-            rows = [Row.unpack(o) for o in self.links.collect()]
-            changed = any(o.changed for o in rows)
-        if self.statistics: self.statistics.end_step(changed)
-        if rows: step.scope = widest([o.scope for o in rows]) if not any(o.counts for o in rows) else None
-        elif self.links is None: step.scope = None if step.counts else widest(step.cancelled)
-        group,kind = loop.group,kind_of(step.part.over or loss_over(self.learn))
+        loop,step,part = self.loop,self.loop.step,self.loop.part
+        if part is None: return
+        if self.statistics: self.statistics.end_part(part)
+        if not step.is_last: return step.grads.push(self.replica.take() if self.replica else take_grads(self._params()))
+        pending = step.grads.pending if step.grads else ()
+        if self.replica: self.replica.after_backward(pending)
+        elif self.by_parts: add_earlier(self._params(), pending)
+        if not self.weighs: return
+        rows = self._rows(step)
+        if self.statistics: self.statistics.end_step(rows.changed)
+        if not rows.counts: step.scope = rows.scope
+        group,kind = loop.group,part.kind or _kinds.get(loss_over(self.learn).kind, _mean)
         ends = group.is_last and step.scope in (None,'backward') # else the optimizer does not step
-        group.n = 0 if ends else n
         if ends and kind.corrects:
-            step.items = self._all_items(step, n, rows)
-            if group.corrects: self._correct(step.items)
-        step.second = kind.weight_of_second(step.part, self._copies, step.items)
+            step.items = items = self._all_items(step, rows)
+            as_it_is = not group.corrects or not isinstance(items, Tensor) and items in (0,loop.scale)
+            if not as_it_is: self._correct(items)
+        step.is_over = True
         if step.scope is not None and not group.begun: # all parts were cancelled: there is no gradient, as in one process
             for p in self._params(): p.grad = None
         for p,g in step.kept.items(): p.grad = g if p.grad is None else p.grad.add_(g)
+        group.n = 0 if ends else step.total
+        group.begun = not group.is_last or group.begun and not ends
 
-    def _all_items(self, step, n, rows):
+    def _rows(self, step)->Rows:
+        "What all ranks say of their parts; this rank alone, if the gradients of this batch do not travel"
+        if step.sends: return read_rows(self.links.collect())
+        changed = self.statistics is not None and self.statistics.has_changed()
+        # without an exchange nobody knows what others have cancelled
+        return Rows([step.total], step.counts or self.links is not None, widest(step.cancelled), changed)
+
+    def _all_items(self, step, rows):
         "The items of all ranks. Sync point on a device that counts them"
-        if rows is None: return n
-        if not step.on_device: return tree_sum([o.items for o in rows])
-        n = torch.as_tensor(n, dtype=torch.double, device=step.on_device)
-        found = [torch.empty_like(n) for _ in rows]
+        n,device = step.total,step.on_device
+        if not step.sends: return n
+        if device is None: return tree_sum(rows.items)
+        n = torch.as_tensor(n, dtype=torch.double, device=device)
+        found = [torch.empty_like(n) for _ in rows.items]
         dist.all_gather(found, n.contiguous(), group=current_group())
         return tree_sum(found)
 
     def _correct(self, items):
-        k = self.loop.scale/items if isinstance(items, Tensor) else self.loop.scale/items if items else 1.
-        if isinstance(k, Tensor): k = k.nan_to_num(posinf=1.)
-        if isinstance(k, Tensor) or k!=1: scale_grads(self.learn.opt, self.replica, k)
+        "Let gradients be those of the mean over these items"
+        k = self.loop.scale/items
+        if isinstance(k, Tensor): k = k.nan_to_num(posinf=1.) # no items
+        scale_grads(self.learn.opt, self.replica, k)
 
     def weight_of_second(self):
-        """By what the gradients of a further pass of this batch (SAM) are multiplied; None in the first one. ValueError if
-        the batch has several parts"""
-        step = self.loop.step if self.loop.training else None
-        if step is None or not self.weighs: return None
-        k = step.second
-        if k is None: return None
+        """By what the gradients of a further pass of this batch (SAM) are multiplied; None: they stay. ValueError if the
+        batch has several parts"""
+        step,part = self.loop.step,self.loop.part
         if self.by_parts: raise ValueError(f'max_bs={self.opts.max_bs}: {_second}')
+        k = part.kind and part.kind.weight_of_second(part, self.replica.copies, step.items)
         return None if not isinstance(k, Tensor) and k==1 else k
 
     def rest_of_weight(self)->float:
         "By what gradients of the learner's loss that only a callback exchanges are still to be multiplied"
         step = self.loop.step
         items = float(step.items) if step.items is not None else 0.
-        return (self.loop.scale/items if items else 1.)/self._copies
+        return (self.loop.scale/items if items else 1.)/self.replica.copies
 
     def settle(self):
         "After a backward pass, after other callbacks: leave a step of which all parts were cancelled, as one process does"
         step = self.loop.step
-        if self.part is None: return
+        if self.loop.part is None or not step.is_last and not step.handles: return
         while step.handles: step.handles.pop().remove()
         if not step.is_last: return
         # without an exchange nobody knows what others have cancelled
-        if self.links and not self._sends and not step.counts and step.cancelled:
+        if step.cancelled and self.links and not step.sends and not step.counts:
             self._ask(widest(step.cancelled), Asks.before_step)
-        if (scope := step.scope) is None: return
-        step.scope = None
+        if step.scope is None: return
+        scope,step.scope = step.scope,None
         if scope!='backward': self.ballot.leave(scope)
         self.ballot.agreed = 'backward' # which is over
         self.learn('after_cancel_backward')
@@ -816,7 +800,6 @@ class Engine(Runner):
 
     def add_up(self, rows:list)->tuple:
         "What the recorder has of a step, from what it has of this rank's parts: (loss × items, items, samples)"
-        if len(rows)==1: return rows[0]
         device = next((o.device for row in rows for o in row if isinstance(o, Tensor)), None)
         rows = [torch.stack([torch.as_tensor(o, dtype=torch.double, device=device) for o in row]) for row in rows]
         return tuple(add_totals(rows, loss_over(self.learn).kind=='sum'))
@@ -834,12 +817,14 @@ class Engine(Runner):
 
     def holds(self, e, event)->bool:
         "Whether the Cancel exception `e`, which a callback has raised in `event`, waits for the end of the batch"
-        step,part = self.loop.step,self.part
+        step,part = self.loop.step,self.loop.part
         if part is None or self.ballot.agreed or self.links is None and step.n_parts==1: return False
         scope = next((k for k in reversed(scopes[1:]) if isinstance(e, self.ballot.cancels[k])), None)
         if not may_cancel(scope, event): return False
         step.cancelled.append(scope)
-        if event in early: part.why = part.why or (Why.cancelled if event in early[:2] else Why.dropped)
+        if event in early:
+            part.why = part.why or (Why.cancelled if event in early[:2] else Why.dropped)
+            self.repeated = not part.is_recorded
         elif step.is_last: self._ask(scope, _phases.get(event, Asks.before_step))
         return True
 
@@ -860,11 +845,11 @@ class Engine(Runner):
     def next_batch(self, done:Step, has_batch:bool, k:int)->int:
         """Vote whether to go on, and how: after the step `done` (None at first), before batch `k` of this loop, if there is
         one. Returns how many ranks have a batch. Sync point"""
-        scope = widest([o for o in done.cancelled if o in loops]) if done else None
+        scope = widest([o for o in done.cancelled if o in loops]) if done and done.cancelled else None
         if not k: next_phase()
         ballot,loop = self.ballot,self.loop
         res = ballot.vote(scope, has_batch)
-        ballot.leave(res.scope)
+        if res.scope: ballot.leave(res.scope)
         if k and ballot.watcher: ballot.watcher.hear(res.save, res.stop)
         if k and loop.training:
             every,n = self.opts.check_every,loop.n_steps
@@ -874,7 +859,7 @@ class Engine(Runner):
 
     def is_agreed(self, scope)->bool:
         "See `Ballot.is_agreed`"
-        return self.ballot.is_agreed(scope, self.part is not None)
+        return self.ballot.is_agreed(scope, self.loop.part is not None)
 
     def cancelled(self, scope):
         "This rank leaves the loop `scope`: vote for it, unless the ranks have agreed on it. Sync point"
@@ -886,7 +871,8 @@ class Engine(Runner):
             if verdict!=scope: ballot.leave(verdict)
         ballot.agreed = None
         if loop.evaluation: loop.evaluation.stopped |= scope=='validate'
-        loop.step,ballot.place = None,_after[scope]
+        loop.step,loop.part,ballot.place = None,None,_after[scope]
+        self.more = self.more_parts = self.repeated = False
 
     # --- the ends ---
 
@@ -950,7 +936,7 @@ class Engine(Runner):
         outer = running.get()
         running.set(None)
         try:
-            with replaced(self, loop=Loop()), replaced(self.ballot, place=self.ballot.place): yield
+            with replaced(self, loop=Loop(), more=False, more_parts=False, repeated=False), replaced(self.ballot, place=self.ballot.place): yield
         finally: running.set(outer)
 
 _totals = struct.Struct('<d?')
@@ -969,4 +955,5 @@ _max_norm = ('{} has max_norm, which shortens on each rank the rows that this ra
 def check_embeddings(model):
     "ValueError for an embedding that changes its weights in the forward pass"
     for k,m in model.named_modules():
-        if isinstance(m, (nn.Embedding,nn.EmbeddingBag)) and m.max_norm is not None: raise ValueError(_max_norm.format(k or 'the model'))
+        is_embedding = isinstance(m, (nn.Embedding,nn.EmbeddingBag))
+        need(not is_embedding or m.max_norm is None, _max_norm.format(k or 'the model'))

@@ -43,6 +43,7 @@ class Tree:
 
 def tree_sum(xs:list, add=lambda a, b: a+b):
     "The sum of a list in the order of the tree"
+    if len(xs)==1: return xs[0]
     tree = Tree(len(xs), add)
     for x in xs: tree.push(x)
     return tree.total
@@ -100,7 +101,7 @@ class Part:
     def __init__(self, number:int, why=None):
         self.number,self.why = number,why # among those of all ranks; `Why`, or None if it counts
         self.n = 0 # Its items, as the loss counts them: a number, or a tensor () on a device
-        self.over = None # What the loss is the mean over, before callbacks change targets and loss
+        self.over = self.kind = None # What the loss is the mean over, before callbacks change targets and loss; its `Kind`
         self.loss = None # Of a sum: before callbacks add something to it
 
     @property
@@ -118,29 +119,26 @@ running = ContextVar('running', default=None)
 class Step:
     "The parts of a step that are this rank's, one after the other"
     def __init__(self, parts:list, n_parts:int): # n_parts: of all ranks
-        self.parts,self.n_parts,self.i = parts,n_parts,0
+        self.parts,self.n_parts = parts,n_parts
+        self.i,self.is_last = 0,len(parts)==1 # Of the part that is computed now
         self.cancelled = [] # The scopes that this rank has cancelled
-        self.grads = Tree(len(parts), add_grads)
+        self.grads = Tree(len(parts), add_grads) if len(parts)>1 else None
         self.kept = {} # Gradients of batches before, since a callback accumulates
+        self.sends = False # Whether its gradients travel
+        self.total = 0 # Items of this rank, also of earlier batches whose gradients travel with these
         self.items = None # Of all ranks, once they are known
         self.scope = None # What is cancelled, if all parts of all ranks are
-        self.second = None # After the first pass: by what the gradients of another one are multiplied
+        self.is_over = False # Whether all backward passes are over, and gradients have their scale
         self.handles = [] # Of hooks on the gradients of a part that counts for nothing
 
     @property
-    def part(self)->Part:
-        "The one that is computed now"
-        return self.parts[self.i]
-    @property
-    def is_last(self)->bool: return self.i==len(self.parts)-1
-    @property
     def counts(self)->bool:
         "Whether a part of this rank counts"
-        return not all(o.why for o in self.parts)
+        return not all([o.why for o in self.parts])
     @property
     def on_device(self):
         "The device on which the loss counts its items; None if that is the host"
-        return next((o.n.device for o in self.parts if isinstance(o.n, Tensor) and o.n.device.type!='cpu'), None)
+        return next((o.n.device for o in self.parts if isinstance(o.n, Tensor)), None)
     def weights(self):
         "The items of this rank's parts that count, added in the tree"
         return tree_sum([o.weight for o in self.parts])

@@ -327,7 +327,8 @@ def _without_empty(model):
 _is_trained,_params = attrgetter('requires_grad'),itemgetter('params')
 
 def weigh_back(out, k):
-    "Let gradients that flow into a prediction be multiplied by `k`"
+    "Let gradients that flow into a prediction be multiplied by `k`, if there is one"
+    if k is None: return out
     for o in tree_leaves(out):
         if isinstance(o, Tensor) and o.requires_grad: o.register_hook(lambda g: g*k)
     return out
@@ -382,8 +383,8 @@ class Replica:
         if now is not self.model and now is not self: self.follow(now) # `self`: fastai's Learner has this as its model
         if self.trained!=self._what_is_trained(): self._wrap()
         self.regroups = False
-        out,k = (self.ddp or self.model)(*xb, **kw),self.engine.weight_of_second()
-        return out if k is None else weigh_back(out, k)
+        out,step = (self.ddp or self.model)(*xb, **kw),self.engine.loop.step
+        return weigh_back(out, self.engine.weight_of_second()) if step and step.is_over else out
 
     @property
     def may_find_unused(self)->bool:

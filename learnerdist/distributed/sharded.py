@@ -238,11 +238,12 @@ class Sharded:
         now = self.learn.model
         if now is not self.model and now is not self: self.follow(now)
         self.trained = [p.requires_grad for _,p in self.pairs]
-        try: out,k = self.model(*xb, **kw),self.engine.weight_of_second()
+        try: out = self.model(*xb, **kw)
         except self.cancels as e:
             raise ValueError(f'{type(e).__name__} within the forward pass, where other ranks of a sharded model wait: '
                              'raise it in an event of a callback') from e
-        return out if k is None else weigh_back(out, k)
+        step = self.engine.loop.step
+        return weigh_back(out, self.engine.weight_of_second()) if step and step.is_over else out
 
     def take(self)->dict:
         "Of the gradients of a part none: FSDP2 adds up those of this rank's pieces of the weights"

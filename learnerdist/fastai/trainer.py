@@ -256,7 +256,8 @@ class OfBatches:
         # with has_loss, since a batch of which no item counts has the loss NaN
         self.rows_of_step.append((tot,n,has_loss))
         if self.engine.more_parts: return
-        row = self.engine.add_up(self.rows_of_step)
+        rows = self.rows_of_step
+        row = rows[0] if len(rows)==1 else self.engine.add_up(rows)
         self.rows_of_step = []
         self.steps.append(torch.stack([torch.as_tensor(o, dtype=torch.double).cpu() for o in row]))
         if 'lr_finder' not in vars(self.learn): return

@@ -91,9 +91,6 @@ class Runner:
         return n,is_last
     def accumulate(self, is_last, n_acc):
         "Hear whether the optimizer's step comes after the present batch. n_acc: samples of a step"
-    def add_up(self, rows):
-        "What is recorded of a step, from (loss × items, items, samples) of each of its parts"
-        return rows[0]
     def loader(self, dl):
         "What is read of a loader: all of its data, if another learner's context has split it"
         return dl.all_data() if hasattr(dl, 'all_data') else dl

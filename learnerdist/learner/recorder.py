@@ -90,7 +90,7 @@ class Recorder(Callback):
             self.parts.append((weighted(learn.loss, items) if n else 0., items, n))
             if learn.runner.more_parts: return
             self.n_before = learn.train_iter
-            self.steps.append(learn.runner.add_up(self.parts))
+            self.steps.append(self.parts[0] if len(self.parts)==1 else learn.runner.add_up(self.parts))
             self.parts = []
             self.lrs.append(self.lr_now)
             # of the next batch, if a callback cancels that before this one hears of its begin
