@@ -291,6 +291,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'learnerdist/core/collectives.py'),
                                               'learnerdist.core.collectives.distrib_barrier': ( 'core/collectives.html#distrib_barrier',
                                                                                                 'learnerdist/core/collectives.py'),
+                                              'learnerdist.core.collectives.gather_alike': ( 'core/collectives.html#gather_alike',
+                                                                                             'learnerdist/core/collectives.py'),
                                               'learnerdist.core.collectives.gather_objects': ( 'core/collectives.html#gather_objects',
                                                                                                'learnerdist/core/collectives.py'),
                                               'learnerdist.core.collectives.gather_rows': ( 'core/collectives.html#gather_rows',

@@ -149,7 +149,9 @@ class Planner(Callback):
     def after_step(self): self.stepped = True
     def after_batch(self):
         if not self.training: return
-        self.rows,self.batches = self.rows+batch_rows(self.learn),self.batches+1
+        self.rows += batch_rows(self.learn)
+        if self.learn.runner.more_parts: return
+        self.batches += 1
         if not self.stepped: return
         self.traffic.__exit__(None, None, None)
         self.steps += 1

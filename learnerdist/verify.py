@@ -281,8 +281,6 @@ class _Catch:
         dtypes = [str(p.dtype)[6:] for p in get_model(learn.model).parameters() if p.is_floating_point()]
         record.rec |= dict(data=[*map(about, loaders_of(learn.dls))], dtype=[*dtypes,'float32'][0])
         learn.add_cbs([record,limit,BatchRecord(record)])
-        for cb in [*learn.cbs,*[o for v in (*args,*kw.values()) for o in listify(v)]]: # `n_acc` is per rank
-            if self.n_alone and 'n_acc' in getattr(cb, '__dict__', {}): cb.n_acc *= self.n_alone
         learn.fit(*args, **kw)
         learn.remove_cb(limit)
         record.end(self.warned)
@@ -304,7 +302,6 @@ class _Catch:
         for o,state in zip(parts, self.start.get('parts', [])): o.load_state_dict(state)
         if self.start.get('opt') and learn.opt: learn.opt.load_state_dict(self.start['opt'])
         return [] if self.dropout else silence(model)
-
 
 # %% ../nbs/02_verify.ipynb #15a409c3
 @contextmanager

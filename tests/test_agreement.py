@@ -68,8 +68,7 @@ def one_process(bn, W, event, exc, rank, at):
             if cancelled and event=='before_batch': x,y,others = x[others],y[others],others[others] # its rows go through no layer
             losses = (model(x)-y).square()[:,0]
             if cancelled and event in ('before_batch','after_pred','after_loss','before_backward'): losses = losses[others]
-            n = len(idxs) if event=='before_backward' else len(losses) # by then, ranks have added up how many rows take part
-            (losses.sum()/n).backward()
+            losses.mean().backward()
             opt.step()
             opt.zero_grad()
             if cancelled and exc in (CancelTrainException,CancelEpochException,CancelFitException): break

@@ -1,9 +1,11 @@
 "BatchNorm over ranks equals BatchNorm of one process on the global batch"
 import copy, functools, inspect, pickle
+from types import SimpleNamespace
 import pytest, torch
 import torch.distributed as dist
 from torch import nn
-from learnerdist.distributed.batchnorm import stats, sync_batchnorm
+from learnerdist.distributed.batchnorm import sync_batchnorm
+from learnerdist.distributed.parts import Part, Why
 from learnerdist.core.env import process_group
 from learnerdist.testing import run_ranks
 
@@ -133,10 +135,10 @@ def test_torchs_layer_gets_no_row_of_a_cancelled_batch(monkeypatch):
         return x*self.weight[:,None,None]
     monkeypatch.setattr(nn.SyncBatchNorm, 'forward', stand_in)
     bn,x = layer(),batch(dtype=torch.bfloat16)
-    undo = sync_batchnorm(bn)
-    stats.muted = True
+    now = SimpleNamespace(part=Part(0, Why.cancelled))
+    undo = sync_batchnorm(bn, running=now)
     y = bn._forward_torch(x)
-    stats.muted = False
+    now.part.why = None
     y.sum().backward()
     assert y.shape==x.shape and torch.equal(bn.weight.grad, torch.zeros(3, dtype=F64)) and seen==[((0,3,4,5),torch.float32)]
     bn._forward_torch(x)

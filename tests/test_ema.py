@@ -51,7 +51,7 @@ def values(learn): return {k: v.detach().clone() for k,v in learn.model.state_di
 
 def run(kind, ctx=None, evaluate=True, acc=0, fits=1):
     "What a run has in the end, in a context with these options; None: alone"
-    cbs = [GradientAccumulation(acc//(num_distrib() or 1))] if acc and kind=='ours' else []
+    cbs = [GradientAccumulation(acc)] if acc and kind=='ours' else []
     learn = make(kind, cbs=[EMA(.7, evaluate),*cbs], bs=6 if acc else 12)
     with learn.distrib_ctx(seed=3, **(ctx or {})):
         for _ in range(fits): learn.fit(2)

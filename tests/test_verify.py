@@ -1,6 +1,5 @@
 "`verify` says of a run that is one process's that it is, and of each kind of difference what it is and where it begins"
 import os,subprocess,sys
-from unittest.mock import Mock
 import pytest,torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -36,7 +35,8 @@ def two_fits():
     raise AssertionError('verify ends the function after its first fit')
 
 def weighted():
-    without(Engine, '_weighed', lambda self, over: self.learn.loss_grad)
+    without(engine.Mean, 'weigh', lambda self, loss, part, n_parts, k: loss)
+    engine.Mean.corrects = False
     return learner(loss=nn.CrossEntropyLoss(torch.tensor([.1,1.,9.])))
 
 def summed():
@@ -64,14 +64,8 @@ class Scaled(nn.CrossEntropyLoss):
 
 def learned_loss():
     loss = Scaled()
-    without(replica, 'average_grads', lambda params, weighed=False: None)
+    without(replica, 'sum_grads', lambda params, k=1.: None)
     return learner(loss=loss, splitter=lambda m: [*m.parameters(),*loss.parameters()])
-
-def max_norm():
-    without(engine, "SharedMaxNorm", lambda model: Mock())
-    x = torch.randint(9, (32,3), generator=torch.Generator().manual_seed(0))
-    dl = TfmdDL(TensorDataset(x, x[:,0]%3), 4)
-    return learner(nn.Sequential(nn.Embedding(9, 4, max_norm=.5), nn.Flatten(), nn.Linear(12, 3)), train=dl, valid=dl)
 
 def augmented(): return learner(train=TfmdDL(data(), 4, after_item=lambda o: (o[0]+torch.randn(6), o[1])))
 def not_dealt():
@@ -193,7 +187,6 @@ def test_a_script_that_divides_its_batch_size_by_the_processes():
     (weighted, 'gradients', '', 'the loss is no mean over samples'), (summed, 'gradients', '', 'the loss is a sum'),
     (dropout, 'gradients', '', 'a layer or a callback draws'), (plain_bn, 'buffers', '1.running', 'BatchNorm is not synchronised: 1'),
     (learned_loss, 'gradients', 'loss_func.scale', 'loss_func.scale: trained, but not exchanged'),
-    (max_norm, 'weights', '0.weight', '0.weight: changed in place'),
     (not_dealt, 'gradients', '', 'the training loader is not dealt'), (other_split, 'gradients', '', 'the training data of rank 1'),
     (uneven, 'gradients', '', 'samples do not divide'), (own_buffer, 'buffers', '1.mean', '1.mean: a module computes'),
     (centred, 'gradients', '', 'a prediction depends on which samples'), (balanced, 'gradients', '', 'a callback changes loss_grad'),

@@ -68,6 +68,14 @@ def broadcast_object(
 # gloo carries none of these
 _wider = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
+def gather_alike(t:Tensor)->list:
+    "The tensors of all ranks, in rank order, on every rank. Collective. t: of the same shape and dtype on all"
+    if group_size()<2: return [t]
+    sent = _carried(t.contiguous())
+    res = [torch.empty_like(sent) for _ in range(group_size())]
+    dist.all_gather(res, sent, group=current_group())
+    return [o.to(t.device) for o in res]
+
 def gather_rows(t:Tensor, dst:int=None)->list:
     """The rows of all ranks, in rank order. Collective. t: (rows,…): each rank may have any number of rows, also 0;
     the other dimensions and the dtype are the same on all; dst: the only rank that gets the rows; None: every rank;

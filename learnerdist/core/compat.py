@@ -21,6 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 _names = """
 queue_callback: torch.autograd Variable._execution_engine.queue_callback: `recorder.times`
 batch_norm: torch.nn.modules.batchnorm _BatchNorm: BatchNorm over ranks, of other kinds
+tracking_norm: torch.nn.modules.batchnorm _NormBase: BatchNorm by part
+foreach_add: torch _foreach_add_: sums of gradients, a kernel for many
+foreach_mul: torch _foreach_mul_: the scale of gradients, a kernel for many
 check_channels: torch.nn SyncBatchNorm._check_non_zero_input_channels: an error: no channels
 check_input_dim: torch.nn BatchNorm1d._check_input_dim: an error: dimensions of the input
 worker_info: torch.utils.data._utils.worker _worker_info: streams that workers split
@@ -72,6 +75,8 @@ def missing()->dict:
 queue_callback,default_store = find('queue_callback'),find('default_store')
 end_children = find('end_children') # of this process, which ends without `sys.exit`
 BatchNorm,check_channels = find('batch_norm'),find('check_channels') # the first for isinstance
+TrackingNorm = find('tracking_norm') # BatchNorm and InstanceNorm, for isinstance
+foreach_add,foreach_mul = find('foreach_add'),find('foreach_mul')
 # For a copied DataLoader, which would else read from the workers of the original
 no_iterator = dict(_iterator=None)
 update_stats = torch.batch_norm_update_stats

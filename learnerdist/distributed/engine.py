@@ -13,14 +13,13 @@ from itertools import chain,count,islice
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor,nn
 from torch.utils.data import IterableDataset
 
-from ..core.collectives import all_sum,broadcast_object,gather_objects,gather_rows
+from ..core.collectives import all_sum,broadcast_object,gather_alike,gather_objects,gather_rows
 from ..core.compat import BatchNorm,tree_leaves
 from ..core.deferred import has_deferred
-from ..core.env import current_group,group_rank,group_size,group_timeout,in_group,next_phase
+from ..core.env import group_rank,group_size,group_timeout,in_group,next_phase
 from ..core.env import process_group
 from ..core.lending import lend,replaced
 from ..core.random import rng_state,seed_streams,set_rng_state
@@ -92,7 +91,7 @@ def total_losses(learn, totals:Tensor, n:int)->Tensor:
     # 1: this rank has recorded the step
     own = torch.cat([totals, totals.new_ones(len(totals), 1)], 1)
     own = torch.cat([own, own.new_zeros(max(n-len(own), 0), own.shape[1])])[:n]
-    totals = add_totals(gather_rows(own), loss_over(learn).kind=='sum')
+    totals = add_totals(gather_alike(own), loss_over(learn).kind=='sum')
     return totals[totals[:,-1]>0,:-1]
 
 def add_totals(parts:list, adds_up:bool)->Tensor:
@@ -712,7 +711,8 @@ class Engine(Runner):
         if not step.sends: return
         items = 0. if isinstance(part.n, Tensor) else step.total # else counted on the device
         changed = self.statistics is not None and self.statistics.has_changed()
-        self.links.post(pack_row(items, step.counts, widest(step.cancelled), changed))
+        row = pack_row(items, step.counts, widest(step.cancelled), changed)
+        self.links.post(row, isinstance(self.replica, Replica) and self.replica.meets)
 
     def end_backward(self):
         """After the backward pass of a part, before other callbacks: gradients are added up, and have their scale after the
@@ -754,9 +754,7 @@ class Engine(Runner):
         if not step.sends: return n
         if device is None: return tree_sum(rows.items)
         n = torch.as_tensor(n, dtype=torch.double, device=device)
-        found = [torch.empty_like(n) for _ in rows.items]
-        dist.all_gather(found, n.contiguous(), group=current_group())
-        return tree_sum(found)
+        return tree_sum(gather_alike(n))
 
     def _correct(self, items):
         "Let gradients be those of the mean over these items"

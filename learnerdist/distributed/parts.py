@@ -11,9 +11,9 @@ from enum import Enum
 
 import torch
 import torch.distributed as dist
-from torch import Tensor,nn
+from torch import Tensor
 
-from ..core.compat import version
+from ..core.compat import TrackingNorm,foreach_add,version
 from ..core.env import current_group,group_size
 from ..data.sharding import factors
 
@@ -66,7 +66,7 @@ def add_grads(a:dict, b:dict)->dict:
     "The sum of the gradients of two parts; it changes `a`"
     both = [p for p in b if p in a]
     dense = [p for p in both if a[p].layout==b[p].layout==torch.strided]
-    if dense: torch._foreach_add_([a[p] for p in dense], [b[p] for p in dense])
+    if dense: foreach_add([a[p] for p in dense], [b[p] for p in dense])
     known = {*dense}
     for p in both:
         if p not in known: a[p] = a[p]+b[p] # sparse
@@ -144,8 +144,6 @@ class Step:
         return tree_sum([o.weight for o in self.parts])
 
 # %% ../../nbs/distributed/03_parts.ipynb #pt018
-_tracking = nn.modules.batchnorm._NormBase # BatchNorm and InstanceNorm
-
 class PartStatistics:
     "The buffers of a model in the parts of a step"
     def __init__(self, model):
@@ -154,7 +152,7 @@ class PartStatistics:
 
     def begin_step(self, n:int): # parts of this rank
         "Before the first part"
-        layers = [m for m in self.model.modules() if isinstance(m, _tracking) and m.training and m.running_mean is not None]
+        layers = [m for m in self.model.modules() if isinstance(m, TrackingNorm) and m.training and m.running_mean is not None]
         self.running = [o for m in layers for o in (m.running_mean,m.running_var)]
         self.counters = [m.num_batches_tracked for m in layers if m.num_batches_tracked is not None]
         known = {id(o) for o in self.running+self.counters}

@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks,powerSGD_h
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.collectives import all_sum
-from ..core.compat import ignored_by_ddp,sync_buffers,tree_leaves
+from ..core.compat import foreach_add,ignored_by_ddp,sync_buffers,tree_leaves
 from ..core.env import current_group,group_size
 from ..core.stacks import need
 from .batchnorm import Synced,sync_batchnorm
@@ -125,7 +125,7 @@ class PartSums:
             pairs = [(g,found[p]) for p,g in zip(bucket.parameters(), bucket.gradients()) if p in found]
             if not pairs: continue
             if bucket.buffer().is_sparse: bucket.set_buffer(bucket.buffer()+pairs[0][1]) # a bucket of its own
-            else: torch._foreach_add_(*map(list, zip(*pairs)))
+            else: foreach_add(*map(list, zip(*pairs)))
 
 def _plain(hook):
     def register(ddp, links, parts=None):
@@ -343,6 +343,7 @@ class Replica:
         self.kw = ddp_kw if 'broadcast_buffers' in ddp_kw else {sync_buffers: False, **ddp_kw}
         self.parts = PartSums() if by_parts else None
         self.ddp,self._sync = None,True
+        self.meets = False # Whether ranks exchange a message in each backward pass with an exchange, see `SharedMean`
         self.params,self.trained = [],([],[])
         # By how many the exchange divides the sum over ranks
         self.copies = 1 if by_parts and comm_hook is _by_default else group_size()
@@ -370,6 +371,7 @@ class Replica:
             kw = dict(self.kw, device_ids=ids, process_group=current_group())
             self.ddp = DistributedDataParallel(self.model, **kw)
         if self.comm_hook: self.comm_hook(self.ddp, self.links, self.parts)
+        self.meets = self.comm_hook in (_shm,_by_default) and can_share(self.ddp, self.links)
         self.exchange(self._sync)
 
     def _optimized(self):

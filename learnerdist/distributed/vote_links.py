@@ -56,19 +56,19 @@ class Links:
         self.rank,self.world_size,self.timeout_s = rank,world_size,timeout_s
         # Seconds that this process has waited for the others; that it has added up gradients, with waiting
         self.waited,self.adding = 0.,0.
-        self.posted,self.rows = None,None # See `post`
+        self.posted,self.rows,self.told = None,None,False # See `post`
         self.hops = [1<<k for k in range((world_size-1).bit_length())]
 
-    def exchange(self, row:bytes, place:int)->list:
+    def exchange(self, row:bytes, place:int, posted=False)->list:
         """The row of every rank, up to 15 bytes and as many on each, in the order of ranks. `RanksDiverged` if their
-        places differ. Sync point"""
+        places differ. posted: whether the first hop was sent by `post`. Sync point"""
         start,rows = perf_counter(),(bytes([place])+row).ljust(_size, b'\0')
         # no call, which would cost as much as the vote
         waits.what,waits.since,waits.n = 'a vote of all ranks',start,waits.n+1
         try:
             for n in self.hops: # the rows double
                 n_bytes = _size*min(n, self.world_size-n)
-                self.tell(n, rows[:n_bytes])
+                if not posted or n>1: self.tell(n, rows[:n_bytes])
                 rows += self.hear(n, n_bytes)
         finally: waits.what = ''
         self.waited += perf_counter()-start
@@ -80,13 +80,15 @@ class Links:
             res.append(rows[i:i+len(row)])
         return res
 
-    def post(self, row:bytes):
-        "Let a row travel with the next message of the backward pass, or by itself when `collect` asks for it"
-        self.posted,self.rows = row,None
+    def post(self, row:bytes, with_next:bool):
+        """Send a row, which arrives while the backward pass runs; `collect` returns those of all ranks. with_next: let it
+        travel with the next message of the backward pass instead, since there is one (`meet`)"""
+        self.posted,self.rows,self.told = row,None,not with_next
+        if self.told: self.tell(1, (bytes([Place.backward])+row).ljust(_size, b'\0'))
     def meet(self):
         "Wait until every rank has come here in its backward pass. Sync point"
         row,self.posted = self.posted,None
-        rows = self.exchange(row or b'', Place.backward)
+        rows = self.exchange(row or b'', Place.backward, row is not None and self.told)
         if row is not None: self.rows = rows
     def collect(self)->list:
         "The rows that all ranks have posted. Sync point, if they have not travelled yet"

@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grad_norm_,clip_grad_value_
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from ..core.compat import foreach_mul
 from ..core.lending import replaced
 from ..core.shards import groups_of,is_part,local_part,state_part,whole
 from ..core.stacks import need
@@ -38,7 +39,7 @@ def scale_grads(opt, engine, k):
     place of the model; it may have gradients that were not exchanged yet; k: a number or a tensor ()"""
     whole = engine.whole_grads() if hasattr(engine, 'whole_grads') else []
     grads = [*(p.grad for ps in groups_of(opt) for p in ps if p.grad is not None),*whole]
-    if all(type(g) is torch.Tensor and g.layout==torch.strided for g in grads) and grads: torch._foreach_mul_(grads, k)
+    if all(type(g) is torch.Tensor and g.layout==torch.strided for g in grads) and grads: foreach_mul(grads, k)
     else:
         for g in grads: g.mul_(k)
 
