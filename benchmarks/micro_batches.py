@@ -61,7 +61,7 @@ def on_rank():
     with process_group():
         fit,bare = by_hand()
         one,ctx = learner(64, global_bs=G, max_bs=m)
-        acc,ctx2 = learner(m, GradientAccumulation(G//group_size()))
+        acc,ctx2 = learner(m, GradientAccumulation(G))
         times = {}
         with ctx, ctx2:
             def epoch(learn):

@@ -201,7 +201,7 @@ def rank_extreme():
     res = []
     with process_group():
         for order in (-10**6, 10**6):
-            grouped = GradientAccumulation(2*BS)
+            grouped = GradientAccumulation(2*BS*group_size())
             for event,*cbs in (['before_batch'],['before_batch',grouped],['after_batch'],['after_step'],['before_train']):
                 learn = make()
                 with learn.distrib_ctx(seed=1, timeout_s=60), learn.no_logging(): learn.fit(2, cbs=[*cbs, Extreme(order, event)])
@@ -251,7 +251,7 @@ def cancels_before_a_forward_pass():
     "On rank 0 alone: of a group's first micro-batch, after the first step; of a batch of one-cycle"
     res = []
     with process_group():
-        for fit,at,cbs in [('fit', 2, [GradientAccumulation(2*BS)]), ('fit_one_cycle', 1, [])]:
+        for fit,at,cbs in [('fit', 2, [GradientAccumulation(2*BS*group_size())]), ('fit_one_cycle', 1, [])]:
             learn = make()
             cbs.append(Raise('before_batch', CancelBatchException, 0, at))
             with learn.distrib_ctx(seed=1, timeout_s=60): getattr(learn, fit)(1, cbs=cbs)

@@ -306,7 +306,7 @@ changed = {'fastai.torch_core.maybe_gather', 'fastai.tabular.learner.TabularLear
            *(f'fastai.text.learner.TextLearner.{o}' for o in ('load','save_encoder')),
            *(f'fastai.learner.Learner.{o}' for o in
              ('to_distributed','detach_distributed','distrib_ctx','to_parallel','detach_parallel','parallel_ctx','prepare_model','runner','start_at','_call_one',
-              '__exit__','fit','_do_fit','_do_epoch','_do_one_batch','_do_grad_opt',
+              '__exit__','fit','_do_fit','_do_epoch','_do_grad_opt',
               'all_batches','say','save','load','compile','uncompile', # also for `fit(resume=)`
               'get_preds','lr_find','predict','show_results','summary','export','__getstate__'))} # as fastai's, but in a context
 

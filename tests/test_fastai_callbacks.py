@@ -487,7 +487,7 @@ def accumulates(W, rank, path):
     res = {}
     for n_acc,bs in [(48,24),(24,24),(0,48)]:
         learn = make(W, rank, bs=bs, n=144, n_valid=40)
-        cbs = ([GradientAccumulation(per_rank(n_acc, W))] if n_acc else []) + ([Reduces()] if W>1 else [])
+        cbs = ([GradientAccumulation(n_acc)] if n_acc else []) + ([Reduces()] if W>1 else [])
         with ctx(learn, W): learn.fit(1, cbs=cbs)
         res[n_acc] = state(learn),getattr(learn, 'n_reduced', None)
     return res

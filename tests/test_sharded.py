@@ -134,7 +134,7 @@ def differs(a, b):
     return max((float((torch.as_tensor(x, dtype=F64)-torch.as_tensor(y, dtype=F64)).abs().max()) for x,y in zip(xs, ys)), default=0.)
 
 def even(**kw): return case(**{**dict(n=31, bs=12), **kw}) # a batch size that 1 to 4 ranks divide, and a last batch that they do not
-def acc(n): return lambda W: GradientAccumulation(n//W)
+def acc(n): return lambda W: GradientAccumulation(n)
 
 same = dict(sgd=even(opt=sgd), adamw=even(), one_cycle=even(cycle=True), few=even(n_valid=1),
             groups=even(splitter=two_groups, lr=[.01,.05]), lookahead=even(opt=ahead), clip=even(cbs=[lambda W: GradientClip(.5)]),
@@ -446,7 +446,7 @@ class Cancels(Net):
 class Calls(Callback):
     "Calls the model on one rank's behalf, as a logger of pictures or graphs does"
     def after_epoch(self):
-        with self.learn.runner.shards.on_rank0(): self.learn.model(torch.zeros(1, 6, dtype=F64))
+        with self.learn.runner.sharded.on_rank0(): self.learn.model(torch.zeros(1, 6, dtype=F64))
 
 def factored(m, lr):
     "An optimizer whose state has another shape than the weight"
@@ -460,7 +460,7 @@ def alone_in_evaluation(learn):
         wait_key(shared_store(), 'told', 60)
         raise KeyError # so that the ranks meet on the way out, and none waits for the other
     try:
-        with process_group(timeout_s=3): learn.runner.shards.join_batch() # as if it had no batch, while others have
+        with process_group(timeout_s=3): learn.runner.sharded.join_batch() # as if it had no batch, while others have
     finally: shared_store().set('told', 'told')
 
 def load_factored(learn): load_opt(learn.opt, {**learn.opt.state_dict(), 'state': {0: dict(rows=torch.zeros(9))}})

@@ -65,7 +65,7 @@ def run(c, path, W=1):
     with learn.no_bar(), learn.no_logging(): learn.fit(1) # alone, with the state of the optimizer
     return res
 
-def acc(n): return lambda W: GradientAccumulation(n//W)
+def acc(n): return lambda W: GradientAccumulation(n)
 def recurrent(): return Resets().double()
 
 class Resets(nn.Module):

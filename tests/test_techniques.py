@@ -41,7 +41,7 @@ class Skips(Callback):
         if self.learn.training and self.iter%2==0: raise CancelBatchException
 
 def skipping(loss):
-    learn = make(cbs=[Skips,GradientAccumulation(16//(num_distrib() or 1))])
+    learn = make(cbs=[Skips,GradientAccumulation(16)])
     learn.loss_func = loss
     with learn.distrib_ctx(seed=3): learn.fit(2)
     return weights(learn)
@@ -65,7 +65,7 @@ class Kinds(Callback):
 opts = dict(seed=3)
 flag_fits = {'ddp': lambda o: o.fit(2, ddp=opts), 'cycle': lambda o: o.fit_one_cycle(2, ddp=opts),
              'amp': lambda o: o.fit(2, ddp=opts, amp='fp16'), 'amp_cycle': lambda o: o.fit_one_cycle(2, .05, amp='fp16', ddp=opts),
-             'clip_acc': lambda o: o.fit(2, ddp=opts, amp='fp16', cbs=[GradientClip(.3),GradientAccumulation(8//(num_distrib() or 1))])}
+             'clip_acc': lambda o: o.fit(2, ddp=opts, amp='fp16', cbs=[GradientClip(.3),GradientAccumulation(8)])}
 
 def flagged():
     "In float64, where scaling by a power of two is exact"

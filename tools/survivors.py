@@ -28,7 +28,7 @@ def make_fastai(kind):
     def learner(net, path):
         return fastai.learner.Learner(dls, net, loss_func=torch.nn.CrossEntropyLoss(), lr=.01, metrics=accuracy, path=path)
     cbs = [GradientClip(5.),CSVLogger(),SaveModelCallback()]
-    if kind=='accumulate': cbs.append(GradientAccumulation(48//num_distrib()))
+    if kind=='accumulate': cbs.append(GradientAccumulation(48))
     if kind=='plateau': cbs.append(ReduceLROnPlateau(patience=0, min_delta=1.))
     return learner,Callback,cbs
 
@@ -40,7 +40,7 @@ def make(kind):
     def learner(net, path):
         return Learner(dls, net, torch.nn.CrossEntropyLoss(), torch.optim.AdamW, lr=.01, metrics=accuracy, path=path)
     cbs = [GradientClip(5.),CSVLogger()]
-    if kind=='accumulate': cbs.append(GradientAccumulation(48//num_distrib()))
+    if kind=='accumulate': cbs.append(GradientAccumulation(48))
     if kind=='plateau': cbs.append(ReduceLROnPlateauCallback(patience=0, threshold=.5))
     return learner,Callback,cbs
 
