@@ -60,14 +60,15 @@ class Dealt:
         yield from ()
     def shard(self):
         "Iterator over the items"
-        d,items = self.dealer,self.source
-        parts = loader_parts(items)
-        if {*map(type, parts)}-{BatchSampler,SequentialSampler}: # it may draw random numbers
-            gens = [g for o in parts if isinstance(g := getattr(o, 'generator', None), torch.Generator)]
-            rng = shared_rng(d.seed, d.epoch, generators=gens)
-            items = draw(items, rng, self.chunk, self.chunk)
-        items = d.deal(items)
+        d,items = self.dealer,self.dealer.deal(self.of_all_ranks())
         return d.sized(items) if d.unit=='batch' else items
+    def of_all_ranks(self):
+        "Iterator over the items before they are dealt: the same on each rank, which `Dealer.note` lets ranks compare"
+        d,parts = self.dealer,loader_parts(self.source)
+        if not {*map(type, parts)}-{BatchSampler,SequentialSampler}: return self.source # no random numbers
+        gens = [g for o in parts if isinstance(g := getattr(o, 'generator', None), torch.Generator)]
+        d.hashes.zero_()
+        return draw(self.source, shared_rng(d.seed, d.epoch, generators=gens), self.chunk, self.chunk, d.note)
     def __len__(self): return self.dealer.count(len(self.source))
 
 class DealtOrder(Dealt):
@@ -112,8 +113,10 @@ class Dealer:
         self.rank,self.world_size,self.seed,self.pad = rank,world_size,seed,pad
         self.step = world_size # Items in a global batch: each is dealt from rank 0 on
         self.sample_seeds = sample_seeds
-        # Seen by workers, too: first, a hash of the first sample of a stream; by_rank: whether that has split itself
-        self._epoch,self.first,self.by_rank,self._n_read = torch.zeros(4, 1, dtype=torch.int64)
+        # Seen by workers, too; by_rank: whether a stream has split itself
+        self._epoch,self.by_rank,self._n_read = torch.zeros(3, 1, dtype=torch.int64)
+        # Of what is dealt: its first items, or the first sample of a stream; all items so far; all, at their end
+        self.hashes = torch.zeros(3, dtype=torch.int64)
     # Workers see it too
     epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v))
     # Items for all ranks, once this rank has read its last
@@ -184,6 +187,12 @@ class Dealer:
         "What is dealt are batches, not samples"
         self.unit,self.bs = 'batch',1
         self.by_step,self.step = self.pad=='batch',self.world_size
+    def note(self, items):
+        "Let `hashes` show these items, which are dealt next; an empty list is their end"
+        h = self.hashes
+        if not h[1]: h[0] = sample_hash(items[:self.world_size])
+        h[1] = sample_hash(items, int(h[1]))
+        if not items: h[2] = h[1]
     def sized(self, batches):
         "Remember the length of each batch, in `sizes`"
         self.sizes = []
@@ -200,7 +209,7 @@ class Dealer:
         return self.items
     def share_memory(self, num_workers):
         "Let copies in workers see the epoch, and this process what they have read"
-        for o in (self._epoch,self.first,self.by_rank,self._n_read) if num_workers else (): o.share_memory_()
+        for o in (self._epoch,self.hashes,self.by_rank,self._n_read) if num_workers else (): o.share_memory_()
     def samples(self, dataset, num_workers, after=()): # after: as in `stream`
         "The data set, whose samples draw from streams of their own; itself where nothing is drawn"
         if not self.sample_seeds or not after and is_quiet(dataset): return dataset
@@ -217,7 +226,7 @@ class Dealer:
     def compare(self, gather, name)->bool:
         """Whether the first samples of a stream show that it splits itself among ranks. It is not dealt then. Sync
         point"""
-        if self.by_rank or len({*gather(int(self.first))})==1: return False
+        if self.by_rank or len({*gather(int(self.hashes[0]))})==1: return False
         self.by_rank.fill_(1)
         if not self.rank:
             warn('split-stream', f'{name} gives each rank another first sample: so it is taken to split itself among '
@@ -238,7 +247,7 @@ class BatchDealer(Dealer):
     def alone(self):
         "A dealer of all samples, with this one's epoch"
         res = Dealer(0, 1, self.seed, False, self.sample_seeds)
-        res._epoch,res.first = self._epoch,self.first
+        res._epoch,res.hashes = self._epoch,self.hashes
         return res
 
 def check_count(d:Dealer, k:int, name:str):
@@ -292,11 +301,12 @@ def _reads_batches(ds):
     while type(ds) is Subset: ds = ds.dataset # it has the method in any case
     return hasattr(ds, '__getitems__')
 
-def sample_hash(samples)->int:
-    "Of the tensors, arrays, images, numbers and texts in samples; other objects may differ between processes"
-    vals = map(_plain, tree_leaves(samples))
+def sample_hash(samples:list, before:int=0)->int:
+    """Of the tensors, arrays, images, numbers and texts in samples; other objects may differ between processes. before:
+    the hash of those before them"""
+    vals = samples if {*map(type, samples)}=={int} else map(_plain, tree_leaves(samples))
     known = [o for o in vals if isinstance(o, (int,float,complex,str,bytes,list))]
-    return zlib.crc32(repr(known).encode())
+    return zlib.crc32(repr(known).encode(), before)
 
 def _plain(o): return o.tolist() if hasattr(o, 'tolist') else o.tobytes() if hasattr(o, 'tobytes') else o
 
@@ -405,7 +415,7 @@ class _Stream(LoaderWrapper, IterableDataset):
         "This rank's items from number `at` on; where samples draw, each has its own streams"
         d = self._dealer
         first = list(islice(items, 1))
-        if not worker_id(): d.first.fill_(sample_hash(first))
+        if not worker_id(): d.hashes[0] = sample_hash(first)
         for i,o in d.deal(zip(places or count(at), chain(first, items)), at):
             if d.by_rank: i = i*d.world_size+d.rank
             if self._after: [o] = map_seeded(partial(pipe, self._after), [o], d.streams_of([i]))

@@ -22,6 +22,7 @@ from ..core.compat import BatchNorm,tree_leaves
 from ..core.env import group_rank
 from ..core.shards import groups_of,is_part
 from ..core.stacks import need,warn
+from ..data.distributed_dl import loader_parts
 from ..data.loaders import batch_shape,data_len
 from ..data.rows import as_ints
 from ..learner.learner import get_model
@@ -254,16 +255,32 @@ def few(names:list)->str:
     "At most three of these names, and how many more there are"
     return ', '.join(names[:3])+f' and {len(names)-3} more'*(len(names)>3)
 
+def order_of(dl)->dict:
+    """By name: hashes of the order from which a rank is dealt its shard, of its first items and, once it has been read,
+    of all. Nothing where all ranks compute it"""
+    d = getattr(dl, 'dealer', None)
+    named = {} if d is None or d.streams else dict(zip(('first items','items so far','whole order'), d.hashes))
+    return {k: h for k,h in named.items() if h and k!='items so far'}
+
+def drawn_alone(dl)->str:
+    "What the user should know if `order_of` differs between ranks"
+    *_,sampler = loader_parts(dl.dealer.source)
+    name = type(getattr(sampler, 'dl', sampler)).__name__
+    return (f'{name} gives each rank another order, of which each reads its part: some samples come twice, others '
+            'never. What it draws from a generator of its own needs a seed, the same on all ranks; what it computes '
+            'from batches, such as weights of samples, needs those of all: all_sum, gather_objects')
+
 def compare_weights(learn, n_steps:int, findings):
-    """Raise RuntimeError if the ranks' parameters differ after these steps of an epoch; report buffers and tensors of
-    other modules. Sync point"""
-    own = unsynced(learn.model) # which a copy of the model has, too
+    """Raise RuntimeError if the ranks' parameters differ after these steps of an epoch; report an order that differs,
+    buffers and tensors of other modules. Sync point"""
+    own,order = unsynced(learn.model),order_of(learn.dl) # own: which a copy of the model has, too
     others = tensors_beside(learn, not own) if findings.mode else {}
-    found = differences({**others, **compared(learn.model, own)})
+    found = differences({**others, **compared(learn.model, own), **order})
+    if order.keys()&found.keys(): findings('different-orders', drawn_alone(learn.dl), 'orders')
     bad = next((k for k,_ in learn.model.named_parameters() if k in found), None)
     if bad: raise RuntimeError(f'[weights-differ] after {n_steps} steps of this epoch {bad} differs between rank 0 and '
                                f'{found[bad]}: {_changed_alone}')
-    new = [k for k in found if k not in findings.reported]
+    new = [k for k in found if k not in findings.reported and k not in order]
     findings.reported.update(new)
     if new: findings('ranks-differ', f'{few(new)}: each rank has computed this {_own_batches}')
 

@@ -207,7 +207,7 @@ class _Lengths(RankOrder):
     def __init__(self, order, dl): self.order,self.res,self.step = order,dl.res,_step(dl, order.dealer)
     def __call__(self):
         d = self.order.dealer
-        with shared_rng(d.seed, d.epoch): whole = list(self.order.source)
+        whole = [*self.order.of_all_ranks()]
         self.longest = [max(whole[i:i+self.step], key=self.res.__getitem__)
                         for i in range(d.start, len(whole), self.step)]
         return list(d.deal(whole))
