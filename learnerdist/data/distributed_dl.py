@@ -86,6 +86,15 @@ def worker_id()->int:
     "The number of this worker of a loader; 0 in the process itself"
     return getattr(get_worker_info(), 'id', 0)
 
+def sample_hash(samples:list, before:int=0)->int:
+    """Of the tensors, arrays, images, numbers and texts in samples; other objects may differ between processes. before:
+    the hash of those before them"""
+    vals = samples if {*map(type, samples)}=={int} else map(_plain, tree_leaves(samples))
+    known = [o for o in vals if isinstance(o, (int,float,complex,str,bytes,list))]
+    return zlib.crc32(repr(known).encode(), before)
+
+def _plain(o): return o.tolist() if hasattr(o, 'tolist') else o.tobytes() if hasattr(o, 'tobytes') else o
+
 class Dealer:
     "Makes the shard of one rank, of orders, samplers and streams, for the current epoch"
     unit = 'row' # What is dealt: 'row' or 'batch'
@@ -300,15 +309,6 @@ class Seeded(LoaderWrapper, Dataset):
 def _reads_batches(ds):
     while type(ds) is Subset: ds = ds.dataset # it has the method in any case
     return hasattr(ds, '__getitems__')
-
-def sample_hash(samples:list, before:int=0)->int:
-    """Of the tensors, arrays, images, numbers and texts in samples; other objects may differ between processes. before:
-    the hash of those before them"""
-    vals = samples if {*map(type, samples)}=={int} else map(_plain, tree_leaves(samples))
-    known = [o for o in vals if isinstance(o, (int,float,complex,str,bytes,list))]
-    return zlib.crc32(repr(known).encode(), before)
-
-def _plain(o): return o.tolist() if hasattr(o, 'tolist') else o.tobytes() if hasattr(o, 'tobytes') else o
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #stm05
 def saves_place(ds)->bool:
