@@ -1,9 +1,10 @@
 "Orders, data and draws that would differ between ranks: found and named, or the same by construction"
-import warnings
+import random, warnings
 import numpy as np, torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, TensorDataset
-from learnerdist.all import Callback, DataLoaders, Learner, gather_objects, group_rank, num_distrib, rank_distrib
+from helpers import Stream
+from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
+from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, gather_objects, group_rank, num_distrib, rank_distrib
 from learnerdist.testing import run_ranks
 
 N = 24
@@ -81,3 +82,70 @@ def test_orders_that_differ():
             assert n<N and not error and len(messages)==(r==0) and all(o.startswith('[different-orders] ') for o in messages), (k,messages)
             assert other.startswith('ValueError: [different-orders] '), (k,other)
         assert [o.split(' gives')[0] for o in errors]==['[different-orders] Shuffles','[different-orders] WeightedDL']
+
+# --- draws ---
+
+rng = np.random.default_rng(0)
+class Noisy(Dataset):
+    "Draws noise from a generator of its own, or of the class, the module, a transform, a closure"
+    shared = random.Random(3)
+    def __init__(self, kind):
+        self.kind,self.own,self.tfms = kind,np.random.default_rng(0),[Jitter(kind)]
+        old,self._torch = np.random.RandomState(2),torch.Generator() if kind=='torch' else None # torch's cannot be sent
+        if kind=='around': self.around = lambda: old.rand()
+    def noise(self):
+        return dict(own=self.own.random, torch=lambda: torch.rand((), generator=self._torch).item(), shared=self.shared.random,
+                    module=rng.random, around=getattr(self, 'around', None), tfm=self.tfms[0].draw)[self.kind]()
+    def __len__(self): return N
+    def __getitem__(self, i): return X[i],X[i]+self.noise()
+class AtOnce(Noisy):
+    def __getitems__(self, idxs): return [self[i] for i in idxs]
+class Jitter:
+    def __init__(self, kind): self.rng = random.Random(0)
+    def draw(self): return self.rng.random()
+    def __call__(self, o): return o[0],o[1]+self.draw()
+
+class Targets(Callback):
+    "The noise of each sample, by epoch"
+    def before_fit(self): self.noise = {}
+    def before_batch(self):
+        if not self.training or self.learn.repeated: return
+        for x,y in zip(self.xb[0], self.yb[0]): self.noise[self.epoch,round(float(x), 6)] = float(y-x)
+
+def noise_of(train):
+    "Of all ranks"
+    targets = Targets()
+    learn = Learner(DataLoaders(train), nn.Linear(1, 1).double(), nn.MSELoss(), lambda ps, lr: torch.optim.SGD(ps, lr=.1), cbs=targets)
+    with learn.distrib_ctx(seed=1, checks='error'), learn.no_logging():
+        learn.fit(2)
+        every = gather_objects(targets.noise)
+    return {k: v for o in every for k,v in o.items()}
+
+def of_fastai_noise(bs):
+    from fastai.data.core import DataLoaders as FastaiDataLoaders, TfmdDL as FastaiDL
+    from fastai.learner import Learner as FastaiLearner
+    import learnerdist.fastai # noqa: F401
+    from fastai.callback.core import Callback as FastaiCallback
+    class FastaiTargets(FastaiCallback): before_fit,before_batch = Targets.before_fit,Targets.before_batch
+    targets,ds = FastaiTargets(),Noisy('tfm')
+    learn = FastaiLearner(FastaiDataLoaders(FastaiDL(ds, bs=bs, shuffle=True), FastaiDL(ds, bs=bs)), nn.Linear(1, 1).double(),
+                          lambda p, t: ((p-t)**2).mean().float(), cbs=targets)
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=1):
+        learn.fit(2)
+        return {k: v for o in gather_objects(targets.noise) for k,v in o.items()}
+
+kinds = 'own','torch','shared','module','around','tfm'
+def noises():
+    bs = 8//size()
+    makes = {k: lambda k=k: DataLoader(Noisy(k), bs, shuffle=True) for k in kinds}
+    makes |= dict(workers=lambda: DataLoader(Noisy('module'), bs, num_workers=2), once=lambda: DataLoader(AtOnce('own'), bs),
+        after=lambda: TfmdDL(data(), bs, after_item=Jitter('')),
+        stream=lambda: TfmdDL(Stream([(o,o) for o in X]), bs, after_item=Jitter('')))
+    return {k: noise_of(f()) for k,f in makes.items()} | dict(fastai=of_fastai_noise(bs))
+
+def test_generators_of_data_sets():
+    "The noise of a sample is the same at any number of ranks and workers, and another one in each epoch"
+    one,ranks = noises(),run_ranks(noises, 2)
+    for k,want in one.items():
+        assert len(want)==2*N and len({*want.values()})==2*N, k
+        assert ranks[0][k]==ranks[1][k]==want, k

@@ -9,13 +9,14 @@ __all__ = ['set_seed']
 import random,sys
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
-from types import CellType,FunctionType,MethodType
+from itertools import chain,islice
+from types import BuiltinMethodType,CellType,FunctionType,MethodType,ModuleType
 
 import torch
 from torch.utils.data import get_worker_info
 
 from .compat import version
+from .stacks import in_library
 
 # %% ../../nbs/core/04_random.ipynb #c005
 _M64 = (1<<64)-1
@@ -78,19 +79,82 @@ def seed_streams(*parts:int, cuda=True):
     torch.default_generator.manual_seed(s)
     if cuda and torch.cuda.is_initialized(): torch.cuda.manual_seed_all(s)
 
-def map_seeded(f, items, parts)->list:
-    """`f` of each item, with the streams of the CPU seeded by `parts`, a tuple for each. Afterwards they go on where
-    they were; a loader's worker has no streams to protect"""
-    before = rng_state(cuda=False) if get_worker_info() is None else None
+# %% ../../nbs/core/04_random.ipynb #gen02
+class Generators(list):
+    "Random generators that the user's objects have for themselves: torch's, Python's, numpy's"
+    @classmethod
+    def of(cls, *users):
+        "Those of these objects: in attributes, items, classes, and in variables and global names of functions"
+        todo,seen = [*users],{}
+        for o in todo: # it grows
+            if id(o) in seen or len(seen)>20_000: continue
+            seen[id(o)] = o
+            todo += _held(o)
+        kinds = _kinds()
+        return cls([o for o in seen.values() if isinstance(o, kinds)])
+    def __reduce__(self): return Generators,() # those of another process are others
+    def state(self)->list:
+        "The state of each generator"
+        return [_access(g)[0]() for g in self]
+    def drawn_since(self, states)->bool:
+        "Whether one has drawn since `state` gave these"
+        plain = [[o.tolist() if isinstance(o, torch.Tensor) else repr(o) for o in each] for each in (states,self.state())]
+        return plain[0]!=plain[1]
+    def set_state(self, states):
+        "Restore a result of `state`"
+        for g,o in zip(self, states): _access(g)[1](o)
+    def seed(self, s:int):
+        "Seed each with a number of its own"
+        for k,g in enumerate(self): _access(g)[2](s+k)
+
+no_generators = Generators()
+
+def _kinds():
+    np = sys.modules.get('numpy')
+    return torch.Generator,random.Random,*((np.random.Generator,np.random.RandomState) if np else ())
+
+def _access(g):
+    "How to get and set the state of a generator, and to seed it"
+    if isinstance(g, torch.Generator): return g.get_state,g.set_state,g.manual_seed
+    if isinstance(g, random.Random): return g.getstate,g.setstate,g.seed
+    if not hasattr(g, 'bit_generator'): return g.get_state,g.set_state,lambda s: g.seed(s%2**32)
+    bits = g.bit_generator
+    put = partial(setattr, bits, 'state')
+    return partial(getattr, bits, 'state'),put,lambda s: put(type(bits)(s).state)
+
+def _held(o)->list:
+    "What an object refers to; of a long container the first items"
+    if isinstance(o, (type,ModuleType,torch.Tensor)): return []
+    held = [*getattr(o, '__dict__', {}).values()]
+    for kind in (list,tuple,set):
+        if isinstance(o, kind): held += islice(kind.__iter__(o), 64)
+    if isinstance(o, dict): held += islice(dict.values(o), 64)
+    if isinstance(o, partial): held += [o.func,*o.args,*o.keywords.values()]
+    if isinstance(o, (MethodType,BuiltinMethodType)): held += [getattr(o, '__func__', None),o.__self__]
+    if not isinstance(o, FunctionType): shared = chain.from_iterable(vars(c).values() for c in type(o).__mro__)
+    else:
+        held += [*[c.cell_contents for c in o.__closure__ or () if c!=CellType()],*(o.__defaults__ or ())]
+        shared = () if in_library(o.__code__.co_filename) else map(o.__globals__.get, o.__code__.co_names)
+    kinds = FunctionType,*_kinds()
+    return [*held,*[v for v in shared if isinstance(v, kinds)]]
+
+# %% ../../nbs/core/04_random.ipynb #gen03
+def map_seeded(f, items, parts, own=no_generators)->list:
+    """`f` of each item, with the streams of the CPU and the user's `own` seeded by `parts`, a tuple for each. Afterwards
+    they go on where they were; a loader's worker has no streams to protect"""
+    before = (rng_state(cuda=False),own.state()) if get_worker_info() is None else None
     np,res = sys.modules.get('numpy'),[]
     try:
         for o,s in zip(items, mix_seeds(parts)): # as `seed_streams`, without a call for each sample
             random.seed(s)
             if np: np.random.seed(s%2**32)
             torch.default_generator.manual_seed(s)
+            own.seed(s+1)
             res.append(f(o))
     finally:
-        if before: set_rng_state(before)
+        if before:
+            set_rng_state(before[0])
+            own.set_state(before[1])
     return res
 
 # %% ../../nbs/core/04_random.ipynb #unt02
@@ -148,22 +212,23 @@ class shared_rng:
     "Context with its own random streams of torch (CPU), Python and numpy. Entered again, it continues"
     def __init__(self,
         *seeds:int,    # The same on all ranks: seed, epoch, …
-        generators=()  # Further `torch.Generator`s to include, such as those of a sampler
+        generators=()  # Further ones to include, such as those of a sampler
     ):
-        self.gens = list(generators)
+        self.gens = Generators(dict.fromkeys(generators))
         self.reseed(*seeds)
     def reseed(self, *seeds):
         "Begin new streams from these seeds"
         s,np = mix_seed(*seeds),sys.modules.get('numpy')
-        devices = [o.device for o in (torch.default_generator,*self.gens)]
-        cpu,*gens = [torch.Generator(o).manual_seed(s).get_state() for o in devices]
+        cpu,before = torch.Generator().manual_seed(s).get_state(),self.gens.state()
         numpys = np and np.random.RandomState(s%2**32).get_state()
-        self.inner = (random.Random(s).getstate(),numpys,cpu,None),gens
+        self.gens.seed(s)
+        self.inner = (random.Random(s).getstate(),numpys,cpu,None),self.gens.state()
+        self.gens.set_state(before)
     def _swap(self, state):
         "Set these streams, and return their old states. The GPU's does not change, since no sampler draws from it"
-        old = rng_state(cuda=False),[g.get_state() for g in self.gens]
+        old = rng_state(cuda=False),self.gens.state()
         set_rng_state(state[0])
-        for g,o in zip(self.gens, state[1]): g.set_state(o)
+        self.gens.set_state(state[1])
         return old
     def __enter__(self):
         self.outer = self._swap(self.inner)

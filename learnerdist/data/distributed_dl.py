@@ -6,7 +6,7 @@
 __all__ = ['DistributedDL']
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c002
-import copy, math, torch, zlib
+import copy, math, os, torch, zlib
 from functools import partial, singledispatch
 from itertools import chain, count, islice, repeat
 from operator import getitem
@@ -15,8 +15,8 @@ from torch.utils.data import Subset, SubsetRandomSampler, get_worker_info
 from ..core.compat import no_iterator,set_worker_info,tree_leaves
 from .loaders import Collate, FrameRows, LoaderWrapper, TfmdDL, batch_shape, changed, data_len
 from .loaders import is_shuffled, one_batch, pipe, read_loader
-from ..core.random import draw,map_seeded,mix_seed,rng_state,same_streams
-from ..core.random import seed_streams,set_rng_state,shared_rng
+from ..core.random import Generators,draw,map_seeded,mix_seed,no_generators,rng_state
+from ..core.random import same_streams,seed_streams,set_rng_state,shared_rng
 from ..core.stacks import need,warn
 from .sharding import batch_count, check_rank, deal, epoch_order, full_rows, share, share_len
 from .datasets import as_it_is, columns_of
@@ -108,6 +108,7 @@ class Dealer:
     sizes = () # Of the batches that have been dealt, if batches are
     # Which items of this epoch the loader has asked for: 'nothing', 'some' or 'all'
     asked = 'nothing'
+    _found = None,None # See `generators`
     n_skip = 0 # Batches of this epoch that a resumed fit leaves out
     n_batches = None # Of this epoch, without repeats, once they have been read
     # An epoch, and the number of its items (see `unit`), over all ranks, that an earlier run has already read
@@ -224,9 +225,16 @@ class Dealer:
         if not self.sample_seeds or not after and is_quiet(dataset): return dataset
         self.share_memory(num_workers)
         return Seeded(dataset, self, after)
-    def seed_sample(self, key):
-        "Seed the random streams for the sample of this index, or other key; of a stream, its number"
-        seed_streams(*next(self.streams_of([key])), cuda=False)
+    def generators(self, *users)->Generators:
+        "The random generators that these objects have for themselves, in this process and epoch"
+        now = os.getpid(),self.epoch
+        if self._found[0]!=now: self._found = now,Generators.of(*users)
+        return self._found[1]
+    def seed_sample(self, key, own=no_generators):
+        "Seed the random streams, and `own`, for the sample of this index, or other key; of a stream, its number"
+        [parts] = self.streams_of([key])
+        seed_streams(*parts, cuda=False)
+        own.seed(mix_seed(*parts)+1)
     def streams_of(self, keys):
         "What the random streams of the samples at these indices, or other keys, are seeded by: a tuple for each"
         if {*map(type, keys)}!={int}: keys = [o if isinstance(o, int) else zlib.crc32(repr(o).encode()) for o in keys]
@@ -295,14 +303,16 @@ class Seeded(LoaderWrapper, Dataset):
         items = self.quiet_batch(idxs) if self.at_once else None
         if items is not None and not self.after: return items
         read = partial(getitem, self.source) if items is None else None
-        own = self.dealer.streams_of(idxs)
-        return map_seeded(self._then(read) if self.after else read, idxs if read else items, own)
+        seeds,own = self.dealer.streams_of(idxs),self.dealer.generators(self.source, self.after)
+        return map_seeded(self._then(read) if self.after else read, idxs if read else items, seeds, own)
     def quiet_batch(self, idxs):
         "The samples, read at once; None if that draws random numbers, which belong to the samples"
-        before = rng_state(cuda=False)
+        own = self.dealer.generators(self.source, self.after)
+        before,states = rng_state(cuda=False),own.state()
         items = self.source.__getitems__(idxs)
-        if same_streams(before, rng_state(cuda=False)): return items
+        if same_streams(before, rng_state(cuda=False)) and not own.drawn_since(states): return items
         set_rng_state(before)
+        own.set_state(states)
         vars(self)['at_once'] = False
     def _then(self, read): return lambda o: pipe(self.after, read(o) if read else o)
 
@@ -418,7 +428,7 @@ class _Stream(LoaderWrapper, IterableDataset):
         if not worker_id(): d.hashes[0] = sample_hash(first)
         for i,o in d.deal(zip(places or count(at), chain(first, items)), at):
             if d.by_rank: i = i*d.world_size+d.rank
-            if self._after: [o] = map_seeded(partial(pipe, self._after), [o], d.streams_of([i]))
+            if self._after: [o] = map_seeded(partial(pipe, self._after), [o], d.streams_of([i]), d.generators(self._after))
             elif self._after is None and d.sample_seeds: d.seed_sample(i)
             yield o
 

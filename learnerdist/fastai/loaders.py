@@ -89,12 +89,16 @@ class SeededItems:
         self.inner = dl.create_item,dl.create_batch
     def create_item(self, s):
         "As the loader's, from the random streams of the sample"
-        self.outer = self.outer or rng_state(cuda=False)
-        if self.dl.indexed: self.dealer.seed_sample(s or 0) # a stream does it itself
+        own = self.dealer.generators(self.dl.dataset, self.dl.after_item)
+        self.outer = self.outer or (rng_state(cuda=False),own,own.state())
+        if self.dl.indexed: self.dealer.seed_sample(s or 0, own) # a stream does it itself
         return self.inner[0](s)
     def create_batch(self, b):
         "The process's streams are then those before the items"
-        if self.outer: set_rng_state(self.outer)
+        if self.outer:
+            state,own,states = self.outer
+            set_rng_state(state)
+            own.set_state(states)
         self.outer = None
         return self.inner[1](b)
 
