@@ -80,69 +80,52 @@ def seed_streams(*parts:int, cuda=True):
     if cuda and torch.cuda.is_initialized(): torch.cuda.manual_seed_all(s)
 
 # %% ../../nbs/core/04_random.ipynb #gen02
+def held(o, kinds=())->dict:
+    """What an object refers to, by name: attributes, the first items, the variables around a function, and of the global
+    names that it uses functions of its file and objects of these kinds"""
+    if isinstance(o, (type,ModuleType,torch.Tensor)): return {}
+    res = dict(getattr(o, '__dict__', {}))
+    for kind in (list,tuple,set):
+        if isinstance(o, kind): res |= enumerate(islice(kind.__iter__(o), 64))
+    if isinstance(o, dict): res |= islice(dict.items(o), 64)
+    if isinstance(o, (partial,MethodType,BuiltinMethodType)):
+        res |= {k: getattr(o, k, None) for k in ('func','args','keywords','__func__','__self__')}
+    if not isinstance(o, FunctionType): return res
+    res |= [(k,c.cell_contents) for k,c in zip(o.__code__.co_freevars, o.__closure__ or ()) if c!=CellType()]
+    used = () if in_library(o.__code__.co_filename) else o.__code__.co_names
+    names = {k: o.__globals__[k] for k in used if k in o.__globals__}
+    near = {k: v for k,v in names.items() if getattr(v, '__globals__', None) is o.__globals__ or isinstance(v, kinds)}
+    return res | near
+
 class Generators(list):
     "Random generators that the user's objects have for themselves: torch's, Python's, numpy's"
+    rest = 0 # The seed that they get after samples have been read
     @classmethod
     def of(cls, *users):
-        "Those of these objects: in attributes, items, classes, and in variables and global names of functions"
-        todo,seen = [*users],{}
+        "Those that these objects, and the methods of their classes, refer to"
+        np,todo,seen = sys.modules.get('numpy'),[*users],{}
+        kinds = torch.Generator,random.Random,*((np.random.Generator,np.random.RandomState) if np else ())
         for o in todo: # it grows
             if id(o) in seen or len(seen)>20_000: continue
             seen[id(o)] = o
-            todo += _held(o)
-        kinds = _kinds()
+            shared = chain.from_iterable(vars(c).values() for c in type(o).__mro__)
+            todo += [*held(o, kinds).values(),*[v for v in shared if isinstance(v, (FunctionType,*kinds))]]
         return cls([o for o in seen.values() if isinstance(o, kinds)])
     def __reduce__(self): return Generators,() # those of another process are others
-    def state(self)->list:
-        "The state of each generator"
-        return [_access(g)[0]() for g in self]
-    def drawn_since(self, states)->bool:
-        "Whether one has drawn since `state` gave these"
-        plain = [[o.tolist() if isinstance(o, torch.Tensor) else repr(o) for o in each] for each in (states,self.state())]
-        return plain[0]!=plain[1]
-    def set_state(self, states):
-        "Restore a result of `state`"
-        for g,o in zip(self, states): _access(g)[1](o)
     def seed(self, s:int):
         "Seed each with a number of its own"
-        for k,g in enumerate(self): _access(g)[2](s+k)
+        for k,g in enumerate(self, s):
+            if hasattr(g, 'bit_generator'): g.bit_generator.state = type(g.bit_generator)(k).state
+            elif isinstance(g, torch.Generator): g.manual_seed(k)
+            else: g.seed(k%2**32)
 
 no_generators = Generators()
-
-def _kinds():
-    np = sys.modules.get('numpy')
-    return torch.Generator,random.Random,*((np.random.Generator,np.random.RandomState) if np else ())
-
-def _access(g):
-    "How to get and set the state of a generator, and to seed it"
-    if isinstance(g, torch.Generator): return g.get_state,g.set_state,g.manual_seed
-    if isinstance(g, random.Random): return g.getstate,g.setstate,g.seed
-    if not hasattr(g, 'bit_generator'): return g.get_state,g.set_state,lambda s: g.seed(s%2**32)
-    bits = g.bit_generator
-    put = partial(setattr, bits, 'state')
-    return partial(getattr, bits, 'state'),put,lambda s: put(type(bits)(s).state)
-
-def _held(o)->list:
-    "What an object refers to; of a long container the first items"
-    if isinstance(o, (type,ModuleType,torch.Tensor)): return []
-    held = [*getattr(o, '__dict__', {}).values()]
-    for kind in (list,tuple,set):
-        if isinstance(o, kind): held += islice(kind.__iter__(o), 64)
-    if isinstance(o, dict): held += islice(dict.values(o), 64)
-    if isinstance(o, partial): held += [o.func,*o.args,*o.keywords.values()]
-    if isinstance(o, (MethodType,BuiltinMethodType)): held += [getattr(o, '__func__', None),o.__self__]
-    if not isinstance(o, FunctionType): shared = chain.from_iterable(vars(c).values() for c in type(o).__mro__)
-    else:
-        held += [*[c.cell_contents for c in o.__closure__ or () if c!=CellType()],*(o.__defaults__ or ())]
-        shared = () if in_library(o.__code__.co_filename) else map(o.__globals__.get, o.__code__.co_names)
-    kinds = FunctionType,*_kinds()
-    return [*held,*[v for v in shared if isinstance(v, kinds)]]
 
 # %% ../../nbs/core/04_random.ipynb #gen03
 def map_seeded(f, items, parts, own=no_generators)->list:
     """`f` of each item, with the streams of the CPU and the user's `own` seeded by `parts`, a tuple for each. Afterwards
-    they go on where they were; a loader's worker has no streams to protect"""
-    before = (rng_state(cuda=False),own.state()) if get_worker_info() is None else None
+    the streams go on where they were; a loader's worker has none to protect"""
+    before = rng_state(cuda=False) if get_worker_info() is None else None
     np,res = sys.modules.get('numpy'),[]
     try:
         for o,s in zip(items, mix_seeds(parts)): # as `seed_streams`, without a call for each sample
@@ -152,9 +135,8 @@ def map_seeded(f, items, parts, own=no_generators)->list:
             own.seed(s+1)
             res.append(f(o))
     finally:
-        if before:
-            set_rng_state(before[0])
-            own.set_state(before[1])
+        own.seed(own.rest)
+        if before: set_rng_state(before)
     return res
 
 # %% ../../nbs/core/04_random.ipynb #unt02
@@ -212,23 +194,22 @@ class shared_rng:
     "Context with its own random streams of torch (CPU), Python and numpy. Entered again, it continues"
     def __init__(self,
         *seeds:int,    # The same on all ranks: seed, epoch, …
-        generators=()  # Further ones to include, such as those of a sampler
+        generators=()  # Further `torch.Generator`s to include, such as those of a sampler
     ):
-        self.gens = Generators(dict.fromkeys(generators))
+        self.gens = list(generators)
         self.reseed(*seeds)
     def reseed(self, *seeds):
         "Begin new streams from these seeds"
         s,np = mix_seed(*seeds),sys.modules.get('numpy')
-        cpu,before = torch.Generator().manual_seed(s).get_state(),self.gens.state()
+        devices = [o.device for o in (torch.default_generator,*self.gens)]
+        cpu,*gens = [torch.Generator(o).manual_seed(s).get_state() for o in devices]
         numpys = np and np.random.RandomState(s%2**32).get_state()
-        self.gens.seed(s)
-        self.inner = (random.Random(s).getstate(),numpys,cpu,None),self.gens.state()
-        self.gens.set_state(before)
+        self.inner = (random.Random(s).getstate(),numpys,cpu,None),gens
     def _swap(self, state):
         "Set these streams, and return their old states. The GPU's does not change, since no sampler draws from it"
-        old = rng_state(cuda=False),self.gens.state()
+        old = rng_state(cuda=False),[g.get_state() for g in self.gens]
         set_rng_state(state[0])
-        self.gens.set_state(state[1])
+        for g,o in zip(self.gens, state[1]): g.set_state(o)
         return old
     def __enter__(self):
         self.outer = self._swap(self.inner)

@@ -228,7 +228,9 @@ class Dealer:
     def generators(self, *users)->Generators:
         "The random generators that these objects have for themselves, in this process and epoch"
         now = os.getpid(),self.epoch
-        if self._found[0]!=now: self._found = now,Generators.of(*users)
+        if self._found[0]!=now:
+            self._found = now,Generators.of(*users)
+            self._found[1].rest = mix_seed(self.seed, self.epoch)
         return self._found[1]
     def seed_sample(self, key, own=no_generators):
         "Seed the random streams, and `own`, for the sample of this index, or other key; of a stream, its number"
@@ -300,19 +302,17 @@ class Seeded(LoaderWrapper, Dataset):
     def __len__(self): return len(self.source)
     def __getitem__(self, i): return self.__getitems__([i])[0]
     def __getitems__(self, idxs):
-        items = self.quiet_batch(idxs) if self.at_once else None
+        seeds,own = self.dealer.streams_of(idxs),self.dealer.generators(self.source, self.after)
+        items = self.quiet_batch(idxs) if self.at_once and not own else None
         if items is not None and not self.after: return items
         read = partial(getitem, self.source) if items is None else None
-        seeds,own = self.dealer.streams_of(idxs),self.dealer.generators(self.source, self.after)
         return map_seeded(self._then(read) if self.after else read, idxs if read else items, seeds, own)
     def quiet_batch(self, idxs):
         "The samples, read at once; None if that draws random numbers, which belong to the samples"
-        own = self.dealer.generators(self.source, self.after)
-        before,states = rng_state(cuda=False),own.state()
+        before = rng_state(cuda=False)
         items = self.source.__getitems__(idxs)
-        if same_streams(before, rng_state(cuda=False)) and not own.drawn_since(states): return items
+        if same_streams(before, rng_state(cuda=False)): return items
         set_rng_state(before)
-        own.set_state(states)
         vars(self)['at_once'] = False
     def _then(self, read): return lambda o: pipe(self.after, read(o) if read else o)
 

@@ -87,18 +87,16 @@ class SeededItems:
     def __init__(self, dl, dealer):
         self.dl,self.dealer,self.outer = dl,dealer,None
         self.inner = dl.create_item,dl.create_batch
+    def _own(self): return self.dealer.generators(self.dl.dataset, self.dl.after_item)
     def create_item(self, s):
         "As the loader's, from the random streams of the sample"
-        own = self.dealer.generators(self.dl.dataset, self.dl.after_item)
-        self.outer = self.outer or (rng_state(cuda=False),own,own.state())
+        self.outer,own = self.outer or rng_state(cuda=False),self._own()
         if self.dl.indexed: self.dealer.seed_sample(s or 0, own) # a stream does it itself
         return self.inner[0](s)
     def create_batch(self, b):
         "The process's streams are then those before the items"
-        if self.outer:
-            state,own,states = self.outer
-            set_rng_state(state)
-            own.set_state(states)
+        if self.outer: set_rng_state(self.outer)
+        self._own().seed(self._own().rest)
         self.outer = None
         return self.inner[1](b)
 
