@@ -1,6 +1,8 @@
 "Orders, data and draws that would differ between ranks: found and named, or the same by construction"
-import random, warnings
-import numpy as np, torch
+import random, threading, time, warnings
+from pathlib import Path
+from types import SimpleNamespace
+import numpy as np, pandas as pd, torch
 from torch import nn
 from helpers import Stream
 from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
@@ -149,3 +151,49 @@ def test_generators_of_data_sets():
     for k,want in one.items():
         assert len(want)==2*N and len({*want.values()})==2*N, k
         assert ranks[0][k]==ranks[1][k]==want, k
+
+# --- data ---
+
+def drawn(): return X[torch.randperm(N, generator=torch.Generator().manual_seed(rank_distrib()))] # as if without a seed
+
+class Data(Dataset):
+    "Rows that each rank has drawn, where the comparison has to look for them"
+    def __init__(self, kind):
+        self.kind,rows = kind,drawn()
+        self._rows = rows if kind=='private' else X
+        if kind=='frame': self._frame = pd.DataFrame(rows.numpy())
+        if kind=='closure': self.rows = lambda i: rows[i]
+        if kind=='within': self.store = SimpleNamespace(deep=SimpleNamespace(rows=[rows.numpy()]))
+        if kind=='slots': self.slots = Slots(rows)
+        # what differs by rank, and is no data
+        self._cache,self._made,self._lock,self.rank_folder = {},time.time(),threading.Lock(),Path(f'/tmp/{rank_distrib()}')
+    def __len__(self): return N
+    def row(self, i):
+        if self.kind=='frame': return torch.tensor(self._frame.iloc[i].to_numpy())
+        if self.kind=='within': return torch.tensor(self.store.deep.rows[0][i])
+        return self.slots.rows[i] if self.kind=='slots' else self.rows(i) if self.kind=='closure' else self._rows[i]
+    def __getitem__(self, i):
+        if self.kind=='global': return the_rows[i],the_rows[i]
+        self._cache[i] = self.row(i)
+        return self._cache[i],self._cache[i]
+    def set_epoch(self, epoch):
+        if self.kind=='redrawn' and epoch: self._rows = drawn()
+
+class Slots:
+    __slots__ = 'rows',
+    def __init__(self, rows): self.rows = rows
+
+def different():
+    global the_rows
+    the_rows = drawn()
+    kinds = 'alike','private','frame','closure','within','slots','global','redrawn'
+    return {k: [fitted(DataLoader(Data(k), 4), n=2, checks=o) for o in ('warn','error')] for k in kinds}
+
+def test_data_that_differ():
+    for r,got in enumerate(run_ranks(different, 2, timeout_s=120)):
+        assert got.pop('alike')==[(N,'',[])]*2
+        for k,((_,error,messages),(_,other,_)) in got.items():
+            assert not error and len(messages)==(r==0) and all(o.startswith('[different-data] ') for o in messages), (k,error,messages)
+            assert other.startswith('ValueError: [different-data] '), (k,other)
+            names = dict(private='_rows', frame='_frame', within='store.deep.rows', closure='rows.rows')
+            assert k not in names or f'training data.{names[k]}: #' in other, (k,other)

@@ -220,7 +220,7 @@ class Dealing(Contexts):
         self.adapter.set_device(self.device)
         names = [] if hasattr(dls, 'loaders') else ['train','valid']
         self.sources = found = sources or [getattr(dls, o) for o in names] or dls.loaders[:]
-        if self.findings.mode and not sources and W>1: same_data([o for o in found if not is_split(o)], self.findings)
+        if self.findings.mode and not sources and W>1: same_data(found, self.findings)
         shares = []
         for i,dl in enumerate(found): shares.append(dl if dl is None else self.share(dl, pad=i==0 and 'batch'))
         for name,dl in zip(names, shares): self.replace(dls, name, dl)
