@@ -438,8 +438,9 @@ class _PlacedStream(Placed, _Stream): "The shard of a data set that saves its pl
 @singledispatch
 def reindexed(dl, dealer:Dealer):
     """A copy of `dl` that reads one rank's shard. Register a function for another kind of loader; ValueError for an
-    unknown kind. dl: the user's loader; it is not changed; dealer: makes this rank's indices by its methods
-    `order`, `drawn` and `stream`"""
+    unknown kind, which one rank reads as it is. dl: the user's loader; it is not changed; dealer: makes this rank's
+    indices by its methods `order`, `drawn` and `stream`"""
+    if dealer.world_size==1: return dl
     raise ValueError(f"a {type(dl).__name__} cannot be split among ranks: nothing defines which samples a copy of it "
                      "reads. Use a DataLoader, or @reindexed.register a function whose copy reads a dealer's indices")
 
