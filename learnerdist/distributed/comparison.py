@@ -131,11 +131,12 @@ def few_samples(dls:list)->dict:
     numbers. Data sets with generators of their own are left alone"""
     res = {}
     for name,dl in data_of(dls).items():
-        read = reader(dl)
-        if read is None or Generators.of(dl.dataset): continue
-        n = len(dl.dataset)
-        at = random.Random(n).sample(range(n), min(n, 2))
-        try: res |= {f'{name}[{i}]': sample_hash(map_seeded(read, [i], [(0,i)])) for i in at}
+        try:
+            read = reader(dl)
+            if read is None or Generators.of(dl.dataset): continue
+            n = len(dl.dataset)
+            at = random.Random(n).sample(range(n), min(n, 2))
+            res |= {f'{name}[{i}]': sample_hash(map_seeded(read, [i], [(0,i)])) for i in at}
         except Exception as e: log.debug('samples cannot be read one by one: %r', e)
     return res
 
@@ -262,7 +263,7 @@ def objects_beside(learn)->dict:
         seen.add(id(o))
         if isinstance(o, _kinds): found[name] = o
         elif isinstance(o, FunctionType): todo += held(o, _kinds).items()
-        elif isinstance(o, MethodType): todo += [(name,o.__func__),*_named(name, vars(o.__self__))]
+        elif isinstance(o, MethodType): todo += [(name,o.__func__),*_named(name, getattr(o.__self__, '__dict__', {}))]
         elif isinstance(o, (partial,list,tuple,dict)): todo += _named(name, held(o))
     return found
 

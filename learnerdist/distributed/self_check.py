@@ -47,10 +47,12 @@ def read_items(learn, n:int=2):
     at = [drawn[(2*n*group_rank()+i)%len(drawn)] for i in range(2*n)]
     try:
         with shared_rng(group_rank()): res = sorted([read(i) for i in at], key=_kind)
-        res = copied([*res[:n-n//2],*res[-(n//2):]]) # a row may be a view, which would take the whole data set along
-        pickle.dumps(res)
-        return res
+        return sent(copied([*res[:n-n//2],*res[-(n//2):]])) # a row may be a view, which would take all of the data along
     except Exception as e: log.debug('samples cannot be read one by one: %r', e)
+
+def sent(o):
+    "What another rank gets; an error if it cannot be sent: jagged tensors cannot be pickled, those of float8 not unpickled"
+    return pickle.loads(pickle.dumps(o))
 
 def collated(learn, items:list):
     "(inputs, targets): the batch that the training loader makes of samples. ValueError if it draws random numbers"
@@ -239,8 +241,8 @@ class SelfCheck:
         learn = self.engine.learn
         if cancelled: return Samples(read_items(learn), n=0)
         rows,n = None,losses.batch_rows(learn)
-        try: rows = copied(to_cpu(cut((tuple(learn.xb),tuple(learn.yb)), n, 0, min(n, 2))))
-        except ValueError as e: log.debug('the batch cannot be cut: %s', e)
+        try: rows = sent(copied(to_cpu(cut((tuple(learn.xb),tuple(learn.yb)), n, 0, min(n, 2)))))
+        except Exception as e: log.debug('the batch cannot be cut, or not be sent: %r', e)
         return Samples(read_items(learn), rows, self.loaded!=_versions(learn), n)
 
     def _result(self, every):
