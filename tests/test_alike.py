@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import numpy as np, pandas as pd, torch
 from torch import nn
+from torch.optim.swa_utils import update_bn
 from helpers import Stream
 from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
 from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, gather_objects, group_rank, num_distrib, rank_distrib
@@ -197,3 +198,28 @@ def test_data_that_differ():
             assert other.startswith('ValueError: [different-data] '), (k,other)
             names = dict(private='_rows', frame='_frame', within='store.deep.rows', closure='rows.rows')
             assert k not in names or f'training data.{names[k]}: #' in other, (k,other)
+
+# --- a share that is read by hand ---
+
+class Looks(Callback):
+    "At a batch of the loaders in a fit"
+    def before_fit(self):
+        for dl in self.dls: next(iter(dl))
+
+def by_hand():
+    "What update_bn makes of a rank's share, and of all data; warnings"
+    res,net = [],nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)).double()
+    dls = DataLoaders(DataLoader(data(), 4, shuffle=True), DataLoader(data(), 4))
+    learn = Learner(dls, net, nn.MSELoss(), torch.optim.SGD, cbs=Looks())
+    with warnings.catch_warnings(record=True) as messages, learn.distrib_ctx(seed=1), learn.no_logging():
+        warnings.simplefilter('always')
+        for read in (lambda: learn.dls.train.all_data(), lambda: learn.dls.train, lambda: learn.dls.valid):
+            learn.fit(1)
+            update_bn(read(), net)
+            res.append((net[0].running_mean.item(),len([o for o in messages if '[read-by-hand]' in str(o.message)])))
+    return res
+
+def test_a_share_that_is_read_by_hand():
+    (a,b),mean = run_ranks(by_hand, 2),X.mean().item()
+    assert abs(a[0][0]-mean)<1e-9 and a[0][0]==b[0][0] and a[1][0]!=b[1][0] and a[2][0]!=b[2][0]
+    assert [n for _,n in a]==[0,1,2] and [n for _,n in b]==[0,0,0]

@@ -109,6 +109,7 @@ class Dealer:
     # Which items of this epoch the loader has asked for: 'nothing', 'some' or 'all'
     asked = 'nothing'
     _found = None,None # See `generators`
+    in_loop = False # Whether a loop of the learner reads it next
     n_skip = 0 # Batches of this epoch that a resumed fit leaves out
     n_batches = None # Of this epoch, without repeats, once they have been read
     # An epoch, and the number of its items (see `unit`), over all ranks, that an earlier run has already read

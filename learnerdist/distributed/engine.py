@@ -356,10 +356,14 @@ class Steps(LoaderWrapper):
 
     def _alike(self):
         "An iterator; what ranks read first of a stream is compared"
-        dl,it,ds = self.dl,iter(self.dl),getattr(self.dl, 'dataset', None)
-        if not (isinstance(ds, IterableDataset) and hasattr(dl, 'dealer')): return it
+        it,ds = self._begun(),getattr(self.dl, 'dataset', None)
+        if not (isinstance(ds, IterableDataset) and hasattr(self.dl, 'dealer')): return it
         first = [*islice(it, 1)]
-        return iter(dl) if dl.dealer.compare(gather_objects, type(ds).__name__) else chain(first, it)
+        return self._begun() if self.dl.dealer.compare(gather_objects, type(ds).__name__) else chain(first, it)
+
+    def _begun(self):
+        if hasattr(self.dl, 'dealer'): self.dl.dealer.in_loop = True
+        return iter(self.dl)
 
     def _warn_uneven(self, k, more, b):
         W,n = group_size(),self.engine.loop.n_steps
