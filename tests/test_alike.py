@@ -6,7 +6,7 @@ import numpy as np, pandas as pd, torch
 from torch import nn
 from torch.optim.swa_utils import update_bn
 from helpers import Stream
-from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset, default_collate
 from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, gather_objects, group_rank, num_distrib, rank_distrib
 from learnerdist.testing import run_ranks
 
@@ -223,3 +223,25 @@ def test_a_share_that_is_read_by_hand():
     (a,b),mean = run_ranks(by_hand, 2),X.mean().item()
     assert abs(a[0][0]-mean)<1e-9 and a[0][0]==b[0][0] and a[1][0]!=b[1][0] and a[2][0]!=b[2][0]
     assert [n for _,n in a]==[0,1,2] and [n for _,n in b]==[0,0,0]
+
+# --- batches without a good sample ---
+
+def good(b):
+    "Samples that are not bad; None without any"
+    b = [o for o in b if round(float(o[0])*N)%8 not in bad]
+    return default_collate(b) if b else None
+bad = (1,3,5) # on two ranks with 2 samples in a batch: rank 1 has no sample in each second step, the first one among them
+def skipping(workers=0):
+    torch.manual_seed(0)
+    net,seen = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)).double(),Seen()
+    dl = TfmdDL(data(), 4//size(), collate_fn=good, num_workers=workers, after_batch=lambda b: [b[0],2*b[1]])
+    learn = Learner(DataLoaders(dl), net, nn.MSELoss(), lambda ps, lr: torch.optim.SGD(ps, lr=.1), cbs=seen)
+    with learn.distrib_ctx(seed=1, checks='error'), learn.no_logging(): learn.fit(2)
+    return [o.tolist() for o in net.state_dict().values()],learn.recorder.losses
+
+def with_and_without_workers(): return [skipping(),skipping(1)]
+
+def test_a_rank_without_a_good_sample():
+    one = skipping()
+    for got in sum(run_ranks(with_and_without_workers, 2), []):
+        for a,b in zip([*one[0],one[1]], [*got[0],got[1]]): np.testing.assert_allclose(a, b, rtol=1e-9)

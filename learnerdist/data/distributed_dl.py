@@ -109,6 +109,7 @@ class Dealer:
     # Which items of this epoch the loader has asked for: 'nothing', 'some' or 'all'
     asked = 'nothing'
     _found = None,None # See `generators`
+    empty = () # Numbers of this rank's batches for which collation has returned None, see `repeats`
     in_loop = False # Whether a loop of the learner reads it next
     n_skip = 0 # Batches of this epoch that a resumed fit leaves out
     n_batches = None # Of this epoch, without repeats, once they have been read
@@ -179,6 +180,7 @@ class Dealer:
         return max(most-n, 0)
     def repeats(self, i)->bool:
         "Whether batch `i` of this rank's shard is a repeat, and nothing else; known once it has been read"
+        if i in self.empty: return True
         if not self.by_step: return False
         if len(self._n_read)>1: return self.n_batches is not None and i>=self.n_batches
         n,rest = divmod(self.n_read, self.step)
@@ -629,15 +631,20 @@ class DistributedDL(LoaderWrapper):
         return self._batches(it) if self.pad=='batch' else it
     def _batches(self, it):
         """For training: each batch has its own random streams; ranks that have a batch less than others repeat the last
-        one"""
+        one. So does a rank for whose batch collation returns None, as all its samples are bad; the first ones wait for
+        one that is not"""
         d,end,epoch = self.dealer,object(),self.dealer.epoch
-        first,n = d.n_skip,0
-        d.n_skip,d.n_batches = 0,None
+        first,n,last,late = d.n_skip,0,None,0
+        d.n_skip,d.n_batches,d.empty = 0,None,set()
         while True:
             if d.sample_seeds: seed_streams(d.seed, d.rank, epoch, first+n)
             if (b := next(it, end)) is end: break
-            n,last = n+1,b
-            yield b
+            if b is not None or d.world_size==1: last = b
+            else: d.empty.add(n if d.start else first+n)
+            n,late = n+1,late+1
+            while late and (last is not None or d.world_size==1):
+                late -= 1
+                yield last
         # the dealer, or the loader, skips what was trained on
         d.n_batches = n = n if d.start else first+n
         check_count(d, n, type(self.source.dataset if d.streams else self.source).__name__)

@@ -124,7 +124,7 @@ class Loop:
     def __init__(self):
         self.n_steps = 0 # Training batches so far, with the present one
         # The present batch; what is known of the next one; this rank's shard of a training loader
-        self.batch = self.ahead = self.dl = self.evaluation = None
+        self.batch = self.ahead = self.dl = self.dealer = self.evaluation = None
         self.repeats = False
         self.known = True # Whether all ranks know the samples of each step
         # Whether targets show the items of a batch: no callback may change or cancel it
@@ -317,7 +317,8 @@ class Loops(Dealing):
         if self.links is None: return
         if training:
             self.loop.dl,self.loop.known = self.learn.dl,step_rows(self.learn.dl) is not None
-            self._warn_repeats(getattr(self.learn.dl, 'dealer', None))
+            self.loop.dealer = getattr(self.learn.dl, 'dealer', None)
+            self._warn_repeats(self.loop.dealer)
             self.loop.looks = self.device.type=='cpu' and not self.adapter.may_change(early)
             self.self_check.begin_loop()
         self.agree()
@@ -385,7 +386,8 @@ class Steering(Loops):
             start = learn.start_at
             if k: i = learn.iter+1
             else: i = start.batches if learn.epoch==start.epoch else 0
-            may_end = not loop.known or learn.n_iter==i+1 # a length may be an estimate
+            # a length may be an estimate
+            may_end = not loop.known or learn.n_iter==i+1 or loop.dealer.empty
             loop.repeats = may_end and self._is_repeat(i)
             if loop.looks: n = items_shown(loss_over(learn), *split_batch(b[0], learn.dl.n_inp))
             if loop.repeats and n is not None: n = 0.
@@ -403,7 +405,7 @@ class Steering(Loops):
 
     def _is_repeat(self, i):
         "Whether batch `i` of the epoch only repeats samples"
-        dl,dealer = self.loop.dl,getattr(self.loop.dl, 'dealer', None)
+        dl,dealer = self.loop.dl,self.loop.dealer
         return bool(dealer is not None and dealer.repeats(i-getattr(dl, 'offset', 0)))
 
 # %% ../../nbs/distributed/10_engine.ipynb #eng17
@@ -425,7 +427,7 @@ class Batches(Steering):
             if self.shards: self.shards.begin_batch()
         elif self.links:
             loop.n_steps += 1
-            if self.repeated or self.cuts: stats.muted = self.repeated
+            stats.muted = self.repeated
             if self.cuts: self._cut()
             if self.self_check.due: self.self_check.note()
         elif self.cuts: self._cut()
