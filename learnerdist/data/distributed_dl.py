@@ -12,7 +12,7 @@ from itertools import chain, count, islice, repeat
 from operator import getitem
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 from torch.utils.data import Subset, SubsetRandomSampler, get_worker_info
-from ..core.compat import no_iterator,set_worker_info,tree_leaves
+from ..core.compat import no_iterator,tree_leaves
 from .loaders import Collate, FrameRows, LoaderWrapper, TfmdDL, batch_shape, changed, data_len
 from .loaders import is_shuffled, one_batch, pipe, read_loader
 from ..core.random import Generators,draw,map_seeded,mix_seed,no_generators,rng_state
@@ -110,6 +110,7 @@ class Dealer:
     asked = 'nothing'
     _found = None,None # See `generators`
     empty = () # Numbers of this rank's batches for which collation has returned None, see `repeats`
+    told = False # Whether a warning says that workers repeat a stream
     in_loop = False # Whether a loop of the learner reads it next
     n_skip = 0 # Batches of this epoch that a resumed fit leaves out
     n_batches = None # Of this epoch, without repeats, once they have been read
@@ -127,7 +128,8 @@ class Dealer:
         self.sample_seeds = sample_seeds
         # Seen by workers, too; by_rank: whether a stream has split itself
         self._epoch,self.by_rank,self._n_read = torch.zeros(3, 1, dtype=torch.int64)
-        # Of what is dealt: its first items, or the first sample of a stream; all items so far; all, at their end
+        # Of what is dealt: its first items; all items so far; all, at their end. Of a stream: the first sample of each
+        # of the first two workers
         self.hashes = torch.zeros(3, dtype=torch.int64)
     # Workers see it too
     epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v))
@@ -366,46 +368,12 @@ class Placed:
         self._inner.load_state_dict(state['inner'])
         vars(self)['_loaded'] = state['n']
 
-# %% ../../nbs/data/03_distributed_dl.ipynb #c014
-class _Spy:
-    "The info object of a worker, which records whether the data set reads `num_workers`"
-    def __init__(self, info): self._info,self._asked = info,False
-    def __getattr__(self, k):
-        if k.startswith('__'): raise AttributeError(k)
-        if k=='num_workers': self._asked = True
-        return getattr(self._info, k)
-
-def _state(o, at=''):
-    "The attributes of a data set and of the data sets inside it"
-    res = {}
-    for k,v in getattr(o, '__dict__', {}).items():
-        res[at+k] = v,len(v) if isinstance(v, (list, dict, set)) else None
-        if isinstance(v, Dataset): res.update(_state(v, f'{at}{k}.'))
-    return res
-
-class _WatchedInit:
-    """A `worker_init_fn` which records whether it changes the data set. A change other than a seed means that it splits
-    the data set"""
-    def __init__(self, func): self.func = func
-    def __call__(self, worker_id):
-        stream = get_worker_info().dataset
-        old = _state(stream._inner)
-        self.func(worker_id)
-        new = _state(stream._inner)
-        def same(k, val, n): return k in old and val is old[k][0] and n==old[k][1]
-        vars(stream)['_split'] = not all(same(k, *v) or _is_draw(k, v[0]) for k,v in new.items())
-
-def _is_draw(name, val):
-    "Whether an attribute is a seed or a generator"
-    seed = any(o in name.lower() for o in ('seed','rng'))
-    return seed or isinstance(val, torch.Generator) or 'random' in type(val).__module__
-
 # %% ../../nbs/data/03_distributed_dl.ipynb #c015
 class _Stream(LoaderWrapper, IterableDataset):
     "A rank's shard of an iterable data set. Reading and setting attributes goes through to that data set"
     inside = '_inner'
     def __init__(self, inner, dealer, after=()):
-        vars(self).update(_inner=inner, _dealer=dealer, _after=after, _split=False)
+        vars(self).update(_inner=inner, _dealer=dealer, _after=after)
     def __setattr__(self, k, v): setattr(self._inner, k, v)
     def __len__(self): return self._dealer.count(len(self._inner))
     def __iter__(self):
@@ -414,21 +382,17 @@ class _Stream(LoaderWrapper, IterableDataset):
         items = draw(self._inner, rng, d.world_size)
         if info is None: return self.dealt(items)
         if hasattr(self._inner, 'set_epoch'): self._inner.set_epoch(d.epoch)
-        spy = info if isinstance(info, _Spy) else _Spy(info)
-        set_worker_info(spy)
-        return self._in_worker(items, rng, spy)
-    def _in_worker(self, items, rng, spy):
+        return self._in_worker(items, rng, info)
+    def _in_worker(self, items, rng, info):
         # a generator function starts at its first item
         items = chain(list(islice(items, 1)), items)
-        d,i,n = self._dealer,spy._info.id,spy._info.num_workers
-        if getattr(self._inner, 'splits_by_worker', self._split or spy._asked): rng.reseed(d.seed, d.epoch, i)
-        else: items = islice(items, i, None, n)
-        yield from self.dealt(items, places=count(i, n))
+        rng.reseed(self._dealer.seed, self._dealer.epoch, info.id)
+        yield from self.dealt(items, places=count(info.id, info.num_workers))
     def dealt(self, items, at=0, places=None):
         "This rank's items from number `at` on; where samples draw, each has its own streams"
         d = self._dealer
         first = list(islice(items, 1))
-        if not worker_id(): d.hashes[0] = sample_hash(first)
+        if worker_id()<2: d.hashes[worker_id()] = sample_hash(first)
         for i,o in d.deal(zip(places or count(at), chain(first, items)), at):
             if d.by_rank: i = i*d.world_size+d.rank
             if self._after: [o] = map_seeded(partial(pipe, self._after), [o], d.streams_of([i]), d.generators(self._after))
@@ -451,9 +415,8 @@ def reindexed(dl, dealer:Dealer):
 def _(dl:DataLoader, dealer):
     new,bs = copy.copy(dl),dl.batch_sampler
     v = _seeded(new, dl, dealer)
-    if isinstance(dl.dataset, IterableDataset):
-        if dl.worker_init_fn is not None and dl.num_workers: v['worker_init_fn'] = _WatchedInit(dl.worker_init_fn)
-    elif bs is None: v['sampler'] = _indices(dl.sampler, dealer, 64)
+    if isinstance(dl.dataset, IterableDataset): return new # the data set deals
+    if bs is None: v['sampler'] = _indices(dl.sampler, dealer, 64)
     elif type(bs) is BatchSampler and not _reads_itself(dl):
         v['sampler'] = _indices(bs.sampler, dealer, bs.batch_size*dealer.world_size)
         v['batch_sampler'] = BatchSampler(v['sampler'], bs.batch_size, bs.drop_last)
@@ -648,10 +611,15 @@ class DistributedDL(LoaderWrapper):
         # the dealer, or the loader, skips what was trained on
         d.n_batches = n = n if d.start else first+n
         check_count(d, n, type(self.source.dataset if d.streams else self.source).__name__)
+        if self.mixed and not (d.rank or d.told) and d.hashes[0]==d.hashes[1]!=0:
+            d.told = warn('repeated-stream', _repeated.format(self.num_workers)) or True
         for _ in range(d.owed(n)): yield last
     def one_batch(self):
         "This rank's first batch, read in this process. ValueError if there is none"
         return one_batch(self.dl)
+
+_repeated = ('each of {} workers reads the whole stream, so each sample comes as often, as in one process: split it by '
+             'get_worker_info(), or read it with one worker')
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #wset01
 def loader_of(batches)->DataLoader:
