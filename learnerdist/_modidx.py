@@ -1118,8 +1118,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                 'learnerdist/distributed/comparison.py'),
                                                     'learnerdist.distributed.comparison._differ': ( 'distributed/comparison.html#_differ',
                                                                                                     'learnerdist/distributed/comparison.py'),
-                                                    'learnerdist.distributed.comparison._named': ( 'distributed/comparison.html#_named',
-                                                                                                   'learnerdist/distributed/comparison.py'),
                                                     'learnerdist.distributed.comparison._short': ( 'distributed/comparison.html#_short',
                                                                                                    'learnerdist/distributed/comparison.py'),
                                                     'learnerdist.distributed.comparison._unlike': ( 'distributed/comparison.html#_unlike',

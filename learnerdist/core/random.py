@@ -81,8 +81,8 @@ def seed_streams(*parts:int, cuda=True):
 
 # %% ../../nbs/core/04_random.ipynb #gen02
 def held(o, kinds=())->dict:
-    """What an object refers to, by name: attributes, the first items, the variables around a function, and of the global
-    names that it uses functions of its file and objects of these kinds"""
+    """What an object refers to, by name: attributes, the first items, the variables around a function, and of the
+    global names that it uses functions of its file and objects of these kinds"""
     if isinstance(o, (type,ModuleType,torch.Tensor)): return {}
     res = dict(getattr(o, '__dict__', {}))
     for kind in (list,tuple,set):
@@ -123,8 +123,8 @@ no_generators = Generators()
 
 # %% ../../nbs/core/04_random.ipynb #gen03
 def map_seeded(f, items, parts, own=no_generators)->list:
-    """`f` of each item, with the streams of the CPU and the user's `own` seeded by `parts`, a tuple for each. Afterwards
-    the streams go on where they were; a loader's worker has none to protect"""
+    """`f` of each item, with the streams of the CPU and the user's `own` seeded by `parts`, a tuple for each.
+    Afterwards the streams go on where they were; a loader's worker has none to protect"""
     before = rng_state(cuda=False) if get_worker_info() is None else None
     np,res = sys.modules.get('numpy'),[]
     try:

@@ -395,7 +395,8 @@ class _Stream(LoaderWrapper, IterableDataset):
         if worker_id()<2: d.hashes[worker_id()] = sample_hash(first)
         for i,o in d.deal(zip(places or count(at), chain(first, items)), at):
             if d.by_rank: i = i*d.world_size+d.rank
-            if self._after: [o] = map_seeded(partial(pipe, self._after), [o], d.streams_of([i]), d.generators(self._after))
+            f,own = partial(pipe, self._after or ()),d.generators(self._after)
+            if self._after: [o] = map_seeded(f, [o], d.streams_of([i]), own)
             elif self._after is None and d.sample_seeds: d.seed_sample(i)
             yield o
 

@@ -89,13 +89,12 @@ def tell_unequal(found:dict)->str:
 # %% ../../nbs/distributed/02_comparison.ipynb #3c01ddbc
 def _short(o, k=256):
     "A short description of data, from `k` of its elements"
-    if isinstance(o, type): return o.__qualname__
-    if isinstance(o, (str,bytes,int,float,bool,type(None))): return o
+    if isinstance(o, (str,bytes,int,float,bool)): return o
     if isinstance(o, (set,frozenset)): o = sorted(map(str, o))
-    if isinstance(o, dict): return len(o),sorted((str(i),str(_short(v, 16))) for i,v in islice(o.items(), k))
-    if not isinstance(o, (list,tuple,range)) and not hasattr(o, 'shape'): return type(o).__name__
+    if isinstance(o, dict): o = sorted((str(i),str(_short(v, 16))) for i,v in islice(o.items(), k))
     shape = getattr(o, 'shape', None)
     if shape==(): return o.item()
+    if shape is None and not isinstance(o, (list,tuple,range)): return getattr(o, '__qualname__', type(o).__name__)
     if hasattr(o, 'reshape') and not hasattr(o, 'iloc'): o = o.reshape(-1)
     n = len(o)
     at = [*range(n)] if n<=k else [i*(n-1)//(k-1) for i in range(k)]
@@ -103,8 +102,8 @@ def _short(o, k=256):
     return str(shape),n,o[at].tolist() if hasattr(o, 'shape') else [_short(o[i], 16) for i in at]
 
 def fingerprint(o, name='data', depth=4)->dict:
-    """Types, lengths and checksums, by name, of a data set and of what it refers to, to this depth; of numbers and texts
-    those that are public and a data set's. No sample is read"""
+    """Types, lengths and checksums, by name, of a data set and of what it refers to, to this depth; of numbers and
+    texts those that are public and a data set's. No sample is read"""
     res,todo,seen = {},[(name,o,depth)],set()
     for name,o,depth in todo: # it grows
         if id(o) in seen or len(seen)>2000: continue
@@ -112,8 +111,8 @@ def fingerprint(o, name='data', depth=4)->dict:
         if isinstance(o, (list,tuple,set,dict,range)) or hasattr(o, 'shape'):
             res[name] = f'#{zlib.crc32(repr(_short(o)).encode()):08x}'
             continue
-        is_data,res[f'type({name})'] = hasattr(o, '__getitem__'),type(o).__name__
-        if is_data and data_len(o) is not None: res[f'len({name})'] = len(o)
+        is_data = hasattr(o, '__getitem__')
+        if is_data: res |= {f'type({name})': type(o).__name__, f'len({name})': data_len(o)}
         for k,v in held(o).items():
             private,at = k[:1]=='_',f'{name}.{k}'
             if isinstance(v, (str,int,float)) and is_data and not private: res[at] = f'{v}'[:80]
@@ -133,7 +132,7 @@ def few_samples(dls:list)->dict:
     for name,dl in data_of(dls).items():
         try:
             read = reader(dl)
-            if read is None or Generators.of(dl.dataset): continue
+            if read is None or Generators.of(dl.dataset, getattr(dl, 'after_item', None)): continue
             n = len(dl.dataset)
             at = random.Random(n).sample(range(n), min(n, 2))
             res |= {f'{name}[{i}]': sample_hash(map_seeded(read, [i], [(0,i)])) for i in at}
@@ -263,12 +262,15 @@ def objects_beside(learn)->dict:
         seen.add(id(o))
         if isinstance(o, _kinds): found[name] = o
         elif isinstance(o, FunctionType): todo += held(o, _kinds).items()
-        elif isinstance(o, MethodType): todo += [(name,o.__func__),*_named(name, getattr(o.__self__, '__dict__', {}))]
-        elif isinstance(o, (partial,list,tuple,dict)): todo += _named(name, held(o))
+        elif isinstance(o, partial): todo += [(name,v) for v in (o.func,*o.args,*o.keywords.values())]
+        elif isinstance(o, MethodType):
+            todo.append((name,o.__func__))
+            todo += [(f'{name}.{k}',v) for k,v in getattr(o.__self__, '__dict__', {}).items()]
+        elif type(o) in (list,tuple,dict):
+            todo += [(f'{name}[{k!r}]',v) for k,v in held(o).items() if isinstance(v, _kinds)]
     return found
 
 _kinds = nn.Module,Optimizer
-def _named(name, inside): return [(f'{name}.{k}',v) for k,v in inside.items()]
 
 def tensors_beside(learn, batchnorm=True)->dict:
     "By name: parameters and buffers, with or without those of `batchnorm`, of `objects_beside`; not those of the model"
@@ -292,8 +294,8 @@ def order_of(dl)->dict:
     """By name: hashes of the order from which a rank is dealt its shard, of its first items and, once it has been read,
     of all. Nothing where all ranks compute it"""
     d = getattr(dl, 'dealer', None)
-    named = {} if d is None or d.streams else dict(zip(('first items','items so far','whole order'), d.hashes.tolist()))
-    return {k: h for k,h in named.items() if h and k!='items so far'}
+    first,_,whole = (0,0,0) if d is None or d.streams else d.hashes.tolist()
+    return {k: h for k,h in (('first items',first),('whole order',whole)) if h}
 
 def drawn_alone(dl)->str:
     "What the user should know if `order_of` differs between ranks"
@@ -306,12 +308,11 @@ def drawn_alone(dl)->str:
 def compare_weights(learn, n_steps:int, findings):
     """Raise RuntimeError if the ranks' parameters differ after these steps of an epoch; report an order that differs,
     buffers and tensors of other modules. Sync point"""
-    own,order = unsynced(learn.model),order_of(learn.dl) # own: which a copy of the model has, too
-    samples = few_samples(learn.runner.sources) if findings.mode else {}
-    others = tensors_beside(learn, not own) if findings.mode else {}
+    own,others = unsynced(learn.model),{} # own: which a copy of the model has, too
+    order,samples = order_of(learn.dl),few_samples(learn.runner.sources) if findings.mode else {}
+    if findings.mode: others = tensors_beside(learn, not own)
     found = differences({**others, **compared(learn.model, own), **order, **samples})
-    redrawn = [k for k in samples if k in found]
-    if redrawn: findings('different-data', f'{few(redrawn)} differs between ranks; {_drawn_data}', 'samples')
+    if samples.keys()&found.keys(): findings('different-data', _redrawn, 'samples')
     if order.keys()&found.keys(): findings('different-orders', drawn_alone(learn.dl), 'orders')
     bad = next((k for k,_ in learn.model.named_parameters() if k in found), None)
     if bad: raise RuntimeError(f'[weights-differ] after {n_steps} steps of this epoch {bad} differs between rank 0 and '
@@ -321,6 +322,7 @@ def compare_weights(learn, n_steps:int, findings):
     if new: findings('ranks-differ', f'{few(new)}: each rank has computed this {_own_batches}')
 
 _drawn_data = 'is something drawn without a seed, or made from a set? Make it alike on all ranks'
+_redrawn = f'samples with the same number differ between ranks; {_drawn_data}'
 _changed_alone = ('something changes it on one rank and not on the others, such as a callback, or a backward pass or '
     'another optimizer (SAM, LBFGS, GANs), whose gradients no one averages: average_grads(params) does')
 _own_batches = ('from its own batches, which is not what one process computes. Exchange it where it is computed: '

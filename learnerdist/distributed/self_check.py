@@ -47,11 +47,12 @@ def read_items(learn, n:int=2):
     at = [drawn[(2*n*group_rank()+i)%len(drawn)] for i in range(2*n)]
     try:
         with shared_rng(group_rank()): res = sorted([read(i) for i in at], key=_kind)
-        return sent(copied([*res[:n-n//2],*res[-(n//2):]])) # a row may be a view, which would take all of the data along
+        # a row may be a view, which would take the whole data set along
+        return sent(copied([*res[:n-n//2],*res[-(n//2):]]))
     except Exception as e: log.debug('samples cannot be read one by one: %r', e)
 
 def sent(o):
-    "What another rank gets; an error if it cannot be sent: jagged tensors cannot be pickled, those of float8 not unpickled"
+    "What another rank gets; an error if it cannot be sent, as tensors of float8, which cannot be unpickled"
     return pickle.loads(pickle.dumps(o))
 
 def collated(learn, items:list):
