@@ -484,6 +484,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'learnerdist.core.random.Generators.seed': ( 'core/random.html#generators.seed',
                                                                                       'learnerdist/core/random.py'),
                                          'learnerdist.core.random._fill': ('core/random.html#_fill', 'learnerdist/core/random.py'),
+                                         'learnerdist.core.random._is_users': ('core/random.html#_is_users', 'learnerdist/core/random.py'),
                                          'learnerdist.core.random._of_objects': ( 'core/random.html#_of_objects',
                                                                                   'learnerdist/core/random.py'),
                                          'learnerdist.core.random._of_values': ( 'core/random.html#_of_values',

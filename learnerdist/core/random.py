@@ -9,7 +9,7 @@ __all__ = ['set_seed']
 import random,sys
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain,islice
+from itertools import islice
 from types import BuiltinMethodType,CellType,FunctionType,MethodType,ModuleType
 
 import torch
@@ -91,11 +91,12 @@ def held(o, kinds=())->dict:
     if isinstance(o, (partial,MethodType,BuiltinMethodType)):
         res |= {k: getattr(o, k, None) for k in ('func','args','keywords','__func__','__self__')}
     if not isinstance(o, FunctionType): return res
-    res |= [(k,c.cell_contents) for k,c in zip(o.__code__.co_freevars, o.__closure__ or ()) if c!=CellType()]
-    used = () if in_library(o.__code__.co_filename) else o.__code__.co_names
-    names = {k: o.__globals__[k] for k in used if k in o.__globals__}
-    near = {k: v for k,v in names.items() if getattr(v, '__globals__', None) is o.__globals__ or isinstance(v, kinds)}
-    return res | near
+    for k,c in zip(o.__code__.co_freevars, o.__closure__ or ()):
+        if c!=CellType(): res[k] = c.cell_contents
+    for k in () if in_library(o.__code__.co_filename) else o.__code__.co_names:
+        v = o.__globals__.get(k)
+        if getattr(v, '__globals__', None) is o.__globals__ or isinstance(v, kinds): res[k] = v
+    return res
 
 class Generators(list):
     "Random generators that the user's objects have for themselves: torch's, Python's, numpy's"
@@ -108,8 +109,8 @@ class Generators(list):
         for o in todo: # it grows
             if id(o) in seen or len(seen)>20_000: continue
             seen[id(o)] = o
-            shared = chain.from_iterable(vars(c).values() for c in type(o).__mro__)
-            todo += [*held(o, kinds).values(),*[v for v in shared if isinstance(v, (FunctionType,*kinds))]]
+            if not isinstance(o, type): todo += [*held(o, kinds).values(),type(o)]
+            elif _is_users(o): todo += [*o.__mro__,*vars(o).values()]
         return cls([o for o in seen.values() if isinstance(o, kinds)])
     def __reduce__(self): return Generators,() # those of another process are others
     def seed(self, s:int):
@@ -120,6 +121,10 @@ class Generators(list):
             else: g.seed(k%2**32)
 
 no_generators = Generators()
+
+def _is_users(c): # a notebook has no file
+    file = getattr(sys.modules.get(c.__module__), '__file__', None)
+    return c.__module__=='__main__' or bool(file) and not in_library(file)
 
 # %% ../../nbs/core/04_random.ipynb #gen03
 def map_seeded(f, items, parts, own=no_generators)->list:
@@ -132,10 +137,10 @@ def map_seeded(f, items, parts, own=no_generators)->list:
             random.seed(s)
             if np: np.random.seed(s%2**32)
             torch.default_generator.manual_seed(s)
-            own.seed(s+1)
+            if own: own.seed(s+1)
             res.append(f(o))
     finally:
-        own.seed(own.rest)
+        if own: own.seed(own.rest)
         if before: set_rng_state(before)
     return res
 
