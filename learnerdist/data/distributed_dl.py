@@ -232,7 +232,7 @@ class Dealer:
         return Seeded(dataset, self, after)
     def generators(self, *users)->Generators:
         "The random generators that these objects have for themselves, in this process and epoch"
-        now = os.getpid(),self.epoch
+        now = os.getpid(),int(self._epoch)
         if self._found[0]!=now:
             self._found = now,Generators.of(*users)
             self._found[1].rest = mix_seed(self.seed, self.epoch)
