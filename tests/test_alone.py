@@ -53,6 +53,20 @@ def test_split_batches_of_a_batch_sampler(alone):
     with learn.distrib_ctx(split_batches=True): learn.fit(1)
     assert len(learn.recorder.losses)==3
 
+class Zipped:
+    "Inputs of one loader, targets of another"
+    def __init__(self, *dls): self.dls = dls
+    def __len__(self): return min(map(len, self.dls))
+    def __iter__(self): return ((x,y) for (x,_),(_,y) in zip(*self.dls))
+
+def test_a_loader_of_any_kind(alone, tmp_path):
+    def weights(ctx):
+        learn = make(tmp_path)
+        learn.dls = DataLoaders(*[Zipped(*[torch.utils.data.DataLoader(learn.dls[i].dataset, 4) for _ in range(2)]) for i in range(2)])
+        with learn.distrib_ctx() if ctx else contextlib.nullcontext(): learn.fit(2)
+        return [o.tolist() for o in learn.model.parameters()],learn.recorder.values
+    assert weights(True)==weights(False)
+
 def test_every_call(alone, tmp_path, capsys):
     spy = Spy()
     learn = make(tmp_path, cbs=[spy, CSVLogger()])

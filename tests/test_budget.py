@@ -75,4 +75,5 @@ def rank_walks(tools):
 def test_walks():
     "What a reader follows on 2 ranks: calls of the package's functions in a step, and until the first sample; and in how many modules"
     (step,_,files,_),(index,_,more,_) = run_ranks(rank_walks, 2, str(Path(__file__).parent.parent/'tools'))[0]
-    assert step<=75 and files<=10 and index<=260 and more<=22
+    # a data set's own random generators are looked for at an epoch's first sample
+    assert step<=76 and files<=10 and index<=323 and more<=23

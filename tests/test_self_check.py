@@ -220,13 +220,39 @@ def pairs_of_one(): return Learner(DataLoaders(TfmdDL(data(8), 1)), net(), batch
 
 def with_more(): return learner(cbs=Teachers() if group_rank()==1 else None) # a rank may have more callbacks than others
 
+# What a check cannot cut, send or hash does not end a run
+class OfJagged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+    def forward(self, x): return torch.stack([self.net(o).mean(0) for o in x.unbind()])
+def jag(b):
+    x = torch.nested.nested_tensor([o[0].repeat(1+i%3, 1) for i,o in enumerate(b)], layout=torch.jagged)
+    return x,torch.stack([o[1] for o in b])
+def jagged(): return Learner(DataLoaders(TfmdDL(data(), size(), shuffle=True, collate_fn=jag)), OfJagged(), nn.MSELoss(), sgd)
+class HoldsOdd(Callback):
+    def before_fit(self):
+        self.net = nn.Linear(1, 1)
+        self.net.register_buffer('eighth', torch.ones(2).to(torch.float8_e5m2))
+        self.net.register_buffer('nested', torch.nested.nested_tensor([torch.ones(1),torch.ones(2)], layout=torch.jagged))
+def holds_odd(): return learner(cbs=HoldsOdd())
+class OfEighth(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+    def forward(self, x): return self.net(x.double())
+def eighth():
+    x,y = data().tensors
+    return learner(OfEighth(), ds=TensorDataset(x.to(torch.float8_e4m3fn), y))
+odd = [jagged,holds_odd,eighth]
+
 def all_of(makes):
     return {f.__name__: fitted(f, 2 if f is gan else 1) for f in makes}
 
 @pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
 def test_ordinary_scripts_are_exact_and_silent(W):
-    want, = run_ranks(all_of, 1, ordinary)
-    for got in run_ranks(all_of, W, ordinary, timeout_s=200):
+    want, = run_ranks(all_of, 1, ordinary+odd)
+    for got in run_ranks(all_of, W, ordinary+odd, timeout_s=200):
         for k,(w,messages) in got.items():
             assert messages==[], (k,messages)
             assert isinstance(w, torch.Tensor), (k,w)

@@ -21,7 +21,6 @@ def make_fastai(kind):
     import fastai.learner
     from fastai.vision.all import (Callback,CSVLogger,DataLoader,DataLoaders,GradientAccumulation,GradientClip,ReduceLROnPlateau,
                                    SaveModelCallback)
-    from learnerdist.fastai import num_distrib
     fastai.learner.tensor = torch.tensor # so that the smooth loss is float64; fastai's is float32
     def accuracy(pred, targ): return (pred.argmax(-1)==targ).double().mean()
     dls = DataLoaders(*(DataLoader(data(n, i), bs=24, shuffle=i==0, num_workers=0) for i,n in enumerate((394, 50))))
@@ -35,7 +34,7 @@ def make_fastai(kind):
 def make(kind):
     "This package's Learner, its classes of callbacks, and callbacks for a fit"
     from learnerdist.all import (Callback,CSVLogger,DataLoaders,GradientAccumulation,GradientClip,Learner,ReduceLROnPlateauCallback,TfmdDL,
-                                 accuracy,num_distrib)
+                                 accuracy)
     dls = DataLoaders(TfmdDL(data(394, 0), 24, shuffle=True), TfmdDL(data(50, 1), 24))
     def learner(net, path):
         return Learner(dls, net, torch.nn.CrossEntropyLoss(), torch.optim.AdamW, lr=.01, metrics=accuracy, path=path)

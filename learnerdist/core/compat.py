@@ -26,7 +26,6 @@ foreach_add: torch _foreach_add_: sums of gradients, a kernel for many
 foreach_mul: torch _foreach_mul_: the scale of gradients, a kernel for many
 check_channels: torch.nn SyncBatchNorm._check_non_zero_input_channels: an error: no channels
 check_input_dim: torch.nn BatchNorm1d._check_input_dim: an error: dimensions of the input
-worker_info: torch.utils.data._utils.worker _worker_info: streams that workers split
 iterator: torch.utils.data DataLoader()._iterator: copies of loaders with persistent workers
 abort_group: torch.distributed.distributed_c10d _abort_process_group: the way out of nccl's waits after a failure
 set_pg_timeout: torch.distributed.distributed_c10d _set_pg_timeout: `timeout_s` in an open group, before torch 2.9
@@ -85,11 +84,6 @@ batch_norm_backward = torch.ops.aten.native_batch_norm_backward
 def check_input_dim(layer, x):
     "ValueError if `x` has another number of dimensions than the BatchNorm layer takes"
     layer._check_input_dim(x)
-
-# %% ../../nbs/core/00_compat.ipynb #e58b268b
-def set_worker_info(info):
-    "Replace the result of `get_worker_info()` in this worker of a loader, from now on"
-    import_module(names['worker_info'][0])._worker_info = info
 
 # %% ../../nbs/core/00_compat.ipynb #75c9ed82
 Dropout = find('dropout') # for isinstance

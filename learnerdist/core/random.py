@@ -10,12 +10,13 @@ import random,sys
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from types import CellType,FunctionType,MethodType
+from types import BuiltinMethodType,CellType,FunctionType,MethodType,ModuleType
 
 import torch
 from torch.utils.data import get_worker_info
 
 from .compat import version
+from .stacks import in_library
 
 # %% ../../nbs/core/04_random.ipynb #c005
 _M64 = (1<<64)-1
@@ -78,9 +79,57 @@ def seed_streams(*parts:int, cuda=True):
     torch.default_generator.manual_seed(s)
     if cuda and torch.cuda.is_initialized(): torch.cuda.manual_seed_all(s)
 
-def map_seeded(f, items, parts)->list:
-    """`f` of each item, with the streams of the CPU seeded by `parts`, a tuple for each. Afterwards they go on where
-    they were; a loader's worker has no streams to protect"""
+# %% ../../nbs/core/04_random.ipynb #gen02
+def held(o, kinds=())->dict:
+    """What an object refers to, by name: attributes, the first items, the variables around a function, and of the
+    global names that it uses functions of its file and objects of these kinds"""
+    if isinstance(o, (type,ModuleType,torch.Tensor)): return {}
+    res = dict(getattr(o, '__dict__', {}))
+    for kind in (list,tuple,set):
+        if isinstance(o, kind): res |= enumerate(islice(kind.__iter__(o), 64))
+    if isinstance(o, dict): res |= islice(dict.items(o), 64)
+    if isinstance(o, (partial,MethodType,BuiltinMethodType)):
+        res |= {k: getattr(o, k, None) for k in ('func','args','keywords','__func__','__self__')}
+    if not isinstance(o, FunctionType): return res
+    for k,c in zip(o.__code__.co_freevars, o.__closure__ or ()):
+        if c!=CellType(): res[k] = c.cell_contents
+    for k in () if in_library(o.__code__.co_filename) else o.__code__.co_names:
+        v = o.__globals__.get(k)
+        if getattr(v, '__globals__', None) is o.__globals__ or isinstance(v, kinds): res[k] = v
+    return res
+
+class Generators(list):
+    "Random generators that the user's objects have for themselves: torch's, Python's, numpy's"
+    rest = 0 # The seed that they get after samples have been read
+    @classmethod
+    def of(cls, *users):
+        "Those that these objects, and the methods of their classes, refer to"
+        np,todo,seen = sys.modules.get('numpy'),[*users],{}
+        kinds = torch.Generator,random.Random,*((np.random.Generator,np.random.RandomState) if np else ())
+        for o in todo: # it grows
+            if id(o) in seen or len(seen)>20_000: continue
+            seen[id(o)] = o
+            if not isinstance(o, type): todo += [*held(o, kinds).values(),type(o)]
+            elif _is_users(o): todo += [*o.__mro__,*vars(o).values()]
+        return cls([o for o in seen.values() if isinstance(o, kinds)])
+    def __reduce__(self): return Generators,() # those of another process are others
+    def seed(self, s:int):
+        "Seed each with a number of its own"
+        for k,g in enumerate(self, s):
+            if hasattr(g, 'bit_generator'): g.bit_generator.state = type(g.bit_generator)(k).state
+            elif isinstance(g, torch.Generator): g.manual_seed(k)
+            else: g.seed(k%2**32)
+
+no_generators = Generators()
+
+def _is_users(c): # a notebook has no file
+    file = getattr(sys.modules.get(c.__module__), '__file__', None)
+    return c.__module__=='__main__' or bool(file) and not in_library(file)
+
+# %% ../../nbs/core/04_random.ipynb #gen03
+def map_seeded(f, items, parts, own=no_generators)->list:
+    """`f` of each item, with the streams of the CPU and the user's `own` seeded by `parts`, a tuple for each.
+    Afterwards the streams go on where they were; a loader's worker has none to protect"""
     before = rng_state(cuda=False) if get_worker_info() is None else None
     np,res = sys.modules.get('numpy'),[]
     try:
@@ -88,8 +137,10 @@ def map_seeded(f, items, parts)->list:
             random.seed(s)
             if np: np.random.seed(s%2**32)
             torch.default_generator.manual_seed(s)
+            if own: own.seed(s+1)
             res.append(f(o))
     finally:
+        if own: own.seed(own.rest)
         if before: set_rng_state(before)
     return res
 
@@ -171,13 +222,15 @@ class shared_rng:
     def __exit__(self, *exc): self.inner = self._swap(self.outer)
 
 # %% ../../nbs/core/04_random.ipynb #c020
-def draw(items, rng:shared_rng, chunk:int=1, first:int=1):
+def draw(items, rng:shared_rng, chunk:int=1, first:int=1, note=lambda got: None):
     """Iterator over `items`, which draws its random numbers from `rng`. It reads `first` items, then `chunk` at a time:
-    each swap of random streams takes some 20 µs"""
+    each swap of random streams takes some 20 µs. note: called with each list of items that was read, at the end with an
+    empty one"""
     with rng: it = iter(items)
     size = first
     while True:
         with rng: got = list(islice(it, size))
+        note(got)
         if not got: return
         yield from got
         size = chunk

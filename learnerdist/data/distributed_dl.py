@@ -6,17 +6,17 @@
 __all__ = ['DistributedDL']
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c002
-import copy, math, torch, zlib
+import copy, math, os, torch, zlib
 from functools import partial, singledispatch
 from itertools import chain, count, islice, repeat
 from operator import getitem
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 from torch.utils.data import Subset, SubsetRandomSampler, default_collate, get_worker_info
-from ..core.compat import no_iterator,set_worker_info,tree_leaves
+from ..core.compat import no_iterator,tree_leaves
 from .loaders import Collate, FrameRows, LoaderWrapper, TfmdDL, batch_shape, changed, data_len
 from .loaders import is_shuffled, one_batch, pipe, read_loader
-from ..core.random import draw,map_seeded,mix_seed,rng_state,same_streams
-from ..core.random import seed_streams,set_rng_state,shared_rng
+from ..core.random import Generators,draw,map_seeded,mix_seed,no_generators,rng_state
+from ..core.random import same_streams,seed_streams,set_rng_state,shared_rng
 from ..core.stacks import need,warn
 from .sharding import batch_count, check_rank, count_parts, deal, epoch_order, full_rows
 from .sharding import parts_in_use, parts_of_step, share, share_len
@@ -59,20 +59,18 @@ class Dealt:
     def _end(self): # nothing more
         self.dealer.asked = 'all'
         yield from ()
-    def whole(self):
-        "Iterator over the items of all ranks"
-        d,items = self.dealer,self.source
-        parts = loader_parts(items)
-        if {*map(type, parts)}-{BatchSampler,SequentialSampler}: # it may draw random numbers
-            gens = [g for o in parts if isinstance(g := getattr(o, 'generator', None), torch.Generator)]
-            rng = shared_rng(d.seed, d.epoch, generators=gens)
-            items = draw(items, rng, self.chunk, self.chunk)
-        return iter(items)
     def shard(self):
         "Iterator over the items of this rank"
         d = self.dealer
-        items = d.deal(self.whole())
+        items = d.deal(self.of_all_ranks())
         return d.sized(items) if d.unit=='batch' else items
+    def of_all_ranks(self):
+        "Iterator over the items before they are dealt: the same on each rank, which `Dealer.note` lets ranks compare"
+        d,parts = self.dealer,loader_parts(self.source)
+        if not {*map(type, parts)}-{BatchSampler,SequentialSampler}: return self.source # no random numbers
+        gens = [g for o in parts if isinstance(g := getattr(o, 'generator', None), torch.Generator)]
+        d.hashes.zero_()
+        return draw(self.source, shared_rng(d.seed, d.epoch, generators=gens), self.chunk, self.chunk, d.note)
     def __len__(self): return self.dealer.count(len(self.source))
 
 class DealtOrder(Dealt):
@@ -82,7 +80,7 @@ class DealtOrder(Dealt):
         "That of the epoch, over all ranks"
         d,n = self.dealer,len(self.source)
         return epoch_order(n, d.epoch, d.seed, True) if self.shuffle else range(n)
-    def whole(self):
+    def of_all_ranks(self):
         order = self.order()
         return chain.from_iterable(torch.as_tensor(order[i:i+_read]).tolist() for i in range(0, len(order), _read))
     def shard(self):
@@ -97,6 +95,15 @@ _read = 1<<15 # Indices that become integers of Python at a time
 def worker_id()->int:
     "The number of this worker of a loader; 0 in the process itself"
     return getattr(get_worker_info(), 'id', 0)
+
+def sample_hash(samples:list, before:int=0)->int:
+    """Of the tensors, arrays, images, numbers and texts in samples; other objects may differ between processes. before:
+    the hash of those before them"""
+    vals = samples if {*map(type, samples)}=={int} else map(_plain, tree_leaves(samples))
+    known = [o for o in vals if isinstance(o, (int,float,complex,str,bytes,list))]
+    return zlib.crc32(repr(known).encode(), before)
+
+def _plain(o): return o.tolist() if hasattr(o, 'tolist') else o.tobytes() if hasattr(o, 'tobytes') else o
 
 class Dealer:
     "Makes the shard of one rank, of orders, samplers and streams, for the current epoch"
@@ -114,6 +121,10 @@ class Dealer:
     sizes = () # Of the batches that have been dealt, if batches are
     # Which items of this epoch the loader has asked for: 'nothing', 'some' or 'all'
     asked = 'nothing'
+    _found = None,None # See `generators`
+    empty = () # Numbers of this rank's batches for which collation has returned None, see `repeats`
+    told = False # Whether a warning says that workers repeat a stream
+    in_loop = False # Whether a loop of the learner reads it next
     n_skip = 0 # Batches of this epoch that a resumed fit leaves out
     n_batches = None # Of this epoch, without repeats, once they have been read
     # An epoch, and the number of its items (see `unit`), over all ranks, that an earlier run has already read
@@ -128,8 +139,11 @@ class Dealer:
         self.rank,self.world_size,self.seed,self.pad = rank,world_size,seed,pad
         self.step = world_size # Items in a global batch: each is dealt from rank 0 on
         self.sample_seeds = sample_seeds
-        # Seen by workers, too: first, a hash of the first sample of a stream; by_rank: whether that has split itself
-        self._epoch,self.first,self.by_rank,self._n_read = torch.zeros(4, 1, dtype=torch.int64)
+        # Seen by workers, too; by_rank: whether a stream has split itself
+        self._epoch,self.by_rank,self._n_read = torch.zeros(3, 1, dtype=torch.int64)
+        # Of what is dealt: its first items; all items so far; all, at their end. Of a stream: the first sample of each
+        # of the first two workers
+        self.hashes = torch.zeros(3, dtype=torch.int64)
     # Workers see it too
     epoch = property(lambda self: int(self._epoch), lambda self, v: self._epoch.fill_(v))
     # Items for all ranks, once this rank has read its last
@@ -206,6 +220,7 @@ class Dealer:
         return batch_count(n, self.step, self.drop_last)
     def repeats(self, i)->bool:
         "Whether batch `i` of this rank's shard is a repeat, and nothing else; known once it has been read"
+        if i in self.empty: return True
         if not self.by_step: return False
         if len(self._n_read)>1: return self.n_batches is not None and i>=self.n_batches
         n,rest = divmod(self.n_read, self.step)
@@ -225,6 +240,12 @@ class Dealer:
         "What is dealt are batches, not samples"
         self.unit,self.bs = 'batch',1
         self.by_step,self.step = self.pad=='batch',self.world_size
+    def note(self, items):
+        "Let `hashes` show these items, which are dealt next; an empty list is their end"
+        h = self.hashes
+        if not h[1]: h[0] = sample_hash(items[:self.world_size])
+        h[1] = sample_hash(items, int(h[1]))
+        if not items: h[2] = h[1]
     def sized(self, batches):
         "Remember the length of each batch, in `sizes`"
         self.sizes = []
@@ -241,15 +262,24 @@ class Dealer:
         return self.items
     def share_memory(self, num_workers):
         "Let copies in workers see the epoch, and this process what they have read"
-        for o in (self._epoch,self.first,self.by_rank,self._n_read) if num_workers else (): o.share_memory_()
+        for o in (self._epoch,self.hashes,self.by_rank,self._n_read) if num_workers else (): o.share_memory_()
     def samples(self, dataset, num_workers, after=()): # after: as in `stream`
         "The data set, whose samples draw from streams of their own; itself where nothing is drawn"
         if not self.sample_seeds or not after and is_quiet(dataset): return dataset
         self.share_memory(num_workers)
         return Seeded(dataset, self, after)
-    def seed_sample(self, key):
-        "Seed the random streams for the sample of this index, or other key; of a stream, its number"
-        seed_streams(*next(self.streams_of([key])), cuda=False)
+    def generators(self, *users)->Generators:
+        "The random generators that these objects have for themselves, in this process and epoch"
+        now = os.getpid(),int(self._epoch)
+        if self._found[0]!=now:
+            self._found = now,Generators.of(*users)
+            self._found[1].rest = mix_seed(self.seed, self.epoch)
+        return self._found[1]
+    def seed_sample(self, key, own=no_generators):
+        "Seed the random streams, and `own`, for the sample of this index, or other key; of a stream, its number"
+        [parts] = self.streams_of([key])
+        seed_streams(*parts, cuda=False)
+        own.seed(mix_seed(*parts)+1)
     def streams_of(self, keys):
         "What the random streams of the samples at these indices, or other keys, are seeded by: a tuple for each"
         if {*map(type, keys)}!={int}: keys = [o if isinstance(o, int) else zlib.crc32(repr(o).encode()) for o in keys]
@@ -258,7 +288,7 @@ class Dealer:
     def compare(self, gather, name)->bool:
         """Whether the first samples of a stream show that it splits itself among ranks. It is not dealt then. Sync
         point"""
-        if self.by_rank or len({*gather(int(self.first))})==1: return False
+        if self.by_rank or len({*gather(int(self.hashes[0]))})==1: return False
         self.by_rank.fill_(1)
         if not self.rank:
             warn('split-stream', f'{name} gives each rank another first sample: so it is taken to split itself among '
@@ -279,7 +309,7 @@ class BatchDealer(Dealer):
     def alone(self):
         "A dealer of all samples, with this one's epoch"
         res = Dealer(0, 1, self.seed, False, self.sample_seeds)
-        res._epoch,res.first = self._epoch,self.first
+        res._epoch,res.hashes = self._epoch,self.hashes
         return res
 
 def check_count(d:Dealer, k:int, name:str):
@@ -316,11 +346,11 @@ class Seeded(LoaderWrapper, Dataset):
     def __len__(self): return len(self.source)
     def __getitem__(self, i): return self.__getitems__([i])[0]
     def __getitems__(self, idxs):
-        items = self.quiet_batch(idxs) if self.at_once else None
+        seeds,own = self.dealer.streams_of(idxs),self.dealer.generators(self.source, self.after)
+        items = self.quiet_batch(idxs) if self.at_once and not own else None
         if items is not None and not self.after: return items
         read = partial(getitem, self.source) if items is None else None
-        own = self.dealer.streams_of(idxs)
-        return map_seeded(self._then(read) if self.after else read, idxs if read else items, own)
+        return map_seeded(self._then(read) if self.after else read, idxs if read else items, seeds, own)
     def quiet_batch(self, idxs):
         "The samples, read at once; None if that draws random numbers, which belong to the samples"
         before = rng_state(cuda=False)
@@ -333,14 +363,6 @@ class Seeded(LoaderWrapper, Dataset):
 def _reads_batches(ds):
     while type(ds) is Subset: ds = ds.dataset # it has the method in any case
     return hasattr(ds, '__getitems__')
-
-def sample_hash(samples)->int:
-    "Of the tensors, arrays, images, numbers and texts in samples; other objects may differ between processes"
-    vals = map(_plain, tree_leaves(samples))
-    known = [o for o in vals if isinstance(o, (int,float,complex,str,bytes,list))]
-    return zlib.crc32(repr(known).encode())
-
-def _plain(o): return o.tolist() if hasattr(o, 'tolist') else o.tobytes() if hasattr(o, 'tobytes') else o
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #stm05
 def saves_place(ds)->bool:
@@ -385,46 +407,12 @@ class Placed:
         self._inner.load_state_dict(state['inner'])
         vars(self)['_loaded'] = state['n']
 
-# %% ../../nbs/data/03_distributed_dl.ipynb #c014
-class _Spy:
-    "The info object of a worker, which records whether the data set reads `num_workers`"
-    def __init__(self, info): self._info,self._asked = info,False
-    def __getattr__(self, k):
-        if k.startswith('__'): raise AttributeError(k)
-        if k=='num_workers': self._asked = True
-        return getattr(self._info, k)
-
-def _state(o, at=''):
-    "The attributes of a data set and of the data sets inside it"
-    res = {}
-    for k,v in getattr(o, '__dict__', {}).items():
-        res[at+k] = v,len(v) if isinstance(v, (list, dict, set)) else None
-        if isinstance(v, Dataset): res.update(_state(v, f'{at}{k}.'))
-    return res
-
-class _WatchedInit:
-    """A `worker_init_fn` which records whether it changes the data set. A change other than a seed means that it splits
-    the data set"""
-    def __init__(self, func): self.func = func
-    def __call__(self, worker_id):
-        stream = get_worker_info().dataset
-        old = _state(stream._inner)
-        self.func(worker_id)
-        new = _state(stream._inner)
-        def same(k, val, n): return k in old and val is old[k][0] and n==old[k][1]
-        vars(stream)['_split'] = not all(same(k, *v) or _is_draw(k, v[0]) for k,v in new.items())
-
-def _is_draw(name, val):
-    "Whether an attribute is a seed or a generator"
-    seed = any(o in name.lower() for o in ('seed','rng'))
-    return seed or isinstance(val, torch.Generator) or 'random' in type(val).__module__
-
 # %% ../../nbs/data/03_distributed_dl.ipynb #c015
 class _Stream(LoaderWrapper, IterableDataset):
     "A rank's shard of an iterable data set. Reading and setting attributes goes through to that data set"
     inside = '_inner'
     def __init__(self, inner, dealer, after=()):
-        vars(self).update(_inner=inner, _dealer=dealer, _after=after, _split=False)
+        vars(self).update(_inner=inner, _dealer=dealer, _after=after)
     def __setattr__(self, k, v): setattr(self._inner, k, v)
     def __len__(self): return self._dealer.count(len(self._inner))
     def __iter__(self):
@@ -433,21 +421,17 @@ class _Stream(LoaderWrapper, IterableDataset):
         items = draw(self._inner, rng, d.world_size)
         if info is None: return self.dealt(items)
         if hasattr(self._inner, 'set_epoch'): self._inner.set_epoch(d.epoch)
-        spy = info if isinstance(info, _Spy) else _Spy(info)
-        set_worker_info(spy)
-        return self._in_worker(items, rng, spy)
-    def _in_worker(self, items, rng, spy):
+        return self._in_worker(items, rng, info)
+    def _in_worker(self, items, rng, info):
         # a generator function starts at its first item
         items = chain(list(islice(items, 1)), items)
-        d,i,n = self._dealer,spy._info.id,spy._info.num_workers
-        if getattr(self._inner, 'splits_by_worker', self._split or spy._asked): rng.reseed(d.seed, d.epoch, i)
-        else: items = islice(items, i, None, n)
-        yield from self.dealt(items, places=count(i, n))
+        rng.reseed(self._dealer.seed, self._dealer.epoch, info.id)
+        yield from self.dealt(items, places=count(info.id, info.num_workers))
     def dealt(self, items, at=0, places=None):
         "This rank's items from number `at` on; where samples draw, each has its own streams"
         d = self._dealer
         first = list(islice(items, 1))
-        if not worker_id(): d.first.fill_(sample_hash(first))
+        if worker_id()<2: d.hashes[worker_id()] = sample_hash(first)
         numbered = zip(places or count(at), chain(first, items))
         if d.n_parts:
             for k,n,parts in d.steps(numbered, at): yield k,n,[[self._item(*o) for o in part] for part in parts]
@@ -456,7 +440,8 @@ class _Stream(LoaderWrapper, IterableDataset):
     def _item(self, i, o):
         d = self._dealer
         if d.by_rank: i = i*d.world_size+d.rank
-        if self._after: [o] = map_seeded(partial(pipe, self._after), [o], d.streams_of([i]))
+        f,own = partial(pipe, self._after or ()),d.generators(self._after)
+        if self._after: [o] = map_seeded(f, [o], d.streams_of([i]), own)
         elif self._after is None and d.sample_seeds: d.seed_sample(i)
         return o
 
@@ -466,8 +451,9 @@ class _PlacedStream(Placed, _Stream): "The shard of a data set that saves its pl
 @singledispatch
 def reindexed(dl, dealer:Dealer):
     """A copy of `dl` that reads one rank's shard. Register a function for another kind of loader; ValueError for an
-    unknown kind. dl: the user's loader; it is not changed; dealer: makes this rank's indices by its methods
-    `order`, `drawn` and `stream`"""
+    unknown kind, which one rank reads as it is. dl: the user's loader; it is not changed; dealer: makes this rank's
+    indices by its methods `order`, `drawn` and `stream`"""
+    if dealer.world_size==1: return dl
     raise ValueError(f"a {type(dl).__name__} cannot be split among ranks: nothing defines which samples a copy of it "
                      "reads. Use a DataLoader, or @reindexed.register a function whose copy reads a dealer's indices")
 
@@ -475,9 +461,8 @@ def reindexed(dl, dealer:Dealer):
 def _(dl:DataLoader, dealer):
     new,bs = copy.copy(dl),dl.batch_sampler
     v = _seeded(new, dl, dealer)
-    if isinstance(dl.dataset, IterableDataset):
-        if dl.worker_init_fn is not None and dl.num_workers: v['worker_init_fn'] = _WatchedInit(dl.worker_init_fn)
-    elif bs is None: v['sampler'] = _indices(dl.sampler, dealer, 64)
+    if isinstance(dl.dataset, IterableDataset): return new # the data set deals
+    if bs is None: v['sampler'] = _indices(dl.sampler, dealer, 64)
     elif type(bs) is BatchSampler and not _reads_itself(dl):
         v['sampler'] = _indices(bs.sampler, dealer, bs.batch_size*dealer.world_size)
         v['batch_sampler'] = BatchSampler(v['sampler'], bs.batch_size, bs.drop_last)
@@ -545,7 +530,7 @@ class _StepSampler:
     def __len__(self): return self.dealer.count_steps()
     def __iter__(self):
         self.dealer.asked = 'some'
-        yield from self.dealer.steps(self.items.whole())
+        yield from self.dealer.steps(self.items.of_all_ranks())
         self.dealer.asked = 'all'
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #prt012
@@ -727,23 +712,33 @@ class DistributedDL(LoaderWrapper):
         return self._batches(it) if self.pad=='batch' else it
     def _batches(self, it):
         """For training: each batch has its own random streams, if it is a part; ranks that have a batch less than others
-        repeat the last one"""
+        repeat the last one. So does a rank for whose batch collation returns None, as all its samples are bad; the first
+        ones wait for one that is not"""
         d,end,epoch = self.dealer,object(),self.dealer.epoch
-        first,n = d.n_skip,0
-        d.n_skip,d.n_batches = 0,None
+        first,n,last,late = d.n_skip,0,None,0
+        d.n_skip,d.n_batches,d.empty = 0,None,set()
         while True:
             if d.sample_seeds and not d.n_parts: seed_streams(d.seed, epoch, first+n, d.rank)
             if (b := next(it, end)) is end: break
-            n,last = n+1,b
-            yield b
+            if b is not None or d.world_size==1: last = b
+            else: d.empty.add(n if d.start else first+n)
+            n,late = n+1,late+1
+            while late and (last is not None or d.world_size==1):
+                late -= 1
+                yield last
         # the dealer, or the loader, skips what was trained on
         d.n_batches = n = n if d.start else first+n
         check_count(d, n, type(self.source.dataset if d.streams else self.source).__name__)
+        if self.mixed and not (d.rank or d.told) and d.hashes[0]==d.hashes[1]!=0:
+            d.told = warn('repeated-stream', _repeated.format(self.num_workers)) or True
         for _ in range(d.owed(n)): yield last
     def one_batch(self):
         "This rank's first batch, read in this process; the first part of a step. ValueError if there is none"
         b = one_batch(self.dl)
         return self.after_part(b[1]) if self.dealer.n_parts else b
+
+_repeated = ('each of {} workers reads the whole stream, so each sample comes as often, as in one process: split it by '
+             'get_worker_info(), or read it with one worker')
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #wset01
 def loader_of(batches)->DataLoader:

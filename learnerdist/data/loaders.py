@@ -8,7 +8,7 @@ __all__ = ['to_device', 'TfmdDL', 'DataLoaders']
 # %% ../../nbs/data/01_loaders.ipynb #c002
 import copy, inspect, sys, torch
 from collections.abc import Mapping
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
 from torch import Tensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -273,7 +273,7 @@ class TfmdDL(DataLoader):
         self.collate_fn = Collate(self.after_item, f, batched) if self.after_item else f
     def __iter__(self):
         it = batches(self)
-        return map(partial(pipe, self.after_batch), it) if self.after_batch else it
+        return (b if b is None else pipe(self.after_batch, b) for b in it) if self.after_batch else it
     def new(self, dataset=None, **kw):
         """A copy with another data set, other settings or other transforms. dataset: another data set; None: the same;
         kw: settings to change, by the names of `TfmdDL`"""

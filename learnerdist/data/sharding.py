@@ -33,8 +33,8 @@ def epoch_order(n:int, epoch:int=0, seed:int=0, shuffle:bool=False)->Tensor:
 
 # %% ../../nbs/data/00_sharding.ipynb #c015
 def _pad_place(n:int, rank:int, world_size:int, step:int):
-    """The padding item (0, 1, …) that `rank` reads so that its shard is as long as rank 0's; None if it needs none, or
-    its part of the last global batch is full"""
+    """The padding item (0, 1, …) that `rank` reads so that its shard is as long as rank 0's; None if it needs none,
+    or its part of the last global batch is full"""
     m = n%step
     place = (rank-m)%world_size
     return place%n if place < min(-m%world_size, step-m) else None

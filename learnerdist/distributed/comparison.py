@@ -6,28 +6,33 @@
 __all__ = []
 
 # %% ../../nbs/distributed/02_comparison.ipynb #2fc3611b
-import zlib
+import copy,logging,random,zlib
 from functools import partial
 from itertools import chain,islice,zip_longest
 from pathlib import Path
-from types import CellType,FunctionType,MethodType
+from types import FunctionType,MethodType
 
 import torch
 from torch import Tensor,nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
 
 from ..core.collectives import broadcast_object,gather_objects
 from ..core.compat import BatchNorm,tree_leaves
 from ..core.env import group_rank
+from ..core.random import Generators,held,map_seeded
 from ..core.shards import groups_of,is_part
 from ..core.stacks import need,warn
+from ..data.distributed_dl import is_split,loader_parts,sample_hash
 from ..data.loaders import batch_shape,data_len
 from ..data.rows import as_ints
 from ..learner.learner import get_model
 from .batchnorm import Synced
 
 # %% ../../nbs/distributed/02_comparison.ipynb #c024
+log = logging.getLogger(__name__)
+
 def tensor_hash(t:Tensor)->Tensor:
     """A hash, () int64, that changes with any bit of `t` and with the order of its elements; in chunks, to take little
     memory"""
@@ -39,9 +44,9 @@ def tensor_hash(t:Tensor)->Tensor:
 _chunk = 1<<18
 
 def differences(named:dict)->dict:
-    """Compare tensors by name across ranks, by their hashes: for each that differs, the ranks that differ from the
-    first one that has it. Sync point: one exchange"""
-    every,res = gather_objects({k: tensor_hash(t).item() for k,t in named.items()}),{}
+    """Compare tensors, by their hashes, and other values by name across ranks: for each that differs, the ranks that
+    differ from the first one that has it. Sync point: one exchange"""
+    every,res = gather_objects({k: _bits_of(t) for k,t in named.items()}),{}
     for k in dict.fromkeys(k for o in every for k in o):
         have = {r: o[k] for r,o in enumerate(every) if k in o}
         if bad := [r for r,h in have.items() if h!=[*have.values()][0]]: res[k] = bad
@@ -49,8 +54,13 @@ def differences(named:dict)->dict:
 
 def digest(state)->tuple:
     "Hashes of the tensors and texts of the other values of a nested `state`, to compare states"
-    def of(o): return tensor_hash(o).item() if isinstance(o, Tensor) and not o.is_meta else repr(o)
-    return tuple(map(of, tree_leaves(state)))
+    return tuple(map(_bits_of, tree_leaves(state)))
+
+def _bits_of(o):
+    "The hash of a tensor, or the text of another value; of a tensor that cannot be hashed nothing"
+    if not isinstance(o, Tensor) or o.is_meta: return repr(o)
+    try: return tensor_hash(o).item()
+    except Exception as e: log.debug('a tensor cannot be compared: %r', e)
 
 def unsynced(model)->list:
     "BatchNorm layers of which each rank has its own statistics"
@@ -77,33 +87,66 @@ def tell_unequal(found:dict)->str:
     return '; '.join(texts)
 
 # %% ../../nbs/distributed/02_comparison.ipynb #3c01ddbc
-def _short(o, k=16):
-    "A short description of a value, from `k` of its elements"
-    if isinstance(o, type): return o.__qualname__
-    if isinstance(o, (str,bytes,int,float,bool,type(None))): return o
+def _short(o, k=256):
+    "A short description of data, from `k` of its elements"
+    if isinstance(o, (str,bytes,int,float,bool)): return o
     if isinstance(o, (set,frozenset)): o = sorted(map(str, o))
-    if isinstance(o, dict): return len(o),sorted((str(i),str(_short(v))) for i,v in islice(o.items(), 4*k))
-    if not isinstance(o, (list,tuple,range)) and not hasattr(o, 'shape'): return type(o).__name__
+    if isinstance(o, dict): o = sorted((str(i),str(_short(v, 16))) for i,v in islice(o.items(), k))
     shape = getattr(o, 'shape', None)
     if shape==(): return o.item()
+    if shape is None and not isinstance(o, (list,tuple,range)): return getattr(o, '__qualname__', type(o).__name__)
     if hasattr(o, 'reshape') and not hasattr(o, 'iloc'): o = o.reshape(-1)
     n = len(o)
     at = [*range(n)] if n<=k else [i*(n-1)//(k-1) for i in range(k)]
-    return str(shape),n,o.iloc[at].to_csv() if hasattr(o, 'iloc') else [_short(o[i]) for i in at]
+    if hasattr(o, 'iloc'): return str(shape),n,o.iloc[at].to_csv()
+    return str(shape),n,o[at].tolist() if hasattr(o, 'shape') else [_short(o[i], 16) for i in at]
 
-def fingerprint(o, name='data', depth=3)->dict:
-    """Types, lengths and checksums of the attributes, by name, of a data set, and of those inside it to this depth. No
-    sample is read: that would draw numbers and open files"""
-    own = getattr(o, '__dict__', {})
-    attrs = {k: v for k,v in own.items() if not k.startswith('_') and not callable(v)}
-    res = {f'type({name})': type(o).__name__}
-    if hasattr(o, '__len__') and data_len(o) is not None: res[f'len({name})'] = len(o)
-    if not attrs and isinstance(o, (list,tuple,dict,Tensor)): attrs = {'': o}
-    for k,v in attrs.items():
-        at = f'{name}.{k}' if k else name
-        if depth and hasattr(v, '__getitem__') and getattr(v, '__dict__', None): res |= fingerprint(v, at, depth-1)
-        else: res[at] = f'#{zlib.crc32(repr(_short(v)).encode()):08x}'
+def fingerprint(o, name='data', depth=4)->dict:
+    """Types, lengths and checksums, by name, of a data set and of what it refers to, to this depth; of numbers and
+    texts those that are public and a data set's. No sample is read"""
+    res,todo,seen = {},[(name,o,depth)],set()
+    for name,o,depth in todo: # it grows
+        if id(o) in seen or len(seen)>2000: continue
+        seen.add(id(o))
+        if isinstance(o, (list,tuple,set,dict,range)) or hasattr(o, 'shape'):
+            res[name] = f'#{zlib.crc32(repr(_short(o)).encode()):08x}'
+            continue
+        is_data = hasattr(o, '__getitem__')
+        if is_data: res |= {f'type({name})': type(o).__name__, f'len({name})': data_len(o)}
+        for k,v in held(o).items():
+            private,at = k[:1]=='_',f'{name}.{k}'
+            if isinstance(v, (str,int,float)) and is_data and not private: res[at] = f'{v}'[:80]
+            elif depth and not (private and isinstance(v, dict)): todo.append((at,v,depth-1)) # a dict may be a cache
     return res
+
+# %% ../../nbs/distributed/02_comparison.ipynb #smp02
+def data_of(dls:list)->dict:
+    "The loaders for training and validation, by name, whose data set is the same on all ranks"
+    named = dict(zip(('training data','validation data'), dls))
+    return {k: dl for k,dl in named.items() if hasattr(dl, 'dataset') and not is_split(dl)}
+
+def few_samples(dls:list)->dict:
+    """By name: hashes of two samples of the training and of the validation data, for which all ranks draw the same
+    numbers. Data sets with generators of their own are left alone"""
+    res = {}
+    for name,dl in data_of(dls).items():
+        try:
+            read = reader(dl)
+            if read is None or Generators.of(dl.dataset, getattr(dl, 'after_item', None)): continue
+            n = len(dl.dataset)
+            at = random.Random(n).sample(range(n), min(n, 2))
+            res |= {f'{name}[{i}]': sample_hash(map_seeded(read, [i], [(0,i)])) for i in at}
+        except Exception as e: log.debug('samples cannot be read one by one: %r', e)
+    return res
+
+def reader(dl):
+    "A function that reads a sample of a loader's data set by its index; None if they are not read one by one"
+    ds,read = getattr(dl, 'dataset', None),getattr(dl, 'do_item', None)
+    batched = hasattr(dl, 'do_batch') or getattr(dl, 'batch_sampler', None) is not None
+    if isinstance(ds, IterableDataset) or not batched: return None
+    if not (hasattr(ds, '__getitem__') and data_len(ds)): return None
+    if hasattr(ds, '__dict__'): ds = copy.copy(ds) # workers inherit no file that is open
+    return read or ds.__getitem__
 
 # %% ../../nbs/distributed/02_comparison.ipynb #198a7240
 class Findings:
@@ -128,14 +171,16 @@ class Findings:
 def same_data(dls:list, findings):
     """Raise ValueError if the data sets of these loaders, training and validation, differ in length between ranks;
     report it if they seem to differ otherwise. Sync point"""
-    named = {}
-    for name,dl in zip(('training data','validation data'), dls):
-        if hasattr(dl, 'dataset'): named |= fingerprint(dl.dataset, name)
-    found = unequal(gather_objects(named))
+    named = {f'len({k})': data_len(dl.dataset) for k,dl in data_of(dls).items()}
+    for name,dl in data_of(dls).items():
+        try: named |= fingerprint(dl.dataset, name)
+        except Exception as e: log.debug('%s cannot be compared: %r', name, e)
+    every = gather_objects(named | {k: f'#{v:08x}' for k,v in few_samples(dls).items()})
+    found = {k: v for k,v in unequal(every).items() if None not in v}
     if not found: return
-    text = (f'the ranks have different data: {tell_unequal(found)}; is a split or a vocabulary drawn without a seed, '
-            'or made from a set? Make it alike on all ranks')
+    text = f'the ranks have different data: {tell_unequal(found)}; {_drawn_data}'
     if any(k.startswith('len(') for k in found): raise ValueError(f'[different-data] {text}')
+    findings.reported.add(('different-data','samples')) # see `compare_weights`
     findings('different-data', f'{text}, or use distrib_ctx(checks=False) if this is intended')
 
 def settings(learn, shares:list)->dict:
@@ -212,29 +257,20 @@ def objects_beside(learn)->dict:
     found,seen = {},{*map(id, (get_model(learn.model),learn.model,learn,learn.opt))}
     todo = [('loss_func',learn.loss_func)]
     todo += [(f'{cb.name}.{k}',v) for cb in learn.cbs for k,v in vars(cb).items()]
-    while todo:
-        k,o = todo.pop(0)
+    for name,o in todo: # it grows
         if id(o) in seen or isinstance(o, DistributedDataParallel): continue
         seen.add(id(o))
-        if isinstance(o, _kinds): found[k] = o
-        elif isinstance(o, partial): todo += [(k,v) for v in (o.func,*o.args,*o.keywords.values())]
+        if isinstance(o, _kinds): found[name] = o
+        elif isinstance(o, FunctionType): todo += held(o, _kinds).items()
+        elif isinstance(o, partial): todo += [(name,v) for v in (o.func,*o.args,*o.keywords.values())]
         elif isinstance(o, MethodType):
-            todo.append((k,o.__func__))
-            todo += [(f'{k}.{n}',v) for n,v in getattr(o.__self__, '__dict__', {}).items()]
-        elif isinstance(o, FunctionType): todo += _used_by(o)
+            todo.append((name,o.__func__))
+            todo += [(f'{name}.{k}',v) for k,v in getattr(o.__self__, '__dict__', {}).items()]
         elif type(o) in (list,tuple,dict):
-            items = islice(o.items() if type(o) is dict else enumerate(o), 64)
-            todo += [(f'{k}[{i!r}]',v) for i,v in items if isinstance(v, _kinds)]
+            todo += [(f'{name}[{k!r}]',v) for k,v in held(o).items() if isinstance(v, _kinds)]
     return found
 
 _kinds = nn.Module,Optimizer
-
-def _used_by(f):
-    "Variables around a function, and global names of its code that are modules, optimizers or functions of its file"
-    code,names = f.__code__,f.__globals__
-    cells = [(n,c.cell_contents) for n,c in zip(code.co_freevars, f.__closure__ or ()) if c!=CellType()]
-    used = [(n,names[n]) for n in code.co_names if n in names]
-    return cells+[(n,v) for n,v in used if isinstance(v, _kinds) or getattr(v, '__globals__', None) is names]
 
 def tensors_beside(learn, batchnorm=True)->dict:
     "By name: parameters and buffers, with or without those of `batchnorm`, of `objects_beside`; not those of the model"
@@ -254,19 +290,39 @@ def few(names:list)->str:
     "At most three of these names, and how many more there are"
     return ', '.join(names[:3])+f' and {len(names)-3} more'*(len(names)>3)
 
+def order_of(dl)->dict:
+    """By name: hashes of the order from which a rank is dealt its shard, of its first items and, once it has been read,
+    of all. Nothing where all ranks compute it"""
+    d = getattr(dl, 'dealer', None)
+    first,_,whole = (0,0,0) if d is None or d.streams else d.hashes.tolist()
+    return {k: h for k,h in (('first items',first),('whole order',whole)) if h}
+
+def drawn_alone(dl)->str:
+    "What the user should know if `order_of` differs between ranks"
+    *_,sampler = loader_parts(dl.dealer.source)
+    name = type(getattr(sampler, 'dl', sampler)).__name__
+    return (f'{name} gives each rank another order, of which each reads its part: some samples come twice, others '
+            'never. What it draws from a generator of its own needs a seed, the same on all ranks; what it computes '
+            'from batches, such as weights of samples, needs those of all: all_sum, gather_objects')
+
 def compare_weights(learn, n_steps:int, findings):
-    """Raise RuntimeError if the ranks' parameters differ after these steps of an epoch; report buffers and tensors of
-    other modules. Sync point"""
-    own = unsynced(learn.model) # which a copy of the model has, too
-    others = tensors_beside(learn, not own) if findings.mode else {}
-    found = differences({**others, **compared(learn.model, own)})
+    """Raise RuntimeError if the ranks' parameters differ after these steps of an epoch; report an order that differs,
+    buffers and tensors of other modules. Sync point"""
+    own,others = unsynced(learn.model),{} # own: which a copy of the model has, too
+    order,samples = order_of(learn.dl),few_samples(learn.runner.shards.sources) if findings.mode else {}
+    if findings.mode: others = tensors_beside(learn, not own)
+    found = differences({**others, **compared(learn.model, own), **order, **samples})
+    if samples.keys()&found.keys(): findings('different-data', _redrawn, 'samples')
+    if order.keys()&found.keys(): findings('different-orders', drawn_alone(learn.dl), 'orders')
     bad = next((k for k,_ in learn.model.named_parameters() if k in found), None)
     if bad: raise RuntimeError(f'[weights-differ] after {n_steps} steps of this epoch {bad} differs between rank 0 and '
                                f'{found[bad]}: {_changed_alone}')
-    new = [k for k in found if k not in findings.reported]
+    new = [k for k in found if k not in (*findings.reported,*order,*samples)]
     findings.reported.update(new)
     if new: findings('ranks-differ', f'{few(new)}: each rank has computed this {_own_batches}')
 
+_drawn_data = 'is something drawn without a seed, or made from a set? Make it alike on all ranks'
+_redrawn = f'samples with the same number differ between ranks; {_drawn_data}'
 _changed_alone = ('something changes it on one rank and not on the others, such as a callback, or a backward pass or '
     'another optimizer (SAM, LBFGS, GANs), whose gradients no one averages: average_grads(params) does')
 _own_batches = ('from its own batches, which is not what one process computes. Exchange it where it is computed: '

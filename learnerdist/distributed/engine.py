@@ -143,6 +143,7 @@ class Loop:
         self.n_steps = 0 # Training batches so far, with the present one
         self.step = None # Of the present batch; None between two
         self.part = None # Of a training step, that is computed now
+        self.last = None # A batch of the step before, if a step has several parts
         self.group = Group()
         self.evaluation = None # `Evaluation`, of what is measured
         self.streams = None # Random streams before an evaluation, which go on there after it
@@ -193,8 +194,7 @@ class Shards:
         e.adapter.set_device(e.device)
         names = [] if hasattr(dls, 'loaders') else ['train','valid']
         self.sources = found = sources or [getattr(dls, o) for o in names] or dls.loaders[:]
-        if e.findings.mode and not sources and group_size()>1:
-            same_data([o for o in found if not is_split(o)], e.findings)
+        if e.findings.mode and not sources and group_size()>1: same_data(found, e.findings)
         shares = []
         for i,dl in enumerate(found): shares.append(dl if dl is None else self.share(dl, pad=i==0 and 'batch'))
         for name,dl in zip(names, shares): replace(dls, name, dl)
@@ -297,10 +297,14 @@ class Steps(LoaderWrapper):
 
     def _alike(self):
         "An iterator; what ranks read first of a stream is compared"
-        dl,it,ds = self.dl,iter(self.dl),getattr(self.dl, 'dataset', None)
-        if not (isinstance(ds, IterableDataset) and hasattr(dl, 'dealer')): return it
+        it,ds = self._begun(),getattr(self.dl, 'dataset', None)
+        if not (isinstance(ds, IterableDataset) and hasattr(self.dl, 'dealer')): return it
         first = [*islice(it, 1)]
-        return iter(dl) if dl.dealer.compare(gather_objects, type(ds).__name__) else chain(first, it)
+        return self._begun() if self.dl.dealer.compare(gather_objects, type(ds).__name__) else chain(first, it)
+
+    def _begun(self):
+        if hasattr(self.dl, 'dealer'): self.dl.dealer.in_loop = True
+        return iter(self.dl)
 
     def _warn_uneven(self, k, more, b):
         W,n = group_size(),self.engine.loop.n_steps
@@ -580,8 +584,10 @@ class Engine(Runner):
             dealer.step_size = n
             used = parts_in_use(n, dealer.n_parts, dealer.max_bs)
             step = Step([Part(v, Why.repeats if v>=used else None) for v in dealer.own_parts], dealer.n_parts)
+            batches = self._without_bad(step, batches)
         else:
-            may_end = not loop.known or self.learn.n_iter==i+1 # a length may be an estimate
+            # a length may be an estimate; all samples of a batch may be bad
+            may_end = not loop.known or self.learn.n_iter==i+1 or dealer is not None and dealer.empty
             repeats = may_end and self._is_repeat(i)
             step,batches = Step([Part(self.rank, Why.repeats if repeats else None)], self.world_size),[b]
             if may_end and loop.known: n = step_rows(loop.dl, i)
@@ -594,6 +600,14 @@ class Engine(Runner):
         if any([p.grad is not None for p in params]): step.kept = {p: g.clone() for p,g in take_grads(params).items()}
         if self.statistics: self.statistics.begin_step(len(batches))
         return step,batches
+
+    def _without_bad(self, step, batches)->list:
+        "The batches of a step; a part for which collation has returned None, as all its samples are bad, repeats another one"
+        good = next((o for o in batches if o is not None), self.loop.last)
+        need(good is not None, 'all samples of the first batch are bad: the collate function returns None')
+        for part,b in zip(step.parts, batches): part.why = Why.repeats if b is None else part.why
+        self.loop.last = good
+        return [good if o is None else o for o in batches]
 
     def _is_repeat(self, i):
         "Whether batch `i` of the epoch only repeats samples"

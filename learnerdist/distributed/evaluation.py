@@ -15,6 +15,7 @@ from ..core.collectives import gather_objects,reduce_sums
 from ..core.env import group_rank
 from ..data.loaders import to_cpu,to_detach,to_device
 from ..data.rows import as_samples
+from .comparison import drawn_alone
 from .gather_rows import gather_batches,storage,taking_turns
 from .shares import is_share
 from ..learner.losses import batch_rows,weighted
@@ -85,9 +86,11 @@ def _check(self:Evaluation):
     dl = self.learn.dl
     dealer = getattr(dl, 'dealer', None)
     known = dealer is not None and dealer.unit=='batch' and not dealer.by_rank
-    own = self.n_begun,dealer.n_read if known else None,self.stopped
-    ns,totals,stopped = zip(*gather_objects(own))
-    if any(stopped) or not known or {*totals}=={sum(ns)}: return
+    own = self.n_begun,dealer.n_read if known else None,self.stopped,int(dealer.hashes[2]) if known else 0
+    ns,totals,stopped,orders = zip(*gather_objects(own))
+    if any(stopped) or not known: return
+    if len({*orders})>1: raise RuntimeError(f'[different-orders] {drawn_alone(dl)}')
+    if {*totals}=={sum(ns)}: return
     seen,found = [', '.join(map(str, o)) for o in (ns, totals)]
     raise RuntimeError(f'the ranks have evaluated {seen} batches, {sum(ns)} in all, of a {type(dl.source).__name__} in '
                        f'which they have counted {found}: it does not read the same on each rank')

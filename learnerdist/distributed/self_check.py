@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc03
-import copy,logging,pickle,random
+import logging,pickle,random
 from collections import OrderedDict
 from contextlib import ExitStack
 from functools import cache
@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor,nn
-from torch.utils.data import IterableDataset
 
 from ..core.collectives import gather_objects
 from ..core.compat import BatchNorm,Dropout,compiled_call,compiled_inside
@@ -23,7 +22,8 @@ from ..core.compat import tree_leaves,tree_map,version
 from ..core.env import group_rank,group_size
 from ..core.random import rng_state,shared_rng,untouched
 from ..core.stacks import need
-from ..data.loaders import call_model,data_len,split_batch,to_cpu,to_device
+from .comparison import reader
+from ..data.loaders import call_model,split_batch,to_cpu,to_device
 from ..learner.learner import Learner,get_model
 from ..learner import losses
 from ..learner.losses import MeanOver,copied,cut,loss_over
@@ -39,21 +39,20 @@ def read_items(learn, n:int=2):
     """`n` samples of the training data for this rank, drawn from all of it: of twice as many those whose targets differ
     most. None if it cannot be read sample by sample, or samples not be sent. Random streams are left as they are"""
     dl = _loader(learn)
-    ds = getattr(dl, 'dataset', None)
-    read = getattr(dl, 'do_item', None)
-    batched = hasattr(dl, 'do_batch') or getattr(dl, 'batch_sampler', None) is not None
-    if isinstance(ds, IterableDataset) or not batched: return None
-    if not (hasattr(ds, '__getitem__') and data_len(ds)): return None
-    drawn = random.Random(len(ds)).sample(range(len(ds)), min(len(ds), 2*n*group_size()))
+    read = reader(dl)
+    if read is None: return None
+    k = len(dl.dataset)
+    drawn = random.Random(k).sample(range(k), min(k, 2*n*group_size()))
     at = [drawn[(2*n*group_rank()+i)%len(drawn)] for i in range(2*n)]
-    if hasattr(ds, '__dict__'): ds = copy.copy(ds) # workers inherit no file that is open
-    read = read or ds.__getitem__
     try:
         with shared_rng(group_rank()): res = sorted([read(i) for i in at], key=_kind)
-        res = copied([*res[:n-n//2],*res[-(n//2):]]) # a row may be a view, which would take the whole data set along
-        pickle.dumps(res)
-        return res
+        # a row may be a view, which would take the whole data set along
+        return sent(copied([*res[:n-n//2],*res[-(n//2):]]))
     except Exception as e: log.debug('samples cannot be read one by one: %r', e)
+
+def sent(o):
+    "What another rank gets; an error if it cannot be sent, as tensors of float8, which cannot be unpickled"
+    return pickle.loads(pickle.dumps(o))
 
 def collated(learn, items:list):
     "(inputs, targets): the batch that the training loader makes of samples. ValueError if it draws random numbers"
@@ -242,8 +241,8 @@ class SelfCheck:
         learn = self.engine.learn
         if cancelled: return Samples(read_items(learn), n=0)
         rows,n = None,losses.batch_rows(learn)
-        try: rows = copied(to_cpu(cut((tuple(learn.xb),tuple(learn.yb)), n, 0, min(n, 2))))
-        except ValueError as e: log.debug('the batch cannot be cut: %s', e)
+        try: rows = sent(copied(to_cpu(cut((tuple(learn.xb),tuple(learn.yb)), n, 0, min(n, 2)))))
+        except Exception as e: log.debug('the batch cannot be cut, or not be sent: %r', e)
         return Samples(read_items(learn), rows, self.loaded!=_versions(learn), n)
 
     def _result(self, every):

@@ -6,11 +6,13 @@
 __all__ = []
 
 # %% ../../nbs/distributed/02_shares.ipynb #al03
+from itertools import islice
+
 from torch.utils.data import BatchSampler,DataLoader,DistributedSampler,RandomSampler
 from torch.utils.data import SequentialSampler,WeightedRandomSampler
 
 from ..core.env import group_size
-from ..core.stacks import need
+from ..core.stacks import need,warn
 from ..data.distributed_dl import BatchDealer,Dealt,DealtOrder,DistributedDL,Joined,in_order
 from ..data.distributed_dl import is_split,loader_parts
 from ..data.loaders import batch_shape
@@ -24,14 +26,28 @@ def own_order(dl):
     alike = [type(o) in _alike or getattr(o, 'alike', False) for o in loader_parts(order.source)]
     return None if all(alike) else order
 
+_part = ('this loop is none of the learner, and a loader of learn.dls reads the share of one rank of {}. '
+    'learn.dls.train.all_data() reads all of it, the same on each rank; or add up what the ranks compute: all_sum')
+
 # they draw from generators that ranks share
 _alike = BatchSampler,RandomSampler,SequentialSampler,WeightedRandomSampler,Joined
 
 class Share(DistributedDL):
     "A rank's shard of the loader of a learner in a context"
     n_read = 0 # how often another learner has read all of the loader
+    warned = False
+    def __iter__(self):
+        it,by_hand = super().__iter__(),not self.dealer.in_loop
+        self.dealer.in_loop = False
+        return self._by_hand(it) if by_hand and self.world_size>1 and not self.warned else it
+    def _by_hand(self, it):
+        yield from islice(it, 1) # a look at a batch is no loop
+        self.warned = True
+        if not self.rank: warn('read-by-hand', _part.format(self.world_size))
+        yield from it
     def all_data(self):
-        "The loader behind it, in an order that is the same on all ranks: for a learner that is in no context"
+        """All batches of the loader behind it, in an order that is the same on all ranks: for a loop of the user's, and
+        a learner that is in no context"""
         self.n_read += 1
         res = self.from_dl(self.source, 0, 1, self.seed, pad=False)
         # not `set_epoch`, which would go through to the loader that both share

@@ -87,14 +87,16 @@ class SeededItems:
     def __init__(self, dl, dealer):
         self.dl,self.dealer,self.outer = dl,dealer,None
         self.inner = dl.create_item,dl.create_batch
+    def _own(self): return self.dealer.generators(self.dl.dataset, self.dl.after_item)
     def create_item(self, s):
         "As the loader's, from the random streams of the sample"
-        self.outer = self.outer or rng_state(cuda=False)
-        if self.dl.indexed: self.dealer.seed_sample(s or 0) # a stream does it itself
+        self.outer,own = self.outer or rng_state(cuda=False),self._own()
+        if self.dl.indexed: self.dealer.seed_sample(s or 0, own) # a stream does it itself
         return self.inner[0](s)
     def create_batch(self, b):
         "The process's streams are then those before the items"
         if self.outer: set_rng_state(self.outer)
+        self._own().seed(self._own().rest)
         self.outer = None
         return self.inner[1](b)
 
@@ -207,7 +209,7 @@ class _Lengths(RankOrder):
     def __init__(self, order, dl): self.order,self.res,self.step = order,dl.res,_step(dl, order.dealer)
     def __call__(self):
         d = self.order.dealer
-        with shared_rng(d.seed, d.epoch): whole = list(self.order.source)
+        whole = [*self.order.of_all_ranks()]
         self.longest = [max(whole[i:i+self.step], key=self.res.__getitem__)
                         for i in range(d.start, len(whole), self.step)]
         return list(d.deal(whole))
@@ -266,7 +268,7 @@ class _StepKeys:
     def __init__(self, order): self.order,self.keys = order,[]
     def __call__(self):
         d = self.order.dealer
-        self.keys,d.asked = [*d.steps(self.order.whole())],'all'
+        self.keys,d.asked = [*d.steps(self.order.of_all_ranks())],'all'
         return []
 
 class _EachPart:

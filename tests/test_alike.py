@@ -1,0 +1,247 @@
+"Orders, data and draws that would differ between ranks: found and named, or the same by construction"
+import random, threading, time, warnings
+from pathlib import Path
+from types import SimpleNamespace
+import numpy as np, pandas as pd, torch
+from torch import nn
+from torch.optim.swa_utils import update_bn
+from helpers import Stream
+from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset, default_collate
+from learnerdist.all import Callback, DataLoaders, Learner, TfmdDL, gather_objects, group_rank, num_distrib, rank_distrib
+from learnerdist.testing import run_ranks
+
+N = 24
+X = torch.arange(N, dtype=torch.double)[:,None]/N
+def data(): return TensorDataset(X, X)
+def size(): return max(num_distrib(), 1)
+
+class Seen(Callback):
+    "What this rank has trained on"
+    def before_fit(self): self.seen = []
+    def after_batch(self):
+        if self.training: self.seen += [round(o, 6) for o in self.xb[0][:,0].tolist()]
+
+def fitted(train, valid=None, n=1, cbs=(), **ctx):
+    "What all ranks have trained on; what was raised, and warned of"
+    net,seen = nn.Linear(1, 1).double(),Seen()
+    learn = Learner(DataLoaders(train, valid), net, nn.MSELoss(), lambda ps, lr: torch.optim.SGD(ps, lr=.1))
+    error,every = '',[]
+    with warnings.catch_warnings(record=True) as messages, learn.no_logging():
+        warnings.simplefilter('always')
+        try:
+            with learn.distrib_ctx(seed=1, timeout_s=60, **ctx):
+                learn.fit(n, cbs=[seen,*cbs])
+                every = sum(gather_objects(seen.seen), [])
+        except Exception as e: error = f'{type(e).__name__}: {e}'
+    return len({*every}),error,[str(o.message) for o in messages if o.category is UserWarning]
+
+# --- the order ---
+
+class Own:
+    "Draws from a generator of its own"
+    def __len__(self): return N
+    def __iter__(self): return iter(np.random.default_rng().permutation(N).tolist())
+
+class Hard:
+    "A sampler whose weights this rank has computed"
+    def __len__(self): return N
+    def __iter__(self): return iter(torch.multinomial(torch.arange(1., N+1)**group_rank(), N).tolist())
+
+class Lists(Own):
+    def __len__(self): return N//4
+    def __iter__(self): return iter(np.random.default_rng().permutation(N).reshape(-1, 4).tolist())
+
+def of_fastai():
+    from fastai.callback.data import WeightedDL
+    from fastai.data.core import DataLoaders as FastaiDataLoaders, TfmdDL as FastaiDL
+    from fastai.learner import Learner as FastaiLearner
+    import learnerdist.fastai # noqa: F401
+    class Shuffles(FastaiDL):
+        def shuffle_fn(self, idxs): return np.random.default_rng().permutation(idxs).tolist()
+    items = [(o,o) for o in X.float()]
+    weights = np.arange(1, N+1)**float(rank_distrib())
+    res = []
+    for dl in (Shuffles(items, bs=4, shuffle=True), WeightedDL(items, bs=4, shuffle=True, wgts=weights)):
+        learn = FastaiLearner(FastaiDataLoaders(dl, FastaiDL(items, bs=4)), nn.Linear(1, 1), nn.MSELoss())
+        try:
+            with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=1, checks='error'): learn.fit(1)
+        except Exception as e: res.append(str(e))
+    return res
+
+def orders():
+    "By kind of sampler; in evaluation"
+    makes = dict(own=dict(sampler=Own()), hard=dict(sampler=Hard()),
+                 batches=dict(batch_sampler=BatchSampler(Own(), 4, False)), lists=dict(batch_sampler=Lists()))
+    res = {k: [fitted(DataLoader(data(), **kw), checks=o) for o in ('warn','error')] for k,kw in makes.items()}
+    res['alike'] = fitted(DataLoader(data(), 4, shuffle=True), n=2, checks='error')
+    res['valid'] = fitted(DataLoader(data(), 4), DataLoader(data(), 4, sampler=Own()))
+    return res,of_fastai()
+
+def test_orders_that_differ():
+    for r,(got,errors) in enumerate(run_ranks(orders, 2, timeout_s=120)):
+        assert got.pop('alike')==(N,'',[])
+        assert got.pop('valid')[1].startswith('RuntimeError: [different-orders] Own gives each rank another order')
+        for k,((n,error,messages),(_,other,_)) in got.items():
+            assert n<N and not error and len(messages)==(r==0) and all(o.startswith('[different-orders] ') for o in messages), (k,messages)
+            assert other.startswith('ValueError: [different-orders] '), (k,other)
+        assert [o.split(' gives')[0] for o in errors]==['[different-orders] Shuffles','[different-orders] WeightedDL']
+
+# --- draws ---
+
+rng = np.random.default_rng(0)
+class Noisy(Dataset):
+    "Draws noise from a generator of its own, or of the class, the module, a transform, a closure"
+    shared = random.Random(3)
+    def __init__(self, kind):
+        self.kind,self.own,self.tfms = kind,np.random.default_rng(0),[Jitter(kind)]
+        old,self._torch = np.random.RandomState(2),torch.Generator() if kind=='torch' else None # torch's cannot be sent
+        if kind=='around': self.around = lambda: old.rand()
+    def noise(self):
+        return dict(own=self.own.random, torch=lambda: torch.rand((), generator=self._torch).item(), shared=self.shared.random,
+                    module=rng.random, around=getattr(self, 'around', None), tfm=self.tfms[0].draw)[self.kind]()
+    def __len__(self): return N
+    def __getitem__(self, i): return X[i],X[i]+self.noise()
+class AtOnce(Noisy):
+    def __getitems__(self, idxs): return [self[i] for i in idxs]
+class Jitter:
+    def __init__(self, kind): self.rng = random.Random(0)
+    def draw(self): return self.rng.random()
+    def __call__(self, o): return o[0],o[1]+self.draw()
+
+class Targets(Callback):
+    "The noise of each sample, by epoch"
+    def before_fit(self): self.noise = {}
+    def before_batch(self):
+        if not self.training or self.learn.repeated: return
+        for x,y in zip(self.xb[0], self.yb[0]): self.noise[self.epoch,round(float(x), 6)] = float(y-x)
+
+def noise_of(train):
+    "Of all ranks"
+    targets = Targets()
+    learn = Learner(DataLoaders(train), nn.Linear(1, 1).double(), nn.MSELoss(), lambda ps, lr: torch.optim.SGD(ps, lr=.1), cbs=targets)
+    with learn.distrib_ctx(seed=1, checks='error'), learn.no_logging():
+        learn.fit(2)
+        every = gather_objects(targets.noise)
+    return {k: v for o in every for k,v in o.items()}
+
+def of_fastai_noise(bs):
+    from fastai.data.core import DataLoaders as FastaiDataLoaders, TfmdDL as FastaiDL
+    from fastai.learner import Learner as FastaiLearner
+    import learnerdist.fastai # noqa: F401
+    from fastai.callback.core import Callback as FastaiCallback
+    class FastaiTargets(FastaiCallback): before_fit,before_batch = Targets.before_fit,Targets.before_batch
+    targets,ds = FastaiTargets(),Noisy('tfm')
+    learn = FastaiLearner(FastaiDataLoaders(FastaiDL(ds, bs=bs, shuffle=True), FastaiDL(ds, bs=bs)), nn.Linear(1, 1).double(),
+                          lambda p, t: ((p-t)**2).mean().float(), cbs=targets)
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=1):
+        learn.fit(2)
+        return {k: v for o in gather_objects(targets.noise) for k,v in o.items()}
+
+kinds = 'own','torch','shared','module','around','tfm'
+def noises():
+    bs = 8//size()
+    makes = {k: lambda k=k: DataLoader(Noisy(k), bs, shuffle=True) for k in kinds}
+    makes |= dict(workers=lambda: DataLoader(Noisy('module'), bs, num_workers=2), once=lambda: DataLoader(AtOnce('own'), bs),
+        after=lambda: TfmdDL(data(), bs, after_item=Jitter('')),
+        stream=lambda: TfmdDL(Stream([(o,o) for o in X]), bs, after_item=Jitter('')))
+    return {k: noise_of(f()) for k,f in makes.items()} | dict(fastai=of_fastai_noise(bs))
+
+def test_generators_of_data_sets():
+    "The noise of a sample is the same at any number of ranks and workers, and another one in each epoch"
+    one,ranks = noises(),run_ranks(noises, 2)
+    for k,want in one.items():
+        assert len(want)==2*N and len({*want.values()})==2*N, k
+        assert ranks[0][k]==ranks[1][k]==want, k
+
+# --- data ---
+
+def drawn(): return X[torch.randperm(N, generator=torch.Generator().manual_seed(rank_distrib()))] # as if without a seed
+
+class Data(Dataset):
+    "Rows that each rank has drawn, where the comparison has to look for them"
+    def __init__(self, kind):
+        self.kind,rows = kind,drawn()
+        self._rows = rows if kind=='private' else X
+        if kind=='frame': self._frame = pd.DataFrame(rows.numpy())
+        if kind=='closure': self.rows = lambda i: rows[i]
+        if kind=='within': self.store = SimpleNamespace(deep=SimpleNamespace(rows=[rows.numpy()]))
+        if kind=='slots': self.slots = Slots(rows)
+        # what differs by rank, and is no data
+        self._cache,self._made,self._lock,self.rank_folder = {},time.time(),threading.Lock(),Path(f'/tmp/{rank_distrib()}')
+    def __len__(self): return N
+    def row(self, i):
+        if self.kind=='frame': return torch.tensor(self._frame.iloc[i].to_numpy())
+        if self.kind=='within': return torch.tensor(self.store.deep.rows[0][i])
+        return self.slots.rows[i] if self.kind=='slots' else self.rows(i) if self.kind=='closure' else self._rows[i]
+    def __getitem__(self, i):
+        if self.kind=='global': return the_rows[i],the_rows[i]
+        self._cache[i] = self.row(i)
+        return self._cache[i],self._cache[i]
+    def set_epoch(self, epoch):
+        if self.kind=='redrawn' and epoch: self._rows = drawn()
+
+class Slots:
+    __slots__ = 'rows',
+    def __init__(self, rows): self.rows = rows
+
+def different():
+    global the_rows
+    the_rows = drawn()
+    kinds = 'alike','private','frame','closure','within','slots','global','redrawn'
+    return {k: [fitted(DataLoader(Data(k), 4), n=2, checks=o) for o in ('warn','error')] for k in kinds}
+
+def test_data_that_differ():
+    for r,got in enumerate(run_ranks(different, 2, timeout_s=120)):
+        assert got.pop('alike')==[(N,'',[])]*2
+        for k,((_,error,messages),(_,other,_)) in got.items():
+            assert not error and len(messages)==(r==0) and all(o.startswith('[different-data] ') for o in messages), (k,error,messages)
+            assert other.startswith('ValueError: [different-data] '), (k,other)
+            names = dict(private='_rows', frame='_frame', within='store.deep.rows', closure='rows.rows')
+            assert k not in names or f'training data.{names[k]}: #' in other, (k,other)
+
+# --- a share that is read by hand ---
+
+class Looks(Callback):
+    "At a batch of the loaders in a fit"
+    def before_fit(self):
+        for dl in self.dls: next(iter(dl))
+
+def by_hand():
+    "What update_bn makes of a rank's share, and of all data; warnings"
+    res,net = [],nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)).double()
+    dls = DataLoaders(DataLoader(data(), 4, shuffle=True), DataLoader(data(), 4))
+    learn = Learner(dls, net, nn.MSELoss(), torch.optim.SGD, cbs=Looks())
+    with warnings.catch_warnings(record=True) as messages, learn.distrib_ctx(seed=1), learn.no_logging():
+        warnings.simplefilter('always')
+        for read in (lambda: learn.dls.train.all_data(), lambda: learn.dls.train, lambda: learn.dls.valid):
+            learn.fit(1)
+            update_bn(read(), net)
+            res.append((net[0].running_mean.item(),len([o for o in messages if '[read-by-hand]' in str(o.message)])))
+    return res
+
+def test_a_share_that_is_read_by_hand():
+    (a,b),mean = run_ranks(by_hand, 2),X.mean().item()
+    assert abs(a[0][0]-mean)<1e-9 and a[0][0]==b[0][0] and a[1][0]!=b[1][0] and a[2][0]!=b[2][0]
+    assert [n for _,n in a]==[0,1,2] and [n for _,n in b]==[0,0,0]
+
+# --- batches without a good sample ---
+
+def good(b):
+    "Samples that are not bad; None without any"
+    b = [o for o in b if round(float(o[0])*N)%8 not in bad]
+    return default_collate(b) if b else None
+bad = (1,3,5) # on two ranks with 2 samples in a batch: rank 1 has no sample in each second step, the first one among them
+def skipping(workers=0):
+    torch.manual_seed(0)
+    net,seen = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)).double(),Seen()
+    dl = TfmdDL(data(), 4//size(), collate_fn=good, num_workers=workers, after_batch=lambda b: [b[0],2*b[1]])
+    learn = Learner(DataLoaders(dl), net, nn.MSELoss(), lambda ps, lr: torch.optim.SGD(ps, lr=.1), cbs=seen)
+    with learn.distrib_ctx(seed=1, checks='error'), learn.no_logging(): learn.fit(2)
+    return [o.tolist() for o in net.state_dict().values()],learn.recorder.losses
+
+def with_and_without_workers(): return [skipping(),skipping(1)]
+
+def test_a_rank_without_a_good_sample():
+    one = skipping()
+    for got in sum(run_ranks(with_and_without_workers, 2), []):
+        for a,b in zip([*one[0],one[1]], [*got[0],got[1]]): np.testing.assert_allclose(a, b, rtol=1e-9)
