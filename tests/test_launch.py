@@ -1,6 +1,7 @@
 "The launcher as a command, in processes of its own; run() from scripts, from here, and from within a rank"
-import fcntl,json,os,pty,select,signal,subprocess,sys,termios
+import fcntl,json,os,pty,re,select,signal,stat,subprocess,sys,termios
 from pathlib import Path
+from types import SimpleNamespace
 import machines,pytest
 from helpers import environment,free_port,launch,launcher,root,write
 from learnerdist.core.compat import torch_version
@@ -14,6 +15,7 @@ script = '''
 import json,os,random,stat,sys,warnings
 import numpy as np
 from pathlib import Path
+from types import SimpleNamespace
 warnings.warn('a library warns')
 draws = [random.random(), np.random.rand(), list({f'word {i}' for i in range(50)})]
 store = Path(os.environ.get('LEARNERDIST_INIT_METHOD', '')[7:]).parent # where ranks of one machine meet
@@ -123,6 +125,7 @@ def test_failing_rank_is_named(tmp_path):
     trace, = tmp_path.glob('*.txt')
     assert messages[2] == f'learnerdist.launch: all tracebacks: {trace} (--verbose prints them)'
     assert trace.read_text().startswith(f'rank 1:\nTraceback (most recent call last):\n  File "{file}", line 11, in <module>')
+    assert stat.S_IMODE(trace.stat().st_mode) == 0o600 # nor can its name be foreseen
     trace.unlink()
     assert os.listdir(tmp_path) == ['train.py']
 
@@ -141,6 +144,19 @@ def test_a_report_on_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, 'whole_file', full)
     watch.leave_report(ValueError('Oops'), folder=tmp_path)
     assert json.loads((tmp_path/'error.json').read_text())['message'] == 'Oops'
+
+def test_tracebacks_that_cannot_be_written(ended, tmp_path):
+    "The report comes without them, and a restart follows; later ones are added"
+    args = SimpleNamespace(log_dir=tmp_path/'none', verbose=False, shutdown_timeout=1)
+    job = watch.Job(args, [], None, tmp_path)
+    job.ranks.append(ended(1, 1, kind='ValueError', message='Oops', time=1.))
+    line,why = job.explain()
+    assert line.startswith('rank 1 failed first: ValueError: Oops') and re.match('no file of all tracebacks .*none.*--verbose', why)
+    args.log_dir.mkdir()
+    for _ in range(2): assert len(job.explain()) == 2
+    file, = args.log_dir.iterdir()
+    assert file.read_text().count('rank 1:') == 2
+    job.traces.close()
 
 def test_output_that_never_ends():
     "A process that a rank has left prints on, faster than the launcher reads"

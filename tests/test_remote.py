@@ -1,5 +1,5 @@
 "States and files at addresses of other file systems: whole or not there, whatever fails; memory:// here, a server of S3 for several ranks"
-import io, os, re, signal, socket, threading, warnings
+import io, json, os, re, signal, socket, threading, warnings
 from contextlib import closing, nullcontext, redirect_stdout
 from pathlib import Path
 import pytest
@@ -76,6 +76,21 @@ def test_a_fit_goes_on_as_from_a_local_folder(kind, memory, s3, tmp_path):
         learn = make(case(model=Net)).load(o)
         assert differs(learn.model.state_dict(), whole['w'])==0
     assert [o for o in there.files() if not o.startswith('epoch_')]==[]
+
+@pytest.mark.parametrize('parts', ['../'*12, '/', 'a/b', 7])
+def test_a_manifest_that_leads_out_of_its_folder(parts, memory, tmp_path, monkeypatch):
+    "Is no manifest: nothing is written elsewhere"
+    if isinstance(parts, str) and parts[-1:]=='/': parts += f'{tmp_path}/elsewhere'.lstrip('/')
+    at = place('memory://run')/'epoch_0000-step_00000001'
+    info = dict(run='a', epoch=0, step=1)
+    snapshot.write_snapshot(at, dict(model={}, state={}), info).result()
+    found = json.loads((at/'manifest.json').read_bytes())
+    for o in ('model.pt','state.pt'): memory.store[f'{at.path}/{parts}/{o}'] = memory.store[f"{at.path}/{found['parts']}/{o}"]
+    assert found.pop('crc32')
+    memory.pipe_file(f'{at.path}/manifest.json', json.dumps(found|dict(parts=parts)).encode())
+    with pytest.raises(ValueError, match='manifest.json is no manifest'): make(case(model=Net)).load('memory://run')
+    assert not (tmp_path/'elsewhere').exists()
+    with pytest.raises(ValueError, match="path='/run/../x': an address has no"): place('memory://run/../x')
 
 def test_beside_states_in_memory(memory, tmp_path):
     "The newer one is taken"

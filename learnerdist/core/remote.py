@@ -20,7 +20,10 @@ class RemoteError(RuntimeError): "A file system that did not do what it was aske
 
 class Remote:
     "A file or a folder of a file system of fsspec, as far as it is used like a `Path`; `place` makes it"
-    def __init__(self, fs, path, cache=None): self.fs,self.path,self.cache = fs,path.rstrip('/'),cache
+    def __init__(self, fs, path, cache=None):
+        self.fs,self.path,self.cache = fs,path.rstrip('/'),cache
+        # a name from a file there could lead out of the folder into which it is copied
+        need('..' not in path.split('/'), "an address has no '..'", path=path)
     def __str__(self): return self.fs.unstrip_protocol(self.path)
     def __truediv__(self, name): return Remote(self.fs, f'{self.path}/{name}', self.cache)
     parent = property(lambda self: Remote(self.fs, self.path.rpartition('/')[0], self.cache), doc='Its folder')

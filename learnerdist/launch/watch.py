@@ -323,8 +323,7 @@ class Job:
         # signal: that the launcher has got
         self.signal,self.watch,self.ranks,self.outputs = None,None,[],[]
         self.term_s = getattr(args, 'shutdown_timeout', None) or 30 # no option before torch 2.9
-        traces = f'learnerdist-tracebacks-{self.run_id}.txt'
-        self.traces = Path(args.log_dir or tempfile.gettempdir())/traces
+        self.traces = None # the file of tracebacks, once there are any
 
     def hear(self, sig, frame=None):
         "Handle a signal: the ranks get it, and end"
@@ -379,8 +378,13 @@ class Job:
         res = explain(found, self.ranks)
         text = '\n'.join(f'rank {o.rank}:\n{o.what.trace}' for o in found if o.order in (raised,noticed))
         if self.args.verbose or not text: return res
-        with open(self.traces, 'a') as f: f.write(text)
-        return [*res, f'all tracebacks: {self.traces} (--verbose prints them)']
+        how = dict(buffering=0, suffix='.txt', prefix='learnerdist-tracebacks-', dir=self.args.log_dir, delete=False)
+        try:
+            # which no other user can foresee or read
+            self.traces = self.traces or tempfile.NamedTemporaryFile(**how)
+            self.traces.write(text.encode())
+        except OSError as e: return [*res, f'no file of all tracebacks ({e}): --verbose prints them']
+        return [*res, f'all tracebacks: {self.traces.name} (--verbose prints them)']
 
     def status(self)->int:
         "The launcher's exit status: of the rank that failed first, or 128 plus the number of the signal that ended it"
