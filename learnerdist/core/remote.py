@@ -50,6 +50,8 @@ class Remote:
     def exists(self)->bool: return self._ask(self.fs.info, None) is not None
     def is_dir(self)->bool: return self._ask(self.fs.info, dict(type=None))['type']=='directory'
 
+    def modified(self)->float: return self._ask(lambda path: self.fs.modified(path).timestamp(), 0.)
+
     def files(self)->list:
         "The paths of all files below this folder, relative to it"
         return [o[len(self.path)+1:] for o in self._ask(self.fs.find, [])]
@@ -94,6 +96,11 @@ def place(path, base='.'):
     except ImportError as e:
         raise ImportError(f"{path}: {e}. For S3: pip install 'learnerdist[remote]'") from e
     return Path(at) if isinstance(fs, LocalFileSystem) else Remote(fs, at)
+
+def modified(path)->float:
+    "When a file was written, in seconds; 0 if it is not there"
+    if isinstance(path, Remote): return path.modified()
+    return path.stat().st_mtime if path.exists() else 0.
 
 @contextmanager
 def written(path):
