@@ -92,6 +92,11 @@ def test_a_manifest_that_leads_out_of_its_folder(parts, memory, tmp_path, monkey
     assert not (tmp_path/'elsewhere').exists()
     with pytest.raises(ValueError, match="path='/run/../x': an address has no"): place('memory://run/../x')
 
+def test_a_memory_that_each_rank_has_for_itself(memory, monkeypatch):
+    "Is refused: nobody else reads it, and a restart would find nothing"
+    for k,v in dict(RANK='0', WORLD_SIZE='2').items(): monkeypatch.setenv(k, v)
+    with pytest.raises(ValueError, match=r"path='memory://r': each rank has its own.*in_memory=10"): place('memory://r')
+
 def test_beside_states_in_memory(memory, tmp_path):
     "The newer one is taken"
     with memory_folder():

@@ -10,6 +10,7 @@ import errno,re,socket,tempfile,time
 from contextlib import contextmanager
 from pathlib import Path
 
+from .env import num_distrib
 from .files import own_folder,whole_file
 from .stacks import need
 
@@ -95,6 +96,9 @@ def place(path, base='.'):
     try: fs,at = url_to_fs(str(path))
     except ImportError as e:
         raise ImportError(f"{path}: {e}. For S3: pip install 'learnerdist[remote]'") from e
+    alone = fs.protocol!='memory' or num_distrib()<2
+    need(alone, 'each rank has its own, and it ends with it: give a folder or another address. Checkpoint(folder, '
+         'in_memory=10) writes states to memory that outlives ranks', path=str(path))
     return Path(at) if isinstance(fs, LocalFileSystem) else Remote(fs, at)
 
 def modified(path)->float:
