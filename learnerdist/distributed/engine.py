@@ -28,7 +28,7 @@ from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
 from ..data.loaders import LoaderWrapper,split_batch
 from .batchnorm import stats
 from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_hash
-from .comparison import same_data,same_fit,same_optimizer,same_structure
+from .comparison import options_of,same_data,same_fit,same_optimizer,same_options,same_structure,shown
 from .evaluation import Evaluation
 from .micro_batches import MicroBatches
 from .replica import Replica,SharedMaxNorm,broadcast_module,broadcast_tensors
@@ -167,6 +167,8 @@ class Contexts(EngineState):
         try:
             self.learn = learn
             self.device = self.stack.enter_context(process_group(opts.cuda_id, timeout_s=opts.timeout_s))
+            # each rank has its own device
+            same_options({k: shown(v) for k,v in vars(opts).items() if k!='cuda_id'})
             # last: closed links free the others after a failure
             self.stack.callback(lambda: self.shards and self.shards.restore())
             if path := path_of_rank0(learn, self.findings): self.replace(learn, 'path', path)
@@ -261,6 +263,8 @@ class Loops(Dealing):
     def begin_fit(self):
         "Before a fit, before other callbacks"
         self.place,self.loop = Place.before_fit,Loop()
+        # before callbacks wait for one another
+        if self.links: same_options(options_of(self.learn.cbs), self.links)
         self.self_check.begin_fit()
 
     def check_settings(self):
