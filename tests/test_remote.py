@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from torch.nn import functional as F
 from helpers import At
-from learnerdist.all import Callback, Checkpoint, Preempted, distrib_barrier, group_rank, group_size, load_learner, process_group
+from learnerdist.all import Callback, Checkpoint, Learner, Preempted, SaveModelCallback, distrib_barrier, group_rank, group_size, load_learner, process_group
 from learnerdist.checkpoint import snapshot
 from learnerdist.core import remote
 from learnerdist.core.files import memory_folder
@@ -91,6 +91,29 @@ def test_a_manifest_that_leads_out_of_its_folder(parts, memory, tmp_path, monkey
     with pytest.raises(ValueError, match='manifest.json is no manifest'): make(case(model=Net)).load('memory://run')
     assert not (tmp_path/'elsewhere').exists()
     with pytest.raises(ValueError, match="path='/run/../x': an address has no"): place('memory://run/../x')
+
+def test_the_best_models_and_a_second_fit_at_an_address(memory, tmp_path):
+    "`keep` removes what is no longer among the best. `fine_tune` with a `Checkpoint`, and what is loaded then: of its last fit"
+    learn = make(case(model=Net))
+    learn.splitter = lambda m: [[p] for p in m.parameters()]
+    with learn.no_logging():
+        learn.fit(4, cbs=SaveModelCallback(fname='memory://best/m', monitor='train_loss', keep=2))
+        assert sorted(place('memory://best').files())==['m_2.pth','m_3.pth']
+        learn.fine_tune(1, cbs=Checkpoint('memory://tuned'))
+    assert {o.partition('/')[0] for o in place('memory://tuned').files()}=={'epoch_0001-step_00000004','fit_2'}
+    assert differs(make(case(model=Net)).load('memory://tuned').model.state_dict(), learn.model.state_dict())==0
+
+def test_a_learner_has_a_local_folder(tmp_path, monkeypatch):
+    "A `Path` would drop a slash of an address, and be a folder named s3:"
+    monkeypatch.chdir(tmp_path)
+    learn = make(case(model=Net))
+    with pytest.raises(ValueError, match="path='memory://run': give a local folder, and addresses to save"):
+        Learner(learn.dls, learn.model, learn.loss_func, path='memory://run')
+    for learn in (learn,fastais()):
+        learn.path = Path('s3://bucket/run')
+        for f in (learn.save, learn.load, learn.export, lambda o: learn.fit(1, cbs=Checkpoint(o))):
+            with pytest.raises(ValueError, match='a Path drops a slash of an address: give addresses as text'): f('a')
+    assert os.listdir()==[]
 
 def test_a_memory_that_each_rank_has_for_itself(memory, monkeypatch):
     "Is refused: nobody else reads it, and a restart would find nothing"

@@ -314,9 +314,14 @@ def open_folder(path, resume:bool, make=True):
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #ckl11
 def newest_in(folder):
-    """This folder if it is a snapshot, else the newest one in it, damaged or not, of the run that wrote last; None
-    without one"""
+    "This folder if it is a snapshot, else the newest one in it, of the last of several fits; None without one"
     if (folder/'manifest.json').exists(): return folder
+    last,n = _newest(folder),2
+    while found := _newest(folder/f'fit_{n}'): last,n = found,n+1
+    return last
+
+def _newest(folder):
+    "The newest snapshot of a fit, damaged or not, of the run that wrote last"
     found = _manifests(folder)
     run = _newest_run(found)
     of_run = [k for k,o in found.items() if isinstance(o, DamagedFile) or o['run']==run]

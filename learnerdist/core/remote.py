@@ -88,9 +88,11 @@ def place(path, base='.'):
     """`path` in the folder `base`, a `Path`. An address, such as s3://bucket/run, is a `Remote`; file:// is a path.
     ImportError without its package, ValueError if no file system has such addresses"""
     if isinstance(path, Remote): return path
+    if '://' not in str(path): path = Path(base)/path
     cut = re.match(r'[a-z0-9]{2,}:/[^/]', str(path))
-    need(not cut, 'give an address as text: a Path drops one of its slashes', path=path)
-    if '://' not in str(path): return Path(base)/path
+    need(not cut, 'a Path drops a slash of an address: give addresses as text, to save, load, export and Checkpoint; '
+         'a Learner has a local folder', path=path)
+    if isinstance(path, Path): return path
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
     try: fs,at = url_to_fs(str(path))
@@ -105,6 +107,11 @@ def modified(path)->float:
     "When a file was written, in seconds; 0 if it is not there"
     if isinstance(path, Remote): return path.modified()
     return path.stat().st_mtime if path.exists() else 0.
+
+def remove(path):
+    "Remove a file, if it is there"
+    if isinstance(path, Remote): path.remove()
+    else: path.unlink(missing_ok=True)
 
 @contextmanager
 def written(path):

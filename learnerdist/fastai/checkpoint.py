@@ -175,7 +175,7 @@ def _do_epoch(self:Learner):
 _load,_save,_export = Learner.load,Learner.save,Learner.export
 
 def _path(learn, file):
-    path = place(file)
+    path = place(file, learn.path/learn.model_dir)
     if isinstance(path, Remote): return path.with_name(f'{path.name}.pth')
     return join_path_file(file, learn.path/learn.model_dir, ext='.pth')
 

@@ -248,7 +248,7 @@ def fit(self:Learner,
     start_epoch=0,   # Skip the epochs before this one
     amp=None,    # True, 'fp16' or 'bf16': mixed precision, on the CPU too
     ddp=None,    # True, or a dict of options of `distrib_ctx`: fit in this context
-    resume=False # True, or a folder: go on from the newest good checkpoint of the fit's `Checkpoint`
+    resume=False # True: go on from the fit's `Checkpoint`; a folder: as `Checkpoint(folder, resume=True)`
 ):
     "As fastai's, with three options more"
     _check_fit(n_epoch, start_epoch, lr, cbs, reset_opt)
