@@ -28,7 +28,6 @@ from ..data.loaders import batch_shape,data_len
 from ..data.rows import as_ints
 from ..learner.callback import Callback
 from ..learner.learner import get_model
-from ..learner.loggers import LogWriter,ProgressCallback
 from .batchnorm import Synced
 from .vote_links import Place
 
@@ -220,9 +219,9 @@ def shown(o)->str:
 
 @cache
 def _parameters(cls):
-    "What callbacks of a class are made with, as far as it or what it derives from is ours; None of one that only logs"
+    "What callbacks of a class are made with, as far as it or what it derives from is ours; None if ranks may differ"
     ours = [o for o in cls.__mro__ if o.__module__.startswith('learnerdist.') and o is not Callback]
-    if not ours or issubclass(cls, (LogWriter,ProgressCallback)): return None
+    if not ours or cls.by_rank: return None
     return sorted({k for o in ours for k in signature(o.__init__).parameters})
 
 def options_of(cbs)->dict:
