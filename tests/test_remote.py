@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 from torch.nn import functional as F
 from helpers import At
-from learnerdist.all import Callback, Checkpoint, Learner, Preempted, SaveModelCallback, distrib_barrier, group_rank, group_size, load_learner, process_group
+from learnerdist.all import (Callback, Checkpoint, Learner, Preempted, SaveModelCallback, distrib_barrier, group_rank, group_size,
+                             load_learner, process_group)
 from learnerdist.checkpoint import snapshot
 from learnerdist.core import remote
-from learnerdist.core.files import memory_folder
+from learnerdist.core.files import launch_folder
 from learnerdist.core.remote import RemoteError, place
 from learnerdist.testing import run_ranks
 from test_sharded import Net, case, data, differs, make, needs_fsdp2, numbers
@@ -106,13 +107,14 @@ def test_the_best_models_and_a_second_fit_at_an_address(memory, tmp_path):
 def test_a_learner_has_a_local_folder(tmp_path, monkeypatch):
     "A `Path` would drop a slash of an address, and be a folder named s3:"
     monkeypatch.chdir(tmp_path)
-    learn = make(case(model=Net))
+    ours = make(case(model=Net))
     with pytest.raises(ValueError, match="path='memory://run': give a local folder, and addresses to save"):
-        Learner(learn.dls, learn.model, learn.loss_func, path='memory://run')
-    for learn in (learn,fastais()):
+        Learner(ours.dls, ours.model, ours.loss_func, path='memory://run')
+    for learn in (ours,fastais()):
         learn.path = Path('s3://bucket/run')
-        for f in (learn.save, learn.load, learn.export, lambda o: learn.fit(1, cbs=Checkpoint(o))):
+        for f in (learn.save, learn.load, learn.export):
             with pytest.raises(ValueError, match='a Path drops a slash of an address: give addresses as text'): f('a')
+        with pytest.raises(ValueError, match='a Path drops a slash'): learn.fit(1, cbs=Checkpoint('a'))
     assert os.listdir()==[]
 
 def test_a_memory_that_each_rank_has_for_itself(memory, monkeypatch):
@@ -122,7 +124,7 @@ def test_a_memory_that_each_rank_has_for_itself(memory, monkeypatch):
 
 def test_beside_states_in_memory(memory, tmp_path):
     "The newer one is taken"
-    with memory_folder():
+    with launch_folder():
         whole = train('ck', tmp_path, in_memory=1)
         stopped('memory://r', 8, in_memory=1)
         assert names('memory://r')[-1]=='epoch_0001-step_00000006'

@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/core/01_remote.ipynb #rm000003
 import errno,re,socket,tempfile,time
-from contextlib import contextmanager
+from contextlib import contextmanager,suppress
 from pathlib import Path
 
 from .env import num_distrib
@@ -144,6 +144,6 @@ def here(path)->Path:
     file = path.cache/path.path.strip('/')
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(f'{file}.lock', 'a') as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(OSError): fcntl.flock(lock, fcntl.LOCK_EX) # without locks each process downloads it
         if not file.exists(): path.get(file)
     return file

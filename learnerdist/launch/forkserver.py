@@ -254,8 +254,9 @@ def begin_rank(parent:int):
         fd = os.pidfd_open(parent)
         threading.Thread(target=_die_with, args=(fd,), daemon=True, name='die-with').start()
     if folder := report_folder():
-        catch_crashes(folder/'crash.txt')
-        answer_asks(os.getpid())
+        with suppress(OSError): # no room for its files: then nobody asks it where it is
+            catch_crashes(folder/'crash.txt')
+            answer_asks(os.getpid())
         warn_once(folder.parent)
     seed_alike()
 

@@ -15,7 +15,7 @@ from string import Template
 from typing import Callable,NamedTuple
 
 import learnerdist
-from ..core.files import environment,memory_folder,own_folder,whole_file
+from ..core.files import environment,launch_folder,whole_file
 from ..core.hosts import loopback
 from ..core.stacks import frames_of,in_library,is_stopped,place_of,preempted_status
 from ..core.stacks import read_crash,report_folder,users_frame
@@ -447,8 +447,8 @@ def launch(args, target:list, server:ForkServer, run:Callable=run_here)->int:
     names['LEARNERDIST_QUIET'] = int(not args.verbose)
     names = {k: os.environ.get(k, v) for k,v in names.items()}
     with ExitStack() as stack:
-        folder = stack.enter_context(own_folder(tempfile.gettempdir()))
-        for o in (memory_folder(args.on_failure), environment(**names)): stack.enter_context(o)
+        folder = stack.enter_context(launch_folder(args.on_failure))
+        stack.enter_context(environment(**names))
         job = Job(args, target, server, folder)
         for o in job.signals: stack.callback(signal.signal, o, signal.signal(o, job.hear))
         status = None
