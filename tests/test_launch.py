@@ -176,7 +176,8 @@ def test_an_unknown_host_is_said_at_once(tmp_path):
     with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as proc:
         line = next(o for o in proc.stderr if 'OMP_NUM' not in o)
         assert line.startswith('learnerdist.launch: this machine does not know no-such-host.invalid, or no way to it')
-        proc.kill()
+        proc.terminate() # while it waits in C++
+        assert proc.wait(20) == -signal.SIGTERM and 'Traceback' not in proc.stderr.read()
 
 wrong = '''import asyncio,os,signal,sys,threading
 if os.environ['RANK'] == '2':

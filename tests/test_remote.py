@@ -201,6 +201,15 @@ def test_what_cannot_be_written_is_an_error_before_training(s3, memory, monkeypa
     monkeypatch.setattr(memory, 'put_file', denied, raising=False)
     with pytest.raises(RemoteError, match='memory://.*PermissionError: no'): train('memory://r', cbs=[At(1)])
 
+def test_what_cannot_succeed_is_tried_once(memory, monkeypatch):
+    monkeypatch.setattr(remote, 'pauses', (60,60,60))
+    for error in (TypeError,ValueError,KeyError,AttributeError,NotImplementedError,PermissionError):
+        def info(path, error=error): raise error('no')
+        monkeypatch.setattr(memory, 'info', info)
+        with pytest.raises(RemoteError, match=f'memory:///run/a: {error.__name__}'): place('memory://run/a').exists()
+    for address,why in {'s3://':'give a folder or a file', 'nope://run':'nope://run: .*not known.*such as s3://bucket'}.items():
+        with pytest.raises(ValueError, match=why): place(address)
+
 def test_two_states_are_on_the_way_at_most(memory, tmp_path):
     "Training does not wait for an upload, the third state does; SIGTERM waits for all"
     whole,go,seen = train('ck', tmp_path, every=1),threading.Event(),[]

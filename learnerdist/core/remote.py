@@ -17,6 +17,9 @@ from .stacks import need
 # %% ../../nbs/core/01_remote.ipynb #rm000005
 pauses = 1,4,16 # Seconds until the next attempt
 
+# Errors that no other attempt would change
+_for_good = PermissionError,TypeError,ValueError,LookupError,AttributeError,NotImplementedError
+
 class RemoteError(RuntimeError): "A file system that did not do what it was asked for, in several attempts"
 
 class Remote:
@@ -38,7 +41,7 @@ class Remote:
             try: return f(*args)
             except FileNotFoundError as e: raise FileNotFoundError(errno.ENOENT, str(e), str(self)) from e
             except Exception as e:
-                last = s is None or isinstance(e, PermissionError)
+                last = s is None or isinstance(e, _for_good)
                 if last: raise RemoteError(f'{self}: {type(e).__name__}: {e}') from e
                 time.sleep(s)
 
@@ -98,6 +101,8 @@ def place(path, base='.'):
     try: fs,at = url_to_fs(str(path))
     except ImportError as e:
         raise ImportError(f"{path}: {e}. For S3: pip install 'learnerdist[remote]'") from e
+    except ValueError as e: raise ValueError(f'{path}: {e}. Give a path, or an address such as s3://bucket/run') from e
+    need(at.strip('/'), 'give a folder or a file there, as in s3://bucket/run', path=str(path))
     alone = fs.protocol!='memory' or num_distrib()<2
     need(alone, 'each rank has its own, and it ends with it: give a folder or another address. Checkpoint(folder, '
          'in_memory=10) writes states to memory that outlives ranks', path=str(path))

@@ -168,12 +168,13 @@ def run_with_others(job:Job)->int:
     "Run the ranks of this machine, in a launch on several machines. returns: the launcher's exit status"
     args,over = job.args,threading.Event()
     for o in ('elastic.agent.server.api','run'): logging.getLogger(f'torch.distributed.{o}').setLevel(logging.ERROR)
+    for o in job.signals: signal.signal(o, signal.SIG_DFL) # C++ connects, for a minute, and Python would not hear it
     choose_meeting(args)
-    def interrupt(sig, frame): raise SignalException('', signal.Signals(sig))
-    for o in job.signals: signal.signal(o, interrupt)
     where = args.rdzv_endpoint or f'{args.master_addr}:{args.master_port}'
     try: spec = spec_of(args) # c10d connects
     except (RendezvousConnectionError, DistError) as e: return log_cut_off(e, where)
+    def interrupt(sig, frame): raise SignalException('', signal.Signals(sig))
+    for o in job.signals: signal.signal(o, interrupt)
     agent = Agent(job, spec)
     late = f'waits for the other machines, at {where}'
     waiting = threading.Timer(5, lambda: agent.attempt or log(late))
