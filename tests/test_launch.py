@@ -171,6 +171,14 @@ def test_output_that_never_ends():
     out.close()
     assert out.file.n==1
 
+def test_the_label_stands_after_the_last_return(capsys):
+    "Where a terminal shows it: what a bar has drawn before is overwritten"
+    out = Output('[r1] ', 'stdout')
+    os.write(out.writer, b'1%|# \r2%|## \r\n1%|# \rdone\nplain\r\n')
+    os.close(out.writer)
+    out.close()
+    assert capsys.readouterr().out == '1%|# \r[r1] 2%|## \n1%|# \r[r1] done\n[r1] plain\n'
+
 def test_an_unknown_host_is_said_at_once(tmp_path):
     command = [*launcher, '--nnodes', '2', '--rdzv-endpoint', 'no-such-host.invalid:29555', '--nproc', '1', write(tmp_path, '')]
     with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as proc:

@@ -263,8 +263,9 @@ class Loops(Dealing):
     def begin_fit(self):
         "Before a fit, before other callbacks"
         self.place,self.loop = Place.before_fit,Loop()
-        # before callbacks wait for one another
-        if self.links: same_options(options_of(self.learn.cbs), self.links)
+        if self.links: # before callbacks wait for one another
+            next_phase()
+            same_options(options_of(self.learn.cbs), self.links)
         self.self_check.begin_fit()
 
     def check_settings(self):

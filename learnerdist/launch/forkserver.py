@@ -328,8 +328,13 @@ class Output:
     def _write(self, lines):
         if not lines or not self.stream: return
         out = getattr(sys, self.stream)
-        out.write(''.join(f"{self.label}{o.decode(errors='replace')}\n" for o in lines))
+        out.write(''.join(map(self._labelled, lines)))
         out.flush()
+
+    def _labelled(self, line):
+        "The label is where a terminal shows it: after the last return"
+        before,cr,rest = line.decode(errors='replace').rstrip('\r').rpartition('\r')
+        return f'{before}{cr}{self.label}{rest}\n'
 
     def close(self):
         "Show the rest; what ranks' children print from now on is lost"
