@@ -171,6 +171,18 @@ def test_output_that_never_ends():
     out.close()
     assert out.file.n==1
 
+@pytest.mark.parametrize('args', [['train.py'],['-m','pack.train']])
+def test_a_syntax_error_is_told_once(args, tmp_path, capfd, monkeypatch):
+    "By the launcher, with the line and the caret, before any rank starts"
+    for name in ('train.py','pack/train.py','pack/__init__.py'):
+        write(tmp_path, '' if '__' in name else 'x = "\\d"\nprint(1\n', name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(['--nproc','2','--no-fork-server',*args]) == 1
+    *_,file,line,caret,error = capfd.readouterr().err.splitlines()
+    assert file.endswith('train.py", line 2') and line.strip() == 'print(1' and caret.strip() == '^', caret
+    assert error == "SyntaxError: '(' was never closed"
+
 def test_the_label_stands_after_the_last_return(capsys):
     "Where a terminal shows it: what a bar has drawn before is overwritten"
     out = Output('[r1] ', 'stdout')

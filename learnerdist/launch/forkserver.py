@@ -26,7 +26,7 @@ def first_imports(argv:list, path:list)->tuple:
     returns: (module, names imported from it) in order; the text of the files"""
     found,texts = [],[]
     with suppress(OSError, SyntaxError, ValueError):
-        for file in _files(argv, path):
+        for file in files_of(argv, path):
             texts.append(Path(file).read_text())
             for o in ast.parse(texts[-1]).body:
                 if isinstance(o, ast.Import): names = [(a.name,()) for a in o.names]
@@ -43,8 +43,8 @@ def _is_theirs(name, path):
     spec = PathFinder.find_spec(name, path)
     return spec is not None and in_library(spec.origin or '')
 
-def _files(argv, path):
-    "The files that run: the script; or the packages of a module, then the module"
+def files_of(argv, path):
+    "The files that run: the script; or the packages of a module, then the module. argv, path: as in `first_imports`"
     if argv[0] != '-m': yield argv[0]
     parts = argv[1].split('.') if argv[0] == '-m' else []
     for i in range(len(parts)+1):
