@@ -75,4 +75,4 @@ def rank_walks(tools):
 def test_walks():
     "What a reader follows on 2 ranks: calls of the package's functions in a step, and until the first sample; and in how many modules"
     (step,_,files,_),(index,_,more,_) = run_ranks(rank_walks, 2, str(Path(__file__).parent.parent/'tools'))[0]
-    assert step<=75 and files<=10 and index<=266 and more<=22
+    assert step<=75 and files<=10 and index<=269 and more<=22

@@ -86,8 +86,8 @@ def environment(**new):
 
 @contextmanager
 def launch_folder(on_failure='restart'):
-    """A new folder for the ranks that this process starts in the body. If it is in memory, they keep states there, which
-    outlive them. on_failure: what the ranks' launcher does when one of them dies"""
+    """A new folder for the ranks that this process starts in the body. If it is in memory, they keep states there,
+    which outlive them. on_failure: what the ranks' launcher does when one of them dies"""
     with own_folder() as path:
         with environment(**{_var: path if memory() else None, _policy: on_failure}): yield path
 

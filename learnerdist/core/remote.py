@@ -32,6 +32,7 @@ class Remote:
     def __truediv__(self, name): return Remote(self.fs, f'{self.path}/{name}', self.cache)
     parent = property(lambda self: Remote(self.fs, self.path.rpartition('/')[0], self.cache), doc='Its folder')
     name = property(lambda self: self.path.rpartition('/')[2], doc='The last part of its path')
+    suffix = property(lambda self: Path(self.name).suffix, doc='The end of its name, from the last dot')
     def with_name(self, name): return self.parent/name
     def absolute(self): return self
 
@@ -64,6 +65,7 @@ class Remote:
         "Remove it, and what is below it, if it is there"
         self._ask(lambda path: self.fs.rm(path, recursive=True), None)
 
+    def unlink(self, missing_ok=True): self.remove()
     def read_bytes(self)->bytes: return self._try(self.fs.cat_file, self.path)
 
     def put(self, file:Path):
@@ -112,11 +114,6 @@ def modified(path)->float:
     "When a file was written, in seconds; 0 if it is not there"
     if isinstance(path, Remote): return path.modified()
     return path.stat().st_mtime if path.exists() else 0.
-
-def remove(path):
-    "Remove a file, if it is there"
-    if isinstance(path, Remote): path.remove()
-    else: path.unlink(missing_ok=True)
 
 @contextmanager
 def written(path):

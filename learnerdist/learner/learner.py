@@ -134,7 +134,8 @@ class Learner:
         self.splitter,self.model_dir,self.train_bn = splitter,model_dir,train_bn
         self.metrics = [metrics] if hasattr(metrics, 'items') else listify(metrics)
         self.path = place(path or getattr(dls, 'path', '.'))
-        need(isinstance(self.path, Path), 'give a local folder, and addresses to save, load, export and Checkpoint', path=path)
+        is_local = isinstance(self.path, Path)
+        need(is_local, 'give a local folder, and addresses to save, load, export and Checkpoint', path=path)
         self.opt,self.training,self.fitting,self.logger,self.cbs = None,False,False,print,[]
         self.epoch,self.n_epoch,self.iter,self.n_iter,self.dl = 0,1,0,None,None
         self.xb,self.yb,self.start_at = (),(),StartAt()

@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LambdaLR,LinearLR,OneCycleLR,SequentialLR
 
 from ..core.compat import BatchNorm
 from ..core.env import group_size,is_rank0
-from ..core.remote import remove
 from ..core.stacks import need
 from ..data.loaders import data_len
 from .callback import Callback,CancelFitException,Order
@@ -372,7 +371,7 @@ class SaveModelCallback(TrackerCallback):
         ranked = sorted(saved, key=lambda o: o[0], reverse=not self.lower)
         self.kept,path = ranked[:self.keep],self.last_saved_path
         if self.keep>1 and is_rank0():
-            for _,old in ranked[self.keep:]: remove(path.with_name(Path(old).name+Path(path.name).suffix))
+            for _,old in ranked[self.keep:]: path.with_name(Path(old).name+path.suffix).unlink(missing_ok=True)
 
 # %% ../../nbs/learner/09_schedule.ipynb #c043
 class ReduceLROnPlateauCallback(TrackerCallback):
