@@ -296,7 +296,7 @@ def logs(W, rank, path):
         trackers = [o(min_delta=9, patience=1) for o in (EarlyStoppingCallback, ReduceLROnPlateau)]
         learn.fit(2, cbs=[SaveModelCallback(),*trackers])
         learn.load('model', with_opt=True)
-    said = said.getvalue().splitlines()+[str(o.message) for o in warned if 'fastai/' in o.filename]
+    said = said.getvalue().splitlines()+[str(o.message) for o in warned if 'an optimizer' in str(o.message)]
     return [o.split()[:-1] for o in out.getvalue().splitlines()],hasattr(learn, 'progress'),said
 
 @on_1_and_2
