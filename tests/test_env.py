@@ -255,3 +255,14 @@ def test_a_rank_begins_where_there_is_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr(forkserver, 'answer_asks', full)
     for o in ('catch_crashes','warn_once','seed_alike'): monkeypatch.setattr(forkserver, o, lambda *args: None)
     forkserver.begin_rank(0)
+
+@pytest.mark.skipif(not hasattr(socket, 'TCP_USER_TIMEOUT'), reason='Linux')
+def test_connections_to_other_machines_end_when_these_vanish():
+    "Of this process's sockets those that lead to another address than 127.0.0.1; others are left alone"
+    with (socket.create_server(('127.0.0.2', 0)) as server, socket.create_connection(server.getsockname()) as far,
+          socket.create_server(('127.0.0.1', 0)) as door, socket.create_connection(door.getsockname()) as near,
+          socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp):
+        udp.connect(server.getsockname())
+        hosts.keep_alive()
+        def options(s): return [s.getsockopt(socket.IPPROTO_TCP, o) for o in (socket.TCP_KEEPIDLE,socket.TCP_KEEPINTVL,socket.TCP_USER_TIMEOUT)]
+        assert options(far)==[5,5,20_000] and options(near)[2]==0 and far.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
