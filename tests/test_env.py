@@ -264,5 +264,5 @@ def test_connections_to_other_machines_end_when_these_vanish():
           socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp):
         udp.connect(server.getsockname())
         hosts.keep_alive()
-        def options(s): return [s.getsockopt(socket.IPPROTO_TCP, o) for o in (socket.TCP_KEEPIDLE,socket.TCP_KEEPINTVL,socket.TCP_USER_TIMEOUT)]
-        assert options(far)==[5,5,20_000] and options(near)[2]==0 and far.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        silent = [s.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for s in (far,near)]
+        assert silent==[20_000,0] and far.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
