@@ -82,8 +82,8 @@ def test_a_fit(W, env):
         # The losses of its steps, an all-reduce. The counts and sums of its validation; whether the weights are equal
         written = 0 if 'LOCAL_WORLD_SIZE' in env else 1
         assert got['epoch']==dict(all_reduce=1, vote=6+4+3+written, all_gather_object=3)
-        # Before the fit the options of callbacks, a vote, and what the ranks begin; in its first batch samples and what they show; after its first step
-        # whether the weights are equal
+        # Before the fit the options of callbacks, a vote, and what the ranks begin; in its first batch samples and what they show;
+        # after its first step whether the weights are equal
         assert got['fit']==dict(all_reduce=1, vote=1+1+6+4+3+written, all_gather_object=3+1+2+1)
         # BatchNorm: the sums of each step, forward and backward; 3 buffers after the epoch
         assert got['norm']=={'all_reduce': 3*2, 'broadcast': 3}
