@@ -1,13 +1,15 @@
 "What the launcher said, which device and backend follow from it, and groups that are opened and closed"
-import gc, os, re, shlex, socket, subprocess, sys, warnings, pytest, torch, torch.distributed as dist
+import errno, fcntl, gc, os, re, shlex, socket, subprocess, sys, tempfile, warnings, pytest, torch, torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 from learnerdist.core import hosts
 from learnerdist.core.collectives import all_sum
+from learnerdist.core.files import memory, own_folder
 import learnerdist.core.env as env
 from learnerdist.core.env import (close_group, current_group, default_device, group_rank, group_size, in_group, is_rank0, launch_store,
                              local_rank,
                              local_size, num_distrib, process_group, rank_distrib, setup_distrib, teardown_distrib)
 from learnerdist.distributed.failure import failing_together
+from learnerdist.launch import forkserver
 from learnerdist.testing import run_ranks
 from helpers import free_port
 
@@ -236,3 +238,31 @@ def worker_after_group():
 def test_a_worker_does_not_destroy_a_group_of_its_process():
     "There the destructor waits for ever for threads that a fork does not have"
     run_ranks(worker_after_group, 2)
+
+@pytest.mark.parametrize('why', ['ENOTSUP','ENOLCK','ENOSYS','EOPNOTSUPP'])
+def test_folders_where_there_are_no_locks(why, tmp_path, monkeypatch):
+    "As on some Lustre and NFS: one folder, which is removed at the end; what others have left may be in use"
+    def flock(fd, how): raise OSError(getattr(errno, why), 'no locks')
+    monkeypatch.setattr(fcntl, 'flock', flock)
+    with own_folder(tmp_path) as a, own_folder(tmp_path) as b: assert {*tmp_path.iterdir()}=={a,b}
+    assert [*tmp_path.iterdir()]==[]
+
+def test_a_rank_begins_where_there_is_no_room(tmp_path, monkeypatch):
+    "A launch has its folder in memory; else nobody asks this rank where it is"
+    def full(*args): raise OSError(errno.ENOSPC, 'No space left on device')
+    with own_folder() as path: assert str(path.parent)==(memory() or tempfile.gettempdir())
+    monkeypatch.setattr(forkserver, 'report_folder', lambda: tmp_path)
+    monkeypatch.setattr(forkserver, 'answer_asks', full)
+    for o in ('catch_crashes','warn_once','seed_alike'): monkeypatch.setattr(forkserver, o, lambda *args: None)
+    forkserver.begin_rank(0)
+
+@pytest.mark.skipif(not hasattr(socket, 'TCP_USER_TIMEOUT'), reason='Linux')
+def test_connections_to_other_machines_end_when_these_vanish():
+    "Of this process's sockets those that lead to another address than 127.0.0.1; others are left alone"
+    with (socket.create_server(('127.0.0.2', 0)) as server, socket.create_connection(server.getsockname()) as far,
+          socket.create_server(('127.0.0.1', 0)) as door, socket.create_connection(door.getsockname()) as near,
+          socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp):
+        udp.connect(server.getsockname())
+        hosts.keep_alive()
+        silent = [s.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for s in (far,near)]
+        assert silent==[20_000,0] and far.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

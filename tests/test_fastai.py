@@ -303,7 +303,7 @@ def test_outside_a_context_a_rank_is_one_process(Ws, found, tmp_path):
         shows('8 `fit` and `get_preds` with `WORLD_SIZE` and `RANK` set, with a group and without one', W, 0)
 
 changed = {'fastai.torch_core.maybe_gather', 'fastai.tabular.learner.TabularLearner.predict', 'fastai.text.learner.LMLearner.predict',
-           *(f'fastai.text.learner.TextLearner.{o}' for o in ('load','save_encoder')),
+           *(f'fastai.text.learner.TextLearner.{o}' for o in ('load','load_encoder','save_encoder')),
            *(f'fastai.learner.Learner.{o}' for o in
              ('to_distributed','detach_distributed','distrib_ctx','to_parallel','detach_parallel','parallel_ctx','prepare_model','runner','start_at','_call_one',
               '__exit__','fit','_do_fit','_do_epoch','_do_grad_opt',

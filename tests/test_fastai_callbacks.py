@@ -290,17 +290,25 @@ def logs(W, rank, path):
         learn.fit(1, cbs=CSVLogger(append=True))
         learn.get_preds()
         learn.validate()
-    return [o.split()[:-1] for o in out.getvalue().splitlines()],hasattr(learn, 'progress')
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), warnings.catch_warnings(record=True) as warned, learn.distrib_ctx(seed=3), learn.no_logging():
+        warnings.simplefilter('always')
+        trackers = [o(min_delta=9, patience=1) for o in (EarlyStoppingCallback, ReduceLROnPlateau)]
+        learn.fit(2, cbs=[SaveModelCallback(),*trackers])
+        learn.load('model', with_opt=True)
+    said = said.getvalue().splitlines()+[str(o.message) for o in warned if 'an optimizer' in str(o.message)]
+    return [o.split()[:-1] for o in out.getvalue().splitlines()],hasattr(learn, 'progress'),said
 
 @on_1_and_2
 def test_one_writer_and_only_the_table_in_a_pipe(Ws, found):
-    (one,_), = found(logs, 1)
+    (one,_,said), = found(logs, 1)
+    for o in ('Better model found', 'No improvement', 'reducing lr', "doesn't contain an optimizer"): assert any(o in line for line in said)
     header = ['epoch','train_loss','valid_loss','accuracy']
     assert [o[0] for o in one]==['epoch','0','1','epoch','0'] and one[0]==one[3]==header
     read = lambda W: [[v for v in o.split(',')[:4]] for o in (found.path/f'logs/{W}/history.csv').read_text().splitlines()]
     for W in Ws:
-        (first,has_bar),*others = found(logs, W) if W>1 else [(one,True)]
-        assert others==[([],True)]*(W-1) and has_bar and len(first)==5
+        (first,has_bar,more),*others = found(logs, W) if W>1 else [(one,True,said)]
+        assert others==[([],True,[])]*(W-1) and has_bar and len(first)==5 and len(more)==len(said)
         for a,b in zip(first+read(W), one+read(1)):
             if a!=header: close([float(v) for v in a], [float(v) for v in b], 2e-6)
             else: assert b==header

@@ -1,5 +1,5 @@
 "`save` writes once, whole or not at all, and waits for nobody; the `load` that follows sees the file on any rank"
-import contextlib,io,os,stat,sys,time
+import contextlib,io,operator,os,stat,sys,time
 from functools import partial
 from pathlib import Path
 import pytest, torch
@@ -196,9 +196,11 @@ def test_saves_and_loads_on_ranks(tmp_path):
 
 def rank_0_alone_saves(path):
     "By both Learners, over a file of an earlier run; rank 0 takes its time. Later all ranks save, then rank 0 alone again"
-    return [saves_alone(make(path/'ours')),saves_alone(fastai_learner(path/'fastai'))]
+    from learnerdist.fastai import load_learner as fastais
+    ours = lambda file: load_learner(file, make(path).model)
+    return [saves_alone(make(path/'ours'), ours),saves_alone(fastai_learner(path/'fastai'), fastais)]
 
-def saves_alone(learn):
+def saves_alone(learn, load_learner):
     res = []
     for i,everywhere in enumerate([False,True,False,False,True]):
         set_weight(learn, 10*rank_distrib()+i)
@@ -207,8 +209,15 @@ def saves_alone(learn):
         set_weight(learn, -1)
         learn.load('a')
         res.append(weight(learn))
+        set_weight(learn, 10*rank_distrib()+i)
+        if rank_distrib()==0: time.sleep(.1)
+        if everywhere or rank_distrib()==0: learn.export('e')
+        res.append(weight(load_learner(learn.path/'e')))
         with process_group(): distrib_barrier()
     return res
+
+class Rows(list): # as `export` wants it
+    def new_empty(self): return Rows()
 
 def fastai_learner(path):
     from fastai.data.core import DataLoaders as FastaiLoaders
@@ -216,14 +225,59 @@ def fastai_learner(path):
     import learnerdist.fastai # noqa: F401
     from fastai.learner import Learner as FastaiLearner
     learn = make(path)
-    dl = DataLoader([(torch.ones(4),torch.ones(1))]*4, bs=2)
+    dl = DataLoader(Rows([(torch.ones(4),torch.ones(1))]*4), bs=2)
     return FastaiLearner(FastaiLoaders(dl, dl), learn.model, F.mse_loss, path=path)
 
 def test_a_file_of_an_earlier_run_is_never_read_after_a_save(tmp_path):
     "Whether rank 0 has saved alone, or all ranks have, and for good"
-    make(tmp_path/'ours', value=77.).save('a')
-    fastai_learner(tmp_path/'fastai').save('a')
-    assert run_ranks(rank_0_alone_saves, 2, tmp_path)==[[[0,1,2,3,4]]*2]*2
+    for learn in (make(tmp_path/'ours', value=77.),fastai_learner(tmp_path/'fastai')):
+        learn.save('a')
+        learn.export('e')
+    zero,one = run_ranks(both, 2, rank_0_alone_saves, rank_names_alike, tmp_path)
+    assert zero==one and zero[0]==[[0,0,1,1,2,2,3,3,4,4]]*2
+    # the one that was asked for: what `save` or `SaveModelCallback` has written in this run; of earlier ones the newer
+    assert [a for a,_ in zero[1]]==[b for _,b in zero[1]]
+
+def both(f, g, path): return f(path),g(path)
+
+def named_alike(learn, save_model, ctx):
+    "A `Checkpoint` and files under one name: in one fit, then one after the other. The weights that are loaded, and expected"
+    res = []
+    def loads(name, expected):
+        set_weight(learn, -1)
+        res.append((weight(learn.load(name)),expected))
+    with ctx:
+        first = Kept()
+        learn.fit(2, cbs=[save_model(monitor='valid_loss', comp=operator.gt, fname='m'),Checkpoint('m'),first]) # the first is best
+        res.append((weight(learn),first.seen[0]))
+        set_weight(learn, 5)
+        learn.save('m')
+        loads('m', 5)
+        learn.save('models')
+        loads('models', 5)
+        with process_group(): distrib_barrier()
+        for k in [k for k in env._counts if k.startswith('save ')]: del env._counts[k] # as if an earlier run had written them
+        learn.fits_done = 0
+        loads('m', 5)
+        last = Kept()
+        learn.fit(3, cbs=[Checkpoint('m', resume=True),last])
+        loads('m', last.seen[-1])
+    return res
+
+class Kept(Callback):
+    "The weight after each epoch, before others react"
+    order = -20
+    def __init__(self): self.seen = []
+    def after_epoch(self): self.seen.append(weight(self.learn))
+
+def rank_names_alike(path):
+    from fastai.callback.tracker import SaveModelCallback as FastaiSave
+    kinds = (make(path/'ours'),SaveModelCallback),(fastai_learner(path/'fastai'),FastaiSave)
+    res = []
+    for learn,save in kinds:
+        with learn.no_logging() if hasattr(learn, 'no_logging') else contextlib.nullcontext():
+            res += named_alike(learn, save, learn.distrib_ctx(seed=1))
+    return res
 
 def rank_own_folder(path):
     own = path/str(rank_distrib())

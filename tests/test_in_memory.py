@@ -3,7 +3,7 @@ import torch # first, so that the launcher's ranks are forks, as those of a user
 import functools,gc,json,os,signal,subprocess,sys,time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from learnerdist.core.files import memory_folder
+from learnerdist.core.files import launch_folder
 from learnerdist.checkpoint import snapshot
 from learnerdist.checkpoint.snapshot import States,prune,snapshots
 from learnerdist.distributed.comparison import digest
@@ -106,7 +106,7 @@ def alone(path, cbs=(), **kw):
 
 def test_alone(tmp_path):
     whole = alone(tmp_path/'whole')
-    with memory_folder():
+    with launch_folder():
         with pytest.raises(ZeroDivisionError): alone(tmp_path/'a', [checkpoint.At(11, checkpoint.fail)], every=3, in_memory=True)
         states = States(str(tmp_path/'a/ckpt'))
         assert states.newest().info['place']['step']==9 and not (tmp_path/'a/ckpt').exists()
@@ -133,7 +133,7 @@ def test_the_cost_of_a_state_does_not_grow(tmp_path, monkeypatch):
     monkeypatch.setattr('learnerdist.checkpoint.snapshot.prune', note)
     data = [*zip(torch.randn(1200, 6), torch.randint(3, (1200,)))]
     learn = Learner(DataLoaders.from_dsets(data, bs=2), checkpoint.net(), torch.nn.CrossEntropyLoss(), path=tmp_path)
-    with memory_folder(), learn.no_logging(): learn.fit(1, cbs=[GradientClip(5.),Checkpoint('ckpt', every=10, in_memory=True)])
+    with launch_folder(), learn.no_logging(): learn.fit(1, cbs=[GradientClip(5.),Checkpoint('ckpt', every=10, in_memory=True)])
     new = [b[1]-a[1] for a,b in zip(sizes, sizes[1:-2])]
     assert len(sizes)>=60 and abs(sizes[-3][0]-sizes[1][0])<200 and max(new)<1.2*min(new), (sizes,new)
 
@@ -141,13 +141,13 @@ def test_a_signal_in_the_last_step_leaves_a_file(tmp_path):
     "Without a validation, before which it would be written"
     learn,cb = checkpoint.learner(tmp_path),checkpoint.At(9, checkpoint.kill)
     learn.dls,cb.order = DataLoaders(learn.dls.train),0
-    with memory_folder(), pytest.raises(Preempted, match='saved in .* after step 9'):
+    with launch_folder(), pytest.raises(Preempted, match='saved in .* after step 9'):
         learn.fit(1, cbs=[cb,Checkpoint('ckpt', every=1, in_memory=True)])
     assert [o.name for o in snapshots(tmp_path/'ckpt')]==['epoch_0001-step_00000009']
 
 def test_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr('learnerdist.checkpoint.snapshot.free_bytes', lambda path: 2**10)
-    with memory_folder(), pytest.raises(MemoryError, match=r'0 MB of memory for a state: 0 MB are free'):
+    with launch_folder(), pytest.raises(MemoryError, match=r'0 MB of memory for a state: 0 MB are free'):
         alone(tmp_path, every=1, in_memory=True)
 
 def test_options(tmp_path):
@@ -245,7 +245,7 @@ def test_a_killed_launcher_leaves_nothing_for_long(tmp_path):
             if args: p.kill()
         return Path((tmp_path/'memory').read_text())
     left = launch('kill')
-    assert left.exists() and left.stat().st_mode&0o777==0o700 and len([*(tmp_path/'tmp').iterdir()])>=1
+    assert left.exists() and left.stat().st_mode&0o777==0o700 and not [*(tmp_path/'tmp').iterdir()] # which may be full
     last = launch()
     assert not left.exists() and not last.exists() and not [*(tmp_path/'tmp').iterdir()]
 

@@ -1,6 +1,7 @@
 "The launcher as a command, in processes of its own; run() from scripts, from here, and from within a rank"
-import fcntl,json,os,pty,select,signal,subprocess,sys,termios
+import fcntl,json,os,pty,re,select,signal,stat,subprocess,sys,termios
 from pathlib import Path
+from types import SimpleNamespace
 import machines,pytest
 from helpers import environment,free_port,launch,launcher,root,write
 from learnerdist.core.compat import torch_version
@@ -14,6 +15,7 @@ script = '''
 import json,os,random,stat,sys,warnings
 import numpy as np
 from pathlib import Path
+from types import SimpleNamespace
 warnings.warn('a library warns')
 draws = [random.random(), np.random.rand(), list({f'word {i}' for i in range(50)})]
 store = Path(os.environ.get('LEARNERDIST_INIT_METHOD', '')[7:]).parent # where ranks of one machine meet
@@ -123,6 +125,7 @@ def test_failing_rank_is_named(tmp_path):
     trace, = tmp_path.glob('*.txt')
     assert messages[2] == f'learnerdist.launch: all tracebacks: {trace} (--verbose prints them)'
     assert trace.read_text().startswith(f'rank 1:\nTraceback (most recent call last):\n  File "{file}", line 11, in <module>')
+    assert stat.S_IMODE(trace.stat().st_mode) == 0o600 # nor can its name be foreseen
     trace.unlink()
     assert os.listdir(tmp_path) == ['train.py']
 
@@ -142,6 +145,19 @@ def test_a_report_on_a_full_disk(tmp_path, monkeypatch):
     watch.leave_report(ValueError('Oops'), folder=tmp_path)
     assert json.loads((tmp_path/'error.json').read_text())['message'] == 'Oops'
 
+def test_tracebacks_that_cannot_be_written(ended, tmp_path):
+    "The report comes without them, and a restart follows; later ones are added"
+    args = SimpleNamespace(log_dir=tmp_path/'none', verbose=False, shutdown_timeout=1)
+    job = watch.Job(args, [], None, tmp_path)
+    job.ranks.append(ended(1, 1, kind='ValueError', message='Oops', time=1.))
+    line,why = job.explain()
+    assert line.startswith('rank 1 failed first: ValueError: Oops') and re.match('no file of all tracebacks .*none.*--verbose', why)
+    args.log_dir.mkdir()
+    for _ in range(2): assert len(job.explain()) == 2
+    file, = args.log_dir.iterdir()
+    assert file.read_text().count('rank 1:') == 2
+    job.traces.close()
+
 def test_output_that_never_ends():
     "A process that a rank has left prints on, faster than the launcher reads"
     class Again:
@@ -155,12 +171,33 @@ def test_output_that_never_ends():
     out.close()
     assert out.file.n==1
 
+@pytest.mark.parametrize('args', [['train.py'],['-m','pack.train']])
+def test_a_syntax_error_is_told_once(args, tmp_path, capfd, monkeypatch):
+    "By the launcher, with the line and the caret, before any rank starts"
+    for name in ('train.py','pack/train.py','pack/__init__.py'):
+        write(tmp_path, '' if '__' in name else 'x = "\\d"\nprint(1\n', name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(['--nproc','2','--no-fork-server',*args]) == 1
+    *_,file,line,caret,error = capfd.readouterr().err.splitlines()
+    assert file.endswith('train.py", line 2') and line.strip() == 'print(1' and caret.strip() == '^', caret
+    assert error == "SyntaxError: '(' was never closed"
+
+def test_the_label_stands_after_the_last_return(capsys):
+    "Where a terminal shows it: what a bar has drawn before is overwritten"
+    out = Output('[r1] ', 'stdout')
+    os.write(out.writer, b'1%|# \r2%|## \r\n1%|# \rdone\nplain\r\n')
+    os.close(out.writer)
+    out.close()
+    assert capsys.readouterr().out == '1%|# \r[r1] 2%|## \n1%|# \r[r1] done\n[r1] plain\n'
+
 def test_an_unknown_host_is_said_at_once(tmp_path):
     command = [*launcher, '--nnodes', '2', '--rdzv-endpoint', 'no-such-host.invalid:29555', '--nproc', '1', write(tmp_path, '')]
     with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as proc:
         line = next(o for o in proc.stderr if 'OMP_NUM' not in o)
         assert line.startswith('learnerdist.launch: this machine does not know no-such-host.invalid, or no way to it')
-        proc.kill()
+        proc.terminate() # while it waits in C++
+        assert proc.wait(20) == -signal.SIGTERM and 'Traceback' not in proc.stderr.read()
 
 wrong = '''import asyncio,os,signal,sys,threading
 if os.environ['RANK'] == '2':

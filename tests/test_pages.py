@@ -14,6 +14,7 @@ root = Path(__file__).parent.parent
 pages = [root/'README.md',*sorted(o for o in (root/'docs').glob('*.md') if o.stem!='launchers')] # test_launchers runs those
 # What a page takes for granted: a learner, its data and model
 setup = '''
+import os
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -26,6 +27,7 @@ loss_func = nn.CrossEntropyLoss()
 def new_learner(**kw): return Learner(dls, nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), loss_func, **kw)
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
 learn = new_learner()
+bucket = f'file://{os.getcwd()}/bucket'
 '''
 def two_digits(folder):
     "A few pictures where `untar_data(URLs.MNIST_SAMPLE)` looks for them before it downloads"

@@ -4,7 +4,8 @@ import contextlib,csv,io,os,pty,threading
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
-from learnerdist.all import Callback, CancelFitException, CSVLogger, DataLoaders, Learner, TfmdDL, accuracy, rank_distrib
+from learnerdist.all import (Callback, CancelFitException, CSVLogger, DataLoaders, Learner, ProgressCallback, TfmdDL, accuracy,
+                             rank_distrib)
 from learnerdist.testing import run_ranks
 
 def make(cbs=None, path='.', valid=True, **kw):
@@ -94,10 +95,12 @@ def rank_writes(path):
     lines = []
     learn.logger = lines.append
     with learn.distrib_ctx(seed=1): learn.fit(1)
+    learn.remove_cb(ProgressCallback)
+    with learn.distrib_ctx(seed=1): learn.fit(1)
     return out.getvalue(),tty,(path/str(rank)/'history.csv').exists(),lines,learn.recorder.values
 
 def test_only_rank_0_prints_and_writes(tmp_path):
     (out0,tty0,file0,lines0,vals0),(out1,tty1,file1,lines1,vals1) = run_ranks(rank_writes, 2, tmp_path)
     assert len(out0.splitlines())==3 and '\r' not in out0 and out1=='' and tty1=='' and '█' in tty0
-    assert file0 and not file1 and len(lines0)==2 and lines1==[] and vals0==vals1
-    assert lines0[1][1:-1]==vals0[0]
+    assert file0 and not file1 and len(lines0)==3 and lines1==[] and vals0==vals1
+    assert lines0[2][1:-1]==vals0[0]

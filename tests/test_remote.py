@@ -1,14 +1,15 @@
 "States and files at addresses of other file systems: whole or not there, whatever fails; memory:// here, a server of S3 for several ranks"
-import io, os, re, signal, socket, threading, warnings
+import io, json, os, re, signal, socket, threading, warnings
 from contextlib import closing, nullcontext, redirect_stdout
 from pathlib import Path
 import pytest
 from torch.nn import functional as F
 from helpers import At
-from learnerdist.all import Callback, Checkpoint, Preempted, distrib_barrier, group_rank, group_size, load_learner, process_group
+from learnerdist.all import (Callback, Checkpoint, Learner, Preempted, SaveModelCallback, distrib_barrier, group_rank, group_size,
+                             load_learner, process_group)
 from learnerdist.checkpoint import snapshot
 from learnerdist.core import remote
-from learnerdist.core.files import memory_folder
+from learnerdist.core.files import launch_folder
 from learnerdist.core.remote import RemoteError, place
 from learnerdist.testing import run_ranks
 from test_sharded import Net, case, data, differs, make, needs_fsdp2, numbers
@@ -77,9 +78,53 @@ def test_a_fit_goes_on_as_from_a_local_folder(kind, memory, s3, tmp_path):
         assert differs(learn.model.state_dict(), whole['w'])==0
     assert [o for o in there.files() if not o.startswith('epoch_')]==[]
 
+@pytest.mark.parametrize('parts', ['../'*12, '/', 'a/b', 7])
+def test_a_manifest_that_leads_out_of_its_folder(parts, memory, tmp_path, monkeypatch):
+    "Is no manifest: nothing is written elsewhere"
+    if isinstance(parts, str) and parts[-1:]=='/': parts += f'{tmp_path}/elsewhere'.lstrip('/')
+    at = place('memory://run')/'epoch_0000-step_00000001'
+    info = dict(run='a', epoch=0, step=1)
+    snapshot.write_snapshot(at, dict(model={}, state={}), info).result()
+    found = json.loads((at/'manifest.json').read_bytes())
+    for o in ('model.pt','state.pt'): memory.store[f'{at.path}/{parts}/{o}'] = memory.store[f"{at.path}/{found['parts']}/{o}"]
+    assert found.pop('crc32')
+    memory.pipe_file(f'{at.path}/manifest.json', json.dumps(found|dict(parts=parts)).encode())
+    with pytest.raises(ValueError, match='manifest.json is no manifest'): make(case(model=Net)).load('memory://run')
+    assert not (tmp_path/'elsewhere').exists()
+    with pytest.raises(ValueError, match="path='/run/../x': an address has no"): place('memory://run/../x')
+
+def test_the_best_models_and_a_second_fit_at_an_address(memory, tmp_path):
+    "`keep` removes what is no longer among the best. `fine_tune` with a `Checkpoint`, and what is loaded then: of its last fit"
+    learn = make(case(model=Net))
+    learn.splitter = lambda m: [[p] for p in m.parameters()]
+    with learn.no_logging():
+        learn.fit(4, cbs=SaveModelCallback(fname='memory://best/m', monitor='train_loss', keep=2))
+        assert sorted(place('memory://best').files())==['m_2.pth','m_3.pth']
+        learn.fine_tune(1, cbs=Checkpoint('memory://tuned'))
+    assert {o.partition('/')[0] for o in place('memory://tuned').files()}=={'epoch_0001-step_00000004','fit_2'}
+    assert differs(make(case(model=Net)).load('memory://tuned').model.state_dict(), learn.model.state_dict())==0
+
+def test_a_learner_has_a_local_folder(tmp_path, monkeypatch):
+    "A `Path` would drop a slash of an address, and be a folder named s3:"
+    monkeypatch.chdir(tmp_path)
+    ours = make(case(model=Net))
+    with pytest.raises(ValueError, match="path='memory://run': give a local folder, and addresses to save"):
+        Learner(ours.dls, ours.model, ours.loss_func, path='memory://run')
+    for learn in (ours,fastais()):
+        learn.path = Path('s3://bucket/run')
+        for f in (learn.save, learn.load, learn.export):
+            with pytest.raises(ValueError, match='a Path drops a slash of an address: give addresses as text'): f('a')
+        with pytest.raises(ValueError, match='a Path drops a slash'): learn.fit(1, cbs=Checkpoint('a'))
+    assert os.listdir()==[]
+
+def test_a_memory_that_each_rank_has_for_itself(memory, monkeypatch):
+    "Is refused: nobody else reads it, and a restart would find nothing"
+    for k,v in dict(RANK='0', WORLD_SIZE='2').items(): monkeypatch.setenv(k, v)
+    with pytest.raises(ValueError, match=r"path='memory://r': each rank has its own.*in_memory=10"): place('memory://r')
+
 def test_beside_states_in_memory(memory, tmp_path):
     "The newer one is taken"
-    with memory_folder():
+    with launch_folder():
         whole = train('ck', tmp_path, in_memory=1)
         stopped('memory://r', 8, in_memory=1)
         assert names('memory://r')[-1]=='epoch_0001-step_00000006'
@@ -155,6 +200,15 @@ def test_what_cannot_be_written_is_an_error_before_training(s3, memory, monkeypa
     def denied(*args): raise PermissionError('no')
     monkeypatch.setattr(memory, 'put_file', denied, raising=False)
     with pytest.raises(RemoteError, match='memory://.*PermissionError: no'): train('memory://r', cbs=[At(1)])
+
+def test_what_cannot_succeed_is_tried_once(memory, monkeypatch):
+    monkeypatch.setattr(remote, 'pauses', (60,60,60))
+    for error in (TypeError,ValueError,KeyError,AttributeError,NotImplementedError,PermissionError):
+        def info(path, error=error): raise error('no')
+        monkeypatch.setattr(memory, 'info', info)
+        with pytest.raises(RemoteError, match=f'memory:///run/a: {error.__name__}'): place('memory://run/a').exists()
+    for address,why in {'s3://':'give a folder or a file', 'nope://run':'nope://run: .*not known.*such as s3://bucket'}.items():
+        with pytest.raises(ValueError, match=why): place(address)
 
 def test_two_states_are_on_the_way_at_most(memory, tmp_path):
     "Training does not wait for an upload, the third state does; SIGTERM waits for all"

@@ -46,6 +46,39 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     assert digest(learn.model.state_dict())==weights and names(tmp_path)==before and 'checkpoint' not in vars(learn)
     assert same(fit(tmp_path, 3), first)
 
+def test_resume_names_a_folder(tmp_path):
+    "As a `Checkpoint` of this folder"
+    whole = fit(tmp_path/'whole', 3)
+    stopped = learner(tmp_path)
+    with pytest.raises(ZeroDivisionError): stopped.fit(3, cbs=At(7), resume='ckpt')
+    learn = learner(tmp_path)
+    learn.fit(3, resume=tmp_path/'ckpt')
+    assert same(learn, whole) and 'after step 5' in messages(learn)[0]
+    with pytest.raises(ValueError, match="resume=7: give True, or a Checkpoint's folder"): learn.fit(1, resume=7)
+    with pytest.raises(ValueError, match='2 Checkpoints in one fit'): learn.fit(1, cbs=Checkpoint('b'), resume='ckpt')
+
+def tuned(path, stop=None):
+    learn = learner(path)
+    learn.splitter = lambda m: [m[0].parameters(),m[2].parameters()]
+    learn.fine_tune(2, cbs=[Checkpoint('ckpt', resume=True),*([stop] if stop else [])])
+    return learn
+
+class InFit(Callback):
+    "Fails after these steps of the n-th fit"
+    def __init__(self, n, step): self.left,self.step = n,step
+    def before_fit(self): self.left -= 1
+    def after_batch(self):
+        if self.left==0 and self.train_iter==self.step: raise ZeroDivisionError
+
+@pytest.mark.parametrize('n,step', [(1,3),(2,8)])
+def test_fine_tune_goes_on(n, step, tmp_path):
+    "In either of its two fits, each of which has a folder"
+    whole = tuned(tmp_path/'whole')
+    with pytest.raises(ZeroDivisionError): tuned(tmp_path, InFit(n, step))
+    learn = tuned(tmp_path)
+    assert same(learn, whole) and sorted(os.listdir(tmp_path/'ckpt'))[-1]=='fit_2'
+    assert digest(learner(tmp_path).load('ckpt').model.state_dict())==digest(whole.model.state_dict())
+
 class Wait(Callback):
     "Until this process is killed"
     def before_train(self):

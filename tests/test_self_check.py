@@ -7,8 +7,8 @@ from torch import nn, tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from helpers import data, net, sgd, size, weights
-from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, all_sum, average_grads, gather_with_grad, get_model,
-                             group_rank, process_group, sync_batchnorm)
+from learnerdist.all import (Callback, Checkpoint, CSVLogger, DataLoaders, EMA, GradientClip, Learner, TfmdDL, all_sum,
+                             average_grads, gather_with_grad, get_model, group_rank, process_group, sync_batchnorm)
 from learnerdist.distributed.self_check import read_items
 from learnerdist.learner.callback import CancelBatchException
 from learnerdist.learner.losses import follows, n_elements
@@ -25,7 +25,7 @@ def fitted(make, n=1, **ctx):
         warnings.simplefilter('always')
         learn = make()
         try:
-            with learn.distrib_ctx(seed=3, **ctx), learn.no_logging(): learn.fit(n)
+            with learn.distrib_ctx(**(dict(seed=3)|ctx|getattr(make, 'options', dict)())), learn.no_logging(): learn.fit(n)
         except Exception as e: return f'{type(e).__name__}: {e}',[]
         ours = [o for o in seen if str(o.message)[:1]=='[']
         assert {o.filename for o in ours} <= {__file__}
@@ -461,12 +461,24 @@ class Twice(Callback):
     def before_step(self): self.loss_func(self.wrapper(*self.xb), *self.yb).backward()
 def second_pass(): return learner(ds=data(45), cbs=Twice())
 
+def other_options(): return learner()
+other_options.options = lambda: dict(timeout_s=20.)|[{},dict(checks='error', check_every=2, seed=4)][group_rank()]
+class OwnEMA(EMA): "A class of the user's"
+def other_decays(): return learner(cbs=[OwnEMA(.9-.2*group_rank()),GradientClip(2, value=[None,.1][group_rank()])])
+def rank0_saves(): return learner(cbs=[Checkpoint('never')]*(group_rank()==0)+[CSVLogger('never')]*group_rank())
+def other_intervals(): return learner(cbs=Checkpoint('never', every=1+group_rank(), in_memory=3))
+for _o in (other_decays, rank0_saves, other_intervals): _o.options = lambda: dict(timeout_s=20.)
+
 not_mean = r'\[loss-not-mean\] the loss .* of a batch does not follow from its values on parts of it.*n_items'
 offenders = [(mixing,r'\[mixes-samples\] predictions of Sequential depend on which other samples are in the batch'),
     (padding,r'\[mixes-samples'), (contrastive,not_mean), (simclr,r'\[loss-unknown'), (simclr_in_model,r'\[loss-'), (of_pairs,not_mean),
     (one_class,not_mean), (other_split,r'\[different-data\] .*: training data.indices: #'), (lazy,'ValueError: the model has lazy layers'),
     (other_length,r'ValueError: \[different-data\] .*len\(training data\): 24 on rank 0, 30 on rank 1'),
     (other_rate,r'ValueError: \[different-settings\] .*momentum of parameter group 0: 0\.1 on rank 0, 0\.2 on rank 1'),
+    (other_options,r"ValueError: \[different-settings\] .*: seed: 3 on rank 0, 4 on rank 1; check_every: None .*, 2 .*; checks: 'warn' "),
+    (other_decays,r'ValueError: .*: OwnEMA.decay: 0.9 on rank 0, 0.7\d* on rank 1; GradientClip.value: None on rank 0, 0.1 on rank 1.'),
+    (rank0_saves,r'ValueError: .*: Checkpoint: given on rank 0, none on rank 1. Give'),
+    (other_intervals,r'ValueError: .*: Checkpoint.every: 1 on rank 0, 2 on rank 1. Give'),
     (target_model,r'\[ranks-differ\] target\.target\.1\.running_mean, .*running_var: each.*sync_batchnorm'),
     (own_buffer,r'\[ranks-differ\] seen: each rank has computed this'), (second_model,r'\[ranks-differ\] second\.net\.0\.weight: each'),
     (center_loss,r'\[ranks-differ\] .*centers.*average_grads'),

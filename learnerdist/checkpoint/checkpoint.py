@@ -9,6 +9,7 @@ __all__ = ['Preempted', 'Checkpoint', 'preempted_status']
 import os,secrets,signal,threading,time
 from contextlib import ExitStack,contextmanager
 from datetime import timedelta
+from pathlib import PurePath
 
 import torch
 
@@ -148,6 +149,7 @@ class Moments:
         if self.memory and 'files' in self.plan: self.memory.keep()
         self._seed(self.n_epoch, end)
         self.learn.fits_done = getattr(self.learn, 'fits_done', 0)+1
+        self.n_fits += 1
 
     def wishes(self)->tuple:
         "Whether this rank requests a checkpoint, and whether it requests to stop after it; part of each vote"
@@ -356,7 +358,8 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
     order,implied = Order.checkpoint,False # implied: gives way to another one
     active,resuming,requests,nested,memory,lock = False,False,None,0,None,None
     def __init__(self,
-        # A folder, relative to the learner's path, or an address, such as s3://bucket/run; for this fit only
+        # A folder, relative to the learner's path, or an address, such as s3://bucket/run. A second fit, as that of
+        # `fine_tune`, has its own in it, fit_2
         path,
         every='epoch',    # 'epoch', a number of steps, or a `timedelta` on rank 0's clock
         keep:int=2,       # How many of the newest to keep
@@ -370,7 +373,7 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
         check_options(every, keep, signals, in_memory)
         self.path,self.every,self.keep = path,every,keep
         self.background,self.resume,self.signals = background,resume,signals
-        self.in_memory = in_memory
+        self.in_memory,self.n_fits = in_memory,0 # n_fits: that have ended with this callback
 
     def _begin(self, run_id):
         "Reset this callback's state at the start of a fit"
@@ -399,6 +402,7 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
         self.world,self.rank = (group_size(),group_rank()) if self.engine else (1,0)
         if self.engine: self.engine.ballot.watcher = self
         self.folder = place(self.path, self.learn.path)
+        if self.n_fits: self.folder = self.folder/f'fit_{self.n_fits+1}'
         self.config = run_config(self.learn, self.world)|dict(schedule=horizons(self.learn.cbs))
         self.requests = Requests(self.signals)
         self.learn.add_cb(_Early(self))
@@ -477,7 +481,9 @@ class _Resume(Callback):
 
 @contextmanager
 def resumed(learn, on):
-    "Within the body, a fit goes on from the newest good checkpoint of its `Checkpoint`, or begins if there is none"
-    with learn.added_cbs(_Resume): yield
+    """Within the body, a fit goes on from the newest good checkpoint of its `Checkpoint`, or begins if there is none.
+    on: True, or the folder of a `Checkpoint` that it gets"""
+    need(isinstance(on, (bool,str,PurePath,Remote)), "give True, or a Checkpoint's folder", resume=on)
+    with learn.added_cbs(_Resume if on is True else Checkpoint(on, resume=True)): yield
 
 fit_flags['resume'] = resumed

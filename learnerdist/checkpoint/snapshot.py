@@ -27,7 +27,7 @@ from ..core.remote import Remote,RemoteError,copied,here,written
 from ..core.shards import is_part,map_tensors,put_together
 from ..core.stacks import need
 from ..core.weights import DamagedFile,load_plain,map_bytes,read_bytes,save_sealed
-from ..learner.saving import weights_of_folder
+from ..learner.saving import in_folders
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c005
 format_version = 4 # Of a snapshot's files; other versions are not read
@@ -169,7 +169,9 @@ def read_manifest(
     found = res.get('format')
     need(found==format_version, f'{path} has format {found}, and this learnerdist reads {format_version}: use the one '
          'that wrote it')
-    if not all(isinstance(res.get(k), v) for k,v in _for_all.items()): raise DamagedFile(f'{path} is no manifest')
+    named = re.fullmatch('[0-9a-f]{8}', str(res.get('parts', '0'*8))) # any other name could lead out of the folder
+    if not named or not all(isinstance(res.get(k), v) for k,v in _for_all.items()):
+        raise DamagedFile(f'{path} is no manifest')
     return res
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c021
@@ -311,19 +313,25 @@ def open_folder(path, resume:bool, make=True):
     return lock
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #ckl11
-def weights_in(folder)->dict:
-    """The weights in a snapshot, or in the newest one of a folder, of the run that wrote last, on the CPU. ValueError
-    without one, DamagedFile"""
-    with copied(folder) as folder:
-        if (folder/'manifest.json').exists(): return read_snapshot(folder, read_manifest(folder), ('model',))['model']
-        found = _manifests(folder)
-        run = _newest_run(found)
-        for name,info in reversed(found.items()):
-            if isinstance(info, DamagedFile): raise info
-            if info['run']==run: return weights_in(folder/name)
-        raise ValueError(f'{folder} is no checkpoint, and holds none')
+def newest_in(folder):
+    "This folder if it is a snapshot, else the newest one in it, of the last of several fits; None without one"
+    if (folder/'manifest.json').exists(): return folder
+    last,n = _newest(folder),2
+    while found := _newest(folder/f'fit_{n}'): last,n = found,n+1
+    return last
 
-weights_of_folder.append(weights_in) # for `Learner.load`
+def _newest(folder):
+    "The newest snapshot of a fit, damaged or not, of the run that wrote last"
+    found = _manifests(folder)
+    run = _newest_run(found)
+    of_run = [k for k,o in found.items() if isinstance(o, DamagedFile) or o['run']==run]
+    return folder/of_run[-1] if of_run else None
+
+def weights_in(snapshot)->dict:
+    "The weights in a snapshot, on the CPU. ValueError, such as DamagedFile"
+    with copied(snapshot) as at: return read_snapshot(at, read_manifest(at), ('model',))['model']
+
+in_folders.append((newest_in,weights_in)) # for `Learner.load`
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #im04
 def tail(old:list, now:list)->tuple:

@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from .compat import abort_group,default_store,destroy_group,fake_store,set_timeout
 from .files import environment
-from .hosts import alone_warning,check_rank,foreign_rank
+from .hosts import alone_warning,check_rank,foreign_rank,keep_alive
 from .stacks import frames_of_thread,preempted_status,users_frame,warn
 
 # %% ../../nbs/core/01_env.ipynb #c004l
@@ -317,6 +317,7 @@ def _open(device, backend, timeout_s, store):
         raise dist.DistStoreError(f'timed out: {timeout_s:g} s without a word from rank {gpus.index(None)}')
     kw = dict(store=store, rank=rank_distrib(), world_size=n, timeout=timeout)
     dist.init_process_group(backend or backend_for(gpus), **kw)
+    keep_alive()
     try: everyones('yes', 'opened', store, min(timeout_s, 20))
     except BaseException:
         dist.destroy_process_group()
@@ -466,6 +467,7 @@ def _freeze_in_forks(done=[]): # noqa: B006 - once in a process
 def _new_group(**kw):
     "A further group of all ranks. A rank that left before all have connected would fail those that still connect"
     res = dist.new_group(timeout=timedelta(seconds=group_timeout()), **kw)
+    keep_alive()
     if dist.get_world_size()>1:
         store = dist.PrefixStore(_next_group(), shared_store())
         everyones('yes', 'opened', store, min(group_timeout(), 20))

@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/core/00_files.ipynb #files02
 import os,re,shutil,tempfile
-from contextlib import contextmanager,nullcontext,suppress
+from contextlib import contextmanager,suppress
 from pathlib import Path
 
 # %% ../../nbs/core/00_files.ipynb #files03
@@ -28,28 +28,33 @@ def whole_file(path):
 # %% ../../nbs/core/00_files.ipynb #kp04
 _name = f'learnerdist-{os.getuid()}-' if hasattr(os, 'getuid') else 'learnerdist-'
 
-def _lock(path):
-    "A descriptor that holds the lock of a folder; None if another process holds it, or if the folder is gone"
+def _lock(path, is_new=False):
+    """A descriptor that holds the lock of a folder; None if another process holds it, or if the folder is gone. On a
+    file system without locks one without, if the folder is new, else None"""
     import fcntl # not on Windows
     fd = None
     with suppress(OSError):
         fd = os.open(path, os.O_RDONLY|os.O_DIRECTORY|os.O_NOFOLLOW)
-        fcntl.flock(fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
+        try: fcntl.flock(fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
+        except OSError as e:
+            if not is_new or isinstance(e, BlockingIOError): raise
         now,locked = os.stat(path),os.fstat(fd)
         if (now.st_ino,locked.st_uid)==(locked.st_ino,os.getuid()): return fd
     if fd is not None: os.close(fd)
 
 @contextmanager
-def own_folder(parent):
+def own_folder(parent=None):
     """A new folder, which only this user may read; it is removed at the end of the body, or by the next process.
-    parent: a folder, in which it is made"""
+    parent: a folder, in which it is made; None: in memory, if the system has such, which has locks, and room when
+    the disk is full"""
+    parent = parent or memory() or tempfile.gettempdir()
     for old in Path(parent).glob(f'{_name}*'): # of killed processes
         fd = _lock(old)
         if fd is None: continue
         shutil.rmtree(old, ignore_errors=True)
         os.close(fd)
     fd = None
-    while fd is None: fd = _lock(path := Path(tempfile.mkdtemp(prefix=_name, dir=parent)))
+    while fd is None: fd = _lock(path := Path(tempfile.mkdtemp(prefix=_name, dir=parent)), is_new=True)
     try: yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
@@ -80,12 +85,11 @@ def environment(**new):
         os.environ.update({k: v for k,v in before.items() if v is not None})
 
 @contextmanager
-def memory_folder(on_failure='restart'):
-    """Within the body, the ranks that this process starts have a folder in memory that outlives them, if the system
-    has such. on_failure: what the ranks' launcher does when one of them dies"""
-    parent = memory()
-    with own_folder(parent) if parent else nullcontext() as path:
-        with environment(**{_var: path, _policy: on_failure}): yield
+def launch_folder(on_failure='restart'):
+    """A new folder for the ranks that this process starts in the body. If it is in memory, they keep states there,
+    which outlive them. on_failure: what the ranks' launcher does when one of them dies"""
+    with own_folder() as path:
+        with environment(**{_var: path if memory() else None, _policy: on_failure}): yield path
 
 def launcher_memory()->Path:
     "The folder in memory of this rank's launcher. OSError without one"

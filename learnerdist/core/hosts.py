@@ -167,3 +167,23 @@ def alone_warning(env=os.environ)->str:
     n,name = max(counts, default=(0, ''))
     if n < 2 or _in_step(env): return ''
     return f'{name}={n}, but this process trains alone: start it by srun, or by python -m learnerdist.launch'
+
+# %% ../../nbs/core/00_hosts.ipynb #hka02
+def connections():
+    "This process's connections to other machines, as sockets"
+    for fd in map(int, os.listdir('/dev/fd')):
+        with suppress(OSError):
+            s = socket.socket(fileno=fd) # an OSError for what is no socket
+            try:
+                is_net = s.family in (socket.AF_INET,socket.AF_INET6)
+                if is_net and '127.0.0.1' not in s.getpeername()[0]: yield s
+            finally: s.detach()
+
+def keep_alive():
+    "Let the present connections to other machines fail when nothing has come from there for 20 s, as after a power cut"
+    if not hasattr(socket, 'TCP_USER_TIMEOUT'): return # not on macOS
+    for s in connections():
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # seconds until it asks, and between questions; how many; milliseconds until what was sent has to have arrived
+        for name,n in dict(KEEPIDLE=5, KEEPINTVL=5, KEEPCNT=3, USER_TIMEOUT=20_000).items():
+            with suppress(OSError): s.setsockopt(socket.IPPROTO_TCP, getattr(socket, f'TCP_{name}'), n) # not of UDP

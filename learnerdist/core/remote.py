@@ -7,24 +7,32 @@ __all__ = []
 
 # %% ../../nbs/core/01_remote.ipynb #rm000003
 import errno,re,socket,tempfile,time
-from contextlib import contextmanager
+from contextlib import contextmanager,suppress
 from pathlib import Path
 
+from .env import num_distrib
 from .files import own_folder,whole_file
 from .stacks import need
 
 # %% ../../nbs/core/01_remote.ipynb #rm000005
 pauses = 1,4,16 # Seconds until the next attempt
 
+# Errors that no other attempt would change
+_for_good = PermissionError,TypeError,ValueError,LookupError,AttributeError,NotImplementedError
+
 class RemoteError(RuntimeError): "A file system that did not do what it was asked for, in several attempts"
 
 class Remote:
     "A file or a folder of a file system of fsspec, as far as it is used like a `Path`; `place` makes it"
-    def __init__(self, fs, path, cache=None): self.fs,self.path,self.cache = fs,path.rstrip('/'),cache
+    def __init__(self, fs, path, cache=None):
+        self.fs,self.path,self.cache = fs,path.rstrip('/'),cache
+        # a name from a file there could lead out of the folder into which it is copied
+        need('..' not in path.split('/'), "an address has no '..'", path=path)
     def __str__(self): return self.fs.unstrip_protocol(self.path)
     def __truediv__(self, name): return Remote(self.fs, f'{self.path}/{name}', self.cache)
     parent = property(lambda self: Remote(self.fs, self.path.rpartition('/')[0], self.cache), doc='Its folder')
     name = property(lambda self: self.path.rpartition('/')[2], doc='The last part of its path')
+    suffix = property(lambda self: Path(self.name).suffix, doc='The end of its name, from the last dot')
     def with_name(self, name): return self.parent/name
     def absolute(self): return self
 
@@ -34,7 +42,7 @@ class Remote:
             try: return f(*args)
             except FileNotFoundError as e: raise FileNotFoundError(errno.ENOENT, str(e), str(self)) from e
             except Exception as e:
-                last = s is None or isinstance(e, PermissionError)
+                last = s is None or isinstance(e, _for_good)
                 if last: raise RemoteError(f'{self}: {type(e).__name__}: {e}') from e
                 time.sleep(s)
 
@@ -47,6 +55,8 @@ class Remote:
     def exists(self)->bool: return self._ask(self.fs.info, None) is not None
     def is_dir(self)->bool: return self._ask(self.fs.info, dict(type=None))['type']=='directory'
 
+    def modified(self)->float: return self._ask(lambda path: self.fs.modified(path).timestamp(), 0.)
+
     def files(self)->list:
         "The paths of all files below this folder, relative to it"
         return [o[len(self.path)+1:] for o in self._ask(self.fs.find, [])]
@@ -55,6 +65,7 @@ class Remote:
         "Remove it, and what is below it, if it is there"
         self._ask(lambda path: self.fs.rm(path, recursive=True), None)
 
+    def unlink(self, missing_ok=True): self.remove()
     def read_bytes(self)->bytes: return self._try(self.fs.cat_file, self.path)
 
     def put(self, file:Path):
@@ -82,15 +93,27 @@ def place(path, base='.'):
     """`path` in the folder `base`, a `Path`. An address, such as s3://bucket/run, is a `Remote`; file:// is a path.
     ImportError without its package, ValueError if no file system has such addresses"""
     if isinstance(path, Remote): return path
+    if '://' not in str(path): path = Path(base)/path
     cut = re.match(r'[a-z0-9]{2,}:/[^/]', str(path))
-    need(not cut, 'give an address as text: a Path drops one of its slashes', path=path)
-    if '://' not in str(path): return Path(base)/path
+    need(not cut, 'a Path drops a slash of an address: give addresses as text, to save, load, export and Checkpoint; '
+         'a Learner has a local folder', path=path)
+    if isinstance(path, Path): return path
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
     try: fs,at = url_to_fs(str(path))
     except ImportError as e:
         raise ImportError(f"{path}: {e}. For S3: pip install 'learnerdist[remote]'") from e
+    except ValueError as e: raise ValueError(f'{path}: {e}. Give a path, or an address such as s3://bucket/run') from e
+    need(at.strip('/'), 'give a folder or a file there, as in s3://bucket/run', path=str(path))
+    alone = fs.protocol!='memory' or num_distrib()<2
+    need(alone, 'each rank has its own, and it ends with it: give a folder or another address. Checkpoint(folder, '
+         'in_memory=10) writes states to memory that outlives ranks', path=str(path))
     return Path(at) if isinstance(fs, LocalFileSystem) else Remote(fs, at)
+
+def modified(path)->float:
+    "When a file was written, in seconds; 0 if it is not there"
+    if isinstance(path, Remote): return path.modified()
+    return path.stat().st_mtime if path.exists() else 0.
 
 @contextmanager
 def written(path):
@@ -123,6 +146,6 @@ def here(path)->Path:
     file = path.cache/path.path.strip('/')
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(f'{file}.lock', 'a') as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(OSError): fcntl.flock(lock, fcntl.LOCK_EX) # without locks each process downloads it
         if not file.exists(): path.get(file)
     return file

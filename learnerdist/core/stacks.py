@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import NamedTuple
 import learnerdist
+from .files import whole_file
 
 # %% ../../nbs/core/00_stacks.ipynb #c005
 class Frame(NamedTuple):
@@ -104,7 +105,8 @@ def answer_asks(pid)->str:
     f = open(folder/'stack.txt', 'w') if folder else NamedTemporaryFile('w', prefix='stack-')
     if ask: faulthandler.register(ask, f, all_threads=False)
     _files.append(f)
-    if folder: (folder/'pid').write_text(str(pid))
+    if folder:
+        with whole_file(folder/'pid') as own: own.write_text(str(pid))
     return f.name
 
 def answerer(shift:int)->tuple:

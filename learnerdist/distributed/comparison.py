@@ -6,8 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/distributed/02_comparison.ipynb #2fc3611b
-import copy,logging,random,zlib
-from functools import partial
+import copy,hashlib,logging,random,re,zlib
+from collections import Counter
+from functools import cache,partial
+from inspect import signature
 from itertools import chain,islice,zip_longest
 from pathlib import Path
 from types import FunctionType,MethodType
@@ -27,8 +29,10 @@ from ..core.stacks import need,warn
 from ..data.distributed_dl import is_split,loader_parts,sample_hash
 from ..data.loaders import batch_shape,data_len
 from ..data.rows import as_ints
+from ..learner.callback import Callback
 from ..learner.learner import get_model
 from .batchnorm import Synced
+from .vote_links import Place
 
 # %% ../../nbs/distributed/02_comparison.ipynb #c024
 log = logging.getLogger(__name__)
@@ -230,9 +234,11 @@ def same_fit(learn, shares:list):
     structures,cbs,named = zip(*every)
     _compare_structures(structures)
     _compare_callbacks(cbs)
-    found = tell_unequal(unequal(named))
-    remedy = 'Give the same on all; what is drawn, as by the sampler of a sweep, needs a seed'
-    if found: raise ValueError(f'[different-settings] the ranks train differently: {found}. {remedy}')
+    _need_equal(unequal(named))
+
+def _need_equal(found):
+    text = f'[different-settings] the ranks train differently: {tell_unequal(found)}. Give the same on all; what is '
+    need(not found, f'{text}drawn, as by the sampler of a sweep, needs a seed')
 
 def _compare_structures(every):
     for r,own in enumerate(every[1:], 1):
@@ -250,6 +256,42 @@ def _compare_callbacks(every): # a rank may have some that others lack, as one t
 def _unlike(a, b, rank, other=0):
     found = f'{a} on rank {other}, {b} on rank {rank}'
     return ValueError(f'[different-models] {found}: build the same model, loss and callbacks on all ranks')
+
+# %% ../../nbs/distributed/02_comparison.ipynb #cmo02
+def shown(o)->str:
+    "A text of any value, which is the same on all ranks if the value is: without addresses in memory"
+    return re.sub(' at 0x[0-9a-f]+', '', repr(o))
+
+@cache
+def _parameters(cls):
+    "What callbacks of a class are made with, as far as it or what it derives from is ours; None if ranks may differ"
+    ours = [o for o in cls.__mro__ if o.__module__.startswith('learnerdist.') and o is not Callback]
+    if not ours or cls.by_rank: return None
+    return sorted({k for o in ours for k in signature(o.__init__).parameters})
+
+def options_of(cbs)->dict:
+    "By name, as texts: the callbacks of this package that have a part in training, and what they were made with"
+    res,n = {},Counter()
+    for cb in cbs:
+        params,name = _parameters(type(cb)),type(cb).__name__
+        if params is None: continue
+        n[name] += 1
+        if n[name]>1: name += f' {n[name]}'
+        res[name] = 'given'
+        for k in params:
+            if k in vars(cb): res[f'{name}.{k}'] = shown(vars(cb)[k])
+    return res
+
+def same_options(named:dict, links=None):
+    """Raise ValueError if options, of a context or as of `options_of`, differ between ranks. links: over which they are
+    compared at first, by a hash. Sync point"""
+    hashed = hashlib.blake2b(repr(named).encode(), digest_size=8).digest()
+    if links and len({*links.exchange(hashed, Place.before_fit)})==1: return
+    every = gather_objects(named)
+    none = dict.fromkeys((k for o in every for k in o), 'none')
+    found = unequal([none|o for o in every])
+    # not what one was made with that others do not have
+    _need_equal({k: v for k,v in found.items() if '.' not in k or k.partition('.')[0] not in found})
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp05
 def objects_beside(learn)->dict:

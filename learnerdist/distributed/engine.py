@@ -29,7 +29,7 @@ from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
 from ..data.loaders import LoaderWrapper,batch_shape,call_model,split_batch,to_device
 from ..data.sharding import factors,parts_in_use
 from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_hash
-from .comparison import same_data,same_fit,same_optimizer,same_structure
+from .comparison import options_of,same_data,same_fit,same_optimizer,same_options,same_structure,shown
 from .evaluation import Evaluation
 from .parts import Part,PartStatistics,Step,Why,add_earlier,running,take_grads,tree_sum
 from .replica import Replica,broadcast_module,broadcast_tensors
@@ -389,10 +389,12 @@ class Engine(Runner):
 
     def open_context(self):
         "Join the group and shard the loaders; `close` undoes it"
-        learn,ctx = self.adapter.learn,self.context
+        learn,opts,ctx = self.adapter.learn,self.opts,self.context
         try:
             self.learn = learn
             ctx.join()
+            # each rank has its own device
+            same_options({k: shown(v) for k,v in vars(opts).items() if k!='cuda_id'})
             # last: closed links free the others after a failure
             ctx.stack.callback(lambda: self.sharded and self.sharded.restore())
             if path := path_of_rank0(learn, self.findings): ctx.replace(learn, 'path', path)
@@ -439,6 +441,9 @@ class Engine(Runner):
     def begin_fit(self):
         "Before a fit, before other callbacks"
         self.ballot.place,self.loop = Place.before_fit,Loop()
+        if self.links: # before callbacks wait for one another
+            next_phase()
+            same_options(options_of(self.learn.cbs), self.links)
         self.self_check.begin_fit()
 
     def check_settings(self):

@@ -28,7 +28,7 @@ from ..checkpoint.callback_state import Growing,growing,growing_of
 from ..checkpoint.position import read_alone
 from ..checkpoint.snapshot import weights_in
 from ..core.rank0 import await_save,save_once
-from ..core.remote import Remote,copied,here,place,written
+from ..core.remote import Remote,copied,here,place
 from ..core.deferred import fill_in
 from ..core.env import is_rank0
 from ..core.lending import replaced
@@ -37,6 +37,7 @@ from ..core.shards import has_parts,load_model,load_opt
 from ..core.stacks import warn
 from ..learner.callback import Callback
 from ..learner.learner import StartAt,get_model
+from ..learner.saving import find_saved
 from .loaders import DistributedDL
 from .trainer import DistributedTrainer
 
@@ -174,7 +175,7 @@ def _do_epoch(self:Learner):
 _load,_save,_export = Learner.load,Learner.save,Learner.export
 
 def _path(learn, file):
-    path = place(file)
+    path = place(file, learn.path/learn.model_dir)
     if isinstance(path, Remote): return path.with_name(f'{path.name}.pth')
     return join_path_file(file, learn.path/learn.model_dir, ext='.pth')
 
@@ -195,13 +196,12 @@ def save(self:Learner, file, **kwargs):
 def load(self:Learner, file, device=None, **kwargs):
     "As fastai's, but this rank waits for rank 0's file alone; or the weights of a `Checkpoint`, given its folder"
     if not isinstance(file, (str,Path)): return _load(self, file, device, **kwargs)
-    model,folder = get_model(self.model),place(file, self.path)
-    if folder.is_dir(): load_model(model, weights_in(folder))
-    else: _load_file(self, _path(self, file), model, device, **kwargs)
+    model,found = get_model(self.model),find_saved(_path(self, file), place(file, self.path))
+    if found.is_dir(): load_model(model, weights_in(found))
+    else: _load_file(self, found, model, device, **kwargs)
     return self
 
 def _load_file(learn, path, model, device, **kwargs):
-    await_save(path)
     if learn.opt is None: learn.create_opt()
     opt,clean = learn.opt,clean_raw_keys if isinstance(learn, TextLearner) else noop
     if device is None: device = getattr(learn.dls, 'device', None)
@@ -220,10 +220,17 @@ def load(self:TextLearner, file, with_opt=None, device=None, **kwargs): # noqa: 
 @patch
 def export(self:Learner, fname='export.pkl', *args, **kwargs):
     "As fastai's, also to an address; written whole or not at all"
-    if not is_rank0(): return
-    with written(place(fname, self.path)) as tmp: _export(self, tmp.absolute(), *args, **kwargs)
+    save_once(place(fname, self.path), lambda tmp: _export(self, tmp.absolute(), *args, **kwargs))
 
 def load_learner(fname, *args, **kwargs):
-    "As fastai's, also from an address"
+    "As fastai's, also from an address; it waits for rank 0's file alone, as `load` does"
     if not isinstance(fname, (str,Path,Remote)): return fastai_learner.load_learner(fname, *args, **kwargs)
-    with copied(place(fname)) as path: return fastai_learner.load_learner(here(path), *args, **kwargs)
+    with copied(await_save(fname)) as path: return fastai_learner.load_learner(here(path), *args, **kwargs)
+
+_load_encoder = TextLearner.load_encoder
+
+@patch
+def load_encoder(self:TextLearner, file, device=None):
+    "As fastai's; it waits for rank 0's `save_encoder`"
+    await_save(join_path_file(file, self.path/self.model_dir, ext='.pth'))
+    return _load_encoder(self, file, device)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from fastai import learner as fastai_learner
-from fastai.callback import progress as fastai_progress
+from fastai.callback import core as fastai_core,progress as fastai_progress,tracker
 from fastai.callback.core import Callback
 from fastai.callback.fp16 import MixedPrecision as FastaiMixedPrecision
 from fastai.data.load import DataLoader
@@ -186,6 +186,9 @@ def quiet(self:DistributedTrainer):
     "Until the context ends, only rank 0 prints, and bars are drawn only on its terminal or notebook"
     replace = self.engine.context.replace
     replace(self.learn, 'logger', noop if group_rank() else self.learn.logger)
+    if group_rank():
+        replace(tracker, 'print', noop)
+        for mod in (fastai_core,fastai_learner): replace(mod, 'warn', noop)
     drawn = fastai_progress.master_bar is not ConsoleMasterBar or sys.stdout.isatty() # a notebook's, or on a terminal
     if drawn and not group_rank(): return
     for mod in (fastai_progress,fastai_learner): # `tta` has its own
@@ -241,7 +244,7 @@ def fit(self:Learner,
     start_epoch=0,   # Skip the epochs before this one
     amp=None,    # True, 'fp16' or 'bf16': mixed precision, on the CPU too
     ddp=None,    # True, or a dict of options of `distrib_ctx`: fit in this context
-    resume=False # True, or a folder: go on from the newest good checkpoint of the fit's `Checkpoint`
+    resume=False # True: go on from the fit's `Checkpoint`; a folder: as `Checkpoint(folder, resume=True)`
 ):
     "As fastai's, with three options more"
     _check_fit(n_epoch, start_epoch, lr, cbs, reset_opt)

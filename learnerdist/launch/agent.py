@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError,Rende
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import config_from_args
-from ..core.hosts import loopback
+from ..core.hosts import connections,keep_alive,loopback
 from .watch import Job,died,ended,failures,log,raised,stopped
 
 # %% ../../nbs/launch/04_agent.ipynb #nw09
@@ -110,13 +110,8 @@ class Agent(SimpleElasticAgent):
 # %% ../../nbs/launch/04_agent.ipynb #c018
 def hang_up():
     "Shut down this process's connections to other machines, so that whatever waits for an answer gets an error"
-    for fd in map(int, os.listdir('/dev/fd')):
-        with suppress(OSError):
-            s = socket.socket(fileno=fd) # an OSError for what is no socket
-            try:
-                is_net = s.family in (socket.AF_INET,socket.AF_INET6)
-                if is_net and '127.0.0.1' not in s.getpeername()[0]: s.shutdown(socket.SHUT_RDWR)
-            finally: s.detach()
+    for s in connections():
+        with suppress(OSError): s.shutdown(socket.SHUT_RDWR)
 
 def free_agent(job:Job, over:threading.Event, give_up_s):
     """Free the agent, by `hang_up`, if it waits for the answer of a machine that is gone. over: set at the end;
@@ -168,12 +163,14 @@ def run_with_others(job:Job)->int:
     "Run the ranks of this machine, in a launch on several machines. returns: the launcher's exit status"
     args,over = job.args,threading.Event()
     for o in ('elastic.agent.server.api','run'): logging.getLogger(f'torch.distributed.{o}').setLevel(logging.ERROR)
+    for o in job.signals: signal.signal(o, signal.SIG_DFL) # C++ connects, for a minute, and Python would not hear it
     choose_meeting(args)
-    def interrupt(sig, frame): raise SignalException('', signal.Signals(sig))
-    for o in job.signals: signal.signal(o, interrupt)
     where = args.rdzv_endpoint or f'{args.master_addr}:{args.master_port}'
     try: spec = spec_of(args) # c10d connects
     except (RendezvousConnectionError, DistError) as e: return log_cut_off(e, where)
+    keep_alive()
+    def interrupt(sig, frame): raise SignalException('', signal.Signals(sig))
+    for o in job.signals: signal.signal(o, interrupt)
     agent = Agent(job, spec)
     late = f'waits for the other machines, at {where}'
     waiting = threading.Timer(5, lambda: agent.attempt or log(late))

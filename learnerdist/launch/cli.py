@@ -6,7 +6,7 @@
 __all__ = ['main']
 
 # %% ../../nbs/launch/05_cli.ipynb #c002
-import argparse,gc,inspect,os,runpy,signal,subprocess,sys
+import argparse,gc,inspect,os,runpy,signal,subprocess,sys,traceback,warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import learnerdist
 from ..core.files import memory
 from ..core.hosts import check_env,find_task,foreign_rank,loopback,rank_env
 from ..core.stacks import frames_of,need,preempted_status,report_folder,users_frame
-from .forkserver import ForkServer,begin_rank,enter,serve,share_of_cores
+from .forkserver import ForkServer,begin_rank,enter,files_of,serve,share_of_cores
 from .processes import count_nproc,serve_calls
 from .watch import launch,leave_report,log
 
@@ -194,6 +194,16 @@ def _complete(args):
     return task
 
 # %% ../../nbs/launch/05_cli.ipynb #c025
+def syntax_error(argv)->str:
+    "What Python prints of a SyntaxError in the script or the module; empty if there is none"
+    with suppress(OSError), warnings.catch_warnings():
+        warnings.simplefilter('ignore') # the ranks show them
+        for file in files_of(argv, sys.path):
+            try:
+                if file.endswith('.py'): compile(Path(file).read_bytes(), file, 'exec', dont_inherit=True)
+            except SyntaxError as e: return ''.join(traceback.format_exception_only(e))
+    return ''
+
 def run_target(argv):
     "Run a script or `-m` a module as `python` would"
     enter(argv)
@@ -289,6 +299,9 @@ def main(
         except (ValueError, OSError) as e: parser.error(str(e))
         if 'triton' not in sys.modules: gc.freeze() # as in `preload`
         if task and task.is_rank: return _run_task(task, target)
+        if not o.no_python and (bad := syntax_error(target)):
+            print(bad, end='', file=sys.stderr)
+            return 1
         if o.verify and (status := prove(o, target)): return status
         if o.is_here: return launch(o, target, server)
         from learnerdist.launch.agent import run_with_others

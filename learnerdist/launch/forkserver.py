@@ -26,7 +26,7 @@ def first_imports(argv:list, path:list)->tuple:
     returns: (module, names imported from it) in order; the text of the files"""
     found,texts = [],[]
     with suppress(OSError, SyntaxError, ValueError):
-        for file in _files(argv, path):
+        for file in files_of(argv, path):
             texts.append(Path(file).read_text())
             for o in ast.parse(texts[-1]).body:
                 if isinstance(o, ast.Import): names = [(a.name,()) for a in o.names]
@@ -43,8 +43,8 @@ def _is_theirs(name, path):
     spec = PathFinder.find_spec(name, path)
     return spec is not None and in_library(spec.origin or '')
 
-def _files(argv, path):
-    "The files that run: the script; or the packages of a module, then the module"
+def files_of(argv, path):
+    "The files that run: the script; or the packages of a module, then the module. argv, path: as in `first_imports`"
     if argv[0] != '-m': yield argv[0]
     parts = argv[1].split('.') if argv[0] == '-m' else []
     for i in range(len(parts)+1):
@@ -254,8 +254,9 @@ def begin_rank(parent:int):
         fd = os.pidfd_open(parent)
         threading.Thread(target=_die_with, args=(fd,), daemon=True, name='die-with').start()
     if folder := report_folder():
-        catch_crashes(folder/'crash.txt')
-        answer_asks(os.getpid())
+        with suppress(OSError): # no room for its files: then nobody asks it where it is
+            catch_crashes(folder/'crash.txt')
+            answer_asks(os.getpid())
         warn_once(folder.parent)
     seed_alike()
 
@@ -327,8 +328,13 @@ class Output:
     def _write(self, lines):
         if not lines or not self.stream: return
         out = getattr(sys, self.stream)
-        out.write(''.join(f"{self.label}{o.decode(errors='replace')}\n" for o in lines))
+        out.write(''.join(map(self._labelled, lines)))
         out.flush()
+
+    def _labelled(self, line):
+        "The label is where a terminal shows it: after the last return"
+        before,cr,rest = line.decode(errors='replace').rstrip('\r').rpartition('\r')
+        return f'{before}{cr}{self.label}{rest}\n'
 
     def close(self):
         "Show the rest; what ranks' children print from now on is lost"

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/02_processes.ipynb #c002
-import atexit,builtins,gc,io,itertools,os,pickle,signal,sys,tempfile,weakref
+import atexit,builtins,gc,io,itertools,os,pickle,signal,sys,weakref
 from contextlib import ExitStack,suppress
 from importlib import import_module
 from multiprocessing import connection,spawn
@@ -267,7 +267,7 @@ class Ranks:
     def _start(self):
         stack,self.start,self.outputs,shell = ExitStack(),next(_starts),[],notebook_shell()
         self._end = weakref.finalize(self, stack.close) # also when Python ends
-        self.folder = stack.enter_context(own_folder(tempfile.gettempdir()))
+        self.folder = stack.enter_context(own_folder())
         ours = str(Path(learnerdist.__file__).parent.parent)
         path = os.pathsep.join([ours, *filter(None, [os.environ.get('PYTHONPATH')])])
         if not server.runs():

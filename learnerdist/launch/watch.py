@@ -15,7 +15,7 @@ from string import Template
 from typing import Callable,NamedTuple
 
 import learnerdist
-from ..core.files import environment,memory_folder,own_folder,whole_file
+from ..core.files import environment,launch_folder,whole_file
 from ..core.hosts import loopback
 from ..core.stacks import frames_of,in_library,is_stopped,place_of,preempted_status
 from ..core.stacks import read_crash,report_folder,users_frame
@@ -323,8 +323,7 @@ class Job:
         # signal: that the launcher has got
         self.signal,self.watch,self.ranks,self.outputs = None,None,[],[]
         self.term_s = getattr(args, 'shutdown_timeout', None) or 30 # no option before torch 2.9
-        traces = f'learnerdist-tracebacks-{self.run_id}.txt'
-        self.traces = Path(args.log_dir or tempfile.gettempdir())/traces
+        self.traces = None # the file of tracebacks, once there are any
 
     def hear(self, sig, frame=None):
         "Handle a signal: the ranks get it, and end"
@@ -379,8 +378,13 @@ class Job:
         res = explain(found, self.ranks)
         text = '\n'.join(f'rank {o.rank}:\n{o.what.trace}' for o in found if o.order in (raised,noticed))
         if self.args.verbose or not text: return res
-        with open(self.traces, 'a') as f: f.write(text)
-        return [*res, f'all tracebacks: {self.traces} (--verbose prints them)']
+        how = dict(buffering=0, suffix='.txt', prefix='learnerdist-tracebacks-', dir=self.args.log_dir, delete=False)
+        try:
+            # which no other user can foresee or read
+            self.traces = self.traces or tempfile.NamedTemporaryFile(**how)
+            self.traces.write(text.encode())
+        except OSError as e: return [*res, f'no file of all tracebacks ({e}): --verbose prints them']
+        return [*res, f'all tracebacks: {self.traces.name} (--verbose prints them)']
 
     def status(self)->int:
         "The launcher's exit status: of the rank that failed first, or 128 plus the number of the signal that ended it"
@@ -443,8 +447,8 @@ def launch(args, target:list, server:ForkServer, run:Callable=run_here)->int:
     names['LEARNERDIST_QUIET'] = int(not args.verbose)
     names = {k: os.environ.get(k, v) for k,v in names.items()}
     with ExitStack() as stack:
-        folder = stack.enter_context(own_folder(tempfile.gettempdir()))
-        for o in (memory_folder(args.on_failure), environment(**names)): stack.enter_context(o)
+        folder = stack.enter_context(launch_folder(args.on_failure))
+        stack.enter_context(environment(**names))
         job = Job(args, target, server, folder)
         for o in job.signals: stack.callback(signal.signal, o, signal.signal(o, job.hear))
         status = None

@@ -57,6 +57,8 @@ class Callback(GetAttr):
     the callback"""
     order,_default,learn = 0,'learn',None
     run,run_train,run_valid = True,True,True
+    # Whether ranks may have it with other options, or not all of them have it: it only logs, or cancels a fit for all
+    by_rank = False
     # Names of attributes that a checkpoint saves: the callback's state in this fit, the same on every rank
     fit_state = ()
     # Attributes that a checkpoint saves and that differ between ranks: tensors whose sum over ranks is the global value

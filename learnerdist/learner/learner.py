@@ -24,6 +24,7 @@ from ..data.loaders import call_model,data_len,find_bs,single,split_batch,to_dev
 from ..core.deferred import fill_in
 from ..core.env import default_device
 from ..core.lending import replaced
+from ..core.remote import place
 from ..core.stacks import need
 
 # %% ../../nbs/learner/01_learner.ipynb #c005
@@ -142,7 +143,9 @@ class Learner:
         self.opt_func,self.lr = opt_func,lr
         self.splitter,self.model_dir,self.train_bn = splitter,model_dir,train_bn
         self.metrics = [metrics] if hasattr(metrics, 'items') else listify(metrics)
-        self.path = Path(path or getattr(dls, 'path', '.'))
+        self.path = place(path or getattr(dls, 'path', '.'))
+        is_local = isinstance(self.path, Path)
+        need(is_local, 'give a local folder, and addresses to save, load, export and Checkpoint', path=path)
         self.opt,self.training,self.fitting,self.logger,self.cbs = None,False,False,print,[]
         self.epoch,self.n_epoch,self.iter,self.n_iter,self.dl = 0,1,0,None,None
         self.xb,self.yb,self.start_at = (),(),StartAt()
@@ -362,7 +365,7 @@ def fit(self:Learner,
     start_epoch:int=0,  # Skip the epochs before this one
     ddp=None,           # True, or a dict of options of `distrib_ctx`: fit in this context
     amp=None,           # True, 'fp16' or 'bf16': mixed precision, see `MixedPrecision`
-    resume=None,        # True, or a folder: go on from a `Checkpoint`
+    resume=None,        # True: go on from the fit's `Checkpoint`; a folder: as `Checkpoint(folder, resume=True)`
     **flags             # Other options that modules register in `fit_flags`
 ):
     "Train for `n_epoch` epochs. A second fit goes on with the weights and the optimizer of the first"

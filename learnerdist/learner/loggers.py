@@ -64,7 +64,7 @@ def say_alone(warned=[]): # noqa: B006 - once in a process
 # %% ../../nbs/learner/05_loggers.ipynb #p009
 class ProgressCallback(Callback):
     "A progress bar for epochs, one for batches, and a table with a line for each epoch. Prints on rank 0 only"
-    order = Order.progress
+    order,by_rank = Order.progress,True
     def __init__(self,
         show_bar=True # False: the table only
     ):
@@ -129,7 +129,8 @@ def no_bar(self:Learner):
 class LogWriter(Callback):
     """Base class of loggers, which write on rank 0 only. A subclass defines `log_epoch`, and `open` and `close` if
     it needs them"""
-    order,writing,seen,fit_state = Order.loggers,False,0,('seen',)
+    order,by_rank,fit_state = Order.loggers,True,('seen',)
+    writing,seen = False,0
     def open(self): "Called on rank 0 when a fit begins"
     def log_epoch(self, row:dict):
         """Write the numbers of an epoch. Called on rank 0 after each. row: from each column of the table, except

@@ -129,7 +129,7 @@ class Recorder(Callback):
         self.log = (self.log+[None]*n)[:n]
         self.learn.final_record = self.log[1:]
         self.values.append(self.log[1:])
-        self.learn.logger(self.log+[_clock(time.time()-self.start)])
+        if is_rank0(): self.learn.logger(self.log+[_clock(time.time()-self.start)])
         self.start = None
 
     def after_cancel_fit(self):

@@ -6,6 +6,8 @@
 __all__ = ['load_learner']
 
 # %% ../../nbs/learner/08_saving.ipynb #8aeeeb69
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -13,8 +15,8 @@ from fastcore.basics import patch
 
 from ..core.compat import tree_leaves
 from ..core.deferred import fill_in
-from ..core.rank0 import await_save
-from ..core.remote import place
+from ..core.rank0 import await_save,was_saved
+from ..core.remote import modified,place
 from ..core.shards import come_together,has_parts,load_model,load_opt,model_name
 from ..core.stacks import need
 from ..core.weights import is_safetensors,load_plain,load_weights,read_bytes
@@ -47,7 +49,23 @@ def save(self:Learner,
     return path
 
 # %% ../../nbs/learner/08_saving.ipynb #c036
-weights_of_folder = [] # Functions from a folder to a model's state dict: `checkpoint` adds its own
+# (from a folder to the newest checkpoint in it, or None; from this to a model's state dict), which `checkpoint` adds
+in_folders = []
+
+def find_saved(file, folder):
+    """The file, or the newest checkpoint in the folder, whichever is to be loaded: they may have one name. Waits as
+    `await_save` does"""
+    found = await_save(file, find=partial(_newest, file, folder))
+    need(found.exists() or not folder.is_dir(), f'{folder} is no checkpoint, and holds none; there is no {file}')
+    return found
+
+def _newest(file, folder):
+    "What `save` has written in this run, or else the newer one; None without either"
+    if was_saved(file): return file
+    found = [(modified(file),file)]*file.exists()
+    for find,_ in in_folders:
+        if at := find(folder): found.append((modified(at/'manifest.json'),at))
+    return max(found, key=itemgetter(0), default=(0,None))[1]
 
 @patch
 def load(self:Learner,
@@ -58,10 +76,8 @@ def load(self:Learner,
 ):
     """Load what `save` or a `Checkpoint` wrote. Reads only tensors and plain data, so a file cannot run code.
     ValueError for a damaged file"""
-    folder = place(file, self.path)
-    path = folder if folder.is_dir() else self._file(file)
-    await_save(path)
-    state,opt = (_in_folder(path),None) if path is folder else _read(path, self)
+    found = find_saved(self._file(file), place(file, self.path))
+    state,opt = (in_folders[0][1](found),None) if found.is_dir() else _read(found, self)
     load_model(get_model(self.model), state, strict)
     if with_opt and opt: self._load_opt(opt)
     return self
@@ -70,10 +86,6 @@ def _read(path, learn):
     if not has_parts(get_model(learn.model)): return load_weights(path, learn.device)
     come_together('load')
     return load_weights(path, mapped=True) # each rank reads its rows
-
-def _in_folder(path):
-    need(weights_of_folder, f'{path} is a folder: import learnerdist.checkpoint, to read it')
-    return weights_of_folder[0](path)
 
 @patch
 def _load_opt(self:Learner, state):

@@ -290,7 +290,7 @@ class TrackerCallback(Callback):
 # %% ../../nbs/learner/09_schedule.ipynb #c032
 class EarlyStoppingCallback(TrackerCallback):
     "Stop the fit, on all ranks, when `monitor` has not improved for `patience` epochs"
-    order,wait = Order.early_stopping,0
+    order,wait,by_rank = Order.early_stopping,0,True
     fit_state = *TrackerCallback.fit_state,'wait'
     def __init__(self,
         monitor='valid_loss', comp=None, min_delta=0., # As in `TrackerCallback`
@@ -406,6 +406,6 @@ class ReduceLROnPlateauCallback(TrackerCallback):
 class TerminateOnNaNCallback(Callback):
     """Stop the fit, on all ranks, at the first training loss that is NaN or infinite, before the weights change.
     Syncs the GPU each step"""
-    order,run_valid = Order.terminate,False
+    order,run_valid,by_rank = Order.terminate,False,True
     def after_loss(self):
         if self.learn.loss_grad is not None and not torch.isfinite(self.learn.loss_grad).all(): raise CancelFitException
