@@ -4,12 +4,12 @@ from unittest.mock import Mock
 import pytest,torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from learnerdist.all import AvgMetric,Callback,DataLoaders,GradientAccumulation,Learner,TfmdDL,accuracy,all_sum,get_model,num_distrib
+from learnerdist.all import AvgMetric,Callback,Checkpoint,DataLoaders,GradientAccumulation,Learner,TfmdDL,accuracy,all_sum,get_model,num_distrib
 from learnerdist.data.distributed_dl import Dealer
 from learnerdist.distributed import engine,replica
 from learnerdist.distributed.engine import Engine
 from learnerdist.testing import RanksError
-from learnerdist.verify import judge,main,verify
+from learnerdist.verify import NoRun,judge,main,verify
 
 # --- learners: one that is the same at any number of processes, and others ---------------------------------------------------
 
@@ -280,6 +280,23 @@ def test_type():
 def test_a_verdict_counts_its_steps():
     def record(n):
         step = dict(gradients={}, weights={}, buffers={}, batch=0)
-        return dict(steps=[step]*n, losses=[], epochs=[], names=[], preds=[], dtype='float64', streams='', silenced=[], scaled=False)
+        return dict(steps=[step]*n, losses=[], epochs=[], names=[], preds=[], dtype='float64', streams='', silenced=[], scaled=False,
+                    n_batches=n, warned=['[no-batches] nothing is trained'])
     for n,steps in ((1,'1 step'),(2,'2 steps')):
         assert str(judge(record(n), [record(n)]*3)).endswith(f'The same: 3 processes and one, {steps} in float64')
+    with pytest.raises(NoRun, match=r'rank 0 took no step of the optimizer, in 0 training batches.*\[no-batches\]'):
+        judge(record(1), [record(0)]*2)
+
+def resumes(path):
+    learn = learner()
+    with learn.distrib_ctx(): learn.fit(1, cbs=Checkpoint(path, resume=True))
+
+@pytest.mark.parametrize('where', ['folder of a finished run','folder within the path'])
+def test_a_run_that_resumes_has_files_of_its_own(where, tmp_path):
+    "It goes on neither from the user's checkpoints nor from those of the run that it is compared with"
+    path = str(tmp_path/'run') if 'finished' in where else 'run'
+    if 'finished' in where:
+        with learner().no_logging() as learn: learn.fit(1, cbs=Checkpoint(path))
+    before = [*tmp_path.rglob('*')]
+    res = verify(resumes, path, steps=2)
+    assert res.same and '2 steps' in res.setting and [*tmp_path.rglob('*')]==before, res
