@@ -68,6 +68,7 @@ class BatchMeans(Metric):
 
 class Histogram(Metric):
     "Another: of the inputs, with the index of the batch, the loss and the number of inputs"
+    with_input = True
     def reset(self): self.counts = torch.zeros(8)
     def accumulate(self, learn):
         others = learn.iter,learn.loss*find_bs(learn.yb),learn.y.float().sum()
@@ -193,7 +194,55 @@ def rank_answers(W):
         if W==3: return dict({o: outcome(o) for o in (*cases,*random_cases)}, sweep=sweep())
         if W!=2: return dict(sweep=sweep()) # one process, or four
         return dict(sweep=sweep(), parts=parts(), splits=[split(o) for o in ('plain','shuffled','own')],
-                    within=[within(o) for o in (True,False)])
+                    within=[within(o) for o in (True,False)], others=others(in_ctx))
+
+class NeedsInput(BatchMeans):
+    "Reads inputs, and does not ask for them"
+    def accumulate(self, learn): self.means.append(learn.x.mean().item())
+
+class Stateful(nn.Module):
+    "A recurrent net that goes on from the last batch; or one that keeps its output for others to look at"
+    def __init__(self, carries=True):
+        super().__init__()
+        self.rnn,self.lin,self.carries,self.h = nn.RNN(3, 4),nn.Linear(4, 4),carries,None
+    def forward(self, x):
+        out,h = self.rnn(x[None], self.h if self.carries else None)
+        self.h = h.detach()
+        return self.lin(out[0])
+
+class Reset(Callback):
+    def before_batch(self): self.model.h = None
+
+class Computes(Callback):
+    "An object of torchmetrics that a callback computes"
+    def __init__(self): self.auroc = tm.MulticlassAUROC(4)
+    def before_validate(self): self.auroc.reset()
+    def after_batch(self): self.auroc.update(self.pred.softmax(-1), self.y)
+    def after_validate(self): self.value = self.auroc.compute().item()
+
+def reads_others(ctx, metrics=(), model=None, n=20, cbs=None):
+    "The values of a validation that needs the batches of other ranks, or what the error says"
+    learn = make(TfmdDL(KeyedXY(n), 4), metrics=metrics, cbs=cbs)
+    if model is not None: learn.model = model
+    with ctx(learn):
+        try: res = learn.validate()
+        except ValueError as e: return str(e)
+    return [*res,learn.computes.value] if hasattr(learn, 'computes') else res
+
+def others(ctx):
+    torch.manual_seed(0)
+    kept,carried = Stateful(False),Stateful()
+    return dict(unasked=reads_others(ctx, [NeedsInput()]), keeps=reads_others(ctx, model=kept), carries=reads_others(ctx, model=carried),
+                reset=reads_others(ctx, model=carried, cbs=Reset()), lists=reads_others(ctx, cbs=Computes()),
+                empty=reads_others(ctx, n=4, cbs=Computes()))
+
+def test_what_needs_the_batches_of_other_ranks():
+    "It is the number of one process, or an error that says what is missing; gloo would end a rank without a list by SIGABRT"
+    want = others(lambda learn: contextlib.nullcontext())
+    for got in (o['others'] for o in on_ranks(2)):
+        for k in ('keeps','reset','lists'): assert_close(got[k], want[k])
+        assert 'set with_input = True' in got['unasked'] and 'computes.auroc: rank 1 had no batch' in got['empty']
+        assert got['carries'].startswith('[carries-state] in evaluation the model carries h from')
 
 @functools.cache
 def on_ranks(W): return [rank_answers(1)] if W==1 else run_ranks(rank_answers, W, W, timeout_s=240)

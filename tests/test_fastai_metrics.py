@@ -38,6 +38,7 @@ class Attr(nn.Module):
 
 class Harmonic(Metric):
     "A user's own: neither a mean nor rows"
+    with_input = True
     def reset(self): self.vals,self.loss = [],0
     def accumulate(self, learn):
         self.vals += (learn.pred.double().sigmoid().flatten(1).mean(1)+learn.xb[0].abs().mean(1)+.1*learn.y).tolist()

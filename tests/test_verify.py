@@ -4,7 +4,8 @@ from unittest.mock import Mock
 import pytest,torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from learnerdist.all import AvgMetric,Callback,Checkpoint,DataLoaders,GradientAccumulation,Learner,TfmdDL,accuracy,all_sum,get_model,num_distrib
+from learnerdist.all import AvgMetric,Callback,Checkpoint,DataLoaders,GradientAccumulation,Learner,TfmdDL
+from learnerdist.all import accuracy,all_sum,get_model,num_distrib
 from learnerdist.data.distributed_dl import Dealer
 from learnerdist.distributed import engine,replica
 from learnerdist.distributed.engine import Engine

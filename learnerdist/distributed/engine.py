@@ -507,6 +507,7 @@ class Batches(Steering):
 
     def check_batch(self):
         "Before its forward pass, after other callbacks: the self-check, once a fit. Sync point then"
+        if self.loop.evaluation: self.loop.evaluation.check_state()
         learn,check = self.learn,self.self_check
         if check.due and learn.training and learn.yb and self.links: check(cancelled=self.loop.batch.dropped)
 
