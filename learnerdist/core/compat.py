@@ -128,12 +128,22 @@ def forget_fsdp(m, names):
         if k.startswith('__composable_api') or 'fsdp' in k: delattr(m, k)
     find('module_states', {}).pop(m, None)
 
+def _fsdp_groups(model)->list:
+    states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, '_get_fsdp_state')]
+    of_state = lambda s: getattr(s, '_fsdp_param_groups', None) or [s._fsdp_param_group]
+    return [g for s in states for g in of_state(s) if g is not None]
+
+def forget_passes(model):
+    """Let FSDP2 forget the forward passes without gradients. It keeps their order, too, and gathers by it in the next
+    backward pass: ranks that have evaluated other numbers of batches would wait for one another"""
+    for g in _fsdp_groups(model):
+        g.comm_ctx.post_forward_order.clear()
+        g._post_forward_indices.clear()
+
 def whole_grads(model, drop=False)->list:
     """The gradients of micro-batches that were not exchanged, as FSDP2 stores them on this rank. model: that
     `fully_shard` was applied to; drop: whether FSDP2 is to forget them; returns: tensors of whole shape"""
-    states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, '_get_fsdp_state')]
-    of_state = lambda s: getattr(s, '_fsdp_param_groups', None) or [s._fsdp_param_group]
-    params = [p for s in states for g in of_state(s) if g is not None for p in g.fsdp_params]
+    params = [p for g in _fsdp_groups(model) for p in g.fsdp_params]
     attr,whole = 'unsharded_accumulated_grad','_unsharded_param'
     # of 2.15: a property, of the next
     owners = [(p,attr) for p in params if not hasattr(type(p), attr)]
