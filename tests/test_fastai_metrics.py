@@ -7,6 +7,7 @@ from fastai import learner as fastai_learner
 from fastai import metrics as fm
 from fastai.data.core import DataLoaders, TfmdDL
 from fastai.learner import AvgMetric, Learner, Metric, ValueMetric
+from fastai.losses import CrossEntropyLossFlat
 from fastai.optimizer import SGD
 from sklearn.metrics import f1_score
 from torch import nn
@@ -188,6 +189,16 @@ def few(W, rank, path):
 def test_ranks_without_a_batch(Ws, found):
     same(few, found=found, W=Ws, tol=1e-6, lines=['5 `ValueMetric`; 1, 2 or 3 samples in all: ranks without a batch'])
 
+def sums(W, rank, path):
+    learn = make(W, rank, bs=24, n_valid=48, loss=CrossEntropyLossFlat(reduction='sum'), metrics=[])
+    with ctx(learn, W): learn.fit(1, lr=0.)
+    return floats(learn.recorder.values[-1])
+
+@on_1_and_2
+def test_a_loss_that_is_a_sum(Ws, found):
+    "Its validation batches are half as large on two ranks, which its number does not show"
+    same(sums, found=found, W=Ws, tol=1e-6)
+
 # --- predictions ------------------------------------------------------------------------------------------------------------
 
 def in_files(folder): return {o.name: torch.load(o, weights_only=False) for o in sorted(folder.iterdir(), key=lambda o: int(o.name))}
@@ -264,4 +275,4 @@ def test_what_is_in_order_is_not_copied(found):
     "All ranks map one result, which a copy would multiply"
     assert found(reordered, 2)==[[11]]*2
 
-slow,found = asking(every_metric),asking(unsupported, few, options, on_rank_0_only, reordered)
+slow,found = asking(every_metric),asking(unsupported, few, sums, options, on_rank_0_only, reordered)

@@ -137,7 +137,8 @@ def differs(a, b):
 def even(**kw): return case(**{**dict(n=31, bs=12), **kw}) # a batch size that 1 to 4 ranks divide, and a last batch that they do not
 def acc(n): return lambda W: GradientAccumulation(n//W)
 
-same = dict(sgd=even(opt=sgd), adamw=even(), one_cycle=even(cycle=True), few=even(n_valid=1), few_of_blocks=even(model=blocks, n_valid=1, ctx=dict(timeout_s=20)),
+same = dict(sgd=even(opt=sgd), adamw=even(), one_cycle=even(cycle=True), few=even(n_valid=1),
+            few_of_blocks=even(model=blocks, n_valid=1, ctx=dict(timeout_s=20)),
             groups=even(splitter=two_groups, lr=[.01,.05]), lookahead=even(opt=ahead), clip=even(cbs=[lambda W: GradientClip(.5)]),
             clip_value=even(cbs=[lambda W: GradientClip(value=.02)]), frozen=even(model=partly_frozen), tied=even(model=tied),
             accumulation=even(cbs=[acc(24)]), odd=even(cbs=[acc(36)], n=56),

@@ -20,9 +20,9 @@ from ..data.loaders import call_model,to_cpu,to_detach,to_device
 from ..data.rows import as_samples
 from .comparison import few,objects_beside
 from .gather_rows import gather_batches,storage,taking_turns
-from .shares import is_share
+from .shares import is_share,step_rows
 from ..learner.learner import get_model
-from ..learner.losses import batch_rows,tolerance,weighted
+from ..learner.losses import batch_rows,loss_over,probe_loss,tolerance,weighted
 from ..learner.metrics import Batches,Rows,Sums,reductions
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c018
@@ -32,6 +32,7 @@ class Evaluation:
         self.engine,self.learn,self.adapter = engine,engine.learn,engine.adapter
         # batches of this rank; whether a callback has cancelled the loop
         self.n_begun,self.stopped = 0,False
+        self.adds_up = None # whether the loss is a sum
         self.lists = None # (object, attribute, the number of each entry)
         # for metrics whose reduction is `Batches`, and the names of what they read of the learner
         self.batches,self.of_batch = {},()
@@ -49,9 +50,20 @@ class Evaluation:
 
     def end_batch(self):
         "After each batch, before the metrics accumulate it"
+        self._rescale()
         if not is_share(self.learn.dl) or not self.adapter.counts(): return
         if self.lists is None: self._look()
         if self.batches is not None: self._keep()
+
+    def _rescale(self):
+        """Let a loss that is a sum be one over as many samples as a step of training has, whatever the size of a batch:
+        so both have one scale, at any number of ranks"""
+        learn = self.learn
+        if learn.training or learn.loss is None or not learn.yb: return
+        kind,n = loss_over(learn).kind,step_rows(learn.dls.train)
+        # before the first fit nobody has looked at it
+        if self.adds_up is None: self.adds_up = (probe_loss(learn) if kind=='unknown' else kind)=='sum'
+        if self.adds_up and n: learn.loss = learn.loss*(n/batch_rows(learn))
 
     def number(self, i)->int:
         "The number of this rank's batch `i` among those of all ranks"
