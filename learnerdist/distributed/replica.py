@@ -186,16 +186,25 @@ def check_ddp_options(kw):
     known = f"{', '.join(_of_ours)}, and DDP's {', '.join(ddp_options)}"
     raise ValueError(f"distrib_ctx got {', '.join(bad)}{hint}; it takes {known}")
 
+# DDP's options that take an object: its class, and what to give
+_objects = dict(
+    mixed_precision=('_MixedPrecision', 'an object of torch.nn.parallel.distributed._MixedPrecision, or use learn.to_bf16()'),
+    delay_all_reduce_named_params=('list', 'a list of (name, parameter)'),
+    param_to_hook_all_reduce=('Parameter', 'a parameter'), bucket_cap_mb_list=('list', 'a list of sizes in MiB'))
+
 def check_options(opts):
     "Raise ValueError for an option that is unknown or has no meaning"
     ddp_kw = opts.ddp_kw
     check_ddp_options(ddp_kw)
     flags = {k: getattr(opts, k) for k in ('sync_bn','split_batches','sample_seeds')}
     flags |= {k: v for k,v in ddp_kw.items() if isinstance(_ddp_args[k].default, bool)}
+    flags |= {k: ddp_kw[k] for k in ('broadcast_buffers',sync_buffers) if ddp_kw.get(k) is not None}
+    for k,(kind,what) in _objects.items():
+        need(type(ddp_kw.get(k)).__name__ in (kind,'NoneType'), f'give {what}', **{k: ddp_kw.get(k)})
     bad = [f'{k}={v!r}' for k,v in flags.items() if v not in (True,False)]
     need(not bad, f"{', '.join(bad)}: give True or False")
     def check(name, v, kinds, least, what):
-        known = v is None or isinstance(v, kinds) and not isinstance(v, bool) and least<v<math.inf
+        known = v is None or isinstance(v, kinds) and not isinstance(v, bool) and least<v<2**62
         need(known, f'give {what}', **{name: v})
     check('seed', opts.seed, int, -math.inf, 'a whole number, or None to draw one')
     check('check_every', opts.check_every, int, 0, 'a number of steps, from 1 up')
