@@ -1,5 +1,6 @@
 "Every metric of fastai's, a user's own, and every option of get_preds: what ranks report is what one process reports"
 import re, warnings
+from types import SimpleNamespace
 import pytest
 pytest.importorskip('fastai')
 import torch
@@ -9,12 +10,14 @@ from fastai.data.core import DataLoaders, TfmdDL
 from fastai.learner import AvgMetric, Learner, Metric, ValueMetric
 from fastai.losses import CrossEntropyLossFlat
 from fastai.optimizer import SGD
+from fastai.torch_core import TensorBase
 from sklearn.metrics import f1_score
 from torch import nn
 from torch.nn import functional as F
 from test_fastai import accuracy, asking, close, ctx, floats, items, make, on_1_and_2, per_rank, same, state
 from test_fastai_callbacks import quiet
 from learnerdist.core.env import group_rank
+from learnerdist.distributed.engine import total_losses
 from learnerdist.fastai import *
 from fastai_lines import shows
 
@@ -198,6 +201,11 @@ def sums(W, rank, path):
 def test_a_loss_that_is_a_sum(Ws, found):
     "Its validation batches are half as large on two ranks, which its number does not show"
     same(sums, found=found, W=Ws, tol=1e-6)
+
+def test_totals_of_a_class_of_fastais():
+    "Whose `new_ones` takes a shape as one argument, and a second one as a dtype"
+    totals,learn = torch.tensor([[6.,3.,1.],[4.,2.,1.]], dtype=F64),SimpleNamespace(loss_func=nn.MSELoss())
+    assert total_losses(learn, TensorBase(totals), 3).tolist()==totals.tolist()
 
 # --- predictions ------------------------------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ def total_losses(learn, totals:Tensor, n:int)->Tensor:
     adds_up = loss_over(learn).kind=='sum'
     if adds_up: totals[:,0] = unweighted(totals[:,0], totals[:,1])
     # 1: this rank has recorded the step
-    own = torch.cat([totals, totals.new_ones(len(totals), 1)], 1)
+    own = torch.cat([totals, totals.new_ones((len(totals),1))], 1)
     totals = all_sum(torch.cat([own, own.new_zeros(max(n-len(own), 0), own.shape[1])])[:n])
     if adds_up: totals[:,0] *= totals[:,1]
     return totals[totals[:,-1]>0,:-1]
