@@ -29,6 +29,7 @@ abort_group: torch.distributed.distributed_c10d _abort_process_group: the way ou
 set_pg_timeout: torch.distributed.distributed_c10d _set_pg_timeout: `timeout_s` in an open group, before torch 2.9
 default_store: torch.distributed.distributed_c10d _get_default_store: the store of a group that the script opened
 grad_hooks: torch Tensor._backward_hooks: hooks of gradients, as a cause in `verify`
+check_reduced: torch.nn.parallel DistributedDataParallel._check_reducer_finalized: an error: unused in a later step
 ignored: torch.nn.parallel DistributedDataParallel()._ddp_params_and_buffers_to_ignore: empty weights
 dropout: torch.nn.modules.dropout _DropoutNd: dropout of unknown kinds, in `verify`
 pytree: torch.utils _pytree: batches and predictions of registered classes
@@ -92,6 +93,8 @@ Dropout = find('dropout') # for isinstance
 # number of batches
 grad_hooks,ignored_by_ddp = '_backward_hooks','_ddp_params_and_buffers_to_ignore'
 update_count = '_update_count'
+# of a DDP's reducer, a method: RuntimeError after a backward pass if a bucket still waits for a gradient
+check_reduced = '_check_reducer_finalized'
 
 def metric_state(metric)->dict:
     "From each state attribute to the function by which torchmetrics reduces it over ranks; empty if it is not known"

@@ -507,8 +507,8 @@ class Batches(Steering):
 
     def check_batch(self):
         "Before its forward pass, after other callbacks: the self-check, once a fit. Sync point then"
-        if self.loop.evaluation: self.loop.evaluation.check_state()
-        learn,check = self.learn,self.self_check
+        learn,check,found = self.learn,self.self_check,self.loop.evaluation
+        if found and found.n_begun<3: found.check_state()
         if check.due and learn.training and learn.yb and self.links: check(cancelled=self.loop.batch.dropped)
 
     def note_loss(self):

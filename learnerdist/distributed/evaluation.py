@@ -32,7 +32,7 @@ class Evaluation:
         self.engine,self.learn,self.adapter = engine,engine.learn,engine.adapter
         # batches of this rank; whether a callback has cancelled the loop
         self.n_begun,self.stopped = 0,False
-        self.adds_up = None # whether the loss is a sum
+        self.n_step = None # samples of a step, if the loss is a sum, else 0
         self.lists = None # (object, attribute, the number of each entry)
         # for metrics whose reduction is `Batches`, and the names of what they read of the learner
         self.batches,self.of_batch = {},()
@@ -50,7 +50,7 @@ class Evaluation:
 
     def end_batch(self):
         "After each batch, before the metrics accumulate it"
-        self._rescale()
+        if self.n_step!=0: self._rescale()
         if not is_share(self.learn.dl) or not self.adapter.counts(): return
         if self.lists is None: self._look()
         if self.batches is not None: self._keep()
@@ -60,10 +60,11 @@ class Evaluation:
         so both have one scale, at any number of ranks"""
         learn = self.learn
         if learn.training or learn.loss is None or not learn.yb: return
-        kind,n = loss_over(learn).kind,step_rows(learn.dls.train)
-        # before the first fit nobody has looked at it
-        if self.adds_up is None: self.adds_up = (probe_loss(learn) if kind=='unknown' else kind)=='sum'
-        if self.adds_up and n: learn.loss = learn.loss*(n/batch_rows(learn))
+        if self.n_step is None:
+            kind = loss_over(learn).kind
+            if kind=='unknown': kind = probe_loss(learn) # before the first fit nobody has looked at it
+            self.n_step = step_rows(learn.dls.train) or 0 if kind=='sum' else 0
+        if self.n_step: learn.loss = learn.loss*(self.n_step/batch_rows(learn))
 
     def number(self, i)->int:
         "The number of this rank's batch `i` among those of all ranks"

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks,powerSGD_h
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.collectives import all_sum
-from ..core.compat import ignored_by_ddp,sync_buffers
+from ..core.compat import check_reduced,ignored_by_ddp,sync_buffers
 from ..core.env import current_group,group_size
 from ..core.stacks import need
 from .batchnorm import Synced,stats,sync_batchnorm
@@ -359,6 +359,7 @@ class Replica:
         with _without_empty(self.model):
             kw = dict(self.kw, device_ids=ids, process_group=current_group())
             self.ddp = DistributedDataParallel(self.model, **kw)
+        self.check_reduced = getattr(self.ddp.reducer, check_reduced, int) # an older torch has none
         if self.comm_hook: self.comm_hook(self.ddp, self.links)
         self.exchange(self._sync)
 
@@ -431,12 +432,14 @@ class Replica:
         self.frozen = []
         for p,on in zip(self.params, self.trained[0]):
             if on and not p.requires_grad: p.grad = None # frozen after the forward pass, as in one process
-        if self.ddp is None or self.checked: return
-        # in the next forward pass DDP exchanges the order of gradients
-        self.checked = self.regroups = True
+        if self.ddp is None: return
+        is_first,self.checked = not self.checked,True
+        if is_first: self.regroups = True # in the next forward pass DDP exchanges the order of gradients
         if self.ddp.find_unused_parameters or self.ddp.static_graph: return
-        if idle := without_gradient(self.model):
-            raise ValueError(f"no gradient for {', '.join(idle)}: {_no_part}")
+        try: self.check_reduced()
+        except RuntimeError: is_first = True # or a gradient did not come, which DDP tells in the next forward pass only
+        if is_first and (idle := without_gradient(self.model)):
+            raise ValueError(f"[unused-parameters] no gradient for {', '.join(idle)}: {_no_part}")
 
 _second = ('learn.wrapper is called again in a batch of which ranks have different numbers of items, which count '
     'alike: multiply its loss by learn.items/learn.global_items')
