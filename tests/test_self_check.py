@@ -9,6 +9,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from helpers import data, net, sgd, size, weights
 from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, all_sum, average_grads, gather_with_grad, get_model,
                              group_rank, process_group, sync_batchnorm)
+from learnerdist.core.env import RankError, shared_store, wait_key
+from learnerdist.core.stacks import frames_of, users_frame
+from learnerdist.distributed import failure
 from learnerdist.distributed.self_check import read_items
 from learnerdist.learner.callback import CancelBatchException
 from learnerdist.learner.losses import follows, n_elements
@@ -563,6 +566,27 @@ def test_what_rank_0_alone_calls_is_named_on_all_ranks():
     with pytest.raises(RanksError) as e: run_ranks(validates_alone, 2)
     for f in e.value.errors.values():
         assert 'RanksDiverged' in str(f) and 'rank 0 is at the start of a validation loop' in str(f) and 'in after_batch' in str(f)
+
+def leaves_alone():
+    "What the rank reads that is left, and its line in the report"
+    find = failure.first_failure
+    failure.first_failure = lambda key, timeout_s=0: find(key) # nobody has failed, of which it would wait to hear
+    failure._after_rank0 = lambda key: wait_key(shared_store(), 'read', 60)
+    learn = learner()
+    learn.dls = DataLoaders(learn.dls.train, TfmdDL(data(), size()))
+    try:
+        with learn.distrib_ctx(seed=3):
+            if group_rank()==0: learn.validate()
+    except RankError as e:
+        shared_store().set('read', '')
+        return str(e),str(users_frame(frames_of(e)))
+
+def test_what_a_rank_waits_in_is_named_with_its_line():
+    "Not the line of `with`, on which the other one stands that has left"
+    message,at = run_ranks(leaves_alone, 2)[0]
+    left,_,waits = message.partition('), and this rank waits for it')
+    assert left.startswith('rank 1 has left the context (') and left.endswith('in leaves_alone: with learn.distrib_ctx(seed=3):') and waits
+    assert at.endswith('in leaves_alone: if group_rank()==0: learn.validate()')
 
 def cancels(p, t):
     if group_rank()==1: raise CancelBatchException

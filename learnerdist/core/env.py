@@ -150,7 +150,7 @@ class RankError(RuntimeError):
     def __reduce__(self): return type(self),(self.rank,self.kind,self.message,self.trace)
 
 def _how(kind, message):
-    if kind=='exit': return message + _absent*message.endswith((' status 0',' the context'))
+    if kind=='exit': return message + _absent*(message.endswith(' status 0') or ' the context' in message)
     if kind=='Preempted' or (kind,message)==('SystemExit','75'):
         return f'left with status {preempted_status}, to go on later'
     return 'left by sys.exit(0)' if (kind,message) in _well else f'failed with {kind}: {message}'
