@@ -5,6 +5,7 @@ from torch.nn.parallel import DistributedDataParallel
 from scenes import bn, make, picture
 from learnerdist.all import Callback, Checkpoint, EMA, group_size, process_group
 from learnerdist.launch.cli import get_parser
+from learnerdist.launch.processes import RankObject
 from learnerdist.plan import plan
 from learnerdist.testing import run_ranks
 
@@ -50,6 +51,7 @@ def test_unknown_option(bad):
     (lambda v: EMA(evaluate=v), 'no', "evaluate='no': give True or False"), (Checkpoint, 5, 'path=5: give a folder, or an address'),
     (lambda v: Checkpoint('run', background=v), 'no', "background='no': give True or False"),
     (lambda v: make(picture()).fit(1, cbs=v), [EMA(.9),EMA(.99)], '2 EMAs in one fit, of which learn.ema is the last: give it one'),
+    (lambda v: getattr(RankObject(1, 2), v), 'recorder', 'recorder: the object is on the ranks.*r.run(lambda o: o.recorder, …)'),
     (lambda v: plan(lambda: 0, v), 0, 'n=0: give a number of ranks from 1 up'), *[
     (lambda v: make(picture()).to_distributed(**v), {k: v}, f'{k}={v!r}: {what}') for k,v,what in (
         ('global_bs', 10**20, 'give the number of samples in a step'),
@@ -58,7 +60,7 @@ def test_unknown_option(bad):
         ('broadcast_buffers', 'no', 'give True or False'))]])
 def test_a_wrong_value_is_named_with_its_remedy(f, arg, message):
     "In one process, too, where some have no effect: they would end a run on several, or do something else than they say"
-    with pytest.raises(ValueError, match=message.replace('(', r'\(').replace(')', r'\)')): f(arg)
+    with pytest.raises((ValueError,AttributeError), match=message.replace('(', r'\(').replace(')', r'\)')): f(arg)
 
 @pytest.mark.parametrize('option,message', [('--plan','whole number from 1 up$'),('--nproc',"whole number from 1 up, or 'auto'$")])
 def test_a_wrong_count_of_the_command(option, message, capsys):

@@ -502,7 +502,7 @@ def test_other_models_on_other_ranks():
 
 def all_codes():
     files = Path(__file__).parent.parent.glob('learnerdist/**/*.py')
-    return {o for f in files for o in re.findall(r"""['"]\[([a-z]+(?:-[a-z]+)+)\]|(?:findings|note|warn)\('([a-z-]+)'""", f.read_text())}
+    return {o for f in files for o in re.findall(r"""['"]\[([a-z]+(?:-[a-z]+)+)\]|(?:findings|note|warn|coded)\('([a-z-]+)'""", f.read_text())}
 
 def test_each_code_has_an_entry():
     docs = (Path(__file__).parent.parent/'docs'/'messages.md').read_text()

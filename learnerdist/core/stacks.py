@@ -57,10 +57,14 @@ def need(ok, remedy:str, **given):
     shown = ', '.join(f'{k}={v!r}' for k,v in given.items())
     raise ValueError(f'{shown}: {remedy}' if given else remedy)
 
+def coded(code:str, message:str)->str:
+    "A message with its code, and where that is explained"
+    return f'[{code}] {message} (docs/messages.md#{code})'
+
 def warn(code:str, message:str):
     "A warning at the line of the user's code that has led here, in place of ours. code: its entry in docs/messages.md"
     found = (i for i,o in enumerate(frames_of_caller(), 1) if not in_library(o.file))
-    warnings.warn(f'[{code}] {message}', stacklevel=next(found, 2))
+    warnings.warn(coded(code, message), stacklevel=next(found, 2))
 
 def in_library(file:str)->bool:
     "Whether a file belongs to Python, to an installed package, or to learnerdist. file: path of a source file"

@@ -21,7 +21,7 @@ from ..core.collectives import broadcast_object,gather_objects
 from ..core.compat import BatchNorm,tree_leaves
 from ..core.env import group_rank
 from ..core.shards import groups_of,is_part
-from ..core.stacks import need,warn
+from ..core.stacks import coded,need,warn
 from ..data.loaders import batch_shape,data_len
 from ..data.rows import as_ints
 from ..learner.learner import get_model
@@ -117,7 +117,7 @@ class Findings:
         "Warn on rank 0, or raise ValueError on all ranks; of what `once` names, a single time"
         if once is not None and (code,once) in self.reported: return
         self.reported.add((code,once))
-        if self.mode=='error': raise ValueError(f'[{code}] {text}')
+        if self.mode=='error': raise ValueError(coded(code, text))
         self.note(code, text)
 
     def note(self, code, text):
@@ -135,7 +135,7 @@ def same_data(dls:list, findings):
     if not found: return
     text = (f'the ranks have different data: {tell_unequal(found)}; is a split or a vocabulary drawn without a seed, '
             'or made from a set? Make it alike on all ranks')
-    if any(k.startswith('len(') for k in found): raise ValueError(f'[different-data] {text}')
+    if any(k.startswith('len(') for k in found): raise ValueError(coded('different-data', text))
     findings('different-data', f'{text}, or use distrib_ctx(checks=False) if this is intended')
 
 def settings(learn, shares:list)->dict:
@@ -187,7 +187,7 @@ def same_fit(learn, shares:list):
     _compare_callbacks(cbs)
     found = tell_unequal(unequal(named))
     remedy = 'Give the same on all; what is drawn, as by the sampler of a sweep, needs a seed'
-    if found: raise ValueError(f'[different-settings] the ranks train differently: {found}. {remedy}')
+    if found: raise ValueError(coded('different-settings', f'the ranks train differently: {found}. {remedy}'))
 
 def _compare_structures(every):
     for r,own in enumerate(every[1:], 1):
@@ -204,7 +204,7 @@ def _compare_callbacks(every): # a rank may have some that others lack, as one t
 
 def _unlike(a, b, rank, other=0):
     found = f'{a} on rank {other}, {b} on rank {rank}'
-    return ValueError(f'[different-models] {found}: build the same model, loss and callbacks on all ranks')
+    return ValueError(coded('different-models', f'{found}: build the same model, loss and callbacks on all ranks'))
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp05
 def objects_beside(learn)->dict:
@@ -261,8 +261,8 @@ def compare_weights(learn, n_steps:int, findings):
     others = tensors_beside(learn, not own) if findings.mode else {}
     found = differences({**others, **compared(learn.model, own)})
     bad = next((k for k,_ in learn.model.named_parameters() if k in found), None)
-    if bad: raise RuntimeError(f'[weights-differ] after {n_steps} steps of this epoch {bad} differs between rank 0 and '
-                               f'{found[bad]}: {_changed_alone}')
+    at = f'after {n_steps} steps of this epoch {bad} differs between rank 0 and'
+    if bad: raise RuntimeError(coded('weights-differ', f'{at} {found[bad]}: {_changed_alone}'))
     new = [k for k in found if k not in findings.reported]
     findings.reported.update(new)
     if new: findings('ranks-differ', f'{few(new)}: each rank has computed this {_own_batches}')

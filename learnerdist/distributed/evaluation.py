@@ -15,6 +15,7 @@ from torch import Tensor,nn
 from ..core.collectives import gather_objects,reduce_sums
 from ..core.compat import metric_state,tree_leaves,version
 from ..core.env import group_rank
+from ..core.stacks import coded
 from ..core.random import undoing,untouched
 from ..data.loaders import call_model,to_cpu,to_detach,to_device
 from ..data.rows import as_samples
@@ -116,7 +117,7 @@ class Evaluation:
         dl,known = self.learn.dl,self._by_batch()
         own = self.n_begun,dl.dealer.n_read if known else None,self.stopped,self.carried,listing_metrics(self.learn)
         ns,totals,stopped,names,metrics = zip(*gather_objects(own))
-        if names := [*dict.fromkeys(chain(*names))]: raise ValueError(_carries.format(few(names)))
+        if names := [*dict.fromkeys(chain(*names))]: raise ValueError(coded('carries-state', _carries.format(few(names))))
         check_lists(metrics)
         if any(stopped) or not known or {*totals}=={sum(ns)}: return
         seen,found = [', '.join(map(str, o)) for o in (ns, totals)]
@@ -156,7 +157,7 @@ class Evaluation:
                     for m in mets: m.accumulate(self.learn)
 
 _of_batch = 'xb','yb','pred','loss'
-_carries = ('[carries-state] in evaluation the model carries {} from one batch to the next, and the next batch is that of '
+_carries = ('in evaluation the model carries {} from one batch to the next, and the next batch is that of '
             'another rank. Reset it before each batch, or call validate and get_preds after the context: then each rank reads '
             'all batches')
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.collectives import all_sum
 from ..core.compat import check_reduced,ignored_by_ddp,sync_buffers
 from ..core.env import current_group,group_size
-from ..core.stacks import need
+from ..core.stacks import coded,need
 from .batchnorm import Synced,stats,sync_batchnorm
 from .comparison import few
 from .vote_links import Place,SocketLinks,nameless
@@ -439,7 +439,7 @@ class Replica:
         try: self.check_reduced()
         except RuntimeError: is_first = True # or a gradient did not come, which DDP tells in the next forward pass only
         if is_first and (idle := without_gradient(self.model)):
-            raise ValueError(f"[unused-parameters] no gradient for {', '.join(idle)}: {_no_part}")
+            raise ValueError(coded('unused-parameters', f"no gradient for {', '.join(idle)}: {_no_part}"))
 
 _second = ('learn.wrapper is called again in a batch of which ranks have different numbers of items, which count '
     'alike: multiply its loss by learn.items/learn.global_items')
