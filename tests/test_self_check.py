@@ -10,7 +10,7 @@ from helpers import data, net, sgd, size, weights
 from learnerdist.all import (Callback, DataLoaders, Learner, TfmdDL, all_sum, average_grads, gather_with_grad, get_model,
                              group_rank, process_group, sync_batchnorm)
 from learnerdist.core.env import RankError, shared_store, wait_key
-from learnerdist.core.stacks import frames_of, users_frame
+from learnerdist.core.stacks import coded, frames_of, users_frame
 from learnerdist.distributed import failure
 from learnerdist.distributed.self_check import read_items
 from learnerdist.learner.callback import CancelBatchException
@@ -501,15 +501,17 @@ def test_other_models_on_other_ranks():
         for o,want in zip(got, others.values()): assert o.startswith('ValueError: [different-models]') and want in o, o
 
 def all_codes():
-    files = Path(__file__).parent.parent.glob('learnerdist/**/*.py')
-    return {o for f in files for o in re.findall(r"""['"]\[([a-z]+(?:-[a-z]+)+)\]|(?:findings|note|warn|coded)\('([a-z-]+)'""", f.read_text())}
+    texts = [o.read_text() for o in Path(__file__).parent.parent.glob('learnerdist/**/*.py')]
+    assert not [o for o in texts if re.search(r"""['"]\[[a-z]+(?:-[a-z]+)+\]""", o)] # but through `coded`, which names the page
+    return {o for s in texts for o in re.findall(r"(?:findings|note|warn|coded)\('([a-z-]+)'", s)}
 
 def test_each_code_has_an_entry():
+    assert coded('no-context', 'Text') == '[no-context] Text (docs/messages.md#no-context)'
     docs = (Path(__file__).parent.parent/'docs'/'messages.md').read_text()
     *entries,others = re.split(r'^## ', docs, flags=re.M)[1:]
     rows = re.findall(r'^\| `(.*?)` \| .+ \| .+ \|$', others, flags=re.M)
     found = [re.match(r'`(.*)`', o).group(1) for o in entries]+rows
-    assert {a or b for a,b in all_codes()}=={*found} and len({*found})==len(found)
+    assert all_codes()=={*found} and len({*found})==len(found)
     for o in entries: assert all(f'**{k}.**' in o for k in ('Cause','Example','Remedy')), o[:40]
 
 def test_what_a_loss_follows_from():
