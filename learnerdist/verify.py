@@ -6,7 +6,7 @@
 __all__ = ['Difference', 'Verdict', 'NoRun', 'verify', 'main']
 
 # %% ../nbs/02_verify.ipynb #8aa1d3d0
-import argparse,io,math,os,pickle,random,re,subprocess,sys,tempfile,warnings
+import argparse,io,math,os,pickle,re,subprocess,sys,tempfile,warnings
 from contextlib import contextmanager,redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from fastcore.basics import listify,store_attr
 from torch import Tensor,nn
 
-from .core.compat import BatchNorm,Dropout,grad_hooks,tree_leaves,tree_map
+from .core.compat import BatchNorm,Dropout,tree_leaves,tree_map
 from .core.env import group_rank
 from .core.random import rng_state,set_rng_state,shared_rng
 from .core.shards import whole
@@ -89,29 +89,16 @@ def trained(learn)->dict:
     others = [p for g in learn.opt.param_groups for p in g['params'] if id(p) not in known]
     return res | {f'opt[{i}]': p for i,p in enumerate(others)}
 
-def _attributes(learn):
-    "By name, what callbacks of the script and the loss have"
-    cbs = [cb for cb in learn.cbs if not type(cb).__module__.startswith(('learnerdist.','fastai.'))]
-    owners = [*((cb.name,cb) for cb in cbs),('loss_func',learn.loss_func)]
-    return {f'{k}.{name}': v for k,o in owners for name,v in getattr(o, '__dict__', {}).items()}
-
 def kept(learn)->dict:
-    "By name, sketches of tensors that callbacks of the script and the loss keep"
+    "By name, sketches of tensors that callbacks of the script, the loss and layers keep"
     def is_array(v): return type(v).__name__=='ndarray' and v.dtype.kind in 'biuf'
-    found = {k: v for k,v in _attributes(learn).items() if isinstance(v, Tensor) or is_array(v)}
+    owners = {cb.name: cb for cb in learn.cbs if not type(cb).__module__.startswith(('learnerdist.','fastai.'))}
+    owners |= dict(get_model(learn.model).named_modules(prefix='model'), loss_func=learn.loss_func)
+    found = {}
+    for k,o in owners.items():
+        own = getattr(o, '__dict__', {}).items()
+        found |= {f'{k}.{name}': v for name,v in own if isinstance(v, Tensor) or is_array(v)}
     return _sketches({k: torch.as_tensor(v) for k,v in found.items()})
-
-def generators(learn)->dict:
-    "By name, the states of random generators that layers of the model, callbacks and the loss have of their own"
-    layers = get_model(learn.model).named_modules()
-    found = {f'model.{k}.{name}'.replace('..', '.'): v for k,m in layers for name,v in vars(m).items()}
-    states = {k: _state(v) for k,v in (found|_attributes(learn)).items()}
-    return {k: o for k,o in states.items() if o is not None}
-
-def _state(o):
-    if isinstance(o, torch.Generator): return tensor_hash(o.get_state()).item()
-    if isinstance(o, random.Random): return o.getstate()
-    return str(o.bit_generator.state) if hasattr(type(o), 'bit_generator') else None
 
 def silence(model)->list:
     "Set the dropout of all layers of `model` to 0; returns the names of these layers"
@@ -130,15 +117,12 @@ class FitRecord(Callback):
     order = 10**10
     def __init__(self, dtype=None):
         self.dtype = _casts.get(dtype)
-        lists = {k: [] for k in ('steps','in_place','hooks','by_hand','generators')}
-        self.rec = dict(lists, start={}, draws=False, adds=False, edits=False)
+        self.rec = dict(steps=[], by_hand=[], start={}, draws=False, edits=False)
         self.rows,self.shapes,self.n_batches = [],[],0
 
     def before_batch(self):
         if not self.training: return
-        params = trained(self.learn)
-        self.hashes,self.own = _hashes(params),generators(self.learn)
-        self.rec['start'] = self.rec['start'] or _sketches(params)
+        self.rec['start'] = self.rec['start'] or _sketches(trained(self.learn))
         self.rec['edits'] |= _ids(self.learn)!=self.loaded
 
     def cast(self):
@@ -151,25 +135,14 @@ class FitRecord(Callback):
     def _cast(self, o): return o.to(self.dtype) if isinstance(o, Tensor) and o.is_floating_point() else o
 
     def after_loss(self):
-        learn,rec = self.learn,self.rec
-        if not learn.training or not learn.yb: return
-        params = trained(learn)
-        self._add_changed('in_place', self.hashes, _hashes(params))
-        self._add_changed('generators', self.own, generators(learn))
-        rec['draws'] |= _streams()!=self.drawn
-        rec['adds'] |= learn.loss_grad.sum().item()!=learn.loss.sum().item()
-        rec['hooks'] = [k for k,p in params.items() if getattr(p, grad_hooks, None)]
-
-    def _add_changed(self, what, before, after):
-        changed = [k for k,v in after.items() if before.get(k, v)!=v]
-        self.rec[what] = [*dict.fromkeys([*self.rec[what],*changed])]
+        if self.learn.training and self.learn.yb: self.rec['draws'] |= _streams()!=self.drawn
 
     def after_step(self):
         "Record a step of the optimizer: its samples, gradients, weights and buffers"
         if not self.training: return
         params,model = trained(self.learn),get_model(self.learn.model)
         grads = {k: p.grad for k,p in params.items() if p.grad is not None}
-        self._add_changed('by_hand', self.averaged, _hashes(grads))
+        self.rec['by_hand'] += [k for k,v in _hashes(grads).items() if self.averaged.get(k, v)!=v]
         found = dict(gradients=grads, weights=params, buffers=dict(model.named_buffers()))
         sketches = {k: _sketches(v) for k,v in found.items()}
         self.rec['steps'].append(dict(sketches, rows=self.rows, batch=self.n_batches, shapes=self.shapes))
@@ -197,7 +170,7 @@ def _numbers_of(recorder):
     def plain(os): return [None if o is None else float(o) for o in os]
     names = [o for o in recorder.metric_names if o not in ('epoch','time')]
     epochs = [*map(plain, recorder.values)]
-    return dict(losses=plain(recorder.losses), lrs=plain(recorder.lrs), epochs=epochs, names=names)
+    return dict(losses=plain(recorder.losses), epochs=epochs, names=names)
 
 def _predictions(learn):
     "A sketch of predictions and targets"
@@ -432,9 +405,6 @@ class Case:
     def step(self, rec, kind):
         "What a record has of the step of the first difference"
         return rec['steps'][self.d.step][kind] if self.d.step<len(rec['steps']) else {}
-    def any(self, kind):
-        "What any process has recorded"
-        return few(sorted({k for o in self.all for k in o[kind]}))
     def unlike(self, kind):
         "Names of what is another one on another process"
         return _parts(self.one[kind], [o[kind] for o in self.all if self.one[kind].keys()==o[kind].keys()])
@@ -465,12 +435,6 @@ def _rounds(c):
     grads = c.step(c.alone, 'gradients') if c.d.kind=='weights' else {}
     return c.d.name in grads and grads[c.d.name].norm()<_floor(grads, c.alone) and c.d.name
 
-def _times(c):
-    "W, if the gradients are W times those of one process"
-    W,own = len(c.ranks),c.step(c.one, 'gradients')
-    times = {k: o*W for k,o in c.step(c.alone, 'gradients').items()}
-    return own and not _parts(times, [own], _floor(own, c.alone)) and str(W)
-
 # %% ../nbs/02_verify.ipynb #56956c98
 # What is likely, and a test of a `Case`; the likeliest first. What a test returns, if it is a text, fills in the braces
 causes = {
@@ -479,14 +443,8 @@ causes = {
     'the {}: seed what the script draws (splits, samples), and sort what comes from a set': _other_data,
     '{}: other weights before the first step: a callback makes them from the samples of its rank': _starts_otherwise,
     '{}: trained, but not exchanged (outside of the model, or added after the fit began)': _not_exchanged,
-    '{}: changed in place by the forward pass, for the samples of a rank (Embedding(max_norm=…))':
-        lambda c: c.any('in_place'),
     'random draws differ by rank: a batch is another one each time it is read (batch_tfms, a collate_fn). What the '
     'data set and item_tfms draw is the same on all ranks': lambda c: c.dealt!=c.want and not c.is_steady,
-    'samples do not divide among the ranks: {} are repeated, and count twice (see drop_last=True)':
-        lambda c: 0<(n := len(c.dealt)-len(c.want))<len(c.ranks) and str(n),
-    '{}: a generator of its own, which draws the same numbers on each rank; draw from torch\'s':
-        lambda c: c.any('generators'),
     'random draws differ by rank: a layer or a callback draws (dropout, MixUp; see --no-dropout)':
         lambda c: any(o['draws'] for o in c.all),
     'the batches have other shapes ({}), as of padded texts: mask padding, or pad to one length': _shapes,
@@ -495,8 +453,7 @@ causes = {
     'BatchNorm is not synchronised: {} uses the statistics of each rank\'s own samples (sync_bn=False?)':
         lambda c: few(c.one['plain_bn']),
     'gradients of {}: averaged or added up by hand, while DDP has averaged them already, by items':
-        lambda c: few([k for k in c.one['by_hand'] if k not in c.alone['by_hand']]),
-    'gradients are {} times those of one process: added up, or a loss times the number of processes': _times,
+        lambda c: few(sorted({*c.one['by_hand']}-{*c.alone['by_hand']})),
     '{}: of a module beside the model, from each rank\'s samples; see average_grads and sync_batchnorm':
         lambda c: c.unlike('beside'),
     'rounding: a tensor of the script, such as class weights, stays float32. Cast it (`.to(pred)`), or take '
@@ -506,17 +463,11 @@ causes = {
     'the loss is a sum over samples, not a mean': lambda c: c.one['loss']=='sum',
     'a prediction depends on which samples share the batch: let the model see gather_with_grad(x)':
         lambda c: c.d.kind!='buffers' and c.says('mixes-samples'),
-    'a hook changes the gradient of {}, before the mean over ranks; do it in before_step':
-        lambda c: few(c.one['hooks']),
-    'a callback changes loss_grad: what it adds from a rank\'s samples is no mean over samples':
-        lambda c: c.alone['adds'] and c.d.kind=='gradients',
     'a callback changes the batches: what it mixes among samples (MixUp, CutMix) it mixes among those of a rank':
         lambda c: c.alone['edits'] and c.d.kind!='predictions',
     '{}: a module computes this buffer from each rank\'s samples':
         lambda c: c.d.kind=='buffers' and c.d.name.rpartition('.')[0] not in c.alone['bn'] and c.d.name,
-    '{}: the script computes it from each rank\'s samples': lambda c: c.unlike('kept'),
-    'the learning rates are other ones: a schedule that counts the batches of one process':
-        lambda c: c.alone['lrs'][:c.d.step+1]!=c.one['lrs'][:c.d.step+1],
+    '{}: the script keeps it from one batch to the next, of each rank\'s samples': lambda c: c.unlike('kept'),
     '{}: a metric that reads from the learner what is of a rank\'s batch':
         lambda c: c.d.kind=='metrics' and any(o['epochs']!=c.one['epochs'] for o in c.ranks) and c.d.name,
     'the gradient of {} is zero but for rounding, which the optimizer enlarges: take float64': _rounds,
@@ -553,8 +504,8 @@ def judge(alone, ranks)->Verdict:
     setting = f"{len(ranks)} processes and one, {n} step{'s'*(n!=1)} in {alone['dtype']}"
     return Verdict(first is None, first, likely(first, alone, ranks) if first else [], largest, notes, setting)
 
-_no_step = ('nothing can be compared: in its first fit {} took no step of the optimizer, in {} training batches. Is there '
-            'no data, does a callback cancel each batch, or does n_acc ask for more samples than the fit has? {}')
+_no_step = ('nothing can be compared: in its first fit {} took no step of the optimizer, in {} training batches. Is '
+            'there no data, does a callback cancel each batch, or does n_acc ask for more samples than the fit has? {}')
 
 # %% ../nbs/02_verify.ipynb #a6bb9d2d
 def verify(

@@ -56,7 +56,7 @@ def test_unknown_option(bad):
     (lambda v: make(picture()).to_distributed(**v), {k: v}, f'{k}={v!r}: {what}') for k,v,what in (
         ('global_bs', 10**20, 'give the number of samples in a step'),
         ('mixed_precision', 'bf16', 'give an object of.*use learn.to_bf16()'),
-        ('param_to_hook_all_reduce', 'x', 'give a parameter'), ('delay_all_reduce_named_params', True, 'give a list of'),
+        ('param_to_hook_all_reduce', 'x', 'give an object'), ('delay_all_reduce_named_params', True, 'give an object'),
         ('broadcast_buffers', 'no', 'give True or False'))]])
 def test_a_wrong_value_is_named_with_its_remedy(f, arg, message):
     "In one process, too, where some have no effect: they would end a run on several, or do something else than they say"

@@ -28,7 +28,6 @@ iterator: torch.utils.data DataLoader()._iterator: copies of loaders with persis
 abort_group: torch.distributed.distributed_c10d _abort_process_group: the way out of nccl's waits after a failure
 set_pg_timeout: torch.distributed.distributed_c10d _set_pg_timeout: `timeout_s` in an open group, before torch 2.9
 default_store: torch.distributed.distributed_c10d _get_default_store: the store of a group that the script opened
-grad_hooks: torch Tensor._backward_hooks: hooks of gradients, as a cause in `verify`
 check_reduced: torch.nn.parallel DistributedDataParallel._check_reducer_finalized: an error: unused in a later step
 ignored: torch.nn.parallel DistributedDataParallel()._ddp_params_and_buffers_to_ignore: empty weights
 dropout: torch.nn.modules.dropout _DropoutNd: dropout of unknown kinds, in `verify`
@@ -89,9 +88,9 @@ def set_worker_info(info):
 
 # %% ../../nbs/core/00_compat.ipynb #75c9ed82
 Dropout = find('dropout') # for isinstance
-# Attributes: of a parameter, the functions of `register_hook`; of a model, names for DDP; of a torchmetrics object, its
+# Attributes: of a model, names for DDP; of a torchmetrics object, its
 # number of batches
-grad_hooks,ignored_by_ddp = '_backward_hooks','_ddp_params_and_buffers_to_ignore'
+ignored_by_ddp = '_ddp_params_and_buffers_to_ignore'
 update_count = '_update_count'
 # of a DDP's reducer, a method: RuntimeError after a backward pass if a bucket still waits for a gradient
 check_reduced = '_check_reducer_finalized'

@@ -15,7 +15,7 @@ from torch import Tensor,nn
 from ..core.collectives import gather_objects,reduce_sums
 from ..core.compat import metric_state,tree_leaves,version
 from ..core.env import group_rank
-from ..core.stacks import coded
+from ..core.stacks import coded,need
 from ..core.random import undoing,untouched
 from ..data.loaders import call_model,to_cpu,to_detach,to_device
 from ..data.rows import as_samples
@@ -117,12 +117,13 @@ class Evaluation:
         dl,known = self.learn.dl,self._by_batch()
         own = self.n_begun,dl.dealer.n_read if known else None,self.stopped,self.carried,listing_metrics(self.learn)
         ns,totals,stopped,names,metrics = zip(*gather_objects(own))
-        if names := [*dict.fromkeys(chain(*names))]: raise ValueError(coded('carries-state', _carries.format(few(names))))
+        names = [*dict.fromkeys(chain(*names))]
+        need(not names, coded('carries-state', _carries.format(few(names))))
         check_lists(metrics)
         if any(stopped) or not known or {*totals}=={sum(ns)}: return
         seen,found = [', '.join(map(str, o)) for o in (ns, totals)]
-        raise RuntimeError(f'the ranks have evaluated {seen} batches, {sum(ns)} in all, of a {type(dl.source).__name__} '
-                           f'in which they have counted {found}: it does not read the same on each rank')
+        raise RuntimeError(f'ranks have evaluated {seen} batches, {sum(ns)} in all, of a {type(dl.source).__name__}; '
+                           f'they have counted {found}: it does not read the same on each rank')
 
     def _gather(self, m, red):
         "Replace each list of `red` by what one process would have"
@@ -157,27 +158,27 @@ class Evaluation:
                     for m in mets: m.accumulate(self.learn)
 
 _of_batch = 'xb','yb','pred','loss'
-_carries = ('in evaluation the model carries {} from one batch to the next, and the next batch is that of '
-            'another rank. Reset it before each batch, or call validate and get_preds after the context: then each rank reads '
-            'all batches')
+_carries = ('in evaluation the model carries {} from one batch to the next, which is that of another rank. '
+            'Reset it before each batch, or call validate and get_preds after the context: each rank reads all then')
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #crst02
 def loose_tensors(model)->dict:
-    "By name, the tensors that modules have besides parameters and buffers, each with its version"
+    "By name, the ids and versions of tensors that modules have besides parameters and buffers"
     res = {}
     for name,m in model.named_modules():
-        own = {k: tree_leaves(v) for k,v in vars(m).items() if isinstance(v, (Tensor,list,tuple))}
-        res |= {f'{name}.{k}'.strip('.'): [(t,version(t)) for t in v if isinstance(t, Tensor)] for k,v in own.items()}
+        own = {k: v for k,v in vars(m).items() if isinstance(v, (Tensor,list,tuple))}
+        for k,v in own.items(): res[f'{name}.{k}'.strip('.')] = [(id(t),version(t)) for t in tree_leaves(v)]
     return res
 
 class StateWatch:
     "Whether the model carries something from the batch that comes now to a later one"
-    def __init__(self, model): self.model,self.before,self.undo = model,loose_tensors(model),[*undoing(model)]
+    def __init__(self, model):
+        # the calls hold what there is now, so that no id is used again
+        self.model,self.before,self.undo = model,loose_tensors(model),[*undoing(model)]
     def carried(self, xb:tuple)->list:
         """Before the later one, whose inputs are `xb`: names of new tensors of the model, if its prediction depends on
         them. It is called twice then, and afterwards as it was"""
-        def states(ts): return [(id(t),n) for t,n in ts]
-        new = [k for k,ts in loose_tensors(self.model).items() if states(ts)!=states(self.before.get(k, ()))]
+        new = [k for k,v in loose_tensors(self.model).items() if v!=self.before.get(k)]
         if not new: return []
         preds = []
         for undo in ((), self.undo):
@@ -187,8 +188,8 @@ class StateWatch:
         return new if any(map(_differ, *preds)) else []
 
 def _differ(a, b):
-    if not isinstance(a, Tensor): return False
-    return a.shape!=b.shape or bool((a.double()-b.double()).norm()>10*tolerance(b)*b.double().norm())
+    if not isinstance(a, Tensor) or a.shape!=b.shape: return isinstance(a, Tensor)
+    return bool((a.double()-b.double()).norm()>10*tolerance(b)*b.double().norm())
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #crst05
 def listing_metrics(learn)->dict:
@@ -206,10 +207,8 @@ def check_lists(every:tuple):
     "ValueError if a rank's torchmetrics object would end it by SIGABRT; every: `listing_metrics` of each rank"
     for k in dict.fromkeys(chain(*every)):
         found = [o.get(k, False) for o in every]
-        if True in found and None in found:
-            raise ValueError(f'{k}: rank {found.index(None)} had no batch for this object of torchmetrics, which could not '
-                             'gather its lists then. Give it to the learner, metrics=…, or evaluate as many batches as '
-                             'there are ranks')
+        need(True not in found or None not in found, f'{k}: a rank had no batch for this object of torchmetrics, which '
+             'cannot gather its lists then. Give it to the learner, metrics=…, or evaluate as many batches as ranks')
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c026
 class NoInputs:

@@ -186,11 +186,7 @@ def check_ddp_options(kw):
     known = f"{', '.join(_of_ours)}, and DDP's {', '.join(ddp_options)}"
     raise ValueError(f"distrib_ctx got {', '.join(bad)}{hint}; it takes {known}")
 
-# DDP's options that take an object: its class, and what to give
-_objects = dict(
-    mixed_precision=('_MixedPrecision', 'an object of torch.nn.parallel.distributed._MixedPrecision, or use learn.to_bf16()'),
-    delay_all_reduce_named_params=('list', 'a list of (name, parameter)'),
-    param_to_hook_all_reduce=('Parameter', 'a parameter'), bucket_cap_mb_list=('list', 'a list of sizes in MiB'))
+_an_object = 'give an object, as DistributedDataParallel describes it; for mixed precision: learn.to_bf16()'
 
 def check_options(opts):
     "Raise ValueError for an option that is unknown or has no meaning"
@@ -199,8 +195,8 @@ def check_options(opts):
     flags = {k: getattr(opts, k) for k in ('sync_bn','split_batches','sample_seeds')}
     flags |= {k: v for k,v in ddp_kw.items() if isinstance(_ddp_args[k].default, bool)}
     flags |= {k: ddp_kw[k] for k in ('broadcast_buffers',sync_buffers) if ddp_kw.get(k) is not None}
-    for k,(kind,what) in _objects.items():
-        need(type(ddp_kw.get(k)).__name__ in (kind,'NoneType'), f'give {what}', **{k: ddp_kw.get(k)})
+    for k in ddp_kw.keys()-flags.keys()-{'bucket_cap_mb'}:
+        need(not isinstance(ddp_kw[k], (str,bool,int,float)), _an_object, **{k: ddp_kw[k]})
     bad = [f'{k}={v!r}' for k,v in flags.items() if v not in (True,False)]
     need(not bad, f"{', '.join(bad)}: give True or False")
     def check(name, v, kinds, least, what):

@@ -127,8 +127,8 @@ def _curve(finder):
     return lrs[:n],losses[:n]
 
 class Rates(float):
-    """The rate that `lr_find` suggests, a number; `lrs` and `losses` (smoothed) are those of each step. The same on every
-    rank"""
+    """The rate that `lr_find` suggests, a number; `lrs` and `losses` (smoothed) are those of each step. The same on
+    every rank"""
     def __new__(cls, valley, lrs=(), losses=()): # these two are set again where it is unpickled
         res = super().__new__(cls, valley)
         res.valley,res.lrs,res.losses = valley,lrs,losses

@@ -143,7 +143,7 @@ class Recorder(Callback):
 def _warn_hidden(learn):
     names = 'xb','yb','pred','loss','loss_grad','model','opt'
     for cb,k in ((cb,k) for cb in learn.cbs for k in names if k in vars(cb)):
-        warn('hidden-attribute', f"{cb} has set self.{k}, and the learner's {k} has stayed as it was: write self.learn.{k} = …")
+        warn('hidden-attribute', f"{cb} has set self.{k}; the learner's stays as it was. Write self.learn.{k} = …")
 
 def _clock(secs): return f'{int(secs)//60:02d}:{int(secs)%60:02d}'
 
