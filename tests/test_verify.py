@@ -175,7 +175,7 @@ def test_a_script_that_divides_its_batch_size_by_the_processes():
     (learned_loss, 'gradients', 'loss_func.scale', 'loss_func.scale: trained, but not exchanged'),
     (not_dealt, 'gradients', '', 'the training loader is not dealt'), (other_split, 'gradients', '', 'the training data of rank 1'),
     (own_buffer, 'buffers', '1.mean', '1.mean: a module computes'),
-    (centred, 'gradients', '', 'a prediction depends on which samples'), 
+    (centred, 'gradients', '', 'a prediction depends on which samples'),
     (carrying, 'metrics', '', 'model.1.h: the script keeps it'),
     (padded, 'gradients', '', 'the batches have other shapes'),
     (own_table, 'gradients', '', 'the loss is no mean'),
