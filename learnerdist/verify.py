@@ -46,7 +46,6 @@ def sketch(t:Tensor)->Tensor:
     return nn.functional.pad(t*(signs*2-1), (0, -len(t)%_size)).view(-1, _size).sum(0)
 
 def _sketches(named): return {k: sketch(t) for k,t in named.items()}
-def _hashes(named): return {k: tensor_hash(whole(t)).item() for k,t in named.items() if t is not None}
 
 # %% ../nbs/02_verify.ipynb #71cb0f4b
 def row_keys(b:tuple)->list:
@@ -117,7 +116,7 @@ class FitRecord(Callback):
     order = 10**10
     def __init__(self, dtype=None):
         self.dtype = _casts.get(dtype)
-        self.rec = dict(steps=[], by_hand=[], start={}, draws=False, edits=False)
+        self.rec = dict(steps=[], start={}, draws=False, edits=False)
         self.rows,self.shapes,self.n_batches = [],[],0
 
     def before_batch(self):
@@ -142,7 +141,6 @@ class FitRecord(Callback):
         if not self.training: return
         params,model = trained(self.learn),get_model(self.learn.model)
         grads = {k: p.grad for k,p in params.items() if p.grad is not None}
-        self.rec['by_hand'] += [k for k,v in _hashes(grads).items() if self.averaged.get(k, v)!=v]
         found = dict(gradients=grads, weights=params, buffers=dict(model.named_buffers()))
         sketches = {k: _sketches(v) for k,v in found.items()}
         self.rec['steps'].append(dict(sketches, rows=self.rows, batch=self.n_batches, shapes=self.shapes))
@@ -196,7 +194,6 @@ class BatchRecord(Callback):
             record.shapes.append([list(o.shape[1:]) for o in ts])
         record.cast()
         record.drawn,record.loaded = _streams(),_ids(learn)
-    def after_backward(self): self.record.averaged = _hashes({k: p.grad for k,p in trained(self.learn).items()})
 
 class Limit(Callback):
     "End the fit after `n` optimizer steps, after the validation of that epoch"
@@ -421,10 +418,6 @@ def _other_data(c):
         for a,b,name in zip(o['data'], c.one['data'], ('training','validation')):
             if a['data']!=b['data']: return f"{name} data of {who} are other ones than those of rank 0"
 
-def _not_exchanged(c):
-    own,*others = [c.step(o, 'gradients') for o in c.ranks]
-    return _parts(own, others, _floor(own, c.alone))
-
 def _starts_otherwise(c): return _parts(c.alone['start'], [c.one['start']], _floor(c.alone['start'], c.alone))
 
 def _shapes(c):
@@ -442,7 +435,6 @@ causes = {
         lambda c: c.rows[0] and all(o==c.rows[0] for o in c.rows[1:]),
     'the {}: seed what the script draws (splits, samples), and sort what comes from a set': _other_data,
     '{}: other weights before the first step: a callback makes them from the samples of its rank': _starts_otherwise,
-    '{}: trained, but not exchanged (outside of the model, or added after the fit began)': _not_exchanged,
     'random draws differ by rank: a batch is another one each time it is read (batch_tfms, a collate_fn). What the '
     'data set and item_tfms draw is the same on all ranks': lambda c: c.dealt!=c.want and not c.is_steady,
     'random draws differ by rank: a layer or a callback draws (dropout, MixUp; see --no-dropout)':
@@ -452,8 +444,6 @@ causes = {
         lambda c: sorted(c.dealt)!=sorted(c.want) and c.is_steady,
     'BatchNorm is not synchronised: {} uses the statistics of each rank\'s own samples (sync_bn=False?)':
         lambda c: few(c.one['plain_bn']),
-    'gradients of {}: averaged or added up by hand, while DDP has averaged them already, by items':
-        lambda c: few(sorted({*c.one['by_hand']}-{*c.alone['by_hand']})),
     '{}: of a module beside the model, from each rank\'s samples; see average_grads and sync_batchnorm':
         lambda c: c.unlike('beside'),
     'rounding: a tensor of the script, such as class weights, stays float32. Cast it (`.to(pred)`), or take '

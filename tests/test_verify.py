@@ -4,8 +4,8 @@ import pytest,torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from learnerdist.all import AvgMetric,Callback,Checkpoint,DataLoaders,GradientAccumulation,Learner,TfmdDL
-from learnerdist.all import accuracy,all_sum,get_model,num_distrib
-from learnerdist.distributed import engine,replica
+from learnerdist.all import accuracy,get_model,num_distrib
+from learnerdist.distributed import engine
 from learnerdist.distributed.engine import Engine
 from learnerdist.testing import RanksError
 from learnerdist.verify import NoRun,judge,main,verify
@@ -54,17 +54,6 @@ def dropout(): return learner(mlp(nn.Dropout(.4)))
 def plain_bn():
     learn = learner(mlp(nn.BatchNorm1d(8)))
     with learn.distrib_ctx(sync_bn=False): learn.fit(2)
-
-class Scaled(nn.CrossEntropyLoss):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-    def forward(self, out, y): return super().forward(out*self.scale, y)
-
-def learned_loss():
-    loss = Scaled()
-    without(replica, 'average_grads', lambda params, weighed=False: None)
-    return learner(loss=loss, splitter=lambda m: [*m.parameters(),*loss.parameters()])
 
 def augmented(): return learner(train=TfmdDL(data(), 4, after_item=lambda o: (o[0]+torch.randn(6), o[1])))
 def not_dealt():
@@ -124,16 +113,6 @@ class Unfreezes(Callback):
     def before_train(self):
         if self.epoch: get_model(self.model)[0].requires_grad_(True)
 
-def unfrozen():
-    without(replica.Replica, '_what_is_trained', lambda self: ([],[]))
-    return learner(cbs=Unfreezes, splitter=lambda m: [*m.parameters()])
-
-class ByHand(Callback):
-    "Adds up over ranks, on top of DDP"
-    def before_step(self):
-        for p in self.model.parameters(): p.grad = all_sum(p.grad)
-def by_hand(): return learner(cbs=ByHand)
-
 class OwnStep(Callback):
     "Centers of classes with an optimizer of their own"
     def __init__(self, opt): self.opt_centers = opt
@@ -172,7 +151,6 @@ def test_a_script_that_divides_its_batch_size_by_the_processes():
 @pytest.mark.parametrize('f,kind,name,cause', [
     (weighted, 'gradients', '', 'the loss is no mean over samples'), (summed, 'gradients', '', 'the loss is a sum'),
     (dropout, 'gradients', '', 'a layer or a callback draws'), (plain_bn, 'buffers', '1.running', 'BatchNorm is not synchronised: 1'),
-    (learned_loss, 'gradients', 'loss_func.scale', 'loss_func.scale: trained, but not exchanged'),
     (not_dealt, 'gradients', '', 'the training loader is not dealt'), (other_split, 'gradients', '', 'the training data of rank 1'),
     (own_buffer, 'buffers', '1.mean', '1.mean: a module computes'),
     (centred, 'gradients', '', 'a prediction depends on which samples'),
@@ -180,7 +158,6 @@ def test_a_script_that_divides_its_batch_size_by_the_processes():
     (padded, 'gradients', '', 'the batches have other shapes'),
     (own_table, 'gradients', '', 'the loss is no mean'),
     (rescaled, 'gradients', '', '0.weight: other weights before the first step'),
-    (unfrozen, 'gradients', '0.', 'trained, but not exchanged'), (by_hand, 'gradients', '', 'averaged or added up by hand'),
     (center_loss, 'gradients', '', 'centers.weight: of a module beside the model')],
     ids=lambda o: getattr(o, '__name__', ''))
 def test_difference(f, kind, name, cause):

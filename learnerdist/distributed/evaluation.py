@@ -37,7 +37,8 @@ class Evaluation:
         self.lists = None # (object, attribute, the number of each entry)
         # for metrics whose reduction is `Batches`, and the names of what they read of the learner
         self.batches,self.of_batch = {},()
-        self.watch,self.carried = None,[] # `StateWatch` of the first batch; names of what the model carries
+        # `StateWatch` of the first batch; names of what the model carries
+        self.watch,self.carried = None,[]
 
     def begin_batch(self):
         "Before each batch"
@@ -91,7 +92,8 @@ class Evaluation:
         self.lists = [(red.obj,k,[]) for red in reds if isinstance(red, Rows) for k in red.names]
         fed = [m for m in mets if any(isinstance(red, Batches) for red in reductions(m))]
         if not fed: self.batches = None
-        self.of_batch = _of_batch if any(getattr(m, 'with_input', False) for m in fed) else _of_batch[1:]
+        reads_inputs = any(getattr(m, 'with_input', False) for m in fed)
+        self.of_batch = _of_batch if reads_inputs else _of_batch[1:]
 
     def _note(self):
         "Number the new entries of lists: that of the batch, and which of its entries it is: a metric may add several"

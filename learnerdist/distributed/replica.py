@@ -186,6 +186,7 @@ def check_ddp_options(kw):
     known = f"{', '.join(_of_ours)}, and DDP's {', '.join(ddp_options)}"
     raise ValueError(f"distrib_ctx got {', '.join(bad)}{hint}; it takes {known}")
 
+_flags = {k for k in ddp_options if isinstance(_ddp_args[k].default, bool)} | {'broadcast_buffers',sync_buffers}
 _an_object = 'give an object, as DistributedDataParallel describes it; for mixed precision: learn.to_bf16()'
 
 def check_options(opts):
@@ -193,11 +194,10 @@ def check_options(opts):
     ddp_kw = opts.ddp_kw
     check_ddp_options(ddp_kw)
     flags = {k: getattr(opts, k) for k in ('sync_bn','split_batches','sample_seeds')}
-    flags |= {k: v for k,v in ddp_kw.items() if isinstance(_ddp_args[k].default, bool)}
-    flags |= {k: ddp_kw[k] for k in ('broadcast_buffers',sync_buffers) if ddp_kw.get(k) is not None}
+    flags |= {k: v for k,v in ddp_kw.items() if k in _flags}
     for k in ddp_kw.keys()-flags.keys()-{'bucket_cap_mb'}:
         need(not isinstance(ddp_kw[k], (str,bool,int,float)), _an_object, **{k: ddp_kw[k]})
-    bad = [f'{k}={v!r}' for k,v in flags.items() if v not in (True,False)]
+    bad = [f'{k}={v!r}' for k,v in flags.items() if v not in (True,False,None)]
     need(not bad, f"{', '.join(bad)}: give True or False")
     def check(name, v, kinds, least, what):
         known = v is None or isinstance(v, kinds) and not isinstance(v, bool) and least<v<2**62
