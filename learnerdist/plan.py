@@ -238,6 +238,7 @@ def plan(
     *args  # Of `func`
 )->Plan:
     "The figures of one of `n` ranks for the first fit that `func` runs. ValueError if it runs none"
+    need(n>0, 'give a number of ranks from 1 up', n=n)
     made = lambda: [First(),Planner()]
     context_callbacks.append(made)
     try:

@@ -386,7 +386,7 @@ def run(c, W=1, rank=0):
             fits.append(result(learn, unlike))
         res = dict(fits=fits, measured=[measured(o) for o in cbs], validate=learn.validate(), ids=getattr(learn, 'ids', []))
         if c['preds']: res['preds'] = tree_leaves(learn.get_preds())
-    return res
+    return {k:v for k,v in res.items() if k not in unlike}
 
 def outcome(name, W=1, rank=0):
     if W==1 and not scenes[name]['alone']: return {}
@@ -469,7 +469,7 @@ losses |= dict(ignore=scene(n=37, ds=quarter, loss=nn.CrossEntropyLoss), mse=sce
                counted=scene(n=45, ds=texts, model=Tags, loss=counted_tokens))
 scenes |= losses
 scenes |= {f'{k}, accumulated': {**c, 'bs': 24, 'parts': 2, 'accumulate': 24,
-                                 **(dict(unlike=('values','final')) if k in ('sum','squares') else adamw)}
+                                 **(dict(unlike=('values','final','validate')) if k in ('sum','squares') else adamw)}
            for k,c in losses.items()}
 given = scene(n=45, ds=texts_in_dicts, model=OwnLoss, loss=None, ctx=dict(seed=3, find_unused_parameters=True))
 of_sum = dict(n=45, loss=nn.MSELoss(reduction='sum'), lr=1e-3)

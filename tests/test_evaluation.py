@@ -68,6 +68,7 @@ class BatchMeans(Metric):
 
 class Histogram(Metric):
     "Another: of the inputs, with the index of the batch, the loss and the number of inputs"
+    with_input = True
     def reset(self): self.counts = torch.zeros(8)
     def accumulate(self, learn):
         others = learn.iter,learn.loss*find_bs(learn.yb),learn.y.float().sum()
@@ -127,9 +128,9 @@ def own_batch(ctx):
     "A model that depends on who shares a batch, a loss that is a sum, metrics that are no means"
     torch.manual_seed(0)
     x,y = xy(13)
-    dl = TfmdDL(TensorDataset(x.double(), y), 5)
+    dl,train = TfmdDL(TensorDataset(x.double(), y), 5),TfmdDL(TensorDataset(x[:5].double(), y[:5]), 5)
     model = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 4)).double()
-    learn = Learner(DataLoaders(dl, dl), model, nn.CrossEntropyLoss(reduction='sum'), metrics=[root, accuracy, AccumMetric(root)])
+    learn = Learner(DataLoaders(train, dl), model, nn.CrossEntropyLoss(reduction='sum'), metrics=[root, accuracy, AccumMetric(root)])
     with ctx(learn): learn.validate()
     return values(learn)
 
@@ -155,7 +156,7 @@ def one_graph(ctx):
 
 cases = dict(
     loss_of_pairs=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 4), loss=of_pairs, metrics=[root]),
-    own_batch=own_batch, padded_texts=padded_texts, one_graph=one_graph,
+    padded_texts=padded_texts, one_graph=one_graph,
     nan=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 1), metrics=[nan_for_some, always_nan, accuracy]),
     no_sample=lambda ctx: validated(ctx, TfmdDL(KeyedXY(0), 4), metrics=[accuracy, BatchMeans, tm.MulticlassAccuracy(4)]),
     fewer_samples_than_ranks=lambda ctx: validated(ctx, TfmdDL(KeyedXY(1), 4), metrics=[accuracy, BatchMeans, Histogram,
@@ -172,8 +173,10 @@ cases = dict(
     subclasses=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 4), metrics=[Largest]),
     skipped_batch=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 1), cbs=SkipBatch(xy(13)[0][5])),
 )
-# What draws from a random stream is compared with a context of one process, where the stream is the same
+# What draws from a random stream is compared with a context of one process, where the stream is the same; so is a loss that is a sum,
+# which a context gives for as many samples as a step has
 random_cases = dict(
+    own_batch=own_batch,
     shuffled=lambda ctx: validated(ctx, TfmdDL(KeyedXY(13), 4, shuffle=True)),
     weighted=lambda ctx: validated(ctx, DataLoader(KeyedXY(13), 4, sampler=weighted())),
     subset=lambda ctx: validated(ctx, DataLoader(KeyedXY(13), 4, sampler=SubsetRandomSampler([1, 2, 5, 7, 11]))),
@@ -193,7 +196,77 @@ def rank_answers(W):
         if W==3: return dict({o: outcome(o) for o in (*cases,*random_cases)}, sweep=sweep())
         if W!=2: return dict(sweep=sweep()) # one process, or four
         return dict(sweep=sweep(), parts=parts(), splits=[split(o) for o in ('plain','shuffled','own')],
-                    within=[within(o) for o in (True,False)])
+                    within=[within(o) for o in (True,False)], others=others(in_ctx), sums=sums(2))
+
+class NeedsInput(BatchMeans):
+    "Reads inputs, and does not ask for them"
+    def accumulate(self, learn): self.means.append(learn.x.mean().item())
+
+class Stateful(nn.Module):
+    "A recurrent net that goes on from the last batch; or one that keeps its output for others to look at"
+    def __init__(self, carries=True):
+        super().__init__()
+        self.rnn,self.lin,self.carries,self.h = nn.RNN(3, 4),nn.Linear(4, 4),carries,None
+    def forward(self, x):
+        out,h = self.rnn(x[None], self.h if self.carries else None)
+        self.h = h.detach()
+        return self.lin(out[0])
+
+class Reset(Callback):
+    def before_batch(self): self.model.h = None
+
+class Computes(Callback):
+    "An object of torchmetrics that a callback computes"
+    def __init__(self): self.auroc = tm.MulticlassAUROC(4)
+    def before_validate(self): self.auroc.reset()
+    def after_batch(self): self.auroc.update(self.pred.softmax(-1), self.y)
+    def after_validate(self): self.value = self.auroc.compute().item()
+
+def reads_others(ctx, metrics=(), model=None, n=20, cbs=None):
+    "The values of a validation that needs the batches of other ranks, or what the error says"
+    learn = make(TfmdDL(KeyedXY(n), 4), metrics=metrics, cbs=cbs)
+    if model is not None: learn.model = model
+    with ctx(learn):
+        try: res = learn.validate()
+        except ValueError as e: return str(e)
+    return [*res,learn.computes.value] if hasattr(learn, 'computes') else res
+
+def squares(p, t): return ((p-F.one_hot(t, 4))**2).sum() # nobody has said that it is a sum
+
+def sums(W):
+    "Losses of the table for batches of 16 samples on all ranks together, in training and in validation: of a fit, and before it"
+    res = []
+    for loss in (nn.CrossEntropyLoss(reduction='sum'),squares):
+        dl = TfmdDL(TensorDataset(*xy(32)), 16//W)
+        learn = Learner(DataLoaders(dl, TfmdDL(TensorDataset(*xy(44)), 16//W)), nn.Linear(3, 4), loss, torch.optim.SGD, lr=0.)
+        nn.init.eye_(learn.model.weight), nn.init.zeros_(learn.model.bias)
+        with learn.no_logging(), learn.distrib_ctx(seed=1):
+            before = learn.validate()
+            learn.fit(1)
+            res += [*before,*learn.recorder.values[-1],*learn.validate(0)]
+    return res
+
+def test_a_loss_that_is_a_sum_has_one_scale():
+    "For the samples of a step, in training and validation, at any number of ranks: on two, validation was half of training"
+    for got in (sums(1),*[o['sums'] for o in on_ranks(2)]):
+        for i,loss in enumerate((nn.CrossEntropyLoss(reduction='sum'),squares)):
+            valid,train = [loss(nn.functional.pad(x, (0, 1)), y).item()*16/len(x) for x,y in (xy(44),xy(32))]
+            assert got[4*i:4*i+4]==pytest.approx([valid,train,valid,train], rel=1e-5)
+
+def others(ctx):
+    torch.manual_seed(0)
+    kept,carried = Stateful(False),Stateful()
+    return dict(unasked=reads_others(ctx, [NeedsInput()]), keeps=reads_others(ctx, model=kept), carries=reads_others(ctx, model=carried),
+                reset=reads_others(ctx, model=carried, cbs=Reset()), lists=reads_others(ctx, cbs=Computes()),
+                empty=reads_others(ctx, n=4, cbs=Computes()))
+
+def test_what_needs_the_batches_of_other_ranks():
+    "It is the number of one process, or an error that says what is missing; gloo would end a rank without a list by SIGABRT"
+    want = others(lambda learn: contextlib.nullcontext())
+    for got in (o['others'] for o in on_ranks(2)):
+        for k in ('keeps','reset','lists'): assert_close(got[k], want[k])
+        assert 'set with_input = True' in got['unasked'] and 'computes.auroc: a rank had no batch' in got['empty']
+        assert got['carries'].startswith('[carries-state] in evaluation the model carries h from')
 
 @functools.cache
 def on_ranks(W): return [rank_answers(1)] if W==1 else run_ranks(rank_answers, W, W, timeout_s=240)

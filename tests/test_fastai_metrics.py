@@ -1,5 +1,6 @@
 "Every metric of fastai's, a user's own, and every option of get_preds: what ranks report is what one process reports"
 import re, warnings
+from types import SimpleNamespace
 import pytest
 pytest.importorskip('fastai')
 import torch
@@ -7,13 +8,16 @@ from fastai import learner as fastai_learner
 from fastai import metrics as fm
 from fastai.data.core import DataLoaders, TfmdDL
 from fastai.learner import AvgMetric, Learner, Metric, ValueMetric
+from fastai.losses import CrossEntropyLossFlat
 from fastai.optimizer import SGD
+from fastai.torch_core import TensorBase
 from sklearn.metrics import f1_score
 from torch import nn
 from torch.nn import functional as F
 from test_fastai import accuracy, asking, close, ctx, floats, items, make, on_1_and_2, per_rank, same, state
 from test_fastai_callbacks import quiet
 from learnerdist.core.env import group_rank
+from learnerdist.distributed.engine import total_losses
 from learnerdist.fastai import *
 from fastai_lines import shows
 
@@ -38,6 +42,7 @@ class Attr(nn.Module):
 
 class Harmonic(Metric):
     "A user's own: neither a mean nor rows"
+    with_input = True
     def reset(self): self.vals,self.loss = [],0
     def accumulate(self, learn):
         self.vals += (learn.pred.double().sigmoid().flatten(1).mean(1)+learn.xb[0].abs().mean(1)+.1*learn.y).tolist()
@@ -187,6 +192,21 @@ def few(W, rank, path):
 def test_ranks_without_a_batch(Ws, found):
     same(few, found=found, W=Ws, tol=1e-6, lines=['5 `ValueMetric`; 1, 2 or 3 samples in all: ranks without a batch'])
 
+def sums(W, rank, path):
+    learn = make(W, rank, bs=24, n_valid=48, loss=CrossEntropyLossFlat(reduction='sum'), metrics=[])
+    with ctx(learn, W): learn.fit(1, lr=0.)
+    return floats(learn.recorder.values[-1])
+
+@on_1_and_2
+def test_a_loss_that_is_a_sum(Ws, found):
+    "Its validation batches are half as large on two ranks, which its number does not show"
+    same(sums, found=found, W=Ws, tol=1e-6)
+
+def test_totals_of_a_class_of_fastais():
+    "Whose `new_ones` takes a shape as one argument, and a second one as a dtype"
+    totals,learn = torch.tensor([[6.,3.,1.],[4.,2.,1.]], dtype=F64),SimpleNamespace(loss_func=nn.MSELoss())
+    assert total_losses(learn, TensorBase(totals), 3).tolist()==totals.tolist()
+
 # --- predictions ------------------------------------------------------------------------------------------------------------
 
 def in_files(folder): return {o.name: torch.load(o, weights_only=False) for o in sorted(folder.iterdir(), key=lambda o: int(o.name))}
@@ -263,4 +283,4 @@ def test_what_is_in_order_is_not_copied(found):
     "All ranks map one result, which a copy would multiply"
     assert found(reordered, 2)==[[11]]*2
 
-slow,found = asking(every_metric),asking(unsupported, few, options, on_rank_0_only, reordered)
+slow,found = asking(every_metric),asking(unsupported, few, sums, options, on_rank_0_only, reordered)

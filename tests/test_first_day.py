@@ -74,7 +74,8 @@ def find():
             before = everything(learn)
             lrs = learn.lr_find(end_lr=100)
             assert everything(learn)==before
-            res |= {f'{name} {k}': v for k,v in lrs._asdict().items()}
+            assert lrs==lrs.valley and 2*lrs>lrs
+            res |= {f'{name} {k}': v for k,v in vars(lrs).items()}
             learn.fit(1)
             res[f'{name} weights'] = weights(learn)
     return res

@@ -121,7 +121,7 @@ def test_failing_rank_is_named(tmp_path):
     assert (res.returncode, sorted(res.stdout.splitlines())) == (1, ['I am 0', '[r1] I am 1']) # in the order in which they come
     assert f'rank 1 failed first: ValueError: a bad batch ({file}:7)' in res.stderr and 'failed too' not in res.stderr
     messages = [o for o in res.stderr.splitlines() if 'OMP_NUM_THREADS' not in o]
-    assert len(messages) == 3 and messages[1] == f'learnerdist.launch:   called from {file}:11 in <module>', messages
+    assert len(messages) == 3 and messages[1] == f'learnerdist.launch:   called from {file}:11 in <module>: train(sys.argv[1])'
     trace, = tmp_path.glob('*.txt')
     assert messages[2] == f'learnerdist.launch: all tracebacks: {trace} (--verbose prints them)'
     assert trace.read_text().startswith(f'rank 1:\nTraceback (most recent call last):\n  File "{file}", line 11, in <module>')
@@ -225,7 +225,7 @@ def test_each_attempt_is_reported(tmp_path):
     options = '--nproc','2','--max-restarts','1','--log-dir',tmp_path/'log','--redirects','1:1'
     res = launch(*options, file, 'crash', command=noisy)
     assert res.returncode == 139 and res.stdout == 'I am 0\n'*2 and 'Warning' not in res.stderr
-    report = f'learnerdist.launch: rank 1 failed first: ended by SIGSEGV (Segmentation fault, {file}:9 in train)\n'
+    report = f'learnerdist.launch: rank 1 failed first: ended by SIGSEGV (Segmentation fault, {file}:9 in train: ctypes.string_at(0))\n'
     assert res.stderr.endswith(f'{report}learnerdist.launch: restart 1 of 1\n{report}')
     assert [o.read_text() for o in sorted((tmp_path/'log').glob('*/*/1/stdout.log'))] == ['I am 1\n']*2
     assert all('in train' in o.read_text() for o in (tmp_path/'log').glob('*/*/1/crash.txt'))

@@ -9,6 +9,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from helpers import data, net, sgd, size, weights
 from learnerdist.all import (Callback, Checkpoint, CSVLogger, DataLoaders, EMA, GradientClip, Learner, TfmdDL, all_sum,
                              average_grads, gather_with_grad, get_model, group_rank, process_group, sync_batchnorm)
+from learnerdist.core.env import RankError, shared_store, wait_key
+from learnerdist.core.stacks import coded, frames_of, users_frame
+from learnerdist.distributed import failure
 from learnerdist.distributed.self_check import read_items
 from learnerdist.learner.callback import CancelBatchException
 from learnerdist.learner.losses import follows, n_elements
@@ -285,15 +288,18 @@ def test_what_is_not_known_to_differ_is_silent():
     got = run_ranks(all_of, 2, [of_sizes,drawing,pairs_of_one,with_more])
     assert [messages for o in got for _,messages in o.values()]==[[]]*8
 
-def unused(): return fitted(idle),skips(),skips(find_unused_parameters=True)
+def unused(): return fitted(idle),skips(),skips(find_unused_parameters=True),skips(3)
+def skips_last(): return skips(3)
 
 def test_unused_parameters():
     "Named; an error with its remedy if a later batch is the first that does not use some, and the run of one process with it"
-    (want,_),(later,_),_ = run_ranks(unused, 1)[0]
+    (want,_),(later,_),*_ = run_ranks(unused, 1)[0]
     ranks = run_ranks(unused, 2)
-    for r,((w,messages),(failed,_),(remedied,_)) in enumerate(ranks):
+    of_three = [o for o,_ in run_ranks(skips_last, 3)]
+    for r,((w,messages),(failed,_),(remedied,_),(last,_)) in enumerate(ranks):
         assert (w-want).abs().max()<1e-9 and (remedied-later).abs().max()<1e-9
-        assert 'find_unused_parameters=True' in failed and 'Error' in failed
+        for o in (failed,last,*of_three): # in the last one DDP has no next forward pass that would say so
+            assert o.startswith('ValueError: [unused-parameters] no gradient for more.0.weight') and 'find_unused_parameters=True' in o
         assert len(messages)==(r==0) and all(o.startswith('[unused-parameters] the loss does not depend on aux.weight, aux.bias, '
                                                       'idle.weight and 1 more') for o in messages)
 
@@ -303,9 +309,9 @@ class Later(nn.Module):
     def __init__(self): super().__init__(); self.net,self.more = net(),net(2) # noqa: E702
     def forward(self, x): return self.net(x) if self.skips else self.more(self.net(x))
 class Skips(Callback):
-    def before_batch(self): get_model(self.model).skips = self.iter==1
-def skipping(): return learner(Later(), cbs=Skips())
-def skips(**ctx): return fitted(skipping, **ctx)
+    def __init__(self, at): self.at = at
+    def before_batch(self): get_model(self.model).skips = self.iter==self.at
+def skips(at=1, **ctx): return fitted(lambda: learner(Later(), cbs=Skips(at)), **ctx)
 
 # --- offenders ---------------------------------------------------------------------------------------------------------------
 
@@ -533,15 +539,17 @@ def test_other_models_on_other_ranks():
         for o,want in zip(got, others.values()): assert o.startswith('ValueError: [different-models]') and want in o, o
 
 def all_codes():
-    files = Path(__file__).parent.parent.glob('learnerdist/**/*.py')
-    return {o for f in files for o in re.findall(r"""['"]\[([a-z]+(?:-[a-z]+)+)\]|(?:findings|note|warn)\('([a-z-]+)'""", f.read_text())}
+    texts = [o.read_text() for o in Path(__file__).parent.parent.glob('learnerdist/**/*.py')]
+    assert not [o for o in texts if re.search(r"""['"]\[[a-z]+(?:-[a-z]+)+\]""", o)] # but through `coded`, which names the page
+    return {o for s in texts for o in re.findall(r"(?:findings|note|warn|coded)\('([a-z-]+)'", s)}
 
 def test_each_code_has_an_entry():
+    assert coded('no-context', 'Text') == '[no-context] Text (docs/messages.md#no-context)'
     docs = (Path(__file__).parent.parent/'docs'/'messages.md').read_text()
     *entries,others = re.split(r'^## ', docs, flags=re.M)[1:]
     rows = re.findall(r'^\| `(.*?)` \| .+ \| .+ \|$', others, flags=re.M)
     found = [re.match(r'`(.*)`', o).group(1) for o in entries]+rows
-    assert {a or b for a,b in all_codes()}=={*found} and len({*found})==len(found)
+    assert all_codes()=={*found} and len({*found})==len(found)
     for o in entries: assert all(f'**{k}.**' in o for k in ('Cause','Example','Remedy')), o[:40]
 
 def test_what_a_loss_follows_from():
@@ -598,6 +606,27 @@ def test_what_rank_0_alone_calls_is_named_on_all_ranks():
     with pytest.raises(RanksError) as e: run_ranks(validates_alone, 2)
     for f in e.value.errors.values():
         assert 'RanksDiverged' in str(f) and 'rank 0 is at the start of a validation loop' in str(f) and 'in after_batch' in str(f)
+
+def leaves_alone():
+    "What the rank reads that is left, and its line in the report"
+    find = failure.first_failure
+    failure.first_failure = lambda key, timeout_s=0: find(key) # nobody has failed, of which it would wait to hear
+    failure._after_rank0 = lambda key: wait_key(shared_store(), 'read', 60)
+    learn = learner()
+    learn.dls = DataLoaders(learn.dls.train, TfmdDL(data(), size()))
+    try:
+        with learn.distrib_ctx(seed=3):
+            if group_rank()==0: learn.validate()
+    except RankError as e:
+        shared_store().set('read', '')
+        return str(e),str(users_frame(frames_of(e)))
+
+def test_what_a_rank_waits_in_is_named_with_its_line():
+    "Not the line of `with`, on which the other one stands that has left"
+    message,at = run_ranks(leaves_alone, 2)[0]
+    left,_,waits = message.partition('), and this rank waits for it')
+    assert left.startswith('rank 1 has left the context (') and left.endswith('in leaves_alone: with learn.distrib_ctx(seed=3):') and waits
+    assert at.endswith('in leaves_alone: if group_rank()==0: learn.validate()')
 
 def cancels(p, t):
     if group_rank()==1: raise CancelBatchException

@@ -48,6 +48,7 @@ class Recurrent(nn.Module):
 def net(): return Net()
 def tied(): return Net(tied=True)
 def bn(): return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
+def blocks(): return nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)]) # the model itself has no weights
 def partly_frozen():
     m = Net()
     m.layers[1].a.requires_grad_(False)
@@ -137,6 +138,7 @@ def even(**kw): return case(**{**dict(n=31, bs=12), **kw}) # a batch size that 1
 def acc(n): return lambda W: GradientAccumulation(n)
 
 same = dict(sgd=even(opt=sgd), adamw=even(), one_cycle=even(cycle=True), few=even(n_valid=1),
+            few_of_blocks=even(model=blocks, n_valid=1, ctx=dict(timeout_s=20)),
             groups=even(splitter=two_groups, lr=[.01,.05]), lookahead=even(opt=ahead), clip=even(cbs=[lambda W: GradientClip(.5)]),
             clip_value=even(cbs=[lambda W: GradientClip(value=.02)]), frozen=even(model=partly_frozen), tied=even(model=tied),
             accumulation=even(cbs=[acc(24)]), odd=even(cbs=[acc(36)], n=56),

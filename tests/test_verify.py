@@ -3,12 +3,12 @@ import os,subprocess,sys
 import pytest,torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from learnerdist.all import AvgMetric,Callback,DataLoaders,GradientAccumulation,Learner,TfmdDL,accuracy,all_sum,get_model,num_distrib
-from learnerdist.data.distributed_dl import Dealer
-from learnerdist.distributed import engine,replica
+from learnerdist.all import AvgMetric,Callback,Checkpoint,DataLoaders,GradientAccumulation,Learner,TfmdDL
+from learnerdist.all import accuracy,get_model,num_distrib
+from learnerdist.distributed import engine
 from learnerdist.distributed.engine import Engine
 from learnerdist.testing import RanksError
-from learnerdist.verify import judge,main,verify
+from learnerdist.verify import NoRun,judge,main,verify
 
 # --- learners: one that is the same at any number of processes, and others ---------------------------------------------------
 
@@ -56,17 +56,6 @@ def plain_bn():
     learn = learner(mlp(nn.BatchNorm1d(8)))
     with learn.distrib_ctx(sync_bn=False): learn.fit(2)
 
-class Scaled(nn.CrossEntropyLoss):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-    def forward(self, out, y): return super().forward(out*self.scale, y)
-
-def learned_loss():
-    loss = Scaled()
-    without(replica, 'sum_grads', lambda params, k=1.: None)
-    return learner(loss=loss, splitter=lambda m: [*m.parameters(),*loss.parameters()])
-
 def augmented(): return learner(train=TfmdDL(data(), 4, after_item=lambda o: (o[0]+torch.randn(6), o[1])))
 def not_dealt():
     "A data set that says it is split already, and is not"
@@ -79,10 +68,6 @@ def other_split():
     at = torch.randperm(40, generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(4), 'big')))
     return learner(train=TfmdDL([data(40)[i] for i in at[:32]], 4))
 
-def uneven():
-    without(Dealer, 'pads', lambda self, n: bool(self.pad))
-    return learner(train=TfmdDL(data(31), 4))
-
 class Mean(nn.Module):
     "Keeps a mean of its own"
     def __init__(self):
@@ -92,15 +77,18 @@ class Mean(nn.Module):
         if self.training: self.mean.lerp_(x.detach().mean(0), .1)
         return x-self.mean
 
+class Carries(nn.Module):
+    "Goes on from the batch before, without a buffer"
+    h = None
+    def forward(self, x):
+        y,self.h = x if self.h is None or len(self.h)!=len(x) else x+self.h,x.detach()
+        return y
+def carrying():
+    with (learn := learner(mlp(Carries()))).distrib_ctx(checks=False): learn.fit(1)
 def own_buffer(): return learner(mlp(Mean()))
 class Centred(nn.Module):
     def forward(self, x): return x-x.mean(0)
 def centred(): return learner(mlp(Centred()))
-class AddsBalance(Callback):
-    "A term that is the square of a mean over the batch"
-    def after_loss(self):
-        if self.training: self.learn.loss_grad = self.loss_grad+(self.pred.softmax(-1).mean(0)**2).sum()
-def balanced(): return learner(cbs=AddsBalance)
 def texts(b): return nn.utils.rnn.pad_sequence([x[:2+i%4] for i,(x,_) in b], batch_first=True),torch.stack([y for _,(_,y) in b])
 class MeanOfTexts(nn.Module):
     "Its padding counts"
@@ -109,10 +97,6 @@ def padded(): return learner(nn.Sequential(MeanOfTexts(), mlp()), train=TfmdDL([
 def rmse(out, y): return ((out[:,0]-y)**2).mean().sqrt()
 def batch_metric(): return learner(metrics=AvgMetric(rmse)) # the mean of the same batches
 
-def clipped():
-    learn = learner()
-    for p in learn.model.parameters(): p.register_hook(lambda g: g.clamp(-.01, .01))
-    return learn
 class Table(nn.CrossEntropyLoss):
     "Keeps a mean of its inputs, and no buffer"
     seen = torch.zeros(3)
@@ -129,24 +113,6 @@ class Unfreezes(Callback):
     def before_fit(self): self.learn.model[0].requires_grad_(False)
     def before_train(self):
         if self.epoch: get_model(self.model)[0].requires_grad_(True)
-
-def unfrozen():
-    without(replica.Replica, '_what_is_trained', lambda self: ([],[]))
-    return learner(cbs=Unfreezes, splitter=lambda m: [*m.parameters()])
-
-class ByHand(Callback):
-    "Adds up over ranks, on top of DDP"
-    def before_step(self):
-        for p in self.model.parameters(): p.grad = all_sum(p.grad)
-def by_hand(): return learner(cbs=ByHand)
-
-class Noise(nn.Module):
-    "Draws from a generator of its own: the same numbers on all ranks"
-    def __init__(self):
-        super().__init__()
-        self.gen = torch.Generator().manual_seed(0)
-    def forward(self, x): return x+torch.randn(x.shape, generator=self.gen).to(x) if self.training else x
-def own_generator(): return learner(mlp(Noise()))
 
 class OwnStep(Callback):
     "Centers of classes with an optimizer of their own"
@@ -186,15 +152,13 @@ def test_a_script_that_divides_its_batch_size_by_the_processes():
 @pytest.mark.parametrize('f,kind,name,cause', [
     (weighted, 'gradients', '', 'the loss is no mean over samples'), (summed, 'gradients', '', 'the loss is a sum'),
     (dropout, 'gradients', '', 'a layer or a callback draws'), (plain_bn, 'buffers', '1.running', 'BatchNorm is not synchronised: 1'),
-    (learned_loss, 'gradients', 'loss_func.scale', 'loss_func.scale: trained, but not exchanged'),
     (not_dealt, 'gradients', '', 'the training loader is not dealt'), (other_split, 'gradients', '', 'the training data of rank 1'),
-    (uneven, 'gradients', '', 'samples do not divide'), (own_buffer, 'buffers', '1.mean', '1.mean: a module computes'),
-    (centred, 'gradients', '', 'a prediction depends on which samples'), (balanced, 'gradients', '', 'a callback changes loss_grad'),
+    (own_buffer, 'buffers', '1.mean', '1.mean: a module computes'),
+    (centred, 'gradients', '', 'a prediction depends on which samples'),
+    (carrying, 'metrics', '', 'model.1.h: the script keeps it'),
     (padded, 'gradients', '', 'the batches have other shapes'),
-    (clipped, 'gradients', '', 'a hook changes the gradient of 0.weight'), (own_table, 'gradients', '', 'the loss is no mean'),
+    (own_table, 'gradients', '', 'the loss is no mean'),
     (rescaled, 'gradients', '', '0.weight: other weights before the first step'),
-    (unfrozen, 'gradients', '0.', 'trained, but not exchanged'), (by_hand, 'gradients', '', 'averaged or added up by hand'),
-    (own_generator, 'gradients', '', 'model.1.gen: a generator of its own'),
     (center_loss, 'gradients', '', 'centers.weight: of a module beside the model')],
     ids=lambda o: getattr(o, '__name__', ''))
 def test_difference(f, kind, name, cause):
@@ -273,6 +237,23 @@ def test_type():
 def test_a_verdict_counts_its_steps():
     def record(n):
         step = dict(gradients={}, weights={}, buffers={}, batch=0)
-        return dict(steps=[step]*n, losses=[], epochs=[], names=[], preds=[], dtype='float64', streams='', silenced=[], scaled=False)
+        return dict(steps=[step]*n, losses=[], epochs=[], names=[], preds=[], dtype='float64', streams='', silenced=[], scaled=False,
+                    n_batches=n, warned=['[no-batches] nothing is trained'])
     for n,steps in ((1,'1 step'),(2,'2 steps')):
         assert str(judge(record(n), [record(n)]*3)).endswith(f'The same: 3 processes and one, {steps} in float64')
+    with pytest.raises(NoRun, match=r'rank 0 took no step of the optimizer, in 0 training batches.*\[no-batches\]'):
+        judge(record(1), [record(0)]*2)
+
+def resumes(path):
+    learn = learner()
+    with learn.distrib_ctx(): learn.fit(1, cbs=Checkpoint(path, resume=True))
+
+@pytest.mark.parametrize('where', ['folder of a finished run','folder within the path'])
+def test_a_run_that_resumes_has_files_of_its_own(where, tmp_path):
+    "It goes on neither from the user's checkpoints nor from those of the run that it is compared with"
+    path = str(tmp_path/'run') if 'finished' in where else 'run'
+    if 'finished' in where:
+        with learner().no_logging() as learn: learn.fit(1, cbs=Checkpoint(path))
+    before = [*tmp_path.rglob('*')]
+    res = verify(resumes, path, steps=2)
+    assert res.same and '2 steps' in res.setting and [*tmp_path.rglob('*')]==before, res

@@ -45,9 +45,11 @@ class Preempted(SystemExit):
     def __str__(self): return self.message
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #pre04b
-def check_options(every, keep, signals, in_memory):
+def check_options(path, every, keep, background, signals, in_memory):
     "Raise ValueError unless `every` is 'epoch', a number of steps or a time, and signals are ones that can be handled"
     def is_count(o): return isinstance(o, int) and not isinstance(o, bool) and o>0
+    need(isinstance(path, (str,os.PathLike)), "give a folder, or an address such as 's3://bucket/run'", path=path)
+    need(background in (True,False), 'give True or False', background=background)
     known = every=='epoch' or is_count(every) or isinstance(every, timedelta) and every>timedelta()
     need(known, "give 'epoch', a number of steps, or a time as in timedelta(minutes=10)", every=every)
     need(is_count(keep), 'give the number of checkpoints to keep, from 1 up', keep=keep)
@@ -370,7 +372,7 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
         # files
         in_memory=False
     ):
-        check_options(every, keep, signals, in_memory)
+        check_options(path, every, keep, background, signals, in_memory)
         self.path,self.every,self.keep = path,every,keep
         self.background,self.resume,self.signals = background,resume,signals
         self.in_memory,self.n_fits = in_memory,0 # n_fits: that have ended with this callback

@@ -30,7 +30,7 @@ iterator: torch.utils.data DataLoader()._iterator: copies of loaders with persis
 abort_group: torch.distributed.distributed_c10d _abort_process_group: the way out of nccl's waits after a failure
 set_pg_timeout: torch.distributed.distributed_c10d _set_pg_timeout: `timeout_s` in an open group, before torch 2.9
 default_store: torch.distributed.distributed_c10d _get_default_store: the store of a group that the script opened
-grad_hooks: torch Tensor._backward_hooks: hooks of gradients, as a cause in `verify`
+check_reduced: torch.nn.parallel DistributedDataParallel._check_reducer_finalized: an error: unused in a later step
 ignored: torch.nn.parallel DistributedDataParallel()._ddp_params_and_buffers_to_ignore: empty weights
 dropout: torch.nn.modules.dropout _DropoutNd: dropout of unknown kinds, in `verify`
 pytree: torch.utils _pytree: batches and predictions of registered classes
@@ -87,10 +87,12 @@ def check_input_dim(layer, x):
 
 # %% ../../nbs/core/00_compat.ipynb #75c9ed82
 Dropout = find('dropout') # for isinstance
-# Attributes: of a parameter, the functions of `register_hook`; of a model, names for DDP; of a torchmetrics object, its
+# Attributes: of a model, names for DDP; of a torchmetrics object, its
 # number of batches
-grad_hooks,ignored_by_ddp = '_backward_hooks','_ddp_params_and_buffers_to_ignore'
+ignored_by_ddp = '_ddp_params_and_buffers_to_ignore'
 update_count = '_update_count'
+# of a DDP's reducer, a method: RuntimeError after a backward pass if a bucket still waits for a gradient
+check_reduced = '_check_reducer_finalized'
 
 def metric_state(metric)->dict:
     "From each state attribute to the function by which torchmetrics reduces it over ranks; empty if it is not known"
@@ -127,12 +129,22 @@ def forget_fsdp(m, names):
         if k.startswith('__composable_api') or 'fsdp' in k: delattr(m, k)
     find('module_states', {}).pop(m, None)
 
+def _fsdp_groups(model)->list:
+    states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, '_get_fsdp_state')]
+    of_state = lambda s: getattr(s, '_fsdp_param_groups', None) or [s._fsdp_param_group]
+    return [g for s in states for g in of_state(s) if g is not None]
+
+def forget_passes(model):
+    """Let FSDP2 forget the forward passes without gradients. It keeps their order, too, and gathers by it in the next
+    backward pass: ranks that have evaluated other numbers of batches would wait for one another"""
+    for g in _fsdp_groups(model):
+        g.comm_ctx.post_forward_order.clear()
+        g._post_forward_indices.clear()
+
 def whole_grads(model, drop=False)->list:
     """The gradients of micro-batches that were not exchanged, as FSDP2 stores them on this rank. model: that
     `fully_shard` was applied to; drop: whether FSDP2 is to forget them; returns: tensors of whole shape"""
-    states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, '_get_fsdp_state')]
-    of_state = lambda s: getattr(s, '_fsdp_param_groups', None) or [s._fsdp_param_group]
-    params = [p for s in states for g in of_state(s) if g is not None for p in g.fsdp_params]
+    params = [p for g in _fsdp_groups(model) for p in g.fsdp_params]
     attr,whole = 'unsharded_accumulated_grad','_unsharded_param'
     # of 2.15: a property, of the next
     owners = [(p,attr) for p in params if not hasattr(type(p), attr)]

@@ -107,6 +107,7 @@ def _connect(timeout_s):
     rank,is_host = f'rank {rank_distrib()}',rank_distrib()==0
     at = ':'.join(os.environ.get(k, '') for k in ('MASTER_ADDR','MASTER_PORT'))
     late = f'{rank} waits for rank 0 to listen at {at} (MASTER_ADDR, MASTER_PORT)'
+    if is_host: late = f'rank 0 cannot reach itself at {at}: is MASTER_ADDR an address of this machine?'
     timer = threading.Timer(5, print, [late], dict(file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
@@ -149,7 +150,7 @@ class RankError(RuntimeError):
     def __reduce__(self): return type(self),(self.rank,self.kind,self.message,self.trace)
 
 def _how(kind, message):
-    if kind=='exit': return message + _absent*message.endswith((' status 0',' the context'))
+    if kind=='exit': return message + _absent*(message.endswith(' status 0') or ' the context' in message)
     if kind=='Preempted' or (kind,message)==('SystemExit','75'):
         return f'left with status {preempted_status}, to go on later'
     return 'left by sys.exit(0)' if (kind,message) in _well else f'failed with {kind}: {message}'

@@ -149,13 +149,13 @@ def map_seeded(f, items, parts, own=no_generators)->list:
 def untouched(func):
     """Within the body the user's `func` (a function, method, module or callable) may be called once more: random
     streams, and what it keeps, are afterwards as they were"""
-    undo,before = [*_undoing(func)],rng_state()
+    undo,before = [*undoing(func)],rng_state()
     try: yield
     finally:
         for f in undo: f()
         set_rng_state(before)
 
-def _undoing(func):
+def undoing(func):
     "Calls that put back attributes, buffers, the variables around a function, and the global names that it uses"
     todo,seen = [func],set()
     while todo:

@@ -19,7 +19,9 @@ class Frame(NamedTuple):
     file:str
     line:int
     name:str # Name of the function
-    def __str__(self): return f'{self.file}:{self.line} in {self.name}'
+    def __str__(self):
+        source = linecache.getline(self.file, self.line).strip()
+        return f'{self.file}:{self.line} in {self.name}'+f': {source}'*bool(source)
 
 def frames_of(stack)->list:
     """The frames of an exception, or of a stack that `faulthandler` wrote. stack: an exception, or the text that
@@ -56,10 +58,14 @@ def need(ok, remedy:str, **given):
     shown = ', '.join(f'{k}={v!r}' for k,v in given.items())
     raise ValueError(f'{shown}: {remedy}' if given else remedy)
 
+def coded(code:str, message:str)->str:
+    "A message with its code, and where that is explained"
+    return f'[{code}] {message} (docs/messages.md#{code})'
+
 def warn(code:str, message:str):
     "A warning at the line of the user's code that has led here, in place of ours. code: its entry in docs/messages.md"
     found = (i for i,o in enumerate(frames_of_caller(), 1) if not in_library(o.file))
-    warnings.warn(f'[{code}] {message}', stacklevel=next(found, 2))
+    warnings.warn(coded(code, message), stacklevel=next(found, 2))
 
 def in_library(file:str)->bool:
     "Whether a file belongs to Python, to an installed package, or to learnerdist. file: path of a source file"
@@ -164,12 +170,10 @@ def describe_stack(frames:list)->str:
     innermost first"""
     if not frames: return 'was somewhere without Python code'
     at,user = frames[0],users_frame(frames)
-    source = linecache.getline(user.file, user.line).strip()
-    where = f'{user}: {source}' if source else str(user)
-    if not is_wait(frames): return f'was at {where}' + ('' if at == user else f' ({at.name})')
+    if not is_wait(frames): return f'was at {user}' + ('' if at == user else f' ({at.name})')
     calls = [o.name for o in frames if 'c10d_logger' not in o.file and o.name not in _inner]
     name = next(iter(calls), at.name)
-    return f'waited in {_called.get(name, name)}, from {where}'
+    return f'waited in {_called.get(name, name)}, from {user}'
 
 def place_of(pid, file)->tuple:
     """Where another process is. pid: a process on this machine; file: its stack file, see `answer_asks`; returns:

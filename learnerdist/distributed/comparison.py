@@ -25,7 +25,7 @@ from ..core.compat import BatchNorm,tree_leaves
 from ..core.env import group_rank
 from ..core.random import Generators,held,map_seeded
 from ..core.shards import groups_of,is_part
-from ..core.stacks import need,warn
+from ..core.stacks import coded,need,warn
 from ..data.distributed_dl import is_split,loader_parts,sample_hash
 from ..data.loaders import batch_shape,data_len
 from ..data.rows import as_ints
@@ -164,7 +164,7 @@ class Findings:
         "Warn on rank 0, or raise ValueError on all ranks; of what `once` names, a single time"
         if once is not None and (code,once) in self.reported: return
         self.reported.add((code,once))
-        if self.mode=='error': raise ValueError(f'[{code}] {text}')
+        if self.mode=='error': raise ValueError(coded(code, text))
         self.note(code, text)
 
     def note(self, code, text):
@@ -183,7 +183,7 @@ def same_data(dls:list, findings):
     found = {k: v for k,v in unequal(every).items() if None not in v}
     if not found: return
     text = f'the ranks have different data: {tell_unequal(found)}; {_drawn_data}'
-    if any(k.startswith('len(') for k in found): raise ValueError(f'[different-data] {text}')
+    if any(k.startswith('len(') for k in found): raise ValueError(coded('different-data', text))
     findings.reported.add(('different-data','samples')) # see `compare_weights`
     findings('different-data', f'{text}, or use distrib_ctx(checks=False) if this is intended')
 
@@ -237,8 +237,8 @@ def same_fit(learn, shares:list):
     _need_equal(unequal(named))
 
 def _need_equal(found):
-    text = f'[different-settings] the ranks train differently: {tell_unequal(found)}. Give the same on all; what is '
-    need(not found, f'{text}drawn, as by the sampler of a sweep, needs a seed')
+    text = f'the ranks train differently: {tell_unequal(found)}. Give the same on all; what is drawn, as by the sampler of a sweep, needs a seed'
+    if found: raise ValueError(coded('different-settings', text))
 
 def _compare_structures(every):
     for r,own in enumerate(every[1:], 1):
@@ -255,7 +255,7 @@ def _compare_callbacks(every): # a rank may have some that others lack, as one t
 
 def _unlike(a, b, rank, other=0):
     found = f'{a} on rank {other}, {b} on rank {rank}'
-    return ValueError(f'[different-models] {found}: build the same model, loss and callbacks on all ranks')
+    return ValueError(coded('different-models', f'{found}: build the same model, loss and callbacks on all ranks'))
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmo02
 def shown(o)->str:
@@ -357,8 +357,8 @@ def compare_weights(learn, n_steps:int, findings):
     if samples.keys()&found.keys(): findings('different-data', _redrawn, 'samples')
     if order.keys()&found.keys(): findings('different-orders', drawn_alone(learn.dl), 'orders')
     bad = next((k for k,_ in learn.model.named_parameters() if k in found), None)
-    if bad: raise RuntimeError(f'[weights-differ] after {n_steps} steps of this epoch {bad} differs between rank 0 and '
-                               f'{found[bad]}: {_changed_alone}')
+    at = f'after {n_steps} steps of this epoch {bad} differs between rank 0 and'
+    if bad: raise RuntimeError(coded('weights-differ', f'{at} {found[bad]}: {_changed_alone}'))
     new = [k for k in found if k not in (*findings.reported,*order,*samples)]
     findings.reported.update(new)
     if new: findings('ranks-differ', f'{few(new)}: each rank has computed this {_own_batches}')

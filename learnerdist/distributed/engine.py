@@ -89,8 +89,8 @@ def total_losses(learn, totals:Tensor, n:int)->Tensor:
     (steps,k), float64, CPU: loss × items, items, and what else adds up. A sum adds up: S = ΣSᵣ; a mean is ΣnᵣLᵣ/Σnᵣ.
     Sync point"""
     # 1: this rank has recorded the step
-    own = torch.cat([totals, totals.new_ones(len(totals), 1)], 1)
-    own = torch.cat([own, own.new_zeros(max(n-len(own), 0), own.shape[1])])[:n]
+    own = torch.cat([totals, totals.new_ones((len(totals),1))], 1)
+    own = torch.cat([own, own.new_zeros((max(n-len(own), 0),own.shape[1]))])[:n]
     totals = add_totals(gather_alike(own), loss_over(learn).kind=='sum')
     return totals[totals[:,-1]>0,:-1]
 
@@ -669,7 +669,8 @@ class Engine(Runner):
 
     def check_batch(self):
         "Before its forward pass, after other callbacks: the self-check, once a fit. Sync point then"
-        learn,check,part = self.learn,self.self_check,self.loop.part
+        learn,check,part,found = self.learn,self.self_check,self.loop.part,self.loop.evaluation
+        if found and found.n_begun<3: found.check_state()
         if not check.due or part is None or not learn.yb or not self.links or self.loop.step.i: return
         check(cancelled=part.why not in (None,Why.repeats))
 

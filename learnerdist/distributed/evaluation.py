@@ -7,18 +7,23 @@ __all__ = []
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c002
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
-from fastcore.basics import patch
+from torch import Tensor,nn
 
 from ..core.collectives import gather_objects,reduce_sums
+from ..core.compat import metric_state,tree_leaves,version
 from ..core.env import group_rank
-from ..data.loaders import to_cpu,to_detach,to_device
+from ..core.stacks import coded,need
+from ..core.random import undoing,untouched
+from ..data.loaders import call_model,to_cpu,to_detach,to_device
 from ..data.rows import as_samples
-from .comparison import drawn_alone
+from .comparison import drawn_alone,few,objects_beside
 from .gather_rows import gather_batches,storage,taking_turns
-from .shares import is_share
-from ..learner.losses import batch_rows,weighted
+from .shares import is_share,step_rows
+from ..learner.learner import get_model
+from ..learner.losses import batch_rows,loss_over,probe_loss,tolerance,weighted
 from ..learner.metrics import Batches,Rows,Sums,reductions
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c018
@@ -28,19 +33,40 @@ class Evaluation:
         self.engine,self.learn,self.adapter = engine,engine.learn,engine.adapter
         # batches of this rank; whether a callback has cancelled the loop
         self.n_begun,self.stopped = 0,False
+        self.n_step = None # samples of a step, if the loss is a sum, else 0
         self.lists = None # (object, attribute, the number of each entry)
-        self.batches = {} # for metrics whose reduction is `Batches`
+        # for metrics whose reduction is `Batches`, and the names of what they read of the learner
+        self.batches,self.of_batch = {},()
+        # `StateWatch` of the first batch; names of what the model carries
+        self.watch,self.carried = None,[]
 
     def begin_batch(self):
         "Before each batch"
         if self.lists: self._note()
         self.n_begun += 1
 
+    def check_state(self):
+        "Before a forward pass, after other callbacks: does the model carry something from the first batch on?"
+        if self.n_begun==1 and self._can_check(): self.watch = StateWatch(get_model(self.learn.model))
+        elif self.n_begun==2 and self.watch: self.carried = self.watch.carried(tuple(self.learn.xb))
+
     def end_batch(self):
         "After each batch, before the metrics accumulate it"
+        if self.n_step!=0: self._rescale()
         if not is_share(self.learn.dl) or not self.adapter.counts(): return
         if self.lists is None: self._look()
         if self.batches is not None: self._keep()
+
+    def _rescale(self):
+        """Let a loss that is a sum be one over as many samples as a step of training has, whatever the size of a batch:
+        so both have one scale, at any number of ranks"""
+        learn = self.learn
+        if learn.training or learn.loss is None or not learn.yb: return
+        if self.n_step is None:
+            kind = loss_over(learn).kind
+            if kind=='unknown': kind = probe_loss(learn) # before the first fit nobody has looked at it
+            self.n_step = step_rows(learn.dls.train) or 0 if kind=='sum' else 0
+        if self.n_step: learn.loss = learn.loss*(self.n_step/batch_rows(learn))
 
     def number(self, i)->int:
         "The number of this rank's batch `i` among those of all ranks"
@@ -49,95 +75,161 @@ class Evaluation:
         if dealer.n_parts: # of a training loop: each part is a batch
             k,j = divmod(i, len(dealer.own_parts))
             return k*dealer.n_parts+dealer.own_parts[j]
-        whole = dealer.unit=='batch' # else each rank has rows of each batch
-        return i*dealer.world_size+dealer.rank if whole else i
+        # else each rank has rows of each batch
+        return i*dealer.world_size+dealer.rank if self._by_batch() else i
 
-# %% ../../nbs/distributed/08_evaluation.ipynb #c021
-@patch
-def _look(self:Evaluation):
-    "Find the lists of this loop's metrics, and whether any metric takes whole batches"
-    reds = [red for m in self.adapter.measured() for red in reductions(m)]
-    self.lists = [(red.obj,k,[]) for red in reds if isinstance(red, Rows) for k in red.names]
-    if not any(isinstance(red, Batches) for red in reds): self.batches = None
+    def _by_batch(self)->bool:
+        "Whether ranks evaluate whole batches in turn"
+        dealer = getattr(self.learn.dl, 'dealer', None)
+        return dealer is not None and dealer.unit=='batch' and not dealer.by_rank
 
-@patch
-def _note(self:Evaluation):
-    "Number the new entries of lists: that of the batch, and which of its entries it is: a metric may add several"
-    k = self.number(self.n_begun-1)
-    for obj,name,ks in self.lists: ks += [(k,j) for j in range(len(getattr(obj, name))-len(ks))]
+    def _can_check(self)->bool:
+        "Whether ranks evaluate batches in turn by a model that a rank can call alone, and are to be checked"
+        checks = self.engine.findings.mode and not (self.engine.sharded or self.learn.training)
+        return bool(checks and self._by_batch() and is_share(self.learn.dl))
 
-@patch
-def put_together(self:Evaluation):
-    "Reduce metrics and predictions at the end of the loop. Sync point, also for a rank without a batch"
-    if not is_share(self.learn.dl): return
-    if self.lists is None: self._look()
-    self._note()
-    self._check()
-    reds = [(m,red) for m in self.adapter.measured() for red in reductions(m)]
-    reduce_sums([red for _,red in reds if isinstance(red, Sums)])
-    for m,red in reds:
-        if isinstance(red, Rows): self._gather(m, red)
-    fed = [m for m,red in reds if isinstance(red, Batches)]
-    if fed: self._feed(fed)
+    def _look(self):
+        "Find the lists of this loop's metrics, and what is kept for metrics that take whole batches"
+        mets = self.adapter.measured()
+        reds = [red for m in mets for red in reductions(m)]
+        self.lists = [(red.obj,k,[]) for red in reds if isinstance(red, Rows) for k in red.names]
+        fed = [m for m in mets if any(isinstance(red, Batches) for red in reductions(m))]
+        if not fed: self.batches = None
+        reads_inputs = any(getattr(m, 'with_input', False) for m in fed)
+        self.of_batch = _of_batch if reads_inputs else _of_batch[1:]
 
-@patch
-def _check(self:Evaluation):
-    "RuntimeError unless each batch of the loader was seen once. Sync point"
-    dl = self.learn.dl
-    dealer = getattr(dl, 'dealer', None)
-    known = dealer is not None and dealer.unit=='batch' and not dealer.by_rank
-    own = self.n_begun,dealer.n_read if known else None,self.stopped,int(dealer.hashes[2]) if known else 0
-    ns,totals,stopped,orders = zip(*gather_objects(own))
-    if any(stopped) or not known: return
-    if len({*orders})>1: raise RuntimeError(f'[different-orders] {drawn_alone(dl)}')
-    if {*totals}=={sum(ns)}: return
-    seen,found = [', '.join(map(str, o)) for o in (ns, totals)]
-    raise RuntimeError(f'the ranks have evaluated {seen} batches, {sum(ns)} in all, of a {type(dl.source).__name__} in '
-                       f'which they have counted {found}: it does not read the same on each rank')
+    def _note(self):
+        "Number the new entries of lists: that of the batch, and which of its entries it is: a metric may add several"
+        k = self.number(self.n_begun-1)
+        for obj,name,ks in self.lists: ks += [(k,j) for j in range(len(getattr(obj, name))-len(ks))]
 
-# %% ../../nbs/distributed/08_evaluation.ipynb #c024
-@patch
-def _gather(self:Evaluation, m, red):
-    "Replace each list of `red` by what one process would have"
-    how = getattr(m, 'gather', 'all')
-    dst,folder = 0 if how=='rank0' else None,how if isinstance(how, Path) else None
-    found = {}
-    with storage(self.engine.links, folder) as make:
-        for obj,name,ks in self.lists:
-            if obj is not red.obj: continue
-            values,ns = getattr(obj, name),getattr(m, 'ns', None)
-            found[name] = gather_batches(values, ks, ns, dst, make, name, folder is not None)
-    for name,got in found.items(): setattr(red.obj, name, self.adapter.as_kept(m, name, got))
+    def put_together(self):
+        "Reduce metrics and predictions at the end of the loop. Sync point, also for a rank without a batch"
+        if not is_share(self.learn.dl): return
+        if self.lists is None: self._look()
+        self._note()
+        self._check()
+        reds = [(m,red) for m in self.adapter.measured() for red in reductions(m)]
+        reduce_sums([red for _,red in reds if isinstance(red, Sums)])
+        for m,red in reds:
+            if isinstance(red, Rows): self._gather(m, red)
+        fed = [m for m,red in reds if isinstance(red, Batches)]
+        if fed: self._feed(fed)
+
+    def _check(self):
+        """RuntimeError unless each batch of the loader was seen once, ValueError for what needs the batches of other
+        ranks. Sync point"""
+        dl,known = self.learn.dl,self._by_batch()
+        own = self.n_begun,dl.dealer.n_read if known else None,self.stopped,self.carried,listing_metrics(self.learn)
+        ns,totals,stopped,names,metrics,orders = zip(*gather_objects((*own, int(dl.dealer.hashes[2]) if known else 0)))
+        names = [*dict.fromkeys(chain(*names))]
+        need(not names, coded('carries-state', _carries.format(few(names))))
+        check_lists(metrics)
+        if any(stopped) or not known: return
+        if len({*orders})>1: raise RuntimeError(coded('different-orders', drawn_alone(dl)))
+        if {*totals}=={sum(ns)}: return
+        seen,found = [', '.join(map(str, o)) for o in (ns, totals)]
+        raise RuntimeError(f'ranks have evaluated {seen} batches, {sum(ns)} in all, of a {type(dl.source).__name__}; '
+                           f'they have counted {found}: it does not read the same on each rank')
+
+    def _gather(self, m, red):
+        "Replace each list of `red` by what one process would have"
+        how = getattr(m, 'gather', 'all')
+        dst,folder = 0 if how=='rank0' else None,how if isinstance(how, Path) else None
+        found = {}
+        with storage(self.engine.links, folder) as make:
+            for obj,name,ks in self.lists:
+                if obj is not red.obj: continue
+                values,ns = getattr(obj, name),getattr(m, 'ns', None)
+                found[name] = gather_batches(values, ks, ns, dst, make, name, folder is not None)
+        for name,got in found.items(): setattr(red.obj, name, self.adapter.as_kept(m, name, got))
+
+    def _keep(self):
+        "Keep this batch for metrics that take batches"
+        learn,i = self.learn,self.n_begun-1
+        saved = {k: to_cpu(to_detach(getattr(learn, k, None))) for k in self.of_batch}
+        saved |= dict(items=vars(learn).get('items'), n_rows=batch_rows(learn), iter=self.number(i))
+        self.batches[i] = saved
+
+    def _feed(self, mets):
+        "Reset `mets`, and let them accumulate the batches of all ranks. Sync point"
+        for m in mets: m.reset()
+        saved = self.batches or {}
+        with _put_back(self.learn, *_of_batch, 'items','n_rows','iter'):
+            vars(self.learn)['xb'] = NoInputs()
+            for i in range(max(gather_objects(max(saved, default=-1)))+1):
+                parts = [o for o in gather_objects(saved.pop(i, None)) if o is not None]
+                of_one = len(parts)>1 and len({o['iter'] for o in parts})==1
+                for b in [whole_batch(parts)] if of_one else parts:
+                    vars(self.learn).update(to_device(b, self.engine.device))
+                    for m in mets: m.accumulate(self.learn)
+
+_of_batch = 'xb','yb','pred','loss'
+_carries = ('in evaluation the model carries {} from one batch to the next, which is that of another rank. '
+            'Reset it before each batch, or call validate and get_preds after the context: each rank reads all then')
+
+# %% ../../nbs/distributed/08_evaluation.ipynb #crst02
+def loose_tensors(model)->dict:
+    "By name, the ids and versions of tensors that modules have besides parameters and buffers"
+    res = {}
+    for name,m in model.named_modules():
+        own = {k: v for k,v in vars(m).items() if isinstance(v, (Tensor,list,tuple))}
+        for k,v in own.items(): res[f'{name}.{k}'.strip('.')] = [(id(t),version(t)) for t in tree_leaves(v)]
+    return res
+
+class StateWatch:
+    "Whether the model carries something from the batch that comes now to a later one"
+    def __init__(self, model):
+        # the calls hold what there is now, so that no id is used again
+        self.model,self.before,self.undo = model,loose_tensors(model),[*undoing(model)]
+    def carried(self, xb:tuple)->list:
+        """Before the later one, whose inputs are `xb`: names of new tensors of the model, if its prediction depends on
+        them. It is called twice then, and afterwards as it was"""
+        new = [k for k,v in loose_tensors(self.model).items() if v!=self.before.get(k)]
+        if not new: return []
+        preds = []
+        for undo in ((), self.undo):
+            with untouched(self.model): # the random streams, too: both draw the same
+                for f in undo: f()
+                preds.append(tree_leaves(call_model(self.model, xb, self.model)))
+        return new if any(map(_differ, *preds)) else []
+
+def _differ(a, b):
+    if not isinstance(a, Tensor) or a.shape!=b.shape: return isinstance(a, Tensor)
+    return bool((a.double()-b.double()).norm()>10*tolerance(b)*b.double().norm())
+
+# %% ../../nbs/distributed/08_evaluation.ipynb #crst05
+def listing_metrics(learn)->dict:
+    """By name, torchmetrics objects that callbacks hold, and whose state is a list: None without a batch, else whether
+    another rank needs one, to gather them"""
+    res = {}
+    for name,o in objects_beside(learn).items():
+        for k,m in o.named_modules(prefix=name) if isinstance(o, nn.Module) else ():
+            lists = [v for v in (getattr(m, s) for s in metric_state(m)) if isinstance(v, list)]
+            ts = tree_leaves(lists)
+            if lists: res[k] = any(t.ndim!=1 or t.dtype!=m.dtype for t in ts) if ts else None
+    return res
+
+def check_lists(every:tuple):
+    "ValueError if a rank's torchmetrics object would end it by SIGABRT; every: `listing_metrics` of each rank"
+    for k in dict.fromkeys(chain(*every)):
+        found = [o.get(k, False) for o in every]
+        need(True not in found or None not in found, f'{k}: a rank had no batch for this object of torchmetrics, which '
+             'cannot gather its lists then. Give it to the learner, metrics=…, or evaluate as many batches as ranks')
 
 # %% ../../nbs/distributed/08_evaluation.ipynb #c026
-_of_batch = 'xb','yb','pred','loss'
-
-@patch
-def _keep(self:Evaluation):
-    "Keep this batch for metrics that take batches"
-    learn,i = self.learn,self.n_begun-1
-    saved = {k: to_cpu(to_detach(getattr(learn, k, None))) for k in _of_batch}
-    saved |= dict(items=vars(learn).get('items'), n_rows=batch_rows(learn), iter=self.number(i))
-    self.batches[i] = saved
-
-@patch
-def _feed(self:Evaluation, mets):
-    "Reset `mets`, and let them accumulate the batches of all ranks. Sync point"
-    for m in mets: m.reset()
-    saved = self.batches or {}
-    with _put_back(self.learn, *_of_batch, 'items','n_rows','iter'):
-        for i in range(max(gather_objects(max(saved, default=-1)))+1):
-            parts = [o for o in gather_objects(saved.pop(i, None)) if o is not None]
-            of_one = len(parts)>1 and len({o['iter'] for o in parts})==1
-            for b in [whole_batch(parts)] if of_one else parts:
-                vars(self.learn).update(to_device(b, self.engine.device))
-                for m in mets: m.accumulate(self.learn)
+class NoInputs:
+    "In place of a batch's inputs, for which no metric asks. ValueError where they are read"
+    def _fail(self, *_):
+        raise ValueError('learn.xb is not gathered for metrics of your own class, since inputs are large: set '
+                         'with_input = True in the class')
+    __iter__ = __getitem__ = __len__ = _fail
 
 def whole_batch(parts:list)->dict:
     "The batch whose rows ranks were dealt, from the part of each rank; its loss is the mean over samples"
     n = sum(o['n_rows'] for o in parts)
     res = dict(parts[0], items=None, n_rows=n)
-    for k in ('xb','yb','pred'): res[k] = taking_turns([as_samples(o[k], o['n_rows']) for o in parts])
+    for k in res.keys() & {'xb','yb','pred'}: res[k] = taking_turns([as_samples(o[k], o['n_rows']) for o in parts])
     if res['loss'] is not None: res['loss'] = sum(weighted(o['loss'], o['n_rows']) for o in parts)/n
     return res
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from ..core.env import RankError,close_group,count,group_size,in_group,is_consequence
 from ..core.env import next_phase,num_distrib
 from ..core.env import own_rank,pack_error,read_launcher,section,shared_store,unpack_error,wait_key
-from ..core.stacks import Frame,answer_asks,answerer,describe_stack,frames_of,is_wait,place_of
+from ..core.stacks import Frame,answer_asks,answerer,describe_stack,frames_of,frames_of_caller
+from ..core.stacks import is_wait,place_of,users_frame
 
 # %% ../../nbs/distributed/04_failure.ipynb #c004
 def first_failure(key, timeout_s=0)->RankError:
@@ -94,7 +95,7 @@ def failing_together(undo):
         spare.close()
         err = _first(e, key)
         if err is e: raise
-        raise err from e
+        raise err.with_traceback(e.__traceback__) from None # where this rank waited
     except BaseException: # an interrupt
         close_group(failed=True)
         raise
@@ -112,7 +113,7 @@ def _announce_exit(key):
     "For a rank 0 that still waits for this one"
     rank,store = own_rank(),shared_store()
     with suppress(dist.DistNetworkError):
-        report = dict(rank=rank, kind='exit', message='has left the context')
+        report = dict(rank=rank, kind='exit', message=f'has left the context ({users_frame(frames_of_caller())})')
         if rank and store is not None: store.set(key, json.dumps(report))
 
 def _after_rank0(key, timeout_s=600):

@@ -20,9 +20,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks,powerSGD_h
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.collectives import all_sum
-from ..core.compat import foreach_add,ignored_by_ddp,sync_buffers,tree_leaves
+from ..core.compat import check_reduced,foreach_add,ignored_by_ddp,sync_buffers,tree_leaves
 from ..core.env import current_group,group_size
-from ..core.stacks import need
+from ..core.stacks import coded,need
 from .batchnorm import Synced,sync_batchnorm
 from .comparison import few
 from .parts import add_earlier,running,sum_of_ranks,take_grads,tree_sum
@@ -220,16 +220,21 @@ def check_ddp_options(kw):
     known = f"{', '.join(_of_ours)}, and DDP's {', '.join(ddp_options)}"
     raise ValueError(f"distrib_ctx got {', '.join(bad)}{hint}; it takes {known}")
 
+_flags = {k for k in ddp_options if isinstance(_ddp_args[k].default, bool)} | {'broadcast_buffers',sync_buffers}
+_an_object = 'give an object, as DistributedDataParallel describes it; for mixed precision: learn.to_bf16()'
+
 def check_options(opts):
     "Raise ValueError for an option that is unknown or has no meaning"
     ddp_kw = opts.ddp_kw
     check_ddp_options(ddp_kw)
     flags = {k: getattr(opts, k) for k in ('sync_bn','split_batches','sample_seeds')}
-    flags |= {k: v for k,v in ddp_kw.items() if isinstance(_ddp_args[k].default, bool)}
-    bad = [f'{k}={v!r}' for k,v in flags.items() if v not in (True,False)]
+    flags |= {k: v for k,v in ddp_kw.items() if k in _flags}
+    for k in ddp_kw.keys()-flags.keys()-{'bucket_cap_mb'}:
+        need(not isinstance(ddp_kw[k], (str,bool,int,float)), _an_object, **{k: ddp_kw[k]})
+    bad = [f'{k}={v!r}' for k,v in flags.items() if v not in (True,False,None)]
     need(not bad, f"{', '.join(bad)}: give True or False")
     def check(name, v, kinds, least, what):
-        known = v is None or isinstance(v, kinds) and not isinstance(v, bool) and least<v<math.inf
+        known = v is None or isinstance(v, kinds) and not isinstance(v, bool) and least<v<2**62
         need(known, f'give {what}', **{name: v})
     check('seed', opts.seed, int, -math.inf, 'a whole number, or None to draw one')
     check('check_every', opts.check_every, int, 0, 'a number of steps, from 1 up')
@@ -370,6 +375,7 @@ class Replica:
         with _without_empty(self.model):
             kw = dict(self.kw, device_ids=ids, process_group=current_group())
             self.ddp = DistributedDataParallel(self.model, **kw)
+        self.check_reduced = getattr(self.ddp.reducer, check_reduced, int) # an older torch has none
         if self.comm_hook: self.comm_hook(self.ddp, self.links, self.parts)
         self.meets = self.comm_hook in (_shm,_by_default) and can_share(self.ddp, self.links)
         self.exchange(self._sync)
@@ -445,12 +451,14 @@ class Replica:
         self.frozen = []
         for p,on in zip(self.params, self.trained[0]):
             if on and not p.requires_grad: p.grad = None # frozen after the forward pass, as in one process
-        if self.ddp is None or self.checked: return
-        # in the next forward pass DDP exchanges the order of gradients
-        self.checked = self.regroups = True
+        if self.ddp is None: return
+        is_first,self.checked = not self.checked,True
+        if is_first: self.regroups = True # in the next forward pass DDP exchanges the order of gradients
         if self.ddp.find_unused_parameters or self.ddp.static_graph: return
-        if idle := without_gradient(self.model):
-            raise ValueError(f"no gradient for {', '.join(idle)}: {_no_part}")
+        try: self.check_reduced()
+        except RuntimeError: is_first = True # or a gradient did not come, which DDP tells in the next forward pass only
+        if is_first and (idle := without_gradient(self.model)):
+            raise ValueError(coded('unused-parameters', f"no gradient for {', '.join(idle)}: {_no_part}"))
 
 _looks_for_unused = ('this fit has find_unused_parameters=True. Freeze them with requires_grad_(False) to save its '
                      'cost')

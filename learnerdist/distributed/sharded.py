@@ -19,7 +19,7 @@ from fastcore.basics import listify,patch
 from torch import nn
 
 from ..core.collectives import gather_objects
-from ..core.compat import forget_fsdp,fsdp_on_cpu,fsdp_ready,whole_grads
+from ..core.compat import forget_fsdp,forget_passes,fsdp_on_cpu,fsdp_ready,whole_grads
 from ..core.deferred import set_value,source_of
 from ..core.env import count,current_group,everyones,group_rank,group_size,group_timeout
 from ..core.env import local_rank,local_size,noting_loops,process_group,shared_store,wait_key
@@ -411,8 +411,9 @@ def _note(self:Sharded, i, p):
 
 @patch
 def _rest(self:Sharded):
-    if not torch.is_grad_enabled():
-        for m in self.blocks: m.reshard()
+    if torch.is_grad_enabled(): return
+    for m in self.blocks: m.reshard()
+    forget_passes(self.model)
 
 @patch
 def begin_batch(self:Sharded):

@@ -20,10 +20,14 @@ from .watch import launch,leave_report,log
 
 # %% ../../nbs/launch/05_cli.ipynb #op05
 def _count(s):
-    "argparse type: how many processes"
+    "argparse type: how many"
     if s.isdigit() and int(s): return int(s)
-    what = f'{s!r} is no number of processes'
-    raise argparse.ArgumentTypeError(f"{what}: give a whole number from 1 up, or 'auto'")
+    raise argparse.ArgumentTypeError(f'{s!r}: give a whole number from 1 up')
+
+def _nproc(s):
+    "argparse type: how many processes"
+    try: return s if s=='auto' else _count(s)
+    except argparse.ArgumentTypeError as e: raise argparse.ArgumentTypeError(f"{e}, or 'auto'") from None
 
 def _seconds(s):
     "argparse type: how long"
@@ -71,7 +75,7 @@ def get_parser()->argparse.ArgumentParser:
     res.usage = "%(prog)s [--nproc N] [--gpus 0,2] [torchrun's options] (script.py | -m module) [its arguments]"
     res.allow_abbrev = False # otherwise a script's argument such as --n would be read as --nnodes
     res.set_defaults(**{o: os.environ.get(f'PET_{o.upper()}') for o in _ours}) # None: not given
-    res.add_argument('--nproc', type=lambda s: 'auto' if s == 'auto' else _count(s), help=no_help)
+    res.add_argument('--nproc', type=_nproc, help=no_help)
     res.add_argument('--gpus', type=_gpus, default=[], help=no_help)
     res.add_argument('--wait', type=_seconds, default=0, help=no_help)
     res.add_argument('--on-failure', choices=('restart','shrink'), default='restart', help=no_help)

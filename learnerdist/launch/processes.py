@@ -133,6 +133,9 @@ class RankObject(NamedTuple):
     "Stands for an object that each rank holds, from `Ranks.keep`: give it to `Ranks.run` as an argument"
     ranks:int  # Which processes hold it
     number:int # Which object of theirs
+    def __getattr__(self, name):
+        raise AttributeError(f'{name}: the object is on the ranks. Give it to a function that they run: '
+                             f'r.run(lambda o: o.{name}, …)')
 
 _objects = {} # What this rank holds, by number
 

@@ -61,7 +61,7 @@ def leave_report(e:BaseException, status:int=1, folder:Path=None):
         noticed = isinstance(e, RankError) or is_consequence(e)
     report = dict(code=status, kind=type(e).__name__, message=str(e), noticed=noticed, own=own)
     report |= dict(trace=''.join(traceback.format_exception(e)), time=now, timestamp=int(now))
-    report['at'] = f'{at.file}:{at.line}'
+    report['at'] = str(at) if noticed else f'{at.file}:{at.line}' # an error of its own says what the line does
     folder = folder or report_folder()
     def write():
         with whole_file(folder/'error.json') as f: f.write_text(json.dumps(report))

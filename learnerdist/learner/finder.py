@@ -9,7 +9,6 @@ __all__ = []
 from contextlib import ExitStack,contextmanager
 from copy import deepcopy
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import torch
 from fastcore.basics import patch
@@ -128,11 +127,13 @@ def _curve(finder):
     need(n>1, f'{found}: give lower rates, or a larger num_it')
     return lrs[:n],losses[:n]
 
-class Rates(NamedTuple):
-    "What `lr_find` has found, the same on every rank"
-    valley:float # The rate that it suggests
-    lrs:list     # Of each step
-    losses:list  # Smoothed, of each step
+class Rates(float):
+    """The rate that `lr_find` suggests, a number; `lrs` and `losses` (smoothed) are those of each step. The same on
+    every rank"""
+    def __new__(cls, valley, lrs=(), losses=()): # these two are set again where it is unpickled
+        res = super().__new__(cls, valley)
+        res.valley,res.lrs,res.losses = valley,lrs,losses
+        return res
 
 def plot_lr_find(res:Rates, loss:float):
     "Plot losses by rate, with the suggested one, whose loss is `loss`"

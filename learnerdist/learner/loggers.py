@@ -57,8 +57,8 @@ class _Smooth:
 def say_alone(warned=[]): # noqa: B006 - once in a process
     "Warn on rank 0, once, that each process trains on all of the data"
     if is_rank0() and not warned:
-        warn('no-context', f'each of the {num_distrib()} processes of this launch trains on the whole data, since '
-             'this fit is outside of distrib_ctx(). If you mean that, each has to write its own files')
+        warn('no-context', f'each of the {num_distrib()} processes of this launch trains on the whole data. To '
+             'share it: `with learn.distrib_ctx(): learn.fit(…)`. If you mean it, each has to write its own files')
     warned.append(1)
 
 # %% ../../nbs/learner/05_loggers.ipynb #p009

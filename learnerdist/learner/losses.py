@@ -203,8 +203,8 @@ def counted_rows(pred, yb, n:int)->int:
 def batch_rows(learn)->int:
     """Number of samples in the current batch: the length of its tensors, or what the loader says if their lengths
     differ. learn: a learner, at a batch; returns: of this rank"""
-    b = (*learn.xb,*learn.yb)
     if (n := vars(learn).get('n_rows')) is not None: return n # put together from the rows of all ranks
+    b = (*learn.xb,*learn.yb)
     if len(b)==2 and type(b[0]) is type(b[1]) is Tensor: # the usual
         x,y = b[0].shape,b[1].shape
         if x[:1]==y[:1]!=() and x[1:2]!=y[1:2]: return x[0]

@@ -24,6 +24,7 @@ class Metric:
     """A number about a loop over data. The recorder calls `reset` before it, `accumulate` after each batch, and
     reads `value` at its end"""
     _name = None # Its column in the table; None: the name of its class
+    with_input = False # Whether `accumulate` reads `learn.xb`, in a class of one's own: only then are inputs gathered
     def reset(self):
         "Forget all batches"
         raise NotImplementedError

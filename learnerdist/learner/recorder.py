@@ -147,7 +147,7 @@ class Recorder(Callback):
 def _warn_hidden(learn):
     names = 'xb','yb','pred','loss','loss_grad','model','opt'
     for cb,k in ((cb,k) for cb in learn.cbs for k in names if k in vars(cb)):
-        warn('hidden-attribute', f"{cb}.{k} of the callback hides the learner's. To change that, assign to self.learn")
+        warn('hidden-attribute', f"{cb} has set self.{k}; the learner's stays as it was. Write self.learn.{k} = …")
 
 def _clock(secs): return f'{int(secs)//60:02d}:{int(secs)%60:02d}'
 

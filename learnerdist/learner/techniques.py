@@ -11,6 +11,7 @@ from collections import deque
 from contextlib import ExitStack,contextmanager
 from functools import singledispatch
 from itertools import chain,pairwise
+from numbers import Real
 
 import torch
 from fastcore.basics import patch
@@ -351,7 +352,8 @@ class EMA(Callback):
         decay:float=.999,   # Part of the average that stays at each step
         evaluate:bool=False # Validate and predict with the average, in a fit and after it
     ):
-        need(0<=decay<1, 'give a number from 0 up, and below 1', decay=decay)
+        need(isinstance(decay, Real) and 0<=decay<1, 'give a number from 0 up, and below 1', decay=decay)
+        need(evaluate in (True,False), 'give True or False', evaluate=evaluate)
         self.decay,self.evaluate,self.weights = decay,evaluate,{}
         # whether the average is in the model; the same before each evaluation that is running; of this batch
         self._applied,self.before,self.skipped = False,[],False
@@ -371,6 +373,8 @@ class EMA(Callback):
         with replaced(self, applied=True): yield self.learn
 
     def before_train(self):
+        n = sum(isinstance(cb, EMA) for cb in self.learn.cbs)
+        need(n==1, f'{n} EMAs in one fit, of which learn.ema is the last: give it one')
         need(not self.applied, 'a fit trains the weights, not their average: leave apply() before it')
         self._follow()
     def after_cancel_step(self): self.skipped = True
