@@ -38,9 +38,10 @@ def test_what_the_launcher_said(monkeypatch, kw, want):
 @pytest.fixture
 def gpus(monkeypatch):
     "As if there were so many GPUs"
-    def f(n):
-        monkeypatch.setattr(torch.cuda, 'is_available', lambda: n>0)
-        monkeypatch.setattr(torch.cuda, 'device_count', lambda: n)
+    def f(n, kind='cuda'):
+        monkeypatch.setattr(torch.accelerator, 'is_available', lambda: n>0)
+        monkeypatch.setattr(torch.accelerator, 'device_count', lambda: n)
+        monkeypatch.setattr(env, 'built_for', lambda: torch.device(kind))
     return f
 
 def test_devices(monkeypatch, gpus):
@@ -64,6 +65,7 @@ def rank_backends():
     names = []
     with pytest.MonkeyPatch.context() as m:
         m.setattr(dist, 'init_process_group', lambda backend, **kw: names.append(backend))
+        m.setattr(env, '_use', lambda cuda_id: torch.device('cuda'))
         for own in cards:
             m.setattr(env, 'gpu_id', lambda device, own=own: own[int(os.environ['RANK'])])
             setup_distrib()

@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/core/00_compat.ipynb #bca14321
 import time,weakref
-from contextlib import contextmanager
+from contextlib import contextmanager,suppress
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
@@ -184,8 +184,12 @@ def fake_store():
     store = find('fake_store')
     return store and store()
 
+def built_for():
+    "The kind of accelerator that torch was built for, as a device without index; None: none, where torch 2.6 raises"
+    with suppress(RuntimeError): return torch.accelerator.current_accelerator()
+
 # By name: the first torch that does not need it, of those that were tried
-shims = dict(set_timeout='2.9', sync_buffers='2.11', destroy_group='2.13', abort_group='2.13')
+shims = dict(built_for='2.7', set_timeout='2.9', sync_buffers='2.11', destroy_group='2.13', abort_group='2.13')
 
 torch_version = tuple(map(int, torch.__version__.split('.')[:2]))
 # DDP's option: whether each forward pass broadcasts rank 0's buffers

@@ -472,7 +472,7 @@ class Batches(Steering):
             for p in self.all_params(): p.grad = None
             for o,old in buffers: o.copy_(old)
             set_rng_state(streams)
-            if self.device.type=='cuda': torch.cuda.empty_cache()
+            if self.device.type!='cpu': torch.get_device_module(self.device).empty_cache()
             micro = batch.micro = MicroBatches(learn, -(-micro.most//self.max_bs), micro.most)
             micro.i,self.more = -1,True
         if not batch.ahead: self._correct(micro)

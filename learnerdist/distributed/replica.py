@@ -346,7 +346,7 @@ class Replica:
         self.trained,self.ddp = self._what_is_trained(),None
         if not any(p.requires_grad for p in self.params): return # DDP refuses a model that is frozen as a whole
         device = self.learn.device
-        ids = [device.index] if device.type=='cuda' else None
+        ids = None if device.type=='cpu' else [device.index]
         with _without_empty(self.model):
             kw = dict(self.kw, device_ids=ids, process_group=current_group())
             self.ddp = DistributedDataParallel(self.model, **kw)
