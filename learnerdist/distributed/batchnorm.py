@@ -17,6 +17,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..core.compat import BatchNorm,batch_norm_backward,check_channels
 from ..core.compat import check_input_dim,update_stats
+from ..core.env import wide_dtype
 from ..core.stacks import warn
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c006
@@ -173,7 +174,7 @@ class SyncedInstance(Synced):
 
     @torch.no_grad()
     def _average(self, old, n):
-        row = torch.cat([self.running_mean, self.running_var, old.new_ones(1)]).double()*n
+        row = torch.cat([self.running_mean, self.running_var, old.new_ones(1)]).to(wide_dtype(old.device))*n
         dist.all_reduce(row, group=self.process_group)
         # without a sample on any rank, as before
         new = torch.where(row[-1]>0, row[:-1]/row[-1].clamp(min=1), old)

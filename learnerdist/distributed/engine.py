@@ -19,7 +19,7 @@ from ..core.collectives import all_sum,broadcast_object,gather_objects,gather_ro
 from ..core.compat import BatchNorm,tree_leaves
 from ..core.deferred import has_deferred
 from ..core.env import current_group,group_rank,group_size,group_timeout,in_group,next_phase
-from ..core.env import process_group
+from ..core.env import process_group,wide_dtype
 from ..core.lending import lend,replaced
 from ..core.random import rng_state,seed_streams,set_rng_state
 from ..core.shards import groups_of,is_part,local_part
@@ -47,7 +47,7 @@ from ..learner.techniques import scale_grads
 def sum_over_ranks(n, links):
     "The sum of a count, a number or a tensor (). A number travels over `links` in some 25 µs; a GPU's tensor over nccl"
     if isinstance(n, Tensor) and n.device.type!='cpu':
-        n = n.detach().double().clone()
+        n = n.detach().to(wide_dtype(n.device), copy=True)
         dist.all_reduce(n, group=current_group())
         return n
     rows = links.exchange(struct.pack('<d', n), Place.backward)
@@ -553,7 +553,7 @@ class Batches(Steering):
         n = (batch.n if learn.items is None else learn.items)*(not self.repeated)
         device = getattr(learn.yb[0], 'device', None) or self.device # a dict has none
         if over.kind!='items' or device.type=='cpu': n = float(n)
-        elif not isinstance(n, Tensor): n = torch.full((), n, dtype=torch.double, device=device)
+        elif not isinstance(n, Tensor): n = torch.full((), n, dtype=wide_dtype(device), device=device)
         if micro and not self.repeated: micro.note(learn, n)
         own = micro.items if micro else n # of the step
         # parts may be added up with another rounding

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import BatchSampler
 
 from ..core.compat import tree_leaves,tree_map,version
+from ..core.env import wide_dtype
 from ..core.random import untouched
 from ..data.loaders import data_len,find_bs
 from ..data.rows import batch_leaves,listed
@@ -150,8 +151,9 @@ def as_mean(total, n):
 
 def weighted(mean, n)->Tensor:
     """`mean` times `n`; 0 if `n` is 0, even if the mean is NaN. mean: a loss or a metric: a number or a tensor (); n:
-    its weight: a number or a tensor (); returns: () float64"""
-    mean = torch.as_tensor(mean, dtype=torch.double).detach()
+    its weight: a number or a tensor (); returns: (), in the device's `wide_dtype`"""
+    dtype = wide_dtype(mean.device) if isinstance(mean, Tensor) else torch.float64
+    mean = torch.as_tensor(mean, dtype=dtype).detach()
     if not isinstance(n, Tensor): return mean*n if n else torch.zeros_like(mean)
     return torch.where(n.to(mean.device)==0, 0., mean*n)
 
@@ -270,7 +272,7 @@ def n_items(learn, over=None):
         count = (over or loss_over(learn)).count
         if count is None: return counted_rows(learn.pred, learn.yb, batch_rows(learn))
         n = count(learn.pred, *learn.yb)
-    return n.detach().double() if isinstance(n, Tensor) else n
+    return n.detach().to(wide_dtype(n.device)) if isinstance(n, Tensor) else n
 
 @torch.no_grad()
 def probe_loss(learn):
@@ -283,7 +285,7 @@ def probe_loss(learn):
         args,trace = cut((learn.pred,*learn.yb), n, i, j),LossTrace()
         with trace: res = learn.loss_func(*copied(args))
         mean,items = as_mean(*res) if type(res) is tuple else (res,trace.items(res))
-        return float(mean.double().mean()),items,j-i
+        return float(mean.to(wide_dtype(mean.device)).mean()),items,j-i
     tol = tolerance(learn.loss, *[learn.pred]*isinstance(learn.pred, Tensor))
     with untouched(learn.loss_func):
         try: return follows(look(0, n), [look(0, n//2),look(n//2, n)], tol)
