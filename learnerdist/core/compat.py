@@ -26,6 +26,9 @@ check_input_dim: torch.nn BatchNorm1d._check_input_dim: an error: dimensions of 
 worker_info: torch.utils.data._utils.worker _worker_info: streams that workers split
 iterator: torch.utils.data DataLoader()._iterator: copies of loaders with persistent workers
 abort_group: torch.distributed.distributed_c10d _abort_process_group: the way out of nccl's waits after a failure
+open_groups: torch.distributed.distributed_c10d _world.pg_map: the way out of waits on a device after a failure
+bad_fork: torch.cuda _is_in_bad_fork: an error: the GPU was used before a fork
+first_call: torch.cuda _lazy_call: the line that used it
 set_pg_timeout: torch.distributed.distributed_c10d _set_pg_timeout: `timeout_s` in an open group, before torch 2.9
 default_store: torch.distributed.distributed_c10d _get_default_store: the store of a group that the script opened
 grad_hooks: torch Tensor._backward_hooks: hooks of gradients, as a cause in `verify`
@@ -187,6 +190,29 @@ def fake_store():
 def built_for():
     "The kind of accelerator that torch was built for, as a device without index; None: none, where torch 2.6 raises"
     with suppress(RuntimeError): return torch.accelerator.current_accelerator()
+
+def _of_accelerator(name, default):
+    "A function of the accelerator's module, such as torch.cuda; the default if it has none, or there is no accelerator"
+    kind = built_for()
+    return getattr(torch.get_device_module(kind), name, default) if kind else default
+
+def in_bad_fork()->bool:
+    """Whether this process is the fork of one that had used the accelerator, or counted them. It cannot use it, and
+    torch says that there is none"""
+    return _of_accelerator('_is_in_bad_fork', bool)() and _of_accelerator('device_count', int)()>0
+
+def call_at_first_use(f):
+    "Call a function when this process begins to use the accelerator, if torch can say when"
+    _of_accelerator('_lazy_call', id)(f)
+
+def abort_device_work(device):
+    """Abort the pending work of all groups on a device. The groups stay open. A thread that waits for the device goes
+    on, or gets an error"""
+    for pg in [*find('open_groups', ())]:
+        with suppress(AttributeError, RuntimeError): pg._get_backend(device).abort()
+
+# An error of a device, raised by whatever waits for it next; none before torch 2.9
+AcceleratorError = getattr(torch, 'AcceleratorError', ())
 
 # By name: the first torch that does not need it, of those that were tried
 shims = dict(built_for='2.7', set_timeout='2.9', sync_buffers='2.11', destroy_group='2.13', abort_group='2.13')

@@ -8,22 +8,22 @@ __all__ = ['rank_distrib', 'num_distrib', 'local_rank', 'default_device', 'wide_
            'is_rank0']
 
 # %% ../../nbs/core/01_env.ipynb #c002
-import dis,gc,json,os,re,socket,sys,threading,time,traceback
+import gc,json,os,re,socket,sys,threading,time,traceback
 from collections import Counter
 from contextlib import contextmanager,suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
-import learnerdist
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from .compat import abort_group,built_for,default_store,destroy_group,fake_store,set_timeout
+from .compat import abort_device_work,abort_group,built_for,call_at_first_use,default_store,destroy_group
+from .compat import fake_store,in_bad_fork,set_timeout
 from .files import environment
 from .hosts import alone_warning,check_rank,foreign_rank
-from .stacks import frames_of_thread,preempted_status,users_frame,warn
+from .stacks import frames_of_caller,frames_of_thread,preempted_status,users_frame,warn
 
 # %% ../../nbs/core/01_env.ipynb #c004l
 in_group = dist.is_initialized # Whether a process group is open
@@ -75,6 +75,10 @@ def default_device(
 )->torch.device:
     """The device of this process: an accelerator of torch's (cuda, xpu, mps, …) if there is one, else the CPU.
     ValueError for a `cuda_id` that is not visible"""
+    if in_bad_fork():
+        where = f' at {_first_use[0]}' if _first_use else ''
+        raise RuntimeError(f'{built_for().type} was used{where}, and then this process was forked, which cannot use it: '
+                           'start ranks by run() or ranks(), or use it in ranks only')
     n = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if cuda_id is not None and (not str(cuda_id).isdigit() or int(cuda_id)>=n):
         what = f'cuda_id={cuda_id!r}, but {n} GPUs are visible'
@@ -85,6 +89,10 @@ def default_device(
     warn('cpu-ranks', f'torch has no backend by which ranks could exchange tensors of {device.type}: they train on '
                       f'the CPU. To use {device.type}, start one process')
     return torch.device('cpu')
+
+_first_use = [] # The line that was the first to use the accelerator
+def _note_first_use(): _first_use.append(str(users_frame(frames_of_caller())))
+call_at_first_use(_note_first_use)
 
 @cache
 def wide_dtype(device:torch.device)->torch.dtype:
@@ -196,21 +204,12 @@ def unpack_error(s)->RankError:
     return RankError(**json.loads(s))
 
 # %% ../../nbs/core/01_env.ipynb #conseq
-_communicate = tuple(f'{Path(o.__file__).parent}{os.sep}' for o in (dist,learnerdist))
 # gloo begins a message with the place in its source that raised the error
 _gloos = re.compile(r'\[\S*gloo\S*:\d+\]')
 
 def is_consequence(e)->bool:
-    """Whether an exception may be the consequence of another rank's failure. Decided by the place that raised it, not
-    by its message. e: an exception with its traceback"""
-    if not isinstance(e, dist.DistError) and type(e) is not RuntimeError: return False
-    tb = e.__traceback__
-    while tb.tb_next: tb = tb.tb_next
-    code = tb.tb_frame.f_code
-    # raised by a `raise` in Python, not by C++ that this line called
-    if dis.opname[code.co_code[tb.tb_lasti]]=='RAISE_VARARGS':
-        return isinstance(e, dist.DistError) and code.co_filename.startswith(_communicate)
-    return isinstance(e, dist.DistError) or bool(_gloos.search(str(e)))
+    "Whether an exception may be the consequence of another rank's failure: what torch.distributed and gloo raise"
+    return isinstance(e, dist.DistError) or type(e) is RuntimeError and bool(_gloos.match(str(e)))
 
 # %% ../../nbs/core/01_env.ipynb #left03
 # Store keys of first failures, one for each open section: a part of the run that ranks enter and leave together
@@ -343,11 +342,17 @@ def _open(device, backend, timeout_s, store):
     if None in gpus:
         raise dist.DistStoreError(f'timed out: {timeout_s:g} s without a word from rank {gpus.index(None)}')
     kw = dict(store=store, rank=rank_distrib(), world_size=n, timeout=timeout)
-    dist.init_process_group(backend or backend_for(gpus, device), **kw)
+    with _without_abort(): dist.init_process_group(backend or backend_for(gpus, device), **kw)
     try: everyones('yes', 'opened', store, min(timeout_s, 20))
     except BaseException:
         dist.destroy_process_group()
         raise
+
+def _without_abort():
+    """Context for groups whose nccl, after a timeout, aborts its work and not this process, which can then say where
+    the ranks are"""
+    name = 'TORCH_NCCL_ASYNC_ERROR_HANDLING'
+    return environment(**{name: os.environ.get(name, 2)})
 
 def everyones(word:str, what:str, store, timeout_s, purpose='')->list:
     """Send `word` to all ranks; returns the word of each rank, None for a rank that did not send one in time. what:
@@ -426,6 +431,18 @@ def _event_loops():
             found[int(o.name)] = [int(fd) for fd in fds if is_socket(fd)]
     return {k:v for k,v in found.items() if v}
 
+_watches = [] # Events that end the threads of `_watch_device`
+
+def _watch_device(store, device, closed):
+    """In a thread, until `closed`: if a rank has failed or left, abort what this rank waits for on its device, from
+    which closed connections free nobody. It has 2 s to notice by itself"""
+    while not closed.wait(1):
+        try: failed = any(store.check([k]) for k in (*section,'left'))
+        except RuntimeError: failed = True # the store has ended with its host
+        if not failed: continue
+        if not closed.wait(2): abort_device_work(device)
+        return
+
 @contextmanager
 def noting_loops():
     "Within the body, event loops that begin are noted as those of our groups"
@@ -444,6 +461,7 @@ def close_group(failed=False):
     """Close the group that `process_group` opened, if it is still open. failed: after a failure: free the ranks that
     wait in its collectives, and abort pending work"""
     if failed and in_group(): _hang_up()
+    while _watches: _watches.pop().set()
     while _ours:
         g = _ours.pop()
         if in_group(): (abort_group if failed else destroy_group)(g)
@@ -482,6 +500,10 @@ def _open_ours(cuda_id, **kw):
         else: device = setup_distrib(cuda_id, timeout_s=group_timeout(), **kw)
         if in_group(): _ours.append(_new_group() if was_open else None)
     if in_group(): _freeze_in_forks()
+    if device.type!='cpu' and group_size()>1:
+        _watches.append(threading.Event())
+        args = shared_store(),device,_watches[-1]
+        threading.Thread(target=_watch_device, args=args, daemon=True, name='watch-device').start()
     return device
 
 def _freeze_in_forks(done=[]): # noqa: B006 - once in a process
@@ -492,7 +514,7 @@ def _freeze_in_forks(done=[]): # noqa: B006 - once in a process
 
 def _new_group(**kw):
     "A further group of all ranks. A rank that left before all have connected would fail those that still connect"
-    res = dist.new_group(timeout=timedelta(seconds=group_timeout()), **kw)
+    with _without_abort(): res = dist.new_group(timeout=timedelta(seconds=group_timeout()), **kw)
     if dist.get_world_size()>1:
         store = dist.PrefixStore(_next_group(), shared_store())
         everyones('yes', 'opened', store, min(group_timeout(), 20))
