@@ -22,12 +22,13 @@ def make(dtype=torch.float32, layer=nn.Identity, n=40):
     train,valid = (TfmdDL(list(zip(o, o[:,:3].argmax(1))), bs, shuffle=s) for o,s in ((x, True), (v, False)))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), layer(), nn.Linear(6, 3)).to(dtype)
-    learn = Learner(DataLoaders(train, valid), model, F.cross_entropy, torch.optim.SGD, lr=.1, metrics=[accuracy, AvgMetric(F.cross_entropy, 'ce')])
+    dls,metrics = DataLoaders(train, valid),[accuracy, AvgMetric(F.cross_entropy, 'ce')]
+    learn = Learner(dls, model, F.cross_entropy, torch.optim.SGD, lr=.1, metrics=metrics)
     learn.logger = lambda o: None
     return learn
 
 def fitted(**kw):
-    learn,said = make(**kw),[]
+    learn = make(**kw)
     with warnings.catch_warnings(record=True) as ws, learn.distrib_ctx(seed=3):
         warnings.simplefilter('always')
         group = dist.get_backend_config() if in_group() else None
@@ -111,7 +112,7 @@ def test_gpus_are_hidden_by_the_variable_of_their_maker(monkeypatch):
     _choose_gpus([0,2])
     assert os.environ['ZE_AFFINITY_MASK']=='4,6'
     monkeypatch.setattr(compat, 'built_for', lambda: torch.device('hpu'))
-    with pytest.raises(ValueError, match='--gpus 1: not known for hpu'): _choose_gpus([1])
+    with pytest.raises(ValueError, match='--gpus 1: hide devices of hpu'): _choose_gpus([1])
 
 # --- a rank that waits within a call of the device ------------------------------------------------------------------------
 

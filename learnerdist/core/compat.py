@@ -180,30 +180,27 @@ def written_by(func, args, kwargs)->list:
     found = [v for a,v in zip(named, vals) if a.alias_info is not None and a.alias_info.is_write]
     return [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
 
-# %% ../../nbs/core/00_compat.ipynb #b037916a
-def fake_store():
-    """The store of torch's fake process group, whose module also registers the backend 'fake', a group without other
-    ranks; None if there is none. torch has nothing public that opens a group of many ranks in one process"""
-    store = find('fake_store')
-    return store and store()
-
+# %% ../../nbs/core/00_compat.ipynb #dev02
 def built_for():
     "The kind of accelerator that torch was built for, as a device without index; None: none, where torch 2.6 raises"
     with suppress(RuntimeError): return torch.accelerator.current_accelerator()
 
-def _of_accelerator(name, default):
-    "A function of the accelerator's module, such as torch.cuda; the default if it has none, or there is no accelerator"
+def accelerator_module():
+    "torch's module for that accelerator, such as torch.cuda; None: none"
     kind = built_for()
-    return getattr(torch.get_device_module(kind), name, default) if kind else default
+    return kind and torch.get_device_module(kind)
 
 def in_bad_fork()->bool:
-    """Whether this process is the fork of one that had used the accelerator, or counted them. It cannot use it, and
+    """Whether this process is the fork of one that had used the accelerator, or counted devices. It cannot use it, and
     torch says that there is none"""
-    return _of_accelerator('_is_in_bad_fork', bool)() and _of_accelerator('device_count', int)()>0
+    module = accelerator_module()
+    return getattr(module, '_is_in_bad_fork', bool)() and module.device_count()>0
 
+
+# %% ../../nbs/core/00_compat.ipynb #dev04
 def call_at_first_use(f):
     "Call a function when this process begins to use the accelerator, if torch can say when"
-    _of_accelerator('_lazy_call', id)(f)
+    getattr(accelerator_module(), '_lazy_call', id)(f)
 
 def abort_device_work(device):
     """Abort the pending work of all groups on a device. The groups stay open. A thread that waits for the device goes
@@ -214,8 +211,17 @@ def abort_device_work(device):
 # An error of a device, raised by whatever waits for it next; none before torch 2.9
 AcceleratorError = getattr(torch, 'AcceleratorError', ())
 
+
+# %% ../../nbs/core/00_compat.ipynb #b037916a
+def fake_store():
+    """The store of torch's fake process group, whose module also registers the backend 'fake', a group without other
+    ranks; None if there is none. torch has nothing public that opens a group of many ranks in one process"""
+    store = find('fake_store')
+    return store and store()
+
 # By name: the first torch that does not need it, of those that were tried
-shims = dict(built_for='2.7', set_timeout='2.9', sync_buffers='2.11', destroy_group='2.13', abort_group='2.13')
+shims = dict(built_for='2.7', set_timeout='2.9', sync_buffers='2.11')
+shims |= dict(destroy_group='2.13', abort_group='2.13')
 
 torch_version = tuple(map(int, torch.__version__.split('.')[:2]))
 # DDP's option: whether each forward pass broadcasts rank 0's buffers

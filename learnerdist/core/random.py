@@ -15,7 +15,7 @@ from types import CellType,FunctionType,MethodType
 import torch
 from torch.utils.data import get_worker_info
 
-from .compat import built_for,version
+from .compat import accelerator_module,version
 
 # %% ../../nbs/core/04_random.ipynb #c005
 _M64 = (1<<64)-1
@@ -52,9 +52,10 @@ def set_seed(
 # %% ../../nbs/core/04_random.ipynb #c013
 def _accelerator():
     "The module of torch for the accelerator, such as torch.cuda, once this process uses it; else None"
-    kind = built_for()
-    module = kind and torch.get_device_module(kind)
-    return module if module and getattr(module, 'is_initialized', module.is_available)() else None
+    module = None if get_worker_info() else accelerator_module()
+    # mps does not say whether it is used
+    used = module and getattr(module, 'is_initialized', torch.accelerator.is_available)()
+    return module if used else None
 
 def rng_state(device=True)->tuple:
     """The state of every global random stream: Python's, numpy's, torch's on the CPU and (`device`) on the current

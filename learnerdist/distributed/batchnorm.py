@@ -17,7 +17,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..core.compat import BatchNorm,batch_norm_backward,check_channels
 from ..core.compat import check_input_dim,update_stats
-from ..core.env import wide_dtype
 from ..core.stacks import warn
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c006
@@ -174,7 +173,8 @@ class SyncedInstance(Synced):
 
     @torch.no_grad()
     def _average(self, old, n):
-        row = torch.cat([self.running_mean, self.running_var, old.new_ones(1)]).to(wide_dtype(old.device))*n
+        row = torch.cat([self.running_mean, self.running_var, old.new_ones(1)])
+        row = row.to(torch.promote_types(row.dtype, torch.float32))*n
         dist.all_reduce(row, group=self.process_group)
         # without a sample on any rank, as before
         new = torch.where(row[-1]>0, row[:-1]/row[-1].clamp(min=1), old)

@@ -118,7 +118,7 @@ def _choose_gpus(gpus):
     import torch
     from learnerdist.core.compat import built_for
     given,kind = ','.join(map(str, gpus)),getattr(built_for(), 'type', 'cuda')
-    need(kind in _visible, f"--gpus {given}: not known for {kind}: set the variable of its maker that hides devices")
+    need(kind in _visible, f'--gpus {given}: hide devices of {kind} by the variable of their maker')
     name,n = _visible[kind],torch.accelerator.device_count()
     now = os.environ.get(name)
     ids = [*map(str, range(n))] if now is None else [o for o in now.split(',') if o.strip()]
@@ -126,7 +126,7 @@ def _choose_gpus(gpus):
     os.environ[name] = ','.join(ids[i] for i in gpus)
 
 # By kind of accelerator: the variable by which its maker's library hides devices
-_visible = dict(cuda='CUDA_VISIBLE_DEVICES', xpu='ZE_AFFINITY_MASK', npu='ASCEND_RT_VISIBLE_DEVICES')
+_visible = dict(cuda='CUDA_VISIBLE_DEVICES', xpu='ZE_AFFINITY_MASK')
 
 def _choose_nproc(args):
     "How many processes these parsed options ask for"

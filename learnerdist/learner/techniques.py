@@ -50,9 +50,8 @@ _dtypes = dict(fp16=torch.float16, bf16=torch.bfloat16)
 def half_type(device:torch.device)->torch.dtype:
     "The 16-bit type for `device`: bfloat16; float16 on an accelerator without bfloat16 arithmetic"
     asked = getattr(torch.get_device_module(device), 'is_bf16_supported', lambda: True)
-    # cuda says yes for GPUs that emulate it slowly, unless they are left out
-    takes = {'including_emulation'} & {*signature(asked).parameters}
-    return torch.bfloat16 if asked(**dict.fromkeys(takes, False)) else torch.float16
+    # cuda says yes for GPUs that emulate it slowly, unless it is told to leave them out
+    return torch.bfloat16 if asked(*[False]*len(signature(asked).parameters)) else torch.float16
 
 # %% ../../nbs/learner/06_techniques.ipynb #c008b
 class MixedPrecision(Callback):
