@@ -16,6 +16,7 @@ import learnerdist
 import torch, torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils import _device, _foreach_utils
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -372,6 +373,11 @@ class SimulatedGPU:
         old = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         self.stack.callback(torch.__future__.set_swap_module_params_on_conversion, old)
+        self._set(torch.backends.cudnn, 'is_acceptable', lambda t: False) # no kernels
+        engine = torch.autograd._engine_run_backward
+        def backward(*args, **kw):
+            with _Pageable(): return engine(*args, **kw)
+        self._set(torch.autograd, '_engine_run_backward', backward)
         self._set(_foreach_utils, '_foreach_supported_types', [*_foreach_utils._foreach_supported_types, Gpu])
 
     def _factories(self):
@@ -484,10 +490,20 @@ def _register():
     lib = _register.lib = torch.library.Library('aten', 'IMPL')
     _register.fall = torch.library.Library('_', 'IMPL')
     _register.fall.fallback(torch.library.fallthrough_kernel, 'AutocastPrivateUse1')
+    lib.impl('_thnn_fused_lstm_cell', _lstm_cell, 'AutogradPrivateUse1')
+    lib.impl('_thnn_fused_gru_cell', _gru_cell, 'AutogradPrivateUse1')
     run = lambda op: lambda *args, **kw: Gpu.sim.run(op, args, kw)
     lib.impl('empty.memory_format', run(aten.empty.memory_format), 'PrivateUse1')
     lib.impl('empty_strided', run(aten.empty_strided.default), 'PrivateUse1')
     lib.impl('_copy_from', lambda s, d, non_blocking=False: Gpu.sim.run(aten.copy_.default, (d,s,non_blocking), {}), 'PrivateUse1')
+
+class _Pageable(TorchDispatchMode):
+    "DDP's reducer asks for pinned memory where parameters are unused, and a device in Python has none"
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is aten.is_pinned.default: return True
+        if kwargs.get('pin_memory'): kwargs = {**kwargs, 'pin_memory': False}
+        return func(*args, **kwargs)
 
 def _pinned(t):
     t.pinned = True
@@ -524,7 +540,19 @@ def _cast(op, cast, *args, **kw):
         args,kw = tree_unflatten(leaves, spec)
         return op(*args, **kw)
 
-# --- what only CUDA has: SyncBatchNorm
+# --- what only CUDA has: cells of recurrent networks, SyncBatchNorm
+
+def _gates(x, h, n, x_bias, h_bias): return zip((x if x_bias is None else x+x_bias).chunk(n, 1), (h if h_bias is None else h+h_bias).chunk(n, 1))
+
+def _lstm_cell(x, h, c, x_bias=None, h_bias=None):
+    i,f,g,o = [a+b for a,b in _gates(x, h, 4, x_bias, h_bias)]
+    c = f.sigmoid()*c+i.sigmoid()*g.tanh()
+    return o.sigmoid()*c.tanh(),c,torch.empty_like(x)
+
+def _gru_cell(x, h, old, x_bias=None, h_bias=None):
+    (xr,hr),(xz,hz),(xn,hn) = _gates(x, h, 3, x_bias, h_bias)
+    new,z = (xn+(xr+hr).sigmoid()*hn).tanh(),(xz+hz).sigmoid()
+    return (old-new)*z+new,torch.empty_like(x)
 
 def _over(x): return [d for d in range(x.dim()) if d!=1]
 def _wide(v, x): return v.view(1, -1, *[1]*(x.dim()-2))
