@@ -35,7 +35,7 @@ class Gpu(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunctionSubclass(): return Gpu.sim.run(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass(): return _safely(Gpu.sim.run, func, args, kwargs or {})
     def __repr__(self, **kw): return f'{type(self).__name__}({self.host}, device={self.device})'
     def data_ptr(self): return self.host.data_ptr()
     def untyped_storage(self): return self.host.untyped_storage()
@@ -145,6 +145,7 @@ class SimulatedGPU:
         self.n,self.kind,self.float64,self.same_order = n,kind,float64,same_order
         self.current,self.phase,self.map_location,self.pid = 0,'',None,None
         self.waits,self.collectives,self.faults = [],[],[]
+        self.in_backward = None # The error that has ended a backward pass
         self.under = {} # From the name of a group that says nccl to the gloo group beneath it
         self.devices = {} # From the name of such a group to the device that this rank has in it
         self.local = threading.local() # `cls`: what the next operation makes
@@ -376,7 +377,15 @@ class SimulatedGPU:
         self._set(torch.backends.cudnn, 'is_acceptable', lambda t: False) # no kernels
         engine = torch.autograd._engine_run_backward
         def backward(*args, **kw):
-            with _Pageable(): return engine(*args, **kw)
+            res,error = None,None
+            try:
+                with _Pageable(): res = engine(*args, **kw)
+            except Exception as e: error = e
+            own,self.in_backward = self.in_backward,None
+            if own or error: raise own or error
+            return res
+        for k in ('register_hook','register_post_accumulate_grad_hook'):
+            self._set(Tensor, k, lambda t, hook, f=getattr(Tensor, k): f(t, functools.partial(_safely, hook, or_else=None)))
         self._set(torch.autograd, '_engine_run_backward', backward)
         self._set(_foreach_utils, '_foreach_supported_types', [*_foreach_utils._foreach_supported_types, Gpu])
 
@@ -497,13 +506,23 @@ def _register():
     lib.impl('empty_strided', run(aten.empty_strided.default), 'PrivateUse1')
     lib.impl('_copy_from', lambda s, d, non_blocking=False: Gpu.sim.run(aten.copy_.default, (d,s,non_blocking), {}), 'PrivateUse1')
 
+_no_tensor = object() # C++ raises where it gets this
+def _safely(f, *args, or_else=_no_tensor, **kw):
+    """In a backward pass C++ raises, and `backward` then the error itself: in its thread for this device is a guard in Python, which a Python error
+    would end with SIGABRT"""
+    try: return f(*args, **kw)
+    except Exception as e:
+        if torch._C._current_graph_task_id()<0: raise
+        Gpu.sim.in_backward = Gpu.sim.in_backward or e
+        return or_else
+
 class _Pageable(TorchDispatchMode):
     "DDP's reducer asks for pinned memory where parameters are unused, and a device in Python has none"
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is aten.is_pinned.default: return True
         if kwargs.get('pin_memory'): kwargs = {**kwargs, 'pin_memory': False}
-        return func(*args, **kwargs)
+        return _safely(func, *args, **kwargs)
 
 def _pinned(t):
     t.pinned = True
@@ -564,8 +583,9 @@ def _bn_stats(x, eps):
 def _bn_gather(x, mean, invstd, running_mean, running_var, momentum, eps, counts):
     counts = counts.view(-1, 1).to(mean.dtype)
     n = counts.sum()
-    m = (mean*counts).sum(0)/n
-    var = (counts*(1/invstd**2-eps+(mean-m)**2)).sum(0)/n
+    some = n.clamp(min=1) # without a sample on any rank the kernel's mean is 0
+    m = (mean*counts).sum(0)/some
+    var = (counts*(1/invstd**2-eps+(mean-m)**2)).sum(0)/some
     if running_mean is not None:
         running_mean.mul_(1-momentum).add_(momentum*m)
         running_var.mul_(1-momentum).add_(momentum*var*n/(n-1))

@@ -563,7 +563,8 @@ class Batches(Steering):
                              'callback')
         total = batch.ahead[1] if batch.ahead else self._total(own)
         learn.items,self.global_items = n,total/W
-        if isinstance(total, Tensor): return learn.loss_grad*(n*W/total)
+        # a mean over nothing is NaN
+        if isinstance(total, Tensor): return learn.loss_grad.where(n>0, 0.)*(n*W/total.where(total>0, 1.))
         if not n: return zero_of(learn.pred)
         return learn.loss_grad if n*W==total else learn.loss_grad*float(n*W/total)
 
@@ -691,7 +692,7 @@ class Cancelling(Batches):
         self.agreed = 'backward' # which is over
         self.learn('after_cancel_backward')
 
-def _finite(grad): return grad.nan_to_num(0., 0., 0.)
+def _finite(grad): return None if grad is None else grad.nan_to_num(0., 0., 0.)
 
 def _has_values(grad):
     "Whether a gradient, or this rank's part of it, is there and not zero"
