@@ -26,6 +26,7 @@ name_in_torch = 'simulated' # C++ knows the device by this name, of index 0; a d
 class Gpu(Tensor):
     "A tensor of a simulated device. `host`: its numbers; `index`: of the device"
     sim = None # The `SimulatedGPU` that is installed
+    of = Tensor # The class that a user sees
     @staticmethod
     def __new__(cls, host, index, requires_grad=False):
         res = Tensor._make_wrapper_subclass(cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
@@ -365,6 +366,8 @@ class SimulatedGPU:
             return real_device(self.kind, getattr(t, 'index', self.current)) if res.type==name_in_torch else res
         self._set(Tensor, 'device', property(device))
         self._set(Tensor, f'is_{self.kind}', property(lambda t: real.__get__(t).type==name_in_torch))
+        as_subclass = Tensor.as_subclass # fastai gives a copy on the CPU the class of its source
+        self._set(Tensor, 'as_subclass', lambda t, cls: as_subclass(t, getattr(cls, 'of', cls) if issubclass(cls, Gpu) else cls))
         class Meta(type): # torch.device(0) is the accelerator's
             def __instancecheck__(cls, o): return isinstance(o, real_device)
             def __call__(cls, *args, **kw):

@@ -180,6 +180,7 @@ class Contexts(EngineState):
             # what the script draws afterwards does not depend on the number of ranks
             self.stack.callback(seed_streams, after)
             self.links = self.stack.enter_context(open_links(group_timeout()))
+            self.adapter.set_device(self.device) # before the model: loaders may name another one
             self._open_model()
             self.deal_out()
             for cb in [cb for f in context_callbacks for cb in f()]:
