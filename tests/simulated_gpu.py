@@ -16,6 +16,7 @@ import learnerdist
 import torch, torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils import _device, _foreach_utils
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -25,6 +26,7 @@ name_in_torch = 'simulated' # C++ knows the device by this name, of index 0; a d
 class Gpu(Tensor):
     "A tensor of a simulated device. `host`: its numbers; `index`: of the device"
     sim = None # The `SimulatedGPU` that is installed
+    of = Tensor # The class that a user sees
     @staticmethod
     def __new__(cls, host, index, requires_grad=False):
         res = Tensor._make_wrapper_subclass(cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
@@ -34,7 +36,7 @@ class Gpu(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunctionSubclass(): return Gpu.sim.run(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass(): return _safely(Gpu.sim.run, func, args, kwargs or {})
     def __repr__(self, **kw): return f'{type(self).__name__}({self.host}, device={self.device})'
     def data_ptr(self): return self.host.data_ptr()
     def untyped_storage(self): return self.host.untyped_storage()
@@ -144,6 +146,7 @@ class SimulatedGPU:
         self.n,self.kind,self.float64,self.same_order = n,kind,float64,same_order
         self.current,self.phase,self.map_location,self.pid = 0,'',None,None
         self.waits,self.collectives,self.faults = [],[],[]
+        self.in_backward = None # The error that has ended a backward pass
         self.under = {} # From the name of a group that says nccl to the gloo group beneath it
         self.devices = {} # From the name of such a group to the device that this rank has in it
         self.local = threading.local() # `cls`: what the next operation makes
@@ -363,6 +366,8 @@ class SimulatedGPU:
             return real_device(self.kind, getattr(t, 'index', self.current)) if res.type==name_in_torch else res
         self._set(Tensor, 'device', property(device))
         self._set(Tensor, f'is_{self.kind}', property(lambda t: real.__get__(t).type==name_in_torch))
+        as_subclass = Tensor.as_subclass # fastai gives a copy on the CPU the class of its source
+        self._set(Tensor, 'as_subclass', lambda t, cls: as_subclass(t, getattr(cls, 'of', cls) if issubclass(cls, Gpu) else cls))
         class Meta(type): # torch.device(0) is the accelerator's
             def __instancecheck__(cls, o): return isinstance(o, real_device)
             def __call__(cls, *args, **kw):
@@ -372,6 +377,19 @@ class SimulatedGPU:
         old = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         self.stack.callback(torch.__future__.set_swap_module_params_on_conversion, old)
+        self._set(torch.backends.cudnn, 'is_acceptable', lambda t: False) # no kernels
+        engine = torch.autograd._engine_run_backward
+        def backward(*args, **kw):
+            res,error = None,None
+            try:
+                with _Pageable(): res = engine(*args, **kw)
+            except Exception as e: error = e
+            own,self.in_backward = self.in_backward,None
+            if own or error: raise own or error
+            return res
+        for k in ('register_hook','register_post_accumulate_grad_hook'):
+            self._set(Tensor, k, lambda t, hook, f=getattr(Tensor, k): f(t, functools.partial(_safely, hook, or_else=None)))
+        self._set(torch.autograd, '_engine_run_backward', backward)
         self._set(_foreach_utils, '_foreach_supported_types', [*_foreach_utils._foreach_supported_types, Gpu])
 
     def _factories(self):
@@ -484,10 +502,30 @@ def _register():
     lib = _register.lib = torch.library.Library('aten', 'IMPL')
     _register.fall = torch.library.Library('_', 'IMPL')
     _register.fall.fallback(torch.library.fallthrough_kernel, 'AutocastPrivateUse1')
+    lib.impl('_thnn_fused_lstm_cell', _lstm_cell, 'AutogradPrivateUse1')
+    lib.impl('_thnn_fused_gru_cell', _gru_cell, 'AutogradPrivateUse1')
     run = lambda op: lambda *args, **kw: Gpu.sim.run(op, args, kw)
     lib.impl('empty.memory_format', run(aten.empty.memory_format), 'PrivateUse1')
     lib.impl('empty_strided', run(aten.empty_strided.default), 'PrivateUse1')
     lib.impl('_copy_from', lambda s, d, non_blocking=False: Gpu.sim.run(aten.copy_.default, (d,s,non_blocking), {}), 'PrivateUse1')
+
+_no_tensor = object() # C++ raises where it gets this
+def _safely(f, *args, or_else=_no_tensor, **kw):
+    """In a backward pass C++ raises, and `backward` then the error itself: in its thread for this device is a guard in Python, which a Python error
+    would end with SIGABRT"""
+    try: return f(*args, **kw)
+    except Exception as e:
+        if torch._C._current_graph_task_id()<0: raise
+        Gpu.sim.in_backward = Gpu.sim.in_backward or e
+        return or_else
+
+class _Pageable(TorchDispatchMode):
+    "DDP's reducer asks for pinned memory where parameters are unused, and a device in Python has none"
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is aten.is_pinned.default: return True
+        if kwargs.get('pin_memory'): kwargs = {**kwargs, 'pin_memory': False}
+        return _safely(func, *args, **kwargs)
 
 def _pinned(t):
     t.pinned = True
@@ -524,7 +562,19 @@ def _cast(op, cast, *args, **kw):
         args,kw = tree_unflatten(leaves, spec)
         return op(*args, **kw)
 
-# --- what only CUDA has: SyncBatchNorm
+# --- what only CUDA has: cells of recurrent networks, SyncBatchNorm
+
+def _gates(x, h, n, x_bias, h_bias): return zip((x if x_bias is None else x+x_bias).chunk(n, 1), (h if h_bias is None else h+h_bias).chunk(n, 1))
+
+def _lstm_cell(x, h, c, x_bias=None, h_bias=None):
+    i,f,g,o = [a+b for a,b in _gates(x, h, 4, x_bias, h_bias)]
+    c = f.sigmoid()*c+i.sigmoid()*g.tanh()
+    return o.sigmoid()*c.tanh(),c,torch.empty_like(x)
+
+def _gru_cell(x, h, old, x_bias=None, h_bias=None):
+    (xr,hr),(xz,hz),(xn,hn) = _gates(x, h, 3, x_bias, h_bias)
+    new,z = (xn+(xr+hr).sigmoid()*hn).tanh(),(xz+hz).sigmoid()
+    return (old-new)*z+new,torch.empty_like(x)
 
 def _over(x): return [d for d in range(x.dim()) if d!=1]
 def _wide(v, x): return v.view(1, -1, *[1]*(x.dim()-2))
@@ -536,8 +586,9 @@ def _bn_stats(x, eps):
 def _bn_gather(x, mean, invstd, running_mean, running_var, momentum, eps, counts):
     counts = counts.view(-1, 1).to(mean.dtype)
     n = counts.sum()
-    m = (mean*counts).sum(0)/n
-    var = (counts*(1/invstd**2-eps+(mean-m)**2)).sum(0)/n
+    some = n.clamp(min=1) # without a sample on any rank the kernel's mean is 0
+    m = (mean*counts).sum(0)/some
+    var = (counts*(1/invstd**2-eps+(mean-m)**2)).sum(0)/some
     if running_mean is not None:
         running_mean.mul_(1-momentum).add_(momentum*m)
         running_var.mul_(1-momentum).add_(momentum*var*n/(n-1))

@@ -339,7 +339,9 @@ def _open(device, backend, timeout_s, store):
     if None in gpus:
         raise dist.DistStoreError(f'timed out: {timeout_s:g} s without a word from rank {gpus.index(None)}')
     kw = dict(store=store, rank=rank_distrib(), world_size=n, timeout=timeout)
-    with _without_abort(): dist.init_process_group(backend or backend_for(gpus, device), **kw)
+    backend = backend or backend_for(gpus, device)
+    if device.type!='cpu' and backend!='gloo': kw['device_id'] = device # nccl connects at once
+    with _without_abort(): dist.init_process_group(backend, **kw)
     try: everyones('yes', 'opened', store, min(timeout_s, 20))
     except BaseException:
         dist.destroy_process_group()
@@ -493,7 +495,7 @@ def _open_ours(cuda_id, **kw):
     was_open = in_group()
     if not num_distrib() and (text := alone_warning()): warn('trains-alone', text)
     with noting_loops():
-        if num_distrib()<2: device = default_device(cuda_id)
+        if num_distrib()<2: device = _use(cuda_id)
         else: device = setup_distrib(cuda_id, timeout_s=group_timeout(), **kw)
         if in_group(): _ours.append(_new_group() if was_open else None)
     if in_group(): _freeze_in_forks()

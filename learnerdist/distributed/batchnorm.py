@@ -132,10 +132,11 @@ class Synced:
 
     def _forward_torch(self, x):
         "torch's `SyncBatchNorm`; an empty half-precision batch is cast to float32, which is what the other ranks send"
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         # no row; a graph, whose backward pass exchanges
-        if stats.muted: return x + nn.SyncBatchNorm.forward(self, x[:0].float()).sum()
-        if x.numel() or x.dtype not in (torch.float16, torch.bfloat16): return nn.SyncBatchNorm.forward(self, x)
-        return nn.SyncBatchNorm.forward(self, x.float()).to(x.dtype)
+        if stats.muted: return x + nn.SyncBatchNorm.forward(self, wide[:0]).sum()
+        if x.numel(): return nn.SyncBatchNorm.forward(self, x)
+        return nn.SyncBatchNorm.forward(self, wide).to(x.dtype)
 
     def _forward_cpu(self, x):
         self._check_input(x)

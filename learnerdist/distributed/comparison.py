@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/distributed/02_comparison.ipynb #2fc3611b
 import zlib
 from functools import partial
-from itertools import chain,islice,zip_longest
+from itertools import chain,compress,islice,zip_longest
 from pathlib import Path
 from types import CellType,FunctionType,MethodType
 
@@ -17,10 +17,10 @@ from torch import Tensor,nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..core.collectives import broadcast_object,gather_objects
+from ..core.collectives import broadcast_object,gather_objects,to_host
 from ..core.compat import BatchNorm,tree_leaves
 from ..core.env import group_rank
-from ..core.shards import groups_of,is_part
+from ..core.shards import exchange_params,groups_of,is_part
 from ..core.stacks import need,warn
 from ..data.loaders import batch_shape,data_len
 from ..data.rows import as_ints
@@ -38,10 +38,14 @@ def tensor_hash(t:Tensor)->Tensor:
     return res
 _chunk = 1<<18
 
+def hashes(tensors)->list:
+    "The hashes of these tensors, read from a device at once"
+    return [o.item() for o in to_host([*map(tensor_hash, tensors)])]
+
 def differences(named:dict)->dict:
     """Compare tensors by name across ranks, by their hashes: for each that differs, the ranks that differ from the
     first one that has it. Sync point: one exchange"""
-    every,res = gather_objects({k: tensor_hash(t).item() for k,t in named.items()}),{}
+    every,res = gather_objects(dict(zip(named, hashes(named.values())))),{}
     for k in dict.fromkeys(k for o in every for k in o):
         have = {r: o[k] for r,o in enumerate(every) if k in o}
         if bad := [r for r,h in have.items() if h!=[*have.values()][0]]: res[k] = bad
@@ -49,8 +53,10 @@ def differences(named:dict)->dict:
 
 def digest(state)->tuple:
     "Hashes of the tensors and texts of the other values of a nested `state`, to compare states"
-    def of(o): return tensor_hash(o).item() if isinstance(o, Tensor) and not o.is_meta else repr(o)
-    return tuple(map(of, tree_leaves(state)))
+    leaves = tree_leaves(state)
+    is_read = [isinstance(o, Tensor) and not o.is_meta for o in leaves]
+    found = iter(hashes(compress(leaves, is_read)))
+    return tuple(next(found) if k else repr(o) for o,k in zip(leaves, is_read))
 
 def unsynced(model)->list:
     "BatchNorm layers of which each rank has its own statistics"
@@ -149,12 +155,17 @@ def settings(learn, shares:list)->dict:
 def same_optimizer(learn):
     "Give every rank the optimizer state of rank 0: after fits outside of the context the states may differ. Sync point"
     state = None if learn.opt is None else learn.opt.state_dict()
-    if len(set(gather_objects(state if state is None else digest(state))))==1: return
-    state = broadcast_object(state)
-    if state is None: learn.opt = None
-    else:
-        if learn.opt is None: learn.create_opt()
-        learn.opt.load_state_dict(state)
+    if len(set(gather_objects(state if state is None else digest(state))))>1:
+        state = broadcast_object(state)
+        if state is None: learn.opt = None
+        elif learn.opt is None: learn.create_opt()
+        if state is not None: learn.opt.load_state_dict(state)
+    if learn.opt is not None: exchange_params(learn.opt, {}, _beside)
+
+def _beside(p, t):
+    "Optimizer state `t` on the device of its parameter, which may have moved; a count of steps stays on the host"
+    is_count = t.ndim==0 and t.device.type=='cpu'
+    return t if is_count or p.is_meta else t.to(p.device)
 
 def path_of_rank0(learn, findings):
     "Rank 0's path if the ranks' paths differ (a folder with a time stamp), since rank 0 writes; else None. Sync point"

@@ -180,6 +180,7 @@ class Contexts(EngineState):
             # what the script draws afterwards does not depend on the number of ranks
             self.stack.callback(seed_streams, after)
             self.links = self.stack.enter_context(open_links(group_timeout()))
+            self.adapter.set_device(self.device) # before the model: loaders may name another one
             self._open_model()
             self.deal_out()
             for cb in [cb for f in context_callbacks for cb in f()]:
@@ -563,7 +564,8 @@ class Batches(Steering):
                              'callback')
         total = batch.ahead[1] if batch.ahead else self._total(own)
         learn.items,self.global_items = n,total/W
-        if isinstance(total, Tensor): return learn.loss_grad*(n*W/total)
+        # a mean over nothing is NaN
+        if isinstance(total, Tensor): return learn.loss_grad.where(n>0, 0.)*(n*W/total.where(total>0, 1.))
         if not n: return zero_of(learn.pred)
         return learn.loss_grad if n*W==total else learn.loss_grad*float(n*W/total)
 
@@ -691,7 +693,7 @@ class Cancelling(Batches):
         self.agreed = 'backward' # which is over
         self.learn('after_cancel_backward')
 
-def _finite(grad): return grad.nan_to_num(0., 0., 0.)
+def _finite(grad): return None if grad is None else grad.nan_to_num(0., 0., 0.)
 
 def _has_values(grad):
     "Whether a gradient, or this rank's part of it, is there and not zero"

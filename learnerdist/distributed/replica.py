@@ -20,7 +20,7 @@ from torch import Tensor,nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks,powerSGD_hook as psgd
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.collectives import all_sum
+from ..core.collectives import all_sum,carried
 from ..core.compat import ignored_by_ddp,sync_buffers
 from ..core.env import current_group,group_size
 from ..core.stacks import need
@@ -222,7 +222,7 @@ def broadcast_tensors(tensors):
     if any(map(nn.parameter.is_lazy, tensors)):
         raise ValueError('the model has lazy layers: call it on a batch before the context, learn.model(*x)')
     for t in tensors: # as bytes: gloo knows few types
-        o = t.detach().contiguous()
+        o = carried(t.detach())
         dist.broadcast(o.reshape(-1).view(torch.uint8), 0, group=current_group())
         if o.data_ptr()!=t.data_ptr(): t.detach().copy_(o)
 

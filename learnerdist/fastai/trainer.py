@@ -39,6 +39,7 @@ from ..learner.callback import Callback,cancels,inner_events
 from ..learner.learner import check_targets
 from ..learner.losses import LossTrace,MeanOver,loss_trace,mean_over,n_items,weighted
 from ..learner.metrics import Batches,Rows,Sums,reduction
+from ..learner.recorder import as_totals
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c005
 @patch
@@ -257,9 +258,9 @@ class OfBatches:
         n = n_items(self.learn) if has_loss else 0
         tot = weighted(loss.detach().mean(), n)
         # with has_loss, since a batch of which no item counts has the loss NaN
-        self.steps.append(torch.stack([torch.as_tensor(o, dtype=torch.double).cpu() for o in (tot,n,has_loss)]))
+        self.steps.append((tot,n,has_loss)) # read at the end of the loop, so that nobody waits for a device
         if 'lr_finder' not in vars(self.learn): return
-        tot,count,has_loss = total_losses(self.learn, torch.stack(self.steps[-1:]), 1)[0]
+        tot,count,has_loss = total_losses(self.learn, as_totals(self.steps[-1:]), 1)[0]
         if has_loss: self.learn.loss = (tot/count).to(self.learn.loss)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c025
@@ -281,7 +282,7 @@ class OfRecords:
         rec,(start,smooth) = self.learn.recorder,self.begun
         n = min(gather_objects(min(len(self.steps), len(rec.losses)-start)))
         rec.losses,rec.lrs,loss = rec.losses[:start],rec.lrs[:start+n],torch.tensor(0.)
-        for tot,count,has_loss in total_losses(self.learn, torch.stack(self.steps[:n]), n) if n else ():
+        for tot,count,has_loss in total_losses(self.learn, as_totals(self.steps[:n]), n) if n else ():
             loss = (tot/count).to(smooth.val) if has_loss else loss
             smooth.accumulate(SimpleNamespace(loss=loss))
             rec.losses.append(smooth.value)
