@@ -12,6 +12,7 @@ from learnerdist.data.loaders import to_device
 from learnerdist.launch.cli import _choose_gpus
 from learnerdist.launch.forkserver import fork_has_accelerator
 from learnerdist.learner import losses
+from learnerdist.learner.learner import is_oom
 from learnerdist.learner.techniques import half_type
 from learnerdist.testing import run_ranks
 from simulated_gpu import SimulatedGPU
@@ -113,6 +114,9 @@ def test_gpus_are_hidden_by_the_variable_of_their_maker(monkeypatch):
     assert os.environ['ZE_AFFINITY_MASK']=='4,6'
     monkeypatch.setattr(compat, 'built_for', lambda: torch.device('hpu'))
     with pytest.raises(ValueError, match='--gpus 1: hide devices of hpu'): _choose_gpus([1])
+
+def test_memory_of_mps_has_run_out():
+    assert is_oom(RuntimeError('MPS backend out of memory (MPS allocated: 8.50 GB, max allowed: 9.07 GB)'))
 
 # --- a rank that waits within a call of the device ------------------------------------------------------------------------
 

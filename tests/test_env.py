@@ -56,6 +56,14 @@ def test_devices(monkeypatch, gpus):
     assert default_device()==torch.device('cuda', 1)
     launched(monkeypatch, LOCAL_RANK='3') # more ranks than GPUs share them
     assert default_device()==torch.device('cuda', 1)
+    gpus(2, 'xpu')
+    assert default_device()==torch.device('xpu', 1)
+    launched(monkeypatch, RANK='', WORLD_SIZE='')
+    gpus(1, 'mps')
+    assert default_device()==torch.device('mps', 0)
+    launched(monkeypatch, RANK='1', WORLD_SIZE='2')
+    with pytest.warns(UserWarning, match='cpu-ranks. ranks cannot exchange tensors of mps, and train on the CPU'):
+        assert default_device()==torch.device('cpu')
 
 cards = {('a 1','a 2'): 'cpu:gloo,cuda:nccl', ('a 1','cpu'): 'gloo', ('a 1','a 1'): 'gloo',
          ('cpu','cpu'): 'gloo', ('a 1','b 1'): 'cpu:gloo,cuda:nccl'}
