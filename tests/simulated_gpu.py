@@ -24,14 +24,14 @@ aten = torch.ops.aten
 name_in_torch = 'simulated' # C++ knows the device by this name, of index 0; a device named by a user is index+1
 
 class Gpu(Tensor):
-    "A tensor of a simulated device. `host`: its numbers; `index`: of the device"
+    "A tensor of a simulated device. `host`: its numbers; `gpu`: the index of the device"
     sim = None # The `SimulatedGPU` that is installed
     of = Tensor # The class that a user sees
     @staticmethod
     def __new__(cls, host, index, requires_grad=False):
         res = Tensor._make_wrapper_subclass(cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
                                             device=torch.device(name_in_torch, 0), requires_grad=requires_grad)
-        res.host,res.index = host,index
+        res.host,res.gpu = host,index
         return res
     __torch_function__ = torch._C._disabled_torch_function_impl
     @classmethod
@@ -40,13 +40,13 @@ class Gpu(Tensor):
     def __repr__(self, **kw): return f'{type(self).__name__}({self.host}, device={self.device})'
     def data_ptr(self): return self.host.data_ptr()
     def untyped_storage(self): return self.host.untyped_storage()
-    def get_device(self): return self.index
+    def get_device(self): return self.gpu
     def tolist(self):
         Gpu.sim.wait('tolist')
         return self.host.tolist()
     def set_meta(self, x, as_copy=False):
         "fastai's: the attributes of another tensor, but for its numbers"
-        self.__dict__.update({k: v for k,v in x.__dict__.items() if k not in ('host','index')})
+        self.__dict__.update({k: v for k,v in x.__dict__.items() if k not in ('host','gpu')})
     def as_subclass(self, cls):
         "Also of a class such as fastai's TensorImage; gradients flow through it"
         sim = Gpu.sim
@@ -58,10 +58,10 @@ class Gpu(Tensor):
     @data.setter
     def data(self, o):
         Tensor.data.__set__(self, o)
-        self.host,self.index = o.host,o.index
+        self.host,self.gpu = o.host,o.gpu
     def __deepcopy__(self, memo):
         if id(self) not in memo:
-            res = memo[id(self)] = type(self)(self.host.clone(), self.index, self.requires_grad)
+            res = memo[id(self)] = type(self)(self.host.clone(), self.gpu, self.requires_grad)
             res.set_meta(self)
             if self.grad is not None: res.grad = self.grad.__deepcopy__(memo)
         return memo[id(self)]
@@ -166,6 +166,10 @@ class SimulatedGPU:
     def fault(self, text, error=RuntimeError):
         self.faults.append((self.phase,text,where()))
         raise error(text)
+    def forget(self):
+        "Begin anew to count"
+        self.phase = ''
+        for o in (self.waits, self.collectives, self.faults): o.clear()
     def wait(self, what): self.waits.append(Wait(self.phase, what, where()))
     def count(self, phase=None)->dict:
         "How often each wait of this phase has happened; all without one"
@@ -174,7 +178,7 @@ class SimulatedGPU:
         "Of all tensors on this device"
         found = {}
         for o in gc.get_objects():
-            if issubclass(type(o), Gpu) and o.index==index: found[o.host.untyped_storage().data_ptr()] = o.host.untyped_storage().nbytes()
+            if issubclass(type(o), Gpu) and o.gpu==index: found[o.host.untyped_storage().data_ptr()] = o.host.untyped_storage().nbytes()
         return sum(found.values())
 
     # --- operations
@@ -222,7 +226,7 @@ class SimulatedGPU:
             if not isinstance(o, Tensor): return o
             if id(o) in known:
                 same = known[id(o)]
-                if isinstance(same, Gpu) and (same.shape!=o.shape or same.stride()!=o.stride()): same.data = Gpu(o, same.index)
+                if isinstance(same, Gpu) and (same.shape!=o.shape or same.stride()!=o.stride()): same.data = Gpu(o, same.gpu)
                 return same
             if index is None: return o
             if o.dtype==torch.float64 and not self.float64: self.fault(f'a float64 tensor on a device without float64, by {func}', TypeError)
@@ -235,7 +239,7 @@ class SimulatedGPU:
 
     def _check(self, name, leaves, gpus, func):
         "The index of the device of what is made; None: the CPU. RuntimeError where devices are mixed"
-        indices = {o.index for o in gpus}
+        indices = {o.gpu for o in gpus}
         if not name in _copies:
             hosts = [o for o in leaves if isinstance(o, Tensor) and not isinstance(o, Gpu) and o.dim() and not name in _indexing]
             if len(indices)>1 or gpus and hosts:
@@ -245,7 +249,7 @@ class SimulatedGPU:
         if named is not None and named.type!=name_in_torch: return None
         if named is not None and named.index: return named.index-1
         if name=='copy_' and not isinstance(leaves[0], Gpu): return None
-        return gpus[0].index if gpus else self.current
+        return gpus[0].gpu if gpus else self.current
 
     def _note_waits(self, name, args, kwargs, gpus):
         "What makes the host wait until the device is done"
@@ -292,7 +296,7 @@ class SimulatedGPU:
         args,kwargs = tree_unflatten(hosts, spec)
         res = func(*args, **kwargs)
         known = {id(h): o for h,o in zip(hosts, leaves) if isinstance(h, Tensor)}
-        wrapped = lambda o: (known.get(id(o)) if id(o) in known else Gpu(o, tensors[0].index)) if isinstance(o, Tensor) else o
+        wrapped = lambda o: (known.get(id(o)) if id(o) in known else Gpu(o, tensors[0].gpu)) if isinstance(o, Tensor) else o
         if functional: return tree_map(wrapped, res)
         *outs,work = res if isinstance(res, tuple) else (res,)
         dist.Work.unbox(work).wait()
@@ -308,10 +312,10 @@ class SimulatedGPU:
             if not isinstance(o, Gpu): self.fault(f'No backend type associated with device type cpu, in {name}')
             if not o.is_contiguous(): self.fault(f'Tensors must be contiguous, in {name}', ValueError)
             if o.dtype not in _nccl_dtypes: self.fault(f'Unconvertible NCCL type {o.dtype}, in {name}')
-            if group not in self.devices: self._connect(group, under, o.index)
-            if o.index!=self.devices[group]:
+            if group not in self.devices: self._connect(group, under, o.gpu)
+            if o.gpu!=self.devices[group]:
                 self.fault(f'{name} of a tensor on {o.device} in a group in which this rank has {self.kind}:{self.devices[group]}')
-        if self.same_order: self.compare(f'{name} {[(tuple(o.shape),str(o.dtype)) for o in tensors]}', under)
+        if self.same_order: self.compare(f'{name} {sorted({(*o.shape,str(o.dtype)) for o in tensors}, key=str)}', under) # a set: rank 0 of a gather has more
 
     def compare(self, what, under):
         "Whether all ranks of a group are in the same collective"
@@ -363,7 +367,7 @@ class SimulatedGPU:
         real,real_device = Tensor.device,torch.device
         def device(t):
             res = real.__get__(t)
-            return real_device(self.kind, getattr(t, 'index', self.current)) if res.type==name_in_torch else res
+            return real_device(self.kind, getattr(t, 'gpu', self.current)) if res.type==name_in_torch else res
         self._set(Tensor, 'device', property(device))
         self._set(Tensor, f'is_{self.kind}', property(lambda t: real.__get__(t).type==name_in_torch))
         as_subclass = Tensor.as_subclass # fastai gives a copy on the CPU the class of its source
@@ -408,7 +412,7 @@ class SimulatedGPU:
         def moved(t, *args, **kw):
             args,kw = [self.named(o) for o in args],{k: self.named(o) for k,o in kw.items()}
             if isinstance(t, Gpu): # C++ finds it at index 0
-                own = torch.device(name_in_torch, t.index+1)
+                own = torch.device(name_in_torch, t.gpu+1)
                 args,kw = [_zero if o==own else o for o in args],{k: _zero if o==own else o for k,o in kw.items()}
             return to(t, *args, **kw)
         self._set(Tensor, 'to', moved)
