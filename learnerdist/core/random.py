@@ -8,14 +8,14 @@ __all__ = ['set_seed']
 # %% ../../nbs/core/04_random.ipynb #c002
 import random,sys
 from contextlib import contextmanager
-from functools import partial
+from functools import cache,partial
 from itertools import islice
-from types import CellType,FunctionType,MethodType
+from types import CellType,FunctionType,MethodType,SimpleNamespace
 
 import torch
 from torch.utils.data import get_worker_info
 
-from .compat import accelerator_module,version
+from .compat import accelerator_module,in_bad_fork,version
 
 # %% ../../nbs/core/04_random.ipynb #c005
 _M64 = (1<<64)-1
@@ -50,18 +50,22 @@ def set_seed(
     if reproducible: torch.backends.cudnn.deterministic,torch.backends.cudnn.benchmark = True,False
 
 # %% ../../nbs/core/04_random.ipynb #c013
+@cache
 def _accelerator():
-    "The module of torch for the accelerator, such as torch.cuda, once this process uses it; else None"
-    module = None if get_worker_info() else accelerator_module()
-    # mps does not say whether it is used
-    used = module and getattr(module, 'is_initialized', torch.accelerator.is_available)()
-    return module if used else None
+    "torch's functions for the streams of the accelerator, such as the module torch.cuda; None: there is none"
+    module = accelerator_module()
+    if module is None or hasattr(module, 'is_initialized'): return module
+    # mps: it has one device, and does not say whether this process uses it
+    used = lambda: module.is_available() and not in_bad_fork()
+    state = dict(get_rng_state=module.get_rng_state, set_rng_state=module.set_rng_state)
+    return SimpleNamespace(is_initialized=used, manual_seed_all=module.manual_seed, **state)
 
 def rng_state(device=True)->tuple:
     """The state of every global random stream: Python's, numpy's, torch's on the CPU and (`device`) on the current
     accelerator"""
     np,module = sys.modules.get('numpy'),_accelerator() if device else None
-    return random.getstate(),np and np.random.get_state(),torch.get_rng_state(),module and module.get_rng_state()
+    own = module.get_rng_state() if module and module.is_initialized() else None
+    return random.getstate(),np and np.random.get_state(),torch.get_rng_state(),own
 
 def set_rng_state(state):
     "Restore the state of every global random stream from a result of `rng_state`"
@@ -84,8 +88,7 @@ def seed_streams(*parts:int, device=True):
     if np: np.random.seed(s%2**32)
     torch.default_generator.manual_seed(s)
     module = _accelerator() if device else None
-    # mps has one device
-    if module: getattr(module, 'manual_seed_all', getattr(module, 'manual_seed', None))(s)
+    if module and module.is_initialized(): module.manual_seed_all(s)
 
 def map_seeded(f, items, parts)->list:
     """`f` of each item, with the streams of the CPU seeded by `parts`, a tuple for each. Afterwards they go on where
