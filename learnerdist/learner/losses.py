@@ -152,10 +152,12 @@ def as_mean(total, n):
 def weighted(mean, n)->Tensor:
     """`mean` times `n`; 0 if `n` is 0, even if the mean is NaN. mean: a loss or a metric: a number or a tensor (); n:
     its weight: a number or a tensor (); returns: (), in the device's `wide_dtype`"""
-    dtype = wide_dtype(mean.device) if isinstance(mean, Tensor) else torch.float64
-    mean = torch.as_tensor(mean, dtype=dtype).detach()
+    at = mean if isinstance(mean, Tensor) else n
+    device = at.device if isinstance(at, Tensor) else torch.device('cpu')
+    mean = torch.as_tensor(mean, dtype=wide_dtype(device), device=device).detach()
     if not isinstance(n, Tensor): return mean*n if n else torch.zeros_like(mean)
-    return torch.where(n.to(mean.device)==0, 0., mean*n)
+    n = n.to(device)
+    return torch.where(n==0, 0., mean*n)
 
 def unweighted(total:Tensor, n:Tensor)->Tensor:
     "The inverse of `weighted`: `total` divided by `n`; 0 where `n` is 0, NaN where `total` is NaN"
