@@ -76,6 +76,7 @@ def resumed(path):
         shutil.copytree(source, path/'half/ckpt', ignore=lambda d, names: [o for o in names if o.startswith('epoch_') and o!=keep])
     res = []
     for folder in ('whole','half'):
+        if Gpu.sim: Gpu.sim.forget()
         if res: on_rank0(first)
         learn = small(path/folder, metrics=[], opt=torch.optim.AdamW, lr=.01)
         with learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(2, cbs=[Checkpoint('ckpt', every=3, keep=9), Marks()], resume=True)

@@ -85,7 +85,7 @@ def _unpickled(host, device, requires_grad=False, is_param=False):
     elif sim is None: raise RuntimeError(f'a tensor of {device} is read where there is no such device: give map_location')
     else:
         index = sim.current if device.index is None else device.index
-        if index!=sim.current: sim.fault(f'a pickled tensor comes back on {device}, and this rank has {sim.kind}:{sim.current}')
+        if index!=sim.current and sim.map_location is None: sim.fault(f'a pickled tensor comes back on {device}, and this rank has {sim.kind}:{sim.current}')
         res = Gpu(host, index)
     return torch.nn.Parameter(res, requires_grad) if is_param else res.requires_grad_(requires_grad)
 
@@ -198,7 +198,7 @@ class SimulatedGPU:
 
     def named(self, o):
         "What a user names by this device, as C++ knows it; all else as it is"
-        if isinstance(o, str) and o.partition(':')[0]==self.kind: o = torch.device(o)
+        if isinstance(o, str) and o.partition(':')[0]==self.kind or type(o) is int: o = torch.device(o)
         if not isinstance(o, torch.device) or o.type!=self.kind: return o
         index = self.index_of(o)
         if index>=self.n: raise RuntimeError(f'CUDA error: invalid device ordinal: {o} of {self.n}')
@@ -410,7 +410,7 @@ class SimulatedGPU:
         for k in ('new_tensor','new_empty','new_zeros','new_ones','new_full','new_empty_strided'): self._set(Tensor, k, naming(getattr(Tensor, k)))
         to = Tensor.to
         def moved(t, *args, **kw):
-            args,kw = [self.named(o) for o in args],{k: self.named(o) for k,o in kw.items()}
+            args,kw = [*map(self.named, args[:1]),*args[1:]],{k: self.named(o) if k=='device' else o for k,o in kw.items()}
             if isinstance(t, Gpu): # C++ finds it at index 0
                 own = torch.device(name_in_torch, t.gpu+1)
                 args,kw = [_zero if o==own else o for o in args],{k: _zero if o==own else o for k,o in kw.items()}

@@ -134,22 +134,18 @@ def test_collectives_carry_tensors_of_either_device(W):
         assert got['obj']==(list(range(W)), 0, r)
 
 def rank_streams():
-    "Dropout on the GPU: each rank draws from its own stream, and the global one goes on where it was"
-    torch.cuda.manual_seed(42)
+    "What callbacks draw on the GPU: each rank has its own stream there, and after the context all have the same"
     learn = make()
     learn.model = nn.Sequential(nn.Linear(6, 64), nn.Dropout(.5), nn.Linear(64, 3)).double()
     masks = []
     class Masks(Callback):
         def after_pred(self): masks.append(torch.rand(2, device='cuda').tolist())
-    torch.cuda.manual_seed(7)
     with learn.distrib_ctx(seed=1), learn.added_cbs(Masks()): learn.fit(1)
-    after = torch.rand(2, device='cuda').tolist()
-    torch.cuda.manual_seed(7)
-    return masks,after==torch.rand(2, device='cuda').tolist()
+    return masks,torch.rand(2, device='cuda').tolist()
 
 def test_random_streams_on_the_gpu():
-    (m0,same0),(m1,same1) = run_ranks(rank_streams, 2, env=dict(CUDA_VISIBLE_DEVICES=0))
-    assert m0!=m1 and same0 and same1
+    (m0,after0),(m1,after1) = run_ranks(rank_streams, 2, env=dict(CUDA_VISIBLE_DEVICES=0))
+    assert m0!=m1 and after0==after1
 
 def rank_files(path):
     learn = make()
