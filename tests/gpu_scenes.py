@@ -28,6 +28,12 @@ class Marks(Callback):
         if Gpu.sim and self.epoch==1: Gpu.sim.phase = 'step' if self.first<=self.iter<self.last else ''
 n_marked = Marks.last-Marks.first
 
+class RunsOut(Callback):
+    "Memory runs out at more than 3 samples"
+    run_valid = False
+    def after_pred(self):
+        if len(self.pred)>3: raise torch.OutOfMemoryError('on purpose')
+def runs_out(): return [RunsOut()]
 def ema(): return [EMA(.9, evaluate=True)]
 def macro(p, t): return F.one_hot(p.argmax(1), 2).mul(F.one_hot(t, 2)).double().mean(0).sqrt().mean().item()
 def bf16(): return [MixedPrecision('bf16')]
@@ -56,7 +62,9 @@ of_table = {
     'GradientAccumulation': scene(bs=24, parts=2, accumulate=24), 'EMA': scene(cbs=ema),
     'gradient_as_bucket_view': scene(**ctx(gradient_as_bucket_view=True)), 'max_bs': scene(**ctx(max_bs=3)),
     'max_bs, ignored labels': scene(ds=rare, loss=nn.CrossEntropyLoss(), **ctx(max_bs=3)), "max_bs='auto'": scene(**ctx(max_bs='auto')),
+    "max_bs='auto', memory runs out": scene(cbs=runs_out, **ctx(max_bs='auto', checks=False)),
     'float16, GradScaler': scene(cbs=half_precision, **mixed), 'bfloat16': scene(cbs=bf16, **mixed),
+    'MixedPrecision()': scene(cbs=lambda: [MixedPrecision()], **mixed),
     'comm_hook fp16': hooked('fp16', 1e-3), 'comm_hook bf16': hooked('bf16', 1e-2), 'comm_hook powersgd': hooked('powersgd', .1)}
 
 def _marked(c, cbs): return [*cbs(), Marks()]
@@ -114,10 +122,12 @@ def augmented(path):
         learn.fit(2, cbs=Marks())
         return [o.cpu() for o in learn.tta(n=2)],learn.predict(learn.dls.valid.dataset[3][0]).cpu()
 
-def sharded(path):
+def offloaded(path): return sharded(path, dict(offload=True))
+
+def sharded(path, shard=True):
     "FSDP2: fits, predictions, save and load"
     learn = small(path, opt=torch.optim.AdamW, lr=.01)
-    with learn.no_logging(), learn.distrib_ctx(seed=3, shard=group_size()>1):
+    with learn.no_logging(), learn.distrib_ctx(seed=3, shard=shard if group_size()>1 else False):
         learn.fit(2, cbs=Marks())
         learn.save('a')
         val,preds = learn.validate(),learn.get_preds()[0].cpu()
@@ -126,7 +136,8 @@ def sharded(path):
         again = learn.validate()
     return learn.recorder.losses,val,preds,again,state(learn)
 
-stories = {'Checkpoint, resume': resumed, 'save, load': saved, 'lr_find': found, 'tta, predict': augmented, 'shard=True': sharded}
+stories = {'Checkpoint, resume': resumed, 'save, load': saved, 'lr_find': found, 'tta, predict': augmented,
+           'shard=True': sharded, 'shard=dict(offload=True)': offloaded}
 
 # --- fastai -----------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ real nccl, of speed.
 
 How: torch lets a device in Python have the name PrivateUse1. A `Gpu` is a wrapper of a tensor on the CPU. An operation on it comes to
 `SimulatedGPU.run`, also from C++, such as autograd's engine and DDP's reducer. Functions that take a device by name are replaced."""
-import collections, contextlib, functools, gc, os, sys, threading, time
+import collections, contextlib, functools, gc, os, sys, threading, time, warnings
 from types import SimpleNamespace
 import learnerdist
 import torch, torch.distributed as dist
@@ -151,6 +151,7 @@ class SimulatedGPU:
         self.n,self.kind,self.float64,self.same_order = n,kind,float64,same_order
         self.current,self.phase,self.map_location,self.pid = 0,'',None,None
         self.waits,self.collectives,self.faults = [],[],[]
+        self.warns = False # As `torch.cuda.set_sync_debug_mode` says
         self.in_backward = None # The error that has ended a backward pass
         self.under = {} # From the name of a group that says nccl to the gloo group beneath it
         self.devices = {} # From the name of such a group to the device that this rank has in it
@@ -176,7 +177,9 @@ class SimulatedGPU:
         "Begin anew to count"
         self.phase = ''
         for o in (self.waits, self.collectives, self.faults): o.clear()
-    def wait(self, what): self.waits.append(Wait(self.phase, what, where()))
+    def wait(self, what):
+        self.waits.append(Wait(self.phase, what, where()))
+        if self.warns: warnings.warn('called a synchronizing CUDA operation')
     def count(self, phase=None)->dict:
         "How often each wait of this phase has happened; all without one"
         return dict(collections.Counter((o.what,o.where) for o in self.waits if phase in (None,o.phase)))
@@ -430,7 +433,7 @@ class SimulatedGPU:
         self._set(Tensor, 'to', moved)
         self._set(Tensor, self.kind, lambda t, device=None, non_blocking=False: t.to(self._device(device), non_blocking=non_blocking))
         self._set(Tensor, 'pin_memory', lambda t, device=None: _pinned(t.clone()))
-        self._set(Tensor, 'is_pinned', lambda t, device=None: getattr(t, 'pinned', False))
+        self._set(Tensor, 'is_pinned', lambda t, device=None: getattr(t.untyped_storage(), 'pinned', False))
         self._set(Tensor, 'record_stream', lambda t, stream: None)
 
     def _device(self, o=None): return torch.device(self.kind, self._index(o))
@@ -481,7 +484,8 @@ class SimulatedGPU:
             set_rng_state_all=set_all, memory_allocated=used, max_memory_allocated=used, reset_peak_memory_stats=lambda d=None: None,
             mem_get_info=lambda d=None: ((1<<36)-used(d),1<<36), empty_cache=lambda: None,
             synchronize=lambda d=None: self.wait('synchronize'),
-            Stream=Stream, Event=Event, stream=lambda s: contextlib.nullcontext(s), current_stream=lambda d=None: self.stream,
+            set_sync_debug_mode=lambda mode: setattr(self, 'warns', mode not in (0,'default')), Stream=Stream, Event=Event,
+            stream=lambda s: contextlib.nullcontext(s), current_stream=lambda d=None: self.stream,
             default_stream=lambda d=None: self.stream, set_stream=lambda s: None)
         for k,f in fs.items():
             if hasattr(self.module, k): self._set(self.module, k, f)
@@ -553,7 +557,7 @@ class _Pageable(TorchDispatchMode):
 def _is_group(o): return isinstance(o, str) or type(o).__name__=='ScriptObject' and 'ProcessGroup' in str(o._type())
 
 def _pinned(t):
-    t.pinned = True
+    t.untyped_storage().pinned = True # which views share
     return t
 
 def _gathered(text, pg):

@@ -155,8 +155,8 @@ def test_what_nccl_refuses(kind, backend):
 quick = 'BatchNorm','ignored labels','max_bs','float16, GradScaler','shard=True',"fastai's fit" # of each kind
 every = [*of_table,*stories,*of_fastai]
 # Waits of the host in a step beyond those of one process that are not 0. BatchNorm: torch's, 3 a layer; unused parameters: of DDP
-beyond = {'BatchNorm': 3, 'unused parameters': 1, "the model's own loss": 1, 'max_norm': 3, 'comm_hook powersgd': 1.4, 'max_bs': 2,
-          'max_bs, ignored labels': 2.6, 'Checkpoint, resume': .4}
+beyond = {'BatchNorm': 3, 'unused parameters': 1, "the model's own loss": 1, 'max_norm': 3, 'comm_hook powersgd': 1.4,
+          'Checkpoint, resume': .2}
 # Collectives of a step: one a bucket, and one for items
 collectives = {'BatchNorm': 4, 'InstanceNorm': 3, 'max_norm': 3, 'unused parameters': 3, "the model's own loss": 3, 'a sum': 1,
                'detection': 1, 'a loss of the whole batch': 4, 'GradientAccumulation': 1.4, 'comm_hook powersgd': 4, 'lr_find': 0,
@@ -175,11 +175,18 @@ def check_training(names, name):
     for o in two:
         close(o['got'], cpu, of_table.get(name, {}).get('tol', 1e-4 if 'script' in name else 1e-6))
         waits = sum((Counter(o['waits'])-Counter(one[name]['waits'])).values())
-        assert waits/n_marked<=beyond.get(name, 0), o['waits']
+        assert waits/n_marked==beyond.get(name, 0), o['waits']
         assert len(o['collectives'])/n_marked==collectives.get(name, 2), [c.where for c in o['collectives']]
 
 @pytest.mark.parametrize('name', quick)
 def test_training(name): check_training(quick, name)
+
+@pytest.mark.xfail(strict=True, reason='the number of items of each part is read: two or three waits a part')
+def test_max_bs_does_not_wait(): assert trained(1, 1, quick)[0]['max_bs']['waits']=={}
+
+@pytest.mark.xfail(strict=True, reason='items that the host knows are added up on the device, between forward and backward pass')
+def test_items_that_the_host_knows_cost_no_collective():
+    assert len(trained(2, 2, quick, same_order=True)[0]['max_bs']['collectives'])==n_marked
 
 @pytest.mark.long
 @pytest.mark.parametrize('name', every)
