@@ -1,21 +1,20 @@
 """Trainings for the simulated GPU: `of_table` from the table of scenes, and `stories`, which do more than train
 
-`table_on` runs them on one rank or several, and returns plain data: what they computed, and what happened on the GPU. test_simulated_gpu.py compares
-it with the CPU; tools/gpu_table.py writes the table of docs/gpu.md."""
-import copy, shutil, tempfile, traceback
-from collections import Counter
+`table_on` runs them on one rank or several, and returns plain data: what they computed, and what happened on the GPU.
+test_simulated_gpu.py compares it with the CPU; tools/gpu_table.py writes the table of docs/gpu.md."""
+import shutil, traceback
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map
-from scenes import F32, Boxes, OwnLoss, PartUsed, Shortened, as_graph, as_lists, boxes, by_batches, classes, contrast, conv, graphs, half_precision
-from scenes import instance_normed, make, normed, of_boxes, outcome, picture, quarter, run, scene, squares, texts_in_dicts, weighted_ce, words
+from torch.utils._pytree import tree_map
+from torch.utils.data import TensorDataset
+from scenes import F32, Boxes, OwnLoss, PartUsed, Shortened, as_graph, as_lists, boxes, by_batches, classes, contrast, conv, graphs
+from scenes import half_precision, instance_normed, make, normed, of_boxes, picture, run, scene, squares, texts_in_dicts, weighted_ce, words
 from simulated_gpu import Gpu, SimulatedGPU
-from learnerdist.all import (EMA, AccumMetric, Callback, Checkpoint, GradientClip, MixedPrecision, accuracy, distrib_barrier, group_rank, group_size,
-                             process_group)
+from learnerdist.all import EMA, AccumMetric, Callback, Checkpoint, GradientClip, MixedPrecision, accuracy, distrib_barrier
+from learnerdist.all import group_rank, group_size, process_group
 
 # --- scenes of the table ----------------------------------------------------------------------------------------------
 
@@ -29,28 +28,44 @@ class Marks(Callback):
         if Gpu.sim and self.epoch==1: Gpu.sim.phase = 'step' if self.first<=self.iter<self.last else ''
 n_marked = Marks.last-Marks.first
 
+class RunsOut(Callback):
+    "Memory runs out at more than 3 samples"
+    run_valid = False
+    def after_pred(self):
+        if len(self.pred)>3: raise torch.OutOfMemoryError('on purpose')
+def runs_out(): return [RunsOut()]
 def ema(): return [EMA(.9, evaluate=True)]
 def macro(p, t): return F.one_hot(p.argmax(1), 2).mul(F.one_hot(t, 2)).double().mean(0).sqrt().mean().item()
 def bf16(): return [MixedPrecision('bf16')]
 def clip(): return [GradientClip(.3)]
 
+def rare(n):
+    "One of seven labels counts, so that a rank has at times nothing to count"
+    x,y = classes(n).tensors
+    return TensorDataset(x, y.where(torch.arange(n)%7==0, -100))
+
 def ctx(**kw): return dict(ctx=dict(seed=3, **kw))
 mixed = dict(dtype=F32, tol=3e-3, unlike=('opt',))
-hooks = {f'comm_hook {k}': scene(dtype=F32, tol=tol, opt=torch.optim.SGD, **ctx(comm_hook=k)) for k,tol in dict(fp16=1e-3, bf16=1e-2, powersgd=.1).items()}
+def hooked(k, tol): return scene(dtype=F32, tol=tol, opt=torch.optim.SGD, **ctx(comm_hook=k))
+
 of_table = {
-    'mean squares': scene(), 'cross-entropy': scene(ds=classes, loss=F.cross_entropy, metrics=[accuracy]), 'convolutions': picture(model=conv),
-    'BatchNorm': scene(model=normed), 'InstanceNorm': scene(model=instance_normed), 'max_norm': scene(model=Shortened, ds=words),
-    'unused parameters': picture(model=PartUsed, **ctx(find_unused_parameters=True)),
-    'ignored labels': scene(ds=quarter, loss=nn.CrossEntropyLoss()), 'class weights': scene(ds=classes, loss=weighted_ce),
+    'mean squares': scene(), 'cross-entropy': scene(ds=classes, loss=F.cross_entropy, metrics=[accuracy]),
+    'convolutions': picture(model=conv), 'BatchNorm': scene(model=normed), 'InstanceNorm': scene(model=instance_normed),
+    'max_norm': scene(model=Shortened, ds=words), 'unused parameters': picture(model=PartUsed, **ctx(find_unused_parameters=True)),
+    'ignored labels': scene(ds=rare, loss=nn.CrossEntropyLoss()), 'class weights': scene(ds=classes, loss=weighted_ce),
     'a sum': scene(loss=squares, lr=.002), 'a loss of the whole batch': scene(loss=contrast),
     "the model's own loss": scene(ds=texts_in_dicts, model=OwnLoss, loss=None, **ctx(find_unused_parameters=True)),
     'detection': scene(ds=boxes, loader=by_batches, model=Boxes, dl=dict(collate_fn=as_lists), loss=of_boxes, preds=False),
     'graphs': scene(ds=graphs, dl=dict(collate_fn=as_graph), preds=False),
     'a metric of all rows': scene(ds=classes, loss=F.cross_entropy, metrics=lambda: [AccumMetric(macro)]),
     'pinned memory': scene(dl=dict(pin_memory=True)), 'AdamW': scene(opt=torch.optim.AdamW, lr=.01), 'GradientClip': scene(cbs=clip),
-    'GradientAccumulation': scene(bs=24, parts=2, accumulate=24), 'EMA': scene(cbs=ema), 'gradient_as_bucket_view': scene(**ctx(gradient_as_bucket_view=True)),
-    'max_bs': scene(**ctx(max_bs=3)), 'max_bs, ignored labels': scene(ds=quarter, loss=nn.CrossEntropyLoss(), **ctx(max_bs=3)),
-    "max_bs='auto'": scene(**ctx(max_bs='auto')), 'float16, GradScaler': scene(cbs=half_precision, **mixed), 'bfloat16': scene(cbs=bf16, **mixed), **hooks}
+    'GradientAccumulation': scene(bs=24, parts=2, accumulate=24), 'EMA': scene(cbs=ema),
+    'gradient_as_bucket_view': scene(**ctx(gradient_as_bucket_view=True)), 'max_bs': scene(**ctx(max_bs=3)),
+    'max_bs, ignored labels': scene(ds=rare, loss=nn.CrossEntropyLoss(), **ctx(max_bs=3)), "max_bs='auto'": scene(**ctx(max_bs='auto')),
+    "max_bs='auto', memory runs out": scene(cbs=runs_out, **ctx(max_bs='auto', checks=False)),
+    'float16, GradScaler': scene(cbs=half_precision, **mixed), 'bfloat16': scene(cbs=bf16, **mixed),
+    'MixedPrecision()': scene(cbs=lambda: [MixedPrecision()], **mixed),
+    'comm_hook fp16': hooked('fp16', 1e-3), 'comm_hook bf16': hooked('bf16', 1e-2), 'comm_hook powersgd': hooked('powersgd', .1)}
 
 def _marked(c, cbs): return [*cbs(), Marks()]
 of_table = {k: {**c, 'n': N, 'cbs': partial(_marked, c, c['cbs'])} for k,c in of_table.items()}
@@ -76,6 +91,7 @@ def resumed(path):
         shutil.copytree(source, path/'half/ckpt', ignore=lambda d, names: [o for o in names if o.startswith('epoch_') and o!=keep])
     res = []
     for folder in ('whole','half'):
+        if Gpu.sim: Gpu.sim.forget()
         if res: on_rank0(first)
         learn = small(path/folder, metrics=[], opt=torch.optim.AdamW, lr=.01)
         with learn.no_logging(), learn.distrib_ctx(seed=3): learn.fit(2, cbs=[Checkpoint('ckpt', every=3, keep=9), Marks()], resume=True)
@@ -106,10 +122,12 @@ def augmented(path):
         learn.fit(2, cbs=Marks())
         return [o.cpu() for o in learn.tta(n=2)],learn.predict(learn.dls.valid.dataset[3][0]).cpu()
 
-def sharded(path):
+def offloaded(path): return sharded(path, dict(offload=True))
+
+def sharded(path, shard=True):
     "FSDP2: fits, predictions, save and load"
     learn = small(path, opt=torch.optim.AdamW, lr=.01)
-    with learn.no_logging(), learn.distrib_ctx(seed=3, shard=group_size()>1):
+    with learn.no_logging(), learn.distrib_ctx(seed=3, shard=shard if group_size()>1 else False):
         learn.fit(2, cbs=Marks())
         learn.save('a')
         val,preds = learn.validate(),learn.get_preds()[0].cpu()
@@ -118,7 +136,8 @@ def sharded(path):
         again = learn.validate()
     return learn.recorder.losses,val,preds,again,state(learn)
 
-stories = {'Checkpoint, resume': resumed, 'save, load': saved, 'lr_find': found, 'tta, predict': augmented, 'shard=True': sharded}
+stories = {'Checkpoint, resume': resumed, 'save, load': saved, 'lr_find': found, 'tta, predict': augmented,
+           'shard=True': sharded, 'shard=dict(offload=True)': offloaded}
 
 # --- fastai -----------------------------------------------------------------------------------------------------------
 
@@ -172,8 +191,8 @@ of_fastai = {"fastai's first script": fastais_first_script, "fastai's fit": fast
 # --- to run them ------------------------------------------------------------------------------------------------------
 
 def table_on(names, path, n_gpus=2, **kw):
-    """What each scene or story gives on this rank, plain, and what happened on its GPU. n_gpus: 0: on the CPU. Of stories, `path` is a folder
-    of all ranks"""
+    """What each scene or story gives on this rank, plain, and what happened on its GPU. n_gpus: 0: on the CPU; path: a folder of all
+    ranks, for stories"""
     res = {}
     with ExitStack() as stack:
         sim = stack.enter_context(SimulatedGPU(n_gpus, **kw)) if n_gpus else None
@@ -181,8 +200,10 @@ def table_on(names, path, n_gpus=2, **kw):
         for k in names:
             if sim: sim.forget()
             got = outcome_of(k, path/k.replace(' ', '_').replace("'", ''))
-            what = dict(waits=sim.count('step'), collectives=[o for o in sim.collectives if o.phase=='step'], faults=sim.faults[:]) if sim else {}
-            res[k] = dict(got=tree_map(lambda o: o.cpu() if isinstance(o, torch.Tensor) else o, got), **what)
+            res[k] = dict(got=tree_map(lambda o: o.cpu() if isinstance(o, torch.Tensor) else o, got))
+            if not sim: continue
+            marked = [o for o in sim.collectives if o.phase=='step']
+            res[k] |= dict(waits=sim.count('step'), collectives=marked, faults=sim.faults[:])
     return res
 
 def outcome_of(name, path):

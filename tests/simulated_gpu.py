@@ -8,9 +8,13 @@ In a process of its own, such as a rank of `run_ranks`, since torch keeps the na
             return sim.waits,sim.collectives
     run_ranks(rank, 2)
 
-It raises where devices are mixed, where nccl would refuse a tensor, and where a pickled tensor comes back on another rank's GPU. It counts what makes the
-host wait for the device, and each collective, with the line that caused it. It shows nothing of kernels, of streams, of the real nccl, of speed."""
-import collections, contextlib, functools, gc, os, sys, threading, time
+It raises where devices are mixed, where nccl would refuse a tensor, and where a pickled tensor comes back on another rank's GPU. It counts
+what makes the host wait for the device, and each collective, with the line that caused it. It shows nothing of kernels, of streams, of the
+real nccl, of speed.
+
+How: torch lets a device in Python have the name PrivateUse1. A `Gpu` is a wrapper of a tensor on the CPU. An operation on it comes to
+`SimulatedGPU.run`, also from C++, such as autograd's engine and DDP's reducer. Functions that take a device by name are replaced."""
+import collections, contextlib, functools, gc, os, sys, threading, time, warnings
 from types import SimpleNamespace
 import learnerdist
 import torch, torch.distributed as dist
@@ -85,7 +89,8 @@ def _unpickled(host, device, requires_grad=False, is_param=False):
     elif sim is None: raise RuntimeError(f'a tensor of {device} is read where there is no such device: give map_location')
     else:
         index = sim.current if device.index is None else device.index
-        if index!=sim.current: sim.fault(f'a pickled tensor comes back on {device}, and this rank has {sim.kind}:{sim.current}')
+        is_foreign = index!=sim.current and sim.map_location is None
+        if is_foreign: sim.fault(f'a pickled tensor comes back on {device}, and this rank has {sim.kind}:{sim.current}')
         res = Gpu(host, index)
     return torch.nn.Parameter(res, requires_grad) if is_param else res.requires_grad_(requires_grad)
 
@@ -146,6 +151,7 @@ class SimulatedGPU:
         self.n,self.kind,self.float64,self.same_order = n,kind,float64,same_order
         self.current,self.phase,self.map_location,self.pid = 0,'',None,None
         self.waits,self.collectives,self.faults = [],[],[]
+        self.warns = False # As `torch.cuda.set_sync_debug_mode` says
         self.in_backward = None # The error that has ended a backward pass
         self.under = {} # From the name of a group that says nccl to the gloo group beneath it
         self.devices = {} # From the name of such a group to the device that this rank has in it
@@ -159,7 +165,8 @@ class SimulatedGPU:
         _register()
         Gpu.sim = self
         self.stack.callback(setattr, Gpu, 'sim', None)
-        for install in (self._tensors, self._factories, self._accelerator, self._module, self._files, self._groups, self._autocast): install()
+        parts = self._tensors,self._backward,self._factories,self._accelerator,self._module,self._files,self._groups,self._autocast
+        for install in parts: install()
         return self
     def __exit__(self, *exc): self.stack.close()
 
@@ -170,7 +177,9 @@ class SimulatedGPU:
         "Begin anew to count"
         self.phase = ''
         for o in (self.waits, self.collectives, self.faults): o.clear()
-    def wait(self, what): self.waits.append(Wait(self.phase, what, where()))
+    def wait(self, what):
+        self.waits.append(Wait(self.phase, what, where()))
+        if self.warns: warnings.warn('called a synchronizing CUDA operation')
     def count(self, phase=None)->dict:
         "How often each wait of this phase has happened; all without one"
         return dict(collections.Counter((o.what,o.where) for o in self.waits if phase in (None,o.phase)))
@@ -198,7 +207,7 @@ class SimulatedGPU:
 
     def named(self, o):
         "What a user names by this device, as C++ knows it; all else as it is"
-        if isinstance(o, str) and o.partition(':')[0]==self.kind: o = torch.device(o)
+        if isinstance(o, str) and o.partition(':')[0]==self.kind or type(o) is int: o = torch.device(o)
         if not isinstance(o, torch.device) or o.type!=self.kind: return o
         index = self.index_of(o)
         if index>=self.n: raise RuntimeError(f'CUDA error: invalid device ordinal: {o} of {self.n}')
@@ -229,7 +238,7 @@ class SimulatedGPU:
                 if isinstance(same, Gpu) and (same.shape!=o.shape or same.stride()!=o.stride()): same.data = Gpu(o, same.gpu)
                 return same
             if index is None: return o
-            if o.dtype==torch.float64 and not self.float64: self.fault(f'a float64 tensor on a device without float64, by {func}', TypeError)
+            if o.dtype==torch.float64 and not self.float64: self.fault(f'float64 on a device without it, in {func}', TypeError)
             return cls(o, index)
         return tree_map(wrapped, res)
 
@@ -240,8 +249,8 @@ class SimulatedGPU:
     def _check(self, name, leaves, gpus, func):
         "The index of the device of what is made; None: the CPU. RuntimeError where devices are mixed"
         indices = {o.gpu for o in gpus}
-        if not name in _copies:
-            hosts = [o for o in leaves if isinstance(o, Tensor) and not isinstance(o, Gpu) and o.dim() and not name in _indexing]
+        if name not in _copies:
+            hosts = [o for o in leaves if isinstance(o, Tensor) and not isinstance(o, Gpu) and o.dim() and name not in _indexing]
             if len(indices)>1 or gpus and hosts:
                 found = sorted({str(o.device) for o in (*gpus,*hosts)})
                 self.fault(f'Expected all tensors to be on the same device, but found {", ".join(found)}, in {func}')
@@ -283,7 +292,7 @@ class SimulatedGPU:
     def _collective(self, func, name, leaves, spec):
         "A collective on a group: by the gloo group beneath, if it says nccl. It has ended when this returns"
         tensors = [o for o in leaves if isinstance(o, Tensor)]
-        at = next(i for i,o in reversed([*enumerate(leaves)]) if isinstance(o, str) or type(o).__name__=='ScriptObject' and 'ProcessGroup' in str(o._type()))
+        at = max(i for i,o in enumerate(leaves) if _is_group(o))
         functional = isinstance(leaves[at], str)
         pg = c10d._resolve_process_group(leaves[at]) if functional else dist.ProcessGroup.unbox(leaves[at])
         under = self.under.get(pg.group_name)
@@ -291,7 +300,8 @@ class SimulatedGPU:
         elif self.kind not in dist.get_backend_config(pg): self.fault(f'No backend type associated with device type {self.kind}, in {name}')
         self.collectives.append(Collective(self.phase, name, sum(o.nbytes for o in tensors), where()))
         hosts = [self._beneath(o) for o in leaves]
-        if name in ('_allgather_base_','_reduce_scatter_base_'): hosts = [o.view(-1) if isinstance(o, Tensor) else o for o in hosts] # gloo wants rows
+        flat = name in ('_allgather_base_','_reduce_scatter_base_') # of which gloo wants rows
+        if flat: hosts = [o.view(-1) if isinstance(o, Tensor) else o for o in hosts]
         if under: hosts[at] = under.group_name if functional else under.boxed()
         args,kwargs = tree_unflatten(hosts, spec)
         res = func(*args, **kwargs)
@@ -315,7 +325,8 @@ class SimulatedGPU:
             if group not in self.devices: self._connect(group, under, o.gpu)
             if o.gpu!=self.devices[group]:
                 self.fault(f'{name} of a tensor on {o.device} in a group in which this rank has {self.kind}:{self.devices[group]}')
-        if self.same_order: self.compare(f'{name} {sorted({(*o.shape,str(o.dtype)) for o in tensors}, key=str)}', under) # a set: rank 0 of a gather has more
+        kinds = sorted({(*o.shape,str(o.dtype)) for o in tensors}, key=str) # a set: where rows are gathered, one rank has more
+        if self.same_order: self.compare(f'{name} {kinds}', under)
 
     def compare(self, what, under):
         "Whether all ranks of a group are in the same collective"
@@ -382,6 +393,10 @@ class SimulatedGPU:
         torch.__future__.set_swap_module_params_on_conversion(True)
         self.stack.callback(torch.__future__.set_swap_module_params_on_conversion, old)
         self._set(torch.backends.cudnn, 'is_acceptable', lambda t: False) # no kernels
+        self._set(_foreach_utils, '_foreach_supported_types', [*_foreach_utils._foreach_supported_types, Gpu])
+
+    def _backward(self):
+        "Errors of a backward pass, see `_safely`"
         engine = torch.autograd._engine_run_backward
         def backward(*args, **kw):
             res,error = None,None
@@ -391,10 +406,9 @@ class SimulatedGPU:
             own,self.in_backward = self.in_backward,None
             if own or error: raise own or error
             return res
-        for k in ('register_hook','register_post_accumulate_grad_hook'):
-            self._set(Tensor, k, lambda t, hook, f=getattr(Tensor, k): f(t, functools.partial(_safely, hook, or_else=None)))
         self._set(torch.autograd, '_engine_run_backward', backward)
-        self._set(_foreach_utils, '_foreach_supported_types', [*_foreach_utils._foreach_supported_types, Gpu])
+        def registering(f): return lambda t, hook: f(t, functools.partial(_safely, hook, or_else=None))
+        for k in ('register_hook','register_post_accumulate_grad_hook'): self._set(Tensor, k, registering(getattr(Tensor, k)))
 
     def _factories(self):
         "What takes a device by name"
@@ -406,11 +420,12 @@ class SimulatedGPU:
                 return f(*args, **kw)
             return named
         torchs = {o.__name__ for o in _device._device_constructors() if getattr(torch, o.__name__, None) is o}
-        for k in torchs | {f'{o}_like' for o in 'empty zeros ones full rand randn randint'.split()}: self._set(torch, k, naming(getattr(torch, k)))
-        for k in ('new_tensor','new_empty','new_zeros','new_ones','new_full','new_empty_strided'): self._set(Tensor, k, naming(getattr(Tensor, k)))
+        torchs |= {f'{o}_like' for o in 'empty zeros ones full rand randn randint'.split()}
+        for k in torchs: self._set(torch, k, naming(getattr(torch, k)))
+        for k in 'tensor empty zeros ones full empty_strided'.split(): self._set(Tensor, f'new_{k}', naming(getattr(Tensor, f'new_{k}')))
         to = Tensor.to
         def moved(t, *args, **kw):
-            args,kw = [self.named(o) for o in args],{k: self.named(o) for k,o in kw.items()}
+            args,kw = [*map(self.named, args[:1]),*args[1:]],{k: self.named(o) if k=='device' else o for k,o in kw.items()}
             if isinstance(t, Gpu): # C++ finds it at index 0
                 own = torch.device(name_in_torch, t.gpu+1)
                 args,kw = [_zero if o==own else o for o in args],{k: _zero if o==own else o for k,o in kw.items()}
@@ -418,7 +433,7 @@ class SimulatedGPU:
         self._set(Tensor, 'to', moved)
         self._set(Tensor, self.kind, lambda t, device=None, non_blocking=False: t.to(self._device(device), non_blocking=non_blocking))
         self._set(Tensor, 'pin_memory', lambda t, device=None: _pinned(t.clone()))
-        self._set(Tensor, 'is_pinned', lambda t, device=None: getattr(t, 'pinned', False))
+        self._set(Tensor, 'is_pinned', lambda t, device=None: getattr(t.untyped_storage(), 'pinned', False))
         self._set(Tensor, 'record_stream', lambda t, stream: None)
 
     def _device(self, o=None): return torch.device(self.kind, self._index(o))
@@ -448,22 +463,30 @@ class SimulatedGPU:
     def _module(self):
         "torch.cuda, or torch.xpu"
         self.stream = Stream()
-        gen = lambda d=None: self.streams[self._index(d)]
+        def gen(d=None): return self.streams[self._index(d)]
         def seed_all(s):
             for o in self.streams: o.manual_seed(s)
-        def properties(d=None): return SimpleNamespace(name='simulated', uuid=f'simulated-{self._index(d)}', major=9, minor=0, total_memory=1<<36, multi_processor_count=1)
-        fs = dict(is_available=lambda: True, device_count=lambda: self.n, current_device=lambda: self.current, set_device=self.set_device,
-                  is_initialized=lambda: self.pid is not None, _is_in_bad_fork=lambda: self.pid not in (None, os.getpid()), init=lambda: None, _lazy_init=lambda: None,
-                  _lazy_call=lambda f, **kw: f(), get_device_properties=properties, get_device_name=lambda d=None: 'simulated',
-                  get_device_capability=lambda d=None: (9,0), synchronize=lambda d=None: self.wait('synchronize'), empty_cache=lambda: None,
-                  is_bf16_supported=lambda including_emulation=True: True, is_current_stream_capturing=lambda: False,
-                  manual_seed=lambda s: gen().manual_seed(s), manual_seed_all=seed_all, get_rng_state=lambda d=None: gen(d).get_state(),
-                  set_rng_state=lambda s, d=None: gen(d).set_state(s), get_rng_state_all=lambda: [o.get_state() for o in self.streams],
-                  set_rng_state_all=lambda states: [o.set_state(s) for o,s in zip(self.streams, states)],
-                  memory_allocated=lambda d=None: self.live_bytes(self._index(d)), max_memory_allocated=lambda d=None: self.live_bytes(self._index(d)),
-                  reset_peak_memory_stats=lambda d=None: None, mem_get_info=lambda d=None: ((1<<36)-self.live_bytes(self._index(d)),1<<36),
-                  _exchange_device=self.exchange, _maybe_exchange_device=self.exchange, Stream=Stream, Event=Event,
-                  stream=lambda s: contextlib.nullcontext(s), current_stream=lambda d=None: self.stream, default_stream=lambda d=None: self.stream, set_stream=lambda s: None)
+        def set_all(states):
+            for o,s in zip(self.streams, states): o.set_state(s)
+        def used(d=None): return self.live_bytes(self._index(d))
+        def properties(d=None):
+            uuid = f'simulated-{self._index(d)}'
+            return SimpleNamespace(name='simulated', uuid=uuid, major=9, minor=0, total_memory=1<<36, multi_processor_count=1)
+        fs = dict(
+            is_available=lambda: True, device_count=lambda: self.n, current_device=lambda: self.current, set_device=self.set_device,
+            _exchange_device=self.exchange, _maybe_exchange_device=self.exchange, is_initialized=lambda: self.pid is not None,
+            _is_in_bad_fork=lambda: self.pid not in (None, os.getpid()), init=lambda: None, _lazy_init=lambda: None,
+            _lazy_call=lambda f, **kw: f(),
+            get_device_properties=properties, get_device_name=lambda d=None: 'simulated', get_device_capability=lambda d=None: (9,0),
+            is_bf16_supported=lambda including_emulation=True: True, is_current_stream_capturing=lambda: False,
+            manual_seed=lambda s: gen().manual_seed(s), manual_seed_all=seed_all, get_rng_state=lambda d=None: gen(d).get_state(),
+            set_rng_state=lambda s, d=None: gen(d).set_state(s), get_rng_state_all=lambda: [o.get_state() for o in self.streams],
+            set_rng_state_all=set_all, memory_allocated=used, max_memory_allocated=used, reset_peak_memory_stats=lambda d=None: None,
+            mem_get_info=lambda d=None: ((1<<36)-used(d),1<<36), empty_cache=lambda: None,
+            synchronize=lambda d=None: self.wait('synchronize'),
+            set_sync_debug_mode=lambda mode: setattr(self, 'warns', mode not in (0,'default')), Stream=Stream, Event=Event,
+            stream=lambda s: contextlib.nullcontext(s), current_stream=lambda d=None: self.stream,
+            default_stream=lambda d=None: self.stream, set_stream=lambda s: None)
         for k,f in fs.items():
             if hasattr(self.module, k): self._set(self.module, k, f)
 
@@ -515,8 +538,8 @@ def _register():
 
 _no_tensor = object() # C++ raises where it gets this
 def _safely(f, *args, or_else=_no_tensor, **kw):
-    """In a backward pass C++ raises, and `backward` then the error itself: in its thread for this device is a guard in Python, which a Python error
-    would end with SIGABRT"""
+    """In a backward pass C++ raises, and the end of the pass then the error itself. In the engine's thread for this device is a guard in
+    Python, where a Python error would end the process by SIGABRT"""
     try: return f(*args, **kw)
     except Exception as e:
         if torch._C._current_graph_task_id()<0: raise
@@ -531,8 +554,10 @@ class _Pageable(TorchDispatchMode):
         if kwargs.get('pin_memory'): kwargs = {**kwargs, 'pin_memory': False}
         return _safely(func, *args, **kwargs)
 
+def _is_group(o): return isinstance(o, str) or type(o).__name__=='ScriptObject' and 'ProcessGroup' in str(o._type())
+
 def _pinned(t):
-    t.pinned = True
+    t.untyped_storage().pinned = True # which views share
     return t
 
 def _gathered(text, pg):
@@ -544,12 +569,16 @@ def _gathered(text, pg):
 
 # --- autocast: torch's lists for CUDA
 
-_in_half = """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu addmm addmv addr matmul einsum mm mv linear
-              addbmm baddbmm bmm chain_matmul linalg_multi_dot linalg_vecdot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention"""
-_in_float = """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm native_layer_norm group_norm
-               frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
-               smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
-               binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp prod softmax log_softmax cumprod cumsum sum norm"""
+_in_half = """
+    _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu addmm addmv addr
+    matmul einsum mm mv linear addbmm baddbmm bmm chain_matmul linalg_multi_dot linalg_vecdot lstm_cell gru_cell rnn_tanh_cell
+    rnn_relu_cell scaled_dot_product_attention"""
+_in_float = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm native_layer_norm
+    group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp prod softmax log_softmax
+    cumprod cumsum sum norm"""
 _promoted = 'addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add'
 
 def _lower(tensors): return torch.get_autocast_dtype(Gpu.sim.kind)
@@ -568,7 +597,9 @@ def _cast(op, cast, *args, **kw):
 
 # --- what only CUDA has: cells of recurrent networks, SyncBatchNorm
 
-def _gates(x, h, n, x_bias, h_bias): return zip((x if x_bias is None else x+x_bias).chunk(n, 1), (h if h_bias is None else h+h_bias).chunk(n, 1))
+def _gates(x, h, n, *biases):
+    x,h = [o if b is None else o+b for o,b in zip((x, h), biases)]
+    return zip(x.chunk(n, 1), h.chunk(n, 1))
 
 def _lstm_cell(x, h, c, x_bias=None, h_bias=None):
     i,f,g,o = [a+b for a,b in _gates(x, h, 4, x_bias, h_bias)]
