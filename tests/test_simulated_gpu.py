@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 import scenes as table
 from gpu_scenes import n_marked, of_fastai, of_table, small, state, stories, table_on
-from simulated_gpu import Gpu, SimulatedGPU
+from simulated_gpu import Gpu, SimulatedGPU, is_possible
 from test_scenes import close, same
 from learnerdist.all import *
 from learnerdist.core.collectives import gather_rows, reduce_sums
@@ -17,6 +17,8 @@ from learnerdist.distributed.comparison import compare_weights, Findings
 from learnerdist.distributed.replica import broadcast_tensors
 from learnerdist.learner.metrics import reductions
 from learnerdist.testing import run_ranks
+
+pytestmark = pytest.mark.skipif(not is_possible, reason='needs a newer torch')
 
 def error(f, *args, **kw):
     "The text of the error that this raises"
