@@ -140,8 +140,8 @@ def on_two(name, tol, cases):
 def vote_rank():
     "Microseconds of a vote of two ranks while their GPU is busy, by sockets and by gloo, and of gloo's all-reduce of 8 bytes"
     with process_group():
-        device,t = default_device(),torch.zeros(2)
-        busy = torch.ones(4096 if gpu else 8, 4096 if gpu else 8, device=device)
+        t,n = torch.zeros(2),4096 if gpu and not rehearsal else 8
+        busy = torch.ones(n, n, device=default_device())
         def reduce():
             dist.all_reduce(t)
             return t[0].item()

@@ -27,6 +27,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 aten = torch.ops.aten
 name_in_torch = 'simulated' # C++ knows the device by this name, of index 0; a device named by a user is index+1
 
+# Older ones have no device in Python, or make nccl's groups in C++
+is_possible = hasattr(torch._C, '_acc') and hasattr(c10d.Backend, '_ensure_backend_registered')
+
 class Gpu(Tensor):
     "A tensor of a simulated device. `host`: its numbers; `gpu`: the index of the device"
     sim = None # The `SimulatedGPU` that is installed

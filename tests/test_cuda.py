@@ -8,8 +8,9 @@ from torch.nn import functional as F
 from learnerdist.all import *
 from learnerdist import testing
 from learnerdist.core.collectives import gather_rows
-from simulated_gpu import SimulatedGPU
+from simulated_gpu import SimulatedGPU, is_possible
 
+pytestmark = pytest.mark.skipif(not (torch.cuda.is_available() or is_possible), reason='needs a GPU, or a newer torch')
 F64 = torch.float64
 
 class Sees(Callback):
