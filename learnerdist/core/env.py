@@ -201,12 +201,12 @@ def unpack_error(s)->RankError:
     return RankError(**json.loads(s))
 
 # %% ../../nbs/core/01_env.ipynb #conseq
-# gloo begins a message with the place in its source that raised the error
+# The place in gloo's source that raised an error, at the beginning of its message, which torch may quote
 _gloos = re.compile(r'\[\S*gloo\S*:\d+\]')
 
 def is_consequence(e)->bool:
     "Whether an exception may be the consequence of another rank's failure: what torch.distributed and gloo raise"
-    return isinstance(e, dist.DistError) or type(e) is RuntimeError and bool(_gloos.match(str(e)))
+    return isinstance(e, dist.DistError) or type(e) is RuntimeError and bool(_gloos.search(str(e)))
 
 # %% ../../nbs/core/01_env.ipynb #left03
 # Store keys of first failures, one for each open section: a part of the run that ranks enter and leave together
