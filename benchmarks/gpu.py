@@ -2,10 +2,11 @@
 ranks on one card by gloo, also sharded; votes beside nccl. What fails is told at the end, and ends nothing else
 
     python benchmarks/gpu.py
-    REHEARSE=1 python benchmarks/gpu.py --out /tmp/gpu   # tiny sizes, on the CPU if there is no GPU: does everything run?"""
+    REHEARSE=1 python benchmarks/gpu.py --out /tmp/gpu   # tiny sizes, on a simulated GPU if there is none: does everything run?"""
 import os,re,sys,time,warnings
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import sharded_step
 import torch
@@ -25,6 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 rehearsal = bool(os.environ.get('REHEARSE'))
+if rehearsal and not torch.cuda.is_available():
+    sys.path.append(str(Path(__file__).parent.parent/'tests'))
+    from simulated_gpu import SimulatedGPU
+    SimulatedGPU().__enter__() # in this process, and in each rank, which imports this
 gpu = torch.cuda.is_available()
 width,depth = (16,2) if rehearsal else (1024,12)
 
@@ -38,7 +43,7 @@ if rehearsal: models,chain = dict(small=(mlp, (1,28,28), 8, 8, 2)),dict(blocks=(
 # --- ways -------------------------------------------------------------------------------------------------------------------
 
 fused = sgd(fused=True)
-compiler = dict(backend='eager') if rehearsal else {} # which builds nothing
+compiler = dict(disable=True) if rehearsal else {} # a simulated GPU has no compiler
 bf16 = dict(dtype=torch.bfloat16, device_type='cuda' if gpu else 'cpu')
 
 def by_hand(task, stack, opt_func=None, cast=False, compiled=False):
@@ -135,8 +140,8 @@ def on_two(name, tol, cases):
 def vote_rank():
     "Microseconds of a vote of two ranks while their GPU is busy, by sockets and by gloo, and of gloo's all-reduce of 8 bytes"
     with process_group():
-        device,t = default_device(),torch.zeros(2)
-        busy = torch.ones(4096 if gpu else 8, 4096 if gpu else 8, device=device)
+        t,n = torch.zeros(2),4096 if gpu and not rehearsal else 8
+        busy = torch.ones(n, n, device=default_device())
         def reduce():
             dist.all_reduce(t)
             return t[0].item()

@@ -40,7 +40,7 @@ _size = 1024
 def sketch(t:Tensor)->Tensor:
     """A short vector for `t`, of up to 1024 numbers, float64, on the CPU. The distance of two is about that of their
     tensors; up to 1024 elements it is exact"""
-    t = whole(t).detach().flatten().double().cpu()
+    t = whole(t).detach().flatten().cpu().double()
     if len(t)<=_size: return t.clone()
     signs = torch.randint(0, 2, (len(t),), generator=torch.Generator().manual_seed(len(t)), dtype=torch.int8)
     return nn.functional.pad(t*(signs*2-1), (0, -len(t)%_size)).view(-1, _size).sum(0)
@@ -177,7 +177,7 @@ def _predictions(learn):
     leaves = tree_leaves(learn.get_preds(dl=dl if torchs else None), is_leaf=lambda o: isinstance(o, list))
     leaves = tree_leaves([list(o) if isinstance(o, Samples) else o for o in leaves])
     numbers = [torch.as_tensor(o) for o in leaves if isinstance(o, (Tensor,int,float))]
-    return [sketch(torch.cat([torch.zeros(0), *[o.double().flatten().cpu() for o in numbers]]))]
+    return [sketch(torch.cat([torch.zeros(0), *[o.cpu().double().flatten() for o in numbers]]))]
 
 
 # %% ../nbs/02_verify.ipynb #149a37cf

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 import torch, torch.distributed as dist
-from torch import nn, tensor
+from torch import Tensor, nn, tensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 from helpers import Stream
 from learnerdist.all import (AvgMetric, Callback, CancelBackwardException, CancelBatchException, CancelFitException, CancelStepException,
-                             CancelTrainException, DataLoaders, GradientAccumulation, Learner, Scheduler, TfmdDL, accuracy,
+                             CancelTrainException, DataLoaders, GradientAccumulation, Learner, Scheduler, TfmdDL, accuracy, default_device,
                              gather_with_grad, group_rank, group_size, process_group)
 from learnerdist.learner.techniques import GradientClip, Lookahead, MixedPrecision
 
@@ -205,7 +205,7 @@ def freeze_all_but_bias(learn):
     learn.model[4].bias.requires_grad_(True)
 def new_model(learn):
     torch.manual_seed(9)
-    learn.model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).to(F64)
+    learn.model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).to(learn.device, F64)
     learn.create_opt()
 
 class Cancels(Callback):
@@ -230,7 +230,7 @@ class AddsLayer(Callback):
     def after_epoch(self):
         if self.epoch: return
         torch.manual_seed(8)
-        self.model.append(nn.Linear(2, 2).to(F64))
+        self.model.append(nn.Linear(2, 2).to(self.learn.device, F64))
         self.opt.add_param_group(dict(params=list(self.model[-1].parameters())))
 
 class Renews(Callback):
@@ -278,9 +278,9 @@ class Ignores(Callback):
     def _ignore(self): self.learn.yb = self.yb[0].where(self.xb[0][:,0]>0, -100),
 class Reweights(Callback):
     "Another option of the loss from the second epoch on"
-    def __init__(self, *option): self.option = option
+    def __init__(self, option, val): self.option,self.val = option,val
     def before_epoch(self):
-        if self.epoch==1: setattr(self.learn.loss_func, *self.option)
+        if self.epoch==1: setattr(self.loss_func, self.option, self.val.to(self.learn.device) if isinstance(self.val, Tensor) else self.val)
 
 def clips(**kw): return [GradientClip(**kw)]
 def cancels(*args, **kw): return [Cancels(*args, **kw)]
@@ -339,7 +339,7 @@ def make(c, W=1, rank=0):
         torch.manual_seed(100+rank)
         model,loss = c['model'](),c['loss']
         if isinstance(loss, type) or loss is weighted_ce: loss = loss()
-        if isinstance(loss, nn.Module): loss = copy.deepcopy(loss).to(c['dtype'])
+        if isinstance(loss, nn.Module): loss = copy.deepcopy(loss).to(default_device(), c['dtype'])
         own = list(loss.parameters()) if isinstance(loss, nn.Module) else []
         ds,val = c['ds'](c['n']),(c['val_ds'] or c['ds'])(c['n_valid'])
     split = c['ctx'].get('split_batches')

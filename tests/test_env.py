@@ -40,9 +40,10 @@ def test_what_the_launcher_said(monkeypatch, kw, want):
 @pytest.fixture
 def gpus(monkeypatch):
     "As if there were so many GPUs"
-    def f(n):
-        monkeypatch.setattr(torch.cuda, 'is_available', lambda: n>0)
-        monkeypatch.setattr(torch.cuda, 'device_count', lambda: n)
+    def f(n, kind='cuda'):
+        monkeypatch.setattr(torch.accelerator, 'is_available', lambda: n>0)
+        monkeypatch.setattr(torch.accelerator, 'device_count', lambda: n)
+        monkeypatch.setattr(env, 'built_for', lambda: torch.device(kind))
     return f
 
 def test_devices(monkeypatch, gpus):
@@ -57,6 +58,14 @@ def test_devices(monkeypatch, gpus):
     assert default_device()==torch.device('cuda', 1)
     launched(monkeypatch, LOCAL_RANK='3') # more ranks than GPUs share them
     assert default_device()==torch.device('cuda', 1)
+    gpus(2, 'xpu')
+    assert default_device()==torch.device('xpu', 1)
+    launched(monkeypatch, RANK='', WORLD_SIZE='')
+    gpus(1, 'mps')
+    assert default_device()==torch.device('mps', 0)
+    launched(monkeypatch, RANK='1', WORLD_SIZE='2')
+    with pytest.warns(UserWarning, match='cpu-ranks. ranks cannot exchange tensors of mps, and train on the CPU'):
+        assert default_device()==torch.device('cpu')
 
 cards = {('a 1','a 2'): 'cpu:gloo,cuda:nccl', ('a 1','cpu'): 'gloo', ('a 1','a 1'): 'gloo',
          ('cpu','cpu'): 'gloo', ('a 1','b 1'): 'cpu:gloo,cuda:nccl'}
@@ -66,6 +75,7 @@ def rank_backends():
     names = []
     with pytest.MonkeyPatch.context() as m:
         m.setattr(dist, 'init_process_group', lambda backend, **kw: names.append(backend))
+        m.setattr(env, '_use', lambda cuda_id: torch.device('cuda'))
         for own in cards:
             m.setattr(env, 'gpu_id', lambda device, own=own: own[int(os.environ['RANK'])])
             setup_distrib()

@@ -151,7 +151,7 @@ def test_help_says_what_parameters_mean(public, prompt):
     "Each option of ours and of DDP's; at a prompt only: scripts do not wait for it"
     code = helped.format(public=public, prompt=prompt)
     messages = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout
-    known = ["cuda_id: This process's GPU",'keep: How many',*['said True']*prompt]
+    known = ["cuda_id: This process's accelerator",'keep: How many',*['said True']*prompt]
     if fastcore.__version__>='2': known.append('split_batches: The training loader') # of what it delegates to
     assert all((o in messages)==prompt for o in known) and 'find_unused_parameters=False' in messages, messages
     assert not prompt or 'said False' not in messages, messages

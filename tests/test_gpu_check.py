@@ -1,4 +1,4 @@
-"`tools/gpu_check.sh`: what fails is told at its end; packages come from wheels; all of it runs without a GPU"
+"`tools/gpu_check.sh`: what fails is told at its end; packages come from wheels; all of it runs on a simulated GPU"
 import json, os, subprocess, sys
 from pathlib import Path
 import pytest
@@ -19,5 +19,6 @@ def test_failures_stand_at_the_end(tmp_path):
 def test_rehearsal(tmp_path):
     res = check(tmp_path, '--rehearse', timeout=600)
     assert res.returncode==0 and res.stdout.splitlines()[-1]=='nothing failed', res.stdout
+    assert 'skipped="0"' in (tmp_path/'tests.xml').read_text()
     figures = json.loads((tmp_path/'gpu-rehearsal.json').read_text())
     assert len(figures['sections'])==6 and figures['failed']=={} and '| a vote, sockets |' in (tmp_path/'tables.md').read_text()

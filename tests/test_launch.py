@@ -409,7 +409,7 @@ def test_run():
 def test_nproc_follows_the_visible_gpus(args, gpus, n, monkeypatch):
     "The number that is guessed before torch is imported, too"
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', gpus)
-    monkeypatch.setattr('torch.cuda.device_count', lambda: len([*filter(None, os.environ['CUDA_VISIBLE_DEVICES'].split(','))]))
+    monkeypatch.setattr('torch.accelerator.device_count', lambda: len([*filter(None, os.environ['CUDA_VISIBLE_DEVICES'].split(','))]))
     args = [*args,'x.py']
     assert guess(args) == (['x.py'],n)
     assert _choose_nproc(get_parser().parse_args(args)) == n

@@ -53,7 +53,7 @@ def test_bad_ids(ids, msg):
 def test_bad_ids_are_refused_at_once_and_change_nothing(monkeypatch):
     learn = make()
     cbs = list(learn.cbs)
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setattr(torch.accelerator, 'device_count', lambda: 2)
     for f in (learn.to_parallel, lambda ids: learn.parallel_ctx(ids).__enter__(), ParallelTrainer):
         with pytest.raises(ValueError, match=r'\[3\]'): f([0,3])
     assert learn.cbs==cbs

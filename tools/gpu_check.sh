@@ -3,8 +3,8 @@
 #
 #     tools/gpu_check.sh [--rehearse] [--wheels DIR] [--out DIR]
 #
-# --rehearse   the same from end to end with tiny sizes, on the CPU where there is no GPU: its figures mean nothing. Nothing is compiled: models run
-#              eagerly, and the tests of learn.compile, which CI runs itself, are collected only
+# --rehearse   the same from end to end with tiny sizes, on a simulated GPU (tests/simulated_gpu.py) where there is none: its figures mean nothing.
+#              Nothing is compiled: models run eagerly, and the tests of learn.compile, which CI runs itself, are collected only
 # --wheels DIR packages from wheels in DIR, for a machine without a registry: fastcore, fastprogress, pytest, and the peers that are to be measured.
 #              They are unpacked into a folder of their own; torch is the machine's
 # --out DIR    where log, JSON, tables and plots go; by default $OUT, or gpu_check/
@@ -63,10 +63,10 @@ where() {
 import os,platform,sys,torch
 gpu = torch.cuda.is_available()
 print('torch',torch.__version__,'Python',sys.version.split()[0],platform.machine(),os.cpu_count(),'cores',f'load {os.getloadavg()[0]:.1f}')
-print('GPU:',torch.cuda.get_device_name() if gpu else None,'nccl',torch.cuda.nccl.version() if gpu else None)
+print('GPU:',torch.cuda.get_device_name() if gpu else 'simulated','nccl',torch.cuda.nccl.version() if gpu else None)
 import learnerdist.all,learnerdist
 print('learnerdist from',learnerdist.__file__)
-if not gpu and not os.environ.get('REHEARSE'): sys.exit('no GPU here: --rehearse runs on the CPU')
+if not gpu and not os.environ.get('REHEARSE'): sys.exit('no GPU here: --rehearse runs on a simulated one')
 P
 }
 

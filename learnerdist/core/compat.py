@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/core/00_compat.ipynb #bca14321
 import time,weakref
-from contextlib import contextmanager
+from contextlib import contextmanager,suppress
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
@@ -28,6 +28,9 @@ check_channels: torch.nn SyncBatchNorm._check_non_zero_input_channels: an error:
 check_input_dim: torch.nn BatchNorm1d._check_input_dim: an error: dimensions of the input
 iterator: torch.utils.data DataLoader()._iterator: copies of loaders with persistent workers
 abort_group: torch.distributed.distributed_c10d _abort_process_group: the way out of nccl's waits after a failure
+open_groups: torch.distributed.distributed_c10d _world.pg_map: the way out of waits on a device after a failure
+bad_fork: torch.cuda _is_in_bad_fork: an error: the GPU was used before a fork
+first_call: torch.cuda _lazy_call: the line that used it
 set_pg_timeout: torch.distributed.distributed_c10d _set_pg_timeout: `timeout_s` in an open group, before torch 2.9
 default_store: torch.distributed.distributed_c10d _get_default_store: the store of a group that the script opened
 check_reduced: torch.nn.parallel DistributedDataParallel._check_reducer_finalized: an error: unused in a later step
@@ -188,6 +191,38 @@ def written_by(func, args, kwargs)->list:
     found = [v for a,v in zip(named, vals) if a.alias_info is not None and a.alias_info.is_write]
     return [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
 
+# %% ../../nbs/core/00_compat.ipynb #dev02
+def built_for():
+    "The kind of accelerator that torch was built for, as a device without index; None: none, where torch 2.6 raises"
+    with suppress(RuntimeError): return torch.accelerator.current_accelerator()
+
+def accelerator_module():
+    "torch's module for that accelerator, such as torch.cuda; None: none"
+    kind = built_for()
+    return kind and torch.get_device_module(kind)
+
+def in_bad_fork()->bool:
+    """Whether this process is the fork of one that had used the accelerator, or counted devices. It cannot use it, and
+    torch says that there is none"""
+    module = accelerator_module()
+    return getattr(module, '_is_in_bad_fork', bool)() and module.device_count()>0
+
+
+# %% ../../nbs/core/00_compat.ipynb #dev04
+def call_at_first_use(f):
+    "Call a function when this process begins to use the accelerator, if torch can say when"
+    getattr(accelerator_module(), '_lazy_call', id)(f)
+
+def abort_device_work(device):
+    """Abort the pending work of all groups on a device. The groups stay open. A thread that waits for the device goes
+    on, or gets an error"""
+    for pg in [*find('open_groups', ())]:
+        with suppress(AttributeError, RuntimeError): pg._get_backend(device).abort()
+
+# An error of a device, raised by whatever waits for it next; none before torch 2.9
+AcceleratorError = getattr(torch, 'AcceleratorError', ())
+
+
 # %% ../../nbs/core/00_compat.ipynb #b037916a
 def fake_store():
     """The store of torch's fake process group, whose module also registers the backend 'fake', a group without other
@@ -196,7 +231,8 @@ def fake_store():
     return store and store()
 
 # By name: the first torch that does not need it, of those that were tried
-shims = dict(set_timeout='2.9', sync_buffers='2.11', destroy_group='2.13', abort_group='2.13')
+shims = dict(built_for='2.7', set_timeout='2.9', sync_buffers='2.11')
+shims |= dict(destroy_group='2.13', abort_group='2.13')
 
 torch_version = tuple(map(int, torch.__version__.split('.')[:2]))
 # DDP's option: whether each forward pass broadcasts rank 0's buffers

@@ -7,21 +7,22 @@ __all__ = ['rank_distrib', 'num_distrib', 'local_rank', 'default_device', 'RankE
            'planned_group', 'process_group', 'group_rank', 'group_size', 'is_rank0']
 
 # %% ../../nbs/core/01_env.ipynb #c002
-import dis,gc,json,os,re,socket,sys,threading,time,traceback
+import gc,json,os,re,socket,sys,threading,time,traceback
 from collections import Counter
 from contextlib import contextmanager,suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
-import learnerdist
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from .compat import abort_group,default_store,destroy_group,fake_store,set_timeout
+from .compat import abort_device_work,abort_group,built_for,call_at_first_use
+from .compat import default_store,destroy_group,fake_store,in_bad_fork,set_timeout
 from .files import environment
 from .hosts import alone_warning,check_rank,foreign_rank,keep_alive
-from .stacks import frames_of_thread,preempted_status,users_frame,warn
+from .stacks import frames_of_caller,frames_of_thread,preempted_status,users_frame,warn
 
 # %% ../../nbs/core/01_env.ipynb #c004l
 in_group = dist.is_initialized # Whether a process group is open
@@ -69,27 +70,58 @@ def own_rank()->int:
 
 # %% ../../nbs/core/01_env.ipynb #c010
 def default_device(
-    cuda_id:int=None # Index of a visible GPU; None: this process's local rank, modulo the number of GPUs
+    cuda_id:int=None # Index of a visible accelerator; None: this process's local rank, modulo their number
 )->torch.device:
-    "The device of this process: a GPU if there is one, else the CPU. ValueError for a `cuda_id` that is not visible"
-    n = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if cuda_id is None: return torch.device('cuda', local_rank()%n) if n else torch.device('cpu')
-    if not str(cuda_id).isdigit() or int(cuda_id)>=n:
+    """The device of this process: an accelerator of torch's (cuda, xpu, mps, …) if there is one, else the CPU.
+    ValueError for a `cuda_id` that is not visible"""
+    if in_bad_fork():
+        used = ' at '.join([f'{built_for().type} was used',*_first_use])
+        raise RuntimeError(f'{used}, and then this process was forked: start ranks by run() or ranks()')
+    n = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if cuda_id is not None and (not str(cuda_id).isdigit() or int(cuda_id)>=n):
         what = f'cuda_id={cuda_id!r}, but {n} GPUs are visible'
         raise ValueError(f'{what}: leave it out to choose by local rank. It is no batch size')
-    return torch.device('cuda', int(cuda_id))
+    if not n: return torch.device('cpu')
+    device = torch.device(built_for().type, local_rank()%n if cuda_id is None else int(cuda_id))
+    if own_backend(device) or not (num_distrib()>1 or in_group()): return device
+    warn('cpu-ranks', f'ranks cannot exchange tensors of {device.type}, and train on the CPU')
+    return torch.device('cpu')
+
+_first_use = [] # The line that was the first to use the accelerator
+def _note_first_use(): _first_use[:] = [str(users_frame(frames_of_caller()))]
+call_at_first_use(_note_first_use)
+
+
+# %% ../../nbs/core/01_env.ipynb #devs02
+@cache
+def wide_dtype(device:torch.device)->torch.dtype:
+    "float64, in which numbers of a fit are added up; float32 on a device that lacks it, such as mps"
+    try: torch.ones((), dtype=torch.float64, device=device)
+    except (TypeError,RuntimeError): return torch.float32
+    return torch.float64
+
+def own_backend(device:torch.device)->str:
+    "The backend that torch knows for the tensors of a device, such as nccl; None if there is none"
+    name = dist.Backend.default_device_backend_map.get(device.type)
+    # for mps torch names gloo, which does not carry its tensors
+    return name if device.type in dist.Backend.backend_capability.get(name, ()) else None
 
 # %% ../../nbs/core/01_env.ipynb #c013
 def gpu_id(device:torch.device)->str:
-    """An identifier of this process's GPU that is unique over all machines; 'cpu' for any other device. device: the
+    """An identifier of this process's accelerator that is unique over all machines; 'cpu' for the CPU. device: the
     device of this process"""
-    if device.type!='cuda': return 'cpu'
-    return f'{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}'
+    if device.type=='cpu': return 'cpu'
+    find = getattr(torch.get_device_module(device), 'get_device_properties', id)
+    # one that does not say who it is counts as this rank's own: its backend refuses to share it
+    return f'{socket.gethostname()} {getattr(find(device), "uuid", own_rank())}'
 
-def backend_for(gpus:list)->str:
-    """The backend for ranks with these devices: nccl if each rank has a GPU of its own, else gloo. gpus: the `gpu_id`
-    of every rank; returns: for `init_process_group`"""
-    return 'cpu:gloo,cuda:nccl' if 'cpu' not in gpus and len(set(gpus))==len(gpus) else 'gloo'
+def backend_for(gpus:list, device:torch.device)->str:
+    """The backend for ranks with these devices: the device's, such as nccl, if each rank has one of its own, else gloo.
+    ValueError if gloo does not carry its tensors. gpus: the `gpu_id` of every rank; device: this rank's; returns: for
+    `init_process_group`"""
+    if 'cpu' not in gpus and len(set(gpus))==len(gpus): return f'cpu:gloo,{device.type}:{own_backend(device)}'
+    if device.type in dist.Backend.backend_capability['gloo']: return 'gloo'
+    raise ValueError(f'{len(gpus)} ranks have {len({*gpus})} devices ({device.type}): start one rank for each')
 
 # %% ../../nbs/core/01_env.ipynb #c017
 stores = {}  # The key-value store of this launch, once connected
@@ -170,21 +202,12 @@ def unpack_error(s)->RankError:
     return RankError(**json.loads(s))
 
 # %% ../../nbs/core/01_env.ipynb #conseq
-_communicate = tuple(f'{Path(o.__file__).parent}{os.sep}' for o in (dist,learnerdist))
-# gloo begins a message with the place in its source that raised the error
+# The place in gloo's source that raised an error, at the beginning of its message, which torch may quote
 _gloos = re.compile(r'\[\S*gloo\S*:\d+\]')
 
 def is_consequence(e)->bool:
-    """Whether an exception may be the consequence of another rank's failure. Decided by the place that raised it, not
-    by its message. e: an exception with its traceback"""
-    if not isinstance(e, dist.DistError) and type(e) is not RuntimeError: return False
-    tb = e.__traceback__
-    while tb.tb_next: tb = tb.tb_next
-    code = tb.tb_frame.f_code
-    # raised by a `raise` in Python, not by C++ that this line called
-    if dis.opname[code.co_code[tb.tb_lasti]]=='RAISE_VARARGS':
-        return isinstance(e, dist.DistError) and code.co_filename.startswith(_communicate)
-    return isinstance(e, dist.DistError) or bool(_gloos.search(str(e)))
+    "Whether an exception may be the consequence of another rank's failure: what torch.distributed and gloo raise"
+    return isinstance(e, dist.DistError) or type(e) is RuntimeError and bool(_gloos.search(str(e)))
 
 # %% ../../nbs/core/01_env.ipynb #left03
 # Store keys of first failures, one for each open section: a part of the run that ranks enter and leave together
@@ -317,12 +340,20 @@ def _open(device, backend, timeout_s, store):
     if None in gpus:
         raise dist.DistStoreError(f'timed out: {timeout_s:g} s without a word from rank {gpus.index(None)}')
     kw = dict(store=store, rank=rank_distrib(), world_size=n, timeout=timeout)
-    dist.init_process_group(backend or backend_for(gpus), **kw)
+    backend = backend or backend_for(gpus, device)
+    if device.type!='cpu' and backend!='gloo': kw['device_id'] = device # nccl connects at once
+    with _without_abort(): dist.init_process_group(backend, **kw)
     keep_alive()
     try: everyones('yes', 'opened', store, min(timeout_s, 20))
     except BaseException:
         dist.destroy_process_group()
         raise
+
+def _without_abort():
+    """Context for groups whose nccl, after a timeout, aborts its work and not this process, which can then say where
+    the ranks are"""
+    name = 'TORCH_NCCL_ASYNC_ERROR_HANDLING'
+    return environment(**{name: os.environ.get(name, 2)})
 
 def everyones(word:str, what:str, store, timeout_s, purpose='')->list:
     """Send `word` to all ranks; returns the word of each rank, None for a rank that did not send one in time. what:
@@ -334,7 +365,7 @@ def everyones(word:str, what:str, store, timeout_s, purpose='')->list:
 
 # %% ../../nbs/core/01_env.ipynb #c021
 def setup_distrib(
-    cuda_id:int=None,    # Index of this process's GPU; None: chosen by local rank, or the CPU
+    cuda_id:int=None,    # Index of this process's accelerator; None: chosen by local rank, or the CPU
     backend:str=None,    # For `init_process_group`; None: chosen by the ranks' devices, see `backend_for`
     timeout_s:float=1800 # Seconds after which a collective gives up on an absent rank
 )->torch.device:         # The device of this process
@@ -359,7 +390,7 @@ def setup_distrib(
 
 def _use(cuda_id):
     device = default_device(cuda_id)
-    if device.type=='cuda': torch.cuda.set_device(device)
+    if device.type!='cpu': torch.accelerator.set_device_index(device)
     return device
 
 def teardown_distrib():
@@ -401,6 +432,18 @@ def _event_loops():
             found[int(o.name)] = [int(fd) for fd in fds if is_socket(fd)]
     return {k:v for k,v in found.items() if v}
 
+_watches = [] # Events that end the threads of `_watch_device`
+
+def _watch_device(store, device, closed):
+    """In a thread, until `closed`: if a rank has failed or left, abort what this rank waits for on its device, from
+    which closed connections free nobody. It has 2 s to notice by itself"""
+    while not closed.wait(1):
+        try: failed = any(store.check([k]) for k in (*section,'left'))
+        except RuntimeError: failed = True # the store has ended with its host
+        if not failed: continue
+        if not closed.wait(2): abort_device_work(device)
+        return
+
 @contextmanager
 def noting_loops():
     "Within the body, event loops that begin are noted as those of our groups"
@@ -419,6 +462,7 @@ def close_group(failed=False):
     """Close the group that `process_group` opened, if it is still open. failed: after a failure: free the ranks that
     wait in its collectives, and abort pending work"""
     if failed and in_group(): _hang_up()
+    while _watches: _watches.pop().set()
     while _ours:
         g = _ours.pop()
         if in_group(): (abort_group if failed else destroy_group)(g)
@@ -427,7 +471,7 @@ def close_group(failed=False):
 # %% ../../nbs/core/01_env.ipynb #c023
 @contextmanager
 def process_group(
-    cuda_id:int=None, # Index of this process's GPU; None: chosen by local rank, or the CPU
+    cuda_id:int=None, # Index of this process's accelerator; None: chosen by local rank, or the CPU
     # Seconds after which a collective gives up on an absent rank; None: 1800, or that of the enclosing context
     timeout_s:float=None,
     **kw              # Further arguments of `setup_distrib`
@@ -453,10 +497,14 @@ def _open_ours(cuda_id, **kw):
     was_open = in_group()
     if not num_distrib() and (text := alone_warning()): warn('trains-alone', text)
     with noting_loops():
-        if num_distrib()<2: device = default_device(cuda_id)
+        if num_distrib()<2: device = _use(cuda_id)
         else: device = setup_distrib(cuda_id, timeout_s=group_timeout(), **kw)
         if in_group(): _ours.append(_new_group() if was_open else None)
     if in_group(): _freeze_in_forks()
+    if device.type!='cpu' and group_size()>1:
+        _watches.append(threading.Event())
+        args = shared_store(),device,_watches[-1]
+        threading.Thread(target=_watch_device, args=args, daemon=True, name='watch-device').start()
     return device
 
 def _freeze_in_forks(done=[]): # noqa: B006 - once in a process
@@ -467,7 +515,7 @@ def _freeze_in_forks(done=[]): # noqa: B006 - once in a process
 
 def _new_group(**kw):
     "A further group of all ranks. A rank that left before all have connected would fail those that still connect"
-    res = dist.new_group(timeout=timedelta(seconds=group_timeout()), **kw)
+    with _without_abort(): res = dist.new_group(timeout=timedelta(seconds=group_timeout()), **kw)
     keep_alive()
     if dist.get_world_size()>1:
         store = dist.PrefixStore(_next_group(), shared_store())

@@ -8,14 +8,14 @@ __all__ = ['set_seed']
 # %% ../../nbs/core/04_random.ipynb #c002
 import random,sys
 from contextlib import contextmanager
-from functools import partial
+from functools import cache,partial
 from itertools import islice
-from types import BuiltinMethodType,CellType,FunctionType,MethodType,ModuleType
+from types import BuiltinMethodType,CellType,FunctionType,MethodType,ModuleType,SimpleNamespace
 
 import torch
 from torch.utils.data import get_worker_info
 
-from .compat import version
+from .compat import accelerator_module,in_bad_fork,version
 from .stacks import in_library
 
 # %% ../../nbs/core/04_random.ipynb #c005
@@ -51,33 +51,45 @@ def set_seed(
     if reproducible: torch.backends.cudnn.deterministic,torch.backends.cudnn.benchmark = True,False
 
 # %% ../../nbs/core/04_random.ipynb #c013
-def rng_state(cuda=True)->tuple:
-    "The state of every global random stream: Python's, numpy's, torch's on the CPU and (`cuda`) on the current GPU"
-    np = sys.modules.get('numpy')
-    gpus = torch.cuda.get_rng_state() if cuda and torch.cuda.is_initialized() else None
-    return random.getstate(),np and np.random.get_state(),torch.get_rng_state(),gpus
+@cache
+def _accelerator():
+    "torch's functions for the streams of the accelerator, such as the module torch.cuda; None: there is none"
+    module = accelerator_module()
+    if module is None or hasattr(module, 'is_initialized'): return module
+    # mps: it has one device, and does not say whether this process uses it
+    used = lambda: module.is_available() and not in_bad_fork()
+    state = dict(get_rng_state=module.get_rng_state, set_rng_state=module.set_rng_state)
+    return SimpleNamespace(is_initialized=used, manual_seed_all=module.manual_seed, **state)
+
+def rng_state(device=True)->tuple:
+    """The state of every global random stream: Python's, numpy's, torch's on the CPU and (`device`) on the current
+    accelerator"""
+    np,module = sys.modules.get('numpy'),_accelerator() if device else None
+    own = module.get_rng_state() if module and module.is_initialized() else None
+    return random.getstate(),np and np.random.get_state(),torch.get_rng_state(),own
 
 def set_rng_state(state):
     "Restore the state of every global random stream from a result of `rng_state`"
-    py,np_state,cpu,cuda = state
+    py,np_state,cpu,device = state
     random.setstate(py)
     if np_state is not None: sys.modules['numpy'].random.set_state(np_state)
     torch.set_rng_state(cpu)
-    if cuda is not None: torch.cuda.set_rng_state(cuda)
+    if device is not None: _accelerator().set_rng_state(device)
 
 def same_streams(a, b)->bool:
     "Whether nothing was drawn on the CPU between two results of `rng_state`"
     if a[0]!=b[0] or not torch.equal(a[2], b[2]): return False
     return not a[1] or a[1][2:]==b[1][2:] and bool((a[1][1]==b[1][1]).all())
 
-def seed_streams(*parts:int, cuda=True):
+def seed_streams(*parts:int, device=True):
     """Seed the global random streams from several numbers, such as seed, rank, epoch and batch. Some 10 µs:
     `torch.manual_seed` takes ten times as long to find no GPU"""
     s,np = mix_seeds([parts])[0],sys.modules.get('numpy')
     random.seed(s)
     if np: np.random.seed(s%2**32)
     torch.default_generator.manual_seed(s)
-    if cuda and torch.cuda.is_initialized(): torch.cuda.manual_seed_all(s)
+    module = _accelerator() if device else None
+    if module and module.is_initialized(): module.manual_seed_all(s)
 
 # %% ../../nbs/core/04_random.ipynb #gen02
 def held(o, kinds=())->dict:
@@ -130,7 +142,7 @@ def _is_users(c): # a notebook has no file
 def map_seeded(f, items, parts, own=no_generators)->list:
     """`f` of each item, with the streams of the CPU and the user's `own` seeded by `parts`, a tuple for each.
     Afterwards the streams go on where they were; a loader's worker has none to protect"""
-    before = rng_state(cuda=False) if get_worker_info() is None else None
+    before = rng_state(device=False) if get_worker_info() is None else None
     np,res = sys.modules.get('numpy'),[]
     try:
         for o,s in zip(items, mix_seeds(parts)): # as `seed_streams`, without a call for each sample
@@ -212,7 +224,7 @@ class shared_rng:
         self.inner = (random.Random(s).getstate(),numpys,cpu,None),gens
     def _swap(self, state):
         "Set these streams, and return their old states. The GPU's does not change, since no sampler draws from it"
-        old = rng_state(cuda=False),[g.get_state() for g in self.gens]
+        old = rng_state(device=False),[g.get_state() for g in self.gens]
         set_rng_state(state[0])
         for g,o in zip(self.gens, state[1]): g.set_state(o)
         return old

@@ -278,7 +278,7 @@ class Dealer:
     def seed_sample(self, key, own=no_generators):
         "Seed the random streams, and `own`, for the sample of this index, or other key; of a stream, its number"
         [parts] = self.streams_of([key])
-        seed_streams(*parts, cuda=False)
+        seed_streams(*parts, device=False)
         own.seed(mix_seed(*parts)+1)
     def streams_of(self, keys):
         "What the random streams of the samples at these indices, or other keys, are seeded by: a tuple for each"
@@ -353,9 +353,9 @@ class Seeded(LoaderWrapper, Dataset):
         return map_seeded(self._then(read) if self.after else read, idxs if read else items, seeds, own)
     def quiet_batch(self, idxs):
         "The samples, read at once; None if that draws random numbers, which belong to the samples"
-        before = rng_state(cuda=False)
+        before = rng_state(device=False)
         items = self.source.__getitems__(idxs)
-        if same_streams(before, rng_state(cuda=False)): return items
+        if same_streams(before, rng_state(device=False)): return items
         set_rng_state(before)
         vars(self)['at_once'] = False
     def _then(self, read): return lambda o: pipe(self.after, read(o) if read else o)
@@ -393,7 +393,7 @@ class Placed:
         return self.dealt(draw(self._counted(), rng, W, W), self._n)
     def _counted(self):
         "What the stream draws for an item follows from its number"
-        seed = partial(seed_streams, self._dealer.seed, self._dealer.epoch, cuda=False)
+        seed = partial(seed_streams, self._dealer.seed, self._dealer.epoch, device=False)
         seed(self._n)
         for o in self._inner:
             vars(self)['_n'] += 1

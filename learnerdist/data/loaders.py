@@ -37,11 +37,12 @@ def apply(func, b, method:str='to'):
 def to_device(
     b,                 # A batch: nested tuples, lists and dicts
     device,            # A device or its name; None leaves the batch where it is
-    non_blocking=None  # As in `Tensor.to`; None: True for copies to CUDA, where later work waits for the copy by itself
+    non_blocking=None  # As in `Tensor.to`; None: True for an accelerator, where later work waits for the copy by itself
 ):                     # The same structure
     "Move the tensors of a batch, and its objects with a method `to`, to `device`"
     if device is None: return b
-    if non_blocking is None: non_blocking = torch.device(device).type=='cuda'
+    # a copy to mps may read memory that is free by then (pytorch's issue 189690)
+    if non_blocking is None: non_blocking = torch.device(device).type not in ('cpu','mps')
     if type(b) in (tuple,list) and {*map(type, b)}=={Tensor}:
         return type(b)([o.to(device, non_blocking=non_blocking) for o in b])
     def move(o):

@@ -132,10 +132,11 @@ class Synced:
 
     def _forward_torch(self, x):
         "torch's `SyncBatchNorm`; an empty half-precision batch is cast to float32, which is what the other ranks send"
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         # no row; a graph, whose backward pass exchanges
-        if not self.counts: return x + nn.SyncBatchNorm.forward(self, x[:0].float()).sum()
-        if x.numel() or x.dtype not in (torch.float16, torch.bfloat16): return nn.SyncBatchNorm.forward(self, x)
-        return nn.SyncBatchNorm.forward(self, x.float()).to(x.dtype)
+        if not self.counts: return x + nn.SyncBatchNorm.forward(self, wide[:0]).sum()
+        if x.numel(): return nn.SyncBatchNorm.forward(self, x)
+        return nn.SyncBatchNorm.forward(self, wide).to(x.dtype)
 
     def _forward_cpu(self, x):
         self._check_input(x)
@@ -174,7 +175,8 @@ class SyncedInstance(Synced):
 
     @torch.no_grad()
     def _average(self, old, n):
-        row = torch.cat([self.running_mean, self.running_var, old.new_ones(1)]).double()*n
+        row = torch.cat([self.running_mean, self.running_var, old.new_ones(1)])
+        row = row.to(torch.promote_types(row.dtype, torch.float32))*n
         dist.all_reduce(row, group=self.process_group)
         # without a sample on any rank, as before
         new = torch.where(row[-1]>0, row[:-1]/row[-1].clamp(min=1), old)

@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from ..core.collectives import broadcast_object,gather_objects
+from ..core.collectives import broadcast_object,gather_objects,to_host
 from ..core.compat import BatchNorm,tree_leaves
 from ..core.env import group_rank
 from ..core.random import Generators,held,map_seeded
-from ..core.shards import groups_of,is_part
+from ..core.shards import exchange_params,groups_of,is_part
 from ..core.stacks import coded,need,warn
 from ..data.distributed_dl import is_split,loader_parts,sample_hash
 from ..data.loaders import batch_shape,data_len
@@ -47,10 +47,20 @@ def tensor_hash(t:Tensor)->Tensor:
     return res
 _chunk = 1<<18
 
+def hashes(values)->list:
+    """The hash of each tensor, read from a device at once, or the text of another value; of a tensor that cannot be hashed
+    nothing"""
+    return [o.item() if isinstance(o, Tensor) else o for o in to_host([*map(_bits_of, values)])]
+
+def _bits_of(o):
+    if not isinstance(o, Tensor) or o.is_meta: return repr(o)
+    try: return tensor_hash(o)
+    except Exception as e: log.debug('a tensor cannot be compared: %r', e)
+
 def differences(named:dict)->dict:
     """Compare tensors, by their hashes, and other values by name across ranks: for each that differs, the ranks that
     differ from the first one that has it. Sync point: one exchange"""
-    every,res = gather_objects({k: _bits_of(t) for k,t in named.items()}),{}
+    every,res = gather_objects(dict(zip(named, hashes(named.values())))),{}
     for k in dict.fromkeys(k for o in every for k in o):
         have = {r: o[k] for r,o in enumerate(every) if k in o}
         if bad := [r for r,h in have.items() if h!=[*have.values()][0]]: res[k] = bad
@@ -58,13 +68,7 @@ def differences(named:dict)->dict:
 
 def digest(state)->tuple:
     "Hashes of the tensors and texts of the other values of a nested `state`, to compare states"
-    return tuple(map(_bits_of, tree_leaves(state)))
-
-def _bits_of(o):
-    "The hash of a tensor, or the text of another value; of a tensor that cannot be hashed nothing"
-    if not isinstance(o, Tensor) or o.is_meta: return repr(o)
-    try: return tensor_hash(o).item()
-    except Exception as e: log.debug('a tensor cannot be compared: %r', e)
+    return tuple(hashes(tree_leaves(state)))
 
 def unsynced(model)->list:
     "BatchNorm layers of which each rank has its own statistics"
@@ -198,12 +202,17 @@ def settings(learn, shares:list)->dict:
 def same_optimizer(learn):
     "Give every rank the optimizer state of rank 0: after fits outside of the context the states may differ. Sync point"
     state = None if learn.opt is None else learn.opt.state_dict()
-    if len(set(gather_objects(state if state is None else digest(state))))==1: return
-    state = broadcast_object(state)
-    if state is None: learn.opt = None
-    else:
-        if learn.opt is None: learn.create_opt()
-        learn.opt.load_state_dict(state)
+    if len(set(gather_objects(state if state is None else digest(state))))>1:
+        state = broadcast_object(state)
+        if state is None: learn.opt = None
+        elif learn.opt is None: learn.create_opt()
+        if state is not None: learn.opt.load_state_dict(state)
+    if learn.opt is not None: exchange_params(learn.opt, {}, _beside)
+
+def _beside(p, t):
+    "Optimizer state `t` on the device of its parameter, which may have moved; a count of steps stays on the host"
+    is_count = t.ndim==0 and t.device.type=='cpu'
+    return t if is_count or p.is_meta else t.to(p.device)
 
 def path_of_rank0(learn, findings):
     "Rank 0's path if the ranks' paths differ (a folder with a time stamp), since rank 0 writes; else None. Sync point"

@@ -31,9 +31,9 @@ def parallel_ids(device_ids, device:torch.device, n:int)->list:
     """The GPUs to train on of `n`, the learner's own (`device`) first; an empty list instead of a single one, since a
     wrapper around one copy only costs time"""
     ids = check_device_ids(range(n) if device_ids is None else device_ids, n)
-    if device.type!='cuda' and device_ids is None or n<2: return []
+    if device.type=='cpu' and device_ids is None or n<2: return []
     own = device.index
-    if own is None and device.type=='cuda': own = torch.cuda.current_device()
+    if own is None and device.type!='cpu': own = torch.accelerator.current_device_index()
     need(own in ids, f'device_ids={device_ids} lacks {device}, where the learner is: name it')
     return [own]+[o for o in ids if o!=own] if len(ids)>1 else []
 
@@ -45,10 +45,10 @@ class ParallelTrainer(Callback):
         device_ids=None # Indices of the GPUs to train on; None: every visible one
     ):
         self.device_ids = device_ids
-        if device_ids is not None: self.device_ids = check_device_ids(device_ids, torch.cuda.device_count())
+        if device_ids is not None: self.device_ids = check_device_ids(device_ids, torch.accelerator.device_count())
 
     def before_fit(self):
-        ids = parallel_ids(self.device_ids, self.learn.device, torch.cuda.device_count())
+        ids = parallel_ids(self.device_ids, self.learn.device, torch.accelerator.device_count())
         if not ids or self.model is not get_model(self.model): return
         need(group_size()<2, f'DataParallel in one of {group_size()} ranks: use distrib_ctx alone')
         self.learn.model = self.wrapped = DataParallel(self.model, device_ids=ids)

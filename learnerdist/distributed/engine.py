@@ -20,7 +20,7 @@ from ..core.collectives import all_sum,broadcast_object,gather_alike,gather_obje
 from ..core.compat import BatchNorm,tree_leaves
 from ..core.deferred import has_deferred
 from ..core.env import group_rank,group_size,group_timeout,in_group,next_phase
-from ..core.env import process_group
+from ..core.env import process_group,wide_dtype
 from ..core.lending import lend,replaced
 from ..core.random import rng_state,seed_streams,set_rng_state
 from ..core.shards import groups_of,is_part
@@ -327,7 +327,7 @@ def may_cancel(scope, event)->bool:
     if scope=='batch': return event in inner_events[:-2]
     return event==dict(step='before_step', backward='before_backward').get(scope)
 
-def _finite(grad): return grad.nan_to_num(0., 0., 0.)
+def _finite(grad): return None if grad is None else grad.nan_to_num(0., 0., 0.)
 
 # %% ../../nbs/distributed/10_engine.ipynb #row02
 # What a rank says of its parts of a step, in 11 bytes: their items, if the host counts them; whether a part counts; the widest
@@ -406,6 +406,7 @@ class Engine(Runner):
             self.links = self.ballot.links = ctx.stack.enter_context(open_links(group_timeout()))
             self.weighs = self.by_parts or self.links is not None
             self.rank,self.world_size = group_rank(),group_size()
+            self.adapter.set_device(self.device) # before the model: loaders may name another one
             self._open_model()
             self.deal_out()
             for cb in [cb for f in context_callbacks for cb in f()]:
@@ -546,7 +547,7 @@ class Engine(Runner):
             for m,mode in modes: m.training = mode
             for p in params: p.grad = grads.get(p)
             set_rng_state(streams)
-            if self.device.type=='cuda': torch.cuda.empty_cache()
+            if self.device.type!='cpu': torch.get_device_module(self.device).empty_cache()
 
     def _compute(self, dl, room): # room: memory that is held meanwhile
         learn,model = self.learn,get_model(self.learn.model)
@@ -711,7 +712,7 @@ class Engine(Runner):
         "Items that a loss counts on a device stay there, so that nobody waits for it; no NaN flows back if there are none"
         device = getattr(self.learn.yb[0], 'device', None) or self.device # a dict has none
         if device.type=='cpu': return float(n)
-        if not isinstance(n, Tensor): return torch.full((), n, dtype=torch.double, device=device)
+        if not isinstance(n, Tensor): return torch.full((), n, dtype=wide_dtype(device), device=device)
         for o in tree_leaves(self.learn.pred):
             if isinstance(o, Tensor) and o.requires_grad: o.register_hook(lambda g: g.where(n!=0, 0.))
         return n
@@ -773,7 +774,7 @@ class Engine(Runner):
         n,device = step.total,step.on_device
         if not step.sends: return n
         if device is None: return tree_sum(rows.items)
-        n = torch.as_tensor(n, dtype=torch.double, device=device)
+        n = torch.as_tensor(n, dtype=wide_dtype(device), device=device)
         return tree_sum(gather_alike(n))
 
     def _correct(self, items):
@@ -819,7 +820,7 @@ class Engine(Runner):
     def add_up(self, rows:list)->tuple:
         "What the recorder has of a step, from what it has of this rank's parts: (loss × items, items, samples)"
         device = next((o.device for row in rows for o in row if isinstance(o, Tensor)), None)
-        rows = [torch.stack([torch.as_tensor(o, dtype=torch.double, device=device) for o in row]) for row in rows]
+        rows = [torch.stack([torch.as_tensor(o, dtype=wide_dtype(device), device=device) for o in row]) for row in rows]
         return tuple(add_totals(rows, loss_over(self.learn).kind=='sum'))
 
     def all_params(self)->list:

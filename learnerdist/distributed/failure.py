@@ -12,6 +12,7 @@ from functools import cache
 
 import torch.distributed as dist
 
+from ..core.compat import AcceleratorError
 from ..core.env import RankError,close_group,count,group_size,in_group,is_consequence
 from ..core.env import next_phase,num_distrib
 from ..core.env import own_rank,pack_error,read_launcher,section,shared_store,unpack_error,wait_key
@@ -146,8 +147,11 @@ def _check_link():
 
 def _record(e, key):
     "The exception, and whether it began on this rank; then it is in the store before the other ranks are freed"
-    if is_consequence(e) and re.search(r'timed? ?out', str(e), re.I): e = _find_the_absent(e, key)
-    if is_consequence(e): return e,False
+    text = str(e).lower()
+    # nccl aborts work that has timed out
+    late = re.search('timed? ?out', text) or 'aborted' in text and not first_failure(key)
+    if late and is_consequence(e): e = _find_the_absent(e, key)
+    if is_consequence(e) or isinstance(e, AcceleratorError) and first_failure(key): return e,False
     if not isinstance(e, RankError): shared_store().compare_set(key, '', pack_error(e))
     return e,True
 

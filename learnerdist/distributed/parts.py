@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.compat import TrackingNorm,foreach_add,version
-from ..core.env import current_group,group_size
+from ..core.env import current_group,group_size,wide_dtype
 from ..data.sharding import factors
 
 # %% ../../nbs/distributed/03_parts.ipynb #pt006
@@ -171,7 +171,8 @@ class PartStatistics:
     def end_part(self, part:Part):
         "After its backward pass"
         if self.running:
-            row = torch.cat([o.detach().double().flatten() for o in self.running])
+            wide = wide_dtype(self.running[0].device)
+            row = torch.cat([o.detach().to(wide).flatten() for o in self.running])
             row = torch.cat([row, row.new_ones(1)])
             self.total.push(row if part.why is None else torch.zeros_like(row))
         if not part.number: self.first = [o.clone() for o in self.others]

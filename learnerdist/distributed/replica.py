@@ -19,7 +19,7 @@ from torch import Tensor,nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks,powerSGD_hook as psgd
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.collectives import all_sum
+from ..core.collectives import all_sum,carried
 from ..core.compat import check_reduced,foreach_add,ignored_by_ddp,sync_buffers,tree_leaves
 from ..core.env import current_group,group_size
 from ..core.stacks import coded,need
@@ -261,7 +261,7 @@ def broadcast_tensors(tensors):
     if any(map(nn.parameter.is_lazy, tensors)):
         raise ValueError('the model has lazy layers: call it on a batch before the context, learn.model(*x)')
     for t in tensors: # as bytes: gloo knows few types
-        o = t.detach().contiguous()
+        o = carried(t.detach())
         dist.broadcast(o.reshape(-1).view(torch.uint8), 0, group=current_group())
         if o.data_ptr()!=t.data_ptr(): t.detach().copy_(o)
 
@@ -371,7 +371,7 @@ class Replica:
         self.trained,self.ddp = self._what_is_trained(),None
         if not any(p.requires_grad for p in self.params): return # DDP refuses a model that is frozen as a whole
         device = self.learn.device
-        ids = [device.index] if device.type=='cuda' else None
+        ids = None if device.type=='cpu' else [device.index]
         with _without_empty(self.model):
             kw = dict(self.kw, device_ids=ids, process_group=current_group())
             self.ddp = DistributedDataParallel(self.model, **kw)

@@ -88,7 +88,7 @@ class Outcome(NamedTuple):
     @property
     def numbers(self):
         "(loss, items, number), to send"
-        loss = None if self.loss is None else float(self.loss.detach().double().mean())
+        loss = None if self.loss is None else float(self.loss.detach().cpu().double().mean())
         return loss,None if self.items is None else float(self.items),self.n
 
 def computed(learn, xb, yb, n, training=False, pred=None, wide=None)->Outcome:
@@ -149,7 +149,7 @@ def far(whole, part, n:int, m:int)->bool:
     if whole.ndim!=part.ndim or not whole.isfinite().all(): return False
     dims = [d for d in range(part.ndim) if part.shape[d]!=whole.shape[d]]
     if len(dims)!=1 or whole.shape[dims[0]]*m!=part.shape[dims[0]]*n: return False
-    a,b = [o.detach().double().movedim(dims[0], 0) for o in (whole,part)]
+    a,b = [o.detach().cpu().double().movedim(dims[0], 0) for o in (whole,part)]
     a,b = [o.reshape(len(o), -1) for o in (a,b)]
     nearest = torch.cdist(b, a, compute_mode='donot_use_mm_for_euclid_dist').min(1)[0]
     of_row = a.norm()/len(a)**.5

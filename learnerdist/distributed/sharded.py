@@ -99,7 +99,7 @@ def offload_of(device:torch.device):
     if device.type=='cpu':
         raise ValueError('offload=True: the learner trains on the CPU, in whose memory the weights are: leave it out')
     from torch.distributed.fsdp import CPUOffloadPolicy
-    return CPUOffloadPolicy(pin_memory=device.type=='cuda')
+    return CPUOffloadPolicy()
 
 def replicas_of(n, places:list)->int:
     """The number of replicas, from (rank on its machine, ranks of this machine) of each rank. ValueError if it does not

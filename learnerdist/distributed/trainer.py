@@ -39,7 +39,7 @@ class Adapter(Callback):
     share_class = Share # of a loader
     @delegates(DistributedDataParallel.__init__, but=ddp_args_of_ours)
     def __init__(self,
-        cuda_id:int=None,   # This process's GPU; None: by local rank, or the CPU
+        cuda_id:int=None,   # This process's accelerator; None: by local rank, or the CPU
         sync_bn:bool=True,  # BatchNorm over the global batch
         split_batches:bool=False, # The training loader's batch size is the global one, as global_bs says it
         seed:int=None,      # Of shuffling; None: drawn from torch's generator on rank 0

@@ -37,6 +37,7 @@ from ..core.shards import has_parts,load_model,load_opt
 from ..core.stacks import warn
 from ..learner.callback import Callback
 from ..learner.learner import StartAt,get_model
+from ..learner.recorder import as_totals
 from ..learner.saving import find_saved
 from .loaders import DistributedDL
 from .trainer import DistributedTrainer
@@ -104,12 +105,12 @@ ParamScheduler.horizon = property(lambda self: [['n_epoch',self.n_epoch]],
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c008
 DistributedTrainer.rank_state = 'all_steps',
-DistributedTrainer.all_steps = property(lambda self: torch.stack(self.steps) if self.steps else torch.zeros(0, 3),
-                                        lambda self, v: setattr(self, 'steps', list(v)),
+DistributedTrainer.all_steps = property(lambda self: as_totals(self.steps),
+                                        lambda self, v: setattr(self, 'steps', [*map(tuple, v)]),
                                         doc="This rank's losses in this epoch")
 growing[Recorder] = growing_of('lrs')|dict(all_losses=Growing(lambda cb: cb.losses, _stacked))
 growing[ParamScheduler] = growing_of('hps')
-growing[DistributedTrainer] = dict(all_steps=Growing(lambda cb: cb.steps, _stacked, True))
+growing[DistributedTrainer] = dict(all_steps=Growing(lambda cb: cb.steps, as_totals, True))
 
 @read_alone.register
 def _(dl:DataLoader, seed): return DistributedDL.from_dl(dl, 0, 1, seed, pad='batch', sample_seeds=True)

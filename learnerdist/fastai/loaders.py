@@ -90,7 +90,7 @@ class SeededItems:
     def _own(self): return self.dealer.generators(self.dl.dataset, self.dl.after_item)
     def create_item(self, s):
         "As the loader's, from the random streams of the sample"
-        self.outer,own = self.outer or rng_state(cuda=False),self._own()
+        self.outer,own = self.outer or rng_state(device=False),self._own()
         if self.dl.indexed: self.dealer.seed_sample(s or 0, own) # a stream does it itself
         return self.inner[0](s)
     def create_batch(self, b):
@@ -170,7 +170,7 @@ def _one_pass(dl):
     "In place of fastai's, which takes a sample of the epoch in progress to see what a batch is: it comes again"
     inner = dl.it
     item = next(inner)
-    state,dl.it = rng_state(cuda=False),iter([item])
+    state,dl.it = rng_state(device=False),iter([item])
     type(dl)._one_pass(dl)
     dl.it = chain(_again(item, state), inner)
 

@@ -39,6 +39,7 @@ from ..learner.callback import Callback,cancels,inner_events
 from ..learner.learner import check_targets
 from ..learner.losses import LossTrace,MeanOver,loss_over,loss_trace,mean_over,n_items,weighted
 from ..learner.metrics import Batches,Rows,Sums,reduction
+from ..learner.recorder import as_totals
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c005
 @patch
@@ -257,11 +258,11 @@ class OfBatches:
         self.rows_of_step.append((tot,n,has_loss))
         if self.engine.more_parts: return
         rows = self.rows_of_step
-        row = rows[0] if len(rows)==1 else self.engine.add_up(rows)
         self.rows_of_step = []
-        self.steps.append(torch.stack([torch.as_tensor(o, dtype=torch.double).cpu() for o in row]))
+        # read at the end of the loop, so that nobody waits for a device
+        self.steps.append(rows[0] if len(rows)==1 else self.engine.add_up(rows))
         if 'lr_finder' not in vars(self.learn): return
-        tot,count,has_loss = total_losses(self.learn, torch.stack(self.steps[-1:]), 1)[0]
+        tot,count,has_loss = total_losses(self.learn, as_totals(self.steps[-1:]), 1)[0]
         if has_loss: self.learn.loss = (tot/count).to(self.learn.loss)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c025
@@ -283,7 +284,7 @@ class OfRecords:
         rec,(start,smooth) = self.learn.recorder,self.begun
         n = min(gather_objects(min(len(self.steps), len(rec.losses)-start)))
         rec.losses,rec.lrs,loss = rec.losses[:start],rec.lrs[:start+n],torch.tensor(0.)
-        for tot,count,has_loss in total_losses(self.learn, torch.stack(self.steps[:n]), n) if n else ():
+        for tot,count,has_loss in total_losses(self.learn, as_totals(self.steps[:n]), n) if n else ():
             loss = (tot/count).to(smooth.val) if has_loss else loss
             smooth.accumulate(SimpleNamespace(loss=loss))
             rec.losses.append(smooth.value)

@@ -118,14 +118,19 @@ _no_server = '--no-fork-server --no-python --no_python --run-path --run_path'.sp
 
 # %% ../../nbs/launch/05_cli.ipynb #c015
 def _choose_gpus(gpus):
-    "Make only `gpus` visible; they are indices into the GPUs that are visible now"
+    "Make only `gpus` visible; they are indices into the accelerators that are visible now"
     import torch
-    now = os.environ.get('CUDA_VISIBLE_DEVICES')
-    n = torch.cuda.device_count()
+    from learnerdist.core.compat import built_for
+    given,kind = ','.join(map(str, gpus)),getattr(built_for(), 'type', 'cuda')
+    need(kind in _visible, f'--gpus {given}: hide devices of {kind} by the variable of their maker')
+    name,n = _visible[kind],torch.accelerator.device_count()
+    now = os.environ.get(name)
     ids = [*map(str, range(n))] if now is None else [o for o in now.split(',') if o.strip()]
-    given,there = ','.join(map(str, gpus)),f'{len(ids)} visible here (CUDA_VISIBLE_DEVICES={now})'
-    need(max(gpus) < len(ids), f'--gpus {given}: {there}, counted from 0')
-    os.environ['CUDA_VISIBLE_DEVICES'] = ','.join(ids[i] for i in gpus)
+    need(max(gpus) < len(ids), f'--gpus {given}: {len(ids)} visible here ({name}={now}), counted from 0')
+    os.environ[name] = ','.join(ids[i] for i in gpus)
+
+# By kind of accelerator: the variable by which its maker's library hides devices
+_visible = dict(cuda='CUDA_VISIBLE_DEVICES', xpu='ZE_AFFINITY_MASK')
 
 def _choose_nproc(args):
     "How many processes these parsed options ask for"

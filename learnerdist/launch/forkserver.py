@@ -65,7 +65,7 @@ def preload(argv:list)->bool:
     or '--modules' and names; returns: whether torch is among the imports, and this process may be forked"""
     if argv[0] == '--modules':
         for o in argv[1:]: __import__(o)
-        return True
+        return fork_has_accelerator()
     enter(argv)
     found,texts = first_imports(argv, sys.path)
     for name,froms in found: __import__(name, None, None, [*froms])
@@ -74,10 +74,17 @@ def preload(argv:list)->bool:
     if mentions(_trains) and not mentions(_settings): __import__('torch._dynamo')
     # the garbage collector leaves imports alone: a process ends in half the time. With triton it would tell of leaks
     if 'triton' not in sys.modules: gc.freeze()
-    # whether a fork has all threads: those of OpenBLAS end before a fork, and begin again later
-    if not (pid := os.fork()): os._exit(0)
-    os.waitpid(pid, 0)
-    return len(os.listdir('/proc/self/task')) == 1
+    # and whether it has all threads: those of OpenBLAS end before a fork, and begin again later
+    return fork_has_accelerator() and len(os.listdir('/proc/self/task')) == 1
+
+def fork_has_accelerator()->bool:
+    "Whether a fork of this process can use the accelerator: none of the imports has used it, or counted devices"
+    pid,status = os.fork(),1
+    if pid: return os.waitpid(pid, 0)[1] == 0
+    try:
+        from ..core.compat import in_bad_fork
+        status = in_bad_fork()
+    finally: os._exit(status)
 
 # an optimizer and DDP import torch._dynamo, which takes as long as torch
 _trains = 'optim','Learner','DataParallel','DDP'

@@ -26,7 +26,7 @@ def count_nproc(nproc)->int:
     process for each visible GPU, one without GPUs"""
     if nproc == 'auto':
         import torch
-        return torch.cuda.device_count() or 1
+        return torch.accelerator.device_count() or 1
     if not isinstance(nproc, int) or nproc < 1:
         raise ValueError(f"nproc={nproc!r}: give a whole number of processes from 1 up, or 'auto'")
     if nproc > 1 and not hasattr(os, 'killpg'):

@@ -330,7 +330,8 @@ def flagged(self:Learner, flags:dict):
 def is_oom(e)->bool:
     "Whether an exception says that memory has run out, on a GPU or on the host"
     if isinstance(e, (torch.OutOfMemoryError,MemoryError)): return True
-    return isinstance(e, RuntimeError) and 'DefaultCPUAllocator' in str(e)
+    # of the host, and of mps
+    return isinstance(e, RuntimeError) and any(o in str(e) for o in ('DefaultCPUAllocator','out of memory'))
 
 def advise_on_memory(e, learn):
     """If the exception says that memory has run out, add the size of the batch and a remedy to it. e: an exception

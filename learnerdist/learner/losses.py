@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import BatchSampler
 
 from ..core.compat import tree_leaves,tree_map,version
+from ..core.env import wide_dtype
 from ..core.random import untouched
 from ..data.loaders import data_len,find_bs
 from ..data.rows import batch_leaves,listed
@@ -150,10 +151,13 @@ def as_mean(total, n):
 
 def weighted(mean, n)->Tensor:
     """`mean` times `n`; 0 if `n` is 0, even if the mean is NaN. mean: a loss or a metric: a number or a tensor (); n:
-    its weight: a number or a tensor (); returns: () float64"""
-    mean = torch.as_tensor(mean, dtype=torch.double).detach()
+    its weight: a number or a tensor (); returns: (), in the device's `wide_dtype`"""
+    at = mean if isinstance(mean, Tensor) else n
+    device = at.device if isinstance(at, Tensor) else torch.device('cpu')
+    mean = torch.as_tensor(mean, dtype=wide_dtype(device), device=device).detach()
     if not isinstance(n, Tensor): return mean*n if n else torch.zeros_like(mean)
-    return torch.where(n.to(mean.device)==0, 0., mean*n)
+    n = n.to(device)
+    return torch.where(n==0, 0., mean*n)
 
 def unweighted(total:Tensor, n:Tensor)->Tensor:
     "The inverse of `weighted`: `total` divided by `n`; 0 where `n` is 0, NaN where `total` is NaN"
@@ -271,7 +275,7 @@ def n_items(learn, over=None):
         count = (over or loss_over(learn)).count
         if count is None: return counted_rows(learn.pred, learn.yb, batch_rows(learn))
         n = count(learn.pred, *learn.yb)
-    return n.detach().double() if isinstance(n, Tensor) else n
+    return n.detach().to(wide_dtype(n.device)) if isinstance(n, Tensor) else n
 
 @torch.no_grad()
 def probe_loss(learn):
@@ -284,7 +288,7 @@ def probe_loss(learn):
         args,trace = cut((learn.pred,*learn.yb), n, i, j),LossTrace()
         with trace: res = learn.loss_func(*copied(args))
         mean,items = as_mean(*res) if type(res) is tuple else (res,trace.items(res))
-        return float(mean.double().mean()),items,j-i
+        return float(mean.to(wide_dtype(mean.device)).mean()),items,j-i
     tol = tolerance(learn.loss, *[learn.pred]*isinstance(learn.pred, Tensor))
     with untouched(learn.loss_func):
         try: return follows(look(0, n), [look(0, n//2),look(n//2, n)], tol)

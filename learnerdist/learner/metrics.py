@@ -14,6 +14,7 @@ from fastcore.basics import listify
 from torch import Tensor
 
 from ..core.compat import metric_state,unsynced,update_count
+from ..core.env import wide_dtype
 from ..core.stacks import need
 from ..data.loaders import to_cpu,to_detach
 from ..data.rows import find_device
@@ -47,7 +48,7 @@ def _inner(f): return _inner(f.func) if isinstance(f, partial) else f
 class AvgMetric(Metric):
     """The mean of `func` over samples, or over what `func.n_items` counts. In `distrib_ctx` its `value` is that of
     all ranks together"""
-    n_items = None
+    n_items,lost = None,0. # lost: what rounding took from the total
     def __init__(self,
         # From (prediction, *targets) of a batch to the mean over that batch: a tensor (), a float or a numpy scalar
         func,
@@ -56,7 +57,7 @@ class AvgMetric(Metric):
         self.func,self._name = func,name or _func_name(func)
         self.n_items = getattr(_inner(func), 'n_items', None)
 
-    def reset(self): self.total,self.count = 0.,0
+    def reset(self): self.total,self.count,self.lost = 0.,0,0.
     def accumulate(self, learn):
         if self.n_items is None: n = counted_rows(learn.pred, learn.yb, batch_rows(learn))
         else: n = self.n_items(learn.pred, *learn.yb)
@@ -67,10 +68,15 @@ class AvgMetric(Metric):
         if not hasattr(mean, '__float__') or getattr(mean, 'numel', int)()>1:
             what = f'the metric {self.name} returned {mean!r}'
             raise ValueError(f'{what}: let it return a number or a tensor ()')
-        self.total,self.count = self.total+weighted(mean, n),self.count+n
+        before,part = self.total,weighted(mean, n)
+        self.total,self.count = before+part,self.count+n
+        if part.dtype==torch.float64: return
+        # without float64: what rounding took from this sum (two-sum, exact)
+        added = self.total-before
+        self.lost = self.lost+(before-(self.total-added))+(part-added)
 
     @property
-    def value(self): return None if not self.count else float(self.total/self.count)
+    def value(self): return None if not self.count else float((self.total+self.lost)/self.count)
 
 # %% ../../nbs/learner/02_metrics.ipynb #c009
 class AvgLoss(AvgMetric):
@@ -164,18 +170,20 @@ def _in_rows(pred, targ, axis):
     given = f'predictions of shape {tuple(pred.shape)} for targets of shape {tuple(targ.shape)}'
     raise ValueError(f'{given}: give one class index for each prediction, or another axis than {axis}')
 
+def _share(found): return found.to(wide_dtype(found.device)).mean()
+
 def accuracy(
     pred:Tensor, # (bs,…,classes)
     targ:Tensor, # (bs,…) or (bs,…,1), class indices
     axis:int=-1  # Of `pred`, with the scores of the classes
 ):
-    """The fraction of predictions with the highest score at the target class: float64 tensor (), of this batch.
+    """The fraction of predictions with the highest score at the target class: tensor (), of this batch.
     ValueError for other shapes"""
     scores,classes = _in_rows(pred, targ, axis)
-    return (scores.argmax(-1)==classes).double().mean()
+    return _share(scores.argmax(-1)==classes)
 
 def error_rate(pred:Tensor, targ:Tensor, axis:int=-1):
-    """1 - `accuracy`: the fraction of wrong predictions in this batch, float64 tensor (). pred, targ, axis: as in
+    """1 - `accuracy`: the fraction of wrong predictions in this batch, tensor (). pred, targ, axis: as in
     `accuracy`"""
     return 1-accuracy(pred, targ, axis)
 
@@ -188,7 +196,7 @@ def top_k_accuracy(
     fewer classes"""
     scores,classes = _in_rows(pred, targ, axis)
     need(k<=scores.shape[1], f'top_k_accuracy: k={k} of {scores.shape[1]} classes')
-    return (scores.topk(k).indices==classes[:,None]).any(-1).double().mean()
+    return _share((scores.topk(k).indices==classes[:,None]).any(-1))
 
 # %% ../../nbs/learner/02_metrics.ipynb #c015b
 for _o in (accuracy,error_rate,top_k_accuracy): _o.n_items = lambda pred, targ, *_: targ.numel()
@@ -215,7 +223,7 @@ def reductions(m)->list:
     "As `reduction`, always a list. m: as in `reduction`"
     return listify(reduction(m))
 
-_sums = Sums,'total','count'
+_sums = Sums,'total','count','lost'
 _states = {AvgMetric: _sums, AvgLoss: _sums, AccumMetric: (Rows,'preds','targs')}
 
 @reduction.register

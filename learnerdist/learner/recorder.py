@@ -12,7 +12,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from ..core.env import is_rank0
+from ..core.env import is_rank0,wide_dtype
 from ..core.stacks import warn
 from ..data.loaders import data_len
 from ..data.rows import find_device
@@ -161,7 +161,8 @@ def stacked(os)->Tensor:
     "Numbers and tensors () as one float64 tensor on the CPU"
     if not any(issubclass(o, Tensor) for o in {*map(type, os)}): return torch.tensor(os, dtype=torch.double)
     device = find_device(os)
-    return torch.stack([torch.as_tensor(o, dtype=torch.double, device=device) for o in os]).cpu()
+    dtype = wide_dtype(device)
+    return torch.stack([torch.as_tensor(o, dtype=dtype, device=device) for o in os]).cpu().double()
 
 # %% ../../nbs/learner/03_recorder.ipynb #c029
 @patch

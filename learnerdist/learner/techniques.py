@@ -10,6 +10,7 @@ import math
 from collections import deque
 from contextlib import ExitStack,contextmanager
 from functools import singledispatch
+from inspect import signature
 from itertools import chain,pairwise
 from numbers import Real
 
@@ -52,9 +53,10 @@ def _as_float32(o):
 _dtypes = dict(fp16=torch.float16, bf16=torch.bfloat16)
 
 def half_type(device:torch.device)->torch.dtype:
-    "The 16-bit type for `device`: bfloat16; float16 on a GPU without bfloat16 arithmetic"
-    emulated = device.type=='cuda' and not torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.float16 if emulated else torch.bfloat16
+    "The 16-bit type for `device`: bfloat16; float16 on an accelerator without bfloat16 arithmetic"
+    asked = getattr(torch.get_device_module(device), 'is_bf16_supported', lambda: True)
+    # cuda says yes for GPUs that emulate it slowly, unless it is told to leave them out
+    return torch.bfloat16 if asked(*[False]*len(signature(asked).parameters)) else torch.float16
 
 # %% ../../nbs/learner/06_techniques.ipynb #c008b
 class MixedPrecision(Callback):

@@ -1,0 +1,198 @@
+"Devices by the names that torch.accelerator gives them: xpu, npu, mps; without float64; and how a rank leaves a wait on its device"
+import os,threading,warnings
+from functools import partial
+import pytest,torch,torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from learnerdist.all import *
+from learnerdist.core import compat,env
+from learnerdist.core.env import in_group,launch_store,wait_key
+from learnerdist.core.random import rng_state,seed_streams,set_rng_state
+from learnerdist.data.loaders import to_device
+from learnerdist.launch.cli import _choose_gpus
+from learnerdist.launch.forkserver import fork_has_accelerator
+from learnerdist.learner import losses
+from learnerdist.learner.learner import is_oom
+from learnerdist.learner.techniques import half_type
+from learnerdist.testing import run_ranks
+from simulated_gpu import SimulatedGPU
+
+def counted(pred, targ): return F.cross_entropy(pred, targ, reduction='sum'),len(targ)
+
+def make(dtype=torch.float32, layer=nn.Identity, n=40, loss=F.cross_entropy):
+    g,bs = torch.Generator().manual_seed(1),16//max(num_distrib(), 1)
+    x,v = (torch.randn(o, 6, generator=g, dtype=dtype) for o in (n, 23))
+    train,valid = (TfmdDL(list(zip(o, o[:,:3].argmax(1))), bs, shuffle=s) for o,s in ((x, True), (v, False)))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), layer(), nn.Linear(6, 3)).to(dtype)
+    dls,metrics = DataLoaders(train, valid),[accuracy, AvgMetric(F.cross_entropy, 'ce')]
+    learn = Learner(dls, model, loss, torch.optim.SGD, lr=.1, metrics=metrics)
+    learn.logger = lambda o: None
+    return learn
+
+def fitted(**kw):
+    learn = make(**kw)
+    with warnings.catch_warnings(record=True) as ws, learn.distrib_ctx(seed=3):
+        warnings.simplefilter('always')
+        group = dist.get_backend_config() if in_group() else None
+        learn.fit(1)
+        res = dict(device=str(next(learn.model.parameters()).device), group=group, losses=learn.recorder.losses, val=learn.validate(),
+                   preds=learn.get_preds()[0].tolist())
+    return dict(res, said=[str(o.message) for o in ws if '[' in str(o.message)])
+
+def rank_alone(fits): return [fitted(**o) for o in fits]
+
+def close(a, b, tol):
+    for k in ('losses','val','preds'): torch.testing.assert_close(torch.tensor(a[k]), torch.tensor(b[k]), atol=tol, rtol=tol)
+
+BatchNorm = partial(nn.BatchNorm1d, 6)
+fits = dict(layer=BatchNorm, n=41),dict(loss=counted, n=41),dict(layer=nn.Dropout)
+double = dict(dtype=torch.float64, layer=BatchNorm, n=41)
+
+def draws():
+    "Whether the device's random numbers follow the seeds of the package, and its states"
+    draw = lambda: torch.rand(3, device='xpu').tolist()
+    seed_streams(1, 2)
+    first,state = draw(),rng_state()
+    second = draw()
+    set_rng_state(state)
+    again = draw()
+    seed_streams(1, 2)
+    return first!=second==again and draw()==first
+
+def rank_xpu():
+    with SimulatedGPU(2, kind='xpu') as sim: return fitted(**double),draws(),sim.faults
+
+def test_a_learner_trains_on_the_accelerator_that_torch_has():
+    "Its backend is the one that torch names for it; its numbers are those of one process on the CPU"
+    (alone,), = run_ranks(rank_alone, 1, [double])
+    for r,(got,drawn,faults) in enumerate(run_ranks(rank_xpu, 2)):
+        close(got, alone, 1e-9)
+        assert (got['device'],got['group'],got['said'])==(f'xpu:{r}','cpu:gloo,xpu:xccl',[])
+        assert drawn and not faults
+
+def rank_narrow(kind, n):
+    with SimulatedGPU(n, kind=kind, float64=False) as sim:
+        res = [fitted(**o) for o in fits]
+        return res,[o[2] for o in sim.faults]
+
+@pytest.mark.parametrize('W,kind', [(1,'mps'), (2,'xpu')])
+def test_a_device_without_float64(W, kind):
+    "It is asked once"
+    alone, = run_ranks(rank_alone, 1, fits[:2])
+    for r,(got,faults) in enumerate(run_ranks(rank_narrow, W, kind, W)):
+        for a,b in zip(got, alone): close(a, b, 1e-5)
+        # dropout draws other numbers on a device
+        assert got[0]['device']==f'{kind}:{r}' and all(map(torch.isfinite, torch.tensor(got[2]['losses'])))
+        assert len(faults)==1 and 'wide_dtype' in faults[0]
+
+def rank_weighted():
+    with SimulatedGPU(1, kind='xpu', float64=False):
+        n = torch.tensor(3., device='xpu')
+        return [(o.item(),str(o.device)) for o in (losses.weighted(.5, n), losses.weighted(n, 2), losses.weighted(torch.tensor(.5), n))]
+
+def test_a_number_times_a_count_of_the_device():
+    assert run_ranks(rank_weighted, 1)==[[(1.5,'xpu:0'), (6.,'xpu:0'), (1.5,'cpu')]]
+
+def test_sums_of_a_metric_without_float64(monkeypatch):
+    "20,000 batches: a sum in float32 is right to three digits"
+    monkeypatch.setattr(losses, 'wide_dtype', lambda device: torch.float32)
+    metric = AvgMetric(None, 'x')
+    metric.reset()
+    for _ in range(20000): metric.add(torch.tensor(.1), 1)
+    assert metric.value==pytest.approx(.1, rel=1e-6) and float(metric.total/metric.count)!=pytest.approx(.1, rel=1e-5)
+
+@pytest.mark.parametrize('asked,dtype', [(lambda: False, torch.float16), (lambda: True, torch.bfloat16),
+                                         (lambda including_emulation=True: including_emulation, torch.float16)])
+def test_the_16_bit_type_of_another_accelerator(asked, dtype, monkeypatch):
+    monkeypatch.setattr(torch.xpu, 'is_bf16_supported', asked)
+    assert half_type(torch.device('xpu'))==dtype
+
+@pytest.mark.parametrize('kind,waits', [('cpu',True), ('cuda',False), ('xpu',False), ('mps',True)])
+def test_copies_to_mps_wait(kind, waits, monkeypatch):
+    "torch's others are wrong there"
+    seen = []
+    monkeypatch.setattr(torch.Tensor, 'to', lambda t, device, non_blocking: seen.append(non_blocking))
+    to_device((torch.ones(1),), kind)
+    assert seen==[not waits]
+
+def test_gpus_are_hidden_by_the_variable_of_their_maker(monkeypatch):
+    monkeypatch.setattr(compat, 'built_for', lambda: torch.device('xpu'))
+    monkeypatch.setattr(torch.accelerator, 'device_count', lambda: 3)
+    monkeypatch.setenv('ZE_AFFINITY_MASK', '4,5,6')
+    _choose_gpus([0,2])
+    assert os.environ['ZE_AFFINITY_MASK']=='4,6'
+    monkeypatch.setattr(compat, 'built_for', lambda: torch.device('hpu'))
+    with pytest.raises(ValueError, match='--gpus 1: hide devices of hpu'): _choose_gpus([1])
+
+def test_memory_of_mps_has_run_out():
+    assert is_oom(RuntimeError('MPS backend out of memory (MPS allocated: 8.50 GB, max allowed: 9.07 GB)'))
+
+# --- a rank that waits within a call of the device ------------------------------------------------------------------------
+
+class Broken(Exception): pass
+
+class Fails(Callback):
+    def after_pred(self):
+        if rank_distrib()==1 and self.train_iter==1: raise Broken('no luck')
+
+class WaitsForTheDevice(Callback):
+    "On rank 0: it is not freed by closed connections, but when the device's work is aborted; then the device has an error"
+    def __init__(self): self.aborted = threading.Event()
+    def after_pred(self):
+        if rank_distrib()==0 and self.train_iter==1:
+            assert self.aborted.wait(60)
+            raise torch.AcceleratorError('CUDA error: unspecified launch failure')
+
+class Hangs(Callback):
+    "On rank 1, until rank 0 has failed"
+    def after_pred(self):
+        if rank_distrib()==1: wait_key(launch_store(), 'reported', 60)
+        elif self.train_iter==1: raise dist.DistBackendError('NCCL communicator was aborted on rank 0.')
+
+def ends(*cbs):
+    try:
+        with make().distrib_ctx(seed=3) as learn: learn.fit(2, cbs=cbs)
+    except Exception as e: return type(e).__name__,str(e)
+    finally: launch_store().set('reported', 'yes')
+
+def rank_waits():
+    seen,real,abort = [],dist.init_process_group,dist.ProcessGroupGloo.abort
+    waits = WaitsForTheDevice()
+    def opened(*args, **kw):
+        seen.append(os.environ.get('TORCH_NCCL_ASYNC_ERROR_HANDLING'))
+        return real(*args, **kw)
+    with SimulatedGPU(2), pytest.MonkeyPatch.context() as m:
+        m.setattr(dist, 'init_process_group', opened)
+        m.setattr(dist.ProcessGroupGloo, 'abort', lambda pg: waits.aborted.set()) # which the simulated GPU has beneath
+        first = ends(Fails(), waits)
+        m.setattr(dist.ProcessGroupGloo, 'abort', abort)
+        return first,ends(Hangs()),seen,os.environ.get('TORCH_NCCL_ASYNC_ERROR_HANDLING')
+
+def test_a_rank_leaves_a_wait_on_its_device():
+    "When another fails; and when nccl has aborted its work after a timeout: then with a word of where the others are"
+    (first,late,seen,after),(own,hung,*_) = run_ranks(rank_waits, 2)
+    assert own==('Broken','no luck') and first[0]=='RankError' and first[1].startswith('rank 1 failed with Broken: no luck')
+    assert late[0]=='TimeoutError' and 'rank 1 was at' in late[1] and 'in after_pred' in late[1] and hung[0]=='RankError'
+    assert seen==['2']*2 and after is None
+
+def rank_forks():
+    "What a fork says of its device: None, or its error"
+    def in_fork():
+        reader,writer = os.pipe()
+        if not (pid := os.fork()):
+            try: os.write(writer, str(default_device()).encode())
+            except RuntimeError as e: os.write(writer, str(e).encode())
+            finally: os._exit(0)
+        os.waitpid(pid, 0)
+        return os.read(reader, 9999).decode(),fork_has_accelerator()
+    with SimulatedGPU(1, kind='xpu'):
+        before = in_fork()
+        torch.ones(1, device='xpu')
+        compat.call_at_first_use(env._note_first_use)
+        return before,in_fork()
+
+def test_a_fork_after_the_device_was_used():
+    (before,after), = run_ranks(rank_forks, 1)
+    assert before==('xpu:0',True) and not after[1]
+    assert after[0].startswith('xpu was used at ') and '.py:' in after[0] and 'start ranks by run()' in after[0]
