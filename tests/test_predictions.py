@@ -1,11 +1,11 @@
 "`get_preds` and `predict` on several ranks: what one process predicts, in the order of the data set, on every rank"
 import contextlib,functools,traceback
-from itertools import zip_longest
+from itertools import islice,zip_longest
 from collections import namedtuple
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler, get_worker_info
 from learnerdist.all import DataLoaders, Learner, TfmdDL, process_group
 from learnerdist.testing import run_ranks
 
@@ -67,7 +67,9 @@ class Images(torch.utils.data.Dataset):
 def as_tuples(items): return tuple(zip(*items))
 
 class Stream(IterableDataset):
-    def __iter__(self): return iter(zip(*xy()))
+    def __iter__(self):
+        info = get_worker_info()
+        return islice(zip(*xy()), info.id if info else 0, None, info.num_workers if info else 1)
 
 class Inputs(torch.utils.data.Dataset):
     "No targets: the tensor alone"
