@@ -59,7 +59,8 @@ def test_each_sample_is_on_one_rank():
 # --- the same run -----------------------------------------------------------------------------------------------------
 
 # What a part cannot have: rows of its own, a loss or statistics of the whole batch; or what a callback does in it once
-by_nature = ('static','weighed twice','unfreeze in after_pred','freeze in after_backward','another model in an epoch','InstanceNorm','a loss of nodes')
+by_nature = ('static','weighed twice','unfreeze in after_pred','freeze in after_backward','another model in an epoch','InstanceNorm',
+             'a loss of nodes')
 def can_be_cut(k, c):
     if k in by_nature or 'float32' in k or 'split_batches' in c['ctx'] or c['accumulate'] is not None: return False
     return c['alone'] and c['parts']==1 and c['loss'] is not contrast and fits(c)

@@ -516,7 +516,8 @@ def test_errors_are_raised_on_all_ranks_and_false_is_silent():
     with pytest.raises(ValueError, match="checks='yes'"), learner().distrib_ctx(checks='yes'): pass
 
 def test_remedies_are_exact():
-    "average_grads, of a generator too, weighs by items, as learn.wrapper does in a second pass; a model that a callback copies has synchronised BatchNorm"
+    """average_grads, of a generator too, weighs by items, as learn.wrapper does in a second pass; a model that a callback copies has
+    synchronised BatchNorm"""
     want, = run_ranks(all_of, 1, [remedied,own_backward,synced_target,second_pass])
     for W in (2,3):
         for got in run_ranks(all_of, W, [remedied,own_backward,synced_target,second_pass]):

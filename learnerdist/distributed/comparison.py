@@ -246,7 +246,8 @@ def same_fit(learn, shares:list):
     _need_equal(unequal(named))
 
 def _need_equal(found):
-    text = f'the ranks train differently: {tell_unequal(found)}. Give the same on all; what is drawn, as by the sampler of a sweep, needs a seed'
+    text = (f'the ranks train differently: {tell_unequal(found)}. Give the same on all; what is drawn, as by the sampler of '
+            'a sweep, needs a seed')
     if found: raise ValueError(coded('different-settings', text))
 
 def _compare_structures(every):

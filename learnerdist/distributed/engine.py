@@ -952,10 +952,10 @@ class Engine(Runner):
     @contextmanager
     def aside(self):
         "Context for a loop within another"
-        outer = running.get()
+        outer,place = running.get(),self.ballot.place
         running.set(None)
         try:
-            with replaced(self, loop=Loop(), more=False, more_parts=False, repeated=False), replaced(self.ballot, place=self.ballot.place): yield
+            with replaced(self, loop=Loop(), more=False, more_parts=False, repeated=False), replaced(self.ballot, place=place): yield
         finally: running.set(outer)
 
 _totals = struct.Struct('<d?')

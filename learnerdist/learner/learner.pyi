@@ -51,10 +51,19 @@ class Runner:
     """What a learner asks while it runs. These are the answers of a process that trains alone; a context replaces it"""
     is_alone: Any
     repeated: Any
-    global_items: Any
     model: Any
-    cuts: Any
-    waits: Any
+    more: Any
+    more_parts: Any
+    weighs: Any
+
+    def parts(self, i, b):
+        """The parts of batch `i` of a loop that this process computes, one after the other: batches of the learner"""
+
+    def step_totals(self, n, is_last) -> tuple:
+        """Of a training batch of `n` samples: those of all who take part, and whether it is the last one of any"""
+
+    def accumulate(self, is_last, n_acc):
+        """Hear whether the optimizer's step comes after the present batch. n_acc: samples of a step"""
 
     def loader(self, dl):
         """What is read of a loader: all of its data, if another learner's context has split it"""
@@ -131,16 +140,12 @@ class Learner:
     @property
     def wrapper(self):
         """What a callback calls for a further forward pass of a training batch (SAM): `model`, in a context in DDP or
-        FSDP2"""
+        FSDP2. Gradients of a further pass count by the items of the ranks"""
 
     @property
     def repeated(self):
         """Whether the current batch counts for nothing: other ranks have more samples in this epoch, and this one
         repeats some. A callback that counts samples skips it"""
-
-    @property
-    def global_items(self):
-        """The mean of `items` over all ranks that share this step; None without one"""
 
     def __call__(self, event):
         ...

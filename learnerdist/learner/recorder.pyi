@@ -23,8 +23,8 @@ class Recorder(Callback):
     lr_now: Any
     n_samples: Any
     n_before: Any
+    parts: Any
     order: Any
-    keeps_batch: Any
     fit_state: Any
     rank_state: Any
 
