@@ -16,7 +16,7 @@ defs = ast.FunctionDef,ast.AsyncFunctionDef,ast.ClassDef
 guides = {'Begin': 'start fastai accelerate', 'Run': 'launching machines plan launchers checkpoints',
           'Train': 'losses metrics data global_batch ema sharded speed clients', 'Check': 'same messages results',
           'Inside': 'how_it_works log systems'}
-tutorials = '''gallery is_it_the_same global_batch training_tricks failures from_fastai_distributed fastai_table sharded_lora
+tutorials = '''gallery is_it_the_same same_bits global_batch training_tricks failures from_fastai_distributed fastai_table sharded_lora
 catalyst_ddp ddp_from_scratch versions'''.split()
 folders = 'core data learner distributed checkpoint launch fastai'.split()
 
