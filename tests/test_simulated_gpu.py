@@ -183,10 +183,8 @@ def check_training(names, name):
 @pytest.mark.parametrize('name', quick)
 def test_training(name): check_training(quick, name)
 
-@pytest.mark.xfail(strict=True, reason='the number of items of each part is read: two or three waits a part')
 def test_max_bs_does_not_wait(): assert trained(1, 1, quick)[0]['max_bs']['waits']=={}
 
-@pytest.mark.xfail(strict=True, reason='items that the host knows are added up on the device, between forward and backward pass')
 def test_items_that_the_host_knows_cost_no_collective():
     assert len(trained(2, 2, quick, same_order=True)[0]['max_bs']['collectives'])==n_marked
 
@@ -208,12 +206,8 @@ def test_a_rank_without_items_and_one_that_cancels():
     got = run_ranks(rank_scenes, 2, names)
     for k in names: same(got, table.outcome(k), k, 1e-9)
 
-# torch's SyncBatchNorm moves running statistics to zero where all ranks have cancelled a batch
-moved = [f'{o} in before_batch, all' for o in ('Batch','Train','Fit')]
-marks = {k: pytest.mark.xfail(strict=True, reason='running statistics of a batch that all ranks have cancelled') for k in moved}
-
 @pytest.mark.long
-@pytest.mark.parametrize('name', [pytest.param(k, marks=marks.get(k, ())) for k in table.scenes])
+@pytest.mark.parametrize('name', table.scenes)
 def test_scene(name): same(all_scenes(), table.outcome(name), name, table.scenes[name]['tol'])
 
 # --- faults that it has shown -----------------------------------------------------------------------------------------

@@ -133,10 +133,16 @@ class Synced:
     def _forward_torch(self, x):
         "torch's `SyncBatchNorm`; an empty half-precision batch is cast to float32, which is what the other ranks send"
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        # no row; a graph, whose backward pass exchanges
-        if not self.counts: return x + nn.SyncBatchNorm.forward(self, wide[:0]).sum()
+        vars(self).pop('before', None)
+        if not self.counts: # no row; a graph, whose backward pass exchanges
+            vars(self)['before'] = [(o,o.clone()) for o in self.buffers(recurse=False)]
+            return x + nn.SyncBatchNorm.forward(self, wide[:0]).sum()
         if x.numel(): return nn.SyncBatchNorm.forward(self, x)
         return nn.SyncBatchNorm.forward(self, wide).to(x.dtype)
+
+    def forget(self):
+        "Undo what torch's layer has made of a pass in which no rank had a row"
+        for o,old in vars(self).pop('before', ()): o.copy_(old)
 
     def _forward_cpu(self, x):
         self._check_input(x)
@@ -156,7 +162,7 @@ class Synced:
 
     def __reduce_ex__(self, protocol):
         _,_,state,*rest = super().__reduce_ex__(protocol)
-        return object.__new__,(self.plain,),{k: v for k,v in state.items() if k!='running'},*rest
+        return object.__new__,(self.plain,),{k: v for k,v in state.items() if k not in ('running','before')},*rest
 
 # %% ../../nbs/distributed/01_batchnorm.ipynb #c019i
 _instance_norms = nn.InstanceNorm1d,nn.InstanceNorm2d,nn.InstanceNorm3d

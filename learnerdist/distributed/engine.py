@@ -28,6 +28,7 @@ from ..core.stacks import frames_of,need,warn
 from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
 from ..data.loaders import LoaderWrapper,batch_shape,call_model,split_batch,to_device
 from ..data.sharding import factors,parts_in_use
+from .batchnorm import Synced
 from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_hash
 from .comparison import options_of,same_data,same_fit,same_optimizer,same_options,same_structure,shown
 from .evaluation import Evaluation
@@ -695,7 +696,8 @@ class Engine(Runner):
                              'its samples: leave max_bs out')
         if kind.corrects:
             n = part.n if learn.items is None else learn.items
-            part.n = learn.items = float(n) if over.kind!='items' or self.device.type=='cpu' else self._on_device(n)
+            on_host = not isinstance(n, Tensor) or n.device.type=='cpu'
+            part.n = learn.items = float(n) if on_host else self._guarded(n)
             if part.why or not isinstance(part.n, Tensor) and not part.n: # its loss may be NaN
                 learn.loss_grad = zero_of(learn.pred)
                 return
@@ -708,11 +710,8 @@ class Engine(Runner):
         elif loss_kind(self.learn)=='sum': part.over,part.loss = loss_over(self.learn),self.learn.loss_grad
         return part.over or loss_over(self.learn)
 
-    def _on_device(self, n):
-        "Items that a loss counts on a device stay there, so that nobody waits for it; no NaN flows back if there are none"
-        device = getattr(self.learn.yb[0], 'device', None) or self.device # a dict has none
-        if device.type=='cpu': return float(n)
-        if not isinstance(n, Tensor): return torch.full((), n, dtype=wide_dtype(device), device=device)
+    def _guarded(self, n):
+        "Items that a loss counts on a device, where they stay, so that nobody waits for it; no NaN flows back if there are none"
         for o in tree_leaves(self.learn.pred):
             if isinstance(o, Tensor) and o.requires_grad: o.register_hook(lambda g: g.where(n!=0, 0.))
         return n
@@ -756,11 +755,17 @@ class Engine(Runner):
             as_it_is = not group.corrects or not isinstance(items, Tensor) and items in (0,loop.scale)
             if not as_it_is: self._correct(items)
         step.is_over = True
-        if step.scope is not None and not group.begun: # all parts were cancelled: there is no gradient, as in one process
-            for p in self._params(): p.grad = None
+        if step.scope is not None: self._forget_step()
         for p,g in step.kept.items(): p.grad = g if p.grad is None else p.grad.add_(g)
         group.n = 0 if ends else step.total
         group.begun = not group.is_last or group.begun and not ends
+
+    def _forget_step(self):
+        "All parts were cancelled: there is no gradient, as in one process, and torch's SyncBatchNorm has seen nothing"
+        for m in get_model(self.learn.model).modules():
+            if isinstance(m, Synced): m.forget()
+        if self.loop.group.begun: return
+        for p in self._params(): p.grad = None
 
     def _rows(self, step)->Rows:
         "What all ranks say of their parts; this rank alone, if the gradients of this batch do not travel"
