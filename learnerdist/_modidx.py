@@ -1572,6 +1572,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'learnerdist/distributed/engine.py'),
                                                 'learnerdist.distributed.engine._finite': ( 'distributed/engine.html#_finite',
                                                                                             'learnerdist/distributed/engine.py'),
+                                                'learnerdist.distributed.engine._where': ( 'distributed/engine.html#_where',
+                                                                                           'learnerdist/distributed/engine.py'),
                                                 'learnerdist.distributed.engine.add_totals': ( 'distributed/engine.html#add_totals',
                                                                                                'learnerdist/distributed/engine.py'),
                                                 'learnerdist.distributed.engine.autocast_of': ( 'distributed/engine.html#autocast_of',

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset
-from scenes import F32, Boxes, OwnLoss, PartUsed, Shortened, as_graph, as_lists, boxes, by_batches, classes, contrast, conv, graphs
-from scenes import half_precision, instance_normed, make, normed, of_boxes, picture, run, scene, squares, texts_in_dicts, weighted_ce, words
+from scenes import F32, Boxes, OwnLoss, PartUsed, as_graph, as_lists, boxes, by_batches, classes, contrast, conv, graphs
+from scenes import half_precision, instance_normed, make, normed, of_boxes, picture, run, scene, squares, texts_in_dicts, weighted_ce
 from simulated_gpu import Gpu, SimulatedGPU
 from learnerdist.all import EMA, AccumMetric, Callback, Checkpoint, GradientClip, MixedPrecision, accuracy, distrib_barrier
 from learnerdist.all import group_rank, group_size, process_group
@@ -22,7 +22,7 @@ N = 96 # 8 steps of 12 samples an epoch
 
 class Marks(Callback):
     "Marks steps of the second epoch: in these nothing happens that is done once in an epoch or a fit"
-    order,keeps_batch,run_valid = 1000,True,False
+    order,run_valid = 1000,False
     first,last = 1,6
     def after_batch(self):
         if Gpu.sim and self.epoch==1: Gpu.sim.phase = 'step' if self.first<=self.iter<self.last else ''
@@ -51,7 +51,7 @@ def hooked(k, tol): return scene(dtype=F32, tol=tol, opt=torch.optim.SGD, **ctx(
 of_table = {
     'mean squares': scene(), 'cross-entropy': scene(ds=classes, loss=F.cross_entropy, metrics=[accuracy]),
     'convolutions': picture(model=conv), 'BatchNorm': scene(model=normed), 'InstanceNorm': scene(model=instance_normed),
-    'max_norm': scene(model=Shortened, ds=words), 'unused parameters': picture(model=PartUsed, **ctx(find_unused_parameters=True)),
+    'unused parameters': picture(model=PartUsed, **ctx(find_unused_parameters=True)),
     'ignored labels': scene(ds=rare, loss=nn.CrossEntropyLoss()), 'class weights': scene(ds=classes, loss=weighted_ce),
     'a sum': scene(loss=squares, lr=.002), 'a loss of the whole batch': scene(loss=contrast),
     "the model's own loss": scene(ds=texts_in_dicts, model=OwnLoss, loss=None, **ctx(find_unused_parameters=True)),

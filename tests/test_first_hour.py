@@ -26,7 +26,7 @@ class Number: "No number"
 def say_empty(): learner(TfmdDL([], 2), TfmdDL(ds, 8)).fit(1)
 def say_hidden(): learner(cbs=Twice).fit(1)
 
-@pytest.mark.parametrize('f,messages', [(say_empty,'has no batch: nothing is trained'),(say_hidden,'Twice.xb of the callback hides')])
+@pytest.mark.parametrize('f,messages', [(say_empty,'has no batch: nothing is trained'),(say_hidden,'Twice has set self.xb')])
 def test_warnings(f, messages):
     with pytest.warns(UserWarning, match=messages) as found: f()
     assert found[0].filename==__file__ # the user's line, not ours

@@ -369,8 +369,8 @@ def test_terminal_shows_rank_0_as_it_is_and_its_end_ends_all(tmp_path):
     assert proc.wait(60) == 129 and all_end(pids)
 
 @pytest.mark.parametrize('args,words', [
-    (['--nproc', '0', 'x.py'], "'0' is no number of processes"), (['--nproc', 'two', 'x.py'], "'two' is no number of processes"),
-    (['--nproc', '-1', 'x.py'], "'-1' is no number of processes"), (['--logs-specs', 'mine', __file__], '--logs-specs mine'),
+    (['--nproc', '0', 'x.py'], "'0': give a whole number from 1 up"), (['--nproc', 'two', 'x.py'], "'two': give a whole number from 1 up"),
+    (['--nproc', '-1', 'x.py'], "'-1': give a whole number from 1 up"), (['--logs-specs', 'mine', __file__], '--logs-specs mine'),
     (['--gpus', '0,0', 'x.py'], "'0,0' is no list of GPUs"), (['--gpus', '', 'x.py'], "'' is no list of GPUs"),
     (['--nproc', '2', '--nproc-per-node', '3', __file__], '--nproc 2 and --nproc-per-node 3 differ'),
     (['--nproc-per-node', 'many', __file__], 'many'), (['--nproc-per-node', '0', __file__], '--nproc-per-node 0'),

@@ -55,7 +55,7 @@ def test_unknown_option(bad):
     (lambda v: plan(lambda: 0, v), 0, 'n=0: give a number of ranks from 1 up'), *[
     (lambda v: make(picture()).to_distributed(**v), {k: v}, f'{k}={v!r}: {what}') for k,v,what in (
         ('global_bs', 10**20, 'give the number of samples in a step'),
-        ('mixed_precision', 'bf16', 'give an object of.*use learn.to_bf16()'),
+        ('mixed_precision', 'bf16', 'give an object, as .*learn.to_bf16()'),
         ('param_to_hook_all_reduce', 'x', 'give an object'), ('delay_all_reduce_named_params', True, 'give an object'),
         ('broadcast_buffers', 'no', 'give True or False'))]])
 def test_a_wrong_value_is_named_with_its_remedy(f, arg, message):

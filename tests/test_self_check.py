@@ -635,7 +635,7 @@ def cancels(p, t):
 
 class Ignores(Callback):
     "Some labels do not count, on each rank another number"
-    run_valid,keeps_batch = False,True
+    run_valid = False
     def after_pred(self): self.learn.yb = self.yb[0].where(self.xb[0][:,0]>0, -100),
 def weighted_ce(): return nn.CrossEntropyLoss(weight=tensor([.3,.7], dtype=torch.double))
 def two_classes(n=24): return TensorDataset(data(n).tensors[0], torch.arange(n)%2)

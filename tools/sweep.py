@@ -225,7 +225,7 @@ class RaiseAt(Callback):
 def callbacks(c, k):
     "`k` is how many times as many samples a batch of this process holds as one of a rank"
     res = []
-    if c['acc']: res.append(GradientAccumulation(c['acc']*k))
+    if c['acc']: res.append(GradientAccumulation(c['acc']*c['W']))
     if c['clip']: res.append(GradientClip(c['clip']))
     if c['sched']: res.append(Scheduler(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, .9), by=c['sched']))
     if c['freeze']: res.append(FreezeAt(*c['freeze']))

@@ -199,8 +199,8 @@ class Dealer:
     def steps(self, items, at=0):
         """Iterator over the steps of an epoch: its number, how many items it has, those of each of this rank's parts.
         items, at: as in `deal`"""
-        need(not self.by_rank, 'the stream splits itself among ranks, and the parts of a step are dealt from all of it: '
-             'leave max_bs out')
+        need(not self.by_rank, 'the stream splits itself among ranks, and the parts of a step are dealt from all of '
+             'it: leave max_bs out')
         n,k,items = 0,max(self.start,at)//self.step,islice(items, max(self.start-at, 0), None)
         while chunk := [*islice(items, self.step)]:
             if self.drop_last and len(chunk)<self.step: break
@@ -711,9 +711,9 @@ class DistributedDL(LoaderWrapper):
         it = read_loader(self.dl)
         return self._batches(it) if self.pad=='batch' else it
     def _batches(self, it):
-        """For training: each batch has its own random streams, if it is a part; ranks that have a batch less than others
-        repeat the last one. So does a rank for whose batch collation returns None, as all its samples are bad; the first
-        ones wait for one that is not"""
+        """For training: each batch has its own random streams, if it is a part; ranks that have a batch less than
+        others repeat the last one. So does a rank for whose batch collation returns None, as all its samples are bad;
+        the first ones wait for one that is not"""
         d,end,epoch = self.dealer,object(),self.dealer.epoch
         first,n,last,late = d.n_skip,0,None,0
         d.n_skip,d.n_batches,d.empty = 0,None,set()

@@ -115,7 +115,7 @@ class Synced:
     @property
     def is_on(self)->bool:
         "Whether this pass is one over the global batch"
-        in_step = self.running is None or self.running.part is not None # not in evaluation, where batches differ in number
+        in_step = self.running is None or self.running.part is not None # batches of evaluation differ in number
         return self.training and in_step and _ranks(self.process_group)>1
     @property
     def counts(self)->bool:

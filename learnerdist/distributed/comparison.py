@@ -48,8 +48,8 @@ def tensor_hash(t:Tensor)->Tensor:
 _chunk = 1<<18
 
 def hashes(values)->list:
-    """The hash of each tensor, read from a device at once, or the text of another value; of a tensor that cannot be hashed
-    nothing"""
+    """The hash of each tensor, read from a device at once, or the text of another value; of a tensor that cannot be
+    hashed nothing"""
     return [o.item() if isinstance(o, Tensor) else o for o in to_host([*map(_bits_of, values)])]
 
 def _bits_of(o):
@@ -246,8 +246,8 @@ def same_fit(learn, shares:list):
     _need_equal(unequal(named))
 
 def _need_equal(found):
-    text = (f'the ranks train differently: {tell_unequal(found)}. Give the same on all; what is drawn, as by the sampler of '
-            'a sweep, needs a seed')
+    text = (f'the ranks train differently: {tell_unequal(found)}. Give the same on all; what is drawn, as by the '
+            'sampler of a sweep, needs a seed')
     if found: raise ValueError(coded('different-settings', text))
 
 def _compare_structures(every):

@@ -106,7 +106,7 @@ class Compiled(Callback):
 def switch_on(self:Compiled):
     "From now on the model runs compiled"
     learn = self.learn
-    model,shards = get_model(learn.model),getattr(learn.runner, 'shards', None)
+    model,shards = get_model(learn.model),getattr(learn.runner, 'sharded', None)
     if self.of is None or self.of[0] is not model or self.of[1] is not shards:
         if isinstance(learn.model, nn.DataParallel):
             raise ValueError('DataParallel copies the model at each step: use distrib_ctx')

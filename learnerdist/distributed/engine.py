@@ -52,8 +52,8 @@ class Kind(ABC):
     corrects = False # Whether gradients are multiplied by c/N at the end of a step
     @abstractmethod
     def weigh(self, loss, part:Part, n_parts:int, k:float)->Tensor:
-        """The loss whose gradients add up over parts. loss: of the part, with what callbacks have added; n_parts: of all
-        ranks; k: by how many the exchange divides, over c"""
+        """The loss whose gradients add up over parts. loss: of the part, with what callbacks have added; n_parts: of
+        all ranks; k: by how many the exchange divides, over c"""
     @abstractmethod
     def weight_of_second(self, part, copies, items):
         "By what the gradient of another backward pass is multiplied. copies: by how many the exchange divides"
@@ -329,9 +329,11 @@ def may_cancel(scope, event)->bool:
     return event==dict(step='before_step', backward='before_backward').get(scope)
 
 def _finite(grad): return None if grad is None else grad.nan_to_num(0., 0., 0.)
+def _where(n, grad): return None if grad is None else grad.where(n!=0, 0.)
 
 # %% ../../nbs/distributed/10_engine.ipynb #row02
-# What a rank says of its parts of a step, in 11 bytes: their items, if the host counts them; whether a part counts; the widest
+# What a rank says of its parts of a step, in 11 bytes: their items, if the host counts them; whether a part counts; the
+# widest
 # scope that it has cancelled; whether its forward passes have changed buffers, see `PartStatistics`
 _row = struct.Struct('<d3B')
 
@@ -517,8 +519,8 @@ class Engine(Runner):
         self.findings('repeated-samples', text, 'repeats')
 
     def _find_size(self):
-        """Find the largest parts that fit in memory, before the first step of a fit: the first part of the data is computed,
-        and where memory runs out on one rank, all try half the size. Sync point"""
+        """Find the largest parts that fit in memory, before the first step of a fit: the first part of the data is
+        computed, and where memory runs out on one rank, all try half the size. Sync point"""
         dl,W = self.shards.sources[0],group_size()
         rows = global_batch(dl, self.opts, W) or W*(batch_shape(dl)[0] or 0)
         need(rows, f'this {type(dl).__name__} has no batch size: give a number', max_bs=self.opts.max_bs)
@@ -531,13 +533,14 @@ class Engine(Runner):
         self.deal_out(self.shards.sources)
 
     def _runs_out(self, dl):
-        """The exception, if memory runs out in the forward and backward pass of the first part of a loader, beside what a
-        step needs; None if it does not, or if that cannot be computed. What it changes is restored"""
+        """The exception, if memory runs out in the forward and backward pass of the first part of a loader, beside what
+        a step needs; None if it does not, or if that cannot be computed. What it changes is restored"""
         learn,model = self.learn,get_model(self.learn.model)
         params = [p for p in model.parameters() if p.requires_grad]
         kept,streams = [(o,o.clone()) for o in model.buffers()],rng_state()
         modes,grads = [(m,m.training) for m in model.modules()],take_grads(params)
-        n = len(factors(dl.dealer.n_parts//group_size()))+1+2*(not learn.opt.state) # sums of parts, DDP's, the optimizer's
+        # sums of parts, DDP's, the optimizer's
+        n = len(factors(dl.dealer.n_parts//group_size()))+1+2*(not learn.opt.state)
         try:
             self._compute(dl, [torch.empty_like(p) for p in params for _ in range(n)])
         except Exception as e:
@@ -609,7 +612,8 @@ class Engine(Runner):
         return step,batches
 
     def _without_bad(self, step, batches)->list:
-        "The batches of a step; a part for which collation has returned None, as all its samples are bad, repeats another one"
+        """The batches of a step; a part for which collation has returned None, as all its samples are bad, repeats
+        another one"""
         good = next((o for o in batches if o is not None), self.loop.last)
         need(good is not None, 'all samples of the first batch are bad: the collate function returns None')
         for part,b in zip(step.parts, batches): part.why = Why.repeats if b is None else part.why
@@ -646,8 +650,8 @@ class Engine(Runner):
         return self.all_params()
 
     def accumulate(self, is_last:bool, n_acc:int, corrects=True):
-        """Say whether the optimizer's step comes after the present batch. n_acc: samples of a step; corrects: whether the
-        gradients are those of the mean over all items, or of their sum over `n_acc`"""
+        """Say whether the optimizer's step comes after the present batch. n_acc: samples of a step; corrects: whether
+        the gradients are those of the mean over all items, or of their sum over `n_acc`"""
         loop = self.loop
         loop.group.is_last,loop.group.corrects,loop.scale = is_last,corrects,float(n_acc)
         self.more = self.more_parts or self.weighs and not is_last
@@ -692,8 +696,8 @@ class Engine(Runner):
         if over.kind=='unknown' and learn.items is None: over = self._find_kind(part)
         kind = part.kind = _kinds.get(over.kind, _mean)
         if self.by_parts and over.kind=='whole':
-            raise ValueError(f'max_bs={self.opts.max_bs}: this loss needs the global batch at once, and parts have some of '
-                             'its samples: leave max_bs out')
+            raise ValueError(f'max_bs={self.opts.max_bs}: this loss needs the global batch at once, and parts have '
+                             'some of its samples: leave max_bs out')
         if kind.corrects:
             n = part.n if learn.items is None else learn.items
             on_host = not isinstance(n, Tensor) or n.device.type=='cpu'
@@ -702,7 +706,8 @@ class Engine(Runner):
                 learn.loss_grad = zero_of(learn.pred)
                 return
         copies = self.replica.copies if self.replica and self.links else 1
-        learn.loss_grad = kind.weigh(learn.loss_grad, part, loop.step.n_parts, copies/(loop.scale if kind.corrects else 1.))
+        scale = copies/(loop.scale if kind.corrects else 1.)
+        learn.loss_grad = kind.weigh(learn.loss_grad, part, loop.step.n_parts, scale)
 
     def _find_kind(self, part):
         "What an unknown loss is: samples count alike, and a warning says so; one process tries"
@@ -711,9 +716,10 @@ class Engine(Runner):
         return part.over or loss_over(self.learn)
 
     def _guarded(self, n):
-        "Items that a loss counts on a device, where they stay, so that nobody waits for it; no NaN flows back if there are none"
+        """Items that a loss counts on a device, where they stay, so that nobody waits for it; no NaN flows back if
+        there are none"""
         for o in tree_leaves(self.learn.pred):
-            if isinstance(o, Tensor) and o.requires_grad: o.register_hook(lambda g: g.where(n!=0, 0.))
+            if isinstance(o, Tensor) and o.requires_grad: o.register_hook(partial(_where, n))
         return n
 
     def begin_backward(self):
@@ -735,8 +741,8 @@ class Engine(Runner):
         self.links.post(row, isinstance(self.replica, Replica) and self.replica.meets)
 
     def end_backward(self):
-        """After the backward pass of a part, before other callbacks: gradients are added up, and have their scale after the
-        last one. Sync point then"""
+        """After the backward pass of a part, before other callbacks: gradients are added up, and have their scale after
+        the last one. Sync point then"""
         loop,step,part = self.loop,self.loop.step,self.loop.part
         if part is None: return
         if self.statistics: self.statistics.end_part(part)
@@ -789,8 +795,8 @@ class Engine(Runner):
         scale_grads(self.learn.opt, self.replica, k)
 
     def weight_of_second(self):
-        """By what the gradients of a further pass of this batch (SAM) are multiplied; None: they stay. ValueError if the
-        batch has several parts"""
+        """By what the gradients of a further pass of this batch (SAM) are multiplied; None: they stay. ValueError if
+        the batch has several parts"""
         step,part = self.loop.step,self.loop.part
         if self.by_parts: raise ValueError(f'max_bs={self.opts.max_bs}: {_second}')
         k = part.kind and part.kind.weight_of_second(part, self.replica.copies, step.items)
@@ -803,7 +809,8 @@ class Engine(Runner):
         return (self.loop.scale/items if items else 1.)/self.replica.copies
 
     def settle(self):
-        "After a backward pass, after other callbacks: leave a step of which all parts were cancelled, as one process does"
+        """After a backward pass, after other callbacks: leave a step of which all parts were cancelled, as one process
+        does"""
         step = self.loop.step
         if self.loop.part is None or not step.is_last and not step.handles: return
         while step.handles: step.handles.pop().remove()
@@ -825,7 +832,11 @@ class Engine(Runner):
     def add_up(self, rows:list)->tuple:
         "What the recorder has of a step, from what it has of this rank's parts: (loss × items, items, samples)"
         device = next((o.device for row in rows for o in row if isinstance(o, Tensor)), None)
-        rows = [torch.stack([torch.as_tensor(o, dtype=wide_dtype(device), device=device) for o in row]) for row in rows]
+        def wide(o): # what the host knows is filled in: a copy to a device would wait
+            if isinstance(o, Tensor) and o.device==device: return o.to(dtype)
+            return torch.full((), float(o), dtype=dtype, device=device)
+        dtype = wide_dtype(device)
+        rows = [torch.stack([wide(o) for o in row]) for row in rows]
         return tuple(add_totals(rows, loss_over(self.learn).kind=='sum'))
 
     def all_params(self)->list:
@@ -867,8 +878,8 @@ class Engine(Runner):
         self.ballot.leave(scope)
 
     def next_batch(self, done:Step, has_batch:bool, k:int)->int:
-        """Vote whether to go on, and how: after the step `done` (None at first), before batch `k` of this loop, if there is
-        one. Returns how many ranks have a batch. Sync point"""
+        """Vote whether to go on, and how: after the step `done` (None at first), before batch `k` of this loop, if
+        there is one. Returns how many ranks have a batch. Sync point"""
         scope = widest([o for o in done.cancelled if o in loops]) if done and done.cancelled else None
         if not k: next_phase()
         ballot,loop = self.ballot,self.loop
@@ -960,21 +971,23 @@ class Engine(Runner):
         outer,place = running.get(),self.ballot.place
         running.set(None)
         try:
-            with replaced(self, loop=Loop(), more=False, more_parts=False, repeated=False), replaced(self.ballot, place=place): yield
+            with (replaced(self, loop=Loop(), more=False, more_parts=False, repeated=False),
+                  replaced(self.ballot, place=place)): yield
         finally: running.set(outer)
 
 _totals = struct.Struct('<d?')
 # Moments outside of batches, as random streams are seeded by them
 _before,_between,_valid = -6,-7,-3
-_by_parts = ('the statistics of BatchNorm layers are those of a part of a step: they depend on max_bs. Running statistics '
-             'are the mean over parts')
+_by_parts = ('the statistics of BatchNorm layers are those of a part of a step: they depend on max_bs. Running '
+             'statistics are the mean over parts')
 _smaller = 'memory has run out in larger parts: parts have {} samples at most'
-_second = ('learn.wrapper is called again in a batch, which is one of several parts of a step: leave max_bs out, or add '
-           'up the two passes yourself')
+_second = ('learn.wrapper is called again in a batch, which is one of several parts of a step: leave max_bs out, or '
+           'add up the two passes yourself')
 _unknown = ('what the loss is the mean over is not known, and could not be found out on a part of a batch: samples '
             'count alike. If it is a mean over other things, or a sum, set its n_items')
-_max_norm = ('{} has max_norm, which shortens on each rank the rows that this rank looks up: leave max_norm out, and shorten '
-             'all rows in a callback: def after_step(self): torch.embedding_renorm_(w, torch.arange(len(w)), max_norm, 2)')
+_max_norm = ('{} has max_norm, which shortens on each rank the rows that this rank looks up: leave max_norm out, and '
+             'shorten all rows in a callback: '
+             'def after_step(self): torch.embedding_renorm_(w, torch.arange(len(w)), max_norm, 2)')
 
 def check_embeddings(model):
     "ValueError for an embedding that changes its weights in the forward pass"

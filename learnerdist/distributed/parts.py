@@ -74,8 +74,8 @@ def add_grads(a:dict, b:dict)->dict:
 
 # %% ../../nbs/distributed/03_parts.ipynb #pt012
 def sum_of_ranks(t:Tensor)->Tensor:
-    """The sum of a tensor over ranks in the order of the tree, on every rank. t: contiguous, of the same shape and dtype
-    on all; it may be changed. Sync point"""
+    """The sum of a tensor over ranks in the order of the tree, on every rank. t: contiguous, of the same shape and
+    dtype on all; it may be changed. Sync point"""
     W,group = group_size(),current_group()
     if W<2: return t
     if W==2:
@@ -101,7 +101,7 @@ class Part:
     def __init__(self, number:int, why=None):
         self.number,self.why = number,why # among those of all ranks; `Why`, or None if it counts
         self.n = 0 # Its items, as the loss counts them: a number, or a tensor () on a device
-        self.over = self.kind = None # What the loss is the mean over, before callbacks change targets and loss; its `Kind`
+        self.over = self.kind = None # What the loss is the mean over, before callbacks change it; its `Kind`
         self.loss = None # Of a sum: before callbacks add something to it
 
     @property
@@ -152,7 +152,8 @@ class PartStatistics:
 
     def begin_step(self, n:int): # parts of this rank
         "Before the first part"
-        layers = [m for m in self.model.modules() if isinstance(m, TrackingNorm) and m.training and m.running_mean is not None]
+        layers = [m for m in self.model.modules() if isinstance(m, TrackingNorm)]
+        layers = [m for m in layers if m.training and m.running_mean is not None]
         self.running = [o for m in layers for o in (m.running_mean,m.running_var)]
         self.counters = [m.num_batches_tracked for m in layers if m.num_batches_tracked is not None]
         known = {id(o) for o in self.running+self.counters}

@@ -188,8 +188,8 @@ _halves = {k: _plain(getattr(default_hooks, f'{k}_compress_hook')) for k in ('fp
 comm_hooks = dict(shm=_shm, allreduce=_ddps_own, **_halves, powersgd=_powersgd)
 
 def find_hook(hook):
-    """A function of (ddp, links, parts) that registers a communication hook: a name in `comm_hooks`, a function of (group,
-    bucket), or None; ValueError for an unknown name. parts: `PartSums`, or None"""
+    """A function of (ddp, links, parts) that registers a communication hook: a name in `comm_hooks`, a function of
+    (group, bucket), or None; ValueError for an unknown name. parts: `PartSums`, or None"""
     if hook is None: return _by_default
     if callable(hook): return _plain(hook)
     known = ', '.join(comm_hooks)
@@ -241,8 +241,8 @@ def check_options(opts):
     check('global_bs', opts.global_bs, int, 0, 'the number of samples in a step of all ranks together')
     if opts.max_bs!='auto': check('max_bs', opts.max_bs, int, 0, "a number of samples, or 'auto'")
     if opts.max_bs and ddp_kw.get('static_graph'):
-        raise ValueError(f'static_graph with max_bs={opts.max_bs!r}: the first pass of a static graph exchanges gradients, and a '
-                         'step has several: leave out one of the two')
+        raise ValueError(f'static_graph with max_bs={opts.max_bs!r}: the first pass of a static graph exchanges '
+                         'gradients, and a step has several: leave out one of the two')
     if opts.global_bs and opts.split_batches:
         raise ValueError(f'global_bs={opts.global_bs} and split_batches: leave out one of the two')
     check('timeout_s', opts.timeout_s, (int,float), 0, 'seconds')
@@ -440,8 +440,8 @@ class Replica:
         if self.parts: self.parts.pending = pending
 
     def after_backward(self, pending=()):
-        """After a backward pass with an exchange: add up gradients outside of DDP, look for missing ones. pending: as in
-        `begin_last`. Sync point"""
+        """After a backward pass with an exchange: add up gradients outside of DDP, look for missing ones. pending: as
+        in `begin_last`. Sync point"""
         if not self._sync: return
         outside = [*filter(_is_trained, self.others),*self.frozen]
         if self.ddp is None: outside += filter(_is_trained, self.params)

@@ -57,7 +57,8 @@ class Adapter(Callback):
         timeout_s:float=None,
         # Samples in a step of all ranks together, whatever their number; None: the loader's batch size on each rank
         global_bs:int=None,
-        # Samples of a part of a step, at most: the run has the same bits on any number of ranks. 'auto': as many as fit in memory
+        # Samples of a part of a step, at most: the run has the same bits on any number of ranks. 'auto': as many as fit
+        # in memory
         max_bs=None,
         **ddp_kw            # Options of `DistributedDataParallel`
     ):

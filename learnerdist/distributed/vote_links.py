@@ -81,8 +81,8 @@ class Links:
         return res
 
     def post(self, row:bytes, with_next:bool):
-        """Send a row, which arrives while the backward pass runs; `collect` returns those of all ranks. with_next: let it
-        travel with the next message of the backward pass instead, since there is one (`meet`)"""
+        """Send a row, which arrives while the backward pass runs; `collect` returns those of all ranks. with_next: let
+        it travel with the next message of the backward pass instead, since there is one (`meet`)"""
         self.posted,self.rows,self.told = row,None,not with_next
         if self.told: self.tell(1, (bytes([Place.backward])+row).ljust(_size, b'\0'))
     def meet(self):

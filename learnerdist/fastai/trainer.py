@@ -216,8 +216,10 @@ class OfBatches:
         if engine.loop.step.i==0:
             n = 0 if self.learn.repeated else find_bs(self.yb)
             self.rows,_ = engine.step_totals(n, False)
-        # else each batch has its own scale, so its gradients travel
-        self.adds_up = loss_over(self.learn).of_samples and not engine.by_parts
+        # else each batch has its own scale, so its gradients travel; a user's function may count anything
+        over = loss_over(self.learn)
+        seen = self.watches and over.kind=='unknown' # at the first batch: what it counts will be seen
+        self.adds_up = over.of_samples and not seen and not engine.by_parts
         if self.adds_up: engine.accumulate(acc.count+self.rows>=acc.n_acc, acc.n_acc, corrects=False)
     def _accumulation(self):
         return next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
@@ -242,7 +244,7 @@ class OfBatches:
         if not self.training: return
         # which it reads later in this event
         if self.engine.loop.evaluation: self._measure()
-        if self.engine.links or self.engine.by_parts or self.steps: self.share_loss() # steps: of the ranks before a restart
+        if self.engine.links or self.engine.by_parts or self.steps: self.share_loss() # steps: before a restart
     def _measure(self):
         "Let the metrics of training have this part, which the Recorder does after the last one of a step"
         rec,more = self.learn.recorder,self.engine.more_parts
@@ -323,7 +325,7 @@ class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfReco
     plain = saved = trace = None
     @delegates(Adapter.__init__)
     def __init__(self,
-        # This process's GPU; None: by local rank, or the CPU. A bool is `sync_bn`, fastai's first argument
+        # This process's accelerator; None: by local rank, or the CPU. A bool is fastai's `sync_bn`
         cuda_id=None,
         in_notebook=None, # fastai's option: open a group if there is none; here this is always done
         **kwargs

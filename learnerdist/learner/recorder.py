@@ -83,7 +83,7 @@ class Recorder(Callback):
 
     def after_batch(self):
         learn = self.learn
-        if learn.training and self.n_before==learn.train_iter and not learn.runner.more_parts: return # it is recorded already
+        if learn.training and self.n_before==learn.train_iter and not learn.runner.more_parts: return # it is recorded
         n = batch_rows(learn) if learn.yb and learn.loss is not None and not learn.runner.repeated else 0
         if learn.training:
             items = n_items(learn) if n else 0

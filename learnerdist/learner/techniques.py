@@ -260,7 +260,7 @@ def _forget(self:GradientAccumulation):
     "Drop the gradients of an incomplete group, after its loop ended early"
     if self.count and self.opt is not None:
         self.opt.zero_grad()
-        if hasattr(self.runner.model, 'whole_grads'): self.runner.model.whole_grads(drop=True)
+        if sharded := getattr(self.runner, 'sharded', None): sharded.whole_grads(drop=True)
     self.after_step()
     self.marks.clear()
     self.at = None
