@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset
 from scenes import F32, Boxes, OwnLoss, PartUsed, as_graph, as_lists, boxes, by_batches, classes, contrast, conv, graphs
-from scenes import half_precision, instance_normed, make, normed, of_boxes, picture, run, scene, squares, texts_in_dicts, weighted_ce
+from scenes import half_precision, instance_normed, make, net, normed, of_boxes, picture, run, scene, squares, texts_in_dicts, weighted_ce
 from simulated_gpu import Gpu, SimulatedGPU
 from learnerdist.all import EMA, AccumMetric, Callback, Checkpoint, GradientClip, MixedPrecision, accuracy, distrib_barrier
 from learnerdist.all import group_rank, group_size, process_group
@@ -26,14 +26,17 @@ class Marks(Callback):
     first,last = 1,6
     def after_batch(self):
         if Gpu.sim and self.epoch==1: Gpu.sim.phase = 'step' if self.first<=self.iter<self.last else ''
+    def after_train(self):
+        if Gpu.sim: Gpu.sim.phase = ''
 n_marked = Marks.last-Marks.first
 
-class RunsOut(Callback):
+def small_memory():
     "Memory runs out at more than 3 samples"
-    run_valid = False
-    def after_pred(self):
-        if len(self.pred)>3: raise torch.OutOfMemoryError('on purpose')
-def runs_out(): return [RunsOut()]
+    model = net()
+    model.register_forward_pre_hook(_runs_out)
+    return model
+def _runs_out(model, xb):
+    if model.training and len(xb[0])>3: raise torch.OutOfMemoryError('on purpose')
 def ema(): return [EMA(.9, evaluate=True)]
 def macro(p, t): return F.one_hot(p.argmax(1), 2).mul(F.one_hot(t, 2)).double().mean(0).sqrt().mean().item()
 def bf16(): return [MixedPrecision('bf16')]
@@ -59,10 +62,10 @@ of_table = {
     'graphs': scene(ds=graphs, dl=dict(collate_fn=as_graph), preds=False),
     'a metric of all rows': scene(ds=classes, loss=F.cross_entropy, metrics=lambda: [AccumMetric(macro)]),
     'pinned memory': scene(dl=dict(pin_memory=True)), 'AdamW': scene(opt=torch.optim.AdamW, lr=.01), 'GradientClip': scene(cbs=clip),
-    'GradientAccumulation': scene(bs=24, parts=2, accumulate=24), 'EMA': scene(cbs=ema),
+    'GradientAccumulation': scene(accumulate=24), 'EMA': scene(cbs=ema),
     'gradient_as_bucket_view': scene(**ctx(gradient_as_bucket_view=True)), 'max_bs': scene(**ctx(max_bs=3)),
     'max_bs, ignored labels': scene(ds=rare, loss=nn.CrossEntropyLoss(), **ctx(max_bs=3)), "max_bs='auto'": scene(**ctx(max_bs='auto')),
-    "max_bs='auto', memory runs out": scene(cbs=runs_out, **ctx(max_bs='auto', checks=False)),
+    "max_bs='auto', memory runs out": scene(model=small_memory, **ctx(max_bs='auto', checks=False)),
     'float16, GradScaler': scene(cbs=half_precision, **mixed), 'bfloat16': scene(cbs=bf16, **mixed),
     'MixedPrecision()': scene(cbs=lambda: [MixedPrecision()], **mixed),
     'comm_hook fp16': hooked('fp16', 1e-3), 'comm_hook bf16': hooked('bf16', 1e-2), 'comm_hook powersgd': hooked('powersgd', .1)}

@@ -109,7 +109,6 @@ def encoder(c): return nn.TransformerEncoderLayer(8, 2, 16, dropout=0., batch_fi
 
 # name: data, model, losses
 models = dict(mlp=(vectors, mlp, 'class'), conv=(images, conv, 'class'), text=(texts, lambda c: FirstToken(), 'class'),
-              max_norm=(texts, lambda c: FirstToken(max_norm=.8), 'class'),
               gru=(tagged, lambda c: Tagger(nn.GRU(8, 8, batch_first=True)), 'token'),
               transformer=(tagged, lambda c: Tagger(encoder(c)), 'token'), dict_heads=(vectors, lambda c: Heads('dict'), 'heads'),
               tuple_heads=(vectors, lambda c: Heads('tuple'), 'heads'), detector=(scenes, lambda c: Detector(), 'list'))

@@ -719,7 +719,7 @@ class Engine(Runner):
         """Items that a loss counts on a device, where they stay, so that nobody waits for it; no NaN flows back if
         there are none"""
         for o in tree_leaves(self.learn.pred):
-            if isinstance(o, Tensor) and o.requires_grad: o.register_hook(partial(_where, n))
+            if isinstance(o, Tensor) and o.requires_grad: o.register_hook(lambda g: _where(n, g))
         return n
 
     def begin_backward(self):
