@@ -473,6 +473,7 @@ class Engine(Runner):
         if not training:
             self.learn.dl = self.shards.share_now(evaluated(self.learn.dl), pad=False)
             self.loop.evaluation,self.loop.streams = Evaluation(self),rng_state()
+            self.seed_outside(_evaluates)
             return
         if self.replica is None: self.replica = self._replicated()
         self.loop.model = self.replica
@@ -977,7 +978,7 @@ class Engine(Runner):
 
 _totals = struct.Struct('<d?')
 # Moments outside of batches, as random streams are seeded by them
-_before,_between,_valid = -6,-7,-3
+_before,_between,_evaluates,_valid = -6,-7,-8,-3
 _by_parts = ('the statistics of BatchNorm layers are those of a part of a step: they depend on max_bs. Running '
              'statistics are the mean over parts')
 _smaller = 'memory has run out in larger parts: parts have {} samples at most'
