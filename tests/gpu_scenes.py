@@ -62,7 +62,7 @@ of_table = {
     'graphs': scene(ds=graphs, dl=dict(collate_fn=as_graph), preds=False),
     'a metric of all rows': scene(ds=classes, loss=F.cross_entropy, metrics=lambda: [AccumMetric(macro)]),
     'pinned memory': scene(dl=dict(pin_memory=True)), 'AdamW': scene(opt=torch.optim.AdamW, lr=.01), 'GradientClip': scene(cbs=clip),
-    'GradientAccumulation': scene(accumulate=24), 'EMA': scene(cbs=ema),
+    'GradientAccumulation': scene(bs=24, parts=2, accumulate=24), 'EMA': scene(cbs=ema),
     'gradient_as_bucket_view': scene(**ctx(gradient_as_bucket_view=True)), 'max_bs': scene(**ctx(max_bs=3)),
     'max_bs, ignored labels': scene(ds=rare, loss=nn.CrossEntropyLoss(), **ctx(max_bs=3)), "max_bs='auto'": scene(**ctx(max_bs='auto')),
     "max_bs='auto', memory runs out": scene(model=small_memory, **ctx(max_bs='auto', checks=False)),

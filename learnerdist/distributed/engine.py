@@ -63,7 +63,7 @@ class Mean(Kind):
     corrects = True
     def weigh(self, loss, part, n_parts, k):
         k = part.weight*k
-        return loss if not isinstance(k, Tensor) and k==1 else loss*k
+        return loss if not isinstance(k, Tensor) and k==1 else (loss*k).to(loss.dtype)
     def weight_of_second(self, part, copies, items):
         none = items is None or not isinstance(items, Tensor) and not items
         return None if none else part.weight*copies/items
@@ -721,7 +721,7 @@ class Engine(Runner):
         there are none"""
         for o in tree_leaves(self.learn.pred):
             if isinstance(o, Tensor) and o.requires_grad: o.register_hook(lambda g: _where(n, g))
-        return n
+        return n.to(wide_dtype(n.device)) # a whole number times a float would be float32
 
     def begin_backward(self):
         "Before the backward pass of a part, after other callbacks: what travels with its gradients is known"
