@@ -147,14 +147,19 @@ class WaitsForTheDevice(Callback):
 class Hangs(Callback):
     "On rank 1, until rank 0 has failed"
     def after_pred(self):
-        if rank_distrib()==1: wait_key(launch_store(), 'reported', 60)
-        elif self.train_iter==1: raise dist.DistBackendError('NCCL communicator was aborted on rank 0.')
+        if self.train_iter!=1: return
+        if rank_distrib()==1:
+            launch_store().set('hangs', 'yes')
+            wait_key(launch_store(), 'reported 1', 60)
+        else:
+            wait_key(launch_store(), 'hangs', 60)
+            raise dist.DistBackendError('NCCL communicator was aborted on rank 0.')
 
 def ends(*cbs):
     try:
         with make().distrib_ctx(seed=3) as learn: learn.fit(2, cbs=cbs)
     except Exception as e: return type(e).__name__,str(e)
-    finally: launch_store().set('reported', 'yes')
+    finally: launch_store().set(f'reported {len(cbs)}', 'yes')
 
 def rank_waits():
     seen,real,abort = [],dist.init_process_group,dist.ProcessGroupGloo.abort
@@ -173,7 +178,7 @@ def test_a_rank_leaves_a_wait_on_its_device():
     "When another fails; and when nccl has aborted its work after a timeout: then with a word of where the others are"
     (first,late,seen,after),(own,hung,*_) = run_ranks(rank_waits, 2)
     assert own==('Broken','no luck') and first[0]=='RankError' and first[1].startswith('rank 1 failed with Broken: no luck')
-    assert late[0]=='TimeoutError' and 'rank 1 was at' in late[1] and 'in after_pred' in late[1] and hung[0]=='RankError'
+    assert late[0]=='TimeoutError' and 'rank 1 waited in after_pred' in late[1] and hung[0]=='RankError'
     assert seen==['2']*2 and after is None
 
 def rank_forks():

@@ -95,8 +95,8 @@ def all_batches(self:Learner):
     self.n_iter = len(self.dl)
     with nullcontext() if trainer is None else trainer.loop():
         for i,b in enumerate(self.dl, first):
-            # a rank on its own is in no step of the others
-            for part in [b] if trainer is not None and trainer.alone else self.runner.parts(i, b): self.one_batch(i, part)
+            alone = trainer is not None and trainer.alone # it is in no step of the others
+            for part in [b] if alone else self.runner.parts(i, b): self.one_batch(i, part)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c008
 _get_preds = Learner.get_preds
