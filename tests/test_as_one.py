@@ -116,7 +116,6 @@ def with_second(n, event):
     return [p.detach() for p in (*learn.model.parameters(),*learn.loss_func.parameters())]
 
 @pytest.mark.parametrize('event', ['after_pred','before_step','after_step'])
-@pytest.mark.parametrize('n', [72, 77]) # the last batch is even, or has 5 samples
-def test_average_grads_weighs_by_samples(n, event):
-    alone,ranks = each(with_second, n, event)
+def test_average_grads_weighs_by_samples(event):
+    alone,ranks = each(with_second, 77, event) # the last batch has 5 samples
     for o in ranks: torch.testing.assert_close(o, alone, rtol=0, atol=1e-12)

@@ -143,7 +143,7 @@ def on():
     return cache(lambda W: run_ranks(runs, W, [*scenes], timeout_s=300) if W>1 else [runs([*scenes])])
 
 @pytest.mark.parametrize('name', scenes)
-@pytest.mark.parametrize('W', [2, 4, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize('W', [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.long)])
 def test_bits(on, W, name):
     want = on(1)[0][name]
     for r in on(W):
@@ -174,6 +174,7 @@ moves = [('dropout', 2, 1, 4), ('conv', 1, 2, 5), ('mixup', 4, 2, 7)]
 moves += [pytest.param(k, a, b, n, marks=pytest.mark.long) for k,a,b,n in (('conv', 2, 4, 3), ('tokens', 4, 1, 5), ('transforms', 1, 4, 6),
           ('weights', 2, 1, 2), ('bfloat16', 4, 2, 3), ('amp', 1, 4, 7))]
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name,before,after,step', moves)
 def test_resume_elsewhere(on, tmp_path, name, before, after, step):
     on_ranks(begin, before, tmp_path, name, step)
