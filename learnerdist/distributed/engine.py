@@ -328,13 +328,16 @@ def may_cancel(scope, event)->bool:
     if scope=='batch': return event in inner_events[:-2]
     return event==dict(step='before_step', backward='before_backward').get(scope)
 
+def loop_left(step:Step)->str:
+    "The widest loop that this rank has cancelled in a step; None if it was a batch or less"
+    return widest([o for o in step.cancelled if o in loops])
+
 def _finite(grad): return None if grad is None else grad.nan_to_num(0., 0., 0.)
 def _where(n, grad): return None if grad is None else grad.where(n!=0, 0.)
 
 # %% ../../nbs/distributed/10_engine.ipynb #row02
-# What a rank says of its parts of a step, in 11 bytes: their items, if the host counts them; whether a part counts; the
-# widest
-# scope that it has cancelled; whether its forward passes have changed buffers, see `PartStatistics`
+# What a rank says of its parts of a step, in 11 bytes: their items, if the host counts them; whether a part counts;
+# the widest scope that it has cancelled; whether its forward passes have changed buffers, see `PartStatistics`
 _row = struct.Struct('<d3B')
 
 class Rows(NamedTuple):
@@ -821,9 +824,7 @@ class Engine(Runner):
             self._ask(widest(step.cancelled), Asks.before_step)
         if step.scope is None: return
         scope,step.scope = step.scope,None
-        if scope!='backward': self.ballot.leave(scope)
-        self.ballot.agreed = 'backward' # which is over
-        self.learn('after_cancel_backward')
+        self._leave_as_one(scope)
 
     def end_batch(self):
         "After a batch, before other callbacks"
@@ -868,20 +869,23 @@ class Engine(Runner):
         """If all ranks cancel in this phase, leave it as one process does. Sync point: a rank that does not, answers at
         the end of its batch"""
         res = self.ballot.vote(scope, asks=phase)
-        if not res.all_ask: return
-        if res.scope!='backward': self.ballot.leave(res.scope)
-        self.ballot.agreed = 'backward' # which is over
+        if res.all_ask: self._leave_as_one(res.scope)
+
+    def _leave_as_one(self, scope):
+        "All ranks leave `scope` in this batch; a backward pass is over already"
+        if scope!='backward': self.ballot.leave(scope)
+        self.ballot.agreed = 'backward'
         self.learn('after_cancel_backward')
 
     def _leave_step(self, step):
         "In one process, at the end of a step of several parts: leave the loop that one of them has cancelled"
-        scope,self.loop.step = widest([o for o in step.cancelled if o in loops]),None
-        self.ballot.leave(scope)
+        self.loop.step = None
+        if step.cancelled: self.ballot.leave(loop_left(step))
 
     def next_batch(self, done:Step, has_batch:bool, k:int)->int:
         """Vote whether to go on, and how: after the step `done` (None at first), before batch `k` of this loop, if
         there is one. Returns how many ranks have a batch. Sync point"""
-        scope = widest([o for o in done.cancelled if o in loops]) if done and done.cancelled else None
+        scope = loop_left(done) if done and done.cancelled else None
         if not k: next_phase()
         ballot,loop = self.ballot,self.loop
         res = ballot.vote(scope, has_batch)
