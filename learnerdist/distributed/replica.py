@@ -296,12 +296,12 @@ def average_grads(
 ):
     """Average gradients of a callback's own loss over ranks, weighted by the items of their batches; what has none on
     all stays without. Sync point"""
-    engine = running.get()
+    loop = running.get()
     if group_size()<2: return
-    if engine is None: return sum_grads(params, 1/group_size())
-    if weighed: return sum_grads(params, engine.rest_of_weight())
-    part = engine.part
-    n = 0. if part.why else float(part.n or batch_rows(engine.learn))
+    if loop is None: return sum_grads(params, 1/group_size())
+    if weighed: return sum_grads(params, loop.rest_of_weight())
+    part = loop.part
+    n = 0. if part.why else float(part.n or batch_rows(loop.learn))
     total = float(all_sum(torch.tensor(n, dtype=torch.double)))
     sum_grads(params, n/total if total else 0.)
 
@@ -392,7 +392,7 @@ class Replica:
         if self.trained!=self._what_is_trained(): self._wrap()
         self.regroups = False
         out,step = (self.ddp or self.model)(*xb, **kw),self.engine.loop.step
-        return weigh_back(out, self.engine.weight_of_second()) if step and step.is_over else out
+        return weigh_back(out, self.engine.loop.weight_of_second()) if step and step.is_over else out
 
     @property
     def may_find_unused(self)->bool:

@@ -243,7 +243,7 @@ class Sharded:
             raise ValueError(f'{type(e).__name__} within the forward pass, where other ranks of a sharded model wait: '
                              'raise it in an event of a callback') from e
         step = self.engine.loop.step
-        return weigh_back(out, self.engine.weight_of_second()) if step and step.is_over else out
+        return weigh_back(out, self.engine.loop.weight_of_second()) if step and step.is_over else out
 
     def take(self)->dict:
         "Of the gradients of a part none: FSDP2 adds up those of this rank's pieces of the weights"
