@@ -249,10 +249,14 @@ class TrainingLoop(Loop):
 
     def parts(self, i:int, b):
         "The parts of batch `i` that are this rank's, one after the other: batches of the learner"
-        step,batches = self._begin_step(i, b)
-        for step.i,b in enumerate(batches): yield self._begin_part(step, i, b)
-        self.part = None
-        if self.links is None: self._leave_step(step)
+        outer = running.get()
+        running.set(self)
+        try:
+            step,batches = self._begin_step(i, b)
+            for step.i,b in enumerate(batches): yield self._begin_part(step, i, b)
+            self.part = None
+            if self.links is None: self._leave_step(step)
+        finally: running.set(outer)
 
     def _begin_step(self, i, b)->tuple: # the step, and the batches of its parts
         dealer,n = self.source.dealer,None

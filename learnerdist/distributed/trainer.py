@@ -28,7 +28,7 @@ from ..learner.predictions import GatherPreds,has_result
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c007
 class Adapter(Callback, ABC):
-    "Tells the `Engine` of a context, and its present `Loop`, the events of a fit. There is one for each kind of Learner"
+    "Tells the `Engine` of a context, and its present `Loop`, the events of a fit; one for each kind of Learner"
     order = Order.trainer
     cancels = cancels # the learner's exceptions, by scope
     share_class = Share # of a loader
