@@ -2308,6 +2308,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'learnerdist/distributed/vote_links.py'),
                                                     'learnerdist.distributed.vote_links.cast': ( 'distributed/vote_links.html#cast',
                                                                                                  'learnerdist/distributed/vote_links.py'),
+                                                    'learnerdist.distributed.vote_links.has_core_each': ( 'distributed/vote_links.html#has_core_each',
+                                                                                                          'learnerdist/distributed/vote_links.py'),
                                                     'learnerdist.distributed.vote_links.nameless': ( 'distributed/vote_links.html#nameless',
                                                                                                      'learnerdist/distributed/vote_links.py'),
                                                     'learnerdist.distributed.vote_links.open_links': ( 'distributed/vote_links.html#open_links',

@@ -127,6 +127,8 @@ class SocketLinks(Links):
         super().__init__(rank, world_size, timeout_s)
         # For each n of `hops` a socket to the rank n before this one, and one to the rank n after it
         self.to,self.by = {},{}
+        # Seconds in which it looks for a message without sleeping: others need the core if there are more ranks
+        self.awake_s = _awake_s if has_core_each(world_size) else 0.
 
     def close(self):
         "Close the sockets; ranks that wait for this one get an error"
@@ -141,7 +143,7 @@ class SocketLinks(Links):
 
     def hear(self, n, n_bytes):
         self.by[n].settimeout(self.timeout_s)
-        arrived,awake = select.poll(),perf_counter()+_awake_s
+        arrived,awake = select.poll(),perf_counter()+self.awake_s
         arrived.register(self.by[n], select.POLLIN)
         while perf_counter()<awake and not arrived.poll(0): pass
         try: got = self.by[n].recv(n_bytes)
@@ -182,6 +184,11 @@ def nameless(n_bytes)->int:
     return fd
 
 _awake_s = 1e-4 # A process that sleeps is woken some 40 µs after the message
+
+def has_core_each(n:int)->bool:
+    "Whether `n` processes of this machine have a core each"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    return n<=cores
 
 # SIGPIPE would end a process that does not ignore it, as Python does
 _no_signal = getattr(socket, 'MSG_NOSIGNAL', 0)
