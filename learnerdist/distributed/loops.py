@@ -21,7 +21,6 @@ from ..data.sharding import parts_in_use
 from .batchnorm import Synced
 from .evaluation import Evaluation
 from .parts import Part,PartStatistics,Step,Why,add_earlier,running,take_grads,tree_sum
-from .replica import Replica
 from .shares import step_rows
 from .vote_links import Asks,Message,Outcome,Place,loops,outcome,scopes,widest
 from ..learner.callback import inner_events
@@ -315,8 +314,7 @@ class TrainingLoop(Loop):
 
     def _params(self)->list:
         "The parameters whose gradients a step has"
-        if isinstance(self.replica, Replica): return self.replica.params+self.replica.others
-        return self.engine.all_params()
+        return self.replica.step_params() if self.replica else self.engine.all_params()
 
     # --- batches whose gradients a callback accumulates ---
 
@@ -402,7 +400,7 @@ class TrainingLoop(Loop):
         step.sends = self.links is not None and (self.by_parts or self.group.is_last)
         step.device = next((o.n.device for o in step.parts if isinstance(o.n, Tensor)), None)
         step.total = self.group.n+(step.weights() if step.grads else self.part.weight)
-        if step.sends: self.links.post(step.message().row(), isinstance(self.replica, Replica) and self.replica.meets)
+        if step.sends: self.links.post(step.message().row(), self.replica is not None and self.replica.meets)
 
     def end_backward(self):
         """After the backward pass of a part, before other callbacks: gradients are added up, and have their scale after

@@ -29,7 +29,7 @@ from ..core.shards import optimizers_in,part_from,part_of,state_part,whole
 from ..core.weights import load_weights
 from ..core.stacks import need,warn
 from .batchnorm import sync_batchnorm
-from .replica import broadcast_tensors,sum_grads,weigh_back,without_gradient
+from .replica import Trained,broadcast_tensors,sum_grads,weigh_back,without_gradient
 from ..learner.learner import get_model
 
 # %% ../../nbs/distributed/09_sharded.ipynb #hc0a87fb
@@ -175,10 +175,10 @@ def check_opt(opt):
                              'which cannot be cut as they are: set learn.opt = None before the context')
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h434a5f5
-class Sharded:
+class Sharded(Trained):
     """A learner's model spread over the ranks until `restore`. Within a fit it is `learn.wrapper`, as `Replica` is,
     with the same methods"""
-    ddp,forward_exchanges,undo_bn,alone = None,True,None,False
+    undo_bn,alone = None,False
     copies = property(lambda self: group_size(), doc="By how many the exchange divides the sum over ranks")
     def __init__(self, engine): # with options in `shard`
         self.engine = engine
@@ -245,6 +245,9 @@ class Sharded:
         step = self.engine.loop.step
         return weigh_back(out, self.engine.loop.weight_of_second()) if step and step.is_over else out
 
+    def step_params(self)->list:
+        "The parameters whose gradients a step has"
+        return self.engine.all_params()
     def take(self)->dict:
         "Of the gradients of a part none: FSDP2 adds up those of this rank's pieces of the weights"
         return {}
