@@ -114,8 +114,6 @@ class AccumMetric(Metric):
         res = self.func(*(args[::-1] if self.invert_arg else args), **self.kwargs)
         return res.item() if hasattr(res, 'item') and torch.as_tensor(res).numel()==1 else res
 
-
-
 # %% ../../nbs/learner/02_metrics.ipynb #c010
 def skm_metric(
     func, # A metric function of scikit-learn, called with (targets, predictions)

@@ -26,7 +26,6 @@ from .learner import Learner
 from .losses import batch_rows,unread_loss
 from .metrics import Rows,reduction
 
-
 # %% ../../nbs/learner/10_predictions.ipynb #c005
 def has_result(learn)->bool:
     "Whether the current batch was evaluated, and not cancelled before by a callback"
