@@ -27,8 +27,10 @@ from ..learner.predictions import Unshared
 def find_regions(model, regional, shards=None)->list:
     """The modules that are compiled, each by itself (`regional` as in `Learner.compile`; `shards`: the learner's
     `Sharded`); ValueError if there is none, or if the model cannot be compiled"""
-    need(not hasattr(model, compiled_inside), 'learn.model is the result of torch.compile: give the model itself')
-    need(not shards or regional is not False, 'regional=False: a sharded model is compiled by its blocks')
+    is_compiled = hasattr(model, compiled_inside)
+    need(not is_compiled, 'learn.model is the result of torch.compile: give the model itself')
+    by_blocks = shards is None or regional is not False
+    need(by_blocks, 'a sharded model is compiled by its blocks', regional=regional)
     if shards and regional is None: return shards.blocks[:-1] or [model]
     if not regional: return [model]
     if regional is True: found = [m for m in repeated_blocks(model) if next(m.children(), None) is not None]
@@ -48,7 +50,8 @@ def runner(**kw):
     "A function of (module, inputs) that runs the module's `forward`, compiled with these options"
     def run(m, *args, **kwargs): return type(m).forward(m, *args, **kwargs)
     leave_uncompiled()
-    return torch.compile(FunctionType(run.__code__.replace(co_name='compiled'), run.__globals__), **kw)
+    code = run.__code__.replace(co_name='compiled')
+    return torch.compile(FunctionType(code, run.__globals__), **kw)
 
 def call_compiled(m, run, *args, **kwargs):
     "Call module `m` with its hooks, and with `run` for its `forward`"
@@ -91,11 +94,13 @@ class Compiled(Callback):
         learn = self.learn
         model,shards = get_model(learn.model),getattr(learn.runner, 'sharded', None)
         if self.of!=(model,shards):
-            need(not isinstance(learn.model, nn.DataParallel), 'DataParallel copies the model at each step: use distrib_ctx')
+            copied = isinstance(learn.model, nn.DataParallel)
+            need(not copied, 'DataParallel copies the model at each step: use distrib_ctx')
             self.regions = find_regions(model, self.regional, shards)
             self.of,self.runner = (model,shards),runner(**self.kw)
         hides_loss = learn.training and learn.loss_func is None and model in self.regions
-        need(not hides_loss, 'the model computes its loss, which is not seen in a graph: regional=True')
+        unseen = 'the model computes its loss, which is not seen in a graph'
+        need(not hides_loss, f'{unseen}: regional=True')
         self.on = [m for m in self.regions if vars(m).get(compiled_call) is None]
         for m in self.on: vars(m)[compiled_call] = partial(call_compiled, m, self.runner)
 
@@ -121,7 +126,5 @@ def compile(self:Learner, # noqa: A001
 @patch
 def uncompile(self:Learner)->Learner:
     "Undo `compile`"
-    for cb in [o for o in self.cbs if isinstance(o, Compiled)]:
-        cb.switch_off()
-        self.remove_cb(cb)
-    return self
+    if cb := vars(self).get('compiled'): cb.switch_off()
+    return self.remove_cb(Compiled)

@@ -15,8 +15,10 @@ from ..learner.callback import Callback,Order
 # %% ../../nbs/distributed/09_profiling.ipynb #tm005
 class Timer(Callback):
     "Measures this rank's seconds in each epoch's training loop: data, step and comm. See `recorder.times`"
-    order,run_valid = Order.timer,False
-    times,begin = (),None
+    order = Order.timer
+    run_valid = False
+    times = ()
+    begin = None
     def _of_links(self, name): return getattr(getattr(self.learn.runner, 'links', None), name, 0.) # seconds
     @property
     def waited(self): return self._of_links('waited')
@@ -26,7 +28,8 @@ class Timer(Callback):
     def shared(self): return self._of_links('adding')-self.waited # without what it waits over links
 
     def before_fit(self):
-        self.times,self.begin = [],None
+        self.times = []
+        self.begin = None
         self.entered = False
 
     def before_train(self):

@@ -107,7 +107,8 @@ _get_preds = Learner.get_preds
 def get_preds(self:Learner, *args, gather='all', **kw):
     """As fastai's: predictions for the whole data set, in its order; in a context on every rank. gather: 'rank0': on
     other ranks all results are None"""
-    need(gather in ('all','rank0'), "give 'all' or 'rank0'; save_preds writes files", gather=gather)
+    known = gather in ('all','rank0')
+    need(known, "give 'all' or 'rank0'; save_preds writes files", gather=gather)
     call = signature(_get_preds).bind(self, *args, **kw)
     call.apply_defaults()
     given,trainer = call.arguments,trainer_of(self)
@@ -147,8 +148,8 @@ def _alone(self, f, *args, **kwargs):
 # %% ../../nbs/fastai/04_learner.ipynb #c011
 def _check_whole(learn, what):
     "ValueError if the model is sharded"
-    need(not trainer_of(learn).engine.sharded,
-         f'{what}: rank 0 has only its part of the model. Do it after the context, or use learn.save')
+    remedy = 'Do it after the context, or use learn.save'
+    need(not trainer_of(learn).engine.sharded, f'{what}: rank 0 has only its part of the model. {remedy}')
 
 @in_context(Learner)
 def save(self, save, file, **kwargs):
@@ -188,8 +189,8 @@ def _silence(trainer):
     if group_rank():
         replace(tracker, 'print', noop)
         for mod in (fastai_core,fastai_learner): replace(mod, 'warn', noop)
-    drawn = fastai_progress.master_bar is not ConsoleMasterBar or sys.stdout.isatty() # a notebook's, or on a terminal
-    if drawn and not group_rank(): return
+    in_notebook = fastai_progress.master_bar is not ConsoleMasterBar
+    if (in_notebook or sys.stdout.isatty()) and not group_rank(): return
     for mod in (fastai_progress,fastai_learner): # `tta` has its own
         replace(mod, 'master_bar', _TableOnly)
         replace(mod, 'progress_bar', ProgressBar)
@@ -204,7 +205,8 @@ def to_distributed(self:Learner, cuda_id=None, in_notebook=None, **kw)->Learner:
     before = {*vars(self)}
     attach(self, trainer)
     _silence(trainer)
-    trainer.lent = [*{*vars(self)}-before] # attributes that fastai's learner has only in a context
+    # attributes that fastai's learner has only in a context
+    trainer.lent = [*{*vars(self)}-before]
     return self
 
 @patch
@@ -230,7 +232,8 @@ def _check_fit(n_epoch, start_epoch, lr, cbs, reset_opt):
     check_fit(n_epoch, start_epoch, reset_opt)
     need(not any(isinstance(o, str) for o in L(lr)), 'give a number, a slice, or a list', lr=lr)
     for o in L(cbs):
-        need(isinstance(o, (type,Callback,CoreCallback)), f'{o!r} is no callback: give a `Callback` or its class')
+        known = isinstance(o, (type,Callback,CoreCallback))
+        need(known, f'{o!r} is no callback: give a `Callback` or its class')
 
 @patch
 def fit(self:Learner,

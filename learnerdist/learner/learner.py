@@ -31,7 +31,8 @@ from ..core.stacks import need
 class TrainEvalCallback(Callback):
     """Set the model to training or evaluation mode; count `learn.train_iter` (batches) and `learn.pct_train` (0 to
     1) of this fit"""
-    order,run_valid = Order.train_eval,False
+    order = Order.train_eval
+    run_valid = False
     def before_fit(self):
         self.learn.train_iter = 0
         self.learn.pct_train = 0.
@@ -72,7 +73,8 @@ class StartAt(NamedTuple):
 
 def check_parts(dls, model, metrics, **functions):
     "ValueError for what cannot be a part of a learner"
-    need(hasattr(dls, 'train'), 'give `DataLoaders`, or an object with `train`, an index and a length', dls=dls)
+    has_parts = 'give `DataLoaders`, or an object with `train`, an index and a length'
+    need(hasattr(dls, 'train'), has_parts, dls=dls)
     need(isinstance(model, torch.nn.Module), 'give a torch.nn.Module', model=model)
     for k,v in functions.items():
         need(callable(v) or v is None and k=='loss_func', 'give a function or a class', **{k: v})
@@ -81,7 +83,8 @@ def check_parts(dls, model, metrics, **functions):
 # %% ../../nbs/learner/01_learner.ipynb #c008b
 class Runner:
     "What a learner asks while it runs. These are the answers of a process that trains alone; a context replaces it"
-    is_alone,repeated = True,False # see the property of `Learner`
+    is_alone = True
+    repeated = False # see the property of `Learner`
     model = None # What is called in training, in place of the learner's model
     more = False # Whether other parts, or other batches of an accumulation, come before the optimizer's step
     more_parts = False # Whether other parts of this batch follow: callbacks that count batches wait for the last one
@@ -138,37 +141,41 @@ def check_targets(learn):
     if len(learn.yb): return
     loader = type(getattr(learn.dl, 'source', learn.dl)).__name__
     inputs = ', '.join(type(o).__name__ for o in learn.xb)
-    raise ValueError(f"the {loader}'s batch, {inputs}, has no targets: nothing would be trained. Let the loader give a "
-                     'tuple of inputs and targets; with loss_func=None, the batch object twice')
+    found = f"the {loader}'s batch, {inputs}, has no targets: nothing would be trained"
+    raise ValueError(f'{found}. Let the loader give a tuple of inputs and targets; with loss_func=None, '
+                     'the batch object twice')
 
 # %% ../../nbs/learner/01_learner.ipynb #oom02b
 def is_oom(e)->bool:
     "Whether an exception says that memory has run out, on a GPU or on the host"
     if isinstance(e, (torch.OutOfMemoryError,MemoryError)): return True
-    # of the host, and of mps
-    return isinstance(e, RuntimeError) and any(o in str(e) for o in ('DefaultCPUAllocator','out of memory'))
+    of_others = 'DefaultCPUAllocator' in str(e) or 'out of memory' in str(e) # of the host, and of mps
+    return isinstance(e, RuntimeError) and of_others
 
 def advise_on_memory(e, learn):
     """If the exception says that memory has run out, add the size of the batch and a remedy to it. e: an exception
     that has ended a fit; learn: ours or fastai's"""
     if not is_oom(e) or not learn.xb: return
     loop = 'training' if learn.training else 'evaluation'
-    e.args = (f'{e}\nOut of memory in {loop} with a batch of {find_bs(learn.xb)} samples. Take a smaller batch size: '
-              "distrib_ctx(max_bs='auto') keeps the samples of a step, to_bf16() halves activations.",)
+    what = f'{e}\nOut of memory in {loop} with a batch of {find_bs(learn.xb)} samples'
+    remedy = "distrib_ctx(max_bs='auto') keeps the samples of a step, to_bf16() halves activations"
+    e.args = (f'{what}. Take a smaller batch size: {remedy}.',)
 
 # %% ../../nbs/learner/01_learner.ipynb #c026
 def group_lrs(lr, n:int)->list:
     """The learning rate of each parameter group. ValueError for a list of another length. lr: a number for all groups;
     a list, one for each; `slice(a,b)`: from a to b in equal ratios; `slice(b)`: b/10, and b for the last; n: number
     of parameter groups"""
-    if isinstance(lr, slice): given = [lr.stop if lr.start is None else lr.start,lr.stop]
-    else: given = list(lr) if isinstance(lr, (list,tuple)) else [lr]*n
+    if isinstance(lr, slice): given = [lr.start or lr.stop,lr.stop]
+    elif isinstance(lr, (list,tuple)): given = list(lr)
+    else: given = [lr]*n
     for o in given:
         is_rate = isinstance(o, (Real,torch.Tensor)) and o>=0
         need(is_rate, 'give a number, a slice, or a list with one for each parameter group', lr=o)
     if not isinstance(lr, slice):
-        if len(given)==n: return given
-        raise ValueError(f'{len(given)} learning rates {given} for {n} parameter groups: give one each, or a slice')
+        what = f'{len(given)} learning rates {given} for {n} parameter groups'
+        need(len(given)==n, f'{what}: give one each, or a slice')
+        return given
     if lr.start is None or n<2: return [lr.stop/10]*(n-1)+[lr.stop]
     return [lr.start*(lr.stop/lr.start)**(i/(n-1)) for i in range(n)]
 
@@ -206,8 +213,8 @@ class Learner:
         self.metrics = [metrics] if hasattr(metrics, 'items') else listify(metrics)
         self.model_dir = model_dir
         self.path = place(path or getattr(dls, 'path', '.'))
-        is_local = isinstance(self.path, Path)
-        need(is_local, 'give a local folder, and addresses to save, load, export and Checkpoint', path=path)
+        at_home = 'give a local folder, and addresses to save, load, export and Checkpoint'
+        need(isinstance(self.path, Path), at_home, path=path)
         self.cbs = []
         self.logger = print
         self.training = self.fitting = False
@@ -256,7 +263,7 @@ class Learner:
     def add_cb(self, cb):
         """Add a callback (an instance or a class), and make it an attribute, as in `learn.recorder`. ValueError if that
         hides another attribute"""
-        cb = cb() if isinstance(cb, type) else cb
+        if isinstance(cb, type): cb = cb()
         need(isinstance(cb, Callback), f'{cb!r} is no callback: give a `Callback` or its class')
         hidden = vars(self).get(cb.name, getattr(type(self), cb.name, cb))
         need(isinstance(hidden, Callback), f'{cb} would hide learn.{cb.name}: give it another name')
@@ -279,7 +286,8 @@ class Learner:
 
     def _set_cbs(self, cbs):
         self.cbs = sorted(cbs, key=lambda o: o.order)
-        self._handlers = {e: [o for o in self.cbs if hasattr(type(o), e) or e in vars(o)] for e in all_events}
+        def handlers(e): return [cb for cb in self.cbs if hasattr(type(cb), e) or e in vars(cb)]
+        self._handlers = {e: handlers(e) for e in all_events}
 
     def add_cbs(self, cbs):
         "Add one callback or several"
@@ -345,9 +353,10 @@ class Learner:
     def flagged(self, flags:dict):
         """Context that applies `flags` to the learner. TypeError for an unknown flag. flags: from keywords of `fit` to
         their values; None or False: off"""
-        unknown = [o for o in flags if o not in fit_flags]
-        hint = "; the rate of a fit with a schedule of its own is 'lr_max'" if 'lr' in unknown else ''
-        if unknown: raise TypeError(f"fit has no option {unknown[0]!r}{hint}; flags: {', '.join(fit_flags)}")
+        for o in flags:
+            if o in fit_flags: continue
+            hint = "; the rate of a fit with a schedule of its own is 'lr_max'" if o=='lr' else ''
+            raise TypeError(f"fit has no option {o!r}{hint}; flags: {', '.join(fit_flags)}")
         with ExitStack() as stack:
             for k,f in fit_flags.items():
                 if flags.get(k) not in (None,False): stack.enter_context(f(self, flags[k]))
@@ -466,4 +475,5 @@ class Learner:
         self.opt = self.opt_func([dict(params=list(g)) for g in groups], lr=lr)
         closure = inspect.signature(self.opt.step).parameters.get('closure')
         optional = closure is None or closure.default is not closure.empty
-        need(optional, f'{type(self.opt).__name__} needs the loss several times a step: take another one')
+        name = type(self.opt).__name__
+        need(optional, f'{name} needs the loss several times a step: take another one')

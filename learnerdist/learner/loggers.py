@@ -7,6 +7,7 @@ __all__ = ['ProgressCallback', 'LogWriter', 'CSVLogger']
 
 # %% ../../nbs/learner/05_loggers.ipynb #c002
 import csv,sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,25 +44,29 @@ def _bars():
 
 class _Smooth:
     "The smoothed loss as text, computed only when the bar is drawn, because reading it makes a GPU wait"
-    def __init__(self, learn): self.learn,self.val = learn,None
+    val = None
+    def __init__(self, learn): self.learn = learn
     def __str__(self):
         if self.learn.loss is None: return ''
         now = float(self.learn.loss)
-        self.val = now if self.val is None else .9*self.val+.1*now
+        if self.val is None: self.val = now
+        self.val = .9*self.val+.1*now
         return f'{self.val:.4f}'
     def __len__(self): return 1 # fastprogress 1.0 asks whether there is a text
 
 def say_alone(warned=[]): # noqa: B006 - once in a process
     "Warn on rank 0, once, that each process trains on all of the data"
     if is_rank0() and not warned:
-        warn('no-context', f'each of the {num_distrib()} processes of this launch trains on the whole data. To '
-             'share it: `with learn.distrib_ctx(): learn.fit(…)`. If you mean it, each has to write its own files')
+        what = f'each of the {num_distrib()} processes of this launch trains on the whole data'
+        remedy = 'To share it: `with learn.distrib_ctx(): learn.fit(…)`'
+        warn('no-context', f'{what}. {remedy}. If you mean it, each has to write its own files')
     warned.append(1)
 
 # %% ../../nbs/learner/05_loggers.ipynb #p009
 class ProgressCallback(Callback):
     "A progress bar for epochs, one for batches, and a table with a line for each epoch. Prints on rank 0 only"
-    order,by_rank = Order.progress,True
+    order = Order.progress
+    by_rank = True
     old_logger = mbar = bar = None
     def __init__(self,
         show_bar=True # False: the table only
@@ -100,10 +105,11 @@ class ProgressCallback(Callback):
 
     def _write(self, line):
         if not is_rank0(): return
-        is_row = not isinstance(line, str)
+        say = self.mbar.write if self.mbar else partial(print, flush=True)
         if self.old_logger is not print: self.old_logger(line)
-        elif self.mbar: self.mbar.write([format_value(o) for o in line] if is_row else line, table=is_row)
-        else: print(format_row(line, self.recorder.metric_names) if is_row else line, flush=True)
+        elif isinstance(line, str): say(line)
+        elif self.mbar: say([format_value(o) for o in line], table=True)
+        else: say(format_row(line, self.recorder.metric_names))
 
     def after_fit(self):
         if self.mbar: self.mbar.on_iter_end()
@@ -118,9 +124,11 @@ defaults.callbacks.append(ProgressCallback)
 class LogWriter(Callback):
     """Base class of loggers, which write on rank 0 only. A subclass defines `log_epoch`, and `open` and `close` if
     it needs them"""
-    order,by_rank = Order.loggers,True
+    order = Order.loggers
+    by_rank = True
     fit_state = 'logged',
-    writing,logged = False,() # logged: the rows of this fit so far, on every rank
+    writing = False
+    logged = () # The rows of this fit so far, on every rank
     def open(self): "Called on rank 0 when a fit begins"
     def log_epoch(self, row:dict):
         """Write the numbers of an epoch. Called on rank 0 after each. row: from each column of the table, except
@@ -168,14 +176,13 @@ class CSVLogger(LogWriter):
         self.before = self.file.read_bytes().decode() if is_kept else ''
         super().before_fit()
 
-    def open(self): self._write()
-    def log_epoch(self, row): self._write()
-    def close(self): self._write()
-
-    def _write(self):
+    def log_epoch(self, row=None):
+        "Write the file anew: what it had, and the rows of this fit"
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with open(self.file, 'w', newline='') as f:
             f.write(self.before)
             lines = csv.writer(f)
             if not self.before: lines.writerow(self.recorder.metric_names[:-1])
             for row in self.logged: lines.writerow([o.tolist() if hasattr(o, 'tolist') else o for o in row.values()])
+
+    open = close = log_epoch

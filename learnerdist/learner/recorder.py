@@ -25,7 +25,8 @@ class Recorder(Callback):
     """History of a fit over all ranks: `losses`, `lrs` per step; `values` (losses, metrics), `iters` (steps so far)
     per epoch"""
     order = Order.recorder
-    fit_state,rank_state = ('lrs','iters','losses','values','log'),('totals',)
+    fit_state = 'lrs','iters','losses','values','log'
+    rank_state = 'totals',
     def __init__(self):
         self.metric_names = []
         self.measuring = self.reduced = False
@@ -46,17 +47,24 @@ class Recorder(Callback):
     def before_fit(self):
         self._forget()
         self.mets = mk_metrics(self.metrics)
-        self.metric_names = ['epoch','train_loss','valid_loss',*[m.name for m in self.mets],'time']
+        names = [m.name for m in self.mets]
+        self.metric_names = ['epoch','train_loss','valid_loss',*names,'time']
 
-    def before_epoch(self): self.start,self.log = time.time(),[self.epoch]
+    def before_epoch(self):
+        self.start = time.time()
+        self.log = [self.epoch]
+
     def before_train(self):
         self.steps = []
         self.lr_now = self._lr()
         if data_len(self.dl)==0 and is_rank0():
-            warn('no-batches', 'the training loader has no batch: nothing is trained. Is the data set empty, or '
-                 'shorter than a batch with drop_last?')
+            cause = 'Is the data set empty, or shorter than a batch with drop_last?'
+            warn('no-batches', f'the training loader has no batch: nothing is trained. {cause}')
     def before_batch(self):
-        if self.learn.training: self.lr_now,self.n_before = self._lr(),self.learn.train_iter
+        if not self.learn.training: return
+        self.lr_now = self._lr()
+        self.n_before = self.learn.train_iter
+
     def _lr(self): return self.learn.opt.param_groups[-1]['lr']
 
     def before_validate(self): self.reset_metrics()
@@ -70,7 +78,8 @@ class Recorder(Callback):
     @property
     def valid_mets(self)->list:
         "The `Metric`s of a validation loop: the loss, if it is read, then the learner's"
-        return [self.avg_loss,*self.mets] if self.learn.loss_func is not unread_loss else self.mets
+        is_read = self.learn.loss_func is not unread_loss
+        return [self.avg_loss]*is_read+self.mets
     @property
     def valid_values(self)->list:
         "Loss and metrics of the last validation loop, over all ranks"
@@ -95,16 +104,19 @@ class Recorder(Callback):
         "Note the part that has ended, of `n` samples; after the last one of a step, the step"
         learn = self.learn
         if self.n_before==learn.train_iter and not learn.runner.more_parts: return # it is recorded
-        items = n_items(learn) if n else 0
-        self.parts.append((weighted(learn.loss, items) if n else 0., items, n))
+        part = 0.,0,0
+        if n:
+            items = n_items(learn)
+            part = weighted(learn.loss, items),items,n
+        self.parts.append(part)
         if learn.runner.more_parts: return
         self.n_before = learn.train_iter
-        self.steps.append(self.parts[0] if len(self.parts)==1 else learn.runner.add_up(self.parts))
+        whole = self.parts[0] if len(self.parts)==1 else learn.runner.add_up(self.parts)
+        self.steps.append(whole)
         self.parts = []
         self.lrs.append(self.lr_now)
         # of the next batch, if a callback cancels that before this one hears of its begin
         self.lr_now = self._lr()
-        if len(self.lrs)==1: _warn_hidden(learn)
 
     def all_steps(self)->list:
         "What `totals` holds, as numbers and tensors"
@@ -117,7 +129,8 @@ class Recorder(Callback):
         self.losses += (totals[:,0]/totals[:,1]).tolist()
         self.n_samples = totals[:,2].sum().item()
         self.steps = []
-        self.log.append((totals[:,0].sum()/totals[:,1].sum()).item() if len(totals) else None)
+        mean = (totals[:,0].sum()/totals[:,1].sum()).item()
+        self.log.append(mean if len(totals) else None)
         self.iters.append(len(self.losses))
 
     def after_train(self): self.flush(self.totals)
@@ -182,13 +195,6 @@ class Recorder(Callback):
 defaults.callbacks.append(Recorder)
 
 _of_loop = 'avg_loss mets measuring reduced log steps lr_now n_before parts'.split()
-
-def _warn_hidden(learn):
-    names = 'xb','yb','pred','loss','loss_grad','model','opt'
-    for cb in learn.cbs:
-        for k in names:
-            if k not in vars(cb): continue
-            warn('hidden-attribute', f"{cb} has set self.{k}; the learner's stays as it was. Write self.learn.{k} = …")
 
 def _clock(secs): return f'{int(secs)//60:02d}:{int(secs)%60:02d}'
 

@@ -174,16 +174,18 @@ def amp_flag(learn, dtype):
     "The flag `amp` of `fit`, for this kind of learner"
     has_own = any(isinstance(o, MixedPrecision) for o in learn.cbs)
     need(not has_own, 'the learner has to_fp16 or to_bf16: leave out one of the two', amp=dtype)
-    dtype = None if dtype is True else dtype
+    if dtype is True: dtype = None
     if learn._amp is None or learn._amp.dtype!=_dtypes.get(dtype, dtype): learn._amp = MixedPrecision(dtype)
     with learn.added_cbs(learn._amp): yield learn # the same callback in each fit, so that it keeps its scale
 
-Learner._amp,fit_flags['amp'] = None,amp_flag
+Learner._amp = None
+fit_flags['amp'] = amp_flag
 
 # %% ../../nbs/learner/06_techniques.ipynb #c023
 class GradientClip(Callback):
     "Clip gradients before each step by their global norm; `norms` has their norms before. ValueError for a bad limit"
-    order,run_valid = Order.clip,False
+    order = Order.clip
+    run_valid = False
     fit_state = 'norms',
     def __init__(self,
         max_norm:float=1.,   # Largest norm over all parameters; `inf`: only record norms
@@ -208,7 +210,9 @@ class GradientClip(Callback):
         return self._done # the same list, which grows: a checkpoint in memory writes what is new
 
     @norms.setter
-    def norms(self, v): self._done,self._fresh = list(v),[]
+    def norms(self, v):
+        self._done = list(v)
+        self._fresh = [] # on the device
 
 # %% ../../nbs/learner/06_techniques.ipynb #a028
 class GradientAccumulation(Callback):
@@ -319,7 +323,6 @@ class Lookahead(Optimizer):
     # a scheduler wraps `step`; the wrapper is not copied
     def __getstate__(self): return {k:v for k,v in vars(self).items() if k!='step'}
     def __setstate__(self, state): vars(self).update(state)
-    def __repr__(self): return f'Lookahead({self.optimizer}, k={self.k}, alpha={self.alpha})'
     def _params(self): return [p for g in self.param_groups for p in g['params']]
 
     @torch.no_grad()
@@ -356,7 +359,8 @@ class EMA(Callback):
         decay:float=.999,   # Part of the average that stays at each step
         evaluate:bool=False # Validate and predict with the average, in a fit and after it
     ):
-        need(isinstance(decay, Real) and 0<=decay<1, 'give a number from 0 up, and below 1', decay=decay)
+        is_part = isinstance(decay, Real) and 0<=decay<1
+        need(is_part, 'give a number from 0 up, and below 1', decay=decay)
         need(evaluate in (True,False), 'give True or False', evaluate=evaluate)
         self.decay,self.evaluate = decay,evaluate
         self.weights = {}
@@ -396,7 +400,8 @@ class EMA(Callback):
     def before_train(self):
         n = sum(isinstance(cb, EMA) for cb in self.learn.cbs)
         need(n==1, f'{n} EMAs in one fit, of which learn.ema is the last: give it one')
-        need(not self.applied, 'a fit trains the weights, not their average: leave apply() before it')
+        trains = 'a fit trains the weights, not their average'
+        need(not self.applied, f'{trains}: leave apply() before it')
         self._follow()
     def after_cancel_step(self): self.skipped = True
     def after_step(self):
@@ -438,7 +443,9 @@ class EMA(Callback):
         params = self._params()
         for k,t in self.weights.items():
             now = tuple(params[k].shape) if k in params else 'not there'
-            need(tuple(t.shape)==now, f'the average is of another model ({k} {tuple(t.shape)}, now {now}): add a new EMA')
+            before = tuple(t.shape)
+            found = f'the average is of another model ({k} {before}, now {now})'
+            need(before==now, f'{found}: add a new EMA')
             if is_part(params[k]) and not is_part(t): t = state_part(params[k], t)
             self.weights[k] = t.to(params[k].device)
 

@@ -29,9 +29,10 @@ def run_config(learn, world:int)->dict:
     bs = batch_shape(dl)[0]
     global_bs = getattr(getattr(dl, 'dealer', None), 'global_bs', None)
     n = data_len(getattr(dl.source if hasattr(dl, 'dealer') else dl, 'dataset', None))
-    res = dict(model=model_name(get_model(learn.model)), loss=_name(learn.loss_func), optimizer=type(opt).__name__)
-    res |= {k: v for k,v in plain.items() if v is not None}
-    res |= dict(n_epoch=learn.n_epoch, batch_size=global_bs or bs and bs*world, samples=n, ranks=world)
+    res = dict(model=model_name(get_model(learn.model)), loss=_name(learn.loss_func))
+    res |= dict(optimizer=type(opt).__name__)|{k: v for k,v in plain.items() if v is not None}
+    batch_size = global_bs or bs and bs*world
+    res |= dict(n_epoch=learn.n_epoch, batch_size=batch_size, samples=n, ranks=world)
     return res|dict(torch=str(torch.__version__), learnerdist=learnerdist.__version__)
 
 def _name(o): return getattr(o, '__name__', type(o).__name__)
@@ -46,7 +47,8 @@ def _plain(o):
 class RunLogger(LogWriter):
     """Base class of loggers of each step and each epoch, on rank 0. A subclass defines `write`; for a package that has
     to be there also `package`, `begin`, `end`, `add_model`. A second fit continues the curves of the first"""
-    fit_state = *LogWriter.fit_state,'n_steps','n_epochs','done','run_id' # done: steps of this fit that are written
+    # done: steps of this fit that are written
+    fit_state = *LogWriter.fit_state,'n_steps','n_epochs','done','run_id'
     n_steps = n_epochs = done = 0
     package = None   # The name of the module that is needed; its last part is that of the extra
     log_model = False # Whether the weights are saved at the end of a fit, for `add_model`
@@ -68,22 +70,27 @@ class RunLogger(LogWriter):
         try: self.module = import_module(self.package)
         except ImportError as e:
             extra = self.package.rpartition('.')[2]
-            raise ValueError(f"{type(self).__name__}: install the extra, pip install 'learnerdist[{extra}]'") from e
+            command = f"pip install 'learnerdist[{extra}]'"
+            raise ValueError(f'{type(self).__name__}: install the extra, {command}') from e
 
     def before_epoch(self):
         if self.writing and self.active is None: self.begin()
 
     def log_epoch(self, row):
-        rec,timer = self.recorder,getattr(self.learn, 'timer', None)
+        rec = self.recorder
         rows = []
         for loss,lr in zip(rec.losses[self.done:], rec.lrs[self.done:]):
             self.n_steps += 1
             rows.append(('step', self.n_steps, dict(loss=float(loss), lr=float(lr))))
         self.done = len(rec.losses)
         self.n_epochs += 1
-        times = timer.times[-1] if timer and timer.times else {}
-        row = row|{k if k=='samples_per_s' else f'seconds_{k}': v for k,v in times.items()}
-        numbers = {k: v for k,v in row.items() if k!='epoch' and isinstance(v, (int,float))}
+        numbers = {k: v for k,v in row.items() if k!='epoch'}
+        timer = getattr(self.learn, 'timer', None)
+        if timer and timer.times:
+            times = {**timer.times[-1]}
+            numbers |= dict(samples_per_s=times.pop('samples_per_s'))
+            numbers |= {f'seconds_{k}': v for k,v in times.items()}
+        numbers = {k: v for k,v in numbers.items() if isinstance(v, (int,float))}
         self.write([*rows,('epoch', self.n_epochs, numbers)])
 
     def after_fit(self):
@@ -95,7 +102,8 @@ class RunLogger(LogWriter):
 
     def close(self):
         if self.active is not None: self.end(self.ended)
-        self.active,self.ended = None,False
+        self.active = None
+        self.ended = False
 
 # %% ../../nbs/learner/07_trackers.ipynb #tr11
 class TensorBoardLogger(RunLogger):
@@ -168,9 +176,10 @@ class MLflowLogger(RunLogger):
         self.module.log_params({k: v for k,v in config.items() if k not in old})
 
     def write(self, rows):
-        now,metrics = int(time.time()*1000),[]
+        metric,now = self.module.entities.Metric,int(time.time()*1000)
+        metrics = []
         for group,n,values in rows:
-            metrics += [self.module.entities.Metric(f'{group}/{k}', v, now, n) for k,v in values.items()]
+            metrics += [metric(f'{group}/{k}', v, now, n) for k,v in values.items()]
         for i in range(0, len(metrics), 1000): # as many as a call may have
             self.module.MlflowClient().log_batch(self.run_id, metrics=metrics[i:i+1000])
 
