@@ -42,10 +42,8 @@ class Order:
     """The `order` of every callback of this package: callbacks with a lower number receive an event first. A user's
     are between the ends"""
     resume = -10**9-2
-    agreement = -10**9-1
     checkpoint_early = -10**9-.5
     trainer = -10**9
-    evaluation = -10**9+1
     accumulation = -10**9+2
     train_eval = -10
     data_parallel = -9

@@ -16,6 +16,7 @@ from torch import Tensor,nn
 
 from ..core.env import is_rank0
 from ..core.random import untouched
+from ..core.shards import groups_of
 from ..core.stacks import need
 from ..data.distributed_dl import loader_parts,set_epoch
 from ..data.loaders import loaders_of
@@ -29,18 +30,16 @@ from .schedule import Scheduler,TrackerCallback
 # %% ../../nbs/learner/11_finder.ipynb #lrf11
 def _generators(dls):
     "The generators of loaders and their samplers"
-    res = []
-    for dl in [*dls,*(getattr(o, 'source', o) for o in dls)]:
-        found = [getattr(o, 'generator', None) for o in loader_parts(dl)]
-        res += [o for o in found if isinstance(o, torch.Generator)]
-    return res
+    parts = []
+    for dl in dls: parts += [*loader_parts(dl),*loader_parts(getattr(dl, 'source', dl))]
+    found = [getattr(o, 'generator', None) for o in parts]
+    return [o for o in found if isinstance(o, torch.Generator)]
 
 def _tensors(learn):
     "Parameters and buffers of the model and of the loss, and what the optimizer trains"
-    res = []
+    res = sum(map(list, groups_of(learn.opt)), [])
     for m in (get_model(learn.model),learn.loss_func):
         if isinstance(m, nn.Module): res += [*m.parameters(),*m.buffers()]
-    for g in learn.opt.param_groups: res += g['params']
     return res
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf12
