@@ -56,16 +56,14 @@ class Recorder(Callback):
 
     def before_train(self):
         self.steps = []
-        self.lr_now = self._lr()
+        self.lr_now = self.learn.opt.param_groups[-1]['lr']
         if data_len(self.dl)==0 and is_rank0():
             cause = 'Is the data set empty, or shorter than a batch with drop_last?'
             warn('no-batches', f'the training loader has no batch: nothing is trained. {cause}')
     def before_batch(self):
         if not self.learn.training: return
-        self.lr_now = self._lr()
+        self.lr_now = self.learn.opt.param_groups[-1]['lr']
         self.n_before = self.learn.train_iter
-
-    def _lr(self): return self.learn.opt.param_groups[-1]['lr']
 
     def before_validate(self): self.reset_metrics()
     def reset_metrics(self):
@@ -96,13 +94,9 @@ class Recorder(Callback):
         learn = self.learn
         counts = learn.yb and learn.loss is not None and not learn.runner.repeated
         n = batch_rows(learn) if counts else 0
-        if learn.training: self._record_part(n)
-        elif n:
-            for m in self.valid_mets: m.accumulate(learn)
-
-    def _record_part(self, n):
-        "Note the part that has ended, of `n` samples; after the last one of a step, the step"
-        learn = self.learn
+        if not learn.training:
+            for m in self.valid_mets if n else (): m.accumulate(learn)
+            return
         if self.n_before==learn.train_iter and not learn.runner.more_parts: return # it is recorded
         part = 0.,0,0
         if n:
@@ -116,7 +110,7 @@ class Recorder(Callback):
         self.parts = []
         self.lrs.append(self.lr_now)
         # of the next batch, if a callback cancels that before this one hears of its begin
-        self.lr_now = self._lr()
+        self.lr_now = learn.opt.param_groups[-1]['lr']
 
     def all_steps(self)->list:
         "What `totals` holds, as numbers and tensors"
