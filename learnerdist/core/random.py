@@ -234,15 +234,13 @@ class shared_rng:
     def __exit__(self, *exc): self.inner = self._swap(self.outer)
 
 # %% ../../nbs/core/04_random.ipynb #c020
-def draw(items, rng:shared_rng, chunk:int=1, first:int=1, note=lambda got: None):
-    """Iterator over `items`, which draws its random numbers from `rng`. It reads `first` items, then `chunk` at a time:
-    each swap of random streams takes some 20 µs. note: called with each list of items that was read, at the end with an
-    empty one"""
+def draw(items, rng:shared_rng, chunk:int=1, first:int=1):
+    """Iterator over lists of `items`, which draw their random numbers from `rng`. It reads `first` items, then `chunk` at
+    a time: each swap of random streams takes some 20 µs"""
     with rng: it = iter(items)
     size = first
     while True:
         with rng: got = list(islice(it, size))
-        note(got)
         if not got: return
-        yield from got
+        yield got
         size = chunk

@@ -20,9 +20,9 @@ from ..core.env import num_distrib,rank_distrib
 from ..core.random import mix_seed,rng_state,set_rng_state,shared_rng
 from ..data import distributed_dl as core
 from ..distributed.shares import Share
-from ..data.distributed_dl import Dealer,EveryNth,in_order,is_quiet
+from ..data.distributed_dl import EveryNth,in_order,is_quiet
 from ..data.distributed_dl import parted,reindexed,seed_collation,whole_batches,with_settings
-from ..data.sharding import batch_count,share_len
+from ..data.sharding import Deal,batch_count,share_len
 
 # %% ../../nbs/fastai/00_loaders.ipynb #b73587e2
 names.update( # Private names of fastai; those of torch are in `core.compat`
@@ -116,7 +116,7 @@ def _seeded(new, dealer):
     if dealer.world_size>1 and dealer.unit!='batch': new.do_item = _AllItems(new)
     own = getattr(new.after_item, 'fs', getattr(new.after_item, '__func__', None) is not DataLoader.after_item)
     if not dealer.sample_seeds or new.indexed and not own and is_quiet(new.dataset): return new
-    dealer.share_memory(new.fake_l.num_workers)
+    dealer.progress.share(new.fake_l.num_workers)
     items = SeededItems(new, dealer)
     new.create_item,new.create_batch = items.create_item,items.create_batch
     return new
@@ -143,7 +143,7 @@ def _reading(new, order):
 def _(dl:DataLoader, dealer):
     if not dl.indexed: return _of_stream(dl, dealer)
     if dl.bs and _reads_itself(dl): return _of_batches(dl, dealer)
-    if dl.bs is None: dealer.of_batches() # the data set's items are batches
+    if dl.bs is None: dealer.use(unit='batch', bs=1) # the data set's items are batches
     if _is_plain(dl): order = dealer.order(range(dl.n), dl.shuffle)
     else: order = dealer.drawn(_Indices(_global(dl, dealer), dealer))
     return _seeded(_reading(shallow(dl), order), dealer)
@@ -212,7 +212,7 @@ class _Lengths(RankOrder):
         whole = [*self.order.of_all_ranks()]
         self.longest = [max(whole[i:i+self.step], key=self.res.__getitem__)
                         for i in range(d.start, len(whole), self.step)]
-        return list(d.deal(whole))
+        return list(d.read([whole]))
 
 class _PaddedAlike:
     "In place of `create_batches`: pads each batch to the longest sample of the global batch"
@@ -258,7 +258,8 @@ class _Rows(_Streams):
 def _(dl:LMDataLoader, dealer):
     whole,new = dl.new(),shallow(dl)
     rows = share_len(dl.bs, dealer.rank, dealer.world_size, False)
-    new.create_item,dealer.unit = whole.create_item,'row'
+    new.create_item = whole.create_item
+    dealer.use(unit='row')
     new.bs,new.n = max(rows, 1),dl.n_batches*rows
     return _reading(new, _Rows(whole, dealer))
 
@@ -268,7 +269,7 @@ class _StepKeys:
     def __init__(self, order): self.order,self.keys = order,[]
     def __call__(self):
         d = self.order.dealer
-        self.keys,d.asked = [*d.steps(self.order.of_all_ranks())],'all'
+        self.keys = [*d.read(self.order.chunks())]
         return []
 
 class _EachPart:
@@ -293,7 +294,7 @@ def _(dl:DataLoader, dealer):
     new.do_item,after,new.after_batch = _AllItems(new),new.after_batch,noop
     new = _seeded(new, dealer)
     new.get_idxs,new.create_batches = _StepKeys(order),_EachPart(new, dealer)
-    dealer.share_memory(new.fake_l.num_workers)
+    dealer.progress.share(new.fake_l.num_workers)
     return new,after
 
 # %% ../../nbs/fastai/00_loaders.ipynb #c021
@@ -309,7 +310,7 @@ class DistributedDL(core.DistributedDL):
         world_size = world_size or num_distrib() or 1
         if reindexed.dispatch(type(dataset)) is reindexed.dispatch(object):
             return super().__init__(dataset, rank, world_size, seed=seed, pad=pad, **kw)
-        self._split(with_settings(dataset, **kw) if kw else dataset, Dealer(rank, world_size, seed, pad))
+        self._split(with_settings(dataset, **kw) if kw else dataset, Deal(rank, world_size, pad), seed)
     reader = property(lambda self: getattr(self.dl, 'fake_l', None), doc="As of torch's loader; None without one")
     def new(self, *args, **kwargs):
         "A plain loader over all the data"
