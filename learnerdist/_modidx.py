@@ -1072,6 +1072,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'learnerdist/data/sharding.py'),
                                            'learnerdist.data.sharding.Deal.count': ( 'data/sharding.html#deal.count',
                                                                                      'learnerdist/data/sharding.py'),
+                                           'learnerdist.data.sharding.Deal.dealt': ( 'data/sharding.html#deal.dealt',
+                                                                                     'learnerdist/data/sharding.py'),
                                            'learnerdist.data.sharding.Deal.own_items': ( 'data/sharding.html#deal.own_items',
                                                                                          'learnerdist/data/sharding.py'),
                                            'learnerdist.data.sharding.Deal.padding': ( 'data/sharding.html#deal.padding',

@@ -276,9 +276,9 @@ def check_count(d:Dealer, k:int, name:str):
     W,total,seen = d.world_size,data_len(d.source),d.n_read+d.start # with those of an earlier run
     if W==1 or d.items is None or d.by_rank: return
     if d.streams:
-        few = total and 0<seen<=-(-total//W)<total and d.workers==1 and not d.n_parts
-        if few: raise RuntimeError(f'rank {d.rank} has seen {seen} of the {total} samples of a {name}: {_split_itself}')
-        return
+        few = total and 0<seen<=-(-total//W)<d.deal.dealt(total)
+        if not few or d.workers>1 or d.n_parts: return
+        raise RuntimeError(f'rank {d.rank} has seen {seen} of the {total} samples of a {name}: {_split_itself}')
     done = d.n_read>=0
     if not done and total is None: return
     want = d.deal.batches(d.n_read if done else d.remaining(total))

@@ -81,9 +81,13 @@ class Deal:
         # a rank whose part of the last global batch is full would need a batch more
         return place%n if place<min(-rest%W, self.step-rest) else None
 
+    def dealt(self, n:int)->int:
+        "How many of an epoch's `n` items are dealt"
+        return n-n%self.row if self.drops_rest else n
+
     def count(self, n:int)->int:
         "How many of an epoch's `n` items this rank reads"
-        if self.drops_rest: n -= n%self.row
+        n = self.dealt(n)
         full,rest = divmod(n, self.step)
         own = full*len(self.taken(range(self.step)))+len(self.taken(range(rest)))
         return own if self.padding(n) is None else own+1
