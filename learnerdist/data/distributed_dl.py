@@ -21,7 +21,7 @@ from .loaders import is_shuffled, one_batch, pipe, read_loader
 from ..core.random import Generators,draw,map_seeded,mix_seed,no_generators,rng_state
 from ..core.random import same_streams,seed_streams,set_rng_state,shared_rng
 from ..core.stacks import need,warn
-from .sharding import Deal, as_list, epoch_order, share_len
+from .sharding import Deal, epoch_order, share_len, to_list
 from .datasets import as_it_is, at_once, columns_of
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #c005
@@ -110,7 +110,7 @@ class Dealt:
         return d.progress.noted(draw(self.source, rng, self.chunk, self.chunk))
     def of_all_ranks(self):
         "Iterator over the items before they are dealt"
-        return chain.from_iterable(map(as_list, self.chunks()))
+        return chain.from_iterable(map(to_list, self.chunks()))
     def _sized(self, batches):
         self.dealer.sizes = []
         for o in batches:
