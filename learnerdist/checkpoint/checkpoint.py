@@ -432,7 +432,7 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
         if self.active and self.at and self.at['phase']=='train': self.arrive()
 
     def after_batch(self):
-        if not self.active or self.learn.runner.more_parts: return
+        if not self.active or self.learn.runner.loop.more_parts: return
         if self.training: self.due |= {k for k,o in self.plan.items() if isinstance(o, int) and self.train_iter%o==0}
         if self.engine is None: self.hear(*self.wishes())
 

@@ -47,7 +47,7 @@ class Timer(Callback):
 
     def before_backward(self):
         loss = self.learn.loss_grad
-        if loss.requires_grad and self.learn.runner.model is not None: loss.register_hook(self._begun)
+        if loss.requires_grad and self.learn.runner.loop.model is not None: loss.register_hook(self._begun)
 
     def _begun(self, grad):
         self.mark_shared = self.shared

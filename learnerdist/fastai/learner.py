@@ -82,7 +82,7 @@ def __exit__(self, leave, exc_type, *args):
 @in_context(Learner)
 def _do_grad_opt(self, f):
     "The step comes after the last part"
-    if not trainer_of(self).engine.more_parts: return f()
+    if not trainer_of(self).engine.loop.more_parts: return f()
     backward = getattr(self, find('do_backward').__name__) # a subclass's own, too
     self._with_events(backward, 'backward', fastai_learner.CancelBackwardException)
 
@@ -97,7 +97,7 @@ def all_batches(self:Learner):
     with nullcontext() if trainer is None else trainer.loop():
         for i,b in enumerate(self.dl, at.batches if resumed else 0):
             alone = trainer is not None and trainer.alone # it is in no step of the others
-            for part in [b] if alone else self.runner.parts(i, b): self.one_batch(i, part)
+            for part in [b] if alone else self.runner.loop.parts(i, b): self.one_batch(i, part)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c008
 _get_preds = Learner.get_preds

@@ -90,7 +90,7 @@ class LRFinder(Callback):
         for g,(a,b) in zip(self.opt.param_groups, self.ends): g['lr'] = a*(b/a)**(self.train_iter/self.num_it)
 
     def after_batch(self):
-        if self.runner.more_parts: return
+        if self.runner.loop.more_parts: return
         loss = self.batch_loss()
         if loss is not None: self._record(loss)
         diverged = self.stop_div and self.losses and self.losses[-1]>4*min(self.losses)

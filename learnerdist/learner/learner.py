@@ -45,7 +45,7 @@ class TrainEvalCallback(Callback):
 
     def after_batch(self):
         learn = self.learn
-        if learn.runner.more_parts: return
+        if learn.runner.loop.more_parts: return
         learn.train_iter += 1
         of_epoch = (learn.iter+1)/learn.n_iter if learn.n_iter else 0
         learn.pct_train = (learn.epoch+of_epoch)/learn.n_epoch
@@ -81,9 +81,8 @@ def check_parts(dls, model, metrics, **functions):
     for o in listify(metrics): need(not isinstance(o, Real), 'give a function or a class', metrics=o)
 
 # %% ../../nbs/learner/01_learner.ipynb #c008b
-class Runner:
-    "What a learner asks while it runs. These are the answers of a process that trains alone; a context replaces it"
-    is_alone = True
+class Batches:
+    "What a learner asks of the batches of a loop. These are the answers of a process that trains alone"
     repeated = False # see the property of `Learner`
     model = None # What is called in training, in place of the learner's model
     more = False # Whether other parts, or other batches of an accumulation, come before the optimizer's step
@@ -97,12 +96,17 @@ class Runner:
         return n,is_last
     def accumulate(self, is_last, n_acc):
         "Hear whether the optimizer's step comes after the present batch. n_acc: samples of a step"
-    def loader(self, dl):
-        "What is read of a loader: all of its data, if another learner's context has split it"
-        return dl.all_data() if hasattr(dl, 'all_data') else dl
     def holds(self, e, event)->bool:
         "Whether the exception waits for the end of the batch. e: a Cancel exception that a callback has raised"
         return False
+
+class Runner:
+    "What a learner asks while it runs. These are the answers of a process that trains alone; a context replaces it"
+    is_alone = True
+    loop = Batches() # The present one
+    def loader(self, dl):
+        "What is read of a loader: all of its data, if another learner's context has split it"
+        return dl.all_data() if hasattr(dl, 'all_data') else dl
     def aside(self):
         "Context for a loop within another"
         return nullcontext()
@@ -252,12 +256,12 @@ class Learner:
     def wrapper(self):
         """What a callback calls for a further forward pass of a training batch (SAM): `model`, in a context in DDP or
         FSDP2. Gradients of a further pass count by the items of the ranks"""
-        return self.runner.model or self.model
+        return self.runner.loop.model or self.model
     @property
     def repeated(self):
         """Whether the current batch counts for nothing: other ranks have more samples in this epoch, and this one
         repeats some. A callback that counts samples skips it"""
-        return self.runner.repeated
+        return self.runner.loop.repeated
 
     # Callbacks and events
     def add_cb(self, cb):
@@ -313,7 +317,7 @@ class Learner:
             if not cb.run or not (always or (cb.run_train if self.training else cb.run_valid)): continue
             try: getattr(cb, event)()
             except _cancels as e:
-                if not self.runner.holds(e, event): raise
+                if not self.runner.loop.holds(e, event): raise
 
     def no_logging(self):
         "Context in which the learner prints no lines of its table"
@@ -398,13 +402,13 @@ class Learner:
         the batch in this loop; b: the batch, as the loader gave it"""
         n_inp = getattr(self.dl, 'n_inp', getattr(self._dls, 'n_inp', None))
         self.iter = i
-        for part in self.runner.parts(i, b): # the batch itself, but with `max_bs`
+        for part in self.runner.loop.parts(i, b): # the batch itself, but with `max_bs`
             self.pred = self.loss_grad = self.loss = self.items = None
             self.xb,self.yb = split_batch(to_device(part, self.device), n_inp)
             self._with_events(self._do_batch, 'batch')
 
     def _do_batch(self):
-        model = self.runner.model or self.model
+        model = self.runner.loop.model or self.model
         seen = model if self.loss_trace is None else partial(self.loss_trace, model)
         self.pred = call_model(seen, self.xb, self.model)
         self('after_pred')
@@ -416,7 +420,7 @@ class Learner:
         if not self.training: return
         check_targets(self)
         self._with_events(lambda: self.loss_grad.backward(), 'backward')
-        if self.runner.more: return
+        if self.runner.loop.more: return
         self._with_events(self.opt.step, 'step')
         self.opt.zero_grad()
 

@@ -47,9 +47,8 @@ class StartAt(NamedTuple):
 def check_parts(dls, model, metrics, **functions):
     """ValueError for what cannot be a part of a learner"""
 
-class Runner:
-    """What a learner asks while it runs. These are the answers of a process that trains alone; a context replaces it"""
-    is_alone: Any
+class Batches:
+    """What a learner asks of the batches of a loop. These are the answers of a process that trains alone"""
     repeated: Any
     model: Any
     more: Any
@@ -65,11 +64,16 @@ class Runner:
     def accumulate(self, is_last, n_acc):
         """Hear whether the optimizer's step comes after the present batch. n_acc: samples of a step"""
 
-    def loader(self, dl):
-        """What is read of a loader: all of its data, if another learner's context has split it"""
-
     def holds(self, e, event) -> bool:
         """Whether the exception waits for the end of the batch. e: a Cancel exception that a callback has raised"""
+
+class Runner:
+    """What a learner asks while it runs. These are the answers of a process that trains alone; a context replaces it"""
+    is_alone: Any
+    loop: Any
+
+    def loader(self, dl):
+        """What is read of a loader: all of its data, if another learner's context has split it"""
 
     def aside(self):
         """Context for a loop within another"""

@@ -92,18 +92,18 @@ class Recorder(Callback):
 
     def after_batch(self):
         learn = self.learn
-        counts = learn.yb and learn.loss is not None and not learn.runner.repeated
+        counts = learn.yb and learn.loss is not None and not learn.runner.loop.repeated
         n = batch_rows(learn) if counts else 0
         if not learn.training:
             for m in self.valid_mets if n else (): m.accumulate(learn)
             return
-        if self.n_before==learn.train_iter and not learn.runner.more_parts: return # it is recorded
+        if self.n_before==learn.train_iter and not learn.runner.loop.more_parts: return # it is recorded
         part = 0.,0,0
         if n:
             items = n_items(learn)
             part = weighted(learn.loss, items),items,n
         self.parts.append(part)
-        if learn.runner.more_parts: return
+        if learn.runner.loop.more_parts: return
         self.n_before = learn.train_iter
         whole = self.parts[0] if len(self.parts)==1 else learn.runner.add_up(self.parts)
         self.steps.append(whole)

@@ -235,13 +235,13 @@ class GradientAccumulation(Callback):
         if self.at!=self.train_iter: # the first part of a batch
             self.at = self.train_iter
             last = self.marks.popleft() if self.marks else self.iter+1==self.n_iter
-            n,last = self.runner.step_totals(self.n, last)
+            n,last = self.runner.loop.step_totals(self.n, last)
             self.count += n
             self.stepping = last or self.count>=self.n_acc
-        self.runner.accumulate(self.stepping, self.n_acc)
+        self.runner.loop.accumulate(self.stepping, self.n_acc)
 
     def before_backward(self):
-        if self.runner.weighs or loss_kind(self.learn)=='sum': return # the gradients of sums need no weights
+        if self.runner.loop.weighs or loss_kind(self.learn)=='sum': return # the gradients of sums need no weights
         counted = loss_over(self.learn).kind=='items' or self.learn.items is not None
         self.own = n_items(self.learn) if counted else self.n
         self.learn.loss_grad = self.loss_grad*(self.own/self.n_acc)
@@ -249,7 +249,7 @@ class GradientAccumulation(Callback):
     def after_cancel_backward(self): self.own = 0
     def after_backward(self):
         self.items,self.own = self.items+self.own,0
-        if not self.stepping or self.runner.weighs: return
+        if not self.stepping or self.runner.loop.weighs: return
         k = self.n_acc/(self.items+(self.items==0))
         is_one = not isinstance(k, torch.Tensor) and k==1
         if not is_one and loss_kind(self.learn)!='sum': scale_grads(self.opt, None, k)
