@@ -1632,6 +1632,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                          'learnerdist/distributed/loops.py'),
                                                'learnerdist.distributed.loops.TrainingLoop._find_kind': ( 'distributed/loops.html#trainingloop._find_kind',
                                                                                                           'learnerdist/distributed/loops.py'),
+                                               'learnerdist.distributed.loops.TrainingLoop._find_sum': ( 'distributed/loops.html#trainingloop._find_sum',
+                                                                                                         'learnerdist/distributed/loops.py'),
                                                'learnerdist.distributed.loops.TrainingLoop._forget_step': ( 'distributed/loops.html#trainingloop._forget_step',
                                                                                                             'learnerdist/distributed/loops.py'),
                                                'learnerdist.distributed.loops.TrainingLoop._guarded': ( 'distributed/loops.html#trainingloop._guarded',

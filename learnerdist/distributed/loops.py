@@ -347,11 +347,16 @@ class TrainingLoop(Loop):
 
     def note_loss(self):
         "After the loss, before callbacks change it or the targets"
-        if not self.weighs or not self.learn.yb: return
+        if not self.learn.yb: return
+        if not self.weighs: return self._find_sum()
         part = self.part
         part.over = over = loss_over(self.learn)
         if over.kind=='sum': part.loss = self.learn.loss_grad.clone() # also in place
         elif over.kind!='whole': part.n = n_items(self.learn, over)
+
+    def _find_sum(self):
+        "In one process, at the first batch of a fit: is the loss a sum? A small validation batch would not show it"
+        if not self.learn.train_iter: loss_kind(self.learn)
 
     def weigh(self):
         "Before the backward pass: multiply the loss of a part by its weight, see `Kind`"
