@@ -69,7 +69,8 @@ def test_a_day_with_fastai_killed(tmp_path):
     "Its script goes on, in the epoch in which a rank was killed"
     (tmp_path/'train.py').write_text('\n'.join([day[0],killed]))
     args = '-m learnerdist.launch --nproc 2 --max-restarts 1 train.py'.split()
-    p = subprocess.run([sys.executable, *args], cwd=tmp_path, env={**os.environ, 'PYTHONPATH': str(root)}, capture_output=True, text=True, timeout=240)
+    env = {**os.environ, 'PYTHONPATH': str(root)}
+    p = subprocess.run([sys.executable, *args], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
     assert p.returncode==0 and 'rank 1 failed first: ended by SIGKILL' in p.stderr, p.stdout+p.stderr
     assert 'going on in epoch 0 after step 20' in p.stdout and re.search(r'^accuracy 0\.\d+$', p.stdout, re.M)
 
