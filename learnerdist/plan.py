@@ -239,7 +239,7 @@ def plan(
 )->Plan:
     "The figures of one of `n` ranks for the first fit that `func` runs. ValueError if it runs none"
     need(n>0, 'give a number of ranks from 1 up', n=n)
-    made = lambda: [First(),Planner()]
+    made = lambda engine: [First(),Planner()]
     context_callbacks.append(made)
     try:
         with planned_group(n): func(*args)
