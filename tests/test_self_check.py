@@ -490,7 +490,7 @@ offenders = [(mixing,r'\[mixes-samples\] predictions of Sequential depend on whi
     (center_loss,r'\[ranks-differ\] .*centers.*average_grads'),
     (global_centers,r'\[ranks-differ\] .*centers.*average_grads'), (not_a_number,None),
     (drift,r'RuntimeError: \[weights-differ\] .*2\.bias differs between rank 0 and \[1\]'),
-    (other_path,r'\[different-path\] learn.path differs: .*run-0 on rank 0, .*run-1')]
+    (other_path,r'\[different-path\] learn.path: .*run-0 on rank 0, .*run-1')]
 
 @pytest.fixture(scope='module')
 def offences(): return run_ranks(all_of, 2, [o for o,_ in offenders], timeout_s=200)
@@ -530,14 +530,14 @@ def other_models(kind):
     if kind=='loss': return learner(loss=nn.L1Loss() if r else nn.MSELoss())
     return learner(cbs=Lerp() if r else Teachers())
 
-others = dict(layer='model.3: Linear', callback='callback: Teachers on rank 0, callback: Lerp on rank 1',
-              loss='loss_func: MSELoss on rank 0, loss_func: L1Loss', **{'class': 'model.1: Tanh on rank 0, model.1: ReLU on rank 1'})
+others = dict(layer='model.3: none on rank 0, Linear on rank 1', callback='callbacks: Teachers on rank 0, Lerp on rank 1',
+              loss='loss_func: MSELoss on rank 0, L1Loss on rank 1', **{'class': 'model.1: Tanh on rank 0, ReLU on rank 1'})
 
 def fits_others(): return [fitted(lambda k=k: other_models(k))[0] for k in others]
 
 def test_other_models_on_other_ranks():
     for got in run_ranks(fits_others, 2):
-        for o,want in zip(got, others.values()): assert o.startswith('ValueError: [different-models]') and want in o, o
+        for o,want in zip(got, others.values()): assert o.startswith('ValueError: [different-settings] the ranks train differently: ') and want in o, o
 
 def all_codes():
     texts = [o.read_text() for o in Path(__file__).parent.parent.glob('learnerdist/**/*.py')]
