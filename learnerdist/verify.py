@@ -110,7 +110,8 @@ class Recording:
         # sketches by (step, kind, name); samples, and shapes of batches, of each step
         self.rec = dict(values={}, rows=[], shapes=[], draws=False, edits=False, n_batches=0)
         # sizes: samples of a step and of a part; None: as the script has them
-        self.start = torch.load(folder/'start.pt', weights_only=True) if n_alone else dict(sizes=None)
+        self.start = dict(sizes=None)
+        if n_alone: self.start = torch.load(folder/'start.pt', weights_only=True)
 
     def __call__(self, e)->list: # e: the engine
         "When a context opens: set its options; returns the callbacks that record"
@@ -118,7 +119,7 @@ class Recording:
         if not self.n_alone and (self.by_parts or opts.max_bs): start['sizes'] = sizes_of(dl, opts, group_size())
         # a script may have divided its batch size by the processes
         bs,n = batch_shape(dl)[0],self.n_alone
-        is_global = opts.global_bs or opts.split_batches or bs and bs==start.setdefault('bs', bs)*n
+        is_global = bs and bs==start.setdefault('bs', bs)*n or opts.global_bs or opts.split_batches
         if start['sizes']: opts.global_bs,opts.max_bs = start['sizes']
         elif n and not is_global: e.shards.share = partial(self._share, e.shards.share)
         return [First(self),Last(self)]
@@ -137,7 +138,7 @@ class Recording:
             if isinstance(cb, Checkpoint): cb.path = 'checkpoint' # `resume` finds nothing
         model,loss = get_model(learn.model),learn.loss_func
         own = loss,*getattr(loss, '__dict__', {}).values() # fastai wraps losses
-        modules = nn.ModuleList([model,*[o for o in own if isinstance(o, nn.Module)]]).to(self.dtype)
+        modules = nn.ModuleList([o for o in (model,*own) if isinstance(o, nn.Module)]).to(self.dtype)
         torch.set_default_dtype(self.dtype or torch.get_default_dtype())
         if self.n_alone: modules.load_state_dict(start['state'])
         # as many for one process
@@ -265,13 +266,13 @@ def record_fit(folder:Path, how:dict, func, args):
                 with learn.distrib_ctx(): learn.fit(2)
         except Recorded: pass
         except SystemExit as e: raise RuntimeError(f'the script has ended: sys.exit({e})') from e
-        else: raise RuntimeError('no fit within a distrib_ctx was run: outside of one each process trains for itself')
+        else: raise RuntimeError('no fit within a distrib_ctx was run: there is nothing to compare')
         finally:
             engine.context_callbacks.remove(record)
             torch.set_default_dtype(old_type)
-    ours = [str(o.message) for o in warned if str(o.message)[:1]=='[' or not in_library(o.filename)]
+    texts = [str(o.message) for o in warned if '[' in str(o.message)[:1] or not in_library(o.filename)]
     sizes,name = record.start['sizes'],'alone' if record.n_alone else os.environ.get('RANK', 0)
-    rec = dict(record.rec, warned=[*dict.fromkeys(ours)], parts=sizes and count_parts(*sizes, 1))
+    rec = dict(record.rec, warned=[*dict.fromkeys(texts)], parts=sizes and count_parts(*sizes, 1))
     torch.save(rec, folder/f'{name}.pt')
 
 # %% ../nbs/02_verify.ipynb #96e58333
@@ -285,7 +286,8 @@ class Difference(NamedTuple):
 
     def __str__(self):
         who = f'rank {self.ranks} differs from rank 0' if self.ranks else 'differs from one process'
-        return ' '.join(f'{self.kind} {self.name} {who} by {self.by:.2g} at step {self.step}'.split())
+        what = f'{self.kind} {self.name}'.strip()
+        return f'{what} {who} by {self.by:.2g} at step {self.step}'
 
 class Verdict(NamedTuple):
     "Whether the run on several processes is the same as on one; prints as a table"
@@ -350,15 +352,16 @@ def judge(alone, ranks)->Verdict:
     is no step to compare"""
     for who,o in (('one process',alone),('rank 0',ranks[0])):
         if not o['rows']: raise NoRun(_no_step.format(who, o['n_batches'], '; '.join(o['warned'])))
-    n,parts,found = len(alone['rows']),alone['parts'],differences(alone, ranks)
-    found = sorted([d for d in found if d.kind in kinds], key=lambda d: (d.step,kinds.index(d.kind)))
+    n,parts = len(alone['rows']),alone['parts']
+    found = [d for d in differences(alone, ranks) if d.kind in kinds]
+    found.sort(key=lambda d: (d.step,kinds.index(d.kind)))
     tols = dict.fromkeys(kinds, 0. if parts else _tols.get(alone['dtype'], .05))
     # they may be computed in float32; those of validation are added up by rank
     for k in ['metrics'] if parts else ['loss','metrics']: tols[k] = max(tols[k], 1e-6)
     bad = [d for d in found if d.by>tols[d.kind]]
     bad = [d for d in bad if (d.step,d.kind)==(bad[0].step,bad[0].kind)]
     first = max(bad, key=lambda d: d.by, default=None)
-    largest = {k: max(ds, key=lambda d: d.by) for k in kinds if (ds := [d for d in found if d.kind==k])}
+    largest = {d.kind: d for d in sorted(found, key=lambda d: (kinds.index(d.kind),d.by))}
     causes = [*likely(first, alone, ranks)] if first else []
     one = f'one in {parts} parts, bit for bit' if parts else 'one'
     setting = f"{len(ranks)} processes and {one}, {n} step{'s'*(n!=1)} in {alone['dtype']}"
@@ -371,8 +374,7 @@ def news(alone, ranks)->list:
 
 _tols = dict(float64=1e-9, float32=1e-4)
 _by_parts = 'the fit draws, or sets max_bs: BatchNorm, and all else that samples share, is of a part of a step'
-_no_step = ('nothing can be compared: {} took no step of the optimizer, in {} training batches. Is there no data, does '
-            'a callback cancel each batch, or does n_acc ask for more samples than the fit has? {}')
+_no_step = 'nothing can be compared: {} took no step, in {} batches (no data, n_acc too large, cancelled?) {}'
 
 # %% ../nbs/02_verify.ipynb #f6555ed9
 def dealt(rows:list, by_parts:bool)->list:
@@ -390,7 +392,7 @@ def likely(d, alone, ranks):
     parts,every = alone['parts'],(alone,*ranks)
     want,*rows = [sum(o['rows'][d.step:d.step+1], []) for o in every]
     shapes,*others = [sum(o['shapes'][d.step:d.step+1], []) for o in every]
-    got,start,own = dealt(rows, parts),unlike('start', alone, ranks),unlike('kept', alone, ranks)
+    got,start = dealt(rows, parts),unlike('start', alone, ranks)
     if rows[0] and all(o==rows[0] for o in rows[1:]):
         yield 'the training loader is not dealt out: each rank reads the same samples'
     if not all(o['steady'] for o in every):
@@ -409,7 +411,8 @@ def likely(d, alone, ranks):
     yield from news(alone, ranks)
     if alone['edits'] and not parts and d.kind!='predictions':
         yield 'a callback changes the batches: what it mixes (MixUp, CutMix), it mixes on each rank'
-    if own: yield f"{own}: kept from one batch to the next, of each rank's samples"
+    if own := unlike('kept', alone, ranks):
+        yield f"{own}: kept from one batch to the next, of each rank's samples"
 
 # %% ../nbs/02_verify.ipynb #a6bb9d2d
 def verify(
@@ -462,7 +465,8 @@ def main(
     args:list|None=None # Command line; default: the process's own
 )->int:                 # Exit status
     "The command line `python -m learnerdist.verify`"
-    p = argparse.ArgumentParser('learnerdist.verify', description=verify.__doc__, allow_abbrev=False)
+    p = argparse.ArgumentParser('learnerdist.verify', allow_abbrev=False)
+    p.description = verify.__doc__
     p.epilog = 'Exit status: 0 the same, 1 different, 2 could not be run. The page "Is it the same?" has an example'
     p.add_argument('--nproc', type=int, default=2, help='processes to compare with one (2)')
     p.add_argument('--steps', type=int, default=20, help='steps of the optimizer to compare (20)')
@@ -473,7 +477,7 @@ def main(
     p.add_argument('args', nargs=argparse.REMAINDER, help='arguments of the script')
     args = vars(p.parse_args(args))
     try:
-        need(not args.pop('no_dropout'), 'leave out --no-dropout: a fit that draws is compared bit for bit')
+        need(not args.pop('no_dropout'), '--no-dropout: leave it out, draws are compared bit for bit')
         res = verify(args.pop('target'), *args.pop('args'), **args)
     except (NoRun,RanksError,ValueError) as e:
         print(f'learnerdist.verify: {e}', file=sys.stderr)

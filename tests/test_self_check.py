@@ -537,7 +537,8 @@ def fits_others(): return [fitted(lambda k=k: other_models(k))[0] for k in other
 
 def test_other_models_on_other_ranks():
     for got in run_ranks(fits_others, 2):
-        for o,want in zip(got, others.values()): assert o.startswith('ValueError: [different-settings] the ranks train differently: ') and want in o, o
+        for o,want in zip(got, others.values()):
+            assert o.startswith('ValueError: [different-settings] the ranks train differently: ') and want in o, o
 
 def all_codes():
     texts = [o.read_text() for o in Path(__file__).parent.parent.glob('learnerdist/**/*.py')]

@@ -183,7 +183,7 @@ def test_what_cannot_be_run_in_parts():
     (own_buffer, 'buffers', '1.mean', '1.mean: a module computes'), (centred, 'gradients', '', '[mixes-samples]'),
     (carrying, 'metrics', '', 'model.1.h: kept from one batch'), (padded, 'gradients', '', 'padding: the batches have other shapes'),
     (rescaled, 'gradients', '', '0.weight: other weights before the first step'),
-    (center_loss, 'gradients', '', '[ranks-differ] centers.weight')],
+    (center_loss, 'gradients', '', '[ranks-differ] own_step.opt_centers.params[0]')],
     ids=lambda o: getattr(o, '__name__', ''))
 def test_difference(f, kind, name, cause):
     res = verify(f, steps=10)
@@ -256,9 +256,12 @@ def test_a_verdict_counts_its_steps():
     def record(n):
         return dict(rows=[[]]*n, shapes=[[]]*n, values={}, dtype='float64', parts=None, n_batches=n, edits=False, steady=True,
                     warned=['[no-batches] nothing is trained'])
+    one,two,other = [record(2)|dict(values={(1,'weights',k): (torch.tensor([v]).double(),v) for k,v in zip('ab', o)})
+                     for o in ((1,1),(1,1),(1,2))]
+    assert judge(one, [one,two]).largest['weights'].by==0 and judge(one, [other,other]).largest['weights']==(1,'weights','b',1.,[])
     for n,steps in ((1,'1 step'),(2,'2 steps')):
         assert str(judge(record(n), [record(n)]*3)).endswith(f'The same: 3 processes and one, {steps} in float64')
-    with pytest.raises(NoRun, match=r'rank 0 took no step of the optimizer, in 0 training batches.*\[no-batches\]'):
+    with pytest.raises(NoRun, match=r'rank 0 took no step, in 0 batches.*\[no-batches\]'):
         judge(record(1), [record(0)]*2)
 
 def resumes(path):
