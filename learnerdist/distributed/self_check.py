@@ -272,11 +272,11 @@ class SelfCheck:
         elif kind is None and over.kind=='unknown' and not (done and one.says):
             findings('loss-unknown', unknown.format(name), 'once')
 
-mixes = ('predictions of {} depend on which other samples are in the batch, or on its padding. On {} ranks these are the '
-         'samples of one rank. If the model needs those of all, let it use gather_with_grad(x)')
-remedy = ('Samples count alike. If it is a mean over other things, name them: an attribute n_items, a function of (pred, '
-          '*targs); or return (sum, count). If it needs the global batch, let it work on gather_with_grad(pred), and '
-          "set n_items = 'whole'")
+mixes = ('predictions of {} depend on which other samples are in the batch, or on its padding. On {} ranks these are '
+         'those of one rank. If the model needs those of all, let it use gather_with_grad(x)')
+remedy = ('Samples count alike. If it is a mean over other things, give it an attribute n_items, a function of (pred, '
+          '*targs), or return (sum, count). If it needs the global batch, let it work on gather_with_grad(pred), '
+          "and set n_items = 'whole'")
 not_mean = ('the loss {} of a batch does not follow from its values on parts of it: it is no mean over samples{}, and '
             f'no sum. {remedy}')
 unknown = f'what the loss {{}} is the mean over is not known: it could not be compared with parts of a batch. {remedy}'
