@@ -105,7 +105,7 @@ class Planner(Callback):
     def after_batch(self):
         if not self.training: return
         self.rows += batch_rows(self.learn)
-        self.batches += not self.learn.runner.more_parts
+        self.batches += not self.learn.runner.loop.more_parts
         if not self.stepped: return
         self.traffic.__exit__(None, None, None)
         self.steps,self.plan = self.steps+1,planned(self)

@@ -224,8 +224,8 @@ class Last(Callback):
         rec['draws'] |= not same_device or not same_streams(before, now)
         # which is run again, in parts
         if not self.record.start['sizes'] and runner.anyone(rec['draws']): raise Recorded
-        rec['n_batches'] += not runner.more_parts
-        if not runner.more_parts: self._end('train')
+        rec['n_batches'] += not runner.loop.more_parts
+        if not runner.loop.more_parts: self._end('train')
 
     def after_cancel_train(self):
         # else fastai's Recorder leaves out the training loss, and trackers read another column of this epoch's row
