@@ -6,7 +6,7 @@
 __all__ = ['plan', 'main']
 
 # %% ../nbs/03_plan.ipynb #pln02
-import argparse,io,math,sys
+import argparse,math,sys
 from collections import Counter
 from typing import NamedTuple
 
@@ -14,11 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .checkpoint.checkpoint import Checkpoint
-from .checkpoint.snapshot import on_cpu
 from .core.compat import TorchDispatchMode,tree_leaves
 from .core.env import planned_group
-from .core.shards import a_part,is_part,shard_place
+from .core.shards import a_part,shard_place
 from .core.stacks import need
 from .data.loaders import data_len
 from .distributed.engine import context_callbacks
@@ -39,19 +37,16 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(t, 'full_tensor') for t in types): return NotImplemented # a DTensor, which calls torch again
         where,_,name = func.name().partition('::')
-        if where=='c10d':
-            kind = _kinds.get(name.split('.')[0], name)
-            sizes = [sum(t.nbytes for t in tree_leaves(o) if isinstance(t, Tensor)) for o in args]
-            self.calls[kind] += 1
-            self.n_bytes[kind] += max(sizes)
         res = func(*args, **(kwargs or {}))
-        if where=='c10d' and kind=='all-reduce': # the fake group leaves this rank's own: the sum over ranks like it
-            for t in args[0]: t.mul_(dist.get_world_size())
+        if where!='c10d': return res
+        kind = next((k for k in _kinds if k.replace('-', '') in name.replace('_', '')), name)
+        self.calls[kind] += 1
+        self.n_bytes[kind] += max(sum(t.nbytes for t in tree_leaves(o) if isinstance(t, Tensor)) for o in args)
+        # the fake group leaves this rank's own: the sum over ranks like it
+        for t in args[0] if kind=='all-reduce' else (): t.mul_(dist.get_world_size())
         return res
 
-_kinds = dict.fromkeys(('allreduce_','allreduce_coalesced_'), 'all-reduce')
-_kinds |= dict.fromkeys(('allgather_','_allgather_base_','allgather_into_tensor_coalesced_'), 'all-gather')
-_kinds |= dict.fromkeys(('reduce_scatter_','_reduce_scatter_base_'), 'reduce-scatter')
+_kinds = 'all-reduce','all-gather','reduce-scatter'
 
 # %% ../nbs/03_plan.ipynb #pln07
 class Size(NamedTuple):
@@ -59,41 +54,13 @@ class Size(NamedTuple):
     whole:int # with a replica of the model
     part:int  # with shard=True
 
-def size_of(tensors, n:int, shapes=None)->Size:
-    "What tensors take up, if those of `shapes` (None: all) are cut among `n` ranks"
-    def part(t):
-        if not t.ndim or shapes is not None and tuple(t.shape) not in shapes: return t.numel()
-        return math.prod((-(-t.shape[0]//n),*t.shape[1:]))
-    ts = [*{id(t): t for t in tensors if isinstance(t, Tensor)}.values()]
-    return Size(*[sum(f(t)*t.element_size() for t in ts) for f in (torch.numel,part)])
-
-class _Sink(io.RawIOBase):
-    "A file that only counts"
-    n = 0
-    def write(self, b):
-        self.n += len(b)
-        return len(b)
-
-def file_size(state)->int:
-    "The size of the file that `torch.save` would write"
-    sink = _Sink()
-    torch.save(on_cpu(state, False, {}), sink)
-    return sink.n
-
-def checkpoint_files(learn, n_parts:int)->dict:
-    "By name, the sizes of the files of a `Checkpoint` at the end of an epoch"
-    cb = Checkpoint('.')
-    cb.learn,cb.world = learn,dist.get_world_size()
-    cb.trainer = cb.engine = learn.runner
-    state = cb.capture('epoch')
-    parts = cb.parts(0, state['cbs'], [state['own']]*cb.world)
-    res = {f'{k}.pt': file_size(o) for k,o in parts.items()}
-    if 'rows_0.pt' not in res: return res
-    states = get_model(learn.model).state_dict(),learn.opt.state_dict(),state['cbs']
-    rows = [t for t in tree_leaves(states) if is_part(t)]
-    own,every = sum(t.nbytes for t in parts['rows_0']['rows']),size_of(rows, 1).whole
-    others = every-own+(n_parts-1)*(res['rows_0.pt']-own)
-    return res | {f'rows_1 … rows_{n_parts-1}.pt': others}
+def size_of(tensors, n:int)->Size:
+    "What tensors take up, whole or cut among `n` ranks; a number, such as a count of steps, is not cut"
+    whole,part = 0,0
+    for t in {id(t): t for t in tensors if isinstance(t, Tensor)}.values():
+        rows = math.prod((-(-t.shape[0]//n),*t.shape[1:])) if t.ndim else 1
+        whole,part = whole+t.nbytes,part+rows*t.element_size()
+    return Size(whole, part)
 
 # %% ../nbs/03_plan.ipynb #pln10
 def counted_hook(made):
@@ -110,126 +77,91 @@ def counted_hook(made):
 _sent = dict(shm=None, allreduce=None, fp16=torch.float16, bf16=torch.bfloat16)
 
 # %% ../nbs/03_plan.ipynb #pln11
-class Planned(BaseException):
-    "Raised to end the script, with the `Plan`"
-
-class First(Callback):
-    "Before all others: what writes or ends a fit does not run"
-    order = Order.resume-1
-    fastais = {f'fastai.callback.{o}' for o in 'progress tensorboard wandb neptune comet captum azureml'.split()}
-    def before_fit(self):
-        for cb in self.learn.cbs:
-            writes = self.fastais & {o.__module__ for o in type(cb).__mro__}
-            if writes or isinstance(cb, (*finder_skips,TerminateOnNaNCallback)): cb.run = False
+class Planned(BaseException): "Raised to end the script, with the `Plan`"
 
 class Planner(Callback):
-    "Measures the first steps of a fit, and then ends the script"
-    order = Order.agreement_end-1
+    "Measures the first steps of a fit, and then ends the script. What writes or ends a fit does not run"
+    order = Order.resume-1
     n_steps = 3 # After the second one nothing is arranged any more
-    def before_fit(self):
-        engine = self.learn.runner
-        engine.self_check.due = False # it would evaluate samples of all ranks
-        engine.opts.comm_hook = counted_hook(engine.opts.comm_hook)
+    def __init__(self, engine):
+        opts,self.steps = engine.opts,0
+        engine.findings.mode = False # the self-check would evaluate samples of all ranks
+        opts.comm_hook = counted_hook(opts.comm_hook)
         # else the end of the context would make it whole
-        if engine.sharded: engine.sharded.opts = engine.sharded.opts._replace(keep_sharded=True)
-        self.links,self.exchange,self.steps = engine.links,engine.links.exchange,0
-        self.votes = 0
-        self.links.exchange = self._vote
-    def _vote(self, *args):
-        self.votes += 1
-        return self.exchange(*args)
+        if opts.shard: opts.shard = opts.shard._replace(keep_sharded=True)
+
+    def before_fit(self):
+        for cb in self.learn.cbs:
+            writes = any(o.__module__.removeprefix('fastai.callback.') in _writers for o in type(cb).__mro__)
+            if writes or isinstance(cb, (*finder_skips,TerminateOnNaNCallback)): cb.run = False
 
     def before_train(self):
-        self.rows,self.batches,self.votes,self.stepped = 0,0,0,False
+        self.rows,self.batches,self.stepped = 0,0,False
         self.traffic = Traffic().__enter__()
     def after_backward(self):
-        self.grads = [p.grad for p in self.learn.runner.all_params()]
-        for g in self.grads:
-            if g is not None: g.zero_() # what the fake group returns may be no number
+        self.grads = [p.grad for p in self.learn.runner.all_params() if p.grad is not None]
+        for g in self.grads: g.zero_() # what the fake group returns may be no number
     def after_step(self): self.stepped = True
     def after_batch(self):
         if not self.training: return
         self.rows += batch_rows(self.learn)
-        if self.learn.runner.loop.more_parts: return
-        self.batches += 1
+        self.batches += not self.learn.runner.loop.more_parts
         if not self.stepped: return
         self.traffic.__exit__(None, None, None)
-        self.steps += 1
-        self.step = Step(self.rows, self.batches, self.votes, self.traffic.calls, self.traffic.n_bytes)
-        self.plan = planned(self.learn, self.step, self.grads)
+        self.steps,self.plan = self.steps+1,planned(self)
         if self.steps==self.n_steps: raise Planned(self.plan)
         self.before_train()
     def after_train(self):
         need(self.steps, 'a plan needs a step of the optimizer, and this epoch has none')
         raise Planned(self.plan)
 
-# %% ../nbs/03_plan.ipynb #pln12
-class Step(NamedTuple):
-    "What happens in a step of the optimizer, on a rank"
-    samples:int
-    batches:int
-    votes:int
-    calls:dict   # Of collectives, by kind
-    n_bytes:dict # By kind
+_writers = 'progress tensorboard wandb neptune comet captum azureml'.split()
 
+# %% ../nbs/03_plan.ipynb #pln12
 class Plan(NamedTuple):
     "The figures of one rank"
     ranks:int
-    parts:int          # Ranks among which the model is cut, or would be
-    sharded:bool       # Whether it is
-    samples:int        # Of the training data; None: not known
-    steps:int          # Of an epoch; None: not known
-    step:Step
-    memory:dict        # By use: `Size`
-    files:dict         # Of a checkpoint: bytes, by name
-    uneven:list        # What does not divide
+    samples:int  # Of a step, on this rank
+    batches:int  # Of a step
+    n_total:int  # Samples of the training data; None: not known
+    steps:int    # Of an epoch; None: not known
+    memory:dict  # By use: `Size`
+    calls:dict   # Collectives of a step, by kind
+    n_bytes:dict # By kind
+    files:dict   # Of a checkpoint: bytes, by name
 
     def __str__(self):
-        s,own,text = self.step,int(self.sharded),[f'rank 0 of {self.ranks}']
-        def add(head, *lines): text.extend(f'{"" if i else head:12}{o}' for i,o in enumerate(lines))
-        add('samples', f'{s.samples:,} in a step, {s.samples*self.ranks:,} on all ranks; {s.batches} batches a step')
-        of = f' of {self.samples:,} samples' if self.samples else ''
-        if self.steps: add('', f'{self.steps:,} steps an epoch{of}')
-        total = Size(*map(sum, zip(*self.memory.values())))
-        for k,o in {**self.memory, 'in all': total}.items(): add(k, f'{mb(o[0]):>12} replicated {mb(o[1]):>12} sharded')
-        add('', f'this script: {mb(total[own])}')
-        sent = [f'{k} of {mb(n)} in {s.calls[k]} calls' for k,n in s.n_bytes.items()]
-        add('a step', *sent, f'{s.votes} votes of {16*(self.ranks-1):,} bytes')
-        add('checkpoint', *[f'{k} {mb(n)}' for k,n in self.files.items()], f'{mb(sum(self.files.values()))} in all')
-        add('not even', *self.uneven)
-        return '\n'.join(text)
+        W,n,total = self.ranks,self.samples,self.n_total
+        rows = [('samples',f'{n:,} in a step, {n*W:,} on all ranks; {self.batches} batches a step')]
+        if self.steps: rows.append(('',f'{self.steps:,} steps an epoch'))
+        if total and total%(n*W): rows.append(('',f'of {total:,}, the last step has {total%(n*W):,}'))
+        memory = self.memory|{'in all': Size(*map(sum, zip(*self.memory.values())))}
+        for k,(own,part) in memory.items(): rows.append((k,f'{mb(own):>12} replicated {mb(part):>12} sharded'))
+        for k,size in self.n_bytes.items(): rows.append(('a step',f'{k} of {mb(size)} in {self.calls[k]} calls'))
+        for k,size in self.files.items(): rows.append(('checkpoint',f'{k} {mb(size)}'))
+        return '\n'.join([f'rank 0 of {W}',*[f'{k:12}{o}' for k,o in rows]])
 
 def mb(n)->str:
     "Bytes, as a user reads them"
     return f'{n/1e6:,.3f} MB' if n<1e9 else f'{n/1e9:,.3f} GB'
 
 # %% ../nbs/03_plan.ipynb #pln13
-def planned(learn, step:Step, grads)->Plan:
+def planned(cb:Planner)->Plan:
     "The figures of a learner's fit, after a step"
-    W,like = dist.get_world_size(),a_part(get_model(learn.model))
-    engine,params = learn.runner,learn.runner.all_params()
-    n = W if like is None else shard_place(like)[1]
-    shapes = {tuple(p.shape) for p in params} # others, such as counts of steps, are not cut
-    memory = dict(weights=size_of(params, n), buffers=size_of(get_model(learn.model).buffers(), 1))
-    memory |= dict(gradients=size_of(grads, n), optimizer=size_of(tree_leaves(learn.opt.state_dict()), n, shapes))
-    if not engine.opts.ddp_kw.get('gradient_as_bucket_view'): memory["DDP's copy"] = Size(memory['gradients'].whole, 0)
-    total,n_batches = getattr(learn.dl, 'n_total', None),data_len(learn.dl)
-    steps = n_batches and -(-n_batches//step.batches)
-    uneven = [*uneven_data(total, step.samples*W, W),*uneven_parts(params, n, like is not None)]
-    return Plan(W, n, like is not None, total, steps, step, memory, checkpoint_files(learn, n), uneven)
-
-def uneven_data(total, n, W):
-    "What of the training data does not divide, as texts"
-    if total is None: return
-    if total<W: yield f'{total} samples for {W} ranks: some have none of their own'
-    elif total%n: yield f'{total:,} samples in steps of {n:,}: the last one of an epoch has {total%n:,}'
-
-def uneven_parts(params, n, is_sharded):
-    "Which parameters are cut unevenly, as a text"
-    bad = [p for p in params if p.ndim and p.shape[0]%n]
-    idle = sum(-(-p.shape[0]//n)*(n-1)>=p.shape[0] for p in bad)
-    would = 'are' if is_sharded else 'would be, with shard=True,'
-    if bad: yield f'{len(bad)} of {len(params)} parameters {would} cut unevenly; of {idle} some ranks have no rows'
+    learn,engine,W = cb.learn,cb.learn.runner,dist.get_world_size()
+    model,opt = get_model(learn.model),tree_leaves(learn.opt.state_dict())
+    like = a_part(model)
+    n = W if like is None else shard_place(like)[1] # ranks among which the model is cut, or would be
+    memory = dict(weights=size_of(engine.all_params(), n), buffers=size_of(model.buffers(), 1))
+    memory |= dict(gradients=size_of(cb.grads, n), optimizer=size_of(opt, n))
+    weights,buffers,grads,opt = [o.whole for o in memory.values()]
+    if not engine.opts.ddp_kw.get('gradient_as_bucket_view'): memory["DDP's copy"] = Size(grads, 0)
+    files = {'model.pt': weights+buffers, 'state.pt': opt}
+    if like is not None: files = {'model.pt': buffers, f'rows_0 … rows_{n-1}.pt': weights+opt}
+    steps = data_len(learn.dl)
+    steps = steps and -(-steps//cb.batches)
+    total,sent = getattr(learn.dl, 'n_total', None),(cb.traffic.calls,cb.traffic.n_bytes)
+    return Plan(W, cb.rows, cb.batches, total, steps, memory, *sent, files)
 
 # %% ../nbs/03_plan.ipynb #pln14
 def plan(
@@ -239,7 +171,7 @@ def plan(
 )->Plan:
     "The figures of one of `n` ranks for the first fit that `func` runs. ValueError if it runs none"
     need(n>0, 'give a number of ranks from 1 up', n=n)
-    made = lambda: [First(),Planner()]
+    def made(engine): return [Planner(engine)]
     context_callbacks.append(made)
     try:
         with planned_group(n): func(*args)

@@ -6,46 +6,46 @@
 __all__ = ['Difference', 'Verdict', 'NoRun', 'verify', 'main']
 
 # %% ../nbs/02_verify.ipynb #8aa1d3d0
-import argparse,io,math,os,pickle,re,subprocess,sys,tempfile,warnings
-from contextlib import contextmanager,redirect_stdout
+import argparse,inspect,io,math,os,re,sys,tempfile,warnings
+from collections import Counter
+from contextlib import redirect_stderr,redirect_stdout
 from functools import partial
+from itertools import chain,zip_longest
 from pathlib import Path
 from typing import NamedTuple
-from unittest.mock import patch
 
 import torch
-from fastcore.basics import listify,store_attr
 from torch import Tensor,nn
 
-from .core.compat import BatchNorm,Dropout,tree_leaves,tree_map
-from .core.env import group_rank
-from .core.random import rng_state,set_rng_state,shared_rng
+from .core.compat import tree_leaves,tree_map
+from .core.env import group_rank,group_size
+from .core.random import rng_state,same_streams,seed_streams,shared_rng
 from .core.shards import whole
 from .core.stacks import in_library,need
-from .data.distributed_dl import DistributedDL,widened
-from .data.loaders import batch_shape,data_len,find_bs,loaders_of,one_batch
+from .data.distributed_dl import sample_hash,widened
+from .data.loaders import batch_shape,find_bs,loaders_of,one_batch
 from .data.rows import Samples,as_samples,listed
+from .data.sharding import count_parts
 from .checkpoint.checkpoint import Checkpoint
-from .distributed.batchnorm import Synced
-from .distributed.comparison import digest,few,fingerprint,tensor_hash,tensors_beside
-from .learner.callback import Callback
-from .learner.learner import Learner,get_model
-from .learner.losses import batch_rows,loss_over
+from .distributed.comparison import few,tensor_hash
+from .distributed import engine
+from .learner.callback import Callback,Order
+from .learner.learner import get_model
+from .learner.losses import batch_rows
 from .launch.cli import run_target
 from .launch.processes import RanksError,call_on_ranks
 
 # %% ../nbs/02_verify.ipynb #0b625052
 _size = 1024
 
-def sketch(t:Tensor)->Tensor:
-    """A short vector for `t`, of up to 1024 numbers, float64, on the CPU. The distance of two is about that of their
-    tensors; up to 1024 elements it is exact"""
-    t = whole(t).detach().flatten().cpu().double()
-    if len(t)<=_size: return t.clone()
+def sketch(t:Tensor)->tuple:
+    """A short vector for `t`, of up to 1024 numbers, float64, on the CPU, and a hash of its bits. The distance of two
+    vectors is about that of their tensors; up to 1024 elements it is exact"""
+    t = whole(t).detach().flatten().cpu()
+    bits,t = tensor_hash(t).item(),t.double()
+    if len(t)<=_size: return t.clone(),bits
     signs = torch.randint(0, 2, (len(t),), generator=torch.Generator().manual_seed(len(t)), dtype=torch.int8)
-    return nn.functional.pad(t*(signs*2-1), (0, -len(t)%_size)).view(-1, _size).sum(0)
-
-def _sketches(named): return {k: sketch(t) for k,t in named.items()}
+    return nn.functional.pad(t*(signs*2-1), (0, -len(t)%_size)).view(-1, _size).sum(0),bits
 
 # %% ../nbs/02_verify.ipynb #71cb0f4b
 def row_keys(b:tuple)->list:
@@ -53,280 +53,241 @@ def row_keys(b:tuple)->list:
     n = find_bs(b)
     leaves = tree_leaves(as_samples(tuple(listed(b)), n), is_leaf=lambda o: isinstance(o, Samples))
     cols = [o for o in leaves if isinstance(o, Samples) or getattr(o, 'shape', ())[:1]==(n,)]
-    return [sum(_key(o[i])*(2*k+1) for k,o in enumerate(cols))%2**62 for i in range(n)]
+    return [sample_hash([_key(o[i]) for o in cols]) for i in range(n)]
 
 def _key(o):
-    if not isinstance(o, Tensor):
-        return sum(_key(p) if isinstance(p, Tensor) else sum(map(ord, str(p))) for p in tree_leaves(o))
-    return tensor_hash(_trimmed(o) if not o.is_floating_point() and o.ndim else o).item()
-
-def _trimmed(row):
-    "A row without repeated elements at its start and its end"
-    new = (row[1:]!=row[:-1]).flatten(1).any(1) if row.ndim>1 else row[1:]!=row[:-1]
-    at = new.nonzero().flatten().tolist()
-    return row[at[0]:at[-1]+2] if at else row[:1]
+    if not isinstance(o, Tensor): return sample_hash([o])
+    if o.is_floating_point() or not o.ndim: return tensor_hash(o).item()
+    at = (o[1:]!=o[:-1]).reshape(max(len(o)-1, 0), -1).any(1).nonzero().flatten().tolist()
+    return tensor_hash(o[at[0]:at[-1]+2] if at else o[:1]).item()
 
 # %% ../nbs/02_verify.ipynb #e8efa7a8
-def about(dl)->dict:
-    "What a loader's data set is, as in `fingerprint`; `steady`: whether a batch is the same at each reading"
-    ds = getattr(dl, 'dataset', None)
-    # a share of a validation loader has no batch if there are more ranks
-    unread = not hasattr(ds, '__getitem__') or not data_len(ds) or data_len(dl)==0
-    return dict(data=fingerprint(ds), steady=unread or _first(dl, 0)==_first(dl, 1))
-
-def _first(dl, seed):
-    with shared_rng(seed): b = dl.one_batch() if hasattr(dl, 'one_batch') else one_batch(dl)
-    return row_keys(tuple(b) if isinstance(b, (list,tuple)) else (b,))
+def is_steady(dl)->bool:
+    "Whether a batch of a loader is the same at each reading; a stream is not read"
+    keys = []
+    for seed in range(2 if hasattr(getattr(dl, 'dataset', None), '__getitem__') else 0):
+        with shared_rng(seed): b = dl.one_batch() if hasattr(dl, 'one_batch') else one_batch(dl)
+        keys.append(row_keys(tuple(b) if isinstance(b, (list,tuple)) else (b,)))
+    return keys[:1]==keys[1:]
 
 # %% ../nbs/02_verify.ipynb #fa951e02
 def trained(learn)->dict:
     "From names to parameters: those of the model, of the loss, and any other that the optimizer trains"
-    res = dict(get_model(learn.model).named_parameters())
-    if isinstance(learn.loss_func, nn.Module):
-        res |= {f'loss_func.{k}': p for k,p in learn.loss_func.named_parameters()}
-    known = {*map(id, res.values())}
+    loss,params = learn.loss_func,dict(get_model(learn.model).named_parameters())
+    if isinstance(loss, nn.Module): params |= loss.named_parameters(prefix='loss_func')
+    known = {*map(id, params.values())}
     others = [p for g in learn.opt.param_groups for p in g['params'] if id(p) not in known]
-    return res | {f'opt[{i}]': p for i,p in enumerate(others)}
+    return params | {f'opt[{i}]': p for i,p in enumerate(others)}
 
 def kept(learn)->dict:
-    "By name, sketches of tensors that callbacks of the script, the loss and layers keep"
-    def is_array(v): return type(v).__name__=='ndarray' and v.dtype.kind in 'biuf'
-    owners = {cb.name: cb for cb in learn.cbs if not type(cb).__module__.startswith(('learnerdist.','fastai.'))}
-    owners |= dict(get_model(learn.model).named_modules(prefix='model'), loss_func=learn.loss_func)
-    found = {}
-    for k,o in owners.items():
-        own = getattr(o, '__dict__', {}).items()
-        found |= {f'{k}.{name}': v for name,v in own if isinstance(v, Tensor) or is_array(v)}
-    return _sketches({k: torch.as_tensor(v) for k,v in found.items()})
-
-def silence(model)->list:
-    "Set the dropout of all layers of `model` to 0; returns the names of these layers"
-    res = []
-    for kinds,name in ((Dropout, 'p'), ((nn.MultiheadAttention,nn.RNNBase), 'dropout')):
-        found = {k: m for k,m in model.named_modules() if isinstance(m, kinds) and getattr(m, name)}
-        for m in found.values(): setattr(m, name, 0.)
-        res += found
+    "By name, tensors that callbacks of the script, the loss and layers keep"
+    users = [cb for cb in learn.cbs if not type(cb).__module__.startswith(('learnerdist.','fastai.'))]
+    owners = [('loss_func',learn.loss_func),*[(cb.name,cb) for cb in users]]
+    res = {}
+    for k,o in (*owners,*get_model(learn.model).named_modules(prefix='model')):
+        res |= {f'{k}.{name}': v for name,v in getattr(o, '__dict__', {}).items() if isinstance(v, Tensor)}
     return res
+
+def predicted(learn)->Tensor:
+    "The numbers of predictions and targets"
+    # without this option fastai's tells callbacks of another fit
+    kw = dict(inner=True) if 'inner' in inspect.signature(learn.get_preds).parameters else {}
+    rows = learn.get_preds(dl=learn.dls[1], **kw)
+    leaves = tree_leaves([[*o] if isinstance(o, Samples) else o for o in rows])
+    return torch.cat([o.cpu().double().flatten() for o in leaves if isinstance(o, Tensor)])
 
 # %% ../nbs/02_verify.ipynb #f0ae99f4
 _casts = dict(float64=torch.float64, float32=torch.float32)
 
-class FitRecord(Callback):
-    "Record a fit, step by step, as plain data in `rec`. Its high `order` makes it the last callback at each event"
-    order = 10**10
-    def __init__(self, dtype=None):
-        self.dtype = _casts.get(dtype)
-        self.rec = dict(steps=[], start={}, draws=False, edits=False)
-        self.rows,self.shapes,self.n_batches = [],[],0
+class Recording:
+    "How the first fit in a `distrib_ctx` is run, and its record, as plain data; one of `context_callbacks`"
+    def __init__(self, folder:Path, steps:int, dtype:str, by_parts:bool=False, n_alone:int=0):
+        """folder: where ranks leave what the single process begins with; steps: of the optimizer, after which the fit
+        ends; dtype: as in `verify`; by_parts: run in parts, since the fit draws; n_alone: the ranks that this single
+        process stands for, after their run, or 0"""
+        self.folder,self.steps,self.dtype = folder,steps,_casts.get(dtype)
+        self.by_parts,self.n_alone,self.learn = by_parts,n_alone,None
+        # sketches by (step, kind, name); samples, and shapes of batches, of each step
+        self.rec = dict(values={}, rows=[], shapes=[], draws=False, edits=False, n_batches=0)
+        # sizes: samples of a step and of a part; None: as the script has them
+        self.start = dict(sizes=None)
+        if n_alone: self.start = torch.load(folder/'start.pt', weights_only=True)
+
+    def __call__(self, e)->list: # e: the engine
+        "When a context opens: set its options; returns the callbacks that record"
+        opts,dl,start = e.opts,e.adapter.learn.dls.train,self.start
+        if not self.n_alone and (self.by_parts or opts.max_bs): start['sizes'] = sizes_of(dl, opts, group_size())
+        # a script may have divided its batch size by the processes
+        bs,n = batch_shape(dl)[0],self.n_alone
+        is_global = bs and bs==start.setdefault('bs', bs)*n or opts.global_bs or opts.split_batches
+        if start['sizes']: opts.global_bs,opts.max_bs = start['sizes']
+        elif n and not is_global: e.shards.share = partial(self._share, e.shards.share)
+        return [First(self),Last(self)]
+
+    def _share(self, share, dl, pad):
+        "In place of `Shards.share`: one process reads the global batch"
+        reads = pad and not hasattr(dl, 'dealer')
+        return share(widened(dl, self.n_alone) if reads else dl, pad)
+
+    def begin(self, learn):
+        "Give all processes the same start: dtype and weights. Files of the script are of this run alone from here on"
+        self.learn,start = learn,self.start
+        learn.path = self.folder/f'files_{self.n_alone}_{self.by_parts}'
+        learn.path.mkdir(exist_ok=True)
+        for cb in learn.cbs:
+            if isinstance(cb, Checkpoint): cb.path = 'checkpoint' # `resume` finds nothing
+        model,loss = get_model(learn.model),learn.loss_func
+        own = loss,*getattr(loss, '__dict__', {}).values() # fastai wraps losses
+        modules = nn.ModuleList([o for o in (model,*own) if isinstance(o, nn.Module)]).to(self.dtype)
+        torch.set_default_dtype(self.dtype or torch.get_default_dtype())
+        if self.n_alone: modules.load_state_dict(start['state'])
+        # as many for one process
+        torch.set_num_threads(start.setdefault('threads', torch.get_num_threads()))
+        start['state'] = {k: whole(t) for k,t in modules.state_dict().items()}
+        if not self.n_alone and not group_rank(): torch.save(start, self.folder/'start.pt')
+        dtypes = [str(p.dtype)[6:] for p in model.parameters() if p.is_floating_point()]
+        steady = is_steady(learn.dls.train)
+        self.rec |= dict(dtype=[*dtypes,'float32'][0], steady=steady, draws=not steady)
+
+    def add(self, kind:str, tensors:dict, step:int=None):
+        "Record tensors; step: None: the present one"
+        step = len(self.rec['rows']) if step is None else step
+        self.rec['values'] |= {(step,kind,k): sketch(t) for k,t in tensors.items()}
+
+    def cast(self, o):
+        "A part of a batch in the dtype of this run"
+        return o.to(self.dtype) if isinstance(o, Tensor) and o.is_floating_point() else o
+
+def sizes_of(dl, opts, W:int)->tuple:
+    """The samples of a step and of a part with which one process has as many parts as `W` ranks. ValueError if there
+    are none. dl: the training loader; opts: of the context"""
+    bs = batch_shape(dl)[0]
+    n = opts.global_bs or bs and bs*(1 if opts.split_batches else W)
+    need(n, f'this {type(dl).__name__} has no batch size, so that its steps have no parts')
+    most = opts.max_bs if isinstance(opts.max_bs, int) else -(-n//W)
+    most = -(-n//count_parts(n, most, W))
+    alike = count_parts(n, most, 1)==count_parts(n, most, W)
+    need(alike, f'one process has other parts than {W}: give a multiple of {W}', global_bs=n)
+    return n,most
+
+# %% ../nbs/02_verify.ipynb #149a37cf
+class Recorded(BaseException): "Raised to end a script after its fit. `except Exception` does not catch it"
+
+class First(Callback):
+    "Hears each event first: begins the record, sees a batch before callbacks and the model change it"
+    order = Order.resume-1
+    def __init__(self, record): self.record = record
+    def before_fit(self):
+        # fastai's `validate` tells of a fit, too
+        is_fit = self.learn.fitting and 'lr_finder' not in vars(self.learn)
+        if is_fit and self.record.learn is None: self.record.begin(self.learn)
 
     def before_batch(self):
+        learn,record = self.learn,self.record
+        if record.learn is not learn: return
+        if record.dtype: learn.xb,learn.yb = tree_map(record.cast, (tuple(learn.xb),tuple(learn.yb)))
+        if not learn.training: return
+        record.loaded,record.streams = row_keys((*learn.xb,*learn.yb)),rng_state()
+        if learn.repeated: return
+        record.rows += record.loaded
+        ts = [o for o in tree_leaves((*learn.xb,*learn.yb)) if isinstance(o, Tensor)]
+        record.shapes.append([list(o.shape[1:]) for o in ts if o.shape[:1]==(batch_rows(learn),)])
+
+class Last(Callback):
+    "Hears each event last: records what comes of a batch, a step and the fit, and ends it"
+    order = Order.agreement_end-1
+    def __init__(self, record): self.record,self.rec = record,record.rec
+    def answers(self, event, training):
+        "Not outside of the fit"
+        return self.record.learn is self.learn
+
+    def before_train(self): self.record.rows,self.record.shapes = [],[]
+    def before_batch(self):
         if not self.training: return
-        self.rec['start'] = self.rec['start'] or _sketches(trained(self.learn))
-        self.rec['edits'] |= _ids(self.learn)!=self.loaded
-
-    def cast(self):
-        "Give the batch its dtype, before callbacks and the self-check see it"
-        learn = self.learn
-        if self.dtype: learn.xb,learn.yb = tree_map(self._cast, (tuple(learn.xb),tuple(learn.yb)))
-        check = learn.runner.self_check
-        if check.due: check.note()
-
-    def _cast(self, o): return o.to(self.dtype) if isinstance(o, Tensor) and o.is_floating_point() else o
-
-    def after_loss(self):
-        if self.learn.training and self.learn.yb: self.rec['draws'] |= _streams()!=self.drawn
+        if not self.rec['n_batches']: self.record.add('start', trained(self.learn))
+        self.rec['edits'] |= row_keys((*self.learn.xb,*self.learn.yb))!=self.record.loaded
 
     def after_step(self):
         "Record a step of the optimizer: its samples, gradients, weights and buffers"
+        record,params = self.record,trained(self.learn)
+        record.add('buffers', dict(get_model(self.learn.model).named_buffers()))
+        record.add('gradients', {k: p.grad for k,p in params.items() if p.grad is not None})
+        record.add('weights', params)
+        self.rec['rows'].append(record.rows)
+        self.rec['shapes'].append(record.shapes)
+        self.before_train()
+
+    def after_batch(self):
         if not self.training: return
-        params,model = trained(self.learn),get_model(self.learn.model)
-        grads = {k: p.grad for k,p in params.items() if p.grad is not None}
-        found = dict(gradients=grads, weights=params, buffers=dict(model.named_buffers()))
-        sketches = {k: _sketches(v) for k,v in found.items()}
-        self.rec['steps'].append(dict(sketches, rows=self.rows, batch=self.n_batches, shapes=self.shapes))
-        self.rows,self.shapes = [],[]
-        bns = {k: m for k,m in model.named_modules() if isinstance(m, BatchNorm) and m.training}
-        self.rec['bn'] = list(bns)
-        self.rec['plain_bn'] = [k for k,m in bns.items() if not isinstance(m, (Synced,nn.SyncBatchNorm))]
+        rec,runner,before,now = self.rec,self.learn.runner,self.record.streams,rng_state()
+        same_device = now[3] is None or torch.equal(now[3], before[3])
+        rec['draws'] |= not same_device or not same_streams(before, now)
+        # which is run again, in parts
+        if not self.record.start['sizes'] and runner.anyone(rec['draws']): raise Recorded
+        rec['n_batches'] += not runner.loop.more_parts
+        if not runner.loop.more_parts: self._end('train')
 
-    def after_batch(self): self.n_batches += self.training
-
-    def end(self, warned):
-        "Record what there is at the end of the fit; `warned`: its warnings"
-        learn,over = self.learn,loss_over(self.learn)
-        ours = [str(o.message) for o in warned if str(o.message)[:1]=='[' or not in_library(o.filename)]
-        self.rec |= _numbers_of(learn.recorder)|dict(kept=kept(learn), beside=_sketches(tensors_beside(learn)))
-        self.rec |= dict(loss='samples' if over.of_samples else over.kind, warned=[*dict.fromkeys(ours)])
-        self.rec['n_batches'] = self.n_batches
-        self.rec['preds'] = _predictions(learn) if len(loaders_of(learn.dls))>1 else []
-
-def _streams(): return [tensor_hash(o) for o in rng_state()[2:] if o is not None]
-def _ids(learn): # of the same memory, also as a tensor of another class, which fastai makes of each batch
-    return [o.data_ptr() if isinstance(o, Tensor) else id(o) for o in tree_leaves((*learn.xb,*learn.yb))]
-
-def _numbers_of(recorder):
-    def plain(os): return [None if o is None else float(o) for o in os]
-    names = [o for o in recorder.metric_names if o not in ('epoch','time')]
-    epochs = [*map(plain, recorder.values)]
-    return dict(losses=plain(recorder.losses), epochs=epochs, names=names)
-
-def _predictions(learn):
-    "A sketch of predictions and targets"
-    dl = learn.dls[1] # torch's DataLoader lacks what fastai calls if no loader is given
-    torchs = type(getattr(dl, 'source', dl)).__module__.startswith('torch.')
-    leaves = tree_leaves(learn.get_preds(dl=dl if torchs else None), is_leaf=lambda o: isinstance(o, list))
-    leaves = tree_leaves([list(o) if isinstance(o, Samples) else o for o in leaves])
-    numbers = [torch.as_tensor(o) for o in leaves if isinstance(o, (Tensor,int,float))]
-    return [sketch(torch.cat([torch.zeros(0), *[o.cpu().double().flatten() for o in numbers]]))]
-
-
-# %% ../nbs/02_verify.ipynb #149a37cf
-class BatchRecord(Callback):
-    "Record the samples of a batch and the state of the random streams, before callbacks and the model change them"
-    order = -10**9+.5 # after the trainer, which says whether the batch is a repeat
-    def __init__(self, record): self.record = record
-    def before_batch(self):
-        learn,record = self.learn,self.record
-        if learn.training and not learn.repeated:
-            b,n = (*learn.xb,*learn.yb),batch_rows(learn)
-            record.rows += row_keys(b)
-            ts = [o for o in tree_leaves(b) if isinstance(o, Tensor) and o.shape[:1]==(n,)]
-            record.shapes.append([list(o.shape[1:]) for o in ts])
-        record.cast()
-        record.drawn,record.loaded = _streams(),_ids(learn)
-
-class Limit(Callback):
-    "End the fit after `n` optimizer steps, after the validation of that epoch"
-    order = 900 # after callbacks that count, before those that vote
-    def __init__(self, record, n): self.record,self.n = record,n
-    def after_batch(self): self._end('train', self.training)
     def after_cancel_train(self):
         # else fastai's Recorder leaves out the training loss, and trackers read another column of this epoch's row
         if self.is_over: self.learn.recorder.cancel_train = False
-    def after_epoch(self): self._end('fit', True)
+
+    def after_epoch(self):
+        row = zip(self.learn.recorder.metric_names[1:], self.learn.recorder.values[-1])
+        self.record.add('metrics', {k: number(o) for k,o in row if k!='time'})
+        self._end('fit')
+    def after_fit(self):
+        learn,add = self.learn,self.record.add
+        for i,o in enumerate(learn.recorder.losses): add('loss', {'': number(o)}, i)
+        if len(loaders_of(learn.dls))>1: add('predictions', {'': predicted(learn)})
+        add('kept', kept(learn))
+        raise Recorded
     @property
-    def is_over(self): return len(self.record.rec['steps'])>=self.n
-    def _end(self, what, now):
-        if now and self.is_over: raise self.learn.runner.adapter.cancels[what]
+    def is_over(self)->bool:
+        "Whether all steps are recorded"
+        return len(self.rec['rows'])>=self.record.steps
+    def _end(self, what):
+        if self.is_over: raise self.learn.runner.adapter.cancels[what]
 
-# %% ../nbs/02_verify.ipynb #b2f22d2b
-class Recorded(BaseException):
-    "Raised to end a script after its fit was recorded. `except Exception` does not catch it"
-
-class _Catch:
-    "Finds the first fit in a `distrib_ctx`, and records it"
-    def __init__(self, folder, steps, dtype, dropout, n_alone, warned):
-        store_attr()
-        self.split,self.scaled,self.sizes = False,False,[]
-        self.start = torch.load(folder/'start.pt', weights_only=False) if n_alone else {}
-
-    def options(self, kw):
-        "The options of the context. It draws its seed, and what is drawn later depends on that"
-        self.split = bool(kw.get('split_batches') or kw.get('global_bs'))
-        if not self.n_alone: return kw
-        if kw.get('seed') is None: torch.randint(2**62, ())
-        return {**kw, 'seed': self.start['seed']}
-
-    def watch(self, learn):
-        learn.fit = partial(self.fit, learn)
-        return learn
-
-    def widened(self, dl):
-        "The loader at the global batch size: `dl` itself, if the script has divided its batch size by the processes"
-        if self.split or hasattr(dl, 'dealer') or getattr(dl, '_widened', False): return dl
-        bs,self.sizes = batch_shape(dl)[0],[*self.sizes,batch_shape(dl)[0]]
-        if not self.n_alone: return dl
-        was = (self.start['sizes']+self.sizes)[len(self.sizes)-1]
-        if divides := bs and was and bs!=was and bs//self.n_alone==was: self.scaled = True
-        res = widened(dl, 1 if divides else self.n_alone)
-        res._widened = True
-        return res
-
-    def fit(self, learn, *args, **kw):
-        "Called in place of `learn.fit`: records the fit, and raises `Recorded`"
-        finds_lr = any(type(o).__name__=='LRFinder' for o in listify(kw.get('cbs')))
-        if 'distributed_trainer' not in vars(learn) or finds_lr: return type(learn).fit(learn, *args, **kw)
-        del vars(learn)['fit']
-        record = FitRecord(self.dtype)
-        limit = Limit(record, self.steps)
-        record.rec['silenced'] = self.prepare(learn)
-        dtypes = [str(p.dtype)[6:] for p in get_model(learn.model).parameters() if p.is_floating_point()]
-        record.rec |= dict(data=[*map(about, loaders_of(learn.dls))], dtype=[*dtypes,'float32'][0])
-        learn.add_cbs([record,limit,BatchRecord(record)])
-        for cb in [*learn.cbs,*[o for v in (*args,*kw.values()) for o in listify(v)]]:
-            if isinstance(cb, Checkpoint): cb.path = 'checkpoint' # of this run alone, so that `resume` finds nothing
-        learn.fit(*args, **kw)
-        learn.remove_cb(limit)
-        record.end(self.warned)
-        raise Recorded(record.rec|dict(scaled=self.scaled))
-
-    def prepare(self, learn):
-        "Give all processes the same start: dtype, dropout, weights, optimizer. Returns the names of silenced layers"
-        # for all files that the script writes from here on
-        learn.path = self.folder/('files_alone' if self.n_alone else 'files')
-        learn.path.mkdir(exist_ok=True)
-        model,loss = get_model(learn.model),learn.loss_func
-        own = loss,*getattr(loss, '__dict__', {}).values()
-        parts = [model,*[o for o in own if isinstance(o, nn.Module)]]
-        if self.dtype in _casts:
-            torch.set_default_dtype(_casts[self.dtype])
-            for o in parts: o.to(_casts[self.dtype])
-        states = dict(parts=[o.state_dict() for o in parts], opt=learn.opt and learn.opt.state_dict())
-        if not self.n_alone and not group_rank():
-            torch.save(dict(states, seed=learn.runner.seed, sizes=self.sizes), self.folder/'start.pt')
-        for o,state in zip(parts, self.start.get('parts', [])): o.load_state_dict(state)
-        if self.start.get('opt') and learn.opt: learn.opt.load_state_dict(self.start['opt'])
-        return [] if self.dropout else silence(model)
+def number(o)->Tensor:
+    "A recorded number; None is NaN"
+    return torch.tensor(math.nan if o is None else float(o), dtype=torch.float64)
 
 # %% ../nbs/02_verify.ipynb #15a409c3
-@contextmanager
-def first_fit(folder:Path, steps:int, dtype=None, dropout:bool=True, n_alone:int=0):
-    """Record the first fit of the body that is in a `distrib_ctx`, then leave the body. n_alone: the ranks that this
-    single process stands for, after their run; 0: it is one of these ranks. RuntimeError if there is no fit"""
-    rank,old_type = int(os.environ.get('RANK', 0)),torch.get_default_dtype()
-    if n_alone: set_rng_state(pickle.loads((folder/'streams.pkl').read_bytes()))
-    elif not rank: (folder/'streams.pkl').write_bytes(pickle.dumps(rng_state()))
-    try:
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter('always')
-            with _replaced(_Catch(folder, steps, dtype, dropout, n_alone, warned)): yield
-    except Recorded as e:
-        rec = e.args[0]
-        rec |= dict(streams=str(digest(rng_state()[:3])), hash_seed=os.environ.get('PYTHONHASHSEED'))
-    else: raise RuntimeError('no fit within a distrib_ctx was run: outside of one each process trains for itself')
-    finally: torch.set_default_dtype(old_type)
-    torch.save(rec, folder/('alone.pt' if n_alone else f'{rank}.pt'))
-
-# %% ../nbs/02_verify.ipynb #4e06d150
-@contextmanager
-def _replaced(catch):
-    "Context that replaces the methods of both Learners which start a fit"
-    ctx,attach,fit = Learner.distrib_ctx,Learner.to_distributed,Learner.fit
-    deal = DistributedDL.from_dl.__func__
-    @contextmanager
-    def distrib_ctx(self, *args, **kw):
-        with ctx(self, *args, **catch.options(kw)): yield catch.watch(self)
-    def to_distributed(self, *args, **kw): return catch.watch(attach(self, *args, **catch.options(kw)))
-    def fit_within(self, *args, ddp=None, **kw):
-        if not ddp: return fit(self, *args, **kw)
-        with self.distrib_ctx(**(ddp if isinstance(ddp, dict) else {})): return self.fit(*args, **kw)
-    def from_dl(cls, dl, *args, pad=True, **kw):
-        return deal(cls, catch.widened(dl) if pad else dl, *args, pad=pad, **kw)
-    ours = dict(distrib_ctx=distrib_ctx, to_distributed=to_distributed, fit=fit_within)
-    with patch.multiple(Learner, **ours), patch.object(DistributedDL, 'from_dl', classmethod(from_dl)): yield
+def record_fit(folder:Path, how:dict, func, args):
+    """Call a function, and write the record of its first fit that is in a `distrib_ctx`, which ends it. RuntimeError if
+    there is no fit. how: further arguments of `Recording`"""
+    record,old_type = Recording(folder, **how),torch.get_default_dtype()
+    seed_streams(0)
+    engine.context_callbacks.append(record)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter('always')
+        try:
+            if hasattr(learn := func(*args), 'distrib_ctx'):
+                with learn.distrib_ctx(): learn.fit(2)
+        except Recorded: pass
+        except SystemExit as e: raise RuntimeError(f'the script has ended: sys.exit({e})') from e
+        else: raise RuntimeError('no fit within a distrib_ctx was run: there is nothing to compare')
+        finally:
+            engine.context_callbacks.remove(record)
+            torch.set_default_dtype(old_type)
+    texts = [str(o.message) for o in warned if '[' in str(o.message)[:1] or not in_library(o.filename)]
+    sizes,name = record.start['sizes'],'alone' if record.n_alone else os.environ.get('RANK', 0)
+    rec = dict(record.rec, warned=[*dict.fromkeys(texts)], parts=sizes and count_parts(*sizes, 1))
+    torch.save(rec, folder/f'{name}.pt')
 
 # %% ../nbs/02_verify.ipynb #96e58333
 class Difference(NamedTuple):
     "The difference of two numbers or tensors that should be equal"
     step:int  # Optimizer step, from 0; for values at the end of the fit: the number of steps
-    kind:str  # 'loss', 'buffers', 'gradients', 'weights', 'metrics', 'predictions', 'steps'
+    kind:str  # One of `kinds`
     name:str  # Name of the parameter, buffer or metric
     by:float  # Relative difference
     ranks:list # Ranks that differ from rank 0; empty: rank 0 is compared with one process
 
     def __str__(self):
         who = f'rank {self.ranks} differs from rank 0' if self.ranks else 'differs from one process'
-        return f'{self.kind} {self.name} {who} by {self.by:.2g} at step {self.step}'.replace('  ', ' ')
+        what = f'{self.kind} {self.name}'.strip()
+        return f'{what} {who} by {self.by:.2g} at step {self.step}'
 
 class Verdict(NamedTuple):
     "Whether the run on several processes is the same as on one; prints as a table"
@@ -335,136 +296,52 @@ class Verdict(NamedTuple):
     causes:list           # Sentences that name likely causes, the likeliest first
     largest:dict          # From each kind to its largest `Difference`
     notes:list            # Further remarks on the comparison
-    setting:str           # Number of processes, steps and dtype that were compared
+    setting:str           # What was compared: number of processes, steps, dtype
 
     def __str__(self):
         res = ['             largest difference']
         for k,d in self.largest.items():
-            by = f'{d.by:<9.2g} {d.name} at step {d.step}'.replace('  at', ' at') if d.by else 0
-            res.append(f'{k:12} {by}')
+            at = f'{d.name} at step {d.step}'.strip()
+            res.append(f'{k:12} {d.by:<9.2g} {at}' if d.by else f'{k:12} 0')
         res += [f'note: {o}' for o in self.notes]
         res.append(f"{'The same' if self.same else 'DIFFERENT'}: {self.setting}")
-        if self.first: res += [f'first: {self.first}',f"likely cause: {[*self.causes,'not known'][0]}"]
+        if self.first: res += [f'first: {self.first}',f'likely cause: {[*self.causes,_not_known][0]}']
         return '\n'.join([*res,*[f'also seen: {o}' for o in self.causes[1:]]])
 
     __repr__ = __str__
 
+_not_known = 'not known. Samples, first weights, what callbacks and layers keep were compared'
+
 # %% ../nbs/02_verify.ipynb #0227e035
-_tols = dict(float64=1e-9, float32=1e-4)
-kinds = 'steps buffers gradients weights loss metrics predictions'.split() # the order within a step
+# In the order within a step
+kinds = 'buffers gradients weights loss metrics predictions'.split()
 
-def _distance(a, b, floor):
-    "Distance of two sketches, relative to the norm of `b`, but at least to `floor`"
+def distance(a, b, floor:float=0.)->float:
+    """Distance of two sketches, relative to the norm of the tensors `b`, but at least to `floor`; above 0 if their bits
+    differ"""
+    if a is None or b is None: return 0. if a is b else math.inf
+    (a,bits),(b,others) = a,b
     if a.shape!=b.shape or not torch.equal(a.isnan(), b.isnan()): return math.inf
-    return ((a-b).nan_to_num().norm()/max(b.nan_to_num().norm().item(), floor, 1e-300)).item()
-
-def _number(a, b): return _distance(*[torch.tensor([math.nan if o is None else o]).double() for o in (a,b)], 1e-4)
+    if bits==others: return 0.
+    by = (a-b).nan_to_num().norm()/max(b.nan_to_num().norm().item(), floor, 1e-300)
+    return max(by.item(), sys.float_info.min)
 
 def differences(alone, ranks):
-    "All comparisons, as `Difference`s, in the order in which a run computes the values"
-    one,n = ranks[0],len(alone['steps'])
-    if (m := len(one['steps']))!=n: yield Difference(min(n, m), 'steps', '', math.inf, [])
-    for i,(a,*bs) in enumerate(zip(alone['steps'], *[r['steps'] for r in ranks])):
-        for kind in kinds[1:4]: yield from _of_step(i, kind, a, bs, _floor(a[kind], alone))
-    at = lambda i: sum(o['batch']<i for o in alone['steps'])
-    for i,(a,b) in enumerate(zip(alone['losses'], one['losses'])):
-        yield Difference(at(i), 'loss', '', _number(b, a), [])
-    for r,s in zip(alone['epochs'], one['epochs']):
-        for k,a,b in zip(alone['names'], r, s): yield Difference(n, 'metrics', k, _number(b, a), [])
-    for a,b in zip(alone['preds'], one['preds']): yield Difference(n, 'predictions', '', _distance(b, a, 1e-4), [])
+    "All comparisons, as `Difference`s; of what is in order on each rank, rank 0 with one process"
+    one,floors = ranks[0]['values'],floors_of(alone)
+    for key in {**alone['values'], **one}:
+        floor,own = floors[key[:2]],one.get(key)
+        yield Difference(*key, distance(own, alone['values'].get(key), floor), [])
+        far = {r: distance(o['values'].get(key), own, floor) for r,o in enumerate(ranks)}
+        others = [r for r,by in far.items() if by>1e-12]
+        if others and key[1] not in ('loss','metrics'): yield Difference(*key, max(far.values()), others)
 
-def _of_step(i, kind, alone, ranks, floor):
-    for k in {**alone[kind], **ranks[0][kind]}:
-        yield Difference(i, kind, k, _far(ranks[0][kind].get(k), alone[kind].get(k), floor), [])
-        far = {r: _far(o[kind].get(k), ranks[0][kind].get(k), floor) for r,o in enumerate(ranks)}
-        if others := [r for r,by in far.items() if by>1e-12]: yield Difference(i, kind, k, max(far.values()), others)
-
-def _floor(sketches, rec):
-    "A small part of the norm of all tensors of a kind. A tensor with a norm below it may be pure rounding error"
-    part = 1e-4 if rec['dtype']=='float64' else 1e-2
-    return part*sum((o.nan_to_num()**2).sum().item() for o in sketches.values())**.5
-
-def _far(a, b, floor): return _distance(a, b, floor) if a is not None and b is not None else 0. if a is b else math.inf
-
-# %% ../nbs/02_verify.ipynb #f6555ed9
-class Case:
-    "What the tests of causes look at: the first difference, the records, and the samples of its step"
-    def __init__(self, d, alone, ranks):
-        self.d,self.alone,self.ranks = d,alone,ranks
-        self.one,self.all = ranks[0],(alone,*ranks)
-        self.want,*self.rows = [self.step(o, 'rows') or [] for o in self.all]
-        n = max(map(len, self.rows))
-        self.dealt = [o[i] for i in range(n) for o in self.rows if i<len(o)] # as one process reads them
-        self.is_steady = all(o['steady'] for o in alone['data'])
-    def step(self, rec, kind):
-        "What a record has of the step of the first difference"
-        return rec['steps'][self.d.step][kind] if self.d.step<len(rec['steps']) else {}
-    def unlike(self, kind):
-        "Names of what is another one on another process"
-        return _parts(self.one[kind], [o[kind] for o in self.all if self.one[kind].keys()==o[kind].keys()])
-    def says(self, *codes):
-        "Whether the ranks were warned of this"
-        return any(o.startswith(f'[{code}]') for o in self.one['warned'] for code in codes)
-
-def _parts(named, others, floor=0):
-    "Names of tensors that are other ones in `others`"
-    return few([k for k,o in named.items() if any(_far(p.get(k), o, floor)>1e-6 for p in others)])
-
-def _other_data(c):
-    for who,o in [*((f'rank {i}', r) for i,r in enumerate(c.ranks[1:], 1)),('one process',c.alone)]:
-        for a,b,name in zip(o['data'], c.one['data'], ('training','validation')):
-            if a['data']!=b['data']: return f"{name} data of {who} are other ones than those of rank 0"
-
-def _starts_otherwise(c): return _parts(c.alone['start'], [c.one['start']], _floor(c.alone['start'], c.alone))
-
-def _shapes(c):
-    one,*each = [c.step(o, 'shapes') for o in c.all]
-    return any(o!=one for o in each) and f'{one} on one process, {each[0]} on rank 0'
-
-def _rounds(c):
-    grads = c.step(c.alone, 'gradients') if c.d.kind=='weights' else {}
-    return c.d.name in grads and grads[c.d.name].norm()<_floor(grads, c.alone) and c.d.name
-
-# %% ../nbs/02_verify.ipynb #56956c98
-# What is likely, and a test of a `Case`; the likeliest first. What a test returns, if it is a text, fills in the braces
-causes = {
-    'the training loader is not dealt out: each rank reads the same samples':
-        lambda c: c.rows[0] and all(o==c.rows[0] for o in c.rows[1:]),
-    'the {}: seed what the script draws (splits, samples), and sort what comes from a set': _other_data,
-    '{}: other weights before the first step: a callback makes them from the samples of its rank': _starts_otherwise,
-    'random draws differ by rank: a batch is another one each time it is read (batch_tfms, a collate_fn). What the '
-    'data set and item_tfms draw is the same on all ranks': lambda c: c.dealt!=c.want and not c.is_steady,
-    'random draws differ by rank: a layer or a callback draws (dropout, MixUp; see --no-dropout)':
-        lambda c: any(o['draws'] for o in c.all),
-    'the batches have other shapes ({}), as of padded texts: mask padding, or pad to one length': _shapes,
-    'other samples in the step: a sampler draws another order on each rank, or has its own schedule':
-        lambda c: sorted(c.dealt)!=sorted(c.want) and c.is_steady,
-    'BatchNorm is not synchronised: {} uses the statistics of each rank\'s own samples (sync_bn=False?)':
-        lambda c: few(c.one['plain_bn']),
-    '{}: of a module beside the model, from each rank\'s samples; see average_grads and sync_batchnorm':
-        lambda c: c.unlike('beside'),
-    'rounding: a tensor of the script, such as class weights, stays float32. Cast it (`.to(pred)`), or take '
-    '--dtype float32': lambda c: c.alone['dtype']=='float64' and c.d.by<1e-6,
-    'the loss is no mean over samples (weights of classes, ignored labels, tokens)':
-        lambda c: c.one['loss']=='items' or c.says('loss-not-mean', 'loss-unknown'),
-    'the loss is a sum over samples, not a mean': lambda c: c.one['loss']=='sum',
-    'a prediction depends on which samples share the batch: let the model see gather_with_grad(x)':
-        lambda c: c.d.kind!='buffers' and c.says('mixes-samples'),
-    'a callback changes the batches: what it mixes among samples (MixUp, CutMix) it mixes among those of a rank':
-        lambda c: c.alone['edits'] and c.d.kind!='predictions',
-    '{}: a module computes this buffer from each rank\'s samples':
-        lambda c: c.d.kind=='buffers' and c.d.name.rpartition('.')[0] not in c.alone['bn'] and c.d.name,
-    '{}: the script keeps it from one batch to the next, of each rank\'s samples': lambda c: c.unlike('kept'),
-    '{}: a metric that reads from the learner what is of a rank\'s batch':
-        lambda c: c.d.kind=='metrics' and any(o['epochs']!=c.one['epochs'] for o in c.ranks) and c.d.name,
-    'the gradient of {} is zero but for rounding, which the optimizer enlarges: take float64': _rounds,
-    '{}': lambda c: '; '.join(o for o in c.one['warned'] if o not in c.alone['warned'])}
-
-def likely(d, alone, ranks)->list:
-    "The likely causes of a difference"
-    case = Case(d, alone, ranks)
-    found = [(text,res) for text,test in causes.items() if (res := test(case))]
-    return [text.replace('{}', res) if isinstance(res, str) else text for text,res in found]
+def floors_of(rec)->Counter:
+    """By step and kind, a small part of the norm of all tensors. A tensor with a norm below it may be pure rounding
+    error"""
+    squares,part = Counter(),1e-4 if rec['dtype']=='float64' else 1e-2
+    for (*key,_),(t,_) in rec['values'].items(): squares[tuple(key)] += t.nan_to_num().square().sum().item()
+    return Counter({key: part*o**.5 for key,o in squares.items()})
 
 # %% ../nbs/02_verify.ipynb #63732c5e
 class NoRun(RuntimeError): "The script could not be run, or took no step. The message says why"
@@ -474,25 +351,68 @@ def judge(alone, ranks)->Verdict:
     """Compare the records of one process and of several, and find likely causes of the first difference. NoRun if there
     is no step to compare"""
     for who,o in (('one process',alone),('rank 0',ranks[0])):
-        if not o['steps']: raise NoRun(_no_step.format(who, o['n_batches'], '; '.join(o['warned'])))
-    found = sorted(differences(alone, ranks), key=lambda d: (d.step,kinds.index(d.kind)))
-    tol = _tols.get(alone['dtype'], .05)
-    largest = {k: max(ds, key=lambda d: d.by) for k in kinds if (ds := [d for d in found if d.kind==k])}
-    tols = dict.fromkeys(('loss','metrics'), max(tol, 1e-6)) # they may be computed in float32
-    bad = [d for d in found if d.by>tols.get(d.kind, tol)]
+        if not o['rows']: raise NoRun(_no_step.format(who, o['n_batches'], '; '.join(o['warned'])))
+    n,parts = len(alone['rows']),alone['parts']
+    found = [d for d in differences(alone, ranks) if d.kind in kinds]
+    found.sort(key=lambda d: (d.step,kinds.index(d.kind)))
+    tols = dict.fromkeys(kinds, 0. if parts else _tols.get(alone['dtype'], .05))
+    # they may be computed in float32; those of validation are added up by rank
+    for k in ['metrics'] if parts else ['loss','metrics']: tols[k] = max(tols[k], 1e-6)
+    bad = [d for d in found if d.by>tols[d.kind]]
     bad = [d for d in bad if (d.step,d.kind)==(bad[0].step,bad[0].kind)]
     first = max(bad, key=lambda d: d.by, default=None)
-    moved = any(o['streams']!=alone['streams'] for o in ranks)
-    notes = {f"switched off, since they draw at random: {few(alone['silenced'])}": alone['silenced'],
-             'the script divides its batch size by the number of processes': alone['scaled'],
-             "after the context the random streams stand elsewhere than one process's": moved}
-    notes = [text for text,holds in notes.items() if holds]
-    n = len(alone['steps'])
-    setting = f"{len(ranks)} processes and one, {n} step{'s'*(n!=1)} in {alone['dtype']}"
-    return Verdict(first is None, first, likely(first, alone, ranks) if first else [], largest, notes, setting)
+    largest = {d.kind: d for d in sorted(found, key=lambda d: (kinds.index(d.kind),d.by))}
+    causes = [*likely(first, alone, ranks)] if first else []
+    one = f'one in {parts} parts, bit for bit' if parts else 'one'
+    setting = f"{len(ranks)} processes and {one}, {n} step{'s'*(n!=1)} in {alone['dtype']}"
+    notes = [_by_parts,*news(alone, ranks)] if parts else []
+    return Verdict(first is None, first, causes, largest, notes, setting)
 
-_no_step = ('nothing can be compared: in its first fit {} took no step of the optimizer, in {} training batches. Is '
-            'there no data, does a callback cancel each batch, or does n_acc ask for more samples than the fit has? {}')
+def news(alone, ranks)->list:
+    "What the ranks were warned of, and one process was not"
+    return [o for o in ranks[0]['warned'] if o not in alone['warned']]
+
+_tols = dict(float64=1e-9, float32=1e-4)
+_by_parts = 'the fit draws, or sets max_bs: BatchNorm, and all else that samples share, is of a part of a step'
+_no_step = 'nothing can be compared: {} took no step, in {} batches (no data, n_acc too large, cancelled?) {}'
+
+# %% ../nbs/02_verify.ipynb #f6555ed9
+def dealt(rows:list, by_parts:bool)->list:
+    "The samples of all ranks in the order of one process"
+    return [o for o in chain(*(rows if by_parts else zip_longest(*rows))) if o is not None]
+
+def unlike(kind:str, alone, ranks)->str:
+    "Names of tensors of a kind that differ, as a text"
+    found = [d.name for d in differences(alone, ranks) if d.kind==kind and d.by>1e-6]
+    return few([*dict.fromkeys(found)])
+
+# %% ../nbs/02_verify.ipynb #56956c98
+def likely(d, alone, ranks):
+    "The likely causes of a difference, the likeliest first"
+    parts,every = alone['parts'],(alone,*ranks)
+    want,*rows = [sum(o['rows'][d.step:d.step+1], []) for o in every]
+    shapes,*others = [sum(o['shapes'][d.step:d.step+1], []) for o in every]
+    got,start = dealt(rows, parts),unlike('start', alone, ranks)
+    if rows[0] and all(o==rows[0] for o in rows[1:]):
+        yield 'the training loader is not dealt out: each rank reads the same samples'
+    if not all(o['steady'] for o in every):
+        yield 'draws: a batch differs each time it is read, by a generator of its own'
+    if not parts and any(o!=shapes for o in others):
+        yield f'padding: the batches have other shapes, {shapes} on one process, {others[0]} on rank 0'
+    if len(got)!=len(want):
+        yield f'batch size: {len(want)} samples in the step on one process, {len(got)} on all ranks'
+    elif sorted(got)!=sorted(want):
+        yield 'other samples: data, a split or an order is drawn without a seed, or comes from a set'
+    if start: yield f'{start}: other weights before the first step: code that depends on the rank'
+    if alone['dtype']=='float64' and d.by<1e-6:
+        yield 'rounding: a tensor of the script, such as class weights, stays float32 (--dtype float32)'
+    if d.kind=='buffers':
+        yield f"{d.name}: a module computes it from each rank's samples (BatchNorm: sync_bn=False?)"
+    yield from news(alone, ranks)
+    if alone['edits'] and not parts and d.kind!='predictions':
+        yield 'a callback changes the batches: what it mixes (MixUp, CutMix), it mixes on each rank'
+    if own := unlike('kept', alone, ranks):
+        yield f"{own}: kept from one batch to the next, of each rank's samples"
 
 # %% ../nbs/02_verify.ipynb #a6bb9d2d
 def verify(
@@ -501,85 +421,69 @@ def verify(
     nproc:int=2,        # Number of processes to compare with one
     steps:int=20,       # Number of optimizer steps after which the first fit ends
     dtype:str=None,     # 'float64', 'float32', or 'keep' for the script's own; None: float64 if that runs
-    dropout:bool=True,  # False: set the dropout of all layers to 0
     module:bool=False,  # Whether `target` is the name of a module, as in `python -m`
-    timeout_s:float=600 # Seconds for each of the two runs
+    timeout_s:float=600 # Seconds for each run
 )->Verdict:
     "Compare the first fit on several processes with one process at the same global batch size."
     need(nproc>1 and steps>0, 'give at least 2 processes and a step', nproc=nproc, steps=steps)
-    need(dtype in _dtypes, "give 'float64', 'float32' or 'keep'", dtype=dtype)
-    def run(dtype):
-        return _compare(target, args, nproc, dict(steps=steps, dtype=dtype, dropout=dropout), module, timeout_s)
-    try: return run(dtype or 'float64')
+    need(dtype in (None,*_dtypes), "give 'float64', 'float32' or 'keep'", dtype=dtype)
+    if not callable(target):
+        args = [*(['-m'] if module else []),str(target),*map(str, args)],
+        target = run_target
+    run = partial(_compare, target, args, timeout_s, nproc, steps)
+    try: return run(dtype or 'float64', dtype or 'keep')
     except (RanksError,NoRun) as e:
-        if dtype or not _of_types.search(str(e)): raise
-    res = run('keep')
+        if dtype or not re.search('dtype|Double|Float|Half|float64|expected scalar type', str(e)): raise
+    res = run('keep', 'keep')
     res.notes.append('not in float64, in which it cannot be run')
     return res
 
-_dtypes = None,'float64','float32','keep'
-_of_types = re.compile('dtype|Double|Float|Half|float64|expected scalar type')
+_dtypes = 'float64','float32','keep'
 
-def _compare(target, args, nproc, how, module, timeout_s):
+def _compare(func, args, timeout_s, nproc, steps, dtype, dtype_in_parts):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as d:
-        folder,start = Path(d),_call if callable(target) else _launch
-        target = target if callable(target) else ['-m',target] if module else [str(target)]
-        start(folder, target, args, nproc, dict(how, n_alone=0), {}, timeout_s)
-        ranks = [torch.load(folder/f'{r}.pt', weights_only=True) for r in range(nproc)]
-        env = {'PYTHONHASHSEED': ranks[0]['hash_seed']} if ranks[0]['hash_seed'] else {}
-        start(folder, target, args, 1, dict(how, n_alone=nproc), env, timeout_s)
-        return judge(torch.load(folder/'alone.pt', weights_only=True), ranks)
+        folder,how = Path(d),dict(steps=steps, dtype=dtype)
+        def records(n, names, **kw):
+            call = folder,how|kw,func,args
+            call_on_ranks(_quietly, n, call, env=_env, timeout_s=timeout_s, n_threads=0)
+            return [torch.load(folder/f'{o}.pt', weights_only=True) for o in names]
+        ranks = records(nproc, range(nproc))
+        if any(o['draws'] for o in ranks) and not ranks[0]['parts']:
+            how['dtype'] = dtype_in_parts # where equal bits are a proof in any
+            try: ranks = records(nproc, range(nproc), by_parts=True)
+            except RanksError as e: raise NoRun(f'{_draws}\n{e}') from e
+        return judge(*records(1, ['alone'], n_alone=nproc), ranks)
 
-# %% ../nbs/02_verify.ipynb #349a685a
-def _call(folder, func, args, n, how, env, timeout_s):
-    call_on_ranks(_record_call, n, (folder, how, func, args), env=env, timeout_s=timeout_s)
+def _quietly(*args):
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()): record_fit(*args)
 
-def _record_call(folder, how, func, args):
-    with redirect_stdout(io.StringIO()), first_fit(folder, **how):
-        learn = func(*args)
-        if not hasattr(learn, 'distrib_ctx'): return
-        with learn.distrib_ctx(): learn.fit(2)
-
-def _launch(folder, target, args, n, how, env, timeout_s):
-    torch.save(how, folder/'how.pt')
-    cmd = f'-m learnerdist.launch --nproc {n} -m learnerdist.verify --record'.split()
-    cmd = [sys.executable, *cmd, folder, *target, *map(str, args)]
-    env,pipe = {'LEARNERDIST_SEED': '0', **os.environ, **env},subprocess.PIPE
-    print(f'learnerdist.verify: on {n} process{"es" if n>1 else ""} …', file=sys.stderr, flush=True)
-    res = subprocess.run(cmd, env=env, timeout=timeout_s, text=True, stdout=pipe, stderr=subprocess.STDOUT)
-    if res.returncode or not (folder/('alone.pt' if how['n_alone'] else '0.pt')).exists():
-        raise NoRun(f'it could not be run on {n} process{"es" if n>1 else ""}:\n{res.stdout[-4000:]}')
+_env = dict(LEARNERDIST_SEED='0', PYTHONHASHSEED='0')
+_draws = 'the fit draws, so it was run in parts (max_bs), which failed. Compare it without its draws (dropout):'
 
 # %% ../nbs/02_verify.ipynb #a150fcb8
-def _parser():
-    p = argparse.ArgumentParser('learnerdist.verify', description=verify.__doc__, allow_abbrev=False)
-    p.epilog = 'Exit status: 0 the same, 1 different, 2 could not be run. The page "Is it the same?" has an example'
-    add,number = p.add_argument,dict(type=int, metavar='N')
-    add('--nproc', **number, default=2, help='processes to compare with one (default: 2)')
-    add('--steps', **number, default=20, help='steps of the optimizer to compare (default: 20)')
-    add('--dtype', choices=_dtypes[1:], help='default: float64 where the model allows it')
-    add('--no-dropout', dest='dropout', action='store_false', help='turn off random layers, which draw on each rank')
-    add('-m', dest='module', action='store_true', help='what follows is a module, not a script')
-    add('target', metavar='script.py', help='the script; its first fit in a distrib_ctx is compared')
-    add('args', nargs=argparse.REMAINDER, help='arguments of the script')
-    return p
-
 def main(
     args:list|None=None # Command line; default: the process's own
 )->int:                 # Exit status
     "The command line `python -m learnerdist.verify`"
-    args = sys.argv[1:] if args is None else [*args]
-    if args[:1]==['--record']: return _record_script(Path(args[1]), args[2:])
-    args = vars(_parser().parse_args(args))
-    try: res = verify(args.pop('target'), *args.pop('args'), **args)
-    except (NoRun,ValueError,subprocess.TimeoutExpired) as e:
+    p = argparse.ArgumentParser('learnerdist.verify', allow_abbrev=False)
+    p.description = verify.__doc__
+    p.epilog = 'Exit status: 0 the same, 1 different, 2 could not be run. The page "Is it the same?" has an example'
+    p.add_argument('--nproc', type=int, default=2, help='processes to compare with one (2)')
+    p.add_argument('--steps', type=int, default=20, help='steps of the optimizer to compare (20)')
+    p.add_argument('--dtype', choices=_dtypes, help='default: float64 where the model allows it')
+    p.add_argument('--no-dropout', action='store_true', help=argparse.SUPPRESS)
+    p.add_argument('-m', dest='module', action='store_true', help='a module follows, not a script')
+    p.add_argument('target', metavar='script.py', help='its first fit in a distrib_ctx is compared')
+    p.add_argument('args', nargs=argparse.REMAINDER, help='arguments of the script')
+    args = vars(p.parse_args(args))
+    try:
+        need(not args.pop('no_dropout'), '--no-dropout: leave it out, draws are compared bit for bit')
+        res = verify(args.pop('target'), *args.pop('args'), **args)
+    except (NoRun,RanksError,ValueError) as e:
         print(f'learnerdist.verify: {e}', file=sys.stderr)
         return 2
     print(res)
     return int(not res.same)
-
-def _record_script(folder, argv):
-    with first_fit(folder, **torch.load(folder/'how.pt', weights_only=True)): run_target(argv)
 
 # %% ../nbs/02_verify.ipynb #c383bf30
 if __name__=='__main__': sys.exit(main())

@@ -9,7 +9,6 @@ from fastai.metrics import RocAuc,accuracy
 from fastai.torch_core import TensorBase
 from torch import nn
 import learnerdist.fastai # noqa: F401
-from learnerdist.distributed import engine
 from learnerdist.verify import verify
 
 def data(n):
@@ -41,10 +40,8 @@ def dropped():
     learn.model = nn.Sequential(*learn.model[:3], nn.Dropout(.5), learn.model[3])
     learn.dls = DataLoaders(*[DataLoader([(TensorBase(x),y) for x,y in data(n)], bs=4) for n in (48,13)])
     with learn.distrib_ctx(seed=1): learn.fit(1)
-def weighted():
-    "With the remedy switched off"
-    engine.Mean.weigh,engine.Mean.corrects = (lambda self, loss, part, n_parts, k: loss),False
-    return learner(CrossEntropyLossFlat(weight=torch.tensor([.1,1.,9.])))
+def rooted(p, y): return ((p-nn.functional.one_hot(y, 3))**2).mean().sqrt()
+def no_mean(): return learner(rooted)
 def jittered():
     "With a random transform of batches"
     learn = learner()
@@ -58,10 +55,21 @@ def test_same(func):
     assert res.same and max(res.largest[k].by for k in ('gradients','weights','predictions'))<1e-11, res
     assert {*res.largest} >= {'buffers','gradients','weights','loss','metrics','predictions'}
 
-@pytest.mark.parametrize('func,quantity,cause', [(weighted, 'gradients', 'the loss is no mean over samples'),
-    (dropped, 'gradients', 'a layer or a callback draws'), (jittered, None, 'a batch is another one each time it is read'),
-    pytest.param(mixed_up, None, 'random draws differ by rank', marks=pytest.mark.long)])
-def test_difference(func, quantity, cause):
+def drawing():
+    "All of it"
+    dropped_learn = jittered()
+    dropped_learn.model = nn.Sequential(*dropped_learn.model[:3], nn.Dropout(.5), dropped_learn.model[3])
+    dropped_learn.add_cb(MixUp())
+    return dropped_learn
+
+@pytest.mark.parametrize('func', [dropped,drawing,*(pytest.param(o, marks=pytest.mark.long) for o in (jittered,mixed_up))])
+def test_the_same_bits(func):
     res = verify(func, steps=3)
-    assert res.first.step==0 and quantity in (res.first[1],None) and cause in res.causes[0], res
-    assert func is mixed_up or not any('a callback changes the batches' in o for o in res.causes), res
+    assert res.same and 'one in 2 parts, bit for bit, 3 steps in float32' in res.setting, res
+    by = {k: d.by for k,d in res.largest.items()}
+    assert by.pop('metrics')<1e-6 # sums in float32, which ranks add up
+    assert by==dict.fromkeys(('buffers','gradients','weights','loss','predictions'), 0.), res
+
+def test_difference():
+    res = verify(no_mean, steps=3)
+    assert (res.first.step,res.first.kind)==(0,'gradients') and '[loss-not-mean]' in res.causes[0], res

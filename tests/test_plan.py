@@ -9,7 +9,6 @@ from torch import nn
 from learnerdist.all import *
 from learnerdist.core.compat import fsdp_on_cpu,tree_leaves
 from learnerdist.core.shards import local_part
-from learnerdist.distributed import vote_links
 from learnerdist.learner.losses import batch_rows
 from learnerdist.plan import plan
 from learnerdist.testing import run_ranks
@@ -41,7 +40,7 @@ def make(kind='ours', path='.', cbs=()):
 class Measure(Callback):
     "What this rank's tensors take up; what it gives to torch's collectives from the end of the second step to that of the third"
     order = 10**9-1
-    def __init__(self): self.sent,self.votes,self.n,self.rows,self.taken,self.seen = {},0,0,0,{},0
+    def __init__(self): self.sent,self.n,self.rows,self.taken,self.seen = {},0,0,{},0
     def after_backward(self): self.grads = sum(local_part(p.grad).nbytes for p in self.model.parameters() if p.grad is not None)
     def after_step(self): self.n += 1
     def after_batch(self):
@@ -53,9 +52,9 @@ class Measure(Callback):
             state = [t for t in tree_leaves(self.opt.state_dict()) if isinstance(t, torch.Tensor)]
             self.taken = dict(weights=sum(local_part(p).nbytes for p in self.model.parameters()), gradients=self.grads, **self.sent,
                               buffers=sum(b.nbytes for b in self.model.buffers()), optimizer=sum(local_part(t).nbytes for t in state),
-                              votes=self.votes, rows=self.rows)
+                              rows=self.rows)
         self.sent.clear()
-        self.rows,self.votes = 0,0
+        self.rows = 0
 
     def patched(self, names, kind, which):
         name = next(o for o in names.split() if hasattr(dist, o)) # the first is newer
@@ -74,14 +73,9 @@ old_reduce = dist.all_reduce
 def real(kind, path, ctx, acc):
     cb = Measure()
     learn = make(kind, path, [cb,*acc])
-    exchange = vote_links.Links.exchange
-    def counted(*args):
-        cb.votes += 1
-        return exchange(*args)
     kw = {'comm_hook': cb.hook} if 'shard' not in ctx else {}
     with cb.patched('all_reduce', 'all-reduce', 0), cb.patched('all_gather_single all_gather_into_tensor', 'all-gather', 0), \
-         cb.patched('reduce_scatter_single reduce_scatter_tensor', 'reduce-scatter', 1), \
-         patch.object(vote_links.Links, 'exchange', counted):
+         cb.patched('reduce_scatter_single reduce_scatter_tensor', 'reduce-scatter', 1):
         with learn.distrib_ctx(checks=False, **ctx, **kw):
             steps = len(learn.dls.train)
             learn.fit(1, cbs=Checkpoint('ckpt'))
@@ -100,31 +94,28 @@ def test_real_ranks(tmp_path, W, kind, ctx, acc):
     assert not (tmp_path/'none').exists()
     taken,files = run_ranks(real, W, kind, tmp_path, ctx, acc)[0]
     sharded = 'shard' in ctx
-    got = {k: o[sharded] for k,o in found.memory.items()}|found.step.n_bytes
-    got |= dict(rows=found.step.samples, votes=found.step.votes, steps=found.steps)
-    taken['steps'] = -(-taken['steps']//found.step.batches)
+    got = {k: o[sharded] for k,o in found.memory.items()}|found.n_bytes|dict(rows=found.samples, steps=found.steps)
+    taken['steps'] = -(-taken['steps']//found.batches)
     assert got.pop("DDP's copy")==(0 if sharded else got['gradients'])
     assert {*got}=={*taken}
     for k,v in taken.items(): assert got[k]==pytest.approx(v, rel=.05), (k,got[k],v)
-    own = {k: n for k,n in found.files.items() if '…' not in k}
-    for k,n in own.items(): assert n==pytest.approx(files[k], rel=.05, abs=3000), (k,n,files[k]) # the Recorder has more of a whole epoch
-    assert sum(found.files.values())==pytest.approx(sum(files.values()), rel=.05) and found.sharded==sharded
+    if sharded: assert any(k.startswith('rows_0 … rows_') for k in found.files)
+    else: assert found.files==pytest.approx(files, rel=.05, abs=3000) # the Recorder and the callbacks are in a state, too
+    assert sum(found.files.values())==pytest.approx(sum(files.values()), rel=.05)
 
 def fit(learn, **kw):
     with learn.distrib_ctx(**kw): learn.fit(1)
 
 def test_what_does_not_divide():
     found = plan(lambda: fit(make()), 7)
-    assert found.uneven==['600 samples in steps of 112: the last one of an epoch has 40',
-                          '16 of 16 parameters would be, with shard=True, cut unevenly; of 2 some ranks have no rows']
-    assert 'not even    600 samples' in str(found) and found.steps==6
+    assert 'of 600, the last step has 40' in str(found) and found.steps==6
     many = plan(lambda: fit(make()), 1000)
-    assert many.uneven[0]=='600 samples for 1000 ranks: some have none of their own' and many.steps==1
+    assert 'of 600, the last step has 600' in str(many) and many.steps==1
     dial = plan(lambda: fit(make(), global_bs=28, max_bs=2), 7)
-    assert (dial.step.samples,dial.step.batches,dial.steps)==(4, 1, -(-600//28))
+    assert (dial.samples,dial.batches,dial.steps)==(4, 1, -(-600//28))
     with pytest.raises(ValueError, match='knows the bytes of None, shm'): plan(lambda: fit(make(), comm_hook='powersgd'), 2)
     with pytest.raises(ValueError, match='nothing to plan'): plan(lambda: make().fit(1), 2)
-    half,full = [plan(partial(fit, make(), comm_hook=o), 2).step.n_bytes['all-reduce'] for o in ('bf16',None)]
+    half,full = [plan(partial(fit, make(), comm_hook=o), 2).n_bytes['all-reduce'] for o in ('bf16',None)]
     assert half<.6*full
 
 script = """

@@ -490,7 +490,7 @@ offenders = [(mixing,r'\[mixes-samples\] predictions of Sequential depend on whi
     (center_loss,r'\[ranks-differ\] .*centers.*average_grads'),
     (global_centers,r'\[ranks-differ\] .*centers.*average_grads'), (not_a_number,None),
     (drift,r'RuntimeError: \[weights-differ\] .*2\.bias differs between rank 0 and \[1\]'),
-    (other_path,r'\[different-path\] learn.path differs: .*run-0 on rank 0, .*run-1')]
+    (other_path,r'\[different-path\] learn.path: .*run-0 on rank 0, .*run-1')]
 
 @pytest.fixture(scope='module')
 def offences(): return run_ranks(all_of, 2, [o for o,_ in offenders], timeout_s=200)
@@ -530,14 +530,15 @@ def other_models(kind):
     if kind=='loss': return learner(loss=nn.L1Loss() if r else nn.MSELoss())
     return learner(cbs=Lerp() if r else Teachers())
 
-others = dict(layer='model.3: Linear', callback='callback: Teachers on rank 0, callback: Lerp on rank 1',
-              loss='loss_func: MSELoss on rank 0, loss_func: L1Loss', **{'class': 'model.1: Tanh on rank 0, model.1: ReLU on rank 1'})
+others = dict(layer='model.3: none on rank 0, Linear on rank 1', callback='callbacks: Teachers on rank 0, Lerp on rank 1',
+              loss='loss_func: MSELoss on rank 0, L1Loss on rank 1', **{'class': 'model.1: Tanh on rank 0, ReLU on rank 1'})
 
 def fits_others(): return [fitted(lambda k=k: other_models(k))[0] for k in others]
 
 def test_other_models_on_other_ranks():
     for got in run_ranks(fits_others, 2):
-        for o,want in zip(got, others.values()): assert o.startswith('ValueError: [different-models]') and want in o, o
+        for o,want in zip(got, others.values()):
+            assert o.startswith('ValueError: [different-settings] the ranks train differently: ') and want in o, o
 
 def all_codes():
     texts = [o.read_text() for o in Path(__file__).parent.parent.glob('learnerdist/**/*.py')]
@@ -696,18 +697,3 @@ def test_short_types_are_silent_and_stay():
         for k,(w,messages) in got.items():
             assert messages==[] and isinstance(w, torch.Tensor), (k,w,messages)
             assert w.dtype is dict(halves=torch.float16, autocast=torch.float32).get(k, torch.bfloat16), k
-
-def nearly_mean(p, y):
-    "Half a percent off a mean over samples"
-    w = tensor([.95,1.,1.05], dtype=torch.double)[y]
-    return ((w*F.cross_entropy(p.double(), y, reduction='none')).sum()/w.sum()).to(p)
-def nearly_in_short(): return short(net(4, 3), nearly_mean, labelled())
-def nearly_in_half(): return short(net(4, 3), nearly_mean, labelled(), torch.float16)
-class Nearly(nn.Module):
-    def forward(self, x): return x-.01*x.mean(0)
-def mixing_in_short(): return short(nn.Sequential(net(), Nearly()))
-
-def test_what_rounding_of_a_short_type_would_hide_is_found():
-    for r,got in enumerate(run_ranks(all_of, 2, [nearly_in_short,nearly_in_half,mixing_in_short])):
-        codes = [re.findall(r'^\[([a-z-]+)', ' '.join(messages)) for _,messages in got.values()]
-        assert codes==[[['loss-not-mean'],['loss-not-mean'],['mixes-samples']],[[]]*3][r], got

@@ -1,12 +1,10 @@
 "`verify` says of a run that is one process's that it is, and of each kind of difference what it is and where it begins"
-import os,subprocess,sys
+import os,random,subprocess,sys
 import pytest,torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from learnerdist.all import AvgMetric,Callback,Checkpoint,DataLoaders,GradientAccumulation,Learner,TfmdDL
-from learnerdist.all import accuracy,get_model,num_distrib
-from learnerdist.distributed import engine
-from learnerdist.distributed.engine import Engine
+from learnerdist.all import accuracy,gather_with_grad,get_model,num_distrib
 from learnerdist.testing import RanksError
 from learnerdist.verify import NoRun,judge,main,verify
 
@@ -23,25 +21,14 @@ def learner(model=None, loss=None, train=None, valid=None, metrics=accuracy, **k
     dls = DataLoaders(train or TfmdDL(data(), 4, shuffle=True), valid or TfmdDL(data(13), 4))
     return Learner(dls, model or mlp(), loss or nn.CrossEntropyLoss(), lr=.05, metrics=metrics, **kw)
 
-def without(obj, name, stand_in):
-    "Switch a remedy off, in the process of a rank, and with it the check that would find the ranks' weights apart"
-    setattr(obj, name, stand_in)
-    engine.compare_weights = lambda *args: None
-
 def plain(): return learner()
 def two_fits():
     learn = learner(mlp(nn.BatchNorm1d(8)), train=TfmdDL(data(), 4, shuffle=True), opt_func=torch.optim.SGD)
     with learn.distrib_ctx(seed=1): learn.fit_one_cycle(3, .1, cbs=GradientAccumulation(8))
     raise AssertionError('verify ends the function after its first fit')
 
-def weighted():
-    without(engine.Mean, 'weigh', lambda self, loss, part, n_parts, k: loss)
-    engine.Mean.corrects = False
-    return learner(loss=nn.CrossEntropyLoss(torch.tensor([.1,1.,9.])))
-
-def summed():
-    without(Engine, 'weigh', lambda self, **kw: None)
-    return learner(loss=nn.CrossEntropyLoss(reduction='sum'))
+def rooted(p, y): return ((p-nn.functional.one_hot(y, 3))**2).mean().sqrt()
+def no_mean(): return learner(loss=rooted)
 
 class_weights = torch.tensor([.1,1.,9.])
 def in_float32(pred, targ):
@@ -50,7 +37,26 @@ def in_float32(pred, targ):
     return (nn.functional.cross_entropy(pred, targ, reduction='none')*w).sum(),w.sum()
 def rounded(): return learner(loss=in_float32)
 
-def dropout(): return learner(mlp(nn.Dropout(.4)))
+class Noise(Callback):
+    "Draws for a part of a step, by all generators"
+    run_valid = False
+    def before_batch(self): self.learn.xb = (self.xb[0]+torch.randn(())+random.random(),)
+def drawing():
+    "Dropout, a transform of batches and a callback draw, beside BatchNorm and class weights"
+    def jitter(b): return b[0]+torch.randn(len(b[0]), 1),b[1]
+    return learner(mlp(nn.Dropout(.4), nn.BatchNorm1d(8)), nn.CrossEntropyLoss(torch.tensor([.1,1.,9.])), opt_func=torch.optim.Adam,
+                   train=TfmdDL(data(30), 4, shuffle=True, after_batch=jitter), cbs=Noise)
+def late():
+    "Draws from the third step on"
+    class Late(Callback):
+        def before_batch(self):
+            if self.training and self.iter>1: torch.rand(1)
+    return learner(cbs=Late)
+def drawing_and_keeping(): return learner(nn.Sequential(nn.Dropout(.4), mlp(Keeps())))
+class OfTheGlobalBatch(nn.CrossEntropyLoss):
+    n_items = 'whole'
+    def forward(self, p, y): return super().forward(gather_with_grad(p), gather_with_grad(y))
+def of_the_global_batch(): return learner(mlp(nn.Dropout(.4)), OfTheGlobalBatch())
 
 def plain_bn():
     learn = learner(mlp(nn.BatchNorm1d(8)))
@@ -76,6 +82,12 @@ class Mean(nn.Module):
     def forward(self, x):
         if self.training: self.mean.lerp_(x.detach().mean(0), .1)
         return x-self.mean
+
+class Keeps(nn.Module):
+    "Subtracts a mean of batches before, of this rank"
+    def forward(self, x):
+        if self.training: self.h = .5*getattr(self, 'h', 0)+x.detach().mean(0)
+        return x-getattr(self, 'h', 0)
 
 class Carries(nn.Module):
     "Goes on from the batch before, without a buffer"
@@ -147,19 +159,31 @@ def test_same(f):
 
 def test_a_script_that_divides_its_batch_size_by_the_processes():
     res = verify(divides, steps=6)
-    assert res.same and 'the script divides its batch size by the number of processes' in res.notes, res
+    assert res.same and not res.notes, res
+
+@pytest.mark.parametrize('f,steps', [(drawing,7),(late,5)])
+def test_a_run_that_draws_has_the_same_bits(f, steps):
+    "As one process that computes the step in as many parts, and in the script's dtype, since equal bits are a proof in any"
+    res = verify(f, steps=steps)
+    assert res.same and res.setting==f'2 processes and one in 2 parts, bit for bit, {steps} steps in float32', res
+    assert {*res.largest}>={'gradients','weights','loss','metrics','predictions'} and {d.by for d in res.largest.values()}=={0.}
+
+def test_without_equal_bits_a_run_that_draws_differs():
+    res = verify(drawing_and_keeping, steps=4)
+    assert not res.same and res.first.step==0 and 'model.1.1.h: kept from one batch to the next' in str(res.causes), res
+
+def test_what_cannot_be_run_in_parts():
+    with pytest.raises(NoRun, match='(?s)the fit draws, so it was run in parts .*without its draws.*this loss needs the global batch'):
+        verify(of_the_global_batch, steps=2)
 
 @pytest.mark.parametrize('f,kind,name,cause', [
-    (weighted, 'gradients', '', 'the loss is no mean over samples'), (summed, 'gradients', '', 'the loss is a sum'),
-    (dropout, 'gradients', '', 'a layer or a callback draws'), (plain_bn, 'buffers', '1.running', 'BatchNorm is not synchronised: 1'),
-    (not_dealt, 'gradients', '', 'the training loader is not dealt'), (other_split, 'gradients', '', 'the training data of rank 1'),
-    (own_buffer, 'buffers', '1.mean', '1.mean: a module computes'),
-    (centred, 'gradients', '', 'a prediction depends on which samples'),
-    (carrying, 'metrics', '', 'model.1.h: the script keeps it'),
-    (padded, 'gradients', '', 'the batches have other shapes'),
-    (own_table, 'gradients', '', 'the loss is no mean'),
+    (no_mean, 'gradients', '', '[loss-not-mean]'),
+    (plain_bn, 'buffers', '1.running', "1.running_mean: a module computes it from each rank's samples (BatchNorm: sync_bn=False?)"),
+    (not_dealt, 'gradients', '', 'the training loader is not dealt'), (other_split, 'gradients', '', 'other samples'),
+    (own_buffer, 'buffers', '1.mean', '1.mean: a module computes'), (centred, 'gradients', '', '[mixes-samples]'),
+    (carrying, 'metrics', '', 'model.1.h: kept from one batch'), (padded, 'gradients', '', 'padding: the batches have other shapes'),
     (rescaled, 'gradients', '', '0.weight: other weights before the first step'),
-    (center_loss, 'gradients', '', 'centers.weight: of a module beside the model')],
+    (center_loss, 'gradients', '', '[ranks-differ] own_step.opt_centers.params[0]')],
     ids=lambda o: getattr(o, '__name__', ''))
 def test_difference(f, kind, name, cause):
     res = verify(f, steps=10)
@@ -185,9 +209,9 @@ def test_command(tmp_path, capsys):
     "Its status, and the script's arguments; what a script does after its first fit is not done, and its files stay as they are"
     file = tmp_path/'train.py'
     file.write_text(script.format(tests=os.path.dirname(__file__)))
-    assert main(['--steps', '3', str(file), 'dropout'])==1
+    assert main(['--steps', '3', str(file), 'own_buffer'])==1
     out = capsys.readouterr().out
-    assert 'DIFFERENT: 2 processes and one, 3 steps in float64' in out and 'likely cause: random draws' in out and 'not reached' not in out
+    assert 'DIFFERENT: 2 processes and one, 3 steps in float64' in out and 'likely cause: 1.mean' in out and 'not reached' not in out
     assert [*tmp_path.iterdir()]==[file]
 
 @pytest.mark.long
@@ -199,17 +223,13 @@ def test_launch_proves_before_it_trains(tmp_path):
         res = subprocess.run(cmd, capture_output=True, text=True, timeout=300)
         return res.returncode,'The same' in res.stdout,'DIFFERENT' in res.stdout,'trained' in res.stdout
     assert launch('plain')==(0,True,False,True)
-    assert launch('dropout')==(1,False,True,False)
-    assert launch('dropout', '--verify-only-warn')==(0,False,True,True)
+    assert launch('own_buffer')==(1,False,True,False)
+    assert launch('own_buffer', '--verify-only-warn')==(0,False,True,True)
 
 def test_a_tensor_that_stays_float32():
     res = verify(rounded, steps=4)
     assert not res.same and 1e-9<res.first.by<1e-6 and res.causes[0].startswith('rounding: a tensor of the script'), res
     assert verify(rounded, steps=4, dtype='float32').same
-
-def test_without_dropout():
-    res = verify(dropout, steps=3, dropout=False)
-    assert res.same and 'switched off, since they draw at random: 1' in res.notes
 
 def test_could_not_be_run(tmp_path, capsys):
     (tmp_path/'train.py').write_text('print("no learner here")')
@@ -218,11 +238,9 @@ def test_could_not_be_run(tmp_path, capsys):
 
 def adam(): return learner(mlp(nn.BatchNorm1d(8)), opt_func=torch.optim.Adam)
 
-def test_rounding_is_told_apart():
-    "The gradient of a bias before BatchNorm is zero but for rounding, of which Adam makes steps of full length"
+def test_a_gradient_that_is_rounding():
+    "That of a bias before BatchNorm is zero but for rounding, of which Adam makes steps of full length"
     assert verify(adam, steps=4).same
-    res = verify(adam, steps=4, dtype='float32')
-    assert res.same or res.first.kind=='weights' and res.first.name=='0.bias' and 'zero but for rounding' in res.causes[0], res
 
 class Float32Only(nn.Module):
     def forward(self, x): return x @ torch.eye(8, dtype=torch.float32)
@@ -236,12 +254,14 @@ def test_type():
 
 def test_a_verdict_counts_its_steps():
     def record(n):
-        step = dict(gradients={}, weights={}, buffers={}, batch=0)
-        return dict(steps=[step]*n, losses=[], epochs=[], names=[], preds=[], dtype='float64', streams='', silenced=[], scaled=False,
-                    n_batches=n, warned=['[no-batches] nothing is trained'])
+        return dict(rows=[[]]*n, shapes=[[]]*n, values={}, dtype='float64', parts=None, n_batches=n, edits=False, steady=True,
+                    warned=['[no-batches] nothing is trained'])
+    one,two,other = [record(2)|dict(values={(1,'weights',k): (torch.tensor([v]).double(),v) for k,v in zip('ab', o)})
+                     for o in ((1,1),(1,1),(1,2))]
+    assert judge(one, [one,two]).largest['weights'].by==0 and judge(one, [other,other]).largest['weights']==(1,'weights','b',1.,[])
     for n,steps in ((1,'1 step'),(2,'2 steps')):
         assert str(judge(record(n), [record(n)]*3)).endswith(f'The same: 3 processes and one, {steps} in float64')
-    with pytest.raises(NoRun, match=r'rank 0 took no step of the optimizer, in 0 training batches.*\[no-batches\]'):
+    with pytest.raises(NoRun, match=r'rank 0 took no step, in 0 batches.*\[no-batches\]'):
         judge(record(1), [record(0)]*2)
 
 def resumes(path):

@@ -471,7 +471,7 @@ class StatesInMemory(Checkpoint):
     def __init__(self): super().__init__('.', every=10, in_memory=True, resume=True, signals=())
     def name_in_memory(self): return f'fit {count("fit in memory")}' # a script that runs again has the same fits
 
-context_callbacks.append(lambda: [StatesInMemory()] if shrinks() else [])
+context_callbacks.append(lambda engine: [StatesInMemory()] if shrinks() else [])
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c023
 class _Resume(Callback):

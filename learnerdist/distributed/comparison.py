@@ -6,17 +6,14 @@
 __all__ = []
 
 # %% ../../nbs/distributed/02_comparison.ipynb #2fc3611b
-import copy,hashlib,logging,random,re,zlib
+import copy,hashlib,logging,random,re
 from collections import Counter
-from functools import cache,partial
 from inspect import signature
-from itertools import chain,islice,zip_longest
+from itertools import chain,islice
 from pathlib import Path
-from types import FunctionType,MethodType
 
 import torch
 from torch import Tensor,nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
@@ -81,50 +78,48 @@ def compared(model, but=())->dict:
     return {k: v for k,v in named if id(v) not in skip and not is_part(v)}
 
 # %% ../../nbs/distributed/02_comparison.ipynb #70b5ade9
-def unequal(every:list)->dict:
-    "From short values by name of each rank to the values of all ranks where these differ"
-    vals = {k: [o.get(k) for o in every] for k in dict.fromkeys(k for o in every for k in o)}
-    return {k: v for k,v in vals.items() if any(_differ(o, v[0]) for o in v)}
+def unequal(every:list, missing=None)->dict:
+    """From short values by name of each rank to the values of all ranks where these differ. missing: what a rank has of
+    a name that others have"""
+    res = {}
+    for k in dict.fromkeys(chain(*every)):
+        vals = [o.get(k, missing) for o in every]
+        if any(_differ(o, vals[0]) for o in vals): res[k] = vals
+    return res
 
 def _differ(a, b): return a!=b and repr(a)!=repr(b) # NaN is NaN
 
 def tell_unequal(found:dict)->str:
-    "A text that names each difference that `unequal` has found"
-    other = {k: next(i for i,o in enumerate(v) if _differ(o, v[0])) for k,v in found.items()}
-    texts = [f'{k}: {v[0]} on rank 0, {v[other[k]]} on rank {other[k]}' for k,v in found.items()]
-    return '; '.join(texts)
+    "A text that names the first differences that `unequal` has found"
+    texts = []
+    for k,vals in found.items():
+        r = next(i for i,o in enumerate(vals) if _differ(o, vals[0]))
+        texts.append(f'{k}: {vals[0]} on rank 0, {vals[r]} on rank {r}')
+    return '; '.join(texts[:6])
 
 # %% ../../nbs/distributed/02_comparison.ipynb #3c01ddbc
-def _short(o, k=256):
-    "A short description of data, from `k` of its elements"
-    if isinstance(o, (str,bytes,int,float,bool)): return o
+def some_of(o, k=256):
+    "Up to `k` elements of data, from all of it, for `sample_hash`"
     if isinstance(o, (set,frozenset)): o = sorted(map(str, o))
-    if isinstance(o, dict): o = sorted((str(i),str(_short(v, 16))) for i,v in islice(o.items(), k))
-    shape = getattr(o, 'shape', None)
-    if shape==(): return o.item()
-    if shape is None and not isinstance(o, (list,tuple,range)): return getattr(o, '__qualname__', type(o).__name__)
-    if hasattr(o, 'reshape') and not hasattr(o, 'iloc'): o = o.reshape(-1)
-    n = len(o)
+    if isinstance(o, dict): o = sorted([(str(i),v) for i,v in islice(o.items(), k)], key=lambda kv: kv[0])
+    if isinstance(o, (str,bytes)) or not hasattr(o, '__len__') or getattr(o, 'shape', None)==(): return o
+    rows = o.reshape(-1) if hasattr(o, 'reshape') and not hasattr(o, 'iloc') else o
+    n = len(rows)
     at = [*range(n)] if n<=k else [i*(n-1)//(k-1) for i in range(k)]
-    if hasattr(o, 'iloc'): return str(shape),n,o.iloc[at].to_csv()
-    return str(shape),n,o[at].tolist() if hasattr(o, 'shape') else [_short(o[i], 16) for i in at]
+    if hasattr(o, 'iloc'): return n,rows.iloc[at].to_csv()
+    return n,str(getattr(o, 'shape', '')),rows[at] if hasattr(o, 'shape') else [some_of(o[i], 16) for i in at]
 
 def fingerprint(o, name='data', depth=4)->dict:
-    """Types, lengths and checksums, by name, of a data set and of what it refers to, to this depth; of numbers and
-    texts those that are public and a data set's. No sample is read"""
+    "Checksums, by name, of what a data set refers to, to this depth. No sample is read"
     res,todo,seen = {},[(name,o,depth)],set()
     for name,o,depth in todo: # it grows
         if id(o) in seen or len(seen)>2000: continue
         seen.add(id(o))
-        if isinstance(o, (list,tuple,set,dict,range)) or hasattr(o, 'shape'):
-            res[name] = f'#{zlib.crc32(repr(_short(o)).encode()):08x}'
-            continue
-        is_data = hasattr(o, '__getitem__')
-        if is_data: res |= {f'type({name})': type(o).__name__, f'len({name})': data_len(o)}
-        for k,v in held(o).items():
-            private,at = k[:1]=='_',f'{name}.{k}'
-            if isinstance(v, (str,int,float)) and is_data and not private: res[at] = f'{v}'[:80]
-            elif depth and not (private and isinstance(v, dict)): todo.append((at,v,depth-1)) # a dict may be a cache
+        is_data = isinstance(o, (list,tuple,set,dict,range)) or hasattr(o, 'shape')
+        if is_data: res[name] = f'#{sample_hash([some_of(o)]):08x}'
+        for k,v in held(o).items() if depth and not is_data else ():
+            is_cache = k[:1]=='_' and isinstance(v, dict)
+            if not is_cache: todo.append((f'{name}.{k}',v,depth-1))
     return res
 
 # %% ../../nbs/distributed/02_comparison.ipynb #smp02
@@ -142,8 +137,8 @@ def few_samples(dls:list)->dict:
             read = reader(dl)
             if read is None or Generators.of(dl.dataset, getattr(dl, 'after_item', None)): continue
             n = len(dl.dataset)
-            at = random.Random(n).sample(range(n), min(n, 2))
-            res |= {f'{name}[{i}]': sample_hash(map_seeded(read, [i], [(0,i)])) for i in at}
+            for i in random.Random(n).sample(range(n), min(n, 2)):
+                res[f'{name}[{i}]'] = f'#{sample_hash(map_seeded(read, [i], [(0,i)])):08x}'
         except Exception as e: log.debug('samples cannot be read one by one: %r', e)
     return res
 
@@ -179,25 +174,17 @@ class Findings:
 def same_data(dls:list, findings):
     """Raise ValueError if the data sets of these loaders, training and validation, differ in length between ranks;
     report it if they seem to differ otherwise. Sync point"""
-    named = {f'len({k})': data_len(dl.dataset) for k,dl in data_of(dls).items()}
+    named = {}
     for name,dl in data_of(dls).items():
+        named[f'len({name})'] = data_len(dl.dataset)
         try: named |= fingerprint(dl.dataset, name)
         except Exception as e: log.debug('%s cannot be compared: %r', name, e)
-    every = gather_objects(named | {k: f'#{v:08x}' for k,v in few_samples(dls).items()})
-    found = {k: v for k,v in unequal(every).items() if None not in v}
+    found = {k: v for k,v in unequal(gather_objects(named|few_samples(dls))).items() if None not in v}
     if not found: return
     text = f'the ranks have different data: {tell_unequal(found)}; {_drawn_data}'
     if any(k.startswith('len(') for k in found): raise ValueError(coded('different-data', text))
     findings.reported.add(('different-data','samples')) # see `compare_weights`
     findings('different-data', f'{text}, or use distrib_ctx(checks=False) if this is intended')
-
-def settings(learn, shares:list)->dict:
-    "By name: epochs, optimizer, hyperparameters, and the batch sizes of this rank's shards of the loaders"
-    groups = getattr(learn.opt, 'param_groups', ())
-    named = dict(n_epoch=learn.n_epoch, optimizer=type(learn.opt).__name__, n_groups=len(groups))
-    named |= {f'batch size of loader {i}': dl.dealer.global_bs or batch_shape(dl)[0] for i,dl in enumerate(shares)}
-    hyper = {f'{k} of parameter group {i}': v for i,g in enumerate(groups) for k,v in g.items()}
-    return named | {k: v for k,v in hyper.items() if isinstance(v, (int,float,str))}
 
 def same_optimizer(learn):
     "Give every rank the optimizer state of rank 0: after fits outside of the context the states may differ. Sync point"
@@ -216,80 +203,70 @@ def _beside(p, t):
 
 def path_of_rank0(learn, findings):
     "Rank 0's path if the ranks' paths differ (a folder with a time stamp), since rank 0 writes; else None. Sync point"
-    found = unequal(gather_objects(dict(path=str(getattr(learn, 'path', '')))))
+    found = unequal(gather_objects({'learn.path': str(getattr(learn, 'path', ''))}))
     if not found: return None
-    text = f"learn.path differs: {tell_unequal(found)}; in this context it is rank 0's"
-    findings('different-path', text)
-    return Path(found['path'][0])
+    findings('different-path', f"{tell_unequal(found)}; in this context it is rank 0's")
+    return Path(found['learn.path'][0])
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp02
-def structure(learn)->list:
-    "Names, classes and shapes of the model, and the class or name of the loss, as texts"
+def structure(learn)->dict:
+    "By name: classes and shapes of the model's parts, in their order, and the class or name of the loss"
     model,loss = get_model(learn.model),learn.loss_func
-    modules = [f'model{f".{k}"*bool(k)}: {type(m).__name__}' for k,m in model.named_modules()]
-    named = model.named_parameters()
-    params = [f"model.{k}: {'lazy' if nn.parameter.is_lazy(p) else tuple(p.shape)}" for k,p in named]
-    return [*modules,*params,f'loss_func: {getattr(loss, "__qualname__", type(loss).__name__)}']
+    res = {f'model.{k}'.rstrip('.'): type(m).__name__ for k,m in model.named_modules()}
+    for i,(k,p) in enumerate(model.named_parameters()):
+        shape = 'lazy' if nn.parameter.is_lazy(p) else tuple(p.shape)
+        res[f'model.{k}'] = f'{shape}, parameter {i}'
+    return res|dict(loss_func=getattr(loss, '__qualname__', type(loss).__name__))
 
-def same_structure(learn):
-    "Raise ValueError if the ranks have other models or losses, which DDP would wait for or crash on. Sync point"
-    _compare_structures(gather_objects(structure(learn)))
+def settings(learn, shares:list)->dict:
+    "By name: epochs, optimizer, hyperparameters, and the batch sizes of this rank's shards of the loaders"
+    groups = getattr(learn.opt, 'param_groups', ())
+    res = dict(n_epoch=learn.n_epoch, optimizer=type(learn.opt).__name__, n_groups=len(groups))
+    for i,dl in enumerate(shares): res[f'batch size of loader {i}'] = dl.dealer.global_bs or batch_shape(dl)[0]
+    for i,g in enumerate(groups):
+        plain = {k: v for k,v in g.items() if isinstance(v, (int,float,str))}
+        res |= {f'{k} of parameter group {i}': v for k,v in plain.items()}
+    return res
 
-def same_fit(learn, shares:list):
-    "Raise ValueError if the ranks begin different fits: models, callbacks or settings differ. Sync point: one exchange"
-    cbs = [f'callback: {type(cb).__name__}' for cb in learn.cbs]
-    every = gather_objects((structure(learn),cbs,settings(learn, shares)))
-    if len({*map(repr, every)})==1: return
-    structures,cbs,named = zip(*every)
-    _compare_structures(structures)
-    _compare_callbacks(cbs)
-    _need_equal(unequal(named))
-
-def _need_equal(found):
+def need_equal(every:list, cbs=()):
+    """Raise ValueError unless all ranks have the same. every: values by name, of each rank; cbs: names of callbacks of
+    each rank, of which one may have more than others, such as one that logs"""
+    found,most = unequal(every, 'none'),max(cbs, key=len, default=())
+    for own in cbs:
+        rest,shared = iter(most),set.intersection(*map(set, cbs))
+        if all(o in rest for o in own): continue
+        found['callbacks'] = [', '.join(k for k in o if k not in shared) or 'another order' for o in cbs]
     text = (f'the ranks train differently: {tell_unequal(found)}. Give the same on all; what is drawn, as by the '
             'sampler of a sweep, needs a seed')
     if found: raise ValueError(coded('different-settings', text))
 
-def _compare_structures(every):
-    for r,own in enumerate(every[1:], 1):
-        for a,b in zip_longest(every[0], own, fillvalue='nothing more'):
-            if a!=b: raise _unlike(a, b, r)
+def same_structure(learn):
+    "Raise ValueError if the ranks have other models or losses, which DDP would wait for or crash on. Sync point"
+    need_equal(gather_objects(structure(learn)))
 
-def _compare_callbacks(every): # a rank may have some that others lack, as one that logs
-    most = max(every, key=len)
-    for r,own in enumerate(every):
-        rest = iter(most)
-        odd = next((o for o in own if o not in rest), None)
-        lacks = next((o for o in most if o not in own), 'another order')
-        if odd: raise _unlike(lacks, odd, r, every.index(most))
-
-def _unlike(a, b, rank, other=0):
-    found = f'{a} on rank {other}, {b} on rank {rank}'
-    return ValueError(coded('different-models', f'{found}: build the same model, loss and callbacks on all ranks'))
+def same_fit(learn, shares:list):
+    "Raise ValueError if the ranks begin different fits: models, callbacks or settings differ. Sync point: one exchange"
+    cbs = [type(cb).__name__ for cb in learn.cbs]
+    need_equal(*zip(*gather_objects((structure(learn)|settings(learn, shares),cbs))))
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmo02
 def shown(o)->str:
     "A text of any value, which is the same on all ranks if the value is: without addresses in memory"
     return re.sub(' at 0x[0-9a-f]+', '', repr(o))
 
-@cache
-def _parameters(cls):
-    "What callbacks of a class are made with, as far as it or what it derives from is ours; None if ranks may differ"
-    ours = [o for o in cls.__mro__ if o.__module__.startswith('learnerdist.') and o is not Callback]
-    if not ours or cls.by_rank: return None
-    return sorted({k for o in ours for k in signature(o.__init__).parameters})
-
 def options_of(cbs)->dict:
-    "By name, as texts: the callbacks of this package that have a part in training, and what they were made with"
+    """By name, as texts: the callbacks of this package that have a part in training, and what they were made with, as
+    far as it or what they derive from is ours"""
     res,n = {},Counter()
     for cb in cbs:
-        params,name = _parameters(type(cb)),type(cb).__name__
-        if params is None: continue
+        ours = [o for o in type(cb).__mro__ if o.__module__.startswith('learnerdist.') and o is not Callback]
+        if not ours or cb.by_rank: continue
+        name = type(cb).__name__
         n[name] += 1
         if n[name]>1: name += f' {n[name]}'
         res[name] = 'given'
-        for k in params:
-            if k in vars(cb): res[f'{name}.{k}'] = shown(vars(cb)[k])
+        params = {k for k in chain(*[signature(o.__init__).parameters for o in ours]) if k in vars(cb)}
+        res |= {f'{name}.{k}': shown(vars(cb)[k]) for k in sorted(params)}
     return res
 
 def same_options(named:dict, links=None):
@@ -298,31 +275,22 @@ def same_options(named:dict, links=None):
     hashed = hashlib.blake2b(repr(named).encode(), digest_size=8).digest()
     if links and len({*links.exchange(hashed, Place.before_fit)})==1: return
     every = gather_objects(named)
-    none = dict.fromkeys((k for o in every for k in o), 'none')
-    found = unequal([none|o for o in every])
+    given = set.intersection(*map(set, every))
     # not what one was made with that others do not have
-    _need_equal({k: v for k,v in found.items() if '.' not in k or k.partition('.')[0] not in found})
+    need_equal([{k: v for k,v in o.items() if '.' not in k or k.partition('.')[0] in given} for o in every])
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp05
-def objects_beside(learn)->dict:
-    "By name: modules and optimizers that callbacks, the loss function, its closure and its globals hold"
-    found,seen = {},{*map(id, (get_model(learn.model),learn.model,learn,learn.opt))}
-    todo = [('loss_func',learn.loss_func)]
-    todo += [(f'{cb.name}.{k}',v) for cb in learn.cbs for k,v in vars(cb).items()]
-    for name,o in todo: # it grows
-        if id(o) in seen or isinstance(o, DistributedDataParallel): continue
-        seen.add(id(o))
-        if isinstance(o, _kinds): found[name] = o
-        elif isinstance(o, FunctionType): todo += held(o, _kinds).items()
-        elif isinstance(o, partial): todo += [(name,v) for v in (o.func,*o.args,*o.keywords.values())]
-        elif isinstance(o, MethodType):
-            todo.append((name,o.__func__))
-            todo += [(f'{name}.{k}',v) for k,v in getattr(o.__self__, '__dict__', {}).items()]
-        elif type(o) in (list,tuple,dict):
-            todo += [(f'{name}[{k!r}]',v) for k,v in held(o).items() if isinstance(v, _kinds)]
-    return found
-
 _kinds = nn.Module,Optimizer
+
+def objects_beside(learn)->dict:
+    "By name: modules and optimizers that callbacks hold, also in lists, and a loss that is a module"
+    own = {*map(id, (get_model(learn.model),learn.model,learn.opt))}
+    found = dict(loss_func=learn.loss_func)
+    for cb in learn.cbs:
+        for k,v in vars(cb).items():
+            inner = held(v) if type(v) in (list,tuple,dict) else {}
+            found |= {f'{cb.name}.{k}': v}|{f'{cb.name}.{k}[{i!r}]': o for i,o in inner.items()}
+    return {k: o for k,o in found.items() if isinstance(o, _kinds) and id(o) not in own}
 
 def tensors_beside(learn, batchnorm=True)->dict:
     "By name: parameters and buffers, with or without those of `batchnorm`, of `objects_beside`; not those of the model"
@@ -332,8 +300,7 @@ def tensors_beside(learn, batchnorm=True)->dict:
     for k,o in sorted(objects_beside(learn).items(), key=lambda o: isinstance(o[1], Optimizer)):
         if isinstance(o, nn.Module): named = compared(o, () if batchnorm else unsynced(o))
         else: named = {f'params[{i}]': p for i,p in enumerate(chain(*groups_of(o)))}
-        new = {name: t for name,t in named.items() if id(t) not in seen and not t.is_meta}
-        res |= {f'{k}.{name}': t for name,t in new.items()}
+        res |= {f'{k}.{name}': t for name,t in named.items() if id(t) not in seen and not t.is_meta}
         seen |= {*map(id, named.values())}
     return res
 
@@ -360,10 +327,10 @@ def drawn_alone(dl)->str:
 def compare_weights(learn, n_steps:int, findings):
     """Raise RuntimeError if the ranks' parameters differ after these steps of an epoch; report an order that differs,
     buffers and tensors of other modules. Sync point"""
-    own,others = unsynced(learn.model),{} # own: which a copy of the model has, too
+    own,named = unsynced(learn.model),{} # own: which a copy of the model has, too
     order,samples = order_of(learn.dl),few_samples(learn.runner.shards.sources) if findings.mode else {}
-    if findings.mode: others = tensors_beside(learn, not own)
-    found = differences({**others, **compared(learn.model, own), **order, **samples})
+    if findings.mode: named = tensors_beside(learn, not own)
+    found = differences(named|compared(learn.model, own)|order|samples)
     if samples.keys()&found.keys(): findings('different-data', _redrawn, 'samples')
     if order.keys()&found.keys(): findings('different-orders', drawn_alone(learn.dl), 'orders')
     bad = next((k for k,_ in learn.model.named_parameters() if k in found), None)

@@ -68,7 +68,8 @@ class Context:
         "Undo all of it; once or twice"
         self.stack.close()
 
-context_callbacks = [] # Functions that return the callbacks which a learner has within a context
+# Functions of the engine of a context that opens; they may change its options, and return callbacks for its learner
+context_callbacks = []
 
 # %% ../../nbs/distributed/10_engine.ipynb #eng11
 class Shards:
@@ -254,8 +255,7 @@ class Engine(Runner):
         self.loop = Loop() # The present one
         self.followers = [] # See `follow`
         # Whether parts are as large as `max_bs` says, and not a rank's whole batch; their samples, at most
-        self.by_parts = bool(opts.max_bs)
-        self.max_bs = None if opts.max_bs=='auto' else opts.max_bs
+        self.by_parts,self.max_bs = False,None
 
     seed = property(lambda self: self.context.seed, doc="Of shuffling and of all draws")
     epochs_before = property(lambda self: self.shards.epochs_before, doc="Epochs of earlier fits in this context")
@@ -274,6 +274,8 @@ class Engine(Runner):
         try:
             self.learn = learn
             ctx.join()
+            cbs = [cb for f in context_callbacks for cb in f(self)]
+            self.by_parts,self.max_bs = bool(opts.max_bs),None if opts.max_bs=='auto' else opts.max_bs
             # each rank has its own device
             same_options({k: shown(v) for k,v in vars(opts).items() if k!='cuda_id'})
             # last: closed links free the others after a failure
@@ -288,7 +290,7 @@ class Engine(Runner):
             self.adapter.set_device(self.device) # before the model: loaders may name another one
             self._open_model()
             self.shards.deal_out()
-            for cb in [cb for f in context_callbacks for cb in f()]:
+            for cb in cbs:
                 learn.add_cb(cb)
                 ctx.stack.callback(learn.remove_cb, cb)
         except BaseException:

@@ -8,19 +8,16 @@ __all__ = []
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc03
 import logging,pickle,random
 from collections import OrderedDict
-from contextlib import ExitStack
-from functools import cache
-from itertools import product
 from typing import NamedTuple
 
 import torch
-from torch import Tensor,nn
+from torch import Tensor
 
 from ..core.collectives import gather_objects
 from ..core.compat import BatchNorm,Dropout,compiled_call,compiled_inside
 from ..core.compat import tree_leaves,tree_map,version
 from ..core.env import group_rank,group_size
-from ..core.random import rng_state,shared_rng,untouched
+from ..core.random import rng_state,same_streams,shared_rng,untouched
 from ..core.stacks import need
 from .comparison import reader
 from ..data.loaders import call_model,split_batch,to_cpu,to_device
@@ -30,8 +27,6 @@ from ..learner.losses import MeanOver,copied,cut,loss_over
 
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc06
 log = logging.getLogger(__name__)
-
-def _streams(): return random.getstate(),*[o.tolist() if isinstance(o, Tensor) else o for o in rng_state()[2:]]
 
 def _loader(learn): return getattr(learn.dl, 'source', learn.dl)
 
@@ -50,6 +45,13 @@ def read_items(learn, n:int=2):
         return sent(copied([*res[:n-n//2],*res[-(n//2):]]))
     except Exception as e: log.debug('samples cannot be read one by one: %r', e)
 
+def _kind(item):
+    "By what samples are ordered: the size of the target, shapes, the target"
+    if isinstance(item, dict): item = [*item.values()] # the last one may be the target
+    if not isinstance(item, (list,tuple)) or not item: return []
+    size = sum(o.numel() for o in tree_leaves(item[-1]) if isinstance(o, Tensor))
+    return [size,*[str(getattr(o, 'shape', '')) for o in item],str(item[-1])]
+
 def sent(o):
     "What another rank gets; an error if it cannot be sent, as tensors of float8, which cannot be unpickled"
     return pickle.loads(pickle.dumps(o))
@@ -60,15 +62,20 @@ def collated(learn, items:list):
     collate = dl.do_batch if hasattr(dl, 'do_batch') else dl.collate_fn
     after = getattr(dl, 'after_batch', None) or []
     with shared_rng(0): # those of the process stay where they are
-        before = _streams()
+        before = rng_state()
         b = to_device(collate(items), learn.device)
         for f in after if isinstance(after, list) else [after]: b = f(b)
-        need(_streams()==before, 'the loader draws random numbers for a batch')
+        need(not drawn_since(before), 'the loader draws random numbers for a batch')
     dtypes = {o.dtype for o in tree_leaves(tuple(learn.xb)) if _is_float(o)} # callbacks may cast
     if len(dtypes)==1: b = tree_map(lambda o: o.to(*dtypes) if _is_float(o) else o, b)
     return split_batch(b, getattr(learn.dl, 'n_inp', getattr(learn.dls, 'n_inp', None)))
 
 def _is_float(o): return isinstance(o, Tensor) and o.is_floating_point()
+
+def drawn_since(before)->bool:
+    "Whether random numbers were drawn since a result of `rng_state`"
+    now = rng_state()
+    return not same_streams(before, now) or now[3] is not None and not now[3].equal(before[3])
 
 def joined(parts:list):
     "The samples of several batches of the same structure as one"
@@ -80,64 +87,45 @@ class Outcome(NamedTuple):
     "What the model and the loss make of some samples"
     pred:object
     loss:object # With its graph; None: it was not computed
-    items:object # What the loss is the mean over, if it shows or says that
-    n:int # Number of samples, see `counted_rows`
+    numbers:tuple # (loss, items, number), to send; items: what the loss is the mean over, if it shows or says that
     draws:bool # Whether the model draws random numbers in evaluation
     loss_draws:bool
     says:bool # Whether the loss returned a sum and a count
-    @property
-    def numbers(self):
-        "(loss, items, number), to send"
-        loss = None if self.loss is None else float(self.loss.detach().cpu().double().mean())
-        return loss,None if self.items is None else float(self.items),self.n
 
-def computed(learn, xb, yb, n, training=False, pred=None, wide=None)->Outcome:
+def computed(learn, xb, yb, n, training=False, pred=None)->Outcome:
     """What model and loss make of a batch of `n` samples, on copies, without a backward pass or a hook: in evaluation
     where that is possible, since some models compute their loss in `training` only. `pred`: the prediction, if it is
-    known; `wide`: a function of a tensor that returns it in a longer type, of a parameter the same for each call.
-    Buffers and random streams stay"""
+    known. Buffers and random streams stay"""
     over,trace,model = loss_over(learn),losses.LossTrace(),get_model(learn.model)
     model = getattr(model, compiled_inside, model)
     func = losses.loss_of_model if learn.loss_func is None else learn.loss_func
     exact = torch.autocast(learn.device.type, enabled=False)
-    with ExitStack() as stack:
-        for o in (untouched(model),untouched(func),shared_rng(0)): stack.enter_context(o)
-        for o in (exact,torch.enable_grad(),trace): stack.enter_context(o)
+    with untouched(model), untouched(func), shared_rng(0), exact, torch.enable_grad(), trace:
         _quiet(model, training)
-        xb,yb,before = copied(tuple(xb)),copied(tuple(yb)),_streams()
-        if wide:
-            for m in [*model.modules(), *(func.modules() if isinstance(func, nn.Module) else ())]: _widen(m, wide)
-            xb,yb = tree_map(_wide, (xb,yb))
+        xb,yb,before = copied(tuple(xb)),copied(tuple(yb)),rng_state()
         if pred is None: pred = call_model(model, xb, model) if isinstance(learn, Learner) else model(*xb)
-        between = _streams()
+        draws,before = drawn_since(before),rng_state()
         loss = func(pred, *yb) if yb and over.kind!='whole' else None
-        draws,loss_draws,items = before!=between,between!=_streams(),None
+        loss_draws,items = drawn_since(before),None
         if says := type(loss) is tuple: loss,items = losses.as_mean(*loss)
         elif loss is not None: items = trace.items(loss) if over.count is None else over.count(pred, *yb)
-        return Outcome(pred, loss, items, losses.counted_rows(pred, yb, n), draws, loss_draws, says)
+    value = None if loss is None else float(loss.detach().cpu().double().mean())
+    numbers = value,None if items is None else float(items),losses.counted_rows(pred, yb, n)
+    return Outcome(pred, loss, numbers, draws, loss_draws, says)
 
 def _quiet(model, training):
     "In evaluation, or in training without dropout; without hooks, and without what changes a weight"
     for m in model.modules():
         m.training = training and not isinstance(m, (BatchNorm,Dropout))
-        vars(m)[compiled_call] = None
-        for k in [k for k,v in vars(m).items() if k.endswith('_hooks') and isinstance(v, dict)]:
-            hooks = vars(m)[k].items() # weight_norm is one of torch's
-            vars(m)[k] = OrderedDict((i,f) for i,f in hooks if _is_torchs(f))
-        if isinstance(m, (nn.Embedding,nn.EmbeddingBag)): m.max_norm = None
+        own = vars(m)
+        own[compiled_call] = None
+        for k in [k for k,v in own.items() if k.endswith('_hooks') and isinstance(v, dict)]:
+            # weight_norm is one of torch's
+            own[k] = OrderedDict((i,f) for i,f in own[k].items() if _is_torchs(f))
         if isinstance(m, BatchNorm) and m.running_mean is None:
             like = next(m.parameters(), torch.zeros(0))
             m.running_mean = like.new_zeros(m.num_features)
             m.running_var = like.new_ones(m.num_features)
-
-_short = torch.float16,torch.bfloat16
-def _wide(o): return o.float() if isinstance(o, Tensor) and o.dtype in _short else o
-
-def _widen(m, wide):
-    "Let a module compute with copies of its parameters and other tensors, until `untouched` puts them back"
-    for d in (vars(m),*[o for o in vars(m).values() if isinstance(o, dict)]):
-        # a buffer is not shared, since a forward pass may fill it
-        d.update({k: wide(o) if isinstance(o, nn.Parameter) else _wide(o) for k,o in d.items()})
 
 def _is_torchs(f): return (getattr(f, '__module__', None) or type(f).__module__).startswith('torch.')
 
@@ -169,12 +157,10 @@ def reached(loss)->set:
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc14
 class Samples(NamedTuple):
     "What a rank gives to the check"
-    # Two samples, as the data set has them; None: they cannot be read one by one
-    items:list|None=None
-    # The first two samples of its batch, as callbacks have made them; None: it cannot be cut
-    rows:tuple|None=None
+    items:list=None    # Two samples, as the data set has them; None: they cannot be read one by one
+    rows:tuple=None    # The first two samples of its batch, as callbacks have made them; None: it cannot be cut
     changed:bool=False # Whether a callback has changed its batch
-    n:int=1 # Number of samples in its batch; 0: it has cancelled the batch
+    n:int=1            # Number of samples in its batch; 0: it has cancelled the batch
 
 def parts_of(learn, every:list)->list:
     """The batches that the check compares, from `Samples` of all ranks: (inputs, targets, number) of all samples, then
@@ -184,19 +170,13 @@ def parts_of(learn, every:list)->list:
     if not any(o.changed for o in every) and all(o.items for o in every):
         try:
             # targets of other sizes or classes show what the loss counts
-            items = sorted([p for o in every[:n] for p in o.items], key=_kind)
+            items = sorted(sum([o.items for o in every[:n]], []), key=_kind)
             parts = [items[i:i+2] for i in range(0, len(items), 2)]
             return [(*collated(learn, o), len(o)) for o in (items,*parts)]
         except Exception as e: log.debug('samples cannot be collated: %r', e)
     rows = [to_device(o.rows, learn.device) for o in every if o.rows is not None][:n]
     need(len(rows)>1 and all(o.rows is not None for o in every if o.n), 'batches cannot be cut')
     return [(*o, len(tree_leaves(o)[0])) for o in (joined(rows),*rows)]
-
-def _kind(item):
-    if isinstance(item, dict): item = [*item.values()] # the last one may be the target
-    if not isinstance(item, (list,tuple)) or not item: return []
-    size = sum(o.numel() for o in tree_leaves(item[-1]) if isinstance(o, Tensor))
-    return [size,*[str(getattr(o, 'shape', '')) for o in item],str(item[-1])]
 
 class Result(NamedTuple):
     "What a rank has found"
@@ -219,9 +199,8 @@ class SelfCheck:
     def begin_loop(self):
         "Before a training loop: is its first batch checked? The same on every rank"
         learn = self.engine.learn
-        unknown = self.checked and loss_over(learn).kind=='unknown'
-        wanted = not self.checked or unknown and all(o is not learn.loss_func for o in self.checked)
-        self.due = wanted and bool(self.engine.findings.mode)
+        is_new = loss_over(learn).kind=='unknown' and all(o is not learn.loss_func for o in self.checked)
+        self.due = bool(self.engine.findings.mode) and (is_new or not self.checked)
 
     def note(self):
         "Before callbacks change a batch"
@@ -246,20 +225,17 @@ class SelfCheck:
         return Samples(read_items(learn), rows, self.loaded!=_versions(learn), n)
 
     def _result(self, every):
-        "None if it cannot be computed"
-        learn = self.engine.learn
-        model = get_model(learn.model)
-        is_short = any(o.dtype in _short for o in (*model.parameters(),*model.buffers()))
-        for wide,training in product((_wide,None) if is_short else (None,), (False,True)):
-            try: return self._compare(*parts_of(learn, every), wide=wide and cache(wide), training=training)
+        "None if it cannot be computed: neither in evaluation nor in training"
+        for training in (False,True):
+            try: return self._compare(*parts_of(self.engine.learn, every), training=training)
             except Exception as e: log.debug('the self-check could not be computed: %r', e)
 
-    def _compare(self, every, *parts, **how):
+    def _compare(self, every, *parts, training):
         learn,r = self.engine.learn,group_rank()%len(parts)
         sizes,n = [o[-1] for o in parts],every[-1]
-        whole,pred,i = computed(learn, *every, **how),None,sum(sizes[:r])
+        whole,pred,i = computed(learn, *every, training),None,sum(sizes[:r])
         if whole.draws and whole.loss is not None: pred = cut(whole.pred, n, i, i+sizes[r])
-        own = computed(learn, *parts[r], pred=pred, **how)
+        own = computed(learn, *parts[r], training, pred)
         pairs = zip(tree_leaves(whole.pred), tree_leaves(own.pred))
         mixes = not (whole.draws or own.draws) and any(far(a, b, n, sizes[r]) for a,b in pairs)
         found = mixes,whole.loss_draws,whole.says,self._unused(whole.loss, every)
@@ -296,16 +272,14 @@ class SelfCheck:
         elif kind is None and over.kind=='unknown' and not (done and one.says):
             findings('loss-unknown', unknown.format(name), 'once')
 
-mixes = ('predictions of {} depend on which other samples are in the batch, or on its padding. With {} ranks these are '
-         'the samples of one rank, so the run differs from that of one process. If the model needs those of all ranks, '
-         'let it use gather_with_grad(x)')
-remedy = ('Samples count alike. If it is a mean over other things, name what it counts: give it an attribute n_items, '
-          'a function of (pred, *targs), or return (sum, count). If it needs the global batch, as contrastive '
-          "losses do, let it work on gather_with_grad(pred), and set n_items = 'whole'")
+mixes = ('predictions of {} depend on which other samples are in the batch, or on its padding. On {} ranks these are '
+         'those of one rank. If the model needs those of all, let it use gather_with_grad(x)')
+remedy = ('Samples count alike. If it is a mean over other things, give it an attribute n_items, a function of (pred, '
+          '*targs), or return (sum, count). If it needs the global batch, let it work on gather_with_grad(pred), '
+          "and set n_items = 'whole'")
 not_mean = ('the loss {} of a batch does not follow from its values on parts of it: it is no mean over samples{}, and '
             f'no sum. {remedy}')
-unknown = ('what the loss {} is the mean over is not known, as it could not be compared on a batch and on parts of it. '
-           f'{remedy}')
+unknown = f'what the loss {{}} is the mean over is not known: it could not be compared with parts of a batch. {remedy}'
 
 def _versions(learn):
     ts = [o for o in tree_leaves((tuple(learn.xb),tuple(learn.yb))) if isinstance(o, Tensor)]
