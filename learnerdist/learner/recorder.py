@@ -28,12 +28,12 @@ class Recorder(Callback):
     fit_state = 'lrs','iters','losses','values','log'
     rank_state = 'totals',
     def __init__(self):
+        self.avg_loss,self.mets = AvgLoss(),[]
         self.metric_names = []
         self.measuring = self.reduced = False
         self._forget()
 
     def _forget(self):
-        self.avg_loss,self.mets = AvgLoss(),[]
         self.lrs,self.losses = [],[]
         self.iters,self.values = [],[]
         self.log,self.steps = [],[]
