@@ -95,7 +95,8 @@ class Recorder(Callback):
         counts = learn.yb and learn.loss is not None and not learn.runner.loop.repeated
         n = batch_rows(learn) if counts else 0
         if not learn.training:
-            for m in self.valid_mets if n else (): m.accumulate(learn)
+            if n:
+                for m in self.valid_mets: m.accumulate(learn)
             return
         if self.n_before==learn.train_iter and not learn.runner.loop.more_parts: return # it is recorded
         part = 0.,0,0
