@@ -19,7 +19,7 @@ from ..core.lending import replaced
 from ..core.random import mix_seed,shared_rng
 from ..core.stacks import need
 from ..data.distributed_dl import in_order,with_settings
-from ..data.loaders import DataLoaders,all_inputs,as_list,pipe,single
+from ..data.loaders import all_inputs,as_list,pipe,single
 from ..data.rows import as_samples,join_batches,listed,store_batches
 from .callback import Callback,Order,all_events
 from .learner import Learner
@@ -138,19 +138,6 @@ def predict(self:Learner,
     preds,_ = self.get_preds(dl=Unshared([b]), act=act, reorder=False)
     # a sample may have no row of its own
     return tree_map(lambda o: o[0] if len(o)==1 else o, preds)
-
-# %% ../../nbs/learner/10_predictions.ipynb #prd21
-@patch
-def test_dl(self:DataLoaders,
-    test_items,        # A data set, as in `TfmdDL`
-    with_labels=False, # Whether its items end with targets. False: all elements of an item are inputs
-    **kw               # Settings to change, by the names of `TfmdDL`
-):
-    "The validation loader, for other data: for `get_preds(dl=…)`, `validate(dl=…)`"
-    dl = self.loaders[-1] if self.valid is None else self.valid
-    dl = getattr(dl, 'source', dl).new(test_items, **{'shuffle': False, 'drop_last': False, **kw})
-    if not with_labels: dl.n_inp = all_inputs
-    return dl
 
 # %% ../../nbs/learner/10_predictions.ipynb #tta11
 class Augmented(Dataset):
