@@ -171,8 +171,8 @@ def tta(self:Learner,
     def of_train(name, given): return as_list(getattr(train, name, []) if given is None else given)
     items,batches = of_train('after_item', item_tfms),of_train('after_batch', batch_tfms)
     settings = dict(after_item=None, after_batch=batches) if hasattr(dl, 'after_batch') else {}
-    kind = type(dl).__name__
-    need(settings or not batches, f'batch_tfms: a {kind} has no transforms of batches, use a TfmdDL')
+    what = f'a {type(dl).__name__} has no transforms of batches'
+    need(settings or not batches, f'batch_tfms: {what}, use a TfmdDL')
     seed,rounds = self.runner.draw_seed(),[]
     for i in range(n):
         data = Augmented(dl.dataset, items, mix_seed(seed, i))
