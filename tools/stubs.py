@@ -1,4 +1,4 @@
-"""Write the `.pyi` of modules whose classes get methods by `@patch`, which editors and type checkers do not follow
+"""Write `learner.pyi`: modules below it add methods to `Learner` by `@patch`, which editors and type checkers do not follow
 
 `python tools/stubs.py` after `nbdev-export`; `tests/test_house.py` compares."""
 import ast,inspect,re
@@ -8,7 +8,7 @@ from learnerdist import all as public
 from learnerdist.distributed.replica import ddp_options
 
 package = Path(__file__).parent.parent/'learnerdist'
-stubbed = 'learner/learner','data/loaders'
+stubbed = 'learner/learner',
 functions = ast.FunctionDef,ast.AsyncFunctionDef
 
 def patched()->dict:

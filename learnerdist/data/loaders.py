@@ -336,6 +336,16 @@ class DataLoaders:
         "The first batch of loader `i`, moved to `device`. i: index of the loader"
         dl = self.loaders[i]
         return to_device(dl.one_batch() if hasattr(dl, 'one_batch') else one_batch(dl), self.device)
+    def test_dl(self,
+        test_items,        # A data set, as in `TfmdDL`
+        with_labels=False, # Whether its items end with targets. False: all elements of an item are inputs
+        **kw               # Settings to change, by the names of `TfmdDL`
+    ):
+        "The validation loader, for other data: for `get_preds(dl=…)`, `validate(dl=…)`"
+        dl = self.loaders[-1] if self.valid is None else self.valid
+        dl = getattr(dl, 'source', dl).new(test_items, **{'shuffle': False, 'drop_last': False, **kw})
+        if not with_labels: dl.n_inp = all_inputs
+        return dl
     def to(self, device):
         "Set the device for batches, and return these loaders"
         self.device = device

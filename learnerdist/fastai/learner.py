@@ -46,7 +46,8 @@ from ..learner.techniques import MixedPrecision,amp_flag
 from ..learner.callback import Callback as CoreCallback
 from ..learner.loggers import say_alone
 
-with suppress(Exception): # first, so that a later import does not replace ours; fails without accelerate
+# first, so that a later import does not replace ours; fails without accelerate
+with suppress(Exception):
     import fastai.distributed # noqa: F401
 
 # %% ../../nbs/fastai/04_learner.ipynb #c006
@@ -54,8 +55,8 @@ def in_context(*classes, names=()):
     """Decorate a function of (learner, fastai's method, its arguments): it takes the place of the method, or of those
     of these names, while a learner is in a context"""
     def decorate(f):
-        for cls,k in [(cls,k) for cls in classes for k in names or [f.__name__]]:
-            setattr(cls, k, _extended(getattr(cls, k), f))
+        for cls in classes:
+            for k in names or [f.__name__]: setattr(cls, k, _extended(getattr(cls, k), f))
         return f
     return decorate
 
@@ -148,8 +149,8 @@ def _alone(self, f, *args, **kwargs):
 # %% ../../nbs/fastai/04_learner.ipynb #c011
 def _check_whole(learn, what):
     "ValueError if the model is sharded"
-    remedy = 'Do it after the context, or use learn.save'
-    need(not trainer_of(learn).engine.sharded, f'{what}: rank 0 has only its part of the model. {remedy}')
+    why = 'rank 0 has only its part of the model. Do it after the context, or use learn.save'
+    need(not trainer_of(learn).engine.sharded, f'{what}: {why}')
 
 @in_context(Learner)
 def save(self, save, file, **kwargs):

@@ -73,8 +73,8 @@ class StartAt(NamedTuple):
 
 def check_parts(dls, model, metrics, **functions):
     "ValueError for what cannot be a part of a learner"
-    has_parts = 'give `DataLoaders`, or an object with `train`, an index and a length'
-    need(hasattr(dls, 'train'), has_parts, dls=dls)
+    remedy = 'give `DataLoaders`, or an object with `train`, an index and a length'
+    need(hasattr(dls, 'train'), remedy, dls=dls)
     need(isinstance(model, torch.nn.Module), 'give a torch.nn.Module', model=model)
     for k,v in functions.items():
         need(callable(v) or v is None and k=='loss_func', 'give a function or a class', **{k: v})
@@ -146,15 +146,16 @@ def check_targets(learn):
     loader = type(getattr(learn.dl, 'source', learn.dl)).__name__
     inputs = ', '.join(type(o).__name__ for o in learn.xb)
     found = f"the {loader}'s batch, {inputs}, has no targets: nothing would be trained"
-    raise ValueError(f'{found}. Let the loader give a tuple of inputs and targets; with loss_func=None, '
-                     'the batch object twice')
+    remedy = 'Let the loader give a tuple of inputs and targets; with loss_func=None, the batch object twice'
+    raise ValueError(f'{found}. {remedy}')
 
 # %% ../../nbs/learner/01_learner.ipynb #oom02b
 def is_oom(e)->bool:
     "Whether an exception says that memory has run out, on a GPU or on the host"
     if isinstance(e, (torch.OutOfMemoryError,MemoryError)): return True
-    of_others = 'DefaultCPUAllocator' in str(e) or 'out of memory' in str(e) # of the host, and of mps
-    return isinstance(e, RuntimeError) and of_others
+    # of the host, and of mps
+    says_so = 'DefaultCPUAllocator' in str(e) or 'out of memory' in str(e)
+    return isinstance(e, RuntimeError) and says_so
 
 def advise_on_memory(e, learn):
     """If the exception says that memory has run out, add the size of the batch and a remedy to it. e: an exception
@@ -217,8 +218,8 @@ class Learner:
         self.metrics = [metrics] if hasattr(metrics, 'items') else listify(metrics)
         self.model_dir = model_dir
         self.path = place(path or getattr(dls, 'path', '.'))
-        at_home = 'give a local folder, and addresses to save, load, export and Checkpoint'
-        need(isinstance(self.path, Path), at_home, path=path)
+        remedy = 'give a local folder, and addresses to save, load, export and Checkpoint'
+        need(isinstance(self.path, Path), remedy, path=path)
         self.cbs = []
         self.logger = print
         self.training = self.fitting = False

@@ -120,15 +120,16 @@ class LossTrace(TorchFunctionMode):
         return res
     def _call_of(self, loss):
         "The call that has returned the mean `loss`, if nothing has changed it in place"
-        found = [o for o in self.calls if o[0] is loss and not loss.ndim and o[1]==version(loss)]
-        return found[0] if found else None
+        for call in self.calls:
+            if call[0] is loss and not loss.ndim and call[1]==version(loss): return call
     def items(self, loss):
         "What the mean `loss` is over, if one of these calls, or a copy, has returned it: a number, or a tensor ()"
         call = self._call_of(loss)
         if call is None: return None
         func,args,kwargs = call[2:]
         opts = _signature(func).bind(*args, **kwargs).arguments
-        (pred,targ,*_),over = opts.values(),_of_torch(_functions[func], opts)
+        pred,targ,*_ = opts.values()
+        over = _of_torch(_functions[func], opts)
         if func is F.ctc_loss and over.kind=='samples': return len(opts['target_lengths'])
         return over.count(pred, targ) if over.kind=='items' else None
 
@@ -192,7 +193,8 @@ def follows(whole:tuple, parts:list, tol:float):
     scale = max(map(abs, losses))
     if alike(sum(o*n for o,n in zip(losses, ns))/sum(ns), loss, scale): return 'samples'
     if not alike(sum(losses), loss, scale): return 'other'
-    return 'sum' if sum(map(bool, losses))>1 else None # or a mean over items that only one part has, such as pairs
+    # else a mean over items that only one part has, such as pairs
+    return 'sum' if sum(map(bool, losses))>1 else None
 
 def counted_rows(pred, yb, n:int)->int:
     """What a mean counts of which nothing is known: samples; nodes or tokens, if all tensors have so many rows. pred,
@@ -226,11 +228,13 @@ def batch_rows(learn)->int:
 
 def loader_rows(dl, i):
     "The number of samples in batch `i`; None if it is not known"
-    bs,dealer = getattr(dl, 'batch_sampler', None),getattr(dl, 'dealer', None)
+    dealer = getattr(dl, 'dealer', None)
     if dealer is not None and dealer.n_parts: return dealer.part_size
+    sizes = ()
+    if dealer is not None and dealer.unit=='batch': sizes = dealer.sizes or ()
+    batches = getattr(dl, 'batch_sampler', None)
+    if not sizes and isinstance(batches, (list,tuple)): sizes = [*map(len, batches)]
     k = i-getattr(dl, 'offset', 0)
-    sizes = dealer.sizes if dealer is not None and dealer.unit=='batch' else None
-    if not sizes and isinstance(bs, (list,tuple)): sizes = [*map(len, bs)]
     if sizes: return sizes[k] if k<len(sizes) else None
     size,n = _size_and_n(dl)
     return size if None in (size,n) else min(size, n-i*size)
@@ -299,7 +303,8 @@ def loss_kind(learn)->str:
     agreed on it. learn: a learner, after the loss of a batch"""
     if loss_over(learn).kind=='unknown' and learn.runner.loop.model is None:
         found = probe_loss(learn)
-        if found: set_loss_over(learn, MeanOver(found if found in ('sum','items') else 'samples'))
+        if found=='other': found = 'samples'
+        if found: set_loss_over(learn, MeanOver(found))
     return loss_over(learn).kind
 
 # %% ../../nbs/learner/00_losses.ipynb #0f5e7a11

@@ -157,8 +157,11 @@ class TorchMetric(Metric):
 def mk_metrics(ms)->list:
     """A list of `Metric`s, made by `mk_metric`. ms: one or several of: a function, a `Metric` or its class, a
     torchmetrics object or collection"""
-    collections = [list(o.items()) if hasattr(o, 'items') else [(None,o)] for o in listify(ms)]
-    return [TorchMetric(m, name) if name else mk_metric(m) for o in collections for name,m in o]
+    res = []
+    for o in listify(ms):
+        if hasattr(o, 'items'): res += [TorchMetric(m, name) for name,m in o.items()]
+        else: res.append(mk_metric(o))
+    return res
 
 # %% ../../nbs/learner/02_metrics.ipynb #c013b
 def mk_metric(

@@ -19,7 +19,7 @@ from ..core.lending import replaced
 from ..core.random import mix_seed,shared_rng
 from ..core.stacks import need
 from ..data.distributed_dl import in_order,with_settings
-from ..data.loaders import DataLoaders,all_inputs,as_list,pipe,single
+from ..data.loaders import all_inputs,as_list,pipe,single
 from ..data.rows import as_samples,join_batches,listed,store_batches
 from .callback import Callback,Order,all_events
 from .learner import Learner
@@ -139,19 +139,6 @@ def predict(self:Learner,
     # a sample may have no row of its own
     return tree_map(lambda o: o[0] if len(o)==1 else o, preds)
 
-# %% ../../nbs/learner/10_predictions.ipynb #prd21
-@patch
-def test_dl(self:DataLoaders,
-    test_items,        # A data set, as in `TfmdDL`
-    with_labels=False, # Whether its items end with targets. False: all elements of an item are inputs
-    **kw               # Settings to change, by the names of `TfmdDL`
-):
-    "The validation loader, for other data: for `get_preds(dl=…)`, `validate(dl=…)`"
-    dl = self.loaders[-1] if self.valid is None else self.valid
-    dl = getattr(dl, 'source', dl).new(test_items, **{'shuffle': False, 'drop_last': False, **kw})
-    if not with_labels: dl.n_inp = all_inputs
-    return dl
-
 # %% ../../nbs/learner/10_predictions.ipynb #tta11
 class Augmented(Dataset):
     """A data set with transforms of its items. Each item has random streams of its own: it is the same on any rank,
@@ -184,8 +171,8 @@ def tta(self:Learner,
     def of_train(name, given): return as_list(getattr(train, name, []) if given is None else given)
     items,batches = of_train('after_item', item_tfms),of_train('after_batch', batch_tfms)
     settings = dict(after_item=None, after_batch=batches) if hasattr(dl, 'after_batch') else {}
-    kind = type(dl).__name__
-    need(settings or not batches, f'batch_tfms: a {kind} has no transforms of batches, use a TfmdDL')
+    what = f'a {type(dl).__name__} has no transforms of batches'
+    need(settings or not batches, f'batch_tfms: {what}, use a TfmdDL')
     seed,rounds = self.runner.draw_seed(),[]
     for i in range(n):
         data = Augmented(dl.dataset, items, mix_seed(seed, i))

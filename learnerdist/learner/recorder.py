@@ -28,12 +28,12 @@ class Recorder(Callback):
     fit_state = 'lrs','iters','losses','values','log'
     rank_state = 'totals',
     def __init__(self):
+        self.avg_loss,self.mets = AvgLoss(),[]
         self.metric_names = []
         self.measuring = self.reduced = False
         self._forget()
 
     def _forget(self):
-        self.avg_loss,self.mets = AvgLoss(),[]
         self.lrs,self.losses = [],[]
         self.iters,self.values = [],[]
         self.log,self.steps = [],[]
@@ -95,7 +95,8 @@ class Recorder(Callback):
         counts = learn.yb and learn.loss is not None and not learn.runner.loop.repeated
         n = batch_rows(learn) if counts else 0
         if not learn.training:
-            for m in self.valid_mets if n else (): m.accumulate(learn)
+            if n:
+                for m in self.valid_mets: m.accumulate(learn)
             return
         if self.n_before==learn.train_iter and not learn.runner.loop.more_parts: return # it is recorded
         part = 0.,0,0

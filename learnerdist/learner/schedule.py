@@ -127,7 +127,8 @@ def fit_one_cycle(self:Learner,
         highest = [g['lr'] for g in opt.param_groups] # the fit has set it to `lr_max`
         # torch divides by zero if the rise is exactly one step
         options = dict(pct_start=min(pct_start*(1+1e-9), 1.), cycle_momentum=bool(cycled))
-        return OneCycleLR(opt, highest, n_steps, div_factor=div, final_div_factor=div_final/div, **options)
+        divs = dict(div_factor=div, final_div_factor=div_final/div)
+        return OneCycleLR(opt, highest, n_steps, **options, **divs)
     with self.flagged(flags): self.fit(n_epoch, lr_max, [Scheduler(one_cycle),*listify(cbs)], reset_opt)
 
 # %% ../../nbs/learner/09_schedule.ipynb #ftn11

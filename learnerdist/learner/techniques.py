@@ -82,7 +82,8 @@ class MixedPrecision(Callback):
 
     def state_dict(self)->dict:
         "The state of the `GradScaler`; empty if there is none"
-        return self.scaler.state_dict() if self.scaler else self.state
+        if self.scaler: self.state = self.scaler.state_dict()
+        return self.state
 
     def load_state_dict(self, state:dict):
         "Load a result of `state_dict`, into this fit or, outside of a fit, into the next one"
