@@ -85,7 +85,7 @@ class Progress:
         h = self.hashes
         h.zero_()
         for items in chunks:
-            if not h[1]: h[0] = sample_hash(items)
+            if not h[1]: h[0] = sample_hash(items[:8])
             h[1] = sample_hash(items, int(h[1]))
             yield items
         h[2] = h[1]
