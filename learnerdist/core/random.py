@@ -232,8 +232,8 @@ class shared_rng:
 
 # %% ../../nbs/core/04_random.ipynb #c020
 def draw(items, rng:shared_rng, chunk:int=1, first:int=1):
-    """Iterator over lists of `items`, which draw their random numbers from `rng`. It reads `first` items, then `chunk` at
-    a time: each swap of random streams takes some 20 µs"""
+    """Iterator over lists of `items`, which draw their random numbers from `rng`. It reads `first` items, then `chunk`
+    at a time: each swap of random streams takes some 20 µs"""
     with rng: it = iter(items)
     size = first
     while True:
