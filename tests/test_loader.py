@@ -1,6 +1,5 @@
 "DistributedDL: the shares of all ranks, in one process"
 from collections import Counter
-from itertools import product
 import math, random
 import numpy as np, pandas as pd, pytest, torch
 from torch.utils.data import (BatchSampler, ChainDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler,
@@ -78,7 +77,7 @@ SAMPLERS = {
 }
 
 @pytest.mark.parametrize('kind', SAMPLERS)
-@pytest.mark.parametrize('W', [1, 2, 3, 5])
+@pytest.mark.parametrize('W', [1, 3])
 def test_user_samplers(kind, W):
     make = SAMPLERS[kind]
     sampler = make()
@@ -184,7 +183,7 @@ STREAMS = {
 }
 
 @pytest.mark.parametrize('kind', STREAMS)
-@pytest.mark.parametrize('W', [1, 2, 3])
+@pytest.mark.parametrize('W', [1, 3])
 def test_streams_in_this_process(kind, W):
     make,init = STREAMS[kind]
     for n in (0, 1, 5, 6):
@@ -211,7 +210,7 @@ def test_streams_with_workers(kind, n, W, pad):
     assert dls[0].n is None
     with pytest.raises(TypeError, match='2 workers'): len(dls[0])
 
-@pytest.mark.parametrize('kind,workers', [*product(['whole, shuffled','own, shuffled','init range'], [0]), ('own, shuffled',2)])
+@pytest.mark.parametrize('kind,workers', [('whole, shuffled',0), ('own, shuffled',2)])
 def test_global_batches_of_streams_do_not_depend_on_world_size(kind, workers):
     make,init = STREAMS[kind]
     def steps(W, bs):
