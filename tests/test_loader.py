@@ -5,7 +5,7 @@ import numpy as np, pandas as pd, pytest, torch
 from torch.utils.data import (BatchSampler, ChainDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler,
                               SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, get_worker_info)
 from learnerdist.data.loaders import TfmdDL
-from learnerdist.data.distributed_dl import DistributedDL, in_order, is_split, reindexed, set_epoch, shared_rng
+from learnerdist.data.distributed_dl import DistributedDL, in_order, is_split, reindexed, saves_place, set_epoch, shared_rng
 from learnerdist.data.sharding import epoch_order, undeal
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -222,6 +222,18 @@ def test_length_of_streams():
     unsized = ranks(DataLoader(Whole(3)), 2)[0]
     assert unsized.n is None and unsized.n_total is None
     with pytest.raises(TypeError): len(unsized)
+
+class Placed(Whole):
+    "Saves and loads its place"
+    def state_dict(self): return dict(start=self.start)
+    def load_state_dict(self, state): self.start = state['start']
+
+def test_a_stream_with_a_generator_of_its_own_is_read_again():
+    "It may shuffle in a buffer, whose samples are in no state"
+    ds = Placed(3)
+    assert saves_place(ds) and not saves_place(Whole(3))
+    ds.inner = [dict(shuffled=np.random.default_rng(0))]
+    assert not saves_place(ds)
 
 class EpochStream(IterableDataset):
     "A data set that is told the epoch, and shuffles by the global stream too"
