@@ -7,7 +7,7 @@ __all__ = ['main']
 
 # %% ../../nbs/launch/05_cli.ipynb #c002
 import argparse,gc,inspect,os,runpy,signal,subprocess,sys,traceback,warnings
-from contextlib import suppress
+from contextlib import contextmanager,suppress
 from pathlib import Path
 
 import learnerdist
@@ -294,6 +294,20 @@ def main(
     if args[:1] == ['--serve']: args = serve(int(args[1]), args[2:]) # returns in a fork of this process
     if args[:1] == ['--calls']: return serve_calls(*args[1:])
     if args[:1] == ['--worker']: return _worker(int(args[1]), args[2:])
+    with restored_environment(): return _launch(args)
+
+@contextmanager
+def restored_environment():
+    """At the end of the body, all environment variables are what they were: options set some, and a script may call
+    `main`"""
+    before = dict(os.environ)
+    try: yield
+    finally:
+        for k in {*os.environ}-{*before}: del os.environ[k]
+        os.environ.update(before)
+
+def _launch(args):
+    "Exit status of a launch"
     server = ForkServer()
     try:
         argv,n = guess(args)
