@@ -7,7 +7,7 @@ __all__ = ['rank_distrib', 'num_distrib', 'local_rank', 'default_device', 'RankE
            'planned_group', 'process_group', 'group_rank', 'group_size', 'is_rank0']
 
 # %% ../../nbs/core/01_env.ipynb #c002
-import gc,json,os,re,socket,sys,threading,time,traceback
+import gc,json,os,re,socket,sys,threading,time
 from collections import Counter
 from contextlib import contextmanager,suppress
 from datetime import timedelta
@@ -22,7 +22,7 @@ from .compat import abort_device_work,abort_group,built_for,call_at_first_use
 from .compat import default_store,destroy_group,fake_store,in_bad_fork,set_timeout
 from .files import environment
 from .hosts import alone_warning,check_rank,foreign_rank,keep_alive
-from .stacks import frames_of_caller,frames_of_thread,preempted_status,users_frame,warn
+from .stacks import describe_error,frames_of_caller,frames_of_thread,preempted_status,users_frame,warn
 
 # %% ../../nbs/core/01_env.ipynb #c004l
 in_group = dist.is_initialized # Whether a process group is open
@@ -194,8 +194,7 @@ _well = [('SystemExit',o) for o in ('','0','None')]
 # %% ../../nbs/core/01_env.ipynb #left01b
 def pack_error(e)->str:
     "An exception of this rank as text, which another rank can raise by `unpack_error`"
-    trace = ''.join(traceback.format_exception(e))
-    return json.dumps(dict(rank=own_rank(), kind=type(e).__name__, message=str(e), trace=trace))
+    return json.dumps(dict(rank=own_rank(), **describe_error(e)))
 
 def unpack_error(s)->RankError:
     "The inverse of `pack_error`: the exception of another rank"
@@ -213,11 +212,11 @@ def is_consequence(e)->bool:
 # Store keys of first failures, one for each open section: a part of the run that ranks enter and leave together
 section = []
 
-def record_exit(store, rank, how:str):
+def record_exit(store, rank, how:dict):
     """Record in the store that a rank has left, so that ranks which wait for it stop waiting. store: from
-    `connect_store`; rank: the rank that has left; how: its exception from `pack_error`, or a description in words"""
-    if not how.startswith('{'): how = json.dumps(dict(rank=rank, kind='exit', message=how))
-    for key in (f'left/{rank}','left'): store.compare_set(key, '', how)
+    `connect_store`; rank: the rank that has left; how: as of `describe_error`; kind `'exit'`: a description in words"""
+    text = json.dumps(dict(rank=rank, **how))
+    for key in (f'left/{rank}','left'): store.compare_set(key, '', text)
 
 def _check_on(store, keys):
     "`RankError` if a rank has left without setting its key, or if a rank has failed in this rank's section"

@@ -45,6 +45,10 @@ def _walk(at):
     both = traceback.walk_stack(at) if at else ()
     return [Frame(f.f_code.co_filename, n, f.f_code.co_name) for f,n in both]
 
+def describe_error(e:BaseException)->dict:
+    "An exception as texts: `kind` (name of its type), `message`, `trace` (its traceback)"
+    return dict(kind=type(e).__name__, message=str(e), trace=''.join(traceback.format_exception(e)))
+
 _frame = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 
 def users_frame(frames:list)->Frame:
