@@ -48,7 +48,8 @@ def choose_addresses(args, host:str):
     machines meet"""
     route = find_route(host)
     # torchrun waits for it
-    if route is None: return log(f'this machine does not know {host}, or no way to it; perhaps it will within a minute')
+    late = f'this machine does not know {host}, or no way to it; perhaps it will within a minute'
+    if route is None: return log(late)
     own,there = route
     known = set()
     with suppress(OSError): known = {o[4][0] for o in socket.getaddrinfo(socket.gethostname(), None)}
@@ -70,16 +71,17 @@ class Agent(SimpleElasticAgent):
 
     def _start_workers(self, group):
         "Called by torchrun before each attempt, when the machines have met"
-        spec,envs = group.spec,[]
+        spec,handler = group.spec,group.spec.rdzv_handler
         keep_alive()
-        if failures(self.job.ranks): log(*self.job.explain(), f'restart {self.attempt} of {spec.max_restarts}')
-        run_id = spec.rdzv_handler.get_run_id()
-        of_all = dict(GROUP_RANK=group.group_rank, GROUP_WORLD_SIZE=group.group_world_size)
-        of_all |= dict(MASTER_ADDR=group.master_addr, MASTER_PORT=group.master_port)
-        of_all |= dict(LOCAL_WORLD_SIZE=spec.local_world_size, ROLE_NAME=spec.role)
-        of_all |= dict(TORCHELASTIC_RUN_ID=run_id, TORCHELASTIC_USE_AGENT_STORE=spec.rdzv_handler.use_agent_store)
-        meeting = f'{run_id} {group.master_addr} {group.master_port}'
-        of_all['LEARNERDIST_SEED'] = os.environ.get('LEARNERDIST_SEED', meeting)
+        again = f'restart {self.attempt} of {spec.max_restarts}'
+        if failures(self.job.ranks): log(*self.job.explain(), again)
+        run_id,at = handler.get_run_id(),(group.master_addr,group.master_port)
+        of_all = dict(zip(('MASTER_ADDR','MASTER_PORT'), at), GROUP_RANK=group.group_rank)
+        of_all |= dict(GROUP_WORLD_SIZE=group.group_world_size, ROLE_NAME=spec.role)
+        of_all |= dict(LOCAL_WORLD_SIZE=spec.local_world_size, TORCHELASTIC_RUN_ID=run_id)
+        of_all['TORCHELASTIC_USE_AGENT_STORE'] = handler.use_agent_store
+        of_all['LEARNERDIST_SEED'] = os.environ.get('LEARNERDIST_SEED') or f'{run_id} {at}'
+        envs = []
         for o in group.workers:
             own = dict(RANK=o.global_rank, WORLD_SIZE=o.world_size, LOCAL_RANK=o.local_rank)
             own |= dict(ROLE_RANK=o.role_rank, ROLE_WORLD_SIZE=o.role_world_size)
@@ -154,7 +156,8 @@ def run_with_others(job:Job)->int:
     keep_alive()
     def interrupt(sig, frame): raise SignalException('', signal.Signals(sig))
     for o in job.signals: signal.signal(o, interrupt)
-    waiting = threading.Timer(5, lambda: agent.attempt or log(f'waits for the other machines, at {where}'))
+    late = f'waits for the other machines, at {where}'
+    waiting = threading.Timer(5, lambda: agent.attempt or log(late))
     waiting.daemon = True
     waiting.start()
     try:

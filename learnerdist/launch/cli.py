@@ -71,7 +71,8 @@ def _run(module, *args):
 def prove(args, target:list)->int:
     """Compare the script's first steps with one process, as `--verify` asks for. args: parsed; target: the script or
     `-m` and a module, with its arguments; returns: exit status: 0 to go on"""
-    status = _run('learnerdist.verify', '--nproc', str(args.nproc), '--steps', str(args.verify), *target)
+    options = f'--nproc {args.nproc} --steps {args.verify}'.split()
+    status = _run('learnerdist.verify', *options, *target)
     return 0 if status==1 and args.verify_only_warn else status
 
 # %% ../../nbs/launch/05_cli.ipynb #cl04
@@ -108,7 +109,8 @@ def _choose_gpus(given:str)->int:
     name,n = _visible[kind],torch.accelerator.device_count()
     now = os.environ.get(name)
     ids = [*map(str, range(n))] if now is None else [o for o in now.split(',') if o.strip()]
-    need(max(map(int, gpus)) < len(ids), f'--gpus {given}: {len(ids)} visible here ({name}={now}), counted from 0')
+    are = f'{len(ids)} visible here ({name}={now}), counted from 0'
+    need(max(map(int, gpus)) < len(ids), f'--gpus {given}: {are}')
     os.environ[name] = ','.join(ids[int(i)] for i in gpus)
     return len(gpus)
 
@@ -118,16 +120,17 @@ _visible = dict(cuda='CUDA_VISIBLE_DEVICES', xpu='ZE_AFFINITY_MASK')
 def _choose_nproc(args)->int:
     "How many processes these parsed options ask for"
     from torch.distributed.run import determine_local_world_size
-    both = f'--nproc {args.nproc} and --nproc-per-node {args.nproc_per_node}'
-    need(not args.nproc or args.nproc_per_node in (None, args.nproc), f'{both} differ: give one of the two')
+    ours,theirs = args.nproc,args.nproc_per_node
+    both = f'--nproc {ours} and --nproc-per-node {theirs}'
+    need(not ours or theirs in (None, ours), f'{both} differ: give one of the two')
     n_gpus = args.gpus is not None and _choose_gpus(args.gpus)
-    given = str(args.nproc or args.nproc_per_node or n_gpus or 'auto')
+    given = str(ours or theirs or n_gpus or 'auto')
     try: return count_nproc('auto' if given == 'auto' else determine_local_world_size(given))
-    except ValueError as e:
-        raise ValueError(f"--nproc {given}: give a whole number from 1 up, or 'auto' ({e})") from None
+    except ValueError: need(False, f"--nproc {given}: give a whole number from 1 up, or 'auto'")
 
 # %% ../../nbs/launch/05_cli.ipynb #c022
-_for_agents = 'nproc nproc_per_node nnodes rdzv_endpoint rdzv_backend max_restarts gpus master_port'.split()
+_for_agents = '''nproc nproc_per_node nnodes rdzv_endpoint rdzv_backend max_restarts gpus
+master_port'''.split()
 
 def _ask_slurm(args):
     "This process's task in srun, whose values fill in the options that `args` leave open; None without srun"
@@ -152,13 +155,14 @@ def _check(args):
     "ValueError for numbers of these parsed options that are none; torchrun would take some of them"
     low,_,high = str(args.nnodes or 1).partition(':')
     is_range = low.isdigit() and (high or low).isdigit() and 0 < int(low) <= int(high or low)
-    need(is_range, f'--nnodes {args.nnodes}: give a whole number from 1 up, or two of them as in 1:4')
+    need(is_range, f'--nnodes {args.nnodes}: give a whole number from 1 up, or two, as in 1:4')
     need(args.max_restarts >= 0, f'--max-restarts {args.max_restarts}: give 0 or more')
     need(0 <= args.wait < float('inf'), f'--wait {args.wait:g}: give 0 seconds or more')
-    need(0 <= int(args.master_port or 0) < 1<<16, f'--master-port {args.master_port}: give a port, 0 to 65535')
+    port = int(args.master_port or 0)
+    need(0 <= port < 1<<16, f'--master-port {port}: give a port, 0 to 65535')
     for k,n in dict(verify=args.verify, plan=args.plan).items():
         need(n is None or n > 0, f'--{k} {n}: give a whole number from 1 up')
-    need(not args.logs_specs, f'--logs-specs {args.logs_specs}: ranks write logs by --redirects alone')
+    need(not args.logs_specs, f'--logs-specs {args.logs_specs}: use --redirects alone')
     is_there = args.module or args.no_python or Path(args.training_script).exists()
     need(is_there, f'no script {args.training_script!r} here')
 
@@ -178,13 +182,15 @@ def _complete(args):
     args.nnodes = args.nnodes or '1'
     args.nproc = _choose_nproc(args)
     args.nproc_per_node = str(args.nproc)
-    if task: check_env(os.environ, dict(WORLD_SIZE=(task.n_nodes*args.nproc, 'SLURM_NNODES x --nproc')))
+    n = task and (task.n_nodes*args.nproc, 'SLURM_NNODES x --nproc')
+    if task: check_env(os.environ, dict(WORLD_SIZE=n))
     args.n_nodes = int(args.nnodes.rpartition(':')[2])
     args.is_here = args.n_nodes == 1 and not (args.rdzv_endpoint or args.rdzv_backend)
     n = args.is_here and not task and not args.standalone and foreign_rank().get('WORLD_SIZE')
     need(not n, f'{n} processes run this launcher, each alone: let mpirun run the script itself')
     meets = args.n_nodes == 1 or args.rdzv_endpoint or args.master_port is not None
-    need(meets, f'--nnodes {args.nnodes} without --rdzv-endpoint HOST:PORT, the same on each machine')
+    where = '--rdzv-endpoint HOST:PORT, the same on each machine'
+    need(meets, f'--nnodes {args.nnodes} without {where}')
     if args.on_failure == 'shrink': _check_shrink(args)
     if args.is_here: os.environ.setdefault('GLOO_SOCKET_IFNAME', loopback())
     if args.nproc > 1 and 'OMP_NUM_THREADS' not in os.environ:
@@ -305,7 +311,8 @@ def _launch(args):
 
 def run_task(job:Job, task:Task)->int:
     "Run one of several tasks that srun has started on this machine: it is a rank; the launcher's exit status"
-    env = dict(LEARNERDIST_SEED=task.id) | os.environ | {k: str(v) for k,v in rank_env(task).items()}
+    env = dict(LEARNERDIST_SEED=task.id) | os.environ
+    env |= {k: str(v) for k,v in rank_env(task).items()}
     if task.n_nodes == 1: env.setdefault('GLOO_SOCKET_IFNAME', loopback())
     job.start(0, [env])
     sig = job.watch.run()

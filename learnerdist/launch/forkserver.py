@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/launch/00_forkserver.ipynb #fk02
-import ast,ctypes,gc,marshal,os,random,signal,socket,struct,sys,threading,warnings,zlib
+import ast,ctypes,gc,marshal,os,random,signal,socket
+import struct,subprocess,sys,threading,warnings,zlib
 from contextlib import contextmanager,suppress
 from importlib.machinery import PathFinder
 from multiprocessing import connection,process
@@ -179,10 +180,10 @@ class Process:
 
 def spawn(args:list, env:dict, outs:list, more:list=())->Process:
     "Start a program. args: of its command line; env, outs, more: as of `ForkServer.start`"
-    for o in more: os.set_inheritable(o, True)
-    moves = [(os.POSIX_SPAWN_DUP2, o, i) for i,o in enumerate(outs)]
-    args = [*args,*map(str, more)]
-    return Process(os.posix_spawnp(args[0], args, env, file_actions=moves, setsid=True, setsigdef=[signal.SIGPIPE]))
+    how = dict(zip(('stdin','stdout','stderr'), outs), pass_fds=more, start_new_session=True)
+    proc = subprocess.Popen([*args,*map(str, more)], env=env, **how)
+    proc.returncode = 0 # `Process` waits for it, `proc` does not
+    return Process(proc.pid)
 
 @contextmanager
 def adopting():
@@ -258,7 +259,7 @@ def begin_rank(parent:int):
     if folder := report_folder():
         with suppress(OSError): # no room for its files: then nobody asks it where it is
             catch_crashes(folder/'crash.txt')
-            answer_asks(os.getpid())
+            answer_asks(folder/'stack.txt')
     # rank 0 shows them; Python's option -W and PYTHONWARNINGS come before it
     if os.environ['LOCAL_RANK'] != '0': warnings.simplefilter('ignore', append=True)
 

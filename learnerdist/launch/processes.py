@@ -30,7 +30,7 @@ def count_nproc(nproc)->int:
     if not isinstance(nproc, int) or nproc < 1:
         raise ValueError(f"nproc={nproc!r}: give a whole number of processes from 1 up, or 'auto'")
     if nproc > 1 and not hasattr(os, 'killpg'):
-        raise ValueError(f'{nproc} processes: {sys.platform} has no process groups: use Linux, macOS, WSL 2')
+        raise ValueError(f'{nproc} processes on {sys.platform}: use Linux, macOS, WSL 2')
     return nproc
 
 # %% ../../nbs/launch/02_processes.ipynb #c014
@@ -44,7 +44,8 @@ def pickled(o)->bytes:
     except (pickle.PicklingError, AttributeError, TypeError) as e: why = e
     try: from cloudpickle import dumps
     except ImportError:
-        raise ValueError(f'{why}: pip install cloudpickle, which sends it, or import it from a file') from None
+        remedy = 'pip install cloudpickle, which sends it, or import it from a file'
+        raise ValueError(f'{why}: {remedy}') from None
     return dumps(o)
 
 
@@ -65,8 +66,9 @@ def _call(names, payload):
     for o in names: import_module(o)
     try: func,args,kwargs,number = pickle.loads(payload)
     except AttributeError as e:
-        guard = "without what is under `if __name__=='__main__':`: define the function above that line"
-        raise ValueError(f'{e}. Each process imports the script again, {guard}') from e
+        guard = "without what is under `if __name__=='__main__':`"
+        more = f'Each process imports the script again, {guard}: define the function above it'
+        raise ValueError(f'{e}. {more}') from e
     def own(o): return _objects[o.number] if isinstance(o, RankObject) else o
     try: res = func(*map(own, args), **{k: own(v) for k,v in kwargs.items()})
     except SystemExit as e:
@@ -209,7 +211,8 @@ class Ranks:
         path = os.pathsep.join([ours, *filter(None, [os.environ.get('PYTHONPATH')])])
         if not server.runs():
             mine = [o for o in sys.modules if o in _heavy or o.startswith('learnerdist.')]
-            server.prepare(['--modules','torch','torch._dynamo',*mine], os.environ | dict(PYTHONPATH=path))
+            modules = ['--modules','torch','torch._dynamo',*mine]
+            server.prepare(modules, os.environ | dict(PYTHONPATH=path))
         prepared = spawn.get_preparation_data('rank')
         for k in ('authkey','start_method'): prepared.pop(k, None)
         with open(os.devnull) as null:
@@ -241,7 +244,7 @@ class Ranks:
         if not self.calls: self._start()
         objects = [o for o in (*args,*kwargs.values()) if isinstance(o, RankObject)]
         if any(o.ranks!=self.start for o in objects):
-            raise ValueError('the ranks that had this object were ended: build it again with keep()')
+            raise ValueError('ranks that had this object were ended: build it again with keep()')
         names = [o for o in sys.modules if o.startswith('learnerdist.')]
         payload = pickled((func,args,kwargs,number))
         url = f'file://{self.folder}/rendezvous{next(self._n)}'
@@ -251,7 +254,7 @@ class Ranks:
         for o in ranks: (o.folder/'error.json').unlink(missing_ok=True)
         for o in self.calls: o.send(names, payload, url)
         waits = dict(timeout_s=timeout_s, grace_s=grace_s, log_s=float('inf'))
-        try: Watch(ranks, outputs=self.outputs, **waits).run()
+        try: Watch(ranks, self.outputs, **waits).run()
         except KeyboardInterrupt:
             self._interrupt()
             raise KeyboardInterrupt(f'the call was ended on all {self.nproc} ranks') from None

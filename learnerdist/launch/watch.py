@@ -18,8 +18,8 @@ from typing import Callable,NamedTuple
 import learnerdist
 from ..core.files import launch_folder,whole_file
 from ..core.hosts import loopback
-from ..core.stacks import Frame,describe_error,frames_of,in_library,place_of
-from ..core.stacks import preempted_status,read_crash,report_folder,users_frame
+from ..core.stacks import Frame,absence,describe_error,describe_stack,frames_of,in_library
+from ..core.stacks import place_of,preempted_status,read_crash,report_folder,users_frame
 from .forkserver import ForkServer,Output,spawn
 
 # %% ../../nbs/launch/01_watch.ipynb #wa05
@@ -41,7 +41,12 @@ class RankFailure(NamedTuple):
     code:int    # Exit status; minus the signal's number for a signal
     cause:Cause
     time:float  # In seconds; of a death without a report, when it was seen
+    where:str=''   # The end of a sentence: where the rank was, or waited
     frames:list=() # The user's `Frame`s that led to it, the innermost first
+
+    def is_absence(self)->bool:
+        "Whether a rank has waited in vain for another one"
+        return absence in self.message
 
     def describe(self)->str:
         "The exception with its line, or how the rank ended"
@@ -68,7 +73,8 @@ def describe_exit(code:int)->str:
     if code in (0, exited_early): return 'left with status 0'
     if code == preempted_status: return f'left with status {code}, to go on later'
     if code > 0: return f'ended with exit status {code}'
-    return f'ended by {signal.Signals(-code).name}' + ' (out of memory, or killed)'*(code == -signal.SIGKILL)
+    more = ' (out of memory, or killed)'*(code == -signal.SIGKILL)
+    return f'ended by {signal.Signals(-code).name}{more}'
 
 def ended_well(code:int)->bool:
     "Whether a process has come to its end, or has saved its state to go on later. code: as in `describe_exit`"
@@ -87,7 +93,8 @@ def leave_report(e:BaseException, status:int=1, folder:Path=None):
         from learnerdist.core.env import RankError,is_consequence
         if isinstance(e, RankError) or is_consequence(e): cause = Cause.noticed
     own = [o for o in frames if not in_library(o.file)] or frames[:1]
-    report = dict(code=status, cause=cause, time=time.time(), frames=own, **describe_error(e))
+    report = dict(code=status, cause=cause, time=time.time(), where=describe_stack(frames), frames=own)
+    report |= describe_error(e)
     with whole_file((folder or report_folder())/'error.json') as f: f.write_text(json.dumps(report))
 
 # %% ../../nbs/launch/01_watch.ipynb #wa10
@@ -109,21 +116,24 @@ class Rank:
         self.is_notified = False # Whether the others were
         # whether the launcher has asked it to end, or killed it
         self.is_asked = self.is_killed = False
-        # why the launcher has killed it, the beginning of a sentence; its stack at that time
-        self.why = self.trace = ''
+        # why the launcher has killed it, the beginning of a sentence
+        self.why = ''
+        # where it was when the launcher has asked last, the end of a sentence; its stack at that time
+        self.where = self.trace = ''
 
     def end(self, why:str):
         """Kill it and its children, and note where it was. why: the beginning of a sentence; empty: another one has
         failed, or the launcher was asked to end"""
         self.is_asked = self.is_killed = True
-        if why:
-            frames,where = self.place()
-            # without what called the user's code
-            self.trace = _text(takewhile(lambda o: not o.file.startswith(_here), frames))
-            self.why = f'{why}: it {where}'
+        if why: self.why = f'{why}: it {self.ask()}'
         self.proc.kill_group()
 
-    def place(self): return place_of(self.proc.pid, self.folder/'stack.txt')
+    def ask(self)->str:
+        "Where it is, the end of a sentence"
+        frames,self.where = place_of(self.proc.pid, self.folder/'stack.txt')
+        # without what called the user's code
+        self.trace = _text(takewhile(lambda o: not o.file.startswith(_here), frames))
+        return self.where
 
     def was_ended(self)->bool:
         "Whether the launcher has ended it. What a signal of the system has killed before died by itself"
@@ -142,15 +152,19 @@ class Rank:
             o['cause'],o['frames'] = Cause(o['cause']),[Frame(*f) for f in o['frames']]
             return RankFailure(rank=self.rank, **o)
         if ended_well(code): return None
+        kind,text,trace,cause = self._unreported(code)
         when = self.seen or time.time()
+        return RankFailure(kind, text, trace, self.rank, code, cause, when, self.where)
+
+    def _unreported(self, code):
+        "Its kind of failure, a message, where it was, and the cause"
         if self.was_ended():
             cause = Cause.late if self.why else Cause.stopped
-            return RankFailure('TimeoutError', self.why or 'ended by the launcher', self.trace, self.rank, code, cause, when)
+            return 'TimeoutError',self.why or 'ended by the launcher',self.trace,cause
         what,frames = read_crash(self.folder/'crash.txt')
-        more = ', without an exception'*(code > 0)
-        if what: more = f' ({what}, {users_frame(frames)})'
+        more = f' ({what}, {users_frame(frames)})' if what else ', without an exception'*(code > 0)
         cause = Cause.outside if code in _outside else Cause.died
-        return RankFailure('ProcessDied', describe_exit(code)+more, _text(frames), self.rank, code, cause, when)
+        return 'ProcessDied',describe_exit(code)+more,_text(frames),cause
 
     def exit(self)->dict:
         "What the other ranks get of its end: its exception as of `describe_error`, or a description"
@@ -171,12 +185,15 @@ def explain(found:list, ranks:list=())->list:
     if first.cause is Cause.noticed and first.kind == 'RankError': # a failure on another machine
         line,*more = first.message.splitlines()
         return [line if more else f'{line} ({first.frames[0]})']
-    rest = [f'rank {o.rank} failed too: {_shortened(o.describe(), 1)}' for o in others if o.cause <= Cause.late]
+    others = [o for o in others if o.cause <= Cause.late]
     left = [o for o in ranks if ended_well(o.proc.poll()) and not o.is_asked]
+    rest = [f'rank {o.rank} failed too: {_shortened(o.describe(), 1)}' for o in others]
     rest += [f'rank {o.rank} {describe_exit(o.proc.poll())} before' for o in left]
     if len(rest) > 4: rest[3:] = [f'and {len(rest)-3} other ranks']
-    where = [f'  called from {o}' for o in first.frames[1:4]]
-    return [f'rank {first.rank} failed first: {_shortened(first.describe(), 6)}', *where, *rest]
+    head = f'rank {first.rank} failed first: {_shortened(first.describe(), 6)}'
+    if not first.is_absence(): return [head, *[f'  called from {o}' for o in first.frames[1:4]], *rest]
+    places = sorted((o.rank,f'  rank {o.rank} {o.where}') for o in found if o.where)
+    return [head, *[o for _,o in places[:12]]]
 
 def _shortened(text, n):
     """The first line of a text and its last ones, at most `n`: an exception of a loader's worker ends with its own
@@ -190,12 +207,11 @@ def _shortened(text, n):
 # %% ../../nbs/launch/01_watch.ipynb #wa15
 class Watch:
     "Watches the ranks of this machine until all have ended: notifies them when one leaves, and ends what has to end"
-    def __init__(self, ranks:list, wait_s:float=0, log_s:float=60, timeout_s:float|None=None, grace_s:float=0,
-            term_s:float=30, outputs:tuple=()):
-        """ranks: `Rank`s; wait_s: seconds that ranks may run after the first has ended well; 0: no limit; log_s: seconds
-        after which ranks that still run are first reported; timeout_s: seconds for all of them; None: no limit;
-        grace_s: seconds that the others may go on after a failure; 0: they get SIGTERM at once; term_s: seconds that
-        they have to end after a signal; outputs: what they print, as of `forkserver.Output`"""
+    def __init__(self, ranks, outputs=(), wait_s=0, log_s=60, timeout_s=None, grace_s=0, term_s=30):
+        """ranks: `Rank`s; outputs: what they print, as of `forkserver.Output`; wait_s: seconds that ranks may run after
+        the first has ended well; 0: no limit; log_s: seconds after which ranks that still run are first reported;
+        timeout_s: seconds for all of them; None: no limit; grace_s: seconds that the others may go on after a failure;
+        0: they get SIGTERM at once; term_s: seconds that they have to end after a signal"""
         self.ranks,self.outputs = ranks,[*outputs]
         self.wait_s,self.log_s = wait_s or float('inf'),log_s
         self.grace_s,self.term_s = grace_s,term_s
@@ -250,14 +266,17 @@ class Watch:
             for o in running: o.end(f'ended by the launcher, since it still ran {after}')
         elif waited_s > self.log_s:
             self.log_s *= 2
-            for o in running: log(f'rank {o.rank} still runs {after}: it {o.place()[1]}')
+            for o in running: log(f'rank {o.rank} still runs {after}: it {o.ask()}')
 
     def _after_failure(self, failed, running, now):
         self.failed = failed
+        if failed.failure().is_absence():
+            for o in running: o.ask()
         if not self.grace_s: self.stop(running, signal.SIGTERM)
         elif not self.end_at or now+self.grace_s < self.end_at:
             self.end_at = now+self.grace_s
-            self.why = f'ended, because it still ran {self.grace_s} s after rank {failed.rank} failed'
+            after = f'{self.grace_s} s after rank {failed.rank} failed'
+            self.why = f'ended, because it still ran {after}'
 
     def stop(self, running, sig):
         "Send these ranks a signal; what still runs after `term_s` seconds is killed"
@@ -302,7 +321,8 @@ def env_of(rank:int, n:int, folder:Path, **more)->dict:
     further variables"""
     env = {k: v for k,v in os.environ.items() if not k.startswith(('TORCHELASTIC_','MASTER_'))}
     ours = dict(RANK=rank, WORLD_SIZE=n, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=n)
-    ours |= dict(GLOO_SOCKET_IFNAME=loopback(), LEARNERDIST_INIT_METHOD=f'file://{folder}/rendezvous')
+    ours['GLOO_SOCKET_IFNAME'] = loopback()
+    ours['LEARNERDIST_INIT_METHOD'] = f'file://{folder}/rendezvous'
     ours['TORCHELASTIC_ERROR_FILE'] = f'{folder}/{rank}/error.json'
     return env | {k: str(v) for k,v in {**ours, **more}.items()}
 
@@ -314,8 +334,10 @@ class Job:
         self.args,self.target,self.server,self.folder = args,target,server,folder
         self.run_id = f'{time.time():.0f}-{os.getpid()}'
         ends = signal.SIGTERM,signal.SIGINT,signal.SIGHUP,signal.SIGQUIT
-        self.signals = [o for o in ends if signal.getsignal(o) != signal.SIG_IGN] # which it is under nohup
-        self.signal = self.watch = None # The first that the launcher has got; the watch of this attempt
+        # not those that are ignored, as SIGHUP is under nohup
+        self.signals = [o for o in ends if signal.getsignal(o) != signal.SIG_IGN]
+        self.signal = None # That the launcher has got
+        self.watch = None  # Of this attempt
         self.ranks,self.outputs = [],[]
         self.term_s = getattr(args, 'shutdown_timeout', None) or 30 # no option before torch 2.9
         self.traces = None # The file of tracebacks, once there are any
@@ -345,18 +367,20 @@ class Job:
             for o in filter(None, outs): os.close(o.writer)
             self.outputs += filter(None, outs)
             self.ranks.append(Rank(proc, env, folder))
-        self.watch = Watch(self.ranks, args.wait, term_s=self.term_s, outputs=self.outputs)
+        self.watch = Watch(self.ranks, self.outputs, args.wait, term_s=self.term_s)
         self.watch.signal = self.signal
 
     def _output(self, i, rank, name, folder):
         "Where one of its streams goes; None: to that of the launcher, as rank 0's does without further options"
         from torch.distributed.elastic.multiprocessing import Std,to_map
         args,bit = self.args,Std.OUT if name == 'stdout' else Std.ERR
-        red,tee = (bool(bit & to_map(Std.from_str(o), i+1)[i]) for o in (args.redirects, args.tee))
+        def has(option): return bool(bit & to_map(Std.from_str(option), i+1)[i])
+        red,tee = has(args.redirects),has(args.tee)
         chosen = not args.local_ranks_filter or str(i) in args.local_ranks_filter.split(',')
         shown = chosen and (tee or not red)
         if rank == '0' and shown and not tee: return None
-        label = Template(args.log_line_prefix_template or '[r${rank}] ').safe_substitute(rank=rank, local_rank=i)
+        template = Template(args.log_line_prefix_template or '[r${rank}] ')
+        label = template.safe_substitute(rank=rank, local_rank=i)
         if not red and not tee: return Output(label, name*shown)
         folder.mkdir(parents=True, exist_ok=True)
         return Output(label, name*shown, open(folder/f'{name}.log', 'wb', buffering=0))
@@ -371,15 +395,18 @@ class Job:
         "The lines about the failure of an attempt, and where its tracebacks are"
         found = failures(self.ranks)
         res = explain(found, self.ranks)
-        text = '\n'.join(f'rank {o.rank}:\n{o.trace}' for o in found if o.cause in (Cause.raised,Cause.noticed))
+        own = [o for o in found if o.cause in (Cause.raised,Cause.noticed)]
+        text = '\n'.join(f'rank {o.rank}:\n{o.trace}' for o in own)
         if self.args.verbose or not text: return res
-        how = dict(buffering=0, suffix='.txt', prefix='learnerdist-tracebacks-', dir=self.args.log_dir, delete=False)
-        try:
-            # which no other user can foresee or read
-            self.traces = self.traces or tempfile.NamedTemporaryFile(**how)
-            self.traces.write(text.encode())
+        try: return [*res, f'all tracebacks: {self._keep(text)} (--verbose prints them)']
         except OSError as e: return [*res, f'no file of all tracebacks ({e}): --verbose prints them']
-        return [*res, f'all tracebacks: {self.traces.name} (--verbose prints them)']
+
+    def _keep(self, text)->str:
+        "Write a text to a file, which no other user can foresee or read; its name"
+        names = dict(prefix='learnerdist-tracebacks-', suffix='.txt', dir=self.args.log_dir)
+        self.traces = self.traces or tempfile.NamedTemporaryFile(buffering=0, delete=False, **names)
+        self.traces.write(text.encode())
+        return self.traces.name
 
     def status(self, sig:int=None)->int:
         """The launcher's exit status: of the rank that failed first, or 128 plus the number of a signal. sig: that has
@@ -388,8 +415,9 @@ class Job:
         is_later = off and len(off) == len(self.ranks)
         if sig and not is_later: return 128+sig
         if found := failures(self.ranks): return found[0].code if found[0].code > 0 else 128-found[0].code
-        if off and not is_later: log(f'ranks {off} left with status {preempted_status}, but the others came to their end')
-        return preempted_status if is_later else int(bool(off))
+        if is_later: return preempted_status
+        if off: log(f'ranks {off} left to go on later, but the others came to their end')
+        return int(bool(off))
 
 # %% ../../nbs/launch/01_watch.ipynb #jb08
 def n_survivors(ranks:list)->int:
@@ -407,7 +435,8 @@ def own_store():
     listener = socket.create_server(('127.0.0.1', 0)) # a free port
     at,fd = listener.getsockname(),listener.detach()
     # libuv's takes no listener before torch 2.8
-    return TCPStore(*at, is_master=True, wait_for_workers=False, use_libuv=False, master_listen_fd=fd)
+    how = dict(wait_for_workers=False, use_libuv=False, master_listen_fd=fd)
+    return TCPStore(*at, is_master=True, **how)
 
 def run_here(job:Job)->int:
     "Run the ranks of a launch on one machine, again after failures as the options say; the launcher's exit status"
