@@ -143,7 +143,8 @@ def _connect(timeout_s):
     read_launcher()
     rank,is_host = f'rank {rank_distrib()}',rank_distrib()==0
     at = ':'.join(os.environ.get(k, '') for k in ('MASTER_ADDR','MASTER_PORT'))
-    late,why = f'{rank} waits for rank 0 to listen at {at} (MASTER_ADDR, MASTER_PORT)','cannot reach rank 0:'
+    late = f'{rank} waits for rank 0 to listen at {at} (MASTER_ADDR, MASTER_PORT)'
+    why = 'cannot reach rank 0:'
     if is_host:
         late = f'rank 0 cannot reach itself at {at}: is MASTER_ADDR an address of this machine?'
         why = 'cannot listen: is there another rank 0, or is the port taken?'
@@ -382,7 +383,7 @@ def setup_distrib(
     if in_group() or not num_distrib(): return _use(cuda_id)
     name = _next_group()
     store = launch_store() or connect_store(os.environ, hosts=rank_distrib()==0)
-    need(store is not None, 'RANK is set, but MASTER_ADDR and MASTER_PORT are not: use learnerdist.launch')
+    need(store, 'RANK is set, but MASTER_ADDR and MASTER_PORT are not: use learnerdist.launch')
     own = dist.PrefixStore(name, store)
     try:
         device = _use(cuda_id)
@@ -413,7 +414,7 @@ def planned_group(world_size:int):
     is_free = not in_group() and num_distrib()<2
     need(is_free, 'a plan is made by a process that is no rank of another run')
     store = fake_store()
-    need(store is not None, f'a plan needs the fake process group that torch {torch.__version__} lacks')
+    need(store, f'torch {torch.__version__} lacks the fake process group that a plan needs')
     with environment(**dict.fromkeys(('RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE'))):
         try:
             dist.init_process_group('fake', store=store, rank=0, world_size=world_size)

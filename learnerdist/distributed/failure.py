@@ -12,8 +12,9 @@ from contextlib import contextmanager,suppress
 import torch.distributed as dist
 
 from ..core.compat import AcceleratorError
-from ..core.env import RankError,close_group,count,group_size,is_consequence,next_phase,num_distrib
-from ..core.env import own_rank,pack_error,read_launcher,section,shared_store,unpack_error,wait_key
+from ..core.env import RankError,close_group,count,group_size,is_consequence,next_phase
+from ..core.env import num_distrib,own_rank,pack_error,read_launcher,section,shared_store
+from ..core.env import unpack_error,wait_key
 from ..core.stacks import absence,frames_of_caller,users_frame
 
 # %% ../../nbs/distributed/04_failure.ipynb #c004
@@ -42,7 +43,8 @@ def failing_together(undo):
         try: yield
         finally: undo()
         return
-    spare = open(os.devnull) # without a descriptor "too many open files" could not be told to the others
+    # without a descriptor "too many open files" could not be told to the others
+    spare = open(os.devnull)
     key = f'first-failure/{count("section")}'
     next_phase()
     section.append(key)

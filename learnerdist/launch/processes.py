@@ -56,8 +56,8 @@ class RankObject(NamedTuple):
     ranks:int  # Which processes hold it
     number:int # Which object of theirs
     def __getattr__(self, name):
-        raise AttributeError(f'{name}: the object is on the ranks. Give it to a function that they run: '
-                             f'r.run(lambda o: o.{name}, …)')
+        remedy = f'give it to a function that they run: r.run(lambda o: o.{name}, …)'
+        raise AttributeError(f'{name}: the object is on the ranks; {remedy}')
 
 _objects = {} # What this rank holds, by number
 

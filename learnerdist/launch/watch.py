@@ -93,8 +93,8 @@ def leave_report(e:BaseException, status:int=1, folder:Path=None):
         from learnerdist.core.env import RankError,is_consequence
         if isinstance(e, RankError) or is_consequence(e): cause = Cause.noticed
     own = [o for o in frames if not in_library(o.file)] or frames[:1]
-    report = dict(code=status, cause=cause, time=time.time(), where=describe_stack(frames), frames=own)
-    report |= describe_error(e)
+    report = dict(code=status, cause=cause, time=time.time(), frames=own, **describe_error(e))
+    report['where'] = describe_stack(frames)
     with whole_file((folder or report_folder())/'error.json') as f: f.write_text(json.dumps(report))
 
 # %% ../../nbs/launch/01_watch.ipynb #wa10
@@ -162,7 +162,8 @@ class Rank:
             cause = Cause.late if self.why else Cause.stopped
             return 'TimeoutError',self.why or 'ended by the launcher',self.trace,cause
         what,frames = read_crash(self.folder/'crash.txt')
-        more = f' ({what}, {users_frame(frames)})' if what else ', without an exception'*(code > 0)
+        more = ', without an exception'*(code > 0)
+        if what: more = f' ({what}, {users_frame(frames)})'
         cause = Cause.outside if code in _outside else Cause.died
         return 'ProcessDied',describe_exit(code)+more,_text(frames),cause
 
