@@ -265,7 +265,6 @@ def test_a_rank_begins_where_there_is_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr(forkserver, 'report_folder', lambda: tmp_path)
     monkeypatch.setattr(forkserver, 'answer_asks', full)
     monkeypatch.setattr(forkserver, 'catch_crashes', lambda *args: None)
-    monkeypatch.setenv('LOCAL_RANK', '0')
     forkserver.begin_rank(0)
 
 @pytest.mark.skipif(not hasattr(socket, 'TCP_USER_TIMEOUT'), reason='Linux')

@@ -88,11 +88,8 @@ preempted_status = 75
 
 # %% ../../nbs/core/00_stacks.ipynb #c009c
 def catch_crashes(file:Path):
-    """Write the Python stack of this process to `file` if the process crashes, or when SIGTERM ends it. file: the file
-    for the stack; it is created empty"""
-    f = open(file, 'w')
-    faulthandler.enable(f)
-    if ask: faulthandler.register(signal.SIGTERM, f, all_threads=False, chain=True)
+    "Write the Python stack of this process to `file` if the process crashes. file: is made, empty"
+    faulthandler.enable(open(file, 'w'))
 
 absence = 'a rank did not come' # Stands in the message of a rank that has waited in vain
 

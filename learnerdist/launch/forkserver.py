@@ -261,7 +261,7 @@ def begin_rank(parent:int):
             catch_crashes(folder/'crash.txt')
             answer_asks(folder/'stack.txt')
     # rank 0 shows them; Python's option -W and PYTHONWARNINGS come before it
-    if os.environ['LOCAL_RANK'] != '0': warnings.simplefilter('ignore', append=True)
+    if os.environ.get('LOCAL_RANK', '0') != '0': warnings.simplefilter('ignore', append=True)
 
 def _die_with(pidfd):
     "End this process and its process group when another process is gone"
