@@ -165,10 +165,11 @@ def check_rank(env=os.environ):
 # %% ../../nbs/core/00_hosts.ipynb #a10c0001
 def alone_warning(env=os.environ)->str:
     "The warning for a process that is alone although Slurm has allocated several tasks; '' in a task, or without Slurm"
-    remedy = 'start it by srun, or by python -m learnerdist.launch'
+    if _in_step(env): return ''
+    why = 'but this process trains alone: start it by srun, or by python -m learnerdist.launch'
     for name in ('SLURM_NNODES','SLURM_NTASKS'):
         n = env.get(name, '')
-        if n.isdigit() and int(n) > 1 and not _in_step(env): return f'{name}={n}, but this process trains alone: {remedy}'
+        if n.isdigit() and int(n) > 1: return f'{name}={n}, {why}'
     return ''
 
 # %% ../../nbs/core/00_hosts.ipynb #hka02

@@ -112,8 +112,9 @@ def answer_asks(file:Path):
     if ask: faulthandler.register(ask, f, all_threads=False)
 
 def stack_of(pid:int, file:Path, timeout_s=10)->str:
-    """The present Python stack of a child's main thread. pid: its process id; file: that of its `answer_asks`; timeout_s:
-    seconds to wait for its answer; returns: the text that `faulthandler` wrote; None if it has ended or does not answer"""
+    """The present Python stack of a child's main thread. pid: its process id; file: that of its `answer_asks`;
+    timeout_s: seconds to wait for its answer; returns: the text that `faulthandler` wrote; None if it has ended or does
+    not answer"""
     if not file.exists(): return None
     before = _read(file).count(_head)
     # signals of one kind are handled one after the other: when the second answer begins, the first is complete

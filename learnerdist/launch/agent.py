@@ -22,8 +22,8 @@ from .watch import Cause,Job,failures,log
 
 # %% ../../nbs/launch/04_agent.ipynb #nw09
 def find_route(host:str)->tuple:
-    """How this machine reaches another, from its routing table; nothing is sent. host: a name or an address; returns: the
-    address that its packets come from, the other's address; None if it does not know the name, or no way to it"""
+    """How this machine reaches another, from its routing table; nothing is sent. host: a name or an address; returns:
+    (the address that its packets come from, the other's); None if it does not know the name, or no way to it"""
     with suppress(OSError):
         family,kind,_,_,there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as s:

@@ -60,8 +60,8 @@ def enter(argv:list):
     if argv[0] != '-m' and not getattr(sys.flags, 'safe_path', False): sys.path[0] = str(Path(argv[0]).resolve().parent)
 
 def import_first(argv:list)->str:
-    """Import what a script imports first. argv: a script, or '-m' and a module, with its arguments; returns: the text of
-    the files that run"""
+    """Import what a script imports first. argv: a script, or '-m' and a module, with its arguments; returns: the text
+    of the files that run"""
     enter(argv)
     found,texts = first_imports(argv, sys.path)
     for name,froms in found: __import__(name, None, None, [*froms])

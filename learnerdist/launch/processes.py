@@ -167,9 +167,9 @@ _starts = itertools.count()
 class Ranks:
     "Processes that stay until `close`, or the end of the `with` block, and call functions together"
     def __init__(self, nproc='auto', n_threads:int=0, labels:bool=True, env:dict|None=None, once:bool=False):
-        """nproc: as of `count_nproc`; n_threads: of torch on each rank; 0: its share of the cores; labels: whether each
-        line of output of ranks other than 0 begins with the rank's number; env: more environment variables for the ranks;
-        None: the seed of a launch; once: whether they end after one call"""
+        """nproc: as of `count_nproc`; n_threads: of torch on each rank; 0: its share of the cores; labels: whether
+        lines of ranks other than 0 begin with their number; env: more environment variables for the ranks; None: the
+        seed of a launch; once: whether they end after one call"""
         why = 'the ranks import this script, which calls run(...)'
         if _importing: raise RuntimeError(f"{why}: put the call under if __name__ == '__main__':")
         self.nproc,self.labels,self.once = count_nproc(nproc),labels,once
