@@ -2716,8 +2716,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'learnerdist/launch/processes.py'),
                                               'learnerdist.launch.processes.Ranks.__init__': ( 'launch/processes.html#ranks.__init__',
                                                                                                'learnerdist/launch/processes.py'),
-                                              'learnerdist.launch.processes.Ranks._interrupt': ( 'launch/processes.html#ranks._interrupt',
-                                                                                                 'learnerdist/launch/processes.py'),
                                               'learnerdist.launch.processes.Ranks._start': ( 'launch/processes.html#ranks._start',
                                                                                              'learnerdist/launch/processes.py'),
                                               'learnerdist.launch.processes.Ranks._start_rank': ( 'launch/processes.html#ranks._start_rank',

@@ -100,7 +100,6 @@ class Agent(SimpleElasticAgent):
     def _stop_workers(self, group, **kw): self._shutdown()
 
     def _shutdown(self, death_sig=signal.SIGTERM, **kw):
-        if self.job.watch is None: return # no attempt has begun
         if not self.job.watch.failed: self.job.watch.signal = death_sig # after a failure they have got SIGTERM
         self.job.watch.run()
 

@@ -253,22 +253,17 @@ class Ranks:
         # of a call that failed or was interrupted
         for o in ranks: (o.folder/'error.json').unlink(missing_ok=True)
         for o in self.calls: o.send(names, payload, url)
-        waits = dict(timeout_s=timeout_s, grace_s=grace_s, log_s=float('inf'))
-        try: Watch(ranks, self.outputs, **waits).run()
+        waits = dict(timeout_s=timeout_s, grace_s=grace_s, term_s=5, log_s=float('inf'))
+        watch = Watch(ranks, self.outputs, **waits)
+        try: watch.run()
         except KeyboardInterrupt:
-            self._interrupt()
-            raise KeyboardInterrupt(f'the call was ended on all {self.nproc} ranks') from None
+            watch.signal = signal.SIGINT # the function ends, or after 5 s its process
+            watch.run()
         failed = {o.rank: o for o in failures(ranks)}
         if any(o.proc.result is None for o in ranks): self.close()
+        if watch.signal: raise KeyboardInterrupt(f'the call was ended on all {self.nproc} ranks')
         if failed and errors == 'raise': raise RanksError(failed)
         return [failed[o.rank] if o.rank in failed else pickle.loads(o.proc.result) for o in ranks]
-
-    def _interrupt(self):
-        "End the call on every rank; a rank that does not hear it within 5 s is ended, and all others with it"
-        for o in self.calls: os.kill(o.pid, signal.SIGINT)
-        waiting = [o.sentinel for o in self.calls if o.code is None]
-        while waiting and (ready := connection.wait(waiting, 5)): waiting = [o for o in waiting if o not in ready]
-        if waiting or any(o.poll() not in (0, 1) for o in self.calls): self.close()
 
 def _end_calls(calls):
     "End these ranks with their children"

@@ -337,16 +337,14 @@ class Job:
         ends = signal.SIGTERM,signal.SIGINT,signal.SIGHUP,signal.SIGQUIT
         # not those that are ignored, as SIGHUP is under nohup
         self.signals = [o for o in ends if signal.getsignal(o) != signal.SIG_IGN]
-        self.signal = None # That the launcher has got
-        self.watch = None  # Of this attempt
+        self.watch = Watch([]) # Of this attempt
         self.ranks,self.outputs = [],[]
         self.term_s = getattr(args, 'shutdown_timeout', None) or 30 # no option before torch 2.9
         self.traces = None # The file of tracebacks, once there are any
 
     def handle(self, sig, frame=None):
         "Handle a signal: the ranks get it, and end"
-        self.signal = sig
-        if self.watch: self.watch.signal = sig
+        self.watch.signal = sig
 
     def start(self, attempt:int, envs:list):
         """Start ranks, after the end of those before them. attempt: how often they have started before; envs: the
@@ -368,8 +366,9 @@ class Job:
             for o in filter(None, outs): os.close(o.writer)
             self.outputs += filter(None, outs)
             self.ranks.append(Rank(proc, env, folder))
-        self.watch = Watch(self.ranks, self.outputs, args.wait, term_s=self.term_s)
-        self.watch.signal = self.signal
+        watch = Watch(self.ranks, self.outputs, args.wait, term_s=self.term_s)
+        watch.signal = self.watch.signal # that has come meanwhile
+        self.watch = watch
 
     def _output(self, i, rank, name, folder):
         "Where one of its streams goes; None: to that of the launcher, as rank 0's does without further options"
