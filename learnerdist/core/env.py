@@ -226,6 +226,7 @@ def record_exit(store, rank, how:dict):
     text = json.dumps(dict(rank=rank, **how))
     for key in (f'left/{rank}','left'): store.compare_set(key, '', text)
 
+# %% ../../nbs/core/01_env.ipynb #waits01
 def _check_on(store, keys):
     "`RankError` if a rank has left without setting its key, or if a rank has failed in this rank's section"
     shared = shared_store()
@@ -299,7 +300,15 @@ def wait_key(store, key, timeout_s, rank=None, what='', unless=None): # as in `w
     "The value of `key` once `rank` has set it, see `wait_keys`; else None"
     return (wait_keys(store, {rank: key}, timeout_s, what, unless) or [None])[0]
 
-# %% ../../nbs/core/01_env.ipynb #open01
+def everyones(word:str, what:str, store, timeout_s, purpose='')->list:
+    """Send `word` to all ranks; returns the word of each rank, None for a rank that did not send one in time. what:
+    beginning of the keys in the store; purpose: as `what` of `wait_keys`"""
+    keys = {r: f'{what}/{r}' for r in range(dist.get_world_size() if in_group() else num_distrib())}
+    store.set(keys[own_rank()], word)
+    found = wait_keys(store, keys, timeout_s, purpose)
+    return found or [store.get(k).decode() if store.check([k]) else None for k in keys.values()]
+
+# %% ../../nbs/core/01_env.ipynb #counts01
 _counts = Counter() # Of this launch; by the name of what is counted
 
 def count(what:str)->int:
@@ -316,13 +325,6 @@ def new_launch():
     "Forget the store and all counts, since this process goes on as a rank of another launch"
     for o in (stores,_counts,section): o.clear()
 
-def _next_group():
-    """The name of the next group. Groups are counted by section, so that counts agree after a rank failed before it
-    opened one"""
-    next_phase()
-    where = ''.join(section)
-    return f'{where}/group{count(f"{where}/group")}'
-
 def phase()->str:
     "A name for the part of the run between two calls of `next_phase`, the same on all ranks"
     name = ''.join(section)+'/phase'
@@ -333,6 +335,14 @@ def next_phase():
     name,store = ''.join(section)+'/phase',shared_store() if own_rank()==0 else None
     if store is not None: store.set(f'{name}{_counts[name]}/over', '')
     _counts[name] += 1
+
+# %% ../../nbs/core/01_env.ipynb #open01
+def _next_group():
+    """The name of the next group. Groups are counted by section, so that counts agree after a rank failed before it
+    opened one"""
+    next_phase()
+    where = ''.join(section)
+    return f'{where}/group{count(f"{where}/group")}'
 
 def _meet(store):
     "ValueError if another process is this rank, too, or counts other ranks"
@@ -362,14 +372,6 @@ def _without_abort():
     the ranks are"""
     name = 'TORCH_NCCL_ASYNC_ERROR_HANDLING'
     return environment(**{name: os.environ.get(name, 2)})
-
-def everyones(word:str, what:str, store, timeout_s, purpose='')->list:
-    """Send `word` to all ranks; returns the word of each rank, None for a rank that did not send one in time. what:
-    beginning of the keys in the store; purpose: as `what` of `wait_keys`"""
-    keys = {r: f'{what}/{r}' for r in range(dist.get_world_size() if in_group() else num_distrib())}
-    store.set(keys[own_rank()], word)
-    found = wait_keys(store, keys, timeout_s, purpose)
-    return found or [store.get(k).decode() if store.check([k]) else None for k in keys.values()]
 
 # %% ../../nbs/core/01_env.ipynb #c021
 def setup_distrib(
