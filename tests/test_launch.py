@@ -237,6 +237,9 @@ def test_first_failure_is_the_first_in_time(ended):
     noticed = ended(1, 1, kind='RuntimeError', message='Connection closed by peer', time=10.0, cause=Cause.noticed)
     assert explain(failures([a,b,noticed])) == [first,second]
     assert explain(failures([ended(3, 4)])) == ['rank 3 failed first: ended with exit status 4, without an exception']
+    torchs = ended(4, 1)
+    (torchs.folder/'error.json').write_text('{"message": {"message": "as torch.distributed.elastic records it"}}')
+    assert explain(failures([torchs])) == ['rank 4 failed first: ended with exit status 1, without an exception']
     message = 'rank 5 failed with KeyError: 3\n\non rank 5:\nTraceback …'
     later = ended(0, 1, kind='RankError', message=message, time=10.2, cause=Cause.noticed)
     assert explain(failures([later])) == ['rank 5 failed with KeyError: 3']

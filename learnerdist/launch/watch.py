@@ -140,9 +140,10 @@ class Rank:
         return self.is_killed or self.is_asked and self.proc.poll() not in deaths
 
     def report(self)->dict:
-        "What it has written, empty if nothing"
+        "What it has written by `leave_report`, empty if nothing. torch's `record` writes another form to this file"
         file = self.folder/'error.json'
-        return json.loads(file.read_text()) if file.exists() else {}
+        o = json.loads(file.read_text()) if file.exists() else {}
+        return o if 'trace' in o else {}
 
     def failure(self)->RankFailure:
         "None if it runs, or has ended well"
@@ -358,7 +359,7 @@ class Job:
             folder = self.folder/name/str(i)
             folder.mkdir(parents=True)
             env = {**more, **env, 'TORCHELASTIC_ERROR_FILE': f'{folder}/error.json'}
-            logs = args.log_dir and Path(args.log_dir)/name/str(i) or folder
+            logs = Path(args.log_dir or self.folder)/name/str(i)
             outs = [self._output(i, env['RANK'], o, logs) for o in ('stdout','stderr')]
             fds = [0,*(o.writer if o else fd for fd,o in enumerate(outs, 1))]
             if args.no_python: proc = spawn(self.target, env, fds)
