@@ -111,7 +111,7 @@ def place(path, base='.'):
     need(at.strip('/'), 'give a folder or a file there, as in s3://bucket/run', path=str(path))
     alone = fs.protocol!='memory' or num_distrib()<2
     remedy = 'Checkpoint(folder, in_memory=10) writes states to memory that outlives ranks'
-    need(alone, f'it ends with its rank: give a folder or another address. {remedy}', path=str(path))
+    need(alone, f'each rank has its own: give a folder or another address. {remedy}', path=str(path))
     return Path(at) if isinstance(fs, LocalFileSystem) else Remote(fs, at)
 
 def modified(path)->float:
