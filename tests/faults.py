@@ -149,7 +149,6 @@ def complaints(o:Outcome)->list:
     if o.phase=='loader worker':
         words = {'raise': words, 'hang': 'rank 1 was at'}.get(o.fault, 'DataLoader worker')
         lineless = o.fault!='raise' # the rank knows where it waited for its worker
-    if o.fault=='cut link' and 'machine that cannot be reached from machine-' not in o.messages: return ['no unreachable machine']
     res = []
     first = f'rank {rank} ' in o.messages.splitlines()[0] or hangs(o.fault)
     if not first or f'rank {rank}' not in o.messages: res.append(f'no rank {rank}')

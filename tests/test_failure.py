@@ -14,6 +14,8 @@ from learnerdist.all import *
 from learnerdist.core import env,rank0
 from learnerdist.core.env import (close_group,current_group,group_rank,group_timeout,in_group,is_consequence,launch_store,
                                   setup_distrib,wait_key)
+from learnerdist.core.stacks import report_folder
+from learnerdist.launch.watch import explain
 from learnerdist.testing import run_ranks
 
 class Broken(Exception): pass
@@ -140,7 +142,9 @@ def test_a_rank_that_is_gone_without_a_word(env):
     assert a==(1,'rank 1 ended with exit status 3') and b.message=='ended with exit status 3, without an exception'
 
 def stuck():
-    while not launch_store().check(['found']): threading.Event().wait(.01)
+    "Until the launcher has asked where this rank is"
+    while (report_folder()/'stack.txt').read_text().count('in stuck')<2: threading.Event().wait(.01)
+    os._exit(3)
 
 set_timeout = getattr(dist, 'set_timeout', dist.distributed_c10d._set_pg_timeout) # torch 2.6 has only the second
 
@@ -153,23 +157,20 @@ class Hang(Callback):
 
 def hangs():
     learn = make()
-    try:
-        with learn.distrib_ctx(): learn.fit(1, cbs=Hang)
-    except Exception as e:
-        launch_store().set('found', 'yes')
-        return type(e).__name__,str(e)
+    with learn.distrib_ctx(): learn.fit(1, cbs=Hang)
 
 @pytest.mark.parametrize('env,messages', [({}, 'timed out: 4 s without a word from rank '),
                                       (dict(LOCAL_WORLD_SIZE='1'), '')]) # then gloo's own words
 def test_a_rank_that_hangs_is_found(env, messages):
-    results = run_ranks(hangs, 3, env=env)
-    (_,text), = [o for o in results if o[0]=='TimeoutError']
-    assert text.startswith(f'a rank did not come: {messages}') and 'rank 2 was at' in text
-    place = next(o for o in text.splitlines()[1:] if 'rank 2' in o)
-    assert 'test_failure.py' in place and 'in stuck: while not launch_store()' in place
-    waited = [o for o in text.splitlines() if ' waited in ' in o]
-    assert waited and all('test_failure.py' in o and 'in hangs: with learn' in o for o in waited)
-    assert all(o[0] in ('TimeoutError','RankError') and 'rank 2 was at' in o[1] for o in results)
+    "One rank says what it has waited for, the launcher where each of them is"
+    found = run_ranks(hangs, 3, env=env, errors='return')
+    first, = [o for o in found[:2] if o.kind=='TimeoutError']
+    assert first.message.startswith(f'a rank did not come: {messages}')
+    assert all(o.kind=='RankError' or o is first for o in found[:2])
+    assert all(o.where.startswith('waited in ') and 'in hangs: with learn' in o.where for o in found[:2])
+    assert found[2].where.startswith('was at ') and 'in stuck: while' in found[2].where
+    lines = explain(sorted(found, key=lambda o: (o.cause,o.time)))
+    assert len(lines)==4 and [o[:8] for o in lines[1:]]==[f'  rank {r}' for r in range(3)]
 
 needs_netns = pytest.mark.skipif(not machines.usable(), reason='needs root and ip netns')
 two_machines = pytest.param([('cut link','two machines')], marks=[pytest.mark.long, needs_netns])

@@ -67,7 +67,7 @@ def test_closures_and_partials():
 def test_error_names_the_first_rank():
     with pytest.raises(RanksError) as e: run_ranks(first_of_two, 2)
     assert list(e.value.errors) == [1, 0]
-    kind,message,trace = e.value.errors[1]
+    kind,message,trace,*_ = e.value.errors[1]
     assert (kind, message) == ('ValueError', 'rank 1') and 'in first_of_two' in trace
     assert str(e.value).startswith('rank 1 failed: ValueError: rank 1\nTraceback') and 'rank 0 failed: ValueError: rank 0' in str(e.value)
     assert pickle.loads(pickle.dumps(e.value)).errors == e.value.errors

@@ -7,7 +7,7 @@ __all__ = ['rank_distrib', 'num_distrib', 'local_rank', 'default_device', 'RankE
            'planned_group', 'process_group', 'group_rank', 'group_size', 'is_rank0']
 
 # %% ../../nbs/core/01_env.ipynb #c002
-import gc,json,os,re,socket,sys,threading,time,traceback
+import gc,json,os,re,socket,sys,threading,time
 from collections import Counter
 from contextlib import contextmanager,suppress
 from datetime import timedelta
@@ -22,13 +22,20 @@ from .compat import abort_device_work,abort_group,built_for,call_at_first_use
 from .compat import default_store,destroy_group,fake_store,in_bad_fork,set_timeout
 from .files import environment
 from .hosts import alone_warning,check_rank,foreign_rank,keep_alive
-from .stacks import frames_of_caller,frames_of_thread,preempted_status,users_frame,warn
+from .stacks import describe_error,frames_of_caller,frames_of_thread
+from .stacks import need,preempted_status,users_frame,warn
 
 # %% ../../nbs/core/01_env.ipynb #c004l
 in_group = dist.is_initialized # Whether a process group is open
 
-def _env_int(name):
-    text = os.environ.get(name) or '0'
+def _launched(name)->str:
+    "A variable of torchrun's, or what mpirun or srun say instead; empty without both"
+    if not os.environ.get('RANK'):
+        with suppress(ValueError): return foreign_rank().get(name) or os.environ.get(name, '')
+    return os.environ.get(name, '')
+
+def _launched_int(name)->int:
+    text = _launched(name) or '0'
     if not text.isdigit(): raise ValueError(f'{name}={text}: set a whole number from 0 up')
     return int(text)
 
@@ -39,30 +46,26 @@ def read_launcher():
     os.environ.update(foreign_rank())
     check_rank()
 
-def _of_launcher(name, of_group):
-    if not os.environ.get('RANK'):
-        if in_group(): return of_group()
-        with suppress(ValueError): os.environ.update(foreign_rank()) # `read_launcher` raises it
-    return _env_int(name)
+def _is_in_foreign_group(): return in_group() and not os.environ.get('RANK')
 
 # %% ../../nbs/core/01_env.ipynb #c005
 def rank_distrib()->int:
     "The rank of this process among all: the launcher's `RANK`, or that of an open group; 0 without either"
-    return _of_launcher('RANK', dist.get_rank)
+    return dist.get_rank() if _is_in_foreign_group() else _launched_int('RANK')
 
 def num_distrib()->int:
     "The world size: the launcher's `WORLD_SIZE`, or that of an open group; 0 without either"
-    return _of_launcher('WORLD_SIZE', dist.get_world_size)
+    return dist.get_world_size() if _is_in_foreign_group() else _launched_int('WORLD_SIZE')
 
 # %% ../../nbs/core/01_env.ipynb #c008
 def local_rank()->int:
     "The rank of this process among those on its machine, which selects its GPU; 0 without a launcher"
-    return _env_int('LOCAL_RANK') if 'LOCAL_RANK' in os.environ else rank_distrib()
+    return _launched_int('LOCAL_RANK') if _launched('LOCAL_RANK') else rank_distrib()
 
 # %% ../../nbs/core/01_env.ipynb #c008b
 def local_size()->int:
     "The number of processes that the launcher started on this machine; 1 without a launcher"
-    return _env_int('LOCAL_WORLD_SIZE') or max(num_distrib(), 1)
+    return _launched_int('LOCAL_WORLD_SIZE') or max(num_distrib(), 1)
 
 def own_rank()->int:
     "The rank of this process in the open group, or without one in the launch"
@@ -76,7 +79,7 @@ def default_device(
     ValueError for a `cuda_id` that is not visible"""
     if in_bad_fork():
         used = ' at '.join([f'{built_for().type} was used',*_first_use])
-        raise RuntimeError(f'{used}, and then this process was forked: start ranks by run() or ranks()')
+        raise RuntimeError(f'{used}, and then this process was forked: start ranks by run()')
     n = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if cuda_id is not None and (not str(cuda_id).isdigit() or int(cuda_id)>=n):
         what = f'cuda_id={cuda_id!r}, but {n} GPUs are visible'
@@ -121,7 +124,8 @@ def backend_for(gpus:list, device:torch.device)->str:
     `init_process_group`"""
     if 'cpu' not in gpus and len(set(gpus))==len(gpus): return f'cpu:gloo,{device.type}:{own_backend(device)}'
     if device.type in dist.Backend.backend_capability['gloo']: return 'gloo'
-    raise ValueError(f'{len(gpus)} ranks have {len({*gpus})} devices ({device.type}): start one rank for each')
+    n = f'{len({*gpus})} devices ({device.type})'
+    raise ValueError(f'{len(gpus)} ranks have {n}: start one rank for each')
 
 # %% ../../nbs/core/01_env.ipynb #c017
 stores = {}  # The key-value store of this launch, once connected
@@ -129,24 +133,28 @@ stores = {}  # The key-value store of this launch, once connected
 def launch_store(timeout_s=300):
     """The store that all ranks of this launch share while they live, with or without a process group; None in a single
     process. timeout_s: seconds to wait for the store's server"""
-    if 'launch' not in stores and _env_int('WORLD_SIZE')>1:
+    if 'launch' not in stores and _launched_int('WORLD_SIZE')>1:
         store = default_store() if in_group() else _connect(timeout_s)
         if store is not None: stores['launch'] = store
     return stores.get('launch')
 
 def _connect(timeout_s):
     "`connect_store` of this rank; it prints on stderr after 5 s that it waits"
+    read_launcher()
     rank,is_host = f'rank {rank_distrib()}',rank_distrib()==0
     at = ':'.join(os.environ.get(k, '') for k in ('MASTER_ADDR','MASTER_PORT'))
     late = f'{rank} waits for rank 0 to listen at {at} (MASTER_ADDR, MASTER_PORT)'
-    if is_host: late = f'rank 0 cannot reach itself at {at}: is MASTER_ADDR an address of this machine?'
+    why = 'cannot reach rank 0:'
+    if is_host:
+        late = f'rank 0 cannot reach itself at {at}: is MASTER_ADDR an address of this machine?'
+        why = 'cannot listen: is there another rank 0, or is the port taken?'
     timer = threading.Timer(5, print, [late], dict(file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
     try: return connect_store(os.environ, timeout_s, is_host)
     except dist.DistNetworkError as e:
-        why = 'cannot listen: is there another rank 0, or is the port taken?' if is_host else 'cannot reach rank 0:'
-        raise dist.DistNetworkError(f'{rank} {why} MASTER_ADDR:MASTER_PORT={at} ({str(e).splitlines()[0]})') from e
+        at += f' ({str(e).splitlines()[0]})'
+        raise dist.DistNetworkError(f'{rank} {why} MASTER_ADDR:MASTER_PORT={at}') from e
     finally: timer.cancel()
 
 def shared_store():
@@ -187,15 +195,14 @@ def _how(kind, message):
         return f'left with status {preempted_status}, to go on later'
     return 'left by sys.exit(0)' if (kind,message) in _well else f'failed with {kind}: {message}'
 
-_absent = (', and this rank waits for it, in a call that all ranks have to make (fit, validate, get_preds): has this '
-           'rank made it alone?')
+_absent = ''', and this rank waits for it, in a call that all ranks have to make (fit, validate,
+get_preds): has this rank made it alone?'''.replace('\n', ' ')
 _well = [('SystemExit',o) for o in ('','0','None')]
 
 # %% ../../nbs/core/01_env.ipynb #left01b
 def pack_error(e)->str:
     "An exception of this rank as text, which another rank can raise by `unpack_error`"
-    trace = ''.join(traceback.format_exception(e))
-    return json.dumps(dict(rank=own_rank(), kind=type(e).__name__, message=str(e), trace=trace))
+    return json.dumps(dict(rank=own_rank(), **describe_error(e)))
 
 def unpack_error(s)->RankError:
     "The inverse of `pack_error`: the exception of another rank"
@@ -213,12 +220,13 @@ def is_consequence(e)->bool:
 # Store keys of first failures, one for each open section: a part of the run that ranks enter and leave together
 section = []
 
-def record_exit(store, rank, how:str):
+def record_exit(store, rank, how:dict):
     """Record in the store that a rank has left, so that ranks which wait for it stop waiting. store: from
-    `connect_store`; rank: the rank that has left; how: its exception from `pack_error`, or a description in words"""
-    if not how.startswith('{'): how = json.dumps(dict(rank=rank, kind='exit', message=how))
-    for key in (f'left/{rank}','left'): store.compare_set(key, '', how)
+    `connect_store`; rank: the rank that has left; how: as of `describe_error`; kind `'exit'`: a description in words"""
+    text = json.dumps(dict(rank=rank, **how))
+    for key in (f'left/{rank}','left'): store.compare_set(key, '', text)
 
+# %% ../../nbs/core/01_env.ipynb #waits01
 def _check_on(store, keys):
     "`RankError` if a rank has left without setting its key, or if a rank has failed in this rank's section"
     shared = shared_store()
@@ -292,7 +300,15 @@ def wait_key(store, key, timeout_s, rank=None, what='', unless=None): # as in `w
     "The value of `key` once `rank` has set it, see `wait_keys`; else None"
     return (wait_keys(store, {rank: key}, timeout_s, what, unless) or [None])[0]
 
-# %% ../../nbs/core/01_env.ipynb #open01
+def everyones(word:str, what:str, store, timeout_s, purpose='')->list:
+    """Send `word` to all ranks; returns the word of each rank, None for a rank that did not send one in time. what:
+    beginning of the keys in the store; purpose: as `what` of `wait_keys`"""
+    keys = {r: f'{what}/{r}' for r in range(dist.get_world_size() if in_group() else num_distrib())}
+    store.set(keys[own_rank()], word)
+    found = wait_keys(store, keys, timeout_s, purpose)
+    return found or [store.get(k).decode() if store.check([k]) else None for k in keys.values()]
+
+# %% ../../nbs/core/01_env.ipynb #counts01
 _counts = Counter() # Of this launch; by the name of what is counted
 
 def count(what:str)->int:
@@ -309,13 +325,6 @@ def new_launch():
     "Forget the store and all counts, since this process goes on as a rank of another launch"
     for o in (stores,_counts,section): o.clear()
 
-def _next_group():
-    """The name of the next group. Groups are counted by section, so that counts agree after a rank failed before it
-    opened one"""
-    next_phase()
-    where = ''.join(section)
-    return f'{where}/group{count(f"{where}/group")}'
-
 def phase()->str:
     "A name for the part of the run between two calls of `next_phase`, the same on all ranks"
     name = ''.join(section)+'/phase'
@@ -326,6 +335,14 @@ def next_phase():
     name,store = ''.join(section)+'/phase',shared_store() if own_rank()==0 else None
     if store is not None: store.set(f'{name}{_counts[name]}/over', '')
     _counts[name] += 1
+
+# %% ../../nbs/core/01_env.ipynb #open01
+def _next_group():
+    """The name of the next group. Groups are counted by section, so that counts agree after a rank failed before it
+    opened one"""
+    next_phase()
+    where = ''.join(section)
+    return f'{where}/group{count(f"{where}/group")}'
 
 def _meet(store):
     "ValueError if another process is this rank, too, or counts other ranks"
@@ -338,7 +355,8 @@ def _open(device, backend, timeout_s, store):
     n,timeout = num_distrib(),timedelta(seconds=timeout_s)
     gpus = everyones(gpu_id(device), 'gpu', store, timeout_s, 'to open the process group')
     if None in gpus:
-        raise dist.DistStoreError(f'timed out: {timeout_s:g} s without a word from rank {gpus.index(None)}')
+        absent = gpus.index(None)
+        raise dist.DistStoreError(f'timed out: {timeout_s:g} s without a word from rank {absent}')
     kw = dict(store=store, rank=rank_distrib(), world_size=n, timeout=timeout)
     backend = backend or backend_for(gpus, device)
     if device.type!='cpu' and backend!='gloo': kw['device_id'] = device # nccl connects at once
@@ -355,14 +373,6 @@ def _without_abort():
     name = 'TORCH_NCCL_ASYNC_ERROR_HANDLING'
     return environment(**{name: os.environ.get(name, 2)})
 
-def everyones(word:str, what:str, store, timeout_s, purpose='')->list:
-    """Send `word` to all ranks; returns the word of each rank, None for a rank that did not send one in time. what:
-    beginning of the keys in the store; purpose: as `what` of `wait_keys`"""
-    keys = {r: f'{what}/{r}' for r in range(dist.get_world_size() if in_group() else num_distrib())}
-    store.set(keys[own_rank()], word)
-    found = wait_keys(store, keys, timeout_s, purpose)
-    return found or [store.get(k).decode() if store.check([k]) else None for k in keys.values()]
-
 # %% ../../nbs/core/01_env.ipynb #c021
 def setup_distrib(
     cuda_id:int=None,    # Index of this process's accelerator; None: chosen by local rank, or the CPU
@@ -375,7 +385,7 @@ def setup_distrib(
     if in_group() or not num_distrib(): return _use(cuda_id)
     name = _next_group()
     store = launch_store() or connect_store(os.environ, hosts=rank_distrib()==0)
-    if store is None: raise ValueError('RANK is set, but MASTER_ADDR and MASTER_PORT are not: use learnerdist.launch')
+    need(store, 'RANK is set, but MASTER_ADDR and MASTER_PORT are not: use learnerdist.launch')
     own = dist.PrefixStore(name, store)
     try:
         device = _use(cuda_id)
@@ -403,9 +413,10 @@ _plan = [] # Not empty in a `planned_group`
 def planned_group(world_size:int):
     """Context with torch's fake group of so many ranks, in which this process is rank 0, and the others copy what it
     does. ValueError in an open group, or on one of several ranks"""
-    if in_group() or num_distrib()>1: raise ValueError('a plan is made by a process that is no rank of another run')
+    is_free = not in_group() and num_distrib()<2
+    need(is_free, 'a plan is made by a process that is no rank of another run')
     store = fake_store()
-    if store is None: raise ValueError(f'torch {torch.__version__} has no fake process group, by which a plan is made')
+    need(store, f'torch {torch.__version__} lacks the fake process group that a plan needs')
     with environment(**dict.fromkeys(('RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE'))):
         try:
             dist.init_process_group('fake', store=store, rank=0, world_size=world_size)

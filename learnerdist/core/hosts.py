@@ -69,7 +69,8 @@ def _first_addr(env, n_nodes):
     if n_nodes == 1: return '127.0.0.1'
     found = first_host(_first(env, 'SLURM_STEP_NODELIST', 'SLURM_JOB_NODELIST', 'SLURM_NODELIST'))
     if found: return found
-    raise ValueError(f'SLURM_NNODES={n_nodes}, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is set')
+    names = 'neither SLURM_JOB_NODELIST nor MASTER_ADDR'
+    raise ValueError(f'SLURM_NNODES={n_nodes}, but {names} is set')
 
 def _first(env, *names): return next((env[k] for k in names if env.get(k)), '')
 
@@ -150,7 +151,8 @@ def _starter(name):
 # %% ../../nbs/core/00_hosts.ipynb #c4ec0001
 def check_rank(env=os.environ):
     "ValueError if RANK and its kin do not number this process: it would train alone, or wait for others forever"
-    rank,size,addr,port = (env.get(k, '') for k in ('RANK','WORLD_SIZE','MASTER_ADDR','MASTER_PORT'))
+    rank,size = env.get('RANK', ''),env.get('WORLD_SIZE', '')
+    addr,port = env.get('MASTER_ADDR', ''),env.get('MASTER_PORT', '')
     if not rank and size in ('', '1'): return
     if not (rank.isdigit() and size.isdigit() and int(rank) < int(size)):
         remedy = 'set RANK to 0 ... WORLD_SIZE-1, or neither to train alone'
@@ -163,27 +165,27 @@ def check_rank(env=os.environ):
 # %% ../../nbs/core/00_hosts.ipynb #a10c0001
 def alone_warning(env=os.environ)->str:
     "The warning for a process that is alone although Slurm has allocated several tasks; '' in a task, or without Slurm"
-    counts = [(int(env[k]),k) for k in ('SLURM_NNODES','SLURM_NTASKS') if env.get(k, '').isdigit()]
-    n,name = max(counts, default=(0, ''))
-    if n < 2 or _in_step(env): return ''
-    return f'{name}={n}, but this process trains alone: start it by srun, or by python -m learnerdist.launch'
+    if _in_step(env): return ''
+    why = 'but this process trains alone: start it by srun, or by python -m learnerdist.launch'
+    for name in ('SLURM_NNODES','SLURM_NTASKS'):
+        n = env.get(name, '')
+        if n.isdigit() and int(n) > 1: return f'{name}={n}, {why}'
+    return ''
 
 # %% ../../nbs/core/00_hosts.ipynb #hka02
-def connections():
-    "This process's connections to other machines, as sockets"
-    for fd in map(int, os.listdir('/dev/fd')):
-        with suppress(OSError):
-            s = socket.socket(fileno=fd) # an OSError for what is no socket
-            try:
-                is_net = s.family in (socket.AF_INET,socket.AF_INET6)
-                if is_net and '127.0.0.1' not in s.getpeername()[0]: yield s
-            finally: s.detach()
-
 def keep_alive():
     "Let the present connections to other machines fail when nothing has come from there for 20 s, as after a power cut"
     if not hasattr(socket, 'TCP_USER_TIMEOUT'): return # not on macOS
-    for s in connections():
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        # seconds until it asks, and between questions; how many; milliseconds until what was sent has to have arrived
-        for name,n in dict(KEEPIDLE=5, KEEPINTVL=5, KEEPCNT=3, USER_TIMEOUT=20_000).items():
-            with suppress(OSError): s.setsockopt(socket.IPPROTO_TCP, getattr(socket, f'TCP_{name}'), n) # not of UDP
+    for fd in map(int, os.listdir('/dev/fd')):
+        with suppress(OSError): # not a socket, or not connected
+            s = socket.socket(fileno=fd)
+            try: _limit_silence(s)
+            finally: s.detach()
+
+def _limit_silence(s):
+    is_net = s.family in (socket.AF_INET,socket.AF_INET6)
+    if not is_net or '127.0.0.1' in s.getpeername()[0]: return
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # seconds until it asks, and between questions; how many; milliseconds until what was sent has to have arrived
+    for name,n in dict(KEEPIDLE=5, KEEPINTVL=5, KEEPCNT=3, USER_TIMEOUT=20_000).items():
+        s.setsockopt(socket.IPPROTO_TCP, getattr(socket, f'TCP_{name}'), n)

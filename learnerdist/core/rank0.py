@@ -123,10 +123,11 @@ def _of_rank0(store, path, timeout_s, find):
             if e.trace or not find(): raise
             return find() # rank 0 left without a failure
         if message is None and store.check([over]): return find() # this rank loads by itself
-        if message is None: raise TimeoutError(f'{path}: rank 0 has not loaded it in {timeout_s:g} s: all ranks must')
+        late = f'{path}: rank 0 has not loaded it in {timeout_s:g} s: all ranks must'
+        if message is None: raise TimeoutError(late)
         there,found,error = json.loads(message)
         if there==str(path) and error: raise unpack_error(error)
         if there==str(path): return found and place(found)
         if path.exists(): continue
         why = f'this rank loads {path}, which is not there, and rank 0 loads {there}'
-        raise ValueError(f'{why}: rank 0 alone writes, so give all ranks one folder, or work in distrib_ctx')
+        raise ValueError(f'{why}: rank 0 writes, so give all ranks one folder, or use distrib_ctx')

@@ -29,10 +29,14 @@ class Remote:
         # a name from a file there could lead out of the folder into which it is copied
         need('..' not in path.split('/'), "an address has no '..'", path=path)
     def __str__(self): return self.fs.unstrip_protocol(self.path)
-    def __truediv__(self, name): return Remote(self.fs, f'{self.path}/{name}', self.cache)
-    parent = property(lambda self: Remote(self.fs, self.path.rpartition('/')[0], self.cache), doc='Its folder')
-    name = property(lambda self: self.path.rpartition('/')[2], doc='The last part of its path')
-    suffix = property(lambda self: Path(self.name).suffix, doc='The end of its name, from the last dot')
+    def _at(self, path): return Remote(self.fs, path, self.cache)
+    def __truediv__(self, name): return self._at(f'{self.path}/{name}')
+    @property
+    def parent(self): return self._at(self.path.rpartition('/')[0])
+    @property
+    def name(self): return self.path.rpartition('/')[2]
+    @property
+    def suffix(self): return Path(self.name).suffix
     def with_name(self, name): return self.parent/name
     def absolute(self): return self
 
@@ -95,8 +99,8 @@ def place(path, base='.'):
     if isinstance(path, Remote): return path
     if '://' not in str(path): path = Path(base)/path
     cut = re.match(r'[a-z0-9]{2,}:/[^/]', str(path))
-    need(not cut, 'a Path drops a slash of an address: give addresses as text, to save, load, export and Checkpoint; '
-         'a Learner has a local folder', path=path)
+    remedy = 'give addresses as text. A Learner has a local folder'
+    need(not cut, f'a Path drops a slash of an address: {remedy}', path=path)
     if isinstance(path, Path): return path
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
@@ -106,8 +110,8 @@ def place(path, base='.'):
     except ValueError as e: raise ValueError(f'{path}: {e}. Give a path, or an address such as s3://bucket/run') from e
     need(at.strip('/'), 'give a folder or a file there, as in s3://bucket/run', path=str(path))
     alone = fs.protocol!='memory' or num_distrib()<2
-    need(alone, 'each rank has its own, and it ends with it: give a folder or another address. Checkpoint(folder, '
-         'in_memory=10) writes states to memory that outlives ranks', path=str(path))
+    remedy = 'Checkpoint(folder, in_memory=10) writes states to memory that outlives ranks'
+    need(alone, f'each rank has its own: give a folder or another address. {remedy}', path=str(path))
     return Path(at) if isinstance(fs, LocalFileSystem) else Remote(fs, at)
 
 def modified(path)->float:

@@ -6,12 +6,10 @@
 __all__ = ['preempted_status']
 
 # %% ../../nbs/core/00_stacks.ipynb #c002
-import faulthandler,functools,inspect,linecache,os,re,signal,sys,sysconfig,time,traceback,warnings
+import faulthandler,inspect,linecache,os,re,signal,sys,sysconfig,time,traceback,warnings
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import NamedTuple
 import learnerdist
-from .files import whole_file
 
 # %% ../../nbs/core/00_stacks.ipynb #c005
 class Frame(NamedTuple):
@@ -45,12 +43,17 @@ def _walk(at):
     both = traceback.walk_stack(at) if at else ()
     return [Frame(f.f_code.co_filename, n, f.f_code.co_name) for f,n in both]
 
+def describe_error(e:BaseException)->dict:
+    "An exception as texts: `kind` (name of its type), `message`, `trace` (its traceback)"
+    return dict(kind=type(e).__name__, message=str(e), trace=''.join(traceback.format_exception(e)))
+
 _frame = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 
 def users_frame(frames:list)->Frame:
     """The innermost frame of the user's own code, that is outside of installed packages; if there is none, the
     innermost frame of all. frames: `Frame`s, the innermost first"""
-    return next((o for o in frames if not in_library(o.file)), frames[0] if frames else Frame('?', 0, '?'))
+    own = [o for o in frames if not in_library(o.file)]
+    return next(iter([*own, *frames]), Frame('?', 0, '?'))
 
 def need(ok, remedy:str, **given):
     "ValueError unless `ok`: what was given, by its name, and what to give in its place"
@@ -85,11 +88,10 @@ preempted_status = 75
 
 # %% ../../nbs/core/00_stacks.ipynb #c009c
 def catch_crashes(file:Path):
-    """Write the Python stack of this process to `file` if the process crashes, or when SIGTERM ends it. file: the file
-    for the stack; it is created empty"""
-    f = open(file, 'w')
-    faulthandler.enable(f)
-    if ask: faulthandler.register(signal.SIGTERM, f, all_threads=False, chain=True)
+    "Write the Python stack of this process to `file` if the process crashes. file: is made, empty"
+    faulthandler.enable(open(file, 'w'))
+
+absence = 'a rank did not come' # Stands in the message of a rank that has waited in vain
 
 def read_crash(file:Path)->tuple:
     """Read what `catch_crashes` wrote. file: the file that `catch_crashes` was given; returns: the kind of crash (None
@@ -102,36 +104,19 @@ def read_crash(file:Path)->tuple:
 # %% ../../nbs/core/00_stacks.ipynb #c012
 # not SIGUSR1, with which Slurm users ask for a requeue; None on Windows
 ask = signal.SIGRTMIN+7 if hasattr(signal, 'SIGRTMIN') else getattr(signal, 'SIGUSR2', None)
+_head = 'Stack (most recent call first):'
 
-@functools.cache
-def answer_asks(pid)->str:
-    """Let this process write its stack to a file whenever another process asks for it by `stack_of`. pid: id of this
-    process, so that a fork gets a file of its own; returns: path of the file"""
-    folder = report_folder()
-    f = open(folder/'stack.txt', 'w') if folder else NamedTemporaryFile('w', prefix='stack-')
+def answer_asks(file:Path):
+    "Let this process write its stack to `file` whenever its launcher asks for it by `stack_of`. file: is made, empty"
+    f = open(file, 'w')
     if ask: faulthandler.register(ask, f, all_threads=False)
-    _files.append(f)
-    if folder:
-        with whole_file(folder/'pid') as own: own.write_text(str(pid))
-    return f.name
 
-def answerer(shift:int)->tuple:
-    """Process id and stack file of another rank on this machine, read from the report folder beside this rank's own.
-    shift: local rank of the other process, minus the local rank of this one; returns: (process id, path of its
-    stack file) for `stack_of`; None if they are not known"""
-    here = report_folder()
-    if here is None or not here.name.isdigit(): return None
-    there = here.parent/str(int(here.name)+shift)
-    if (there/'pid').exists(): return int((there/'pid').read_text()),str(there/'stack.txt')
-
-_files,_head = [],'Stack (most recent call first):'
-
-def stack_of(pid:int, file, timeout_s=10)->str:
-    """The present Python stack of another process's main thread. pid: a process on this machine; file: the path that
-    `answer_asks` returned in that process; timeout_s: seconds to wait for its answer; returns: the text that
-    `faulthandler` wrote; None if the process has ended or does not answer"""
-    try: before = _read(file).count(_head)
-    except OSError: return None
+def stack_of(pid:int, file:Path, timeout_s=10)->str:
+    """The present Python stack of a child's main thread. pid: its process id; file: that of its `answer_asks`;
+    timeout_s: seconds to wait for its answer; returns: the text that `faulthandler` wrote; None if it has ended or does
+    not answer"""
+    if not file.exists(): return None
+    before = _read(file).count(_head)
     # signals of one kind are handled one after the other: when the second answer begins, the first is complete
     for i in (1,2):
         start,n_asked = time.monotonic(),0
@@ -147,7 +132,7 @@ def stack_of(pid:int, file, timeout_s=10)->str:
 def _read(file): return Path(file).read_text()
 
 def _holds(pid, file):
-    "Whether a process has a file open. If not, its id now belongs to another process, which the signal would kill"
+    "Whether a process has a file open. If not, it runs another program now, which the signal would kill"
     try: return any(os.readlink(o) == str(file) for o in Path(f'/proc/{pid}/fd').iterdir())
     except OSError: return False
 
@@ -158,26 +143,22 @@ def is_stopped(pid)->bool:
     except OSError: return False
 
 # %% ../../nbs/core/00_stacks.ipynb #c014
-_ours = 'core/env core/collectives distributed/vote_links distributed/loops distributed/engine'
-_waits = 'torch/distributed/','torch/autograd/graph.py',*(f'learnerdist/{o}.py' for o in _ours.split())
-
-def is_wait(frames:list)->bool:
-    "Whether a process waits for another rank. frames: `Frame`s, the innermost first"
-    return bool(frames) and any(o in frames[0].file for o in _waits)
+# Parts of files in which a process waits for another rank
+_waits = """torch/distributed/ torch/autograd/graph.py learnerdist/core/env.py learnerdist/core/collectives.py
+learnerdist/distributed/vote_links.py learnerdist/distributed/loops.py learnerdist/distributed/engine.py""".split()
 
 def describe_stack(frames:list)->str:
     """A sentence that says what a process does, and from which line of the user's code. frames: `Frame`s, the
     innermost first"""
     if not frames: return 'was somewhere without Python code'
     at,user = frames[0],users_frame(frames)
-    if not is_wait(frames): return f'was at {user}' + ('' if at == user else f' ({at.name})')
+    if not any(o in at.file for o in _waits): return f'was at {user}' + f' ({at.name})'*(at != user)
     calls = [o.name for o in frames if 'c10d_logger' not in o.file and o.name not in _inner]
     name = next(iter(calls), at.name)
     return f'waited in {_called.get(name, name)}, from {user}'
 
-def place_of(pid, file)->tuple:
-    """Where another process is. pid: a process on this machine; file: its stack file, see `answer_asks`; returns:
-    (`Frame`s, none if it does not answer; a text)"""
+def place_of(pid:int, file:Path)->tuple:
+    "Where a child is. pid, file: as in `stack_of`; returns: (`Frame`s, none if it does not answer; a text)"
     found = frames_of(stack_of(pid, file) or '')
     if found: return found,describe_stack(found)
     if is_stopped(pid): return [],f'is stopped (process {pid}, by SIGSTOP)'

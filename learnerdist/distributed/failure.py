@@ -6,18 +6,16 @@
 __all__ = []
 
 # %% ../../nbs/distributed/04_failure.ipynb #c002
-import json,os,re,socket,time,traceback
+import json,os,re,socket,time
 from contextlib import contextmanager,suppress
-from functools import cache
 
 import torch.distributed as dist
 
 from ..core.compat import AcceleratorError
-from ..core.env import RankError,close_group,count,group_size,in_group,is_consequence
-from ..core.env import next_phase,num_distrib
-from ..core.env import own_rank,pack_error,read_launcher,section,shared_store,unpack_error,wait_key
-from ..core.stacks import Frame,answer_asks,answerer,describe_stack,frames_of,frames_of_caller
-from ..core.stacks import is_wait,place_of,users_frame
+from ..core.env import RankError,close_group,count,group_size,is_consequence,next_phase
+from ..core.env import num_distrib,own_rank,pack_error,read_launcher,section,shared_store
+from ..core.env import unpack_error,wait_key
+from ..core.stacks import absence,frames_of_caller,users_frame
 
 # %% ../../nbs/distributed/04_failure.ipynb #c004
 def first_failure(key, timeout_s=0)->RankError:
@@ -29,50 +27,10 @@ def first_failure(key, timeout_s=0)->RankError:
     return res or found(f'{key}/out')
 
 # %% ../../nbs/distributed/04_failure.ipynb #c006
-def announce():
-    "Publish in the store how to ask this rank for its stack"
-    store,pid = shared_store(),os.getpid()
-    if store is not None: store.set(f'stack/{own_rank()}', json.dumps([socket.gethostname(), pid, answer_asks(pid)]))
-
-def _find_the_absent(e, key):
-    "After a timeout on this rank: an error that says where every rank is, made by the first rank that timed out"
-    store,n = shared_store(),dist.get_world_size() if in_group() else num_distrib()
-    store.set(f'{key}/waited/{own_rank()}', json.dumps(frames_of(e)))
-    with open(answer_asks(os.getpid()), 'a') as f: traceback.print_exception(e, file=f)
-    if store.add(f'{key}/asks', 1)>1: return first_failure(key, timeout_s=30) or e
-    end = time.monotonic()+5
+def absent(e)->TimeoutError:
+    "In place of a timeout in a collective. The launcher says where the other ranks are"
     what = re.sub(r'^\[.*?\] *', '', str(e).splitlines()[0]) # without the place in gloo's source
-    lines = [f'a rank did not come: {what}']
-    lines += [f'rank {r} {_place(store, key, r, end)}' for r in range(n)]
-    return TimeoutError('\n  '.join(lines)).with_traceback(e.__traceback__)
-
-def _place(store, key, rank, end):
-    "What a rank is doing; a rank that cannot be asked has until `end` to report it"
-    waited,here = f'{key}/waited/{rank}',socket.gethostname()
-    if store.check([f'stack/{rank}']): host,*known = json.loads(store.get(f'stack/{rank}'))
-    # that rank has not yet stored how to ask it
-    else: host,known = here,answerer(rank-own_rank())
-    text = 'has not come so far'
-    if not store.check([waited]) and known and host==here:
-        frames,text = place_of(*known)
-        if not any(o.file==_place.__code__.co_filename for o in frames):
-            if is_wait(frames): return text
-            end = min(end, time.monotonic()+2) # it may be on its way out of a wait that timed out, too
-    while not store.check([waited]) and time.monotonic()<end: time.sleep(.01)
-    if store.check([waited]): return describe_stack([Frame(*o) for o in json.loads(store.get(waited))])
-    if host==here: return text
-    lost = _lost(host)
-    return f'runs on {host}'+f', a machine that cannot be reached from {here} ({lost})'*bool(lost)
-
-@cache
-def _lost(host): return _cut(host, 9)
-
-def _cut(host, port):
-    """An OSError if a machine does not answer; None if it does, also if nothing listens there, and if its name is not
-    known here"""
-    try: socket.create_connection((host, port), 3).close()
-    except (ConnectionRefusedError,socket.gaierror): return None
-    except OSError as e: return e
+    return TimeoutError(f'{absence}: {what}').with_traceback(e.__traceback__)
 
 # %% ../../nbs/distributed/04_failure.ipynb #c008
 @contextmanager
@@ -85,12 +43,12 @@ def failing_together(undo):
         try: yield
         finally: undo()
         return
-    spare = open(os.devnull) # without a descriptor "too many open files" could not be told to the others
+    # without a descriptor "too many open files" could not be told to the others
+    spare = open(os.devnull)
     key = f'first-failure/{count("section")}'
     next_phase()
     section.append(key)
     try:
-        announce()
         yield
     except (Exception,SystemExit) as e:
         spare.close()
@@ -114,7 +72,8 @@ def _announce_exit(key):
     "For a rank 0 that still waits for this one"
     rank,store = own_rank(),shared_store()
     with suppress(dist.DistNetworkError):
-        report = dict(rank=rank, kind='exit', message=f'has left the context ({users_frame(frames_of_caller())})')
+        how = f'has left the context ({users_frame(frames_of_caller())})'
+        report = dict(rank=rank, kind='exit', message=how)
         if rank and store is not None: store.set(key, json.dumps(report))
 
 def _after_rank0(key, timeout_s=600):
@@ -142,22 +101,28 @@ def _check_link():
     """DistNetworkError if the machine of the launch's store does not answer: requests to it would block for a quarter
     of an hour"""
     if 'MASTER_ADDR' not in os.environ or 'LEARNERDIST_INIT_METHOD' in os.environ: return
-    lost = _cut(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']))
-    if lost: raise dist.DistNetworkError(str(lost))
+    at = os.environ['MASTER_ADDR'],int(os.environ['MASTER_PORT'])
+    try: socket.create_connection(at, 3).close()
+    except (ConnectionRefusedError,socket.gaierror): pass # it answers; its name is not known here
+    except OSError as e: raise dist.DistNetworkError(str(e)) from e
 
 def _record(e, key):
     "The exception, and whether it began on this rank; then it is in the store before the other ranks are freed"
     text = str(e).lower()
     # nccl aborts work that has timed out
     late = re.search('timed? ?out', text) or 'aborted' in text and not first_failure(key)
-    if late and is_consequence(e): e = _find_the_absent(e, key)
+    has_waited = late and is_consequence(e)
+    if has_waited: e = absent(e)
     if is_consequence(e) or isinstance(e, AcceleratorError) and first_failure(key): return e,False
-    if not isinstance(e, RankError): shared_store().compare_set(key, '', pack_error(e))
-    return e,True
+    if isinstance(e, RankError): return e,True
+    own = pack_error(e)
+    is_first = shared_store().compare_set(key, '', own).decode()==own
+    return e,is_first or not has_waited
 
 def _cut_off(e, lost):
     if not is_consequence(e): return e
     where = f"{os.environ.get('MASTER_ADDR', 'rank 0')}, where the ranks' store is"
-    host = 'its launcher' if os.environ.get('TORCHELASTIC_USE_AGENT_STORE')=='True' else 'rank 0, which runs it,'
+    is_agents = os.environ.get('TORCHELASTIC_USE_AGENT_STORE')=='True'
+    host = 'its launcher' if is_agents else 'rank 0, which runs it,'
     why = f'{host} has ended, or the machine or the link to it is gone'
     return ConnectionError(f'{socket.gethostname()} cannot reach {where}: {why} ({lost})')

@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/launch/04_agent.ipynb #c002
 import logging,os,signal,socket,threading,time
 from contextlib import suppress
-from typing import NamedTuple
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import SimpleElasticAgent,WorkerSpec,WorkerState
@@ -18,25 +17,18 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError,Rende
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import config_from_args
-from ..core.hosts import connections,keep_alive,loopback
-from .watch import Job,died,ended,failures,log,raised,stopped
+from ..core.hosts import keep_alive,loopback
+from .watch import Cause,Job,failures,log
 
 # %% ../../nbs/launch/04_agent.ipynb #nw09
-class Route(NamedTuple):
-    "How this machine reaches another"
-    own:str      # The address that its packets come from
-    there:str    # The other's address: the same as `own` if it is this machine
-    is_loop:bool # Whether it leads into this machine by an address that others cannot use, such as 127.0.1.1
-
-def find_route(host:str)->Route:
-    """The route to a machine, from this machine's routing table. Nothing is sent. host: a name or an address; returns:
-    None if this machine does not know the name, or no way to it"""
+def find_route(host:str)->tuple:
+    """How this machine reaches another, from its routing table; nothing is sent. host: a name or an address; returns:
+    (the address that its packets come from, the other's); None if it does not know the name, or no way to it"""
     with suppress(OSError):
         family,kind,_,_,there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as s:
             s.connect(there)
-            own = s.getsockname()[0]
-            return Route(own, there[0], own.startswith('127.') or own=='::1')
+            return s.getsockname()[0],there[0]
 
 # %% ../../nbs/launch/04_agent.ipynb #nw12
 def interface_of(address:str)->str:
@@ -58,16 +50,17 @@ def choose_addresses(args, host:str):
     # torchrun waits for it
     late = f'this machine does not know {host}, or no way to it; perhaps it will within a minute'
     if route is None: return log(late)
+    own,there = route
     known = set()
     with suppress(OSError): known = {o[4][0] for o in socket.getaddrinfo(socket.gethostname(), None)}
-    if 'is_host' not in args.rdzv_conf and route.there not in known: # torchrun compares these two
-        conf = f'is_host={route.own==route.there}'
-        args.rdzv_conf = f'{args.rdzv_conf},{conf}' if args.rdzv_conf else conf
-    # an address for documentation: by the default route
-    away = find_route('192.0.2.1') if route.is_loop else route
-    args.local_addr = args.local_addr or (host if route.is_loop else route.own)
-    interface = away and interface_of(away.own)
-    if interface: os.environ.setdefault('GLOO_SOCKET_IFNAME', interface)
+    if 'is_host' not in args.rdzv_conf and there not in known: # torchrun compares these two
+        args.rdzv_conf = ','.join(filter(None, [args.rdzv_conf, f'is_host={own==there}']))
+    # an address that others cannot use, such as 127.0.1.1
+    is_loop = own.startswith('127.') or own == '::1'
+    args.local_addr = args.local_addr or (host if is_loop else own)
+    # by the default route: an address for documentation
+    if is_loop: own,_ = find_route('192.0.2.1') or route
+    if interface := interface_of(own): os.environ.setdefault('GLOO_SOCKET_IFNAME', interface)
 
 # %% ../../nbs/launch/04_agent.ipynb #c013
 class Agent(SimpleElasticAgent):
@@ -77,14 +70,18 @@ class Agent(SimpleElasticAgent):
         self.job,self.attempt = job,0
 
     def _start_workers(self, group):
-        "Called by torchrun before each attempt"
-        spec,envs = group.spec,[]
-        if failures(self.job.ranks): log(*self.job.explain(), f'restart {self.attempt} of {spec.max_restarts}')
-        of_all = dict(GROUP_RANK=group.group_rank, GROUP_WORLD_SIZE=group.group_world_size)
-        of_all |= dict(MASTER_ADDR=group.master_addr, MASTER_PORT=group.master_port)
-        of_all |= dict(LOCAL_WORLD_SIZE=spec.local_world_size, ROLE_NAME=spec.role)
-        of_all['TORCHELASTIC_RUN_ID'] = spec.rdzv_handler.get_run_id()
-        of_all['TORCHELASTIC_USE_AGENT_STORE'] = spec.rdzv_handler.use_agent_store
+        "Called by torchrun before each attempt, when the machines have met"
+        spec,handler = group.spec,group.spec.rdzv_handler
+        keep_alive()
+        again = f'restart {self.attempt} of {spec.max_restarts}'
+        if failures(self.job.ranks): log(*self.job.explain(), again)
+        run_id,at = handler.get_run_id(),(group.master_addr,group.master_port)
+        of_all = dict(zip(('MASTER_ADDR','MASTER_PORT'), at), GROUP_RANK=group.group_rank)
+        of_all |= dict(GROUP_WORLD_SIZE=group.group_world_size, ROLE_NAME=spec.role)
+        of_all |= dict(LOCAL_WORLD_SIZE=spec.local_world_size, TORCHELASTIC_RUN_ID=run_id)
+        of_all['TORCHELASTIC_USE_AGENT_STORE'] = handler.use_agent_store
+        of_all['LEARNERDIST_SEED'] = os.environ.get('LEARNERDIST_SEED') or f'{run_id} {at}'
+        envs = []
         for o in group.workers:
             own = dict(RANK=o.global_rank, WORLD_SIZE=o.world_size, LOCAL_RANK=o.local_rank)
             own |= dict(ROLE_RANK=o.role_rank, ROLE_WORLD_SIZE=o.role_world_size)
@@ -95,7 +92,7 @@ class Agent(SimpleElasticAgent):
 
     def _monitor_workers(self, group):
         watch,end = self.job.watch,time.monotonic()+group.spec.monitor_interval
-        while (running := watch.look(now := time.monotonic())) and not watch.failed and now < end: watch.listen(running)
+        while (running := watch.look()) and not watch.failed and time.monotonic() < end: watch.listen(running)
         if watch.failed: return RunResult(WorkerState.FAILED)
         if running: return RunResult(WorkerState.HEALTHY)
         return RunResult(WorkerState.SUCCEEDED, {o.rank: None for o in self.job.ranks})
@@ -103,32 +100,18 @@ class Agent(SimpleElasticAgent):
     def _stop_workers(self, group, **kw): self._shutdown()
 
     def _shutdown(self, death_sig=signal.SIGTERM, **kw):
-        if self.job.watch is None: return # no attempt has begun
         if not self.job.watch.failed: self.job.watch.signal = death_sig # after a failure they have got SIGTERM
         self.job.watch.run()
 
 # %% ../../nbs/launch/04_agent.ipynb #c018
-def hang_up():
-    "Shut down this process's connections to other machines, so that whatever waits for an answer gets an error"
-    for s in connections():
-        with suppress(OSError): s.shutdown(socket.SHUT_RDWR)
-
-def free_agent(job:Job, over:threading.Event, give_up_s):
-    """Free the agent, by `hang_up`, if it waits for the answer of a machine that is gone. over: set at the end;
-    give_up_s: seconds after which an agent that has not heard that a rank failed is freed"""
-    since = None
-    while not over.wait(.2):
-        since = (since or time.monotonic()) if any(o.proc.poll() for o in [*job.ranks]) else None
-        if since and time.monotonic()-since > give_up_s: hang_up()
-
-def tell_others(job:Job, timeout_s=30):
+def notify_others(job:Job, timeout_s=30):
     "Notify other machines of a failure before this process ends. Their ranks may not have begun to listen"
     end = time.monotonic()+timeout_s
-    own = any(o.order in (raised,died) for o in failures(job.ranks))
-    job.watch.look(time.monotonic())
+    own = any(o.cause in (Cause.raised,Cause.died) for o in failures(job.ranks))
+    job.watch.look()
     while own and not all(o.is_notified for o in job.ranks) and time.monotonic() < end:
         time.sleep(.2)
-        job.watch.look(time.monotonic())
+        job.watch.look()
 
 # %% ../../nbs/launch/04_agent.ipynb #ag23
 def choose_meeting(args):
@@ -161,36 +144,30 @@ def spec_of(args)->WorkerSpec:
 
 def run_with_others(job:Job)->int:
     "Run the ranks of this machine, in a launch on several machines. returns: the launcher's exit status"
-    args,over = job.args,threading.Event()
+    args = job.args
     for o in ('elastic.agent.server.api','run'): logging.getLogger(f'torch.distributed.{o}').setLevel(logging.ERROR)
     for o in job.signals: signal.signal(o, signal.SIG_DFL) # C++ connects, for a minute, and Python would not hear it
     choose_meeting(args)
     where = args.rdzv_endpoint or f'{args.master_addr}:{args.master_port}'
     try: spec = spec_of(args) # c10d connects
     except (RendezvousConnectionError, DistError) as e: return log_cut_off(e, where)
+    agent = Agent(job, spec)
     keep_alive()
     def interrupt(sig, frame): raise SignalException('', signal.Signals(sig))
     for o in job.signals: signal.signal(o, interrupt)
-    agent = Agent(job, spec)
     late = f'waits for the other machines, at {where}'
     waiting = threading.Timer(5, lambda: agent.attempt or log(late))
     waiting.daemon = True
-    give_up = 900 if spec.max_restarts else 5+job.term_s
-    freeing = threading.Thread(target=free_agent, args=(job,over,give_up), daemon=True)
-    for o in (waiting,freeing): o.start()
+    waiting.start()
     try:
         agent.run()
-        if failures(job.ranks): tell_others(job)
+        if failures(job.ranks): notify_others(job)
         with suppress(Exception): spec.rdzv_handler.shutdown()
-    except SignalException as e: return job.status_after(e.sigval)
+    except SignalException as e: return job.status(e.sigval)
     except (RendezvousConnectionError, DistError) as e:
-        # unless a rank has failed here, of which this launcher could not tell the others
-        if all(o.order in (ended, stopped) for o in failures(job.ranks)): return log_cut_off(e, where)
-    finally:
-        waiting.cancel()
-        over.set()
-        # longer than it waits for another machine: a thread in C++ would crash Python's end
-        freeing.join(30)
+        # unless a rank has failed here, of which this launcher could not notify the others
+        if all(o.cause in (Cause.late,Cause.stopped) for o in failures(job.ranks)): return log_cut_off(e, where)
+    finally: waiting.cancel()
     if failures(job.ranks): log(*job.explain())
     return job.status()
 

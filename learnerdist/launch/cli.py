@@ -7,40 +7,19 @@ __all__ = ['main']
 
 # %% ../../nbs/launch/05_cli.ipynb #c002
 import argparse,gc,inspect,os,runpy,signal,subprocess,sys,traceback,warnings
-from contextlib import suppress
+from contextlib import contextmanager,suppress
 from pathlib import Path
 
 import learnerdist
 from ..core.files import memory
-from ..core.hosts import check_env,find_task,foreign_rank,loopback,rank_env
-from ..core.stacks import frames_of,need,preempted_status,report_folder,users_frame
-from .forkserver import ForkServer,begin_rank,enter,files_of,serve,share_of_cores
+from ..core.hosts import Task,check_env,find_task,foreign_rank,loopback,rank_env
+from ..core.stacks import frames_of,need,users_frame
+from .forkserver import ForkServer,begin_rank,enter,files_of,import_first
+from .forkserver import seed_alike,serve,share_of_cores
 from .processes import count_nproc,serve_calls
-from .watch import launch,leave_report,log
+from .watch import Job,ended_well,failures,launch,leave_report,log
 
 # %% ../../nbs/launch/05_cli.ipynb #op05
-def _count(s):
-    "argparse type: how many"
-    if s.isdigit() and int(s): return int(s)
-    raise argparse.ArgumentTypeError(f'{s!r}: give a whole number from 1 up')
-
-def _nproc(s):
-    "argparse type: how many processes"
-    try: return s if s=='auto' else _count(s)
-    except argparse.ArgumentTypeError as e: raise argparse.ArgumentTypeError(f"{e}, or 'auto'") from None
-
-def _seconds(s):
-    "argparse type: how long"
-    with suppress(ValueError):
-        if 0 <= float(s) < float('inf'): return float(s)
-    raise argparse.ArgumentTypeError(f'{s!r} is no number of seconds: give 0 or more')
-
-def _gpus(s):
-    "argparse type: which GPUs"
-    res = s.split(',')
-    if all(o.strip().isdigit() for o in res) and len({*map(int, res)}) == len(res): return [*map(int, res)]
-    raise argparse.ArgumentTypeError(f'{s!r} is no list of GPUs: give each number once, as in 0,2')
-
 _ours = 'nproc_per_node','nnodes','rdzv_backend','master_port'
 def get_parser()->argparse.ArgumentParser:
     """Run a script or a module on several processes
@@ -75,25 +54,26 @@ def get_parser()->argparse.ArgumentParser:
     res.usage = "%(prog)s [--nproc N] [--gpus 0,2] [torchrun's options] (script.py | -m module) [its arguments]"
     res.allow_abbrev = False # otherwise a script's argument such as --n would be read as --nnodes
     res.set_defaults(**{o: os.environ.get(f'PET_{o.upper()}') for o in _ours}) # None: not given
-    res.add_argument('--nproc', type=_nproc, help=no_help)
-    res.add_argument('--gpus', type=_gpus, default=[], help=no_help)
-    res.add_argument('--wait', type=_seconds, default=0, help=no_help)
+    for o in ('--nproc','--gpus'): res.add_argument(o, help=no_help)
+    for o in ('--verify','--plan'): res.add_argument(o, type=int, help=no_help)
+    flags = '--verbose','--no-fork-server','--verify-only-warn'
+    for o in flags: res.add_argument(o, action='store_true', help=no_help)
+    res.add_argument('--wait', type=float, default=0, help=no_help)
     res.add_argument('--on-failure', choices=('restart','shrink'), default='restart', help=no_help)
-    res.add_argument('--verbose', action='store_true', help=no_help)
-    res.add_argument('--no-fork-server', action='store_true', help=no_help)
-    res.add_argument('--verify', type=_count, help=no_help)
-    res.add_argument('--verify-only-warn', action='store_true', help=no_help)
-    res.add_argument('--plan', type=_count, help=no_help)
     versions = f'learnerdist {learnerdist.__version__}, torch {torch.__version__}'
     res.add_argument('--version', action='version', version=versions, help=no_help)
     return res
 
 # %% ../../nbs/launch/05_cli.ipynb #op05v
+def _run(module, *args):
+    "Run another command of ours; its exit status"
+    return subprocess.run([sys.executable,'-m',module,*args]).returncode
+
 def prove(args, target:list)->int:
     """Compare the script's first steps with one process, as `--verify` asks for. args: parsed; target: the script or
     `-m` and a module, with its arguments; returns: exit status: 0 to go on"""
-    cmd = f'-m learnerdist.verify --nproc {args.nproc} --steps {args.verify}'.split()
-    status = subprocess.run([sys.executable,*cmd,*target]).returncode
+    options = f'--nproc {args.nproc} --steps {args.verify}'.split()
+    status = _run('learnerdist.verify', *options, *target)
     return 0 if status==1 and args.verify_only_warn else status
 
 # %% ../../nbs/launch/05_cli.ipynb #cl04
@@ -101,9 +81,10 @@ def guess(args:list)->tuple:
     """What ranks will run, read without torchrun's list of options, so without torch. args: command line of the
     launcher; returns: (the script, or '-m' and a module, with its arguments; the number of processes). (None, 0) if
     there is no such thing"""
-    is_target = lambda o: o in ('-m','--module') or o.endswith('.py') and o[:1] != '-'
+    def is_target(o): return o in ('-m','--module') or o.endswith('.py') and o[:1] != '-'
     i = next((i for i,o in enumerate(args) if is_target(o)), len(args))
-    own,rest = [p for o in args[:i] for p in (o.split('=', 1) if o[:1] == '-' else [o])],args[i:]
+    own,rest = [],args[i:]
+    for o in args[:i]: own += o.split('=', 1) if o[:1] == '-' else [o]
     if not rest or {*_no_server} & {*own}: return None,0
     named = dict(zip(own, own[1:]))
     n = next((named[o] for o in _nprocs if o in named), '')
@@ -117,34 +98,40 @@ _nprocs = '--nproc','--nproc-per-node','--nproc_per_node'
 _no_server = '--no-fork-server --no-python --no_python --run-path --run_path'.split()
 
 # %% ../../nbs/launch/05_cli.ipynb #c015
-def _choose_gpus(gpus):
-    "Make only `gpus` visible; they are indices into the accelerators that are visible now"
+def _choose_gpus(given:str)->int:
+    """Make only these GPUs visible; returns: how many. given: `--gpus`, indices into the accelerators that are visible
+    now"""
     import torch
     from learnerdist.core.compat import built_for
-    given,kind = ','.join(map(str, gpus)),getattr(built_for(), 'type', 'cuda')
+    gpus,kind = given.split(','),getattr(built_for(), 'type', 'cuda')
+    is_list = all(o.isdigit() for o in gpus) and len({*gpus}) == len(gpus)
+    need(is_list, f'--gpus {given!r} is no list of GPUs: give each number once, as in 0,2')
     need(kind in _visible, f'--gpus {given}: hide devices of {kind} by the variable of their maker')
     name,n = _visible[kind],torch.accelerator.device_count()
     now = os.environ.get(name)
     ids = [*map(str, range(n))] if now is None else [o for o in now.split(',') if o.strip()]
-    need(max(gpus) < len(ids), f'--gpus {given}: {len(ids)} visible here ({name}={now}), counted from 0')
-    os.environ[name] = ','.join(ids[i] for i in gpus)
+    are = f'{len(ids)} visible here ({name}={now}), counted from 0'
+    need(max(map(int, gpus)) < len(ids), f'--gpus {given}: {are}')
+    os.environ[name] = ','.join(ids[int(i)] for i in gpus)
+    return len(gpus)
 
 # By kind of accelerator: the variable by which its maker's library hides devices
 _visible = dict(cuda='CUDA_VISIBLE_DEVICES', xpu='ZE_AFFINITY_MASK')
 
-def _choose_nproc(args):
+def _choose_nproc(args)->int:
     "How many processes these parsed options ask for"
-    given = args.nproc_per_node
-    both = f'--nproc {args.nproc} and --nproc-per-node {given}'
-    need(not args.nproc or given in (None, str(args.nproc)), f'{both} differ: give one of the two')
-    if args.gpus: _choose_gpus(args.gpus)
-    given = str(args.nproc or given or len(args.gpus) or 'auto')
     from torch.distributed.run import determine_local_world_size
+    ours,theirs = args.nproc,args.nproc_per_node
+    both = f'--nproc {ours} and --nproc-per-node {theirs}'
+    need(not ours or theirs in (None, ours), f'{both} differ: give one of the two')
+    n_gpus = args.gpus is not None and _choose_gpus(args.gpus)
+    given = str(ours or theirs or n_gpus or 'auto')
     try: return count_nproc('auto' if given == 'auto' else determine_local_world_size(given))
-    except ValueError as e: raise ValueError(f'--nproc-per-node {given}: {e}') from None
+    except ValueError: need(False, f"--nproc {given}: give a whole number from 1 up, or 'auto'")
 
 # %% ../../nbs/launch/05_cli.ipynb #c022
-_for_agents = 'nproc nproc_per_node nnodes rdzv_endpoint rdzv_backend max_restarts gpus master_port'.split()
+_for_agents = '''nproc nproc_per_node nnodes rdzv_endpoint rdzv_backend max_restarts gpus
+master_port'''.split()
 
 def _ask_slurm(args):
     "This process's task in srun, whose values fill in the options that `args` leave open; None without srun"
@@ -165,19 +152,33 @@ def _ask_slurm(args):
     return task
 
 # %% ../../nbs/launch/05_cli.ipynb #c023
-def _complete(args):
-    """Fill in what these parsed options leave open; this process's Slurm task, or None. ValueError for what
-    contradicts, and for numbers of torchrun's options that it would take; OSError if there can be no log folder"""
-    port = f'--master-port {args.master_port}'
+def _check(args):
+    "ValueError for numbers of these parsed options that are none; torchrun would take some of them"
     low,_,high = str(args.nnodes or 1).partition(':')
     is_range = low.isdigit() and (high or low).isdigit() and 0 < int(low) <= int(high or low)
-    need(is_range, f'--nnodes {args.nnodes}: give a whole number from 1 up, or two of them as in 1:4')
+    need(is_range, f'--nnodes {args.nnodes}: give a whole number from 1 up, or two, as in 1:4')
     need(args.max_restarts >= 0, f'--max-restarts {args.max_restarts}: give 0 or more')
-    need(0 <= int(args.master_port or 0) < 1<<16, f'{port}: give a port, 0 to 65535')
-    if args.log_dir: os.makedirs(args.log_dir, exist_ok=True)
-    task = _ask_slurm(args)
+    need(0 <= args.wait < float('inf'), f'--wait {args.wait:g}: give 0 seconds or more')
+    port = int(args.master_port or 0)
+    need(0 <= port < 1<<16, f'--master-port {port}: give a port, 0 to 65535')
+    for k,n in dict(verify=args.verify, plan=args.plan).items():
+        need(n is None or n > 0, f'--{k} {n}: give a whole number from 1 up')
+    need(not args.logs_specs, f'--logs-specs {args.logs_specs}: use --redirects alone')
     is_there = args.module or args.no_python or Path(args.training_script).exists()
     need(is_there, f'no script {args.training_script!r} here')
+
+def _check_shrink(args):
+    "ValueError if these completed options cannot have `--on-failure shrink`"
+    both = f'--on-failure shrink: and --max-restarts {args.max_restarts}, which starts as many ranks again'
+    need(args.is_here, '--on-failure shrink: it is for the ranks of one machine')
+    need(not args.max_restarts, f'{both}: give one of the two')
+    need(memory(), '--on-failure shrink: no folder in memory (/dev/shm or $XDG_RUNTIME_DIR)')
+
+def _complete(args):
+    """Fill in what these parsed options leave open; this process's Slurm task, or None. ValueError for what
+    contradicts; OSError if there can be no log folder"""
+    if args.log_dir: os.makedirs(args.log_dir, exist_ok=True)
+    task = _ask_slurm(args)
     if task and task.is_rank: return task
     args.nnodes = args.nnodes or '1'
     args.nproc = _choose_nproc(args)
@@ -189,13 +190,9 @@ def _complete(args):
     n = args.is_here and not task and not args.standalone and foreign_rank().get('WORLD_SIZE')
     need(not n, f'{n} processes run this launcher, each alone: let mpirun run the script itself')
     meets = args.n_nodes == 1 or args.rdzv_endpoint or args.master_port is not None
-    need(meets, f'--nnodes {args.nnodes} without --rdzv-endpoint HOST:PORT, the same on each machine')
-    if args.on_failure == 'shrink':
-        both = f'--on-failure shrink: and --max-restarts {args.max_restarts}, which starts as many ranks again'
-        need(args.is_here, '--on-failure shrink: it is for the ranks of one machine')
-        need(not args.max_restarts, f'{both}: give one of the two')
-        need(memory(), '--on-failure shrink: no folder in memory (/dev/shm or $XDG_RUNTIME_DIR)')
-    need(not args.logs_specs, f'--logs-specs {args.logs_specs}: ranks write logs by --redirects alone')
+    where = '--rdzv-endpoint HOST:PORT, the same on each machine'
+    need(meets, f'--nnodes {args.nnodes} without {where}')
+    if args.on_failure == 'shrink': _check_shrink(args)
     if args.is_here: os.environ.setdefault('GLOO_SOCKET_IFNAME', loopback())
     if args.nproc > 1 and 'OMP_NUM_THREADS' not in os.environ:
         n = os.environ['OMP_NUM_THREADS'] = str(share_of_cores(args.nproc))
@@ -224,34 +221,22 @@ def _worker(parent, argv):
     begin_rank(parent)
     # so that the ranks' lines do not mix
     for o in (sys.stdout, sys.stderr): o.reconfigure(line_buffering=True, write_through=False)
+    with suppress(Exception): import_first(argv) # the script raises it again. In a fork they are there
+    seed_alike()
     try: run_target(argv)
     except KeyboardInterrupt as e:
         log(f'rank {os.environ["RANK"]} interrupted at {users_frame(frames_of(e))}')
         sys.exit(130)
-    except BaseException as e: return _leave(e)
-    _notify_others(None)
+    except BaseException as e: return _leave(e.with_traceback(_users_frames(e.__traceback__)))
 
 def _leave(e):
     "End a rank after an exception: write its report, and return or raise its exit status"
-    status,agents = _status(e),report_folder()
-    _notify_others(e)
-    # torchrun would count it as a failure, and start the ranks again
-    if status == preempted_status and agents: (agents/'put-off').touch()
-    elif status == preempted_status: log(f'rank {os.environ["RANK"]} leaves with status {status}, to go on later: {e}')
-    if not status or status == preempted_status: return 0 if agents else status
-    _report(e := e.with_traceback(_users_frames(e.__traceback__)), status)
+    status = _status(e)
+    if ended_well(status): return status
+    with suppress(OSError): leave_report(e, status)
     if isinstance(e, SystemExit) and not isinstance(e.code, int): raise e # Python prints it
     if not isinstance(e, SystemExit): _print_exception(e)
     sys.exit(status)
-
-def _report(e, status):
-    "Write a report for the agent; without one, or if there is no room, this rank logs what has ended it"
-    with suppress(OSError):
-        if report_folder(): return leave_report(e, status)
-    from learnerdist.core.env import RankError
-    at,rank = users_frame(frames_of(e)),os.environ['RANK']
-    if isinstance(e, RankError): return log(f'rank {rank} ended, since {str(e).splitlines()[0]}')
-    log(f'rank {rank} failed: {type(e).__name__}: {e} ({at.file}:{at.line})')
 
 # %% ../../nbs/launch/05_cli.ipynb #c027
 def _status(e):
@@ -259,16 +244,6 @@ def _status(e):
     if not isinstance(e, SystemExit): return 1
     code = e.code or 0 if isinstance(e.code, int|None) else 1
     return code&0xff or int(code != 0)
-
-def _notify_others(e):
-    "Without an agent, this rank itself records in the store that it leaves"
-    if report_folder() or not (e or 'learnerdist.core.env' in sys.modules): return
-    from learnerdist.core import env
-    # no rank waits for it: it has not used the store, and does not host it
-    if not env.stores and (not e or not env.rank_distrib()): return
-    with suppress(RuntimeError):
-        store = env.launch_store(timeout_s=10)
-        env.record_exit(store, env.rank_distrib(), env.pack_error(e or SystemExit(0)))
 
 # %% ../../nbs/launch/05_cli.ipynb #c029
 def _users_frames(tb):
@@ -282,7 +257,7 @@ def _print_exception(e):
     hook = sys.excepthook
     # torch's prefixes each line, as the launcher does
     if getattr(hook, '__module__', '').startswith('torch.'): hook = sys.__excepthook__
-    is_quiet = os.environ.get('LEARNERDIST_QUIET') == '1' and report_folder()
+    is_quiet = os.environ.get('LEARNERDIST_QUIET') == '1'
     if hook is not sys.__excepthook__ or not is_quiet: hook(type(e), e, e.__traceback__)
 
 # %% ../../nbs/launch/05_cli.ipynb #c030
@@ -291,23 +266,40 @@ def main(
 )->int:                 # Exit status
     "The command `python -m learnerdist.launch`"
     args = sys.argv[1:] if args is None else [*args]
-    if args[:1] == ['--serve']: args = serve(int(args[1]), args[2:]) # returns in a fork of this process
+    if args[:1] == ['--serve']: args = serve(int(args[-1]), args[1:-1]) # returns in a fork of this process
     if args[:1] == ['--calls']: return serve_calls(*args[1:])
     if args[:1] == ['--worker']: return _worker(int(args[1]), args[2:])
+    with _restored_environment(): return _launch(args)
+
+@contextmanager
+def _restored_environment():
+    """At the end of the body, all environment variables are what they were: options set some, and a script may call
+    `main`"""
+    before = dict(os.environ)
+    try: yield
+    finally:
+        for k in {*os.environ}-{*before}: del os.environ[k]
+        os.environ.update(before)
+
+def _launch(args):
+    "Exit status of a launch"
     server = ForkServer()
     try:
         argv,n = guess(args)
-        if argv and 'SLURM_PROCID' not in os.environ: # there it may be a rank
-            threads = dict(OMP_NUM_THREADS=str(share_of_cores(n))) if n > 1 else {}
-            server.prepare(argv, dict(PYTHONHASHSEED='0', **threads) | os.environ)
+        if argv:
+            known = dict(PYTHONHASHSEED='0')
+            if n > 1 and 'SLURM_PROCID' not in os.environ: known['OMP_NUM_THREADS'] = str(share_of_cores(n))
+            server.prepare(argv, known | os.environ)
         parser = get_parser() # imports torch, as the server does meanwhile
         o = parser.parse_args(args)
         target = [*(['-m'] if o.module else []), o.training_script, *o.training_script_args]
-        if o.plan: return subprocess.run([sys.executable, '-m', 'learnerdist.plan', str(o.plan), *target]).returncode
-        try: task = _complete(o)
+        try:
+            _check(o)
+            if o.plan: return _run('learnerdist.plan', str(o.plan), *target)
+            task = _complete(o)
         except (ValueError, OSError) as e: parser.error(str(e))
         if 'triton' not in sys.modules: gc.freeze() # as in `preload`
-        if task and task.is_rank: return _run_task(task, target)
+        if task and task.is_rank: return launch(o, target, server, lambda job: _run_task(job, task))
         if not o.no_python and (bad := syntax_error(target)):
             print(bad, end='', file=sys.stderr)
             return 1
@@ -318,8 +310,12 @@ def main(
     except KeyboardInterrupt: return 128 + signal.SIGINT
     finally: server.close()
 
-def _run_task(task, target):
-    "Run one of several tasks that srun has started on this machine: it is a rank"
-    os.environ.update({k: str(v) for k,v in rank_env(task).items()})
-    if task.n_nodes == 1: os.environ.setdefault('GLOO_SOCKET_IFNAME', loopback())
-    return _worker(None, target)
+def _run_task(job:Job, task:Task)->int:
+    "Run one of several tasks that srun has started on this machine: it is a rank; the launcher's exit status"
+    env = dict(LEARNERDIST_SEED=task.id) | os.environ
+    env |= {k: str(v) for k,v in rank_env(task).items()}
+    if task.n_nodes == 1: env.setdefault('GLOO_SOCKET_IFNAME', loopback())
+    job.start(0, [env])
+    sig = job.watch.run()
+    if failures(job.ranks): log(*job.explain())
+    return job.status(sig)

@@ -6,10 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/launch/00_forkserver.ipynb #fk02
-import ast,gc,importlib.util,marshal,os,random,selectors,signal,socket
+import ast,ctypes,gc,marshal,os,random,signal,socket
 import struct,subprocess,sys,threading,warnings,zlib
-from contextlib import suppress
-from functools import partial
+from contextlib import contextmanager,suppress
 from importlib.machinery import PathFinder
 from multiprocessing import connection,process
 from pathlib import Path
@@ -60,18 +59,23 @@ def enter(argv:list):
     sys.argv = argv[argv[0] == '-m':]
     if argv[0] != '-m' and not getattr(sys.flags, 'safe_path', False): sys.path[0] = str(Path(argv[0]).resolve().parent)
 
-def preload(argv:list)->bool:
-    """Import what a script imports first, or these modules. argv: a script, or '-m' and a module, with its arguments;
-    or '--modules' and names; returns: whether torch is among the imports, and this process may be forked"""
-    if argv[0] == '--modules':
-        for o in argv[1:]: __import__(o)
-        return fork_has_accelerator()
+def import_first(argv:list)->str:
+    """Import what a script imports first. argv: a script, or '-m' and a module, with its arguments; returns: the text
+    of the files that run"""
     enter(argv)
     found,texts = first_imports(argv, sys.path)
     for name,froms in found: __import__(name, None, None, [*froms])
+    return '\n'.join(texts)
+
+def preload(argv:list)->bool:
+    """Import what ranks need. argv: as of `import_first`; or '--modules' and names; returns: whether torch is among the
+    imports, and this process may be forked"""
+    if argv[0] == '--modules':
+        for o in argv[1:]: __import__(o)
+        return fork_has_accelerator()
+    text = import_first(argv)
     if 'torch' not in sys.modules: return False
-    mentions = lambda names: any(k in o for o in texts for k in names)
-    if mentions(_trains) and not mentions(_settings): __import__('torch._dynamo')
+    if any(o in text for o in _trains) and not any(o in text for o in _settings): __import__('torch._dynamo')
     # the garbage collector leaves imports alone: a process ends in half the time. With triton it would tell of leaks
     if 'triton' not in sys.modules: gc.freeze()
     # and whether it has all threads: those of OpenBLAS end before a fork, and begin again later
@@ -92,111 +96,102 @@ _trains = 'optim','Learner','DataParallel','DDP'
 _settings = 'TORCHDYNAMO TORCHINDUCTOR TORCH_COMPILE TORCH_LOGS INDUCTOR_ TRITON_ AOT_'.split()
 
 # %% ../../nbs/launch/00_forkserver.ipynb #fk08
-# Of a process: (its id, 0) when it has begun, (0, exit status) when it has ended
-word = struct.Struct('ii')
-
-class Server:
-    "Forks itself on request, and tells how each fork has ended. It ends with the launcher, the other end of `sock`"
-    def __init__(self, sock, mask): # mask: of signals, in forks
-        self.mask,self.env,self.conns = mask,dict(os.environ),{}
-        self.ready = selectors.PollSelector()
-        self.ready.register(sock, selectors.EVENT_READ, self.start)
-
-    def start(self, sock)->list:
-        "Fork, as the launcher asks. In the fork: its arguments"
-        text,fds,_,_ = socket.recv_fds(sock, 1, 8)
-        if not text: os._exit(0)
-        with open(fds[0], 'rb') as f: args,env = marshal.load(f)
-        conn,pid = socket.socket(fileno=fds[1]),None
-        with suppress(OSError): pid = os.fork()
-        if pid:
-            self.conns[pid] = conn
-            self.ready.register(os.pidfd_open(pid), selectors.EVENT_READ, partial(self._ended, pid))
-        if pid != 0:
-            for o in fds[2:]: os.close(o)
-            return conn.close() if pid is None else None
-        os.setsid()
-        for o in {*self.conns.values(), *(key.fileobj for key in self.ready.get_map().values())}:
-            os.close(o) if isinstance(o, int) else o.close()
-        for i,o in enumerate(fds[2:5]):
-            os.dup2(o, i)
-            os.close(o)
-        for k in {k for k in self.env if k not in env}: os.environ.pop(k, None)
-        # imports may have set others
-        os.environ.update({k: v for k,v in env.items() if self.env.get(k) != v})
-        process.current_process().authkey = os.urandom(32)
-        conn.sendall(word.pack(os.getpid(), 0))
-        conn.close()
-        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
-        sys.orig_argv[:] = args
-        return [*args[len(command):], *map(str, fds[5:])]
-
-    def _ended(self, pid, pidfd):
-        "Tell it; the process stays until that has been heard, so that its id is not given to another one"
-        self.ready.unregister(pidfd)
-        os.close(pidfd)
-        o = os.waitid(os.P_PID, pid, os.WEXITED|os.WNOWAIT)
-        code = o.si_status if o.si_code == os.CLD_EXITED else -o.si_status
-        with suppress(OSError): self.conns[pid].sendall(word.pack(0, code))
-        self.ready.register(self.conns[pid], selectors.EVENT_READ, partial(self._reap, pid))
-
-    def _reap(self, pid, conn):
-        self.ready.unregister(conn)
-        os.waitpid(pid, 0)
-        self.conns.pop(pid).close()
-
 def serve(fd:int, argv:list)->list:
-    """The process of the server. It ends at once if a fork of it would be no rank: then ranks start without it. fd: of
-    a socket to the launcher; argv: as of `preload`; returns: in a fork: its arguments"""
-    # it ends with the launcher, not before
+    """The process of the server, which ends with the launcher; or at once if a fork of it would be no rank: then ranks
+    start without it. fd: of a socket to the launcher; argv: as of `preload`; returns: in a fork: its arguments"""
+    # the launcher decides when ranks end, also where a batch system sends a signal to all processes
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    sock = socket.socket(fileno=fd)
+    sock,env = socket.socket(fileno=fd),dict(os.environ)
     sock.set_inheritable(False)
-    server = Server(sock, mask)
     try: is_good = preload(argv)
     except BaseException: is_good = False # the ranks will report it
-    if not is_good: os._exit(0)
-    while True:
-        for key,_ in server.ready.select():
-            if args := key.data(key.fileobj): return args
+    while is_good:
+        text,fds,_,_ = socket.recv_fds(sock, 1, 8)
+        if not text: break
+        if fork_for_launcher(fds[1]):
+            for o in fds: os.close(o)
+            continue
+        sock.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return be_rank(env, *fds)
+    os._exit(0)
+
+def fork_for_launcher(conn:int)->bool:
+    """Fork this process twice, so that the fork is an orphan, which the launcher adopts. conn: descriptor of a socket,
+    which gets its process id; returns: False in the fork"""
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        return True
+    if pid := os.fork():
+        os.write(conn, pid_bytes.pack(pid))
+        os._exit(0)
+    return False
+
+pid_bytes = struct.Struct('i')
+
+def be_rank(before:dict, what:int, conn:int, *fds:int)->list:
+    """In a fork: be a process of its own; returns its arguments. before: environment of the server; what, conn, fds:
+    descriptors: of arguments and environment, of the socket to the launcher; and as of `ForkServer.start`"""
+    os.setsid()
+    os.close(conn) # the launcher waits for it
+    with open(what, 'rb') as f: args,env = marshal.load(f)
+    for i,o in enumerate(fds[:3]):
+        os.dup2(o, i)
+        os.close(o)
+    for k in before.keys()-env.keys(): os.environ.pop(k, None)
+    os.environ.update(env) # imports may have set others
+    process.current_process().authkey = os.urandom(32)
+    sys.orig_argv[:] = args
+    return [*args[len(command):], *map(str, fds[3:])]
 
 # %% ../../nbs/launch/00_forkserver.ipynb #fk10
-class Forked:
-    "A rank that the server has started: what `subprocess.Popen` is for others"
-    def __init__(self, args, pid, conn):
-        self.args,self.pid,self.returncode = args,pid,None
-        # sentinel: ready to read when the rank has ended
-        self.sentinel,self._lock = conn,threading.Lock()
+class Process:
+    "A child of this process, which leads a process group"
+    def __init__(self, pid:int):
+        self.pid,self.code = pid,None
+        # ready to read when it has ended; None on another system than Linux
+        self.sentinel = os.pidfd_open(pid) if hasattr(os, 'pidfd_open') else None
 
     def poll(self)->int:
-        "Exit status; None while it runs"
-        with self._lock:
-            if self.returncode is None and connection.wait([self.sentinel], 0): self.returncode = self._hear()
-            return self.returncode
+        "Exit status, minus the signal's number for a signal; None while it runs"
+        if self.code is None: self._wait(os.WNOHANG)
+        return self.code
 
-    def _hear(self):
-        data = self.sentinel.recv(word.size)
-        if not data: # the server has ended
-            with suppress(ProcessLookupError): os.kill(self.pid, signal.SIGKILL)
-        with suppress(OSError): # confirm the exit status; it answers by its end
-            self.sentinel.settimeout(5)
-            self.sentinel.sendall(b'.')
-            self.sentinel.recv(1)
-        self.sentinel.close()
-        return word.unpack(data)[1] if data else -signal.SIGKILL
-
-    def wait(self, timeout=None)->int:
+    def wait(self)->int:
         "Exit status, after waiting for it"
-        if self.returncode is None: connection.wait([self.sentinel], timeout)
-        if self.poll() is None: raise subprocess.TimeoutExpired(self.args, timeout)
-        return self.returncode
+        if self.code is None: self._wait(0)
+        return self.code
 
-class Started(subprocess.Popen):
-    "A process where there is no server"
-    sentinel = None
-    def __init__(self, args, env, outs, more=()): # as of `ForkServer.start`
-        streams = dict(zip(('stdin','stdout','stderr'), outs))
-        super().__init__([*args,*map(str, more)], env=env, pass_fds=more, start_new_session=True, **streams)
+    def _wait(self, how):
+        pid,status = os.waitpid(self.pid, how)
+        if not pid: return
+        self.code = os.waitstatus_to_exitcode(status)
+        if self.sentinel is not None: os.close(self.sentinel)
+
+    def kill_group(self):
+        "Kill it, and what it has started"
+        if self.poll() is not None and Path(f'/proc/{self.pid}').exists(): return # another process has its id now
+        with suppress(ProcessLookupError, PermissionError): os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self):
+        "Kill what is left of it"
+        self.kill_group()
+        self.wait()
+
+def spawn(args:list, env:dict, outs:list, more:list=())->Process:
+    "Start a program. args: of its command line; env, outs, more: as of `ForkServer.start`"
+    how = dict(zip(('stdin','stdout','stderr'), outs), pass_fds=more, start_new_session=True)
+    proc = subprocess.Popen([*args,*map(str, more)], env=env, **how)
+    proc.returncode = 0 # `Process` waits for it, `proc` does not
+    return Process(proc.pid)
+
+@contextmanager
+def adopting():
+    "Within the body, orphans among this process's descendants become its children, by prctl(2)"
+    PR_SET_CHILD_SUBREAPER,prctl = 36,ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try: yield
+    finally: prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 command = sys.executable,'-u','-m','learnerdist.launch'
 
@@ -210,37 +205,38 @@ class ForkServer:
         target = argv if argv[0] == '--modules' else argv[:1+(argv[0] == '-m')]
         key = target,[env.get(o) for o in _early]
         if key == self._key: return
-        if self._key: self.close()
+        self.close()
         self._key = key
         if not hasattr(os, 'pidfd_open') or any(o.startswith(_foreign) for o in env): return # another system than Linux
         self._sock,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            args = [*command,'--serve',str(theirs.fileno()),*argv]
-            self.proc = subprocess.Popen(args, env=env, pass_fds=[theirs.fileno()], start_new_session=True)
+        with theirs: self.proc = spawn([*command,'--serve',*argv], env, [0,1,2], [theirs.fileno()])
 
-    def start(self, args:list, env:dict, outs:list, more:list=()):
+    def start(self, args:list, env:dict, outs:list, more:list=())->Process:
         """Start a process: a fork of the server, or without one a new interpreter. args: for
         `learnerdist.launch.main`; env: the environment of the process; outs: descriptors for its input, output and
-        errors; more: descriptors that it inherits; their numbers follow `args`; returns: as `Forked`, or
-        `subprocess.Popen`"""
+        errors; more: descriptors that it inherits; their numbers follow `args`"""
         args = [*command,*args]
-        if not self.runs(): return Started(args, env, outs, more)
+        pid = self.runs() and self._fork(args, env, [*outs,*more])
+        return Process(pid) if pid else spawn(args, env, outs, more)
+
+    def _fork(self, args, env, fds):
+        "The process id of a fork; None if the server has ended"
         conn,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, os.fdopen(os.memfd_create('rank'), 'wb') as f, suppress(OSError):
-            marshal.dump((args,env), f)
-            f.seek(0)
-            socket.send_fds(self._sock, [b'.'], [f.fileno(),theirs.fileno(),*outs,*more])
-        if began := conn.recv(word.size): return Forked(args, word.unpack(began)[0], conn)
-        conn.close()
-        return Started(args, env, outs, more)
+        with conn,adopting():
+            with theirs, os.fdopen(os.memfd_create('rank'), 'wb') as f, suppress(OSError):
+                marshal.dump((args,env), f)
+                f.seek(0)
+                socket.send_fds(self._sock, [b'.'], [f.fileno(),theirs.fileno(),*fds])
+            pid = conn.recv(pid_bytes.size)
+            conn.recv(1) # returns when the fork is an orphan
+        return pid_bytes.unpack(pid)[0] if pid else None
 
     def runs(self)->bool: return self.proc is not None and self.proc.poll() is None
 
     def close(self):
         "End the server; ranks go on"
         if self._sock: self._sock.close()
-        if self.runs(): os.killpg(self.proc.pid, signal.SIGKILL)
-        if self.proc: self.proc.wait()
+        if self.proc: self.proc.close()
         self.proc = self._sock = self._key = None
 
 # read by C code when torch is loaded and when Python starts
@@ -255,26 +251,17 @@ def share_of_cores(nproc:int)->int:
     return max(1, n//nproc)
 
 def begin_rank(parent:int):
-    """Let this process be a rank: it ends with its launcher, reports how it ends, and draws what the others draw.
-    parent: process id of the launcher"""
+    """Let this process be a rank: it ends with its launcher, and reports how it ends. parent: process id of the
+    launcher"""
     if parent and hasattr(os, 'pidfd_open'):
         fd = os.pidfd_open(parent)
         threading.Thread(target=_die_with, args=(fd,), daemon=True, name='die-with').start()
     if folder := report_folder():
         with suppress(OSError): # no room for its files: then nobody asks it where it is
             catch_crashes(folder/'crash.txt')
-            answer_asks(os.getpid())
-        warn_once(folder.parent)
-    seed_alike()
-
-def warn_once(folder:Path):
-    "Show a warning on the first rank that comes to it, and not on each. folder: of all ranks of this machine"
-    show,rank = warnings.showwarning,os.environ['RANK']
-    def show_once(message, category, filename, lineno, *args, **kw):
-        file = folder/f'warned-{zlib.crc32(f"{category} {message} {filename}:{lineno}".encode())}'
-        with suppress(OSError), open(file, 'x') as f: f.write(rank)
-        if not file.exists() or file.read_text()==rank: show(message, category, filename, lineno, *args, **kw)
-    warnings.showwarning = show_once
+            answer_asks(folder/'stack.txt')
+    # rank 0 shows them; Python's option -W and PYTHONWARNINGS come before it
+    if os.environ.get('LOCAL_RANK', '0') != '0': warnings.simplefilter('ignore', append=True)
 
 def _die_with(pidfd):
     "End this process and its process group when another process is gone"
@@ -283,31 +270,11 @@ def _die_with(pidfd):
 
 # %% ../../nbs/launch/00_forkserver.ipynb #rk04
 def seed_alike():
-    "Start the random streams of Python, numpy and torch alike on all ranks, the latter when they are imported"
-    get = os.environ.get
-    names = 'TORCHELASTIC_RUN_ID MASTER_ADDR MASTER_PORT SLURM_JOB_ID SLURM_STEP_ID'.split()
-    # else: several launchers
-    if get('LOCAL_WORLD_SIZE')==get('WORLD_SIZE'): names[:3] = ['LEARNERDIST_SEED']
-    seed = zlib.crc32(' '.join(get(o, '') for o in names).encode())
+    "Start the random streams of Python, numpy and torch alike on all ranks, the latter if they have been imported"
+    seed = zlib.crc32(os.environ.get('LEARNERDIST_SEED', '').encode())
     random.seed(seed)
-    for name,func in (('numpy.random','seed'), ('torch','manual_seed')):
-        if name in sys.modules: getattr(sys.modules[name], func)(seed)
-        else: sys.meta_path.insert(0, _SeededImport(name, func, seed))
-
-class _SeededImport:
-    "A finder that calls `func(seed)` of the module `name` once it has been imported"
-    def __init__(self, name, func, seed): self.name,self.func,self.seed = name,func,seed
-    def find_spec(self, name, path=None, target=None):
-        if name != self.name: return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is None: return None
-        run = spec.loader.exec_module
-        def exec_module(mod):
-            run(mod)
-            getattr(mod, self.func)(self.seed)
-        spec.loader.exec_module = exec_module
-        return spec
+    if 'numpy' in sys.modules: sys.modules['numpy'].random.seed(seed)
+    if 'torch' in sys.modules: sys.modules['torch'].manual_seed(seed)
 
 # %% ../../nbs/launch/00_forkserver.ipynb #rk07
 class Output:
@@ -315,7 +282,8 @@ class Output:
     def __init__(self, label:str, stream:str='', file=None):
         """label: before each line; stream: 'stdout' or 'stderr', where it is shown; empty: nowhere; file: a file that
         gets it without labels"""
-        self.label,self.stream,self.file,self.part = label,stream,file,b''
+        self.label,self.stream,self.file = label,stream,file
+        self.part = b'' # The beginning of a line
         self.reader,self.writer = os.pipe()
         os.set_blocking(self.reader, False)
 
@@ -335,13 +303,11 @@ class Output:
     def _write(self, lines):
         if not lines or not self.stream: return
         out = getattr(sys, self.stream)
-        out.write(''.join(map(self._labelled, lines)))
+        for line in lines:
+            # the label is where a terminal shows it: after the last return
+            before,cr,rest = line.decode(errors='replace').rstrip('\r').rpartition('\r')
+            out.write(f'{before}{cr}{self.label}{rest}\n')
         out.flush()
-
-    def _labelled(self, line):
-        "The label is where a terminal shows it: after the last return"
-        before,cr,rest = line.decode(errors='replace').rstrip('\r').rpartition('\r')
-        return f'{before}{cr}{self.label}{rest}\n'
 
     def close(self):
         "Show the rest; what ranks' children print from now on is lost"

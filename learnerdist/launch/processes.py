@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/02_processes.ipynb #c002
-import atexit,builtins,gc,io,itertools,os,pickle,signal,sys,weakref
+import atexit,gc,itertools,os,pickle,signal,sys,weakref
 from contextlib import ExitStack,suppress
 from importlib import import_module
 from multiprocessing import connection,spawn
@@ -17,8 +17,8 @@ import learnerdist
 from ..core.files import own_folder
 from ..core.hosts import foreign_rank
 from ..core.stacks import need
-from .forkserver import ForkServer,Output,begin_rank,share_of_cores
-from .watch import Rank,RanksError,Watch,end_groups,env_of,exited_early,failures,leave_report
+from .forkserver import ForkServer,Output,begin_rank,seed_alike,share_of_cores
+from .watch import Rank,RanksError,Watch,ended_well,env_of,exited_early,failures,leave_report
 
 # %% ../../nbs/launch/02_processes.ipynb #ps05
 def count_nproc(nproc)->int:
@@ -30,87 +30,8 @@ def count_nproc(nproc)->int:
     if not isinstance(nproc, int) or nproc < 1:
         raise ValueError(f"nproc={nproc!r}: give a whole number of processes from 1 up, or 'auto'")
     if nproc > 1 and not hasattr(os, 'killpg'):
-        raise ValueError(f'{nproc} processes: {sys.platform} has no process groups: use Linux, macOS, WSL 2')
+        raise ValueError(f'{nproc} processes on {sys.platform}: use Linux, macOS, WSL 2')
     return nproc
-
-# %% ../../nbs/launch/02_processes.ipynb #dp05
-def notebook_shell():
-    "IPython's shell, if this process is the kernel of a notebook; else None"
-    ipython = sys.modules.get('IPython')
-    shell = ipython and ipython.get_ipython()
-    return shell if hasattr(shell, 'kernel') else None
-
-class Screen:
-    "What rank 0 displays and prints, as the kernel of a notebook gets it"
-    def __init__(self, shell): # As from `notebook_shell`
-        self.shell,(self.reader,writer) = shell,connection.Pipe(duplex=False)
-        self.writer = os.dup(writer.fileno())
-        writer.close()
-
-    def fileno(self)->int:
-        "Of the end that is read"
-        return self.reader.fileno()
-
-    def show(self)->bool: # Whether more may come
-        "Display in this notebook what has come"
-        try:
-            while self.reader.poll(): self._show(self.reader.recv())
-        except EOFError: return False
-        return True
-
-    def _show(self, msg):
-        "`text` of a `stream`; `clear`, the argument of IPython's `clear_output`; or the arguments of its `publish`"
-        if 'text' in msg: getattr(sys, msg['stream']).write(msg['text'])
-        elif 'clear' in msg: self.shell.display_pub.clear_output(msg['clear'])
-        else: self.shell.display_pub.publish(**msg)
-
-    def close(self):
-        "Show the rest"
-        self.show()
-        self.reader.close()
-
-# %% ../../nbs/launch/02_processes.ipynb #dp08
-class _Sent(io.TextIOBase):
-    "A stream whose text travels through `conn`"
-    def __init__(self, conn, name): self.conn,self.name = conn,name
-    def writable(self): return True
-    def write(self, s):
-        _send(self.conn, dict(stream=self.name, text=s))
-        return len(s)
-
-def display_through(conn):
-    """Let everything that this process prints and displays travel through `conn`, the sending end of a pipe to the
-    notebook's kernel. Needs IPython"""
-    sys.stdout,sys.stderr = _Sent(conn, 'stdout'),_Sent(conn, 'stderr')
-    from IPython.core.displaypub import DisplayPublisher
-    from IPython.core.interactiveshell import InteractiveShell
-    from traitlets.config import Config
-    class Publisher(DisplayPublisher):
-        def publish(self, data, metadata=None, *args, transient=None, update=False, **kw):
-            kw = dict(metadata=metadata or {}, transient=transient, update=update)
-            _send(conn, dict(data=data, **kw))
-        def clear_output(self, wait=False): _send(conn, dict(clear=wait))
-    shell = InteractiveShell.instance(config=Config(HistoryManager=dict(enabled=False)))
-    shell.display_pub = Publisher()
-    builtins.get_ipython = shell.get_ipython # by which libraries know that they are in a notebook
-    with suppress(ImportError):
-        import matplotlib
-        matplotlib.use('module://matplotlib_inline.backend_inline')
-    if bars := sys.modules.get('fastprogress.fastprogress'): _use_html_bars(bars)
-
-def _send(conn, msg):
-    with suppress(OSError): conn.send(msg) # the kernel has ended
-
-def _use_html_bars(bars):
-    html = dict(master_bar=bars.NBMasterBar, progress_bar=bars.NBProgressBar)
-    for name in ('fastprogress.fastprogress','fastprogress','fastai.callback.progress'):
-        own = vars(sys.modules[name]) if name in sys.modules else {}
-        own.update({k: v for k,v in html.items() if k in own})
-
-def flush_plots():
-    "Display the figures that are still open, as a notebook does at the end of a cell"
-    inline = sys.modules.get('matplotlib_inline.backend_inline')
-    if inline and 'matplotlib.pyplot' in sys.modules: inline.flush_figures()
 
 # %% ../../nbs/launch/02_processes.ipynb #c014
 def pickled(o)->bytes:
@@ -123,7 +44,8 @@ def pickled(o)->bytes:
     except (pickle.PicklingError, AttributeError, TypeError) as e: why = e
     try: from cloudpickle import dumps
     except ImportError:
-        raise ValueError(f'{why}: pip install cloudpickle, which sends it, or import it from a file') from None
+        remedy = 'pip install cloudpickle, which sends it, or import it from a file'
+        raise ValueError(f'{why}: {remedy}') from None
     return dumps(o)
 
 
@@ -134,8 +56,8 @@ class RankObject(NamedTuple):
     ranks:int  # Which processes hold it
     number:int # Which object of theirs
     def __getattr__(self, name):
-        raise AttributeError(f'{name}: the object is on the ranks. Give it to a function that they run: '
-                             f'r.run(lambda o: o.{name}, …)')
+        remedy = f'give it to a function that they run: r.run(lambda o: o.{name}, …)'
+        raise AttributeError(f'{name}: the object is on the ranks; {remedy}')
 
 _objects = {} # What this rank holds, by number
 
@@ -144,9 +66,10 @@ def _call(names, payload):
     for o in names: import_module(o)
     try: func,args,kwargs,number = pickle.loads(payload)
     except AttributeError as e:
-        guard = "without what is under `if __name__=='__main__':`: define the function above that line"
-        raise ValueError(f'{e}. Each process imports the script again, {guard}') from e
-    own = lambda o: _objects[o.number] if isinstance(o, RankObject) else o
+        guard = "without what is under `if __name__=='__main__':`"
+        more = f'Each process imports the script again, {guard}: define the function above it'
+        raise ValueError(f'{e}. {more}') from e
+    def own(o): return _objects[o.number] if isinstance(o, RankObject) else o
     try: res = func(*map(own, args), **{k: own(v) for k,v in kwargs.items()})
     except SystemExit as e:
         if e.code: raise
@@ -159,66 +82,80 @@ def _answer(names, payload, folder):
     try: return 0,pickled(_call(names, payload))
     except BaseException as e: leave_report(e, folder=folder)
     finally:
-        flush_plots()
         for o in (sys.stdout,sys.stderr): o.flush()
     return 1,b''
 
 _importing = []
 
-def serve_calls(parent:str, folder:str, *fds:str):
-    """The process of a rank that calls functions. parent, folder: id of the process that calls; for reports; fds: of
-    connections: of the calls, and of the screen if this is rank 0 in a notebook"""
-    calls,*screen = [connection.Connection(int(o)) for o in fds]
-    begin_rank(int(parent))
+def serve_calls(parent:str, folder:str, fd:str):
+    """The process of a rank that calls functions. parent, folder: id of the process that calls; for reports; fd: of the
+    connection by which calls come"""
     import torch
     from learnerdist.core.compat import end_children
-    from learnerdist.core.env import new_launch
+    begin_rank(int(parent))
+    seed_alike()
+    calls,folder,status = connection.Connection(int(fd)),Path(folder),0
     prepared,n_threads,once = calls.recv()
     torch.set_num_threads(n_threads)
     torch.distributed.set_debug_level_from_env()
-    if screen: display_through(*screen)
-    for o in (sys.stdout,sys.stderr)*(not screen): o.reconfigure(line_buffering=True, write_through=False)
+    for o in (sys.stdout,sys.stderr): o.reconfigure(line_buffering=True, write_through=False)
     gc.freeze() # imported objects stay, so collections can skip them (a failing rank runs one, to close its sockets)
     try:
         _importing.append(1)
         spawn.prepare(prepared) # a script is imported under another name than `__main__`
         _importing.clear()
-        for names,payload,url in iter(calls.recv, None):
-            os.environ['LEARNERDIST_INIT_METHOD'] = url
-            new_launch()
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            res = 1,b''
-            try:
-                res = _answer(names, payload, Path(folder))
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
-            except KeyboardInterrupt: signal.signal(signal.SIGINT, signal.SIG_IGN) # just after the function
-            calls.send(res)
+        while (call := calls.recv()) is not None:
+            calls.send(_serve(*call, folder))
             if once: break # a failure frees the others, whose connections close
-        status = 0
     except BaseException as e:
-        leave_report(e, folder=Path(folder))
+        leave_report(e, folder=folder)
         status = 1
     with suppress(OSError): sys.stdout.flush(), sys.stderr.flush()
     end_children()
     os._exit(status)
 
+def _serve(names, payload, url, folder):
+    "Answer one call, a launch of its own. An interrupt ends the function, and not this process"
+    from learnerdist.core.env import new_launch
+    os.environ['LEARNERDIST_INIT_METHOD'] = url
+    new_launch()
+    res = 1,b''
+    with suppress(KeyboardInterrupt): # just after the function
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        res = _answer(names, payload, folder)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return res
+
 # %% ../../nbs/launch/02_processes.ipynb #pl07
 class _Call:
     "A call on one rank, as the launcher sees a process: it ends when the function does"
-    def __init__(self, proc, conn):
-        self.proc,self.pid,self.sentinel,self.code,self.result = proc,proc.pid,conn,0,None
+    def __init__(self, proc, conn, env):
+        self.proc,self.env,self.pid = proc,env,proc.pid
+        self.sentinel = conn
+        self.code = self.result = None
 
     def poll(self)->int:
         "0 or 1 when the function has ended, the exit status or `exited_early` if the process has; None while it runs"
         if self.code is None and self.sentinel.poll():
             try: self.code,self.result = self.sentinel.recv()
-            except (EOFError, ConnectionResetError): self.code = self.proc.wait() or exited_early
+            except (EOFError, ConnectionResetError):
+                code = self.proc.wait()
+                self.code = exited_early if ended_well(code) else code
         return self.code
 
     def send(self, *msg):
         "Start a call"
         self.code = self.result = None
         with suppress(BrokenPipeError): self.sentinel.send(msg) # it has ended
+
+    def kill_group(self): self.proc.kill_group()
+
+    def close(self):
+        "End the process, with its children"
+        if self.code is not None: connection.wait([self.sentinel], 5)
+        self.sentinel.close()
+        self.proc.close()
 
 # %% ../../nbs/launch/02_processes.ipynb #c013
 _heavy = """pytest torchvision sklearn.metrics torchmetrics fastai.basics
@@ -229,20 +166,18 @@ _starts = itertools.count()
 
 class Ranks:
     "Processes that stay until `close`, or the end of the `with` block, and call functions together"
-    def __init__(self,
-        nproc:int|str='auto', # Number of processes; `'auto'`: one for each visible GPU, one without GPUs
-        n_threads:int=0,  # Threads of torch on each rank; 0: its share of the cores
-        labels:bool=True, # Whether each line of output of ranks other than 0 begins with the rank's number
-        env:dict|None=None, # More environment variables for the ranks; None: the seed of a launch
-        once:bool=False   # Whether they end after one call
-    ):
+    def __init__(self, nproc='auto', n_threads:int=0, labels:bool=True, env:dict|None=None, once:bool=False):
+        """nproc: as of `count_nproc`; n_threads: of torch on each rank; 0: its share of the cores; labels: whether
+        lines of ranks other than 0 begin with their number; env: more environment variables for the ranks; None: the
+        seed of a launch; once: whether they end after one call"""
         why = 'the ranks import this script, which calls run(...)'
         if _importing: raise RuntimeError(f"{why}: put the call under if __name__ == '__main__':")
         self.nproc,self.labels,self.once = count_nproc(nproc),labels,once
         self.n_threads = n_threads or share_of_cores(self.nproc)
         seed = os.environ.get('LEARNERDIST_SEED') or os.urandom(8).hex()
         self.env = dict(LEARNERDIST_SEED=seed) if env is None else env
-        self.calls,self._n = [],itertools.count()
+        self.calls = []             # A `_Call` for each rank, once they have started
+        self._n = itertools.count() # Numbers of calls and objects
 
     def run(self,
         func:Callable, # Called on every rank
@@ -268,9 +203,10 @@ class Ranks:
         self.calls = []
 
     def _start(self):
-        stack,self.start,self.outputs,shell = ExitStack(),next(_starts),[],notebook_shell()
+        stack,self.start,self.outputs = ExitStack(),next(_starts),[]
         self._end = weakref.finalize(self, stack.close) # also when Python ends
         self.folder = stack.enter_context(own_folder())
+        stack.callback(_end_calls, self.calls)
         ours = str(Path(learnerdist.__file__).parent.parent)
         path = os.pathsep.join([ours, *filter(None, [os.environ.get('PYTHONPATH')])])
         if not server.runs():
@@ -279,35 +215,36 @@ class Ranks:
             server.prepare(modules, os.environ | dict(PYTHONPATH=path))
         prepared = spawn.get_preparation_data('rank')
         for k in ('authkey','start_method'): prepared.pop(k, None)
-        stack.callback(_end_calls, self.calls)
-        null = stack.enter_context(open(os.devnull))
-        for r in range(self.nproc):
-            env = env_of(r, self.nproc, self.folder, PYTHONPATH=path, **self.env)
-            (self.folder/str(r)).mkdir()
-            here,there = connection.Pipe()
-            outs,more = [null.fileno(),1,2],[there.fileno()]
-            label = f'[r{r}] ' if self.labels and r else ''
-            if shell and not r: theirs = [Screen(shell)]
-            else: theirs = [Output(label, o) for o in ('stdout','stderr')] if shell or label else []
-            writers = [o.writer for o in theirs]
-            if shell and not r: more += writers
-            elif theirs: outs[1:] = writers
-            for o in theirs: stack.callback(o.close)
-            self.outputs += theirs
-            proc = server.start(['--calls',str(os.getpid()),f'{self.folder}/{r}'], env, outs, more)
-            there.close()
-            for o in writers: os.close(o)
-            call = _Call(proc, here)
-            call.env = env
-            call.send(prepared, self.n_threads, self.once)
-            self.calls.append(call)
+        with open(os.devnull) as null:
+            for r in range(self.nproc):
+                env = env_of(r, self.nproc, self.folder, PYTHONPATH=path, **self.env)
+                call = self._start_rank(r, null.fileno(), env, stack)
+                call.send(prepared, self.n_threads, self.once)
+                self.calls.append(call)
+
+    def _start_rank(self, r, null, env, stack):
+        "Start one process. null: descriptor of its input; env: its environment; stack: closes what it opens"
+        folder = self.folder/str(r)
+        folder.mkdir()
+        label,outs = f'[r{r}] ' if self.labels and r else '',[null,1,2]
+        # descriptors 1 and 2 of a notebook's kernel are not the cell's output
+        if label or 'ipykernel' in sys.modules:
+            outputs = [Output(label, o) for o in ('stdout','stderr')]
+            for o in outputs: stack.callback(o.close)
+            self.outputs += outputs
+            outs[1:] = [o.writer for o in outputs]
+        here,there = connection.Pipe()
+        proc = server.start(['--calls',str(os.getpid()),str(folder)], env, outs, [there.fileno()])
+        there.close()
+        for o in outs[1:]: o > 2 and os.close(o)
+        return _Call(proc, here, env)
 
     def call(self, func, args, kwargs, number=None, timeout_s=None, grace_s=8, errors='raise')->list:
         "What a function has returned on each rank, or its `RankFailure`"
         if not self.calls: self._start()
         objects = [o for o in (*args,*kwargs.values()) if isinstance(o, RankObject)]
         if any(o.ranks!=self.start for o in objects):
-            raise ValueError('the ranks that had this object were ended: build it again with keep()')
+            raise ValueError('ranks that had this object were ended: build it again with keep()')
         names = [o for o in sys.modules if o.startswith('learnerdist.')]
         payload = pickled((func,args,kwargs,number))
         url = f'file://{self.folder}/rendezvous{next(self._n)}'
@@ -316,40 +253,30 @@ class Ranks:
         # of a call that failed or was interrupted
         for o in ranks: (o.folder/'error.json').unlink(missing_ok=True)
         for o in self.calls: o.send(names, payload, url)
-        waits = dict(timeout_s=timeout_s, grace_s=grace_s, log_s=float('inf'))
-        try: Watch(ranks, outputs=self.outputs, **waits).run()
+        waits = dict(timeout_s=timeout_s, grace_s=grace_s, term_s=5, log_s=float('inf'))
+        watch = Watch(ranks, self.outputs, **waits)
+        try: watch.run()
         except KeyboardInterrupt:
-            self._interrupt()
-            raise KeyboardInterrupt(f'the call was ended on all {self.nproc} ranks') from None
-        failed = {o.rank: o.what for o in failures(ranks)}
+            watch.signal = signal.SIGINT # the function ends, or after 5 s its process
+            watch.run()
+        failed = {o.rank: o for o in failures(ranks)}
         if any(o.proc.result is None for o in ranks): self.close()
+        if watch.signal: raise KeyboardInterrupt(f'the call was ended on all {self.nproc} ranks')
         if failed and errors == 'raise': raise RanksError(failed)
         return [failed[o.rank] if o.rank in failed else pickle.loads(o.proc.result) for o in ranks]
-
-    def _interrupt(self):
-        "End the call on every rank; a rank that does not hear it within 5 s is ended, and all others with it"
-        for o in self.calls: os.kill(o.pid, signal.SIGINT)
-        waiting = [o.sentinel for o in self.calls if o.code is None]
-        while waiting and (ready := connection.wait(waiting, 5)): waiting = [o for o in waiting if o not in ready]
-        if waiting or any(o.poll() not in (0, 1) for o in self.calls): self.close()
 
 def _end_calls(calls):
     "End these ranks with their children"
     for o in calls:
         with suppress(OSError): o.sentinel.send(None)
-    for o in calls:
-        if o.code is not None: connection.wait([o.sentinel], 5)
-        o.sentinel.close()
-    end_groups([Rank(o.proc, o.env, None) for o in calls])
-    for o in calls: o.proc.wait()
+    for o in calls: o.close()
 
 def is_rank()->bool:
     "Whether this process is a rank already: of our launcher, torchrun, mpirun or srun"
-    os.environ.update(foreign_rank())
-    return bool(os.environ.get('RANK'))
+    return bool(os.environ.get('RANK') or foreign_rank())
 
 def ranks(
-    nproc:int|str='auto' # As in `Ranks`
+    nproc:int|str='auto' # Number of processes; `'auto'`: one for each visible GPU, one without GPUs
 )->Ranks:
     "Processes that stay between calls: `with ranks(2) as r: r.run(train)`, or `r = ranks(2)` and later `r.close()`"
     if is_rank(): raise RuntimeError('this process is a rank already: call ranks() where no rank runs')
@@ -370,11 +297,5 @@ def run(
     nproc:int|str='auto' # Number of processes; `'auto'`: one for each visible GPU, one without GPUs
 )->object:          # What `main` returned on rank 0
     "Call `main` on several processes, from a script or a notebook; in this process if it is a rank, or for one process"
-    inside = is_rank()
-    r = Ranks(1 if inside and nproc == 'auto' else nproc, once=True)
-    if inside or r.nproc == 1: return main(*args)
-    try:
-        with r: return r.run(main, *args)
-    except KeyboardInterrupt: pass
-    # raised here, without the traceback of the wait
-    raise KeyboardInterrupt(f'all {r.nproc} ranks were ended')
+    if is_rank() or count_nproc(nproc) == 1: return main(*args)
+    with Ranks(nproc, once=True) as r: return r.run(main, *args)

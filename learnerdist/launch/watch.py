@@ -6,8 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/launch/01_watch.ipynb #wa02
-import json,os,signal,socket,sys,tempfile,time,traceback
+import json,os,signal,socket,sys,tempfile,time
 from contextlib import ExitStack,suppress
+from enum import IntEnum
 from itertools import takewhile
 from multiprocessing import connection
 from pathlib import Path
@@ -15,18 +16,45 @@ from string import Template
 from typing import Callable,NamedTuple
 
 import learnerdist
-from ..core.files import environment,launch_folder,whole_file
+from ..core.files import launch_folder,whole_file
 from ..core.hosts import loopback
-from ..core.stacks import frames_of,in_library,is_stopped,place_of,preempted_status
-from ..core.stacks import read_crash,report_folder,users_frame
-from .forkserver import ForkServer,Output,Started
+from ..core.stacks import Frame,absence,describe_error,describe_stack,frames_of,in_library
+from ..core.stacks import place_of,preempted_status,read_crash,report_folder,users_frame
+from .forkserver import ForkServer,Output,spawn
 
 # %% ../../nbs/launch/01_watch.ipynb #wa05
+class Cause(IntEnum):
+    "How a rank has failed. Of several ranks, the lowest is the cause of the others"
+    outside = 0 # Somebody has killed it
+    raised = 1  # By an exception
+    died = 2    # By itself, without a report
+    late = 3    # The launcher has ended it, because it did not end
+    noticed = 4 # By an exception that another rank's failure has caused
+    stopped = 5 # The launcher has ended it, because another rank has failed
+
 class RankFailure(NamedTuple):
     "What went wrong on one rank"
     kind:str    # Name of the exception's type; `'ProcessDied'` or `'TimeoutError'` where the rank could not report one
     message:str # The exception's message
     trace:str   # Its traceback, or for a rank that was ended its Python stack
+    rank:int
+    code:int    # Exit status; minus the signal's number for a signal
+    cause:Cause
+    time:float  # In seconds; of a death without a report, when it was seen
+    where:str=''   # The end of a sentence: where the rank was, or waited
+    frames:list=() # The user's `Frame`s that led to it, the innermost first
+
+    def is_absence(self)->bool:
+        "Whether a rank has waited in vain for another one"
+        return absence in self.message
+
+    def describe(self)->str:
+        "The exception with its line, or how the rank ended"
+        if not self.frames: return self.message
+        at = self.frames[0]
+        # an error of its own says what the line does
+        where = f'{at.file}:{at.line}' if self.cause is Cause.raised else at
+        return f'{self.kind}: {self.message.rstrip()} ({where})'
 
 class RanksError(RuntimeError):
     "Some ranks failed: `errors` maps each of them to its `RankFailure`, the first in time first"
@@ -43,8 +71,14 @@ def describe_exit(code:int)->str:
     """How a process ended, in words. code: exit status as `multiprocessing` and `subprocess` give it: minus the
     signal's number for a signal"""
     if code in (0, exited_early): return 'left with status 0'
+    if code == preempted_status: return f'left with status {code}, to go on later'
     if code > 0: return f'ended with exit status {code}'
-    return f'ended by {signal.Signals(-code).name}' + ' (out of memory, or killed)'*(code == -signal.SIGKILL)
+    more = ' (out of memory, or killed)'*(code == -signal.SIGKILL)
+    return f'ended by {signal.Signals(-code).name}{more}'
+
+def ended_well(code:int)->bool:
+    "Whether a process has come to its end, or has saved its state to go on later. code: as in `describe_exit`"
+    return code in (0, preempted_status)
 
 def log(*lines):
     "Print on stderr, under the launcher's name"
@@ -54,43 +88,20 @@ def log(*lines):
 def leave_report(e:BaseException, status:int=1, folder:Path=None):
     """Write this rank's report, for its launcher. e: with its traceback; status: exit status of this process; folder:
     for reports; None: what the environment says"""
-    frames,now,noticed = frames_of(e),time.time(),False
-    at,own = users_frame(frames),[str(o) for o in frames if not in_library(o.file)]
+    cause,frames = Cause.raised,frames_of(e)
     if 'torch' in sys.modules:
         from learnerdist.core.env import RankError,is_consequence
-        noticed = isinstance(e, RankError) or is_consequence(e)
-    report = dict(code=status, kind=type(e).__name__, message=str(e), noticed=noticed, own=own)
-    report |= dict(trace=''.join(traceback.format_exception(e)), time=now, timestamp=int(now))
-    report['at'] = str(at) if noticed else f'{at.file}:{at.line}' # an error of its own says what the line does
-    folder = folder or report_folder()
-    def write():
-        with whole_file(folder/'error.json') as f: f.write_text(json.dumps(report))
-    try: write()
-    except OSError: # the disk is full
-        (folder/spare).unlink(missing_ok=True)
-        write()
-
-spare = 'spare' # A file of the launcher's in each rank's folder, whose space a report takes if the disk is full
+        if isinstance(e, RankError) or is_consequence(e): cause = Cause.noticed
+    own = [o for o in frames if not in_library(o.file)] or frames[:1]
+    report = dict(code=status, cause=cause, time=time.time(), frames=own, **describe_error(e))
+    report['where'] = describe_stack(frames)
+    with whole_file((folder or report_folder())/'error.json') as f: f.write_text(json.dumps(report))
 
 # %% ../../nbs/launch/01_watch.ipynb #wa10
-class Failure(NamedTuple):
-    "How a rank has failed, and what follows from it"
-    rank:int
-    code:int   # Exit status; minus the signal's number for a signal
-    order:int  # `from_outside`, `raised`, `died`, `ended`, `noticed` or `stopped`: a lower one is rather the cause
-    time:float # In seconds; of a death without a report, when it was seen
-    what:RankFailure
-    at:str=''  # The user's line
-    own:list=() # And those that led to it, the innermost first
+def _of_signals(names): return [-o for o in signal.Signals if o.name in names.split()]
 
-    def __str__(self):
-        if self.order not in (raised, noticed): return self.what.message
-        return f'{self.what.kind}: {self.what.message.rstrip()} ({self.at})'
-
-from_outside,raised,died,ended,noticed,stopped = range(6)
-deaths = [-o for o in signal.Signals if o.name in ('SIGKILL','SIGSEGV','SIGBUS','SIGILL','SIGFPE')]
-_outside = [-o for o in signal.Signals if o.name in ('SIGKILL','SIGTERM','SIGINT','SIGHUP')]
-
+deaths = _of_signals('SIGKILL SIGSEGV SIGBUS SIGILL SIGFPE')
+_outside = _of_signals('SIGKILL SIGTERM SIGINT SIGHUP')
 _here = str(Path(learnerdist.__file__).parent/'launch')
 
 def _text(frames): return '\n'.join(f'  File "{o.file}", line {o.line}, in {o.name}' for o in frames)
@@ -101,124 +112,130 @@ class Rank:
         "proc: its process, which has `pid` and `poll`; env: its environment; folder: for its reports"
         self.proc,self.env,self.folder = proc,env,folder
         self.rank = int(env['RANK'])
-        # when its end was seen; whether the others were notified; whether the launcher has sent it SIGKILL
-        self.seen,self.is_notified,self.is_killed = None,False,False
-        # why the launcher has ended it; its stack at that time
-        self.why,self.trace = None,''
-
-    def put_off(self)->bool:
-        "Whether it has left with `preempted_status`"
-        return (self.folder/'put-off').exists()
+        self.seen = None         # When its end was seen
+        self.is_notified = False # Whether the others were
+        # whether the launcher has asked it to end, or killed it
+        self.is_asked = self.is_killed = False
+        # why the launcher has killed it, the beginning of a sentence
+        self.why = ''
+        # where it was when the launcher has asked last, the end of a sentence; its stack at that time
+        self.where = self.trace = ''
 
     def end(self, why:str):
         """Kill it and its children, and note where it was. why: the beginning of a sentence; empty: another one has
         failed, or the launcher was asked to end"""
-        self.is_killed = True
-        if why:
-            frames,where = self.place()
-            # without what called the user's code
-            self.trace = _text(takewhile(lambda o: not o.file.startswith(_here), frames))
-            self.why = f'{why}: it {where}'
-        end_groups([self])
+        self.is_asked = self.is_killed = True
+        if why: self.why = f'{why}: it {self.ask()}'
+        self.proc.kill_group()
 
-    def place(self): return place_of(self.proc.pid, self.folder/'stack.txt')
+    def ask(self)->str:
+        "Where it is, the end of a sentence"
+        frames,self.where = place_of(self.proc.pid, self.folder/'stack.txt')
+        # without what called the user's code
+        self.trace = _text(takewhile(lambda o: not o.file.startswith(_here), frames))
+        return self.where
 
     def was_ended(self)->bool:
         "Whether the launcher has ended it. What a signal of the system has killed before died by itself"
-        return self.why is not None and (self.is_killed or self.proc.poll() not in deaths)
+        return self.is_killed or self.is_asked and self.proc.poll() not in deaths
 
     def report(self)->dict:
-        "What it has written, empty if nothing"
+        "What it has written by `leave_report`, empty if nothing. torch's `record` writes another form to this file"
         file = self.folder/'error.json'
-        return json.loads(file.read_text()) if file.exists() else {}
+        o = json.loads(file.read_text()) if file.exists() else {}
+        return o if 'trace' in o else {}
 
-    def failure(self)->Failure:
+    def failure(self)->RankFailure:
         "None if it runs, or has ended well"
         code,o = self.proc.poll(),self.report()
         if code is None: return None
-        if 'trace' in o:
-            what = RankFailure(o['kind'], o['message'], o['trace'])
-            order = noticed if o['noticed'] else raised
-            return Failure(self.rank, o['code'], order, o['time'], what, o['at'], o.get('own', []))
-        now = self.seen or time.time()
-        # without a reason the launcher has ended it since another one has failed
-        if code and self.was_ended():
-            what = RankFailure('TimeoutError', self.why or 'ended by the launcher', self.trace)
-            return Failure(self.rank, code, ended if self.why else stopped, now, what)
-        order = from_outside if code in _outside else died
-        return Failure(self.rank, code, order, now, self._death(code)) if code else None
+        if o:
+            o['cause'],o['frames'] = Cause(o['cause']),[Frame(*f) for f in o['frames']]
+            return RankFailure(rank=self.rank, **o)
+        if ended_well(code): return None
+        kind,text,trace,cause = self._unreported(code)
+        when = self.seen or time.time()
+        return RankFailure(kind, text, trace, self.rank, code, cause, when, self.where)
 
-    def _death(self, code):
+    def _unreported(self, code):
+        "Its kind of failure, a message, where it was, and the cause"
+        if self.was_ended():
+            cause = Cause.late if self.why else Cause.stopped
+            return 'TimeoutError',self.why or 'ended by the launcher',self.trace,cause
         what,frames = read_crash(self.folder/'crash.txt')
         more = ', without an exception'*(code > 0)
         if what: more = f' ({what}, {users_frame(frames)})'
-        return RankFailure('ProcessDied', describe_exit(code)+more, _text(frames))
+        cause = Cause.outside if code in _outside else Cause.died
+        return 'ProcessDied',describe_exit(code)+more,_text(frames),cause
 
-    def how(self)->str:
-        "What the other ranks get of its end: its exception as of `pack_error`, or a description"
+    def exit(self)->dict:
+        "What the other ranks get of its end: its exception as of `describe_error`, or a description"
         o = self.report()
-        if 'trace' in o and not o['noticed']:
-            own = {k: o[k] for k in ('kind','message','trace')}
-            return json.dumps(dict(rank=self.rank, **own))
-        if self.put_off(): return f'left with status {preempted_status}, to go on later'
-        return describe_exit(self.proc.poll())
+        if o and o['cause'] != Cause.noticed: return {k: o[k] for k in ('kind','message','trace')}
+        return dict(kind='exit', message=describe_exit(self.proc.poll()))
 
 # %% ../../nbs/launch/01_watch.ipynb #wa12
 def failures(ranks:list)->list:
-    "How ranks have failed. ranks: `Rank`s that have ended; returns: `Failure`s, the cause first"
+    "How ranks have failed. ranks: `Rank`s that have ended; returns: `RankFailure`s, the cause first"
     found = [e for o in ranks if (e := o.failure())]
-    return sorted(found, key=lambda o: (o.order,o.time))
+    return sorted(found, key=lambda o: (o.cause,o.time))
 
 def explain(found:list, ranks:list=())->list:
     """At most 14 lines to print about failed ranks. found: from `failures`; ranks: all `Rank`s, of which some may have
     left before"""
     first,*others = found
-    if first.order == noticed and first.what.kind == 'RankError': # a failure on another machine
-        line,*more = first.what.message.splitlines()
-        return [line if more else f'{line} ({first.at})']
-    rest = [f'rank {o.rank} failed too: {_cut(str(o), 1)}' for o in others if o.order <= ended]
-    rest += [f'rank {o.rank} {o.how()} before' for o in ranks if o.proc.poll() == 0 and o.why is None]
+    if first.cause is Cause.noticed and first.kind == 'RankError': # a failure on another machine
+        line,*more = first.message.splitlines()
+        return [line if more else f'{line} ({first.frames[0]})']
+    others = [o for o in others if o.cause <= Cause.late]
+    left = [o for o in ranks if ended_well(o.proc.poll()) and not o.is_asked]
+    rest = [f'rank {o.rank} failed too: {_shortened(o.describe(), 1)}' for o in others]
+    rest += [f'rank {o.rank} {describe_exit(o.proc.poll())} before' for o in left]
     if len(rest) > 4: rest[3:] = [f'and {len(rest)-3} other ranks']
-    where = [f'  called from {o}' for o in first.own[1:4]]
-    return [f'rank {first.rank} failed first: {_cut(str(first), 6)}', *where, *rest]
+    head = f'rank {first.rank} failed first: {_shortened(first.describe(), 6)}'
+    if not first.is_absence(): return [head, *[f'  called from {o}' for o in first.frames[1:4]], *rest]
+    places = sorted((o.rank,f'  rank {o.rank} {o.where}') for o in found if o.where)
+    return [head, *[o for _,o in places[:12]]]
 
-def _cut(text, n):
+def _shortened(text, n):
     """The first line of a text and its last ones, at most `n`: an exception of a loader's worker ends with its own
     traceback"""
     lines = text.splitlines()
     if len(lines) <= n: return text
-    head = min(1, n-1)
-    first,*rest = lines[head-n:]
-    return '\n'.join([*lines[:head], f'… {first}', *rest])
-
-
+    n_first = min(1, n-1)
+    last = lines[n_first-n:]
+    return '\n'.join([*lines[:n_first], f'… {last[0]}', *last[1:]])
 
 # %% ../../nbs/launch/01_watch.ipynb #wa15
 class Watch:
     "Watches the ranks of this machine until all have ended: notifies them when one leaves, and ends what has to end"
-    def __init__(self, ranks:list, wait_s:float=0, log_s:float=60, timeout_s:float|None=None, grace_s:float=0,
-            term_s:float=30, outputs:tuple=()):
-        """ranks: `Rank`s; others may take their place; wait_s: seconds that ranks may run after the first has ended
-        well; 0: no limit (stopped: half an hour); log_s: seconds after which ranks that still run are first
-        reported; timeout_s: seconds for all of them; None: no limit; grace_s: seconds that the others may go on
-        after a failure; 0: they get SIGTERM at once; term_s: seconds that they have to end after a signal;
-        outputs: what they print, as of `forkserver.Output`"""
-        self.ranks,self.wait_s,self.log_s,self.outputs = ranks,wait_s,log_s,[*outputs]
-        self.timeout_s,self.grace_s,self.term_s = timeout_s,grace_s,term_s
-        self.since = self.store = self.signal = self.failed = self.end_at = None
-        self.why = '' # why they will be ended at `end_at`
+    def __init__(self, ranks, outputs=(), wait_s=0, log_s=60, timeout_s=None, grace_s=0, term_s=30):
+        """ranks: `Rank`s; outputs: what they print, as of `forkserver.Output`; wait_s: seconds that ranks may run after
+        the first has ended well; 0: no limit; log_s: seconds after which ranks that still run are first reported;
+        timeout_s: seconds for all of them; None: no limit; grace_s: seconds that the others may go on after a failure;
+        0: they get SIGTERM at once; term_s: seconds that they have to end after a signal"""
+        self.ranks,self.outputs = ranks,[*outputs]
+        self.wait_s,self.log_s = wait_s or float('inf'),log_s
+        self.grace_s,self.term_s = grace_s,term_s
+        self.signal = None # That the ranks are to get
+        self.failed = None # The first `Rank` that has failed
+        self.since = None  # When the first one ended well, while others run
+        self.store = None  # Of the ranks, if it is a file
+        # when they will be killed, and why
+        self.end_at = timeout_s and time.monotonic()+timeout_s
+        self.why = f'still running after {timeout_s} s'
 
-    def look(self, now:float)->list:
-        "Check all ranks once. now: time in seconds; returns: those that run"
-        ranks = [*self.ranks]
-        running = [o for o in ranks if o.proc.poll() is None]
-        done = [o for o in ranks if o not in running]
+    def look(self)->list:
+        "Check all ranks once. returns: those that run"
+        now = time.monotonic()
+        running = [o for o in self.ranks if o.proc.poll() is None]
+        done = [o for o in self.ranks if o not in running]
         for o in done:
             o.seen = o.seen or time.time()
             o.is_notified = o.is_notified or self._notify_others(o, len(running))
-        failed = next((o for o in done if o.proc.poll()), None)
+        failed = next((o for o in done if not ended_well(o.proc.poll())), None)
         self.since = (self.since or now) if running and done and not failed else None
-        if self.since: self._wait_for([o for o in running if o.why is None], done, now-self.since)
+        if self.since: self._wait_for(running, done, now-self.since)
         if failed and not self.failed: self._after_failure(failed, running, now)
         return running
 
@@ -230,7 +247,7 @@ class Watch:
             from learnerdist.core.env import record_exit
             try: store = self._connect(o.env)
             except ConnectionRefusedError: return False # perhaps rank 0, which runs the store, is still importing
-            if store: record_exit(store, o.rank, o.how())
+            if store: record_exit(store, o.rank, o.exit())
         return True
 
     def _connect(self, env):
@@ -245,28 +262,29 @@ class Watch:
         return connect_store(env, timeout_s=5)
 
     def _wait_for(self, running, done, waited_s):
-        if not running: return # they were ended, and have not gone yet
-        stopped = all(is_stopped(o.proc.pid) for o in running)
-        is_over = waited_s > (self.wait_s or (1800 if stopped else float('inf')))
-        if not is_over and waited_s < self.log_s: return
+        running = [o for o in running if not o.is_asked] # others have not gone yet
         after = f'{waited_s:.0f} s after rank {min(o.rank for o in done)} had ended'
-        self.log_s *= 2
-        for o in running:
-            if is_over: o.end(f'ended by the launcher, since it still ran {after}')
-            else: log(f'rank {o.rank} still runs {after}: it {o.place()[1]}')
+        if waited_s > self.wait_s:
+            for o in running: o.end(f'ended by the launcher, since it still ran {after}')
+        elif waited_s > self.log_s:
+            self.log_s *= 2
+            for o in running: log(f'rank {o.rank} still runs {after}: it {o.ask()}')
 
     def _after_failure(self, failed, running, now):
         self.failed = failed
-        if not self.grace_s: self.stop(running, signal.SIGTERM, now)
+        if failed.failure().is_absence():
+            for o in running: o.ask()
+        if not self.grace_s: self.stop(running, signal.SIGTERM)
         elif not self.end_at or now+self.grace_s < self.end_at:
+            self.end_at = now+self.grace_s
             after = f'{self.grace_s} s after rank {failed.rank} failed'
-            self.end_at,self.why = now+self.grace_s,f'ended, because it still ran {after}'
+            self.why = f'ended, because it still ran {after}'
 
-    def stop(self, running, sig, now):
+    def stop(self, running, sig):
         "Send these ranks a signal; what still runs after `term_s` seconds is killed"
-        self.end_at,self.why = now+self.term_s,''
+        self.end_at,self.why = time.monotonic()+self.term_s,''
         for o in running:
-            if o.why is None: o.why = ''
+            o.is_asked = True
             # a stopped process handles signals only after SIGCONT
             with suppress(ProcessLookupError):
                 for s in (sig, signal.SIGCONT): os.kill(o.proc.pid, s)
@@ -280,16 +298,14 @@ class Watch:
 
     def run(self)->int: # The signal that `signal` was set to; None without one
         "Wait until all have ended"
-        start,heard = time.monotonic(),None
-        late = f'still running after {self.timeout_s} s'
-        if self.timeout_s: self.end_at,self.why = start+self.timeout_s,late
-        while running := self.look(now := time.monotonic()):
-            if self.signal and not heard:
-                heard = self.signal
-                self.stop(running, heard, now)
-            if self.end_at and now > self.end_at:
+        sent = None
+        while running := self.look():
+            if self.signal and not sent:
+                sent = self.signal
+                self.stop(running, sent)
+            if self.end_at and time.monotonic() > self.end_at:
                 for o in running: o.end(self.why)
-                self.end_at = now+5 # and again
+                self.end_at += 5 # and again
             self.listen(running)
         return self.signal
 
@@ -307,7 +323,8 @@ def env_of(rank:int, n:int, folder:Path, **more)->dict:
     further variables"""
     env = {k: v for k,v in os.environ.items() if not k.startswith(('TORCHELASTIC_','MASTER_'))}
     ours = dict(RANK=rank, WORLD_SIZE=n, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=n)
-    ours |= dict(GLOO_SOCKET_IFNAME=loopback(), LEARNERDIST_INIT_METHOD=f'file://{folder}/rendezvous')
+    ours['GLOO_SOCKET_IFNAME'] = loopback()
+    ours['LEARNERDIST_INIT_METHOD'] = f'file://{folder}/rendezvous'
     ours['TORCHELASTIC_ERROR_FILE'] = f'{folder}/{rank}/error.json'
     return env | {k: str(v) for k,v in {**ours, **more}.items()}
 
@@ -319,56 +336,59 @@ class Job:
         self.args,self.target,self.server,self.folder = args,target,server,folder
         self.run_id = f'{time.time():.0f}-{os.getpid()}'
         ends = signal.SIGTERM,signal.SIGINT,signal.SIGHUP,signal.SIGQUIT
-        self.signals = [o for o in ends if signal.getsignal(o) != signal.SIG_IGN] # which it is under nohup
-        # signal: that the launcher has got
-        self.signal,self.watch,self.ranks,self.outputs = None,None,[],[]
+        # not those that are ignored, as SIGHUP is under nohup
+        self.signals = [o for o in ends if signal.getsignal(o) != signal.SIG_IGN]
+        self.watch = Watch([]) # Of this attempt
+        self.ranks,self.outputs = [],[]
         self.term_s = getattr(args, 'shutdown_timeout', None) or 30 # no option before torch 2.9
-        self.traces = None # the file of tracebacks, once there are any
+        self.traces = None # The file of tracebacks, once there are any
 
-    def hear(self, sig, frame=None):
+    def handle(self, sig, frame=None):
         "Handle a signal: the ranks get it, and end"
-        self.signal = sig
-        if self.watch: self.watch.signal = sig
+        self.watch.signal = sig
 
     def start(self, attempt:int, envs:list):
         """Start ranks, after the end of those before them. attempt: how often they have started before; envs: the
         environment of each rank, by local rank"""
-        if attempt: self.end()
-        folder = Path(self.args.log_dir or self.folder)/self.run_id/f'attempt_{attempt}'
-        more = dict(RESTART_COUNT=attempt, MAX_RESTARTS=self.args.max_restarts, RUN_ID=self.run_id)
+        self.end()
+        name,args = f'{self.run_id}/attempt_{attempt}',self.args
+        more = dict(RESTART_COUNT=attempt, MAX_RESTARTS=args.max_restarts, RUN_ID=self.run_id)
         more = {f'TORCHELASTIC_{k}': str(v) for k,v in more.items()}
-        if not self.args.no_fork_server and not self.args.no_python: self.server.prepare(self.target, envs[0])
+        if not args.no_fork_server and not args.no_python: self.server.prepare(self.target, envs[0])
         for i,env in enumerate(envs):
-            own = folder/str(i)
-            own.mkdir(parents=True)
-            with suppress(OSError): (own/spare).write_bytes(bytes(2**15))
-            env = {**more, **env, 'TORCHELASTIC_ERROR_FILE': f'{own}/error.json'}
-            outs = [self._output(i, env['RANK'], name, own) for name in ('stdout','stderr')]
+            folder = self.folder/name/str(i)
+            folder.mkdir(parents=True)
+            env = {**more, **env, 'TORCHELASTIC_ERROR_FILE': f'{folder}/error.json'}
+            logs = Path(args.log_dir or self.folder)/name/str(i)
+            outs = [self._output(i, env['RANK'], o, logs) for o in ('stdout','stderr')]
             fds = [0,*(o.writer if o else fd for fd,o in enumerate(outs, 1))]
-            if self.args.no_python: proc = Started(self.target, env, fds)
+            if args.no_python: proc = spawn(self.target, env, fds)
             else: proc = self.server.start(['--worker',str(os.getpid()),*self.target], env, fds)
             for o in filter(None, outs): os.close(o.writer)
             self.outputs += filter(None, outs)
-            self.ranks.append(Rank(proc, env, own))
-        self.watch = Watch(self.ranks, self.args.wait, term_s=self.term_s, outputs=self.outputs)
-        self.watch.signal = self.signal
+            self.ranks.append(Rank(proc, env, folder))
+        watch = Watch(self.ranks, self.outputs, args.wait, term_s=self.term_s)
+        watch.signal = self.watch.signal # that has come meanwhile
+        self.watch = watch
 
     def _output(self, i, rank, name, folder):
         "Where one of its streams goes; None: to that of the launcher, as rank 0's does without further options"
         from torch.distributed.elastic.multiprocessing import Std,to_map
-        args,bit = self.args,dict(stdout=Std.OUT, stderr=Std.ERR)[name]
-        red,tee = (bool(bit & to_map(Std.from_str(o), i+1)[i]) for o in (args.redirects, args.tee))
+        args,bit = self.args,Std.OUT if name == 'stdout' else Std.ERR
+        def has(option): return bool(bit & to_map(Std.from_str(option), i+1)[i])
+        red,tee = has(args.redirects),has(args.tee)
         chosen = not args.local_ranks_filter or str(i) in args.local_ranks_filter.split(',')
         shown = chosen and (tee or not red)
         if rank == '0' and shown and not tee: return None
-        label = Template(args.log_line_prefix_template or '[r${rank}] ')
-        label = label.safe_substitute(rank=rank, local_rank=i)
-        file = open(folder/f'{name}.log', 'wb', buffering=0) if red or tee else None
-        return Output(label, name*shown, file)
+        template = Template(args.log_line_prefix_template or '[r${rank}] ')
+        label = template.safe_substitute(rank=rank, local_rank=i)
+        if not red and not tee: return Output(label, name*shown)
+        folder.mkdir(parents=True, exist_ok=True)
+        return Output(label, name*shown, open(folder/f'{name}.log', 'wb', buffering=0))
 
     def end(self):
         "End what still runs of the ranks"
-        end_groups(self.ranks)
+        for o in self.ranks: o.proc.close()
         for o in self.outputs: o.close()
         for o in (self.ranks,self.outputs): o.clear()
 
@@ -376,36 +396,35 @@ class Job:
         "The lines about the failure of an attempt, and where its tracebacks are"
         found = failures(self.ranks)
         res = explain(found, self.ranks)
-        text = '\n'.join(f'rank {o.rank}:\n{o.what.trace}' for o in found if o.order in (raised,noticed))
+        own = [o for o in found if o.cause in (Cause.raised,Cause.noticed)]
+        text = '\n'.join(f'rank {o.rank}:\n{o.trace}' for o in own)
         if self.args.verbose or not text: return res
-        how = dict(buffering=0, suffix='.txt', prefix='learnerdist-tracebacks-', dir=self.args.log_dir, delete=False)
-        try:
-            # which no other user can foresee or read
-            self.traces = self.traces or tempfile.NamedTemporaryFile(**how)
-            self.traces.write(text.encode())
+        try: return [*res, f'all tracebacks: {self._keep(text)} (--verbose prints them)']
         except OSError as e: return [*res, f'no file of all tracebacks ({e}): --verbose prints them']
-        return [*res, f'all tracebacks: {self.traces.name} (--verbose prints them)']
 
-    def status(self)->int:
-        "The launcher's exit status: of the rank that failed first, or 128 plus the number of the signal that ended it"
+    def _keep(self, text)->str:
+        "Write a text to a file, which no other user can foresee or read; its name"
+        names = dict(prefix='learnerdist-tracebacks-', suffix='.txt', dir=self.args.log_dir)
+        self.traces = self.traces or tempfile.NamedTemporaryFile(buffering=0, delete=False, **names)
+        self.traces.write(text.encode())
+        return self.traces.name
+
+    def status(self, sig:int=None)->int:
+        """The launcher's exit status: of the rank that failed first, or 128 plus the number of a signal. sig: that has
+        ended the launcher"""
+        off = [o.rank for o in self.ranks if o.proc.poll() == preempted_status]
+        is_later = off and len(off) == len(self.ranks)
+        if sig and not is_later: return 128+sig
         if found := failures(self.ranks): return found[0].code if found[0].code > 0 else 128-found[0].code
-        off = [o.rank for o in self.ranks if o.put_off()]
-        rest = [o.rank for o in self.ranks if o.rank not in off]
-        if not off or not rest: return preempted_status if off else 0
-        later = f'with status {preempted_status}, to go on later'
-        log(f'ranks {off} left {later}, but ranks {rest} came to their end')
-        return 1
-
-    def status_after(self, sig)->int:
-        "The exit status after a signal to the launcher"
-        is_later = self.ranks and all(o.put_off() for o in self.ranks)
-        return preempted_status if is_later else 128+sig
+        if is_later: return preempted_status
+        if off: log(f'ranks {off} left to go on later, but the others came to their end')
+        return int(bool(off))
 
 # %% ../../nbs/launch/01_watch.ipynb #jb08
 def n_survivors(ranks:list)->int:
     """How many ranks remain after others have died. 0 if none has, or if one raised an exception: it would come
     again. ranks: `Rank`s that have ended"""
-    if any(o.order == raised for o in failures(ranks)): return 0
+    if any(o.cause is Cause.raised for o in failures(ranks)): return 0
     codes = [o.proc.poll() for o in ranks if not o.was_ended()]
     # a death may abort others
     dead = sum(o in deaths for o in codes) or codes.count(-signal.SIGABRT)
@@ -417,7 +436,8 @@ def own_store():
     listener = socket.create_server(('127.0.0.1', 0)) # a free port
     at,fd = listener.getsockname(),listener.detach()
     # libuv's takes no listener before torch 2.8
-    return TCPStore(*at, is_master=True, wait_for_workers=False, use_libuv=False, master_listen_fd=fd)
+    how = dict(wait_for_workers=False, use_libuv=False, master_listen_fd=fd)
+    return TCPStore(*at, is_master=True, **how)
 
 def run_here(job:Job)->int:
     "Run the ranks of a launch on one machine, again after failures as the options say; the launcher's exit status"
@@ -426,31 +446,31 @@ def run_here(job:Job)->int:
         store = own_store() # a new one: gloo's addresses of ranks that have ended stay in a store
         more = dict(MASTER_ADDR=store.host, MASTER_PORT=store.port, GROUP_RANK=0)
         more['TORCHELASTIC_USE_AGENT_STORE'] = True
+        more['LEARNERDIST_SEED'] = os.environ.get('LEARNERDIST_SEED') or job.run_id
         more['LEARNERDIST_INIT_METHOD'] = f'file://{job.folder}/rendezvous{attempt}'
         job.start(attempt, [env_of(r, n, job.folder, **more) for r in range(n)])
-        if sig := job.watch.run(): return job.status_after(sig)
-        status = job.status()
-        if not failures(job.ranks): return status
-        shrinks = args.on_failure=='shrink'
-        n_next = n_survivors(job.ranks) if shrinks else n*(attempt < args.max_restarts)
+        sig = job.watch.run()
+        status = job.status(sig)
+        if sig or not failures(job.ranks): return status
+        n_next = n*(attempt < args.max_restarts)
         again = f'restart {attempt+1} of {args.max_restarts}'
-        if shrinks: again = f'all start again, with {n_next} of {n} ranks'
+        if args.on_failure == 'shrink':
+            n_next = n_survivors(job.ranks)
+            again = f'all start again, with {n_next} of {n} ranks'
         log(*job.explain(), *[again]*(n_next > 0))
         if not n_next: return status
-        n,attempt = n_next,attempt+1
+        n = n_next
+        attempt += 1
 
 def launch(args, target:list, server:ForkServer, run:Callable=run_here)->int:
     """Run the ranks of this machine; the launcher's exit status. args, target, server: as in `Job`; run: called with
     the `Job`; returns the exit status"""
     # one PYTHONHASHSEED: the same orders of sets on all ranks
-    names = dict(PYTHONHASHSEED=0, LEARNERDIST_SEED=os.urandom(8).hex())
-    names['LEARNERDIST_QUIET'] = int(not args.verbose)
-    names = {k: os.environ.get(k, v) for k,v in names.items()}
+    os.environ.setdefault('PYTHONHASHSEED', '0')
+    os.environ.setdefault('LEARNERDIST_QUIET', str(int(not args.verbose)))
     with ExitStack() as stack:
-        folder = stack.enter_context(launch_folder(args.on_failure))
-        stack.enter_context(environment(**names))
-        job = Job(args, target, server, folder)
-        for o in job.signals: stack.callback(signal.signal, o, signal.signal(o, job.hear))
+        job = Job(args, target, server, stack.enter_context(launch_folder(args.on_failure)))
+        for o in job.signals: stack.callback(signal.signal, o, signal.signal(o, job.handle))
         status = None
         try:
             status = run(job)
