@@ -1667,6 +1667,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                           'learnerdist/distributed/loops.py'),
                                                'learnerdist.distributed.loops.TrainingLoop.note_loss': ( 'distributed/loops.html#trainingloop.note_loss',
                                                                                                          'learnerdist/distributed/loops.py'),
+                                               'learnerdist.distributed.loops.TrainingLoop.open': ( 'distributed/loops.html#trainingloop.open',
+                                                                                                    'learnerdist/distributed/loops.py'),
                                                'learnerdist.distributed.loops.TrainingLoop.parts': ( 'distributed/loops.html#trainingloop.parts',
                                                                                                      'learnerdist/distributed/loops.py'),
                                                'learnerdist.distributed.loops.TrainingLoop.repeated': ( 'distributed/loops.html#trainingloop.repeated',

@@ -13,11 +13,13 @@ from fastai.callback.progress import CSVLogger, ShowGraphCallback
 from fastai.callback.rnn import rnn_cbs
 from fastai.callback.training import GradientAccumulation, GradientClip, ShortEpochCallback
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback, TerminateOnNaNCallback
-from fastai.data.core import Datasets
+from fastai.data.core import DataLoaders, Datasets
+from fastai.data.load import DataLoader
+from fastai.learner import Learner
 from fastai.learner import (CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException,
                             CancelTrainException, CancelValidException, SkipToEpoch, load_learner)
 from fastai.losses import CrossEntropyLossFlat, LabelSmoothingCrossEntropy, LabelSmoothingCrossEntropyFlat
-from fastai.optimizer import Adam
+from fastai.optimizer import SGD, Adam
 from torch import nn
 from test_fastai import F64, accuracy, asking, close, ctx, data, floats, history, make, on_1_and_2, on_ranks, per_rank, same, state
 from learnerdist.core.env import current_group, group_rank, group_size
@@ -509,5 +511,19 @@ def test_accumulation_reduces_once_a_step(Ws, found):
             close(got[48][0], got[0][0]) # as without accumulation
             assert W==1 or [got[k][1] for k in (48,24,0)]==[6,6,3] # the loss is a function of the user
         shows('6 `GradientAccumulation`', W, 0 if W==1 else 'weights 1e-09, those of the whole batch too')
+
+def goes_on_accumulating():
+    "Three batches an epoch, and a step every two: the second epoch begins with a gradient that the first one has left"
+    torch.manual_seed(0)
+    x = torch.randn(48, 4)
+    ds,bs = [*zip(x, x.argmax(1))],16//(num_distrib() or 1)
+    learn = Learner(DataLoaders(DataLoader(ds, bs=bs, shuffle=True, drop_last=True), DataLoader(ds, bs=8)), torch.nn.Linear(4, 4),
+                    torch.nn.CrossEntropyLoss(), SGD, lr=.1, cbs=GradientAccumulation(32))
+    with learn.no_logging(), learn.no_bar(), learn.distrib_ctx(seed=1): learn.fit(2)
+    return [*learn.model.parameters()][0].detach(),[float(o) for o in learn.recorder.losses]
+
+def test_accumulation_goes_on_in_the_next_epoch():
+    want = goes_on_accumulating()
+    for got in run_ranks(goes_on_accumulating, 2): close(got, want, 1e-6)
 
 slow,found = asking(votes, all_cases),asking(mixes, collects, logs, wandb, saves, finds, accumulates, find_fails, ends_early)

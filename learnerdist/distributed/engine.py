@@ -28,7 +28,7 @@ from ..data.loaders import LoaderWrapper,batch_shape,call_model,split_batch,to_d
 from ..data.sharding import factors
 from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_hash
 from .comparison import options_of,same_data,same_fit,same_optimizer,same_options,same_structure,shown
-from .loops import EvaluationLoop,Loop,TrainingLoop,add_totals,loop_left,source_of
+from .loops import EvaluationLoop,Group,Loop,TrainingLoop,add_totals,loop_left,source_of
 from .parts import Step,running,take_grads
 from .replica import Replica,broadcast_module,broadcast_tensors
 from .self_check import SelfCheck
@@ -253,6 +253,7 @@ class Engine(Runner):
         self.sharded = None # `Sharded`, for a model that is spread over the ranks
         self.replica = None # Within a fit: what is called in place of the model, `Replica` or `Sharded`
         self.loop = Loop() # The present one
+        self.group = Group() # Of the last training loop
         self.followers = [] # See `follow`
         # Whether parts are as large as `max_bs` says, and not a rank's whole batch; their samples, at most
         self.by_parts,self.max_bs = False,None
@@ -374,7 +375,8 @@ class Engine(Runner):
         "Before that loop, after other callbacks: agree to begin it. Sync point"
         learn = self.learn
         learn.dl = self.shards.share_now(learn.dl, pad='batch')
-        self.loop.source = source = source_of(learn.dl)
+        source = source_of(learn.dl)
+        self.loop.open(source)
         if self.links is None: return
         if not self.opts.sample_seeds: seed_streams(self.seed, self.shards.epoch, group_rank())
         self._warn_repeats(source)
@@ -504,7 +506,7 @@ class Engine(Runner):
         outer,place = running.get(),self.ballot.place
         running.set(None)
         try:
-            with replaced(self, loop=Loop()),replaced(self.ballot, place=place): yield
+            with replaced(self, loop=Loop(), group=Group()),replaced(self.ballot, place=place): yield
         finally: running.set(outer)
 
     def add_up(self, rows:list)->tuple:

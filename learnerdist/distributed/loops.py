@@ -227,6 +227,12 @@ class TrainingLoop(Loop):
         self.scale = 1. # By which the losses of this step are divided, see `Kind`
         self.last = None # A batch of the step before, if a step has several parts
 
+    def open(self, source:Source):
+        "Before its first batch. Gradients that the loop before has left, since a callback accumulates, go on here"
+        self.source,left = source,self.engine.group
+        if left.begun and any([p.grad is not None for p in self.engine.all_params()]): self.group = left
+        self.group.is_last,self.engine.group = True,self.group
+
     @property
     def more_parts(self)->bool:
         "Whether other parts of this batch follow"
