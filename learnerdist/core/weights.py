@@ -13,8 +13,8 @@ from tempfile import NamedTemporaryFile
 
 import torch
 
-from .collectives import gather_objects
-from .env import group_rank,group_size,is_rank0
+from .collectives import broadcast_object,gather_objects
+from .env import group_rank,is_rank0
 from .rank0 import save_once
 from .remote import Remote,copied,here,place
 from .shards import come_together,is_part,map_tensors,memory_of,whole
@@ -45,27 +45,13 @@ def save_sealed(data, path)->tuple:
     return seal(path)
 
 # %% ../../nbs/core/06_weights.ipynb #ckc03
-def crc_of_both(a:int, b:int, n:int)->int:
-    """The CRC-32 of one piece followed by the other: zlib's `crc32_combine`, which Python does not have. a, b: CRC-32
-    of two pieces of bytes; n: bytes in the second one"""
-    def times(op, crc): # matrices over one bit, as lists of columns
-        res = 0
-        for i,col in enumerate(op): res ^= col*(crc>>i & 1)
-        return res
-    op = [0xedb88320]+[1<<i for i in range(31)] # what one more bit of zero does
-    for i in range(n.bit_length()+3):
-        if i>2 and n>>i-3 & 1: a = times(op, a)
-        op = [times(op, col) for col in op] # twice as many bits
-    return a^b
-
-def shared_crc(data)->int:
-    """Their CRC-32. Each rank reads a part of them. Sync point. data: the same bytes on every rank, such as those of a
-    mapped file"""
-    cuts = [len(data)*i//group_size() for i in range(group_size()+1)]
-    res,r = 0,group_rank()
-    with memoryview(data)[cuts[r]:cuts[r+1]] as own: crcs = gather_objects(zlib.crc32(own))
-    for crc,a,b in zip(crcs, cuts, cuts[1:]): res = crc_of_both(res, crc, b-a)
-    return res
+def crc_of(pieces, shared=False)->int:
+    """The CRC-32 of bytes that follow one another. shared: rank 0 computes it for all ranks, which have the same bytes,
+    such as those of a mapped file; a sync point then"""
+    crc = 0
+    if not shared or group_rank()==0:
+        for o in pieces: crc = zlib.crc32(o, crc)
+    return broadcast_object(crc) if shared else crc
 
 # %% ../../nbs/core/06_weights.ipynb #ckf03
 def read_bytes(path)->bytes:
@@ -89,10 +75,10 @@ def load_plain(data:bytes, path, device='cpu', mapped=False):
     """The tensors and plain data in a file. ValueError if it holds other objects, which could run code; DamagedFile if
     it is damaged. data: content of a file of `torch.save`, with or without a seal; None: not checked; path: its
     path, for error messages; device: where its tensors go; mapped: whether tensors stay in the file until they are
-    read; then all ranks check it together"""
+    read; then all ranks call this together, and rank 0 checks it"""
     end = 0 if data is None else data.rfind(b'PK\5\6')+22 # of an archive without its comment
     if end and data[:2]==b'PK' and data[end:]!=b'':
-        crc = (shared_crc if mapped else zlib.crc32)(memoryview(data)[:end])
+        crc = crc_of([memoryview(data)[:end]], mapped)
         if data[end:]!=_seal+b'%08x' % crc: raise DamagedFile(f'{path} is not what was written: its checksum differs')
     source,kw = (path,dict(mmap=True)) if mapped else (BytesIO(data),{})
     try: return torch.load(source, map_location=device, weights_only=True, **kw)
@@ -141,11 +127,10 @@ def load_tensors(data:bytes, path, mapped=False)->dict:
     `load_plain`; returns: tensors by name, on the CPU"""
     mark,lib = _mark.search(_header(data if mapped else BytesIO(data))),_safetensors()
     if mark:
-        at,crc = mark.start(1)+8,shared_crc if mapped else zlib.crc32
-        rest = memoryview(data)[at+8:]
-        head = zlib.crc32(_no_crc, zlib.crc32(data[:at])) # its own place as zeros
-        found = crc_of_both(head, crc(rest), len(rest))
-        if int(mark[1], 16)!=found: raise DamagedFile(f'{path} is not what was written: its checksum differs')
+        at = mark.start(1)+8
+        pieces = data[:at],_no_crc,memoryview(data)[at+8:] # with zeros in its own place
+        same = int(mark[1], 16)==crc_of(pieces, mapped)
+        if not same: raise DamagedFile(f'{path} is not what was written: its checksum differs')
     try: return lib.load_file(path) if mapped else lib.load(data)
     except Exception as e:
         raise DamagedFile(f'{path} is no file of safetensors, or is damaged ({e!r})') from e

@@ -29,11 +29,10 @@ from ..checkpoint.position import read_alone
 from ..checkpoint.snapshot import weights_in
 from ..core.rank0 import await_save,save_once
 from ..core.remote import Remote,copied,here,place
-from ..core.deferred import fill_in
 from ..core.env import is_rank0
 from ..core.lending import replaced
 from ..core.weights import save_state
-from ..core.shards import has_parts,load_model,load_opt
+from ..core.shards import has_parts,load_model,load_opt,need_values
 from ..core.stacks import warn
 from ..learner.callback import Callback
 from ..learner.learner import StartAt,get_model
@@ -185,7 +184,8 @@ def save(self:Learner, file, **kwargs):
     """As fastai's: rank 0 writes the file, atomically; the other ranks count the save. No collective, unless the
     model is sharded"""
     if not isinstance(file, (str,Path)): return _save(self, file, **kwargs)
-    path,model = _path(self, file),fill_in(get_model(self.model))
+    path,model = _path(self, file),get_model(self.model)
+    need_values(model)
     opt = getattr(self, 'opt', None)
     if has_parts(model):
         state,with_opt = model.state_dict(),opt is not None and kwargs.get('with_opt', True)

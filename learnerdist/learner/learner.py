@@ -21,10 +21,10 @@ from torch.nn.parallel import DataParallel,DistributedDataParallel
 from .callback import Callback,Order,batch_events,all_events,cancels
 from .losses import loss_of_batch,loss_trace
 from ..data.loaders import call_model,data_len,find_bs,single,split_batch,to_device
-from ..core.deferred import fill_in
 from ..core.env import default_device
 from ..core.lending import replaced
 from ..core.remote import place
+from ..core.shards import need_values
 from ..core.stacks import need
 
 # %% ../../nbs/learner/01_learner.ipynb #c005
@@ -423,8 +423,9 @@ def create_opt(self:Learner):
 
 @patch
 def prepare_model(self:Learner):
-    "Move the model to its device; compute weights that were deferred"
-    fill_in(get_model(self.model)).to(self.device)
+    "Move the model to its device. ValueError for one on the meta device, which has no values"
+    need_values(get_model(self.model))
+    get_model(self.model).to(self.device)
 
 @patch
 def prepare(self:Learner, lr, reset_opt=False): # as in `fit`

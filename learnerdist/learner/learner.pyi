@@ -223,7 +223,7 @@ class Learner:
         """Make a new optimizer over the model's parameter groups. ValueError if no parameter is trainable"""
 
     def prepare_model(self):
-        """Move the model to its device; compute weights that were deferred"""
+        """Move the model to its device. ValueError for one on the meta device, which has no values"""
 
     def prepare(self, lr, reset_opt=False):
         """Move the model to its device, make an optimizer if there is none, and set the rates of its parameter groups"""
