@@ -141,11 +141,8 @@ class StoredRows:
         for i in range(0, len(places), k):
             at,left = self.start+places[i]*size,data[i*size:(i+k)*size]
             while len(left):
-                done = self._pwrite(left, at)
+                done = os.pwrite(self.file.fileno(), left, at)
                 at,left = at+done,left[done:]
-
-    def _pwrite(self, data, at): return os.pwrite(self.file.fileno(), data, at)
-    def _map(self, n): return mmap.mmap(self.file.fileno(), n, access=mmap.ACCESS_COPY)
 
     def read(self)->Tensor: # (n,…)
         """All rows, mapped from the file: read when they are used. Changes of the tensor are this process's own, and
@@ -153,7 +150,7 @@ class StoredRows:
         size = self.shape[0]*self.row_bytes
         with self.file:
             if not size: return torch.empty(self.shape, dtype=self.dtype)
-            m = self._map(self.start+size)
+            m = mmap.mmap(self.file.fileno(), self.start+size, access=mmap.ACCESS_COPY)
         found = torch.frombuffer(m, dtype=torch.uint8, offset=self.start)
         return found.view(self.dtype).view(self.shape)
 
