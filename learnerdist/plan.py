@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .checkpoint.checkpoint import Checkpoint
+from .checkpoint.checkpoint import FitState
 from .checkpoint.snapshot import on_cpu
 from .core.compat import TorchDispatchMode,tree_leaves
 from .core.env import planned_group
@@ -82,11 +82,9 @@ def file_size(state)->int:
 
 def checkpoint_files(learn, n_parts:int)->dict:
     "By name, the sizes of the files of a `Checkpoint` at the end of an epoch"
-    cb = Checkpoint('.')
-    cb.learn,cb.world = learn,dist.get_world_size()
-    cb.trainer = cb.engine = learn.runner
-    state = cb.capture('epoch')
-    parts = cb.parts(0, state['cbs'], [state['own']]*cb.world)
+    fit = FitState(learn, learn.runner)
+    state = fit.capture('epoch')
+    parts = fit.files(0, state['cbs'], [state['own']]*fit.world)
     res = {f'{k}.pt': file_size(o) for k,o in parts.items()}
     if 'rows_0.pt' not in res: return res
     states = get_model(learn.model).state_dict(),learn.opt.state_dict(),state['cbs']

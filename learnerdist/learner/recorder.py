@@ -27,6 +27,7 @@ class Recorder(Callback):
     per epoch"""
     order = Order.recorder
     fit_state,rank_state = ('lrs','iters','losses','values','log'),('totals',)
+    totals_by_step = 'totals' # The name in `rank_state`: loss × items, items, …, of each step
     def __init__(self):
         self.avg_loss,self.mets,self.metric_names = AvgLoss(),[],[]
         self.measuring,self.reduced = False,False

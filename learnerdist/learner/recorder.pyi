@@ -27,6 +27,7 @@ class Recorder(Callback):
     order: Any
     fit_state: Any
     rank_state: Any
+    totals_by_step: Any
 
     def __init__(self):
         ...
