@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
+import torch
 from torch import Tensor,nn
 
 from ..core.collectives import gather_objects,reduce_sums
 from ..core.compat import metric_state,tree_leaves,version
-from ..core.env import group_rank
+from ..core.env import group_rank,wide_dtype
 from ..core.stacks import coded,need
 from ..core.random import undoing,untouched
 from ..data.loaders import call_model,to_cpu,to_detach,to_device
@@ -35,6 +36,7 @@ class Evaluation:
         self.n_begun,self.stopped = 0,False
         self.n_step = None # samples of a step, if the loss is a sum, else 0
         self.lists = None # (object, attribute, the number of each entry)
+        self.terms = [] # `Terms` of the metrics' numbers
         # for metrics whose reduction is `Batches`, and the names of what they read of the learner
         self.batches,self.of_batch = {},()
         # `StateWatch` of the first batch; names of what the model carries
@@ -42,7 +44,7 @@ class Evaluation:
 
     def begin_batch(self):
         "Before each batch"
-        if self.lists: self._note()
+        if self.lists is not None: self._note()
         self.n_begun += 1
 
     def check_state(self):
@@ -93,14 +95,20 @@ class Evaluation:
         mets = self.adapter.measured()
         reds = [red for m in mets for red in reductions(m)]
         self.lists = [(red.obj,k,[]) for red in reds if isinstance(red, Rows) for k in red.names]
+        if wide_dtype(self.engine.device)==torch.float64: # else metrics note what rounding took
+            sums = [red for red in reds if isinstance(red, Sums)]
+            self.terms = [Terms(red.obj, k) for red in sums for k in red.names if _is_number(getattr(red.obj, k))]
         fed = [m for m in mets if any(isinstance(red, Batches) for red in reductions(m))]
         if not fed: self.batches = None
         reads_inputs = any(getattr(m, 'with_input', False) for m in fed)
         self.of_batch = _of_batch if reads_inputs else _of_batch[1:]
 
     def _note(self):
-        "Number the new entries of lists: that of the batch, and which of its entries it is: a metric may add several"
+        """Number the new entries of lists: that of the batch, and which of its entries it is: a metric may add several.
+        Note what the batch adds to numbers"""
+        if not self.n_begun: return
         k = self.number(self.n_begun-1)
+        for o in self.terms: o.take(k)
         for obj,name,ks in self.lists: ks += [(k,j) for j in range(len(getattr(obj, name))-len(ks))]
 
     def put_together(self):
@@ -110,7 +118,8 @@ class Evaluation:
         self._note()
         self._check()
         reds = [(m,red) for m in self.adapter.measured() for red in reductions(m)]
-        reduce_sums([red for _,red in reds if isinstance(red, Sums)])
+        for o in self.terms: o.put_back()
+        reduce_sums([red for _,red in reds if isinstance(red, Sums)], [(o.obj,o.name) for o in self.terms])
         for m,red in reds:
             if isinstance(red, Rows): self._gather(m, red)
         fed = [m for m,red in reds if isinstance(red, Batches)]
@@ -163,6 +172,28 @@ class Evaluation:
                 for b in [whole_batch(parts)] if of_one else parts:
                     vars(self.learn).update(to_device(b, self.engine.device))
                     for m in mets: m.accumulate(self.learn)
+
+class Terms:
+    "What each batch adds to a number of a metric, which has the state of one batch until the end of the loop"
+    def __init__(self, obj, name): # before a batch
+        self.obj,self.name = obj,name
+        self.start = self._copy(getattr(obj, name))
+        self.ks,self.values = [],[]
+    def _copy(self, o): return o.clone() if isinstance(o, Tensor) else o
+    def take(self, k:int):
+        "After batch number `k`"
+        now = getattr(self.obj, self.name)
+        if now is self.start: return # nothing, as in a batch that was cancelled
+        self.ks.append(k)
+        self.values.append(now)
+        setattr(self.obj, self.name, self._copy(self.start))
+    def put_back(self):
+        "Let the state be what all batches of this rank add, for `reduce_sums`"
+        own = self.values
+        if own and all(isinstance(o, Tensor) for o in own): own = torch.stack(own).detach().as_subclass(Tensor)
+        setattr(self.obj, self.name, (self.ks,own))
+
+def _is_number(o): return isinstance(o, (int,float)) or isinstance(o, Tensor) and o.numel()==1
 
 _of_batch = 'xb','yb','pred','loss'
 _carries = ('in evaluation the model carries {} from one batch to the next, which is that of another rank. '
