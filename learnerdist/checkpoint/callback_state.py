@@ -33,6 +33,8 @@ def packed(o, at:str):
         items = packed([*o.items()] if isinstance(o, dict) else [*o], at)
         return dict(__type__=t.__name__, items=items, maxlen=getattr(o, 'maxlen', None))
     if t is dict: return {k: packed(v, f'{at}/{k}') for k,v in o.items()}
+    # one for each step of a fit: nobody walks over them
+    if t is list and {*map(type, o)}=={float}: return dict(__type__='floats', items=torch.tensor(o, dtype=torch.double))
     if t in (list,tuple) and not are_plain(o): return t(packed(v, f'{at}/{i}') for i,v in enumerate(o))
     if isinstance(o, (dict,list,tuple)) and t not in (list,tuple,L):
         raise ValueError(f'{at}: a {t.__name__} would come back as another type: keep a dict, a list or a tuple')
@@ -42,6 +44,7 @@ def unpacked(o):
     "The inverse of `packed`, by copy"
     kind = o.get('__type__') if isinstance(o, dict) else None
     if kind=='numpy': return o['items'].numpy().copy()[()]
+    if kind=='floats': return o['items'].tolist()
     if kind=='deque': return deque(unpacked(o['items']), o['maxlen'])
     if kind: return _kinds[kind](dict(map(tuple, unpacked(o['items']))))
     if isinstance(o, dict): return {k: unpacked(v) for k,v in o.items()}
