@@ -90,9 +90,6 @@ def load_plain(data:bytes, path, device='cpu', mapped=False):
         raise DamagedFile(f'{message}, or is damaged ({type(e).__name__}: {why})') from e
 
 # %% ../../nbs/core/06_weights.ipynb #ckw11
-_mark = re.compile(rb'"learnerdist":"crc32 ([0-9a-f]{8})"') # in the header
-_no_crc = b'0'*8
-
 def is_safetensors(path)->bool:
     "Whether a file's name says that it is in the format of safetensors"
     return str(path).endswith('.safetensors')
@@ -100,11 +97,13 @@ def is_safetensors(path)->bool:
 def _safetensors():
     try: import safetensors.torch
     except ImportError as e: raise ImportError('files of safetensors need its package: pip install safetensors') from e
-    return safetensors.torch
+    return safetensors
 
-def _header(f)->bytes:
-    size, = struct.unpack('<Q', (f.read(8)+bytes(8))[:8])
-    return f.read(min(size, 100_000_000)) # the format's own limit
+def _pieces(tensors):
+    "What tensors are, and their bytes"
+    for k,t in sorted(tensors.items()):
+        yield f'{k} {t.dtype} {tuple(t.shape)}'.encode()
+        yield t.reshape(-1).view(torch.uint8).numpy()
 
 # %% ../../nbs/core/06_weights.ipynb #ckw12
 def save_tensors(tensors:dict, path):
@@ -112,28 +111,24 @@ def save_tensors(tensors:dict, path):
     own,seen = {},set()
     for k,t in tensors.items():
         need(isinstance(t, torch.Tensor), f'{k} is no tensor: save without .safetensors')
-        t = t.detach().contiguous()
+        t = t.detach().cpu().contiguous()
         memory = t.untyped_storage().data_ptr()
         own[k] = t.clone() if memory in seen else t # the format has no shared memory
         seen.add(memory)
-    _safetensors().save_file(own, path, dict(learnerdist=f'crc32 {_no_crc.decode()}'))
-    with open(path, 'r+b') as f, mmap.mmap(f.fileno(), 0) as data:
-        at = _mark.search(_header(data)).start(1)+8
-        data[at:at+8] = b'%08x' % zlib.crc32(data)
+    _safetensors().torch.save_file(own, path, dict(crc32=f'{crc_of(_pieces(own)):08x}'))
 
-def load_tensors(data:bytes, path, mapped=False)->dict:
-    """The tensors in a file of safetensors; DamagedFile if it is damaged. Needs the package safetensors. data: content
-    of a file of safetensors, with or without a checksum; path: its path, for error messages; mapped: as in
-    `load_plain`; returns: tensors by name, on the CPU"""
-    mark,lib = _mark.search(_header(data if mapped else BytesIO(data))),_safetensors()
-    if mark:
-        at = mark.start(1)+8
-        pieces = data[:at],_no_crc,memoryview(data)[at+8:] # with zeros in its own place
-        same = int(mark[1], 16)==crc_of(pieces, mapped)
-        if not same: raise DamagedFile(f'{path} is not what was written: its checksum differs')
-    try: return lib.load_file(path) if mapped else lib.load(data)
+def load_tensors(path, mapped=False)->dict:
+    """The tensors in a file of safetensors, with or without a checksum; DamagedFile if it is damaged. Needs the package
+    safetensors. mapped: as in `load_plain`; returns: tensors by name, on the CPU"""
+    lib = _safetensors()
+    try:
+        res = lib.torch.load_file(path)
+        with lib.safe_open(path, 'pt') as f: want = (f.metadata() or {}).get('crc32')
     except Exception as e:
         raise DamagedFile(f'{path} is no file of safetensors, or is damaged ({e!r})') from e
+    same = want is None or want==f'{crc_of(_pieces(res), mapped):08x}'
+    if not same: raise DamagedFile(f'{path} is not what was written: its checksum differs')
+    return res
 
 # %% ../../nbs/core/06_weights.ipynb #ckf06
 def load_weights(path, device='cpu', mapped=False)->tuple:
@@ -144,10 +139,9 @@ def load_weights(path, device='cpu', mapped=False)->tuple:
 
 def _read(path, device, mapped):
     if path.name.endswith('.index.json'): return _several(path, device, mapped),None
-    if mapped: path = here(path)
-    data = map_bytes(path) if mapped else read_bytes(path)
-    if is_safetensors(path): res = load_tensors(data, path, mapped)
-    else: res = load_plain(data, path, device, mapped)
+    if mapped or is_safetensors(path): path = here(path)
+    if is_safetensors(path): res = load_tensors(path, mapped)
+    else: res = load_plain(map_bytes(path) if mapped else read_bytes(path), path, device, mapped)
     both = isinstance(res, dict) and set(res)=={'model','opt'}
     model,opt = (res['model'],res['opt']) if both else (res,None)
     is_state = lambda o: isinstance(o, dict) and all(isinstance(k, str) for k in o)
