@@ -61,7 +61,8 @@ def check_options(path, every, keep, background, signals, in_memory):
 class Requests:
     "Handlers that record signals, until `close`"
     def __init__(self, names):
-        self.got,self.pid,self.old = None,os.getpid(),{}
+        self.got,self.pid = None,os.getpid()
+        self.old = {} # Earlier handlers
         if threading.current_thread() is not threading.main_thread(): return # Python lets no other thread set handlers
         for num in [getattr(signal, o) for o in names]: self.old[num] = signal.signal(num, self._note)
 
@@ -119,7 +120,8 @@ class When:
 class FitState:
     "What a checkpoint holds of a fit: how it is captured, and restored"
     def __init__(self, learn, trainer): # trainer: the learner's adapter in a context; None alone
-        self.learn,self.trainer,self.model = learn,trainer,get_model(learn.model)
+        self.learn,self.trainer = learn,trainer
+        self.model = get_model(learn.model)
         self.many = trainer is not None and group_size()>1
         self.world,self.rank = (group_size(),group_rank()) if self.many else (1,0)
         # alone: what seeds the order of samples, and draws
@@ -223,7 +225,8 @@ class Checkpoint(Callback):
     # `before_fit` and `before_train` after callbacks that reset themselves there, and before the model is wrapped in
     # DDP
     order,implied = Order.checkpoint,False # implied: gives way to another one
-    active,resuming,nested,memory = False,False,0,None
+    active,resuming = False,False
+    nested,memory = 0,None
     def __init__(self,
         # A folder, relative to the learner's path, or an address, such as s3://bucket/run. A second fit, as that of
         # `fine_tune`, has its own in it, fit_2
@@ -238,8 +241,9 @@ class Checkpoint(Callback):
         in_memory=False
     ):
         check_options(path, every, keep, background, signals, in_memory)
-        self.path,self.every,self.keep = path,every,keep
-        self.background,self.resume,self.signals = background,resume,signals
+        self.path,self.every = path,every
+        self.keep,self.background = keep,background
+        self.resume,self.signals = resume,signals
         self.in_memory = in_memory
         self.n_fits = 0 # That have ended with this callback
 

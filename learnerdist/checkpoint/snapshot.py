@@ -105,7 +105,8 @@ class Writers:
     """The ranks that write a snapshot: each its file, and the first one the manifest, when all files are on the disk.
     token: the same on all, and another one each time: ranks that failed may have written more snapshots than others"""
     def __init__(self, i:int, n:int, token):
-        self.first,self.token,self.n = i==0,token,n
+        self.token,self.n = token,n
+        self.first = i==0
         if n==1: return
         self.store,self.timeout = shared_store(),group_timeout()
         self.keys = {r: f'snapshot/{token}/{r}' for r in range(1, n)}

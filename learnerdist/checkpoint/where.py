@@ -43,7 +43,8 @@ class Where(ABC):
 class Files(Where):
     "A folder on a disk, or at an address of another file system: there states are always written in the background"
     def __init__(self, folder, keep:int, background:bool, together:bool): # together: all ranks read
-        self.folder,self.keep,self.together = folder,keep,together
+        self.folder,self.keep = folder,keep
+        self.together = together
         self.is_remote,self.leads = isinstance(folder, Remote),is_rank0()
         self.background = background or self.is_remote
         self.lock = None

@@ -115,7 +115,7 @@ def put_together(state, rows, n_files:int, like=None):
     if not isinstance(state, dict): return state
     if _mark not in state: return {k: put_together(v, rows, n_files, like) for k,v in state.items()}
     n,*rest = shape = state['shape']
-    k,W,_ = (0,1,False) if like is None else shard_place(like)
+    k,W = (0,1) if like is None else shard_place(like)[:2]
     a,b = _cut(n, W, k)
     cuts = {i: _cut(n, n_files, i) for i in range(n_files)}
     needed = [i for i,(s,e) in cuts.items() if s<b and a<e] or [k*n_files//W] # without rows: for the dtype
@@ -232,7 +232,8 @@ def load_opt(opt, state):
     """Load a state into an optimizer, whose parameters may be parts: then each rank keeps its part. state: state dict
     with whole tensors, on every rank"""
     opt.load_state_dict(state)
-    if any(is_part(p) for g in groups_of(opt) for p in g): exchange_params(opt, {}, state_part)
+    params = sum(map(list, groups_of(opt)), [])
+    if any(map(is_part, params)): exchange_params(opt, {}, state_part)
 
 # %% ../../nbs/core/05_shards.ipynb #h9e77d8e
 def come_together(what:str, timeout_s=60):

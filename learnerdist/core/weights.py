@@ -154,7 +154,9 @@ def _several(path, *args):
     try: files = {Path(o).name for o in json.loads(read_bytes(path))['weight_map'].values()}
     except (ValueError,KeyError,AttributeError,TypeError) as e:
         raise DamagedFile(f'{path} is no index of weights ({e!r})') from e
-    return {k: v for o in sorted(files) for k,v in _read(path.with_name(o), *args)[0].items()}
+    res = {}
+    for o in sorted(files): res |= _read(path.with_name(o), *args)[0]
+    return res
 
 # %% ../../nbs/core/06_weights.ipynb #prt11
 def save_state(state, path, write):

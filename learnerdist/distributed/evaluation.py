@@ -31,7 +31,8 @@ from ..learner.metrics import Batches,Rows,Sums,reductions
 class Evaluation:
     "One loop of a learner over data, whose metrics and predictions become those of one process at its end"
     def __init__(self, engine):
-        self.engine,self.learn,self.adapter = engine,engine.learn,engine.adapter
+        self.engine,self.adapter = engine,engine.adapter
+        self.learn = engine.learn
         # batches of this rank; whether a callback has cancelled the loop
         self.n_begun,self.stopped = 0,False
         self.n_step = None # samples of a step, if the loss is a sum, else 0
@@ -93,11 +94,11 @@ class Evaluation:
     def _look(self):
         "Find the lists of this loop's metrics, and what is kept for metrics that take whole batches"
         mets = self.adapter.measured()
-        reds = [red for m in mets for red in reductions(m)]
-        self.lists = [(red.obj,k,[]) for red in reds if isinstance(red, Rows) for k in red.names]
-        if wide_dtype(self.engine.device)==torch.float64: # else metrics note what rounding took
-            sums = [red for red in reds if isinstance(red, Sums)]
-            self.terms = [Terms(red.obj, k) for red in sums for k in red.names if _is_number(getattr(red.obj, k))]
+        self.lists,wide = [],wide_dtype(self.engine.device)==torch.float64 # else metrics note what rounding took
+        for red in chain(*map(reductions, mets)):
+            if isinstance(red, Rows): self.lists += [(red.obj,k,[]) for k in red.names]
+            if not isinstance(red, Sums) or not wide: continue
+            self.terms += [Terms(red.obj, k) for k in red.names if _is_number(getattr(red.obj, k))]
         fed = [m for m in mets if any(isinstance(red, Batches) for red in reductions(m))]
         if not fed: self.batches = None
         reads_inputs = any(getattr(m, 'with_input', False) for m in fed)
@@ -117,7 +118,8 @@ class Evaluation:
         if self.lists is None: self._look()
         self._note()
         self._check()
-        reds = [(m,red) for m in self.adapter.measured() for red in reductions(m)]
+        reds = []
+        for m in self.adapter.measured(): reds += [(m,red) for red in reductions(m)]
         for o in self.terms: o.put_back()
         reduce_sums([red for _,red in reds if isinstance(red, Sums)], [(o.obj,o.name) for o in self.terms])
         for m,red in reds:
@@ -212,7 +214,8 @@ class StateWatch:
     "Whether the model carries something from the batch that comes now to a later one"
     def __init__(self, model):
         # the calls hold what there is now, so that no id is used again
-        self.model,self.before,self.undo = model,loose_tensors(model),[*undoing(model)]
+        self.model,self.before = model,loose_tensors(model)
+        self.undo = [*undoing(model)]
     def carried(self, xb:tuple)->list:
         """Before the later one, whose inputs are `xb`: names of new tensors of the model, if its prediction depends on
         them. It is called twice then, and afterwards as it was"""

@@ -60,11 +60,14 @@ class Gathered:
     def __init__(self, infos:list, leaves:list, lens:list):
         """From what each rank has (`_described`), leaves (`StoredRows`, tensors or lists), and the rows of each batch
         for each leaf; None for a list"""
-        self.leaves,self.lens,first = leaves,lens,next(o for o in infos if o['ks'])
+        self.leaves,self.lens = leaves,lens
+        infos = [o for o in infos if o['ks']]
+        first = infos[0]
         self.spec = tree_flatten(first['template'])[1]
         self.classes = [kind and kind[2] for kind in first['kinds']]
         self.ns = {}
-        for k,n in sorted(o for t in infos if t['ks'] for o in zip(t['ks'], t['ns'])): self.ns[k] = self.ns.get(k, 0)+n
+        found = chain(*(zip(o['ks'], o['ns']) for o in infos))
+        for k,n in sorted(found): self.ns[k] = self.ns.get(k, 0)+n
     def _read(self):
         for i,o in enumerate(self.leaves):
             if isinstance(o, StoredRows): self.leaves[i] = o.read().as_subclass(self.classes[i]) # once
@@ -143,8 +146,8 @@ def _pickled(own, ks, dst):
     if group_size()<2: return own
     data = bytearray(pickle.dumps([*zip(ks, own)]))
     sent = gather_rows(torch.frombuffer(data, dtype=torch.uint8), dst)
-    of_batch = {}
-    found = [o for t in sent or () for o in pickle.loads(t.numpy().tobytes())]
+    of_batch,found = {},[]
+    for t in sent or (): found += pickle.loads(t.numpy().tobytes())
     for k,o in sorted(found, key=lambda o: o[0]): of_batch.setdefault(k, []).append(o)
     return [taking_turns(os) for os in of_batch.values()]
 

@@ -10,6 +10,7 @@ from collections import Counter,defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack,contextmanager,nullcontext,suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import Any,NamedTuple
@@ -127,8 +128,11 @@ def repeated_blocks(model)->list:
 def _shared(block, model):
     "Names of weights that this block and something outside of it share"
     own,inside = {id(p) for p in block.parameters()},{id(m) for m in block.modules()}
-    outside = [(k,m) for k,m in model.named_modules() if id(m) not in inside]
-    return [f'{k}.{name}' for k,m in outside for name,p in m.named_parameters(recurse=False) if id(p) in own]
+    res = []
+    for k,m in model.named_modules():
+        if id(m) in inside: continue
+        res += [f'{k}.{name}' for name,p in m.named_parameters(recurse=False) if id(p) in own]
+    return res
 
 def find_blocks(model, blocks)->list:
     """The modules whose weights are gathered together, inner ones first, as FSDP2 wants them; ValueError if there is
@@ -167,11 +171,12 @@ def _refused(p):
 def check_opt(opt):
     "ValueError for an optimizer whose state has no parts"
     states = [o.state for o in optimizers_in(opt) if isinstance(getattr(o, 'state', None), Mapping)]
-    for p,s in [(p,s) for state in states for p,s in state.items() if isinstance(s, dict)]:
-        for t in s.values():
-            if not isinstance(t, torch.Tensor) or t.numel()<2 or t.shape==p.shape: continue
-            raise ValueError(f'shard=: {type(opt).__name__} keeps {tuple(t.shape)} for weights of {tuple(p.shape)}, '
-                             'which cannot be cut as they are: set learn.opt = None before the context')
+    for p,s in chain(*(o.items() for o in states)):
+        tensors = [t for t in s.values() if isinstance(t, torch.Tensor)] if isinstance(s, dict) else []
+        bad = next((t for t in tensors if t.numel()>1 and t.shape!=p.shape), None)
+        if bad is None: continue
+        raise ValueError(f'shard=: {type(opt).__name__} keeps {tuple(bad.shape)} for weights of {tuple(p.shape)}, '
+                         'which cannot be cut as they are: set learn.opt = None before the context')
 
 # %% ../../nbs/distributed/09_sharded.ipynb #hf17431c
 class GatherOrder:
@@ -187,8 +192,8 @@ class GatherOrder:
 
     def watch(self, places:list):
         "Note which block each pass gathers; have nothing gathered after a pass. places: (module, name) of each weight"
-        # the innermost, since inner blocks come first
-        owner = {id(m): i for i,b in reversed([*enumerate(self.blocks)]) for m in b.modules()}
+        owner = {} # The number of the innermost block: inner ones come first
+        for i,b in reversed([*enumerate(self.blocks)]): owner |= {id(m): i for m in b.modules()}
         first = {owner[id(m)]: (m,k) for m,k in reversed(places)}
         for i,place in first.items():
             note = partial(self._note, i, place)
@@ -302,7 +307,8 @@ def _meet(timeout_s):
 class Sharded:
     """A learner's model spread over the ranks until `restore`. Within a fit it is `learn.wrapper`, as `Replica` is,
     with the same methods"""
-    ddp,forward_exchanges,undo_bn = None,True,None
+    ddp,undo_bn = None,None
+    forward_exchanges = True
     copies = property(lambda self: group_size(), doc="By how many the exchange divides the sum over ranks")
     def __init__(self, engine): # with options in `shard`
         self.engine,self.learn = engine,engine.learn
@@ -328,8 +334,9 @@ class Sharded:
     def shard(self):
         "Spread the model and the optimizer's state over the ranks. Sync point"
         from torch.distributed.fsdp import fully_shard
-        opts,modules,home = self.opts,[*self.model.modules()],self.learn.device
-        self.places = [(m,k,p) for m in modules for k,p in m.named_parameters(recurse=False)]
+        opts,home = self.opts,self.learn.device
+        modules,self.places = [*self.model.modules()],[]
+        for m in modules: self.places += [(m,k,p) for k,p in m.named_parameters(recurse=False)]
         self.before = [(m,type(m),{*vars(m)}) for m in modules]
         kw = dict(mesh=make_mesh(home, opts.replicas))
         if opts.reshard is not None: kw['reshard_after_forward'] = opts.reshard # an older torch takes no None
@@ -366,7 +373,7 @@ class Sharded:
     def _others(self):
         "Trained parameters that are not the model's, such as a loss's"
         groups = [] if self.learn.opt is None else groups_of(self.learn.opt)
-        return [p for g in groups for p in g if not is_part(p)]
+        return [p for p in chain(*groups) if not is_part(p)]
 
     def __call__(self, *xb, **kw):
         now = self.learn.model

@@ -103,7 +103,8 @@ def export(self:Learner,
 )->Path:               # The file
     """Write weights, `dls.vocab`, batch size, number of inputs, on rank 0; if the model is sharded, all must call.
     ValueError if not data"""
-    path,model,dls = place(fname, self.path),get_model(self.model),self.dls
+    path,dls = place(fname, self.path),self.dls
+    model = get_model(self.model)
     need_values(model)
     vocab = getattr(dls, 'vocab', None)
     bs,n_inp = batch_shape(dls[len(dls)-1])[0],getattr(dls, 'n_inp', None)
