@@ -14,7 +14,7 @@ import torch.distributed as dist
 from common import main,on_ranks,quartiles,save_plot,table,together,turns,verdict
 from learnerdist.all import TfmdDL
 from learnerdist.core.collectives import gather_rows
-from learnerdist.distributed.vote_links import Tally,Vote,cast
+from learnerdist.distributed.vote_links import Message,cast
 from learnerdist.core.env import current_group,group_rank,group_size,in_group,process_group
 from learnerdist.distributed.vote_links import GlooLinks,Links,open_links
 from learnerdist.distributed.replica import SharedMean
@@ -89,7 +89,7 @@ def local_steps(task, secs):
 
 def vote(links, measure=per_call):
     "A vote"
-    def call(): cast(links, Vote(more=True), 0)
+    def call(): cast(links, Message(more=True), 0)
     together()
     return measure(call, 500)
 
@@ -232,7 +232,7 @@ def simulate(W=1024, n=2**20+5):
     shares = time.perf_counter()-start
     if not (seen==1).all() or max(lens)-min(lens)>1 or len(padded)!=1: raise SystemExit('the shares are no partition')
     told = votes(W, {700: 'epoch', 3: 'train', 1023: 'validate'})
-    if told!=Tally('epoch', W-1, False, False, False, False, False, None): raise SystemExit(f'the votes of {W} ranks say {told}')
+    if (told.scope,told.more,told.asked)!=('epoch',W-1,False): raise SystemExit(f'the votes of {W} ranks say {told}')
     return dict(ranks=W, n=n, longest=max(lens), shortest=min(lens), padded=padded.pop(), shares_s=shares)
 
 class QueueLinks(Links):
@@ -247,7 +247,7 @@ def votes(W, asks):
     "What the ranks of a vote hear, all of them the same"
     queues = {(r,(r-(1<<k))%W): SimpleQueue() for r in range(W) for k in range((W-1).bit_length())}
     def vote(r):
-        return cast(QueueLinks(r, W, queues), Vote(asks.get(r), more=r!=9), 0)
+        return cast(QueueLinks(r, W, queues), Message(scope=asks.get(r), more=r!=9), 0)
     with ThreadPoolExecutor(W) as ex: told, = {*ex.map(vote, range(W))}
     return told
 

@@ -24,7 +24,7 @@ from learnerdist.distributed.batchnorm import *
 from learnerdist.distributed.data_parallel import *
 from learnerdist.distributed.compiling import *
 from learnerdist.distributed.profiling import *
-from learnerdist.distributed.engine import *
+from learnerdist.distributed.loops import *
 from learnerdist.distributed.replica import *
 from learnerdist.distributed.trainer import *
 # Interruption, and going on

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from test_fastai import accuracy, asking, close, ctx, floats, items, make, on_1_and_2, per_rank, same, state
 from test_fastai_callbacks import quiet
 from learnerdist.core.env import group_rank
-from learnerdist.distributed.engine import total_losses
+from learnerdist.distributed.loops import total_losses
 from learnerdist.fastai import *
 from fastai_lines import shows
 

@@ -17,7 +17,8 @@ from ..data.loaders import call_model
 from ..learner.losses import copied
 from ..core.random import rng_state,set_rng_state
 from ..core.shards import map_tensors
-from ..distributed.engine import add_totals,autocast_of,zero_of
+from ..distributed.engine import autocast_of
+from ..distributed.loops import add_totals,zero_of
 from ..core.stacks import need
 from .snapshot import are_plain,to_plain
 

@@ -158,7 +158,7 @@ def is_stopped(pid)->bool:
     except OSError: return False
 
 # %% ../../nbs/core/00_stacks.ipynb #c014
-_ours = 'core/env core/collectives distributed/vote_links distributed/engine'
+_ours = 'core/env core/collectives distributed/vote_links distributed/loops distributed/engine'
 _waits = 'torch/distributed/','torch/autograd/graph.py',*(f'learnerdist/{o}.py' for o in _ours.split())
 
 def is_wait(frames:list)->bool:

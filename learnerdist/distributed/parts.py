@@ -16,6 +16,7 @@ from torch import Tensor
 from ..core.compat import TrackingNorm,foreach_add,version
 from ..core.env import current_group,group_size,wide_dtype
 from ..data.sharding import factors
+from .vote_links import Message,widest
 
 # %% ../../nbs/distributed/03_parts.ipynb #pt006
 class Tree:
@@ -113,19 +114,20 @@ class Part:
         "Whether its loss and its metrics are recorded, as one process would record them"
         return self.why in (None,Why.dropped)
 
-# The engine whose training batch is computed; None in evaluation and outside of batches
+# The `TrainingLoop` whose batch is computed; None in evaluation and outside of batches
 running = ContextVar('running', default=None)
 
 class Step:
     "The parts of a step that are this rank's, one after the other"
-    def __init__(self, parts:list, n_parts:int): # n_parts: of all ranks
-        self.parts,self.n_parts = parts,n_parts
+    def __init__(self, parts:list, n_parts:int, statistics=None): # n_parts: of all ranks; statistics: `PartStatistics`
+        self.parts,self.n_parts,self.statistics = parts,n_parts,statistics
         self.i,self.is_last = 0,len(parts)==1 # Of the part that is computed now
         self.cancelled = [] # The scopes that this rank has cancelled
         self.grads = Tree(len(parts), add_grads) if len(parts)>1 else None
         self.kept = {} # Gradients of batches before, since a callback accumulates
         self.sends = False # Whether its gradients travel
         self.total = 0 # Items of this rank, also of earlier batches whose gradients travel with these
+        self.device = None # On which the loss counts its items; None if that is the host
         self.items = None # Of all ranks, once they are known
         self.scope = None # What is cancelled, if all parts of all ranks are
         self.is_over = False # Whether all backward passes are over, and gradients have their scale
@@ -135,32 +137,30 @@ class Step:
     def counts(self)->bool:
         "Whether a part of this rank counts"
         return not all([o.why for o in self.parts])
-    @property
-    def on_device(self):
-        "The device on which the loss counts its items; None if that is the host"
-        return next((o.n.device for o in self.parts if isinstance(o.n, Tensor)), None)
     def weights(self):
         "The items of this rank's parts that count, added in the tree"
         return tree_sum([o.weight for o in self.parts])
+    def message(self)->Message:
+        "What this rank says of the step, before its last backward pass"
+        items = 0. if self.device else self.total # else they are counted there
+        changed = self.statistics is not None and self.statistics.has_changed()
+        return Message(items, widest(self.cancelled), self.counts, changed)
 
 # %% ../../nbs/distributed/03_parts.ipynb #pt018
 class PartStatistics:
-    "The buffers of a model in the parts of a step"
-    def __init__(self, model):
-        self.model = model
-        self.start,self.total,self.first = [],None,None
-
-    def begin_step(self, n:int): # parts of this rank
-        "Before the first part"
-        layers = [m for m in self.model.modules() if isinstance(m, TrackingNorm)]
+    "The buffers of a model in the parts of one step"
+    def __init__(self, model, n:int): # parts of this rank
+        layers = [m for m in model.modules() if isinstance(m, TrackingNorm)]
         layers = [m for m in layers if m.training and m.running_mean is not None]
         self.running = [o for m in layers for o in (m.running_mean,m.running_var)]
         self.counters = [m.num_batches_tracked for m in layers if m.num_batches_tracked is not None]
         known = {id(o) for o in self.running+self.counters}
-        self.others = [o for o in self.model.buffers() if id(o) not in known]
+        self.others = [o for o in model.buffers() if id(o) not in known]
         self.start = [(o,o.clone()) for o in self.running+self.counters+self.others]
-        self.total,self.first,self.begun = Tree(n, lambda a, b: a+b),None,False
         self.versions = [version(o) for o in self.others]
+        self.total = Tree(n, lambda a, b: a+b) # Of what the parts have made of `running`, and how many count
+        self.first = None # What part 0 has made of `others`
+        self.begun = False # Whether a part has begun
 
     @torch.no_grad()
     def begin_part(self):

@@ -7,6 +7,7 @@ __all__ = ['sum_grads', 'average_grads']
 
 # %% ../../nbs/distributed/09_replica.ipynb #55899e64
 import inspect,math,mmap,os,re
+from abc import ABC,abstractmethod
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import chain,groupby
@@ -23,7 +24,7 @@ from ..core.collectives import all_sum,carried
 from ..core.compat import check_reduced,foreach_add,ignored_by_ddp,sync_buffers,tree_leaves
 from ..core.env import current_group,group_size
 from ..core.stacks import coded,need
-from .batchnorm import Synced,sync_batchnorm
+from .batchnorm import sync_batchnorm
 from .comparison import few
 from .parts import add_earlier,running,sum_of_ranks,take_grads,tree_sum
 from .vote_links import SocketLinks,nameless
@@ -296,12 +297,12 @@ def average_grads(
 ):
     """Average gradients of a callback's own loss over ranks, weighted by the items of their batches; what has none on
     all stays without. Sync point"""
-    engine = running.get()
+    loop = running.get()
     if group_size()<2: return
-    if engine is None: return sum_grads(params, 1/group_size())
-    if weighed: return sum_grads(params, engine.rest_of_weight())
-    part = engine.part
-    n = 0. if part.why else float(part.n or batch_rows(engine.learn))
+    if loop is None: return sum_grads(params, 1/group_size())
+    if weighed: return sum_grads(params, loop.rest_of_weight())
+    part = loop.part
+    n = 0. if part.why else float(part.n or batch_rows(loop.learn))
     total = float(all_sum(torch.tensor(n, dtype=torch.double)))
     sum_grads(params, n/total if total else 0.)
 
@@ -338,7 +339,42 @@ def weigh_back(out, k):
         if isinstance(o, Tensor) and o.requires_grad: o.register_hook(lambda g: g*k)
     return out
 
-class Replica:
+# %% ../../nbs/distributed/09_replica.ipynb #trn02
+class Trained(ABC):
+    """What a fit trains in place of the model, `learn.wrapper`, and how the gradients of ranks come together: a copy of
+    the model on each rank (`Replica`), or a part of it (`Sharded`)"""
+    ddp = None   # The `DistributedDataParallel` around the model, if there is one
+    model = None # The user's
+    copies = 1   # By how many an exchange divides the sum over ranks
+    meets = False # Whether ranks exchange a message in each backward pass with an exchange, see `SharedMean`
+    may_find_unused = False # Whether unused parameters would end the run, and the user has set no option for them
+    @abstractmethod
+    def __call__(self, *xb, **kw):
+        "The forward pass of the model"
+    @abstractmethod
+    def follow(self, model):
+        "Go on with another model, which a callback has put in place of this one. Sync point"
+    @abstractmethod
+    def step_params(self)->list:
+        "The parameters whose gradients a step has"
+    @abstractmethod
+    def exchange(self, on:bool):
+        "Whether the next backward pass is to exchange gradients"
+    @abstractmethod
+    def take(self)->dict:
+        "The gradients of a part; the parameters have none afterwards"
+    @abstractmethod
+    def begin_last(self, pending:list):
+        "Before the last backward pass of a step. pending: gradients of this rank's earlier parts, see `Tree`"
+    @abstractmethod
+    def after_backward(self, pending=()):
+        "After a backward pass with an exchange: what is outside of it is added up. Sync point"
+    @abstractmethod
+    def undo(self):
+        "Leave the model as it was"
+
+# %% ../../nbs/distributed/09_replica.ipynb #trn04
+class Replica(Trained):
     "`learn.wrapper`, which the training loop calls in place of `learn.model`: DDP, made again if others are trained"
     def __init__(self, engine, sync_bn=True, comm_hook=None, by_parts=False, **ddp_kw):
         """`comm_hook` is a function of (ddp, links, parts), see `find_hook`; by_parts: whether a step may have several
@@ -348,7 +384,6 @@ class Replica:
         self.kw = ddp_kw if 'broadcast_buffers' in ddp_kw else {sync_buffers: False, **ddp_kw}
         self.parts = PartSums() if by_parts else None
         self.ddp,self._sync = None,True
-        self.meets = False # Whether ranks exchange a message in each backward pass with an exchange, see `SharedMean`
         self.params,self.trained = [],([],[])
         # By how many the exchange divides the sum over ranks
         self.copies = 1 if by_parts and comm_hook is _by_default else group_size()
@@ -367,7 +402,7 @@ class Replica:
         own = {id(p) for p in self.params}
         self.others = [p for p in self._optimized() if id(p) not in own]
         broadcast_tensors(self.others)
-        self.checked = self.regroups = False
+        self.checked = False
         self.trained,self.ddp = self._what_is_trained(),None
         if not any(p.requires_grad for p in self.params): return # DDP refuses a model that is frozen as a whole
         device = self.learn.device
@@ -390,9 +425,8 @@ class Replica:
         now = self.learn.model
         if now is not self.model and now is not self: self.follow(now) # `self`: fastai's Learner has this as its model
         if self.trained!=self._what_is_trained(): self._wrap()
-        self.regroups = False
         out,step = (self.ddp or self.model)(*xb, **kw),self.engine.loop.step
-        return weigh_back(out, self.engine.weight_of_second()) if step and step.is_over else out
+        return weigh_back(out, self.engine.loop.weight_of_second()) if step and step.is_over else out
 
     @property
     def may_find_unused(self)->bool:
@@ -415,6 +449,10 @@ class Replica:
         "Leave the model as it was"
         if self.undo_bn: self.undo_bn()
 
+    def step_params(self)->list:
+        "The parameters whose gradients a step has"
+        return self.params+self.others
+
     def exchange(self, on:bool):
         "Whether the next backward pass is to exchange gradients"
         self._sync = on
@@ -422,12 +460,6 @@ class Replica:
         # a static graph is recorded in the first pass, which must exchange
         if self.ddp.static_graph and not self.learn.train_iter: self._sync = True
         self.ddp.require_backward_grad_sync = self._sync
-
-    @property
-    def forward_exchanges(self)->bool:
-        "Whether ranks exchange something in each forward pass"
-        sync_bn = self.undo_bn and any(isinstance(m, Synced) for m in self.model.modules())
-        return bool(sync_bn or self.regroups)
 
     def take(self)->dict:
         "The gradients of a part; the parameters have none afterwards"
@@ -453,7 +485,6 @@ class Replica:
             if on and not p.requires_grad: p.grad = None # frozen after the forward pass, as in one process
         if self.ddp is None: return
         is_first,self.checked = not self.checked,True
-        if is_first: self.regroups = True # in the next forward pass DDP exchanges the order of gradients
         if self.ddp.find_unused_parameters or self.ddp.static_graph: return
         try: self.check_reduced()
         except RuntimeError: is_first = True # or a gradient did not come, which DDP tells in the next forward pass only

@@ -31,7 +31,7 @@ from ..core.shards import optimizers_in,part_of,state_part,whole
 from ..core.weights import load_weights
 from ..core.stacks import need,warn
 from .batchnorm import sync_batchnorm
-from .replica import broadcast_tensors,sum_grads,weigh_back,without_gradient
+from .replica import Trained,broadcast_tensors,sum_grads,weigh_back,without_gradient
 from ..learner.learner import get_model
 
 # %% ../../nbs/distributed/09_sharded.ipynb #hc0a87fb
@@ -304,11 +304,10 @@ def _meet(timeout_s):
     return store is not None and None not in everyones('here', key, store, timeout_s)
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h434a5f5
-class Sharded:
+class Sharded(Trained):
     """A learner's model spread over the ranks until `restore`. Within a fit it is `learn.wrapper`, as `Replica` is,
     with the same methods"""
-    ddp,undo_bn = None,None
-    forward_exchanges = True
+    undo_bn = None
     copies = property(lambda self: group_size(), doc="By how many the exchange divides the sum over ranks")
     def __init__(self, engine): # with options in `shard`
         self.engine,self.learn = engine,engine.learn
@@ -384,12 +383,15 @@ class Sharded:
             raise ValueError(f'{type(e).__name__} within the forward pass, where other ranks of a sharded model wait: '
                              'raise it in an event of a callback') from e
         step = self.engine.loop.step
-        return weigh_back(out, self.engine.weight_of_second()) if step and step.is_over else out
+        return weigh_back(out, self.engine.loop.weight_of_second()) if step and step.is_over else out
 
     def follow(self, model):
         "ValueError: another model cannot take the place of one that is sharded"
         raise ValueError('learn.model is another one than the model that is sharded')
 
+    def step_params(self)->list:
+        "The parameters whose gradients a step has"
+        return self.engine.all_params()
     def take(self)->dict:
         "Of the gradients of a part none: FSDP2 adds up those of this rank's pieces of the weights"
         return {}

@@ -6,16 +6,17 @@
 __all__ = ['DistributedTrainer']
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c002
+from abc import ABC,abstractmethod
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 
 from fastcore.basics import patch
 from fastcore.meta import delegates
 from torch.nn.parallel import DistributedDataParallel
 
-from .engine import Engine,total_losses
+from .engine import Engine
 from .failure import failing_together
+from .loops import total_losses
 from .replica import check_options,ddp_args_of_ours,find_hook
 from .sharded import shard_options
 from .shares import Share
@@ -26,14 +27,8 @@ from ..learner.metrics import reduction
 from ..learner.predictions import GatherPreds,has_result
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c007
-# The engine's methods that handle an event
-_events = dict(before_fit='begin_fit', before_batch='begin_batch', after_loss='note_loss')
-_events |= dict(before_backward='weigh', after_backward='end_backward')
-_events |= dict(after_batch='end_batch', after_dls='deal_out')
-
-class Adapter(Callback):
-    """Tells the `Engine` of a context the events of a fit. A subclass for a kind of Learner has the methods that are
-    named below"""
+class Adapter(Callback, ABC):
+    "Tells the `Engine` of a context, and its present `Loop`, the events of a fit; one for each kind of Learner"
     order = Order.trainer
     cancels = cancels # the learner's exceptions, by scope
     share_class = Share # of a loader
@@ -67,20 +62,23 @@ class Adapter(Callback):
         opts.comm_hook,opts.shard = find_hook(comm_hook),shard_options(shard, ddp_kw, comm_hook)
         self.engine = Engine(self, opts)
 
-        e = self.engine
-        events = {k: getattr(e, f) for k,f in _events.items()}
-        events |= {f'after_cancel_{k}': partial(e.cancelled, k) for k in ('train','validate')}
-        events |= {f'after_cancel_{k}': partial(e.is_agreed, k) for k in ('batch','step','backward')}
-        events |= dict(before_train=partial(e.begin_loop, True), before_validate=partial(e.begin_loop, False))
-        vars(self).update({k: f for k,f in events.items() if not hasattr(type(self), k)})
+    # --- the events of a fit, before other callbacks ---
 
-    def before_epoch(self):
-        self.engine.begin_epoch()
+    def after_dls(self): self.engine.shards.deal_out()
+    def before_fit(self): self.engine.begin_fit()
+    def before_epoch(self): self.engine.begin_epoch()
+    def before_train(self): self.engine.begin_training()
+    def before_validate(self): self.engine.begin_evaluation()
+    def before_batch(self): self.engine.loop.begin_batch()
+    def after_loss(self): self.engine.loop.note_loss()
+    def before_backward(self): self.engine.loop.weigh()
+    def after_backward(self): self.engine.loop.end_backward()
+    def after_batch(self): self.engine.loop.end_batch()
     def after_train(self):
         self.engine.ballot.place = Place.after_train
         self.end_train()
     def after_validate(self):
-        self.engine.evaluate()
+        self.engine.end_evaluation()
         self.evaluated()
     def after_epoch(self): self.engine.ballot.place = Place.after_epoch
     def after_fit(self):
@@ -88,6 +86,11 @@ class Adapter(Callback):
         self.engine.end_fit()
     def cleanup(self): self.engine.end_fit()
 
+    def after_cancel_batch(self): self.engine.is_agreed('batch')
+    def after_cancel_step(self): self.engine.is_agreed('step')
+    def after_cancel_backward(self): self.engine.is_agreed('backward')
+    def after_cancel_train(self): self.engine.cancelled('train')
+    def after_cancel_validate(self): self.engine.cancelled('validate')
     def after_cancel_epoch(self): self._leave('epoch')
     def after_cancel_fit(self): self._leave('fit')
     def _leave(self, scope):
@@ -95,7 +98,7 @@ class Adapter(Callback):
         self.end_train()
     def end_train(self):
         "At the end of a training loop, however it ended: the recorder gets the losses of all ranks. Sync point"
-        if self.engine.end_loop() and self.engine.links: self.record()
+        if self.engine.end_training() and self.engine.links: self.record()
 
     def state_dict(self)->dict:
         "Seed and epoch of the shuffling, for a checkpoint"
@@ -104,19 +107,42 @@ class Adapter(Callback):
         "Go on with a checkpoint's seed of shuffling and its number of epochs"
         self.engine.shards.go_on(state['seed'], state['epochs_before'])
 
-class AfterOthers(Callback):
-    "Runs last in each event"
-    order = Order.agreement_end
-    def __init__(self, engine):
-        e = self.engine = engine
-        vars(self).update(before_fit=e.check_settings, before_batch=e.check_batch)
-        vars(self).update(before_backward=e.begin_backward, after_backward=e.settle)
-        vars(self).update(before_train=partial(e.open_loop, True), before_validate=partial(e.open_loop, False))
-        for k in _agreed: setattr(self, k, e.ballot.agree)
+    # --- what a kind of Learner says ---
 
-# Events outside of batches in which a rank may cancel a loop around them
-_agreed = ('before_epoch after_cancel_train after_train after_cancel_validate after_validate after_cancel_epoch '
-           'after_epoch').split()
+    @abstractmethod
+    def set_device(self, device):
+        "Let the loaders put their batches on `device`"
+    @abstractmethod
+    def record(self):
+        "Let the learner's recorder have this loop's losses over all ranks. Sync point"
+    @abstractmethod
+    def counts(self)->bool:
+        "Whether the current batch of an evaluation counts"
+    @abstractmethod
+    def measured(self)->list:
+        "The metrics of this loop, and the callbacks that gather"
+    @abstractmethod
+    def evaluated(self):
+        "The metrics are those of all ranks now"
+    @abstractmethod
+    def as_kept(self, m, name, got):
+        "What becomes of the list `name` of `m`; got: `Gathered`, or None"
+
+class AfterOthers(Callback):
+    "Hears the same events after all other callbacks"
+    order = Order.agreement_end
+    def __init__(self, engine): self.engine = engine
+    def before_fit(self): self.engine.check_settings()
+    def before_train(self): self.engine.open_training()
+    def before_validate(self): self.engine.open_evaluation()
+    def before_batch(self): self.engine.loop.check_batch()
+    def before_backward(self): self.engine.loop.begin_backward()
+    def after_backward(self): self.engine.loop.settle()
+    def agree(self):
+        "After events outside of batches, in which a rank may cancel a loop around them"
+        self.engine.ballot.agree()
+    before_epoch = after_train = after_validate = after_epoch = agree
+    after_cancel_train = after_cancel_validate = after_cancel_epoch = agree
 
 # %% ../../nbs/distributed/10_trainer.ipynb #c008
 class DistributedTrainer(Adapter):

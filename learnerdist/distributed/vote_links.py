@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #c003
-import errno,itertools,os,select,socket,tempfile
+import errno,itertools,os,select,socket,struct,tempfile
 from contextlib import ExitStack,contextmanager
 from datetime import timedelta
 from enum import IntEnum
@@ -127,6 +127,8 @@ class SocketLinks(Links):
         super().__init__(rank, world_size, timeout_s)
         # For each n of `hops` a socket to the rank n before this one, and one to the rank n after it
         self.to,self.by = {},{}
+        # Seconds in which it looks for a message without sleeping: others need the core if there are more ranks
+        self.awake_s = _awake_s if has_core_each(world_size) else 0.
 
     def close(self):
         "Close the sockets; ranks that wait for this one get an error"
@@ -141,7 +143,7 @@ class SocketLinks(Links):
 
     def hear(self, n, n_bytes):
         self.by[n].settimeout(self.timeout_s)
-        arrived,awake = select.poll(),perf_counter()+_awake_s
+        arrived,awake = select.poll(),perf_counter()+self.awake_s
         arrived.register(self.by[n], select.POLLIN)
         while perf_counter()<awake and not arrived.poll(0): pass
         try: got = self.by[n].recv(n_bytes)
@@ -182,6 +184,11 @@ def nameless(n_bytes)->int:
     return fd
 
 _awake_s = 1e-4 # A process that sleeps is woken some 40 µs after the message
+
+def has_core_each(n:int)->bool:
+    "Whether `n` processes of this machine have a core each"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    return n<=cores
 
 # SIGPIPE would end a process that does not ignore it, as Python does
 _no_signal = getattr(socket, 'MSG_NOSIGNAL', 0)
@@ -273,36 +280,46 @@ class Asks(IntEnum):
     after_step = 2
     at_end = 3
 
-class Vote(NamedTuple):
-    "What a rank votes"
-    scope:str=None    # What it cancels; None: nothing
-    more:bool=False   # Whether it has another batch
-    save:bool=False   # Whether it wants a checkpoint
-    stop:bool=False   # Whether it wants a checkpoint, and then to stop
+# %% ../../nbs/distributed/00_vote_links.ipynb #vt07
+_row = struct.Struct('<d7B') # of 15 bytes, beside which its place travels
+
+class Message(NamedTuple):
+    "What a rank says of a step, to all ranks: in its last backward pass how it counts, and after it how to go on"
+    items:float=0.     # Items of its parts, if the host counts them
+    scope:str=None     # The widest scope that it has cancelled; None: nothing
+    counts:bool=False  # Whether a part of it counts
+    changed:bool=False # Whether its forward passes have changed buffers, see `PartStatistics`
+    more:bool=False    # Whether it has another batch
+    save:bool=False    # Whether it wants a checkpoint
+    stop:bool=False    # Whether it wants a checkpoint, and then to stop
     asks:Asks=Asks.no
     def row(self)->bytes:
-        "The vote as it travels: 5 bytes"
-        return bytes([scopes.index(self.scope), *self[1:]])
+        "The message as it travels: 15 bytes"
+        return _row.pack(self.items, scopes.index(self.scope), *self[2:])
 
-class Tally(NamedTuple):
-    "The outcome of a vote, the same on every rank"
-    scope:str  # The widest scope that a rank has cancelled; None: go on
-    more:int   # How many ranks have another batch
-    save:bool  # Whether a rank wants a checkpoint
-    stop:bool  # Whether a rank wants a checkpoint, and then to stop
-    asked:bool # Whether a rank asks
-    all_ask:bool # Whether all ranks ask, in the same phase: what they cancel is skipped
+class Outcome(NamedTuple):
+    "What the messages of all ranks say together, the same on every rank"
+    items:tuple   # Of each rank
+    scope:str     # The widest scope that a rank has cancelled; None: go on
+    counts:bool   # Whether a part of any rank counts
+    changed:bool  # Whether buffers have changed on any rank
+    more:int      # How many ranks have another batch
+    save:bool     # Whether a rank wants a checkpoint
+    stop:bool     # Whether a rank wants a checkpoint, and then to stop
+    asked:bool    # Whether a rank asks
+    all_ask:bool  # Whether all ranks ask, in the same phase: what they cancel is skipped
 
-def tally(rows:list)->Tally:
-    "The outcome of the votes of all ranks"
-    scope,more,save,stop,asks = zip(*rows)
-    return Tally(scopes[max(scope)], sum(more), any(save), any(stop), any(asks), 0<min(asks)==max(asks))
+def outcome(rows:list)->Outcome:
+    "The outcome of the messages of all ranks"
+    items,scope,counts,changed,more,save,stop,asks = zip(*map(_row.unpack, rows))
+    all_ask = 0<min(asks)==max(asks)
+    return Outcome(items, scopes[max(scope)], any(counts), any(changed), sum(more), any(save), any(stop),
+                   any(asks), all_ask)
 
-# %% ../../nbs/distributed/00_vote_links.ipynb #vt07
-def cast(links, vote:Vote, place:Place)->Tally:
+def cast(links, vote:Message, place:Place)->Outcome:
     """Vote, over `links` (None with one process). If other ranks ask and this one does not, the same vote is cast
     again. Sync point"""
     row = vote.row()
     while True:
-        res = tally(links.exchange(row, place) if links else [row])
+        res = outcome(links.exchange(row, place) if links else [row])
         if vote.asks or not res.asked: return res

@@ -5,7 +5,7 @@ from learnerdist.core.rank0 import rank0_first
 from learnerdist.core.env import num_distrib,rank_distrib,teardown_distrib
 from learnerdist.distributed.batchnorm import sync_batchnorm
 from learnerdist.distributed.data_parallel import ParallelTrainer
-from learnerdist.distributed.engine import gather_with_grad
+from learnerdist.distributed.loops import gather_with_grad
 from learnerdist.distributed.profiling import Timer
 from learnerdist.distributed.replica import average_grads
 from learnerdist.fastai.checkpoint import load_learner

@@ -31,7 +31,7 @@ from ..core.env import group_rank,group_size
 from ..core.lending import replaced
 from ..data.loaders import find_bs
 from ..distributed.evaluation import Evaluation
-from ..distributed.engine import total_losses
+from ..distributed.loops import total_losses
 from ..distributed.shares import is_share
 from ..distributed.trainer import Adapter,AfterOthers
 from .loaders import ShareDL
@@ -80,7 +80,7 @@ class Results:
     gather = None # An option of `get_preds`
     def before_validate(self):
         "Before the loop, and before other callbacks"
-        self.engine.begin_loop(False)
+        self.engine.begin_evaluation()
         cbs = self._gatherers()
         if self.gather: vars(cbs[-1]).update(gather=self.gather) # the last one is that of `get_preds`
         if not is_share(self.dl): return
@@ -136,9 +136,9 @@ class OfFits:
         self.engine.begin_epoch()
     def follow_dls(self):
         "Deal out the learner's loaders, if it has got other ones since. Sync point then"
-        if self.learn.dls is not self.engine.shards.dls: self.engine.deal_out()
+        if self.learn.dls is not self.engine.shards.dls: self.engine.shards.deal_out()
     def before_train(self):
-        self.engine.begin_loop(True)
+        self.engine.begin_training()
         rec,self.trained,self.steps = vars(self.learn).get('recorder'),True,[]
         if rec is None: return
         self.begun = len(rec.losses),copy.copy(rec.smooth_loss)
@@ -204,7 +204,7 @@ def _(loss_func:MethodType): # that of MixUp and CutMix works for their batch on
 class OfBatches:
     "What it does within a batch"
     def before_batch(self):
-        self.engine.begin_batch()
+        self.engine.loop.begin_batch()
         self.has_loss = False
         if not self.training: return self.number_files()
         if self.engine.loop.evaluation: self.learn.recorder.train_metrics = True
@@ -215,12 +215,12 @@ class OfBatches:
         if acc is None or not engine.weighs: return
         if engine.loop.step.i==0:
             n = 0 if self.learn.repeated else find_bs(self.yb)
-            self.rows,_ = engine.step_totals(n, False)
+            self.rows,_ = engine.loop.step_totals(n, False)
         # else each batch has its own scale, so its gradients travel; a user's function may count anything
         over = loss_over(self.learn)
         seen = self.watches and over.kind=='unknown' # at the first batch: what it counts will be seen
         self.adds_up = over.of_samples and not seen and not engine.by_parts
-        if self.adds_up: engine.accumulate(acc.count+self.rows>=acc.n_acc, acc.n_acc, corrects=False)
+        if self.adds_up: engine.loop.accumulate(acc.count+self.rows>=acc.n_acc, acc.n_acc, corrects=False)
     def _accumulation(self):
         return next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
     def before_backward(self):
@@ -230,17 +230,17 @@ class OfBatches:
             own = find_bs(self.yb)
             self.learn.loss_grad = self.learn.loss_grad*((acc.n_acc if self.adds_up else self.rows)/own)
             if self.engine.loop.step.is_last: acc.count += self.rows-own
-        self.engine.weigh()
+        self.engine.loop.weigh()
     def after_loss(self):
         if self.learn.training: check_targets(self.learn)
         # what is the loss the mean over? If it does not show, the next batches are not observed
         if self.trace is not None:
             self.learn.items = self.end_trace().items(self.learn.loss_grad)
             self.watches = self.learn.items is not None
-        self.engine.note_loss()
+        self.engine.loop.note_loss()
         self.has_loss = True
     def after_batch(self):
-        self.engine.end_batch()
+        self.engine.loop.end_batch()
         if not self.training: return
         # which it reads later in this event
         if self.engine.loop.evaluation: self._measure()
@@ -279,7 +279,7 @@ class OfRecords:
     def end_train(self):
         "At the end of a training loop, however it was left: the recorder gets the losses of all ranks. Sync point"
         many = self.engine.links is not None # else there may have been more ranks in this epoch, before a restart
-        if (self.engine.end_loop() if many else self.steps) and 'recorder' in vars(self.learn): self.record()
+        if (self.engine.end_training() if many else self.steps) and 'recorder' in vars(self.learn): self.record()
         if not many: self.steps = []
     def record(self):
         "Replace the Recorder's losses by those of the global batches. Sync point"
