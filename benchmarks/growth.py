@@ -19,7 +19,7 @@ from learnerdist.core.env import current_group,group_rank,group_size,in_group,pr
 from learnerdist.distributed.vote_links import GlooLinks,Links,open_links
 from learnerdist.distributed.replica import SharedMean
 from learnerdist.launch.processes import share_of_cores
-from learnerdist.data.sharding import epoch_order,share,share_len
+from learnerdist.data.sharding import epoch_order,share_len
 from step_time import Task,as_way,bare,lr,ours,sgd,skip
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -225,7 +225,7 @@ def simulate(W=1024, n=2**20+5):
     start = time.perf_counter()
     order,lens,seen = epoch_order(n, 1, 2, True),[],torch.zeros(n, dtype=torch.int8)
     for r in range(W):
-        idxs = share(order, r, W, pad=False)
+        idxs = order[r::W]
         seen[idxs] += 1
         lens.append(len(idxs))
     padded = {share_len(n, r, W) for r in range(W)}

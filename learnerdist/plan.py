@@ -148,7 +148,7 @@ class Planner(Callback):
     def after_batch(self):
         if not self.training: return
         self.rows += batch_rows(self.learn)
-        if self.learn.runner.more_parts: return
+        if self.learn.runner.loop.more_parts: return
         self.batches += 1
         if not self.stepped: return
         self.traffic.__exit__(None, None, None)

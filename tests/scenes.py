@@ -491,7 +491,6 @@ of_four = partial(micro, 44, 24, 4, 24)
 scenes |= {'groups, even': micro(), 'groups, the last one short': micro(42), 'groups, the last batch short': of_four(),
            'groups, not a multiple': micro(48, 24, 2, 18), 'groups, one an epoch': micro(48, 48, 8, 1000),
            'groups, clipped, decay': of_four(cbs=lambda: [GradientClip(.3), decays()]),
-           'groups, clipped by value': of_four(cbs=lambda: [GradientClip(value=.01)]),
            'groups, stream': of_four(ds=streamed(points), val_ds=points), 'groups, adam': of_four(**adam),
            'groups, static graph': of_four(ctx=dict(seed=3, static_graph=True)),
            'groups, view': of_four(ctx=dict(seed=3, gradient_as_bucket_view=True)),
@@ -499,7 +498,7 @@ scenes |= {'groups, even': micro(), 'groups, the last one short': micro(42), 'gr
            'groups, bn': micro(86, 48, 4, 48, model=normed, whole=False)} # its statistics are those of a batch, not of a group
 scenes |= {f'clip {k}': scene(cbs=partial(clips, **kw)) for k,kw in dict(
     norm=dict(max_norm=.3), norm1=dict(max_norm=.5, norm_type=1.), max=dict(max_norm=.1, norm_type=float('inf')),
-    value=dict(value=.02), measure=dict(max_norm=float('inf'))).items()}
+    measure=dict(max_norm=float('inf'))).items()}
 # Cancelled in the middle of a group, on all ranks or on one; also with what changes gradients before a step
 in_groups = partial(micro, 96, 24, 2, 24, whole=False) # micro-batches of 12, which 2, 3 and 4 ranks can share
 events = 'before_batch','after_pred','after_backward'

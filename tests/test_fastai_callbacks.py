@@ -484,7 +484,7 @@ class Reduces(Callback):
     "Counts the all-reduces of gradients"
     def before_fit(self): self.learn.n_reduced = 0
     def before_train(self):
-        if self.learn.runner.model is not None: self.learn.wrapper.ddp.register_comm_hook(self.learn, counted)
+        if self.learn.runner.loop.model is not None: self.learn.wrapper.ddp.register_comm_hook(self.learn, counted)
 
 def counted(learn, bucket):
     learn.n_reduced += 1

@@ -40,12 +40,11 @@ class Rates(Callback):
     def before_fit(self): self.lrs = []
     def before_step(self): self.lrs.append(self.opt.hypers[-1]['lr'])
 
-def runs(path, scale):
+def runs(path):
     res = {}
     for k,ctx in {'plain': {}, 'bf16': dict(comm_hook='bf16')}.items():
-        learn = make(.02 if scale else .04, Path(path)/k)
-        ramp = warm_up(3, drops, scale_lr=True) if scale else warm_up(3, drops, start=.5)
-        cbs = [Scheduler(ramp, by='epoch'), SaveModelCallback('valid_loss', keep=2), Timer(), Rates()]
+        learn = make(.04, Path(path)/k)
+        cbs = [Scheduler(warm_up(3, drops, start=.5), by='epoch'), SaveModelCallback('valid_loss', keep=2), Timer(), Rates()]
         with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(seed=3, **ctx):
             learn.fit(8, cbs=cbs)
             distrib_barrier()
@@ -55,9 +54,9 @@ def runs(path, scale):
     return res,diverged(Path(path)/'nan')
 
 def test_fastais_learner(tmp_path):
-    want,diverges = runs(tmp_path/'one', False)
+    want,diverges = runs(tmp_path/'one')
     torch.testing.assert_close(torch.tensor(want['plain']['rates'][::3]), torch.tensor([.02,.04*2/3,.04*5/6,.04,.04,.04,.012,.012]))
-    for res,got in run_ranks(runs, 2, tmp_path/'two', True):
+    for res,got in run_ranks(runs, 2, tmp_path/'two'):
         for k,tol in (('plain', 1e-9),('bf16', 1e-2)):
             a,b = res[k],want[k]
             torch.testing.assert_close(a['weights'], b['weights'], atol=tol, rtol=tol)

@@ -113,14 +113,14 @@ def tuned():
         learn.fit(1, .1)
         res['freeze'] = weights(learn)
         learn.unfreeze()
-        learn.fit_flat_cos(2, slice(.01, .1))
-        res['flat_cos'],res['lrs'] = weights(learn),learn.recorder.lrs
+        learn.fit_one_cycle(2, slice(.01, .1))
+        res['unfreeze'],res['lrs'] = weights(learn),learn.recorder.lrs
     return res
 
 def test_fine_tune():
     one = alike(tuned)
     body = slice(0, 16*8+8)
-    assert torch.equal(one['fine_tune'][body], one['freeze'][body]) and not torch.equal(one['flat_cos'][body], one['freeze'][body])
+    assert torch.equal(one['fine_tune'][body], one['freeze'][body]) and not torch.equal(one['unfreeze'][body], one['freeze'][body])
     assert not torch.equal(one['fine_tune'][136:152], one['freeze'][136:152]) # BatchNorm in the frozen group trains, as in fastai
 
 class Takes(nn.Module):

@@ -33,31 +33,6 @@ def rows(parts): return [[o for b in part for o in b] for part in parts]
 def flat(parts): return sum(rows(parts), [])
 def plain(b): return b          # a collate function that keeps lists
 
-# --- the sweep ---
-
-def check(n, bs, W, drop_last, shuffle, workers):
-    dl = TfmdDL(list(range(n)), bs, shuffle=shuffle, drop_last=drop_last, num_workers=workers)
-    order = epoch_order(n, 2, 9, shuffle).tolist()
-    padded = order + [i%n for i in range(-n%W if n else 0)]
-    for pad,longer in ((True, padded), (False, order)):
-        dls = ranks(dl, W, 2, seed=9, pad=pad)
-        got = read(dls)
-        expect = [longer[r::W] for r in range(W)]
-        if drop_last: expect = [o[:len(o)//bs*bs] for o in expect]
-        assert rows(got)==expect
-        assert [len(o) for o in dls] == [len(o) for o in got]
-        assert [(o.n, o.n_total) for o in dls] == [(len(longer[r::W]), n) for r in range(W)]
-        if pad: assert len({len(o) for o in got})==1
-        assert all(len(b)==bs for part in got for b in part[:-1])
-
-@pytest.mark.parametrize('drop_last', [False, True])
-@pytest.mark.parametrize('shuffle', [False, True])
-def test_sweep(drop_last, shuffle):
-    for n,bs,W in product((*range(8), 13, 24), (1, 2, 7), (1, 2, 3, 5)): check(n, bs, W, drop_last, shuffle, 0)
-
-@pytest.mark.parametrize('n,bs,W,drop_last,shuffle', [(1,3,2,False,True), (7,2,2,True,False)])
-def test_sweep_with_workers(n, bs, W, drop_last, shuffle): check(n, bs, W, drop_last, shuffle, 2)
-
 def test_epochs_reshuffle_and_rereading_does_not():
     dls = ranks(DataLoader(range(30), 4, shuffle=True), 3)
     first = read(dls)
@@ -168,9 +143,6 @@ class Whole(IterableDataset):
         items = self.order()
         while items: yield items.pop(int(torch.randint(len(items), (1,))) if self.shuffle else 0)
 
-class Sized(Whole):
-    def __len__(self): return self.end-self.start
-
 class Own(Whole):
     "Splits itself, in a generator"
     def order(self):
@@ -215,9 +187,8 @@ STREAMS = {
 @pytest.mark.parametrize('W', [1, 2, 3])
 def test_streams_in_this_process(kind, W):
     make,init = STREAMS[kind]
-    for n in (0, 1, 2, 5, 6):
-        for bs,drop_last in product((1, 2, None), (False, True)):
-            if bs is None and drop_last: continue
+    for n in (0, 1, 5, 6):
+        for bs,drop_last in ((1, False), (2, True), (2, False), (None, False)):
             dl = DataLoader(make(n), bs, drop_last=drop_last, worker_init_fn=init)
             whole = read(ranks(dl, W, 1, pad=False))
             got = read(ranks(dl, W, 1))
@@ -249,10 +220,6 @@ def test_global_batches_of_streams_do_not_depend_on_world_size(kind, workers):
     assert steps(2, 2)==steps(1, 4) and (workers or steps(4, 1)==steps(1, 4))
 
 def test_length_of_streams():
-    for n,bs,W,drop_last,pad in product((0, 1, 2, 5), (1, 3), (1, 3), (False, True), (False, True)):
-        dls = ranks(DataLoader(Sized(n), bs, drop_last=drop_last), W, pad=pad)
-        assert [len(o) for o in dls] == [len(list(o)) for o in dls]
-        assert sum(o.n for o in dls) == (n if not pad else -(-n//W)*W) and dls[0].n_total==n
     unsized = ranks(DataLoader(Whole(3)), 2)[0]
     assert unsized.n is None and unsized.n_total is None
     with pytest.raises(TypeError): len(unsized)

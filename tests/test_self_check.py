@@ -470,7 +470,7 @@ def second_pass(): return learner(ds=data(45), cbs=Twice())
 def other_options(): return learner()
 other_options.options = lambda: dict(timeout_s=20.)|[{},dict(checks='error', check_every=2, seed=4)][group_rank()]
 class OwnEMA(EMA): "A class of the user's"
-def other_decays(): return learner(cbs=[OwnEMA(.9-.2*group_rank()),GradientClip(2, value=[None,.1][group_rank()])])
+def other_decays(): return learner(cbs=[OwnEMA(.9-.2*group_rank()),GradientClip(2, [2.,1.][group_rank()])])
 def rank0_saves(): return learner(cbs=[Checkpoint('never')]*(group_rank()==0)+[CSVLogger('never')]*group_rank())
 def other_intervals(): return learner(cbs=Checkpoint('never', every=1+group_rank(), in_memory=3))
 for _o in (other_decays, rank0_saves, other_intervals): _o.options = lambda: dict(timeout_s=20.)
@@ -482,7 +482,7 @@ offenders = [(mixing,r'\[mixes-samples\] predictions of Sequential depend on whi
     (other_length,r'ValueError: \[different-data\] .*len\(training data\): 24 on rank 0, 30 on rank 1'),
     (other_rate,r'ValueError: \[different-settings\] .*momentum of parameter group 0: 0\.1 on rank 0, 0\.2 on rank 1'),
     (other_options,r"ValueError: \[different-settings\] .*: seed: 3 on rank 0, 4 on rank 1; check_every: None .*, 2 .*; checks: 'warn' "),
-    (other_decays,r'ValueError: .*: OwnEMA.decay: 0.9 on rank 0, 0.7\d* on rank 1; GradientClip.value: None on rank 0, 0.1 on rank 1.'),
+    (other_decays,r'ValueError: .*: OwnEMA.decay: 0.9 on rank 0, 0.7\d* on rank 1; GradientClip.norm_type: 2.0 on rank 0, 1.0 on rank 1.'),
     (rank0_saves,r'ValueError: .*: Checkpoint: given on rank 0, none on rank 1. Give'),
     (other_intervals,r'ValueError: .*: Checkpoint.every: 1 on rank 0, 2 on rank 1. Give'),
     (target_model,r'\[ranks-differ\] target\.target\.1\.running_mean, .*running_var: each.*sync_batchnorm'),

@@ -140,7 +140,7 @@ def acc(n): return lambda W: GradientAccumulation(n)
 same = dict(sgd=even(opt=sgd), adamw=even(), one_cycle=even(cycle=True), few=even(n_valid=1),
             few_of_blocks=even(model=blocks, n_valid=1, ctx=dict(timeout_s=20)),
             groups=even(splitter=two_groups, lr=[.01,.05]), lookahead=even(opt=ahead), clip=even(cbs=[lambda W: GradientClip(.5)]),
-            clip_value=even(cbs=[lambda W: GradientClip(value=.02)]), frozen=even(model=partly_frozen), tied=even(model=tied),
+            frozen=even(model=partly_frozen), tied=even(model=tied),
             accumulation=even(cbs=[acc(24)]), odd=even(cbs=[acc(36)], n=56),
             once=even(cbs=[acc(24),lambda W: GradientClip(.5)], shard=dict(sync_once=True), fits=(1,2)),
             once_odd=even(cbs=[acc(36)], n=56, opt=sgd, shard=dict(sync_once=True, blocks=Layer)),

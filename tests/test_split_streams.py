@@ -129,7 +129,7 @@ def whole(dl, dealer):
     return Ignores()
 
 def sampler(n, rank=0): return DataLoader(data(), 2, sampler=DistributedSampler(range(N), n, rank))
-LIARS = dict(deaf=(lambda: Deaf(data(), 2), 'rank . has seen 11 batches of a Deaf in this epoch, and .* are its own; it never asks'),
+LIARS = dict(deaf=(lambda: Deaf(data(), 2), 'rank . has seen 11 batches of a Deaf in this epoch, and .* are its own: if it skips'),
     halves=(lambda: Halves(data(), 2), 'rank . has seen 3 batches of a Halves in this epoch, and 6 are its own'),
     headed=(lambda: DataLoader(Headed(), 2), 'rank . has seen 1[12] of the 22 samples of a Headed: its length is wrong, or it splits'),
     ignores=(Ignores, 'rank . has seen 11 batches of a Ignores in this epoch, and 6 are its own'),

@@ -1,8 +1,10 @@
-"""The size of the package: `python tools/figures.py [root of another checkout]`; the calls of a step: tools/walks.py
+"""The size and density of the package: `python tools/figures.py [root of another checkout]`; calls of a step: tools/walks.py
 
 Lines are code lines as `ruff format --line-length 100` makes them, without comments, docstrings and blank lines, so that
-typography does not change them."""
+typography does not change them. Densities are per 100 code lines as they were written, beside those of fastai if it is
+installed."""
 import ast
+import importlib.util
 import io
 import subprocess
 import sys
@@ -56,6 +58,37 @@ def sizes(root):
     res['lines of tests'] = sum(len(o.read_text().splitlines()) for o in (Path(root)/'tests').glob('*.py'))
     return res
 
+comprehensions = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
+
+def of_several(node):
+    "Whether an assignment gives several values to as many names, as in `a,b = 1,2`"
+    return isinstance(node.value, ast.Tuple) and any(isinstance(o, ast.Tuple) for o in node.targets)
+
+def densities(paths):
+    "How dense the lines of these modules are, by name"
+    n_lines,nodes = 0,[]
+    for path in paths:
+        source = path.read_text()
+        n_lines += len(code_lines(source))
+        nodes += ast.walk(ast.parse(source))
+    n_comprehensions = sum(isinstance(o, comprehensions) for o in nodes)
+    n_conditional = sum(isinstance(o, ast.IfExp) for o in nodes)
+    assigned = [o for o in nodes if isinstance(o, ast.Assign)]
+    return {'comprehensions per 100 lines': 100*n_comprehensions/n_lines,
+            'conditional expressions per 100 lines': 100*n_conditional/n_lines,
+            '% of assignments give values to several names': 100*sum(map(of_several, assigned))/len(assigned)}
+
+def fastai_modules():
+    "The modules of the installed fastai; none if there is none"
+    spec = importlib.util.find_spec('fastai')
+    if spec is None: return []
+    return [o for o in Path(spec.origin).parent.rglob('*.py') if o.name!='_modidx.py']
+
 if __name__=='__main__':
     root = next((o for o in sys.argv[1:] if not o.startswith('-')), Path(__file__).parent.parent)
     for name,n in sizes(root).items(): print(f'{n:7,} {name}')
+    beside = fastai_modules()
+    of_fastai = densities(beside) if beside else {}
+    for name,x in densities(modules_of(root)).items():
+        other = f' (fastai: {of_fastai[name]:.1f})' if of_fastai else ''
+        print(f'{x:7.1f} {name}{other}')

@@ -8,7 +8,7 @@ from learnerdist import all as public
 from learnerdist.distributed.replica import ddp_options
 
 package = Path(__file__).parent.parent/'learnerdist'
-stubbed = 'learner/learner','learner/recorder','data/loaders'
+stubbed = 'learner/learner','data/loaders'
 functions = ast.FunctionDef,ast.AsyncFunctionDef
 
 def patched()->dict:

@@ -364,7 +364,7 @@ class Checkpoint(Callback):
         if self.state.unsettled: settle(self.learn, self.state.trainer.ddp)
         self.state.unsettled = False
     def after_batch(self):
-        if not self.active or self.learn.runner.more_parts: return
+        if not self.active or self.learn.runner.loop.more_parts: return
         if self.training: self.when.after_step(self.train_iter)
         if self.engine is None: self.hear(*self.wishes())
 

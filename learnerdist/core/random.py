@@ -170,34 +170,31 @@ def untouched(func):
 def undoing(func):
     "Calls that put back attributes, buffers, the variables around a function, and the global names that it uses"
     todo,seen = [func],set()
-    while todo:
-        o = todo.pop()
+    for o in todo: # it grows
         if id(o) in seen or isinstance(o, type): continue
         seen.add(id(o))
+        values = []
         if isinstance(o, partial): todo.append(o.func)
         elif isinstance(o, MethodType): todo += [o.__self__,o.__func__]
-        elif isinstance(o, torch.nn.Module): yield from _of_objects(*o.modules())
-        elif hasattr(o, '__dict__'): yield from _of_objects(o)
-        if not isinstance(o, FunctionType): continue
-        cells = [c for c in o.__closure__ or () if c!=CellType()]
-        names = {k: o.__globals__[k] for k in o.__code__.co_names if k in o.__globals__}
-        inner = [*[c.cell_contents for c in cells],*names.values()]
-        yield partial(o.__globals__.update, names)
-        yield from [partial(setattr, c, 'cell_contents', c.cell_contents) for c in cells]
-        yield from _of_values(inner)
-        todo += [v for v in inner if callable(v) and getattr(v, '__globals__', o.__globals__) is o.__globals__]
+        elif isinstance(o, torch.nn.Module):
+            for m in o.modules(): values += [vars(m),*vars(m).values(),*m.buffers(False)]
+        elif hasattr(o, '__dict__'): values = [vars(o),*vars(o).values()]
+        if isinstance(o, FunctionType):
+            cells = [c for c in o.__closure__ or () if c!=CellType()]
+            names = {k: o.__globals__[k] for k in o.__code__.co_names if k in o.__globals__}
+            inner = [*[c.cell_contents for c in cells],*names.values()]
+            yield partial(o.__globals__.update, names)
+            yield from [partial(setattr, c, 'cell_contents', c.cell_contents) for c in cells]
+            todo += [v for v in inner if callable(v) and getattr(v, '__globals__', o.__globals__) is o.__globals__]
+            values += inner
+        yield from filter(None, map(_undo, values))
 
-def _of_objects(*os):
-    for o in os:
-        yield partial(_put_back, vars(o), dict(vars(o)))
-        yield from _of_values([*vars(o).values(),*(o.buffers(False) if isinstance(o, torch.nn.Module) else ())])
-
-def _of_values(vs):
-    for v in vs:
-        if type(v) is list: yield partial(v.__setitem__, slice(None), v[:])
-        elif isinstance(v, dict): yield partial(_put_back, v, dict(v))
-        elif isinstance(v, torch.Tensor) and not (v.requires_grad or v.is_inference()):
-            yield partial(_fill, v, version(v), v.clone())
+def _undo(v):
+    "A call that puts back what a list, a dict or a tensor holds; None for other objects"
+    if type(v) is list: return partial(v.__setitem__, slice(None), v[:])
+    if isinstance(v, dict): return partial(_put_back, v, dict(v))
+    if isinstance(v, torch.Tensor) and not (v.requires_grad or v.is_inference()):
+        return partial(_fill, v, version(v), v.clone())
 
 def _put_back(d, was):
     for k in d.keys()-was.keys(): del d[k]
@@ -217,11 +214,11 @@ class shared_rng:
         self.reseed(*seeds)
     def reseed(self, *seeds):
         "Begin new streams from these seeds"
-        s,np = mix_seed(*seeds),sys.modules.get('numpy')
-        devices = [o.device for o in (torch.default_generator,*self.gens)]
-        cpu,*gens = [torch.Generator(o).manual_seed(s).get_state() for o in devices]
-        numpys = np and np.random.RandomState(s%2**32).get_state()
-        self.inner = (random.Random(s).getstate(),numpys,cpu,None),gens
+        outer,s = rng_state(device=False),mix_seed(*seeds)
+        seed_streams(*seeds, device=False)
+        gens = [torch.Generator(g.device).manual_seed(s).get_state() for g in self.gens]
+        self.inner = rng_state(device=False),gens
+        set_rng_state(outer)
     def _swap(self, state):
         "Set these streams, and return their old states. The GPU's does not change, since no sampler draws from it"
         old = rng_state(device=False),[g.get_state() for g in self.gens]
@@ -234,15 +231,13 @@ class shared_rng:
     def __exit__(self, *exc): self.inner = self._swap(self.outer)
 
 # %% ../../nbs/core/04_random.ipynb #c020
-def draw(items, rng:shared_rng, chunk:int=1, first:int=1, note=lambda got: None):
-    """Iterator over `items`, which draws its random numbers from `rng`. It reads `first` items, then `chunk` at a time:
-    each swap of random streams takes some 20 µs. note: called with each list of items that was read, at the end with an
-    empty one"""
+def draw(items, rng:shared_rng, chunk:int=1, first:int=1):
+    """Iterator over lists of `items`, which draw their random numbers from `rng`. It reads `first` items, then `chunk` at
+    a time: each swap of random streams takes some 20 µs"""
     with rng: it = iter(items)
     size = first
     while True:
         with rng: got = list(islice(it, size))
-        note(got)
         if not got: return
-        yield from got
+        yield got
         size = chunk

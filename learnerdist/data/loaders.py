@@ -132,29 +132,29 @@ def changed(dl:DataLoader, dataset=None, **kw)->DataLoader:
     `batch_size`; returns: a copy, of the class of `dl` and with its other attributes"""
     check_options(kw, ['bs'])
     if 'bs' in kw: kw['batch_size'] = kw.pop('bs')
-    old,new = loader_settings(dl),copy.copy(dl)
-    for k,replaced in _REPLACES.items():
-        if k in kw: old = {o:v for o,v in old.items() if o not in replaced}
-    if kw.get('num_workers')==0: old = {o:v for o,v in old.items() if o not in _WORKER_OPTIONS}
-    if dataset is not None: old = _for_other_data(old)
+    gone = {*(_WORKER_OPTIONS if kw.get('num_workers')==0 else ())}
+    for k in kw: gone.update(_REPLACES.get(k, ()))
+    old = {k:v for k,v in loader_settings(dl).items() if k not in gone}
     if dataset is None: dataset = dl.dataset
+    else: _for_other_data(old)
+    new = copy.copy(dl)
     vars(new).update(vars(DataLoader(dataset, **{**old, **kw}))) # checked by torch
     return new
 
 def _for_other_data(old):
-    "Settings without the samplers that belong to the old data set"
+    "Take the samplers that belong to the old data set out of settings"
     sampler = old.pop('sampler', None)
-    plain = sampler is None or type(sampler) is SequentialSampler or is_shuffled(sampler)
-    own = old.get('batch_sampler', None if plain else sampler)
-    kind = type(own).__name__
-    what = f'{kind} was made for another data set'
-    need(own is None, f'{what}: give a sampler, batch_sampler or shuffle')
-    return {**old, 'shuffle': is_shuffled(sampler)} if sampler is not None else old
+    own = old.get('batch_sampler', sampler)
+    if own is None: return
+    plain = type(own) is SequentialSampler or is_shuffled(own)
+    need(plain, f'{type(own).__name__} was made for another data set: give a sampler, batch_sampler or shuffle')
+    old['shuffle'] = is_shuffled(own)
 
 # %% ../../nbs/data/01_loaders.ipynb #c024
 def as_list(fs)->list:
     "One function, several, or none as a list"
-    return list(fs) if isinstance(fs, (list, tuple)) else [] if fs is None else [fs]
+    if fs is None: return []
+    return list(fs) if isinstance(fs, (list, tuple)) else [fs]
 
 def pipe(fs, o):
     "Apply the functions `fs` to `o`, one after the other"

@@ -10,10 +10,10 @@ from functools import partial
 from types import FunctionType
 
 import torch
-from fastcore.basics import patch
+from fastcore.basics import listify,patch
 from torch import nn
 
-from ..core.compat import call_with_hooks,compiled_call,compiled_inside,plain_calls,tree_map
+from ..core.compat import call_with_hooks,compiled_call,compiled_inside,plain_calls
 from ..core.stacks import need
 from ..data.loaders import batch_shape
 from .batchnorm import leave_uncompiled
@@ -27,63 +27,51 @@ from ..learner.predictions import Unshared
 def find_regions(model, regional, shards=None)->list:
     """The modules that are compiled, each by itself (`regional` as in `Learner.compile`; `shards`: the learner's
     `Sharded`); ValueError if there is none, or if the model cannot be compiled"""
-    if hasattr(model, compiled_inside):
-        raise ValueError('learn.model is the result of torch.compile: give the model itself')
-    if shards and regional is False: raise ValueError('regional=False: a sharded model is compiled by its blocks')
+    is_compiled = hasattr(model, compiled_inside)
+    need(not is_compiled, 'learn.model is the result of torch.compile: give the model itself')
+    by_blocks = shards is None or regional is not False
+    need(by_blocks, 'a sharded model is compiled by its blocks', regional=regional)
     if shards and regional is None: return shards.blocks[:-1] or [model]
     if not regional: return [model]
     if regional is True: found = [m for m in repeated_blocks(model) if next(m.children(), None) is not None]
-    elif callable(regional) and not isinstance(regional, type): found = outermost(model, regional)
-    else:
-        kinds = tuple(regional) if isinstance(regional, (list,tuple)) else regional
-        found = outermost(model, lambda m: isinstance(m, kinds))
-    if found: return found
-    raise ValueError(f'regional={regional!r}: no such blocks; give their classes, or regional=False')
+    else: found = outermost(model, tuple(listify(regional)))
+    need(found, 'no such blocks; give their classes, or regional=False', regional=regional)
+    return found
 
-def outermost(model, wanted)->list:
-    "The modules that the function `wanted` wants, without those that are within another one"
-    return [model] if wanted(model) else [o for m in model.children() for o in outermost(m, wanted)]
+def outermost(model, classes:tuple)->list:
+    "The modules of these classes, without those that are within another one"
+    if isinstance(model, classes): return [model]
+    found = []
+    for m in model.children(): found += outermost(m, classes)
+    return found
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp007
-def runner(cls:type, **kw):
-    "A function of (module, inputs) that runs the `forward` of modules of this class, compiled with these options"
+def runner(**kw):
+    "A function of (module, inputs) that runs the module's `forward`, compiled with these options"
     def run(m, *args, **kwargs): return type(m).forward(m, *args, **kwargs)
     leave_uncompiled()
-    code = run.__code__.replace(co_name=cls.__name__)
+    code = run.__code__.replace(co_name='compiled')
     return torch.compile(FunctionType(code, run.__globals__), **kw)
 
-def _is_subclass(o):
-    if not isinstance(o, torch.Tensor) or type(o) in (torch.Tensor,nn.Parameter): return False
-    return hasattr(o, 'as_subclass') and not hasattr(o, 'full_tensor')
-
 def call_compiled(m, run, *args, **kwargs):
-    """Call module `m` with its hooks, and with `run` for its `forward`. The output is of the input's class, such as
-    fastai's"""
-    kind = next((type(o) for o in args if _is_subclass(o)), None)
-    args = tree_map(lambda o: o.as_subclass(torch.Tensor) if _is_subclass(o) else o, args)
+    "Call module `m` with its hooks, and with `run` for its `forward`"
     vars(m)['forward'] = partial(run, m)
     try:
-        with plain_calls(): out = call_with_hooks(m, *args, **kwargs)
+        with plain_calls(): return call_with_hooks(m, *args, **kwargs)
     finally: vars(m).pop('forward', None)
-    if kind is None: return out
-    return tree_map(lambda o: o.as_subclass(kind) if isinstance(o, torch.Tensor) else o, out)
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp009
 class Compiled(Callback):
     "Runs the model compiled in batches of full size; `n_eager`: batches without, in a fit. See `compile`"
-    order,learn = Order.compiled,None
+    order = Order.compiled
+    of = runner = rows = None # of: the model, and its `Sharded`, to which the regions belong
+    regions,on = (),() # on: those that run compiled now
+    n_eager = 0
     def __init__(self, regional=None, **kw): # as in `Learner.compile`
         self.regional,self.kw = regional,kw
-        self._forget()
 
-    def _forget(self): # what cannot be copied
-        self.of,self.regions,self.runs,self.on = None,[],{},[]
-        self.rows,self.n_eager = None,0
-
+    # what can be copied
     def __getstate__(self): return {k: v for k,v in vars(self).items() if k in ('regional','kw','learn')}
-    def __setstate__(self, state):
-        vars(self).update(state)
-        self._forget()
 
     def before_fit(self): self.n_eager = 0
     def of_loop(self): return dict(rows=self.rows)
@@ -101,47 +89,42 @@ class Compiled(Callback):
     def after_fit(self): self.switch_off()
     def cleanup(self): self.switch_off()
 
-# %% ../../nbs/distributed/09_compiling.ipynb #cmp010
-@patch
-def switch_on(self:Compiled):
-    "From now on the model runs compiled"
-    learn = self.learn
-    model,shards = get_model(learn.model),getattr(learn.runner, 'sharded', None)
-    if self.of is None or self.of[0] is not model or self.of[1] is not shards:
-        if isinstance(learn.model, nn.DataParallel):
-            raise ValueError('DataParallel copies the model at each step: use distrib_ctx')
-        self.of,self.regions = (model,shards),find_regions(model, self.regional, shards)
-    if learn.training and learn.loss_func is None and model in self.regions:
-        raise ValueError('the model computes its loss, which is not seen in a graph: regional=True')
-    for m in self.regions:
-        if type(m) not in self.runs: self.runs[type(m)] = runner(type(m), **self.kw)
-        if vars(m).setdefault(compiled_call, None) is None:
-            vars(m)[compiled_call] = partial(call_compiled, m, self.runs[type(m)])
-        self.on.append(m)
+    def switch_on(self):
+        "From now on the model runs compiled"
+        learn = self.learn
+        model,shards = get_model(learn.model),getattr(learn.runner, 'sharded', None)
+        if self.of!=(model,shards):
+            copied = isinstance(learn.model, nn.DataParallel)
+            need(not copied, 'DataParallel copies the model at each step: use distrib_ctx')
+            self.regions = find_regions(model, self.regional, shards)
+            self.of,self.runner = (model,shards),runner(**self.kw)
+        hides_loss = learn.training and learn.loss_func is None and model in self.regions
+        unseen = 'the model computes its loss, which is not seen in a graph'
+        need(not hides_loss, f'{unseen}: regional=True')
+        self.on = [m for m in self.regions if vars(m).get(compiled_call) is None]
+        for m in self.on: vars(m)[compiled_call] = partial(call_compiled, m, self.runner)
 
-@patch
-def switch_off(self:Compiled):
-    "The model is what it was"
-    while self.on: vars(self.on.pop()).pop(compiled_call, None)
+    def switch_off(self):
+        "The model is what it was"
+        for m in self.on: vars(m).pop(compiled_call, None)
+        self.on = ()
 
 # %% ../../nbs/distributed/09_compiling.ipynb #cmp014
 @patch
 def compile(self:Learner, # noqa: A001
-    # True: repeated blocks, each by itself; or their classes, or a function of a module; False: the whole model.
-    # None: the whole model, or the blocks of a sharded one
+    # True: repeated blocks, each by itself; or their classes; False: the whole model. None: the whole model, or the
+    # blocks of a sharded one
     regional=None,
     **kw # Of `torch.compile`: backend, mode, dynamic, fullgraph, options
 )->Learner:
     """Run the model compiled by torch in fits, validation and predictions, also in `distrib_ctx`. A second call
     replaces the first"""
-    known = regional in (None,True,False) or callable(regional) or isinstance(regional, (list,tuple))
-    need(known, 'give True, False, classes, or a function of a module', regional=regional)
+    known = regional in (None,True,False) or all(isinstance(o, type) for o in listify(regional))
+    need(known, 'give True, False, or classes of blocks', regional=regional)
     return self.uncompile().add_cb(Compiled(regional, **kw))
 
 @patch
 def uncompile(self:Learner)->Learner:
     "Undo `compile`"
-    for cb in [o for o in self.cbs if isinstance(o, Compiled)]:
-        cb.switch_off()
-        self.remove_cb(cb)
-    return self
+    if cb := vars(self).get('compiled'): cb.switch_off()
+    return self.remove_cb(Compiled)

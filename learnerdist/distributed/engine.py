@@ -463,32 +463,10 @@ class Engine(Runner):
 
     # --- what the learner asks, see `Runner` ---
 
-    model = property(lambda self: self.loop.model)
-    part = property(lambda self: self.loop.part)
-    more = property(lambda self: self.loop.more)
-    more_parts = property(lambda self: self.loop.more_parts)
-    repeated = property(lambda self: self.loop.repeated)
     @property
-    def weighs(self)->bool:
-        "Whether the losses of training batches are weighed"
-        return self.by_parts or self.links is not None
-
-    def parts(self, i:int, b):
-        """The parts of batch `i` of the loop that are this rank's, one after the other: batches of the learner; in
-        evaluation the batch itself"""
-        return self.loop.parts(i, b)
-
-    def holds(self, e, event)->bool:
-        "Whether the Cancel exception `e`, which a callback has raised in `event`, waits for the end of the batch"
-        return self.loop.holds(e, event)
-
-    def accumulate(self, *args, **kw):
-        "See `TrainingLoop.accumulate`"
-        self.loop.accumulate(*args, **kw)
-
-    def step_totals(self, n, is_last)->tuple:
-        "See `TrainingLoop.step_totals`"
-        return self.loop.step_totals(n, is_last)
+    def part(self):
+        "The part of a training step that is computed now; else None"
+        return self.loop.part
 
     def loader(self, dl):
         "The loader itself: it is this rank's shard"

@@ -24,7 +24,7 @@ from .parts import Part,PartStatistics,Step,Why,add_earlier,running,take_grads,t
 from .shares import step_rows
 from .vote_links import Asks,Message,Outcome,Place,loops,outcome,scopes,widest
 from ..learner.callback import inner_events
-from ..learner.learner import get_model
+from ..learner.learner import Batches,get_model
 from ..learner.losses import loss_kind,loss_over,n_items,unweighted
 from ..learner.techniques import scale_grads
 
@@ -154,11 +154,10 @@ def _finite(grad): return None if grad is None else grad.nan_to_num(0., 0., 0.)
 def _where(n, grad): return None if grad is None else grad.where(n!=0, 0.)
 
 # %% ../../nbs/distributed/09_loops.ipynb #lo010
-class Loop:
+class Loop(Batches):
     """A loop of a learner over batches. Its methods are the events of a batch, as the learner's adapter calls them.
     This one is also what is there outside of loops"""
     training = False
-    more = more_parts = repeated = False # see `Runner`
     def __init__(self, engine=None):
         self.engine = engine
         self.model = None # What is called in place of the learner's model
@@ -181,9 +180,6 @@ class Loop:
     def end_batch(self):
         "After a batch, before other callbacks"
         if self.evaluation: self.evaluation.end_batch()
-    def holds(self, e, event)->bool:
-        "Whether the Cancel exception `e`, which a callback has raised in `event`, waits for the end of the batch"
-        return False
     def end(self): "After the loop, before other callbacks"
 
 # %% ../../nbs/distributed/09_loops.ipynb #lo013
@@ -224,7 +220,8 @@ class TrainingLoop(Loop):
         self.learn,self.ballot,self.links = engine.learn,engine.ballot,engine.links
         self.rank,self.world_size = group_rank(),group_size()
         self.model = self.replica = engine.replica
-        self.by_parts,self.weighs = engine.by_parts,engine.weighs
+        self.by_parts = engine.by_parts
+        self.weighs = self.by_parts or self.links is not None
         self.source = None # `Source`, once the loop is opened
         self.group = Group()
         self.scale = 1. # By which the losses of this step are divided, see `Kind`

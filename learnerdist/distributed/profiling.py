@@ -8,47 +8,54 @@ __all__ = ['Timer']
 # %% ../../nbs/distributed/09_profiling.ipynb #prf002
 from time import perf_counter
 
-from fastcore.basics import patch
-
 from ..core.compat import queue_callback
 from ..learner.finder import finder_skips
 from ..learner.callback import Callback,Order
-from ..learner.recorder import Recorder
 
 # %% ../../nbs/distributed/09_profiling.ipynb #tm005
 class Timer(Callback):
     "Measures this rank's seconds in each epoch's training loop: data, step and comm. See `recorder.times`"
-    order,run_valid,times,begin = Order.timer,False,(),None
+    order = Order.timer
+    run_valid = False
+    times = ()
+    begin = None
+    def _of_links(self, name): return getattr(getattr(self.learn.runner, 'links', None), name, 0.) # seconds
     @property
-    def waited(self): return getattr(self._links, 'waited', 0.) # seconds
+    def waited(self): return self._of_links('waited')
     @property
-    def adding(self): return getattr(self._links, 'adding', 0.)
+    def busy(self): return perf_counter()-self.waited
     @property
-    def _links(self): return getattr(self.learn.runner, 'links', None)
-    def before_fit(self): self.times,self.begin,self.entered = [],None,False
+    def shared(self): return self._of_links('adding')-self.waited # without what it waits over links
+
+    def before_fit(self):
+        self.times = []
+        self.begin = None
+        self.entered = False
+
     def before_train(self):
-        self.data,self.wait,self.end = 0.,0.,None
+        self.data = self.wait = 0.
         self.begin,self.begin_links = perf_counter(),self.waited
         self.after_batch()
 
     def before_batch(self):
-        if self.reads: self.data += perf_counter()-self.mark-(self.waited-self.mark_links)
+        if self.reads: self.data += self.busy-self.mark
         self.reads = False # until the next batch: this one may have several parts
-    def after_batch(self): self.mark,self.mark_links,self.reads = perf_counter(),self.waited,True
+
+    def after_batch(self):
+        self.end,self.mark = perf_counter(),self.busy
+        self.reads = True
+
     def before_backward(self):
         loss = self.learn.loss_grad
-        if loss.requires_grad and self.learn.runner.model is not None: loss.register_hook(self._begun)
+        if loss.requires_grad and self.learn.runner.loop.model is not None: loss.register_hook(self._begun)
 
     def _begun(self, grad):
-        # what it waits over links is counted there
-        self.mark_shared = self.adding-self.waited
+        self.mark_shared = self.shared
         queue_callback(self._computed)
     def _computed(self):
         self.computed = perf_counter()
         queue_callback(self._exchanged)
-    def _exchanged(self):
-        shared = self.adding-self.waited-self.mark_shared
-        self.wait += perf_counter()-self.computed+shared
+    def _exchanged(self): self.wait += perf_counter()-self.computed+self.shared-self.mark_shared
 
     def after_train(self):
         self.end = perf_counter()
@@ -60,24 +67,15 @@ class Timer(Callback):
     def _enter(self):
         "Append this epoch's row: after the training loop, so that loggers find it"
         self.entered = True
-        # of an epoch that was cancelled before it trained
         row = dict.fromkeys(('data','step','comm','total','samples_per_s'))
-        if self.begin is not None:
-            total = (self.end or self.mark)-self.begin
-            comm = self.wait+self.waited-self.begin_links
-            # fastai's recorder does not count them
-            n = getattr(getattr(self.learn, 'recorder', None), 'n_samples', None)
-            row = dict(zip(row, (self.data,total-self.data-comm,comm,total,n and n/total)))
         self.times.append(row)
+        if self.begin is None: return # it was cancelled before it trained
+        total = self.end-self.begin
+        comm = self.wait+self.waited-self.begin_links
+        row.update(data=self.data, step=total-self.data-comm, comm=comm, total=total)
+        # fastai's recorder does not count them
+        n = getattr(getattr(self.learn, 'recorder', None), 'n_samples', None)
+        if n is not None: row.update(samples_per_s=n/total)
         self.begin = None
 
 finder_skips.append(Timer)
-
-# %% ../../nbs/distributed/09_profiling.ipynb #tm008
-@patch(as_prop=True)
-def times(self:Recorder)->list:
-    """For each epoch's training loop: this rank's seconds for data, step, comm and in total, and the samples per second
-    of all ranks. See `Timer`"""
-    cb = vars(self.learn).get('timer')
-    if cb is None: raise AttributeError('times of a fit: add Timer() to the callbacks of the learner')
-    return list(cb.times)

@@ -13,7 +13,7 @@ from torch.utils.data import SequentialSampler,WeightedRandomSampler
 
 from ..core.env import group_size
 from ..core.stacks import need,warn
-from ..data.distributed_dl import BatchDealer,Dealt,DealtOrder,DistributedDL,Joined,in_order
+from ..data.distributed_dl import Dealt,DealtOrder,DistributedDL,Joined,in_order
 from ..data.distributed_dl import is_split,loader_parts
 from ..data.loaders import batch_shape
 
@@ -66,7 +66,7 @@ def step_rows(dl, i:int=0)->int:
 def evaluated(dl):
     """The loader of one process behind a loader, or a rank's shard of one; a share of whole batches, and a loader that
     its user has split, as they are"""
-    if isinstance(dl, DistributedDL) and not isinstance(dl.dealer, BatchDealer): dl = dl.source
+    if isinstance(dl, DistributedDL) and not dl.dealer.whole: dl = dl.source
     by_rank = isinstance(dl, DataLoader) and isinstance(dl.sampler, DistributedSampler)
     return in_order(dl) if by_rank else dl
 

@@ -9,6 +9,7 @@ __all__ = ['setup_distrib']
 import copy,sys
 from contextlib import contextmanager,nullcontext,suppress
 from functools import partial,wraps
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -81,7 +82,7 @@ def __exit__(self, leave, exc_type, *args):
 @in_context(Learner)
 def _do_grad_opt(self, f):
     "The step comes after the last part"
-    if not trainer_of(self).engine.more_parts: return f()
+    if not trainer_of(self).engine.loop.more_parts: return f()
     backward = getattr(self, find('do_backward').__name__) # a subclass's own, too
     self._with_events(backward, 'backward', fastai_learner.CancelBackwardException)
 
@@ -89,40 +90,44 @@ def _do_grad_opt(self, f):
 def all_batches(self:Learner):
     """As fastai's, from `start_at` on; in no context all of a loader that another learner's context has split among
     ranks"""
-    trainer,at,dl = trainer_of(self),self.start_at,self.dl
-    self.dl = self.runner.loader(dl)
-    first = at.batches if at.batches and self.training and self.epoch==at.epoch else 0
+    trainer,at = trainer_of(self),self.start_at
+    self.dl = self.runner.loader(self.dl)
     self.n_iter = len(self.dl)
+    resumed = self.training and self.epoch==at.epoch
     with nullcontext() if trainer is None else trainer.loop():
-        for i,b in enumerate(self.dl, first):
+        for i,b in enumerate(self.dl, at.batches if resumed else 0):
             alone = trainer is not None and trainer.alone # it is in no step of the others
-            for part in [b] if alone else self.runner.parts(i, b): self.one_batch(i, part)
+            for part in [b] if alone else self.runner.loop.parts(i, b): self.one_batch(i, part)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c008
 _get_preds = Learner.get_preds
 
 @patch
-def get_preds(self:Learner, ds_idx=1, dl=None, with_input=False, with_decoded=False, with_loss=False, act=None,
-              inner=False, reorder=True, cbs=None,
-              gather='all', # 'rank0': on other ranks all results are None
-              **kw):
-    "As fastai's: predictions for the whole data set, in its order; in a context on every rank"
-    need(gather in ('all','rank0'), "give 'all' or 'rank0'; save_preds writes files", gather=gather)
-    def get(dl=dl, reorder=reorder):
-        return _get_preds(self, ds_idx, dl, with_input, with_decoded, with_loss, act, inner, reorder, cbs, **kw)
-    trainer = trainer_of(self)
+@delegates(_get_preds)
+def get_preds(self:Learner, *args, gather='all', **kw):
+    """As fastai's: predictions for the whole data set, in its order; in a context on every rank. gather: 'rank0': on
+    other ranks all results are None"""
+    known = gather in ('all','rank0')
+    need(known, "give 'all' or 'rank0'; save_preds writes files", gather=gather)
+    call = signature(_get_preds).bind(self, *args, **kw)
+    call.apply_defaults()
+    given,trainer = call.arguments,trainer_of(self)
+    def get(): return _get_preds(*call.args, **call.kwargs)
     if trainer is None or trainer.alone or group_size()<2: return get()
-    if isinstance(dl, (list,tuple,L)):
-        with trainer.on_its_own(): return get(dl)
-    plain,dl = dl is None,self.dls[ds_idx] if dl is None else dl
+    if isinstance(given['dl'], (list,tuple,L)):
+        with trainer.on_its_own(): return get()
+    dl = self.dls[given['ds_idx']] if given['dl'] is None else given['dl']
     dl = getattr(dl, 'source', dl)
     # a stream is in order
-    reorder = reorder and isinstance(dl, DataLoader) and dl.indexed and not isinstance(dl, LMDataLoader)
-    if reorder: dl,reorder = in_one_order(dl, trainer.engine.seed)
-    elif plain and isinstance(dl, DataLoader): dl = in_order(dl) # as fastai does
-    with replaced(trainer, gather=gather): res = get(dl, reorder)
-    if gather=='rank0' and group_rank(): return (None,)*(2+with_input+with_decoded+with_loss)
-    return res
+    moves = isinstance(dl, DataLoader) and dl.indexed and not isinstance(dl, LMDataLoader)
+    if moves and given['reorder']: dl,given['reorder'] = in_one_order(dl, trainer.engine.seed)
+    else:
+        if given['dl'] is None and isinstance(dl, DataLoader): dl = in_order(dl) # as fastai does
+        given['reorder'] = False
+    given['dl'] = dl
+    with replaced(trainer, gather=gather): res = get()
+    if gather=='all' or not group_rank(): return res
+    return (None,)*(2+sum(given[o] for o in ('with_input','with_decoded','with_loss')))
 
 @in_context(Learner)
 def lr_find(self, find, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True, show_plot=True, *args, **kwargs):
@@ -141,21 +146,22 @@ def _alone(self, f, *args, **kwargs):
     with trainer.on_its_own(): return f(*args, **kwargs)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c011
+def _check_whole(learn, what):
+    "ValueError if the model is sharded"
+    remedy = 'Do it after the context, or use learn.save'
+    need(not trainer_of(learn).engine.sharded, f'{what}: rank 0 has only its part of the model. {remedy}')
+
 @in_context(Learner)
 def save(self, save, file, **kwargs):
-    "As outside of the context; the file of `lr_find` is kept in memory"
-    if 'lr_finder' in vars(self) and str(file).endswith('/_tmp'): return trainer_of(self).keep()
-    if not isinstance(file, (str,Path)): trainer_of(self).check_whole('save to an open file')
+    "As outside of the context; what `lr_find` saves is kept in memory, and `cleanup` restores it"
+    if 'lr_finder' in vars(self) and str(file).endswith('/_tmp'):
+        state = copy.deepcopy((get_model(self.model).state_dict(),self.opt.state_dict()))
+        trainer_of(self).saved = *state,getattr(self.lr_finder, 'tmp_d', None)
+        return
+    if not isinstance(file, (str,Path)): _check_whole(self, 'save to an open file')
     return save(file, **kwargs)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c012
-@patch
-def keep(self:DistributedTrainer):
-    "Keep a copy of weights and optimizer in memory; `cleanup` restores it"
-    learn = self.learn
-    self.saved = copy.deepcopy((get_model(learn.model).state_dict(),
-                                learn.opt.state_dict())) + (getattr(learn.lr_finder, 'tmp_d', None),)
-
 @in_context(Learner)
 def __getstate__(self, state):
     "What `export` pickles: the learner as it is outside of the context"
@@ -166,14 +172,8 @@ def __getstate__(self, state):
 @in_context(TextLearner, names=['save_encoder'])
 def _of_whole(self, f, *args, **kwargs):
     "fastai's method. ValueError if the model is sharded"
-    trainer_of(self).check_whole(f.func.__name__)
+    _check_whole(self, f.func.__name__)
     return f(*args, **kwargs)
-
-@patch
-def check_whole(self:DistributedTrainer, what):
-    "ValueError if the model is sharded"
-    if self.engine.sharded:
-        raise ValueError(f'{what}: rank 0 has only its part of the model. Do it after the context, or use learn.save')
 
 # %% ../../nbs/fastai/04_learner.ipynb #c015
 class _TableOnly(ConsoleMasterBar):
@@ -182,16 +182,15 @@ class _TableOnly(ConsoleMasterBar):
         MasterBar.__init__(self, gen, ProgressBar, total)
         self.total_time = False
 
-@patch
-def quiet(self:DistributedTrainer):
+def _silence(trainer):
     "Until the context ends, only rank 0 prints, and bars are drawn only on its terminal or notebook"
-    replace = self.engine.context.replace
-    replace(self.learn, 'logger', noop if group_rank() else self.learn.logger)
+    replace = trainer.engine.context.replace
+    replace(trainer.learn, 'logger', noop if group_rank() else trainer.learn.logger)
     if group_rank():
         replace(tracker, 'print', noop)
         for mod in (fastai_core,fastai_learner): replace(mod, 'warn', noop)
-    drawn = fastai_progress.master_bar is not ConsoleMasterBar or sys.stdout.isatty() # a notebook's, or on a terminal
-    if drawn and not group_rank(): return
+    in_notebook = fastai_progress.master_bar is not ConsoleMasterBar
+    if (in_notebook or sys.stdout.isatty()) and not group_rank(): return
     for mod in (fastai_progress,fastai_learner): # `tta` has its own
         replace(mod, 'master_bar', _TableOnly)
         replace(mod, 'progress_bar', ProgressBar)
@@ -202,10 +201,12 @@ def quiet(self:DistributedTrainer):
 def to_distributed(self:Learner, cuda_id=None, in_notebook=None, **kw)->Learner:
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
     check_plain(self)
-    trainer,before = DistributedTrainer(cuda_id, in_notebook, **kw),{*vars(self)}
+    trainer = DistributedTrainer(cuda_id, in_notebook, **kw)
+    before = {*vars(self)}
     attach(self, trainer)
-    trainer.quiet()
-    trainer.lent = [*{*vars(self)}-before] # attributes that fastai's learner has only in a context
+    _silence(trainer)
+    # attributes that fastai's learner has only in a context
+    trainer.lent = [*{*vars(self)}-before]
     return self
 
 @patch
@@ -216,15 +217,13 @@ def distrib_ctx(self:Learner, cuda_id=None, in_notebook=None, **kw):
     return CoreLearner.distrib_ctx(self, cuda_id, in_notebook=in_notebook, **kw)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c017b
-class Autocast(MixedPrecision):
-    "Our mixed precision for fastai's Learner; fastai's own does not change the dtype on the CPU"
-    device = property(lambda self: next(self.learn.model.parameters()).device, doc="The model's device")
 @amp_flag.register
 @contextmanager
 def _(learn:Learner, dtype):
-    if any(isinstance(o, (MixedPrecision,FastaiMixedPrecision)) for o in learn.cbs):
-        raise ValueError(f'amp={dtype!r} and to_fp16 or to_bf16: leave out one of the two')
-    with learn.added_cbs(Autocast(None if dtype is True else dtype)): yield learn
+    has_own = any(isinstance(o, (MixedPrecision,FastaiMixedPrecision)) for o in learn.cbs)
+    need(not has_own, 'the learner has to_fp16 or to_bf16: leave out one of the two', amp=dtype)
+    # fastai's own does not change the dtype on the CPU
+    with learn.added_cbs(MixedPrecision(None if dtype is True else dtype)): yield learn
 
 _fit = Learner.fit
 
@@ -232,8 +231,9 @@ def _check_fit(n_epoch, start_epoch, lr, cbs, reset_opt):
     "ValueError for what no fit can take, before anything begins"
     check_fit(n_epoch, start_epoch, reset_opt)
     need(not any(isinstance(o, str) for o in L(lr)), 'give a number, a slice, or a list', lr=lr)
-    bad = [o for o in L(cbs) if not isinstance(o, (type,Callback,CoreCallback))]
-    if bad: raise ValueError(f'{bad[0]!r} is no callback: give a `Callback` or its class')
+    for o in L(cbs):
+        known = isinstance(o, (type,Callback,CoreCallback))
+        need(known, f'{o!r} is no callback: give a `Callback` or its class')
 
 @patch
 def fit(self:Learner,

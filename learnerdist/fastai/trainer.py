@@ -169,11 +169,11 @@ class OfModels:
         "After callbacks were called: the forward pass of a training batch, which is next, is that of `learn.wrapper`"
         if event!='before_batch': return
         learn = self.learn
-        wrapper,self.plain = self.engine.model,learn.model
+        wrapper,self.plain = self.engine.loop.model,learn.model
         if wrapper is not None and learn.training:
             if wrapper.model is not self.plain: wrapper.follow(self.plain)
             learn.model = wrapper
-        many = self.engine.weighs
+        many = self.engine.loop.weighs
         if self.watches and many and not self.alone: self.trace = LossTrace().__enter__()
     def end_trace(self)->LossTrace:
         "Observe no longer; returns what was observed"
@@ -212,7 +212,7 @@ class OfBatches:
     def _count_rows(self):
         "The samples of this batch over all ranks, for a callback that accumulates. May be a sync point"
         engine,acc = self.engine,self._accumulation()
-        if acc is None or not engine.weighs: return
+        if acc is None or not engine.loop.weighs: return
         if engine.loop.step.i==0:
             n = 0 if self.learn.repeated else find_bs(self.yb)
             self.rows,_ = engine.loop.step_totals(n, False)
@@ -225,7 +225,7 @@ class OfBatches:
         return next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
     def before_backward(self):
         acc = self._accumulation()
-        if acc is not None and self.engine.weighs:
+        if acc is not None and self.engine.loop.weighs:
             # it counts the samples of a part, in `after_loss` and in `before_step`
             own = find_bs(self.yb)
             self.learn.loss_grad = self.learn.loss_grad*((acc.n_acc if self.adds_up else self.rows)/own)
@@ -247,7 +247,7 @@ class OfBatches:
         if self.engine.links or self.engine.by_parts or self.steps: self.share_loss() # steps: before a restart
     def _measure(self):
         "Let the metrics of training have this part, which the Recorder does after the last one of a step"
-        rec,more = self.learn.recorder,self.engine.more_parts
+        rec,more = self.learn.recorder,self.engine.loop.more_parts
         rec.train_metrics = not self.learn.repeated
         if not more or self.learn.repeated: return
         for m in self.learn.metrics: m.accumulate(self.learn)
@@ -258,7 +258,7 @@ class OfBatches:
         tot = weighted(loss.detach().mean(), n)
         # with has_loss, since a batch of which no item counts has the loss NaN
         self.rows_of_step.append((tot,n,has_loss))
-        if self.engine.more_parts: return
+        if self.engine.loop.more_parts: return
         rows = self.rows_of_step
         self.rows_of_step = []
         # read at the end of the loop, so that nobody waits for a device
@@ -341,11 +341,11 @@ class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfReco
         for cb in self.learn.cbs.sorted('order'):
             try: self._tell(cb, event)
             except self.kinds as e:
-                if self.alone or not self.engine.holds(e, event): raise
+                if self.alone or not self.engine.loop.holds(e, event): raise
         self.end_event(event)
 
     def _tell(self, cb, event):
-        if event=='after_batch' and self.engine.more_parts and isinstance(cb, _counting): return
+        if event=='after_batch' and self.engine.loop.more_parts and isinstance(cb, _counting): return
         if isinstance(cb, parts):
             if not self.alone and (self.looping or event not in inner_events): cb(event)
         elif (writes(type(cb)) or self.rank0s and cb in self.rank0s) and group_size()>1: self._tell_rank0s(cb, event)

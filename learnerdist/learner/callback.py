@@ -41,22 +41,37 @@ cancels |= dict(step=CancelStepException, backward=CancelBackwardException)
 class Order:
     """The `order` of every callback of this package: callbacks with a lower number receive an event first. A user's
     are between the ends"""
-    resume,agreement,checkpoint_early = -10**9-2,-10**9-1,-10**9-.5
-    trainer,evaluation,accumulation = -10**9,-10**9+1,-10**9+2
-    train_eval,data_parallel,average,user = -10,-9,-8,0
-    mixed_precision,clip = 10,11
-    predictions,recorder,scheduler = 49,50,55
-    progress,loggers,tracker = 60,62,65
-    terminate,early_stopping,checkpoint = 90,100,900
-    compiled,agreement_end = 10**9-2,10**9
+    resume = -10**9-2
+    checkpoint_early = -10**9-.5
+    trainer = -10**9
+    accumulation = -10**9+2
+    train_eval = -10
+    data_parallel = -9
+    average = -8
+    user = 0
+    mixed_precision = 10
+    clip = 11
+    predictions = 49
+    recorder = 50
+    scheduler = 55
+    progress = 60
+    loggers = 62
+    tracker = 65
+    terminate = 90
+    early_stopping = 100
+    checkpoint = 900
+    compiled = 10**9-2
+    agreement_end = 10**9
     timer = 10**9+1
 
 # %% ../../nbs/learner/00_callback.ipynb #c011
 class Callback(GetAttr):
     """Base class of callbacks. A method named after an event handles it; attributes of the learner can be read from
     the callback"""
-    order,_default,learn = 0,'learn',None
-    run,run_train,run_valid = True,True,True
+    order = 0
+    _default = 'learn' # for `GetAttr`
+    learn = None
+    run = run_train = run_valid = True
     # Whether ranks may have it with other options, or not all of them have it: it only logs, or cancels a fit for all
     by_rank = False
     # Names of attributes that a checkpoint saves: the callback's state in this fit, the same on every rank

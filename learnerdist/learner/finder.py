@@ -16,6 +16,7 @@ from torch import Tensor,nn
 
 from ..core.env import is_rank0
 from ..core.random import untouched
+from ..core.shards import groups_of
 from ..core.stacks import need
 from ..data.distributed_dl import loader_parts,set_epoch
 from ..data.loaders import loaders_of
@@ -29,22 +30,25 @@ from .schedule import Scheduler,TrackerCallback
 # %% ../../nbs/learner/11_finder.ipynb #lrf11
 def _generators(dls):
     "The generators of loaders and their samplers"
-    whole = [o for dl in dls for o in (dl,getattr(dl, 'source', dl))]
-    parts = [o for part in whole for o in loader_parts(part)]
-    return [g for o in parts if isinstance(g := getattr(o, 'generator', None), torch.Generator)]
+    parts = []
+    for dl in dls: parts += [*loader_parts(dl),*loader_parts(getattr(dl, 'source', dl))]
+    found = [getattr(o, 'generator', None) for o in parts]
+    return [o for o in found if isinstance(o, torch.Generator)]
 
 def _tensors(learn):
     "Parameters and buffers of the model and of the loss, and what the optimizer trains"
-    modules = [o for o in (get_model(learn.model),learn.loss_func) if isinstance(o, nn.Module)]
-    own = [t for m in modules for t in (*m.parameters(),*m.buffers())]
-    return own + [p for g in learn.opt.param_groups for p in g['params']]
+    res = sum(map(list, groups_of(learn.opt)), [])
+    for m in (get_model(learn.model),learn.loss_func):
+        if isinstance(m, nn.Module): res += [*m.parameters(),*m.buffers()]
+    return res
 
 # %% ../../nbs/learner/11_finder.ipynb #lrf12
 @contextmanager
 def no_trace(learn):
     """Context in which the learner may train; afterwards it is what it was, and so are the random streams. learn: a
     learner, outside of a fit"""
-    dls,old = loaders_of(learn.dls),learn.opt
+    dls = loaders_of(learn.dls)
+    old = learn.opt
     learn.prepare_model()
     if old is None: learn.create_opt()
     tensors = [(t,t.detach().clone()) for t in _tensors(learn)]
@@ -73,18 +77,20 @@ class LRFinder(Callback):
     order = Order.scheduler
     def __init__(self, start_lr=1e-7, end_lr=10, num_it=100, stop_div=True): # As in `lr_find`
         self.start_lr,self.end_lr = start_lr,end_lr
-        self.num_it,self.stop_div = max(num_it, 6),stop_div
+        self.num_it = max(num_it, 6)
+        self.stop_div = stop_div
 
     def before_fit(self):
         n = len(self.opt.param_groups)
         self.ends = list(zip(group_lrs(self.start_lr, n), group_lrs(self.end_lr, n)))
-        self.lrs,self.losses,self.mean = [],[],0.
+        self.lrs,self.losses = [],[]
+        self.mean = 0.
 
     def before_batch(self):
         for g,(a,b) in zip(self.opt.param_groups, self.ends): g['lr'] = a*(b/a)**(self.train_iter/self.num_it)
 
     def after_batch(self):
-        if self.runner.more_parts: return
+        if self.runner.loop.more_parts: return
         loss = self.batch_loss()
         if loss is not None: self._record(loss)
         diverged = self.stop_div and self.losses and self.losses[-1]>4*min(self.losses)
@@ -97,10 +103,11 @@ class LRFinder(Callback):
 
     def batch_loss(self):
         "The loss of the global batch; None if it was cancelled. Sync point"
-        total,adds_up = stacked(self.recorder.steps[-1][:2]),loss_over(self.learn).kind=='sum'
+        total = stacked(self.recorder.steps[-1][:2])
+        adds_up = loss_over(self.learn).kind=='sum'
         if adds_up: total[0] = unweighted(total[0], total[1])
-        total = self.runner.total(total)
-        if total[1]: return (total[0]/(1 if adds_up else total[1])).item()
+        loss,n = self.runner.total(total)
+        if n: return (loss if adds_up else loss/n).item()
 
     def after_train(self): raise CancelEpochException # no validation
 
@@ -111,7 +118,8 @@ finder_skips = [LogWriter,Scheduler,TrackerCallback]
 def valley(lrs:Tensor, losses:Tensor)->tuple:
     """The rate at half of the longest valley: the longest series of ever smaller losses (not only of neighbours),
     without its ends. lrs, losses: (steps,); returns: (rate, its loss)"""
-    lens,vals = [],losses.tolist()
+    lens = []
+    vals = losses.tolist()
     for o in vals: lens.append(1+max((n for n,p in zip(lens, vals) if o<p), default=0))
     n = max(lens)
     i = lens.index(n)-n+n//3+n//6 if n>1 else 0
@@ -132,7 +140,8 @@ class Rates(float):
     every rank"""
     def __new__(cls, valley, lrs=(), losses=()): # these two are set again where it is unpickled
         res = super().__new__(cls, valley)
-        res.valley,res.lrs,res.losses = valley,lrs,losses
+        res.valley = valley
+        res.lrs,res.losses = lrs,losses
         return res
 
 def plot_lr_find(res:Rates, loss:float):

@@ -47,9 +47,8 @@ class StartAt(NamedTuple):
 def check_parts(dls, model, metrics, **functions):
     """ValueError for what cannot be a part of a learner"""
 
-class Runner:
-    """What a learner asks while it runs. These are the answers of a process that trains alone; a context replaces it"""
-    is_alone: Any
+class Batches:
+    """What a learner asks of the batches of a loop. These are the answers of a process that trains alone"""
     repeated: Any
     model: Any
     more: Any
@@ -65,11 +64,16 @@ class Runner:
     def accumulate(self, is_last, n_acc):
         """Hear whether the optimizer's step comes after the present batch. n_acc: samples of a step"""
 
-    def loader(self, dl):
-        """What is read of a loader: all of its data, if another learner's context has split it"""
-
     def holds(self, e, event) -> bool:
         """Whether the exception waits for the end of the batch. e: a Cancel exception that a callback has raised"""
+
+class Runner:
+    """What a learner asks while it runs. These are the answers of a process that trains alone; a context replaces it"""
+    is_alone: Any
+    loop: Any
+
+    def loader(self, dl):
+        """What is read of a loader: all of its data, if another learner's context has split it"""
 
     def aside(self):
         """Context for a loop within another"""
@@ -90,35 +94,61 @@ class Runner:
     def draw_seed(self) -> int:
         """A seed, the same for all who take part"""
 
+def check_fit(n_epoch, start_epoch, reset_opt):
+    """ValueError for numbers of epochs that are none, and if `reset_opt` is neither true nor false, such as a text"""
+
+def check_loss(loss, training=False):
+    """ValueError if a loss function has returned no tensor, or in training several numbers"""
+
+def check_targets(learn):
+    """ValueError if a training batch has no targets, since nothing would be trained"""
+
+def is_oom(e) -> bool:
+    """Whether an exception says that memory has run out, on a GPU or on the host"""
+
+def advise_on_memory(e, learn):
+    """If the exception says that memory has run out, add the size of the batch and a remedy to it. e: an exception
+    that has ended a fit; learn: ours or fastai's"""
+
+def group_lrs(lr, n: int) -> list:
+    """The learning rate of each parameter group. ValueError for a list of another length. lr: a number for all groups;
+    a list, one for each; `slice(a,b)`: from a to b in equal ratios; `slice(b)`: b/10, and b for the last; n: number
+    of parameter groups"""
+
+fit_flags: Any
+
+_loop_state: Any
+
 class Learner:
     """Data, model, loss and optimizer, with the training loop over them"""
-    metrics: Any
-    path: Any
-    model: Any
     loss_func: Any
-    opt_func: Any
-    lr: Any
     splitter: Any
-    model_dir: Any
     train_bn: Any
-    opt: Any
+    metrics: Any
+    model_dir: Any
+    path: Any
+    cbs: Any
+    logger: Any
     training: Any
     fitting: Any
-    logger: Any
-    cbs: Any
     epoch: Any
-    n_epoch: Any
     iter: Any
-    n_iter: Any
-    dl: Any
+    n_epoch: Any
+    start_at: Any
     xb: Any
     yb: Any
-    start_at: Any
+    opt: Any
+    dl: Any
+    n_iter: Any
     pred: Any
     loss_grad: Any
     loss: Any
     items: Any
     loss_trace: Any
+    model: Any
+    opt_func: Any
+    lr: Any
+    final_record: Any
     runner: Any
     recorder: Any
     progress: Any
@@ -138,6 +168,18 @@ class Learner:
         ...
 
     @property
+    def device(self) -> torch.device:
+        """The device for model and batches: that of `dls`, or this process's own"""
+
+    @property
+    def x(self):
+        """The inputs of this rank's current batch; without the tuple around a single one"""
+
+    @property
+    def y(self):
+        """The targets of this rank's current batch; without the tuple around a single one"""
+
+    @property
     def wrapper(self):
         """What a callback calls for a further forward pass of a training batch (SAM): `model`, in a context in DDP or
         FSDP2. Gradients of a further pass count by the items of the ranks"""
@@ -147,8 +189,62 @@ class Learner:
         """Whether the current batch counts for nothing: other ranks have more samples in this epoch, and this one
         repeats some. A callback that counts samples skips it"""
 
+    def add_cb(self, cb):
+        """Add a callback (an instance or a class), and make it an attribute, as in `learn.recorder`. ValueError if that
+        hides another attribute"""
+
+    def remove_cb(self, cb):
+        """Remove a callback, or every callback of a class"""
+
+    def add_cbs(self, cbs):
+        """Add one callback or several"""
+
+    def remove_cbs(self, cbs):
+        """Remove one callback or several"""
+
+    @contextmanager
+    def added_cbs(self, cbs):
+        """Context in which the learner has these callbacks, too"""
+
     def __call__(self, event):
-        ...
+        """Call the callbacks that handle `event`, in their order"""
+
+    def no_logging(self):
+        """Context in which the learner prints no lines of its table"""
+
+    def no_bar(self):
+        """Context without a progress bar; the lines of the table still appear"""
+
+    def fit(self, n_epoch: int, lr=None, cbs=None, reset_opt: bool=False, start_epoch: int=0, ddp=None, amp=None, resume=None, **flags):
+        """Train for `n_epoch` epochs. A second fit goes on with the weights and the optimizer of the first"""
+
+    @contextmanager
+    def flagged(self, flags: dict):
+        """Context that applies `flags` to the learner. TypeError for an unknown flag. flags: from keywords of `fit` to
+        their values; None or False: off"""
+
+    def all_batches(self):
+        """Run every batch of `self.dl`"""
+
+    def one_batch(self, i: int, b):
+        """Run one batch: prediction and loss; in training also the backward pass and the optimizer's step. i: index of
+        the batch in this loop; b: the batch, as the loader gave it"""
+
+    def validate(self, ds_idx: int=1, dl=None, cbs=None) -> list:
+        """Loss and metrics of the present model over a whole data set"""
+
+    @contextmanager
+    def aside(self):
+        """Context for another loop over data, also within a fit: the state of the outer loop is restored afterwards"""
+
+    def prepare(self, lr, reset_opt=False):
+        """Move the model to its device, make an optimizer if there is none, and set the rates of its parameter groups"""
+
+    def prepare_model(self):
+        """Move the model to its device. ValueError for one on the meta device, which has no values"""
+
+    def create_opt(self):
+        """Make a new optimizer over the model's parameter groups. ValueError if no parameter is trainable"""
 
     def compile(self, regional=None, **kw) -> Learner:
         """Run the model compiled by torch in fits, validation and predictions, also in `distrib_ctx`. A second call
@@ -183,70 +279,6 @@ class Learner:
         """Train with a rising rate, and suggest one. Afterwards the learner is as before. ValueError if too few losses
     are finite"""
 
-    def add_cb(self, cb):
-        """Add a callback (an instance or a class), and make it an attribute, as in `learn.recorder`. ValueError if that
-    hides another attribute"""
-
-    def remove_cb(self, cb):
-        """Remove a callback, or every callback of a class"""
-
-    def add_cbs(self, cbs):
-        """Add one callback or several"""
-
-    def remove_cbs(self, cbs):
-        """Remove one callback or several"""
-
-    @contextmanager
-    def added_cbs(self, cbs):
-        """Context in which the learner has these callbacks, too"""
-
-    def all_batches(self):
-        """Run every batch of `self.dl`"""
-
-    def one_batch(self, i: int, b):
-        """Run one batch: prediction and loss; in training also the backward pass and the optimizer's step. i: index of the
-    batch in this loop; b: the batch, as the loader gave it"""
-
-    @contextmanager
-    def flagged(self, flags: dict):
-        """Context that applies `flags` to the learner. TypeError for an unknown flag. flags: from keywords of `fit` to
-    their values; None or False: off"""
-
-    def fit(self, n_epoch: int, lr=None, cbs=None, reset_opt: bool=False, start_epoch: int=0, ddp=None, amp=None, resume=None, **flags):
-        """Train for `n_epoch` epochs. A second fit goes on with the weights and the optimizer of the first"""
-
-    @contextmanager
-    def aside(self):
-        """Context for another loop over data, also within a fit: the state of the outer loop is restored afterwards"""
-
-    def create_opt(self):
-        """Make a new optimizer over the model's parameter groups. ValueError if no parameter is trainable"""
-
-    def prepare_model(self):
-        """Move the model to its device. ValueError for one on the meta device, which has no values"""
-
-    def prepare(self, lr, reset_opt=False):
-        """Move the model to its device, make an optimizer if there is none, and set the rates of its parameter groups"""
-
-    @property
-    def x(self):
-        """The inputs of this rank's current batch; without the tuple around a single one"""
-
-    @property
-    def y(self):
-        """The targets of this rank's current batch; without the tuple around a single one"""
-
-    @property
-    def device(self) -> torch.device:
-        """The device for model and batches: that of `dls`, or this process's own"""
-
-    def no_logging(self):
-        """Context in which the learner prints no lines of its table"""
-
-    @contextmanager
-    def no_bar(self):
-        """Context without a progress bar; the lines of the table still appear"""
-
     def get_preds(self, ds_idx: int=1, dl=None, with_input: bool=False, with_loss: bool=False, act=None, reorder: bool=True, gather='all', cbs=None) -> tuple:
         """Predictions and targets of a whole data set; in `distrib_ctx` those of all ranks, on every rank. ValueError
     for another `gather`"""
@@ -256,9 +288,6 @@ class Learner:
 
     def tta(self, ds_idx: int=1, dl=None, n: int=4, item_tfms=None, batch_tfms=None, beta: float=0.25, use_max: bool=False) -> tuple:
         """Predict `n` augmented versions of each sample, and the sample itself, and mix the predictions"""
-
-    def validate(self, ds_idx: int=1, dl=None, cbs=None) -> list:
-        """Loss and metrics of the present model over a whole data set"""
 
     def save(self, file, with_opt: bool | None=None) -> Path:
         """Write the model's weights atomically, with a checksum. Only rank 0 writes, and no rank waits; if the model is
@@ -272,11 +301,8 @@ class Learner:
         """Write weights, `dls.vocab`, batch size, number of inputs, on rank 0; if the model is sharded, all must call.
     ValueError if not data"""
 
-    def fit_one_cycle(self, n_epoch: int, lr_max=None, div=25.0, div_final=100000.0, pct_start=0.25, cbs=None, reset_opt=False, scale_lr=False, *, ddp: Any=..., amp: Any=..., resume: Any=..., **flags):
+    def fit_one_cycle(self, n_epoch: int, lr_max=None, div=25.0, div_final=100000.0, pct_start=0.25, cbs=None, reset_opt=False, *, ddp: Any=..., amp: Any=..., resume: Any=..., **flags):
         """Fit with one cycle of rates, up and then down, and momentum the other way round (Smith, 2018, arXiv:1803.09820)"""
-
-    def fit_flat_cos(self, n_epoch: int, lr=None, div_final: float=100000.0, pct_start: float=0.75, cbs=None, reset_opt=False, **flags):
-        """Fit with a constant rate, and then with one that falls by a cosine"""
 
     def freeze_to(self, n: int):
         """Freeze the parameter groups before `n`, train the others, and forget the state of the optimizer. ValueError if
@@ -299,28 +325,3 @@ class Learner:
 
     def to_bf16(self) -> Learner:
         """Train and evaluate in mixed precision with bfloat16"""
-
-def check_loss(loss, training=False):
-    """ValueError if a loss function has returned no tensor, or in training several numbers"""
-
-def check_targets(learn):
-    """ValueError if a training batch has no targets, since nothing would be trained"""
-
-fit_flags: Any
-
-def is_oom(e) -> bool:
-    """Whether an exception says that memory has run out, on a GPU or on the host"""
-
-def advise_on_memory(e, learn):
-    """If the exception says that memory has run out, add the size of the batch and a remedy to it. e: an exception
-    that has ended a fit; learn: ours or fastai's"""
-
-def check_fit(n_epoch, start_epoch, reset_opt):
-    """ValueError for numbers of epochs that are none, and if `reset_opt` is neither true nor false, such as a text"""
-
-_loop_state: Any
-
-def group_lrs(lr, n: int) -> list:
-    """The learning rate of each parameter group. ValueError for a list of another length. lr: a number for all groups;
-    a list, one for each; `slice(a,b)`: from a to b in equal ratios; `slice(b)`: b/10, and b for the last; n: number
-    of parameter groups"""

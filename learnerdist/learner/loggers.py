@@ -7,27 +7,25 @@ __all__ = ['ProgressCallback', 'LogWriter', 'CSVLogger']
 
 # %% ../../nbs/learner/05_loggers.ipynb #c002
 import csv,sys
-from contextlib import ExitStack,contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from fastcore.basics import patch
 from fastcore.imports import in_notebook
 
 from ..core.env import is_rank0,num_distrib
-from ..core.lending import replaced
 from ..core.stacks import warn
 from ..data.loaders import data_len
 from .callback import Callback,Order
-from .learner import Learner,defaults
-
+from .learner import defaults
 
 # %% ../../nbs/learner/05_loggers.ipynb #p005
 def format_value(o)->str:
     """A cell of the table: floats with six decimals, blank for None, the shape of an array. o: a number, a text, None,
     or a tensor or array"""
     if getattr(o, 'shape', ()): return '×'.join(map(str, o.shape))
-    return '' if o is None else f'{o:.6f}' if isinstance(o, float) else str(o)
+    if isinstance(o, float): return f'{o:.6f}'
+    return '' if o is None else str(o)
 
 def format_row(vals:list, names:list)->str:
     """A line of the table, in columns as wide as their header, at least eight characters. vals: one value for each of
@@ -46,40 +44,46 @@ def _bars():
 
 class _Smooth:
     "The smoothed loss as text, computed only when the bar is drawn, because reading it makes a GPU wait"
-    def __init__(self, learn): self.learn,self.val = learn,None
+    val = None
+    def __init__(self, learn): self.learn = learn
     def __str__(self):
         if self.learn.loss is None: return ''
         now = float(self.learn.loss)
-        self.val = now if self.val is None else .9*self.val+.1*now
+        if self.val is None: self.val = now
+        self.val = .9*self.val+.1*now
         return f'{self.val:.4f}'
     def __len__(self): return 1 # fastprogress 1.0 asks whether there is a text
 
 def say_alone(warned=[]): # noqa: B006 - once in a process
     "Warn on rank 0, once, that each process trains on all of the data"
     if is_rank0() and not warned:
-        warn('no-context', f'each of the {num_distrib()} processes of this launch trains on the whole data. To '
-             'share it: `with learn.distrib_ctx(): learn.fit(…)`. If you mean it, each has to write its own files')
+        what = f'each of the {num_distrib()} processes of this launch trains on the whole data'
+        remedy = 'To share it: `with learn.distrib_ctx(): learn.fit(…)`'
+        warn('no-context', f'{what}. {remedy}. If you mean it, each has to write its own files')
     warned.append(1)
 
 # %% ../../nbs/learner/05_loggers.ipynb #p009
 class ProgressCallback(Callback):
     "A progress bar for epochs, one for batches, and a table with a line for each epoch. Prints on rank 0 only"
-    order,by_rank = Order.progress,True
+    order = Order.progress
+    by_rank = True
+    old_logger = mbar = bar = None
     def __init__(self,
         show_bar=True # False: the table only
-    ):
-        self.show_bar,self.old_logger = show_bar,None
-        self.mbar,self.bar_of,self.bar = None,None,None
+    ): self.show_bar = show_bar
 
     def of_loop(self): return dict(bar=self.bar)
 
     def before_fit(self):
         if self.runner.is_alone and self.learn.fitting and num_distrib()>1: say_alone()
-        self.old_logger,self.learn.logger = self.learn.logger,self._write
+        self.old_logger = self.learn.logger
+        self.learn.logger = self._write
         if not is_rank0(): return
         bars = _bars() if self.show_bar else None
-        if bars: self.mbar,self.bar_of = bars[0](range(self.n_epoch)),bars[1]
-        if self.mbar: self.mbar.update(0)
+        if bars:
+            of_epochs,self.bar_of = bars
+            self.mbar = of_epochs(range(self.n_epoch))
+            self.mbar.update(0)
         self.learn.logger(self.recorder.metric_names)
 
     def before_epoch(self):
@@ -101,36 +105,30 @@ class ProgressCallback(Callback):
 
     def _write(self, line):
         if not is_rank0(): return
+        say = self.mbar.write if self.mbar else partial(print, flush=True)
         if self.old_logger is not print: self.old_logger(line)
-        elif isinstance(line, str): self.mbar.write(line) if self.mbar else print(line, flush=True)
-        elif self.mbar: self.mbar.write([format_value(o) for o in line], table=True)
-        else: print(format_row(line, self.recorder.metric_names), flush=True)
+        elif isinstance(line, str): say(line)
+        elif self.mbar: say([format_value(o) for o in line], table=True)
+        else: say(format_row(line, self.recorder.metric_names))
 
     def after_fit(self):
         if self.mbar: self.mbar.on_iter_end()
 
     def cleanup(self):
         if self.old_logger is not None: self.learn.logger = self.old_logger
-        self.mbar,self.bar,self.old_logger = None,None,None
+        self.mbar = self.bar = self.old_logger = None
 
 defaults.callbacks.append(ProgressCallback)
-
-# %% ../../nbs/learner/05_loggers.ipynb #p014
-@patch
-@contextmanager
-def no_bar(self:Learner):
-    "Context without a progress bar; the lines of the table still appear"
-    with ExitStack() as stack:
-        for cb in self.cbs:
-            if isinstance(cb, ProgressCallback): stack.enter_context(replaced(cb, show_bar=False))
-        yield self
 
 # %% ../../nbs/learner/05_loggers.ipynb #c005
 class LogWriter(Callback):
     """Base class of loggers, which write on rank 0 only. A subclass defines `log_epoch`, and `open` and `close` if
     it needs them"""
-    order,by_rank,fit_state = Order.loggers,True,('seen',)
-    writing,seen = False,0
+    order = Order.loggers
+    by_rank = True
+    fit_state = 'logged',
+    writing = False
+    logged = () # The rows of this fit so far, on every rank
     def open(self): "Called on rank 0 when a fit begins"
     def log_epoch(self, row:dict):
         """Write the numbers of an epoch. Called on rank 0 after each. row: from each column of the table, except
@@ -141,17 +139,19 @@ class LogWriter(Callback):
     def before_fit(self):
         # fastai's `get_preds` and `lr_find` call `before_fit`, too
         is_fit = self.learn.fitting and 'lr_finder' not in vars(self.learn)
-        self.seen,self.writing = 0,is_rank0() and is_fit
+        self.writing = is_rank0() and is_fit
+        self.logged = []
         if self.writing: self.open()
 
     def after_epoch(self):
         rec = self.recorder
-        self.seen = len(rec.values)
-        if self.writing: self.log_epoch({k:v for k,v in zip(rec.metric_names, rec.log) if k!='time'})
+        row = {k: v for k,v in zip(rec.metric_names, rec.log) if k!='time'}
+        self.logged = [*self.logged,row]
+        if self.writing: self.log_epoch(row)
 
     def after_cancel_fit(self):
         # another callback cancelled the fit before this epoch was logged
-        if len(self.recorder.values)>self.seen: self.after_epoch()
+        if len(self.recorder.values)>len(self.logged): self.after_epoch()
 
     def cleanup(self):
         if self.writing: self.close()
@@ -160,41 +160,29 @@ class LogWriter(Callback):
 # %% ../../nbs/learner/05_loggers.ipynb #c009
 class CSVLogger(LogWriter):
     "Write the table, without `time`, to a CSV file after each epoch, on rank 0"
-    fit_state = 'seen','written'
+    fit_state = *LogWriter.fit_state,'before' # before: what the file had when the fit began
     def __init__(self,
         fname='history.csv',# File within the learner's path
         append:bool=False   # Append to an existing file, without a second header; False: overwrite it
-    ): self.fname,self.append,self.file = fname,append,None
-
-    def open(self):
-        path = Path(self.path)/self.fname
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = not (self.append and path.exists())
-        self.file = open(path, 'w' if fresh else 'a', newline='')
-        if fresh: csv.writer(self.file).writerow(self.recorder.metric_names[:-1])
-        self.file.flush() # other ranks read it
-
-    def log_epoch(self, row):
-        vals = [o.tolist() if hasattr(o, 'tolist') else o for o in row.values()]
-        csv.writer(self.file).writerow(vals)
-        self.file.flush()
+    ): self.fname,self.append = fname,append
 
     @property
-    def written(self)->str:
-        """The present content of the file, on every rank; part of a checkpoint, and what another rank goes on with
-        if rank 0 dies"""
-        if self.file is not None: self.file.flush()
-        path = Path(self.path)/self.fname
-        return path.read_bytes().decode() if path.exists() else ''
+    def file(self)->Path:
+        "The path of the file"
+        return Path(self.path)/self.fname
 
-    @written.setter
-    def written(self, text):
-        if self.file is None or text==self.written: return # other ranks may be reading it
-        self.file.seek(0)
-        self.file.truncate() # an interrupted run may have written lines after its checkpoint
-        self.file.write(text)
-        self.file.flush()
+    def before_fit(self):
+        is_kept = self.append and self.file.exists()
+        self.before = self.file.read_bytes().decode() if is_kept else ''
+        super().before_fit()
 
-    def close(self):
-        if self.file is not None: self.file.close()
-        self.file = None
+    def log_epoch(self, row=None):
+        "Write the file anew: what it had, and the rows of this fit"
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.file, 'w', newline='') as f:
+            f.write(self.before)
+            lines = csv.writer(f)
+            if not self.before: lines.writerow(self.recorder.metric_names[:-1])
+            for row in self.logged: lines.writerow([o.tolist() if hasattr(o, 'tolist') else o for o in row.values()])
+
+    open = close = log_epoch

@@ -297,7 +297,7 @@ def probe_loss(learn):
 def loss_kind(learn)->str:
     """The reduction of the loss, see `MeanOver`. In one process an unknown loss is probed; several ranks have already
     agreed on it. learn: a learner, after the loss of a batch"""
-    if loss_over(learn).kind=='unknown' and learn.runner.model is None:
+    if loss_over(learn).kind=='unknown' and learn.runner.loop.model is None:
         found = probe_loss(learn)
         if found: set_loss_over(learn, MeanOver(found if found in ('sum','items') else 'samples'))
     return loss_over(learn).kind

@@ -48,16 +48,21 @@ def _inner(f): return _inner(f.func) if isinstance(f, partial) else f
 class AvgMetric(Metric):
     """The mean of `func` over samples, or over what `func.n_items` counts. In `distrib_ctx` its `value` is that of
     all ranks together"""
-    n_items,lost = None,0. # lost: what rounding took from the total
+    n_items = None
+    lost = 0. # what rounding took from the total
     def __init__(self,
         # From (prediction, *targets) of a batch to the mean over that batch: a tensor (), a float or a numpy scalar
         func,
         name=None # Its column in the table; None: the name of the function
     ):
-        self.func,self._name = func,name or _func_name(func)
+        self.func = func
+        self._name = name or _func_name(func)
         self.n_items = getattr(_inner(func), 'n_items', None)
 
-    def reset(self): self.total,self.count,self.lost = 0.,0,0.
+    def reset(self):
+        self.total = self.lost = 0.
+        self.count = 0
+
     def accumulate(self, learn):
         if self.n_items is None: n = counted_rows(learn.pred, learn.yb, batch_rows(learn))
         else: n = self.n_items(learn.pred, *learn.yb)
@@ -69,7 +74,8 @@ class AvgMetric(Metric):
             what = f'the metric {self.name} returned {mean!r}'
             raise ValueError(f'{what}: let it return a number or a tensor ()')
         before,part = self.total,weighted(mean, n)
-        self.total,self.count = before+part,self.count+n
+        self.total = before+part
+        self.count = self.count+n
         if part.dtype==torch.float64: return
         # without float64: what rounding took from this sum (two-sum, exact)
         added = self.total-before
@@ -95,9 +101,11 @@ class AccumMetric(Metric):
         invert_arg=False,# Call `func` with targets first, as scikit-learn does
         name=None, **kwargs # Column in the table (None: name of the function); further arguments of `func`
     ):
-        self.func,self.dim_argmax,self.activation = func,dim_argmax,activation
+        self.func,self.kwargs = func,kwargs
+        self.dim_argmax = dim_argmax
+        self.activation = activation
         self.to_np,self.invert_arg = to_np,invert_arg
-        self._name,self.kwargs = name or _func_name(func),kwargs
+        self._name = name or _func_name(func)
 
     def reset(self): self.preds,self.targs = [],[]
     def accumulate(self, learn):
@@ -114,8 +122,6 @@ class AccumMetric(Metric):
         res = self.func(*(args[::-1] if self.invert_arg else args), **self.kwargs)
         return res.item() if hasattr(res, 'item') and torch.as_tensor(res).numel()==1 else res
 
-
-
 # %% ../../nbs/learner/02_metrics.ipynb #c010
 def skm_metric(
     func, # A metric function of scikit-learn, called with (targets, predictions)
@@ -131,7 +137,10 @@ class TorchMetric(Metric):
     def __init__(self,
         metric,   # An object of torchmetrics; it is changed
         name=None # Its column in the table; None: the name of its class
-    ): self.metric,self._name = metric,name or type(metric).__name__.lower()
+    ):
+        self.metric = metric
+        self._name = name or type(metric).__name__.lower()
+
     def reset(self): self.metric.reset()
     def accumulate(self, learn):
         self.metric.to(find_device(learn.pred))
@@ -165,10 +174,12 @@ def mk_metric(
 # %% ../../nbs/learner/02_metrics.ipynb #c015
 def _in_rows(pred, targ, axis):
     "Scores (n,classes) and class indices (n,). ValueError if they are not as many"
-    scores,classes = pred.movedim(axis, -1).reshape(-1, pred.shape[axis]),targ.reshape(-1)
-    if len(scores)==len(classes): return scores,classes
+    scores = pred.movedim(axis, -1).reshape(-1, pred.shape[axis])
+    classes = targ.reshape(-1)
     given = f'predictions of shape {tuple(pred.shape)} for targets of shape {tuple(targ.shape)}'
-    raise ValueError(f'{given}: give one class index for each prediction, or another axis than {axis}')
+    remedy = f'give one class index for each prediction, or another axis than {axis}'
+    need(len(scores)==len(classes), f'{given}: {remedy}')
+    return scores,classes
 
 def _share(found): return found.to(wide_dtype(found.device)).mean()
 
@@ -202,14 +213,12 @@ def top_k_accuracy(
 for _o in (accuracy,error_rate,top_k_accuracy): _o.n_items = lambda pred, targ, *_: targ.numel()
 
 # %% ../../nbs/learner/02_metrics.ipynb #c018
-class Sums:
-    "The state is these attributes of `obj`, numbers or tensors; it is summed over ranks"
+class State:
+    "What a metric keeps in a loop: attributes of `obj`, by name"
     def __init__(self, obj, *names): self.obj,self.names = obj,names
 
-class Rows:
-    "The state is these attributes of `obj`, lists to which each batch adds an entry or several, put together in order"
-    def __init__(self, obj, *names): self.obj,self.names = obj,names
-
+class Sums(State): "The state is numbers or tensors; it is summed over ranks"
+class Rows(State): "The state is lists to which each batch adds an entry or several, put together in order"
 class Batches: "Of any other metric: it gets the batches of all ranks, in their order, at the end of the loop"
 
 # %% ../../nbs/learner/02_metrics.ipynb #c019
@@ -238,9 +247,11 @@ def _(m:Metric):
 # %% ../../nbs/learner/02_metrics.ipynb #c022
 @reduction.register
 def _(m:TorchMetric):
-    t,fs = m.metric,metric_state(m.metric)
-    hows = {k: getattr(f, '__name__', '') for k,f in fs.items()}
-    sums = [k for k,f in hows.items() if f=='dim_zero_sum' and isinstance(getattr(t, k), Tensor)]
-    rows = [k for k,f in hows.items() if f=='dim_zero_cat' and isinstance(getattr(t, k), list)]
-    known = fs and len(sums)+len(rows)==len(fs)
-    return [Sums(t, *sums, update_count),Rows(t, *rows)] if known else Batches()
+    of_torch,state = m.metric,metric_state(m.metric)
+    sums,rows = [],[]
+    for k,how in state.items():
+        name,value = getattr(how, '__name__', ''),getattr(of_torch, k)
+        if name=='dim_zero_sum' and isinstance(value, Tensor): sums.append(k)
+        elif name=='dim_zero_cat' and isinstance(value, list): rows.append(k)
+        else: return Batches()
+    return [Sums(of_torch, *sums, update_count),Rows(of_torch, *rows)] if state else Batches()

@@ -26,7 +26,6 @@ from .learner import Learner
 from .losses import batch_rows,unread_loss
 from .metrics import Rows,reduction
 
-
 # %% ../../nbs/learner/10_predictions.ipynb #c005
 def has_result(learn)->bool:
     "Whether the current batch was evaluated, and not cancelled before by a callback"
@@ -40,19 +39,22 @@ class GatherPreds(Callback):
     def __init__(self, with_input=False, with_loss=False, act=noop, gather='all'):
         """with_input, with_loss: also collect inputs, and the loss of each sample; act: a function to apply to the
         predictions; gather: as in `get_preds`"""
-        self.with_input,self.with_loss,self.act,self.gather = with_input,with_loss,act,gather
+        self.with_input,self.with_loss = with_input,with_loss
+        self.act = act
+        self.gather = gather
         self.names = [*['inputs']*with_input,'preds','targets',*['losses']*with_loss]
-        self.inputs,self.preds,self.targets,self.losses = [],[],[],[]
+        self.inputs,self.losses = [],[]
+        self.preds,self.targets = [],[]
         self.ns = [] # Samples in each batch
 
     def after_batch(self):
         if not has_result(self.learn): return
-        n = batch_rows(self.learn)
-        if self.with_input: self.inputs.append(as_samples(single(tuple(listed(self.xb))), n))
         pred = self.pred if self.loss_func is not None else without_loss(self.pred)
-        self.preds.append(as_samples(self.act(pred), n))
-        self.targets.append(as_samples(single(tuple(listed(self.yb))), n))
-        if self.with_loss: self.losses.append(as_samples(self._row_losses(), n))
+        found = dict(preds=self.act(pred), targets=single(tuple(listed(self.yb))))
+        if self.with_input: found.update(inputs=single(tuple(listed(self.xb))))
+        if self.with_loss: found.update(losses=self._row_losses())
+        n = batch_rows(self.learn)
+        for k,v in found.items(): getattr(self, k).append(as_samples(v, n))
         self.ns.append(n)
 
     def results(self)->tuple: # An element for each of `names`; None where there is no batch
@@ -99,7 +101,7 @@ def get_preds(self:Learner,
     for another `gather`"""
     if isinstance(gather, Path): gather.mkdir(parents=True, exist_ok=True)
     else: need(gather in ('all','rank0'), "give 'all', 'rank0', or a pathlib.Path", gather=gather)
-    dl = self.dls[ds_idx] if dl is None else dl
+    if dl is None: dl = self.dls[ds_idx]
     act = act or getattr(self.loss_func, 'activation', noop)
     cb = GatherPreds(with_input, with_loss, act, gather)
     self.prepare_model()
@@ -119,7 +121,8 @@ def _is_unread(learn):
 # %% ../../nbs/learner/10_predictions.ipynb #c011
 class Unshared(list):
     "A list with one batch of a sample, all inputs, which is not split: every rank reads it whole"
-    n_inp,bs,n = all_inputs,1,1
+    n_inp = all_inputs
+    bs = n = 1
 
 @patch
 def predict(self:Learner,
@@ -153,7 +156,10 @@ def test_dl(self:DataLoaders,
 class Augmented(Dataset):
     """A data set with transforms of its items. Each item has random streams of its own: it is the same on any rank,
     and in any worker"""
-    def __init__(self, dataset, tfms:list, *seeds:int): self.dataset,self.tfms,self.seeds = dataset,tfms,seeds
+    def __init__(self, dataset, tfms:list, *seeds:int):
+        self.dataset = dataset
+        self.tfms,self.seeds = tfms,seeds
+
     def __len__(self): return len(self.dataset)
     def __getitem__(self, i):
         with shared_rng(*self.seeds, int(i)): return pipe(self.tfms, self.dataset[i])
@@ -170,22 +176,24 @@ def tta(self:Learner,
     use_max:bool=False     # The largest of all predictions, and not a mean
 )->tuple: # (predictions, targets), as from `get_preds`
     "Predict `n` augmented versions of each sample, and the sample itself, and mix the predictions"
-    dl,train = self.dls[ds_idx] if dl is None else dl,self.dls.train
+    train = self.dls.train
+    if dl is None: dl = self.dls[ds_idx]
     dl = in_order(getattr(dl, 'source', dl))
     stream = isinstance(dl.dataset, IterableDataset)
     need(not stream, 'tta reads each item several times, by its index: a stream has none')
-    items = getattr(train, 'after_item', []) if item_tfms is None else as_list(item_tfms)
-    batches = getattr(train, 'after_batch', []) if batch_tfms is None else as_list(batch_tfms)
-    own = dict(after_item=None, after_batch=batches) if hasattr(dl, 'after_batch') else {}
+    def of_train(name, given): return as_list(getattr(train, name, []) if given is None else given)
+    items,batches = of_train('after_item', item_tfms),of_train('after_batch', batch_tfms)
+    settings = dict(after_item=None, after_batch=batches) if hasattr(dl, 'after_batch') else {}
     kind = type(dl).__name__
-    need(own or not batches, f'batch_tfms: a {kind} has no transforms of batches, use a TfmdDL')
-    seed = self.runner.draw_seed()
-    rounds = [Augmented(dl.dataset, items, mix_seed(seed, i)) for i in range(n)]
-    aug = [self.get_preds(dl=with_settings(dl, o, **own))[0] for o in rounds]
+    need(settings or not batches, f'batch_tfms: a {kind} has no transforms of batches, use a TfmdDL')
+    seed,rounds = self.runner.draw_seed(),[]
+    for i in range(n):
+        data = Augmented(dl.dataset, items, mix_seed(seed, i))
+        rounds.append(self.get_preds(dl=with_settings(dl, data, **settings))[0])
     preds,targs = self.get_preds(dl=dl)
     kind = type(preds).__name__
-    one = isinstance(preds, Tensor)
-    need(one, f'tta mixes predictions that are one tensor, and these are a {kind}')
-    aug = torch.stack(aug).max(0)[0] if use_max else torch.stack(aug).mean(0)
-    if use_max: return torch.maximum(preds, aug),targs
+    is_one = isinstance(preds, Tensor)
+    need(is_one, f'tta mixes predictions that are one tensor, and these are a {kind}')
+    if use_max: return torch.stack([preds,*rounds]).amax(0),targs
+    aug = torch.stack(rounds).mean(0)
     return (aug,preds) if beta is None else torch.lerp(aug, preds, beta),targs

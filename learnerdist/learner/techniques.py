@@ -8,7 +8,7 @@ __all__ = ['MixedPrecision', 'GradientClip', 'GradientAccumulation', 'steps_per_
 # %% ../../nbs/learner/06_techniques.ipynb #c002
 import math
 from collections import deque
-from contextlib import ExitStack,contextmanager
+from contextlib import contextmanager,nullcontext
 from functools import singledispatch
 from inspect import signature
 from itertools import chain,pairwise
@@ -17,7 +17,7 @@ from numbers import Real
 import torch
 from fastcore.basics import patch
 from torch.amp import GradScaler
-from torch.nn.utils import clip_grad_norm_,clip_grad_value_
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -70,8 +70,11 @@ class MixedPrecision(Callback):
         dtype = _dtypes.get(dtype, dtype)
         known = dtype is None or dtype in _dtypes.values()
         need(known, "give 'fp16', 'bf16', or None for the device's own", dtype=dtype)
-        self.dtype,self.kw,self.scaler,self.state = dtype,kw,None,{}
-        self.skipped,self.cast,self.unscaled,self.steps = 0,None,False,False
+        self.dtype,self.kw = dtype,kw
+        self.scaler = self.cast = None
+        self.state = {}
+        self.skipped = 0
+        self.unscaled = self.steps = False
 
     def autocast(self):
         "The `torch.autocast` context for a forward pass and its loss"
@@ -123,7 +126,8 @@ class MixedPrecision(Callback):
 
     def before_step(self):
         if not self.scaler or not with_grad(self.opt): return
-        self.unscaled,self.steps = True,False
+        self.unscaled = True
+        self.steps = False
         self.scaler.unscale_(self)
         self.scaler.step(self)
         if not self.steps: raise CancelStepException
@@ -170,32 +174,31 @@ def amp_flag(learn, dtype):
     "The flag `amp` of `fit`, for this kind of learner"
     has_own = any(isinstance(o, MixedPrecision) for o in learn.cbs)
     need(not has_own, 'the learner has to_fp16 or to_bf16: leave out one of the two', amp=dtype)
-    dtype = None if dtype is True else dtype
+    if dtype is True: dtype = None
     if learn._amp is None or learn._amp.dtype!=_dtypes.get(dtype, dtype): learn._amp = MixedPrecision(dtype)
     with learn.added_cbs(learn._amp): yield learn # the same callback in each fit, so that it keeps its scale
 
-Learner._amp,fit_flags['amp'] = None,amp_flag
+Learner._amp = None
+fit_flags['amp'] = amp_flag
 
 # %% ../../nbs/learner/06_techniques.ipynb #c023
 class GradientClip(Callback):
-    """Clip gradients before each step, by their global norm or by value; `norms` has their norms before. ValueError
-    for a bad limit"""
-    order,run_valid,fit_state = Order.clip,False,('norms',)
+    "Clip gradients before each step by their global norm; `norms` has their norms before. ValueError for a bad limit"
+    order = Order.clip
+    run_valid = False
+    fit_state = 'norms',
     def __init__(self,
         max_norm:float=1.,   # Largest norm over all parameters; `inf`: only record norms
-        norm_type:float=2.,  # As in `torch.nn.utils.clip_grad_norm_`
-        value:float=None     # Clip each element to ±`value` instead
+        norm_type:float=2.   # As in `torch.nn.utils.clip_grad_norm_`
     ):
-        limit = dict(max_norm=max_norm) if value is None else dict(value=value)
-        need(min(limit.values())>0, 'give a number above 0', **limit)
-        self.max_norm,self.norm_type,self.value,self.norms = max_norm,norm_type,value,[]
+        need(max_norm>0, 'give a number above 0', max_norm=max_norm)
+        self.max_norm,self.norm_type = max_norm,norm_type
+        self.norms = []
 
     def before_fit(self): self.norms = []
     def before_step(self):
-        ps = with_grad(self.opt)
-        max_norm = self.max_norm if self.value is None else math.inf
-        self._fresh.append(whole(clip_grad_norm_(ps, max_norm, self.norm_type).detach()))
-        if self.value is not None: clip_grad_value_(ps, self.value)
+        norm = clip_grad_norm_(with_grad(self.opt), self.max_norm, self.norm_type)
+        self._fresh.append(whole(norm.detach()))
 
     def after_train(self): self.norms # noqa: B018 - read once an epoch, so that no step waits for a GPU
 
@@ -207,7 +210,9 @@ class GradientClip(Callback):
         return self._done # the same list, which grows: a checkpoint in memory writes what is new
 
     @norms.setter
-    def norms(self, v): self._done,self._fresh = list(v),[]
+    def norms(self, v):
+        self._done = list(v)
+        self._fresh = [] # on the device
 
 # %% ../../nbs/learner/06_techniques.ipynb #a028
 class GradientAccumulation(Callback):
@@ -230,13 +235,13 @@ class GradientAccumulation(Callback):
         if self.at!=self.train_iter: # the first part of a batch
             self.at = self.train_iter
             last = self.marks.popleft() if self.marks else self.iter+1==self.n_iter
-            n,last = self.runner.step_totals(self.n, last)
+            n,last = self.runner.loop.step_totals(self.n, last)
             self.count += n
             self.stepping = last or self.count>=self.n_acc
-        self.runner.accumulate(self.stepping, self.n_acc)
+        self.runner.loop.accumulate(self.stepping, self.n_acc)
 
     def before_backward(self):
-        if self.runner.weighs or loss_kind(self.learn)=='sum': return # the gradients of sums need no weights
+        if self.runner.loop.weighs or loss_kind(self.learn)=='sum': return # the gradients of sums need no weights
         counted = loss_over(self.learn).kind=='items' or self.learn.items is not None
         self.own = n_items(self.learn) if counted else self.n
         self.learn.loss_grad = self.loss_grad*(self.own/self.n_acc)
@@ -244,7 +249,7 @@ class GradientAccumulation(Callback):
     def after_cancel_backward(self): self.own = 0
     def after_backward(self):
         self.items,self.own = self.items+self.own,0
-        if not self.stepping or self.runner.weighs: return
+        if not self.stepping or self.runner.loop.weighs: return
         k = self.n_acc/(self.items+(self.items==0))
         is_one = not isinstance(k, torch.Tensor) and k==1
         if not is_one and loss_kind(self.learn)!='sum': scale_grads(self.opt, None, k)
@@ -305,8 +310,10 @@ class Lookahead(Optimizer):
     ):
         need(k>=1, 'give at least one step', k=k)
         need(0<alpha<=1, 'give a part above 0 and up to 1', alpha=alpha)
-        # slow: from parameters to slow weights
-        self.optimizer,self.k,self.alpha,self.n_steps,self.slow = optimizer,k,alpha,0,{}
+        self.optimizer = optimizer
+        self.k,self.alpha = k,alpha
+        self.n_steps = 0
+        self.slow = {} # from parameters to slow weights
 
     param_groups = property(lambda self: self.optimizer.param_groups, doc="The inner optimizer's")
     state = property(lambda self: self.optimizer.state, doc="The inner optimizer's")
@@ -316,7 +323,6 @@ class Lookahead(Optimizer):
     # a scheduler wraps `step`; the wrapper is not copied
     def __getstate__(self): return {k:v for k,v in vars(self).items() if k!='step'}
     def __setstate__(self, state): vars(self).update(state)
-    def __repr__(self): return f'Lookahead({self.optimizer}, k={self.k}, alpha={self.alpha})'
     def _params(self): return [p for g in self.param_groups for p in g['params']]
 
     @torch.no_grad()
@@ -344,7 +350,6 @@ class Lookahead(Optimizer):
         self.slow = {p: o.detach().to(p.device, p.dtype, copy=True) for p,o in known}
         self.n_steps = state_dict['n_steps']
 
-
 # %% ../../nbs/learner/06_techniques.ipynb #ema02
 class EMA(Callback):
     """An exponential moving average of the weights over the optimizer's steps, the same on all ranks: `weights`, by
@@ -354,11 +359,14 @@ class EMA(Callback):
         decay:float=.999,   # Part of the average that stays at each step
         evaluate:bool=False # Validate and predict with the average, in a fit and after it
     ):
-        need(isinstance(decay, Real) and 0<=decay<1, 'give a number from 0 up, and below 1', decay=decay)
+        is_part = isinstance(decay, Real) and 0<=decay<1
+        need(is_part, 'give a number from 0 up, and below 1', decay=decay)
         need(evaluate in (True,False), 'give True or False', evaluate=evaluate)
-        self.decay,self.evaluate,self.weights = decay,evaluate,{}
-        # whether the average is in the model; the same before each evaluation that is running; of this batch
-        self._applied,self.before,self.skipped = False,[],False
+        self.decay,self.evaluate = decay,evaluate
+        self.weights = {}
+        self._applied = False
+        self.before = [] # Whether the model had the average before each evaluation that is running
+        self.skipped = False # Whether the step of this batch was cancelled
 
     def state_dict(self)->dict:
         "The average; of a sharded model this rank's parts"
@@ -367,6 +375,21 @@ class EMA(Callback):
         "Load a result of `state_dict`"
         self.weights = dict(state)
         if self.learn is not None: self._follow()
+
+    @property
+    def applied(self)->bool:
+        "Whether the model has the average, and `weights` the trained weights. All ranks set it together"
+        return self._applied
+    @applied.setter
+    @torch.no_grad()
+    def applied(self, on):
+        if on==self._applied: return
+        self._follow()
+        self._applied = on
+        for a,b in self._pairs(self._params()):
+            old = a.clone()
+            a.copy_(b)
+            b.copy_(old)
 
     @contextmanager
     def apply(self):
@@ -377,12 +400,13 @@ class EMA(Callback):
     def before_train(self):
         n = sum(isinstance(cb, EMA) for cb in self.learn.cbs)
         need(n==1, f'{n} EMAs in one fit, of which learn.ema is the last: give it one')
-        need(not self.applied, 'a fit trains the weights, not their average: leave apply() before it')
+        trains = 'a fit trains the weights, not their average'
+        need(not self.applied, f'{trains}: leave apply() before it')
         self._follow()
     def after_cancel_step(self): self.skipped = True
     def after_step(self):
-        skipped,self.skipped = self.skipped,False
-        if not skipped and 'lr_finder' not in vars(self.learn): self._average()
+        if not self.skipped and 'lr_finder' not in vars(self.learn): self._average()
+        self.skipped = False
 
     def before_validate(self):
         self.before.append(self.applied)
@@ -398,59 +422,35 @@ class EMA(Callback):
         while self.before: self.after_validate()
         self.skipped = False
 
-# %% ../../nbs/learner/06_techniques.ipynb #ema04
-@patch(as_prop=True)
-def applied(self:EMA)->bool:
-    "Whether the model has the average, and `weights` the trained weights"
-    return self._applied
+    @torch.no_grad()
+    def _average(self):
+        params = self._params()
+        if self.weights:
+            now,averages = zip(*self._pairs(params))
+            get_ema_multi_avg_fn(self.decay)([*averages], [*now], None)
+        for k,p in params.items():
+            if p.requires_grad and k not in self.weights: self.weights[k] = p.detach().clone()
 
-@patch
-@torch.no_grad()
-def _average(self:EMA):
-    params = self._params()
-    if self.weights:
-        own,now = zip(*[(local_part(t),local_part(params[k].data)) for k,t in self.weights.items()])
-        get_ema_multi_avg_fn(self.decay)([*own], [*now], None)
-    new = [k for k,p in params.items() if p.requires_grad and k not in self.weights]
-    self.weights |= {k: params[k].detach().clone() for k in new}
+    def _params(self): return dict(get_model(self.learn.model).named_parameters())
 
-@patch
-def _params(self:EMA): return dict(get_model(self.learn.model).named_parameters())
+    def _pairs(self, params):
+        "This rank's part of each parameter that has an average, and that of its average"
+        return [(local_part(params[k].data),local_part(t)) for k,t in self.weights.items()]
 
-@patch
-def _cut(self:EMA):
-    "Cut the average as the model is, and put it where the model is. ValueError if it is of another model"
-    params = self._params()
-    for k,t in self.weights.items():
-        now = tuple(params[k].shape) if k in params else 'not there'
-        need(tuple(t.shape)==now, f'the average is of another model ({k} {tuple(t.shape)}, now {now}): add a new EMA')
-        if is_part(params[k]) and not is_part(t): t = state_part(params[k], t)
-        self.weights[k] = t.to(params[k].device)
-
-@patch
-def _follow(self:EMA):
-    self.learn.runner.follow(self)
-    self._cut()
-
-@patch
-@torch.no_grad()
-def _exchange(self:EMA, on):
-    "Let the model and the average exchange their values, if that is new"
-    if on==self._applied: return
-    self._follow()
-    params,self._applied = self._params(),on
-    for a,b in [(local_part(params[k].data),local_part(t)) for k,t in self.weights.items()]:
-        old = a.clone()
-        a.copy_(b)
-        b.copy_(old)
-
-EMA.applied = EMA.applied.setter(EMA._exchange)
+    def _follow(self):
+        "Shard the average as the model is, and put it where the model is. ValueError if it is of another model"
+        self.learn.runner.follow(self)
+        params = self._params()
+        for k,t in self.weights.items():
+            now = tuple(params[k].shape) if k in params else 'not there'
+            before = tuple(t.shape)
+            found = f'the average is of another model ({k} {before}, now {now})'
+            need(before==now, f'{found}: add a new EMA')
+            if is_part(params[k]) and not is_part(t): t = state_part(params[k], t)
+            self.weights[k] = t.to(params[k].device)
 
 # %% ../../nbs/learner/06_techniques.ipynb #ema04b
-@contextmanager
 def trained_weights(learn):
     "Context in which the model has the weights that are trained, also while an `EMA` evaluates its average"
-    with ExitStack() as stack:
-        for cb in learn.cbs:
-            if isinstance(cb, EMA): stack.enter_context(replaced(cb, applied=False))
-        yield
+    emas = [cb for cb in learn.cbs if isinstance(cb, EMA)]
+    return replaced(emas[-1], applied=False) if emas else nullcontext()
