@@ -169,8 +169,8 @@ class FitState:
         return dict(place=at, cbs=cbs, own=own)
 
     def part(self, captured, leads:bool)->RankPart:
-        """What this rank writes of a state: if it `leads`, all; of a sharded model, the rows that it has. None: nothing.
-        Sync point"""
+        """What this rank writes of a state: all, if it `leads`; of a sharded model, the rows that it has. None: nothing
+        is written. Sync point"""
         ranks,tokens,runs = zip(*gather_objects((captured['own'],secrets.token_hex(4),self.run_id)))
         like,self.run_id = a_part(self.model),runs[0]
         i,n,again = shard_place(like) if like is not None else (0,1,not leads)

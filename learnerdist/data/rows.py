@@ -220,7 +220,8 @@ def leaf_names(b, name:str)->list:
     if is_container and len(b)==1: return leaf_names(b[0], name)
     if not is_container and not isinstance(b, dict): return [name]
     found = []
-    for k,v in b.items() if isinstance(b, dict) else enumerate(b): found += leaf_names(v, f'{name}.{k}'.replace(os.sep, '_'))
+    for k,v in b.items() if isinstance(b, dict) else enumerate(b):
+        found += leaf_names(v, f'{name}.{k}'.replace(os.sep, '_'))
     n = len(tree_leaves(b))
     if len(found)==n: return found
     return [f'{name}.{i}' for i in range(n)] # a container of another kind
