@@ -113,8 +113,8 @@ class Memory(Where):
         return Found('the state in memory', info, [], read_snapshot(at, info, like=like, check=False))
 
     def forget(self, but:Found=None):
-        """Remove all states but one, which the fit goes on from: one that not all ranks have would be taken for one that
-        they will have"""
+        """Remove all states but one, from which the fit goes on: one that not all ranks have would be taken for one
+        that they will have"""
         if not self.leads or not self.folder.exists(): return
         kept = snapshot_name(but.info['epoch'], but.info['step']) if but else None
         for o in self.folder.iterdir():
