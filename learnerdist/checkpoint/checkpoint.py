@@ -171,14 +171,15 @@ class FitState:
     def part(self, captured, leads:bool)->RankPart:
         """What this rank writes of a state: all, if it `leads`; of a sharded model, the rows that it has. None: nothing
         is written. Sync point"""
-        ranks,tokens,runs = zip(*gather_objects((captured['own'],secrets.token_hex(4),self.run_id)))
-        like,self.run_id = a_part(self.model),runs[0]
+        found = gather_objects(dict(own=captured['own'], token=secrets.token_hex(4), run=self.run_id))
+        like,self.run_id = a_part(self.model),found[0]['run']
         i,n,again = shard_place(like) if like is not None else (0,1,not leads)
         if again: return None
         at = captured['place']
         info = dict(run=self.run_id, epoch=at['epoch'], step=at['step'], place=at, config=self.config)
         if like is not None: info['shards'] = n
-        return RankPart(self.files(i, captured['cbs'], [*ranks]), to_plain(info, 'manifest'), Writers(i, n, tokens[0]))
+        parts = self.files(i, captured['cbs'], [o['own'] for o in found])
+        return RankPart(parts, to_plain(info, 'manifest'), Writers(i, n, found[0]['token']))
 
     def files(self, i:int, cbs:dict, ranks:list)->dict:
         "By name, what the files hold that rank `i` writes: its rows of a sharded model; rank 0 the rest"

@@ -131,16 +131,19 @@ class Evaluation:
         """RuntimeError unless each batch of the loader was seen once, ValueError for what needs the batches of other
         ranks. Sync point"""
         dl,known = self.learn.dl,self._by_batch()
-        own = self.n_begun,dl.dealer.n_read if known else None,self.stopped,self.carried,listing_metrics(self.learn)
-        ns,totals,stopped,names,metrics,orders = zip(*gather_objects((*own, int(dl.dealer.hashes[2]) if known else 0)))
-        names = [*dict.fromkeys(chain(*names))]
+        own = dict(n=self.n_begun, stopped=self.stopped, carried=self.carried, metrics=listing_metrics(self.learn))
+        if known: own |= dict(total=dl.dealer.n_read, order=int(dl.dealer.hashes[2]))
+        every = gather_objects(own)
+        def of_ranks(k): return [o.get(k) for o in every]
+        names = [*dict.fromkeys(chain(*of_ranks('carried')))]
         need(not names, coded('carries-state', _carries.format(few(names))))
-        check_lists(metrics)
-        if any(stopped) or not known: return
-        if len({*orders})>1: raise RuntimeError(coded('different-orders', drawn_alone(dl)))
-        if {*totals}=={sum(ns)}: return
-        seen,found = [', '.join(map(str, o)) for o in (ns, totals)]
-        raise RuntimeError(f'ranks have evaluated {seen} batches, {sum(ns)} in all, of a {type(dl.source).__name__}; '
+        check_lists(of_ranks('metrics'))
+        if any(of_ranks('stopped')) or not known: return
+        if len({*of_ranks('order')})>1: raise RuntimeError(coded('different-orders', drawn_alone(dl)))
+        n = sum(of_ranks('n'))
+        if {*of_ranks('total')}=={n}: return
+        seen,found = [', '.join(map(str, of_ranks(k))) for k in ('n','total')]
+        raise RuntimeError(f'ranks have evaluated {seen} batches, {n} in all, of a {type(dl.source).__name__}; '
                            f'they have counted {found}: it does not read the same on each rank')
 
     def _gather(self, m, red):
@@ -244,7 +247,7 @@ def listing_metrics(learn)->dict:
             if lists: res[k] = any(t.ndim!=1 or t.dtype!=m.dtype for t in ts) if ts else None
     return res
 
-def check_lists(every:tuple):
+def check_lists(every:list):
     "ValueError if a rank's torchmetrics object would end it by SIGABRT; every: `listing_metrics` of each rank"
     for k in dict.fromkeys(chain(*every)):
         found = [o.get(k, False) for o in every]
