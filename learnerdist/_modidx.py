@@ -1435,8 +1435,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'learnerdist/distributed/evaluation.py'),
                                                     'learnerdist.distributed.evaluation.Terms.__init__': ( 'distributed/evaluation.html#terms.__init__',
                                                                                                            'learnerdist/distributed/evaluation.py'),
-                                                    'learnerdist.distributed.evaluation.Terms._copy': ( 'distributed/evaluation.html#terms._copy',
-                                                                                                        'learnerdist/distributed/evaluation.py'),
                                                     'learnerdist.distributed.evaluation.Terms.put_back': ( 'distributed/evaluation.html#terms.put_back',
                                                                                                            'learnerdist/distributed/evaluation.py'),
                                                     'learnerdist.distributed.evaluation.Terms.take': ( 'distributed/evaluation.html#terms.take',

@@ -121,9 +121,9 @@ def add_states(a, b):
 
 def in_order(parts)->object:
     """The sum that one process has, to the bit: it adds one batch after the other. parts: of each rank, the numbers of
-    its batches, and what each adds"""
-    terms = [term for ks,values in parts for term in zip(ks, values)]
-    res = 0
+    its batches, and what each adds, as an array of numbers or one tensor"""
+    terms,res = [],0
+    for ks,values in parts: terms += zip(ks.tolist(), values if isinstance(values, Tensor) else values.tolist())
     for _,value in sorted(terms, key=itemgetter(0)): res = res+value
     return res
 

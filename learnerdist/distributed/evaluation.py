@@ -8,9 +8,10 @@ __all__ = []
 # %% ../../nbs/distributed/08_evaluation.ipynb #c002
 from contextlib import contextmanager
 from itertools import chain
+from operator import is_not
 from pathlib import Path
 
-import torch
+import numpy as np,torch
 from torch import Tensor,nn
 
 from ..core.collectives import gather_objects,reduce_sums
@@ -45,7 +46,8 @@ class Evaluation:
 
     def begin_batch(self):
         "Before each batch"
-        if self.lists is not None: self._note()
+        if self.lists: self._note()
+        for o in self.terms: o.take(self.n_begun-1)
         self.n_begun += 1
 
     def check_state(self):
@@ -98,18 +100,15 @@ class Evaluation:
         for red in chain(*map(reductions, mets)):
             if isinstance(red, Rows): self.lists += [(red.obj,k,[]) for k in red.names]
             if not isinstance(red, Sums) or not wide: continue
-            self.terms += [Terms(red.obj, k) for k in red.names if _is_number(getattr(red.obj, k))]
+            self.terms.append(Terms(red.obj, [k for k in red.names if _is_number(vars(red.obj).get(k))]))
         fed = [m for m in mets if any(isinstance(red, Batches) for red in reductions(m))]
         if not fed: self.batches = None
         reads_inputs = any(getattr(m, 'with_input', False) for m in fed)
         self.of_batch = _of_batch if reads_inputs else _of_batch[1:]
 
     def _note(self):
-        """Number the new entries of lists: that of the batch, and which of its entries it is: a metric may add several.
-        Note what the batch adds to numbers"""
-        if not self.n_begun: return
+        "Number the new entries of lists: that of the batch, and which of its entries it is: a metric may add several"
         k = self.number(self.n_begun-1)
-        for o in self.terms: o.take(k)
         for obj,name,ks in self.lists: ks += [(k,j) for j in range(len(getattr(obj, name))-len(ks))]
 
     def put_together(self):
@@ -120,8 +119,12 @@ class Evaluation:
         self._check()
         reds = []
         for m in self.adapter.measured(): reds += [(m,red) for red in reductions(m)]
-        for o in self.terms: o.put_back()
-        reduce_sums([red for _,red in reds if isinstance(red, Sums)], [(o.obj,o.name) for o in self.terms])
+        by_batch,numbers = [],[self.number(i) for i in range(self.n_begun)]
+        for o in self.terms:
+            if numbers: o.take(self.n_begun-1)
+            o.put_back(numbers)
+            by_batch += [(o.obj,k) for k in o.names]
+        reduce_sums([red for _,red in reds if isinstance(red, Sums)], by_batch)
         for m,red in reds:
             if isinstance(red, Rows): self._gather(m, red)
         fed = [m for m,red in reds if isinstance(red, Batches)]
@@ -179,24 +182,27 @@ class Evaluation:
                     for m in mets: m.accumulate(self.learn)
 
 class Terms:
-    "What each batch adds to a number of a metric, which has the state of one batch until the end of the loop"
-    def __init__(self, obj, name): # before a batch
-        self.obj,self.name = obj,name
-        self.start = self._copy(getattr(obj, name))
-        self.ks,self.values = [],[]
-    def _copy(self, o): return o.clone() if isinstance(o, Tensor) else o
-    def take(self, k:int):
-        "After batch number `k`"
-        now = getattr(self.obj, self.name)
-        if now is self.start: return # nothing, as in a batch that was cancelled
-        self.ks.append(k)
-        self.values.append(now)
-        setattr(self.obj, self.name, self._copy(self.start))
-    def put_back(self):
-        "Let the state be what all batches of this rank add, for `reduce_sums`"
-        own = self.values
-        if own and all(isinstance(o, Tensor) for o in own): own = torch.stack(own).detach().as_subclass(Tensor)
-        setattr(self.obj, self.name, (self.ks,own))
+    "What each batch adds to numbers of a metric, which has the state of one batch until the end of the loop"
+    def __init__(self, obj, names:list): # before a batch
+        self.obj,self.names = obj,names
+        self.state,self.terms = vars(obj),[]
+        self.start = {k: self.state[k] for k in names}
+        self.tensors = [k for k,o in self.start.items() if isinstance(o, Tensor)] # may be changed in place
+        for k in self.tensors: self.start[k] = self.start[k].clone()
+    def take(self, i:int):
+        "After batch `i` of this rank"
+        self.terms.append((i, [*map(self.state.get, self.names)]))
+        self.state.update(self.start)
+        for k in self.tensors: self.state[k] = self.start[k].clone()
+    def put_back(self, numbers:list):
+        "Let the state be what all batches of this rank add, for `reduce_sums`. numbers: of the batches, among all ranks'"
+        start = [*self.start.values()]
+        terms = [o for o in self.terms if any(map(is_not, o[1], start))] # not of a batch that was cancelled
+        ks = np.array([numbers[i] for i,_ in terms], dtype=int)
+        for j,k in enumerate(self.names):
+            own = [o[j] for _,o in terms]
+            tensors = own and isinstance(own[0], Tensor)
+            self.state[k] = ks,torch.stack(own).detach().as_subclass(Tensor) if tensors else np.array(own)
 
 def _is_number(o): return isinstance(o, (int,float)) or isinstance(o, Tensor) and o.numel()==1
 
