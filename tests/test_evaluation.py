@@ -253,6 +253,13 @@ def test_a_loss_that_is_a_sum_has_one_scale():
             valid,train = [loss(nn.functional.pad(x, (0, 1)), y).item()*16/len(x) for x,y in (xy(44),xy(32))]
             assert got[4*i:4*i+4]==pytest.approx([valid,train,valid,train], rel=1e-5)
 
+def test_batches_of_one_sample_do_not_hide_a_sum():
+    "In one process: training has shown what the loss is"
+    learn = Learner(DataLoaders(TfmdDL(TensorDataset(*xy(32)), 16), TfmdDL(TensorDataset(*xy(44)), 1)), nn.Linear(3, 4), squares, lr=0.)
+    with learn.no_logging(), learn.distrib_ctx(): learn.fit(1)
+    x,y = xy(44)
+    assert learn.recorder.values[-1][1]==pytest.approx(squares(learn.model(x), y).item()*16/44, rel=1e-5)
+
 def others(ctx):
     torch.manual_seed(0)
     kept,carried = Stateful(False),Stateful()

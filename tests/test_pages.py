@@ -2,7 +2,8 @@
 import os,re,shlex,subprocess,sys
 from pathlib import Path
 
-import pytest
+import nbformat,pytest
+from nbclient import NotebookClient
 from PIL import Image
 
 from helpers import blocks
@@ -35,13 +36,15 @@ def two_digits(folder):
         at.mkdir(parents=True)
         for i in range(50): Image.new('L', (28,28), 20*int(at.name)+i).save(at/f'{i}.png')
 
-complete = 'README','start'   # These begin with their own imports and data
-starts = 'launching','same'   # Their blocks start processes
+complete = 'README','start','accelerate' # These begin with their own imports and data
+starts = 'launching','same','fastai_day' # Their blocks start processes
+*day,killed,jupyter = blocks(root/'docs/fastai_day.md')
 
-def run(path, folder, setup):
+def run(path, folder, setup, n=None):
+    "The first `n` blocks of a page, after `setup`"
     os.chdir(folder)
     space = dict(__name__='__main__', __file__=str(path))
-    for i,block in enumerate([setup,*blocks(path)]): exec(compile(block, f'{path.name}, block {i}', 'exec'), space)
+    for i,block in enumerate([setup,*blocks(path)[:n]]): exec(compile(block, f'{path.name}, block {i}', 'exec'), space)
 
 @pytest.mark.parametrize('path', [o for o in pages if blocks(o) and o.stem not in starts], ids=lambda o: o.stem)
 def test_blocks_run(path, tmp_path):
@@ -55,6 +58,29 @@ def test_blocks_that_start_processes(page, words, tmp_path):
     env = {**os.environ, 'PYTHONPATH': str(root)}
     p = subprocess.run([sys.executable, 'page.py'], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
     assert p.returncode==0 and all(o in p.stdout for o in words), p.stdout+p.stderr
+
+@pytest.mark.slow
+def test_a_day_with_fastai(tmp_path):
+    run_ranks(run, 2, root/'docs/fastai_day.md', tmp_path, '', len(day), timeout_s=240)
+    assert all((tmp_path/o).stat().st_size for o in ('lr.png','confusion.png','history.csv','models/model.pth'))
+
+@pytest.mark.slow
+def test_a_day_with_fastai_killed(tmp_path):
+    "Its script goes on, in the epoch in which a rank was killed"
+    (tmp_path/'train.py').write_text('\n'.join([day[0],killed]))
+    args = '-m learnerdist.launch --nproc 2 --max-restarts 1 train.py'.split()
+    env = {**os.environ, 'PYTHONPATH': str(root)}
+    p = subprocess.run([sys.executable, *args], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert p.returncode==0 and 'rank 1 failed first: ended by SIGKILL' in p.stderr, p.stdout+p.stderr
+    assert 'going on in epoch 0 after step 20' in p.stdout and re.search(r'^accuracy 0\.\d+$', p.stdout, re.M)
+
+@pytest.mark.long
+def test_a_day_with_fastai_in_jupyter(tmp_path, monkeypatch):
+    monkeypatch.setenv('IPYTHONDIR', str(tmp_path)) # the kernel's own files
+    cells = [day[0],jupyter,'r.close()']
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(o) for o in cells])
+    NotebookClient(nb, timeout=240, resources=dict(metadata=dict(path=str(tmp_path)))).execute()
+    assert nb.cells[1].outputs[-1].data['text/plain'].startswith('[')
 
 def test_commands_have_these_options():
     "Each command of ours on a page is one that its parser takes"

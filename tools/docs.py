@@ -13,9 +13,9 @@ from nbdev.doclinks import patch_name
 root = Path(__file__).parent.parent
 sys.path.insert(0, str(root))
 defs = ast.FunctionDef,ast.AsyncFunctionDef,ast.ClassDef
-guides = {'Begin': 'start fastai accelerate', 'Run': 'launching machines plan launchers checkpoints',
-          'Train': 'losses metrics data global_batch ema sharded speed clients', 'Check': 'same messages results',
-          'Inside': 'how_it_works log systems'}
+guides = {'Begin': 'start fastai_day fastai accelerate options', 'Run': 'launching machines plan launchers checkpoints',
+          'Train': 'losses metrics data global_batch ema sharded speed clients', 'Check': 'symptoms messages same results',
+          'Inside': 'how_it_works glossary gpu systems log'}
 tutorials = '''gallery is_it_the_same same_bits global_batch training_tricks failures from_fastai_distributed fastai_table sharded_lora
 catalyst_ddp ddp_from_scratch versions'''.split()
 folders = 'core data learner distributed checkpoint launch fastai'.split()

@@ -219,7 +219,7 @@ def runs_out(engine, dl):
     kept,streams = [(o,o.clone()) for o in model.buffers()],rng_state()
     modes,grads = [(m,m.training) for m in model.modules()],take_grads(params)
     # sums of parts, DDP's, the optimizer's
-    n = len(factors(dl.dealer.n_parts//group_size()))+1+2*(not learn.opt.state)
+    n = max(len(factors(dl.dealer.n_parts//group_size()))-1, 0)+1+2*(not learn.opt.state)
     try:
         _compute(engine, dl, [torch.empty_like(p) for p in params for _ in range(n)])
     except Exception as e:

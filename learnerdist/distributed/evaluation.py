@@ -195,7 +195,8 @@ class Terms:
         self.state.update(self.start)
         for k in self.tensors: self.state[k] = self.start[k].clone()
     def put_back(self, numbers:list):
-        "Let the state be what all batches of this rank add, for `reduce_sums`. numbers: of the batches, among all ranks'"
+        """Let the state be what all batches of this rank add, for `reduce_sums`. numbers: those of the batches among
+        all ranks'"""
         start = [*self.start.values()]
         terms = [o for o in self.terms if any(map(is_not, o[1], start))] # not of a batch that was cancelled
         ks = np.array([numbers[i] for i,_ in terms], dtype=int)

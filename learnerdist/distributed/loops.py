@@ -347,11 +347,16 @@ class TrainingLoop(Loop):
 
     def note_loss(self):
         "After the loss, before callbacks change it or the targets"
-        if not self.weighs or not self.learn.yb: return
+        if not self.learn.yb: return
+        if not self.weighs: return self._find_sum()
         part = self.part
         part.over = over = loss_over(self.learn)
         if over.kind=='sum': part.loss = self.learn.loss_grad.clone() # also in place
         elif over.kind!='whole': part.n = n_items(self.learn, over)
+
+    def _find_sum(self):
+        "In one process, at the first batch of a fit: is the loss a sum? A small validation batch would not show it"
+        if not self.learn.train_iter: loss_kind(self.learn)
 
     def weigh(self):
         "Before the backward pass: multiply the loss of a part by its weight, see `Kind`"
@@ -396,7 +401,7 @@ class TrainingLoop(Loop):
         if step.grads and self.replica: self.replica.begin_last(step.grads.pending)
         step.sends = self.links is not None and (self.by_parts or self.group.is_last)
         step.device = next((o.n.device for o in step.parts if isinstance(o.n, Tensor)), None)
-        step.total = self.group.n+(step.weights() if step.grads else self.part.weight)
+        step.total = self.group.n+(step.weights() if len(step.parts)>1 else self.part.weight)
         if step.sends: self.links.post(step.message().row(), self.replica is not None and self.replica.meets)
 
     def end_backward(self):
@@ -404,11 +409,16 @@ class TrainingLoop(Loop):
         the last one. Sync point then"""
         step = self.step
         if step.statistics: step.statistics.end_part(self.part)
-        if not step.is_last: return step.grads.push(self.replica.take() if self.replica else take_grads(self._params()))
+        if not step.is_last: return self._keep(step)
         pending = step.grads.pending if step.grads else ()
         if self.replica: self.replica.after_backward(pending)
         elif self.by_parts: add_earlier(self._params(), pending)
         if self.weighs: self._end_step(step)
+
+    def _keep(self, step):
+        "After the backward pass of a part that is not the last one: its gradients stay, or join the tree"
+        if not step.grads or not step.ends_run: return
+        step.grads.push(self.replica.take() if self.replica else take_grads(self._params()))
 
     def _end_step(self, step):
         "After the last backward pass of a step: what all ranks say of it. Sync point"

@@ -123,7 +123,10 @@ class Step:
         self.parts,self.n_parts,self.statistics = parts,n_parts,statistics
         self.i,self.is_last = 0,len(parts)==1 # Of the part that is computed now
         self.cancelled = [] # The scopes that this rank has cancelled
-        self.grads = Tree(len(parts), add_grads) if len(parts)>1 else None
+        # So many parts, one after the other, autograd adds up in the parameters' gradients: the lowest level of the tree
+        self.in_place = factors(len(parts))[-1] if len(parts)>1 else 1
+        n = len(parts)//self.in_place
+        self.grads = Tree(n, add_grads) if n>1 else None # Its other levels
         self.kept = {} # Gradients of batches before, since a callback accumulates
         self.sends = False # Whether its gradients travel
         self.total = 0 # Items of this rank, also of earlier batches whose gradients travel with these
@@ -137,6 +140,10 @@ class Step:
     def counts(self)->bool:
         "Whether a part of this rank counts"
         return not all([o.why for o in self.parts])
+    @property
+    def ends_run(self)->bool:
+        "Whether the present part is the last one whose gradients autograd adds up"
+        return (self.i+1)%self.in_place==0
     def weights(self):
         "The items of this rank's parts that count, added in the tree"
         return tree_sum([o.weight for o in self.parts])

@@ -362,7 +362,7 @@ class Trained(ABC):
         "Whether the next backward pass is to exchange gradients"
     @abstractmethod
     def take(self)->dict:
-        "The gradients of a part; the parameters have none afterwards"
+        "The gradients so far, of one part or several; the parameters have none afterwards"
     @abstractmethod
     def begin_last(self, pending:list):
         "Before the last backward pass of a step. pending: gradients of this rank's earlier parts, see `Tree`"
