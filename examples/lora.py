@@ -2,8 +2,8 @@
 
     python -m learnerdist.launch --nproc 2 examples/lora.py
 
-A randomly initialised Llama, so that nothing is downloaded. `from_pretrained` works in `build`, too, but then each process reads all of the
-weights. The same run on one process, at the same global batch size: `python examples/lora.py --bs 8`"""
+A randomly initialised Llama, so that nothing is downloaded; `from_pretrained` works in `build`, too. The same run on one process, at the
+same global batch size: `python examples/lora.py --bs 8`"""
 # ruff: noqa: F403,F405
 import argparse
 
@@ -36,7 +36,7 @@ def main():
     torch.manual_seed(42)
     dls = DataLoaders(DataLoader(Prompts(64, 0), args.bs, shuffle=True), DataLoader(Prompts(20, 1), args.bs))
     dls.device = torch.device('cpu')
-    learn = Learner(dls, deferred(build), lr=1e-2) # no loss function: the model's own loss
+    learn = Learner(dls, build(), lr=1e-2) # no loss function: the model's own loss
     with learn.distrib_ctx(seed=1, shard=True): # its decoder layers are found
         learn.fit(args.epochs)
         learn.save('lora')

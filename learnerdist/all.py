@@ -4,7 +4,6 @@ through the module"""
 # Processes: who am I, what ranks say to one another
 from learnerdist.core.env import *
 from learnerdist.core.rank0 import *
-from learnerdist.core.deferred import *
 from learnerdist.core.collectives import *
 from learnerdist.core.random import *
 # Data

@@ -257,7 +257,7 @@ def test_no_room_is_an_error_and_the_last_good_one_stays(background, tmp_path, m
     whole = again(tmp_path/'whole')
     messages = 'No space left on device: the checkpoint was not written; earlier ones are as they were. Start again with resume=True'
     with monkeypatch.context() as m, pytest.raises(OSError, match=messages):
-        filled = At(5, lambda: (filled.learn.checkpoint.wait(), m.setattr(snapshot, 'save_sealed', full)))
+        filled = At(5, lambda: (filled.learn.checkpoint.files.wait(), m.setattr(snapshot, 'save_sealed', full)))
         fit(tmp_path/'a', ctx=False, n_epoch=1, every=3, background=background, cbs=[filled])
     assert [o.name for o in (tmp_path/'a/ckpt').iterdir()]==[mid]
     assert differing(whole, again(tmp_path/'a'))==[]

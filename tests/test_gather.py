@@ -1,5 +1,5 @@
 "`get_preds(gather=…)`: shared memory, rank 0 alone, and files that all ranks write, of both Learners; exact for any shares"
-import errno,functools,mmap,os,resource,signal,warnings
+import errno,functools,os,resource,signal,warnings
 from pathlib import Path
 import numpy as np, pytest, torch, torch.distributed as dist
 from torch import nn
@@ -7,7 +7,6 @@ from torch.utils.data import TensorDataset
 from learnerdist.all import Callback, CancelBatchException, DataLoaders, Learner, TfmdDL, group_rank, process_group
 from learnerdist.data import rows as data_rows
 from learnerdist.data.rows import StoredRows,row_files
-from learnerdist.distributed import gather_rows
 from learnerdist.testing import run_ranks
 
 pytest.importorskip('fastai')
@@ -54,7 +53,6 @@ def gathers(folder):
 
 def rank_answers(kind, folder):
     "All that is asked of ranks"
-    gather_rows._part = mmap.PAGESIZE # memory in as many parts as there are ranks
     res = dict(gathers=on_rank(gathers, folder))
     if kind!='together': return res
     differ = [rank_differs(o) for o in ('get_preds','validate')]
@@ -275,7 +273,6 @@ def test_tensors_whose_rows_are_no_bytes(tmp_path):
 
 def rank_too_many_files(who, at_end):
     "No file more can be opened; at_end: nor while the error is handled"
-    gather_rows._part = mmap.PAGESIZE
     old = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         with process_group():

@@ -219,7 +219,7 @@ def test_two_states_are_on_the_way_at_most(memory, tmp_path):
     class Seen(Callback):
         def after_batch(self):
             if not self.training: return
-            seen.append(len(self.learn.checkpoint.pending))
+            seen.append(len(self.learn.checkpoint.files.pending))
             if self.train_iter==3: go.set()
             if self.train_iter==6: os.kill(os.getpid(), signal.SIGTERM)
     Faults(memory, slow, range(3, 99), ['put_file'])

@@ -109,7 +109,7 @@ class Interrupts(Callback):
     "A failure, and then Ctrl-C while the fit waits for its last checkpoint"
     def after_batch(self):
         def wait(*args): raise KeyboardInterrupt
-        self.learn.checkpoint.wait = wait
+        self.learn.checkpoint.files.wait = wait
         raise ZeroDivisionError
 
 def test_ctrl_c_while_the_end_waits_for_a_checkpoint(tmp_path):

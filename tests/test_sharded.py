@@ -92,7 +92,7 @@ def run(c, W=1, rank=0, sharded=False):
                    preds=learn.get_preds(), norms=[x for cb in learn.cbs for x in getattr(cb, 'norms', [])],
                    short=learn.get_preds(dl=DataLoader(data(1, 7), 3)))
     assert sharded
-    assert all(params[k] is p for k,p in learn.model.named_parameters())
+    assert all(params[k] is p or params[k].is_meta for k,p in learn.model.named_parameters())
     assert [(type(m),{*vars(m)}) for m in learn.model.modules()]==before
     copy.deepcopy(learn.model)
     res['params'] = {k: p.detach().clone() for k,p in learn.model.state_dict().items()}
@@ -408,8 +408,8 @@ refused = dict(text=(net, dict(shard='nodes'), 'give True, classes of modules su
     container=(net, dict(shard=nn.ModuleList), 'has no forward pass: give the modules in it'),
     tied=(tied_layers, dict(shard=Layer), 'or give the module that holds both'),
     lazy=(lambda: nn.Sequential(nn.LazyLinear(3)), dict(shard=True), 'run a batch through the model before the context'),
-    max_norm=(lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.)), dict(shard=True), '(max_norm), on a copy: train without one'),
-    meta=(lambda: nn.Linear(6, 3, device='meta'), dict(shard=True), 'build the model by deferred(lambda: …)'),
+    max_norm=(lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.)), dict(shard=True), '0 has max_norm, which shortens on each rank'),
+    meta=(lambda: nn.Linear(6, 3, device='meta'), dict(shard=True), 'weight is on the meta device, and has no values'),
     strided=(strided, dict(shard=True), 'is not contiguous: model.to(memory_format=torch.contiguous_format)'),
     number=(number, dict(shard=True), 'is a single number, which cannot be cut: make it a tensor of shape (1,)'),
     by_hand=(cut_by_hand, dict(shard=True), 'is a DTensor already: a model that is sharded by hand trains in a loop by hand'),

@@ -8,7 +8,7 @@ from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.optimizer import Adam, OptimWrapper, SGD, ranger
 from functools import partial
-from learnerdist.all import deferred, group_rank, group_size, process_group
+from learnerdist.all import group_rank, group_size, process_group
 from learnerdist.core.shards import is_part
 from fastai.text.learner import TextLearner
 from learnerdist.fastai import checkpoint
@@ -84,7 +84,6 @@ same = dict(adam=case(files=True), sgd=case(opt=partial(SGD, mom=.9)), ranger=ca
             torchs=case(opt=partial(OptimWrapper, opt=torch.optim.AdamW), cbs=[lambda W: GradientClip(.5)], files=True),
             one_cycle=case(do='one_cycle', splitter=two_groups), accumulation=case(cbs=[acc(12)]),
             fine_tune=case(do='fine_tune', splitter=two_groups), freeze=case(do='freeze', splitter=two_groups),
-            deferred=case(model=lambda: deferred(lambda: net().double()), files=True),
             amp=case(do='amp'), once=case(cbs=[acc(18)], shard=dict(sync_once=True), do='fits'),
             reset=case(model=recurrent, cbs=[lambda W: ModelResetter()]),
             best=case(cbs=[lambda W: SaveModelCallback(),lambda W: EarlyStoppingCallback(min_delta=9.)]))

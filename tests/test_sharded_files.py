@@ -5,13 +5,11 @@ from helpers import At
 from learnerdist.all import Callback, Checkpoint, DataLoaders, Learner, group_rank, group_size, load_learner, process_group, rank_distrib
 from learnerdist.checkpoint import snapshot
 from learnerdist.core import shards
-from learnerdist.core.deferred import deferred
 from learnerdist.core.env import count
 from learnerdist.testing import RanksError, run_ranks
 from test_sharded import Net, ahead, case, differs, make, needs_fsdp2, numbers
 
 def net(): return Net(tied=True)
-def deferred_net(): return deferred(lambda: Net(tied=True).double())
 
 def train(folder, shard, stop=None, opt='adamw', model=net, background=False, cbs=(), every=2, n=36):
     "A fit of three epochs that is stopped after `stop` steps, or goes on from there"
@@ -48,12 +46,12 @@ def test_written_by_any_number_and_read_by_any_number(W, shard, opt, tmp_path):
             assert differs([whole['w'],whole['v']], [o['w'],o['v']])<=(0 if i==0 else 1e-9), (V,how)
 
 @needs_fsdp2
-def test_a_checkpoint_of_ddp_goes_on_deferred_and_sharded(tmp_path):
-    "And a sharded one in a model that is never whole, in the background; weights alone are read by `load`"
+def test_a_checkpoint_of_ddp_goes_on_sharded(tmp_path):
+    "And a sharded one, in the background; weights alone are read by `load`"
     whole = run_ranks(on_ranks, 2, train, tmp_path/'whole', False)[0]
     for i,first in enumerate([False, True]):
         with pytest.raises(RanksError, match='on purpose'): run_ranks(on_ranks, 2, train, tmp_path/f'{i}', first, 5)
-        for o in run_ranks(on_ranks, 2, train, tmp_path/f'{i}', True, model=deferred_net, background=True):
+        for o in run_ranks(on_ranks, 2, train, tmp_path/f'{i}', True, background=True):
             assert differs([whole['w'],whole['v']], [o['w'],o['v']])<1e-9
     alone = make(case(model=net))
     alone.path = tmp_path/'1'
@@ -62,7 +60,7 @@ def test_a_checkpoint_of_ddp_goes_on_deferred_and_sharded(tmp_path):
 def without_gather(folder):
     def forbidden(*_): raise AssertionError('gathered')
     old,shards.whole = shards.whole,forbidden
-    try: train(folder, dict(keep_sharded=True), every=3, model=deferred_net)
+    try: train(folder, dict(keep_sharded=True), every=3)
     finally: shards.whole = old
 
 @needs_fsdp2
@@ -89,7 +87,7 @@ def peak_of(f):
     return most[0]
 
 def saved(folder, shard):
-    learn = make(case(n=24, model=deferred_net if shard else net), group_size())
+    learn = make(case(n=24, model=net), group_size())
     learn.path = folder
     with learn.no_logging(), learn.distrib_ctx(seed=3, **(dict(shard=True) if shard else {})):
         learn.fit(1)

@@ -4,7 +4,7 @@ import pytest, torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from learnerdist.all import Callback, DataLoaders, Learner, deferred, process_group
+from learnerdist.all import Callback, DataLoaders, Learner, process_group
 from learnerdist.testing import run_ranks
 from learnerdist.core.shards import is_part
 from test_sharded import needs_fsdp2
@@ -17,10 +17,11 @@ class Layer(nn.Module):
 
 def net(n=1024, layers=12): return nn.Sequential(*[Layer(n) for _ in range(layers)], nn.Linear(n, 4))
 
-def learner(n, layers, path):
+def learner(n, layers, path, device='meta'):
     torch.manual_seed(0)
+    with torch.device(device): model = net(n, layers)
     ds = TensorDataset(torch.randn(12, n), torch.randint(4, (12,)))
-    return Learner(DataLoaders(DataLoader(ds, 2), DataLoader(ds, 2)), deferred(lambda: net(n, layers)), F.cross_entropy, lr=1e-4, path=path)
+    return Learner(DataLoaders(DataLoader(ds, 2), DataLoader(ds, 2)), model, F.cross_entropy, lr=1e-4, path=path)
 
 def live_bytes(learn):
     "Bytes of weights, gradients and optimizer state on this rank; tensors that share memory count once"
@@ -52,10 +53,12 @@ def held(how, n, layers, path):
     torch.set_num_threads(1)
     ctypes.CDLL(None).mallopt(-3, 2**16) # M_MMAP_THRESHOLD
     with process_group():
-        with learner(40, 2, path).no_logging() as small, small.distrib_ctx(shard=how): small.fit(1) # threads, modules
+        def shard(n): return how and dict(weights=path/f'{n}.pth', keep_sharded=True)
+        device = 'meta' if how else 'cpu'
+        with learner(40, 2, path, device).no_logging() as small, small.distrib_ctx(shard=shard(40)): small.fit(1) # threads, modules
         gc.collect()
         before = rss()
-        with learner(n, layers, path).no_logging() as learn, learn.distrib_ctx(shard=how and dict(keep_sharded=True)):
+        with learner(n, layers, path, device).no_logging() as learn, learn.distrib_ctx(shard=shard(n)):
             learn.fit(1, cbs=(cb := Held()))
             return cb.bytes,cb.top-before
 
@@ -65,6 +68,7 @@ def held(how, n, layers, path):
 def test_a_rank_holds_its_part(W, tmp_path):
     "At most 1.15/W of a replica's bytes and one block: tensors of weights, gradients and AdamW; and the resident size, DDP's beside it"
     n,layers = 1024,12
+    for o,k in ((40,2),(n,layers)): torch.save(net(o, k).state_dict(), tmp_path/f'{o}.pth')
     block,whole = n*n*4,sum(p.numel() for p in net(n, layers).parameters())*16 # weights, gradients, two moments
     limit = 1.15*whole/W+block
     live,peak = zip(*run_ranks(held, W, True, n, layers, tmp_path))

@@ -33,7 +33,7 @@ def train(path, workers, background, varying, shard, in_memory, plans):
         order = 950
         def after_batch(self):
             if not self.training or self.train_iter!=step or rank_distrib()!=rank: return
-            if how=='write' and in_memory: snapshot.States.add = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            if how=='write' and in_memory: snapshot._publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             elif how=='SIGKILL' and in_memory: threading.Timer(step%10/500, os.kill, (os.getpid(),signal.SIGKILL)).start()
             elif how=='write' and shard: snapshot.save_sealed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             elif how=='write': snapshot._sync = lambda o: os.kill(os.getpid(), signal.SIGKILL)

@@ -8,8 +8,6 @@ __all__ = []
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c002
 from collections import Counter,OrderedDict,deque
 from copy import copy
-from operator import attrgetter
-from typing import Callable,NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +15,6 @@ from fastcore.foundation import L
 
 from ..data.loaders import call_model
 from ..learner.losses import copied
-from ..learner.recorder import Recorder,as_totals
-from ..learner.techniques import GradientClip
 from ..core.random import rng_state,set_rng_state
 from ..core.shards import map_tensors
 from ..distributed.engine import autocast_of
@@ -38,6 +34,8 @@ def packed(o, at:str):
         items = packed([*o.items()] if isinstance(o, dict) else [*o], at)
         return dict(__type__=t.__name__, items=items, maxlen=getattr(o, 'maxlen', None))
     if t is dict: return {k: packed(v, f'{at}/{k}') for k,v in o.items()}
+    # one for each step of a fit: nobody walks over them
+    if t is list and {*map(type, o)}=={float}: return dict(__type__='floats', items=torch.tensor(o, dtype=torch.double))
     if t in (list,tuple) and not are_plain(o): return t(packed(v, f'{at}/{i}') for i,v in enumerate(o))
     if isinstance(o, (dict,list,tuple)) and t not in (list,tuple,L):
         raise ValueError(f'{at}: a {t.__name__} would come back as another type: keep a dict, a list or a tuple')
@@ -47,27 +45,12 @@ def unpacked(o):
     "The inverse of `packed`, by copy"
     kind = o.get('__type__') if isinstance(o, dict) else None
     if kind=='numpy': return o['items'].numpy().copy()[()]
+    if kind=='floats': return o['items'].tolist()
     if kind=='deque': return deque(unpacked(o['items']), o['maxlen'])
     if kind: return _kinds[kind](dict(map(tuple, unpacked(o['items']))))
     if isinstance(o, dict): return {k: unpacked(v) for k,v in o.items()}
     if isinstance(o, torch.Tensor): return o.clone()
     return type(o)(map(unpacked, o)) if isinstance(o, (list,tuple)) and not are_plain(o) else copy(o)
-
-# %% ../../nbs/checkpoint/02_callback_state.ipynb #c004e
-class Growing(NamedTuple):
-    "A part of a callback's state that grows with each step"
-    lists:Callable # From the callback to a list, which changes at its end only, or to a dict of lists
-    # From a part of it to numbers or a tensor
-    pack:Callable = lambda items: [o.item() if hasattr(o, 'item') else o for o in items]
-    steps:bool = False # Totals of each step, (steps,k): loss × items, items, …
-
-def growing_of(*names): return {k: Growing(attrgetter(k)) for k in names}
-
-growing = { # By class, by name in its state
-    Recorder: growing_of('lrs', 'losses')|dict(totals=Growing(lambda cb: cb.all_steps(), as_totals, True)),
-    GradientClip: growing_of('norms')}
-
-def _growing(cb): return {k:o for cls in type(cb).__mro__ for k,o in growing.get(cls, {}).items()}
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c005
 def _keyed(cbs):
@@ -81,31 +64,14 @@ def _keyed(cbs):
 def _names(cb, kind):
     return [o for o in getattr(type(cb), kind, ()) if o in vars(cb) or hasattr(type(cb), o)]
 
-def _state(cb, kind, grows):
-    if kind=='fit_state' and hasattr(type(cb), 'state_dict'): return {} if grows else to_plain(cb.state_dict(), cb.name)
-    names = [o for o in _names(cb, kind) if (o in _growing(cb))==grows]
-    return {o: packed(getattr(cb, o), f'{cb.name}.{o}') for o in names}
+def _state(cb, kind):
+    if kind=='fit_state' and hasattr(type(cb), 'state_dict'): return to_plain(cb.state_dict(), cb.name)
+    return {o: packed(getattr(cb, o), f'{cb.name}.{o}') for o in _names(cb, kind)}
 
-def states_of(cbs, kind:str, grows:bool=False)->dict:
-    """The state of callbacks in this fit, by name. kind: 'fit_state', the same on every rank, or 'rank_state'; grows:
-    what grows with each step, or all other parts"""
-    res = {k: _state(cb, kind, grows) for k,cb in _keyed(cbs).items()}
+def states_of(cbs, kind:str)->dict:
+    "The state of callbacks in this fit, by name. kind: 'fit_state', the same on every rank, or 'rank_state'"
+    res = {k: _state(cb, kind) for k,cb in _keyed(cbs).items()}
     return {k:v for k,v in res.items() if v}
-
-def merged(a, b)->dict:
-    "States of callbacks that are the union of two"
-    return {k: {**a.get(k, {}), **b.get(k, {})} for k in {**a,**b}}
-
-def lists_of(cbs, kind:str)->dict:
-    "The growing lists in the state of callbacks, by name, as `Tails.take` wants them"
-    res = {}
-    for k,cb in _keyed(cbs).items():
-        for name,o in _growing(cb).items():
-            if name not in _names(cb, kind): continue
-            found = o.lists(cb)
-            for i,l in found.items() if isinstance(found, dict) else [(None,found)]:
-                res[f'{k}/{name}' if i is None else f'{k}/{name}/{i}'] = l,o.pack
-    return res
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c006
 def load_states(cbs, states:dict, kind:str)->list:
@@ -128,13 +94,14 @@ def _load(cb, state, kind):
 def part_of(cbs, states:list, rank:int, adds_up:bool)->dict:
     """On another number of ranks, rank 0 gets the sum over the old ranks' `rank_state`, and other ranks get zeros.
     adds_up: whether the loss is a sum, S = ΣSᵣ, where a mean is ΣnᵣLᵣ/Σnᵣ"""
-    grow = {k: _growing(cb) for k,cb in _keyed(cbs).items()}
-    def joined(k, a):
-        parts = [o[k][a] for o in states if k in o] # rank 0 may have more callbacks than the others
-        grows = grow.get(k, {}).get(a)
-        res = add_totals(parts, bool(adds_up and grows and grows.steps))
-        return torch.zeros_like(res) if rank else res
-    return {k: {a: joined(k, a) for a in v} for k,v in states[0].items()}
+    res,totals = {},{k: getattr(type(cb), 'totals_by_step', None) for k,cb in _keyed(cbs).items()}
+    for k,state in states[0].items():
+        res[k] = {}
+        for name in state:
+            parts = [o[k][name] for o in states if k in o] # rank 0 may have more callbacks than the others
+            whole = add_totals(parts, adds_up and totals.get(k)==name)
+            res[k][name] = torch.zeros_like(whole) if rank else whole
+    return res
 
 # %% ../../nbs/checkpoint/02_callback_state.ipynb #c010
 def check_model(model:torch.nn.Module, state:dict, source):

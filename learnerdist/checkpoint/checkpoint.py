@@ -27,12 +27,12 @@ from ..distributed.engine import context_callbacks
 from ..learner.learner import StartAt,fit_flags,get_model
 from ..learner.losses import loss_over
 from ..learner.techniques import trained_weights
+from .callback_state import check_model,check_run,config_changes,load_states
+from .callback_state import horizons,part_of,settle,states_of
 from .position import PlacedLoader,Seeds,go_back,place_in_epoch,read_alone
 from .position import between_epochs,end,validation
-from .snapshot import Writers,newest_good,on_cpu,open_folder,open_states
-from .snapshot import snapshot_name,to_plain,write_snapshot
-from .callback_state import check_model,check_run,config_changes,lists_of,load_states
-from .callback_state import horizons,merged,part_of,settle,states_of
+from .snapshot import Found,Writers,on_cpu,to_plain
+from .where import Files,RankPart,open_memory
 
 _all_ = ['Preempted','preempted_status']
 
@@ -61,7 +61,8 @@ def check_options(path, every, keep, background, signals, in_memory):
 class Requests:
     "Handlers that record signals, until `close`"
     def __init__(self, names):
-        self.got,self.pid,self.old = None,os.getpid(),{}
+        self.got,self.pid = None,os.getpid()
+        self.old = {} # Earlier handlers
         if threading.current_thread() is not threading.main_thread(): return # Python lets no other thread set handlers
         for num in [getattr(signal, o) for o in names]: self.old[num] = signal.signal(num, self._note)
 
@@ -84,281 +85,149 @@ class Requests:
         if name: os.kill(self.pid, getattr(signal, name))
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c008
-class Moments:
-    "What a `Checkpoint` does at the points that all ranks reach together"
+class When:
+    "When states of a fit are saved. All ranks call this at the same points"
+    def __init__(self, plan:dict, signals):
+        self.plan = plan # By where a state goes ('files', 'memory'): 'epoch', a number of steps, or a time
+        self.due = set() # Where one is to go at the next common point
+        self.stopping = False # Whether the run ends then
+        self.requests = Requests(signals)
+        self.clock = time.monotonic() # At the last request for a time
+
+    def at_epoch(self): self.due |= {k for k,every in self.plan.items() if every=='epoch'}
+    def after_step(self, n:int):
+        "After the step number `n` of the fit"
+        self.due |= {k for k,every in self.plan.items() if isinstance(every, int) and n%every==0}
+
+    def at_end(self, is_saved:bool):
+        first = 'files' if self.stopping else next(iter(self.plan))
+        self.due = set() if is_saved else {first}
+
+    def wishes(self)->tuple:
+        "Whether this rank requests a state, and whether it requests to stop after it; part of each vote"
+        times = [o for o in self.plan.values() if isinstance(o, timedelta)]
+        is_due = is_rank0() and any(time.monotonic()-self.clock>=o.total_seconds() for o in times)
+        return is_due,self.requests.got is not None
+
+    def hear(self, save:bool, stop:bool):
+        "Take the requests of all ranks, after the same batch on each"
+        if save or stop: self.clock = time.monotonic()
+        if save: self.due |= {k for k,every in self.plan.items() if isinstance(every, timedelta)}
+        if stop: self.due.add('files')
+        self.stopping = self.stopping or stop
+
+# %% ../../nbs/checkpoint/04_checkpoint.ipynb #c014
+class FitState:
+    "What a checkpoint holds of a fit: how it is captured, and restored"
+    def __init__(self, learn, trainer): # trainer: the learner's adapter in a context; None alone
+        self.learn,self.trainer = learn,trainer
+        self.model = get_model(learn.model)
+        self.many = trainer is not None and group_size()>1
+        self.world,self.rank = (group_size(),group_rank()) if self.many else (1,0)
+        # alone: what seeds the order of samples, and draws
+        self.seed,self.epochs_before = torch.randint(2**62, ()).item(),0
+        self.run_id = secrets.token_hex(4)
+        self.config = run_config(learn, self.world)|dict(schedule=horizons(learn.cbs))
+        self.loader = None # The training loader, as a `PlacedLoader`
+        self.read = None,None # Alone: a loader, and what it is read by
+        self.unsettled = False # Whether DDP still has its initial buckets
+
     def seeds(self, epoch:int)->Seeds:
         "What random streams follow from in an epoch of this fit; None if the context seeds nothing"
         if self.trainer and not self.trainer.opts.sample_seeds: return None
         owner = self.trainer or self
         return Seeds(owner.seed, owner.epochs_before+epoch)
 
-    def _seed(self, epoch, moment):
-        if seeds := self.seeds(epoch): seeds.set(moment)
+    def seed_moment(self, moment:int, epoch:int):
+        seeds = self.seeds(epoch)
+        if seeds: seeds.set(moment)
 
-    def at_epoch(self):
-        "Between two epochs"
-        if self.nested: return
-        if self.at and self.at['phase']=='epoch': self.arrive()
-        self._seed(self.epoch, between_epochs)
-        self.phase = 'epoch'
-        done = self.last and (self.last['epoch'],self.last['step'])
-        if self.train_iter and done!=(self.epoch,self.train_iter):
-            self.due |= {k for k,o in self.plan.items() if o=='epoch'}
-        self.commit('epoch')
+    def open_loader(self, dl)->PlacedLoader:
+        "The loader of a training loop that begins"
+        epoch = self.learn.epoch
+        if self.trainer: dl = self.trainer.shards.share_now(dl, pad='batch')
+        else:
+            if self.read[0] is not dl: self.read = dl,read_alone(dl, self.seed)
+            dl,source = self.read[1],dl
+            if dl is not source: dl.dealer.epoch = self.epochs_before+epoch
+        self.loader = PlacedLoader(dl, self.seeds(epoch))
+        return self.loader
 
-    def at_train(self):
-        "Before a training loop: wrap its loader in a `PlacedLoader`, at its position if the fit is resumed"
-        dl = self.learn.dl
-        dl = self.trainer.shards.share_now(dl, pad='batch') if self.trainer else self._read_alone(dl)
-        # others may wrap it in a loader that reads ahead
-        self.phase,self.loader = 'train',PlacedLoader(dl, self.seeds(self.epoch))
-        self.learn.dl = self.loader
-        if not self.at or self.at['phase']!='train': return
-        own = self.state['ranks'][self.rank]['loader'] if self.alike else None
-        go_back(self.loader, self.at, self.alike, own)
-
-    def _read_alone(self, dl):
-        if self.read[0] is not dl: self.read = dl,read_alone(dl, self.seed)
-        if self.read[1] is not dl: self.read[1].dealer.epoch = self.epochs_before+self.epoch
-        return self.read[1]
-
-    def at_batch(self):
-        "Between two training steps"
-        if not self.training or self.phase!='train': return
-        self.commit('train')
-        if self.unsettled: settle(self.learn, self.trainer.ddp)
-        self.unsettled = False
-
-    def at_validate(self):
-        "Between training and validation"
-        if self.at and self.at['phase']=='validate': # the training loop was skipped
-            self.arrive()
-            self.phase = 'trained'
-        if self.phase!='trained': return # a loop within another
-        self._seed(self.epoch, validation)
-        self.phase,self.captured = 'validate',self.capture('validate')
-        self.commit('validate')
-
-    def at_end(self):
-        "When the last epoch is over"
-        if self.nested: return
-        if self.at: self.arrive()
-        goes_to = 'files' if self.stopping else next(iter(self.plan))
-        self.due = {goes_to} if self.last is None or self.last['phase']!='done' else set()
-        self.commit('done')
-        self.wait()
-        if self.memory: distrib_barrier() # until all have it
-        if self.memory and 'files' in self.plan: self.memory.keep()
-        self._seed(self.n_epoch, end)
-        self.learn.fits_done = getattr(self.learn, 'fits_done', 0)+1
-        self.n_fits += 1
-
-    def wishes(self)->tuple:
-        "Whether this rank requests a checkpoint, and whether it requests to stop after it; part of each vote"
-        timed = isinstance(self.every, timedelta) and is_rank0()
-        is_due = timed and time.monotonic()-self.clock>=self.every.total_seconds()
-        return is_due,self.requests.got is not None
-
-    def hear(self, save:bool, stop:bool):
-        "Take the requests of all ranks, after the same batch on each"
-        if save or stop: self.clock = time.monotonic()
-        self.due |= {k for k,o in self.plan.items() if save and isinstance(o, timedelta)}
-        if stop: self.due.add('files')
-        self.stopping = self.stopping or stop
-        if stop and self.phase=='validate': self.commit('validate')
-
-    def commit(self, phase):
-        "Save if a checkpoint is due, and stop if that was requested. Sync point: all ranks call this at the same point"
-        # gradients are not in a checkpoint
-        within = any(getattr(cb, 'count', 0) for cb in self.learn.cbs if cb.name=='gradient_accumulation')
-        if not self.due or phase=='train' and within: return
-        captured = self.captured or self.capture(phase)
-        self.last = captured['place']
-        with trained_weights(self.learn):
-            if 'files' in self.due: self.save(captured)
-            if 'memory' in self.due and not self.stopping: self.remember(captured)
-        self.due = set()
-        if self.stopping: self._leave()
-
-    def _leave(self):
-        lost = self.wait()
-        if self.engine: lost = gather_objects(lost)[0] # all wait: the launcher ends the others when one exits
-        why = self.requests.take() or 'a signal to another rank'
-        step = f'{"not " if lost else ""}saved in {self.folder} after step {self.train_iter}'
-        raise Preempted(f'{why}: the run is {step}, and goes on from {"an older state" if lost else "there"} with '
-                        'resume=True')
-
-# %% ../../nbs/checkpoint/04_checkpoint.ipynb #c014
-class Saving:
-    "How a `Checkpoint` captures a state, and writes it to files or to memory"
     def capture(self, phase)->dict:
         "The state besides weights and optimizer: the position, the callbacks, and this rank's own state"
         learn,seeds = self.learn,self.trainer or self
-        place = dict(phase=phase, epoch=self.epoch+(phase=='done'), step=self.train_iter)
-        place |= dict(pct_train=self.pct_train, n_epoch=self.n_epoch, fit=getattr(learn, 'fits_done', 0))
-        place |= dict(seed=seeds.seed, epochs_before=seeds.epochs_before, world=self.world)
-        place['loss_adds_up'] = self.engine is not None and loss_over(learn).kind=='sum'
-        if phase=='train': place |= place_in_epoch(self.loader, learn.iter)
-        all_cbs,own_cbs = (states_of(learn.cbs, o) for o in ('fit_state','rank_state'))
+        at = dict(phase=phase, epoch=learn.epoch+(phase=='done'), step=learn.train_iter)
+        at |= dict(pct_train=learn.pct_train, n_epoch=learn.n_epoch, fit=getattr(learn, 'fits_done', 0))
+        at |= dict(seed=seeds.seed, epochs_before=seeds.epochs_before, world=self.world)
+        at['loss_adds_up'] = self.many and loss_over(learn).kind=='sum'
+        cbs,own = states_of(learn.cbs, 'fit_state'),dict(loader=None, cbs=states_of(learn.cbs, 'rank_state'))
         # callbacks may change them in place meanwhile
-        if phase=='validate': all_cbs,own_cbs = map_tensors([all_cbs,own_cbs], torch.clone)
-        state = self.loader.state_at(learn.iter) if phase=='train' else None
-        return dict(place=place, cbs=all_cbs, own=dict(loader=state, cbs=own_cbs))
+        if phase=='validate': cbs,own = map_tensors([cbs,own], torch.clone)
+        if phase=='train':
+            at |= place_in_epoch(self.loader, learn.iter)
+            own['loader'] = self.loader.state_at(learn.iter)
+        return dict(place=at, cbs=cbs, own=own)
 
-    def save(self, captured):
-        "Write a checkpoint to files. Sync point"
-        cbs,own = self.learn.cbs,captured['own']
-        ranks = self._gather(own | dict(cbs=merged(own['cbs'], states_of(cbs, 'rank_state', True))))
-        remote = isinstance(self.folder, Remote)
-        self.wait(1 if remote else 0) # two states are on the way at most
-        all_cbs = merged(captured['cbs'], states_of(cbs, 'fit_state', True))
-        kw = dict(background=self.background and not self.stopping, keep=self.keep, after=[*self.pending])
-        pending = self._write(self.folder, is_rank0(), all_cbs, ranks, self._info(), **kw)
-        if pending: self.pending.append(pending)
-        if not self.background and not remote: self.wait()
-
-    def _gather(self, own)->list:
-        "The own state of each rank; all ranks take the id of rank 0's run. Sync point"
-        ranks,self.tokens,runs = zip(*gather_objects((own,secrets.token_hex(4),self.run_id)))
-        self.run_id = runs[0]
-        return [*ranks]
-
-    def _write(self, folder, leads, cbs, ranks, info, check=None, **kw):
-        """Write a snapshot, if this rank `leads`; of a sharded model each rank writes the rows that it has. Returns a
-        Future, or None. kw: of `write_snapshot`"""
-        like = a_part(get_model(self.learn.model))
+    def part(self, captured, leads:bool)->RankPart:
+        """What this rank writes of a state: all, if it `leads`; of a sharded model, the rows that it has. None: nothing
+        is written. Sync point"""
+        found = gather_objects(dict(own=captured['own'], token=secrets.token_hex(4), run=self.run_id))
+        like,self.run_id = a_part(self.model),found[0]['run']
         i,n,again = shard_place(like) if like is not None else (0,1,not leads)
         if again: return None
-        parts = self.parts(i, cbs, ranks)
-        if check: check(parts)
-        info = to_plain(info | (dict(shards=n) if like is not None else {}), 'manifest')
-        at = folder/snapshot_name(info['epoch'], info['step'])
-        return write_snapshot(at, parts, info, writers=Writers(i, n, self.tokens[0]), **kw)
+        at = captured['place']
+        info = dict(run=self.run_id, epoch=at['epoch'], step=at['step'], place=at, config=self.config)
+        if like is not None: info['shards'] = n
+        parts = self.files(i, captured['cbs'], [o['own'] for o in found])
+        return RankPart(parts, to_plain(info, 'manifest'), Writers(i, n, found[0]['token']))
 
-    def parts(self, i:int, cbs, ranks)->dict:
-        "What the files of a snapshot hold that rank `i` writes, by name: its rows of a sharded model; rank 0 the rest"
-        model = get_model(self.learn.model).state_dict()
-        (model,opt,cbs),rows = split_rows((model,self.opt.state_dict(),cbs))
+    def files(self, i:int, cbs:dict, ranks:list)->dict:
+        "By name, what the files hold that rank `i` writes: its rows of a sharded model; rank 0 the rest"
+        (model,opt,cbs),rows = split_rows((self.model.state_dict(),self.learn.opt.state_dict(),cbs))
         res = {f'rows_{i}': dict(rows=rows)} if rows else {}
+        if i: return res
         state = dict(opt=to_plain(opt, 'optimizer'), cbs=cbs, ranks=to_plain(ranks, 'ranks'))
-        return res | (dict(model=to_plain(model, 'model'), state=state) if i==0 else {})
+        return res | dict(model=to_plain(model, 'model'), state=state)
 
-    def _info(self):
-        at = self.last
-        return dict(run=self.run_id, epoch=at['epoch'], step=at['step'], place=at, config=self.config)
-
-    def remember(self, captured):
-        "Write the state to memory, with what is new in its growing lists. Sync point"
-        mem,cbs = self.memory,self.learn.cbs
-        found = self._gather((captured['own'],mem.tails.take(lists_of(cbs, 'rank_state'))))
-        info,changes = self._info(),mem.tails.take(lists_of(cbs, 'fit_state'))
-        if mem.leads: info['journal'] = mem.add(dict(all=changes, ranks=[o for _,o in found]))
-        own = [o for o,_ in found]
-        pending = self._write(mem.folder, mem.leads, captured['cbs'], own, info, mem.check_room, keep=mem.n_states)
-        if pending: pending.result()
-
-    def wait(self, n=0)->str:
-        """Wait until at most `n` checkpoints are being written. An error of a write to local files is raised here, one
-        of an upload is a warning, and returned if it was the last one"""
-        lost = None
-        while self.pending and (len(self.pending)>n or self.pending[0].done()):
-            try: lost = self.pending.pop(0).result()
-            except Exception as e:
-                if not isinstance(self.folder, Remote): raise
-                lost = str(e).partition('\n')[0] # without the stack of another rank
-                if is_rank0(): warn('not-uploaded', f'{lost}. The fit goes on; earlier checkpoints are as they were')
-        return lost
-
-# %% ../../nbs/checkpoint/04_checkpoint.ipynb #c016
-class Restoring:
-    "How a `Checkpoint` restores the newest state"
-    def restore(self):
-        "Restore the newest state, in memory or in files; without one the fit begins from its start. Sync point"
-        like = a_part(get_model(self.learn.model))
-        found = self.memory and self.memory.newest(like)
-        after = found and (found.info['epoch'],found.info['step'])
-        file = newest_good(self.folder, like, after, self.engine is not None)
-        if self.memory: self._settle_memory(file or found)
-        found = file or found
-        if not found: return
-        self.source,info = found.folder,found.info
-        self.run_id,self.at = info['run'],info['place']
-        check_run(info['config'], self.config, self.at, getattr(self.learn, 'fits_done', 0), self.source)
-        self._load(**found.parts)
-        self._set_start()
-        self._report_start(found)
-
-    def _settle_memory(self, found):
-        """Forget what the fit does not go on from: a state that not all ranks have would be taken for one that they
-        will have"""
-        if self.memory.seen and not self.memory.whole and is_rank0():
-            where = found.folder if found else 'the start'
-            text = 'no state in memory has all its parts, since a machine was lost'
-            warn('older-state', f'{text}. Going on from {where}')
-        self.memory.keep(found.info if found and isinstance(found.folder, str) else None)
-
-    def _load(self, model, state):
-        own = get_model(self.learn.model)
-        check_model(own, model, self.source)
-        load_model(own, model)
-        opt,self.state = state.pop('opt'),on_cpu(state, True, {}) # not in the memory of a file
+    def load(self, found:Found):
+        "Restore a state that was found, but for the position. ValueError if it is of another fit"
+        at,learn = found.info['place'],self.learn
+        self.run_id,self.source = found.info['run'],found.folder
+        check_run(found.info['config'], self.config, at, getattr(learn, 'fits_done', 0), self.source)
+        model,state = found.parts['model'],found.parts['state']
+        check_model(self.model, model, self.source)
+        load_model(self.model, model)
+        opt,self.loaded = state.pop('opt'),on_cpu(state, True, {}) # not in the memory of a file
         # torch's do it themselves
-        if not isinstance(self.opt, torch.optim.Optimizer): opt = to_device(opt, next(own.parameters()).device)
-        load_opt(self.opt, opt)
-        self.alike = self.at['world']==self.world
-        self.unsettled = self.at['step']>0 and self.world>2
-        self.seed,self.epochs_before = self.at['seed'],self.at['epochs_before']
+        if not isinstance(learn.opt, torch.optim.Optimizer): opt = to_device(opt, next(self.model.parameters()).device)
+        load_opt(learn.opt, opt)
+        self.alike,self.adds_up = at['world']==self.world,at['loss_adds_up']
+        self.unsettled = at['step']>0 and self.world>2
+        self.seed,self.epochs_before = at['seed'],at['epochs_before']
         if self.trainer: self.trainer.shards.go_on(self.seed, self.epochs_before)
-        self._load_callbacks()
+        self.load_callbacks()
 
-    def _set_start(self):
-        at = self.last = self.at
-        if at['n_epoch']!=self.n_epoch: at['pct_train'] *= at['n_epoch']/self.n_epoch
-        # a fit that was cancelled stays done
-        if at['phase']=='done' and at['epoch']==at['n_epoch']<self.n_epoch: at['phase'] = 'epoch'
-        epoch = self.n_epoch if at['phase']=='done' else at['epoch']
-        self.learn.start_at = StartAt(epoch, at.get('iter', 0), at['phase']=='validate')
-        self.learn.train_iter,self.learn.pct_train = at['step'],at['pct_train']
-
-    def _report_start(self, found):
-        if not is_rank0(): return
-        if found.bad: warn('older-state', f'{"; ".join(found.bad)}: going on from {self.source}, which is older')
-        now = dict(ranks=self.config['ranks']) if shrinks() else {}
-        if changes := config_changes(found.info['config']|now, self.config):
-            text = f'{self.source} is of a fit that differed from this one: {"; ".join(changes)}'
-            warn('changed-fit', f'{text}. The optimizer and the schedule go on with their numbers in the checkpoint')
-        at,when = self.at,time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found.info['time']))
-        source = self.source if isinstance(self.source, str) else f'the checkpoint {self.source}'
-        text = f'going on in epoch {at["epoch"]} after step {at["step"]}, from'
-        if at['phase']=='done': text = f'this fit was done already, after {at["step"]} steps:'
-        getattr(self.learn, 'say', self.learn.logger)(f'{text} {source} of {when}') # as our Learner or fastai's does
-
-    def _load_callbacks(self):
+    def load_callbacks(self):
         cbs = self.learn.cbs
-        lost = load_states(cbs, self.state['cbs'], 'fit_state')
+        lost = load_states(cbs, self.loaded['cbs'], 'fit_state')
         if not self.trainer: lost = [o for o in lost if o!='distributed_trainer'] # only a context has it
         if lost: warn('unused-state', f'{self.source} has the state of {", ".join(lost)}, which this fit does not have')
-        own = [o['cbs'] for o in self.state['ranks']]
-        part = own[self.rank] if self.alike else part_of(cbs, own, self.rank, self.at['loss_adds_up'])
+        own = [o['cbs'] for o in self.loaded['ranks']]
+        part = own[self.rank] if self.alike else part_of(cbs, own, self.rank, self.adds_up)
         load_states(cbs, part, 'rank_state')
 
-    def arrive(self):
-        "The fit has reached its position: restore counters and callbacks"
-        self.learn.train_iter,self.learn.pct_train = self.at['step'],self.at['pct_train']
-        self._load_callbacks()
-        # one process has not counted them
-        if self.at['phase']=='train' and self.engine: self.engine.loop.n_steps = self.at['iter']
-        rec = getattr(self.learn, 'recorder', None)
-        if self.at['phase']=='done' and rec and rec.values: self.learn.final_record = rec.values[-1]
-        self.at = None
+    def go_back(self, at:dict):
+        "Let the training loop that begins start at its position"
+        go_back(self.loader, at, self.alike, self.loaded['ranks'][self.rank]['loader'] if self.alike else None)
 
 # %% ../../nbs/checkpoint/04_checkpoint.ipynb #c006
-class Checkpoint(Moments, Saving, Restoring, Callback):
+class Checkpoint(Callback):
     "Save the fit while it runs: weights, optimizer, callbacks, recorded numbers, and the position in the data"
     # `before_fit` and `before_train` after callbacks that reset themselves there, and before the model is wrapped in
     # DDP
     order,implied = Order.checkpoint,False # implied: gives way to another one
-    active,resuming,requests,nested,memory,lock = False,False,None,0,None,None
+    active,resuming = False,False
+    nested,memory = 0,None
     def __init__(self,
         # A folder, relative to the learner's path, or an address, such as s3://bucket/run. A second fit, as that of
         # `fine_tune`, has its own in it, fit_2
@@ -373,51 +242,42 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
         in_memory=False
     ):
         check_options(path, every, keep, background, signals, in_memory)
-        self.path,self.every,self.keep = path,every,keep
-        self.background,self.resume,self.signals = background,resume,signals
-        self.in_memory,self.n_fits = in_memory,0 # n_fits: that have ended with this callback
-
-    def _begin(self, run_id):
-        "Reset this callback's state at the start of a fit"
-        self.nested = 0 # loops within this fit, such as fastai's `get_preds`
-        self.phase = None # what the fit is doing: 'epoch', 'train', 'trained', 'validate', 'validated'
-        # save there ('files', 'memory') at the next common point of all ranks; stop after that
-        self.due,self.stopping = set(),False
-        # the state that was captured before validation; Futures of checkpoints that are being written
-        self.captured,self.pending = None,[]
-        self.last = self.at = None # the positions of the newest checkpoint, and of the one that this fit will resume at
-        self.unsettled = False # whether DDP still has its initial buckets
-        # alone, a loader and what it is read by; what seeds its order, its samples and its batches
-        self.read,self.seed,self.epochs_before = (None,None),torch.randint(2**62, ()).item(),0
-        self.run_id,self.clock,self.active = run_id,time.monotonic(),True
+        self.path,self.every = path,every
+        self.keep,self.background = keep,background
+        self.resume,self.signals = resume,signals
+        self.in_memory = in_memory
+        self.n_fits = 0 # That have ended with this callback
 
     def before_fit(self):
         if self.active: self.nested += 1
         if self.active or not getattr(self.learn, 'fitting', False) or 'lr_finder' in vars(self.learn): return
         others = [cb for cb in self.learn.cbs if isinstance(cb, Checkpoint) and not cb.implied]
         need(len(others)<2, f'{len(others)} Checkpoints in one fit: give it one')
-        if self.implied and others: return
-        self._begin(secrets.token_hex(4))
-        runner = self.learn.runner
-        self.trainer = None if runner.is_alone else runner
-        self.engine = self.trainer if group_size()>1 else None
-        self.world,self.rank = (group_size(),group_rank()) if self.engine else (1,0)
-        if self.engine: self.engine.ballot.watcher = self
-        self.folder = place(self.path, self.learn.path)
-        if self.n_fits: self.folder = self.folder/f'fit_{self.n_fits+1}'
-        self.config = run_config(self.learn, self.world)|dict(schedule=horizons(self.learn.cbs))
-        self.requests = Requests(self.signals)
-        self.learn.add_cb(_Early(self))
-        self.plan = self._plan()
-        resume = self.resume or self.resuming
-        if is_rank0(): self.lock = open_folder(self.folder, resume, 'files' in self.plan)
-        if resume: self.restore()
-        elif self.memory: self.memory.keep()
+        if not (self.implied and others): self._begin()
 
-    def _plan(self):
-        "When states are saved, by where they go. Files first: then a state in memory has no file to wait for"
+    def _begin(self):
+        learn,runner = self.learn,self.learn.runner
+        trainer = None if runner.is_alone else runner
+        self.engine = trainer if group_size()>1 else None
+        folder = place(self.path, learn.path)
+        if self.n_fits: folder = folder/f'fit_{self.n_fits+1}'
+        self.files = Files(folder, self.keep, self.background, self.engine is not None)
+        self.state,self.when = FitState(learn, trainer),When(self._plan(), self.signals)
+        self.active,self.nested = True,0 # nested: loops within this fit, such as fastai's `get_preds`
+        self.phase = None # What the fit is doing: 'epoch', 'train', 'trained', 'validate', 'validated'
+        self.captured = None # The state that was captured before validation
+        self.last = self.at = None # The positions of the newest checkpoint, and of the one that this fit will resume at
+        if self.engine: self.engine.ballot.watcher = self
+        learn.add_cb(_Early(self))
+        resume = self.resume or self.resuming
+        self.files.open(resume, 'files' in self.when.plan)
+        if resume: self.restore()
+        elif self.memory: self.memory.forget()
+
+    def _plan(self)->dict:
+        "How often states go where. Files first: then a state in memory has no file to wait for"
         if self.in_memory is False: return dict(files=self.every)
-        self.memory,why = open_states(self.name_in_memory(), a_part(get_model(self.learn.model)) is not None)
+        self.memory,why = open_memory(self.name_in_memory(), a_part(get_model(self.learn.model)) is not None)
         if why and is_rank0():
             warn('not-in-memory', f'in_memory={self.in_memory}: {why}. States go to files only, every={self.every!r}')
         if why: return dict(files=self.every)
@@ -426,19 +286,149 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
 
     def name_in_memory(self)->str:
         "What this fit's states in memory are found by in the next attempt"
-        return os.path.abspath(str(self.folder))
+        return os.path.abspath(str(self.files.folder))
 
+    # --- going on ---
+
+    def restore(self):
+        "Restore the newest state, in memory or in files; without one the fit begins from its start. Sync point"
+        like,memory = a_part(self.state.model),self.memory
+        in_memory = memory and memory.newest(like)
+        after = in_memory and (in_memory.info['epoch'],in_memory.info['step'])
+        in_files = self.files.newest(like, after)
+        found = in_files or in_memory
+        if memory and memory.is_lost and is_rank0():
+            text = 'no state in memory has all its parts, since a machine was lost'
+            warn('older-state', f'{text}. Going on from {found.folder if found else "the start"}')
+        if memory: memory.forget(None if in_files else in_memory)
+        if not found: return
+        self.state.load(found)
+        self._set_start(found.info['place'])
+        if is_rank0(): self._report_start(found)
+
+    def _set_start(self, at):
+        self.at = self.last = at
+        if at['n_epoch']!=self.n_epoch: at['pct_train'] *= at['n_epoch']/self.n_epoch
+        # a fit that was cancelled stays done
+        if at['phase']=='done' and at['epoch']==at['n_epoch']<self.n_epoch: at['phase'] = 'epoch'
+        epoch = self.n_epoch if at['phase']=='done' else at['epoch']
+        self.learn.start_at = StartAt(epoch, at.get('iter', 0), at['phase']=='validate')
+        self.learn.train_iter,self.learn.pct_train = at['step'],at['pct_train']
+
+    def _report_start(self, found):
+        folder,config = found.folder,self.state.config
+        if found.bad: warn('older-state', f'{"; ".join(found.bad)}: going on from {folder}, which is older')
+        now = dict(ranks=config['ranks']) if shrinks() else {}
+        changes = config_changes(found.info['config']|now, config)
+        if changes:
+            text = f'{folder} is of a fit that differed from this one: {"; ".join(changes)}'
+            warn('changed-fit', f'{text}. The optimizer and the schedule go on with their numbers in the checkpoint')
+        at,when = self.at,time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(found.info['time']))
+        source = folder if isinstance(folder, str) else f'the checkpoint {folder}'
+        text = f'going on in epoch {at["epoch"]} after step {at["step"]}, from'
+        if at['phase']=='done': text = f'this fit was done already, after {at["step"]} steps:'
+        getattr(self.learn, 'say', self.learn.logger)(f'{text} {source} of {when}') # as our Learner or fastai's does
+
+    def arrive(self):
+        "The fit has reached its position: restore counters and callbacks"
+        at,self.at = self.at,None
+        self.learn.train_iter,self.learn.pct_train = at['step'],at['pct_train']
+        self.state.load_callbacks()
+        # one process has not counted them
+        if at['phase']=='train' and self.engine: self.engine.loop.n_steps = at['iter']
+        rec = getattr(self.learn, 'recorder', None)
+        if at['phase']=='done' and rec and rec.values: self.learn.final_record = rec.values[-1]
+
+    # --- the points that all ranks reach together; `_Early` calls some of them ---
+
+    def at_epoch(self):
+        "Between two epochs"
+        if self.nested: return
+        if self.at and self.at['phase']=='epoch': self.arrive()
+        self.state.seed_moment(between_epochs, self.epoch)
+        self.phase = 'epoch'
+        done = self.last and (self.last['epoch'],self.last['step'])
+        if self.train_iter and done!=(self.epoch,self.train_iter): self.when.at_epoch()
+        self.commit('epoch')
+
+    def at_train(self):
+        "Before a training loop: its loader is a `PlacedLoader`, at its position if the fit is resumed"
+        self.phase,self.learn.dl = 'train',self.state.open_loader(self.learn.dl)
+        if self.at and self.at['phase']=='train': self.state.go_back(self.at)
     def before_train(self):
         if self.active and self.at and self.at['phase']=='train': self.arrive()
 
+    def at_batch(self):
+        "Between two training steps"
+        if not self.training or self.phase!='train': return
+        self.commit('train')
+        if self.state.unsettled: settle(self.learn, self.state.trainer.ddp)
+        self.state.unsettled = False
     def after_batch(self):
         if not self.active or self.learn.runner.loop.more_parts: return
-        if self.training: self.due |= {k for k,o in self.plan.items() if isinstance(o, int) and self.train_iter%o==0}
+        if self.training: self.when.after_step(self.train_iter)
         if self.engine is None: self.hear(*self.wishes())
 
+    def wishes(self)->tuple:
+        "See `When`; part of each vote"
+        return self.when.wishes()
+    def hear(self, save:bool, stop:bool):
+        "The requests of all ranks, after the same batch on each"
+        self.when.hear(save, stop)
+        if stop and self.phase=='validate': self.commit('validate')
+
     def after_train(self): self.phase = 'trained'
+    def at_validate(self):
+        "Between training and validation"
+        if self.at and self.at['phase']=='validate': # the training loop was skipped
+            self.arrive()
+            self.phase = 'trained'
+        if self.phase!='trained': return # a loop within another
+        self.state.seed_moment(validation, self.epoch)
+        self.phase,self.captured = 'validate',self.state.capture('validate')
+        self.commit('validate')
     def after_validate(self):
         if self.active and self.phase=='validate': self.phase,self.captured = 'validated',None
+
+    def at_end(self):
+        "When the last epoch is over"
+        if self.nested: return
+        if self.at: self.arrive()
+        self.when.at_end(self.last is not None and self.last['phase']=='done')
+        self.commit('done')
+        self.files.wait()
+        if self.memory: distrib_barrier() # until all have it
+        if self.memory and 'files' in self.when.plan: self.memory.forget()
+        self.state.seed_moment(end, self.n_epoch)
+        self.learn.fits_done = getattr(self.learn, 'fits_done', 0)+1
+        self.n_fits += 1
+
+    def commit(self, phase):
+        "Save if a checkpoint is due, and stop if that was requested. Sync point: all ranks call this at the same point"
+        due,stopping = self.when.due,self.when.stopping
+        # gradients are not in a checkpoint
+        within = any(getattr(cb, 'count', 0) for cb in self.learn.cbs if cb.name=='gradient_accumulation')
+        if not due or phase=='train' and within: return
+        captured = self.captured or self.state.capture(phase)
+        self.last = captured['place']
+        with trained_weights(self.learn):
+            if 'files' in due: self._save(self.files, captured)
+            if 'memory' in due and not stopping: self._save(self.memory, captured)
+        self.when.due = set()
+        if stopping: self._leave()
+
+    def _save(self, where, captured):
+        part = self.state.part(captured, where.leads)
+        if part: where.write(part)
+
+    def _leave(self):
+        lost = self.files.wait()
+        if self.engine: lost = gather_objects(lost)[0] # all wait: the launcher ends the others when one exits
+        why = self.when.requests.take() or 'a signal to another rank'
+        step = f'{"not " if lost else ""}saved in {self.files.folder} after step {self.train_iter}'
+        raise Preempted(f'{why}: the run is {step}, and goes on from {"an older state" if lost else "there"} with '
+                        'resume=True')
+
     def after_fit(self): self.nested = max(self.nested-1, 0)
     def cleanup(self):
         if not self.active: return
@@ -446,11 +436,9 @@ class Checkpoint(Moments, Saving, Restoring, Callback):
         if self.engine: self.engine.ballot.watcher = None
         self.learn.remove_cb(_Early)
         with ExitStack() as ends: # also of a Ctrl-C while it waits
-            if self.lock: ends.callback(os.unlink, ends.enter_context(self.lock).name)
-            for o in (self.memory,self.requests):
-                if o: ends.callback(o.close)
-            self.memory = self.lock = None
-            try: self.wait()
+            ends.callback(self.when.requests.close)
+            self.memory = None
+            try: self.files.close()
             # the fit ends by another error, or this one was raised already
             except Exception as e: warn('not-saved', str(e))
 

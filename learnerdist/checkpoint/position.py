@@ -56,7 +56,8 @@ class PlacedLoader(LoaderWrapper):
     begin = None # Where `dl` begins, if it has a state
     def __init__(self, dl, seeds:Seeds):
         d = getattr(dl, 'dealer', None)
-        self.dl,self.seeds,self.states = dl,seeds,deque(maxlen=4)
+        self.dl,self.seeds = dl,seeds
+        self.states = deque(maxlen=4) # (batches, the loader's own state after them)
         self.seeds_itself = seeds is None or d is not None and d.sample_seeds and d.pad=='batch'
     def __len__(self): return self.offset+len(self.dl)
     def __iter__(self):
@@ -83,7 +84,8 @@ def _unit(dl):
 def place_in_epoch(dl:PlacedLoader, i:int)->dict:
     """The place of a training loop after `i` batches of this epoch, as plain numbers, the same on every rank. `done`:
     rows that all ranks have trained on; None if not known"""
-    d,bs,done = getattr(dl, 'dealer', None),_unit(dl),None
+    d,bs = getattr(dl, 'dealer', None),_unit(dl)
+    done = None
     if bs:
         done = (i-dl.offset)*d.step
         done = d.start+(done if dl.n_total is None else min(done, dl.n_total))

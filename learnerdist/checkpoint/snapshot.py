@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/checkpoint/00_snapshot.ipynb #c002
-import errno,hashlib,json,os,re,secrets,shutil,socket,tempfile,time,zlib
+import errno,json,os,re,secrets,shutil,socket,tempfile,time,zlib
 from collections import deque
 from concurrent.futures import Future
 from contextlib import nullcontext,suppress
@@ -20,11 +20,11 @@ from fastcore.foundation import L
 from torch import Tensor
 
 from ..core.collectives import gather_objects
-from ..core.env import group_rank,group_size,group_timeout,is_rank0,local_rank,local_size
+from ..core.env import group_rank,group_timeout,is_rank0
 from ..core.env import pack_error,shared_store,unpack_error,wait_keys
-from ..core.files import free_bytes,launcher_memory,own_folder,whole_file
+from ..core.files import own_folder,whole_file
 from ..core.remote import Remote,RemoteError,copied,here,written
-from ..core.shards import is_part,map_tensors,put_together
+from ..core.shards import is_part,put_together
 from ..core.stacks import need
 from ..core.weights import DamagedFile,load_plain,map_bytes,read_bytes,save_sealed
 from ..learner.saving import in_folders
@@ -105,7 +105,8 @@ class Writers:
     """The ranks that write a snapshot: each its file, and the first one the manifest, when all files are on the disk.
     token: the same on all, and another one each time: ranks that failed may have written more snapshots than others"""
     def __init__(self, i:int, n:int, token):
-        self.first,self.token,self.n = i==0,token,n
+        self.token,self.n = token,n
+        self.first = i==0
         if n==1: return
         self.store,self.timeout = shared_store(),group_timeout()
         self.keys = {r: f'snapshot/{token}/{r}' for r in range(1, n)}
@@ -332,110 +333,3 @@ def weights_in(snapshot)->dict:
     with copied(snapshot) as at: return read_snapshot(at, read_manifest(at), ('model',))['model']
 
 in_folders.append((newest_in,weights_in)) # for `Learner.load`
-
-# %% ../../nbs/checkpoint/00_snapshot.ipynb #im04
-def tail(old:list, now:list)->tuple:
-    """(from where on a list has changed, what is there now); it changes at its end only. `old`, as it was at the last
-    state, becomes as `now`"""
-    start = min(len(old), len(now))
-    while start and now[start-1] is not old[start-1]: start -= 1
-    old[start:] = now[start:]
-    return start,now[start:]
-
-class Tails:
-    "What is new in the growing lists of callbacks, since the last call of `take`"
-    def __init__(self): self.had = {}
-    def take(self, lists:dict)->dict:
-        """The changes of `lists_of`, by name: [start, dtype, numbers], for JSON. A list comes with a function from a
-        part of it to a tensor or a list of plain numbers"""
-        res = {}
-        for k,(now,pack) in lists.items():
-            start,items = tail(self.had.setdefault(k, []), now)
-            new = pack(items) if items else []
-            of_tensor = isinstance(new, torch.Tensor)
-            res[k] = [start,str(new.dtype)[6:],new.tolist()] if of_tensor else [start,None,new]
-        return res
-
-def replay(lines)->dict:
-    "By name, the lists after these changes, of `Tails.take`"
-    found,dtypes = {},{}
-    for line in lines:
-        for k,(start,dtype,items) in line.items():
-            found.setdefault(k, [])[start:] = items
-            if dtype: dtypes[k] = getattr(torch, dtype)
-    return found|{k: torch.tensor(found[k], dtype=o) for k,o in dtypes.items()}
-
-# %% ../../nbs/checkpoint/00_snapshot.ipynb #im07
-class States:
-    "The newest states of a fit, in a folder in memory that outlives ranks. OSError without a launcher that has one"
-    def __init__(self, name:str):
-        self.folder = launcher_memory()/hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
-        self.leads = group_size()==1 or is_rank0() or local_rank()==0 # writes what all ranks have
-        self.n_states = 1 if local_size()>=group_size() else 2
-        self.tails,self.journal = Tails(),None
-        self.seen,self.whole = False,False # whether any state was found; whether one is complete
-
-    def add(self, changes):
-        "Write a line of the journal; returns [its name, its length]"
-        if self.journal is None:
-            self.folder.mkdir(exist_ok=True)
-            self.journal = open(self.folder/f'journal-{os.getpid()}', 'a')
-        self.journal.write(json.dumps(changes)+'\n')
-        self.journal.flush()
-        return [Path(self.journal.name).name,self.journal.tell()]
-
-    def check_room(self, state):
-        "MemoryError if there is no room for these tensors"
-        sizes = {}
-        map_tensors(state, lambda t: sizes.setdefault((t.data_ptr(),t.nbytes), t.nbytes))
-        n,free = sum(sizes.values()),free_bytes(self.folder.parent)
-        why = f'{n/2**20:,.0f} MB of memory for a state: {free/2**20:,.0f} MB are free'
-        if n>free: raise MemoryError(errno.ENOMEM, why)
-
-    def newest(self, like=None)->Found:
-        "The newest state that all machines have, or None; its `folder` is a text. Sync point"
-        here = [o.name for o in snapshots(self.folder)]
-        known = [o for o in gather_objects(here if self.leads else None) if o is not None] # of each machine
-        whole,self.seen = [o for o in here if all(o in names for names in known)],any(known)
-        self.whole = bool(whole)
-        if not whole: return None
-        info = read_manifest(self.folder/whole[-1])
-        return Found('the state in memory', info, [], self._read(self.folder/whole[-1], info, like))
-
-    def _read(self, folder, info, like):
-        parts = read_snapshot(folder, info, like=like, check=False)
-        name,n = info['journal']
-        with open(self.folder/name) as f: lines = [json.loads(o) for o in f.read(n).splitlines()]
-        state = parts['state']
-        for cbs,i in ((state['cbs'],None), *((o['cbs'],i) for i,o in enumerate(state['ranks']))):
-            for k,v in replay(o['all'] if i is None else o['ranks'][i] for o in lines).items():
-                *path,name = k.split('/')
-                at = cbs
-                for o in path: at = at.setdefault(o, {})
-                at[name] = v if i is None else torch.as_tensor(v, dtype=torch.double)
-        return parts
-
-    def keep(self, info=None):
-        "Forget all states but the one with this manifest"
-        if not self.leads or not self.folder.exists(): return
-        own = {snapshot_name(info['epoch'], info['step']),info['journal'][0]} if info else set()
-        for o in self.folder.iterdir():
-            if o.name in own: continue
-            if o.is_dir(): shutil.rmtree(o, ignore_errors=True)
-            else: o.unlink()
-
-    def close(self):
-        "Close what is open; the states stay"
-        if self.journal: self.journal.close()
-        self.journal = None
-
-# %% ../../nbs/checkpoint/00_snapshot.ipynb #im10
-def open_states(name, is_sharded)->tuple:
-    "(the states of a fit, ''), or (None, why no rank keeps any). Sync point"
-    res,why = None,''
-    try: res = States(name)
-    except OSError as e: why = f'{e}'
-    if is_sharded and local_size()<group_size():
-        why = 'the parts of a sharded model are on several machines, any of which may be lost'
-    why = next(filter(None, gather_objects(why)), '')
-    return None if why else res,why

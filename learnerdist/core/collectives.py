@@ -7,6 +7,7 @@ __all__ = ['carried', 'distrib_barrier', 'all_sum', 'all_mean', 'gather_objects'
 
 # %% ../../nbs/core/02_collectives.ipynb #c002
 from functools import reduce
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -118,13 +119,26 @@ def add_states(a, b):
     if isinstance(a, list): return [add_states(*o) for o in zip(a, b, strict=True)]
     return sum(o.double() if isinstance(o, Tensor) else o for o in (a, b))
 
-def reduce_sums(reds:list):
-    "Sum the states of all `reds` over ranks. Sync point: one exchange. reds: `Sums`, the same on every rank"
+def in_order(parts)->object:
+    """The sum that one process has, to the bit: it adds one batch after the other. parts: of each rank, the numbers of
+    its batches, and what each adds, as an array of numbers or one tensor"""
+    terms,res = [],0
+    for ks,values in parts: terms += zip(ks.tolist(), values if isinstance(values, Tensor) else values.tolist())
+    for _,value in sorted(terms, key=itemgetter(0)): res = res+value
+    return res
+
+def reduce_sums(reds:list, by_batch=()):
+    """Sum the states of all `reds` over ranks. Sync point: one exchange. reds: `Sums`, the same on every rank;
+    by_batch: those of their (object, name) whose state is (numbers of batches, what each adds)"""
     places = [(red.obj,k) for red in reds for k in red.names]
     if not places: return
+    ordered = {(id(obj),k) for obj,k in by_batch}
     owns = [getattr(*o) for o in places]
     parts = gather_objects([*map(_plain, owns)])
-    for (obj,k),own,os in zip(places, owns, zip(*parts)): setattr(obj, k, _like(reduce(add_states, os), os, own))
+    for (obj,k),own,os in zip(places, owns, zip(*parts)):
+        by_order = (id(obj),k) in ordered
+        tot = in_order(os) if by_order else reduce(add_states, os)
+        setattr(obj, k, _on_device(tot, own[1]) if by_order else _like(tot, os, own))
 
 def _plain(o): return o.detach().as_subclass(Tensor) if isinstance(o, Tensor) else o
 
@@ -133,3 +147,7 @@ def _like(tot, parts, own):
     if not isinstance(tot, Tensor) or not isinstance(own, Tensor): return tot
     dtypes = {getattr(o, 'dtype', None) for o in parts}
     return tot.to(own.device, own.dtype if len(dtypes)==1 else None, non_blocking=True)
+
+def _on_device(tot, like):
+    both = isinstance(tot, Tensor) and isinstance(like, Tensor)
+    return tot.to(like.device, non_blocking=True) if both else tot

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/core/00_compat.ipynb #bca14321
-import time,weakref
+import time
 from contextlib import contextmanager,suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -42,11 +42,10 @@ run_backward: torch.autograd.graph _engine_run_backward: 'backward', where a ran
 reductions: torchmetrics Metric()._reductions: sums over ranks
 update_count: torchmetrics Metric()._update_count: sums over ranks
 to_sync: torchmetrics Metric()._to_sync: sums, in a group of the script
-dispatch_mode: torch.utils._python_dispatch TorchDispatchMode: `deferred`
-swap_impl: torch _C._swap_tensor_impl: `deferred` for recurrent layers
 module_states: torch.distributed._composable_state _module_state_mapping: a second context
 compiled_call: torch.nn Module._compiled_call_impl: `learn.compile`
 call_impl: torch.nn Module._call_impl: `learn.compile`
+dispatch_mode: torch.utils._python_dispatch TorchDispatchMode: `launch --plan`
 fake_store: torch.testing._internal.distributed.fake_pg FakeStore: `launch --plan`
 no_modes: torch _C.DisableTorchFunction: `learn.compile` with losses that are observed"""
 _rows = [o.split(': ', 2) for o in _names.strip().splitlines()]
@@ -174,22 +173,9 @@ def version(t)->int:
     "How often a tensor was changed in place, as by `loss += penalty`; 0 where that is not known"
     return t._version if isinstance(t, torch.Tensor) and not t.is_inference() else 0
 
-def swap_content(t, new):
-    """Let the tensor `t` be what `new` is, to which there is no other reference. `torch.utils.swap_tensors` refuses
-    an LSTM's weights, to which the layer holds weak references"""
-    if not weakref.getweakrefs(t): return torch.utils.swap_tensors(t, new)
-    for k in ('__class__','__dict__'):
-        old = getattr(t, k)
-        setattr(t, k, getattr(new, k))
-        setattr(new, k, old)
-    find('swap_impl')(t, new)
-
-def written_by(func, args, kwargs)->list:
-    "The tensors that an operation writes to, as a `TorchDispatchMode` sees it"
-    named = func._schema.arguments
-    vals = [*args,*[kwargs.get(a.name) for a in named[len(args):]]]
-    found = [v for a,v in zip(named, vals) if a.alias_info is not None and a.alias_info.is_write]
-    return [t for t in tree_leaves(found) if isinstance(t, torch.Tensor)]
+def replace_tensors(model, f):
+    "Put `f(t)` in place of each parameter and buffer `t` of a model: what `to` and `to_empty` of torch do"
+    model._apply(f)
 
 # %% ../../nbs/core/00_compat.ipynb #dev02
 def built_for():

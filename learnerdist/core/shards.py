@@ -17,7 +17,6 @@ from torch import Tensor
 
 from .compat import storage_id
 from .collectives import gather_rows
-from .deferred import fill_in
 from .env import count,everyones,group_rank,group_size,shared_store
 from .stacks import need
 
@@ -116,7 +115,7 @@ def put_together(state, rows, n_files:int, like=None):
     if not isinstance(state, dict): return state
     if _mark not in state: return {k: put_together(v, rows, n_files, like) for k,v in state.items()}
     n,*rest = shape = state['shape']
-    k,W,_ = (0,1,False) if like is None else shard_place(like)
+    k,W = (0,1) if like is None else shard_place(like)[:2]
     a,b = _cut(n, W, k)
     cuts = {i: _cut(n, n_files, i) for i in range(n_files)}
     needed = [i for i,(s,e) in cuts.items() if s<b and a<e] or [k*n_files//W] # without rows: for the dtype
@@ -139,15 +138,9 @@ def shard_place(like)->tuple:
 
 # %% ../../nbs/core/05_shards.ipynb #h16k02
 class StoredPart(NamedTuple):
-    "A rank's part of a tensor, after the group that it was made in: the `source` of a tensor on the meta device"
+    "A rank's part of a tensor, after the group that it was made in: the `stored` of a tensor on the meta device"
     own:Tensor
     at:tuple   # (shape of the mesh, this rank's place in it)
-
-    def whole(self):
-        "ValueError, since the other parts are on other ranks"
-        (*_,n),at = self.at
-        what = f'the weights are parts (this one {at[-1]} of {n}), which keep_sharded did not gather'
-        raise ValueError(f'{what}: go on in distrib_ctx(shard=…) of as many ranks, or load a file')
 
     def part(self, like, device=None):
         """The tensor as a part of a new group. ValueError if the group has another shape. like: a part of the same
@@ -161,17 +154,32 @@ class StoredPart(NamedTuple):
 def _place(t): return tuple(t.device_mesh.shape),tuple(t.device_mesh.get_coordinate())
 
 def keep_part(t)->Tensor:
-    "A tensor on the meta device whose `source` is this rank's part of `t`; what is no part is returned as it is"
+    "A tensor on the meta device whose `stored` is this rank's part of `t`; what is no part is returned as it is"
     if not is_part(t): return t
     res = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device='meta')
-    res.source = StoredPart(t.detach().to_local(), _place(t))
+    res.stored = StoredPart(t.detach().to_local(), _place(t))
     return res
+
+def on_meta(model)->dict:
+    "By name, the parameters and buffers of a model that are on the meta device: they have a shape, and no values"
+    return {k: t for k,t in [*model.named_parameters(),*model.named_buffers()] if t.is_meta}
+
+def need_values(model, known=()):
+    "ValueError if a tensor of a model has no values, unless its name is among `known`, the names in a file"
+    for k,t in on_meta(model).items():
+        if k in known: continue
+        what = f'{k} is on the meta device, and has no values'
+        if hasattr(t, 'stored'):
+            raise ValueError(f'{what}: this rank keeps a part, which keep_sharded did not gather. Go on in '
+                             'distrib_ctx(shard=…) of as many ranks, or save within that context')
+        raise ValueError(f'{what}: give distrib_ctx(shard=dict(weights=file)) a file that has them. Make what no file '
+                         "has, such as a table of positions, with device='cpu'")
 
 # %% ../../nbs/core/05_shards.ipynb #h7a80927
 def load_model(model, state, strict=True):
     """Load a state into a model, which may be sharded: then each rank keeps its part. state: state dict with whole
     tensors, on every rank; strict: as in `load_state_dict`"""
-    fill_in(model)
+    need_values(model)
     if has_parts(model):
         own,state = model.state_dict(),copy.copy(state)
         for k,v in state.items():
@@ -214,7 +222,7 @@ def state_part(p, t):
     if is_part(t): return t
     # a count of steps; not in the memory of a file
     if not is_part(p) or t.numel()<2 and t.shape!=p.shape: return t.clone()
-    if t.is_meta: return t.source.part(p)
+    if t.is_meta: return t.stored.part(p)
     if t.shape==p.shape: return part_of(t, p)
     what = f'the optimizer keeps {tuple(t.shape)} for weights of {tuple(p.shape)}, which cannot be cut as they are'
     how = 'Begin with a new optimizer: fit(…, reset_opt=True), or load(…, with_opt=False)'
@@ -224,7 +232,8 @@ def load_opt(opt, state):
     """Load a state into an optimizer, whose parameters may be parts: then each rank keeps its part. state: state dict
     with whole tensors, on every rank"""
     opt.load_state_dict(state)
-    if any(is_part(p) for g in groups_of(opt) for p in g): exchange_params(opt, {}, state_part)
+    params = sum(map(list, groups_of(opt)), [])
+    if any(map(is_part, params)): exchange_params(opt, {}, state_part)
 
 # %% ../../nbs/core/05_shards.ipynb #h9e77d8e
 def come_together(what:str, timeout_s=60):

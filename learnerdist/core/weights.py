@@ -13,8 +13,8 @@ from tempfile import NamedTemporaryFile
 
 import torch
 
-from .collectives import gather_objects
-from .env import group_rank,group_size,is_rank0
+from .collectives import broadcast_object,gather_objects
+from .env import group_rank,is_rank0
 from .rank0 import save_once
 from .remote import Remote,copied,here,place
 from .shards import come_together,is_part,map_tensors,memory_of,whole
@@ -45,27 +45,13 @@ def save_sealed(data, path)->tuple:
     return seal(path)
 
 # %% ../../nbs/core/06_weights.ipynb #ckc03
-def crc_of_both(a:int, b:int, n:int)->int:
-    """The CRC-32 of one piece followed by the other: zlib's `crc32_combine`, which Python does not have. a, b: CRC-32
-    of two pieces of bytes; n: bytes in the second one"""
-    def times(op, crc): # matrices over one bit, as lists of columns
-        res = 0
-        for i,col in enumerate(op): res ^= col*(crc>>i & 1)
-        return res
-    op = [0xedb88320]+[1<<i for i in range(31)] # what one more bit of zero does
-    for i in range(n.bit_length()+3):
-        if i>2 and n>>i-3 & 1: a = times(op, a)
-        op = [times(op, col) for col in op] # twice as many bits
-    return a^b
-
-def shared_crc(data)->int:
-    """Their CRC-32. Each rank reads a part of them. Sync point. data: the same bytes on every rank, such as those of a
-    mapped file"""
-    cuts = [len(data)*i//group_size() for i in range(group_size()+1)]
-    res,r = 0,group_rank()
-    with memoryview(data)[cuts[r]:cuts[r+1]] as own: crcs = gather_objects(zlib.crc32(own))
-    for crc,a,b in zip(crcs, cuts, cuts[1:]): res = crc_of_both(res, crc, b-a)
-    return res
+def crc_of(pieces, shared=False)->int:
+    """The CRC-32 of bytes that follow one another. shared: rank 0 computes it for all ranks, which have the same bytes,
+    such as those of a mapped file; a sync point then"""
+    crc = 0
+    if not shared or group_rank()==0:
+        for o in pieces: crc = zlib.crc32(o, crc)
+    return broadcast_object(crc) if shared else crc
 
 # %% ../../nbs/core/06_weights.ipynb #ckf03
 def read_bytes(path)->bytes:
@@ -89,10 +75,10 @@ def load_plain(data:bytes, path, device='cpu', mapped=False):
     """The tensors and plain data in a file. ValueError if it holds other objects, which could run code; DamagedFile if
     it is damaged. data: content of a file of `torch.save`, with or without a seal; None: not checked; path: its
     path, for error messages; device: where its tensors go; mapped: whether tensors stay in the file until they are
-    read; then all ranks check it together"""
+    read; then all ranks call this together, and rank 0 checks it"""
     end = 0 if data is None else data.rfind(b'PK\5\6')+22 # of an archive without its comment
     if end and data[:2]==b'PK' and data[end:]!=b'':
-        crc = (shared_crc if mapped else zlib.crc32)(memoryview(data)[:end])
+        crc = crc_of([memoryview(data)[:end]], mapped)
         if data[end:]!=_seal+b'%08x' % crc: raise DamagedFile(f'{path} is not what was written: its checksum differs')
     source,kw = (path,dict(mmap=True)) if mapped else (BytesIO(data),{})
     try: return torch.load(source, map_location=device, weights_only=True, **kw)
@@ -104,9 +90,6 @@ def load_plain(data:bytes, path, device='cpu', mapped=False):
         raise DamagedFile(f'{message}, or is damaged ({type(e).__name__}: {why})') from e
 
 # %% ../../nbs/core/06_weights.ipynb #ckw11
-_mark = re.compile(rb'"learnerdist":"crc32 ([0-9a-f]{8})"') # in the header
-_no_crc = b'0'*8
-
 def is_safetensors(path)->bool:
     "Whether a file's name says that it is in the format of safetensors"
     return str(path).endswith('.safetensors')
@@ -114,11 +97,13 @@ def is_safetensors(path)->bool:
 def _safetensors():
     try: import safetensors.torch
     except ImportError as e: raise ImportError('files of safetensors need its package: pip install safetensors') from e
-    return safetensors.torch
+    return safetensors
 
-def _header(f)->bytes:
-    size, = struct.unpack('<Q', (f.read(8)+bytes(8))[:8])
-    return f.read(min(size, 100_000_000)) # the format's own limit
+def _pieces(tensors):
+    "What tensors are, and their bytes"
+    for k,t in sorted(tensors.items()):
+        yield f'{k} {t.dtype} {tuple(t.shape)}'.encode()
+        yield t.reshape(-1).view(torch.uint8).numpy()
 
 # %% ../../nbs/core/06_weights.ipynb #ckw12
 def save_tensors(tensors:dict, path):
@@ -126,29 +111,24 @@ def save_tensors(tensors:dict, path):
     own,seen = {},set()
     for k,t in tensors.items():
         need(isinstance(t, torch.Tensor), f'{k} is no tensor: save without .safetensors')
-        t = t.detach().contiguous()
+        t = t.detach().cpu().contiguous()
         memory = t.untyped_storage().data_ptr()
         own[k] = t.clone() if memory in seen else t # the format has no shared memory
         seen.add(memory)
-    _safetensors().save_file(own, path, dict(learnerdist=f'crc32 {_no_crc.decode()}'))
-    with open(path, 'r+b') as f, mmap.mmap(f.fileno(), 0) as data:
-        at = _mark.search(_header(data)).start(1)+8
-        data[at:at+8] = b'%08x' % zlib.crc32(data)
+    _safetensors().torch.save_file(own, path, dict(crc32=f'{crc_of(_pieces(own)):08x}'))
 
-def load_tensors(data:bytes, path, mapped=False)->dict:
-    """The tensors in a file of safetensors; DamagedFile if it is damaged. Needs the package safetensors. data: content
-    of a file of safetensors, with or without a checksum; path: its path, for error messages; mapped: as in
-    `load_plain`; returns: tensors by name, on the CPU"""
-    mark,lib = _mark.search(_header(data if mapped else BytesIO(data))),_safetensors()
-    if mark:
-        at,crc = mark.start(1)+8,shared_crc if mapped else zlib.crc32
-        rest = memoryview(data)[at+8:]
-        head = zlib.crc32(_no_crc, zlib.crc32(data[:at])) # its own place as zeros
-        found = crc_of_both(head, crc(rest), len(rest))
-        if int(mark[1], 16)!=found: raise DamagedFile(f'{path} is not what was written: its checksum differs')
-    try: return lib.load_file(path) if mapped else lib.load(data)
+def load_tensors(path, mapped=False)->dict:
+    """The tensors in a file of safetensors, with or without a checksum; DamagedFile if it is damaged. Needs the package
+    safetensors. mapped: as in `load_plain`; returns: tensors by name, on the CPU"""
+    lib = _safetensors()
+    try:
+        res = lib.torch.load_file(path)
+        with lib.safe_open(path, 'pt') as f: want = (f.metadata() or {}).get('crc32')
     except Exception as e:
         raise DamagedFile(f'{path} is no file of safetensors, or is damaged ({e!r})') from e
+    same = want is None or want==f'{crc_of(_pieces(res), mapped):08x}'
+    if not same: raise DamagedFile(f'{path} is not what was written: its checksum differs')
+    return res
 
 # %% ../../nbs/core/06_weights.ipynb #ckf06
 def load_weights(path, device='cpu', mapped=False)->tuple:
@@ -159,10 +139,9 @@ def load_weights(path, device='cpu', mapped=False)->tuple:
 
 def _read(path, device, mapped):
     if path.name.endswith('.index.json'): return _several(path, device, mapped),None
-    if mapped: path = here(path)
-    data = map_bytes(path) if mapped else read_bytes(path)
-    if is_safetensors(path): res = load_tensors(data, path, mapped)
-    else: res = load_plain(data, path, device, mapped)
+    if mapped or is_safetensors(path): path = here(path)
+    if is_safetensors(path): res = load_tensors(path, mapped)
+    else: res = load_plain(map_bytes(path) if mapped else read_bytes(path), path, device, mapped)
     both = isinstance(res, dict) and set(res)=={'model','opt'}
     model,opt = (res['model'],res['opt']) if both else (res,None)
     is_state = lambda o: isinstance(o, dict) and all(isinstance(k, str) for k in o)
@@ -175,7 +154,9 @@ def _several(path, *args):
     try: files = {Path(o).name for o in json.loads(read_bytes(path))['weight_map'].values()}
     except (ValueError,KeyError,AttributeError,TypeError) as e:
         raise DamagedFile(f'{path} is no index of weights ({e!r})') from e
-    return {k: v for o in sorted(files) for k,v in _read(path.with_name(o), *args)[0].items()}
+    res = {}
+    for o in sorted(files): res |= _read(path.with_name(o), *args)[0]
+    return res
 
 # %% ../../nbs/core/06_weights.ipynb #prt11
 def save_state(state, path, write):

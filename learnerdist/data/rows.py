@@ -108,7 +108,8 @@ def batch_leaves(b, n):
 def find_device(b)->torch.device:
     "The device of the first tensor in a nested `b`; the CPU if there is none"
     if isinstance(b, Tensor): return b.device # the first leaf is found without a walk over the others
-    vals = b.values() if isinstance(b, dict) else b if isinstance(b, (list,tuple)) else ()
+    if isinstance(b, dict): b = [*b.values()]
+    vals = b if isinstance(b, (list,tuple)) else ()
     return next((find_device(o) for o in vals), torch.device('cpu'))
 
 # %% ../../nbs/data/02_rows.ipynb #afbc4d9c
@@ -129,7 +130,8 @@ class StoredRows:
     def __init__(self, file, shape:tuple, dtype, start=0):
         """file: open for reading and writing, without a buffer; shape: (n,…); start: byte at which the first row
         begins, a multiple of 64"""
-        self.file,self.shape,self.dtype,self.start = file,tuple(shape),dtype,start
+        self.file,self.start = file,start
+        self.shape,self.dtype = tuple(shape),dtype
         self.row_bytes = row_bytes(shape, dtype)
 
     def write(self, places:range, rows:Tensor):
@@ -141,11 +143,8 @@ class StoredRows:
         for i in range(0, len(places), k):
             at,left = self.start+places[i]*size,data[i*size:(i+k)*size]
             while len(left):
-                done = self._pwrite(left, at)
+                done = os.pwrite(self.file.fileno(), left, at)
                 at,left = at+done,left[done:]
-
-    def _pwrite(self, data, at): return os.pwrite(self.file.fileno(), data, at)
-    def _map(self, n): return mmap.mmap(self.file.fileno(), n, access=mmap.ACCESS_COPY)
 
     def read(self)->Tensor: # (n,…)
         """All rows, mapped from the file: read when they are used. Changes of the tensor are this process's own, and
@@ -153,7 +152,7 @@ class StoredRows:
         size = self.shape[0]*self.row_bytes
         with self.file:
             if not size: return torch.empty(self.shape, dtype=self.dtype)
-            m = self._map(self.start+size)
+            m = mmap.mmap(self.file.fileno(), self.start+size, access=mmap.ACCESS_COPY)
         found = torch.frombuffer(m, dtype=torch.uint8, offset=self.start)
         return found.view(self.dtype).view(self.shape)
 
@@ -180,7 +179,8 @@ def row_files(folder, together=True):
     first,made = not together or group_rank()==0,[]
     with ExitStack() as stack:
         def make(name, shape, dtype):
-            head,tmp,path = npy_header(shape, dtype),None,Path(folder)/f'{name}.npy'
+            head,path = npy_header(shape, dtype),Path(folder)/f'{name}.npy'
+            tmp = None
             if first: tmp = stack.enter_context(_sized(path, head, shape[0]*row_bytes(shape, dtype)))
             if together: tmp = broadcast_object(tmp)
             made.append(StoredRows(open(tmp, 'r+b', buffering=0), shape, dtype, len(head)))
@@ -218,9 +218,10 @@ def leaf_names(b, name:str)->list:
     lists and dicts; returns: of texts"""
     is_container = isinstance(b, (tuple,list)) and not isinstance(b, Samples)
     if is_container and len(b)==1: return leaf_names(b[0], name)
-    kids = b.items() if isinstance(b, dict) else enumerate(b) if is_container else None
-    if kids is None: return [name]
-    found = [o for k,v in kids for o in leaf_names(v, f'{name}.{k}'.replace(os.sep, '_'))]
+    if not is_container and not isinstance(b, dict): return [name]
+    found = []
+    for k,v in b.items() if isinstance(b, dict) else enumerate(b):
+        found += leaf_names(v, f'{name}.{k}'.replace(os.sep, '_'))
     n = len(tree_leaves(b))
     if len(found)==n: return found
     return [f'{name}.{i}' for i in range(n)] # a container of another kind

@@ -16,12 +16,11 @@ from torch.utils.data import IterableDataset
 
 from ..core.collectives import all_sum,broadcast_object,gather_objects
 from ..core.compat import BatchNorm
-from ..core.deferred import has_deferred
 from ..core.env import group_rank,group_size,group_timeout,in_group,next_phase
 from ..core.env import process_group,wide_dtype
 from ..core.lending import lend,replaced
 from ..core.random import rng_state,seed_streams,set_rng_state
-from ..core.shards import groups_of,is_part
+from ..core.shards import groups_of,is_part,on_meta
 from ..core.stacks import frames_of,need,warn
 from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
 from ..data.loaders import LoaderWrapper,batch_shape,call_model,split_batch,to_device
@@ -301,7 +300,7 @@ class Engine(Runner):
     def _open_model(self):
         learn,many = self.learn,group_size()>1
         shard = self.opts.shard and many
-        if not (shard and has_deferred(get_model(learn.model))): learn.prepare_model()
+        if not (shard and on_meta(get_model(learn.model))): learn.prepare_model()
         if shard: self.sharded = Sharded(self)
         if many:
             same_structure(learn)

@@ -8,13 +8,15 @@ __all__ = []
 # %% ../../nbs/distributed/08_evaluation.ipynb #c002
 from contextlib import contextmanager
 from itertools import chain
+from operator import is_not
 from pathlib import Path
 
+import numpy as np,torch
 from torch import Tensor,nn
 
 from ..core.collectives import gather_objects,reduce_sums
 from ..core.compat import metric_state,tree_leaves,version
-from ..core.env import group_rank
+from ..core.env import group_rank,wide_dtype
 from ..core.stacks import coded,need
 from ..core.random import undoing,untouched
 from ..data.loaders import call_model,to_cpu,to_detach,to_device
@@ -30,11 +32,13 @@ from ..learner.metrics import Batches,Rows,Sums,reductions
 class Evaluation:
     "One loop of a learner over data, whose metrics and predictions become those of one process at its end"
     def __init__(self, engine):
-        self.engine,self.learn,self.adapter = engine,engine.learn,engine.adapter
+        self.engine,self.adapter = engine,engine.adapter
+        self.learn = engine.learn
         # batches of this rank; whether a callback has cancelled the loop
         self.n_begun,self.stopped = 0,False
         self.n_step = None # samples of a step, if the loss is a sum, else 0
         self.lists = None # (object, attribute, the number of each entry)
+        self.terms = [] # `Terms` of the metrics' numbers
         # for metrics whose reduction is `Batches`, and the names of what they read of the learner
         self.batches,self.of_batch = {},()
         # `StateWatch` of the first batch; names of what the model carries
@@ -43,6 +47,7 @@ class Evaluation:
     def begin_batch(self):
         "Before each batch"
         if self.lists: self._note()
+        for o in self.terms: o.take(self.n_begun-1)
         self.n_begun += 1
 
     def check_state(self):
@@ -91,8 +96,11 @@ class Evaluation:
     def _look(self):
         "Find the lists of this loop's metrics, and what is kept for metrics that take whole batches"
         mets = self.adapter.measured()
-        reds = [red for m in mets for red in reductions(m)]
-        self.lists = [(red.obj,k,[]) for red in reds if isinstance(red, Rows) for k in red.names]
+        self.lists,wide = [],wide_dtype(self.engine.device)==torch.float64 # else metrics note what rounding took
+        for red in chain(*map(reductions, mets)):
+            if isinstance(red, Rows): self.lists += [(red.obj,k,[]) for k in red.names]
+            if not isinstance(red, Sums) or not wide: continue
+            self.terms.append(Terms(red.obj, [k for k in red.names if _is_number(vars(red.obj).get(k))]))
         fed = [m for m in mets if any(isinstance(red, Batches) for red in reductions(m))]
         if not fed: self.batches = None
         reads_inputs = any(getattr(m, 'with_input', False) for m in fed)
@@ -109,8 +117,14 @@ class Evaluation:
         if self.lists is None: self._look()
         self._note()
         self._check()
-        reds = [(m,red) for m in self.adapter.measured() for red in reductions(m)]
-        reduce_sums([red for _,red in reds if isinstance(red, Sums)])
+        reds = []
+        for m in self.adapter.measured(): reds += [(m,red) for red in reductions(m)]
+        by_batch,numbers = [],[self.number(i) for i in range(self.n_begun)]
+        for o in self.terms:
+            if numbers: o.take(self.n_begun-1)
+            o.put_back(numbers)
+            by_batch += [(o.obj,k) for k in o.names]
+        reduce_sums([red for _,red in reds if isinstance(red, Sums)], by_batch)
         for m,red in reds:
             if isinstance(red, Rows): self._gather(m, red)
         fed = [m for m,red in reds if isinstance(red, Batches)]
@@ -120,16 +134,19 @@ class Evaluation:
         """RuntimeError unless each batch of the loader was seen once, ValueError for what needs the batches of other
         ranks. Sync point"""
         dl,known = self.learn.dl,self._by_batch()
-        own = self.n_begun,dl.dealer.n_read if known else None,self.stopped,self.carried,listing_metrics(self.learn)
-        ns,totals,stopped,names,metrics,orders = zip(*gather_objects((*own, int(dl.dealer.hashes[2]) if known else 0)))
-        names = [*dict.fromkeys(chain(*names))]
+        own = dict(n=self.n_begun, stopped=self.stopped, carried=self.carried, metrics=listing_metrics(self.learn))
+        if known: own |= dict(total=dl.dealer.n_read, order=int(dl.dealer.hashes[2]))
+        every = gather_objects(own)
+        def of_ranks(k): return [o.get(k) for o in every]
+        names = [*dict.fromkeys(chain(*of_ranks('carried')))]
         need(not names, coded('carries-state', _carries.format(few(names))))
-        check_lists(metrics)
-        if any(stopped) or not known: return
-        if len({*orders})>1: raise RuntimeError(coded('different-orders', drawn_alone(dl)))
-        if {*totals}=={sum(ns)}: return
-        seen,found = [', '.join(map(str, o)) for o in (ns, totals)]
-        raise RuntimeError(f'ranks have evaluated {seen} batches, {sum(ns)} in all, of a {type(dl.source).__name__}; '
+        check_lists(of_ranks('metrics'))
+        if any(of_ranks('stopped')) or not known: return
+        if len({*of_ranks('order')})>1: raise RuntimeError(coded('different-orders', drawn_alone(dl)))
+        n = sum(of_ranks('n'))
+        if {*of_ranks('total')}=={n}: return
+        seen,found = [', '.join(map(str, of_ranks(k))) for k in ('n','total')]
+        raise RuntimeError(f'ranks have evaluated {seen} batches, {n} in all, of a {type(dl.source).__name__}; '
                            f'they have counted {found}: it does not read the same on each rank')
 
     def _gather(self, m, red):
@@ -164,6 +181,32 @@ class Evaluation:
                     vars(self.learn).update(to_device(b, self.engine.device))
                     for m in mets: m.accumulate(self.learn)
 
+class Terms:
+    "What each batch adds to numbers of a metric, which has the state of one batch until the end of the loop"
+    def __init__(self, obj, names:list): # before a batch
+        self.obj,self.names = obj,names
+        self.state,self.terms = vars(obj),[]
+        self.start = {k: self.state[k] for k in names}
+        self.tensors = [k for k,o in self.start.items() if isinstance(o, Tensor)] # may be changed in place
+        for k in self.tensors: self.start[k] = self.start[k].clone()
+    def take(self, i:int):
+        "After batch `i` of this rank"
+        self.terms.append((i, [*map(self.state.get, self.names)]))
+        self.state.update(self.start)
+        for k in self.tensors: self.state[k] = self.start[k].clone()
+    def put_back(self, numbers:list):
+        """Let the state be what all batches of this rank add, for `reduce_sums`. numbers: those of the batches among
+        all ranks'"""
+        start = [*self.start.values()]
+        terms = [o for o in self.terms if any(map(is_not, o[1], start))] # not of a batch that was cancelled
+        ks = np.array([numbers[i] for i,_ in terms], dtype=int)
+        for j,k in enumerate(self.names):
+            own = [o[j] for _,o in terms]
+            tensors = own and isinstance(own[0], Tensor)
+            self.state[k] = ks,torch.stack(own).detach().as_subclass(Tensor) if tensors else np.array(own)
+
+def _is_number(o): return isinstance(o, (int,float)) or isinstance(o, Tensor) and o.numel()==1
+
 _of_batch = 'xb','yb','pred','loss'
 _carries = ('in evaluation the model carries {} from one batch to the next, which is that of another rank. '
             'Reset it before each batch, or call validate and get_preds after the context: each rank reads all then')
@@ -181,7 +224,8 @@ class StateWatch:
     "Whether the model carries something from the batch that comes now to a later one"
     def __init__(self, model):
         # the calls hold what there is now, so that no id is used again
-        self.model,self.before,self.undo = model,loose_tensors(model),[*undoing(model)]
+        self.model,self.before = model,loose_tensors(model)
+        self.undo = [*undoing(model)]
     def carried(self, xb:tuple)->list:
         """Before the later one, whose inputs are `xb`: names of new tensors of the model, if its prediction depends on
         them. It is called twice then, and afterwards as it was"""
@@ -210,7 +254,7 @@ def listing_metrics(learn)->dict:
             if lists: res[k] = any(t.ndim!=1 or t.dtype!=m.dtype for t in ts) if ts else None
     return res
 
-def check_lists(every:tuple):
+def check_lists(every:list):
     "ValueError if a rank's torchmetrics object would end it by SIGABRT; every: `listing_metrics` of each rank"
     for k in dict.fromkeys(chain(*every)):
         found = [o.get(k, False) for o in every]

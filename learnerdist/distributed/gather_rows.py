@@ -6,8 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c002
-import ctypes,mmap,os,pickle,torch
-from collections import deque
+import pickle,torch
 from contextlib import ExitStack,contextmanager,nullcontext
 from functools import partial
 from itertools import chain
@@ -61,11 +60,14 @@ class Gathered:
     def __init__(self, infos:list, leaves:list, lens:list):
         """From what each rank has (`_described`), leaves (`StoredRows`, tensors or lists), and the rows of each batch
         for each leaf; None for a list"""
-        self.leaves,self.lens,first = leaves,lens,next(o for o in infos if o['ks'])
+        self.leaves,self.lens = leaves,lens
+        infos = [o for o in infos if o['ks']]
+        first = infos[0]
         self.spec = tree_flatten(first['template'])[1]
         self.classes = [kind and kind[2] for kind in first['kinds']]
         self.ns = {}
-        for k,n in sorted(o for t in infos if t['ks'] for o in zip(t['ks'], t['ns'])): self.ns[k] = self.ns.get(k, 0)+n
+        found = chain(*(zip(o['ks'], o['ns']) for o in infos))
+        for k,n in sorted(found): self.ns[k] = self.ns.get(k, 0)+n
     def _read(self):
         for i,o in enumerate(self.leaves):
             if isinstance(o, StoredRows): self.leaves[i] = o.read().as_subclass(self.classes[i]) # once
@@ -122,10 +124,9 @@ def _dense(own, infos, i, dst, make, name):
     shape,dtype,cls,device = next(o['kinds'][i] for o in infos if o['ks'])
     at,lens = row_places([o['ks'] for o in infos], [o['lens'][i] if o['ks'] else [] for o in infos])
     if make is None or device!='cpu': return _exchanged(own, at, sum(lens), shape, dtype, cls, dst),lens
-    rows,left = make(name, (sum(lens),*shape), dtype),deque(zip(at[group_rank()], own, strict=True))
-    own.clear()
-    left.rotate(-(len(left)*group_rank()//group_size())) # each rank begins in another part of the rows
-    while left: rows.write(*left.popleft())
+    rows = make(name, (sum(lens),*shape), dtype)
+    own.reverse()
+    for places in at[group_rank()]: rows.write(places, own.pop()) # which is freed
     return rows,lens
 
 def _exchanged(own, at, n, shape, dtype, cls, dst):
@@ -145,8 +146,8 @@ def _pickled(own, ks, dst):
     if group_size()<2: return own
     data = bytearray(pickle.dumps([*zip(ks, own)]))
     sent = gather_rows(torch.frombuffer(data, dtype=torch.uint8), dst)
-    of_batch = {}
-    found = [o for t in sent or () for o in pickle.loads(t.numpy().tobytes())]
+    of_batch,found = {},[]
+    for t in sent or (): found += pickle.loads(t.numpy().tobytes())
     for k,o in sorted(found, key=lambda o: o[0]): of_batch.setdefault(k, []).append(o)
     return [taking_turns(os) for os in of_batch.values()]
 
@@ -157,53 +158,20 @@ def taking_turns(parts:list):
         return undeal(os) if all(isinstance(o, Tensor) and o.ndim for o in os) else os[0]
     return parts[0] if len(parts)==1 else tree_map(turns, *parts)
 
-# %% ../../nbs/distributed/07_gather_rows.ipynb #gmem1
-class MemoryRows(StoredRows):
-    """Rows of one tensor in several files in memory, which are mapped side by side: the kernel lets one process at a
-    time write to a file"""
-    def __init__(self, files:list, part:int, shape:tuple, dtype):
-        "files: as for `StoredRows`; part: bytes in each but the last, whole pages"
-        super().__init__(ExitStack(), shape, dtype)
-        self.files,self.part = [self.file.enter_context(o) for o in files],part
-
-    def _pwrite(self, data, at):
-        i,at = divmod(at, self.part)
-        return os.pwrite(self.files[i].fileno(), data[:self.part-at], at)
-
-    def _map(self, n):
-        whole = mmap.mmap(-1, n, access=mmap.ACCESS_COPY)
-        start = torch.frombuffer(whole, dtype=torch.uint8).data_ptr()
-        for i,f in zip(range(0, n, self.part), self.files): _map_at(start+i, min(self.part, n-i), f.fileno())
-        return whole
-
-def _map_at(at, n, fd):
-    "Map a file over what is at this address; Python's `mmap` takes no address"
-    c_mmap = ctypes.CDLL(None, use_errno=True).mmap
-    c_mmap.argtypes = [ctypes.c_void_p,ctypes.c_size_t,*[ctypes.c_int]*3,ctypes.c_long]
-    c_mmap.restype = ctypes.c_void_p
-    fixed = 0x10 # MAP_FIXED of Linux and macOS
-    if c_mmap(at, n, mmap.PROT_READ|mmap.PROT_WRITE, mmap.MAP_PRIVATE|fixed, fd, 0)==at: return
-    e = ctypes.get_errno()
-    raise OSError(e, f'{os.strerror(e)}, where {n:,} bytes of rows are to be mapped')
-
 # %% ../../nbs/distributed/07_gather_rows.ipynb #gmem2
-_part,_max_parts = 1<<24,8 # Bytes in a file but the last, at least; files, at most
-
 @contextmanager
 def memory_rows(links:SocketLinks):
     """As `row_files`, in memory of this machine that is freed with the last tensor over it: yields a function of (name,
-    shape, dtype) that makes `MemoryRows`. Sync points: each call, and the end"""
+    shape, dtype) that makes `StoredRows`. Sync points: each call, and the end"""
     with ExitStack() as made: # closed after an error
         def make(name, shape, dtype):
-            n,page = shape[0]*row_bytes(shape, dtype),mmap.PAGESIZE
-            part = max(-(-n//(page*min(group_size(), _max_parts)))*page, _part)
-            def file(size): return open(links.pass_round(partial(nameless, size)), 'r+b', buffering=0)
-            rows = MemoryRows([file(min(part, n-i)) for i in range(0, n, part)], part, shape, dtype)
-            made.push(rows.file)
-            return rows
+            memory = links.pass_round(partial(nameless, shape[0]*row_bytes(shape, dtype)))
+            file = made.enter_context(open(memory, 'r+b', buffering=0))
+            return StoredRows(file, shape, dtype)
         yield make
         links.exchange(b'', Place.after_validate) # all ranks have written
         made.pop_all()
+
 def storage(links, folder=None):
     """Context with a `make` for `gather_batches`: files in `folder`, memory of this machine, or None between machines.
     Sync point"""

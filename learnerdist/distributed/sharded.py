@@ -9,23 +9,25 @@ __all__ = []
 from collections import Counter,defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack,contextmanager,nullcontext,suppress
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from time import monotonic
 from typing import Any,NamedTuple
 
 import torch
 import torch.distributed as dist
-from fastcore.basics import listify,patch
+from fastcore.basics import listify
 from torch import nn
 
 from ..core.collectives import gather_objects
-from ..core.compat import forget_fsdp,forget_passes,fsdp_on_cpu,fsdp_ready,whole_grads
-from ..core.deferred import set_value,source_of
-from ..core.env import count,current_group,everyones,group_rank,group_size,group_timeout
+from ..core.compat import forget_fsdp,forget_passes,fsdp_on_cpu,fsdp_ready
+from ..core.compat import replace_tensors,whole_grads
+from ..core.env import count,current_group,everyones,group_size,group_timeout
 from ..core.env import local_rank,local_size,noting_loops,process_group,shared_store,wait_key
 from ..core.lending import replaced
-from ..core.shards import StoredPart,exchange_params,groups_of,is_part,keep_part,load_model
-from ..core.shards import optimizers_in,part_from,part_of,state_part,whole
+from ..core.shards import exchange_params,groups_of,is_part,keep_part,load_model,need_values,on_meta
+from ..core.shards import optimizers_in,part_of,state_part,whole
 from ..core.weights import load_weights
 from ..core.stacks import need,warn
 from .batchnorm import sync_batchnorm
@@ -126,8 +128,11 @@ def repeated_blocks(model)->list:
 def _shared(block, model):
     "Names of weights that this block and something outside of it share"
     own,inside = {id(p) for p in block.parameters()},{id(m) for m in block.modules()}
-    outside = [(k,m) for k,m in model.named_modules() if id(m) not in inside]
-    return [f'{k}.{name}' for k,m in outside for name,p in m.named_parameters(recurse=False) if id(p) in own]
+    res = []
+    for k,m in model.named_modules():
+        if id(m) in inside: continue
+        res += [f'{k}.{name}' for name,p in m.named_parameters(recurse=False) if id(p) in own]
+    return res
 
 def find_blocks(model, blocks)->list:
     """The modules whose weights are gathered together, inner ones first, as FSDP2 wants them; ValueError if there is
@@ -150,13 +155,11 @@ def find_blocks(model, blocks)->list:
 def check_model(model, known=()):
     """ValueError for a model that cannot be sharded, before anything is changed; `known`: names of weights that a file
     has"""
-    for k,t in [*model.named_parameters(),*model.named_buffers()]:
-        if t.is_meta and k not in known: source_of(k, t)
-    found = {k: why for k,p in model.named_parameters() if (why := _refused(p))}
-    for k,m in model.named_modules():
-        if isinstance(m, (nn.Embedding,nn.EmbeddingBag)) and m.max_norm is not None:
-            found[k] = 'shortens its rows in each pass (max_norm), on a copy: train without one of the two'
-    for k,why in found.items(): raise ValueError(f'shard=: {k} {why}')
+    stored = [k for k,p in model.named_parameters() if hasattr(p, 'stored')]
+    need_values(model, {*known,*stored})
+    for k,p in model.named_parameters():
+        why = _refused(p)
+        need(why is None, f'shard=: {k} {why}')
 
 def _refused(p):
     if isinstance(p, nn.parameter.UninitializedParameter):
@@ -168,45 +171,194 @@ def _refused(p):
 def check_opt(opt):
     "ValueError for an optimizer whose state has no parts"
     states = [o.state for o in optimizers_in(opt) if isinstance(getattr(o, 'state', None), Mapping)]
-    for p,s in [(p,s) for state in states for p,s in state.items() if isinstance(s, dict)]:
-        for t in s.values():
-            if not isinstance(t, torch.Tensor) or t.numel()<2 or t.shape==p.shape: continue
-            raise ValueError(f'shard=: {type(opt).__name__} keeps {tuple(t.shape)} for weights of {tuple(p.shape)}, '
-                             'which cannot be cut as they are: set learn.opt = None before the context')
+    for p,s in chain(*(o.items() for o in states)):
+        tensors = [t for t in s.values() if isinstance(t, torch.Tensor)] if isinstance(s, dict) else []
+        bad = next((t for t in tensors if t.numel()>1 and t.shape!=p.shape), None)
+        if bad is None: continue
+        raise ValueError(f'shard=: {type(opt).__name__} keeps {tuple(bad.shape)} for weights of {tuple(p.shape)}, '
+                         'which cannot be cut as they are: set learn.opt = None before the context')
+
+# %% ../../nbs/distributed/09_sharded.ipynb #hf17431c
+class GatherOrder:
+    """In which order the blocks of a model are gathered in a batch of evaluation, so that a rank without a batch can
+    take part"""
+    def __init__(self, model, blocks:list):
+        self.model,self.blocks = model,blocks
+        self.order = None # Numbers of blocks; None: no rank has run the model
+        self.log = None   # Those that were gathered in the running batch; None: it is none of evaluation
+        self.alone = False # Whether code runs on rank 0 only, where the model cannot be called
+        self.handles,self.n_batches = [],0
+        self.key = f'sharded/{count("sharded")}' # in the store, where the first pass of all writes its order
+
+    def watch(self, places:list):
+        "Note which block each pass gathers; have nothing gathered after a pass. places: (module, name) of each weight"
+        owner = {} # The number of the innermost block: inner ones come first
+        for i,b in reversed([*enumerate(self.blocks)]): owner |= {id(m): i for m in b.modules()}
+        first = {owner[id(m)]: (m,k) for m,k in reversed(places)}
+        for i,place in first.items():
+            note = partial(self._note, i, place)
+            self.handles.append(self.blocks[i].register_forward_pre_hook(note, prepend=True))
+        self.handles.append(self.model.register_forward_hook(self._rest))
+
+    def unwatch(self):
+        while self.handles: self.handles.pop().remove()
+
+    def _note(self, i, place, *_):
+        if self.alone:
+            raise ValueError('a callback calls the model on rank 0 only, which has a part of it: after the context')
+        if self.log is None or not is_part(getattr(*place)): return
+        self.log.append(i)
+        if self.order is None: shared_store().set(f'{self.key}/{len(self.log)}', str(i))
+
+    def _rest(self, *_):
+        if torch.is_grad_enabled(): return
+        for m in self.blocks: m.reshard()
+        forget_passes(self.model)
+
+    def begin_batch(self):
+        "Before a batch of evaluation"
+        self.log = []
+        self.n_batches += 1
+
+    def end_batch(self):
+        """After a batch of evaluation, once; on a rank that has not run the model: take part in the gathers of the
+        others. Sync point"""
+        log,self.log = self.log,None
+        if log is None: return
+        if self.order is None and log:
+            shared_store().set(f'{self.key}/{len(log)+1}', 'end')
+            self.order = log
+        elif self.order is None:
+            fsdp_ready(self.model)
+            self.order = self._learn()
+        elif not log:
+            for i in self.order: self._gather(i)
+
+    def _gather(self, i):
+        self.blocks[i].unshard()
+        self.blocks[i].reshard()
+
+    def _learn(self):
+        "Follow the others' first pass, whose order stands in the store; None if no rank runs one"
+        store,end = shared_store(),monotonic()+group_timeout()
+        skips,order = f'{self.key}/skips/{self.n_batches}',[]
+        store.add(skips, 1)
+        while True:
+            found = wait_key(store, f'{self.key}/{len(order)+1}', .3)
+            if found=='end': return order
+            if found is not None:
+                order.append(int(found))
+                self._gather(order[-1])
+            elif not order and store.add(skips, 0)==group_size(): return None
+            elif monotonic()>end:
+                message = f'no rank has run the model in {group_timeout():g} s'
+                raise TimeoutError(f'{message}: validate and predict on all ranks')
+
+# %% ../../nbs/distributed/09_sharded.ipynb #h16f05
+def with_shared(model, file)->dict:
+    "The weights of a file, with all names of those that are shared: Hugging Face's files have one of them"
+    names = defaultdict(list)
+    for k,p in model.named_parameters(remove_duplicate=False): names[id(p)].append(k)
+    res = dict(file)
+    for ks in names.values():
+        found = [k for k in ks if k in file]
+        if found: res |= {k: file[found[0]] for k in ks if k not in file}
+    return res
+
+def fill_parts(model, pairs:list, file:dict, home):
+    """Give values to the tensors of a sharded model that are on the meta device: those that ranks have stored, or those
+    of a file, by name. pairs: (parameter before, its part) of each weight; home: the device of parts; buffers go where
+    ranks compute"""
+    device = pairs[0][1].device_mesh.device_type
+    before = {id(p): old for old,p in pairs}
+    def value(t):
+        if not t.is_meta: return t
+        old = before.get(id(t))
+        if not hasattr(old, 'stored'): return torch.empty_like(t, device=home if is_part(t) else device)
+        found = old.stored.part(t, home)
+        del old.stored # one of them is enough
+        return found
+    if on_meta(model): replace_tensors(model, value) # as `to_empty`, but for those that have values
+    if file: load_model(model, file)
+
+# %% ../../nbs/distributed/09_sharded.ipynb #h690c51d
+def make_mesh(device, replicas):
+    "The ranks as torch's `DeviceMesh`: one row, or a row for each replica. Sync point"
+    from torch.distributed.device_mesh import DeviceMesh,init_device_mesh
+    if replicas==1: return DeviceMesh.from_group(current_group() or dist.group.WORLD, device.type)
+    shape = replicas,group_size()//replicas
+    with noting_loops(): return init_device_mesh(device.type, shape, mesh_dim_names=('replica','shard'))
+
+# %% ../../nbs/distributed/09_sharded.ipynb #h6f6150a
+@contextmanager
+def any_group(timeout_s=10):
+    "Context with a group of all ranks: the open one, or a fresh one after a failure. Yields whether there is one"
+    with ExitStack() as stack:
+        here = group_size()>1
+        with suppress(RuntimeError): # a rank that has left
+            if not here and _meet(timeout_s): here = bool(stack.enter_context(process_group(timeout_s=60)))
+        yield here
+
+def _meet(timeout_s):
+    store,key = shared_store(),f'sharded/meeting/{count("meeting")}'
+    return store is not None and None not in everyones('here', key, store, timeout_s)
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h434a5f5
 class Sharded(Trained):
     """A learner's model spread over the ranks until `restore`. Within a fit it is `learn.wrapper`, as `Replica` is,
     with the same methods"""
-    undo_bn,alone = None,False
+    undo_bn = None
     copies = property(lambda self: group_size(), doc="By how many the exchange divides the sum over ranks")
     def __init__(self, engine): # with options in `shard`
-        self.engine = engine
-        self.learn,self.cancels = engine.learn,tuple(engine.adapter.cancels.values())
-        self.model,opts,device = get_model(self.learn.model),engine.opts.shard,self.learn.device
+        self.engine,self.learn = engine,engine.learn
+        self.cancels = tuple(engine.adapter.cancels.values())
+        self.model,device = get_model(self.learn.model),self.learn.device
         if device.type=='cpu' and not fsdp_on_cpu:
             version = torch.__version__
             raise ValueError(f'shard=: FSDP2 of torch {version} does not run on the CPU: get a newer torch')
+        opts = engine.opts.shard
         replicas = replicas_of(opts.replicas, gather_objects((local_rank(),local_size())))
         self.opts = opts = opts._replace(replicas=replicas)
         self.offload = offload_of(device) if opts.offload else None
-        self.file,self.followers = {},engine.followers
+        self.file = {}
         if opts.weights: self.file = with_shared(self.model, load_weights(opts.weights, mapped=True)[0])
         check_model(self.model, self.file)
         check_opt(self.learn.opt)
         self.blocks = [*find_blocks(self.model, opts.blocks),self.model]
-        self.key,self.order,self.log,self.rounds = f'sharded/{count("sharded")}',None,None,0
-        self.handles,self.pairs,self.checked,self._sync = [],[],False,True
+        self.gathers = GatherOrder(self.model, self.blocks)
+        self.pairs = [] # (parameter before, its part)
+        self.checked = False # Whether all weights had a gradient in this fit's first step
+        self._sync = True # Whether the next backward pass exchanges gradients
 
-    def exchange(self, on:bool):
-        "Whether the next backward pass is to exchange gradients"
-        if not self.opts.sync_once or on==self._sync: return
-        self._sync = on
-        self.model.set_requires_gradient_sync(on)
-
-    def whole_grads(self, drop=False)->list:
-        "Gradients, of whole shape, of this rank's backward passes that did not exchange them; `drop`: forget them"
-        return whole_grads(self.model, drop)
+    def shard(self):
+        "Spread the model and the optimizer's state over the ranks. Sync point"
+        from torch.distributed.fsdp import fully_shard
+        opts,home = self.opts,self.learn.device
+        modules,self.places = [*self.model.modules()],[]
+        for m in modules: self.places += [(m,k,p) for k,p in m.named_parameters(recurse=False)]
+        self.before = [(m,type(m),{*vars(m)}) for m in modules]
+        kw = dict(mesh=make_mesh(home, opts.replicas))
+        if opts.reshard is not None: kw['reshard_after_forward'] = opts.reshard # an older torch takes no None
+        if self.offload:
+            kw['offload_policy'],home = self.offload,torch.device('cpu')
+            # a fit begins with it, and would move the parts
+            self.model.to = lambda *_,**kw: self.model
+        try:
+            for m in self.blocks:
+                if opts.mp: kw['mp_policy'] = policy_of(opts.mp, m is self.model)
+                fully_shard(m, **kw)
+        finally:
+            now = {id(p): (p,getattr(m, k)) for m,k,p in self.places}
+            self.pairs = [(old,p) for old,p in now.values() if is_part(p)]
+        fill_parts(self.model, self.pairs, self.file, home)
+        self.file = None
+        for old,p in self.pairs: vars(p).update(vars(old))
+        exchange_params(self.learn.opt, {id(old): p for old,p in self.pairs}, state_part)
+        for old,p in self.pairs:
+            grad,old.grad = old.grad,None
+            if grad is not None: p.grad = part_of(grad, p)
+            if not old.is_meta: old.data = old.data.new_empty(0) # this memory is what sharding is for
+        self.gathers.watch([(m,k) for m,k,_ in self.places])
 
     def begin(self, sync_bn):
         "At the start of a fit"
@@ -216,23 +368,11 @@ class Sharded(Trained):
         self.checked = False
         broadcast_tensors(self._others())
         return self
-    def undo(self):
-        "At the end of a fit"
-        if self.undo_bn: self.undo_bn()
 
     def _others(self):
         "Trained parameters that are not the model's, such as a loss's"
         groups = [] if self.learn.opt is None else groups_of(self.learn.opt)
-        return [p for g in groups for p in g if not is_part(p)]
-
-    def follow(self, model):
-        "ValueError: another model cannot take the place of one that is sharded"
-        raise ValueError('learn.model is another one than the model that is sharded')
-
-    def join_batch(self):
-        "On a rank that has no more batch, while others have: take part in their gathers. Sync point"
-        self.begin_batch()
-        self.end_batch()
+        return [p for p in chain(*groups) if not is_part(p)]
 
     def __call__(self, *xb, **kw):
         now = self.learn.model
@@ -245,6 +385,10 @@ class Sharded(Trained):
         step = self.engine.loop.step
         return weigh_back(out, self.engine.loop.weight_of_second()) if step and step.is_over else out
 
+    def follow(self, model):
+        "ValueError: another model cannot take the place of one that is sharded"
+        raise ValueError('learn.model is another one than the model that is sharded')
+
     def step_params(self)->list:
         "The parameters whose gradients a step has"
         return self.engine.all_params()
@@ -253,9 +397,15 @@ class Sharded(Trained):
         return {}
     def begin_last(self, pending): "Before the last backward pass of a step"
 
-    def on_rank0(self):
-        "Context whose body runs on rank 0 only, where the model cannot be called"
-        return replaced(self, alone=True)
+    def exchange(self, on:bool):
+        "Whether the next backward pass is to exchange gradients"
+        if not self.opts.sync_once or on==self._sync: return
+        self._sync = on
+        self.model.set_requires_gradient_sync(on)
+
+    def whole_grads(self, drop=False)->list:
+        "Gradients, of whole shape, of this rank's backward passes that did not exchange them; `drop`: forget them"
+        return whole_grads(self.model, drop)
 
     def after_backward(self, pending=()):
         "After the last backward pass of a step: average gradients of others, look for missing ones. Sync point"
@@ -265,197 +415,68 @@ class Sharded(Trained):
             if on and not p.requires_grad: p.grad = None
         if self.checked or not self._sync: return
         self.checked = True
-        if idle := without_gradient(self.model):
-            raise ValueError(f"no gradient for {', '.join(idle)}: freeze what takes no part in the loss, with "
-                             'requires_grad_(False), since a rank that cancels a batch would send one')
+        idle = without_gradient(self.model)
+        need(not idle, f"no gradient for {', '.join(idle)}: freeze what takes no part in the loss, with "
+             'requires_grad_(False), since a rank that cancels a batch would send one')
 
-# %% ../../nbs/distributed/09_sharded.ipynb #h16f05
-def with_shared(model, file)->dict:
-    "The weights of a file, with all names of those that are shared: Hugging Face's files have one of them"
-    names = defaultdict(list)
-    for k,p in model.named_parameters(remove_duplicate=False): names[id(p)].append(k)
-    other = {k: o for ks in names.values() for o in ks if o in file for k in ks if k not in file}
-    return file | {k: file[o] for k,o in other.items()}
+    def on_rank0(self):
+        "Context whose body runs on rank 0 only, where the model cannot be called"
+        return replaced(self.gathers, alone=True)
 
-def fill_parts(model, pairs:list, file:dict, home):
-    """Give values to the tensors of a sharded model that are on the meta device: for (parameter before, its part) of
-    each weight, from the weights of a file, by name, read where they are looked at. `home` is the device of parts;
-    buffers go where ranks compute. Sync point"""
-    device = torch.device(pairs[0][1].device_mesh.device_type)
-    names = {id(p): k for k,p in model.named_parameters()}
-    def from_rank0(k, t):
-        val = torch.empty(t.shape, dtype=t.dtype, device=device)
-        if group_rank()==0: val = source_of(k, t).whole().to(device).contiguous()
-        broadcast_tensors([val])
-        return val
-    def part(k, old, p):
-        if k in file: return part_from(torch.empty_like(p.to_local(), device=home), p)
-        source = source_of(k, old)
-        if isinstance(source, StoredPart): return source.part(p, home)
-        return part_of(from_rank0(k, old), p, home)
-    for old,p in pairs:
-        if not p.is_meta: continue
-        set_value(p, part(names[id(p)], old, p))
-        vars(old).pop('source', None) # its part is here
-    for k,b in model.named_buffers():
-        if b.is_meta: set_value(b, torch.empty_like(b, device=device) if k in file else from_rank0(k, b))
-    if file: load_model(model, file)
+    def begin_batch(self):
+        "See `GatherOrder`"
+        self.gathers.begin_batch()
+    def end_batch(self):
+        "See `GatherOrder`"
+        self.gathers.end_batch()
+    def join_batch(self):
+        "On a rank that has no more batch, while others have: take part in their gathers. Sync point"
+        self.begin_batch()
+        self.end_batch()
 
-# %% ../../nbs/distributed/09_sharded.ipynb #h690c51d
-def make_mesh(device, replicas):
-    "The ranks as torch's `DeviceMesh`: one row, or a row for each replica. Sync point"
-    from torch.distributed.device_mesh import DeviceMesh,init_device_mesh
-    if replicas==1: return DeviceMesh.from_group(current_group() or dist.group.WORLD, device.type)
-    shape = replicas,group_size()//replicas
-    with noting_loops(): return init_device_mesh(device.type, shape, mesh_dim_names=('replica','shard'))
+    def undo(self):
+        "At the end of a fit"
+        if self.undo_bn: self.undo_bn()
 
-@patch
-def shard(self:Sharded):
-    "Spread the model and the optimizer's state over the ranks. Sync point"
-    from torch.distributed.fsdp import fully_shard
-    opts,modules,home = self.opts,[*self.model.modules()],self.learn.device
-    self.places = [(m,k,p) for m in modules for k,p in m.named_parameters(recurse=False)]
-    self.before = [(m,type(m),{*vars(m)}) for m in modules]
-    kw = dict(mesh=make_mesh(home, opts.replicas))
-    if opts.reshard is not None: kw['reshard_after_forward'] = opts.reshard # an older torch takes no None
-    if self.offload:
-        kw['offload_policy'],home = self.offload,torch.device('cpu')
-        # a fit begins with it, and would move the parts
-        self.model.to = lambda *_,**kw: self.model
-    try:
-        for m in self.blocks:
-            if opts.mp: kw['mp_policy'] = policy_of(opts.mp, m is self.model)
-            fully_shard(m, **kw)
-    finally:
-        now = {id(p): (p,getattr(m, k)) for m,k,p in self.places}
-        self.pairs = [(old,p) for old,p in now.values() if is_part(p)]
-    for old,p in self.pairs: vars(p).update(vars(old))
-    fill_parts(self.model, self.pairs, self.file, home)
-    self.file = None
-    exchange_params(self.learn.opt, {id(old): p for old,p in self.pairs}, state_part)
-    for old,p in self.pairs:
-        grad,old.grad = old.grad,None
-        if grad is not None: p.grad = part_of(grad, p)
-        if not old.is_meta: old.data = old.data.new_empty(0) # this memory is what sharding is for
-    self._follow_passes()
+    def restore(self):
+        """Give the learner its model back, and its optimizer the whole state. Parameters are the same objects, but for
+        those that had no values before or get none. Sync point"""
+        pairs,self.pairs = self.pairs,[]
+        self.gathers.unwatch()
+        if not pairs: return
+        from torch.distributed.fsdp import FSDPModule
+        keeps = self.opts.keep_sharded
+        with nullcontext(True) if keeps else any_group() as here:
+            if not here: warn('lost-weights', _lost)
+            get = keep_part if keeps else partial(self._whole, here)
+            back = {id(p): _given_back(old, p, get) for old,p in pairs}
+            exchange_params(self.learn.opt, back, lambda p,t: get(t) if is_part(t) else t)
+            for o in self.engine.followers: o.weights = {k: get(t) if is_part(t) else t for k,t in o.weights.items()}
+        vars(self.model).pop('to', None)
+        for m,cls,names in self.before:
+            forget_fsdp(m, names)
+            if isinstance(m, FSDPModule): m.__class__ = cls
+        olds = {id(old): back[id(p)] for old,p in pairs}
+        for m,k,p in self.places: setattr(m, k, olds.get(id(p), p))
+        self.places = self.before = ()
 
-@patch
-def restore(self:Sharded):
-    """Give the learner back the same Parameter objects with their whole values, and its optimizer its whole state. Sync
-    point"""
-    pairs,self.pairs = self.pairs,[]
-    while self.handles: self.handles.pop().remove()
-    if not pairs: return
-    from torch.distributed.fsdp import FSDPModule
-    device,keeps = self.learn.device,self.opts.keep_sharded
-    with nullcontext(True) if keeps else _any_group() as here:
-        if not here: warn('lost-weights', _lost)
-        def get(t):
-            if keeps: return keep_part(t)
-            return whole(t).to(device) if here else torch.empty(0, dtype=t.dtype, device=device)
-        for old,p in pairs:
-            if not p.is_meta: _give_back(old, p, get) # else it was not filled
-            if p.grad is not None and here and not keeps: old.grad = get(p.grad)
-        olds = {id(p): old for old,p in pairs}
-        exchange_params(self.learn.opt, olds, lambda p,t: get(t) if is_part(t) else t)
-        for o in self.followers: o.weights = {k: get(t) if is_part(t) else t for k,t in o.weights.items()}
-    vars(self.model).pop('to', None)
-    for m,cls,names in self.before:
-        forget_fsdp(m, names)
-        if isinstance(m, FSDPModule): m.__class__ = cls
-    for m,k,p in self.places: setattr(m, k, p)
-    self.places = self.before = ()
+    def _whole(self, here:bool, t):
+        "The whole of a part; without the other ranks an empty tensor"
+        device = self.learn.device
+        return whole(t).to(device) if here else torch.empty(0, dtype=t.dtype, device=device)
 
-def _give_back(old, p, get):
+def _given_back(old, p, get):
+    "The parameter that takes the place of the part `p`: `old` with its value"
+    if p.is_meta: return old # it was not filled
     val = get(p.detach())
-    if old.is_meta or val.is_meta:
-        source = getattr(val, 'source', None)
-        set_value(old, val)
-        if source is not None: old.source = source
-    else: old.data = val
+    if old.is_meta or val.is_meta: # torch lets no tensor change its device
+        new = nn.Parameter(val, p.requires_grad)
+        vars(new).update(vars(old)|vars(val))
+        return new
+    old.data = val
     old.requires_grad_(p.requires_grad)
+    if p.grad is not None: old.grad = get(p.grad)
+    return old
 
 _lost = ('this run failed, and not all ranks are here to put its parts together: the weights of learn.model are empty. '
          'Load a checkpoint or a file of learn.save, or build the model again')
-
-# %% ../../nbs/distributed/09_sharded.ipynb #h6f6150a
-@contextmanager
-def _any_group(timeout_s=10):
-    "Context with a group of all ranks: the open one, or a fresh one after a failure. Yields whether there is one"
-    with ExitStack() as stack:
-        here = group_size()>1
-        with suppress(RuntimeError): # a rank that has left
-            if not here and _meet(timeout_s): here = bool(stack.enter_context(process_group(timeout_s=60)))
-        yield here
-
-def _meet(timeout_s):
-    store,key = shared_store(),f'sharded/meeting/{count("meeting")}'
-    return store is not None and None not in everyones('here', key, store, timeout_s)
-
-# %% ../../nbs/distributed/09_sharded.ipynb #hf17431c
-@patch
-def _follow_passes(self:Sharded):
-    "Note, in evaluation, in which order the blocks are gathered; have nothing gathered after a pass"
-    # the innermost, since inner blocks come first
-    owner = {id(m): i for i,b in reversed([*enumerate(self.blocks)]) for m in b.modules()}
-    first = {owner[id(m)]: (m,k) for m,k,_ in reversed(self.places)}
-    for i,(m,k) in first.items():
-        note = lambda *_,i=i,m=m,k=k: self._note(i, getattr(m, k))
-        self.handles.append(self.blocks[i].register_forward_pre_hook(note, prepend=True))
-    self.handles.append(self.model.register_forward_hook(lambda *_: self._rest()))
-
-@patch
-def _note(self:Sharded, i, p):
-    if self.alone:
-        raise ValueError('a callback calls the model on rank 0 only, which has a part of it: after the context')
-    if self.log is None or not is_part(p): return
-    self.log.append(i)
-    if self.order is None: shared_store().set(f'{self.key}/{len(self.log)}', str(i))
-
-@patch
-def _rest(self:Sharded):
-    if torch.is_grad_enabled(): return
-    for m in self.blocks: m.reshard()
-    forget_passes(self.model)
-
-@patch
-def begin_batch(self:Sharded):
-    "Before a batch of evaluation"
-    self.log,self.rounds = [],self.rounds+1
-
-@patch
-def end_batch(self:Sharded):
-    """After a batch of evaluation, once; if this rank has not run the model: take part in the gathers of the others.
-    Sync point"""
-    log,self.log = self.log,None
-    if log is None: return
-    if self.order is None and log:
-        shared_store().set(f'{self.key}/{len(log)+1}', 'end')
-        self.order = log
-    elif self.order is None:
-        fsdp_ready(self.model)
-        self.order = self._learn_order()
-    elif not log:
-        for i in self.order: self._gather(i)
-
-@patch
-def _gather(self:Sharded, i):
-    self.blocks[i].unshard()
-    self.blocks[i].reshard()
-
-@patch
-def _learn_order(self:Sharded):
-    "Follow the others' first pass, whose order stands in the store; None if no rank runs one"
-    store,order,end = shared_store(),[],monotonic()+group_timeout()
-    skips = f'{self.key}/skips/{self.rounds}'
-    store.add(skips, 1)
-    while True:
-        found = wait_key(store, f'{self.key}/{len(order)+1}', .3)
-        if found=='end': return order
-        if found is not None:
-            order.append(int(found))
-            self._gather(order[-1])
-        elif not order and store.add(skips, 0)==group_size(): return None
-        elif monotonic()>end:
-            message = f'no rank has run the model in {group_timeout():g} s'
-            raise TimeoutError(f'{message}: validate and predict on all ranks')

@@ -24,16 +24,14 @@ from fastai.text.learner import TextLearner,clean_raw_keys
 from fastcore.basics import patch
 
 from ..distributed.trainer import Adapter
-from ..checkpoint.callback_state import Growing,growing,growing_of
 from ..checkpoint.position import read_alone
 from ..checkpoint.snapshot import weights_in
 from ..core.rank0 import await_save,save_once
 from ..core.remote import Remote,copied,here,place
-from ..core.deferred import fill_in
 from ..core.env import is_rank0
 from ..core.lending import replaced
 from ..core.weights import save_state
-from ..core.shards import has_parts,load_model,load_opt
+from ..core.shards import has_parts,load_model,load_opt,need_values
 from ..core.stacks import warn
 from ..learner.callback import Callback
 from ..learner.learner import StartAt,get_model
@@ -104,13 +102,10 @@ ParamScheduler.horizon = property(lambda self: [['n_epoch',self.n_epoch]],
                                   doc="A schedule by the part of the fit that is done")
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c008
-DistributedTrainer.rank_state = 'all_steps',
+DistributedTrainer.rank_state,DistributedTrainer.totals_by_step = ('all_steps',),'all_steps'
 DistributedTrainer.all_steps = property(lambda self: as_totals(self.steps),
                                         lambda self, v: setattr(self, 'steps', [*map(tuple, v)]),
                                         doc="This rank's losses in this epoch")
-growing[Recorder] = growing_of('lrs')|dict(all_losses=Growing(lambda cb: cb.losses, _stacked))
-growing[ParamScheduler] = growing_of('hps')
-growing[DistributedTrainer] = dict(all_steps=Growing(lambda cb: cb.steps, as_totals, True))
 
 @read_alone.register
 def _(dl:DataLoader, seed): return DistributedDL.from_dl(dl, 0, 1, seed, pad='batch', sample_seeds=True)
@@ -185,7 +180,8 @@ def save(self:Learner, file, **kwargs):
     """As fastai's: rank 0 writes the file, atomically; the other ranks count the save. No collective, unless the
     model is sharded"""
     if not isinstance(file, (str,Path)): return _save(self, file, **kwargs)
-    path,model = _path(self, file),fill_in(get_model(self.model))
+    path,model = _path(self, file),get_model(self.model)
+    need_values(model)
     opt = getattr(self, 'opt', None)
     if has_parts(model):
         state,with_opt = model.state_dict(),opt is not None and kwargs.get('with_opt', True)

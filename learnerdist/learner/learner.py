@@ -21,10 +21,10 @@ from torch.nn.parallel import DataParallel,DistributedDataParallel
 from .callback import Callback,Order,batch_events,all_events,cancels
 from .losses import loss_of_batch,loss_trace
 from ..data.loaders import call_model,data_len,find_bs,single,split_batch,to_device
-from ..core.deferred import fill_in
 from ..core.env import default_device
 from ..core.lending import replaced
 from ..core.remote import place
+from ..core.shards import need_values
 from ..core.stacks import need
 
 # %% ../../nbs/learner/01_learner.ipynb #c005
@@ -468,8 +468,9 @@ class Learner:
         for g,o in zip(self.opt.param_groups, group_lrs(lr, len(self.opt.param_groups))): g['lr'] = o
 
     def prepare_model(self):
-        "Move the model to its device; compute weights that were deferred"
-        fill_in(get_model(self.model)).to(self.device)
+        "Move the model to its device. ValueError for one on the meta device, which has no values"
+        need_values(get_model(self.model))
+        get_model(self.model).to(self.device)
 
     def create_opt(self):
         "Make a new optimizer over the model's parameter groups. ValueError if no parameter is trainable"

@@ -241,7 +241,7 @@ class Learner:
         """Move the model to its device, make an optimizer if there is none, and set the rates of its parameter groups"""
 
     def prepare_model(self):
-        """Move the model to its device; compute weights that were deferred"""
+        """Move the model to its device. ValueError for one on the meta device, which has no values"""
 
     def create_opt(self):
         """Make a new optimizer over the model's parameter groups. ValueError if no parameter is trainable"""

@@ -27,6 +27,7 @@ class Recorder(Callback):
     order = Order.recorder
     fit_state = 'lrs','iters','losses','values','log'
     rank_state = 'totals',
+    totals_by_step = 'totals' # The name in `rank_state`: loss × items, items, …, of each step
     def __init__(self):
         self.avg_loss,self.mets = AvgLoss(),[]
         self.metric_names = []

@@ -14,10 +14,9 @@ import torch
 from fastcore.basics import patch
 
 from ..core.compat import tree_leaves
-from ..core.deferred import fill_in
 from ..core.rank0 import await_save,was_saved
 from ..core.remote import modified,place
-from ..core.shards import come_together,has_parts,load_model,load_opt,model_name
+from ..core.shards import come_together,has_parts,load_model,load_opt,model_name,need_values
 from ..core.stacks import need
 from ..core.weights import is_safetensors,load_plain,load_weights,read_bytes
 from ..core.weights import save_sealed,save_state,save_tensors
@@ -43,7 +42,8 @@ def save(self:Learner,
     can_hold = not plain or not with_opt
     need(can_hold, f'{path}: safetensors hold weights only: leave out with_opt, or the ending')
     if with_opt is None: with_opt = not plain
-    state = fill_in(get_model(self.model)).state_dict()
+    need_values(get_model(self.model))
+    state = get_model(self.model).state_dict()
     if with_opt and self.opt is not None: state = dict(model=state, opt=self.opt.state_dict())
     save_state(state, path, save_tensors if plain else save_sealed)
     return path
@@ -103,7 +103,9 @@ def export(self:Learner,
 )->Path:               # The file
     """Write weights, `dls.vocab`, batch size, number of inputs, on rank 0; if the model is sharded, all must call.
     ValueError if not data"""
-    path,model,dls = place(fname, self.path),fill_in(get_model(self.model)),self.dls
+    path,dls = place(fname, self.path),self.dls
+    model = get_model(self.model)
+    need_values(model)
     vocab = getattr(dls, 'vocab', None)
     bs,n_inp = batch_shape(dls[len(dls)-1])[0],getattr(dls, 'n_inp', None)
     data = dict(learnerdist_export=format_version, model=model.state_dict(), name=model_name(model))
