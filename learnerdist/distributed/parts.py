@@ -123,7 +123,7 @@ class Step:
         self.parts,self.n_parts,self.statistics = parts,n_parts,statistics
         self.i,self.is_last = 0,len(parts)==1 # Of the part that is computed now
         self.cancelled = [] # The scopes that this rank has cancelled
-        # So many parts, one after the other, autograd adds up in the parameters' gradients: the lowest level of the tree
+        # So many parts, one after the other, autograd adds up in place: the lowest level of the tree
         self.in_place = factors(len(parts))[-1] if len(parts)>1 else 1
         n = len(parts)//self.in_place
         self.grads = Tree(n, add_grads) if n>1 else None # Its other levels
