@@ -23,8 +23,9 @@ def first(tmp_path, monkeypatch):
 @pytest.mark.parametrize('text,found', [
     ('"""Doc"""\nfrom __future__ import annotations\nimport csv, wave as w\nfrom lib import a as b,c', '__future__ csv wave lib'),
     *((f'import csv\n{o}\nimport lib', 'csv') for o in (
-        'os.environ["A"] = "b"','sys.path[0] = "b"','try: import lib\nexcept ImportError: pass','import no_such_module',
+        'os.environ["A"] = os.environ["B"]','sys.path[0] = "b"','try: import lib\nexcept ImportError: pass','import no_such_module',
         'import pytest','import own','from . import own','class A(B, k=f()): pass','lr = 1e-3','with a: pass')),
+    ('import os\nos.environ["A"] = "b"\nimport csv', 'os  csv'), # '': the variable, which is set first
     ('def broken(:', ''), ('import lib.part', 'lib.part')])
 def test_imports_before_anything_else(text, found, first):
     "Of known packages; what comes after any other statement, or an import of the user's own, is left to the ranks"

@@ -73,7 +73,7 @@ if __name__=='__main__':
 
 @pytest.mark.slow
 @pytest.mark.parametrize('fault,messages', [
-    ('time.sleep(60)', 'rank 1 is not asked where there is no /proc'),
+    ('time.sleep(60)', 'it is not asked where there is no /proc'),
     pytest.param('os._exit(3)', 'rank 1 failed: ProcessDied: ended with exit status 3', marks=pytest.mark.long)])
 def test_macos_trains_and_fails(fault, messages, loss, tmp_path):
     res = python(tmp_path, 'train.py', sitecustomize=macos, train=train+called.format(fault))
@@ -94,4 +94,4 @@ main(['--nproc', '2', 'windows.py'])
 def test_windows_trains_on_one_process_and_cannot_start_ranks(loss, tmp_path):
     res = python(tmp_path, code=starts, windows=windows, train=train)
     assert res.stdout.splitlines()==[f'{loss}',*[no_groups]*3] and res.returncode==2, res.stderr
-    assert res.stderr.endswith(f'error: --nproc-per-node 2: {no_groups}\n'), res.stderr
+    assert res.stderr.endswith(f'error: {no_groups}\n'), res.stderr

@@ -17,7 +17,7 @@ from torch import Tensor,nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from ..core.collectives import broadcast_object,gather_objects,to_host
+from ..core.collectives import broadcast_object,gather_same,to_host
 from ..core.compat import BatchNorm,tree_leaves
 from ..core.env import group_rank
 from ..core.random import Generators,held,map_seeded
@@ -57,7 +57,7 @@ def _bits_of(o):
 def differences(named:dict)->dict:
     """Compare tensors, by their hashes, and other values by name across ranks: for each that differs, the ranks that
     differ from the first one that has it. Sync point: one exchange"""
-    every,res = gather_objects(dict(zip(named, hashes(named.values())))),{}
+    every,res = gather_same(dict(zip(named, hashes(named.values())))),{}
     for k in dict.fromkeys(k for o in every for k in o):
         have = {r: o[k] for r,o in enumerate(every) if k in o}
         if bad := [r for r,h in have.items() if h!=[*have.values()][0]]: res[k] = bad
@@ -179,7 +179,7 @@ def same_data(dls:list, findings):
         named[f'len({name})'] = data_len(dl.dataset)
         try: named |= fingerprint(dl.dataset, name)
         except Exception as e: log.debug('%s cannot be compared: %r', name, e)
-    found = {k: v for k,v in unequal(gather_objects(named|few_samples(dls))).items() if None not in v}
+    found = {k: v for k,v in unequal(gather_same(named|few_samples(dls))).items() if None not in v}
     if not found: return
     text = f'the ranks have different data: {tell_unequal(found)}; {_drawn_data}'
     if any(k.startswith('len(') for k in found): raise ValueError(coded('different-data', text))
@@ -189,7 +189,7 @@ def same_data(dls:list, findings):
 def same_optimizer(learn):
     "Give every rank the optimizer state of rank 0: after fits outside of the context the states may differ. Sync point"
     state = None if learn.opt is None else learn.opt.state_dict()
-    if len(set(gather_objects(state if state is None else digest(state))))>1:
+    if len(set(gather_same(state if state is None else digest(state))))>1:
         state = broadcast_object(state)
         if state is None: learn.opt = None
         elif learn.opt is None: learn.create_opt()
@@ -203,7 +203,7 @@ def _beside(p, t):
 
 def path_of_rank0(learn, findings):
     "Rank 0's path if the ranks' paths differ (a folder with a time stamp), since rank 0 writes; else None. Sync point"
-    found = unequal(gather_objects({'learn.path': str(getattr(learn, 'path', ''))}))
+    found = unequal(gather_same({'learn.path': str(getattr(learn, 'path', ''))}))
     if not found: return None
     findings('different-path', f"{tell_unequal(found)}; in this context it is rank 0's")
     return Path(found['learn.path'][0])
@@ -242,12 +242,12 @@ def need_equal(every:list, cbs=()):
 
 def same_structure(learn):
     "Raise ValueError if the ranks have other models or losses, which DDP would wait for or crash on. Sync point"
-    need_equal(gather_objects(structure(learn)))
+    need_equal(gather_same(structure(learn)))
 
 def same_fit(learn, shares:list):
     "Raise ValueError if the ranks begin different fits: models, callbacks or settings differ. Sync point: one exchange"
     cbs = [type(cb).__name__ for cb in learn.cbs]
-    need_equal(*zip(*gather_objects((structure(learn)|settings(learn, shares),cbs))))
+    need_equal(*zip(*gather_same((structure(learn)|settings(learn, shares),cbs))))
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmo02
 def shown(o)->str:
@@ -274,7 +274,7 @@ def same_options(named:dict, links=None):
     compared at first, by a hash. Sync point"""
     hashed = hashlib.blake2b(repr(named).encode(), digest_size=8).digest()
     if links and len({*links.exchange(hashed, Place.before_fit)})==1: return
-    every = gather_objects(named)
+    every = gather_same(named)
     given = set.intersection(*map(set, every))
     # not what one was made with that others do not have
     need_equal([{k: v for k,v in o.items() if '.' not in k or k.partition('.')[0] in given} for o in every])

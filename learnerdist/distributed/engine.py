@@ -182,7 +182,7 @@ class Steps(LoaderWrapper):
             b = [*islice(it, 1)]
             more = e.next_batch(done, bool(b), k)
             if not more: return
-            if training and more<W: return self._warn_uneven(k, more, b)
+            if training and more<W: return self._warn_uneven(k, more)
             if b: yield b[0]
             else:
                 e.ballot.place = Place.valid_batch
@@ -199,11 +199,11 @@ class Steps(LoaderWrapper):
         if hasattr(self.dl, 'dealer'): self.dl.dealer.in_loop = True
         return iter(self.dl)
 
-    def _warn_uneven(self, k, more, b):
+    def _warn_uneven(self, k, more):
         W,n = group_size(),self.engine.loop.n_steps
         need(k, f'{W-more} of {W} ranks have no training batch: start fewer ranks or workers, or give more samples')
-        text = f'rank {group_rank()} had more training batches than another: this epoch ends after {n}'
-        if b: warn('uneven-epoch', text)
+        text = f'{W-more} of {W} ranks have no further training batch: this epoch ends after {n}'
+        if not group_rank(): warn('uneven-epoch', text)
 
 # %% ../../nbs/distributed/10_engine.ipynb #amp02
 def autocast_of(learn):

@@ -32,7 +32,7 @@ def get_parser()->argparse.ArgumentParser:
       --nproc N       Processes on this machine (default, and auto: one for each visible GPU, one without GPUs)
       --gpus 0,2      Which of the visible GPUs to use; sets the default of --nproc
       --wait SECONDS  How long ranks may go on after the first one has ended well (default: 0, no limit, with a
-                      report after a minute; a rank that is stopped: half an hour)
+                      report after a minute)
       --on-failure restart|shrink
                       When a rank dies: end the others, and start all again, as often as --max-restarts (default); or
                       start only the surviving ranks again, on one machine. A fit goes on from its newest state: in
@@ -126,8 +126,10 @@ def _choose_nproc(args)->int:
     need(not ours or theirs in (None, ours), f'{both} differ: give one of the two')
     n_gpus = args.gpus is not None and _choose_gpus(args.gpus)
     given = str(ours or theirs or n_gpus or 'auto')
-    try: return count_nproc('auto' if given == 'auto' else determine_local_world_size(given))
-    except ValueError: need(False, f"--nproc {given}: give a whole number from 1 up, or 'auto'")
+    try: n = given if given == 'auto' else determine_local_world_size(given)
+    except ValueError: n = 0
+    need(n == 'auto' or n > 0, f"--nproc {given}: give a whole number from 1 up, or 'auto'")
+    return count_nproc(n)
 
 # %% ../../nbs/launch/05_cli.ipynb #c022
 _for_agents = '''nproc nproc_per_node nnodes rdzv_endpoint rdzv_backend max_restarts gpus

@@ -20,9 +20,10 @@ fastai fastcore fastprogress learnerdist"""
 known = sys.stdlib_module_names.union(_known.split())
 
 def first_imports(argv:list, path:list)->tuple:
-    """What a script or a module imports before it does anything else, as far as these are modules of `known`. argv: a
-    script, or '-m' and a module; its arguments may follow; path: where modules are looked for, as in `sys.path`;
-    returns: (module, names imported from it) in order; the text of the files"""
+    """What a script or a module imports before it does anything else but set environment variables, as far as these
+    are modules of `known`. argv: a script, or '-m' and a module; its arguments may follow; path: where modules are
+    looked for, as in `sys.path`; returns: (module, names imported from it) in order, and for a variable ('', (its name,
+    its value)); the text of the files"""
     found,texts = [],[]
     with suppress(OSError, SyntaxError, ValueError):
         for file in files_of(argv, path):
@@ -30,11 +31,18 @@ def first_imports(argv:list, path:list)->tuple:
             for o in ast.parse(texts[-1]).body:
                 if isinstance(o, ast.Import): names = [(a.name,()) for a in o.names]
                 elif isinstance(o, ast.ImportFrom) and not o.level: names = [(o.module,[a.name for a in o.names])]
+                elif setting := _setting(o): names = [('', setting)]
                 elif isinstance(o, ast.Expr) and isinstance(o.value, ast.Constant): continue # a docstring
                 else: return found,texts
-                if not all(_is_theirs(k.partition('.')[0], path) for k,_ in names): return found,texts
+                if not all(not k or _is_theirs(k.partition('.')[0], path) for k,_ in names): return found,texts
                 found += names
     return found,texts
+
+def _setting(o):
+    "The name and the value of the statement `os.environ['NAME'] = 'value'`; None for any other"
+    sets_one = isinstance(o, ast.Assign) and len(o.targets) == 1
+    if not sets_one or not ast.unparse(o).startswith('os.environ['): return None
+    with suppress(ValueError): return ast.literal_eval(o.targets[0].slice),ast.literal_eval(o.value)
 
 def _is_theirs(name, path):
     "Whether the server may import this module: one of `known`, and no file of the user's with the same name"
@@ -64,7 +72,9 @@ def import_first(argv:list)->str:
     of the files that run"""
     enter(argv)
     found,texts = first_imports(argv, sys.path)
-    for name,froms in found: __import__(name, None, None, [*froms])
+    for name,given in found:
+        if name: __import__(name, None, None, [*given])
+        else: os.environ.update([given])
     return '\n'.join(texts)
 
 def preload(argv:list)->bool:

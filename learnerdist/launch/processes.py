@@ -30,7 +30,7 @@ def count_nproc(nproc)->int:
     if not isinstance(nproc, int) or nproc < 1:
         raise ValueError(f"nproc={nproc!r}: give a whole number of processes from 1 up, or 'auto'")
     if nproc > 1 and not hasattr(os, 'killpg'):
-        raise ValueError(f'{nproc} processes on {sys.platform}: use Linux, macOS, WSL 2')
+        raise ValueError(f'{nproc} processes: {sys.platform} has no process groups: use Linux, macOS, WSL 2')
     return nproc
 
 # %% ../../nbs/launch/02_processes.ipynb #c014
@@ -67,7 +67,7 @@ def _call(names, payload):
     try: func,args,kwargs,number = pickle.loads(payload)
     except AttributeError as e:
         guard = "without what is under `if __name__=='__main__':`"
-        more = f'Each process imports the script again, {guard}: define the function above it'
+        more = f'Each process imports the script again, {guard}: define the function above that line'
         raise ValueError(f'{e}. {more}') from e
     def own(o): return _objects[o.number] if isinstance(o, RankObject) else o
     try: res = func(*map(own, args), **{k: own(v) for k,v in kwargs.items()})
