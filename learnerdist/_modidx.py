@@ -3708,6 +3708,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'learnerdist.verify.differences': ('verify.html#differences', 'learnerdist/verify.py'),
                                     'learnerdist.verify.distance': ('verify.html#distance', 'learnerdist/verify.py'),
                                     'learnerdist.verify.floors_of': ('verify.html#floors_of', 'learnerdist/verify.py'),
+                                    'learnerdist.verify.get_parser': ('verify.html#get_parser', 'learnerdist/verify.py'),
                                     'learnerdist.verify.is_steady': ('verify.html#is_steady', 'learnerdist/verify.py'),
                                     'learnerdist.verify.judge': ('verify.html#judge', 'learnerdist/verify.py'),
                                     'learnerdist.verify.kept': ('verify.html#kept', 'learnerdist/verify.py'),

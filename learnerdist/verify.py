@@ -460,11 +460,9 @@ def _quietly(*args):
 _env = dict(LEARNERDIST_SEED='0', PYTHONHASHSEED='0')
 _draws = 'the fit draws, so it was run in parts (max_bs), which failed. Compare it without its draws (dropout):'
 
-# %% ../nbs/02_verify.ipynb #a150fcb8
-def main(
-    args:list|None=None # Command line; default: the process's own
-)->int:                 # Exit status
-    "The command line `python -m learnerdist.verify`"
+# %% ../nbs/02_verify.ipynb #vparser1
+def get_parser()->argparse.ArgumentParser:
+    "The parser of the command line"
     p = argparse.ArgumentParser('learnerdist.verify', allow_abbrev=False)
     p.description = verify.__doc__
     p.epilog = 'Exit status: 0 the same, 1 different, 2 could not be run. The page "Is it the same?" has an example'
@@ -475,7 +473,14 @@ def main(
     p.add_argument('-m', dest='module', action='store_true', help='a module follows, not a script')
     p.add_argument('target', metavar='script.py', help='its first fit in a distrib_ctx is compared')
     p.add_argument('args', nargs=argparse.REMAINDER, help='arguments of the script')
-    args = vars(p.parse_args(args))
+    return p
+
+# %% ../nbs/02_verify.ipynb #a150fcb8
+def main(
+    args:list|None=None # Command line; default: the process's own
+)->int:                 # Exit status
+    "The command line `python -m learnerdist.verify`"
+    args = vars(get_parser().parse_args(args))
     try:
         need(not args.pop('no_dropout'), '--no-dropout: leave it out, draws are compared bit for bit')
         res = verify(args.pop('target'), *args.pop('args'), **args)

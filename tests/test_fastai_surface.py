@@ -103,7 +103,7 @@ def paths(W, rank, path):
     with warnings.catch_warnings(record=True) as ws:
         warnings.simplefilter('always')
         with ctx(learn, W): learn.fit(2, cbs=SaveModelCallback())
-    assert any('learn.path differs' in str(o.message) for o in ws)==(W>1 and rank==0) and learn.path.name==f'own-{W}-{rank}'
+    assert any('[different-path]' in str(o.message) for o in ws)==(W>1 and rank==0) and learn.path.name==f'own-{W}-{rank}'
     return state(learn)
 
 def applications(W, rank, path): return dict(subclass=subclass(W, rank, path/f'own/{W}'),

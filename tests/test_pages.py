@@ -88,5 +88,5 @@ def test_commands_have_these_options():
              for m in re.findall(r'^(?:srun )?python -m learnerdist\.(launch|verify) (.+?)(?: +#.*| \|\|.*)?$', o.read_text(), re.M)]
     assert len(found)>10
     for name,args in found:
-        parser = get_parser() if name=='launch' else verify._parser()
+        parser = get_parser() if name=='launch' else verify.get_parser()
         assert parser.parse_args(shlex.split(args))

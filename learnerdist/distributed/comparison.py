@@ -82,6 +82,7 @@ def unequal(every:list, missing=None)->dict:
     """From short values by name of each rank to the values of all ranks where these differ. missing: what a rank has of
     a name that others have"""
     res = {}
+    if all(o is every[0] for o in every): return res # see `gather_same`
     for k in dict.fromkeys(chain(*every)):
         vals = [o.get(k, missing) for o in every]
         if any(_differ(o, vals[0]) for o in vals): res[k] = vals
@@ -287,9 +288,11 @@ def objects_beside(learn)->dict:
     own = {*map(id, (get_model(learn.model),learn.model,learn.opt))}
     found = dict(loss_func=learn.loss_func)
     for cb in learn.cbs:
+        name = cb.name
         for k,v in vars(cb).items():
+            found[f'{name}.{k}'] = v
             inner = held(v) if type(v) in (list,tuple,dict) else {}
-            found |= {f'{cb.name}.{k}': v}|{f'{cb.name}.{k}[{i!r}]': o for i,o in inner.items()}
+            found |= {f'{name}.{k}[{i!r}]': o for i,o in inner.items() if isinstance(o, _kinds)}
     return {k: o for k,o in found.items() if isinstance(o, _kinds) and id(o) not in own}
 
 def tensors_beside(learn, batchnorm=True)->dict:
