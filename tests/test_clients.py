@@ -16,7 +16,7 @@ def of_dev():
     have = {re.split(r'[<>=\[]', o)[0] for k in ('requirements','extra_dev') for o in cfg['DEFAULT'][k].split()}
     return [k for k,o in clients.rows.items() if have.issuperset(o['packages'])]
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_are_as_documented():
     names,told = of_dev(),clients.documented()
     assert {clients.rows[o]['packages'][0] for o in names} >= {'timm','torchvision','torchmetrics','webdataset','torchdata'}

@@ -74,13 +74,14 @@ families['srun with pmix'] = lambda r: families['srun'](r) | dict(PMIX_RANK=r) #
 texts = lambda kw: {k: str(v) for k,v in kw.items()}
 
 # The variables of each family are read in test_env.py, too
-@pytest.mark.parametrize('name', [pytest.param(o, marks=[pytest.mark.long]*(o not in ('openmpi','srun'))) for o in families])
+@pytest.mark.parametrize('name', [pytest.param(o, marks=[pytest.mark.long]*(o!='openmpi')) for o in families])
 def test_two_processes_by_hand(name, alone, tmp_path):
     "They train as one, also from a shell each, and rank 0 alone prints"
     write_recipes(tmp_path)
     (first,a),(second,b) = map(ended, [start('python train.py; exit $?', tmp_path, **texts(families[name](r))) for r in range(2)])
     assert (a,b)==(0,0) and numbers(first)==pytest.approx(alone, rel=1e-5) and 'final' not in second, first+second
 
+@pytest.mark.long
 def test_run_starts_no_ranks_of_ranks(alone, tmp_path):
     "mpirun has started two processes: `run` calls the function, in each, as under torchrun"
     write_recipes(tmp_path)
@@ -103,6 +104,7 @@ def test_an_allocation_without_a_step(alone, tmp_path):
     assert status==0 and numbers(out)==pytest.approx(alone)
     assert out.count('UserWarning: [trains-alone] SLURM_NTASKS=2, but this process trains alone: start it by srun')==1, out
 
+@pytest.mark.long
 def test_kubernetes_by_hand(alone, tmp_path):
     write_recipes(tmp_path)
     out,status = ended(start(line('for i in').replace('29500', str(free_port())), tmp_path))

@@ -71,7 +71,7 @@ if __name__=='__main__':
         r.run(main, {!r})
 """
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize('fault,messages', [
     ('time.sleep(60)', 'it is not asked where there is no /proc'),
     pytest.param('os._exit(3)', 'rank 1 failed: ProcessDied: ended with exit status 3', marks=pytest.mark.long)])
