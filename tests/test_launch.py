@@ -460,7 +460,8 @@ def test_help_begins_with_our_options(capsys):
     assert 'learnerdist 0.' in rest
 
 @pytest.mark.skipif(not machines.usable(), reason='needs root and ip netns')
-@pytest.mark.parametrize('known', [pytest.param('none', marks=pytest.mark.long),'debian'])
+@pytest.mark.long
+@pytest.mark.parametrize('known', ['none','debian'])
 def test_machines_that_do_not_know_each_others_names_meet(known, tmp_path):
     "torchrun takes host names for addresses; where these mean nothing, or 127.0.1.1, its launchers wait for one another in vain"
     (tmp_path/'script.py').write_text(script)

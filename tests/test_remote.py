@@ -245,7 +245,7 @@ def goes_on(at, shard, stop=None, faults=None):
 
 @pytest.mark.slow
 @needs_fsdp2
-@pytest.mark.parametrize('shard', [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize('shard', [pytest.param(False, marks=pytest.mark.long), pytest.param(True, marks=pytest.mark.long)])
 def test_ranks_go_on_from_s3(shard, s3, tmp_path):
     "And on other numbers of ranks. A rank reads its rows only; one copy of what all need is downloaded to a machine"
     whole = run_ranks(on_ranks, 2, train, 'ck', tmp_path, None, shard)
@@ -264,7 +264,7 @@ def refused_on(rank, n):
     "Uploads of a rank fail from the n-th on"
     return {rank: (refuse,range(n, 999),['put_file'])}
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_fsdp2
 def test_a_rank_that_cannot_upload_does_not_end_the_run(s3):
     "Rank 0 warns, and names the rank; the state before is the newest, and good"

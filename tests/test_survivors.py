@@ -153,8 +153,8 @@ def test_deaths_of_five_of_six(kind, i, tmp_path, undisturbed):
 @pytest.mark.parametrize('kind,plan,n_left,messages', [
     ('', {3: {0: late}, 2: {0: at('predict')}}, 1,
         [again(2, 3),again(1, 2),'going on in epoch 2 after step 30','this fit was done already, after 33 steps']),
-    ('fastai', {3: {0: late, 2: late}}, 1, [again(1, 3),'going on in epoch 2 after step 30, from the state in memory']), # two at once
     *(pytest.param(*o, marks=pytest.mark.long) for o in (
+        ('fastai', {3: {0: late, 2: late}}, 1, [again(1, 3),'going on in epoch 2 after step 30, from the state in memory']), # two at once
         ('', {4: {1: late, 2: late}, 2: {0: at('predict')}}, 1, [again(2, 4),again(1, 2)]),
         ('checkpoint', {3: {0: at('before_backward', 1, 1)}}, 2, ['going on in epoch 1 after step 12, from the checkpoint']),
         ('fastai checkpoint', {3: {0: at('before_backward', 1, 1)}}, 2, ['going on in epoch 1 after step 12, from the checkpoint']),
