@@ -82,7 +82,7 @@ def test_a_fit(W, env):
         assert got['valid']=={'vote': 1}
         # Votes before and after the epoch, its training loop and its validation: 6. Before each of 3 steps and 2 batches, and after
         # the last ones, whether a rank has another: 4 and 3. On one machine: that all have written the rows of the metrics, 1.
-        # The losses of its steps, an all-gather. The counts and sums of its validation; whether the weights are equal: a hash, an all-gather
+        # The losses of its steps, an all-gather. The counts and sums of its validation; a hash of the weights
         written = 0 if 'LOCAL_WORLD_SIZE' in env else 1
         sent = {k: 3 for k in sent}
         assert got['epoch']==dict(all_gather=1+1, vote=6+4+3+written, all_gather_object=2, **sent)

@@ -55,7 +55,7 @@ def numbers(out, name='final'):
 @pytest.fixture(scope='module')
 def alone(tmp_path_factory): return numbers(started('python train.py', tmp_path_factory.mktemp('alone')))
 
-@pytest.mark.parametrize('name', [pytest.param(o, marks=[pytest.mark.long]*(o in ('spawn','accelerate'))) for o in recipes]) # test_env opens a group by hand
+@pytest.mark.parametrize('name', [pytest.param(o, marks=[pytest.mark.long]*(o in ('spawn','accelerate'))) for o in recipes])
 def test_the_same_numbers(name, alone, tmp_path):
     if needs(*[name]*(name not in ('mpirun','spawn'))) or name=='mpirun' and not which('mpirun', path=Path(sys.executable).parent):
         pytest.skip('needs the extra `launchers`')
