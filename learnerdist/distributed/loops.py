@@ -449,7 +449,8 @@ class TrainingLoop(Loop):
     def _correct(self, step, res):
         "Let gradients be those of the mean over the items of all ranks"
         step.items = items = self._all_items(step, res)
-        if self.group.corrects and not isinstance(items, Tensor) and items in (0,self.scale): return
+        is_right = not isinstance(items, Tensor) and items in (0,self.scale)
+        if is_right or not self.group.corrects: return
         k = self.scale/items
         if isinstance(k, Tensor): k = k.nan_to_num(posinf=1.) # no items
         scale_grads(self.learn.opt, self.replica, k)

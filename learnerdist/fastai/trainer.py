@@ -173,7 +173,7 @@ class OfModels:
         if wrapper is not None and learn.training:
             if wrapper.model is not self.plain: wrapper.follow(self.plain)
             learn.model = wrapper
-        many = self.engine.loop.weighs
+        many = self.engine.by_parts or self.engine.links is not None # what a loss counts weighs in evaluation, too
         if self.watches and many and not self.alone: self.trace = LossTrace().__enter__()
     def end_trace(self)->LossTrace:
         "Observe no longer; returns what was observed"
