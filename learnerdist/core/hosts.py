@@ -104,6 +104,11 @@ def loopback()->str:
     "Name of the loopback network interface, whose traffic stays within this machine"
     return next((n for _,n in socket.if_nameindex() if n.startswith('lo')), 'lo')
 
+# %% ../../nbs/core/00_hosts.ipynb #cores2
+def n_cores()->int:
+    "How many cores this process may use"
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+
 # %% ../../nbs/core/00_hosts.ipynb #fl03
 # By launcher: rank, number of processes, and both on this machine; what names the run
 _mpi = """OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.collectives import gather_objects
+from ..core.hosts import n_cores
 from ..core.stacks import frames_of_caller,users_frame
 from ..core.env import control_group,count,group_rank,group_size,local_size,shared_store
 from ..core.env import wait_key,waits
@@ -128,7 +129,7 @@ class SocketLinks(Links):
         # For each n of `hops` a socket to the rank n before this one, and one to the rank n after it
         self.to,self.by = {},{}
         # Seconds in which it looks for a message without sleeping: others need the core if there are more ranks
-        self.awake_s = _awake_s if has_core_each(world_size) else 0.
+        self.awake_s = _awake_s if world_size<=n_cores() else 0.
 
     def close(self):
         "Close the sockets; ranks that wait for this one get an error"
@@ -184,11 +185,6 @@ def nameless(n_bytes)->int:
     return fd
 
 _awake_s = 1e-4 # A process that sleeps is woken some 40 µs after the message
-
-def has_core_each(n:int)->bool:
-    "Whether `n` processes of this machine have a core each"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    return n<=cores
 
 # SIGPIPE would end a process that does not ignore it, as Python does
 _no_signal = getattr(socket, 'MSG_NOSIGNAL', 0)

@@ -12,6 +12,7 @@ from contextlib import contextmanager,suppress
 from importlib.machinery import PathFinder
 from multiprocessing import connection,process
 from pathlib import Path
+from ..core.hosts import n_cores
 from ..core.stacks import answer_asks,catch_crashes,in_library,report_folder
 
 # %% ../../nbs/launch/00_forkserver.ipynb #im05
@@ -257,8 +258,7 @@ _foreign = 'LD_PRELOAD','CUDA_INJECTION','NSYS_','PYTHONPROFILEIMPORTTIME'
 # %% ../../nbs/launch/00_forkserver.ipynb #rk01
 def share_of_cores(nproc:int)->int:
     "How many threads each of `nproc` processes can use without competing for cores"
-    n = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    return max(1, n//nproc)
+    return max(1, n_cores()//nproc)
 
 def begin_rank(parent:int):
     """Let this process be a rank: it ends with its launcher, and reports how it ends. parent: process id of the
