@@ -126,12 +126,17 @@ class Source(NamedTuple):
     dealer:Any  # What deals it; None for a loader that its user has split
     known:bool  # Whether all ranks know the samples of each step
     full:int    # The samples of a full step
+    n_parts:int # Of a step of all ranks
+    by_parts:bool # Whether it reads each part as a batch of its own
+    seeds:bool  # Whether it seeds the random streams before it reads a batch
 
 def source_of(dl)->Source:
     "What a step has to know of a loader"
-    dealer = getattr(dl, 'dealer', None)
-    by_rows = dealer is not None and dealer.by_step and dealer.unit=='row'
-    return Source(dl, dealer, step_rows(dl) is not None, dealer.step if by_rows else 64*group_size())
+    dealer,known,W = getattr(dl, 'dealer', None),step_rows(dl) is not None,group_size()
+    if dealer is None: return Source(dl, None, known, 64*W, W, False, False)
+    full = dealer.step if dealer.by_step and dealer.unit=='row' else 64*W
+    by_parts = bool(dealer.n_parts)
+    return Source(dl, dealer, known, full, dealer.n_parts or W, by_parts, dealer.pad=='batch' and not by_parts)
 
 # %% ../../nbs/distributed/09_loops.ipynb #eng19
 early = inner_events[:4] # Events before the backward pass
@@ -169,9 +174,7 @@ class Loop(Batches):
     def begin_batch(self):
         "Before a batch, before other callbacks"
         if self.evaluation: self.evaluation.begin_batch()
-    def check_batch(self):
-        "Before its forward pass, after other callbacks"
-        if self.evaluation and self.evaluation.n_begun<3: self.evaluation.check_state()
+    def check_batch(self): "Before its forward pass, after other callbacks"
     def note_loss(self): "After the loss, before callbacks change it or the targets"
     def weigh(self): "Before the backward pass of a part, before other callbacks"
     def begin_backward(self): "Before the backward pass of a part, after other callbacks"
@@ -198,6 +201,10 @@ class EvaluationLoop(Loop):
         e.seed_streams(self.evaluation.number(i), _valid)
         yield b
 
+    def check_batch(self):
+        "Before its forward pass, after other callbacks"
+        if self.evaluation.n_begun<3: self.evaluation.check_state()
+
     def end_batch(self):
         "After a batch, before other callbacks"
         super().end_batch()
@@ -222,6 +229,8 @@ class TrainingLoop(Loop):
         self.model = self.replica = engine.replica
         self.by_parts = engine.by_parts
         self.weighs = self.by_parts or self.links is not None
+        self.copies = self.replica.copies if self.replica else 1 # By how many an exchange divides the sum
+        self.more_parts = False # Whether other parts of this batch follow
         self.source = None # `Source`, once the loop is opened
         self.group = Group()
         self.scale = 1. # By which the losses of this step are divided, see `Kind`
@@ -234,14 +243,9 @@ class TrainingLoop(Loop):
         self.group.is_last,self.engine.group = True,self.group
 
     @property
-    def more_parts(self)->bool:
-        "Whether other parts of this batch follow"
-        return self.part is not None and not self.step.is_last
-    @property
     def more(self)->bool:
         "Whether other parts, or other batches of an accumulation, come before the optimizer's step"
-        if self.part is None: return False
-        return not self.step.is_last or self.weighs and not self.group.is_last
+        return self.more_parts or self.weighs and self.part is not None and not self.group.is_last
     @property
     def repeated(self)->bool:
         "Whether the present part is not recorded"
@@ -261,30 +265,38 @@ class TrainingLoop(Loop):
         finally: running.set(outer)
 
     def _begin_step(self, i, b)->tuple: # the step, and the batches of its parts
-        dealer,n = self.source.dealer,None
         self.ballot.place = Place.train_batch
-        if dealer is not None and dealer.n_parts:
-            n,*batches = b
-            dealer.step_size = n
-            used = parts_in_use(n, dealer.n_parts, dealer.max_bs)
-            parts,n_parts = [Part(v, Why.repeats if v>=used else None) for v in dealer.own_parts],dealer.n_parts
-            batches = self._without_bad(parts, batches)
-        else:
-            # a length may be an estimate; all samples of a batch may be bad
-            may_end = not self.source.known or self.learn.n_iter==i+1 or dealer is not None and dealer.empty
-            repeats = may_end and self._is_repeat(i)
-            parts,n_parts,batches = [Part(self.rank, Why.repeats if repeats else None)],self.world_size,[b]
-            if may_end and self.source.known: n = step_rows(self.source.dl, i)
+        parts,batches,n = self._read_parts(b) if self.source.by_parts else self._whole_batch(i, b)
         statistics = PartStatistics(get_model(self.learn.model), len(parts)) if self.by_parts else None
-        step = self.step = Step(parts, n_parts, statistics)
+        step = self.step = Step(parts, self.source.n_parts, statistics)
         self.n_steps += 1
         # any number that all ranks know will do; with the samples of this step there is mostly nothing to correct
         self.scale = float(n or self.source.full)
         # gradients of earlier batches, which a callback accumulates, have their scale already
-        sets_aside = self.by_parts or self.replica is not None and not self.group.begun
-        params = self._params() if sets_aside else ()
-        if any([p.grad is not None for p in params]): step.kept = {p: g.clone() for p,g in take_grads(params).items()}
+        if self.by_parts or self.replica is not None and not self.group.begun: self._set_aside(step)
         return step,batches
+
+    def _whole_batch(self, i, b)->tuple: # parts, their batches, and the samples of all ranks, if this step may have fewer
+        "A batch as this rank's only part of a step"
+        source = self.source
+        # a length may be an estimate; all samples of a batch may be bad
+        may_end = not source.known or self.learn.n_iter==i+1 or source.dealer is not None and source.dealer.empty
+        if not may_end: return [Part(self.rank)],[b],None
+        part = Part(self.rank, Why.repeats if self._is_repeat(i) else None)
+        return [part],[b],step_rows(source.dl, i) if source.known else None
+
+    def _read_parts(self, b)->tuple: # as above
+        "This rank's parts of a step, which the loader has read as batches of their own"
+        dealer,(n,*batches) = self.source.dealer,b
+        dealer.step_size = n
+        used = parts_in_use(n, dealer.n_parts, dealer.max_bs)
+        parts = [Part(v, Why.repeats if v>=used else None) for v in dealer.own_parts]
+        return parts,self._without_bad(parts, batches),n
+
+    def _set_aside(self, step):
+        "Keep gradients of batches before, since a callback accumulates, until the end of the step"
+        params = self._params()
+        if any([p.grad is not None for p in params]): step.kept = {p: g.clone() for p,g in take_grads(params).items()}
 
     def _without_bad(self, parts, batches)->list:
         """The batches of a step; a part for which collation has returned None, as all its samples are bad, repeats
@@ -302,15 +314,14 @@ class TrainingLoop(Loop):
 
     def _begin_part(self, step, i, b):
         "Begin part `step.i` of the step; returns its batch"
-        dealer,part = self.source.dealer,step.parts[step.i]
+        source,part = self.source,step.parts[step.i]
         self.part,self.learn.items = part,None
         step.is_last = step.i==len(step.parts)-1
-        by_itself = dealer is not None and dealer.n_parts
-        # a shard of ours has seeded the streams before it read a batch
-        if by_itself or dealer is None or dealer.pad!='batch': self.engine.seed_streams(i, part.number)
-        if by_itself:
-            dealer.part_size = dealer.size_of_part(part.number)
-            b = self.source.dl.after_part(b)
+        self.more_parts = not step.is_last
+        if not source.seeds: self.engine.seed_streams(i, part.number)
+        if source.by_parts:
+            source.dealer.part_size = source.dealer.size_of_part(part.number)
+            b = source.dl.after_part(b)
         if step.statistics: step.statistics.begin_part()
         if self.replica: self.replica.exchange(step.is_last and (self.by_parts or self.group.is_last))
         return b
@@ -340,15 +351,13 @@ class TrainingLoop(Loop):
 
     def begin_batch(self):
         "Before a batch, before other callbacks"
-        check = self.engine.self_check
-        if self.links and check.due: check.note()
-        super().begin_batch()
+        if self.engine.self_check.due: self.engine.self_check.note()
+        if self.evaluation: self.evaluation.begin_batch()
 
     def check_batch(self):
         "Before its forward pass, after other callbacks: the self-check, once a fit. Sync point then"
-        super().check_batch()
         check = self.engine.self_check
-        if not check.due or not self.learn.yb or not self.links or self.step.i: return
+        if not check.due or not self.learn.yb or self.step.i: return
         check(cancelled=self.part.why not in (None,Why.repeats))
 
     def note_loss(self):
@@ -371,17 +380,21 @@ class TrainingLoop(Loop):
         over = part.over or loss_over(learn)
         if over.kind=='unknown' and learn.items is None: over = self._find_kind(part)
         kind = part.kind = kind_of(over)
-        if self.by_parts: need(over.kind!='whole', _at_once, max_bs=self.engine.opts.max_bs)
+        k = self.copies
         if kind.corrects:
-            n = part.n if learn.items is None else learn.items
-            on_host = not isinstance(n, Tensor) or n.device.type=='cpu'
-            part.n = learn.items = float(n) if on_host else self._guarded(n)
-            if part.why or not isinstance(part.n, Tensor) and not part.n: # its loss may be NaN
+            k /= self.scale
+            if not self._count(part): # its loss may be NaN
                 learn.loss_grad = zero_of(learn.pred)
                 return
-        copies = self.replica.copies if self.replica and self.links else 1
-        scale = copies/(self.scale if kind.corrects else 1.)
-        learn.loss_grad = kind.weigh(learn.loss_grad, part, self.step.n_parts, scale)
+        elif self.by_parts: need(over.kind!='whole', _at_once, max_bs=self.engine.opts.max_bs)
+        learn.loss_grad = kind.weigh(learn.loss_grad, part, self.step.n_parts, k)
+
+    def _count(self, part)->bool:
+        "Settle how many items a part has; whether any of them counts, as far as the host knows"
+        n = part.n if self.learn.items is None else self.learn.items
+        on_device = isinstance(n, Tensor) and n.device.type!='cpu'
+        part.n = self.learn.items = self._guarded(n) if on_device else float(n)
+        return part.why is None and (on_device or part.n!=0)
 
     def _find_kind(self, part):
         "What an unknown loss is: samples count alike, and a warning says so; one process tries"
@@ -394,6 +407,7 @@ class TrainingLoop(Loop):
         there are none"""
         for o in tree_leaves(self.learn.pred):
             if isinstance(o, Tensor) and o.requires_grad: o.register_hook(lambda g: _where(n, g))
+        self.step.device = n.device
         return n.to(wide_dtype(n.device)) # a whole number times a float would be float32
 
     def begin_backward(self):
@@ -406,7 +420,6 @@ class TrainingLoop(Loop):
         if not step.is_last: return
         if step.grads and self.replica: self.replica.begin_last(step.grads.pending)
         step.sends = self.links is not None and (self.by_parts or self.group.is_last)
-        step.device = next((o.n.device for o in step.parts if isinstance(o.n, Tensor)), None)
         step.total = self.group.n+(step.weights() if len(step.parts)>1 else self.part.weight)
         if step.sends: self.links.post(step.message().row(), self.replica is not None and self.replica.meets)
 
@@ -474,7 +487,8 @@ class TrainingLoop(Loop):
         """After a backward pass, after other callbacks: leave a step of which all parts were cancelled, as one process
         does"""
         step = self.step
-        while step.handles: step.handles.pop().remove()
+        for o in step.handles: o.remove()
+        step.handles = ()
         if not step.is_last: return
         # without an exchange nobody knows what others have cancelled
         if step.cancelled and self.links and not step.sends and not step.counts:

@@ -44,7 +44,7 @@ class Tree:
 
 def tree_sum(xs:list, add=lambda a, b: a+b):
     "The sum of a list in the order of the tree"
-    if len(xs)==1: return xs[0]
+    if len(xs)<3: return add(*xs) if len(xs)==2 else xs[0]
     tree = Tree(len(xs), add)
     for x in xs: tree.push(x)
     return tree.total
@@ -99,11 +99,12 @@ class Why(Enum):
 
 class Part:
     "A part of a step"
+    n = 0       # Its items, as the loss counts them: a number, or a tensor () on a device
+    over = None # What the loss is the mean over, before callbacks change it
+    kind = None # The `Kind` of the loss
+    loss = None # Of a sum: before callbacks add something to it
     def __init__(self, number:int, why=None):
         self.number,self.why = number,why # among those of all ranks; `Why`, or None if it counts
-        self.n = 0 # Its items, as the loss counts them: a number, or a tensor () on a device
-        self.over = self.kind = None # What the loss is the mean over, before callbacks change it; its `Kind`
-        self.loss = None # Of a sum: before callbacks add something to it
 
     @property
     def weight(self):
@@ -119,22 +120,26 @@ running = ContextVar('running', default=None)
 
 class Step:
     "The parts of a step that are this rank's, one after the other"
+    i = 0           # Of the part that is computed now
+    # So many parts, one after the other, autograd adds up in place: the lowest level of the tree
+    in_place = 1
+    grads = None    # A `Tree`: its other levels, if there are any
+    sends = False   # Whether its gradients travel
+    total = 0       # Items of this rank, also of earlier batches whose gradients travel with these
+    device = None   # On which the loss counts its items; None if that is the host
+    items = None    # Of all ranks, once they are known
+    scope = None    # What is cancelled, if all parts of all ranks are
+    is_over = False # Whether all backward passes are over, and gradients have their scale
+    handles = ()    # Of hooks on the gradients of a part that counts for nothing
     def __init__(self, parts:list, n_parts:int, statistics=None): # n_parts: of all ranks; statistics: `PartStatistics`
         self.parts,self.n_parts,self.statistics = parts,n_parts,statistics
-        self.i,self.is_last = 0,len(parts)==1 # Of the part that is computed now
+        self.is_last = len(parts)==1 # Whether the part that is computed now is
         self.cancelled = [] # The scopes that this rank has cancelled
-        # So many parts, one after the other, autograd adds up in place: the lowest level of the tree
-        self.in_place = factors(len(parts))[-1] if len(parts)>1 else 1
-        n = len(parts)//self.in_place
-        self.grads = Tree(n, add_grads) if n>1 else None # Its other levels
         self.kept = {} # Gradients of batches before, since a callback accumulates
-        self.sends = False # Whether its gradients travel
-        self.total = 0 # Items of this rank, also of earlier batches whose gradients travel with these
-        self.device = None # On which the loss counts its items; None if that is the host
-        self.items = None # Of all ranks, once they are known
-        self.scope = None # What is cancelled, if all parts of all ranks are
-        self.is_over = False # Whether all backward passes are over, and gradients have their scale
-        self.handles = [] # Of hooks on the gradients of a part that counts for nothing
+        if self.is_last: return
+        self.in_place = factors(len(parts))[-1]
+        n = len(parts)//self.in_place
+        if n>1: self.grads = Tree(n, add_grads)
 
     @property
     def counts(self)->bool:

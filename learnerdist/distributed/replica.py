@@ -401,6 +401,7 @@ class Replica(Trained):
         self.frozen = [p for p in self.params if id(p) in was and not p.requires_grad]
         own = {id(p) for p in self.params}
         self.others = [p for p in self._optimized() if id(p) not in own]
+        self.both = self.params+self.others
         broadcast_tensors(self.others)
         self.checked = False
         self.trained,self.ddp = self._what_is_trained(),None
@@ -451,7 +452,7 @@ class Replica(Trained):
 
     def step_params(self)->list:
         "The parameters whose gradients a step has"
-        return self.params+self.others
+        return self.both
 
     def exchange(self, on:bool):
         "Whether the next backward pass is to exchange gradients"
@@ -459,13 +460,19 @@ class Replica(Trained):
         if self.ddp is None: return
         # a static graph is recorded in the first pass, which must exchange
         if self.ddp.static_graph and not self.learn.train_iter: self._sync = True
-        self.ddp.require_backward_grad_sync = self._sync
+        # a module sets attributes slowly
+        if self.ddp.require_backward_grad_sync!=self._sync: self.ddp.require_backward_grad_sync = self._sync
 
     def take(self)->dict:
         "The gradients of a part; the parameters have none afterwards"
-        found = take_grads({id(p): p for p in [*self.params,*self.others]}.values())
+        found = take_grads(self.both)
         as_views = self.ddp is not None and self.ddp.gradient_as_bucket_view # the next backward pass writes there
         return {p: g.clone() for p,g in found.items()} if as_views else found
+
+    def _clear_frozen(self):
+        "Parameters that were frozen after the forward pass have no gradient, as in one process"
+        for p,on in zip(self.params, self.trained[0]):
+            if on and not p.requires_grad: p.grad = None
 
     def begin_last(self, pending:list):
         "Before the backward pass that exchanges gradients. pending: those of this rank's earlier parts, see `Tree`"
@@ -481,8 +488,7 @@ class Replica(Trained):
             add_earlier(outside, pending)
             sum_grads(outside, 1/self.copies)
         self.frozen = []
-        for p,on in zip(self.params, self.trained[0]):
-            if on and not p.requires_grad: p.grad = None # frozen after the forward pass, as in one process
+        if self.trained[0]!=[*map(_is_trained, self.params)]: self._clear_frozen()
         if self.ddp is None: return
         is_first,self.checked = not self.checked,True
         if self.ddp.find_unused_parameters or self.ddp.static_graph: return

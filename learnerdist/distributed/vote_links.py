@@ -75,10 +75,10 @@ class Links:
         self.waited += perf_counter()-start
         at = rows[::_size]
         if at.count(at[0])<len(at): raise self.diverged(list(at[-self.rank:]+at[:-self.rank]))
+        i = _size*(-self.rank%self.world_size) # they are stored as this rank's, the next rank's, …
+        rows = rows[i:]+rows[:i]
         res = []
-        for r in range(self.world_size): # they are stored as this rank's, the next rank's, …
-            i = _size*((r-self.rank)%self.world_size)+1
-            res.append(rows[i:i+len(row)])
+        for i in range(1, len(rows), _size): res.append(rows[i:i+len(row)])
         return res
 
     def post(self, row:bytes, with_next:bool):
@@ -128,8 +128,17 @@ class SocketLinks(Links):
         super().__init__(rank, world_size, timeout_s)
         # For each n of `hops` a socket to the rank n before this one, and one to the rank n after it
         self.to,self.by = {},{}
+        self.arrived = {} # What says whether there is something to read from the latter
         # Seconds in which it looks for a message without sleeping: others need the core if there are more ranks
         self.awake_s = _awake_s if world_size<=n_cores() else 0.
+
+    def take(self, by:dict):
+        "Take the sockets to read from"
+        self.by = by
+        for n,s in by.items():
+            s.settimeout(self.timeout_s)
+            self.arrived[n] = select.poll()
+            self.arrived[n].register(s, select.POLLIN)
 
     def close(self):
         "Close the sockets; ranks that wait for this one get an error"
@@ -143,9 +152,7 @@ class SocketLinks(Links):
         except OSError as e: raise self._lost(self.before(n), e) from e
 
     def hear(self, n, n_bytes):
-        self.by[n].settimeout(self.timeout_s)
-        arrived,awake = select.poll(),perf_counter()+self.awake_s
-        arrived.register(self.by[n], select.POLLIN)
+        arrived,awake = self.arrived[n],perf_counter()+self.awake_s
         while perf_counter()<awake and not arrived.poll(0): pass
         try: got = self.by[n].recv(n_bytes)
         except OSError as e: raise self._lost(self.after(n), e) from e
@@ -163,7 +170,6 @@ class SocketLinks(Links):
         return fd
 
     def _take(self):
-        self.by[1].settimeout(self.timeout_s)
         try: got,fds,*_ = socket.recv_fds(self.by[1], 1, 1)
         except OSError as e: raise self._lost(self.after(1), e) from e
         if not got: raise self._lost(self.after(1), 'end of stream')
@@ -224,7 +230,7 @@ def _connect(timeout_s):
         paths = gather_objects(path)
         if all(paths): links.to = {n: s for n in links.hops if (s := _call(paths[links.before(n)], n))}
         if all(gather_objects(len(links.to)==len(links.hops))):
-            links.by = dict(_answer(server) for _ in links.hops)
+            links.take(dict(_answer(server) for _ in links.hops))
             return links
     links.close()
 

@@ -93,19 +93,20 @@ class Recorder(Callback):
 
     def after_batch(self):
         learn = self.learn
-        counts = learn.yb and learn.loss is not None and not learn.runner.loop.repeated
+        loop = learn.runner.loop
+        counts = learn.yb and learn.loss is not None and not loop.repeated
         n = batch_rows(learn) if counts else 0
         if not learn.training:
             if n:
                 for m in self.valid_mets: m.accumulate(learn)
             return
-        if self.n_before==learn.train_iter and not learn.runner.loop.more_parts: return # it is recorded
+        if self.n_before==learn.train_iter and not loop.more_parts: return # it is recorded
         part = 0.,0,0
         if n:
             items = n_items(learn)
             part = weighted(learn.loss, items),items,n
         self.parts.append(part)
-        if learn.runner.loop.more_parts: return
+        if loop.more_parts: return
         self.n_before = learn.train_iter
         whole = self.parts[0] if len(self.parts)==1 else learn.runner.add_up(self.parts)
         self.steps.append(whole)
