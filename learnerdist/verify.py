@@ -121,11 +121,11 @@ class Recording:
         bs,n = batch_shape(dl)[0],self.n_alone
         is_global = bs and bs==start.setdefault('bs', bs)*n or opts.global_bs or opts.split_batches
         if start['sizes']: opts.global_bs,opts.max_bs = start['sizes']
-        elif n and not is_global: e.shards.share = partial(self._share, e.shards.share)
+        elif n and not is_global: e.loaders.share = partial(self._share, e.loaders.share)
         return [First(self),Last(self)]
 
     def _share(self, share, dl, pad):
-        "In place of `Shards.share`: one process reads the global batch"
+        "In place of `Loaders.share`: one process reads the global batch"
         reads = pad and not hasattr(dl, 'dealer')
         return share(widened(dl, self.n_alone) if reads else dl, pad)
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 from learnerdist.all import *
-from learnerdist.distributed.vote_links import Links, Place
+from learnerdist.distributed.vote_links import Links, Phase
 from learnerdist.testing import run_ranks
 
 BS = 4
@@ -28,7 +28,7 @@ class Counted:
     def _counted(self, name, func):
         def call(*args, **kw):
             outer,self.inside = self.inside,True
-            messages = name if name!='exchange' else 'mean' if args[2:3]==(Place.backward,) else 'vote'
+            messages = name if name!='exchange' else 'mean' if args[2:3]==(Phase.backward,) else 'vote'
             if not outer: self.calls[messages] += 1
             try: return func(*args, **kw)
             finally: self.inside = outer

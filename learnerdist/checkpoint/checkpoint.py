@@ -145,7 +145,7 @@ class FitState:
     def open_loader(self, dl)->PlacedLoader:
         "The loader of a training loop that begins"
         epoch = self.learn.epoch
-        if self.trainer: dl = self.trainer.shards.share_now(dl, pad='batch')
+        if self.trainer: dl = self.trainer.loaders.share_now(dl, pad='batch')
         else:
             if self.read[0] is not dl: self.read = dl,read_alone(dl, self.seed)
             dl,source = self.read[1],dl
@@ -204,7 +204,7 @@ class FitState:
         self.alike,self.adds_up = at['world']==self.world,at['loss_adds_up']
         self.unsettled = at['step']>0 and self.world>2
         self.seed,self.epochs_before = at['seed'],at['epochs_before']
-        if self.trainer: self.trainer.shards.go_on(self.seed, self.epochs_before)
+        if self.trainer: self.trainer.loaders.go_on(self.seed, self.epochs_before)
         self.load_callbacks()
 
     def load_callbacks(self):

@@ -29,7 +29,7 @@ from ..data.rows import as_ints
 from ..learner.callback import Callback
 from ..learner.learner import get_model
 from .batchnorm import Synced
-from .vote_links import Place
+from .vote_links import Phase
 
 # %% ../../nbs/distributed/02_comparison.ipynb #c024
 log = logging.getLogger(__name__)
@@ -274,7 +274,7 @@ def same_options(named:dict, links=None):
     """Raise ValueError if options, of a context or as of `options_of`, differ between ranks. links: over which they are
     compared at first, by a hash. Sync point"""
     hashed = hashlib.blake2b(repr(named).encode(), digest_size=8).digest()
-    if links and len({*links.exchange(hashed, Place.before_fit)})==1: return
+    if links and len({*links.exchange(hashed, Phase.before_fit)})==1: return
     every = gather_same(named)
     given = set.intersection(*map(set, every))
     # not what one was made with that others do not have
@@ -331,7 +331,7 @@ def compare_weights(learn, n_steps:int, findings):
     """Raise RuntimeError if the ranks' parameters differ after these steps of an epoch; report an order that differs,
     buffers and tensors of other modules. Sync point"""
     own,named = unsynced(learn.model),{} # own: which a copy of the model has, too
-    order,samples = order_of(learn.dl),few_samples(learn.runner.shards.sources) if findings.mode else {}
+    order,samples = order_of(learn.dl),few_samples(learn.runner.loaders.sources) if findings.mode else {}
     if findings.mode: named = tensors_beside(learn, not own)
     found = differences(named|compared(learn.model, own)|order|samples)
     if samples.keys()&found.keys(): findings('different-data', _redrawn, 'samples')

@@ -27,13 +27,13 @@ from ..data.loaders import LoaderWrapper,batch_shape,call_model,split_batch,to_d
 from ..data.sharding import factors
 from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_hash
 from .comparison import options_of,same_data,same_fit,same_optimizer,same_options,same_structure,shown
-from .loops import EvaluationLoop,Group,Loop,TrainingLoop,add_totals,loop_left,source_of
+from .loops import EvaluationLoop,Group,Loop,TrainingLoop,add_totals,cancelled_loop,source_of
 from .parts import Step,running,take_grads
 from .replica import Replica,broadcast_module,broadcast_tensors
 from .self_check import SelfCheck
 from .sharded import Sharded
 from .shares import evaluated,global_batch
-from .vote_links import Asks,Message,Outcome,Place,cast,open_links
+from .vote_links import Asks,Message,Outcome,Phase,cast,open_links
 from ..learner.learner import Runner,get_model,is_oom
 from ..learner.losses import loss_of_model,loss_over
 from ..learner.predictions import Unshared
@@ -71,7 +71,7 @@ class Context:
 context_callbacks = []
 
 # %% ../../nbs/distributed/10_engine.ipynb #eng11
-class Shards:
+class Loaders:
     "The learner's loaders, and this rank's shards of them"
     def __init__(self, engine):
         self.engine,self.dls = engine,None # dls: the learner's, which are dealt out
@@ -137,7 +137,7 @@ class Ballot:
     def __init__(self, cancels): # the learner's exceptions, by scope
         self.cancels = cancels
         self.links = None # To the other ranks; None with one process
-        self.place = Place.vote # Where this rank is
+        self.phase = Phase.vote # Where this rank is
         self.agreed = None # The scope that all ranks leave, until they hear of it in `after_cancel_…`
         # The Checkpoint, which adds requests to save and stop to each vote, and receives the result
         self.watcher = None
@@ -145,7 +145,7 @@ class Ballot:
     def vote(self, scope=None, more=False, asks=Asks.no)->Outcome:
         "Cast a vote, see `Message`, and return the outcome. Sync point"
         save,stop = self.watcher.wishes() if self.watcher and not asks else (False,False)
-        return cast(self.links, Message(scope=scope, more=more, save=save, stop=stop, asks=asks), self.place)
+        return cast(self.links, Message(scope=scope, more=more, save=save, stop=stop, asks=asks), self.phase)
 
     def agree(self):
         "At the end of an event outside of batches: leave the loop if a rank has cancelled it. Sync point"
@@ -185,7 +185,7 @@ class Steps(LoaderWrapper):
             if training and more<W: return self._warn_uneven(k, more)
             if b: yield b[0]
             else:
-                e.ballot.place = Place.valid_batch
+                e.ballot.phase = Phase.valid_batch
                 if e.sharded: e.sharded.join_batch()
 
     def _alike(self):
@@ -247,18 +247,18 @@ class Engine(Runner):
     def __init__(self, adapter, opts): # of the learner, see `Adapter`; its options, as attributes
         self.adapter,self.opts = adapter,opts
         self.learn = None
-        self.context,self.shards,self.ballot = Context(opts),Shards(self),Ballot(adapter.cancels)
+        self.context,self.loaders,self.ballot = Context(opts),Loaders(self),Ballot(adapter.cancels)
         self.findings,self.self_check = Findings(opts.checks),SelfCheck(self)
         self.sharded = None # `Sharded`, for a model that is spread over the ranks
         self.replica = None # Within a fit: what is called in place of the model, `Replica` or `Sharded`
         self.loop = Loop() # The present one
         self.group = Group() # Of the last training loop
-        self.followers = [] # See `follow`
+        self.tracked = [] # See `track`
         # Whether parts are as large as `max_bs` says, and not a rank's whole batch; their samples, at most
         self.by_parts,self.max_bs = False,None
 
     seed = property(lambda self: self.context.seed, doc="Of shuffling and of all draws")
-    epochs_before = property(lambda self: self.shards.epochs_before, doc="Epochs of earlier fits in this context")
+    epochs_before = property(lambda self: self.loaders.epochs_before, doc="Epochs of earlier fits in this context")
     device = property(lambda self: self.context.device, doc="Of this process")
     links = property(lambda self: self.ballot.links, doc="To the other ranks; None with one process")
     @property
@@ -289,7 +289,7 @@ class Engine(Runner):
             self.ballot.links = ctx.stack.enter_context(open_links(group_timeout()))
             self.adapter.set_device(self.device) # before the model: loaders may name another one
             self._open_model()
-            self.shards.deal_out()
+            self.loaders.deal_out()
             for cb in cbs:
                 learn.add_cb(cb)
                 ctx.stack.callback(learn.remove_cb, cb)
@@ -318,7 +318,7 @@ class Engine(Runner):
 
     def begin_fit(self):
         "Before a fit, before other callbacks"
-        self.ballot.place,self.loop = Place.before_fit,Loop()
+        self.ballot.phase,self.loop = Phase.before_fit,Loop()
         if self.links: # before callbacks wait for one another
             next_phase()
             same_options(options_of(self.learn.cbs), self.links)
@@ -327,36 +327,36 @@ class Engine(Runner):
     def check_settings(self):
         "Raise ValueError if the ranks begin different fits. Sync point"
         self.ballot.agree()
-        if self.links is not None: same_fit(self.learn, self.shards.compared())
+        if self.links is not None: same_fit(self.learn, self.loaders.compared())
         if self.by_parts and self.max_bs is None: self._find_size()
 
     def _find_size(self):
         """Find the largest parts that fit in memory, before the first step of a fit: the first part of the data is
         computed, and where memory runs out on one rank, all try half the size. Sync point"""
-        dl,W = self.shards.sources[0],group_size()
+        dl,W = self.loaders.sources[0],group_size()
         rows = global_batch(dl, self.opts, W) or W*(batch_shape(dl)[0] or 0)
         need(rows, f'this {type(dl).__name__} has no batch size: give a number', max_bs=self.opts.max_bs)
         self.max_bs = most = -(-rows//W)
-        while self.anyone((e := runs_out(self, self.shards.share(dl, 'batch'))) is not None):
+        while self.anyone((e := runs_out(self, self.loaders.share(dl, 'batch'))) is not None):
             if self.max_bs<2 and e is None: self.ballot.agree() # where the others hear of its failure
             if self.max_bs<2: raise e
             self.max_bs = -(-self.max_bs//2)
         if self.max_bs<most: self.findings.note('micro-batches', _smaller.format(self.max_bs))
-        self.shards.deal_out(self.shards.sources)
+        self.loaders.deal_out(self.loaders.sources)
 
     def begin_epoch(self):
         "Set the order of the epoch, and the random streams that all ranks share outside of batches"
-        self.ballot.place = Place.before_epoch
-        self.shards.begin_epoch()
+        self.ballot.phase = Phase.before_epoch
+        self.loaders.begin_epoch()
         self.seed_streams(_before)
 
     def seed_streams(self, *moment:int):
         "Seed the random streams for a moment of this epoch, alike at any number of ranks"
-        if self.opts.sample_seeds: seed_streams(self.seed, self.shards.epoch, *moment)
+        if self.opts.sample_seeds: seed_streams(self.seed, self.loaders.epoch, *moment)
 
     def begin_training(self):
         "Before a training loop, before other callbacks: what runs in place of the model"
-        self.ballot.place = Place.before_train
+        self.ballot.phase = Phase.before_train
         if self.replica is None: self.replica = self._replicated()
         self.loop = TrainingLoop(self)
         model = get_model(self.learn.model)
@@ -373,11 +373,11 @@ class Engine(Runner):
     def open_training(self):
         "Before that loop, after other callbacks: agree to begin it. Sync point"
         learn = self.learn
-        learn.dl = self.shards.share_now(learn.dl, pad='batch')
+        learn.dl = self.loaders.share_now(learn.dl, pad='batch')
         source = source_of(learn.dl)
         self.loop.open(source)
         if self.links is None: return
-        if not self.opts.sample_seeds: seed_streams(self.seed, self.shards.epoch, group_rank())
+        if not self.opts.sample_seeds: seed_streams(self.seed, self.loaders.epoch, group_rank())
         self._warn_repeats(source)
         self.self_check.begin_loop()
         self._open_loop()
@@ -394,8 +394,8 @@ class Engine(Runner):
 
     def begin_evaluation(self):
         "Before a loop over `learn.dl` that evaluates, before other callbacks"
-        self.ballot.place = Place.before_validate
-        self.learn.dl = self.shards.share_now(evaluated(self.learn.dl), pad=False)
+        self.ballot.phase = Phase.before_validate
+        self.learn.dl = self.loaders.share_now(evaluated(self.learn.dl), pad=False)
         self.loop = EvaluationLoop(self)
 
     def open_evaluation(self):
@@ -411,7 +411,7 @@ class Engine(Runner):
     def next_batch(self, done:Step, has_batch:bool, k:int)->int:
         """Vote whether to go on, and how: after the step `done` (None at first), before batch `k` of this loop, if
         there is one. Returns how many ranks have a batch. Sync point"""
-        scope = loop_left(done) if done and done.cancelled else None
+        scope = cancelled_loop(done) if done and done.cancelled else None
         if not k: next_phase()
         ballot,loop = self.ballot,self.loop
         res = ballot.vote(scope, has_batch)
@@ -431,13 +431,13 @@ class Engine(Runner):
         "This rank leaves the loop `scope`: vote for it, unless the ranks have agreed on it. Sync point"
         ballot,loop = self.ballot,self.loop
         if ballot.links and not self.is_agreed(scope):
-            if ballot.place is not Place.valid_batch: next_phase()
+            if ballot.phase is not Phase.valid_batch: next_phase()
             elif self.sharded: self.sharded.end_batch()
             verdict = ballot.vote(scope).scope
             if verdict!=scope: ballot.leave(verdict)
         ballot.agreed = None
         if loop.evaluation: loop.evaluation.stopped |= scope=='validate'
-        loop.step,loop.part,ballot.place = None,None,_after[scope]
+        loop.step,loop.part,ballot.phase = None,None,_after[scope]
 
     # --- the ends ---
 
@@ -455,7 +455,7 @@ class Engine(Runner):
 
     def end_evaluation(self):
         "After a validation loop, before other callbacks. Sync point"
-        self.ballot.place = Place.after_validate
+        self.ballot.phase = Phase.after_validate
         self.loop.end()
         self.loop = Loop()
 
@@ -488,10 +488,10 @@ class Engine(Runner):
         "The smallest of the ranks' numbers. Sync point"
         return min(gather_objects(n))
 
-    def follow(self, o):
+    def track(self, o):
         "The first time in this context: `o.weights` become those of rank 0, and whole at its end. Sync point then"
-        if any(o is p for p in self.followers) or getattr(self.adapter, 'alone', False): return
-        self.followers.append(o)
+        if any(o is p for p in self.tracked) or getattr(self.adapter, 'alone', False): return
+        self.tracked.append(o)
         if len(set(gather_objects(digest([t for t in o.weights.values() if not is_part(t)]))))>1:
             o.weights = broadcast_object(o.weights)
 
@@ -502,10 +502,10 @@ class Engine(Runner):
     @contextmanager
     def aside(self):
         "Context for a loop within another"
-        outer,place = running.get(),self.ballot.place
+        outer,phase = running.get(),self.ballot.phase
         running.set(None)
         try:
-            with replaced(self, loop=Loop(), group=Group()),replaced(self.ballot, place=place): yield
+            with replaced(self, loop=Loop(), group=Group()),replaced(self.ballot, phase=phase): yield
         finally: running.set(outer)
 
     def add_up(self, rows:list)->tuple:
@@ -527,7 +527,7 @@ class Engine(Runner):
 
 # Moments outside of batches, as random streams are seeded by them
 _before,_between = -6,-7
-_after = {k: getattr(Place, f'after_{k}') for k in ('train','validate','epoch')} | dict(fit=Place.before_fit)
+_after = {k: getattr(Phase, f'after_{k}') for k in ('train','validate','epoch')} | dict(fit=Phase.before_fit)
 _by_parts = ('the statistics of BatchNorm layers are those of a part of a step: they depend on max_bs. Running '
              'statistics are the mean over parts')
 _smaller = 'memory has run out in larger parts: parts have {} samples at most'

@@ -19,7 +19,7 @@ from ..core.stacks import warn
 from ..data.rows import Samples,StoredRows,aligned,as_ints,join_leaf,leaf_names,loosely
 from ..data.rows import row_bytes,row_files,stored_kind
 from ..data.sharding import share_len,undeal
-from .vote_links import Place,SocketLinks,nameless
+from .vote_links import Phase,SocketLinks,nameless
 
 # %% ../../nbs/distributed/07_gather_rows.ipynb #c017
 def _described(parts, ks, ns):
@@ -169,7 +169,7 @@ def memory_rows(links:SocketLinks):
             file = made.enter_context(open(memory, 'r+b', buffering=0))
             return StoredRows(file, shape, dtype)
         yield make
-        links.exchange(b'', Place.after_validate) # all ranks have written
+        links.exchange(b'', Phase.after_validate) # all ranks have written
         made.pop_all()
 
 def storage(links, folder=None):

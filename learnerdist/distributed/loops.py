@@ -22,7 +22,7 @@ from .batchnorm import Synced
 from .evaluation import Evaluation
 from .parts import Part,PartStatistics,Step,Why,add_earlier,running,take_grads,tree_sum
 from .shares import step_rows
-from .vote_links import Asks,Message,Outcome,Place,loops,outcome,scopes,widest
+from .vote_links import Asks,Message,Outcome,Phase,loops,outcome,scopes,widest
 from ..learner.callback import inner_events
 from ..learner.learner import Batches,get_model
 from ..learner.losses import loss_kind,loss_over,n_items,unweighted
@@ -141,9 +141,9 @@ def source_of(dl)->Source:
 # %% ../../nbs/distributed/09_loops.ipynb #eng19
 early = inner_events[:4] # Events before the backward pass
 
-_phases = dict.fromkeys(('after_cancel_step','after_step'), Asks.after_step)
+_asks_in = dict.fromkeys(('after_cancel_step','after_step'), Asks.after_step)
 
-_phases |= dict.fromkeys(('after_cancel_batch','after_batch'), Asks.at_end)
+_asks_in |= dict.fromkeys(('after_cancel_batch','after_batch'), Asks.at_end)
 
 def may_cancel(scope, event)->bool:
     "Whether a callback may cancel `scope` in an event of a training batch"
@@ -151,7 +151,7 @@ def may_cancel(scope, event)->bool:
     if scope=='batch': return event in inner_events[:-2]
     return event==dict(step='before_step', backward='before_backward').get(scope)
 
-def loop_left(step:Step)->str:
+def cancelled_loop(step:Step)->str:
     "The widest loop that this rank has cancelled in a step; None if it was a batch or less"
     return widest([o for o in step.cancelled if o in loops])
 
@@ -197,7 +197,7 @@ class EvaluationLoop(Loop):
         "The batch itself, as that of one process"
         e = self.engine
         if e.sharded: e.sharded.begin_batch()
-        e.ballot.place = Place.valid_batch
+        e.ballot.phase = Phase.valid_batch
         e.seed_streams(self.evaluation.number(i), _valid)
         yield b
 
@@ -265,7 +265,7 @@ class TrainingLoop(Loop):
         finally: running.set(outer)
 
     def _begin_step(self, i, b)->tuple: # the step, and the batches of its parts
-        self.ballot.place = Place.train_batch
+        self.ballot.phase = Phase.train_batch
         parts,batches,n = self._read_parts(b) if self.source.by_parts else self._whole_batch(i, b)
         statistics = PartStatistics(get_model(self.learn.model), len(parts)) if self.by_parts else None
         step = self.step = Step(parts, self.source.n_parts, statistics)
@@ -323,7 +323,7 @@ class TrainingLoop(Loop):
             source.dealer.part_size = source.dealer.size_of_part(part.number)
             b = source.dl.after_part(b)
         if step.statistics: step.statistics.begin_part()
-        if self.replica: self.replica.exchange(step.is_last and (self.by_parts or self.group.is_last))
+        if self.replica: self.replica.set_exchange(step.is_last and (self.by_parts or self.group.is_last))
         return b
 
     def _params(self)->list:
@@ -336,7 +336,7 @@ class TrainingLoop(Loop):
         """Say whether the optimizer's step comes after the present batch. n_acc: samples of a step; corrects: whether
         the gradients are those of the mean over all items, or of their sum over `n_acc`"""
         self.group.is_last,self.group.corrects,self.scale = is_last,corrects,float(n_acc)
-        if self.replica and not self.by_parts: self.replica.exchange(is_last)
+        if self.replica and not self.by_parts: self.replica.set_exchange(is_last)
 
     def step_totals(self, n, is_last)->tuple:
         """Of a training batch: its samples over all ranks, and whether it is the last one on any. n, is_last: of this
@@ -344,7 +344,7 @@ class TrainingLoop(Loop):
         rows = step_rows(self.source.dl, self.learn.iter)
         if rows is not None and (self.links is None or self.source.known): return rows,is_last
         if self.links is None: return n,is_last
-        res = outcome(self.links.exchange(Message(n, more=is_last).row(), Place.train_batch))
+        res = outcome(self.links.exchange(Message(n, more=is_last).row(), Phase.train_batch))
         return sum(res.items),res.more>0
 
     # --- the events of a batch ---
@@ -447,7 +447,7 @@ class TrainingLoop(Loop):
         ends = group.is_last and step.scope in (None,'backward') # else the optimizer does not step
         if ends and (self.part.kind or kind_of(loss_over(self.learn))).corrects: self._correct(step, res)
         step.is_over = True
-        if step.scope is not None: self._forget_step()
+        if step.scope is not None: self._clear_step()
         for p,g in step.kept.items(): p.grad = g if p.grad is None else p.grad.add_(g)
         group.n = 0 if ends else step.total
         group.begun = not group.is_last or group.begun and not ends
@@ -476,7 +476,7 @@ class TrainingLoop(Loop):
         n = torch.as_tensor(n, dtype=wide_dtype(device), device=device)
         return tree_sum(gather_alike(n))
 
-    def _forget_step(self):
+    def _clear_step(self):
         "All parts were cancelled: there is no gradient, as in one process, and torch's SyncBatchNorm has seen nothing"
         for m in get_model(self.learn.model).modules():
             if isinstance(m, Synced): m.forget()
@@ -522,7 +522,7 @@ class TrainingLoop(Loop):
         if not may_cancel(scope, event): return False
         step.cancelled.append(scope)
         if event in early: part.why = part.why or (Why.cancelled if event in early[:2] else Why.dropped)
-        elif step.is_last: self._ask(scope, _phases.get(event, Asks.before_step))
+        elif step.is_last: self._ask(scope, _asks_in.get(event, Asks.before_step))
         return True
 
     def _ask(self, scope, phase):
@@ -540,7 +540,7 @@ class TrainingLoop(Loop):
     def _leave_step(self, step):
         "In one process, at the end of a step of several parts: leave the loop that one of them has cancelled"
         self.step = None
-        if step.cancelled: self.ballot.leave(loop_left(step))
+        if step.cancelled: self.ballot.leave(cancelled_loop(step))
 
 _at_once = 'this loss needs the global batch at once, and parts have some of its samples: leave max_bs out'
 _second = ('learn.wrapper is called again in a batch, which is one of several parts of a step: leave max_bs out, or '

@@ -49,7 +49,7 @@ class SharedMean:
     def __init__(self, ddp, links, mean=True): # see `can_share`
         self.links,self.W,self.rank = links,links.world_size,links.rank
         self.factor = 1/self.W if mean else 1.
-        self.turn,self.places = 0,{}
+        self.turn,self.known = 0,{}
         # whose first pass calls every bucket the first, and none the last
         self.at_once = ddp.static_graph
         sizes = [p.nbytes for p in ddp.parameters() if p.requires_grad]
@@ -67,21 +67,21 @@ class SharedMean:
             if self.turns==1: self.links.meet() # every rank has read the slots
         if t.is_sparse: fut = default_hooks.allreduce_hook(current_group(), bucket)
         else:
-            fut,(slots,self.end) = torch.futures.Future(),self._place(t)
+            fut,(slots,self.end) = torch.futures.Future(),self._slots_of(t)
             torch.mul(t, self.factor, out=slots[self.rank])
             self.pending.append((t,slots,fut))
         if self.at_once or bucket.is_last(): self._finish()
         return fut
 
-    def _place(self, t):
+    def _slots_of(self, t):
         "Each rank's slot for a bucket, and the slot's end"
         # DDP rebuilds its buckets after the first backward pass
         key = self.turn,self.end,t.dtype,len(t)
-        if key not in self.places:
+        if key not in self.known:
             at = slice(self.end, self.end+t.nbytes)
             slots = [o[at].view(t.dtype) for o in self.slots[self.turn]]
-            self.places[key] = slots,self.end+_whole(t.nbytes)
-        return self.places[key]
+            self.known[key] = slots,self.end+_whole(t.nbytes)
+        return self.known[key]
 
     def _finish(self):
         begin = perf_counter()
@@ -352,13 +352,13 @@ class Trained(ABC):
     def __call__(self, *xb, **kw):
         "The forward pass of the model"
     @abstractmethod
-    def follow(self, model):
+    def replace_model(self, model):
         "Go on with another model, which a callback has put in place of this one. Sync point"
     @abstractmethod
     def step_params(self)->list:
         "The parameters whose gradients a step has"
     @abstractmethod
-    def exchange(self, on:bool):
+    def set_exchange(self, on:bool):
         "Whether the next backward pass is to exchange gradients"
     @abstractmethod
     def take(self)->dict:
@@ -414,7 +414,7 @@ class Replica(Trained):
         self.check_reduced = getattr(self.ddp.reducer, check_reduced, int) # an older torch has none
         if self.comm_hook: self.comm_hook(self.ddp, self.links, self.parts)
         self.meets = self.comm_hook in (_shm,_by_default) and can_share(self.ddp, self.links)
-        self.exchange(self._sync)
+        self.set_exchange(self._sync)
 
     def _optimized(self):
         groups = () if self.learn.opt is None else self.learn.opt.param_groups
@@ -424,7 +424,7 @@ class Replica(Trained):
 
     def __call__(self, *xb, **kw):
         now = self.learn.model
-        if now is not self.model and now is not self: self.follow(now) # `self`: fastai's Learner has this as its model
+        if now is not self.model and now is not self: self.replace_model(now) # `self`: fastai's Learner has this as its model
         if self.trained!=self._what_is_trained(): self._wrap()
         out,step = (self.ddp or self.model)(*xb, **kw),self.engine.loop.step
         return weigh_back(out, self.engine.loop.weight_of_second()) if step and step.is_over else out
@@ -440,7 +440,7 @@ class Replica(Trained):
         self._wrap()
         findings.note('unused-parameters', f'the loss does not depend on {few(names)}: {_looks_for_unused}')
 
-    def follow(self, model):
+    def replace_model(self, model):
         "Go on with another model, which a callback has put in place of this one. Sync point"
         self.undo()
         self.model = model
@@ -454,7 +454,7 @@ class Replica(Trained):
         "The parameters whose gradients a step has"
         return self.both
 
-    def exchange(self, on:bool):
+    def set_exchange(self, on:bool):
         "Whether the next backward pass is to exchange gradients"
         self._sync = on
         if self.ddp is None: return

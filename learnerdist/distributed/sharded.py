@@ -376,7 +376,7 @@ class Sharded(Trained):
 
     def __call__(self, *xb, **kw):
         now = self.learn.model
-        if now is not self.model and now is not self: self.follow(now)
+        if now is not self.model and now is not self: self.replace_model(now)
         self.trained = [p.requires_grad for _,p in self.pairs]
         try: out = self.model(*xb, **kw)
         except self.cancels as e:
@@ -385,7 +385,7 @@ class Sharded(Trained):
         step = self.engine.loop.step
         return weigh_back(out, self.engine.loop.weight_of_second()) if step and step.is_over else out
 
-    def follow(self, model):
+    def replace_model(self, model):
         "ValueError: another model cannot take the place of one that is sharded"
         raise ValueError('learn.model is another one than the model that is sharded')
 
@@ -397,7 +397,7 @@ class Sharded(Trained):
         return {}
     def begin_last(self, pending): "Before the last backward pass of a step"
 
-    def exchange(self, on:bool):
+    def set_exchange(self, on:bool):
         "Whether the next backward pass is to exchange gradients"
         if not self.opts.sync_once or on==self._sync: return
         self._sync = on
@@ -451,7 +451,7 @@ class Sharded(Trained):
             get = keep_part if keeps else partial(self._whole, here)
             back = {id(p): _given_back(old, p, get) for old,p in pairs}
             exchange_params(self.learn.opt, back, lambda p,t: get(t) if is_part(t) else t)
-            for o in self.engine.followers: o.weights = {k: get(t) if is_part(t) else t for k,t in o.weights.items()}
+            for o in self.engine.tracked: o.weights = {k: get(t) if is_part(t) else t for k,t in o.weights.items()}
         vars(self.model).pop('to', None)
         for m,cls,names in self.before:
             forget_fsdp(m, names)

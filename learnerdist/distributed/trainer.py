@@ -20,7 +20,7 @@ from .loops import total_losses
 from .replica import check_options,ddp_args_of_ours,find_hook
 from .sharded import shard_options
 from .shares import Share
-from .vote_links import Place
+from .vote_links import Phase
 from ..learner.callback import Callback,Order,cancels
 from ..learner.learner import Learner,fit_flags
 from ..learner.metrics import reduction
@@ -64,7 +64,7 @@ class Adapter(Callback, ABC):
 
     # --- the events of a fit, before other callbacks ---
 
-    def after_dls(self): self.engine.shards.deal_out()
+    def after_dls(self): self.engine.loaders.deal_out()
     def before_fit(self): self.engine.begin_fit()
     def before_epoch(self): self.engine.begin_epoch()
     def before_train(self): self.engine.begin_training()
@@ -75,14 +75,14 @@ class Adapter(Callback, ABC):
     def after_backward(self): self.engine.loop.end_backward()
     def after_batch(self): self.engine.loop.end_batch()
     def after_train(self):
-        self.engine.ballot.place = Place.after_train
+        self.engine.ballot.phase = Phase.after_train
         self.end_train()
     def after_validate(self):
         self.engine.end_evaluation()
         self.evaluated()
-    def after_epoch(self): self.engine.ballot.place = Place.after_epoch
+    def after_epoch(self): self.engine.ballot.phase = Phase.after_epoch
     def after_fit(self):
-        self.engine.shards.epochs_before += self.n_epoch
+        self.engine.loaders.epochs_before += self.n_epoch
         self.engine.end_fit()
     def cleanup(self): self.engine.end_fit()
 
@@ -102,10 +102,10 @@ class Adapter(Callback, ABC):
 
     def state_dict(self)->dict:
         "Seed and epoch of the shuffling, for a checkpoint"
-        return dict(seed=self.engine.seed, epochs_before=self.engine.shards.epochs_before)
+        return dict(seed=self.engine.seed, epochs_before=self.engine.loaders.epochs_before)
     def load_state_dict(self, state):
         "Go on with a checkpoint's seed of shuffling and its number of epochs"
-        self.engine.shards.go_on(state['seed'], state['epochs_before'])
+        self.engine.loaders.go_on(state['seed'], state['epochs_before'])
 
     # --- what a kind of Learner says ---
 

@@ -24,7 +24,7 @@ from ..core.env import control_group,count,group_rank,group_size,local_size,shar
 from ..core.env import wait_key,waits
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #c006
-class Place(IntEnum):
+class Phase(IntEnum):
     "Where ranks exchange something, in the words of an error"
     def __new__(cls, value, text):
         res = int.__new__(cls, value)
@@ -42,35 +42,35 @@ class Place(IntEnum):
     after_epoch = 9,'the end of an epoch'
     backward = 10,'the backward pass of a training batch'
 
-places = [o.text for o in Place]
+phases = [o.text for o in Phase]
 _everywhere = ('What exchanges something (fit, validate, get_preds, collectives) has to be called on every rank: '
                'outside of `if rank==0`, and in a callback on all ranks alike')
-_size = 16 # Bytes of a row: its place, and up to 15 more
+_size = 16 # Bytes of a row: its phase, and up to 15 more
 
 class RanksDiverged(RuntimeError):
-    "Ranks exchange something at different places of their code, as when rank 0 alone calls `validate`"
+    "Ranks exchange something in different phases of their code, as when rank 0 alone calls `validate`"
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #c007
 class Links:
-    "This rank's connections to the others; subclasses implement `tell` (send) and `hear` (receive)"
+    "This rank's connections to the others; subclasses implement `send` and `receive`"
     def __init__(self, rank, world_size, timeout_s:float=1800):
         self.rank,self.world_size,self.timeout_s = rank,world_size,timeout_s
         # Seconds that this process has waited for the others; that it has added up gradients, with waiting
         self.waited,self.adding = 0.,0.
-        self.posted,self.rows,self.told = None,None,False # See `post`
+        self.posted,self.rows,self.is_sent = None,None,False # See `post`
         self.hops = [1<<k for k in range((world_size-1).bit_length())]
 
-    def exchange(self, row:bytes, place:int, posted=False)->list:
+    def exchange(self, row:bytes, phase:int, posted=False)->list:
         """The row of every rank, up to 15 bytes and as many on each, in the order of ranks. `RanksDiverged` if their
-        places differ. posted: whether the first hop was sent by `post`. Sync point"""
-        start,rows = perf_counter(),(bytes([place])+row).ljust(_size, b'\0')
+        phases differ. posted: whether the first hop was sent by `post`. Sync point"""
+        start,rows = perf_counter(),(bytes([phase])+row).ljust(_size, b'\0')
         # no call, which would cost as much as the vote
         waits.what,waits.since,waits.n = 'a vote of all ranks',start,waits.n+1
         try:
             for n in self.hops: # the rows double
                 n_bytes = _size*min(n, self.world_size-n)
-                if not posted or n>1: self.tell(n, rows[:n_bytes])
-                rows += self.hear(n, n_bytes)
+                if not posted or n>1: self.send(n, rows[:n_bytes])
+                rows += self.receive(n, n_bytes)
         finally: waits.what = ''
         self.waited += perf_counter()-start
         at = rows[::_size]
@@ -84,12 +84,12 @@ class Links:
     def post(self, row:bytes, with_next:bool):
         """Send a row, which arrives while the backward pass runs; `collect` returns those of all ranks. with_next: let
         it travel with the next message of the backward pass instead, since there is one (`meet`)"""
-        self.posted,self.rows,self.told = row,None,not with_next
-        if self.told: self.tell(1, (bytes([Place.backward])+row).ljust(_size, b'\0'))
+        self.posted,self.rows,self.is_sent = row,None,not with_next
+        if self.is_sent: self.send(1, (bytes([Phase.backward])+row).ljust(_size, b'\0'))
     def meet(self):
         "Wait until every rank has come here in its backward pass. Sync point"
         row,self.posted = self.posted,None
-        rows = self.exchange(row or b'', Place.backward, row is not None and self.told)
+        rows = self.exchange(row or b'', Phase.backward, row is not None and self.is_sent)
         if row is not None: self.rows = rows
     def collect(self)->list:
         "The rows that all ranks have posted. Sync point, if they have not travelled yet"
@@ -97,7 +97,7 @@ class Links:
         return self.rows
 
     def diverged(self, at):
-        "The error for ranks at the places `at`, with each rank's line of the user's code"
+        "The error for ranks in the phases `at`, with each rank's line of the user's code"
         here,store = users_frame(frames_of_caller()),shared_store()
         lines = {self.rank: str(here)}
         if store is not None:
@@ -105,7 +105,7 @@ class Links:
             store.set(f'{key}/{self.rank}', str(here))
             lines = {r: wait_key(store, f'{key}/{r}', 10) for r in range(len(at))}
         known = [lines.get(r) or 'its line is not known' for r in range(len(at))]
-        where = [f'rank {r} is at {places[o]} ({known[r]})' for r,o in enumerate(at)]
+        where = [f'rank {r} is at {phases[o]} ({known[r]})' for r,o in enumerate(at)]
         return RanksDiverged(f"{'; '.join(where)}. {_everywhere}")
 
     def before(self, n)->int:
@@ -114,9 +114,9 @@ class Links:
     def after(self, n)->int:
         "The rank that this one receives from, over the link of hop `n`"
         return (self.rank+n)%self.world_size
-    def tell(self, n, rows:bytes):
+    def send(self, n, rows:bytes):
         "Send `rows` to rank `before(n)`, without waiting for it. DistNetworkError if that rank has gone"
-    def hear(self, n, n_bytes:int)->bytes:
+    def receive(self, n, n_bytes:int)->bytes:
         "Wait for `n_bytes` from rank `after(n)`. DistNetworkError if that rank has gone, or after `timeout_s`"
     def close(self):
         "Give up the connections"
@@ -132,13 +132,12 @@ class SocketLinks(Links):
         # Seconds in which it looks for a message without sleeping: others need the core if there are more ranks
         self.awake_s = _awake_s if world_size<=n_cores() else 0.
 
-    def take(self, by:dict):
-        "Take the sockets to read from"
-        self.by = by
-        for n,s in by.items():
-            s.settimeout(self.timeout_s)
-            self.arrived[n] = select.poll()
-            self.arrived[n].register(s, select.POLLIN)
+    def read_from(self, n:int, s):
+        "Let `s` be the socket to the rank n after this one"
+        s.settimeout(self.timeout_s)
+        self.by[n] = s
+        self.arrived[n] = select.poll()
+        self.arrived[n].register(s, select.POLLIN)
 
     def close(self):
         "Close the sockets; ranks that wait for this one get an error"
@@ -147,17 +146,17 @@ class SocketLinks(Links):
             except OSError: pass # the other end has gone
             s.close()
 
-    def tell(self, n, rows):
+    def send(self, n, rows):
         try: self.to[n].sendall(rows, _no_signal)
         except OSError as e: raise self._lost(self.before(n), e) from e
 
-    def hear(self, n, n_bytes):
+    def receive(self, n, n_bytes):
         arrived,awake = self.arrived[n],perf_counter()+self.awake_s
         while perf_counter()<awake and not arrived.poll(0): pass
         try: got = self.by[n].recv(n_bytes)
         except OSError as e: raise self._lost(self.after(n), e) from e
         if not got: raise self._lost(self.after(n), 'end of stream')
-        return got if len(got)==n_bytes else got+self.hear(n, n_bytes-len(got))
+        return got if len(got)==n_bytes else got+self.receive(n, n_bytes-len(got))
 
     def pass_round(self, make)->int:
         "A descriptor on every rank, which closes it, of rank 0's file, whose descriptor `make` returns. Sync point"
@@ -230,7 +229,7 @@ def _connect(timeout_s):
         paths = gather_objects(path)
         if all(paths): links.to = {n: s for n in links.hops if (s := _call(paths[links.before(n)], n))}
         if all(gather_objects(len(links.to)==len(links.hops))):
-            links.take(dict(_answer(server) for _ in links.hops))
+            for _ in links.hops: links.read_from(*_answer(server))
             return links
     links.close()
 
@@ -241,11 +240,11 @@ class GlooLinks(Links):
         super().__init__(group_rank(), group_size(), timeout_s)
         self.group,self.tag,self.sent = control_group(),max(gather_objects(next(_tags))),{}
 
-    def tell(self, n, rows):
+    def send(self, n, rows):
         t = torch.frombuffer(bytearray(rows), dtype=torch.uint8)
         self.sent[n] = dist.isend(t, self.before(n), group=self.group, tag=self.tag),t
 
-    def hear(self, n, n_bytes):
+    def receive(self, n, n_bytes):
         t,patience = torch.empty(n_bytes, dtype=torch.uint8),timedelta(seconds=self.timeout_s)
         dist.irecv(t, self.after(n), group=self.group, tag=self.tag).wait(patience)
         self.sent.pop(n)[0].wait(patience)
@@ -283,7 +282,7 @@ class Asks(IntEnum):
     at_end = 3
 
 # %% ../../nbs/distributed/00_vote_links.ipynb #vt07
-_row = struct.Struct('<d7B') # of 15 bytes, beside which its place travels
+_row = struct.Struct('<d7B') # of 15 bytes, beside which its phase travels
 
 class Message(NamedTuple):
     "What a rank says of a step, to all ranks: in its last backward pass how it counts, and after it how to go on"
@@ -318,10 +317,10 @@ def outcome(rows:list)->Outcome:
     return Outcome(items, scopes[max(scope)], any(counts), any(changed), sum(more), any(save), any(stop),
                    any(asks), all_ask)
 
-def cast(links, vote:Message, place:Place)->Outcome:
+def cast(links, vote:Message, phase:Phase)->Outcome:
     """Vote, over `links` (None with one process). If other ranks ask and this one does not, the same vote is cast
     again. Sync point"""
     row = vote.row()
     while True:
-        res = outcome(links.exchange(row, place) if links else [row])
+        res = outcome(links.exchange(row, phase) if links else [row])
         if vote.asks or not res.asked: return res

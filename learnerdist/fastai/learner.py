@@ -71,7 +71,7 @@ def _extended(old, f):
 @in_context(Learner)
 def _call_one(self, call, event):
     "By way of the trainer"
-    trainer_of(self).tell(event)
+    trainer_of(self).call_event(event)
 
 @in_context(Learner)
 def __exit__(self, leave, exc_type, *args):

@@ -136,7 +136,7 @@ class OfFits:
         self.engine.begin_epoch()
     def follow_dls(self):
         "Deal out the learner's loaders, if it has got other ones since. Sync point then"
-        if self.learn.dls is not self.engine.shards.dls: self.engine.shards.deal_out()
+        if self.learn.dls is not self.engine.loaders.dls: self.engine.loaders.deal_out()
     def before_train(self):
         self.engine.begin_training()
         rec,self.trained,self.steps = vars(self.learn).get('recorder'),True,[]
@@ -144,7 +144,7 @@ class OfFits:
         self.begun = len(rec.losses),copy.copy(rec.smooth_loss)
         if rec in self.learn.cbs and rec.train_metrics: self.engine.loop.evaluation = Evaluation(self.engine)
     def after_fit(self):
-        if self.trained: self.engine.shards.epochs_before += self.n_epoch
+        if self.trained: self.engine.loaders.epochs_before += self.n_epoch
         self.trained = False
         self.cleanup()
     def cleanup(self):
@@ -171,7 +171,7 @@ class OfModels:
         learn = self.learn
         wrapper,self.plain = self.engine.loop.model,learn.model
         if wrapper is not None and learn.training:
-            if wrapper.model is not self.plain: wrapper.follow(self.plain)
+            if wrapper.model is not self.plain: wrapper.replace_model(self.plain)
             learn.model = wrapper
         many = self.engine.by_parts or self.engine.links is not None # what a loss counts weighs in evaluation, too
         if self.watches and many and not self.alone: self.trace = LossTrace().__enter__()
@@ -335,23 +335,23 @@ class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfReco
         self.steps,self.rank0s = [],[] # losses of this epoch; what a logger has added
         self.rows_of_step,self.rows = [],0 # of the parts of a step so far; its samples over all ranks
 
-    def tell(self, event):
+    def call_event(self, event):
         "Send an event to the callbacks that are to run on this rank"
         self.begin_event(event)
         for cb in self.learn.cbs.sorted('order'):
-            try: self._tell(cb, event)
+            try: self._call_one_of(cb, event)
             except self.kinds as e:
                 if self.alone or not self.engine.loop.holds(e, event): raise
         self.end_event(event)
 
-    def _tell(self, cb, event):
+    def _call_one_of(self, cb, event):
         if event=='after_batch' and self.engine.loop.more_parts and isinstance(cb, _counting): return
         if isinstance(cb, parts):
             if not self.alone and (self.looping or event not in inner_events): cb(event)
-        elif (writes(type(cb)) or self.rank0s and cb in self.rank0s) and group_size()>1: self._tell_rank0s(cb, event)
+        elif (writes(type(cb)) or self.rank0s and cb in self.rank0s) and group_size()>1: self._call_on_rank0(cb, event)
         else: cb(event)
 
-    def _tell_rank0s(self, cb, event):
+    def _call_on_rank0(self, cb, event):
         "Run logging callbacks, and callbacks that they add, on rank 0 only, without collectives"
         if group_rank()>0 and writes(type(cb)): return
         before = [*self.learn.cbs]

@@ -87,7 +87,7 @@ class Runner:
     def least(self, n):
         """The smallest of the numbers of all who take part"""
 
-    def follow(self, o):
+    def track(self, o):
         """Let the tensors by name in `o.weights` be the same for all who take part; and if a context has split the
         model, make them whole at its end"""
 

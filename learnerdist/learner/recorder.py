@@ -32,9 +32,9 @@ class Recorder(Callback):
         self.avg_loss,self.mets = AvgLoss(),[]
         self.metric_names = []
         self.measuring = self.reduced = False
-        self._forget()
+        self._clear()
 
-    def _forget(self):
+    def _clear(self):
         self.lrs,self.losses = [],[]
         self.iters,self.values = [],[]
         self.log,self.steps = [],[]
@@ -46,7 +46,7 @@ class Recorder(Callback):
     def of_loop(self): return {k: getattr(self, k) for k in _of_loop}
 
     def before_fit(self):
-        self._forget()
+        self._clear()
         self.mets = mk_metrics(self.metrics)
         names = [m.name for m in self.mets]
         self.metric_names = ['epoch','train_loss','valid_loss',*names,'time']

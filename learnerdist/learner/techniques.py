@@ -440,7 +440,7 @@ class EMA(Callback):
 
     def _follow(self):
         "Shard the average as the model is, and put it where the model is. ValueError if it is of another model"
-        self.learn.runner.follow(self)
+        self.learn.runner.track(self)
         params = self._params()
         for k,t in self.weights.items():
             now = tuple(params[k].shape) if k in params else 'not there'
