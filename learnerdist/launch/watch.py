@@ -48,6 +48,11 @@ class RankFailure(NamedTuple):
         "Whether a rank has waited in vain for another one"
         return absence in self.message
 
+    def is_explained(self)->bool:
+        "Whether it says why: an exception or a death here, or the exception of another rank"
+        is_cause = self.cause <= Cause.died and self.kind != 'ConnectionError'
+        return not self.is_absence() and (is_cause or self.kind == 'RankError' and '\n' in self.message)
+
     def describe(self)->str:
         "The exception with its line, or how the rank ended"
         if not self.frames: return self.message
