@@ -5,7 +5,6 @@ so a machine that is cut off gets no word of it: no FIN, no link that is down.""
 import ctypes,fcntl,heapq,os,selectors,struct,subprocess,tempfile,threading,time
 from contextlib import ExitStack,contextmanager
 from functools import cache
-from pathlib import Path
 
 hosts = 'machine-a','machine-b','machine-c','machine-d'
 _address = '10.77.0.{}'
