@@ -238,7 +238,8 @@ def spec_of(args)->WorkerSpec:
 def run_with_others(job:Job)->int:
     "Run the ranks of this machine, in a launch on several machines. returns: the launcher's exit status"
     args = job.args
-    for o in ('elastic.agent.server.api','run'): logging.getLogger(f'torch.distributed.{o}').setLevel(logging.ERROR)
+    for o in ('elastic.agent.server.api','elastic.rendezvous.dynamic_rendezvous','run'): # they know less
+        logging.getLogger(f'torch.distributed.{o}').setLevel(logging.ERROR)
     for o in job.signals: signal.signal(o, signal.SIG_DFL) # C++ connects, for a minute, and Python would not hear it
     choose_meeting(args)
     where = args.rdzv_endpoint or f'{args.master_addr}:{args.master_port}'
@@ -260,10 +261,10 @@ def run_with_others(job:Job)->int:
         with suppress(Exception): spec.rdzv_handler.shutdown()
     except SignalException as e: return job.status(e.sigval)
     except (RendezvousConnectionError, DistError) as e:
-        # unless a rank has failed here, of which this launcher could not notify the others
-        if all(o.cause in (Cause.late,Cause.stopped) for o in failures(job.ranks)):
-            agent.report_lost(e)
-            return 1
+        found = failures(job.ranks)
+        # else a rank has failed here, of which this launcher could not notify the others
+        if not found or not found[0].is_explained(): agent.report_lost(e)
+        if all(o.cause in (Cause.late,Cause.stopped) for o in found): return 1
     finally: waiting.cancel()
     if failures(job.ranks): log(*job.explain())
     return job.status()

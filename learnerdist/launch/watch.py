@@ -19,7 +19,7 @@ import learnerdist
 from ..core.files import launch_folder,whole_file
 from ..core.hosts import loopback
 from ..core.stacks import Frame,absence,describe_error,describe_stack,frames_of,in_library
-from ..core.stacks import place_of,preempted_status,read_crash,report_folder,users_frame
+from ..core.stacks import place_of,preempted_status,read_crash,report_folder,state_file,users_frame
 from .forkserver import ForkServer,Output,spawn
 
 # %% ../../nbs/launch/01_watch.ipynb #wa05
@@ -149,6 +149,11 @@ class Rank:
         file = self.folder/'error.json'
         o = json.loads(file.read_text()) if file.exists() else {}
         return o if 'trace' in o else {}
+
+    def newest_state(self)->str:
+        "What it has left by `note_state`; '' if nothing"
+        file = self.folder/state_file
+        return file.read_text() if file.exists() else ''
 
     def failure(self)->RankFailure:
         "None if it runs, or has ended well"
@@ -347,6 +352,7 @@ class Job:
         self.ranks,self.outputs = [],[]
         self.term_s = getattr(args, 'shutdown_timeout', None) or 30 # no option before torch 2.9
         self.traces = None # The file of tracebacks, once there are any
+        self.state = ''    # Where the newest state is, of earlier attempts
 
     def handle(self, sig, frame=None):
         "Handle a signal: the ranks get it, and end"
@@ -391,8 +397,20 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         return Output(label, name*shown, open(folder/f'{name}.log', 'wb', buffering=0))
 
+    def newest_state(self)->str:
+        "Where the newest state of the run is; '' if no rank of this machine has said so"
+        return next(filter(None, (o.newest_state() for o in self.ranks)), self.state)
+
+    def report_state(self, status:int):
+        "Say where the newest state is. status: of the launcher, after a failure or a signal"
+        sig,where = self.watch.signal,self.newest_state()
+        by = f'ended by {signal.Signals(sig).name}: ' if sig and status in (128+sig,preempted_status) else ''
+        if where: log(f'{by}the newest state is {where}, from which fit(resume=True) goes on')
+        elif by and sig != signal.SIGINT: log(f'{by}this run has saved no state')
+
     def end(self):
         "End what still runs of the ranks"
+        self.state = self.newest_state()
         for o in self.ranks: o.proc.close()
         for o in self.outputs: o.close()
         for o in (self.ranks,self.outputs): o.clear()
@@ -479,6 +497,7 @@ def launch(args, target:list, server:ForkServer, run:Callable=run_here)->int:
         status = None
         try:
             status = run(job)
+            if status: job.report_state(status)
             return status
         finally:
             if status == 0: job.ranks.clear() # processes that a successful script leaves may go on, as under `python`
