@@ -66,7 +66,8 @@ def choose_addresses(args, host:str):
 class Machines:
     "The launchers of all machines: each says again and again that it is there, and reports those that are silent"
     # seconds: between two words; after which a silent launcher is reported; and where ranks have failed
-    beat_s,silent_s,unexplained_s = 1,20,10
+    beat_s = 1
+    silent_s,unexplained_s = 20,10
 
     def __init__(self, store, me:int, n:int, ranks:list, addr:str, where:str=''):
         """store: in which the launchers meet; me, n: number of this machine, of how many; ranks: here; addr: of this

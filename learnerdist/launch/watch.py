@@ -115,8 +115,8 @@ class Rank:
     "A rank of this machine, as its launcher sees it"
     def __init__(self, proc, env:dict, folder:Path):
         "proc: its process, which has `pid` and `poll`; env: its environment; folder: for its reports"
-        self.proc,self.env,self.folder = proc,env,folder
-        self.rank = int(env['RANK'])
+        self.proc,self.folder = proc,folder
+        self.env,self.rank = env,int(env['RANK'])
         self.seen = None         # When its end was seen
         self.is_notified = False # Whether the others were
         # whether the launcher has asked it to end, or killed it
@@ -319,14 +319,6 @@ class Watch:
             self.listen(running)
         return self.signal
 
-# %% ../../nbs/launch/01_watch.ipynb #wa16
-def end_groups(ranks):
-    "Kill what still runs of these ranks' process groups"
-    for o in ranks:
-        # the process id belongs to another process now
-        if o.proc.poll() is not None and Path(f'/proc/{o.proc.pid}').exists(): continue
-        with suppress(ProcessLookupError, PermissionError): os.killpg(o.proc.pid, signal.SIGKILL)
-
 # %% ../../nbs/launch/01_watch.ipynb #jb05
 def env_of(rank:int, n:int, folder:Path, **more)->dict:
     """The environment of a rank. rank, n: of how many on this machine; folder: for their rendezvous and reports; more:
@@ -343,7 +335,8 @@ class Job:
     def __init__(self, args, target:list, server:ForkServer, folder:Path):
         """args: parsed options of the command; target: what each rank runs, as `python` takes it; folder: for reports,
         and for what ranks meet by"""
-        self.args,self.target,self.server,self.folder = args,target,server,folder
+        self.args,self.target = args,target
+        self.server,self.folder = server,folder
         self.run_id = f'{time.time():.0f}-{os.getpid()}'
         ends = signal.SIGTERM,signal.SIGINT,signal.SIGHUP,signal.SIGQUIT
         # not those that are ignored, as SIGHUP is under nohup
@@ -464,7 +457,8 @@ def own_store():
 
 def run_here(job:Job)->int:
     "Run the ranks of a launch on one machine, again after failures as the options say; the launcher's exit status"
-    args,n,attempt = job.args,job.args.nproc,0
+    args,attempt = job.args,0
+    n = args.nproc
     while True:
         store = own_store() # a new one: gloo's addresses of ranks that have ended stay in a store
         more = dict(MASTER_ADDR=store.host, MASTER_PORT=store.port, GROUP_RANK=0)
