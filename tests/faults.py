@@ -114,13 +114,13 @@ def on_two_machines(env, folder, limit_s):
     "A rank on each of two machines, whose link is cut: what both launchers said, and the least status"
     command = *launcher,'--nnodes','2','--nproc','1','--shutdown-timeout','2','--rdzv-endpoint','machine-a:29500'
     env = {k:v for k,v in env.items() if k!='GLOO_SOCKET_IFNAME'}
-    with machines.two_machines() as (on,cut):
+    with machines.machines() as (on,cable):
         kw = dict(env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         runs = [subprocess.Popen(on(i, *command, __file__, 'cut link', 'two machines'), **kw) for i in (0,1)]
         try:
             end = time.monotonic()+limit_s
             while not Path(folder, 'cut').exists() and time.monotonic()<end: time.sleep(.05)
-            cut()
+            cable.cut.add(1)
             messages = [report(o.communicate(timeout=limit_s)[1]) for o in runs]
         finally:
             for o in runs: o.kill()

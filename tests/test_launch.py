@@ -467,7 +467,7 @@ def test_machines_that_do_not_know_each_others_names_meet(known, tmp_path):
     (tmp_path/'script.py').write_text(script)
     env = {k:v for k,v in os.environ.items() if k!='GLOO_SOCKET_IFNAME'}
     command = *launcher,'--nnodes','2','--nproc','1','--rdzv-endpoint','10.77.0.1:29500',tmp_path/'script.py',tmp_path,'meet'
-    with machines.two_machines(known) as (on,_):
+    with machines.machines(known=known) as (on,_):
         runs = [subprocess.Popen(on(i, *command), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for i in (0,1)]
         messages = [p.communicate(timeout=120)[0] for p in runs]
     assert [p.returncode for p in runs]==[0,0], messages

@@ -173,7 +173,7 @@ class FitState:
         is written. Sync point"""
         found = gather_objects(dict(own=captured['own'], token=secrets.token_hex(4), run=self.run_id))
         like,self.run_id = a_part(self.model),found[0]['run']
-        i,n,again = shard_place(like) if like is not None else (0,1,not leads)
+        i,n,again = (0,1,not leads) if like is None else shard_place(like)
         if again: return None
         at = captured['place']
         info = dict(run=self.run_id, epoch=at['epoch'], step=at['step'], place=at, config=self.config)

@@ -16,7 +16,7 @@ from ..core.env import group_size,is_rank0,local_rank,local_size
 from ..core.files import free_bytes,launcher_memory
 from ..core.remote import Remote
 from ..core.shards import map_tensors
-from ..core.stacks import warn
+from ..core.stacks import note_state,warn
 from .snapshot import Found,Writers,newest_good,open_folder,read_manifest,read_snapshot
 from .snapshot import snapshot_name,snapshots,write_snapshot
 
@@ -57,7 +57,9 @@ class Files(Where):
     def write(self, part:RankPart):
         self.wait(1 if self.is_remote else 0) # two are on the way at most
         kw = dict(writers=part.writers, keep=self.keep, after=[*self.pending])
-        self.pending.append(write_snapshot(self.folder/part.name, part.parts, part.info, self.background, **kw))
+        at = self.folder/part.name
+        self.pending.append(write_snapshot(at, part.parts, part.info, self.background, **kw))
+        if self.leads: self.pending[-1].add_done_callback(lambda o: o.exception() or note_state(at))
         if not self.background: self.wait()
 
     def wait(self, n=0)->str:
@@ -72,7 +74,10 @@ class Files(Where):
                 if is_rank0(): warn('not-uploaded', f'{lost}. The fit goes on; earlier checkpoints are as they were')
         return lost
 
-    def newest(self, like=None, after=None)->Found: return newest_good(self.folder, like, after, self.together)
+    def newest(self, like=None, after=None)->Found:
+        found = newest_good(self.folder, like, after, self.together)
+        if found and self.leads: note_state(found.folder)
+        return found
 
     def close(self):
         with ExitStack() as end: # also of a Ctrl-C while it waits

@@ -82,6 +82,13 @@ def report_folder():
     file = os.environ.get('TORCHELASTIC_ERROR_FILE')
     return Path(file).parent if file else None
 
+state_file = 'state.txt' # Of a rank's reports: where the newest state of the run is
+
+def note_state(where):
+    "Leave for the launcher where the newest state of this run is: it says so when the run ends by a signal or a failure"
+    if folder := report_folder():
+        (folder/state_file).write_text(str(where))
+
 # %% ../../nbs/core/00_stacks.ipynb #c009b
 # Exit status of a rank that saved its state and should be started again: EX_TEMPFAIL of sysexits.h
 preempted_status = 75

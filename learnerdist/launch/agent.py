@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/04_agent.ipynb #c002
-import logging,os,signal,socket,threading,time
+import json,logging,os,signal,socket,threading,time
 from contextlib import suppress
 
 from torch.distributed import DistError
@@ -62,12 +62,92 @@ def choose_addresses(args, host:str):
     if is_loop: own,_ = find_route('192.0.2.1') or route
     if interface := interface_of(own): os.environ.setdefault('GLOO_SOCKET_IFNAME', interface)
 
+# %% ../../nbs/launch/04_agent.ipynb #hb02
+class Machines:
+    "The launchers of all machines: each says again and again that it is there, and reports those that are silent"
+    # seconds: between two words; after which a silent launcher is reported; and where ranks have failed
+    beat_s = 1
+    silent_s,unexplained_s = 20,10
+
+    def __init__(self, store, me:int, n:int, ranks:list, addr:str, where:str=''):
+        """store: in which the launchers meet; me, n: number of this machine, of how many; ranks: here; addr: of this
+        machine; where: host and port of the store"""
+        self.store,self.me = store,me
+        self.where,self.addr = where,addr
+        self.keys = [f'learnerdist/machine/{i}' for i in range(n)]
+        self.word = dict(name=f'{socket.gethostname()} (ranks {", ".join(map(str, ranks))})', addr=addr, beat=0)
+        self.words = [{}]*n # The last one of each machine
+        self.heard = [time.monotonic()]*n # When it was new
+        self.limit_s = self.silent_s
+        self.gone = set()    # Numbers of the machines that have been reported
+        self.is_lost = False # Whether the store has been reported
+        self.lost = None     # Error of the connection to the store
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True, name='machines')
+        self.thread.start()
+
+    def _watch(self):
+        try:
+            while not self.over.is_set():
+                self.beat()
+                self.over.wait(self.beat_s)
+            self.store.set(self.keys[self.me], json.dumps(self.word | dict(done=True)))
+        except RuntimeError as e: self.lost = e
+        # the launcher with the store may have ended well, as this one will in a moment
+        if self.lost and not self.over.wait(3): self.report_lost(self.lost)
+
+    def beat(self):
+        "Send a word, and read those of the others"
+        self.word['beat'] += 1
+        self.store.set(self.keys[self.me], json.dumps(self.word))
+        if not self.store.check(self.keys): return # one has not begun yet
+        now = time.monotonic()
+        for i,o in enumerate(map(json.loads, self.store.multi_get(self.keys))):
+            if o != self.words[i] or o.get('done'): self.words[i],self.heard[i] = o,now
+            silent_s = now-self.heard[i]
+            if silent_s > self.limit_s and i not in self.gone:
+                self.gone.add(i)
+                log(f'{o["name"]} is gone, or the link to it: its launcher has been silent for {silent_s:.0f} s')
+
+    def find_gone(self):
+        "Ranks here have failed, and do not know why: wait until a machine is reported, or all others have been heard"
+        since,self.limit_s = time.monotonic(),self.unexplained_s
+        others = [i for i in range(len(self.keys)) if i != self.me]
+        while not (self.lost or self.gone or all(self.heard[i] > since for i in others)): self.over.wait(.1)
+        if self.lost: self.report_lost(self.lost)
+
+    def report_lost(self, e):
+        "Report, once, that the machine with the store cannot be reached"
+        if not self.is_lost: log_cut_off(e, self.where, self._host())
+        self.is_lost = True
+
+    def _host(self):
+        "The machine with the store, and its ranks; '' if its address does not say which one it is"
+        _,there = find_route(self.where.rpartition(':')[0]) or (None,None)
+        found = [o['name'] for o in self.words if o and o['addr'] == there]
+        return found[0] if len(found) == 1 else ''
+
+    def close(self):
+        "This launcher is done, and may be silent"
+        self.over.set()
+        self.thread.join(3) # of a store that does not answer, a call takes longer
+
+def log_cut_off(e, where:str, name:str=''):
+    "Report that the machine cannot be reached where the launchers meet. name: of the machine, if it is known"
+    why = f'the launcher there has ended, or the machine or the link to it is gone ({e.__cause__ or e})'
+    at = f'{name}, where the launchers meet ({where})' if name else f'{where}, where the launchers meet'
+    log(f'{socket.gethostname()} cannot reach {at}: {why}')
+
+
 # %% ../../nbs/launch/04_agent.ipynb #c013
 class Agent(SimpleElasticAgent):
     "torchrun's agent, over the ranks of a `Job`"
-    def __init__(self, job:Job, spec:WorkerSpec):
+    def __init__(self, job:Job, spec:WorkerSpec, where:str):
+        "where: host and port of the store in which the launchers meet"
         super().__init__(spec)
+        self.where = where
         self.job,self.attempt = job,0
+        self.machines = None # Of this attempt
 
     def _start_workers(self, group):
         "Called by torchrun before each attempt, when the machines have met"
@@ -87,6 +167,9 @@ class Agent(SimpleElasticAgent):
             own |= dict(ROLE_RANK=o.role_rank, ROLE_WORLD_SIZE=o.role_world_size)
             envs.append(os.environ | {k: str(v) for k,v in {**of_all, **own}.items()})
         self.job.start(self.attempt, envs)
+        ranks = [o.global_rank for o in group.workers]
+        me,n = group.group_rank,group.group_world_size
+        self.machines = Machines(self._store, me, n, ranks, spec.local_addr, self.where)
         self.attempt += 1
         return {i: o.proc.pid for i,o in enumerate(self.job.ranks)}
 
@@ -95,13 +178,24 @@ class Agent(SimpleElasticAgent):
         while (running := watch.look()) and not watch.failed and time.monotonic() < end: watch.listen(running)
         if watch.failed: return RunResult(WorkerState.FAILED)
         if running: return RunResult(WorkerState.HEALTHY)
+        self.machines.close() # it waits for the others
         return RunResult(WorkerState.SUCCEEDED, {o.rank: None for o in self.job.ranks})
 
-    def _stop_workers(self, group, **kw): self._shutdown()
+    def _stop_workers(self, group, **kw):
+        self._shutdown()
+        found = failures(self.job.ranks)
+        if found and not found[0].is_explained(): self.machines.find_gone()
+        self.machines.close()
 
     def _shutdown(self, death_sig=signal.SIGTERM, **kw):
         if not self.job.watch.failed: self.job.watch.signal = death_sig # after a failure they have got SIGTERM
         self.job.watch.run()
+
+    def report_lost(self, e):
+        "Report that the machine with the store cannot be reached"
+        if self.machines is None: return log_cut_off(e, self.where)
+        self.machines.report_lost(e)
+        self.machines.close()
 
 # %% ../../nbs/launch/04_agent.ipynb #c018
 def notify_others(job:Job, timeout_s=30):
@@ -145,13 +239,16 @@ def spec_of(args)->WorkerSpec:
 def run_with_others(job:Job)->int:
     "Run the ranks of this machine, in a launch on several machines. returns: the launcher's exit status"
     args = job.args
-    for o in ('elastic.agent.server.api','run'): logging.getLogger(f'torch.distributed.{o}').setLevel(logging.ERROR)
+    for o in ('elastic.agent.server.api','elastic.rendezvous.dynamic_rendezvous','run'): # they know less
+        logging.getLogger(f'torch.distributed.{o}').setLevel(logging.ERROR)
     for o in job.signals: signal.signal(o, signal.SIG_DFL) # C++ connects, for a minute, and Python would not hear it
     choose_meeting(args)
     where = args.rdzv_endpoint or f'{args.master_addr}:{args.master_port}'
     try: spec = spec_of(args) # c10d connects
-    except (RendezvousConnectionError, DistError) as e: return log_cut_off(e, where)
-    agent = Agent(job, spec)
+    except (RendezvousConnectionError, DistError) as e:
+        log_cut_off(e, where)
+        return 1
+    agent = Agent(job, spec, where)
     keep_alive()
     def interrupt(sig, frame): raise SignalException('', signal.Signals(sig))
     for o in job.signals: signal.signal(o, interrupt)
@@ -165,14 +262,11 @@ def run_with_others(job:Job)->int:
         with suppress(Exception): spec.rdzv_handler.shutdown()
     except SignalException as e: return job.status(e.sigval)
     except (RendezvousConnectionError, DistError) as e:
-        # unless a rank has failed here, of which this launcher could not notify the others
-        if all(o.cause in (Cause.late,Cause.stopped) for o in failures(job.ranks)): return log_cut_off(e, where)
+        found = failures(job.ranks)
+        # else a rank has failed here, of which this launcher could not notify the others
+        if not found or not found[0].is_explained(): agent.report_lost(e)
+        if all(o.cause in (Cause.late,Cause.stopped) for o in found): return 1
     finally: waiting.cancel()
     if failures(job.ranks): log(*job.explain())
     return job.status()
 
-def log_cut_off(e, where)->int:
-    "Report that another machine cannot be reached"
-    why = f'the launcher there has ended, or the machine or the link to it is gone ({e.__cause__ or e})'
-    log(f'{socket.gethostname()} cannot reach {where}, where the launchers meet: {why}')
-    return 1

@@ -7,7 +7,7 @@ __all__ = ['main']
 
 # %% ../../nbs/launch/05_cli.ipynb #c002
 import argparse,gc,inspect,os,runpy,signal,subprocess,sys,traceback,warnings
-from contextlib import contextmanager,suppress
+from contextlib import suppress
 from pathlib import Path
 
 import learnerdist
@@ -271,15 +271,9 @@ def main(
     if args[:1] == ['--serve']: args = serve(int(args[-1]), args[1:-1]) # returns in a fork of this process
     if args[:1] == ['--calls']: return serve_calls(*args[1:])
     if args[:1] == ['--worker']: return _worker(int(args[1]), args[2:])
-    with _restored_environment(): return _launch(args)
-
-@contextmanager
-def _restored_environment():
-    """At the end of the body, all environment variables are what they were: options set some, and a script may call
-    `main`"""
     before = dict(os.environ)
-    try: yield
-    finally:
+    try: return _launch(args)
+    finally: # options set variables, and a script may call this
         for k in {*os.environ}-{*before}: del os.environ[k]
         os.environ.update(before)
 

@@ -292,7 +292,8 @@ class Output:
     def __init__(self, label:str, stream:str='', file=None):
         """label: before each line; stream: 'stdout' or 'stderr', where it is shown; empty: nowhere; file: a file that
         gets it without labels"""
-        self.label,self.stream,self.file = label,stream,file
+        self.label = label
+        self.stream,self.file = stream,file
         self.part = b'' # The beginning of a line
         self.reader,self.writer = os.pipe()
         os.set_blocking(self.reader, False)

@@ -94,7 +94,8 @@ def serve_calls(parent:str, folder:str, fd:str):
     from learnerdist.core.compat import end_children
     begin_rank(int(parent))
     seed_alike()
-    calls,folder,status = connection.Connection(int(fd)),Path(folder),0
+    calls,folder = connection.Connection(int(fd)),Path(folder)
+    status = 0
     prepared,n_threads,once = calls.recv()
     torch.set_num_threads(n_threads)
     torch.distributed.set_debug_level_from_env()
@@ -131,8 +132,8 @@ def _serve(names, payload, url, folder):
 class _Call:
     "A call on one rank, as the launcher sees a process: it ends when the function does"
     def __init__(self, proc, conn, env):
-        self.proc,self.env,self.pid = proc,env,proc.pid
-        self.sentinel = conn
+        self.proc,self.pid = proc,proc.pid
+        self.env,self.sentinel = env,conn
         self.code = self.result = None
 
     def poll(self)->int:
@@ -172,7 +173,8 @@ class Ranks:
         seed of a launch; once: whether they end after one call"""
         why = 'the ranks import this script, which calls run(...)'
         if _importing: raise RuntimeError(f"{why}: put the call under if __name__ == '__main__':")
-        self.nproc,self.labels,self.once = count_nproc(nproc),labels,once
+        self.nproc = count_nproc(nproc)
+        self.labels,self.once = labels,once
         self.n_threads = n_threads or share_of_cores(self.nproc)
         seed = os.environ.get('LEARNERDIST_SEED') or os.urandom(8).hex()
         self.env = dict(LEARNERDIST_SEED=seed) if env is None else env
@@ -203,7 +205,8 @@ class Ranks:
         self.calls = []
 
     def _start(self):
-        stack,self.start,self.outputs = ExitStack(),next(_starts),[]
+        stack,self.outputs = ExitStack(),[]
+        self.start = next(_starts)
         self._end = weakref.finalize(self, stack.close) # also when Python ends
         self.folder = stack.enter_context(own_folder())
         stack.callback(_end_calls, self.calls)

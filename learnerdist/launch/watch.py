@@ -19,7 +19,7 @@ import learnerdist
 from ..core.files import launch_folder,whole_file
 from ..core.hosts import loopback
 from ..core.stacks import Frame,absence,describe_error,describe_stack,frames_of,in_library
-from ..core.stacks import place_of,preempted_status,read_crash,report_folder,users_frame
+from ..core.stacks import place_of,preempted_status,read_crash,report_folder,state_file,users_frame
 from .forkserver import ForkServer,Output,spawn
 
 # %% ../../nbs/launch/01_watch.ipynb #wa05
@@ -47,6 +47,11 @@ class RankFailure(NamedTuple):
     def is_absence(self)->bool:
         "Whether a rank has waited in vain for another one"
         return absence in self.message
+
+    def is_explained(self)->bool:
+        "Whether it says why: an exception or a death here, or the exception of another rank"
+        is_cause = self.cause <= Cause.died and self.kind != 'ConnectionError'
+        return not self.is_absence() and (is_cause or self.kind == 'RankError' and '\n' in self.message)
 
     def describe(self)->str:
         "The exception with its line, or how the rank ended"
@@ -110,8 +115,8 @@ class Rank:
     "A rank of this machine, as its launcher sees it"
     def __init__(self, proc, env:dict, folder:Path):
         "proc: its process, which has `pid` and `poll`; env: its environment; folder: for its reports"
-        self.proc,self.env,self.folder = proc,env,folder
-        self.rank = int(env['RANK'])
+        self.proc,self.folder = proc,folder
+        self.env,self.rank = env,int(env['RANK'])
         self.seen = None         # When its end was seen
         self.is_notified = False # Whether the others were
         # whether the launcher has asked it to end, or killed it
@@ -144,6 +149,11 @@ class Rank:
         file = self.folder/'error.json'
         o = json.loads(file.read_text()) if file.exists() else {}
         return o if 'trace' in o else {}
+
+    def newest_state(self)->str:
+        "What it has left by `note_state`; '' if nothing"
+        file = self.folder/state_file
+        return file.read_text() if file.exists() else ''
 
     def failure(self)->RankFailure:
         "None if it runs, or has ended well"
@@ -309,14 +319,6 @@ class Watch:
             self.listen(running)
         return self.signal
 
-# %% ../../nbs/launch/01_watch.ipynb #wa16
-def end_groups(ranks):
-    "Kill what still runs of these ranks' process groups"
-    for o in ranks:
-        # the process id belongs to another process now
-        if o.proc.poll() is not None and Path(f'/proc/{o.proc.pid}').exists(): continue
-        with suppress(ProcessLookupError, PermissionError): os.killpg(o.proc.pid, signal.SIGKILL)
-
 # %% ../../nbs/launch/01_watch.ipynb #jb05
 def env_of(rank:int, n:int, folder:Path, **more)->dict:
     """The environment of a rank. rank, n: of how many on this machine; folder: for their rendezvous and reports; more:
@@ -333,7 +335,8 @@ class Job:
     def __init__(self, args, target:list, server:ForkServer, folder:Path):
         """args: parsed options of the command; target: what each rank runs, as `python` takes it; folder: for reports,
         and for what ranks meet by"""
-        self.args,self.target,self.server,self.folder = args,target,server,folder
+        self.args,self.target = args,target
+        self.server,self.folder = server,folder
         self.run_id = f'{time.time():.0f}-{os.getpid()}'
         ends = signal.SIGTERM,signal.SIGINT,signal.SIGHUP,signal.SIGQUIT
         # not those that are ignored, as SIGHUP is under nohup
@@ -342,6 +345,7 @@ class Job:
         self.ranks,self.outputs = [],[]
         self.term_s = getattr(args, 'shutdown_timeout', None) or 30 # no option before torch 2.9
         self.traces = None # The file of tracebacks, once there are any
+        self.state = ''    # Where the newest state is, of earlier attempts
 
     def handle(self, sig, frame=None):
         "Handle a signal: the ranks get it, and end"
@@ -386,8 +390,20 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         return Output(label, name*shown, open(folder/f'{name}.log', 'wb', buffering=0))
 
+    def newest_state(self)->str:
+        "Where the newest state of the run is; '' if no rank of this machine has said so"
+        return next(filter(None, (o.newest_state() for o in self.ranks)), self.state)
+
+    def report_state(self, status:int):
+        "Say where the newest state is. status: of the launcher, after a failure or a signal"
+        sig,where = self.watch.signal,self.newest_state()
+        by = f'ended by {signal.Signals(sig).name}: ' if sig and status in (128+sig,preempted_status) else ''
+        if where: log(f'{by}the newest state is {where}, from which fit(resume=True) goes on')
+        elif by and sig != signal.SIGINT: log(f'{by}this run has saved no state')
+
     def end(self):
         "End what still runs of the ranks"
+        self.state = self.newest_state()
         for o in self.ranks: o.proc.close()
         for o in self.outputs: o.close()
         for o in (self.ranks,self.outputs): o.clear()
@@ -441,7 +457,8 @@ def own_store():
 
 def run_here(job:Job)->int:
     "Run the ranks of a launch on one machine, again after failures as the options say; the launcher's exit status"
-    args,n,attempt = job.args,job.args.nproc,0
+    args,attempt = job.args,0
+    n = args.nproc
     while True:
         store = own_store() # a new one: gloo's addresses of ranks that have ended stay in a store
         more = dict(MASTER_ADDR=store.host, MASTER_PORT=store.port, GROUP_RANK=0)
@@ -474,6 +491,7 @@ def launch(args, target:list, server:ForkServer, run:Callable=run_here)->int:
         status = None
         try:
             status = run(job)
+            if status: job.report_state(status)
             return status
         finally:
             if status == 0: job.ranks.clear() # processes that a successful script leaves may go on, as under `python`

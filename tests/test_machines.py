@@ -1,0 +1,140 @@
+"""Several machines, as network namespaces on this one: see machines.py. Needs root."""
+import os,re,signal,subprocess,sys,time
+from pathlib import Path
+import pytest,torch
+import machines
+
+pytestmark = pytest.mark.skipif(not machines.usable(), reason='needs root, ip and /dev/net/tun')
+root = Path(__file__).parent.parent
+
+def train(how, bs=2):
+    "What each rank runs. how: 'fit': to its end, and rank 0 saves the weights; 'on': until something happens to it"
+    from learnerdist.all import Callback,DataLoaders,Learner,rank_distrib
+    folder = Path(os.environ['MACHINES_DIR'])
+    torch.manual_seed(0)
+    x = torch.arange(96., dtype=torch.double).reshape(48, 2)%7/7
+    dl = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, True)), batch_size=bs)
+    class Begun(Callback):
+        def after_batch(self):
+            if self.training and self.epoch: (folder/f'{rank_distrib()}.begun').write_text(f'{os.getpid()} {self.epoch}')
+    learn = Learner(DataLoaders(dl, dl), torch.nn.Linear(2, 1).double(), torch.nn.MSELoss(), lr=.1, cbs=Begun)
+    learn.logger = lambda line: None
+    with learn.distrib_ctx(): learn.fit(2 if how=='fit' else 100_000)
+    if not rank_distrib(): torch.save(learn.model.state_dict(), folder/'model.pth')
+
+class Launch:
+    "The same command on each machine"
+    def __init__(self, on, n, folder, how, *options):
+        self.folder = folder
+        env = {k:v for k,v in os.environ.items() if k!='GLOO_SOCKET_IFNAME'}
+        env |= dict(MACHINES_DIR=str(folder), PYTHONPATH=str(root), OMP_NUM_THREADS='1')
+        command = sys.executable,'-m','learnerdist.launch','--nnodes',str(n),'--nproc','2','--rdzv-endpoint','machine-a:29500'
+        self.out = [folder/f'{i}.txt' for i in range(n)]
+        self.runs = []
+        for i in range(n):
+            with open(self.out[i], 'w') as f:
+                run = subprocess.Popen(on(i, *command, *options, __file__, how), env=env, stdout=f, stderr=f)
+            self.runs.append(run)
+
+    def __enter__(self): return self
+    def __exit__(self, *exc):
+        for o in self.runs: o.kill() # its ranks end with it
+        for o in self.runs: o.wait()
+
+    def wait_begun(self, n, limit_s=300):
+        "Until all ranks have trained for an epoch; their process ids"
+        end = time.monotonic()+limit_s
+        while not all((self.folder/f'{r}.begun').exists() for r in range(n)):
+            assert time.monotonic()<end and None in [o.poll() for o in self.runs], self.texts()
+            time.sleep(.02)
+        return [int((self.folder/f'{r}.begun').read_text().split()[0]) for r in range(n)]
+
+    def wait_for(self, i, text, limit_s=30)->float:
+        "Seconds until machine i has said this"
+        start = time.monotonic()
+        while not re.search(text, self.out[i].read_text()):
+            assert time.monotonic()<start+limit_s, (i, text, self.texts())
+            time.sleep(.05)
+        return time.monotonic()-start
+
+    def statuses(self, limit_s=300): return [o.wait(limit_s) for o in self.runs]
+    def texts(self): return [o.read_text() for o in self.out]
+
+    def processes(self, i):
+        "Process ids of what runs on machine i"
+        res = subprocess.run(['ip','netns','pids',f'ld{os.getpid()}{"abcd"[i]}'], capture_output=True, text=True, check=True)
+        return [*map(int, res.stdout.split())]
+
+def alone(folder, monkeypatch, bs):
+    "Weights of one process at the global batch size"
+    monkeypatch.setenv('MACHINES_DIR', str(folder))
+    train('fit', bs)
+    return torch.load(folder/'model.pth')
+
+def same(a, b): return all(torch.allclose(a[k], b[k], rtol=0, atol=1e-9) for k in a)
+
+def trains_as_one(n, folder, monkeypatch, delay_s=0.):
+    with machines.machines(n) as (on,cable):
+        cable.delay_s = delay_s
+        with Launch(on, n, folder, 'fit') as run: assert run.statuses()==[0]*n, run.texts()
+    assert not any(re.sub('.*waits for the other machines.*\n', '', o) for o in run.texts()), run.texts()
+    weights = torch.load(folder/'model.pth')
+    assert same(weights, alone(folder, monkeypatch, 4*n)), weights
+
+@pytest.mark.slow
+def test_two_machines_train_as_one_process(tmp_path, monkeypatch): trains_as_one(2, tmp_path, monkeypatch)
+
+@pytest.mark.long
+@pytest.mark.parametrize('n,delay_s', [(4, 0.), (2, .02)])
+def test_four_machines_and_a_slow_link(n, delay_s, tmp_path, monkeypatch): trains_as_one(n, tmp_path, monkeypatch, delay_s)
+
+def ranks_of(i): return rf'machine-{"abcd"[i]} \(ranks {2*i}, {2*i+1}\)'
+def gone(i): return rf'{ranks_of(i)} is gone, or the link to it: its launcher has been silent for \d+ s'
+def no_way(i, j): return rf'machine-{"abcd"[i]} cannot reach {ranks_of(j)}, where the launchers meet \(machine-a:29500\)'
+
+@pytest.mark.long
+def test_a_rank_is_killed(tmp_path):
+    "Both launchers name the rank, at once"
+    with machines.machines() as (on,_), Launch(on, 2, tmp_path, 'on') as run:
+        os.kill(run.wait_begun(4)[3], signal.SIGKILL)
+        assert run.statuses()==[1,137]
+        run.wait_for(0, 'rank 3 ended by SIGKILL')
+        run.wait_for(1, 'rank 3 failed first: ended by SIGKILL')
+        assert 'is gone' not in run.texts()[0]
+
+@pytest.mark.long
+@pytest.mark.parametrize('n,i', [(2, 1), (4, 0), (4, 2)])
+@pytest.mark.parametrize('how', ['killed','vanishes'])
+def test_a_machine_is_gone(how, n, i, tmp_path):
+    "All others name it, with its ranks, within 30 s, and end. On machine 0 is the store in which the launchers meet"
+    with machines.machines(n) as (on,cable), Launch(on, n, tmp_path, 'on') as run:
+        run.wait_begun(2*n)
+        if how=='killed':
+            for pid in run.processes(i): os.kill(pid, signal.SIGKILL)
+        else: cable.cut.add(i)
+        end = time.monotonic()+30
+        for j in {*range(n)}-{i}: run.wait_for(j, gone(i) if i else no_way(j, 0), end-time.monotonic())
+        if how=='vanishes': # it says the same of the others
+            for j in {*range(n)}-{i}: run.wait_for(i, no_way(i, 0) if i else gone(j), end-time.monotonic())
+        assert all(run.statuses())
+
+@pytest.mark.long
+@pytest.mark.parametrize('cut_s', [5,20])
+def test_a_link_comes_back(cut_s, tmp_path):
+    "After 5 s the run goes on. After 20 s it has ended, and each machine names the other"
+    with machines.machines() as (on,cable), Launch(on, 2, tmp_path, 'on') as run:
+        run.wait_begun(4)
+        cable.cut.add(1)
+        begun,end = tmp_path/'0.begun',time.monotonic()+30
+        time.sleep(cut_s) # the time that is tested
+        cable.cut.clear()
+        if cut_s==5:
+            was = begun.read_text()
+            while begun.read_text() in (was,''): assert time.monotonic()<end, run.texts()
+            assert not any('gone' in o for o in run.texts())
+        else:
+            run.wait_for(0, gone(1), end-time.monotonic())
+            run.wait_for(1, no_way(1, 0), end-time.monotonic())
+            assert run.statuses()==[1,1]
+
+if __name__=='__main__': train(*sys.argv[1:])
