@@ -1,5 +1,5 @@
 "The site, built from this tree: every link and anchor leads somewhere"
-import os,re,subprocess,sys
+import json,os,re,subprocess,sys
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,11 +13,13 @@ class Html(HTMLParser):
     "The links and anchors of a page, what it loads, and its text"
     def __init__(self, text):
         super().__init__()
-        self.links,self.anchors,self.loads,self.text = [],set(),[],''
+        self.links,self.loads,self.text = [],[],''
+        self.anchors,self.tags = set(),set()
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
+        self.tags.add(tag)
         self.anchors |= {attrs[k] for k in ('id','name') if attrs.get(k)}
         to = attrs.get('href') if tag in ('a','link') else attrs.get('src')
         if to: (self.links if tag=='a' else self.loads).append(to)
@@ -63,4 +65,23 @@ def test_each_notebook_is_a_page_with_its_names(pages):
     assert {'Learner.fit','Learner.added_cbs'} <= pages['learner/learner.html'].anchors
     assert {'DataParallel.reset','DistributedDataParallel.reset'} <= pages['distributed/data_parallel.html'].anchors # patched into both
     assert 'BatchNorm over the global batch' in pages['distributed/trainer.html'].text # an option that distrib_ctx passes on
-    assert '../learner/learner.html#Learner.fit' in {re.sub(r'^(?=learner)', '../', o) for o in pages['api.html'].links}
+
+def test_the_api_has_what_is_public_by_topic(pages):
+    assert {'Learner','Learner.fit','Learner.distrib_ctx','EMA'} <= pages['api/train.html'].anchors
+    assert 'train.html#Learner.fit' in pages['api/index.html'].links
+    assert 'BatchNorm over the global batch' in pages['api/train.html'].text
+    internal = 'Engine','Checkpoint.restore','open_memory'
+    assert not [o for k,v in pages.items() if k.startswith('api/') for o in internal if o in v.anchors]
+
+def test_search_finds_guides_first(site):
+    """Its order: a match in a title counts more than one in a text, then one at the beginning; then the order of this file. Internals are
+    found by their titles, which begin with their module"""
+    items = json.loads((site/'search.json').read_text())['items']
+    parts = [o['path'][0] for o in items]
+    assert [*dict.fromkeys(parts)]==['Home','Guide','API','Tutorials','Modules','Project']
+    internal = [o for o in items if o['path'][0]=='Modules']
+    assert {o['text'] for o in internal}=={''} and 'Modules, learner.learner: <code>Learner.fit</code>' in {o['title'] for o in internal}
+
+def test_formulas_are_set(pages):
+    assert not [k for k,v in pages.items() if '$$' in v.text]
+    assert 'math' in pages['distributed/batchnorm.html'].tags
