@@ -1,23 +1,45 @@
-"The site, built from this tree: every link and anchor leads somewhere"
-import os,re,subprocess,sys
+"How long the docs are; the site, built from this tree: every link and anchor leads somewhere"
+import json,os,re,subprocess,sys
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote,urldefrag
 import pytest
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not find_spec('zensical'), reason="needs the extra `docs`")]
 
 root = Path(__file__).parent.parent
+
+def words(text)->list:
+    "What a reader reads: pieces with a letter, outside of code, of the addresses of links, and of tables that tools write"
+    text = re.sub(r'(?ms)^<!-- tools/.*?-->.*?^<!--.*?-->', '', text)
+    text = re.sub(r'(?ms)^ *(`{3,}).*?^ *\1 *$', '', text)
+    text = re.sub(r'`[^`]+`|(?<=\])\([^)\s]+\)', '', text)
+    return re.findall(r'\S*[^\W\d_]\S*', text)
+
+def test_words_that_count():
+    text = 'Two [words](docs/page.md) and `some.code()`, 12 % of 3:\n```python\nx = 1\n```\n'
+    text += '<!-- tools/x.py --write -->\n| a | b |\n<!-- end -->\n'
+    assert words(text)==['Two','[words]','and','of']
+
+def test_docs_have_at_most_10_000_words():
+    sizes = {o.name: len(words(o.read_text())) for o in [root/'README.md',*(root/'docs').glob('*.md')]}
+    assert sum(sizes.values())<=10_000, sorted(sizes.items(), key=lambda o: -o[1])
+
+def test_the_picture_of_batch_sizes_is_what_its_code_draws(monkeypatch):
+    monkeypatch.syspath_prepend(root/'tools')
+    import batch_size
+    assert batch_size.page.read_text()==batch_size.drawn()
 
 class Html(HTMLParser):
     "The links and anchors of a page, what it loads, and its text"
     def __init__(self, text):
         super().__init__()
-        self.links,self.anchors,self.loads,self.text = [],set(),[],''
+        self.links,self.loads,self.text = [],[],''
+        self.anchors,self.tags = set(),set()
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
+        self.tags.add(tag)
         self.anchors |= {attrs[k] for k in ('id','name') if attrs.get(k)}
         to = attrs.get('href') if tag in ('a','link') else attrs.get('src')
         if to: (self.links if tag=='a' else self.loads).append(to)
@@ -26,6 +48,7 @@ class Html(HTMLParser):
 
 @pytest.fixture(scope='module')
 def site(tmp_path_factory):
+    if not find_spec('zensical'): pytest.skip('needs the extra `docs`')
     out = tmp_path_factory.mktemp('site')/'site'
     env = {**os.environ, 'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}'}
     p = subprocess.run([root/'tools/docs.sh', out], env=env, capture_output=True, text=True, timeout=300)
@@ -45,13 +68,16 @@ def broken(pages, site):
             if path.startswith('/') or not (site/to).is_file(): yield at,link
             elif anchor and to in pages and anchor not in pages[to].anchors: yield at,link
 
+@pytest.mark.slow
 def test_links_and_anchors(pages, site):
     assert list(broken({k:v for k,v in pages.items() if k!='404.html'}, site))==[] # that one is for a host's root
     assert sum(len(o.links) for o in pages.values())>5000
 
+@pytest.mark.slow
 def test_nothing_is_loaded_from_elsewhere(pages):
     assert [(k,o) for k,v in pages.items() for o in v.loads if re.match('(https?:)?//', o)]==[]
 
+@pytest.mark.slow
 def test_each_notebook_is_a_page_with_its_names(pages):
     "A title, and for the names of a module their signature and docments"
     for o in (root/'nbs').rglob('[0-9]*.ipynb'):
@@ -63,4 +89,26 @@ def test_each_notebook_is_a_page_with_its_names(pages):
     assert {'Learner.fit','Learner.added_cbs'} <= pages['learner/learner.html'].anchors
     assert {'DataParallel.reset','DistributedDataParallel.reset'} <= pages['distributed/data_parallel.html'].anchors # patched into both
     assert 'BatchNorm over the global batch' in pages['distributed/trainer.html'].text # an option that distrib_ctx passes on
-    assert '../learner/learner.html#Learner.fit' in {re.sub(r'^(?=learner)', '../', o) for o in pages['api.html'].links}
+
+@pytest.mark.slow
+def test_the_api_has_what_is_public_by_topic(pages):
+    assert {'Learner','Learner.fit','Learner.distrib_ctx','EMA'} <= pages['api/train.html'].anchors
+    assert 'train.html#Learner.fit' in pages['api/index.html'].links
+    assert 'BatchNorm over the global batch' in pages['api/train.html'].text
+    internal = 'Engine','Checkpoint.restore','open_memory'
+    assert not [o for k,v in pages.items() if k.startswith('api/') for o in internal if o in v.anchors]
+
+@pytest.mark.slow
+def test_search_finds_guides_first(site):
+    """Its order: a match in a title counts more than one in a text, then one at the beginning; then the order of this file. Internals are
+    found by their titles, which begin with their module"""
+    items = json.loads((site/'search.json').read_text())['items']
+    parts = [o['path'][0] for o in items]
+    assert [*dict.fromkeys(parts)]==['Home','Guide','API','Tutorials','Modules','Project']
+    internal = [o for o in items if o['path'][0]=='Modules']
+    assert {o['text'] for o in internal}=={''} and 'Modules, learner.learner: <code>Learner.fit</code>' in {o['title'] for o in internal}
+
+@pytest.mark.slow
+def test_formulas_are_set(pages):
+    assert not [k for k,v in pages.items() if '$$' in v.text]
+    assert 'math' in pages['distributed/batchnorm.html'].tags

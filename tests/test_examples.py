@@ -1,5 +1,5 @@
 "The examples as a user runs them: the README's, digits by the launcher and on one process, FashionMNIST from a server here"
-import gzip,hashlib,os,subprocess,sys
+import gzip,hashlib,os,re,subprocess,sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import module_from_spec,spec_from_file_location
@@ -37,7 +37,9 @@ def test_digits_on_two_processes_as_on_one_process(n_launchers):
     rows1,last1 = parse_table(one.stdout)
     assert len(rows1)==2 and last1[0]=='accuracy' and float(last1[1])>=.9
     rows,last = parse_table(''.join(o.stdout for o in two)) # rank 0 is with one of the launchers, and the other one prints nothing
-    assert rows==[pytest.approx(o, rel=1e-3, abs=1e-5) for o in rows1] and last==last1
+    close = [pytest.approx(o, rel=1e-3, abs=1e-5) for o in rows1]
+    assert rows==close and last==last1
+    for o in re.findall(r'^\$ .*digits.*\n([^$`]*)', (root/'README.md').read_text(), re.M): assert parse_table(o)==(close,last1)
 
 def write_idx(file, t):
     "Bytes in the format of MNIST: kind, number of dimensions, sizes, values"

@@ -1,6 +1,7 @@
 """Write the pages of the site: notebooks and Markdown files of this repository, as Markdown for zensical
 
-`tools/docs.sh` calls it. No notebook is executed: outputs are those that it holds, signatures and docments those of the modules."""
+`tools/docs.sh` calls it, before zensical and after it. No notebook is executed: outputs are those that it holds, signatures and docments
+those of the modules."""
 import ast,inspect,json,os,re,shutil,sys
 from base64 import b64decode
 from importlib import import_module
@@ -8,17 +9,30 @@ from pathlib import Path
 
 from fastcore.docments import DocmentTbl,docments
 from fastcore.nbio import read_nb
+from latex2mathml.converter import convert
 from nbdev.doclinks import patch_name
 
 root = Path(__file__).parent.parent
 sys.path.insert(0, str(root))
+from learnerdist.learner.callback import Callback  # noqa: E402
 defs = ast.FunctionDef,ast.AsyncFunctionDef,ast.ClassDef
 guides = {'Begin': 'start fastai_day fastai accelerate options', 'Run': 'launching machines plan launchers checkpoints',
           'Train': 'losses metrics data global_batch ema sharded speed clients', 'Check': 'symptoms messages same results',
-          'Inside': 'how_it_works glossary gpu systems log'}
+          'Inside': 'how_it_works glossary gpu systems'}
 tutorials = '''gallery is_it_the_same same_bits global_batch training_tricks failures from_fastai_distributed fastai_table sharded_lora
 catalyst_ddp ddp_from_scratch versions'''.split()
+project = ['contributing.md','benchmarks.md','guide/log.md','changelog.md']
 folders = 'core data learner distributed checkpoint launch fastai'.split()
+# The API by topic: names, and modules with all of their public names
+topics = {
+    'Train': '''Learner Learner.fit Learner.fit_one_cycle Learner.fine_tune Learner.lr_find distributed.trainer learner.learner
+        learner.callback learner.schedule learner.techniques learner.finder distributed.loops distributed.replica distributed.batchnorm
+        distributed.compiling distributed.data_parallel''',
+    'Predict': 'learner.predictions Learner.validate learner.metrics',
+    'Save': 'learner.saving checkpoint.checkpoint',
+    'Look': 'learner.recorder learner.loggers learner.trackers distributed.profiling',
+    'Data': 'data.loaders data.distributed_dl data.datasets',
+    'Processes': 'run ranks core.env core.rank0 core.collectives core.random verify run_ranks leak_check'}
 
 # Which file becomes which page
 def page_of(path)->str:
@@ -106,17 +120,26 @@ def box(cell)->str:
     body = cell.source.replace('\n', '\n    ')
     return f'??? quote "Source"\n\n    ```python\n    {body}\n    ```'
 
+def with_formulas(text):
+    "TeX as MathML, which browsers set without a script or a font of ours"
+    def put(m):
+        if m['code']: return m[0]
+        return convert(m['block'], display='block') if m['block'] else f'<span>{convert(m["inline"])}</span>'
+    return re.sub(r'(?s)(?P<code>(`+).+?\2)|\$\$(?P<block>.+?)\$\$|\$(?P<inline>[^\s$`][^$`\n]*)\$', put, text)
+
 class Page:
     "A notebook as Markdown; `anchors` are the names that it defines"
     def __init__(self, path, at):
-        self.path,self.at,self.anchors,self.parts,self.images = path,at,{},[],{}
+        self.path,self.at = path,at
+        self.anchors,self.sections = {},{} # of each name: its first sentence; its section
+        self.parts,self.images = [],{}
         nb = read_nb(root/path)
         exp = next((m[1] for c in nb.cells if (m := re.match(r'#\| default_exp (\S+)', c.source))), None)
         self.module = import_module(f'learnerdist.{exp}') if exp else None
         for cell in nb.cells: self.add(cell)
 
     def add(self, cell):
-        if cell.cell_type=='markdown': return self.parts.append(cell.source)
+        if cell.cell_type=='markdown': return self.parts.append(with_formulas(cell.source))
         known = cell.directives
         cell.source = re.sub(r'^#\|.*\n?', '', cell.source, flags=re.M).strip()
         if {'hide','default_exp'} & {*known} or not cell.source: return
@@ -131,7 +154,9 @@ class Page:
                 if not is_public(name): continue
                 parts = [*described(node, name, self.module)]
                 self.parts += parts
-                self.anchors.update({re.search('`(.+?)`', o)[1]: summary(re.split(r'```\n\n', o)[1]) for o in parts})
+                for o in parts:
+                    k = re.search('`(.+?)`', o)[1]
+                    self.anchors[k],self.sections[k] = summary(re.split(r'```\n\n', o)[1]),o
         if not all(isinstance(o, (ast.Import,ast.ImportFrom)) for o in body): self.parts.append(box(cell))
 
     def save(self, data):
@@ -146,7 +171,7 @@ class Links:
     "Names in backticks become links to their sections; links between files of the repository become links between pages"
     def __init__(self, pages, files):
         self.files,self.assets,self.where = files,{},{}
-        for p in sorted(pages, key=lambda p: p.at.startswith('fastai/')):  # a name that both Learners have leads to ours
+        for p in sorted(pages, key=lambda p: p.at.startswith('fastai/')):  # the API before modules; of two Learners, ours
             for name in p.anchors:
                 for k in {name, name.removeprefix('Learner.')}: self.where.setdefault(k, []).append((p.at, name))
 
@@ -176,58 +201,80 @@ class Links:
         return ''.join(o for i,o in enumerate(parts) if i%3<2 and o)
 
 # The site
-def public_names()->dict:
-    "What `learnerdist.all` hands out, in its order, by the comments that are its headings"
-    public,res,seen = import_module('learnerdist.all'),{},set()
-    source = Path(public.__file__).read_text().partition('__all__')[0]
-    for title,body in re.findall(r'^# (.+)\n((?:(?!# ).*\n)*)', source, re.M):
-        found = dict.fromkeys(o for m in re.findall(r'^from (\S+) import', body, re.M) for o in import_module(m).__all__)
-        if names := [o for o in found if o not in seen]: res[title.partition(':')[0]] = names
-        seen |= found.keys()
+class Topic:
+    "A page of the API: the sections of public names. Methods of callbacks stay away: the learner calls them"
+    path = None
+    def __init__(self, title, names, known):
+        self.title,self.at,self.anchors,self.parts = title,f'api/{title.lower()}.md',{},[f'# {title}']
+        for name in names:
+            page = known[name]
+            o = found(page.module, name)
+            methods = [k for k in page.sections if k.startswith(f'{name}.')]
+            if inspect.isclass(o) and issubclass(o, Callback) or name=='Learner': methods = []
+            for level,k in [('##',name),*[('###',k) for k in methods]]:
+                self.parts.append(re.sub('^#+', level, page.sections[k]))
+                self.anchors[k] = page.anchors[k]
+        self.names = names
+
+    def table(self):
+        rows = [f'| [`{k}`]({Path(self.at).name}#{k}) | {self.anchors[k].replace("|", chr(92)+"|")} |' for k in self.names]
+        return '\n'.join([f'## [{self.title}]({Path(self.at).name})','','| Name | Meaning |','|---|---|',*rows])
+
+def topic_pages(pages)->list:
+    "The pages of the API. A public name without a topic is an error"
+    ours = [p for p in pages if not p.at.startswith('fastai/')]
+    known = {k: p for p in reversed(ours) for k in p.sections}
+    public = {k for k in known if k.startswith('Learner.') or k in import_module('learnerdist.all').__all__}
+    modules = {p.at[:-3].replace('/', '.'): p for p in ours}
+    res,seen = [],set()
+    for title,entries in topics.items():
+        names = []
+        for o in entries.split(): names += [o] if o in known else [k for k in modules[o].sections if k in public]
+        res.append(Topic(title, [k for k in names if k not in seen], known))
+        seen |= {*names}
+    if public-seen: raise ValueError(f'`topics` in tools/docs.py lacks {sorted(public-seen)}: add their modules')
     return res
 
-def api_index(pages)->str:
-    "The methods of a Learner, the public names, then every other documented name, by module"
-    known = {k: (p.at,v) for p in sorted(pages, key=lambda p: p.at.startswith('fastai/'), reverse=True) for k,v in p.anchors.items()}
-    def table(names):
-        rows = [f'| [`{k}`]({known[k][0]}#{k}) | {known[k][1].replace("|", chr(92)+"|")} |' for k in names]
-        return '| Name | Meaning |\n|---|---|\n'+'\n'.join(rows)
-    groups = public_names()
-    public = {o for names in groups.values() for o in names}
-    methods = sorted((k for k in known if k.startswith('Learner.')), key=str.lower)
-    first = {'Methods of a Learner': methods, **{title: [o for o in names if o in known] for title,names in groups.items()}}
-    res = ['# API\n\nThe methods of a Learner, what `from learnerdist.all import *` hands out, then what else is documented, by module.']
-    res += [f'## {title}\n\n{table(names)}' for title,names in first.items()]
-    for p in pages:
-        names = [k for k in p.anchors if k not in public and not k.startswith('Learner.')]
-        if names: res.append(f'## {p.at[:-3].replace("/", ".")}\n\n{table(names)}')
-    return '\n\n'.join(res)
-
-def nav(files)->list:
+def nav(files, api)->list:
     def inside(folder, first=()): # those that are named first, then the others
         found = [at for at in files.values() if Path(at).parent.as_posix()==folder and not at.endswith('index.md')]
         return sorted(found, key=lambda at: [*first,Path(at).stem].index(Path(at).stem))
     modules = [{o: [f'{o}/index.md',*inside(o)]} for o in folders]
     listed = {title: [f'guide/{o}.md' for o in names.split()] for title,names in guides.items()}
-    rest = [o for o in inside('guide') if not any(o in names for names in listed.values())]
+    rest = [o for o in inside('guide') if not any(o in names for names in [*listed.values(),project])]
     guide = ['guide/index.md',*[{k: v} for k,v in listed.items()],*rest]
-    top = [at for path,at in files.items() if re.fullmatch(r'nbs/[^/]+\.ipynb', path)]
-    return [{'Home': 'index.md'},{'Guide': guide},{'Tutorials': inside('tutorials', tutorials)},
-            {'Modules': ['notebooks.md',*modules,{'top': top}]},{'API': 'api.md'},
-            {'Project': ['contributing.md','benchmarks.md','changelog.md']}]
+    tools = [at for path,at in files.items() if re.fullmatch(r'nbs/[^/]+\.ipynb', path)]
+    topic = ['api/index.md',*[o.at for o in api]]
+    internals = ['notebooks.md',*modules,{'testing and verification': tools}]
+    return [{'Home': 'index.md'},{'Guide': guide},{'Tutorials': inside('tutorials', tutorials)},{'API': topic},{'Modules': internals},
+            {'Project': project}]
+
+def sort_search(path):
+    """Guides are found first, then the API. Of modules and of the project's pages only titles are found, later in a title counts less:
+    they get their part of the site before them"""
+    index = json.loads(path.read_text())
+    parts = ['Home','Guide','API','Tutorials','Modules','Project']
+    for o in index['items']:
+        if parts.index(o['path'][0])<4: continue
+        where = o['location'].partition('.html')[0].replace('/', '.')
+        o.update(path=o["path"][:1], title=f'{o["path"][0]}, {where}: {o["title"]}', text='')
+    index['items'].sort(key=lambda o: parts.index(o['path'][0]))
+    path.write_text(json.dumps(index))
 
 def main(out):
     shutil.rmtree(out, ignore_errors=True)
     files = sources()
     pages = [Page(path, at) for path,at in files.items() if path.endswith('.ipynb')]
-    texts = {p.at: (p.path, '\n\n'.join(p.parts)) for p in pages}
+    api = topic_pages(pages)
+    texts = {p.at: (p.path, '\n\n'.join(p.parts)) for p in [*pages,*api]}
     texts |= {at: (path, (root/path).read_text()) for path,at in files.items() if path.endswith('.md')}
     title = {p.path: re.search('^# (.+)', p.parts[0])[1] for p in pages}
     reading = re.sub(r'\[[\w/]+\]\(([\w/]+\.ipynb)\)', lambda m: f'[{title["nbs/"+m[1]]}]({m[1]})', (root/'nbs/README.md').read_text())
     texts['notebooks.md'] = ('nbs/README.md', reading)
     for o in folders: texts[f'{o}/index.md'] = ('nbs/README.md', re.search(rf'^#(# {o}:.*?)(?=^## )', reading, re.M|re.S)[1])
-    texts['api.md'] = (None, api_index(pages))
-    links = Links(pages, files)
+    first = '# API\n\nWhat `from learnerdist.all import *` hands out, and the methods of a Learner.'
+    texts['api/index.md'] = (None, '\n\n'.join([first,*[o.table() for o in api]]))
+    links = Links([*api,*pages], files)
     for at,(path,text) in texts.items():
         (out/'pages'/at).parent.mkdir(parents=True, exist_ok=True)
         (out/'pages'/at).write_text(links(text, path, at))
@@ -237,6 +284,9 @@ def main(out):
         (out/'pages'/o).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(root/o, out/'pages'/o)
     shutil.copy(root/'tools/site.css', out/'pages')
-    (out/'mkdocs.yml').write_text(json.dumps({'INHERIT': os.path.relpath(root/'tools/docs.yml', out), 'nav': nav(files)}, indent=1))
+    (out/'mkdocs.yml').write_text(json.dumps({'INHERIT': os.path.relpath(root/'tools/docs.yml', out), 'nav': nav(files, api)}, indent=1))
 
-if __name__=='__main__': main(Path(sys.argv[1] if len(sys.argv)>1 else root/'_proc').resolve())
+if __name__=='__main__':
+    out = Path(sys.argv[1] if len(sys.argv)>1 else root/'_proc').resolve()
+    if (out/'site/search.json').is_file(): sort_search(out/'site/search.json')
+    else: main(out)

@@ -8,4 +8,5 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python -W ignore tools/docs.py "$work"
 (cd "$work" && python -m zensical build --strict -f mkdocs.yml)
+python -W ignore tools/docs.py "$work"
 rm -rf "$out" && mkdir -p "$(dirname "$out")" && mv "$work/site" "$out"
