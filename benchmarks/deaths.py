@@ -32,9 +32,23 @@ def committed(step, rows, world_size, attempt=0):
 torch.manual_seed(0)
 rows,xs = torch.arange(n),torch.randn(n, 20)
 ys = xs[:,:1]
+def mark(k): print(k, os.environ.get('RANK'), time.time(), file=open(folder/'marks', 'a'))
+def marked(cls, name, k):
+    "Let a method leave a mark when it returns"
+    old = getattr(cls, name)
+    def method(*args, **kw):
+        res = old(*args, **kw)
+        mark(k)
+        return res
+    setattr(cls, name, method)
+mark('script')
 model = nn.Sequential(nn.Linear(20, 50), nn.ReLU(), nn.Linear(50, 1))
 '''
 own = '''
+from learnerdist.distributed.engine import Context,Engine
+marked(Context, 'join', 'group')
+marked(Engine, 'open_context', 'context')
+marked(Engine, 'check_settings', 'state')
 class Net(nn.Module):
     def __init__(self): super().__init__(); self.net = model
     def forward(self, i, x): return self.net(x)
@@ -69,7 +83,30 @@ while manager.current_step()<n//3//bs:
 manager.shutdown(wait=False)
 '''
 
+# The launcher, which leaves marks, too
+launcher = '''import os,sys,time
+from learnerdist.launch import cli,watch
+folder = sys.argv.pop(1)
+def mark(k, at): print(k, None, at, file=open(f'{folder}/marks', 'a'))
+start = watch.Job.start
+def marked(job, *args):
+    if job.ranks: mark('seen', min(o.seen for o in job.ranks))
+    mark('ended', time.time())
+    start(job, *args)
+watch.Job.start = marked
+sys.exit(cli.main())'''
+
 W,n_samples = 3,3*16*250
+parts = dict(seen='death seen', ended='ranks ended', script='forks', group='group', context='context', state='state', next='first step')
+
+def parts_of(folder, death, step):
+    "Seconds from each mark to the next, of the last rank that leaves it"
+    lines = [o.split() for o in (folder/'marks').read_text().splitlines()]
+    at,res = death,{}
+    for k,name in parts.items():
+        last = max([float(t) for o,_,t in lines if o==k and float(t)<=step], default=step)
+        at,res[name] = last,last-at
+    return res
 
 def result(folder, ended):
     "Seconds from the death to the next step, and to one of all ranks; steps done again; samples not trained on exactly once"
@@ -81,13 +118,14 @@ def result(folder, ended):
     begin = min(step for a,step,_ in lines if a==last) # what earlier attempts did from here on was done again
     again = max((step for a,step,_ in lines if a<last), default=begin-1)-begin+1
     times = Counter(i for a,step,rows in lines if a==last or step<begin for i in rows)
-    return dict(next=after[0]-death, all=after[1] and after[1]-death, again=again, wrong=sum(times[i]!=1 for i in range(n_samples)))
+    split = parts_of(folder, death, after[0]) if 'seen' in (folder/'marks').read_text() else {}
+    return dict(split, next=after[0]-death, all=after[1] and after[1]-death, again=again, wrong=sum(times[i]!=1 for i in range(n_samples)))
 
 def write(folder, imports, text): (folder/'train.py').write_text(common.format(imports=imports, n=n_samples)+text)
 
 def start(*cmd, **env):
     env['PYTHONPATH'] = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get('PYTHONPATH', '')])
-    return subprocess.Popen([sys.executable,'-m',*cmd], env=os.environ|env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen([sys.executable,*cmd], env=os.environ|env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 def end(proc):
     out,_ = proc.communicate(timeout=200)
@@ -96,7 +134,7 @@ def end(proc):
 def of_launch(folder, options, cbs, attempt):
     "By this package"
     write(folder, 'from learnerdist.all import *', own.format(cbs=cbs, attempt=attempt))
-    return result(folder, [end(start('learnerdist.launch','--nproc',str(W),*options,f'{folder}/train.py',str(folder)))])
+    return result(folder, [end(start('-c',launcher,str(folder),'--nproc',str(W),*options,f'{folder}/train.py',str(folder)))])
 
 def of_torchft(folder, heartbeat_ms):
     "By torchft: each rank is a replica group, which torchrun starts again; a lighthouse knows who is there"
@@ -108,7 +146,7 @@ def of_torchft(folder, heartbeat_ms):
     options = ['--min_replicas','1','--bind',at,'--heartbeat_timeout_ms',str(heartbeat_ms),'--join_timeout_ms','10000']
     with subprocess.Popen([lighthouse,*options], stderr=subprocess.DEVNULL) as house:
         try:
-            torchrun = 'torch.distributed.run','--standalone','--nproc-per-node=1','--max-restarts=1',f'{folder}/train.py',str(folder)
+            torchrun = '-m','torch.distributed.run','--standalone','--nproc-per-node=1','--max-restarts=1',f'{folder}/train.py',str(folder)
             groups = [start(*torchrun, REPLICA_GROUP_ID=str(i), TORCHFT_LIGHTHOUSE=f'http://{at}') for i in range(W)]
             with ThreadPoolExecutor() as pool: return result(folder, [*pool.map(end, groups)])
         finally: house.kill()
@@ -144,7 +182,9 @@ def report(res):
     def most(v, t): return max([o[t] for o in v if t in o], default='not counted')
     rows = [[k, *(_seconds([o[t] for o in v]) for t in ('next','all')), *(most(v, t) for t in ('again','wrong'))]
             for k,v in res['deaths'].items()]
-    text = table(head, rows)
+    own = {k: v for k,v in res['deaths'].items() if parts['seen'] in v[0]}
+    split = [[k, *(f'{1000*quartiles([o[t] for o in v])[1]:.0f}' for t in parts.values())] for k,v in own.items()]
+    text = table(head, rows)+'\n\n'+table(['where the time goes, ms',*parts.values()], split)
     ours = {k: quartiles([o['next'] for o in v])[1] for k,v in res['deaths'].items() if 'learnerdist' in k}
     peers = f"Medians of {len(next(iter(res['deaths'].values())))} runs. "
     if res['torchft']: peers += f"torchft-nightly {res['torchft']}"+', measured on another day'*res.get('torchft_before', False)+'.'

@@ -87,6 +87,8 @@ def preload(argv:list)->bool:
     text = import_first(argv)
     if 'torch' not in sys.modules: return False
     if any(o in text for o in _trains) and not any(o in text for o in _settings): __import__('torch._dynamo')
+    # numpy does it at first use, which is `seed_alike`: 10 ms of each rank
+    if 'numpy' in sys.modules: __import__('numpy.random')
     # the garbage collector leaves imports alone: a process ends in half the time. With triton it would tell of leaks
     if 'triton' not in sys.modules: gc.freeze()
     # and whether it has all threads: those of OpenBLAS end before a fork, and begin again later
