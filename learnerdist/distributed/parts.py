@@ -59,19 +59,23 @@ def take_grads(params)->dict:
 def add_earlier(params, pending:list):
     "Add the gradients of earlier parts, see `Tree`, to those of the last one"
     last = take_grads(params)
-    for found in pending: last = add_grads(last, {p: found[p] for p in params if p in found})
+    for found in pending:
+        of_these = {p: found[p] for p in params if p in found}
+        last = add_grads(last, of_these)
     for p,g in last.items(): p.grad = g
 
 @torch.no_grad()
 def add_grads(a:dict, b:dict)->dict:
     "The sum of the gradients of two parts; it changes `a`"
-    both = [p for p in b if p in a]
-    dense = [p for p in both if a[p].layout==b[p].layout==torch.strided]
-    if dense: foreach_add([a[p] for p in dense], [b[p] for p in dense])
-    known = {*dense}
-    for p in both:
-        if p not in known: a[p] = a[p]+b[p] # sparse
-    return a|{p: g for p,g in b.items() if p not in a}
+    sums,terms = [],[]
+    for p,g in b.items():
+        if p not in a: a[p] = g
+        elif a[p].layout==g.layout==torch.strided:
+            sums.append(a[p])
+            terms.append(g)
+        else: a[p] = a[p]+g # sparse
+    if sums: foreach_add(sums, terms)
+    return a
 
 # %% ../../nbs/distributed/03_parts.ipynb #pt012
 def sum_of_ranks(t:Tensor)->Tensor:
@@ -162,11 +166,13 @@ class Step:
 class PartStatistics:
     "The buffers of a model in the parts of one step"
     def __init__(self, model, n:int): # parts of this rank
-        layers = [m for m in model.modules() if isinstance(m, TrackingNorm)]
-        layers = [m for m in layers if m.training and m.running_mean is not None]
-        self.running = [o for m in layers for o in (m.running_mean,m.running_var)]
-        self.counters = [m.num_batches_tracked for m in layers if m.num_batches_tracked is not None]
-        known = {id(o) for o in self.running+self.counters}
+        self.running = [] # Statistics of normalisation layers: each one's mean, then its variance
+        self.counters = [] # How many batches they have seen
+        for m in model.modules():
+            if not isinstance(m, TrackingNorm) or not m.training or m.running_mean is None: continue
+            self.running += [m.running_mean,m.running_var]
+            if m.num_batches_tracked is not None: self.counters.append(m.num_batches_tracked)
+        known = {*map(id, self.running+self.counters)}
         self.others = [o for o in model.buffers() if id(o) not in known]
         self.start = [(o,o.clone()) for o in self.running+self.counters+self.others]
         self.versions = [version(o) for o in self.others]
@@ -199,12 +205,13 @@ class PartStatistics:
         "After the last part. changed: `has_changed` of any rank. Sync point, if there are buffers to share"
         if self.running:
             row = sum_of_ranks(self.total.total)
-            n,i = row[-1],0
-            for o,old in self.start[:len(self.running)]:
-                mean = (row[i:i+o.numel()]/n.clamp(min=1)).view_as(o).to(o.dtype)
+            n = row[-1] # parts that count
+            n_running = len(self.running)
+            sums = row[:-1].split([o.numel() for o in self.running])
+            for (o,old),total in zip(self.start, sums):
+                mean = (total/n.clamp(min=1)).view_as(o).to(o.dtype)
                 o.copy_(torch.where(n>0, mean, old))
-                i += o.numel()
-            for o,old in self.start[len(self.running):len(self.running)+len(self.counters)]: o.copy_(old+(n>0))
+            for o,old in self.start[n_running:n_running+len(self.counters)]: o.copy_(old+(n>0))
         if not changed: return
         for o,new in zip(self.others, self.first or self.others): o.copy_(new)
         for o in self.others if group_size()>1 else (): dist.broadcast(o.contiguous(), 0, group=current_group())
