@@ -23,7 +23,6 @@ from fastai.learner import Learner,Recorder,join_path_file,noop
 from fastai.text.learner import TextLearner,clean_raw_keys
 from fastcore.basics import patch
 
-from ..distributed.trainer import Adapter
 from ..checkpoint.position import read_alone
 from ..checkpoint.snapshot import weights_in
 from ..core.rank0 import await_save,save_once
@@ -35,10 +34,8 @@ from ..core.shards import has_parts,load_model,load_opt,need_values
 from ..core.stacks import warn
 from ..learner.callback import Callback
 from ..learner.learner import StartAt,get_model
-from ..learner.recorder import as_totals
 from ..learner.saving import find_saved
 from .loaders import DistributedDL
-from .trainer import DistributedTrainer
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c005
 def _smooth(rec): return rec.smooth_loss.count,rec.smooth_loss.val
@@ -102,28 +99,8 @@ ParamScheduler.horizon = property(lambda self: [['n_epoch',self.n_epoch]],
                                   doc="A schedule by the part of the fit that is done")
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c008
-DistributedTrainer.rank_state,DistributedTrainer.totals_by_step = ('all_steps',),'all_steps'
-DistributedTrainer.all_steps = property(lambda self: as_totals(self.steps),
-                                        lambda self, v: setattr(self, 'steps', [*map(tuple, v)]),
-                                        doc="This rank's losses in this epoch")
-
 @read_alone.register
 def _(dl:DataLoader, seed): return DistributedDL.from_dl(dl, 0, 1, seed, pad='batch', sample_seeds=True)
-
-@patch
-def state_dict(self:DistributedTrainer):
-    "The state in a checkpoint: seed and epoch of the shuffling, and the Recorder's state at the start of this epoch"
-    begun = getattr(self, 'begun', None)
-    return Adapter.state_dict(self)|dict(begun=begun and [begun[0],begun[1].count,begun[1].val])
-
-@patch
-def load_state_dict(self:DistributedTrainer, state):
-    "Restore a checkpoint's shuffling, and the Recorder's state at the start of its epoch"
-    Adapter.load_state_dict(self, state)
-    if state['begun'] is None: return
-    smooth = type(self.recorder.smooth_loss)(self.recorder.smooth_loss.beta)
-    n,smooth.count,smooth.val = state['begun']
-    self.trained,self.begun = True,(n,smooth)
 
 # %% ../../nbs/fastai/03_checkpoint.ipynb #c010
 _running = [] # The learners of the fits that are running

@@ -126,7 +126,7 @@ def get_preds(self:Learner, *args, gather='all', **kw):
         if given['dl'] is None and isinstance(dl, DataLoader): dl = in_order(dl) # as fastai does
         given['reorder'] = False
     given['dl'] = dl
-    with replaced(trainer, gather=gather): res = get()
+    with replaced(trainer.predictions, gather=gather): res = get()
     if gather=='all' or not group_rank(): return res
     return (None,)*(2+sum(given[o] for o in ('with_input','with_decoded','with_loss')))
 
@@ -252,7 +252,7 @@ def fit(self:Learner,
     _check_fit(n_epoch, start_epoch, lr, cbs, reset_opt)
     cbs = [o() if isinstance(o, type) else o for o in L(cbs)]
     with CoreLearner.flagged(self, dict(ddp=ddp, amp=amp, resume=resume)), checkpoint.running(self, cbs):
-        if trainer := trainer_of(self): trainer.follow_dls()
+        if trainer := trainer_of(self): trainer.track_dls()
         elif num_distrib()>1 and not hasattr(self, 'lr_finder'): say_alone()
         try: return _fit(self, n_epoch, lr, wd, cbs, reset_opt, start_epoch)
         except Exception as e:

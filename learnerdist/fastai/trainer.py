@@ -74,122 +74,82 @@ def _(m:GatherPredsCallback):
     return Rows(m, *[k for k,v in kept.items() if v])
 
 # %% ../../nbs/fastai/02_trainer.ipynb #ec015
-class Results:
-    "What a loop of a fastai learner measures and gathers, also in training (`Recorder(train_metrics=True)`)"
-    files = () # Callbacks that write a file for each batch of this loop
-    gather = None # An option of `get_preds`
-    def before_validate(self):
-        "Before the loop, and before other callbacks"
-        self.engine.begin_evaluation()
-        cbs = self._gatherers()
+class Predictions:
+    "What `get_preds` gathers, and the files that it writes"
+    def __init__(self, engine):
+        self.engine = engine
+        self.files = () # Callbacks that write a file for each batch of this loop
+        self.gather = None # An option of `get_preds`
+
+    def begin_loop(self, learn):
+        "Before a loop that evaluates, after the engine. ValueError for files of a loader of which ranks have rows"
+        cbs = gatherers(learn)
         if self.gather: vars(cbs[-1]).update(gather=self.gather) # the last one is that of `get_preds`
-        if not is_share(self.dl): return
+        if not is_share(learn.dl): return
         self.files = [cb for cb in cbs if cb.save_preds or cb.save_targs]
-        if self.files and getattr(self.dl, 'unit', 'batch')!='batch':
-            name = type(self.dl.source).__name__
+        if self.files and getattr(learn.dl, 'unit', 'batch')!='batch':
+            name = type(learn.dl.source).__name__
             raise ValueError(f'save_preds, save_targs: each rank has rows of every batch of this {name}')
-    def number_files(self):
-        "The files of a rank's batches are named as in one process"
-        for cb in self.files: vars(cb)['iter'] = self.engine.loop.evaluation.number(self.iter)
-    def evaluated(self):
-        "After the loop"
-        if self.files: distrib_barrier() # all files exist when `get_preds` returns
+
+    def number_files(self, i:int):
+        "The files of this rank's batch `i` are named as in one process"
+        for cb in self.files: vars(cb)['iter'] = self.engine.loop.evaluation.number(i)
+
+    def end_loop(self):
+        "After the loop. Sync point if files were written: all exist when `get_preds` returns"
+        if self.files: distrib_barrier()
         for cb in self.files: vars(cb).pop('iter', None)
         self.files = ()
 
-    def counts(self)->bool:
-        "Whether the current batch counts"
-        return not (self.training and self.learn.repeated)
-    def measured(self)->list:
-        "The metrics of this loop, and the callbacks that gather"
-        return self._mets() if self.training else [*self._mets(), *self._gatherers()]
-    def as_kept(self, m, name, got):
-        "An entry for each batch; for `get_preds` all together, which fastai would copy"
-        if got is None: return []
-        if 'gather' not in vars(m) or m.concat_dim: return got.batches()
-        m.after_validate = noop # it would concatenate them
-        whole = got.joined() if got.is_dense() else to_concat(got.batches())
-        return whole if name=='losses' else detuplify(whole)
+def gatherers(learn)->list:
+    "The callbacks of `get_preds` that a learner has now"
+    return [cb for cb in learn.cbs if isinstance(cb, GatherPredsCallback)]
 
-    def _gatherers(self): return [cb for cb in self.learn.cbs if isinstance(cb, GatherPredsCallback)]
-    def _mets(self):
-        rec = getattr(self.learn, 'recorder', None)
-        if rec is None or rec not in self.learn.cbs: return []
-        if not self.training: return list(getattr(rec, '_valid_mets', self.learn.metrics))
-        measures = rec.train_metrics and not getattr(rec, 'cancel_train', False)
-        return list(self.learn.metrics) if measures else []
-
-# %% ../../nbs/fastai/02_trainer.ipynb #c019
-class OfLoaders:
-    "What a trainer of fastai's knows of loaders"
-    def set_device(self, device):
-        "Let the loaders put their batches on `device`"
-        for dl in self.dls.loaders:
-            if isinstance(dl, DataLoader) and dl.device!=device: self.engine.context.replace(dl, 'device', device)
-        self.engine.context.replace(self.dls, '_device', device)
-
-# %% ../../nbs/fastai/02_trainer.ipynb #c021
-class OfFits:
-    "What it does around a fit and its epochs"
-    def before_epoch(self):
-        self.follow_dls()
-        self.engine.begin_epoch()
-    def follow_dls(self):
-        "Deal out the learner's loaders, if it has got other ones since. Sync point then"
-        if self.learn.dls is not self.engine.loaders.dls: self.engine.loaders.deal_out()
-    def before_train(self):
-        self.engine.begin_training()
-        rec,self.trained,self.steps = vars(self.learn).get('recorder'),True,[]
-        if rec is None: return
-        self.begun = len(rec.losses),copy.copy(rec.smooth_loss)
-        if rec in self.learn.cbs and rec.train_metrics: self.engine.loop.evaluation = Evaluation(self.engine)
-    def after_fit(self):
-        if self.trained: self.engine.loaders.epochs_before += self.n_epoch
-        self.trained = False
-        self.cleanup()
-    def cleanup(self):
-        "At the end of a fit, also after an exception: remove the `Replica`, and restore the weights after `lr_find`"
-        self.unswap()
-        self.engine.end_fit()
-        if self.saved is None: return
-        (model,opt,folder),self.saved = self.saved,None
-        self.learn.model.load_state_dict(model)
-        self.learn.opt.load_state_dict(opt)
-        if folder is not None: folder.cleanup()
+def metrics_of_loop(learn)->list:
+    "What the Recorder measures in the present loop; in training with `Recorder(train_metrics=True)`"
+    rec = getattr(learn, 'recorder', None)
+    if rec is None or rec not in learn.cbs: return []
+    if not learn.training: return list(getattr(rec, '_valid_mets', learn.metrics))
+    measures = rec.train_metrics and not getattr(rec, 'cancel_train', False)
+    return list(learn.metrics) if measures else []
 
 # %% ../../nbs/fastai/02_trainer.ipynb #31e10466
-class OfModels:
-    "Which model a loop calls, and what observes it"
-    def begin_event(self, event):
-        "Before callbacks are called: they see the user's model"
-        self.unswap()
-        # the forward pass was left
-        if self.trace is not None and event not in ('after_pred','after_loss'): self.end_trace()
-    def end_event(self, event):
-        "After callbacks were called: the forward pass of a training batch, which is next, is that of `learn.wrapper`"
-        if event!='before_batch': return
-        learn = self.learn
-        wrapper,self.plain = self.engine.loop.model,learn.model
+class ForwardModel:
+    "The model that `learn.model` is from the end of `before_batch` to the next event, and what observes it"
+    def __init__(self, engine):
+        self.engine = engine
+        self.plain = None # The user's, while another one stands in `learn.model`
+        self.observes = False # Whether calls of torch's losses are observed, in the model and the loss
+        self.trace = None # `LossTrace`, within a forward pass
+
+    def begin(self, alone:bool):
+        "The next call is a forward pass. alone: whether it is in no loop of the ranks"
+        engine,learn = self.engine,self.engine.learn
+        self.plain = learn.model
+        wrapper = engine.loop.model
         if wrapper is not None and learn.training:
             if wrapper.model is not self.plain: wrapper.replace_model(self.plain)
             learn.model = wrapper
-        many = self.engine.by_parts or self.engine.links is not None # what a loss counts weighs in evaluation, too
-        if self.watches and many and not self.alone: self.trace = LossTrace().__enter__()
+        many = engine.by_parts or engine.links is not None # what a loss counts weighs in evaluation, too
+        if self.observes and many and not alone: self.trace = LossTrace().__enter__()
+
+    def restore(self):
+        "Set `learn.model` to the user's model again"
+        if self.plain is not None: self.engine.learn.model = self.plain
+        self.plain = None
+
     def end_trace(self)->LossTrace:
         "Observe no longer; returns what was observed"
         trace,self.trace = self.trace,None
         trace.__exit__(None, None, None)
         return trace
-    def unswap(self):
-        "Set `learn.model` to the user's model again"
-        if self.plain is not None: self.learn.model = self.plain
-        self.plain = None
-    @contextmanager
-    def loop(self):
-        "A loop over batches runs in the body: the callbacks of this package hear its events"
-        with replaced(self, looping=True, watches=loss_trace(self.learn) is not None):
-            try: yield
-            finally: self.begin_event('the end')
+
+    def find_items(self):
+        "What is the loss the mean over? If it does not show, the next batches are not observed"
+        if self.trace is None: return
+        learn = self.engine.learn
+        learn.items = self.end_trace().items(learn.loss_grad)
+        self.observes = learn.items is not None
 
 # %% ../../nbs/fastai/02_trainer.ipynb #063eec04
 @mean_over.register
@@ -201,102 +161,90 @@ def _(loss_func:MethodType): # that of MixUp and CutMix works for their batch on
     return MeanOver('samples') if mixes else mean_over.dispatch(object)(loss_func)
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c024
-class OfBatches:
-    "What it does within a batch"
-    def before_batch(self):
-        self.engine.loop.begin_batch()
-        self.has_loss = False
-        if not self.training: return self.number_files()
-        if self.engine.loop.evaluation: self.learn.recorder.train_metrics = True
-        self._count_rows()
-    def _count_rows(self):
-        "The samples of this batch over all ranks, for a callback that accumulates. May be a sync point"
-        engine,acc = self.engine,self._accumulation()
-        if acc is None or not engine.loop.weighs: return
-        if engine.loop.step.i==0:
-            n = 0 if self.learn.repeated else find_bs(self.yb)
-            self.rows,_ = engine.loop.step_totals(n, False)
+class Accumulated:
+    "fastai's `GradientAccumulation`, which counts the samples of a rank's batch: here those of all ranks"
+    def __init__(self, engine):
+        self.engine = engine
+        self.rows = 0 # Samples of this batch, of all ranks
+        self.adds_up = False # Whether gradients of several batches travel together
+
+    def callback(self):
+        "fastai's, if it is among the learner's and the loop weighs losses; else None"
+        if not self.engine.loop.weighs: return None
+        return next((cb for cb in self.engine.learn.cbs if isinstance(cb, GradientAccumulation)), None)
+
+    def begin_batch(self, observes:bool):
+        "Find the samples of this batch over all ranks. observes: see `ForwardModel`. May be a sync point"
+        acc = self.callback()
+        if acc is None: return
+        learn,loop = self.engine.learn,self.engine.loop
+        if loop.step.i==0:
+            n = 0 if learn.repeated else find_bs(learn.yb)
+            self.rows,_ = loop.step_totals(n, False)
         # else each batch has its own scale, so its gradients travel; a user's function may count anything
-        over = loss_over(self.learn)
-        seen = self.watches and over.kind=='unknown' # at the first batch: what it counts will be seen
-        self.adds_up = over.of_samples and not seen and not engine.by_parts
-        if self.adds_up: engine.loop.accumulate(acc.count+self.rows>=acc.n_acc, acc.n_acc, corrects=False)
-    def _accumulation(self):
-        return next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
-    def before_backward(self):
-        acc = self._accumulation()
-        if acc is not None and self.engine.loop.weighs:
-            # it counts the samples of a part, in `after_loss` and in `before_step`
-            own = find_bs(self.yb)
-            self.learn.loss_grad = self.learn.loss_grad*((acc.n_acc if self.adds_up else self.rows)/own)
-            if self.engine.loop.step.is_last: acc.count += self.rows-own
-        self.engine.loop.weigh()
-    def after_loss(self):
-        if self.learn.training: check_targets(self.learn)
-        # what is the loss the mean over? If it does not show, the next batches are not observed
-        if self.trace is not None:
-            self.learn.items = self.end_trace().items(self.learn.loss_grad)
-            self.watches = self.learn.items is not None
-        self.engine.loop.note_loss()
-        self.has_loss = True
-    def after_batch(self):
-        self.engine.loop.end_batch()
-        if not self.training: return
-        # which it reads later in this event
-        if self.engine.loop.evaluation: self._measure()
-        if self.engine.links or self.engine.by_parts or self.steps: self.share_loss() # steps: before a restart
-    def _measure(self):
-        "Let the metrics of training have this part, which the Recorder does after the last one of a step"
-        rec,more = self.learn.recorder,self.engine.loop.more_parts
-        rec.train_metrics = not self.learn.repeated
-        if not more or self.learn.repeated: return
-        for m in self.learn.metrics: m.accumulate(self.learn)
-    def share_loss(self):
-        "Add this step's loss to the totals; in `lr_find` average it over ranks. Sync point in `lr_find`"
-        loss,has_loss = self.learn.loss,self.has_loss and not self.learn.repeated
-        n = n_items(self.learn) if has_loss else 0
-        tot = weighted(loss.detach().mean(), n)
-        # with has_loss, since a batch of which no item counts has the loss NaN
-        self.rows_of_step.append((tot,n,has_loss))
-        if self.engine.loop.more_parts: return
-        rows = self.rows_of_step
-        self.rows_of_step = []
-        # read at the end of the loop, so that nobody waits for a device
-        self.steps.append(rows[0] if len(rows)==1 else self.engine.add_up(rows))
-        if 'lr_finder' not in vars(self.learn): return
-        tot,count,has_loss = total_losses(self.learn, as_totals(self.steps[-1:]), 1)[0]
-        if has_loss: self.learn.loss = (tot/count).to(self.learn.loss)
+        over = loss_over(learn)
+        seen = observes and over.kind=='unknown' # at the first batch: what it counts will be seen
+        self.adds_up = over.of_samples and not seen and not self.engine.by_parts
+        if self.adds_up: loop.accumulate(acc.count+self.rows>=acc.n_acc, acc.n_acc, corrects=False)
+
+    def scale(self):
+        "Before a backward pass: fastai's callback counts the samples of a part, in `after_loss` and in `before_step`"
+        acc = self.callback()
+        if acc is None: return
+        learn = self.engine.learn
+        own = find_bs(learn.yb)
+        learn.loss_grad = learn.loss_grad*((acc.n_acc if self.adds_up else self.rows)/own)
+        if self.engine.loop.step.is_last: acc.count += self.rows-own
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c025
-class OfRecords:
-    "Lets the Recorder have the losses of all ranks"
-    def after_train(self):
-        Adapter.after_train(self)
-        found,self.engine.loop.evaluation = self.engine.loop.evaluation,None
-        if not found: return
-        self.learn.recorder.train_metrics = True
-        if self.measured(): found.put_together()
-    def end_train(self):
-        "At the end of a training loop, however it was left: the recorder gets the losses of all ranks. Sync point"
-        many = self.engine.links is not None # else there may have been more ranks in this epoch, before a restart
-        if (self.engine.end_training() if many else self.steps) and 'recorder' in vars(self.learn): self.record()
-        if not many: self.steps = []
+class EpochLosses:
+    "This rank's losses in the training loop of an epoch; at its end fastai's Recorder has those of all ranks"
+    def __init__(self, engine):
+        self.engine = engine
+        self.steps = [] # Of each step: loss × items, items, whether it has a loss
+        self.parts = [] # The same of each part of the present step so far
+        self.begun = None # Of the Recorder before the epoch: how many losses it had; its smoothed loss
+
+    def begin(self):
+        "Before the training loop"
+        rec = vars(self.engine.learn).get('recorder')
+        self.steps = []
+        if rec is not None: self.begun = len(rec.losses),copy.copy(rec.smooth_loss)
+
+    def add(self, has_loss:bool):
+        "Add the loss of a part; in `lr_find` average that of the step over ranks. Sync point in `lr_find`"
+        learn,loop = self.engine.learn,self.engine.loop
+        has_loss = has_loss and not learn.repeated
+        n = n_items(learn) if has_loss else 0
+        total = weighted(learn.loss.detach().mean(), n)
+        # with has_loss, since a batch of which no item counts has the loss NaN
+        self.parts.append((total,n,has_loss))
+        if loop.more_parts: return
+        parts,self.parts = self.parts,[]
+        # read at the end of the loop, so that nobody waits for a device
+        self.steps.append(parts[0] if len(parts)==1 else self.engine.add_up(parts))
+        if 'lr_finder' not in vars(learn): return
+        total,n,has_loss = total_losses(learn, as_totals(self.steps[-1:]), 1)[0]
+        if has_loss: learn.loss = (total/n).to(learn.loss)
+
     def record(self):
-        "Replace the Recorder's losses by those of the global batches. Sync point"
-        rec,(start,smooth) = self.learn.recorder,self.begun
+        "Replace the Recorder's losses of this epoch by those of the global batches. Sync point"
+        learn = self.engine.learn
+        rec,(start,smooth) = learn.recorder,self.begun
         n = min(gather_objects(min(len(self.steps), len(rec.losses)-start)))
-        rec.losses,rec.lrs,loss = rec.losses[:start],rec.lrs[:start+n],torch.tensor(0.)
-        for tot,count,has_loss in total_losses(self.learn, as_totals(self.steps[:n]), n) if n else ():
-            loss = (tot/count).to(smooth.val) if has_loss else loss
+        rec.losses,rec.lrs = rec.losses[:start],rec.lrs[:start+n]
+        loss = torch.tensor(0.)
+        for total,count,has_loss in total_losses(learn, as_totals(self.steps[:n]), n) if n else ():
+            if has_loss: loss = (total/count).to(smooth.val)
             smooth.accumulate(SimpleNamespace(loss=loss))
             rec.losses.append(smooth.value)
         vars(rec)['smooth_loss'] = smooth # `setattr` would warn, since the learner has this name too
-        if n: self.learn.smooth_loss = smooth.value
-    def after_cancel_fit(self):
-        Adapter.after_cancel_fit(self)
-        if self.engine.links is None or 'recorder' not in vars(self.learn): return
-        own = vars(self.learn.recorder) # without these lists if a callback cancels in `before_fit`
-        n = min(gather_objects(len(own.get('values', ())))) # the rank that cancelled may not have recorded the epoch
+        if n: learn.smooth_loss = smooth.value
+
+    def end_fit(self):
+        "All ranks have as many epochs: the one that cancelled the fit may not have recorded the last. Sync point"
+        own = vars(self.engine.learn.recorder) # without these lists if a callback cancels in `before_fit`
+        n = min(gather_objects(len(own.get('values', ()))))
         own.update({k: own[k][:n] for k in ('values','iters') if k in own})
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c014
@@ -314,15 +262,15 @@ parts = Adapter,AfterOthers # What a context adds to a learner's callbacks
 _counting = TrainEvalCallback,Recorder,ParamScheduler,ProgressCallback
 
 # %% ../../nbs/fastai/02_trainer.ipynb #c014b
-class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfRecords, Adapter):
+class DistributedTrainer(Adapter):
     """Train a fastai learner on every rank of the group: shards of the data, averaged gradients, the metrics of one
     process"""
     cancels = {k: getattr(fastai_learner, o.__name__) for k,o in cancels.items()}
     kinds,share_class = tuple(cancels.values()),ShareDL
+    rank_state,totals_by_step = ('all_steps',),'all_steps'
     looping = alone = False # within a loop over batches; without votes and exchanges
-    trained = has_loss = watches = False # this fit; this batch; whether model and loss are observed
-    # the user's model, while another one stands in `learn.model`; before lr_find; what observes model and loss
-    plain = saved = trace = None
+    trained = has_loss = False # this fit; this batch
+    saved = None # before lr_find
     @delegates(Adapter.__init__)
     def __init__(self,
         # This process's accelerator; None: by local rank, or the CPU. A bool is fastai's `sync_bn`
@@ -332,17 +280,22 @@ class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfReco
     ):
         if isinstance(cuda_id, bool): cuda_id,kwargs = None,dict(kwargs, sync_bn=cuda_id)
         super().__init__(cuda_id, **kwargs)
-        self.steps,self.rank0s = [],[] # losses of this epoch; what a logger has added
-        self.rows_of_step,self.rows = [],0 # of the parts of a step so far; its samples over all ranks
+        self.rank0s = [] # what a logger has added
+        self.forward,self.predictions = ForwardModel(self.engine),Predictions(self.engine)
+        self.accumulated,self.losses = Accumulated(self.engine),EpochLosses(self.engine)
+
+    # --- who hears an event ---
 
     def call_event(self, event):
         "Send an event to the callbacks that are to run on this rank"
-        self.begin_event(event)
+        self.forward.restore() # callbacks see the user's model
+        # the forward pass was left
+        if self.forward.trace is not None and event not in ('after_pred','after_loss'): self.forward.end_trace()
         for cb in self.learn.cbs.sorted('order'):
             try: self._call_one_of(cb, event)
             except self.kinds as e:
                 if self.alone or not self.engine.loop.holds(e, event): raise
-        self.end_event(event)
+        if event=='before_batch': self.forward.begin(self.alone)
 
     def _call_one_of(self, cb, event):
         if event=='after_batch' and self.engine.loop.more_parts and isinstance(cb, _counting): return
@@ -361,6 +314,142 @@ class DistributedTrainer(Results, OfLoaders, OfFits, OfModels, OfBatches, OfReco
     def on_its_own(self):
         "Context in which this rank's loops run without votes and exchanges"
         return replaced(self, alone=True)
+
+    @contextmanager
+    def loop(self):
+        "A loop over batches runs in the body: the callbacks of this package hear its events"
+        observes = loss_trace(self.learn) is not None
+        with replaced(self, looping=True),replaced(self.forward, observes=observes):
+            try: yield
+            finally:
+                self.forward.restore()
+                if self.forward.trace is not None: self.forward.end_trace()
+
+    # --- fits, epochs and loops ---
+
+    def before_epoch(self):
+        self.track_dls()
+        self.engine.begin_epoch()
+    def track_dls(self):
+        "Deal out the learner's loaders, if it has got other ones since. Sync point then"
+        if self.learn.dls is not self.engine.loaders.dls: self.engine.loaders.deal_out()
+    def before_train(self):
+        self.engine.begin_training()
+        self.trained = True
+        self.losses.begin()
+        rec = vars(self.learn).get('recorder')
+        measures = rec is not None and rec in self.learn.cbs and rec.train_metrics
+        if measures: self.engine.loop.evaluation = Evaluation(self.engine)
+    def before_validate(self):
+        self.engine.begin_evaluation()
+        self.predictions.begin_loop(self.learn)
+    def after_train(self):
+        super().after_train()
+        found,self.engine.loop.evaluation = self.engine.loop.evaluation,None
+        if not found: return
+        self.learn.recorder.train_metrics = True
+        if self.measured(): found.put_together()
+    def end_train(self):
+        "At the end of a training loop, however it was left: the recorder gets the losses of all ranks. Sync point"
+        many = self.engine.links is not None # else there may have been more ranks in this epoch, before a restart
+        ends = self.engine.end_training() if many else self.losses.steps
+        if ends and 'recorder' in vars(self.learn): self.record()
+        if not many: self.losses.steps = []
+    def after_fit(self):
+        if self.trained: self.engine.loaders.epochs_before += self.n_epoch
+        self.trained = False
+        self.cleanup()
+    def after_cancel_fit(self):
+        super().after_cancel_fit()
+        if self.engine.links is not None and 'recorder' in vars(self.learn): self.losses.end_fit()
+    def cleanup(self):
+        "At the end of a fit, also after an exception: remove the `Replica`, and restore the weights after `lr_find`"
+        self.forward.restore()
+        self.engine.end_fit()
+        if self.saved is None: return
+        (model,opt,folder),self.saved = self.saved,None
+        self.learn.model.load_state_dict(model)
+        self.learn.opt.load_state_dict(opt)
+        if folder is not None: folder.cleanup()
+
+    # --- a batch ---
+
+    def before_batch(self):
+        self.engine.loop.begin_batch()
+        self.has_loss = False
+        if not self.training: return self.predictions.number_files(self.iter)
+        if self.engine.loop.evaluation: self.learn.recorder.train_metrics = True
+        self.accumulated.begin_batch(self.forward.observes)
+    def after_loss(self):
+        if self.learn.training: check_targets(self.learn)
+        self.forward.find_items()
+        self.engine.loop.note_loss()
+        self.has_loss = True
+    def before_backward(self):
+        self.accumulated.scale()
+        self.engine.loop.weigh()
+    def after_batch(self):
+        self.engine.loop.end_batch()
+        if not self.training: return
+        # which it reads later in this event
+        if self.engine.loop.evaluation: self._measure()
+        # steps: before a restart
+        if self.engine.links or self.engine.by_parts or self.losses.steps: self.losses.add(self.has_loss)
+    def _measure(self):
+        "Let the metrics of training have this part, which the Recorder does after the last one of a step"
+        rec,more = self.learn.recorder,self.engine.loop.more_parts
+        rec.train_metrics = not self.learn.repeated
+        if not more or self.learn.repeated: return
+        for m in self.learn.metrics: m.accumulate(self.learn)
+
+    # --- what the engine asks, see `Adapter` ---
+
+    def set_device(self, device):
+        "Let the loaders put their batches on `device`"
+        for dl in self.dls.loaders:
+            if isinstance(dl, DataLoader) and dl.device!=device: self.engine.context.replace(dl, 'device', device)
+        self.engine.context.replace(self.dls, '_device', device)
+    def record(self):
+        "Replace the Recorder's losses by those of the global batches. Sync point"
+        self.losses.record()
+    def counts(self)->bool:
+        "Whether the current batch counts"
+        return not (self.training and self.learn.repeated)
+    def measured(self)->list:
+        "The metrics of this loop, and the callbacks that gather"
+        mets = metrics_of_loop(self.learn)
+        return mets if self.training else [*mets, *gatherers(self.learn)]
+    def evaluated(self):
+        "After the loop"
+        self.predictions.end_loop()
+    def as_kept(self, m, name, got):
+        "An entry for each batch; for `get_preds` all together, which fastai would copy"
+        if got is None: return []
+        if 'gather' not in vars(m) or m.concat_dim: return got.batches()
+        m.after_validate = noop # it would concatenate them
+        whole = got.joined() if got.is_dense() else to_concat(got.batches())
+        return whole if name=='losses' else detuplify(whole)
+
+    # --- what a checkpoint keeps ---
+
+    @property
+    def all_steps(self)->torch.Tensor:
+        "This rank's losses in this epoch"
+        return as_totals(self.losses.steps)
+    @all_steps.setter
+    def all_steps(self, v): self.losses.steps = [*map(tuple, v)]
+
+    def state_dict(self)->dict:
+        "The state in a checkpoint: seed and epoch of the shuffling, and the Recorder's at the start of this epoch"
+        begun = self.losses.begun
+        return super().state_dict()|dict(begun=begun and [begun[0],begun[1].count,begun[1].val])
+    def load_state_dict(self, state):
+        "Restore a checkpoint's shuffling, and the Recorder's state at the start of its epoch"
+        super().load_state_dict(state)
+        if state['begun'] is None: return
+        smooth = type(self.recorder.smooth_loss)(self.recorder.smooth_loss.beta)
+        n,smooth.count,smooth.val = state['begun']
+        self.trained,self.losses.begun = True,(n,smooth)
 
 # fastcore made these classes. A function of a notebook cell that raises one is sent to the ranks by cloudpickle,
 # which looks for a class in the module that it names, and otherwise makes another class there
