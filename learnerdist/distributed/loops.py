@@ -266,7 +266,7 @@ class TrainingLoop(Loop):
 
     def _begin_step(self, i, b)->tuple: # the step, and the batches of its parts
         self.ballot.phase = Phase.train_batch
-        parts,batches,n = self._read_parts(b) if self.source.by_parts else self._whole_batch(i, b)
+        parts,batches,n = self._read_parts(b) if self.source.by_parts else self._only_part(i, b)
         statistics = PartStatistics(get_model(self.learn.model), len(parts)) if self.by_parts else None
         step = self.step = Step(parts, self.source.n_parts, statistics)
         self.n_steps += 1
@@ -276,8 +276,9 @@ class TrainingLoop(Loop):
         if self.by_parts or self.replica is not None and not self.group.begun: self._set_aside(step)
         return step,batches
 
-    def _whole_batch(self, i, b)->tuple: # parts, their batches, and the samples of all ranks, if this step may have fewer
-        "A batch as this rank's only part of a step"
+    def _only_part(self, i, b)->tuple:
+        """A batch as this rank's only part of a step. returns: parts, their batches, and the samples of all ranks, if they
+        may be fewer than in other steps"""
         source = self.source
         # a length may be an estimate; all samples of a batch may be bad
         may_end = not source.known or self.learn.n_iter==i+1 or source.dealer is not None and source.dealer.empty
@@ -285,8 +286,8 @@ class TrainingLoop(Loop):
         part = Part(self.rank, Why.repeats if self._is_repeat(i) else None)
         return [part],[b],step_rows(source.dl, i) if source.known else None
 
-    def _read_parts(self, b)->tuple: # as above
-        "This rank's parts of a step, which the loader has read as batches of their own"
+    def _read_parts(self, b)->tuple:
+        "This rank's parts of a step, which the loader has read as batches of their own. returns: as `_only_part`"
         dealer,(n,*batches) = self.source.dealer,b
         dealer.step_size = n
         used = parts_in_use(n, dealer.n_parts, dealer.max_bs)

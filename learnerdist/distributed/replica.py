@@ -424,7 +424,8 @@ class Replica(Trained):
 
     def __call__(self, *xb, **kw):
         now = self.learn.model
-        if now is not self.model and now is not self: self.replace_model(now) # `self`: fastai's Learner has this as its model
+        # fastai's Learner has this object as its model
+        if now is not self.model and now is not self: self.replace_model(now)
         if self.trained!=self._what_is_trained(): self._wrap()
         out,step = (self.ddp or self.model)(*xb, **kw),self.engine.loop.step
         return weigh_back(out, self.engine.loop.weight_of_second()) if step and step.is_over else out
