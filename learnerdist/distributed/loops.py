@@ -277,8 +277,8 @@ class TrainingLoop(Loop):
         return step,batches
 
     def _only_part(self, i, b)->tuple:
-        """A batch as this rank's only part of a step. returns: parts, their batches, and the samples of all ranks, if they
-        may be fewer than in other steps"""
+        """A batch as this rank's only part of a step. returns: parts, their batches, and the samples of all ranks, if
+        they may be fewer than in other steps"""
         source = self.source
         # a length may be an estimate; all samples of a batch may be bad
         may_end = not source.known or self.learn.n_iter==i+1 or source.dealer is not None and source.dealer.empty
