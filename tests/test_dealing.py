@@ -1,5 +1,5 @@
 "Dealing, by its properties, for settings drawn at random: each sample once, the same global batches and parts at any number of ranks"
-import random
+import itertools, random
 from collections import Counter
 import pytest, torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -129,6 +129,16 @@ def test_the_rest_of_an_epoch():
                 assert len(b)==len(rest)==max(len(a)-k, 0) and [*map(len, a[k:])]==[*map(len, b)], vars(case)
                 repeats = [whole.dealer.repeats(i+k) for i in range(len(b))]
                 assert [o for o,p in zip(b, repeats) if not p]==[o for o,p in zip(a[k:], repeats) if not p], vars(case)
+
+def test_the_rest_without_a_last_batch():
+    "After a step on more ranks, or on fewer, all ranks have as many batches, and as many as their lengths say"
+    for n,bs,before,W in itertools.product((20, 37, 102), (1, 4, 8), (1, 3, 8), (1, 2, 5)):
+        lens = set()
+        for r in range(W):
+            dl = DistributedDL.from_dl(TfmdDL(range(n), bs, shuffle=True, drop_last=True), r, W, pad='batch')
+            dl.dealer.already_read = 0,min(before*bs, n)
+            lens |= {len(dl),len([*dl])}
+        assert len(lens)==1, (n, bs, before, W)
 
 def test_workers_read_the_same():
     for n,bs,W,drop_last,shuffle in ((7,2,2,True,False), (5,3,2,False,True)):

@@ -202,14 +202,15 @@ class Dealer:
 
     def read(self, chunks, base=None, at=0):
         """Iterator over what this rank reads of items that are the same on every rank: its own, or the steps of its
-        parts. chunks, base: as in `Deal.own_items`; at: place of the first item in the epoch, over all ranks"""
+        parts. chunks, base: as in `Deal.own_items`; at: position of the first item in the epoch, over all ranks"""
         deal,at_end = self.deal,self.progress.set_read
         at_end(-1)
         if self.by_rank:
             need(not deal.n_parts, 'a stream that splits itself among ranks has no parts: leave max_bs out')
             return chain.from_iterable(chunks)
-        if not deal.n_parts: return chain.from_iterable(deal.own_items(chunks, base, at-self.start, at_end))
-        return deal.steps(chunks, max(self.start, at)//deal.step, max(self.start-at, 0), at_end)
+        skip = max(self.start-at, 0)
+        if deal.n_parts: return deal.steps(chunks, max(self.start, at)//deal.step, skip, at_end)
+        return chain.from_iterable(deal.own_items(chunks, base, max(at-self.start, 0), skip, at_end))
 
     # --- counts ---
 

@@ -96,18 +96,18 @@ class Deal:
         if self.n_parts: return batch_count(n, self.step, self.drop_last)
         return batch_count(self.count(n), self.bs or 1, self.drop_last and self.unit=='row')
 
-    def own_items(self, chunks, base=None, at:int=0, at_end=lambda n: None):
+    def own_items(self, chunks, base=None, at:int=0, skip:int=0, at_end=lambda n: None):
         """Iterator over this rank's items, as lists. chunks: the items of all ranks, some at a time; base: the padding
-        repeats its first items, None: those of `chunks`; at: how many come before, or -n: the first n are left out;
-        at_end: called with the number of all"""
+        repeats its first items, None: those of `chunks`; at: how many come before; skip: how many are left out at
+        first; at_end: called with the number of all"""
         head,most = [],self.world_size-1
+        chunks = without_first(chunks, skip)
         if self.drops_rest: chunks = full_rows(chunks, self.row)
         for chunk in chunks:
-            new = chunk[max(-at, 0):]
-            if len(head)<most: head += to_list(new[:most-len(head)])
-            yield to_list(self.taken(new, max(at, 0)))
+            if len(head)<most: head += to_list(chunk[:most-len(head)])
+            yield to_list(self.taken(chunk, at))
             at += len(chunk)
-        at_end(max(at, 0))
+        at_end(at)
         place = self.padding(at)
         if place is not None: yield [(base or head)[place]]
 
@@ -131,6 +131,12 @@ class Deal:
 def to_list(items):
     "Items as Python's numbers, if they are a tensor"
     return items.tolist() if isinstance(items, Tensor) else items
+
+def without_first(chunks, n:int):
+    "The chunks without their first `n` items"
+    for chunk in chunks:
+        yield chunk[n:]
+        n = max(n-len(chunk), 0)
 
 def full_rows(chunks, n:int):
     "The chunks without the items at the end that do not fill a row of `n`"

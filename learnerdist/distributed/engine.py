@@ -448,6 +448,7 @@ class Engine(Runner):
         if not loop.training: return False
         self.loop = Loop()
         self.loop.evaluation,self.loop.n_steps = loop.evaluation,loop.n_steps
+        self.loop.repeated = loop.repeated # the recorder may still enter the last step
         self.seed_streams(_between)
         if self.links: compare_weights(self.learn, loop.n_steps, self.findings)
         broadcast_tensors(get_model(self.learn.model).buffers())

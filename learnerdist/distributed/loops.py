@@ -231,6 +231,7 @@ class TrainingLoop(Loop):
         self.weighs = self.by_parts or self.links is not None
         self.copies = self.replica.copies if self.replica else 1 # By how many an exchange divides the sum
         self.more_parts = False # Whether other parts of this batch follow
+        self.newest = None # The present part, or the last one
         self.source = None # `Source`, once the loop is opened
         self.group = Group()
         self.scale = 1. # By which the losses of this step are divided, see `Kind`
@@ -248,8 +249,8 @@ class TrainingLoop(Loop):
         return self.more_parts or self.weighs and self.part is not None and not self.group.is_last
     @property
     def repeated(self)->bool:
-        "Whether the present part is not recorded"
-        return self.part is not None and not self.part.is_recorded
+        "Whether the present part, or the last one, is not recorded"
+        return self.newest is not None and not self.newest.is_recorded
 
     # --- a step and its parts ---
 
@@ -273,7 +274,7 @@ class TrainingLoop(Loop):
         # any number that all ranks know will do; with the samples of this step there is mostly nothing to correct
         self.scale = float(n or self.source.full)
         # gradients of earlier batches, which a callback accumulates, have their scale already
-        if self.by_parts or self.replica is not None and not self.group.begun: self._set_aside(step)
+        if self.by_parts or self.weighs and self.replica is not None and not self.group.begun: self._set_aside(step)
         return step,batches
 
     def _only_part(self, i, b)->tuple:
@@ -316,7 +317,8 @@ class TrainingLoop(Loop):
     def _begin_part(self, step, i, b):
         "Begin part `step.i` of the step; returns its batch"
         source,part = self.source,step.parts[step.i]
-        self.part,self.learn.items = part,None
+        self.part = self.newest = part
+        self.learn.items = None
         step.is_last = step.i==len(step.parts)-1
         self.more_parts = not step.is_last
         if not source.seeds: self.engine.seed_streams(i, part.number)
