@@ -386,7 +386,8 @@ class Engine(Runner):
         "Warn of repeated samples that cannot be dropped. The same on every rank"
         dl,dealer,W = source.dl,source.dealer,group_size()
         if dealer is None or dealer.pad!='batch' or dealer.bs: return
-        if not (dl.n_total or dl.n_total!=0)%W: return
+        n = dl.n_total
+        if n is not None and n%W==0: return
         text = (f'at the end of an epoch this {type(dl.source).__name__} repeats up to {W-1} samples, so that all '
                 'ranks have a batch. They count in the gradient. To leave them out: give it an attribute bs, its '
                 'batch size')

@@ -30,7 +30,8 @@ from ..learner.techniques import scale_grads
 
 # %% ../../nbs/distributed/09_loops.ipynb #9b0cdfb7
 class Kind(ABC):
-    "A kind of loss"
+    """How the gradients of parts add up, for a kind of loss. How its values do is `add_totals`; what a part counts is
+    `MeanOver`"""
     corrects = False # Whether gradients are multiplied by c/N at the end of a step
     @abstractmethod
     def weigh(self, loss, part:Part, n_parts:int, k:float)->Tensor:
@@ -113,7 +114,7 @@ def gather_with_grad(
 
 # %% ../../nbs/distributed/09_loops.ipynb #eng06
 class Group:
-    "The batches of a step of the optimizer"
+    "The batches of a step of the optimizer, if a callback accumulates"
     def __init__(self):
         self.is_last = True # Whether the step comes after the present batch
         self.begun = False # Whether there were batches before

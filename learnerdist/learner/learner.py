@@ -260,8 +260,8 @@ class Learner:
         return self.runner.loop.model or self.model
     @property
     def repeated(self):
-        """Whether the current batch counts for nothing: other ranks have more samples in this epoch, and this one
-        repeats some. A callback that counts samples skips it"""
+        """Whether nothing of the current batch is recorded: it repeats samples, since other ranks have more in this
+        epoch, or a callback of this rank has cancelled it before its loss. A callback that counts samples skips it"""
         return self.runner.loop.repeated
 
     # Callbacks and events
