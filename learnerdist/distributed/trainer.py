@@ -38,7 +38,7 @@ class Adapter(Callback, ABC):
         sync_bn:bool=True,  # BatchNorm over the global batch
         split_batches:bool=False, # The training loader's batch size is the global one, as global_bs says it
         seed:int=None,      # Of shuffling; None: drawn from torch's generator on rank 0
-        # Compare the ranks' weights every so many steps of an epoch, and raise where they differ; None: after each epoch
+        # Compare the ranks' weights every so many steps of an epoch, and raise where they differ; None: at its end
         check_every:int=None,
         # What a finding of the self-check or the comparison becomes: 'warn', 'error', or False: none
         checks='warn',
