@@ -736,6 +736,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                      'learnerdist/data/distributed_dl.py'),
                                                  'learnerdist.data.distributed_dl.Dealer.seed_sample': ( 'data/distributed_dl.html#dealer.seed_sample',
                                                                                                          'learnerdist/data/distributed_dl.py'),
+                                                 'learnerdist.data.distributed_dl.Dealer.seeding': ( 'data/distributed_dl.html#dealer.seeding',
+                                                                                                     'learnerdist/data/distributed_dl.py'),
                                                  'learnerdist.data.distributed_dl.Dealer.size_of_part': ( 'data/distributed_dl.html#dealer.size_of_part',
                                                                                                           'learnerdist/data/distributed_dl.py'),
                                                  'learnerdist.data.distributed_dl.Dealer.start': ( 'data/distributed_dl.html#dealer.start',

@@ -262,6 +262,15 @@ class Dealer:
         # -1: no batch has this number
         return zip(repeat(self.seed), repeat(int(self.progress.epoch)), keys, repeat(-1))
 
+    def seeding(self, batches, first:int, step:int):
+        """Iterator over batches of an evaluation: what is drawn while one is read, as by a batch transform, follows from
+        its number. first, step: the numbers are `first`, `first+step`, …"""
+        for k in count(first, step):
+            if self.sample_seeds: seed_streams(self.seed, self.epoch, k, _evaluating)
+            b = [*islice(batches, 1)]
+            if not b: return
+            yield b[0]
+
     def alone(self):
         "A dealer of all samples, with this one's epoch"
         res = Dealer(Deal(0, 1, False), self.seed, self.sample_seeds)
@@ -452,7 +461,8 @@ def seed_collation(dealer, k:int, part:int):
     "Before a part of step `k` is collated: seed the random streams, if those of samples are"
     if dealer.sample_seeds: seed_streams(dealer.seed, dealer.epoch, k, part, _collating)
 
-_collating = -5 # among the numbers by which streams are seeded: draws in the loop have other ones
+# among the numbers by which streams are seeded: draws in the loop have other ones
+_collating,_evaluating = -5,-6
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #prt012
 @singledispatch
@@ -483,7 +493,9 @@ class EveryNth(LoaderWrapper):
     "A rank's batches of a loader that each rank reads whole"
     def __init__(self, dl, by): self.dl,self.by = dl,by # by: its dealer
     def __len__(self): return self.by.count(len(self.dl))
-    def __iter__(self): return self.by.read([b] for b in read_loader(self.dl))
+    def __iter__(self):
+        every = self.by.seeding(read_loader(self.dl), 0, 1) # those of others draw, too
+        return self.by.read([b] for b in every)
 
 @singledispatch
 def whole_batches(dl, dealer:Dealer):
@@ -624,7 +636,8 @@ class DistributedDL(LoaderWrapper):
             seed = mix_seed(d.seed, d.rank, d.epoch)
             vars(reader)['generator'] = torch.Generator().manual_seed(seed)
         it = read_loader(self.dl)
-        return self._batches(it) if self.pad=='batch' else it
+        if self.pad=='batch': return self._batches(it)
+        return d.seeding(it, d.rank, d.world_size) if d.whole else it
     def _batches(self, it):
         """For training: each batch has its own random streams, if it is a part; ranks that have a batch less than
         others repeat the last one. So does a rank for whose batch collation returns None, as all its samples are bad;
