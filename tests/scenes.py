@@ -2,8 +2,9 @@
 
 `scenes` is the table: name → settings, which override those of `base`. `run` does one of them, on one process or as
 one of W ranks, and returns plain data; test_scenes.py compares. A new scene is a line of the table."""
-import copy, itertools, traceback
+import copy, itertools, sys, traceback
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
 import torch, torch.distributed as dist
@@ -393,9 +394,28 @@ def outcome(name, W=1, rank=0):
     try: return run(scenes[name], W, rank)
     except Exception as e: return dict(error=''.join(traceback.format_exception(e)))
 
+def module_state():
+    "What the modules of the package hold, by name; but how many of a kind there were in this process, which names keys of the store"
+    res = {}
+    for name,module in list(sys.modules.items()):
+        if not name.startswith('learnerdist'): continue
+        for k,v in vars(module).items():
+            if isinstance(v, ContextVar): res[f'{name}.{k}'] = v.get(None)
+            elif isinstance(v, (int,float,str,list,dict,set,type(None))): res[f'{name}.{k}'] = repr(v)
+    res.pop('learnerdist.core.env._counts', None)
+    return res
+
+def leaving_nothing(f, *args):
+    "The result of a scene; an error if it leaves something behind in a module"
+    before = module_state()
+    res = f(*args)
+    after = module_state()
+    left = {k: (v,after[k]) for k,v in before.items() if after[k]!=v}
+    return dict(error=f'left in modules, before and after: {left}') if left else res
+
 def rank_runs(names):
     "Each scene's result on this rank, or its error"
-    with process_group(): return {k: outcome(k, group_size(), group_rank()) for k in names}
+    with process_group(): return {k: leaving_nothing(outcome, k, group_size(), group_rank()) for k in names}
 
 # --- the table --------------------------------------------------------------------------------------------------------
 

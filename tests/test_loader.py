@@ -344,8 +344,8 @@ class Plain:
     def __len__(self): return 7
 
 @pytest.mark.parametrize('make', [
-    lambda: TfmdDL(range(20), 3, after_batch=lambda b: torch.rand(len(b))), lambda: DataLoader(range(20), 3, collate_fn=lambda b: torch.rand(len(b))),
-    Plain])
+    lambda: TfmdDL(range(20), 3, after_batch=lambda b: torch.rand(len(b))),
+    lambda: DataLoader(range(20), 3, collate_fn=lambda b: torch.rand(len(b))), Plain])
 def test_what_is_drawn_while_a_batch_is_evaluated_does_not_depend_on_the_ranks(make):
     one,*more = [read([DistributedDL.by_batch(make(), r, W, 5, True) for r in range(W)]) for W in (1,2,3)]
     assert len({str(b) for b in one[0]})==7 # nothing is drawn twice
