@@ -235,7 +235,7 @@ def test_a_part_that_is_cancelled_does_not_count(found, W):
         close(r['second batch'], fit(cbs=[Without(V-n+1, V)]))
         close(r['second fit'], fit(cbs=[Without(V-n+1, V),Leaves()]))
 
-@pytest.mark.parametrize('n,W', [(2, 1), (2, 3), pytest.param(3, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize('n,W', [(2, 1), *[pytest.param(*o, marks=pytest.mark.long) for o in ((2, 3),(3, 2))]])
 def test_a_fit_goes_on_with_another_number_of_ranks(found, folders, n, W, tmp_path):
     found(n)
     folder = shutil.copytree(folders[n], tmp_path/'copy')

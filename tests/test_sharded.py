@@ -277,7 +277,7 @@ def test_a_dead_rank_takes_its_part_along():
 
 # --- replicas, half precision, calls by rank 0 --------------------------------------------------------------------------------
 
-@pytest.mark.slow
+@pytest.mark.long # test_a_replica_on_each_machine has them, too
 @needs_fsdp2
 def test_replicas_of_a_sharded_model():
     "Two ranks hold the model, and two others its replica"
