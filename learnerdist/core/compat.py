@@ -131,6 +131,7 @@ def forget_fsdp(m, names):
         if k.startswith('__composable_api') or 'fsdp' in k: delattr(m, k)
     find('module_states', {}).pop(m, None)
 
+# %% ../../nbs/core/00_compat.ipynb #fsdpcmp1b
 def _fsdp_groups(model)->list:
     states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, '_get_fsdp_state')]
     of_state = lambda s: getattr(s, '_fsdp_param_groups', None) or [s._fsdp_param_group]

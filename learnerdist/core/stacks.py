@@ -30,6 +30,7 @@ def frames_of(stack)->list:
     # and of the callers of the function that caught it
     return inner[::-1] + _walk(tb and tb.tb_frame.f_back)
 
+# %% ../../nbs/core/00_stacks.ipynb #c005b
 def frames_of_caller()->list: # `Frame`s, the innermost first
     "The frames of the function that calls this"
     return _walk(inspect.currentframe().f_back)
@@ -43,6 +44,7 @@ def _walk(at):
     both = traceback.walk_stack(at) if at else ()
     return [Frame(f.f_code.co_filename, n, f.f_code.co_name) for f,n in both]
 
+# %% ../../nbs/core/00_stacks.ipynb #c005c
 def describe_error(e:BaseException)->dict:
     "An exception as texts: `kind` (name of its type), `message`, `trace` (its traceback)"
     return dict(kind=type(e).__name__, message=str(e), trace=''.join(traceback.format_exception(e)))
@@ -55,6 +57,7 @@ def users_frame(frames:list)->Frame:
     own = [o for o in frames if not in_library(o.file)]
     return next(iter([*own, *frames]), Frame('?', 0, '?'))
 
+# %% ../../nbs/core/00_stacks.ipynb #c005d
 def need(ok, remedy:str, **given):
     "ValueError unless `ok`: what was given, by its name, and what to give in its place"
     if ok: return
@@ -136,6 +139,7 @@ def stack_of(pid:int, file:Path, timeout_s=10)->str:
             time.sleep(.005)
     return _read(file).split(_head)[before+1]
 
+# %% ../../nbs/core/00_stacks.ipynb #c012b
 def _read(file): return Path(file).read_text()
 
 def _holds(pid, file):

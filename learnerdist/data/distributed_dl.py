@@ -417,6 +417,7 @@ def _(dl:DataLoader, dealer):
     else: v['batch_sampler'] = dealer.drawn(bs, unit='batch')
     return new
 
+# %% ../../nbs/data/03_distributed_dl.ipynb #c019b
 def _indices(sampler, dealer, chunk):
     "This rank's shard of torch's `sampler`"
     shuffled = is_shuffled(sampler)

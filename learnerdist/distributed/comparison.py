@@ -44,6 +44,7 @@ def tensor_hash(t:Tensor)->Tensor:
     return res
 _chunk = 1<<18
 
+# %% ../../nbs/distributed/02_comparison.ipynb #c024b
 def hashes(values)->list:
     """The hash of each tensor, read from a device at once, or the text of another value; of a tensor that cannot be
     hashed nothing"""
@@ -63,6 +64,7 @@ def differences(named:dict)->dict:
         if bad := [r for r,h in have.items() if h!=[*have.values()][0]]: res[k] = bad
     return res
 
+# %% ../../nbs/distributed/02_comparison.ipynb #c024c
 def digest(state)->tuple:
     "Hashes of the tensors and texts of the other values of a nested `state`, to compare states"
     return tuple(hashes(tree_leaves(state)))
@@ -187,6 +189,7 @@ def same_data(dls:list, findings):
     findings.reported.add(('different-data','samples')) # see `compare_weights`
     findings('different-data', f'{text}, or use distrib_ctx(checks=False) if this is intended')
 
+# %% ../../nbs/distributed/02_comparison.ipynb #1cc5e052
 def same_optimizer(learn):
     "Give every rank the optimizer state of rank 0: after fits outside of the context the states may differ. Sync point"
     state = None if learn.opt is None else learn.opt.state_dict()
@@ -202,6 +205,7 @@ def _beside(p, t):
     is_count = t.ndim==0 and t.device.type=='cpu'
     return t if is_count or p.is_meta else t.to(p.device)
 
+# %% ../../nbs/distributed/02_comparison.ipynb #1cc5e053
 def path_of_rank0(learn, findings):
     "Rank 0's path if the ranks' paths differ (a folder with a time stamp), since rank 0 writes; else None. Sync point"
     found = unequal(gather_same({'learn.path': str(getattr(learn, 'path', ''))}))
@@ -229,6 +233,7 @@ def settings(learn, shares:list)->dict:
         res |= {f'{k} of parameter group {i}': v for k,v in plain.items()}
     return res
 
+# %% ../../nbs/distributed/02_comparison.ipynb #cmp02b
 def need_equal(every:list, cbs=()):
     """Raise ValueError unless all ranks have the same. every: values by name, of each rank; cbs: names of callbacks of
     each rank, of which one may have more than others, such as one that logs"""
@@ -241,6 +246,7 @@ def need_equal(every:list, cbs=()):
             'sampler of a sweep, needs a seed')
     if found: raise ValueError(coded('different-settings', text))
 
+# %% ../../nbs/distributed/02_comparison.ipynb #cmp02c
 def same_structure(learn):
     "Raise ValueError if the ranks have other models or losses, which DDP would wait for or crash on. Sync point"
     need_equal(gather_same(structure(learn)))
@@ -327,6 +333,7 @@ def drawn_alone(dl)->str:
             'never. What it draws from a generator of its own needs a seed, the same on all ranks; what it computes '
             'from batches, such as weights of samples, needs those of all: all_sum, gather_objects')
 
+# %% ../../nbs/distributed/02_comparison.ipynb #cmp08b
 def compare_weights(learn, n_steps:int, findings):
     """Raise RuntimeError if the ranks' parameters differ after these steps of an epoch; report an order that differs,
     buffers and tensors of other modules. Sync point"""

@@ -141,6 +141,7 @@ def _exchanged(own, at, n, shape, dtype, cls, dst):
         for place,got in zip(ats, gather_rows(rows[i:i+size], dst) or ()): res[place[i:i+size]] = got
     return None if res is None else res.reshape(-1).view(dtype).reshape(n, *shape).as_subclass(cls)
 
+# %% ../../nbs/distributed/07_gather_rows.ipynb #gath2b
 def _pickled(own, ks, dst):
     "Parts that do not fit one tensor, sent as objects"
     if group_size()<2: return own

@@ -52,6 +52,7 @@ def _kind(item):
     size = sum(o.numel() for o in tree_leaves(item[-1]) if isinstance(o, Tensor))
     return [size,*[str(getattr(o, 'shape', '')) for o in item],str(item[-1])]
 
+# %% ../../nbs/distributed/09_self_check.ipynb #sfc06b
 def sent(o):
     "What another rank gets; an error if it cannot be sent, as tensors of float8, which cannot be unpickled"
     return pickle.loads(pickle.dumps(o))
@@ -72,6 +73,7 @@ def collated(learn, items:list):
 
 def _is_float(o): return isinstance(o, Tensor) and o.is_floating_point()
 
+# %% ../../nbs/distributed/09_self_check.ipynb #sfc06c
 def drawn_since(before)->bool:
     "Whether random numbers were drawn since a result of `rng_state`"
     now = rng_state()
@@ -113,6 +115,7 @@ def computed(learn, xb, yb, n, training=False, pred=None)->Outcome:
     numbers = value,None if items is None else float(items),losses.counted_rows(pred, yb, n)
     return Outcome(pred, loss, numbers, draws, loss_draws, says)
 
+# %% ../../nbs/distributed/09_self_check.ipynb #sfc09b
 def _quiet(model, training):
     "In evaluation, or in training without dropout; without hooks, and without what changes a weight"
     for m in model.modules():
