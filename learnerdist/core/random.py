@@ -117,7 +117,8 @@ class Generators(list):
     @classmethod
     def of(cls, *users):
         "Those that these objects, and the methods of their classes, refer to"
-        np,todo,seen = sys.modules.get('numpy'),[*users],{}
+        np = sys.modules.get('numpy')
+        todo,seen = [*users],{}
         kinds = torch.Generator,random.Random,*((np.random.Generator,np.random.RandomState) if np else ())
         for o in todo: # it grows
             if id(o) in seen or len(seen)>20_000: continue

@@ -30,6 +30,8 @@ def frames_of(stack)->list:
     # and of the callers of the function that caught it
     return inner[::-1] + _walk(tb and tb.tb_frame.f_back)
 
+_frame = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
+
 # %% ../../nbs/core/00_stacks.ipynb #c005b
 def frames_of_caller()->list: # `Frame`s, the innermost first
     "The frames of the function that calls this"
@@ -49,13 +51,17 @@ def describe_error(e:BaseException)->dict:
     "An exception as texts: `kind` (name of its type), `message`, `trace` (its traceback)"
     return dict(kind=type(e).__name__, message=str(e), trace=''.join(traceback.format_exception(e)))
 
-_frame = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
-
 def users_frame(frames:list)->Frame:
     """The innermost frame of the user's own code, that is outside of installed packages; if there is none, the
     innermost frame of all. frames: `Frame`s, the innermost first"""
     own = [o for o in frames if not in_library(o.file)]
     return next(iter([*own, *frames]), Frame('?', 0, '?'))
+
+def in_library(file:str)->bool:
+    "Whether a file belongs to Python, to an installed package, or to learnerdist. file: path of a source file"
+    return file.startswith(_library) or '-packages' in file
+
+_library = sysconfig.get_path('stdlib'),str(Path(learnerdist.__file__).parent),'<frozen'
 
 # %% ../../nbs/core/00_stacks.ipynb #c005d
 def need(ok, remedy:str, **given):
@@ -72,12 +78,6 @@ def warn(code:str, message:str):
     "A warning at the line of the user's code that has led here, in place of ours. code: its entry in docs/messages.md"
     found = (i for i,o in enumerate(frames_of_caller(), 1) if not in_library(o.file))
     warnings.warn(coded(code, message), stacklevel=next(found, 2))
-
-def in_library(file:str)->bool:
-    "Whether a file belongs to Python, to an installed package, or to learnerdist. file: path of a source file"
-    return file.startswith(_library) or '-packages' in file
-
-_library = sysconfig.get_path('stdlib'),str(Path(learnerdist.__file__).parent),'<frozen'
 
 # %% ../../nbs/core/00_stacks.ipynb #c009
 def report_folder():

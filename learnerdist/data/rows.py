@@ -11,7 +11,7 @@ import numpy as np, torch
 from collections.abc import Mapping
 from contextlib import ExitStack,contextmanager
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate,chain
 from pathlib import Path
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence,unpack_sequence
@@ -90,7 +90,7 @@ def join_leaf(os:list, ns:list):
     batch. os: of one leaf, its parts in each batch; ns: the number of samples in each batch"""
     if dense_kind(os) is not None: return torch.cat(os) if len(os)>1 else os[0]
     of_samples = all(isinstance(o, Samples) or _is_rows(o, n) for o,n in zip(os, ns))
-    return Samples(row for o in os for row in o) if of_samples else Samples(os)
+    return Samples(chain(*os) if of_samples else os)
 
 def join_batches(bs:list, ns:list):
     """What all batches have, in the structure of one; None for an empty list. bs: from `as_samples`; ns: the number of
