@@ -1,4 +1,4 @@
-"How long the docs are; before a release the site, built from this tree: every link and anchor leads somewhere (between the sources: test_pages.py)"
+"How long the docs are; before a release the site, built from this tree: every link and anchor leads somewhere"
 import json,os,re,subprocess,sys
 from html.parser import HTMLParser
 from importlib.util import find_spec

@@ -266,8 +266,8 @@ class Dealer:
         return zip(repeat(self.seed), repeat(int(self.progress.epoch)), keys, repeat(-1))
 
     def seeding(self, batches, first:int, step:int):
-        """Iterator over batches of an evaluation: what is drawn while one is read, as by a batch transform, follows from
-        its number. first, step: the numbers are `first`, `first+step`, …"""
+        """Iterator over batches of an evaluation: what is drawn while one is read, as by a batch transform, follows
+        from its number. first, step: the numbers are `first`, `first+step`, …"""
         for k in count(first, step):
             if self.sample_seeds: seed_streams(self.seed, self.epoch, k, _evaluating)
             b = [*islice(batches, 1)]
