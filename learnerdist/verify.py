@@ -122,7 +122,8 @@ class Recording:
         is_global = bs and bs==start.setdefault('bs', bs)*n or opts.global_bs or opts.split_batches
         if start['sizes']: opts.global_bs,opts.max_bs = start['sizes']
         elif n and not is_global: e.loaders.share = partial(self._share, e.loaders.share)
-        return [First(self),Last(self)]
+        last = Last(self)
+        return [First(self, last),last]
 
     def _share(self, share, dl, pad):
         "In place of `Loaders.share`: one process reads the global batch"
@@ -176,11 +177,12 @@ class Recorded(BaseException): "Raised to end a script after its fit. `except Ex
 class First(Callback):
     "Hears each event first: begins the record, sees a batch before callbacks and the model change it"
     order = Order.resume-1
-    def __init__(self, record): self.record = record
+    def __init__(self, record, last): self.record,self.last = record,last
     def before_fit(self):
         # fastai's `validate` tells of a fit, too
         is_fit = self.learn.fitting and 'lr_finder' not in vars(self.learn)
         if is_fit and self.record.learn is None: self.record.begin(self.learn)
+        self.last.run = self.record.learn is self.learn # not another learner, within the fit
 
     def before_batch(self):
         learn,record = self.learn,self.record
@@ -196,10 +198,8 @@ class First(Callback):
 class Last(Callback):
     "Hears each event last: records what comes of a batch, a step and the fit, and ends it"
     order = Order.agreement_end-1
+    run = False # Whether this is the fit; `First` knows it
     def __init__(self, record): self.record,self.rec = record,record.rec
-    def answers(self, event, training):
-        "Not outside of the fit"
-        return self.record.learn is self.learn
 
     def before_train(self): self.record.rows,self.record.shapes = [],[]
     def before_batch(self):

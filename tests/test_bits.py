@@ -142,13 +142,22 @@ def equal(a, b, at=''):
 
 @pytest.fixture(scope='module')
 def on():
-    return cache(lambda W: run_ranks(runs, W, [*scenes], timeout_s=300) if W>1 else [runs([*scenes])])
+    @cache
+    def _on(W, *names): return run_ranks(runs, W, names, timeout_s=300) if W>1 else [runs(names)]
+    return _on
 
 @pytest.mark.parametrize('name', scenes)
-@pytest.mark.parametrize('W', [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.long)])
-def test_bits(on, W, name):
-    want = on(1)[0][name]
-    for r in on(W):
+@pytest.mark.parametrize('W', [2, *[pytest.param(o, marks=pytest.mark.long) for o in (4,8)]])
+def test_bits(on, W, name): same_bits(on, W, name, [*scenes])
+
+few = ['dropout','conv','bfloat16']
+@pytest.mark.slow
+@pytest.mark.parametrize('name', few)
+def test_bits_of_few(on, name): same_bits(on, 4, name, few)
+
+def same_bits(on, W, name, names):
+    want = on(1, *scenes)[0][name]
+    for r in on(W, *names):
         for k,o in want.items(): equal(r[name][k], o, f'{name}, {k}')
 
 # --- stopped, and going on with another number of ranks ----------------------------------------------------------------
@@ -172,14 +181,15 @@ def go_on(folder, name):
 def on_ranks(f, W, *args): return run_ranks(f, W, *args, timeout_s=120) if W>1 else [f(*args)]
 
 # From so many ranks to so many, killed in so many steps
-moves = [('dropout', 2, 1, 4), ('conv', 1, 2, 5), ('mixup', 4, 2, 7)]
-moves += [pytest.param(k, a, b, n, marks=pytest.mark.long) for k,a,b,n in (('conv', 2, 4, 3), ('tokens', 4, 1, 5), ('transforms', 1, 4, 6),
+moves = [('dropout', 2, 1, 4), ('conv', 1, 2, 5)]
+moves += [pytest.param(k, a, b, n, marks=pytest.mark.long) for k,a,b,n in (
+          ('mixup', 4, 2, 7), ('conv', 2, 4, 3), ('tokens', 4, 1, 5), ('transforms', 1, 4, 6),
           ('weights', 2, 1, 2), ('bfloat16', 4, 2, 3), ('amp', 1, 4, 7))]
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name,before,after,step', moves)
 def test_resume_elsewhere(on, tmp_path, name, before, after, step):
     on_ranks(begin, before, tmp_path, name, step)
-    want = on(1)[0][name]
+    want = on(1, *scenes)[0][name]
     for r in on_ranks(go_on, after, tmp_path, name):
         for k,o in r.items(): equal(o, want[k], f'{name}, {k}')

@@ -1,4 +1,4 @@
-"How long the docs are; the site, built from this tree: every link and anchor leads somewhere"
+"How long the docs are; before a release the site, built from this tree: every link and anchor leads somewhere"
 import json,os,re,subprocess,sys
 from html.parser import HTMLParser
 from importlib.util import find_spec
@@ -68,16 +68,16 @@ def broken(pages, site):
             if path.startswith('/') or not (site/to).is_file(): yield at,link
             elif anchor and to in pages and anchor not in pages[to].anchors: yield at,link
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_links_and_anchors(pages, site):
     assert list(broken({k:v for k,v in pages.items() if k!='404.html'}, site))==[] # that one is for a host's root
     assert sum(len(o.links) for o in pages.values())>5000
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_is_loaded_from_elsewhere(pages):
     assert [(k,o) for k,v in pages.items() for o in v.loads if re.match('(https?:)?//', o)]==[]
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_notebook_is_a_page_with_its_names(pages):
     "A title, and for the names of a module their signature and docments"
     for o in (root/'nbs').rglob('[0-9]*.ipynb'):
@@ -90,7 +90,7 @@ def test_each_notebook_is_a_page_with_its_names(pages):
     assert {'DataParallel.reset','DistributedDataParallel.reset'} <= pages['distributed/data_parallel.html'].anchors # patched into both
     assert 'BatchNorm over the global batch' in pages['distributed/trainer.html'].text # an option that distrib_ctx passes on
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_api_has_what_is_public_by_topic(pages):
     assert {'Learner','Learner.fit','Learner.distrib_ctx','EMA'} <= pages['api/train.html'].anchors
     assert 'train.html#Learner.fit' in pages['api/index.html'].links
@@ -98,7 +98,7 @@ def test_the_api_has_what_is_public_by_topic(pages):
     internal = 'Engine','Checkpoint.restore','open_memory'
     assert not [o for k,v in pages.items() if k.startswith('api/') for o in internal if o in v.anchors]
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_search_finds_guides_first(site):
     """Its order: a match in a title counts more than one in a text, then one at the beginning; then the order of this file. Internals are
     found by their titles, which begin with their module"""
@@ -108,7 +108,7 @@ def test_search_finds_guides_first(site):
     internal = [o for o in items if o['path'][0]=='Modules']
     assert {o['text'] for o in internal}=={''} and 'Modules, learner.learner: <code>Learner.fit</code>' in {o['title'] for o in internal}
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_formulas_are_set(pages):
     assert not [k for k,v in pages.items() if '$$' in v.text]
     assert 'math' in pages['distributed/batchnorm.html'].tags

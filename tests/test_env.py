@@ -141,7 +141,8 @@ def test_other_launchers(monkeypatch, kw):
         assert os.environ['RANK']=='1' and os.environ['MASTER_ADDR']=='127.0.0.1' and os.environ['MASTER_PORT'].isdigit()
 
 @pytest.mark.parametrize('kw,words', [(dict(ompi, OMPI_COMM_WORLD_LOCAL_SIZE='1'), 'MASTER_ADDR is not set'),
-                                      (dict(PMIX_RANK='0'), 'PMIX_SIZE is not set')])
+                                      (dict(PMIX_RANK='0'), 'PMIX_SIZE is not set'),
+    (dict(step, SLURM_NNODES='2', SLURM_NTASKS='4'), 'neither SLURM_JOB_NODELIST nor MASTER_ADDR is set')])
 def test_what_cannot_be_completed(monkeypatch, kw, words):
     launched(monkeypatch, **kw)
     assert (rank_distrib(),num_distrib())==(0, 0)

@@ -55,7 +55,7 @@ def check_sweep(found):
         assert (preds, targs)==(p, t), (n, bs)
         assert record==pytest.approx(means, rel=1e-6) and losses==pytest.approx(l, rel=1e-6), (n, bs)
 
-@pytest.mark.parametrize('W', [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize('W', [1, 2, *[pytest.param(o, marks=pytest.mark.long) for o in (3,4)]])
 def test_every_size_against_values_by_hand(W):
     for o in on_ranks(W): check_sweep(o['sweep'])
 

@@ -176,8 +176,8 @@ needs_netns = pytest.mark.skipif(not machines.usable(), reason='needs root and i
 two_machines = pytest.param([('cut link','two machines')], marks=[pytest.mark.long, needs_netns])
 
 @pytest.mark.slow
-@pytest.mark.parametrize('cases', [[('SIGKILL','saving'), ('raise','loader worker'), ('stop','after the context')],
-                                   two_machines])
+@pytest.mark.parametrize('cases', [[('raise','loader worker'), ('stop','after the context')],
+                                   pytest.param([('SIGKILL','saving')], marks=pytest.mark.long), two_machines])
 def test_faults_through_the_launcher(cases):
     "A sample of `python tests/faults.py`, whose table is in nbs/tutorials/failures.ipynb; they run at the same time"
     with ThreadPoolExecutor() as pool: outcomes = [*pool.map(lambda o: faults.run(*o, limit_s=250), cases)]

@@ -14,7 +14,7 @@ warnings.filterwarnings('ignore')
 
 def picture(i): return PILImage.create(np.random.default_rng(int(i)).integers(0, 255, (20,20,3), dtype=np.uint8))
 def label(i): return 'abc'[int(i)%3]
-def run(mixed=False):
+def run(mixed=True):
     torch.set_num_threads(1)
     block = DataBlock((ImageBlock,CategoryBlock), get_x=picture, get_y=label, splitter=RandomSplitter(seed=1),
                       batch_tfms=aug_transforms(size=16))
@@ -28,12 +28,14 @@ def run(mixed=False):
     rec = learn.recorder
     return dict(state=dict(learn.model.state_dict()), opt=tree_leaves(learn.opt.state_dict()), losses=[float(o) for o in rec.losses],
                 values=[[*o] for o in rec.values], preds=[o.as_subclass(torch.Tensor) for o in preds])
-def runs():
-    with process_group(): return [run(), run(True)]
+def just_mixed():
+    with process_group(): return [run()]
+def both():
+    with process_group(): return [run(), run(False)]
 
 @pytest.mark.slow
-@pytest.mark.parametrize('W', [2, pytest.param(4, marks=pytest.mark.long)])
-def test_vision_learner(W):
+@pytest.mark.parametrize('W,runs', [(2, just_mixed), pytest.param(4, both, marks=pytest.mark.long)], ids=[2,4])
+def test_vision_learner(W, runs):
     want = runs()
     for r in run_ranks(runs, W, timeout_s=300):
         for a,b in zip(r, want):

@@ -54,6 +54,11 @@ def test_settings_are_kept():
     assert [o.tolist() for o in dl][0]==[2,4,6,8] # the loader itself is as it was
     assert share.one_batch().tolist()==[4,8,12,16]
 
+def test_what_is_drawn_while_a_batch_is_evaluated_does_not_depend_on_the_ranks():
+    dl = TfmdDL(list(range(20)), bs=3, num_workers=0, after_batch=lambda b: b+torch.rand(len(b)))
+    shares = {(r, W): [b.tolist() for b in ShareDL.by_batch(dl, r, W, 5, True)] for W in (1,2,3) for r in range(W)}
+    for (r,W),share in shares.items(): assert share==shares[0,1][r::W]
+
 @pytest.mark.parametrize('bs,W', [(1,2),(2,3),(4,2),(4,3)])
 def test_lengths_of_language_models(bs, W):
     dl = LMDataLoader([torch.arange(10)]*8, lens=[10]*8, bs=bs, seq_len=5)

@@ -338,6 +338,19 @@ def test_another_kind_of_loader():
     dls = ranks(Mine(5), 2)
     assert [list(o) for o in dls]==[[0,2,4],[1,3,0]] and [(len(o), o.n, o.n_total) for o in dls]==[(3,3,5)]*2
 
+class Plain:
+    "Batches made in its own way: each rank reads all of them"
+    def __iter__(self): return (torch.rand(2) for _ in range(7))
+    def __len__(self): return 7
+
+@pytest.mark.parametrize('make', [
+    lambda: TfmdDL(range(20), 3, after_batch=lambda b: torch.rand(len(b))),
+    lambda: DataLoader(range(20), 3, collate_fn=lambda b: torch.rand(len(b))), Plain])
+def test_what_is_drawn_while_a_batch_is_evaluated_does_not_depend_on_the_ranks(make):
+    one,*more = [read([DistributedDL.by_batch(make(), r, W, 5, True) for r in range(W)]) for W in (1,2,3)]
+    assert len({str(b) for b in one[0]})==7 # nothing is drawn twice
+    for W,shares in enumerate(more, 2): assert shares==[one[0][r::W] for r in range(W)]
+
 @pytest.mark.parametrize('args,kw,match', [
     ((2, 2), {}, 'rank=2 with world_size=2'), ((-1, 2), {}, 'rank=-1'), ((0, 0), {}, 'world_size=0'), ((0, 1), dict(bs=0), 'batch_size=0'),
     ((0, 1), dict(seed=1.5), r'seed=1\.5'), ((0, 1), dict(seed=None), 'seed=None'),

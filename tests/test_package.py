@@ -74,6 +74,7 @@ def test_twine_has_no_complaint(dist):
     assert len([*dist.iterdir()])==2
     if find_spec('twine'): run(sys.executable, '-m', 'twine', 'check', '--strict', *dist.iterdir())
 
+@pytest.mark.long # what is in the wheel, the tests above show
 def test_installed_wheel_runs(dist, tmp_path):
     "By the installed command, on two ranks, far from this tree"
     run(sys.executable, '-m', 'pip', 'install', '-q', '--no-deps', '--no-index', '--target', tmp_path/'site', find(dist, '*.whl'))

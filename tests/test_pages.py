@@ -90,3 +90,25 @@ def test_commands_have_these_options():
     for name,args in found:
         parser = get_parser() if name=='launch' else verify.get_parser()
         assert parser.parse_args(shlex.split(args))
+
+def text_of(file):
+    "Prose, without blocks of code"
+    text = file.read_text()
+    if file.suffix=='.ipynb': text = '\n\n'.join(''.join(c.source) for c in nbformat.reads(text, 4).cells if c.cell_type=='markdown')
+    return re.sub(r'^```.*?^```', '', text, flags=re.M|re.S)
+
+def anchors(file):
+    "Of its headings"
+    heads = [re.sub(r'\[(.*?)\]\(.*?\)', r'\1', o) for o in re.findall('^#+ (.+)$', text_of(file), re.M)]
+    return {re.sub(r'[^\w\- ]', '', o.lower()).strip().replace(' ', '-') for o in heads}
+
+def test_links_lead_somewhere():
+    "Those from a page or a notebook to another, and to a heading. Those of the site that is made from them are in test_docs.py"
+    files = [*root.glob('*.md'),*(root/'docs').glob('*.md'),*(root/'nbs').rglob('[!.]*.md'),*(root/'nbs').rglob('*.ipynb')]
+    texts = {o: text_of(o) for o in files}
+    links = [(at,o) for at,text in texts.items() for o in re.findall(r'\]\(([^)\s]+)\)', text) if not re.match('https?:|mailto:', o)]
+    assert len(links)>200
+    for at,link in links:
+        path,_,anchor = link.partition('#')
+        to = at.parent/path if path else at
+        assert to.exists() and (not anchor or to.suffix not in ('.md','.ipynb') or anchor in anchors(to)), (at,link)

@@ -164,7 +164,8 @@ def with_faults(fs, act, i, **kw):
     finally: unplug(fs)
 
 @pytest.mark.slow
-def test_each_call_fails_once_and_is_made_again(memory, tmp_path):
+@pytest.mark.parametrize('every', [5, pytest.param(1, marks=pytest.mark.long)])
+def test_each_call_fails_once_and_is_made_again(every, memory, tmp_path):
     "No error, no warning, and the same end: of calls of a fit, and of one that goes on; two kinds of errors by turns"
     whole = train('ck', tmp_path, **small)
     with warnings.catch_warnings():
@@ -174,7 +175,7 @@ def test_each_call_fails_once_and_is_made_again(memory, tmp_path):
             while there:
                 memory.store.clear()
                 if stop: stopped('memory://r', stop, **small)
-                i += 1
+                i += every
                 res,there = with_faults(memory, (refuse,halve)[i%2], [i])
                 assert same(whole, res)==0, (stop,i)
             assert i>(12 if stop else 25)
@@ -296,7 +297,7 @@ def killed(at, shard, kill):
 @needs_fsdp2
 @pytest.mark.parametrize('W,kills', [
     pytest.param(1, [(0,5,False),(0,8,False),(0,8,True),(0,9,True)], marks=pytest.mark.long),
-    (2, [(0,6,False),(1,2,False),(0,11,True)])])
+    (2, [(1,2,False)]), pytest.param(2, [(0,6,False),(0,11,True)], marks=pytest.mark.long)])
 def test_killed_in_each_phase(W, kills, s3):
     "Before or after a part, a manifest, or its removal. The newest state is whole, and no part stays for ever"
     whole = run_ranks(on_ranks, W, train, f'{s3}/whole', shard=W>1)
@@ -392,7 +393,7 @@ def test_files_in_memory(fastai, memory):
 
 @pytest.mark.slow
 @needs_fsdp2
-@pytest.mark.parametrize('fastai,options', [(False,{}), (False,dict(shard=True)), (True,{})])
+@pytest.mark.parametrize('fastai,options', [(False,dict(shard=True)), (True,{}), pytest.param(False, {}, marks=pytest.mark.long)])
 def test_files_on_s3_of_two_ranks(fastai, options, s3):
     "What rank 0 has saved is there for the other rank's load"
     for o in run_ranks(on_ranks, 2, file_of, f'{s3}/files', fastai, **options): assert o==[0]*(4 if fastai else 6)

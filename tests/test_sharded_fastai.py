@@ -90,17 +90,19 @@ same = dict(adam=case(files=True), sgd=case(opt=partial(SGD, mom=.9)), ranger=ca
 
 tol = dict(start=1e-6, values=1e-6, losses=1e-6, preds=1e-9, params=1e-9) # fastai records float32
 
-def rank_runs(path):
-    with process_group(): return {k: run(same[k], path/k, group_size()) for k in same}
+def rank_runs(path, names):
+    with process_group(): return {k: run(same[k], path/k, group_size()) for k in names}
+
+some = 'adam','ranger','lr_find','torchs','freeze','amp','once','reset','best' # one of each kind
 
 @pytest.mark.slow
 @needs_fsdp2
-@pytest.mark.parametrize('W', [2, pytest.param(3, marks=pytest.mark.long)])
-def test_same_run(W, tmp_path):
-    alone = {k: run(c, tmp_path/'alone') for k,c in same.items()}
-    for ranks in run_ranks(rank_runs, W, tmp_path, timeout_s=400):
+@pytest.mark.parametrize('W,names', [(2, some), *[pytest.param(o, [*same], marks=pytest.mark.long) for o in (2,3)]], ids=['some','2','3'])
+def test_same_run(W, names, tmp_path):
+    alone = {k: run(same[k], tmp_path/'alone') for k in names}
+    for ranks in run_ranks(rank_runs, W, tmp_path, names, timeout_s=400):
         far = lambda k, q: differs([alone[k][q]], [ranks[k][q]])>(1e-6 if k=='amp' else tol[q]) # noqa: B023
-        assert [(k, q) for k in same for q in ranks[k] if far(k, q)] == []
+        assert [(k, q) for k in names for q in ranks[k] if far(k, q)] == []
 
 def loaded(path):
     "KiB of a file of fastai's that are in memory when a rank loads it, its size, and whether the weights are those"

@@ -28,8 +28,8 @@ def on_ranks(f, *args, **kw):
 
 @pytest.mark.slow
 @needs_fsdp2
-@pytest.mark.parametrize('W,shard,opt', [(3, True, 'ahead'), (4, dict(replicas=2), 'adamw'),
-                                         *(pytest.param(o, True, 'adamw', marks=pytest.mark.long) for o in (2,4))])
+@pytest.mark.parametrize('W,shard,opt', [(3, True, 'ahead'),
+    *(pytest.param(W, o, 'adamw', marks=pytest.mark.long) for W,o in ((2, True),(4, True),(4, dict(replicas=2))))])
 def test_written_by_any_number_and_read_by_any_number(W, shard, opt, tmp_path):
     "Bitwise on as many ranks, else within rounding: sharded, replicated, and in one process"
     whole = run_ranks(on_ranks, W, train, tmp_path/'whole', shard, opt=opt)[0]

@@ -67,7 +67,7 @@ def held(how, n, layers, path):
 @pytest.mark.parametrize('W', [2, *(pytest.param(o, marks=pytest.mark.long) for o in (3,4))])
 def test_a_rank_holds_its_part(W, tmp_path):
     "At most 1.15/W of a replica's bytes and one block: tensors of weights, gradients and AdamW; and the resident size, DDP's beside it"
-    n,layers = 1024,12
+    n,layers = 1024,8
     for o,k in ((40,2),(n,layers)): torch.save(net(o, k).state_dict(), tmp_path/f'{o}.pth')
     block,whole = n*n*4,sum(p.numel() for p in net(n, layers).parameters())*16 # weights, gradients, two moments
     limit = 1.15*whole/W+block

@@ -1,5 +1,5 @@
-"""Twenty of tools/sweep.py's random cases on 2 and 3 processes, one in four in float32: each is what one process does at the
-same global batch size"""
+"""What tools/sweep.py takes for a fault; before a release twenty of its random cases on 2 and 3 processes, one in four in float32: each
+is what one process does at the same global batch size"""
 import sys
 from pathlib import Path
 import pytest
@@ -15,7 +15,7 @@ def cases(n, seed=0):
     found = (c for k in range(1000) if is_exact(c := sweep.draw_case(seed, k, dtype='float32' if k%4==3 else 'float64')))
     return [next(found) for _ in range(n)]
 
-@pytest.mark.slow # the table of test_scenes stands for it
+@pytest.mark.long # the table of test_scenes stands for it
 def test_twenty_cases():
     print('seed 0')
     cs = cases(20)
@@ -35,6 +35,7 @@ def test_a_fault_is_found_and_made_smaller():
     assert (what,where)==('DIFFERENT','weights between ranks') and abs(by-1e-6)<1e-9
     assert [sweep.class_of(o) for o in sweep.parts_of(c)]==['norm=bn','opt=rms','clip=1.0']
 
+@pytest.mark.long
 def test_rounding_that_a_diverging_fit_enlarges_is_no_difference():
     c = dict(sweep.draw_case(72, 17), model='transformer', loss='sum', lr=.1)
     alone,far = sweep.guarded(c, 3),sweep.guarded(c, 3, nudge=7)

@@ -1,6 +1,7 @@
 "Ranks whose training loaders end at different steps: the epoch ends for all with the first, with the same weights"
-import warnings
+import functools, tempfile, warnings
 from functools import partial
+from pathlib import Path
 import pytest, torch
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, Sampler
@@ -66,9 +67,9 @@ def fit(kind, lens, cbs=list, short=0, cycle=False, messages=None, path='.', **k
 def many(cases):
     with process_group(): return [fit(**kw) for kw in cases]
 
-def on_ranks(W, cases):
+def alike(cases, ranks):
     "What each case gives on each rank, once it is the same on all"
-    for c,rs in zip(cases, res := [*zip(*run_ranks(many, W, cases))]):
+    for c,rs in zip(cases, res := [*zip(*ranks)]):
         for r in rs:
             assert all(torch.equal(v, rs[0]['state'][k]) for k,v in r['state'].items()), c
             assert all(r[k]==rs[0][k] for k in ('losses','values','lrs','counts')), c
@@ -95,7 +96,7 @@ def test_epoch_ends_with_the_first_rank(W):
     "The last batch of the longest share is never seen, the short one of the shortest counts for less"
     cases = [dict(kind=kind, lens=lens) for kind in kinds for lens in lengths[W]]
     cases += [dict(kind='stream', lens=lengths[W][0], short=2), dict(kind='workers', lens=lengths[W][-1])]
-    for c,rs in on_ranks(W, cases):
+    for c,rs in alike(cases, run_ranks(many, W, cases)):
         state,losses = by_hand(c['lens'], c.get('short', 0))
         assert rs[0]['counts']==[min(c['lens'])]*2, c
         for k,v in state.items(): torch.testing.assert_close(rs[0]['state'][k], v, rtol=0, atol=1e-12)
@@ -105,26 +106,38 @@ def test_epoch_ends_with_the_first_rank(W):
             assert len(r['messages'])==(2 if i==0 and max(c['lens'])>least else 0), c
             assert all(f'{c["lens"].count(least)} of {W} ranks' in o and f'ends after {least}' in o for o in r['messages'])
 
-def test_one_cycle_has_the_steps_that_are_taken():
-    cases = [dict(kind=kind, lens=lens, cycle=True) for kind in kinds[1:] for lens in [(3,5),(4,2),(4,4)]]
-    for c,rs in on_ranks(2, cases): # down to the end of the cycle
-        assert len(rs[0]['lrs'])==2*min(c['lens']) and abs(rs[0]['lrs'][-1]-.05/1e5)<1e-9
-    with pytest.raises(ValueError, match='has no len'): learner(loader('stream', 3, 0, 1)).fit_one_cycle(1)
-
-def test_a_length_that_is_wrong_and_synchronised_batchnorm():
-    wrong = ((3,5),(5,5)), ((5,3),(5,5)), ((5,5),(3,5)), ((3,3),(5,5))
-    on_ranks(2, [dict(kind='known_stream', lens=lens, messages=messages) for lens,messages in wrong]
-                + [dict(kind=kind, lens=(3,5), short=short, model=normed) for kind in kinds for short in (0,2)])
-
 def interrupted(cancel): return [Cancels(*cancel),Scheduler(partial(StepLR, step_size=1, gamma=.5)),SaveModelCallback()]
 
-def test_cancels_in_uneven_epochs(tmp_path):
-    "A rank's last step may be its part in the others'"
-    at = [('after_loss',CancelBatchException,0), ('after_loss',CancelBatchException,2), ('after_backward',CancelBatchException,2),
-          ('before_batch',CancelTrainException,1), ('after_step',CancelTrainException,2)]
-    cases = [(event,exc,rank,i) for rank in (0,1) for event,exc,i in at]
-    on_ranks(2, [dict(kind='stream', lens=lens, cbs=partial(interrupted, c), path=tmp_path/f'{i}-{lens[0]}')
-                 for i,c in enumerate(cases) for lens in [(3,5),(5,3)]])
+# Whatever 2 ranks are asked, by name: cases of `fit`
+cycles = [dict(kind=kind, lens=lens, cycle=True) for kind in kinds[1:] for lens in [(3,5),(4,2),(4,4)]]
+wrong = ((3,5),(5,5)), ((5,3),(5,5)), ((5,5),(3,5)), ((3,3),(5,5))
+wrong = [dict(kind='known_stream', lens=lens, messages=messages) for lens,messages in wrong]
+normal = [dict(kind=kind, lens=(3,5), short=short, model=normed) for kind in kinds for short in (0,2)]
+at = [('after_loss',CancelBatchException,0), ('after_loss',CancelBatchException,2), ('after_backward',CancelBatchException,2),
+      ('before_batch',CancelTrainException,1), ('after_step',CancelTrainException,2)]
+cancelled = [dict(kind='stream', lens=lens, cbs=partial(interrupted, (event,exc,rank,i)))
+             for event,exc,i in at for rank,lens in ((0,(3,5)), (1,(3,5)), (0,(5,3)))]
+asked = dict(cycles=cycles, wrong=wrong, normal=normal, cancelled=cancelled)
+empty = [(kind,lens) for kind in kinds for lens in [(0,2),(2,0)]]
+none = [('known_stream',(0,0))]
+
+def answers(folder):
+    res = {k: many([dict(kw, path=folder/f'{k}{i}') for i,kw in enumerate(cases)]) for k,cases in asked.items()}
+    return dict(res, empty=nothing(empty), none=nothing(none))
+
+@functools.cache
+def on_two():
+    with tempfile.TemporaryDirectory() as d: return run_ranks(answers, 2, Path(d), timeout_s=200)
+
+@pytest.mark.parametrize('name', asked)
+def test_ranks_are_alike(name):
+    "Lengths that are wrong, synchronised BatchNorm, and a rank whose last step may be its part in the others'"
+    alike(asked[name], [o[name] for o in on_two()])
+
+def test_one_cycle_has_the_steps_that_are_taken():
+    for c,rs in zip(cycles, zip(*[o['cycles'] for o in on_two()])): # down to the end of the cycle
+        assert len(rs[0]['lrs'])==2*min(c['lens']) and abs(rs[0]['lrs'][-1]-.05/1e5)<1e-9
+    with pytest.raises(ValueError, match='has no len'): learner(loader('stream', 3, 0, 1)).fit_one_cycle(1)
 
 def nothing(cases):
     res = []
@@ -139,11 +152,9 @@ def nothing(cases):
     return res
 
 def test_a_rank_without_any_batch():
-    cases = [(kind,lens) for kind in kinds for lens in [(0,2),(2,0)]]
-    for c,*rs in zip(cases, *run_ranks(nothing, 2, cases)):
+    for c,*rs in zip(empty, *[o['empty'] for o in on_two()]):
         for name,msg,clean in rs:
             assert name in ('ValueError','RankError') and 'no training batch' in msg and clean, (c,rs)
         assert 'ValueError' in [o[0] for o in rs]
 
-def test_no_rank_has_any_batch_trains_nothing():
-    assert run_ranks(nothing, 2, [('known_stream',(0,0))])==[['no error']]*2
+def test_no_rank_has_any_batch_trains_nothing(): assert [o['none'] for o in on_two()]==[['no error']]*2

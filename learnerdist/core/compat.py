@@ -11,6 +11,7 @@ from contextlib import contextmanager,suppress
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
+from itertools import chain
 
 import torch
 from torch.distributed import destroy_process_group
@@ -124,17 +125,19 @@ def forget_fsdp(m, names):
     "Remove what `fully_shard` has added to a module, but for class and parameters; names: its attributes before"
     is_fsdps = lambda h: str(getattr(h, '__module__', '')).startswith('torch.distributed.fsdp.')
     hooks = [v for k,v in vars(m).items() if 'hooks' in k and isinstance(v, dict)]
-    ids = {i for d in hooks for i,h in d.items() if is_fsdps(h)}
+    ids = set()
+    for d in hooks: ids |= {i for i,h in d.items() if is_fsdps(h)}
     for d in hooks:
         for i in ids: d.pop(i, None)
     for k in {*vars(m)}-{*names}:
         if k.startswith('__composable_api') or 'fsdp' in k: delattr(m, k)
     find('module_states', {}).pop(m, None)
 
+# %% ../../nbs/core/00_compat.ipynb #fsdpcmp1b
 def _fsdp_groups(model)->list:
     states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, '_get_fsdp_state')]
     of_state = lambda s: getattr(s, '_fsdp_param_groups', None) or [s._fsdp_param_group]
-    return [g for s in states for g in of_state(s) if g is not None]
+    return [g for g in chain(*map(of_state, states)) if g is not None]
 
 def forget_passes(model):
     """Let FSDP2 forget the forward passes without gradients. It keeps their order, too, and gathers by it in the next
@@ -146,7 +149,7 @@ def forget_passes(model):
 def whole_grads(model, drop=False)->list:
     """The gradients of micro-batches that were not exchanged, as FSDP2 stores them on this rank. model: that
     `fully_shard` was applied to; drop: whether FSDP2 is to forget them; returns: tensors of whole shape"""
-    params = [p for g in _fsdp_groups(model) for p in g.fsdp_params]
+    params = [*chain(*[g.fsdp_params for g in _fsdp_groups(model)])]
     attr,whole = 'unsharded_accumulated_grad','_unsharded_param'
     # of 2.15: a property, of the next
     owners = [(p,attr) for p in params if not hasattr(type(p), attr)]

@@ -76,6 +76,7 @@ def set_rng_state(state):
     torch.set_rng_state(cpu)
     if device is not None: _accelerator().set_rng_state(device)
 
+# %% ../../nbs/core/04_random.ipynb #c013b
 def same_streams(a, b)->bool:
     "Whether nothing was drawn on the CPU between two results of `rng_state`"
     if a[0]!=b[0] or not torch.equal(a[2], b[2]): return False
@@ -116,7 +117,8 @@ class Generators(list):
     @classmethod
     def of(cls, *users):
         "Those that these objects, and the methods of their classes, refer to"
-        np,todo,seen = sys.modules.get('numpy'),[*users],{}
+        np = sys.modules.get('numpy')
+        todo,seen = [*users],{}
         kinds = torch.Generator,random.Random,*((np.random.Generator,np.random.RandomState) if np else ())
         for o in todo: # it grows
             if id(o) in seen or len(seen)>20_000: continue
@@ -189,6 +191,7 @@ def undoing(func):
             values += inner
         yield from filter(None, map(_undo, values))
 
+# %% ../../nbs/core/04_random.ipynb #unt02b
 def _undo(v):
     "A call that puts back what a list, a dict or a tensor holds; None for other objects"
     if type(v) is list: return partial(v.__setitem__, slice(None), v[:])

@@ -30,6 +30,9 @@ def frames_of(stack)->list:
     # and of the callers of the function that caught it
     return inner[::-1] + _walk(tb and tb.tb_frame.f_back)
 
+_frame = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
+
+# %% ../../nbs/core/00_stacks.ipynb #c005b
 def frames_of_caller()->list: # `Frame`s, the innermost first
     "The frames of the function that calls this"
     return _walk(inspect.currentframe().f_back)
@@ -43,11 +46,10 @@ def _walk(at):
     both = traceback.walk_stack(at) if at else ()
     return [Frame(f.f_code.co_filename, n, f.f_code.co_name) for f,n in both]
 
+# %% ../../nbs/core/00_stacks.ipynb #c005c
 def describe_error(e:BaseException)->dict:
     "An exception as texts: `kind` (name of its type), `message`, `trace` (its traceback)"
     return dict(kind=type(e).__name__, message=str(e), trace=''.join(traceback.format_exception(e)))
-
-_frame = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 
 def users_frame(frames:list)->Frame:
     """The innermost frame of the user's own code, that is outside of installed packages; if there is none, the
@@ -55,6 +57,13 @@ def users_frame(frames:list)->Frame:
     own = [o for o in frames if not in_library(o.file)]
     return next(iter([*own, *frames]), Frame('?', 0, '?'))
 
+def in_library(file:str)->bool:
+    "Whether a file belongs to Python, to an installed package, or to learnerdist. file: path of a source file"
+    return file.startswith(_library) or '-packages' in file
+
+_library = sysconfig.get_path('stdlib'),str(Path(learnerdist.__file__).parent),'<frozen'
+
+# %% ../../nbs/core/00_stacks.ipynb #c005d
 def need(ok, remedy:str, **given):
     "ValueError unless `ok`: what was given, by its name, and what to give in its place"
     if ok: return
@@ -70,12 +79,6 @@ def warn(code:str, message:str):
     found = (i for i,o in enumerate(frames_of_caller(), 1) if not in_library(o.file))
     warnings.warn(coded(code, message), stacklevel=next(found, 2))
 
-def in_library(file:str)->bool:
-    "Whether a file belongs to Python, to an installed package, or to learnerdist. file: path of a source file"
-    return file.startswith(_library) or '-packages' in file
-
-_library = sysconfig.get_path('stdlib'),str(Path(learnerdist.__file__).parent),'<frozen'
-
 # %% ../../nbs/core/00_stacks.ipynb #c009
 def report_folder():
     "The folder in which this rank leaves its reports, as its launcher says in the environment; None without one"
@@ -85,7 +88,7 @@ def report_folder():
 state_file = 'state.txt' # Of a rank's reports: where the newest state of the run is
 
 def note_state(where):
-    "Leave for the launcher where the newest state of this run is: it says so when the run ends by a signal or a failure"
+    "Leave for the launcher where this run's newest state is: it says so when the run ends by a signal or a failure"
     if folder := report_folder():
         (folder/state_file).write_text(str(where))
 
@@ -136,6 +139,7 @@ def stack_of(pid:int, file:Path, timeout_s=10)->str:
             time.sleep(.005)
     return _read(file).split(_head)[before+1]
 
+# %% ../../nbs/core/00_stacks.ipynb #c012b
 def _read(file): return Path(file).read_text()
 
 def _holds(pid, file):

@@ -45,6 +45,7 @@ def as_it_is(b):
     "The batch: in place of collation"
     return b
 
+# %% ../../nbs/data/00_datasets.ipynb #tns08b
 def at_once(dl:DataLoader)->dict:
     """The data set and the collate function of a loader; of tensors in memory, and without workers, those by which the
     rows of a batch are taken at once. dl: torch's, or of a class like it"""

@@ -92,7 +92,9 @@ class Progress:
 class Dealt:
     "Sampler: a rank's shard of the items of a sampler, see `Dealer.read`"
     base = None # As in `Deal.own_items`
-    def __init__(self, dealer, source, chunk): self.dealer,self.source,self.chunk = dealer,source,chunk
+    def __init__(self, dealer, source, chunk): # chunk: items that are read at a time
+        self.dealer = dealer
+        self.source,self.chunk = source,chunk
     def __iter__(self):
         d = self.dealer
         items = d.read(self.chunks(), self.base)
@@ -188,7 +190,8 @@ class Dealer:
         self.progress.n_read = torch.full((n,), -1)
         self.progress.share(num_workers)
         cls = _PlacedStream if saves_place(dataset) and not num_workers else _Stream
-        self.source,self.items,self.streams = dataset,cls(dataset, self, after),True
+        self.source,self.items = dataset,cls(dataset, self, after)
+        self.streams = True
         return self.items
     def samples(self, dataset, num_workers, after=()): # after: as in `stream`
         "The data set, whose samples draw from streams of their own; itself where nothing is drawn"
@@ -262,6 +265,15 @@ class Dealer:
         # -1: no batch has this number
         return zip(repeat(self.seed), repeat(int(self.progress.epoch)), keys, repeat(-1))
 
+    def seeding(self, batches, first:int, step:int):
+        """Iterator over batches of an evaluation: what is drawn while one is read, as by a batch transform, follows
+        from its number. first, step: the numbers are `first`, `first+step`, …"""
+        for k in count(first, step):
+            if self.sample_seeds: seed_streams(self.seed, self.epoch, k, _evaluating)
+            b = [*islice(batches, 1)]
+            if not b: return
+            yield b[0]
+
     def alone(self):
         "A dealer of all samples, with this one's epoch"
         res = Dealer(Deal(0, 1, False), self.seed, self.sample_seeds)
@@ -272,7 +284,8 @@ class Dealer:
 def check_count(d:Dealer, k:int, name:str):
     """RuntimeError unless these are the rank's shard, each sample once. A stream is checked if it has a length. k:
     batches of this epoch that a loader has given this rank; name: of the loader, or of the stream that it reads"""
-    W,total,seen = d.world_size,data_len(d.source),d.n_read+d.start # with those of an earlier run
+    W,total = d.world_size,data_len(d.source)
+    seen = d.n_read+d.start # with those of an earlier run
     if W==1 or d.items is None or d.by_rank: return
     if d.streams:
         few = total and 0<seen<=-(-total//W)<d.deal.dealt(total)
@@ -408,6 +421,7 @@ def _(dl:DataLoader, dealer):
     else: v['batch_sampler'] = dealer.drawn(bs, unit='batch')
     return new
 
+# %% ../../nbs/data/03_distributed_dl.ipynb #c019b
 def _indices(sampler, dealer, chunk):
     "This rank's shard of torch's `sampler`"
     shuffled = is_shuffled(sampler)
@@ -416,7 +430,8 @@ def _indices(sampler, dealer, chunk):
 
 def _seeded(dl, dealer):
     "A copy of torch's loader, with a data set whose samples draw from streams of their own; a stream is dealt"
-    new,f,g = copy.copy(dl),dl.collate_fn,dl.generator
+    new,f = copy.copy(dl),dl.collate_fn
+    g = dl.generator
     # the seeds of the workers are drawn from it
     if g is not None and dealer.rank: g = torch.Generator(g.device).manual_seed(mix_seed(g.initial_seed(), dealer.rank))
     after = f.after_item if dealer.sample_seeds and isinstance(f, Collate) else ()
@@ -434,9 +449,9 @@ class _PartData(Dataset):
     "In place of a data set: the samples of each part of a step"
     def __init__(self, source): self.source = source
     def __getitem__(self, step):
-        k,n,parts = step
+        *about,parts = step
         read = getattr(self.source, '__getitems__', lambda idxs: [self.source[i] for i in idxs])
-        return k,n,[*map(read, parts)]
+        return *about,[*map(read, parts)]
 
 def collate_parts(func, dealer, step)->list:
     """How many samples a step has, then a batch for each part of this rank; what `func` draws is seeded by the step and
@@ -452,7 +467,8 @@ def seed_collation(dealer, k:int, part:int):
     "Before a part of step `k` is collated: seed the random streams, if those of samples are"
     if dealer.sample_seeds: seed_streams(dealer.seed, dealer.epoch, k, part, _collating)
 
-_collating = -5 # among the numbers by which streams are seeded: draws in the loop have other ones
+# among the numbers by which streams are seeded: draws in the loop have other ones
+_collating,_evaluating = -5,-6
 
 # %% ../../nbs/data/03_distributed_dl.ipynb #prt012
 @singledispatch
@@ -483,7 +499,9 @@ class EveryNth(LoaderWrapper):
     "A rank's batches of a loader that each rank reads whole"
     def __init__(self, dl, by): self.dl,self.by = dl,by # by: its dealer
     def __len__(self): return self.by.count(len(self.dl))
-    def __iter__(self): return self.by.read([b] for b in read_loader(self.dl))
+    def __iter__(self):
+        every = self.by.seeding(read_loader(self.dl), 0, 1) # those of others draw, too
+        return self.by.read([b] for b in every)
 
 @singledispatch
 def whole_batches(dl, dealer:Dealer):
@@ -549,7 +567,8 @@ class DistributedDL(LoaderWrapper):
         else: self.dl = reindexed(dl, d)
         need(not n or d.unit=='row', _own_way.format(f'this {type(dl).__name__}'), global_bs=n)
         self.rank,self.world_size = d.rank,d.world_size
-        self.seed,self.pad,self.unit = seed,d.pad,d.unit
+        self.seed = seed
+        self.pad,self.unit = d.pad,d.unit
         return self
     @classmethod
     def from_dl(cls,
@@ -624,14 +643,17 @@ class DistributedDL(LoaderWrapper):
             seed = mix_seed(d.seed, d.rank, d.epoch)
             vars(reader)['generator'] = torch.Generator().manual_seed(seed)
         it = read_loader(self.dl)
-        return self._batches(it) if self.pad=='batch' else it
+        if self.pad=='batch': return self._batches(it)
+        return d.seeding(it, d.rank, d.world_size) if d.whole else it
     def _batches(self, it):
         """For training: each batch has its own random streams, if it is a part; ranks that have a batch less than
         others repeat the last one. So does a rank for whose batch collation returns None, as all its samples are bad;
         the first ones wait for one that is not"""
-        d,epoch,end = self.dealer,self.epoch,object()
-        first,d.n_skip,d.empty = d.n_skip,0,set()
+        d,epoch = self.dealer,self.epoch
+        first,d.n_skip = d.n_skip,0
+        d.empty = set()
         last,late = None,0
+        end = object()
         left_out = first if d.start else 0 # by the dealer, so that its numbers begin after them
         for k in count(first):
             if d.sample_seeds and not d.n_parts: seed_streams(d.seed, epoch, k, d.rank)
@@ -676,7 +698,7 @@ class Joined:
     def __len__(self): return math.ceil(len(self.sampler)/self.k)
     def __iter__(self):
         it = iter(self.sampler)
-        while bs := list(islice(it, self.k)): yield [i for b in bs for i in b]
+        while bs := list(islice(it, self.k)): yield [*chain(*bs)]
 
 def widened(dl, k:int):
     """A copy of `dl` with batches `k` times as large. ValueError if it has no batch size. dl: any loader of batches

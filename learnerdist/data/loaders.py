@@ -163,7 +163,8 @@ def pipe(fs, o):
 class Collate:
     "Item transforms, then the collate function of the loader; both run in the workers"
     def __init__(self, after_item, collate_fn, batched):
-        self.after_item,self.collate_fn,self.batched = after_item,collate_fn,batched
+        self.after_item,self.collate_fn = after_item,collate_fn
+        self.batched = batched
     def __call__(self, o):
         items = [pipe(self.after_item, i) for i in o] if self.batched else pipe(self.after_item, o)
         return self.collate_fn(items)
@@ -268,13 +269,16 @@ class TfmdDL(DataLoader):
         f,rows = self.collate_fn,isinstance(self.dataset, FrameRows)
         batched = self.batch_sampler is not None
         if isinstance(f, Collate): f = f.collate_fn
-        if f in _COLLATES: f = _rows_tensor if rows else default_collate if batched else default_convert
+        if f in _COLLATES:
+            f = default_collate if batched else default_convert
+            if rows: f = _rows_tensor
         by_item = self.after_item and rows
         need(not by_item, 'after_item: rows of a data set with iloc are read by the batch')
         self.collate_fn = Collate(self.after_item, f, batched) if self.after_item else f
     def __iter__(self):
-        it = batches(self)
-        return (b if b is None else pipe(self.after_batch, b) for b in it) if self.after_batch else it
+        fs,it = self.after_batch,batches(self)
+        if not fs: return it
+        return (None if b is None else pipe(fs, b) for b in it)
     def new(self, dataset=None, **kw):
         """A copy with another data set, other settings or other transforms. dataset: another data set; None: the same;
         kw: settings to change, by the names of `TfmdDL`"""
@@ -304,7 +308,8 @@ class DataLoaders:
             is_data = isinstance(o, Dataset) and not isinstance(o, IterableDataset)
             what = f'a {type(o).__name__} is a data set, no loader'
             need(not is_data, f'{what}: DataLoaders.from_dsets(train, valid)')
-        self.path,self.device,self.n_inp = Path(path),device,n_inp
+        self.path,self.device = Path(path),device
+        self.n_inp = n_inp
     @classmethod
     def from_dsets(cls,
         train_ds, valid_ds=None, # As `dataset` of `TfmdDL`; without `valid_ds` there is no second loader

@@ -11,7 +11,7 @@ import numpy as np, torch
 from collections.abc import Mapping
 from contextlib import ExitStack,contextmanager
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate,chain
 from pathlib import Path
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence,unpack_sequence
@@ -34,6 +34,7 @@ def is_samples(b, n:int)->bool:
     if all(isinstance(o, (dict,str)) for o in b): return True
     return isinstance(b, list) and not all(_is_rows(o, n) for o in tree_leaves(b))
 
+# %% ../../nbs/data/02_rows.ipynb #c005a
 def as_samples(b, n:int):
     """The batch, detached, with its lists of samples as `Samples`, and numbers as tensors `(1,)`. b: a batch, or an
     output of the model: tensors in any structure; n: number of samples in it; returns: the same structure, on the
@@ -70,6 +71,7 @@ def loosely(b):
     def has_rows(o): return type(o) is list and len(o)>0 and _is_rows(tree_leaves(o)[0], len(o))
     return tree_map(lambda o: Samples(o) if has_rows(o) else o, b, is_leaf=has_rows)
 
+# %% ../../nbs/data/02_rows.ipynb #c007a
 def dense_kind(os:list):
     """What the tensors have in common that can be concatenated. os: of one leaf, its parts in each batch; returns:
     (shape of a row, dtype, class, type of device); None: they are not parts of one tensor"""
@@ -82,12 +84,13 @@ def stored_kind(os:list):
     strided = all(getattr(o, 'layout', None)==torch.strided and not o.is_quantized for o in os)
     return dense_kind(os) if strided else None
 
+# %% ../../nbs/data/02_rows.ipynb #c007b
 def join_leaf(os:list, ns:list):
     """One tensor, if they fit; else `Samples`: an entry for each sample, if they have rows for samples, or for each
     batch. os: of one leaf, its parts in each batch; ns: the number of samples in each batch"""
     if dense_kind(os) is not None: return torch.cat(os) if len(os)>1 else os[0]
     of_samples = all(isinstance(o, Samples) or _is_rows(o, n) for o,n in zip(os, ns))
-    return Samples(row for o in os for row in o) if of_samples else Samples(os)
+    return Samples(chain(*os) if of_samples else os)
 
 def join_batches(bs:list, ns:list):
     """What all batches have, in the structure of one; None for an empty list. bs: from `as_samples`; ns: the number of
@@ -191,6 +194,7 @@ def row_files(folder, together=True):
         if together: distrib_barrier() # all ranks have written
     if together: distrib_barrier() # the files have their names
 
+# %% ../../nbs/data/02_rows.ipynb #str08b
 @contextmanager
 def _sized(path, head, n):
     with whole_file(path) as tmp:
@@ -225,6 +229,8 @@ def leaf_names(b, name:str)->list:
     n = len(tree_leaves(b))
     if len(found)==n: return found
     return [f'{name}.{i}' for i in range(n)] # a container of another kind
+
+# %% ../../nbs/data/02_rows.ipynb #str11b
 def store_batches(lists:dict, ns:list, folder)->dict:
     """Write all batches, as one process does. Tensors that do not fit each other stay in memory. lists: from a name to
     what each batch has of it. The lists are emptied; ns: samples in each batch; returns: from a name to what all
@@ -234,6 +240,7 @@ def store_batches(lists:dict, ns:list, folder)->dict:
 
 def _mapped(o): return o.read() if isinstance(o, StoredRows) else o
 
+# %% ../../nbs/data/02_rows.ipynb #str11c
 def _stored(bs, ns, name, make):
     cols,spec = aligned(bs)
     bs.clear()

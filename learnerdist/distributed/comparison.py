@@ -9,7 +9,7 @@ __all__ = []
 import copy,hashlib,logging,random,re
 from collections import Counter
 from inspect import signature
-from itertools import chain,islice
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -44,6 +44,7 @@ def tensor_hash(t:Tensor)->Tensor:
     return res
 _chunk = 1<<18
 
+# %% ../../nbs/distributed/02_comparison.ipynb #c024b
 def hashes(values)->list:
     """The hash of each tensor, read from a device at once, or the text of another value; of a tensor that cannot be
     hashed nothing"""
@@ -57,12 +58,14 @@ def _bits_of(o):
 def differences(named:dict)->dict:
     """Compare tensors, by their hashes, and other values by name across ranks: for each that differs, the ranks that
     differ from the first one that has it. Sync point: one exchange"""
-    every,res = gather_same(dict(zip(named, hashes(named.values())))),{}
-    for k in dict.fromkeys(k for o in every for k in o):
+    every = gather_same(dict(zip(named, hashes(named.values()))))
+    res = {}
+    for k in dict.fromkeys(chain(*every)):
         have = {r: o[k] for r,o in enumerate(every) if k in o}
         if bad := [r for r,h in have.items() if h!=[*have.values()][0]]: res[k] = bad
     return res
 
+# %% ../../nbs/distributed/02_comparison.ipynb #c024c
 def digest(state)->tuple:
     "Hashes of the tensors and texts of the other values of a nested `state`, to compare states"
     return tuple(hashes(tree_leaves(state)))
@@ -73,7 +76,7 @@ def unsynced(model)->list:
 
 def compared(model, but=())->dict:
     "Tensors that must be equal on all ranks: parameters that are not sharded; buffers, but of these layers"
-    skip = {id(b) for m in but for b in m.buffers()}
+    skip = {id(b) for b in chain(*[m.buffers() for m in but])}
     named = [*model.named_parameters(),*model.named_buffers()]
     return {k: v for k,v in named if id(v) not in skip and not is_part(v)}
 
@@ -98,39 +101,14 @@ def tell_unequal(found:dict)->str:
         texts.append(f'{k}: {vals[0]} on rank 0, {vals[r]} on rank {r}')
     return '; '.join(texts[:6])
 
-# %% ../../nbs/distributed/02_comparison.ipynb #3c01ddbc
-def some_of(o, k=256):
-    "Up to `k` elements of data, from all of it, for `sample_hash`"
-    if isinstance(o, (set,frozenset)): o = sorted(map(str, o))
-    if isinstance(o, dict): o = sorted([(str(i),v) for i,v in islice(o.items(), k)], key=lambda kv: kv[0])
-    if isinstance(o, (str,bytes)) or not hasattr(o, '__len__') or getattr(o, 'shape', None)==(): return o
-    rows = o.reshape(-1) if hasattr(o, 'reshape') and not hasattr(o, 'iloc') else o
-    n = len(rows)
-    at = [*range(n)] if n<=k else [i*(n-1)//(k-1) for i in range(k)]
-    if hasattr(o, 'iloc'): return n,rows.iloc[at].to_csv()
-    return n,str(getattr(o, 'shape', '')),rows[at] if hasattr(o, 'shape') else [some_of(o[i], 16) for i in at]
-
-def fingerprint(o, name='data', depth=4)->dict:
-    "Checksums, by name, of what a data set refers to, to this depth. No sample is read"
-    res,todo,seen = {},[(name,o,depth)],set()
-    for name,o,depth in todo: # it grows
-        if id(o) in seen or len(seen)>2000: continue
-        seen.add(id(o))
-        is_data = isinstance(o, (list,tuple,set,dict,range)) or hasattr(o, 'shape')
-        if is_data: res[name] = f'#{sample_hash([some_of(o)]):08x}'
-        for k,v in held(o).items() if depth and not is_data else ():
-            is_cache = k[:1]=='_' and isinstance(v, dict)
-            if not is_cache: todo.append((f'{name}.{k}',v,depth-1))
-    return res
-
 # %% ../../nbs/distributed/02_comparison.ipynb #smp02
 def data_of(dls:list)->dict:
     "The loaders for training and validation, by name, whose data set is the same on all ranks"
     named = dict(zip(('training data','validation data'), dls))
     return {k: dl for k,dl in named.items() if hasattr(dl, 'dataset') and not is_split(dl)}
 
-def few_samples(dls:list)->dict:
-    """By name: hashes of two samples of the training and of the validation data, for which all ranks draw the same
+def few_samples(dls:list, most:int=2)->dict:
+    """By name: hashes of some samples of the training and of the validation data, for which all ranks draw the same
     numbers. Data sets with generators of their own are left alone"""
     res = {}
     for name,dl in data_of(dls).items():
@@ -138,7 +116,7 @@ def few_samples(dls:list)->dict:
             read = reader(dl)
             if read is None or Generators.of(dl.dataset, getattr(dl, 'after_item', None)): continue
             n = len(dl.dataset)
-            for i in random.Random(n).sample(range(n), min(n, 2)):
+            for i in random.Random(n).sample(range(n), min(n, most)):
                 res[f'{name}[{i}]'] = f'#{sample_hash(map_seeded(read, [i], [(0,i)])):08x}'
         except Exception as e: log.debug('samples cannot be read one by one: %r', e)
     return res
@@ -176,17 +154,17 @@ def same_data(dls:list, findings):
     """Raise ValueError if the data sets of these loaders, training and validation, differ in length between ranks;
     report it if they seem to differ otherwise. Sync point"""
     named = {}
-    for name,dl in data_of(dls).items():
-        named[f'len({name})'] = data_len(dl.dataset)
-        try: named |= fingerprint(dl.dataset, name)
-        except Exception as e: log.debug('%s cannot be compared: %r', name, e)
-    found = {k: v for k,v in unequal(gather_same(named|few_samples(dls))).items() if None not in v}
+    for name,dl in data_of(dls).items(): named[f'len({name})'] = data_len(dl.dataset)
+    found = {k: v for k,v in unequal(gather_same(named|few_samples(dls, 8))).items() if None not in v}
     if not found: return
     text = f'the ranks have different data: {tell_unequal(found)}; {_drawn_data}'
     if any(k.startswith('len(') for k in found): raise ValueError(coded('different-data', text))
     findings.reported.add(('different-data','samples')) # see `compare_weights`
     findings('different-data', f'{text}, or use distrib_ctx(checks=False) if this is intended')
 
+_drawn_data = 'is something drawn without a seed, or made from a set? Make it alike on all ranks'
+
+# %% ../../nbs/distributed/02_comparison.ipynb #1cc5e052
 def same_optimizer(learn):
     "Give every rank the optimizer state of rank 0: after fits outside of the context the states may differ. Sync point"
     state = None if learn.opt is None else learn.opt.state_dict()
@@ -202,6 +180,7 @@ def _beside(p, t):
     is_count = t.ndim==0 and t.device.type=='cpu'
     return t if is_count or p.is_meta else t.to(p.device)
 
+# %% ../../nbs/distributed/02_comparison.ipynb #1cc5e053
 def path_of_rank0(learn, findings):
     "Rank 0's path if the ranks' paths differ (a folder with a time stamp), since rank 0 writes; else None. Sync point"
     found = unequal(gather_same({'learn.path': str(getattr(learn, 'path', ''))}))
@@ -229,6 +208,7 @@ def settings(learn, shares:list)->dict:
         res |= {f'{k} of parameter group {i}': v for k,v in plain.items()}
     return res
 
+# %% ../../nbs/distributed/02_comparison.ipynb #cmp02b
 def need_equal(every:list, cbs=()):
     """Raise ValueError unless all ranks have the same. every: values by name, of each rank; cbs: names of callbacks of
     each rank, of which one may have more than others, such as one that logs"""
@@ -236,11 +216,12 @@ def need_equal(every:list, cbs=()):
     for own in cbs:
         rest,shared = iter(most),set.intersection(*map(set, cbs))
         if all(o in rest for o in own): continue
-        found['callbacks'] = [', '.join(k for k in o if k not in shared) or 'another order' for o in cbs]
+        found['callbacks'] = [', '.join([k for k in o if k not in shared] or o) for o in cbs]
     text = (f'the ranks train differently: {tell_unequal(found)}. Give the same on all; what is drawn, as by the '
             'sampler of a sweep, needs a seed')
     if found: raise ValueError(coded('different-settings', text))
 
+# %% ../../nbs/distributed/02_comparison.ipynb #cmp02c
 def same_structure(learn):
     "Raise ValueError if the ranks have other models or losses, which DDP would wait for or crash on. Sync point"
     need_equal(gather_same(structure(learn)))
@@ -316,8 +297,9 @@ def order_of(dl)->dict:
     """By name: hashes of the order from which a rank is dealt its shard, of its first items and, once it has been read,
     of all. Nothing where all ranks compute it"""
     d = getattr(dl, 'dealer', None)
-    first,_,whole = (0,0,0) if d is None or d.streams else d.hashes.tolist()
-    return {k: h for k,h in (('first items',first),('whole order',whole)) if h}
+    if d is None or d.streams: return {}
+    named = {'first items': d.hashes[0].item(), 'whole order': d.hashes[2].item()}
+    return {k: h for k,h in named.items() if h}
 
 def drawn_alone(dl)->str:
     "What the user should know if `order_of` differs between ranks"
@@ -327,6 +309,7 @@ def drawn_alone(dl)->str:
             'never. What it draws from a generator of its own needs a seed, the same on all ranks; what it computes '
             'from batches, such as weights of samples, needs those of all: all_sum, gather_objects')
 
+# %% ../../nbs/distributed/02_comparison.ipynb #cmp08b
 def compare_weights(learn, n_steps:int, findings):
     """Raise RuntimeError if the ranks' parameters differ after these steps of an epoch; report an order that differs,
     buffers and tensors of other modules. Sync point"""
@@ -343,7 +326,6 @@ def compare_weights(learn, n_steps:int, findings):
     findings.reported.update(new)
     if new: findings('ranks-differ', f'{few(new)}: each rank has computed this {_own_batches}')
 
-_drawn_data = 'is something drawn without a seed, or made from a set? Make it alike on all ranks'
 _redrawn = f'samples with the same number differ between ranks; {_drawn_data}'
 _changed_alone = ('something changes it on one rank and not on the others, such as a callback, or a backward pass or '
     'another optimizer (SAM, LBFGS, GANs), whose gradients no one averages: average_grads(params) does')

@@ -121,10 +121,10 @@ _piece = 1<<24 # Bytes that a rank sends at a time
 
 def _dense(own, infos, i, dst, make, name):
     "Leaf `i` of all ranks, whose parts fit one tensor; and the rows of each batch"
-    shape,dtype,cls,device = next(o['kinds'][i] for o in infos if o['ks'])
+    *kind,device = next(o['kinds'][i] for o in infos if o['ks'])
     at,lens = row_places([o['ks'] for o in infos], [o['lens'][i] if o['ks'] else [] for o in infos])
-    if make is None or device!='cpu': return _exchanged(own, at, sum(lens), shape, dtype, cls, dst),lens
-    rows = make(name, (sum(lens),*shape), dtype)
+    if make is None or device!='cpu': return _exchanged(own, at, sum(lens), *kind, dst),lens
+    rows = make(name, (sum(lens),*kind[0]), kind[1])
     own.reverse()
     for places in at[group_rank()]: rows.write(places, own.pop()) # which is freed
     return rows,lens
@@ -141,6 +141,7 @@ def _exchanged(own, at, n, shape, dtype, cls, dst):
         for place,got in zip(ats, gather_rows(rows[i:i+size], dst) or ()): res[place[i:i+size]] = got
     return None if res is None else res.reshape(-1).view(dtype).reshape(n, *shape).as_subclass(cls)
 
+# %% ../../nbs/distributed/07_gather_rows.ipynb #gath2b
 def _pickled(own, ks, dst):
     "Parts that do not fit one tensor, sent as objects"
     if group_size()<2: return own

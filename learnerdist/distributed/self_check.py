@@ -30,6 +30,18 @@ log = logging.getLogger(__name__)
 
 def _loader(learn): return getattr(learn.dl, 'source', learn.dl)
 
+def _kind(item):
+    "By what samples are ordered: the size of the target, shapes, the target"
+    if isinstance(item, dict): item = [*item.values()] # the last one may be the target
+    if not isinstance(item, (list,tuple)) or not item: return []
+    size = sum(o.numel() for o in tree_leaves(item[-1]) if isinstance(o, Tensor))
+    return [size,*[str(getattr(o, 'shape', '')) for o in item],str(item[-1])]
+
+def sent(o):
+    "What another rank gets; an error if it cannot be sent, as tensors of float8, which cannot be unpickled"
+    return pickle.loads(pickle.dumps(o))
+
+# %% ../../nbs/distributed/09_self_check.ipynb #sfc06r
 def read_items(learn, n:int=2):
     """`n` samples of the training data for this rank, drawn from all of it: of twice as many those whose targets differ
     most. None if it cannot be read sample by sample, or samples not be sent. Random streams are left as they are"""
@@ -45,17 +57,18 @@ def read_items(learn, n:int=2):
         return sent(copied([*res[:n-n//2],*res[-(n//2):]]))
     except Exception as e: log.debug('samples cannot be read one by one: %r', e)
 
-def _kind(item):
-    "By what samples are ordered: the size of the target, shapes, the target"
-    if isinstance(item, dict): item = [*item.values()] # the last one may be the target
-    if not isinstance(item, (list,tuple)) or not item: return []
-    size = sum(o.numel() for o in tree_leaves(item[-1]) if isinstance(o, Tensor))
-    return [size,*[str(getattr(o, 'shape', '')) for o in item],str(item[-1])]
+# %% ../../nbs/distributed/09_self_check.ipynb #sfc06c
+def drawn_since(before)->bool:
+    "Whether random numbers were drawn since a result of `rng_state`"
+    now = rng_state()
+    return not same_streams(before, now) or now[3] is not None and not now[3].equal(before[3])
 
-def sent(o):
-    "What another rank gets; an error if it cannot be sent, as tensors of float8, which cannot be unpickled"
-    return pickle.loads(pickle.dumps(o))
+def joined(parts:list):
+    "The samples of several batches of the same structure as one"
+    leaves = iter([torch.cat(os) for os in zip(*map(tree_leaves, parts))])
+    return tree_map(lambda o: next(leaves), parts[0])
 
+# %% ../../nbs/distributed/09_self_check.ipynb #sfc06b
 def collated(learn, items:list):
     "(inputs, targets): the batch that the training loader makes of samples. ValueError if it draws random numbers"
     dl = _loader(learn)
@@ -72,47 +85,7 @@ def collated(learn, items:list):
 
 def _is_float(o): return isinstance(o, Tensor) and o.is_floating_point()
 
-def drawn_since(before)->bool:
-    "Whether random numbers were drawn since a result of `rng_state`"
-    now = rng_state()
-    return not same_streams(before, now) or now[3] is not None and not now[3].equal(before[3])
-
-def joined(parts:list):
-    "The samples of several batches of the same structure as one"
-    leaves = iter([torch.cat(os) for os in zip(*map(tree_leaves, parts))])
-    return tree_map(lambda o: next(leaves), parts[0])
-
-# %% ../../nbs/distributed/09_self_check.ipynb #sfc09
-class Outcome(NamedTuple):
-    "What the model and the loss make of some samples"
-    pred:object
-    loss:object # With its graph; None: it was not computed
-    numbers:tuple # (loss, items, number), to send; items: what the loss is the mean over, if it shows or says that
-    draws:bool # Whether the model draws random numbers in evaluation
-    loss_draws:bool
-    says:bool # Whether the loss returned a sum and a count
-
-def computed(learn, xb, yb, n, training=False, pred=None)->Outcome:
-    """What model and loss make of a batch of `n` samples, on copies, without a backward pass or a hook: in evaluation
-    where that is possible, since some models compute their loss in `training` only. `pred`: the prediction, if it is
-    known. Buffers and random streams stay"""
-    over,trace,model = loss_over(learn),losses.LossTrace(),get_model(learn.model)
-    model = getattr(model, compiled_inside, model)
-    func = losses.loss_of_model if learn.loss_func is None else learn.loss_func
-    exact = torch.autocast(learn.device.type, enabled=False)
-    with untouched(model), untouched(func), shared_rng(0), exact, torch.enable_grad(), trace:
-        _quiet(model, training)
-        xb,yb,before = copied(tuple(xb)),copied(tuple(yb)),rng_state()
-        if pred is None: pred = call_model(model, xb, model) if isinstance(learn, Learner) else model(*xb)
-        draws,before = drawn_since(before),rng_state()
-        loss = func(pred, *yb) if yb and over.kind!='whole' else None
-        loss_draws,items = drawn_since(before),None
-        if says := type(loss) is tuple: loss,items = losses.as_mean(*loss)
-        elif loss is not None: items = trace.items(loss) if over.count is None else over.count(pred, *yb)
-    value = None if loss is None else float(loss.detach().cpu().double().mean())
-    numbers = value,None if items is None else float(items),losses.counted_rows(pred, yb, n)
-    return Outcome(pred, loss, numbers, draws, loss_draws, says)
-
+# %% ../../nbs/distributed/09_self_check.ipynb #sfc09b
 def _quiet(model, training):
     "In evaluation, or in training without dropout; without hooks, and without what changes a weight"
     for m in model.modules():
@@ -128,6 +101,39 @@ def _quiet(model, training):
             m.running_var = like.new_ones(m.num_features)
 
 def _is_torchs(f): return (getattr(f, '__module__', None) or type(f).__module__).startswith('torch.')
+
+# %% ../../nbs/distributed/09_self_check.ipynb #sfc09
+class Outcome(NamedTuple):
+    "What the model and the loss make of some samples"
+    pred:object
+    loss:object # With its graph; None: it was not computed
+    numbers:tuple # (loss, items, number), to send; items: what the loss is the mean over, if it shows or says that
+    draws:bool # Whether the model draws random numbers in evaluation
+    loss_draws:bool
+    says:bool # Whether the loss returned a sum and a count
+
+def computed(learn, xb, yb, n, training=False, pred=None)->Outcome:
+    """What model and loss make of a batch of `n` samples, on copies, without a backward pass or a hook: in evaluation
+    where that is possible, since some models compute their loss in `training` only. `pred`: the prediction, if it is
+    known. Buffers and random streams stay"""
+    over,trace = loss_over(learn),losses.LossTrace()
+    model = get_model(learn.model)
+    model = getattr(model, compiled_inside, model)
+    func = losses.loss_of_model if learn.loss_func is None else learn.loss_func
+    exact = torch.autocast(learn.device.type, enabled=False)
+    with untouched(model), untouched(func), shared_rng(0), exact, torch.enable_grad(), trace:
+        _quiet(model, training)
+        xb,yb = copied(tuple(xb)),copied(tuple(yb))
+        before = rng_state()
+        if pred is None: pred = call_model(model, xb, model) if isinstance(learn, Learner) else model(*xb)
+        draws,before = drawn_since(before),rng_state()
+        loss = func(pred, *yb) if yb and over.kind!='whole' else None
+        loss_draws,items = drawn_since(before),None
+        if says := type(loss) is tuple: loss,items = losses.as_mean(*loss)
+        elif loss is not None: items = trace.items(loss) if over.count is None else over.count(pred, *yb)
+    value = None if loss is None else float(loss.detach().cpu().double().mean())
+    numbers = value,None if items is None else float(items),losses.counted_rows(pred, yb, n)
+    return Outcome(pred, loss, numbers, draws, loss_draws, says)
 
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc11
 def far(whole, part, n:int, m:int)->bool:
@@ -145,7 +151,8 @@ def far(whole, part, n:int, m:int)->bool:
 
 def reached(loss)->set:
     "Ids of the parameters that the graph of a loss reaches; None if a part of it is made in the backward pass only"
-    todo,seen,found = [loss.grad_fn],{None},set()
+    todo,seen = [loss.grad_fn],{None}
+    found = set()
     while todo:
         if (node := todo.pop()) in seen: continue
         if 'Checkpoint' in node.name(): return None
@@ -192,7 +199,11 @@ class Result(NamedTuple):
 # %% ../../nbs/distributed/09_self_check.ipynb #sfc16
 class SelfCheck:
     "Checks model and loss in the first training batch of a fit, and of an epoch with another loss function"
-    def __init__(self, engine): self.engine,self.loaded,self.checked,self.due = engine,None,[],False
+    def __init__(self, engine):
+        self.engine = engine
+        self.loaded = None # The tensors of the batch, before callbacks change it
+        self.checked = [] # Loss functions of this fit
+        self.due = False # Whether the next batch is checked
     def begin_fit(self):
         "Forget what was checked in an earlier fit"
         self.checked = []
@@ -233,7 +244,8 @@ class SelfCheck:
     def _compare(self, every, *parts, training):
         learn,r = self.engine.learn,group_rank()%len(parts)
         sizes,n = [o[-1] for o in parts],every[-1]
-        whole,pred,i = computed(learn, *every, training),None,sum(sizes[:r])
+        whole,pred = computed(learn, *every, training),None
+        i = sum(sizes[:r])
         if whole.draws and whole.loss is not None: pred = cut(whole.pred, n, i, i+sizes[r])
         own = computed(learn, *parts[r], training, pred)
         pairs = zip(tree_leaves(whole.pred), tree_leaves(own.pred))
@@ -253,13 +265,15 @@ class SelfCheck:
         return [] if again is None else [k for k,o in named.items() if o not in found|again]
 
     def _judge(self, found):
-        learn,findings,one,kind = self.engine.learn,self.engine.findings,found[0],None
+        learn,findings = self.engine.learn,self.engine.findings
+        one,kind = found[0],None
         over,done = loss_over(learn),None not in found
         if done and not any(o.draws for o in found) and one.whole[0] is not None:
             parts,tol = [o.part for o in found[:one.n_parts]],max(o.tol for o in found)
             kind = losses.follows(one.whole, parts, tol)
         if over.kind=='unknown' and kind is not None:
-            known = 'items' if one.says else 'samples' if kind=='other' else kind
+            if kind!='other' and not one.says: known = kind
+            else: known = 'items' if one.says else 'samples'
             losses.set_loss_over(learn, MeanOver(known))
         if done and one.unused: self.engine.replica.find_unused(one.unused, findings)
         name = getattr(learn.loss_func, '__name__', type(learn.loss_func).__name__)
