@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest,torch
 from learnerdist.checkpoint.snapshot import newest_in,weights_in
 
-script = """import os,sys,time
+script = """import os,signal,sys,time
 from pathlib import Path
 import torch
 from torch.utils.data import DataLoader,Dataset
@@ -31,14 +31,18 @@ model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Dropout(.5), torch.n
 learn = Learner(DataLoaders.from_dsets(Data(), Data(), bs=2), model, torch.nn.MSELoss(), lr=.1, path=folder, cbs=Mark())
 learn.logger = lambda line: None
 model.register_state_dict_post_hook(lambda *_: mark('writing'))
-with learn.distrib_ctx():
-    learn.fit(2, cbs=Checkpoint('a', every=3), resume=True)
-    mark('after a fit')
-    preds,_ = learn.get_preds()
-    mark('between two fits')
-    for _ in range(50): time.sleep(.002)
-    seen.clear()
-    learn.fit(2, cbs=Checkpoint('b', every='epoch'), resume=True)
+try:
+    with learn.distrib_ctx():
+        learn.fit(2, cbs=Checkpoint('a', every=3), resume=True)
+        mark('after a fit')
+        preds,_ = learn.get_preds()
+        mark('between two fits')
+        for _ in range(50): time.sleep(.002)
+        seen.clear()
+        learn.fit(2, cbs=Checkpoint('b', every='epoch'), resume=True)
+except Preempted: # saved; now the launcher's signal follows that of the system
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise
 mark('end')
 if not rank_distrib(): torch.save(dict(model.state_dict(), preds=preds), folder/'final.pth')
 """
@@ -118,7 +122,7 @@ def expected(tmp_path_factory):
 
 @pytest.mark.slow
 def test_sigterm_at_two_moments(tmp_path):
-    "In validation the fit saves. In predictions nothing can be saved, and the launcher says which state is newest"
+    "In validation the fit saves, and a second signal changes nothing. In predictions the launcher says which state is newest"
     moments = [Moment('validation 1', 0, 'launcher'),Moment('get_preds', 0, 'launcher')]
     folders = [tmp_path/o for o in 'ab']
     for o in folders: o.mkdir()
