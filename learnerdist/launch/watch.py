@@ -70,6 +70,7 @@ class RanksError(RuntimeError):
 
     def __reduce__(self): return RanksError,(self.errors,)
 
+# %% ../../nbs/launch/01_watch.ipynb #wa05b
 exited_early = 256 # In place of an exit status: the process has left with status 0 before the end of its function
 
 def describe_exit(code:int)->str:
@@ -446,6 +447,7 @@ def n_survivors(ranks:list)->int:
     dead = sum(o in deaths for o in codes) or codes.count(-signal.SIGABRT)
     return len(ranks)-dead if dead else 0
 
+# %% ../../nbs/launch/01_watch.ipynb #jb08b
 def own_store():
     "A store in this process, for scripts that open a group by themselves, as torchrun's agent has it"
     from torch.distributed import TCPStore
@@ -455,6 +457,7 @@ def own_store():
     how = dict(wait_for_workers=False, use_libuv=False, master_listen_fd=fd)
     return TCPStore(*at, is_master=True, **how)
 
+# %% ../../nbs/launch/01_watch.ipynb #jb08c
 def run_here(job:Job)->int:
     "Run the ranks of a launch on one machine, again after failures as the options say; the launcher's exit status"
     args,attempt = job.args,0
