@@ -64,6 +64,7 @@ def _keyed(cbs):
 def _names(cb, kind):
     return [o for o in getattr(type(cb), kind, ()) if o in vars(cb) or hasattr(type(cb), o)]
 
+# %% ../../nbs/checkpoint/02_callback_state.ipynb #c005b
 def _state(cb, kind):
     if kind=='fit_state' and hasattr(type(cb), 'state_dict'): return to_plain(cb.state_dict(), cb.name)
     return {o: packed(getattr(cb, o), f'{cb.name}.{o}') for o in _names(cb, kind)}

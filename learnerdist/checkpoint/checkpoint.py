@@ -78,9 +78,12 @@ class Requests:
         num,self.got = self.got,None
         return num and signal.Signals(num).name
 
-    def close(self):
-        "Restore the earlier handlers; a recorded signal that was not taken is sent again"
-        for num,old in self.old.items(): signal.signal(num, signal.SIG_DFL if old is None else old)
+    def close(self, ends=False):
+        """Restore the earlier handlers; a recorded signal that was not taken is sent again. ends: this process ends,
+        with its state saved: another such signal, from the launcher or the system, changes nothing"""
+        for num,old in self.old.items():
+            now = signal.SIG_DFL if old is None else old
+            signal.signal(num, signal.SIG_IGN if ends else now)
         name,self.old = self.take(),{}
         if name: os.kill(self.pid, getattr(signal, name))
 
@@ -436,7 +439,9 @@ class Checkpoint(Callback):
         if self.engine: self.engine.ballot.watcher = None
         self.learn.remove_cb(_Early)
         with ExitStack() as ends: # also of a Ctrl-C while it waits
-            ends.callback(self.when.requests.close)
+            # a process that calls functions goes on
+            is_script = 'TORCHELASTIC_RESTART_COUNT' in os.environ
+            ends.callback(self.when.requests.close, self.when.stopping and is_script)
             self.memory = None
             try: self.files.close()
             # the fit ends by another error, or this one was raised already

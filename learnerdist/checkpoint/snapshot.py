@@ -91,6 +91,7 @@ def _write(done, folder, parts, info, writers, keep, after):
         done.set_exception(_not_written(e, folder))
     else: done.set_result(None)
 
+# %% ../../nbs/checkpoint/00_snapshot.ipynb #c011b
 def _upload(tmp, files, folder, info, writers, after):
     "Parts go into a folder of this attempt's own: the manifest, which names it, replaces an older one in one step"
     for o in after: o.exception()
@@ -149,6 +150,7 @@ def _sync(folder):
     try: os.fsync(fd)
     finally: os.close(fd)
 
+# %% ../../nbs/checkpoint/00_snapshot.ipynb #c012b
 def _not_written(e, folder):
     if not isinstance(e, OSError): return e
     why = f'{e.strerror}: the checkpoint was not written; earlier ones are as they were. Start again with resume=True'
@@ -222,6 +224,7 @@ def snapshot_name(epoch:int, step:int)->str:
     "A snapshot's folder name; the order of names is the order of time"
     return f'epoch_{epoch:04d}-step_{step:08d}'
 
+# %% ../../nbs/checkpoint/00_snapshot.ipynb #c025b
 def _manifests(path):
     "By folder's name: its manifest, or a DamagedFile"
     res = {}
@@ -236,6 +239,7 @@ def _manifests(path):
 def _good(found): return {k:o for k,o in found.items() if isinstance(o, dict)}
 def _newest_run(found): return max(((o['time'],o['run']) for o in _good(found).values()), default=(0,None))[1]
 
+# %% ../../nbs/checkpoint/00_snapshot.ipynb #c025c
 def newest_good(path, like=None, after=None, together=False)->Found:
     """The newest undamaged snapshot in `path`, None without any; only one newer than (epoch, step) `after`. ValueError
     if all of them are damaged. together: on all ranks, each of which reads and checks what it needs: a sync point"""

@@ -7,6 +7,7 @@ __all__ = ['preempted_status']
 
 # %% ../../nbs/core/00_stacks.ipynb #c002
 import faulthandler,inspect,linecache,os,re,signal,sys,sysconfig,time,traceback,warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 import learnerdist
@@ -88,9 +89,9 @@ def report_folder():
 state_file = 'state.txt' # Of a rank's reports: where the newest state of the run is
 
 def note_state(where):
-    "Leave for the launcher where this run's newest state is: it says so when the run ends by a signal or a failure"
+    "Leave for the launcher where the newest state of this run is, which it prints after a signal or a failure"
     if folder := report_folder():
-        (folder/state_file).write_text(str(where))
+        with suppress(OSError): (folder/state_file).write_text(str(where))
 
 # %% ../../nbs/core/00_stacks.ipynb #c009b
 # Exit status of a rank that saved its state and should be started again: EX_TEMPFAIL of sysexits.h

@@ -218,6 +218,7 @@ def run_target(argv):
     if argv[0] == '-m': return runpy.run_module(argv[1], run_name='__main__', alter_sys=True)
     runpy.run_path(os.path.abspath(argv[0]), run_name='__main__')
 
+# %% ../../nbs/launch/05_cli.ipynb #c025b
 def _worker(parent, argv):
     "The process of one rank: like `python`, but it ends with its launcher, and reports its failure"
     begin_rank(parent)

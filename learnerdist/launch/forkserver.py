@@ -51,6 +51,7 @@ def _is_theirs(name, path):
     spec = PathFinder.find_spec(name, path)
     return spec is not None and in_library(spec.origin or '')
 
+# %% ../../nbs/launch/00_forkserver.ipynb #im06
 def files_of(argv, path):
     "The files that run: the script; or the packages of a module, then the module. argv, path: as in `first_imports`"
     if argv[0] != '-m': yield argv[0]
@@ -78,6 +79,7 @@ def import_first(argv:list)->str:
         else: os.environ.update([given])
     return '\n'.join(texts)
 
+# %% ../../nbs/launch/00_forkserver.ipynb #fk06b
 def preload(argv:list)->bool:
     """Import what ranks need. argv: as of `import_first`; or '--modules' and names; returns: whether torch is among the
     imports, and this process may be forked"""
@@ -198,6 +200,7 @@ def spawn(args:list, env:dict, outs:list, more:list=())->Process:
     proc.returncode = 0 # `Process` waits for it, `proc` does not
     return Process(proc.pid)
 
+# %% ../../nbs/launch/00_forkserver.ipynb #fk10b
 @contextmanager
 def adopting():
     "Within the body, orphans among this process's descendants become its children, by prctl(2)"

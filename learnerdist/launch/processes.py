@@ -77,6 +77,7 @@ def _call(names, payload):
     if number is None: return res
     _objects[number] = res
 
+# %% ../../nbs/launch/02_processes.ipynb #pl05b
 def _answer(names, payload, folder):
     "(1 if the function has failed, its result as bytes); a failure is in the rank's report"
     try: return 0,pickled(_call(names, payload))
@@ -274,6 +275,7 @@ def _end_calls(calls):
         with suppress(OSError): o.sentinel.send(None)
     for o in calls: o.close()
 
+# %% ../../nbs/launch/02_processes.ipynb #c013b
 def is_rank()->bool:
     "Whether this process is a rank already: of our launcher, torchrun, mpirun or srun"
     return bool(os.environ.get('RANK') or foreign_rank())

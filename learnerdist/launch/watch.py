@@ -70,6 +70,7 @@ class RanksError(RuntimeError):
 
     def __reduce__(self): return RanksError,(self.errors,)
 
+# %% ../../nbs/launch/01_watch.ipynb #wa05b
 exited_early = 256 # In place of an exit status: the process has left with status 0 before the end of its function
 
 def describe_exit(code:int)->str:
@@ -253,6 +254,9 @@ class Watch:
         "Returns whether that is done, or cannot be done"
         # no rank still runs that could wait for it
         if not n_running and int(o.env.get('WORLD_SIZE', 0)) <= len(self.ranks): return True
+        # at the end of a good run all end within moments, and with rank 0 its store: c10d would try for 11 s
+        is_new = ended_well(o.proc.poll()) and time.time()-o.seen < 2
+        if is_new and n_running and 'LEARNERDIST_INIT_METHOD' not in o.env: return False
         with suppress(OSError, RuntimeError): # the store has ended with its host
             from learnerdist.core.env import record_exit
             try: store = self._connect(o.env)
@@ -266,7 +270,7 @@ class Watch:
         if env.get('LEARNERDIST_INIT_METHOD', '').startswith('file:'):
             self.store = self.store or connect_store(env)
             return self.store
-        # c10d would try for 11 s to reach a host that has left, also at the end of a good run
+        # c10d would try to reach a host that has left
         if 'MASTER_ADDR' in env:
             socket.create_connection((env['MASTER_ADDR'], int(env['MASTER_PORT'])), 3).close()
         return connect_store(env, timeout_s=5)
@@ -396,10 +400,9 @@ class Job:
 
     def report_state(self, status:int):
         "Say where the newest state is. status: of the launcher, after a failure or a signal"
-        sig,where = self.watch.signal,self.newest_state()
-        by = f'ended by {signal.Signals(sig).name}: ' if sig and status in (128+sig,preempted_status) else ''
-        if where: log(f'{by}the newest state is {where}, from which fit(resume=True) goes on')
-        elif by and sig != signal.SIGINT: log(f'{by}this run has saved no state')
+        where,was_asked = self.newest_state(),status == 128+signal.SIGTERM
+        if where: log(f'the newest state is {where}, from which fit(resume=True) goes on')
+        elif was_asked: log('ended by SIGTERM before this launch saved a state: earlier states are as they were')
 
     def end(self):
         "End what still runs of the ranks"
@@ -446,6 +449,7 @@ def n_survivors(ranks:list)->int:
     dead = sum(o in deaths for o in codes) or codes.count(-signal.SIGABRT)
     return len(ranks)-dead if dead else 0
 
+# %% ../../nbs/launch/01_watch.ipynb #jb08b
 def own_store():
     "A store in this process, for scripts that open a group by themselves, as torchrun's agent has it"
     from torch.distributed import TCPStore
@@ -455,6 +459,7 @@ def own_store():
     how = dict(wait_for_workers=False, use_libuv=False, master_listen_fd=fd)
     return TCPStore(*at, is_master=True, **how)
 
+# %% ../../nbs/launch/01_watch.ipynb #jb08c
 def run_here(job:Job)->int:
     "Run the ranks of a launch on one machine, again after failures as the options say; the launcher's exit status"
     args,attempt = job.args,0
