@@ -144,7 +144,7 @@ def _are_tied(a, b):
     return bool({*a.parameters()} & {*b.parameters()})
 
 def tied_groups(modules:list)->list:
-    "Lists of the modules that share weights, most of them of one module; inner ones first if `modules` begins with these"
+    "Lists of the modules that share weights, most of them of one module; in the order of the last ones"
     groups = []
     for m in modules:
         tied = [g for g in groups if can_group and any(_are_tied(m, o) for o in g)]
@@ -154,8 +154,8 @@ def tied_groups(modules:list)->list:
 
 # %% ../../nbs/distributed/09_sharded.ipynb #tie04
 def find_blocks(model, blocks)->list:
-    """Lists of the modules whose weights are gathered together, inner ones first, as FSDP2 wants them; ValueError if there
-    is none of a class, or if one shares weights with the rest of the model"""
+    """Lists of the modules whose weights are gathered together, inner ones first, as FSDP2 wants them; ValueError if
+    there is none of a class, or if one shares weights with the rest of the model"""
     if blocks is True: return [[m] for m in repeated_blocks(model) if m is not model and not _shared([m], model)]
     by_class = isinstance(blocks, tuple)
     wanted = (lambda m: isinstance(m, blocks)) if by_class else blocks
@@ -164,7 +164,8 @@ def find_blocks(model, blocks)->list:
         own = ', '.join(sorted({type(m).__name__ for m in model.children() if _owns(m)}))
         raise ValueError(f'shard=: it has no such module with weights. Give classes of this model: {own}')
     names = {id(m): k for k,m in named.items()}
-    for k,m in named.items(): need(_runs(m), f'shard=: {k} is a list, which has no forward pass: give the modules in it')
+    for k,m in named.items():
+        need(_runs(m), f'shard=: {k} is a list, which has no forward pass: give the modules in it')
     groups = tied_groups([*named.values()][::-1])
     for g in groups:
         for o in _shared(g, model):
@@ -502,7 +503,7 @@ def _given_back(old, p, get):
     if p.grad is not None: old.grad = get(p.grad)
     return old
 
-_muon = ("torch's Muon computes its update in bfloat16, and rounds it differently over parts of a matrix: it differs by some "
-         'percent from that of one process. Train as well, and do not compare digits; or use DDP')
+_muon = ("torch's Muon computes an update in bfloat16, and rounds otherwise over parts of a matrix: it may differ by a "
+         'quarter from that of one process. The fit is as good, but do not compare digits. If they matter: DDP with max_bs=')
 _lost = ('this run failed, and not all ranks are here to put its parts together: the weights of learn.model are empty. '
          'Load a checkpoint or a file of learn.save, or build the model again')
