@@ -504,6 +504,6 @@ def _given_back(old, p, get):
     return old
 
 _muon = ("torch's Muon computes an update in bfloat16, and rounds otherwise over parts of a matrix: it may differ by a "
-         'quarter from that of one process. The fit is as good, but do not compare digits. If they matter: DDP with max_bs=')
+         'quarter from that of one process. The fit is as good, but do not compare digits; or use DDP with max_bs=')
 _lost = ('this run failed, and not all ranks are here to put its parts together: the weights of learn.model are empty. '
          'Load a checkpoint or a file of learn.save, or build the model again')
