@@ -2,8 +2,8 @@
 
     python -m learnerdist.launch --nproc 2 examples/sharded_gpt.py
 
-`shard=Block` spreads it: each rank has a part of the weights, and gathers a block at a time. The same run on one process, at the same
-global batch size: `python examples/sharded_gpt.py --bs 32`"""
+`shard=dict(blocks=Block)` spreads it: each rank has a part of the weights, and gathers a block at a time. The same run
+on one process, at the same global batch size: `python examples/sharded_gpt.py --bs 32`"""
 # ruff: noqa: F403,F405
 import argparse
 
@@ -63,7 +63,7 @@ def main():
     torch.manual_seed(42)
     train,valid = [TensorDataset(o[:,:-1], o[:,1:]) for o in lines().split(800)]
     learn = Learner(DataLoaders.from_dsets(train, valid, bs=args.bs, device='cpu'), GPT(), loss_of, metrics=answers)
-    with learn.distrib_ctx(seed=1, shard=Block):
+    with learn.distrib_ctx(seed=1, shard=dict(blocks=Block)):
         learn.fit_one_cycle(args.epochs, 3e-3)
         learn.save('gpt') # a file of the whole model
     if is_rank0(): print(complete(learn.model.eval(), '346,'))

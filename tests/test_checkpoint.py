@@ -12,6 +12,7 @@ from helpers import At,fail,kill
 from learnerdist.checkpoint import checkpoint,snapshot
 from learnerdist.distributed.comparison import digest
 from learnerdist.all import *
+from learnerdist.checkpoint.checkpoint import preempted_status
 from learnerdist.testing import run_ranks
 
 N = 70

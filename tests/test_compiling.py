@@ -121,7 +121,7 @@ def test_cancels_accumulation_and_files():
         assert keys==keys2==[[*blocks().state_dict()]]*2 and left==[]
 
 def of_sharded(path):
-    sharded = dict(shard=[Block])
+    sharded = dict(shard=dict(blocks=[Block]))
     return run(None),run(None, ctx=sharded),run('by default', ctx=sharded, backend='aot_eager')
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""On a GPU: nccl, two ranks that share one GPU over gloo, pinned memory, the device of batches, `cuda_id`, SyncBatchNorm
+"""On a GPU: nccl, two ranks that share one GPU over gloo, pinned memory, the device of batches, `device`, SyncBatchNorm
 
 Where there is no GPU, on simulated ones."""
 import functools
@@ -111,10 +111,10 @@ def rank_pinned():
 def test_pinned_memory():
     for pinned,device,batch in run_ranks(rank_pinned, 2, env=dict(CUDA_VISIBLE_DEVICES=0)): assert pinned and device==batch=='cuda:0'
 
-def rank_cuda_id():
+def rank_device():
     res = [str(default_device())]
     learn = make(device='cpu')
-    with learn.distrib_ctx(cuda_id=torch.cuda.device_count()-1):
+    with learn.distrib_ctx(device=torch.cuda.device_count()-1):
         learn.fit(1)
         res += [sorted(learn.seen), str(learn.dls.device)]
     res += [str(learn.dls.device), torch.cuda.device_count()]
@@ -123,9 +123,9 @@ def rank_cuda_id():
     except ValueError as e: res.append(str(e))
     return res
 
-def test_cuda_id():
-    (default,seen,inside,after,n,error), = run_ranks(rank_cuda_id, 1)
-    assert default=='cuda:0' and seen==[f'cuda:{n-1}']==[inside] and after=='cpu' and f'cuda_id={n}' in error
+def test_device():
+    (default,seen,inside,after,n,error), = run_ranks(rank_device, 1)
+    assert default=='cuda:0' and seen==[f'cuda:{n-1}']==[inside] and after=='cpu' and f'device={n}' in error
 
 def rank_collectives():
     r,res = group_rank,{}

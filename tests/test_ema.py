@@ -1,6 +1,6 @@
 "`EMA`: the average of one process on any number of ranks, replicated and sharded, for both Learners; resumed to the bit; no trace"
-import random,shutil
-from contextlib import nullcontext
+import io,random,shutil
+from contextlib import nullcontext,redirect_stdout
 from functools import partial
 import pytest,torch
 from torch import nn
@@ -147,6 +147,32 @@ class Within(Callback):
         assert self.ema.applied==was==(not self.training) and digest(values(self.learn))==w
         self.nested = False
     nested = False
+
+def best(kind, path, ctx=None):
+    "The best validation loss, that of the learner after the fit, and that of a learner that loads the file"
+    if kind=='fastai': from fastai.callback.tracker import SaveModelCallback
+    else: from learnerdist.all import SaveModelCallback
+    learn,rates = make(kind, path, [EMA(.5, evaluate=True)]),[.05,.05,5.] # from the third epoch on it diverges
+    with learn.distrib_ctx(seed=3, **(ctx or {})):
+        with replaced_print(): learn.fit(3, cbs=[SetRate(rates),SaveModelCallback()])
+        losses,now = [o[1] for o in learn.recorder.values],learn.validate()[0]
+    plain = make(kind, path)
+    with replaced_print(): loaded = plain.load('model').validate()[0]
+    return losses,now,loaded,learn.ema.applied
+
+class SetRate(Callback):
+    def __init__(self, rates): self.rates = rates
+    def before_step(self):
+        opt = getattr(self.learn.opt, 'opt', self.learn.opt)
+        for g in opt.param_groups: g['lr'] = self.rates[self.learn.epoch]
+
+def replaced_print(): return redirect_stdout(io.StringIO()) # fastai says what it has found
+
+@pytest.mark.parametrize('kind', ['ours', 'fastai'])
+def test_the_best_weights_are_those_that_were_validated(kind, tmp_path):
+    losses,now,loaded,applied = best(kind, tmp_path)
+    assert losses[2]>min(losses) and not applied
+    assert now==loaded==min(losses)
 
 def test_within_loops():
     a,b = make(cbs=[EMA(.7, evaluate=True), Within]),make(cbs=[EMA(.7, evaluate=True)])

@@ -49,11 +49,12 @@ def gpus(monkeypatch):
 def test_devices(monkeypatch, gpus):
     gpus(0)
     assert default_device()==torch.device('cpu')
-    with pytest.raises(ValueError, match='cuda_id=0, but 0 GPUs'): default_device(0)
+    with pytest.raises(ValueError, match='device=0, but 0 GPUs'): default_device(device=0)
     gpus(2)
-    assert default_device()==torch.device('cuda', 0) and default_device(1)==torch.device('cuda', 1)
-    for bad in (2, -1):
-        with pytest.raises(ValueError, match=f'cuda_id={bad}, but 2 GPUs'): default_device(bad)
+    assert default_device()==torch.device('cuda', 0) and default_device(cuda_id=1)==torch.device('cuda', 1)
+    for one in (1,'1','cuda:1',torch.device('cuda', 1)): assert default_device(device=one)==torch.device('cuda', 1)
+    for bad in (2,-1,'cpu','cuda','xpu:1'):
+        with pytest.raises(ValueError, match=f'device={bad!r}, but 2 GPUs'): default_device(device=bad)
     launched(monkeypatch, RANK='5', WORLD_SIZE='8', LOCAL_RANK='1')
     assert default_device()==torch.device('cuda', 1)
     launched(monkeypatch, LOCAL_RANK='3') # more ranks than GPUs share them
@@ -75,7 +76,7 @@ def rank_backends():
     names = []
     with pytest.MonkeyPatch.context() as m:
         m.setattr(dist, 'init_process_group', lambda backend, **kw: names.append(backend))
-        m.setattr(env, '_use', lambda cuda_id: torch.device('cuda'))
+        m.setattr(env, '_use', lambda device: torch.device('cuda'))
         for own in cards:
             m.setattr(env, 'gpu_id', lambda device, own=own: own[int(os.environ['RANK'])])
             setup_distrib()

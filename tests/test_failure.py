@@ -198,10 +198,10 @@ def test_what_is_a_consequence():
 
 def wrong_gpu(plain):
     "A GPU that is not there, on rank 1 alone; then the ranks go on together"
-    cuda_id,learn = 99 if rank_distrib()==1 else None,make()
+    device,learn = 99 if rank_distrib()==1 else None,make()
     try:
-        with process_group(cuda_id) if plain else learn.distrib_ctx(cuda_id): learn.fit(1)
-    except Exception as e: err = type(e).__name__,getattr(e, 'kind', None),'cuda_id=99' in str(e),in_group()
+        with process_group(device) if plain else learn.distrib_ctx(device=device): learn.fit(1)
+    except Exception as e: err = type(e).__name__,getattr(e, 'kind', None),'device=99' in str(e),in_group()
     with learn.distrib_ctx(): learn.fit(1)
     return err,len(learn.recorder.losses)
 

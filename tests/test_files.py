@@ -197,7 +197,7 @@ def test_saves_and_loads_on_ranks(tmp_path):
 def rank_0_alone_saves(path):
     "By both Learners, over a file of an earlier run; rank 0 takes its time. Later all ranks save, then rank 0 alone again"
     from learnerdist.fastai import load_learner as fastais
-    ours = lambda file: load_learner(file, make(path).model)
+    ours = lambda file: load_learner(file, model=make(path).model)
     return [saves_alone(make(path/'ours'), ours),saves_alone(fastai_learner(path/'fastai'), fastais)]
 
 def saves_alone(learn, load_learner):

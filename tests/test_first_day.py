@@ -188,7 +188,7 @@ def exported(folder):
     with learn.distrib_ctx(seed=3):
         learn.fit(1)
         file = learn.export()
-        again = load_learner(file, net())
+        again = load_learner(file, model=net())
         test = again.dls.test_dl([x for x,_ in images(7, 2)])
         return learn.predict(images(1, 2)[0][0]),again.predict(images(1, 2)[0][0]),again.get_preds(dl=test)[0]
 
@@ -198,7 +198,7 @@ def test_export(tmp_path):
     class Code:
         def __reduce__(self): return print,('code ran',)
     torch.save(dict(learnerdist_export=1, model=Code()), tmp_path/'bad.pth')
-    with pytest.raises(ValueError, match='more than tensors'): load_learner(tmp_path/'bad.pth', net())
+    with pytest.raises(ValueError, match='more than tensors'): load_learner(tmp_path/'bad.pth', model=net())
     learn = learner(path=tmp_path)
     learn.dls.vocab = [Code()]
     with pytest.raises(ValueError, match='is a Code, and an exported file holds tensors, numbers and texts only'): learn.export()

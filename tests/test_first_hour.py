@@ -68,8 +68,8 @@ cases = dict(
     no_loss=(lambda: learner(loss_func=lambda p,t: None).fit(1), ValueError, 'the loss is None: let loss_func return a tensor'),
     many_losses=(lambda: learner(loss_func=lambda p,t: p-t).fit(1), ValueError, r'the loss is of shape \(8, 1\): let loss_func return'),
     no_targets=(lambda: learner([Graph()]*2, model=OnGraph(), loss_func=None).fit(1), ValueError, 'Graph, has no targets'),
-    shard=(lambda: in_context(shard='yes'), ValueError, "shard='yes': give True, classes of modules"),
-    batch_size=(lambda: in_context(16), ValueError, "cuda_id=16, but 0 GPUs .* It is no batch size"),
+    shard=(lambda: in_context(shard='yes'), ValueError, "shard='yes': give True, or a dict of options"),
+    batch_size=(lambda: in_context(16), ValueError, 'sync_bn=16: give True or False'),
     lbfgs=(lambda: learner(opt_func=torch.optim.LBFGS).fit(1), ValueError, 'LBFGS needs the loss several times a step'))
 
 options = dict(sync_bn='no', split_batches='no', sample_seeds='no', find_unused_parameters='no', bucket_cap_mb=-1, seed=True,
@@ -146,7 +146,7 @@ def test_help_says_what_parameters_mean(public, prompt):
     "Each option of ours and of DDP's; at a prompt only: scripts do not wait for it"
     code = helped.format(public=public, prompt=prompt)
     messages = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout
-    known = ["cuda_id: This process's accelerator",'keep: How many',*['said True']*prompt]
+    known = ["device: This process's accelerator",'keep: How many',*['said True']*prompt]
     if fastcore.__version__>='2': known.append('split_batches: The training loader') # of what it delegates to
     assert all((o in messages)==prompt for o in known) and 'find_unused_parameters=False' in messages, messages
     assert not prompt or 'said False' not in messages, messages

@@ -4,8 +4,9 @@ import numpy as np, pytest, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from learnerdist.all import (Callback, CancelFitException, DataLoaders, Learner, TfmdDL, accuracy, group_rank, mk_metric, rank_distrib,
-                             setup_distrib, teardown_distrib)
+from learnerdist.all import (Callback, CancelFitException, DataLoaders, Learner, TfmdDL, accuracy, group_rank, rank_distrib, setup_distrib,
+                             teardown_distrib)
+from learnerdist.learner.metrics import mk_metric
 from learnerdist.testing import run_ranks
 from test_failure import all_out
 
@@ -176,7 +177,7 @@ def rank_attach():
     res['unsplit'] = fails_to_attach(rank, lambda o: o.dls.loaders.__setitem__(0, NoLoader()))
     res['bs'] = fails_to_attach(rank, lambda o: None, global_bs=1)
     res['option'] = fails_to_attach(rank, lambda o: None, bogus=1)
-    res['cuda_id'] = fails_to_attach(rank, lambda o: None, cuda_id=99)
+    res['device'] = fails_to_attach(rank, lambda o: None, cuda_id=99)
     res['seed'] = fails_to_attach(rank, lambda o: None, seed='x')
     return res
 
@@ -200,7 +201,7 @@ def test_attach_and_detach(two_ranks):
         assert 'group' in r['changed'] and 'loaders' in r['changed'] and 'cbs' in r['changed']
         assert 'already' in r['twice'] and 'already' in r['nested'] and r['still']
         assert r['left']==r['again']==[]
-        for k,words in dict(unsplit='NoLoader', bs='global_bs=1', option='bogus', cuda_id='99', seed="'x'").items():
+        for k,words in dict(unsplit='NoLoader', bs='global_bs=1', option='bogus', device='99', seed="'x'").items():
             assert r[k][0]==[] and words in r[k][1]
 
 def rank_streams():

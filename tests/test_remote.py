@@ -365,7 +365,7 @@ def file_of(at, fastai=False, ctx=True, **options):
         learn.export(f'{at}/e.pth')
         distrib_barrier()
         found.append(whole_of(load(f'{at}/e.pth').model))
-    else: found.append(whole_of(load_learner(f'{at}/e.pth', Net().double()).model))
+    else: found.append(whole_of(load_learner(f'{at}/e.pth', model=Net().double()).model))
     found.append(whole_of(new.load(names[0]).model))
     return [differs(found[0], o) for o in found]
 

@@ -38,7 +38,9 @@ def loader(kind, bs, workers):
     if kind=='at once': return DataLoader(AtOnce(), bs, shuffle=True, **kw)
     if kind=='subset': return DataLoader(Subset(Noisy(), [*range(N)][::-1]), bs, shuffle=True, **kw)
     if kind=='item': return TfmdDL(Plain(), bs, shuffle=True, after_item=jitter, **kw)
-    if kind=='tensors': return TfmdDL(TensorDataset(*map(torch.stack, zip(*[Plain()[i] for i in range(N)]))), bs, True, jitter, **kw)
+    if kind=='tensors':
+        rows = TensorDataset(*map(torch.stack, zip(*[Plain()[i] for i in range(N)])))
+        return TfmdDL(rows, bs, True, after_item=jitter, **kw)
     if kind=='stream': return TfmdDL(Stream(), bs, after_item=jitter, **kw)
     return TfmdDL(Plain(), batch_sampler=[[*range(i, i+bs)] for i in range(0, N, bs)], after_item=jitter, **kw)
 

@@ -4,6 +4,7 @@ import pytest, torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from learnerdist.all import (Callback, CancelBackwardException, CancelBatchException, CancelStepException,
                              CancelTrainException, DataLoaders, EarlyStoppingCallback,
@@ -46,9 +47,19 @@ class Recurrent(nn.Module):
     def forward(self, x): return self.out(self.rnn(x[:,None])[0][:,-1])
 
 def net(): return Net()
+class Light(Layer):
+    "docs/sharded.md's recipe; what it draws, it draws again"
+    def forward(self, x): return checkpoint(super().forward, x, use_reentrant=False)
+
+def light(): return nn.Sequential(nn.Sequential(*[Light(6) for _ in range(3)]), nn.Linear(6, 6))
 def tied(): return Net(tied=True)
 def bn(): return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
 def blocks(): return nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)]) # the model itself has no weights
+def tied_layers():
+    m = Net()
+    m.layers[0].a.weight = m.layers[1].a.weight
+    m.layers[0].is_tied = True
+    return m
 def partly_frozen():
     m = Net()
     m.layers[1].a.requires_grad_(False)
@@ -113,7 +124,7 @@ def rank_answers():
     return dict(exchanges=[exchanges(o, 12) for o in both], left_within=[in_group(left_within, o, 2) for o in both],
                 left_by=left_by('raise'), lower=[in_group(lower, o) for o in both],
                 half={(o,k): in_group(half, o, k) for o in both for k in ('fp16','bf16')},
-                refusals=refusals(), refused_within=refused_within(), offloaded=offloaded())
+                refusals=refusals(), muon=in_group(muon), refused_within=refused_within(), offloaded=offloaded())
 
 def in_group(f, *args):
     with process_group(): return f(*args)
@@ -144,8 +155,9 @@ same = dict(sgd=even(opt=sgd), adamw=even(), one_cycle=even(cycle=True), few=eve
             accumulation=even(cbs=[acc(24)]), odd=even(cbs=[acc(36)], n=56),
             once=even(cbs=[acc(24),lambda W: GradientClip(.5)], shard=dict(sync_once=True), fits=(1,2)),
             once_odd=even(cbs=[acc(36)], n=56, opt=sgd, shard=dict(sync_once=True, blocks=Layer)),
-            recurrent=even(model=Recurrent), batchnorm=even(model=bn, n=36), root=even(shard=lambda m: False),
-            linears=even(shard=[nn.Linear]), kept=even(shard=dict(reshard=False)), dropped=even(shard=dict(blocks=Layer, reshard=True)),
+            recurrent=even(model=Recurrent), batchnorm=even(model=bn, n=36), root=even(shard=dict(blocks=lambda m: False)),
+            linears=even(shard=dict(blocks=[nn.Linear])), tied_blocks=even(model=tied_layers, shard=dict(blocks=Layer)),
+            light=even(model=light), kept=even(shard=dict(reshard=False)), dropped=even(shard=dict(blocks=Layer, reshard=True)),
             stopping=even(cbs=[lambda W: EarlyStoppingCallback(min_delta=10., patience=1)], fits=(5,)))
 
 @needs_fsdp2
@@ -291,11 +303,11 @@ def test_replicas_of_a_sharded_model():
     for ranks in run_ranks(rank_runs, 4, some): assert {k: d for k in some if (d := differs(alone[k], ranks[k]))>1e-9} == {}
 
 def by_node(local):
-    "What `shard='node'` makes of ranks on machines of so many"
+    "What `replicas='node'` makes of ranks on machines of so many"
     os.environ['LOCAL_WORLD_SIZE'],os.environ['LOCAL_RANK'] = str(local),str(rank_distrib()%local)
     with process_group():
         learn = make(case(n=24, bs=12), group_size())
-        with learn.no_logging(), learn.distrib_ctx(seed=3, shard='node'):
+        with learn.no_logging(), learn.distrib_ctx(seed=3, shard=dict(replicas='node')):
             learn.fit(2)
             mesh = next(learn.model.parameters()).device_mesh
             shape,ranks = tuple(mesh.shape),mesh.mesh.tolist()
@@ -318,6 +330,21 @@ class Dtypes(Callback):
     def after_fit(self): self.h.remove()
 
 def floats(n=24): return TensorDataset(*[t.float() if t.is_floating_point() else t for t in data(n).tensors])
+
+def muon():
+    "What two fits of torch's Muon say"
+    torch.manual_seed(5)
+    dl = DataLoader(floats(), 6)
+    learn = Learner(DataLoaders(dl, dl), nn.Linear(6, 6, bias=False), F.cross_entropy, getattr(torch.optim, 'Muon', torch.optim.SGD), lr=.1)
+    with warnings.catch_warnings(record=True) as found, learn.no_logging(), learn.distrib_ctx(seed=3, shard=True):
+        warnings.simplefilter('always')
+        for _ in range(2): learn.fit(1)
+    return [str(o.message).split()[0] for o in found]
+
+@pytest.mark.slow
+@needs_fsdp2
+@pytest.mark.skipif(not hasattr(torch.optim, 'Muon'), reason='a torch without Muon')
+def test_muon_is_said_once(): assert answers('muon')==[['[sharded-muon]'],[]]
 
 def lower(policy):
     "Weights after training in bfloat16 by the learner, and in a bare loop of FSDP2"
@@ -374,11 +401,6 @@ def test_autocast_as_with_ddp(dtype):
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------------
 
-def tied_layers():
-    m = Net()
-    m.layers[0].a.weight = m.layers[1].a.weight
-    return m
-
 def strided():
     m = nn.Linear(6, 3)
     m.weight = nn.Parameter(torch.randn(6, 3).t())
@@ -397,7 +419,7 @@ def cut_by_hand():
     return m
 
 # Name: (model, options of the context, what the error says)
-refused = dict(text=(net, dict(shard='nodes'), 'give True, classes of modules such as [Block], a function of a module'),
+refused = dict(text=(net, dict(shard='nodes'), 'give True, or a dict of options, such as dict(blocks=[Block]); they are blocks, reshard'),
     fp16_policy=(net, dict(shard=dict(mp='fp16')), 'for float16 use learn.to_fp16()'),
     unknown=(net, dict(shard=dict(block=1)), "'block' is no option; give blocks, reshard"),
     replicas_0=(net, dict(shard=dict(replicas=0)), 'replicas=0: give the number of copies'),
@@ -408,9 +430,9 @@ refused = dict(text=(net, dict(shard='nodes'), 'give True, classes of modules su
     offload=(net, dict(shard=dict(offload=True)), 'trains on the CPU, in whose memory the weights are: leave it out'),
     ddp_option=(net, dict(shard=True, find_unused_parameters=True), 'find_unused_parameters: of DDP, and without a meaning'),
     comm_hook=(net, dict(shard=True, comm_hook='fp16'), 'comm_hook: of DDP'),
-    absent=(net, dict(shard=[nn.LSTM]), "has no such module with weights. Give classes of this model: Linear"),
-    container=(net, dict(shard=nn.ModuleList), 'has no forward pass: give the modules in it'),
-    tied=(tied_layers, dict(shard=Layer), 'or give the module that holds both'),
+    absent=(net, dict(shard=dict(blocks=[nn.LSTM])), "has no such module with weights. Give classes of this model: Linear"),
+    container=(net, dict(shard=dict(blocks=nn.ModuleList)), 'has no forward pass: give the modules in it'),
+    tied=(tied_layers, dict(shard=dict(blocks=lambda m: hasattr(m, 'is_tied'))), 'or give the module that holds both'),
     lazy=(lambda: nn.Sequential(nn.LazyLinear(3)), dict(shard=True), 'run a batch through the model before the context'),
     max_norm=(lambda: nn.Sequential(nn.Embedding(6, 3, max_norm=1.)), dict(shard=True), '0 has max_norm, which shortens on each rank'),
     meta=(lambda: nn.Linear(6, 3, device='meta'), dict(shard=True), 'weight is on the meta device, and has no values'),

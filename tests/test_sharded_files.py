@@ -108,7 +108,7 @@ def test_one_file_is_that_of_a_whole_model(tmp_path):
         assert w['head.weight'].data_ptr()!=w['scale'].data_ptr() and [*w]==[*x['model']]
     again = Learner(DataLoaders([], []), net().double(), path=tmp_path/'b')
     assert again.load('a').model.scale.dtype==torch.float64 and again.load('a.safetensors')
-    assert load_learner(tmp_path/'b/export.pth', net().double()).model.scale.shape==(1,)
+    assert load_learner(tmp_path/'b/export.pth', model=net().double()).model.scale.shape==(1,)
 
 # --- failures ---------------------------------------------------------------------------------------------------------------
 

@@ -298,6 +298,6 @@ def test_what_is_read_from_the_device_is_read_at_once():
 def rank_current_device():
     "In a group of one, too, this process's GPU is the current one"
     with SimulatedGPU(2):
-        with process_group(cuda_id=1): return torch.cuda.current_device()
+        with process_group(device=1): return torch.cuda.current_device()
 
 def test_the_device_of_a_group_of_one(): assert run_ranks(rank_current_device, 1)==[1]

@@ -103,7 +103,7 @@ def main(check=False):
         if check: return sum(not o[1].startswith('yes') for o in table)
         runs = [(1, table_on, names, d/'lines1', 2), (2, table_on, names, d/'lines2', 2)]
         runs += [(2, rank_simulated, 1, test_cuda.rank_run, (test_cuda.kws,), {}), (2, rank_simulated, 2, test_cuda.rank_streams, (), {})]
-        runs += [(1, rank_simulated, 2, test_cuda.rank_cuda_id, (), {}), (1, rank_simulated, 2, on_gpus, (), {})]
+        runs += [(1, rank_simulated, 2, test_cuda.rank_device, (), {}), (1, rank_simulated, 2, on_gpus, (), {})]
         runs += [(2, tests.rank_collectives, o) for o in (None,'nccl')]+[(2, tests.rank_reads), (1, tests.rank_current_device)]
         ran = [o for W,*args in runs for o in run_ranks(rank_lines, W, *args, **kw)]
     write(table, ran)

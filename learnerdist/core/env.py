@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['rank_distrib', 'num_distrib', 'local_rank', 'default_device', 'RankError', 'setup_distrib', 'teardown_distrib',
-           'planned_group', 'process_group', 'group_rank', 'group_size', 'is_rank0']
+           'process_group', 'group_rank', 'group_size', 'is_rank0']
 
 # %% ../../nbs/core/01_env.ipynb #c002
 import gc,json,os,re,socket,sys,threading,time
@@ -54,7 +54,8 @@ def rank_distrib()->int:
     return dist.get_rank() if _is_in_foreign_group() else _launched_int('RANK')
 
 def num_distrib()->int:
-    "The world size: the launcher's `WORLD_SIZE`, or that of an open group; 0 without either"
+    """The number of processes that were launched together, as fastai's: `WORLD_SIZE`, or that of a group that others
+    have opened; 0 without either. How many take part now is `group_size`"""
     return dist.get_world_size() if _is_in_foreign_group() else _launched_int('WORLD_SIZE')
 
 # %% ../../nbs/core/01_env.ipynb #c008
@@ -73,21 +74,27 @@ def own_rank()->int:
 
 # %% ../../nbs/core/01_env.ipynb #c010
 def default_device(
-    cuda_id:int=None # Index of a visible accelerator; None: this process's local rank, modulo their number
+    *, # fastai's first argument has another meaning
+    # Index of a visible accelerator, or 'cuda:1'; None: this process's local rank, modulo their number
+    device:int=None,
+    cuda_id:int=None # The old name of `device`
 )->torch.device:
     """The device of this process: an accelerator of torch's (cuda, xpu, mps, …) if there is one, else the CPU.
-    ValueError for a `cuda_id` that is not visible"""
+    ValueError for a `device` that is not visible"""
     if in_bad_fork():
         used = ' at '.join([f'{built_for().type} was used',*_first_use])
         raise RuntimeError(f'{used}, and then this process was forked: start ranks by run()')
     n = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    if cuda_id is not None and (not str(cuda_id).isdigit() or int(cuda_id)>=n):
-        what = f'cuda_id={cuda_id!r}, but {n} GPUs are visible'
+    if device is None: device = cuda_id
+    kind,_,index = str(device).rpartition(':')
+    is_visible = index.isdigit() and int(index)<n and kind in ('',built_for().type)
+    if device is not None and not is_visible:
+        what = f'device={device!r}, but {n} GPUs are visible'
         raise ValueError(f'{what}: leave it out to choose by local rank. It is no batch size')
     if not n: return torch.device('cpu')
-    device = torch.device(built_for().type, local_rank()%n if cuda_id is None else int(cuda_id))
-    if own_backend(device) or not (num_distrib()>1 or in_group()): return device
-    warn('cpu-ranks', f'ranks cannot exchange tensors of {device.type}, and train on the CPU')
+    chosen = torch.device(built_for().type, local_rank()%n if device is None else int(index))
+    if own_backend(chosen) or not (num_distrib()>1 or in_group()): return chosen
+    warn('cpu-ranks', f'ranks cannot exchange tensors of {chosen.type}, and train on the CPU')
     return torch.device('cpu')
 
 _first_use = [] # The line that was the first to use the accelerator
@@ -375,38 +382,41 @@ def _without_abort():
 
 # %% ../../nbs/core/01_env.ipynb #c021
 def setup_distrib(
-    cuda_id:int=None,    # Index of this process's accelerator; None: chosen by local rank, or the CPU
+    device:int=None,     # This process's accelerator, as in `default_device`; None: by local rank, or the CPU
     backend:str=None,    # For `init_process_group`; None: chosen by the ranks' devices, see `backend_for`
-    timeout_s:float=1800 # Seconds after which a collective gives up on an absent rank
+    timeout_s:float=1800,# Seconds after which a collective gives up on an absent rank
+    cuda_id:int=None     # The old name of `device`
 )->torch.device:         # The device of this process
     """Join the process group that the launcher prepared. Without a launcher, or in an open group, only choose the
     device. Sync point"""
     read_launcher()
-    if in_group() or not num_distrib(): return _use(cuda_id)
+    if device is None: device = cuda_id
+    if in_group() or not num_distrib(): return _use(device)
     name = _next_group()
     store = launch_store() or connect_store(os.environ, hosts=rank_distrib()==0)
     need(store, 'RANK is set, but MASTER_ADDR and MASTER_PORT are not: use learnerdist.launch')
     own = dist.PrefixStore(name, store)
     try:
-        device = _use(cuda_id)
+        chosen = _use(device)
         _meet(own)
     except Exception as e: # the other ranks open the group and would wait for this one
         store.set(f'{name}/failed', pack_error(e))
         raise
     section.append(f'{name}/failed')
-    try: _open(device, backend, timeout_s, own)
+    try: _open(chosen, backend, timeout_s, own)
     finally: section.remove(f'{name}/failed')
-    return device
+    return chosen
 
-def _use(cuda_id):
-    device = default_device(cuda_id)
-    if device.type!='cpu': torch.accelerator.set_device_index(device)
-    return device
+def _use(device):
+    chosen = default_device(device=device)
+    if chosen.type!='cpu': torch.accelerator.set_device_index(chosen)
+    return chosen
 
 def teardown_distrib():
     "Close torch's default process group, if it is open"
     if in_group(): destroy_group()
 
+# %% ../../nbs/core/01_env.ipynb #c021b
 _plan = [] # Not empty in a `planned_group`
 
 @contextmanager
@@ -482,7 +492,7 @@ def close_group(failed=False):
 # %% ../../nbs/core/01_env.ipynb #c023
 @contextmanager
 def process_group(
-    cuda_id:int=None, # Index of this process's accelerator; None: chosen by local rank, or the CPU
+    device:int=None, # This process's accelerator, as in `default_device`; None: by local rank, or the CPU
     # Seconds after which a collective gives up on an absent rank; None: 1800, or that of the enclosing context
     timeout_s:float=None,
     **kw              # Further arguments of `setup_distrib`
@@ -493,9 +503,10 @@ def process_group(
     user,failed = [timeout_s or group_timeout()],True
     _users.append(user)
     try:
-        device = setup_distrib(cuda_id, **kw) if _ours else _open_ours(cuda_id, **kw)
+        device = kw.pop('cuda_id', device) # its old name
+        chosen = setup_distrib(device, **kw) if _ours else _open_ours(device, **kw)
         _set_timeout()
-        yield device
+        yield chosen
         failed = False
     finally:
         _users[:] = [o for o in _users if o is not user]
@@ -504,19 +515,19 @@ def process_group(
 
 _users = [] # A list with the timeout in seconds, for each open context
 
-def _open_ours(cuda_id, **kw):
+def _open_ours(device, **kw):
     was_open = in_group()
     if not num_distrib() and (text := alone_warning()): warn('trains-alone', text)
     with noting_loops():
-        if num_distrib()<2: device = _use(cuda_id)
-        else: device = setup_distrib(cuda_id, timeout_s=group_timeout(), **kw)
+        if num_distrib()<2: chosen = _use(device)
+        else: chosen = setup_distrib(device, timeout_s=group_timeout(), **kw)
         if in_group(): _ours.append(_new_group() if was_open else None)
     if in_group(): _freeze_in_forks()
-    if device.type!='cpu' and group_size()>1:
+    if chosen.type!='cpu' and group_size()>1:
         _watches.append(threading.Event())
-        args = shared_store(),device,_watches[-1]
+        args = shared_store(),chosen,_watches[-1]
         threading.Thread(target=_watch_device, args=args, daemon=True, name='watch-device').start()
-    return device
+    return chosen
 
 def _freeze_in_forks(done=[]): # noqa: B006 - once in a process
     """Let the garbage collector of a forked process, such as a loader's worker, leave alone what this process had. A
@@ -559,7 +570,8 @@ def group_rank()->int:
     return dist.get_rank() if in_group() else 0 # our groups hold all ranks, in their order
 
 def group_size()->int:
-    "The number of ranks in the open group; 1 without a group"
+    """The number of ranks that take part now, as in `distrib_ctx`: those of the open group; 1 without a group. How many
+    were launched is `num_distrib`"""
     return dist.get_world_size() if in_group() else 1
 
 # %% ../../nbs/core/01_env.ipynb #c026

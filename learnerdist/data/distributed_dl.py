@@ -545,6 +545,7 @@ class DistributedDL(LoaderWrapper):
     def __init__(self,
         dataset,            # As in `TfmdDL`
         rank:int, world_size:int,
+        *,
         bs:int=64,          # Batch size per rank
         shuffle:bool=False, # Another order in each epoch?
         seed:int=0,         # Selects the order, together with the epoch; the same on every rank

@@ -135,6 +135,7 @@ class Findings:
     "Call it with what was found, on all ranks alike. Each code has an entry in docs/messages.md"
     # 'error': raise on all ranks; False: leave findings out, and do not look for them
     def __init__(self, mode='warn'):
+        if mode is True: mode = 'warn'
         need(mode in ('warn','error') or mode is False, "give 'warn', 'error' or False", checks=mode)
         self.mode,self.reported = mode,set()
 

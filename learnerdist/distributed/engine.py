@@ -54,7 +54,7 @@ class Context:
 
     def join(self):
         "Join the group, which the context opens if there is none. Sync point"
-        self.device = self.stack.enter_context(process_group(self.opts.cuda_id, timeout_s=self.opts.timeout_s))
+        self.device = self.stack.enter_context(process_group(self.opts.device, timeout_s=self.opts.timeout_s))
 
     def agree_on_seed(self):
         "Take rank 0's seed; afterwards what the script draws does not depend on the number of ranks. Sync point"
@@ -277,7 +277,7 @@ class Engine(Runner):
             cbs = [cb for f in context_callbacks for cb in f(self)]
             self.by_parts,self.max_bs = bool(opts.max_bs),None if opts.max_bs=='auto' else opts.max_bs
             # each rank has its own device
-            same_options({k: shown(v) for k,v in vars(opts).items() if k!='cuda_id'})
+            same_options({k: shown(v) for k,v in vars(opts).items() if k!='device'})
             # last: closed links free the others after a failure
             ctx.stack.callback(lambda: self.sharded and self.sharded.restore())
             if path := path_of_rank0(learn, self.findings): ctx.replace(learn, 'path', path)

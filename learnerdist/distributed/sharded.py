@@ -21,7 +21,7 @@ from fastcore.basics import listify
 from torch import nn
 
 from ..core.collectives import gather_objects
-from ..core.compat import forget_fsdp,forget_passes,fsdp_on_cpu,fsdp_ready
+from ..core.compat import can_group,forget_fsdp,forget_passes,fsdp_on_cpu,fsdp_ready
 from ..core.compat import replace_tensors,whole_grads
 from ..core.env import count,current_group,everyones,group_size,group_timeout
 from ..core.env import local_rank,local_size,noting_loops,process_group,shared_store,wait_key
@@ -61,7 +61,7 @@ def _are_blocks(o):
 
 def _is_count(o): return o=='node' or type(o) is int and o>0
 def _is_policy(o): return o in (None,'bf16') or type(o).__name__=='MixedPrecisionPolicy'
-_block_kinds = 'True, classes of modules such as [Block], a function of a module, or a dict of options'
+_block_kinds = 'True, classes of modules such as [Block], or a function of a module'
 _takes = dict( # For each option, whether a value is one, and what to give
     blocks=(_are_blocks, _block_kinds),
     reshard=(lambda o: o is None or _is_bool(o), 'True, False, or None'),
@@ -73,19 +73,19 @@ _takes = dict( # For each option, whether a value is one, and what to give
     mp=(_is_policy, "'bf16' or FSDP2's MixedPrecisionPolicy; for float16 use learn.to_fp16()"))
 
 def shard_options(shard, ddp_kw=(), comm_hook=None)->ShardOptions:
-    """The options of a sharded run, from True, 'node', a class of modules or several, a function of one, or a dict of
-    `ShardOptions`; None for None and False. ValueError for unknown ones, and for options of DDP"""
+    """The options of a sharded run, from True or a dict of `ShardOptions`; None for None and False. ValueError for
+    unknown ones, and for options of DDP"""
     if shard is None or shard is False: return None
     for k in [*ddp_kw, *['comm_hook']*(comm_hook is not None)]:
         raise ValueError(f'{k}: of DDP, and without a meaning with shard=: leave one out')
-    given = isinstance(shard, dict)
-    if given: opts = dict(shard)
-    else: opts = dict(replicas='node') if shard=='node' else dict(blocks=shard)
+    remedy = f"give True, or a dict of options, such as dict(blocks=[Block]); they are {', '.join(_takes)}"
+    need(shard is True or isinstance(shard, dict), remedy, shard=shard)
+    opts = {} if shard is True else dict(shard)
     if isinstance(opts.get('blocks'), (type,list)): opts['blocks'] = tuple(listify(opts['blocks']))
     for k,v in opts.items():
         need(k in _takes, f'{k!r} is no option; give {", ".join(_takes)}', shard=shard)
         is_one,what = _takes[k]
-        need(is_one(v), f'give {what}', **{k if given else 'shard': v})
+        need(is_one(v), f'give {what}', **{k: v})
     return ShardOptions(**opts)
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h16b03
@@ -125,31 +125,53 @@ def repeated_blocks(model)->list:
     for o in model.children(): res += [o] if n[type(o)]>1 else repeated_blocks(o)
     return res
 
-def _shared(block, model):
-    "Names of weights that this block and something outside of it share"
-    own,inside = {id(p) for p in block.parameters()},{id(m) for m in block.modules()}
+# %% ../../nbs/distributed/09_sharded.ipynb #tie02
+def _shared(group:list, model):
+    "Names of weights that modules of this group and something outside of it share"
+    own,inside = set(),set()
+    for b in group:
+        own |= {id(p) for p in b.parameters()}
+        inside |= {id(m) for m in b.modules()}
     res = []
     for k,m in model.named_modules():
         if id(m) in inside: continue
         res += [f'{k}.{name}' for name,p in m.named_parameters(recurse=False) if id(p) in own]
     return res
 
+def _are_tied(a, b):
+    "Whether two modules, of which none is within the other, share a weight"
+    if any(a is m for m in b.modules()) or any(b is m for m in a.modules()): return False
+    return bool({*a.parameters()} & {*b.parameters()})
+
+def tied_groups(modules:list)->list:
+    "Lists of the modules that share weights, most of them of one module; in the order of the last ones"
+    groups = []
+    for m in modules:
+        tied = [g for g in groups if can_group and any(_are_tied(m, o) for o in g)]
+        groups = [g for g in groups if g not in tied]
+        groups.append([*chain(*tied),m])
+    return groups
+
+# %% ../../nbs/distributed/09_sharded.ipynb #tie04
 def find_blocks(model, blocks)->list:
-    """The modules whose weights are gathered together, inner ones first, as FSDP2 wants them; ValueError if there is
-    none of a class, or if one shares weights with another"""
-    if blocks is True: return [m for m in repeated_blocks(model) if m is not model and not _shared(m, model)]
+    """Lists of the modules whose weights are gathered together, inner ones first, as FSDP2 wants them; ValueError if
+    there is none of a class, or if one shares weights with the rest of the model"""
+    if blocks is True: return [[m] for m in repeated_blocks(model) if m is not model and not _shared([m], model)]
     by_class = isinstance(blocks, tuple)
     wanted = (lambda m: isinstance(m, blocks)) if by_class else blocks
     named = {k: m for k,m in model.named_modules() if m is not model and wanted(m) and _owns(m)}
     if by_class and not named:
         own = ', '.join(sorted({type(m).__name__ for m in model.children() if _owns(m)}))
         raise ValueError(f'shard=: it has no such module with weights. Give classes of this model: {own}')
+    names = {id(m): k for k,m in named.items()}
     for k,m in named.items():
-        why = '' if _runs(m) else 'is a list, which has no forward pass: give the modules in it'
-        for o in _shared(m, model):
-            why = f'shares weights with {o}: leave it to the rest of the model, or give the module that holds both'
-        need(not why, f'shard=: {k} {why}')
-    return list(named.values())[::-1]
+        need(_runs(m), f'shard=: {k} is a list, which has no forward pass: give the modules in it')
+    groups = tied_groups([*named.values()][::-1])
+    for g in groups:
+        for o in _shared(g, model):
+            what = f'shard=: {names[id(g[-1])]} shares weights with {o}'
+            raise ValueError(f'{what}: leave it to the rest of the model, or give the module that holds both')
+    return groups
 
 # %% ../../nbs/distributed/09_sharded.ipynb #h3f650b5
 def check_model(model, known=()):
@@ -182,7 +204,7 @@ def check_opt(opt):
 class GatherOrder:
     """In which order the blocks of a model are gathered in a batch of evaluation, so that a rank without a batch can
     take part"""
-    def __init__(self, model, blocks:list):
+    def __init__(self, model, blocks:list): # lists of modules that are gathered together
         self.model,self.blocks = model,blocks
         self.order = None # Numbers of blocks; None: no rank has run the model
         self.log = None   # Those that were gathered in the running batch; None: it is none of evaluation
@@ -193,11 +215,12 @@ class GatherOrder:
     def watch(self, places:list):
         "Note which block each pass gathers; have nothing gathered after a pass. places: (module, name) of each weight"
         owner = {} # The number of the innermost block: inner ones come first
-        for i,b in reversed([*enumerate(self.blocks)]): owner |= {id(m): i for m in b.modules()}
+        for i,b in reversed([*enumerate(self.blocks)]):
+            for o in b: owner |= {id(m): i for m in o.modules()}
         first = {owner[id(m)]: (m,k) for m,k in reversed(places)}
         for i,place in first.items():
             note = partial(self._note, i, place)
-            self.handles.append(self.blocks[i].register_forward_pre_hook(note, prepend=True))
+            self.handles += [m.register_forward_pre_hook(note, prepend=True) for m in self.blocks[i]]
         self.handles.append(self.model.register_forward_hook(self._rest))
 
     def unwatch(self):
@@ -212,7 +235,7 @@ class GatherOrder:
 
     def _rest(self, *_):
         if torch.is_grad_enabled(): return
-        for m in self.blocks: m.reshard()
+        for b in self.blocks: b[0].reshard()
         forget_passes(self.model)
 
     def begin_batch(self):
@@ -235,8 +258,8 @@ class GatherOrder:
             for i in self.order: self._gather(i)
 
     def _gather(self, i):
-        self.blocks[i].unshard()
-        self.blocks[i].reshard()
+        self.blocks[i][0].unshard()
+        self.blocks[i][0].reshard()
 
     def _learn(self):
         "Follow the others' first pass, whose order stands in the store; None if no rank runs one"
@@ -324,7 +347,7 @@ class Sharded(Trained):
         if opts.weights: self.file = with_shared(self.model, load_weights(opts.weights, mapped=True)[0])
         check_model(self.model, self.file)
         check_opt(self.learn.opt)
-        self.blocks = [*find_blocks(self.model, opts.blocks),self.model]
+        self.blocks = [*find_blocks(self.model, opts.blocks),[self.model]] # lists of modules that are gathered together
         self.gathers = GatherOrder(self.model, self.blocks)
         self.pairs = [] # (parameter before, its part)
         self.checked = False # Whether all weights had a gradient in this fit's first step
@@ -344,9 +367,9 @@ class Sharded(Trained):
             # a fit begins with it, and would move the parts
             self.model.to = lambda *_,**kw: self.model
         try:
-            for m in self.blocks:
-                if opts.mp: kw['mp_policy'] = policy_of(opts.mp, m is self.model)
-                fully_shard(m, **kw)
+            for b in self.blocks:
+                if opts.mp: kw['mp_policy'] = policy_of(opts.mp, b[0] is self.model)
+                fully_shard(b if len(b)>1 else b[0], **kw)
         finally:
             now = {id(p): (p,getattr(m, k)) for m,k,p in self.places}
             self.pairs = [(old,p) for old,p in now.values() if is_part(p)]
@@ -364,6 +387,8 @@ class Sharded(Trained):
         "At the start of a fit"
         if self.opts.mp and hasattr(self.learn, 'mixed_precision'):
             raise ValueError('shard=dict(mp=…), and to_bf16 or to_fp16: leave out one of the two')
+        muons = [o for o in optimizers_in(self.learn.opt) if isinstance(o, getattr(torch.optim, 'Muon', ()))]
+        if muons: self.engine.findings('sharded-muon', _muon, 'muon')
         self.undo_bn = sync_batchnorm(self.model, current_group(), self.engine) if sync_bn else None
         self.checked = False
         broadcast_tensors(self._others())
@@ -478,5 +503,7 @@ def _given_back(old, p, get):
     if p.grad is not None: old.grad = get(p.grad)
     return old
 
+_muon = ("torch's Muon computes an update in bfloat16, and rounds otherwise over parts of a matrix: it may differ by a "
+         'quarter from that of one process. The fit is as good, but do not compare digits; or use DDP with max_bs=')
 _lost = ('this run failed, and not all ranks are here to put its parts together: the weights of learn.model are empty. '
          'Load a checkpoint or a file of learn.save, or build the model again')

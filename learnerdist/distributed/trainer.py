@@ -34,8 +34,10 @@ class Adapter(Callback, ABC):
     share_class = Share # of a loader
     @delegates(DistributedDataParallel.__init__, but=ddp_args_of_ours)
     def __init__(self,
-        cuda_id:int=None,   # This process's accelerator; None: by local rank, or the CPU
         sync_bn:bool=True,  # BatchNorm over the global batch
+        *,
+        # This process's accelerator, an index or 'cuda:1'; None: by local rank, or the CPU. `cuda_id`: its old name
+        device:int=None,
         split_batches:bool=False, # The training loader's batch size is the global one, as global_bs says it
         seed:int=None,      # Of shuffling; None: drawn from torch's generator on rank 0
         # Compare the ranks' weights every so many steps of an epoch, and raise where they differ; None: at its end
@@ -44,7 +46,7 @@ class Adapter(Callback, ABC):
         checks='warn',
         # How gradients travel: a name in `comm_hooks`, or as in `register_comm_hook`; None: 'shm' where it can be
         comm_hook=None,
-        # True: a part of the model on each rank, by FSDP2; or which modules are blocks, see `ShardOptions`
+        # True, or a dict of `ShardOptions`: a part of the model on each rank, by FSDP2
         shard=None,
         # Seed what is drawn for a sample by (seed, epoch, index), so that it is the same at any number of ranks
         sample_seeds:bool=True,
@@ -57,6 +59,7 @@ class Adapter(Callback, ABC):
         max_bs=None,
         **ddp_kw            # Options of `DistributedDataParallel`
     ):
+        device = ddp_kw.pop('cuda_id', device)
         opts = SimpleNamespace(**{k: v for k,v in locals().items() if k!='self'}) # these parameters
         check_options(opts)
         opts.comm_hook,opts.shard = find_hook(comm_hook),shard_options(shard, ddp_kw, comm_hook)
@@ -193,10 +196,10 @@ def detach(learn):
 
 @patch
 @delegates(DistributedTrainer.__init__)
-def to_distributed(self:Learner, cuda_id:int=None, **kw)->Learner:
+def to_distributed(self:Learner, sync_bn:bool=True, **kw)->Learner:
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
     check_plain(self)
-    return attach(self, DistributedTrainer(cuda_id, **kw))
+    return attach(self, DistributedTrainer(sync_bn, **kw))
 
 @patch
 def detach_distributed(self:Learner)->Learner:
@@ -208,12 +211,12 @@ def detach_distributed(self:Learner)->Learner:
 @patch
 @delegates(DistributedTrainer.__init__)
 @contextmanager
-def distrib_ctx(self:Learner, cuda_id:int=None, **kw):
+def distrib_ctx(self:Learner, sync_bn:bool=True, **kw):
     """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an
     exception"""
     check_plain(self)
     with failing_together(self.detach_distributed):
-        self.to_distributed(cuda_id, **kw)
+        self.to_distributed(sync_bn, **kw)
         yield self
 
 def _ddp_flag(learn, opts):

@@ -1,5 +1,5 @@
 "fastai's own Learner, distributed: `from learnerdist.fastai import *` in place of `from fastai.distributed import *`"
-from learnerdist.checkpoint.checkpoint import Checkpoint,Preempted,preempted_status
+from learnerdist.checkpoint.checkpoint import Checkpoint,Preempted
 from learnerdist.core.collectives import all_mean,all_sum,broadcast_object,distrib_barrier,gather_objects
 from learnerdist.core.rank0 import rank0_first
 from learnerdist.core.env import num_distrib,rank_distrib,teardown_distrib
@@ -17,7 +17,7 @@ from learnerdist.learner.trackers import MLflowLogger,TensorBoardLogger,WandbLog
 
 __all__ = ['ParallelTrainer','DistributedTrainer','DistributedDL','setup_distrib','teardown_distrib','rank0_first',
            'rank_distrib','num_distrib','distrib_barrier','all_sum','all_mean','gather_objects','broadcast_object',
-           'gather_with_grad','average_grads','sync_batchnorm','Checkpoint','Preempted','preempted_status',
+           'gather_with_grad','average_grads','sync_batchnorm','Checkpoint','Preempted',
            'load_learner','EMA','Timer','WandbLogger','MLflowLogger','TensorBoardLogger']
 
 import fastai.learner as _learner

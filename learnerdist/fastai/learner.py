@@ -42,7 +42,7 @@ from .loaders import in_one_order
 from .trainer import DistributedTrainer,parts,trainer_of
 from ..learner.learner import Learner as CoreLearner,Runner,advise_on_memory
 from ..learner.learner import check_fit,check_loss,get_model
-from ..learner.techniques import MixedPrecision,amp_flag
+from ..learner.techniques import MixedPrecision,amp_flag,evaluate_loaded,evaluated_weights
 from ..learner.callback import Callback as CoreCallback
 from ..learner.loggers import say_alone
 
@@ -199,10 +199,10 @@ def _silence(trainer):
 # %% ../../nbs/fastai/04_learner.ipynb #c017
 @patch
 @delegates(DistributedTrainer.__init__)
-def to_distributed(self:Learner, cuda_id=None, in_notebook=None, **kw)->Learner:
+def to_distributed(self:Learner, sync_bn=True, in_notebook=None, **kw)->Learner:
     "Train, evaluate and predict on all ranks from now on, until `detach_distributed`"
     check_plain(self)
-    trainer = DistributedTrainer(cuda_id, in_notebook, **kw)
+    trainer = DistributedTrainer(sync_bn, in_notebook, **kw)
     before = {*vars(self)}
     attach(self, trainer)
     _silence(trainer)
@@ -212,10 +212,10 @@ def to_distributed(self:Learner, cuda_id=None, in_notebook=None, **kw)->Learner:
 
 @patch
 @delegates(DistributedTrainer.__init__)
-def distrib_ctx(self:Learner, cuda_id=None, in_notebook=None, **kw):
+def distrib_ctx(self:Learner, sync_bn=True, in_notebook=None, **kw):
     """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an
     exception"""
-    return CoreLearner.distrib_ctx(self, cuda_id, in_notebook=in_notebook, **kw)
+    return CoreLearner.distrib_ctx(self, sync_bn, in_notebook=in_notebook, **kw)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c017b
 @amp_flag.register
@@ -260,6 +260,20 @@ def fit(self:Learner,
             if isinstance(e, AttributeError) and vars(self).get('loss_grad', e) is None: check_loss(None)
             raise
 
+# %% ../../nbs/fastai/04_learner.ipynb #sav2b
+_end_of_best = tracker.SaveModelCallback.after_fit
+
+@patch
+def _save(self:tracker.SaveModelCallback, name):
+    "As fastai's; with `EMA(evaluate=True)` the average, which was validated"
+    with evaluated_weights(self.learn): self.last_saved_path = self.learn.save(name, with_opt=self.with_opt)
+
+@patch
+def after_fit(self:tracker.SaveModelCallback, **kwargs):
+    "As fastai's; the best weights are those that are evaluated from now on"
+    _end_of_best(self, **kwargs)
+    if not (self.at_end or self.every_epoch): evaluate_loaded(self.learn)
+
 # %% ../../nbs/fastai/04_learner.ipynb #c019
 def setup_distrib(
     gpu=None, # This process's GPU; None: by local rank, or the CPU
@@ -267,7 +281,7 @@ def setup_distrib(
 )->torch.device:
     """Join the process group that the launcher prepared; without a launcher, or with a group open, only choose the
     device"""
-    return env.setup_distrib(kw.pop('cuda_id', gpu), **kw)
+    return env.setup_distrib(gpu, **kw)
 
 Learner.runner = Runner()
 _of_ours = ('detach_distributed to_parallel detach_parallel parallel_ctx prepare_model device wrapper repeated '

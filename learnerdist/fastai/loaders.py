@@ -287,6 +287,7 @@ class DistributedDL(core.DistributedDL):
     the data"""
     def __init__(self, dataset,
         rank=None, world_size=None, # None: from the launcher
+        *,
         seed=0, pad=True,           # As in our own
         **kw                        # Settings of the loader
     ):

@@ -273,13 +273,11 @@ class DistributedTrainer(Adapter):
     saved = None # before lr_find
     @delegates(Adapter.__init__)
     def __init__(self,
-        # This process's accelerator; None: by local rank, or the CPU. A bool is fastai's `sync_bn`
-        cuda_id=None,
+        sync_bn=True,     # BatchNorm over the global batch
         in_notebook=None, # fastai's option: open a group if there is none; here this is always done
         **kwargs
     ):
-        if isinstance(cuda_id, bool): cuda_id,kwargs = None,dict(kwargs, sync_bn=cuda_id)
-        super().__init__(cuda_id, **kwargs)
+        super().__init__(sync_bn, **kwargs)
         self.rank0s = [] # what a logger has added
         self.forward,self.predictions = ForwardModel(self.engine),Predictions(self.engine)
         self.accumulated,self.losses = Accumulated(self.engine),EpochLosses(self.engine)

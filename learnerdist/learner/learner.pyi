@@ -117,6 +117,8 @@ def group_lrs(lr, n: int) -> list:
 
 fit_flags: Any
 
+_hints: Any
+
 _loop_state: Any
 
 class Learner:
@@ -156,7 +158,7 @@ class Learner:
     distributed_trainer: Any
     timer: Any
 
-    def __init__(self, dls, model: torch.nn.Module, loss_func=None, opt_func=..., lr=..., splitter=..., cbs=None, metrics=None, path=None, model_dir='models', train_bn=True):
+    def __init__(self, dls, model: torch.nn.Module, loss_func=None, opt_func=..., lr=..., splitter=..., cbs=None, metrics=None, path=None, model_dir='models', *, train_bn=True):
         ...
 
     @property
@@ -215,7 +217,7 @@ class Learner:
     def no_bar(self):
         """Context without a progress bar; the lines of the table still appear"""
 
-    def fit(self, n_epoch: int, lr=None, cbs=None, reset_opt: bool=False, start_epoch: int=0, ddp=None, amp=None, resume=None, **flags):
+    def fit(self, n_epoch: int, lr=None, *, cbs=None, reset_opt: bool=False, start_epoch: int=0, ddp=None, amp=None, resume=None, **flags):
         """Train for `n_epoch` epochs. A second fit goes on with the weights and the optimizer of the first"""
 
     @contextmanager
@@ -263,7 +265,7 @@ class Learner:
     def parallel_ctx(self, device_ids=None):
         """Use several GPUs in the fits of the body; afterwards the learner is restored, also after an exception"""
 
-    def to_distributed(self, cuda_id: int | None=None, *, sync_bn: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., sample_seeds: Any=..., timeout_s: Any=..., global_bs: Any=..., max_bs: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kw) -> Learner:
+    def to_distributed(self, sync_bn: bool=True, *, device: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., sample_seeds: Any=..., timeout_s: Any=..., global_bs: Any=..., max_bs: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kw) -> Learner:
         """Train, evaluate and predict on all ranks from now on, until `detach_distributed`"""
 
     def detach_distributed(self) -> Learner:
@@ -271,7 +273,7 @@ class Learner:
     closed if we opened it"""
 
     @contextmanager
-    def distrib_ctx(self, cuda_id: int | None=None, *, sync_bn: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., sample_seeds: Any=..., timeout_s: Any=..., global_bs: Any=..., max_bs: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kw):
+    def distrib_ctx(self, sync_bn: bool=True, *, device: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., sample_seeds: Any=..., timeout_s: Any=..., global_bs: Any=..., max_bs: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kw):
         """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an
     exception"""
 
@@ -279,11 +281,11 @@ class Learner:
         """Train with a rising rate, and suggest one. Afterwards the learner is as before. ValueError if too few losses
     are finite"""
 
-    def get_preds(self, ds_idx: int=1, dl=None, with_input: bool=False, with_loss: bool=False, act=None, reorder: bool=True, gather='all', cbs=None) -> tuple:
+    def get_preds(self, ds_idx: int=1, dl=None, with_input: bool=False, *, with_loss: bool=False, act=None, reorder: bool=True, gather='all', cbs=None) -> tuple:
         """Predictions and targets of a whole data set; in `distrib_ctx` those of all ranks, on every rank. ValueError
     for another `gather`"""
 
-    def predict(self, item, act=None):
+    def predict(self, item, *, act=None):
         """The prediction for one item; each rank computes it"""
 
     def tta(self, ds_idx: int=1, dl=None, n: int=4, item_tfms=None, batch_tfms=None, beta: float=0.25, use_max: bool=False) -> tuple:
@@ -293,7 +295,7 @@ class Learner:
         """Write the model's weights atomically, with a checksum. Only rank 0 writes, and no rank waits; if the model is
     sharded, all must call"""
 
-    def load(self, file, with_opt: bool=True, strict: bool=True):
+    def load(self, file, *, with_opt: bool=True, strict: bool=True):
         """Load what `save` or a `Checkpoint` wrote. Reads only tensors and plain data, so a file cannot run code.
     ValueError for a damaged file"""
 
@@ -301,7 +303,7 @@ class Learner:
         """Write weights, `dls.vocab`, batch size, number of inputs, on rank 0; if the model is sharded, all must call.
     ValueError if not data"""
 
-    def fit_one_cycle(self, n_epoch: int, lr_max=None, div=25.0, div_final=100000.0, pct_start=0.25, cbs=None, reset_opt=False, *, ddp: Any=..., amp: Any=..., resume: Any=..., **flags):
+    def fit_one_cycle(self, n_epoch: int, lr_max=None, div=25.0, div_final=100000.0, pct_start=0.25, *, cbs=None, reset_opt=False, start_epoch=0, ddp: Any=..., amp: Any=..., resume: Any=..., **flags):
         """Fit with one cycle of rates, up and then down, and momentum the other way round (Smith, 2018, arXiv:1803.09820)"""
 
     def freeze_to(self, n: int):

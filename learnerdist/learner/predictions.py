@@ -89,6 +89,7 @@ def get_preds(self:Learner,
     ds_idx:int=1,            # Index of the loader in `dls`
     dl=None,                 # Another loader instead
     with_input:bool=False,   # Also return the inputs, before the predictions
+    *,
     with_loss:bool=False,    # Also return the loss of each sample, after the targets
     # A function to apply to the predictions; None: the loss function's `activation`, if it has one
     act=None,
@@ -127,6 +128,7 @@ class Unshared(list):
 @patch
 def predict(self:Learner,
     item,    # An input as in the data set, without target; a tuple for several inputs
+    *,
     act=None # As in `get_preds`
 ):           # One row, without batch dimension, in the model's structure
     "The prediction for one item; each rank computes it"

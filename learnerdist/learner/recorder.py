@@ -169,7 +169,7 @@ class Recorder(Callback):
     def plot_loss(self,
         skip_start:int=0,     # Number of steps to leave out at the start
         with_valid:bool=True, # Also each epoch's validation loss
-        ax=None               # matplotlib's axes; None: new ones
+        *, ax=None               # matplotlib's axes; None: new ones
     ):
         "Plot each step's training loss and each epoch's validation loss; returns the axes"
         import matplotlib.pyplot as plt

@@ -71,6 +71,7 @@ def _newest(file, folder):
 def load(self:Learner,
     # As in `save`; or the folder of a `Checkpoint` or of one of its checkpoints, within the learner's path
     file,
+    *,
     with_opt:bool=True, # Also load the optimizer's state, if the file has it; a checkpoint gives weights only
     strict:bool=True    # The keys of the file and of the model must be the same
 ):
@@ -119,6 +120,7 @@ def export(self:Learner,
 # %% ../../nbs/learner/08_saving.ipynb #exp12
 def load_learner(
     fname,                # A file of `export`, or its address
+    *,
     model:torch.nn.Module, # The model to load the weights into
     loss_func=None,       # For its `activation`, and for `validate`
     cpu:bool=True,        # Work on the CPU; False: on the device of this process

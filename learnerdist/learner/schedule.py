@@ -23,7 +23,7 @@ from ..core.stacks import need
 from ..data.loaders import data_len
 from .callback import Callback,CancelFitException,Order
 from .learner import Learner,get_model
-from .techniques import steps_per_epoch
+from .techniques import evaluate_loaded,evaluated_weights,steps_per_epoch
 
 # %% ../../nbs/learner/09_schedule.ipynb #c005
 class Scheduler(Callback):
@@ -114,7 +114,8 @@ def fit_one_cycle(self:Learner,
     div=25.,        # The first rate is `lr_max/div`
     div_final=1e5,  # The last rate is `lr_max/div_final`
     pct_start=.25,  # Fraction of the steps in which the rate rises
-    cbs=None, reset_opt=False, # As in `fit`
+    *, cbs=None, reset_opt=False, # As in `fit`
+    start_epoch=0,  # Skip the epochs before this one: the rate is what it would be then
     **flags         # As in `fit`
 ):
     "Fit with one cycle of rates, up and then down, and momentum the other way round (Smith, 2018, arXiv:1803.09820)"
@@ -122,14 +123,22 @@ def fit_one_cycle(self:Learner,
     def one_cycle(opt):
         n = data_len(self.runner.loader(self.dls.train))
         need(n is not None, 'a schedule must know its steps, and the loader has no len: use fit')
-        n_steps = n_epoch*steps_per_epoch(self, self.runner.least(n))
+        of_epoch = steps_per_epoch(self, self.runner.least(n))
         cycled = 'betas' in opt.param_groups[0] or opt.param_groups[0].get('momentum')
         highest = [g['lr'] for g in opt.param_groups] # the fit has set it to `lr_max`
         # torch divides by zero if the rise is exactly one step
         options = dict(pct_start=min(pct_start*(1+1e-9), 1.), cycle_momentum=bool(cycled))
         divs = dict(div_factor=div, final_div_factor=div_final/div)
-        return OneCycleLR(opt, highest, n_steps, **options, **divs)
-    with self.flagged(flags): self.fit(n_epoch, lr_max, [Scheduler(one_cycle),*listify(cbs)], reset_opt)
+        sched = OneCycleLR(opt, highest, n_epoch*of_epoch, **options, **divs)
+        if start := min(start_epoch, n_epoch)*of_epoch: _skip(sched, start)
+        return sched
+    cbs = [Scheduler(one_cycle),*listify(cbs)]
+    with self.flagged(flags): self.fit(n_epoch, lr_max, cbs=cbs, reset_opt=reset_opt, start_epoch=start_epoch)
+
+def _skip(sched, n):
+    "Let torch's scheduler go on after `n` steps. It takes the count for a resumed one, so that it does not warn"
+    sched.load_state_dict(sched.state_dict()|dict(last_epoch=n-1, _step_count=n+1))
+    sched.step()
 
 # %% ../../nbs/learner/09_schedule.ipynb #ftn11
 # for isinstance
@@ -285,8 +294,8 @@ class EarlyStoppingCallback(TrackerCallback):
 
 # %% ../../nbs/learner/09_schedule.ipynb #c036
 class SaveModelCallback(TrackerCallback):
-    """Save the model when `monitor` improves, and load the best weights after the fit. Every rank must have it; rank
-    0 writes"""
+    """Save the model when `monitor` improves, and load the best weights after the fit: those that were validated, the
+    average with `EMA(evaluate=True)`. Every rank must have it; rank 0 writes"""
     # number: of the next epoch, in names of files
     fit_state = *TrackerCallback.fit_state,'number','kept'
     def __init__(self,
@@ -296,8 +305,8 @@ class SaveModelCallback(TrackerCallback):
         every_epoch=False,
         at_end=False,      # Save the last weights as `fname` at the end, and keep them
         with_opt=False,    # Also save the optimizer's state
-        keep:int=1,        # Number of best models to keep; if more than 1, their files are `{fname}_{epoch}`
-        reset_on_fit=True  # As in `TrackerCallback`
+        reset_on_fit=True, # As in `TrackerCallback`
+        keep:int=1         # Number of best models to keep; if more than 1, their files are `{fname}_{epoch}`
     ):
         good = keep==1 or keep>1 and not every_epoch
         need(good, 'keep 1 or more, or every epoch', keep=keep, every_epoch=every_epoch)
@@ -321,10 +330,13 @@ class SaveModelCallback(TrackerCallback):
 
     def after_fit(self):
         if self.seen and self.at_end: self._save(self.fname)
-        elif self.seen and self.kept: self.learn.load(self.kept[0][1], with_opt=self.with_opt)
+        elif self.seen and self.kept:
+            self.learn.load(self.kept[0][1], with_opt=self.with_opt)
+            evaluate_loaded(self.learn)
         super().after_fit()
 
-    def _save(self, fname): self.last_saved_path = self.learn.save(fname, with_opt=self.with_opt)
+    def _save(self, fname):
+        with evaluated_weights(self.learn): self.last_saved_path = self.learn.save(fname, with_opt=self.with_opt)
 
     def _is_best(self):
         if self.keep==1 or self.value is None or math.isnan(self.value): return self.new_best

@@ -423,6 +423,11 @@ class EMA(Callback):
         while self.before: self.after_validate()
         self.skipped = False
 
+    def restart(self):
+        "Let the average begin again, with the weights that the model has: after a load. All ranks call it"
+        params = self._params()
+        self.weights = {k: params[k].detach().clone() for k in self.weights}
+
     @torch.no_grad()
     def _average(self):
         params = self._params()
@@ -451,7 +456,19 @@ class EMA(Callback):
             self.weights[k] = t.to(params[k].device)
 
 # %% ../../nbs/learner/06_techniques.ipynb #ema04b
+def _ema(learn): return next((cb for cb in learn.cbs if isinstance(cb, EMA)), None)
+
 def trained_weights(learn):
     "Context in which the model has the weights that are trained, also while an `EMA` evaluates its average"
-    emas = [cb for cb in learn.cbs if isinstance(cb, EMA)]
-    return replaced(emas[-1], applied=False) if emas else nullcontext()
+    ema = _ema(learn)
+    return replaced(ema, applied=False) if ema else nullcontext()
+
+def evaluated_weights(learn):
+    "Context in which the model has the weights that are evaluated: the average of `EMA(evaluate=True)`, or its own"
+    ema = _ema(learn)
+    return ema.apply() if ema and ema.evaluate else nullcontext()
+
+def evaluate_loaded(learn):
+    "After a load into the model: with `EMA(evaluate=True)` the average begins again there, so that this is evaluated"
+    ema = _ema(learn)
+    if ema and ema.evaluate: ema.restart()
