@@ -158,7 +158,8 @@ of_book('segmentation', 'fastbook/clean/01_intro.ipynb', 'from fastai.vision.all
     ('learn = vision…fine_tune(1)', 'pass'), ('resnet34)', 'resnet18, pretrained=False)'), ('bs=8', 'bs=12, item_tfms=Resize(32)'), ('tune(8)', 'tune(1)'),
     ('get_image_files(path/"images")', 'get_image_files(path/"images").sorted()[:30]')],
     about='a U-Net')
-of_book('sentiment', 'fastbook/clean/01_intro.ipynb', 'TextDataLoaders', data=[('drop_mult=0.5', 'drop_mult=1e-12, pretrained=False'), ('tune(4', 'tune(1')],
+small_lstm = ('AWD_LSTM,', 'AWD_LSTM, config=awd_lstm_clas_config | dict(emb_sz=16, n_hid=16, n_layers=2),')
+of_book('sentiment', 'fastbook/clean/01_intro.ipynb', 'TextDataLoaders', data=[('drop_mult=0.5', 'drop_mult=1e-12, pretrained=False'), ('tune(4', 'tune(1'), small_lstm],
     port=[*fastai, ('TextDataLoaders.from_folder(', 'rank0_first(TextDataLoaders.from_folder, ')], about='a text classifier')
 of_book('adult', 'fastbook/clean/01_intro.ipynb', 'TabularDataLoaders', 'fit_one_cycle(3)', data=[('path=path,', 'path=path, bs=1200,')], about='a tabular model')
 of_book('movies', 'fastbook/clean/01_intro.ipynb', 'from fastai.collab', data=[('tune(10)', 'tune(2)')], about='collaborative filtering')
@@ -185,13 +186,13 @@ of_book('sizes', 'fastbook/clean/07_sizing_and_tta.ipynb', 'from fastai.vision.a
 of_book('factors', 'fastbook/clean/08_collab.ipynb', 'from fastai.collab', 'ratings = pd', 'movies = pd', 'ratings.merge', 'dls = Collab', 'n_users  = len',
         'def create_params', 'self.user_factors = create_params', 'wd=0.1)', 'embs = get_emb_sz', 'class CollabNN', 'CollabNN(*embs)', 'wd=0.01)',
         data=[('dls.show_batch()', ''), ('cycle(5', 'cycle(1'), ('bs=64', 'bs=240')], about='models of embeddings by hand')
-lm = ('bs=128, seq_len=80', 'bs=6, seq_len=10'), ('.to_fp16()', ''), ('drop_mult=0.3', 'drop_mult=1e-12, pretrained=False')
+lm = ('bs=128, seq_len=80', 'bs=6, seq_len=10'), ('.to_fp16()', ''), ('drop_mult=0.3', 'drop_mult=1e-12, pretrained=False'), (small_lstm[0], small_lstm[1].replace('clas', 'lm'))
 of_book('language_model', 'fastbook/clean/10_nlp.ipynb', 'from fastai.text', 'get_imdb = ', 'language_model_learner', 'fit_one_cycle(1, 2e-2)', data=[
         *lm, ('blocks=', 'n_inp=1, blocks=') if False else ("folders=['train', 'test', 'unsup']", "folders=['test']")],
         port=[*fastai, ('dls_lm = DataBlock(', 'dls_lm = rank0_first(lambda: DataBlock('), ('seq_len=10)', 'seq_len=10))')], about='AWD-LSTM, perplexity')
 of_book('reviews', 'fastbook/clean/10_nlp.ipynb', 'from fastai.text', 'get_imdb = ', 'dls_clas = DataBlock', 'text_classifier_learner', 'freeze_to(-2)', 'freeze_to(-3)',
         data=[*lm[:2], ("folders=['train', 'test', 'unsup']", "folders=['test']"), ('bs=128, seq_len=72', 'bs=30, seq_len=20'),
-              ('drop_mult=0.5', 'drop_mult=1e-12, pretrained=False')], about='a classifier, layers thawed one after the other',
+              ('drop_mult=0.5', 'drop_mult=1e-12, pretrained=False'), small_lstm], about='a classifier, layers thawed one after the other',
         port=[*fastai, ('\ndls_lm = DataBlock(', '\ndls_lm = rank0_first(lambda: DataBlock('), ('seq_len=10)', 'seq_len=10))'),
               ('\ndls_clas = DataBlock(', '\ndls_clas = rank0_first(lambda: DataBlock('), ('seq_len=20)', 'seq_len=20))')])
 dive = 'from fastai.text', 'lines = L()', "text = ' . '", 'tokens = text', 'vocab = L(', 'word2idx', 'seqs = L((tensor(nums[i:i+3])', 'bs = 64', 'def group_chunks'
@@ -447,7 +448,7 @@ def outcome(name, path, text, folder):
         warnings.simplefilter('always')
         try:
             exec(compile(text, str(path), 'exec'), ns)
-            res = {f'learner {i}': numbers(o) for i, o in enumerate(seen)} | {o: ns[o] for o in pieces[name]['also']}
+            res = {f'{k} {i or ""}'.strip(): v for i, o in enumerate(seen) for k, v in numbers(o).items()} | {o: ns[o] for o in pieces[name]['also']}
         except Exception as e:
             at = traceback.extract_tb(e.__traceback__)[-1].filename
             res = dict(error=f'{type(e).__name__}: {e}', ours='learnerdist' in at and isinstance(e, ValueError), trace=traceback.format_exc())
@@ -478,13 +479,11 @@ def judge(alone, ranks, told='', tol=1e-7):
     if errors: return ('error' if clear else 'FAILURE'), ' '.join(next((o for o in errors if o['ours']), errors[0])['error'].split())[:200]
     names = [k for k in alone if k!='messages']
     if not names: return 'FAILURE', 'nothing to compare'
-    off = {k: max(distance(flat(o.get(k)), flat(alone[k])) for o in ranks) for k in names}
+    off = {k: max(distance(o.get(k), alone[k]) for o in ranks) for k in names}
     far, said = ', '.join(f'{k} by {v:.1g}' for k, v in off.items() if not v <= tol), codes(ranks)
     warned = ', '.join(f'`{o}`' for o in said)
     if not far: return 'same', warned
     return ('warned', f'{warned}: {far}') if {*said}-{*harmless} else ('FAILURE', f'{warned} {far}')
-
-def flat(o): return [*o.values()] if isinstance(o, dict) else o
 
 def run_pieces(jobs, folder, worlds=(2, 3)):
     "From the name of each piece to (verdict, detail), joined over numbers of processes. jobs: as of `outcomes`"
