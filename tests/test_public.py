@@ -1,4 +1,4 @@
-"tools/public.py on a toy script and notebook: searches and replaces, cells, lines counted, verdicts. The ports themselves need the checkouts"
+"tools/public.py on a toy script and notebook: searches and replaces, cells, lines counted, verdicts. The ports need the checkouts"
 import json,os,subprocess,sys
 from pathlib import Path
 import pytest,torch
@@ -42,13 +42,15 @@ def test_a_port_is_searches_and_replaces(toys):
     assert public.text_of('toy', toys, ported=False)[1].startswith('n = 10\nfor')
     assert public.text_of('toy', toys)[1]=='n = 10\nlearn = Learner(i => i)\nlearn.fit(1)\nend()\n'
     lines,added,removed = public.diff_of('toy', toys)
-    assert (added,removed)==(2, 3) and lines[1:]==['-for i in range(n):','-    loss()','-    step()','+learn = Learner(i => i)','+learn.fit(1)']
+    assert (added,removed)==(2, 3)
+    assert lines[1:]==['-for i in range(n):','-    loss()','-    step()','+learn = Learner(i => i)','+learn.fit(1)']
     assert public.text_of('toy', [])==(None, None)
     with pytest.raises(ValueError, match='not in the source: range.…'): public.edited('ranges', [('range(…', '')])
 
 def test_cells_of_a_notebook(toys):
-    assert public.text_of('book', toys)[1]==('from fastai.vision.all import *\nfrom learnerdist.fastai import *\nbs = 12\npass\n'
-        'with learn.distrib_ctx(split_batches=True): learn.fit(1)\nwith learn.distrib_ctx(split_batches=True): preds,_ = learn.get_preds()\ny = learn.x\n')
+    begun = 'from fastai.vision.all import *\nfrom learnerdist.fastai import *\nbs = 12\npass\n'
+    context = 'with learn.distrib_ctx(split_batches=True): '
+    assert public.text_of('book', toys)[1]==f'{begun}{context}learn.fit(1)\n{context}preds,_ = learn.get_preds()\ny = learn.x\n'
     with pytest.raises(ValueError, match="no cell of a.ipynb has 'tune'"): public.cells_of(toys[0]/'a.ipynb', ['tune'])
 
 def test_verdicts():
@@ -63,5 +65,6 @@ def test_verdicts():
 @pytest.mark.long
 @pytest.mark.skipif('PUBLIC_CHECKOUTS' not in os.environ, reason='PUBLIC_CHECKOUTS names no folders of checkouts')
 def test_ports_of_public_code():
-    p = subprocess.run([sys.executable, root/'tools/public.py', *os.environ['PUBLIC_CHECKOUTS'].split(os.pathsep)], capture_output=True, text=True)
+    checkouts = os.environ['PUBLIC_CHECKOUTS'].split(os.pathsep)
+    p = subprocess.run([sys.executable, root/'tools/public.py', *checkouts], capture_output=True, text=True)
     assert p.returncode==0, p.stdout+p.stderr

@@ -1,7 +1,7 @@
 """Public training scripts and notebooks, ported, on 1, 2 and 3 processes: `python tools/public.py CHECKOUT... [--only NAME ...] [--write]`
 
 A checkout is a folder as `git clone` names it: examples (pytorch's), fastbook, course22p2, course22 (fastai's), minGPT. A port is what a
-user would type: searches and replaces of a few words in their file, in tools/public_ports.txt; `--diff` shows it, and its lines are counted.
+user would type: searches and replaces of a few words in their file, in tools/public_ports.txt. `--diff` shows it; its lines are counted.
 Data sets are small and made here; searches and replaces for these, for sizes and for dropout of 0 are not counted. The loader's batch size
 is that of a step at any number of processes. Compared with one process, in float64, are weights, losses, values and what the script
 computes afterwards. A row is *same*, *warned* (it differs, and a warning says why), *error* (one that says what to do) or *FAILURE*, which
@@ -65,8 +65,9 @@ class Fashion(dict):
 def load_dataset(*args, **kw): return Fashion(train=Rows(Digits()), test=Rows(Digits(train=False)))
 
 # Packages that a notebook imports, and of which a port needs nothing else
-stand_ins = {'datasets': dict(load_dataset=load_dataset, load_dataset_builder=None), 'einops': dict(rearrange=None), 'k_diffusion': {},
-             'torcheval': {}, 'torcheval.metrics': dict(MulticlassAccuracy=dict, Mean=dict, Metric=object), 'diffusers': dict(UNet2DModel=None)}
+stand_ins = {'datasets': dict(load_dataset=load_dataset, load_dataset_builder=None), 'diffusers': dict(UNet2DModel=None),
+             'einops': dict(rearrange=None), 'k_diffusion': {}, 'torcheval': {},
+             'torcheval.metrics': dict(MulticlassAccuracy=dict, Mean=dict, Metric=object)}
 
 def human_numbers(path):
     words = 'one two three four five six seven eight nine ten'.split()
@@ -76,8 +77,8 @@ def human_numbers(path):
 def titanic(path, n=90):
     import pandas as pd
     def pick(*os): return np.random.RandomState(len(os)).choice(os, n)
-    df = pd.DataFrame(dict(Survived=pick(0, 1), Pclass=pick(1, 2, 3), Name=pick('Doe, Mr. J', 'Doe, Miss. J', 'Doe, Mrs. J'), Parch=pick(0, 1),
-                           Sex=pick('male', 'female'), Age=pick(*range(1, 80)), SibSp=pick(0, 1, 2), Ticket=pick(*'abcdefgh'),
+    df = pd.DataFrame(dict(Survived=pick(0, 1), Pclass=pick(1, 2, 3), Name=pick('Doe, Mr. J', 'Doe, Miss. J', 'Doe, Mrs. J'),
+                           Parch=pick(0, 1), Sex=pick('male', 'female'), Age=pick(*range(1, 80)), SibSp=pick(0, 1, 2), Ticket=pick(*'abcdefgh'),
                            Fare=pick(*range(7, 50)), Cabin=pick('A1', 'B2', 'C3'), Embarked=pick(*'CQS')))
     df.to_csv(path/'train.csv')
 
@@ -212,9 +213,11 @@ def prepared(name, path, folder, seen):
     for f in (torch.manual_seed, random.seed, np.random.seed): f(0)
     modules, folders = {*sys.modules}, [str(o) for o in path.parents[:3]]
     with contextlib.ExitStack() as stack:
-        for o in (noting(Learner, seen), noting(Theirs, seen), mock.patch('torchvision.datasets.MNIST', Digits),
-                  mock.patch.object(sys, 'argv', [str(path), *pieces[name]['argv'].split()]), mock.patch.object(sys, 'path', folders+sys.path),
-                  contextlib.redirect_stdout(io.StringIO())): stack.enter_context(o)
+        for cls in (Learner, Theirs): stack.enter_context(noting(cls, seen))
+        stack.enter_context(mock.patch('torchvision.datasets.MNIST', Digits))
+        stack.enter_context(mock.patch.object(sys, 'argv', [str(path), *pieces[name]['argv'].split()]))
+        stack.enter_context(mock.patch.object(sys, 'path', folders+sys.path))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         yield
     for o in {*sys.modules}-modules:
         if str(getattr(sys.modules[o], '__file__', '')).startswith(str(path.parents[0])): del sys.modules[o]
@@ -229,8 +232,8 @@ def outcome(name, path, text, folder):
             for i, learn in enumerate(seen): res |= {f'{k} {i or ""}'.strip(): v for k, v in numbers(learn).items()}
             res |= {o: eval(o, ns) for o in pieces[name]['also']}
         except Exception as e:
-            at = traceback.extract_tb(e.__traceback__)[-1].filename
-            res = dict(error=f'{type(e).__name__}: {e}', ours='learnerdist' in at and isinstance(e, ValueError), trace=traceback.format_exc())
+            is_ours = isinstance(e, ValueError) and 'learnerdist' in traceback.extract_tb(e.__traceback__)[-1].filename
+            res = dict(error=f'{type(e).__name__}: {e}', ours=is_ours, trace=traceback.format_exc())
     return res | dict(messages=[str(o.message) for o in warned])
 
 def outcomes(jobs, folder):
