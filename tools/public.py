@@ -78,7 +78,7 @@ def titanic(path, n=90):
     import pandas as pd
     def pick(*os): return np.random.RandomState(len(os)).choice(os, n)
     df = pd.DataFrame(dict(Survived=pick(0, 1), Pclass=pick(1, 2, 3), Name=pick('Doe, Mr. J', 'Doe, Miss. J', 'Doe, Mrs. J'),
-                           Parch=pick(0, 1), Sex=pick('male', 'female'), Age=pick(*range(1, 80)), SibSp=pick(0, 1, 2), Ticket=pick(*'abcdefgh'),
+                           Parch=pick(0, 1), Sex=pick('male', 'female'), Age=pick(*range(1, 80)), SibSp=pick(0, 1, 2), Ticket=pick(*'abcd'),
                            Fare=pick(*range(7, 50)), Cabin=pick('A1', 'B2', 'C3'), Embarked=pick(*'CQS')))
     df.to_csv(path/'train.csv')
 
