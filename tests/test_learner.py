@@ -1,4 +1,5 @@
 "The loop: events and their order, Cancel exceptions, callbacks, parameter groups, batches of any structure, predictions"
+from contextlib import nullcontext
 import pytest, torch
 from torch import nn
 from torch.nn import functional as F
@@ -35,6 +36,17 @@ for _e in all_events:
 train_batch = ['before_batch','after_pred','after_loss','before_backward','after_backward','before_step','after_step','after_batch']
 valid_batch = ['before_batch','after_pred','after_loss','after_batch']
 epoch = ['before_epoch','before_train',*train_batch*2,'after_train','before_validate',*valid_batch*2,'after_validate','after_epoch']
+
+@pytest.mark.parametrize('valid', [True, False])
+def test_any_callback_reads_the_values_of_the_epoch_that_has_ended(valid):
+    seen,orders = [],[-10**8, -5, 0, 51, 10**8]
+    class Look(Callback):
+        def after_epoch(self): seen.append((len(self.recorder.values), self.recorder.values[-1][0]))
+    learn = make([type(f'Look{i}', (Look,), dict(order=o)) for i,o in enumerate(orders)], valid=valid)
+    for within in (nullcontext,learn.distrib_ctx):
+        seen.clear()
+        with within(): learn.fit(2)
+        assert seen==[(i, learn.recorder.values[i-1][0]) for i in (1,2) for _ in orders]
 
 def test_names_are_fastais():
     want = '''after_create after_dls before_fit

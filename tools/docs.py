@@ -17,7 +17,7 @@ sys.path.insert(0, str(root))
 from learnerdist.learner.callback import Callback  # noqa: E402
 defs = ast.FunctionDef,ast.AsyncFunctionDef,ast.ClassDef
 guides = {'Begin': 'start fastai_day fastai accelerate options', 'Run': 'launching machines plan launchers checkpoints',
-          'Train': 'losses metrics data global_batch ema sharded speed clients', 'Check': 'symptoms messages same results',
+          'Train': 'losses metrics data global_batch ema sharded speed clients public', 'Check': 'symptoms messages same results',
           'Inside': 'how_it_works glossary gpu systems'}
 tutorials = '''gallery is_it_the_same same_bits global_batch training_tricks failures from_fastai_distributed fastai_table sharded_lora
 catalyst_ddp ddp_from_scratch versions'''.split()

@@ -69,6 +69,7 @@ class Callback(GetAttr):
     """Base class of callbacks. A method named after an event handles it; attributes of the learner can be read from
     the callback"""
     order = 0
+    early = () # Events that it hears before callbacks of a lower order
     _default = 'learn' # for `GetAttr`
     learn = None
     run = run_train = run_valid = True

@@ -295,7 +295,9 @@ class Learner:
 
     def _set_cbs(self, cbs):
         self.cbs = sorted(cbs, key=lambda o: o.order)
-        def handlers(e): return [cb for cb in self.cbs if hasattr(type(cb), e) or e in vars(cb)]
+        def handlers(e):
+            own = [cb for cb in self.cbs if hasattr(type(cb), e) or e in vars(cb)]
+            return sorted(own, key=lambda cb: e not in cb.early)
         self._handlers = {e: handlers(e) for e in all_events}
 
     def add_cbs(self, cbs):

@@ -25,6 +25,7 @@ class Recorder(Callback):
     """History of a fit over all ranks: `losses`, `lrs` per step; `values` (losses, metrics), `iters` (steps so far)
     per epoch"""
     order = Order.recorder
+    early = 'after_epoch', # so that any callback reads the values of the epoch that has ended
     fit_state = 'lrs','iters','losses','values','log'
     rank_state = 'totals',
     totals_by_step = 'totals' # The name in `rank_state`: loss × items, items, …, of each step
