@@ -120,18 +120,21 @@ def test_failing_rank_is_named(tmp_path):
     assert (res.returncode, sorted(res.stdout.splitlines())) == (1, ['I am 0', '[r1] I am 1']) # in the order in which they come
     assert f'rank 1 failed first: ValueError: a bad batch ({file}:7)' in res.stderr and 'failed too' not in res.stderr
     messages = [o for o in res.stderr.splitlines() if 'OMP_NUM_THREADS' not in o]
-    assert len(messages) == 3 and messages[1] == f'learnerdist.launch:   called from {file}:11 in <module>: train(sys.argv[1])'
+    assert messages[1:3] == [f'  File "{file}", line 11, in <module>','    train(sys.argv[1])'] # as Python: the innermost last
+    assert messages[3:5] == [f'  File "{file}", line 7, in train',"    raise ValueError('a bad batch')"]
     trace, = tmp_path.glob('*.txt')
-    assert messages[2] == f'learnerdist.launch: all tracebacks: {trace} (--verbose prints them)'
+    assert len(messages) == 6 and messages[5] == f'learnerdist.launch: all tracebacks: {trace} (--verbose prints them)'
     assert trace.read_text().startswith(f'rank 1:\nTraceback (most recent call last):\n  File "{file}", line 11, in <module>')
     assert stat.S_IMODE(trace.stat().st_mode) == 0o600 # nor can its name be foreseen
     trace.unlink()
     assert os.listdir(tmp_path) == ['train.py']
 
 def test_a_report_is_short(ended):
-    frames = [('x.py',i,'f') for i in range(9)]
+    "The last three frames, of which the innermost stands at the end"
+    frames = [(__file__,i+1,'f') for i in range(9)]
     many = [ended(r, 1, kind='ValueError', message='Oops\n'*40, time=r, frames=frames) for r in range(30)]
-    assert len('\n'.join(explain(failures(many))).splitlines()) <= 14
+    lines = '\n'.join(explain(failures(many))).splitlines()
+    assert len(lines) <= 16 and [o.split(', ')[1] for o in lines if 'File "' in o] == ['line 3','line 2','line 1']
 
 def test_tracebacks_that_cannot_be_written(ended, tmp_path):
     "The report comes without them, and a restart follows; later ones are added"
@@ -214,6 +217,8 @@ def test_each_attempt_is_reported(tmp_path):
     res = launch(*options, file, 'crash', command=noisy)
     assert res.returncode == 139 and res.stdout == 'I am 0\n'*2 and 'Warning' not in res.stderr
     report = f'learnerdist.launch: rank 1 failed first: ended by SIGSEGV (Segmentation fault, {file}:9 in train: ctypes.string_at(0))\n'
+    report += f'  File "{file}", line 11, in <module>\n    train(sys.argv[1])\n'
+    report += f'  File "{file}", line 9, in train\n    ctypes.string_at(0)\n'
     assert res.stderr.endswith(f'{report}learnerdist.launch: restart 1 of 1\n{report}')
     assert [o.read_text() for o in sorted((tmp_path/'log').glob('*/*/1/stdout.log'))] == ['I am 1\n']*2
 
@@ -230,29 +235,31 @@ def ended(tmp_path):
         return res
     return f
 
+def heads(ended): return [o.splitlines()[0] for o in explain(failures(ended))]
+
 def test_first_failure_is_the_first_in_time(ended):
     a,b = ended(0, 1, kind='ValueError', message='Oops 0', time=10.2),ended(2, 3, kind='KeyError', message='2', time=10.1)
     first,second = 'rank 2 failed first: KeyError: 2 (x.py:3)','rank 0 failed too: ValueError: Oops 0 (x.py:3)'
-    assert explain(failures([a,b])) == [first,second] and failures([a,b])[0].code == 3
+    assert heads([a,b]) == [first,second] and failures([a,b])[0].code == 3
     noticed = ended(1, 1, kind='RuntimeError', message='Connection closed by peer', time=10.0, cause=Cause.noticed)
-    assert explain(failures([a,b,noticed])) == [first,second]
-    assert explain(failures([ended(3, 4)])) == ['rank 3 failed first: ended with exit status 4, without an exception']
+    assert heads([a,b,noticed]) == [first,second]
+    assert heads([ended(3, 4)]) == ['rank 3 failed first: ended with exit status 4, without an exception']
     torchs = ended(4, 1)
     (torchs.folder/'error.json').write_text('{"message": {"message": "as torch.distributed.elastic records it"}}')
-    assert explain(failures([torchs])) == ['rank 4 failed first: ended with exit status 1, without an exception']
+    assert heads([torchs]) == ['rank 4 failed first: ended with exit status 1, without an exception']
     message = 'rank 5 failed with KeyError: 3\n\non rank 5:\nTraceback …'
     later = ended(0, 1, kind='RankError', message=message, time=10.2, cause=Cause.noticed)
-    assert explain(failures([later])) == ['rank 5 failed with KeyError: 3']
+    assert heads([later]) == ['rank 5 failed with KeyError: 3']
 
 def test_what_somebody_kills_is_the_cause_and_what_the_launcher_ends_is_not(ended):
     raised = ended(1, 1, kind='ValueError', message='Oops', time=10.2)
     lines = ['rank 0 failed first: ended by SIGKILL (out of memory, or killed)','rank 1 failed too: ValueError: Oops (x.py:3)']
-    assert explain(failures([ended(0, -9),raised])) == lines
-    assert explain(failures([ended(0, -9, True),raised])) == ['rank 1 failed first: ValueError: Oops (x.py:3)']
-    assert explain(failures([ended(0, -15, True),ended(2, -15)])) == ['rank 2 failed first: ended by SIGTERM']
+    assert heads([ended(0, -9),raised]) == lines
+    assert heads([ended(0, -9, True),raised]) == ['rank 1 failed first: ValueError: Oops (x.py:3)']
+    assert heads([ended(0, -15, True),ended(2, -15)]) == ['rank 2 failed first: ended by SIGTERM']
     # A peer whose connection is gone may abort in C++
     lines = ['rank 1 failed first: ValueError: Oops (x.py:3)','rank 0 failed too: ended by SIGABRT']
-    assert explain(failures([ended(0, -6),raised])) == lines
+    assert heads([ended(0, -6),raised]) == lines
 
 def start_waiting(folder, *command, how='wait', **kw):
     "A process whose two ranks wait, and the ids of those ranks and of their children"
