@@ -143,8 +143,11 @@ def main(
         os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR')
         return import_module(_modules[name]).main(rest)
     if name in _own and len(rest) <= (name == 'explain'): return _own[name](*rest)
-    is_help = name in ('-h','--help')
+    usage = inspect.cleandoc(main.__doc__)
+    if name in ('-h','--help'):
+        print(usage)
+        return 0
     near = get_close_matches(name, [*_modules,*_own], 1)
-    if not is_help: print(f"learnerdist {' '.join(args)}: no such command", *near, sep=', did you mean ', file=sys.stderr)
-    print(inspect.cleandoc(main.__doc__), file=sys.stdout if is_help else sys.stderr)
-    return 0 if is_help else 2
+    print(f"learnerdist {' '.join(args)}: no such command", *near, sep=', did you mean ', file=sys.stderr)
+    print(usage, file=sys.stderr)
+    return 2

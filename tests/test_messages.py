@@ -1,4 +1,4 @@
-"The page of messages: the code of an entry leads to its message before, and to none after; the command that prints it; the count at the end"
+"The page of messages: the code of an entry leads to its message before, and to none after; the command that prints it; the last count"
 import os,random,re,subprocess,sys,time,warnings
 from itertools import islice
 from pathlib import Path
@@ -76,7 +76,8 @@ def all_examples(path):
 @pytest.mark.long
 def test_examples(tmp_path):
     first,second = run_ranks(all_examples, 2, tmp_path, timeout_s=240)
-    for k,(before,after) in first.items(): assert k in before[0]|second[k][0][0] and not after[0]|second[k][1][0], (k,before,after,second[k])
+    for k,(before,after) in first.items():
+        assert k in before[0]|second[k][0][0] and not after[0]|second[k][1][0], (k,before,after,second[k])
 
 def test_each_entry_is_short():
     found = [*examples()]
@@ -87,8 +88,8 @@ def test_explain(capsys):
     out = capsys.readouterr().out
     assert out.startswith('[loss-not-mean]\nWe split a batch') and "    loss_func.n_items = 'whole'\n" in out and '](' not in out
     assert main(['explain'])==0 and {*entries()}=={o.split()[0] for o in capsys.readouterr().out.splitlines()}
-    for args,words in (['explain','loss-mean'],'did you mean loss-not-mean or'),(['explain','x y'],'lists the codes'),(['doktor'],'did you mean doctor'):
-        assert main(args)==2 and words in capsys.readouterr().err
+    remedies = {('explain','loss-mean'): 'did you mean loss-not-mean or', ('explain','x y'): 'lists the codes', ('doktor',): 'did you mean doctor'}
+    for args,words in remedies.items(): assert main(args)==2 and words in capsys.readouterr().err
 
 counting = """
 import sys,warnings
@@ -100,6 +101,7 @@ for o in ('loss-not-mean','repeated-samples','loss-not-mean'): warn(o, 'Text')
 @pytest.mark.parametrize('args,env,counts', [([],{},True), ([],dict(RANK='1'),False), (['quiet'],{},False)])
 def test_the_end_counts_warnings(args, env, counts, tmp_path):
     (tmp_path/'a.py').write_text(counting)
-    p = subprocess.run([sys.executable,'a.py',*args], cwd=tmp_path, env=os.environ|dict(PYTHONPATH=str(root))|env, capture_output=True, text=True, timeout=60)
+    env = os.environ|dict(PYTHONPATH=str(root))|env
+    p = subprocess.run([sys.executable,'a.py',*args], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     lines = p.stderr.splitlines()
     assert lines[-1:]==['2 warnings: loss-not-mean, repeated-samples']*counts if counts else 'warnings:' not in p.stderr, p.stderr
