@@ -88,7 +88,7 @@ def test_explain(capsys):
     out = capsys.readouterr().out
     assert out.startswith('[loss-not-mean]\nWe split a batch') and "    loss_func.n_items = 'whole'\n" in out and '](' not in out
     assert main(['explain'])==0 and {*entries()}=={o.split()[0] for o in capsys.readouterr().out.splitlines()}
-    remedies = {('explain','loss-mean'): 'did you mean loss-not-mean or', ('explain','x y'): 'lists the codes', ('doktor',): 'did you mean doctor'}
+    remedies = {('explain','loss-mean'): 'did you mean loss-not-mean', ('explain','x y'): 'lists the codes', ('doktor',): 'did you mean doctor'}
     for args,words in remedies.items(): assert main(args)==2 and words in capsys.readouterr().err
 
 counting = """
