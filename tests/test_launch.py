@@ -383,6 +383,9 @@ def test_terminal_shows_rank_0_as_it_is_and_its_end_ends_all(tmp_path):
     (['--log-dir', f'{__file__}/logs', __file__], 'Not a directory'),
     (['--on-failure', 'shrink', '--max-restarts', '1', __file__], '--max-restarts 1, which starts as many ranks again'),
     (['--on-failure', 'shrink', '--nnodes', '2', '--rdzv-endpoint', 'a:1', __file__], 'it is for the ranks of one machine'),
+    (['--debug-rank', '1', '--nnodes', '2', '--rdzv-endpoint', 'a:1', __file__], 'it is for the ranks of one machine'),
+    (['--debug-rank', '2', '--nproc', '2', __file__], '--debug-rank 2: give a rank from 0 to 1'),
+    (['--debug-rank', '1', '--nproc', '2', __file__], '--debug-rank 1: standard input is no terminal'),
     (['no_such.py'], "no script 'no_such.py' here"), (['--no-such-option', __file__], 'no-such-option'), ([], 'required')])
 def test_bad_command_line(args, words, capsys, monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '4,5,6')
@@ -460,11 +463,13 @@ def test_run_of_a_closure_needs_cloudpickle(monkeypatch):
     with pytest.raises(ValueError, match='pip install cloudpickle'): run(lambda: k, nproc=2)
 
 def test_help_begins_with_our_options(capsys):
-    for o in ('--help','--version'):
-        with pytest.raises(SystemExit): main([o])
-    head,theirs,rest = capsys.readouterr().out.partition("torchrun's options follow")
-    assert theirs and all(o in head for o in ('--nproc N','--gpus 0,2','--wait SECONDS','python -m learnerdist.launch --nproc 2 train.py'))
-    assert 'learnerdist 0.' in rest
+    def printed(option):
+        with pytest.raises(SystemExit): main([option])
+        return capsys.readouterr().out
+    ours,whole = printed('--help'),printed('--help-all')
+    assert all(o in ours for o in ('--nproc N','--gpus 0,2','--wait SECONDS','python -m learnerdist.launch --nproc 2 train.py'))
+    assert '--rdzv-backend' in whole and '--rdzv-backend' not in ours and whole.count('--nproc N ')==1
+    assert 'learnerdist 0.' in printed('--version')
 
 @pytest.mark.skipif(not machines.usable(), reason='needs root and ip netns')
 @pytest.mark.long
@@ -479,3 +484,32 @@ def test_machines_that_do_not_know_each_others_names_meet(known, tmp_path):
         messages = [p.communicate(timeout=120)[0] for p in runs]
     assert [p.returncode for p in runs]==[0,0], messages
     for r in (0,1): assert json.loads((tmp_path/f'{r}.json').read_text())['met']==2
+
+debugged = '''import torch
+from learnerdist.all import all_sum,process_group,rank_distrib
+with process_group(timeout_s=.5):
+    value = torch.tensor(rank_distrib()+41)
+    breakpoint()
+    print('sum', all_sum(value).item())
+'''
+
+@pytest.mark.long
+def test_a_rank_has_the_terminal_and_the_others_wait(tmp_path):
+    "breakpoint() on a pseudoterminal: rank 0 passes it, and waits for longer than its timeout"
+    ours,theirs = pty.openpty()
+    file = write(tmp_path, debugged)
+    at = dict(stdin=theirs, stdout=theirs, stderr=theirs)
+    proc = subprocess.Popen([*launcher,'--nproc','2','--debug-rank','1',file], env=environment(), **at)
+    os.close(theirs)
+    def until(text):
+        shown = ''
+        while text not in shown and proc.poll() is None:
+            if select.select([ours], [], [], .1)[0]: shown += os.read(ours, 4096).decode()
+        return shown
+    assert 'all_sum(value)' in until('(Pdb) ') # the next line
+    assert until('waits for the other ranks').count('(Pdb)')==0
+    os.write(ours, b'p value\n')
+    assert 'tensor(42)' in until('(Pdb) ')
+    os.write(ours, b'c\n')
+    assert '[r0] sum 83' in until('[r0] sum 83') and proc.wait(60)==0
+    os.close(ours)

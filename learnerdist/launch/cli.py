@@ -184,7 +184,7 @@ def _check_debug(args):
     option = f'--debug-rank {args.debug_rank}'
     need(args.is_here, f'{option}: it is for the ranks of one machine')
     need(0 <= args.debug_rank < args.nproc, f'{option}: give a rank from 0 to {args.nproc-1}')
-    need(sys.stdin.isatty(), f'{option}: standard input is no terminal, in which you could type')
+    need(os.isatty(0), f'{option}: standard input is no terminal, in which you could type')
     os.environ['LEARNERDIST_DEBUG_RANK'] = str(args.debug_rank) # see `patience`
 
 def _complete(args):
