@@ -19,7 +19,7 @@ from .launch.processes import call_on_ranks
 # %% ../nbs/04_command.ipynb #cmd05
 def entries()->dict:
     "From the code of each message to what the page of messages says of it"
-    here = Path(__file__).parent
+    here = Path(learnerdist.__file__).parent
     file = here/'messages.md'
     if not file.exists(): file = here.parent/'docs/messages.md'
     *parts,table = re.split(r'^## ', file.read_text(encoding='utf-8'), flags=re.M)[1:]
@@ -69,7 +69,7 @@ def devices()->str:
     import torch
     from torch import distributed as dist
     backends = [o for o in ('gloo','nccl','xccl','mpi') if getattr(dist, f'is_{o}_available')()]
-    kind = torch.accelerator.current_accelerator()
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     res = f"{n_cores()} cores; torch's backends: {', '.join(backends)}; {kind or 'no accelerator is visible'}"
     for i in range(torch.accelerator.device_count()):
         found = torch.get_device_module(kind).get_device_properties(i)
