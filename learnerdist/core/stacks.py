@@ -99,7 +99,7 @@ def report_folder():
 state_file = 'state.txt' # Of a rank's reports: where the newest state of the run is
 
 def note_state(where):
-    "Leave for the launcher where the newest state of this run is: it says so when the run ends by a signal or a failure"
+    "Leave for the launcher where the newest state of this run is: it says so after a signal or a failure"
     if folder := report_folder():
         (folder/state_file).write_text(str(where))
 
