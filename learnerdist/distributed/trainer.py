@@ -56,7 +56,7 @@ class Adapter(Callback, ABC):
         # Samples of a part of a step, at most: the run has the same bits on any number of ranks. 'auto': as many as fit
         # in memory
         max_bs=None,
-        **ddp_kw            # and DDP's:
+        **ddp_kw            # and DDP's
     ):
         opts = SimpleNamespace(**{k: v for k,v in locals().items() if k!='self'}) # these parameters
         check_options(opts)
@@ -219,7 +219,7 @@ def distrib_ctx(self:Learner, cuda_id:int=None, **kw):
 
 def list_options(*funcs):
     "Let `help`, also in scripts, list the options of a context"
-    text = f"{meanings(Adapter.__init__)} {', '.join(ddp_options)}"
+    text = f"{meanings(Adapter.__init__)}: {', '.join(ddp_options)}"
     for f in funcs: add_text(f, text)
 
 list_options(Learner.to_distributed, Learner.distrib_ctx)
