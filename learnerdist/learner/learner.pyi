@@ -296,7 +296,7 @@ class Learner:
         sync_bn: BatchNorm over the global batch
         split_batches: The training loader's batch size is the global one, as global_bs says it
         seed: Of shuffling; None: drawn from torch's generator on rank 0
-        check_every: Compare the ranks' weights every so many steps, and raise where they differ; None: after each epoch
+        check_every: Compare the ranks' weights every so many steps of an epoch, and raise where they differ; None: after each epoch
         checks: What a finding of the self-check or the comparison becomes: 'warn', 'error', or False: none
         comm_hook: How gradients travel: a name in `comm_hooks`, or as in `register_comm_hook`; None: 'shm' where it can be
         shard: True: a part of the model on each rank, by FSDP2; or which modules are blocks, see `ShardOptions`
@@ -319,7 +319,7 @@ class Learner:
         sync_bn: BatchNorm over the global batch
         split_batches: The training loader's batch size is the global one, as global_bs says it
         seed: Of shuffling; None: drawn from torch's generator on rank 0
-        check_every: Compare the ranks' weights every so many steps, and raise where they differ; None: after each epoch
+        check_every: Compare the ranks' weights every so many steps of an epoch, and raise where they differ; None: after each epoch
         checks: What a finding of the self-check or the comparison becomes: 'warn', 'error', or False: none
         comm_hook: How gradients travel: a name in `comm_hooks`, or as in `register_comm_hook`; None: 'shm' where it can be
         shard: True: a part of the model on each rank, by FSDP2; or which modules are blocks, see `ShardOptions`
