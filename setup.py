@@ -23,7 +23,10 @@ def long_description(text, url):
     return re.sub(r'(!?)\[([^]]*)\]\((?!https?:)([^)]+)\)', absolute, text)
 
 class BuildPy(build_py):
-    "Without nbdev's index of the notebooks, which only building the docs reads"
+    "With the page of messages, which `learnerdist explain` prints; without nbdev's index, which only building the docs reads"
+    def run(self):
+        super().run()
+        if not self.editable_mode: self.copy_file(str(root/'docs/messages.md'), f'{self.build_lib}/{name}/messages.md')
     def find_package_modules(self, package, package_dir):
         return [o for o in super().find_package_modules(package, package_dir) if o[1]!='_modidx']
 
@@ -36,4 +39,4 @@ setup(
     extras_require={k.removeprefix('extra_'): v.split() for k,v in cfg.items() if k.startswith('extra_')},
     long_description=long_description((root/'README.md').read_text(encoding='utf-8'), urls.get('Source')),
     long_description_content_type='text/markdown',
-    entry_points={'console_scripts': ['learnerdist-launch = learnerdist.launch:main']})
+    entry_points={'console_scripts': ['learnerdist = learnerdist.command:main']})

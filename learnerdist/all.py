@@ -34,5 +34,4 @@ __all__ = [o for o in globals() if not o.startswith('_')]
 
 import learnerdist.core.docstrings as _docstrings
 if _docstrings.is_interactive(): # so that `help` shows what parameters mean
-    from learnerdist.distributed.replica import ddp_docments as _ddp
-    _docstrings.add_docments([globals()[o] for o in __all__], **_ddp())
+    _docstrings.add_docments([globals()[o] for o in __all__])

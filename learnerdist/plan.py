@@ -43,7 +43,8 @@ class Traffic(TorchDispatchMode):
         self.calls[kind] += 1
         self.n_bytes[kind] += max(sum(t.nbytes for t in tree_leaves(o) if isinstance(t, Tensor)) for o in args)
         # the fake group leaves this rank's own: the sum over ranks like it
-        for t in args[0] if kind=='all-reduce' else (): t.mul_(dist.get_world_size())
+        if kind=='all-reduce':
+            for t in args[0]: t.mul_(dist.get_world_size())
         return res
 
 _kinds = 'all-reduce','all-gather','reduce-scatter'
@@ -92,8 +93,8 @@ class Planner(Callback):
 
     def before_fit(self):
         for cb in self.learn.cbs:
-            writes = any(o.__module__.removeprefix('fastai.callback.') in _writers for o in type(cb).__mro__)
-            if writes or isinstance(cb, (*finder_skips,TerminateOnNaNCallback)): cb.run = False
+            modules = {o.__module__ for o in type(cb).__mro__}
+            if modules&_writers or isinstance(cb, (*finder_skips,TerminateOnNaNCallback)): cb.run = False
 
     def before_train(self):
         self.rows,self.batches,self.stepped = 0,0,False
@@ -115,7 +116,8 @@ class Planner(Callback):
         need(self.steps, 'a plan needs a step of the optimizer, and this epoch has none')
         raise Planned(self.plan)
 
-_writers = 'progress tensorboard wandb neptune comet captum azureml'.split()
+_names = 'progress tensorboard wandb neptune comet captum azureml'.split()
+_writers = {f'fastai.callback.{o}' for o in _names}
 
 # %% ../nbs/03_plan.ipynb #pln12
 class Plan(NamedTuple):
@@ -151,7 +153,7 @@ def planned(cb:Planner)->Plan:
     learn,engine,W = cb.learn,cb.learn.runner,dist.get_world_size()
     model,opt = get_model(learn.model),tree_leaves(learn.opt.state_dict())
     like = a_part(model)
-    n = W if like is None else shard_place(like)[1] # ranks among which the model is cut, or would be
+    n = shard_place(like)[1] if like is not None else W # ranks that share the model, or would
     memory = dict(weights=size_of(engine.all_params(), n), buffers=size_of(model.buffers(), 1))
     memory |= dict(gradients=size_of(cb.grads, n), optimizer=size_of(opt, n))
     weights,buffers,grads,opt = [o.whole for o in memory.values()]
@@ -186,7 +188,7 @@ def main(
     "The command line `python -m learnerdist.plan`"
     p = argparse.ArgumentParser('learnerdist.plan', description=plan.__doc__, allow_abbrev=False)
     p.add_argument('ranks', type=int)
-    p.add_argument('target', nargs=argparse.REMAINDER, help='script.py, or -m and a module, with its arguments')
+    p.add_argument('target', nargs=argparse.REMAINDER, help='script.py, or -m module; its arguments')
     o = p.parse_args(args)
     print(plan(run_target, o.ranks, o.target))
     return 0

@@ -44,8 +44,9 @@ def sketch(t:Tensor)->tuple:
     t = whole(t).detach().flatten().cpu()
     bits,t = tensor_hash(t).item(),t.double()
     if len(t)<=_size: return t.clone(),bits
-    signs = torch.randint(0, 2, (len(t),), generator=torch.Generator().manual_seed(len(t)), dtype=torch.int8)
-    return nn.functional.pad(t*(signs*2-1), (0, -len(t)%_size)).view(-1, _size).sum(0),bits
+    draw = torch.Generator().manual_seed(len(t))
+    signs = torch.randint(0, 2, t.shape, generator=draw, dtype=torch.int8)*2-1
+    return nn.functional.pad(t*signs, (0, -len(t)%_size)).view(-1, _size).sum(0),bits
 
 # %% ../nbs/02_verify.ipynb #71cb0f4b
 def row_keys(b:tuple)->list:
@@ -64,28 +65,31 @@ def _key(o):
 # %% ../nbs/02_verify.ipynb #e8efa7a8
 def is_steady(dl)->bool:
     "Whether a batch of a loader is the same at each reading; a stream is not read"
+    if not hasattr(getattr(dl, 'dataset', None), '__getitem__'): return True
     keys = []
-    for seed in range(2 if hasattr(getattr(dl, 'dataset', None), '__getitem__') else 0):
+    for seed in (0,1):
         with shared_rng(seed): b = dl.one_batch() if hasattr(dl, 'one_batch') else one_batch(dl)
-        keys.append(row_keys(tuple(b) if isinstance(b, (list,tuple)) else (b,)))
-    return keys[:1]==keys[1:]
+        keys.append(row_keys(listed(b)))
+    return keys[0]==keys[1]
 
 # %% ../nbs/02_verify.ipynb #fa951e02
 def trained(learn)->dict:
     "From names to parameters: those of the model, of the loss, and any other that the optimizer trains"
-    loss,params = learn.loss_func,dict(get_model(learn.model).named_parameters())
-    if isinstance(loss, nn.Module): params |= loss.named_parameters(prefix='loss_func')
+    params = dict(get_model(learn.model).named_parameters())
+    if isinstance(learn.loss_func, nn.Module): params |= learn.loss_func.named_parameters(prefix='loss_func')
     known = {*map(id, params.values())}
     others = [p for g in learn.opt.param_groups for p in g['params'] if id(p) not in known]
     return params | {f'opt[{i}]': p for i,p in enumerate(others)}
 
 def kept(learn)->dict:
     "By name, tensors that callbacks of the script, the loss and layers keep"
-    users = [cb for cb in learn.cbs if not type(cb).__module__.startswith(('learnerdist.','fastai.'))]
-    owners = [('loss_func',learn.loss_func),*[(cb.name,cb) for cb in users]]
+    owners = [('loss_func',learn.loss_func),*get_model(learn.model).named_modules(prefix='model')]
+    for cb in learn.cbs:
+        if not type(cb).__module__.startswith(('learnerdist.','fastai.')): owners.append((cb.name,cb))
     res = {}
-    for k,o in (*owners,*get_model(learn.model).named_modules(prefix='model')):
-        res |= {f'{k}.{name}': v for name,v in getattr(o, '__dict__', {}).items() if isinstance(v, Tensor)}
+    for k,o in owners:
+        for name,v in getattr(o, '__dict__', {}).items():
+            if isinstance(v, Tensor): res[f'{k}.{name}'] = v
     return res
 
 def predicted(learn)->Tensor:
@@ -97,16 +101,16 @@ def predicted(learn)->Tensor:
     return torch.cat([o.cpu().double().flatten() for o in leaves if isinstance(o, Tensor)])
 
 # %% ../nbs/02_verify.ipynb #f0ae99f4
-_casts = dict(float64=torch.float64, float32=torch.float32)
-
 class Recording:
     "How the first fit in a `distrib_ctx` is run, and its record, as plain data; one of `context_callbacks`"
     def __init__(self, folder:Path, steps:int, dtype:str, by_parts:bool=False, n_alone:int=0):
         """folder: where ranks leave what the single process begins with; steps: of the optimizer, after which the fit
         ends; dtype: as in `verify`; by_parts: run in parts, since the fit draws; n_alone: the ranks that this single
         process stands for, after their run, or 0"""
-        self.folder,self.steps,self.dtype = folder,steps,_casts.get(dtype)
-        self.by_parts,self.n_alone,self.learn = by_parts,n_alone,None
+        self.folder,self.steps = folder,steps
+        self.dtype = dict(float64=torch.float64, float32=torch.float32).get(dtype)
+        self.by_parts,self.n_alone = by_parts,n_alone
+        self.learn = None # Whose fit is recorded
         # sketches by (step, kind, name); samples, and shapes of batches, of each step
         self.rec = dict(values={}, rows=[], shapes=[], draws=False, edits=False, n_batches=0)
         # sizes: samples of a step and of a part; None: as the script has them
@@ -115,13 +119,17 @@ class Recording:
 
     def __call__(self, e)->list: # e: the engine
         "When a context opens: set its options; returns the callbacks that record"
-        opts,dl,start = e.opts,e.adapter.learn.dls.train,self.start
-        if not self.n_alone and (self.by_parts or opts.max_bs): start['sizes'] = sizes_of(dl, opts, group_size())
+        opts,start = e.opts,self.start
+        dl = e.adapter.learn.dls.train
+        bs,_ = batch_shape(dl)
+        if not self.n_alone:
+            start['bs'] = bs
+            if self.by_parts or opts.max_bs: start['sizes'] = sizes_of(dl, opts, group_size())
         # a script may have divided its batch size by the processes
-        bs,n = batch_shape(dl)[0],self.n_alone
-        is_global = bs and bs==start.setdefault('bs', bs)*n or opts.global_bs or opts.split_batches
+        has_divided = bs and bs==start['bs']*self.n_alone
+        is_global = has_divided or opts.global_bs or opts.split_batches
         if start['sizes']: opts.global_bs,opts.max_bs = start['sizes']
-        elif n and not is_global: e.loaders.share = partial(self._share, e.loaders.share)
+        elif self.n_alone and not is_global: e.loaders.share = partial(self._share, e.loaders.share)
         last = Last(self)
         return [First(self, last),last]
 
@@ -138,8 +146,9 @@ class Recording:
         for cb in learn.cbs:
             if isinstance(cb, Checkpoint): cb.path = 'checkpoint' # `resume` finds nothing
         model,loss = get_model(learn.model),learn.loss_func
-        own = loss,*getattr(loss, '__dict__', {}).values() # fastai wraps losses
-        modules = nn.ModuleList([o for o in (model,*own) if isinstance(o, nn.Module)]).to(self.dtype)
+        found = model,loss,*getattr(loss, '__dict__', {}).values() # fastai wraps losses
+        modules = nn.ModuleList([o for o in found if isinstance(o, nn.Module)])
+        modules.to(self.dtype)
         torch.set_default_dtype(self.dtype or torch.get_default_dtype())
         if self.n_alone: modules.load_state_dict(start['state'])
         # as many for one process
@@ -149,6 +158,13 @@ class Recording:
         dtypes = [str(p.dtype)[6:] for p in model.parameters() if p.is_floating_point()]
         steady = is_steady(learn.dls.train)
         self.rec |= dict(dtype=[*dtypes,'float32'][0], steady=steady, draws=not steady)
+
+    def print_progress(self):
+        "Write over the line of the step before, on a terminal alone"
+        if group_rank() or not sys.__stderr__.isatty(): return
+        who = 'one process' if self.n_alone else f'process 1 of {group_size()}'
+        step = f"step {len(self.rec['rows'])} of {self.steps}, {who}"
+        print(f'\r\033[K{step}', end='', file=sys.__stderr__, flush=True)
 
     def add(self, kind:str, tensors:dict, step:int=None):
         "Record tensors; step: None: the present one"
@@ -192,8 +208,8 @@ class First(Callback):
         record.loaded,record.streams = row_keys((*learn.xb,*learn.yb)),rng_state()
         if learn.repeated: return
         record.rows += record.loaded
-        ts = [o for o in tree_leaves((*learn.xb,*learn.yb)) if isinstance(o, Tensor)]
-        record.shapes.append([list(o.shape[1:]) for o in ts if o.shape[:1]==(batch_rows(learn),)])
+        leaves = [getattr(o, 'shape', ()) for o in tree_leaves((*learn.xb,*learn.yb))]
+        record.shapes.append([list(o[1:]) for o in leaves if o[:1]==(batch_rows(learn),)])
 
 class Last(Callback):
     "Hears each event last: records what comes of a batch, a step and the fit, and ends it"
@@ -215,17 +231,20 @@ class Last(Callback):
         record.add('weights', params)
         self.rec['rows'].append(record.rows)
         self.rec['shapes'].append(record.shapes)
+        record.print_progress()
         self.before_train()
 
     def after_batch(self):
         if not self.training: return
-        rec,runner,before,now = self.rec,self.learn.runner,self.record.streams,rng_state()
+        rec,runner = self.rec,self.learn.runner
+        before,now = self.record.streams,rng_state()
         same_device = now[3] is None or torch.equal(now[3], before[3])
         rec['draws'] |= not same_device or not same_streams(before, now)
         # which is run again, in parts
         if not self.record.start['sizes'] and runner.anyone(rec['draws']): raise Recorded
-        rec['n_batches'] += not runner.loop.more_parts
-        if not runner.loop.more_parts: self._end('train')
+        if runner.loop.more_parts: return
+        rec['n_batches'] += 1
+        self._end('train')
 
     def after_cancel_train(self):
         # else fastai's Recorder leaves out the training loss, and trackers read another column of this epoch's row
@@ -259,7 +278,8 @@ def record_fit(folder:Path, how:dict, func, args):
     record,old_type = Recording(folder, **how),torch.get_default_dtype()
     seed_streams(0)
     engine.context_callbacks.append(record)
-    with warnings.catch_warnings(record=True) as warned:
+    out = io.StringIO()
+    with warnings.catch_warnings(record=True) as warned, redirect_stdout(out), redirect_stderr(out):
         warnings.simplefilter('always')
         try:
             if hasattr(learn := func(*args), 'distrib_ctx'):
@@ -270,9 +290,13 @@ def record_fit(folder:Path, how:dict, func, args):
         finally:
             engine.context_callbacks.remove(record)
             torch.set_default_dtype(old_type)
-    texts = [str(o.message) for o in warned if '[' in str(o.message)[:1] or not in_library(o.filename)]
-    sizes,name = record.start['sizes'],'alone' if record.n_alone else os.environ.get('RANK', 0)
-    rec = dict(record.rec, warned=[*dict.fromkeys(texts)], parts=sizes and count_parts(*sizes, 1))
+    texts = {} # a set that keeps its order
+    for o in warned:
+        text = str(o.message)
+        if text[:1]=='[' or not in_library(o.filename): texts[text] = None
+    sizes = record.start['sizes']
+    name = 'alone' if record.n_alone else os.environ.get('RANK', 0)
+    rec = dict(record.rec, warned=[*texts], parts=sizes and count_parts(*sizes, 1))
     torch.save(rec, folder/f'{name}.pt')
 
 # %% ../nbs/02_verify.ipynb #96e58333
@@ -282,12 +306,11 @@ class Difference(NamedTuple):
     kind:str  # One of `kinds`
     name:str  # Name of the parameter, buffer or metric
     by:float  # Relative difference
-    ranks:list # Ranks that differ from rank 0; empty: rank 0 is compared with one process
+    rank:int  # That is compared with one process
 
     def __str__(self):
-        who = f'rank {self.ranks} differs from rank 0' if self.ranks else 'differs from one process'
-        what = f'{self.kind} {self.name}'.strip()
-        return f'{what} {who} by {self.by:.2g} at step {self.step}'
+        what = f'{self.kind} {self.name}'.strip()+f' of rank {self.rank}'*(self.rank>0)
+        return f'{what} differs from one process by {self.by:.2g} at step {self.step}'
 
 class Verdict(NamedTuple):
     "Whether the run on several processes is the same as on one; prints as a table"
@@ -327,14 +350,13 @@ def distance(a, b, floor:float=0.)->float:
     return max(by.item(), sys.float_info.min)
 
 def differences(alone, ranks):
-    "All comparisons, as `Difference`s; of what is in order on each rank, rank 0 with one process"
-    one,floors = ranks[0]['values'],floors_of(alone)
-    for key in {**alone['values'], **one}:
-        floor,own = floors[key[:2]],one.get(key)
-        yield Difference(*key, distance(own, alone['values'].get(key), floor), [])
-        far = {r: distance(o['values'].get(key), own, floor) for r,o in enumerate(ranks)}
-        others = [r for r,by in far.items() if by>1e-12]
-        if others and key[1] not in ('loss','metrics'): yield Difference(*key, max(far.values()), others)
+    "Each rank compared with one process, as `Difference`s"
+    one,floors = alone['values'],floors_of(alone)
+    for r,rec in enumerate(ranks):
+        for key in {**one, **rec['values']}:
+            of_rank0 = r and key[1] in ('loss','metrics')
+            by = distance(rec['values'].get(key), one.get(key), floors[key[:2]])
+            if not of_rank0: yield Difference(*key, by, r)
 
 def floors_of(rec)->Counter:
     """By step and kind, a small part of the norm of all tensors. A tensor with a norm below it may be pure rounding
@@ -445,7 +467,7 @@ def _compare(func, args, timeout_s, nproc, steps, dtype, dtype_in_parts):
         folder,how = Path(d),dict(steps=steps, dtype=dtype)
         def records(n, names, **kw):
             call = folder,how|kw,func,args
-            call_on_ranks(_quietly, n, call, env=_env, timeout_s=timeout_s, n_threads=0)
+            call_on_ranks(record_fit, n, call, env=_env, timeout_s=timeout_s, n_threads=0)
             return [torch.load(folder/f'{o}.pt', weights_only=True) for o in names]
         ranks = records(nproc, range(nproc))
         if any(o['draws'] for o in ranks) and not ranks[0]['parts']:
@@ -453,9 +475,6 @@ def _compare(func, args, timeout_s, nproc, steps, dtype, dtype_in_parts):
             try: ranks = records(nproc, range(nproc), by_parts=True)
             except RanksError as e: raise NoRun(f'{_draws}\n{e}') from e
         return judge(*records(1, ['alone'], n_alone=nproc), ranks)
-
-def _quietly(*args):
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()): record_fit(*args)
 
 _env = dict(LEARNERDIST_SEED='0', PYTHONHASHSEED='0')
 _draws = 'the fit draws, so it was run in parts (max_bs), which failed. Compare it without its draws (dropout):'
@@ -482,11 +501,12 @@ def main(
     "The command line `python -m learnerdist.verify`"
     args = vars(get_parser().parse_args(args))
     try:
-        need(not args.pop('no_dropout'), '--no-dropout: leave it out, draws are compared bit for bit')
+        need(not args.pop('no_dropout'), '--no-dropout: leave it out, draws are compared exactly')
         res = verify(args.pop('target'), *args.pop('args'), **args)
     except (NoRun,RanksError,ValueError) as e:
         print(f'learnerdist.verify: {e}', file=sys.stderr)
         return 2
+    if sys.stderr.isatty(): print('\r\033[K', end='', file=sys.stderr, flush=True) # the line of progress
     print(res)
     return int(not res.same)
 

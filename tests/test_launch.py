@@ -120,18 +120,21 @@ def test_failing_rank_is_named(tmp_path):
     assert (res.returncode, sorted(res.stdout.splitlines())) == (1, ['I am 0', '[r1] I am 1']) # in the order in which they come
     assert f'rank 1 failed first: ValueError: a bad batch ({file}:7)' in res.stderr and 'failed too' not in res.stderr
     messages = [o for o in res.stderr.splitlines() if 'OMP_NUM_THREADS' not in o]
-    assert len(messages) == 3 and messages[1] == f'learnerdist.launch:   called from {file}:11 in <module>: train(sys.argv[1])'
+    assert messages[1:3] == [f'  File "{file}", line 11, in <module>','    train(sys.argv[1])'] # as Python: the innermost last
+    assert messages[3:5] == [f'  File "{file}", line 7, in train',"    raise ValueError('a bad batch')"]
     trace, = tmp_path.glob('*.txt')
-    assert messages[2] == f'learnerdist.launch: all tracebacks: {trace} (--verbose prints them)'
+    assert len(messages) == 6 and messages[5] == f'learnerdist.launch: all tracebacks: {trace} (--verbose prints them)'
     assert trace.read_text().startswith(f'rank 1:\nTraceback (most recent call last):\n  File "{file}", line 11, in <module>')
     assert stat.S_IMODE(trace.stat().st_mode) == 0o600 # nor can its name be foreseen
     trace.unlink()
     assert os.listdir(tmp_path) == ['train.py']
 
 def test_a_report_is_short(ended):
-    frames = [('x.py',i,'f') for i in range(9)]
+    "The last three frames, of which the innermost stands at the end"
+    frames = [(__file__,i+1,'f') for i in range(9)]
     many = [ended(r, 1, kind='ValueError', message='Oops\n'*40, time=r, frames=frames) for r in range(30)]
-    assert len('\n'.join(explain(failures(many))).splitlines()) <= 14
+    lines = '\n'.join(explain(failures(many))).splitlines()
+    assert len(lines) <= 16 and [o.split(', ')[1] for o in lines if 'File "' in o] == ['line 3','line 2','line 1']
 
 def test_tracebacks_that_cannot_be_written(ended, tmp_path):
     "The report comes without them, and a restart follows; later ones are added"
@@ -214,6 +217,8 @@ def test_each_attempt_is_reported(tmp_path):
     res = launch(*options, file, 'crash', command=noisy)
     assert res.returncode == 139 and res.stdout == 'I am 0\n'*2 and 'Warning' not in res.stderr
     report = f'learnerdist.launch: rank 1 failed first: ended by SIGSEGV (Segmentation fault, {file}:9 in train: ctypes.string_at(0))\n'
+    report += f'  File "{file}", line 11, in <module>\n    train(sys.argv[1])\n'
+    report += f'  File "{file}", line 9, in train\n    ctypes.string_at(0)\n'
     assert res.stderr.endswith(f'{report}learnerdist.launch: restart 1 of 1\n{report}')
     assert [o.read_text() for o in sorted((tmp_path/'log').glob('*/*/1/stdout.log'))] == ['I am 1\n']*2
 
@@ -230,29 +235,31 @@ def ended(tmp_path):
         return res
     return f
 
+def heads(ended): return [o.splitlines()[0] for o in explain(failures(ended))]
+
 def test_first_failure_is_the_first_in_time(ended):
     a,b = ended(0, 1, kind='ValueError', message='Oops 0', time=10.2),ended(2, 3, kind='KeyError', message='2', time=10.1)
     first,second = 'rank 2 failed first: KeyError: 2 (x.py:3)','rank 0 failed too: ValueError: Oops 0 (x.py:3)'
-    assert explain(failures([a,b])) == [first,second] and failures([a,b])[0].code == 3
+    assert heads([a,b]) == [first,second] and failures([a,b])[0].code == 3
     noticed = ended(1, 1, kind='RuntimeError', message='Connection closed by peer', time=10.0, cause=Cause.noticed)
-    assert explain(failures([a,b,noticed])) == [first,second]
-    assert explain(failures([ended(3, 4)])) == ['rank 3 failed first: ended with exit status 4, without an exception']
+    assert heads([a,b,noticed]) == [first,second]
+    assert heads([ended(3, 4)]) == ['rank 3 failed first: ended with exit status 4, without an exception']
     torchs = ended(4, 1)
     (torchs.folder/'error.json').write_text('{"message": {"message": "as torch.distributed.elastic records it"}}')
-    assert explain(failures([torchs])) == ['rank 4 failed first: ended with exit status 1, without an exception']
+    assert heads([torchs]) == ['rank 4 failed first: ended with exit status 1, without an exception']
     message = 'rank 5 failed with KeyError: 3\n\non rank 5:\nTraceback …'
     later = ended(0, 1, kind='RankError', message=message, time=10.2, cause=Cause.noticed)
-    assert explain(failures([later])) == ['rank 5 failed with KeyError: 3']
+    assert heads([later]) == ['rank 5 failed with KeyError: 3']
 
 def test_what_somebody_kills_is_the_cause_and_what_the_launcher_ends_is_not(ended):
     raised = ended(1, 1, kind='ValueError', message='Oops', time=10.2)
     lines = ['rank 0 failed first: ended by SIGKILL (out of memory, or killed)','rank 1 failed too: ValueError: Oops (x.py:3)']
-    assert explain(failures([ended(0, -9),raised])) == lines
-    assert explain(failures([ended(0, -9, True),raised])) == ['rank 1 failed first: ValueError: Oops (x.py:3)']
-    assert explain(failures([ended(0, -15, True),ended(2, -15)])) == ['rank 2 failed first: ended by SIGTERM']
+    assert heads([ended(0, -9),raised]) == lines
+    assert heads([ended(0, -9, True),raised]) == ['rank 1 failed first: ValueError: Oops (x.py:3)']
+    assert heads([ended(0, -15, True),ended(2, -15)]) == ['rank 2 failed first: ended by SIGTERM']
     # A peer whose connection is gone may abort in C++
     lines = ['rank 1 failed first: ValueError: Oops (x.py:3)','rank 0 failed too: ended by SIGABRT']
-    assert explain(failures([ended(0, -6),raised])) == lines
+    assert heads([ended(0, -6),raised]) == lines
 
 def start_waiting(folder, *command, how='wait', **kw):
     "A process whose two ranks wait, and the ids of those ranks and of their children"
@@ -376,6 +383,9 @@ def test_terminal_shows_rank_0_as_it_is_and_its_end_ends_all(tmp_path):
     (['--log-dir', f'{__file__}/logs', __file__], 'Not a directory'),
     (['--on-failure', 'shrink', '--max-restarts', '1', __file__], '--max-restarts 1, which starts as many ranks again'),
     (['--on-failure', 'shrink', '--nnodes', '2', '--rdzv-endpoint', 'a:1', __file__], 'it is for the ranks of one machine'),
+    (['--debug-rank', '1', '--nnodes', '2', '--rdzv-endpoint', 'a:1', __file__], 'it is for the ranks of one machine'),
+    (['--debug-rank', '2', '--nproc', '2', __file__], '--debug-rank 2: give a rank from 0 to 1'),
+    (['--debug-rank', '1', '--nproc', '2', __file__], '--debug-rank 1: standard input is no terminal'),
     (['no_such.py'], "no script 'no_such.py' here"), (['--no-such-option', __file__], 'no-such-option'), ([], 'required')])
 def test_bad_command_line(args, words, capsys, monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '4,5,6')
@@ -453,11 +463,13 @@ def test_run_of_a_closure_needs_cloudpickle(monkeypatch):
     with pytest.raises(ValueError, match='pip install cloudpickle'): run(lambda: k, nproc=2)
 
 def test_help_begins_with_our_options(capsys):
-    for o in ('--help','--version'):
-        with pytest.raises(SystemExit): main([o])
-    head,theirs,rest = capsys.readouterr().out.partition("torchrun's options follow")
-    assert theirs and all(o in head for o in ('--nproc N','--gpus 0,2','--wait SECONDS','python -m learnerdist.launch --nproc 2 train.py'))
-    assert 'learnerdist 0.' in rest
+    def printed(option):
+        with pytest.raises(SystemExit): main([option])
+        return capsys.readouterr().out
+    ours,whole = printed('--help'),printed('--help-all')
+    assert all(o in ours for o in ('--nproc N','--gpus 0,2','--wait SECONDS','python -m learnerdist.launch --nproc 2 train.py'))
+    assert '--rdzv-backend' in whole and '--rdzv-backend' not in ours and whole.count('--nproc N ')==1
+    assert 'learnerdist 0.' in printed('--version')
 
 @pytest.mark.skipif(not machines.usable(), reason='needs root and ip netns')
 @pytest.mark.long
@@ -472,3 +484,32 @@ def test_machines_that_do_not_know_each_others_names_meet(known, tmp_path):
         messages = [p.communicate(timeout=120)[0] for p in runs]
     assert [p.returncode for p in runs]==[0,0], messages
     for r in (0,1): assert json.loads((tmp_path/f'{r}.json').read_text())['met']==2
+
+debugged = '''import torch
+from learnerdist.all import all_sum,process_group,rank_distrib
+with process_group(timeout_s=.5):
+    value = torch.tensor(rank_distrib()+41)
+    breakpoint()
+    print('sum', all_sum(value).item())
+'''
+
+@pytest.mark.long
+def test_a_rank_has_the_terminal_and_the_others_wait(tmp_path):
+    "breakpoint() on a pseudoterminal: rank 0 passes it, and waits for longer than its timeout"
+    ours,theirs = pty.openpty()
+    file = write(tmp_path, debugged)
+    at = dict(stdin=theirs, stdout=theirs, stderr=theirs)
+    proc = subprocess.Popen([*launcher,'--nproc','2','--debug-rank','1',file], env=environment(), **at)
+    os.close(theirs)
+    def until(text):
+        shown = ''
+        while text not in shown and proc.poll() is None:
+            if select.select([ours], [], [], .1)[0]: shown += os.read(ours, 4096).decode()
+        return shown
+    assert 'all_sum(value)' in until('(Pdb) ') # the next line
+    assert until('waits for the other ranks').count('(Pdb)')==0
+    os.write(ours, b'p value\n')
+    assert 'tensor(42)' in until('(Pdb) ')
+    os.write(ours, b'c\n')
+    assert '[r0] sum 83' in until('[r0] sum 83') and proc.wait(60)==0
+    os.close(ours)

@@ -1,8 +1,10 @@
 "Options of `distrib_ctx`: what reaches DDP, what is refused, and plain BatchNorm"
+from pathlib import Path
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 from scenes import bn, make, picture
-from learnerdist.all import Callback, Checkpoint, EMA, group_size, process_group
+import learnerdist
+from learnerdist.all import Callback, Checkpoint, EMA, Learner, group_size, process_group
 from learnerdist.launch.processes import RankObject
 from learnerdist.plan import plan
 from learnerdist.testing import run_ranks
@@ -70,3 +72,9 @@ def rank_plain_bn():
         def before_validate(self): seen.append(self.learn.model[1].running_mean.tolist())
     with learn.no_logging(), learn.distrib_ctx(seed=3, sync_bn=False): learn.fit(2, cbs=Sees())
     return seen,learn.model[1].running_mean.tolist(),learn.recorder.values
+
+def test_help_lists_the_options_in_a_script_and_in_editors():
+    stub = (Path(learnerdist.__file__).parent/'learner/learner.pyi').read_text()
+    for text in (Learner.distrib_ctx.__doc__,Learner.to_distributed.__doc__,stub.partition('def distrib_ctx')[2]):
+        assert 'max_bs: Samples of a part of a step' in text and "ddp_kw: and DDP's: b" in text, text
+    assert 'lr: ' in stub.partition('def fit(')[2].partition('def ')[0]

@@ -35,6 +35,8 @@ def dist(tmp_path_factory):
     for o in ('learnerdist','tests','nbs'): shutil.copytree(root/o, path/'src'/o, ignore=shutil.ignore_patterns('__pycache__', '.ipynb_*'))
     files = 'setup.py','settings.ini','pyproject.toml','MANIFEST.in','README.md','CHANGELOG.md','LICENSE'
     for o in files: shutil.copy(root/o, path/'src')
+    (path/'src/docs').mkdir()
+    shutil.copy(root/'docs/messages.md', path/'src/docs')
     run(sys.executable, '-m', 'build', '--no-isolation', '--outdir', path/'dist', path/'src') # the wheel from the sdist
     return path/'dist'
 
@@ -47,8 +49,9 @@ def test_what_the_wheel_holds(dist):
         info = f'learnerdist-{learnerdist.__version__}.dist-info'
         files,meta = {o for o in z.namelist() if not o.startswith(info)},message_from_bytes(z.read(f'{info}/METADATA'))
         assert f'{info}/licenses/LICENSE' in z.namelist()
+        assert z.read('learnerdist/messages.md')==(root/'docs/messages.md').read_bytes() # that of `learnerdist explain`
     modules = {str(o.relative_to(root)) for k in ('*.py','*.pyi') for o in (root/'learnerdist').rglob(k)}-{'learnerdist/_modidx.py'}
-    assert files==modules|{'learnerdist/py.typed'}
+    assert files==modules|{'learnerdist/py.typed','learnerdist/messages.md'}
     assert meta['Version']==learnerdist.__version__ and meta['License-Expression']=='Apache-2.0' and meta['Requires-Python']=='>=3.10'
     assert {'Typing :: Typed','Programming Language :: Python :: 3.10'} <= {*meta.get_all('Classifier')}
 
@@ -80,6 +83,7 @@ def test_installed_wheel_runs(dist, tmp_path):
     run(sys.executable, '-m', 'pip', 'install', '-q', '--no-deps', '--no-index', '--target', tmp_path/'site', find(dist, '*.whl'))
     (tmp_path/'job.py').write_text(job)
     env = {**os.environ, 'PYTHONPATH': str(tmp_path/'site'), 'OMP_NUM_THREADS': '1'}
-    out = run(tmp_path/'site/bin/learnerdist-launch', '--nproc', '2', 'job.py', cwd=tmp_path, env=env)
+    out = run(tmp_path/'site/bin/learnerdist', 'launch', '--nproc', '2', '-m', 'job', cwd=tmp_path, env=env)
     file,*got = json.loads(out.splitlines()[-1])
     assert Path(file).is_relative_to(tmp_path) and got==[learnerdist.__version__, 2, True]
+    assert run(tmp_path/'site/bin/learnerdist', 'explain', 'no-context', cwd=tmp_path, env=env).startswith('[no-context]\nA launch has')

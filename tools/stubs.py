@@ -5,8 +5,10 @@ import ast,inspect,re
 from pathlib import Path
 
 from learnerdist import all as public
+from learnerdist.core.docstrings import add_docments
 from learnerdist.distributed.replica import ddp_options
 
+add_docments([public.Learner]) # for editors
 package = Path(__file__).parent.parent/'learnerdist'
 stubbed = 'learner/learner',
 functions = ast.FunctionDef,ast.AsyncFunctionDef
@@ -24,6 +26,11 @@ def patched()->dict:
 def bare(f):
     "The signature and docstring of a function"
     spelled_out(f)
+    of_learner = vars(public.Learner).get(f.name)
+    # a property's, or of another class: as it is written
+    if inspect.isfunction(of_learner) and inspect.cleandoc(ast.get_docstring(f) or '-') in (of_learner.__doc__ or ''):
+        text = of_learner.__doc__.replace(', '.join(ddp_options), ', '.join(_ddps.split()))
+        f.body[0] = ast.Expr(ast.Constant(re.sub(r'\n(?=.)', '\n        ', text)))
     f.body = [o for o in f.body[:1] if ast.get_docstring(f)] or [ast.Expr(ast.Constant(...))]
     kinds = {'patch': [], 'patch(as_prop=True)': [ast.Name('property')]}
     f.decorator_list = [p for d in f.decorator_list if not ast.unparse(d).startswith('delegates') for p in kinds.get(ast.unparse(d), [d])]

@@ -7,24 +7,29 @@ __all__ = []
 
 # %% ../../nbs/core/06_docstrings.ipynb #dm04
 import builtins,sys
-from inspect import isclass,isfunction
+from inspect import cleandoc,isclass,isfunction
 
 # %% ../../nbs/core/06_docstrings.ipynb #dm05
 def is_interactive()->bool:
     "Whether somebody types into this process: at Python's prompt, in IPython or in a notebook"
     return hasattr(sys, 'ps1') or hasattr(builtins, 'get_ipython')
 
-def add_docments(objects, **more):
+def add_docments(objects):
     """Add to docstrings what each parameter means, and what is returned, once. objects: functions and classes; of a
-    class, its constructor and public methods; more: meanings of parameters that have no docment"""
+    class, its constructor and public methods"""
     for o in objects:
         names = [k for k in vars(o) if k=='__init__' or k[0]!='_'] if isclass(o) else []
-        for f in filter(isfunction, [vars(o)[k] for k in names] or [o]): _add(f, more)
+        for f in filter(isfunction, [vars(o)[k] for k in names] or [o]): add_text(f, meanings(f))
 
-def _add(func, more):
+def meanings(func)->str:
+    "What the parameters of a function mean, in lines; empty without source"
     from fastcore.docments import docments
-    try: found = {k: v or more.get(k) for k,v in docments(func, args_kwargs=True).items()}
-    except (OSError, SyntaxError, TypeError): return # no source; an older fastcore
-    text = '\n'.join(f"{'returns' if k=='return' else k}: {v}" for k,v in found.items() if v)
-    doc = func.__doc__ or ''
+    try: found = docments(func, args_kwargs=True)
+    except (OSError, SyntaxError, TypeError): return '' # an older fastcore
+    texts = {'returns' if k=='return' else k: ' '.join((v or '').split()) for k,v in found.items()}
+    return '\n'.join(f'{k}: {text}' for k,text in texts.items() if text)
+
+def add_text(func, text:str):
+    "Add lines to a docstring, once"
+    doc = cleandoc(func.__doc__ or '')
     if text not in doc: func.__doc__ = f'{doc}\n\n{text}'.strip()

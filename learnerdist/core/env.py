@@ -242,6 +242,10 @@ def _check_on(store, keys):
     found += [f'left/{r}' for r in gone if not store.check([keys[r]])]
     if found: raise unpack_error(shared.get(found[0]).decode())
 
+def patience(timeout_s:float)->float:
+    "A timeout in seconds: 20 days instead while somebody debugs a rank, as by `launch --debug-rank`"
+    return 1728000 if os.environ.get('LEARNERDIST_DEBUG_RANK') else timeout_s
+
 def wait_keys(store, keys:dict, timeout_s, what='', unless=None)->list:
     """Wait until each of these ranks has set its key; `RankError` if one of them has left, or the section has failed.
     keys: from each rank to the key that it will set; timeout_s: seconds to wait; what: what the ranks are to do,
@@ -251,7 +255,7 @@ def wait_keys(store, keys:dict, timeout_s, what='', unless=None)->list:
     start,ended = time.monotonic(),False
     while not store.check([*keys.values()]):
         waited = time.monotonic()-start
-        if ended or waited>timeout_s: return None
+        if ended or waited>patience(timeout_s): return None
         # the keys may have been set just before it: look again
         ended = unless is not None and store.check([unless])
         if waited>.1: _check_on(store, keys)
@@ -359,7 +363,7 @@ def _meet(store):
     if store.add(f'here/{rank}', 1)>1: raise ValueError(f'RANK={rank} of two processes: give each its own')
 
 def _open(device, backend, timeout_s, store):
-    n,timeout = num_distrib(),timedelta(seconds=timeout_s)
+    n,timeout = num_distrib(),timedelta(seconds=patience(timeout_s))
     gpus = everyones(gpu_id(device), 'gpu', store, timeout_s, 'to open the process group')
     if None in gpus:
         absent = gpus.index(None)
@@ -547,7 +551,7 @@ def _new_group(**kw):
 # %% ../../nbs/core/01_env.ipynb #c023b
 def group_timeout()->float:
     "Timeout in seconds of the collectives of this package: that of the newest context"
-    return _users[-1][0] if _users else 1800
+    return patience(_users[-1][0] if _users else 1800)
 
 def _set_timeout():
     for g in _ours if in_group() else []: set_timeout(timedelta(seconds=group_timeout()), g)

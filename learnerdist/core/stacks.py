@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/core/00_stacks.ipynb #c002
-import faulthandler,inspect,linecache,os,re,signal,sys,sysconfig,time,traceback,warnings
+import atexit,faulthandler,inspect,linecache,os,re,signal,sys,sysconfig,time,traceback,warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -72,13 +72,27 @@ def need(ok, remedy:str, **given):
     raise ValueError(f'{shown}: {remedy}' if given else remedy)
 
 def coded(code:str, message:str)->str:
-    "A message with its code, and where that is explained"
-    return f'[{code}] {message} (docs/messages.md#{code})'
+    "A message with its code, and the command that explains it"
+    return f'[{code}] {message} (learnerdist explain {code})'
 
 def warn(code:str, message:str):
     "A warning at the line of the user's code that has led here, in place of ours. code: its entry in docs/messages.md"
+    if not _warned: atexit.register(count_warnings)
+    _warned[code] = None
     found = (i for i,o in enumerate(frames_of_caller(), 1) if not in_library(o.file))
     warnings.warn(coded(code, message), stacklevel=next(found, 2))
+
+_warned = {} # Codes of warnings, in their order
+
+def count_warnings():
+    "Print at the end of a run, on rank 0, of what it warned. Not if the user has turned off all warnings"
+    is_off = any(('ignore',None,o,None,0) in warnings.filters for o in (Warning,UserWarning))
+    if not _warned or is_off or os.environ.get('RANK', '0')!='0': return
+    n = len(_warned)
+    text = f"{n} warning{'s'*(n>1)}: {', '.join(_warned)}"
+    _warned.clear()
+    has_colour = sys.stderr.isatty() and not os.environ.get('NO_COLOR') and os.environ.get('TERM')!='dumb'
+    print(f'\033[33m{text}\033[0m' if has_colour else text, file=sys.stderr)
 
 # %% ../../nbs/core/00_stacks.ipynb #c009
 def report_folder():

@@ -6,7 +6,7 @@
 __all__ = ['average_grads']
 
 # %% ../../nbs/distributed/09_replica.ipynb #55899e64
-import inspect,math,mmap,os,re
+import inspect,math,mmap,os
 from abc import ABC,abstractmethod
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -205,12 +205,6 @@ ddp_options = [o for o in _ddp_args if o not in ddp_args_of_ours]
 
 _of_ours = ('sync_bn device split_batches seed check_every checks comm_hook shard sample_seeds timeout_s '
             'global_bs max_bs').split()
-
-def ddp_docments()->dict:
-    "From each option of DDP to what torch says of it, in its first sentence"
-    doc,of_option = inspect.getdoc(DistributedDataParallel),r'^ {4}(\w+)(?: \(.*?\))?: (.+?)(?:\.\s|\n\n)'
-    own = {k: ' '.join(v.split()) for k,v in re.findall(of_option, doc, re.M|re.S)}
-    return dict.fromkeys(ddp_options, 'as in DistributedDataParallel') | own
 
 def check_ddp_options(kw):
     "Raise ValueError for an unknown option, also with one process, where no option has an effect"

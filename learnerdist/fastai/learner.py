@@ -29,7 +29,7 @@ from fastprogress.fastprogress import ConsoleMasterBar,MasterBar,ProgressBar
 
 from ..distributed import compiling,data_parallel # noqa: F401
 from . import checkpoint # noqa: F401
-from ..distributed.trainer import attach,check_plain
+from ..distributed.trainer import attach,check_plain,list_options
 from ..core.collectives import distrib_barrier
 from ..core.shards import come_together
 from ..core.stacks import need
@@ -216,6 +216,8 @@ def distrib_ctx(self:Learner, sync_bn=True, in_notebook=None, **kw):
     """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an
     exception"""
     return CoreLearner.distrib_ctx(self, sync_bn, in_notebook=in_notebook, **kw)
+
+list_options(Learner.to_distributed, Learner.distrib_ctx)
 
 # %% ../../nbs/fastai/04_learner.ipynb #c017b
 @amp_flag.register

@@ -43,9 +43,9 @@ def get_parser()->argparse.ArgumentParser:
       --verify STEPS  First compare so many steps with one process, as learnerdist.verify does; then train
       --verify-only-warn  Train also if they differ
       --plan RANKS    Train nothing: print what each of so many ranks would hold and exchange, from one process
+      --debug-rank R  Rank R has the terminal, for breakpoint() and pdb. The others wait for it without a timeout
       --version       Versions of learnerdist and torch
-
-    torchrun's options follow."""
+      --help-all      This text, and torchrun's options, which work here, too"""
     import torch
     from torch.distributed.run import get_args_parser
     res,no_help = get_args_parser(),argparse.SUPPRESS # ours are explained at the beginning
@@ -55,13 +55,16 @@ def get_parser()->argparse.ArgumentParser:
     res.allow_abbrev = False # otherwise a script's argument such as --n would be read as --nnodes
     res.set_defaults(**{o: os.environ.get(f'PET_{o.upper()}') for o in _ours}) # None: not given
     for o in ('--nproc','--gpus'): res.add_argument(o, help=no_help)
-    for o in ('--verify','--plan'): res.add_argument(o, type=int, help=no_help)
+    for o in ('--verify','--plan','--debug-rank'): res.add_argument(o, type=int, help=no_help)
     flags = '--verbose','--no-fork-server','--verify-only-warn'
     for o in flags: res.add_argument(o, action='store_true', help=no_help)
     res.add_argument('--wait', type=float, default=0, help=no_help)
     res.add_argument('--on-failure', choices=('restart','shrink'), default='restart', help=no_help)
     versions = f'learnerdist {learnerdist.__version__}, torch {torch.__version__}'
     res.add_argument('--version', action='version', version=versions, help=no_help)
+    res.add_argument('--help-all', action='version', version=res.format_help(), help=no_help)
+    def print_help(file=None): print(res.format_usage(), res.description, sep='\n', file=file)
+    res.print_help = print_help # for --help, which torch's parser has
     return res
 
 # %% ../../nbs/launch/05_cli.ipynb #op05v
@@ -176,6 +179,14 @@ def _check_shrink(args):
     need(not args.max_restarts, f'{both}: give one of the two')
     need(memory(), '--on-failure shrink: no folder in memory (/dev/shm or $XDG_RUNTIME_DIR)')
 
+def _check_debug(args):
+    "ValueError if these completed options cannot have `--debug-rank`"
+    option = f'--debug-rank {args.debug_rank}'
+    need(args.is_here, f'{option}: it is for the ranks of one machine')
+    need(0 <= args.debug_rank < args.nproc, f'{option}: give a rank from 0 to {args.nproc-1}')
+    need(os.isatty(0), f'{option}: standard input is no terminal, in which you could type')
+    os.environ['LEARNERDIST_DEBUG_RANK'] = str(args.debug_rank) # see `patience`
+
 def _complete(args):
     """Fill in what these parsed options leave open; this process's Slurm task, or None. ValueError for what
     contradicts; OSError if there can be no log folder"""
@@ -195,6 +206,7 @@ def _complete(args):
     where = '--rdzv-endpoint HOST:PORT, the same on each machine'
     need(meets, f'--nnodes {args.nnodes} without {where}')
     if args.on_failure == 'shrink': _check_shrink(args)
+    if args.debug_rank is not None: _check_debug(args)
     if args.is_here: os.environ.setdefault('GLOO_SOCKET_IFNAME', loopback())
     if args.nproc > 1 and 'OMP_NUM_THREADS' not in os.environ:
         n = os.environ['OMP_NUM_THREADS'] = str(share_of_cores(args.nproc))

@@ -16,7 +16,7 @@ from typing import Callable,NamedTuple
 import learnerdist
 from ..core.files import own_folder
 from ..core.hosts import foreign_rank
-from ..core.stacks import need
+from ..core.stacks import count_warnings,need
 from .forkserver import ForkServer,Output,begin_rank,seed_alike,share_of_cores
 from .watch import Rank,RanksError,Watch,ended_well,env_of,exited_early,failures,leave_report
 
@@ -303,4 +303,8 @@ def run(
 )->object:          # What `main` returned on rank 0
     "Call `main` on several processes, from a script or a notebook; in this process if it is a rank, or for one process"
     if is_rank() or count_nproc(nproc) == 1: return main(*args)
-    with Ranks(nproc, once=True) as r: return r.run(main, *args)
+    with Ranks(nproc, once=True) as r: return r.run(_whole_run, main, *args)
+
+def _whole_run(main, *args):
+    try: return main(*args)
+    finally: count_warnings()

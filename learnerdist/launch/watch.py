@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/01_watch.ipynb #wa02
-import json,os,signal,socket,sys,tempfile,time
+import json,os,signal,socket,sys,tempfile,time,traceback
 from contextlib import ExitStack,suppress
 from enum import IntEnum
 from itertools import takewhile
@@ -55,7 +55,7 @@ class RankFailure(NamedTuple):
 
     def describe(self)->str:
         "The exception with its line, or how the rank ended"
-        if not self.frames: return self.message
+        if self.kind == 'ProcessDied' or not self.frames: return self.message
         at = self.frames[0]
         # an error of its own says what the line does
         where = f'{at.file}:{at.line}' if self.cause is Cause.raised else at
@@ -164,20 +164,22 @@ class Rank:
             o['cause'],o['frames'] = Cause(o['cause']),[Frame(*f) for f in o['frames']]
             return RankFailure(rank=self.rank, **o)
         if ended_well(code): return None
-        kind,text,trace,cause = self._unreported(code)
+        kind,text,frames,cause = self._unreported(code)
+        trace = self.trace if self.was_ended() else _text(frames)
+        own = [o for o in frames if not in_library(o.file)]
         when = self.seen or time.time()
-        return RankFailure(kind, text, trace, self.rank, code, cause, when, self.where)
+        return RankFailure(kind, text, trace, self.rank, code, cause, when, self.where, own)
 
     def _unreported(self, code):
-        "Its kind of failure, a message, where it was, and the cause"
+        "Its kind of failure, a message, `Frame`s of a crash, and the cause"
         if self.was_ended():
             cause = Cause.late if self.why else Cause.stopped
-            return 'TimeoutError',self.why or 'ended by the launcher',self.trace,cause
+            return 'TimeoutError',self.why or 'ended by the launcher',[],cause
         what,frames = read_crash(self.folder/'crash.txt')
         more = ', without an exception'*(code > 0)
         if what: more = f' ({what}, {users_frame(frames)})'
         cause = Cause.outside if code in _outside else Cause.died
-        return 'ProcessDied',describe_exit(code)+more,_text(frames),cause
+        return 'ProcessDied',describe_exit(code)+more,frames,cause
 
     def exit(self)->dict:
         "What the other ranks get of its end: its exception as of `describe_error`, or a description"
@@ -192,7 +194,7 @@ def failures(ranks:list)->list:
     return sorted(found, key=lambda o: (o.cause,o.time))
 
 def explain(found:list, ranks:list=())->list:
-    """At most 14 lines to print about failed ranks. found: from `failures`; ranks: all `Rank`s, of which some may have
+    """At most 16 lines to print about failed ranks. found: from `failures`; ranks: all `Rank`s, of which some may have
     left before"""
     first,*others = found
     if first.cause is Cause.noticed and first.kind == 'RankError': # a failure on another machine
@@ -204,9 +206,14 @@ def explain(found:list, ranks:list=())->list:
     rest += [f'rank {o.rank} {describe_exit(o.proc.poll())} before' for o in left]
     if len(rest) > 4: rest[3:] = [f'and {len(rest)-3} other ranks']
     head = f'rank {first.rank} failed first: {_shortened(first.describe(), 6)}'
-    if not first.is_absence(): return [head, *[f'  called from {o}' for o in first.frames[1:4]], *rest]
+    if not first.is_absence(): return [head+_traceback(first.frames[:3]), *rest]
     places = sorted((o.rank,f'  rank {o.rank} {o.where}') for o in found if o.where)
     return [head, *[o for _,o in places[:12]]]
+
+def _traceback(frames):
+    "Further lines, as Python prints them: the innermost frame last"
+    entries = [(o.file,o.line,o.name,None) for o in reversed(frames)] # None: it reads the source
+    return ''.join(['\n',*traceback.format_list(entries)]).rstrip()
 
 def _shortened(text, n):
     """The first line of a text and its last ones, at most `n`: an exception of a loader's worker ends with its own
@@ -350,6 +357,7 @@ class Job:
         self.term_s = getattr(args, 'shutdown_timeout', None) or 30 # no option before torch 2.9
         self.traces = None # The file of tracebacks, once there are any
         self.state = ''    # Where the newest state is, of earlier attempts
+        self.shown = str(getattr(args, 'debug_rank', None) or 0) # The rank that has the terminal
 
     def handle(self, sig, frame=None):
         "Handle a signal: the ranks get it, and end"
@@ -370,8 +378,11 @@ class Job:
             logs = Path(args.log_dir or self.folder)/name/str(i)
             outs = [self._output(i, env['RANK'], o, logs) for o in ('stdout','stderr')]
             fds = [0,*(o.writer if o else fd for fd,o in enumerate(outs, 1))]
-            if args.no_python: proc = spawn(self.target, env, fds)
-            else: proc = self.server.start(['--worker',str(os.getpid()),*self.target], env, fds)
+            with open(os.devnull) as null:
+                if args.debug_rank is not None and env['RANK'] != self.shown:
+                    fds[0],env['PYTHONBREAKPOINT'] = null.fileno(),'0'
+                if args.no_python: proc = spawn(self.target, env, fds)
+                else: proc = self.server.start(['--worker',str(os.getpid()),*self.target], env, fds)
             for o in filter(None, outs): os.close(o.writer)
             self.outputs += filter(None, outs)
             self.ranks.append(Rank(proc, env, folder))
@@ -380,14 +391,14 @@ class Job:
         self.watch = watch
 
     def _output(self, i, rank, name, folder):
-        "Where one of its streams goes; None: to that of the launcher, as rank 0's does without further options"
+        "Where one of its streams goes; None: to that of the launcher, as rank 0's does by default"
         from torch.distributed.elastic.multiprocessing import Std,to_map
         args,bit = self.args,Std.OUT if name == 'stdout' else Std.ERR
         def has(option): return bool(bit & to_map(Std.from_str(option), i+1)[i])
         red,tee = has(args.redirects),has(args.tee)
         chosen = not args.local_ranks_filter or str(i) in args.local_ranks_filter.split(',')
         shown = chosen and (tee or not red)
-        if rank == '0' and shown and not tee: return None
+        if rank == self.shown and shown and not tee: return None
         template = Template(args.log_line_prefix_template or '[r${rank}] ')
         label = template.safe_substitute(rank=rank, local_rank=i)
         if not red and not tee: return Output(label, name*shown)

@@ -218,7 +218,17 @@ class Learner:
         """Context without a progress bar; the lines of the table still appear"""
 
     def fit(self, n_epoch: int, lr=None, *, cbs=None, reset_opt: bool=False, start_epoch: int=0, ddp=None, amp=None, resume=None, **flags):
-        """Train for `n_epoch` epochs. A second fit goes on with the weights and the optimizer of the first"""
+        """Train for `n_epoch` epochs. A second fit goes on with the weights and the optimizer of the first
+
+        n_epoch: Number of epochs, those before `start_epoch` included
+        lr: Learning rate for this fit; None: the learner's
+        cbs: Callbacks for this fit only
+        reset_opt: Make a new optimizer, without the state of the old one
+        start_epoch: Skip the epochs before this one
+        ddp: True, or a dict of options of `distrib_ctx`: fit in this context
+        amp: True, 'fp16' or 'bf16': mixed precision, see `MixedPrecision`
+        resume: True: go on from the fit's `Checkpoint`; a folder: as `Checkpoint(folder, resume=True)`
+        flags: Other options that modules register in `fit_flags`"""
 
     @contextmanager
     def flagged(self, flags: dict):
@@ -233,14 +243,21 @@ class Learner:
         the batch in this loop; b: the batch, as the loader gave it"""
 
     def validate(self, ds_idx: int=1, dl=None, cbs=None) -> list:
-        """Loss and metrics of the present model over a whole data set"""
+        """Loss and metrics of the present model over a whole data set
+
+        ds_idx: Index of the loader in `dls`
+        dl: Another loader instead
+        cbs: Callbacks for this loop only
+        returns: The loss, then the metrics; in `distrib_ctx` of all ranks together"""
 
     @contextmanager
     def aside(self):
         """Context for another loop over data, also within a fit: the state of the outer loop is restored afterwards"""
 
     def prepare(self, lr, reset_opt=False):
-        """Move the model to its device, make an optimizer if there is none, and set the rates of its parameter groups"""
+        """Move the model to its device, make an optimizer if there is none, and set the rates of its parameter groups
+
+        reset_opt: as in `fit`"""
 
     def prepare_model(self):
         """Move the model to its device. ValueError for one on the meta device, which has no values"""
@@ -250,23 +267,46 @@ class Learner:
 
     def compile(self, regional=None, **kw) -> Learner:
         """Run the model compiled by torch in fits, validation and predictions, also in `distrib_ctx`. A second call
-    replaces the first"""
+        replaces the first
+
+        self: noqa: A001
+        regional: True: repeated blocks, each by itself; or their classes; False: the whole model. None: the whole model, or the blocks of a sharded one
+        kw: Of `torch.compile`: backend, mode, dynamic, fullgraph, options"""
 
     def uncompile(self) -> Learner:
         """Undo `compile`"""
 
     def to_parallel(self, device_ids=None) -> Learner:
-        """Use several GPUs in every fit from now on; a second call replaces the first"""
+        """Use several GPUs in every fit from now on; a second call replaces the first
+
+        device_ids: Indices of the GPUs to train on; None: every visible one
+        returns: `self`"""
 
     def detach_parallel(self) -> Learner:
         """Undo `to_parallel`; without one it does nothing"""
 
     @contextmanager
     def parallel_ctx(self, device_ids=None):
-        """Use several GPUs in the fits of the body; afterwards the learner is restored, also after an exception"""
+        """Use several GPUs in the fits of the body; afterwards the learner is restored, also after an exception
+
+        device_ids: Indices of the GPUs to train on; None: every visible one"""
 
     def to_distributed(self, sync_bn: bool=True, *, device: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., sample_seeds: Any=..., timeout_s: Any=..., global_bs: Any=..., max_bs: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kw) -> Learner:
-        """Train, evaluate and predict on all ranks from now on, until `detach_distributed`"""
+        """Train, evaluate and predict on all ranks from now on, until `detach_distributed`
+
+        sync_bn: BatchNorm over the global batch
+        device: This process's accelerator, an index or 'cuda:1'; None: by local rank, or the CPU. `cuda_id`: its old name
+        split_batches: The training loader's batch size is the global one, as global_bs says it
+        seed: Of shuffling; None: drawn from torch's generator on rank 0
+        check_every: Compare the ranks' weights every so many steps of an epoch, and raise where they differ; None: at its end
+        checks: What a finding of the self-check or the comparison becomes: 'warn', 'error', or False: none
+        comm_hook: How gradients travel: a name in `comm_hooks`, or as in `register_comm_hook`; None: 'shm' where it can be
+        shard: True, or a dict of `ShardOptions`: a part of the model on each rank, by FSDP2
+        sample_seeds: Seed what is drawn for a sample by (seed, epoch, index), so that it is the same at any number of ranks
+        timeout_s: Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
+        global_bs: Samples in a step of all ranks together, whatever their number; None: the loader's batch size on each rank
+        max_bs: Samples of a part of a step, at most: the run has the same bits on any number of ranks. 'auto': as many as fit in memory
+        ddp_kw: and DDP's: bucket_cap_mb, find_unused_parameters, gradient_as_bucket_view, static_graph, broadcast_buffers, mixed_precision"""
 
     def detach_distributed(self) -> Learner:
         """Undo `to_distributed`: model, loaders, BatchNorm classes and callbacks are what they were, and the group is
@@ -275,40 +315,107 @@ class Learner:
     @contextmanager
     def distrib_ctx(self, sync_bn: bool=True, *, device: Any=..., split_batches: Any=..., seed: Any=..., check_every: Any=..., checks: Any=..., comm_hook: Any=..., shard: Any=..., sample_seeds: Any=..., timeout_s: Any=..., global_bs: Any=..., max_bs: Any=..., broadcast_buffers: Any=..., bucket_cap_mb: Any=..., find_unused_parameters: Any=..., gradient_as_bucket_view: Any=..., static_graph: Any=..., mixed_precision: Any=..., **kw):
         """Train, evaluate and predict on all ranks within the body; afterwards the learner is restored, also after an
-    exception"""
+        exception
+
+        sync_bn: BatchNorm over the global batch
+        device: This process's accelerator, an index or 'cuda:1'; None: by local rank, or the CPU. `cuda_id`: its old name
+        split_batches: The training loader's batch size is the global one, as global_bs says it
+        seed: Of shuffling; None: drawn from torch's generator on rank 0
+        check_every: Compare the ranks' weights every so many steps of an epoch, and raise where they differ; None: at its end
+        checks: What a finding of the self-check or the comparison becomes: 'warn', 'error', or False: none
+        comm_hook: How gradients travel: a name in `comm_hooks`, or as in `register_comm_hook`; None: 'shm' where it can be
+        shard: True, or a dict of `ShardOptions`: a part of the model on each rank, by FSDP2
+        sample_seeds: Seed what is drawn for a sample by (seed, epoch, index), so that it is the same at any number of ranks
+        timeout_s: Seconds after which a collective gives up on an absent rank; None: as in the group around this, or 1800
+        global_bs: Samples in a step of all ranks together, whatever their number; None: the loader's batch size on each rank
+        max_bs: Samples of a part of a step, at most: the run has the same bits on any number of ranks. 'auto': as many as fit in memory
+        ddp_kw: and DDP's: bucket_cap_mb, find_unused_parameters, gradient_as_bucket_view, static_graph, broadcast_buffers, mixed_precision"""
 
     def lr_find(self, start_lr=1e-07, end_lr=10, num_it: int=100, stop_div: bool=True, show_plot: bool=True) -> Rates:
         """Train with a rising rate, and suggest one. Afterwards the learner is as before. ValueError if too few losses
-    are finite"""
+        are finite
+
+        end_lr: Rates of the first and the last step; for parameter groups also a `slice` or a list
+        num_it: Number of steps, at least 6
+        stop_div: Stop when the loss is four times the best one
+        show_plot: Plot losses by rate, on rank 0, if matplotlib is installed
+        returns: The rate that fastai's `valley` suggests; rates and losses"""
 
     def get_preds(self, ds_idx: int=1, dl=None, with_input: bool=False, *, with_loss: bool=False, act=None, reorder: bool=True, gather='all', cbs=None) -> tuple:
         """Predictions and targets of a whole data set; in `distrib_ctx` those of all ranks, on every rank. ValueError
-    for another `gather`"""
+        for another `gather`
+
+        ds_idx: Index of the loader in `dls`
+        dl: Another loader instead
+        with_input: Also return the inputs, before the predictions
+        with_loss: Also return the loss of each sample, after the targets
+        act: A function to apply to the predictions; None: the loss function's `activation`, if it has one
+        reorder: True: in the order of the data set; False: in the order of the loader
+        gather: 'rank0': on other ranks all results are None. A `Path`: they are mapped from files in this folder, see below
+        cbs: Callbacks for this loop only
+        returns: (predictions, targets) in the model's structure: CPU tensors, or lists of what does not fit one tensor"""
 
     def predict(self, item, *, act=None):
-        """The prediction for one item; each rank computes it"""
+        """The prediction for one item; each rank computes it
+
+        item: An input as in the data set, without target; a tuple for several inputs
+        act: As in `get_preds`"""
 
     def tta(self, ds_idx: int=1, dl=None, n: int=4, item_tfms=None, batch_tfms=None, beta: float=0.25, use_max: bool=False) -> tuple:
-        """Predict `n` augmented versions of each sample, and the sample itself, and mix the predictions"""
+        """Predict `n` augmented versions of each sample, and the sample itself, and mix the predictions
+
+        dl: As in `get_preds`
+        n: Number of versions of each sample
+        item_tfms: Transforms of items, one or a list; None: `after_item` of the training loader
+        batch_tfms: Transforms of batches; None: `after_batch` of the training loader. Random ones depend on the ranks
+        beta: Part of the plain prediction in the result; None: return both, the augmented ones first
+        use_max: The largest of all predictions, and not a mean
+        returns: (predictions, targets), as from `get_preds`"""
 
     def save(self, file, with_opt: bool | None=None) -> Path:
         """Write the model's weights atomically, with a checksum. Only rank 0 writes, and no rank waits; if the model is
-    sharded, all must call"""
+        sharded, all must call
+
+        file: File name within `model_dir`, an absolute path or an address: `.pth` is added, unless it ends in `.safetensors`
+        with_opt: Also save the optimizer's state; None: yes, except in safetensors, which cannot hold it
+        returns: The file"""
 
     def load(self, file, *, with_opt: bool=True, strict: bool=True):
         """Load what `save` or a `Checkpoint` wrote. Reads only tensors and plain data, so a file cannot run code.
-    ValueError for a damaged file"""
+        ValueError for a damaged file
+
+        file: As in `save`; or the folder of a `Checkpoint` or of one of its checkpoints, within the learner's path
+        with_opt: Also load the optimizer's state, if the file has it; a checkpoint gives weights only
+        strict: The keys of the file and of the model must be the same"""
 
     def export(self, fname='export.pth') -> Path:
         """Write weights, `dls.vocab`, batch size, number of inputs, on rank 0; if the model is sharded, all must call.
-    ValueError if not data"""
+        ValueError if not data
+
+        fname: File name within the learner's path, or an address
+        returns: The file"""
 
     def fit_one_cycle(self, n_epoch: int, lr_max=None, div=25.0, div_final=100000.0, pct_start=0.25, *, cbs=None, reset_opt=False, start_epoch=0, ddp: Any=..., amp: Any=..., resume: Any=..., **flags):
-        """Fit with one cycle of rates, up and then down, and momentum the other way round (Smith, 2018, arXiv:1803.09820)"""
+        """Fit with one cycle of rates, up and then down, and momentum the other way round (Smith, 2018, arXiv:1803.09820)
+
+        n_epoch: As in `fit`
+        lr_max: Highest rate; a `slice` or a list for parameter groups; None: the learner's `lr`
+        div: The first rate is `lr_max/div`
+        div_final: The last rate is `lr_max/div_final`
+        pct_start: Fraction of the steps in which the rate rises
+        cbs: Callbacks for this fit only
+        reset_opt: As in `fit`
+        start_epoch: Skip the epochs before this one: the rate is what it would be then
+        ddp: True, or a dict of options of `distrib_ctx`: fit in this context
+        amp: True, 'fp16' or 'bf16': mixed precision, see `MixedPrecision`
+        resume: True: go on from the fit's `Checkpoint`; a folder: as `Checkpoint(folder, resume=True)`
+        flags: As in `fit`"""
 
     def freeze_to(self, n: int):
         """Freeze the parameter groups before `n`, train the others, and forget the state of the optimizer. ValueError if
-    that leaves no group"""
+        that leaves no group
+
+        n: Groups from `n` on are trained, and those before it frozen; a negative number counts from the end"""
 
     def freeze(self):
         """Train the last parameter group only. ValueError if there is one group"""
@@ -317,7 +424,14 @@ class Learner:
         """Train all parameter groups"""
 
     def fine_tune(self, epochs: int, base_lr: float=0.002, freeze_epochs: int=1, lr_mult: float=100, pct_start: float=0.3, div: float=5.0, **kwargs):
-        """Train the last parameter group for `freeze_epochs`, then all of them for `epochs`, each time by `fit_one_cycle`"""
+        """Train the last parameter group for `freeze_epochs`, then all of them for `epochs`, each time by `fit_one_cycle`
+
+        epochs: With all groups
+        base_lr: Highest rate of the head while the rest is frozen; then half of it
+        freeze_epochs: Before that, with the last group only
+        lr_mult: The lowest group's rate is the head's, divided by this
+        div: As in `fit_one_cycle`, for the fit of all groups
+        kwargs: Of `fit_one_cycle`, for both fits"""
 
     def to_fp32(self) -> Learner:
         """Train and evaluate in the model's own precision, without mixed precision"""
