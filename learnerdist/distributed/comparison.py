@@ -165,6 +165,8 @@ def same_data(dls:list, findings, gather=gather_same):
 _drawn_data = 'is something drawn without a seed, or made from a set? Make it alike on all ranks'
 
 # %% ../../nbs/distributed/02_comparison.ipynb #1cc5e052
+def state_of(opt): return None if opt is None else opt.state_dict()
+
 def same_optimizer(learn, is_same:bool):
     """Give every rank the optimizer state of rank 0: after fits outside of the context the states may differ. is_same:
     whether they do not. Sync point, then"""
@@ -181,8 +183,6 @@ def _beside(p, t):
     return t if is_count or p.is_meta else t.to(p.device)
 
 # %% ../../nbs/distributed/02_comparison.ipynb #1cc5e053
-def state_of(opt): return None if opt is None else opt.state_dict()
-
 def path_of_rank0(paths, findings):
     """Rank 0's path if the ranks' paths differ (a folder with a time stamp), since rank 0 writes; else None. paths: of
     all ranks"""
