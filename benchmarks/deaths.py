@@ -20,7 +20,7 @@ folder,n,bs = Path(sys.argv[1]),{n},16
 seen = open(folder/f'{{os.getpid()}}.seen', 'a', buffering=1)
 def within(rank, step):
     time.sleep(.04)
-    if rank==1 and step==12 and not (folder/'killed').exists():
+    if rank==1 and step>=12 and not (folder/'killed').exists():
         (folder/'killed').write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
 def committed(step, rows, world_size, attempt=0):
@@ -127,8 +127,8 @@ def start(*cmd, **env):
     env['PYTHONPATH'] = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get('PYTHONPATH', '')])
     return subprocess.Popen([sys.executable,*cmd], env=os.environ|env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
-def end(proc):
-    out,_ = proc.communicate(timeout=200)
+def end(proc, timeout_s=200):
+    out,_ = proc.communicate(timeout=timeout_s)
     return subprocess.CompletedProcess(proc.args, proc.returncode, out)
 
 def of_launch(folder, options, cbs, attempt):

@@ -7,7 +7,7 @@ import subprocess,sys,time
 
 from common import here
 
-names = 'step_time','sharded_step','options','order','evaluation','loader','start','deaths','growth','gpu'
+names = 'step_time','sharded_step','options','order','evaluation','loader','start','deaths','growth','many_ranks','gpu'
 
 def main():
     failed = []

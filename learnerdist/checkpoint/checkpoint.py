@@ -16,7 +16,7 @@ import torch
 from ..learner.trackers import run_config
 from ..learner.callback import Callback,Order
 from ..learner.finder import finder_skips
-from ..core.collectives import distrib_barrier,gather_objects
+from ..core.collectives import broadcast_object,distrib_barrier,gather_objects
 from ..core.env import count,group_rank,group_size,is_rank0
 from ..core.files import shrinks
 from ..core.remote import Remote,place
@@ -129,7 +129,10 @@ class FitState:
         self.world,self.rank = (group_size(),group_rank()) if self.many else (1,0)
         # alone: what seeds the order of samples, and draws
         self.seed,self.epochs_before = torch.randint(2**62, ()).item(),0
-        self.run_id = secrets.token_hex(4)
+        ids = secrets.token_hex(4),secrets.token_hex(4)
+        # the run's; that of the states of this fit, which are counted
+        self.run_id,self.token = broadcast_object(ids) if self.many else ids
+        self.n_states = 0
         self.config = run_config(learn, self.world)|dict(schedule=horizons(learn.cbs))
         self.loader = None # The training loader, as a `PlacedLoader`
         self.read = None,None # Alone: a loader, and what it is read by
@@ -171,18 +174,18 @@ class FitState:
             own['loader'] = self.loader.state_at(learn.iter)
         return dict(place=at, cbs=cbs, own=own)
 
-    def part(self, captured, leads:bool)->RankPart:
-        """What this rank writes of a state: all, if it `leads`; of a sharded model, the rows that it has. None: nothing
-        is written. Sync point"""
-        found = gather_objects(dict(own=captured['own'], token=secrets.token_hex(4), run=self.run_id))
-        like,self.run_id = a_part(self.model),found[0]['run']
-        i,n,again = (0,1,not leads) if like is None else shard_place(like)
+    def part(self, captured, where)->RankPart:
+        """What this rank writes of a state: all, if it leads in `where`; of a sharded model, the rows that it has;
+        None: nothing. Sync point"""
+        every,like = gather_objects(captured['own'], 0 if where.is_alone else None),a_part(self.model)
+        self.n_states += 1
+        i,n,again = (0,1,not where.leads) if like is None else shard_place(like)
         if again: return None
         at = captured['place']
         info = dict(run=self.run_id, epoch=at['epoch'], step=at['step'], place=at, config=self.config)
         if like is not None: info['shards'] = n
-        parts = self.files(i, captured['cbs'], [o['own'] for o in found])
-        return RankPart(parts, to_plain(info, 'manifest'), Writers(i, n, found[0]['token']))
+        parts = self.files(i, captured['cbs'], every)
+        return RankPart(parts, to_plain(info, 'manifest'), Writers(i, n, f'{self.token}-{self.n_states}'))
 
     def files(self, i:int, cbs:dict, ranks:list)->dict:
         "By name, what the files hold that rank `i` writes: its rows of a sharded model; rank 0 the rest"
@@ -421,7 +424,7 @@ class Checkpoint(Callback):
         if stopping: self._leave()
 
     def _save(self, where, captured):
-        part = self.state.part(captured, where.leads)
+        part = self.state.part(captured, where)
         if part: where.write(part)
 
     def _leave(self):

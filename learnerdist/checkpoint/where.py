@@ -31,6 +31,7 @@ class RankPart(NamedTuple):
 class Where(ABC):
     "Where states of a fit are written to, and read from"
     leads:bool # Whether this rank writes what all ranks have
+    is_alone = True # Whether rank 0 is the only one
     @abstractmethod
     def write(self, part:RankPart):
         "Write what this rank has of a state"
@@ -91,6 +92,7 @@ class Memory(Where):
         self.folder = launcher_memory()/hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
         self.leads = group_size()==1 or is_rank0() or local_rank()==0
         self.n_states = 1 if local_size()>=group_size() else 2
+        self.is_alone = self.n_states==1
         self.is_lost = False # Whether states were found, and none that is complete
 
     def write(self, part:RankPart):

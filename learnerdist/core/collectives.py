@@ -67,13 +67,16 @@ def _is_away(t):
 
 # %% ../../nbs/core/02_collectives.ipynb #c009
 def gather_objects(
-    o # Any object that pickles; it may differ between ranks
+    o, # Any object that pickles; it may differ between ranks
+    dst:int=None # The only rank that gets them; None: every rank
 )->list: # One object for each rank; the same list on every rank
-    """The objects of all ranks in rank order, on every rank (an all-gather); tensors of a device arrive on the CPU.
-    Collective; `[o]` without a process group"""
+    """The objects of all ranks in rank order, on every rank (an all-gather), or on one; tensors of a device arrive on
+    the CPU. Collective; `[o]` without a process group"""
     if (n := group_size())<2: return [o]
-    res = [None]*n
-    with waits('gather_objects'): dist.all_gather_object(res, to_host(o), group=current_group())
+    res,o = [None]*n,to_host(o)
+    with waits('gather_objects'):
+        if dst is None: dist.all_gather_object(res, o, group=current_group())
+        else: dist.gather_object(o, res if group_rank()==dst else None, dst, group=current_group())
     return res
 
 def broadcast_object(
@@ -114,13 +117,17 @@ def gather_rows(t:Tensor, dst:int=None)->list:
     return [o[:n].to(t.device, t.dtype) for o,n in zip(outs, sizes)] if wanted else None
 
 # %% ../../nbs/core/02_collectives.ipynb #same2
-def gather_same(o)->list:
+def gather_same(o, exchange=None)->list:
     """As `gather_objects`, for objects that are mostly equal: they travel only if a hash of them differs between ranks.
-    Collective"""
+    Collective. exchange: gathers the hashes, 8 bytes of each rank; None: a collective does"""
     if (n := group_size())<2: return [o]
     own = hashlib.blake2b(pickle.dumps(to_host(o)), digest_size=8).digest()
-    hashes = gather_alike(torch.tensor([int.from_bytes(own, 'big', signed=True)]))
-    return [o]*n if len({*map(int, hashes)})==1 else gather_objects(o)
+    return [o]*n if len({*(exchange or gather_bytes)(own)})==1 else gather_objects(o)
+
+def gather_bytes(o:bytes)->list:
+    "The bytes of each rank, as many on all. Collective"
+    rows = gather_alike(torch.frombuffer(bytearray(o), dtype=torch.uint8))
+    return [bytes(row.tolist()) for row in rows]
 
 # %% ../../nbs/core/02_collectives.ipynb #sumstat2
 def add_states(a, b):

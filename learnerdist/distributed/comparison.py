@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/distributed/02_comparison.ipynb #2fc3611b
-import copy,hashlib,logging,random,re
+import copy,logging,random,re
 from collections import Counter
 from inspect import signature
 from itertools import chain
@@ -29,7 +29,6 @@ from ..data.rows import as_ints
 from ..learner.callback import Callback
 from ..learner.learner import get_model
 from .batchnorm import Synced
-from .vote_links import Phase
 
 # %% ../../nbs/distributed/02_comparison.ipynb #c024
 log = logging.getLogger(__name__)
@@ -55,10 +54,10 @@ def _bits_of(o):
     try: return tensor_hash(o)
     except Exception as e: log.debug('a tensor cannot be compared: %r', e)
 
-def differences(named:dict)->dict:
+def differences(named:dict, gather=gather_same)->dict:
     """Compare tensors, by their hashes, and other values by name across ranks: for each that differs, the ranks that
     differ from the first one that has it. Sync point: one exchange"""
-    every = gather_same(dict(zip(named, hashes(named.values()))))
+    every = gather(dict(zip(named, hashes(named.values()))))
     res = {}
     for k in dict.fromkeys(chain(*every)):
         have = {r: o[k] for r,o in enumerate(every) if k in o}
@@ -151,12 +150,12 @@ class Findings:
         if self.mode and not group_rank(): warn(code, text)
 
 # %% ../../nbs/distributed/02_comparison.ipynb #1cc5e051
-def same_data(dls:list, findings):
+def same_data(dls:list, findings, gather=gather_same):
     """Raise ValueError if the data sets of these loaders, training and validation, differ in length between ranks;
     report it if they seem to differ otherwise. Sync point"""
     named = {}
     for name,dl in data_of(dls).items(): named[f'len({name})'] = data_len(dl.dataset)
-    found = {k: v for k,v in unequal(gather_same(named|few_samples(dls, 8))).items() if None not in v}
+    found = {k: v for k,v in unequal(gather(named|few_samples(dls, 8))).items() if None not in v}
     if not found: return
     text = f'the ranks have different data: {tell_unequal(found)}; {_drawn_data}'
     if any(k.startswith('len(') for k in found): raise ValueError(coded('different-data', text))
@@ -166,11 +165,13 @@ def same_data(dls:list, findings):
 _drawn_data = 'is something drawn without a seed, or made from a set? Make it alike on all ranks'
 
 # %% ../../nbs/distributed/02_comparison.ipynb #1cc5e052
-def same_optimizer(learn):
-    "Give every rank the optimizer state of rank 0: after fits outside of the context the states may differ. Sync point"
-    state = None if learn.opt is None else learn.opt.state_dict()
-    if len(set(gather_same(state if state is None else digest(state))))>1:
-        state = broadcast_object(state)
+def state_of(opt): return None if opt is None else opt.state_dict()
+
+def same_optimizer(learn, is_same:bool):
+    """Give every rank the optimizer state of rank 0: after fits outside of the context the states may differ. is_same:
+    whether they do not. Sync point, then"""
+    if not is_same:
+        state = broadcast_object(state_of(learn.opt))
         if state is None: learn.opt = None
         elif learn.opt is None: learn.create_opt()
         if state is not None: learn.opt.load_state_dict(state)
@@ -182,9 +183,10 @@ def _beside(p, t):
     return t if is_count or p.is_meta else t.to(p.device)
 
 # %% ../../nbs/distributed/02_comparison.ipynb #1cc5e053
-def path_of_rank0(learn, findings):
-    "Rank 0's path if the ranks' paths differ (a folder with a time stamp), since rank 0 writes; else None. Sync point"
-    found = unequal(gather_same({'learn.path': str(getattr(learn, 'path', ''))}))
+def path_of_rank0(paths, findings):
+    """Rank 0's path if the ranks' paths differ (a folder with a time stamp), since rank 0 writes; else None. paths: of
+    all ranks"""
+    found = unequal([{'learn.path': str(o)} for o in paths])
     if not found: return None
     findings('different-path', f"{tell_unequal(found)}; in this context it is rank 0's")
     return Path(found['learn.path'][0])
@@ -223,14 +225,21 @@ def need_equal(every:list, cbs=()):
     if found: raise ValueError(coded('different-settings', text))
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp02c
-def same_structure(learn):
-    "Raise ValueError if the ranks have other models or losses, which DDP would wait for or crash on. Sync point"
-    need_equal(gather_same(structure(learn)))
+def same_model(learn, gather=gather_same)->tuple:
+    """Raise ValueError if the ranks have other models or losses, which DDP would wait for or crash on. returns: whether
+    all have the same weights and buffers, and the same optimizer state. Sync point: one exchange"""
+    model,state = get_model(learn.model),state_of(learn.opt)
+    weights = digest([*model.parameters(),*model.buffers()])
+    # what cannot be hashed counts as different
+    if None in weights: weights = group_rank()
+    structures,*others = zip(*gather((structure(learn),weights,state if state is None else digest(state))))
+    need_equal(structures)
+    return tuple(len({*o})==1 for o in others)
 
-def same_fit(learn, shares:list):
+def same_fit(learn, shares:list, gather=gather_same):
     "Raise ValueError if the ranks begin different fits: models, callbacks or settings differ. Sync point: one exchange"
     cbs = [type(cb).__name__ for cb in learn.cbs]
-    need_equal(*zip(*gather_same((structure(learn)|settings(learn, shares),cbs))))
+    need_equal(*zip(*gather((structure(learn)|settings(learn, shares),cbs))))
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmo02
 def shown(o)->str:
@@ -252,12 +261,8 @@ def options_of(cbs)->dict:
         res |= {f'{name}.{k}': shown(vars(cb)[k]) for k in sorted(params)}
     return res
 
-def same_options(named:dict, links=None):
-    """Raise ValueError if options, of a context or as of `options_of`, differ between ranks. links: over which they are
-    compared at first, by a hash. Sync point"""
-    hashed = hashlib.blake2b(repr(named).encode(), digest_size=8).digest()
-    if links and len({*links.exchange(hashed, Phase.before_fit)})==1: return
-    every = gather_same(named)
+def same_options(every:list):
+    "Raise ValueError if options, of a context or as of `options_of`, differ between ranks. every: those of each rank"
     given = set.intersection(*map(set, every))
     # not what one was made with that others do not have
     need_equal([{k: v for k,v in o.items() if '.' not in k or k.partition('.')[0] in given} for o in every])
@@ -311,13 +316,13 @@ def drawn_alone(dl)->str:
             'from batches, such as weights of samples, needs those of all: all_sum, gather_objects')
 
 # %% ../../nbs/distributed/02_comparison.ipynb #cmp08b
-def compare_weights(learn, n_steps:int, findings):
+def compare_weights(learn, n_steps:int, findings, gather=gather_same):
     """Raise RuntimeError if the ranks' parameters differ after these steps of an epoch; report an order that differs,
     buffers and tensors of other modules. Sync point"""
     own,named = unsynced(learn.model),{} # own: which a copy of the model has, too
     order,samples = order_of(learn.dl),few_samples(learn.runner.loaders.sources) if findings.mode else {}
     if findings.mode: named = tensors_beside(learn, not own)
-    found = differences(named|compared(learn.model, own)|order|samples)
+    found = differences(named|compared(learn.model, own)|order|samples, gather)
     if samples.keys()&found.keys(): findings('different-data', _redrawn, 'samples')
     if order.keys()&found.keys(): findings('different-orders', drawn_alone(learn.dl), 'orders')
     bad = next((k for k,_ in learn.model.named_parameters() if k in found), None)

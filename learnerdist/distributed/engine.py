@@ -14,7 +14,7 @@ import torch
 from torch import Tensor,nn
 from torch.utils.data import IterableDataset
 
-from ..core.collectives import all_sum,broadcast_object,gather_objects
+from ..core.collectives import all_sum,broadcast_object,gather_objects,gather_same
 from ..core.compat import BatchNorm
 from ..core.env import group_rank,group_size,group_timeout,in_group,next_phase
 from ..core.env import process_group,wide_dtype
@@ -26,7 +26,7 @@ from ..data.distributed_dl import DistributedDL,is_split,loader_of,set_epoch
 from ..data.loaders import LoaderWrapper,batch_shape,call_model,split_batch,to_device
 from ..data.sharding import factors
 from .comparison import Findings,compare_weights,digest,path_of_rank0,tensor_hash
-from .comparison import options_of,same_data,same_fit,same_optimizer,same_options,same_structure,shown
+from .comparison import options_of,same_data,same_fit,same_model,same_optimizer,same_options,shown
 from .loops import EvaluationLoop,Group,Loop,TrainingLoop,add_totals,cancelled_loop,source_of
 from .parts import Step,running,take_grads
 from .replica import Replica,broadcast_module,broadcast_tensors
@@ -56,11 +56,14 @@ class Context:
         "Join the group, which the context opens if there is none. Sync point"
         self.device = self.stack.enter_context(process_group(self.opts.device, timeout_s=self.opts.timeout_s))
 
-    def agree_on_seed(self):
-        "Take rank 0's seed; afterwards what the script draws does not depend on the number of ranks. Sync point"
-        # drawn on every rank, so that streams stay alike
+    def draw_seed(self)->tuple:
+        "A seed, drawn on every rank so that streams stay alike; and one for what the script draws after the context"
         drawn = torch.randint(2**62, ()).item() if self.opts.seed is None else self.opts.seed
-        self.seed,after = broadcast_object((drawn,tensor_hash(torch.get_rng_state()).item()))
+        return drawn,tensor_hash(torch.get_rng_state()).item()
+
+    def take_seed(self, seed, after): # rank 0's, as of `draw_seed`
+        "Afterwards what the script draws does not depend on the number of ranks"
+        self.seed = seed
         self.stack.callback(seed_streams, after)
 
     def close(self):
@@ -87,7 +90,7 @@ class Loaders:
         e.adapter.set_device(e.device)
         names = [] if hasattr(dls, 'loaders') else ['train','valid']
         self.sources = found = sources or [getattr(dls, o) for o in names] or dls.loaders[:]
-        if e.findings.mode and not sources and group_size()>1: same_data(found, e.findings)
+        if e.findings.mode and not sources and group_size()>1: same_data(found, e.findings, e.gather_same)
         shares = []
         for i,dl in enumerate(found): shares.append(dl if dl is None else self.share(dl, pad=i==0 and 'batch'))
         for name,dl in zip(names, shares): replace(dls, name, dl)
@@ -276,17 +279,20 @@ class Engine(Runner):
             ctx.join()
             cbs = [cb for f in context_callbacks for cb in f(self)]
             self.by_parts,self.max_bs = bool(opts.max_bs),None if opts.max_bs=='auto' else opts.max_bs
-            # each rank has its own device
-            same_options({k: shown(v) for k,v in vars(opts).items() if k!='device'})
             # last: closed links free the others after a failure
             ctx.stack.callback(lambda: self.sharded and self.sharded.restore())
-            if path := path_of_rank0(learn, self.findings): ctx.replace(learn, 'path', path)
+            self.ballot.links = ctx.stack.enter_context(open_links(group_timeout()))
+            # each rank has its own device
+            named = {k: shown(v) for k,v in vars(opts).items() if k!='device'}
+            every = self.gather_same((named,str(getattr(learn, 'path', '')),ctx.draw_seed()))
+            options,paths,seeds = zip(*every)
+            same_options(options)
+            if path := path_of_rank0(paths, self.findings): ctx.replace(learn, 'path', path)
             # fastai's learner has none of these
             own = [k for k in ('_loss_over','items','n_rows') if k not in vars(learn)]
             ctx.stack.callback(lambda: [vars(learn).pop(k, None) for k in own])
             ctx.replace(learn, 'runner', self)
-            ctx.agree_on_seed()
-            self.ballot.links = ctx.stack.enter_context(open_links(group_timeout()))
+            ctx.take_seed(*seeds[0])
             self.adapter.set_device(self.device) # before the model: loaders may name another one
             self._open_model()
             self.loaders.deal_out()
@@ -302,11 +308,12 @@ class Engine(Runner):
         shard = self.opts.shard and many
         if not (shard and on_meta(get_model(learn.model))): learn.prepare_model()
         if shard: self.sharded = Sharded(self)
+        same_weights = same_state = True
         if many:
-            same_structure(learn)
+            same_weights,same_state = same_model(learn, self.gather_same)
             check_embeddings(get_model(learn.model))
-        broadcast_module(get_model(learn.model))
-        same_optimizer(learn)
+        if not same_weights: broadcast_module(get_model(learn.model))
+        same_optimizer(learn, same_state)
         if shard: self.sharded.shard()
 
     def close(self):
@@ -321,13 +328,13 @@ class Engine(Runner):
         self.ballot.phase,self.loop = Phase.before_fit,Loop()
         if self.links: # before callbacks wait for one another
             next_phase()
-            same_options(options_of(self.learn.cbs), self.links)
+            same_options(self.gather_same(options_of(self.learn.cbs)))
         self.self_check.begin_fit()
 
     def check_settings(self):
         "Raise ValueError if the ranks begin different fits. Sync point"
         self.ballot.agree()
-        if self.links is not None: same_fit(self.learn, self.loaders.compared())
+        if self.links is not None: same_fit(self.learn, self.loaders.compared(), self.gather_same)
         if self.by_parts and self.max_bs is None: self._find_size()
 
     def _find_size(self):
@@ -421,8 +428,10 @@ class Engine(Runner):
         if k and loop.training:
             every,n = self.opts.check_every,loop.n_steps
             # the first of a fit: an error in the script need not wait for the epoch's end
-            if every and n%every==0 or n==self.learn.train_iter==1: compare_weights(self.learn, n, self.findings)
+            if every and n%every==0 or n==self.learn.train_iter==1: self._compare_weights(n)
         return res.more
+
+    def _compare_weights(self, n): compare_weights(self.learn, n, self.findings, self.gather_same)
 
     def is_agreed(self, scope)->bool:
         "See `Ballot.is_agreed`"
@@ -451,7 +460,7 @@ class Engine(Runner):
         self.loop.evaluation,self.loop.n_steps = loop.evaluation,loop.n_steps
         self.loop.repeated = loop.repeated # the recorder may still enter the last step
         self.seed_streams(_between)
-        if self.links: compare_weights(self.learn, loop.n_steps, self.findings)
+        if self.links: self._compare_weights(loop.n_steps)
         broadcast_tensors(get_model(self.learn.model).buffers())
         return True
 
@@ -477,6 +486,10 @@ class Engine(Runner):
     def loader(self, dl):
         "The loader itself: it is this rank's shard"
         return dl
+
+    def gather_same(self, o)->list:
+        "See `collectives.gather_same`; the hashes travel over the links, in log2(W) messages. Sync point"
+        return gather_same(o, lambda hashed: self.links.exchange(hashed, self.ballot.phase))
 
     def total(self, t):
         "The sum of a tensor over ranks. Sync point"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..core.collectives import gather_objects
+from ..core.collectives import gather_bytes,gather_objects,gather_same
 from ..core.hosts import n_cores
 from ..core.stacks import frames_of_caller,users_frame
 from ..core.env import control_group,count,group_rank,group_size,local_size,shared_store
@@ -226,9 +226,10 @@ def _connect(timeout_s):
     links = SocketLinks(group_rank(), group_size(), timeout_s)
     with ExitStack() as stack:
         server,path = _listen(stack)
-        paths = gather_objects(path)
+        # as long as such a path may be
+        paths = [o.rstrip(b'\0').decode() for o in gather_bytes((path or '').encode().ljust(108, b'\0'))]
         if all(paths): links.to = {n: s for n in links.hops if (s := _call(paths[links.before(n)], n))}
-        if all(gather_objects(len(links.to)==len(links.hops))):
+        if all(gather_same(len(links.to)==len(links.hops))):
             for _ in links.hops: links.read_from(*_answer(server))
             return links
     links.close()
